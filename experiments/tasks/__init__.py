@@ -1,0 +1,1 @@
+"""Needle tasks in RULER's form, made offline from explicit seeds."""

@@ -1,0 +1,68 @@
+"""Real English prose that ships with CPython: the language reference topics.
+
+`pydoc_data.topics` holds about 80 chapters of the Python reference. Some are
+held out: training never sees them, evaluation uses nothing else.
+"""
+
+import functools
+import re
+from typing import Literal
+
+from pydoc_data import topics
+
+Part = Literal["train", "heldout"]
+
+# Long enough together for a 4K-token haystack, short enough to leave most of
+# the prose to training.
+HELDOUT: frozenset[str] = frozenset(
+  {
+    "assert",
+    "assignment",
+    "atom-identifiers",
+    "attribute-access",
+    "calls",
+    "context-managers",
+    "execmodel",
+    "exceptions",
+    "global",
+    "import",
+    "numeric-types",
+    "string-methods",
+  }
+)
+
+_LEAST_WORDS = 8
+
+
+def _paragraphs(text: str) -> list[str]:
+  """Paragraphs of running prose, white space collapsed; no code, no titles."""
+  found = []
+  for block in re.split(r"\n\s*\n", text):
+    paragraph = " ".join(block.split())
+    if (
+      re.match(r"[A-Z]", paragraph)
+      and paragraph.endswith(".")
+      and "***" not in paragraph
+      and "===" not in paragraph
+      and ">>>" not in paragraph
+      and "::=" not in paragraph
+      and len(paragraph.split()) >= _LEAST_WORDS
+    ):
+      found.append(paragraph)
+  return found
+
+
+def split_sentences(text: str) -> list[str]:
+  """Sentences of `text`; joining them with one blank gives `text` back."""
+  return re.split(r"(?<=[.!?]) (?=[A-Z\"(])", text)
+
+
+@functools.cache
+def sentences(part: Part) -> tuple[str, ...]:
+  """Sentences of the training or the held-out topics, in topic order."""
+  found: list[str] = []
+  for name in sorted(topics.topics):
+    if (name in HELDOUT) == (part == "heldout"):
+      for paragraph in _paragraphs(topics.topics[name]):
+        found.extend(split_sentences(paragraph))
+  return tuple(found)

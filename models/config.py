@@ -1,0 +1,201 @@
+"""Decoder configurations, read from and written to Hugging Face config.json."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.errors import InputError
+from kvjax.model import Geometry
+from models.rope import Rope
+
+# The classes that `transformers` would load, by model type.
+ARCHITECTURES = {
+  "llama": "LlamaForCausalLM",
+  "mistral": "MistralForCausalLM",
+  "qwen2": "Qwen2ForCausalLM",
+  "qwen3": "Qwen3ForCausalLM",
+}
+
+# Fields that describe training, generation or the file itself and change
+# nothing in a forward pass.
+_WITHOUT_EFFECT = frozenset(
+  "_name_or_path architectures attention_dropout auto_map bos_token_id "
+  "chunk_size_feed_forward dtype eos_token_id id2label initializer_range "
+  "is_encoder_decoder label2id max_window_layers output_attentions "
+  "output_hidden_states pad_token_id problem_type return_dict "
+  "torch_dtype transformers_version use_cache".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+  """One decoder of the Llama kind.
+
+  Attributes:
+    model_type: the Hugging Face model type, one of `ARCHITECTURES`.
+    vocab_size: V.
+    hidden_size: E.
+    intermediate_size: width of the gated MLP.
+    num_layers: L.
+    num_heads: N.
+    num_kv_heads: K.
+    head_dim: D.
+    max_positions: `max_position_embeddings` of the file.
+    rms_norm_eps: epsilon of every norm.
+    rope: rotary position embedding.
+    tie_embeddings: the output matrix is the embedding matrix.
+    qkv_bias: query, key and value projections have a bias.
+    output_bias: the attention's output projection has a bias.
+    mlp_bias: the MLP projections have a bias.
+    qk_norm: queries and keys are RMS-normalised per head before RoPE.
+  """
+
+  model_type: str
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  max_positions: int
+  rms_norm_eps: float
+  rope: Rope
+  tie_embeddings: bool = False
+  qkv_bias: bool = False
+  output_bias: bool = False
+  mlp_bias: bool = False
+  qk_norm: bool = False
+
+  def __post_init__(self) -> None:
+    if self.num_heads % self.num_kv_heads:
+      raise InputError(
+        f"config.json has {self.num_heads} query heads for "
+        f"{self.num_kv_heads} KV heads; the first must be a multiple of the "
+        "second."
+      )
+
+  @property
+  def geometry(self) -> Geometry:
+    """The sizes that a KV cache depends on."""
+    return Geometry(
+      layers=self.num_layers,
+      heads=self.num_heads,
+      kv_heads=self.num_kv_heads,
+      head_dim=self.head_dim,
+      max_positions=self.rope.longest_context(self.max_positions),
+    )
+
+  @classmethod
+  def from_hf(cls, fields: Mapping[str, Any]) -> "DecoderConfig":
+    """Reads the fields of a config.json.
+
+    Raises:
+      InputError: the architecture is unknown, a field is missing, or a field
+        asks for something that this decoder does not do.
+    """
+    rest = dict(fields)
+    model_type = rest.pop("model_type", None)
+    if model_type not in ARCHITECTURES:
+      raise InputError(
+        f"config.json has model_type {model_type!r}, which is not supported; "
+        f"supported are {', '.join(sorted(ARCHITECTURES))}."
+      )
+    _refuse_unsupported(rest, model_type)
+    heads = _take(rest, "num_attention_heads")
+    hidden = _take(rest, "hidden_size")
+    head_dim = rest.pop("head_dim", None) or hidden // heads
+    max_positions = _take(rest, "max_position_embeddings")
+    attention_bias = rest.pop("attention_bias", False)
+    config = cls(
+      model_type=model_type,
+      vocab_size=_take(rest, "vocab_size"),
+      hidden_size=hidden,
+      intermediate_size=_take(rest, "intermediate_size"),
+      num_layers=_take(rest, "num_hidden_layers"),
+      num_heads=heads,
+      num_kv_heads=rest.pop("num_key_value_heads", None) or heads,
+      head_dim=head_dim,
+      max_positions=max_positions,
+      rms_norm_eps=rest.pop("rms_norm_eps", 1e-6),
+      rope=Rope.from_hf(_take_rope(rest), head_dim, max_positions),
+      tie_embeddings=rest.pop("tie_word_embeddings", False),
+      qkv_bias=attention_bias or model_type == "qwen2",
+      output_bias=attention_bias and model_type != "qwen2",
+      mlp_bias=rest.pop("mlp_bias", False),
+      qk_norm=model_type == "qwen3",
+    )
+    unknown = sorted(set(rest) - _WITHOUT_EFFECT)
+    if unknown:
+      raise InputError(
+        f"config.json has the field {unknown[0]!r}, which this decoder does "
+        f"not know for {model_type}; remove it if it has no effect."
+      )
+    return config
+
+  def to_hf(self) -> dict[str, Any]:
+    """The fields of a config.json that `from_hf` reads back."""
+    fields: dict[str, Any] = {
+      "architectures": [ARCHITECTURES[self.model_type]],
+      "model_type": self.model_type,
+      "vocab_size": self.vocab_size,
+      "hidden_size": self.hidden_size,
+      "intermediate_size": self.intermediate_size,
+      "num_hidden_layers": self.num_layers,
+      "num_attention_heads": self.num_heads,
+      "num_key_value_heads": self.num_kv_heads,
+      "head_dim": self.head_dim,
+      "max_position_embeddings": self.max_positions,
+      "rms_norm_eps": self.rms_norm_eps,
+      "hidden_act": "silu",
+      "tie_word_embeddings": self.tie_embeddings,
+    } | self.rope.to_hf()
+    if self.model_type in ("llama", "qwen3"):
+      fields["attention_bias"] = self.output_bias
+    if self.model_type == "llama":
+      fields["mlp_bias"] = self.mlp_bias
+    if self.model_type == "mistral":
+      fields["sliding_window"] = None
+    return fields
+
+
+def _take(fields: dict[str, Any], name: str) -> Any:
+  if fields.get(name) is None:
+    raise InputError(f"config.json lacks the field {name!r}.")
+  return fields.pop(name)
+
+
+def _take_rope(fields: dict[str, Any]) -> dict[str, Any]:
+  """RoPE fields, from `rope_parameters` or the older pair of fields."""
+  theta = fields.pop("rope_theta", None)
+  scaling = fields.pop("rope_scaling", None) or {}
+  parameters = fields.pop("rope_parameters", None) or {}
+  rope = {**scaling, **parameters}
+  if theta is not None:
+    rope.setdefault("rope_theta", theta)
+  return rope
+
+
+def _refuse_unsupported(fields: dict[str, Any], model_type: str) -> None:
+  """Takes the fields that have one supported value out of `fields`."""
+  activation = fields.pop("hidden_act", "silu")
+  if activation not in ("silu", "swish"):
+    raise InputError(
+      f"config.json has hidden_act {activation!r}; only 'silu' is supported."
+    )
+  if fields.pop("pretraining_tp", 1) != 1:
+    raise InputError(
+      "config.json has pretraining_tp other than 1, which is not supported."
+    )
+  if fields.pop("quantization_config", None):
+    raise InputError(
+      "config.json describes quantised weights; load the unquantised model."
+    )
+  window = fields.pop("sliding_window", None)
+  uses_window = fields.pop("use_sliding_window", model_type == "mistral")
+  kinds = fields.pop("layer_types", None) or []
+  if (window and uses_window) or any(k != "full_attention" for k in kinds):
+    raise InputError(
+      "config.json asks for sliding-window attention, which is not supported "
+      "yet; use a model whose layers all attend to the whole context."
+    )

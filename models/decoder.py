@@ -1,0 +1,192 @@
+"""One decoder for Llama 3.x, Qwen2.5, Qwen3, Mistral and Yi."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvjax.activations import Activations
+from kvjax.model import Attend
+from models.config import DecoderConfig
+from models.rope import rotate
+
+_Tables = tuple[Float[Array, "B S D//2"], Float[Array, "B S D//2"]]
+
+
+class RMSNorm(nnx.Module):
+  """RMS norm computed in float32.
+
+  nnx.RMSNorm cannot take bfloat16 under strict dtype promotion.
+  """
+
+  def __init__(self, width: int, epsilon: float, dtype: Any) -> None:
+    self.epsilon = epsilon
+    self.scale = nnx.Param(jnp.ones((width,), dtype))
+
+  def __call__(self, x: Float[Array, "*B W"]) -> Float[Array, "*B W"]:
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(mean_square + self.epsilon)
+    scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+    return wide.astype(x.dtype) * scale
+
+
+def _linear(
+  inputs: int, outputs: int, bias: bool, dtype: Any, rngs: nnx.Rngs
+) -> nnx.Linear:
+  return nnx.Linear(
+    inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs
+  )
+
+
+class Attention(nnx.Module):
+  """Projections around an attention that the caller provides."""
+
+  def __init__(
+    self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs
+  ) -> None:
+    self.config = config
+    width = config.hidden_size
+    query_width = config.num_heads * config.head_dim
+    kv_width = config.num_kv_heads * config.head_dim
+    bias = config.qkv_bias
+    self.q_proj = _linear(width, query_width, bias, dtype, rngs)
+    self.k_proj = _linear(width, kv_width, bias, dtype, rngs)
+    self.v_proj = _linear(width, kv_width, bias, dtype, rngs)
+    self.o_proj = _linear(query_width, width, config.output_bias, dtype, rngs)
+    if config.qk_norm:
+      self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
+      self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
+
+  def activations(
+    self, x: Float[Array, "B S E"], positions: Int[Array, "B S"], rope: _Tables
+  ) -> Activations:
+    """Queries, keys, values and unrotated keys of a block."""
+    queries = self._heads(self.q_proj(x))
+    keys = self._heads(self.k_proj(x))
+    if self.config.qk_norm:
+      queries, keys = self.q_norm(queries), self.k_norm(keys)
+    return Activations(
+      queries=rotate(queries, *rope),
+      keys=rotate(keys, *rope),
+      values=self._heads(self.v_proj(x)),
+      keys_unrotated=keys,
+      positions=positions,
+    )
+
+  def output(self, x: Float[Array, "B N S D"]) -> Float[Array, "B S E"]:
+    """Joins the heads and projects them back."""
+    batch, heads, length, dim = x.shape
+    joined = jnp.swapaxes(x, 1, 2).reshape(batch, length, heads * dim)
+    return self.o_proj(joined)
+
+  def _heads(self, x: Float[Array, "B S W"]) -> Float[Array, "B H S D"]:
+    batch, length, _ = x.shape
+    split = x.reshape(batch, length, -1, self.config.head_dim)
+    return jnp.swapaxes(split, 1, 2)
+
+
+class Mlp(nnx.Module):
+  """SwiGLU."""
+
+  def __init__(
+    self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs
+  ) -> None:
+    width, inner = config.hidden_size, config.intermediate_size
+    bias = config.mlp_bias
+    self.gate_proj = _linear(width, inner, bias, dtype, rngs)
+    self.up_proj = _linear(width, inner, bias, dtype, rngs)
+    self.down_proj = _linear(inner, width, bias, dtype, rngs)
+
+  def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+    return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+  """Attention and MLP, each behind its norm and a residual."""
+
+  def __init__(
+    self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs
+  ) -> None:
+    width = config.hidden_size
+    self.input_layernorm = RMSNorm(width, config.rms_norm_eps, dtype)
+    self.self_attn = Attention(config, dtype, rngs)
+    self.post_attention_layernorm = RMSNorm(width, config.rms_norm_eps, dtype)
+    self.mlp = Mlp(config, dtype, rngs)
+
+  def __call__(
+    self,
+    x: Float[Array, "B S E"],
+    positions: Int[Array, "B S"],
+    rope: _Tables,
+    index: int,
+    state: Any,
+    attend: Attend[Any],
+  ) -> tuple[Float[Array, "B S E"], Any]:
+    seen = self.self_attn.activations(self.input_layernorm(x), positions, rope)
+    attended, state = attend(index, state, seen)
+    x = x + self.self_attn.output(attended)
+    return x + self.mlp(self.post_attention_layernorm(x)), state
+
+
+class Decoder(nnx.Module):
+  """A decoder-only transformer; parameter names are those of Hugging Face."""
+
+  def __init__(
+    self,
+    config: DecoderConfig,
+    *,
+    dtype: Any = jnp.float32,
+    rngs: nnx.Rngs,
+  ) -> None:
+    """Builds the decoder with random weights.
+
+    Args:
+      config: sizes and options.
+      dtype: of the weights and of the computation; norms, RoPE and logits are
+        computed in float32.
+      rngs: source of the random weights.
+    """
+    self.config = config
+    self.embed_tokens = nnx.Embed(
+      config.vocab_size,
+      config.hidden_size,
+      dtype=dtype,
+      param_dtype=dtype,
+      rngs=rngs,
+    )
+    self.layers = nnx.List(
+      [Layer(config, dtype, rngs) for _ in range(config.num_layers)]
+    )
+    self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+    if not config.tie_embeddings:
+      self.lm_head = _linear(
+        config.hidden_size, config.vocab_size, False, dtype, rngs
+      )
+
+  def __call__(
+    self,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    states: Sequence[Any],
+    attend: Attend[Any],
+  ) -> tuple[Float[Array, "B S E"], tuple[Any, ...]]:
+    """Hidden states of a block; see `kvjax.model.Model.hidden`."""
+    x = self.embed_tokens(tokens)
+    rope = self.config.rope.tables(positions)
+    new_states = []
+    for index, layer in enumerate(self.layers):
+      x, state = layer(x, positions, rope, index, states[index], attend)
+      new_states.append(state)
+    return self.norm(x), tuple(new_states)
+
+  def logits(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
+    """Next-token logits in float32."""
+    if self.config.tie_embeddings:
+      kernel = self.embed_tokens.embedding[...].T
+    else:
+      kernel = self.lm_head.kernel[...]
+    return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)

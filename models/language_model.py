@@ -1,0 +1,43 @@
+"""The decoder as the pure functions that the engine calls."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.model import Attend, Geometry
+from models.decoder import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderModel:
+  """A `kvjax.model.Model`: hashable, its weights live in `params`."""
+
+  graphdef: nnx.GraphDef[Decoder]
+  geometry: Geometry
+
+  def hidden(
+    self,
+    params: PyTree,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    states: Sequence[Any],
+    attend: Attend[Any],
+  ) -> tuple[Float[Array, "B S E"], tuple[Any, ...]]:
+    """See `kvjax.model.Model.hidden`."""
+    decoder = nnx.merge(self.graphdef, params)
+    return decoder(tokens, positions, states, attend)
+
+  def logits(
+    self, params: PyTree, hidden: Float[Array, "*B E"]
+  ) -> Float[Array, "*B V"]:
+    """See `kvjax.model.Model.logits`."""
+    return nnx.merge(self.graphdef, params).logits(hidden)
+
+
+def from_decoder(decoder: Decoder) -> tuple[DecoderModel, nnx.State]:
+  """Splits a decoder into its functions and its weights."""
+  graphdef, params = nnx.split(decoder)
+  return DecoderModel(graphdef, decoder.config.geometry), params
