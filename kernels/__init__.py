@@ -1,1 +1,1 @@
-""""""
+"""Array programs below the methods: each has a plain reference beside it."""

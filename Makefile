@@ -1,0 +1,51 @@
+# Every target sets itself up: it needs git, make and Python >= 3.12 only.
+#   make demo     compare the methods on the bundled model
+#   make test     run the tests
+#   make lint     style, types and the floors that imports may not climb
+#   make format   rewrite the code in the house style
+#   make clean    remove everything that these commands made
+# ARGS is passed on: make demo ARGS="--samples=2", make test ARGS="-k cache".
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+# True for a Python that can make and fill the environment.
+CHECK := import sys, ensurepip; sys.exit(sys.version_info < (3, 12))
+PYTHONS := $(PYTHON) python3 python3.12 python3.13 python3.14
+FOUND = $(shell for python in $(BIN)/python $(PYTHONS); do \
+  "$$python" -c '$(CHECK)' 2>/dev/null && echo "$$python" && break; done)
+MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
+  as python3, python3.12, python3.13 or python3.14: install one, or name it \
+  with PYTHON=/path/to/python
+
+.PHONY: demo test lint format clean
+
+demo: $(READY)
+	@$(BIN)/python -m experiments.compare $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(READY)
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/mypy
+
+format: $(READY)
+	@$(BIN)/ruff check --quiet --fix
+	@$(BIN)/ruff format --quiet
+
+clean:
+	@rm -rf .venv .jax_cache .mypy_cache .pytest_cache .ruff_cache \
+	  .import_linter_cache results/demo
+
+# An environment whose Python still works is kept and only brought up to date.
+$(READY): pyproject.toml
+	$(eval python := $(FOUND))
+	$(if $(python),,$(error $(MISSING)))
+	@echo "Setting up .venv (first time only: a few minutes)"
+	@test "$(python)" = $(BIN)/python || "$(python)" -m venv --clear .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --editable '.[dev]'
+	@touch $@

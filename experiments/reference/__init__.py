@@ -1,0 +1,1 @@
+"""How the bundled reference model is made: tokenizer, data, curriculum."""

@@ -1,0 +1,123 @@
+"""The reference model's tokenizer: a known word is one token, else bytes.
+
+Nothing is trained and nothing is downloaded. The form is Llama 3's: byte-level
+BPE with `ignore_merges`, here with no merges at all, so a piece of text that
+stands in the vocabulary is one token and any other piece is its UTF-8 bytes.
+"""
+
+import collections
+import itertools
+import json
+import re
+from pathlib import Path
+
+import tokenizers
+from tokenizers import (
+  AddedToken,
+  decoders,
+  models,
+  pre_tokenizers,
+  processors,
+)
+
+from experiments.tasks import needles, passkey, prose, words
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+SIZE = 3328
+
+# A word takes its leading blank along, unless a digit follows: a UUID that
+# starts with letters is then a blank and single symbols, like all others.
+_PIECE = r" \p{L}++(?!\p{N})|\p{L}+|\p{N}|\s|[^\s\p{L}\p{N}]"
+_PIECE_RE = r" [A-Za-z]+|[A-Za-z]+|[’“”—…]"
+_HEX = frozenset("abcdef")
+
+
+def _bytes_as_characters() -> list[str]:
+  """The 256 printable characters that stand for bytes in byte-level BPE."""
+  return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def _template_pieces() -> list[str]:
+  text = " ".join((*needles.TEMPLATE_TEXT, *passkey.TEMPLATE_TEXT))
+  return re.findall(_PIECE_RE, text)
+
+
+def _key_pieces() -> list[str]:
+  spelled = [f" {word}" for word in words.ADJECTIVES]
+  return [*spelled, *words.NOUNS]
+
+
+def _prose_pieces() -> list[str]:
+  """Pieces of the training topics, the most frequent first."""
+  counts = collections.Counter(
+    piece
+    for sentence in prose.sentences("train")
+    for piece in re.findall(_PIECE_RE, f" {sentence}")
+  )
+  return sorted(counts, key=lambda piece: (-counts[piece], piece))
+
+
+def _known_pieces() -> list[str]:
+  """Pieces that are one token, in the order of their ids."""
+  known = dict.fromkeys(
+    piece
+    for piece in itertools.chain(
+      _template_pieces(), _key_pieces(), _prose_pieces()
+    )
+    # A piece of hex letters inside a UUID must stay single symbols.
+    if len(piece) > 1 and not set(piece.lower()) <= _HEX
+  )
+  return list(known)
+
+
+def build() -> tokenizers.Tokenizer:
+  """The tokenizer, `SIZE` entries, the same on every call."""
+  byte_level = pre_tokenizers.ByteLevel(
+    add_prefix_space=False, use_regex=False
+  )
+  specials = [BOS, EOS, PAD]
+  characters = _bytes_as_characters()
+  vocabulary = dict.fromkeys([*specials, *characters])
+  for piece in _known_pieces():
+    if len(vocabulary) == SIZE:
+      break
+    ((shown, _),) = byte_level.pre_tokenize_str(piece)
+    vocabulary[shown] = None
+  tokenizer = tokenizers.Tokenizer(
+    models.BPE(
+      {piece: index for index, piece in enumerate(vocabulary)},
+      merges=[],
+      ignore_merges=True,
+    )
+  )
+  tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(tokenizers.Regex(_PIECE), "isolated"),
+      byte_level,
+    ]
+  )
+  tokenizer.decoder = decoders.ByteLevel()
+  tokenizer.add_special_tokens(
+    [AddedToken(token, special=True, normalized=False) for token in specials]
+  )
+  tokenizer.post_processor = processors.TemplateProcessing(
+    single=f"{BOS} $A",
+    pair=f"{BOS} $A $B",
+    special_tokens=[(BOS, tokenizer.token_to_id(BOS))],
+  )
+  return tokenizer
+
+
+def save(tokenizer: tokenizers.Tokenizer, directory: Path, longest: int) -> None:
+  """Writes tokenizer.json and tokenizer_config.json for `longest` tokens."""
+  tokenizer.save(str(directory / "tokenizer.json"))
+  config = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": BOS,
+    "eos_token": EOS,
+    "pad_token": PAD,
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": longest,
+  }
+  text = json.dumps(config, indent=2) + "\n"
+  (directory / "tokenizer_config.json").write_text(text)

@@ -1,0 +1,222 @@
+"""Needle-in-a-haystack tasks in RULER's form (NVIDIA/RULER, `niah.py`).
+
+Wording, key and value types, haystacks and the singular form follow RULER;
+keys come from this project's word lists and essays from CPython's topics.
+Unlike RULER, keys are checked for collision, so that an answer is unique.
+"""
+
+import dataclasses
+import random
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from experiments.tasks import fitting, prose, words
+from experiments.tasks.sample import Sample
+
+INTRO = (
+  "Some special magic {kind} are hidden within the following text. "
+  "Make sure to memorize it. I will quiz you about the {kind} afterwards.\n"
+)
+INTRO_ONE = (
+  "A special magic {kind} is hidden within the following text. "
+  "Make sure to memorize it. I will quiz you about the {kind} afterwards.\n"
+)
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+QUESTION = (
+  "What are all the special magic {kind} for {query} mentioned in the "
+  "provided text?"
+)
+QUESTION_ONE = (
+  "What is the special magic {kind} for {query} mentioned in the "
+  "provided text?"
+)
+ANSWER_PREFIX = (
+  " The special magic {kind} for {query} mentioned in the provided text are"
+)
+ANSWER_PREFIX_ONE = (
+  " The special magic {kind} for {query} mentioned in the provided text is"
+)
+NOISE = (
+  "The grass is green. The sky is blue. The sun is yellow. Here we go. "
+  "There and back again."
+)
+TEMPLATE_TEXT = (
+  INTRO,
+  INTRO_ONE,
+  NEEDLE,
+  QUESTION,
+  QUESTION_ONE,
+  ANSWER_PREFIX,
+  ANSWER_PREFIX_ONE,
+  NOISE,
+  " numbers number uuids uuid words word",
+)
+
+Haystack = Literal["noise", "essay", "needle"]
+Kind = Literal["words", "numbers", "uuids"]
+
+# RULER inserts essay needles at some of 40 evenly spaced depths.
+_DEPTHS = tuple(index / 39 for index in range(40))
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedleTask:
+  """One RULER NIAH task: haystack, types, keys, values per key, queries."""
+
+  name: str
+  haystack: Haystack
+  keys: Kind = "words"
+  values: Kind = "numbers"
+  key_count: int = 1
+  values_per_key: int = 1
+  queries: int = 1
+  max_new_tokens: int = 128
+
+
+TASKS: dict[str, NeedleTask] = {
+  task.name: task
+  for task in (
+    NeedleTask("niah_single_1", "noise"),
+    NeedleTask("niah_single_2", "essay"),
+    NeedleTask("niah_single_3", "essay", values="uuids"),
+    NeedleTask("niah_multikey_1", "essay", key_count=4),
+    NeedleTask("niah_multikey_2", "needle"),
+    NeedleTask("niah_multikey_3", "needle", keys="uuids", values="uuids"),
+    NeedleTask("niah_multivalue", "essay", values_per_key=4),
+    NeedleTask("niah_multiquery", "essay", key_count=4, queries=4),
+  )
+}
+
+
+def draw(rng: random.Random, kind: Kind) -> str:
+  """One random key or value of a kind, in RULER's form."""
+  if kind == "words":
+    return f"{rng.choice(words.ADJECTIVES)}-{rng.choice(words.NOUNS)}"
+  if kind == "numbers":
+    return str(rng.randint(1_000_000, 9_999_999))
+  return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def listing(items: Sequence[str]) -> str:
+  """`a`, `a, and b`, or `a, b, and c`: how RULER lists queried keys."""
+  if len(items) == 1:
+    return items[0]
+  return f"{', '.join(items[:-1])}, and {items[-1]}"
+
+
+def sample(
+  task: NeedleTask,
+  rng: random.Random,
+  length: int,
+  count: Callable[[str], int],
+  *,
+  part: prose.Part = "heldout",
+) -> Sample:
+  """One sample whose prompt plus answer budget fits `length` tokens.
+
+  Args:
+    task: which needles and which haystack.
+    rng: all draws come from it; equal state, equal sample.
+    length: bound on the tokens of context, question, prefix and answer.
+    count: number of tokens of a text, without special tokens.
+    part: which prose topics an essay haystack is made of.
+
+  Raises:
+    InputError: `length` is too short for the task.
+  """
+  keys = _distinct(rng, task.keys, task.key_count)
+  pairs = [
+    (key, value)
+    for key in keys
+    for value in _distinct(rng, task.values, task.values_per_key)
+  ]
+  rng.shuffle(pairs)
+  queried = rng.sample(keys, task.queries)
+  one = task.queries * task.values_per_key == 1
+  kind = task.values[:-1] if one else task.values
+  query = listing(queried)
+  question = (QUESTION_ONE if one else QUESTION).format(kind=kind, query=query)
+  prefix = (ANSWER_PREFIX_ONE if one else ANSWER_PREFIX).format(
+    kind=kind, query=query
+  )
+  intro = (INTRO_ONE if one else INTRO).format(kind=kind)
+  spread = _spread(task, rng, pairs, part)
+
+  def context(units: int) -> str:
+    return f"{intro}{spread(units)}\n"
+
+  fixed = count(question) + count(prefix) + task.max_new_tokens
+  units = fitting.most_units(lambda n: count(context(n)) + fixed, length)
+  return Sample(
+    context=context(units),
+    question=question,
+    answer_prefix=prefix,
+    answers=tuple(
+      value for key in queried for found, value in pairs if found == key
+    ),
+    task=task.name,
+    max_new_tokens=task.max_new_tokens,
+    metadata={
+      "length": length,
+      "haystack": task.haystack,
+      "keys": tuple(queried),
+    },
+  )
+
+
+def _distinct(rng: random.Random, kind: Kind, number: int) -> list[str]:
+  found: dict[str, None] = {}
+  while len(found) < number:
+    found[draw(rng, kind)] = None
+  return list(found)
+
+
+def _needle(task: NeedleTask, key: str, value: str) -> str:
+  return NEEDLE.format(kind=task.values, key=key, value=value)
+
+
+def _spread(
+  task: NeedleTask,
+  rng: random.Random,
+  pairs: Sequence[tuple[str, str]],
+  part: prose.Part,
+) -> Callable[[int], str]:
+  """A haystack of any number of units with the needles in it.
+
+  The draws are made once, so that haystacks of different sizes agree.
+  """
+  needles = [_needle(task, key, value) for key, value in pairs]
+  if task.haystack == "essay":
+    text = fitting.ProseText(rng, part)
+    depths = sorted(rng.sample(_DEPTHS, len(needles)))
+    return lambda units: " ".join(
+      _inserted(text.sentences(units), needles, depths)
+    )
+  depths = sorted(rng.random() for _ in needles)
+  if task.haystack == "noise":
+    return lambda units: "\n".join(_inserted([NOISE] * units, needles, depths))
+  taken = {key for key, _ in pairs}
+  others: list[str] = []
+
+  def distractors(units: int) -> list[str]:
+    while len(others) < units:
+      key = draw(rng, task.keys)
+      if key not in taken:
+        taken.add(key)
+        others.append(_needle(task, key, draw(rng, task.values)))
+    return others[:units]
+
+  return lambda units: "\n".join(
+    _inserted(distractors(units), needles, depths)
+  )
+
+
+def _inserted(
+  units: list[str], needles: Sequence[str], depths: Sequence[float]
+) -> list[str]:
+  """Units with needle i before the unit at its share of the way through."""
+  mixed = list(units)
+  for needle, depth in reversed(list(zip(needles, depths, strict=True))):
+    mixed.insert(int(len(units) * depth), needle)
+  return mixed

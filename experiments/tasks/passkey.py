@@ -1,0 +1,57 @@
+"""The 64-digit passkey task (Yuan et al. 2024, `longctx_bench`)."""
+
+import random
+from collections.abc import Callable
+
+from experiments.tasks import fitting, prose
+from experiments.tasks.sample import Sample
+
+INTRO = (
+  "There is an important info hidden inside a lot of irrelevant text. "
+  "Find it and memorize it. I will quiz you about the important "
+  "information there.\n"
+)
+NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key."
+QUESTION = "What is the pass key?"
+ANSWER_PREFIX = " The pass key is"
+TEMPLATE_TEXT = (INTRO, NEEDLE, QUESTION, ANSWER_PREFIX)
+
+MAX_NEW_TOKENS = 96
+
+
+def passkey(
+  rng: random.Random,
+  length: int,
+  count: Callable[[str], int],
+  *,
+  part: prose.Part = "heldout",
+  depth: float | None = None,
+  digits: int = 64,
+) -> Sample:
+  """A key of `digits` digits in prose, stated twice in one sentence.
+
+  `length` bounds prompt plus answer, in tokens of `count`. `depth` is where
+  the needle stands, 0 the start and 1 the end; drawn when None. Raises
+  `InputError` when `length` is too short for the prompt.
+  """
+  key = "".join(rng.choice("0123456789") for _ in range(digits))
+  depth = rng.random() if depth is None else depth
+  text = fitting.ProseText(rng, part)
+
+  def context(words: int) -> str:
+    sentences = text.sentences(words)
+    place = int(len(sentences) * depth)
+    sentences.insert(place, NEEDLE.format(key=key))
+    return f"{INTRO}{' '.join(sentences)}\n"
+
+  fixed = count(QUESTION) + count(ANSWER_PREFIX) + MAX_NEW_TOKENS
+  words = fitting.most_units(lambda n: count(context(n)) + fixed, length)
+  return Sample(
+    context=context(words),
+    question=QUESTION,
+    answer_prefix=ANSWER_PREFIX,
+    answers=(key,),
+    task="passkey",
+    max_new_tokens=MAX_NEW_TOKENS,
+    metadata={"length": length, "depth": depth, "haystack": "essay"},
+  )

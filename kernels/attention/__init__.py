@@ -1,0 +1,3 @@
+"""Attention of a block of queries over cached slots."""
+
+from kernels.attention.api import attention as attention

@@ -1,0 +1,45 @@
+"""The attention that the engine calls."""
+
+from typing import Literal
+
+from jaxtyping import Array, Float, Int
+
+from kernels.attention.chunked import attention_chunked
+from kernels.attention.reference import attention_reference
+
+Implementation = Literal["chunked", "reference"]
+
+_IMPLEMENTATIONS = {
+  "chunked": attention_chunked,
+  "reference": attention_reference,
+}
+
+
+def attention(
+  queries: Float[Array, "B N S D"],
+  keys: Float[Array, "B K T D"],
+  values: Float[Array, "B K T D"],
+  query_positions: Int[Array, "B S"],
+  key_positions: Int[Array, "B K T"],
+  implementation: Implementation = "chunked",
+) -> Float[Array, "B N S D"]:
+  """Softmax attention, scaled by D^-1/2, causal by positions.
+
+  A query sees the slots of its KV head whose position is neither negative
+  (empty) nor greater than its own; what else those slots hold, NaN included,
+  has no effect. A query that sees nothing gets zeros.
+
+  Args:
+    queries: rotated queries; head j reads KV head j // (N / K).
+    keys: rotated keys.
+    values: values.
+    query_positions: place of each query in its row, -1 for padding.
+    key_positions: place of each slot's token in its row, -1 for empty.
+    implementation: "chunked" never holds S x T logits.
+
+  Returns:
+    The attention output in the dtype of the queries.
+  """
+  return _IMPLEMENTATIONS[implementation](
+    queries, keys, values, query_positions, key_positions
+  )

@@ -1,0 +1,139 @@
+"""Attention by online softmax over chunks of slots, in XLA."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+QUERY_CHUNK = 256
+# Logits per head that are alive at once: a lone query reads all its slots in
+# one chunk, a long prompt reads them 512 at a time.
+LOGITS = 2**17
+
+
+class _Running(NamedTuple):
+  """Online softmax: largest logit, sum of exponentials, weighted values."""
+
+  largest: Float[Array, "B K G S"]
+  total: Float[Array, "B K G S"]
+  output: Float[Array, "B K G S D"]
+
+
+def attention_chunked(
+  queries: Float[Array, "B N S D"],
+  keys: Float[Array, "B K T D"],
+  values: Float[Array, "B K T D"],
+  query_positions: Int[Array, "B S"],
+  key_positions: Int[Array, "B K T"],
+) -> Float[Array, "B N S D"]:
+  """See `kernels.attention.api.attention`; O(S + T) memory."""
+  batch, heads, length, dim = queries.shape
+  kv_heads = keys.shape[1]
+  grouped = queries.reshape(
+    batch, kv_heads, heads // kv_heads, length, dim
+  )
+  if length <= QUERY_CHUNK:
+    output = _attend(grouped, keys, values, query_positions, key_positions)
+    return output.reshape(queries.shape)
+
+  chunks = -(-length // QUERY_CHUNK)
+  extra = chunks * QUERY_CHUNK - length
+  grouped = jnp.pad(grouped, ((0, 0),) * 3 + ((0, extra), (0, 0)))
+  places = jnp.pad(
+    query_positions, ((0, 0), (0, extra)), constant_values=-1
+  )
+
+  def one_chunk(index: Int[Array, ""]) -> Float[Array, "B K G C D"]:
+    start = index * QUERY_CHUNK
+    return _attend(
+      jax.lax.dynamic_slice_in_dim(grouped, start, QUERY_CHUNK, 3),
+      keys,
+      values,
+      jax.lax.dynamic_slice_in_dim(places, start, QUERY_CHUNK, 1),
+      key_positions,
+    )
+
+  output = jax.lax.map(one_chunk, jnp.arange(chunks))
+  output = jnp.moveaxis(output, 0, 3)
+  output = output.reshape(*grouped.shape[:3], chunks * QUERY_CHUNK, dim)
+  return output[:, :, :, :length].reshape(queries.shape)
+
+
+def _attend(
+  queries: Float[Array, "B K G S D"],
+  keys: Float[Array, "B K T D"],
+  values: Float[Array, "B K T D"],
+  query_positions: Int[Array, "B S"],
+  key_positions: Int[Array, "B K T"],
+) -> Float[Array, "B K G S D"]:
+  slots = keys.shape[2]
+  size = min(slots, LOGITS // queries.shape[3])
+  shape = queries.shape[:-1]
+  last_query = jnp.max(query_positions)
+
+  def visit(running: _Running, index: Int[Array, ""]) -> tuple[_Running, None]:
+    # The last chunk starts early enough to be whole; what it repeats of the
+    # chunk before is masked.
+    start = jnp.minimum(index * size, slots - size)
+    places = jax.lax.dynamic_slice_in_dim(key_positions, start, size, 2)
+    fresh = start + jnp.arange(size) >= index * size
+    held = (places >= 0) & fresh[None, None]
+
+    def update(running: _Running) -> _Running:
+      seen = held[:, :, None] & (
+        places[:, :, None] <= query_positions[:, None, :, None]
+      )
+      return _update(
+        running,
+        queries,
+        jax.lax.dynamic_slice_in_dim(keys, start, size, 2),
+        # A slot that holds nothing may hold NaN, and 0 * NaN is NaN.
+        jnp.where(
+          held[..., None],
+          jax.lax.dynamic_slice_in_dim(values, start, size, 2),
+          jnp.zeros((), values.dtype),
+        ),
+        seen[:, :, None],
+      )
+
+    # Above the diagonal of a causal prompt there is nothing to see.
+    some = jnp.any(held & (places <= last_query))
+    return jax.lax.cond(some, update, lambda same: same, running), None
+
+  running = _Running(
+    jnp.full(shape, -jnp.inf, jnp.float32),
+    jnp.zeros(shape, jnp.float32),
+    jnp.zeros(queries.shape, jnp.float32),
+  )
+  running, _ = jax.lax.scan(visit, running, jnp.arange(-(-slots // size)))
+  total = jnp.where(running.total > 0, running.total, 1.0)
+  return (running.output / total[..., None]).astype(queries.dtype)
+
+
+def _update(
+  running: _Running,
+  queries: Float[Array, "B K G S D"],
+  keys: Float[Array, "B K C D"],
+  values: Float[Array, "B K C D"],
+  seen: Array,
+) -> _Running:
+  logits = jnp.einsum(
+    "bkgsd,bkcd->bkgsc", queries, keys, preferred_element_type=jnp.float32
+  )
+  logits = jnp.where(seen, logits * queries.shape[-1] ** -0.5, -jnp.inf)
+  largest = jnp.maximum(running.largest, jnp.max(logits, axis=-1))
+  finite = jnp.where(jnp.isfinite(largest), largest, 0.0)
+  weights = jnp.exp(logits - finite[..., None])
+  shrink = jnp.exp(running.largest - finite)
+  added = jnp.einsum(
+    "bkgsc,bkcd->bkgsd",
+    weights.astype(values.dtype),
+    values,
+    preferred_element_type=jnp.float32,
+  )
+  return _Running(
+    largest,
+    running.total * shrink + jnp.sum(weights, axis=-1),
+    running.output * shrink[..., None] + added,
+  )

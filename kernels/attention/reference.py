@@ -1,0 +1,32 @@
+"""Attention in float32 with every logit at once."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def attention_reference(
+  queries: Float[Array, "B N S D"],
+  keys: Float[Array, "B K T D"],
+  values: Float[Array, "B K T D"],
+  query_positions: Int[Array, "B S"],
+  key_positions: Int[Array, "B K T"],
+) -> Float[Array, "B N S D"]:
+  """See `kernels.attention.api.attention`; O(S T) memory."""
+  batch, heads, length, dim = queries.shape
+  kv_heads = keys.shape[1]
+  grouped = queries.astype(jnp.float32).reshape(
+    batch, kv_heads, heads // kv_heads, length, dim
+  )
+  held = key_positions >= 0
+  keys = jnp.where(held[..., None], keys.astype(jnp.float32), 0.0)
+  values = jnp.where(held[..., None], values.astype(jnp.float32), 0.0)
+  logits = jnp.einsum("bkgsd,bktd->bkgst", grouped, keys) * dim**-0.5
+  seen = held[:, :, None] & (
+    key_positions[:, :, None] <= query_positions[:, None, :, None]
+  )
+  seen = jnp.broadcast_to(seen[:, :, None], logits.shape)
+  weights = jax.nn.softmax(logits, axis=-1, where=seen)
+  weights = jnp.where(seen, weights, 0.0)
+  output = jnp.einsum("bkgst,bktd->bkgsd", weights, values)
+  return output.reshape(queries.shape).astype(queries.dtype)

@@ -1,0 +1,353 @@
+"""Makes tests/golden/transformers/: what Hugging Face transformers answers.
+
+The files are stored in the repository, so no test needs torch. To make them
+again, in an environment of their own with torch 2.13 (CPU), transformers 5.2,
+safetensors and numpy:
+
+  python tests/golden/make_transformers.py
+
+For each family there is a tiny random checkpoint written by `save_pretrained`
+(`<family>/`, float32) and its logits (`<family>.npz`):
+
+  right_*  three rows of unequal lengths, padded on the right
+  left_*   the same rows, padded on the left
+  long_*   one row that runs past the original context
+
+with ids, mask (1 = token), positions (int32, -1 = padding) and logits
+(float32, 0 where padded). `published_configs.json` holds each family's
+configuration in the form that the Hub's checkpoints have (rope_theta and
+rope_scaling; transformers 5 writes rope_parameters instead), and
+`versions.json` says what made it all. `chat/` holds a tokenizer with a chat
+template and what transformers makes of them.
+
+Dynamic RoPE is the exception: transformers takes the batch's longest row for
+every row and remembers it for later calls. In kvjax a row stands alone, so
+the rows of that family are run one by one, each on a model just built.
+"""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import safetensors
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
+
+OUTPUT = pathlib.Path(__file__).parent / "transformers"
+VOCABULARY = 80
+PAD_ID = 0
+ROW_LENGTHS = (36, 20, 7)
+LONG_LENGTH = 96
+
+_SIZES = dict(
+  vocab_size=VOCABULARY,
+  hidden_size=32,
+  intermediate_size=48,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  bos_token_id=1,
+  eos_token_id=2,
+)
+_LLAMA3_ROPE = dict(
+  rope_type="llama3",
+  factor=8.0,
+  low_freq_factor=1.0,
+  high_freq_factor=4.0,
+  # With head_dim 16 and theta 5e5 one frequency falls in each of the three
+  # bands: kept, interpolated smoothly, divided by the factor.
+  original_max_position_embeddings=48,
+)
+_LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"])
+_QWEN2 = dict(
+  model_type="qwen2",
+  architectures=["Qwen2ForCausalLM"],
+  rope_theta=1e6,
+  use_sliding_window=False,
+  sliding_window=None,
+  rms_norm_eps=1e-6,
+)
+
+# Configurations as the Hub's checkpoints state them, but for the sizes.
+FAMILIES = {
+  "llama3": dict(
+    **_LLAMA,
+    rope_theta=5e5,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+  ),
+  "llama31": dict(
+    **_LLAMA,
+    head_dim=16,
+    rope_theta=5e5,
+    rope_scaling=_LLAMA3_ROPE,
+    max_position_embeddings=384,
+    rms_norm_eps=1e-5,
+  ),
+  "llama32": dict(
+    **_LLAMA,
+    head_dim=16,
+    rope_theta=5e5,
+    rope_scaling=_LLAMA3_ROPE | dict(factor=32.0),
+    max_position_embeddings=384,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+  ),
+  "llama_linear": dict(
+    **_LLAMA,
+    rope_theta=1e4,
+    rope_scaling=dict(type="linear", factor=4.0),
+    max_position_embeddings=32,
+    rms_norm_eps=1e-6,
+  ),
+  "llama_dynamic": dict(
+    **_LLAMA,
+    head_dim=16,
+    rope_theta=1e4,
+    rope_scaling=dict(type="dynamic", factor=2.0),
+    max_position_embeddings=32,
+    rms_norm_eps=1e-6,
+  ),
+  "llama_yarn": dict(
+    **_LLAMA,
+    head_dim=16,
+    rope_theta=1e4,
+    rope_scaling=dict(
+      rope_type="yarn",
+      factor=4.0,
+      original_max_position_embeddings=32,
+      # Wide enough apart for a ramp with dimensions between its ends.
+      beta_fast=8.0,
+      beta_slow=0.5,
+      attention_factor=1.2,
+    ),
+    max_position_embeddings=128,
+    rms_norm_eps=1e-6,
+  ),
+  "qwen25": dict(**_QWEN2, max_position_embeddings=128),
+  "qwen25_tied": dict(
+    **_QWEN2, max_position_embeddings=128, tie_word_embeddings=True
+  ),
+  "qwen25_yarn": dict(
+    **_QWEN2,
+    # As in Qwen2.5's model card: max_position_embeddings stays the original.
+    rope_scaling=dict(
+      type="yarn", factor=4.0, original_max_position_embeddings=32
+    ),
+    max_position_embeddings=32,
+  ),
+  "qwen3": dict(
+    model_type="qwen3",
+    architectures=["Qwen3ForCausalLM"],
+    head_dim=16,
+    rope_theta=1e6,
+    use_sliding_window=False,
+    sliding_window=None,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-6,
+  ),
+  "mistral": dict(
+    model_type="mistral",
+    architectures=["MistralForCausalLM"],
+    head_dim=16,
+    rope_theta=1e6,
+    sliding_window=None,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-5,
+  ),
+  "yi": dict(
+    **_LLAMA,
+    num_attention_heads=8,
+    num_key_value_heads=1,
+    rope_theta=5e6,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-5,
+  ),
+}
+SHARDED = "qwen3"  # This one is stored as several files and an index.
+
+# Uses what real templates use: namespaces, loop controls, trim, tojson,
+# strftime_now, raise_exception, special tokens and the thinking switch.
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- set state = namespace(system="Be brief.") %}
+{%- for message in messages %}
+    {%- if message["role"] == "system" %}
+        {%- set state.system = message["content"] | trim %}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{%- if strftime_now is not defined %}
+    {{- raise_exception("no clock") }}
+{%- endif %}
+{{- "<|system|>" + state.system + "\\n" }}
+{{- {"tools": tools} | tojson + eos_token }}
+{% for message in messages %}
+    {% if message["role"] == "system" %}
+        {% continue %}
+    {% elif message["role"] not in ["user", "assistant"] %}
+        {{ raise_exception("unknown role " + message["role"]) }}
+    {% endif %}
+{{ "<|" + message["role"] + "|>" + message["content"] | trim + eos_token }}
+{% endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|assistant|>" }}
+    {%- if enable_thinking is defined and not enable_thinking %}
+        {{- "<think>\\n\\n</think>\\n\\n" }}
+    {%- endif %}
+{%- endif %}
+"""
+CHAT_CONTEXTS = (
+  "The key is 42.",
+  "  Blanks at the start, dots at the end...\n\n",
+  'Quotes "<&>" and é, 中, 🙂 stay as they are.',
+)
+
+
+def build(config, seed: int):
+  """A model with weights that no test can mistake for a default."""
+  model = transformers.AutoModelForCausalLM.from_config(
+    config, attn_implementation="eager", dtype=torch.float32
+  ).eval()
+  random = np.random.default_rng(seed)
+  with torch.no_grad():
+    for name, parameter in sorted(model.named_parameters()):
+      values = random.standard_normal(parameter.shape)
+      if name.endswith("norm.weight"):
+        values = 1 + 0.3 * values
+      elif name.endswith("bias"):
+        values = 0.5 * values
+      elif config.tie_word_embeddings or "embed_tokens" not in name:
+        # Queries and keys large enough for attention to be far from uniform.
+        gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
+        values = gain * values / np.sqrt(parameter.shape[1])
+      parameter.copy_(torch.from_numpy(values.astype(np.float32)))
+  return model
+
+
+def run(model, ids, mask, positions):
+  """Logits of padded rows; 0 where there is padding."""
+  with torch.no_grad():
+    logits = model(
+      input_ids=torch.from_numpy(ids),
+      attention_mask=torch.from_numpy(mask),
+      position_ids=torch.from_numpy(np.maximum(positions, 0)),
+      use_cache=False,
+    ).logits.numpy()
+  return np.where(mask[:, :, None] == 1, logits, 0).astype(np.float32)
+
+
+def pad(rows, side: str):
+  """Rows of ids -> ids, mask and positions [B, S] padded on one side."""
+  width = max(len(row) for row in rows)
+  ids = np.full((len(rows), width), PAD_ID, np.int64)
+  positions = np.full((len(rows), width), -1, np.int64)
+  for b, row in enumerate(rows):
+    at = slice(0, len(row)) if side == "right" else slice(-len(row), None)
+    ids[b, at] = row
+    positions[b, at] = np.arange(len(row))
+  return ids, (positions >= 0).astype(np.int64), positions
+
+
+def make_family(name: str, published: dict, seed: int) -> None:
+  config = transformers.AutoConfig.for_model(**published)
+  config.architectures = published["architectures"]
+  model = build(config, seed)
+  shard = {"max_shard_size": "30KB"} if name == SHARDED else {}
+  model.save_pretrained(OUTPUT / name, **shard)
+
+  random = np.random.default_rng(1000 + seed)
+  rows = [random.integers(3, VOCABULARY, length) for length in ROW_LENGTHS]
+  long = [random.integers(3, VOCABULARY, LONG_LENGTH)]
+  arrays = {}
+  for case, batch in {
+    "right": pad(rows, "right"),
+    "left": pad(rows, "left"),
+    "long": pad(long, "right"),
+  }.items():
+    if name == "llama_dynamic":
+      parts = zip(*(array[:, None] for array in batch), strict=True)
+      logits = np.concatenate([run(build(config, seed), *p) for p in parts])
+    else:
+      logits = run(model, *batch)
+    ids, mask, positions = (array.astype(np.int32) for array in batch)
+    arrays |= {
+      f"{case}_ids": ids,
+      f"{case}_mask": mask,
+      f"{case}_positions": positions,
+      f"{case}_logits": logits,
+    }
+  np.savez_compressed(OUTPUT / f"{name}.npz", **arrays)
+  print(name, "largest logit", abs(arrays["long_logits"]).max())
+
+
+def make_chat() -> None:
+  """A byte-level tokenizer without merges, and its chat template."""
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  backend = tokenizers.Tokenizer(
+    models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, [])
+  )
+  backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  backend.decoder = decoders.ByteLevel()
+  tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend,
+    bos_token="<|begin|>",
+    eos_token="<|end|>",
+    pad_token="<|pad|>",
+    additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+    chat_template=CHAT_TEMPLATE,
+  )
+  tokenizer.save_pretrained(OUTPUT / "chat")
+  special = {
+    "bos_id": tokenizer.bos_token_id,
+    "eos_id": tokenizer.eos_token_id,
+    "pad_id": tokenizer.pad_token_id,
+  }
+  samples = []
+  for context in CHAT_CONTEXTS:
+    rendered = tokenizer.apply_chat_template(
+      [{"role": "user", "content": context}],
+      add_generation_prompt=True,
+      tokenize=False,
+      enable_thinking=False,
+    )
+    ids = tokenizer.encode(rendered, add_special_tokens=False)
+    samples.append({
+      "context": context,
+      "rendered": rendered,
+      "ids": ids,
+      "decoded": tokenizer.decode(ids, skip_special_tokens=True),
+    })
+  _write_json(OUTPUT / "chat.json", {"special": special, "samples": samples})
+
+
+def _write_json(path: pathlib.Path, value) -> None:
+  text = json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True)
+  path.write_text(text + "\n", encoding="utf-8")
+
+
+def main() -> None:
+  shutil.rmtree(OUTPUT, ignore_errors=True)
+  OUTPUT.mkdir()
+  families = {name: _SIZES | fields for name, fields in FAMILIES.items()}
+  for seed, (name, published) in enumerate(families.items()):
+    make_family(name, published, seed)
+  make_chat()
+  _write_json(OUTPUT / "published_configs.json", families)
+  _write_json(
+    OUTPUT / "versions.json",
+    {
+      "numpy": np.__version__,
+      "safetensors": safetensors.__version__,
+      "tokenizers": tokenizers.__version__,
+      "torch": str(torch.__version__),
+      "transformers": transformers.__version__,
+    },
+  )
+
+
+if __name__ == "__main__":
+  main()
