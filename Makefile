@@ -3,7 +3,7 @@
 #   make test     run the tests
 #   make lint     style, types and the floors that imports may not climb
 #   make format   rewrite the code in the house style
-#   make clean    remove everything that these commands made
+#   make clean    remove .venv and the caches
 # ARGS is passed on: make demo ARGS="--samples=2", make test ARGS="-k cache".
 
 BIN := .venv/bin
@@ -38,14 +38,14 @@ format: $(READY)
 
 clean:
 	@rm -rf .venv .jax_cache .mypy_cache .pytest_cache .ruff_cache \
-	  .import_linter_cache results/demo
+	  .import_linter_cache
 
 # An environment whose Python still works is kept and only brought up to date.
 $(READY): pyproject.toml
 	$(eval python := $(FOUND))
 	$(if $(python),,$(error $(MISSING)))
-	@echo "Setting up .venv (first time only: a few minutes)"
+	@echo "Setting up .venv (a few minutes the first time)"
 	@test "$(python)" = $(BIN)/python || "$(python)" -m venv --clear .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
 	  --editable '.[dev]'
 	@touch $@

@@ -1,1 +1,24 @@
-""""""
+"""KV-cache compression for long-context language models, in JAX."""
+
+from kvjax.activations import Activations as Activations
+from kvjax.budgets import Budget as Budget
+from kvjax.budgets import Retention as Retention
+from kvjax.budgets import Tokens as Tokens
+from kvjax.cache import Cache as Cache
+from kvjax.cache import LayerCache as LayerCache
+from kvjax.cache import concatenate as concatenate
+from kvjax.errors import InputError as InputError
+from kvjax.generate import Answers as Answers
+from kvjax.generate import Decoding as Decoding
+from kvjax.generate import answer as answer
+from kvjax.generate import complete as complete
+from kvjax.generate import converse as converse
+from kvjax.generate import reserve as reserve
+from kvjax.methods import get_method as get_method
+from kvjax.model import Geometry as Geometry
+from kvjax.model import Model as Model
+from kvjax.prefill import Plan as Plan
+from kvjax.prefill import prefill as prefill
+from kvjax.prefill import sweep as sweep
+from kvjax.prompts import Prompts as Prompts
+from kvjax.sampling import Sampling as Sampling

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -36,6 +36,7 @@ class Geometry:
   max_positions: int
 
 
+@runtime_checkable
 class Model(Protocol):
   """A decoder-only language model as two pure functions.
 

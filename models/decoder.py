@@ -13,7 +13,7 @@ from kvjax.model import Attend
 from models.config import DecoderConfig
 from models.rope import rotate
 
-_Tables = tuple[Float[Array, "B S D//2"], Float[Array, "B S D//2"]]
+_Tables = tuple[Float[Array, "B S R"], Float[Array, "B S R"]]
 
 
 class RMSNorm(nnx.Module):

@@ -116,7 +116,7 @@ class Rope:
 
   def tables(
     self, positions: Int[Array, "B S"]
-  ) -> tuple[Float[Array, "B S D//2"], Float[Array, "B S D//2"]]:
+  ) -> tuple[Float[Array, "B S R"], Float[Array, "B S R"]]:
     """Float32 cosines and sines of every position's angles.
 
     Padding (position -1) gets finite values that mean nothing. The dynamic
@@ -130,8 +130,8 @@ class Rope:
 
 def rotate(
   x: Float[Array, "B H S D"],
-  cos: Float[Array, "B S D//2"],
-  sin: Float[Array, "B S D//2"],
+  cos: Float[Array, "B S R"],
+  sin: Float[Array, "B S R"],
 ) -> Float[Array, "B H S D"]:
   """Rotates the pairs (i, i + D/2) of every head; computed in float32."""
   low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)

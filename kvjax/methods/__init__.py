@@ -1,1 +1,15 @@
-""""""
+"""Eviction methods, one file each."""
+
+from kvjax.methods.base import Head as Head
+from kvjax.methods.base import HeadwiseMethod as HeadwiseMethod
+from kvjax.methods.base import Method as Method
+from kvjax.methods.full import FullKV as FullKV
+from kvjax.methods.key_norm import KeyL2Norm as KeyL2Norm
+from kvjax.methods.keydiff import KeyDiff as KeyDiff
+from kvjax.methods.random import Random as Random
+from kvjax.methods.registry import METHODS as METHODS
+from kvjax.methods.registry import PRESETS as PRESETS
+from kvjax.methods.registry import get_method as get_method
+from kvjax.methods.snapkv import SnapKV as SnapKV
+from kvjax.methods.streaming import StreamingLLM as StreamingLLM
+from kvjax.methods.tova import Tova as Tova

@@ -315,12 +315,14 @@ def make_chat() -> None:
       enable_thinking=False,
     )
     ids = tokenizer.encode(rendered, add_special_tokens=False)
-    samples.append({
-      "context": context,
-      "rendered": rendered,
-      "ids": ids,
-      "decoded": tokenizer.decode(ids, skip_special_tokens=True),
-    })
+    samples.append(
+      {
+        "context": context,
+        "rendered": rendered,
+        "ids": ids,
+        "decoded": tokenizer.decode(ids, skip_special_tokens=True),
+      }
+    )
   _write_json(OUTPUT / "chat.json", {"special": special, "samples": samples})
 
 

@@ -1,0 +1,38 @@
+"""Batches of a stage, each a function of seed, stage and step alone."""
+
+import numpy as np
+
+from experiments.reference.curriculum import Stage
+from experiments.reference.lessons import draw_row
+from experiments.reference.pieces import Pieces
+from experiments.reference.rows import Batch, pack
+
+# Keeps validation apart from every training batch.
+_VALIDATION = 1_000_003
+
+
+def training_batch(
+  stage: Stage, index: int, step: int, seed: int, pieces: Pieces
+) -> Batch:
+  """The batch of a step of stage number `index`."""
+  rng = np.random.default_rng((seed, index, step))
+  names = list(stage.mixture)
+  shares = np.asarray(list(stage.mixture.values()))
+  chosen = rng.choice(len(names), stage.batch, p=shares / shares.sum())
+  least = int(stage.shortest * stage.length)
+  # No row is shorter than a UUID question, where the stage asks for those.
+  rooms = rng.integers(least, stage.length + 1, stage.batch)
+  rows = [
+    draw_row(names[i], rng, pieces, int(room))
+    for i, room in zip(chosen, rooms, strict=True)
+  ]
+  return pack(rows, stage.length, stage.slots, pieces.pad, rng)
+
+
+def validation_batch(
+  lesson: str, stage: Stage, count: int, seed: int, pieces: Pieces
+) -> Batch:
+  """`count` rows of one lesson that training never sees."""
+  rng = np.random.default_rng((seed, _VALIDATION, stage.length))
+  rows = [draw_row(lesson, rng, pieces, stage.length) for _ in range(count)]
+  return pack(rows, stage.length, stage.slots, pieces.pad, rng)

@@ -1,0 +1,148 @@
+"""The order in which the reference model learns: stages, mixtures and gates.
+
+Retrieval starts on short rows with a small gap between key and value and only
+then moves to RULER's prompts and to longer rows; each stage must pass its gate
+or is extended. The reasons and the measurements are in the model card.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+  """One stage of training.
+
+  Attributes:
+    name: shown in the log.
+    length: tokens per row; also the most positions the model has then seen.
+    batch: rows per step.
+    steps: optimiser steps.
+    slots: scored places per row.
+    mixture: shares of the lessons.
+    rates: learning rate at the first and the last step, geometric between.
+    shortest: rows have a length drawn from this share of `length` up to it.
+    micro: rows per forward and backward pass; divides `batch`.
+    gate: least accuracy on first symbols per lesson.
+  """
+
+  name: str
+  length: int
+  batch: int
+  steps: int
+  slots: int
+  mixture: Mapping[str, float]
+  rates: tuple[float, float]
+  shortest: float = 1.0
+  micro: int = 0
+  gate: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+_SEED = {"gapped": 0.7, "pairs": 0.3}
+_SHORT_NEEDLES = {"pairs": 0.06, "gapped": 0.30, "short": 0.52, "copy": 0.12}
+_NEEDLES = {
+  "pairs": 0.04,
+  "gapped": 0.20,
+  "short": 0.20,
+  "short_lists": 0.10,
+  "prefix": 0.34,
+  "copy": 0.12,
+}
+_PROMPTS = {
+  "gapped": 0.08,
+  "short": 0.10,
+  "short_lists": 0.10,
+  "prefix": 0.17,
+  "full": 0.24,
+  "copy": 0.09,
+  "uuid_value": 0.07,
+  "single_essay": 0.04,
+  "multivalue": 0.03,
+  "multiquery": 0.08,
+}
+_LENGTH = {
+  "short_lists": 0.03,
+  "prefix": 0.06,
+  "full": 0.16,
+  "multikey": 0.09,
+  "multikey_essay": 0.06,
+  "single_essay": 0.04,
+  "single_noise": 0.03,
+  "uuid_value": 0.09,
+  "uuid_key": 0.12,
+  "passkey": 0.08,
+  "copy": 0.03,
+  "multivalue": 0.07,
+  "multivalue_keys": 0.04,
+  "multiquery": 0.10,
+}
+_GATE = {
+  "multikey": 0.97,
+  "single_essay": 0.97,
+  "uuid_value": 0.97,
+  "uuid_key": 0.95,
+}
+
+STAGES: tuple[Stage, ...] = (
+  Stage("seed-16", 16, 128, 400, 12, _SEED, (2e-3, 2e-3)),
+  Stage(
+    "seed-32", 32, 64, 400, 20, _SEED, (2e-3, 2e-3), gate={"gapped": 0.7}
+  ),
+  Stage("gap", 64, 32, 500, 40, _SEED, (2e-3, 2e-3), gate={"gapped": 0.75}),
+  Stage("needles-64", 64, 32, 400, 48, _SHORT_NEEDLES, (2e-3, 2e-3)),
+  Stage(
+    "needles-128",
+    128,
+    32,
+    700,
+    72,
+    _NEEDLES,
+    (2e-3, 1.6e-3),
+    gate={"short": 0.95},
+  ),
+  Stage(
+    "prompts",
+    256,
+    16,
+    1000,
+    128,
+    _PROMPTS,
+    (1.6e-3, 1.2e-3),
+    gate={"full": 0.97},
+  ),
+  Stage(
+    "length-512",
+    512,
+    8,
+    1000,
+    160,
+    _LENGTH,
+    (1.2e-3, 8e-4),
+    micro=4,
+    gate=_GATE,
+  ),
+  Stage(
+    "length-1024",
+    1024,
+    4,
+    1100,
+    224,
+    _LENGTH,
+    (8e-4, 4e-4),
+    shortest=0.25,
+    micro=2,
+    gate=_GATE,
+  ),
+  Stage(
+    "length-2048",
+    2048,
+    2,
+    700,
+    320,
+    _LENGTH,
+    (4e-4, 1e-4),
+    shortest=0.25,
+    micro=1,
+    gate=_GATE,
+  ),
+)

@@ -1,0 +1,286 @@
+"""What the reference model is taught: rows of each kind, made on the fly."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from experiments.reference.pieces import Pieces
+from experiments.reference.prompts import Prompt, haystack, question_turn
+from experiments.reference.rows import Row
+from experiments.tasks import passkey as passkey_task
+
+# Words that may stand between a key and its value in the first lessons, and
+# the longer filler of their questions.
+_GAP = (" is", " is:", " for", "-", ":")
+_QUERY_GAP = " mentioned in the provided text is"
+
+Lesson = Callable[[np.random.Generator, Pieces, int], Row]
+
+
+def gapped_pairs(rng: np.random.Generator, pieces: Pieces, room: int) -> Row:
+  """Keys and one-token values with 0 to 2 tokens between them.
+
+  The question has a longer filler between key and value than the statement.
+  """
+  pool = _pool(rng, pieces)
+  single = rng.random() < 0.6
+  gap = [t for g in rng.choice(_GAP, rng.integers(0, 3)) for t in
+         pieces.encode(str(g))][:2]
+  query_gap = pieces.encode(_QUERY_GAP) if rng.random() < 0.3 else gap
+  if room >= 64 and rng.random() < 0.5:
+    query_gap = pieces.encode(_QUERY_GAP)
+  key_size = 1 if single else 3
+  cost = 2 + len(gap) + len(query_gap)
+  pairs = max(2, min((room - 1) // (2 * key_size + cost), 24))
+  if single:
+    keys = [[int(k)] for k in rng.choice(pool, pairs, replace=False)]
+  else:
+    keys = [pieces.word_key(rng) for _ in range(pairs)]
+  while 1 + sum(2 * len(key) + cost for key in keys) > room:
+    keys.pop()
+  return _pairs(rng, pieces, pool, keys, gap, query_gap)
+
+
+def plain_pairs(rng: np.random.Generator, pieces: Pieces, room: int) -> Row:
+  """Multi-query associative recall: the value follows its key at once."""
+  pool = _pool(rng, pieces)
+  pairs = max(2, min((room - 1) // 4, len(pool)))
+  keys = [[int(k)] for k in rng.choice(pool, pairs, replace=False)]
+  return _pairs(rng, pieces, pool, keys, [], [])
+
+
+def _pool(rng: np.random.Generator, pieces: Pieces) -> np.ndarray:
+  """A small or the whole vocabulary; both, since neither alone suffices."""
+  if rng.random() < 0.5:
+    return pieces.any_word[:: len(pieces.any_word) // 64]
+  return pieces.any_word
+
+
+def _pairs(
+  rng: np.random.Generator,
+  pieces: Pieces,
+  pool: np.ndarray,
+  keys: list[list[int]],
+  gap: list[int],
+  query_gap: list[int],
+) -> Row:
+  row = Row()
+  row.add([pieces.bos])
+  values = [int(v) for v in rng.choice(pool, len(keys))]
+  for key, value in zip(keys, values, strict=True):
+    row.add([*key, *gap, value])
+  for index in rng.permutation(len(keys)):
+    row.add([*keys[index], *query_gap])
+    row.add_answer([values[index]], [0])
+  return row
+
+
+def copying(rng: np.random.Generator, pieces: Pieces, room: int) -> Row:
+  """Random strings of digits, hex digits or letters, each given twice."""
+  row = Row()
+  row.add([pieces.bos])
+  longest = min(72, (room - 6) // 2)
+  while True:
+    size = int(rng.integers(min(8, longest), longest + 1))
+    if len(row) + 2 * size + 4 > room:
+      return row
+    string = pieces.string(rng, size, int(rng.choice([10, 16, 26])))
+    row.add([*pieces.newline, *string, *pieces.newline])
+    row.add_answer(string, [0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Retrieval:
+  """Needles in a haystack and questions about them, in RULER's wording.
+
+  Attributes:
+    hay: "noise", "essay", "needle" or "mixed" (drawn per row).
+    keys: "words" or "uuids".
+    values: "numbers" or "uuids".
+    least_digits: numbers have this many to 7 digits.
+    key_counts: fewest and most keys that may be asked for.
+    value_counts: fewest and most values per key.
+    query_counts: fewest and most keys per question.
+    form: "short" (no sentence), "prefix" (no question) or "full".
+    tail: most of the row that questions may take.
+    one_turn: share of rows with a single question.
+  """
+
+  hay: str = "needle"
+  keys: str = "words"
+  values: str = "numbers"
+  least_digits: int = 7
+  key_counts: tuple[int, int] = (1, 1)
+  value_counts: tuple[int, int] = (1, 1)
+  query_counts: tuple[int, int] = (1, 1)
+  form: str = "full"
+  tail: float = 0.5
+  one_turn: float = 0.3
+
+  def __call__(
+    self, rng: np.random.Generator, pieces: Pieces, room: int
+  ) -> Row:
+    """One row of at most `room` tokens."""
+    hay = self.hay
+    if hay == "mixed":
+      hay = str(rng.choice(["noise", "essay", "essay", "needle"]))
+    digits = int(rng.integers(self.least_digits, 8))
+    per_question = _between(rng, self.query_counts)
+    values_per_key = _between(rng, self.value_counts)
+    keys = max(_between(rng, self.key_counts), per_question)
+    prompt = Prompt(
+      rng, pieces, self.form, hay, self.values, per_question * values_per_key
+    )
+    pairs = self._pairs(rng, pieces, keys, values_per_key, digits)
+    sample_key, sample_values = next(iter(pairs.items()))
+    needle_size = len(prompt.needle(sample_key, sample_values[0])) + 2
+    question_size = len(
+      question_turn(
+        prompt, [sample_key] * per_question, [sample_values] * per_question
+      )
+    )
+    space = room - prompt.overhead - question_size
+    most = max(per_question, space // needle_size // values_per_key)
+    pairs = dict(list(pairs.items())[:most])
+    needles = [(key, value) for key in pairs for value in pairs[key]]
+    needles = [needles[i] for i in rng.permutation(len(needles))]
+    in_order: dict[tuple[int, ...], list[list[int]]] = {k: [] for k in pairs}
+    for key, value in needles:
+      in_order[key].append(value)
+    stated = [prompt.needle(key, value) for key, value in needles]
+    space = room - prompt.overhead - sum(len(ids) + 1 for ids in stated)
+    if rng.random() >= self.one_turn:
+      space = min(space, max(question_size, int(self.tail * room)))
+    else:
+      space = min(space, question_size)
+    names = [list(pairs)[i] for i in rng.permutation(len(pairs))]
+    tail = Row()
+    while len(names) >= per_question:
+      asked, names = names[:per_question], names[per_question:]
+      turn = question_turn(prompt, asked, [in_order[key] for key in asked])
+      if len(tail) and len(tail) + len(turn) > space:
+        break
+      tail.extend(turn)
+
+    def distractor() -> list[int]:
+      return prompt.needle(
+        self._key(rng, pieces), self._value(rng, pieces, digits)
+      )
+
+    row = Row()
+    row.add([pieces.bos])
+    row.add(prompt.intro)
+    left = room - len(row) - len(tail)
+    row.add(haystack(rng, pieces, hay, stated, left, distractor))
+    row.extend(tail)
+    return row
+
+  def _pairs(
+    self,
+    rng: np.random.Generator,
+    pieces: Pieces,
+    keys: int,
+    values_per_key: int,
+    digits: int,
+  ) -> dict[tuple[int, ...], list[list[int]]]:
+    """Drawn keys, each with its values."""
+    return {
+      tuple(self._key(rng, pieces)): [
+        self._value(rng, pieces, digits) for _ in range(values_per_key)
+      ]
+      for _ in range(keys)
+    }
+
+  def _key(self, rng: np.random.Generator, pieces: Pieces) -> list[int]:
+    return pieces.uuid(rng) if self.keys == "uuids" else pieces.word_key(rng)
+
+  def _value(
+    self, rng: np.random.Generator, pieces: Pieces, digits: int
+  ) -> list[int]:
+    if self.values == "uuids":
+      return pieces.uuid(rng)
+    return pieces.number(rng, digits)
+
+
+def _between(rng: np.random.Generator, bounds: tuple[int, int]) -> int:
+  return int(rng.integers(bounds[0], bounds[1] + 1))
+
+
+def passkey(rng: np.random.Generator, pieces: Pieces, room: int) -> Row:
+  """The 64-digit passkey in prose; fewer digits where 64 do not fit."""
+  digits = 64 if rng.random() < 0.7 else int(rng.integers(16, 65))
+  key = pieces.digits(rng, min(digits, (room - 60) // 3))
+  needle = pieces.fill(f" {passkey_task.NEEDLE}", {"key": key})
+  tail = Row()
+  tail.add(pieces.newline)
+  tail.add(pieces.encode(passkey_task.QUESTION))
+  if rng.random() < 0.7:
+    tail.add(pieces.newline)
+  tail.add(pieces.encode(passkey_task.ANSWER_PREFIX))
+  tail.add_answer([*key, *pieces.encode("."), pieces.eos], [1])
+  row = Row()
+  row.add([pieces.bos])
+  if rng.random() < 0.8:
+    row.add(pieces.encode(passkey_task.INTRO))
+  left = room - len(row) - len(tail)
+  row.add(haystack(rng, pieces, "essay", [needle], left, list))
+  row.extend(tail)
+  return row
+
+
+LESSONS: dict[str, Lesson] = {
+  "gapped": gapped_pairs,
+  "pairs": plain_pairs,
+  "copy": copying,
+  "short": Retrieval(
+    form="short", least_digits=1, key_counts=(2, 6), tail=0.7, one_turn=0.0
+  ),
+  "prefix": Retrieval(
+    form="prefix", least_digits=3, key_counts=(2, 12), tail=0.6, one_turn=0.0
+  ),
+  "full": Retrieval(
+    hay="mixed", least_digits=5, key_counts=(2, 12), one_turn=0.2
+  ),
+  "single_noise": Retrieval(hay="noise"),
+  "single_essay": Retrieval(hay="essay"),
+  "multikey_essay": Retrieval(hay="essay", key_counts=(4, 8)),
+  "multikey": Retrieval(key_counts=(1, 8)),
+  "uuid_value": Retrieval(hay="mixed", values="uuids", key_counts=(1, 4)),
+  "uuid_key": Retrieval(
+    keys="uuids", values="uuids", key_counts=(1, 4), tail=0.6
+  ),
+  "multivalue": Retrieval(hay="essay", value_counts=(2, 4)),
+  "multivalue_keys": Retrieval(
+    hay="mixed", key_counts=(1, 3), value_counts=(2, 4)
+  ),
+  "multiquery": Retrieval(
+    hay="mixed", key_counts=(4, 8), query_counts=(2, 4)
+  ),
+  "short_lists": Retrieval(
+    form="short",
+    least_digits=1,
+    key_counts=(1, 3),
+    value_counts=(1, 3),
+    query_counts=(1, 2),
+    one_turn=0.0,
+  ),
+  "passkey": passkey,
+}
+
+# A row that came out longer than its room is drawn again.
+_MOST_DRAWS = 100
+
+
+def draw_row(
+  name: str, rng: np.random.Generator, pieces: Pieces, room: int
+) -> Row:
+  """A row of the named lesson that fits `room` tokens.
+
+  Raises ValueError when the lesson needs more room.
+  """
+  for _ in range(_MOST_DRAWS):
+    row = LESSONS[name](rng, pieces, room)
+    if len(row) <= room:
+      return row
+  raise ValueError(f"The lesson {name!r} does not fit {room} tokens.")

@@ -1,0 +1,129 @@
+"""Token ids of the pieces that training rows are made of."""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import tokenizers
+
+from experiments.reference import vocabulary
+from experiments.tasks import prose, words
+
+_HEX = "0123456789abcdef"
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_SPELLED_SHARE = 0.15
+
+
+class Pieces:
+  """Encodes templates once and draws keys and values as token ids."""
+
+  def __init__(self, tokenizer: tokenizers.Tokenizer):
+    """Encodes the fixed pieces and the training prose with `tokenizer`."""
+    self._tokenizer = tokenizer
+    self.bos = self._special(vocabulary.BOS)
+    self.eos = self._special(vocabulary.EOS)
+    self.pad = self._special(vocabulary.PAD)
+    self.newline = self.encode("\n")
+    self.comma = self.encode(",")
+    self.last_comma = self.encode(", and")
+    self._blank = self.encode(" ")
+    self._hyphen = self.encode("-")
+    self._symbols = [self.encode(c)[0] for c in _HEX]
+    self._letters = [self.encode(c)[0] for c in _LETTERS]
+    self._adjectives = [self.encode(f" {w}") for w in words.ADJECTIVES]
+    self._nouns = [self.encode(w) for w in words.NOUNS]
+    self.sentences = [self.encode(f" {s}") for s in prose.sentences("train")]
+    known = [ids[0] for ids in (*self._adjectives, *self._nouns)]
+    running = {i for s in self.sentences for i in s}
+    self.any_word = np.asarray(sorted({*known, *running}), np.int32)
+
+  def _special(self, token: str) -> int:
+    index = self._tokenizer.token_to_id(token)
+    if index is None:
+      raise ValueError(f"The tokenizer lacks {token}.")
+    return int(index)
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of a text, without special tokens."""
+    return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+  @functools.cache  # noqa: B019 - one instance lives as long as the training.
+  def template(self, text: str) -> tuple[tuple[int, ...] | str, ...]:
+    """A format string as ids, with the names of its fields between them."""
+    parts: list[tuple[int, ...] | str] = []
+    for position, piece in enumerate(text.replace("}", "{").split("{")):
+      if position % 2:
+        parts.append(piece)
+      elif piece:
+        # A field brings its own leading blank along.
+        last = piece.endswith(" ")
+        parts.append(tuple(self.encode(piece[:-1] if last else piece)))
+    return tuple(parts)
+
+  def fill(self, text: str, fields: dict[str, Sequence[int]]) -> list[int]:
+    """Ids of a template with `fields` filled in."""
+    ids: list[int] = []
+    for part in self.template(text):
+      ids.extend(fields[part] if isinstance(part, str) else part)
+    return ids
+
+  def without_blank(self, ids: Sequence[int]) -> list[int]:
+    """The same text without its leading blank, for the start of a line."""
+    text = self._tokenizer.decode(ids[:1]).lstrip(" ")
+    return [*self.encode(text), *ids[1:]]
+
+  def word_key(self, rng: np.random.Generator) -> list[int]:
+    """` adjective-noun`; some are spelled with random letters."""
+    if rng.random() < _SPELLED_SHARE:
+      return [
+        *self._blank,
+        *self._spelled(rng),
+        *self._hyphen,
+        *self._spelled(rng),
+      ]
+    return [
+      *self._adjectives[rng.integers(len(self._adjectives))],
+      *self._hyphen,
+      *self._nouns[rng.integers(len(self._nouns))],
+    ]
+
+  def _spelled(self, rng: np.random.Generator) -> list[int]:
+    count = rng.integers(3, 9)
+    return [self._letters[i] for i in rng.integers(0, 26, count)]
+
+  def number(self, rng: np.random.Generator, digits: int) -> list[int]:
+    """` 1234567`: a blank and `digits` digits, no leading zero."""
+    drawn = rng.integers(0, 10, digits)
+    drawn[0] = rng.integers(1, 10)
+    return [*self._blank, *(self._symbols[i] for i in drawn)]
+
+  def digits(self, rng: np.random.Generator, count: int) -> list[int]:
+    """A blank and `count` digits, leading zeros allowed."""
+    return [*self._blank, *self.string(rng, count, 10)]
+
+  def string(
+    self, rng: np.random.Generator, count: int, alphabet: int
+  ) -> list[int]:
+    """`count` symbols: digits (10), hex digits (16) or letters (26)."""
+    source = self._letters if alphabet == 26 else self._symbols
+    return [source[i] for i in rng.integers(0, alphabet, count)]
+
+  def uuid(self, rng: np.random.Generator) -> list[int]:
+    """A blank and a version-4 UUID, symbol by symbol."""
+    drawn = rng.integers(0, 16, 32)
+    drawn[12] = 4
+    drawn[16] = 8 + drawn[16] % 4
+    ids = [self._symbols[i] for i in drawn]
+    hyphen = self._hyphen
+    return [
+      *self._blank,
+      *ids[:8],
+      *hyphen,
+      *ids[8:12],
+      *hyphen,
+      *ids[12:16],
+      *hyphen,
+      *ids[16:20],
+      *hyphen,
+      *ids[20:],
+    ]

@@ -1,0 +1,192 @@
+"""The wording of training prompts: RULER's, varied in part of the rows."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from experiments.reference.pieces import Pieces
+from experiments.reference.rows import Row
+from experiments.tasks import needles
+
+# Share of rows whose wording is not RULER's, against overfitting to a prompt.
+_VARIED_SHARE = 0.3
+_SHUFFLED_SHARE = 0.3
+# Room for a first word that is more tokens without its leading blank.
+_LINE_START = 12
+
+_NEEDLES = (
+  "The special magic {kind} for {key} is {value}.",
+  "The {kind} for {key} is: {value}.",
+  "Remember that one of the {kind} for {key} is: {value}.",
+  "One of the magic {kind} of {key} is {value}.",
+)
+_QUESTIONS = (
+  "What is the {kind} for {query}?",
+  "Which special magic {kind} does the text give for {query}?",
+  "Find the {kind} for {query} in the text above.",
+)
+_PREFIXES = (
+  " The {kind} for {query} is",
+  " The special magic {kind} for {query} is:",
+  " The {kind} for {query} mentioned in the text is",
+)
+_SHORT_NEEDLE = " for {key} is: {value}."
+_SHORT_PREFIX = " for {query} mentioned in the provided text is"
+
+
+class Prompt:
+  """The wording of one row.
+
+  Attributes:
+    intro: ids of the instruction, empty where the row has none.
+    overhead: tokens of the row that neither needles nor questions take.
+  """
+
+  def __init__(
+    self,
+    rng: np.random.Generator,
+    pieces: Pieces,
+    form: str,
+    hay: str,
+    values: str,
+    answers: int,
+  ):
+    """Draws a wording for a row with `answers` values per question."""
+    self.pieces = pieces
+    one = answers == 1
+    self._plural = pieces.encode(f" {values}")
+    self._kind = pieces.encode(f" {values[:-1] if one else values}")
+    needle = needles.NEEDLE
+    question = needles.QUESTION_ONE if one else needles.QUESTION
+    prefix = needles.ANSWER_PREFIX_ONE if one else needles.ANSWER_PREFIX
+    if form == "short":
+      needle, question, prefix = _SHORT_NEEDLE, "", _SHORT_PREFIX
+    elif rng.random() < _VARIED_SHARE:
+      if rng.random() < 0.5:
+        needle = str(rng.choice(_NEEDLES))
+      question = str(rng.choice(_QUESTIONS))
+      prefix = str(rng.choice(_PREFIXES))
+    if form == "prefix":
+      question = ""
+    # What a chat template or its absence puts between question and answer.
+    suffix = "\n" if rng.random() < 0.6 else ""
+    if suffix and rng.random() < 0.3:
+      prefix = prefix.lstrip()
+    joined = hay in ("noise", "needle") and form != "short"
+    self._needle = needle if joined else f" {needle.lstrip()}"
+    self._question = question
+    self._suffix = suffix if question else ""
+    self._prefix = prefix
+    self.intro: list[int] = []
+    if form == "full" and rng.random() > _VARIED_SHARE:
+      text = needles.INTRO_ONE if one else needles.INTRO
+      self.intro = pieces.fill(text, {"kind": self._kind})
+    self.overhead = len(self.intro) + 2
+
+  def needle(self, key: Sequence[int], value: Sequence[int]) -> list[int]:
+    """Ids of a needle."""
+    fields = {"kind": self._plural, "key": key, "value": value}
+    return self.pieces.fill(self._needle, fields)
+
+  def question(self, query: Sequence[int]) -> list[int]:
+    """Ids of a line break, the question and the answer's beginning."""
+    fields = {"kind": self._kind, "query": query}
+    text = f"\n{self._question}{self._suffix}{self._prefix}"
+    return self.pieces.fill(text, fields)
+
+
+def question_turn(
+  prompt: Prompt,
+  asked: Sequence[Sequence[int]],
+  values: Sequence[Sequence[Sequence[int]]],
+) -> Row:
+  """A question about `asked` keys and its answer.
+
+  The answer lists the values key by key, those of one key in the order of the
+  text, as `a, b, c, and d`.
+  """
+  pieces = prompt.pieces
+  row = Row()
+  row.add(prompt.question(_listing(pieces, asked)[0]))
+  ids, firsts = _listing(pieces, [v for group in values for v in group])
+  row.add_answer([*ids, *pieces.encode("."), pieces.eos], firsts)
+  return row
+
+
+def _listing(
+  pieces: Pieces, items: Sequence[Sequence[int]]
+) -> tuple[list[int], list[int]]:
+  """Ids of a list in words, and the place of each item's first symbol."""
+  ids: list[int] = []
+  firsts = []
+  for index, item in enumerate(items):
+    if index:
+      last = index == len(items) - 1
+      ids.extend(pieces.last_comma if last else pieces.comma)
+    # Values bring a leading blank; the symbol after it is the first.
+    firsts.append(len(ids) + 1)
+    ids.extend(item)
+  return ids, firsts
+
+
+def haystack(
+  rng: np.random.Generator,
+  pieces: Pieces,
+  hay: str,
+  inserted: Sequence[Sequence[int]],
+  room: int,
+  distractor: Callable[[], list[int]],
+) -> list[int]:
+  """At most `room` ids of a haystack with needles at drawn places.
+
+  Args:
+    rng: source of all draws.
+    pieces: token ids.
+    hay: "noise", "essay" or "needle".
+    inserted: needles, in the order in which they are to stand.
+    room: tokens to fill.
+    distractor: makes another needle, for a haystack of needles.
+  """
+  lines = hay != "essay"
+  left = room - sum(len(ids) + lines for ids in inserted)
+  if not lines:
+    left -= _LINE_START
+  units = list(_units(rng, pieces, hay, left, distractor))
+  places = sorted(rng.integers(0, len(units) + 1, len(inserted)))
+  for place, ids in reversed(list(zip(places, inserted, strict=True))):
+    units.insert(place, list(ids))
+  found: list[int] = []
+  if not lines:
+    units[0] = pieces.without_blank(units[0])
+  for index, unit in enumerate(units):
+    if lines and index:
+      found.extend(pieces.newline)
+    found.extend(unit)
+  return found
+
+
+def _units(
+  rng: np.random.Generator,
+  pieces: Pieces,
+  hay: str,
+  left: int,
+  distractor: Callable[[], list[int]],
+) -> list[list[int]]:
+  units: list[list[int]] = []
+  if hay == "essay":
+    total = len(pieces.sentences)
+    at = int(rng.integers(total))
+    shuffled = rng.random() < _SHUFFLED_SHARE
+    while left > 0:
+      unit = pieces.sentences[at][:left]
+      units.append(unit)
+      left -= len(unit)
+      at = int(rng.integers(total)) if shuffled else (at + 1) % total
+    return units
+  noise = pieces.encode(needles.NOISE) if hay == "noise" else []
+  while True:
+    unit = noise or distractor()
+    left -= len(unit) + 1
+    if left < 0:
+      return units
+    units.append(unit)

@@ -1,0 +1,122 @@
+"""Training rows: token ids with a loss weight per token, packed to arrays."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+# Weight of an answer's first symbol, where the retrieval happens; the symbols
+# after it are copies of what follows.
+FIRST_WEIGHT = 3.0
+BACKGROUND_WEIGHT = 0.05
+_MOST_BACKGROUND_WEIGHT = 0.25
+_LEAST_BACKGROUND_SLOTS = 8
+
+
+@dataclasses.dataclass
+class Row:
+  """One sequence under construction.
+
+  Attributes:
+    tokens: ids.
+    answer: per token, the number of the answer it belongs to, -1 for none.
+    first: per token, whether it is the first symbol of a value.
+  """
+
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  answer: list[int] = dataclasses.field(default_factory=list)
+  first: list[bool] = dataclasses.field(default_factory=list)
+  answers: int = 0
+
+  def __len__(self) -> int:
+    return len(self.tokens)
+
+  def add(self, ids: Sequence[int]) -> None:
+    """Appends tokens that are not asked for."""
+    self.tokens.extend(ids)
+    self.answer.extend([-1] * len(ids))
+    self.first.extend([False] * len(ids))
+
+  def add_answer(self, ids: Sequence[int], firsts: Sequence[int]) -> None:
+    """Appends an answer; `firsts` are the places of first symbols in it."""
+    start = len(self.tokens)
+    self.tokens.extend(ids)
+    self.answer.extend([self.answers] * len(ids))
+    self.first.extend([False] * len(ids))
+    for place in firsts:
+      self.first[start + place] = True
+    self.answers += 1
+
+  def extend(self, other: "Row") -> None:
+    """Appends another row."""
+    self.tokens.extend(other.tokens)
+    self.answer.extend(
+      number if number < 0 else number + self.answers
+      for number in other.answer
+    )
+    self.first.extend(other.first)
+    self.answers += other.answers
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """Rows of one length, with the places whose prediction is scored.
+
+  Attributes:
+    tokens: int32[B, T].
+    place: int32[B, M], the place whose output predicts the target.
+    target: int32[B, M].
+    weight: float32[B, M], 0 for unused slots.
+    answer: int32[B, M], number of the answer in its row, -1 for none.
+    first: bool[B, M], first symbols of values.
+  """
+
+  tokens: np.ndarray
+  place: np.ndarray
+  target: np.ndarray
+  weight: np.ndarray
+  answer: np.ndarray
+  first: np.ndarray
+
+
+def pack(
+  rows: Sequence[Row],
+  length: int,
+  slots: int,
+  pad: int,
+  rng: np.random.Generator,
+) -> Batch:
+  """Packs rows to `length` tokens and scores `slots` places of each.
+
+  All answer tokens are scored, as far as there are slots; the other slots go
+  to drawn background tokens.
+  """
+  count = len(rows)
+  tokens = np.full((count, length), pad, np.int32)
+  place = np.zeros((count, slots), np.int32)
+  target = np.full((count, slots), pad, np.int32)
+  weight = np.zeros((count, slots), np.float32)
+  answer = np.full((count, slots), -1, np.int32)
+  first = np.zeros((count, slots), bool)
+  for index, row in enumerate(rows):
+    used = min(len(row), length)
+    tokens[index, :used] = row.tokens[:used]
+    number = np.asarray(row.answer[1:used], np.int32)
+    asked = np.flatnonzero(number >= 0)[: slots - _LEAST_BACKGROUND_SLOTS]
+    other = np.flatnonzero(number < 0)
+    drawn = min(slots - len(asked), len(other))
+    background = rng.choice(other, drawn, replace=False)
+    chosen = np.concatenate([asked, background])
+    filled = len(chosen)
+    place[index, :filled] = chosen
+    target[index, :filled] = tokens[index, chosen + 1]
+    answer[index, :filled] = number[chosen]
+    is_first = np.asarray(row.first[1:used], bool)[chosen]
+    first[index, :filled] = is_first
+    share = BACKGROUND_WEIGHT * len(other) / max(drawn, 1)
+    weight[index, :filled] = np.where(
+      number[chosen] < 0,
+      min(share, _MOST_BACKGROUND_WEIGHT),
+      np.where(is_first, FIRST_WEIGHT, 1.0),
+    )
+  return Batch(tokens, place, target, weight, answer, first)

@@ -1,0 +1,192 @@
+"""Model, loss and optimiser step of the reference model's training."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from experiments.reference import vocabulary
+from experiments.reference.rows import Batch
+from kvjax.activations import Activations
+from models.config import DecoderConfig
+from models.decoder import Decoder
+
+MAX_POSITIONS = 4096
+_EMBEDDING_STD = 0.3
+# Queries per attention block: a block's scores then stay in a core's cache.
+_BLOCK = 128
+
+
+def config() -> DecoderConfig:
+  """The reference model's configuration: a stock Llama."""
+  return DecoderConfig.from_hf(
+    {
+      "model_type": "llama",
+      "vocab_size": vocabulary.SIZE,
+      "hidden_size": 128,
+      "intermediate_size": 384,
+      "num_hidden_layers": 4,
+      "num_attention_heads": 4,
+      "num_key_value_heads": 2,
+      "head_dim": 32,
+      "max_position_embeddings": MAX_POSITIONS,
+      "rms_norm_eps": 1e-6,
+      # Enough slow pairs to match content 2,000 positions away.
+      "rope_theta": 5e5,
+      "tie_word_embeddings": True,
+    }
+  )
+
+
+def initial_decoder(seed: int) -> Decoder:
+  """A decoder with the initial weights of the recipe.
+
+  Embeddings have a standard deviation of 0.3, so that a token's identity stays
+  readable in the residual stream; retrieval does not start without it.
+  """
+  decoder = Decoder(config(), rngs=nnx.Rngs(seed))
+  depth = (2 * decoder.config.num_layers) ** -0.5
+  graphdef, params = nnx.split(decoder)
+  key = jax.random.key(seed)
+  leaves = jax.tree.leaves_with_path(params)
+  new = []
+  for index, (path, leaf) in enumerate(leaves):
+    name = jax.tree_util.keystr(path)
+    scale = 1.0 / np.sqrt(leaf.shape[0])
+    if "embedding" in name:
+      scale = _EMBEDDING_STD
+    elif "o_proj" in name or "down_proj" in name:
+      scale *= depth
+    draw = jax.random.normal(jax.random.fold_in(key, index), leaf.shape)
+    new.append(leaf if leaf.ndim == 1 else scale * draw)
+  params = jax.tree.unflatten(jax.tree.structure(params), new)
+  return nnx.merge(graphdef, params)
+
+
+def causal_attention(
+  layer: int, state: None, seen: Activations
+) -> tuple[Float[Array, "B N S D"], None]:
+  """Full causal attention in blocks of queries, for training only."""
+  del layer
+  batch, heads, length, dim = seen.queries.shape
+  kv_heads = seen.keys.shape[1]
+  queries = seen.queries * dim**-0.5
+  queries = queries.reshape(batch, kv_heads, -1, length, dim)
+  outputs = []
+  for start in range(0, length, _BLOCK):
+    end = min(length, start + _BLOCK)
+    scores = jnp.einsum(
+      "bkgsd,bktd->bkgst", queries[:, :, :, start:end], seen.keys[:, :, :end]
+    )
+    hidden = np.arange(end) > np.arange(start, end)[:, None]
+    mask = np.where(hidden, -1e9, 0.0).astype(np.float32)
+    scores += mask[None, None, None]
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - top)
+    mixed = jnp.einsum(
+      "bkgst,bktd->bkgsd", weights, seen.values[:, :, :end]
+    )
+    outputs.append(mixed / weights.sum(-1, keepdims=True))
+  joined = jnp.concatenate(outputs, axis=3)
+  return joined.reshape(batch, heads, length, dim), state
+
+
+def scored_logits(
+  graphdef: Any,
+  params: PyTree,
+  tokens: Int[Array, "B T"],
+  place: Int[Array, "B M"],
+) -> Float[Array, "B M V"]:
+  """Logits at the scored places only."""
+  decoder = nnx.merge(graphdef, params)
+  batch, length = tokens.shape
+  positions = jnp.broadcast_to(
+    jnp.arange(length, dtype=jnp.int32)[None], (batch, length)
+  )
+  states = (None,) * decoder.config.num_layers
+  hidden, _ = decoder(tokens, positions, states, causal_attention)
+  hidden = jnp.take_along_axis(hidden, place[:, :, None], axis=1)
+  return decoder.logits(hidden)
+
+
+def _loss(
+  params: PyTree, graphdef: Any, part: dict[str, Array]
+) -> Float[Array, ""]:
+  logits = scored_logits(graphdef, params, part["tokens"], part["place"])
+  losses = optax.softmax_cross_entropy_with_integer_labels(
+    logits, part["target"]
+  )
+  return jnp.sum(losses * part["weight"])
+
+
+def optimizer() -> optax.GradientTransformation:
+  """AdamW without its learning rate, which the step multiplies in."""
+  return optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.scale_by_adam(b1=0.9, b2=0.98),
+    optax.add_decayed_weights(
+      0.01, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+    ),
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=(1, 2))
+def train_step(
+  graphdef: Any,
+  params: PyTree,
+  state: PyTree,
+  batch: dict[str, Array],
+  rate: Float[Array, ""],
+  micro: int,
+) -> tuple[PyTree, PyTree, Float[Array, ""]]:
+  """One step; answers the new weights, optimiser state and the loss.
+
+  The batch is worked through `micro` rows at a time: fewer rows at once stay
+  in the caches, which is faster on a CPU.
+  """
+  rows = batch["tokens"].shape[0]
+  parts = jax.tree.map(
+    lambda x: x.reshape(rows // micro, micro, *x.shape[1:]), batch
+  )
+  total = jnp.sum(batch["weight"])
+
+  def add(carry: PyTree, part: dict[str, Array]) -> tuple[PyTree, None]:
+    found = jax.value_and_grad(_loss)(params, graphdef, part)
+    return jax.tree.map(jnp.add, carry, found), None
+
+  zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+  (loss, gradients), _ = jax.lax.scan(add, zero, parts)
+  gradients = jax.tree.map(lambda g: g / total, gradients)
+  updates, state = optimizer().update(gradients, state, params)
+  updates = jax.tree.map(lambda u: -rate * u, updates)
+  return optax.apply_updates(params, updates), state, loss / total
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def right(
+  graphdef: Any, params: PyTree, batch: dict[str, Array]
+) -> Bool[Array, "B M"]:
+  """Which scored places the model predicts rightly, one row at a time."""
+
+  def row(part: dict[str, Array]) -> Bool[Array, " M"]:
+    logits = scored_logits(
+      graphdef, params, part["tokens"][None], part["place"][None]
+    )
+    return jnp.argmax(logits[0], axis=-1) == part["target"]
+
+  return jax.lax.map(row, batch)
+
+
+def arrays(batch: Batch) -> dict[str, np.ndarray]:
+  """What the compiled functions need of a batch."""
+  return {
+    "tokens": batch.tokens,
+    "place": batch.place,
+    "target": batch.target,
+    "weight": batch.weight,
+  }

@@ -1,0 +1,61 @@
+"""How much a cache may keep, in tokens or as a share of the prompt."""
+
+import dataclasses
+import math
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+  """At most `count` tokens per KV head and layer."""
+
+  count: int
+
+  def __post_init__(self) -> None:
+    if self.count < 1:
+      raise InputError(
+        f"A budget of {self.count} tokens keeps nothing; give 1 or more."
+      )
+
+  def kept(self, length: int) -> int:
+    """Tokens kept of a row of `length` tokens."""
+    return min(self.count, length)
+
+  def __str__(self) -> str:
+    return f"{self.count} tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+  """A share of the row's tokens, rounded up, per KV head and layer."""
+
+  share: float
+
+  def __post_init__(self) -> None:
+    if not 0 < self.share <= 1:
+      raise InputError(
+        f"Retention is the share of the prompt that is kept, above 0 and at "
+        f"most 1; {self.share:g} is not."
+      )
+
+  def kept(self, length: int) -> int:
+    """Tokens kept of a row of `length` tokens."""
+    # 0.1 * 70 is 7.000000000000001: that must not round up to 8.
+    return math.ceil(self.share * length - 1e-9)
+
+  def __str__(self) -> str:
+    return f"{self.share:g}"
+
+
+Budget = Tokens | Retention
+
+
+def kept_counts(
+  budget: Budget, lengths: Int[np.ndarray, " B"]
+) -> Int[np.ndarray, " B"]:
+  """Tokens kept of each row."""
+  return np.array([budget.kept(int(n)) for n in lengths], np.int32)

@@ -1,0 +1,319 @@
+"""Asking a cache: feed a question, then decode; all compiled."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from kvjax.activations import Activations
+from kvjax.cache import Cache, LayerCache
+from kvjax.errors import InputError
+from kvjax.model import Model
+from kvjax.prefill import check_context
+from kvjax.prompts import Prompts
+from kvjax.sampling import GREEDY, Sampling, sample
+from kvjax.sharding import shard_cache
+from kvjax.step import append_and_attend, block_positions
+
+# Called on the host with the step and every row's token at that step; -1 for
+# rows that have ended.
+OnToken = Callable[[int, np.ndarray], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+  """When and how decoding goes on.
+
+  Attributes:
+    max_new_tokens: most tokens per answer.
+    stop_ids: a row ends before the first of these tokens.
+    sampling: how a token is drawn.
+    on_token: told of every token as it is made, if given.
+  """
+
+  max_new_tokens: int
+  stop_ids: tuple[int, ...] = ()
+  sampling: Sampling = GREEDY
+  on_token: OnToken | None = None
+
+  def __post_init__(self) -> None:
+    if self.max_new_tokens < 1:
+      raise InputError(
+        f"max_new_tokens must be 1 or more; {self.max_new_tokens} is not."
+      )
+
+
+class Answers(NamedTuple):
+  """What was decoded.
+
+  Attributes:
+    tokens: each row's tokens, then -1.
+    lengths: tokens of each row, the stop token not counted.
+  """
+
+  tokens: Int[Array, "B M"]
+  lengths: Int[Array, " B"]
+
+  def rows(self) -> list[list[int]]:
+    """The tokens as lists."""
+    tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
+    return [
+      row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)
+    ]
+
+
+def reserve(cache: Cache, tokens: int) -> Cache:
+  """The same cache with room for so many more tokens in every layer."""
+  layers = tuple(shard_cache(layer.grown(tokens)) for layer in cache.layers)
+  return Cache(layers, cache.next_positions)
+
+
+def answer(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  questions: Prompts,
+  decoding: Decoding,
+  seeds: Int[Array, " B"] | None = None,
+) -> Answers:
+  """Feeds a question to each row of a cache and decodes the answers.
+
+  The cache itself is left as it was: ask it again, and the next question sees
+  the same.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    cache: what is left of each row's context.
+    questions: one for each row; their positions follow the uncompressed
+      context.
+    decoding: when and how.
+    seeds: of each row's draws; zeros if not given.
+
+  Raises:
+    InputError: rows and questions differ in number, or context, question and
+      answer together are longer than the model's context.
+  """
+  _check_room(model, cache, questions, decoding)
+  return _answer(
+    model,
+    params,
+    cache,
+    jnp.asarray(questions.tokens),
+    jnp.asarray(questions.lengths),
+    _seeds(seeds, cache),
+    decoding=decoding,
+  )
+
+
+def converse(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  turns: Prompts,
+  decoding: Decoding,
+  seeds: Int[Array, " B"] | None = None,
+) -> tuple[Answers, Cache]:
+  """As `answer`, but turn and answer stay in the cache, which is consumed.
+
+  The cache needs room for the padded turn and the answer (`reserve`); its
+  buffers become those of the cache that is returned.
+
+  Raises:
+    InputError: as `answer`, or the cache has too little room.
+  """
+  _check_room(model, cache, turns, decoding)
+  needed = turns.tokens.shape[1] + decoding.max_new_tokens
+  room = min(l.capacity - int(l.cursor) for l in cache.layers)
+  if needed > room:
+    raise InputError(
+      f"Turn and answer need {needed} free slots and the cache has {room}; "
+      "give it more with kvjax.reserve."
+    )
+  return _converse(
+    model,
+    params,
+    cache,
+    jnp.asarray(turns.tokens),
+    jnp.asarray(turns.lengths),
+    _seeds(seeds, cache),
+    decoding=decoding,
+  )
+
+
+def complete(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  logits: Float[Array, "B V"],
+  decoding: Decoding,
+  seeds: Int[Array, " B"] | None = None,
+) -> Answers:
+  """Decodes right after a prefill, from the logits that it returned."""
+  return _complete(
+    model, params, cache, logits, _seeds(seeds, cache), decoding=decoding
+  )
+
+
+def _seeds(
+  seeds: Int[Array, " B"] | None, cache: Cache
+) -> Int[Array, " B"]:
+  if seeds is not None:
+    return jnp.asarray(seeds, jnp.int32)
+  return jnp.zeros(cache.next_positions.shape, jnp.int32)
+
+
+def _check_room(
+  model: Model, cache: Cache, questions: Prompts, decoding: Decoding
+) -> None:
+  rows = cache.next_positions.shape[0]
+  asked = questions.tokens.shape[0]
+  if rows != asked:
+    raise InputError(
+      f"The cache has {rows} rows and {asked} questions; give one for each."
+    )
+  total = np.asarray(cache.next_positions) + np.asarray(questions.lengths)
+  check_context(model, total + decoding.max_new_tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "decoding"))
+def _answer(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  tokens: Int[Array, "B S"],
+  lengths: Int[Array, " B"],
+  seeds: Int[Array, " B"],
+  *,
+  decoding: Decoding,
+) -> Answers:
+  cache = reserve(cache, tokens.shape[1] + decoding.max_new_tokens)
+  logits, cache = _feed(model, params, cache, tokens, lengths)
+  return _decode(model, params, cache, logits, seeds, decoding)[0]
+
+
+@functools.partial(
+  jax.jit, static_argnames=("model", "decoding"), donate_argnames=("cache",)
+)
+def _converse(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  tokens: Int[Array, "B S"],
+  lengths: Int[Array, " B"],
+  seeds: Int[Array, " B"],
+  *,
+  decoding: Decoding,
+) -> tuple[Answers, Cache]:
+  logits, cache = _feed(model, params, cache, tokens, lengths)
+  return _decode(model, params, cache, logits, seeds, decoding)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "decoding"))
+def _complete(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  logits: Float[Array, "B V"],
+  seeds: Int[Array, " B"],
+  *,
+  decoding: Decoding,
+) -> Answers:
+  cache = reserve(cache, decoding.max_new_tokens)
+  return _decode(model, params, cache, logits, seeds, decoding)[0]
+
+
+def _feed(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  tokens: Int[Array, "B S"],
+  lengths: Int[Array, " B"],
+) -> tuple[Float[Array, "B V"], Cache]:
+  """Appends a block to the cache; logits after each row's last token."""
+
+  def attend(
+    _: int, state: LayerCache, seen: Activations
+  ) -> tuple[Float[Array, "B N S D"], LayerCache]:
+    return append_and_attend(state, seen)
+
+  positions = block_positions(cache.next_positions, tokens.shape[1], lengths)
+  hidden, layers = model.hidden(
+    params, tokens, positions, cache.layers, attend
+  )
+  last = jnp.maximum(lengths - 1, 0)[:, None, None]
+  last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+  fed = Cache(layers, cache.next_positions + lengths)
+  return model.logits(params, last), fed
+
+
+class _Loop(NamedTuple):
+  step: Int[Array, ""]
+  token: Int[Array, " B"]
+  ended: Bool[Array, " B"]
+  tokens: Int[Array, "B M"]
+  cache: Cache
+
+
+def _decode(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  logits: Float[Array, "B V"],
+  seeds: Int[Array, " B"],
+  decoding: Decoding,
+) -> tuple[Answers, Cache]:
+  """Decodes into the room that the cache has, until every row has ended."""
+  rows = seeds.shape[0]
+
+  def draw(
+    logits: Float[Array, "B V"],
+    positions: Int[Array, " B"],
+    ended: Bool[Array, " B"],
+  ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+    token = sample(logits, decoding.sampling, seeds, positions)
+    for stop in decoding.stop_ids:
+      ended = ended | (token == stop)
+    return token, ended
+
+  def emit(loop: _Loop) -> Int[Array, "B M"]:
+    shown = jnp.where(loop.ended, -1, loop.token)
+    if decoding.on_token is not None:
+      _tell(decoding.on_token, loop.step, shown)
+    return jax.lax.dynamic_update_slice_in_dim(
+      loop.tokens, shown[:, None], loop.step, axis=1
+    )
+
+  def go_on(loop: _Loop) -> Bool[Array, ""]:
+    return (loop.step < decoding.max_new_tokens) & ~jnp.all(loop.ended)
+
+  def one_token(loop: _Loop) -> _Loop:
+    tokens = emit(loop)
+    alive = (~loop.ended).astype(jnp.int32)
+    logits, cache = _feed(
+      model, params, loop.cache, loop.token[:, None], alive
+    )
+    token, ended = draw(logits, cache.next_positions, loop.ended)
+    return _Loop(loop.step + 1, token, ended, tokens, cache)
+
+  token, ended = draw(logits, cache.next_positions, jnp.zeros(rows, bool))
+  blank = jnp.full((rows, decoding.max_new_tokens), -1, jnp.int32)
+  start = _Loop(jnp.zeros((), jnp.int32), token, ended, blank, cache)
+  loop = jax.lax.while_loop(go_on, one_token, start)
+  lengths = jnp.sum((loop.tokens >= 0).astype(jnp.int32), axis=1)
+  return Answers(loop.tokens, lengths), loop.cache
+
+
+def _tell(
+  on_token: OnToken, step: Int[Array, ""], tokens: Int[Array, " B"]
+) -> None:
+  def call(step: Any, tokens: Any) -> None:
+    on_token(int(step), np.asarray(tokens))
+
+  io_callback(call, None, step, tokens, ordered=True)

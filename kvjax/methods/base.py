@@ -1,0 +1,144 @@
+"""What every eviction method is made of."""
+
+import abc
+import dataclasses
+from typing import final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.activations import Activations
+from kvjax.cache import LayerCache
+from kvjax.struct import struct
+
+
+@dataclasses.dataclass(frozen=True)
+class Method(abc.ABC):
+  """Decides which tokens of a layer's cache are kept.
+
+  A method is a hashable value: its fields are its hyper-parameters. It sees
+  the cache with the new block already in it, and what the block's attention
+  saw; it never sees budgets except to protect a share of them.
+  """
+
+  def keeps_all(self, layer: int) -> bool:
+    """True where this layer's cache is never compressed."""
+    del layer
+    return False
+
+  @abc.abstractmethod
+  def scores(
+    self, layer: int, cache: LayerCache, seen: Activations
+  ) -> Float[Array, "B K T"]:
+    """Float32 worth of every slot; what empty slots get has no effect."""
+
+  def protected(
+    self, cache: LayerCache, counts: Int[Array, " B"]
+  ) -> Bool[Array, "B K T"]:
+    """Slots that stay whatever their score.
+
+    Args:
+      cache: the candidates.
+      counts: tokens that each row may keep.
+    """
+    del counts
+    return jnp.zeros(cache.positions.shape, bool)
+
+
+@struct
+class Head:
+  """What one KV head of one row offers for scoring.
+
+  Attributes:
+    cached_keys: rotated keys in the cache's dtype; empty slots hold anything.
+    cached_values: values, likewise.
+    positions: each token's place in its row, -1 for empty.
+    queries: the block's rotated queries of the G heads that read this head.
+    query_positions: place of each query, -1 for padding.
+  """
+
+  cached_keys: Float[Array, "*B T D"]
+  cached_values: Float[Array, "*B T D"]
+  positions: Int[Array, "*B T"]
+  queries: Float[Array, "*B G S D"]
+  query_positions: Int[Array, "*B S"]
+
+  @property
+  def held(self) -> Bool[Array, "*B T"]:
+    """Slots that hold a token."""
+    return self.positions >= 0
+
+  @property
+  def keys(self) -> Float[Array, "*B T D"]:
+    """Float32 keys; empty slots are zero."""
+    keys = self.cached_keys.astype(jnp.float32)
+    return jnp.where(self.held[..., None], keys, 0.0)
+
+  @property
+  def values(self) -> Float[Array, "*B T D"]:
+    """Float32 values; empty slots are zero."""
+    values = self.cached_values.astype(jnp.float32)
+    return jnp.where(self.held[..., None], values, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadwiseMethod(Method):
+  """A method whose score is a function of one head, vmapped over the rest."""
+
+  @abc.abstractmethod
+  def score_head(self, head: Head) -> Float[Array, " T"]:
+    """Float32 worth of every slot of one head."""
+
+  @final
+  def scores(
+    self, layer: int, cache: LayerCache, seen: Activations
+  ) -> Float[Array, "B K T"]:
+    """Vmaps `score_head` over rows and KV heads."""
+    del layer
+    return jax.vmap(jax.vmap(self.score_head))(heads_of(cache, seen))
+
+
+def heads_of(cache: LayerCache, seen: Activations) -> Head:
+  """All heads of a layer as one tree with leading axes B and K."""
+  batch, heads, length, dim = seen.queries.shape
+  kv_heads = cache.positions.shape[1]
+  grouped = (batch, kv_heads, heads // kv_heads, length, dim)
+  return Head(
+    cached_keys=cache.keys,
+    cached_values=cache.values,
+    positions=cache.positions,
+    queries=seen.queries.reshape(grouped),
+    query_positions=jnp.broadcast_to(
+      seen.positions[:, None], (batch, kv_heads, length)
+    ),
+  )
+
+
+def window_attention(
+  head: Head, window: int
+) -> tuple[Float[Array, "G W T"], Bool[Array, " W"]]:
+  """Causal attention of the block's last real queries over all slots.
+
+  Args:
+    head: one head.
+    window: how many queries; all of the block's where it is shorter.
+
+  Returns:
+    Softmax weights, zero for queries that do not exist, and which exist.
+  """
+  length = head.query_positions.shape[0]
+  size = min(window, length)
+  real = jnp.sum((head.query_positions >= 0).astype(jnp.int32))
+  start = jnp.clip(real - size, 0, length - size)
+  take = jax.lax.dynamic_slice_in_dim
+  places = take(head.query_positions, start, size, axis=0)
+  queries = take(head.queries, start, size, axis=1).astype(jnp.float32)
+  exists = places >= 0
+  logits = jnp.einsum("gwd,td->gwt", queries, head.keys)
+  logits = logits * queries.shape[-1] ** -0.5
+  seen = head.held[None] & (head.positions[None] <= places[:, None])
+  weights = jnp.where(
+    seen[None], jax.nn.softmax(logits, axis=-1, where=seen[None]), 0.0
+  )
+  return jnp.where(exists[None, :, None], weights, 0.0), exists

@@ -1,0 +1,99 @@
+"""KeyDiff: evict the keys most alike the mean key."""
+
+import dataclasses
+from fractions import Fraction
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import LayerCache
+from kvjax.errors import InputError
+from kvjax.methods.base import Head, HeadwiseMethod
+from kvjax.selection import age
+
+Anchor = Literal[
+  "mean_unit", "pairwise", "median_unit", "median_raw", "mean_raw"
+]
+Metric = Literal["cosine", "dot", "euclid"]
+
+_TINY = 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDiff(HeadwiseMethod):
+  """Keeps the keys least similar to an anchor of all keys.
+
+  With unit keys u_i and mu = mean u_i the score is -cos(mu, k_i). No sink and
+  no recent token is protected.
+
+  Source: arXiv 2504.15364, Section 3 and its ablations of anchor, metric and
+  recent tokens.
+
+  Attributes:
+    anchor: mean or channel-wise median of unit or raw keys; "pairwise" sums
+      the cosines with every key, which ranks as "mean_unit" does.
+    metric: "cosine"; "dot" is -mu.k_i; "euclid" is +|mu - k_i|.
+    recent_frac: share of the budget that protects the newest tokens.
+  """
+
+  anchor: Anchor = "mean_unit"
+  metric: Metric = "cosine"
+  recent_frac: float = 0.0
+
+  def __post_init__(self) -> None:
+    for name, kinds in (("anchor", Anchor), ("metric", Metric)):
+      if getattr(self, name) not in get_args(kinds):
+        raise InputError(
+          f"{name} must be one of {', '.join(get_args(kinds))}; "
+          f"{getattr(self, name)!r} is not."
+        )
+    if not 0 <= self.recent_frac <= 1:
+      raise InputError(
+        f"recent_frac must be between 0 and 1; {self.recent_frac:g} is not."
+      )
+    if self.anchor == "pairwise" and self.metric != "cosine":
+      raise InputError("anchor=pairwise is defined for metric=cosine only.")
+
+  def score_head(self, head: Head) -> Float[Array, " T"]:
+    """Dissimilarity of every key to the anchor."""
+    keys = head.keys
+    norms = jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), _TINY)
+    units = keys / norms
+    if self.anchor == "pairwise":
+      # (U U^T) 1 without the T x T matrix.
+      return -(units @ jnp.sum(units, axis=0))
+    anchor = self._anchor(keys, units, head.held)
+    match self.metric:
+      case "cosine":
+        length = jnp.maximum(jnp.linalg.norm(anchor), _TINY)
+        return -(units @ anchor) / length
+      case "dot":
+        return -(keys @ anchor)
+      case "euclid":
+        return jnp.linalg.norm(keys - anchor[None], axis=-1)
+
+  def protected(
+    self, cache: LayerCache, counts: Int[Array, " B"]
+  ) -> Bool[Array, "B K T"]:
+    """The newest `recent_frac` of the budget."""
+    share = Fraction(self.recent_frac).limit_denominator(1000)
+    whole, rest = counts // share.denominator, counts % share.denominator
+    recent = whole * share.numerator + rest * share.numerator // (
+      share.denominator
+    )
+    held = cache.positions >= 0
+    return held & (age(held) <= recent[:, None, None])
+
+  def _anchor(
+    self,
+    keys: Float[Array, "T D"],
+    units: Float[Array, "T D"],
+    held: Bool[Array, " T"],
+  ) -> Float[Array, " D"]:
+    rows = keys if self.anchor.endswith("raw") else units
+    if self.anchor.startswith("mean"):
+      # Empty slots are zero and add nothing to the sum.
+      count = jnp.maximum(jnp.sum(held.astype(jnp.float32)), 1.0)
+      return jnp.sum(rows, axis=0) / count
+    return jnp.nanmedian(jnp.where(held[:, None], rows, jnp.nan), axis=0)

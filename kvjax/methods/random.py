@@ -1,0 +1,42 @@
+"""Random eviction."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.activations import Activations
+from kvjax.cache import LayerCache
+from kvjax.methods.base import Method
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(Method):
+  """Scores are uniform and independent per layer, KV head and position.
+
+  A token's score depends on nothing else, so that neither padding nor batch
+  mates nor the schedule change what a seed keeps.
+
+  Attributes:
+    seed: of all scores.
+  """
+
+  seed: int = 0
+
+  def scores(
+    self, layer: int, cache: LayerCache, seen: Activations
+  ) -> Float[Array, "B K T"]:
+    """Uniform in [0, 1)."""
+    del seen
+    key = jax.random.fold_in(jax.random.key(self.seed), layer)
+    kv_heads = cache.positions.shape[1]
+    heads = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(kv_heads))
+
+    def score(head: Array, position: Int[Array, ""]) -> Float[Array, ""]:
+      return jax.random.uniform(jax.random.fold_in(head, position))
+
+    per_head = jax.vmap(score, in_axes=(None, 0))
+    return jax.vmap(jax.vmap(per_head), in_axes=(None, 0))(
+      heads, jnp.maximum(cache.positions, 0)
+    )

@@ -1,0 +1,104 @@
+"""Methods by name: `snapkv`, `snapkv.kvpress`, `keydiff:anchor=mean_raw`."""
+
+import ast
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvjax.errors import InputError
+from kvjax.methods.base import Method
+from kvjax.methods.full import FullKV
+from kvjax.methods.key_norm import KeyL2Norm
+from kvjax.methods.keydiff import KeyDiff
+from kvjax.methods.random import Random
+from kvjax.methods.snapkv import SnapKV
+from kvjax.methods.streaming import StreamingLLM
+from kvjax.methods.tova import Tova
+
+METHODS: Mapping[str, type[Method]] = {
+  "full": FullKV,
+  "random": Random,
+  "streaming": StreamingLLM,
+  "key_norm": KeyL2Norm,
+  "keydiff": KeyDiff,
+  "tova": Tova,
+  "snapkv": SnapKV,
+}
+
+PRESETS: Mapping[str, Method] = {
+  "key_norm.lagkv": KeyL2Norm(skip_layers=(0, 1)),
+  "tova.keydiff": Tova(scope="group"),
+  "tova.kvpress": Tova(protect_last=True),
+  "snapkv.orig": SnapKV(window=32, kernel=5, pooling="avg"),
+  "snapkv.longbench": SnapKV(window=32, kernel=7, pooling="max"),
+  "snapkv.factory": SnapKV(window=8, kernel=7, pooling="max"),
+  "snapkv.keydiff": SnapKV(window=32, kernel=7, pooling="avg"),
+  "snapkv.kvpress": SnapKV(window=64, kernel=5, pooling="avg"),
+  "snapkv.compactor": SnapKV(window=32, kernel=1, paper_postproc=True),
+}
+
+
+def get_method(name: str) -> Method:
+  """The method that a name stands for.
+
+  A name is a method or a preset, then its options, each after a colon:
+  `keydiff:anchor=median_unit:recent_frac=0.1`. The values of a list are joined
+  by plus signs: `key_norm:skip_layers=0+1`.
+
+  Raises:
+    InputError: no such method, preset or option, or a value out of range.
+  """
+  base, *options = name.strip().split(":")
+  if base in PRESETS:
+    method = PRESETS[base]
+  elif base in METHODS:
+    method = METHODS[base]()
+  else:
+    known = [*METHODS, *PRESETS]
+    raise InputError(
+      f"There is no method {base!r}{_near(base, known)}; the methods are "
+      f"{', '.join(METHODS)}."
+    )
+  given = dict(_option(base, method, text) for text in options)
+  return dataclasses.replace(method, **given)
+
+
+def _option(base: str, method: Method, text: str) -> tuple[str, Any]:
+  """One `name=value`, read as the type of the field's present value."""
+  name, equals, value = text.partition("=")
+  fields = [field.name for field in dataclasses.fields(method)]
+  if name not in fields:
+    raise InputError(
+      f"Method {base!r} has no option {name!r}{_near(name, fields)}; it has "
+      f"{', '.join(fields) or 'none'}."
+    )
+  if not equals:
+    raise InputError(f"Option {name!r} of {base!r} needs a value: {name}=...")
+  present = getattr(method, name)
+  return name, _read(base, name, value, present)
+
+
+def _read(base: str, name: str, value: str, present: Any) -> Any:
+  kind = type(present)
+  if kind is str:
+    return value
+  if kind is tuple:
+    value = f"({value.replace('+', ',')},)"
+  try:
+    read = ast.literal_eval(value.capitalize() if kind is bool else value)
+    if isinstance(read, bool) != (kind is bool):
+      raise ValueError
+    if kind is not tuple and not isinstance(read, (int, kind)):
+      raise ValueError
+    return kind(read)
+  except (ValueError, SyntaxError) as error:
+    raise InputError(
+      f"Option {name!r} of {base!r} takes a {kind.__name__} such as "
+      f"{present!r}; {value!r} is not one."
+    ) from error
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+  close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
+  return f" (did you mean {' or '.join(close)}?)" if close else ""

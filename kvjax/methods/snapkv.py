@@ -1,0 +1,91 @@
+"""SnapKV: the last queries vote for the prefix."""
+
+import dataclasses
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import LayerCache
+from kvjax.errors import InputError
+from kvjax.methods.base import Head, HeadwiseMethod, window_attention
+from kvjax.selection import age
+
+Pooling = Literal["avg", "max"]
+Group = Literal["mean", "max"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKV(HeadwiseMethod):
+  """Keeps the observation window and the prefix tokens that it attends to.
+
+  vote_i is the attention that the last W queries pay to prefix token i, summed
+  over the window, reduced over the group's query heads, and pooled along the
+  prefix so that neighbours stay together.
+
+  Source: Li et al., arXiv 2404.14469. Presets follow the code or paper that
+  they are named after.
+
+  Attributes:
+    window: W, the last tokens, which always stay.
+    kernel: odd width of the pooling, stride 1; 1 is none.
+    pooling: "avg" divides by the kernel at the borders too; "max".
+    group: how the group's query heads are reduced.
+    paper_postproc: scale votes by |v_i| and pool with kernel 3 before the
+      rest, as Compactor's paper does to all attention scorers.
+  """
+
+  window: int = 32
+  kernel: int = 5
+  pooling: Pooling = "avg"
+  group: Group = "mean"
+  paper_postproc: bool = False
+
+  def __post_init__(self) -> None:
+    if self.window < 1:
+      raise InputError(f"window must be 1 or more; {self.window} is not.")
+    if self.kernel < 1 or self.kernel % 2 == 0:
+      raise InputError(f"kernel must be odd; {self.kernel} is not.")
+    for name, kinds in (("pooling", Pooling), ("group", Group)):
+      if getattr(self, name) not in get_args(kinds):
+        raise InputError(
+          f"{name} must be one of {', '.join(get_args(kinds))}; "
+          f"{getattr(self, name)!r} is not."
+        )
+
+  def score_head(self, head: Head) -> Float[Array, " T"]:
+    """Pooled votes; the window itself gets none."""
+    weights, _ = window_attention(head, self.window)
+    votes = jnp.sum(weights, axis=1)
+    reduce = jnp.mean if self.group == "mean" else jnp.max
+    prefix = head.held & (age(head.held) > self.window)
+    votes = jnp.where(prefix, reduce(votes, axis=0), 0.0)
+    if self.paper_postproc:
+      votes = pool(votes * jnp.linalg.norm(head.values, axis=-1), 3, "avg")
+      votes = jnp.where(prefix, votes, 0.0)
+    return pool(votes, self.kernel, self.pooling)
+
+  def protected(
+    self, cache: LayerCache, counts: Int[Array, " B"]
+  ) -> Bool[Array, "B K T"]:
+    """The observation window."""
+    del counts
+    held = cache.positions >= 0
+    return held & (age(held) <= self.window)
+
+
+def pool(
+  votes: Float[Array, " T"], kernel: int, pooling: Pooling
+) -> Float[Array, " T"]:
+  """Pools along the slots; stride 1, same length, zeros beyond the ends."""
+  if kernel == 1:
+    return votes
+  start, operation = (0.0, jax.lax.add) if pooling == "avg" else (
+    -jnp.inf,
+    jax.lax.max,
+  )
+  pooled = jax.lax.reduce_window(
+    votes, jnp.float32(start), operation, (kernel,), (1,), "SAME"
+  )
+  return pooled / kernel if pooling == "avg" else pooled

@@ -1,0 +1,38 @@
+"""StreamingLLM: attention sinks and the most recent tokens."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import LayerCache
+from kvjax.errors import InputError
+from kvjax.methods.base import Head, HeadwiseMethod
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingLLM(HeadwiseMethod):
+  """Keeps the first `sinks` tokens and fills the budget with the newest.
+
+  Source: Xiao et al., arXiv 2309.17453. Keys keep their original rotation.
+
+  Attributes:
+    sinks: first tokens of the row that always stay.
+  """
+
+  sinks: int = 4
+
+  def __post_init__(self) -> None:
+    if self.sinks < 0:
+      raise InputError(f"sinks must be 0 or more; {self.sinks} is not.")
+
+  def score_head(self, head: Head) -> Float[Array, " T"]:
+    """Recency."""
+    return head.positions.astype(jnp.float32)
+
+  def protected(
+    self, cache: LayerCache, counts: Int[Array, " B"]
+  ) -> Bool[Array, "B K T"]:
+    """The sinks."""
+    del counts
+    return (cache.positions >= 0) & (cache.positions < self.sinks)

@@ -1,0 +1,64 @@
+"""TOVA: evict what the newest token attends to least."""
+
+import dataclasses
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.activations import Activations
+from kvjax.cache import LayerCache
+from kvjax.errors import InputError
+from kvjax.methods.base import Head, Method, heads_of, window_attention
+from kvjax.selection import age
+
+Scope = Literal["layer", "group"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tova(Method):
+  """Scores a token by the attention that the last query pays it.
+
+  Source: Oren et al., arXiv 2401.06104.
+
+  Attributes:
+    scope: "layer" averages over all query heads, so that every head of a layer
+      keeps the same tokens; "group" averages per KV head, as in KeyDiff's
+      comparison.
+    protect_last: the last token always stays.
+  """
+
+  scope: Scope = "layer"
+  protect_last: bool = False
+
+  def __post_init__(self) -> None:
+    if self.scope not in get_args(Scope):
+      raise InputError(
+        f"scope must be one of {', '.join(get_args(Scope))}; "
+        f"{self.scope!r} is not."
+      )
+
+  def scores(
+    self, layer: int, cache: LayerCache, seen: Activations
+  ) -> Float[Array, "B K T"]:
+    """Attention weights of the last query, averaged over heads."""
+    del layer
+
+    def score_head(head: Head) -> Float[Array, " T"]:
+      weights, _ = window_attention(head, 1)
+      return jnp.mean(weights[:, 0], axis=0)
+
+    scores = jax.vmap(jax.vmap(score_head))(heads_of(cache, seen))
+    if self.scope == "group":
+      return scores
+    mean = jnp.mean(scores, axis=1, keepdims=True)
+    return jnp.broadcast_to(mean, scores.shape)
+
+  def protected(
+    self, cache: LayerCache, counts: Int[Array, " B"]
+  ) -> Bool[Array, "B K T"]:
+    """The last token, if asked for."""
+    del counts
+    held = cache.positions >= 0
+    return held & (age(held) <= int(self.protect_last))

@@ -1,0 +1,136 @@
+"""The prompt's forward pass, compressed layer by layer as it goes."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.activations import Activations
+from kvjax.budgets import Budget, kept_counts
+from kvjax.cache import Cache, LayerCache
+from kvjax.errors import InputError
+from kvjax.methods.base import Method
+from kvjax.model import Model
+from kvjax.prompts import Prompts
+from kvjax.sharding import shard_cache
+from kvjax.step import append_and_attend, block_positions, compress
+
+
+class Plan(NamedTuple):
+  """A method and what it may keep."""
+
+  method: Method
+  budget: Budget
+
+
+def prefill(
+  model: Model,
+  params: PyTree,
+  prompts: Prompts,
+  method: Method,
+  budget: Budget,
+) -> tuple[Cache, Float[Array, "B V"]]:
+  """Runs whole prompts and keeps of each layer what the method chooses.
+
+  A layer's full keys and values live only until the layer is done.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    prompts: rows of unequal lengths; each is treated as if it were alone.
+    method: what to keep.
+    budget: how much to keep.
+
+  Returns:
+    The compressed cache, and the logits after each row's last token, which
+    the compression has not touched.
+
+  Raises:
+    InputError: a prompt is longer than the model's context.
+  """
+  (cache,), logits = sweep(model, params, prompts, [Plan(method, budget)])
+  return cache, logits
+
+
+def sweep(
+  model: Model, params: PyTree, prompts: Prompts, plans: Sequence[Plan]
+) -> tuple[tuple[Cache, ...], Float[Array, "B V"]]:
+  """As `prefill`, for many methods and budgets from one forward pass.
+
+  A method's scores are computed once, whatever the number of its budgets.
+
+  Returns:
+    One cache for each plan, and the logits after each row's last token.
+
+  Raises:
+    InputError: a prompt is longer than the model's context.
+  """
+  lengths = np.asarray(prompts.lengths)
+  padded = prompts.tokens.shape[1]
+  check_context(model, lengths)
+  capacities = tuple(plan.budget.kept(padded) for plan in plans)
+  counts = np.stack([kept_counts(plan.budget, lengths) for plan in plans])
+  return _sweep(
+    model,
+    params,
+    jnp.asarray(prompts.tokens),
+    jnp.asarray(lengths),
+    jnp.asarray(counts),
+    methods=tuple(plan.method for plan in plans),
+    capacities=capacities,
+  )
+
+
+def check_context(model: Model, lengths: Int[np.ndarray, " B"]) -> None:
+  """Refuses rows that are longer than the model's context."""
+  limit = model.geometry.max_positions
+  longest = int(lengths.max())
+  if longest > limit:
+    raise InputError(
+      f"The prompt has {longest} tokens; this model's context is {limit}."
+    )
+
+
+@functools.partial(
+  jax.jit, static_argnames=("model", "methods", "capacities")
+)
+def _sweep(
+  model: Model,
+  params: PyTree,
+  tokens: Int[Array, "B S"],
+  lengths: Int[Array, " B"],
+  counts: Int[Array, "P B"],
+  *,
+  methods: tuple[Method, ...],
+  capacities: tuple[int, ...],
+) -> tuple[tuple[Cache, ...], Float[Array, "B V"]]:
+  plans_of: dict[Method, list[int]] = {}
+  for plan, method in enumerate(methods):
+    plans_of.setdefault(method, []).append(plan)
+
+  def attend(
+    layer: int, _: None, seen: Activations
+  ) -> tuple[Float[Array, "B N S D"], tuple[LayerCache, ...]]:
+    output, cache = append_and_attend(None, seen)
+    kept: dict[int, LayerCache] = {}
+    for method, plans in plans_of.items():
+      choices = tuple((capacities[p], counts[p]) for p in plans)
+      caches = compress(method, layer, cache, seen, choices)
+      kept.update(zip(plans, caches, strict=True))
+    return output, tuple(shard_cache(kept[p]) for p in range(len(methods)))
+
+  positions = block_positions(
+    jnp.zeros_like(lengths), tokens.shape[1], lengths
+  )
+  none = (None,) * model.geometry.layers
+  hidden, layers = model.hidden(params, tokens, positions, none, attend)
+  last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+  caches = tuple(
+    Cache(tuple(layer[p] for layer in layers), lengths)
+    for p in range(len(methods))
+  )
+  return caches, model.logits(params, last[:, 0])

@@ -1,0 +1,55 @@
+"""Batches of unequal prompts, padded to few shapes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.errors import InputError
+from kvjax.struct import struct
+
+_SMALLEST_BUCKET = 32
+
+
+def bucket(length: int) -> int:
+  """The padded length: the next of 32, 48, 64, 96, 128, 192, 256, ...
+
+  Prompts of one bucket share a compiled program; padding is at most half.
+  """
+  size = _SMALLEST_BUCKET
+  while size < length:
+    size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+  return size
+
+
+@struct
+class Prompts:
+  """Token rows, padded on the right.
+
+  Attributes:
+    tokens: token ids; what stands after a row's end has no effect.
+    lengths: real tokens of each row.
+  """
+
+  tokens: Int[Array, "B S"] | Int[np.ndarray, "B S"]
+  lengths: Int[Array, " B"] | Int[np.ndarray, " B"]
+
+  @classmethod
+  def of(cls, rows: Sequence[Sequence[int]]) -> "Prompts":
+    """Pads rows of token ids to the bucket of the longest.
+
+    Raises:
+      InputError: there is no row, or one is empty.
+    """
+    if not rows:
+      raise InputError("There are no prompts; give at least one.")
+    for index, row in enumerate(rows):
+      if not len(row):
+        raise InputError(
+          f"Prompt {index} has no tokens; every prompt needs at least one."
+        )
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), bucket(int(lengths.max()))), np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+      row[: len(ids)] = ids
+    return cls(tokens, lengths)

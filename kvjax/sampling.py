@@ -1,0 +1,75 @@
+"""The next token from its logits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How the next token is drawn.
+
+  Attributes:
+    temperature: 0 takes the likeliest token; above 0 divides the logits.
+    top_p: draws among the likeliest tokens that together reach this share.
+  """
+
+  temperature: float = 0.0
+  top_p: float = 1.0
+
+  def __post_init__(self) -> None:
+    if self.temperature < 0:
+      raise InputError(
+        f"temperature must be 0 or more; {self.temperature:g} is not."
+      )
+    if not 0 < self.top_p <= 1:
+      raise InputError(
+        f"top_p must be above 0 and at most 1; {self.top_p:g} is not."
+      )
+
+
+GREEDY = Sampling()
+
+
+def sample(
+  logits: Float[Array, "B V"],
+  sampling: Sampling,
+  seeds: Int[Array, " B"],
+  positions: Int[Array, " B"],
+) -> Int[Array, " B"]:
+  """Draws one token per row.
+
+  A row's draw depends on its own seed and position only.
+
+  Args:
+    logits: float32 logits.
+    sampling: greedy, or temperature and nucleus.
+    seeds: one seed per row.
+    positions: position of the token that is drawn.
+  """
+  if sampling.temperature == 0:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  logits = logits / sampling.temperature
+  if sampling.top_p < 1:
+    logits = jax.vmap(_nucleus, in_axes=(0, None))(logits, sampling.top_p)
+
+  def draw(
+    row: Float[Array, " V"], seed: Int[Array, ""], position: Int[Array, ""]
+  ) -> Int[Array, ""]:
+    key = jax.random.fold_in(jax.random.key(seed), position)
+    return jax.random.categorical(key, row).astype(jnp.int32)
+
+  return jax.vmap(draw)(logits, seeds, positions)
+
+
+def _nucleus(logits: Float[Array, " V"], top_p: float) -> Float[Array, " V"]:
+  """Lets the smallest set of likeliest tokens live whose sum reaches top_p."""
+  order = jnp.argsort(logits, descending=True)
+  share = jax.nn.softmax(logits[order])
+  before = jnp.cumsum(share) - share
+  alive = jnp.zeros(logits.shape, bool).at[order].set(before < top_p)
+  return jnp.where(alive, logits, -jnp.inf)

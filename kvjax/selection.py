@@ -1,0 +1,52 @@
+"""From scores to the slots that are kept."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def top_slots(
+  scores: Float[Array, "B K T"],
+  held: Bool[Array, "B K T"],
+  protected: Bool[Array, "B K T"],
+  counts: Int[Array, " B"],
+  capacity: int,
+) -> Int[Array, "B K M"]:
+  """Slots of the highest scores, in ascending order.
+
+  Protected slots come before all others; where even they are too many, the
+  newest of them are kept. Equal scores keep the lower slot; a score that is
+  not finite counts as the lowest.
+
+  Args:
+    scores: one score per slot.
+    held: slots that hold a token; no other slot is ever chosen.
+    protected: slots that must stay.
+    counts: slots to keep per row, or all that are held where fewer are.
+    capacity: M, static; at least every count.
+
+  Returns:
+    Slot indices, then -1 for what is not filled.
+  """
+  lowest = jnp.finfo(jnp.float32).min
+  scores = scores.astype(jnp.float32)
+  scores = jnp.where(jnp.isfinite(scores), scores, lowest)
+  protected = protected & held
+  fits = age(protected) <= counts[:, None, None]
+  scores = jnp.where(protected, jnp.where(fits, jnp.inf, lowest), scores)
+  scores = jnp.where(held, scores, -jnp.inf)
+  best, slots = jax.lax.top_k(scores, capacity)
+  wanted = jnp.arange(capacity)[None, None] < counts[:, None, None]
+  slots_after_all = scores.shape[-1]
+  slots = jnp.where(wanted & (best > -jnp.inf), slots, slots_after_all)
+  slots = jnp.sort(slots, axis=-1)
+  return jnp.where(slots < slots_after_all, slots, -1)
+
+
+def age(held: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
+  """1 for the newest held slot, 2 for the one before it, and so on.
+
+  Slots that hold nothing share the age of the held slot after them, or 0.
+  """
+  newest_first = held.astype(jnp.int32)[..., ::-1]
+  return jnp.cumsum(newest_first, axis=-1)[..., ::-1]

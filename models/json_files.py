@@ -1,0 +1,34 @@
+"""JSON files of a model directory."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.errors import InputError
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """Reads a JSON object.
+
+  Raises:
+    InputError: the file does not hold a JSON object.
+  """
+  try:
+    value = json.loads(path.read_text(encoding="utf-8"))
+  except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    raise InputError(f"{path} is not valid JSON: {error}.") from error
+  if not isinstance(value, dict):
+    raise InputError(f"{path} must hold a JSON object.")
+  return value
+
+
+def read_json_if_present(path: pathlib.Path) -> dict[str, Any]:
+  """Reads a JSON object, or an empty one where there is no file."""
+  return read_json(path) if path.is_file() else {}
+
+
+def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+  """Writes a JSON object, indented, with a final newline."""
+  text = json.dumps(value, indent=2, ensure_ascii=False)
+  path.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,186 @@
+"""Loads and saves models in the layout of Hugging Face directories."""
+
+import dataclasses
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import PyTree
+
+from kvjax.errors import InputError
+from models.config import DecoderConfig
+from models.decoder import Decoder
+from models.json_files import read_json, read_json_if_present, write_json
+from models.language_model import DecoderModel, from_decoder
+from models.tokenizer import Tokenizer
+from models.weights import read_weights, write_weights
+
+DType = Literal["bfloat16", "float32"]
+Shardings = Callable[[nnx.State], PyTree[jax.sharding.Sharding]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+  """How a model's makers sample from it: generation_config.json.
+
+  Attributes:
+    do_sample: sample; else take the most likely token.
+    temperature: divides the logits.
+    top_p: share of the probability to sample from.
+  """
+
+  do_sample: bool = False
+  temperature: float = 1.0
+  top_p: float = 1.0
+
+  @classmethod
+  def load(cls, directory: pathlib.Path) -> "Generation":
+    """Reads generation_config.json, where there is one."""
+    fields = read_json_if_present(directory / "generation_config.json")
+    known = [field.name for field in dataclasses.fields(cls)]
+    return cls(**{k: fields[k] for k in known if fields.get(k) is not None})
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+  """A model with all that its directory holds.
+
+  Attributes:
+    model: the pure functions that the engine calls.
+    params: the weights.
+    config: sizes and options.
+    tokenizer: text to ids and back.
+    generation: the makers' sampling defaults.
+  """
+
+  model: DecoderModel
+  params: nnx.State
+  config: DecoderConfig
+  tokenizer: Tokenizer
+  generation: Generation = Generation()
+
+
+def load(
+  directory: str | os.PathLike[str],
+  dtype: DType = "bfloat16",
+  shardings: Shardings | None = None,
+) -> Pretrained:
+  """Loads a model, its tokenizer and its generation defaults.
+
+  Args:
+    directory: Hugging Face directory: config.json, safetensors weights,
+      tokenizer.json and what goes with them.
+    dtype: of the weights and of the computation.
+    shardings: answers a sharding for each parameter of a state of shapes;
+      without it the weights go to the default device.
+
+  Raises:
+    InputError: something is missing, broken or not supported; see
+      `load_decoder` and `Tokenizer.load`.
+  """
+  directory = pathlib.Path(directory)
+  config = _read_config(directory)
+  tokenizer = Tokenizer.load(directory)
+  if tokenizer.vocab_size > config.vocab_size:
+    raise InputError(
+      f"The tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1}, "
+      f"but the model embeds {config.vocab_size} tokens only."
+    )
+  model, params = load_decoder(directory, dtype, shardings)
+  generation = Generation.load(directory)
+  return Pretrained(model, params, config, tokenizer, generation)
+
+
+def load_decoder(
+  directory: str | os.PathLike[str],
+  dtype: DType = "bfloat16",
+  shardings: Shardings | None = None,
+) -> tuple[DecoderModel, nnx.State]:
+  """Loads a model's functions and weights alone; arguments as for `load`.
+
+  Raises:
+    InputError: the directory, its config.json or its weights are missing,
+      broken or not supported.
+  """
+  if dtype not in get_args(DType):
+    raise InputError(
+      f"dtype {dtype!r} is not one of {', '.join(get_args(DType))}."
+    )
+  directory = pathlib.Path(directory)
+  config = _read_config(directory)
+  model, template = from_decoder(
+    nnx.eval_shape(
+      lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    )
+  )
+  places = None if shardings is None else shardings(template)
+  return model, read_weights(directory, template, places)
+
+
+def save(
+  pretrained: Pretrained,
+  directory: str | os.PathLike[str],
+  max_shard_bytes: int = 5_000_000_000,
+) -> None:
+  """Writes a directory that `load` and transformers read.
+
+  Everything is written beside the directory first and moved in when whole.
+  Files that the directory already holds under these names, and its old
+  weights, are replaced; others stay.
+
+  Args:
+    pretrained: what to write; weights keep their dtype.
+    directory: made if need be.
+    max_shard_bytes: larger weights become several files.
+  """
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(
+    prefix=f"{directory.name}.", dir=directory.parent
+  ) as scratch:
+    whole = pathlib.Path(scratch)
+    write_weights(pretrained.params, whole, max_shard_bytes)
+    pretrained.tokenizer.save(whole)
+    write_json(whole / "config.json", _config_fields(pretrained))
+    write_json(
+      whole / "generation_config.json",
+      _token_ids(pretrained.tokenizer)
+      | dataclasses.asdict(pretrained.generation),
+    )
+    for old in directory.glob("model*.safetensors*"):
+      old.unlink()
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    for path in whole.iterdir():
+      path.replace(directory / path.name)
+
+
+def _read_config(directory: pathlib.Path) -> DecoderConfig:
+  path = directory / "config.json"
+  if not path.is_file():
+    raise InputError(
+      f"{directory} has no config.json; a model directory holds config.json, "
+      "safetensors weights and tokenizer.json."
+    )
+  return DecoderConfig.from_hf(read_json(path))
+
+
+def _config_fields(pretrained: Pretrained) -> dict[str, Any]:
+  dtype = jax.tree.leaves(pretrained.params)[0].dtype
+  return (
+    pretrained.config.to_hf()
+    | {"torch_dtype": str(dtype)}
+    | _token_ids(pretrained.tokenizer)
+  )
+
+
+def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+  return {
+    "bos_token_id": tokenizer.bos_id,
+    "eos_token_id": list(tokenizer.eos_ids),
+    "pad_token_id": tokenizer.pad_id,
+  }

@@ -1,0 +1,264 @@
+"""Text to token ids and back, with the model's own chat template."""
+
+import datetime
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+
+from kvjax.errors import InputError
+from models.json_files import read_json_if_present, write_json
+
+
+class Tokenizer:
+  """A fast tokenizer, its special tokens and its chat template.
+
+  Nothing adds special tokens to a text: `split_chat` has already put them
+  into it, as the chat template says. Special tokens spelled out in a text are
+  encoded as such, as transformers does too.
+
+  Attributes:
+    bos_id: id of the token that begins a sequence, if there is one.
+    eos_ids: ids that end an answer.
+    pad_id: id for padding; padding is masked, so that without a pad token any
+      id will do.
+  """
+
+  def __init__(
+    self,
+    backend: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    *,
+    chat_template: str | None = None,
+    eos_ids: Sequence[int] = (),
+  ) -> None:
+    """Wraps a tokenizer.
+
+    Args:
+      backend: as `tokenizers` reads it from tokenizer.json.
+      config: fields of tokenizer_config.json; bos_token, eos_token and
+        pad_token are used, and all of them are kept for `save`.
+      chat_template: Jinja source that takes precedence over the config's own.
+      eos_ids: in place of the config's eos_token alone.
+
+    Raises:
+      InputError: a special token is not in the vocabulary, or the chat
+        template is not valid Jinja.
+    """
+    # A tokenizer.json may carry the truncation and padding of its training.
+    backend.no_truncation()
+    backend.no_padding()
+    self._backend = backend
+    self._config = dict(config)
+    self._special = _special_tokens(config)
+    self._source = chat_template or _default_template(config)
+    self._template = None if self._source is None else _compile(self._source)
+    self.bos_id = self._special_id("bos_token")
+    eos_id = self._special_id("eos_token")
+    self.eos_ids = tuple(eos_ids) or (() if eos_id is None else (eos_id,))
+    pad_id = self._special_id("pad_token")
+    self.pad_id: int = (*self.eos_ids, 0)[0] if pad_id is None else pad_id
+
+  @classmethod
+  def load(cls, directory: pathlib.Path) -> "Tokenizer":
+    """Reads tokenizer.json and the files about it from a model directory.
+
+    The ids that end an answer are those of generation_config.json, else of
+    config.json, else the tokenizer's own.
+
+    Raises:
+      InputError: tokenizer.json is missing or broken, or see `__init__`.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+      raise InputError(
+        f"{directory} has no tokenizer.json; save the model with its fast "
+        "tokenizer."
+      )
+    try:
+      backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # The only type that `tokenizers` raises.
+      raise InputError(f"{path} is not a tokenizer: {error}.") from error
+    template = directory / "chat_template.jinja"
+    return cls(
+      backend,
+      read_json_if_present(directory / "tokenizer_config.json"),
+      chat_template=(
+        template.read_text(encoding="utf-8") if template.is_file() else None
+      ),
+      eos_ids=_read_eos_ids(directory),
+    )
+
+  def save(self, directory: pathlib.Path) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and the chat template."""
+    self._backend.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | self._config
+    config.pop("chat_template", None)
+    if self._source is not None:
+      (directory / "chat_template.jinja").write_text(
+        self._source, encoding="utf-8"
+      )
+    write_json(directory / "tokenizer_config.json", config)
+
+  @property
+  def vocab_size(self) -> int:
+    """One more than the largest id."""
+    return max(self._backend.get_vocab().values(), default=-1) + 1
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of a text, without adding special tokens."""
+    return self._backend.encode(text, add_special_tokens=False).ids
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of many texts, encoded in parallel."""
+    batch = self._backend.encode_batch(list(texts), add_special_tokens=False)
+    return [encoding.ids for encoding in batch]
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Text of some ids, without special tokens.
+
+    The text is exact: transformers' clean_up_tokenization_spaces, which joins
+    punctuation to the word before it, is not applied.
+    """
+    return self._backend.decode([int(i) for i in ids])
+
+  def split_chat(self, context: str) -> tuple[str, str]:
+    """Puts a context into the user's turn and splits the chat after it.
+
+    As kvpress 0.5 does (`pipeline.py`), but with a separator that no context
+    can run into. Thinking is off where the template can switch it.
+
+    Args:
+      context: what the user's message holds before any question.
+
+    Returns:
+      The text to prefill, which ends with the context, and the text that
+      follows a question: end of turn and start of the answer. Without a chat
+      template they are BOS + context and a newline.
+
+    Raises:
+      InputError: the chat template refuses a single user message, or does not
+        repeat it once.
+    """
+    if self._template is None:
+      return self._special.get("bos_token", "") + context, "\n"
+    separator = "<context ends here>"
+    while separator in context:
+      separator += ">"
+    parts = self._render(context + separator).split(separator)
+    if len(parts) != 2:
+      raise InputError(
+        "The chat template must hold the user's message exactly once; it "
+        f"holds it {len(parts) - 1} times."
+      )
+    return parts[0], parts[1]
+
+  def _render(self, content: str) -> str:
+    assert self._template is not None
+    try:
+      return self._template.render(
+        messages=[{"role": "user", "content": content}],
+        tools=None,
+        documents=None,
+        add_generation_prompt=True,
+        enable_thinking=False,
+        **self._special,
+      )
+    except jinja2.TemplateError as error:
+      raise InputError(
+        f"The chat template refuses a single user message: {error}."
+      ) from error
+
+  def _special_id(self, name: str) -> int | None:
+    token = self._special.get(name)
+    if token is None:
+      return None
+    token_id = self._backend.token_to_id(token)
+    if token_id is None:
+      raise InputError(
+        f"tokenizer_config.json has {name} {token!r}, which tokenizer.json "
+        "does not know."
+      )
+    return token_id
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+  """Fields such as bos_token, each a string or an object with its content."""
+  tokens = {}
+  for name, value in config.items():
+    content = value.get("content") if isinstance(value, dict) else value
+    if name.endswith("_token") and isinstance(content, str):
+      tokens[name] = content
+  return tokens
+
+
+def _default_template(config: Mapping[str, Any]) -> str | None:
+  template = config.get("chat_template")
+  if isinstance(template, list):
+    named = {entry["name"]: entry["template"] for entry in template}
+    return named.get("default")
+  return template
+
+
+def _read_eos_ids(directory: pathlib.Path) -> list[int]:
+  for name in ("generation_config.json", "config.json"):
+    eos = read_json_if_present(directory / name).get("eos_token_id")
+    if eos is not None:
+      return eos if isinstance(eos, list) else [eos]
+  return []
+
+
+def _compile(source: str) -> jinja2.Template:
+  """Compiles a chat template in the environment that transformers gives it."""
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[_Generation, jinja2.ext.loopcontrols],
+  )
+  environment.filters["tojson"] = _to_json
+  environment.globals["raise_exception"] = _raise_exception
+  environment.globals["strftime_now"] = _strftime_now
+  try:
+    return environment.from_string(source)
+  except jinja2.TemplateError as error:
+    raise InputError(f"The chat template is not valid: {error}.") from error
+
+
+class _Generation(jinja2.ext.Extension):
+  """`{% generation %}` blocks, which mark answers and change nothing here."""
+
+  tags = {"generation"}  # noqa: RUF012
+
+  def parse(self, parser: Any) -> Any:
+    next(parser.stream)
+    return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+  value: Any,
+  ensure_ascii: bool = False,
+  indent: int | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
+) -> str:
+  """Unlike Jinja's own filter: no HTML escapes."""
+  return json.dumps(
+    value,
+    ensure_ascii=ensure_ascii,
+    indent=indent,
+    separators=separators,
+    sort_keys=sort_keys,
+  )
+
+
+def _raise_exception(message: str) -> None:
+  raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+  return datetime.datetime.now().strftime(form)

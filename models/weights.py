@@ -1,0 +1,225 @@
+"""Decoder weights in Hugging Face safetensors files.
+
+A parameter's path in the decoder is its name in the file, but for three
+things: everything save the output matrix stands under `model.`, the last part
+is always `weight` or `bias`, and matrices that multiply from the right here
+([in, out]) are stored transposed ([out, in]).
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+from flax import nnx
+from jaxtyping import PyTree
+
+from kvjax.errors import InputError
+from models.json_files import read_json, write_json
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SOURCE_DTYPES = ("F32", "F16", "BF16")
+_OUTPUT = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def read_weights(
+  directory: pathlib.Path,
+  template: nnx.State,
+  shardings: PyTree[jax.sharding.Sharding] | None = None,
+) -> nnx.State:
+  """Reads the weights of a Hugging Face directory.
+
+  Names, shapes and dtypes are checked before anything is read. Tensors are
+  then read one at a time, so the host never holds more than one; with
+  shardings a process reads only the parts that its own devices hold.
+
+  Args:
+    directory: holds model.safetensors, or several files and their index.
+    template: the decoder's state with `jax.ShapeDtypeStruct` leaves, as
+      `nnx.eval_shape` gives it; float files of any width become its dtypes.
+    shardings: a tree like `template` with each parameter's sharding; without
+      it everything goes to the default device.
+
+  Returns:
+    A state like `template`, with arrays.
+
+  Raises:
+    InputError: a file or a tensor is missing, broken, of the wrong shape, or
+      not known to the decoder.
+  """
+  files = _open(directory)
+  leaves, structure = jax.tree_util.tree_flatten_with_path(template)
+  wanted = [_stored(path, leaf) for path, leaf in leaves]
+  _check(directory, files, wanted)
+  places = (
+    [None] * len(wanted) if shardings is None else jax.tree.leaves(shardings)
+  )
+  arrays = [
+    _read(files[tensor.name].get_slice(tensor.name), tensor, place)
+    for tensor, place in zip(wanted, places, strict=True)
+  ]
+  return jax.tree_util.tree_unflatten(structure, arrays)
+
+
+def write_weights(
+  params: nnx.State,
+  directory: pathlib.Path,
+  max_shard_bytes: int = 5_000_000_000,
+) -> None:
+  """Writes weights that `read_weights` and transformers read.
+
+  Args:
+    params: the decoder's state; dtypes are kept.
+    directory: an existing directory.
+    max_shard_bytes: weights larger than this become several files and an
+      index; a single tensor is never split.
+  """
+  leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+  shards = list(_shards(leaves, max_shard_bytes))
+  if len(shards) == 1:
+    _write_shard(shards[0], directory / _SINGLE)
+    return
+  weight_map: dict[str, str] = {}
+  for number, shard in enumerate(shards, start=1):
+    name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    _write_shard(shard, directory / name)
+    weight_map |= {_stored(path, leaf).name: name for path, leaf in shard}
+  total = sum(leaf.nbytes for _, leaf in leaves)
+  index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+  write_json(directory / _INDEX, index)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+  """How a parameter stands in a file."""
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  transposed: bool
+
+  @property
+  def file_shape(self) -> tuple[int, ...]:
+    return self.shape[::-1] if self.transposed else self.shape
+
+
+def _stored(path: tuple[Any, ...], leaf: Any) -> _Stored:
+  *modules, kind = [
+    str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)
+  ]
+  base = [] if modules[0] == "lm_head" else ["model"]
+  last = "bias" if kind == "bias" else "weight"
+  name = ".".join([*base, *modules, last])
+  return _Stored(name, leaf.shape, leaf.dtype, kind == "kernel")
+
+
+def _open(directory: pathlib.Path) -> dict[str, Any]:
+  """Tensor names, each with the open file that holds it."""
+  if (directory / _SINGLE).is_file():
+    names = [_SINGLE]
+  elif (directory / _INDEX).is_file():
+    weight_map = read_json(directory / _INDEX).get("weight_map", {})
+    names = sorted(set(weight_map.values()))
+  else:
+    raise InputError(
+      f"{directory} has no weights; it should hold {_SINGLE}, or shards and "
+      f"{_INDEX}."
+    )
+  files: dict[str, Any] = {}
+  for name in names:
+    if not (directory / name).is_file():
+      raise InputError(
+        f"{directory} lacks the shard {name} that {_INDEX} names."
+      )
+    try:
+      file = safetensors.safe_open(directory / name, framework="numpy")
+    except safetensors.SafetensorError as error:
+      raise InputError(
+        f"{directory / name} is not a complete safetensors file ({error}); "
+        "fetch it again."
+      ) from error
+    files |= dict.fromkeys(file.keys(), file)
+  return files
+
+
+def _check(
+  directory: pathlib.Path, files: Mapping[str, Any], wanted: list[_Stored]
+) -> None:
+  for tensor in wanted:
+    if tensor.name not in files:
+      raise InputError(
+        f"The weights in {directory} lack the tensor {tensor.name}."
+      )
+    source = files[tensor.name].get_slice(tensor.name)
+    shape = tuple(source.get_shape())
+    if shape != tensor.file_shape:
+      raise InputError(
+        f"The tensor {tensor.name} in {directory} has shape {shape}; "
+        f"config.json asks for {tensor.file_shape}."
+      )
+    if source.get_dtype() not in _SOURCE_DTYPES:
+      raise InputError(
+        f"The tensor {tensor.name} in {directory} is stored as "
+        f"{source.get_dtype()}; only {', '.join(_SOURCE_DTYPES)} are read."
+      )
+  unknown = set(files) - {tensor.name for tensor in wanted}
+  # Old checkpoints store RoPE frequencies, which config.json determines.
+  unknown = {n for n in unknown if not n.endswith("rotary_emb.inv_freq")}
+  # Some tied checkpoints store the embedding matrix a second time.
+  if _OUTPUT in unknown and _same(files, _OUTPUT, _EMBEDDING):
+    unknown.remove(_OUTPUT)
+  if unknown:
+    raise InputError(
+      f"The weights in {directory} hold the tensor {min(unknown)}, which the "
+      "model of config.json does not have."
+    )
+
+
+def _same(files: Mapping[str, Any], one: str, other: str) -> bool:
+  return np.array_equal(
+    files[one].get_tensor(one), files[other].get_tensor(other)
+  )
+
+
+def _read(
+  source: Any, tensor: _Stored, sharding: jax.sharding.Sharding | None
+) -> jax.Array:
+  def part(index: Any) -> np.ndarray:
+    if tensor.transposed:
+      return source[index[::-1]].T.astype(tensor.dtype, order="C")
+    return source[index].astype(tensor.dtype)
+
+  if sharding is None:
+    return jax.device_put(part((slice(None),) * len(tensor.shape)))
+  return jax.make_array_from_callback(tensor.shape, sharding, part)
+
+
+def _shards(leaves: list[Any], max_bytes: int) -> Iterator[list[Any]]:
+  shard: list[Any] = []
+  size = 0
+  for path, leaf in leaves:
+    if shard and size + leaf.nbytes > max_bytes:
+      yield shard
+      shard, size = [], 0
+    shard.append((path, leaf))
+    size += leaf.nbytes
+  yield shard
+
+
+def _write_shard(shard: list[Any], path: pathlib.Path) -> None:
+  tensors = {}
+  for key, leaf in shard:
+    tensor = _stored(key, leaf)
+    value = np.asarray(leaf)
+    # safetensors writes the buffer as it lies, whatever the strides say.
+    tensors[tensor.name] = np.ascontiguousarray(
+      value.T if tensor.transposed else value
+    )
+  # Without this entry transformers refuses the file.
+  safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})

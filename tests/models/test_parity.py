@@ -1,0 +1,87 @@
+"""Logits equal those that transformers gave (tests/golden)."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.config import DecoderConfig
+from models.pretrained import load_decoder
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
+FAMILIES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+PUBLISHED = json.loads((GOLDEN / "published_configs.json").read_text())
+TOLERANCE = 1e-4
+
+
+def attend(layer, state, seen):
+  """Dense causal attention; a row's tokens see its earlier tokens."""
+  kv_heads = seen.keys.shape[1]
+  groups = seen.queries.shape[1] // kv_heads
+  queries = jnp.stack(jnp.split(seen.queries, kv_heads, axis=1), axis=1)
+  assert queries.shape[2] == groups
+  scores = jnp.einsum("bkgsd,bktd->bkgst", queries, seen.keys)
+  scores = scores / np.sqrt(seen.keys.shape[-1]).astype(np.float32)
+  at, of = seen.positions[:, :, None], seen.positions[:, None, :]
+  visible = ((of >= 0) & (of <= at))[:, None, None]
+  scores = jnp.where(visible, scores, -1e30)
+  weights = jax.nn.softmax(scores, axis=-1)
+  mixed = jnp.einsum("bkgst,bktd->bkgsd", weights, seen.values)
+  return mixed.reshape(seen.queries.shape), state
+
+
+@jax.jit(static_argnames="model")
+def logits_of(model, params, ids, positions):
+  states = (None,) * model.geometry.layers
+  hidden, _ = model.hidden(params, ids, positions, states, attend)
+  return model.logits(params, hidden)
+
+
+def error(model, params, golden, case):
+  """Largest difference from the golden logits, over the tokens."""
+  ids, positions = golden[f"{case}_ids"], golden[f"{case}_positions"]
+  ours = np.asarray(logits_of(model, params, ids, positions))
+  assert ours.dtype == np.float32
+  tokens = golden[f"{case}_mask"] == 1
+  return np.abs(ours - golden[f"{case}_logits"])[tokens].max()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+  name = request.param
+  golden = dict(np.load(GOLDEN / f"{name}.npz"))
+  return name, *load_decoder(GOLDEN / name, "float32"), golden
+
+
+def test_there_are_goldens_for_every_family():
+  assert set(FAMILIES) == set(PUBLISHED)
+  types = {fields["model_type"] for fields in PUBLISHED.values()}
+  assert types == {"llama", "qwen2", "qwen3", "mistral"}
+
+
+@pytest.mark.parametrize("case", ["right", "left", "long"])
+def test_logits_equal_those_of_transformers(family, case):
+  name, model, params, golden = family
+  context = PUBLISHED[name]["max_position_embeddings"]
+  scaling = PUBLISHED[name].get("rope_scaling", {})
+  original = scaling.get("original_max_position_embeddings", context)
+  if scaling or name == "llama3":
+    assert golden["long_ids"].shape[1] > original
+  assert error(model, params, golden, case) < TOLERANCE
+
+
+def test_sides_of_padding_differ_in_the_goldens(family):
+  _, _, _, golden = family
+  assert (golden["right_positions"][1:, -1] == -1).all()
+  assert (golden["left_positions"][1:, 0] == -1).all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_configs_of_the_hub_and_of_transformers_5_mean_the_same(name):
+  written = json.loads((GOLDEN / name / "config.json").read_text())
+  config = DecoderConfig.from_hf(written)
+  assert DecoderConfig.from_hf(PUBLISHED[name]) == config
+  assert DecoderConfig.from_hf(config.to_hf()) == config

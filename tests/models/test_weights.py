@@ -1,0 +1,333 @@
+"""Weights and model directories: read, written, refused."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kvjax.errors import InputError
+from models.pretrained import (
+  Generation,
+  Pretrained,
+  load,
+  load_decoder,
+  save,
+)
+from models.tokenizer import Tokenizer
+from models.weights import write_weights
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+NORM = "model.norm.weight"
+FAMILIES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+
+
+@pytest.fixture
+def directory(tmp_path):
+  """A copy of a golden model with a tokenizer, to be damaged."""
+  target = tmp_path / "model"
+  shutil.copytree(GOLDEN / "llama31", target)
+  _tokenizer().save(target)
+  return target
+
+
+def _tokenizer(size=80):
+  words = {f"w{i}": i for i in range(size - 3)}
+  words |= {"<s>": size - 3, "</s>": size - 2, "<unk>": size - 1}
+  backend = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(words, unk_token="<unk>")
+  )
+  return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def _edit(path, change):
+  """Applies `change` to the tensors of a file."""
+  tensors = safetensors.numpy.load_file(path)
+  change(tensors)
+  safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _edit_config(directory, **fields):
+  path = directory / "config.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def _assert_equal_trees(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    assert one.dtype == other.dtype
+    np.testing.assert_array_equal(one, other)
+
+
+def _stored_tensors(directory):
+  tensors = {}
+  for path in directory.glob("*.safetensors"):
+    tensors |= safetensors.numpy.load_file(path)
+  return tensors
+
+
+@pytest.mark.parametrize("shard", [5_000_000, 20_000])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_written_tensors_equal_those_read(family, shard, tmp_path):
+  _, params = load_decoder(GOLDEN / family, "float32")
+  write_weights(params, tmp_path, shard)
+  assert (tmp_path / INDEX).is_file() == (shard == 20_000)
+  before, after = _stored_tensors(GOLDEN / family), _stored_tensors(tmp_path)
+  assert before.keys() == after.keys()
+  for name, value in before.items():
+    np.testing.assert_array_equal(value, after[name])
+
+
+def test_shards_keep_to_their_size_and_the_index_names_all(tmp_path):
+  _, params = load_decoder(GOLDEN / "mistral", "float32")
+  write_weights(params, tmp_path, 20_000)
+  index = json.loads((tmp_path / INDEX).read_text())
+  files = {path.name for path in tmp_path.glob("*.safetensors")}
+  assert set(index["weight_map"].values()) == files
+  assert "model-00001-of-%05d.safetensors" % len(files) in files
+  total = 0
+  for name in files:
+    tensors = safetensors.numpy.load_file(tmp_path / name)
+    size = sum(value.nbytes for value in tensors.values())
+    assert size <= 20_000
+    assert all(index["weight_map"][t] == name for t in tensors)
+    total += size
+  assert index["metadata"]["total_size"] == total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_saved_model_loads_equal_bit_for_bit(directory, dtype, tmp_path):
+  before = load(directory, dtype)
+  save(before, tmp_path / "new" / "copy", max_shard_bytes=20_000)
+  after = load(tmp_path / "new" / "copy", dtype)
+  _assert_equal_trees(before.params, after.params)
+  assert {str(x.dtype) for x in jax.tree.leaves(after.params)} == {dtype}
+  assert after.model == before.model
+  assert hash(after.model) == hash(before.model)
+  assert after.config == before.config
+  assert after.generation == before.generation
+  assert after.tokenizer.eos_ids == before.tokenizer.eos_ids == (2,)
+  assert after.tokenizer.encode("w7</s>") == [7, 78]
+  config = json.loads((tmp_path / "new" / "copy" / "config.json").read_text())
+  assert config["torch_dtype"] == dtype
+  assert config["bos_token_id"] == 77
+
+
+def test_saving_replaces_the_old_model_and_keeps_other_files(directory):
+  (directory / "README.md").write_text("card")
+  (directory / "chat_template.jinja").write_text("old")
+  model = load(directory, "float32")
+  plain = Pretrained(
+    model.model, model.params, model.config, _tokenizer(), model.generation
+  )
+  save(plain, directory, max_shard_bytes=20_000)
+  assert not (directory / WHOLE).exists()
+  save(plain, directory)
+  assert sorted(path.name for path in directory.iterdir()) == [
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    WHOLE,
+    "tokenizer.json",
+    "tokenizer_config.json",
+  ]
+  assert list(directory.parent.iterdir()) == [directory]
+  _assert_equal_trees(load(directory, "float32").params, model.params)
+
+
+@pytest.mark.parametrize("source", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_half_precision_files_load_as_asked(directory, source, dtype):
+  def narrow(tensors):
+    tensors |= {name: x.astype(source) for name, x in tensors.items()}
+
+  _edit(directory / WHOLE, narrow)
+  scale = load_decoder(directory, dtype)[1]["norm"]["scale"][...]
+  stored = safetensors.numpy.load_file(directory / WHOLE)[NORM]
+  assert stored.dtype == source
+  assert scale.dtype == dtype
+  np.testing.assert_array_equal(scale, stored.astype(dtype))
+
+
+def test_each_device_reads_its_part_of_a_sharded_parameter():
+  mesh = jax.make_mesh((2, 2), ("data", "model"))
+
+  def shardings(state):
+    return jax.tree.map(
+      lambda leaf: NamedSharding(
+        mesh, PartitionSpec(*(None,) * (len(leaf.shape) - 1), "model")
+      ),
+      state,
+    )
+
+  model, alone = load_decoder(GOLDEN / "qwen25", "float32")
+  other, split = load_decoder(GOLDEN / "qwen25", "float32", shardings)
+  assert model == other
+  _assert_equal_trees(alone, split)
+  kernel = split["layers"][0]["self_attn"]["q_proj"]["kernel"][...]
+  assert kernel.sharding.spec == PartitionSpec(None, "model")
+  assert kernel.addressable_shards[0].data.shape == (32, 16)
+
+
+def test_leftovers_of_other_programs_are_passed_over(directory):
+  before = load_decoder(directory, "float32")[1]
+
+  def add(tensors):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors[name] = np.ones(8, np.float32)
+
+  _edit(directory / WHOLE, add)
+  _assert_equal_trees(load_decoder(directory, "float32")[1], before)
+
+
+def test_a_tied_output_matrix_may_be_stored_only_if_it_is_equal(tmp_path):
+  target = tmp_path / "model"
+  shutil.copytree(GOLDEN / "llama32", target)
+
+  def repeat(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+  def change(tensors):
+    tensors["lm_head.weight"][3, 4] += 1
+
+  _edit(target / WHOLE, repeat)
+  load_decoder(target, "float32")
+  _edit(target / WHOLE, change)
+  with pytest.raises(InputError, match=r"hold the tensor lm_head\.weight"):
+    load_decoder(target, "float32")
+
+
+def test_generation_defaults(directory):
+  assert load(directory).generation == Generation(False, 1.0, 1.0)
+  fields = dict(eos_token_id=[5, 6], temperature=0.6, do_sample=True, top_k=20)
+  path = directory / "generation_config.json"
+  path.write_text(json.dumps(fields | {"top_p": None}))
+  model = load(directory)
+  assert model.generation == Generation(True, 0.6, 1.0)
+  assert model.tokenizer.eos_ids == (5, 6)
+
+
+def _damage_no_directory(directory):
+  shutil.rmtree(directory)
+
+
+def _damage_no_config(directory):
+  (directory / "config.json").unlink()
+
+
+def _damage_config_not_json(directory):
+  (directory / "config.json").write_text("{")
+
+
+def _damage_config_not_an_object(directory):
+  (directory / "config.json").write_text("[]")
+
+
+def _damage_architecture(directory):
+  _edit_config(directory, model_type="gpt2")
+
+
+def _damage_no_weights(directory):
+  (directory / WHOLE).unlink()
+
+
+def _damage_pointer(directory):
+  (directory / WHOLE).write_text("version https://git-lfs.github.com/spec/v1")
+
+
+def _damage_truncated(directory):
+  content = (directory / WHOLE).read_bytes()
+  (directory / WHOLE).write_bytes(content[:-8])
+
+
+def _damage_shard(directory):
+  params = load_decoder(directory, "float32")[1]
+  (directory / WHOLE).unlink()
+  write_weights(params, directory, 30_000)
+  (directory / "model-00002-of-00004.safetensors").unlink()
+
+
+def _damage_missing(directory):
+  _edit(directory / WHOLE, lambda tensors: tensors.pop(NORM))
+
+
+def _damage_unexpected(directory):
+  def add(tensors):
+    tensors["model.layers.0.self_attn.q_proj.bias"] = np.ones(64, np.float32)
+
+  _edit(directory / WHOLE, add)
+
+
+def _damage_shape(directory):
+  _edit_config(directory, intermediate_size=40)
+
+
+def _damage_quantised(directory):
+  def quantise(tensors):
+    tensors[NORM] = tensors[NORM].astype(np.int8)
+
+  _edit(directory / WHOLE, quantise)
+
+
+def _damage_no_tokenizer(directory):
+  (directory / "tokenizer.json").unlink()
+
+
+def _damage_tokenizer_too_large(directory):
+  _tokenizer(81).save(directory)
+
+
+@pytest.mark.parametrize(
+  ("damage", "sentence"),
+  [
+    (_damage_no_directory, r"model has no config\.json; a model directory"),
+    (_damage_no_config, r"model has no config\.json; a model directory"),
+    (_damage_config_not_json, r"config\.json is not valid JSON"),
+    (_damage_config_not_an_object, r"config\.json must hold a JSON object"),
+    (_damage_architecture, r"'gpt2', which is not supported; supported are"),
+    (_damage_no_weights, r"has no weights; it should hold model\.safetensors"),
+    (_damage_pointer, r"not a complete safetensors file .*fetch it again"),
+    (_damage_truncated, r"not a complete safetensors file .*fetch it again"),
+    (_damage_shard, r"lacks the shard model-00002-of-00004\.safetensors"),
+    (_damage_missing, r"lack the tensor model\.norm\.weight"),
+    (_damage_unexpected, r"tensor model\.layers\.0\.self_attn\.q_proj\.bias,"),
+    (_damage_shape, r"shape \(32, 48\); config\.json asks for \(32, 40\)"),
+    (_damage_quantised, r"stored as I8; only F32, F16, BF16 are read"),
+    (_damage_no_tokenizer, r"has no tokenizer\.json; save the model"),
+    (_damage_tokenizer_too_large, r"up to 80, but the model embeds 80 tokens"),
+  ],
+)
+def test_a_damaged_directory_gets_one_sentence(directory, damage, sentence):
+  load(directory, "float32")
+  damage(directory)
+  with pytest.raises(InputError, match=sentence) as caught:
+    load(directory, "float32")
+  assert "\n" not in str(caught.value)
+  assert str(caught.value).endswith(".")
+
+
+def test_only_the_two_dtypes_are_offered():
+  with pytest.raises(InputError, match="'float16' is not one of bfloat16, fl"):
+    load_decoder(GOLDEN / "llama3", "float16")
+
+
+def test_transposed_kernels_are_written_as_they_are_meant(tmp_path):
+  """The pitfall: safetensors writes a transposed view's buffer untransposed."""
+  _, params = load_decoder(GOLDEN / "llama3", "float32")
+  kernel = params["layers"][1]["mlp"]["up_proj"]["kernel"]
+  kernel[...] = jnp.arange(32 * 48, dtype=jnp.float32).reshape(32, 48)
+  write_weights(params, tmp_path)
+  stored = safetensors.numpy.load_file(tmp_path / WHOLE)
+  np.testing.assert_array_equal(
+    stored["model.layers.1.mlp.up_proj.weight"],
+    np.arange(32 * 48, dtype=np.float32).reshape(32, 48).T,
+  )
