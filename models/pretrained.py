@@ -4,24 +4,22 @@ import dataclasses
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import PyTree
 
 from kvjax.errors import InputError
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.json_files import read_json, read_json_if_present, write_json
 from models.language_model import DecoderModel, from_decoder
+from models.sharding import param_shardings
 from models.tokenizer import Tokenizer
 from models.weights import read_weights, write_weights
 
-DType = Literal["bfloat16", "float32"]
-Shardings = Callable[[nnx.State], PyTree[jax.sharding.Sharding]]
+DTYPES = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +65,17 @@ class Pretrained:
 
 def load(
   directory: str | os.PathLike[str],
-  dtype: DType = "bfloat16",
-  shardings: Shardings | None = None,
+  dtype: str = "bfloat16",
+  mesh: jax.sharding.Mesh | None = None,
 ) -> Pretrained:
   """Loads a model, its tokenizer and its generation defaults.
 
   Args:
     directory: Hugging Face directory: config.json, safetensors weights,
       tokenizer.json and what goes with them.
-    dtype: of the weights and of the computation.
-    shardings: answers a sharding for each parameter of a state of shapes;
-      without it the weights go to the default device.
+    dtype: one of `DTYPES`, for the weights and the computation.
+    mesh: has an axis "model" over which the weights are sharded (see
+      `models.sharding`); without it they go to the default device.
 
   Raises:
     InputError: something is missing, broken or not supported; see
@@ -91,15 +89,15 @@ def load(
       f"The tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1}, "
       f"but the model embeds {config.vocab_size} tokens only."
     )
-  model, params = load_decoder(directory, dtype, shardings)
+  model, params = load_decoder(directory, dtype, mesh)
   generation = Generation.load(directory)
   return Pretrained(model, params, config, tokenizer, generation)
 
 
 def load_decoder(
   directory: str | os.PathLike[str],
-  dtype: DType = "bfloat16",
-  shardings: Shardings | None = None,
+  dtype: str = "bfloat16",
+  mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[DecoderModel, nnx.State]:
   """Loads a model's functions and weights alone; arguments as for `load`.
 
@@ -107,10 +105,8 @@ def load_decoder(
     InputError: the directory, its config.json or its weights are missing,
       broken or not supported.
   """
-  if dtype not in get_args(DType):
-    raise InputError(
-      f"dtype {dtype!r} is not one of {', '.join(get_args(DType))}."
-    )
+  if dtype not in DTYPES:
+    raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
   directory = pathlib.Path(directory)
   config = _read_config(directory)
   model, template = from_decoder(
@@ -118,8 +114,10 @@ def load_decoder(
       lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
     )
   )
-  places = None if shardings is None else shardings(template)
-  return model, read_weights(directory, template, places)
+  shardings = None
+  if mesh is not None:
+    shardings = param_shardings(template, model.geometry, mesh)
+  return model, read_weights(directory, template, shardings)
 
 
 def save(
@@ -182,5 +180,4 @@ def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
   return {
     "bos_token_id": tokenizer.bos_id,
     "eos_token_id": list(tokenizer.eos_ids),
-    "pad_token_id": tokenizer.pad_id,
   }

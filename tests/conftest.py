@@ -16,11 +16,10 @@ os.environ.update(
   XLA_FLAGS="--xla_force_host_platform_device_count=4",
   JAX_NUMPY_DTYPE_PROMOTION="strict",
   JAX_NUMPY_RANK_PROMOTION="raise",
-  # What takes XLA a tenth of a second is compiled once for all workers and
-  # runs; the size limit is what makes JAX lock the folder.
+  # Compile everything once for all workers and runs. No limit to its size:
+  # with one, JAX reads the whole folder again at every write.
   JAX_COMPILATION_CACHE_DIR=str(_CACHE),
-  JAX_COMPILATION_CACHE_MAX_SIZE=str(2**30),
-  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1",
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
   # Every worker has the whole machine in sight: keep its thread pools small.
   NPROC="2",
   OPENBLAS_NUM_THREADS="1",
@@ -28,6 +27,8 @@ os.environ.update(
   MPLBACKEND="agg",
 )
 
+# The tower lets an int be a float, as Python's type checkers do.
 install_import_hook(
-  ["kvjax", "models", "kernels", "experiments"], "beartype.beartype"
+  ["kvjax", "models", "kernels", "experiments"],
+  "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )

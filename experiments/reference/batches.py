@@ -36,3 +36,21 @@ def validation_batch(
   rng = np.random.default_rng((seed, _VALIDATION, stage.length))
   rows = [draw_row(lesson, rng, pieces, stage.length) for _ in range(count)]
   return pack(rows, stage.length, stage.slots, pieces.pad, rng)
+
+
+def accuracy(batch: Batch, right: np.ndarray) -> tuple[float, float]:
+  """Shares of first symbols and of whole answers that are right.
+
+  Args:
+    batch: what was asked.
+    right: bool[B, M], which scored places were predicted rightly.
+  """
+  first = right[batch.first]
+  wholes = []
+  for row in range(len(right)):
+    for number in range(batch.answer[row].max() + 1):
+      wholes.append(right[row][batch.answer[row] == number].all())
+  return (
+    round(float(first.mean()), 4) if first.size else float("nan"),
+    round(float(np.mean(wholes)), 4) if wholes else float("nan"),
+  )

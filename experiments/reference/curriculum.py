@@ -17,24 +17,24 @@ class Stage:
     name: shown in the log.
     length: tokens per row; also the most positions the model has then seen.
     batch: rows per step.
+    micro: rows per forward and backward pass; divides `batch`.
     steps: optimiser steps.
     slots: scored places per row.
     mixture: shares of the lessons.
     rates: learning rate at the first and the last step, geometric between.
     shortest: rows have a length drawn from this share of `length` up to it.
-    micro: rows per forward and backward pass; divides `batch`.
     gate: least accuracy on first symbols per lesson.
   """
 
   name: str
   length: int
   batch: int
+  micro: int
   steps: int
   slots: int
   mixture: Mapping[str, float]
   rates: tuple[float, float]
   shortest: float = 1.0
-  micro: int = 0
   gate: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -84,65 +84,53 @@ _GATE = {
 }
 
 STAGES: tuple[Stage, ...] = (
-  Stage("seed-16", 16, 128, 400, 12, _SEED, (2e-3, 2e-3)),
+  Stage("seed-16", 16, 128, 32, 400, 12, _SEED, (2e-3, 2e-3)),
   Stage(
-    "seed-32", 32, 64, 400, 20, _SEED, (2e-3, 2e-3), gate={"gapped": 0.7}
+    "seed-32",
+    *(32, 64, 16, 400, 20),
+    _SEED,
+    (2e-3, 2e-3),
+    gate={"gapped": 0.7},
   ),
-  Stage("gap", 64, 32, 500, 40, _SEED, (2e-3, 2e-3), gate={"gapped": 0.75}),
-  Stage("needles-64", 64, 32, 400, 48, _SHORT_NEEDLES, (2e-3, 2e-3)),
+  Stage(
+    "gap", *(64, 32, 8, 500, 40), _SEED, (2e-3, 2e-3), gate={"gapped": 0.75}
+  ),
+  Stage("needles-64", *(64, 32, 8, 400, 48), _SHORT_NEEDLES, (2e-3, 2e-3)),
   Stage(
     "needles-128",
-    128,
-    32,
-    700,
-    72,
+    *(128, 32, 4, 700, 72),
     _NEEDLES,
     (2e-3, 1.6e-3),
     gate={"short": 0.95},
   ),
   Stage(
     "prompts",
-    256,
-    16,
-    1000,
-    128,
+    *(256, 16, 2, 1000, 128),
     _PROMPTS,
     (1.6e-3, 1.2e-3),
     gate={"full": 0.97},
   ),
   Stage(
     "length-512",
-    512,
-    8,
-    1000,
-    160,
+    *(512, 8, 2, 1000, 160),
     _LENGTH,
     (1.2e-3, 8e-4),
-    micro=4,
     gate=_GATE,
   ),
   Stage(
     "length-1024",
-    1024,
-    4,
-    1100,
-    224,
+    *(1024, 4, 1, 1100, 224),
     _LENGTH,
     (8e-4, 4e-4),
-    shortest=0.25,
-    micro=2,
+    shortest=0.5,
     gate=_GATE,
   ),
   Stage(
     "length-2048",
-    2048,
-    2,
-    700,
-    320,
+    *(2048, 2, 1, 700, 320),
     _LENGTH,
     (4e-4, 1e-4),
-    shortest=0.25,
-    micro=1,
+    shortest=0.4,
     gate=_GATE,
   ),
 )

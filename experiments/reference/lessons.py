@@ -25,8 +25,11 @@ def gapped_pairs(rng: np.random.Generator, pieces: Pieces, room: int) -> Row:
   """
   pool = _pool(rng, pieces)
   single = rng.random() < 0.6
-  gap = [t for g in rng.choice(_GAP, rng.integers(0, 3)) for t in
-         pieces.encode(str(g))][:2]
+  gap = [
+    t
+    for g in rng.choice(_GAP, rng.integers(0, 3))
+    for t in pieces.encode(str(g))
+  ][:2]
   query_gap = pieces.encode(_QUERY_GAP) if rng.random() < 0.3 else gap
   if room >= 64 and rng.random() < 0.5:
     query_gap = pieces.encode(_QUERY_GAP)
@@ -254,9 +257,7 @@ LESSONS: dict[str, Lesson] = {
   "multivalue_keys": Retrieval(
     hay="mixed", key_counts=(1, 3), value_counts=(2, 4)
   ),
-  "multiquery": Retrieval(
-    hay="mixed", key_counts=(4, 8), query_counts=(2, 4)
-  ),
+  "multiquery": Retrieval(hay="mixed", key_counts=(4, 8), query_counts=(2, 4)),
   "short_lists": Retrieval(
     form="short",
     least_digits=1,

@@ -51,8 +51,7 @@ class Row:
     """Appends another row."""
     self.tokens.extend(other.tokens)
     self.answer.extend(
-      number if number < 0 else number + self.answers
-      for number in other.answer
+      number if number < 0 else number + self.answers for number in other.answer
     )
     self.first.extend(other.first)
     self.answers += other.answers

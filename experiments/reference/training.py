@@ -88,9 +88,7 @@ def causal_attention(
     scores += mask[None, None, None]
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
-    mixed = jnp.einsum(
-      "bkgst,bktd->bkgsd", weights, seen.values[:, :, :end]
-    )
+    mixed = jnp.einsum("bkgst,bktd->bkgsd", weights, seen.values[:, :, :end])
     outputs.append(mixed / weights.sum(-1, keepdims=True))
   joined = jnp.concatenate(outputs, axis=3)
   return joined.reshape(batch, heads, length, dim), state
@@ -162,7 +160,9 @@ def train_step(
   zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
   (loss, gradients), _ = jax.lax.scan(add, zero, parts)
   gradients = jax.tree.map(lambda g: g / total, gradients)
-  updates, state = optimizer().update(gradients, state, params)
+  # Adam's bias correction raises a float to an integer power.
+  with jax.numpy_dtype_promotion("standard"):
+    updates, state = optimizer().update(gradients, state, params)
   updates = jax.tree.map(lambda u: -rate * u, updates)
   return optax.apply_updates(params, updates), state, loss / total
 

@@ -7,9 +7,8 @@ stands in the vocabulary is one token and any other piece is its UTF-8 bytes.
 
 import collections
 import itertools
-import json
 import re
-from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import (
@@ -72,9 +71,7 @@ def _known_pieces() -> list[str]:
 
 def build() -> tokenizers.Tokenizer:
   """The tokenizer, `SIZE` entries, the same on every call."""
-  byte_level = pre_tokenizers.ByteLevel(
-    add_prefix_space=False, use_regex=False
-  )
+  byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
   specials = [BOS, EOS, PAD]
   characters = _bytes_as_characters()
   vocabulary = dict.fromkeys([*specials, *characters])
@@ -108,10 +105,9 @@ def build() -> tokenizers.Tokenizer:
   return tokenizer
 
 
-def save(tokenizer: tokenizers.Tokenizer, directory: Path, longest: int) -> None:
-  """Writes tokenizer.json and tokenizer_config.json for `longest` tokens."""
-  tokenizer.save(str(directory / "tokenizer.json"))
-  config = {
+def config(longest: int) -> dict[str, Any]:
+  """Fields of tokenizer_config.json, for a context of `longest` tokens."""
+  return {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": BOS,
     "eos_token": EOS,
@@ -119,5 +115,3 @@ def save(tokenizer: tokenizers.Tokenizer, directory: Path, longest: int) -> None
     "clean_up_tokenization_spaces": False,
     "model_max_length": longest,
   }
-  text = json.dumps(config, indent=2) + "\n"
-  (directory / "tokenizer_config.json").write_text(text)

@@ -28,8 +28,7 @@ QUESTION = (
   "provided text?"
 )
 QUESTION_ONE = (
-  "What is the special magic {kind} for {query} mentioned in the "
-  "provided text?"
+  "What is the special magic {kind} for {query} mentioned in the provided text?"
 )
 ANSWER_PREFIX = (
   " The special magic {kind} for {query} mentioned in the provided text are"
@@ -207,9 +206,7 @@ def _spread(
         others.append(_needle(task, key, draw(rng, task.values)))
     return others[:units]
 
-  return lambda units: "\n".join(
-    _inserted(distractors(units), needles, depths)
-  )
+  return lambda units: "\n".join(_inserted(distractors(units), needles, depths))
 
 
 def _inserted(

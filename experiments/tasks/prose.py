@@ -6,9 +6,9 @@ held out: training never sees them, evaluation uses nothing else.
 
 import functools
 import re
-from typing import Literal
-
+from collections.abc import Collection, Iterator
 from pydoc_data import topics
+from typing import Literal
 
 Part = Literal["train", "heldout"]
 
@@ -59,10 +59,18 @@ def split_sentences(text: str) -> list[str]:
 
 @functools.cache
 def sentences(part: Part) -> tuple[str, ...]:
-  """Sentences of the training or the held-out topics, in topic order."""
-  found: list[str] = []
-  for name in sorted(topics.topics):
-    if (name in HELDOUT) == (part == "heldout"):
-      for paragraph in _paragraphs(topics.topics[name]):
-        found.extend(split_sentences(paragraph))
-  return tuple(found)
+  """Sentences of the training or the held-out topics, in topic order.
+
+  Some topics repeat parts of others; a held-out sentence that training sees
+  elsewhere is left out.
+  """
+  if part == "heldout":
+    seen = set(sentences("train"))
+    return tuple(s for s in _topic_sentences(HELDOUT) if s not in seen)
+  return tuple(_topic_sentences(set(topics.topics) - HELDOUT))
+
+
+def _topic_sentences(names: Collection[str]) -> Iterator[str]:
+  for name in sorted(names):
+    for paragraph in _paragraphs(topics.topics[name]):
+      yield from split_sentences(paragraph)

@@ -49,6 +49,7 @@ _SIZES = dict(
   num_hidden_layers=2,
   num_attention_heads=4,
   num_key_value_heads=2,
+  rms_norm_eps=1e-3,  # Large enough for a wrong one to show.
   bos_token_id=1,
   eos_token_id=2,
 )
@@ -68,16 +69,14 @@ _QWEN2 = dict(
   rope_theta=1e6,
   use_sliding_window=False,
   sliding_window=None,
-  rms_norm_eps=1e-6,
 )
 
-# Configurations as the Hub's checkpoints state them, but for the sizes.
+# Configurations as the Hub's checkpoints state them, but for the numbers.
 FAMILIES = {
   "llama3": dict(
     **_LLAMA,
     rope_theta=5e5,
     max_position_embeddings=64,
-    rms_norm_eps=1e-5,
   ),
   "llama31": dict(
     **_LLAMA,
@@ -85,7 +84,6 @@ FAMILIES = {
     rope_theta=5e5,
     rope_scaling=_LLAMA3_ROPE,
     max_position_embeddings=384,
-    rms_norm_eps=1e-5,
   ),
   "llama32": dict(
     **_LLAMA,
@@ -93,7 +91,6 @@ FAMILIES = {
     rope_theta=5e5,
     rope_scaling=_LLAMA3_ROPE | dict(factor=32.0),
     max_position_embeddings=384,
-    rms_norm_eps=1e-5,
     tie_word_embeddings=True,
   ),
   "llama_linear": dict(
@@ -101,7 +98,6 @@ FAMILIES = {
     rope_theta=1e4,
     rope_scaling=dict(type="linear", factor=4.0),
     max_position_embeddings=32,
-    rms_norm_eps=1e-6,
   ),
   "llama_dynamic": dict(
     **_LLAMA,
@@ -109,7 +105,6 @@ FAMILIES = {
     rope_theta=1e4,
     rope_scaling=dict(type="dynamic", factor=2.0),
     max_position_embeddings=32,
-    rms_norm_eps=1e-6,
   ),
   "llama_yarn": dict(
     **_LLAMA,
@@ -120,12 +115,11 @@ FAMILIES = {
       factor=4.0,
       original_max_position_embeddings=32,
       # Wide enough apart for a ramp with dimensions between its ends.
-      beta_fast=8.0,
+      beta_fast=1.5,
       beta_slow=0.5,
       attention_factor=1.2,
     ),
     max_position_embeddings=128,
-    rms_norm_eps=1e-6,
   ),
   "qwen25": dict(**_QWEN2, max_position_embeddings=128),
   "qwen25_tied": dict(
@@ -147,7 +141,6 @@ FAMILIES = {
     use_sliding_window=False,
     sliding_window=None,
     max_position_embeddings=128,
-    rms_norm_eps=1e-6,
   ),
   "mistral": dict(
     model_type="mistral",
@@ -156,15 +149,12 @@ FAMILIES = {
     rope_theta=1e6,
     sliding_window=None,
     max_position_embeddings=128,
-    rms_norm_eps=1e-5,
   ),
   "yi": dict(
     **_LLAMA,
-    num_attention_heads=8,
     num_key_value_heads=1,
     rope_theta=5e6,
     max_position_embeddings=128,
-    rms_norm_eps=1e-5,
   ),
 }
 SHARDED = "qwen3"  # This one is stored as several files and an index.
@@ -221,8 +211,10 @@ def build(config, seed: int):
       elif name.endswith("bias"):
         values = 0.5 * values
       elif config.tie_word_embeddings or "embed_tokens" not in name:
-        # Queries and keys large enough for attention to be far from uniform.
-        gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
+        # Queries and keys large enough for attention to be far from uniform,
+        # a tied embedding large enough for the layers not to drown it.
+        large = ("q_proj", "k_proj", "embed_tokens")
+        gain = 1.5 if any(part in name for part in large) else 1.0
         values = gain * values / np.sqrt(parameter.shape[1])
       parameter.copy_(torch.from_numpy(values.astype(np.float32)))
   return model

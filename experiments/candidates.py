@@ -1,0 +1,61 @@
+"""What a comparison compares: methods, each at several budgets."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.methods import METHODS
+
+FULL = "full"
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  """A method at a budget.
+
+  Attributes:
+    method: its name as the user gave it.
+    plan: what the name and the budget stand for.
+  """
+
+  method: str
+  plan: kvjax.Plan
+
+  @property
+  def budget(self) -> str:
+    """The budget in words: `0.25` or `128 tokens`."""
+    return str(self.plan.budget)
+
+
+def candidates(
+  methods: Sequence[str], budgets: Sequence[kvjax.Budget]
+) -> tuple[Candidate, ...]:
+  """Every method at every budget, the full cache first and once.
+
+  At a retention of 1 every method is the full cache.
+
+  Args:
+    methods: names as `kvjax.get_method` reads them.
+    budgets: what the methods may keep.
+
+  Raises:
+    InputError: a name stands for no method, or either list is empty.
+  """
+  names = dict.fromkeys(name.strip() for name in methods)
+  if not names or not budgets:
+    raise InputError("There is nothing to compare; name a method and a budget.")
+  found = {name: kvjax.get_method(name) for name in names}
+  whole = kvjax.Retention(1.0)
+  chosen = []
+  if FULL in found or whole in budgets:
+    plan = kvjax.Plan(METHODS[FULL](), whole)
+    chosen.append(Candidate(FULL, plan))
+  for name, method in found.items():
+    if name != FULL:
+      chosen.extend(
+        Candidate(name, kvjax.Plan(method, budget))
+        for budget in dict.fromkeys(budgets)
+        if budget != whole
+      )
+  return tuple(chosen)

@@ -1,0 +1,61 @@
+"""How binaries start, and how they tell a user what was wrong."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app, flags, logging
+
+from kvjax.errors import InputError
+
+_WRONG_INPUT = 2
+_INTERRUPTED = 130
+
+
+def run(main: Callable[[], None]) -> None:
+  """Parses the flags and calls `main`.
+
+  What the user can mend, wrong flags included, becomes one sentence on stderr
+  and exit code 2.
+  """
+  # JAX's notes on the machine are for --verbosity=0.
+  logging.set_verbosity(logging.WARNING)
+
+  def guarded(_: Sequence[str]) -> None:
+    try:
+      main()
+    except InputError as error:
+      _refuse(str(error))
+    except KeyboardInterrupt:
+      print("Stopped.", file=sys.stderr)
+      sys.exit(_INTERRUPTED)
+
+  app.run(guarded, flags_parser=_parse)
+
+
+def refuse_together(one: str, others: Sequence[str], reason: str) -> None:
+  """Refuses flags that were given although another makes them void.
+
+  Raises:
+    InputError: flag `one` and at least one of `others` were given.
+  """
+  if not flags.FLAGS[one].present:
+    return
+  for other in others:
+    if flags.FLAGS[other].present:
+      raise InputError(f"--{one} and --{other} do not go together: {reason}.")
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+  try:
+    rest = flags.FLAGS(argv)
+  except flags.Error as error:
+    sentence = " ".join(str(error).split()).removesuffix(".")
+    _refuse(f"{sentence}; --help lists the flags.")
+  if len(rest) > 1:
+    _refuse(f"There is no argument {rest[1]!r}; flags look like --name=value.")
+  return rest
+
+
+def _refuse(sentence: str) -> None:
+  print(sentence, file=sys.stderr)
+  sys.exit(_WRONG_INPUT)

@@ -1,0 +1,116 @@
+"""Where a training run stands, and its checkpoints."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+from orbax.checkpoint import v1 as ocp
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+  """Weights, optimiser state and counters.
+
+  Attributes:
+    params: the weights.
+    moments: the optimiser state.
+    stage: number of the current stage.
+    step: steps done in it.
+    extensions: how often it was extended.
+    total: steps done in all.
+    tokens: tokens trained on in all.
+    seconds: wall time spent in training steps.
+  """
+
+  params: PyTree
+  moments: PyTree
+  stage: int
+  step: int
+  extensions: int
+  total: int
+  tokens: int
+  seconds: float
+
+  @classmethod
+  def fresh(cls, params: PyTree, moments: PyTree) -> "Progress":
+    """Nothing done yet."""
+    return cls(params, moments, 0, 0, 0, 0, 0, 0.0)
+
+  def advanced(
+    self, params: PyTree, moments: PyTree, tokens: int, seconds: float
+  ) -> "Progress":
+    """One step further."""
+    return dataclasses.replace(
+      self,
+      params=params,
+      moments=moments,
+      step=self.step + 1,
+      total=self.total + 1,
+      tokens=self.tokens + tokens,
+      seconds=self.seconds + seconds,
+    )
+
+  def next_stage(self) -> "Progress":
+    """At the start of the next stage."""
+    return dataclasses.replace(self, stage=self.stage + 1, step=0, extensions=0)
+
+  def extended(self) -> "Progress":
+    """The same stage with more steps to do."""
+    return dataclasses.replace(self, extensions=self.extensions + 1)
+
+
+_COUNTERS = ("stage", "step", "extensions", "total", "tokens", "seconds")
+
+
+class Checkpoints:
+  """Saves and finds the progress of one run; the last two are kept."""
+
+  def __init__(self, directory: Path):
+    """Checkpoints live in `directory`, made when first needed."""
+    self._checkpointer = ocp.training.Checkpointer(
+      directory,
+      preservation_policy=ocp.training.preservation_policies.LatestN(2),
+    )
+
+  def save(self, state: Progress) -> None:
+    """Writes a checkpoint; one of the same place in training is replaced."""
+    self._checkpointer.save(
+      _number(state), _as_tree(state), force=True, overwrite=True
+    )
+
+  def latest(self, fresh: Progress) -> Progress:
+    """The newest saved progress, or `fresh` when there is none."""
+    newest = self._checkpointer.latest
+    if newest is None:
+      return fresh
+    tree = self._checkpointer.load(newest, _as_tree(fresh))
+    structure = jax.tree.structure
+    return Progress(
+      params=jax.tree.unflatten(
+        structure(fresh.params), jax.tree.leaves(tree["params"])
+      ),
+      moments=jax.tree.unflatten(
+        structure(fresh.moments), jax.tree.leaves(tree["moments"])
+      ),
+      **{
+        name: type(getattr(fresh, name))(tree["counters"][name])
+        for name in _COUNTERS
+      },
+    )
+
+
+def _number(state: Progress) -> int:
+  """A checkpoint's number: grows with every step and every new stage."""
+  return state.total * 16 + state.stage + state.extensions
+
+
+def _as_tree(state: Progress) -> dict[str, Any]:
+  """Plain leaves in a list, which any version of nnx can restore."""
+  return {
+    "params": jax.tree.leaves(state.params),
+    "moments": jax.tree.leaves(state.moments),
+    "counters": {name: np.asarray(getattr(state, name)) for name in _COUNTERS},
+  }

@@ -1,0 +1,206 @@
+"""A folder of answers: written line by line, resumed, summed up."""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+import statistics
+import tempfile
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from kvjax.errors import InputError
+
+_PREFIX_BYTES = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """What answers must share to stand in one folder.
+
+  Attributes:
+    model: name of the model's directory.
+    weights: digest of the model's files, see `digest`.
+    dtype: of weights and computation.
+    length: tokens of prompt and answer.
+    seed: of the samples.
+    protocol: what is compressed, before or after the question is known.
+  """
+
+  model: str
+  weights: str
+  dtype: str
+  length: int
+  seed: int
+  protocol: str = "query-agnostic"
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """One sample answered from one cache.
+
+  Attributes:
+    task: name of the task.
+    sample: number of the sample.
+    method: name of the method.
+    budget: what it might keep, in words.
+    retention: share of the context it might keep.
+    context_tokens: tokens of the context.
+    kept_tokens: tokens kept, mean over layers and KV heads.
+    cache_bytes: allocated for the sample's cache.
+    answers: what should be in the prediction.
+    prediction: what the model said.
+    score: share of the answers that are in the prediction, times 100.
+  """
+
+  task: str
+  sample: int
+  method: str
+  budget: str
+  retention: float
+  context_tokens: int
+  kept_tokens: float
+  cache_bytes: int
+  answers: list[str]
+  prediction: str
+  score: float
+
+  @property
+  def key(self) -> "Key":
+    """What the answer is the answer to."""
+    return Key(self.task, self.sample, self.method, self.budget)
+
+
+class Key(NamedTuple):
+  """One question to one cache."""
+
+  task: str
+  sample: int
+  method: str
+  budget: str
+
+
+class Results:
+  """The answers in `samples.jsonl` of a folder, old and new.
+
+  The folder is made with the first answer. A line that a killed run left
+  unfinished is dropped and its question asked again.
+
+  Attributes:
+    folder: where the answers are.
+    answers: by what they answer.
+  """
+
+  def __init__(self, folder: pathlib.Path, settings: Settings):
+    """Reads what the folder holds.
+
+    Raises:
+      InputError: the folder cannot be written to, holds answers of other
+        settings, or holds lines that no run has written.
+    """
+    check_writable(folder)
+    self.folder = folder
+    self.answers: dict[Key, Answer] = {}
+    self._settings = dataclasses.asdict(settings)
+    self._path = folder / "samples.jsonl"
+    self._whole_bytes = 0
+    if self._path.is_file():
+      text = self._path.read_bytes()
+      self._whole_bytes = text.rfind(b"\n") + 1
+      lines = text[: self._whole_bytes].splitlines()
+      for number, line in enumerate(lines, start=1):
+        answer = self._parse(line, number)
+        self.answers[answer.key] = answer
+
+  def add(self, answers: Iterable[Answer]) -> None:
+    """Appends answers, each a line of settings and answer."""
+    self.folder.mkdir(parents=True, exist_ok=True)
+    with self._path.open("ab") as file:
+      file.truncate(self._whole_bytes)
+      for answer in answers:
+        fields = self._settings | dataclasses.asdict(answer)
+        line = json.dumps(fields, ensure_ascii=False) + "\n"
+        file.write(line.encode())
+        self.answers[answer.key] = answer
+        self._whole_bytes += len(line.encode())
+
+  def _parse(self, line: bytes, number: int) -> Answer:
+    try:
+      fields = json.loads(line)
+      answer = Answer(
+        **{f.name: fields.pop(f.name) for f in dataclasses.fields(Answer)}
+      )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      raise InputError(
+        f"Line {number} of {self._path} is not an answer; move the file away "
+        "or choose another --output."
+      ) from error
+    for name, value in self._settings.items():
+      if fields.get(name) != value:
+        raise InputError(
+          f"{self.folder} holds answers with {name} {fields.get(name)}, and "
+          f"this run has {name} {value}; choose another --output."
+        )
+    return answer
+
+
+def digest(directory: pathlib.Path) -> str:
+  """Tells models apart: hashes the start of every file that shapes answers.
+
+  The start of a weight file holds its tensors' names, shapes and first values;
+  hashing all of a large model would take minutes.
+  """
+  digest = hashlib.sha256()
+  names = ("config.json", "tokenizer.json")
+  paths = [*directory.glob("*.safetensors"), *map(directory.joinpath, names)]
+  for path in sorted(paths):
+    with path.open("rb") as file:
+      start = file.read(_PREFIX_BYTES)
+    digest.update(f"{path.name} {path.stat().st_size} ".encode() + start)
+  return digest.hexdigest()[:12]
+
+
+def check_writable(folder: pathlib.Path) -> None:
+  """Refuses a folder that cannot be made or written to; makes nothing.
+
+  Raises:
+    InputError: the nearest folder that exists does not admit new files.
+  """
+  nearest = folder.absolute()
+  while not nearest.exists() and nearest != nearest.parent:
+    nearest = nearest.parent
+  if not nearest.is_dir():
+    raise InputError(f"{folder} cannot be written: {nearest} is no folder.")
+  try:
+    with tempfile.TemporaryFile(dir=nearest):
+      pass
+  except OSError as error:
+    raise InputError(
+      f"{folder} cannot be written: {error.strerror}."
+    ) from error
+
+
+def summarize(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+  """One row per method, budget and task: means over the samples."""
+  groups: dict[tuple[str, str, str], list[Answer]] = {}
+  for answer in answers:
+    key = (answer.method, answer.budget, answer.task)
+    groups.setdefault(key, []).append(answer)
+
+  def mean(name: str, group: list[Answer], digits: int) -> float:
+    values = [getattr(answer, name) for answer in group]
+    return round(statistics.fmean(values), digits)
+
+  return [
+    {
+      "method": method,
+      "retention": mean("retention", group, 4),
+      "budget": budget,
+      "task": task,
+      "score": mean("score", group, 2),
+      "samples": len(group),
+      "kept_tokens": mean("kept_tokens", group, 2),
+      "cache_bytes": round(mean("cache_bytes", group, 0)),
+    }
+    for (method, budget, task), group in groups.items()
+  ]

@@ -1,0 +1,167 @@
+"""Small things to test methods and models with, in this project and others."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.activations import Activations
+from kvjax.cache import Cache
+from kvjax.model import Attend, Geometry
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyModel:
+  """A random attention-only model of the `kvjax.Model` protocol.
+
+  Attributes:
+    geometry: its sizes.
+    vocab_size: V.
+    width: E.
+    dtype: of weights, activations and cache.
+  """
+
+  geometry: Geometry = Geometry(
+    layers=2, heads=4, kv_heads=2, head_dim=8, max_positions=4096
+  )
+  vocab_size: int = 64
+  width: int = 32
+  dtype: str = "float32"
+
+  def init(self, seed: int = 0) -> PyTree:
+    """Random weights."""
+    shape = self.geometry
+    query_width = shape.heads * shape.head_dim
+    kv_width = shape.kv_heads * shape.head_dim
+    sizes = {
+      "query": (self.width, query_width),
+      "key": (self.width, kv_width),
+      "value": (self.width, kv_width),
+      "output": (query_width, self.width),
+    }
+    keys = iter(jax.random.split(jax.random.key(seed), 4 * shape.layers + 1))
+
+    def matrix(rows: int, columns: int) -> Array:
+      weights = jax.random.normal(next(keys), (rows, columns)) * rows**-0.5
+      return weights.astype(self.dtype)
+
+    return {
+      "embedding": matrix(self.vocab_size, self.width) * 4,
+      "layers": [
+        {name: matrix(*size) for name, size in sizes.items()}
+        for _ in range(shape.layers)
+      ],
+    }
+
+  def hidden(
+    self,
+    params: PyTree,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    states: Sequence[Any],
+    attend: Attend[Any],
+  ) -> tuple[Float[Array, "B S E"], tuple[Any, ...]]:
+    """See `kvjax.Model.hidden`."""
+    x = params["embedding"][tokens]
+    new_states = []
+    for index, weights in enumerate(params["layers"]):
+      keys = self._heads(x @ weights["key"])
+      seen = Activations(
+        queries=_rotated(self._heads(x @ weights["query"]), positions),
+        keys=_rotated(keys, positions),
+        values=self._heads(x @ weights["value"]),
+        keys_unrotated=keys,
+        positions=positions,
+      )
+      attended, state = attend(index, states[index], seen)
+      joined = jnp.swapaxes(attended, 1, 2).reshape(*x.shape[:2], -1)
+      x = x + joined @ weights["output"]
+      new_states.append(state)
+    return x, tuple(new_states)
+
+  def logits(
+    self, params: PyTree, hidden: Float[Array, "*B E"]
+  ) -> Float[Array, "*B V"]:
+    """See `kvjax.Model.logits`."""
+    embedding = params["embedding"].T
+    return jnp.matmul(hidden, embedding, preferred_element_type=jnp.float32)
+
+  def _heads(self, x: Float[Array, "B S W"]) -> Float[Array, "B H S D"]:
+    batch, length, _ = x.shape
+    split = x.reshape(batch, length, -1, self.geometry.head_dim)
+    return jnp.swapaxes(split, 1, 2)
+
+
+def _rotated(
+  x: Float[Array, "B H S D"], positions: Int[Array, "B S"]
+) -> Float[Array, "B H S D"]:
+  half = x.shape[-1] // 2
+  speed = 100.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  places = positions.astype(jnp.float32)[:, None, :, None]
+  angles = places * speed[None, None, None]
+  low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  turned = (low * cos - high * sin, high * cos + low * sin)
+  return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def random_activations(
+  seed: int,
+  lengths: Sequence[int],
+  padded: int,
+  *,
+  heads: int = 4,
+  kv_heads: int = 2,
+  head_dim: int = 8,
+  dtype: str = "float32",
+) -> Activations:
+  """A right-padded block of random projections; the padding holds NaN."""
+  rows = len(lengths)
+  index = np.arange(padded)[None]
+  real = index < np.asarray(lengths)[:, None]
+
+  def normal(key: Array, count: int) -> Array:
+    x = jax.random.normal(key, (rows, count, padded, head_dim))
+    return jnp.where(real[:, None, :, None], x, jnp.nan).astype(dtype)
+
+  keys = jax.random.split(jax.random.key(seed), 4)
+  return Activations(
+    queries=normal(keys[0], heads),
+    keys=normal(keys[1], kv_heads),
+    values=normal(keys[2], kv_heads),
+    keys_unrotated=normal(keys[3], kv_heads),
+    positions=jnp.asarray(np.where(real, index, -1), jnp.int32),
+  )
+
+
+def poisoned(cache: Cache) -> Cache:
+  """The same cache with NaN in the keys and values of its empty slots."""
+
+  def fill(x: Array, positions: Array) -> Array:
+    nan = jnp.asarray(jnp.nan, x.dtype)
+    return jnp.where((positions >= 0)[..., None], x, nan)
+
+  layers = tuple(
+    dataclasses.replace(
+      layer,
+      keys=fill(layer.keys, layer.positions),
+      values=fill(layer.values, layer.positions),
+    )
+    for layer in cache.layers
+  )
+  return Cache(layers, cache.next_positions)
+
+
+def held_positions(cache: Cache, row: int) -> list[list[list[int]]]:
+  """Positions of the tokens that a row holds, per layer and KV head."""
+  return [
+    [
+      [int(p) for p in head if p >= 0]
+      for head in np.asarray(layer.positions)[row]
+    ]
+    for layer in cache.layers
+  ]

@@ -1,0 +1,141 @@
+"""Training data of the reference model, and a training that is interrupted."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import train_reference
+from experiments.reference import batches, curriculum, pieces, vocabulary
+from experiments.reference.lessons import LESSONS, draw_row
+from experiments.reference.rows import FIRST_WEIGHT, Row, pack
+
+PIECES = pieces.Pieces(vocabulary.build())
+STAGE = curriculum.Stage(
+  "tiny", *(16, 4, 2, 4, 8), {"gapped": 1.0}, (1e-3, 1e-3)
+)
+
+
+SYMBOLS = {PIECES.encode(symbol)[0] for symbol in "0123456789abcdef-"}
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_rows_fit_and_every_value_stands_in_what_precedes_it(lesson):
+  rng = np.random.default_rng(0)
+  for _ in range(20):
+    row = draw_row(lesson, rng, PIECES, 384)
+    assert len(row) == len(row.answer) == len(row.first)
+    assert row.answers >= 1
+    tokens = np.asarray(row.tokens)
+    for place in np.flatnonzero(row.first):
+      end = place + 1
+      while (
+        end < len(row)
+        and row.answer[end] == row.answer[place]
+        and row.tokens[end] in SYMBOLS
+      ):
+        end += 1
+      windows = np.lib.stride_tricks.sliding_window_view(
+        tokens[:place], end - place
+      )
+      assert (windows == tokens[place:end]).all(axis=1).any()
+
+
+def test_a_lesson_that_does_not_fit_is_refused():
+  with pytest.raises(ValueError, match="uuid_key"):
+    draw_row("uuid_key", np.random.default_rng(0), PIECES, 64)
+
+
+def test_packing_scores_answers_first_and_weighs_first_symbols_most():
+  row = Row()
+  row.add(list(range(10, 30)))
+  row.add_answer([1, 2, 3], [1])
+  batch = pack([row], 32, 12, 0, np.random.default_rng(0))
+  asked = batch.answer[0] >= 0
+  np.testing.assert_array_equal(batch.target[0][asked], [1, 2, 3])
+  np.testing.assert_array_equal(
+    batch.weight[0][asked], [1.0, FIRST_WEIGHT, 1.0]
+  )
+  assert batch.weight[0][~asked].max() < 0.5
+  np.testing.assert_array_equal(
+    batch.tokens[0][batch.place[0] + 1], batch.target[0]
+  )
+
+
+def test_accuracy_counts_first_symbols_and_whole_answers():
+  row = Row()
+  row.add([5, 6])
+  row.add_answer([1, 2], [0])
+  row.add_answer([3, 4], [0])
+  batch = pack([row], 8, 12, 0, np.random.default_rng(0))
+  right = batch.target != 4
+  assert batches.accuracy(batch, right) == (1.0, 0.5)
+
+
+@pytest.mark.parametrize("index", range(len(curriculum.STAGES)))
+def test_stages_are_consistent_and_their_batches_repeat(index):
+  stage = curriculum.STAGES[index]
+  assert stage.batch % stage.micro == 0
+  assert set(stage.gate) <= set(stage.mixture) <= set(LESSONS)
+  one = batches.training_batch(stage, index, 3, 0, PIECES)
+  two = batches.training_batch(stage, index, 3, 0, PIECES)
+  other = batches.training_batch(stage, index, 4, 0, PIECES)
+  assert one.tokens.shape == (stage.batch, stage.length)
+  np.testing.assert_array_equal(one.tokens, two.tokens)
+  np.testing.assert_array_equal(one.weight, two.weight)
+  assert (one.tokens != other.tokens).any()
+
+
+def test_training_resumes_bit_for_bit_after_a_stop(tmp_path, monkeypatch):
+  monkeypatch.setattr(train_reference, "_SAVE_EVERY", 1)
+  whole = train_reference.Trainer(tmp_path / "whole", 0, (STAGE,))
+  whole.run()
+  assert whole.state.total == STAGE.steps
+
+  draw = batches.training_batch
+
+  def stopping(stage, index, step, seed, pieces):
+    if step == 2:
+      raise KeyboardInterrupt
+    return draw(stage, index, step, seed, pieces)
+
+  monkeypatch.setattr(batches, "training_batch", stopping)
+  with pytest.raises(KeyboardInterrupt):
+    train_reference.Trainer(tmp_path / "stopped", 0, (STAGE,)).run()
+  monkeypatch.setattr(batches, "training_batch", draw)
+  resumed = train_reference.Trainer(tmp_path / "stopped", 0, (STAGE,))
+  assert resumed.state.step == 2
+  resumed.run()
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    (whole.state.params, whole.state.moments),
+    (resumed.state.params, resumed.state.moments),
+  )
+  assert resumed.state.tokens == whole.state.tokens
+  lines = (tmp_path / "whole" / "log.jsonl").read_text().splitlines()
+  assert json.loads(lines[-1])["step"] == STAGE.steps
+
+
+def test_an_unknown_stage_is_one_sentence_and_exit_code_2(tmp_path):
+  output = tmp_path / "out"
+  done = subprocess.run(
+    [
+      sys.executable,
+      "-m",
+      "experiments.train_reference",
+      f"--output={output}",
+      "--stages=seed-16,nothing",
+    ],
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 2
+  assert (
+    done.stderr.strip()
+    .splitlines()[-1]
+    .startswith("There is no training stage 'nothing'; stages are seed-16, ")
+  )
+  assert not output.exists()

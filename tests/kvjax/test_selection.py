@@ -1,0 +1,80 @@
+"""Kept slots against a plain sort."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.budgets import Retention, Tokens, kept_counts
+from kvjax.errors import InputError
+from kvjax.selection import age, top_slots
+
+
+def by_hand(scores, held, protected, count):
+  """One head, by Python's sort."""
+  guarded = [i for i in range(len(scores)) if held[i] and protected[i]]
+  rest = [i for i in range(len(scores)) if held[i] and not protected[i]]
+  worth = [s if np.isfinite(s) else -np.inf for s in scores]
+  rest.sort(key=lambda i: (-worth[i], i))
+  kept = guarded[-count:] if len(guarded) >= count else guarded + rest
+  return sorted(kept[:count])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_equals_a_sort(seed):
+  rng = np.random.default_rng(seed)
+  B, K, T = 3, 2, int(rng.integers(3, 40))
+  scores = rng.integers(-3, 4, (B, K, T)).astype(np.float32)  # many ties
+  scores[rng.random((B, K, T)) < 0.1] = rng.choice([np.nan, np.inf, -np.inf])
+  held = rng.random((B, K, T)) < 0.8
+  protected = rng.random((B, K, T)) < rng.choice([0.0, 0.2, 0.9])
+  counts = rng.integers(1, T + 1, B).astype(np.int32)
+  slots = jax.jit(top_slots, static_argnums=4)(
+    scores, held, protected, counts, int(counts.max())
+  )
+  for b in range(B):
+    for k in range(K):
+      ours = [int(i) for i in slots[b, k] if i >= 0]
+      expected = by_hand(scores[b, k], held[b, k], protected[b, k], counts[b])
+      assert ours == expected
+
+
+def test_unfilled_slots_come_last():
+  scores = jnp.asarray([[[3.0, 1.0, 2.0, 0.0]]])
+  held = jnp.asarray([[[True, False, True, False]]])
+  none = jnp.zeros_like(held)
+  slots = top_slots(scores, held, none, jnp.asarray([3]), 3)
+  assert slots.tolist() == [[[0, 2, -1]]]
+
+
+def test_age_counts_from_the_newest():
+  held = jnp.asarray([True, False, True, True, False])
+  assert age(held).tolist() == [3, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+  ("share", "length", "kept"),
+  [(0.1, 70, 7), (0.1, 71, 8), (0.25, 10, 3), (1.0, 9, 9), (1e-6, 5, 1)],
+)
+def test_retention_rounds_up(share, length, kept):
+  assert Retention(share).kept(length) == kept
+
+
+def test_retention_is_exact_at_a_million_tokens():
+  assert Retention(0.1).kept(1_000_000) == 100_000
+
+
+def test_tokens_keep_at_most_the_row():
+  assert kept_counts(Tokens(5), np.array([3, 5, 9])).tolist() == [3, 5, 5]
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.01, 1.7, float("nan")])
+def test_retention_outside_its_range_is_refused(share):
+  with pytest.raises(InputError, match="above 0 and at most 1"):
+    Retention(share)
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_an_empty_budget_is_refused(count):
+  with pytest.raises(InputError, match="give 1 or more"):
+    Tokens(count)
