@@ -1,1 +1,1 @@
-""""""
+"""Binaries that train, compare and measure."""

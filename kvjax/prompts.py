@@ -50,6 +50,6 @@ class Prompts:
         )
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.zeros((len(rows), bucket(int(lengths.max()))), np.int32)
-    for row, ids in zip(tokens, rows, strict=True):
-      row[: len(ids)] = ids
+    for padded, row in zip(tokens, rows, strict=True):
+      padded[: len(row)] = row
     return cls(tokens, lengths)

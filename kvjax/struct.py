@@ -1,11 +1,9 @@
 """Frozen dataclasses that are pytrees."""
 
 import dataclasses
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, dataclass_transform
 
 import jax
-
-_T = TypeVar("_T")
 
 
 def static(**kwargs: Any) -> Any:
@@ -14,7 +12,7 @@ def static(**kwargs: Any) -> Any:
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(static,))
-def struct(cls: type[_T]) -> type[_T]:
+def struct[T](cls: type[T]) -> type[T]:
   """Makes `cls` a frozen dataclass registered as a pytree.
 
   Unflattening bypasses `__init__`: JAX fills trees with tracers, `None` and
@@ -25,17 +23,17 @@ def struct(cls: type[_T]) -> type[_T]:
   children = tuple(f.name for f in fields if not f.metadata.get("static"))
   aux = tuple(f.name for f in fields if f.metadata.get("static"))
 
-  def flatten_with_keys(tree: _T) -> tuple[Any, Any]:
+  def flatten_with_keys(tree: T) -> tuple[Any, Any]:
     keyed = [(jax.tree_util.GetAttrKey(n), getattr(tree, n)) for n in children]
     return keyed, tuple(getattr(tree, n) for n in aux)
 
-  def flatten(tree: _T) -> tuple[Any, Any]:
+  def flatten(tree: T) -> tuple[Any, Any]:
     return (
       tuple(getattr(tree, n) for n in children),
       tuple(getattr(tree, n) for n in aux),
     )
 
-  def unflatten(aux_values: Any, child_values: Any) -> _T:
+  def unflatten(aux_values: Any, child_values: Any) -> T:
     tree = object.__new__(cls)
     for name, value in zip(children, child_values, strict=True):
       object.__setattr__(tree, name, value)

@@ -19,12 +19,21 @@ ARCHITECTURES = {
 # Fields that describe training, generation or the file itself and change
 # nothing in a forward pass.
 _WITHOUT_EFFECT = frozenset(
-  "_name_or_path architectures attention_dropout auto_map bos_token_id "
-  "chunk_size_feed_forward dtype eos_token_id id2label initializer_range "
-  "is_encoder_decoder label2id max_window_layers output_attentions "
+  "_attn_implementation_autoset _name_or_path architectures "
+  "attention_dropout auto_map bos_token_id chunk_size_feed_forward dtype "
+  "eos_token_id id2label initializer_range is_encoder_decoder "
+  "is_llama_config label2id max_window_layers output_attentions "
   "output_hidden_states pad_token_id problem_type return_dict "
-  "torch_dtype transformers_version use_cache".split()
+  "torch_dtype transformers_version unsloth_fixed use_cache".split()
 )
+
+# Fields that are known and may only be false, for all types or for some.
+_ONLY_FALSE = {
+  "use_mrope": tuple(ARCHITECTURES),
+  "rope_interleaved": tuple(ARCHITECTURES),
+  "attention_bias": ("mistral",),
+  "mlp_bias": ("mistral", "qwen2", "qwen3"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,22 +111,22 @@ class DecoderConfig:
         f"supported are {', '.join(sorted(ARCHITECTURES))}."
       )
     _refuse_unsupported(rest, model_type)
-    heads = _take(rest, "num_attention_heads")
-    hidden = _take(rest, "hidden_size")
-    head_dim = rest.pop("head_dim", None) or hidden // heads
-    max_positions = _take(rest, "max_position_embeddings")
+    heads = _count(rest, "num_attention_heads")
+    hidden = _count(rest, "hidden_size")
+    head_dim = _count(rest, "head_dim", hidden // heads)
+    max_positions = _count(rest, "max_position_embeddings")
     attention_bias = rest.pop("attention_bias", False)
     config = cls(
       model_type=model_type,
-      vocab_size=_take(rest, "vocab_size"),
+      vocab_size=_count(rest, "vocab_size"),
       hidden_size=hidden,
-      intermediate_size=_take(rest, "intermediate_size"),
-      num_layers=_take(rest, "num_hidden_layers"),
+      intermediate_size=_count(rest, "intermediate_size"),
+      num_layers=_count(rest, "num_hidden_layers"),
       num_heads=heads,
-      num_kv_heads=rest.pop("num_key_value_heads", None) or heads,
+      num_kv_heads=_count(rest, "num_key_value_heads", heads),
       head_dim=head_dim,
       max_positions=max_positions,
-      rms_norm_eps=rest.pop("rms_norm_eps", 1e-6),
+      rms_norm_eps=float(rest.pop("rms_norm_eps", 1e-6)),
       rope=Rope.from_hf(_take_rope(rest), head_dim, max_positions),
       tie_embeddings=rest.pop("tie_word_embeddings", False),
       qkv_bias=attention_bias or model_type == "qwen2",
@@ -159,10 +168,20 @@ class DecoderConfig:
     return fields
 
 
-def _take(fields: dict[str, Any], name: str) -> Any:
-  if fields.get(name) is None:
+def _count(
+  fields: dict[str, Any], name: str, default: int | None = None
+) -> int:
+  """Takes a positive whole number out of `fields`."""
+  value = fields.pop(name, None)
+  value = default if value is None else value
+  if value is None:
     raise InputError(f"config.json lacks the field {name!r}.")
-  return fields.pop(name)
+  if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    raise InputError(
+      f"config.json has {value!r} for {name!r}, which must be a whole number "
+      "of 1 or more."
+    )
+  return value
 
 
 def _take_rope(fields: dict[str, Any]) -> dict[str, Any]:
@@ -183,6 +202,11 @@ def _refuse_unsupported(fields: dict[str, Any], model_type: str) -> None:
     raise InputError(
       f"config.json has hidden_act {activation!r}; only 'silu' is supported."
     )
+  for name, types in _ONLY_FALSE.items():
+    if model_type in types and fields.pop(name, False):
+      raise InputError(
+        f"config.json sets {name!r}, which is not supported for {model_type}."
+      )
   if fields.pop("pretraining_tp", 1) != 1:
     raise InputError(
       "config.json has pretraining_tp other than 1, which is not supported."

@@ -27,6 +27,7 @@ class RMSNorm(nnx.Module):
     self.scale = nnx.Param(jnp.ones((width,), dtype))
 
   def __call__(self, x: Float[Array, "*B W"]) -> Float[Array, "*B W"]:
+    """Normalises the last axis."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(mean_square + self.epsilon)
@@ -45,9 +46,7 @@ def _linear(
 class Attention(nnx.Module):
   """Projections around an attention that the caller provides."""
 
-  def __init__(
-    self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs
-  ) -> None:
+  def __init__(self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs) -> None:
     self.config = config
     width = config.hidden_size
     query_width = config.num_heads * config.head_dim
@@ -92,9 +91,7 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
   """SwiGLU."""
 
-  def __init__(
-    self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs
-  ) -> None:
+  def __init__(self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs) -> None:
     width, inner = config.hidden_size, config.intermediate_size
     bias = config.mlp_bias
     self.gate_proj = _linear(width, inner, bias, dtype, rngs)
@@ -102,15 +99,14 @@ class Mlp(nnx.Module):
     self.down_proj = _linear(inner, width, bias, dtype, rngs)
 
   def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+    """Transforms every token by itself."""
     return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nnx.Module):
   """Attention and MLP, each behind its norm and a residual."""
 
-  def __init__(
-    self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs
-  ) -> None:
+  def __init__(self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs) -> None:
     width = config.hidden_size
     self.input_layernorm = RMSNorm(width, config.rms_norm_eps, dtype)
     self.self_attn = Attention(config, dtype, rngs)
@@ -126,6 +122,7 @@ class Layer(nnx.Module):
     state: Any,
     attend: Attend[Any],
   ) -> tuple[Float[Array, "B S E"], Any]:
+    """Runs the layer; `attend` gets its index and state."""
     seen = self.self_attn.activations(self.input_layernorm(x), positions, rope)
     attended, state = attend(index, state, seen)
     x = x + self.self_attn.output(attended)

@@ -29,7 +29,7 @@ _REQUIRED = {
 _OPTIONAL = {
   "default": (),
   "linear": (),
-  "dynamic": ("original_max_position_embeddings",),
+  "dynamic": (),
   "llama3": (),
   "yarn": (
     "attention_factor",
@@ -78,13 +78,15 @@ class Rope:
         f"config.json has rope type {kind!r}, which is not supported; "
         f"supported are {', '.join(KINDS)}."
       )
-    theta = float(rest.pop("rope_theta", 10000.0))
+    theta = rest.pop("rope_theta", 10000.0)
+    _refuse_other_types({"rope_theta": theta})
     if rest.pop("partial_rotary_factor", 1.0) != 1.0:
       raise InputError(
         "config.json rotates a part of each head only "
         "(partial_rotary_factor), which is not supported."
       )
     rest = {k: v for k, v in rest.items() if v is not None}
+    _refuse_other_types(rest)
     missing = [name for name in _REQUIRED[kind] if name not in rest]
     if missing:
       raise InputError(
@@ -98,7 +100,9 @@ class Rope:
         f"{kind!r} does not use."
       )
     original = rest.get("original_max_position_embeddings", max_positions)
-    return cls(kind, theta, head_dim, original, tuple(sorted(rest.items())))
+    return cls(
+      kind, float(theta), head_dim, original, tuple(sorted(rest.items()))
+    )
 
   def to_hf(self) -> dict[str, Any]:
     """The fields that `from_hf` reads back, in both spellings in use."""
@@ -126,6 +130,16 @@ class Rope:
     frequencies, scale = _FREQUENCIES[self.kind](self, place)
     angles = place.astype(jnp.float32)[:, :, None] * frequencies[:, None, :]
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def _refuse_other_types(fields: Mapping[str, Any]) -> None:
+  for name, value in fields.items():
+    kind = bool if name == "truncate" else (int, float)
+    if not isinstance(value, kind) or (kind is not bool and value is True):
+      raise InputError(
+        f"config.json has {value!r} for the rope field {name!r}, which must "
+        f"be {'true or false' if kind is bool else 'a number'}."
+      )
 
 
 def rotate(

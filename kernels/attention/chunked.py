@@ -30,9 +30,7 @@ def attention_chunked(
   """See `kernels.attention.api.attention`; O(S + T) memory."""
   batch, heads, length, dim = queries.shape
   kv_heads = keys.shape[1]
-  grouped = queries.reshape(
-    batch, kv_heads, heads // kv_heads, length, dim
-  )
+  grouped = queries.reshape(batch, kv_heads, heads // kv_heads, length, dim)
   if length <= QUERY_CHUNK:
     output = _attend(grouped, keys, values, query_positions, key_positions)
     return output.reshape(queries.shape)
@@ -40,9 +38,7 @@ def attention_chunked(
   chunks = -(-length // QUERY_CHUNK)
   extra = chunks * QUERY_CHUNK - length
   grouped = jnp.pad(grouped, ((0, 0),) * 3 + ((0, extra), (0, 0)))
-  places = jnp.pad(
-    query_positions, ((0, 0), (0, extra)), constant_values=-1
-  )
+  places = jnp.pad(query_positions, ((0, 0), (0, extra)), constant_values=-1)
 
   def one_chunk(index: Int[Array, ""]) -> Float[Array, "B K G C D"]:
     start = index * QUERY_CHUNK

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import final
+from typing import Literal, final, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache import LayerCache
+from kvjax.errors import InputError
 from kvjax.struct import struct
 
 
@@ -21,6 +22,10 @@ class Method(abc.ABC):
   the cache with the new block already in it, and what the block's attention
   saw; it never sees budgets except to protect a share of them.
   """
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      check_choice(type(self), field.name, getattr(self, field.name))
 
   def keeps_all(self, layer: int) -> bool:
     """True where this layer's cache is never compressed."""
@@ -44,6 +49,15 @@ class Method(abc.ABC):
     """
     del counts
     return jnp.zeros(cache.positions.shape, bool)
+
+
+def check_choice(method: type[Method], option: str, value: object) -> None:
+  """Refuses a value that is not among those of a `Literal` field."""
+  hint = get_type_hints(method)[option]
+  if get_origin(hint) is Literal and value not in get_args(hint):
+    raise InputError(
+      f"{option} must be one of {', '.join(get_args(hint))}; {value!r} is not."
+    )
 
 
 @struct

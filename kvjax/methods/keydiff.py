@@ -2,7 +2,7 @@
 
 import dataclasses
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -42,12 +42,7 @@ class KeyDiff(HeadwiseMethod):
   recent_frac: float = 0.0
 
   def __post_init__(self) -> None:
-    for name, kinds in (("anchor", Anchor), ("metric", Metric)):
-      if getattr(self, name) not in get_args(kinds):
-        raise InputError(
-          f"{name} must be one of {', '.join(get_args(kinds))}; "
-          f"{getattr(self, name)!r} is not."
-        )
+    super().__post_init__()
     if not 0 <= self.recent_frac <= 1:
       raise InputError(
         f"recent_frac must be between 0 and 1; {self.recent_frac:g} is not."

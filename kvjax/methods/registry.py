@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.errors import InputError
-from kvjax.methods.base import Method
+from kvjax.methods.base import Method, check_choice
 from kvjax.methods.full import FullKV
 from kvjax.methods.key_norm import KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff
@@ -75,8 +75,9 @@ def _option(base: str, method: Method, text: str) -> tuple[str, Any]:
     )
   if not equals:
     raise InputError(f"Option {name!r} of {base!r} needs a value: {name}=...")
-  present = getattr(method, name)
-  return name, _read(base, name, value, present)
+  read = _read(base, name, value, getattr(method, name))
+  check_choice(type(method), name, read)
+  return name, read
 
 
 def _read(base: str, name: str, value: str, present: Any) -> Any:

@@ -1,7 +1,7 @@
 """SnapKV: the last queries vote for the prefix."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,16 +43,11 @@ class SnapKV(HeadwiseMethod):
   paper_postproc: bool = False
 
   def __post_init__(self) -> None:
+    super().__post_init__()
     if self.window < 1:
       raise InputError(f"window must be 1 or more; {self.window} is not.")
     if self.kernel < 1 or self.kernel % 2 == 0:
       raise InputError(f"kernel must be odd; {self.kernel} is not.")
-    for name, kinds in (("pooling", Pooling), ("group", Group)):
-      if getattr(self, name) not in get_args(kinds):
-        raise InputError(
-          f"{name} must be one of {', '.join(get_args(kinds))}; "
-          f"{getattr(self, name)!r} is not."
-        )
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Pooled votes; the window itself gets none."""
@@ -81,9 +76,13 @@ def pool(
   """Pools along the slots; stride 1, same length, zeros beyond the ends."""
   if kernel == 1:
     return votes
-  start, operation = (0.0, jax.lax.add) if pooling == "avg" else (
-    -jnp.inf,
-    jax.lax.max,
+  start, operation = (
+    (0.0, jax.lax.add)
+    if pooling == "avg"
+    else (
+      -jnp.inf,
+      jax.lax.max,
+    )
   )
   pooled = jax.lax.reduce_window(
     votes, jnp.float32(start), operation, (kernel,), (1,), "SAME"

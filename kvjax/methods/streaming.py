@@ -23,6 +23,7 @@ class StreamingLLM(HeadwiseMethod):
   sinks: int = 4
 
   def __post_init__(self) -> None:
+    super().__post_init__()
     if self.sinks < 0:
       raise InputError(f"sinks must be 0 or more; {self.sinks} is not.")
 

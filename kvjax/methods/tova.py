@@ -1,7 +1,7 @@
 """TOVA: evict what the newest token attends to least."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache import LayerCache
-from kvjax.errors import InputError
 from kvjax.methods.base import Head, Method, heads_of, window_attention
 from kvjax.selection import age
 
@@ -31,13 +30,6 @@ class Tova(Method):
 
   scope: Scope = "layer"
   protect_last: bool = False
-
-  def __post_init__(self) -> None:
-    if self.scope not in get_args(Scope):
-      raise InputError(
-        f"scope must be one of {', '.join(get_args(Scope))}; "
-        f"{self.scope!r} is not."
-      )
 
   def scores(
     self, layer: int, cache: LayerCache, seen: Activations

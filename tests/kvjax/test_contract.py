@@ -178,9 +178,7 @@ class TestMethodInTheEngine:
       cache, logits = kvjax.prefill(
         model, params, prompts, get_method(name), kvjax.Retention(0.3)
       )
-      answers = kvjax.answer(
-        model, params, cache, question, kvjax.Decoding(4)
-      )
+      answers = kvjax.answer(model, params, cache, question, kvjax.Decoding(4))
       return cache, logits, answers
 
     cache, logits, answers = run()

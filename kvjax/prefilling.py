@@ -95,9 +95,7 @@ def check_context(model: Model, lengths: Int[np.ndarray, " B"]) -> None:
     )
 
 
-@functools.partial(
-  jax.jit, static_argnames=("model", "methods", "capacities")
-)
+@functools.partial(jax.jit, static_argnames=("model", "methods", "capacities"))
 def _sweep(
   model: Model,
   params: PyTree,
@@ -123,9 +121,7 @@ def _sweep(
       kept.update(zip(plans, caches, strict=True))
     return output, tuple(shard_cache(kept[p]) for p in range(len(methods)))
 
-  positions = block_positions(
-    jnp.zeros_like(lengths), tokens.shape[1], lengths
-  )
+  positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
   none = (None,) * model.geometry.layers
   hidden, layers = model.hidden(params, tokens, positions, none, attend)
   last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)

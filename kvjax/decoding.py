@@ -15,7 +15,7 @@ from kvjax.activations import Activations
 from kvjax.cache import Cache, LayerCache
 from kvjax.errors import InputError
 from kvjax.model import Model
-from kvjax.prefill import check_context
+from kvjax.prefilling import check_context
 from kvjax.prompts import Prompts
 from kvjax.sampling import GREEDY, Sampling, sample
 from kvjax.sharding import shard_cache
@@ -24,6 +24,8 @@ from kvjax.step import append_and_attend, block_positions
 # Called on the host with the step and every row's token at that step; -1 for
 # rows that have ended.
 OnToken = Callable[[int, np.ndarray], None]
+# One seed for each row's draws.
+Seeds = Int[Array, " B"] | Int[np.ndarray, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +65,19 @@ class Answers(NamedTuple):
   def rows(self) -> list[list[int]]:
     """The tokens as lists."""
     tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
-    return [
-      row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)
-    ]
+    return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
 
 def reserve(cache: Cache, tokens: int) -> Cache:
   """The same cache with room for so many more tokens in every layer."""
-  layers = tuple(shard_cache(layer.grown(tokens)) for layer in cache.layers)
-  return Cache(layers, cache.next_positions)
+  layers = tuple(
+    # Copied, so that a conversation can consume one cache and not the other.
+    dataclasses.replace(
+      shard_cache(layer.grown(tokens)), cursor=jnp.copy(layer.cursor)
+    )
+    for layer in cache.layers
+  )
+  return Cache(layers, jnp.copy(cache.next_positions))
 
 
 def answer(
@@ -80,7 +86,7 @@ def answer(
   cache: Cache,
   questions: Prompts,
   decoding: Decoding,
-  seeds: Int[Array, " B"] | None = None,
+  seeds: Seeds | None = None,
 ) -> Answers:
   """Feeds a question to each row of a cache and decodes the answers.
 
@@ -118,7 +124,7 @@ def converse(
   cache: Cache,
   turns: Prompts,
   decoding: Decoding,
-  seeds: Int[Array, " B"] | None = None,
+  seeds: Seeds | None = None,
 ) -> tuple[Answers, Cache]:
   """As `answer`, but turn and answer stay in the cache, which is consumed.
 
@@ -130,7 +136,7 @@ def converse(
   """
   _check_room(model, cache, turns, decoding)
   needed = turns.tokens.shape[1] + decoding.max_new_tokens
-  room = min(l.capacity - int(l.cursor) for l in cache.layers)
+  room = min(x.capacity - int(x.cursor) for x in cache.layers)
   if needed > room:
     raise InputError(
       f"Turn and answer need {needed} free slots and the cache has {room}; "
@@ -153,7 +159,7 @@ def complete(
   cache: Cache,
   logits: Float[Array, "B V"],
   decoding: Decoding,
-  seeds: Int[Array, " B"] | None = None,
+  seeds: Seeds | None = None,
 ) -> Answers:
   """Decodes right after a prefill, from the logits that it returned."""
   return _complete(
@@ -161,9 +167,7 @@ def complete(
   )
 
 
-def _seeds(
-  seeds: Int[Array, " B"] | None, cache: Cache
-) -> Int[Array, " B"]:
+def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
   if seeds is not None:
     return jnp.asarray(seeds, jnp.int32)
   return jnp.zeros(cache.next_positions.shape, jnp.int32)
@@ -244,9 +248,7 @@ def _feed(
     return append_and_attend(state, seen)
 
   positions = block_positions(cache.next_positions, tokens.shape[1], lengths)
-  hidden, layers = model.hidden(
-    params, tokens, positions, cache.layers, attend
-  )
+  hidden, layers = model.hidden(params, tokens, positions, cache.layers, attend)
   last = jnp.maximum(lengths - 1, 0)[:, None, None]
   last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
   fed = Cache(layers, cache.next_positions + lengths)
@@ -296,9 +298,7 @@ def _decode(
   def one_token(loop: _Loop) -> _Loop:
     tokens = emit(loop)
     alive = (~loop.ended).astype(jnp.int32)
-    logits, cache = _feed(
-      model, params, loop.cache, loop.token[:, None], alive
-    )
+    logits, cache = _feed(model, params, loop.cache, loop.token[:, None], alive)
     token, ended = draw(logits, cache.next_positions, loop.ended)
     return _Loop(loop.step + 1, token, ended, tokens, cache)
 

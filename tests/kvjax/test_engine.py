@@ -1,0 +1,362 @@
+"""Prefill, sweep and decoding on a tiny model."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import decoding as decoder
+from kvjax import prefilling as engine
+from kvjax.errors import InputError
+from kvjax.methods import METHODS, FullKV, KeyDiff, get_method
+from kvjax.prompts import bucket
+from kvjax.sampling import Sampling, sample
+from kvjax.testing import TinyModel, held_positions, poisoned
+
+MODEL = TinyModel()
+PARAMS = MODEL.init()
+ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2], list(range(30))]
+QUESTIONS = [[5, 3], [8], [9, 7, 9]]
+FULL = FullKV()
+ALL = kvjax.Retention(1.0)
+
+
+@jax.jit
+def _dense(params, tokens):
+  """Logits at every position, every token attending densely in float32."""
+
+  def attend(_, state, seen):
+    swapped = [
+      jnp.swapaxes(x, 1, 2) for x in (seen.queries, seen.keys, seen.values)
+    ]
+    output = jax.nn.dot_product_attention(*swapped, is_causal=True)
+    return jnp.swapaxes(output, 1, 2), state
+
+  places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+  hidden, _ = MODEL.hidden(params, tokens, places, (None,) * 2, attend)
+  return MODEL.logits(params, hidden)[0]
+
+
+def dense_logits(row):
+  """Logits after the last token; what follows it cannot matter."""
+  padded = jnp.zeros((1, 64), jnp.int32).at[0, : len(row)].set(np.array(row))
+  return np.asarray(_dense(PARAMS, padded))[len(row) - 1]
+
+
+def greedy(row, count):
+  """Greedy decoding that recomputes everything for every token."""
+  row = list(row)
+  for _ in range(count):
+    row.append(int(dense_logits(row).argmax()))
+  return row[-count:]
+
+
+def ask(cache, questions=QUESTIONS, **kwargs):
+  decoding = kvjax.Decoding(**{"max_new_tokens": 5, **kwargs})
+  prompts = kvjax.Prompts.of(questions)
+  return kvjax.answer(MODEL, PARAMS, cache, prompts, decoding)
+
+
+@pytest.fixture(scope="module")
+def full():
+  prompts = kvjax.Prompts.of(ROWS)
+  return kvjax.prefill(MODEL, PARAMS, prompts, FULL, ALL)
+
+
+def test_prefill_logits_equal_dense_attention(full):
+  _, logits = full
+  for row, ours in zip(ROWS, logits, strict=True):
+    np.testing.assert_allclose(ours, dense_logits(row), rtol=0, atol=2e-5)
+
+
+def test_answers_equal_recomputing_everything(full):
+  cache, _ = full
+  expected = [
+    greedy(row + question, 5)
+    for row, question in zip(ROWS, QUESTIONS, strict=True)
+  ]
+  assert ask(cache).rows() == expected
+
+
+def test_a_cache_can_be_asked_again(full):
+  cache, _ = full
+  first = ask(cache).rows()
+  ask(cache, [[1, 2, 3]] * 3)
+  assert ask(cache).rows() == first
+
+
+def test_complete_goes_on_from_the_prefill(full):
+  cache, logits = full
+  answers = kvjax.complete(MODEL, PARAMS, cache, logits, kvjax.Decoding(4))
+  assert answers.rows() == [greedy(row, 4) for row in ROWS]
+
+
+def test_a_row_ends_at_its_own_stop_token(full):
+  cache, _ = full
+  free = ask(cache).rows()
+  stop = free[1][2]
+  stopped = ask(cache, stop_ids=(stop, 63)).rows()
+  for row, shorter in zip(free, stopped, strict=True):
+    ends = [i for i, token in enumerate(row) if token in (stop, 63)]
+    assert shorter == row[: ends[0] if ends else None]
+
+
+def test_answers_are_padded_with_minus_one(full):
+  cache, _ = full
+  stop = ask(cache).rows()[1][2]
+  answers = ask(cache, stop_ids=(stop,))
+  for row, length in zip(*map(np.asarray, answers), strict=True):
+    assert np.all(row[:length] >= 0)
+    assert np.all(row[length:] == -1)
+
+
+def test_conversation_equals_one_long_prompt():
+  prompts = kvjax.Prompts.of(ROWS)
+  cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, FULL, ALL)
+  cache = kvjax.reserve(cache, 128)
+  history = [list(row) for row in ROWS]
+  for turn in (QUESTIONS, [[4, 4], [1, 2, 3], [7]]):
+    answers, cache = kvjax.converse(
+      MODEL, PARAMS, cache, kvjax.Prompts.of(turn), kvjax.Decoding(4)
+    )
+    for row, question, ours in zip(history, turn, answers.rows(), strict=True):
+      row += question
+      assert ours == greedy(row, 4)
+      row += ours
+  assert cache.next_positions.tolist() == [len(row) for row in history]
+  assert cache.lengths[0, :, 0].tolist() == [len(row) for row in history]
+
+
+def test_conversation_uses_the_buffers_of_its_cache():
+  prompts = kvjax.Prompts.of(ROWS)
+  cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, FULL, ALL)
+  cache = kvjax.reserve(cache, 64)
+  before = cache.layers[0].keys
+  kvjax.converse(
+    MODEL, PARAMS, cache, kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(4)
+  )
+  assert before.is_deleted()
+
+
+def test_conversation_without_room_is_refused(full):
+  cache, _ = full
+  with pytest.raises(InputError, match=r"kvjax\.reserve"):
+    kvjax.converse(
+      MODEL, PARAMS, cache, kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(4)
+    )
+
+
+def test_sweep_equals_each_plan_alone():
+  prompts = kvjax.Prompts.of(ROWS)
+  plans = [
+    kvjax.Plan(get_method(name), budget)
+    for name in METHODS
+    for budget in (kvjax.Retention(0.4), kvjax.Tokens(6))
+  ]
+  together, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans)
+  for plan, cache in zip(plans[::3], together[::3], strict=True):
+    alone, _ = kvjax.prefill(MODEL, PARAMS, prompts, *plan)
+    jax.tree.map(np.testing.assert_array_equal, alone, cache)
+
+
+def test_concatenated_caches_answer_as_each_alone():
+  prompts = kvjax.Prompts.of(ROWS)
+  plans = [
+    kvjax.Plan(get_method(name), kvjax.Retention(0.4))
+    for name in ("keydiff", "snapkv:window=2", "random")
+  ]
+  caches, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans)
+  joined = ask(kvjax.concatenate(list(caches)), QUESTIONS * 3).rows()
+  assert joined == [row for cache in caches for row in ask(cache).rows()]
+
+
+@pytest.mark.parametrize("name", ["full", "keydiff", "snapkv"])
+def test_a_row_answers_as_it_does_alone(name):
+  plan = (get_method(name), kvjax.Retention(0.5))
+  together, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), *plan)
+  rows = ask(together).rows()
+  for index, row in enumerate(ROWS):
+    alone, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of([row]), *plan)
+    assert held_positions(together, index) == held_positions(alone, 0)
+    assert ask(alone, [QUESTIONS[index]]).rows()[0] == rows[index]
+
+
+def test_question_positions_follow_the_uncompressed_context():
+  plan = (KeyDiff(), kvjax.Tokens(4))
+  cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), *plan)
+  assert cache.next_positions.tolist() == [len(row) for row in ROWS]
+  cache = kvjax.reserve(cache, 64)
+  _, cache = kvjax.converse(
+    MODEL, PARAMS, cache, kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(1)
+  )
+  for index, row in enumerate(ROWS):
+    end = len(row) + len(QUESTIONS[index])
+    held = held_positions(cache, index)[0][0]
+    assert held[4:] == list(range(len(row), end + 1))
+
+
+def test_bytes_are_counted_exactly():
+  prompts = kvjax.Prompts.of(ROWS)  # padded to 32
+  for model, size in ((MODEL, 4), (TinyModel(dtype="bfloat16"), 2)):
+    cache, _ = kvjax.prefill(
+      model, model.init(), prompts, KeyDiff(), kvjax.Tokens(10)
+    )
+    shape = model.geometry
+    per_slot = 2 * shape.head_dim * size + 4
+    slots = len(ROWS) * shape.kv_heads * 10
+    expected = shape.layers * (slots * per_slot + 4) + len(ROWS) * 4
+    assert cache.nbytes == expected
+    assert cache.nbytes == sum(x.nbytes for x in jax.tree.leaves(cache))
+
+
+def test_prompts_of_one_bucket_share_a_program():
+  def run(lengths):
+    prompts = kvjax.Prompts.of([list(range(n)) for n in lengths])
+    return kvjax.prefill(MODEL, PARAMS, prompts, KeyDiff(), kvjax.Tokens(8))
+
+  cache, _ = run([33, 40])
+  ask(cache, [[1], [2]])
+  prefills = engine._sweep._cache_size()
+  asked = decoder._answer._cache_size()
+  cache, _ = run([48, 35])
+  ask(cache, [[1, 2, 3], [2] * 30])
+  assert engine._sweep._cache_size() == prefills
+  assert decoder._answer._cache_size() == asked
+
+
+def test_buckets_are_few_and_near():
+  sizes = [bucket(n) for n in range(1, 5000)]
+  assert all(
+    n <= size <= max(32, 3 * n // 2) for n, size in enumerate(sizes, start=1)
+  )
+  assert len(set(sizes)) < 18
+
+
+def test_a_layers_full_cache_does_not_outlive_the_layer():
+  """Peak memory of a compiled prefill, against the full cache of all layers."""
+  geometry = dataclasses.replace(MODEL.geometry, layers=8, head_dim=32)
+  model = dataclasses.replace(MODEL, geometry=geometry)
+  params = jax.eval_shape(model.init)
+  length, budget = 2048, 128
+
+  def memory(method, budget):
+    counts = jax.ShapeDtypeStruct((1, 1), "int32")
+    lowered = engine._sweep.lower(
+      model,
+      params,
+      jax.ShapeDtypeStruct((1, length), "int32"),
+      jax.ShapeDtypeStruct((1,), "int32"),
+      counts,
+      methods=(method,),
+      capacities=(budget,),
+    )
+    used = lowered.compile().memory_analysis()
+    return used.temp_size_in_bytes, used.output_size_in_bytes
+
+  slot = 2 * 4 * geometry.head_dim + 4
+  full_layer = geometry.kv_heads * length * slot
+  temporary, output = memory(KeyDiff(), budget)
+  small_layer = geometry.kv_heads * budget * slot
+  assert 8 * small_layer < output < 8 * small_layer + 4096
+  full_temporary, full_output = memory(FULL, length)
+  assert full_output > 8 * full_layer
+  # Peak falls by nearly the caches of the layers that are already done.
+  saved = full_temporary + full_output - temporary - output
+  assert saved > 5 * (full_layer - small_layer)
+
+
+def test_nan_in_empty_slots_changes_no_conversation():
+  plan = (KeyDiff(), kvjax.Retention(0.5))
+  cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), *plan)
+  clean, dirty = (
+    kvjax.converse(
+      MODEL,
+      PARAMS,
+      kvjax.reserve(x, 64),
+      kvjax.Prompts.of(QUESTIONS),
+      kvjax.Decoding(4),
+    )[0].rows()
+    for x in (cache, poisoned(cache))
+  )
+  assert clean == dirty
+
+
+def test_streaming_tells_every_token_in_order(full):
+  cache, _ = full
+  told = []
+  answers = ask(
+    cache, on_token=lambda step, row: told.append((step, row.tolist()))
+  )
+  jax.effects_barrier()
+  tokens = np.asarray(answers.tokens)
+  assert told == [(i, tokens[:, i].tolist()) for i in range(5)]
+
+
+def test_sampling_depends_on_seed_and_position_only(full):
+  cache, _ = full
+  sampling = Sampling(temperature=1.5)
+  decoding = kvjax.Decoding(5, sampling=sampling)
+  prompts = kvjax.Prompts.of(QUESTIONS)
+
+  def run(cache, prompts, seeds):
+    return kvjax.answer(
+      MODEL, PARAMS, cache, prompts, decoding, np.asarray(seeds)
+    ).rows()
+
+  rows = run(cache, prompts, [1, 2, 3])
+  assert rows == run(cache, prompts, [1, 2, 3])
+  assert rows != run(cache, prompts, [4, 5, 6])
+  alone, _ = kvjax.prefill(
+    MODEL, PARAMS, kvjax.Prompts.of([ROWS[1]]), FULL, ALL
+  )
+  assert run(alone, kvjax.Prompts.of([QUESTIONS[1]]), [2])[0] == rows[1]
+
+
+def test_sampling_follows_the_distribution():
+  logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
+  rows = jnp.broadcast_to(logits, (4000, 4))
+  seeds = jnp.arange(4000)
+  places = jnp.zeros(4000, jnp.int32)
+  drawn = sample(rows, Sampling(1.0), seeds, places)
+  shares = np.bincount(drawn, minlength=4) / 4000
+  np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.03)
+  # 0.5 + 0.3 reaches 0.6: two tokens stay, in their ratio.
+  drawn = sample(rows, Sampling(1.0, top_p=0.6), seeds, places)
+  shares = np.bincount(drawn, minlength=4) / 4000
+  np.testing.assert_allclose(shares, [0.625, 0.375, 0, 0], atol=0.03)
+  cold = sample(rows, Sampling(0.01), seeds, places)
+  assert np.all(np.asarray(cold) == 0)
+
+
+@pytest.mark.parametrize(
+  ("call", "said"),
+  [
+    (lambda: kvjax.Prompts.of([]), "no prompts"),
+    (lambda: kvjax.Prompts.of([[1], []]), "Prompt 1 has no tokens"),
+    (lambda: kvjax.Decoding(0), "max_new_tokens"),
+    (lambda: Sampling(-1.0), "temperature"),
+    (lambda: Sampling(1.0, 0.0), "top_p"),
+    (
+      lambda: kvjax.prefill(
+        MODEL, PARAMS, kvjax.Prompts.of([[1] * 4097]), FULL, ALL
+      ),
+      "4097 tokens; this model's context is 4096",
+    ),
+  ],
+)
+def test_mistakes_are_explained(call, said):
+  with pytest.raises(InputError, match=said):
+    call()
+
+
+def test_questions_must_match_the_rows(full):
+  with pytest.raises(InputError, match="3 rows and 1 questions"):
+    ask(full[0], [[1]])
+
+
+def test_an_answer_must_fit_the_context(full):
+  with pytest.raises(InputError, match="context is 4096"):
+    ask(full[0], max_new_tokens=4090)
