@@ -1,6 +1,10 @@
 """KV-cache compression for long-context language models, in JAX."""
 
 from kvjax.activations import Activations as Activations
+from kvjax.answering import answer as answer
+from kvjax.answering import complete as complete
+from kvjax.answering import converse as converse
+from kvjax.answering import reserve as reserve
 from kvjax.budgets import Budget as Budget
 from kvjax.budgets import Retention as Retention
 from kvjax.budgets import Tokens as Tokens
@@ -9,10 +13,6 @@ from kvjax.cache import LayerCache as LayerCache
 from kvjax.cache import concatenate as concatenate
 from kvjax.decoding import Answers as Answers
 from kvjax.decoding import Decoding as Decoding
-from kvjax.decoding import answer as answer
-from kvjax.decoding import complete as complete
-from kvjax.decoding import converse as converse
-from kvjax.decoding import reserve as reserve
 from kvjax.errors import InputError as InputError
 from kvjax.methods import get_method as get_method
 from kvjax.model import Geometry as Geometry

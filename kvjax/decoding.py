@@ -1,7 +1,6 @@
-"""Asking a cache: feed a question, then decode; all compiled."""
+"""The compiled loop that feeds blocks to a cache and decodes from it."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,17 +14,12 @@ from kvjax.activations import Activations
 from kvjax.cache import Cache, LayerCache
 from kvjax.errors import InputError
 from kvjax.model import Model
-from kvjax.prefilling import check_context
-from kvjax.prompts import Prompts
 from kvjax.sampling import GREEDY, Sampling, sample
-from kvjax.sharding import shard_cache
 from kvjax.step import append_and_attend, block_positions
 
 # Called on the host with the step and every row's token at that step; -1 for
 # rows that have ended.
 OnToken = Callable[[int, np.ndarray], None]
-# One seed for each row's draws.
-Seeds = Int[Array, " B"] | Int[np.ndarray, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,172 +62,7 @@ class Answers(NamedTuple):
     return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
 
-def reserve(cache: Cache, tokens: int) -> Cache:
-  """The same cache with room for so many more tokens in every layer."""
-  layers = tuple(
-    # Copied, so that a conversation can consume one cache and not the other.
-    dataclasses.replace(
-      shard_cache(layer.grown(tokens)), cursor=jnp.copy(layer.cursor)
-    )
-    for layer in cache.layers
-  )
-  return Cache(layers, jnp.copy(cache.next_positions))
-
-
-def answer(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  questions: Prompts,
-  decoding: Decoding,
-  seeds: Seeds | None = None,
-) -> Answers:
-  """Feeds a question to each row of a cache and decodes the answers.
-
-  The cache itself is left as it was: ask it again, and the next question sees
-  the same.
-
-  Args:
-    model: the functions.
-    params: the weights.
-    cache: what is left of each row's context.
-    questions: one for each row; their positions follow the uncompressed
-      context.
-    decoding: when and how.
-    seeds: of each row's draws; zeros if not given.
-
-  Raises:
-    InputError: rows and questions differ in number, or context, question and
-      answer together are longer than the model's context.
-  """
-  _check_room(model, cache, questions, decoding)
-  return _answer(
-    model,
-    params,
-    cache,
-    jnp.asarray(questions.tokens),
-    jnp.asarray(questions.lengths),
-    _seeds(seeds, cache),
-    decoding=decoding,
-  )
-
-
-def converse(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  turns: Prompts,
-  decoding: Decoding,
-  seeds: Seeds | None = None,
-) -> tuple[Answers, Cache]:
-  """As `answer`, but turn and answer stay in the cache, which is consumed.
-
-  The cache needs room for the padded turn and the answer (`reserve`); its
-  buffers become those of the cache that is returned.
-
-  Raises:
-    InputError: as `answer`, or the cache has too little room.
-  """
-  _check_room(model, cache, turns, decoding)
-  needed = turns.tokens.shape[1] + decoding.max_new_tokens
-  room = min(x.capacity - int(x.cursor) for x in cache.layers)
-  if needed > room:
-    raise InputError(
-      f"Turn and answer need {needed} free slots and the cache has {room}; "
-      "give it more with kvjax.reserve."
-    )
-  return _converse(
-    model,
-    params,
-    cache,
-    jnp.asarray(turns.tokens),
-    jnp.asarray(turns.lengths),
-    _seeds(seeds, cache),
-    decoding=decoding,
-  )
-
-
-def complete(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  logits: Float[Array, "B V"],
-  decoding: Decoding,
-  seeds: Seeds | None = None,
-) -> Answers:
-  """Decodes right after a prefill, from the logits that it returned."""
-  return _complete(
-    model, params, cache, logits, _seeds(seeds, cache), decoding=decoding
-  )
-
-
-def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
-  if seeds is not None:
-    return jnp.asarray(seeds, jnp.int32)
-  return jnp.zeros(cache.next_positions.shape, jnp.int32)
-
-
-def _check_room(
-  model: Model, cache: Cache, questions: Prompts, decoding: Decoding
-) -> None:
-  rows = cache.next_positions.shape[0]
-  asked = questions.tokens.shape[0]
-  if rows != asked:
-    raise InputError(
-      f"The cache has {rows} rows and {asked} questions; give one for each."
-    )
-  total = np.asarray(cache.next_positions) + np.asarray(questions.lengths)
-  check_context(model, total + decoding.max_new_tokens)
-
-
-@functools.partial(jax.jit, static_argnames=("model", "decoding"))
-def _answer(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  tokens: Int[Array, "B S"],
-  lengths: Int[Array, " B"],
-  seeds: Int[Array, " B"],
-  *,
-  decoding: Decoding,
-) -> Answers:
-  cache = reserve(cache, tokens.shape[1] + decoding.max_new_tokens)
-  logits, cache = _feed(model, params, cache, tokens, lengths)
-  return _decode(model, params, cache, logits, seeds, decoding)[0]
-
-
-@functools.partial(
-  jax.jit, static_argnames=("model", "decoding"), donate_argnames=("cache",)
-)
-def _converse(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  tokens: Int[Array, "B S"],
-  lengths: Int[Array, " B"],
-  seeds: Int[Array, " B"],
-  *,
-  decoding: Decoding,
-) -> tuple[Answers, Cache]:
-  logits, cache = _feed(model, params, cache, tokens, lengths)
-  return _decode(model, params, cache, logits, seeds, decoding)
-
-
-@functools.partial(jax.jit, static_argnames=("model", "decoding"))
-def _complete(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  logits: Float[Array, "B V"],
-  seeds: Int[Array, " B"],
-  *,
-  decoding: Decoding,
-) -> Answers:
-  cache = reserve(cache, decoding.max_new_tokens)
-  return _decode(model, params, cache, logits, seeds, decoding)[0]
-
-
-def _feed(
+def feed(
   model: Model,
   params: PyTree,
   cache: Cache,
@@ -263,7 +92,7 @@ class _Loop(NamedTuple):
   cache: Cache
 
 
-def _decode(
+def decode(
   model: Model,
   params: PyTree,
   cache: Cache,
@@ -298,7 +127,7 @@ def _decode(
   def one_token(loop: _Loop) -> _Loop:
     tokens = emit(loop)
     alive = (~loop.ended).astype(jnp.int32)
-    logits, cache = _feed(model, params, loop.cache, loop.token[:, None], alive)
+    logits, cache = feed(model, params, loop.cache, loop.token[:, None], alive)
     token, ended = draw(logits, cache.next_positions, loop.ended)
     return _Loop(loop.step + 1, token, ended, tokens, cache)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import decoding as decoder
+from kvjax import answering
 from kvjax import prefilling as engine
 from kvjax.errors import InputError
 from kvjax.methods import METHODS, FullKV, KeyDiff, get_method
@@ -220,11 +220,11 @@ def test_prompts_of_one_bucket_share_a_program():
   cache, _ = run([33, 40])
   ask(cache, [[1], [2]])
   prefills = engine._sweep._cache_size()
-  asked = decoder._answer._cache_size()
+  asked = answering._answer._cache_size()
   cache, _ = run([48, 35])
   ask(cache, [[1, 2, 3], [2] * 30])
   assert engine._sweep._cache_size() == prefills
-  assert decoder._answer._cache_size() == asked
+  assert answering._answer._cache_size() == asked
 
 
 def test_buckets_are_few_and_near():

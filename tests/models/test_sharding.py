@@ -1,0 +1,79 @@
+"""Weights and caches on a mesh of four devices answer as on one."""
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.sharding import parse_mesh
+from models.pretrained import load_decoder
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
+
+
+@pytest.mark.parametrize("mesh", ["data:2,model:2", "model:4", "data:4"])
+def test_a_sharded_model_answers_as_a_whole_one(mesh):
+  rows = [list(range(1, n)) for n in (40, 23, 31, 35)]
+  questions = kvjax.Prompts.of([[5, 6, 7]] * 4)
+
+  def run(mesh=None):
+    model, params = load_decoder(GOLDEN / "qwen25", "float32", mesh)
+    cache, logits = kvjax.prefill(
+      model,
+      params,
+      kvjax.Prompts.of(rows),
+      kvjax.get_method("snapkv:window=4"),
+      kvjax.Retention(0.5),
+    )
+    answers = kvjax.answer(
+      model, params, cache, questions, kvjax.Decoding(5)
+    )
+    return params, cache, logits, answers.rows()
+
+  _, cache, logits, answers = run()
+  devices = parse_mesh(mesh)
+  with jax.set_mesh(devices):
+    params, spread, spread_logits, spread_answers = run(devices)
+  # Each device holds its part of the weights and of the cache only.
+  up = params["layers"][0]["mlp"]["up_proj"]["kernel"][...]
+  assert up.addressable_shards[0].data.shape[1] == (
+    up.shape[1] // devices.shape["model"]
+  )
+  keys = spread.layers[0].keys
+  kv_heads = keys.shape[1]
+  split = devices.shape["model"] if kv_heads % devices.shape["model"] == 0 else 1
+  assert keys.addressable_shards[0].data.shape[:2] == (
+    4 // devices.shape["data"],
+    kv_heads // split,
+  )
+  for one, other in zip(cache.layers, spread.layers, strict=True):
+    np.testing.assert_array_equal(one.positions, other.positions)
+  np.testing.assert_allclose(logits, spread_logits, rtol=0, atol=1e-4)
+  assert answers == spread_answers
+
+
+def test_heads_that_do_not_divide_stay_whole():
+  mesh = parse_mesh("model:4")
+  model, params = load_decoder(GOLDEN / "qwen25", "float32", mesh)
+  kernel = params["layers"][0]["self_attn"]["k_proj"]["kernel"][...]
+  divides = model.geometry.kv_heads % 4 == 0
+  expected = PartitionSpec(None, "model" if divides else None)
+  assert kernel.sharding.spec == expected
+
+
+@pytest.mark.parametrize(
+  ("text", "said"),
+  [
+    ("data=2", "data:2,model:2"),
+    ("rows:2", "'rows:2' does not fit"),
+    ("data:0", "'data:0' does not fit"),
+    ("data:4,model:2", "needs 8 devices; there are 4"),
+  ],
+)
+def test_a_wrong_mesh_is_explained(text, said):
+  with pytest.raises(InputError, match=said):
+    parse_mesh(text)
