@@ -13,7 +13,7 @@ from kvjax.activations import Activations
 from kvjax.budgets import Budget, kept_counts
 from kvjax.cache import Cache, LayerCache
 from kvjax.errors import InputError
-from kvjax.methods.base import Method
+from kvjax.methods.base import Allowance, Method
 from kvjax.model import Model
 from kvjax.prompts import Prompts
 from kvjax.sharding import shard_cache
@@ -116,8 +116,8 @@ def _sweep(
     output, cache = append_and_attend(None, seen)
     kept: dict[int, LayerCache] = {}
     for method, plans in plans_of.items():
-      choices = tuple((capacities[p], counts[p]) for p in plans)
-      caches = compress(method, layer, cache, seen, choices)
+      allowances = [Allowance(counts[p], capacities[p]) for p in plans]
+      caches = compress(method, layer, cache, seen, allowances)
       kept.update(zip(plans, caches, strict=True))
     return output, tuple(shard_cache(kept[p]) for p in range(len(methods)))
 

@@ -1,13 +1,14 @@
 """One step for everything: attend to cache and block, append, compress."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels.attention import attention
 from kvjax.activations import Activations
 from kvjax.cache import LayerCache
-from kvjax.methods.base import Method
-from kvjax.selection import top_slots
+from kvjax.methods.base import Allowance, Method
 
 
 def append_and_attend(
@@ -35,38 +36,31 @@ def compress(
   layer: int,
   cache: LayerCache,
   seen: Activations,
-  choices: tuple[tuple[int, Int[Array, " B"]], ...],
+  allowances: Sequence[Allowance],
 ) -> tuple[LayerCache, ...]:
-  """Keeps what a method finds best, once for every choice of budget.
+  """Keeps what a method finds best, once for every allowance.
 
   Args:
-    method: the scores, computed once.
+    method: what to keep.
     layer: index of the layer.
     cache: the candidates; the block's tokens are among them.
     seen: the block whose attention has just been computed.
-    choices: for each budget, the capacity of the new cache (static) and the
-      tokens that each row keeps.
+    allowances: how much to keep.
 
   Returns:
-    One cache for each choice; the candidates themselves where nothing needs
-    to go.
+    One cache for each allowance; the candidates themselves where nothing
+    needs to go.
   """
-  if method.keeps_all(layer) or all(
-    capacity >= cache.capacity for capacity, _ in choices
-  ):
-    return tuple(cache for _ in choices)
-  scores = method.scores(layer, cache, seen)
-  held = cache.positions >= 0
-  kept = []
-  for capacity, counts in choices:
-    if capacity >= cache.capacity:
-      kept.append(cache)
-      continue
-    protected = method.protected(cache, counts)
-    kept.append(
-      cache.take(top_slots(scores, held, protected, counts, capacity))
-    )
-  return tuple(kept)
+  too_much = [a for a in allowances if a.capacity < cache.capacity]
+  if method.keeps_all(layer) or not too_much:
+    return tuple(cache for _ in allowances)
+  found = method.evaluate(layer, cache, seen)
+  return tuple(
+    cache.take(method.select(found, cache, allowance))
+    if allowance.capacity < cache.capacity
+    else cache
+    for allowance in allowances
+  )
 
 
 def block_positions(

@@ -1,8 +1,10 @@
 """Eviction methods, one file each."""
 
+from kvjax.methods.base import Allowance as Allowance
 from kvjax.methods.base import Head as Head
 from kvjax.methods.base import HeadwiseMethod as HeadwiseMethod
 from kvjax.methods.base import Method as Method
+from kvjax.methods.base import ScoringMethod as ScoringMethod
 from kvjax.methods.full import FullKV as FullKV
 from kvjax.methods.key_norm import KeyL2Norm as KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff as KeyDiff

@@ -6,12 +6,26 @@ from typing import Literal, final, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache import LayerCache
 from kvjax.errors import InputError
-from kvjax.struct import struct
+from kvjax.selection import top_slots
+from kvjax.struct import static, struct
+
+
+@struct
+class Allowance:
+  """What a layer may keep.
+
+  Attributes:
+    counts: tokens per row and KV head.
+    capacity: M, slots of the new cache; at least every count.
+  """
+
+  counts: Int[Array, " B"]
+  capacity: int = static()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +34,7 @@ class Method(abc.ABC):
 
   A method is a hashable value: its fields are its hyper-parameters. It sees
   the cache with the new block already in it, and what the block's attention
-  saw; it never sees budgets except to protect a share of them.
+  saw. What it finds there is computed once, whatever the number of budgets.
   """
 
   def __post_init__(self) -> None:
@@ -31,6 +45,29 @@ class Method(abc.ABC):
     """True where this layer's cache is never compressed."""
     del layer
     return False
+
+  @abc.abstractmethod
+  def evaluate(
+    self, layer: int, cache: LayerCache, seen: Activations
+  ) -> PyTree[Array]:
+    """What the choice depends on, for every budget alike."""
+
+  @abc.abstractmethod
+  def select(
+    self, found: PyTree[Array], cache: LayerCache, allowance: Allowance
+  ) -> Int[Array, "B K M"]:
+    """Slots to keep, ascending, then -1.
+
+    Args:
+      found: what `evaluate` answered.
+      cache: the candidates.
+      allowance: how many.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoringMethod(Method):
+  """A method that keeps the slots of the highest scores."""
 
   @abc.abstractmethod
   def scores(
@@ -49,6 +86,26 @@ class Method(abc.ABC):
     """
     del counts
     return jnp.zeros(cache.positions.shape, bool)
+
+  @final
+  def evaluate(
+    self, layer: int, cache: LayerCache, seen: Activations
+  ) -> Float[Array, "B K T"]:
+    """The scores."""
+    return self.scores(layer, cache, seen)
+
+  @final
+  def select(
+    self, found: Float[Array, "B K T"], cache: LayerCache, allowance: Allowance
+  ) -> Int[Array, "B K M"]:
+    """The highest scores beside the protected slots."""
+    return top_slots(
+      found,
+      cache.positions >= 0,
+      self.protected(cache, allowance.counts),
+      allowance.counts,
+      allowance.capacity,
+    )
 
 
 def check_choice(method: type[Method], option: str, value: object) -> None:
@@ -97,7 +154,7 @@ class Head:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadwiseMethod(Method):
+class HeadwiseMethod(ScoringMethod):
   """A method whose score is a function of one head, vmapped over the rest."""
 
   @abc.abstractmethod

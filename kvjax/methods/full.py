@@ -7,11 +7,11 @@ from jaxtyping import Array, Float
 
 from kvjax.activations import Activations
 from kvjax.cache import LayerCache
-from kvjax.methods.base import Method
+from kvjax.methods.base import ScoringMethod
 
 
 @dataclasses.dataclass(frozen=True)
-class FullKV(Method):
+class FullKV(ScoringMethod):
   """The uncompressed cache, whatever the budget: the yardstick."""
 
   def keeps_all(self, layer: int) -> bool:

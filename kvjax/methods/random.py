@@ -8,11 +8,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache import LayerCache
-from kvjax.methods.base import Method
+from kvjax.methods.base import ScoringMethod
 
 
 @dataclasses.dataclass(frozen=True)
-class Random(Method):
+class Random(ScoringMethod):
   """Scores are uniform and independent per layer, KV head and position.
 
   A token's score depends on nothing else, so that neither padding nor batch

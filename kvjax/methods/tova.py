@@ -9,14 +9,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache import LayerCache
-from kvjax.methods.base import Head, Method, heads_of, window_attention
+from kvjax.methods.base import Head, ScoringMethod, heads_of, window_attention
 from kvjax.selection import age
 
 Scope = Literal["layer", "group"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Tova(Method):
+class Tova(ScoringMethod):
   """Scores a token by the attention that the last query pays it.
 
   Source: Oren et al., arXiv 2401.06104.

@@ -9,7 +9,14 @@ import pytest
 
 import kvjax
 from kvjax.cache import LayerCache
-from kvjax.methods import METHODS, PRESETS, FullKV, Random, get_method
+from kvjax.methods import (
+  METHODS,
+  PRESETS,
+  Allowance,
+  FullKV,
+  Random,
+  get_method,
+)
 from kvjax.sharding import parse_mesh
 from kvjax.step import compress
 from kvjax.testing import (
@@ -39,7 +46,8 @@ def kept(method, seen, counts, capacity, layer=2):
   """Positions kept per row and head, as lists."""
   counts = jnp.asarray(counts, jnp.int32)
   cache = LayerCache.of(seen)
-  (small,) = compress(method, layer, cache, seen, ((capacity, counts),))
+  allowance = Allowance(counts, capacity)
+  (small,) = compress(method, layer, cache, seen, [allowance])
   return [
     [[int(p) for p in head if p >= 0] for head in row]
     for row in np.asarray(small.positions)
@@ -100,7 +108,8 @@ class TestMethod:
 
     def run(seen):
       cache = LayerCache.of(seen)
-      return compress(method, 2, cache, seen, ((30, counts),))[0].positions
+      allowance = Allowance(counts, 30)
+      return compress(method, 2, cache, seen, [allowance])[0].positions
 
     np.testing.assert_array_equal(run(seen), jax.jit(run)(seen))
 
