@@ -3,9 +3,6 @@
 import dataclasses
 import math
 
-import numpy as np
-from jaxtyping import Int
-
 from kvjax.errors import InputError
 
 
@@ -52,10 +49,3 @@ class Retention:
 
 
 Budget = Tokens | Retention
-
-
-def kept_counts(
-  budget: Budget, lengths: Int[np.ndarray, " B"]
-) -> Int[np.ndarray, " B"]:
-  """Tokens kept of each row."""
-  return np.array([budget.kept(int(n)) for n in lengths], np.int32)

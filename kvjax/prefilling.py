@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.budgets import Budget, kept_counts
+from kvjax.budgets import Budget
 from kvjax.cache import Cache, LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.base import Allowance, Method
@@ -25,6 +25,15 @@ class Plan(NamedTuple):
 
   method: Method
   budget: Budget
+
+  def counts(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+    """Tokens kept of rows of these lengths."""
+    kept = [self.method.kept(self.budget, int(n)) for n in lengths]
+    return np.array(kept, np.int32)
+
+  def capacity(self, padded: int) -> int:
+    """Slots that rows of up to `padded` tokens need."""
+    return min(self.method.capacity(self.budget, padded), padded)
 
 
 def prefill(
@@ -72,8 +81,8 @@ def sweep(
   lengths = np.asarray(prompts.lengths)
   padded = prompts.tokens.shape[1]
   check_context(model, lengths)
-  capacities = tuple(plan.budget.kept(padded) for plan in plans)
-  counts = np.stack([kept_counts(plan.budget, lengths) for plan in plans])
+  capacities = tuple(plan.capacity(padded) for plan in plans)
+  counts = np.stack([plan.counts(lengths) for plan in plans])
   return _sweep(
     model,
     params,

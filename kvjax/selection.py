@@ -1,5 +1,7 @@
 """From scores to the slots that are kept."""
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -50,3 +52,19 @@ def age(held: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
   """
   newest_first = held.astype(jnp.int32)[..., ::-1]
   return jnp.cumsum(newest_first, axis=-1)[..., ::-1]
+
+
+def floor_share(counts: Int[Array, " B"], share: float) -> Int[Array, " B"]:
+  """floor(share * counts), exact for shares of up to three decimals."""
+  exact = Fraction(share).limit_denominator(1000)
+  whole, rest = counts // exact.denominator, counts % exact.denominator
+  return whole * exact.numerator + rest * exact.numerator // exact.denominator
+
+
+def packed(kept: Bool[Array, "B K T"], capacity: int) -> Int[Array, "B K M"]:
+  """The true slots in ascending order, then -1; at most `capacity` of them."""
+  slots = kept.shape[-1]
+  index = jnp.arange(slots, dtype=jnp.int32)
+  order = jnp.sort(jnp.where(kept, index[None, None], slots), axis=-1)
+  order = order[..., :capacity]
+  return jnp.where(order < slots, order, -1)

@@ -5,9 +5,14 @@ from kvjax.methods.base import Head as Head
 from kvjax.methods.base import HeadwiseMethod as HeadwiseMethod
 from kvjax.methods.base import Method as Method
 from kvjax.methods.base import ScoringMethod as ScoringMethod
+from kvjax.methods.chunkkv import ChunkKV as ChunkKV
+from kvjax.methods.compactor import Compactor as Compactor
 from kvjax.methods.full import FullKV as FullKV
+from kvjax.methods.h2o import H2O as H2O
 from kvjax.methods.key_norm import KeyL2Norm as KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
+from kvjax.methods.lagkv import LagKV as LagKV
+from kvjax.methods.protokv import ProtoKV as ProtoKV
 from kvjax.methods.random import Random as Random
 from kvjax.methods.registry import METHODS as METHODS
 from kvjax.methods.registry import PRESETS as PRESETS

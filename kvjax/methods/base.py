@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.budgets import Budget
 from kvjax.cache import LayerCache
 from kvjax.errors import InputError
 from kvjax.selection import top_slots
@@ -45,6 +46,14 @@ class Method(abc.ABC):
     """True where this layer's cache is never compressed."""
     del layer
     return False
+
+  def kept(self, budget: Budget, length: int) -> int:
+    """Tokens that a row of `length` tokens keeps."""
+    return budget.kept(length)
+
+  def capacity(self, budget: Budget, padded: int) -> int:
+    """Most tokens that any row of up to `padded` tokens keeps."""
+    return budget.kept(padded)
 
   @abc.abstractmethod
   def evaluate(
@@ -127,6 +136,7 @@ class Head:
     positions: each token's place in its row, -1 for empty.
     queries: the block's rotated queries of the G heads that read this head.
     query_positions: place of each query, -1 for padding.
+    block_keys_unrotated: the block's keys before RoPE; padding holds anything.
   """
 
   cached_keys: Float[Array, "*B T D"]
@@ -134,6 +144,7 @@ class Head:
   positions: Int[Array, "*B T"]
   queries: Float[Array, "*B G S D"]
   query_positions: Int[Array, "*B S"]
+  block_keys_unrotated: Float[Array, "*B S D"]
 
   @property
   def held(self) -> Bool[Array, "*B T"]:
@@ -183,20 +194,19 @@ def heads_of(cache: LayerCache, seen: Activations) -> Head:
     query_positions=jnp.broadcast_to(
       seen.positions[:, None], (batch, kv_heads, length)
     ),
+    block_keys_unrotated=seen.keys_unrotated,
   )
 
 
-def window_attention(
+def window_queries(
   head: Head, window: int
-) -> tuple[Float[Array, "G W T"], Bool[Array, " W"]]:
-  """Causal attention of the block's last real queries over all slots.
+) -> tuple[Float[Array, "G W D"], Int[Array, " W"]]:
+  """The block's last real queries in float32, and their positions.
 
   Args:
     head: one head.
-    window: how many queries; all of the block's where it is shorter.
-
-  Returns:
-    Softmax weights, zero for queries that do not exist, and which exist.
+    window: how many; all of the block's where it is shorter. Where the row is
+      shorter, the rest are zero, with position -1.
   """
   length = head.query_positions.shape[0]
   size = min(window, length)
@@ -205,11 +215,17 @@ def window_attention(
   take = jax.lax.dynamic_slice_in_dim
   places = take(head.query_positions, start, size, axis=0)
   queries = take(head.queries, start, size, axis=1).astype(jnp.float32)
-  exists = places >= 0
+  return jnp.where((places >= 0)[None, :, None], queries, 0.0), places
+
+
+def window_attention(head: Head, window: int) -> Float[Array, "G W T"]:
+  """Causal softmax weights of the window's queries over all slots.
+
+  Queries that do not exist have zero weights; see `window_queries`.
+  """
+  queries, places = window_queries(head, window)
   logits = jnp.einsum("gwd,td->gwt", queries, head.keys)
   logits = logits * queries.shape[-1] ** -0.5
   seen = head.held[None] & (head.positions[None] <= places[:, None])
-  weights = jnp.where(
-    seen[None], jax.nn.softmax(logits, axis=-1, where=seen[None]), 0.0
-  )
-  return jnp.where(exists[None, :, None], weights, 0.0), exists
+  weights = jax.nn.softmax(logits, axis=-1, where=seen[None])
+  return jnp.where(seen[None], weights, 0.0)

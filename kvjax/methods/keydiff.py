@@ -1,7 +1,6 @@
 """KeyDiff: evict the keys most alike the mean key."""
 
 import dataclasses
-from fractions import Fraction
 from typing import Literal
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.base import Head, HeadwiseMethod
-from kvjax.selection import age
+from kvjax.selection import age, floor_share
 
 Anchor = Literal[
   "mean_unit", "pairwise", "median_unit", "median_raw", "mean_raw"
@@ -72,11 +71,7 @@ class KeyDiff(HeadwiseMethod):
     self, cache: LayerCache, counts: Int[Array, " B"]
   ) -> Bool[Array, "B K T"]:
     """The newest `recent_frac` of the budget."""
-    share = Fraction(self.recent_frac).limit_denominator(1000)
-    whole, rest = counts // share.denominator, counts % share.denominator
-    recent = whole * share.numerator + rest * share.numerator // (
-      share.denominator
-    )
+    recent = floor_share(counts, self.recent_frac)
     held = cache.positions >= 0
     return held & (age(held) <= recent[:, None, None])
 

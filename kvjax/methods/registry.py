@@ -8,9 +8,14 @@ from typing import Any
 
 from kvjax.errors import InputError
 from kvjax.methods.base import Method, check_choice
+from kvjax.methods.chunkkv import ChunkKV
+from kvjax.methods.compactor import Compactor
 from kvjax.methods.full import FullKV
+from kvjax.methods.h2o import H2O
 from kvjax.methods.key_norm import KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff
+from kvjax.methods.lagkv import LagKV
+from kvjax.methods.protokv import ProtoKV
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming import StreamingLLM
@@ -21,12 +26,39 @@ METHODS: Mapping[str, type[Method]] = {
   "random": Random,
   "streaming": StreamingLLM,
   "key_norm": KeyL2Norm,
-  "keydiff": KeyDiff,
+  "h2o": H2O,
   "tova": Tova,
   "snapkv": SnapKV,
+  "chunkkv": ChunkKV,
+  "keydiff": KeyDiff,
+  "lagkv": LagKV,
+  "compactor": Compactor,
+  "protokv": ProtoKV,
 }
 
 PRESETS: Mapping[str, Method] = {
+  "h2o.keydiff": H2O(recent_frac=0.0),
+  "h2o.kvpress": H2O(recent_frac=0.0, normalise=True),
+  "h2o.compactor": H2O(paper_postproc=True),
+  "lagkv.paper": LagKV(),
+  "lagkv.kvpress": LagKV(sinks=4, lag=128, mode="kvpress"),
+  "lagkv.local": LagKV(reference="own"),
+  "lagkv.key_norm": LagKV(score="key_norm", skip_layers=(0, 1)),
+  "compactor.paper": Compactor(),
+  "compactor.kvpress": Compactor(
+    blend_removed=True,
+    sketch_dim=48,
+    solver="chol",
+    center=True,
+    z_scope="layer",
+    first=8,
+    last=4,
+  ),
+  "protokv.paper": ProtoKV(),
+  "protokv.sat": ProtoKV(clusters="none"),
+  "protokv.chunk": ProtoKV(anchors=0),
+  "protokv.lsh": ProtoKV(clusters="lsh", bits=9),
+  "protokv.kmeans": ProtoKV(clusters="kmeans"),
   "key_norm.lagkv": KeyL2Norm(skip_layers=(0, 1)),
   "tova.keydiff": Tova(scope="group"),
   "tova.kvpress": Tova(protect_last=True),

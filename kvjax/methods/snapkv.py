@@ -51,7 +51,7 @@ class SnapKV(HeadwiseMethod):
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Pooled votes; the window itself gets none."""
-    weights, _ = window_attention(head, self.window)
+    weights = window_attention(head, self.window)
     votes = jnp.sum(weights, axis=1)
     reduce = jnp.mean if self.group == "mean" else jnp.max
     prefix = head.held & (age(head.held) > self.window)

@@ -38,7 +38,7 @@ class Tova(ScoringMethod):
     del layer
 
     def score_head(head: Head) -> Float[Array, " T"]:
-      weights, _ = window_attention(head, 1)
+      weights = window_attention(head, 1)
       return jnp.mean(weights[:, 0], axis=0)
 
     scores = jax.vmap(jax.vmap(score_head))(heads_of(cache, seen))

@@ -29,9 +29,7 @@ def test_a_sharded_model_answers_as_a_whole_one(mesh):
       kvjax.get_method("snapkv:window=4"),
       kvjax.Retention(0.5),
     )
-    answers = kvjax.answer(
-      model, params, cache, questions, kvjax.Decoding(5)
-    )
+    answers = kvjax.answer(model, params, cache, questions, kvjax.Decoding(5))
     return params, cache, logits, answers.rows()
 
   _, cache, logits, answers = run()
@@ -45,7 +43,8 @@ def test_a_sharded_model_answers_as_a_whole_one(mesh):
   )
   keys = spread.layers[0].keys
   kv_heads = keys.shape[1]
-  split = devices.shape["model"] if kv_heads % devices.shape["model"] == 0 else 1
+  model_size = devices.shape["model"]
+  split = model_size if kv_heads % model_size == 0 else 1
   assert keys.addressable_shards[0].data.shape[:2] == (
     4 // devices.shape["data"],
     kv_heads // split,

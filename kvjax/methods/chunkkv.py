@@ -1,0 +1,97 @@
+"""ChunkKV: whole chunks of the prefix are kept or dropped."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.activations import Activations
+from kvjax.cache import LayerCache
+from kvjax.errors import InputError
+from kvjax.methods.base import (
+  Allowance,
+  Head,
+  Method,
+  heads_of,
+  window_attention,
+)
+from kvjax.selection import age, packed
+
+Scope = Literal["layer", "head"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkKV(Method):
+  """Ranks contiguous chunks by the window's attention to them.
+
+  The votes of the observation window are summed per chunk and, by default,
+  over all heads of the layer, whose heads then keep the same tokens. The short
+  last chunk competes by its mean times the chunk size. Of the budget B,
+  floor((B - W) / c) chunks and the window are kept.
+
+  Source: Liu et al., arXiv 2502.00299.
+
+  Attributes:
+    window: W, the last tokens, which always stay.
+    chunk: c, tokens per chunk.
+    scope: whether the heads of a "layer" choose together.
+  """
+
+  window: int = 32
+  chunk: int = 10
+  scope: Scope = "layer"
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    for name in ("window", "chunk"):
+      if getattr(self, name) < 1:
+        raise InputError(
+          f"{name} must be 1 or more; {getattr(self, name)} is not."
+        )
+
+  def evaluate(
+    self, layer: int, cache: LayerCache, seen: Activations
+  ) -> Float[Array, "B K C"]:
+    """The worth of every chunk; those outside the prefix get -inf."""
+    del layer
+
+    def votes(head: Head) -> Float[Array, " T"]:
+      weights = window_attention(head, self.window)
+      return jnp.sum(jnp.mean(weights, axis=0), axis=0)
+
+    per_token = jax.vmap(jax.vmap(votes))(heads_of(cache, seen))
+    prefix = self._prefix(cache)
+    worth = self._chunks(jnp.where(prefix, per_token, 0.0)).sum(axis=-1)
+    sizes = self._chunks(prefix.astype(jnp.float32)).sum(axis=-1)
+    worth = worth * self.chunk / jnp.maximum(sizes, 1.0)
+    if self.scope == "layer":
+      total = jnp.sum(worth, axis=1, keepdims=True)
+      worth = jnp.broadcast_to(total, worth.shape)
+    return jnp.where(sizes > 0, worth, -jnp.inf)
+
+  def select(
+    self, found: Float[Array, "B K C"], cache: LayerCache, allowance: Allowance
+  ) -> Int[Array, "B K M"]:
+    """The best chunks that fit beside the window."""
+    room = jnp.maximum(allowance.counts - self.window, 0) // self.chunk
+    rank = jnp.argsort(jnp.argsort(-found, axis=-1, stable=True), axis=-1)
+    chosen = (rank < room[:, None, None]) & jnp.isfinite(found)
+    slots = cache.capacity
+    per_token = jnp.repeat(chosen, self.chunk, axis=-1)[..., :slots]
+    held = cache.positions >= 0
+    newest = jnp.minimum(allowance.counts, self.window)
+    window = held & (age(held) <= newest[:, None, None])
+    return packed(
+      window | (per_token & self._prefix(cache)), allowance.capacity
+    )
+
+  def _prefix(self, cache: LayerCache) -> Bool[Array, "B K T"]:
+    held = cache.positions >= 0
+    return held & (age(held) > self.window)
+
+  def _chunks(self, x: Float[Array, "B K T"]) -> Float[Array, "B K C c"]:
+    batch, kv_heads, slots = x.shape
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -slots % self.chunk)))
+    return padded.reshape(batch, kv_heads, -1, self.chunk)

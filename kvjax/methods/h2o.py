@@ -1,0 +1,69 @@
+"""H2O: keep the heavy hitters of all attention so far, and recent tokens."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels.attention_mass import causal_mass
+from kvjax.cache import LayerCache
+from kvjax.errors import InputError
+from kvjax.methods.base import Head, HeadwiseMethod
+from kvjax.methods.snapkv import pool
+from kvjax.selection import age, floor_share
+
+
+@dataclasses.dataclass(frozen=True)
+class H2O(HeadwiseMethod):
+  """Scores a token by the attention of all queries, averaged over the group.
+
+  Source: Zhang et al., arXiv 2306.14048. The weights are summed by tiles of
+  queries: memory grows with the prompt, not with its square.
+
+  Attributes:
+    recent_frac: share of the budget that protects the newest tokens; 0 in
+      KeyDiff's comparison.
+    recent: newest tokens to protect, in place of a share, where not 0.
+    normalise: divide by the number of queries that could see the token.
+    paper_postproc: scale by |v_i| and pool with kernel 3, as Compactor's paper
+      does to all attention scorers.
+  """
+
+  recent_frac: float = 0.5
+  recent: int = 0
+  normalise: bool = False
+  paper_postproc: bool = False
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if not 0 <= self.recent_frac <= 1:
+      raise InputError(
+        f"recent_frac must be between 0 and 1; {self.recent_frac:g} is not."
+      )
+    if self.recent < 0:
+      raise InputError(f"recent must be 0 or more; {self.recent} is not.")
+
+  def score_head(self, head: Head) -> Float[Array, " T"]:
+    """Accumulated attention."""
+    mass = causal_mass(
+      head.queries, head.keys, head.query_positions, head.positions
+    )
+    scores = jnp.mean(mass, axis=0)
+    if self.normalise:
+      observers = jnp.maximum(age(head.held), 1)
+      scores = scores / observers.astype(jnp.float32)
+    if self.paper_postproc:
+      scores = pool(scores * jnp.linalg.norm(head.values, axis=-1), 3, "avg")
+    return scores
+
+  def protected(
+    self, cache: LayerCache, counts: Int[Array, " B"]
+  ) -> Bool[Array, "B K T"]:
+    """The newest tokens."""
+    recent = (
+      jnp.full_like(counts, self.recent)
+      if self.recent
+      else floor_share(counts, self.recent_frac)
+    )
+    held = cache.positions >= 0
+    return held & (age(held) <= recent[:, None, None])

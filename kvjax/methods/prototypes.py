@@ -1,0 +1,199 @@
+"""Prototypes of keys and the clusters that gather around them."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Hash = Literal["fourier", "hyperplane"]
+Sigma = Literal["median", "sqrt_d", "one"]
+Split = Literal["balanced", "ceil_len"]
+
+_TILE = 1024
+_EPSILON = 1e-6
+
+
+def unit(x: Float[Array, "*A D"]) -> Float[Array, "*A D"]:
+  """Rows of length 1; zero rows stay zero."""
+  length = jnp.linalg.norm(x, axis=-1, keepdims=True)
+  return x / jnp.where(length > 0, length, 1.0)
+
+
+def deviation(
+  keys: Float[Array, "T D"],
+  prefix: Bool[Array, " T"],
+  reach: int,
+  include_self: bool,
+) -> Float[Array, " T"]:
+  """How little a key resembles its neighbours, standardised over the prefix.
+
+  The mean cosine with the keys at most `reach` places away, which at the
+  borders are fewer, negated and scaled to zero mean and unit variance.
+  """
+  units = unit(jnp.where(prefix[:, None], keys, 0.0))
+  total = jnp.sum(units * units, axis=1) if include_self else 0.0
+  count = prefix.astype(jnp.float32) if include_self else 0.0
+  for offset in range(1, min(reach, len(keys) - 1) + 1):
+    cosine = jnp.sum(units[offset:] * units[:-offset], axis=1)
+    both = (prefix[offset:] & prefix[:-offset]).astype(jnp.float32)
+    after, before = (0, offset), (offset, 0)
+    total = total + jnp.pad(cosine, after) + jnp.pad(cosine, before)
+    count = count + jnp.pad(both, after) + jnp.pad(both, before)
+  likeness = total / jnp.maximum(count, 1.0)
+  size = jnp.maximum(jnp.sum(prefix.astype(jnp.float32)), 1.0)
+  mean = jnp.sum(jnp.where(prefix, likeness, 0.0)) / size
+  centered = jnp.where(prefix, likeness - mean, 0.0)
+  spread = jnp.sqrt(jnp.sum(centered * centered) / size)
+  return -centered / jnp.maximum(spread, _EPSILON)
+
+
+def buckets(
+  keys: Float[Array, "T D"],
+  candidates: Int[Array, " p"],
+  valid: Bool[Array, " p"],
+  rng: Array,
+  bits: int,
+  kind: Hash,
+  sigma: Sigma,
+) -> Int[Array, " T"]:
+  """Locality-sensitive hash of every key to `2**bits` buckets.
+
+  Random Fourier features with the bandwidth sigma, or random hyperplanes; a
+  bit says on which side of zero a feature lies, the first being the highest.
+
+  Args:
+    keys: float32 keys.
+    candidates: slots among which the median distance is taken.
+    valid: which of them count.
+    rng: of the directions and phases.
+    bits: r.
+    kind: of the hash.
+    sigma: bandwidth: median distance of the candidates, sqrt(D) or 1.
+  """
+  dim = keys.shape[1]
+  direction_key, phase_key = jax.random.split(rng)
+  directions = jax.random.normal(direction_key, (bits, dim))
+  projected = keys @ directions.T
+  if kind == "fourier":
+    width = {
+      "median": lambda: _median_distance(keys[candidates], valid),
+      "sqrt_d": lambda: jnp.float32(dim**0.5),
+      "one": lambda: jnp.float32(1.0),
+    }[sigma]()
+    phases = jax.random.uniform(phase_key, (1, bits), maxval=2 * jnp.pi)
+    projected = jnp.cos(projected / width + phases)
+    ones = projected >= 0
+  else:
+    ones = projected > 0
+  weights = 2 ** jnp.arange(bits - 1, -1, -1, dtype=jnp.int32)
+  return jnp.sum(ones.astype(jnp.int32) * weights[None], axis=1)
+
+
+def _median_distance(
+  points: Float[Array, "p D"], valid: Bool[Array, " p"]
+) -> Float[Array, ""]:
+  """Median distance of all pairs; 1 where there is none or it is 0."""
+  apart = jnp.linalg.norm(points[:, None] - points[None], axis=-1)
+  pairs = jnp.triu(valid[:, None] & valid[None], 1)
+  median = jnp.nanmedian(jnp.where(pairs, apart, jnp.nan))
+  return jnp.where(jnp.isfinite(median) & (median > 0), median, 1.0)
+
+
+def chunks(
+  members: Bool[Array, " T"], wanted: Int[Array, ""], split: Split
+) -> Int[Array, " T"]:
+  """Cuts the members, in order, into `wanted` contiguous chunks.
+
+  "balanced" sizes differ by at most one; "ceil_len" chunks are all of the
+  rounded-up mean size but for the last. Others than members get -1.
+  """
+  rank = jnp.cumsum(members.astype(jnp.int32)) - 1
+  size = jnp.maximum(jnp.sum(members.astype(jnp.int32)), 1)
+  wanted = jnp.maximum(wanted, 1)
+  if split == "balanced":
+    # rank * wanted / size without overflowing 32 bits.
+    quotient, rest = wanted // size, wanted % size
+    chunk = rank * quotient + rank * rest // size
+  else:
+    chunk = rank // -(-size // wanted)
+  return jnp.where(members, chunk, -1)
+
+
+def prototypes(
+  keys: Float[Array, "T D"], groups: Int[Array, " T"], count: int
+) -> tuple[Float[Array, "P D"], Bool[Array, " P"]]:
+  """The direction of each group's summed raw keys, and which groups exist.
+
+  Args:
+    keys: float32 keys.
+    groups: prototype of every key, -1 for none.
+    count: P.
+  """
+  target = jnp.where(groups >= 0, groups, count)
+  sums = jax.ops.segment_sum(keys, target, count + 1)[:count]
+  ones = jnp.ones(groups.shape, jnp.float32)
+  sizes = jax.ops.segment_sum(ones, target, count + 1)[:count]
+  lengths = jnp.linalg.norm(sums, axis=1, keepdims=True)
+  return sums / jnp.maximum(lengths, _EPSILON), sizes > 0
+
+
+def nearest(
+  keys: Float[Array, "T D"],
+  centers: Float[Array, "P D"],
+  exists: Bool[Array, " P"],
+) -> Int[Array, " T"]:
+  """The centre of highest cosine with every key; of equals the lowest.
+
+  Works by tiles of keys: the T x P cosines are never held at once.
+  """
+  length = len(keys)
+  tile = min(_TILE, length)
+  padded = jnp.pad(keys, ((0, -length % tile), (0, 0)))
+
+  def assign(part: Float[Array, "C D"]) -> Int[Array, " C"]:
+    cosines = part @ centers.T
+    cosines = jnp.where(exists[None], cosines, -jnp.inf)
+    return jnp.argmax(cosines, axis=1).astype(jnp.int32)
+
+  tiles = padded.reshape(-1, tile, keys.shape[1])
+  return jax.lax.map(assign, tiles).reshape(-1)[:length]
+
+
+def kmeans(
+  keys: Float[Array, "T D"],
+  prefix: Bool[Array, " T"],
+  rng: Array,
+  count: int,
+  iterations: int,
+) -> tuple[Float[Array, "P D"], Bool[Array, " P"]]:
+  """Spherical K-means with a K-means++ start; centres from raw members."""
+  units = unit(jnp.where(prefix[:, None], keys, 0.0))
+  first_key, rest_key = jax.random.split(rng)
+
+  def pick(rng: Array, weights: Float[Array, " T"]) -> Int[Array, ""]:
+    logits = jnp.where(prefix, jnp.log(jnp.maximum(weights, 1e-30)), -jnp.inf)
+    return jax.random.categorical(rng, logits)
+
+  def seed(
+    farthest: Float[Array, " T"], rng: Array
+  ) -> tuple[Float[Array, " T"], Float[Array, " D"]]:
+    center = units[pick(rng, farthest)]
+    # Squared distance of unit vectors, to the nearest centre so far.
+    apart = jnp.maximum(2.0 - 2.0 * (units @ center), 0.0)
+    return jnp.minimum(farthest, apart), center
+
+  start = units[pick(first_key, jnp.ones(len(keys)))]
+  apart = jnp.maximum(2.0 - 2.0 * (units @ start), 0.0)
+  _, others = jax.lax.scan(seed, apart, jax.random.split(rest_key, count - 1))
+  centers = jnp.concatenate([start[None], others])
+
+  def refine(
+    _: Int[Array, ""],
+    state: tuple[Float[Array, "P D"], Bool[Array, " P"]],
+  ) -> tuple[Float[Array, "P D"], Bool[Array, " P"]]:
+    groups = jnp.where(prefix, nearest(keys, *state), -1)
+    return prototypes(keys, groups, count)
+
+  every = jnp.ones(count, bool)
+  return jax.lax.fori_loop(0, iterations, refine, (centers, every))
