@@ -199,8 +199,11 @@ class Compactor(Method):
       count = jnp.sum(middle.astype(jnp.float32), axes, keepdims=True)
       return total / jnp.maximum(count, 1.0)
 
-    centered = scores - mean(scores)
+    middle_mean = mean(scores)
+    centered = scores - middle_mean
     deviation = jnp.sqrt(mean(centered * centered))
-    flat = deviation < 1e-12
+    # Where rows are no more than directions every leverage is 1: what is left
+    # of its deviation is rounding and must not decide.
+    flat = deviation < jnp.maximum(1e-12, 1e-5 * jnp.abs(middle_mean))
     z = centered / jnp.where(flat, 1.0, deviation)
     return jnp.where(middle & ~flat, z, 0.0)

@@ -1,0 +1,114 @@
+"""H2O and ChunkKV against plain loops in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels.attention_mass import api, causal_mass
+from kvjax.cache import LayerCache
+from kvjax.methods import H2O, Allowance, ChunkKV
+from kvjax.testing import random_activations
+
+N, K, D = 4, 2, 8
+LENGTH, PADDED = 43, 48
+
+
+@pytest.fixture(scope="module")
+def seen():
+  return random_activations(21, [LENGTH], PADDED)
+
+
+def wide(x, head):
+  return np.asarray(x, np.float64)[0, head, :LENGTH]
+
+
+def weights(seen, query_head):
+  """The whole causal matrix."""
+  q, k = wide(seen.queries, query_head), wide(seen.keys, query_head * K // N)
+  logits = q @ k.T / np.sqrt(D)
+  logits[np.triu_indices(LENGTH, 1)] = -np.inf
+  matrix = np.exp(logits - logits.max(axis=1, keepdims=True))
+  return matrix / matrix.sum(axis=1, keepdims=True)
+
+
+def group(head):
+  return [j for j in range(N) if j * K // N == head]
+
+
+@pytest.mark.parametrize("logits", [50, 48 * 5, 2**19])
+def test_h2o_sums_the_matrix_without_it(seen, monkeypatch, logits):
+  monkeypatch.setattr(api, "_LOGITS", logits)
+  scores = H2O().scores(0, LayerCache.of(seen), seen)[0]
+  for head in range(K):
+    expected = np.mean([weights(seen, j).sum(0) for j in group(head)], axis=0)
+    np.testing.assert_allclose(
+      scores[head, :LENGTH], expected, rtol=0, atol=1e-5
+    )
+
+
+def test_h2o_normalised_by_the_queries_that_see_a_token(seen):
+  cache = LayerCache.of(seen)
+  plain = np.asarray(H2O().scores(0, cache, seen))[0, :, :LENGTH]
+  ours = np.asarray(H2O(normalise=True).scores(0, cache, seen))
+  expected = plain / np.arange(LENGTH, 0, -1)
+  np.testing.assert_allclose(ours[0, :, :LENGTH], expected, rtol=1e-5)
+
+
+def test_h2o_splits_its_budget(seen):
+  cache = LayerCache.of(seen)
+  counts = jnp.asarray([9])
+  for method, recent in ((H2O(), 4), (H2O(recent=6), 6), (H2O(0.0), 0)):
+    guarded = method.protected(cache, counts)[0, 0]
+    expected = list(range(LENGTH - recent, LENGTH))
+    assert np.flatnonzero(guarded).tolist() == expected
+
+
+def test_h2o_memory_does_not_grow_with_the_square():
+  def compiled(length):
+    shapes = [
+      jax.ShapeDtypeStruct((2, length, D), "float32"),
+      jax.ShapeDtypeStruct((length, D), "float32"),
+      jax.ShapeDtypeStruct((length,), "int32"),
+      jax.ShapeDtypeStruct((length,), "int32"),
+    ]
+    return jax.jit(causal_mass).lower(*shapes).compile()
+
+  used = compiled(8192).memory_analysis().temp_size_in_bytes
+  assert used < 8192 * 8192 * 4 / 10
+
+
+@pytest.mark.parametrize("scope", ["layer", "head"])
+def test_chunkkv(seen, scope):
+  window, chunk, budget = 8, 6, 27
+  prefix = LENGTH - window  # 35 tokens: five chunks of 6 and one of 5
+  method = ChunkKV(window, chunk, scope)
+  cache = LayerCache.of(seen)
+  found = method.evaluate(0, cache, seen)
+  slots = method.select(found, cache, Allowance(jnp.asarray([budget]), 30))
+  worth = []
+  for head in range(K):
+    votes = np.mean([weights(seen, j) for j in group(head)], axis=0)
+    votes = votes[-window:].sum(axis=0)[:prefix]
+    parts = [votes[i : i + chunk] for i in range(0, prefix, chunk)]
+    worth.append([part.mean() * chunk for part in parts])
+  worth = np.array(worth)
+  if scope == "layer":
+    worth = np.repeat(worth.sum(axis=0)[None], K, axis=0)
+  for head in range(K):
+    best = np.argsort(-worth[head])[: (budget - window) // chunk]
+    expected = [
+      i
+      for c in sorted(best)
+      for i in range(c * chunk, min((c + 1) * chunk, prefix))
+    ]
+    expected += range(prefix, LENGTH)
+    assert [int(i) for i in slots[0, head] if i >= 0] == expected
+
+
+def test_chunkkv_with_less_than_its_window_keeps_the_newest(seen):
+  method = ChunkKV(window=8)
+  cache = LayerCache.of(seen)
+  found = method.evaluate(0, cache, seen)
+  slots = method.select(found, cache, Allowance(jnp.asarray([5]), 5))
+  assert slots[0, 0].tolist() == list(range(LENGTH - 5, LENGTH))
