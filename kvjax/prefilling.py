@@ -26,14 +26,24 @@ class Plan(NamedTuple):
   method: Method
   budget: Budget
 
-  def counts(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-    """Tokens kept of rows of these lengths."""
-    kept = [self.method.kept(self.budget, int(n)) for n in lengths]
-    return np.array(kept, np.int32)
+  def counts(
+    self, lengths: Int[np.ndarray, " B"], layers: int
+  ) -> Int[np.ndarray, "L B"]:
+    """Tokens that rows of these lengths keep in each layer."""
+    kept = [
+      self.method.layer_kept(self.budget, int(n), layers) for n in lengths
+    ]
+    return np.array(kept, np.int32).T
 
-  def capacity(self, padded: int) -> int:
-    """Slots that rows of up to `padded` tokens need."""
-    return min(self.method.capacity(self.budget, padded), padded)
+  def capacities(
+    self, padded: int, counts: Int[np.ndarray, "L B"]
+  ) -> tuple[int, ...]:
+    """Slots per layer: enough for the bucket, and for these counts."""
+    most = self.method.layer_capacities(self.budget, padded, len(counts))
+    return tuple(
+      min(max(slots, int(kept.max())), padded)
+      for slots, kept in zip(most, counts, strict=True)
+    )
 
 
 def prefill(
@@ -81,8 +91,12 @@ def sweep(
   lengths = np.asarray(prompts.lengths)
   padded = prompts.tokens.shape[1]
   check_context(model, lengths)
-  capacities = tuple(plan.capacity(padded) for plan in plans)
-  counts = np.stack([plan.counts(lengths) for plan in plans])
+  layers = model.geometry.layers
+  counts = np.stack([plan.counts(lengths, layers) for plan in plans])
+  capacities = tuple(
+    plan.capacities(padded, kept)
+    for plan, kept in zip(plans, counts, strict=True)
+  )
   return _sweep(
     model,
     params,
@@ -110,10 +124,10 @@ def _sweep(
   params: PyTree,
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
-  counts: Int[Array, "P B"],
+  counts: Int[Array, "P L B"],
   *,
   methods: tuple[Method, ...],
-  capacities: tuple[int, ...],
+  capacities: tuple[tuple[int, ...], ...],
 ) -> tuple[tuple[Cache, ...], Float[Array, "B V"]]:
   plans_of: dict[Method, list[int]] = {}
   for plan, method in enumerate(methods):
@@ -125,7 +139,9 @@ def _sweep(
     output, cache = append_and_attend(None, seen)
     kept: dict[int, LayerCache] = {}
     for method, plans in plans_of.items():
-      allowances = [Allowance(counts[p], capacities[p]) for p in plans]
+      allowances = [
+        Allowance(counts[p, layer], capacities[p][layer]) for p in plans
+      ]
       caches = compress(method, layer, cache, seen, allowances)
       kept.update(zip(plans, caches, strict=True))
     return output, tuple(shard_cache(kept[p]) for p in range(len(methods)))

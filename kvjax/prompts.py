@@ -22,6 +22,11 @@ def bucket(length: int) -> int:
   return size
 
 
+def bucket_lengths(padded: int) -> range:
+  """Lengths that are padded to `padded`: no bucket is below two thirds."""
+  return range(max(1, padded * 2 // 3), padded + 1)
+
+
 @struct
 class Prompts:
   """Token rows, padded on the right.

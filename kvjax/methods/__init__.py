@@ -13,6 +13,7 @@ from kvjax.methods.key_norm import KeyL2Norm as KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.lagkv import LagKV as LagKV
 from kvjax.methods.protokv import ProtoKV as ProtoKV
+from kvjax.methods.pyramid import Pyramid as Pyramid
 from kvjax.methods.random import Random as Random
 from kvjax.methods.registry import METHODS as METHODS
 from kvjax.methods.registry import PRESETS as PRESETS

@@ -52,8 +52,20 @@ class Method(abc.ABC):
     return budget.kept(length)
 
   def capacity(self, budget: Budget, padded: int) -> int:
-    """Most tokens that any row of up to `padded` tokens keeps."""
+    """Most tokens that a row of the bucket of `padded` tokens keeps."""
     return budget.kept(padded)
+
+  def layer_kept(
+    self, budget: Budget, length: int, layers: int
+  ) -> tuple[int, ...]:
+    """Tokens that a row keeps in each layer; here in all the same."""
+    return (self.kept(budget, length),) * layers
+
+  def layer_capacities(
+    self, budget: Budget, padded: int, layers: int
+  ) -> tuple[int, ...]:
+    """Most tokens that a row of the bucket keeps in each layer."""
+    return (self.capacity(budget, padded),) * layers
 
   @abc.abstractmethod
   def evaluate(

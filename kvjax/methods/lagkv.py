@@ -12,6 +12,7 @@ from kvjax.budgets import Budget, Retention
 from kvjax.cache import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.base import Allowance, Head, Method, heads_of
+from kvjax.prompts import bucket_lengths
 from kvjax.selection import packed, top_slots
 
 Mode = Literal["paper", "kvpress"]
@@ -89,13 +90,9 @@ class LagKV(Method):
     return fixed + scored * min(max(each, 0), self.lag)
 
   def capacity(self, budget: Budget, padded: int) -> int:
-    """Most tokens that any row of up to `padded` keeps."""
-    if self.mode == "kvpress":
-      return budget.kept(padded)
+    """Most tokens that a row of the bucket of `padded` tokens keeps."""
     # The law falls by up to a lag whenever a partition is completed.
-    last = range(max(1, padded - self.lag), padded + 1)
-    whole = min(padded, self.sinks + 2 * self.lag - 1)
-    return max(whole, *(self.kept(budget, length) for length in last))
+    return max(self.kept(budget, n) for n in bucket_lengths(padded))
 
   def evaluate(
     self, layer: int, cache: LayerCache, seen: Activations

@@ -16,6 +16,7 @@ from kvjax.methods.key_norm import KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff
 from kvjax.methods.lagkv import LagKV
 from kvjax.methods.protokv import ProtoKV
+from kvjax.methods.pyramid import Pyramid
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming import StreamingLLM
@@ -29,12 +30,15 @@ METHODS: Mapping[str, type[Method]] = {
   "h2o": H2O,
   "tova": Tova,
   "snapkv": SnapKV,
+  "pyramidkv": Pyramid,
   "chunkkv": ChunkKV,
   "keydiff": KeyDiff,
   "lagkv": LagKV,
   "compactor": Compactor,
   "protokv": ProtoKV,
 }
+
+_PYRAMID = "pyramid/"
 
 PRESETS: Mapping[str, Method] = {
   "h2o.keydiff": H2O(recent_frac=0.0),
@@ -76,12 +80,13 @@ def get_method(name: str) -> Method:
 
   A name is a method or a preset, then its options, each after a colon:
   `keydiff:anchor=median_unit:recent_frac=0.1`. The values of a list are joined
-  by plus signs: `key_norm:skip_layers=0+1`.
+  by plus signs: `key_norm:skip_layers=0+1`. In front, `pyramid/` spreads the
+  budget of any method over the layers: `pyramid/keydiff`.
 
   Raises:
     InputError: no such method, preset or option, or a value out of range.
   """
-  base, *options = name.strip().split(":")
+  base, *options = name.strip().removeprefix(_PYRAMID).split(":")
   if base in PRESETS:
     method = PRESETS[base]
   elif base in METHODS:
@@ -93,7 +98,8 @@ def get_method(name: str) -> Method:
       f"{', '.join(METHODS)}."
     )
   given = dict(_option(base, method, text) for text in options)
-  return dataclasses.replace(method, **given)
+  method = dataclasses.replace(method, **given)
+  return Pyramid(method) if name.strip().startswith(_PYRAMID) else method
 
 
 def _option(base: str, method: Method, text: str) -> tuple[str, Any]:

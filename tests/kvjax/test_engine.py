@@ -12,7 +12,7 @@ from kvjax import answering
 from kvjax import prefilling as engine
 from kvjax.errors import InputError
 from kvjax.methods import METHODS, FullKV, KeyDiff, get_method
-from kvjax.prompts import bucket
+from kvjax.prompts import bucket, bucket_lengths
 from kvjax.sampling import Sampling, sample
 from kvjax.testing import TinyModel, held_positions, poisoned
 
@@ -233,6 +233,7 @@ def test_buckets_are_few_and_near():
     n <= size <= max(32, 3 * n // 2) for n, size in enumerate(sizes, start=1)
   )
   assert len(set(sizes)) < 18
+  assert all(n in bucket_lengths(bucket(n)) for n in range(33, 5000))
 
 
 def test_a_layers_full_cache_does_not_outlive_the_layer():
@@ -243,7 +244,7 @@ def test_a_layers_full_cache_does_not_outlive_the_layer():
   length, budget = 2048, 128
 
   def memory(method, budget):
-    counts = jax.ShapeDtypeStruct((1, 1), "int32")
+    counts = jax.ShapeDtypeStruct((1, 8, 1), "int32")
     lowered = engine._sweep.lower(
       model,
       params,
@@ -251,7 +252,7 @@ def test_a_layers_full_cache_does_not_outlive_the_layer():
       jax.ShapeDtypeStruct((1,), "int32"),
       counts,
       methods=(method,),
-      capacities=(budget,),
+      capacities=((budget,) * 8,),
     )
     used = lowered.compile().memory_analysis()
     return used.temp_size_in_bytes, used.output_size_in_bytes

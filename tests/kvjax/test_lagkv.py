@@ -45,7 +45,8 @@ def by_hand(keys, values, method, each):
 def kept(method, seen, budget, lengths):
   counts = [method.kept(budget, n) for n in lengths]
   width = seen.positions.shape[1]
-  allowance = Allowance(jnp.asarray(counts), method.capacity(budget, width))
+  capacity = max(method.capacity(budget, width), *counts)
+  allowance = Allowance(jnp.asarray(counts), capacity)
   cache = LayerCache.of(seen)
   (small,) = compress(method, 0, cache, seen, [allowance])
   return [

@@ -1,0 +1,84 @@
+"""PyramidKV's layer budgets against its formula, and the memory they take."""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.methods import KeyDiff, Pyramid, SnapKV, get_method
+from kvjax.prompts import bucket_lengths
+from kvjax.testing import TinyModel, held_positions
+
+METHOD = Pyramid(SnapKV(window=8))
+
+
+@pytest.mark.parametrize("layers", [2, 4, 32])
+@pytest.mark.parametrize("budget", [64, 128, 500, 2048])
+def test_layers_keep_the_budget_together(budget, layers):
+  for length in (budget + 1, 3 * budget, 20 * budget):
+    kept = METHOD.layer_kept(kvjax.Tokens(budget), length, layers)
+    assert sum(kept) == layers * budget
+    assert list(kept) == sorted(kept, reverse=True)
+    assert max(kept) <= length
+    assert min(kept) >= 8
+
+
+def test_the_lines_ends_are_the_papers():
+  kept = METHOD.layer_kept(kvjax.Tokens(128), 10_000, 32)
+  base = 128 - 8
+  assert abs(kept[0] - (2 * base - base / 20 + 8)) <= 1
+  assert abs(kept[-1] - (base / 20 + 8)) <= 1
+
+
+def test_a_short_prompt_flattens_the_pyramid():
+  kept = METHOD.layer_kept(kvjax.Tokens(128), 140, 4)
+  # max = n - W = 132 and min = 2 * 120 - 132 = 108, each with its window.
+  assert kept == (140, 132, 124, 116)
+
+
+def test_retention_includes_the_window():
+  kept = METHOD.layer_kept(kvjax.Retention(0.25), 4000, 4)
+  assert kept == (1950, 1317, 683, 50)
+  assert sum(kept) == 4 * 1000
+
+
+def test_retention_too_small_for_the_window_is_even():
+  assert METHOD.layer_kept(kvjax.Retention(0.1), 100, 4) == (10,) * 4
+
+
+@pytest.mark.parametrize("budget", [kvjax.Tokens(3), kvjax.Tokens(200)])
+def test_even_where_there_is_nothing_to_spread(budget):
+  assert METHOD.layer_kept(budget, 150, 4) == (budget.kept(150),) * 4
+
+
+@pytest.mark.parametrize("budget", [kvjax.Tokens(20), kvjax.Retention(0.3)])
+def test_capacities_hold_every_row_of_the_bucket(budget):
+  capacities = METHOD.layer_capacities(budget, 200, 3)
+  for length in bucket_lengths(200):
+    kept = METHOD.layer_kept(budget, length, 3)
+    assert all(k <= c for k, c in zip(kept, capacities, strict=True))
+
+
+def test_memory_follows_the_layers_budgets():
+  model = TinyModel()
+  prompts = kvjax.Prompts.of([list(range(60)) * 3, list(range(50))])
+  method = get_method("pyramid/keydiff")
+  assert method == Pyramid(KeyDiff())
+  params = model.init()
+  cache, _ = kvjax.prefill(model, params, prompts, method, kvjax.Tokens(40))
+  lengths = np.asarray(cache.lengths)
+  for row, length in enumerate((180, 50)):
+    kept = method.layer_kept(kvjax.Tokens(40), length, 2)
+    assert lengths[:, row, 0].tolist() == list(kept)
+  even, _ = kvjax.prefill(model, params, prompts, KeyDiff(), kvjax.Tokens(40))
+  # Below, the layer keeps what KeyDiff alone would with that budget.
+  more = kvjax.Tokens(int(lengths[0, 0, 0]))
+  plain, _ = kvjax.prefill(model, params, prompts, KeyDiff(), more)
+  assert held_positions(cache, 0)[0] == held_positions(plain, 0)[0]
+  below, above = cache.layers
+  assert above.nbytes < even.layers[1].nbytes < below.nbytes
+
+
+def test_a_flat_pyramid_is_refused():
+  with pytest.raises(InputError, match="beta must be 1 or more"):
+    Pyramid(beta=0.5)
