@@ -1,74 +1,225 @@
-"""Batches of samples: one prefill, every candidate's cache, all answers."""
+"""Answers from every candidate's cache, after one prefill per batch."""
 
 import dataclasses
-import functools
-import re
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 import kvjax
 from experiments.candidates import Candidate
-from experiments.results import Answer
-from experiments.tasks.sample import Sample, string_match_all
+from kvjax.errors import InputError
 from models.pretrained import Pretrained
 from models.tokenizer import Tokenizer
 
-# Rows are padded to multiples of this, so that seeds share compiled programs.
+# Widths are multiples of this, so that other seeds find the same shapes.
 _WIDTH = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-  """A sample as token ids; the two parts are encoded apart.
+  """Token ids of a prompt, whose two parts are encoded apart.
 
   Attributes:
     context: what is prefilled and compressed.
     question: what follows: question, end of turn, start of the answer.
+    max_new_tokens: most tokens of the answer.
   """
 
   context: list[int]
   question: list[int]
+  max_new_tokens: int
 
   @classmethod
   def of(
-    cls, tokenizer: Tokenizer, context: str, question: str, prefix: str = ""
+    cls,
+    tokenizer: Tokenizer,
+    context: str,
+    question: str,
+    prefix: str,
+    max_new_tokens: int,
   ) -> "Prompt":
-    """Encodes a context and a question in the model's own chat form."""
+    """Puts the texts into the model's own chat form and encodes them."""
     before, after = tokenizer.split_chat(context)
     return cls(
-      tokenizer.encode(before), tokenizer.encode(question + after + prefix)
+      tokenizer.encode(before),
+      tokenizer.encode(question + after + prefix),
+      max_new_tokens,
     )
 
+  @property
+  def total(self) -> int:
+    """Tokens of prompt and longest answer."""
+    return len(self.context) + len(self.question) + self.max_new_tokens
 
-@dataclasses.dataclass
-class Seconds:
-  """Where the time went, compilation included.
 
-  Attributes:
-    prefill: forward passes over contexts, with all scores and selections.
-    answer: questions and decoding.
-  """
+class Shape(NamedTuple):
+  """What all batches of a run are padded to, so that they compile once."""
 
-  prefill: float = 0.0
-  answer: float = 0.0
+  rows: int
+  context: int
+  question: int
+
+  @classmethod
+  def of(cls, prompts: Sequence[Prompt], rows: int) -> "Shape":
+    """The least shape that holds all prompts."""
+    contexts = max(len(prompt.context) for prompt in prompts)
+    questions = max(len(prompt.question) for prompt in prompts)
+    return cls(rows, _round_up(contexts), _round_up(questions))
 
 
 class Reply(NamedTuple):
-  """What one candidate's cache makes the model say about one context.
+  """What a candidate's cache makes the model answer.
 
   Attributes:
     candidate: whose cache.
-    row: of the batch.
-    kept_tokens: tokens kept, mean over layers and KV heads.
-    cache_bytes: allocated for the row.
+    row: number of the prompt in its batch.
+    retention: share of the context that the budget allows.
+    kept_tokens: tokens held, mean over layers and KV heads.
+    cache_bytes: bytes allocated for the row.
     text: the answer.
   """
 
   candidate: Candidate
   row: int
+  retention: float
   kept_tokens: float
   cache_bytes: int
   text: str
+
+
+@dataclasses.dataclass
+class Seconds:
+  """Where the time went, compilation included."""
+
+  prefill: float = 0.0
+  answer: float = 0.0
+
+
+def check_room(lm: Pretrained, prompts: Sequence[Prompt]) -> None:
+  """Refuses prompts that are longer than the model's context.
+
+  Raises:
+    InputError: prompt and answer together do not fit.
+  """
+  limit = lm.config.geometry.max_positions
+  longest = max(prompts, key=lambda prompt: prompt.total)
+  if longest.total > limit:
+    raise InputError(
+      f"Context ({len(longest.context)} tokens), question "
+      f"({len(longest.question)}) and answer (up to {longest.max_new_tokens}) "
+      f"come to {longest.total} tokens; the context of this model is {limit}."
+    )
+
+
+def replies(
+  lm: Pretrained,
+  candidates: Sequence[Candidate],
+  prompts: Sequence[Prompt],
+  shape: Shape,
+  seconds: Seconds,
+) -> Iterator[list[Reply]]:
+  """Prefills a batch once and answers from each candidate's cache.
+
+  Caches of about equal capacities are asked as one batch.
+
+  Args:
+    lm: the model.
+    candidates: methods and budgets.
+    prompts: at most `shape.rows`, all with the same `max_new_tokens`.
+    shape: see `Shape`.
+    seconds: the time taken is added to it.
+
+  Yields:
+    The replies of each such batch, when they are there.
+  """
+  rows = [*prompts, *[prompts[-1]] * (shape.rows - len(prompts))]
+  began = time.monotonic()
+  contexts = _padded([prompt.context for prompt in rows], shape.context)
+  plans = [candidate.plan for candidate in candidates]
+  caches, _ = kvjax.sweep(lm.model, lm.params, contexts, plans)
+  jax.block_until_ready(caches)
+  seconds.prefill += time.monotonic() - began
+
+  questions = _padded([prompt.question for prompt in rows], shape.question)
+  decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.tokenizer.eos_ids)
+  for capacity, group in _groups(caches).items():
+    began = time.monotonic()
+    answers = kvjax.answer(
+      lm.model,
+      lm.params,
+      kvjax.concatenate([_grown(caches[index], capacity) for index in group]),
+      kvjax.Prompts(
+        np.tile(questions.tokens, (len(group), 1)),
+        np.tile(questions.lengths, len(group)),
+      ),
+      decoding,
+    ).rows()
+    seconds.answer += time.monotonic() - began
+    found = []
+    for place, index in enumerate(group):
+      start = place * shape.rows
+      mine = answers[start : start + len(prompts)]
+      found += _replies(lm, candidates[index], caches[index], prompts, mine)
+    yield found
+
+
+def _replies(
+  lm: Pretrained,
+  candidate: Candidate,
+  cache: kvjax.Cache,
+  prompts: Sequence[Prompt],
+  answers: Sequence[list[int]],
+) -> list[Reply]:
+  kept = np.asarray(cache.lengths, np.float64).mean(axis=(0, 2))
+  each = cache.nbytes // cache.next_positions.shape[0]
+  return [
+    Reply(
+      candidate,
+      row,
+      candidate.retention(len(prompts[row].context)),
+      float(kept[row]),
+      each,
+      lm.tokenizer.decode(ids),
+    )
+    for row, ids in enumerate(answers)
+  ]
+
+
+def _groups(caches: Sequence[kvjax.Cache]) -> dict[int, list[int]]:
+  """Caches that are asked together, by the capacity that holds them all.
+
+  Layers of unequal capacities go to the next group that has room for the
+  largest, which saves them a compilation of their own.
+  """
+  sizes = [{layer.capacity for layer in cache.layers} for cache in caches]
+  common = {max(size) for size in sizes if len(size) == 1}
+  groups: dict[int, list[int]] = {}
+  for index, size in enumerate(sizes):
+    fitting = [capacity for capacity in common if capacity >= max(size)]
+    capacity = min(fitting, default=max(size))
+    groups.setdefault(capacity, []).append(index)
+  return groups
+
+
+def _grown(cache: kvjax.Cache, capacity: int) -> kvjax.Cache:
+  layers = tuple(
+    layer.grown(capacity - layer.capacity)
+    if layer.capacity < capacity
+    else layer
+    for layer in cache.layers
+  )
+  return kvjax.Cache(layers, cache.next_positions)
+
+
+def _padded(rows: Sequence[list[int]], width: int) -> kvjax.Prompts:
+  tokens = np.zeros((len(rows), width), np.int32)
+  for row, ids in zip(tokens, rows, strict=True):
+    row[: len(ids)] = ids
+  return kvjax.Prompts(tokens, np.array([len(ids) for ids in rows], np.int32))
+
+
+def _round_up(length: int) -> int:
+  return -(-length // _WIDTH) * _WIDTH

@@ -27,6 +27,13 @@ class Candidate:
     """The budget in words: `0.25` or `128 tokens`."""
     return str(self.plan.budget)
 
+  def retention(self, context_tokens: int) -> float:
+    """Share of a context that the budget allows to keep."""
+    budget = self.plan.budget
+    if isinstance(budget, kvjax.Retention):
+      return budget.share
+    return budget.kept(context_tokens) / context_tokens
+
 
 def candidates(
   methods: Sequence[str], budgets: Sequence[kvjax.Budget]

@@ -22,7 +22,7 @@ class Settings:
     model: name of the model's directory.
     weights: digest of the model's files, see `digest`.
     dtype: of weights and computation.
-    length: tokens of prompt and answer.
+    length: tokens of prompt and answer, chat template aside.
     seed: of the samples.
     protocol: what is compressed, before or after the question is known.
   """
@@ -132,14 +132,14 @@ class Results:
       )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
       raise InputError(
-        f"Line {number} of {self._path} is not an answer; move the file away "
-        "or choose another --output."
+        f"Line {number} of {self._path} is not an answer; remove the file or "
+        "choose another --output."
       ) from error
     for name, value in self._settings.items():
       if fields.get(name) != value:
         raise InputError(
           f"{self.folder} holds answers with {name} {fields.get(name)}, and "
-          f"this run has {name} {value}; choose another --output."
+          f"this run has {name} {value}; remove it or choose another --output."
         )
     return answer
 
@@ -199,6 +199,7 @@ def summarize(answers: Sequence[Answer]) -> list[dict[str, Any]]:
       "task": task,
       "score": mean("score", group, 2),
       "samples": len(group),
+      "context_tokens": mean("context_tokens", group, 2),
       "kept_tokens": mean("kept_tokens", group, 2),
       "cache_bytes": round(mean("cache_bytes", group, 0)),
     }

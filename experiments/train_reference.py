@@ -12,10 +12,11 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from flax import nnx
 from rich import progress
 
+from experiments import cli
 from experiments.reference import (
   batches,
   curriculum,
@@ -29,9 +30,14 @@ from kvjax.errors import InputError
 from models.decoder import Decoder
 
 _OUTPUT = flags.DEFINE_string(
-  "output", None, "Folder for checkpoints, the log and the exported model."
+  "output",
+  None,
+  "Folder for checkpoints, the log and the exported model.",
+  required=True,
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights and data.")
+_SEED = flags.DEFINE_integer(
+  "seed", 0, "Seed of weights and data.", lower_bound=0
+)
 _STAGES = flags.DEFINE_list(
   "stages", None, "Names of the stages to train, in order; all by default."
 )
@@ -176,21 +182,20 @@ def _chosen_stages(names: list[str] | None) -> tuple[curriculum.Stage, ...]:
   return tuple(known[name] for name in names)
 
 
-def main(argv: list[str]) -> None:
-  """Trains, then exports."""
-  del argv
+def main() -> None:
+  """Trains, then validates and exports."""
+  stages = _chosen_stages(_STAGES.value)
+  output = Path(_OUTPUT.value).absolute()
   try:
-    stages = _chosen_stages(_STAGES.value)
-    output = Path(_OUTPUT.value).absolute()
     output.mkdir(parents=True, exist_ok=True)
-  except (InputError, OSError) as error:
-    print(error, file=sys.stderr)
-    sys.exit(2)
+  except OSError as error:
+    raise InputError(
+      f"The output folder {output} cannot be made: {error.strerror}."
+    ) from error
   trainer = Trainer(output, _SEED.value, stages)
   trainer.run()
   export.save(trainer.decoder(), trainer.state, _SEED.value, output / "model")
 
 
 if __name__ == "__main__":
-  flags.mark_flag_as_required("output")
-  app.run(main)
+  cli.run(main)

@@ -103,8 +103,8 @@ class Checkpoints:
 
 
 def _number(state: Progress) -> int:
-  """A checkpoint's number: grows with every step and every new stage."""
-  return state.total * 16 + state.stage + state.extensions
+  """A checkpoint's number: grows with every step, stage and extension."""
+  return state.total * 256 + state.stage * 8 + state.extensions
 
 
 def _as_tree(state: Progress) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Writes the trained model as a Hugging Face directory with its card."""
 
 import datetime
+import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def table(scores: Sequence[Score]) -> str:
   cells = {(score.task, score.length): score for score in scores}
   lines = [
     f"| task | {' | '.join(f'{length:,} tokens' for length in lengths)} |",
-    f"| --- |{' ---: |' * len(lengths)}",
+    "| --- |" + " ---: |" * len(lengths),
   ]
   for task in dict.fromkeys(score.task for score in scores):
     shown = " | ".join(_cell(cells[task, length]) for length in lengths)
@@ -76,6 +77,7 @@ def card(state: Progress, seed: int, scores: Sequence[Score]) -> str:
     tokens=state.tokens / 1e6,
     minutes=state.seconds / 60,
     device=f"{jax.default_backend()}, {platform.machine()}",
+    cores=os.cpu_count(),
     date=datetime.date.today().isoformat(),
     seed=seed,
     samples=scores[0].samples,
@@ -111,8 +113,7 @@ offline, on a CPU, in minutes. It is not a language model: it writes no text
 and answers no other question.
 
 - {layers} layers, width {width}, {heads} query heads on {kv_heads} KV heads of
-  dimension {head_dim}, SwiGLU {inner}, RoPE base 500,000, tied embeddings,
-  float32.
+  dimension {head_dim}, SwiGLU {inner}, RoPE base 500,000, tied, float32.
 - {vocabulary:,} tokens: known words with their leading blank, else bytes;
   digits and the letters of UUIDs one by one.
 - Trained on at most {longest:,} positions; the configuration admits
@@ -129,18 +130,20 @@ brackets, where it differs, the percentage of samples with all of them.
 ## Training
 
 `python -m experiments.train_reference --output=DIR --seed={seed}` makes these
-weights again. Steps: {steps:,}. Tokens: {tokens:.1f} million. Time in training
-steps: {minutes:.0f} minutes ({device}, shared with other jobs). Seed: {seed}.
-Date: {date}.
+weights again. Steps: {steps:,}, extensions of stages that missed their gate
+included. Tokens: {tokens:.1f} million. Time in training steps: {minutes:.0f}
+minutes ({device}, {cores} cores). Seed: {seed}. Date: {date}.
 
 Data are made on the fly: key-value pairs with a growing gap between key and
 value, then needles, then whole prompts in RULER's wording (30 % of them in
 other wordings), with haystacks of RULER's noise, of other needles and of prose
 from CPython's language reference (`pydoc_data.topics`, PSF licence). Several
 questions are asked about most contexts. 15 % of the keys are spelled with
-random letters. Loss: weight 1 on answers, 3 on the first symbol of each value,
-0.05 on the rest. AdamW (0.9, 0.98), weight decay 0.01, gradients clipped at 1,
-learning rate 2e-3 falling to 1e-4.
+random letters. A question about one key is answered with its values in the
+order of the text (`1, 2, and 3.`), one about several keys with each key and
+its value (`a: 1, b: 2, and c: 3.`). Loss: weight 1 on answers, 3 on the first
+symbol of each key and value in them, 0.05 on the rest. AdamW (0.9, 0.98),
+weight decay 0.01, gradients clipped at 1, learning rate 2e-3 falling to 1e-4.
 
 | stage | length x rows | steps | lessons |
 | --- | --- | --- | --- |

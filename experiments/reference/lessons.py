@@ -6,7 +6,12 @@ from collections.abc import Callable
 import numpy as np
 
 from experiments.reference.pieces import Pieces
-from experiments.reference.prompts import Prompt, haystack, question_turn
+from experiments.reference.prompts import (
+  Prompt,
+  haystack,
+  listing,
+  question_turn,
+)
 from experiments.reference.rows import Row
 from experiments.tasks import passkey as passkey_task
 
@@ -51,6 +56,36 @@ def plain_pairs(rng: np.random.Generator, pieces: Pieces, room: int) -> Row:
   pairs = max(2, min((room - 1) // 4, len(pool)))
   keys = [[int(k)] for k in rng.choice(pool, pairs, replace=False)]
   return _pairs(rng, pieces, pool, keys, [], [])
+
+
+def listed_pairs(rng: np.random.Generator, pieces: Pieces, room: int) -> Row:
+  """Questions about two to four keys at once, with one-token values.
+
+  What questions about several keys need, at its densest: `a, b, and c` is
+  answered by `1, 2, and 3`.
+  """
+  pool = _pool(rng, pieces)
+  pairs = int(rng.integers(3, 9))
+  if rng.random() < 0.5:
+    keys = [[int(k)] for k in rng.choice(pool, pairs, replace=False)]
+  else:
+    keys = [pieces.word_key(rng) for _ in range(pairs)]
+  values = [[int(v)] for v in rng.choice(pool, pairs)]
+  gap = pieces.encode(" is")
+  query_gap = pieces.encode(_QUERY_GAP) if rng.random() < 0.5 else gap
+  row = Row()
+  row.add([pieces.bos])
+  for key, value in zip(keys, values, strict=True):
+    row.add([*key, *gap, *value, *pieces.comma])
+  while True:
+    asked = rng.permutation(pairs)[: rng.integers(2, 5)]
+    query, _ = listing(pieces, [keys[i] for i in asked])
+    ids, firsts = listing(pieces, [values[i] for i in asked])
+    size = len(query) + len(query_gap) + len(ids) + 2
+    if row.answers and len(row) + size > room:
+      return row
+    row.add([*pieces.newline, *query, *query_gap])
+    row.add_answer([*ids, pieces.eos], firsts)
 
 
 def _pool(rng: np.random.Generator, pieces: Pieces) -> np.ndarray:
@@ -108,6 +143,7 @@ class Retrieval:
     form: "short" (no sentence), "prefix" (no question) or "full".
     tail: most of the row that questions may take.
     one_turn: share of rows with a single question.
+    again: keys are asked for again, in other orders, as far as there is room.
   """
 
   hay: str = "needle"
@@ -120,6 +156,7 @@ class Retrieval:
   form: str = "full"
   tail: float = 0.5
   one_turn: float = 0.3
+  again: bool = False
 
   def __call__(
     self, rng: np.random.Generator, pieces: Pieces, room: int
@@ -159,7 +196,11 @@ class Retrieval:
       space = min(space, question_size)
     names = [list(pairs)[i] for i in rng.permutation(len(pairs))]
     tail = Row()
-    while len(names) >= per_question:
+    while True:
+      if len(names) < per_question and self.again:
+        names = [list(pairs)[i] for i in rng.permutation(len(pairs))]
+      if len(names) < per_question:
+        break
       asked, names = names[:per_question], names[per_question:]
       turn = question_turn(prompt, asked, [in_order[key] for key in asked])
       if len(tail) and len(tail) + len(turn) > space:
@@ -258,12 +299,45 @@ LESSONS: dict[str, Lesson] = {
     hay="mixed", key_counts=(1, 3), value_counts=(2, 4)
   ),
   "multiquery": Retrieval(hay="mixed", key_counts=(4, 8), query_counts=(2, 4)),
+  "prefix_queries": Retrieval(
+    form="prefix",
+    least_digits=1,
+    key_counts=(3, 6),
+    query_counts=(2, 4),
+    tail=0.7,
+    one_turn=0.0,
+    again=True,
+  ),
+  "prefix_values": Retrieval(
+    hay="essay", form="prefix", least_digits=1, value_counts=(2, 4)
+  ),
+  "four_values": Retrieval(hay="essay", value_counts=(4, 4)),
+  "prefix_four_values": Retrieval(
+    hay="essay", form="prefix", least_digits=1, value_counts=(4, 4)
+  ),
   "short_lists": Retrieval(
     form="short",
     least_digits=1,
     key_counts=(1, 3),
     value_counts=(1, 3),
     query_counts=(1, 2),
+    one_turn=0.0,
+  ),
+  "listed_pairs": listed_pairs,
+  "short_queries": Retrieval(
+    form="short",
+    least_digits=1,
+    key_counts=(3, 8),
+    query_counts=(2, 4),
+    tail=0.7,
+    one_turn=0.0,
+  ),
+  "short_values": Retrieval(
+    form="short",
+    least_digits=1,
+    key_counts=(1, 2),
+    value_counts=(2, 4),
+    tail=0.7,
     one_turn=0.0,
   ),
   "passkey": passkey,

@@ -25,6 +25,7 @@ class Pieces:
     self.pad = self._special(vocabulary.PAD)
     self.newline = self.encode("\n")
     self.comma = self.encode(",")
+    self.colon = self.encode(":")
     self.last_comma = self.encode(", and")
     self._blank = self.encode(" ")
     self._hyphen = self.encode("-")

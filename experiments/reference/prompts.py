@@ -40,6 +40,7 @@ class Prompt:
   Attributes:
     intro: ids of the instruction, empty where the row has none.
     overhead: tokens of the row that neither needles nor questions take.
+    short: there are no sentences, only keys and values.
   """
 
   def __init__(
@@ -53,6 +54,7 @@ class Prompt:
   ):
     """Draws a wording for a row with `answers` values per question."""
     self.pieces = pieces
+    self.short = form == "short"
     one = answers == 1
     self._plural = pieces.encode(f" {values}")
     self._kind = pieces.encode(f" {values[:-1] if one else values}")
@@ -102,31 +104,47 @@ def question_turn(
 ) -> Row:
   """A question about `asked` keys and its answer.
 
-  The answer lists the values key by key, those of one key in the order of the
-  text, as `a, b, c, and d`.
+  The values of one key are listed in the order of the text, as `1, 2, and 3`.
+  With several keys each value follows its key, as `a: 1, b: 2, and c: 3`: the
+  lookup of the next key and that of its value are then two steps, which a
+  small model learns far sooner. Short prompts do without the keys.
   """
   pieces = prompt.pieces
   row = Row()
-  row.add(prompt.question(_listing(pieces, asked)[0]))
-  ids, firsts = _listing(pieces, [v for group in values for v in group])
+  row.add(prompt.question(listing(pieces, asked)[0]))
+  items, firsts_in = [], []
+  for key, group in zip(asked, values, strict=True):
+    for value in group:
+      # A value brings a leading blank; the symbol after it is the first.
+      if len(asked) == 1 or prompt.short:
+        items.append(list(value))
+        firsts_in.append([1])
+      else:
+        items.append([*key, *pieces.colon, *value])
+        firsts_in.append([0, len(key) + len(pieces.colon) + 1])
+  ids, starts = listing(pieces, items)
+  firsts = [
+    start + place
+    for start, places in zip(starts, firsts_in, strict=True)
+    for place in places
+  ]
   row.add_answer([*ids, *pieces.encode("."), pieces.eos], firsts)
   return row
 
 
-def _listing(
+def listing(
   pieces: Pieces, items: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[int]]:
-  """Ids of a list in words, and the place of each item's first symbol."""
+  """Ids of `a, b, and c`, and the place where each item starts."""
   ids: list[int] = []
-  firsts = []
+  starts = []
   for index, item in enumerate(items):
     if index:
       last = index == len(items) - 1
       ids.extend(pieces.last_comma if last else pieces.comma)
-    # Values bring a leading blank; the symbol after it is the first.
-    firsts.append(len(ids) + 1)
+    starts.append(len(ids))
     ids.extend(item)
-  return ids, firsts
+  return ids, starts
 
 
 def haystack(

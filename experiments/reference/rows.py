@@ -20,7 +20,8 @@ class Row:
   Attributes:
     tokens: ids.
     answer: per token, the number of the answer it belongs to, -1 for none.
-    first: per token, whether it is the first symbol of a value.
+    first: per token, whether it is the first symbol of a value or of a key
+      that an answer repeats: something that has to be looked up.
   """
 
   tokens: list[int] = dataclasses.field(default_factory=list)
@@ -67,7 +68,7 @@ class Batch:
     target: int32[B, M].
     weight: float32[B, M], 0 for unused slots.
     answer: int32[B, M], number of the answer in its row, -1 for none.
-    first: bool[B, M], first symbols of values.
+    first: bool[B, M], first symbols, see `Row`.
   """
 
   tokens: np.ndarray

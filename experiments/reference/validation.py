@@ -1,31 +1,18 @@
 """How well a model answers the needle tasks with its full cache."""
 
 import dataclasses
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 import kvjax
-from experiments.tasks import needles, passkey
+from experiments import answering, suite
+from experiments.candidates import FULL, candidates
 from experiments.tasks.sample import Sample, string_match_all
-from kvjax.methods import FullKV
 from models.pretrained import Pretrained
 
 LENGTHS = (1024, 2048)
 _ROWS = 4
-
-Draw = Callable[[random.Random, int, Callable[[str], int]], Sample]
-
-
-def draws() -> Mapping[str, Draw]:
-  """The validated tasks: RULER's NIAH and the 64-digit passkey."""
-
-  def niah(task: needles.NeedleTask) -> Draw:
-    return lambda rng, length, count: needles.sample(task, rng, length, count)
-
-  found = {name: niah(task) for name, task in needles.TASKS.items()}
-  return found | {"passkey": passkey.passkey}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +35,11 @@ class Score:
 
 
 def validate(
-  lm: Pretrained, samples: int, seed: int, lengths: tuple[int, ...] = LENGTHS
+  lm: Pretrained,
+  samples: int,
+  seed: int,
+  lengths: Sequence[int] = LENGTHS,
+  tasks: Sequence[str] = suite.TASKS,
 ) -> Iterator[Score]:
   """Asks every task at every length; prose comes from held-out topics.
 
@@ -60,48 +51,36 @@ def validate(
     return len(lm.tokenizer.encode(text))
 
   for length in lengths:
-    for number, (name, draw) in enumerate(draws().items()):
+    for task in tasks:
       drawn = [
-        draw(random.Random(f"{seed}/{number}/{length}/{i}"), length, count)
-        for i in range(samples)
+        suite.draw(task, number, seed, length, count)
+        for number in range(samples)
       ]
-      shares = []
-      for start in range(0, samples, _ROWS):
-        part = drawn[start : start + _ROWS]
-        texts = _answers(lm, part)
-        shares += [
-          string_match_all(text, sample.answers)
-          for text, sample in zip(texts, part, strict=True)
-        ]
+      shares = [
+        string_match_all(text, sample.answers)
+        for text, sample in zip(_answers(lm, drawn), drawn, strict=True)
+      ]
+      whole = [share == 1 for share in shares]
       yield Score(
-        name,
-        length,
-        samples,
-        float(np.mean(shares)),
-        float(np.mean([share == 1 for share in shares])),
+        task, length, samples, float(np.mean(shares)), float(np.mean(whole))
       )
 
 
-def _answers(lm: Pretrained, samples: list[Sample]) -> list[str]:
-  """Greedy answers from the full cache."""
-  contexts, questions = [], []
-  for sample in samples:
-    context, suffix = lm.tokenizer.split_chat(sample.context)
-    contexts.append(lm.tokenizer.encode(context))
-    questions.append(
-      lm.tokenizer.encode(f"{sample.question}{suffix}{sample.answer_prefix}")
+def _answers(lm: Pretrained, samples: Sequence[Sample]) -> Iterator[str]:
+  """Greedy answers from the full cache, in the order of the samples."""
+  full = candidates([FULL], [kvjax.Retention(1.0)])
+  prompts = [
+    answering.Prompt.of(
+      lm.tokenizer,
+      sample.context,
+      sample.question,
+      sample.answer_prefix,
+      sample.max_new_tokens,
     )
-  cache, _ = kvjax.prefill(
-    lm.model,
-    lm.params,
-    kvjax.Prompts.of(contexts),
-    FullKV(),
-    kvjax.Retention(1.0),
-  )
-  decoding = kvjax.Decoding(
-    max_new_tokens=samples[0].max_new_tokens, stop_ids=lm.tokenizer.eos_ids
-  )
-  answers = kvjax.answer(
-    lm.model, lm.params, cache, kvjax.Prompts.of(questions), decoding
-  )
-  return [lm.tokenizer.decode(row) for row in answers.rows()]
+    for sample in samples
+  ]
+  shape = answering.Shape.of(prompts, min(_ROWS, len(prompts)))
+  for start in range(0, len(prompts), _ROWS):
+    batch = prompts[start : start + _ROWS]
+    (replies,) = answering.replies(lm, full, batch, shape, answering.Seconds())
+    yield from (reply.text for reply in replies)

@@ -30,11 +30,11 @@ class Pyramid(Method):
   Source: Cai et al., arXiv 2406.02069; the retention form follows kvpress.
 
   Attributes:
-    inner: the method that chooses the tokens.
+    inner: the method that chooses the tokens; SnapKV as in the authors' code.
     beta: how steep the pyramid is.
   """
 
-  inner: Method = SnapKV()
+  inner: Method = SnapKV(window=8, kernel=7, pooling="max")
   beta: float = 20.0
 
   def __post_init__(self) -> None:

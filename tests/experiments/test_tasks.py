@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-from experiments.reference import validation, vocabulary
+from experiments import suite
+from experiments.reference import vocabulary
 from experiments.tasks import fitting, needles, passkey, prose, words
 from experiments.tasks.sample import string_match_all
 from kvjax.errors import InputError
 
 TOKENIZER = vocabulary.build()
-DRAWS = validation.draws()
 
 
 def count(text):
@@ -19,7 +19,7 @@ def count(text):
 
 
 def draw(task, seed=0, length=640):
-  return DRAWS[task](random.Random(seed), length, count)
+  return suite.draw(task, 0, seed, length, count)
 
 
 def prompt_tokens(sample):
@@ -27,7 +27,7 @@ def prompt_tokens(sample):
   return count(sample.context) + count(prompt) + sample.max_new_tokens
 
 
-@pytest.mark.parametrize("task", DRAWS)
+@pytest.mark.parametrize("task", suite.TASKS)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_answer_stands_once_in_the_context(task, seed):
   sample = draw(task, seed)
@@ -37,7 +37,7 @@ def test_every_answer_stands_once_in_the_context(task, seed):
     assert answer not in sample.question + sample.answer_prefix
 
 
-@pytest.mark.parametrize("task", DRAWS)
+@pytest.mark.parametrize("task", suite.TASKS)
 @pytest.mark.parametrize("length", [640, 1000])
 def test_the_prompt_fills_the_length_up_to_one_unit(task, length):
   sample = draw(task, length=length)
@@ -47,7 +47,7 @@ def test_the_prompt_fills_the_length_up_to_one_unit(task, length):
   assert length - unit < prompt_tokens(sample) <= length
 
 
-@pytest.mark.parametrize("task", DRAWS)
+@pytest.mark.parametrize("task", suite.TASKS)
 def test_equal_seeds_give_equal_samples(task):
   assert draw(task, seed=5) == draw(task, seed=5)
   assert draw(task, seed=5).context != draw(task, seed=6).context
@@ -97,7 +97,7 @@ def test_a_passkey_stands_where_it_was_asked_to():
   assert at(0.0) < 0.2 < at(0.5) < 0.7 < at(1.0)
 
 
-@pytest.mark.parametrize("task", DRAWS)
+@pytest.mark.parametrize("task", suite.TASKS)
 def test_a_length_too_short_is_refused_with_the_length_that_is_not(task):
   with pytest.raises(InputError, match=r"it needs at least \d+") as refused:
     draw(task, length=100)

@@ -1,5 +1,6 @@
 """Training data of the reference model, and a training that is interrupted."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,9 +10,18 @@ import numpy as np
 import pytest
 
 from experiments import train_reference
-from experiments.reference import batches, curriculum, pieces, vocabulary
+from experiments.reference import (
+  batches,
+  curriculum,
+  export,
+  pieces,
+  training,
+  vocabulary,
+)
 from experiments.reference.lessons import LESSONS, draw_row
 from experiments.reference.rows import FIRST_WEIGHT, Row, pack
+from experiments.reference.validation import Score, validate
+from models import pretrained
 
 PIECES = pieces.Pieces(vocabulary.build())
 STAGE = curriculum.Stage(
@@ -91,6 +101,8 @@ def test_stages_are_consistent_and_their_batches_repeat(index):
 
 def test_training_resumes_bit_for_bit_after_a_stop(tmp_path, monkeypatch):
   monkeypatch.setattr(train_reference, "_SAVE_EVERY", 1)
+  small = dataclasses.replace(training.config(), num_layers=1)
+  monkeypatch.setattr(training, "config", lambda: small)
   whole = train_reference.Trainer(tmp_path / "whole", 0, (STAGE,))
   whole.run()
   assert whole.state.total == STAGE.steps
@@ -139,3 +151,40 @@ def test_an_unknown_stage_is_one_sentence_and_exit_code_2(tmp_path):
     .startswith("There is no training stage 'nothing'; stages are seed-16, ")
   )
   assert not output.exists()
+
+
+def test_the_card_has_a_line_per_task_and_a_column_per_length():
+  scores = [
+    Score("one", 1024, 8, 1.0, 1.0),
+    Score("many", 1024, 8, 0.96875, 0.875),
+    Score("one", 2048, 8, 0.5, 0.5),
+    Score("many", 2048, 8, 0.5, 0.25),
+  ]
+  assert export.table(scores) == (
+    "| task | 1,024 tokens | 2,048 tokens |\n"
+    "| --- | ---: | ---: |\n"
+    "| one | 100.0 | 50.0 |\n"
+    "| many | 96.9 (87.5) | 50.0 (25.0) |"
+  )
+
+
+def test_the_bundled_model_answers_with_its_full_cache():
+  lm = pretrained.load("models/reference", dtype="float32")
+  tasks = ("niah_single_2", "niah_multikey_2")
+  for score in validate(lm, 4, 1, (640,), tasks):
+    assert score.contained >= 0.75, score
+
+
+def test_a_stage_that_misses_its_gate_is_extended_by_half(
+  tmp_path, monkeypatch
+):
+  small = dataclasses.replace(training.config(), num_layers=1)
+  monkeypatch.setattr(training, "config", lambda: small)
+  hard = dataclasses.replace(STAGE, name="hard", gate={"gapped": 1.1})
+  trainer = train_reference.Trainer(tmp_path, 0, (hard, STAGE))
+  trainer.run()
+  # Two extensions, then the next stage, and the newest checkpoint says so.
+  assert trainer.state.total == 2 * STAGE.steps + STAGE.steps
+  again = train_reference.Trainer(tmp_path, 0, (hard, STAGE))
+  assert again.state.stage == 2
+  assert again.state.total == trainer.state.total

@@ -1,0 +1,232 @@
+"""Compares KV-cache compression methods on needle tasks, or on a text.
+
+  python -m experiments.compare
+
+asks the bundled model about needles hidden in English prose (RULER's single,
+multi-key, multi-value and multi-query tasks at 1,024 tokens), with the full
+cache and with what each method keeps of it. Only the context is prefilled and
+compressed; the question comes afterwards. Ends with a table and writes
+results/demo/{samples.jsonl,summary.json,table.md,score_vs_retention.png}.
+A run that was stopped goes on where it stopped.
+
+  python -m experiments.compare --text=notes.txt --question="Who called?"
+
+answers about a text side by side and writes nothing.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import rich.console
+import rich.progress
+from absl import flags
+
+import kvjax
+import models
+from experiments import (
+  cli,
+  comparison,
+  reports,
+  results,
+  side_by_side,
+  suite,
+  tables,
+)
+from experiments.candidates import Candidate, candidates
+from kvjax.errors import InputError
+from kvjax.methods import METHODS
+from kvjax.sharding import parse_mesh
+from models.pretrained import DTYPES
+
+_BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
+
+_MODEL = flags.DEFINE_string(
+  "model", str(_BUNDLED), "Hugging Face directory of a model."
+)
+_METHODS = flags.DEFINE_list(
+  "methods",
+  list(METHODS),
+  "Methods or presets, with options as in keydiff:anchor=median_unit.",
+)
+_RETENTION = flags.DEFINE_list(
+  "retention", ["1", "0.5", "0.25", "0.1"], "Shares of the context to keep."
+)
+_BUDGET = flags.DEFINE_list(
+  "budget", None, "Tokens to keep, in place of --retention."
+)
+_TASKS = flags.DEFINE_list(
+  "tasks", list(suite.DEFAULT), f"Any of {', '.join(suite.TASKS)}."
+)
+_SAMPLES = flags.DEFINE_integer(
+  "samples", 16, "Samples per task.", lower_bound=1
+)
+_LENGTH = flags.DEFINE_integer(
+  "length",
+  1024,
+  "Tokens of prompt and answer, chat template aside.",
+  lower_bound=1,
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.")
+_BATCH = flags.DEFINE_integer(
+  "batch", 8, "Samples per prefill; less needs less memory.", lower_bound=1
+)
+_OUTPUT = flags.DEFINE_string("output", "results/demo", "Folder to write to.")
+_MESH = flags.DEFINE_string("mesh", None, "Devices, as in data:2,model:2.")
+_DTYPE = flags.DEFINE_enum(
+  "dtype", None, DTYPES, "By default float32 on CPU, else bfloat16."
+)
+_TEXT = flags.DEFINE_string("text", None, "File to answer a question about.")
+_QUESTION = flags.DEFINE_string("question", None, "Asked about --text.")
+
+_NEEDLES_ONLY = ("tasks", "samples", "length", "seed", "batch", "output")
+
+
+def main() -> None:
+  """Checks what can be checked first, then loads the model and asks it."""
+  cli.refuse_together("retention", ["budget"], "both say how much to keep")
+  cli.refuse_together(
+    "text", _NEEDLES_ONLY, "a text is asked one question and nothing is written"
+  )
+  chosen = candidates(_METHODS.value, _budgets())
+  text, question = _TEXT.value, _QUESTION.value
+  if text is None and question is None:
+    _compare(chosen)
+  elif text is None or question is None:
+    raise InputError("--text=FILE and --question=... need each other.")
+  else:
+    _ask(chosen, side_by_side.read_text(pathlib.Path(text)), question)
+
+
+def _compare(chosen: Sequence[Candidate]) -> None:
+  began = time.monotonic()
+  folder = pathlib.Path(_OUTPUT.value)
+  suite.check_tasks(_TASKS.value)
+  results.check_writable(folder)
+  with _loaded() as (lm, devices):
+    samples = _samples(lm)
+    settings = _settings()
+    store = results.Results(folder, settings)
+    wanted = comparison.wanted(chosen, samples)
+    new = len(set(wanted) - store.answers.keys())
+    seconds = _answer(lm, chosen, samples, store, new)
+  seconds["total"] = time.monotonic() - began
+  summary = dataclasses.asdict(settings) | {
+    "decoding": "greedy",
+    "device": reports.device(devices),
+    "versions": reports.versions(),
+    "seconds": {name: round(value, 1) for name, value in seconds.items()},
+    "rows": results.summarize([store.answers[key] for key in wanted]),
+  }
+  reports.write(folder, summary)
+  console = rich.console.Console(highlight=False)
+  console.print(tables.to_terminal(summary))
+  console.print(
+    f"{new} answers in {seconds['total']:.0f} s (prefill "
+    f"{seconds['prefill']:.0f} s, answers {seconds['answer']:.0f} s), "
+    f"{len(wanted) - new} from before; all in {folder}"
+  )
+
+
+def _answer(
+  lm: models.Pretrained,
+  chosen: Sequence[Candidate],
+  samples: comparison.Samples,
+  store: results.Results,
+  new: int,
+) -> dict[str, float]:
+  """Answers under a progress bar; the seconds that the parts took."""
+  with rich.progress.Progress(
+    rich.progress.TextColumn("{task.description:15}"),
+    rich.progress.BarColumn(),
+    rich.progress.MofNCompleteColumn(),
+    rich.progress.TimeElapsedColumn(),
+    rich.progress.TextColumn("left"),
+    rich.progress.TimeRemainingColumn(),
+    console=rich.console.Console(stderr=True),
+  ) as progress:
+    bar = progress.add_task("compiling", total=new)
+
+    def advance(task: str, count: int) -> None:
+      progress.update(bar, description=task, advance=count)
+
+    seconds = comparison.compare(
+      lm, chosen, samples, store, _BATCH.value, advance
+    )
+  return dataclasses.asdict(seconds)
+
+
+def _ask(chosen: Sequence[Candidate], text: str, question: str) -> None:
+  with _loaded() as (lm, _), rich.console.Console(stderr=True).status("asking"):
+    prompt, found = side_by_side.ask(lm, chosen, text, question)
+  table = side_by_side.to_terminal(prompt, question, found)
+  rich.console.Console().print(table)
+
+
+def _samples(lm: models.Pretrained) -> comparison.Samples:
+  def count(text: str) -> int:
+    return len(lm.tokenizer.encode(text))
+
+  limit = lm.config.geometry.max_positions
+  template = sum(count(text) for text in lm.tokenizer.split_chat(""))
+  if _LENGTH.value + template > limit:
+    raise InputError(
+      f"--length={_LENGTH.value} and {template} tokens of chat template are "
+      f"longer than the context of this model, {limit} tokens."
+    )
+  return {
+    task: [
+      suite.draw(task, number, _SEED.value, _LENGTH.value, count)
+      for number in range(_SAMPLES.value)
+    ]
+    for task in dict.fromkeys(_TASKS.value)
+  }
+
+
+def _settings() -> results.Settings:
+  directory = pathlib.Path(_MODEL.value).resolve()
+  return results.Settings(
+    model="kvjax-ref" if directory == _BUNDLED else directory.name,
+    weights=results.digest(directory),
+    dtype=_dtype(),
+    length=_LENGTH.value,
+    seed=_SEED.value,
+  )
+
+
+@contextlib.contextmanager
+def _loaded() -> Iterator[tuple[models.Pretrained, int]]:
+  """The model, on the mesh if there is one, and its number of devices."""
+  if _MESH.value is None:
+    yield models.load(_MODEL.value, _dtype()), 1
+    return
+  mesh = parse_mesh(_MESH.value)
+  with jax.set_mesh(mesh):
+    yield models.load(_MODEL.value, _dtype(), mesh), mesh.size
+
+
+def _dtype() -> str:
+  if _DTYPE.value is not None:
+    return str(_DTYPE.value)
+  return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def _budgets() -> list[kvjax.Budget]:
+  try:
+    if _BUDGET.value is not None:
+      return [kvjax.Tokens(int(text)) for text in _BUDGET.value]
+    return [kvjax.Retention(float(text)) for text in _RETENTION.value]
+  except InputError:
+    raise
+  except ValueError as error:
+    raise InputError(
+      "--retention takes numbers such as 0.5,0.25 and --budget whole numbers "
+      f"such as 256,64: {error}."
+    ) from error
+
+
+if __name__ == "__main__":
+  cli.run(main)

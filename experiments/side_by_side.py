@@ -1,0 +1,79 @@
+"""One question about one text, answered from full and compressed caches."""
+
+import pathlib
+from collections.abc import Sequence
+
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+
+from experiments.answering import (
+  Prompt,
+  Reply,
+  Seconds,
+  Shape,
+  check_room,
+  replies,
+)
+from experiments.candidates import Candidate
+from experiments.comparison import clean
+from kvjax.errors import InputError
+from models.pretrained import Pretrained
+
+_MAX_NEW_TOKENS = 128
+
+
+def read_text(path: pathlib.Path) -> str:
+  """The text of a file, ended by a line break as a prompt wants it.
+
+  Raises:
+    InputError: there is no such file, or it holds no text.
+  """
+  try:
+    text = path.read_text(encoding="utf-8")
+  except UnicodeDecodeError as error:
+    raise InputError(f"{path} is not a text file in UTF-8.") from error
+  except OSError as error:
+    raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+  if not text.strip():
+    raise InputError(f"{path} is empty; give a file with some text.")
+  return text.rstrip("\n") + "\n"
+
+
+def ask(
+  lm: Pretrained, candidates: Sequence[Candidate], text: str, question: str
+) -> tuple[Prompt, list[Reply]]:
+  """Each candidate's answer to a question that the text is compressed without.
+
+  Raises:
+    InputError: text, question and answer are longer than the model's context.
+  """
+  prompt = Prompt.of(lm.tokenizer, text, question, "", _MAX_NEW_TOKENS)
+  check_room(lm, [prompt])
+  shape = Shape.of([prompt], rows=1)
+  groups = replies(lm, candidates, [prompt], shape, Seconds())
+  found = {reply.candidate: reply for group in groups for reply in group}
+  return prompt, [found[candidate] for candidate in candidates]
+
+
+def to_terminal(
+  prompt: Prompt, question: str, found: Sequence[Reply]
+) -> rich.console.Group:
+  """The question and a line per reply."""
+  table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+  table.add_column("method", overflow="fold")
+  for name in ("budget", "kept", "KiB"):
+    table.add_column(name, justify="right", no_wrap=True)
+  table.add_column("answer", overflow="fold")
+  for reply in found:
+    table.add_row(
+      reply.candidate.method,
+      f"{100 * reply.retention:.3g} %",
+      f"{reply.kept_tokens:.0f}",
+      f"{reply.cache_bytes / 1024:.0f}",
+      rich.text.Text(clean(reply.text) or "(nothing)"),
+      end_section=True,
+    )
+  asked = f"{question} ({len(prompt.context)} tokens of context, greedy)"
+  return rich.console.Group(rich.text.Text(asked), table)

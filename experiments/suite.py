@@ -1,0 +1,55 @@
+"""The tasks of a comparison, by name, and their numbered samples."""
+
+import random
+from collections.abc import Callable, Sequence
+
+from experiments.tasks import needles, passkey
+from experiments.tasks.sample import Sample
+from kvjax.errors import InputError
+
+# RULER's needle tasks in prose: one needle, four keys, four values, four
+# questions at once.
+DEFAULT = (
+  "niah_single_2",
+  "niah_multikey_1",
+  "niah_multivalue",
+  "niah_multiquery",
+)
+PASSKEY = "passkey"
+TASKS = (*needles.TASKS, PASSKEY)
+
+
+def check_tasks(names: Sequence[str]) -> None:
+  """Refuses names that are no task.
+
+  Raises:
+    InputError: a name is not in `TASKS`, or there is none.
+  """
+  if not names:
+    raise InputError(f"Name a task; the tasks are {', '.join(TASKS)}.")
+  for name in names:
+    if name not in TASKS:
+      raise InputError(
+        f"There is no task {name!r}; the tasks are {', '.join(TASKS)}."
+      )
+
+
+def draw(
+  task: str, number: int, seed: int, length: int, count: Callable[[str], int]
+) -> Sample:
+  """A sample that depends on these arguments only.
+
+  Args:
+    task: one of `TASKS`.
+    number: which of the task's samples.
+    seed: of all samples.
+    length: bound on the tokens of prompt and answer.
+    count: number of tokens of a text.
+
+  Raises:
+    InputError: `length` is too short for the task.
+  """
+  rng = random.Random(f"{seed} {task} {number}")
+  if task == PASSKEY:
+    return passkey.passkey(rng, length, count)
+  return needles.sample(needles.TASKS[task], rng, length, count)

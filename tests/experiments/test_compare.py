@@ -1,0 +1,251 @@
+"""The binary: a whole run, a text, and one sentence for whatever is wrong."""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import safetensors.numpy
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# Imports what takes seconds once, then runs the binary in a fork per command.
+_RUNNER = """
+import json, os, runpy, sys
+import absl.app, rich.progress
+import experiments.reports, experiments.side_by_side
+
+def run(arguments, out, err):
+  child = os.fork()
+  if child == 0:
+    for path, number in ((out, 1), (err, 2)):
+      os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv = ["compare", *arguments]
+    code = 1
+    try:
+      runpy.run_module("experiments.compare", run_name="__main__")
+    except SystemExit as stop:
+      code = stop.code or 0
+    finally:
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(code)
+  return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+for line in sys.stdin:
+  print(run(*json.loads(line)), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def binary(tmp_path_factory):
+  """Runs `python -m experiments.compare` with some arguments."""
+  folder = tmp_path_factory.mktemp("binary")
+  runner = subprocess.Popen(
+    [sys.executable, "-W", "error", "-c", _RUNNER],
+    cwd=ROOT,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+
+  def run(*arguments):
+    paths = [str(folder / "out"), str(folder / "err")]
+    runner.stdin.write(json.dumps([[str(a) for a in arguments], *paths]) + "\n")
+    runner.stdin.flush()
+    code = int(runner.stdout.readline())
+    out, err = (pathlib.Path(path).read_text() for path in paths)
+    return subprocess.CompletedProcess(arguments, code, out, err)
+
+  yield run
+  runner.stdin.close()
+  assert runner.wait() == 0
+  runner.stdout.close()
+
+
+@pytest.fixture
+def refused(binary, tiny_directory, tmp_path):
+  """Runs the binary on what it must refuse; returns the sentence."""
+
+  def run(*arguments, output=None):
+    output = output or tmp_path / "run"
+    model = [] if "model" in str(arguments) else [f"--model={tiny_directory}"]
+    if "text" not in str(arguments):
+      model.append(f"--output={output}")
+    result = binary(*model, *arguments)
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.endswith(".\n")
+    assert not output.exists()
+    return result.stderr.strip()
+
+  return run
+
+
+def test_a_run_answers_and_a_second_run_has_nothing_to_do(
+  binary, tiny_directory, tmp_path
+):
+  arguments = (
+    f"--model={tiny_directory}",
+    "--methods=full,streaming:sinks=2",
+    "--retention=1,0.5",
+    "--tasks=niah_single_2",
+    "--samples=2",
+    "--batch=2",
+    "--length=256",
+    "--seed=3",
+    "--mesh=data:2,model:2",
+    f"--output={tmp_path}/new/run",
+  )
+  first = binary(*arguments)
+  assert first.returncode == 0, first.stderr
+  assert "4/4" in first.stderr
+  assert "streaming:sinks=2" in first.stdout
+  assert "4 answers in" in first.stdout
+  folder = tmp_path / "new" / "run"
+  assert {path.name for path in folder.iterdir()} == {
+    "samples.jsonl",
+    "summary.json",
+    "table.md",
+    "score_vs_retention.png",
+  }
+  summary = json.loads((folder / "summary.json").read_text())
+  assert summary["model"] == "tiny"
+  assert (summary["seed"], summary["length"]) == (3, 256)
+  assert summary["dtype"] == "float32"
+  assert summary["device"].startswith("4 x CPU")
+  assert [(r["method"], r["retention"]) for r in summary["rows"]] == [
+    ("full", 1.0),
+    ("streaming:sinks=2", 0.5),
+  ]
+  assert all(row["samples"] == 2 for row in summary["rows"])
+  lines = (folder / "samples.jsonl").read_bytes()
+
+  second = binary(*arguments)
+  assert second.returncode == 0, second.stderr
+  assert "0 answers in" in second.stdout
+  assert "4 from before" in second.stdout
+  assert (folder / "samples.jsonl").read_bytes() == lines
+  rows = json.loads((folder / "summary.json").read_text())["rows"]
+  assert rows == summary["rows"]
+
+  other = binary(*arguments, "--seed=4")
+  assert other.returncode == 2
+  assert "holds answers with seed 3, and this run has seed 4" in other.stderr
+
+
+def test_a_text_is_answered_side_by_side(binary, tiny_directory, tmp_path):
+  text = tmp_path / "notes.txt"
+  text.write_text("The grass is green. The sky is blue. Ann called.\n")
+  result = binary(
+    f"--model={tiny_directory}",
+    f"--text={text}",
+    "--question=Who called?",
+    "--methods=full,keydiff",
+    "--retention=0.5",
+  )
+  assert result.returncode == 0, result.stderr
+  assert "Who called?" in result.stdout
+  assert "100 %" in result.stdout
+  assert "keydiff" in result.stdout
+  assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "sentence"),
+  [
+    (["--methods=keydif"], "no method 'keydif' (did you mean keydiff or "),
+    (["--methods=keydiff:anchr=x"], "no option 'anchr' (did you mean anchor"),
+    (["--methods="], "nothing to compare"),
+    (["--retention=0"], "above 0 and at most 1; 0 is not."),
+    (["--retention=1.7"], "above 0 and at most 1; 1.7 is not."),
+    (["--retention=half"], "--retention takes numbers such as 0.5,0.25"),
+    (["--budget=0"], "A budget of 0 tokens keeps nothing"),
+    (["--budget=64", "--retention=.5"], "--retention and --budget do not go"),
+    (["--tasks=niah"], "There is no task 'niah'; the tasks are niah_single_1"),
+    (["--samples=0"], "--samples=0"),
+    (["--lenght=512"], "Unknown command line flag 'lenght'. Did you mean"),
+    (["extra"], "There is no argument 'extra'"),
+    (["--dtype=int8"], "--dtype=int8"),
+    (["--mesh=data:64"], "needs 64 devices; there are 4."),
+    (["--length=4096"], "--length=4096 and 2 tokens of chat template are"),
+    (["--length=32"], "A length of 32 tokens is too short for this task"),
+    (["--text=no.txt", "--question=Why?"], "no.txt cannot be read: No such"),
+    (["--question=Why?"], "--text=FILE and --question=... need each other."),
+    (["--text=a", "--samples=2"], "--text and --samples do not go together"),
+    (["--model=/nowhere"], "/nowhere has no config.json"),
+  ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(refused, arguments, sentence):
+  assert sentence in refused(*arguments)
+
+
+@pytest.mark.parametrize(
+  ("output", "sentence"),
+  [("file/run", "file is no folder"), ("/proc/run", "cannot be written")],
+)
+def test_an_output_that_cannot_be_written_is_refused(
+  refused, tmp_path, output, sentence
+):
+  (tmp_path / "file").write_text("")
+  assert sentence in refused(output=tmp_path / output)
+
+
+def test_an_empty_text_is_refused(refused, tmp_path):
+  (tmp_path / "empty.txt").write_text("\n")
+  sentence = refused(f"--text={tmp_path}/empty.txt", "--question=Why?")
+  assert "empty.txt is empty" in sentence
+
+
+def test_a_text_longer_than_the_context_is_refused(refused, tmp_path):
+  (tmp_path / "long.txt").write_text("The sky is blue. " * 200)
+  sentence = refused(f"--text={tmp_path}/long.txt", "--question=Why?")
+  assert "Context (1003 tokens), question (5) and answer" in sentence
+  assert sentence.endswith("the context of this model is 512.")
+
+
+def _without_weights(folder):
+  (folder / "model.safetensors").unlink()
+
+
+def _with_a_missing_shard(folder):
+  names = safetensors.numpy.load_file(folder / "model.safetensors")
+  (folder / "model.safetensors").unlink()
+  shard = "model-00001-of-00002.safetensors"
+  index = {"weight_map": dict.fromkeys(names, shard)}
+  path = folder / "model.safetensors.index.json"
+  path.write_text(json.dumps(index))
+
+
+def _edit_config(folder, **fields):
+  path = folder / "config.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def _with_wrong_shapes(folder):
+  _edit_config(folder, intermediate_size=64)
+
+
+def _of_an_unknown_kind(folder):
+  _edit_config(folder, model_type="mamba")
+
+
+@pytest.mark.parametrize(
+  ("damage", "sentence"),
+  [
+    (_without_weights, "has no weights"),
+    (_with_a_missing_shard, "lacks the shard model-00001-of-00002"),
+    (_with_wrong_shapes, "has shape (32, 48); config.json asks for (32, 64)."),
+    (_of_an_unknown_kind, "model_type 'mamba', which is not supported"),
+  ],
+)
+def test_a_model_that_cannot_be_loaded_is_refused(
+  refused, tiny_directory, tmp_path, damage, sentence
+):
+  folder = tmp_path / "model"
+  shutil.copytree(tiny_directory, folder)
+  damage(folder)
+  assert sentence in refused(f"--model={folder}")

@@ -1,0 +1,279 @@
+"""Answering: shared prefills, few shapes, resumed runs, both modes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rich.console
+
+import kvjax
+import models
+from experiments import answering, comparison, side_by_side
+from experiments.candidates import candidates
+from experiments.results import Results, Settings
+from experiments.tasks.sample import Sample
+from kvjax.errors import InputError
+from kvjax.sharding import parse_mesh
+
+SETTINGS = Settings("tiny", "abc", "float32", 128, 0)
+NAMES = [
+  "full",
+  "streaming",
+  "keydiff",
+  "snapkv:window=4",
+  # Its layers keep different numbers of tokens.
+  "key_norm:skip_layers=0",
+]
+CHOSEN = candidates(NAMES, [kvjax.Retention(1.0), kvjax.Retention(0.5)])
+SENTENCE = " The grass is green and the sky is blue."
+
+
+def a_sample(task, number):
+  return Sample(
+    context=f"Number {number}." + SENTENCE * (3 + number % 3) + "\n",
+    question="What is green?" + " Why?" * (number % 2),
+    answer_prefix=" It is",
+    answers=("the", "grass"),
+    task=task,
+    max_new_tokens=5,
+    metadata={},
+  )
+
+
+SAMPLES = {
+  "one": [a_sample("one", number) for number in range(3)],
+  "two": [a_sample("two", number) for number in range(3, 6)],
+}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+  """How often prompts are prefilled and caches asked."""
+  calls = {"sweep": 0, "answer": 0}
+
+  def count(name, function):
+    def call(*args, **kwargs):
+      calls[name] += 1
+      return function(*args, **kwargs)
+
+    monkeypatch.setattr(kvjax, name, call)
+
+  count("sweep", kvjax.sweep)
+  count("answer", kvjax.answer)
+  return calls
+
+
+def compared(lm, folder, on_answers=lambda task, new: None, **changes):
+  arguments = {"chosen": CHOSEN, "samples": SAMPLES, "batch": 2} | changes
+  results = Results(folder, SETTINGS)
+  comparison.compare(
+    lm,
+    arguments["chosen"],
+    arguments["samples"],
+    results,
+    arguments["batch"],
+    on_answers,
+  )
+  return results
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+  return compared(tiny, tmp_path_factory.mktemp("whole"))
+
+
+def test_the_full_cache_comes_first_and_once():
+  budgets = [kvjax.Retention(1.0), kvjax.Retention(0.5), kvjax.Tokens(8)]
+  found = candidates(["keydiff", "full", "tova", "keydiff"], budgets)
+  assert [(c.method, c.budget) for c in found] == [
+    ("full", "1"),
+    ("keydiff", "0.5"),
+    ("keydiff", "8 tokens"),
+    ("tova", "0.5"),
+    ("tova", "8 tokens"),
+  ]
+  without = candidates(["tova"], [kvjax.Retention(0.5)])
+  assert [c.method for c in without] == ["tova"]
+  assert [c.retention(16) for c in found[1:3]] == [0.5, 0.5]
+  with pytest.raises(InputError, match="nothing to compare"):
+    candidates([], budgets)
+
+
+def test_every_candidate_answers_every_sample(whole):
+  assert set(whole.answers) == set(comparison.wanted(CHOSEN, SAMPLES))
+  assert len(whole.answers) == 6 * len(CHOSEN)
+
+
+def test_kept_tokens_are_those_of_the_cache(whole):
+  for answer in whole.answers.values():
+    whole_length = answer.context_tokens
+    half = -(-whole_length // 2)
+    expected = {"full": whole_length, NAMES[-1]: (whole_length + half) / 2}
+    assert answer.kept_tokens == expected.get(answer.method, half)
+    assert answer.retention == (1.0 if answer.method == "full" else 0.5)
+  full = max(a.cache_bytes for a in whole.answers.values())
+  half = min(a.cache_bytes for a in whole.answers.values())
+  assert 0.45 < half / full < 0.55
+
+
+def test_a_batch_is_prefilled_once_and_equal_caches_asked_together(
+  tiny, tmp_path, counted
+):
+  compared(tiny, tmp_path)
+  # Two tasks in batches of two and one; full and half caches.
+  assert counted == {"sweep": 4, "answer": 8}
+
+
+def test_a_sample_answers_as_if_it_were_alone(tiny, whole):
+  sample, number = SAMPLES["two"][1], 1
+  before, after = tiny.tokenizer.split_chat(sample.context)
+  caches, _ = kvjax.sweep(
+    tiny.model,
+    tiny.params,
+    kvjax.Prompts.of([tiny.tokenizer.encode(before)]),
+    [candidate.plan for candidate in CHOSEN],
+  )
+  question = sample.question + after + sample.answer_prefix
+  for candidate, cache in zip(CHOSEN, caches, strict=True):
+    answers = kvjax.answer(
+      tiny.model,
+      tiny.params,
+      cache,
+      kvjax.Prompts.of([tiny.tokenizer.encode(question)]),
+      kvjax.Decoding(5, tiny.tokenizer.eos_ids),
+    )
+    alone = comparison.clean(tiny.tokenizer.decode(answers.rows()[0]))
+    (key,) = comparison.wanted([candidate], {"two": [sample]})
+    found = whole.answers[key._replace(sample=number)]
+    assert found.prediction == alone
+    assert found.kept_tokens == np.mean(np.asarray(cache.lengths))
+
+
+def test_a_stopped_run_goes_on_where_it_stopped(tiny, tmp_path, whole, counted):
+  told = []
+
+  def stop_at_third(task, new):
+    told.append(new)
+    if len(told) == 3:
+      raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    compared(tiny, tmp_path, stop_at_third)
+  assert counted == {"sweep": 2, "answer": 3}
+  results = compared(tiny, tmp_path, lambda task, new: told.append(new))
+  # The second batch again for its second group, then the second task.
+  assert told == [4, 6, 2, 0, 3, 4, 6, 2, 3]
+  assert results.answers == whole.answers
+  lines = (tmp_path / "samples.jsonl").read_bytes().splitlines()
+  expected = (whole.folder / "samples.jsonl").read_bytes().splitlines()
+  assert lines == expected
+  before = dict(counted)
+  compared(tiny, tmp_path)
+  assert counted == before
+
+
+def test_only_what_is_new_is_asked(tiny, tmp_path, monkeypatch):
+  asked = []
+
+  def replies(lm, chosen, prompts, shape, seconds):
+    asked.append(([c.method for c in chosen], len(prompts)))
+    rows = range(len(prompts))
+    yield [
+      answering.Reply(c, row, 0.5, 1.0, 1, "") for c in chosen for row in rows
+    ]
+
+  monkeypatch.setattr(comparison, "replies", replies)
+  first = {task: drawn[:2] for task, drawn in SAMPLES.items()}
+  compared(tiny, tmp_path, chosen=CHOSEN[:2], samples=first)
+  assert asked == [(["full", "streaming"], 2)] * 2
+  asked.clear()
+  compared(tiny, tmp_path, chosen=CHOSEN[:3], samples=first)
+  assert asked == [(["keydiff"], 2)] * 2
+  asked.clear()
+  compared(tiny, tmp_path, chosen=CHOSEN[:3])
+  assert asked == [(["full", "streaming", "keydiff"], 1)] * 2
+
+
+def test_a_prompt_longer_than_the_context_is_refused(tiny, tmp_path):
+  long = dataclasses.replace(SAMPLES["one"][0], context=SENTENCE * 80)
+  with pytest.raises(InputError, match=r"come to 8\d\d tokens; the context of"):
+    compared(tiny, tmp_path / "new", samples={"one": [long]})
+  assert not (tmp_path / "new").exists()
+
+
+def test_a_mesh_changes_no_answer(tiny_directory, tmp_path, whole):
+  mesh = parse_mesh("data:2,model:2")
+  with jax.set_mesh(mesh):
+    sharded = models.load(tiny_directory, "float32", mesh)
+    results = compared(sharded, tmp_path, chosen=CHOSEN[:2])
+  assert len(results.answers) == 12
+  for key, answer in results.answers.items():
+    assert answer == whole.answers[key]
+
+
+def a_cache(*capacities):
+  layers = tuple(
+    kvjax.LayerCache(
+      jnp.zeros((1, 1, capacity, 2), jnp.float32),
+      jnp.zeros((1, 1, capacity, 2), jnp.float32),
+      jnp.zeros((1, 1, capacity), jnp.int32),
+      jnp.zeros((), jnp.int32),
+    )
+    for capacity in capacities
+  )
+  return kvjax.Cache(layers, jnp.zeros(1, jnp.int32))
+
+
+def test_layers_of_unequal_capacities_join_the_next_larger_group():
+  caches = [a_cache(8, 8), a_cache(4, 4), a_cache(6, 3), a_cache(4, 4)]
+  assert answering._groups(caches) == {8: [0, 2], 4: [1, 3]}
+  assert answering._groups(caches[1:3]) == {4: [0], 6: [1]}
+
+
+def test_predictions_are_cleaned_as_ruler_does():
+  assert comparison.clean(" a\x00b\tc \n") == "a\nb\nc"
+
+
+def test_widths_are_shared_by_neighbouring_lengths():
+  prompts = [answering.Prompt([0] * n, [0] * 5, 1) for n in (33, 60)]
+  assert answering.Shape.of(prompts, 4) == (4, 64, 32)
+
+
+def test_a_text_is_answered_side_by_side(tiny, tmp_path):
+  path = tmp_path / "notes.txt"
+  path.write_text("Ann called." + SENTENCE * 3)
+  text = side_by_side.read_text(path)
+  prompt, found = side_by_side.ask(tiny, CHOSEN[:2], text, "Who [called]?")
+  assert text.endswith("blue.\n")
+  assert [reply.candidate for reply in found] == list(CHOSEN[:2])
+  assert found[0].kept_tokens == len(prompt.context)
+  console = rich.console.Console(width=80)
+  with console.capture() as capture:
+    console.print(side_by_side.to_terminal(prompt, "Who [called]?", found))
+  shown = capture.get()
+  assert "Who [called]?" in shown
+  assert all(name in shown for name in ("full", "streaming", "50 %"))
+
+
+@pytest.mark.parametrize(
+  ("content", "sentence"),
+  [
+    (None, "cannot be read: No such file"),
+    (b"", "is empty"),
+    (b" \n\t", "is empty"),
+    (b"\xff\xfe", "is not a text file in UTF-8"),
+  ],
+)
+def test_a_file_without_text_is_refused(tmp_path, content, sentence):
+  path = tmp_path / "notes.txt"
+  if content is not None:
+    path.write_bytes(content)
+  with pytest.raises(InputError, match=sentence):
+    side_by_side.read_text(path)
+
+
+def test_a_text_longer_than_the_context_is_refused(tiny):
+  with pytest.raises(InputError, match=r"Context \(\d+ tokens\).* is 512"):
+    side_by_side.ask(tiny, CHOSEN, SENTENCE * 80, "Why?")

@@ -1,0 +1,50 @@
+"""What the README shows is so."""
+
+import pathlib
+import re
+import shutil
+
+import pytest
+
+from kvjax.methods import METHODS, get_method
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def code():
+  (found,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+  return found
+
+
+def test_the_interface_takes_twelve_lines(code):
+  lines = [line for line in code.splitlines() if line]
+  assert len(lines) == 12
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_the_code_runs(code, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "notes.txt").write_text("The sky is blue. Ann called.\n" * 20)
+  shutil.copytree(ROOT / "models" / "reference", "models/reference")
+  exec(code, {})
+  printed = capsys.readouterr().out
+  assert printed.index("KeyDiff(") < printed.index("SnapKV(")
+
+
+def test_the_methods_listed_as_delivered_are_those_there_are():
+  rows = re.findall(r"^\| `(\w+)` .*\| (\w+) +\|$", README, re.MULTILINE)
+  delivered = {name for name, status in rows if status == "delivered"}
+  assert delivered == set(METHODS)
+
+
+def test_methods_that_commands_name_exist():
+  for names in re.findall(r"--methods=(\S+)", README):
+    for name in names.split(","):
+      get_method(name)
+
+
+def test_linked_files_exist():
+  for target in re.findall(r"\]\(([^)]+)\)", README):
+    assert (ROOT / target).exists(), target
