@@ -137,13 +137,13 @@ def replies(
   """
   rows = [*prompts, *[prompts[-1]] * (shape.rows - len(prompts))]
   began = time.monotonic()
-  contexts = _padded([prompt.context for prompt in rows], shape.context)
+  contexts = kvjax.Prompts.of([p.context for p in rows], shape.context)
   plans = [candidate.plan for candidate in candidates]
   caches, _ = kvjax.sweep(lm.model, lm.params, contexts, plans)
   jax.block_until_ready(caches)
   seconds.prefill += time.monotonic() - began
 
-  questions = _padded([prompt.question for prompt in rows], shape.question)
+  questions = kvjax.Prompts.of([p.question for p in rows], shape.question)
   decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.tokenizer.eos_ids)
   for capacity, group in _groups(caches).items():
     began = time.monotonic()
@@ -212,13 +212,6 @@ def _grown(cache: kvjax.Cache, capacity: int) -> kvjax.Cache:
     for layer in cache.layers
   )
   return kvjax.Cache(layers, cache.next_positions)
-
-
-def _padded(rows: Sequence[list[int]], width: int) -> kvjax.Prompts:
-  tokens = np.zeros((len(rows), width), np.int32)
-  for row, ids in zip(tokens, rows, strict=True):
-    row[: len(ids)] = ids
-  return kvjax.Prompts(tokens, np.array([len(ids) for ids in rows], np.int32))
 
 
 def _round_up(length: int) -> int:

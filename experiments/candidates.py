@@ -23,6 +23,11 @@ class Candidate:
   plan: kvjax.Plan
 
   @property
+  def options(self) -> str:
+    """The method with all its hyper-parameters."""
+    return str(self.plan.method)
+
+  @property
   def budget(self) -> str:
     """The budget in words: `0.25` or `128 tokens`."""
     return str(self.plan.budget)
@@ -38,7 +43,7 @@ class Candidate:
 def candidates(
   methods: Sequence[str], budgets: Sequence[kvjax.Budget]
 ) -> tuple[Candidate, ...]:
-  """Every method at every budget, the full cache first and once.
+  """Every method at every budget, the full cache first: the yardstick.
 
   At a retention of 1 every method is the full cache.
 
@@ -54,10 +59,7 @@ def candidates(
     raise InputError("There is nothing to compare; name a method and a budget.")
   found = {name: kvjax.get_method(name) for name in names}
   whole = kvjax.Retention(1.0)
-  chosen = []
-  if FULL in found or whole in budgets:
-    plan = kvjax.Plan(METHODS[FULL](), whole)
-    chosen.append(Candidate(FULL, plan))
+  chosen = [Candidate(FULL, kvjax.Plan(METHODS[FULL](), whole))]
   for name, method in found.items():
     if name != FULL:
       chosen.extend(

@@ -47,9 +47,12 @@ _BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
 _MODEL = flags.DEFINE_string(
   "model", str(_BUNDLED), "Hugging Face directory of a model."
 )
+# LagKV's own default, a lag of 1,024, keeps all of so short a context.
+_DEFAULT = [{"lagkv": "lagkv:lag=128"}.get(name, name) for name in METHODS]
+
 _METHODS = flags.DEFINE_list(
   "methods",
-  list(METHODS),
+  _DEFAULT,
   "Methods or presets, with options as in keydiff:anchor=median_unit.",
 )
 _RETENTION = flags.DEFINE_list(

@@ -75,7 +75,7 @@ def compare(
 def wanted(candidates: Sequence[Candidate], samples: Samples) -> list[Key]:
   """What a comparison asks: every sample of every candidate."""
   return [
-    Key(task, number, candidate.method, candidate.budget)
+    Key(task, number, candidate.method, candidate.options, candidate.budget)
     for candidate in candidates
     for task, drawn in samples.items()
     for number in range(len(drawn))
@@ -105,6 +105,7 @@ def _answer(
     task=sample.task,
     sample=number,
     method=reply.candidate.method,
+    options=reply.candidate.options,
     budget=reply.candidate.budget,
     retention=reply.retention,
     context_tokens=len(rows[reply.row].context),

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import platform
 import statistics
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 
 from kvjax.errors import InputError
 
-_PREFIX_BYTES = 2**20
+_BLOCKS = 64
+_BLOCK_BYTES = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Settings:
     dtype: of weights and computation.
     length: tokens of prompt and answer, chat template aside.
     seed: of the samples.
+    python: version, whose own documentation is the prose of the samples.
     protocol: what is compressed, before or after the question is known.
   """
 
@@ -32,6 +35,7 @@ class Settings:
   dtype: str
   length: int
   seed: int
+  python: str = platform.python_version()
   protocol: str = "query-agnostic"
 
 
@@ -43,6 +47,7 @@ class Answer:
     task: name of the task.
     sample: number of the sample.
     method: name of the method.
+    options: the method with all its hyper-parameters.
     budget: what it might keep, in words.
     retention: share of the context it might keep.
     context_tokens: tokens of the context.
@@ -56,6 +61,7 @@ class Answer:
   task: str
   sample: int
   method: str
+  options: str
   budget: str
   retention: float
   context_tokens: int
@@ -68,7 +74,7 @@ class Answer:
   @property
   def key(self) -> "Key":
     """What the answer is the answer to."""
-    return Key(self.task, self.sample, self.method, self.budget)
+    return Key(self.task, self.sample, self.method, self.options, self.budget)
 
 
 class Key(NamedTuple):
@@ -77,6 +83,7 @@ class Key(NamedTuple):
   task: str
   sample: int
   method: str
+  options: str
   budget: str
 
 
@@ -104,13 +111,22 @@ class Results:
     self._settings = dataclasses.asdict(settings)
     self._path = folder / "samples.jsonl"
     self._whole_bytes = 0
-    if self._path.is_file():
-      text = self._path.read_bytes()
+    if self._path.exists():
+      text = self._read()
       self._whole_bytes = text.rfind(b"\n") + 1
       lines = text[: self._whole_bytes].splitlines()
       for number, line in enumerate(lines, start=1):
         answer = self._parse(line, number)
         self.answers[answer.key] = answer
+
+  def _read(self) -> bytes:
+    try:
+      with self._path.open("r+b") as file:
+        return file.read()
+    except OSError as error:
+      raise InputError(
+        f"{self._path} cannot be written: {error.strerror}."
+      ) from error
 
   def add(self, answers: Iterable[Answer]) -> None:
     """Appends answers, each a line of settings and answer."""
@@ -145,18 +161,20 @@ class Results:
 
 
 def digest(directory: pathlib.Path) -> str:
-  """Tells models apart: hashes the start of every file that shapes answers.
+  """Tells models apart: hashes the files that shape answers.
 
-  The start of a weight file holds its tensors' names, shapes and first values;
-  hashing all of a large model would take minutes.
+  Of files over 4 MiB evenly spaced blocks; all of a large model would take
+  minutes.
   """
   digest = hashlib.sha256()
-  names = ("config.json", "tokenizer.json")
-  paths = [*directory.glob("*.safetensors"), *map(directory.joinpath, names)]
-  for path in sorted(paths):
+  names = ("*.safetensors", "*.json", "*.jinja")
+  for path in sorted(p for name in names for p in directory.glob(name)):
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size} ".encode())
     with path.open("rb") as file:
-      start = file.read(_PREFIX_BYTES)
-    digest.update(f"{path.name} {path.stat().st_size} ".encode() + start)
+      for block in range(_BLOCKS):
+        file.seek(max(size - _BLOCK_BYTES, 0) * block // (_BLOCKS - 1))
+        digest.update(file.read(_BLOCK_BYTES))
   return digest.hexdigest()[:12]
 
 

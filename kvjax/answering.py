@@ -9,7 +9,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.cache import Cache
-from kvjax.decoding import Answers, Decoding, decode, feed
+from kvjax.decoding import (
+  Answers,
+  Decoding,
+  OnToken,
+  decode,
+  feed,
+  listening,
+)
 from kvjax.errors import InputError
 from kvjax.model import Model
 from kvjax.prefilling import check_context
@@ -18,6 +25,8 @@ from kvjax.sharding import shard_cache
 
 # One seed for each row's draws.
 Seeds = Int[Array, " B"] | Int[np.ndarray, " B"]
+
+_TOGETHER = "What the cache has seen, with question and answer,"
 
 
 def reserve(cache: Cache, tokens: int) -> Cache:
@@ -39,6 +48,7 @@ def answer(
   questions: Prompts,
   decoding: Decoding,
   seeds: Seeds | None = None,
+  on_token: OnToken | None = None,
 ) -> Answers:
   """Feeds a question to each row of a cache and decodes the answers.
 
@@ -53,21 +63,24 @@ def answer(
       context.
     decoding: when and how.
     seeds: of each row's draws; zeros if not given.
+    on_token: told of every token as it is made.
 
   Raises:
     InputError: rows and questions differ in number, or context, question and
       answer together are longer than the model's context.
   """
   _check_room(model, cache, questions, decoding)
-  return _answer(
-    model,
-    params,
-    cache,
-    jnp.asarray(questions.tokens),
-    jnp.asarray(questions.lengths),
-    _seeds(seeds, cache),
-    decoding=decoding,
-  )
+  with listening(on_token) as listener:
+    return _answer(
+      model,
+      params,
+      cache,
+      jnp.asarray(questions.tokens),
+      jnp.asarray(questions.lengths),
+      _seeds(seeds, cache),
+      listener,
+      decoding=decoding,
+    )
 
 
 def converse(
@@ -77,6 +90,7 @@ def converse(
   turns: Prompts,
   decoding: Decoding,
   seeds: Seeds | None = None,
+  on_token: OnToken | None = None,
 ) -> tuple[Answers, Cache]:
   """As `answer`, but turn and answer stay in the cache, which is consumed.
 
@@ -94,15 +108,17 @@ def converse(
       f"Turn and answer need {needed} free slots and the cache has {room}; "
       "give it more with kvjax.reserve."
     )
-  return _converse(
-    model,
-    params,
-    cache,
-    jnp.asarray(turns.tokens),
-    jnp.asarray(turns.lengths),
-    _seeds(seeds, cache),
-    decoding=decoding,
-  )
+  with listening(on_token) as listener:
+    return _converse(
+      model,
+      params,
+      cache,
+      jnp.asarray(turns.tokens),
+      jnp.asarray(turns.lengths),
+      _seeds(seeds, cache),
+      listener,
+      decoding=decoding,
+    )
 
 
 def complete(
@@ -112,11 +128,21 @@ def complete(
   logits: Float[Array, "B V"],
   decoding: Decoding,
   seeds: Seeds | None = None,
+  on_token: OnToken | None = None,
 ) -> Answers:
   """Decodes right after a prefill, from the logits that it returned."""
-  return _complete(
-    model, params, cache, logits, _seeds(seeds, cache), decoding=decoding
-  )
+  places = np.asarray(cache.next_positions)
+  check_context(model, places + decoding.max_new_tokens, _TOGETHER)
+  with listening(on_token) as listener:
+    return _complete(
+      model,
+      params,
+      cache,
+      logits,
+      _seeds(seeds, cache),
+      listener,
+      decoding=decoding,
+    )
 
 
 def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
@@ -135,7 +161,7 @@ def _check_room(
       f"The cache has {rows} rows and {asked} questions; give one for each."
     )
   total = np.asarray(cache.next_positions) + np.asarray(questions.lengths)
-  check_context(model, total + decoding.max_new_tokens)
+  check_context(model, total + decoding.max_new_tokens, _TOGETHER)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "decoding"))
@@ -146,12 +172,13 @@ def _answer(
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
   seeds: Int[Array, " B"],
+  listener: Int[Array, ""] | None,
   *,
   decoding: Decoding,
 ) -> Answers:
   cache = reserve(cache, tokens.shape[1] + decoding.max_new_tokens)
   logits, cache = feed(model, params, cache, tokens, lengths)
-  return decode(model, params, cache, logits, seeds, decoding)[0]
+  return decode(model, params, cache, logits, seeds, decoding, listener)[0]
 
 
 @functools.partial(
@@ -164,11 +191,12 @@ def _converse(
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
   seeds: Int[Array, " B"],
+  listener: Int[Array, ""] | None,
   *,
   decoding: Decoding,
 ) -> tuple[Answers, Cache]:
   logits, cache = feed(model, params, cache, tokens, lengths)
-  return decode(model, params, cache, logits, seeds, decoding)
+  return decode(model, params, cache, logits, seeds, decoding, listener)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "decoding"))
@@ -178,8 +206,9 @@ def _complete(
   cache: Cache,
   logits: Float[Array, "B V"],
   seeds: Int[Array, " B"],
+  listener: Int[Array, ""] | None,
   *,
   decoding: Decoding,
 ) -> Answers:
   cache = reserve(cache, decoding.max_new_tokens)
-  return decode(model, params, cache, logits, seeds, decoding)[0]
+  return decode(model, params, cache, logits, seeds, decoding, listener)[0]

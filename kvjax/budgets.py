@@ -42,7 +42,7 @@ class Retention:
   def kept(self, length: int) -> int:
     """Tokens kept of a row of `length` tokens."""
     # 0.1 * 70 is 7.000000000000001: that must not round up to 8.
-    return math.ceil(self.share * length - 1e-9)
+    return max(1, math.ceil(self.share * length - 1e-9))
 
   def __str__(self) -> str:
     return f"{self.share:g}"

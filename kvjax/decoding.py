@@ -1,7 +1,9 @@
 """The compiled loop that feeds blocks to a cache and decodes from it."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,15 +32,15 @@ class Decoding:
     max_new_tokens: most tokens per answer.
     stop_ids: a row ends before the first of these tokens.
     sampling: how a token is drawn.
-    on_token: told of every token as it is made, if given.
   """
 
   max_new_tokens: int
-  stop_ids: tuple[int, ...] = ()
+  stop_ids: Sequence[int] = ()
   sampling: Sampling = GREEDY
-  on_token: OnToken | None = None
 
   def __post_init__(self) -> None:
+    # Lists are not hashable, and this is part of what is compiled.
+    object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
     if self.max_new_tokens < 1:
       raise InputError(
         f"max_new_tokens must be 1 or more; {self.max_new_tokens} is not."
@@ -99,6 +101,7 @@ def decode(
   logits: Float[Array, "B V"],
   seeds: Int[Array, " B"],
   decoding: Decoding,
+  listener: Int[Array, ""] | None,
 ) -> tuple[Answers, Cache]:
   """Decodes into the room that the cache has, until every row has ended."""
   rows = seeds.shape[0]
@@ -115,8 +118,8 @@ def decode(
 
   def emit(loop: _Loop) -> Int[Array, "B M"]:
     shown = jnp.where(loop.ended, -1, loop.token)
-    if decoding.on_token is not None:
-      _tell(decoding.on_token, loop.step, shown)
+    if listener is not None:
+      io_callback(_tell, None, listener, loop.step, shown, ordered=True)
     return jax.lax.dynamic_update_slice_in_dim(
       loop.tokens, shown[:, None], loop.step, axis=1
     )
@@ -139,10 +142,31 @@ def decode(
   return Answers(loop.tokens, lengths), loop.cache
 
 
-def _tell(
-  on_token: OnToken, step: Int[Array, ""], tokens: Int[Array, " B"]
-) -> None:
-  def call(step: Any, tokens: Any) -> None:
-    on_token(int(step), np.asarray(tokens))
+# Who listens to the decoding that runs, by number: programs are compiled with
+# a number to fill in, not with a function.
+_LISTENERS: dict[int, OnToken] = {}
+_numbers = itertools.count()
 
-  io_callback(call, None, step, tokens, ordered=True)
+
+@contextlib.contextmanager
+def listening(
+  on_token: OnToken | None,
+) -> Iterator[Int[Array, ""] | None]:
+  """A number under which `decode` tells `on_token` of every token.
+
+  All calls have been made when the context ends.
+  """
+  if on_token is None:
+    yield None
+    return
+  number = next(_numbers)
+  _LISTENERS[number] = on_token
+  try:
+    yield jnp.asarray(number, jnp.int32)
+    jax.effects_barrier()
+  finally:
+    del _LISTENERS[number]
+
+
+def _tell(listener: Any, step: Any, tokens: Any) -> None:
+  _LISTENERS[int(listener)](int(step), np.asarray(tokens))

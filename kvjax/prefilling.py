@@ -20,6 +20,13 @@ from kvjax.sharding import shard_cache
 from kvjax.step import append_and_attend, block_positions, compress
 
 
+class Room(NamedTuple):
+  """Slots of a layer's new cache, and whether no row has to lose anything."""
+
+  capacity: int
+  whole: bool
+
+
 class Plan(NamedTuple):
   """A method and what it may keep."""
 
@@ -35,13 +42,17 @@ class Plan(NamedTuple):
     ]
     return np.array(kept, np.int32).T
 
-  def capacities(
-    self, padded: int, counts: Int[np.ndarray, "L B"]
-  ) -> tuple[int, ...]:
-    """Slots per layer: enough for the bucket, and for these counts."""
-    most = self.method.layer_capacities(self.budget, padded, len(counts))
-    return tuple(
-      min(max(slots, int(kept.max())), padded)
+  def room(
+    self, padded: int, lengths: Int[np.ndarray, " B"], layers: int
+  ) -> tuple[Int[np.ndarray, "L B"], tuple[Room, ...]]:
+    """What rows of these lengths, padded alike, keep in each layer."""
+    counts = self.counts(lengths, layers)
+    most = self.method.layer_capacities(self.budget, padded, layers)
+    return counts, tuple(
+      Room(
+        capacity=min(max(slots, int(kept.max())), padded),
+        whole=slots >= padded and bool(np.all(kept >= lengths)),
+      )
       for slots, kept in zip(most, counts, strict=True)
     )
 
@@ -88,37 +99,37 @@ def sweep(
   Raises:
     InputError: a prompt is longer than the model's context.
   """
+  if not plans:
+    raise InputError("There is nothing to keep; give at least one plan.")
   lengths = np.asarray(prompts.lengths)
   padded = prompts.tokens.shape[1]
   check_context(model, lengths)
   layers = model.geometry.layers
-  counts = np.stack([plan.counts(lengths, layers) for plan in plans])
-  capacities = tuple(
-    plan.capacities(padded, kept)
-    for plan, kept in zip(plans, counts, strict=True)
-  )
+  kept = [plan.room(padded, lengths, layers) for plan in plans]
   return _sweep(
     model,
     params,
     jnp.asarray(prompts.tokens),
     jnp.asarray(lengths),
-    jnp.asarray(counts),
+    jnp.asarray(np.stack([counts for counts, _ in kept])),
     methods=tuple(plan.method for plan in plans),
-    capacities=capacities,
+    rooms=tuple(rooms for _, rooms in kept),
   )
 
 
-def check_context(model: Model, lengths: Int[np.ndarray, " B"]) -> None:
+def check_context(
+  model: Model, lengths: Int[np.ndarray, " B"], what: str = "The prompt"
+) -> None:
   """Refuses rows that are longer than the model's context."""
   limit = model.geometry.max_positions
   longest = int(lengths.max())
   if longest > limit:
     raise InputError(
-      f"The prompt has {longest} tokens; this model's context is {limit}."
+      f"{what} has {longest} tokens; this model's context is {limit}."
     )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "methods", "capacities"))
+@functools.partial(jax.jit, static_argnames=("model", "methods", "rooms"))
 def _sweep(
   model: Model,
   params: PyTree,
@@ -127,7 +138,7 @@ def _sweep(
   counts: Int[Array, "P L B"],
   *,
   methods: tuple[Method, ...],
-  capacities: tuple[tuple[int, ...], ...],
+  rooms: tuple[tuple[Room, ...], ...],
 ) -> tuple[tuple[Cache, ...], Float[Array, "B V"]]:
   plans_of: dict[Method, list[int]] = {}
   for plan, method in enumerate(methods):
@@ -140,7 +151,7 @@ def _sweep(
     kept: dict[int, LayerCache] = {}
     for method, plans in plans_of.items():
       allowances = [
-        Allowance(counts[p, layer], capacities[p][layer]) for p in plans
+        Allowance(counts[p, layer], *rooms[p][layer]) for p in plans
       ]
       caches = compress(method, layer, cache, seen, allowances)
       kept.update(zip(plans, caches, strict=True))

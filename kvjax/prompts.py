@@ -39,9 +39,19 @@ class Prompts:
   tokens: Int[Array, "B S"] | Int[np.ndarray, "B S"]
   lengths: Int[Array, " B"] | Int[np.ndarray, " B"]
 
+  def __post_init__(self) -> None:
+    lengths, width = np.asarray(self.lengths), self.tokens.shape[1]
+    if np.any(lengths < 1) or np.any(lengths > width):
+      raise InputError(
+        f"Lengths must be between 1 and the {width} tokens that rows are "
+        f"padded to; they are {lengths.tolist()}."
+      )
+
   @classmethod
-  def of(cls, rows: Sequence[Sequence[int]]) -> "Prompts":
-    """Pads rows of token ids to the bucket of the longest.
+  def of(
+    cls, rows: Sequence[Sequence[int]], padded: int | None = None
+  ) -> "Prompts":
+    """Pads rows of token ids, by default to the bucket of the longest.
 
     Raises:
       InputError: there is no row, or one is empty.
@@ -54,7 +64,8 @@ class Prompts:
           f"Prompt {index} has no tokens; every prompt needs at least one."
         )
     lengths = np.array([len(row) for row in rows], np.int32)
-    tokens = np.zeros((len(rows), bucket(int(lengths.max()))), np.int32)
-    for padded, row in zip(tokens, rows, strict=True):
-      padded[: len(row)] = row
+    width = max(padded or bucket(int(lengths.max())), int(lengths.max()))
+    tokens = np.zeros((len(rows), width), np.int32)
+    for filled, row in zip(tokens, rows, strict=True):
+      filled[: len(row)] = row
     return cls(tokens, lengths)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -51,14 +52,15 @@ def compress(
     One cache for each allowance; the candidates themselves where nothing
     needs to go.
   """
-  too_much = [a for a in allowances if a.capacity < cache.capacity]
-  if method.keeps_all(layer) or not too_much:
+  if method.keeps_all(layer) or all(a.whole for a in allowances):
     return tuple(cache for _ in allowances)
-  found = method.evaluate(layer, cache, seen)
+  # Scores are float32 on every backend.
+  with jax.default_matmul_precision("highest"):
+    found = method.evaluate(layer, cache, seen)
   return tuple(
-    cache.take(method.select(found, cache, allowance))
-    if allowance.capacity < cache.capacity
-    else cache
+    cache
+    if allowance.whole
+    else cache.take(method.select(found, cache, allowance))
     for allowance in allowances
   )
 

@@ -77,6 +77,11 @@ class DecoderConfig:
   qk_norm: bool = False
 
   def __post_init__(self) -> None:
+    if self.head_dim % 2:
+      raise InputError(
+        f"config.json has heads of {self.head_dim} dimensions; rotary "
+        "embeddings need an even number."
+      )
     if self.num_heads % self.num_kv_heads:
       raise InputError(
         f"config.json has {self.num_heads} query heads for "
@@ -105,7 +110,7 @@ class DecoderConfig:
     """
     rest = dict(fields)
     model_type = rest.pop("model_type", None)
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
       raise InputError(
         f"config.json has model_type {model_type!r}, which is not supported; "
         f"supported are {', '.join(sorted(ARCHITECTURES))}."
@@ -115,7 +120,7 @@ class DecoderConfig:
     hidden = _count(rest, "hidden_size")
     head_dim = _count(rest, "head_dim", hidden // heads)
     max_positions = _count(rest, "max_position_embeddings")
-    attention_bias = rest.pop("attention_bias", False)
+    attention_bias = _flag(rest, "attention_bias")
     config = cls(
       model_type=model_type,
       vocab_size=_count(rest, "vocab_size"),
@@ -126,12 +131,12 @@ class DecoderConfig:
       num_kv_heads=_count(rest, "num_key_value_heads", heads),
       head_dim=head_dim,
       max_positions=max_positions,
-      rms_norm_eps=float(rest.pop("rms_norm_eps", 1e-6)),
+      rms_norm_eps=_epsilon(rest),
       rope=Rope.from_hf(_take_rope(rest), head_dim, max_positions),
-      tie_embeddings=rest.pop("tie_word_embeddings", False),
+      tie_embeddings=_flag(rest, "tie_word_embeddings"),
       qkv_bias=attention_bias or model_type == "qwen2",
       output_bias=attention_bias and model_type != "qwen2",
-      mlp_bias=rest.pop("mlp_bias", False),
+      mlp_bias=_flag(rest, "mlp_bias"),
       qk_norm=model_type == "qwen3",
     )
     unknown = sorted(set(rest) - _WITHOUT_EFFECT)
@@ -184,12 +189,36 @@ def _count(
   return value
 
 
+def _epsilon(fields: dict[str, Any]) -> float:
+  value = fields.pop("rms_norm_eps", 1e-6)
+  if isinstance(value, bool) or not isinstance(value, (int, float)):
+    raise InputError(
+      f"config.json has {value!r} for 'rms_norm_eps', which must be a number."
+    )
+  return float(value)
+
+
+def _flag(fields: dict[str, Any], name: str) -> bool:
+  """Takes true or false out of `fields`; absent is false."""
+  value = fields.pop(name, None)
+  if value is None or isinstance(value, bool):
+    return bool(value)
+  raise InputError(
+    f"config.json has {value!r} for {name!r}, which must be true or false."
+  )
+
+
 def _take_rope(fields: dict[str, Any]) -> dict[str, Any]:
   """RoPE fields, from `rope_parameters` or the older pair of fields."""
   theta = fields.pop("rope_theta", None)
-  scaling = fields.pop("rope_scaling", None) or {}
-  parameters = fields.pop("rope_parameters", None) or {}
-  rope = {**scaling, **parameters}
+  rope: dict[str, Any] = {}
+  for name in ("rope_scaling", "rope_parameters"):
+    given = fields.pop(name, None) or {}
+    if not isinstance(given, dict):
+      raise InputError(
+        f"config.json has {given!r} for {name!r}, which must be an object."
+      )
+    rope |= given
   if theta is not None:
     rope.setdefault("rope_theta", theta)
   return rope
@@ -215,7 +244,9 @@ def _refuse_unsupported(fields: dict[str, Any], model_type: str) -> None:
     raise InputError(
       "config.json describes quantised weights; load the unquantised model."
     )
-  window = fields.pop("sliding_window", None)
+  # transformers' own default where a Mistral file names no window.
+  default = 4096 if model_type == "mistral" else None
+  window = fields.pop("sliding_window", default)
   uses_window = fields.pop("use_sliding_window", model_type == "mistral")
   kinds = fields.pop("layer_types", None) or []
   if (window and uses_window) or any(k != "full_attention" for k in kinds):

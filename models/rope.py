@@ -133,13 +133,24 @@ class Rope:
 
 
 def _refuse_other_types(fields: Mapping[str, Any]) -> None:
+  """Refuses values that no rotary embedding can have."""
   for name, value in fields.items():
-    kind = bool if name == "truncate" else (int, float)
-    if not isinstance(value, kind) or (kind is not bool and value is True):
+    if name == "truncate":
+      right, wanted = isinstance(value, bool), "true or false"
+    else:
+      number = isinstance(value, (int, float)) and not isinstance(value, bool)
+      right, wanted = number and value > 0, "a number above 0"
+    if not right:
       raise InputError(
         f"config.json has {value!r} for the rope field {name!r}, which must "
-        f"be {'true or false' if kind is bool else 'a number'}."
+        f"be {wanted}."
       )
+  low, high = fields.get("low_freq_factor"), fields.get("high_freq_factor")
+  if low is not None and high is not None and low >= high:
+    raise InputError(
+      f"config.json has low_freq_factor {low} and high_freq_factor {high}; "
+      "the first must be the smaller."
+    )
 
 
 def rotate(

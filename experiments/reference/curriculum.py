@@ -136,7 +136,7 @@ _LONG_VALUES = {
   "passkey": 0.10,
   "copy": 0.04,
 }
-_FINAL = {
+_LONG_NEEDLES = {
   "four_values": 0.08,
   "prefix": 0.06,
   "full": 0.16,
@@ -149,6 +149,31 @@ _FINAL = {
   "passkey": 0.06,
   "copy": 0.02,
   "multiquery": 0.09,
+}
+_LONG_STRINGS = {
+  "recall": 0.24,
+  "uuid_value": 0.12,
+  "uuid_key": 0.20,
+  "passkey": 0.12,
+  "multikey": 0.08,
+  "multikey_essay": 0.04,
+  "single_essay": 0.02,
+  "single_noise": 0.02,
+  "full": 0.06,
+  "multiquery": 0.10,
+}
+_LONG_ALL = {
+  "recall": 0.17,
+  "multiquery": 0.18,
+  "uuid_key": 0.20,
+  "uuid_value": 0.10,
+  "passkey": 0.07,
+  "multikey": 0.12,
+  "full": 0.06,
+  "multikey_essay": 0.02,
+  "single_essay": 0.02,
+  "single_noise": 0.02,
+  "four_values": 0.04,
 }
 _GATE = {
   "multikey": 0.97,
@@ -235,11 +260,26 @@ STAGES: tuple[Stage, ...] = (
     shortest=0.4,
   ),
   Stage(
-    "final-2048",
+    "needles-2048",
     *(2048, 2, 1, 800, 320),
-    _FINAL,
+    _LONG_NEEDLES,
     (6e-4, 4e-5),
     shortest=0.4,
+  ),
+  Stage(
+    "strings-2048",
+    *(2048, 2, 1, 700, 320),
+    _LONG_STRINGS,
+    (5e-4, 3e-5),
+    shortest=0.5,
+    gate=_GATE,
+  ),
+  Stage(
+    "all-2048",
+    *(2048, 2, 1, 1000, 320),
+    _LONG_ALL,
+    (6e-4, 2e-5),
+    shortest=0.5,
     gate=_GATE,
   ),
 )

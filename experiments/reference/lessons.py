@@ -20,6 +20,10 @@ from experiments.tasks import passkey as passkey_task
 _GAP = (" is", " is:", " for", "-", ":")
 _QUERY_GAP = " mentioned in the provided text is"
 
+# Symbols that tell which string is to be recalled, and the shortest string.
+_CUE = 5
+_SHORTEST_STRING = 12
+
 Lesson = Callable[[np.random.Generator, Pieces, int], Row]
 
 
@@ -126,6 +130,28 @@ def copying(rng: np.random.Generator, pieces: Pieces, room: int) -> Row:
     string = pieces.string(rng, size, int(rng.choice([10, 16, 26])))
     row.add([*pieces.newline, *string, *pieces.newline])
     row.add_answer(string, [0])
+
+
+def recalling(rng: np.random.Generator, pieces: Pieces, room: int) -> Row:
+  """Many random strings, then all of them again in another order.
+
+  Copies over long distances at their densest: the first symbols of a string
+  are the cue, the others are asked for.
+  """
+  strings: list[list[int]] = []
+  left = (room - 1) // 2
+  while left > _SHORTEST_STRING:
+    size = min(int(rng.integers(_SHORTEST_STRING, 65)), left - 1)
+    strings.append(pieces.string(rng, size, int(rng.choice([10, 16, 26]))))
+    left -= size + 1
+  row = Row()
+  row.add([pieces.bos])
+  for string in strings:
+    row.add([*pieces.newline, *string])
+  for index in rng.permutation(len(strings)):
+    row.add([*pieces.newline, *strings[index][:_CUE]])
+    row.add_answer(strings[index][_CUE:], [0])
+  return row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,6 +303,7 @@ LESSONS: dict[str, Lesson] = {
   "gapped": gapped_pairs,
   "pairs": plain_pairs,
   "copy": copying,
+  "recall": recalling,
   "short": Retrieval(
     form="short", least_digits=1, key_counts=(2, 6), tail=0.7, one_turn=0.0
   ),

@@ -23,10 +23,12 @@ class Allowance:
   Attributes:
     counts: tokens per row and KV head.
     capacity: M, slots of the new cache; at least every count.
+    whole: no row has to lose anything.
   """
 
   counts: Int[Array, " B"]
   capacity: int = static()
+  whole: bool = static(default=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Methods by name: `snapkv`, `snapkv.kvpress`, `keydiff:anchor=mean_raw`."""
 
-import ast
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
@@ -97,7 +96,12 @@ def get_method(name: str) -> Method:
       f"There is no method {base!r}{_near(base, known)}; the methods are "
       f"{', '.join(METHODS)}."
     )
-  given = dict(_option(base, method, text) for text in options)
+  given: dict[str, Any] = {}
+  for text in options:
+    option, value = _option(base, method, text)
+    if option in given:
+      raise InputError(f"Option {option!r} of {base!r} is given twice.")
+    given[option] = value
   method = dataclasses.replace(method, **given)
   return Pyramid(method) if name.strip().startswith(_PYRAMID) else method
 
@@ -105,7 +109,11 @@ def get_method(name: str) -> Method:
 def _option(base: str, method: Method, text: str) -> tuple[str, Any]:
   """One `name=value`, read as the type of the field's present value."""
   name, equals, value = text.partition("=")
-  fields = [field.name for field in dataclasses.fields(method)]
+  fields = [
+    field.name
+    for field in dataclasses.fields(method)
+    if not isinstance(getattr(method, field.name), Method)
+  ]
   if name not in fields:
     raise InputError(
       f"Method {base!r} has no option {name!r}{_near(name, fields)}; it has "
@@ -120,22 +128,28 @@ def _option(base: str, method: Method, text: str) -> tuple[str, Any]:
 
 def _read(base: str, name: str, value: str, present: Any) -> Any:
   kind = type(present)
-  if kind is str:
-    return value
-  if kind is tuple:
-    value = f"({value.replace('+', ',')},)"
   try:
-    read = ast.literal_eval(value.capitalize() if kind is bool else value)
-    if isinstance(read, bool) != (kind is bool):
-      raise ValueError
-    if kind is not tuple and not isinstance(read, (int, kind)):
-      raise ValueError
-    return kind(read)
-  except (ValueError, SyntaxError) as error:
+    if kind is tuple:
+      return tuple(_number(int, part) for part in value.split("+"))
+    if kind is bool:
+      return {"true": True, "false": False}[value.lower()]
+    return value if kind is str else _number(kind, value)
+  except (ValueError, KeyError) as error:
+    example = (
+      "+".join(map(str, present or (0, 1))) if kind is tuple else present
+    )
     raise InputError(
-      f"Option {name!r} of {base!r} takes a {kind.__name__} such as "
-      f"{present!r}; {value!r} is not one."
+      f"Option {name!r} of {base!r} takes a value such as {example!r}; "
+      f"{value!r} is not one."
     ) from error
+
+
+def _number(kind: type[int] | type[float], text: str) -> int | float:
+  """A number that fits an array's int32 or float32."""
+  number = kind(text)
+  if not abs(number) < 2**31:  # infinite and NaN do not either
+    raise ValueError
+  return number
 
 
 def _near(word: str, known: Iterable[str]) -> str:

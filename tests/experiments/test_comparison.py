@@ -95,7 +95,7 @@ def test_the_full_cache_comes_first_and_once():
     ("tova", "8 tokens"),
   ]
   without = candidates(["tova"], [kvjax.Retention(0.5)])
-  assert [c.method for c in without] == ["tova"]
+  assert [c.method for c in without] == ["full", "tova"]
   assert [c.retention(16) for c in found[1:3]] == [0.5, 0.5]
   with pytest.raises(InputError, match="nothing to compare"):
     candidates([], budgets)

@@ -24,6 +24,7 @@ def an_answer(sample=0, method="keydiff", score=100.0, **fields):
       "task": "niah_single_2",
       "sample": sample,
       "method": method,
+      "options": f"{method}()",
       "budget": "0.5",
       "retention": 0.5,
       "context_tokens": 100,
@@ -138,3 +139,19 @@ def test_a_summary_has_the_means_of_every_method_budget_and_task():
   assert [row["budget"] for row in rows[1:]] == ["0.5", "64 tokens"]
   assert rows[2]["retention"] == 0.57
   assert rows[2]["samples"] == 2
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path):
+  (tmp_path / "samples.jsonl").mkdir()
+  with pytest.raises(InputError, match=r"samples\.jsonl cannot be written"):
+    Results(tmp_path, SETTINGS)
+
+
+def test_the_digest_sees_late_weights(tmp_path):
+  path = tmp_path / "model.safetensors"
+  content = bytearray(3 * 2**20)
+  path.write_bytes(content)
+  before = digest(tmp_path)
+  content[-7] = 1
+  path.write_bytes(content)
+  assert digest(tmp_path) != before

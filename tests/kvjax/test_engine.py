@@ -54,10 +54,12 @@ def greedy(row, count):
   return row[-count:]
 
 
-def ask(cache, questions=QUESTIONS, **kwargs):
+def ask(cache, questions=QUESTIONS, on_token=None, **kwargs):
   decoding = kvjax.Decoding(**{"max_new_tokens": 5, **kwargs})
   prompts = kvjax.Prompts.of(questions)
-  return kvjax.answer(MODEL, PARAMS, cache, prompts, decoding)
+  return kvjax.answer(
+    MODEL, PARAMS, cache, prompts, decoding, on_token=on_token
+  )
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +254,7 @@ def test_a_layers_full_cache_does_not_outlive_the_layer():
       jax.ShapeDtypeStruct((1,), "int32"),
       counts,
       methods=(method,),
-      capacities=((budget,) * 8,),
+      rooms=((engine.Room(budget, budget == length),) * 8,),
     )
     used = lowered.compile().memory_analysis()
     return used.temp_size_in_bytes, used.output_size_in_bytes
@@ -287,13 +289,34 @@ def test_nan_in_empty_slots_changes_no_conversation():
 
 def test_streaming_tells_every_token_in_order(full):
   cache, _ = full
-  told = []
-  answers = ask(
-    cache, on_token=lambda step, row: told.append((step, row.tolist()))
+  for _ in range(2):
+    told = []
+    answers = ask(cache, on_token=lambda *step, told=told: told.append(step))
+    tokens = np.asarray(answers.tokens)
+    assert [step for step, _ in told] == list(range(5))
+    np.testing.assert_array_equal(np.stack([row for _, row in told]).T, tokens)
+
+
+def test_another_listener_needs_no_other_program(full):
+  cache, _ = full
+  ask(cache, on_token=lambda *_: None)
+  programs = answering._answer._cache_size()
+  ask(cache, on_token=lambda *_: None)
+  assert answering._answer._cache_size() == programs
+
+
+@pytest.mark.parametrize("padded", [61, 62, 64, 96])
+def test_padding_to_the_capacity_changes_nothing(padded):
+  """Where the roomiest row's count is the padded length, others still lose."""
+  model = dataclasses.replace(
+    MODEL, geometry=dataclasses.replace(MODEL.geometry, layers=5)
   )
-  jax.effects_barrier()
-  tokens = np.asarray(answers.tokens)
-  assert told == [(i, tokens[:, i].tolist()) for i in range(5)]
+  prompts = kvjax.Prompts.of([list(range(61))], padded)
+  method, budget = get_method("pyramid/keydiff"), kvjax.Retention(0.97)
+  cache, _ = kvjax.prefill(model, model.init(), prompts, method, budget)
+  assert tuple(cache.lengths[:, 0, 0].tolist()) == (
+    method.layer_kept(budget, 61, 5)
+  )
 
 
 def test_sampling_depends_on_seed_and_position_only(full):
@@ -338,6 +361,9 @@ def test_sampling_follows_the_distribution():
     (lambda: kvjax.Prompts.of([]), "no prompts"),
     (lambda: kvjax.Prompts.of([[1], []]), "Prompt 1 has no tokens"),
     (lambda: kvjax.Decoding(0), "max_new_tokens"),
+    (lambda: kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of([[1]]), []), "plan"),
+    (lambda: kvjax.Prompts(np.zeros((1, 4), int), np.array([9])), "the 4 tok"),
+    (lambda: kvjax.Prompts(np.zeros((1, 4), int), np.array([0])), "between 1"),
     (lambda: Sampling(-1.0), "temperature"),
     (lambda: Sampling(1.0, 0.0), "top_p"),
     (
@@ -361,3 +387,5 @@ def test_questions_must_match_the_rows(full):
 def test_an_answer_must_fit_the_context(full):
   with pytest.raises(InputError, match="context is 4096"):
     ask(full[0], max_new_tokens=4090)
+  with pytest.raises(InputError, match="context is 4096"):
+    kvjax.complete(MODEL, PARAMS, *full, kvjax.Decoding(4090))

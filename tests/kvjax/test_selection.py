@@ -54,7 +54,14 @@ def test_age_counts_from_the_newest():
 
 @pytest.mark.parametrize(
   ("share", "length", "kept"),
-  [(0.1, 70, 7), (0.1, 71, 8), (0.25, 10, 3), (1.0, 9, 9), (1e-6, 5, 1)],
+  [
+    (0.1, 70, 7),
+    (0.1, 71, 8),
+    (0.25, 10, 3),
+    (1.0, 9, 9),
+    (1e-6, 5, 1),
+    (1e-10, 5, 1),
+  ],
 )
 def test_retention_rounds_up(share, length, kept):
   assert Retention(share).kept(length) == kept
