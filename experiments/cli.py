@@ -48,6 +48,8 @@ def refuse_together(one: str, others: Sequence[str], reason: str) -> None:
 def _parse(argv: Sequence[str]) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
+  except SystemExit:  # --help has been printed, which absl calls a failure
+    sys.exit(0)
   except flags.Error as error:
     sentence = " ".join(str(error).split()).removesuffix(".")
     _refuse(f"{sentence}; --help lists the flags.")

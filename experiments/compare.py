@@ -40,7 +40,7 @@ from experiments import (
   suite,
   tables,
 )
-from experiments.candidates import Candidate, candidates
+from experiments.candidates import FULL, Candidate, candidates
 from kvjax.errors import InputError
 from kvjax.methods import METHODS
 from kvjax.sharding import parse_mesh
@@ -121,12 +121,16 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     new = len(set(wanted) - store.answers.keys())
     seconds = _answer(lm, chosen, samples, store, new)
   seconds["total"] = time.monotonic() - began
+  rows = results.summarize([store.answers[key] for key in wanted])
+  if kvjax.Retention(1.0) in _budgets():
+    compressed = [c.method for c in chosen if c.method != FULL]
+    rows += results.at_retention_one(rows, list(dict.fromkeys(compressed)))
   summary = dataclasses.asdict(settings) | {
     "decoding": "greedy",
     "device": reports.device(devices),
     "versions": reports.versions(),
     "seconds": {name: round(value, 1) for name, value in seconds.items()},
-    "rows": results.summarize([store.answers[key] for key in wanted]),
+    "rows": rows,
   }
   reports.write(folder, summary)
   console = rich.console.Console(highlight=False)

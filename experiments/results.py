@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from experiments.candidates import FULL
 from kvjax.errors import InputError
 
 _BLOCKS = 64
@@ -199,7 +200,10 @@ def check_writable(folder: pathlib.Path) -> None:
 
 
 def summarize(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-  """One row per method, budget and task: means over the samples."""
+  """One row per method, budget and task: means over the samples.
+
+  A row's fields are named as those of `Answer`.
+  """
   groups: dict[tuple[str, str, str], list[Answer]] = {}
   for answer in answers:
     key = (answer.method, answer.budget, answer.task)
@@ -223,3 +227,16 @@ def summarize(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     }
     for (method, budget, task), group in groups.items()
   ]
+
+
+def at_retention_one(
+  rows: Sequence[dict[str, Any]], methods: Sequence[str]
+) -> list[dict[str, Any]]:
+  """The full cache's rows under other names: with everything kept, all agree.
+
+  Args:
+    rows: as `summarize` gives them.
+    methods: names that the rows are wanted under, the full cache's aside.
+  """
+  full = [row for row in rows if row["method"] == FULL]
+  return [row | {"method": method} for method in methods for row in full]

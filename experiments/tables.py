@@ -10,6 +10,8 @@ import rich.console
 import rich.table
 import rich.text
 
+from experiments.candidates import FULL
+
 Row = Mapping[str, Any]
 
 
@@ -34,9 +36,14 @@ def circumstances(summary: Mapping[str, Any]) -> str:
 
 
 def means(rows: Sequence[Row]) -> list[dict[str, Any]]:
-  """One row per method and budget, in order: unweighted means over tasks."""
+  """One row per method and budget, in order: unweighted means over tasks.
+
+  At a retention of 1 the full cache stands for all methods.
+  """
   groups: dict[tuple[str, str], list[Row]] = {}
   for row in rows:
+    if row["method"] != FULL and row["budget"] == "1":
+      continue
     groups.setdefault((row["method"], row["budget"]), []).append(row)
 
   def mean(group: list[Row], name: str) -> float:

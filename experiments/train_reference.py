@@ -5,9 +5,11 @@ flags.
 """
 
 import concurrent.futures
+import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -67,6 +69,8 @@ class Trainer:
     self._checkpoints = Checkpoints(output / "checkpoints")
     fresh = Progress.fresh(params, training.optimizer().init(params))
     self.state = self._checkpoints.latest(fresh)
+    begun = self.state.stage + (self.state.step > 0)
+    _claim(output / "run.json", seed, stages, begun)
 
   def run(self) -> None:
     """Trains what is left of the stages."""
@@ -159,15 +163,46 @@ class Trainer:
     }
     with (self._output / "log.jsonl").open("a") as log:
       log.write(json.dumps(record) + "\n")
-    return all(first[name] >= least for name, least in stage.gate.items())
+    return all(
+      measured[name] >= least
+      for measured, gate in ((first, stage.gate), (whole, stage.whole_gate))
+      for name, least in gate.items()
+    )
 
   def _rate(self, stage: curriculum.Stage) -> float:
-    """Learning rate: geometric within a stage, the first one warms up."""
-    first, last = stage.rates
-    rate = first * (last / first) ** min(1.0, self.state.step / stage.steps)
+    """The stage's learning rate; the first stage warms up."""
+    rate = stage.rate(self.state.step)
     if self.state.stage == 0:
       rate *= min(1.0, (self.state.step + 1) / _WARM_UP)
     return rate
+
+
+def _claim(
+  path: Path, seed: int, stages: Sequence[curriculum.Stage], begun: int
+) -> None:
+  """Writes down whose run the folder holds, or refuses another's.
+
+  Stages that have not begun may change.
+
+  Raises:
+    InputError: the folder holds a run with another seed or other stages.
+  """
+  described = [dataclasses.asdict(stage) for stage in stages]
+  run = json.loads(json.dumps({"seed": seed, "stages": described}))
+  if path.exists():
+    earlier = json.loads(path.read_text())
+    if earlier["seed"] != seed:
+      raise InputError(
+        f"{path.parent} holds a run with seed {earlier['seed']}, not {seed}: "
+        "choose another --output or that seed."
+      )
+    if earlier["stages"][:begun] != run["stages"][:begun]:
+      names = ", ".join(stage["name"] for stage in earlier["stages"][:begun])
+      raise InputError(
+        f"{path.parent} holds a run whose stages so far ({names}) are not "
+        "those of this command: choose another --output."
+      )
+  path.write_text(json.dumps(run, indent=2) + "\n")
 
 
 def _chosen_stages(names: list[str] | None) -> tuple[curriculum.Stage, ...]:
@@ -194,7 +229,9 @@ def main() -> None:
     ) from error
   trainer = Trainer(output, _SEED.value, stages)
   trainer.run()
-  export.save(trainer.decoder(), trainer.state, _SEED.value, output / "model")
+  export.save(
+    trainer.decoder(), trainer.state, _SEED.value, stages, output / "model"
+  )
 
 
 if __name__ == "__main__":

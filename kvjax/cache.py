@@ -72,7 +72,11 @@ class LayerCache:
     )
 
   def append(self, seen: Activations) -> "LayerCache":
-    """Writes a block at the cursor; there must be room for it."""
+    """Writes a block at the cursor; there must be room for it.
+
+    Without room the block would overwrite the newest tokens (a slice update is
+    moved to fit), so that callers check first, as `kvjax.converse` does.
+    """
     block = LayerCache.of(seen)
     zero = jnp.zeros((), jnp.int32)
     start = (zero, zero, self.cursor)

@@ -16,10 +16,12 @@ class Sampling:
   Attributes:
     temperature: 0 takes the likeliest token; above 0 divides the logits.
     top_p: draws among the likeliest tokens that together reach this share.
+    top_k: draws among so many likeliest tokens, before `top_p`; 0 for all.
   """
 
   temperature: float = 0.0
   top_p: float = 1.0
+  top_k: int = 0
 
   def __post_init__(self) -> None:
     if self.temperature < 0:
@@ -30,6 +32,8 @@ class Sampling:
       raise InputError(
         f"top_p must be above 0 and at most 1; {self.top_p:g} is not."
       )
+    if self.top_k < 0:
+      raise InputError(f"top_k must be 0 or more; {self.top_k} is not.")
 
 
 GREEDY = Sampling()
@@ -54,6 +58,9 @@ def sample(
   if sampling.temperature == 0:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
   logits = logits / sampling.temperature
+  if 0 < sampling.top_k < logits.shape[-1]:
+    least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
+    logits = jnp.where(logits >= least, logits, -jnp.inf)
   if sampling.top_p < 1:
     logits = jax.vmap(_nucleus, in_axes=(0, None))(logits, sampling.top_p)
 

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.errors import InputError
+from kvjax.sampling import GREEDY, Sampling
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.json_files import read_json, read_json_if_present, write_json
@@ -23,28 +25,6 @@ DTYPES = ("bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
-class Generation:
-  """How a model's makers sample from it: generation_config.json.
-
-  Attributes:
-    do_sample: sample; else take the most likely token.
-    temperature: divides the logits.
-    top_p: share of the probability to sample from.
-  """
-
-  do_sample: bool = False
-  temperature: float = 1.0
-  top_p: float = 1.0
-
-  @classmethod
-  def load(cls, directory: pathlib.Path) -> "Generation":
-    """Reads generation_config.json, where there is one."""
-    fields = read_json_if_present(directory / "generation_config.json")
-    known = [field.name for field in dataclasses.fields(cls)]
-    return cls(**{k: fields[k] for k in known if fields.get(k) is not None})
-
-
-@dataclasses.dataclass(frozen=True)
 class Pretrained:
   """A model with all that its directory holds.
 
@@ -53,14 +33,29 @@ class Pretrained:
     params: the weights.
     config: sizes and options.
     tokenizer: text to ids and back.
-    generation: the makers' sampling defaults.
+    generation: fields of generation_config.json, kept for `save`.
   """
 
   model: DecoderModel
   params: nnx.State
   config: DecoderConfig
   tokenizer: Tokenizer
-  generation: Generation = Generation()
+  generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def sampling(self) -> Sampling:
+    """How the model's makers sample from it; greedy unless they say so.
+
+    Of their settings temperature, top_k and top_p count; penalties do not.
+    """
+    given = {k: v for k, v in self.generation.items() if v is not None}
+    if not given.get("do_sample", False):
+      return GREEDY
+    return Sampling(
+      temperature=float(given.get("temperature", 1.0)),
+      top_k=int(given.get("top_k", 0)),
+      top_p=float(given.get("top_p", 1.0)),
+    )
 
 
 def load(
@@ -90,7 +85,7 @@ def load(
       f"but the model embeds {config.vocab_size} tokens only."
     )
   model, params = load_decoder(directory, dtype, mesh)
-  generation = Generation.load(directory)
+  generation = read_json_if_present(directory / "generation_config.json")
   return Pretrained(model, params, config, tokenizer, generation)
 
 
@@ -147,14 +142,14 @@ def save(
     write_json(whole / "config.json", _config_fields(pretrained))
     write_json(
       whole / "generation_config.json",
-      _token_ids(pretrained.tokenizer)
-      | dataclasses.asdict(pretrained.generation),
+      dict(pretrained.generation) | _token_ids(pretrained.tokenizer),
     )
-    for old in directory.glob("model*.safetensors*"):
-      old.unlink()
-    (directory / "chat_template.jinja").unlink(missing_ok=True)
-    for path in whole.iterdir():
-      path.replace(directory / path.name)
+    new = {path.name for path in whole.iterdir()}
+    for name in new:
+      (whole / name).replace(directory / name)
+    stale = {path.name for path in directory.glob("model*.safetensors*")}
+    for name in (stale | {"chat_template.jinja"}) - new:
+      (directory / name).unlink(missing_ok=True)
 
 
 def _read_config(directory: pathlib.Path) -> DecoderConfig:
@@ -177,7 +172,9 @@ def _config_fields(pretrained: Pretrained) -> dict[str, Any]:
 
 
 def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-  return {
+  ids = {
     "bos_token_id": tokenizer.bos_id,
     "eos_token_id": list(tokenizer.eos_ids),
+    "pad_token_id": tokenizer.pad_id,
   }
+  return {name: value for name, value in ids.items() if value is not None}

@@ -25,8 +25,7 @@ class Tokenizer:
   Attributes:
     bos_id: id of the token that begins a sequence, if there is one.
     eos_ids: ids that end an answer.
-    pad_id: id for padding; padding is masked, so that without a pad token any
-      id will do.
+    pad_id: id of the token for padding, if there is one.
   """
 
   def __init__(
@@ -61,8 +60,7 @@ class Tokenizer:
     self.bos_id = self._special_id("bos_token")
     eos_id = self._special_id("eos_token")
     self.eos_ids = tuple(eos_ids) or (() if eos_id is None else (eos_id,))
-    pad_id = self._special_id("pad_token")
-    self.pad_id: int = (*self.eos_ids, 0)[0] if pad_id is None else pad_id
+    self.pad_id = self._special_id("pad_token")
 
   @classmethod
   def load(cls, directory: pathlib.Path) -> "Tokenizer":
@@ -113,11 +111,6 @@ class Tokenizer:
   def encode(self, text: str) -> list[int]:
     """Ids of a text, without adding special tokens."""
     return self._backend.encode(text, add_special_tokens=False).ids
-
-  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of many texts, encoded in parallel."""
-    batch = self._backend.encode_batch(list(texts), add_special_tokens=False)
-    return [encoding.ids for encoding in batch]
 
   def decode(self, ids: Sequence[int]) -> str:
     """Text of some ids, without special tokens.

@@ -221,5 +221,9 @@ def _write_shard(shard: list[Any], path: pathlib.Path) -> None:
     tensors[tensor.name] = np.ascontiguousarray(
       value.T if tensor.transposed else value
     )
+  path.touch()
+  permissions = path.stat().st_mode
   # Without this entry transformers refuses the file.
   safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+  # safetensors leaves a file that its owner alone may read.
+  path.chmod(permissions)

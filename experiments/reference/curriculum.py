@@ -24,6 +24,7 @@ class Stage:
     rates: learning rate at the first and the last step, geometric between.
     shortest: rows have a length drawn from this share of `length` up to it.
     gate: least accuracy on first symbols per lesson.
+    whole_gate: least share of whole answers that are right, per lesson.
   """
 
   name: str
@@ -36,6 +37,20 @@ class Stage:
   rates: tuple[float, float]
   shortest: float = 1.0
   gate: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  whole_gate: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  def rate(self, step: int) -> float:
+    """The learning rate of a step: geometric from `rates[0]` to `rates[1]`.
+
+    Steps beyond `steps` are extensions of half as many; each runs through the
+    second half of the stage's rates again.
+    """
+    done = step / self.steps
+    if step >= self.steps:
+      half = self.steps // 2
+      done = 0.5 + 0.5 * ((step - self.steps) % half) / half
+    first, last = self.rates
+    return first * (last / first) ** done
 
 
 _SEED = {"gapped": 0.7, "pairs": 0.3}
@@ -254,32 +269,26 @@ STAGES: tuple[Stage, ...] = (
   ),
   Stage(
     "length-2048",
-    *(2048, 2, 1, 400, 320),
-    _LONG,
-    (3e-4, 1e-4),
-    shortest=0.4,
-  ),
-  Stage(
-    "needles-2048",
-    *(2048, 2, 1, 800, 320),
+    *(2048, 2, 1, 900, 320),
     _LONG_NEEDLES,
-    (6e-4, 4e-5),
+    (6e-4, 3e-4),
     shortest=0.4,
   ),
   Stage(
     "strings-2048",
     *(2048, 2, 1, 700, 320),
     _LONG_STRINGS,
-    (5e-4, 3e-5),
+    (6e-4, 2e-4),
     shortest=0.5,
     gate=_GATE,
   ),
   Stage(
     "all-2048",
-    *(2048, 2, 1, 1000, 320),
+    *(2048, 2, 1, 1600, 320),
     _LONG_ALL,
     (6e-4, 2e-5),
     shortest=0.5,
     gate=_GATE,
+    whole_gate={"multikey": 0.95, "uuid_key": 0.9, "passkey": 0.9},
   ),
 )

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import jax
 
-from experiments.reference import curriculum, training, vocabulary
+from experiments.reference import training, vocabulary
 from experiments.reference.checkpoints import Progress
+from experiments.reference.curriculum import Stage
 from experiments.reference.validation import Score, validate
 from models import pretrained
 from models.decoder import Decoder
@@ -53,14 +54,20 @@ def _cell(score: Score) -> str:
   return f"{found} ({100 * score.whole:.1f})"
 
 
-def card(state: Progress, seed: int, scores: Sequence[Score]) -> str:
+def card(
+  state: Progress,
+  seed: int,
+  stages: Sequence[Stage],
+  scores: Sequence[Score],
+) -> str:
   """The model card; all its numbers come from the run itself."""
   decoder = training.config()
   parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-  stages = "\n".join(
+  lines = "\n".join(
     f"| {stage.name} | {stage.length} x {stage.batch} | {stage.steps} | "
+    f"{stage.rates[0]:.0e} to {stage.rates[1]:.0e} | "
     f"{', '.join(stage.mixture)} |"
-    for stage in curriculum.STAGES
+    for stage in stages
   )
   return _CARD.format(
     parameters=parameters,
@@ -72,7 +79,7 @@ def card(state: Progress, seed: int, scores: Sequence[Score]) -> str:
     inner=decoder.intermediate_size,
     vocabulary=decoder.vocab_size,
     positions=decoder.max_positions,
-    longest=max(stage.length for stage in curriculum.STAGES),
+    longest=max(stage.length for stage in stages),
     steps=state.total,
     tokens=state.tokens / 1e6,
     minutes=state.seconds / 60,
@@ -82,11 +89,17 @@ def card(state: Progress, seed: int, scores: Sequence[Score]) -> str:
     seed=seed,
     samples=scores[0].samples,
     table=table(scores),
-    stages=stages,
+    stages=lines,
   )
 
 
-def save(decoder: Decoder, state: Progress, seed: int, directory: Path) -> None:
+def save(
+  decoder: Decoder,
+  state: Progress,
+  seed: int,
+  stages: Sequence[Stage],
+  directory: Path,
+) -> None:
   """Validates the model and writes weights, tokenizer and card."""
   lm = as_pretrained(decoder)
   scores = []
@@ -94,7 +107,7 @@ def save(decoder: Decoder, state: Progress, seed: int, directory: Path) -> None:
     scores.append(score)
     print(f"{score.task} at {score.length}: {_cell(score)}", flush=True)
   pretrained.save(lm, directory)
-  (directory / "README.md").write_text(card(state, seed, scores))
+  (directory / "README.md").write_text(card(state, seed, stages, scores))
 
 
 _CARD = """\
@@ -144,10 +157,11 @@ random letters. A question about one key is answered with its values in the
 order of the text (`1, 2, and 3.`), one about several keys with each key and
 its value (`a: 1, b: 2, and c: 3.`). Loss: weight 1 on answers, 3 on the first
 symbol of each key and value in them, 0.05 on the rest. AdamW (0.9, 0.98),
-weight decay 0.01, gradients clipped at 1, learning rate 2e-3 falling to 1e-4.
+weight decay 0.01, gradients clipped at 1; the learning rate falls geometrically
+within a stage.
 
-| stage | length x rows | steps | lessons |
-| --- | --- | --- | --- |
+| stage | length x rows | steps | learning rate | lessons |
+| --- | --- | --- | --- | --- |
 {stages}
 
 ## Limits

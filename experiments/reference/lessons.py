@@ -322,9 +322,6 @@ LESSONS: dict[str, Lesson] = {
     keys="uuids", values="uuids", key_counts=(1, 4), tail=0.6
   ),
   "multivalue": Retrieval(hay="essay", value_counts=(2, 4)),
-  "multivalue_keys": Retrieval(
-    hay="mixed", key_counts=(1, 3), value_counts=(2, 4)
-  ),
   "multiquery": Retrieval(hay="mixed", key_counts=(4, 8), query_counts=(2, 4)),
   "prefix_queries": Retrieval(
     form="prefix",

@@ -120,7 +120,11 @@ def test_a_run_answers_and_a_second_run_has_nothing_to_do(
   assert [(r["method"], r["retention"]) for r in summary["rows"]] == [
     ("full", 1.0),
     ("streaming:sinks=2", 0.5),
+    ("streaming:sinks=2", 1.0),
   ]
+  full, _, whole = summary["rows"]
+  assert whole == full | {"method": "streaming:sinks=2"}
+  assert first.stdout.count("100 %") == 1
   assert all(row["samples"] == 2 for row in summary["rows"])
   lines = (folder / "samples.jsonl").read_bytes()
 
@@ -249,3 +253,10 @@ def test_a_model_that_cannot_be_loaded_is_refused(
   shutil.copytree(tiny_directory, folder)
   damage(folder)
   assert sentence in refused(f"--model={folder}")
+
+
+def test_help_lists_the_flags_and_succeeds(binary):
+  result = binary("--help")
+  assert result.returncode == 0
+  assert "--methods" in result.stdout
+  assert result.stderr == ""

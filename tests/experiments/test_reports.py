@@ -6,7 +6,7 @@ import json
 import pytest
 import rich.console
 
-from experiments import plots, reports, tables
+from experiments import plots, reports, results, tables
 
 TASKS = ("niah_single_2", "niah_multikey_1")
 
@@ -42,6 +42,19 @@ def summary():
     "versions": {"jax": "1.2.3"},
     "rows": rows,
   }
+
+
+def test_rows_at_retention_one_change_neither_table_nor_plot(summary):
+  before = tables.means(summary["rows"])
+  rows = results.at_retention_one(summary["rows"], ["random", "snapkv.orig"])
+  assert [
+    (r["method"], r["retention"], r["task"], r["score"]) for r in rows
+  ] == [
+    (method, 1.0, task, 100.0)
+    for method in ("random", "snapkv.orig")
+    for task in TASKS
+  ]
+  assert tables.means([*summary["rows"], *rows]) == before
 
 
 def test_markdown_has_a_line_per_method_and_budget(summary):

@@ -21,6 +21,7 @@ from experiments.reference import (
 from experiments.reference.lessons import LESSONS, draw_row
 from experiments.reference.rows import FIRST_WEIGHT, Row, pack
 from experiments.reference.validation import Score, validate
+from kvjax.errors import InputError
 from models import pretrained
 
 PIECES = pieces.Pieces(vocabulary.build())
@@ -89,7 +90,8 @@ def test_accuracy_counts_first_symbols_and_whole_answers():
 def test_stages_are_consistent_and_their_batches_repeat(index):
   stage = curriculum.STAGES[index]
   assert stage.batch % stage.micro == 0
-  assert set(stage.gate) <= set(stage.mixture) <= set(LESSONS)
+  gated = {*stage.gate, *stage.whole_gate}
+  assert gated <= set(stage.mixture) <= set(LESSONS)
   one = batches.training_batch(stage, index, 3, 0, PIECES)
   two = batches.training_batch(stage, index, 3, 0, PIECES)
   other = batches.training_batch(stage, index, 4, 0, PIECES)
@@ -129,6 +131,38 @@ def test_training_resumes_bit_for_bit_after_a_stop(tmp_path, monkeypatch):
   assert resumed.state.tokens == whole.state.tokens
   lines = (tmp_path / "whole" / "log.jsonl").read_text().splitlines()
   assert json.loads(lines[-1])["step"] == STAGE.steps
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path, monkeypatch):
+  small = dataclasses.replace(training.config(), num_layers=1)
+  monkeypatch.setattr(training, "config", lambda: small)
+  later = dataclasses.replace(STAGE, name="later")
+  train_reference.Trainer(tmp_path, 3, (STAGE,)).run()
+  with pytest.raises(InputError, match="holds a run with seed 3, not 4"):
+    train_reference.Trainer(tmp_path, 4, (STAGE,))
+  other = dataclasses.replace(STAGE, mixture={"pairs": 1.0})
+  with pytest.raises(InputError, match=r"stages so far \(tiny\) are not"):
+    train_reference.Trainer(tmp_path, 3, (other, later))
+  trainer = train_reference.Trainer(tmp_path, 3, (STAGE, later))
+  assert trainer.state.stage == 1
+
+
+def test_rates_fall_within_a_stage_and_extensions_repeat_its_second_half():
+  stage = dataclasses.replace(STAGE, steps=8, rates=(1e-2, 1e-4))
+  rates = [stage.rate(step) for step in range(16)]
+  np.testing.assert_allclose(rates[:9:4], [1e-2, 1e-3, 1e-3])
+  np.testing.assert_allclose(rates[8:12], rates[4:8])
+  np.testing.assert_allclose(rates[12:], rates[4:8])
+  assert rates[:8] == sorted(rates[:8], reverse=True)
+
+
+def test_whole_answers_are_gated_too(tmp_path, monkeypatch):
+  small = dataclasses.replace(training.config(), num_layers=1)
+  monkeypatch.setattr(training, "config", lambda: small)
+  stage = dataclasses.replace(STAGE, whole_gate={"gapped": 1.1})
+  trainer = train_reference.Trainer(tmp_path, 0, (stage,))
+  trainer.run()
+  assert trainer.state.total == 2 * STAGE.steps
 
 
 def test_an_unknown_stage_is_one_sentence_and_exit_code_2(tmp_path):

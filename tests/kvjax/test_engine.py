@@ -351,6 +351,8 @@ def test_sampling_follows_the_distribution():
   drawn = sample(rows, Sampling(1.0, top_p=0.6), seeds, places)
   shares = np.bincount(drawn, minlength=4) / 4000
   np.testing.assert_allclose(shares, [0.625, 0.375, 0, 0], atol=0.03)
+  drawn = sample(rows, Sampling(1.0, top_k=2), seeds, places)
+  assert set(np.unique(drawn)) == set(np.argsort(rows[0])[-2:].tolist())
   cold = sample(rows, Sampling(0.01), seeds, places)
   assert np.all(np.asarray(cold) == 0)
 

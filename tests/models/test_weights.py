@@ -14,9 +14,9 @@ import tokenizers
 from jax.sharding import PartitionSpec
 
 from kvjax.errors import InputError
+from kvjax.sampling import GREEDY, Sampling
 from kvjax.sharding import parse_mesh
 from models.pretrained import (
-  Generation,
   Pretrained,
   load,
   load_decoder,
@@ -116,7 +116,7 @@ def test_a_saved_model_loads_equal_bit_for_bit(directory, dtype, tmp_path):
   assert after.model == before.model
   assert hash(after.model) == hash(before.model)
   assert after.config == before.config
-  assert after.generation == before.generation
+  assert after.sampling == before.sampling
   assert after.tokenizer.eos_ids == before.tokenizer.eos_ids == (2,)
   assert after.tokenizer.encode("w7 </s>") == [7, 78]
   config = json.loads((tmp_path / "new" / "copy" / "config.json").read_text())
@@ -134,6 +134,8 @@ def test_saving_replaces_the_old_model_and_keeps_other_files(directory):
   save(plain, directory, max_shard_bytes=20_000)
   assert not (directory / WHOLE).exists()
   save(plain, directory)
+  modes = {path.stat().st_mode for path in directory.iterdir()}
+  assert len(modes) == 1  # readable for whom the folder's other files are
   assert sorted(path.name for path in directory.iterdir()) == [
     "README.md",
     "config.json",
@@ -203,13 +205,18 @@ def test_a_tied_output_matrix_may_be_stored_only_if_it_is_equal(tmp_path):
 
 
 def test_generation_defaults(directory):
-  assert load(directory).generation == Generation(False, 1.0, 1.0)
+  assert load(directory).sampling == GREEDY
   fields = dict(eos_token_id=[5, 6], temperature=0.6, do_sample=True, top_k=20)
   path = directory / "generation_config.json"
-  path.write_text(json.dumps(fields | {"top_p": None}))
+  path.write_text(json.dumps(fields | {"top_p": None, "max_length": 9}))
   model = load(directory)
-  assert model.generation == Generation(True, 0.6, 1.0)
+  assert model.sampling == Sampling(temperature=0.6, top_p=1.0, top_k=20)
   assert model.tokenizer.eos_ids == (5, 6)
+  save(model, directory)
+  saved = json.loads(path.read_text())
+  assert saved.items() >= (fields | {"max_length": 9}).items()
+  path.write_text(json.dumps(fields | {"do_sample": False}))
+  assert load(directory).sampling == GREEDY
 
 
 def _damage_no_directory(directory):
