@@ -14,7 +14,14 @@ For each family there is a tiny random checkpoint written by `save_pretrained`
   long_*   one row that runs past the original context
 
 with ids, mask (1 = token), positions (int32, -1 = padding) and logits
-(float32, 0 where padded). `published_configs.json` holds each family's
+(float32, 0 where padded); `right_bfloat16` has the logits of the model cast to
+bfloat16, and `generated` what greedy decoding appends to each row by itself.
+`../reference.npz` holds the same of the bundled model, as transformers reads the
+directory that kvjax has written: make it again after a training with
+
+  python tests/golden/make_transformers.py reference
+
+ `published_configs.json` holds each family's
 configuration in the form that the Hub's checkpoints have (rope_theta and
 rope_scaling; transformers 5 writes rope_parameters instead), and
 `versions.json` says what made it all. `chat/` holds a tokenizer with a chat
@@ -28,6 +35,7 @@ the rows of that family are run one by one, each on a model just built.
 import json
 import pathlib
 import shutil
+import sys
 
 import numpy as np
 import safetensors
@@ -41,6 +49,14 @@ VOCABULARY = 80
 PAD_ID = 0
 ROW_LENGTHS = (36, 20, 7)
 LONG_LENGTH = 96
+GENERATED = 24
+REFERENCE = pathlib.Path(__file__).parents[2] / "models" / "reference"
+REFERENCE_TEXT = """\
+One of the special magic numbers for brave-otter is: 4827193. The grass is \
+green. One of the special magic numbers for calm-river is: 9051726. The sky is \
+blue.
+What is the special magic number for calm-river mentioned in the provided text?
+The special magic number for calm-river mentioned in the provided text is"""
 
 _SIZES = dict(
   vocab_size=VOCABULARY,
@@ -156,6 +172,13 @@ FAMILIES = {
     rope_theta=5e6,
     max_position_embeddings=128,
   ),
+  "llama_biases": dict(
+    **_LLAMA,
+    attention_bias=True,
+    mlp_bias=True,
+    rope_theta=1e4,
+    max_position_embeddings=128,
+  ),
 }
 SHARDED = "qwen3"  # This one is stored as several files and an index.
 
@@ -223,13 +246,34 @@ def build(config, seed: int):
 def run(model, ids, mask, positions):
   """Logits of padded rows; 0 where there is padding."""
   with torch.no_grad():
-    logits = model(
-      input_ids=torch.from_numpy(ids),
-      attention_mask=torch.from_numpy(mask),
-      position_ids=torch.from_numpy(np.maximum(positions, 0)),
-      use_cache=False,
-    ).logits.numpy()
+    logits = (
+      model(
+        input_ids=torch.from_numpy(ids),
+        attention_mask=torch.from_numpy(mask),
+        position_ids=torch.from_numpy(np.maximum(positions, 0)),
+        use_cache=False,
+      )
+      .logits.float()
+      .numpy()
+    )
   return np.where(mask[:, :, None] == 1, logits, 0).astype(np.float32)
+
+
+def generate(model, rows, count: int):
+  """What greedy decoding appends to each row by itself; no token ends it."""
+  model.generation_config.eos_token_id = None
+  found = []
+  for row in rows:
+    ids = torch.from_numpy(np.asarray(row, np.int64)[None])
+    whole = model.generate(
+      ids,
+      attention_mask=torch.ones_like(ids),
+      do_sample=False,
+      max_new_tokens=count,
+      pad_token_id=PAD_ID,
+    )
+    found.append(whole[0, len(row) :].numpy().astype(np.int32))
+  return np.stack(found)
 
 
 def pad(rows, side: str):
@@ -272,8 +316,32 @@ def make_family(name: str, published: dict, seed: int) -> None:
       f"{case}_positions": positions,
       f"{case}_logits": logits,
     }
+  if name != "llama_dynamic":
+    arrays["generated"] = generate(model, rows, GENERATED)
+    arrays["right_bfloat16"] = run(model.bfloat16(), *pad(rows, "right"))
   np.savez_compressed(OUTPUT / f"{name}.npz", **arrays)
   print(name, "largest logit", abs(arrays["long_logits"]).max())
+
+
+def make_reference() -> None:
+  """The bundled model on a short prompt: ids, last logits, greedy answer."""
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    REFERENCE, attn_implementation="eager", dtype=torch.float32
+  ).eval()
+  tokenizer = transformers.AutoTokenizer.from_pretrained(REFERENCE)
+  text = tokenizer.bos_token + REFERENCE_TEXT
+  ids = np.array([tokenizer.encode(text, add_special_tokens=False)])
+  positions = np.arange(ids.size)[None]
+  logits = run(model, ids, np.ones_like(ids), positions)
+  generated = generate(model, ids, GENERATED)
+  print(tokenizer.decode(generated[0]))
+  np.savez_compressed(
+    OUTPUT.parent / "reference.npz",
+    text=text,
+    ids=ids.astype(np.int32),
+    logits=logits[:, -8:],
+    generated=generated,
+  )
 
 
 def make_chat() -> None:
@@ -324,12 +392,16 @@ def _write_json(path: pathlib.Path, value) -> None:
 
 
 def main() -> None:
+  if sys.argv[1:] == ["reference"]:
+    make_reference()
+    return
   shutil.rmtree(OUTPUT, ignore_errors=True)
   OUTPUT.mkdir()
   families = {name: _SIZES | fields for name, fields in FAMILIES.items()}
   for seed, (name, published) in enumerate(families.items()):
     make_family(name, published, seed)
   make_chat()
+  make_reference()
   _write_json(OUTPUT / "published_configs.json", families)
   _write_json(
     OUTPUT / "versions.json",

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from models.config import DecoderConfig
-from models.pretrained import load_decoder
+from models.pretrained import load, load_decoder
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 FAMILIES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
@@ -24,11 +25,11 @@ def attend(layer, state, seen):
   queries = jnp.stack(jnp.split(seen.queries, kv_heads, axis=1), axis=1)
   assert queries.shape[2] == groups
   scores = jnp.einsum("bkgsd,bktd->bkgst", queries, seen.keys)
-  scores = scores / np.sqrt(seen.keys.shape[-1]).astype(np.float32)
+  scores = scores.astype(np.float32) * seen.keys.shape[-1] ** -0.5
   at, of = seen.positions[:, :, None], seen.positions[:, None, :]
   visible = ((of >= 0) & (of <= at))[:, None, None]
   scores = jnp.where(visible, scores, -1e30)
-  weights = jax.nn.softmax(scores, axis=-1)
+  weights = jax.nn.softmax(scores, axis=-1).astype(seen.values.dtype)
   mixed = jnp.einsum("bkgst,bktd->bkgsd", weights, seen.values)
   return mixed.reshape(seen.queries.shape), state
 
@@ -77,6 +78,60 @@ def test_sides_of_padding_differ_in_the_goldens(family):
   _, _, _, golden = family
   assert (golden["right_positions"][1:, -1] == -1).all()
   assert (golden["left_positions"][1:, 0] == -1).all()
+
+
+def test_bfloat16_rounds_no_worse_than_in_pytorch(family):
+  name, _, _, golden = family
+  if name == "llama_dynamic":
+    pytest.skip("transformers runs the rows of this family one by one")
+  model, params = load_decoder(GOLDEN / name, "bfloat16")
+  exact, tokens = golden["right_logits"], golden["right_mask"] == 1
+  ours = logits_of(
+    model, params, golden["right_ids"], golden["right_positions"]
+  )
+
+  def root_mean_square(logits):
+    return np.sqrt(np.mean((logits - exact)[tokens] ** 2))
+
+  theirs = root_mean_square(golden["right_bfloat16"])
+  assert theirs > 0
+  assert root_mean_square(np.asarray(ours)) < 1.25 * theirs
+
+
+def test_the_engine_generates_what_transformers_generates(family):
+  name, model, params, golden = family
+  if name == "llama_dynamic":
+    pytest.skip("transformers rescales the cached keys of this family")
+  lengths = golden["right_mask"].sum(axis=1)
+  rows = [ids[:n] for ids, n in zip(golden["right_ids"], lengths, strict=True)]
+  prompts = kvjax.Prompts.of([row.tolist() for row in rows])
+  whole = kvjax.Retention(1.0)
+  method = kvjax.get_method("full")
+  cache, logits = kvjax.prefill(model, params, prompts, method, whole)
+  last = golden["right_logits"][np.arange(len(rows)), lengths - 1]
+  np.testing.assert_allclose(logits, last, atol=TOLERANCE)
+  expected = golden["generated"]
+  decoding = kvjax.Decoding(expected.shape[1])
+  answers = kvjax.complete(model, params, cache, logits, decoding)
+  np.testing.assert_array_equal(answers.tokens, expected)
+
+
+def test_transformers_reads_the_bundled_model_as_we_do():
+  """The directory was written by `models.save`."""
+  golden = dict(np.load(GOLDEN.parent / "reference.npz"))
+  lm = load("models/reference", "float32")
+  ids = lm.tokenizer.encode(str(golden["text"]))
+  assert ids == golden["ids"][0].tolist()
+  positions = np.arange(len(ids), dtype=np.int32)[None]
+  logits = logits_of(lm.model, lm.params, golden["ids"], positions)
+  np.testing.assert_allclose(logits[:, -8:], golden["logits"], atol=TOLERANCE)
+  prompts = kvjax.Prompts.of([ids])
+  cache, logits = kvjax.prefill(
+    lm.model, lm.params, prompts, kvjax.get_method("full"), kvjax.Retention(1.0)
+  )
+  decoding = kvjax.Decoding(golden["generated"].shape[1])
+  answers = kvjax.complete(lm.model, lm.params, cache, logits, decoding)
+  np.testing.assert_array_equal(answers.tokens, golden["generated"])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
