@@ -123,7 +123,9 @@ def replies(
 ) -> Iterator[list[Reply]]:
   """Prefills a batch once and answers from each candidate's cache.
 
-  Caches of about equal capacities are asked as one batch.
+  Caches of about equal capacities are asked as one batch. A candidate that
+  works in blocks has a prefill, and one that evicts while decoding a batch, of
+  its own.
 
   Args:
     lm: the model.
@@ -138,15 +140,15 @@ def replies(
   rows = [*prompts, *[prompts[-1]] * (shape.rows - len(prompts))]
   began = time.monotonic()
   contexts = kvjax.Prompts.of([p.context for p in rows], shape.context)
-  plans = [candidate.plan for candidate in candidates]
-  caches, _ = kvjax.sweep(lm.model, lm.params, contexts, plans)
+  caches = _caches(lm, [candidate.plan for candidate in candidates], contexts)
   jax.block_until_ready(caches)
   seconds.prefill += time.monotonic() - began
 
   questions = kvjax.Prompts.of([p.question for p in rows], shape.question)
   decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.tokenizer.eos_ids)
-  for capacity, group in _groups(caches).items():
+  for capacity, group in _groups(candidates, caches):
     began = time.monotonic()
+    (plan, *_) = [candidates[index].plan for index in group]
     answers = kvjax.answer(
       lm.model,
       lm.params,
@@ -156,6 +158,7 @@ def replies(
         np.tile(questions.lengths, len(group)),
       ),
       decoding,
+      plan=plan,
     ).rows()
     seconds.answer += time.monotonic() - began
     found = []
@@ -188,20 +191,49 @@ def _replies(
   ]
 
 
-def _groups(caches: Sequence[kvjax.Cache]) -> dict[int, list[int]]:
-  """Caches that are asked together, by the capacity that holds them all.
+def _caches(
+  lm: Pretrained, plans: Sequence[kvjax.Plan], contexts: kvjax.Prompts
+) -> list[kvjax.Cache]:
+  """One cache per plan; plans for whole prompts share a forward pass."""
+  model, params = lm.model, lm.params
+  shared = [plan for plan in plans if plan.schedule.block is None]
+  swept = iter(
+    kvjax.sweep(model, params, contexts, shared)[0] if shared else ()
+  )
+  return [
+    next(swept)
+    if plan.schedule.block is None
+    else kvjax.prefill(
+      model, params, contexts, plan.method, plan.budget, plan.schedule
+    )[0]
+    for plan in plans
+  ]
+
+
+def _groups(
+  candidates: Sequence[Candidate], caches: Sequence[kvjax.Cache]
+) -> list[tuple[int, list[int]]]:
+  """Caches that are asked together, with the capacity that holds them all.
 
   Layers of unequal capacities go to the next group that has room for the
-  largest, which saves them a compilation of their own.
+  largest, which saves them a compilation of their own. Caches whose heads keep
+  different numbers join nobody.
   """
   sizes = [{layer.capacity for layer in cache.layers} for cache in caches]
   common = {max(size) for size in sizes if len(size) == 1}
   groups: dict[int, list[int]] = {}
-  for index, size in enumerate(sizes):
+  alone = []
+  for index, (candidate, size) in enumerate(
+    zip(candidates, sizes, strict=True)
+  ):
+    plan = candidate.plan
+    if plan.schedule.every is not None or plan.method.packed:
+      alone.append((max(size), [index]))
+      continue
     fitting = [capacity for capacity in common if capacity >= max(size)]
     capacity = min(fitting, default=max(size))
     groups.setdefault(capacity, []).append(index)
-  return groups
+  return [*groups.items(), *alone]
 
 
 def _grown(cache: kvjax.Cache, capacity: int) -> kvjax.Cache:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import kvjax
 from kvjax.errors import InputError
 from kvjax.methods import METHODS
+from kvjax.schedules import WHOLE
 
 FULL = "full"
 
@@ -41,7 +42,9 @@ class Candidate:
 
 
 def candidates(
-  methods: Sequence[str], budgets: Sequence[kvjax.Budget]
+  methods: Sequence[str],
+  budgets: Sequence[kvjax.Budget],
+  schedule: kvjax.Schedule = WHOLE,
 ) -> tuple[Candidate, ...]:
   """Every method at every budget, the full cache first: the yardstick.
 
@@ -50,9 +53,11 @@ def candidates(
   Args:
     methods: names as `kvjax.get_method` reads them.
     budgets: what the methods may keep.
+    schedule: when they evict.
 
   Raises:
-    InputError: a name stands for no method, or either list is empty.
+    InputError: a name stands for no method, a method is not defined for the
+      schedule, or either list is empty.
   """
   names = dict.fromkeys(name.strip() for name in methods)
   if not names or not budgets:
@@ -63,7 +68,7 @@ def candidates(
   for name, method in found.items():
     if name != FULL:
       chosen.extend(
-        Candidate(name, kvjax.Plan(method, budget))
+        Candidate(name, kvjax.Plan(method, budget, schedule))
         for budget in dict.fromkeys(budgets)
         if budget != whole
       )

@@ -68,6 +68,18 @@ _BUDGET = flags.DEFINE_list(
 _TASKS = flags.DEFINE_list(
   "tasks", list(suite.DEFAULT), f"Any of {', '.join(suite.TASKS)}."
 )
+_BLOCK = flags.DEFINE_integer(
+  "block",
+  None,
+  "Tokens per block of the prompt, evicting after each; by default the whole.",
+  lower_bound=1,
+)
+_EVERY = flags.DEFINE_integer(
+  "every",
+  None,
+  "Evict while decoding too, after every so many tokens.",
+  lower_bound=1,
+)
 _SAMPLES = flags.DEFINE_integer(
   "samples", 16, "Samples per task.", lower_bound=1
 )
@@ -98,7 +110,8 @@ def main() -> None:
   cli.refuse_together(
     "text", _NEEDLES_ONLY, "a text is asked one question and nothing is written"
   )
-  chosen = candidates(_METHODS.value, _budgets())
+  schedule = kvjax.Schedule(block=_BLOCK.value, every=_EVERY.value)
+  chosen = candidates(_METHODS.value, _budgets(), schedule)
   text, question = _TEXT.value, _QUESTION.value
   if text is None and question is None:
     _compare(chosen)
@@ -205,6 +218,7 @@ def _settings() -> results.Settings:
     dtype=_dtype(),
     length=_LENGTH.value,
     seed=_SEED.value,
+    schedule=str(kvjax.Schedule(block=_BLOCK.value, every=_EVERY.value)),
   )
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from experiments.candidates import FULL
 from kvjax.errors import InputError
+from kvjax.schedules import WHOLE
 
 _BLOCKS = 64
 _BLOCK_BYTES = 2**16
@@ -29,6 +30,7 @@ class Settings:
     seed: of the samples.
     python: version, whose own documentation is the prose of the samples.
     protocol: what is compressed, before or after the question is known.
+    schedule: when it is compressed.
   """
 
   model: str
@@ -38,6 +40,7 @@ class Settings:
   seed: int
   python: str = platform.python_version()
   protocol: str = "query-agnostic"
+  schedule: str = str(WHOLE)
 
 
 @dataclasses.dataclass(frozen=True)

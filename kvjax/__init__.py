@@ -17,8 +17,9 @@ from kvjax.errors import InputError as InputError
 from kvjax.methods import get_method as get_method
 from kvjax.model import Geometry as Geometry
 from kvjax.model import Model as Model
-from kvjax.prefilling import Plan as Plan
+from kvjax.plans import Plan as Plan
 from kvjax.prefilling import prefill as prefill
 from kvjax.prefilling import sweep as sweep
 from kvjax.prompts import Prompts as Prompts
 from kvjax.sampling import Sampling as Sampling
+from kvjax.schedules import Schedule as Schedule

@@ -1,7 +1,7 @@
 """Asking a cache: feed a question, then decode; all compiled."""
 
-import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,12 @@ from kvjax.decoding import (
 )
 from kvjax.errors import InputError
 from kvjax.model import Model
+from kvjax.plans import Plan
 from kvjax.prefilling import check_context
-from kvjax.prompts import Prompts
+from kvjax.prompts import Prompts, bucket
 from kvjax.sharding import shard_cache
+from kvjax.step import Limits
+from kvjax.struct import struct
 
 # One seed for each row's draws.
 Seeds = Int[Array, " B"] | Int[np.ndarray, " B"]
@@ -31,14 +34,10 @@ _TOGETHER = "What the cache has seen, with question and answer,"
 
 def reserve(cache: Cache, tokens: int) -> Cache:
   """The same cache with room for so many more tokens in every layer."""
-  layers = tuple(
-    # Copied, so that a conversation can consume one cache and not the other.
-    dataclasses.replace(
-      shard_cache(layer.grown(tokens)), cursor=jnp.copy(layer.cursor)
-    )
-    for layer in cache.layers
-  )
-  return Cache(layers, jnp.copy(cache.next_positions))
+  grown = _grown(cache, [layer.capacity + tokens for layer in cache.layers])
+  old = {id(leaf) for leaf in jax.tree.leaves(cache)}
+  # A conversation may consume one cache and not the other.
+  return jax.tree.map(lambda x: jnp.copy(x) if id(x) in old else x, grown)
 
 
 def answer(
@@ -49,6 +48,7 @@ def answer(
   decoding: Decoding,
   seeds: Seeds | None = None,
   on_token: OnToken | None = None,
+  plan: Plan | None = None,
 ) -> Answers:
   """Feeds a question to each row of a cache and decodes the answers.
 
@@ -64,12 +64,17 @@ def answer(
     decoding: when and how.
     seeds: of each row's draws; zeros if not given.
     on_token: told of every token as it is made.
+    plan: what the cache was made by, to go on evicting as its schedule says:
+      after the question, and after every so many tokens. A retention is then
+      a share of what the row had seen before the question.
 
   Raises:
-    InputError: rows and questions differ in number, or context, question and
-      answer together are longer than the model's context.
+    InputError: rows and questions differ in number; context, question and
+      answer together are longer than the model's context; or the cache lacks
+      what the plan's method remembers.
   """
   _check_room(model, cache, questions, decoding)
+  limits = _limits(model, cache, questions.tokens.shape[1], decoding, plan)
   with listening(on_token) as listener:
     return _answer(
       model,
@@ -77,8 +82,7 @@ def answer(
       cache,
       jnp.asarray(questions.tokens),
       jnp.asarray(questions.lengths),
-      _seeds(seeds, cache),
-      listener,
+      _Aside(_seeds(seeds, cache), listener, limits),
       decoding=decoding,
     )
 
@@ -91,23 +95,28 @@ def converse(
   decoding: Decoding,
   seeds: Seeds | None = None,
   on_token: OnToken | None = None,
+  plan: Plan | None = None,
 ) -> tuple[Answers, Cache]:
   """As `answer`, but turn and answer stay in the cache, which is consumed.
 
-  The cache needs room for the padded turn and the answer (`reserve`); its
-  buffers become those of the cache that is returned.
+  The cache needs room for the padded turn and the answer (`reserve`). Where it
+  goes on evicting, room for the padded turn and `every` lasts for any number of
+  turns. Its buffers become those of the cache that is returned.
 
   Raises:
     InputError: as `answer`, or the cache has too little room.
   """
   _check_room(model, cache, turns, decoding)
-  needed = turns.tokens.shape[1] + decoding.max_new_tokens
-  room = min(x.capacity - int(x.cursor) for x in cache.layers)
-  if needed > room:
-    raise InputError(
-      f"Turn and answer need {needed} free slots and the cache has {room}; "
-      "give it more with kvjax.reserve."
-    )
+  width = turns.tokens.shape[1]
+  limits = _limits(model, cache, width, decoding, plan)
+  used = [int(layer.cursor) for layer in cache.layers]
+  needed = _needed(used, limits, width, decoding)
+  for layer, start, most in zip(cache.layers, used, needed, strict=True):
+    if most > layer.capacity:
+      raise InputError(
+        f"Turn and answer need {most - start} free slots and the cache has "
+        f"{layer.capacity - start}; give it more with kvjax.reserve."
+      )
   with listening(on_token) as listener:
     return _converse(
       model,
@@ -115,8 +124,7 @@ def converse(
       cache,
       jnp.asarray(turns.tokens),
       jnp.asarray(turns.lengths),
-      _seeds(seeds, cache),
-      listener,
+      _Aside(_seeds(seeds, cache), listener, limits),
       decoding=decoding,
     )
 
@@ -129,20 +137,94 @@ def complete(
   decoding: Decoding,
   seeds: Seeds | None = None,
   on_token: OnToken | None = None,
+  plan: Plan | None = None,
 ) -> Answers:
-  """Decodes right after a prefill, from the logits that it returned."""
+  """Decodes right after a prefill, from the logits that it returned.
+
+  Arguments and errors as for `answer`.
+  """
   places = np.asarray(cache.next_positions)
   check_context(model, places + decoding.max_new_tokens, _TOGETHER)
+  limits = _limits(model, cache, 0, decoding, plan)
   with listening(on_token) as listener:
     return _complete(
       model,
       params,
       cache,
       logits,
-      _seeds(seeds, cache),
-      listener,
+      _Aside(_seeds(seeds, cache), listener, limits),
       decoding=decoding,
     )
+
+
+@struct
+class _Aside:
+  """What decoding takes besides model and cache.
+
+  Attributes:
+    seeds: of each row's draws.
+    listener: number of who is told of the tokens.
+    limits: what the layers may hold, where they go on evicting.
+  """
+
+  seeds: Int[Array, " B"]
+  listener: Int[Array, ""] | None
+  limits: Limits | None
+
+
+def _limits(
+  model: Model, cache: Cache, width: int, decoding: Decoding, plan: Plan | None
+) -> Limits | None:
+  """What the layers may hold while they are asked, if they evict then."""
+  if plan is None or plan.schedule.every is None:
+    return None
+  for name in plan.method.remembers:
+    if any(getattr(layer, name, None) is None for layer in cache.layers):
+      raise InputError(
+        f"{type(plan.method).__name__} evicts while decoding by what it saw of "
+        "the prompt, which this cache has not kept; prefill with the schedule."
+      )
+  seen = np.asarray(cache.next_positions)
+  layers = model.geometry.layers
+  most = bucket(int(seen.max()) + width + decoding.max_new_tokens)
+  counts = jnp.asarray(plan.counts(seen, layers))
+  return Limits(counts, plan, plan.lasting_capacities(most, layers))
+
+
+def _needed(
+  used: Sequence[int], limits: Limits | None, width: int, decoding: Decoding
+) -> list[int]:
+  """Slots that layers need, so many of them being used.
+
+  Args:
+    used: per layer.
+    limits: what the layers may hold after the block and every few tokens.
+    width: tokens of the block that is fed first; 0 for none.
+    decoding: how many tokens follow.
+  """
+  if limits is None:
+    return [slots + width + decoding.max_new_tokens for slots in used]
+  every = limits.plan.schedule.every or 1
+  step = min(every, decoding.max_new_tokens)
+  return [
+    max(slots + (width or step), most + step)
+    for slots, most in zip(used, limits.capacities, strict=True)
+  ]
+
+
+def _grown(cache: Cache, capacities: Sequence[int]) -> Cache:
+  layers = tuple(
+    shard_cache(layer.grown(capacity - layer.capacity))
+    for layer, capacity in zip(cache.layers, capacities, strict=True)
+  )
+  return Cache(layers, cache.next_positions)
+
+
+def _roomy(
+  cache: Cache, limits: Limits | None, width: int, decoding: Decoding
+) -> Cache:
+  used = [layer.capacity for layer in cache.layers]
+  return _grown(cache, _needed(used, limits, width, decoding))
 
 
 def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
@@ -171,14 +253,13 @@ def _answer(
   cache: Cache,
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
-  seeds: Int[Array, " B"],
-  listener: Int[Array, ""] | None,
+  aside: _Aside,
   *,
   decoding: Decoding,
 ) -> Answers:
-  cache = reserve(cache, tokens.shape[1] + decoding.max_new_tokens)
-  logits, cache = feed(model, params, cache, tokens, lengths)
-  return decode(model, params, cache, logits, seeds, decoding, listener)[0]
+  cache = _roomy(cache, aside.limits, tokens.shape[1], decoding)
+  logits, cache = feed(model, params, cache, tokens, lengths, aside.limits)
+  return _decode(model, params, cache, logits, aside, decoding)[0]
 
 
 @functools.partial(
@@ -190,13 +271,12 @@ def _converse(
   cache: Cache,
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
-  seeds: Int[Array, " B"],
-  listener: Int[Array, ""] | None,
+  aside: _Aside,
   *,
   decoding: Decoding,
 ) -> tuple[Answers, Cache]:
-  logits, cache = feed(model, params, cache, tokens, lengths)
-  return decode(model, params, cache, logits, seeds, decoding, listener)
+  logits, cache = feed(model, params, cache, tokens, lengths, aside.limits)
+  return _decode(model, params, cache, logits, aside, decoding)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "decoding"))
@@ -205,10 +285,29 @@ def _complete(
   params: PyTree,
   cache: Cache,
   logits: Float[Array, "B V"],
-  seeds: Int[Array, " B"],
-  listener: Int[Array, ""] | None,
+  aside: _Aside,
   *,
   decoding: Decoding,
 ) -> Answers:
-  cache = reserve(cache, decoding.max_new_tokens)
-  return decode(model, params, cache, logits, seeds, decoding, listener)[0]
+  cache = _roomy(cache, aside.limits, 0, decoding)
+  return _decode(model, params, cache, logits, aside, decoding)[0]
+
+
+def _decode(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  logits: Float[Array, "B V"],
+  aside: _Aside,
+  decoding: Decoding,
+) -> tuple[Answers, Cache]:
+  return decode(
+    model,
+    params,
+    cache,
+    logits,
+    aside.seeds,
+    decoding,
+    aside.listener,
+    aside.limits,
+  )

@@ -1,10 +1,15 @@
 """The KV cache: a plain pytree of per-layer slots."""
 
+import dataclasses
+from typing import Protocol, runtime_checkable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from kernels.attention import attention
 from kvjax.activations import Activations
+from kvjax.observation import ObservationWindow
 from kvjax.struct import struct
 
 
@@ -13,6 +18,46 @@ def tree_bytes(tree: PyTree) -> int:
   return sum(
     leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
   )
+
+
+@runtime_checkable
+class Layer(Protocol):
+  """What the engine asks of a layer's cache while it is read and appended to.
+
+  `LayerCache` has as many slots for every head, `kvjax.packed.PackedLayer` as
+  many as each needs.
+  """
+
+  @property
+  def capacity(self) -> int:
+    """Slots that `append` can reach, filled or not."""
+    ...
+
+  @property
+  def cursor(self) -> Int[Array, ""]:
+    """The next of them to write."""
+    ...
+
+  @property
+  def lengths(self) -> Int[Array, "B K"]:
+    """Tokens held per row and KV head."""
+    ...
+
+  def grown(self, extra: int) -> "Layer":
+    """The same tokens with so many more slots to write."""
+    ...
+
+  def append(self, seen: Activations) -> "Layer":
+    """Writes a block at the cursor; there must be room for it."""
+    ...
+
+  def attend(
+    self,
+    queries: Float[Array, "B N S D"],
+    query_positions: Int[Array, "B S"],
+  ) -> Float[Array, "B N S D"]:
+    """Attention to all tokens, causal by positions."""
+    ...
 
 
 @struct
@@ -29,12 +74,16 @@ class LayerCache:
     values: values.
     positions: each token's place in its uncompressed row; -1 for empty.
     cursor: the next slot to write.
+    received: attention that each token has received so far, and
+    window: the last queries: what some methods remember between evictions.
   """
 
   keys: Float[Array, "B K T D"]
   values: Float[Array, "B K T D"]
   positions: Int[Array, "B K T"]
   cursor: Int[Array, ""]
+  received: Float[Array, "B K T"] | None = None
+  window: ObservationWindow | None = None
 
   @property
   def capacity(self) -> int:
@@ -51,6 +100,16 @@ class LayerCache:
     """Bytes allocated."""
     return tree_bytes(self)
 
+  def attend(
+    self,
+    queries: Float[Array, "B N S D"],
+    query_positions: Int[Array, "B S"],
+  ) -> Float[Array, "B N S D"]:
+    """Attention to all slots; see `kernels.attention.attention`."""
+    return attention(
+      queries, self.keys, self.values, query_positions, self.positions
+    )
+
   @classmethod
   def of(cls, seen: Activations) -> "LayerCache":
     """The block itself as a cache."""
@@ -64,12 +123,28 @@ class LayerCache:
   def grown(self, extra: int) -> "LayerCache":
     """The same tokens with `extra` more empty slots at the end."""
     wide = ((0, 0), (0, 0), (0, extra), (0, 0))
-    return LayerCache(
-      jnp.pad(self.keys, wide),
-      jnp.pad(self.values, wide),
-      jnp.pad(self.positions, wide[:3], constant_values=-1),
-      self.cursor,
+    return dataclasses.replace(
+      self,
+      keys=jnp.pad(self.keys, wide),
+      values=jnp.pad(self.values, wide),
+      positions=jnp.pad(self.positions, wide[:3], constant_values=-1),
+      received=jax.tree.map(lambda x: jnp.pad(x, wide[:3]), self.received),
     )
+
+  def shrunk(self, capacity: int) -> "LayerCache":
+    """The first slots alone; the others must be empty."""
+    return dataclasses.replace(
+      self,
+      keys=self.keys[:, :, :capacity],
+      values=self.values[:, :, :capacity],
+      positions=self.positions[:, :, :capacity],
+      cursor=jnp.minimum(self.cursor, capacity),
+      received=jax.tree.map(lambda x: x[:, :, :capacity], self.received),
+    )
+
+  def forgetful(self) -> "LayerCache":
+    """The same tokens without what a method remembers."""
+    return dataclasses.replace(self, received=None, window=None)
 
   def append(self, seen: Activations) -> "LayerCache":
     """Writes a block at the cursor; there must be room for it.
@@ -81,13 +156,16 @@ class LayerCache:
     zero = jnp.zeros((), jnp.int32)
     start = (zero, zero, self.cursor)
     update = jax.lax.dynamic_update_slice
-    return LayerCache(
-      update(self.keys, block.keys.astype(self.keys.dtype), (*start, zero)),
-      update(
-        self.values, block.values.astype(self.values.dtype), (*start, zero)
-      ),
-      update(self.positions, block.positions, start),
-      self.cursor + block.cursor,
+    keys = block.keys.astype(self.keys.dtype)
+    values = block.values.astype(self.values.dtype)
+    none = jnp.zeros(block.positions.shape, jnp.float32)
+    return dataclasses.replace(
+      self,
+      keys=update(self.keys, keys, (*start, zero)),
+      values=update(self.values, values, (*start, zero)),
+      positions=update(self.positions, block.positions, start),
+      cursor=self.cursor + block.cursor,
+      received=jax.tree.map(lambda x: update(x, none, start), self.received),
     )
 
   def take(self, slots: Int[Array, "B K M"]) -> "LayerCache":
@@ -97,11 +175,15 @@ class LayerCache:
     positions = jnp.take_along_axis(self.positions, index, axis=-1)
     positions = jnp.where(kept, positions, -1)
     counts = jnp.sum((positions >= 0).astype(jnp.int32), axis=-1)
-    return LayerCache(
-      jnp.take_along_axis(self.keys, index[..., None], axis=-2),
-      jnp.take_along_axis(self.values, index[..., None], axis=-2),
-      positions,
-      jnp.max(counts),
+    return dataclasses.replace(
+      self,
+      keys=jnp.take_along_axis(self.keys, index[..., None], axis=-2),
+      values=jnp.take_along_axis(self.values, index[..., None], axis=-2),
+      positions=positions,
+      cursor=jnp.max(counts),
+      received=jax.tree.map(
+        lambda x: jnp.take_along_axis(x, index, axis=-1), self.received
+      ),
     )
 
 
@@ -115,7 +197,7 @@ class Cache:
       of tokens the row has seen, kept or not.
   """
 
-  layers: tuple[LayerCache, ...]
+  layers: tuple[Layer, ...]
   next_positions: Int[Array, " B"]
 
   @property

@@ -13,11 +13,11 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.cache import Cache, LayerCache
+from kvjax.cache import Cache, Layer, LayerCache
 from kvjax.errors import InputError
 from kvjax.model import Model
 from kvjax.sampling import GREEDY, Sampling, sample
-from kvjax.step import append_and_attend, block_positions
+from kvjax.step import Limits, append_and_attend, block_positions, evict
 
 # Called on the host with the step and every row's token at that step; -1 for
 # rows that have ended.
@@ -70,13 +70,22 @@ def feed(
   cache: Cache,
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
+  limits: Limits | None = None,
+  asked: Bool[Array, ""] | bool = True,
 ) -> tuple[Float[Array, "B V"], Cache]:
-  """Appends a block to the cache; logits after each row's last token."""
+  """Appends a block to the cache; logits after each row's last token.
+
+  With limits the layers that exceed them evict afterwards, where `asked`.
+  """
 
   def attend(
-    _: int, state: LayerCache, seen: Activations
-  ) -> tuple[Float[Array, "B N S D"], LayerCache]:
-    return append_and_attend(state, seen)
+    layer: int, state: Layer, seen: Activations
+  ) -> tuple[Float[Array, "B N S D"], Layer]:
+    output, state = append_and_attend(state, seen)
+    if limits is not None:
+      assert isinstance(state, LayerCache)
+      state = evict(limits, layer, state, seen, asked)
+    return output, state
 
   positions = block_positions(cache.next_positions, tokens.shape[1], lengths)
   hidden, layers = model.hidden(params, tokens, positions, cache.layers, attend)
@@ -102,9 +111,11 @@ def decode(
   seeds: Int[Array, " B"],
   decoding: Decoding,
   listener: Int[Array, ""] | None,
+  limits: Limits | None = None,
 ) -> tuple[Answers, Cache]:
   """Decodes into the room that the cache has, until every row has ended."""
   rows = seeds.shape[0]
+  every = (limits.plan.schedule.every if limits else None) or 1
 
   def draw(
     logits: Float[Array, "B V"],
@@ -130,7 +141,10 @@ def decode(
   def one_token(loop: _Loop) -> _Loop:
     tokens = emit(loop)
     alive = (~loop.ended).astype(jnp.int32)
-    logits, cache = feed(model, params, loop.cache, loop.token[:, None], alive)
+    asked = (loop.step + 1) % every == 0
+    logits, cache = feed(
+      model, params, loop.cache, loop.token[:, None], alive, limits, asked
+    )
     token, ended = draw(logits, cache.next_positions, loop.ended)
     return _Loop(loop.step + 1, token, ended, tokens, cache)
 

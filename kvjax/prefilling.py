@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,51 +9,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.blocks import prefill_blocks
 from kvjax.budgets import Budget
-from kvjax.cache import Cache, LayerCache
+from kvjax.cache import Cache, Layer, LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.base import Allowance, Method
 from kvjax.model import Model
+from kvjax.plans import Plan, Room
 from kvjax.prompts import Prompts
+from kvjax.schedules import WHOLE, Schedule
 from kvjax.sharding import shard_cache
-from kvjax.step import append_and_attend, block_positions, compress
-
-
-class Room(NamedTuple):
-  """Slots of a layer's new cache, and whether no row has to lose anything."""
-
-  capacity: int
-  whole: bool
-
-
-class Plan(NamedTuple):
-  """A method and what it may keep."""
-
-  method: Method
-  budget: Budget
-
-  def counts(
-    self, lengths: Int[np.ndarray, " B"], layers: int
-  ) -> Int[np.ndarray, "L B"]:
-    """Tokens that rows of these lengths keep in each layer."""
-    kept = [
-      self.method.layer_kept(self.budget, int(n), layers) for n in lengths
-    ]
-    return np.array(kept, np.int32).T
-
-  def room(
-    self, padded: int, lengths: Int[np.ndarray, " B"], layers: int
-  ) -> tuple[Int[np.ndarray, "L B"], tuple[Room, ...]]:
-    """What rows of these lengths, padded alike, keep in each layer."""
-    counts = self.counts(lengths, layers)
-    most = self.method.layer_capacities(self.budget, padded, layers)
-    return counts, tuple(
-      Room(
-        capacity=min(max(slots, int(kept.max())), padded),
-        whole=slots >= padded and bool(np.all(kept >= lengths)),
-      )
-      for slots, kept in zip(most, counts, strict=True)
-    )
+from kvjax.step import block_positions, compress
 
 
 def prefill(
@@ -63,10 +28,12 @@ def prefill(
   prompts: Prompts,
   method: Method,
   budget: Budget,
+  schedule: Schedule = WHOLE,
 ) -> tuple[Cache, Float[Array, "B V"]]:
-  """Runs whole prompts and keeps of each layer what the method chooses.
+  """Runs prompts and keeps of each layer what the method chooses.
 
-  A layer's full keys and values live only until the layer is done.
+  With whole prompts a layer's full keys and values live only until the layer
+  is done; in blocks they never exist.
 
   Args:
     model: the functions.
@@ -74,16 +41,22 @@ def prefill(
     prompts: rows of unequal lengths; each is treated as if it were alone.
     method: what to keep.
     budget: how much to keep.
+    schedule: when to evict.
 
   Returns:
-    The compressed cache, and the logits after each row's last token, which
-    the compression has not touched.
+    The compressed cache, and the logits after each row's last token. Whole
+    prompts are compressed after these; blocks have attended to what was left.
 
   Raises:
-    InputError: a prompt is longer than the model's context.
+    InputError: a prompt is longer than the model's context, or the method is
+      not defined for the schedule.
   """
-  (cache,), logits = sweep(model, params, prompts, [Plan(method, budget)])
-  return cache, logits
+  plan = Plan(method, budget, schedule)
+  if schedule.block is None:
+    (cache,), logits = sweep(model, params, prompts, [plan])
+    return cache, logits
+  check_context(model, np.asarray(prompts.lengths))
+  return prefill_blocks(model, params, prompts, plan)
 
 
 def sweep(
@@ -97,10 +70,17 @@ def sweep(
     One cache for each plan, and the logits after each row's last token.
 
   Raises:
-    InputError: a prompt is longer than the model's context.
+    InputError: a prompt is longer than the model's context, there is no plan,
+      or one works in blocks, which takes a forward pass of its own.
   """
   if not plans:
     raise InputError("There is nothing to keep; give at least one plan.")
+  for plan in plans:
+    if plan.schedule.block is not None:
+      raise InputError(
+        f"A sweep shares one pass over whole prompts; give the plan of "
+        f"{plan.schedule} to kvjax.prefill."
+      )
   lengths = np.asarray(prompts.lengths)
   padded = prompts.tokens.shape[1]
   check_context(model, lengths)
@@ -112,7 +92,7 @@ def sweep(
     jnp.asarray(prompts.tokens),
     jnp.asarray(lengths),
     jnp.asarray(np.stack([counts for counts, _ in kept])),
-    methods=tuple(plan.method for plan in plans),
+    plans=tuple(plans),
     rooms=tuple(rooms for _, rooms in kept),
   )
 
@@ -129,7 +109,7 @@ def check_context(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "methods", "rooms"))
+@functools.partial(jax.jit, static_argnames=("model", "plans", "rooms"))
 def _sweep(
   model: Model,
   params: PyTree,
@@ -137,25 +117,29 @@ def _sweep(
   lengths: Int[Array, " B"],
   counts: Int[Array, "P L B"],
   *,
-  methods: tuple[Method, ...],
+  plans: tuple[Plan, ...],
   rooms: tuple[tuple[Room, ...], ...],
 ) -> tuple[tuple[Cache, ...], Float[Array, "B V"]]:
-  plans_of: dict[Method, list[int]] = {}
-  for plan, method in enumerate(methods):
-    plans_of.setdefault(method, []).append(plan)
+  alike: dict[tuple[Method, bool], list[int]] = {}
+  for index, plan in enumerate(plans):
+    goes_on = plan.schedule.every is not None
+    alike.setdefault((plan.method, goes_on), []).append(index)
 
   def attend(
     layer: int, _: None, seen: Activations
-  ) -> tuple[Float[Array, "B N S D"], tuple[LayerCache, ...]]:
-    output, cache = append_and_attend(None, seen)
-    kept: dict[int, LayerCache] = {}
-    for method, plans in plans_of.items():
+  ) -> tuple[Float[Array, "B N S D"], tuple[Layer, ...]]:
+    cache = LayerCache.of(seen)
+    output = cache.attend(seen.queries, seen.positions)
+    kept: dict[int, Layer] = {}
+    for (method, goes_on), group in alike.items():
+      known = method.observe(layer, cache, seen) if goes_on else cache
       allowances = [
-        Allowance(counts[p, layer], *rooms[p][layer]) for p in plans
+        Allowance(counts[p, layer], *rooms[p][layer], plans[p].budget)
+        for p in group
       ]
-      caches = compress(method, layer, cache, seen, allowances)
-      kept.update(zip(plans, caches, strict=True))
-    return output, tuple(shard_cache(kept[p]) for p in range(len(methods)))
+      caches = compress(method, layer, known, seen, allowances)
+      kept.update(zip(group, caches, strict=True))
+    return output, tuple(shard_cache(kept[p]) for p in range(len(plans)))
 
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
   none = (None,) * model.geometry.layers
@@ -163,6 +147,6 @@ def _sweep(
   last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
   caches = tuple(
     Cache(tuple(layer[p] for layer in layers), lengths)
-    for p in range(len(methods))
+    for p in range(len(plans))
   )
   return caches, model.logits(params, last[:, 0])

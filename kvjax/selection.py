@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
 
 def top_slots(
   scores: Float[Array, "B K T"],
   held: Bool[Array, "B K T"],
   protected: Bool[Array, "B K T"],
-  counts: Int[Array, " B"],
+  counts: Int[Array, " B"] | Int[Array, "B K"],
   capacity: int,
 ) -> Int[Array, "B K M"]:
   """Slots of the highest scores, in ascending order.
@@ -24,25 +26,62 @@ def top_slots(
     scores: one score per slot.
     held: slots that hold a token; no other slot is ever chosen.
     protected: slots that must stay.
-    counts: slots to keep per row, or all that are held where fewer are.
+    counts: slots to keep per row or per head, or all that are held where
+      fewer are.
     capacity: M, static; at least every count.
 
   Returns:
     Slot indices, then -1 for what is not filled.
   """
-  lowest = jnp.finfo(jnp.float32).min
-  scores = scores.astype(jnp.float32)
-  scores = jnp.where(jnp.isfinite(scores), scores, lowest)
+  counts = counts.reshape(scores.shape[0], -1, 1)
+  scores = _finite(scores)
   protected = protected & held
-  fits = age(protected) <= counts[:, None, None]
-  scores = jnp.where(protected, jnp.where(fits, jnp.inf, lowest), scores)
+  fits = age(protected) <= counts
+  scores = jnp.where(protected, jnp.where(fits, jnp.inf, _LOWEST), scores)
   scores = jnp.where(held, scores, -jnp.inf)
   best, slots = jax.lax.top_k(scores, capacity)
-  wanted = jnp.arange(capacity)[None, None] < counts[:, None, None]
+  wanted = jnp.arange(capacity)[None, None] < counts
   slots_after_all = scores.shape[-1]
   slots = jnp.where(wanted & (best > -jnp.inf), slots, slots_after_all)
   slots = jnp.sort(slots, axis=-1)
   return jnp.where(slots < slots_after_all, slots, -1)
+
+
+def head_counts(
+  scores: Float[Array, "B K T"],
+  candidates: Bool[Array, "B K T"],
+  total: Int[Array, " B"],
+) -> Int[Array, "B K"]:
+  """How many slots of each head are among the best of all heads together.
+
+  Equal scores prefer the lower slot, then the lower head; a score that is not
+  finite counts as the lowest. `top_slots` with these counts keeps the best.
+
+  Args:
+    scores: one score per slot, comparable between heads.
+    candidates: slots that compete.
+    total: how many slots win in a row, over all its heads; all candidates
+      where they are fewer.
+  """
+  batch = scores.shape[0]
+  scores = jnp.where(candidates, _finite(scores), -jnp.inf)
+  ascending = jnp.sort(scores.reshape(batch, -1), axis=-1)
+  last = jnp.clip(ascending.shape[1] - total, 0, ascending.shape[1] - 1)
+  threshold = jnp.take_along_axis(ascending, last[:, None], axis=1)[..., None]
+  above = candidates & (scores > threshold)
+  count = jnp.sum(above.astype(jnp.int32), axis=-1)
+  left = total - jnp.sum(count, axis=-1)
+
+  equal = (candidates & (scores == threshold)).astype(jnp.int32)
+  by_slot = jnp.swapaxes(equal, 1, 2)
+  rank = jnp.cumsum(by_slot.reshape(batch, -1), axis=-1)
+  first = (rank <= left[:, None]).reshape(by_slot.shape)
+  return count + jnp.sum(jnp.where(first, by_slot, 0), axis=1)
+
+
+def _finite(scores: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
+  scores = scores.astype(jnp.float32)
+  return jnp.where(jnp.isfinite(scores), scores, _LOWEST)
 
 
 def age(held: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:

@@ -1,10 +1,14 @@
 """Where caches live on a mesh of the axes "data" and "model"."""
 
+import dataclasses
+from collections.abc import Sequence
+
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from kvjax.cache import LayerCache
+from kvjax.cache import Layer
 from kvjax.errors import InputError
+from kvjax.packed import PackedLayer
 
 AXES = ("data", "model")
 
@@ -38,15 +42,22 @@ def parse_mesh(text: str) -> jax.sharding.Mesh:
   )
 
 
-def shard_cache(cache: LayerCache) -> LayerCache:
+def shard_cache[L: Layer](cache: L) -> L:
   """Asks for batch over "data" and KV heads over "model".
 
   Without a mesh in context (`jax.set_mesh`) nothing happens; an axis that does
-  not divide evenly stays whole.
+  not divide evenly stays whole, and pages have no axis of heads.
   """
+  if isinstance(cache, PackedLayer):
+    pages = _constrained(cache.pages, AXES[:1])
+    return dataclasses.replace(cache, pages=pages, tail=shard_cache(cache.tail))
+  return _constrained(cache, AXES)
+
+
+def _constrained[Tree](tree: Tree, axes: Sequence[str]) -> Tree:
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
-    return cache
+    return tree
 
   def constrain(leaf: jax.Array) -> jax.Array:
     if leaf.ndim < 2:
@@ -54,9 +65,9 @@ def shard_cache(cache: LayerCache) -> LayerCache:
     spec = PartitionSpec(
       *(
         axis if leaf.shape[i] % mesh.shape[axis] == 0 else None
-        for i, axis in enumerate(AXES)
+        for i, axis in enumerate(axes)
       )
     )
     return jax.lax.with_sharding_constraint(leaf, spec)
 
-  return jax.tree.map(constrain, cache)
+  return jax.tree.map(constrain, tree)

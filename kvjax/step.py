@@ -4,32 +4,30 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from kernels.attention import attention
 from kvjax.activations import Activations
-from kvjax.cache import LayerCache
+from kvjax.cache import Layer, LayerCache
 from kvjax.methods.base import Allowance, Method
+from kvjax.packed import PackedLayer
+from kvjax.plans import Plan
+from kvjax.struct import static, struct
 
 
 def append_and_attend(
-  cache: LayerCache | None, seen: Activations
-) -> tuple[Float[Array, "B N S D"], LayerCache]:
+  cache: Layer, seen: Activations
+) -> tuple[Float[Array, "B N S D"], Layer]:
   """Puts a block into a layer's cache and attends to all of it.
 
   Args:
-    cache: where the block goes, with room for it; None starts a new cache of
-      exactly the block.
+    cache: where the block goes, with room for it.
     seen: the block.
 
   Returns:
     The attention output, and the cache with the block in it.
   """
-  cache = LayerCache.of(seen) if cache is None else cache.append(seen)
-  output = attention(
-    seen.queries, cache.keys, cache.values, seen.positions, cache.positions
-  )
-  return output, cache
+  cache = cache.append(seen)
+  return cache.attend(seen.queries, seen.positions), cache
 
 
 def compress(
@@ -38,7 +36,7 @@ def compress(
   cache: LayerCache,
   seen: Activations,
   allowances: Sequence[Allowance],
-) -> tuple[LayerCache, ...]:
+) -> tuple[Layer, ...]:
   """Keeps what a method finds best, once for every allowance.
 
   Args:
@@ -57,12 +55,70 @@ def compress(
   # Scores are float32 on every backend.
   with jax.default_matmul_precision("highest"):
     found = method.evaluate(layer, cache, seen)
-  return tuple(
-    cache
-    if allowance.whole
-    else cache.take(method.select(found, cache, allowance))
-    for allowance in allowances
+
+  def kept(allowance: Allowance) -> Layer:
+    if allowance.whole:
+      return cache
+    slots = method.select(found, cache, allowance)
+    if method.packed:
+      heads = cache.positions.shape[1]
+      return PackedLayer.of(cache, slots, heads * allowance.capacity)
+    return cache.take(slots)
+
+  return tuple(map(kept, allowances))
+
+
+@struct
+class Limits:
+  """What every layer may hold from one eviction to the next.
+
+  Attributes:
+    counts: tokens per layer and row.
+    plan: the method, its budget and schedule.
+    capacities: per layer, the most that any row may hold.
+  """
+
+  counts: Int[Array, "L B"]
+  plan: Plan = static()
+  capacities: tuple[int, ...] = static()
+
+
+def evict(
+  limits: Limits,
+  layer: int,
+  cache: LayerCache,
+  seen: Activations,
+  asked: Bool[Array, ""] | bool = True,
+) -> LayerCache:
+  """Compresses a layer within its room, where it holds more than it may.
+
+  Args:
+    limits: what it may hold.
+    layer: index of the layer.
+    cache: the candidates, the block's tokens among them.
+    seen: the block whose attention has just been computed.
+    asked: false lets the layer hold more for now.
+
+  Returns:
+    A cache of the same capacity, whose tokens come first if some had to go.
+  """
+  method = limits.plan.method
+  cache = method.observe(layer, cache, seen)
+  if method.keeps_all(layer):
+    return cache
+  capacity = min(limits.capacities[layer], cache.capacity)
+  allowance = Allowance(
+    limits.counts[layer], capacity, budget=limits.plan.budget
   )
+
+  def keep(cache: LayerCache) -> LayerCache:
+    (kept,) = compress(method, layer, cache, seen, [allowance])
+    assert isinstance(kept, LayerCache)
+    return kept.grown(cache.capacity - kept.capacity)
+
+  # Holes, of rows that had less to append, take room too.
+  due = method.due(cache, allowance) | (cache.cursor > capacity)
+  return jax.lax.cond(due & asked, keep, lambda same: same, cache)
 
 
 def block_positions(

@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.cache import Cache
+from kvjax.cache import Cache, Layer, LayerCache
 from kvjax.model import Attend, Geometry
+from kvjax.packed import PackedLayer, Pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,27 +142,39 @@ def random_activations(
 def poisoned(cache: Cache) -> Cache:
   """The same cache with NaN in the keys and values of its empty slots."""
 
-  def fill(x: Array, positions: Array) -> Array:
-    nan = jnp.asarray(jnp.nan, x.dtype)
-    return jnp.where((positions >= 0)[..., None], x, nan)
-
-  layers = tuple(
-    dataclasses.replace(
-      layer,
-      keys=fill(layer.keys, layer.positions),
-      values=fill(layer.values, layer.positions),
+  def fill(part: LayerCache | Pages) -> LayerCache | Pages:
+    held = (part.positions >= 0)[..., None]
+    nan = jnp.asarray(jnp.nan, part.keys.dtype)
+    return dataclasses.replace(
+      part,
+      keys=jnp.where(held, part.keys, nan),
+      values=jnp.where(held, part.values, nan),
     )
-    for layer in cache.layers
+
+  def leaf(part: Any) -> bool:
+    return isinstance(part, LayerCache | Pages)
+
+  return jax.tree.map(
+    lambda part: fill(part) if leaf(part) else part, cache, is_leaf=leaf
   )
-  return Cache(layers, cache.next_positions)
 
 
 def held_positions(cache: Cache, row: int) -> list[list[list[int]]]:
   """Positions of the tokens that a row holds, per layer and KV head."""
+  return [layer_positions(layer, row) for layer in cache.layers]
+
+
+def layer_positions(layer: Layer, row: int) -> list[list[int]]:
+  """Positions of the tokens that a row holds in a layer, per KV head."""
+  if isinstance(layer, PackedLayer):
+    found = layer_positions(layer.tail, row)
+    pages, heads = layer.pages.positions[row], layer.pages.heads[row]
+    for page, head in zip(np.asarray(pages), np.asarray(heads), strict=True):
+      if head >= 0:
+        found[head] += [int(p) for p in page if p >= 0]
+    return [sorted(head) for head in found]
+  assert isinstance(layer, LayerCache)
   return [
-    [
-      [int(p) for p in head if p >= 0]
-      for head in np.asarray(layer.positions)[row]
-    ]
-    for layer in cache.layers
+    [int(p) for p in head if p >= 0]
+    for head in np.asarray(layer.positions)[row]
   ]

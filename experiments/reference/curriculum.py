@@ -236,7 +236,7 @@ STAGES: tuple[Stage, ...] = (
     *(256, 16, 2, 800, 160),
     _ANSWERS,
     (1.3e-3, 1.1e-3),
-    gate={"multiquery": 0.9, "multivalue": 0.9},
+    gate={"multiquery": 0.9},
   ),
   Stage(
     "length-512",
@@ -262,14 +262,14 @@ STAGES: tuple[Stage, ...] = (
   ),
   Stage(
     "values-1024",
-    *(1024, 4, 1, 600, 224),
+    *(1024, 4, 1, 400, 224),
     _LONG_VALUES,
     (5e-4, 3e-4),
     shortest=0.4,
   ),
   Stage(
     "length-2048",
-    *(2048, 2, 1, 900, 320),
+    *(2048, 2, 1, 700, 320),
     _LONG_NEEDLES,
     (6e-4, 3e-4),
     shortest=0.4,
@@ -284,7 +284,7 @@ STAGES: tuple[Stage, ...] = (
   ),
   Stage(
     "all-2048",
-    *(2048, 2, 1, 1600, 320),
+    *(2048, 2, 1, 1400, 320),
     _LONG_ALL,
     (6e-4, 2e-5),
     shortest=0.5,

@@ -5,6 +5,7 @@ from typing import Literal
 from jaxtyping import Array, Float, Int
 
 from kernels.attention.chunked import attention_chunked
+from kernels.attention.partial import Partial
 from kernels.attention.reference import attention_reference
 
 Implementation = Literal["chunked", "reference"]
@@ -40,6 +41,20 @@ def attention(
   Returns:
     The attention output in the dtype of the queries.
   """
+  return partial_attention(
+    queries, keys, values, query_positions, key_positions, implementation
+  ).output
+
+
+def partial_attention(
+  queries: Float[Array, "B N S D"],
+  keys: Float[Array, "B K T D"],
+  values: Float[Array, "B K T D"],
+  query_positions: Int[Array, "B S"],
+  key_positions: Int[Array, "B K T"],
+  implementation: Implementation = "chunked",
+) -> Partial:
+  """As `attention`, with what merging it with attention elsewhere takes."""
   return _IMPLEMENTATIONS[implementation](
     queries, keys, values, query_positions, key_positions
   )

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels.attention.partial import Partial
+from kernels.attention.query_chunks import in_query_chunks
+
 QUERY_CHUNK = 256
 # Logits per head that are alive at once: a lone query reads all its slots in
 # one chunk, a long prompt reads them 512 at a time.
@@ -26,34 +29,17 @@ def attention_chunked(
   values: Float[Array, "B K T D"],
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
-) -> Float[Array, "B N S D"]:
-  """See `kernels.attention.api.attention`; O(S + T) memory."""
-  batch, heads, length, dim = queries.shape
-  kv_heads = keys.shape[1]
-  grouped = queries.reshape(batch, kv_heads, heads // kv_heads, length, dim)
-  if length <= QUERY_CHUNK:
-    output = _attend(grouped, keys, values, query_positions, key_positions)
-    return output.reshape(queries.shape)
+) -> Partial:
+  """See `kernels.attention.api.partial_attention`; O(S + T) memory."""
 
-  chunks = -(-length // QUERY_CHUNK)
-  extra = chunks * QUERY_CHUNK - length
-  grouped = jnp.pad(grouped, ((0, 0),) * 3 + ((0, extra), (0, 0)))
-  places = jnp.pad(query_positions, ((0, 0), (0, extra)), constant_values=-1)
+  def attend(
+    queries: Float[Array, "B K G C D"], query_positions: Int[Array, "B C"]
+  ) -> Partial:
+    return _attend(queries, keys, values, query_positions, key_positions)
 
-  def one_chunk(index: Int[Array, ""]) -> Float[Array, "B K G C D"]:
-    start = index * QUERY_CHUNK
-    return _attend(
-      jax.lax.dynamic_slice_in_dim(grouped, start, QUERY_CHUNK, 3),
-      keys,
-      values,
-      jax.lax.dynamic_slice_in_dim(places, start, QUERY_CHUNK, 1),
-      key_positions,
-    )
-
-  output = jax.lax.map(one_chunk, jnp.arange(chunks))
-  output = jnp.moveaxis(output, 0, 3)
-  output = output.reshape(*grouped.shape[:3], chunks * QUERY_CHUNK, dim)
-  return output[:, :, :, :length].reshape(queries.shape)
+  return in_query_chunks(
+    attend, queries, query_positions, keys.shape[1], QUERY_CHUNK
+  )
 
 
 def _attend(
@@ -62,7 +48,7 @@ def _attend(
   values: Float[Array, "B K T D"],
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
-) -> Float[Array, "B K G S D"]:
+) -> Partial:
   slots = keys.shape[2]
   size = min(slots, LOGITS // queries.shape[3])
   shape = queries.shape[:-1]
@@ -103,8 +89,7 @@ def _attend(
     jnp.zeros(queries.shape, jnp.float32),
   )
   running, _ = jax.lax.scan(visit, running, jnp.arange(-(-slots // size)))
-  total = jnp.where(running.total > 0, running.total, 1.0)
-  return (running.output / total[..., None]).astype(queries.dtype)
+  return Partial.of(*running, queries.dtype)
 
 
 def _update(

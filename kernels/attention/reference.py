@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels.attention.partial import Partial
+
 
 def attention_reference(
   queries: Float[Array, "B N S D"],
@@ -11,8 +13,8 @@ def attention_reference(
   values: Float[Array, "B K T D"],
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
-) -> Float[Array, "B N S D"]:
-  """See `kernels.attention.api.attention`; O(S T) memory."""
+) -> Partial:
+  """See `kernels.attention.api.partial_attention`; O(S T) memory."""
   batch, heads, length, dim = queries.shape
   kv_heads = keys.shape[1]
   grouped = queries.astype(jnp.float32).reshape(
@@ -29,4 +31,8 @@ def attention_reference(
   weights = jax.nn.softmax(logits, axis=-1, where=seen)
   weights = jnp.where(seen, weights, 0.0)
   output = jnp.einsum("bkgst,bktd->bkgsd", weights, values)
-  return output.reshape(queries.shape).astype(queries.dtype)
+  lse = jax.nn.logsumexp(logits, axis=-1, where=seen)
+  return Partial(
+    output.reshape(queries.shape).astype(queries.dtype),
+    lse.reshape(queries.shape[:-1]),
+  )

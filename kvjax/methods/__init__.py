@@ -1,5 +1,6 @@
 """Eviction methods, one file each."""
 
+from kvjax.methods.adakv import AdaKV as AdaKV
 from kvjax.methods.base import Allowance as Allowance
 from kvjax.methods.base import Head as Head
 from kvjax.methods.base import HeadwiseMethod as HeadwiseMethod

@@ -2,7 +2,14 @@
 
 import abc
 import dataclasses
-from typing import Literal, final, get_args, get_origin, get_type_hints
+from typing import (
+  ClassVar,
+  Literal,
+  final,
+  get_args,
+  get_origin,
+  get_type_hints,
+)
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +19,7 @@ from kvjax.activations import Activations
 from kvjax.budgets import Budget
 from kvjax.cache import LayerCache
 from kvjax.errors import InputError
+from kvjax.observation import ObservationWindow
 from kvjax.selection import top_slots
 from kvjax.struct import static, struct
 
@@ -24,11 +32,13 @@ class Allowance:
     counts: tokens per row and KV head.
     capacity: M, slots of the new cache; at least every count.
     whole: no row has to lose anything.
+    budget: what the counts come from, for methods whose law is not a count.
   """
 
   counts: Int[Array, " B"]
   capacity: int = static()
   whole: bool = static(default=False)
+  budget: Budget | None = static(default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +54,38 @@ class Method(abc.ABC):
     for field in dataclasses.fields(self):
       check_choice(type(self), field.name, getattr(self, field.name))
 
+  # Why the method is defined for whole prompts only; empty if it is not.
+  whole_prompts_only: ClassVar[str] = ""
+
+  def check_schedule(self, budget: Budget) -> None:
+    """Refuses to work block by block or while decoding, if so be.
+
+    Raises:
+      InputError: the method is not defined for that, or not with this budget.
+    """
+    del budget
+    if self.whole_prompts_only:
+      raise InputError(
+        f"{type(self).__name__} cannot evict block by block or while decoding: "
+        f"{self.whole_prompts_only}."
+      )
+
+  @property
+  def observation_window(self) -> int:
+    """Queries to remember from one block to the next."""
+    return 0
+
+  def observe(
+    self, layer: int, cache: LayerCache, seen: Activations
+  ) -> LayerCache:
+    """Remembers of a block, which is in the cache, what later choices need."""
+    del layer
+    width = self.observation_window
+    if not width:
+      return cache
+    window = cache.window or ObservationWindow.empty(seen, width)
+    return dataclasses.replace(cache, window=window.after(seen))
+
   def keeps_all(self, layer: int) -> bool:
     """True where this layer's cache is never compressed."""
     del layer
@@ -56,6 +98,24 @@ class Method(abc.ABC):
   def capacity(self, budget: Budget, padded: int) -> int:
     """Most tokens that a row of the bucket of `padded` tokens keeps."""
     return budget.kept(padded)
+
+  @property
+  def packed(self) -> bool:
+    """Whether heads of a layer may keep different numbers (`PackedLayer`)."""
+    return False
+
+  def due(self, cache: LayerCache, allowance: Allowance) -> Bool[Array, ""]:
+    """Whether any row holds more than it may."""
+    return jnp.any(cache.lengths > allowance.counts[:, None])
+
+  @property
+  def remembers(self) -> tuple[str, ...]:
+    """Fields of a `LayerCache` that choices while decoding build on."""
+    return ("window",) if self.observation_window else ()
+
+  def lasting_capacity(self, budget: Budget, padded: int) -> int:
+    """Most tokens held between evictions by any row of up to `padded`."""
+    return self.capacity(budget, padded)
 
   def layer_kept(
     self, budget: Budget, length: int, layers: int
@@ -151,6 +211,9 @@ class Head:
     queries: the block's rotated queries of the G heads that read this head.
     query_positions: place of each query, -1 for padding.
     block_keys_unrotated: the block's keys before RoPE; padding holds anything.
+    received: attention received so far, the block's included, if remembered.
+    window_queries: the last W queries so far, the block's included, and
+    window_positions: their places, if remembered.
   """
 
   cached_keys: Float[Array, "*B T D"]
@@ -159,6 +222,9 @@ class Head:
   queries: Float[Array, "*B G S D"]
   query_positions: Int[Array, "*B S"]
   block_keys_unrotated: Float[Array, "*B S D"]
+  received: Float[Array, "*B T"] | None = None
+  window_queries: Float[Array, "*B G W D"] | None = None
+  window_positions: Int[Array, "*B W"] | None = None
 
   @property
   def held(self) -> Bool[Array, "*B T"]:
@@ -199,29 +265,42 @@ def heads_of(cache: LayerCache, seen: Activations) -> Head:
   """All heads of a layer as one tree with leading axes B and K."""
   batch, heads, length, dim = seen.queries.shape
   kv_heads = cache.positions.shape[1]
-  grouped = (batch, kv_heads, heads // kv_heads, length, dim)
+  group = heads // kv_heads
+  window = cache.window
+
+  def per_head(positions: Int[Array, "B S"]) -> Int[Array, "B K S"]:
+    shape = (batch, kv_heads, positions.shape[1])
+    return jnp.broadcast_to(positions[:, None], shape)
+
   return Head(
     cached_keys=cache.keys,
     cached_values=cache.values,
     positions=cache.positions,
-    queries=seen.queries.reshape(grouped),
-    query_positions=jnp.broadcast_to(
-      seen.positions[:, None], (batch, kv_heads, length)
-    ),
+    queries=seen.queries.reshape(batch, kv_heads, group, length, dim),
+    query_positions=per_head(seen.positions),
     block_keys_unrotated=seen.keys_unrotated,
+    received=cache.received,
+    window_queries=None
+    if window is None
+    else window.queries.reshape(batch, kv_heads, group, -1, dim),
+    window_positions=None if window is None else per_head(window.positions),
   )
 
 
 def window_queries(
   head: Head, window: int
 ) -> tuple[Float[Array, "G W D"], Int[Array, " W"]]:
-  """The block's last real queries in float32, and their positions.
+  """The last real queries in float32, and their positions.
 
   Args:
-    head: one head.
+    head: one head; what it remembers goes before what the block holds.
     window: how many; all of the block's where it is shorter. Where the row is
       shorter, the rest are zero, with position -1.
   """
+  if head.window_queries is not None and head.window_positions is not None:
+    places = head.window_positions
+    queries = head.window_queries.astype(jnp.float32)
+    return jnp.where((places >= 0)[None, :, None], queries, 0.0), places
   length = head.query_positions.shape[0]
   size = min(window, length)
   real = jnp.sum((head.query_positions >= 0).astype(jnp.int32))

@@ -1,7 +1,7 @@
 """ChunkKV: whole chunks of the prefix are kept or dropped."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,8 @@ class ChunkKV(Method):
     chunk: c, tokens per chunk.
     scope: whether the heads of a "layer" choose together.
   """
+
+  whole_prompts_only: ClassVar[str] = "its chunks are those of a whole prompt"
 
   window: int = 32
   chunk: int = 10

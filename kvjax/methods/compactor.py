@@ -1,36 +1,36 @@
 """Compactor: approximate leverage blended with non-causal attention."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.attention_mass import chunk_mass
 from kvjax.activations import Activations
+from kvjax.budgets import Budget, Retention
 from kvjax.cache import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.base import Allowance, Head, Method, heads_of
+from kvjax.methods.bounds import check_least
 from kvjax.methods.leverage import (
+  Sketch,
   Solver,
-  gaussian_sketch,
-  hadamard_sketch,
-  leverage,
+  chunked_leverage,
+  draw_sketches,
 )
-from kvjax.methods.snapkv import pool
-from kvjax.selection import age, top_slots
+from kvjax.methods.noncausal import Scale, ValueNorm, noncausal_attention
+from kvjax.methods.standardise import Scope, standardised
+from kvjax.selection import age, head_counts, top_slots
 from kvjax.struct import struct
 
-Sketch = Literal["gaussian", "srht", "none"]
-Scale = Literal["one", "rsqrt_d"]
-ValueNorm = Literal["l2", "l1", "none"]
-Scope = Literal["head", "layer"]
+Spread = Literal["head", "layer"]
+Whole = Literal["row", "middle"]
 
 
 @struct
 class Parts:
-  """The two standardised scores of every slot, zero at the protected ends."""
+  """The two standardised scores of every slot, zero where none is needed."""
 
   attention: Float[Array, "B K T"]
   outlier: Float[Array, "B K T"]
@@ -59,11 +59,23 @@ class Compactor(Method):
     scale: of the logits: 1, or "rsqrt_d".
     value_norm: "l2", "l1", or "none".
     pool: odd width of the average over neighbours; 1 is none.
-    z_scope: standardise per "head", or over all heads of a "layer".
-    first: first tokens that always stay and are left out of every score.
+    z_scope: standardise per "head", or over all heads of a "layer", or of each
+      "chunk" of the leverage, the attention then over the layer.
+    first: first tokens that always stay.
     last: last tokens, likewise.
+    score_ends: first and last tokens are part of the chunks and statistics of
+      the scores; else the tokens between them are scored as if alone.
+    retention_of: what a retention is a share of: the whole "row", or its
+      "middle" between the first and last tokens, which are then among the
+      tokens kept even where they are more than that.
+    spread: every "head" keeps as many, or the best of all heads of a "layer"
+      are kept, as many as one head's budget times their number.
     seed: of the sketches, one per layer and KV head.
   """
+
+  whole_prompts_only: ClassVar[str] = (
+    "its leverage and its attention are those of a whole prompt"
+  )
 
   blend: float = 0.3
   blend_removed: bool = False
@@ -79,23 +91,33 @@ class Compactor(Method):
   z_scope: Scope = "head"
   first: int = 0
   last: int = 0
+  score_ends: bool = False
+  retention_of: Whole = "row"
+  spread: Spread = "head"
   seed: int = 0
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    for name, least in (
-      ("sketch_dim", 1),
-      ("chunk", 1),
-      ("leverage_chunk", 0),
-      ("first", 0),
-      ("last", 0),
-    ):
-      if getattr(self, name) < least:
-        raise InputError(
-          f"{name} must be {least} or more; {getattr(self, name)} is not."
-        )
+    check_least(self, sketch_dim=1, chunk=1, leverage_chunk=0, first=0, last=0)
     if self.pool < 1 or self.pool % 2 == 0:
       raise InputError(f"pool must be odd; {self.pool} is not.")
+
+  @property
+  def packed(self) -> bool:
+    """Heads that compete keep different numbers."""
+    return self.spread == "layer"
+
+  def kept(self, budget: Budget, length: int) -> int:
+    """Tokens kept of a row; see `retention_of`."""
+    whole = not isinstance(budget, Retention) or budget.share == 1
+    if self.retention_of == "row" or whole:
+      return budget.kept(length)
+    ends = self.first + self.last
+    return min(length, max(ends, budget.kept(max(length - ends, 0))))
+
+  def capacity(self, budget: Budget, padded: int) -> int:
+    """Most tokens that a row of the bucket of `padded` tokens keeps."""
+    return self.kept(budget, padded)
 
   def evaluate(self, layer: int, cache: LayerCache, seen: Activations) -> Parts:
     """Both scores, standardised."""
@@ -103,8 +125,12 @@ class Compactor(Method):
     sketches = self._sketches(layer, heads.positions.shape[1], seen)
     per_head = jax.vmap(self._score_head, in_axes=(0, 0))
     attention, outlier = jax.vmap(per_head, in_axes=(0, None))(heads, sketches)
-    middle = (cache.positions >= 0) & ~self._ends(cache.positions)
-    return Parts(self._z(attention, middle), self._z(outlier, middle))
+    scored = self._scored(cache.positions)
+    size = self.leverage_chunk
+    return Parts(
+      standardised(attention, scored, self.z_scope),
+      standardised(outlier, scored, self.z_scope, size, self._start),
+    )
 
   def select(
     self, found: Parts, cache: LayerCache, allowance: Allowance
@@ -116,94 +142,62 @@ class Compactor(Method):
       length = jnp.sum(held[:, 0].astype(jnp.float32), axis=-1)
       blend = 1.0 - allowance.counts.astype(jnp.float32) / length
     scores = found.attention + blend[:, None, None] * found.outlier
-    return top_slots(
-      scores,
-      held,
-      self._ends(cache.positions),
-      allowance.counts,
-      allowance.capacity,
-    )
+    ends = self._ends(cache.positions)
+    if self.spread == "head":
+      counts, capacity = allowance.counts, allowance.capacity
+      return top_slots(scores, held, ends, counts, capacity)
+    kv_heads = held.shape[1]
+    always = jnp.sum(ends.astype(jnp.int32), axis=-1)
+    free = kv_heads * allowance.counts - jnp.sum(always, axis=-1)
+    counts = always + head_counts(scores, held & ~ends, jnp.maximum(free, 0))
+    capacity = min(kv_heads * allowance.capacity, cache.capacity)
+    return top_slots(scores, held, ends, counts, capacity)
 
   def _sketches(
     self, layer: int, kv_heads: int, seen: Activations
   ) -> Float[Array, "K D k"] | None:
     """One sketch per KV head, shared by the rows of a batch."""
-    if self.sketch == "none":
-      return None
-    draw = gaussian_sketch if self.sketch == "gaussian" else hadamard_sketch
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(kv_heads))
     dim = seen.keys.shape[-1]
-    return jax.vmap(lambda head: draw(head, dim, self.sketch_dim))(keys)
+    return draw_sketches(self.sketch, key, kv_heads, dim, self.sketch_dim)
 
   def _score_head(
     self, head: Head, sketch: Float[Array, "D k"] | None
   ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """Attention and leverage of the tokens between the protected ends."""
-    middle = head.held & ~self._ends(head.positions)
-    front = min(self.first, len(middle))
-    inner = middle[front:]
-    attention = self._attention(head, inner, front)
-    keys = head.block_keys_unrotated[front:].astype(jnp.float32)
-    outlier = self._outlier(jnp.where(inner[:, None], keys, 0.0), inner, sketch)
-    return jnp.pad(attention, (front, 0)), jnp.pad(outlier, (front, 0))
-
-  def _attention(
-    self, head: Head, inner: Bool[Array, " I"], front: int
-  ) -> Float[Array, " I"]:
-    dim = head.queries.shape[-1]
-    mass = chunk_mass(
-      head.queries[:, front:],
-      head.cached_keys[front:],
-      inner,
-      self.chunk,
-      1.0 if self.scale == "one" else dim**-0.5,
+    """Attention and leverage of the tokens that are scored."""
+    start = min(self._start, len(head.positions))
+    scored = self._scored(head.positions)[start:]
+    attention = noncausal_attention(
+      head.queries[:, start:],
+      head.cached_keys[start:],
+      head.values[start:],
+      scored,
+      chunk=self.chunk,
+      scale=self.scale,
+      value_norm=self.value_norm,
+      width=self.pool,
     )
-    scores = jnp.mean(mass, axis=0)
-    if self.value_norm != "none":
-      order = 2 if self.value_norm == "l2" else 1
-      values = head.values[front:]
-      scores = scores * jnp.linalg.norm(values, ord=order, axis=-1)
-    return pool(scores, self.pool, "avg")
-
-  def _outlier(
-    self,
-    keys: Float[Array, "I D"],
-    inner: Bool[Array, " I"],
-    sketch: Float[Array, "D k"] | None,
-  ) -> Float[Array, " I"]:
-    if self.leverage_chunk == 0:
-      return leverage(keys, inner, sketch, self.solver, self.center)
-    length, size = len(keys), self.leverage_chunk
-    extra = -length % size
-    keys = jnp.pad(keys, ((0, extra), (0, 0))).reshape(-1, size, keys.shape[1])
-    inner = jnp.pad(inner, (0, extra)).reshape(-1, size)
-    per_chunk = jax.vmap(
-      lambda k, h: leverage(k, h, sketch, self.solver, self.center)
+    keys = head.block_keys_unrotated[start:].astype(jnp.float32)
+    outlier = chunked_leverage(
+      jnp.where(scored[:, None], keys, 0.0),
+      scored,
+      sketch,
+      self.solver,
+      self.center,
+      self.leverage_chunk,
     )
-    return per_chunk(keys, inner).reshape(-1)[:length]
+    return jnp.pad(attention, (start, 0)), jnp.pad(outlier, (start, 0))
+
+  @property
+  def _start(self) -> int:
+    """The first slot that is scored; slots of a whole prompt are positions."""
+    return 0 if self.score_ends else self.first
+
+  def _scored(self, positions: Int[Array, "*B T"]) -> Bool[Array, "*B T"]:
+    held = positions >= 0
+    return held if self.score_ends else held & ~self._ends(positions)
 
   def _ends(self, positions: Int[Array, "*B T"]) -> Bool[Array, "*B T"]:
     """The first and last tokens, which always stay."""
     held = positions >= 0
     return held & ((positions < self.first) | (age(held) <= self.last))
-
-  def _z(
-    self, scores: Float[Array, "B K T"], middle: Bool[Array, "B K T"]
-  ) -> Float[Array, "B K T"]:
-    """Zero mean and unit variance per head or layer; constant becomes 0."""
-    axes = -1 if self.z_scope == "head" else (-2, -1)
-
-    def mean(x: Float[Array, "B K T"]) -> Float[Array, "B _ _"]:
-      total = jnp.sum(jnp.where(middle, x, 0.0), axes, keepdims=True)
-      count = jnp.sum(middle.astype(jnp.float32), axes, keepdims=True)
-      return total / jnp.maximum(count, 1.0)
-
-    middle_mean = mean(scores)
-    centered = scores - middle_mean
-    deviation = jnp.sqrt(mean(centered * centered))
-    # Where rows are no more than directions every leverage is 1: what is left
-    # of its deviation is rounding and must not decide.
-    flat = deviation < jnp.maximum(1e-12, 1e-5 * jnp.abs(middle_mean))
-    z = centered / jnp.where(flat, 1.0, deviation)
-    return jnp.where(middle & ~flat, z, 0.0)

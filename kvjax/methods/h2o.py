@@ -2,13 +2,15 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.attention_mass import causal_mass
+from kvjax.activations import Activations
 from kvjax.cache import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods.base import Head, HeadwiseMethod
+from kvjax.methods.base import Head, HeadwiseMethod, heads_of
 from kvjax.methods.snapkv import pool
 from kvjax.selection import age, floor_share
 
@@ -45,16 +47,29 @@ class H2O(HeadwiseMethod):
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Accumulated attention."""
-    mass = causal_mass(
-      head.queries, head.keys, head.query_positions, head.positions
-    )
-    scores = jnp.mean(mass, axis=0)
+    scores = _received(head) if head.received is None else head.received
     if self.normalise:
-      observers = jnp.maximum(age(head.held), 1)
+      newest = jnp.max(head.query_positions)
+      observers = jnp.maximum(newest + 1 - head.positions, 1)
       scores = scores / observers.astype(jnp.float32)
     if self.paper_postproc:
       scores = pool(scores * jnp.linalg.norm(head.values, axis=-1), 3, "avg")
     return scores
+
+  @property
+  def remembers(self) -> tuple[str, ...]:
+    """The attention received so far."""
+    return ("received",)
+
+  def observe(
+    self, layer: int, cache: LayerCache, seen: Activations
+  ) -> LayerCache:
+    """Adds the attention that the block's queries pay to every token."""
+    del layer
+    received = jax.vmap(jax.vmap(_received))(heads_of(cache, seen))
+    if cache.received is not None:
+      received = cache.received + received
+    return dataclasses.replace(cache, received=received)
 
   def protected(
     self, cache: LayerCache, counts: Int[Array, " B"]
@@ -67,3 +82,11 @@ class H2O(HeadwiseMethod):
     )
     held = cache.positions >= 0
     return held & (age(held) <= recent[:, None, None])
+
+
+def _received(head: Head) -> Float[Array, " T"]:
+  """Attention that the block's queries pay to every slot, group mean."""
+  mass = causal_mass(
+    head.queries, head.keys, head.query_positions, head.positions
+  )
+  return jnp.mean(mass, axis=0)

@@ -5,13 +5,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.budgets import Budget, Retention
 from kvjax.cache import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.base import Allowance, Head, Method, heads_of
+from kvjax.methods.partitions import Partitions
 from kvjax.prompts import bucket_lengths
 from kvjax.selection import packed, top_slots
 
@@ -36,6 +37,9 @@ class LagKV(Method):
   tokens keeps S + floor(r L) (P - 1) + L + (n - S) mod L of them, where
   P = floor((n - S) / L), and all n where n < S + 2 L. A budget in tokens is
   met as nearly as that law allows.
+
+  Evicting again and again, in blocks or while decoding, follows the same law:
+  what was once kept stays, only partitions that are still whole are scored.
 
   Source: Liang et al., arXiv 2504.04704, equations 1 to 8 and 13.
 
@@ -94,12 +98,43 @@ class LagKV(Method):
     # The law falls by up to a lag whenever a partition is completed.
     return max(self.kept(budget, n) for n in bucket_lengths(padded))
 
+  def check_schedule(self, budget: Budget) -> None:
+    """Recursive is the paper's form alone, with a share of each partition.
+
+    Raises:
+      InputError: mode "kvpress", or a budget in tokens.
+    """
+    if self.mode == "kvpress":
+      raise InputError(
+        'LagKV in mode "kvpress" ranks a whole prompt at once; use mode '
+        '"paper" to evict block by block or while decoding.'
+      )
+    if not isinstance(budget, Retention):
+      raise InputError(
+        "LagKV keeps a share of every partition, however many there will be: "
+        f"give a retention in place of {budget}."
+      )
+
+  def lasting_capacity(self, budget: Budget, padded: int) -> int:
+    """Most tokens held between evictions by any row of up to `padded`."""
+    before = min(padded, self.sinks + 2 * self.lag - 1)
+    after = range(max(before, padded - 2 * self.lag), padded + 1)
+    return max(self.kept(budget, n) for n in after)
+
+  def due(self, cache: LayerCache, allowance: Allowance) -> Bool[Array, ""]:
+    """Whether any row has a partition that another whole one follows."""
+    del allowance
+    return jnp.any(Partitions.of(cache, self.sinks, self.lag).whole > 1)
+
   def evaluate(
     self, layer: int, cache: LayerCache, seen: Activations
   ) -> Float[Array, "B K P L"]:
     """Scores of the tokens of every partition that another one follows."""
     del layer
-    return jax.vmap(jax.vmap(self._score_head))(heads_of(cache, seen))
+    parts = Partitions.of(cache, self.sinks, self.lag)
+    count = max((cache.capacity - self.sinks) // self.lag, 1)
+    slots = parts.slots(cache, count)
+    return jax.vmap(jax.vmap(self._score_head))(heads_of(cache, seen), slots)
 
   def select(
     self,
@@ -108,34 +143,40 @@ class LagKV(Method):
     allowance: Allowance,
   ) -> Int[Array, "B K M"]:
     """The best of each partition, or of the whole row in mode "kvpress"."""
+    parts = Partitions.of(cache, self.sinks, self.lag)
     held = cache.positions >= 0
-    lengths = jnp.sum(held[:, 0].astype(jnp.int32), axis=-1)
-    partitions = (lengths - self.sinks) // self.lag
-    rank = jnp.argsort(jnp.argsort(found, axis=-1), axis=-1)
+    worth = found
     if self.mode == "kvpress":
-      worth = found if self.cross_scoring else rank.astype(jnp.float32)
-      scores = self._row_scores(worth, lengths, partitions, cache.capacity)
+      if not self.cross_scoring:
+        rank = jnp.argsort(jnp.argsort(found, axis=-1), axis=-1)
+        worth = rank.astype(jnp.float32)
+      scores = self._row_scores(parts, worth)
       return top_slots(
         scores, held, jnp.zeros_like(held), allowance.counts, allowance.capacity
       )
-    scored = jnp.maximum(partitions - 1, 1)
-    tail = self.lag + (lengths - self.sinks) % self.lag
-    each = (allowance.counts - self.sinks - tail) // scored
     # Ties keep the lower position: rank from the best, stably.
     rank = jnp.argsort(jnp.argsort(-found, axis=-1, stable=True), axis=-1)
-    best = self._spread(rank < each[:, None, None, None], cache.capacity, False)
-    index = jnp.arange(cache.capacity)[None]
-    whole = lengths < self.sinks + 2 * self.lag
-    window = self.sinks + (partitions - 1) * self.lag
-    fixed = (index < self.sinks) | (index >= window[:, None]) | whole[:, None]
-    return packed(held & (fixed[:, None] | best), allowance.capacity)
+    each = self._each(parts, allowance)
+    best = parts.spread(rank < each[..., None, None])
+    return packed(held & (parts.fixed | best), allowance.capacity)
 
-  def _score_head(self, head: Head) -> Float[Array, "P L"]:
+  def _each(self, parts: Partitions, allowance: Allowance) -> Int[Array, "B K"]:
+    """Tokens to keep of each partition."""
+    if isinstance(allowance.budget, Retention):
+      each = int(allowance.budget.share * self.lag + 1e-9)
+      return jnp.full_like(parts.whole, each)
+    scored = parts.whole - 1
+    spare = allowance.counts[:, None] - (parts.held - scored * self.lag)
+    return spare // jnp.maximum(scored, 1)
+
+  def _score_head(
+    self, head: Head, slots: Int[Array, "P1 L"]
+  ) -> Float[Array, "P L"]:
     if self.score == "key_norm":
-      return -jnp.linalg.norm(self._partitions(head.keys), axis=-1)[:-1]
-    score = self._deviation(self._partitions(head.keys))
+      return -jnp.linalg.norm(head.keys[slots], axis=-1)[:-1]
+    score = self._deviation(head.keys[slots])
     if self.value_weight:
-      values = self._deviation(self._partitions(head.values))
+      values = self._deviation(head.values[slots])
       score = score + self.value_weight * values
     return score
 
@@ -146,35 +187,13 @@ class LagKV(Method):
     scaled = (x[:-1] - low) / jnp.maximum(high - low, _EPSILON)
     return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=self.ddof), axis=-1)
 
-  def _partitions(self, x: Float[Array, "T D"]) -> Float[Array, "P1 L D"]:
-    """Whole partitions, and an empty one where there is none."""
-    count = max((len(x) - self.sinks) // self.lag, 1)
-    end = self.sinks + count * self.lag
-    x = jnp.pad(x, ((0, max(end - len(x), 0)), (0, 0)))
-    return x[self.sinks : end].reshape(count, self.lag, x.shape[1])
-
-  def _spread(self, x: Array, slots: int, fill: bool | float) -> Array:
-    """Per-token values of the partitions at their slots, `fill` elsewhere."""
-    batch, kv_heads = x.shape[:2]
-    flat = x.reshape(batch, kv_heads, -1)
-    after = max(slots - self.sinks - flat.shape[-1], 0)
-    wide = ((0, 0), (0, 0), (self.sinks, after))
-    return jnp.pad(flat, wide, constant_values=fill)[..., :slots]
-
   def _row_scores(
-    self,
-    worth: Float[Array, "B K P L"],
-    lengths: Int[Array, " B"],
-    partitions: Int[Array, " B"],
-    slots: int,
+    self, parts: Partitions, worth: Float[Array, "B K P L"]
   ) -> Float[Array, "B K T"]:
     """Scores over the row; sinks and window are above every partition."""
     best = jnp.float32(2 * self.lag)
-    index = jnp.arange(slots)[None]
-    window = (self.sinks + (partitions - 1) * self.lag)[:, None]
-    fixed = (index < self.sinks) | (index >= window)
-    scores = self._spread(worth, slots, 0.0)
-    scores = jnp.where(fixed[:, None], best, scores)
-    short = (lengths < self.sinks + 2 * self.lag)[:, None]
-    recency = jnp.where(index < self.sinks, best, index.astype(jnp.float32))
-    return jnp.where(short[:, None], recency[:, None], scores)
+    scores = jnp.where(parts.fixed, best, parts.spread(worth))
+    short = (parts.whole < 2)[..., None]
+    age = parts.index.astype(jnp.float32)
+    recency = jnp.where(parts.index < self.sinks, best, age)
+    return jnp.where(short, recency, scores)

@@ -7,9 +7,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 Solver = Literal["svd", "qr", "eig", "chol"]
+Sketch = Literal["gaussian", "srht", "none"]
 
 _EIG_FLOOR = 1e-6
 _CHOL_JITTER = 1e-2
+
+
+def draw_sketches(
+  kind: Sketch, key: Array, heads: int, dim: int, width: int
+) -> Float[Array, "K D k"] | None:
+  """An independent sketch for every KV head; None for keys as they are."""
+  if kind == "none":
+    return None
+  draw = gaussian_sketch if kind == "gaussian" else hadamard_sketch
+  keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(heads))
+  return jax.vmap(lambda head: draw(head, dim, width))(keys)
 
 
 def gaussian_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
@@ -72,6 +84,25 @@ def leverage(
   values, vectors = jnp.linalg.eigh(gram)
   projected = x @ vectors
   return jnp.sum(projected * projected * _inverse(values, solver)[None], axis=1)
+
+
+def chunked_leverage(
+  keys: Float[Array, "T D"],
+  held: Bool[Array, " T"],
+  sketch: Float[Array, "D k"] | None,
+  solver: Solver,
+  center: bool,
+  size: int,
+) -> Float[Array, " T"]:
+  """As `leverage`, for each chunk of `size` keys by itself; 0 is all keys."""
+  if size == 0:
+    return leverage(keys, held, sketch, solver, center)
+  length, dim = keys.shape
+  extra = -length % size
+  parts = jnp.pad(keys, ((0, extra), (0, 0))).reshape(-1, size, dim)
+  held = jnp.pad(held, (0, extra)).reshape(-1, size)
+  per_chunk = jax.vmap(lambda x, h: leverage(x, h, sketch, solver, center))
+  return per_chunk(parts, held).reshape(-1)[:length]
 
 
 def _inverse(values: Float[Array, " k"], solver: Solver) -> Float[Array, " k"]:

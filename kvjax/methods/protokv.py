@@ -1,7 +1,8 @@
 """ProtoKV: clusters around prototypes are kept or dropped as a whole."""
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +20,19 @@ from kvjax.methods.base import (
   window_attention,
   window_queries,
 )
+from kvjax.methods.bounds import check_least
+from kvjax.methods.ranking import (
+  Cut,
+  Ranking,
+  cluster_worth,
+  fitting,
+  ranked,
+)
 from kvjax.selection import age, packed
-from kvjax.struct import struct
 
 Clusters = Literal["prototypes", "lsh", "kmeans", "none"]
 Score = Literal["qk_sum", "qk_mean", "attn_sum", "attn_mean"]
-Cut = Literal["score", "position", "skip", "none"]
 Sign = Literal["deviation", "literal"]
-
-
-@struct
-class Ranking:
-  """Prefix tokens in the order in which they are kept.
-
-  Attributes:
-    place: each token's place in that order; T for tokens outside the prefix.
-    cluster: the place of each token's cluster among the clusters.
-    sizes: tokens of each cluster, best cluster first.
-  """
-
-  place: Int[Array, "*B T"]
-  cluster: Int[Array, "*B T"]
-  sizes: Int[Array, "*B P"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +69,8 @@ class ProtoKV(Method):
     seed: of hashes and K-means, one per layer and KV head.
   """
 
+  whole_prompts_only: ClassVar[str] = "its clusters are those of a whole prompt"
+
   window: int = 8
   neighbours: int = 5
   include_self: bool = True
@@ -95,18 +89,15 @@ class ProtoKV(Method):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    for name, least in (
-      ("window", 1),
-      ("neighbours", 1),
-      ("anchors", 0),
-      ("bits", 1),
-      ("prototypes", 2),
-      ("iterations", 1),
-    ):
-      if getattr(self, name) < least:
-        raise InputError(
-          f"{name} must be {least} or more; {getattr(self, name)} is not."
-        )
+    check_least(
+      self,
+      window=1,
+      neighbours=1,
+      anchors=0,
+      bits=0,
+      prototypes=2,
+      iterations=1,
+    )
     if self._anchor_prototypes >= self.prototypes and (
       self.clusters == "prototypes"
     ):
@@ -135,24 +126,9 @@ class ProtoKV(Method):
     window = held & (age(held) <= newest[:, None, None])
     room = jnp.maximum(allowance.counts - self.window, 0)
     prefix = held & (age(held) > self.window)
-    per_head = jax.vmap(self._fitting, in_axes=(0, None))
-    kept = jax.vmap(per_head)(found, room)
+    fit = functools.partial(fitting, cut=self.cut)
+    kept = jax.vmap(jax.vmap(fit, in_axes=(0, None)))(found, room)
     return packed(window | (prefix & kept), allowance.capacity)
-
-  def _fitting(self, found: Ranking, room: Int[Array, ""]) -> Bool[Array, " T"]:
-    if self.cut in ("score", "position"):
-      return found.place < room
-    if self.cut == "none":
-      return jnp.cumsum(found.sizes)[found.cluster] <= room
-
-    def visit(
-      left: Int[Array, ""], size: Int[Array, ""]
-    ) -> tuple[Int[Array, ""], Bool[Array, ""]]:
-      fits = size <= left
-      return left - jnp.where(fits, size, 0), fits
-
-    _, fits = jax.lax.scan(visit, room, found.sizes)
-    return fits[found.cluster]
 
   def _rank_head(self, head: Head, rng: Array) -> Ranking:
     keys = head.keys
@@ -161,19 +137,15 @@ class ProtoKV(Method):
     dev = dev if self.sign == "deviation" else -dev
     if self.clusters == "none":
       alone = jnp.zeros_like(head.positions)
-      return _ranking(alone, jnp.zeros(1), prefix, dev)
+      return ranked(alone, jnp.zeros(1), prefix, dev)
     centers, exists = self._centers(keys, prefix, dev, rng)
     cluster = proto.nearest(keys, centers, exists)
     own = self._own_scores(head)
-    target = jnp.where(prefix, cluster, len(centers))
-    worth = jax.ops.segment_sum(own, target, len(centers) + 1)[:-1]
-    if self.score.endswith("mean"):
-      ones = jnp.ones(own.shape, jnp.float32)
-      sizes = jax.ops.segment_sum(ones, target, len(centers) + 1)[:-1]
-      worth = worth / jnp.maximum(sizes, 1.0)
+    mean = self.score.endswith("mean")
+    worth = cluster_worth(own, cluster, prefix, len(centers), mean)
     index = jnp.arange(len(own), dtype=jnp.float32)
     inside = -index if self.cut == "position" else own
-    return _ranking(cluster, worth, prefix, inside)
+    return ranked(cluster, worth, prefix, inside)
 
   def _centers(
     self,
@@ -213,29 +185,3 @@ class ProtoKV(Method):
   @property
   def _anchor_prototypes(self) -> int:
     return 2**self.bits if self.anchors else 0
-
-
-def _ranking(
-  cluster: Int[Array, " T"],
-  worth: Float[Array, " P"],
-  prefix: Bool[Array, " T"],
-  inside: Float[Array, " T"],
-) -> Ranking:
-  """Tokens by their cluster's worth, then by `inside`, then by position."""
-  index = jnp.arange(len(prefix), dtype=jnp.int32)
-  best_first = jnp.argsort(-worth, stable=True)
-  rank = (
-    jnp.zeros_like(best_first)
-    .at[best_first]
-    .set(jnp.arange(len(worth), dtype=best_first.dtype))
-  )
-  mine = jnp.where(prefix, rank[cluster].astype(jnp.int32), len(worth))
-  order = jax.lax.sort((mine, -inside, index), num_keys=3)[2]
-  place = jnp.zeros_like(index).at[order].set(index)
-  ones = prefix.astype(jnp.int32)
-  sizes = jax.ops.segment_sum(ones, mine, len(worth) + 1)[:-1]
-  return Ranking(
-    jnp.where(prefix, place, len(prefix)),
-    jnp.minimum(mine, len(worth) - 1),
-    sizes,
-  )

@@ -1,6 +1,7 @@
 """PyramidKV: lower layers keep more, higher layers less."""
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Array, Int, PyTree
@@ -34,6 +35,10 @@ class Pyramid(Method):
     beta: how steep the pyramid is.
   """
 
+  whole_prompts_only: ClassVar[str] = (
+    "it shares out the budget once, when the prompt is known"
+  )
+
   inner: Method = SnapKV(window=8, kernel=7, pooling="max")
   beta: float = 20.0
 
@@ -41,6 +46,11 @@ class Pyramid(Method):
     super().__post_init__()
     if self.beta < 1:
       raise InputError(f"beta must be 1 or more; {self.beta:g} is not.")
+
+  @property
+  def packed(self) -> bool:
+    """As the inner method."""
+    return self.inner.packed
 
   def keeps_all(self, layer: int) -> bool:
     """As the inner method."""

@@ -2,10 +2,11 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvjax.errors import InputError
+from kvjax.methods.adakv import AdaKV
 from kvjax.methods.base import Method, check_choice
 from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.compactor import Compactor
@@ -30,6 +31,7 @@ METHODS: Mapping[str, type[Method]] = {
   "tova": Tova,
   "snapkv": SnapKV,
   "pyramidkv": Pyramid,
+  "adakv": AdaKV,
   "chunkkv": ChunkKV,
   "keydiff": KeyDiff,
   "lagkv": LagKV,
@@ -37,12 +39,17 @@ METHODS: Mapping[str, type[Method]] = {
   "protokv": ProtoKV,
 }
 
-_PYRAMID = "pyramid/"
+# In front of a name they spread its budget over layers or heads.
+WRAPPERS: Mapping[str, Callable[[Method], Method]] = {
+  "pyramid/": Pyramid,
+  "ada/": AdaKV,
+}
 
 PRESETS: Mapping[str, Method] = {
   "h2o.keydiff": H2O(recent_frac=0.0),
   "h2o.kvpress": H2O(recent_frac=0.0, normalise=True),
   "h2o.compactor": H2O(paper_postproc=True),
+  "keydiff.paper": KeyDiff(),
   "lagkv.paper": LagKV(),
   "lagkv.kvpress": LagKV(sinks=4, lag=128, mode="kvpress"),
   "lagkv.local": LagKV(reference="own"),
@@ -56,6 +63,21 @@ PRESETS: Mapping[str, Method] = {
     z_scope="layer",
     first=8,
     last=4,
+  ),
+  "compactor.vllm": Compactor(
+    blend=0.5,
+    sketch_dim=48,
+    center=True,
+    leverage_chunk=512,
+    chunk=128,
+    value_norm="none",
+    pool=1,
+    z_scope="chunk",
+    first=16,
+    last=64,
+    score_ends=True,
+    retention_of="middle",
+    spread="layer",
   ),
   "protokv.paper": ProtoKV(),
   "protokv.sat": ProtoKV(clusters="none"),
@@ -80,12 +102,17 @@ def get_method(name: str) -> Method:
   A name is a method or a preset, then its options, each after a colon:
   `keydiff:anchor=median_unit:recent_frac=0.1`. The values of a list are joined
   by plus signs: `key_norm:skip_layers=0+1`. In front, `pyramid/` spreads the
-  budget of any method over the layers: `pyramid/keydiff`.
+  budget of any method over the layers and `ada/` that of a scoring method over
+  the heads: `pyramid/keydiff`, `pyramid/ada/snapkv`.
 
   Raises:
     InputError: no such method, preset or option, or a value out of range.
   """
-  base, *options = name.strip().removeprefix(_PYRAMID).split(":")
+  name = name.strip()
+  for prefix, wrapper in WRAPPERS.items():
+    if name.startswith(prefix):
+      return wrapper(get_method(name.removeprefix(prefix)))
+  base, *options = name.split(":")
   if base in PRESETS:
     method = PRESETS[base]
   elif base in METHODS:
@@ -102,8 +129,7 @@ def get_method(name: str) -> Method:
     if option in given:
       raise InputError(f"Option {option!r} of {base!r} is given twice.")
     given[option] = value
-  method = dataclasses.replace(method, **given)
-  return Pyramid(method) if name.strip().startswith(_PYRAMID) else method
+  return dataclasses.replace(method, **given)
 
 
 def _option(base: str, method: Method, text: str) -> tuple[str, Any]:

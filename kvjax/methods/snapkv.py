@@ -49,6 +49,11 @@ class SnapKV(HeadwiseMethod):
     if self.kernel < 1 or self.kernel % 2 == 0:
       raise InputError(f"kernel must be odd; {self.kernel} is not.")
 
+  @property
+  def observation_window(self) -> int:
+    """W."""
+    return self.window
+
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Pooled votes; the window itself gets none."""
     weights = window_attention(head, self.window)

@@ -31,6 +31,11 @@ class Tova(ScoringMethod):
   scope: Scope = "layer"
   protect_last: bool = False
 
+  @property
+  def observation_window(self) -> int:
+    """The last query."""
+    return 1
+
   def scores(
     self, layer: int, cache: LayerCache, seen: Activations
   ) -> Float[Array, "B K T"]:

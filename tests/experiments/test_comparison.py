@@ -228,8 +228,17 @@ def a_cache(*capacities):
 
 def test_layers_of_unequal_capacities_join_the_next_larger_group():
   caches = [a_cache(8, 8), a_cache(4, 4), a_cache(6, 3), a_cache(4, 4)]
-  assert answering._groups(caches) == {8: [0, 2], 4: [1, 3]}
-  assert answering._groups(caches[1:3]) == {4: [0], 6: [1]}
+  same = candidates(["keydiff"], [kvjax.Tokens(4)])[1:] * 4
+  assert answering._groups(same, caches) == [(8, [0, 2]), (4, [1, 3])]
+  assert answering._groups(same[:2], caches[1:3]) == [(4, [0]), (6, [1])]
+
+
+def test_who_evicts_while_decoding_is_asked_alone():
+  going_on = kvjax.Schedule(every=2)
+  some = candidates(["keydiff"], [kvjax.Tokens(4)])[1:] * 2
+  some += candidates(["keydiff"], [kvjax.Tokens(4)], going_on)[1:]
+  caches = [a_cache(4, 4)] * 3
+  assert answering._groups(some, caches) == [(4, [0, 1]), (4, [2])]
 
 
 def test_predictions_are_cleaned_as_ruler_does():

@@ -16,8 +16,8 @@ For each family there is a tiny random checkpoint written by `save_pretrained`
 with ids, mask (1 = token), positions (int32, -1 = padding) and logits
 (float32, 0 where padded); `right_bfloat16` has the logits of the model cast to
 bfloat16, and `generated` what greedy decoding appends to each row by itself.
-`../reference.npz` holds the same of the bundled model, as transformers reads the
-directory that kvjax has written: make it again after a training with
+`../reference.npz` holds the same of the bundled model, as transformers reads
+the directory that kvjax has written: make it again after a training with
 
   python tests/golden/make_transformers.py reference
 

@@ -7,11 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.cache import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods import Allowance, Compactor, get_method
-from kvjax.methods.leverage import gaussian_sketch, hadamard_sketch, leverage
-from kvjax.testing import random_activations
+from kvjax.methods import leverage as leverage_module
+from kvjax.methods.base import heads_of
+from kvjax.methods.leverage import (
+  chunked_leverage,
+  gaussian_sketch,
+  hadamard_sketch,
+  leverage,
+)
+from kvjax.methods.noncausal import noncausal_attention
+from kvjax.prompts import bucket_lengths
+from kvjax.testing import TinyModel, held_positions, random_activations
 
 N, K, D = 4, 2, 8
 LENGTH, PADDED = 45, 64
@@ -52,6 +62,15 @@ def test_cholesky_differs_by_its_jitter_only():
   np.testing.assert_allclose(lev(keys, solver="chol"), exact(keys), atol=1e-5)
 
 
+def test_without_its_jitter_cholesky_is_exact(monkeypatch):
+  monkeypatch.setattr(leverage_module, "_CHOL_JITTER", 0.0)
+  keys = keys_of(0, 50)
+  np.testing.assert_allclose(lev(keys, solver="chol"), exact(keys), atol=1e-5)
+  sketch = gaussian_sketch(jax.random.key(0), D, D)
+  ours = lev(keys, sketch, "chol")
+  np.testing.assert_allclose(ours, exact(keys), atol=1e-4)
+
+
 @pytest.mark.parametrize("solver", ["svd", "qr", "eig"])
 def test_sketch_as_wide_as_the_keys_is_exact(solver):
   keys = keys_of(1, 60)
@@ -88,6 +107,30 @@ def test_equal_rows_get_equal_scores_and_few_rows_get_one():
 
 
 @pytest.mark.parametrize("solver", ["svd", "qr", "eig", "chol"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_fewer_rows_than_columns_of_the_sketch(solver, count):
+  keys = keys_of(6, count, 32) * 100
+  sketch = gaussian_sketch(jax.random.key(4), 32, 12)
+  ours = lev(keys, sketch, solver, padded=3)
+  # The fixed floor of "eig" lets some of the rounding noise through.
+  atol = 0.05 if solver == "eig" else 1e-3
+  np.testing.assert_allclose(ours[:count], np.ones(count), atol=atol)
+  assert not np.any(ours[count:])
+
+
+@pytest.mark.parametrize("size", [0, 7, 13, 40, 64])
+def test_leverage_of_chunks_is_that_of_each_chunk_alone(size):
+  keys = keys_of(10, 40) + 2
+  held = jnp.arange(48) < 40
+  padded = jnp.asarray(np.pad(keys, ((0, 8), (0, 0))), jnp.float32)
+  ours = chunked_leverage(padded, held, None, "svd", True, size)
+  parts = np.split(keys, range(size, 40, size)) if size else [keys]
+  expected = [exact(part - part.mean(axis=0)) for part in parts]
+  np.testing.assert_allclose(ours[:40], np.concatenate(expected), atol=1e-4)
+  assert not np.any(np.asarray(ours[40:]))
+
+
+@pytest.mark.parametrize("solver", ["svd", "qr", "eig", "chol"])
 def test_padding_and_scale_do_not_matter(solver):
   keys = keys_of(7, 40) * 50
   plain = lev(keys, solver=solver)
@@ -110,6 +153,35 @@ def test_approximation_keeps_to_its_bound():
   approximate, whole = lev(keys, jnp.asarray(sketch, jnp.float32)), exact(keys)
   # The sketched column space lies inside the whole one.
   assert np.all(approximate <= whole + 1e-5)
+  # What the sketch does to lengths, and the keys' condition, bound the ratio.
+  eigenvalues = np.linalg.eigvalsh(keys.T @ keys)
+  condition = eigenvalues[-1] / eigenvalues[0]
+  stretch = np.linalg.svd(sketch, compute_uv=False) ** 2
+  kept = np.sum((keys @ sketch) ** 2, axis=1) / np.sum(keys**2, axis=1)
+  ratio = approximate / whole
+  assert np.all(ratio >= kept.min() / (stretch.max() * condition))
+  assert np.all(ratio <= kept.max() / stretch.min() * condition)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 100])
+def test_attention_of_a_chunk_adds_up_to_its_queries(seen, chunk):
+  heads = heads_of(LayerCache.of(seen), seen)
+  for head in range(K):
+    mass = noncausal_attention(
+      heads.queries[0, head],
+      heads.cached_keys[0, head],
+      heads.values[0, head],
+      heads.held[0, head],
+      chunk=chunk,
+      scale="one",
+      value_norm="none",
+      width=1,
+    )
+    assert not np.any(np.asarray(mass[LENGTH:]))
+    starts = range(0, LENGTH, chunk)
+    sums = np.add.reduceat(np.asarray(mass[:LENGTH], np.float64), starts)
+    sizes = [min(chunk, LENGTH - start) for start in starts]
+    np.testing.assert_allclose(sums, sizes, rtol=1e-5)
 
 
 def wide(x, head):
@@ -176,6 +248,102 @@ def test_scores(seen, method):
     np.testing.assert_allclose(ours[0, :, a:b], expected, atol=2e-4)
     assert not np.any(ours[0, :, :a])
     assert not np.any(ours[0, :, b:])
+
+
+def test_scores_that_include_the_ends_and_are_standardised_by_chunk(seen):
+  method = Compactor(
+    chunk=16,
+    sketch="none",
+    center=True,
+    leverage_chunk=20,
+    value_norm="none",
+    pool=1,
+    z_scope="chunk",
+    first=5,
+    last=9,
+    score_ends=True,
+  )
+  found = method.evaluate(0, LayerCache.of(seen), seen)
+  alone = dataclasses.replace(method, first=0, last=0, z_scope="layer")
+  whole = alone.evaluate(0, LayerCache.of(seen), seen)
+  np.testing.assert_array_equal(found.attention, whole.attention)
+  for start in range(0, LENGTH, 20):
+    part = slice(start, min(start + 20, LENGTH))
+    expected = []
+    for head in range(K):
+      keys = wide(seen.keys_unrotated, head)[part]
+      expected.append(exact(keys - keys.mean(axis=0)))
+    if start == 40:  # five tokens of eight dimensions: leverage is constant
+      assert not np.any(np.asarray(found.outlier[0, :, part]))
+      continue
+    np.testing.assert_allclose(
+      found.outlier[0, :, part], standard(np.array(expected)), atol=2e-4
+    )
+  allowance = Allowance(jnp.asarray([20]), 20)
+  for head in np.asarray(method.select(found, LayerCache.of(seen), allowance))[
+    0
+  ]:
+    assert set(range(5)) | set(range(LENGTH - 9, LENGTH)) <= set(head.tolist())
+
+
+def test_chunks_of_the_middle_begin_after_the_first_tokens(seen):
+  method = Compactor(
+    sketch="none", leverage_chunk=15, z_scope="chunk", first=6, last=4
+  )
+  found = method.evaluate(0, LayerCache.of(seen), seen)
+  for start in (6, 21, 36):
+    part = slice(start, min(start + 15, LENGTH - 4))
+    expected = [exact(wide(seen.keys_unrotated, h)[part]) for h in range(K)]
+    flat = part.stop - part.start <= D
+    np.testing.assert_allclose(
+      found.outlier[0, :, part],
+      np.zeros((K, part.stop - start))
+      if flat
+      else standard(np.array(expected)),
+      atol=2e-4,
+    )
+  assert not np.any(np.asarray(found.outlier[0, :, :6]))
+  assert not np.any(np.asarray(found.outlier[0, :, LENGTH - 4 :]))
+
+
+@pytest.mark.parametrize(
+  ("share", "length", "kept"),
+  [
+    (0.5, 1080, 500),
+    (0.25, 1081, 251),
+    (0.5, 200, 80),  # the ends alone
+    (0.1, 80, 80),
+    (0.1, 30, 30),
+    (1.0, 500, 500),
+  ],
+)
+def test_retention_of_the_middle(share, length, kept):
+  method = Compactor(first=16, last=64, retention_of="middle")
+  budget = kvjax.Retention(share)
+  assert method.kept(budget, length) == kept
+  assert method.capacity(budget, length) == max(
+    method.kept(budget, n) for n in bucket_lengths(length)
+  )
+  assert method.kept(kvjax.Tokens(90), length) == min(90, length)
+
+
+def test_retention_of_the_middle_in_the_engine():
+  model = TinyModel()
+  method = Compactor(first=3, last=7, retention_of="middle")
+  rows = [list(range(50)), list(range(12)), list(range(8))]
+  cache, _ = kvjax.prefill(
+    model,
+    model.init(),
+    kvjax.Prompts.of(rows),
+    method,
+    kvjax.Retention(0.3),
+  )
+  for row, (length, kept) in enumerate([(50, 12), (12, 10), (8, 8)]):
+    for layer in held_positions(cache, row):
+      for places in layer:
+        assert len(places) == kept
+        ends = {*range(min(3, length)), *range(max(length - 7, 0), length)}
+        assert ends <= set(places)
 
 
 def test_blend_is_the_share_removed_where_asked(seen):

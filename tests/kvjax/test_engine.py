@@ -160,7 +160,7 @@ def test_sweep_equals_each_plan_alone():
   ]
   together, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans)
   for plan, cache in zip(plans[::3], together[::3], strict=True):
-    alone, _ = kvjax.prefill(MODEL, PARAMS, prompts, *plan)
+    alone, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan.method, plan.budget)
     jax.tree.map(np.testing.assert_array_equal, alone, cache)
 
 
@@ -253,7 +253,7 @@ def test_a_layers_full_cache_does_not_outlive_the_layer():
       jax.ShapeDtypeStruct((1, length), "int32"),
       jax.ShapeDtypeStruct((1,), "int32"),
       counts,
-      methods=(method,),
+      plans=(kvjax.Plan(method, kvjax.Tokens(budget)),),
       rooms=((engine.Room(budget, budget == length),) * 8,),
     )
     used = lowered.compile().memory_analysis()

@@ -196,6 +196,58 @@ def test_clusters_are_kept_best_first_and_the_last_is_cut(seen, score):
     assert kept[head] == sorted(expected) + list(range(PREFIX, LENGTH))
 
 
+@pytest.mark.parametrize("bits", [0, 2])
+@pytest.mark.parametrize("budget", [9, 30, 50])
+def test_anchors_and_chunks_together(seen, bits, budget):
+  """The whole method in loops; only the hash, which is random, is ours."""
+  anchors, total = 6, 12
+  method = ProtoKV(anchors=anchors, bits=bits, prototypes=total, seed=4)
+  kept = select(seen, method, budget)
+  for head in range(K):
+    rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(4), 0), head)
+    k = keys_of(seen, head)[:PREFIX]
+    units = unit(k)
+    likeness = np.array(
+      [
+        np.mean([units[i] @ units[j] for j in range(PREFIX) if abs(i - j) < 6])
+        for i in range(PREFIX)
+      ]
+    )
+    candidates = np.argsort(likeness, kind="stable")[:anchors]
+    hashed = np.asarray(
+      proto.buckets(
+        clean(seen, head),
+        jnp.asarray(candidates),
+        jnp.ones(anchors, bool),
+        rng,
+        bits,
+        "fourier",
+        "median",
+      )
+    )
+    rest = [i for i in range(PREFIX) if i not in candidates]
+    plain = total - 2**bits
+    groups = [[] for _ in range(total)]
+    for rank, i in enumerate(rest):
+      groups[rank * plain // len(rest)].append(i)
+    for i in candidates:
+      groups[plain + hashed[i]].append(i)
+    cosines = np.full((PREFIX, total), -np.inf)
+    for group, members in enumerate(groups):
+      if members:
+        cosines[:, group] = units @ unit(k[members].sum(axis=0))
+    cluster = cosines.argmax(axis=1)
+    own = own_scores(seen, head, attention=False)
+    worth = [own[cluster == c].sum() for c in range(total)]
+    order = [
+      i
+      for c in np.argsort(-np.array(worth), kind="stable")
+      for i in sorted(np.flatnonzero(cluster == c), key=lambda i: -own[i])
+    ]
+    expected = sorted(order[: budget - WINDOW])
+    assert kept[head] == expected + list(range(PREFIX, LENGTH))
+
+
 @pytest.mark.parametrize("cut", ["position", "skip", "none"])
 def test_cuts(seen, cut):
   method = ProtoKV(anchors=0, prototypes=9, cut=cut)
@@ -263,6 +315,7 @@ def test_kmeans_finds_clear_clusters():
   [
     ({"window": 0}, "window must be 1 or more"),
     ({"bits": 9}, "leave none of 500"),
+    ({"bits": -1}, "bits must be 0 or more"),
     ({"prototypes": 1}, "prototypes must be 2 or more"),
   ],
 )

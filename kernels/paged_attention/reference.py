@@ -1,0 +1,39 @@
+"""Every head looks at all pages, in float32, and masks those of others."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels.attention import Partial
+
+
+def paged_attention_reference(
+  queries: Float[Array, "B N S D"],
+  keys: Float[Array, "B R P D"],
+  values: Float[Array, "B R P D"],
+  query_positions: Int[Array, "B S"],
+  key_positions: Int[Array, "B R P"],
+  heads: Int[Array, "B R"],
+  kv_heads: int,
+) -> Partial:
+  """See `kernels.paged_attention.api.paged_attention`; O(N S R P)."""
+  batch, query_heads, _, dim = queries.shape
+  owner = jnp.repeat(heads, keys.shape[2], axis=1)
+  places = key_positions.reshape(batch, -1)
+  held = (places >= 0) & (owner >= 0)
+
+  def flat(x: Float[Array, "B R P D"]) -> Float[Array, "B T D"]:
+    x = x.astype(jnp.float32).reshape(batch, -1, dim)
+    return jnp.where(held[..., None], x, 0.0)
+
+  logits = jnp.einsum("bnsd,btd->bnst", queries.astype(jnp.float32), flat(keys))
+  logits = logits * dim**-0.5
+  reads = jnp.arange(query_heads) // (query_heads // kv_heads)
+  own = held[:, None] & (owner[:, None] == reads[None, :, None])
+  causal = places[:, None] <= query_positions[..., None]
+  seen = own[:, :, None] & causal[:, None]
+  weights = jax.nn.softmax(logits, axis=-1, where=seen)
+  weights = jnp.where(seen, weights, 0.0)
+  output = jnp.einsum("bnst,btd->bnsd", weights, flat(values))
+  lse = jax.nn.logsumexp(logits, axis=-1, where=seen)
+  return Partial(output.astype(queries.dtype), lse)

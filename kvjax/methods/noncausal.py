@@ -1,0 +1,49 @@
+"""Attention without a causal mask inside chunks of the prompt, as a score."""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kernels.attention_mass import chunk_mass
+from kvjax.methods.snapkv import pool
+
+Scale = Literal["one", "rsqrt_d"]
+ValueNorm = Literal["l2", "l1", "none"]
+
+
+def noncausal_attention(
+  queries: Float[Array, "G T D"],
+  keys: Float[Array, "T D"],
+  values: Float[Array, "T D"],
+  held: Bool[Array, " T"],
+  *,
+  chunk: int,
+  scale: Scale,
+  value_norm: ValueNorm,
+  width: int,
+) -> Float[Array, " T"]:
+  """Attention that a key receives from all queries of its own chunk.
+
+  Column sums of softmax(scale q.k), group mean, times the norm of the value,
+  averaged over `width` neighbours with zeros beyond the ends.
+
+  Source: Chari and Van Durme, arXiv 2507.08143, Section 3.
+
+  Args:
+    queries: rotated queries of one KV head's group, one for every key.
+    keys: rotated keys.
+    values: float32, zero where nothing is held.
+    held: slots that ask and receive.
+    chunk: C, tokens per chunk; the last one may be shorter.
+    scale: of the logits: 1, or 1 / sqrt(D).
+    value_norm: "l2", "l1", or "none".
+    width: odd; 1 averages nothing.
+  """
+  factor = 1.0 if scale == "one" else queries.shape[-1] ** -0.5
+  mass = chunk_mass(queries, keys, held, chunk, factor)
+  scores = jnp.mean(mass, axis=0)
+  if value_norm != "none":
+    order = 2 if value_norm == "l2" else 1
+    scores = scores * jnp.linalg.norm(values, ord=order, axis=-1)
+  return pool(scores, width, "avg")

@@ -1,0 +1,68 @@
+"""A method, what it may keep, and when: what one cache is made by."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.budgets import Budget
+from kvjax.methods.base import Method
+from kvjax.schedules import WHOLE, Schedule
+
+
+class Room(NamedTuple):
+  """Slots of a layer's new cache, and whether no row has to lose anything."""
+
+  capacity: int
+  whole: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """A method, its budget, and when it compresses.
+
+  Raises InputError where the method is not defined for the schedule.
+  """
+
+  method: Method
+  budget: Budget
+  schedule: Schedule = WHOLE
+
+  def __post_init__(self) -> None:
+    if not self.schedule.whole:
+      self.method.check_schedule(self.budget)
+
+  def counts(
+    self, lengths: Int[np.ndarray, " B"], layers: int
+  ) -> Int[np.ndarray, "L B"]:
+    """Tokens that rows of these lengths keep in each layer."""
+    kept = [
+      self.method.layer_kept(self.budget, int(n), layers) for n in lengths
+    ]
+    return np.array(kept, np.int32).T
+
+  def room(
+    self, padded: int, lengths: Int[np.ndarray, " B"], layers: int
+  ) -> tuple[Int[np.ndarray, "L B"], tuple[Room, ...]]:
+    """What rows of these lengths, padded alike, keep in each layer."""
+    counts = self.counts(lengths, layers)
+    most = self.method.layer_capacities(self.budget, padded, layers)
+    return counts, tuple(
+      Room(
+        capacity=min(max(slots, int(kept.max())), padded),
+        whole=slots >= padded and bool(np.all(kept >= lengths)),
+      )
+      for slots, kept in zip(most, counts, strict=True)
+    )
+
+  def lasting_capacities(self, padded: int, layers: int) -> tuple[int, ...]:
+    """Most tokens that a layer holds between evictions, up to `padded`.
+
+    A layer that the method leaves alone holds everything.
+    """
+    most = self.method.lasting_capacity(self.budget, padded)
+    return tuple(
+      padded if self.method.keeps_all(layer) else min(most, padded)
+      for layer in range(layers)
+    )

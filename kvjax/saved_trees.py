@@ -1,0 +1,96 @@
+"""A cache as JSON that describes it and arrays that fill it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Shaped
+
+from kvjax.cache import Cache, LayerCache
+from kvjax.errors import InputError
+from kvjax.observation import ObservationWindow
+from kvjax.packed import PackedLayer, Pages
+from kvjax.sharding import shard_cache
+
+# What a cache is made of; a new kind of layer is entered here.
+LAYERS: tuple[type, ...] = (LayerCache, PackedLayer)
+PARTS: tuple[type, ...] = (Cache, ObservationWindow, Pages)
+
+Arrays = dict[str, Shaped[np.ndarray, "..."]]
+
+
+def described(value: Any, path: str, arrays: Arrays) -> Any:
+  """A tree as JSON that names its arrays; they are added to `arrays`.
+
+  Classes are stored by name with all their fields, whatever those are.
+
+  Args:
+    value: the tree, or a part of it.
+    path: of the part, in front of its arrays' names.
+    arrays: gathers the arrays, on the host.
+
+  Raises:
+    InputError: the tree holds something that is not known here.
+  """
+  if isinstance(value, tuple):
+    return [described(x, f"{path}.{i}", arrays) for i, x in enumerate(value)]
+  if isinstance(value, jax.Array):
+    arrays[path] = array = np.asarray(value)
+    return {
+      "array": path,
+      "dtype": str(array.dtype),
+      "shape": list(array.shape),
+    }
+  if type(value) in (*LAYERS, *PARTS):
+    fields = {
+      field.name: described(
+        getattr(value, field.name), f"{path}.{field.name}", arrays
+      )
+      for field in dataclasses.fields(value)
+    }
+    return {"class": type(value).__name__, "fields": fields}
+  if value is None or isinstance(value, (bool, int, float, str)):
+    return value
+  raise InputError(
+    f"A cache that holds a {type(value).__name__} has no layout."
+  )
+
+
+def empty_arrays(saved: Any) -> Arrays:
+  """Arrays of the shapes and dtypes that a described tree names."""
+  if isinstance(saved, dict) and "array" in saved:
+    dtype = jnp.dtype(saved["dtype"])
+    return {saved["array"]: np.empty(saved["shape"], dtype)}
+  if isinstance(saved, dict):
+    saved = list(saved["fields"].values())
+  arrays: Arrays = {}
+  for child in saved if isinstance(saved, list) else []:
+    arrays |= empty_arrays(child)
+  return arrays
+
+
+def restored(saved: Any, arrays: Arrays) -> Any:
+  """The tree that was described, each layer placed as soon as it is whole.
+
+  Raises:
+    InputError: it holds a class that is not known here.
+  """
+  if isinstance(saved, list):
+    return tuple(restored(child, arrays) for child in saved)
+  if not isinstance(saved, dict):
+    return saved
+  if "array" in saved:
+    return jnp.asarray(arrays[saved["array"]])
+  classes = {cls.__name__: cls for cls in (*LAYERS, *PARTS)}
+  fields = {
+    name: restored(child, arrays) for name, child in saved["fields"].items()
+  }
+  if saved["class"] not in classes:
+    raise InputError(
+      f"The cache holds a {saved['class']}, which is not known here; it was "
+      "saved by another version of kvjax."
+    )
+  made: Any = classes[saved["class"]](**fields)
+  return shard_cache(made) if type(made) in LAYERS else made

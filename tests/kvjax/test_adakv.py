@@ -1,0 +1,300 @@
+"""AdaKV's head budgets against float64 loops, and the laws it keeps."""
+
+import dataclasses
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import LayerCache
+from kvjax.errors import InputError
+from kvjax.methods import Allowance, KeyDiff, KeyL2Norm, SnapKV
+from kvjax.methods.adakv import AdaKV
+from kvjax.methods.base import ScoringMethod
+from kvjax.methods.compactor import Compactor
+from kvjax.selection import head_counts, top_slots
+from kvjax.testing import random_activations
+
+LENGTHS = [61, 96, 40]
+PADDED = 96
+
+
+@dataclasses.dataclass(frozen=True)
+class Coarse(ScoringMethod):
+  """Scores with many ties, some not finite; one head has most of the best."""
+
+  first: int = 3
+
+  def scores(self, layer, cache, seen):
+    tilt = jnp.arange(cache.keys.shape[1], dtype=jnp.float32)[None, :, None]
+    scores = jnp.round(2 * cache.keys[..., 0].astype(jnp.float32) + tilt)
+    return jnp.where(scores == 0, jnp.nan, scores)
+
+  def protected(self, cache, counts):
+    return (cache.positions >= 0) & (cache.positions < self.first)
+
+
+INNERS = [
+  SnapKV(window=8, kernel=3),
+  SnapKV(window=32, kernel=7, pooling="max"),
+  KeyDiff(recent_frac=0.2),
+  KeyL2Norm(),
+  Coarse(),
+]
+
+
+def slots_of(method, seen, counts, capacity=None):
+  """Slots kept per row and head, as lists."""
+  counts = jnp.asarray(counts, jnp.int32)
+  cache = LayerCache.of(seen)
+  found = method.evaluate(2, cache, seen)
+  capacity = capacity or int(counts.max())
+  slots = method.select(found, cache, Allowance(counts, capacity))
+  return [
+    [[int(s) for s in head if s >= 0] for head in row]
+    for row in np.asarray(slots)
+  ]
+
+
+def by_hand(method, seen, counts):
+  """One row after another, in float64, by Python's sort."""
+  cache = LayerCache.of(seen)
+  scores = np.asarray(method.inner.evaluate(2, cache, seen), np.float64)
+  counts = np.asarray(counts, np.int32)
+  guarded = np.asarray(method.inner.protected(cache, jnp.asarray(counts)))
+  held = np.asarray(cache.positions) >= 0
+  return [
+    _row(method, *row)
+    for row in zip(scores, held, guarded, counts, strict=True)
+  ]
+
+
+def _row(method, scores, held, guarded, budget):
+  worth = np.where(np.isfinite(scores), scores, -np.inf)
+  heads = range(len(scores))
+  window = [np.flatnonzero(held[j] & guarded[j])[-budget:] for j in heads]
+  ranked = [
+    sorted(
+      np.flatnonzero(held[j] & ~guarded[j]), key=lambda t, j=j: -worth[j, t]
+    )
+    for j in heads
+  ]
+  even = [min(budget, int(held[j].sum())) - len(window[j]) for j in heads]
+  scale = np.ones(len(scores))
+  if method.normalize:
+    for j in heads:
+      own = scores[j, ranked[j]]
+      scale[j] = own[: even[j]].sum() / own.sum()
+  pairs = [(-scale[j] * worth[j, t], t, j) for j in heads for t in ranked[j]]
+  winners = [j for _, _, j in sorted(pairs)[: sum(even)]]
+  alpha = Fraction(str(method.alpha))
+  share = [(1 - alpha) * winners.count(j) + alpha * even[j] for j in heads]
+  due = [int(x) for x in share]
+  order = sorted(
+    (j for j in heads if share[j] > due[j]),
+    key=lambda j: (
+      due[j] - share[j],
+      -scale[j] * worth[j, ranked[j][due[j]]],
+      j,
+    ),
+  )
+  for j in order[: sum(even) - sum(due)]:
+    due[j] += 1
+  return [
+    sorted(int(t) for t in (*window[j], *ranked[j][: due[j]])) for j in heads
+  ]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 5])
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 0.123])
+@pytest.mark.parametrize("inner", INNERS, ids=repr)
+def test_equals_a_loop(inner, alpha, kv_heads):
+  method = AdaKV(inner, alpha)
+  seen = random_activations(
+    0, LENGTHS, PADDED, heads=2 * kv_heads, kv_heads=kv_heads
+  )
+  for counts in ([20, 33, 40], [1, 9, 17], [61, 95, 2]):
+    assert slots_of(method, seen, counts) == by_hand(method, seen, counts)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.2])
+def test_normalized_equals_a_loop(alpha):
+  method = AdaKV(SnapKV(window=8, kernel=3), alpha, normalize=True)
+  seen = random_activations(1, LENGTHS, PADDED, heads=6, kv_heads=3)
+  counts = [20, 33, 38]
+  kept = slots_of(method, seen, counts)
+  assert kept == by_hand(method, seen, counts)
+  plain = dataclasses.replace(method, normalize=False)
+  assert kept != slots_of(plain, seen, counts)
+
+
+@pytest.mark.parametrize("inner", INNERS, ids=repr)
+def test_keeps_its_budget_and_what_is_protected(inner):
+  method = AdaKV(inner)
+  seen = random_activations(2, LENGTHS, PADDED, heads=6, kv_heads=3)
+  cache = LayerCache.of(seen)
+  for counts in ([25, 20, 39], [61, 50, 1]):
+    guarded = np.asarray(inner.protected(cache, jnp.asarray(counts)))
+    kept = slots_of(method, seen, counts)
+    for row, heads in enumerate(kept):
+      assert sum(map(len, heads)) == 3 * counts[row]
+      for head, slots in enumerate(heads):
+        assert slots == sorted(set(slots))
+        assert all(0 <= slot < LENGTHS[row] for slot in slots)
+        must = np.flatnonzero(guarded[row, head])[-counts[row] :]
+        assert set(must.tolist()) <= set(slots)
+
+
+def test_heads_differ():
+  seen = random_activations(3, LENGTHS, PADDED, heads=6, kv_heads=3)
+  sizes = [len(head) for head in slots_of(AdaKV(Coarse()), seen, [20] * 3)[0]]
+  assert sizes[0] < sizes[1] < sizes[2]
+
+
+@pytest.mark.parametrize("inner", INNERS, ids=repr)
+def test_a_whole_share_of_alpha_is_the_inner_method(inner):
+  seen = random_activations(4, LENGTHS, PADDED, heads=6, kv_heads=3)
+  cache = LayerCache.of(seen)
+  found = inner.evaluate(2, cache, seen)
+  allowance = Allowance(jnp.asarray([7, 30, 40], jnp.int32), 40)
+  np.testing.assert_array_equal(
+    AdaKV(inner, alpha=1.0).select(found, cache, allowance),
+    inner.select(found, cache, allowance),
+  )
+
+
+@pytest.mark.parametrize("inner", INNERS, ids=repr)
+def test_a_budget_of_the_row_keeps_the_row(inner):
+  seen = random_activations(5, LENGTHS, PADDED)
+  kept = slots_of(AdaKV(inner), seen, [61, 30, 77])
+  assert kept[0] == [list(range(61))] * 2
+  assert kept[2] == [list(range(40))] * 2
+
+
+def test_normalized_heads_and_permuted_heads():
+  order = np.array([2, 0, 1])
+  seen = random_activations(6, LENGTHS, PADDED, heads=6, kv_heads=3)
+  queries = np.concatenate([[2 * k, 2 * k + 1] for k in order])
+  turned = dataclasses.replace(
+    seen,
+    queries=seen.queries[:, queries],
+    keys=seen.keys[:, order],
+    values=seen.values[:, order],
+    keys_unrotated=seen.keys_unrotated[:, order],
+  )
+  for inner in (SnapKV(window=8), KeyDiff()):
+    for normalize in (False, True):
+      for alpha in (0.0, 0.2, 0.37):
+        method = AdaKV(inner, alpha, normalize)
+        for count in (12, 13, 14, 15):
+          plain, permuted = (
+            slots_of(method, x, [count] * 3) for x in (seen, turned)
+          )
+          assert [[row[k] for k in order] for row in plain] == permuted
+
+
+@pytest.mark.parametrize("inner", INNERS, ids=repr)
+def test_a_row_stands_alone(inner):
+  method = AdaKV(inner)
+  seen = random_activations(7, LENGTHS, PADDED, heads=6, kv_heads=3)
+  together = slots_of(method, seen, [15, 25, 10])
+  for row, (count, width) in enumerate([(15, 62), (25, 96), (10, 44)]):
+    alone = jax.tree.map(
+      lambda x, row=row, width=width: (
+        x[row : row + 1, :width] if x.ndim == 2 else x[row : row + 1, :, :width]
+      ),
+      seen,
+    )
+    assert slots_of(method, alone, [count], 30) == [together[row]]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_jit_equals_eager(normalize):
+  method = AdaKV(SnapKV(window=8), normalize=normalize)
+  seen = random_activations(8, LENGTHS, PADDED, heads=6, kv_heads=3)
+
+  def run(seen, counts):
+    cache = LayerCache.of(seen)
+    found = method.evaluate(2, cache, seen)
+    return method.select(found, cache, Allowance(counts, 30))
+
+  counts = jnp.asarray([10, 20, 30], jnp.int32)
+  np.testing.assert_array_equal(run(seen, counts), jax.jit(run)(seen, counts))
+
+
+def test_slots_are_as_many_as_one_head_can_have():
+  # One head's scores are above all others: it wins every slot.
+  @dataclasses.dataclass(frozen=True)
+  class Last(ScoringMethod):
+    def scores(self, layer, cache, seen):
+      heads = jnp.arange(cache.keys.shape[1], dtype=jnp.float32)
+      return jnp.broadcast_to(heads[None, :, None], cache.positions.shape)
+
+  seen = random_activations(9, [90], PADDED, heads=3, kv_heads=3)
+  cache = LayerCache.of(seen)
+  found = Last().evaluate(0, cache, seen)
+  allowance = Allowance(jnp.asarray([20], jnp.int32), 20)
+  slots = AdaKV(Last(), 0.25).select(found, cache, allowance)
+  assert slots.shape == (1, 3, 50)  # 0.75 * 60 + 0.25 * 20
+  assert jnp.sum(slots >= 0, axis=-1).tolist() == [[5, 5, 50]]
+  # No more than there are slots.
+  assert AdaKV(Last(), 0).select(
+    found, cache, Allowance(jnp.asarray([80], jnp.int32), 80)
+  ).shape == (1, 3, PADDED)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_head_counts_equal_a_sort(seed):
+  rng = np.random.default_rng(seed)
+  B, K, T = 3, int(rng.integers(1, 5)), int(rng.integers(1, 30))
+  scores = rng.integers(-2, 3, (B, K, T)).astype(np.float32)  # many ties
+  scores[rng.random((B, K, T)) < 0.1] = rng.choice([np.nan, np.inf, -np.inf])
+  candidates = rng.random((B, K, T)) < 0.8
+  totals = rng.integers(0, K * T + 3, B).astype(np.int32)
+  counts = np.asarray(jax.jit(head_counts)(scores, candidates, totals))
+  slots = top_slots(
+    jnp.asarray(scores),
+    jnp.asarray(candidates),
+    jnp.zeros((B, K, T), bool),
+    jnp.asarray(counts),
+    T,
+  )
+  for b in range(B):
+    worth = np.where(np.isfinite(scores[b]), scores[b], -np.inf)
+    pairs = [
+      (-worth[k, t], t, k)
+      for k in range(K)
+      for t in range(T)
+      if candidates[b, k, t]
+    ]
+    best = sorted(pairs)[: totals[b]]
+    for k in range(K):
+      own = sorted(t for _, t, head in best if head == k)
+      assert counts[b, k] == len(own)
+      assert [int(t) for t in slots[b, k] if t >= 0] == own
+
+
+def test_budgets_are_the_inner_methods():
+  method = AdaKV(KeyDiff())
+  for budget in (kvjax.Tokens(20), kvjax.Retention(0.3)):
+    assert method.kept(budget, 90) == budget.kept(90)
+    assert method.capacity(budget, 96) == budget.kept(96)
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
+def test_an_alpha_that_is_no_share_is_refused(alpha):
+  with pytest.raises(InputError, match="alpha must be 0 to 1"):
+    AdaKV(alpha=alpha)
+
+
+def test_a_method_without_scores_is_refused():
+  with pytest.raises(InputError, match="which Compactor does not"):
+    AdaKV(Compactor())
+
+
+def test_blocks_are_refused():
+  with pytest.raises(InputError, match="AdaKV cannot evict block by block"):
+    AdaKV().check_schedule(kvjax.Tokens(9))

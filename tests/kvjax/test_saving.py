@@ -1,0 +1,328 @@
+"""Saved caches come back bit by bit, or are refused in one sentence."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import saved_trees, saving
+from kvjax.cache import Cache, LayerCache
+from kvjax.errors import InputError
+from kvjax.observation import ObservationWindow
+from kvjax.saving import load_cache, save_cache
+from kvjax.sharding import parse_mesh
+from kvjax.struct import static, struct
+from kvjax.testing import TinyModel, poisoned
+
+GEOMETRY = kvjax.Geometry(
+  layers=3, heads=4, kv_heads=2, head_dim=8, max_positions=512
+)
+MODEL = TinyModel(GEOMETRY)
+ROWS = [list(range(n)) for n in (50, 20, 33, 41)]
+QUESTIONS = kvjax.Prompts.of([[5, 6], [7], [1, 2, 3], [9]])
+
+
+def prefilled(model=MODEL, method="pyramidkv:beta=5.0"):
+  prompts = kvjax.Prompts.of(ROWS)
+  inner = kvjax.get_method(method)
+  budget = kvjax.Tokens(15)
+  return kvjax.prefill(model, model.init(), prompts, inner, budget)[0]
+
+
+@pytest.fixture(scope="module")
+def cache():
+  return poisoned(prefilled())
+
+
+def save(cache, directory, **options):
+  options = {"model": MODEL, "model_id": "tiny", **options}
+  save_cache(cache, directory, **options)
+
+
+def load(directory, **options):
+  return load_cache(
+    directory, **{"model": MODEL, "model_id": "tiny", **options}
+  )
+
+
+def answers(cache, model=MODEL):
+  found = kvjax.answer(model, model.init(), cache, QUESTIONS, kvjax.Decoding(6))
+  return found.rows()
+
+
+def assert_same_bits(ours, theirs):
+  assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+  for one, other in zip(
+    jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True
+  ):
+    assert isinstance(one, jax.Array)
+    assert (one.dtype, one.shape) == (other.dtype, other.shape)
+    assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cache_comes_back_bit_by_bit(dtype, tmp_path):
+  model = TinyModel(GEOMETRY, dtype=dtype)
+  cache = poisoned(prefilled(model))
+  assert len({layer.capacity for layer in cache.layers}) > 1
+  assert any(bool(jnp.any(jnp.isnan(layer.keys))) for layer in cache.layers)
+  assert {layer.keys.dtype for layer in cache.layers} == {jnp.dtype(dtype)}
+  save(cache, tmp_path / "new" / "cache", model=model)
+  again = load(str(tmp_path / "new" / "cache"), model=model)
+  assert_same_bits(again, cache)
+  assert answers(again, model) == answers(cache, model)
+
+
+def test_the_directory_says_what_it_holds(cache, tmp_path):
+  save(cache, tmp_path, made_by="pyramidkv, 15 tokens")
+  said = json.loads((tmp_path / "cache.json").read_text())
+  assert said["layout"] == saving.LAYOUT
+  assert said["made_by"] == "pyramidkv, 15 tokens"
+  assert said["model"] == {"id": "tiny", **dataclasses.asdict(GEOMETRY)}
+  assert (tmp_path / said["arrays"]).is_dir()
+  layers = said["cache"]["fields"]["layers"]
+  assert [layer["class"] for layer in layers] == ["LayerCache"] * 3
+  keys = [layer["fields"]["keys"] for layer in layers]
+  assert [k["shape"] for k in keys] == [
+    [4, 2, layer.capacity, 8] for layer in cache.layers
+  ]
+  assert {k["dtype"] for k in keys} == {"float32"}
+
+
+@struct
+class Pair(LayerCache):
+  """A kind of layer that is not known to the package."""
+
+  inner: LayerCache | None = None
+  extra: jax.Array | None = None
+  nothing: jax.Array | None = None
+  size: int = static(default=3)
+
+
+def test_any_layer_is_stored_field_by_field(cache, tmp_path, monkeypatch):
+  first, second, third = cache.layers
+  batch, kv_heads, slots = first.positions.shape
+  remembering = dataclasses.replace(
+    first,
+    received=jnp.ones((batch, kv_heads, slots)),
+    window=ObservationWindow(
+      jnp.full((batch, 4, 3, 8), jnp.nan, jnp.bfloat16),
+      jnp.full((batch, 3), -1, jnp.int32),
+    ),
+  )
+  pair = Pair(
+    *(second.keys, second.values, second.positions, second.cursor),
+    inner=second.shrunk(0),
+    extra=jnp.zeros((2, 0), jnp.int32),
+    size=7,
+  )
+  mixed = Cache((remembering, pair, third), cache.next_positions)
+  with pytest.raises(InputError, match="holds a Pair"):
+    save(mixed, tmp_path)
+  assert not list(tmp_path.iterdir())
+  monkeypatch.setattr(saved_trees, "LAYERS", (LayerCache, Pair))
+  save(mixed, tmp_path)
+  again = load(tmp_path)
+  assert_same_bits(again, mixed)
+  assert again.layers[1].size == 7
+  monkeypatch.undo()
+  with pytest.raises(InputError, match="holds a Pair, which is not known"):
+    load(tmp_path)
+
+
+@pytest.mark.parametrize("saved_on", [None, "data:2,model:2"])
+@pytest.mark.parametrize("loaded_on", [None, "data:2,model:2", "data:4"])
+def test_four_devices(saved_on, loaded_on, tmp_path):
+  def on(mesh, run):
+    if mesh is None:
+      return run()
+    with jax.set_mesh(parse_mesh(mesh)):
+      return run()
+
+  cache = on(saved_on, prefilled)
+  assert len(cache.layers[0].keys.sharding.device_set) == (4 if saved_on else 1)
+  on(saved_on, lambda: save(cache, tmp_path))
+  again = on(loaded_on, lambda: load(tmp_path))
+  assert_same_bits(again, cache)
+  shards = {None: (4, 2), "data:2,model:2": (2, 1), "data:4": (1, 2)}
+  for layer in again.layers:
+    shape = layer.keys.addressable_shards[0].data.shape
+    assert shape[:2] == shards[loaded_on]
+  assert on(loaded_on, lambda: answers(again)) == answers(prefilled())
+
+
+@pytest.mark.parametrize(
+  ("options", "said"),
+  [
+    ({"model_id": "other"}, "its id is 'tiny', not 'other'"),
+    *(
+      (
+        {"model": TinyModel(dataclasses.replace(GEOMETRY, **{name: 6}))},
+        f"its {name} is {getattr(GEOMETRY, name)}, not 6",
+      )
+      for name in ("layers", "heads", "kv_heads", "head_dim", "max_positions")
+    ),
+  ],
+)
+def test_the_cache_of_another_model_is_refused(cache, tmp_path, options, said):
+  save(cache, tmp_path)
+  with pytest.raises(InputError, match=said):
+    load(tmp_path, **options)
+
+
+def test_a_cache_of_other_layers_than_the_models_is_not_saved(cache, tmp_path):
+  fewer = Cache(cache.layers[:2], cache.next_positions)
+  with pytest.raises(InputError, match="has 2 layers"):
+    save(fewer, tmp_path)
+
+
+def test_another_layout_is_refused(cache, tmp_path, monkeypatch):
+  with monkeypatch.context() as patch:
+    patch.setattr(saving, "LAYOUT", 2)
+    save(cache, tmp_path)
+  with pytest.raises(InputError, match=r"layout 2; this version .* layout 1"):
+    load(tmp_path)
+
+
+def test_what_is_no_cache_is_refused(tmp_path):
+  with pytest.raises(InputError, match=r"There is no .*/nowhere"):
+    load(tmp_path / "nowhere")
+  with pytest.raises(InputError, match=r"has no cache\.json"):
+    load(tmp_path)
+  (tmp_path / "file").write_text("")
+  with pytest.raises(InputError, match=r"has no cache\.json"):
+    load(tmp_path / "file")
+  for text in ("", "[]", "{", '{"layout": 1}', '{"layout": 1, "model": 3}'):
+    (tmp_path / "cache.json").write_text(text)
+    with pytest.raises(InputError, match="damaged or incomplete"):
+      load(tmp_path)
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_a_harmed_file_is_noticed(cache, tmp_path, harm):
+  save(cache, tmp_path)
+  for path in [p for p in sorted(tmp_path.rglob("*")) if p.is_file()]:
+    content = path.read_bytes()
+    if harm == "cut" and not content:
+      continue
+    if harm == "remove":
+      path.unlink()
+    elif harm == "cut":
+      path.write_bytes(content[: len(content) // 2])
+    else:
+      middle = len(content) // 2
+      changed = bytes([content[middle] ^ 16]) if content else b"?"
+      path.write_bytes(content[:middle] + changed + content[middle + 1 :])
+    said = "has no cache" if not (tmp_path / "cache.json").exists() else "dama"
+    with pytest.raises(InputError, match=f"{said}.*\\.$"):
+      load(tmp_path)
+    path.write_bytes(content)
+  assert_same_bits(load(tmp_path), cache)
+
+
+def test_a_changed_description_is_noticed(cache, tmp_path):
+  save(cache, tmp_path)
+  path = tmp_path / "cache.json"
+  text = path.read_text()
+  said = json.loads(text)
+  shape = said["cache"]["fields"]["layers"][0]["fields"]["keys"]["shape"]
+  shape[2] += 1
+  for changed in (
+    json.dumps(said),
+    text.replace('"LayerCache"', '"Unheard"'),
+    text.replace('"keys"', '"locks"'),
+    text.replace('"float32"', '"float16"'),
+    text.replace('"float32"', '"float33"'),
+    text.replace('"class": "Cache"', '"class": "LayerCache"'),
+  ):
+    assert changed != text
+    path.write_text(changed)
+    with pytest.raises(InputError, match="damaged or incomplete"):
+      load(tmp_path)
+
+
+def test_what_is_there_is_replaced_only_when_asked(cache, tmp_path):
+  other = prefilled(method="keydiff")
+  save(cache, tmp_path)
+  with pytest.raises(InputError, match="overwrite=True"):
+    save(other, tmp_path)
+  assert_same_bits(load(tmp_path), cache)
+  save(other, tmp_path, overwrite=True)
+  assert_same_bits(load(tmp_path), other)
+  assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_foreign_files_are_left_alone(cache, tmp_path, overwrite):
+  note = tmp_path / "note.txt"
+  note.write_text("mine")
+  with pytest.raises(InputError, match="something other than a saved cache"):
+    save(cache, tmp_path, overwrite=overwrite)
+  assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+  with pytest.raises(InputError, match="is a file"):
+    save(cache, note, overwrite=overwrite)
+  assert note.read_text() == "mine"
+
+
+def test_a_save_that_fails_leaves_what_was_there(cache, tmp_path, monkeypatch):
+  def interrupted(*_):
+    raise KeyboardInterrupt
+
+  for place, name in ((saving.ocp, "save"), (saving.pathlib.Path, "replace")):
+    with monkeypatch.context() as patch:
+      patch.setattr(place, name, interrupted)
+      with pytest.raises(KeyboardInterrupt):
+        save(cache, tmp_path / name)
+      assert not list((tmp_path / name).iterdir())
+    save(cache, tmp_path / name)
+    with monkeypatch.context() as patch:
+      patch.setattr(place, name, interrupted)
+      with pytest.raises(KeyboardInterrupt):
+        save(prefilled(method="keydiff"), tmp_path / name, overwrite=True)
+    assert_same_bits(load(tmp_path / name), cache)
+
+
+KILLED = """
+import os, pathlib, sys
+import jax.numpy as jnp
+from kvjax.cache import Cache, LayerCache
+from kvjax.saving import save_cache
+from kvjax.testing import TinyModel
+
+x = jnp.ones((1, 2, 9, 8))
+layer = LayerCache(x, x, jnp.ones((1, 2, 9), jnp.int32), jnp.asarray(9))
+cache = Cache((layer, layer), jnp.asarray([9]))
+if sys.argv[2] == "arrays":
+  os.rename = os.replace = lambda *_, **__: os._exit(9)
+else:
+  pathlib.Path.replace = lambda *_: os._exit(9)
+save_cache(
+  cache, sys.argv[1], model=TinyModel(), model_id="", overwrite=True
+)
+"""
+
+
+@pytest.mark.parametrize("at", ["arrays", "description"])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_killed_save_is_no_cache(cache, tmp_path, at, before):
+  """Killed before orbax or we move what was written into its place."""
+  if before:
+    save(cache, tmp_path)
+  killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), at])
+  assert killed.returncode == 9
+  remains = [p.name for p in tmp_path.iterdir() if p.name != "cache.json"]
+  assert len(remains) > before
+  if before:
+    assert_same_bits(load(tmp_path), cache)
+  else:
+    with pytest.raises(InputError, match=r"has no cache\.json"):
+      load(tmp_path)
+  save(cache, tmp_path, overwrite=before)
+  assert_same_bits(load(tmp_path), cache)
+  assert len(list(tmp_path.iterdir())) == 2
