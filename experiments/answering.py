@@ -243,7 +243,7 @@ def _grown(cache: kvjax.Cache, capacity: int) -> kvjax.Cache:
     else layer
     for layer in cache.layers
   )
-  return kvjax.Cache(layers, cache.next_positions)
+  return dataclasses.replace(cache, layers=layers)
 
 
 def _round_up(length: int) -> int:

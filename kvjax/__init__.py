@@ -22,4 +22,6 @@ from kvjax.prefilling import prefill as prefill
 from kvjax.prefilling import sweep as sweep
 from kvjax.prompts import Prompts as Prompts
 from kvjax.sampling import Sampling as Sampling
+from kvjax.saving import load_cache as load_cache
+from kvjax.saving import save_cache as save_cache
 from kvjax.schedules import Schedule as Schedule

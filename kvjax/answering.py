@@ -1,5 +1,6 @@
 """Asking a cache: feed a question, then decode; all compiled."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -188,7 +189,8 @@ def _limits(
   layers = model.geometry.layers
   most = bucket(int(seen.max()) + width + decoding.max_new_tokens)
   counts = jnp.asarray(plan.counts(seen, layers))
-  return Limits(counts, plan, plan.lasting_capacities(most, layers))
+  capacities = plan.lasting_capacities(most, layers)
+  return Limits(counts, plan, capacities, cache.protected)
 
 
 def _needed(
@@ -217,7 +219,7 @@ def _grown(cache: Cache, capacities: Sequence[int]) -> Cache:
     shard_cache(layer.grown(capacity - layer.capacity))
     for layer, capacity in zip(cache.layers, capacities, strict=True)
   )
-  return Cache(layers, cache.next_positions)
+  return dataclasses.replace(cache, layers=layers)
 
 
 def _roomy(

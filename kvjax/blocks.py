@@ -32,6 +32,7 @@ def prefill_blocks(
     jnp.asarray(plan.counts(lengths, layers)),
     plan,
     plan.lasting_capacities(padded, layers),
+    None if prompts.protected is None else jnp.asarray(prompts.protected),
   )
   return _prefill_blocks(
     model,
@@ -94,7 +95,8 @@ def _prefill_blocks(
   states = tuple(
     _settled(limits, layer, state) for layer, state in enumerate(states)
   )
-  return Cache(states, lengths), model.logits(params, last)
+  protected = limits.protected if schedule.every else None
+  return Cache(states, lengths, protected), model.logits(params, last)
 
 
 def _settled(limits: Limits, layer: int, cache: LayerCache) -> LayerCache:

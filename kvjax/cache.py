@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kernels.attention import attention
 from kvjax.activations import Activations
@@ -195,10 +195,12 @@ class Cache:
     layers: one cache per layer; their capacities may differ.
     next_positions: the position of each row's next token, which is the number
       of tokens the row has seen, kept or not.
+    protected: by position, tokens that must still be kept while decoding.
   """
 
   layers: tuple[Layer, ...]
   next_positions: Int[Array, " B"]
+  protected: Bool[Array, "B P"] | None = None
 
   @property
   def nbytes(self) -> int:

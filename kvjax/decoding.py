@@ -91,7 +91,7 @@ def feed(
   hidden, layers = model.hidden(params, tokens, positions, cache.layers, attend)
   last = jnp.maximum(lengths - 1, 0)[:, None, None]
   last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-  fed = Cache(layers, cache.next_positions + lengths)
+  fed = Cache(layers, cache.next_positions + lengths, cache.protected)
   return model.logits(params, last), fed
 
 

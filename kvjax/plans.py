@@ -8,6 +8,7 @@ from jaxtyping import Int
 
 from kvjax.budgets import Budget
 from kvjax.methods.base import Method
+from kvjax.prompts import Prompts
 from kvjax.schedules import WHOLE, Schedule
 
 
@@ -55,6 +56,18 @@ class Plan:
       )
       for slots, kept in zip(most, counts, strict=True)
     )
+
+  def check_protected(self, prompts: Prompts, layers: int) -> None:
+    """Refuses prompts that protect more tokens than are kept.
+
+    Raises:
+      InputError: see `Method.check_protected`.
+    """
+    if prompts.protected is None:
+      return
+    rows = zip(prompts.protected, np.asarray(prompts.lengths), strict=True)
+    for protected, length in rows:
+      self.method.check_protected(protected[:length], self.budget, layers)
 
   def lasting_capacities(self, padded: int, layers: int) -> tuple[int, ...]:
     """Most tokens that a layer holds between evictions, up to `padded`.

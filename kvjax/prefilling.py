@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.blocks import prefill_blocks
@@ -56,6 +56,7 @@ def prefill(
     (cache,), logits = sweep(model, params, prompts, [plan])
     return cache, logits
   check_context(model, np.asarray(prompts.lengths))
+  plan.check_protected(prompts, model.geometry.layers)
   return prefill_blocks(model, params, prompts, plan)
 
 
@@ -85,6 +86,9 @@ def sweep(
   padded = prompts.tokens.shape[1]
   check_context(model, lengths)
   layers = model.geometry.layers
+  for plan in plans:
+    plan.check_protected(prompts, layers)
+  protected = prompts.protected
   kept = [plan.room(padded, lengths, layers) for plan in plans]
   return _sweep(
     model,
@@ -92,6 +96,7 @@ def sweep(
     jnp.asarray(prompts.tokens),
     jnp.asarray(lengths),
     jnp.asarray(np.stack([counts for counts, _ in kept])),
+    None if protected is None else jnp.asarray(protected),
     plans=tuple(plans),
     rooms=tuple(rooms for _, rooms in kept),
   )
@@ -116,6 +121,7 @@ def _sweep(
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
   counts: Int[Array, "P L B"],
+  protected: Bool[Array, "B S"] | None,
   *,
   plans: tuple[Plan, ...],
   rooms: tuple[tuple[Room, ...], ...],
@@ -134,7 +140,9 @@ def _sweep(
     for (method, goes_on), group in alike.items():
       known = method.observe(layer, cache, seen) if goes_on else cache
       allowances = [
-        Allowance(counts[p, layer], *rooms[p][layer], plans[p].budget)
+        Allowance(
+          counts[p, layer], *rooms[p][layer], plans[p].budget, protected
+        )
         for p in group
       ]
       caches = compress(method, layer, known, seen, allowances)
@@ -146,7 +154,11 @@ def _sweep(
   hidden, layers = model.hidden(params, tokens, positions, none, attend)
   last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
   caches = tuple(
-    Cache(tuple(layer[p] for layer in layers), lengths)
-    for p in range(len(plans))
+    Cache(
+      tuple(layer[p] for layer in layers),
+      lengths,
+      protected if plan.schedule.every else None,
+    )
+    for p, plan in enumerate(plans)
   )
   return caches, model.logits(params, last[:, 0])

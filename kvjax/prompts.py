@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.errors import InputError
 from kvjax.struct import struct
@@ -34,10 +34,12 @@ class Prompts:
   Attributes:
     tokens: token ids; what stands after a row's end has no effect.
     lengths: real tokens of each row.
+    protected: true for tokens that no method may evict, if there are any.
   """
 
   tokens: Int[Array, "B S"] | Int[np.ndarray, "B S"]
   lengths: Int[Array, " B"] | Int[np.ndarray, " B"]
+  protected: Bool[np.ndarray, "B S"] | None = None
 
   def __post_init__(self) -> None:
     lengths, width = np.asarray(self.lengths), self.tokens.shape[1]
@@ -49,12 +51,22 @@ class Prompts:
 
   @classmethod
   def of(
-    cls, rows: Sequence[Sequence[int]], padded: int | None = None
+    cls,
+    rows: Sequence[Sequence[int]],
+    padded: int | None = None,
+    protected: Sequence[Sequence[bool]] | None = None,
   ) -> "Prompts":
     """Pads rows of token ids, by default to the bucket of the longest.
 
+    Args:
+      rows: token ids.
+      padded: the width, if the rows fit it.
+      protected: for each token of each row, whether it must be kept: those of a
+        system prompt, say, or of the last turn.
+
     Raises:
-      InputError: there is no row, or one is empty.
+      InputError: there is no row, one is empty, or `protected` has other
+        lengths than the rows.
     """
     if not rows:
       raise InputError("There are no prompts; give at least one.")
@@ -65,7 +77,21 @@ class Prompts:
         )
     lengths = np.array([len(row) for row in rows], np.int32)
     width = max(padded or bucket(int(lengths.max())), int(lengths.max()))
-    tokens = np.zeros((len(rows), width), np.int32)
-    for filled, row in zip(tokens, rows, strict=True):
-      filled[: len(row)] = row
-    return cls(tokens, lengths)
+    if protected is None:
+      return cls(_padded(rows, width, np.int32), lengths)
+    if [len(row) for row in protected] != lengths.tolist():
+      raise InputError(
+        "What is protected is said of every token: give as many values as each "
+        f"row has tokens, {lengths.tolist()}."
+      )
+    mask = _padded(protected, width, np.bool_)
+    return cls(_padded(rows, width, np.int32), lengths, mask)
+
+
+def _padded(
+  rows: Sequence[Sequence[int]], width: int, dtype: type
+) -> Shaped[np.ndarray, "B S"]:
+  filled: np.ndarray = np.zeros((len(rows), width), dtype)
+  for into, row in zip(filled, rows, strict=True):
+    into[: len(row)] = row
+  return filled

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+_HIGHEST = float(jnp.finfo(jnp.float32).max)
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -15,12 +16,13 @@ def top_slots(
   protected: Bool[Array, "B K T"],
   counts: Int[Array, " B"] | Int[Array, "B K"],
   capacity: int,
+  must_keep: Bool[Array, "B K T"] | None = None,
 ) -> Int[Array, "B K M"]:
   """Slots of the highest scores, in ascending order.
 
-  Protected slots come before all others; where even they are too many, the
-  newest of them are kept. Equal scores keep the lower slot; a score that is
-  not finite counts as the lowest.
+  What must be kept comes first, then protected slots, then all others; where
+  protected slots are too many, the newest of them are kept. Equal scores keep
+  the lower slot; a score that is not finite counts as the lowest.
 
   Args:
     scores: one score per slot.
@@ -29,15 +31,20 @@ def top_slots(
     counts: slots to keep per row or per head, or all that are held where
       fewer are.
     capacity: M, static; at least every count.
+    must_keep: slots that stay before the protected ones.
 
   Returns:
     Slot indices, then -1 for what is not filled.
   """
   counts = counts.reshape(scores.shape[0], -1, 1)
   scores = _finite(scores)
-  protected = protected & held
-  fits = age(protected) <= counts
-  scores = jnp.where(protected, jnp.where(fits, jnp.inf, _LOWEST), scores)
+  if must_keep is None:
+    must_keep = jnp.zeros(held.shape, bool)
+  protected = protected & held & ~must_keep
+  taken = jnp.sum(must_keep.astype(jnp.int32), axis=-1, keepdims=True)
+  fits = age(protected) <= counts - taken
+  scores = jnp.where(protected, jnp.where(fits, _HIGHEST, _LOWEST), scores)
+  scores = jnp.where(must_keep, jnp.inf, scores)
   scores = jnp.where(held, scores, -jnp.inf)
   best, slots = jax.lax.top_k(scores, capacity)
   wanted = jnp.arange(capacity)[None, None] < counts

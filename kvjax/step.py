@@ -76,11 +76,13 @@ class Limits:
     counts: tokens per layer and row.
     plan: the method, its budget and schedule.
     capacities: per layer, the most that any row may hold.
+    protected: by position, tokens that must be kept, if there are any.
   """
 
   counts: Int[Array, "L B"]
   plan: Plan = static()
   capacities: tuple[int, ...] = static()
+  protected: Bool[Array, "B P"] | None = None
 
 
 def evict(
@@ -108,7 +110,10 @@ def evict(
     return cache
   capacity = min(limits.capacities[layer], cache.capacity)
   allowance = Allowance(
-    limits.counts[layer], capacity, budget=limits.plan.budget
+    limits.counts[layer],
+    capacity,
+    budget=limits.plan.budget,
+    protected=limits.protected,
   )
 
   def keep(cache: LayerCache) -> LayerCache:

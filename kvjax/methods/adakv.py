@@ -97,6 +97,7 @@ class AdaKV(Method):
     assert isinstance(self.inner, ScoringMethod)
     held = cache.positions >= 0
     protected = held & self.inner.protected(cache, allowance.counts)
+    protected |= allowance.must_keep(cache)
     budget = allowance.counts[:, None]
     always = jnp.minimum(_count(protected), budget)
     counts = always + self._shares(
@@ -104,7 +105,9 @@ class AdaKV(Method):
     )
     _, kv_heads, slots = held.shape
     most = self._most(kv_heads, allowance.capacity)
-    return top_slots(found, held, protected, counts, min(most, slots))
+    must_keep = allowance.must_keep(cache)
+    most = min(most, slots)
+    return top_slots(found, held, protected, counts, most, must_keep)
 
   def _most(self, kv_heads: int, capacity: int) -> int:
     """Most slots of a head: all winners are its own."""

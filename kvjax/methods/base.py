@@ -13,6 +13,7 @@ from typing import (
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
@@ -33,12 +34,26 @@ class Allowance:
     capacity: M, slots of the new cache; at least every count.
     whole: no row has to lose anything.
     budget: what the counts come from, for methods whose law is not a count.
+    protected: by position, tokens that the user protects, if there are any.
   """
 
   counts: Int[Array, " B"]
   capacity: int = static()
   whole: bool = static(default=False)
   budget: Budget | None = static(default=None)
+  protected: Bool[Array, "B P"] | None = None
+
+  def must_keep(self, cache: LayerCache) -> Bool[Array, "B K T"]:
+    """Slots of the tokens that the user protects."""
+    places = cache.positions
+    if self.protected is None:
+      return jnp.zeros(places.shape, bool)
+    batch, width = self.protected.shape
+    mask = jnp.broadcast_to(
+      self.protected[:, None], (batch, places.shape[1], width)
+    )
+    found = jnp.take_along_axis(mask, jnp.clip(places, 0, width - 1), axis=-1)
+    return found & (places >= 0) & (places < width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +83,29 @@ class Method(abc.ABC):
       raise InputError(
         f"{type(self).__name__} cannot evict block by block or while decoding: "
         f"{self.whole_prompts_only}."
+      )
+
+  def check_protected(
+    self,
+    protected: Bool[np.ndarray, " n"],
+    budget: Budget,
+    layers: int,
+  ) -> None:
+    """Refuses to protect more tokens of a row than it keeps.
+
+    Args:
+      protected: for each token of the row.
+      budget: what the row may keep.
+      layers: L.
+
+    Raises:
+      InputError: they are too many.
+    """
+    most = min(self.layer_kept(budget, len(protected), layers))
+    if protected.sum() > most:
+      raise InputError(
+        f"{protected.sum()} tokens of a prompt are protected and {most} may be "
+        "kept; protect fewer or give a larger budget."
       )
 
   @property
@@ -188,6 +226,7 @@ class ScoringMethod(Method):
       self.protected(cache, allowance.counts),
       allowance.counts,
       allowance.capacity,
+      allowance.must_keep(cache),
     )
 
 

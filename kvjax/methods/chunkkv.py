@@ -77,17 +77,18 @@ class ChunkKV(Method):
     self, found: Float[Array, "B K C"], cache: LayerCache, allowance: Allowance
   ) -> Int[Array, "B K M"]:
     """The best chunks that fit beside the window."""
-    room = jnp.maximum(allowance.counts - self.window, 0) // self.chunk
-    rank = jnp.argsort(jnp.argsort(-found, axis=-1, stable=True), axis=-1)
-    chosen = (rank < room[:, None, None]) & jnp.isfinite(found)
-    slots = cache.capacity
-    per_token = jnp.repeat(chosen, self.chunk, axis=-1)[..., :slots]
     held = cache.positions >= 0
     newest = jnp.minimum(allowance.counts, self.window)
     window = held & (age(held) <= newest[:, None, None])
-    return packed(
-      window | (per_token & self._prefix(cache)), allowance.capacity
-    )
+    must_keep = allowance.must_keep(cache) & ~window
+    taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
+    room = jnp.maximum(allowance.counts[:, None] - taken, 0) // self.chunk
+    rank = jnp.argsort(jnp.argsort(-found, axis=-1, stable=True), axis=-1)
+    chosen = (rank < room[..., None]) & jnp.isfinite(found)
+    slots = cache.capacity
+    per_token = jnp.repeat(chosen, self.chunk, axis=-1)[..., :slots]
+    kept = window | must_keep | (per_token & self._prefix(cache))
+    return packed(kept, allowance.capacity)
 
   def _prefix(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     held = cache.positions >= 0

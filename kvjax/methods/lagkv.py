@@ -5,6 +5,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
@@ -115,6 +116,26 @@ class LagKV(Method):
         f"give a retention in place of {budget}."
       )
 
+  def check_protected(
+    self, protected: Bool[np.ndarray, " n"], budget: Budget, layers: int
+  ) -> None:
+    """Refuses to protect more tokens of a partition than it keeps.
+
+    Raises:
+      InputError: they are too many.
+    """
+    super().check_protected(protected, budget, layers)
+    if self.mode == "kvpress" or not isinstance(budget, Retention):
+      return
+    each = int(budget.share * self.lag + 1e-9)
+    for start in range(self.sinks, len(protected), self.lag):
+      count = protected[start : start + self.lag].sum()
+      if count > each:
+        raise InputError(
+          f"{count} tokens of a partition of {self.lag} are protected and "
+          f"{each} of it are kept; protect fewer or give a larger retention."
+        )
+
   def lasting_capacity(self, budget: Budget, padded: int) -> int:
     """Most tokens held between evictions by any row of up to `padded`."""
     before = min(padded, self.sinks + 2 * self.lag - 1)
@@ -152,8 +173,15 @@ class LagKV(Method):
         worth = rank.astype(jnp.float32)
       scores = self._row_scores(parts, worth)
       return top_slots(
-        scores, held, jnp.zeros_like(held), allowance.counts, allowance.capacity
+        scores,
+        held,
+        jnp.zeros_like(held),
+        allowance.counts,
+        allowance.capacity,
+        allowance.must_keep(cache),
       )
+    must_keep = parts.collect(allowance.must_keep(cache), cache, found.shape[2])
+    found = jnp.where(must_keep, jnp.inf, found)
     # Ties keep the lower position: rank from the best, stably.
     rank = jnp.argsort(jnp.argsort(-found, axis=-1, stable=True), axis=-1)
     each = self._each(parts, allowance)

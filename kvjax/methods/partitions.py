@@ -50,6 +50,14 @@ class Partitions:
       lag=lag,
     )
 
+  def collect(
+    self, x: Shaped[Array, "B K T"], cache: LayerCache, count: int
+  ) -> Shaped[Array, "B K P L"]:
+    """Values of the slots of the first `count` partitions' tokens."""
+    slots = self.slots(cache, count)
+    flat = slots.reshape(*slots.shape[:2], -1)
+    return jnp.take_along_axis(x, flat, axis=-1).reshape(slots.shape)
+
   def slots(self, cache: LayerCache, count: int) -> Int[Array, "B K P L"]:
     """Slots of the tokens of the first `count` partitions, where there are."""
     order = packed(cache.positions >= 0, cache.capacity)

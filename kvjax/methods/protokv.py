@@ -124,11 +124,13 @@ class ProtoKV(Method):
     held = cache.positions >= 0
     newest = jnp.minimum(allowance.counts, self.window)
     window = held & (age(held) <= newest[:, None, None])
-    room = jnp.maximum(allowance.counts - self.window, 0)
+    must_keep = allowance.must_keep(cache) & ~window
+    taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
+    room = jnp.maximum(allowance.counts[:, None] - taken, 0)
     prefix = held & (age(held) > self.window)
     fit = functools.partial(fitting, cut=self.cut)
-    kept = jax.vmap(jax.vmap(fit, in_axes=(0, None)))(found, room)
-    return packed(window | (prefix & kept), allowance.capacity)
+    kept = jax.vmap(jax.vmap(fit))(found, room)
+    return packed(window | must_keep | (prefix & kept), allowance.capacity)
 
   def _rank_head(self, head: Head, rng: Array) -> Ranking:
     keys = head.keys

@@ -253,6 +253,7 @@ def test_a_layers_full_cache_does_not_outlive_the_layer():
       jax.ShapeDtypeStruct((1, length), "int32"),
       jax.ShapeDtypeStruct((1,), "int32"),
       counts,
+      None,
       plans=(kvjax.Plan(method, kvjax.Tokens(budget)),),
       rooms=((engine.Room(budget, budget == length),) * 8,),
     )

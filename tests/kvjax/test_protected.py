@@ -1,0 +1,104 @@
+"""Regions of a prompt that no method may evict."""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.methods import METHODS, get_method
+from kvjax.plans import Plan
+from kvjax.testing import TinyModel, held_positions
+
+MODEL = TinyModel()
+PARAMS = MODEL.init()
+RNG = np.random.default_rng(1)
+ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 40)]
+# A system prompt, a turn in the middle, and nothing in the second row but one.
+PROTECTED = [
+  [i < 3 or 20 <= i < 23 for i in range(61)],
+  [i == 11 for i in range(40)],
+]
+PROMPTS = kvjax.Prompts.of(ROWS, 64, PROTECTED)
+PLAIN = kvjax.Prompts.of(ROWS, 64)
+
+NAMES = [
+  *(name for name in METHODS if name not in ("full", "lagkv")),
+  "lagkv:sinks=2:lag=6",
+  "lagkv.kvpress:sinks=2:lag=6",
+  "snapkv:window=16",
+  "chunkkv:window=4:chunk=3",
+  "compactor.vllm:sketch_dim=6:chunk=16:first=2:last=3",
+  "protokv:prototypes=20:window=4",
+  "ada/keydiff",
+  "pyramid/keydiff",
+]
+COARSE = ("chunkkv", "protokv")
+
+
+def budget_of(name):
+  paper = name.startswith("lagkv:")
+  return kvjax.Retention(0.5) if paper else kvjax.Tokens(20)
+
+
+def places(cache):
+  """Positions held, per row, layer and head."""
+  return [held_positions(cache, row) for row in range(2)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_protected_tokens_are_kept_within_the_budget(name):
+  method, budget = get_method(name), budget_of(name)
+  cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, method, budget)
+  plain, _ = kvjax.prefill(MODEL, PARAMS, PLAIN, method, budget)
+  counts = Plan(method, budget).counts(np.array([61, 40]), 2)
+  for row, mask in enumerate(PROTECTED):
+    must = set(np.flatnonzero(mask).tolist())
+    for layer, heads in enumerate(held_positions(cache, row)):
+      total = sum(map(len, heads))
+      expected = 2 * counts[layer, row]
+      assert total == expected or (name.startswith(COARSE) and total < expected)
+      for kept in heads:
+        assert must <= set(kept)
+        assert kept == sorted(set(kept))
+  assert places(cache) != places(plain)
+
+
+@pytest.mark.parametrize("name", ["keydiff", "h2o", "lagkv:sinks=2:lag=6"])
+def test_protection_lasts_through_blocks_and_decoding(name):
+  schedule = kvjax.Schedule(block=8, every=1)
+  plan = Plan(get_method(name), budget_of(name), schedule)
+  cache, _ = kvjax.prefill(
+    MODEL, PARAMS, PROMPTS, plan.method, plan.budget, schedule
+  )
+  cache = kvjax.reserve(cache, 40)
+  questions = kvjax.Prompts.of([[5, 3], [8]])
+  _, cache = kvjax.converse(
+    MODEL, PARAMS, cache, questions, kvjax.Decoding(30), plan=plan
+  )
+  for row, mask in enumerate(PROTECTED):
+    for heads in held_positions(cache, row):
+      for kept in heads:
+        assert set(np.flatnonzero(mask).tolist()) <= set(kept)
+
+
+def test_too_much_protection_is_refused():
+  def refused(name, budget, mask):
+    prompts = kvjax.Prompts.of([ROWS[0]], protected=[mask])
+    with pytest.raises(InputError) as caught:
+      kvjax.prefill(MODEL, PARAMS, prompts, get_method(name), budget)
+    return str(caught.value)
+
+  wide = [i < 30 for i in range(61)]
+  assert refused("keydiff", kvjax.Tokens(20), wide) == (
+    "30 tokens of a prompt are protected and 20 may be kept; protect fewer or "
+    "give a larger budget."
+  )
+  assert refused("lagkv:sinks=2:lag=6", kvjax.Retention(0.5), wide) == (
+    "6 tokens of a partition of 6 are protected and 3 of it are kept; protect "
+    "fewer or give a larger retention."
+  )
+
+
+def test_a_mask_says_something_of_every_token():
+  with pytest.raises(InputError, match=r"as each row has tokens, \[61, 40\]"):
+    kvjax.Prompts.of(ROWS, protected=[[True], [False] * 40])
