@@ -189,8 +189,7 @@ def _limits(
   layers = model.geometry.layers
   most = bucket(int(seen.max()) + width + decoding.max_new_tokens)
   counts = jnp.asarray(plan.counts(seen, layers))
-  capacities = plan.lasting_capacities(most, layers)
-  return Limits(counts, plan, capacities, cache.protected)
+  return Limits(counts, plan, plan.lasting_capacities(most, layers))
 
 
 def _needed(

@@ -1,6 +1,7 @@
 """Prompts that are worked through block by block in a fixed memory."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +9,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.cache import Cache, LayerCache
+from kvjax.cache import Cache, Layer, LayerCache
 from kvjax.model import Model
 from kvjax.plans import Plan
 from kvjax.prompts import Prompts
+from kvjax.rerotation import rerotated
 from kvjax.sharding import shard_cache
 from kvjax.step import Limits, block_positions, evict
 
-_States = tuple[LayerCache | None, ...]
+_States = Sequence[Layer | None]
+# What is held, and the hidden state of each row's last token so far.
+_Carry = tuple[Cache, Float[Array, "B E"]]
 
 
 def prefill_blocks(
@@ -68,35 +72,38 @@ def _prefill_blocks(
     return output, shard_cache(cache.shrunk(room))
 
   def run(
-    states: _States, start: Int[Array, ""], width: int
-  ) -> tuple[tuple[LayerCache, ...], Float[Array, "B E"]]:
+    states: _States, places: Int[Array, " B"], start: Int[Array, ""], width: int
+  ) -> _Carry:
     """A block; the hidden state of each row's last token if it is in there."""
     own = jax.lax.dynamic_slice_in_dim(tokens, start, width, axis=1)
-    places = block_positions(
-      jnp.broadcast_to(start, lengths.shape), width, lengths - start
-    )
-    hidden, layers = model.hidden(params, own, places, states, attend)
-    last = jnp.clip(lengths - 1 - start, 0, width - 1)
-    return layers, jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0]
+    real = jnp.clip(lengths - start, 0, width)
+    positions = block_positions(places, width, real)
+    hidden, layers = model.hidden(params, own, positions, states, attend)
+    cache = Cache(layers, places + real)
+    if limits.plan.method.rerotates:
+      cache = rerotated(model, cache)
+    last = jnp.maximum(real - 1, 0)[:, None, None]
+    return cache, jnp.take_along_axis(hidden, last, axis=1)[:, 0]
 
-  def next_block(
-    index: Int[Array, ""],
-    carry: tuple[tuple[LayerCache, ...], Float[Array, "B E"]],
-  ) -> tuple[tuple[LayerCache, ...], Float[Array, "B E"]]:
-    states, last = carry
+  def next_block(index: Int[Array, ""], carry: _Carry) -> _Carry:
+    cache, last = carry
     start = first + index * block
-    states, found = run(states, start, block)
-    return states, jnp.where((lengths > start)[:, None], found, last)
+    cache, found = run(cache.layers, cache.next_positions, start, block)
+    return cache, jnp.where((lengths > start)[:, None], found, last)
 
+  zero = jnp.zeros((), jnp.int32)
   nothing: _States = (None,) * model.geometry.layers
-  carry = run(nothing, jnp.zeros((), jnp.int32), first)
+  carry = run(nothing, jnp.zeros_like(lengths), zero, first)
   blocks = -((first - jnp.max(lengths)) // block)
-  states, last = jax.lax.fori_loop(0, jnp.maximum(blocks, 0), next_block, carry)
-  states = tuple(
-    _settled(limits, layer, state) for layer, state in enumerate(states)
+  cache, last = jax.lax.fori_loop(0, jnp.maximum(blocks, 0), next_block, carry)
+  layers = tuple(
+    _settled(limits, layer, state)
+    for layer, state in enumerate(cache.layers)
+    if isinstance(state, LayerCache)
   )
   protected = limits.protected if schedule.every else None
-  return Cache(states, lengths, protected), model.logits(params, last)
+  cache = Cache(layers, cache.next_positions, protected)
+  return cache, model.logits(params, last)
 
 
 def _settled(limits: Limits, layer: int, cache: LayerCache) -> LayerCache:

@@ -16,6 +16,7 @@ from kvjax.activations import Activations
 from kvjax.cache import Cache, Layer, LayerCache
 from kvjax.errors import InputError
 from kvjax.model import Model
+from kvjax.rerotation import rerotated
 from kvjax.sampling import GREEDY, Sampling, sample
 from kvjax.step import Limits, append_and_attend, block_positions, evict
 
@@ -78,6 +79,9 @@ def feed(
   With limits the layers that exceed them evict afterwards, where `asked`.
   """
 
+  if limits is not None:
+    limits = dataclasses.replace(limits, protected=cache.protected)
+
   def attend(
     layer: int, state: Layer, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], Layer]:
@@ -92,6 +96,8 @@ def feed(
   last = jnp.maximum(lengths - 1, 0)[:, None, None]
   last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
   fed = Cache(layers, cache.next_positions + lengths, cache.protected)
+  if limits is not None and limits.plan.method.rerotates:
+    fed = rerotated(model, fed)
   return model.logits(params, last), fed
 
 

@@ -17,6 +17,7 @@ from kvjax.methods.base import Allowance, Method
 from kvjax.model import Model
 from kvjax.plans import Plan, Room
 from kvjax.prompts import Prompts
+from kvjax.rerotation import check_rotary, rerotated
 from kvjax.schedules import WHOLE, Schedule
 from kvjax.sharding import shard_cache
 from kvjax.step import block_positions, compress
@@ -56,6 +57,8 @@ def prefill(
     (cache,), logits = sweep(model, params, prompts, [plan])
     return cache, logits
   check_context(model, np.asarray(prompts.lengths))
+  if method.rerotates:
+    check_rotary(model)
   plan.check_protected(prompts, model.geometry.layers)
   return prefill_blocks(model, params, prompts, plan)
 
@@ -88,6 +91,8 @@ def sweep(
   layers = model.geometry.layers
   for plan in plans:
     plan.check_protected(prompts, layers)
+    if plan.method.rerotates:
+      check_rotary(model)
   protected = prompts.protected
   kept = [plan.room(padded, lengths, layers) for plan in plans]
   return _sweep(
@@ -153,12 +158,14 @@ def _sweep(
   none = (None,) * model.geometry.layers
   hidden, layers = model.hidden(params, tokens, positions, none, attend)
   last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-  caches = tuple(
-    Cache(
-      tuple(layer[p] for layer in layers),
+
+  def cache_of(index: int, plan: Plan) -> Cache:
+    cache = Cache(
+      tuple(layer[index] for layer in layers),
       lengths,
       protected if plan.schedule.every else None,
     )
-    for p, plan in enumerate(plans)
-  )
+    return rerotated(model, cache) if plan.method.rerotates else cache
+
+  caches = tuple(cache_of(index, plan) for index, plan in enumerate(plans))
   return caches, model.logits(params, last[:, 0])

@@ -91,6 +91,15 @@ class TinyModel:
     embedding = params["embedding"].T
     return jnp.matmul(hidden, embedding, preferred_element_type=jnp.float32)
 
+  def rerotated(
+    self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
+  ) -> Float[Array, "B K T D"]:
+    """See `kvjax.rerotation.RotaryModel`."""
+    turned = _rotated(
+      keys.reshape(-1, 1, *keys.shape[2:]), by.reshape(-1, by.shape[2])
+    )
+    return turned.reshape(keys.shape)
+
   def _heads(self, x: Float[Array, "B S W"]) -> Float[Array, "B H S D"]:
     batch, length, _ = x.shape
     split = x.reshape(batch, length, -1, self.geometry.head_dim)

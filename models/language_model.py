@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.model import Attend, Geometry
 from models.decoder import Decoder
+from models.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +18,7 @@ class DecoderModel:
 
   graphdef: nnx.GraphDef[Decoder]
   geometry: Geometry
+  rope: Rope
 
   def hidden(
     self,
@@ -36,8 +38,19 @@ class DecoderModel:
     """See `kvjax.model.Model.logits`."""
     return nnx.merge(self.graphdef, params).logits(hidden)
 
+  def rerotated(
+    self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
+  ) -> Float[Array, "B K T D"]:
+    """See `kvjax.rerotation.RotaryModel`.
+
+    Raises:
+      InputError: the rotary embedding depends on the length of the row.
+    """
+    return self.rope.turned(keys, by)
+
 
 def from_decoder(decoder: Decoder) -> tuple[DecoderModel, nnx.State]:
   """Splits a decoder into its functions and its weights."""
   graphdef, params = nnx.split(decoder)
-  return DecoderModel(graphdef, decoder.config.geometry), params
+  config = decoder.config
+  return DecoderModel(graphdef, config.geometry, config.rope), params

@@ -131,6 +131,25 @@ class Rope:
     angles = place.astype(jnp.float32)[:, :, None] * frequencies[:, None, :]
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
+  def turned(
+    self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
+  ) -> Float[Array, "B K T D"]:
+    """Keys rotated at positions p as if they had been at p + `by`.
+
+    Raises:
+      InputError: the dynamic kind, whose angles depend on the row's length.
+    """
+    if self.kind == "dynamic":
+      raise InputError(
+        "Keys of a dynamic rotary embedding cannot be moved to other places: "
+        "their angles depend on the length of the row."
+      )
+    shift = by.reshape(-1, by.shape[2])
+    frequencies, _ = _FREQUENCIES[self.kind](self, shift)
+    angles = shift.astype(jnp.float32)[:, :, None] * frequencies[:, None, :]
+    flat = keys.reshape(-1, 1, *keys.shape[2:])
+    return rotate(flat, jnp.cos(angles), jnp.sin(angles)).reshape(keys.shape)
+
 
 def _refuse_other_types(fields: Mapping[str, Any]) -> None:
   """Refuses values that no rotary embedding can have."""

@@ -138,6 +138,11 @@ class Method(abc.ABC):
     return budget.kept(padded)
 
   @property
+  def rerotates(self) -> bool:
+    """Whether what is kept is renumbered by its order (`rerotation`)."""
+    return False
+
+  @property
   def packed(self) -> bool:
     """Whether heads of a layer may keep different numbers (`PackedLayer`)."""
     return False

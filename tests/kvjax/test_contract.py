@@ -193,6 +193,24 @@ class TestMethod:
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(found)}
     assert dtypes <= {jnp.dtype("float32"), jnp.dtype("int32")}
 
+  def test_a_key_that_is_not_a_number_harms_its_own_row_only(self, name):
+    """Scores that are not finite count as the lowest."""
+    method = get_method(name)
+    seen = random_activations(5, LENGTHS, PADDED)
+    broken = dataclasses.replace(
+      seen,
+      keys=seen.keys.at[1, 0, 7, 2].set(jnp.nan),
+      keys_unrotated=seen.keys_unrotated.at[1, 0, 7, 2].set(jnp.nan),
+    )
+    counts = [method.kept(kvjax.Tokens(20), n) for n in LENGTHS]
+    whole, harmed = (kept(method, x, counts, 40) for x in (seen, broken))
+    assert [harmed[0], harmed[2]] == [whole[0], whole[2]]
+    if not name.startswith(COARSE):
+      assert sum(map(len, harmed[1])) == sum(map(len, whole[1]))
+    for places in harmed[1]:
+      assert places == sorted(set(places))
+      assert set(places) <= set(range(LENGTHS[1]))
+
 
 @pytest.mark.parametrize("name", METHODS)
 class TestMethodInTheEngine:

@@ -448,3 +448,60 @@ def test_bytes_count_what_is_remembered():
   slots = 3 * 2 * 12
   assert knowing.nbytes - plain.nbytes == 2 * 4 * slots
   assert jnp.asarray(knowing.layers[0].received).shape == (3, 2, 12)
+
+
+def rotated_by_order(layer, model, params, rows):
+  """The first layer's keys of the tokens held, rotated by their order."""
+  expected = np.zeros(layer.keys.shape)
+  for row, kept in enumerate(rows):
+    for head, tokens in enumerate(kept):
+      x = np.asarray(params["embedding"], np.float64)[tokens]
+      keys = x @ np.asarray(params["layers"][0]["key"], np.float64)
+      keys = keys.reshape(len(tokens), -1, 8)[:, head]
+      angles = np.arange(len(tokens))[:, None] * 100.0 ** (-np.arange(4) / 4)
+      low, high = keys[:, :4], keys[:, 4:]
+      cos, sin = np.cos(angles), np.sin(angles)
+      turned = np.concatenate(
+        [low * cos - high * sin, high * cos + low * sin], 1
+      )
+      expected[row, head, : len(tokens)] = turned
+  return expected
+
+
+@pytest.mark.parametrize("block", [None, 8])
+def test_rerotated_keys_are_those_of_their_places_in_the_cache(block):
+  schedule = kvjax.Schedule(block=block, every=1)
+  plan = Plan(get_method("streaming:rerotate=true"), BUDGET, schedule)
+  cache, _ = kvjax.prefill(
+    MODEL, PARAMS, PROMPTS, plan.method, plan.budget, schedule
+  )
+  np.testing.assert_array_equal(cache.next_positions, [12] * 3)
+  kept = [[row[:4] + row[-8:]] * 2 for row in ROWS]
+  expected = rotated_by_order(cache.layers[0], MODEL, PARAMS, kept)
+  np.testing.assert_allclose(
+    cache.layers[0].keys[:, :, :12], expected, atol=1e-4
+  )
+  assert held_positions(cache, 0) == [[list(range(12))] * 2] * 2
+
+  cache = kvjax.reserve(cache, 12)
+  decoding = kvjax.Decoding(20)
+  answers, cache = kvjax.converse(
+    MODEL, PARAMS, cache, QUESTIONS, decoding, plan=plan
+  )
+  np.testing.assert_array_equal(cache.next_positions, [12] * 3)
+  said = answers.rows()
+  kept = [[row[:4] + new[-8:]] * 2 for row, new in zip(ROWS, said, strict=True)]
+  layer = cache.layers[0]
+  expected = rotated_by_order(layer, MODEL, PARAMS, kept)[:, :, :12]
+  np.testing.assert_allclose(layer.keys[:, :, :12], expected, atol=1e-4)
+
+
+def test_rerotation_needs_a_model_that_can():
+  class Plain:
+    geometry = MODEL.geometry
+    hidden = MODEL.hidden
+    logits = MODEL.logits
+
+  method = get_method("streaming:rerotate=true")
+  with pytest.raises(InputError, match="Plain has no `rerotated`"):
+    kvjax.prefill(Plain(), PARAMS, PROMPTS, method, BUDGET)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.errors import InputError
 from models.config import DecoderConfig
 from models.pretrained import load, load_decoder
+from models.rope import rotate
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 FAMILIES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
@@ -114,6 +116,26 @@ def test_the_engine_generates_what_transformers_generates(family):
   decoding = kvjax.Decoding(expected.shape[1])
   answers = kvjax.complete(model, params, cache, logits, decoding)
   np.testing.assert_array_equal(answers.tokens, expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_move_to_other_positions(name):
+  model, _ = load_decoder(GOLDEN / name, "float32")
+  dim = model.geometry.head_dim
+  x = jax.random.normal(jax.random.key(0), (2, 3, 20, dim))
+  places = jnp.broadcast_to(jnp.arange(20, dtype=jnp.int32)[None], (2, 20))
+  by = jnp.asarray([[[7], [3], [0]], [[1], [50], [2]]], jnp.int32)
+  by = jnp.broadcast_to(by, (2, 3, 20))
+  if name == "llama_dynamic":
+    with pytest.raises(InputError, match="depend on the length of the row"):
+      model.rerotated(x, by)
+    return
+  here = rotate(x, *model.rope.tables(places))
+  for head in range(3):
+    moved = places + by[:, head]
+    there = rotate(x[:, head : head + 1], *model.rope.tables(moved))
+    got = model.rerotated(here, by)[:, head : head + 1]
+    np.testing.assert_allclose(got, there, atol=2e-5)
 
 
 def test_transformers_reads_the_bundled_model_as_we_do():

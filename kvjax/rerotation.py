@@ -1,0 +1,63 @@
+"""Keys turned to their places in the cache, as StreamingLLM does."""
+
+import dataclasses
+from typing import Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Cache, LayerCache
+from kvjax.errors import InputError
+from kvjax.model import Model
+
+
+@runtime_checkable
+class RotaryModel(Protocol):
+  """A model whose rotary embedding depends on differences of positions alone.
+
+  Methods that renumber what they keep need one.
+  """
+
+  def rerotated(
+    self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
+  ) -> Float[Array, "B K T D"]:
+    """Keys rotated at positions p as if they had been at p + `by`."""
+    ...
+
+
+def check_rotary(model: Model) -> None:
+  """Refuses a model that cannot turn keys.
+
+  Raises:
+    InputError: it has no `rerotated`.
+  """
+  if not isinstance(model, RotaryModel):
+    raise InputError(
+      f"rerotate needs a model that turns keys; {type(model).__name__} has no "
+      "`rerotated` (see kvjax.rerotation.RotaryModel)."
+    )
+
+
+def rerotated(model: Model, cache: Cache) -> Cache:
+  """The same tokens, numbered and rotated by their order in the cache.
+
+  The next token follows the last that is kept. All heads of all layers must
+  keep as many.
+  """
+  assert isinstance(model, RotaryModel)
+
+  def turned(layer: LayerCache) -> LayerCache:
+    held = layer.positions >= 0
+    index = jnp.cumsum(held.astype(jnp.int32), axis=-1) - 1
+    by = jnp.where(held, index - layer.positions, 0)
+    return dataclasses.replace(
+      layer,
+      keys=model.rerotated(layer.keys, by),
+      positions=jnp.where(held, index, -1),
+    )
+
+  layers = []
+  for layer in cache.layers:
+    assert isinstance(layer, LayerCache)
+    layers.append(turned(layer))
+  return Cache(tuple(layers), layers[0].lengths[:, 0])
