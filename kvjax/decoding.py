@@ -78,7 +78,6 @@ def feed(
 
   With limits the layers that exceed them evict afterwards, where `asked`.
   """
-
   if limits is not None:
     limits = dataclasses.replace(limits, protected=cache.protected)
 
