@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.methods import METHODS
+from kvjax.methods import METHODS, Method
 from kvjax.schedules import WHOLE
 
 FULL = "full"
@@ -68,8 +68,17 @@ def candidates(
   for name, method in found.items():
     if name != FULL:
       chosen.extend(
-        Candidate(name, kvjax.Plan(method, budget, schedule))
+        Candidate(name, _plan(name, method, budget, schedule))
         for budget in dict.fromkeys(budgets)
         if budget != whole
       )
   return tuple(chosen)
+
+
+def _plan(
+  name: str, method: Method, budget: kvjax.Budget, schedule: kvjax.Schedule
+) -> kvjax.Plan:
+  try:
+    return kvjax.Plan(method, budget, schedule)
+  except InputError as error:
+    raise InputError(f"--methods has {name}: {error}") from error

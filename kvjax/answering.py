@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
+from kvjax.budgets import Retention
 from kvjax.cache import Cache
 from kvjax.decoding import (
   Answers,
@@ -20,6 +21,7 @@ from kvjax.decoding import (
 )
 from kvjax.errors import InputError
 from kvjax.model import Model
+from kvjax.packed import PackedLayer
 from kvjax.plans import Plan
 from kvjax.prefilling import check_context
 from kvjax.prompts import Prompts, bucket
@@ -101,8 +103,9 @@ def converse(
   """As `answer`, but turn and answer stay in the cache, which is consumed.
 
   The cache needs room for the padded turn and the answer (`reserve`). Where it
-  goes on evicting, room for the padded turn and `every` lasts for any number of
-  turns. Its buffers become those of the cache that is returned.
+  goes on evicting to a budget in tokens, room for the padded turn and `every`
+  lasts for any number of turns. Its buffers become those of the cache that is
+  returned.
 
   Raises:
     InputError: as `answer`, or the cache has too little room.
@@ -179,6 +182,13 @@ def _limits(
   """What the layers may hold while they are asked, if they evict then."""
   if plan is None or plan.schedule.every is None:
     return None
+  if plan.budget == Retention(1.0):
+    return None
+  if any(isinstance(layer, PackedLayer) for layer in cache.layers):
+    raise InputError(
+      "A cache whose heads keep different numbers cannot go on evicting; ask "
+      "it without the plan."
+    )
   for name in plan.method.remembers:
     if any(getattr(layer, name, None) is None for layer in cache.layers):
       raise InputError(
@@ -205,11 +215,16 @@ def _needed(
   """
   if limits is None:
     return [slots + width + decoding.max_new_tokens for slots in used]
-  every = limits.plan.schedule.every or 1
-  step = min(every, decoding.max_new_tokens)
+  plan = limits.plan
+  step = min(plan.schedule.every or 1, decoding.max_new_tokens)
   return [
-    max(slots + (width or step), most + step)
-    for slots, most in zip(used, limits.capacities, strict=True)
+    # A layer that keeps everything keeps the gaps between rows as well.
+    slots + width + decoding.max_new_tokens
+    if plan.method.keeps_all(layer)
+    else max(slots + (width or step), most + step)
+    for layer, (slots, most) in enumerate(
+      zip(used, limits.capacities, strict=True)
+    )
   ]
 
 
@@ -237,6 +252,11 @@ def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
 def _check_room(
   model: Model, cache: Cache, questions: Prompts, decoding: Decoding
 ) -> None:
+  if questions.protected is not None:
+    raise InputError(
+      "Tokens can be protected in what is prefilled only; give the question "
+      "without a mask."
+    )
   rows = cache.next_positions.shape[0]
   asked = questions.tokens.shape[0]
   if rows != asked:

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache import Cache, Layer, LayerCache
 from kvjax.model import Model
 from kvjax.plans import Plan
 from kvjax.prompts import Prompts
-from kvjax.rerotation import rerotated
 from kvjax.sharding import shard_cache
 from kvjax.step import Limits, block_positions, evict
 
@@ -36,7 +35,6 @@ def prefill_blocks(
     jnp.asarray(plan.counts(lengths, layers)),
     plan,
     plan.lasting_capacities(padded, layers),
-    None if prompts.protected is None else jnp.asarray(prompts.protected),
   )
   return _prefill_blocks(
     model,
@@ -44,6 +42,7 @@ def prefill_blocks(
     jnp.asarray(prompts.tokens),
     jnp.asarray(lengths, jnp.int32),
     limits,
+    None if prompts.protected is None else jnp.asarray(prompts.protected),
   )
 
 
@@ -54,10 +53,11 @@ def _prefill_blocks(
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
   limits: Limits,
+  protected: Bool[Array, "B S"] | None,
 ) -> tuple[Cache, Float[Array, "B V"]]:
   schedule = limits.plan.schedule
   assert schedule.block is not None
-  block = schedule.block
+  block = min(schedule.block, tokens.shape[1])
   first = min(schedule.first or block, tokens.shape[1])
   tokens = jnp.pad(tokens, ((0, 0), (0, -(tokens.shape[1] - first) % block)))
 
@@ -68,7 +68,7 @@ def _prefill_blocks(
     output = cache.attend(seen.queries, seen.positions)
     room = limits.capacities[layer] + block
     cache = cache.grown(max(room - cache.capacity, 0))
-    cache = evict(limits, layer, cache, seen)
+    cache = evict(limits, layer, cache, seen, protected)
     return output, shard_cache(cache.shrunk(room))
 
   def run(
@@ -80,8 +80,6 @@ def _prefill_blocks(
     positions = block_positions(places, width, real)
     hidden, layers = model.hidden(params, own, positions, states, attend)
     cache = Cache(layers, places + real)
-    if limits.plan.method.rerotates:
-      cache = rerotated(model, cache)
     last = jnp.maximum(real - 1, 0)[:, None, None]
     return cache, jnp.take_along_axis(hidden, last, axis=1)[:, 0]
 
@@ -97,16 +95,15 @@ def _prefill_blocks(
   blocks = -((first - jnp.max(lengths)) // block)
   cache, last = jax.lax.fori_loop(0, jnp.maximum(blocks, 0), next_block, carry)
   layers = tuple(
-    _settled(limits, layer, state)
-    for layer, state in enumerate(cache.layers)
-    if isinstance(state, LayerCache)
+    _settled(limits, layer, state) for layer, state in enumerate(cache.layers)
   )
-  protected = limits.protected if schedule.every else None
+  protected = protected if schedule.every else None
   cache = Cache(layers, cache.next_positions, protected)
   return cache, model.logits(params, last)
 
 
-def _settled(limits: Limits, layer: int, cache: LayerCache) -> LayerCache:
+def _settled(limits: Limits, layer: int, cache: Layer) -> LayerCache:
   """Without the room for a block, and without memory if it has no more use."""
+  assert isinstance(cache, LayerCache)
   cache = cache.shrunk(limits.capacities[layer])
   return cache if limits.plan.schedule.every else cache.forgetful()

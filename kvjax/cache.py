@@ -1,7 +1,7 @@
 """The KV cache: a plain pytree of per-layer slots."""
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kernels.attention import attention
 from kvjax.activations import Activations
+from kvjax.errors import InputError
 from kvjax.observation import ObservationWindow
 from kvjax.struct import struct
 
@@ -214,7 +215,24 @@ class Cache:
 
 
 def concatenate(caches: list[Cache]) -> Cache:
-  """Joins caches of equal capacities along the batch."""
+  """Joins caches of equal capacities along the batch.
+
+  Raises:
+    InputError: there is none, or their layers differ in kind or size.
+  """
+  shapes = [
+    [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(cache)]
+    for cache in caches
+  ]
+  structures: list[Any] = [jax.tree.structure(cache) for cache in caches]
+  if not caches or any(
+    shape != shapes[0] or structure != structures[0]
+    for shape, structure in zip(shapes, structures, strict=True)
+  ):
+    raise InputError(
+      "Only caches whose layers have equal capacities and remember the same "
+      "can be joined; give one or more such."
+    )
 
   def join(*leaves: Array) -> Array:
     if leaves[0].ndim == 0:  # cursors: every row starts after the fullest

@@ -16,9 +16,14 @@ from kvjax.activations import Activations
 from kvjax.cache import Cache, Layer, LayerCache
 from kvjax.errors import InputError
 from kvjax.model import Model
-from kvjax.rerotation import rerotated
 from kvjax.sampling import GREEDY, Sampling, sample
-from kvjax.step import Limits, append_and_attend, block_positions, evict
+from kvjax.step import (
+  Limits,
+  append_and_attend,
+  block_positions,
+  evict,
+  evict_all,
+)
 
 # Called on the host with the step and every row's token at that step; -1 for
 # rows that have ended.
@@ -78,8 +83,6 @@ def feed(
 
   With limits the layers that exceed them evict afterwards, where `asked`.
   """
-  if limits is not None:
-    limits = dataclasses.replace(limits, protected=cache.protected)
 
   def attend(
     layer: int, state: Layer, seen: Activations
@@ -87,7 +90,7 @@ def feed(
     output, state = append_and_attend(state, seen)
     if limits is not None:
       assert isinstance(state, LayerCache)
-      state = evict(limits, layer, state, seen, asked)
+      state = evict(limits, layer, state, seen, cache.protected, asked)
     return output, state
 
   positions = block_positions(cache.next_positions, tokens.shape[1], lengths)
@@ -95,8 +98,6 @@ def feed(
   last = jnp.maximum(lengths - 1, 0)[:, None, None]
   last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
   fed = Cache(layers, cache.next_positions + lengths, cache.protected)
-  if limits is not None and limits.plan.method.rerotates:
-    fed = rerotated(model, fed)
   return model.logits(params, last), fed
 
 
@@ -157,8 +158,12 @@ def decode(
   blank = jnp.full((rows, decoding.max_new_tokens), -1, jnp.int32)
   start = _Loop(jnp.zeros((), jnp.int32), token, ended, blank, cache)
   loop = jax.lax.while_loop(go_on, one_token, start)
+  cache = loop.cache
+  if limits is not None and every > 1:
+    # A row that ended early is left as it is when it decodes alone.
+    cache = evict_all(limits, cache, model.geometry.heads)
   lengths = jnp.sum((loop.tokens >= 0).astype(jnp.int32), axis=1)
-  return Answers(loop.tokens, lengths), loop.cache
+  return Answers(loop.tokens, lengths), cache
 
 
 # Who listens to the decoding that runs, by number: programs are compiled with

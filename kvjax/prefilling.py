@@ -20,7 +20,7 @@ from kvjax.prompts import Prompts
 from kvjax.rerotation import check_rotary, rerotated
 from kvjax.schedules import WHOLE, Schedule
 from kvjax.sharding import shard_cache
-from kvjax.step import block_positions, compress
+from kvjax.step import block_positions, compress, observe
 
 
 def prefill(
@@ -57,8 +57,6 @@ def prefill(
     (cache,), logits = sweep(model, params, prompts, [plan])
     return cache, logits
   check_context(model, np.asarray(prompts.lengths))
-  if method.rerotates:
-    check_rotary(model)
   plan.check_protected(prompts, model.geometry.layers)
   return prefill_blocks(model, params, prompts, plan)
 
@@ -143,11 +141,9 @@ def _sweep(
     output = cache.attend(seen.queries, seen.positions)
     kept: dict[int, Layer] = {}
     for (method, goes_on), group in alike.items():
-      known = method.observe(layer, cache, seen) if goes_on else cache
+      known = observe(method, layer, cache, seen) if goes_on else cache
       allowances = [
-        Allowance(
-          counts[p, layer], *rooms[p][layer], plans[p].budget, protected
-        )
+        Allowance(counts[p, layer], *rooms[p][layer], protected=protected)
         for p in group
       ]
       caches = compress(method, layer, known, seen, allowances)

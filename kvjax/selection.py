@@ -100,6 +100,22 @@ def age(held: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
   return jnp.cumsum(newest_first, axis=-1)[..., ::-1]
 
 
+def newest(
+  held: Bool[Array, "B K T"],
+  must_keep: Bool[Array, "B K T"],
+  counts: Int[Array, " B"],
+  window: int,
+) -> Bool[Array, "B K T"]:
+  """The last `window` tokens, or as many as fit beside what must be kept."""
+  ages = age(held)
+  needed = must_keep.astype(jnp.int32)
+  outside = jnp.sum(jnp.where(ages > window, needed, 0), axis=-1)
+  room = counts[:, None] - outside
+  fewer = jnp.maximum(counts[:, None] - jnp.sum(needed, axis=-1), 0)
+  size = jnp.where(room >= window, window, fewer)
+  return held & (ages <= size[..., None])
+
+
 def floor_share(counts: Int[Array, " B"], share: float) -> Int[Array, " B"]:
   """floor(share * counts), exact for shares of up to three decimals."""
   exact = Fraction(share).limit_denominator(1000)

@@ -1,5 +1,6 @@
 """One step for everything: attend to cache and block, append, compress."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache import Layer, LayerCache
+from kvjax.cache import Cache, Layer, LayerCache
 from kvjax.methods.base import Allowance, Method
 from kvjax.packed import PackedLayer
 from kvjax.plans import Plan
@@ -68,6 +69,14 @@ def compress(
   return tuple(map(kept, allowances))
 
 
+def observe(
+  method: Method, layer: int, cache: LayerCache, seen: Activations
+) -> LayerCache:
+  """Remembers of a block what the method needs at later evictions."""
+  with jax.default_matmul_precision("highest"):
+    return method.observe(layer, cache, seen)
+
+
 @struct
 class Limits:
   """What every layer may hold from one eviction to the next.
@@ -76,13 +85,11 @@ class Limits:
     counts: tokens per layer and row.
     plan: the method, its budget and schedule.
     capacities: per layer, the most that any row may hold.
-    protected: by position, tokens that must be kept, if there are any.
   """
 
   counts: Int[Array, "L B"]
   plan: Plan = static()
   capacities: tuple[int, ...] = static()
-  protected: Bool[Array, "B P"] | None = None
 
 
 def evict(
@@ -90,6 +97,7 @@ def evict(
   layer: int,
   cache: LayerCache,
   seen: Activations,
+  protected: Bool[Array, "B P"] | None,
   asked: Bool[Array, ""] | bool = True,
 ) -> LayerCache:
   """Compresses a layer within its room, where it holds more than it may.
@@ -99,13 +107,14 @@ def evict(
     layer: index of the layer.
     cache: the candidates, the block's tokens among them.
     seen: the block whose attention has just been computed.
+    protected: by position, tokens that must be kept, if there are any.
     asked: false lets the layer hold more for now.
 
   Returns:
     A cache of the same capacity, whose tokens come first if some had to go.
   """
   method = limits.plan.method
-  cache = method.observe(layer, cache, seen)
+  cache = observe(method, layer, cache, seen)
   if method.keeps_all(layer):
     return cache
   capacity = min(limits.capacities[layer], cache.capacity)
@@ -113,7 +122,7 @@ def evict(
     limits.counts[layer],
     capacity,
     budget=limits.plan.budget,
-    protected=limits.protected,
+    protected=protected,
   )
 
   def keep(cache: LayerCache) -> LayerCache:
@@ -124,6 +133,34 @@ def evict(
   # Holes, of rows that had less to append, take room too.
   due = method.due(cache, allowance) | (cache.cursor > capacity)
   return jax.lax.cond(due & asked, keep, lambda same: same, cache)
+
+
+def evict_all(limits: Limits, cache: Cache, heads: int) -> Cache:
+  """Compresses every layer that holds more than it may, after the last block.
+
+  Args:
+    limits: what the layers may hold.
+    cache: the candidates.
+    heads: N.
+  """
+
+  def nothing(layer: LayerCache) -> Activations:
+    batch, kv_heads, _, dim = layer.keys.shape
+    keys = jnp.zeros((batch, kv_heads, 1, dim), layer.keys.dtype)
+    return Activations(
+      queries=jnp.zeros((batch, heads, 1, dim), layer.keys.dtype),
+      keys=keys,
+      values=keys,
+      keys_unrotated=keys,
+      positions=jnp.full((batch, 1), -1, jnp.int32),
+    )
+
+  layers = []
+  for index, layer in enumerate(cache.layers):
+    assert isinstance(layer, LayerCache)
+    seen = nothing(layer)
+    layers.append(evict(limits, index, layer, seen, cache.protected))
+  return dataclasses.replace(cache, layers=tuple(layers))
 
 
 def block_positions(

@@ -12,7 +12,12 @@ from kvjax.activations import Activations
 from kvjax.budgets import Budget
 from kvjax.cache import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods.base import Allowance, Method, ScoringMethod
+from kvjax.methods.base import (
+  RENUMBERED,
+  Allowance,
+  Method,
+  ScoringMethod,
+)
 from kvjax.methods.snapkv import SnapKV
 from kvjax.selection import head_counts, top_slots
 
@@ -55,6 +60,8 @@ class AdaKV(Method):
         "AdaKV compares the scores of slots; give it a method that scores "
         f"every slot, which {type(self.inner).__name__} does not."
       )
+    if self.inner.rerotates:
+      raise InputError(RENUMBERED)
     if not 0 <= self.alpha <= 1:
       raise InputError(f"alpha must be 0 to 1; {self.alpha:g} is not.")
 

@@ -24,6 +24,12 @@ from kvjax.observation import ObservationWindow
 from kvjax.selection import top_slots
 from kvjax.struct import static, struct
 
+# Of a wrapper that gives layers or heads unequal budgets.
+RENUMBERED = (
+  "With rerotate the next token follows the last that is kept, which must be "
+  "the same everywhere; spread no budget over layers or heads then."
+)
+
 
 @struct
 class Allowance:
@@ -33,7 +39,7 @@ class Allowance:
     counts: tokens per row and KV head.
     capacity: M, slots of the new cache; at least every count.
     whole: no row has to lose anything.
-    budget: what the counts come from, for methods whose law is not a count.
+    budget: what the counts come from, where evictions follow one another.
     protected: by position, tokens that the user protects, if there are any.
   """
 

@@ -17,7 +17,7 @@ from kvjax.methods.base import (
   heads_of,
   window_attention,
 )
-from kvjax.selection import age, packed
+from kvjax.selection import age, newest, packed
 
 Scope = Literal["layer", "head"]
 
@@ -78,9 +78,9 @@ class ChunkKV(Method):
   ) -> Int[Array, "B K M"]:
     """The best chunks that fit beside the window."""
     held = cache.positions >= 0
-    newest = jnp.minimum(allowance.counts, self.window)
-    window = held & (age(held) <= newest[:, None, None])
-    must_keep = allowance.must_keep(cache) & ~window
+    must_keep = allowance.must_keep(cache)
+    window = newest(held, must_keep, allowance.counts, self.window)
+    must_keep &= ~window
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
     room = jnp.maximum(allowance.counts[:, None] - taken, 0) // self.chunk
     rank = jnp.argsort(jnp.argsort(-found, axis=-1, stable=True), axis=-1)

@@ -148,13 +148,14 @@ class Compactor(Method):
       must_keep = allowance.must_keep(cache)
       return top_slots(scores, held, ends, counts, capacity, must_keep)
     kv_heads = held.shape[1]
-    ends |= allowance.must_keep(cache)
+    must_keep = allowance.must_keep(cache)
+    ends |= must_keep
     always = jnp.sum(ends.astype(jnp.int32), axis=-1)
     always = jnp.minimum(always, allowance.counts[:, None])
     free = kv_heads * allowance.counts - jnp.sum(always, axis=-1)
     counts = always + head_counts(scores, held & ~ends, jnp.maximum(free, 0))
     capacity = min(kv_heads * allowance.capacity, cache.capacity)
-    return top_slots(scores, held, ends, counts, capacity)
+    return top_slots(scores, held, ends, counts, capacity, must_keep)
 
   def _sketches(
     self, layer: int, kv_heads: int, seen: Activations

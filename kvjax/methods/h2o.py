@@ -49,11 +49,15 @@ class H2O(HeadwiseMethod):
     """Accumulated attention."""
     scores = _received(head) if head.received is None else head.received
     if self.normalise:
-      newest = jnp.max(head.query_positions)
+      newest = jnp.maximum(
+        jnp.max(head.query_positions), jnp.max(head.positions)
+      )
       observers = jnp.maximum(newest + 1 - head.positions, 1)
       scores = scores / observers.astype(jnp.float32)
     if self.paper_postproc:
-      scores = pool(scores * jnp.linalg.norm(head.values, axis=-1), 3, "avg")
+      scores = pool(
+        scores * jnp.linalg.norm(head.values, axis=-1), head.held, 3, "avg"
+      )
     return scores
 
   @property

@@ -87,12 +87,17 @@ class LagKV(Method):
     if length < self.sinks + 2 * self.lag:
       return length
     scored = (length - self.sinks) // self.lag - 1
-    fixed = self.sinks + self.lag + (length - self.sinks) % self.lag
+    fixed = length - scored * self.lag
+    return fixed + scored * self._share(budget, length)
+
+  def _share(self, budget: Budget, length: int) -> int:
+    """Tokens kept of each scored partition of a row."""
     if isinstance(budget, Retention):
-      each = int(budget.share * self.lag + 1e-9)
-    else:
-      each = round((budget.kept(length) - fixed) / scored)
-    return fixed + scored * min(max(each, 0), self.lag)
+      return int(budget.share * self.lag + 1e-9)
+    scored = (length - self.sinks) // self.lag - 1
+    fixed = length - scored * self.lag
+    each = round((budget.kept(length) - fixed) / scored)
+    return min(max(each, 0), self.lag)
 
   def capacity(self, budget: Budget, padded: int) -> int:
     """Most tokens that a row of the bucket of `padded` tokens keeps."""
@@ -125,15 +130,16 @@ class LagKV(Method):
       InputError: they are too many.
     """
     super().check_protected(protected, budget, layers)
-    if self.mode == "kvpress" or not isinstance(budget, Retention):
+    whole = len(protected) < self.sinks + 2 * self.lag
+    if self.mode == "kvpress" or (whole and not isinstance(budget, Retention)):
       return
-    each = int(budget.share * self.lag + 1e-9)
+    each = self._share(budget, len(protected))
     for start in range(self.sinks, len(protected), self.lag):
       count = protected[start : start + self.lag].sum()
       if count > each:
         raise InputError(
           f"{count} tokens of a partition of {self.lag} are protected and "
-          f"{each} of it are kept; protect fewer or give a larger retention."
+          f"{each} of it are kept; protect fewer or give a larger budget."
         )
 
   def lasting_capacity(self, budget: Budget, padded: int) -> int:
@@ -191,8 +197,7 @@ class LagKV(Method):
   def _each(self, parts: Partitions, allowance: Allowance) -> Int[Array, "B K"]:
     """Tokens to keep of each partition."""
     if isinstance(allowance.budget, Retention):
-      each = int(allowance.budget.share * self.lag + 1e-9)
-      return jnp.full_like(parts.whole, each)
+      return jnp.full_like(parts.whole, self._share(allowance.budget, 0))
     scored = parts.whole - 1
     spare = allowance.counts[:, None] - (parts.held - scored * self.lag)
     return spare // jnp.maximum(scored, 1)

@@ -46,4 +46,4 @@ def noncausal_attention(
   if value_norm != "none":
     order = 2 if value_norm == "l2" else 1
     scores = scores * jnp.linalg.norm(values, ord=order, axis=-1)
-  return pool(scores, width, "avg")
+  return pool(scores, held, width, "avg")

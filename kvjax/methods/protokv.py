@@ -28,7 +28,7 @@ from kvjax.methods.ranking import (
   fitting,
   ranked,
 )
-from kvjax.selection import age, packed
+from kvjax.selection import age, newest, packed
 
 Clusters = Literal["prototypes", "lsh", "kmeans", "none"]
 Score = Literal["qk_sum", "qk_mean", "attn_sum", "attn_mean"]
@@ -122,9 +122,9 @@ class ProtoKV(Method):
   ) -> Int[Array, "B K M"]:
     """Whole clusters while they fit, the cut one, and the window."""
     held = cache.positions >= 0
-    newest = jnp.minimum(allowance.counts, self.window)
-    window = held & (age(held) <= newest[:, None, None])
-    must_keep = allowance.must_keep(cache) & ~window
+    must_keep = allowance.must_keep(cache)
+    window = newest(held, must_keep, allowance.counts, self.window)
+    must_keep &= ~window
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
     room = jnp.maximum(allowance.counts[:, None] - taken, 0)
     prefix = held & (age(held) > self.window)

@@ -10,7 +10,7 @@ from kvjax.activations import Activations
 from kvjax.budgets import Budget, Tokens
 from kvjax.cache import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods.base import Allowance, Method
+from kvjax.methods.base import RENUMBERED, Allowance, Method
 from kvjax.methods.snapkv import SnapKV
 from kvjax.prompts import bucket_lengths
 
@@ -44,6 +44,8 @@ class Pyramid(Method):
 
   def __post_init__(self) -> None:
     super().__post_init__()
+    if self.inner.rerotates:
+      raise InputError(RENUMBERED)
     if self.beta < 1:
       raise InputError(f"beta must be 1 or more; {self.beta:g} is not.")
 

@@ -50,6 +50,7 @@ PRESETS: Mapping[str, Method] = {
   "h2o.kvpress": H2O(recent_frac=0.0, normalise=True),
   "h2o.compactor": H2O(paper_postproc=True),
   "keydiff.paper": KeyDiff(),
+  "keydiff.noblock": KeyDiff(),
   "lagkv.paper": LagKV(),
   "lagkv.kvpress": LagKV(sinks=4, lag=128, mode="kvpress"),
   "lagkv.local": LagKV(reference="own"),

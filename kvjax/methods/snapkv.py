@@ -62,9 +62,11 @@ class SnapKV(HeadwiseMethod):
     prefix = head.held & (age(head.held) > self.window)
     votes = jnp.where(prefix, reduce(votes, axis=0), 0.0)
     if self.paper_postproc:
-      votes = pool(votes * jnp.linalg.norm(head.values, axis=-1), 3, "avg")
+      votes = pool(
+        votes * jnp.linalg.norm(head.values, axis=-1), head.held, 3, "avg"
+      )
       votes = jnp.where(prefix, votes, 0.0)
-    return pool(votes, self.kernel, self.pooling)
+    return pool(votes, head.held, self.kernel, self.pooling)
 
   def protected(
     self, cache: LayerCache, counts: Int[Array, " B"]
@@ -76,20 +78,30 @@ class SnapKV(HeadwiseMethod):
 
 
 def pool(
-  votes: Float[Array, " T"], kernel: int, pooling: Pooling
+  votes: Float[Array, " T"],
+  held: Bool[Array, " T"],
+  kernel: int,
+  pooling: Pooling,
 ) -> Float[Array, " T"]:
-  """Pools along the slots; stride 1, same length, zeros beyond the ends."""
+  """Pools over neighbouring tokens; stride 1, zeros beyond the ends.
+
+  Args:
+    votes: one per slot.
+    held: slots that hold a token; neighbours may have empty slots between them.
+    kernel: width, odd.
+    pooling: "avg" always divides by the kernel.
+  """
   if kernel == 1:
     return votes
+  slots = len(votes)
+  order = jnp.sort(jnp.where(held, jnp.arange(slots), slots))
+  in_order = jnp.where(order < slots, votes[jnp.minimum(order, slots - 1)], 0.0)
   start, operation = (
-    (0.0, jax.lax.add)
-    if pooling == "avg"
-    else (
-      -jnp.inf,
-      jax.lax.max,
-    )
+    (0.0, jax.lax.add) if pooling == "avg" else (-jnp.inf, jax.lax.max)
   )
   pooled = jax.lax.reduce_window(
-    votes, jnp.float32(start), operation, (kernel,), (1,), "SAME"
+    in_order, jnp.float32(start), operation, (kernel,), (1,), "SAME"
   )
+  number = jnp.cumsum(held.astype(jnp.int32)) - 1
+  pooled = pooled[jnp.maximum(number, 0)]
   return pooled / kernel if pooling == "avg" else pooled

@@ -20,8 +20,8 @@ class StreamingLLM(HeadwiseMethod):
 
   Attributes:
     sinks: first tokens of the row that always stay.
-    rerotate: number and rotate what is kept by its place in the cache, as in
-      the paper; else it keeps the positions of the text.
+    rerotate: number and rotate what is kept by its place in the cache, after a
+      whole prompt; else it keeps the positions of the text.
   """
 
   sinks: int = 4
@@ -31,6 +31,19 @@ class StreamingLLM(HeadwiseMethod):
     super().__post_init__()
     if self.sinks < 0:
       raise InputError(f"sinks must be 0 or more; {self.sinks} is not.")
+
+  def check_schedule(self, budget: Budget) -> None:
+    """Turning rounded keys again and again would wear them out.
+
+    Raises:
+      InputError: with `rerotate`.
+    """
+    del budget
+    if self.rerotate:
+      raise InputError(
+        "StreamingLLM turns keys once, after a whole prompt; to evict block by "
+        "block or while decoding, leave rerotate off."
+      )
 
   @property
   def rerotates(self) -> bool:

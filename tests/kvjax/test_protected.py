@@ -101,10 +101,51 @@ def test_too_much_protection_is_refused():
   )
   assert refused("lagkv:sinks=2:lag=6", kvjax.Retention(0.5), wide) == (
     "6 tokens of a partition of 6 are protected and 3 of it are kept; protect "
-    "fewer or give a larger retention."
+    "fewer or give a larger budget."
   )
 
 
 def test_a_mask_says_something_of_every_token():
   with pytest.raises(InputError, match=r"as each row has tokens, \[61, 40\]"):
     kvjax.Prompts.of(ROWS, protected=[[True], [False] * 40])
+
+
+@pytest.mark.parametrize(
+  ("name", "first"),
+  [
+    ("chunkkv:window=16:chunk=3", 5),
+    ("protokv:prototypes=20:window=16", 5),
+    ("compactor.vllm:sketch_dim=6:chunk=16:first=2:last=16", 0),
+    ("snapkv:window=16", 5),
+  ],
+)
+def test_protected_tokens_come_before_the_methods_own(name, first):
+  """Ten of them and a window of 16 in a budget of 20, rows of two lengths."""
+  masks = [[first <= i < first + 10 for i in range(n)] for n in (61, 40)]
+  prompts = kvjax.Prompts.of(ROWS, 64, masks)
+  for budget in (kvjax.Tokens(20), kvjax.Retention(0.4)):
+    method = get_method(name)
+    cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, method, budget)
+    for row, n in enumerate((61, 40)):
+      for heads in held_positions(cache, row):
+        assert sum(map(len, heads)) <= 2 * method.kept(budget, n)
+        for kept in heads:
+          assert set(range(first, first + 10)) <= set(kept)
+          assert n - 1 in kept
+
+
+def test_lagkv_in_tokens_checks_its_partitions_too():
+  mask = [8 <= i < 14 for i in range(61)]
+  prompts = kvjax.Prompts.of([ROWS[0]], protected=[mask])
+  method = get_method("lagkv:sinks=2:lag=6")
+  with pytest.raises(InputError, match="6 tokens of a partition of 6 are"):
+    kvjax.prefill(MODEL, PARAMS, prompts, method, kvjax.Tokens(30))
+
+
+def test_a_question_protects_nothing():
+  cache, _ = kvjax.prefill(
+    MODEL, PARAMS, PLAIN, get_method("keydiff"), kvjax.Tokens(20)
+  )
+  questions = kvjax.Prompts.of([[1], [2]], protected=[[True], [False]])
+  with pytest.raises(InputError, match="in what is prefilled only"):
+    kvjax.answer(MODEL, PARAMS, cache, questions, kvjax.Decoding(2))
