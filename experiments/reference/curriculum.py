@@ -288,7 +288,5 @@ STAGES: tuple[Stage, ...] = (
     _LONG_ALL,
     (6e-4, 2e-5),
     shortest=0.5,
-    gate=_GATE,
-    whole_gate={"multikey": 0.95, "uuid_key": 0.9, "passkey": 0.9},
   ),
 )

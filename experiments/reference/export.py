@@ -17,7 +17,7 @@ from models.decoder import Decoder
 from models.language_model import from_decoder
 from models.tokenizer import Tokenizer
 
-_SAMPLES = 100
+_SAMPLES = 60
 
 
 def as_pretrained(decoder: Decoder) -> pretrained.Pretrained:
@@ -120,10 +120,10 @@ library_name: transformers
 # kvjax reference model
 
 A {parameters:,}-parameter Llama, trained from scratch on synthetic retrieval
-prompts, that answers needle-in-a-haystack questions reliably with its full KV
-cache. It exists so that methods of KV-cache compression can be compared
-offline, on a CPU, in minutes. It is not a language model: it writes no text
-and answers no other question.
+prompts, that answers needle-in-a-haystack questions with its full KV cache. It
+exists so that methods of KV-cache compression can be compared offline, on a
+CPU, in minutes. It is not a language model: it writes no text and answers no
+other question.
 
 - {layers} layers, width {width}, {heads} query heads on {kv_heads} KV heads of
   dimension {head_dim}, SwiGLU {inner}, RoPE base 500,000, tied, float32.
@@ -168,6 +168,8 @@ within a stage.
 
 - It knows needles, and little but the wording it was taught. LongBench, chat
   and open questions are beyond it, and so are variable tracking and counting.
+- Where the table has less than 95 %, long copies slip: the needle is found and
+  a symbol of its value is wrong, most often at 2,048 tokens.
 - Of several values of one key it finds the first and the last; those between
   it often skips or mixes up (`niah_multivalue`).
 - A value is many tokens (7 digits, 36 symbols of a UUID), so a method that

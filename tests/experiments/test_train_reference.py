@@ -20,7 +20,7 @@ from experiments.reference import (
 )
 from experiments.reference.lessons import LESSONS, draw_row
 from experiments.reference.rows import FIRST_WEIGHT, Row, pack
-from experiments.reference.validation import LENGTHS, Score, validate
+from experiments.reference.validation import Score, validate
 from kvjax.errors import InputError
 from models import pretrained
 
@@ -211,7 +211,15 @@ def test_the_bundled_model_answers_with_its_full_cache():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+  "length",
+  [
+    1024,
+    pytest.param(
+      2048, marks=pytest.mark.xfail(reason="see its card", strict=True)
+    ),
+  ],
+)
 def test_the_bundled_model_is_right_without_compression(length):
   """What the comparison of methods rests on, on seeds of its own."""
   lm = pretrained.load("models/reference", dtype="float32")
