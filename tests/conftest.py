@@ -4,9 +4,11 @@ The settings are environment variables, so that the binaries that tests start
 run under them too. They must be set before JAX is imported.
 """
 
+import gc
 import os
 from pathlib import Path
 
+import pytest
 from jaxtyping import install_import_hook
 
 _CACHE = Path(__file__).parents[1] / ".jax_cache"
@@ -32,3 +34,16 @@ install_import_hook(
   ["kvjax", "models", "kernels", "experiments"],
   "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def let_go_of_programs():
+  """Frees a file's compiled programs: Linux bounds what a process may map.
+
+  A worker that keeps those of the whole suite dies of it without a word.
+  """
+  yield
+  import jax
+
+  jax.clear_caches()
+  gc.collect()
