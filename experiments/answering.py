@@ -148,7 +148,6 @@ def replies(
   decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.tokenizer.eos_ids)
   for capacity, group in _groups(candidates, caches):
     began = time.monotonic()
-    (plan, *_) = [candidates[index].plan for index in group]
     answers = kvjax.answer(
       lm.model,
       lm.params,
@@ -158,7 +157,6 @@ def replies(
         np.tile(questions.lengths, len(group)),
       ),
       decoding,
-      plan=plan,
     ).rows()
     seconds.answer += time.monotonic() - began
     found = []
@@ -203,9 +201,7 @@ def _caches(
   return [
     next(swept)
     if plan.schedule.block is None
-    else kvjax.prefill(
-      model, params, contexts, plan.method, plan.budget, plan.schedule
-    )[0]
+    else kvjax.prefill(model, params, contexts, plan)[0]
     for plan in plans
   ]
 

@@ -9,11 +9,11 @@ from kvjax.budgets import Budget as Budget
 from kvjax.budgets import Retention as Retention
 from kvjax.budgets import Tokens as Tokens
 from kvjax.cache import Cache as Cache
-from kvjax.cache import LayerCache as LayerCache
 from kvjax.cache import concatenate as concatenate
 from kvjax.decoding import Answers as Answers
 from kvjax.decoding import Decoding as Decoding
 from kvjax.errors import InputError as InputError
+from kvjax.layers import LayerCache as LayerCache
 from kvjax.methods import get_method as get_method
 from kvjax.model import Geometry as Geometry
 from kvjax.model import Model as Model

@@ -21,8 +21,6 @@ from kvjax.decoding import (
 )
 from kvjax.errors import InputError
 from kvjax.model import Model
-from kvjax.packed import PackedLayer
-from kvjax.plans import Plan
 from kvjax.prefilling import check_context
 from kvjax.prompts import Prompts, bucket
 from kvjax.sharding import shard_cache
@@ -51,12 +49,13 @@ def answer(
   decoding: Decoding,
   seeds: Seeds | None = None,
   on_token: OnToken | None = None,
-  plan: Plan | None = None,
 ) -> Answers:
   """Feeds a question to each row of a cache and decodes the answers.
 
   The cache itself is left as it was: ask it again, and the next question sees
-  the same.
+  the same. Where its plan evicts while decoding, it does so after the question
+  and after every so many tokens; a retention is then a share of what the row
+  had seen before the question.
 
   Args:
     model: the functions.
@@ -67,17 +66,13 @@ def answer(
     decoding: when and how.
     seeds: of each row's draws; zeros if not given.
     on_token: told of every token as it is made.
-    plan: what the cache was made by, to go on evicting as its schedule says:
-      after the question, and after every so many tokens. A retention is then
-      a share of what the row had seen before the question.
 
   Raises:
-    InputError: rows and questions differ in number; context, question and
-      answer together are longer than the model's context; or the cache lacks
-      what the plan's method remembers.
+    InputError: rows and questions differ in number, or context, question and
+      answer together are longer than the model's context.
   """
   _check_room(model, cache, questions, decoding)
-  limits = _limits(model, cache, questions.tokens.shape[1], decoding, plan)
+  limits = _limits(model, cache, questions.tokens.shape[1], decoding)
   with listening(on_token) as listener:
     return _answer(
       model,
@@ -98,7 +93,6 @@ def converse(
   decoding: Decoding,
   seeds: Seeds | None = None,
   on_token: OnToken | None = None,
-  plan: Plan | None = None,
 ) -> tuple[Answers, Cache]:
   """As `answer`, but turn and answer stay in the cache, which is consumed.
 
@@ -112,7 +106,7 @@ def converse(
   """
   _check_room(model, cache, turns, decoding)
   width = turns.tokens.shape[1]
-  limits = _limits(model, cache, width, decoding, plan)
+  limits = _limits(model, cache, width, decoding)
   used = [int(layer.cursor) for layer in cache.layers]
   needed = _needed(used, limits, width, decoding)
   for layer, start, most in zip(cache.layers, used, needed, strict=True):
@@ -141,7 +135,6 @@ def complete(
   decoding: Decoding,
   seeds: Seeds | None = None,
   on_token: OnToken | None = None,
-  plan: Plan | None = None,
 ) -> Answers:
   """Decodes right after a prefill, from the logits that it returned.
 
@@ -149,7 +142,7 @@ def complete(
   """
   places = np.asarray(cache.next_positions)
   check_context(model, places + decoding.max_new_tokens, _TOGETHER)
-  limits = _limits(model, cache, 0, decoding, plan)
+  limits = _limits(model, cache, 0, decoding)
   with listening(on_token) as listener:
     return _complete(
       model,
@@ -177,24 +170,12 @@ class _Aside:
 
 
 def _limits(
-  model: Model, cache: Cache, width: int, decoding: Decoding, plan: Plan | None
+  model: Model, cache: Cache, width: int, decoding: Decoding
 ) -> Limits | None:
   """What the layers may hold while they are asked, if they evict then."""
-  if plan is None or plan.schedule.every is None:
+  plan = cache.plan
+  if plan is None or plan.budget == Retention(1.0):
     return None
-  if plan.budget == Retention(1.0):
-    return None
-  if any(isinstance(layer, PackedLayer) for layer in cache.layers):
-    raise InputError(
-      "A cache whose heads keep different numbers cannot go on evicting; ask "
-      "it without the plan."
-    )
-  for name in plan.method.remembers:
-    if any(getattr(layer, name, None) is None for layer in cache.layers):
-      raise InputError(
-        f"{type(plan.method).__name__} evicts while decoding by what it saw of "
-        "the prompt, which this cache has not kept; prefill with the schedule."
-      )
   seen = np.asarray(cache.next_positions)
   layers = model.geometry.layers
   most = bucket(int(seen.max()) + width + decoding.max_new_tokens)

@@ -9,12 +9,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.cache import Cache, Layer, LayerCache
+from kvjax.cache import Cache
+from kvjax.layers import Layer, LayerCache
 from kvjax.model import Model
 from kvjax.plans import Plan
 from kvjax.prompts import Prompts
 from kvjax.sharding import shard_cache
-from kvjax.step import Limits, block_positions, evict
+from kvjax.step import Limits, attend_to, block_positions, evict, finished
 
 _States = Sequence[Layer | None]
 # What is held, and the hidden state of each row's last token so far.
@@ -65,7 +66,7 @@ def _prefill_blocks(
     layer: int, state: LayerCache | None, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], LayerCache]:
     cache = LayerCache.of(seen) if state is None else state.append(seen)
-    output = cache.attend(seen.queries, seen.positions)
+    output = attend_to(model, limits.plan.method, cache, seen)
     room = limits.capacities[layer] + block
     cache = cache.grown(max(room - cache.capacity, 0))
     cache = evict(limits, layer, cache, seen, protected)
@@ -97,8 +98,7 @@ def _prefill_blocks(
   layers = tuple(
     _settled(limits, layer, state) for layer, state in enumerate(cache.layers)
   )
-  protected = protected if schedule.every else None
-  cache = Cache(layers, cache.next_positions, protected)
+  cache = finished(model, limits.plan, layers, lengths, protected)
   return cache, model.logits(params, last)
 
 

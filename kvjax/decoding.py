@@ -13,13 +13,14 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.cache import Cache, Layer, LayerCache
+from kvjax.cache import Cache
 from kvjax.errors import InputError
+from kvjax.layers import Layer, LayerCache
 from kvjax.model import Model
 from kvjax.sampling import GREEDY, Sampling, sample
 from kvjax.step import (
   Limits,
-  append_and_attend,
+  attend_to,
   block_positions,
   evict,
   evict_all,
@@ -83,11 +84,13 @@ def feed(
 
   With limits the layers that exceed them evict afterwards, where `asked`.
   """
+  method = limits.plan.method if limits else None
 
   def attend(
     layer: int, state: Layer, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], Layer]:
-    output, state = append_and_attend(state, seen)
+    state = state.append(seen)
+    output = attend_to(model, method, state, seen)
     if limits is not None:
       assert isinstance(state, LayerCache)
       state = evict(limits, layer, state, seen, cache.protected, asked)
@@ -97,7 +100,9 @@ def feed(
   hidden, layers = model.hidden(params, tokens, positions, cache.layers, attend)
   last = jnp.maximum(lengths - 1, 0)[:, None, None]
   last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-  fed = Cache(layers, cache.next_positions + lengths, cache.protected)
+  fed = dataclasses.replace(
+    cache, layers=layers, next_positions=cache.next_positions + lengths
+  )
   return model.logits(params, last), fed
 
 

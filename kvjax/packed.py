@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from kernels.attention import merge, partial_attention
 from kernels.paged_attention import paged_attention
 from kvjax.activations import Activations
-from kvjax.cache import LayerCache, tree_bytes
+from kvjax.layers import LayerCache, tree_bytes
 from kvjax.struct import struct
 
 # Slots per page. Up to P - 1 slots per head stay empty; with smaller pages a

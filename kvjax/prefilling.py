@@ -10,26 +10,23 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.blocks import prefill_blocks
-from kvjax.budgets import Budget
-from kvjax.cache import Cache, Layer, LayerCache
+from kvjax.cache import Cache
 from kvjax.errors import InputError
+from kvjax.layers import Layer, LayerCache
 from kvjax.methods.base import Allowance, Method
 from kvjax.model import Model
 from kvjax.plans import Plan, Room
 from kvjax.prompts import Prompts
-from kvjax.rerotation import check_rotary, rerotated
-from kvjax.schedules import WHOLE, Schedule
+from kvjax.rerotation import check_rotary
 from kvjax.sharding import shard_cache
-from kvjax.step import block_positions, compress, observe
+from kvjax.step import block_positions, compress, finished, observe
 
 
 def prefill(
   model: Model,
   params: PyTree,
   prompts: Prompts,
-  method: Method,
-  budget: Budget,
-  schedule: Schedule = WHOLE,
+  plan: Plan,
 ) -> tuple[Cache, Float[Array, "B V"]]:
   """Runs prompts and keeps of each layer what the method chooses.
 
@@ -40,24 +37,21 @@ def prefill(
     model: the functions.
     params: the weights.
     prompts: rows of unequal lengths; each is treated as if it were alone.
-    method: what to keep.
-    budget: how much to keep.
-    schedule: when to evict.
+    plan: what to keep, how much, and when to evict.
 
   Returns:
     The compressed cache, and the logits after each row's last token. Whole
     prompts are compressed after these; blocks have attended to what was left.
 
   Raises:
-    InputError: a prompt is longer than the model's context, or the method is
-      not defined for the schedule.
+    InputError: a prompt is longer than the model's context, or protects more
+      tokens than are kept.
   """
-  plan = Plan(method, budget, schedule)
-  if schedule.block is None:
+  if plan.schedule.block is None:
     (cache,), logits = sweep(model, params, prompts, [plan])
     return cache, logits
   check_context(model, np.asarray(prompts.lengths))
-  plan.check_protected(prompts, model.geometry.layers)
+  _check(model, prompts, plan)
   return prefill_blocks(model, params, prompts, plan)
 
 
@@ -88,9 +82,7 @@ def sweep(
   check_context(model, lengths)
   layers = model.geometry.layers
   for plan in plans:
-    plan.check_protected(prompts, layers)
-    if plan.method.rerotates:
-      check_rotary(model)
+    _check(model, prompts, plan)
   protected = prompts.protected
   kept = [plan.room(padded, lengths, layers) for plan in plans]
   return _sweep(
@@ -103,6 +95,13 @@ def sweep(
     plans=tuple(plans),
     rooms=tuple(rooms for _, rooms in kept),
   )
+
+
+def _check(model: Model, prompts: Prompts, plan: Plan) -> None:
+  """Refuses a plan that does not suit the prompts or the model."""
+  plan.check_protected(prompts, model.geometry.layers)
+  if plan.method.rerotates:
+    check_rotary(model)
 
 
 def check_context(
@@ -155,13 +154,8 @@ def _sweep(
   hidden, layers = model.hidden(params, tokens, positions, none, attend)
   last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
 
-  def cache_of(index: int, plan: Plan) -> Cache:
-    cache = Cache(
-      tuple(layer[index] for layer in layers),
-      lengths,
-      protected if plan.schedule.every else None,
-    )
-    return rerotated(model, cache) if plan.method.rerotates else cache
-
-  caches = tuple(cache_of(index, plan) for index, plan in enumerate(plans))
+  caches = tuple(
+    finished(model, plan, own, lengths, protected)
+    for plan, own in zip(plans, zip(*layers, strict=True), strict=True)
+  )
   return caches, model.logits(params, last[:, 0])

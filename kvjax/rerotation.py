@@ -6,8 +6,9 @@ from typing import Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Cache, LayerCache
+from kvjax.cache import Cache
 from kvjax.errors import InputError
+from kvjax.layers import LayerCache
 from kvjax.model import Model
 
 
@@ -44,20 +45,38 @@ def rerotated(model: Model, cache: Cache) -> Cache:
   The next token follows the last that is kept. All heads of all layers must
   keep as many.
   """
-  assert isinstance(model, RotaryModel)
-
-  def turned(layer: LayerCache) -> LayerCache:
-    held = layer.positions >= 0
-    index = jnp.cumsum(held.astype(jnp.int32), axis=-1) - 1
-    by = jnp.where(held, index - layer.positions, 0)
-    return dataclasses.replace(
-      layer,
-      keys=model.rerotated(layer.keys, by),
-      positions=jnp.where(held, index, -1),
-    )
-
   layers = []
   for layer in cache.layers:
     assert isinstance(layer, LayerCache)
-    layers.append(turned(layer))
+    layers.append(_turned(model, layer, _order(layer)))
   return Cache(tuple(layers), layers[0].lengths[:, 0])
+
+
+def closed_up(model: Model, layer: LayerCache) -> LayerCache:
+  """The layer as a block at its end sees it when no token is missing.
+
+  The last token stays where it is and those before it move up to it. Keys are
+  turned from what is stored, each time anew, so that rounding does not add up.
+  """
+  order = _order(layer)
+  last = jnp.max(layer.positions, axis=-1, keepdims=True)
+  return _turned(model, layer, last + 1 + order - layer.lengths[..., None])
+
+
+def _order(layer: LayerCache) -> Int[Array, "B K T"]:
+  held = layer.positions >= 0
+  return jnp.cumsum(held.astype(jnp.int32), axis=-1) - 1
+
+
+def _turned(
+  model: Model, layer: LayerCache, places: Int[Array, "B K T"]
+) -> LayerCache:
+  """The tokens as if they had stood at `places`."""
+  assert isinstance(model, RotaryModel)
+  held = layer.positions >= 0
+  by = jnp.where(held, places - layer.positions, 0)
+  return dataclasses.replace(
+    layer,
+    keys=model.rerotated(layer.keys, by),
+    positions=jnp.where(held, places, -1),
+  )

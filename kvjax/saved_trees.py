@@ -8,15 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
-from kvjax.cache import Cache, LayerCache
+from kvjax.budgets import Retention, Tokens
+from kvjax.cache import Cache
 from kvjax.errors import InputError
+from kvjax.layers import LayerCache
+from kvjax.methods import METHODS
 from kvjax.observation import ObservationWindow
 from kvjax.packed import PackedLayer, Pages
+from kvjax.plans import Plan
+from kvjax.schedules import Schedule
 from kvjax.sharding import shard_cache
 
 # What a cache is made of; a new kind of layer is entered here.
 LAYERS: tuple[type, ...] = (LayerCache, PackedLayer)
 PARTS: tuple[type, ...] = (Cache, ObservationWindow, Pages)
+# What the plan is made of that a cache goes on evicting by.
+PLANS: tuple[type, ...] = (Plan, Schedule, Retention, Tokens)
+KNOWN: tuple[type, ...] = (*LAYERS, *PARTS, *PLANS, *METHODS.values())
 
 Arrays = dict[str, Shaped[np.ndarray, "..."]]
 
@@ -43,7 +51,7 @@ def described(value: Any, path: str, arrays: Arrays) -> Any:
       "dtype": str(array.dtype),
       "shape": list(array.shape),
     }
-  if type(value) in (*LAYERS, *PARTS):
+  if type(value) in KNOWN:
     fields = {
       field.name: described(
         getattr(value, field.name), f"{path}.{field.name}", arrays
@@ -83,7 +91,7 @@ def restored(saved: Any, arrays: Arrays) -> Any:
     return saved
   if "array" in saved:
     return jnp.asarray(arrays[saved["array"]])
-  classes = {cls.__name__: cls for cls in (*LAYERS, *PARTS)}
+  classes = {cls.__name__: cls for cls in KNOWN}
   fields = {
     name: restored(child, arrays) for name, child in saved["fields"].items()
   }

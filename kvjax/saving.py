@@ -17,7 +17,7 @@ from kvjax.errors import InputError
 from kvjax.model import Model
 from kvjax.saved_trees import Arrays, described, empty_arrays, restored
 
-LAYOUT = 1
+LAYOUT = 2
 DESCRIPTION = "cache.json"
 _ARRAYS = "arrays-"
 _BLOCK = 2**20

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from kvjax.cache import Layer
 from kvjax.errors import InputError
+from kvjax.layers import Layer
 from kvjax.packed import PackedLayer
 
 AXES = ("data", "model")

@@ -8,27 +8,31 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache import Cache, Layer, LayerCache
+from kvjax.cache import Cache
+from kvjax.layers import Layer, LayerCache
 from kvjax.methods.base import Allowance, Method
+from kvjax.model import Model
 from kvjax.packed import PackedLayer
 from kvjax.plans import Plan
+from kvjax.rerotation import closed_up, rerotated
 from kvjax.struct import static, struct
 
 
-def append_and_attend(
-  cache: Layer, seen: Activations
-) -> tuple[Float[Array, "B N S D"], Layer]:
-  """Puts a block into a layer's cache and attends to all of it.
+def attend_to(
+  model: Model, method: Method | None, cache: Layer, seen: Activations
+) -> Float[Array, "B N S D"]:
+  """A block's attention to a layer's cache, the block in it.
 
   Args:
-    cache: where the block goes, with room for it.
+    model: turns keys where the method rerotates.
+    method: what the cache is evicted by; None where it no longer is.
+    cache: the layer.
     seen: the block.
-
-  Returns:
-    The attention output, and the cache with the block in it.
   """
-  cache = cache.append(seen)
-  return cache.attend(seen.queries, seen.positions), cache
+  if method is not None and method.rerotates:
+    assert isinstance(cache, LayerCache)
+    cache = closed_up(model, cache)
+  return cache.attend(seen.queries, seen.positions)
 
 
 def compress(
@@ -161,6 +165,20 @@ def evict_all(limits: Limits, cache: Cache, heads: int) -> Cache:
     seen = nothing(layer)
     layers.append(evict(limits, index, layer, seen, cache.protected))
   return dataclasses.replace(cache, layers=tuple(layers))
+
+
+def finished(
+  model: Model,
+  plan: Plan,
+  layers: tuple[Layer, ...],
+  lengths: Int[Array, " B"],
+  protected: Bool[Array, "B P"] | None,
+) -> Cache:
+  """The cache of a prefill, which goes on evicting only if its plan does."""
+  if plan.schedule.every:
+    return Cache(layers, lengths, protected, plan)
+  cache = Cache(layers, lengths)
+  return rerotated(model, cache) if plan.method.rerotates else cache
 
 
 def block_positions(

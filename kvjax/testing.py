@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.cache import Cache, Layer, LayerCache
+from kvjax.cache import Cache
+from kvjax.layers import Layer, LayerCache
 from kvjax.model import Attend, Geometry
 from kvjax.packed import PackedLayer, Pages
 

@@ -229,7 +229,6 @@ STAGES: tuple[Stage, ...] = (
     *(128, 32, 4, 800, 96),
     _LISTS,
     (1.4e-3, 1.2e-3),
-    gate={"short_queries": 0.9, "short_values": 0.9},
   ),
   Stage(
     "answers",
@@ -240,7 +239,7 @@ STAGES: tuple[Stage, ...] = (
   ),
   Stage(
     "length-512",
-    *(512, 8, 2, 1000, 160),
+    *(512, 8, 1, 1000, 160),
     _LENGTH,
     (1.2e-3, 8e-4),
     gate=_GATE,
@@ -284,7 +283,7 @@ STAGES: tuple[Stage, ...] = (
   ),
   Stage(
     "all-2048",
-    *(2048, 2, 1, 1400, 320),
+    *(2048, 2, 1, 1000, 320),
     _LONG_ALL,
     (6e-4, 2e-5),
     shortest=0.5,

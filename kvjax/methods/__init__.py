@@ -2,14 +2,14 @@
 
 from kvjax.methods.adakv import AdaKV as AdaKV
 from kvjax.methods.base import Allowance as Allowance
-from kvjax.methods.base import Head as Head
-from kvjax.methods.base import HeadwiseMethod as HeadwiseMethod
 from kvjax.methods.base import Method as Method
 from kvjax.methods.base import ScoringMethod as ScoringMethod
 from kvjax.methods.chunkkv import ChunkKV as ChunkKV
 from kvjax.methods.compactor import Compactor as Compactor
 from kvjax.methods.full import FullKV as FullKV
 from kvjax.methods.h2o import H2O as H2O
+from kvjax.methods.heads import Head as Head
+from kvjax.methods.heads import HeadwiseMethod as HeadwiseMethod
 from kvjax.methods.key_norm import KeyL2Norm as KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.lagkv import LagKV as LagKV

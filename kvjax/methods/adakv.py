@@ -10,14 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.budgets import Budget
-from kvjax.cache import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods.base import (
-  RENUMBERED,
-  Allowance,
-  Method,
-  ScoringMethod,
-)
+from kvjax.layers import LayerCache
+from kvjax.methods.base import RENUMBERED, Allowance, Method, ScoringMethod
 from kvjax.methods.snapkv import SnapKV
 from kvjax.selection import head_counts, top_slots
 

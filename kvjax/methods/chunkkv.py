@@ -8,15 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods.base import (
-  Allowance,
-  Head,
-  Method,
-  heads_of,
-  window_attention,
-)
+from kvjax.layers import LayerCache
+from kvjax.methods.base import Allowance, Method
+from kvjax.methods.heads import Head, heads_of, window_attention
 from kvjax.selection import age, newest, packed
 
 Scope = Literal["layer", "head"]

@@ -9,10 +9,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.budgets import Budget, Retention
-from kvjax.cache import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods.base import Allowance, Head, Method, heads_of
+from kvjax.layers import LayerCache
+from kvjax.methods.base import Allowance, Method
 from kvjax.methods.bounds import check_least
+from kvjax.methods.heads import Head, heads_of
 from kvjax.methods.leverage import (
   Sketch,
   Solver,

@@ -8,9 +8,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels.attention_mass import causal_mass
 from kvjax.activations import Activations
-from kvjax.cache import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods.base import Head, HeadwiseMethod, heads_of
+from kvjax.layers import LayerCache
+from kvjax.methods.heads import Head, HeadwiseMethod, heads_of
 from kvjax.methods.snapkv import pool
 from kvjax.selection import age, floor_share
 
@@ -59,11 +59,6 @@ class H2O(HeadwiseMethod):
         scores * jnp.linalg.norm(head.values, axis=-1), head.held, 3, "avg"
       )
     return scores
-
-  @property
-  def remembers(self) -> tuple[str, ...]:
-    """The attention received so far."""
-    return ("received",)
 
   def observe(
     self, layer: int, cache: LayerCache, seen: Activations

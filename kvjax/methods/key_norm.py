@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.methods.base import Head, HeadwiseMethod
+from kvjax.methods.heads import Head, HeadwiseMethod
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods.base import Head, HeadwiseMethod
+from kvjax.layers import LayerCache
+from kvjax.methods.heads import Head, HeadwiseMethod
 from kvjax.selection import age, floor_share
 
 Anchor = Literal[

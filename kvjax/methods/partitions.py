@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from kvjax.cache import LayerCache
+from kvjax.layers import LayerCache
 from kvjax.selection import packed
 from kvjax.struct import static, struct
 

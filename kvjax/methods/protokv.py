@@ -9,18 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache import LayerCache
 from kvjax.errors import InputError
+from kvjax.layers import LayerCache
 from kvjax.methods import prototypes as proto
-from kvjax.methods.base import (
-  Allowance,
-  Head,
-  Method,
-  heads_of,
-  window_attention,
-  window_queries,
-)
+from kvjax.methods.base import Allowance, Method
 from kvjax.methods.bounds import check_least
+from kvjax.methods.heads import Head, heads_of, window_attention, window_queries
 from kvjax.methods.ranking import (
   Cut,
   Ranking,

@@ -8,8 +8,8 @@ from jaxtyping import Array, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.budgets import Budget, Tokens
-from kvjax.cache import LayerCache
 from kvjax.errors import InputError
+from kvjax.layers import LayerCache
 from kvjax.methods.base import RENUMBERED, Allowance, Method
 from kvjax.methods.snapkv import SnapKV
 from kvjax.prompts import bucket_lengths

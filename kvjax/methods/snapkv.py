@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods.base import Head, HeadwiseMethod, window_attention
+from kvjax.layers import LayerCache
+from kvjax.methods.heads import Head, HeadwiseMethod, window_attention
 from kvjax.selection import age
 
 Pooling = Literal["avg", "max"]

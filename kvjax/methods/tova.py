@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache import LayerCache
-from kvjax.methods.base import Head, ScoringMethod, heads_of, window_attention
+from kvjax.layers import LayerCache
+from kvjax.methods.base import ScoringMethod
+from kvjax.methods.heads import Head, heads_of, window_attention
 from kvjax.selection import age
 
 Scope = Literal["layer", "group"]

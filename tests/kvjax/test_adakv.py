@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import LayerCache
 from kvjax.errors import InputError
+from kvjax.layers import LayerCache
 from kvjax.methods import Allowance, KeyDiff, KeyL2Norm, SnapKV
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.base import ScoringMethod

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import LayerCache
 from kvjax.errors import InputError
+from kvjax.layers import LayerCache
 from kvjax.methods import Allowance, Compactor, get_method
 from kvjax.methods import leverage as leverage_module
-from kvjax.methods.base import heads_of
+from kvjax.methods.heads import heads_of
 from kvjax.methods.leverage import (
   chunked_leverage,
   gaussian_sketch,
@@ -335,8 +335,7 @@ def test_retention_of_the_middle_in_the_engine():
     model,
     model.init(),
     kvjax.Prompts.of(rows),
-    method,
-    kvjax.Retention(0.3),
+    kvjax.Plan(method, kvjax.Retention(0.3)),
   )
   for row, (length, kept) in enumerate([(50, 12), (12, 10), (8, 8)]):
     for layer in held_positions(cache, row):

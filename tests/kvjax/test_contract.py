@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import LayerCache
+from kvjax.layers import LayerCache
 from kvjax.methods import (
   METHODS,
   PRESETS,
@@ -241,7 +241,7 @@ class TestMethodInTheEngine:
     prompts = kvjax.Prompts.of([list(range(50)), list(range(20))])
     question = kvjax.Prompts.of([[5, 6], [7, 8, 9]])
     cache, _ = kvjax.prefill(
-      model, params, prompts, get_method(name), kvjax.Tokens(24)
+      model, params, prompts, kvjax.Plan(get_method(name), kvjax.Tokens(24))
     )
     decoding = kvjax.Decoding(6)
     clean = kvjax.answer(model, params, cache, question, decoding)
@@ -257,7 +257,10 @@ class TestMethodInTheEngine:
 
     def run():
       cache, logits = kvjax.prefill(
-        model, params, prompts, get_method(name), kvjax.Retention(0.3)
+        model,
+        params,
+        prompts,
+        kvjax.Plan(get_method(name), kvjax.Retention(0.3)),
       )
       answers = kvjax.answer(model, params, cache, question, kvjax.Decoding(4))
       return cache, logits, answers

@@ -65,7 +65,7 @@ def ask(cache, questions=QUESTIONS, on_token=None, **kwargs):
 @pytest.fixture(scope="module")
 def full():
   prompts = kvjax.Prompts.of(ROWS)
-  return kvjax.prefill(MODEL, PARAMS, prompts, FULL, ALL)
+  return kvjax.prefill(MODEL, PARAMS, prompts, kvjax.Plan(FULL, ALL))
 
 
 def test_prefill_logits_equal_dense_attention(full):
@@ -117,7 +117,7 @@ def test_answers_are_padded_with_minus_one(full):
 
 def test_conversation_equals_one_long_prompt():
   prompts = kvjax.Prompts.of(ROWS)
-  cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, FULL, ALL)
+  cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, kvjax.Plan(FULL, ALL))
   cache = kvjax.reserve(cache, 128)
   history = [list(row) for row in ROWS]
   for turn in (QUESTIONS, [[4, 4], [1, 2, 3], [7]]):
@@ -134,7 +134,7 @@ def test_conversation_equals_one_long_prompt():
 
 def test_conversation_uses_the_buffers_of_its_cache():
   prompts = kvjax.Prompts.of(ROWS)
-  cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, FULL, ALL)
+  cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, kvjax.Plan(FULL, ALL))
   cache = kvjax.reserve(cache, 64)
   before = cache.layers[0].keys
   kvjax.converse(
@@ -160,7 +160,7 @@ def test_sweep_equals_each_plan_alone():
   ]
   together, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans)
   for plan, cache in zip(plans[::3], together[::3], strict=True):
-    alone, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan.method, plan.budget)
+    alone, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
     jax.tree.map(np.testing.assert_array_equal, alone, cache)
 
 
@@ -177,18 +177,18 @@ def test_concatenated_caches_answer_as_each_alone():
 
 @pytest.mark.parametrize("name", ["full", "keydiff", "snapkv"])
 def test_a_row_answers_as_it_does_alone(name):
-  plan = (get_method(name), kvjax.Retention(0.5))
-  together, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), *plan)
+  plan = kvjax.Plan(get_method(name), kvjax.Retention(0.5))
+  together, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
   rows = ask(together).rows()
   for index, row in enumerate(ROWS):
-    alone, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of([row]), *plan)
+    alone, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of([row]), plan)
     assert held_positions(together, index) == held_positions(alone, 0)
     assert ask(alone, [QUESTIONS[index]]).rows()[0] == rows[index]
 
 
 def test_question_positions_follow_the_uncompressed_context():
-  plan = (KeyDiff(), kvjax.Tokens(4))
-  cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), *plan)
+  plan = kvjax.Plan(KeyDiff(), kvjax.Tokens(4))
+  cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
   assert cache.next_positions.tolist() == [len(row) for row in ROWS]
   cache = kvjax.reserve(cache, 64)
   _, cache = kvjax.converse(
@@ -204,7 +204,7 @@ def test_bytes_are_counted_exactly():
   prompts = kvjax.Prompts.of(ROWS)  # padded to 32
   for model, size in ((MODEL, 4), (TinyModel(dtype="bfloat16"), 2)):
     cache, _ = kvjax.prefill(
-      model, model.init(), prompts, KeyDiff(), kvjax.Tokens(10)
+      model, model.init(), prompts, kvjax.Plan(KeyDiff(), kvjax.Tokens(10))
     )
     shape = model.geometry
     per_slot = 2 * shape.head_dim * size + 4
@@ -217,7 +217,9 @@ def test_bytes_are_counted_exactly():
 def test_prompts_of_one_bucket_share_a_program():
   def run(lengths):
     prompts = kvjax.Prompts.of([list(range(n)) for n in lengths])
-    return kvjax.prefill(MODEL, PARAMS, prompts, KeyDiff(), kvjax.Tokens(8))
+    return kvjax.prefill(
+      MODEL, PARAMS, prompts, kvjax.Plan(KeyDiff(), kvjax.Tokens(8))
+    )
 
   cache, _ = run([33, 40])
   ask(cache, [[1], [2]])
@@ -273,8 +275,8 @@ def test_a_layers_full_cache_does_not_outlive_the_layer():
 
 
 def test_nan_in_empty_slots_changes_no_conversation():
-  plan = (KeyDiff(), kvjax.Retention(0.5))
-  cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), *plan)
+  plan = kvjax.Plan(KeyDiff(), kvjax.Retention(0.5))
+  cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
   clean, dirty = (
     kvjax.converse(
       MODEL,
@@ -314,7 +316,9 @@ def test_padding_to_the_capacity_changes_nothing(padded):
   )
   prompts = kvjax.Prompts.of([list(range(61))], padded)
   method, budget = get_method("pyramid/keydiff"), kvjax.Retention(0.97)
-  cache, _ = kvjax.prefill(model, model.init(), prompts, method, budget)
+  cache, _ = kvjax.prefill(
+    model, model.init(), prompts, kvjax.Plan(method, budget)
+  )
   assert tuple(cache.lengths[:, 0, 0].tolist()) == (
     method.layer_kept(budget, 61, 5)
   )
@@ -335,7 +339,7 @@ def test_sampling_depends_on_seed_and_position_only(full):
   assert rows == run(cache, prompts, [1, 2, 3])
   assert rows != run(cache, prompts, [4, 5, 6])
   alone, _ = kvjax.prefill(
-    MODEL, PARAMS, kvjax.Prompts.of([ROWS[1]]), FULL, ALL
+    MODEL, PARAMS, kvjax.Prompts.of([ROWS[1]]), kvjax.Plan(FULL, ALL)
   )
   assert run(alone, kvjax.Prompts.of([QUESTIONS[1]]), [2])[0] == rows[1]
 
@@ -371,7 +375,7 @@ def test_sampling_follows_the_distribution():
     (lambda: Sampling(1.0, 0.0), "top_p"),
     (
       lambda: kvjax.prefill(
-        MODEL, PARAMS, kvjax.Prompts.of([[1] * 4097]), FULL, ALL
+        MODEL, PARAMS, kvjax.Prompts.of([[1] * 4097]), kvjax.Plan(FULL, ALL)
       ),
       "4097 tokens; this model's context is 4096",
     ),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.attention_mass import api, causal_mass
-from kvjax.cache import LayerCache
+from kvjax.layers import LayerCache
 from kvjax.methods import H2O, Allowance, ChunkKV
 from kvjax.testing import random_activations
 

@@ -31,9 +31,9 @@ import pytest
 
 from kernels.attention_mass import chunk_mass
 from kvjax.activations import Activations
-from kvjax.cache import LayerCache
+from kvjax.layers import LayerCache
 from kvjax.methods import Allowance, Compactor, get_method
-from kvjax.methods.base import heads_of
+from kvjax.methods.heads import heads_of
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "kvpress"
 LENGTHS = (60, 132, 300)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import LayerCache
 from kvjax.errors import InputError
+from kvjax.layers import LayerCache
 from kvjax.methods import Allowance, LagKV, get_method
 from kvjax.step import compress
 from kvjax.testing import random_activations

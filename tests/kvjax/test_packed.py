@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kernels.attention import attention
-from kvjax.cache import LayerCache
+from kvjax.layers import LayerCache
 from kvjax.packed import PackedLayer, page_count
 from kvjax.sharding import parse_mesh
 from kvjax.testing import random_activations

@@ -73,14 +73,10 @@ def test_protected_tokens_are_kept_within_the_budget(name, caches):
 def test_protection_lasts_through_blocks_and_decoding(name):
   schedule = kvjax.Schedule(block=8, every=1)
   plan = Plan(get_method(name), budget_of(name), schedule)
-  cache, _ = kvjax.prefill(
-    MODEL, PARAMS, PROMPTS, plan.method, plan.budget, schedule
-  )
+  cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
   cache = kvjax.reserve(cache, 40)
   questions = kvjax.Prompts.of([[5, 3], [8]])
-  _, cache = kvjax.converse(
-    MODEL, PARAMS, cache, questions, kvjax.Decoding(30), plan=plan
-  )
+  _, cache = kvjax.converse(MODEL, PARAMS, cache, questions, kvjax.Decoding(30))
   for row, mask in enumerate(PROTECTED):
     for heads in held_positions(cache, row):
       for kept in heads:
@@ -91,7 +87,9 @@ def test_too_much_protection_is_refused():
   def refused(name, budget, mask):
     prompts = kvjax.Prompts.of([ROWS[0]], protected=[mask])
     with pytest.raises(InputError) as caught:
-      kvjax.prefill(MODEL, PARAMS, prompts, get_method(name), budget)
+      kvjax.prefill(
+        MODEL, PARAMS, prompts, kvjax.Plan(get_method(name), budget)
+      )
     return str(caught.value)
 
   wide = [i < 30 for i in range(61)]
@@ -125,7 +123,7 @@ def test_protected_tokens_come_before_the_methods_own(name, first):
   prompts = kvjax.Prompts.of(ROWS, 64, masks)
   for budget in (kvjax.Tokens(20), kvjax.Retention(0.4)):
     method = get_method(name)
-    cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, method, budget)
+    cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, kvjax.Plan(method, budget))
     for row, n in enumerate((61, 40)):
       for heads in held_positions(cache, row):
         assert sum(map(len, heads)) <= 2 * method.kept(budget, n)
@@ -139,12 +137,12 @@ def test_lagkv_in_tokens_checks_its_partitions_too():
   prompts = kvjax.Prompts.of([ROWS[0]], protected=[mask])
   method = get_method("lagkv:sinks=2:lag=6")
   with pytest.raises(InputError, match="6 tokens of a partition of 6 are"):
-    kvjax.prefill(MODEL, PARAMS, prompts, method, kvjax.Tokens(30))
+    kvjax.prefill(MODEL, PARAMS, prompts, kvjax.Plan(method, kvjax.Tokens(30)))
 
 
 def test_a_question_protects_nothing():
   cache, _ = kvjax.prefill(
-    MODEL, PARAMS, PLAIN, get_method("keydiff"), kvjax.Tokens(20)
+    MODEL, PARAMS, PLAIN, kvjax.Plan(get_method("keydiff"), kvjax.Tokens(20))
   )
   questions = kvjax.Prompts.of([[1], [2]], protected=[[True], [False]])
   with pytest.raises(InputError, match="in what is prefilled only"):

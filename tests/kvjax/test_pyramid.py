@@ -65,15 +65,19 @@ def test_memory_follows_the_layers_budgets():
   method = get_method("pyramid/keydiff")
   assert method == Pyramid(KeyDiff())
   params = model.init()
-  cache, _ = kvjax.prefill(model, params, prompts, method, kvjax.Tokens(40))
+  cache, _ = kvjax.prefill(
+    model, params, prompts, kvjax.Plan(method, kvjax.Tokens(40))
+  )
   lengths = np.asarray(cache.lengths)
   for row, length in enumerate((180, 50)):
     kept = method.layer_kept(kvjax.Tokens(40), length, 2)
     assert lengths[:, row, 0].tolist() == list(kept)
-  even, _ = kvjax.prefill(model, params, prompts, KeyDiff(), kvjax.Tokens(40))
+  even, _ = kvjax.prefill(
+    model, params, prompts, kvjax.Plan(KeyDiff(), kvjax.Tokens(40))
+  )
   # Below, the layer keeps what KeyDiff alone would with that budget.
   more = kvjax.Tokens(int(lengths[0, 0, 0]))
-  plain, _ = kvjax.prefill(model, params, prompts, KeyDiff(), more)
+  plain, _ = kvjax.prefill(model, params, prompts, kvjax.Plan(KeyDiff(), more))
   assert held_positions(cache, 0)[0] == held_positions(plain, 0)[0]
   below, above = cache.layers
   assert above.nbytes < even.layers[1].nbytes < below.nbytes

@@ -12,8 +12,9 @@ import pytest
 
 import kvjax
 from kvjax import saved_trees, saving
-from kvjax.cache import Cache, LayerCache
+from kvjax.cache import Cache
 from kvjax.errors import InputError
+from kvjax.layers import LayerCache
 from kvjax.observation import ObservationWindow
 from kvjax.saving import load_cache, save_cache
 from kvjax.sharding import parse_mesh
@@ -32,7 +33,9 @@ def prefilled(model=MODEL, method="pyramidkv:beta=5.0"):
   prompts = kvjax.Prompts.of(ROWS)
   inner = kvjax.get_method(method)
   budget = kvjax.Tokens(15)
-  return kvjax.prefill(model, model.init(), prompts, inner, budget)[0]
+  return kvjax.prefill(model, model.init(), prompts, kvjax.Plan(inner, budget))[
+    0
+  ]
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +294,8 @@ def test_a_save_that_fails_leaves_what_was_there(cache, tmp_path, monkeypatch):
 KILLED = """
 import os, pathlib, sys
 import jax.numpy as jnp
-from kvjax.cache import Cache, LayerCache
+from kvjax.cache import Cache
+from kvjax.layers import LayerCache
 from kvjax.saving import save_cache
 from kvjax.testing import TinyModel
 

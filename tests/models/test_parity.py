@@ -109,7 +109,9 @@ def test_the_engine_generates_what_transformers_generates(family):
   prompts = kvjax.Prompts.of([row.tolist() for row in rows])
   whole = kvjax.Retention(1.0)
   method = kvjax.get_method("full")
-  cache, logits = kvjax.prefill(model, params, prompts, method, whole)
+  cache, logits = kvjax.prefill(
+    model, params, prompts, kvjax.Plan(method, whole)
+  )
   last = golden["right_logits"][np.arange(len(rows)), lengths - 1]
   np.testing.assert_allclose(logits, last, atol=TOLERANCE)
   expected = golden["generated"]
@@ -149,7 +151,10 @@ def test_transformers_reads_the_bundled_model_as_we_do():
   np.testing.assert_allclose(logits[:, -8:], golden["logits"], atol=TOLERANCE)
   prompts = kvjax.Prompts.of([ids])
   cache, logits = kvjax.prefill(
-    lm.model, lm.params, prompts, kvjax.get_method("full"), kvjax.Retention(1.0)
+    lm.model,
+    lm.params,
+    prompts,
+    kvjax.Plan(kvjax.get_method("full"), kvjax.Retention(1.0)),
   )
   decoding = kvjax.Decoding(golden["generated"].shape[1])
   answers = kvjax.complete(lm.model, lm.params, cache, logits, decoding)

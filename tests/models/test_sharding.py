@@ -26,8 +26,7 @@ def test_a_sharded_model_answers_as_a_whole_one(mesh):
       model,
       params,
       kvjax.Prompts.of(rows),
-      kvjax.get_method("snapkv:window=4"),
-      kvjax.Retention(0.5),
+      kvjax.Plan(kvjax.get_method("snapkv:window=4"), kvjax.Retention(0.5)),
     )
     answers = kvjax.answer(model, params, cache, questions, kvjax.Decoding(5))
     return params, cache, logits, answers.rows()

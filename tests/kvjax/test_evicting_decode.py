@@ -1,0 +1,199 @@
+"""Eviction that goes on while decoding."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.layers import LayerCache
+from kvjax.methods import get_method
+from kvjax.plans import Plan
+from kvjax.testing import TinyModel, held_positions
+
+MODEL = TinyModel()
+PARAMS = MODEL.init()
+RNG = np.random.default_rng(0)
+# No token twice: equal keys would tie, and ties fall as rounding falls.
+ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 40, 17)]
+PROMPTS = kvjax.Prompts.of(ROWS)
+ASKED = [[5, 3], [8], [9, 7, 9]]
+QUESTIONS = kvjax.Prompts.of(ASKED, 8)
+ALL = kvjax.Retention(1.0)
+
+BUDGET = kvjax.Tokens(12)
+# Everything that is defined for blocks and decoding.
+NAMES = [
+  "random",
+  "streaming",
+  "key_norm",
+  "h2o",
+  "h2o.keydiff",
+  "tova",
+  "tova.keydiff",
+  "snapkv:window=4",
+  "snapkv:window=6:kernel=3:pooling=max",
+  "keydiff",
+  "keydiff:recent_frac=0.2",
+  "lagkv:sinks=2:lag=5",
+]
+
+
+def budget_of(name):
+  return kvjax.Retention(0.4) if name.startswith("lagkv") else BUDGET
+
+
+def prefill(name, schedule, rows=ROWS, model=MODEL, params=PARAMS):
+  return kvjax.prefill(
+    model,
+    params,
+    kvjax.Prompts.of(rows, 64),
+    Plan(get_method(name), budget_of(name), schedule),
+  )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_stand_alone_and_decoding_stays_within_the_budget(name):
+  schedule = kvjax.Schedule(block=8, every=2)
+  plan = Plan(get_method(name), budget_of(name), schedule)
+  decoding = kvjax.Decoding(30)
+
+  def run(rows, questions):
+    cache, logits = prefill(name, schedule, rows)
+    prompt = held_positions(cache, 0)
+    lengths = [cache.lengths]
+    cache = kvjax.reserve(cache, 40)
+    answers, cache = kvjax.converse(MODEL, PARAMS, cache, questions, decoding)
+    return prompt, logits, answers.tokens, cache, [*lengths, cache.lengths]
+
+  prompt, logits, tokens, cache, lengths = run(ROWS, QUESTIONS)
+  seen = np.asarray(cache.next_positions)
+  np.testing.assert_array_equal(seen, [61 + 32, 40 + 31, 17 + 33])
+  for held, length in zip(lengths, ([61, 40, 17], seen), strict=True):
+    counts = plan.counts(np.asarray(length), 2)[:, :, None]
+    np.testing.assert_array_equal(held, np.broadcast_to(counts, held.shape))
+  for row, (ids, question) in enumerate(zip(ROWS, ASKED, strict=True)):
+    asked = kvjax.Prompts.of([question], QUESTIONS.tokens.shape[1])
+    first, own, said, alone, _ = run([ids], asked)
+    np.testing.assert_allclose(own[0], logits[row], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(said[0], tokens[row])
+    assert held_positions(alone, 0) == held_positions(cache, row)
+    if row == 0:
+      assert first == prompt
+
+
+def test_a_conversation_that_evicts_says_how_much_room_it_needs():
+  schedule = kvjax.Schedule(block=8, every=4)
+  cache, _ = prefill("keydiff", schedule)
+  with pytest.raises(InputError, match="need 8 free slots and the cache has 0"):
+    kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(9))
+  cache = kvjax.reserve(cache, 8 + 3)  # tokens since the last eviction
+  _, cache = kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(9))
+  _, cache = kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(9))
+  assert cache.layers[0].capacity == 12 + 11
+
+
+@pytest.mark.parametrize("name", ["full", "key_norm:skip_layers=0"])
+def test_a_layer_that_keeps_everything_has_room_for_it(name):
+  """A short question in a wide block leaves a gap that takes room as well."""
+  plan = Plan(get_method(name), BUDGET, kvjax.Schedule(every=1))
+  prompts = kvjax.Prompts.of([ROWS[0][:33]], 48)
+  cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+  question = kvjax.Prompts.of([[5]], 32)
+  decoding = kvjax.Decoding(31)
+  cache = kvjax.reserve(cache, 63)
+  _, cache = kvjax.converse(MODEL, PARAMS, cache, question, decoding)
+  assert held_positions(cache, 0)[0] == [list(range(33 + 1 + 31))] * 2
+
+
+def test_all_of_everything_stays_all_while_decoding():
+  plan = Plan(get_method("keydiff"), ALL, kvjax.Schedule(every=1))
+  cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+  once, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, Plan(plan.method, ALL))
+  assert (cache.plan, once.plan) == (plan, None)
+  decoding = kvjax.Decoding(8)
+  went_on = kvjax.answer(MODEL, PARAMS, cache, QUESTIONS, decoding)
+  dense = kvjax.answer(MODEL, PARAMS, once, QUESTIONS, decoding)
+  np.testing.assert_array_equal(went_on.tokens, dense.tokens)
+
+
+def test_a_row_that_ends_early_is_left_as_it_would_be_alone():
+  schedule = kvjax.Schedule(every=4)
+  plan = Plan(get_method("keydiff"), BUDGET, schedule)
+
+  def run(rows, questions, stop):
+    cache, _ = kvjax.prefill(
+      MODEL,
+      PARAMS,
+      kvjax.Prompts.of(rows, 64),
+      plan,
+    )
+    decoding = kvjax.Decoding(12, stop)
+    cache = kvjax.reserve(cache, 16)
+    return kvjax.converse(
+      MODEL, PARAMS, cache, kvjax.Prompts.of(questions, 8), decoding
+    )
+
+  free, _ = run(ROWS, ASKED, ())
+  stop = (free.rows()[0][1],)
+  answers, together = run(ROWS, ASKED, stop)
+  lengths = np.asarray(answers.lengths)
+  assert lengths[0] <= 1 < lengths.max()
+  for row, (ids, question) in enumerate(zip(ROWS, ASKED, strict=True)):
+    _, alone = run([ids], [question], stop)
+    assert held_positions(alone, 0) == held_positions(together, row)
+
+
+def test_the_observation_window_is_the_last_queries_of_each_row():
+  schedule = kvjax.Schedule(block=7, every=1)
+  cache, _ = prefill("snapkv:window=6", schedule)
+  window = cache.layers[0].window
+  np.testing.assert_array_equal(
+    window.positions,
+    [np.arange(n - 6, n) for n in (61, 40, 17)],
+  )
+  short, _ = prefill("snapkv:window=6", schedule, [[1, 2, 3]])
+  np.testing.assert_array_equal(
+    short.layers[0].window.positions, [[-1, -1, -1, 0, 1, 2]]
+  )
+
+
+def test_bytes_count_what_is_remembered():
+  schedule = kvjax.Schedule(every=1)
+  plain, _ = prefill("h2o", kvjax.Schedule())
+  knowing, _ = prefill("h2o", schedule)
+  assert isinstance(knowing.layers[0], LayerCache)
+  slots = 3 * 2 * 12
+  assert knowing.nbytes - plain.nbytes == 2 * 4 * slots
+  assert jnp.asarray(knowing.layers[0].received).shape == (3, 2, 12)
+
+
+def test_what_cannot_be_joined_is_refused():
+  one, _ = prefill("h2o", kvjax.Schedule())
+  other, _ = prefill("h2o", kvjax.Schedule(every=1))
+  for caches in ([], [one, other]):
+    with pytest.raises(InputError, match="Only caches whose layers have equal"):
+      kvjax.concatenate(caches)
+
+
+def test_h2o_accumulates_across_blocks_and_steps():
+  """With room for everything the sums are those of one dense pass."""
+
+  def prefill(schedule):
+    plan = Plan(get_method("h2o"), ALL, schedule)
+    return kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)[0]
+
+  in_blocks = prefill(kvjax.Schedule(block=8, every=1))
+  at_once = prefill(kvjax.Schedule(every=1))
+  for one, other in zip(in_blocks.layers, at_once.layers, strict=True):
+    np.testing.assert_allclose(one.received, other.received, atol=1e-5)
+  sums = np.asarray(in_blocks.layers[0].received).sum(axis=-1)
+  np.testing.assert_allclose(sums, [[61, 61], [40, 40], [17, 17]], rtol=1e-5)
+
+
+def test_what_is_remembered_is_dropped_where_nothing_asks_for_it():
+  for name in ("h2o", "snapkv:window=4"):
+    for schedule in (kvjax.Schedule(), kvjax.Schedule(block=8)):
+      cache, _ = prefill(name, schedule)
+      assert cache.layers[0].received is None
+      assert cache.layers[0].window is None

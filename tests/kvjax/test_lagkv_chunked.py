@@ -1,0 +1,60 @@
+"""LagKV in its chunked prefill and while decoding."""
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.methods import LagKV
+from kvjax.plans import Plan
+from kvjax.testing import TinyModel, held_positions
+
+MODEL = TinyModel()
+PARAMS = MODEL.init()
+RNG = np.random.default_rng(0)
+# No token twice: equal keys would tie, and ties fall as rounding falls.
+ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 40, 17)]
+PROMPTS = kvjax.Prompts.of(ROWS)
+ASKED = [[5, 3], [8], [9, 7, 9]]
+QUESTIONS = kvjax.Prompts.of(ASKED, 8)
+
+
+def test_lagkv_keeps_its_frozen_part_bit_for_bit():
+  schedule = kvjax.Schedule(every=1)
+  plan = Plan(LagKV(sinks=2, lag=5), kvjax.Retention(0.4), schedule)
+  cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+  before = jax.tree.map(np.asarray, cache)
+  cache = kvjax.reserve(cache, 60)
+  _, after = kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(40))
+  for old, new in zip(before.layers, after.layers, strict=True):
+    for row, n in enumerate((61, 40, 17)):
+      frozen = 2 + 2 * ((n - 2) // 5 - 1)
+      for name in ("keys", "values", "positions"):
+        np.testing.assert_array_equal(
+          getattr(new, name)[row, :, :frozen],
+          getattr(old, name)[row, :, :frozen],
+        )
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 12])
+def test_lagkv_in_chunks_ends_at_the_length_of_the_plain_prefill(size):
+  method, budget = LagKV(sinks=2, lag=5), kvjax.Retention(0.4)
+  plain, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, Plan(method, budget))
+  for first in (None, 12):
+    schedule = kvjax.Schedule(block=size, first=first)
+    chunked, _ = kvjax.prefill(
+      MODEL, PARAMS, PROMPTS, Plan(method, budget, schedule)
+    )
+    np.testing.assert_array_equal(chunked.lengths, plain.lengths)
+
+
+def test_lagkv_in_chunks_keeps_what_the_plain_prefill_keeps_of_layer_0():
+  """The first layer sees the same keys, and what is scored is never late."""
+  method, budget = LagKV(sinks=2, lag=5), kvjax.Retention(0.4)
+  plain, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, Plan(method, budget))
+  schedule = kvjax.Schedule(block=5, first=12)
+  chunked, _ = kvjax.prefill(
+    MODEL, PARAMS, PROMPTS, Plan(method, budget, schedule)
+  )
+  for row in range(3):
+    assert held_positions(chunked, row)[0] == held_positions(plain, row)[0]

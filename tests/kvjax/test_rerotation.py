@@ -1,0 +1,144 @@
+"""StreamingLLM with keys turned to their places in the cache."""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.methods import get_method
+from kvjax.plans import Plan
+from kvjax.testing import TinyModel, held_positions
+
+MODEL = TinyModel()
+PARAMS = MODEL.init()
+RNG = np.random.default_rng(0)
+# No token twice: equal keys would tie, and ties fall as rounding falls.
+ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 40, 17)]
+PROMPTS = kvjax.Prompts.of(ROWS)
+ASKED = [[5, 3], [8], [9, 7, 9]]
+QUESTIONS = kvjax.Prompts.of(ASKED, 8)
+
+BUDGET = kvjax.Tokens(12)
+
+
+def turned(x, places):
+  """RoPE in float64: x is [T, H, 8], a place for each of its T tokens."""
+  angles = places[:, None, None] * 100.0 ** (-np.arange(4) / 4)
+  low, high = x[..., :4], x[..., 4:]
+  cos, sin = np.cos(angles), np.sin(angles)
+  return np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+def test_rerotated_keys_are_those_of_their_places_in_the_cache():
+  method = get_method("streaming:rerotate=true")
+  cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, Plan(method, BUDGET))
+  np.testing.assert_array_equal(cache.next_positions, [12] * 3)
+  kept = [row[:4] + row[-8:] for row in ROWS]
+  for row, ids in enumerate(kept):
+    x = np.asarray(PARAMS["embedding"], np.float64)[ids]
+    keys = (x @ np.asarray(PARAMS["layers"][0]["key"])).reshape(12, 2, 8)
+    np.testing.assert_allclose(
+      cache.layers[0].keys[row],
+      turned(keys, np.arange(12)).swapaxes(0, 1),
+      atol=1e-5,
+    )
+  assert held_positions(cache, 0) == [[list(range(12))] * 2] * 2
+  cache = kvjax.reserve(cache, 40)
+  _, cache = kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(5))
+  assert held_positions(cache, 1)[0][0] == list(range(12 + 1 + 5))
+
+
+class Stream:
+  """One row of StreamingLLM by hand, in float64, with keys before RoPE.
+
+  Every query sees the tokens held as if they stood side by side, as in the
+  paper's own loop, which rotates the cache anew at every step.
+  """
+
+  def __init__(self, budget, sinks=4):
+    self.budget, self.sinks = budget, sinks
+    self.held = [[] for _ in range(MODEL.geometry.layers)]
+
+  def step(self, ids):
+    """Feeds tokens, then evicts; answers the logits after the last."""
+    embedding = np.asarray(PARAMS["embedding"], np.float64)
+    x = embedding[ids]
+    for layer, weights in enumerate(PARAMS["layers"]):
+      q, k, v = (
+        (x @ np.asarray(weights[name], np.float64)).reshape(len(ids), -1, 8)
+        for name in ("query", "key", "value")
+      )
+      held = self.held[layer]
+      before = len(held)
+      held += list(zip(k, v, strict=True))
+      mixed = []
+      for number in range(len(ids)):
+        seen = held[: before + number + 1]
+        keys = turned(np.array([k for k, _ in seen]), np.arange(len(seen)))
+        query = turned(q[number][None], np.array([len(seen) - 1]))[0]
+        out = []
+        for head in range(4):
+          logits = keys[:, head // 2] @ query[head] / np.sqrt(8)
+          weight = np.exp(logits - logits.max())
+          values = np.array([v[head // 2] for _, v in seen])
+          out.append(weight / weight.sum() @ values)
+        mixed.append(np.concatenate(out))
+      x = x + np.array(mixed) @ np.asarray(weights["output"], np.float64)
+      if len(held) > self.budget:
+        del held[self.sinks : len(held) - (self.budget - self.sinks)]
+    return x[-1] @ embedding.T
+
+
+@pytest.mark.parametrize("block", [None, 7])
+def test_a_stream_is_rotated_anew_at_every_step(block):
+  """Prompt and answer against the loop, with and without going on."""
+  method = get_method("streaming:rerotate=true")
+  decoding = kvjax.Decoding(20)
+  for every in (None, 1):
+    schedule = kvjax.Schedule(block=block, every=every)
+    plan = Plan(method, BUDGET, schedule)
+    cache, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+    said = kvjax.complete(MODEL, PARAMS, cache, logits, decoding).rows()
+    for row, ids in enumerate(ROWS):
+      stream = Stream(12)
+      for start in range(0, len(ids), block or len(ids)):
+        last = stream.step(ids[start : start + (block or len(ids))])
+      np.testing.assert_allclose(logits[row], last, atol=1e-4)
+      if every is None:
+        stream.budget = 100
+      for token in said[row]:
+        assert token == np.argmax(last)
+        last = stream.step([token])
+
+
+def test_what_is_renumbered_can_be_protected():
+  method = get_method("streaming:rerotate=true")
+  mask = [[place in (9, 10) for place in range(len(ids))] for ids in ROWS]
+  prompts = kvjax.Prompts.of(ROWS, protected=mask)
+  plan = Plan(method, BUDGET, kvjax.Schedule(block=8, every=1))
+  cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+  cache = kvjax.reserve(cache, 40)
+  _, cache = kvjax.converse(
+    MODEL, PARAMS, cache, kvjax.Prompts.of([[5]] * 3), kvjax.Decoding(20)
+  )
+  for row, ids in enumerate(ROWS):
+    newest = len(ids) + 21
+    kept = [0, 1, 2, 3, 9, 10, *range(newest - 6, newest)]
+    assert held_positions(cache, row) == [[kept] * 2] * 2
+
+
+def test_renumbered_tokens_must_be_as_many_everywhere():
+  for name in ("pyramid/", "ada/"):
+    with pytest.raises(InputError, match="must be the same everywhere"):
+      get_method(f"{name}streaming:rerotate=true")
+
+
+def test_rerotation_needs_a_model_that_can():
+  class Plain:
+    geometry = MODEL.geometry
+    hidden = MODEL.hidden
+    logits = MODEL.logits
+
+  method = get_method("streaming:rerotate=true")
+  with pytest.raises(InputError, match="Plain has no `rerotated`"):
+    kvjax.prefill(Plain(), PARAMS, PROMPTS, Plan(method, BUDGET))
