@@ -1,5 +1,8 @@
 """What an attention layer saw of a block of tokens."""
 
+import dataclasses
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.struct import struct
@@ -22,3 +25,15 @@ class Activations:
   values: Float[Array, "B K S D"]
   keys_unrotated: Float[Array, "B K S D"]
   positions: Int[Array, "B S"]
+
+  def with_kv_heads(self, count: int) -> "Activations":
+    """Keys and values repeated for `count` heads, each for fewer queries."""
+    times = count // self.keys.shape[1]
+    if times == 1:
+      return self
+    return dataclasses.replace(
+      self,
+      keys=jnp.repeat(self.keys, times, axis=1),
+      values=jnp.repeat(self.values, times, axis=1),
+      keys_unrotated=jnp.repeat(self.keys_unrotated, times, axis=1),
+    )

@@ -65,6 +65,7 @@ def _prefill_blocks(
   def attend(
     layer: int, state: LayerCache | None, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], LayerCache]:
+    seen = limits.plan.candidates(seen)
     cache = LayerCache.of(seen) if state is None else state.append(seen)
     output = attend_to(model, limits.plan.method, cache, seen)
     room = limits.capacities[layer] + block

@@ -152,7 +152,7 @@ class LayerCache:
     Without room the block would overwrite the newest tokens (a slice update is
     moved to fit), so that callers check first, as `kvjax.converse` does.
     """
-    block = LayerCache.of(seen)
+    block = LayerCache.of(seen.with_kv_heads(self.keys.shape[1]))
     zero = jnp.zeros((), jnp.int32)
     start = (zero, zero, self.cursor)
     update = jax.lax.dynamic_update_slice

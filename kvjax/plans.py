@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.activations import Activations
 from kvjax.budgets import Budget
 from kvjax.methods.base import Method
 from kvjax.prompts import Prompts
@@ -24,15 +25,30 @@ class Plan:
   """A method, its budget, and when it compresses.
 
   Raises InputError where the method is not defined for the schedule.
+
+  Attributes:
+    method: what to keep.
+    budget: how much to keep.
+    schedule: when to evict.
+    per_query_head: store keys and values once for every query head, which then
+      chooses for itself and has the budget to itself, as the original code of
+      SnapKV, H2O and PyramidKV does: G times the memory of grouped heads.
   """
 
   method: Method
   budget: Budget
   schedule: Schedule = WHOLE
+  per_query_head: bool = False
 
   def __post_init__(self) -> None:
     if not self.schedule.whole:
       self.method.check_schedule(self.budget)
+
+  def candidates(self, seen: Activations) -> Activations:
+    """A block as the plan's caches hold it."""
+    return (
+      seen.with_kv_heads(seen.queries.shape[1]) if self.per_query_head else seen
+    )
 
   def counts(
     self, lengths: Int[np.ndarray, " B"], layers: int

@@ -1,7 +1,8 @@
 """The prompt's forward pass, compressed layer by layer as it goes."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +11,20 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.blocks import prefill_blocks
+from kvjax.budgets import Retention
 from kvjax.cache import Cache
 from kvjax.errors import InputError
 from kvjax.layers import Layer, LayerCache
-from kvjax.methods.base import Allowance, Method
+from kvjax.methods.base import Allowance
 from kvjax.model import Model
 from kvjax.plans import Plan, Room
 from kvjax.prompts import Prompts
 from kvjax.rerotation import check_rotary
+from kvjax.schedules import Schedule
 from kvjax.sharding import shard_cache
-from kvjax.step import block_positions, compress, finished, observe
+from kvjax.step import block_positions, compress, finished, judge, observe
+
+_ALL = Retention(1.0)
 
 
 def prefill(
@@ -128,24 +133,37 @@ def _sweep(
   plans: tuple[Plan, ...],
   rooms: tuple[tuple[Room, ...], ...],
 ) -> tuple[tuple[Cache, ...], Float[Array, "B V"]]:
-  alike: dict[tuple[Method, bool], list[int]] = {}
+  alike: dict[Plan, list[int]] = {}
   for index, plan in enumerate(plans):
-    goes_on = plan.schedule.every is not None
-    alike.setdefault((plan.method, goes_on), []).append(index)
+    # What is found depends on neither the budget nor how often it is asked.
+    every = 1 if plan.schedule.every else None
+    like = dataclasses.replace(
+      plan, budget=_ALL, schedule=Schedule(every=every)
+    )
+    alike.setdefault(like, []).append(index)
+  judged: dict[tuple[Plan, int], Callable[[], PyTree]] = {}
 
   def attend(
     layer: int, _: None, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], tuple[Layer, ...]]:
-    cache = LayerCache.of(seen)
-    output = cache.attend(seen.queries, seen.positions)
+    output = LayerCache.of(seen).attend(seen.queries, seen.positions)
     kept: dict[int, Layer] = {}
-    for (method, goes_on), group in alike.items():
-      known = observe(method, layer, cache, seen) if goes_on else cache
+    for like, group in alike.items():
+      own, method = like.candidates(seen), like.method
+      cache = LayerCache.of(own)
+      if like.schedule.every:
+        cache = observe(method, layer, cache, own)
       allowances = [
-        Allowance(counts[p, layer], *rooms[p][layer], protected=protected)
+        Allowance(
+          counts[p, layer], *rooms[p][layer], plans[p].budget, protected
+        )
         for p in group
       ]
-      caches = compress(method, layer, known, seen, allowances)
+      judged[like, layer] = functools.cache(
+        functools.partial(judge, method, layer, cache, own)
+      )
+      source = judged[like, method.source_layer(layer)]
+      caches = compress(method, layer, cache, own, allowances, source)
       kept.update(zip(group, caches, strict=True))
     return output, tuple(shard_cache(kept[p]) for p in range(len(plans)))
 

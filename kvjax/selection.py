@@ -103,24 +103,32 @@ def age(held: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
 def newest(
   held: Bool[Array, "B K T"],
   must_keep: Bool[Array, "B K T"],
-  counts: Int[Array, " B"],
+  counts: Int[Array, "B #K"],
   window: int,
 ) -> Bool[Array, "B K T"]:
   """The last `window` tokens, or as many as fit beside what must be kept."""
   ages = age(held)
   needed = must_keep.astype(jnp.int32)
   outside = jnp.sum(jnp.where(ages > window, needed, 0), axis=-1)
-  room = counts[:, None] - outside
-  fewer = jnp.maximum(counts[:, None] - jnp.sum(needed, axis=-1), 0)
+  room = counts - outside
+  fewer = jnp.maximum(counts - jnp.sum(needed, axis=-1), 0)
   size = jnp.where(room >= window, window, fewer)
   return held & (ages <= size[..., None])
 
 
-def floor_share(counts: Int[Array, " B"], share: float) -> Int[Array, " B"]:
+def floor_share(counts: Int[Array, "*B"], share: float) -> Int[Array, "*B"]:
   """floor(share * counts), exact for shares of up to three decimals."""
   exact = Fraction(share).limit_denominator(1000)
-  whole, rest = counts // exact.denominator, counts % exact.denominator
+  whole, rest = jnp.divmod(counts, exact.denominator)
   return whole * exact.numerator + rest * exact.numerator // exact.denominator
+
+
+def round_share(counts: Int[Array, "*B"], share: float) -> Int[Array, "*B"]:
+  """Nearest integers to share * counts, exact as `floor_share`."""
+  exact = Fraction(share).limit_denominator(1000)
+  whole, rest = jnp.divmod(counts, exact.denominator)
+  twice = 2 * rest * exact.numerator + exact.denominator
+  return whole * exact.numerator + twice // (2 * exact.denominator)
 
 
 def packed(kept: Bool[Array, "B K T"], capacity: int) -> Int[Array, "B K M"]:

@@ -1,11 +1,11 @@
 """One step for everything: attend to cache and block, append, compress."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache import Cache
@@ -41,6 +41,7 @@ def compress(
   cache: LayerCache,
   seen: Activations,
   allowances: Sequence[Allowance],
+  judged: Callable[[], PyTree[Array]] | None = None,
 ) -> tuple[Layer, ...]:
   """Keeps what a method finds best, once for every allowance.
 
@@ -50,16 +51,15 @@ def compress(
     cache: the candidates; the block's tokens are among them.
     seen: the block whose attention has just been computed.
     allowances: how much to keep.
+    judged: tells what the method found, if that is not to be asked here.
 
   Returns:
-    One cache for each allowance; the candidates themselves where nothing
-    needs to go.
+    One cache for each allowance; the candidates themselves where nothing needs
+    to go.
   """
   if method.keeps_all(layer) or all(a.whole for a in allowances):
     return tuple(cache for _ in allowances)
-  # Scores are float32 on every backend.
-  with jax.default_matmul_precision("highest"):
-    found = method.evaluate(layer, cache, seen)
+  found = judged() if judged else judge(method, layer, cache, seen)
 
   def kept(allowance: Allowance) -> Layer:
     if allowance.whole:
@@ -71,6 +71,14 @@ def compress(
     return cache.take(slots)
 
   return tuple(map(kept, allowances))
+
+
+def judge(
+  method: Method, layer: int, cache: LayerCache, seen: Activations
+) -> PyTree[Array]:
+  """What a method's choice depends on; in float32 on every backend."""
+  with jax.default_matmul_precision("highest"):
+    return method.evaluate(layer, cache, seen)
 
 
 def observe(
@@ -118,6 +126,7 @@ def evict(
     A cache of the same capacity, whose tokens come first if some had to go.
   """
   method = limits.plan.method
+  seen = limits.plan.candidates(seen)
   cache = observe(method, layer, cache, seen)
   if method.keeps_all(layer):
     return cache

@@ -6,13 +6,13 @@ from fractions import Fraction
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.budgets import Budget
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
-from kvjax.methods.base import RENUMBERED, Allowance, Method, ScoringMethod
+from kvjax.methods.base import Allowance, Method, ScoringMethod
 from kvjax.methods.snapkv import SnapKV
 from kvjax.selection import head_counts, top_slots
 
@@ -29,11 +29,15 @@ class AdaKV(Method):
   the higher score, then to the lower head. So a layer keeps exactly g B, and
   each head its share rounded down or up.
 
+  A method that ranks more than single slots (ProtoKV's clusters, ChunkKV's
+  chunks) shares out by the votes of SnapKV with its window, and then chooses
+  within each head's share.
+
   Source: Feng et al., arXiv 2407.11550, Algorithm 1, with the safeguard of the
   authors' code.
 
   Attributes:
-    inner: the method that scores; SnapKV as in the authors' code.
+    inner: the method that chooses; SnapKV as in the authors' code.
     alpha: share of the budget that is spread evenly, to three decimals; with 1
       all heads keep the same.
     normalize: scale a head's scores, where heads are compared, by the share of
@@ -50,13 +54,17 @@ class AdaKV(Method):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not isinstance(self.inner, ScoringMethod):
+    self.inner.check_spread()
+    if self.inner.packed:
       raise InputError(
-        "AdaKV compares the scores of slots; give it a method that scores "
-        f"every slot, which {type(self.inner).__name__} does not."
+        f"The heads of {type(self.inner).__name__} have unequal shares "
+        "already; give AdaKV a method whose heads keep as many."
       )
-    if self.inner.rerotates:
-      raise InputError(RENUMBERED)
+    if not isinstance(self.inner, ScoringMethod) and not self.window:
+      raise InputError(
+        "AdaKV compares the scores of slots or the votes of an observation "
+        f"window; {type(self.inner).__name__} has neither."
+      )
     if not 0 <= self.alpha <= 1:
       raise InputError(f"alpha must be 0 to 1; {self.alpha:g} is not.")
 
@@ -82,34 +90,54 @@ class AdaKV(Method):
     """Most that the heads of a row of the bucket keep on average."""
     return self.inner.capacity(budget, padded)
 
+  @property
+  def spreads_evenly(self) -> str:
+    """Layers may get unequal shares; heads do."""
+    return self.inner.spreads_evenly
+
   def evaluate(
     self, layer: int, cache: LayerCache, seen: Activations
-  ) -> Float[Array, "B K T"]:
-    """The inner method's scores."""
-    return self.inner.evaluate(layer, cache, seen)
+  ) -> tuple[Float[Array, "B K T"], PyTree[Array]]:
+    """The scores that heads compete with, and what the inner method found."""
+    scores = self._judge.evaluate(layer, cache, seen)
+    if self._judge is self.inner:
+      return scores, None
+    return scores, self.inner.evaluate(layer, cache, seen)
 
   def select(
-    self, found: Float[Array, "B K T"], cache: LayerCache, allowance: Allowance
+    self,
+    found: tuple[Float[Array, "B K T"], PyTree[Array]],
+    cache: LayerCache,
+    allowance: Allowance,
   ) -> Int[Array, "B K M"]:
-    """The best slots of each head, as many as it is due.
+    """What the inner method chooses of each head, as much as it is due.
 
     The heads of a row have `allowance.counts` slots on average; M is the most
     that one of them can have.
     """
-    assert isinstance(self.inner, ScoringMethod)
+    scores, inner_found = found
     held = cache.positions >= 0
-    protected = held & self.inner.protected(cache, allowance.counts)
-    protected |= allowance.must_keep(cache)
-    budget = allowance.counts[:, None]
+    must_keep = allowance.must_keep(cache)
+    protected = self._judge.protected(cache, allowance.per_head) & held
+    protected |= must_keep
+    budget = allowance.per_head
     always = jnp.minimum(_count(protected), budget)
     counts = always + self._shares(
-      found, held & ~protected, jnp.minimum(_count(held), budget) - always
+      scores, held & ~protected, jnp.minimum(_count(held), budget) - always
     )
     _, kv_heads, slots = held.shape
-    most = self._most(kv_heads, allowance.capacity)
-    must_keep = allowance.must_keep(cache)
-    most = min(most, slots)
-    return top_slots(found, held, protected, counts, most, must_keep)
+    most = min(self._most(kv_heads, allowance.capacity), slots)
+    if self._judge is self.inner:
+      return top_slots(scores, held, protected, counts, most, must_keep)
+    own = dataclasses.replace(allowance, counts=counts, capacity=most)
+    return self.inner.select(inner_found, cache, own)
+
+  @property
+  def _judge(self) -> ScoringMethod:
+    """The method whose scores heads compete with."""
+    if isinstance(self.inner, ScoringMethod):
+      return self.inner
+    return SnapKV(window=self.window, kernel=7, pooling="max")
 
   def _most(self, kv_heads: int, capacity: int) -> int:
     """Most slots of a head: all winners are its own."""

@@ -23,30 +23,29 @@ from kvjax.observation import ObservationWindow
 from kvjax.selection import top_slots
 from kvjax.struct import static, struct
 
-# Of a wrapper that gives layers or heads unequal budgets.
-RENUMBERED = (
-  "With rerotate the next token follows the last that is kept, which must be "
-  "the same everywhere; spread no budget over layers or heads then."
-)
-
 
 @struct
 class Allowance:
   """What a layer may keep.
 
   Attributes:
-    counts: tokens per row and KV head.
+    counts: tokens per row and KV head, the same for all heads or for each.
     capacity: M, slots of the new cache; at least every count.
     whole: no row has to lose anything.
-    budget: what the counts come from, where evictions follow one another.
+    budget: what the counts come from, if that is known.
     protected: by position, tokens that the user protects, if there are any.
   """
 
-  counts: Int[Array, " B"]
+  counts: Int[Array, " B"] | Int[Array, "B K"]
   capacity: int = static()
   whole: bool = static(default=False)
   budget: Budget | None = static(default=None)
   protected: Bool[Array, "B P"] | None = None
+
+  @property
+  def per_head(self) -> Int[Array, "B #K"]:
+    """The counts with an axis for the heads."""
+    return self.counts.reshape(self.counts.shape[0], -1)
 
   def must_keep(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     """Slots of the tokens that the user protects."""
@@ -88,6 +87,24 @@ class Method(abc.ABC):
       raise InputError(
         f"{type(self).__name__} cannot evict block by block or while decoding: "
         f"{self.whole_prompts_only}."
+      )
+
+  @property
+  def spreads_evenly(self) -> str:
+    """Why layers and heads must get equal shares; empty if they need not."""
+    return ""
+
+  @final
+  def check_spread(self) -> None:
+    """Refuses that layers or heads get unequal shares of the budget, if so be.
+
+    Raises:
+      InputError: see `spreads_evenly`.
+    """
+    if self.spreads_evenly:
+      raise InputError(
+        f"The budget of {type(self).__name__} cannot be spread unevenly over "
+        f"layers or heads: {self.spreads_evenly}."
       )
 
   def check_protected(
@@ -154,7 +171,11 @@ class Method(abc.ABC):
 
   def due(self, cache: LayerCache, allowance: Allowance) -> Bool[Array, ""]:
     """Whether any row holds more than it may."""
-    return jnp.any(cache.lengths > allowance.counts[:, None])
+    return jnp.any(cache.lengths > allowance.per_head)
+
+  def source_layer(self, layer: int) -> int:
+    """The layer, this one or one before, whose choice this layer copies."""
+    return layer
 
   def lasting_capacity(self, budget: Budget, padded: int) -> int:
     """Most tokens held between evictions by any row of up to `padded`."""
@@ -202,13 +223,13 @@ class ScoringMethod(Method):
     """Float32 worth of every slot; what empty slots get has no effect."""
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, " B"]
+    self, cache: LayerCache, counts: Int[Array, "B #K"]
   ) -> Bool[Array, "B K T"]:
     """Slots that stay whatever their score.
 
     Args:
       cache: the candidates.
-      counts: tokens that each row may keep.
+      counts: tokens that each head may keep.
     """
     del counts
     return jnp.zeros(cache.positions.shape, bool)
@@ -228,7 +249,7 @@ class ScoringMethod(Method):
     return top_slots(
       found,
       cache.positions >= 0,
-      self.protected(cache, allowance.counts),
+      self.protected(cache, allowance.per_head),
       allowance.counts,
       allowance.capacity,
       allowance.must_keep(cache),

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.errors import InputError
 from kvjax.layers import LayerCache
 from kvjax.methods.base import Allowance, Method
+from kvjax.methods.bounds import check_least
 from kvjax.methods.heads import Head, heads_of, window_attention
 from kvjax.selection import age, newest, packed
 
@@ -32,6 +32,8 @@ class ChunkKV(Method):
     window: W, the last tokens, which always stay.
     chunk: c, tokens per chunk.
     scope: whether the heads of a "layer" choose together.
+    layer_reuse: so many layers, one after another, keep what the first of them
+      chose (the paper's layer-wise index reuse; 2 there).
   """
 
   whole_prompts_only: ClassVar[str] = "its chunks are those of a whole prompt"
@@ -39,14 +41,15 @@ class ChunkKV(Method):
   window: int = 32
   chunk: int = 10
   scope: Scope = "layer"
+  layer_reuse: int = 1
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    for name in ("window", "chunk"):
-      if getattr(self, name) < 1:
-        raise InputError(
-          f"{name} must be 1 or more; {getattr(self, name)} is not."
-        )
+    check_least(self, window=1, chunk=1, layer_reuse=1)
+
+  def source_layer(self, layer: int) -> int:
+    """The first of every `layer_reuse` layers."""
+    return layer - layer % self.layer_reuse
 
   def evaluate(
     self, layer: int, cache: LayerCache, seen: Activations
@@ -74,10 +77,10 @@ class ChunkKV(Method):
     """The best chunks that fit beside the window."""
     held = cache.positions >= 0
     must_keep = allowance.must_keep(cache)
-    window = newest(held, must_keep, allowance.counts, self.window)
+    window = newest(held, must_keep, allowance.per_head, self.window)
     must_keep &= ~window
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
-    room = jnp.maximum(allowance.counts[:, None] - taken, 0) // self.chunk
+    room = jnp.maximum(allowance.per_head - taken, 0) // self.chunk
     rank = jnp.argsort(jnp.argsort(-found, axis=-1, stable=True), axis=-1)
     chosen = (rank < room[..., None]) & jnp.isfinite(found)
     slots = cache.capacity

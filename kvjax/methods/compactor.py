@@ -22,7 +22,7 @@ from kvjax.methods.leverage import (
 )
 from kvjax.methods.noncausal import Scale, ValueNorm, noncausal_attention
 from kvjax.methods.standardise import Scope, standardised
-from kvjax.selection import age, head_counts, top_slots
+from kvjax.selection import age, head_counts, round_share, top_slots
 from kvjax.struct import struct
 
 Spread = Literal["head", "layer"]
@@ -70,7 +70,8 @@ class Compactor(Method):
       "middle" between the first and last tokens, which are then among the
       tokens kept even where they are more than that.
     spread: every "head" keeps as many, or the best of all heads of a "layer"
-      are kept, as many as one head's budget times their number.
+      are kept, as many as one head's budget times their number; a retention is
+      then rounded once, to the nearest, for all heads together.
     seed: of the sketches, one per layer and KV head.
   """
 
@@ -153,10 +154,22 @@ class Compactor(Method):
     ends |= must_keep
     always = jnp.sum(ends.astype(jnp.int32), axis=-1)
     always = jnp.minimum(always, allowance.counts[:, None])
-    free = kv_heads * allowance.counts - jnp.sum(always, axis=-1)
+    free = self._total(allowance, held) - jnp.sum(always, axis=-1)
     counts = always + head_counts(scores, held & ~ends, jnp.maximum(free, 0))
     capacity = min(kv_heads * allowance.capacity, cache.capacity)
     return top_slots(scores, held, ends, counts, capacity, must_keep)
+
+  def _total(
+    self, allowance: Allowance, held: Bool[Array, "B K T"]
+  ) -> Int[Array, " B"]:
+    """Slots that the heads of a layer keep together; see `spread`."""
+    length = jnp.sum(held[:, 0].astype(jnp.int32), axis=-1)
+    if self.retention_of == "middle":
+      length = jnp.maximum(length - self.first - self.last, 0)
+    if isinstance(allowance.budget, Retention):
+      total = round_share(length * held.shape[1], allowance.budget.share)
+      return jnp.maximum(total, held.shape[1])
+    return held.shape[1] * allowance.counts
 
   def _sketches(
     self, layer: int, kv_heads: int, seen: Activations

@@ -19,6 +19,11 @@ class FullKV(ScoringMethod):
     del layer
     return True
 
+  @property
+  def spreads_evenly(self) -> str:
+    """There is no budget."""
+    return "it keeps everything"
+
   def scores(
     self, layer: int, cache: LayerCache, seen: Activations
   ) -> Float[Array, "B K T"]:

@@ -71,7 +71,7 @@ class H2O(HeadwiseMethod):
     return dataclasses.replace(cache, received=received)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, " B"]
+    self, cache: LayerCache, counts: Int[Array, "B #K"]
   ) -> Bool[Array, "B K T"]:
     """The newest tokens."""
     recent = (
@@ -80,7 +80,7 @@ class H2O(HeadwiseMethod):
       else floor_share(counts, self.recent_frac)
     )
     held = cache.positions >= 0
-    return held & (age(held) <= recent[:, None, None])
+    return held & (age(held) <= recent[..., None])
 
 
 def _received(head: Head) -> Float[Array, " T"]:

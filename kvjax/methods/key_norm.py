@@ -25,6 +25,11 @@ class KeyL2Norm(HeadwiseMethod):
     """True for the skipped layers."""
     return layer in self.skip_layers
 
+  @property
+  def spreads_evenly(self) -> str:
+    """Skipped layers take no share."""
+    return "it leaves layers whole" if self.skip_layers else ""
+
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """The negative norm."""
     return -jnp.linalg.norm(head.keys, axis=-1)

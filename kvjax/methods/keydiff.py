@@ -68,12 +68,12 @@ class KeyDiff(HeadwiseMethod):
         return jnp.linalg.norm(keys - anchor[None], axis=-1)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, " B"]
+    self, cache: LayerCache, counts: Int[Array, "B #K"]
   ) -> Bool[Array, "B K T"]:
     """The newest `recent_frac` of the budget."""
     recent = floor_share(counts, self.recent_frac)
     held = cache.positions >= 0
-    return held & (age(held) <= recent[:, None, None])
+    return held & (age(held) <= recent[..., None])
 
   def _anchor(
     self,

@@ -122,6 +122,13 @@ class LagKV(Method):
         f"give a retention in place of {budget}."
       )
 
+  @property
+  def spreads_evenly(self) -> str:
+    """In the paper's form a law gives every layer and head its length."""
+    if self.mode == "paper":
+      return 'it keeps the same share of every partition (mode="kvpress" ranks)'
+    return "it leaves layers whole" if self.skip_layers else ""
+
   def check_protected(
     self, protected: Bool[np.ndarray, " n"], budget: Budget, layers: int
   ) -> None:
@@ -200,7 +207,7 @@ class LagKV(Method):
     if isinstance(allowance.budget, Retention):
       return jnp.full_like(parts.whole, self._share(allowance.budget, 0))
     scored = parts.whole - 1
-    spare = allowance.counts[:, None] - (parts.held - scored * self.lag)
+    spare = allowance.per_head - (parts.held - scored * self.lag)
     return spare // jnp.maximum(scored, 1)
 
   def _score_head(

@@ -117,10 +117,10 @@ class ProtoKV(Method):
     """Whole clusters while they fit, the cut one, and the window."""
     held = cache.positions >= 0
     must_keep = allowance.must_keep(cache)
-    window = newest(held, must_keep, allowance.counts, self.window)
+    window = newest(held, must_keep, allowance.per_head, self.window)
     must_keep &= ~window
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
-    room = jnp.maximum(allowance.counts[:, None] - taken, 0)
+    room = jnp.maximum(allowance.per_head - taken, 0)
     prefix = held & (age(held) > self.window)
     fit = functools.partial(fitting, cut=self.cut)
     kept = jax.vmap(jax.vmap(fit))(found, room)

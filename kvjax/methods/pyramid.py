@@ -10,7 +10,7 @@ from kvjax.activations import Activations
 from kvjax.budgets import Budget, Tokens
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
-from kvjax.methods.base import RENUMBERED, Allowance, Method
+from kvjax.methods.base import Allowance, Method
 from kvjax.methods.snapkv import SnapKV
 from kvjax.prompts import bucket_lengths
 
@@ -26,7 +26,8 @@ class Pyramid(Method):
   the layers together keep exactly B tokens per layer.
 
   A retention r means base = r n, and a layer's value includes its window; where
-  it then could not hold the window, all layers keep the same.
+  it then could not hold the window, all layers keep the same. In both forms max
+  is at most n - W, and what it lacks goes to the highest layer.
 
   Source: Cai et al., arXiv 2406.02069; the retention form follows kvpress.
 
@@ -44,10 +45,14 @@ class Pyramid(Method):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.inner.rerotates:
-      raise InputError(RENUMBERED)
-    if self.beta < 1:
+    self.inner.check_spread()
+    if not self.beta >= 1:
       raise InputError(f"beta must be 1 or more; {self.beta:g} is not.")
+
+  @property
+  def spreads_evenly(self) -> str:
+    """Layers come first."""
+    return "its layers have their shares; write pyramid/ada/NAME for both"
 
   @property
   def packed(self) -> bool:
@@ -87,20 +92,24 @@ class Pyramid(Method):
     self, budget: Budget, lengths: Int[np.ndarray, " n"], layers: int
   ) -> Int[np.ndarray, "L n"]:
     window = getattr(self.inner, "window", 0)
-    total = np.array([budget.kept(int(n)) for n in lengths])
+    total = np.array([self.inner.kept(budget, int(n)) for n in lengths])
     # In tokens, the window comes on top of each layer's share of the prefix.
     beside, within = (window, 0) if isinstance(budget, Tokens) else (0, window)
-    base, longest = total - beside, lengths - beside
-    most = np.minimum(2 * base - base / self.beta, longest)
+    base = total - beside
+    most = np.minimum(2 * base - base / self.beta, lengths - window)
     least = 2 * base - most
     step = (most - least) / max(layers - 1, 1)
     depth = np.arange(layers)[:, None]
     line = np.rint(most - depth * step).astype(int)
     # Rounding moves each layer by at most a half: a token each mends it.
     left = layers * base - line.sum(axis=0)
-    line += (depth < np.abs(left)) * np.sign(left)
-    uneven = (total < lengths) & (base > 0) & (least >= within) & (layers > 1)
-    return np.where(uneven, np.minimum(line, longest) + beside, total)
+    roomy = (line + beside < lengths) | (left < 0)
+    place = np.cumsum(roomy, axis=0) - 1
+    line += (roomy & (place < np.abs(left))) * np.sign(left)
+    # Above n - W on average there is nothing to spread.
+    uneven = (total < lengths) & (base > 0) & (layers > 1)
+    uneven &= (least >= within) & (most >= least)
+    return np.where(uneven, line + beside, total)
 
 
 def _ints(counts: Int[np.ndarray, " L"]) -> tuple[int, ...]:

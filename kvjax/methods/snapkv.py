@@ -69,7 +69,7 @@ class SnapKV(HeadwiseMethod):
     return pool(votes, head.held, self.kernel, self.pooling)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, " B"]
+    self, cache: LayerCache, counts: Int[Array, "B #K"]
   ) -> Bool[Array, "B K T"]:
     """The observation window."""
     del counts

@@ -32,6 +32,13 @@ class StreamingLLM(HeadwiseMethod):
       raise InputError(f"sinks must be 0 or more; {self.sinks} is not.")
 
   @property
+  def spreads_evenly(self) -> str:
+    """What is renumbered must be as much everywhere."""
+    if self.rerotate:
+      return "with rerotate the next token follows the last that is kept"
+    return ""
+
+  @property
   def rerotates(self) -> bool:
     """As asked for."""
     return self.rerotate
@@ -41,7 +48,7 @@ class StreamingLLM(HeadwiseMethod):
     return head.positions.astype(jnp.float32)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, " B"]
+    self, cache: LayerCache, counts: Int[Array, "B #K"]
   ) -> Bool[Array, "B K T"]:
     """The sinks."""
     del counts

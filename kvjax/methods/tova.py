@@ -54,7 +54,7 @@ class Tova(ScoringMethod):
     return jnp.broadcast_to(mean, scores.shape)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, " B"]
+    self, cache: LayerCache, counts: Int[Array, "B #K"]
   ) -> Bool[Array, "B K T"]:
     """The last token, if asked for."""
     del counts

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
-from kvjax.methods import Allowance, KeyDiff, KeyL2Norm, SnapKV
+from kvjax.methods import Allowance, KeyDiff, KeyL2Norm, SnapKV, get_method
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.compactor import Compactor
@@ -64,7 +64,8 @@ def by_hand(method, seen, counts):
   cache = LayerCache.of(seen)
   scores = np.asarray(method.inner.evaluate(2, cache, seen), np.float64)
   counts = np.asarray(counts, np.int32)
-  guarded = np.asarray(method.inner.protected(cache, jnp.asarray(counts)))
+  each = jnp.asarray(counts)[:, None]
+  guarded = np.asarray(method.inner.protected(cache, each))
   held = np.asarray(cache.positions) >= 0
   return [
     _row(method, *row)
@@ -137,7 +138,8 @@ def test_keeps_its_budget_and_what_is_protected(inner):
   seen = random_activations(2, LENGTHS, PADDED, heads=6, kv_heads=3)
   cache = LayerCache.of(seen)
   for counts in ([25, 20, 39], [61, 50, 1]):
-    guarded = np.asarray(inner.protected(cache, jnp.asarray(counts)))
+    each = jnp.asarray(counts)[:, None]
+    guarded = np.asarray(inner.protected(cache, each))
     kept = slots_of(method, seen, counts)
     for row, heads in enumerate(kept):
       assert sum(map(len, heads)) == 3 * counts[row]
@@ -158,11 +160,11 @@ def test_heads_differ():
 def test_a_whole_share_of_alpha_is_the_inner_method(inner):
   seen = random_activations(4, LENGTHS, PADDED, heads=6, kv_heads=3)
   cache = LayerCache.of(seen)
-  found = inner.evaluate(2, cache, seen)
   allowance = Allowance(jnp.asarray([7, 30, 40], jnp.int32), 40)
+  even = AdaKV(inner, alpha=1.0)
   np.testing.assert_array_equal(
-    AdaKV(inner, alpha=1.0).select(found, cache, allowance),
-    inner.select(found, cache, allowance),
+    even.select(even.evaluate(2, cache, seen), cache, allowance),
+    inner.select(inner.evaluate(2, cache, seen), cache, allowance),
   )
 
 
@@ -235,7 +237,7 @@ def test_slots_are_as_many_as_one_head_can_have():
 
   seen = random_activations(9, [90], PADDED, heads=3, kv_heads=3)
   cache = LayerCache.of(seen)
-  found = Last().evaluate(0, cache, seen)
+  found = AdaKV(Last()).evaluate(0, cache, seen)
   allowance = Allowance(jnp.asarray([20], jnp.int32), 20)
   slots = AdaKV(Last(), 0.25).select(found, cache, allowance)
   assert slots.shape == (1, 3, 50)  # 0.75 * 60 + 0.25 * 20
@@ -290,9 +292,41 @@ def test_an_alpha_that_is_no_share_is_refused(alpha):
     AdaKV(alpha=alpha)
 
 
-def test_a_method_without_scores_is_refused():
-  with pytest.raises(InputError, match="which Compactor does not"):
+def test_a_method_without_scores_or_window_is_refused():
+  with pytest.raises(InputError, match="Compactor has neither"):
     AdaKV(Compactor())
+
+
+@pytest.mark.parametrize(
+  "inner", ["lagkv", "full", "pyramidkv", "key_norm:skip_layers=0"]
+)
+def test_what_has_no_budget_to_spread_is_refused(inner):
+  with pytest.raises(InputError, match="cannot be spread unevenly"):
+    get_method(f"ada/{inner}")
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "protokv:window=6:prototypes=20",
+    "protokv:window=6:prototypes=20:score=attn_mean:cut=position",
+    "chunkkv:window=6:chunk=1",
+    "chunkkv:window=6:chunk=4:scope=head",
+  ],
+)
+def test_clusters_and_chunks_get_the_shares_of_snapkv(name):
+  """Each head keeps what the inner method keeps with that head's count."""
+  inner = get_method(name)
+  method = AdaKV(inner)
+  votes = AdaKV(SnapKV(window=6, kernel=7, pooling="max"))
+  seen = random_activations(6, LENGTHS, PADDED, heads=6, kv_heads=3)
+  counts = [25, 20, 33]
+  kept, shares = slots_of(method, seen, counts), slots_of(votes, seen, counts)
+  for row, heads in enumerate(shares):
+    assert len({len(head) for head in heads}) > 1
+    for head, share in enumerate(heads):
+      alone = slots_of(inner, seen, [len(share)] * 3, PADDED)
+      assert kept[row][head] == alone[row][head]
 
 
 def test_blocks_are_refused():

@@ -345,6 +345,22 @@ def test_retention_of_the_middle_in_the_engine():
         assert ends <= set(places)
 
 
+def test_a_layers_heads_share_one_rounding():
+  """round(r n g), not g ceil(r n): 12 of 61 tokens at 0.1, not 14."""
+  method = Compactor(spread="layer")
+  seen = random_activations(3, [61, 44], 64)
+  cache = LayerCache.of(seen)
+  budget = kvjax.Retention(0.1)
+  counts = jnp.asarray([7, 5])
+  found = method.evaluate(0, cache, seen)
+  for allowance, kept in (
+    (Allowance(counts, 7, budget=budget), [12, 9]),
+    (Allowance(counts, 7, budget=kvjax.Tokens(7)), [14, 10]),
+  ):
+    slots = method.select(found, cache, allowance)
+    assert jnp.sum(slots >= 0, axis=(1, 2)).tolist() == kept
+
+
 def test_blend_is_the_share_removed_where_asked(seen):
   cache = LayerCache.of(seen)
   allowance = Allowance(jnp.asarray([9]), 9)

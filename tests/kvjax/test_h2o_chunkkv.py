@@ -1,14 +1,17 @@
 """H2O and ChunkKV against plain loops in float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kernels.attention_mass import api, causal_mass
 from kvjax.layers import LayerCache
-from kvjax.methods import H2O, Allowance, ChunkKV
-from kvjax.testing import random_activations
+from kvjax.methods import H2O, Allowance, ChunkKV, get_method
+from kvjax.testing import TinyModel, held_positions, random_activations
 
 N, K, D = 4, 2, 8
 LENGTH, PADDED = 43, 48
@@ -112,3 +115,23 @@ def test_chunkkv_with_less_than_its_window_keeps_the_newest(seen):
   found = method.evaluate(0, cache, seen)
   slots = method.select(found, cache, Allowance(jnp.asarray([5]), 5))
   assert slots[0, 0].tolist() == list(range(LENGTH - 5, LENGTH))
+
+
+def test_chunkkv_layers_copy_the_first_of_their_group():
+  rng = np.random.default_rng(4)
+  prompts = kvjax.Prompts.of(
+    [rng.permutation(64)[:n].tolist() for n in (61, 40)]
+  )
+  geometry = dataclasses.replace(TinyModel().geometry, layers=5)
+  model = TinyModel(geometry)
+  plans = [
+    kvjax.Plan(
+      get_method(f"chunkkv:window=4:chunk=3:layer_reuse={n}"), kvjax.Tokens(20)
+    )
+    for n in (1, 2)
+  ]
+  (own, copied), _ = kvjax.sweep(model, model.init(), prompts, plans)
+  for row in range(2):
+    kept, again = held_positions(own, row), held_positions(copied, row)
+    assert kept[0] != kept[1]
+    assert again == [kept[n] for n in (0, 0, 2, 2, 4)]

@@ -36,6 +36,41 @@ def test_a_short_prompt_flattens_the_pyramid():
   assert kept == (140, 132, 124, 116)
 
 
+def test_retention_too_leaves_room_for_the_window():
+  """max = n - W = 992, as in kvpress; min = 2 * 600 - 992 = 208."""
+  kept = METHOD.layer_kept(kvjax.Retention(0.6), 1000, 4)
+  assert kept == (992, 731, 469, 208)
+
+
+def test_layers_keep_every_budget_together():
+  budgets = [kvjax.Tokens(n) for n in (9, 12, 33, 128)]
+  budgets += [kvjax.Retention(r) for r in (0.1, 0.3, 0.77, 0.99)]
+  for layers in (2, 3, 7, 32):
+    for length in range(9, 300, 7):
+      for budget in budgets:
+        kept = METHOD.layer_kept(budget, length, layers)
+        assert sum(kept) == layers * budget.kept(length)
+        assert length >= kept[0]
+        assert list(kept) == sorted(kept, reverse=True)
+
+
+def test_the_total_is_the_inner_methods():
+  """A share of what stands between the protected ends, and these."""
+  kept = get_method("pyramid/compactor.vllm").layer_kept(
+    kvjax.Retention(0.5), 1080, 4
+  )
+  inner = get_method("compactor.vllm").kept(kvjax.Retention(0.5), 1080)
+  assert sum(kept) == 4 * inner == 4 * 500
+
+
+@pytest.mark.parametrize(
+  "inner", ["lagkv", "full", "key_norm.lagkv", "pyramidkv"]
+)
+def test_what_has_no_budget_to_spread_is_refused(inner):
+  with pytest.raises(InputError, match="cannot be spread unevenly"):
+    get_method(f"pyramid/{inner}")
+
+
 def test_retention_includes_the_window():
   kept = METHOD.layer_kept(kvjax.Retention(0.25), 4000, 4)
   assert kept == (1950, 1317, 683, 50)
@@ -86,3 +121,5 @@ def test_memory_follows_the_layers_budgets():
 def test_a_flat_pyramid_is_refused():
   with pytest.raises(InputError, match="beta must be 1 or more"):
     Pyramid(beta=0.5)
+  with pytest.raises(InputError, match="beta must be 1 or more"):
+    Pyramid(beta=float("nan"))

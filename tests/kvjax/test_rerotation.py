@@ -129,7 +129,9 @@ def test_what_is_renumbered_can_be_protected():
 
 def test_renumbered_tokens_must_be_as_many_everywhere():
   for name in ("pyramid/", "ada/"):
-    with pytest.raises(InputError, match="must be the same everywhere"):
+    with pytest.raises(
+      InputError, match="cannot be spread unevenly over layers or heads: with"
+    ):
       get_method(f"{name}streaming:rerotate=true")
 
 

@@ -1,0 +1,78 @@
+"""Caches that hold keys and values once for every query head."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.methods import get_method
+from kvjax.testing import TinyModel, held_positions
+
+MODEL = TinyModel()
+PARAMS = MODEL.init()
+RNG = np.random.default_rng(0)
+ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 40, 17)]
+PROMPTS = kvjax.Prompts.of(ROWS)
+QUESTIONS = kvjax.Prompts.of([[5, 3], [8], [9, 7, 9]], 8)
+BUDGET = kvjax.Tokens(12)
+
+
+def widened():
+  """The same model without groups: every query head has a KV head."""
+  geometry = dataclasses.replace(MODEL.geometry, kv_heads=4)
+
+  def repeated(weights):
+    split = weights.reshape(MODEL.width, 2, 8)
+    return jnp.repeat(split, 2, axis=1).reshape(MODEL.width, -1)
+
+  layers = [
+    {**w, "key": repeated(w["key"]), "value": repeated(w["value"])}
+    for w in PARAMS["layers"]
+  ]
+  return dataclasses.replace(MODEL, geometry=geometry), {
+    **PARAMS,
+    "layers": layers,
+  }
+
+
+def test_whole_prompts_are_those_of_a_model_without_groups():
+  names = ("keydiff", "snapkv:window=4", "h2o", "ada/snapkv:window=4")
+  plans = [kvjax.Plan(get_method(name), BUDGET) for name in names]
+  own = [dataclasses.replace(plan, per_query_head=True) for plan in plans]
+  caches, logits = kvjax.sweep(MODEL, PARAMS, PROMPTS, [*own, *plans])
+  model, params = widened()
+  expected, reference = kvjax.sweep(model, params, PROMPTS, plans)
+  np.testing.assert_allclose(logits, reference, atol=1e-5)
+  for got, cache, grouped in zip(caches, expected, caches[4:], strict=False):
+    for row in range(3):
+      assert held_positions(got, row) == held_positions(cache, row)
+    assert got.nbytes == cache.nbytes > 1.9 * grouped.nbytes
+  # Heads of a group choose for themselves.
+  kept = held_positions(caches[0], 0)[1]
+  assert kept[0] == kept[1] != kept[2]
+  assert (
+    held_positions(caches[1], 0)[1][0] != held_positions(caches[1], 0)[1][1]
+  )
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv:window=4"])
+def test_blocks_and_decoding_are_those_of_a_model_without_groups(name):
+  schedule = kvjax.Schedule(block=8, every=2)
+  plan = kvjax.Plan(get_method(name), BUDGET, schedule, per_query_head=True)
+  model, params = widened()
+  plain = dataclasses.replace(plan, per_query_head=False)
+  runs = []
+  for args in ((MODEL, PARAMS, plan), (model, params, plain)):
+    cache, _ = kvjax.prefill(*args[:2], PROMPTS, args[2])
+    cache = kvjax.reserve(cache, 20)
+    runs.append(kvjax.converse(*args[:2], cache, QUESTIONS, kvjax.Decoding(10)))
+  (said, got), (expected, cache) = runs
+  np.testing.assert_array_equal(said.tokens, expected.tokens)
+  for row in range(3):
+    assert held_positions(got, row) == held_positions(cache, row)
+  assert jax.tree.map(jnp.shape, got.layers) == jax.tree.map(
+    jnp.shape, cache.layers
+  )
