@@ -1,6 +1,5 @@
 """Asking a cache: feed a question, then decode; all compiled."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -15,6 +14,7 @@ from kvjax.decoding import (
   Answers,
   Decoding,
   OnToken,
+  Run,
   decode,
   feed,
   listening,
@@ -23,9 +23,7 @@ from kvjax.errors import InputError
 from kvjax.model import Model
 from kvjax.prefilling import check_context
 from kvjax.prompts import Prompts, bucket
-from kvjax.sharding import shard_cache
 from kvjax.step import Limits
-from kvjax.struct import struct
 
 # One seed for each row's draws.
 Seeds = Int[Array, " B"] | Int[np.ndarray, " B"]
@@ -35,7 +33,7 @@ _TOGETHER = "What the cache has seen, with question and answer,"
 
 def reserve(cache: Cache, tokens: int) -> Cache:
   """The same cache with room for so many more tokens in every layer."""
-  grown = _grown(cache, [layer.capacity + tokens for layer in cache.layers])
+  grown = cache.grown([layer.capacity + tokens for layer in cache.layers])
   old = {id(leaf) for leaf in jax.tree.leaves(cache)}
   # A conversation may consume one cache and not the other.
   return jax.tree.map(lambda x: jnp.copy(x) if id(x) in old else x, grown)
@@ -71,8 +69,9 @@ def answer(
     InputError: rows and questions differ in number, or context, question and
       answer together are longer than the model's context.
   """
-  _check_room(model, cache, questions, decoding)
-  limits = _limits(model, cache, questions.tokens.shape[1], decoding)
+  seen = np.asarray(cache.next_positions)
+  _check_questions(model, seen, questions, decoding)
+  limits = _limits(model, cache, seen, questions.tokens.shape[1], decoding)
   with listening(on_token) as listener:
     return _answer(
       model,
@@ -80,7 +79,7 @@ def answer(
       cache,
       jnp.asarray(questions.tokens),
       jnp.asarray(questions.lengths),
-      _Aside(_seeds(seeds, cache), listener, limits),
+      Run(_seeds(seeds, cache), listener, limits),
       decoding=decoding,
     )
 
@@ -104,10 +103,13 @@ def converse(
   Raises:
     InputError: as `answer`, or the cache has too little room.
   """
-  _check_room(model, cache, turns, decoding)
   width = turns.tokens.shape[1]
-  limits = _limits(model, cache, width, decoding)
-  used = [int(layer.cursor) for layer in cache.layers]
+  seen, cursors = jax.device_get(
+    (cache.next_positions, [layer.cursor for layer in cache.layers])
+  )
+  _check_questions(model, seen, turns, decoding)
+  limits = _limits(model, cache, seen, width, decoding)
+  used = [int(cursor) for cursor in cursors]
   needed = _needed(used, limits, width, decoding)
   for layer, start, most in zip(cache.layers, used, needed, strict=True):
     if most > layer.capacity:
@@ -122,7 +124,7 @@ def converse(
       cache,
       jnp.asarray(turns.tokens),
       jnp.asarray(turns.lengths),
-      _Aside(_seeds(seeds, cache), listener, limits),
+      Run(_seeds(seeds, cache), listener, limits),
       decoding=decoding,
     )
 
@@ -140,43 +142,31 @@ def complete(
 
   Arguments and errors as for `answer`.
   """
-  places = np.asarray(cache.next_positions)
-  check_context(model, places + decoding.max_new_tokens, _TOGETHER)
-  limits = _limits(model, cache, 0, decoding)
+  seen = np.asarray(cache.next_positions)
+  check_context(model, seen + decoding.max_new_tokens, _TOGETHER)
+  limits = _limits(model, cache, seen, 0, decoding)
   with listening(on_token) as listener:
     return _complete(
       model,
       params,
       cache,
       logits,
-      _Aside(_seeds(seeds, cache), listener, limits),
+      Run(_seeds(seeds, cache), listener, limits),
       decoding=decoding,
     )
 
 
-@struct
-class _Aside:
-  """What decoding takes besides model and cache.
-
-  Attributes:
-    seeds: of each row's draws.
-    listener: number of who is told of the tokens.
-    limits: what the layers may hold, where they go on evicting.
-  """
-
-  seeds: Int[Array, " B"]
-  listener: Int[Array, ""] | None
-  limits: Limits | None
-
-
 def _limits(
-  model: Model, cache: Cache, width: int, decoding: Decoding
+  model: Model,
+  cache: Cache,
+  seen: Int[np.ndarray, " B"],
+  width: int,
+  decoding: Decoding,
 ) -> Limits | None:
   """What the layers may hold while they are asked, if they evict then."""
   plan = cache.plan
   if plan is None or plan.budget == Retention(1.0):
     return None
-  seen = np.asarray(cache.next_positions)
   layers = model.geometry.layers
   most = bucket(int(seen.max()) + width + decoding.max_new_tokens)
   counts = jnp.asarray(plan.counts(seen, layers))
@@ -209,19 +199,11 @@ def _needed(
   ]
 
 
-def _grown(cache: Cache, capacities: Sequence[int]) -> Cache:
-  layers = tuple(
-    shard_cache(layer.grown(capacity - layer.capacity))
-    for layer, capacity in zip(cache.layers, capacities, strict=True)
-  )
-  return dataclasses.replace(cache, layers=layers)
-
-
 def _roomy(
   cache: Cache, limits: Limits | None, width: int, decoding: Decoding
 ) -> Cache:
   used = [layer.capacity for layer in cache.layers]
-  return _grown(cache, _needed(used, limits, width, decoding))
+  return cache.grown(_needed(used, limits, width, decoding))
 
 
 def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
@@ -230,21 +212,24 @@ def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
   return jnp.zeros(cache.next_positions.shape, jnp.int32)
 
 
-def _check_room(
-  model: Model, cache: Cache, questions: Prompts, decoding: Decoding
+def _check_questions(
+  model: Model,
+  seen: Int[np.ndarray, " B"],
+  questions: Prompts,
+  decoding: Decoding,
 ) -> None:
+  """Refuses questions that do not suit rows that have seen so many tokens."""
   if questions.protected is not None:
     raise InputError(
       "Tokens can be protected in what is prefilled only; give the question "
       "without a mask."
     )
-  rows = cache.next_positions.shape[0]
-  asked = questions.tokens.shape[0]
+  rows, asked = len(seen), questions.tokens.shape[0]
   if rows != asked:
     raise InputError(
       f"The cache has {rows} rows and {asked} questions; give one for each."
     )
-  total = np.asarray(cache.next_positions) + np.asarray(questions.lengths)
+  total = seen + np.asarray(questions.lengths)
   check_context(model, total + decoding.max_new_tokens, _TOGETHER)
 
 
@@ -255,13 +240,13 @@ def _answer(
   cache: Cache,
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
-  aside: _Aside,
+  run: Run,
   *,
   decoding: Decoding,
 ) -> Answers:
-  cache = _roomy(cache, aside.limits, tokens.shape[1], decoding)
-  logits, cache = feed(model, params, cache, tokens, lengths, aside.limits)
-  return _decode(model, params, cache, logits, aside, decoding)[0]
+  cache = _roomy(cache, run.limits, tokens.shape[1], decoding)
+  logits, cache = feed(model, params, cache, tokens, lengths, run.limits)
+  return decode(model, params, cache, logits, decoding, run)[0]
 
 
 @functools.partial(
@@ -273,12 +258,12 @@ def _converse(
   cache: Cache,
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
-  aside: _Aside,
+  run: Run,
   *,
   decoding: Decoding,
 ) -> tuple[Answers, Cache]:
-  logits, cache = feed(model, params, cache, tokens, lengths, aside.limits)
-  return _decode(model, params, cache, logits, aside, decoding)
+  logits, cache = feed(model, params, cache, tokens, lengths, run.limits)
+  return decode(model, params, cache, logits, decoding, run)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "decoding"))
@@ -287,29 +272,9 @@ def _complete(
   params: PyTree,
   cache: Cache,
   logits: Float[Array, "B V"],
-  aside: _Aside,
+  run: Run,
   *,
   decoding: Decoding,
 ) -> Answers:
-  cache = _roomy(cache, aside.limits, 0, decoding)
-  return _decode(model, params, cache, logits, aside, decoding)[0]
-
-
-def _decode(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  logits: Float[Array, "B V"],
-  aside: _Aside,
-  decoding: Decoding,
-) -> tuple[Answers, Cache]:
-  return decode(
-    model,
-    params,
-    cache,
-    logits,
-    aside.seeds,
-    decoding,
-    aside.listener,
-    aside.limits,
-  )
+  cache = _roomy(cache, run.limits, 0, decoding)
+  return decode(model, params, cache, logits, decoding, run)[0]

@@ -1,5 +1,7 @@
 """The KV cache of a model: a plain pytree of layers."""
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.errors import InputError
 from kvjax.layers import Layer, tree_bytes
 from kvjax.plans import Plan
+from kvjax.sharding import shard_cache
 from kvjax.struct import static, struct
 
 
@@ -34,13 +37,21 @@ class Cache:
     """Bytes allocated."""
     return tree_bytes(self)
 
+  def grown(self, capacities: Sequence[int]) -> "Cache":
+    """The same tokens in layers of at least so many slots each."""
+    layers = tuple(
+      shard_cache(layer.grown(max(capacity - layer.capacity, 0)))
+      for layer, capacity in zip(self.layers, capacities, strict=True)
+    )
+    return dataclasses.replace(self, layers=layers)
+
   @property
   def lengths(self) -> Int[Array, "L B K"]:
     """Tokens held per layer, row and KV head."""
     return jnp.stack([layer.lengths for layer in self.layers])
 
 
-def concatenate(caches: list[Cache]) -> Cache:
+def concatenate(caches: Sequence[Cache]) -> Cache:
   """Joins caches of equal capacities along the batch.
 
   Raises:

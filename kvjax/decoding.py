@@ -25,6 +25,7 @@ from kvjax.step import (
   evict,
   evict_all,
 )
+from kvjax.struct import struct
 
 # Called on the host with the step and every row's token at that step; -1 for
 # rows that have ended.
@@ -106,6 +107,21 @@ def feed(
   return model.logits(params, last), fed
 
 
+@struct
+class Run:
+  """What decoding takes besides a model, its cache and how to decode.
+
+  Attributes:
+    seeds: of each row's draws.
+    listener: number of who is told of the tokens.
+    limits: what the layers may hold, where they go on evicting.
+  """
+
+  seeds: Int[Array, " B"]
+  listener: Int[Array, ""] | None
+  limits: Limits | None
+
+
 class _Loop(NamedTuple):
   step: Int[Array, ""]
   token: Int[Array, " B"]
@@ -119,12 +135,11 @@ def decode(
   params: PyTree,
   cache: Cache,
   logits: Float[Array, "B V"],
-  seeds: Int[Array, " B"],
   decoding: Decoding,
-  listener: Int[Array, ""] | None,
-  limits: Limits | None = None,
+  run: Run,
 ) -> tuple[Answers, Cache]:
   """Decodes into the room that the cache has, until every row has ended."""
+  seeds, listener, limits = run.seeds, run.listener, run.limits
   rows = seeds.shape[0]
   every = (limits.plan.schedule.every if limits else None) or 1
 

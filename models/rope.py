@@ -203,7 +203,12 @@ def _linear(rope: Rope, _: Array) -> tuple[Array, float]:
 
 
 def _dynamic(rope: Rope, place: Array) -> tuple[Array, float]:
-  """NTK-aware base that grows with the row, once past the original context."""
+  """NTK-aware base that grows with the row, once past the original context.
+
+  The length is that up to the end of the block at hand. Keys that are cached
+  already keep the base they were rotated with, as in transformers: work in
+  blocks differs from work on the whole prompt.
+  """
   factor = dict(rope.scaling)["factor"]
   original = rope.original_context
   length = jnp.max(place, axis=1).astype(jnp.float32) + 1.0

@@ -13,6 +13,7 @@ from kvjax.budgets import Budget
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
 from kvjax.methods.base import Allowance, Method, ScoringMethod
+from kvjax.methods.bounds import check_share
 from kvjax.methods.snapkv import SnapKV
 from kvjax.selection import head_counts, top_slots
 
@@ -65,8 +66,7 @@ class AdaKV(Method):
         "AdaKV compares the scores of slots or the votes of an observation "
         f"window; {type(self.inner).__name__} has neither."
       )
-    if not 0 <= self.alpha <= 1:
-      raise InputError(f"alpha must be 0 to 1; {self.alpha:g} is not.")
+    check_share(self, "alpha")
 
   @property
   def window(self) -> int:

@@ -9,10 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.budgets import Budget, Retention
-from kvjax.errors import InputError
 from kvjax.layers import LayerCache
 from kvjax.methods.base import Allowance, Method
-from kvjax.methods.bounds import check_least
+from kvjax.methods.bounds import check_least, check_odd
 from kvjax.methods.heads import Head, heads_of
 from kvjax.methods.leverage import (
   Sketch,
@@ -101,8 +100,8 @@ class Compactor(Method):
   def __post_init__(self) -> None:
     super().__post_init__()
     check_least(self, sketch_dim=1, chunk=1, leverage_chunk=0, first=0, last=0)
-    if self.pool < 1 or self.pool % 2 == 0:
-      raise InputError(f"pool must be odd; {self.pool} is not.")
+    check_least(self, blend=0)
+    check_odd(self, "pool")
 
   @property
   def packed(self) -> bool:

@@ -8,8 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels.attention_mass import causal_mass
 from kvjax.activations import Activations
-from kvjax.errors import InputError
 from kvjax.layers import LayerCache
+from kvjax.methods.bounds import check_least, check_share
 from kvjax.methods.heads import Head, HeadwiseMethod, heads_of
 from kvjax.methods.snapkv import pool
 from kvjax.selection import age, floor_share
@@ -38,12 +38,8 @@ class H2O(HeadwiseMethod):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not 0 <= self.recent_frac <= 1:
-      raise InputError(
-        f"recent_frac must be between 0 and 1; {self.recent_frac:g} is not."
-      )
-    if self.recent < 0:
-      raise InputError(f"recent must be 0 or more; {self.recent} is not.")
+    check_share(self, "recent_frac")
+    check_least(self, recent=0)
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Accumulated attention."""

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
+from kvjax.methods.bounds import check_share
 from kvjax.methods.heads import Head, HeadwiseMethod
 from kvjax.selection import age, floor_share
 
@@ -42,10 +43,7 @@ class KeyDiff(HeadwiseMethod):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if not 0 <= self.recent_frac <= 1:
-      raise InputError(
-        f"recent_frac must be between 0 and 1; {self.recent_frac:g} is not."
-      )
+    check_share(self, "recent_frac")
     if self.anchor == "pairwise" and self.metric != "cosine":
       raise InputError("anchor=pairwise is defined for metric=cosine only.")
 

@@ -13,6 +13,7 @@ from kvjax.budgets import Budget, Retention
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
 from kvjax.methods.base import Allowance, Method
+from kvjax.methods.bounds import check_least
 from kvjax.methods.heads import Head, heads_of
 from kvjax.methods.partitions import Partitions
 from kvjax.prompts import bucket_lengths
@@ -70,10 +71,7 @@ class LagKV(Method):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.sinks < 0:
-      raise InputError(f"sinks must be 0 or more; {self.sinks} is not.")
-    if self.lag < 2:
-      raise InputError(f"lag must be 2 or more; {self.lag} is not.")
+    check_least(self, sinks=0, lag=2, value_weight=0)
     if self.ddof not in (0, 1):
       raise InputError(f"ddof must be 0 or 1; {self.ddof} is not.")
 

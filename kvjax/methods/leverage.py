@@ -32,7 +32,8 @@ def gaussian_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
 def hadamard_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
   """Subsampled randomised Hadamard transform: random signs, then columns.
 
-  Dimensions are padded with zeros to a power of two, which are then dropped.
+  Entries are ±1 / sqrt(k), so that norms are kept on average. Dimensions are
+  padded with zeros to a power of two, which are then dropped.
   """
   size = 1 << (dim - 1).bit_length()
   sign_key, column_key = jax.random.split(key)
@@ -43,7 +44,8 @@ def hadamard_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
   rows = jnp.arange(dim)[:, None]
   # Entry (i, j) of the Walsh-Hadamard matrix is -1 to the bits i and j share.
   shared = jax.lax.population_count(rows & columns[None]) % 2
-  return signs[:, None] * (1.0 - 2.0 * shared.astype(jnp.float32))
+  hadamard = 1.0 - 2.0 * shared.astype(jnp.float32)
+  return signs[:, None] * hadamard * len(columns) ** -0.5
 
 
 def leverage(

@@ -8,9 +8,9 @@ from jaxtyping import Array, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.budgets import Budget, Tokens
-from kvjax.errors import InputError
 from kvjax.layers import LayerCache
 from kvjax.methods.base import Allowance, Method
+from kvjax.methods.bounds import check_least
 from kvjax.methods.snapkv import SnapKV
 from kvjax.prompts import bucket_lengths
 
@@ -46,8 +46,7 @@ class Pyramid(Method):
   def __post_init__(self) -> None:
     super().__post_init__()
     self.inner.check_spread()
-    if not self.beta >= 1:
-      raise InputError(f"beta must be 1 or more; {self.beta:g} is not.")
+    check_least(self, beta=1)
 
   @property
   def spreads_evenly(self) -> str:

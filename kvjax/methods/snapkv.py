@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.errors import InputError
 from kvjax.layers import LayerCache
+from kvjax.methods.bounds import check_least, check_odd
 from kvjax.methods.heads import Head, HeadwiseMethod, window_attention
 from kvjax.selection import age
 
@@ -44,10 +44,8 @@ class SnapKV(HeadwiseMethod):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.window < 1:
-      raise InputError(f"window must be 1 or more; {self.window} is not.")
-    if self.kernel < 1 or self.kernel % 2 == 0:
-      raise InputError(f"kernel must be odd; {self.kernel} is not.")
+    check_least(self, window=1)
+    check_odd(self, "kernel")
 
   @property
   def observation_window(self) -> int:

@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.errors import InputError
 from kvjax.layers import LayerCache
+from kvjax.methods.bounds import check_least
 from kvjax.methods.heads import Head, HeadwiseMethod
 
 
@@ -28,8 +28,7 @@ class StreamingLLM(HeadwiseMethod):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.sinks < 0:
-      raise InputError(f"sinks must be 0 or more; {self.sinks} is not.")
+    check_least(self, sinks=0)
 
   @property
   def spreads_evenly(self) -> str:

@@ -288,7 +288,7 @@ def test_budgets_are_the_inner_methods():
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
 def test_an_alpha_that_is_no_share_is_refused(alpha):
-  with pytest.raises(InputError, match="alpha must be 0 to 1"):
+  with pytest.raises(InputError, match="alpha must be between 0 and 1"):
     AdaKV(alpha=alpha)
 
 
