@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kernels.attention import attention
 from kvjax.activations import Activations
@@ -93,7 +93,12 @@ class LayerCache:
   @property
   def lengths(self) -> Int[Array, "B K"]:
     """Tokens held per row and KV head."""
-    return jnp.sum((self.positions >= 0).astype(jnp.int32), axis=-1)
+    return jnp.sum(self.held.astype(jnp.int32), axis=-1)
+
+  @property
+  def held(self) -> Bool[Array, "B K T"]:
+    """Slots that hold a token."""
+    return self.positions >= 0
 
   @property
   def nbytes(self) -> int:

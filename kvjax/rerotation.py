@@ -64,7 +64,7 @@ def closed_up(model: Model, layer: LayerCache) -> LayerCache:
 
 
 def _order(layer: LayerCache) -> Int[Array, "B K T"]:
-  held = layer.positions >= 0
+  held = layer.held
   return jnp.cumsum(held.astype(jnp.int32), axis=-1) - 1
 
 
@@ -73,7 +73,7 @@ def _turned(
 ) -> LayerCache:
   """The tokens as if they had stood at `places`."""
   assert isinstance(model, RotaryModel)
-  held = layer.positions >= 0
+  held = layer.held
   by = jnp.where(held, places - layer.positions, 0)
   return dataclasses.replace(
     layer,

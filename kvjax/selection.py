@@ -131,7 +131,9 @@ def round_share(counts: Int[Array, "*B"], share: float) -> Int[Array, "*B"]:
   return whole * exact.numerator + twice // (2 * exact.denominator)
 
 
-def packed(kept: Bool[Array, "B K T"], capacity: int) -> Int[Array, "B K M"]:
+def true_slots(
+  kept: Bool[Array, "B K T"], capacity: int
+) -> Int[Array, "B K M"]:
   """The true slots in ascending order, then -1; at most `capacity` of them."""
   slots = kept.shape[-1]
   index = jnp.arange(slots, dtype=jnp.int32)

@@ -116,7 +116,7 @@ class AdaKV(Method):
     that one of them can have.
     """
     scores, inner_found = found
-    held = cache.positions >= 0
+    held = cache.held
     must_keep = allowance.must_keep(cache)
     protected = self._judge.protected(cache, allowance.per_head) & held
     protected |= must_keep

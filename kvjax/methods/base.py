@@ -248,7 +248,7 @@ class ScoringMethod(Method):
     """The highest scores beside the protected slots."""
     return top_slots(
       found,
-      cache.positions >= 0,
+      cache.held,
       self.protected(cache, allowance.per_head),
       allowance.counts,
       allowance.capacity,

@@ -12,7 +12,7 @@ from kvjax.layers import LayerCache
 from kvjax.methods.base import Allowance, Method
 from kvjax.methods.bounds import check_least
 from kvjax.methods.heads import Head, heads_of, window_attention
-from kvjax.selection import age, newest, packed
+from kvjax.selection import age, newest, true_slots
 
 Scope = Literal["layer", "head"]
 
@@ -75,7 +75,7 @@ class ChunkKV(Method):
     self, found: Float[Array, "B K C"], cache: LayerCache, allowance: Allowance
   ) -> Int[Array, "B K M"]:
     """The best chunks that fit beside the window."""
-    held = cache.positions >= 0
+    held = cache.held
     must_keep = allowance.must_keep(cache)
     window = newest(held, must_keep, allowance.per_head, self.window)
     must_keep &= ~window
@@ -86,10 +86,10 @@ class ChunkKV(Method):
     slots = cache.capacity
     per_token = jnp.repeat(chosen, self.chunk, axis=-1)[..., :slots]
     kept = window | must_keep | (per_token & self._prefix(cache))
-    return packed(kept, allowance.capacity)
+    return true_slots(kept, allowance.capacity)
 
   def _prefix(self, cache: LayerCache) -> Bool[Array, "B K T"]:
-    held = cache.positions >= 0
+    held = cache.held
     return held & (age(held) > self.window)
 
   def _chunks(self, x: Float[Array, "B K T"]) -> Float[Array, "B K C c"]:

@@ -137,7 +137,7 @@ class Compactor(Method):
     self, found: Parts, cache: LayerCache, allowance: Allowance
   ) -> Int[Array, "B K M"]:
     """The highest blended scores beside the protected ends."""
-    held = cache.positions >= 0
+    held = cache.held
     blend = jnp.full(allowance.counts.shape, self.blend, jnp.float32)
     if self.blend_removed:
       length = jnp.sum(held[:, 0].astype(jnp.float32), axis=-1)

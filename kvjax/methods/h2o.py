@@ -75,7 +75,7 @@ class H2O(HeadwiseMethod):
       if self.recent
       else floor_share(counts, self.recent_frac)
     )
-    held = cache.positions >= 0
+    held = cache.held
     return held & (age(held) <= recent[..., None])
 
 

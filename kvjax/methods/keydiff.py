@@ -70,7 +70,7 @@ class KeyDiff(HeadwiseMethod):
   ) -> Bool[Array, "B K T"]:
     """The newest `recent_frac` of the budget."""
     recent = floor_share(counts, self.recent_frac)
-    held = cache.positions >= 0
+    held = cache.held
     return held & (age(held) <= recent[..., None])
 
   def _anchor(

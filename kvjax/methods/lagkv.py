@@ -17,7 +17,7 @@ from kvjax.methods.bounds import check_least
 from kvjax.methods.heads import Head, heads_of
 from kvjax.methods.partitions import Partitions
 from kvjax.prompts import bucket_lengths
-from kvjax.selection import packed, top_slots
+from kvjax.selection import top_slots, true_slots
 
 Mode = Literal["paper", "kvpress"]
 Reference = Literal["next", "own"]
@@ -177,7 +177,7 @@ class LagKV(Method):
   ) -> Int[Array, "B K M"]:
     """The best of each partition, or of the whole row in mode "kvpress"."""
     parts = Partitions.of(cache, self.sinks, self.lag)
-    held = cache.positions >= 0
+    held = cache.held
     worth = found
     if self.mode == "kvpress":
       if not self.cross_scoring:
@@ -198,7 +198,7 @@ class LagKV(Method):
     rank = jnp.argsort(jnp.argsort(-found, axis=-1, stable=True), axis=-1)
     each = self._each(parts, allowance)
     best = parts.spread(rank < each[..., None, None])
-    return packed(held & (parts.fixed | best), allowance.capacity)
+    return true_slots(held & (parts.fixed | best), allowance.capacity)
 
   def _each(self, parts: Partitions, allowance: Allowance) -> Int[Array, "B K"]:
     """Tokens to keep of each partition."""

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.layers import LayerCache
-from kvjax.selection import packed
+from kvjax.selection import true_slots
 from kvjax.struct import static, struct
 
 
@@ -32,7 +32,7 @@ class Partitions:
   @classmethod
   def of(cls, cache: LayerCache, sinks: int, lag: int) -> "Partitions":
     """Finds them by the positions alone, after any number of evictions."""
-    held = cache.positions >= 0
+    held = cache.held
     index = jnp.cumsum(held.astype(jnp.int32), axis=-1) - 1
     gone = jnp.where(held, cache.positions - index, -1)
     all_gone = jnp.max(gone, axis=-1, keepdims=True)
@@ -60,7 +60,7 @@ class Partitions:
 
   def slots(self, cache: LayerCache, count: int) -> Int[Array, "B K P L"]:
     """Slots of the tokens of the first `count` partitions, where there are."""
-    order = packed(cache.positions >= 0, cache.capacity)
+    order = true_slots(cache.held, cache.capacity)
     index = self.start[..., None] + jnp.arange(count * self.lag)[None, None]
     index = jnp.minimum(index, cache.capacity - 1)
     slots = jnp.maximum(jnp.take_along_axis(order, index, axis=-1), 0)

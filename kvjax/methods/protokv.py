@@ -22,7 +22,7 @@ from kvjax.methods.ranking import (
   fitting,
   ranked,
 )
-from kvjax.selection import age, newest, packed
+from kvjax.selection import age, newest, true_slots
 
 Clusters = Literal["prototypes", "lsh", "kmeans", "none"]
 Score = Literal["qk_sum", "qk_mean", "attn_sum", "attn_mean"]
@@ -115,7 +115,7 @@ class ProtoKV(Method):
     self, found: Ranking, cache: LayerCache, allowance: Allowance
   ) -> Int[Array, "B K M"]:
     """Whole clusters while they fit, the cut one, and the window."""
-    held = cache.positions >= 0
+    held = cache.held
     must_keep = allowance.must_keep(cache)
     window = newest(held, must_keep, allowance.per_head, self.window)
     must_keep &= ~window
@@ -124,7 +124,7 @@ class ProtoKV(Method):
     prefix = held & (age(held) > self.window)
     fit = functools.partial(fitting, cut=self.cut)
     kept = jax.vmap(jax.vmap(fit))(found, room)
-    return packed(window | must_keep | (prefix & kept), allowance.capacity)
+    return true_slots(window | must_keep | (prefix & kept), allowance.capacity)
 
   def _rank_head(self, head: Head, rng: Array) -> Ranking:
     keys = head.keys

@@ -71,7 +71,7 @@ class SnapKV(HeadwiseMethod):
   ) -> Bool[Array, "B K T"]:
     """The observation window."""
     del counts
-    held = cache.positions >= 0
+    held = cache.held
     return held & (age(held) <= self.window)
 
 

@@ -51,4 +51,4 @@ class StreamingLLM(HeadwiseMethod):
   ) -> Bool[Array, "B K T"]:
     """The sinks."""
     del counts
-    return (cache.positions >= 0) & (cache.positions < self.sinks)
+    return cache.held & (cache.positions < self.sinks)

@@ -58,5 +58,5 @@ class Tova(ScoringMethod):
   ) -> Bool[Array, "B K T"]:
     """The last token, if asked for."""
     del counts
-    held = cache.positions >= 0
+    held = cache.held
     return held & (age(held) <= int(self.protect_last))
