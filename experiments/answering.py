@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 import kvjax
 from experiments.candidates import Candidate
+from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
 from models.pretrained import Pretrained
 from models.tokenizer import Tokenizer
@@ -47,6 +49,17 @@ class Prompt:
       tokenizer.encode(before),
       tokenizer.encode(question + after + prefix),
       max_new_tokens,
+    )
+
+  @classmethod
+  def of_sample(cls, tokenizer: Tokenizer, sample: Sample) -> "Prompt":
+    """The prompt of a task's sample."""
+    return cls.of(
+      tokenizer,
+      sample.context,
+      sample.question,
+      sample.answer_prefix,
+      sample.max_new_tokens,
     )
 
   @property
@@ -141,6 +154,7 @@ def replies(
   began = time.monotonic()
   contexts = kvjax.Prompts.of([p.context for p in rows], shape.context)
   caches = _caches(lm, [candidate.plan for candidate in candidates], contexts)
+  kept = jax.device_get([cache.lengths for cache in caches])
   jax.block_until_ready(caches)
   seconds.prefill += time.monotonic() - began
 
@@ -151,7 +165,9 @@ def replies(
     answers = kvjax.answer(
       lm.model,
       lm.params,
-      kvjax.concatenate([_grown(caches[index], capacity) for index in group]),
+      kvjax.concatenate(
+        [caches[i].grown([capacity] * len(caches[i].layers)) for i in group]
+      ),
       kvjax.Prompts(
         np.tile(questions.tokens, (len(group), 1)),
         np.tile(questions.lengths, len(group)),
@@ -163,19 +179,20 @@ def replies(
     for place, index in enumerate(group):
       start = place * shape.rows
       mine = answers[start : start + len(prompts)]
-      found += _replies(lm, candidates[index], caches[index], prompts, mine)
+      each = caches[index].nbytes // shape.rows
+      found += _replies(lm, candidates[index], kept[index], each, prompts, mine)
     yield found
 
 
 def _replies(
   lm: Pretrained,
   candidate: Candidate,
-  cache: kvjax.Cache,
+  lengths: Int[np.ndarray, "L B K"],
+  each: int,
   prompts: Sequence[Prompt],
   answers: Sequence[list[int]],
 ) -> list[Reply]:
-  kept = np.asarray(cache.lengths, np.float64).mean(axis=(0, 2))
-  each = cache.nbytes // cache.next_positions.shape[0]
+  kept = np.mean(lengths, axis=(0, 2), dtype=np.float64)
   return [
     Reply(
       candidate,
@@ -212,12 +229,13 @@ def _groups(
   """Caches that are asked together, with the capacity that holds them all.
 
   Layers of unequal capacities go to the next group that has room for the
-  largest, which saves them a compilation of their own. Caches whose heads keep
-  different numbers join nobody.
+  largest, which saves them a compilation of their own. Caches with a head for
+  every query head are apart; those whose heads keep different numbers join
+  nobody.
   """
   sizes = [{layer.capacity for layer in cache.layers} for cache in caches]
   common = {max(size) for size in sizes if len(size) == 1}
-  groups: dict[int, list[int]] = {}
+  groups: dict[tuple[int, bool], list[int]] = {}
   alone = []
   for index, (candidate, size) in enumerate(
     zip(candidates, sizes, strict=True)
@@ -228,18 +246,9 @@ def _groups(
       continue
     fitting = [capacity for capacity in common if capacity >= max(size)]
     capacity = min(fitting, default=max(size))
-    groups.setdefault(capacity, []).append(index)
-  return [*groups.items(), *alone]
-
-
-def _grown(cache: kvjax.Cache, capacity: int) -> kvjax.Cache:
-  layers = tuple(
-    layer.grown(capacity - layer.capacity)
-    if layer.capacity < capacity
-    else layer
-    for layer in cache.layers
-  )
-  return dataclasses.replace(cache, layers=layers)
+    groups.setdefault((capacity, plan.per_query_head), []).append(index)
+  together = [(capacity, group) for (capacity, _), group in groups.items()]
+  return together + alone
 
 
 def _round_up(length: int) -> int:

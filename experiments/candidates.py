@@ -45,6 +45,7 @@ def candidates(
   methods: Sequence[str],
   budgets: Sequence[kvjax.Budget],
   schedule: kvjax.Schedule = WHOLE,
+  per_query_head: bool = False,
 ) -> tuple[Candidate, ...]:
   """Every method at every budget, the full cache first: the yardstick.
 
@@ -54,6 +55,7 @@ def candidates(
     methods: names as `kvjax.get_method` reads them.
     budgets: what the methods may keep.
     schedule: when they evict.
+    per_query_head: see `kvjax.Plan`.
 
   Raises:
     InputError: a name stands for no method, a method is not defined for the
@@ -68,7 +70,7 @@ def candidates(
   for name, method in found.items():
     if name != FULL:
       chosen.extend(
-        Candidate(name, _plan(name, method, budget, schedule))
+        Candidate(name, _plan(name, method, budget, schedule, per_query_head))
         for budget in dict.fromkeys(budgets)
         if budget != whole
       )
@@ -76,9 +78,13 @@ def candidates(
 
 
 def _plan(
-  name: str, method: Method, budget: kvjax.Budget, schedule: kvjax.Schedule
+  name: str,
+  method: Method,
+  budget: kvjax.Budget,
+  schedule: kvjax.Schedule,
+  per_query_head: bool,
 ) -> kvjax.Plan:
   try:
-    return kvjax.Plan(method, budget, schedule)
+    return kvjax.Plan(method, budget, schedule, per_query_head)
   except InputError as error:
     raise InputError(f"--methods has {name}: {error}") from error

@@ -81,6 +81,13 @@ _EVERY = flags.DEFINE_integer(
   "Evict while decoding too, after every so many tokens.",
   lower_bound=1,
 )
+_HEADS = flags.DEFINE_enum(
+  "heads",
+  "kv",
+  ["kv", "query"],
+  "Whether each KV head decides, or each query head, with keys and values of "
+  "its own.",
+)
 _SAMPLES = flags.DEFINE_integer(
   "samples", 16, "Samples per task.", lower_bound=1
 )
@@ -112,31 +119,37 @@ def main() -> None:
     "text", _NEEDLES_ONLY, "a text is asked one question and nothing is written"
   )
   schedule = kvjax.Schedule(block=_BLOCK.value, every=_EVERY.value)
-  chosen = candidates(_METHODS.value, _budgets(), schedule)
+  budgets = _budgets()
+  own = _HEADS.value == "query"
+  chosen = candidates(_METHODS.value, budgets, schedule, own)
   text, question = _TEXT.value, _QUESTION.value
   if text is None and question is None:
-    _compare(chosen)
+    _compare(chosen, budgets, schedule)
   elif text is None or question is None:
     raise InputError("--text=FILE and --question=... need each other.")
   else:
     _ask(chosen, side_by_side.read_text(pathlib.Path(text)), question)
 
 
-def _compare(chosen: Sequence[Candidate]) -> None:
+def _compare(
+  chosen: Sequence[Candidate],
+  budgets: Sequence[kvjax.Budget],
+  schedule: kvjax.Schedule,
+) -> None:
   began = time.monotonic()
   folder = pathlib.Path(_OUTPUT.value)
   suite.check_tasks(_TASKS.value)
   results.check_writable(folder)
   with _loaded() as (lm, devices):
     samples = _samples(lm)
-    settings = _settings()
+    settings = _settings(schedule)
     store = results.Results(folder, settings)
     wanted = comparison.wanted(chosen, samples)
     new = len(set(wanted) - store.answers.keys())
     seconds = _answer(lm, chosen, samples, store, new)
   seconds["total"] = time.monotonic() - began
   rows = results.summarize([store.answers[key] for key in wanted])
-  if kvjax.Retention(1.0) in _budgets():
+  if kvjax.Retention(1.0) in budgets:
     compressed = [c.method for c in chosen if c.method != FULL]
     rows += results.at_retention_one(rows, list(dict.fromkeys(compressed)))
   summary = dataclasses.asdict(settings) | {
@@ -192,9 +205,7 @@ def _ask(chosen: Sequence[Candidate], text: str, question: str) -> None:
 
 
 def _samples(lm: models.Pretrained) -> comparison.Samples:
-  def count(text: str) -> int:
-    return len(lm.tokenizer.encode(text))
-
+  count = lm.tokenizer.count
   limit = lm.config.geometry.max_positions
   template = sum(count(text) for text in lm.tokenizer.split_chat(""))
   if _LENGTH.value + template > limit:
@@ -211,7 +222,7 @@ def _samples(lm: models.Pretrained) -> comparison.Samples:
   }
 
 
-def _settings() -> results.Settings:
+def _settings(schedule: kvjax.Schedule) -> results.Settings:
   directory = pathlib.Path(_MODEL.value).resolve()
   return results.Settings(
     model="kvjax-ref" if directory == _BUNDLED else directory.name,
@@ -219,7 +230,8 @@ def _settings() -> results.Settings:
     dtype=_dtype(),
     length=_LENGTH.value,
     seed=_SEED.value,
-    schedule=str(kvjax.Schedule(block=_BLOCK.value, every=_EVERY.value)),
+    schedule=str(schedule),
+    heads=f"{_HEADS.value} head",
   )
 
 

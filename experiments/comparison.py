@@ -49,7 +49,7 @@ def compare(
   unfinished = {(key.method, key.budget) for key in missing}
   candidates = [c for c in candidates if (c.method, c.budget) in unfinished]
   prompts = {
-    task: [_prompt(lm, sample) for sample in drawn]
+    task: [Prompt.of_sample(lm.tokenizer, sample) for sample in drawn]
     for task, drawn in samples.items()
   }
   everything = [prompt for rows in prompts.values() for prompt in rows]
@@ -85,16 +85,6 @@ def wanted(candidates: Sequence[Candidate], samples: Samples) -> list[Key]:
 def clean(prediction: str) -> str:
   """RULER's clean-up: control characters become line breaks."""
   return re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip()
-
-
-def _prompt(lm: Pretrained, sample: Sample) -> Prompt:
-  return Prompt.of(
-    lm.tokenizer,
-    sample.context,
-    sample.question,
-    sample.answer_prefix,
-    sample.max_new_tokens,
-  )
 
 
 def _answer(

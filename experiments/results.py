@@ -31,6 +31,7 @@ class Settings:
     python: version, whose own documentation is the prose of the samples.
     protocol: what is compressed, before or after the question is known.
     schedule: when it is compressed.
+    heads: what decides by itself: each "kv head" or each "query head".
   """
 
   model: str
@@ -41,6 +42,7 @@ class Settings:
   python: str = platform.python_version()
   protocol: str = "query-agnostic"
   schedule: str = str(WHOLE)
+  heads: str = "kv head"
 
 
 @dataclasses.dataclass(frozen=True)

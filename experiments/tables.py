@@ -20,7 +20,7 @@ def title(summary: Mapping[str, Any]) -> str:
   fewest = min(row["samples"] for row in summary["rows"])
   return (
     f"{summary['model']}, {summary['length']} tokens, {summary['protocol']}, "
-    f"{summary['schedule']}, {fewest} samples per task"
+    f"{summary['schedule']}, per {summary['heads']}, {fewest} samples per task"
   )
 
 

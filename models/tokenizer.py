@@ -12,7 +12,7 @@ import jinja2.sandbox
 import tokenizers
 
 from kvjax.errors import InputError
-from models.json_files import read_json_if_present, write_json
+from models.json_files import read_json_if_present, read_text, write_json
 
 
 class Tokenizer:
@@ -86,9 +86,7 @@ class Tokenizer:
     return cls(
       backend,
       read_json_if_present(directory / "tokenizer_config.json"),
-      chat_template=(
-        template.read_text(encoding="utf-8") if template.is_file() else None
-      ),
+      chat_template=(read_text(template) if template.is_file() else None),
       eos_ids=_read_eos_ids(directory),
     )
 
@@ -111,6 +109,10 @@ class Tokenizer:
   def encode(self, text: str) -> list[int]:
     """Ids of a text, without adding special tokens."""
     return self._backend.encode(text, add_special_tokens=False).ids
+
+  def count(self, text: str) -> int:
+    """Number of a text's tokens."""
+    return len(self.encode(text))
 
   def decode(self, ids: Sequence[int]) -> str:
     """Text of some ids, without special tokens.
@@ -193,16 +195,30 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _default_template(config: Mapping[str, Any]) -> str | None:
   template = config.get("chat_template")
   if isinstance(template, list):
-    named = {entry["name"]: entry["template"] for entry in template}
-    return named.get("default")
-  return template
+    fields = [entry if isinstance(entry, dict) else {} for entry in template]
+    named = [(entry.get("name"), entry.get("template")) for entry in fields]
+    if all(isinstance(part, str) for pair in named for part in pair):
+      return dict(named).get("default")
+  elif template is None or isinstance(template, str):
+    return template
+  raise InputError(
+    "The chat_template in tokenizer_config.json must be a text, or a list of "
+    "objects that each have a name and a template."
+  )
 
 
 def _read_eos_ids(directory: pathlib.Path) -> list[int]:
   for name in ("generation_config.json", "config.json"):
     eos = read_json_if_present(directory / name).get("eos_token_id")
-    if eos is not None:
-      return eos if isinstance(eos, list) else [eos]
+    if eos is None:
+      continue
+    ids = eos if isinstance(eos, list) else [eos]
+    if all(type(token_id) is int for token_id in ids):
+      return ids
+    raise InputError(
+      f"{directory / name} has {eos!r} for 'eos_token_id', which must be a "
+      "whole number or a list of them."
+    )
   return []
 
 

@@ -124,8 +124,7 @@ def _open(directory: pathlib.Path) -> dict[str, Any]:
   if (directory / _SINGLE).is_file():
     names = [_SINGLE]
   elif (directory / _INDEX).is_file():
-    weight_map = read_json(directory / _INDEX).get("weight_map", {})
-    names = sorted(set(weight_map.values()))
+    names = _shard_names(directory / _INDEX)
   else:
     raise InputError(
       f"{directory} has no weights; it should hold {_SINGLE}, or shards and "
@@ -146,6 +145,17 @@ def _open(directory: pathlib.Path) -> dict[str, Any]:
       ) from error
     files |= dict.fromkeys(file.keys(), file)
   return files
+
+
+def _shard_names(index: pathlib.Path) -> list[str]:
+  weight_map = read_json(index).get("weight_map")
+  names = weight_map.values() if isinstance(weight_map, dict) else [None]
+  if not all(isinstance(name, str) for name in names):
+    raise InputError(
+      f"{index} must have a weight_map that gives each tensor the name of its "
+      "file."
+    )
+  return sorted(set(names))
 
 
 def _check(

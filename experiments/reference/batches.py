@@ -1,5 +1,8 @@
 """Batches of a stage, each a function of seed, stage and step alone."""
 
+import concurrent.futures
+from collections.abc import Callable, Iterator
+
 import numpy as np
 
 from experiments.reference.curriculum import Stage
@@ -27,6 +30,16 @@ def training_batch(
     for i, room in zip(chosen, rooms, strict=True)
   ]
   return pack(rows, stage.length, stage.slots, pieces.pad, rng)
+
+
+def ahead[T](draw: Callable[[int], T], steps: range) -> Iterator[T]:
+  """What `draw` makes for each step, made while the one before is used."""
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    made = [pool.submit(draw, step) for step in steps[:1]]
+    for step in steps:
+      if step + 1 in steps:
+        made.append(pool.submit(draw, step + 1))
+      yield made.pop(0).result()
 
 
 def validation_batch(

@@ -40,7 +40,7 @@ class Progress:
     return cls(params, moments, 0, 0, 0, 0, 0, 0.0)
 
   def advanced(
-    self, params: PyTree, moments: PyTree, tokens: int, seconds: float
+    self, params: PyTree, moments: PyTree, tokens: int
   ) -> "Progress":
     """One step further."""
     return dataclasses.replace(
@@ -50,8 +50,11 @@ class Progress:
       step=self.step + 1,
       total=self.total + 1,
       tokens=self.tokens + tokens,
-      seconds=self.seconds + seconds,
     )
+
+  def spent(self, seconds: float) -> "Progress":
+    """The same place, so many seconds later."""
+    return dataclasses.replace(self, seconds=self.seconds + seconds)
 
   def next_stage(self) -> "Progress":
     """At the start of the next stage."""

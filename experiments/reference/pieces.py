@@ -11,7 +11,7 @@ from experiments.tasks import prose, words
 
 _HEX = "0123456789abcdef"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_SPELLED_SHARE = 0.15
+SPELLED_SHARE = 0.15
 
 
 class Pieces:
@@ -75,7 +75,7 @@ class Pieces:
 
   def word_key(self, rng: np.random.Generator) -> list[int]:
     """` adjective-noun`; some are spelled with random letters."""
-    if rng.random() < _SPELLED_SHARE:
+    if rng.random() < SPELLED_SHARE:
       return [
         *self._blank,
         *self._spelled(rng),

@@ -9,7 +9,7 @@ from experiments.reference.rows import Row
 from experiments.tasks import needles
 
 # Share of rows whose wording is not RULER's, against overfitting to a prompt.
-_VARIED_SHARE = 0.3
+VARIED_SHARE = 0.3
 _SHUFFLED_SHARE = 0.3
 # Room for a first word that is more tokens without its leading blank.
 _LINE_START = 12
@@ -63,7 +63,7 @@ class Prompt:
     prefix = needles.ANSWER_PREFIX_ONE if one else needles.ANSWER_PREFIX
     if form == "short":
       needle, question, prefix = _SHORT_NEEDLE, "", _SHORT_PREFIX
-    elif rng.random() < _VARIED_SHARE:
+    elif rng.random() < VARIED_SHARE:
       if rng.random() < 0.5:
         needle = str(rng.choice(_NEEDLES))
       question = str(rng.choice(_QUESTIONS))
@@ -80,7 +80,7 @@ class Prompt:
     self._suffix = suffix if question else ""
     self._prefix = prefix
     self.intro: list[int] = []
-    if form == "full" and rng.random() > _VARIED_SHARE:
+    if form == "full" and rng.random() > VARIED_SHARE:
       text = needles.INTRO_ONE if one else needles.INTRO
       self.intro = pieces.fill(text, {"kind": self._kind})
     self.overhead = len(self.intro) + 2

@@ -17,6 +17,9 @@ from models.config import DecoderConfig
 from models.decoder import Decoder
 
 MAX_POSITIONS = 4096
+BETAS = (0.9, 0.98)
+WEIGHT_DECAY = 0.01
+MOST_NORM = 1.0
 _EMBEDDING_STD = 0.3
 
 
@@ -98,10 +101,11 @@ def _loss(
 def optimizer() -> optax.GradientTransformation:
   """AdamW without its learning rate, which the step multiplies in."""
   return optax.chain(
-    optax.clip_by_global_norm(1.0),
-    optax.scale_by_adam(b1=0.9, b2=0.98),
+    optax.clip_by_global_norm(MOST_NORM),
+    optax.scale_by_adam(*BETAS),
     optax.add_decayed_weights(
-      0.01, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+      WEIGHT_DECAY,
+      mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree),
     ),
   )
 

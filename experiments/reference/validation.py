@@ -1,6 +1,11 @@
-"""How well a model answers the needle tasks with its full cache."""
+"""How well a model answers needle questions with its full cache.
+
+Decoding is greedy; prose comes from topics that training never saw. Context
+and question are tokenised and fed separately, as where methods are compared.
+"""
 
 import dataclasses
+import random
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -8,30 +13,44 @@ import numpy as np
 import kvjax
 from experiments import answering, suite
 from experiments.candidates import FULL, candidates
+from experiments.tasks import needles
 from experiments.tasks.sample import Sample, string_match_all
 from models.pretrained import Pretrained
 
-LENGTHS = (1024, 2048)
+LENGTHS = (512, 1024, 2048)
+DEPTHS = tuple(index / 9 for index in range(10))
+DEPTH_TASK = "niah_single_2"
+# Eight questions with their answers leave no room for prose in 512 tokens.
+CONVERSATION_LENGTHS = (1024, 2048)
+ROUNDS = 8
+_ROUND_TOKENS = 16
 _ROWS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-  """Result of one task at one length.
+  """What was right of some samples at one length.
 
   Attributes:
-    task: name of the task.
+    name: the task, the needle's depth or the round of a conversation.
     length: prompt and answer fit this many tokens.
     samples: how many were asked.
     contained: mean share of references in the answer (`string_match_all`).
     whole: share of samples all of whose references are in the answer.
   """
 
-  task: str
+  name: str
   length: int
   samples: int
   contained: float
   whole: float
+
+  @classmethod
+  def of(cls, name: str, length: int, shares: Sequence[float]) -> "Score":
+    """The score of samples with these shares of their references."""
+    whole = [share == 1 for share in shares]
+    means = float(np.mean(shares)), float(np.mean(whole))
+    return cls(name, length, len(shares), *means)
 
 
 def validate(
@@ -41,46 +60,143 @@ def validate(
   lengths: Sequence[int] = LENGTHS,
   tasks: Sequence[str] = suite.TASKS,
 ) -> Iterator[Score]:
-  """Asks every task at every length; prose comes from held-out topics.
-
-  Decoding is greedy and the cache is full. Context and question are tokenised
-  and fed separately, as in a comparison of methods.
-  """
-
-  def count(text: str) -> int:
-    return len(lm.tokenizer.encode(text))
-
+  """Asks every task at every length."""
   for length in lengths:
-    for task in tasks:
-      drawn = [
-        suite.draw(task, number, seed, length, count)
+    drawn = {
+      task: [
+        suite.draw(task, number, seed, length, lm.tokenizer.count)
         for number in range(samples)
       ]
-      shares = [
-        string_match_all(text, sample.answers)
-        for text, sample in zip(_answers(lm, drawn), drawn, strict=True)
+      for task in tasks
+    }
+    yield from _scores(lm, length, drawn)
+
+
+def depth_grid(
+  lm: Pretrained,
+  samples: int,
+  seed: int,
+  lengths: Sequence[int] = LENGTHS,
+  depths: Sequence[float] = DEPTHS,
+) -> Iterator[Score]:
+  """Asks for a single needle at every depth, 0 the start and 1 the end."""
+  task = needles.TASKS[DEPTH_TASK]
+  for length in lengths:
+    drawn = {
+      f"{100 * depth:.0f} %": [
+        needles.sample(
+          task,
+          random.Random(f"{seed} depth {depth} {number}"),
+          length,
+          lm.tokenizer.count,
+          depths=[depth],
+        )
+        for number in range(samples)
       ]
-      whole = [share == 1 for share in shares]
-      yield Score(
-        task, length, samples, float(np.mean(shares)), float(np.mean(whole))
+      for depth in depths
+    }
+    yield from _scores(lm, length, drawn)
+
+
+def rounds(
+  lm: Pretrained,
+  samples: int,
+  seed: int,
+  lengths: Sequence[int] = CONVERSATION_LENGTHS,
+  count: int = ROUNDS,
+) -> Iterator[Score]:
+  """Asks `count` questions about one context in one conversation.
+
+  Questions and the model's own answers stay in the cache.
+  """
+  task = needles.NeedleTask(
+    "niah_multiturn", "essay", key_count=count, max_new_tokens=_ROUND_TOKENS
+  )
+  for length in lengths:
+    drawn = [
+      needles.conversation(
+        task,
+        random.Random(f"{seed} {task.name} {number}"),
+        length,
+        lm.tokenizer.count,
       )
+      for number in range(samples)
+    ]
+    said = [
+      texts
+      for start in range(0, samples, _ROWS)
+      for texts in converse(lm, drawn[start : start + _ROWS])
+    ]
+    for index in range(count):
+      shares = [
+        string_match_all(texts[index], turns[index].answers)
+        for texts, turns in zip(said, drawn, strict=True)
+      ]
+      yield Score.of(f"round {index + 1}", length, shares)
 
 
-def _answers(lm: Pretrained, samples: Sequence[Sample]) -> Iterator[str]:
-  """Greedy answers from the full cache, in the order of the samples."""
-  full = candidates([FULL], [kvjax.Retention(1.0)])
+def converse(
+  lm: Pretrained, conversations: Sequence[Sequence[Sample]]
+) -> list[list[str]]:
+  """What the model answers in each round of some conversations."""
+  tokenizer = lm.tokenizer
+  most = conversations[0][0].max_new_tokens
   prompts = [
-    answering.Prompt.of(
-      lm.tokenizer,
-      sample.context,
-      sample.question,
-      sample.answer_prefix,
-      sample.max_new_tokens,
-    )
-    for sample in samples
+    [answering.Prompt.of_sample(tokenizer, sample) for sample in turns]
+    for turns in conversations
   ]
-  shape = answering.Shape.of(prompts, min(_ROWS, len(prompts)))
-  for start in range(0, len(prompts), _ROWS):
-    batch = prompts[start : start + _ROWS]
+  # As in training, a turn goes on after the token that ended the last answer,
+  # which the cache has not seen, and a line break.
+  opening = [tokenizer.eos_ids[0], *tokenizer.encode("\n")]
+  turns = [
+    [opening * (index > 0) + prompt.question for prompt in asked]
+    for index, asked in enumerate(zip(*prompts, strict=True))
+  ]
+  width = max(len(ids) for rows in turns for ids in rows)
+  cache, _ = kvjax.prefill(
+    lm.model,
+    lm.params,
+    kvjax.Prompts.of([asked[0].context for asked in prompts]),
+    kvjax.Plan(kvjax.get_method(FULL), kvjax.Retention(1.0)),
+  )
+  cache = kvjax.reserve(cache, len(turns) * (width + most))
+  decoding = kvjax.Decoding(most, tokenizer.eos_ids)
+  said = []
+  for rows in turns:
+    answers, cache = kvjax.converse(
+      lm.model, lm.params, cache, kvjax.Prompts.of(rows, width), decoding
+    )
+    said.append([tokenizer.decode(ids) for ids in answers.rows()])
+  return [list(texts) for texts in zip(*said, strict=True)]
+
+
+def _scores(
+  lm: Pretrained, length: int, drawn: dict[str, list[Sample]]
+) -> Iterator[Score]:
+  """A score per group of samples, all asked in the same shape."""
+  prompts = {
+    name: [answering.Prompt.of_sample(lm.tokenizer, s) for s in samples]
+    for name, samples in drawn.items()
+  }
+  everything = [prompt for group in prompts.values() for prompt in group]
+  shape = answering.Shape.of(everything, min(_ROWS, len(everything)))
+  for name, samples in drawn.items():
+    texts = _answers(lm, prompts[name], shape)
+    shares = [
+      string_match_all(text, sample.answers)
+      for text, sample in zip(texts, samples, strict=True)
+    ]
+    yield Score.of(name, length, shares)
+
+
+def _answers(
+  lm: Pretrained,
+  prompts: Sequence[answering.Prompt],
+  shape: answering.Shape,
+) -> Iterator[str]:
+  """Answers from the full cache, in the order of the prompts."""
+  full = candidates([FULL], [kvjax.Retention(1.0)])
+  for start in range(0, len(prompts), shape.rows):
+    batch = prompts[start : start + shape.rows]
     (replies,) = answering.replies(lm, full, batch, shape, answering.Seconds())
     yield from (reply.text for reply in replies)

@@ -55,6 +55,9 @@ TEMPLATE_TEXT = (
 Haystack = Literal["noise", "essay", "needle"]
 Kind = Literal["words", "numbers", "uuids"]
 
+# Keys with their values, in the order of the text.
+_Pairs = Sequence[tuple[str, str]]
+
 # RULER inserts essay needles at some of 40 evenly spaced depths.
 _DEPTHS = tuple(index / 39 for index in range(40))
 
@@ -111,6 +114,7 @@ def sample(
   count: Callable[[str], int],
   *,
   part: prose.Part = "heldout",
+  depths: Sequence[float] | None = None,
 ) -> Sample:
   """One sample whose prompt plus answer budget fits `length` tokens.
 
@@ -120,10 +124,42 @@ def sample(
     length: bound on the tokens of context, question, prefix and answer.
     count: number of tokens of a text, without special tokens.
     part: which prose topics an essay haystack is made of.
+    depths: where the needles stand, ascending, 0 the start and 1 the end;
+      drawn when None.
 
   Raises:
     InputError: `length` is too short for the task.
   """
+  keys, pairs = _pairs(task, rng)
+  asked = [rng.sample(keys, task.queries)]
+  spread = _spread(task, rng, pairs, part, depths)
+  return _samples(task, pairs, asked, spread, length, count)[0]
+
+
+def conversation(
+  task: NeedleTask,
+  rng: random.Random,
+  length: int,
+  count: Callable[[str], int],
+  *,
+  part: prose.Part = "heldout",
+) -> tuple[Sample, ...]:
+  """Samples of one context that each ask about another of its keys.
+
+  Needles are spread evenly and asked for in a drawn order; `length` bounds the
+  context with all questions and answers. The arguments are those of `sample`;
+  of the task's keys all are asked for, one at a time.
+  """
+  keys, pairs = _pairs(task, rng)
+  rng.shuffle(keys)
+  depths = [(index + 0.5) / len(pairs) for index in range(len(pairs))]
+  spread = _spread(task, rng, pairs, part, depths)
+  asked = [[key] for key in keys]
+  return _samples(task, pairs, asked, spread, length, count)
+
+
+def _pairs(task: NeedleTask, rng: random.Random) -> tuple[list[str], _Pairs]:
+  """The keys as drawn, and shuffled with their values."""
   keys = _distinct(rng, task.keys, task.key_count)
   pairs = [
     (key, value)
@@ -131,36 +167,55 @@ def sample(
     for value in _distinct(rng, task.values, task.values_per_key)
   ]
   rng.shuffle(pairs)
-  queried = rng.sample(keys, task.queries)
-  one = task.queries * task.values_per_key == 1
-  kind = task.values[:-1] if one else task.values
-  query = listing(queried)
-  question = (QUESTION_ONE if one else QUESTION).format(kind=kind, query=query)
-  prefix = (ANSWER_PREFIX_ONE if one else ANSWER_PREFIX).format(
-    kind=kind, query=query
-  )
-  intro = (INTRO_ONE if one else INTRO).format(kind=kind)
-  spread = _spread(task, rng, pairs, part)
+  return keys, pairs
 
-  def context(units: int) -> str:
+
+def _samples(
+  task: NeedleTask,
+  pairs: _Pairs,
+  asked: Sequence[Sequence[str]],
+  spread: Callable[[int], str],
+  length: int,
+  count: Callable[[str], int],
+) -> tuple[Sample, ...]:
+  """One context, with a sample for each group of keys that is asked for."""
+  one = len(asked[0]) * task.values_per_key == 1
+  kind = task.values[:-1] if one else task.values
+  intro = (INTRO_ONE if one else INTRO).format(kind=kind)
+  question = QUESTION_ONE if one else QUESTION
+  prefix = ANSWER_PREFIX_ONE if one else ANSWER_PREFIX
+
+  def text(units: int) -> str:
     return f"{intro}{spread(units)}\n"
 
-  fixed = count(question) + count(prefix) + task.max_new_tokens
-  units = fitting.most_units(lambda n: count(context(n)) + fixed, length)
-  return Sample(
-    context=context(units),
-    question=question,
-    answer_prefix=prefix,
-    answers=tuple(
-      value for key in queried for found, value in pairs if found == key
-    ),
-    task=task.name,
-    max_new_tokens=task.max_new_tokens,
-    metadata={
-      "length": length,
-      "haystack": task.haystack,
-      "keys": tuple(queried),
-    },
+  queries = [listing(keys) for keys in asked]
+  turns = [
+    (question.format(kind=kind, query=q), prefix.format(kind=kind, query=q))
+    for q in queries
+  ]
+  fixed = sum(
+    count(before) + count(after) + task.max_new_tokens
+    for before, after in turns
+  )
+  units = fitting.most_units(lambda n: count(text(n)) + fixed, length)
+  context = text(units)
+  return tuple(
+    Sample(
+      context=context,
+      question=before,
+      answer_prefix=after,
+      answers=tuple(
+        value for key in keys for found, value in pairs if found == key
+      ),
+      task=task.name,
+      max_new_tokens=task.max_new_tokens,
+      metadata={
+        "length": length,
+        "haystack": task.haystack,
+        "keys": tuple(keys),
+      },
+    )
+    for keys, (before, after) in zip(asked, turns, strict=True)
   )
 
 
@@ -178,8 +233,9 @@ def _needle(task: NeedleTask, key: str, value: str) -> str:
 def _spread(
   task: NeedleTask,
   rng: random.Random,
-  pairs: Sequence[tuple[str, str]],
+  pairs: _Pairs,
   part: prose.Part,
+  depths: Sequence[float] | None,
 ) -> Callable[[int], str]:
   """A haystack of any number of units with the needles in it.
 
@@ -188,13 +244,13 @@ def _spread(
   needles = [_needle(task, key, value) for key, value in pairs]
   if task.haystack == "essay":
     text = fitting.ProseText(rng, part)
-    depths = sorted(rng.sample(_DEPTHS, len(needles)))
+    shares = depths or sorted(rng.sample(_DEPTHS, len(needles)))
     return lambda units: " ".join(
-      _inserted(text.sentences(units), needles, depths)
+      _inserted(text.sentences(units), needles, shares)
     )
-  depths = sorted(rng.random() for _ in needles)
+  shares = depths or sorted(rng.random() for _ in needles)
   if task.haystack == "noise":
-    return lambda units: "\n".join(_inserted([NOISE] * units, needles, depths))
+    return lambda units: "\n".join(_inserted([NOISE] * units, needles, shares))
   taken = {key for key, _ in pairs}
   others: list[str] = []
 
@@ -206,7 +262,7 @@ def _spread(
         others.append(_needle(task, key, draw(rng, task.values)))
     return others[:units]
 
-  return lambda units: "\n".join(_inserted(distractors(units), needles, depths))
+  return lambda units: "\n".join(_inserted(distractors(units), needles, shares))
 
 
 def _inserted(

@@ -1,4 +1,9 @@
-"""A model too small to know anything, in the bundled model's layout."""
+"""Programs as a user starts them, and a model too small to know anything."""
+
+import json
+import pathlib
+import subprocess
+import sys
 
 import pytest
 from flax import nnx
@@ -9,7 +14,62 @@ from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.language_model import from_decoder
 
+ROOT = pathlib.Path(__file__).parents[2]
 POSITIONS = 512
+
+# Imports what takes seconds once, then runs a program in a fork per command.
+_RUNNER = """
+import json, os, runpy, sys
+import absl.app, rich.progress
+import experiments.reports, experiments.side_by_side
+
+def run(module, arguments, out, err):
+  child = os.fork()
+  if child == 0:
+    for path, number in ((out, 1), (err, 2)):
+      os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv = [module, *arguments]
+    code = 1
+    try:
+      runpy.run_module(module, run_name="__main__")
+    except SystemExit as stop:
+      code = stop.code or 0
+    finally:
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(code)
+  return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+for line in sys.stdin:
+  print(run(*json.loads(line)), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def run_binary(tmp_path_factory):
+  """Runs `python -m MODULE` with some arguments; warnings are errors."""
+  folder = tmp_path_factory.mktemp("binary")
+  runner = subprocess.Popen(
+    [sys.executable, "-W", "error", "-c", _RUNNER],
+    cwd=ROOT,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+
+  def run(module, *arguments):
+    arguments = [str(argument) for argument in arguments]
+    paths = [str(folder / "out"), str(folder / "err")]
+    runner.stdin.write(json.dumps([module, arguments, *paths]) + "\n")
+    runner.stdin.flush()
+    code = int(runner.stdout.readline())
+    out, err = (pathlib.Path(path).read_text() for path in paths)
+    return subprocess.CompletedProcess(arguments, code, out, err)
+
+  yield run
+  runner.stdin.close()
+  assert runner.wait() == 0
+  runner.stdout.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,68 +1,17 @@
 """The binary: a whole run, a text, and one sentence for whatever is wrong."""
 
+import functools
 import json
-import pathlib
 import shutil
-import subprocess
-import sys
 
 import pytest
 import safetensors.numpy
 
-ROOT = pathlib.Path(__file__).parents[2]
-
-# Imports what takes seconds once, then runs the binary in a fork per command.
-_RUNNER = """
-import json, os, runpy, sys
-import absl.app, rich.progress
-import experiments.reports, experiments.side_by_side
-
-def run(arguments, out, err):
-  child = os.fork()
-  if child == 0:
-    for path, number in ((out, 1), (err, 2)):
-      os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.argv = ["compare", *arguments]
-    code = 1
-    try:
-      runpy.run_module("experiments.compare", run_name="__main__")
-    except SystemExit as stop:
-      code = stop.code or 0
-    finally:
-      sys.stdout.flush()
-      sys.stderr.flush()
-      os._exit(code)
-  return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-for line in sys.stdin:
-  print(run(*json.loads(line)), flush=True)
-"""
-
 
 @pytest.fixture(scope="module")
-def binary(tmp_path_factory):
+def binary(run_binary):
   """Runs `python -m experiments.compare` with some arguments."""
-  folder = tmp_path_factory.mktemp("binary")
-  runner = subprocess.Popen(
-    [sys.executable, "-W", "error", "-c", _RUNNER],
-    cwd=ROOT,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-
-  def run(*arguments):
-    paths = [str(folder / "out"), str(folder / "err")]
-    runner.stdin.write(json.dumps([[str(a) for a in arguments], *paths]) + "\n")
-    runner.stdin.flush()
-    code = int(runner.stdout.readline())
-    out, err = (pathlib.Path(path).read_text() for path in paths)
-    return subprocess.CompletedProcess(arguments, code, out, err)
-
-  yield run
-  runner.stdin.close()
-  assert runner.wait() == 0
-  runner.stdout.close()
+  return functools.partial(run_binary, "experiments.compare")
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ def summary():
     "model": "tiny",
     "protocol": "query-agnostic",
     "schedule": "whole prompt",
+    "heads": "kv head",
     "length": 1024,
     "seed": 7,
     "dtype": "float32",
@@ -61,7 +62,8 @@ def test_rows_at_retention_one_change_neither_table_nor_plot(summary):
 def test_markdown_has_a_line_per_method_and_budget(summary):
   lines = tables.to_markdown(summary).splitlines()
   assert lines[0] == (
-    "**tiny, 1024 tokens, query-agnostic, whole prompt, 4 samples per task**"
+    "**tiny, 1024 tokens, query-agnostic, whole prompt, per kv head, "
+    "4 samples per task**"
   )
   assert lines[2].split(" | ")[2:5] == ["single_2", "multikey_1", "mean"]
   assert lines[4] == ("| full | 100 % | 100.0 | 100.0 | 100.0 | 800 | 1024 |")

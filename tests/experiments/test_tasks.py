@@ -3,6 +3,7 @@
 import random
 import re
 
+import numpy as np
 import pytest
 
 from experiments import suite
@@ -95,6 +96,40 @@ def test_a_passkey_stands_where_it_was_asked_to():
     return sample.context.index(sample.answers[0]) / len(sample.context)
 
   assert at(0.0) < 0.2 < at(0.5) < 0.7 < at(1.0)
+
+
+def test_a_needle_stands_where_it_was_asked_to():
+  def at(depth):
+    task = needles.TASKS["niah_single_2"]
+    sample = needles.sample(task, random.Random(0), 640, count, depths=[depth])
+    haystack = sample.context[len(needles.INTRO_ONE.format(kind="number")) :]
+    before, after = haystack.split(sample.answers[0])
+    return before.count(" "), after.strip(". \n")
+
+  assert at(0.0)[0] == 9  # those of the needle
+  assert 0.4 < at(0.5)[0] / at(1.0)[0] < 0.6
+  assert at(1.0)[1] == ""
+
+
+@pytest.mark.parametrize("length", [640, 1024])
+def test_a_conversation_asks_for_every_key_of_one_context(length):
+  task = needles.NeedleTask("talk", "essay", key_count=6, max_new_tokens=16)
+  turns = needles.conversation(task, random.Random(2), length, count)
+  assert len(turns) == 6
+  assert len({turn.context for turn in turns}) == 1
+  context = turns[0].context
+  found = dict(re.findall(r"for (\S+) is: (\d{7})\.", context))
+  assert {t.metadata["keys"][0]: t.answers[0] for t in turns} == found
+  for turn in turns:
+    assert f"number for {turn.metadata['keys'][0]} mentioned" in turn.question
+  asked = [context.index(turn.answers[0]) for turn in turns]
+  assert asked != sorted(asked)
+  gaps = np.diff([0, *sorted(asked), len(context)]) / len(context)
+  assert gaps.max() < 2 / 6
+  total = count(context) + sum(
+    count(turn.question) + count(turn.answer_prefix) + 16 for turn in turns
+  )
+  assert length - 40 < total <= length
 
 
 @pytest.mark.parametrize("task", suite.TASKS)

@@ -1,28 +1,25 @@
 """Training data of the reference model, and a training that is interrupted."""
 
+import contextlib
 import dataclasses
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
-from experiments import train_reference
 from experiments.reference import (
   batches,
   curriculum,
-  export,
   pieces,
+  trainer,
   training,
   vocabulary,
 )
 from experiments.reference.lessons import LESSONS, draw_row
 from experiments.reference.rows import FIRST_WEIGHT, Row, pack
-from experiments.reference.validation import Score, validate
+from experiments.reference.trainer import Trainer
 from kvjax.errors import InputError
-from models import pretrained
 
 PIECES = pieces.Pieces(vocabulary.build())
 STAGE = curriculum.Stage(
@@ -31,6 +28,13 @@ STAGE = curriculum.Stage(
 
 
 SYMBOLS = {PIECES.encode(symbol)[0] for symbol in "0123456789abcdef-"}
+
+
+@pytest.fixture
+def small(monkeypatch):
+  """Trainings are of one layer."""
+  config = dataclasses.replace(training.config(), num_layers=1)
+  monkeypatch.setattr(training, "config", lambda: config)
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
@@ -101,11 +105,10 @@ def test_stages_are_consistent_and_their_batches_repeat(index):
   assert (one.tokens != other.tokens).any()
 
 
+@pytest.mark.usefixtures("small")
 def test_training_resumes_bit_for_bit_after_a_stop(tmp_path, monkeypatch):
-  monkeypatch.setattr(train_reference, "_SAVE_EVERY", 1)
-  small = dataclasses.replace(training.config(), num_layers=1)
-  monkeypatch.setattr(training, "config", lambda: small)
-  whole = train_reference.Trainer(tmp_path / "whole", 0, (STAGE,))
+  monkeypatch.setattr(trainer, "_SAVE_EVERY", 1)
+  whole = Trainer(tmp_path / "whole", 0, (STAGE,))
   whole.run()
   assert whole.state.total == STAGE.steps
 
@@ -118,9 +121,9 @@ def test_training_resumes_bit_for_bit_after_a_stop(tmp_path, monkeypatch):
 
   monkeypatch.setattr(batches, "training_batch", stopping)
   with pytest.raises(KeyboardInterrupt):
-    train_reference.Trainer(tmp_path / "stopped", 0, (STAGE,)).run()
+    Trainer(tmp_path / "stopped", 0, (STAGE,)).run()
   monkeypatch.setattr(batches, "training_batch", draw)
-  resumed = train_reference.Trainer(tmp_path / "stopped", 0, (STAGE,))
+  resumed = Trainer(tmp_path / "stopped", 0, (STAGE,))
   assert resumed.state.step == 2
   resumed.run()
   jax.tree.map(
@@ -133,18 +136,16 @@ def test_training_resumes_bit_for_bit_after_a_stop(tmp_path, monkeypatch):
   assert json.loads(lines[-1])["step"] == STAGE.steps
 
 
-def test_a_folder_of_another_run_is_refused(tmp_path, monkeypatch):
-  small = dataclasses.replace(training.config(), num_layers=1)
-  monkeypatch.setattr(training, "config", lambda: small)
+@pytest.mark.usefixtures("small")
+def test_a_folder_of_another_run_is_refused(tmp_path):
   later = dataclasses.replace(STAGE, name="later")
-  train_reference.Trainer(tmp_path, 3, (STAGE,)).run()
+  Trainer(tmp_path, 3, (STAGE,)).run()
   with pytest.raises(InputError, match="holds a run with seed 3, not 4"):
-    train_reference.Trainer(tmp_path, 4, (STAGE,))
+    Trainer(tmp_path, 4, (STAGE,))
   other = dataclasses.replace(STAGE, mixture={"pairs": 1.0})
   with pytest.raises(InputError, match=r"stages so far \(tiny\) are not"):
-    train_reference.Trainer(tmp_path, 3, (other, later))
-  trainer = train_reference.Trainer(tmp_path, 3, (STAGE, later))
-  assert trainer.state.stage == 1
+    Trainer(tmp_path, 3, (other, later))
+  assert Trainer(tmp_path, 3, (STAGE, later)).state.stage == 1
 
 
 def test_rates_fall_within_a_stage_and_extensions_repeat_its_second_half():
@@ -156,96 +157,91 @@ def test_rates_fall_within_a_stage_and_extensions_repeat_its_second_half():
   assert rates[:8] == sorted(rates[:8], reverse=True)
 
 
-def test_whole_answers_are_gated_too(tmp_path, monkeypatch):
-  small = dataclasses.replace(training.config(), num_layers=1)
-  monkeypatch.setattr(training, "config", lambda: small)
+@pytest.mark.usefixtures("small")
+def test_whole_answers_are_gated_too(tmp_path):
   stage = dataclasses.replace(STAGE, whole_gate={"gapped": 1.1})
-  trainer = train_reference.Trainer(tmp_path, 0, (stage,))
-  trainer.run()
-  assert trainer.state.total == 2 * STAGE.steps
+  run = Trainer(tmp_path, 0, (stage,))
+  run.run()
+  assert run.state.total == 2 * STAGE.steps
 
 
-def test_an_unknown_stage_is_one_sentence_and_exit_code_2(tmp_path):
-  output = tmp_path / "out"
-  done = subprocess.run(
-    [
-      sys.executable,
-      "-m",
-      "experiments.train_reference",
-      f"--output={output}",
+@pytest.mark.parametrize(
+  ("output", "flag", "sentence"),
+  [
+    (
+      "new",
       "--stages=seed-16,nothing",
-    ],
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 2
-  assert (
-    done.stderr.strip()
-    .splitlines()[-1]
-    .startswith("There is no training stage 'nothing'; stages are seed-16, ")
-  )
+      "There is no training stage 'nothing'; stages are seed-16, ",
+    ),
+    ("file/run", "--seed=0", "file is no folder."),
+    ("/proc/run", "--seed=0", "/proc/run cannot be written: "),
+    ("new", "--seed=-1", "--seed=-1"),
+  ],
+)
+def test_what_is_wrong_is_one_sentence_and_exit_code_2(
+  run_binary, tmp_path, output, flag, sentence
+):
+  (tmp_path / "file").write_text("")
+  output = tmp_path / output
+  done = run_binary("experiments.train_reference", f"--output={output}", flag)
+  assert done.returncode == 2, done.stderr
+  assert done.stdout == ""
+  assert len(done.stderr.splitlines()) == 1
+  assert sentence in done.stderr
   assert not output.exists()
 
 
-def test_the_card_has_a_line_per_task_and_a_column_per_length():
-  scores = [
-    Score("one", 1024, 8, 1.0, 1.0),
-    Score("many", 1024, 8, 0.96875, 0.875),
-    Score("one", 2048, 8, 0.5, 0.5),
-    Score("many", 2048, 8, 0.5, 0.25),
-  ]
-  assert export.table(scores) == (
-    "| task | 1,024 tokens | 2,048 tokens |\n"
-    "| --- | ---: | ---: |\n"
-    "| one | 100.0 | 50.0 |\n"
-    "| many | 96.9 (87.5) | 50.0 (25.0) |"
-  )
-
-
-def test_the_bundled_model_answers_with_its_full_cache():
-  lm = pretrained.load("models/reference", dtype="float32")
-  tasks = ("niah_single_2", "niah_multikey_2", "niah_multikey_3", "passkey")
-  scores = list(validate(lm, 4, 1, (1024,), tasks))
-  assert min(score.contained for score in scores) >= 0.75, scores
-  assert np.mean([score.contained for score in scores]) >= 0.9, scores
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "length",
-  [
-    1024,
-    pytest.param(
-      2048, marks=pytest.mark.xfail(reason="see its card", strict=True)
-    ),
-  ],
-)
-def test_the_bundled_model_is_right_without_compression(length):
-  """What the comparison of methods rests on, on seeds of its own."""
-  lm = pretrained.load("models/reference", dtype="float32")
-  least = {
-    "niah_single_1": 0.95,
-    "niah_single_2": 0.95,
-    "niah_single_3": 0.95,
-    "niah_multikey_1": 0.95,
-    "niah_multikey_2": 0.95,
-    "niah_multikey_3": 0.9,
-    "passkey": 0.9,
-  }
-  for score in validate(lm, 60, 7, (length,), tuple(least)):
-    assert score.whole >= least[score.task], score
-
-
-def test_a_stage_that_misses_its_gate_is_extended_by_half(
-  tmp_path, monkeypatch
-):
-  small = dataclasses.replace(training.config(), num_layers=1)
-  monkeypatch.setattr(training, "config", lambda: small)
+@pytest.mark.usefixtures("small")
+def test_a_stage_that_misses_its_gate_is_extended_by_half(tmp_path):
   hard = dataclasses.replace(STAGE, name="hard", gate={"gapped": 1.1})
-  trainer = train_reference.Trainer(tmp_path, 0, (hard, STAGE))
-  trainer.run()
+  run = Trainer(tmp_path, 0, (hard, STAGE))
+  run.run()
   # Two extensions, then the next stage, and the newest checkpoint says so.
-  assert trainer.state.total == 2 * STAGE.steps + STAGE.steps
-  again = train_reference.Trainer(tmp_path, 0, (hard, STAGE))
+  assert run.state.total == 2 * STAGE.steps + STAGE.steps
+  again = Trainer(tmp_path, 0, (hard, STAGE))
   assert again.state.stage == 2
-  assert again.state.total == trainer.state.total
+  assert again.state.total == run.state.total
+
+
+@pytest.mark.usefixtures("small")
+def test_the_loss_is_read_now_and_then(tmp_path, monkeypatch):
+  shown, losses = [], []
+
+  @contextlib.contextmanager
+  def bar(name, left):
+    assert (name, left) == ("tiny", range(4))
+    yield lambda *told: shown.append(told)
+
+  def step(*args):
+    found = take_step(*args)
+    losses.append(found[2])
+    return found
+
+  take_step = training.train_step
+  monkeypatch.setattr(training, "train_step", step)
+  monkeypatch.setattr(trainer, "_bar", bar)
+  monkeypatch.setattr(trainer, "_SHOW_EVERY", 2)
+  run = Trainer(tmp_path, 0, (STAGE,))
+  run.run()
+  assert shown == [(2, float(losses[1])), (4, float(losses[3]))]
+  assert run.state.seconds > 0
+
+
+def test_batches_are_drawn_one_ahead_and_no_further():
+  drawn = []
+
+  def draw(step):
+    drawn.append(step)
+    if step == 5:
+      raise KeyboardInterrupt
+    return -step
+
+  ahead = batches.ahead(draw, range(2, 6))
+  assert next(ahead) == -2
+  assert next(ahead) == -3
+  assert len(drawn) <= 3
+  assert next(ahead) == -4
+  with pytest.raises(KeyboardInterrupt):
+    next(ahead)
+  assert drawn == [2, 3, 4, 5]
+  assert list(batches.ahead(draw, range(3, 3))) == []

@@ -172,6 +172,24 @@ def _damage_syntax(directory):
   (directory / "chat_template.jinja").write_text("{% if %}")
 
 
+def _damage_encoding(directory):
+  (directory / "chat_template.jinja").write_bytes(b"{{ \xff }}")
+
+
+def _damage_templates(directory):
+  (directory / "chat_template.jinja").unlink()
+  _edit_config(directory, chat_template=[{"template": "a"}])
+
+
+def _damage_template_type(directory):
+  (directory / "chat_template.jinja").unlink()
+  _edit_config(directory, chat_template={"default": "a"})
+
+
+def _damage_eos(directory):
+  (directory / "config.json").write_text('{"eos_token_id": ["</s>"]}')
+
+
 @pytest.mark.parametrize(
   ("damage", "sentence"),
   [
@@ -179,6 +197,10 @@ def _damage_syntax(directory):
     (_damage_broken, r"tokenizer\.json is not a tokenizer"),
     (_damage_special, r"has bos_token '<s>', which tokenizer\.json does not"),
     (_damage_syntax, r"The chat template is not valid"),
+    (_damage_encoding, r"chat_template\.jinja is not text in UTF-8"),
+    (_damage_templates, r"a list of objects that each have a name and a temp"),
+    (_damage_template_type, r"must be a text, or a list of objects"),
+    (_damage_eos, r"\['</s>'\] for 'eos_token_id', which must be a whole"),
   ],
 )
 def test_broken_files_get_one_sentence(directory, damage, sentence):

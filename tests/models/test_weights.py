@@ -235,6 +235,26 @@ def _damage_config_not_an_object(directory):
   (directory / "config.json").write_text("[]")
 
 
+def _damage_config_unreadable(directory):
+  # A regular file whose first byte can be read by nobody.
+  (directory / "config.json").unlink()
+  (directory / "config.json").symlink_to("/proc/self/mem")
+
+
+def _damage_config_encoding(directory):
+  (directory / "config.json").write_bytes(b'{"model_type": "\xff"}')
+
+
+def _damage_index(directory):
+  (directory / WHOLE).unlink()
+  (directory / INDEX).write_text(json.dumps({"weight_map": [WHOLE]}))
+
+
+def _damage_index_entry(directory):
+  (directory / WHOLE).unlink()
+  (directory / INDEX).write_text(json.dumps({"weight_map": {NORM: [WHOLE]}}))
+
+
 def _damage_architecture(directory):
   _edit_config(directory, model_type="gpt2")
 
@@ -296,6 +316,10 @@ def _damage_tokenizer_too_large(directory):
     (_damage_no_config, r"model has no config\.json; a model directory"),
     (_damage_config_not_json, r"config\.json is not valid JSON"),
     (_damage_config_not_an_object, r"config\.json must hold a JSON object"),
+    (_damage_config_unreadable, r"config\.json cannot be read: "),
+    (_damage_config_encoding, r"config\.json is not text in UTF-8"),
+    (_damage_index, r"index\.json must have a weight_map that gives each"),
+    (_damage_index_entry, r"index\.json must have a weight_map that gives"),
     (_damage_architecture, r"'gpt2', which is not supported; supported are"),
     (_damage_no_weights, r"has no weights; it should hold model\.safetensors"),
     (_damage_pointer, r"not a complete safetensors file .*fetch it again"),

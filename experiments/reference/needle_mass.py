@@ -1,0 +1,99 @@
+"""Which layers and heads look at the needle when its value is asked for."""
+
+import functools
+import random
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+import kvjax
+from experiments.answering import Prompt
+from experiments.tasks import needles
+from experiments.tasks.sample import Sample
+from kvjax.layers import LayerCache
+from kvjax.step import block_positions
+from models.pretrained import Pretrained
+
+TASK = "niah_single_2"
+
+
+def needle_mass(
+  lm: Pretrained, samples: int, seed: int, length: int
+) -> Float[np.ndarray, "L N"]:
+  """Share of the attention that lies on the needle's value when it is read.
+
+  It is the attention of the token from which the model reads the value's first
+  symbol, in prompts with one needle in prose; the mean over samples.
+  """
+  found = []
+  for number in range(samples):
+    rng = random.Random(f"{seed} needle mass {number}")
+    sample = needles.sample(
+      needles.TASKS[TASK], rng, length, lm.tokenizer.count
+    )
+    found.append(sample_mass(lm, sample))
+  return np.mean(found, axis=0)
+
+
+def sample_mass(lm: Pretrained, sample: Sample) -> Float[np.ndarray, "L N"]:
+  """The same of one sample."""
+  prompt = Prompt.of_sample(lm.tokenizer, sample)
+  value = lm.tokenizer.encode(sample.answers[0])
+  # The answer begins with a blank, a token of its own before digits.
+  ids = prompt.context + prompt.question + lm.tokenizer.encode(" ")
+  places = _places(prompt.context, value)
+  prompts = kvjax.Prompts.of([ids])
+  wanted = np.zeros(prompts.tokens.shape[1], bool)
+  wanted[places] = True
+  mass = _mass(
+    lm.model,
+    lm.params,
+    jnp.asarray(prompts.tokens),
+    jnp.asarray(prompts.lengths),
+    jnp.asarray(wanted),
+  )
+  return np.asarray(mass)
+
+
+def _places(ids: Sequence[int], value: Sequence[int]) -> slice:
+  """Where the tokens of a value stand for the first time."""
+  for start in range(len(ids)):
+    if list(ids[start : start + len(value)]) == list(value):
+      return slice(start, start + len(value))
+  raise ValueError("The value does not stand in the prompt.")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mass(
+  model: kvjax.Model,
+  params: PyTree,
+  tokens: Int[Array, "1 S"],
+  lengths: Int[Array, " 1"],
+  wanted: Bool[Array, " S"],
+) -> Float[Array, "L N"]:
+  def attend(
+    layer: int, state: None, seen: kvjax.Activations
+  ) -> tuple[Float[Array, "1 N S D"], Float[Array, " N"]]:
+    del layer, state
+    query = jax.lax.dynamic_index_in_dim(
+      seen.queries[0].astype(jnp.float32), lengths[0] - 1, axis=1
+    )
+    kv_heads, _, dim = seen.keys[0].shape
+    logits = jnp.einsum(
+      "kgd,ksd->kgs",
+      query.reshape(kv_heads, -1, dim),
+      seen.keys[0].astype(jnp.float32),
+    )
+    real = (seen.positions[0] >= 0)[None, None]
+    weights = jax.nn.softmax(logits * dim**-0.5, axis=-1, where=real)
+    mass = jnp.sum(weights, axis=-1, where=wanted[None, None])
+    output = LayerCache.of(seen).attend(seen.queries, seen.positions)
+    return output, mass.reshape(-1)
+
+  positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
+  none = (None,) * model.geometry.layers
+  _, found = model.hidden(params, tokens, positions, none, attend)
+  return jnp.stack(found)

@@ -1,0 +1,205 @@
+"""Runs the stages of a training: steps, gates, checkpoints and a log."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+from rich import progress
+
+from experiments.reference import batches, pieces, training, vocabulary
+from experiments.reference.checkpoints import Checkpoints, Progress
+from experiments.reference.curriculum import Stage
+from kvjax.errors import InputError
+from models.decoder import Decoder
+
+_SAVE_EVERY = 200
+_REPORT_EVERY = 200
+# Reading the loss waits for the step; the others are dispatched ahead.
+_SHOW_EVERY = 10
+_VALIDATION_ROWS = 48
+_REPORT_ROWS = 12
+_WARM_UP = 100
+# A stage that misses its gate is extended by half, this often at most.
+_MOST_EXTENSIONS = 2
+
+
+class Trainer:
+  """A training that goes on where its folder says it stopped.
+
+  Attributes:
+    state: how far it is.
+  """
+
+  def __init__(self, output: Path, seed: int, stages: tuple[Stage, ...]):
+    """Starts from the last checkpoint in `output`, or from scratch.
+
+    Raises:
+      InputError: the folder holds a run with another seed or other stages.
+    """
+    self._seed = seed
+    self._stages = stages
+    self._log_path = output / "log.jsonl"
+    self._pieces = pieces.Pieces(vocabulary.build())
+    decoder = training.initial_decoder(seed)
+    self._graphdef, params = nnx.split(decoder)
+    self._checkpoints = Checkpoints(output / "checkpoints")
+    fresh = Progress.fresh(params, training.optimizer().init(params))
+    self.state = self._checkpoints.latest(fresh)
+    begun = self.state.stage + (self.state.step > 0)
+    _claim(output / "run.json", seed, stages, begun)
+
+  def run(self) -> None:
+    """Trains what is left of the stages."""
+    while self.state.stage < len(self._stages):
+      stage = self._stages[self.state.stage]
+      self._train(stage)
+      first, whole = self._measure(stage, _VALIDATION_ROWS)
+      self._log(stage, None, first, whole)
+      done = self.state.extensions == _MOST_EXTENSIONS
+      if done or stage.passed(first, whole):
+        self.state = self.state.next_stage()
+      else:
+        self.state = self.state.extended()
+      self._checkpoints.save(self.state)
+
+  def decoder(self) -> Decoder:
+    """The decoder with the weights of now."""
+    return nnx.merge(self._graphdef, self.state.params)
+
+  def _train(self, stage: Stage) -> None:
+    """Takes the steps that are left of a stage and of its extensions."""
+    steps = stage.steps + self.state.extensions * (stage.steps // 2)
+    left = range(self.state.step, steps)
+    draw = functools.partial(self._arrays, stage, self.state.stage)
+    with _bar(stage.name, left) as show:
+      began = time.monotonic()
+      for batch in batches.ahead(draw, left):
+        loss = self._step(stage, batch)
+        if self.state.step % _SHOW_EVERY == 0:
+          show(self.state.step, float(loss))
+        self.state = self.state.spent(time.monotonic() - began)
+        if self.state.step % _REPORT_EVERY == 0:
+          found = self._measure(stage, _REPORT_ROWS)
+          self._log(stage, float(loss), *found)
+        if self.state.step % _SAVE_EVERY == 0:
+          self._checkpoints.save(self.state)
+        began = time.monotonic()
+
+  def _step(
+    self, stage: Stage, batch: Mapping[str, np.ndarray]
+  ) -> Float[Array, ""]:
+    """Takes one step and answers its loss, which may still be computed."""
+    rate = stage.rate(self.state.step)
+    if self.state.stage == 0:
+      rate *= min(1.0, (self.state.step + 1) / _WARM_UP)
+    params, moments, loss = training.train_step(
+      self._graphdef,
+      self.state.params,
+      self.state.moments,
+      batch,
+      jnp.float32(rate),
+      stage.micro,
+    )
+    self.state = self.state.advanced(
+      params, moments, stage.length * stage.batch
+    )
+    return loss
+
+  def _arrays(
+    self, stage: Stage, index: int, step: int
+  ) -> dict[str, np.ndarray]:
+    """The batch of a step of stage number `index`."""
+    return training.arrays(
+      batches.training_batch(stage, index, step, self._seed, self._pieces)
+    )
+
+  def _measure(
+    self, stage: Stage, rows: int
+  ) -> tuple[dict[str, float], dict[str, float]]:
+    """Shares of first symbols and of whole answers right, per lesson."""
+    first, whole = {}, {}
+    for lesson in stage.mixture:
+      batch = batches.validation_batch(
+        lesson, stage, rows, self._seed, self._pieces
+      )
+      right = training.right(
+        self._graphdef, self.state.params, training.arrays(batch)
+      )
+      first[lesson], whole[lesson] = batches.accuracy(batch, np.asarray(right))
+    return first, whole
+
+  def _log(
+    self,
+    stage: Stage,
+    loss: float | None,
+    first: Mapping[str, float],
+    whole: Mapping[str, float],
+  ) -> None:
+    """Appends a line about where the training stands."""
+    record = {
+      "stage": stage.name,
+      "step": self.state.step,
+      "tokens": self.state.tokens,
+      "seconds": round(self.state.seconds),
+      "loss": loss,
+      "first": first,
+      "whole": whole,
+    }
+    with self._log_path.open("a") as log:
+      log.write(json.dumps(record) + "\n")
+
+
+@contextlib.contextmanager
+def _bar(name: str, left: range) -> Iterator[Callable[[int, float], None]]:
+  """A progress bar; it yields what is told of a step and its loss."""
+  with progress.Progress(
+    progress.TextColumn(name),
+    progress.BarColumn(),
+    progress.MofNCompleteColumn(),
+    progress.TimeRemainingColumn(),
+    progress.TextColumn("loss {task.fields[loss]:.3f}"),
+    disable=not sys.stdout.isatty(),
+  ) as bar:
+    task = bar.add_task(
+      name, total=left.stop, completed=left.start, loss=np.nan
+    )
+
+    def show(step: int, loss: float) -> None:
+      bar.update(task, completed=step, loss=loss)
+
+    yield show
+
+
+def _claim(path: Path, seed: int, stages: Sequence[Stage], begun: int) -> None:
+  """Writes down whose run the folder holds, or refuses another's.
+
+  Stages that have not begun may change.
+
+  Raises:
+    InputError: the folder holds a run with another seed or other stages.
+  """
+  described = [dataclasses.asdict(stage) for stage in stages]
+  run = json.loads(json.dumps({"seed": seed, "stages": described}))
+  if path.exists():
+    earlier = json.loads(path.read_text())
+    if earlier["seed"] != seed:
+      raise InputError(
+        f"{path.parent} holds a run with seed {earlier['seed']}, not {seed}: "
+        "choose another --output or that seed."
+      )
+    if earlier["stages"][:begun] != run["stages"][:begun]:
+      names = ", ".join(stage["name"] for stage in earlier["stages"][:begun])
+      raise InputError(
+        f"{path.parent} holds a run whose stages so far ({names}) are not "
+        "those of this command: choose another --output."
+      )
+  path.write_text(json.dumps(run, indent=2) + "\n")
