@@ -239,6 +239,7 @@ STAGES: tuple[Stage, ...] = (
     *(128, 32, 4, 800, 96),
     _LISTS,
     (1.4e-3, 1.2e-3),
+    gate={"short_queries": 0.9, "short_values": 0.9},
   ),
   Stage(
     "answers",
@@ -278,21 +279,22 @@ STAGES: tuple[Stage, ...] = (
   ),
   Stage(
     "length-2048",
-    *(2048, 2, 1, 600, 320),
+    *(2048, 2, 1, 700, 320),
     _LONG_NEEDLES,
     (6e-4, 3e-4),
     shortest=0.4,
   ),
   Stage(
     "strings-2048",
-    *(2048, 2, 1, 600, 320),
+    *(2048, 2, 1, 700, 320),
     _LONG_STRINGS,
     (6e-4, 2e-4),
     shortest=0.5,
+    gate=_GATE,
   ),
   Stage(
     "all-2048",
-    *(2048, 2, 1, 700, 320),
+    *(2048, 2, 1, 1400, 320),
     _LONG_ALL,
     (6e-4, 2e-5),
     shortest=0.5,
