@@ -229,13 +229,12 @@ def _groups(
   """Caches that are asked together, with the capacity that holds them all.
 
   Layers of unequal capacities go to the next group that has room for the
-  largest, which saves them a compilation of their own. Caches with a head for
-  every query head are apart; those whose heads keep different numbers join
-  nobody.
+  largest, which saves them a compilation of their own. Caches whose heads keep
+  different numbers join nobody.
   """
   sizes = [{layer.capacity for layer in cache.layers} for cache in caches]
   common = {max(size) for size in sizes if len(size) == 1}
-  groups: dict[tuple[int, bool], list[int]] = {}
+  groups: dict[int, list[int]] = {}
   alone = []
   for index, (candidate, size) in enumerate(
     zip(candidates, sizes, strict=True)
@@ -246,9 +245,8 @@ def _groups(
       continue
     fitting = [capacity for capacity in common if capacity >= max(size)]
     capacity = min(fitting, default=max(size))
-    groups.setdefault((capacity, plan.per_query_head), []).append(index)
-  together = [(capacity, group) for (capacity, _), group in groups.items()]
-  return together + alone
+    groups.setdefault(capacity, []).append(index)
+  return [*groups.items(), *alone]
 
 
 def _round_up(length: int) -> int:

@@ -66,7 +66,8 @@ def candidates(
     raise InputError("There is nothing to compare; name a method and a budget.")
   found = {name: kvjax.get_method(name) for name in names}
   whole = kvjax.Retention(1.0)
-  chosen = [Candidate(FULL, kvjax.Plan(METHODS[FULL](), whole))]
+  full = kvjax.Plan(METHODS[FULL](), whole, per_query_head=per_query_head)
+  chosen = [Candidate(FULL, full)]
   for name, method in found.items():
     if name != FULL:
       chosen.extend(

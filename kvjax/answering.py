@@ -70,7 +70,7 @@ def answer(
       answer together are longer than the model's context.
   """
   seen = np.asarray(cache.next_positions)
-  _check_questions(model, seen, questions, decoding)
+  _check_questions(model, cache, seen, questions, decoding)
   limits = _limits(model, cache, seen, questions.tokens.shape[1], decoding)
   with listening(on_token) as listener:
     return _answer(
@@ -107,7 +107,7 @@ def converse(
   seen, cursors = jax.device_get(
     (cache.next_positions, [layer.cursor for layer in cache.layers])
   )
-  _check_questions(model, seen, turns, decoding)
+  _check_questions(model, cache, seen, turns, decoding)
   limits = _limits(model, cache, seen, width, decoding)
   used = [int(cursor) for cursor in cursors]
   needed = _needed(used, limits, width, decoding)
@@ -143,7 +143,7 @@ def complete(
   Arguments and errors as for `answer`.
   """
   seen = np.asarray(cache.next_positions)
-  check_context(model, seen + decoding.max_new_tokens, _TOGETHER)
+  _check_reach(model, cache, seen + decoding.max_new_tokens, 0)
   limits = _limits(model, cache, seen, 0, decoding)
   with listening(on_token) as listener:
     return _complete(
@@ -212,8 +212,20 @@ def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
   return jnp.zeros(cache.next_positions.shape, jnp.int32)
 
 
+def _check_reach(
+  model: Model, cache: Cache, lengths: Int[np.ndarray, " B"], width: int
+) -> None:
+  """Refuses rows of these lengths in the end, fed by so many at a time."""
+  plan = cache.plan
+  if plan is not None:
+    block = max(width, plan.schedule.every or 1)
+    lengths = plan.reach(lengths, model.geometry.layers, block)
+  check_context(model, lengths, _TOGETHER)
+
+
 def _check_questions(
   model: Model,
+  cache: Cache,
   seen: Int[np.ndarray, " B"],
   questions: Prompts,
   decoding: Decoding,
@@ -229,8 +241,8 @@ def _check_questions(
     raise InputError(
       f"The cache has {rows} rows and {asked} questions; give one for each."
     )
-  total = seen + np.asarray(questions.lengths)
-  check_context(model, total + decoding.max_new_tokens, _TOGETHER)
+  total = seen + np.asarray(questions.lengths) + decoding.max_new_tokens
+  _check_reach(model, cache, total, questions.tokens.shape[1])
 
 
 @functools.partial(jax.jit, static_argnames=("model", "decoding"))

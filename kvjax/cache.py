@@ -40,7 +40,9 @@ class Cache:
   def grown(self, capacities: Sequence[int]) -> "Cache":
     """The same tokens in layers of at least so many slots each."""
     layers = tuple(
-      shard_cache(layer.grown(max(capacity - layer.capacity, 0)))
+      layer
+      if capacity <= layer.capacity
+      else shard_cache(layer.grown(capacity - layer.capacity))
       for layer, capacity in zip(self.layers, capacities, strict=True)
     )
     return dataclasses.replace(self, layers=layers)
@@ -67,8 +69,8 @@ def concatenate(caches: Sequence[Cache]) -> Cache:
     for shape, structure in zip(shapes, structures, strict=True)
   ):
     raise InputError(
-      "Only caches whose layers have equal capacities and remember the same "
-      "can be joined; give one or more such."
+      "Only caches whose layers have equal capacities, remember the same and "
+      "go on by the same plan can be joined; give one or more such."
     )
 
   def join(*leaves: Array) -> Array:

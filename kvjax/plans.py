@@ -85,6 +85,18 @@ class Plan:
     for protected, length in rows:
       self.method.check_protected(protected[:length], self.budget, layers)
 
+  def reach(
+    self, lengths: Int[np.ndarray, " B"], layers: int, block: int
+  ) -> Int[np.ndarray, " B"]:
+    """How far apart the tokens of rows of these lengths stand at most.
+
+    What is rerotated again and again stands no farther apart than what is held
+    and a block: such a stream has no end.
+    """
+    if self.schedule.whole or not self.method.rerotates:
+      return lengths
+    return np.minimum(lengths, self.counts(lengths, layers).max(axis=0) + block)
+
   def lasting_capacities(self, padded: int, layers: int) -> tuple[int, ...]:
     """Most tokens that a layer holds between evictions, up to `padded`.
 

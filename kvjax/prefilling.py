@@ -49,13 +49,16 @@ def prefill(
     prompts are compressed after these; blocks have attended to what was left.
 
   Raises:
-    InputError: a prompt is longer than the model's context, or protects more
-      tokens than are kept.
+    InputError: a prompt is longer than the model's context or protects more
+      tokens than are kept, or the method turns keys and the model cannot.
   """
   if plan.schedule.block is None:
     (cache,), logits = sweep(model, params, prompts, [plan])
     return cache, logits
-  check_context(model, np.asarray(prompts.lengths))
+  layers = model.geometry.layers
+  block = max(plan.schedule.block, plan.schedule.first or 0)
+  lengths = np.asarray(prompts.lengths)
+  check_context(model, plan.reach(lengths, layers, block))
   _check(model, prompts, plan)
   return prefill_blocks(model, params, prompts, plan)
 

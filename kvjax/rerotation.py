@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -30,13 +31,19 @@ def check_rotary(model: Model) -> None:
   """Refuses a model that cannot turn keys.
 
   Raises:
-    InputError: it has no `rerotated`.
+    InputError: it has no `rerotated`, or refuses itself.
   """
   if not isinstance(model, RotaryModel):
     raise InputError(
       f"rerotate needs a model that turns keys; {type(model).__name__} has no "
       "`rerotated` (see kvjax.rerotation.RotaryModel)."
     )
+  shape = (1, model.geometry.kv_heads, 1)
+  jax.eval_shape(
+    model.rerotated,
+    jax.ShapeDtypeStruct((*shape, model.geometry.head_dim), "float32"),
+    jax.ShapeDtypeStruct(shape, "int32"),
+  )
 
 
 def rerotated(model: Model, cache: Cache) -> Cache:

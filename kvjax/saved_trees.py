@@ -62,7 +62,8 @@ def described(value: Any, path: str, arrays: Arrays) -> Any:
   if value is None or isinstance(value, (bool, int, float, str)):
     return value
   raise InputError(
-    f"A cache that holds a {type(value).__name__} has no layout."
+    f"A {type(value).__name__} cannot be saved; of what a cache holds, only "
+    "kvjax's own layers, methods and budgets can."
   )
 
 
@@ -100,5 +101,11 @@ def restored(saved: Any, arrays: Arrays) -> Any:
       f"The cache holds a {saved['class']}, which is not known here; it was "
       "saved by another version of kvjax."
     )
-  made: Any = classes[saved["class"]](**fields)
+  try:
+    made: Any = classes[saved["class"]](**fields)
+  except TypeError as error:
+    raise InputError(
+      f"The cache holds a {saved['class']} with other fields than are known "
+      "here; it was saved by another version of kvjax."
+    ) from error
   return shard_cache(made) if type(made) in LAYERS else made

@@ -78,9 +78,9 @@ class AdaKV(Method):
     """Heads keep different numbers."""
     return True
 
-  def keeps_all(self, layer: int) -> bool:
+  def source_layer(self, layer: int) -> int:
     """As the inner method."""
-    return self.inner.keeps_all(layer)
+    return self.inner.source_layer(layer)
 
   def kept(self, budget: Budget, length: int) -> int:
     """B of a row of `length` tokens: what its heads keep on average."""
@@ -91,9 +91,9 @@ class AdaKV(Method):
     return self.inner.capacity(budget, padded)
 
   @property
-  def spreads_evenly(self) -> str:
+  def why_even(self) -> str:
     """Layers may get unequal shares; heads do."""
-    return self.inner.spreads_evenly
+    return self.inner.why_even
 
   def evaluate(
     self, layer: int, cache: LayerCache, seen: Activations
@@ -129,7 +129,9 @@ class AdaKV(Method):
     most = min(self._most(kv_heads, allowance.capacity), slots)
     if self._judge is self.inner:
       return top_slots(scores, held, protected, counts, most, must_keep)
-    own = dataclasses.replace(allowance, counts=counts, capacity=most)
+    own = dataclasses.replace(
+      allowance, counts=counts, capacity=most, budget=None
+    )
     return self.inner.select(inner_found, cache, own)
 
   @property

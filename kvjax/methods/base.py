@@ -32,7 +32,7 @@ class Allowance:
     counts: tokens per row and KV head, the same for all heads or for each.
     capacity: M, slots of the new cache; at least every count.
     whole: no row has to lose anything.
-    budget: what the counts come from, if that is known.
+    budget: what the counts come from; None if they are shares of it.
     protected: by position, tokens that the user protects, if there are any.
   """
 
@@ -90,7 +90,7 @@ class Method(abc.ABC):
       )
 
   @property
-  def spreads_evenly(self) -> str:
+  def why_even(self) -> str:
     """Why layers and heads must get equal shares; empty if they need not."""
     return ""
 
@@ -99,12 +99,12 @@ class Method(abc.ABC):
     """Refuses that layers or heads get unequal shares of the budget, if so be.
 
     Raises:
-      InputError: see `spreads_evenly`.
+      InputError: see `why_even`.
     """
-    if self.spreads_evenly:
+    if self.why_even:
       raise InputError(
         f"The budget of {type(self).__name__} cannot be spread unevenly over "
-        f"layers or heads: {self.spreads_evenly}."
+        f"layers or heads: {self.why_even}."
       )
 
   def check_protected(

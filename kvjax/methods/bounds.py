@@ -23,8 +23,8 @@ def check_odd(method: Method, name: str) -> None:
     InputError: it is even, or below 1.
   """
   value = getattr(method, name)
-  if value < 1 or value % 2 == 0:
-    raise InputError(f"{name} must be odd; {value} is not.")
+  if not (value >= 1 and value % 2 == 1):
+    raise InputError(f"{name} must be odd and 1 or more; {value} is not.")
 
 
 def check_share(method: Method, name: str) -> None:

@@ -82,7 +82,9 @@ class ChunkKV(Method):
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
     room = jnp.maximum(allowance.per_head - taken, 0) // self.chunk
     rank = jnp.argsort(jnp.argsort(-found, axis=-1, stable=True), axis=-1)
-    chosen = (rank < room[..., None]) & jnp.isfinite(found)
+    # A row that fits keeps its short last chunk too.
+    fits = jnp.sum(held.astype(jnp.int32), axis=-1) <= allowance.per_head
+    chosen = (rank < room[..., None]) & jnp.isfinite(found) | fits[..., None]
     slots = cache.capacity
     per_token = jnp.repeat(chosen, self.chunk, axis=-1)[..., :slots]
     kept = window | must_keep | (per_token & self._prefix(cache))

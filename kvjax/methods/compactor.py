@@ -162,13 +162,14 @@ class Compactor(Method):
     self, allowance: Allowance, held: Bool[Array, "B K T"]
   ) -> Int[Array, " B"]:
     """Slots that the heads of a layer keep together; see `spread`."""
+    most = held.shape[1] * allowance.counts
     length = jnp.sum(held[:, 0].astype(jnp.int32), axis=-1)
     if self.retention_of == "middle":
       length = jnp.maximum(length - self.first - self.last, 0)
     if isinstance(allowance.budget, Retention):
       total = round_share(length * held.shape[1], allowance.budget.share)
-      return jnp.maximum(total, held.shape[1])
-    return held.shape[1] * allowance.counts
+      return jnp.clip(total, held.shape[1], most)
+    return most
 
   def _sketches(
     self, layer: int, kv_heads: int, seen: Activations

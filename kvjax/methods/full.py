@@ -20,7 +20,7 @@ class FullKV(ScoringMethod):
     return True
 
   @property
-  def spreads_evenly(self) -> str:
+  def why_even(self) -> str:
     """There is no budget."""
     return "it keeps everything"
 

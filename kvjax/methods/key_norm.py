@@ -26,7 +26,7 @@ class KeyL2Norm(HeadwiseMethod):
     return layer in self.skip_layers
 
   @property
-  def spreads_evenly(self) -> str:
+  def why_even(self) -> str:
     """Skipped layers take no share."""
     return "it leaves layers whole" if self.skip_layers else ""
 

@@ -121,7 +121,7 @@ class LagKV(Method):
       )
 
   @property
-  def spreads_evenly(self) -> str:
+  def why_even(self) -> str:
     """In the paper's form a law gives every layer and head its length."""
     if self.mode == "paper":
       return 'it keeps the same share of every partition (mode="kvpress" ranks)'

@@ -49,7 +49,7 @@ class Pyramid(Method):
     check_least(self, beta=1)
 
   @property
-  def spreads_evenly(self) -> str:
+  def why_even(self) -> str:
     """Layers come first."""
     return "its layers have their shares; write pyramid/ada/NAME for both"
 
@@ -58,9 +58,9 @@ class Pyramid(Method):
     """As the inner method."""
     return self.inner.packed
 
-  def keeps_all(self, layer: int) -> bool:
+  def source_layer(self, layer: int) -> int:
     """As the inner method."""
-    return self.inner.keeps_all(layer)
+    return self.inner.source_layer(layer)
 
   def layer_kept(
     self, budget: Budget, length: int, layers: int
@@ -85,7 +85,8 @@ class Pyramid(Method):
     self, found: PyTree[Array], cache: LayerCache, allowance: Allowance
   ) -> Int[Array, "B K M"]:
     """As the inner method, with this layer's share."""
-    return self.inner.select(found, cache, allowance)
+    share = dataclasses.replace(allowance, budget=None)
+    return self.inner.select(found, cache, share)
 
   def _counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], layers: int

@@ -31,7 +31,7 @@ class StreamingLLM(HeadwiseMethod):
     check_least(self, sinks=0)
 
   @property
-  def spreads_evenly(self) -> str:
+  def why_even(self) -> str:
     """What is renumbered must be as much everywhere."""
     if self.rerotate:
       return "with rerotate the next token follows the last that is kept"

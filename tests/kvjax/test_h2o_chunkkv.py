@@ -60,7 +60,7 @@ def test_h2o_normalised_by_the_queries_that_see_a_token(seen):
 
 def test_h2o_splits_its_budget(seen):
   cache = LayerCache.of(seen)
-  counts = jnp.asarray([9])
+  counts = jnp.asarray([[9]])
   for method, recent in ((H2O(), 4), (H2O(recent=6), 6), (H2O(0.0), 0)):
     guarded = method.protected(cache, counts)[0, 0]
     expected = list(range(LENGTH - recent, LENGTH))
@@ -117,7 +117,8 @@ def test_chunkkv_with_less_than_its_window_keeps_the_newest(seen):
   assert slots[0, 0].tolist() == list(range(LENGTH - 5, LENGTH))
 
 
-def test_chunkkv_layers_copy_the_first_of_their_group():
+@pytest.mark.parametrize("prefix", ["", "ada/", "pyramid/"])
+def test_chunkkv_layers_copy_the_first_of_their_group(prefix):
   rng = np.random.default_rng(4)
   prompts = kvjax.Prompts.of(
     [rng.permutation(64)[:n].tolist() for n in (61, 40)]
@@ -126,12 +127,30 @@ def test_chunkkv_layers_copy_the_first_of_their_group():
   model = TinyModel(geometry)
   plans = [
     kvjax.Plan(
-      get_method(f"chunkkv:window=4:chunk=3:layer_reuse={n}"), kvjax.Tokens(20)
+      get_method(f"{prefix}chunkkv:window=4:chunk=3:layer_reuse={n}"),
+      kvjax.Tokens(20),
     )
     for n in (1, 2)
   ]
   (own, copied), _ = kvjax.sweep(model, model.init(), prompts, plans)
   for row in range(2):
     kept, again = held_positions(own, row), held_positions(copied, row)
-    assert kept[0] != kept[1]
-    assert again == [kept[n] for n in (0, 0, 2, 2, 4)]
+    if prefix != "pyramid/":
+      assert kept[0] != kept[1]
+      assert again == [kept[n] for n in (0, 0, 2, 2, 4)]
+    for layer in (1, 3):  # an upper layer of a pyramid keeps fewer of the same
+      for below, above in zip(again[layer - 1], again[layer], strict=True):
+        assert set(above) <= set(below)
+
+
+@pytest.mark.parametrize("prefix", ["", "ada/", "pyramid/"])
+def test_chunkkv_keeps_a_row_that_fits(prefix):
+  """Whatever its padding: 25 tokens are no whole number of chunks."""
+  method = get_method(f"{prefix}chunkkv:window=6:chunk=4")
+  model = TinyModel()
+  params = model.init()
+  for width in (32, 64):
+    prompts = kvjax.Prompts.of([list(range(25))], width)
+    plan = kvjax.Plan(method, kvjax.Tokens(32))
+    cache, _ = kvjax.prefill(model, params, prompts, plan)
+    assert held_positions(cache, 0) == [[list(range(25))] * 2] * 2

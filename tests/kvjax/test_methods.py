@@ -101,7 +101,7 @@ def test_keydiff_ignores_the_scale_of_keys(seen):
 
 def test_keydiff_protects_a_share_of_the_budget(seen):
   cache = LayerCache.of(seen)
-  guarded = KeyDiff(recent_frac=0.1).protected(cache, jnp.asarray([29]))
+  guarded = KeyDiff(recent_frac=0.1).protected(cache, jnp.asarray([[29]]))
   assert np.flatnonzero(guarded[0, 0]).tolist() == [35, 36]
 
 
@@ -163,14 +163,14 @@ def test_snapkv(seen, method):
 
 def test_snapkv_window_longer_than_the_row_protects_the_row(seen):
   cache = LayerCache.of(seen)
-  guarded = SnapKV(window=64).protected(cache, jnp.asarray([10]))
+  guarded = SnapKV(window=64).protected(cache, jnp.asarray([[10]]))
   assert np.flatnonzero(guarded[0, 0]).tolist() == list(range(LENGTH))
   assert np.all(np.isfinite(scored(SnapKV(window=64), seen)))
 
 
 def test_streaming_keeps_sinks_and_the_newest(seen):
   method = StreamingLLM()
-  guarded = method.protected(LayerCache.of(seen), jnp.asarray([10]))
+  guarded = method.protected(LayerCache.of(seen), jnp.asarray([[10]]))
   assert np.flatnonzero(guarded[0, 0]).tolist() == [0, 1, 2, 3]
   assert np.all(np.diff(scored(method, seen)) > 0)
 

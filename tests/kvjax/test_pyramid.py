@@ -63,6 +63,24 @@ def test_the_total_is_the_inner_methods():
   assert sum(kept) == 4 * inner == 4 * 500
 
 
+def test_a_layer_spreads_its_own_share_over_its_heads():
+  name = "compactor.vllm:sketch_dim=6:chunk=16:leverage_chunk=20:first=2:last=3"
+  method = Pyramid(get_method(name), beta=2.0)
+  model = TinyModel()
+  prompts = kvjax.Prompts.of([list(range(60)), list(range(45))])
+  budget = kvjax.Retention(0.5)
+  cache, _ = kvjax.prefill(
+    model, model.init(), prompts, kvjax.Plan(method, budget)
+  )
+  held = np.asarray(cache.lengths).sum(axis=-1)
+  for row, length in enumerate((60, 45)):
+    kept = method.layer_kept(budget, length, 2)
+    assert held[:, row].tolist() == [2 * count for count in kept]
+    for layer in held_positions(cache, row):
+      for head in layer:
+        assert {0, 1, length - 3, length - 2, length - 1} <= set(head)
+
+
 @pytest.mark.parametrize(
   "inner", ["lagkv", "full", "key_norm.lagkv", "pyramidkv"]
 )

@@ -1,5 +1,7 @@
 """StreamingLLM with keys turned to their places in the cache."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -144,3 +146,39 @@ def test_rerotation_needs_a_model_that_can():
   method = get_method("streaming:rerotate=true")
   with pytest.raises(InputError, match="Plain has no `rerotated`"):
     kvjax.prefill(Plain(), PARAMS, PROMPTS, Plan(method, BUDGET))
+
+
+@pytest.mark.parametrize("schedule", [(None, 1), (8, 1), (8, None)])
+def test_a_stream_has_no_end(schedule):
+  """Beyond the model's context, where nothing stands so far apart."""
+  geometry = dataclasses.replace(MODEL.geometry, max_positions=64)
+  model = dataclasses.replace(MODEL, geometry=geometry)
+  block, every = schedule
+  method = get_method("streaming:rerotate=true")
+  length = 200 if block else 60
+  prompts = kvjax.Prompts.of([(list(range(60)) * 4)[:length]])
+  plan = Plan(method, BUDGET, kvjax.Schedule(block=block, every=every))
+  cache, logits = kvjax.prefill(model, PARAMS, prompts, plan)
+  decoding = kvjax.Decoding(40)
+  said = kvjax.complete(model, PARAMS, cache, logits, decoding).rows()
+  cache, logits = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+  assert said == kvjax.complete(MODEL, PARAMS, cache, logits, decoding).rows()
+  plain = dataclasses.replace(plan, method=get_method("streaming"))
+
+  def go_on():
+    cache, logits = kvjax.prefill(model, PARAMS, prompts, plain)
+    kvjax.complete(model, PARAMS, cache, logits, decoding)
+
+  with pytest.raises(InputError, match="this model's context is 64"):
+    go_on()
+
+
+def test_a_model_that_refuses_to_turn_keys_is_refused_at_once():
+  class Dynamic(type(MODEL)):
+    def rerotated(self, keys, by):
+      raise InputError("It depends on the length.")
+
+  method = get_method("streaming:rerotate=true")
+  plan = Plan(method, BUDGET, kvjax.Schedule(every=1))
+  with pytest.raises(InputError, match="depends on the length"):
+    kvjax.prefill(Dynamic(), PARAMS, PROMPTS, plan)

@@ -1,5 +1,8 @@
 """Kept slots against a plain sort."""
 
+import math
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,7 @@ import pytest
 
 from kvjax.budgets import Retention, Tokens
 from kvjax.errors import InputError
-from kvjax.selection import age, top_slots
+from kvjax.selection import age, floor_share, round_share, top_slots
 
 
 def by_hand(scores, held, protected, count):
@@ -85,3 +88,16 @@ def test_retention_outside_its_range_is_refused(share):
 def test_an_empty_budget_is_refused(count):
   with pytest.raises(InputError, match="give 1 or more"):
     Tokens(count)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.333, 0.5, 0.999, 1.0])
+def test_shares_are_exact(share):
+  counts = np.arange(0, 3000, 7, dtype=np.int32)
+  exact = [Fraction(str(share)) * int(n) for n in counts]
+  np.testing.assert_array_equal(
+    floor_share(jnp.asarray(counts), share), [math.floor(x) for x in exact]
+  )
+  np.testing.assert_array_equal(
+    round_share(jnp.asarray(counts), share),
+    [math.floor(x + Fraction(1, 2)) for x in exact],
+  )
