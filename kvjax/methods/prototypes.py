@@ -12,6 +12,8 @@ Split = Literal["balanced", "ceil_len"]
 
 _TILE = 1024
 _EPSILON = 1e-6
+# Mean cosines that differ by less than this share of the largest are equal.
+_ROUNDING = 1e-5
 
 
 def unit(x: Float[Array, "*A D"]) -> Float[Array, "*A D"]:
@@ -29,7 +31,8 @@ def deviation(
   """How little a key resembles its neighbours, standardised over the prefix.
 
   The mean cosine with the keys at most `reach` places away, which at the
-  borders are fewer, negated and scaled to zero mean and unit variance.
+  borders are fewer, negated and scaled to zero mean and unit variance; 0 where
+  no more than rounding sets it apart from the mean.
   """
   units = unit(jnp.where(prefix[:, None], keys, 0.0))
   total = jnp.sum(units * units, axis=1) if include_self else 0.0
@@ -44,6 +47,10 @@ def deviation(
   size = jnp.maximum(jnp.sum(prefix.astype(jnp.float32)), 1.0)
   mean = jnp.sum(jnp.where(prefix, likeness, 0.0)) / size
   centered = jnp.where(prefix, likeness - mean, 0.0)
+  # Where all keys are alike only rounding tells them apart. It must not choose
+  # the anchors: with none of it all are equal, and the first come first.
+  noise = _ROUNDING * jnp.max(jnp.abs(likeness), where=prefix, initial=0.0)
+  centered = jnp.where(jnp.abs(centered) <= noise, 0.0, centered)
   spread = jnp.sqrt(jnp.sum(centered * centered) / size)
   return -centered / jnp.maximum(spread, _EPSILON)
 

@@ -1,8 +1,7 @@
-"""Compactor: leverage against the SVD, attention against plain loops."""
+"""Compactor against plain loops."""
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,14 +10,7 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
 from kvjax.methods import Allowance, Compactor, get_method
-from kvjax.methods import leverage as leverage_module
 from kvjax.methods.heads import heads_of
-from kvjax.methods.leverage import (
-  chunked_leverage,
-  gaussian_sketch,
-  hadamard_sketch,
-  leverage,
-)
 from kvjax.methods.noncausal import noncausal_attention
 from kvjax.prompts import bucket_lengths
 from kvjax.testing import TinyModel, held_positions, random_activations
@@ -32,135 +24,11 @@ def seen():
   return random_activations(11, [LENGTH], PADDED)
 
 
-def keys_of(seed, count, dim=D):
-  return np.random.default_rng(seed).normal(size=(count, dim))
-
-
-def lev(keys, sketch=None, solver="svd", center=False, padded=0):
-  keys = np.pad(np.asarray(keys, np.float32), ((0, padded), (0, 0)))
-  held = np.arange(len(keys)) < len(keys) - padded
-  return np.asarray(
-    leverage(jnp.asarray(keys), jnp.asarray(held), sketch, solver, center)
-  )
-
-
 def exact(keys):
-  """diag(U U^T) of the thin SVD in float64."""
+  """Leverage: diag(U U^T) of the thin SVD in float64."""
   u, s, _ = np.linalg.svd(keys, full_matrices=False)
   u = u[:, s > s.max() * 1e-9]
   return np.sum(u * u, axis=1)
-
-
-@pytest.mark.parametrize("solver", ["svd", "qr", "eig"])
-def test_exact_leverage(solver):
-  keys = keys_of(0, 50)
-  np.testing.assert_allclose(lev(keys, solver=solver), exact(keys), atol=1e-5)
-
-
-def test_cholesky_differs_by_its_jitter_only():
-  keys = keys_of(0, 50) * 100
-  np.testing.assert_allclose(lev(keys, solver="chol"), exact(keys), atol=1e-5)
-
-
-def test_without_its_jitter_cholesky_is_exact(monkeypatch):
-  monkeypatch.setattr(leverage_module, "_CHOL_JITTER", 0.0)
-  keys = keys_of(0, 50)
-  np.testing.assert_allclose(lev(keys, solver="chol"), exact(keys), atol=1e-5)
-  sketch = gaussian_sketch(jax.random.key(0), D, D)
-  ours = lev(keys, sketch, "chol")
-  np.testing.assert_allclose(ours, exact(keys), atol=1e-4)
-
-
-@pytest.mark.parametrize("solver", ["svd", "qr", "eig"])
-def test_sketch_as_wide_as_the_keys_is_exact(solver):
-  keys = keys_of(1, 60)
-  sketch = gaussian_sketch(jax.random.key(0), D, D)
-  np.testing.assert_allclose(lev(keys, sketch, solver), exact(keys), atol=1e-4)
-
-
-def test_narrow_sketch_is_the_leverage_of_the_sketched_keys():
-  keys = keys_of(2, 60)
-  for draw in (gaussian_sketch, hadamard_sketch):
-    sketch = draw(jax.random.key(1), D, 5)
-    assert sketch.shape == (D, 5)
-    expected = exact(keys @ np.asarray(sketch, np.float64))
-    np.testing.assert_allclose(lev(keys, sketch), expected, atol=1e-5)
-
-
-def test_hadamard_sketch_is_orthogonal():
-  sketch = np.asarray(hadamard_sketch(jax.random.key(2), 16, 6))
-  np.testing.assert_allclose(sketch.T @ sketch, 16 / 6 * np.eye(6), atol=1e-5)
-  np.testing.assert_allclose(np.abs(sketch), 6**-0.5, rtol=1e-6)
-
-
-@pytest.mark.parametrize("rank", [3, 8])
-def test_leverage_sums_to_the_rank(rank):
-  keys = keys_of(3, 40, rank) @ keys_of(4, rank)
-  np.testing.assert_allclose(lev(keys).sum(), rank, atol=1e-4)
-
-
-def test_equal_rows_get_equal_scores_and_few_rows_get_one():
-  keys = np.repeat(keys_of(5, 10), 3, axis=0)
-  scores = lev(keys).reshape(10, 3)
-  np.testing.assert_allclose(scores, scores[:, :1] * np.ones(3), atol=1e-6)
-  np.testing.assert_allclose(lev(keys_of(6, 4)), np.ones(4), atol=1e-4)
-
-
-@pytest.mark.parametrize("solver", ["svd", "qr", "eig", "chol"])
-@pytest.mark.parametrize("count", [1, 4])
-def test_fewer_rows_than_columns_of_the_sketch(solver, count):
-  keys = keys_of(6, count, 32) * 100
-  sketch = gaussian_sketch(jax.random.key(4), 32, 12)
-  ours = lev(keys, sketch, solver, padded=3)
-  # The fixed floor of "eig" lets some of the rounding noise through.
-  atol = 0.05 if solver == "eig" else 1e-3
-  np.testing.assert_allclose(ours[:count], np.ones(count), atol=atol)
-  assert not np.any(ours[count:])
-
-
-@pytest.mark.parametrize("size", [0, 7, 13, 40, 64])
-def test_leverage_of_chunks_is_that_of_each_chunk_alone(size):
-  keys = keys_of(10, 40) + 2
-  held = jnp.arange(48) < 40
-  padded = jnp.asarray(np.pad(keys, ((0, 8), (0, 0))), jnp.float32)
-  ours = chunked_leverage(padded, held, None, "svd", True, size)
-  parts = np.split(keys, range(size, 40, size)) if size else [keys]
-  expected = [exact(part - part.mean(axis=0)) for part in parts]
-  np.testing.assert_allclose(ours[:40], np.concatenate(expected), atol=1e-4)
-  assert not np.any(np.asarray(ours[40:]))
-
-
-@pytest.mark.parametrize("solver", ["svd", "qr", "eig", "chol"])
-def test_padding_and_scale_do_not_matter(solver):
-  keys = keys_of(7, 40) * 50
-  plain = lev(keys, solver=solver)
-  padded = lev(keys, solver=solver, padded=9)
-  np.testing.assert_allclose(padded[:40], plain, atol=1e-5)
-  assert not np.any(padded[40:])
-  np.testing.assert_allclose(lev(keys * 3, solver=solver), plain, atol=1e-4)
-
-
-def test_centring_removes_a_common_offset():
-  keys = keys_of(8, 40)
-  np.testing.assert_allclose(
-    lev(keys + 5, center=True), exact(keys - keys.mean(0)), atol=1e-4
-  )
-
-
-def test_approximation_keeps_to_its_bound():
-  keys = keys_of(9, 200, 32)
-  sketch = np.asarray(gaussian_sketch(jax.random.key(3), 32, 24), np.float64)
-  approximate, whole = lev(keys, jnp.asarray(sketch, jnp.float32)), exact(keys)
-  # The sketched column space lies inside the whole one.
-  assert np.all(approximate <= whole + 1e-5)
-  # What the sketch does to lengths, and the keys' condition, bound the ratio.
-  eigenvalues = np.linalg.eigvalsh(keys.T @ keys)
-  condition = eigenvalues[-1] / eigenvalues[0]
-  stretch = np.linalg.svd(sketch, compute_uv=False) ** 2
-  kept = np.sum((keys @ sketch) ** 2, axis=1) / np.sum(keys**2, axis=1)
-  ratio = approximate / whole
-  assert np.all(ratio >= kept.min() / (stretch.max() * condition))
-  assert np.all(ratio <= kept.max() / stretch.min() * condition)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 100])

@@ -1,5 +1,8 @@
 """Eviction that goes on while decoding."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +16,8 @@ from kvjax.testing import TinyModel, held_positions
 
 MODEL = TinyModel()
 PARAMS = MODEL.init()
+# Half the time to compile, where one layer shows it all.
+ONE_LAYER = TinyModel(dataclasses.replace(MODEL.geometry, layers=1))
 RNG = np.random.default_rng(0)
 # No token twice: equal keys would tie, and ties fall as rounding falls.
 ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 40, 17)]
@@ -57,20 +62,21 @@ def test_rows_stand_alone_and_decoding_stays_within_the_budget(name):
   schedule = kvjax.Schedule(block=8, every=2)
   plan = Plan(get_method(name), budget_of(name), schedule)
   decoding = kvjax.Decoding(30)
+  model, params = ONE_LAYER, ONE_LAYER.init()
 
   def run(rows, questions):
-    cache, logits = prefill(name, schedule, rows)
+    cache, logits = prefill(name, schedule, rows, model, params)
     prompt = held_positions(cache, 0)
     lengths = [cache.lengths]
     cache = kvjax.reserve(cache, 40)
-    answers, cache = kvjax.converse(MODEL, PARAMS, cache, questions, decoding)
+    answers, cache = kvjax.converse(model, params, cache, questions, decoding)
     return prompt, logits, answers.tokens, cache, [*lengths, cache.lengths]
 
   prompt, logits, tokens, cache, lengths = run(ROWS, QUESTIONS)
   seen = np.asarray(cache.next_positions)
   np.testing.assert_array_equal(seen, [61 + 32, 40 + 31, 17 + 33])
   for held, length in zip(lengths, ([61, 40, 17], seen), strict=True):
-    counts = plan.counts(np.asarray(length), 2)[:, :, None]
+    counts = plan.counts(np.asarray(length), 1)[:, :, None]
     np.testing.assert_array_equal(held, np.broadcast_to(counts, held.shape))
   for row, (ids, question) in enumerate(zip(ROWS, ASKED, strict=True)):
     asked = kvjax.Prompts.of([question], QUESTIONS.tokens.shape[1])
@@ -91,6 +97,24 @@ def test_a_conversation_that_evicts_says_how_much_room_it_needs():
   _, cache = kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(9))
   _, cache = kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(9))
   assert cache.layers[0].capacity == 12 + 11
+
+
+@pytest.mark.parametrize(
+  ("name", "every"),
+  [("h2o", 2), ("snapkv:window=4", 1)],
+)
+def test_a_conversation_that_evicts_uses_the_buffers_of_its_cache(name, every):
+  """What the method remembers too, and each layer once evicted."""
+  cache, _ = prefill(name, kvjax.Schedule(every=every))
+  cache = kvjax.reserve(cache, 8 + 20)
+  given = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim > 1]
+  places = {leaf.unsafe_buffer_pointer() for leaf in given}
+  decoding = kvjax.Decoding(20)
+  _, cache = kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, decoding)
+  assert all(leaf.is_deleted() for leaf in given)
+  got = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim > 1]
+  assert {leaf.unsafe_buffer_pointer() for leaf in got} == places
+  assert len(places) == len(got) == len(given)
 
 
 @pytest.mark.parametrize("name", ["full", "key_norm:skip_layers=0"])

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kernels.attention import attention
 from kvjax.layers import LayerCache
+from kvjax.methods import get_method
+from kvjax.packed import PAGE as DEFAULT_PAGE
 from kvjax.packed import PackedLayer, page_count
 from kvjax.sharding import parse_mesh
-from kvjax.testing import random_activations
+from kvjax.testing import TinyModel, random_activations
 
 LENGTHS = [37, 61]
 PADDED = 64
@@ -253,3 +256,63 @@ def test_four_devices_equal_one():
     )
     four = run(*args)
   close(one, four)
+
+
+HEADS = 4
+MODEL = TinyModel(
+  kvjax.Geometry(
+    layers=2, heads=HEADS, kv_heads=HEADS, head_dim=8, max_positions=999
+  )
+)
+
+
+@pytest.fixture(scope="module")
+def prefilled():
+  """Caches of two methods whose heads differ: one of them attends sharply."""
+  params = MODEL.init()
+  sharpness = jnp.repeat(jnp.asarray([0.2, 0.2, 4.0, 0.2]), 8)
+  for weights in params["layers"]:
+    weights["query"] *= sharpness[None]
+  rng = np.random.default_rng(0)
+  rows = [rng.integers(0, 64, n).tolist() for n in (500, 350)]
+  plans = [
+    kvjax.Plan(get_method(name), kvjax.Tokens(64))
+    for name in (
+      "ada/snapkv:window=8",
+      "compactor.vllm:chunk=64:leverage_chunk=100:first=4:last=8",
+    )
+  ]
+  return params, kvjax.sweep(MODEL, params, kvjax.Prompts.of(rows), plans)[0]
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["adakv", "compactor.vllm"])
+def test_a_models_bytes_follow_what_its_heads_hold(prefilled, index):
+  cache = prefilled[1][index]
+  held = np.asarray(cache.lengths)
+  assert held.shape == (2, 2, HEADS)
+  assert np.all(held.sum(axis=-1) == HEADS * 64)
+  # So many pages hold 256 tokens of 4 heads, whichever have them: here all but
+  # a few are in use.
+  pages = (HEADS * 64 + HEADS * (DEFAULT_PAGE - 1)) // DEFAULT_PAGE
+  used = (-(-held // DEFAULT_PAGE)).sum(axis=-1)
+  assert np.all((pages - 2 <= used) & (used <= pages))
+  slot = 2 * 8 * 4 + 4
+  layer = 2 * pages * (DEFAULT_PAGE * slot + 4) + 4  # head numbers, cursor
+  assert cache.nbytes == 2 * layer + 2 * 4
+  padded = sum(2 * HEADS * most * slot for most in held.max(axis=(1, 2)))
+  assert cache.nbytes < 0.75 * padded
+
+
+def test_a_conversation_uses_the_buffers_of_pages(prefilled):
+  params, (cache, _) = prefilled
+  cache = kvjax.reserve(cache, 40)
+  given = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim > 1]
+  assert isinstance(cache.layers[0], PackedLayer)
+  places = {leaf.unsafe_buffer_pointer() for leaf in given}
+  question = kvjax.Prompts.of([[1, 2], [3]])
+  decoding = kvjax.Decoding(4)
+  _, cache = kvjax.converse(MODEL, params, cache, question, decoding)
+  assert all(leaf.is_deleted() for leaf in given)
+  got = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim > 1]
+  assert {leaf.unsafe_buffer_pointer() for leaf in got} == places
+  assert len(places) == len(got) == len(given)

@@ -31,108 +31,8 @@ def unit(x):
   return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def prefix_mask():
-  return jnp.arange(PADDED) < PREFIX
-
-
 def clean(seen, head=0):
   return jnp.nan_to_num(seen.keys[0, head])
-
-
-@pytest.mark.parametrize("include_self", [True, False])
-@pytest.mark.parametrize("reach", [1, 5, 100])
-def test_deviation(seen, reach, include_self):
-  units = unit(keys_of(seen)[:PREFIX])
-  likeness = []
-  for i in range(PREFIX):
-    near = range(max(0, i - reach), min(PREFIX, i + reach + 1))
-    near = [j for j in near if include_self or j != i]
-    likeness.append(np.mean([units[i] @ units[j] for j in near]))
-  likeness = np.array(likeness)
-  expected = -(likeness - likeness.mean()) / likeness.std()
-  ours = proto.deviation(clean(seen), prefix_mask(), reach, include_self)
-  np.testing.assert_allclose(ours[:PREFIX], expected, rtol=0, atol=1e-4)
-
-
-def test_deviation_of_equal_keys_is_zero():
-  keys = jnp.ones((PADDED, D))
-  ours = proto.deviation(keys, prefix_mask(), 5, True)
-  np.testing.assert_allclose(ours, 0, atol=0.2)
-
-
-@pytest.mark.parametrize("count", [1, 7, 62, 100])
-def test_balanced_chunks(count):
-  members = np.zeros(PADDED, bool)
-  members[:PREFIX] = True
-  members[[3, 10, 11]] = False
-  size = members.sum()
-  ours = np.asarray(
-    proto.chunks(
-      jnp.asarray(members), jnp.asarray(min(count, size)), "balanced"
-    )
-  )
-  assert np.all(ours[~members] == -1)
-  expected = [rank * min(count, size) // size for rank in range(size)]
-  assert ours[members].tolist() == expected
-  lengths = np.bincount(ours[members])
-  assert lengths.max() - lengths.min() <= 1
-
-
-def test_chunks_of_one_length():
-  members = jnp.arange(PADDED) < 23
-  ours = np.asarray(proto.chunks(members, jnp.asarray(5), "ceil_len"))
-  assert np.bincount(ours[:23]).tolist() == [5, 5, 5, 5, 3]
-
-
-def test_prototypes_are_directions_of_summed_keys(seen):
-  groups = jnp.where(prefix_mask(), jnp.arange(PADDED) % 5, -1)
-  centers, exists = proto.prototypes(clean(seen), groups, 7)
-  for group in range(5):
-    total = keys_of(seen)[:PREFIX][np.arange(PREFIX) % 5 == group].sum(axis=0)
-    np.testing.assert_allclose(centers[group], unit(total), atol=1e-5)
-  assert exists.tolist() == [True] * 5 + [False] * 2
-
-
-def test_nearest_by_cosine_and_lowest_of_equals(monkeypatch):
-  rng = np.random.default_rng(0)
-  keys, centers = rng.normal(size=(50, D)), unit(rng.normal(size=(6, D)))
-  centers[4] = centers[1]
-  exists = np.array([1, 1, 0, 1, 1, 1], bool)
-  cosines = np.where(exists[None], unit(keys) @ centers.T, -np.inf)
-  args = [jnp.asarray(x, jnp.float32) for x in (keys, centers)]
-  for tile in (7, 1024):
-    monkeypatch.setattr(proto, "_TILE", tile)
-    ours = proto.nearest(*args, jnp.asarray(exists))
-    np.testing.assert_array_equal(ours, cosines.argmax(axis=1))
-    assert not np.any(np.isin(ours, [2, 4]))
-
-
-def test_buckets_read_their_bits_from_the_highest():
-  keys = jnp.asarray(np.random.default_rng(1).normal(size=(400, D)), "float32")
-  rng = jax.random.key(0)
-  none = jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
-  ours = np.asarray(proto.buckets(keys, *none, rng, 3, "hyperplane", "one"))
-  planes = jax.random.normal(jax.random.split(rng)[0], (3, D))
-  bits = (np.asarray(keys) @ np.asarray(planes).T > 0).astype(int)
-  np.testing.assert_array_equal(ours, bits @ [4, 2, 1])
-  fourier = proto.buckets(keys, *none, rng, 2, "fourier", "sqrt_d")
-  assert set(np.unique(fourier)) <= {0, 1, 2, 3}
-
-
-def test_strangers_are_anchors_and_share_a_bucket():
-  """20 identical far-off keys among smooth ones (methods of the paper)."""
-  rng = np.random.default_rng(2)
-  smooth = np.cumsum(rng.normal(size=(PADDED, D)) * 0.05, axis=0) + 3
-  strangers = rng.choice(PREFIX // 3, 20, replace=False) * 3
-  smooth[strangers] = -4 * np.ones(D) + 8 * (np.arange(D) % 2)
-  keys = jnp.asarray(smooth, jnp.float32)
-  dev = np.asarray(proto.deviation(keys, prefix_mask(), 5, True))
-  assert set(np.argsort(-dev[:PREFIX])[:20]) == set(strangers)
-  slots = jnp.asarray(np.sort(strangers))
-  hashed = proto.buckets(
-    keys, slots, jnp.ones(20, bool), jax.random.key(1), 2, "fourier", "median"
-  )
-  assert len(set(np.asarray(hashed)[strangers].tolist())) == 1
 
 
 def ranking(seen, method):
@@ -196,56 +96,96 @@ def test_clusters_are_kept_best_first_and_the_last_is_cut(seen, score):
     assert kept[head] == sorted(expected) + list(range(PREFIX, LENGTH))
 
 
+def likeness_of(seen, head):
+  """S, with 5 neighbours on either side."""
+  units = unit(keys_of(seen, head)[:PREFIX])
+  return np.array(
+    [
+      np.mean([units[i] @ units[j] for j in range(PREFIX) if abs(i - j) < 6])
+      for i in range(PREFIX)
+    ]
+  )
+
+
+def kept_by_hand(seen, method, head, candidates, budget):
+  """From the candidates on; only the hash, which is random, is ours."""
+  rng = jax.random.fold_in(jax.random.key(method.seed), 0)
+  k = keys_of(seen, head)[:PREFIX]
+  hashed = np.asarray(
+    proto.buckets(
+      clean(seen, head),
+      jnp.asarray(candidates),
+      jnp.ones(len(candidates), bool),
+      jax.random.fold_in(rng, head),
+      method.bits,
+      "fourier",
+      "median",
+    )
+  )
+  total = method.prototypes
+  rest = [i for i in range(PREFIX) if i not in candidates]
+  plain = total - 2**method.bits
+  groups = [[] for _ in range(total)]
+  for rank, i in enumerate(rest):
+    groups[rank * plain // len(rest)].append(i)
+  for i in candidates:
+    groups[plain + hashed[i]].append(i)
+  cosines = np.full((PREFIX, total), -np.inf)
+  for group, members in enumerate(groups):
+    if members:
+      cosines[:, group] = unit(k) @ unit(k[members].sum(axis=0))
+  cluster = cosines.argmax(axis=1)
+  own = own_scores(seen, head, attention=False)
+  worth = [own[cluster == c].sum() for c in range(total)]
+  order = [
+    i
+    for c in np.argsort(-np.array(worth), kind="stable")
+    for i in sorted(np.flatnonzero(cluster == c), key=lambda i: -own[i])
+  ]
+  return sorted(order[: budget - WINDOW]) + list(range(PREFIX, LENGTH))
+
+
+@pytest.mark.parametrize("sign", ["deviation", "literal"])
 @pytest.mark.parametrize("bits", [0, 2])
 @pytest.mark.parametrize("budget", [9, 30, 50])
-def test_anchors_and_chunks_together(seen, bits, budget):
-  """The whole method in loops; only the hash, which is random, is ours."""
-  anchors, total = 6, 12
-  method = ProtoKV(anchors=anchors, bits=bits, prototypes=total, seed=4)
+def test_anchors_and_chunks_together(seen, bits, budget, sign):
+  """The least like their neighbours are anchors; literally the most like."""
+  method = ProtoKV(anchors=6, bits=bits, prototypes=12, seed=4, sign=sign)
   kept = select(seen, method, budget)
   for head in range(K):
-    rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(4), 0), head)
-    k = keys_of(seen, head)[:PREFIX]
-    units = unit(k)
-    likeness = np.array(
-      [
-        np.mean([units[i] @ units[j] for j in range(PREFIX) if abs(i - j) < 6])
-        for i in range(PREFIX)
-      ]
-    )
-    candidates = np.argsort(likeness, kind="stable")[:anchors]
-    hashed = np.asarray(
-      proto.buckets(
-        clean(seen, head),
-        jnp.asarray(candidates),
-        jnp.ones(anchors, bool),
-        rng,
-        bits,
-        "fourier",
-        "median",
-      )
-    )
-    rest = [i for i in range(PREFIX) if i not in candidates]
-    plain = total - 2**bits
-    groups = [[] for _ in range(total)]
-    for rank, i in enumerate(rest):
-      groups[rank * plain // len(rest)].append(i)
-    for i in candidates:
-      groups[plain + hashed[i]].append(i)
-    cosines = np.full((PREFIX, total), -np.inf)
-    for group, members in enumerate(groups):
-      if members:
-        cosines[:, group] = units @ unit(k[members].sum(axis=0))
-    cluster = cosines.argmax(axis=1)
-    own = own_scores(seen, head, attention=False)
-    worth = [own[cluster == c].sum() for c in range(total)]
-    order = [
-      i
-      for c in np.argsort(-np.array(worth), kind="stable")
-      for i in sorted(np.flatnonzero(cluster == c), key=lambda i: -own[i])
-    ]
-    expected = sorted(order[: budget - WINDOW])
-    assert kept[head] == expected + list(range(PREFIX, LENGTH))
+    alike = likeness_of(seen, head)
+    order = np.argsort(alike if sign == "deviation" else -alike)
+    candidates = order[:6].tolist()
+    expected = kept_by_hand(seen, method, head, candidates, budget)
+    assert kept[head] == expected
+
+
+def on_a_circle(seen):
+  """Keys of any length that turn by the same angle from one to the next."""
+  lengths = np.random.default_rng(6).uniform(0.5, 2, PADDED)
+  keys = np.zeros((1, K, PADDED, D), np.float32)
+  keys[..., 0] = lengths * np.cos(0.37 * np.arange(PADDED))
+  keys[..., 1] = lengths * np.sin(0.37 * np.arange(PADDED))
+  return dataclasses.replace(seen, keys=jnp.asarray(keys))
+
+
+def test_where_all_are_as_like_their_neighbours_the_first_are_anchors(seen):
+  seen = on_a_circle(seen)
+  method = ProtoKV(
+    neighbours=1, include_self=False, anchors=6, prototypes=12, seed=4
+  )
+  for budget in (20, 35, 50):
+    kept = select(seen, method, budget)
+    for head in range(K):
+      first = list(range(6))
+      assert kept[head] == kept_by_hand(seen, method, head, first, budget)
+
+
+@pytest.mark.parametrize("budget", [1, 5, 8])
+def test_a_budget_within_the_window_keeps_the_newest(seen, budget):
+  for name in ("protokv.paper", "protokv.sat"):
+    kept = select(seen, get_method(f"{name}:prototypes=12"), budget)
+    assert kept == [list(range(LENGTH - budget, LENGTH))] * K
 
 
 @pytest.mark.parametrize("cut", ["position", "skip", "none"])
@@ -284,12 +224,21 @@ def test_every_prefix_token_has_one_place(seen, name):
     assert [len(head) for head in select(seen, method, budget)] == [budget] * K
 
 
-def test_sat_ranks_tokens_by_deviation(seen):
-  kept = select(seen, get_method("protokv.sat"), 20)
+@pytest.mark.parametrize("sign", ["deviation", "literal"])
+def test_sat_ranks_tokens_by_deviation(seen, sign):
+  kept = select(seen, get_method(f"protokv.sat:sign={sign}"), 20)
   for head in range(K):
-    dev = proto.deviation(clean(seen, head), prefix_mask(), 5, True)
-    best = np.argsort(-np.asarray(dev)[:PREFIX], kind="stable")[:12]
+    alike = likeness_of(seen, head)
+    best = np.argsort(alike if sign == "deviation" else -alike)[:12]
     assert kept[head] == sorted(best.tolist()) + list(range(PREFIX, LENGTH))
+
+
+def test_sat_of_equal_keys_keeps_the_first(seen):
+  keys = jnp.broadcast_to(seen.keys[:, :, 3:4], seen.keys.shape)
+  kept = select(
+    dataclasses.replace(seen, keys=keys), get_method("protokv.sat"), 20
+  )
+  assert kept == [[*range(12), *range(PREFIX, LENGTH)]] * K
 
 
 def test_assignment_ignores_the_scale_of_keys(seen):
@@ -297,17 +246,6 @@ def test_assignment_ignores_the_scale_of_keys(seen):
   method = ProtoKV(prototypes=12)
   one, two = (ranking(x, method).cluster for x in (seen, scaled))
   np.testing.assert_array_equal(one, two)
-
-
-def test_kmeans_finds_clear_clusters():
-  rng = np.random.default_rng(3)
-  truth = rng.integers(0, 4, PADDED)
-  keys = np.eye(D)[truth] * 5 + rng.normal(size=(PADDED, D)) * 0.1
-  keys = jnp.asarray(keys, jnp.float32)
-  centers, exists = proto.kmeans(keys, prefix_mask(), jax.random.key(0), 4, 5)
-  ours = np.asarray(proto.nearest(keys, centers, exists))[:PREFIX]
-  pairs = {(int(a), int(b)) for a, b in zip(ours, truth[:PREFIX], strict=True)}
-  assert len(pairs) == 4
 
 
 @pytest.mark.parametrize(

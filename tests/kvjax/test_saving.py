@@ -16,10 +16,11 @@ from kvjax.cache import Cache
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
 from kvjax.observation import ObservationWindow
+from kvjax.packed import PackedLayer
 from kvjax.saving import load_cache, save_cache
 from kvjax.sharding import parse_mesh
 from kvjax.struct import static, struct
-from kvjax.testing import TinyModel, poisoned
+from kvjax.testing import TinyModel, held_positions, poisoned
 
 GEOMETRY = kvjax.Geometry(
   layers=3, heads=4, kv_heads=2, head_dim=8, max_positions=512
@@ -82,6 +83,51 @@ def test_a_cache_comes_back_bit_by_bit(dtype, tmp_path):
   assert answers(again, model) == answers(cache, model)
 
 
+def test_heads_of_unequal_length_come_back(tmp_path):
+  cache = poisoned(prefilled(method="ada/keydiff"))
+  assert {type(layer) for layer in cache.layers} == {PackedLayer}
+  assert np.ptp(cache.lengths, axis=-1).max() > 0
+  save(cache, tmp_path)
+  again = load(tmp_path)
+  assert_same_bits(again, cache)
+  assert answers(again) == answers(cache)
+
+
+@pytest.mark.parametrize(
+  ("method", "budget"),
+  [
+    ("h2o", kvjax.Tokens(15)),
+    ("lagkv:sinks=2:lag=6:skip_layers=1", kvjax.Retention(0.5)),
+  ],
+)
+def test_a_cache_goes_on_evicting_as_it_would_have(method, budget, tmp_path):
+  """By the same plan, and around the same protected tokens."""
+  plan = kvjax.Plan(kvjax.get_method(method), budget, kvjax.Schedule(every=1))
+  protected = [[i in (9, 16) for i in range(len(row))] for row in ROWS]
+  prompts = kvjax.Prompts.of(ROWS, protected=protected)
+  cache, _ = kvjax.prefill(MODEL, MODEL.init(), prompts, plan)
+  cache = kvjax.reserve(cache, 60)
+  save(cache, tmp_path)
+  again = load(tmp_path)
+  assert again.plan == plan
+  assert again.protected is not None
+  assert_same_bits(again, cache)
+
+  def go_on(cache):
+    decoding = kvjax.Decoding(20, sampling=kvjax.Sampling(50.0))
+    return kvjax.converse(MODEL, MODEL.init(), cache, QUESTIONS, decoding)
+
+  (said, ours), (expected, theirs) = go_on(again), go_on(cache)
+  assert said.rows() == expected.rows()
+  assert_same_bits(ours, theirs)
+  for row in range(4):
+    for heads in held_positions(ours, row):
+      for kept in heads:
+        assert {9, 16} <= set(kept)
+  seen = int(ours.next_positions[0])
+  assert int(ours.lengths[0, 0, 0]) < seen - 20
+
+
 def test_the_directory_says_what_it_holds(cache, tmp_path):
   save(cache, tmp_path, made_by="pyramidkv, 15 tokens")
   said = json.loads((tmp_path / "cache.json").read_text())
@@ -126,10 +172,11 @@ def test_any_layer_is_stored_field_by_field(cache, tmp_path, monkeypatch):
     size=7,
   )
   mixed = Cache((remembering, pair, third), cache.next_positions)
-  with pytest.raises(InputError, match="holds a Pair"):
+  with pytest.raises(InputError, match="A Pair cannot be saved"):
     save(mixed, tmp_path)
   assert not list(tmp_path.iterdir())
-  monkeypatch.setattr(saved_trees, "LAYERS", (LayerCache, Pair))
+  monkeypatch.setattr(saved_trees, "KNOWN", (*saved_trees.KNOWN, Pair))
+  monkeypatch.setattr(saved_trees, "LAYERS", (*saved_trees.LAYERS, Pair))
   save(mixed, tmp_path)
   again = load(tmp_path)
   assert_same_bits(again, mixed)
@@ -185,11 +232,13 @@ def test_a_cache_of_other_layers_than_the_models_is_not_saved(cache, tmp_path):
     save(fewer, tmp_path)
 
 
-def test_another_layout_is_refused(cache, tmp_path, monkeypatch):
+@pytest.mark.parametrize("layout", [1, 3])
+def test_another_layout_is_refused(cache, tmp_path, monkeypatch, layout):
   with monkeypatch.context() as patch:
-    patch.setattr(saving, "LAYOUT", 2)
+    patch.setattr(saving, "LAYOUT", layout)
     save(cache, tmp_path)
-  with pytest.raises(InputError, match=r"layout 2; this version .* layout 1"):
+  said = rf"saved in layout {layout}; this version of kvjax reads layout 2\.$"
+  with pytest.raises(InputError, match=said):
     load(tmp_path)
 
 
@@ -201,7 +250,7 @@ def test_what_is_no_cache_is_refused(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(InputError, match=r"has no cache\.json"):
     load(tmp_path / "file")
-  for text in ("", "[]", "{", '{"layout": 1}', '{"layout": 1, "model": 3}'):
+  for text in ("", "[]", "{", '{"layout": 2}', '{"layout": 2, "model": 3}'):
     (tmp_path / "cache.json").write_text(text)
     with pytest.raises(InputError, match="damaged or incomplete"):
       load(tmp_path)
