@@ -177,28 +177,15 @@ class LagKV(Method):
   ) -> Int[Array, "B K M"]:
     """The best of each partition, or of the whole row in mode "kvpress"."""
     parts = Partitions.of(cache, self.sinks, self.lag)
-    held = cache.held
-    worth = found
     if self.mode == "kvpress":
-      if not self.cross_scoring:
-        rank = jnp.argsort(jnp.argsort(found, axis=-1), axis=-1)
-        worth = rank.astype(jnp.float32)
-      scores = self._row_scores(parts, worth)
-      return top_slots(
-        scores,
-        held,
-        jnp.zeros_like(held),
-        allowance.counts,
-        allowance.capacity,
-        allowance.must_keep(cache),
-      )
+      return self._best_of_row(parts, found, cache, allowance)
     must_keep = parts.collect(allowance.must_keep(cache), cache, found.shape[2])
     found = jnp.where(must_keep, jnp.inf, found)
     # Ties keep the lower position: rank from the best, stably.
     rank = jnp.argsort(jnp.argsort(-found, axis=-1, stable=True), axis=-1)
     each = self._each(parts, allowance)
     best = parts.spread(rank < each[..., None, None])
-    return true_slots(held & (parts.fixed | best), allowance.capacity)
+    return true_slots(cache.held & (parts.fixed | best), allowance.capacity)
 
   def _each(self, parts: Partitions, allowance: Allowance) -> Int[Array, "B K"]:
     """Tokens to keep of each partition."""
@@ -226,13 +213,26 @@ class LagKV(Method):
     scaled = (x[:-1] - low) / jnp.maximum(high - low, _EPSILON)
     return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=self.ddof), axis=-1)
 
-  def _row_scores(
-    self, parts: Partitions, worth: Float[Array, "B K P L"]
-  ) -> Float[Array, "B K T"]:
-    """Scores over the row; sinks and window are above every partition."""
-    best = jnp.float32(2 * self.lag)
-    scores = jnp.where(parts.fixed, best, parts.spread(worth))
+  def _best_of_row(
+    self,
+    parts: Partitions,
+    found: Float[Array, "B K P L"],
+    cache: LayerCache,
+    allowance: Allowance,
+  ) -> Int[Array, "B K M"]:
+    """Sinks, window and the best of all partitions; of a short row the newest.
+
+    Partitions compare by rank, or by score with `cross_scoring`.
+    """
+    if not self.cross_scoring:
+      found = jnp.argsort(jnp.argsort(found, axis=-1), axis=-1)
     short = (parts.whole < 2)[..., None]
-    age = parts.index.astype(jnp.float32)
-    recency = jnp.where(parts.index < self.sinks, best, age)
-    return jnp.where(short, recency, scores)
+    worth = parts.spread(found).astype(jnp.float32)
+    return top_slots(
+      jnp.where(short, parts.index.astype(jnp.float32), worth),
+      cache.held,
+      jnp.where(short, parts.index < self.sinks, parts.fixed),
+      allowance.counts,
+      allowance.capacity,
+      allowance.must_keep(cache),
+    )

@@ -151,8 +151,8 @@ def must_stay(method, n, count):
       last = n - first
       if n >= method.sinks + 2 * method.lag:
         last = method.lag + (n - first) % method.lag
-      if method.mode == "kvpress" and count < first + last:
-        return set()  # they have the highest scores there, all alike
+      elif method.mode == "kvpress":
+        last = 0  # the rest goes by recency
   places = [*range(first), *range(max(n - last, first), n)]
   return set(places[-count:])
 
