@@ -74,8 +74,9 @@ class LayerCache:
     values: values.
     positions: each token's place in its uncompressed row; -1 for empty.
     cursor: the next slot to write.
-    received: attention that each token has received so far, and
-    window: the last queries: what some methods remember between evictions.
+    received: attention that each token has received so far, where a method
+      remembers it between evictions.
+    window: the last queries, likewise.
   """
 
   keys: Float[Array, "B K T D"]

@@ -52,6 +52,10 @@ class Progress:
       tokens=self.tokens + tokens,
     )
 
+  def restarted(self, params: PyTree, moments: PyTree) -> "Progress":
+    """The same place with other weights and a fresh optimiser."""
+    return dataclasses.replace(self, params=params, moments=moments)
+
   def spent(self, seconds: float) -> "Progress":
     """The same place, so many seconds later."""
     return dataclasses.replace(self, seconds=self.seconds + seconds)
@@ -83,6 +87,11 @@ class Checkpoints:
     self._checkpointer.save(
       _number(state), _as_tree(state), force=True, overwrite=True
     )
+
+  def stage(self) -> int:
+    """The stage of the newest saved progress; the first when there is none."""
+    newest = self._checkpointer.latest
+    return 0 if newest is None else newest.step % 256 // 8
 
   def latest(self, fresh: Progress) -> Progress:
     """The newest saved progress, or `fresh` when there is none."""

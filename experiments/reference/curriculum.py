@@ -2,7 +2,7 @@
 
 Retrieval starts on short rows with a small gap between key and value and only
 then moves to RULER's prompts and to longer rows; each stage must pass its gate
-or is extended. The reasons and the measurements are in the model card.
+or is extended. The model card says what came of it.
 """
 
 import dataclasses
@@ -25,6 +25,8 @@ class Stage:
     shortest: rows have a length drawn from this share of `length` up to it.
     gate: least accuracy on first symbols per lesson.
     whole_gate: least share of whole answers that are right, per lesson.
+    layers: the decoder is made this deep first, and its optimiser starts anew
+      with a warm-up; None goes on with what there is.
   """
 
   name: str
@@ -38,6 +40,7 @@ class Stage:
   shortest: float = 1.0
   gate: Mapping[str, float] = dataclasses.field(default_factory=dict)
   whole_gate: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  layers: int | None = None
 
   def rate(self, step: int) -> float:
     """The learning rate of a step: geometric from `rates[0]` to `rates[1]`.
@@ -200,6 +203,32 @@ _LONG_ALL = {
   "single_noise": 0.02,
   "four_values": 0.04,
 }
+_DEEPER = {
+  "recall": 0.20,
+  "copy": 0.04,
+  "four_values": 0.20,
+  "prefix_four_values": 0.10,
+  "multivalue": 0.06,
+  "multiquery": 0.08,
+  "multikey": 0.08,
+  "uuid_key": 0.12,
+  "uuid_value": 0.06,
+  "passkey": 0.06,
+}
+_DEEPER_ALL = {
+  "recall": 0.18,
+  "four_values": 0.16,
+  "multivalue": 0.04,
+  "multiquery": 0.12,
+  "multikey": 0.12,
+  "multikey_essay": 0.02,
+  "uuid_key": 0.18,
+  "uuid_value": 0.06,
+  "passkey": 0.06,
+  "full": 0.04,
+  "single_essay": 0.01,
+  "single_noise": 0.01,
+}
 _GATE = {
   "multikey": 0.97,
   "single_essay": 0.97,
@@ -297,6 +326,28 @@ STAGES: tuple[Stage, ...] = (
     *(2048, 2, 1, 1400, 320),
     _LONG_ALL,
     (6e-4, 2e-5),
+    shortest=0.5,
+  ),
+  Stage(
+    "deeper-512",
+    *(512, 8, 1, 700, 224),
+    _DEEPER,
+    (1e-3, 7e-4),
+    shortest=0.5,
+    layers=6,
+  ),
+  Stage(
+    "deeper-1024",
+    *(1024, 4, 1, 800, 256),
+    _DEEPER_ALL,
+    (8e-4, 5e-4),
+    shortest=0.5,
+  ),
+  Stage(
+    "deeper-2048",
+    *(2048, 4, 1, 900, 320),
+    _DEEPER_ALL,
+    (6e-4, 1e-5),
     shortest=0.5,
   ),
 )

@@ -18,6 +18,7 @@ from rich import progress
 from experiments.reference import batches, pieces, training, vocabulary
 from experiments.reference.checkpoints import Checkpoints, Progress
 from experiments.reference.curriculum import Stage
+from experiments.reference.growth import deepened
 from kvjax.errors import InputError
 from models.decoder import Decoder
 
@@ -49,11 +50,12 @@ class Trainer:
     self._stages = stages
     self._log_path = output / "log.jsonl"
     self._pieces = pieces.Pieces(vocabulary.build())
-    decoder = training.initial_decoder(seed)
-    self._graphdef, params = nnx.split(decoder)
     self._checkpoints = Checkpoints(output / "checkpoints")
-    fresh = Progress.fresh(params, training.optimizer().init(params))
-    self.state = self._checkpoints.latest(fresh)
+    self._graphdef, params = nnx.split(training.initial_decoder(seed))
+    self.state = Progress.fresh(params, training.optimizer().init(params))
+    for stage in stages[: self._checkpoints.stage() + 1]:
+      self._deepen(stage)
+    self.state = self._checkpoints.latest(self.state)
     begun = self.state.stage + (self.state.step > 0)
     _claim(output / "run.json", seed, stages, begun)
 
@@ -67,6 +69,8 @@ class Trainer:
       done = self.state.extensions == _MOST_EXTENSIONS
       if done or stage.passed(first, whole):
         self.state = self.state.next_stage()
+        for stage in self._stages[self.state.stage :][:1]:
+          self._deepen(stage)
       else:
         self.state = self.state.extended()
       self._checkpoints.save(self.state)
@@ -74,6 +78,16 @@ class Trainer:
   def decoder(self) -> Decoder:
     """The decoder with the weights of now."""
     return nnx.merge(self._graphdef, self.state.params)
+
+  def _deepen(self, stage: Stage) -> None:
+    """Gives the decoder the depth that a stage begins with."""
+    if stage.layers is None:
+      return
+    grown = deepened(self.decoder(), stage.layers, self._seed)
+    self._graphdef, params = nnx.split(grown)
+    self.state = self.state.restarted(
+      params, training.optimizer().init(params)
+    )
 
   def _train(self, stage: Stage) -> None:
     """Takes the steps that are left of a stage and of its extensions."""
@@ -99,7 +113,7 @@ class Trainer:
   ) -> Float[Array, ""]:
     """Takes one step and answers its loss, which may still be computed."""
     rate = stage.rate(self.state.step)
-    if self.state.stage == 0:
+    if self.state.stage == 0 or stage.layers is not None:
       rate *= min(1.0, (self.state.step + 1) / _WARM_UP)
     params, moments, loss = training.train_step(
       self._graphdef,

@@ -17,6 +17,7 @@ from models.config import DecoderConfig
 from models.decoder import Decoder
 
 MAX_POSITIONS = 4096
+LAYERS = 4
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.01
 MOST_NORM = 1.0
@@ -24,14 +25,14 @@ _EMBEDDING_STD = 0.3
 
 
 def config() -> DecoderConfig:
-  """The reference model's configuration: a stock Llama."""
+  """The configuration that training starts with: a stock Llama."""
   return DecoderConfig.from_hf(
     {
       "model_type": "llama",
       "vocab_size": vocabulary.SIZE,
       "hidden_size": 128,
       "intermediate_size": 384,
-      "num_hidden_layers": 4,
+      "num_hidden_layers": LAYERS,
       "num_attention_heads": 4,
       "num_key_value_heads": 2,
       "head_dim": 32,

@@ -286,3 +286,17 @@ def test_a_file_without_text_is_refused(tmp_path, content, sentence):
 def test_a_text_longer_than_the_context_is_refused(tiny):
   with pytest.raises(InputError, match=r"Context \(\d+ tokens\).* is 512"):
     side_by_side.ask(tiny, CHOSEN, SENTENCE * 80, "Why?")
+
+
+def test_query_heads_decide_and_store_for_themselves(tiny, tmp_path, whole):
+  """Two query heads share a KV head of the tiny model: twice the bytes."""
+  half = [kvjax.Retention(0.5)]
+  chosen = candidates(["keydiff"], half, per_query_head=True)
+  found = compared(tiny, tmp_path, chosen=chosen).answers
+  assert len(found) == 12
+  for key, answer in found.items():
+    grouped = whole.answers[key]
+    assert answer.kept_tokens == grouped.kept_tokens
+    assert 1.9 < answer.cache_bytes / grouped.cache_bytes < 2.1
+    if answer.method == "full":
+      assert answer.prediction == grouped.prediction

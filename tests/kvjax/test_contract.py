@@ -1,4 +1,4 @@
-"""What every eviction method keeps to, on one device and on four."""
+"""What the choice of every eviction method keeps to."""
 
 import dataclasses
 import functools
@@ -50,6 +50,9 @@ OPTIONS = [
   "ada/keydiff",
   "ada/snapkv.kvpress",
   "adakv:alpha=0.5:normalize=true",
+  "ada/protokv",
+  "ada/chunkkv",
+  "pyramid/protokv",
   "pyramid/ada/snapkv:window=4",
   "compactor.vllm:sketch_dim=6",
   "compactor.vllm:sketch=none",
@@ -230,12 +233,14 @@ class TestMethod:
     for budget, rows, own in zip(BUDGETS, found, counts.tolist(), strict=True):
       for heads, n, count in zip(rows, LENGTHS, own, strict=True):
         expected = n if method.keeps_all(LAYER) else count
-        if method.packed and not coarse(method):
+        if method.packed:
           total = layer_total(method, budget, n, count, len(heads))
-          assert sum(map(len, heads)) == total
+          left = total - sum(map(len, heads))
+          assert left >= 0 if coarse(method) else left == 0
         for places in heads:
-          if coarse(method):
-            assert 1 <= len(places) <= expected
+          assert places
+          if coarse(method) and not method.packed:
+            assert len(places) <= expected
           elif not method.packed:
             assert len(places) == expected
           assert places == sorted(set(places))

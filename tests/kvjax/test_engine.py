@@ -11,7 +11,7 @@ import kvjax
 from kvjax import answering
 from kvjax import prefilling as engine
 from kvjax.errors import InputError
-from kvjax.methods import METHODS, FullKV, KeyDiff, get_method
+from kvjax.methods import FullKV, KeyDiff, get_method
 from kvjax.prompts import bucket, bucket_lengths
 from kvjax.sampling import Sampling, sample
 from kvjax.testing import TinyModel, held_positions, poisoned
@@ -152,14 +152,25 @@ def test_conversation_without_room_is_refused(full):
 
 
 def test_sweep_equals_each_plan_alone():
-  prompts = kvjax.Prompts.of(ROWS)
+  """Budgets, schedules and heads in one pass, where every method chooses."""
+  rng = np.random.default_rng(0)
+  rows = [rng.permutation(64)[:n].tolist() for n in (50, 33)]
+  prompts = kvjax.Prompts.of(rows)
+  share, few = kvjax.Retention(0.4), kvjax.Tokens(9)
+  going_on = kvjax.Schedule(every=2)
   plans = [
-    kvjax.Plan(get_method(name), budget)
-    for name in METHODS
-    for budget in (kvjax.Retention(0.4), kvjax.Tokens(6))
+    kvjax.Plan(get_method("keydiff"), share),
+    kvjax.Plan(get_method("keydiff"), few),
+    kvjax.Plan(get_method("keydiff"), few, per_query_head=True),
+    kvjax.Plan(get_method("h2o"), few),
+    kvjax.Plan(get_method("h2o"), few, going_on),
+    kvjax.Plan(get_method("h2o"), share, kvjax.Schedule(every=3)),
+    kvjax.Plan(get_method("snapkv:window=3"), few, going_on),
+    kvjax.Plan(get_method("lagkv:sinks=2:lag=6"), share, going_on),
   ]
   together, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans)
-  for plan, cache in zip(plans[::3], together[::3], strict=True):
+  for plan, cache in zip(plans, together, strict=True):
+    assert cache.plan == (plan if plan.schedule.every else None)
     alone, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
     jax.tree.map(np.testing.assert_array_equal, alone, cache)
 

@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.methods import get_method
+from kvjax.sharding import parse_mesh
 from kvjax.testing import TinyModel, held_positions
 
 MODEL = TinyModel()
@@ -56,6 +57,19 @@ def test_whole_prompts_are_those_of_a_model_without_groups():
   assert (
     held_positions(caches[1], 0)[1][0] != held_positions(caches[1], 0)[1][1]
   )
+
+
+def test_four_devices_equal_one():
+  prompts = kvjax.Prompts.of([*ROWS, ROWS[1][:30]])
+  plan = kvjax.Plan(get_method("snapkv:window=4"), BUDGET, per_query_head=True)
+  one, logits = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+  with jax.set_mesh(parse_mesh("data:2,model:2")):
+    four, own = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+  shard = four.layers[0].keys.addressable_shards[0].data
+  assert shard.shape[:2] == (2, 2)
+  for row in range(4):
+    assert held_positions(one, row) == held_positions(four, row)
+  np.testing.assert_allclose(own, logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv:window=4"])

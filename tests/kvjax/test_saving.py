@@ -379,3 +379,9 @@ def test_a_killed_save_is_no_cache(cache, tmp_path, at, before):
   save(cache, tmp_path, overwrite=before)
   assert_same_bits(load(tmp_path), cache)
   assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_method_with_other_fields_is_refused():
+  saved = {"class": "KeyDiff", "fields": {"anchor": "mean_raw", "power": 2}}
+  with pytest.raises(InputError, match="a KeyDiff with other fields than are"):
+    saved_trees.restored(saved, {})
