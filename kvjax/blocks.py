@@ -67,7 +67,7 @@ def _prefill_blocks(
   ) -> tuple[Float[Array, "B N S D"], LayerCache]:
     seen = limits.plan.candidates(seen)
     cache = LayerCache.of(seen) if state is None else state.append(seen)
-    output = attend_to(model, limits.plan.method, cache, seen)
+    output, _ = attend_to(model, limits.plan.method, cache, seen)
     room = limits.capacities[layer] + block
     cache = cache.grown(max(room - cache.capacity, 0))
     cache = evict(limits, layer, cache, seen, protected)

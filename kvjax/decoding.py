@@ -91,7 +91,7 @@ def feed(
     layer: int, state: Layer, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], Layer]:
     state = state.append(seen)
-    output = attend_to(model, method, state, seen)
+    output, state = attend_to(model, method, state, seen)
     if limits is not None:
       assert isinstance(state, LayerCache)
       state = evict(limits, layer, state, seen, cache.protected, asked)

@@ -25,7 +25,7 @@ class Layer(Protocol):
   """What the engine asks of a layer's cache while it is read and appended to.
 
   `LayerCache` has as many slots for every head, `kvjax.packed.PackedLayer` as
-  many as each needs.
+  many as each needs; `kvjax.indexed.IndexedLayer` reads only some of them.
   """
 
   @property
@@ -55,8 +55,8 @@ class Layer(Protocol):
     self,
     queries: Float[Array, "B N S D"],
     query_positions: Int[Array, "B S"],
-  ) -> Float[Array, "B N S D"]:
-    """Attention to all tokens, causal by positions."""
+  ) -> tuple[Float[Array, "B N S D"], "Layer"]:
+    """Attention, causal by positions; and the layer after it."""
     ...
 
 
@@ -110,11 +110,12 @@ class LayerCache:
     self,
     queries: Float[Array, "B N S D"],
     query_positions: Int[Array, "B S"],
-  ) -> Float[Array, "B N S D"]:
+  ) -> tuple[Float[Array, "B N S D"], "LayerCache"]:
     """Attention to all slots; see `kernels.attention.attention`."""
-    return attention(
+    output = attention(
       queries, self.keys, self.values, query_positions, self.positions
     )
+    return output, self
 
   @classmethod
   def of(cls, seen: Activations) -> "LayerCache":

@@ -132,7 +132,7 @@ class PackedLayer:
     self,
     queries: Float[Array, "B N S D"],
     query_positions: Int[Array, "B S"],
-  ) -> Float[Array, "B N S D"]:
+  ) -> tuple[Float[Array, "B N S D"], "PackedLayer"]:
     """Attention to pages and tail; see `kernels.attention.attention`."""
     pages, tail = self.pages, self.tail
     found = paged_attention(
@@ -149,7 +149,7 @@ class PackedLayer:
         queries, tail.keys, tail.values, query_positions, tail.positions
       )
       found = merge(found, new)
-    return found.output
+    return found.output, self
 
 
 def page_count(total: int, kv_heads: int, page: int) -> int:

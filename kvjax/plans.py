@@ -7,9 +7,13 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.activations import Activations
-from kvjax.budgets import Budget
+from kvjax.budgets import Budget, Retention
+from kvjax.errors import InputError
+from kvjax.lookups import Lookup
 from kvjax.methods.base import Method
+from kvjax.methods.full import FullKV
 from kvjax.prompts import Prompts
+from kvjax.retrieval.base import Retrieval
 from kvjax.schedules import WHOLE, Schedule
 
 
@@ -24,7 +28,8 @@ class Room(NamedTuple):
 class Plan:
   """A method, its budget, and when it compresses.
 
-  Raises InputError where the method is not defined for the schedule.
+  Raises InputError where the method is not defined for the schedule, or where
+  what it keeps cannot be looked up.
 
   Attributes:
     method: what to keep.
@@ -33,16 +38,50 @@ class Plan:
     per_query_head: store keys and values once for every query head, which then
       chooses for itself and has the budget to itself, as the original code of
       SnapKV, H2O and PyramidKV does: G times the memory of grouped heads.
+    lookup: reads only some of what is kept; None attends to all of it.
   """
 
   method: Method
   budget: Budget
   schedule: Schedule = WHOLE
   per_query_head: bool = False
+  lookup: Lookup | None = None
 
   def __post_init__(self) -> None:
     if not self.schedule.whole:
       self.method.check_schedule(self.budget)
+    if self.lookup is not None:
+      self._check_lookup(type(self.lookup.retrieval).__name__)
+
+  @classmethod
+  def reading(
+    cls, retrieval: Retrieval, budget: Budget, per_query_head: bool = False
+  ) -> "Plan":
+    """Keeps everything and looks up so many keys per token."""
+    return cls(
+      FullKV(),
+      Retention(1.0),
+      per_query_head=per_query_head,
+      lookup=Lookup(retrieval, budget),
+    )
+
+  def _check_lookup(self, name: str) -> None:
+    if not self.schedule.whole:
+      raise InputError(
+        f"{name} indexes a whole prompt once; it cannot work with "
+        f"{self.schedule}."
+      )
+    kept = type(self.method).__name__
+    if self.method.packed:
+      raise InputError(
+        f"{name} indexes heads that keep as many tokens; those of {kept} do "
+        "not."
+      )
+    if self.method.rerotates:
+      raise InputError(
+        f"{name} finds keys by the prompt's queries; {kept} turns the keys "
+        "afterwards."
+      )
 
   def candidates(self, seen: Activations) -> Activations:
     """A block as the plan's caches hold it."""

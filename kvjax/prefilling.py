@@ -14,6 +14,7 @@ from kvjax.blocks import prefill_blocks
 from kvjax.budgets import Retention
 from kvjax.cache import Cache
 from kvjax.errors import InputError
+from kvjax.indexed import IndexedLayer
 from kvjax.layers import Layer, LayerCache
 from kvjax.methods.base import Allowance
 from kvjax.model import Model
@@ -93,15 +94,18 @@ def sweep(
     _check(model, prompts, plan)
   protected = prompts.protected
   kept = [plan.room(padded, lengths, layers) for plan in plans]
+  lookups = [plan.lookup for plan in plans]
   return _sweep(
     model,
     params,
     jnp.asarray(prompts.tokens),
     jnp.asarray(lengths),
     jnp.asarray(np.stack([counts for counts, _ in kept])),
+    [x and jnp.asarray(x.counts(lengths)) for x in lookups],
     None if protected is None else jnp.asarray(protected),
     plans=tuple(plans),
     rooms=tuple(rooms for _, rooms in kept),
+    most_reads=tuple(x.most(padded, lengths) if x else 0 for x in lookups),
   )
 
 
@@ -124,32 +128,45 @@ def check_context(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("model", "plans", "rooms"))
+@functools.partial(
+  jax.jit, static_argnames=("model", "plans", "rooms", "most_reads")
+)
 def _sweep(
   model: Model,
   params: PyTree,
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
   counts: Int[Array, "P L B"],
+  reads: Sequence[Int[Array, " B"] | None],
   protected: Bool[Array, "B S"] | None,
   *,
   plans: tuple[Plan, ...],
   rooms: tuple[tuple[Room, ...], ...],
+  most_reads: tuple[int, ...],
 ) -> tuple[tuple[Cache, ...], Float[Array, "B V"]]:
   alike: dict[Plan, list[int]] = {}
   for index, plan in enumerate(plans):
     # What is found depends on neither the budget nor how often it is asked.
     every = 1 if plan.schedule.every else None
     like = dataclasses.replace(
-      plan, budget=_ALL, schedule=Schedule(every=every)
+      plan, budget=_ALL, schedule=Schedule(every=every), lookup=None
     )
     alike.setdefault(like, []).append(index)
   judged: dict[tuple[Plan, int], Callable[[], PyTree]] = {}
 
+  def indexed(p: int, layer: int, cache: Layer, own: Activations) -> Layer:
+    lookup, count = plans[p].lookup, reads[p]
+    if lookup is None or count is None:
+      return cache
+    assert isinstance(cache, LayerCache)
+    return IndexedLayer.of(
+      lookup.retrieval, layer, cache, own, count, most_reads[p]
+    )
+
   def attend(
     layer: int, _: None, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], tuple[Layer, ...]]:
-    output = LayerCache.of(seen).attend(seen.queries, seen.positions)
+    output = LayerCache.of(seen).attend(seen.queries, seen.positions)[0]
     kept: dict[int, Layer] = {}
     for like, group in alike.items():
       own, method = like.candidates(seen), like.method
@@ -167,7 +184,8 @@ def _sweep(
       )
       source = judged[like, method.source_layer(layer)]
       caches = compress(method, layer, cache, own, allowances, source)
-      kept.update(zip(group, caches, strict=True))
+      for p, found in zip(group, caches, strict=True):
+        kept[p] = indexed(p, layer, found, own)
     return output, tuple(shard_cache(kept[p]) for p in range(len(plans)))
 
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)

@@ -20,8 +20,8 @@ from kvjax.struct import static, struct
 
 def attend_to(
   model: Model, method: Method | None, cache: Layer, seen: Activations
-) -> Float[Array, "B N S D"]:
-  """A block's attention to a layer's cache, the block in it.
+) -> tuple[Float[Array, "B N S D"], Layer]:
+  """A block's attention to a layer's cache, the block in it; the cache then.
 
   Args:
     model: turns keys where the method rerotates.
@@ -31,7 +31,8 @@ def attend_to(
   """
   if method is not None and method.rerotates:
     assert isinstance(cache, LayerCache)
-    cache = closed_up(model, cache)
+    closed = closed_up(model, cache)
+    return closed.attend(seen.queries, seen.positions)[0], cache
   return cache.attend(seen.queries, seen.positions)
 
 

@@ -90,7 +90,7 @@ def _mass(
     real = (seen.positions[0] >= 0)[None, None]
     weights = jax.nn.softmax(logits * dim**-0.5, axis=-1, where=real)
     mass = jnp.sum(weights, axis=-1, where=wanted[None, None])
-    output = LayerCache.of(seen).attend(seen.queries, seen.positions)
+    output, _ = LayerCache.of(seen).attend(seen.queries, seen.positions)
     return output, mass.reshape(-1)
 
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)

@@ -85,9 +85,7 @@ class Trainer:
       return
     grown = deepened(self.decoder(), stage.layers, self._seed)
     self._graphdef, params = nnx.split(grown)
-    self.state = self.state.restarted(
-      params, training.optimizer().init(params)
-    )
+    self.state = self.state.restarted(params, training.optimizer().init(params))
 
   def _train(self, stage: Stage) -> None:
     """Takes the steps that are left of a stage and of its extensions."""

@@ -2,14 +2,7 @@
 
 import abc
 import dataclasses
-from typing import (
-  ClassVar,
-  Literal,
-  final,
-  get_args,
-  get_origin,
-  get_type_hints,
-)
+from typing import ClassVar, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +12,7 @@ from kvjax.activations import Activations
 from kvjax.budgets import Budget
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
+from kvjax.methods.bounds import check_choices
 from kvjax.observation import ObservationWindow
 from kvjax.selection import top_slots
 from kvjax.struct import static, struct
@@ -70,8 +64,7 @@ class Method(abc.ABC):
   """
 
   def __post_init__(self) -> None:
-    for field in dataclasses.fields(self):
-      check_choice(type(self), field.name, getattr(self, field.name))
+    check_choices(self)
 
   # Why the method is defined for whole prompts only; empty if it is not.
   whole_prompts_only: ClassVar[str] = ""
@@ -253,13 +246,4 @@ class ScoringMethod(Method):
       allowance.counts,
       allowance.capacity,
       allowance.must_keep(cache),
-    )
-
-
-def check_choice(method: type[Method], option: str, value: object) -> None:
-  """Refuses a value that is not among those of a `Literal` field."""
-  hint = get_type_hints(method)[option]
-  if get_origin(hint) is Literal and value not in get_args(hint):
-    raise InputError(
-      f"{option} must be one of {', '.join(get_args(hint))}; {value!r} is not."
     )

@@ -1,10 +1,12 @@
 """Bounds of a method's options; NaN is outside of all of them."""
 
+import dataclasses
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
 from kvjax.errors import InputError
-from kvjax.methods.base import Method
 
 
-def check_least(method: Method, **least: float) -> None:
+def check_least(method: Any, **least: float) -> None:
   """Refuses options of a method that are below their least values.
 
   Raises:
@@ -16,7 +18,7 @@ def check_least(method: Method, **least: float) -> None:
       raise InputError(f"{name} must be {bound:g} or more; {value} is not.")
 
 
-def check_odd(method: Method, name: str) -> None:
+def check_odd(method: Any, name: str) -> None:
   """Refuses a width that has no middle.
 
   Raises:
@@ -27,7 +29,7 @@ def check_odd(method: Method, name: str) -> None:
     raise InputError(f"{name} must be odd and 1 or more; {value} is not.")
 
 
-def check_share(method: Method, name: str) -> None:
+def check_share(method: Any, name: str) -> None:
   """Refuses what is no share of a whole.
 
   Raises:
@@ -36,3 +38,22 @@ def check_share(method: Method, name: str) -> None:
   value = getattr(method, name)
   if not 0 <= value <= 1:
     raise InputError(f"{name} must be between 0 and 1; {value:g} is not.")
+
+
+def check_choices(method: Any) -> None:
+  """Refuses values of `Literal` fields that are not among theirs."""
+  for field in dataclasses.fields(method):
+    check_choice(type(method), field.name, getattr(method, field.name))
+
+
+def check_choice(method: type, option: str, value: object) -> None:
+  """Refuses a value that is not among those of a `Literal` field.
+
+  Raises:
+    InputError: names those that are.
+  """
+  hint = get_type_hints(method)[option]
+  if get_origin(hint) is Literal and value not in get_args(hint):
+    raise InputError(
+      f"{option} must be one of {', '.join(get_args(hint))}; {value!r} is not."
+    )

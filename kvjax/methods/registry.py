@@ -1,13 +1,9 @@
 """Methods by name: `snapkv`, `snapkv.kvpress`, `keydiff:anchor=mean_raw`."""
 
-import dataclasses
-import difflib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from kvjax.errors import InputError
 from kvjax.methods.adakv import AdaKV
-from kvjax.methods.base import Method, check_choice
+from kvjax.methods.base import Method
 from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.compactor import Compactor
 from kvjax.methods.full import FullKV
@@ -21,6 +17,7 @@ from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming import StreamingLLM
 from kvjax.methods.tova import Tova
+from kvjax.naming import named
 
 METHODS: Mapping[str, type[Method]] = {
   "full": FullKV,
@@ -113,72 +110,4 @@ def get_method(name: str) -> Method:
   for prefix, wrapper in WRAPPERS.items():
     if name.startswith(prefix):
       return wrapper(get_method(name.removeprefix(prefix)))
-  base, *options = name.split(":")
-  if base in PRESETS:
-    method = PRESETS[base]
-  elif base in METHODS:
-    method = METHODS[base]()
-  else:
-    known = [*METHODS, *PRESETS]
-    raise InputError(
-      f"There is no method {base!r}{_near(base, known)}; the methods are "
-      f"{', '.join(METHODS)}."
-    )
-  given: dict[str, Any] = {}
-  for text in options:
-    option, value = _option(base, method, text)
-    if option in given:
-      raise InputError(f"Option {option!r} of {base!r} is given twice.")
-    given[option] = value
-  return dataclasses.replace(method, **given)
-
-
-def _option(base: str, method: Method, text: str) -> tuple[str, Any]:
-  """One `name=value`, read as the type of the field's present value."""
-  name, equals, value = text.partition("=")
-  fields = [
-    field.name
-    for field in dataclasses.fields(method)
-    if not isinstance(getattr(method, field.name), Method)
-  ]
-  if name not in fields:
-    raise InputError(
-      f"Method {base!r} has no option {name!r}{_near(name, fields)}; it has "
-      f"{', '.join(fields) or 'none'}."
-    )
-  if not equals:
-    raise InputError(f"Option {name!r} of {base!r} needs a value: {name}=...")
-  read = _read(base, name, value, getattr(method, name))
-  check_choice(type(method), name, read)
-  return name, read
-
-
-def _read(base: str, name: str, value: str, present: Any) -> Any:
-  kind = type(present)
-  try:
-    if kind is tuple:
-      return tuple(_number(int, part) for part in value.split("+"))
-    if kind is bool:
-      return {"true": True, "false": False}[value.lower()]
-    return value if kind is str else _number(kind, value)
-  except (ValueError, KeyError) as error:
-    example = (
-      "+".join(map(str, present or (0, 1))) if kind is tuple else present
-    )
-    raise InputError(
-      f"Option {name!r} of {base!r} takes a value such as {example!r}; "
-      f"{value!r} is not one."
-    ) from error
-
-
-def _number(kind: type[int] | type[float], text: str) -> int | float:
-  """A number that fits an array's int32 or float32."""
-  number = kind(text)
-  if not abs(number) < 2**31:  # infinite and NaN do not either
-    raise ValueError
-  return number
-
-
-def _near(word: str, known: Iterable[str]) -> str:
-  close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
-  return f" (did you mean {' or '.join(close)}?)" if close else ""
+  return named(name, METHODS, PRESETS)

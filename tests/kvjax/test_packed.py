@@ -114,7 +114,7 @@ def test_attends_as_a_masked_dense_cache(K, G, S, dtype):
   cache = LayerCache.of(seen)
   packed = poisoned(PackedLayer.of(cache, slots, total, PAGE))
   block = following(seen, S)
-  ours = packed.attend(block.queries, block.positions)
+  ours, _ = packed.attend(block.queries, block.positions)
   close(
     ours,
     expected(block.queries, block.positions, [cache], [mask(slots)]),
@@ -131,7 +131,7 @@ def test_appended_tokens_are_seen_too(K, dtype):
   @jax.jit
   def run(cache, slots, block):
     packed = PackedLayer.of(cache, slots, total, PAGE).grown(9).append(block)
-    return packed, packed.attend(block.queries, block.positions)
+    return packed, packed.attend(block.queries, block.positions)[0]
 
   block = following(seen, 5)
   packed, ours = run(cache, slots, block)
@@ -239,7 +239,7 @@ def test_four_devices_equal_one():
   def run(seen, slots, block):
     packed = PackedLayer.of(LayerCache.of(seen), slots, total, PAGE)
     packed = packed.grown(5).append(block)
-    return packed.attend(block.queries, block.positions)
+    return packed.attend(block.queries, block.positions)[0]
 
   one = run(seen, slots, block)
   mesh = parse_mesh("data:2,model:2")

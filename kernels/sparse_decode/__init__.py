@@ -1,0 +1,3 @@
+"""Attention of one token to the slots that a list names."""
+
+from kernels.sparse_decode.api import sparse_decode as sparse_decode

@@ -1,0 +1,41 @@
+"""Attention to listed slots, head by head over all slots, in float32."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels.attention.partial import Partial
+
+
+def sparse_decode_reference(
+  queries: Float[Array, "B N D"],
+  keys: Float[Array, "B K T D"],
+  values: Float[Array, "B K T D"],
+  slots: Int[Array, "B H M"],
+  bias: Float[Array, "B N M"] | None,
+) -> Partial:
+  """See `kernels.sparse_decode.api.sparse_decode`."""
+  _, heads, dim = queries.shape
+  kv_heads, capacity = keys.shape[1:3]
+  lists = slots.shape[1]
+
+  def one_head(row: Array, head: Array) -> tuple[Array, Array]:
+    kv_head = head // (heads // kv_heads)
+    listed = slots[row, head // (heads // lists)]
+    extra = jnp.zeros(listed.shape) if bias is None else bias[row, head]
+    logits = jnp.full(capacity + 1, -jnp.inf)
+    place = jnp.where(listed >= 0, listed, capacity)
+    query = queries[row, head].astype(jnp.float32)
+    all_logits = keys[row, kv_head].astype(jnp.float32) @ query * dim**-0.5
+    listed_logits = jnp.append(all_logits, 0.0)[place] + extra
+    logits = logits.at[place].set(listed_logits)[:capacity]
+    named = jnp.isfinite(logits)
+    lse = jax.nn.logsumexp(logits)
+    weights = jnp.where(named, jnp.exp(logits - lse), 0.0)
+    clean = jnp.where(named[:, None], values[row, kv_head], 0)
+    return weights @ clean.astype(jnp.float32), lse
+
+  over_heads = jax.vmap(one_head, in_axes=(None, 0))
+  over_rows = jax.vmap(over_heads, in_axes=(0, None))
+  output, lse = over_rows(jnp.arange(queries.shape[0]), jnp.arange(heads))
+  return Partial(output.astype(queries.dtype), lse)

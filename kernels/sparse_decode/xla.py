@@ -1,0 +1,54 @@
+"""Attention to listed slots over a gathered copy of them."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from kernels.attention.partial import Partial
+
+
+def sparse_decode_xla(
+  queries: Float[Array, "B N D"],
+  keys: Float[Array, "B K T D"],
+  values: Float[Array, "B K T D"],
+  slots: Int[Array, "B H M"],
+  bias: Float[Array, "B N M"] | None,
+) -> Partial:
+  """See `kernels.sparse_decode.api.sparse_decode`."""
+  batch, heads, dim = queries.shape
+  lists, most = slots.shape[1:]
+  named = slots >= 0
+
+  def gather(x: Shaped[Array, "B K T D"]) -> Shaped[Array, "B H M D"]:
+    kv_heads = x.shape[1]
+    index = jnp.maximum(slots, 0).reshape(batch, kv_heads, -1, 1)
+    found = jnp.take_along_axis(x, index, axis=2)
+    found = found.reshape(batch, lists, most, dim)
+    # Slot 0 stands in for none, and may hold NaN.
+    return jnp.where(named[..., None], found, jnp.zeros((), x.dtype))
+
+  grouped = queries.reshape(batch, lists, heads // lists, dim)
+  logits = jnp.einsum(
+    "bhgd,bhmd->bhgm",
+    grouped,
+    gather(keys),
+    preferred_element_type=jnp.float32,
+  )
+  logits = logits * dim**-0.5
+  if bias is not None:
+    logits = logits + bias.reshape(logits.shape)
+  logits = jnp.where(named[:, :, None], logits, -jnp.inf)
+  largest = jnp.max(logits, axis=-1, initial=-jnp.inf)
+  finite = jnp.where(jnp.isfinite(largest), largest, 0.0)
+  weights = jnp.exp(logits - finite[..., None])
+  weighted = jnp.einsum(
+    "bhgm,bhmd->bhgd",
+    weights.astype(values.dtype),
+    gather(values),
+    preferred_element_type=jnp.float32,
+  )
+  found = Partial.of(
+    largest, jnp.sum(weights, axis=-1), weighted, queries.dtype
+  )
+  return Partial(
+    found.output.reshape(queries.shape), found.lse.reshape(batch, heads)
+  )

@@ -1,0 +1,205 @@
+"""A layer's cache that keeps everything and reads what a method looks up."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from kernels.attention import Partial, merge, partial_attention
+from kernels.sparse_decode import sparse_decode
+from kvjax.activations import Activations
+from kvjax.layers import Layer, LayerCache, tree_bytes
+from kvjax.methods.heads import heads_of
+from kvjax.retrieval.base import Found, Prompt, Reads, Retrieval, Store
+from kvjax.struct import static, struct
+
+
+@struct
+class IndexedLayer:
+  """The tokens that all others attend to, and those that are looked up.
+
+  Attributes:
+    resident: first and last tokens of the prompt, and what came after it.
+    stored: the tokens in between.
+    index: what the method looks up with.
+    count: keys to look up per token, of each row.
+    most: of any row of the batch.
+    retrieval: the method.
+  """
+
+  resident: LayerCache
+  stored: LayerCache
+  index: PyTree[Array]
+  count: Int[Array, " B"]
+  most: int = static()
+  retrieval: Retrieval = static()
+
+  @classmethod
+  def of(
+    cls,
+    retrieval: Retrieval,
+    layer: int,
+    cache: LayerCache,
+    seen: Activations,
+    count: Int[Array, " B"],
+    most: int,
+  ) -> Layer:
+    """Indexes a layer, its prompt having just been prefilled.
+
+    Args:
+      retrieval: the method.
+      layer: its number.
+      cache: what is kept of the layer: the first slots of each head.
+      seen: the prompt.
+      count: keys to look up per token.
+      most: of any row.
+
+    Returns:
+      The layer itself where so many keys are read that nothing is left out.
+    """
+    slots = cache.capacity
+    fewest, latest = retrieval.latest_range
+    start, end = min(retrieval.sinks, slots), max(slots - fewest, 0)
+    if retrieval.is_dense(layer) or most >= end - start:
+      return cache
+    cache = cache.forgetful()
+    lengths = cache.lengths
+    number = jnp.arange(slots, dtype=jnp.int32)[None, None]
+    border = jnp.maximum(lengths - retrieval.latest(lengths), 0)[..., None]
+    lookup = (number >= start) & (number < border)
+    heads = jnp.arange(lengths.shape[1], dtype=jnp.int32)
+    heads = jnp.broadcast_to(heads[None], lengths.shape)
+    whole = heads_of(cache, seen)
+    prompt = Prompt(whole, lookup, heads, layer, start, end)
+    reads = _reads(count, lengths.shape[1], most)
+    with jax.default_matmul_precision("highest"):
+      index = jax.vmap(jax.vmap(retrieval.index))(prompt, reads)
+    last = border + jnp.arange(latest, dtype=jnp.int32)
+    last = jnp.where((last < lengths[..., None]) & (last >= start), last, -1)
+    first = jnp.broadcast_to(number[..., :start], (*lengths.shape, start))
+    first = jnp.where(first < lengths[..., None], first, -1)
+    resident = cache.take(jnp.concatenate([first, last], axis=-1))
+    stored = dataclasses.replace(
+      cache,
+      keys=cache.keys[:, :, start:end],
+      values=cache.values[:, :, start:end],
+      positions=jnp.where(lookup, cache.positions, -1)[:, :, start:end],
+      cursor=jnp.asarray(end - start, jnp.int32),
+    )
+    return cls(resident, stored, index, count, most, retrieval)
+
+  @property
+  def capacity(self) -> int:
+    """Slots that new tokens can go to, filled or not."""
+    return self.resident.capacity
+
+  @property
+  def cursor(self) -> Int[Array, ""]:
+    """The next of them to write."""
+    return self.resident.cursor
+
+  @property
+  def lengths(self) -> Int[Array, "B K"]:
+    """Tokens held per row and KV head."""
+    return self.resident.lengths + self.stored.lengths
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes allocated."""
+    return tree_bytes(self)
+
+  def grown(self, extra: int) -> "IndexedLayer":
+    """The same tokens with room for `extra` more resident ones."""
+    return dataclasses.replace(self, resident=self.resident.grown(extra))
+
+  def append(self, seen: Activations) -> "IndexedLayer":
+    """Writes a block to the resident tokens; there must be room for it."""
+    return dataclasses.replace(self, resident=self.resident.append(seen))
+
+  def attend(
+    self,
+    queries: Float[Array, "B N S D"],
+    query_positions: Int[Array, "B S"],
+  ) -> tuple[Float[Array, "B N S D"], "IndexedLayer"]:
+    """Attention to the resident tokens and to what each query looks up."""
+    near = _attend(self.resident, queries, query_positions)
+    if queries.shape[2] > 1 and self.retrieval.turn == "dense":
+      far = _attend(self.stored, queries, query_positions)
+      return merge(near, far).output, self
+
+    def look_up(
+      index: PyTree[Array], token: tuple[Array, Array]
+    ) -> tuple[PyTree[Array], Partial]:
+      query, position = token
+      index, found = self._retrieved(index, query, position)
+      batch, kv_heads, lists, most = found.slots.shape
+      bias = found.bias
+      if bias is not None:
+        bias = bias.reshape(batch, -1, most)
+      return index, sparse_decode(
+        query,
+        self.stored.keys,
+        self.stored.values,
+        found.slots.reshape(batch, kv_heads * lists, most),
+        bias,
+      )
+
+    tokens = (jnp.moveaxis(queries, 2, 0), query_positions.T)
+    index, far = jax.lax.scan(look_up, self.index, tokens)
+    far = Partial(*(jnp.moveaxis(x, 0, 2) for x in far))
+    after = dataclasses.replace(self, index=index)
+    return merge(near, far).output, after
+
+  def _retrieved(
+    self,
+    index: PyTree[Array],
+    queries: Float[Array, "B N D"],
+    positions: Int[Array, " B"],
+  ) -> tuple[PyTree[Array], Found]:
+    """What a token of each row looks up, and the index after it."""
+    store = Store(self.stored.keys, self.stored.held)
+    batch, kv_heads = store.held.shape[:2]
+    grouped = queries.reshape(batch, kv_heads, -1, queries.shape[-1])
+    reads = _reads(self.count, kv_heads, self.most)
+    real = jnp.broadcast_to((positions >= 0)[:, None], (batch, kv_heads))
+    with jax.default_matmul_precision("highest"):
+      found, news = jax.vmap(jax.vmap(self._found))(
+        index, grouped.astype(jnp.float32), store, reads
+      )
+      index = jax.vmap(jax.vmap(self.retrieval.updated))(index, news, real)
+    return index, found
+
+  def _found(
+    self,
+    index: PyTree[Array],
+    queries: Float[Array, "G D"],
+    store: Store,
+    reads: Reads,
+  ) -> tuple[Found, PyTree[Array]]:
+    """As `Retrieval.retrieve`; everything where so much may be read."""
+    found, news = self.retrieval.retrieve(index, queries, store, reads)
+    everything = jnp.arange(found.slots.shape[-1], dtype=jnp.int32)
+    slots = store.held.shape[0]
+    held = store.held[jnp.minimum(everything, slots - 1)]
+    everything = jnp.where(held & (everything < slots), everything, -1)
+    whole = jnp.sum(store.held.astype(jnp.int32)) <= reads.count
+    bias = found.bias
+    if bias is not None:
+      bias = jnp.where(whole, 0.0, bias)
+    return Found(jnp.where(whole, everything[None], found.slots), bias), news
+
+
+def _attend(
+  cache: LayerCache,
+  queries: Float[Array, "B N S D"],
+  query_positions: Int[Array, "B S"],
+) -> Partial:
+  return partial_attention(
+    queries, cache.keys, cache.values, query_positions, cache.positions
+  )
+
+
+def _reads(count: Int[Array, " B"], kv_heads: int, most: int) -> Reads:
+  each = jnp.broadcast_to(count[:, None], (count.shape[0], kv_heads))
+  return Reads(each, most)

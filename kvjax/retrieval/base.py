@@ -1,0 +1,227 @@
+"""What a retrieval method is: everything is kept and a little of it is read."""
+
+import abc
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+
+from kvjax.budgets import Budget
+from kvjax.errors import InputError
+from kvjax.methods.bounds import check_choices, check_least
+from kvjax.methods.heads import Head
+from kvjax.struct import static, struct
+
+Turn = Literal["decode", "dense"]
+
+
+@struct
+class Reads:
+  """How many keys one KV head looks up per token.
+
+  Attributes:
+    count: of this row.
+    most: of any row of the batch.
+  """
+
+  count: Int[Array, "*B"]
+  most: int = static()
+
+
+@struct
+class Prompt:
+  """One KV head of a prompt, some of whose tokens are to be looked up.
+
+  Attributes:
+    head: all tokens that the cache holds, and the prompt's queries.
+    lookup: slots of the tokens that may be looked up; all of them lie from
+      `start` up to `end`, and an index numbers them from `start` on.
+    number: of the KV head in its layer.
+    layer: number of the layer.
+    start: the first such slot.
+    end: behind the last.
+  """
+
+  head: Head
+  lookup: Bool[Array, "*B T"]
+  number: Int[Array, "*B"]
+  layer: int = static()
+  start: int = static()
+  end: int = static()
+
+  def key(self, seed: int) -> PRNGKeyArray:
+    """For random draws; its own for every layer and KV head."""
+    layer = jax.random.fold_in(jax.random.key(seed), self.layer)
+    return jax.random.fold_in(layer, self.number)
+
+  @property
+  def stored_keys(self) -> Float[Array, "*B F D"]:
+    """Float32 keys that may be looked up; zero where there is none."""
+    keys = self.head.keys[..., self.start : self.end, :]
+    return jnp.where(self.stored[..., None], keys, 0.0)
+
+  @property
+  def stored(self) -> Bool[Array, "*B F"]:
+    """Which of the numbered slots may be looked up."""
+    return self.lookup[..., self.start : self.end]
+
+
+@struct
+class Store:
+  """One KV head's keys that may be looked up.
+
+  Attributes:
+    keys: rotated keys in the cache's dtype; what is not held holds anything.
+    held: which slots hold a token.
+  """
+
+  keys: Float[Array, "*B F D"]
+  held: Bool[Array, "*B F"]
+
+  def gathered(self, slots: Int[Array, " M"]) -> Float[Array, "M D"]:
+    """Float32 keys of some slots; zero for slot -1."""
+    keys = self.keys[jnp.maximum(slots, 0)].astype(jnp.float32)
+    return jnp.where((slots >= 0)[:, None], keys, 0.0)
+
+
+@struct
+class Found:
+  """What a KV head's queries look up.
+
+  Attributes:
+    slots: one list for all of them, or one for each; no slot twice in a list,
+      -1 for none.
+    bias: added to the scaled logits of what is listed, where it is not zero.
+  """
+
+  slots: Int[Array, "*B J M"]
+  bias: Float[Array, "*B G M"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Retrieval(abc.ABC):
+  """Keeps a whole prompt and reads for each token what it looks up.
+
+  A retrieval method is a hashable value: its fields are its hyper-parameters.
+  The first and the last tokens of the prompt and all that comes after it are
+  resident: every token attends to them. The others are stored; `index`
+  prepares them when the prompt is known, and `retrieve` names those that a
+  token reads. Both are functions of one KV head of one row.
+
+  Attributes:
+    sinks: first tokens of the prompt that are resident.
+    local: last tokens of the prompt that are resident.
+    turn: whether the tokens of a question look up one by one, as "decode"d
+      tokens do, or attend "dense"ly to everything.
+    dense_layers: layers without an index, which attend to everything.
+    reads: keys looked up per token, whatever the budget says; 0 for the budget.
+  """
+
+  sinks: int = 4
+  local: int = 64
+  turn: Turn = "decode"
+  dense_layers: tuple[int, ...] = ()
+  reads: int = 0
+
+  def __post_init__(self) -> None:
+    check_choices(self)
+    check_least(self, sinks=0, local=0, reads=0)
+    if any(layer < 0 for layer in self.dense_layers):
+      raise InputError("dense_layers are numbers of layers, 0 for the first.")
+
+  def count(self, budget: Budget, length: int) -> int:
+    """Keys that a token looks up in a row of `length` tokens."""
+    return min(self.reads, length) if self.reads else budget.kept(length)
+
+  def is_dense(self, layer: int) -> bool:
+    """Whether a layer attends to everything."""
+    return layer in self.dense_layers
+
+  @property
+  def latest_range(self) -> tuple[int, int]:
+    """The fewest and the most that `latest` answers."""
+    return self.local, self.local
+
+  def latest(self, length: Int[Array, "*B"]) -> Int[Array, "*B"]:
+    """How many of the last tokens of a prompt of this length are resident."""
+    return jnp.full(length.shape, self.local, jnp.int32)
+
+  @abc.abstractmethod
+  def index(self, prompt: Prompt, reads: Reads) -> PyTree[Array]:
+    """What looking up takes, besides the keys."""
+
+  @abc.abstractmethod
+  def retrieve(
+    self,
+    index: PyTree[Array],
+    queries: Float[Array, "G D"],
+    store: Store,
+    reads: Reads,
+  ) -> tuple[Found, PyTree[Array]]:
+    """What a token reads.
+
+    Args:
+      index: what `index` prepared or `updated` made of it.
+      queries: the token's float32 queries of the heads that read this KV head.
+      store: the keys.
+      reads: how many to look up.
+
+    Returns:
+      What is found, and what `updated` makes of it.
+    """
+
+  def updated(
+    self,
+    index: PyTree[Array],
+    news: PyTree[Array],
+    real: Bool[Array, ""],
+  ) -> PyTree[Array]:
+    """The index after a token, whose lookup answered `news`.
+
+    Args:
+      index: as it was.
+      news: what `retrieve` answered beside what it found.
+      real: false for padding, which changes nothing.
+    """
+    del news, real
+    return index
+
+
+def best_slots(
+  scores: Float[Array, "*B F"], held: Bool[Array, "*B F"], reads: Reads
+) -> Int[Array, "*B M"]:
+  """The held slots of the highest scores, best first, then -1.
+
+  Equal scores prefer the lower slot.
+  """
+  most = min(reads.most, scores.shape[-1])
+  return ranked_slots(scores, held, most, reads.count)
+
+
+def ranked_slots(
+  scores: Float[Array, "*B F"],
+  held: Bool[Array, "*B F"],
+  most: int,
+  count: Int[Array, "*B"],
+) -> Int[Array, "*B M"]:
+  """As `best_slots`: `count` of them in `most` places."""
+  scores = jnp.where(held & jnp.isfinite(scores), scores, -jnp.inf)
+  best, slots = jax.lax.top_k(scores, most)
+  wanted = jnp.arange(most) < count[..., None]
+  return jnp.where(wanted & (best > -jnp.inf), slots, -1)
+
+
+def attention_worth(
+  queries: Float[Array, "G D"],
+  keys: Float[Array, "T D"],
+  seen: Bool[Array, " T"],
+) -> Float[Array, " T"]:
+  """The most that any head attends to each key; -inf for keys not seen.
+
+  Softmax of the scaled logits over the keys that are seen, all in float32.
+  """
+  logits = queries @ keys.T * queries.shape[-1] ** -0.5
+  weights = jax.nn.softmax(logits, axis=-1, where=seen)
+  return jnp.where(seen, jnp.max(weights, axis=0), -jnp.inf)

@@ -1,0 +1,264 @@
+"""CTkvr: an inverted file of keys whose centroids are recent queries."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.methods.bounds import check_least
+from kvjax.methods.heads import Head
+from kvjax.retrieval.base import (
+  Found,
+  Prompt,
+  Reads,
+  Retrieval,
+  Store,
+  attention_worth,
+  ranked_slots,
+)
+from kvjax.struct import struct
+
+_MOST_CENTROIDS = 2048
+# Logits per KV head that are alive at once while the lists are made.
+_LOGITS = 2**20
+
+Choice = Literal["final", "init", "random", "equi"]
+
+
+@struct
+class Lists:
+  """The inverted file of one KV head: a ring of centroids with their keys.
+
+  Attributes:
+    centroids: queries of norm 1, one for each head that reads the KV head.
+    slots: of each centroid, the keys that it attends to most, best first; -1
+      for none.
+    size: how many centroids the ring has; the others are empty.
+    oldest: the one to be replaced next.
+  """
+
+  centroids: Float[Array, "*B G C D"]
+  slots: Int[Array, "*B C R"]
+  size: Int[Array, "*B"]
+  oldest: Int[Array, "*B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CTkvr(Retrieval):
+  """Finds keys by way of the most similar of the prompt's last queries.
+
+  Neighbouring queries attend to much the same keys. So the last C queries q_c
+  of the prompt become centroids, and each lists the rho keys that it attends
+  to most: max over the group's heads of softmax(q_c K^T / sqrt(D)), over all
+  keys of the prompt, resident ones left out afterwards. A token
+
+  1. recalls the lists of the `probes` centroids of the highest cosine with its
+     query, max over the group's heads, and drops what is in them twice;
+  2. reranks these keys by its own softmax(q K^T / sqrt(D)), max over the
+     group's heads, and reads the best rho' of them;
+  3. takes the place of the oldest centroid, with the best rho of what it
+     recalled as its list.
+
+  Source: CTkvr, sections 4.1-4.3; the ring is its dynamic centroid update.
+
+  Attributes:
+    centroids: C; 0 is a sixteenth of the prompt, at most 2,048.
+    probes: C', lists that a token recalls.
+    list_ratio: rho / rho', the length of a list over the keys to be read.
+    choice: centroids are the "final" queries of the prompt, its "init"ial
+      ones, "random" ones or "equi"distant ones.
+    rerank: without it all keys are read that were recalled.
+    update: whether decoded tokens become centroids.
+    causal: centroids list keys of their own past only.
+    mask: resident keys leave the lists "before" they are cut to rho keys, or
+      "after".
+    seed: of the random choice.
+  """
+
+  centroids: int = 0
+  probes: int = 4
+  list_ratio: float = 2.5
+  choice: Choice = "final"
+  rerank: bool = True
+  update: bool = True
+  causal: bool = False
+  mask: Literal["before", "after"] = "before"
+  seed: int = 0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_least(self, centroids=0, probes=1, list_ratio=1)
+
+  def index(self, prompt: Prompt, reads: Reads) -> Lists:
+    """Centroids and their lists."""
+    head = prompt.head
+    length = head.query_positions.shape[0]
+    tokens = jnp.sum((head.query_positions >= 0).astype(jnp.int32))
+    most = self.centroids or min(_MOST_CENTROIDS, length // 16)
+    size = jnp.full((), self.centroids, jnp.int32)
+    if not self.centroids:
+      size = jnp.minimum(_MOST_CENTROIDS, tokens // 16)
+    size = jnp.clip(size, 1, jnp.maximum(tokens, 1))
+    most = min(max(most, 1), length)
+    chosen = self._chosen(prompt, length, tokens, size)[:most]
+    queries = head.queries[:, chosen].astype(jnp.float32)
+    rho = min(int(self.list_ratio * reads.most), prompt.end - prompt.start)
+    group = queries.shape[0]
+    tile = max(1, _LOGITS // (group * head.positions.shape[0]))
+    wanted = jnp.floor(self.list_ratio * reads.count).astype(jnp.int32)
+
+    keys = head.keys
+
+    def listed(
+      pair: tuple[Float[Array, "G D"], Int[Array, ""]],
+    ) -> Int[Array, " R"]:
+      query, position = pair
+      worth = attention_worth(query, keys, self._seen(head, position))
+      return self._listed(prompt, worth, rho, wanted)
+
+    slots = jax.lax.map(
+      listed, (jnp.swapaxes(queries, 0, 1), chosen), batch_size=min(tile, most)
+    )
+    real = jnp.arange(most) < size
+    return Lists(
+      _unit(queries).astype(head.queries.dtype),
+      jnp.where(real[:, None], slots, -1),
+      size,
+      jnp.zeros((), jnp.int32),
+    )
+
+  def retrieve(
+    self,
+    index: Lists,
+    queries: Float[Array, "G D"],
+    store: Store,
+    reads: Reads,
+  ) -> tuple[Found, tuple[Float[Array, "G D"], Int[Array, " R"]]]:
+    """Recall, then rerank; the news are a centroid and its list."""
+    unit = _unit(queries)
+    recalled = self._recalled(index, unit, store.held.shape[0])
+    worth = attention_worth(queries, store.gathered(recalled), recalled >= 0)
+    width = recalled.shape[0]
+    order = ranked_slots(worth, recalled >= 0, width, jnp.asarray(width))
+    ranked = jnp.where(order >= 0, recalled[order], -1)
+
+    def first(most: int, count: Array) -> Int[Array, " R"]:
+      best = jnp.where(jnp.arange(width) < count, ranked, -1)[:most]
+      missing = most - best.shape[0]
+      return jnp.pad(best, (0, missing), constant_values=-1)
+
+    best = first(reads.most, reads.count) if self.rerank else ranked
+    news = first(index.slots.shape[-1], self._list_length(reads))
+    return Found(best[None]), (unit.astype(index.centroids.dtype), news)
+
+  def updated(
+    self,
+    index: Lists,
+    news: tuple[Float[Array, "G D"], Int[Array, " R"]],
+    real: Bool[Array, ""],
+  ) -> Lists:
+    """The news in the place of the oldest centroid."""
+    if not self.update:
+      return index
+    unit, slots = news
+    at = index.oldest
+
+    def put(ring: Array, new: Array, axis: int) -> Array:
+      old = jax.lax.dynamic_index_in_dim(ring, at, axis, keepdims=False)
+      new = jnp.where(real, new, old)
+      return jax.lax.dynamic_update_index_in_dim(ring, new, at, axis)
+
+    return Lists(
+      put(index.centroids, unit, 1),
+      put(index.slots, slots, 0),
+      index.size,
+      jnp.where(real, (at + 1) % index.size, at),
+    )
+
+  def _list_length(self, reads: Reads) -> Int[Array, ""]:
+    """How long this row's lists are: rho."""
+    return jnp.floor(self.list_ratio * reads.count).astype(jnp.int32)
+
+  def _chosen(
+    self,
+    prompt: Prompt,
+    length: int,
+    tokens: Int[Array, ""],
+    size: Int[Array, ""],
+  ) -> Int[Array, " S"]:
+    """Numbers of the queries that become centroids, ascending.
+
+    Args:
+      prompt: whose queries.
+      length: S, of the padded prompt.
+      tokens: of the row.
+      size: how many are chosen; what follows them means nothing.
+    """
+    number = jnp.arange(length, dtype=jnp.int32)
+    if self.choice == "final":
+      chosen = tokens - size + number
+    elif self.choice == "init":
+      chosen = number
+    elif self.choice == "equi":
+      # In floats: the product of two lengths may not fit an int32.
+      exact = (number.astype(jnp.float32) + 0.5) * tokens / size
+      chosen = jnp.floor(exact).astype(jnp.int32)
+    else:
+      key = prompt.key(self.seed)
+      keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
+      draws = jax.vmap(jax.random.uniform)(keys)
+      order = jnp.argsort(jnp.where(number < tokens, draws, 2.0))
+      chosen = jnp.sort(jnp.where(number < size, order, length))
+    return jnp.clip(chosen, 0, length - 1)
+
+  def _seen(self, head: Head, position: Int[Array, ""]) -> Bool[Array, " T"]:
+    """The slots that a centroid ranks."""
+    return (
+      head.held & (head.positions <= position) if self.causal else head.held
+    )
+
+  def _listed(
+    self,
+    prompt: Prompt,
+    worth: Float[Array, " T"],
+    rho: int,
+    wanted: Int[Array, ""],
+  ) -> Int[Array, " R"]:
+    """The keys that a centroid attends to most, if they may be looked up.
+
+    Args:
+      prompt: whose keys.
+      worth: of all of them; -inf for those that the centroid does not rank.
+      rho: length of a list.
+      wanted: how much of it is filled.
+    """
+    if self.mask == "before":
+      worth = worth[prompt.start : prompt.end]
+      return ranked_slots(worth, prompt.stored, rho, wanted)
+    slots = ranked_slots(worth, prompt.head.held, rho, wanted)
+    stored = prompt.lookup[slots] & (slots >= 0)
+    return jnp.where(stored, slots - prompt.start, -1)
+
+  def _recalled(
+    self, index: Lists, unit: Float[Array, "G D"], slots: int
+  ) -> Int[Array, " U"]:
+    """What the nearest centroids list, each slot once, ascending, then -1."""
+    centroids = index.centroids.astype(jnp.float32)
+    near = jnp.max(jnp.einsum("gcd,gd->gc", centroids, unit), axis=0)
+    real = jnp.arange(near.shape[0]) < index.size
+    probes = min(self.probes, near.shape[0])
+    lists = ranked_slots(near, real, probes, jnp.asarray(probes))
+    found = jnp.where(lists[:, None] >= 0, index.slots[lists], -1).reshape(-1)
+    found = jnp.sort(jnp.where(found >= 0, found, slots))
+    again = jnp.concatenate([jnp.zeros(1, bool), found[1:] == found[:-1]])
+    found = jnp.where(again, slots, found)
+    if found.shape[0] > slots:
+      found = jnp.sort(found)[:slots]
+    return jnp.where(found < slots, found, -1)
+
+
+def _unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+  norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
+  return x / jnp.maximum(norm, 1e-6)
