@@ -75,7 +75,7 @@ class IndexedLayer:
     reads = _reads(count, lengths.shape[1], most)
     with jax.default_matmul_precision("highest"):
       index = jax.vmap(jax.vmap(retrieval.index))(prompt, reads)
-    last = border + jnp.arange(latest, dtype=jnp.int32)
+    last = border + jnp.arange(latest, dtype=jnp.int32)[None, None]
     last = jnp.where((last < lengths[..., None]) & (last >= start), last, -1)
     first = jnp.broadcast_to(number[..., :start], (*lengths.shape, start))
     first = jnp.where(first < lengths[..., None], first, -1)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache import Cache
+from kvjax.indexed import IndexedLayer
 from kvjax.layers import Layer, LayerCache
 from kvjax.model import Attend, Geometry
 from kvjax.packed import PackedLayer, Pages
@@ -183,6 +184,10 @@ def layer_positions(layer: Layer, row: int) -> list[list[int]]:
       if head >= 0:
         found[head] += [int(p) for p in page if p >= 0]
     return [sorted(head) for head in found]
+  if isinstance(layer, IndexedLayer):
+    near = layer_positions(layer.resident, row)
+    far = layer_positions(layer.stored, row)
+    return [sorted(both) for both in map(list.__add__, near, far)]
   assert isinstance(layer, LayerCache)
   return [
     [int(p) for p in head if p >= 0]

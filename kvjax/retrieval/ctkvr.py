@@ -18,6 +18,7 @@ from kvjax.retrieval.base import (
   attention_worth,
   ranked_slots,
 )
+from kvjax.selection import floor_share
 from kvjax.struct import struct
 
 _MOST_CENTROIDS = 2048
@@ -107,7 +108,7 @@ class CTkvr(Retrieval):
     rho = min(int(self.list_ratio * reads.most), prompt.end - prompt.start)
     group = queries.shape[0]
     tile = max(1, _LOGITS // (group * head.positions.shape[0]))
-    wanted = jnp.floor(self.list_ratio * reads.count).astype(jnp.int32)
+    wanted = self._list_length(reads)
 
     keys = head.keys
 
@@ -179,7 +180,7 @@ class CTkvr(Retrieval):
 
   def _list_length(self, reads: Reads) -> Int[Array, ""]:
     """How long this row's lists are: rho."""
-    return jnp.floor(self.list_ratio * reads.count).astype(jnp.int32)
+    return floor_share(reads.count, self.list_ratio)
 
   def _chosen(
     self,
@@ -203,8 +204,8 @@ class CTkvr(Retrieval):
       chosen = number
     elif self.choice == "equi":
       # In floats: the product of two lengths may not fit an int32.
-      exact = (number.astype(jnp.float32) + 0.5) * tokens / size
-      chosen = jnp.floor(exact).astype(jnp.int32)
+      share = (number.astype(jnp.float32) + 0.5) / size.astype(jnp.float32)
+      chosen = jnp.floor(share * tokens.astype(jnp.float32)).astype(jnp.int32)
     else:
       key = prompt.key(self.seed)
       keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
