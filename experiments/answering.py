@@ -3,11 +3,12 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Float
 
 import kvjax
 from experiments.candidates import Candidate
@@ -15,6 +16,10 @@ from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
 from models.pretrained import Pretrained
 from models.tokenizer import Tokenizer
+
+Protocol = Literal["query-agnostic", "query-aware"]
+QUERY_AGNOSTIC: Protocol = "query-agnostic"
+QUERY_AWARE: Protocol = "query-aware"
 
 # Widths are multiples of this, so that other seeds find the same shapes.
 _WIDTH = 32
@@ -63,24 +68,48 @@ class Prompt:
     )
 
   @property
+  def prefilled(self) -> list[int]:
+    """Context and question, where they are prefilled together."""
+    return self.context + self.question
+
+  @property
   def total(self) -> int:
     """Tokens of prompt and longest answer."""
     return len(self.context) + len(self.question) + self.max_new_tokens
 
 
 class Shape(NamedTuple):
-  """What all batches of a run are padded to, so that they compile once."""
+  """What all batches of a run are padded to, so that they compile once.
+
+  Attributes:
+    rows: prompts of a batch.
+    context: tokens that are prefilled.
+    question: tokens that are fed afterwards; 0 where the question is prefilled
+      too, before anything is evicted or indexed.
+  """
 
   rows: int
   context: int
   question: int
 
   @classmethod
-  def of(cls, prompts: Sequence[Prompt], rows: int) -> "Shape":
+  def of(
+    cls,
+    prompts: Sequence[Prompt],
+    rows: int,
+    protocol: Protocol = QUERY_AGNOSTIC,
+  ) -> "Shape":
     """The least shape that holds all prompts."""
+    if protocol == QUERY_AWARE:
+      both = max(len(prompt.prefilled) for prompt in prompts)
+      return cls(rows, _round_up(both), 0)
     contexts = max(len(prompt.context) for prompt in prompts)
     questions = max(len(prompt.question) for prompt in prompts)
     return cls(rows, _round_up(contexts), _round_up(questions))
+
+
+# What is left of a batch's prompts, and the logits after them.
+_Prefilled = tuple[kvjax.Cache, Float[Array, "B V"]]
 
 
 class Reply(NamedTuple):
@@ -91,6 +120,7 @@ class Reply(NamedTuple):
     row: number of the prompt in its batch.
     retention: share of the context that the budget allows.
     kept_tokens: tokens held, mean over layers and KV heads.
+    read_tokens: tokens that the next token attends to, likewise.
     cache_bytes: bytes allocated for the row.
     text: the answer.
   """
@@ -99,6 +129,7 @@ class Reply(NamedTuple):
   row: int
   retention: float
   kept_tokens: float
+  read_tokens: float
   cache_bytes: int
   text: str
 
@@ -152,73 +183,78 @@ def replies(
   """
   rows = [*prompts, *[prompts[-1]] * (shape.rows - len(prompts))]
   began = time.monotonic()
-  contexts = kvjax.Prompts.of([p.context for p in rows], shape.context)
-  caches = _caches(lm, [candidate.plan for candidate in candidates], contexts)
-  kept = jax.device_get([cache.lengths for cache in caches])
-  jax.block_until_ready(caches)
+  contexts = [p.context if shape.question else p.prefilled for p in rows]
+  prefilled = _prefilled(
+    lm,
+    [candidate.plan for candidate in candidates],
+    kvjax.Prompts.of(contexts, shape.context),
+  )
+  caches = [cache for cache, _ in prefilled]
+  kept, read = jax.device_get(
+    ([cache.lengths for cache in caches], [cache.reads for cache in caches])
+  )
+  jax.block_until_ready(prefilled)
   seconds.prefill += time.monotonic() - began
 
-  questions = kvjax.Prompts.of([p.question for p in rows], shape.question)
-  decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.tokenizer.eos_ids)
   for capacity, group in _groups(candidates, caches):
     began = time.monotonic()
-    answers = kvjax.answer(
-      lm.model,
-      lm.params,
-      kvjax.concatenate(
-        [caches[i].grown([capacity] * len(caches[i].layers)) for i in group]
-      ),
-      kvjax.Prompts(
-        np.tile(questions.tokens, (len(group), 1)),
-        np.tile(questions.lengths, len(group)),
-      ),
-      decoding,
-    ).rows()
+    answers = _answers(lm, [prefilled[i] for i in group], capacity, rows, shape)
     seconds.answer += time.monotonic() - began
     found = []
     for place, index in enumerate(group):
       start = place * shape.rows
       mine = answers[start : start + len(prompts)]
-      each = caches[index].nbytes // shape.rows
-      found += _replies(lm, candidates[index], kept[index], each, prompts, mine)
+      for row, ids in enumerate(mine):
+        reply = Reply(
+          candidates[index],
+          row,
+          candidates[index].retention(len(contexts[row])),
+          float(np.mean(kept[index][:, row], dtype=np.float64)),
+          float(np.mean(read[index][:, row], dtype=np.float64)),
+          caches[index].nbytes // shape.rows,
+          lm.tokenizer.decode(ids),
+        )
+        found.append(reply)
     yield found
 
 
-def _replies(
+def _answers(
   lm: Pretrained,
-  candidate: Candidate,
-  lengths: Int[np.ndarray, "L B K"],
-  each: int,
-  prompts: Sequence[Prompt],
-  answers: Sequence[list[int]],
-) -> list[Reply]:
-  kept = np.mean(lengths, axis=(0, 2), dtype=np.float64)
-  return [
-    Reply(
-      candidate,
-      row,
-      candidate.retention(len(prompts[row].context)),
-      float(kept[row]),
-      each,
-      lm.tokenizer.decode(ids),
-    )
-    for row, ids in enumerate(answers)
-  ]
+  prefilled: Sequence[_Prefilled],
+  capacity: int,
+  rows: Sequence[Prompt],
+  shape: Shape,
+) -> list[list[int]]:
+  """The answers from caches that are asked together."""
+  decoding = kvjax.Decoding(rows[0].max_new_tokens, lm.tokenizer.eos_ids)
+  joined = kvjax.concatenate(
+    [cache.grown([capacity] * len(cache.layers)) for cache, _ in prefilled]
+  )
+  if not shape.question:
+    logits = jnp.concatenate([logits for _, logits in prefilled])
+    return kvjax.complete(lm.model, lm.params, joined, logits, decoding).rows()
+  asked = kvjax.Prompts.of([p.question for p in rows], shape.question)
+  questions = kvjax.Prompts(
+    np.tile(asked.tokens, (len(prefilled), 1)),
+    np.tile(asked.lengths, len(prefilled)),
+  )
+  return kvjax.answer(lm.model, lm.params, joined, questions, decoding).rows()
 
 
-def _caches(
+def _prefilled(
   lm: Pretrained, plans: Sequence[kvjax.Plan], contexts: kvjax.Prompts
-) -> list[kvjax.Cache]:
-  """One cache per plan; plans for whole prompts share a forward pass."""
+) -> list[_Prefilled]:
+  """A cache and logits per plan; plans for whole prompts share a pass."""
   model, params = lm.model, lm.params
   shared = [plan for plan in plans if plan.schedule.block is None]
-  swept = iter(
-    kvjax.sweep(model, params, contexts, shared)[0] if shared else ()
-  )
+  swept: Iterator[_Prefilled] = iter(())
+  if shared:
+    caches, logits = kvjax.sweep(model, params, contexts, shared)
+    swept = ((cache, logits) for cache in caches)
   return [
     next(swept)
     if plan.schedule.block is None
-    else kvjax.prefill(model, params, contexts, plan)[0]
+    else kvjax.prefill(model, params, contexts, plan)
     for plan in plans
   ]
 
@@ -230,7 +266,7 @@ def _groups(
 
   Layers of unequal capacities go to the next group that has room for the
   largest, which saves them a compilation of their own. Caches whose heads keep
-  different numbers join nobody.
+  different numbers, and those that are looked up in, join nobody.
   """
   sizes = [{layer.capacity for layer in cache.layers} for cache in caches]
   common = {max(size) for size in sizes if len(size) == 1}
@@ -240,7 +276,8 @@ def _groups(
     zip(candidates, sizes, strict=True)
   ):
     plan = candidate.plan
-    if plan.schedule.every is not None or plan.method.packed:
+    evicts = plan.schedule.every is not None
+    if evicts or plan.method.packed or plan.lookup is not None:
       alone.append((max(size), [index]))
       continue
     fitting = [capacity for capacity in common if capacity >= max(size)]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.methods import METHODS, Method
+from kvjax.methods import METHODS
 from kvjax.schedules import WHOLE
 
 FULL = "full"
@@ -25,17 +25,26 @@ class Candidate:
 
   @property
   def options(self) -> str:
-    """The method with all its hyper-parameters."""
-    return str(self.plan.method)
+    """The method with all its hyper-parameters, and what it looks up in."""
+    plan = self.plan
+    if plan.lookup is None:
+      return str(plan.method)
+    return f"{plan.lookup.retrieval} on {plan.method}, {plan.budget}"
 
   @property
   def budget(self) -> str:
     """The budget in words: `0.25` or `128 tokens`."""
-    return str(self.plan.budget)
+    return str(self._budget)
+
+  @property
+  def _budget(self) -> kvjax.Budget:
+    """What may be kept, or looked up per token."""
+    lookup = self.plan.lookup
+    return self.plan.budget if lookup is None else lookup.budget
 
   def retention(self, context_tokens: int) -> float:
-    """Share of a context that the budget allows to keep."""
-    budget = self.plan.budget
+    """Share of a context that the budget allows to keep, or to look up."""
+    budget = self._budget
     if isinstance(budget, kvjax.Retention):
       return budget.share
     return budget.kept(context_tokens) / context_tokens
@@ -64,28 +73,29 @@ def candidates(
   names = dict.fromkeys(name.strip() for name in methods)
   if not names or not budgets:
     raise InputError("There is nothing to compare; name a method and a budget.")
-  found = {name: kvjax.get_method(name) for name in names}
   whole = kvjax.Retention(1.0)
+  for name in names:
+    kvjax.get_plan(name, whole)
   full = kvjax.Plan(METHODS[FULL](), whole, per_query_head=per_query_head)
   chosen = [Candidate(FULL, full)]
-  for name, method in found.items():
-    if name != FULL:
-      chosen.extend(
-        Candidate(name, _plan(name, method, budget, schedule, per_query_head))
-        for budget in dict.fromkeys(budgets)
-        if budget != whole
-      )
+  for name in names:
+    found = [
+      Candidate(name, _plan(name, budget, schedule, per_query_head))
+      for budget in dict.fromkeys(budgets)
+      if budget != whole
+    ]
+    # Some say themselves how much they look up, whatever the budget.
+    chosen.extend({c.budget: c for c in found}.values() if name != FULL else ())
   return tuple(chosen)
 
 
 def _plan(
   name: str,
-  method: Method,
   budget: kvjax.Budget,
   schedule: kvjax.Schedule,
   per_query_head: bool,
 ) -> kvjax.Plan:
   try:
-    return kvjax.Plan(method, budget, schedule, per_query_head)
+    return kvjax.get_plan(name, budget, schedule, per_query_head)
   except InputError as error:
     raise InputError(f"--methods has {name}: {error}") from error

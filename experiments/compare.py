@@ -19,13 +19,12 @@ compiling.
 answers about a text side by side and writes nothing.
 """
 
-import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import cast
 
-import jax
 import rich.console
 import rich.progress
 from absl import flags
@@ -35,23 +34,20 @@ import models
 from experiments import (
   cli,
   comparison,
+  inputs,
   reports,
   results,
   side_by_side,
   suite,
   tables,
 )
+from experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE, Protocol
 from experiments.candidates import FULL, Candidate, candidates
 from kvjax.errors import InputError
 from kvjax.methods import METHODS
-from kvjax.sharding import parse_mesh
-from models.pretrained import DTYPES
 
-_BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
+flags.adopt_module_key_flags(inputs)
 
-_MODEL = flags.DEFINE_string(
-  "model", str(_BUNDLED), "Hugging Face directory of a model."
-)
 # LagKV's own default, a lag of 1,024, keeps all of so short a context.
 _DEFAULT = [{"lagkv": "lagkv:lag=128"}.get(name, name) for name in METHODS]
 
@@ -65,9 +61,6 @@ _RETENTION = flags.DEFINE_list(
 )
 _BUDGET = flags.DEFINE_list(
   "budget", None, "Tokens to keep, in place of --retention."
-)
-_TASKS = flags.DEFINE_list(
-  "tasks", list(suite.DEFAULT), f"Any of {', '.join(suite.TASKS)}."
 )
 _BLOCK = flags.DEFINE_integer(
   "block",
@@ -88,24 +81,14 @@ _HEADS = flags.DEFINE_enum(
   "Whether each KV head decides, or each query head, with keys and values of "
   "its own.",
 )
-_SAMPLES = flags.DEFINE_integer(
-  "samples", 16, "Samples per task.", lower_bound=1
-)
-_LENGTH = flags.DEFINE_integer(
-  "length",
-  1024,
-  "Tokens of prompt and answer, chat template aside.",
-  lower_bound=1,
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.")
-_BATCH = flags.DEFINE_integer(
-  "batch", 8, "Samples per prefill; less needs less memory.", lower_bound=1
+_PROTOCOL = flags.DEFINE_enum(
+  "protocol",
+  QUERY_AGNOSTIC,
+  [QUERY_AGNOSTIC, QUERY_AWARE],
+  "Whether the question comes after the context has been compressed, or is "
+  "prefilled with it.",
 )
 _OUTPUT = flags.DEFINE_string("output", "results/demo", "Folder to write to.")
-_MESH = flags.DEFINE_string("mesh", None, "Devices, as in data:2,model:2.")
-_DTYPE = flags.DEFINE_enum(
-  "dtype", None, DTYPES, "By default float32 on CPU, else bfloat16."
-)
 _TEXT = flags.DEFINE_string("text", None, "File to answer a question about.")
 _QUESTION = flags.DEFINE_string("question", None, "Asked about --text.")
 
@@ -119,7 +102,7 @@ def main() -> None:
     "text", _NEEDLES_ONLY, "a text is asked one question and nothing is written"
   )
   schedule = kvjax.Schedule(block=_BLOCK.value, every=_EVERY.value)
-  budgets = _budgets()
+  budgets = inputs.budgets(_RETENTION.value, _BUDGET.value)
   own = _HEADS.value == "query"
   chosen = candidates(_METHODS.value, budgets, schedule, own)
   text, question = _TEXT.value, _QUESTION.value
@@ -138,10 +121,10 @@ def _compare(
 ) -> None:
   began = time.monotonic()
   folder = pathlib.Path(_OUTPUT.value)
-  suite.check_tasks(_TASKS.value)
+  suite.check_tasks(inputs.TASKS.value)
   results.check_writable(folder)
-  with _loaded() as (lm, devices):
-    samples = _samples(lm)
+  with inputs.loaded() as (lm, devices):
+    samples = inputs.samples(lm)
     settings = _settings(schedule)
     store = results.Results(folder, settings)
     wanted = comparison.wanted(chosen, samples)
@@ -192,78 +175,36 @@ def _answer(
       progress.update(bar, description=task, advance=count)
 
     seconds = comparison.compare(
-      lm, chosen, samples, store, _BATCH.value, advance
+      lm, chosen, samples, store, inputs.BATCH.value, advance, _protocol()
     )
   return dataclasses.asdict(seconds)
 
 
 def _ask(chosen: Sequence[Candidate], text: str, question: str) -> None:
-  with _loaded() as (lm, _), rich.console.Console(stderr=True).status("asking"):
-    prompt, found = side_by_side.ask(lm, chosen, text, question)
+  with (
+    inputs.loaded() as (lm, _),
+    rich.console.Console(stderr=True).status("asking"),
+  ):
+    prompt, found = side_by_side.ask(lm, chosen, text, question, _protocol())
   table = side_by_side.to_terminal(prompt, question, found)
   rich.console.Console().print(table)
 
 
-def _samples(lm: models.Pretrained) -> comparison.Samples:
-  count = lm.tokenizer.count
-  limit = lm.config.geometry.max_positions
-  template = sum(count(text) for text in lm.tokenizer.split_chat(""))
-  if _LENGTH.value + template > limit:
-    raise InputError(
-      f"--length={_LENGTH.value} and {template} tokens of chat template are "
-      f"longer than the context of this model, {limit} tokens."
-    )
-  return {
-    task: [
-      suite.draw(task, number, _SEED.value, _LENGTH.value, count)
-      for number in range(_SAMPLES.value)
-    ]
-    for task in dict.fromkeys(_TASKS.value)
-  }
-
-
 def _settings(schedule: kvjax.Schedule) -> results.Settings:
-  directory = pathlib.Path(_MODEL.value).resolve()
   return results.Settings(
-    model="kvjax-ref" if directory == _BUNDLED else directory.name,
-    weights=results.digest(directory),
-    dtype=_dtype(),
-    length=_LENGTH.value,
-    seed=_SEED.value,
+    model=inputs.model_name(),
+    weights=results.digest(inputs.model_directory()),
+    dtype=inputs.dtype(),
+    length=inputs.LENGTH.value,
+    seed=inputs.SEED.value,
+    protocol=_protocol(),
     schedule=str(schedule),
     heads=f"{_HEADS.value} head",
   )
 
 
-@contextlib.contextmanager
-def _loaded() -> Iterator[tuple[models.Pretrained, int]]:
-  """The model, on the mesh if there is one, and its number of devices."""
-  if _MESH.value is None:
-    yield models.load(_MODEL.value, _dtype()), 1
-    return
-  mesh = parse_mesh(_MESH.value)
-  with jax.set_mesh(mesh):
-    yield models.load(_MODEL.value, _dtype(), mesh), mesh.size
-
-
-def _dtype() -> str:
-  if _DTYPE.value is not None:
-    return str(_DTYPE.value)
-  return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
-def _budgets() -> list[kvjax.Budget]:
-  try:
-    if _BUDGET.value is not None:
-      return [kvjax.Tokens(int(text)) for text in _BUDGET.value]
-    return [kvjax.Retention(float(text)) for text in _RETENTION.value]
-  except InputError:
-    raise
-  except ValueError as error:
-    raise InputError(
-      "--retention takes numbers such as 0.5,0.25 and --budget whole numbers "
-      f"such as 256,64: {error}."
-    ) from error
+def _protocol() -> Protocol:
+  return cast(Protocol, _PROTOCOL.value)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from experiments.answering import (
+  QUERY_AGNOSTIC,
   Prompt,
+  Protocol,
   Reply,
   Seconds,
   Shape,
@@ -28,6 +30,7 @@ def compare(
   results: Results,
   batch: int,
   on_answers: OnAnswers,
+  protocol: Protocol = QUERY_AGNOSTIC,
 ) -> Seconds:
   """Answers what `results` does not hold yet, and adds it there.
 
@@ -38,6 +41,7 @@ def compare(
     results: old answers; new ones are written as they come.
     batch: samples per prefill.
     on_answers: told of progress.
+    protocol: whether the question is known before anything is compressed.
 
   Returns:
     The time spent.
@@ -54,7 +58,7 @@ def compare(
   }
   everything = [prompt for rows in prompts.values() for prompt in rows]
   check_room(lm, everything)
-  shape = Shape.of(everything, batch)
+  shape = Shape.of(everything, batch, protocol)
   seconds = Seconds()
   for task, drawn in samples.items():
     numbers = sorted({key.sample for key in missing if key.task == task})
@@ -100,6 +104,7 @@ def _answer(
     retention=reply.retention,
     context_tokens=len(rows[reply.row].context),
     kept_tokens=reply.kept_tokens,
+    read_tokens=reply.read_tokens,
     cache_bytes=reply.cache_bytes,
     answers=list(sample.answers),
     prediction=prediction,

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from experiments.candidates import FULL
-from experiments.tables import means, title
+from experiments.tables import means, reads_less, title
 
 # From the palettes of Okabe and Ito and of Tol, which colour-blind readers tell
 # apart. Markers and dashes differ as well, and no two lines share all three.
@@ -53,8 +53,8 @@ class _Line:
 def score_vs_retention(summary: Mapping[str, Any], path: pathlib.Path) -> None:
   """Draws the mean score over the tasks; retention falls to the right.
 
-  A point stands where the tokens are that were really kept, since some methods
-  keep more or less than their budget.
+  A point stands where the tokens are that were really kept, or are read of
+  what was kept, since some methods keep more or less than their budget.
 
   Args:
     summary: as `summary.json` holds it.
@@ -66,6 +66,8 @@ def score_vs_retention(summary: Mapping[str, Any], path: pathlib.Path) -> None:
   axes = figure.add_subplot()
   axes.set_title(title(summary), fontsize=9, loc="left")
   _draw_frame(axes, sorted({point["retention"] for point in points}))
+  kept = "read per token" if reads_less(points) else "kept"
+  axes.set_xlabel(f"keys and values {kept}")
   full = [(1.0, p["score"]) for p in points if p["method"] == FULL]
   methods = list(dict.fromkeys(p["method"] for p in points))
   methods = [name for name in methods if name != FULL]
@@ -73,7 +75,7 @@ def score_vs_retention(summary: Mapping[str, Any], path: pathlib.Path) -> None:
   lines = []
   for index, name in enumerate(methods):
     own = [
-      (p["kept_tokens"] / p["context_tokens"], p["score"])
+      (p["read_tokens"] / p["context_tokens"], p["score"])
       for p in points
       if p["method"] == name
     ]
@@ -100,7 +102,6 @@ def _draw_frame(axes: Axes, ticks: Sequence[float]) -> None:
   axes.xaxis.set_major_locator(FixedLocator(ticks))
   axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
   axes.xaxis.set_minor_locator(NullLocator())
-  axes.set_xlabel("keys and values kept")
   axes.set_ylim(-3, 103)
   axes.set_yticks(range(0, 101, 20))
   axes.set_ylabel("answers found, mean over tasks (%)")

@@ -18,10 +18,8 @@ _PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 
 def write(folder: pathlib.Path, summary: Mapping[str, Any]) -> None:
   """Writes summary.json, table.md and score_vs_retention.png, each at once."""
-  text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
-  _put(folder / "summary.json", lambda part: _write_text(part, text))
-  table = tables.to_markdown(summary)
-  _put(folder / "table.md", lambda part: _write_text(part, table))
+  write_json(folder / "summary.json", summary)
+  write_text(folder / "table.md", tables.to_markdown(summary))
   _put(
     folder / "score_vs_retention.png",
     lambda part: plots.score_vs_retention(summary, part),
@@ -46,12 +44,18 @@ def device(count: int = 1) -> str:
   return kind if count == 1 else f"{count} x {kind}"
 
 
+def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+  """Writes a file at once."""
+  write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+  """Writes a file at once."""
+  _put(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
 def _put(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
   """Writes beside the file and moves it in whole."""
   part = path.with_name(f".{path.name}.part")
   write(part)
   part.replace(path)
-
-
-def _write_text(path: pathlib.Path, text: str) -> None:
-  path.write_text(text, encoding="utf-8")

@@ -58,6 +58,7 @@ class Answer:
     retention: share of the context it might keep.
     context_tokens: tokens of the context.
     kept_tokens: tokens kept, mean over layers and KV heads.
+    read_tokens: tokens that the first decoded token attends to, likewise.
     cache_bytes: allocated for the sample's cache.
     answers: what should be in the prediction.
     prediction: what the model said.
@@ -72,6 +73,7 @@ class Answer:
   retention: float
   context_tokens: int
   kept_tokens: float
+  read_tokens: float
   cache_bytes: int
   answers: list[str]
   prediction: str
@@ -228,6 +230,7 @@ def summarize(answers: Sequence[Answer]) -> list[dict[str, Any]]:
       "samples": len(group),
       "context_tokens": mean("context_tokens", group, 2),
       "kept_tokens": mean("kept_tokens", group, 2),
+      "read_tokens": mean("read_tokens", group, 2),
       "cache_bytes": round(mean("cache_bytes", group, 0)),
     }
     for (method, budget, task), group in groups.items()

@@ -9,7 +9,9 @@ import rich.table
 import rich.text
 
 from experiments.answering import (
+  QUERY_AGNOSTIC,
   Prompt,
+  Protocol,
   Reply,
   Seconds,
   Shape,
@@ -42,16 +44,20 @@ def read_text(path: pathlib.Path) -> str:
 
 
 def ask(
-  lm: Pretrained, candidates: Sequence[Candidate], text: str, question: str
+  lm: Pretrained,
+  candidates: Sequence[Candidate],
+  text: str,
+  question: str,
+  protocol: Protocol = QUERY_AGNOSTIC,
 ) -> tuple[Prompt, list[Reply]]:
-  """Each candidate's answer to a question that the text is compressed without.
+  """Each candidate's answer to a question about a text.
 
   Raises:
     InputError: text, question and answer are longer than the model's context.
   """
   prompt = Prompt.of(lm.tokenizer, text, question, "", _MAX_NEW_TOKENS)
   check_room(lm, [prompt])
-  shape = Shape.of([prompt], rows=1)
+  shape = Shape.of([prompt], 1, protocol)
   groups = replies(lm, candidates, [prompt], shape, Seconds())
   found = {reply.candidate: reply for group in groups for reply in group}
   return prompt, [found[candidate] for candidate in candidates]
@@ -63,7 +69,7 @@ def to_terminal(
   """The question and a line per reply."""
   table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
   table.add_column("method", overflow="fold")
-  for name in ("budget", "kept", "KiB"):
+  for name in ("budget", "kept", "read", "KiB"):
     table.add_column(name, justify="right", no_wrap=True)
   table.add_column("answer", overflow="fold")
   for reply in found:
@@ -71,6 +77,7 @@ def to_terminal(
       reply.candidate.method,
       f"{100 * reply.retention:.3g} %",
       f"{reply.kept_tokens:.0f}",
+      f"{reply.read_tokens:.0f}",
       f"{reply.cache_bytes / 1024:.0f}",
       rich.text.Text(clean(reply.text) or "(nothing)"),
       end_section=True,

@@ -61,12 +61,18 @@ def means(rows: Sequence[Row]) -> list[dict[str, Any]]:
           "score",
           "context_tokens",
           "kept_tokens",
+          "read_tokens",
           "cache_bytes",
         )
       },
     }
     for (method, budget), group in groups.items()
   ]
+
+
+def reads_less(rows: Sequence[Row]) -> bool:
+  """Whether tokens attend to less than what is kept."""
+  return any(row["read_tokens"] != row["kept_tokens"] for row in rows)
 
 
 def to_markdown(summary: Mapping[str, Any]) -> str:
@@ -112,4 +118,8 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     ]
     for mean in means(rows)
   ]
+  if reads_less(rows):
+    header.insert(-1, "read")
+    for line, mean in zip(lines, means(rows), strict=True):
+      line.insert(-1, f"{mean['read_tokens']:.0f}")
   return header, lines

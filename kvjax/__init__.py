@@ -14,13 +14,16 @@ from kvjax.decoding import Answers as Answers
 from kvjax.decoding import Decoding as Decoding
 from kvjax.errors import InputError as InputError
 from kvjax.layers import LayerCache as LayerCache
+from kvjax.lookups import Lookup as Lookup
 from kvjax.methods import get_method as get_method
 from kvjax.model import Geometry as Geometry
 from kvjax.model import Model as Model
+from kvjax.named_plans import get_plan as get_plan
 from kvjax.plans import Plan as Plan
 from kvjax.prefilling import prefill as prefill
 from kvjax.prefilling import sweep as sweep
 from kvjax.prompts import Prompts as Prompts
+from kvjax.retrieval import get_retrieval as get_retrieval
 from kvjax.sampling import Sampling as Sampling
 from kvjax.saving import load_cache as load_cache
 from kvjax.saving import save_cache as save_cache

@@ -52,6 +52,11 @@ class Cache:
     """Tokens held per layer, row and KV head."""
     return jnp.stack([layer.lengths for layer in self.layers])
 
+  @property
+  def reads(self) -> Int[Array, "L B K"]:
+    """Tokens that the next token attends to per layer, row and KV head."""
+    return jnp.stack([layer.reads for layer in self.layers])
+
 
 def concatenate(caches: Sequence[Cache]) -> Cache:
   """Joins caches of equal capacities along the batch.

@@ -24,7 +24,9 @@ class IndexedLayer:
     stored: the tokens in between.
     index: what the method looks up with.
     count: keys to look up per token, of each row.
-    most: of any row of the batch.
+    looked_up: keys that the prompt's last token looks up: those that any of
+      the heads which read a KV head reads.
+    most: the largest count of the batch.
     retrieval: the method.
   """
 
@@ -32,6 +34,7 @@ class IndexedLayer:
   stored: LayerCache
   index: PyTree[Array]
   count: Int[Array, " B"]
+  looked_up: Int[Array, "B K"]
   most: int = static()
   retrieval: Retrieval = static()
 
@@ -87,7 +90,9 @@ class IndexedLayer:
       positions=jnp.where(lookup, cache.positions, -1)[:, :, start:end],
       cursor=jnp.asarray(end - start, jnp.int32),
     )
-    return cls(resident, stored, index, count, most, retrieval)
+    none = jnp.zeros_like(lengths)
+    made = cls(resident, stored, index, count, none, most, retrieval)
+    return dataclasses.replace(made, looked_up=made._count_found(seen))
 
   @property
   def capacity(self) -> int:
@@ -103,6 +108,11 @@ class IndexedLayer:
   def lengths(self) -> Int[Array, "B K"]:
     """Tokens held per row and KV head."""
     return self.resident.lengths + self.stored.lengths
+
+  @property
+  def reads(self) -> Int[Array, "B K"]:
+    """Tokens that the next token attends to."""
+    return self.resident.lengths + self.looked_up
 
   @property
   def nbytes(self) -> int:
@@ -132,7 +142,7 @@ class IndexedLayer:
       index: PyTree[Array], token: tuple[Array, Array]
     ) -> tuple[PyTree[Array], Partial]:
       query, position = token
-      index, found = self._retrieved(index, query, position)
+      index, found = self.retrieved(index, query, position)
       batch, kv_heads, lists, most = found.slots.shape
       bias = found.bias
       if bias is not None:
@@ -151,7 +161,22 @@ class IndexedLayer:
     after = dataclasses.replace(self, index=index)
     return merge(near, far).output, after
 
-  def _retrieved(
+  def _count_found(self, seen: Activations) -> Int[Array, "B K"]:
+    """How many slots the last token of each row of a prompt looks up."""
+    last = jnp.max(seen.positions, axis=1)
+    queries = jnp.take_along_axis(
+      seen.queries, last[:, None, None, None], axis=2
+    )
+    _, found = self.retrieved(self.index, queries[:, :, 0], last)
+    slots = found.slots
+    if found.bias is not None:
+      seen_by_any = jnp.any(jnp.isfinite(found.bias), axis=2, keepdims=True)
+      slots = jnp.where(seen_by_any, slots, -1)
+    slots = jnp.sort(slots.reshape(*slots.shape[:2], -1), axis=-1)
+    first = jnp.diff(slots, axis=-1, prepend=-1) > 0
+    return jnp.sum(first.astype(jnp.int32), axis=-1)
+
+  def retrieved(
     self,
     index: PyTree[Array],
     queries: Float[Array, "B N D"],

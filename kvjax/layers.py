@@ -43,6 +43,11 @@ class Layer(Protocol):
     """Tokens held per row and KV head."""
     ...
 
+  @property
+  def reads(self) -> Int[Array, "B K"]:
+    """Tokens that the next token attends to."""
+    ...
+
   def grown(self, extra: int) -> "Layer":
     """The same tokens with so many more slots to write."""
     ...
@@ -95,6 +100,11 @@ class LayerCache:
   def lengths(self) -> Int[Array, "B K"]:
     """Tokens held per row and KV head."""
     return jnp.sum(self.held.astype(jnp.int32), axis=-1)
+
+  @property
+  def reads(self) -> Int[Array, "B K"]:
+    """All tokens held."""
+    return self.lengths
 
   @property
   def held(self) -> Bool[Array, "B K T"]:

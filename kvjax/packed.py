@@ -116,6 +116,11 @@ class PackedLayer:
     return kept + self.tail.lengths
 
   @property
+  def reads(self) -> Int[Array, "B K"]:
+    """All tokens held."""
+    return self.lengths
+
+  @property
   def nbytes(self) -> int:
     """Bytes allocated."""
     return tree_bytes(self)

@@ -11,20 +11,23 @@ from jaxtyping import Shaped
 from kvjax.budgets import Retention, Tokens
 from kvjax.cache import Cache
 from kvjax.errors import InputError
+from kvjax.indexed import IndexedLayer
 from kvjax.layers import LayerCache
 from kvjax.methods import METHODS
 from kvjax.observation import ObservationWindow
 from kvjax.packed import PackedLayer, Pages
 from kvjax.plans import Plan
+from kvjax.retrieval import INDEXES, RETRIEVALS
 from kvjax.schedules import Schedule
 from kvjax.sharding import shard_cache
 
 # What a cache is made of; a new kind of layer is entered here.
-LAYERS: tuple[type, ...] = (LayerCache, PackedLayer)
-PARTS: tuple[type, ...] = (Cache, ObservationWindow, Pages)
+LAYERS: tuple[type, ...] = (LayerCache, PackedLayer, IndexedLayer)
+PARTS: tuple[type, ...] = (Cache, ObservationWindow, Pages, *INDEXES)
 # What the plan is made of that a cache goes on evicting by.
 PLANS: tuple[type, ...] = (Plan, Schedule, Retention, Tokens)
-KNOWN: tuple[type, ...] = (*LAYERS, *PARTS, *PLANS, *METHODS.values())
+CHOICES: tuple[type, ...] = (*METHODS.values(), *RETRIEVALS.values())
+KNOWN: tuple[type, ...] = (*LAYERS, *PARTS, *PLANS, *CHOICES)
 
 Arrays = dict[str, Shaped[np.ndarray, "..."]]
 

@@ -150,8 +150,8 @@ def random_activations(
   )
 
 
-def poisoned(cache: Cache) -> Cache:
-  """The same cache with NaN in the keys and values of its empty slots."""
+def poisoned[Tree](cache: Tree) -> Tree:
+  """The same cache, or layer, with NaN wherever it holds no token."""
 
   def fill(part: LayerCache | Pages) -> LayerCache | Pages:
     held = (part.positions >= 0)[..., None]
@@ -165,9 +165,10 @@ def poisoned(cache: Cache) -> Cache:
   def leaf(part: Any) -> bool:
     return isinstance(part, LayerCache | Pages)
 
-  return jax.tree.map(
+  found: Tree = jax.tree.map(
     lambda part: fill(part) if leaf(part) else part, cache, is_leaf=leaf
   )
+  return found
 
 
 def held_positions(cache: Cache, row: int) -> list[list[list[int]]]:

@@ -229,6 +229,19 @@ _DEEPER_ALL = {
   "single_essay": 0.01,
   "single_noise": 0.01,
 }
+_MANY = {
+  "recall": 0.10,
+  "many_keys": 0.24,
+  "multikey": 0.06,
+  "many_uuids": 0.20,
+  "passkey": 0.08,
+  "many_values": 0.10,
+  "four_values": 0.06,
+  "many_queries": 0.10,
+  "full": 0.04,
+  "single_essay": 0.01,
+  "single_noise": 0.01,
+}
 _GATE = {
   "multikey": 0.97,
   "single_essay": 0.97,
@@ -345,9 +358,16 @@ STAGES: tuple[Stage, ...] = (
   ),
   Stage(
     "deeper-2048",
-    *(2048, 4, 1, 900, 320),
+    *(2048, 4, 1, 400, 320),
     _DEEPER_ALL,
-    (6e-4, 1e-5),
+    (6e-4, 9.72e-5),
+    shortest=0.5,
+  ),
+  Stage(
+    "many-2048",
+    *(2048, 4, 1, 700, 512),
+    _MANY,
+    (4e-4, 1e-5),
     shortest=0.5,
   ),
 )

@@ -217,12 +217,27 @@ LESSONS: dict[str, Lesson] = {
   "single_essay": Retrieval(hay="essay"),
   "multikey_essay": Retrieval(hay="essay", key_counts=(4, 8)),
   "multikey": Retrieval(key_counts=(1, 8)),
+  "many_keys": Retrieval(key_counts=(8, 40), tail=0.7, one_turn=0.0),
   "uuid_value": Retrieval(hay="mixed", values="uuids", key_counts=(1, 4)),
   "uuid_key": Retrieval(
     keys="uuids", values="uuids", key_counts=(1, 4), tail=0.6
   ),
+  "many_uuids": Retrieval(
+    keys="uuids",
+    values="uuids",
+    key_counts=(3, 10),
+    tail=0.7,
+    one_turn=0.0,
+  ),
   "multivalue": Retrieval(hay="essay", value_counts=(2, 4)),
   "multiquery": Retrieval(hay="mixed", key_counts=(4, 8), query_counts=(2, 4)),
+  "many_queries": Retrieval(
+    hay="mixed",
+    key_counts=(8, 24),
+    query_counts=(2, 4),
+    tail=0.7,
+    one_turn=0.0,
+  ),
   "prefix_queries": Retrieval(
     form="prefix",
     least_digits=1,
@@ -236,6 +251,13 @@ LESSONS: dict[str, Lesson] = {
     hay="essay", form="prefix", least_digits=1, value_counts=(2, 4)
   ),
   "four_values": Retrieval(hay="essay", value_counts=(4, 4)),
+  "many_values": Retrieval(
+    hay="essay",
+    key_counts=(3, 8),
+    value_counts=(4, 4),
+    tail=0.7,
+    one_turn=0.0,
+  ),
   "prefix_four_values": Retrieval(
     hay="essay", form="prefix", least_digits=1, value_counts=(4, 4)
   ),

@@ -9,6 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 Hash = Literal["fourier", "hyperplane"]
 Sigma = Literal["median", "sqrt_d", "one"]
 Split = Literal["balanced", "ceil_len"]
+# Iterations of K-means, whether a key moved in the last one, the cluster of
+# every key, and the centres with those that exist.
+_Fit = tuple[Array, Array, Array, tuple[Array, Array]]
 
 _TILE = 1024
 _EPSILON = 1e-6
@@ -173,8 +176,21 @@ def kmeans(
   rng: Array,
   count: int,
   iterations: int,
+  wanted: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "P D"], Bool[Array, " P"]]:
-  """Spherical K-means with a K-means++ start; centres from raw members."""
+  """Spherical K-means with a K-means++ start; centres from raw members.
+
+  Args:
+    keys: float32 keys; those outside of the prefix do not count.
+    prefix: the keys that do.
+    rng: of the start.
+    count: P.
+    iterations: at most; it ends when no key changes its cluster.
+    wanted: how many centres there are, the first ones; None is all of them.
+
+  Returns:
+    The directions of the centres, and which have members.
+  """
   units = unit(jnp.where(prefix[:, None], keys, 0.0))
   first_key, rest_key = jax.random.split(rng)
 
@@ -194,13 +210,21 @@ def kmeans(
   apart = jnp.maximum(2.0 - 2.0 * (units @ start), 0.0)
   _, others = jax.lax.scan(seed, apart, jax.random.split(rest_key, count - 1))
   centers = jnp.concatenate([start[None], others])
+  exists = jnp.ones(count, bool)
+  if wanted is not None:
+    exists = jnp.arange(count) < wanted
 
-  def refine(
-    _: Int[Array, ""],
-    state: tuple[Float[Array, "P D"], Bool[Array, " P"]],
-  ) -> tuple[Float[Array, "P D"], Bool[Array, " P"]]:
-    groups = jnp.where(prefix, nearest(keys, *state), -1)
-    return prototypes(keys, groups, count)
+  def unfinished(state: _Fit) -> Bool[Array, ""]:
+    step, moved, _, _ = state
+    return moved & (step < iterations)
 
-  every = jnp.ones(count, bool)
-  return jax.lax.fori_loop(0, iterations, refine, (centers, every))
+  def refine(state: _Fit) -> _Fit:
+    step, _, before, found = state
+    groups = jnp.where(prefix, nearest(keys, *found), -1)
+    moved = jnp.any(groups != before)
+    return step + 1, moved, groups, prototypes(keys, groups, count)
+
+  step, moved = jnp.zeros((), jnp.int32), jnp.ones((), bool)
+  groups = jnp.full(prefix.shape, -1, jnp.int32)
+  begin = step, moved, groups, (centers, exists)
+  return jax.lax.while_loop(unfinished, refine, begin)[-1]

@@ -104,7 +104,9 @@ class CTkvr(Retrieval):
     size = jnp.clip(size, 1, jnp.maximum(tokens, 1))
     most = min(max(most, 1), length)
     chosen = self._chosen(prompt, length, tokens, size)[:most]
+    real = jnp.arange(most) < size
     queries = head.queries[:, chosen].astype(jnp.float32)
+    queries = jnp.where(real[None, :, None], queries, 0.0)
     rho = min(int(self.list_ratio * reads.most), prompt.end - prompt.start)
     group = queries.shape[0]
     tile = max(1, _LOGITS // (group * head.positions.shape[0]))
@@ -122,7 +124,6 @@ class CTkvr(Retrieval):
     slots = jax.lax.map(
       listed, (jnp.swapaxes(queries, 0, 1), chosen), batch_size=min(tile, most)
     )
-    real = jnp.arange(most) < size
     return Lists(
       _unit(queries).astype(head.queries.dtype),
       jnp.where(real[:, None], slots, -1),

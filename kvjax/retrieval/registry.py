@@ -4,17 +4,40 @@ from collections.abc import Mapping
 
 from kvjax.naming import named
 from kvjax.retrieval.base import Retrieval
-from kvjax.retrieval.ctkvr import CTkvr
+from kvjax.retrieval.clusterkv import ClusterKV
+from kvjax.retrieval.clusters import Clusters
+from kvjax.retrieval.ctkvr import CTkvr, Lists
 from kvjax.retrieval.flat import Flat
+from kvjax.retrieval.magicpig import MagicPIG, Tables
+from kvjax.retrieval.quest import Bounds, Quest
+from kvjax.retrieval.shadowkv import Landmarks, ShadowKV
+from kvjax.retrieval.squeezed import Squeezed, SqueezedAttention
 
 RETRIEVALS: Mapping[str, type[Retrieval]] = {
+  "clusterkv": ClusterKV,
   "ctkvr": CTkvr,
   "flat": Flat,
+  "magicpig": MagicPIG,
+  "quest": Quest,
+  "shadowkv": ShadowKV,
+  "squeezed": SqueezedAttention,
 }
+
+# What they prepare, for saved caches.
+INDEXES: tuple[type, ...] = (
+  Bounds,
+  Clusters,
+  Landmarks,
+  Lists,
+  Squeezed,
+  Tables,
+)
 
 RETRIEVAL_PRESETS: Mapping[str, Retrieval] = {
   "ctkvr.512": CTkvr(reads=512),
   "ctkvr.1024": CTkvr(reads=1024),
+  "magicpig.8x75": MagicPIG(bits=8, tables=75),
+  "magicpig.10x150": MagicPIG(bits=10, tables=150),
 }
 
 

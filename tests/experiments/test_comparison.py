@@ -181,7 +181,9 @@ def test_only_what_is_new_is_asked(tiny, tmp_path, monkeypatch):
     asked.append(([c.method for c in chosen], len(prompts)))
     rows = range(len(prompts))
     yield [
-      answering.Reply(c, row, 0.5, 1.0, 1, "") for c in chosen for row in rows
+      answering.Reply(c, row, 0.5, 1.0, 1.0, 1, "")
+      for c in chosen
+      for row in rows
     ]
 
   monkeypatch.setattr(comparison, "replies", replies)

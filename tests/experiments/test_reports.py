@@ -21,6 +21,7 @@ def a_row(method, retention, task, score):
     "samples": 4,
     "context_tokens": 800.0,
     "kept_tokens": 800 * retention,
+    "read_tokens": 800 * retention,
     "cache_bytes": round(2**20 * retention),
   }
 

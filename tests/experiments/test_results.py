@@ -29,6 +29,7 @@ def an_answer(sample=0, method="keydiff", score=100.0, **fields):
       "retention": 0.5,
       "context_tokens": 100,
       "kept_tokens": 50.0,
+      "read_tokens": 50.0,
       "cache_bytes": 1000,
       "answers": ["1234567"],
       "prediction": "1234567, “é”\n.",
@@ -134,6 +135,7 @@ def test_a_summary_has_the_means_of_every_method_budget_and_task():
     "samples": 3,
     "context_tokens": 100.0,
     "kept_tokens": 50.33,
+    "read_tokens": 50.0,
     "cache_bytes": 1000,
   }
   assert [row["budget"] for row in rows[1:]] == ["0.5", "64 tokens"]

@@ -140,13 +140,16 @@ def loops(name, row, layer):
       assert chosen == sorted(set(chosen))
     else:
       chosen = chosen_places(method, n)
-    yield heads, Loop(
-      method,
-      np.asarray(PROMPT.queries[row, heads, :n], np.float64),
-      np.asarray(PROMPT.keys[row, head, :n], np.float64),
-      np.asarray(PROMPT.values[row, head, :n], np.float64),
-      COUNTS[row],
-      chosen,
+    yield (
+      heads,
+      Loop(
+        method,
+        np.asarray(PROMPT.queries[row, heads, :n], np.float64),
+        np.asarray(PROMPT.keys[row, head, :n], np.float64),
+        np.asarray(PROMPT.values[row, head, :n], np.float64),
+        COUNTS[row],
+        chosen,
+      ),
     )
 
 

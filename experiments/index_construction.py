@@ -1,0 +1,225 @@
+"""Measures how long CTkvr's index takes to build, beside other indexes.
+
+  python -m experiments.index_construction
+
+builds qcIVF, the index of CTkvr, for one KV head of random prompts, and from
+the same keys IVF, HNSW and K-means by faiss, and our own K-means. Prints a
+table and writes results/index_construction/{summary.json,table.md}: for every
+length
+
+- build: median wall time of some builds, which take turns; what is compiled
+  was compiled before;
+- x qcIVF: how many times as long as CTkvr's index that is;
+- recall: share of the keys that exact search would read for the next tokens
+  which are read when as many keys are looked at. It shows whether an index is
+  of use; experiments/retrieval_recall.py measures that with real queries.
+
+IVF has 4 sqrt(n) lists, HNSW M = 32, and K-means as many centroids as CTkvr.
+faiss works on the CPU with all threads, JAX on its default device.
+
+Needs faiss: `pip install faiss-cpu`. Takes TODO minutes on two cores.
+"""
+
+import os
+import pathlib
+import statistics
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import rich.console
+import rich.progress
+from absl import flags
+
+from experiments import cli, index_builders, reports, results
+from experiments.index_builders import (
+  KEY_CENTRES,
+  QCIVF,
+  QUERY_CENTRES,
+  SPREAD,
+)
+from kvjax.errors import InputError
+from kvjax.retrieval import CTkvr
+
+_LENGTHS = flags.DEFINE_list(
+  "lengths", ["4096", "8192", "16384", "32768"], "Tokens of the prompts."
+)
+_HEAD_DIM = flags.DEFINE_integer(
+  "head_dim", 128, "Channels of a key.", lower_bound=1
+)
+_GROUP = flags.DEFINE_integer(
+  "group", 4, "Query heads of the KV head.", lower_bound=1
+)
+_READS = flags.DEFINE_integer(
+  "reads", 512, "Keys that a token looks up.", lower_bound=1
+)
+_REPEATS = flags.DEFINE_integer(
+  "repeats", 3, "Builds of each index.", lower_bound=1
+)
+_SEED = flags.DEFINE_integer(
+  "seed", 0, "Seed of keys and queries.", lower_bound=0
+)
+_OUTPUT = flags.DEFINE_string(
+  "output", "results/index_construction", "Folder to write to."
+)
+
+
+def main() -> None:
+  """Checks what can be checked first, then builds."""
+  retrieval = CTkvr(reads=_READS.value)
+  lengths = _lengths(retrieval)
+  folder = pathlib.Path(_OUTPUT.value)
+  results.check_writable(folder)
+  faiss = index_builders.load_faiss()
+  summary = {
+    "head_dim": _HEAD_DIM.value,
+    "group": _GROUP.value,
+    "reads": _READS.value,
+    "repeats": _REPEATS.value,
+    "seed": _SEED.value,
+    "device": reports.device(),
+    "faiss_threads": faiss.omp_get_max_threads(),
+    "cores": os.cpu_count(),
+    "versions": reports.versions() | {"faiss": faiss.__version__},
+    "rows": _measure(faiss, retrieval, lengths),
+  }
+  text = to_markdown(summary)
+  folder.mkdir(parents=True, exist_ok=True)
+  reports.write_json(folder / "summary.json", summary)
+  reports.write_text(folder / "table.md", text)
+  rich.console.Console(highlight=False).print(text, markup=False)
+
+
+def measure(
+  builders: Sequence[index_builders.Builder],
+  workload: index_builders.Workload,
+  repeats: int,
+  on_built: Callable[[], None],
+) -> list[dict[str, Any]]:
+  """Builds the indexes in turns, then looks up in the last ones.
+
+  Args:
+    builders: the first one is what the others are compared with.
+    workload: what they were made for.
+    repeats: builds of each.
+    on_built: called after every build.
+
+  Returns:
+    For each its name, the seconds of every build, their median, its ratio to
+    the first one's, and the recall.
+  """
+  seconds: dict[str, list[float]] = {builder.name: [] for builder in builders}
+  built = {}
+  for _ in range(repeats):
+    for builder in builders:
+      began = time.perf_counter()
+      built[builder.name] = builder.build()
+      seconds[builder.name].append(time.perf_counter() - began)
+      on_built()
+  medians = {name: statistics.median(own) for name, own in seconds.items()}
+  return [
+    {
+      "index": builder.name,
+      "seconds": seconds[builder.name],
+      "median": medians[builder.name],
+      "ratio": medians[builder.name] / medians[builders[0].name],
+      "recall": float(
+        index_builders.recall(workload, builder.candidates(built[builder.name]))
+      ),
+    }
+    for builder in builders
+  ]
+
+
+def to_markdown(summary: Mapping[str, Any]) -> str:
+  """The table and its circumstances."""
+  cells = [
+    (
+      f"{row['length']:,}",
+      row["index"],
+      f"{1000 * row['median']:,.0f}",
+      f"{row['ratio']:.2f}",
+      f"{100 * row['recall']:.1f}",
+    )
+    for row in summary["rows"]
+  ]
+  head = ("tokens", "index", "build ms", f"× {QCIVF}", "recall %")
+  lines = [head, ("--:", ":--", *["--:"] * (len(head) - 2)), *cells]
+  versions = summary["versions"].items()
+  return (
+    f"**Building an index of one KV head: head dim {summary['head_dim']}, "
+    f"{summary['group']} query heads, {summary['reads']} keys read per token, "
+    f"median of {summary['repeats']}**\n\n"
+    + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    + "\n\nRead the ratios, not the times: CTkvr's paper builds on a GPU, in "
+    "0.21 to 0.43 ms from 4K to 128K tokens.\n"
+    f"Random keys around {KEY_CENTRES} centres and queries around "
+    f"{QUERY_CENTRES}, spread {SPREAD} of that of the centres, seed "
+    f"{summary['seed']}.\n"
+    f"qcIVF and K-means of kvjax on {summary['device']}; the others by faiss "
+    f"on the CPU, {summary['faiss_threads']} threads of {summary['cores']} "
+    "cores; "
+    + ", ".join(f"{name} {version}" for name, version in versions)
+    + ".\n"
+  )
+
+
+def _measure(
+  faiss: types.ModuleType, retrieval: CTkvr, lengths: Sequence[int]
+) -> list[dict[str, Any]]:
+  """The rows of the table, under a progress bar."""
+  rows = []
+  with rich.progress.Progress(
+    rich.progress.TextColumn("{task.description:15}"),
+    rich.progress.BarColumn(),
+    rich.progress.TimeElapsedColumn(),
+    rich.progress.TextColumn("left"),
+    rich.progress.TimeRemainingColumn(),
+    console=rich.console.Console(stderr=True),
+  ) as progress:
+    bar = progress.add_task("", total=sum(lengths) * _REPEATS.value)
+    for length in lengths:
+      progress.update(bar, description=f"{length:,} tokens")
+      workload = index_builders.draw(
+        retrieval, _SEED.value, length, _GROUP.value, _HEAD_DIM.value
+      )
+      builders = index_builders.builders(faiss, retrieval, workload)
+      step = length / len(builders)
+      found = measure(
+        builders,
+        workload,
+        _REPEATS.value,
+        lambda step=step: progress.advance(bar, step),
+      )
+      rows += [{"length": length} | row for row in found]
+  return rows
+
+
+def _lengths(retrieval: CTkvr) -> list[int]:
+  """What --lengths says.
+
+  Raises:
+    InputError: it holds something else than numbers, or so small ones that
+      there would be nothing to choose from.
+  """
+  try:
+    lengths = [int(text) for text in _LENGTHS.value]
+  except ValueError as error:
+    raise InputError(
+      f"--lengths takes whole numbers such as 4096,8192: {error}."
+    ) from error
+  resident = retrieval.sinks + retrieval.local
+  least = resident + retrieval.reads + 1
+  for length in lengths:
+    if length < least:
+      raise InputError(
+        f"--lengths must be {least} or more, as {resident} tokens are resident "
+        f"and --reads={retrieval.reads} of the others are read; {length} is "
+        "not."
+      )
+  return lengths
+
+
+if __name__ == "__main__":
+  cli.run(main)

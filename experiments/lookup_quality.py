@@ -1,0 +1,209 @@
+"""How well layers look up, while a model decodes with its full cache."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+import kvjax
+from kvjax.activations import Activations
+from kvjax.cache import Cache
+from kvjax.errors import InputError
+from kvjax.indexed import IndexedLayer
+from kvjax.layers import Layer
+from kvjax.model import Model
+from kvjax.retrieval import Flat
+
+
+class Quality(NamedTuple):
+  """Means over rows, heads and decoded tokens, in one layer.
+
+  Attributes:
+    recall: share of what exact search would read that is read.
+    error: |o - o_dense| / |o_dense| of a head's output.
+    read: tokens attended to.
+  """
+
+  recall: Float[Array, ""] | float
+  error: Float[Array, ""] | float
+  read: Float[Array, ""] | float
+
+
+class _State(NamedTuple):
+  """A layer with the full cache, the same with indexes, and sums so far."""
+
+  full: Layer
+  others: tuple[Layer, ...]
+  sums: tuple[Quality, ...]
+  queries: Float[Array, "B N D"]
+  cosine: Float[Array, ""]
+
+
+def measure(
+  model: Model,
+  params: PyTree,
+  prompts: kvjax.Prompts,
+  plans: Sequence[kvjax.Plan],
+  steps: int,
+) -> tuple[list[list[Quality | None]], list[float]]:
+  """Decodes greedily with the full cache and compares lookups with it.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    prompts: what is prefilled.
+    plans: what looks up.
+    steps: tokens to decode.
+
+  Returns:
+    For every plan and layer what was found, or None where the layer has no
+    index; and for every layer the mean cosine of neighbouring queries.
+  """
+  whole = kvjax.get_plan("full", kvjax.Retention(1.0))
+  caches, logits = kvjax.sweep(model, params, prompts, [whole, *plans])
+  sums, cosines = _decode(model, params, caches, logits, steps=steps)
+  found = [
+    [
+      Quality(*map(float, sums[layer][p])) if _is_indexed(own) else None
+      for layer, own in enumerate(cache.layers)
+    ]
+    for p, cache in enumerate(caches[1:])
+  ]
+  return found, [float(x) for x in cosines]
+
+
+def _is_indexed(layer: Layer) -> bool:
+  return isinstance(layer, IndexedLayer)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "steps"))
+def _decode(
+  model: Model,
+  params: PyTree,
+  caches: tuple[Cache, ...],
+  logits: Float[Array, "B V"],
+  *,
+  steps: int,
+) -> tuple[list[tuple[Quality, ...]], list[Float[Array, ""]]]:
+  geometry = model.geometry
+  full, *others = [
+    cache.grown([layer.capacity + steps for layer in cache.layers])
+    for cache in caches
+  ]
+  zero = jnp.zeros(())
+  shape = (logits.shape[0], geometry.heads, geometry.head_dim)
+  states = tuple(
+    _State(
+      full.layers[layer],
+      tuple(other.layers[layer] for other in others),
+      (Quality(zero, zero, zero),) * len(others),
+      jnp.zeros(shape),
+      zero,
+    )
+    for layer in range(geometry.layers)
+  )
+
+  def step(carry: tuple, _: None) -> tuple[tuple, None]:
+    states, token, positions = carry
+    hidden, states = model.hidden(
+      params, token[:, None], positions[:, None], states, _attend
+    )
+    token = jnp.argmax(model.logits(params, hidden[:, 0]), axis=-1)
+    return (states, token.astype(jnp.int32), positions + 1), None
+
+  first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  start = (states, first, full.next_positions)
+  (states, _, _), _ = jax.lax.scan(step, start, None, length=steps)
+  sums = [jax.tree.map(lambda x: x / steps, state.sums) for state in states]
+  # The first token's query has no neighbour.
+  return sums, [state.cosine / max(steps - 1, 1) for state in states]
+
+
+def _attend(
+  layer: int, state: _State, seen: Activations
+) -> tuple[Float[Array, "B N S D"], _State]:
+  """Dense attention, and what the others make of the same query."""
+  del layer
+  full = state.full.append(seen)
+  dense, _ = full.attend(seen.queries, seen.positions)
+  others, sums = [], []
+  for other, so_far in zip(state.others, state.sums, strict=True):
+    if isinstance(other, IndexedLayer):
+      other = other.append(seen)
+      found = _quality(other, seen, dense)
+      so_far = Quality(*(a + b for a, b in zip(so_far, found, strict=True)))
+      _, other = other.attend(seen.queries, seen.positions)
+    others.append(other)
+    sums.append(so_far)
+  queries = seen.queries[:, :, 0].astype(jnp.float32)
+  near = jnp.mean(_cosine(queries, state.queries))
+  return dense, _State(
+    full, tuple(others), tuple(sums), queries, state.cosine + near
+  )
+
+
+def _quality(
+  layer: IndexedLayer, seen: Activations, dense: Float[Array, "B N S D"]
+) -> Quality:
+  """How a layer's attention compares with the dense one."""
+  output, _ = layer.attend(seen.queries, seen.positions)
+  off = jnp.linalg.norm((output - dense).astype(jnp.float32), axis=-1)
+  size = jnp.linalg.norm(dense.astype(jnp.float32), axis=-1)
+  mine = _found(layer, seen)
+  exact = _found(dataclasses.replace(layer, retrieval=Flat(), index=None), seen)
+  wanted = jnp.sum(exact.astype(jnp.float32), axis=-1)
+  hits = jnp.sum((mine & exact).astype(jnp.float32), axis=-1)
+  read = jnp.sum(mine.astype(jnp.float32), axis=-1)
+  return Quality(
+    jnp.mean(hits / jnp.maximum(wanted, 1.0)),
+    jnp.mean(off / jnp.maximum(size, 1e-6)),
+    jnp.mean(read + layer.resident.lengths.astype(jnp.float32)),
+  )
+
+
+def _found(layer: IndexedLayer, seen: Activations) -> Bool[Array, "B K F"]:
+  """The stored slots that any head of a group reads."""
+  _, found = layer.retrieved(
+    layer.index, seen.queries[:, :, 0], seen.positions[:, 0]
+  )
+  slots = found.slots
+  if found.bias is not None:
+    read = jnp.any(jnp.isfinite(found.bias), axis=2, keepdims=True)
+    slots = jnp.where(read, slots, -1)
+  batch, kv_heads = slots.shape[:2]
+  capacity = layer.stored.capacity
+
+  def mark(slots: Int[Array, " M"]) -> Bool[Array, " F"]:
+    place = jnp.where(slots >= 0, slots, capacity)
+    return jnp.zeros(capacity + 1, bool).at[place].set(True)[:capacity]
+
+  return jax.vmap(jax.vmap(mark))(slots.reshape(batch, kv_heads, -1))
+
+
+def _cosine(
+  one: Float[Array, "*B D"], other: Float[Array, "*B D"]
+) -> Float[Array, "*B"]:
+  norms = jnp.linalg.norm(one, axis=-1) * jnp.linalg.norm(other, axis=-1)
+  return jnp.sum(one * other, axis=-1) / jnp.maximum(norms, 1e-6)
+
+
+def mean(per_layer: Sequence[Quality | None]) -> Quality:
+  """The mean over the layers that have an index.
+
+  Raises:
+    InputError: none has.
+  """
+  found = [quality for quality in per_layer if quality is not None]
+  if not found:
+    raise InputError(
+      "A method has an index in none of the layers: all of them are dense, or "
+      "it may look up all there is; give it less to look up."
+    )
+  return Quality(
+    *(float(np.mean(values)) for values in zip(*found, strict=True))
+  )

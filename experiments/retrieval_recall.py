@@ -1,0 +1,166 @@
+"""Measures what retrieval methods miss of the keys that matter.
+
+  python -m experiments.retrieval_recall
+
+prefills needle prompts with their questions, decodes with the full cache, and
+lets each retrieval method look up its keys with the model's real queries.
+Prints a table and writes results/retrieval/{summary.json,table.md}: means over
+tasks, samples, tokens, heads and the layers that have an index of
+
+- recall: share of the stored keys that exact search reads which are read;
+- output error: |o - o_dense| / |o_dense| of a head's attention output;
+- read: tokens attended to, the resident ones included.
+
+Below the table stands the mean cosine of neighbouring queries per layer, which
+CTkvr builds on. Takes two minutes on two cores.
+"""
+
+import dataclasses
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import rich.console
+import rich.progress
+from absl import flags
+
+import kvjax
+import models
+from experiments import cli, inputs, lookup_quality, reports, results, suite
+from experiments.answering import QUERY_AWARE, Prompt, Shape, check_room
+from experiments.candidates import Candidate, candidates
+from experiments.lookup_quality import Quality
+from kvjax.errors import InputError
+from kvjax.retrieval import RETRIEVALS
+
+flags.adopt_module_key_flags(inputs)
+
+_METHODS = flags.DEFINE_list(
+  "methods", list(RETRIEVALS), "Retrieval methods or presets, with options."
+)
+_RETENTION = flags.DEFINE_list(
+  "retention", ["0.125", "0.0625"], "Shares of the prompt to look up per token."
+)
+_BUDGET = flags.DEFINE_list(
+  "budget", None, "Keys to look up per token, in place of --retention."
+)
+_STEPS = flags.DEFINE_integer(
+  "steps", 24, "Tokens to decode per prompt.", lower_bound=1
+)
+_OUTPUT = flags.DEFINE_string(
+  "output", "results/retrieval", "Folder to write to."
+)
+
+
+def main() -> None:
+  """Checks what can be checked first, then loads the model and measures."""
+  cli.refuse_together("retention", ["budget"], "both say how much to look up")
+  suite.check_tasks(inputs.TASKS.value)
+  folder = pathlib.Path(_OUTPUT.value)
+  results.check_writable(folder)
+  budgets = inputs.budgets(_RETENTION.value, _BUDGET.value)
+  chosen = [c for c in candidates(_METHODS.value, budgets) if c.plan.lookup]
+  if not chosen:
+    raise InputError(
+      f"None of --methods looks anything up; retrieval methods are "
+      f"{', '.join(RETRIEVALS)}."
+    )
+  with inputs.loaded() as (lm, devices):
+    found, cosines = _measure(lm, chosen)
+    settings = results.Settings(
+      model=inputs.model_name(),
+      weights=results.digest(inputs.model_directory()),
+      dtype=inputs.dtype(),
+      length=inputs.LENGTH.value,
+      seed=inputs.SEED.value,
+      protocol=QUERY_AWARE,
+    )
+  summary = dataclasses.asdict(settings) | {
+    "samples": inputs.SAMPLES.value,
+    "tasks": inputs.TASKS.value,
+    "steps": _STEPS.value,
+    "device": reports.device(devices),
+    "versions": reports.versions(),
+    "cosine_of_neighbouring_queries": cosines,
+    "rows": [
+      _row(candidate, own) for candidate, own in zip(chosen, found, strict=True)
+    ],
+  }
+  text = to_markdown(summary)
+  folder.mkdir(parents=True, exist_ok=True)
+  reports.write_json(folder / "summary.json", summary)
+  reports.write_text(folder / "table.md", text)
+  rich.console.Console(highlight=False).print(text, markup=False)
+
+
+def to_markdown(summary: Mapping[str, Any]) -> str:
+  """The table and its circumstances."""
+  cells = [
+    (
+      row["method"],
+      row["budget"],
+      f"{100 * row['recall']:.1f}",
+      f"{100 * row['error']:.1f}",
+      f"{row['read']:.0f}",
+    )
+    for row in summary["rows"]
+  ]
+  head = ("method", "looks up", "recall %", "output error %", "read")
+  lines = [head, (":--", *["--:"] * (len(head) - 1)), *cells]
+  cosines = summary["cosine_of_neighbouring_queries"]
+  layers = ", ".join(f"{cosine:.2f}" for cosine in cosines)
+  versions = summary["versions"].items()
+  return (
+    f"**{summary['model']}, {summary['length']} tokens, {summary['protocol']}, "
+    f"{summary['samples']} samples per task, {summary['steps']} tokens each**"
+    "\n\n"
+    + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    + f"\n\nCosine of neighbouring queries, layer by layer: {layers}.\n"
+    f"Seed {summary['seed']}, greedy, {summary['dtype']} on "
+    f"{summary['device']}; "
+    + ", ".join(f"{name} {version}" for name, version in versions)
+    + ".\n"
+  )
+
+
+def _measure(
+  lm: models.Pretrained, chosen: Sequence[Candidate]
+) -> tuple[list[list[Quality]], list[float]]:
+  """Means over the layers for every candidate and batch; and the cosines."""
+  prompts = [
+    Prompt.of_sample(lm.tokenizer, sample)
+    for drawn in inputs.samples(lm).values()
+    for sample in drawn
+  ]
+  check_room(lm, prompts)
+  shape = Shape.of(prompts, inputs.BATCH.value, QUERY_AWARE)
+  found: list[list[Quality]] = [[] for _ in chosen]
+  cosines = []
+  starts = range(0, len(prompts), shape.rows)
+  console = rich.console.Console(stderr=True)
+  for start in rich.progress.track(starts, "measuring", console=console):
+    rows = prompts[start : start + shape.rows]
+    contexts = kvjax.Prompts.of([p.prefilled for p in rows], shape.context)
+    plans = [candidate.plan for candidate in chosen]
+    qualities, cosine = lookup_quality.measure(
+      lm.model, lm.params, contexts, plans, _STEPS.value
+    )
+    cosines.append(cosine)
+    for own, per_layer in zip(found, qualities, strict=True):
+      own.append(lookup_quality.mean(per_layer))
+  return found, [
+    statistics.fmean(layer) for layer in zip(*cosines, strict=True)
+  ]
+
+
+def _row(candidate: Candidate, found: Sequence[Quality]) -> dict[str, Any]:
+  means = {
+    name: statistics.fmean(getattr(quality, name) for quality in found)
+    for name in Quality._fields
+  }
+  return {"method": candidate.method, "budget": candidate.budget, **means}
+
+
+if __name__ == "__main__":
+  cli.run(main)

@@ -1,0 +1,287 @@
+"""What every retrieval method keeps to, alone and in the engine."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kernels.attention import attention
+from kvjax.errors import InputError
+from kvjax.indexed import IndexedLayer
+from kvjax.layers import LayerCache
+from kvjax.retrieval import RETRIEVAL_PRESETS, RETRIEVALS, get_retrieval
+from kvjax.sharding import parse_mesh
+from kvjax.testing import (
+  TinyModel,
+  layer_positions,
+  poisoned,
+  random_activations,
+)
+
+# In sizes that leave much to look up in rows this short.
+SMALL = {
+  "ctkvr": "ctkvr:sinks=2:local=5:probes=2",
+  "ctkvr.1024": "ctkvr.1024:sinks=2:local=5:reads=9:probes=1:rerank=false",
+  "flat": "flat:sinks=2:local=5",
+  "quest": "quest:dense_layers=5",
+  "shadowkv": "shadowkv:outliers=2",
+  "magicpig": "magicpig:sinks=2:local=5:bits=3:tables=12",
+  "clusterkv": "clusterkv:sinks=2:clusters=7:iterations=3:dense_layers=5",
+  "squeezed": "squeezed:sinks=2:local=5:window=4:iterations=3",
+}
+NAMES = [*RETRIEVALS, "ctkvr.1024"]
+LENGTHS = [96, 40, 80]
+PADDED = 96
+# The second row may read all it has, the others may not.
+COUNTS = [30, 50, 24]
+MOST = 50
+LAYER = 1
+STEPS = 3
+
+
+def small(name):
+  return get_retrieval(SMALL.get(name, name))
+
+
+def activations(seed, lengths=LENGTHS, padded=PADDED, **options):
+  return random_activations(
+    seed, lengths, padded, heads=6, kv_heads=3, **options
+  )
+
+
+def block_after(lengths, seed=1, **options):
+  block = activations(seed, [STEPS] * len(lengths), STEPS, **options)
+  starts = jnp.asarray(lengths, jnp.int32)[:, None]
+  return dataclasses.replace(block, positions=starts + block.positions)
+
+
+def indexed(method, prompt, counts):
+  cache = LayerCache.of(prompt)
+  layer = IndexedLayer.of(method, LAYER, cache, prompt, counts, MOST)
+  return layer, layer.grown(STEPS)
+
+
+def decoded(layer, block):
+  layer = layer.append(block)
+  return layer.attend(block.queries, block.positions)
+
+
+compiled_index = jax.jit(indexed, static_argnums=0)
+compiled_decode = jax.jit(decoded)
+
+
+@functools.cache
+def of_all_rows(name):
+  counts = jnp.asarray(COUNTS, jnp.int32)
+  layer, roomy = compiled_index(small(name), activations(0), counts)
+  return layer, roomy, *compiled_decode(roomy, block_after(LENGTHS))
+
+
+def row_of(seen, row, padded):
+  def cut(x):
+    return x[row : row + 1, ..., :padded, :]
+
+  return dataclasses.replace(
+    seen,
+    queries=cut(seen.queries),
+    keys=cut(seen.keys),
+    values=cut(seen.values),
+    keys_unrotated=cut(seen.keys_unrotated),
+    positions=seen.positions[row : row + 1, :padded],
+  )
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestRetrieval:
+  def test_keeps_everything_and_reads_some(self, name):
+    layer, _, _, after = of_all_rows(name)
+    assert isinstance(layer, IndexedLayer)
+    for row, n in enumerate(LENGTHS):
+      assert layer_positions(layer, row) == [[*range(n)]] * 3
+      assert layer_positions(after, row) == [[*range(n + STEPS)]] * 3
+    np.testing.assert_array_equal(
+      layer.lengths, np.repeat(np.asarray(LENGTHS)[:, None], 3, axis=1)
+    )
+    assert (layer.looked_up > 0).all()
+    reads, lengths = np.asarray(layer.reads), np.asarray(layer.lengths)
+    assert (reads[1] == lengths[1]).all()
+    assert (reads[[0, 2]] < lengths[[0, 2]]).any(axis=1).all()
+    leaves = jax.tree.leaves((layer.resident, layer.stored, layer.index))
+    own = [layer.count, layer.looked_up]
+    assert layer.nbytes == sum(leaf.nbytes for leaf in (*leaves, *own))
+
+  def test_a_row_stands_alone(self, name):
+    """Whatever its batch mates and its padding."""
+    _, _, output, after = of_all_rows(name)
+    row, padded = 2, 84
+    counts = jnp.asarray(COUNTS, jnp.int32)[row : row + 1]
+    prompt = row_of(activations(0), row, padded)
+    _, roomy = compiled_index(small(name), prompt, counts)
+    block = row_of(block_after(LENGTHS), row, STEPS)
+    alone, left = compiled_decode(roomy, block)
+    np.testing.assert_allclose(output[row], alone[0], atol=2e-6)
+    np.testing.assert_array_equal(after.looked_up[row], left.looked_up[0])
+
+  def test_a_row_that_may_read_everything_is_dense(self, name):
+    _, _, output, _ = of_all_rows(name)
+    block = block_after(LENGTHS)
+    cache = LayerCache.of(activations(0)).grown(STEPS).append(block)
+    dense = attention(
+      block.queries, cache.keys, cache.values, block.positions, cache.positions
+    )
+    np.testing.assert_allclose(output[1], dense[1], atol=2e-6)
+    assert np.abs(output[0] - dense[0]).max() > 1e-3
+
+  def test_what_is_empty_has_no_effect(self, name):
+    _, roomy, output, _ = of_all_rows(name)
+    found, after = compiled_decode(poisoned(roomy), block_after(LENGTHS))
+    np.testing.assert_allclose(found, output, atol=2e-6)
+    for leaf in jax.tree.leaves(after.index):
+      assert np.isfinite(np.asarray(leaf, np.float32)).all()
+
+  def test_bfloat16_caches_stay_so(self, name):
+    def both(prompt, block, counts):
+      layer, roomy = indexed(small(name), prompt, counts)
+      return layer, *decoded(roomy, block)
+
+    layer, output, after = jax.eval_shape(
+      both,
+      activations(0, dtype="bfloat16"),
+      block_after(LENGTHS, dtype="bfloat16"),
+      jnp.asarray(COUNTS, jnp.int32),
+    )
+    assert output.dtype == layer.stored.keys.dtype == jnp.bfloat16
+    assert after.resident.values.dtype == jnp.bfloat16
+    for new, old in zip(
+      jax.tree.leaves(after.index), jax.tree.leaves(layer.index), strict=True
+    ):
+      assert (new.shape, new.dtype) == (old.shape, old.dtype)
+
+
+MODEL = TinyModel(
+  kvjax.Geometry(layers=2, heads=4, kv_heads=2, head_dim=8, max_positions=4096)
+)
+PARAMS = MODEL.init()
+RNG = np.random.default_rng(0)
+ROWS = [RNG.permutation(64)[:n].tolist() for n in (60, 44, 63, 52)]
+QUESTIONS = kvjax.Prompts.of([[5, 6], [7], [1, 2, 3], [9]])
+DECODING = kvjax.Decoding(4)
+BUDGET = kvjax.Tokens(10)
+
+
+def plans(names):
+  return [kvjax.Plan.reading(small(name), BUDGET) for name in names]
+
+
+@functools.cache
+def swept():
+  caches, _ = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plans(NAMES))
+  return dict(zip(NAMES, caches, strict=True))
+
+
+# Compiling takes long: one of every kind.
+KINDS = ["ctkvr", "quest", "squeezed"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_cache_is_asked_again_and_talked_to(name):
+  """Answers leave it as it was; a conversation carries the index on."""
+  cache = swept()[name]
+  once = kvjax.answer(MODEL, PARAMS, cache, QUESTIONS, DECODING)
+  again = kvjax.answer(MODEL, PARAMS, cache, QUESTIONS, DECODING)
+  np.testing.assert_array_equal(once.tokens, again.tokens)
+  roomy = kvjax.reserve(cache, 3 * 36)
+  pointers = [leaf.unsafe_buffer_pointer() for leaf in buffers(roomy)]
+  first, after = kvjax.converse(MODEL, PARAMS, roomy, QUESTIONS, DECODING)
+  np.testing.assert_array_equal(once.tokens, first.tokens)
+  kept = [leaf.unsafe_buffer_pointer() for leaf in buffers(after)]
+  assert pointers == kept
+  assert (after.lengths > cache.lengths).all()
+
+
+def buffers(cache):
+  """Keys and values, which a conversation does not copy."""
+  parts = [
+    part for layer in cache.layers for part in (layer.stored, layer.resident)
+  ]
+  return [leaf for part in parts for leaf in (part.keys, part.values)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_caches_come_back(name, tmp_path):
+  cache = swept()[name]
+  assert isinstance(cache.layers[1], IndexedLayer)
+  identity = {"model": MODEL, "model_id": "tiny"}
+  kvjax.save_cache(cache, tmp_path / "cache", **identity)
+  loaded = kvjax.load_cache(tmp_path / "cache", **identity)
+  assert jax.tree.structure(loaded) == jax.tree.structure(cache)
+  jax.tree.map(np.testing.assert_array_equal, loaded, cache)
+
+
+def test_four_devices_equal_one():
+  mesh = parse_mesh("data:2,model:2")
+  with jax.set_mesh(mesh):
+    prompts = kvjax.Prompts.of(ROWS)
+    caches, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans(KINDS))
+    for name, cache in zip(KINDS, caches, strict=True):
+      assert cache.layers[0].stored.keys.sharding.shard_shape(
+        cache.layers[0].stored.keys.shape
+      )[:2] == (2, 1)
+      found = kvjax.answer(MODEL, PARAMS, cache, QUESTIONS, DECODING)
+      one = kvjax.answer(MODEL, PARAMS, swept()[name], QUESTIONS, DECODING)
+      np.testing.assert_array_equal(found.tokens, one.tokens)
+
+
+def test_what_an_eviction_method_kept_is_looked_up_in():
+  plan = kvjax.get_plan("flat:sinks=2:local=5/keydiff@0.5", BUDGET)
+  (cache, only), _ = kvjax.sweep(
+    MODEL,
+    PARAMS,
+    kvjax.Prompts.of(ROWS),
+    [plan, kvjax.Plan(plan.method, plan.budget)],
+  )
+  for row in range(len(ROWS)):
+    for layer, evicted in zip(cache.layers, only.layers, strict=True):
+      assert layer_positions(layer, row) == layer_positions(evicted, row)
+  assert (cache.reads < cache.lengths).all()
+
+
+@pytest.mark.parametrize(
+  ("make", "sentence"),
+  [
+    (
+      lambda: kvjax.get_plan("ctkvr", BUDGET, kvjax.Schedule(block=32)),
+      "CTkvr indexes a whole prompt once; it cannot work with blocks of 32.",
+    ),
+    (
+      lambda: kvjax.get_plan("flat/adakv@0.5", BUDGET),
+      "Flat indexes heads that keep as many tokens; those of AdaKV do not.",
+    ),
+    (
+      lambda: kvjax.get_plan("flat/streaming:rerotate=true@0.5", BUDGET),
+      "Flat finds keys by the prompt's queries; StreamingLLM turns the keys",
+    ),
+    (
+      lambda: kvjax.get_plan("flat/keydiff", BUDGET),
+      "written as compactor@0.5 or keydiff@256; 'keydiff' does not fit.",
+    ),
+    (
+      lambda: kvjax.get_plan("ctkrv", BUDGET),
+      "There is no method 'ctkrv' (did you mean ctkvr",
+    ),
+  ],
+)
+def test_what_cannot_be_is_one_sentence(make, sentence):
+  with pytest.raises(InputError) as raised:
+    make()
+  assert sentence in str(raised.value)
+
+
+def test_presets_say_themselves_how_much_they_read():
+  plan = kvjax.get_plan("ctkvr.512", kvjax.Retention(0.1))
+  assert plan.lookup.budget == kvjax.Tokens(512)
+  assert {r.reads for r in RETRIEVAL_PRESETS.values()} >= {512, 1024}
