@@ -196,9 +196,9 @@ def recall(
   ) -> Float[Array, ""]:
     place = jnp.where(slots >= 0, slots, size)
     named = jnp.zeros(size + 1, bool).at[place].set(True)[:size]
+    known = Store(store.keys, store.held & named)
     exact, _ = Flat().retrieve(None, queries, store, reads)
-    named = Store(store.keys, store.held & named)
-    found, _ = Flat().retrieve(None, queries, named, reads)
+    found, _ = Flat().retrieve(None, queries, known, reads)
     hits = jnp.isin(exact.slots, found.slots)
     return jnp.mean(hits.astype(jnp.float32))
 
@@ -270,6 +270,7 @@ def _kmeans(
   )
 
 
+@functools.partial(jax.jit, static_argnums=(1, 3))
 def _looked_up(
   workload: Workload, retrieval: Retrieval, index: PyTree[Array], most: int
 ) -> Int[Array, "J X"]:

@@ -91,7 +91,7 @@ def main() -> None:
   folder.mkdir(parents=True, exist_ok=True)
   reports.write_json(folder / "summary.json", summary)
   reports.write_text(folder / "table.md", text)
-  rich.console.Console(highlight=False).print(text, markup=False)
+  print(text, end="")
 
 
 def to_markdown(summary: Mapping[str, Any]) -> str:

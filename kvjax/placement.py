@@ -57,8 +57,14 @@ def to_host[Tree](tree: Tree) -> Tree:
 
 def to_device[Tree](tree: Tree) -> Tree:
   """The whole arrays on the device, wherever they live."""
-  moved: Tree = jax.device_put(tree, jax.memory.Space.Device)
-  return moved
+
+  def moved(array: Array) -> Array:
+    # A move, even to where an array is, commits a program to its devices.
+    if not is_on_host(array):
+      return array
+    return jax.device_put(array, jax.memory.Space.Device)
+
+  return jax.tree.map(moved, tree)
 
 
 def gather_rows(

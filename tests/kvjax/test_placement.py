@@ -110,6 +110,8 @@ def test_arrays_come_and_go():
     assert kinds(back) == {"device"}
     jax.tree.map(np.testing.assert_array_equal, tree, there)
     jax.tree.map(np.testing.assert_array_equal, tree, back)
+  # What never left may still be used with any mesh.
+  assert not any(x.committed for x in jax.tree.leaves(jax.jit(to_device)(tree)))
 
 
 def test_bytes_are_counted_where_they_are():

@@ -1,0 +1,143 @@
+"""What lookups miss: measured by hand, and through the binary."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from experiments import lookup_quality
+from kvjax.testing import TinyModel
+
+MODEL = TinyModel()
+PARAMS = MODEL.init()
+RNG = np.random.default_rng(0)
+PROMPTS = kvjax.Prompts.of([RNG.permutation(64)[:n].tolist() for n in (60, 50)])
+FEW = kvjax.Tokens(6)
+
+
+@pytest.fixture(scope="module")
+def measured():
+  names = [
+    "flat:sinks=2:local=4",
+    "ctkvr:sinks=2:local=4:probes=1:centroids=2",
+    "ctkvr:sinks=2:local=4:probes=3:centroids=3:list_ratio=20:dense_layers=0",
+    "quest:dense_layers=0",
+  ]
+  plans = [kvjax.get_plan(name, FEW) for name in names]
+  return lookup_quality.measure(MODEL, PARAMS, PROMPTS, plans, 5)
+
+
+def test_exact_search_misses_nothing_and_reads_what_it_may(measured):
+  flat = measured[0][0]
+  assert [quality.recall for quality in flat] == [1.0, 1.0]
+  # 2 + 4 resident ones, 6 looked up, and 1 to 5 decoded.
+  assert [quality.read for quality in flat] == [15.0, 15.0]
+
+
+def test_more_centroids_miss_less(measured):
+  found, _ = measured
+  few, all_lists = found[1], found[2]
+  assert few[1].recall < 1.0
+  assert all_lists[1].recall == 1.0
+  assert few[1].error > found[0][1].error > 0
+  np.testing.assert_allclose(all_lists[1].error, found[0][1].error, rtol=1e-5)
+
+
+def test_layers_without_an_index_are_left_out(measured):
+  found, _ = measured
+  assert found[2][0] is None
+  assert found[3][0] is None
+  assert lookup_quality.mean(found[2]) == found[2][1]
+
+
+def test_cosines_are_those_of_neighbouring_queries(measured):
+  """Decoded once more, token by token."""
+  _, cosines = measured
+  plan = kvjax.get_plan("full", kvjax.Retention(1.0))
+  cache, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+  answers = kvjax.complete(
+    MODEL, PARAMS, cache, logits, kvjax.Decoding(5)
+  ).rows()
+  seen = []
+
+  def attend(layer, state, block):
+    seen.append(np.asarray(block.queries, np.float64))
+    output, _ = kvjax.LayerCache.of(block).attend(
+      block.queries, block.positions
+    )
+    return output, state
+
+  rows = [
+    [*np.asarray(PROMPTS.tokens[row][:n]), *answers[row]]
+    for row, n in enumerate(PROMPTS.lengths)
+  ]
+  whole = kvjax.Prompts.of([[int(t) for t in row] for row in rows])
+  places = np.arange(whole.tokens.shape[1])[None]
+  positions = np.where(places < np.asarray(whole.lengths)[:, None], places, -1)
+  MODEL.hidden(
+    PARAMS,
+    jax.numpy.asarray(whole.tokens),
+    jax.numpy.asarray(positions, np.int32),
+    (None, None),
+    attend,
+  )
+  for layer, queries in enumerate(seen):
+    found = []
+    for row, n in enumerate(np.asarray(PROMPTS.lengths)):
+      own = queries[row, :, n : n + 5]
+      own /= np.linalg.norm(own, axis=-1, keepdims=True)
+      found.append((own[:, 1:] * own[:, :-1]).sum(axis=-1).mean())
+    np.testing.assert_allclose(cosines[layer], np.mean(found), atol=1e-5)
+
+
+def test_the_binary_prints_and_writes_a_table(
+  run_binary, tiny_directory, tmp_path
+):
+  folder = tmp_path / "out"
+  done = run_binary(
+    "experiments.retrieval_recall",
+    f"--model={tiny_directory}",
+    "--methods=flat,ctkvr",
+    "--budget=20",
+    "--tasks=niah_single_2",
+    "--samples=2",
+    "--batch=2",
+    "--length=256",
+    "--steps=2",
+    f"--output={folder}",
+  )
+  assert done.returncode == 0, done.stderr
+  assert "| flat | 20 tokens | 100.0 |" in done.stdout
+  summary = json.loads((folder / "summary.json").read_text())
+  assert [row["method"] for row in summary["rows"]] == ["flat", "ctkvr"]
+  assert summary["rows"][0]["recall"] == 1.0
+  assert (folder / "table.md").read_text().strip() == done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+  ("arguments", "sentence"),
+  [
+    (["--methods=keydiff"], "None of --methods looks anything up; retrieval"),
+    (["--methods=ctkrv"], "There is no method 'ctkrv' (did you mean ctkvr"),
+    (["--budget=0"], "A budget of 0 tokens keeps nothing; give 1 or more."),
+    (
+      ["--methods=quest:dense_layers=0+1", "--length=300", "--samples=1"],
+      "A method has an index in none of the layers",
+    ),
+  ],
+)
+def test_what_is_wrong_is_one_sentence(
+  run_binary, tiny_directory, tmp_path, arguments, sentence
+):
+  output = tmp_path / "out"
+  done = run_binary(
+    "experiments.retrieval_recall",
+    f"--model={tiny_directory}",
+    f"--output={output}",
+    *arguments,
+  )
+  assert done.returncode == 2, done.stderr
+  assert sentence in done.stderr.splitlines()[-1]
+  assert not output.exists()
