@@ -5,7 +5,7 @@ import datetime
 import os
 import platform
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from experiments.reference.pieces import SPELLED_SHARE
 from experiments.reference.prompts import VARIED_SHARE
 from experiments.reference.rows import BACKGROUND_WEIGHT, FIRST_WEIGHT
 from experiments.reference.validation import Score
+from models.config import DecoderConfig
 
 # What a model should reach; the card names the cells that stay below.
 _ENOUGH = 0.95
@@ -45,10 +46,13 @@ class Findings:
 
 
 def card(
-  state: Progress, seed: int, stages: Sequence[Stage], found: Findings
+  decoder: DecoderConfig,
+  state: Progress,
+  seed: int,
+  stages: Sequence[Stage],
+  found: Findings,
 ) -> str:
   """The card's text, Markdown with the Hub's header."""
-  decoder = training.config()
   leaves = jax.tree.leaves(state.params)
   return _CARD.format(
     parameters=sum(leaf.size for leaf in leaves),
@@ -147,19 +151,28 @@ def weak_cells(scores: Sequence[Score]) -> str:
 
 def _stage_lines(stages: Sequence[Stage]) -> str:
   return _markdown(
-    ["stage", "length x rows", "steps", "learning rate", "lessons"],
+    ["stage", "layers", "length x rows", "steps", "learning rate", "lessons"],
     [
       [
         stage.name,
+        str(depth),
         f"{stage.length} x {stage.batch}",
         str(stage.steps),
         " to ".join(f"{rate:g}" for rate in dict.fromkeys(stage.rates)),
         ", ".join(stage.mixture),
       ]
-      for stage in stages
+      for stage, depth in zip(stages, _depths(stages), strict=True)
     ],
     numbers=False,
   )
+
+
+def _depths(stages: Sequence[Stage]) -> Iterator[int]:
+  """Layers of the decoder in each stage."""
+  depth = training.config().num_layers
+  for stage in stages:
+    depth = stage.layers or depth
+    yield depth
 
 
 def _markdown(
@@ -237,7 +250,8 @@ values in the order of the text (`1, 2, and 3.`), one about several keys with
 each key and its value (`a: 1, b: 2, and c: 3.`). Loss: weight 1 on answers,
 {first:g} on the first symbol of each key and value in them, {background:g} on
 the rest. AdamW {betas}, weight decay {decay:g}, gradients clipped at {clip:g};
-learning rates change geometrically within a stage.
+learning rates change geometrically within a stage. Layers that are added
+between two stages answer zero at first; Adam then starts anew.
 
 {stages}
 

@@ -27,7 +27,7 @@ def as_pretrained(decoder: Decoder) -> pretrained.Pretrained:
   tokenizer = Tokenizer(
     vocabulary.build(), vocabulary.config(training.MAX_POSITIONS)
   )
-  return pretrained.Pretrained(model, params, training.config(), tokenizer)
+  return pretrained.Pretrained(model, params, decoder.config, tokenizer)
 
 
 def measure(lm: pretrained.Pretrained, seed: int) -> Findings:
@@ -53,7 +53,9 @@ def save(
   lm = as_pretrained(decoder)
   found = measure(lm, seed)
   pretrained.save(lm, directory)
-  (directory / "README.md").write_text(card(state, seed, stages, found))
+  (directory / "README.md").write_text(
+    card(lm.config, state, seed, stages, found)
+  )
 
 
 def _printed(scores: Iterable[Score]) -> list[Score]:

@@ -75,6 +75,7 @@ def compared(lm, folder, on_answers=lambda task, new: None, **changes):
     results,
     arguments["batch"],
     on_answers,
+    arguments.get("protocol", "query-agnostic"),
   )
   return results
 
@@ -288,6 +289,50 @@ def test_a_file_without_text_is_refused(tmp_path, content, sentence):
 def test_a_text_longer_than_the_context_is_refused(tiny):
   with pytest.raises(InputError, match=r"Context \(\d+ tokens\).* is 512"):
     side_by_side.ask(tiny, CHOSEN, SENTENCE * 80, "Why?")
+
+
+def test_a_question_may_be_prefilled_too(tiny, tmp_path):
+  """As by hand, row by row: the whole prompt, then what follows it."""
+  chosen = candidates(["flat:sinks=1:local=4"], [kvjax.Tokens(6)])
+  samples = {"one": SAMPLES["one"][:2]}
+  found = compared(
+    tiny, tmp_path, chosen=chosen, samples=samples, protocol="query-aware"
+  ).answers
+  decoding = kvjax.Decoding(5, tiny.tokenizer.eos_ids)
+  for number, sample in enumerate(samples["one"]):
+    prompt = answering.Prompt.of_sample(tiny.tokenizer, sample)
+    rows = kvjax.Prompts.of([prompt.prefilled])
+    plans = [candidate.plan for candidate in chosen]
+    caches, logits = kvjax.sweep(tiny.model, tiny.params, rows, plans)
+    for candidate, cache in zip(chosen, caches, strict=True):
+      (key,) = (
+        key
+        for key in found
+        if (key.method, key.sample) == (candidate.method, number)
+      )
+      (ids,) = kvjax.complete(
+        tiny.model, tiny.params, cache, logits, decoding
+      ).rows()
+      said = comparison.clean(tiny.tokenizer.decode(ids))
+      assert found[key].prediction == said
+      assert found[key].read_tokens == np.mean(np.asarray(cache.reads))
+      assert found[key].kept_tokens == len(prompt.prefilled)
+
+
+def test_lookups_are_candidates_too():
+  budgets = [kvjax.Retention(0.5), kvjax.Tokens(8), kvjax.Retention(1.0)]
+  found = candidates(["ctkvr", "ctkvr.512", "flat/keydiff@0.5"], budgets)[1:]
+  assert [(c.method, c.budget) for c in found] == [
+    ("ctkvr", "0.5"),
+    ("ctkvr", "8 tokens"),
+    ("ctkvr.512", "512 tokens"),
+    ("flat/keydiff@0.5", "0.5"),
+    ("flat/keydiff@0.5", "8 tokens"),
+  ]
+  assert found[1].retention(16) == 0.5
+  assert len({c.options for c in found}) == 3
+  with pytest.raises(InputError, match="--methods has ctkvr: CTkvr indexes"):
+    candidates(["ctkvr"], budgets, kvjax.Schedule(block=8))
 
 
 def test_query_heads_decide_and_store_for_themselves(tiny, tmp_path, whole):

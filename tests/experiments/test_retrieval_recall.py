@@ -123,7 +123,7 @@ def test_the_binary_prints_and_writes_a_table(
     (["--methods=ctkrv"], "There is no method 'ctkrv' (did you mean ctkvr"),
     (["--budget=0"], "A budget of 0 tokens keeps nothing; give 1 or more."),
     (
-      ["--methods=quest:dense_layers=0+1", "--length=300", "--samples=1"],
+      ["--methods=quest:dense_layers=0+1", "--length=320", "--samples=1"],
       "A method has an index in none of the layers",
     ),
   ],

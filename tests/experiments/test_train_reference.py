@@ -5,8 +5,11 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 from experiments.reference import (
   batches,
@@ -16,6 +19,7 @@ from experiments.reference import (
   training,
   vocabulary,
 )
+from experiments.reference.growth import deepened
 from experiments.reference.lessons import LESSONS, draw_row
 from experiments.reference.rows import FIRST_WEIGHT, Row, pack
 from experiments.reference.trainer import Trainer
@@ -146,6 +150,60 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
   with pytest.raises(InputError, match=r"stages so far \(tiny\) are not"):
     Trainer(tmp_path, 3, (other, later))
   assert Trainer(tmp_path, 3, (STAGE, later)).state.stage == 1
+
+
+def logits_of(decoder):
+  graphdef, params = nnx.split(decoder)
+  tokens = np.random.default_rng(0).integers(0, 99, (2, 9), np.int32)
+  place = np.broadcast_to(np.arange(9, dtype=np.int32), (2, 9))
+  return training.scored_logits(
+    graphdef, params, jnp.asarray(tokens), jnp.asarray(place)
+  )
+
+
+@pytest.mark.usefixtures("small")
+def test_a_deeper_decoder_computes_the_same_and_can_learn():
+  decoder = training.initial_decoder(0)
+  deeper = deepened(decoder, 2, 1)
+  assert len(deeper.layers) == deeper.config.num_layers == 2
+  np.testing.assert_array_equal(logits_of(decoder), logits_of(deeper))
+  new = deeper.layers[1]
+  assert not new.self_attn.o_proj.kernel[...].any()
+  assert new.self_attn.v_proj.kernel[...].any()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_stage_that_deepens_the_decoder_can_be_interrupted(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(trainer, "_SAVE_EVERY", 1)
+  stages = (STAGE, dataclasses.replace(STAGE, name="deeper", layers=2))
+  whole = Trainer(tmp_path / "whole", 0, stages)
+  whole.run()
+  assert whole.decoder().config.num_layers == 2
+
+  draw = batches.training_batch
+
+  def stopping(stage, index, step, seed, pieces):
+    if (index, step) == (1, 2):
+      raise KeyboardInterrupt
+    return draw(stage, index, step, seed, pieces)
+
+  monkeypatch.setattr(batches, "training_batch", stopping)
+  with pytest.raises(KeyboardInterrupt):
+    Trainer(tmp_path / "stopped", 0, stages).run()
+  monkeypatch.setattr(batches, "training_batch", draw)
+  resumed = Trainer(tmp_path / "stopped", 0, stages)
+  assert (resumed.state.stage, resumed.state.step) == (1, 2)
+  resumed.run()
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    (whole.state.params, whole.state.moments),
+    (resumed.state.params, resumed.state.moments),
+  )
+  # The optimiser has begun anew.
+  counts = optax.tree_utils.tree_get(whole.state.moments, "count")
+  assert int(counts) == STAGE.steps
 
 
 def test_rates_fall_within_a_stage_and_extensions_repeat_its_second_half():
