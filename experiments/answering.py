@@ -14,6 +14,7 @@ import kvjax
 from experiments.candidates import Candidate
 from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
+from kvjax.placement import HOST
 from models.pretrained import Pretrained
 from models.tokenizer import Tokenizer
 
@@ -122,6 +123,7 @@ class Reply(NamedTuple):
     kept_tokens: tokens held, mean over layers and KV heads.
     read_tokens: tokens that the next token attends to, likewise.
     cache_bytes: bytes allocated for the row.
+    host_bytes: those of them that live with the host.
     text: the answer.
   """
 
@@ -131,6 +133,7 @@ class Reply(NamedTuple):
   kept_tokens: float
   read_tokens: float
   cache_bytes: int
+  host_bytes: int
   text: str
 
 
@@ -212,6 +215,7 @@ def replies(
           float(np.mean(kept[index][:, row], dtype=np.float64)),
           float(np.mean(read[index][:, row], dtype=np.float64)),
           caches[index].nbytes // shape.rows,
+          caches[index].nbytes_by_memory[HOST] // shape.rows,
           lm.tokenizer.decode(ids),
         )
         found.append(reply)

@@ -106,6 +106,7 @@ def _answer(
     kept_tokens=reply.kept_tokens,
     read_tokens=reply.read_tokens,
     cache_bytes=reply.cache_bytes,
+    host_bytes=reply.host_bytes,
     answers=list(sample.answers),
     prediction=prediction,
     score=100 * string_match_all(prediction, sample.answers),

@@ -60,6 +60,7 @@ class Answer:
     kept_tokens: tokens kept, mean over layers and KV heads.
     read_tokens: tokens that the first decoded token attends to, likewise.
     cache_bytes: allocated for the sample's cache.
+    host_bytes: those of them that live with the host.
     answers: what should be in the prediction.
     prediction: what the model said.
     score: share of the answers that are in the prediction, times 100.
@@ -75,6 +76,7 @@ class Answer:
   kept_tokens: float
   read_tokens: float
   cache_bytes: int
+  host_bytes: int
   answers: list[str]
   prediction: str
   score: float
@@ -232,6 +234,7 @@ def summarize(answers: Sequence[Answer]) -> list[dict[str, Any]]:
       "kept_tokens": mean("kept_tokens", group, 2),
       "read_tokens": mean("read_tokens", group, 2),
       "cache_bytes": round(mean("cache_bytes", group, 0)),
+      "host_bytes": round(mean("host_bytes", group, 0)),
     }
     for (method, budget, task), group in groups.items()
   ]

@@ -63,6 +63,7 @@ def means(rows: Sequence[Row]) -> list[dict[str, Any]]:
           "kept_tokens",
           "read_tokens",
           "cache_bytes",
+          "host_bytes",
         )
       },
     }
@@ -122,4 +123,8 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     header.insert(-1, "read")
     for line, mean in zip(lines, means(rows), strict=True):
       line.insert(-1, f"{mean['read_tokens']:.0f}")
+  if any(row["host_bytes"] for row in rows):
+    header.append("of host")
+    for line, mean in zip(lines, means(rows), strict=True):
+      line.append(f"{mean['host_bytes'] / 1024:.0f}")
   return header, lines

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.errors import InputError
 from kvjax.layers import Layer, tree_bytes
+from kvjax.placement import nbytes_by_memory
 from kvjax.plans import Plan
 from kvjax.sharding import shard_cache
 from kvjax.struct import static, struct
@@ -36,6 +37,11 @@ class Cache:
   def nbytes(self) -> int:
     """Bytes allocated."""
     return tree_bytes(self)
+
+  @property
+  def nbytes_by_memory(self) -> dict[str, int]:
+    """The same for each kind of memory: "device" and "pinned_host"."""
+    return nbytes_by_memory(self)
 
   def grown(self, capacities: Sequence[int]) -> "Cache":
     """The same tokens in layers of at least so many slots each."""

@@ -11,6 +11,7 @@ from kernels.sparse_decode import sparse_decode
 from kvjax.activations import Activations
 from kvjax.layers import Layer, LayerCache, tree_bytes
 from kvjax.methods.heads import heads_of
+from kvjax.placement import gather_rows, is_on_host, to_device, to_host
 from kvjax.retrieval.base import Found, Prompt, Reads, Retrieval, Store
 from kvjax.struct import static, struct
 
@@ -92,7 +93,8 @@ class IndexedLayer:
     )
     none = jnp.zeros_like(lengths)
     made = cls(resident, stored, index, count, none, most, retrieval)
-    return dataclasses.replace(made, looked_up=made._count_found(seen))
+    made = dataclasses.replace(made, looked_up=made._count_found(seen))
+    return made.offloaded() if retrieval.offload else made
 
   @property
   def capacity(self) -> int:
@@ -119,6 +121,12 @@ class IndexedLayer:
     """Bytes allocated."""
     return tree_bytes(self)
 
+  def offloaded(self) -> "IndexedLayer":
+    """The same tokens, those that are looked up on the host if possible."""
+    keys, values = to_host((self.stored.keys, self.stored.values))
+    stored = dataclasses.replace(self.stored, keys=keys, values=values)
+    return dataclasses.replace(self, stored=stored)
+
   def grown(self, extra: int) -> "IndexedLayer":
     """The same tokens with room for `extra` more resident ones."""
     return dataclasses.replace(self, resident=self.resident.grown(extra))
@@ -135,7 +143,7 @@ class IndexedLayer:
     """Attention to the resident tokens and to what each query looks up."""
     near = _attend(self.resident, queries, query_positions)
     if queries.shape[2] > 1 and self.retrieval.turn == "dense":
-      far = _attend(self.stored, queries, query_positions)
+      far = _attend(to_device(self.stored), queries, query_positions)
       return merge(near, far).output, self
 
     def look_up(
@@ -143,23 +151,32 @@ class IndexedLayer:
     ) -> tuple[PyTree[Array], Partial]:
       query, position = token
       index, found = self.retrieved(index, query, position)
-      batch, kv_heads, lists, most = found.slots.shape
+      keys, values, slots = self._read(found.slots)
       bias = found.bias
       if bias is not None:
-        bias = bias.reshape(batch, -1, most)
-      return index, sparse_decode(
-        query,
-        self.stored.keys,
-        self.stored.values,
-        found.slots.reshape(batch, kv_heads * lists, most),
-        bias,
-      )
+        bias = bias.reshape(bias.shape[0], -1, bias.shape[-1])
+      return index, sparse_decode(query, keys, values, slots, bias)
 
     tokens = (jnp.moveaxis(queries, 2, 0), query_positions.T)
     index, far = jax.lax.scan(look_up, self.index, tokens)
     far = Partial(*(jnp.moveaxis(x, 0, 2) for x in far))
     after = dataclasses.replace(self, index=index)
     return merge(near, far).output, after
+
+  def _read(
+    self, slots: Int[Array, "B K J M"]
+  ) -> tuple[
+    Float[Array, "B K F D"], Float[Array, "B K F D"], Int[Array, "B H M"]
+  ]:
+    """Keys and values on the device and, among them, what the lists name."""
+    batch, kv_heads, lists, most = slots.shape
+    keys, values = self.stored.keys, self.stored.values
+    if is_on_host(keys):
+      every = slots.reshape(batch, kv_heads, lists * most)
+      keys, values = gather_rows((keys, values), every)
+      place = jnp.arange(lists * most, dtype=jnp.int32).reshape(lists, most)
+      slots = jnp.where(slots >= 0, place[None, None], -1)
+    return keys, values, slots.reshape(batch, kv_heads * lists, most)
 
   def _count_found(self, seen: Activations) -> Int[Array, "B K"]:
     """How many slots the last token of each row of a prompt looks up."""

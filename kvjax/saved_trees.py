@@ -111,4 +111,8 @@ def restored(saved: Any, arrays: Arrays) -> Any:
       f"The cache holds a {saved['class']} with other fields than are known "
       "here; it was saved by another version of kvjax."
     ) from error
-  return shard_cache(made) if type(made) in LAYERS else made
+  if type(made) not in LAYERS:
+    return made
+  made = shard_cache(made)
+  offloads = isinstance(made, IndexedLayer) and made.retrieval.offload
+  return made.offloaded() if offloads else made

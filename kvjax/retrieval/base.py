@@ -12,6 +12,7 @@ from kvjax.budgets import Budget
 from kvjax.errors import InputError
 from kvjax.methods.bounds import check_choices, check_least
 from kvjax.methods.heads import Head
+from kvjax.placement import gather_rows
 from kvjax.struct import static, struct
 
 Turn = Literal["decode", "dense"]
@@ -74,6 +75,8 @@ class Store:
 
   Attributes:
     keys: rotated keys in the cache's dtype; what is not held holds anything.
+      They may live on the host, where `gathered` and
+      `kvjax.placement.to_device` read them.
     held: which slots hold a token.
   """
 
@@ -82,8 +85,8 @@ class Store:
 
   def gathered(self, slots: Int[Array, " M"]) -> Float[Array, "M D"]:
     """Float32 keys of some slots; zero for slot -1."""
-    keys = self.keys[jnp.maximum(slots, 0)].astype(jnp.float32)
-    return jnp.where((slots >= 0)[:, None], keys, 0.0)
+    keys: Array = gather_rows(self.keys, slots)
+    return keys.astype(jnp.float32)
 
 
 @struct
@@ -117,6 +120,8 @@ class Retrieval(abc.ABC):
       tokens do, or attend "dense"ly to everything.
     dense_layers: layers without an index, which attend to everything.
     reads: keys looked up per token, whatever the budget says; 0 for the budget.
+    offload: stored keys and values live in the host's memory, where the
+      backend has such; see `kvjax.placement`.
   """
 
   sinks: int = 4
@@ -124,6 +129,7 @@ class Retrieval(abc.ABC):
   turn: Turn = "decode"
   dense_layers: tuple[int, ...] = ()
   reads: int = 0
+  offload: bool = False
 
   def __post_init__(self) -> None:
     check_choices(self)

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from kvjax.placement import to_device
 from kvjax.retrieval.base import (
   Found,
   Prompt,
@@ -35,7 +36,7 @@ class Flat(Retrieval):
     reads: Reads,
   ) -> tuple[Found, PyTree[Array]]:
     """The best of all stored keys."""
-    keys = store.keys.astype(jnp.float32)
+    keys = to_device(store.keys).astype(jnp.float32)
     keys = jnp.where(store.held[:, None], keys, 0.0)
     worth = attention_worth(queries, keys, store.held)
     return Found(best_slots(worth, store.held, reads)[None]), None

@@ -31,6 +31,7 @@ def an_answer(sample=0, method="keydiff", score=100.0, **fields):
       "kept_tokens": 50.0,
       "read_tokens": 50.0,
       "cache_bytes": 1000,
+      "host_bytes": 0,
       "answers": ["1234567"],
       "prediction": "1234567, “é”\n.",
       "score": score,
@@ -137,6 +138,7 @@ def test_a_summary_has_the_means_of_every_method_budget_and_task():
     "kept_tokens": 50.33,
     "read_tokens": 50.0,
     "cache_bytes": 1000,
+    "host_bytes": 0,
   }
   assert [row["budget"] for row in rows[1:]] == ["0.5", "64 tokens"]
   assert rows[2]["retention"] == 0.57

@@ -13,6 +13,7 @@ from kernels.attention import attention
 from kvjax.errors import InputError
 from kvjax.indexed import IndexedLayer
 from kvjax.layers import LayerCache
+from kvjax.placement import nbytes_by_memory
 from kvjax.retrieval import RETRIEVAL_PRESETS, RETRIEVALS, get_retrieval
 from kvjax.sharding import parse_mesh
 from kvjax.testing import (
@@ -26,6 +27,7 @@ from kvjax.testing import (
 SMALL = {
   "ctkvr": "ctkvr:sinks=2:local=5:probes=2",
   "ctkvr.1024": "ctkvr.1024:sinks=2:local=5:reads=9:probes=1:rerank=false",
+  "ctkvr.host": "ctkvr:sinks=2:local=5:probes=2:offload=true",
   "flat": "flat:sinks=2:local=5",
   "quest": "quest:dense_layers=5",
   "shadowkv": "shadowkv:outliers=2",
@@ -162,6 +164,24 @@ class TestRetrieval:
       assert (new.shape, new.dtype) == (old.shape, old.dtype)
 
 
+# One that gathers what it looks at on the host, one that needs all of it.
+@pytest.mark.parametrize("name", ["ctkvr", "flat"])
+def test_what_the_host_holds_is_read_alike(name):
+  """Bit by bit, and all that is looked up stays there."""
+  method = dataclasses.replace(small(name), offload=True)
+  counts = jnp.asarray(COUNTS, jnp.int32)
+  layer, roomy = compiled_index(method, activations(0), counts)
+  output, after = compiled_decode(roomy, block_after(LENGTHS))
+  here, _, expected, _ = of_all_rows(name)
+  np.testing.assert_array_equal(output, expected)
+  there = here.stored.keys.nbytes + here.stored.values.nbytes
+  for state in (layer, after):
+    found = nbytes_by_memory(state)
+    assert found["pinned_host"] == there
+    assert found["device"] == state.nbytes - there
+    np.testing.assert_array_equal(state.stored.keys, here.stored.keys)
+
+
 MODEL = TinyModel(
   kvjax.Geometry(layers=2, heads=4, kv_heads=2, head_dim=8, max_positions=4096)
 )
@@ -179,12 +199,13 @@ def plans(names):
 
 @functools.cache
 def swept():
-  caches, _ = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plans(NAMES))
-  return dict(zip(NAMES, caches, strict=True))
+  names = list(dict.fromkeys([*NAMES, *KINDS]))
+  caches, _ = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plans(names))
+  return dict(zip(names, caches, strict=True))
 
 
 # Compiling takes long: one of every kind.
-KINDS = ["ctkvr", "quest", "squeezed"]
+KINDS = ["ctkvr.host", "quest", "squeezed"]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -200,6 +221,7 @@ def test_a_cache_is_asked_again_and_talked_to(name):
   np.testing.assert_array_equal(once.tokens, first.tokens)
   kept = [leaf.unsafe_buffer_pointer() for leaf in buffers(after)]
   assert pointers == kept
+  assert after.nbytes_by_memory == roomy.nbytes_by_memory
   assert (after.lengths > cache.lengths).all()
 
 
