@@ -119,7 +119,8 @@ class Reply(NamedTuple):
   Attributes:
     candidate: whose cache.
     row: number of the prompt in its batch.
-    retention: share of the context that the budget allows.
+    context_tokens: tokens of what was prefilled.
+    retention: share of them that the budget allows.
     kept_tokens: tokens held, mean over layers and KV heads.
     read_tokens: tokens that the next token attends to, likewise.
     cache_bytes: bytes allocated for the row.
@@ -129,6 +130,7 @@ class Reply(NamedTuple):
 
   candidate: Candidate
   row: int
+  context_tokens: int
   retention: float
   kept_tokens: float
   read_tokens: float
@@ -211,6 +213,7 @@ def replies(
         reply = Reply(
           candidates[index],
           row,
+          len(contexts[row]),
           candidates[index].retention(len(contexts[row])),
           float(np.mean(kept[index][:, row], dtype=np.float64)),
           float(np.mean(read[index][:, row], dtype=np.float64)),
@@ -231,9 +234,10 @@ def _answers(
 ) -> list[list[int]]:
   """The answers from caches that are asked together."""
   decoding = kvjax.Decoding(rows[0].max_new_tokens, lm.tokenizer.eos_ids)
-  joined = kvjax.concatenate(
-    [cache.grown([capacity] * len(cache.layers)) for cache, _ in prefilled]
-  )
+  caches = [cache for cache, _ in prefilled]
+  if len(caches) > 1:
+    caches = [cache.grown([capacity] * len(cache.layers)) for cache in caches]
+  joined = kvjax.concatenate(caches)
   if not shape.question:
     logits = jnp.concatenate([logits for _, logits in prefilled])
     return kvjax.complete(lm.model, lm.params, joined, logits, decoding).rows()

@@ -24,6 +24,14 @@ class Candidate:
   plan: kvjax.Plan
 
   @property
+  def full_at_one(self) -> bool:
+    """Whether the method attends to everything at a retention of 1."""
+    lookup = self.plan.lookup
+    if lookup is None:
+      return True
+    return self.plan.budget == kvjax.Retention(1.0) and not lookup.fixed
+
+  @property
   def options(self) -> str:
     """The method with all its hyper-parameters, and what it looks up in."""
     plan = self.plan
@@ -58,11 +66,11 @@ def candidates(
 ) -> tuple[Candidate, ...]:
   """Every method at every budget, the full cache first: the yardstick.
 
-  At a retention of 1 every method is the full cache.
+  At a retention of 1 methods are the full cache, and are left out.
 
   Args:
-    methods: names as `kvjax.get_method` reads them.
-    budgets: what the methods may keep.
+    methods: names as `kvjax.get_plan` reads them.
+    budgets: what the methods may keep, or look up per token.
     schedule: when they evict.
     per_query_head: see `kvjax.Plan`.
 
@@ -82,10 +90,10 @@ def candidates(
     found = [
       Candidate(name, _plan(name, budget, schedule, per_query_head))
       for budget in dict.fromkeys(budgets)
-      if budget != whole
     ]
     # Some say themselves how much they look up, whatever the budget.
-    chosen.extend({c.budget: c for c in found}.values() if name != FULL else ())
+    each = {c.budget: c for c in found if c.budget != str(whole)}
+    chosen.extend(each.values() if name != FULL else ())
   return tuple(chosen)
 
 

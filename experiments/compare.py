@@ -57,10 +57,12 @@ _METHODS = flags.DEFINE_list(
   "Methods or presets, with options as in keydiff:anchor=median_unit.",
 )
 _RETENTION = flags.DEFINE_list(
-  "retention", ["1", "0.5", "0.25", "0.1"], "Shares of the context to keep."
+  "retention",
+  ["1", "0.5", "0.25", "0.1"],
+  "Shares of the context to keep, or to look up per token.",
 )
 _BUDGET = flags.DEFINE_list(
-  "budget", None, "Tokens to keep, in place of --retention."
+  "budget", None, "Tokens to keep or to look up, in place of --retention."
 )
 _BLOCK = flags.DEFINE_integer(
   "block",
@@ -133,7 +135,9 @@ def _compare(
   seconds["total"] = time.monotonic() - began
   rows = results.summarize([store.answers[key] for key in wanted])
   if kvjax.Retention(1.0) in budgets:
-    compressed = [c.method for c in chosen if c.method != FULL]
+    compressed = [
+      c.method for c in chosen if c.method != FULL and c.full_at_one
+    ]
     rows += results.at_retention_one(rows, list(dict.fromkeys(compressed)))
   summary = dataclasses.asdict(settings) | {
     "decoding": "greedy",

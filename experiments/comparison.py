@@ -102,7 +102,7 @@ def _answer(
     options=reply.candidate.options,
     budget=reply.candidate.budget,
     retention=reply.retention,
-    context_tokens=len(rows[reply.row].context),
+    context_tokens=reply.context_tokens,
     kept_tokens=reply.kept_tokens,
     read_tokens=reply.read_tokens,
     cache_bytes=reply.cache_bytes,

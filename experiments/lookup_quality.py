@@ -135,9 +135,10 @@ def _attend(
   for other, so_far in zip(state.others, state.sums, strict=True):
     if isinstance(other, IndexedLayer):
       other = other.append(seen)
-      found = _quality(other, seen, dense)
+      output, after = other.attend(seen.queries, seen.positions)
+      found = _quality(other, seen, output, dense)
       so_far = Quality(*(a + b for a, b in zip(so_far, found, strict=True)))
-      _, other = other.attend(seen.queries, seen.positions)
+      other = after
     others.append(other)
     sums.append(so_far)
   queries = seen.queries[:, :, 0].astype(jnp.float32)
@@ -148,10 +149,12 @@ def _attend(
 
 
 def _quality(
-  layer: IndexedLayer, seen: Activations, dense: Float[Array, "B N S D"]
+  layer: IndexedLayer,
+  seen: Activations,
+  output: Float[Array, "B N S D"],
+  dense: Float[Array, "B N S D"],
 ) -> Quality:
-  """How a layer's attention compares with the dense one."""
-  output, _ = layer.attend(seen.queries, seen.positions)
+  """How a layer's attention, and what it reads, compare with the exact ones."""
   off = jnp.linalg.norm((output - dense).astype(jnp.float32), axis=-1)
   size = jnp.linalg.norm(dense.astype(jnp.float32), axis=-1)
   mine = _found(layer, seen)
@@ -171,10 +174,7 @@ def _found(layer: IndexedLayer, seen: Activations) -> Bool[Array, "B K F"]:
   _, found = layer.retrieved(
     layer.index, seen.queries[:, :, 0], seen.positions[:, 0]
   )
-  slots = found.slots
-  if found.bias is not None:
-    read = jnp.any(jnp.isfinite(found.bias), axis=2, keepdims=True)
-    slots = jnp.where(read, slots, -1)
+  slots = found.read_slots
   batch, kv_heads = slots.shape[:2]
   capacity = layer.stored.capacity
 

@@ -56,9 +56,10 @@ class Answer:
     options: the method with all its hyper-parameters.
     budget: what it might keep, in words.
     retention: share of the context it might keep.
-    context_tokens: tokens of the context.
+    context_tokens: tokens of the context; query-aware, with the question.
     kept_tokens: tokens kept, mean over layers and KV heads.
-    read_tokens: tokens that the first decoded token attends to, likewise.
+    read_tokens: tokens that a token attends to, likewise; of what is looked
+      up, as many as the prompt's last token has found.
     cache_bytes: allocated for the sample's cache.
     host_bytes: those of them that live with the host.
     answers: what should be in the prediction.

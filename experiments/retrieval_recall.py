@@ -11,6 +11,8 @@ tasks, samples, tokens, heads and the layers that have an index of
 - output error: |o - o_dense| / |o_dense| of a head's attention output;
 - read: tokens attended to, the resident ones included.
 
+Decoding goes on for --steps tokens, past the end of an answer too.
+
 Below the table stands the mean cosine of neighbouring queries per layer, which
 CTkvr builds on. Takes two minutes on two cores.
 """
@@ -84,7 +86,8 @@ def main() -> None:
     "versions": reports.versions(),
     "cosine_of_neighbouring_queries": cosines,
     "rows": [
-      _row(candidate, own) for candidate, own in zip(chosen, found, strict=True)
+      {"method": c.method, "budget": c.budget, **quality._asdict()}
+      for c, quality in zip(chosen, found, strict=True)
     ],
   }
   text = to_markdown(summary)
@@ -126,8 +129,8 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
 
 def _measure(
   lm: models.Pretrained, chosen: Sequence[Candidate]
-) -> tuple[list[list[Quality]], list[float]]:
-  """Means over the layers for every candidate and batch; and the cosines."""
+) -> tuple[list[Quality], list[float]]:
+  """Means for every candidate; and of every layer the cosine."""
   prompts = [
     Prompt.of_sample(lm.tokenizer, sample)
     for drawn in inputs.samples(lm).values()
@@ -136,7 +139,7 @@ def _measure(
   check_room(lm, prompts)
   shape = Shape.of(prompts, inputs.BATCH.value, QUERY_AWARE)
   found: list[list[Quality]] = [[] for _ in chosen]
-  cosines = []
+  cosines, sizes = [], []
   starts = range(0, len(prompts), shape.rows)
   console = rich.console.Console(stderr=True)
   for start in rich.progress.track(starts, "measuring", console=console):
@@ -147,19 +150,18 @@ def _measure(
       lm.model, lm.params, contexts, plans, _STEPS.value
     )
     cosines.append(cosine)
+    sizes.append(len(rows))
     for own, per_layer in zip(found, qualities, strict=True):
       own.append(lookup_quality.mean(per_layer))
-  return found, [
-    statistics.fmean(layer) for layer in zip(*cosines, strict=True)
+  return [_mean(own, sizes) for own in found], [
+    statistics.fmean(layer, sizes) for layer in zip(*cosines, strict=True)
   ]
 
 
-def _row(candidate: Candidate, found: Sequence[Quality]) -> dict[str, Any]:
-  means = {
-    name: statistics.fmean(getattr(quality, name) for quality in found)
-    for name in Quality._fields
-  }
-  return {"method": candidate.method, "budget": candidate.budget, **means}
+def _mean(found: Sequence[Quality], sizes: Sequence[int]) -> Quality:
+  """Of batches of these sizes."""
+  values = zip(*found, strict=True)
+  return Quality(*(statistics.fmean(each, sizes) for each in values))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,10 @@ class Cache:
 
   @property
   def reads(self) -> Int[Array, "L B K"]:
-    """Tokens that the next token attends to per layer, row and KV head."""
+    """Tokens that a token attends to, per layer, row and KV head.
+
+    Of what is looked up, as many as the prompt's last token has found.
+    """
     return jnp.stack([layer.reads for layer in self.layers])
 
 

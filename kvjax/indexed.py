@@ -79,8 +79,9 @@ class IndexedLayer:
     reads = _reads(count, lengths.shape[1], most)
     with jax.default_matmul_precision("highest"):
       index = jax.vmap(jax.vmap(retrieval.index))(prompt, reads)
-    last = border + jnp.arange(latest, dtype=jnp.int32)[None, None]
-    last = jnp.where((last < lengths[..., None]) & (last >= start), last, -1)
+    last = jnp.arange(latest, dtype=jnp.int32)[None, None]
+    last = jnp.maximum(border, start) + last
+    last = jnp.where(last < lengths[..., None], last, -1)
     first = jnp.broadcast_to(number[..., :start], (*lengths.shape, start))
     first = jnp.where(first < lengths[..., None], first, -1)
     resident = cache.take(jnp.concatenate([first, last], axis=-1))
@@ -113,7 +114,7 @@ class IndexedLayer:
 
   @property
   def reads(self) -> Int[Array, "B K"]:
-    """Tokens that the next token attends to."""
+    """Tokens that a token attends to, if it looks up as `looked_up` says."""
     return self.resident.lengths + self.looked_up
 
   @property
@@ -147,9 +148,8 @@ class IndexedLayer:
       return merge(near, far).output, self
 
     def look_up(
-      index: PyTree[Array], token: tuple[Array, Array]
+      index: PyTree[Array], query: Array, position: Array
     ) -> tuple[PyTree[Array], Partial]:
-      query, position = token
       index, found = self.retrieved(index, query, position)
       keys, values, slots = self._read(found.slots)
       bias = found.bias
@@ -157,8 +157,21 @@ class IndexedLayer:
         bias = bias.reshape(bias.shape[0], -1, bias.shape[-1])
       return index, sparse_decode(query, keys, values, slots, bias)
 
+    def pass_over(
+      index: PyTree[Array], query: Array, position: Array
+    ) -> tuple[PyTree[Array], Partial]:
+      del position
+      nothing = jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
+      return index, Partial(jnp.zeros_like(query), nothing)
+
+    def one(
+      index: PyTree[Array], token: tuple[Array, Array]
+    ) -> tuple[PyTree[Array], Partial]:
+      some = jnp.any(token[1] >= 0)  # else padding of all rows
+      return jax.lax.cond(some, look_up, pass_over, index, *token)
+
     tokens = (jnp.moveaxis(queries, 2, 0), query_positions.T)
-    index, far = jax.lax.scan(look_up, self.index, tokens)
+    index, far = jax.lax.scan(one, self.index, tokens)
     far = Partial(*(jnp.moveaxis(x, 0, 2) for x in far))
     after = dataclasses.replace(self, index=index)
     return merge(near, far).output, after
@@ -185,10 +198,7 @@ class IndexedLayer:
       seen.queries, last[:, None, None, None], axis=2
     )
     _, found = self.retrieved(self.index, queries[:, :, 0], last)
-    slots = found.slots
-    if found.bias is not None:
-      seen_by_any = jnp.any(jnp.isfinite(found.bias), axis=2, keepdims=True)
-      slots = jnp.where(seen_by_any, slots, -1)
+    slots = found.read_slots
     slots = jnp.sort(slots.reshape(*slots.shape[:2], -1), axis=-1)
     first = jnp.diff(slots, axis=-1, prepend=-1) > 0
     return jnp.sum(first.astype(jnp.int32), axis=-1)

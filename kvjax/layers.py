@@ -45,7 +45,7 @@ class Layer(Protocol):
 
   @property
   def reads(self) -> Int[Array, "B K"]:
-    """Tokens that the next token attends to."""
+    """Tokens that a token attends to, for a start."""
     ...
 
   def grown(self, extra: int) -> "Layer":

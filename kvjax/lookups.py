@@ -22,6 +22,11 @@ class Lookup:
   retrieval: Retrieval
   budget: Budget
 
+  @property
+  def fixed(self) -> bool:
+    """Whether the method itself says how much it looks up."""
+    return self.retrieval.reads > 0
+
   def counts(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
     """Keys that rows of these lengths look up per token."""
     count = self.retrieval.count

@@ -47,7 +47,8 @@ def get_plan(
   """
   name = name.strip()
   first, slash, kept = name.partition("/")
-  if first.partition(":")[0] not in _RETRIEVALS:
+  looks_up = "@" in kept or first.partition(":")[0] in _RETRIEVALS
+  if not looks_up:
     # The prefixes of eviction methods end in a slash too.
     method: Any = get_method(name) if slash else named(name, _MAKERS, _PRESETS)
     return Plan(method, budget, schedule, per_query_head)

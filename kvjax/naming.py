@@ -16,7 +16,8 @@ def named[M](
 
   Args:
     name: of a maker or a preset, then options, each after a colon. The values
-      of a list are joined by plus signs: `skip_layers=0+1`.
+      of a list are joined by plus signs: `skip_layers=0+1`; `skip_layers=` is
+      the empty list.
     makers: by name.
     presets: by name.
 
@@ -67,7 +68,7 @@ def _read(base: str, name: str, value: str, present: Any) -> Any:
   kind = type(present)
   try:
     if kind is tuple:
-      return tuple(_number(int, part) for part in value.split("+"))
+      return tuple(_number(int, part) for part in value.split("+") if part)
     if kind is bool:
       return {"true": True, "false": False}[value.lower()]
     return value if kind is str else _number(kind, value)

@@ -116,16 +116,21 @@ def newest(
   return held & (ages <= size[..., None])
 
 
+def exact_share(share: float) -> Fraction:
+  """The decimal of up to three places that a float stands for."""
+  return Fraction(share).limit_denominator(1000)
+
+
 def floor_share(counts: Int[Array, "*B"], share: float) -> Int[Array, "*B"]:
   """floor(share * counts), exact for shares of up to three decimals."""
-  exact = Fraction(share).limit_denominator(1000)
+  exact = exact_share(share)
   whole, rest = jnp.divmod(counts, exact.denominator)
   return whole * exact.numerator + rest * exact.numerator // exact.denominator
 
 
 def round_share(counts: Int[Array, "*B"], share: float) -> Int[Array, "*B"]:
   """Nearest integers to share * counts, exact as `floor_share`."""
-  exact = Fraction(share).limit_denominator(1000)
+  exact = exact_share(share)
   whole, rest = jnp.divmod(counts, exact.denominator)
   twice = 2 * rest * exact.numerator + exact.denominator
   return whole * exact.numerator + twice // (2 * exact.denominator)

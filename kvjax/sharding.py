@@ -9,6 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 from kvjax.errors import InputError
 from kvjax.layers import Layer
 from kvjax.packed import PackedLayer
+from kvjax.placement import is_on_host
 
 AXES = ("data", "model")
 
@@ -60,7 +61,9 @@ def _constrained[Tree](tree: Tree, axes: Sequence[str]) -> Tree:
     return tree
 
   def constrain(leaf: jax.Array) -> jax.Array:
-    if leaf.ndim < 2:
+    # Outside of programs a constraint would bring it to the devices.
+    stays = is_on_host(leaf) and not isinstance(leaf, jax.core.Tracer)
+    if leaf.ndim < 2 or stays:
       return leaf
     spec = PartitionSpec(
       *(

@@ -88,10 +88,13 @@ class Checkpoints:
       _number(state), _as_tree(state), force=True, overwrite=True
     )
 
-  def stage(self) -> int:
-    """The stage of the newest saved progress; the first when there is none."""
+  def place(self) -> tuple[int, int]:
+    """Stage and step of the newest saved progress; zeros without one."""
     newest = self._checkpointer.latest
-    return 0 if newest is None else newest.step % 256 // 8
+    if newest is None:
+      return 0, 0
+    counters = self._checkpointer.load(newest)["counters"]
+    return int(counters["stage"]), int(counters["step"])
 
   def latest(self, fresh: Progress) -> Progress:
     """The newest saved progress, or `fresh` when there is none."""

@@ -242,6 +242,18 @@ _MANY = {
   "single_essay": 0.01,
   "single_noise": 0.01,
 }
+_LAST = {
+  "recall": 0.16,
+  "many_keys": 0.26,
+  "multikey": 0.06,
+  "many_uuids": 0.28,
+  "passkey": 0.04,
+  "four_values": 0.10,
+  "many_queries": 0.06,
+  "full": 0.02,
+  "single_essay": 0.01,
+  "single_noise": 0.01,
+}
 _GATE = {
   "multikey": 0.97,
   "single_essay": 0.97,
@@ -369,5 +381,12 @@ STAGES: tuple[Stage, ...] = (
     _MANY,
     (4e-4, 1e-5),
     shortest=0.5,
+  ),
+  Stage(
+    "last-2048",
+    *(2048, 4, 1, 600, 512),
+    _LAST,
+    (5e-4, 1e-5),
+    shortest=0.7,
   ),
 )

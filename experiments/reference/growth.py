@@ -19,13 +19,20 @@ def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:
     decoder: the trained decoder.
     layers: how many layers the result has; at most twice as many.
     seed: of the new layers' other weights.
+
+  Raises:
+    ValueError: it has more layers already, or less than half as many.
   """
+  extra = layers - len(decoder.layers)
+  if not 0 <= extra <= len(decoder.layers):
+    raise ValueError(
+      f"A decoder of {len(decoder.layers)} layers cannot get {layers}."
+    )
   config = dataclasses.replace(decoder.config, num_layers=layers)
   grown = Decoder(config, rngs=nnx.Rngs(seed))
   grown.embed_tokens, grown.norm = decoder.embed_tokens, decoder.norm
   if not config.tie_embeddings:
     grown.lm_head = decoder.lm_head
-  extra = layers - len(decoder.layers)
   new = [_silent(layer) for layer in grown.layers][:extra]
   old = list(decoder.layers)
   pairs = [layer for pair in zip(old, new, strict=False) for layer in pair]

@@ -53,11 +53,11 @@ class Trainer:
     self._checkpoints = Checkpoints(output / "checkpoints")
     self._graphdef, params = nnx.split(training.initial_decoder(seed))
     self.state = Progress.fresh(params, training.optimizer().init(params))
-    for stage in stages[: self._checkpoints.stage() + 1]:
-      self._deepen(stage)
+    stage, step = self._checkpoints.place()
+    _claim(output / "run.json", seed, stages, stage + (step > 0))
+    for begun in stages[: stage + 1]:
+      self._deepen(begun)
     self.state = self._checkpoints.latest(self.state)
-    begun = self.state.stage + (self.state.step > 0)
-    _claim(output / "run.json", seed, stages, begun)
 
   def run(self) -> None:
     """Trains what is left of the stages."""
@@ -69,8 +69,8 @@ class Trainer:
       done = self.state.extensions == _MOST_EXTENSIONS
       if done or stage.passed(first, whole):
         self.state = self.state.next_stage()
-        for stage in self._stages[self.state.stage :][:1]:
-          self._deepen(stage)
+        for following in self._stages[self.state.stage :][:1]:
+          self._deepen(following)
       else:
         self.state = self.state.extended()
       self._checkpoints.save(self.state)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from fractions import Fraction
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from kvjax.layers import LayerCache
 from kvjax.methods.base import Allowance, Method, ScoringMethod
 from kvjax.methods.bounds import check_share
 from kvjax.methods.snapkv import SnapKV
-from kvjax.selection import head_counts, top_slots
+from kvjax.selection import exact_share, head_counts, top_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +142,7 @@ class AdaKV(Method):
 
   def _most(self, kv_heads: int, capacity: int) -> int:
     """Most slots of a head: all winners are its own."""
-    alpha = _exact(self.alpha)
+    alpha = exact_share(self.alpha)
     return math.ceil(capacity * (alpha + (1 - alpha) * kv_heads))
 
   def _shares(
@@ -163,7 +162,7 @@ class AdaKV(Method):
       scores = scores * _mass_of_best(scores, candidates, even)[..., None]
     wanted = head_counts(scores, candidates, jnp.sum(even, axis=1))
     # Integers: equal remainders must be equal.
-    alpha = _exact(self.alpha)
+    alpha = exact_share(self.alpha)
     steps, rest = jnp.divmod(even - wanted, alpha.denominator)
     whole, rest = jnp.divmod(rest * alpha.numerator, alpha.denominator)
     shares = wanted + steps * alpha.numerator + whole
@@ -171,10 +170,6 @@ class AdaKV(Method):
     following = _best_after(scores, candidates, shares)
     order = jnp.lexsort((-following, -rest))
     return shares + (jnp.argsort(order, axis=-1) < left).astype(jnp.int32)
-
-
-def _exact(alpha: float) -> Fraction:
-  return Fraction(alpha).limit_denominator(1000)
 
 
 def _count(slots: Bool[Array, "B K T"]) -> Int[Array, "B K"]:

@@ -102,6 +102,14 @@ class Found:
   slots: Int[Array, "*B J M"]
   bias: Float[Array, "*B G M"] | None = None
 
+  @property
+  def read_slots(self) -> Int[Array, "*B J M"]:
+    """The slots, but -1 for what the bias hides from all heads."""
+    if self.bias is None:
+      return self.slots
+    read = jnp.any(jnp.isfinite(self.bias), axis=-2, keepdims=True)
+    return jnp.where(read, self.slots, -1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Retrieval(abc.ABC):

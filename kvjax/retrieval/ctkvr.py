@@ -1,14 +1,17 @@
 """CTkvr: an inverted file of keys whose centroids are recent queries."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.errors import InputError
 from kvjax.methods.bounds import check_least
 from kvjax.methods.heads import Head
+from kvjax.methods.prototypes import unit
 from kvjax.retrieval.base import (
   Found,
   Prompt,
@@ -18,12 +21,13 @@ from kvjax.retrieval.base import (
   attention_worth,
   ranked_slots,
 )
-from kvjax.selection import floor_share
+from kvjax.selection import exact_share, floor_share
 from kvjax.struct import struct
 
 _MOST_CENTROIDS = 2048
-# Logits per KV head that are alive at once while the lists are made.
-_LOGITS = 2**20
+# Logits per query head that are alive at once while the lists are made.
+_LOGITS = 2**17
+_MOST_RATIO = 1000
 
 Choice = Literal["final", "init", "random", "equi"]
 
@@ -67,7 +71,8 @@ class CTkvr(Retrieval):
   Attributes:
     centroids: C; 0 is a sixteenth of the prompt, at most 2,048.
     probes: C', lists that a token recalls.
-    list_ratio: rho / rho', the length of a list over the keys to be read.
+    list_ratio: rho / rho', the length of a list over the keys to be read, to
+      three decimals.
     choice: centroids are the "final" queries of the prompt, its "init"ial
       ones, "random" ones or "equi"distant ones.
     rerank: without it all keys are read that were recalled.
@@ -91,6 +96,10 @@ class CTkvr(Retrieval):
   def __post_init__(self) -> None:
     super().__post_init__()
     check_least(self, centroids=0, probes=1, list_ratio=1)
+    if self.list_ratio > _MOST_RATIO:
+      raise InputError(
+        f"list_ratio must be {_MOST_RATIO} or less; {self.list_ratio:g} is not."
+      )
 
   def index(self, prompt: Prompt, reads: Reads) -> Lists:
     """Centroids and their lists."""
@@ -107,9 +116,9 @@ class CTkvr(Retrieval):
     real = jnp.arange(most) < size
     queries = head.queries[:, chosen].astype(jnp.float32)
     queries = jnp.where(real[None, :, None], queries, 0.0)
-    rho = min(int(self.list_ratio * reads.most), prompt.end - prompt.start)
-    group = queries.shape[0]
-    tile = max(1, _LOGITS // (group * head.positions.shape[0]))
+    longest = math.floor(exact_share(self.list_ratio) * reads.most)
+    rho = min(longest, prompt.end - prompt.start)
+    tile = max(1, _LOGITS // head.positions.shape[0])
     wanted = self._list_length(reads)
 
     keys = head.keys
@@ -125,7 +134,7 @@ class CTkvr(Retrieval):
       listed, (jnp.swapaxes(queries, 0, 1), chosen), batch_size=min(tile, most)
     )
     return Lists(
-      _unit(queries).astype(head.queries.dtype),
+      unit(queries).astype(head.queries.dtype),
       jnp.where(real[:, None], slots, -1),
       size,
       jnp.zeros((), jnp.int32),
@@ -139,8 +148,8 @@ class CTkvr(Retrieval):
     reads: Reads,
   ) -> tuple[Found, tuple[Float[Array, "G D"], Int[Array, " R"]]]:
     """Recall, then rerank; the news are a centroid and its list."""
-    unit = _unit(queries)
-    recalled = self._recalled(index, unit, store.held.shape[0])
+    direction = unit(queries)
+    recalled = self._recalled(index, direction, store.held.shape[0])
     worth = attention_worth(queries, store.gathered(recalled), recalled >= 0)
     width = recalled.shape[0]
     order = ranked_slots(worth, recalled >= 0, width, jnp.asarray(width))
@@ -153,7 +162,10 @@ class CTkvr(Retrieval):
 
     best = first(reads.most, reads.count) if self.rerank else ranked
     news = first(index.slots.shape[-1], self._list_length(reads))
-    return Found(best[None]), (unit.astype(index.centroids.dtype), news)
+    return Found(best[None]), (
+      direction.astype(index.centroids.dtype),
+      news,
+    )
 
   def updated(
     self,
@@ -164,7 +176,7 @@ class CTkvr(Retrieval):
     """The news in the place of the oldest centroid."""
     if not self.update:
       return index
-    unit, slots = news
+    direction, slots = news
     at = index.oldest
 
     def put(ring: Array, new: Array, axis: int) -> Array:
@@ -173,7 +185,7 @@ class CTkvr(Retrieval):
       return jax.lax.dynamic_update_index_in_dim(ring, new, at, axis)
 
     return Lists(
-      put(index.centroids, unit, 1),
+      put(index.centroids, direction, 1),
       put(index.slots, slots, 0),
       index.size,
       jnp.where(real, (at + 1) % index.size, at),
@@ -244,11 +256,11 @@ class CTkvr(Retrieval):
     return jnp.where(stored, slots - prompt.start, -1)
 
   def _recalled(
-    self, index: Lists, unit: Float[Array, "G D"], slots: int
+    self, index: Lists, direction: Float[Array, "G D"], slots: int
   ) -> Int[Array, " U"]:
     """What the nearest centroids list, each slot once, ascending, then -1."""
     centroids = index.centroids.astype(jnp.float32)
-    near = jnp.max(jnp.einsum("gcd,gd->gc", centroids, unit), axis=0)
+    near = jnp.max(jnp.einsum("gcd,gd->gc", centroids, direction), axis=0)
     real = jnp.arange(near.shape[0]) < index.size
     probes = min(self.probes, near.shape[0])
     lists = ranked_slots(near, real, probes, jnp.asarray(probes))
@@ -259,8 +271,3 @@ class CTkvr(Retrieval):
     if found.shape[0] > slots:
       found = jnp.sort(found)[:slots]
     return jnp.where(found < slots, found, -1)
-
-
-def _unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-  norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
-  return x / jnp.maximum(norm, 1e-6)

@@ -150,6 +150,9 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
   with pytest.raises(InputError, match=r"stages so far \(tiny\) are not"):
     Trainer(tmp_path, 3, (other, later))
   assert Trainer(tmp_path, 3, (STAGE, later)).state.stage == 1
+  deeper = dataclasses.replace(STAGE, layers=2)
+  with pytest.raises(InputError, match=r"stages so far \(tiny\) are not"):
+    Trainer(tmp_path, 3, (deeper, later))
 
 
 def logits_of(decoder):
@@ -161,15 +164,19 @@ def logits_of(decoder):
   )
 
 
-@pytest.mark.usefixtures("small")
-def test_a_deeper_decoder_computes_the_same_and_can_learn():
+def test_a_deeper_decoder_computes_the_same_and_can_learn(monkeypatch):
+  config = dataclasses.replace(training.config(), num_layers=3)
+  monkeypatch.setattr(training, "config", lambda: config)
   decoder = training.initial_decoder(0)
-  deeper = deepened(decoder, 2, 1)
-  assert len(deeper.layers) == deeper.config.num_layers == 2
+  deeper = deepened(decoder, 5, 1)
+  assert deeper.config.num_layers == 5
   np.testing.assert_array_equal(logits_of(decoder), logits_of(deeper))
-  new = deeper.layers[1]
-  assert not new.self_attn.o_proj.kernel[...].any()
-  assert new.self_attn.v_proj.kernel[...].any()
+  kernels = [layer.self_attn.o_proj.kernel[...] for layer in deeper.layers]
+  assert [bool(kernel.any()) for kernel in kernels] == [1, 0, 1, 0, 1]
+  assert deeper.layers[1].self_attn.v_proj.kernel[...].any()
+  for layers in (2, 7):
+    with pytest.raises(ValueError, match="A decoder of 3 layers cannot get"):
+      deepened(decoder, layers, 1)
 
 
 @pytest.mark.usefixtures("small")

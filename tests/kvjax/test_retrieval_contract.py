@@ -14,7 +14,13 @@ from kvjax.errors import InputError
 from kvjax.indexed import IndexedLayer
 from kvjax.layers import LayerCache
 from kvjax.placement import nbytes_by_memory
-from kvjax.retrieval import RETRIEVAL_PRESETS, RETRIEVALS, get_retrieval
+from kvjax.retrieval import (
+  RETRIEVAL_PRESETS,
+  RETRIEVALS,
+  Reads,
+  Store,
+  get_retrieval,
+)
 from kvjax.sharding import parse_mesh
 from kvjax.testing import (
   TinyModel,
@@ -29,17 +35,18 @@ SMALL = {
   "ctkvr.1024": "ctkvr.1024:sinks=2:local=5:reads=9:probes=1:rerank=false",
   "ctkvr.host": "ctkvr:sinks=2:local=5:probes=2:offload=true",
   "flat": "flat:sinks=2:local=5",
-  "quest": "quest:dense_layers=5",
+  "quest": "quest:dense_layers=",
   "shadowkv": "shadowkv:outliers=2",
   "magicpig": "magicpig:sinks=2:local=5:bits=3:tables=12",
-  "clusterkv": "clusterkv:sinks=2:clusters=7:iterations=3:dense_layers=5",
+  "clusterkv": "clusterkv:sinks=2:clusters=7:iterations=3:dense_layers=",
   "squeezed": "squeezed:sinks=2:local=5:window=4:iterations=3",
 }
 NAMES = [*RETRIEVALS, "ctkvr.1024"]
-LENGTHS = [96, 40, 80]
+# The last row has sinks, but fewer tokens than are resident.
+LENGTHS = [96, 40, 80, 5]
 PADDED = 96
-# The second row may read all it has, the others may not.
-COUNTS = [30, 50, 24]
+# The second row may read all it has, the first and the third may not.
+COUNTS = [30, 50, 24, 9]
 MOST = 50
 LAYER = 1
 STEPS = 3
@@ -108,7 +115,8 @@ class TestRetrieval:
     np.testing.assert_array_equal(
       layer.lengths, np.repeat(np.asarray(LENGTHS)[:, None], 3, axis=1)
     )
-    assert (layer.looked_up > 0).all()
+    assert (layer.resident.cursor >= layer.resident.lengths).all()
+    assert (layer.looked_up[:3] > 0).all()
     reads, lengths = np.asarray(layer.reads), np.asarray(layer.lengths)
     assert (reads[1] == lengths[1]).all()
     assert (reads[[0, 2]] < lengths[[0, 2]]).any(axis=1).all()
@@ -119,14 +127,16 @@ class TestRetrieval:
   def test_a_row_stands_alone(self, name):
     """Whatever its batch mates and its padding."""
     _, _, output, after = of_all_rows(name)
-    row, padded = 2, 84
-    counts = jnp.asarray(COUNTS, jnp.int32)[row : row + 1]
-    prompt = row_of(activations(0), row, padded)
-    _, roomy = compiled_index(small(name), prompt, counts)
-    block = row_of(block_after(LENGTHS), row, STEPS)
-    alone, left = compiled_decode(roomy, block)
-    np.testing.assert_allclose(output[row], alone[0], atol=2e-6)
-    np.testing.assert_array_equal(after.looked_up[row], left.looked_up[0])
+    for row in (2, 3):
+      counts = jnp.asarray(COUNTS, jnp.int32)[row : row + 1]
+      prompt = row_of(activations(0), row, 84)
+      _, roomy = compiled_index(small(name), prompt, counts)
+      block = row_of(block_after(LENGTHS), row, STEPS)
+      alone, left = compiled_decode(roomy, block)
+      np.testing.assert_allclose(output[row], alone[0], atol=2e-6)
+      np.testing.assert_array_equal(after.looked_up[row], left.looked_up[0])
+      everything = [*range(LENGTHS[row] + STEPS)]
+      assert layer_positions(left, 0) == [everything] * 3
 
   def test_a_row_that_may_read_everything_is_dense(self, name):
     _, _, output, _ = of_all_rows(name)
@@ -135,7 +145,8 @@ class TestRetrieval:
     dense = attention(
       block.queries, cache.keys, cache.values, block.positions, cache.positions
     )
-    np.testing.assert_allclose(output[1], dense[1], atol=2e-6)
+    for row in (1, 3):
+      np.testing.assert_allclose(output[row], dense[row], atol=2e-6)
     assert np.abs(output[0] - dense[0]).max() > 1e-3
 
   def test_what_is_empty_has_no_effect(self, name):
@@ -162,6 +173,33 @@ class TestRetrieval:
       jax.tree.leaves(after.index), jax.tree.leaves(layer.index), strict=True
     ):
       assert (new.shape, new.dtype) == (old.shape, old.dtype)
+
+
+@pytest.mark.parametrize(
+  "name",
+  # C' = C, and lists of all stored keys.
+  ["ctkvr:sinks=2:local=5:probes=9:list_ratio=9"]
+  + [SMALL[name] for name in ("flat", "quest", "clusterkv", "squeezed")],
+)
+def test_asked_for_as_much_as_there_is_it_finds_it_all(name):
+  method = get_retrieval(name)
+  counts = jnp.asarray(COUNTS, jnp.int32)
+  layer, _ = compiled_index(method, activations(0), counts)
+  store = Store(layer.stored.keys[:1], layer.stored.held[:1])
+  held = int(store.held[0, 0].sum())
+  assert held > COUNTS[0]
+  queries = activations(1).queries[:1, :, 0].reshape(1, 3, 2, 8)
+  reads = Reads(jnp.full((1, 3), held, jnp.int32), held)
+
+  def retrieve(index, queries, store, reads):
+    return method.retrieve(index, queries, store, reads)[0]
+
+  index = jax.tree.map(lambda x: x[:1], layer.index)
+  found = jax.jit(jax.vmap(jax.vmap(retrieve)))(index, queries, store, reads)
+  for slots in np.asarray(found.slots).reshape(-1, found.slots.shape[-1]):
+    assert (
+      sorted(slots[slots >= 0]) == np.flatnonzero(store.held[0, 0]).tolist()
+    )
 
 
 # One that gathers what it looks at on the host, one that needs all of it.
@@ -222,6 +260,9 @@ def test_a_cache_is_asked_again_and_talked_to(name):
   kept = [leaf.unsafe_buffer_pointer() for leaf in buffers(after)]
   assert pointers == kept
   assert after.nbytes_by_memory == roomy.nbytes_by_memory
+  on_host = [c.nbytes_by_memory["pinned_host"] for c in (cache, after)]
+  assert on_host[0] == on_host[1]
+  assert (on_host[0] > 0) == name.endswith(".host")
   assert (after.lengths > cache.lengths).all()
 
 
@@ -253,6 +294,11 @@ def test_four_devices_equal_one():
       assert cache.layers[0].stored.keys.sharding.shard_shape(
         cache.layers[0].stored.keys.shape
       )[:2] == (2, 1)
+      roomy = kvjax.reserve(cache, 8)
+      for memory in ("pinned_host", "device"):
+        assert (roomy.nbytes_by_memory[memory] > 0) == (
+          cache.nbytes_by_memory[memory] > 0
+        )
       found = kvjax.answer(MODEL, PARAMS, cache, QUESTIONS, DECODING)
       one = kvjax.answer(MODEL, PARAMS, swept()[name], QUESTIONS, DECODING)
       np.testing.assert_array_equal(found.tokens, one.tokens)
@@ -290,6 +336,10 @@ def test_what_an_eviction_method_kept_is_looked_up_in():
     (
       lambda: kvjax.get_plan("flat/keydiff", BUDGET),
       "written as compactor@0.5 or keydiff@256; 'keydiff' does not fit.",
+    ),
+    (
+      lambda: kvjax.get_plan("ctkrv/keydiff@0.5", BUDGET),
+      "There is no method 'ctkrv' (did you mean ctkvr",
     ),
     (
       lambda: kvjax.get_plan("ctkrv", BUDGET),
