@@ -15,7 +15,8 @@ _CACHE = Path(__file__).parents[1] / ".jax_cache"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.update(
-  XLA_FLAGS="--xla_force_host_platform_device_count=4",
+  XLA_FLAGS="--xla_force_host_platform_device_count=4"
+  " --xla_backend_optimization_level=0",
   JAX_NUMPY_DTYPE_PROMOTION="strict",
   JAX_NUMPY_RANK_PROMOTION="raise",
   # Compile everything once for all workers and runs. No limit to its size:

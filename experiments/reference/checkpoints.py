@@ -88,13 +88,10 @@ class Checkpoints:
       _number(state), _as_tree(state), force=True, overwrite=True
     )
 
-  def place(self) -> tuple[int, int]:
-    """Stage and step of the newest saved progress; zeros without one."""
+  def stage(self) -> int:
+    """The stage of the newest saved progress; the first when there is none."""
     newest = self._checkpointer.latest
-    if newest is None:
-      return 0, 0
-    counters = self._checkpointer.load(newest)["counters"]
-    return int(counters["stage"]), int(counters["step"])
+    return 0 if newest is None else newest.step % 256 // 8
 
   def latest(self, fresh: Progress) -> Progress:
     """The newest saved progress, or `fresh` when there is none."""

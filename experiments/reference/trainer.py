@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,11 +54,14 @@ class Trainer:
     self._checkpoints = Checkpoints(output / "checkpoints")
     self._graphdef, params = nnx.split(training.initial_decoder(seed))
     self.state = Progress.fresh(params, training.optimizer().init(params))
-    stage, step = self._checkpoints.place()
-    _claim(output / "run.json", seed, stages, stage + (step > 0))
+    stage = self._checkpoints.stage()
+    run = output / "run.json"
+    _check_claim(run, seed, stages, stage)
     for begun in stages[: stage + 1]:
       self._deepen(begun)
     self.state = self._checkpoints.latest(self.state)
+    _check_claim(run, seed, stages, stage + (self.state.step > 0))
+    run.write_text(json.dumps(_claim(seed, stages), indent=2) + "\n")
 
   def run(self) -> None:
     """Trains what is left of the stages."""
@@ -191,27 +195,49 @@ def _bar(name: str, left: range) -> Iterator[Callable[[int, float], None]]:
     yield show
 
 
-def _claim(path: Path, seed: int, stages: Sequence[Stage], begun: int) -> None:
-  """Writes down whose run the folder holds, or refuses another's.
+def _claim(seed: int, stages: Sequence[Stage]) -> dict[str, Any]:
+  """What a folder says of the run that it holds."""
+  described = [dataclasses.asdict(stage) for stage in stages]
+  claim: dict[str, Any] = json.loads(
+    json.dumps({"seed": seed, "stages": described})
+  )
+  return claim
 
-  Stages that have not begun may change.
+
+def _check_claim(
+  path: Path, seed: int, stages: Sequence[Stage], begun: int
+) -> None:
+  """Refuses a folder that holds another run.
+
+  Stages that have not begun may change, but not the depth of the first of
+  them, which the decoder already has.
+
+  Args:
+    path: of what the folder says.
+    seed: of this run.
+    stages: of this run.
+    begun: how many stages have begun.
 
   Raises:
-    InputError: the folder holds a run with another seed or other stages.
+    InputError: the run there has another seed or other stages.
   """
-  described = [dataclasses.asdict(stage) for stage in stages]
-  run = json.loads(json.dumps({"seed": seed, "stages": described}))
-  if path.exists():
-    earlier = json.loads(path.read_text())
-    if earlier["seed"] != seed:
-      raise InputError(
-        f"{path.parent} holds a run with seed {earlier['seed']}, not {seed}: "
-        "choose another --output or that seed."
-      )
-    if earlier["stages"][:begun] != run["stages"][:begun]:
-      names = ", ".join(stage["name"] for stage in earlier["stages"][:begun])
-      raise InputError(
-        f"{path.parent} holds a run whose stages so far ({names}) are not "
-        "those of this command: choose another --output."
-      )
-  path.write_text(json.dumps(run, indent=2) + "\n")
+  if not path.exists():
+    return
+  earlier, run = json.loads(path.read_text()), _claim(seed, stages)
+  if earlier["seed"] != seed:
+    raise InputError(
+      f"{path.parent} holds a run with seed {earlier['seed']}, not {seed}: "
+      "choose another --output or that seed."
+    )
+  theirs, ours = earlier["stages"], run["stages"]
+  following = zip(
+    theirs[begun : begun + 1], ours[begun : begun + 1], strict=False
+  )
+  if theirs[:begun] != ours[:begun] or any(
+    one["layers"] != other["layers"] for one, other in following
+  ):
+    names = ", ".join(stage["name"] for stage in theirs[: max(begun, 1)])
+    raise InputError(
+      f"{path.parent} holds a run whose stages so far ({names}) are not "
+      "those of this command: choose another --output."
+    )

@@ -286,6 +286,10 @@ def test_saved_caches_come_back(name, tmp_path):
 
 
 def test_four_devices_equal_one():
+  alone = {
+    name: kvjax.answer(MODEL, PARAMS, swept()[name], QUESTIONS, DECODING)
+    for name in KINDS
+  }
   mesh = parse_mesh("data:2,model:2")
   with jax.set_mesh(mesh):
     prompts = kvjax.Prompts.of(ROWS)
@@ -300,8 +304,7 @@ def test_four_devices_equal_one():
           cache.nbytes_by_memory[memory] > 0
         )
       found = kvjax.answer(MODEL, PARAMS, cache, QUESTIONS, DECODING)
-      one = kvjax.answer(MODEL, PARAMS, swept()[name], QUESTIONS, DECODING)
-      np.testing.assert_array_equal(found.tokens, one.tokens)
+      np.testing.assert_array_equal(found.tokens, alone[name].tokens)
 
 
 def test_what_an_eviction_method_kept_is_looked_up_in():
@@ -339,7 +342,7 @@ def test_what_an_eviction_method_kept_is_looked_up_in():
     ),
     (
       lambda: kvjax.get_plan("ctkrv/keydiff@0.5", BUDGET),
-      "There is no method 'ctkrv' (did you mean ctkvr",
+      "There is no method 'ctkrv' (did you mean ctkvr or",
     ),
     (
       lambda: kvjax.get_plan("ctkrv", BUDGET),
