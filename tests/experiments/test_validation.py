@@ -174,8 +174,8 @@ def test_the_card_says_what_the_run_was(tasks):
     mass_length=1024,
     mass_samples=7,
   )
-  text = card.card(state, 3, curriculum.STAGES[:2], found)
   config = training.config()
+  text = card.card(config, state, 3, curriculum.STAGES[:2], found)
   for said in (
     f"of\n  dimension {config.head_dim}, ",
     f"RoPE base {config.rope.theta:,.0f}, tied\n  embeddings, float32.",
@@ -192,7 +192,7 @@ def test_the_card_says_what_the_run_was(tasks):
     "Tokens: 5.6 million",
     "120 minutes",
     "--seed=3",
-    "| seed-16 | 16 x 128 | 400 | 0.002 | gapped, pairs |",
+    "| seed-16 | 4 | 16 x 128 | 400 | 0.002 | gapped, pairs |",
   ):
     assert said in text
   assert ("Fewer than" in text) == (tasks is POOR)

@@ -266,9 +266,11 @@ def test_a_layers_full_cache_does_not_outlive_the_layer():
       jax.ShapeDtypeStruct((1, length), "int32"),
       jax.ShapeDtypeStruct((1,), "int32"),
       counts,
+      [None],
       None,
       plans=(kvjax.Plan(method, kvjax.Tokens(budget)),),
       rooms=((engine.Room(budget, budget == length),) * 8,),
+      most_reads=(0,),
     )
     used = lowered.compile().memory_analysis()
     return used.temp_size_in_bytes, used.output_size_in_bytes

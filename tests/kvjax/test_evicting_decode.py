@@ -83,7 +83,15 @@ def test_rows_stand_alone_and_decoding_stays_within_the_budget(name):
     first, own, said, alone, _ = run([ids], asked)
     np.testing.assert_allclose(own[0], logits[row], rtol=0, atol=1e-5)
     np.testing.assert_array_equal(said[0], tokens[row])
-    assert held_positions(alone, 0) == held_positions(cache, row)
+    mine, theirs = held_positions(alone, 0), held_positions(cache, row)
+    if name == "key_norm":
+      # A token's key has the same length wherever it stands: a tie.
+      sequence = [*ids, *question, *np.asarray(said[0]).tolist()]
+      mine, theirs = (
+        [[sorted(sequence[p] for p in head) for head in layer] for layer in x]
+        for x in (mine, theirs)
+      )
+    assert mine == theirs
     if row == 0:
       assert first == prompt
 
