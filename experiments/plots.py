@@ -163,11 +163,16 @@ def _draw_labels(axes: Axes, lines: Sequence[_Line]) -> None:
 
 
 def _spread(heights: Sequence[float]) -> list[float]:
-  """Ascending heights, moved apart to `_LABEL_GAP` and not below zero."""
+  """Ascending heights, moved apart to `_LABEL_GAP` between 0 and 100.
+
+  Where there are too many for that, they go beyond 100.
+  """
   spread = np.array(heights, float)
+  top = max(100.0, _LABEL_GAP * (len(spread) - 1))
   for _ in range(50 * len(spread)):
     overlap = np.maximum(_LABEL_GAP - np.diff(spread), 0) / 2
     spread[:-1] -= overlap
     spread[1:] += overlap
     spread[0] = max(spread[0], 0)
+    spread[-1] = min(spread[-1], top)
   return spread.tolist()

@@ -95,6 +95,9 @@ def test_labels_stand_apart_and_near_their_lines():
   assert spread[0] >= 0
   assert all(b - a > 5 for a, b in itertools.pairwise(spread))
   assert spread[3] == 40
+  spread = plots._spread([80.0] + [100.0] * 4)
+  assert spread[-1] <= 100
+  assert all(b - a > 5 for a, b in itertools.pairwise(spread))
 
 
 def test_all_files_are_written_whole(summary, tmp_path):
