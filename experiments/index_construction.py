@@ -20,7 +20,7 @@ paper builds on a GPU, in 0.21 to 0.43 ms from 4K to 128K tokens and orders of
 magnitude faster than the others; of times on a CPU only the ratios say
 something.
 
-Needs faiss: `pip install faiss-cpu`. Takes about four minutes on two cores.
+Needs faiss: `pip install faiss-cpu`. Takes a minute on two idle cores.
 """
 
 import functools
