@@ -36,6 +36,3 @@ class Lookup:
     """Most that any row looks up; the same for most rows of a bucket."""
     most = self.retrieval.count(self.budget, padded)
     return max(most, int(self.counts(lengths).max()))
-
-  def __str__(self) -> str:
-    return f"{self.retrieval}, {self.budget}"

@@ -7,13 +7,11 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.activations import Activations
-from kvjax.budgets import Budget, Retention
+from kvjax.budgets import Budget
 from kvjax.errors import InputError
 from kvjax.lookups import Lookup
 from kvjax.methods.base import Method
-from kvjax.methods.full import FullKV
 from kvjax.prompts import Prompts
-from kvjax.retrieval.base import Retrieval
 from kvjax.schedules import WHOLE, Schedule
 
 
@@ -52,18 +50,6 @@ class Plan:
       self.method.check_schedule(self.budget)
     if self.lookup is not None:
       self._check_lookup(type(self.lookup.retrieval).__name__)
-
-  @classmethod
-  def reading(
-    cls, retrieval: Retrieval, budget: Budget, per_query_head: bool = False
-  ) -> "Plan":
-    """Keeps everything and looks up so many keys per token."""
-    return cls(
-      FullKV(),
-      Retention(1.0),
-      per_query_head=per_query_head,
-      lookup=Lookup(retrieval, budget),
-    )
 
   def _check_lookup(self, name: str) -> None:
     if not self.schedule.whole:

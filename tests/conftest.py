@@ -15,6 +15,8 @@ _CACHE = Path(__file__).parents[1] / ".jax_cache"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.update(
+  # Most of the time goes into compiling: LLVM's optimisations, which change no
+  # result but by rounding, are left out.
   XLA_FLAGS="--xla_force_host_platform_device_count=4"
   " --xla_backend_optimization_level=0",
   JAX_NUMPY_DTYPE_PROMOTION="strict",

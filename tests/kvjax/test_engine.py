@@ -12,7 +12,6 @@ from kvjax import answering
 from kvjax import prefilling as engine
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, KeyDiff, get_method
-from kvjax.prompts import bucket, bucket_lengths
 from kvjax.sampling import Sampling, sample
 from kvjax.testing import TinyModel, held_positions, poisoned
 
@@ -240,51 +239,6 @@ def test_prompts_of_one_bucket_share_a_program():
   ask(cache, [[1, 2, 3], [2] * 30])
   assert engine._sweep._cache_size() == prefills
   assert answering._answer._cache_size() == asked
-
-
-def test_buckets_are_few_and_near():
-  sizes = [bucket(n) for n in range(1, 5000)]
-  assert all(
-    n <= size <= max(32, 3 * n // 2) for n, size in enumerate(sizes, start=1)
-  )
-  assert len(set(sizes)) < 18
-  assert all(n in bucket_lengths(bucket(n)) for n in range(33, 5000))
-
-
-def test_a_layers_full_cache_does_not_outlive_the_layer():
-  """Peak memory of a compiled prefill, against the full cache of all layers."""
-  geometry = dataclasses.replace(MODEL.geometry, layers=8, head_dim=32)
-  model = dataclasses.replace(MODEL, geometry=geometry)
-  params = jax.eval_shape(model.init)
-  length, budget = 2048, 128
-
-  def memory(method, budget):
-    counts = jax.ShapeDtypeStruct((1, 8, 1), "int32")
-    lowered = engine._sweep.lower(
-      model,
-      params,
-      jax.ShapeDtypeStruct((1, length), "int32"),
-      jax.ShapeDtypeStruct((1,), "int32"),
-      counts,
-      [None],
-      None,
-      plans=(kvjax.Plan(method, kvjax.Tokens(budget)),),
-      rooms=((engine.Room(budget, budget == length),) * 8,),
-      most_reads=(0,),
-    )
-    used = lowered.compile().memory_analysis()
-    return used.temp_size_in_bytes, used.output_size_in_bytes
-
-  slot = 2 * 4 * geometry.head_dim + 4
-  full_layer = geometry.kv_heads * length * slot
-  temporary, output = memory(KeyDiff(), budget)
-  small_layer = geometry.kv_heads * budget * slot
-  assert 8 * small_layer < output < 8 * small_layer + 4096
-  full_temporary, full_output = memory(FULL, length)
-  assert full_output > 8 * full_layer
-  # Peak falls by nearly the caches of the layers that are already done.
-  saved = full_temporary + full_output - temporary - output
-  assert saved > 5 * (full_layer - small_layer)
 
 
 def test_nan_in_empty_slots_changes_no_conversation():

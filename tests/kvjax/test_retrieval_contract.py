@@ -232,7 +232,7 @@ BUDGET = kvjax.Tokens(10)
 
 
 def plans(names):
-  return [kvjax.Plan.reading(small(name), BUDGET) for name in names]
+  return [kvjax.get_plan(SMALL.get(name, name), BUDGET) for name in names]
 
 
 @functools.cache
@@ -299,10 +299,10 @@ def test_four_devices_equal_one():
         cache.layers[0].stored.keys.shape
       )[:2] == (2, 1)
       roomy = kvjax.reserve(cache, 8)
-      for memory in ("pinned_host", "device"):
-        assert (roomy.nbytes_by_memory[memory] > 0) == (
-          cache.nbytes_by_memory[memory] > 0
-        )
+      before, after = cache.nbytes_by_memory, roomy.nbytes_by_memory
+      assert before["pinned_host"] == after["pinned_host"]
+      assert (before["pinned_host"] > 0) == name.endswith(".host")
+      assert before["device"] < after["device"]
       found = kvjax.answer(MODEL, PARAMS, cache, QUESTIONS, DECODING)
       np.testing.assert_array_equal(found.tokens, alone[name].tokens)
 
