@@ -254,6 +254,18 @@ _LAST = {
   "single_essay": 0.01,
   "single_noise": 0.01,
 }
+_STRINGS = {
+  "recall": 0.12,
+  "many_keys": 0.28,
+  "multikey": 0.04,
+  "many_uuids": 0.32,
+  "passkey": 0.06,
+  "four_values": 0.08,
+  "many_queries": 0.06,
+  "full": 0.02,
+  "single_essay": 0.01,
+  "single_noise": 0.01,
+}
 _GATE = {
   "multikey": 0.97,
   "single_essay": 0.97,
@@ -387,6 +399,21 @@ STAGES: tuple[Stage, ...] = (
     *(2048, 4, 1, 600, 512),
     _LAST,
     (5e-4, 1e-5),
+    shortest=0.7,
+  ),
+  Stage(
+    "longer-2048",
+    *(2048, 4, 1, 600, 512),
+    _STRINGS,
+    (6e-4, 3e-4),
+    shortest=0.7,
+    layers=6,
+  ),
+  Stage(
+    "end-2048",
+    *(2048, 4, 1, 400, 512),
+    _STRINGS,
+    (3e-4, 1e-5),
     shortest=0.7,
   ),
 )
