@@ -51,15 +51,7 @@ def test_it_shows_methods_falling_apart(bundled, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "length",
-  [
-    1024,
-    pytest.param(
-      2048, marks=pytest.mark.xfail(reason="see its card", strict=True)
-    ),
-  ],
-)
+@pytest.mark.parametrize("length", [1024, 2048])
 def test_it_is_right_without_compression(bundled, length):
   """What the comparison of methods rests on, on seeds of its own."""
   least = {
