@@ -3,6 +3,7 @@
 #   make test     run the tests
 #   make lint     style, types and the floors that imports may not climb
 #   make format   rewrite the code in the house style
+#   make tpu-compile  compile everything for TPUs, with none at hand
 #   make clean    remove .venv and the caches
 # ARGS is passed on: make demo ARGS="--samples=2", make test ARGS="-k cache".
 
@@ -18,7 +19,7 @@ MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
   as python3, python3.12, python3.13 or python3.14: install one, or name it \
   with PYTHON=/path/to/python
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format tpu-compile clean
 
 demo: $(READY)
 	@$(BIN)/python -m experiments.compare $(ARGS)
@@ -36,8 +37,13 @@ format: $(READY)
 	@$(BIN)/ruff check --quiet --fix
 	@$(BIN)/ruff format --quiet
 
+# libtpu stands apart: beside JAX, it would look for a TPU in every program.
+tpu-compile: .libtpu/.ready
+	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
+	  $(BIN)/python -m experiments.tpu_compile $(ARGS)
+
 clean:
-	@rm -rf .venv .jax_cache .mypy_cache .pytest_cache .ruff_cache \
+	@rm -rf .venv .libtpu .jax_cache .mypy_cache .pytest_cache .ruff_cache \
 	  .import_linter_cache
 
 # An environment whose Python still works is kept and only brought up to date.
@@ -48,4 +54,14 @@ $(READY): pyproject.toml
 	@test "$(python)" = $(BIN)/python || "$(python)" -m venv --clear .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
 	  --editable '.[dev]'
+	@touch $@
+
+# The libtpu that the installed JAX asks for.
+WANTED := from importlib.metadata import requires; \
+  print(*(name.split(";")[0] for name in requires("jax") if "libtpu" in name))
+.libtpu/.ready: $(READY)
+	@echo "Fetching libtpu"
+	@rm -rf .libtpu
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
+	  --target .libtpu $$($(BIN)/python -c '$(WANTED)')
 	@touch $@

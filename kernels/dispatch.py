@@ -52,7 +52,7 @@ def use(
 def dispatch(
   programs: Programs,
   implementation: Implementation | None,
-  operands: Sequence[Array | None],
+  operands: Sequence[PyTree[Array]],
   spread: Sequence[str],
   result: PyTree[str],
   **options: Any,
@@ -65,7 +65,8 @@ def dispatch(
   Args:
     programs: of the operation; they take `operands`, then `options` by name.
     implementation: as in `use`, which decides where it is None.
-    operands: arrays, or None for what is not given.
+    operands: arrays, trees of arrays with the same leading axes, or None for
+      what is not given.
     spread: of each operand, what its leading axes are: "BK" rows and heads,
       "B" rows, "K" heads, "" neither. Query heads are heads too.
     result: the same for what is answered, in its structure.
@@ -91,7 +92,7 @@ def dispatch(
 
 def _on_mesh(
   kernel: Callable[..., Any],
-  operands: Sequence[Array | None],
+  operands: Sequence[PyTree[Array]],
   spread: Sequence[str],
   result: PyTree[str],
 ) -> Any:
@@ -102,8 +103,8 @@ def _on_mesh(
   sizes = [
     (letter, size)
     for operand, letters in zip(operands, spread, strict=True)
-    if operand is not None
-    for letter, size in zip(letters, operand.shape, strict=False)
+    for array in jax.tree.leaves(operand)
+    for letter, size in zip(letters, array.shape, strict=False)
   ]
   # An axis that does not divide evenly stays whole.
   axes = {
@@ -115,19 +116,16 @@ def _on_mesh(
   def spec(letters: str) -> PartitionSpec:
     return PartitionSpec(*map(axes.get, letters))
 
-  given = [x for x in operands if x is not None]
-
-  def on_device(*shares: Array) -> Any:
-    left = iter(shares)
-    return kernel(*(None if x is None else next(left) for x in operands))
-
   return jax.shard_map(
-    on_device,
+    kernel,
     in_specs=tuple(
-      spec(letters)
+      jax.tree.map(functools.partial(_given, spec(letters)), operand)
       for operand, letters in zip(operands, spread, strict=True)
-      if operand is not None
     ),
     out_specs=jax.tree.map(spec, result),
     check_vma=False,
-  )(*given)
+  )(*operands)
+
+
+def _given(spec: PartitionSpec, _: Array) -> PartitionSpec:
+  return spec

@@ -7,12 +7,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kernels.attention import Partial, merge, partial_attention
+from kernels.select import named_slots, true_slots
 from kernels.sparse_decode import sparse_decode
 from kvjax.activations import Activations
+from kvjax.errors import InputError
 from kvjax.layers import Layer, LayerCache, tree_bytes
 from kvjax.methods.heads import heads_of
 from kvjax.placement import gather_rows, is_on_host, to_device, to_host
-from kvjax.retrieval.base import Found, Prompt, Reads, Retrieval, Store
+from kvjax.retrieval.base import (
+  Found,
+  Prompt,
+  Reads,
+  Retrieval,
+  Store,
+  Waiting,
+)
+from kvjax.ring import Ring
 from kvjax.struct import static, struct
 
 
@@ -21,7 +31,8 @@ class IndexedLayer:
   """The tokens that all others attend to, and those that are looked up.
 
   Attributes:
-    resident: first and last tokens of the prompt, and what came after it.
+    resident: first and last tokens of the prompt, and what came after it. Where
+      the method limits their number, `kvjax.ring` says how they stand.
     stored: the tokens in between.
     index: what the method looks up with.
     count: keys to look up per token, of each row.
@@ -29,6 +40,7 @@ class IndexedLayer:
       the heads which read a KV head reads.
     most: the largest count of the batch.
     retrieval: the method.
+    spare: slots at the end of `stored` for tokens that cease to be resident.
   """
 
   resident: LayerCache
@@ -38,6 +50,7 @@ class IndexedLayer:
   looked_up: Int[Array, "B K"]
   most: int = static()
   retrieval: Retrieval = static()
+  spare: int = static(default=0)
 
   @classmethod
   def of(
@@ -60,12 +73,19 @@ class IndexedLayer:
       most: of any row.
 
     Returns:
-      The layer itself where so many keys are read that nothing is left out.
+      The layer itself where so many keys are read that nothing is left out,
+      now or later.
     """
+    if retrieval.is_dense(layer):
+      return cache
     slots = cache.capacity
     fewest, latest = retrieval.latest_range
     start, end = min(retrieval.sinks, slots), max(slots - fewest, 0)
-    if retrieval.is_dense(layer) or most >= end - start:
+    if retrieval.ring:  # all sinks, and a slot to look up in
+      start, end = retrieval.sinks, max(end, retrieval.sinks + 1)
+      cache = cache.grown(max(end - slots, 0))
+      slots = cache.capacity
+    elif most >= end - start:
       return cache
     cache = cache.forgetful()
     lengths = cache.lengths
@@ -85,6 +105,10 @@ class IndexedLayer:
     first = jnp.broadcast_to(number[..., :start], (*lengths.shape, start))
     first = jnp.where(first < lengths[..., None], first, -1)
     resident = cache.take(jnp.concatenate([first, last], axis=-1))
+    if retrieval.ring:
+      resident = resident.grown(start + retrieval.ring - resident.capacity)
+      cursor = jnp.maximum(resident.cursor, start)
+      resident = dataclasses.replace(resident, cursor=cursor)
     stored = dataclasses.replace(
       cache,
       keys=cache.keys[:, :, start:end],
@@ -100,7 +124,7 @@ class IndexedLayer:
   @property
   def capacity(self) -> int:
     """Slots that new tokens can go to, filled or not."""
-    return self.resident.capacity
+    return self.resident.capacity + self.spare
 
   @property
   def cursor(self) -> Int[Array, ""]:
@@ -129,12 +153,36 @@ class IndexedLayer:
     return dataclasses.replace(self, stored=stored)
 
   def grown(self, extra: int) -> "IndexedLayer":
-    """The same tokens with room for `extra` more resident ones."""
-    return dataclasses.replace(self, resident=self.resident.grown(extra))
+    """The same tokens with room for `extra` more."""
+    if not self.retrieval.ring:
+      return dataclasses.replace(self, resident=self.resident.grown(extra))
+    return dataclasses.replace(
+      self, stored=self.stored.grown(extra), spare=self.spare + extra
+    )
 
   def append(self, seen: Activations) -> "IndexedLayer":
-    """Writes a block to the resident tokens; there must be room for it."""
-    return dataclasses.replace(self, resident=self.resident.append(seen))
+    """Writes a block to the resident tokens; there must be room for it.
+
+    Raises:
+      InputError: the method keeps fewer tokens resident than the block has.
+    """
+    places = self.retrieval.ring
+    if not places:
+      return dataclasses.replace(self, resident=self.resident.append(seen))
+    size = seen.positions.shape[1]
+    if size > places:
+      raise InputError(
+        f"A turn of {size} tokens, padding included, does not fit into the "
+        f"{places} places that are resident beside the sinks; raise "
+        "max_resident."
+      )
+    block = LayerCache.of(seen.with_kv_heads(self.resident.keys.shape[1]))
+    ring = self._ring.after(block)
+    return dataclasses.replace(self, resident=ring.resident, stored=ring.stored)
+
+  @property
+  def _ring(self) -> Ring:
+    return Ring(self.resident, self.stored, self.retrieval.ring, self.spare)
 
   def attend(
     self,
@@ -199,9 +247,9 @@ class IndexedLayer:
     )
     _, found = self.retrieved(self.index, queries[:, :, 0], last)
     slots = found.read_slots
-    slots = jnp.sort(slots.reshape(*slots.shape[:2], -1), axis=-1)
-    first = jnp.diff(slots, axis=-1, prepend=-1) > 0
-    return jnp.sum(first.astype(jnp.int32), axis=-1)
+    slots = slots.reshape(*slots.shape[:2], -1)
+    read = named_slots(slots, self.stored.capacity)
+    return jnp.sum(read.astype(jnp.int32), axis=-1)
 
   def retrieved(
     self,
@@ -210,7 +258,7 @@ class IndexedLayer:
     positions: Int[Array, " B"],
   ) -> tuple[PyTree[Array], Found]:
     """What a token of each row looks up, and the index after it."""
-    store = Store(self.stored.keys, self.stored.held)
+    store = self._store(positions)
     batch, kv_heads = store.held.shape[:2]
     grouped = queries.reshape(batch, kv_heads, -1, queries.shape[-1])
     reads = _reads(self.count, kv_heads, self.most)
@@ -222,6 +270,25 @@ class IndexedLayer:
       index = jax.vmap(jax.vmap(self.retrieval.updated))(index, news, real)
     return index, found
 
+  def _store(self, positions: Int[Array, " B"]) -> Store:
+    """What tokens of these positions look up in, or will."""
+    store = Store(self.stored.keys, self.stored.held)
+    if not self.retrieval.ring:
+      return store
+    ring = self._ring
+    first = self.stored.capacity - self.spare
+    places = self.resident.positions[..., ring.sinks :]
+    seen = (places >= 0) & (places <= positions[:, None, None])
+    keys = self.resident.keys[:, :, ring.sinks :].astype(jnp.float32)
+    return dataclasses.replace(
+      store,
+      later=first + ring.gone if self.spare else None,
+      waiting=Waiting(
+        jnp.where(seen[..., None], keys, 0.0),
+        jnp.where(seen, first + ring.waiting, -1),
+      ),
+    )
+
   def _found(
     self,
     index: PyTree[Array],
@@ -231,10 +298,7 @@ class IndexedLayer:
   ) -> tuple[Found, PyTree[Array]]:
     """As `Retrieval.retrieve`; everything where so much may be read."""
     found, news = self.retrieval.retrieve(index, queries, store, reads)
-    everything = jnp.arange(found.slots.shape[-1], dtype=jnp.int32)
-    slots = store.held.shape[0]
-    held = store.held[jnp.minimum(everything, slots - 1)]
-    everything = jnp.where(held & (everything < slots), everything, -1)
+    everything = true_slots(store.held, found.slots.shape[-1])
     whole = jnp.sum(store.held.astype(jnp.int32)) <= reads.count
     bias = found.bias
     if bias is not None:

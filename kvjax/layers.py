@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kernels.attention import attention
+from kernels.gather import compact
 from kvjax.activations import Activations
 from kvjax.observation import ObservationWindow
 from kvjax.struct import struct
@@ -186,19 +187,7 @@ class LayerCache:
     )
 
   def take(self, slots: Int[Array, "B K M"]) -> "LayerCache":
-    """The given slots, in that order; a slot of -1 stays empty."""
-    kept = slots >= 0
-    index = jnp.maximum(slots, 0)
-    positions = jnp.take_along_axis(self.positions, index, axis=-1)
-    positions = jnp.where(kept, positions, -1)
-    counts = jnp.sum((positions >= 0).astype(jnp.int32), axis=-1)
-    return dataclasses.replace(
-      self,
-      keys=jnp.take_along_axis(self.keys, index[..., None], axis=-2),
-      values=jnp.take_along_axis(self.values, index[..., None], axis=-2),
-      positions=positions,
-      cursor=jnp.max(counts),
-      received=jax.tree.map(
-        lambda x: jnp.take_along_axis(x, index, axis=-1), self.received
-      ),
-    )
+    """The given slots, ascending, then -1, which makes an empty slot."""
+    kept = compact(self.keys, self.values, self.positions, self.received, slots)
+    counts = jnp.sum((kept.positions >= 0).astype(jnp.int32), axis=-1)
+    return dataclasses.replace(self, cursor=jnp.max(counts), **kept._asdict())

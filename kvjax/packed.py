@@ -2,11 +2,11 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from kernels.attention import merge, partial_attention
+from kernels.gather import compact
 from kernels.paged_attention import paged_attention
 from kvjax.activations import Activations
 from kvjax.layers import LayerCache, tree_bytes
@@ -44,16 +44,19 @@ class Pages:
   ) -> "Pages":
     """Gathers slots into pages; see `PackedLayer.of`."""
     heads, chosen = _layout(slots, total, page)
-    index = jnp.maximum(chosen, 0)
-
-    def gather(x: Shaped[Array, "B K T *D"]) -> Shaped[Array, "B R P *D"]:
-      pick = jax.vmap(lambda row, head, slot: row[head[:, None], slot])
-      return pick(x, jnp.maximum(heads, 0), index)
-
+    batch, kv_heads, capacity, dim = cache.keys.shape
+    # A row's heads one after the other are one long head, and so are its pages.
+    place = heads[..., None] * capacity + chosen
+    place = jnp.where(chosen >= 0, place, -1).reshape(batch, 1, -1)
+    keys, values, positions = (
+      x.reshape(batch, 1, kv_heads * capacity, *x.shape[3:])
+      for x in (cache.keys, cache.values, cache.positions)
+    )
+    kept = compact(keys, values, positions, None, place)
     return cls(
-      gather(cache.keys),
-      gather(cache.values),
-      jnp.where(chosen >= 0, gather(cache.positions), -1),
+      kept.keys.reshape(*chosen.shape, dim),
+      kept.values.reshape(*chosen.shape, dim),
+      kept.positions.reshape(chosen.shape),
       heads,
     )
 

@@ -2,9 +2,11 @@
 
 from fractions import Fraction
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from kernels.select import among_largest, largest
+from kernels.select import true_slots as true_slots
 
 _HIGHEST = float(jnp.finfo(jnp.float32).max)
 _LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -37,7 +39,7 @@ def top_slots(
     Slot indices, then -1 for what is not filled.
   """
   counts = counts.reshape(scores.shape[0], -1, 1)
-  scores = _finite(scores)
+  scores = finite(scores)
   if must_keep is None:
     must_keep = jnp.zeros(held.shape, bool)
   protected = protected & held & ~must_keep
@@ -46,12 +48,8 @@ def top_slots(
   scores = jnp.where(protected, jnp.where(fits, _HIGHEST, _LOWEST), scores)
   scores = jnp.where(must_keep, jnp.inf, scores)
   scores = jnp.where(held, scores, -jnp.inf)
-  best, slots = jax.lax.top_k(scores, capacity)
-  wanted = jnp.arange(capacity)[None, None] < counts
-  slots_after_all = scores.shape[-1]
-  slots = jnp.where(wanted & (best > -jnp.inf), slots, slots_after_all)
-  slots = jnp.sort(slots, axis=-1)
-  return jnp.where(slots < slots_after_all, slots, -1)
+  counts = jnp.broadcast_to(counts[..., 0], scores.shape[:-1])
+  return largest(scores, counts, capacity)
 
 
 def head_counts(
@@ -70,23 +68,15 @@ def head_counts(
     total: how many slots win in a row, over all its heads; all candidates
       where they are fewer.
   """
-  batch = scores.shape[0]
-  scores = jnp.where(candidates, _finite(scores), -jnp.inf)
-  ascending = jnp.sort(scores.reshape(batch, -1), axis=-1)
-  last = jnp.clip(ascending.shape[1] - total, 0, ascending.shape[1] - 1)
-  threshold = jnp.take_along_axis(ascending, last[:, None], axis=1)[..., None]
-  above = candidates & (scores > threshold)
-  count = jnp.sum(above.astype(jnp.int32), axis=-1)
-  left = total - jnp.sum(count, axis=-1)
-
-  equal = (candidates & (scores == threshold)).astype(jnp.int32)
-  by_slot = jnp.swapaxes(equal, 1, 2)
-  rank = jnp.cumsum(by_slot.reshape(batch, -1), axis=-1)
-  first = (rank <= left[:, None]).reshape(by_slot.shape)
-  return count + jnp.sum(jnp.where(first, by_slot, 0), axis=1)
+  scores = jnp.where(candidates, finite(scores), -jnp.inf)
+  by_slot = jnp.swapaxes(scores, 1, 2)
+  rows = by_slot.reshape(scores.shape[0], -1)
+  best = among_largest(rows, total).reshape(by_slot.shape)
+  return jnp.sum(best.astype(jnp.int32), axis=1)
 
 
-def _finite(scores: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
+def finite(scores: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
+  """Float32 scores; the lowest there is for those that are not finite."""
   scores = scores.astype(jnp.float32)
   return jnp.where(jnp.isfinite(scores), scores, _LOWEST)
 
@@ -134,14 +124,3 @@ def round_share(counts: Int[Array, "*B"], share: float) -> Int[Array, "*B"]:
   whole, rest = jnp.divmod(counts, exact.denominator)
   twice = 2 * rest * exact.numerator + exact.denominator
   return whole * exact.numerator + twice // (2 * exact.denominator)
-
-
-def true_slots(
-  kept: Bool[Array, "B K T"], capacity: int
-) -> Int[Array, "B K M"]:
-  """The true slots in ascending order, then -1; at most `capacity` of them."""
-  slots = kept.shape[-1]
-  index = jnp.arange(slots, dtype=jnp.int32)
-  order = jnp.sort(jnp.where(kept, index[None, None], slots), axis=-1)
-  order = order[..., :capacity]
-  return jnp.where(order < slots, order, -1)

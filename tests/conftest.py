@@ -16,9 +16,11 @@ _CACHE = Path(__file__).parents[1] / ".jax_cache"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.update(
   # Most of the time goes into compiling: LLVM's optimisations, which change no
-  # result but by rounding, are left out.
+  # result but by rounding, are left out, and a program is compiled in one
+  # piece, as the other core has work of its own.
   XLA_FLAGS="--xla_force_host_platform_device_count=4"
-  " --xla_backend_optimization_level=0",
+  " --xla_backend_optimization_level=0"
+  " --xla_cpu_parallel_codegen_split_count=1",
   JAX_NUMPY_DTYPE_PROMOTION="strict",
   JAX_NUMPY_RANK_PROMOTION="raise",
   # Compile everything once for all workers and runs. No limit to its size:

@@ -67,7 +67,9 @@ def test_the_first_python_new_enough_makes_the_environment(fresh, tmp_path):
 
 @pytest.mark.parametrize("text", ["README.md", ".ci/run"])
 def test_named_commands_are_the_makefiles(text):
-  targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
-  named = set(re.findall(r"^\s*make (\w+)", (ROOT / text).read_text(), re.M))
+  targets = set(
+    re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+  )
+  named = set(re.findall(r"^\s*make ([\w-]+)", (ROOT / text).read_text(), re.M))
   assert named
   assert named <= targets

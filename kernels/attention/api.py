@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from kernels.attention.chunked import attention_chunked
 from kernels.attention.partial import Partial
 from kernels.attention.reference import attention_reference
+from kernels.quantised import Quantised
 
 Implementation = Literal["chunked", "reference"]
 
@@ -18,8 +19,8 @@ _IMPLEMENTATIONS = {
 
 def attention(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B K T D"],
-  values: Float[Array, "B K T D"],
+  keys: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T D"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
   implementation: Implementation = "chunked",
@@ -33,7 +34,7 @@ def attention(
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
     keys: rotated keys.
-    values: values.
+    values: values; quantised ones are made whole a chunk of slots at a time.
     query_positions: place of each query in its row, -1 for padding.
     key_positions: place of each slot's token in its row, -1 for empty.
     implementation: "chunked" never holds S x T logits.
@@ -48,8 +49,8 @@ def attention(
 
 def partial_attention(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B K T D"],
-  values: Float[Array, "B K T D"],
+  keys: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T D"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
   implementation: Implementation = "chunked",

@@ -8,11 +8,14 @@ from jaxtyping import Array, Float, Int
 
 from kernels.attention.partial import Partial
 from kernels.attention.query_chunks import in_query_chunks
+from kernels.quantised import Quantised, dequantise
 
 QUERY_CHUNK = 256
 # Logits per head that are alive at once: a lone query reads all its slots in
 # one chunk, a long prompt reads them 512 at a time.
 LOGITS = 2**17
+# Slots whose keys and values are made whole at once, if they are quantised.
+WHOLE = 2**12
 
 
 class _Running(NamedTuple):
@@ -25,8 +28,8 @@ class _Running(NamedTuple):
 
 def attention_chunked(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B K T D"],
-  values: Float[Array, "B K T D"],
+  keys: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T D"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
 ) -> Partial:
@@ -44,13 +47,15 @@ def attention_chunked(
 
 def _attend(
   queries: Float[Array, "B K G S D"],
-  keys: Float[Array, "B K T D"],
-  values: Float[Array, "B K T D"],
+  keys: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T D"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
 ) -> Partial:
   slots = keys.shape[2]
   size = min(slots, LOGITS // queries.shape[3])
+  if isinstance(keys, Quantised) or isinstance(values, Quantised):
+    size = min(size, WHOLE)
   shape = queries.shape[:-1]
   last_query = jnp.max(query_positions)
 
@@ -62,22 +67,22 @@ def _attend(
     fresh = start + jnp.arange(size) >= index * size
     held = (places >= 0) & fresh[None, None]
 
+    def chunk(
+      x: Float[Array, "B K T D"] | Quantised,
+    ) -> Float[Array, "B K C D"]:
+      part = jax.tree.map(
+        lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, 2), x
+      )
+      return dequantise(part, queries.dtype)
+
     def update(running: _Running) -> _Running:
       seen = held[:, :, None] & (
         places[:, :, None] <= query_positions[:, None, :, None]
       )
-      return _update(
-        running,
-        queries,
-        jax.lax.dynamic_slice_in_dim(keys, start, size, 2),
-        # A slot that holds nothing may hold NaN, and 0 * NaN is NaN.
-        jnp.where(
-          held[..., None],
-          jax.lax.dynamic_slice_in_dim(values, start, size, 2),
-          jnp.zeros((), values.dtype),
-        ),
-        seen[:, :, None],
-      )
+      own = chunk(values)
+      # A slot that holds nothing may hold NaN, and 0 * NaN is NaN.
+      own = jnp.where(held[..., None], own, jnp.zeros((), own.dtype))
+      return _update(running, queries, chunk(keys), own, seen[:, :, None])
 
     # Above the diagonal of a causal prompt there is nothing to see.
     some = jnp.any(held & (places <= last_query))

@@ -5,16 +5,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels.attention.partial import Partial
+from kernels.quantised import Quantised, dequantise
 
 
 def attention_reference(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B K T D"],
-  values: Float[Array, "B K T D"],
+  keys: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T D"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
 ) -> Partial:
   """See `kernels.attention.api.partial_attention`; O(S T) memory."""
+  keys, values = (dequantise(x, jnp.float32) for x in (keys, values))
   batch, heads, length, dim = queries.shape
   kv_heads = keys.shape[1]
   grouped = queries.astype(jnp.float32).reshape(

@@ -6,43 +6,47 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def causal_mass_reference(
-  queries: Float[Array, "G S D"],
-  keys: Float[Array, "T D"],
-  query_positions: Int[Array, " S"],
-  key_positions: Int[Array, " T"],
-) -> Float[Array, "G T"]:
+  queries: Float[Array, "B N S D"],
+  keys: Float[Array, "B K T D"],
+  query_positions: Int[Array, "B S"],
+  key_positions: Int[Array, "B K T"],
+) -> Float[Array, "B N T"]:
   """See `kernels.attention_mass.api.causal_mass`; O(S T) memory."""
-  seen = (query_positions[:, None] >= 0) & (key_positions[None] >= 0)
-  seen &= key_positions[None] <= query_positions[:, None]
+  asked = query_positions[:, None, :, None]
+  places = key_positions[:, :, None]
+  seen = (asked >= 0) & (places >= 0) & (places <= asked)
   return _mass(queries, keys, seen, queries.shape[-1] ** -0.5)
 
 
 def chunk_mass_reference(
-  queries: Float[Array, "G T D"],
-  keys: Float[Array, "T D"],
-  held: Bool[Array, " T"],
+  queries: Float[Array, "B N T D"],
+  keys: Float[Array, "B K T D"],
+  held: Bool[Array, "B K T"],
   chunk: int,
   scale: float,
-) -> Float[Array, "G T"]:
+) -> Float[Array, "B N T"]:
   """See `kernels.attention_mass.api.chunk_mass`; O(T T) memory."""
-  number = jnp.arange(keys.shape[0]) // chunk
-  seen = (number[:, None] == number[None]) & held[:, None] & held[None]
+  number = jnp.arange(held.shape[-1]) // chunk
+  together = number[:, None] == number[None]
+  seen = together[None, None] & held[..., None] & held[:, :, None]
   return _mass(queries, keys, seen, scale)
 
 
 def _mass(
-  queries: Float[Array, "G S D"],
-  keys: Float[Array, "T D"],
-  seen: Bool[Array, "S T"],
+  queries: Float[Array, "B N S D"],
+  keys: Float[Array, "B K T D"],
+  seen: Bool[Array, "B K S T"],
   scale: float,
-) -> Float[Array, "G T"]:
+) -> Float[Array, "B N T"]:
   """Sums of the weights of those that each query sees; NaN has no effect."""
-  queries = jnp.where(
-    jnp.any(seen, axis=1)[None, :, None], queries.astype(jnp.float32), 0.0
+  group = queries.shape[1] // keys.shape[1]
+  keys = jnp.repeat(keys.astype(jnp.float32), group, axis=1)
+  seen = jnp.repeat(seen, group, axis=1)
+  logits = scale * jnp.einsum(
+    "bnsd,bntd->bnst",
+    queries.astype(jnp.float32),
+    keys,
+    precision=jax.lax.Precision.HIGHEST,
   )
-  keys = jnp.where(
-    jnp.any(seen, axis=0)[:, None], keys.astype(jnp.float32), 0.0
-  )
-  logits = jnp.einsum("gsd,td->gst", queries, keys) * scale
-  weights = jax.nn.softmax(logits, axis=-1, where=seen[None])
-  return jnp.sum(weights, axis=1, where=seen[None])
+  weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
+  return jnp.sum(jnp.where(seen, weights, 0.0), axis=2)

@@ -1,30 +1,28 @@
 """The attention over a packed cache that the engine calls."""
 
-from typing import Literal
-
 from jaxtyping import Array, Float, Int
 
 from kernels.attention import Partial
-from kernels.paged_attention.reference import paged_attention_reference
+from kernels.dispatch import Implementation, Programs, dispatch
+from kernels.paged_attention.gpu import paged_attention_gpu
+from kernels.paged_attention.tpu import paged_attention_tpu
 from kernels.paged_attention.xla import paged_attention_xla
+from kernels.quantised import Quantised
 
-Implementation = Literal["xla", "reference"]
-
-_IMPLEMENTATIONS = {
-  "xla": paged_attention_xla,
-  "reference": paged_attention_reference,
-}
+_PROGRAMS = Programs(
+  paged_attention_xla, paged_attention_tpu, paged_attention_gpu
+)
 
 
 def paged_attention(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B R P D"],
-  values: Float[Array, "B R P D"],
+  keys: Float[Array, "B R P D"] | Quantised,
+  values: Float[Array, "B R P D"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
   kv_heads: int,
-  implementation: Implementation = "xla",
+  implementation: Implementation | None = None,
 ) -> Partial:
   """As `kernels.attention.partial_attention`, over R pages of P slots a row.
 
@@ -39,11 +37,16 @@ def paged_attention(
     key_positions: place of each slot's token in its row, -1 for empty.
     heads: KV head of each page, -1 for an unused page.
     kv_heads: K.
-    implementation: "reference" lets every head look at all pages.
+    implementation: the kernels are for single tokens.
 
   Returns:
     The attention output in the dtype of the queries, and its log-sum-exp.
   """
-  return _IMPLEMENTATIONS[implementation](
-    queries, keys, values, query_positions, key_positions, heads, kv_heads
+  return dispatch(
+    _PROGRAMS,
+    implementation,
+    (queries, keys, values, query_positions, key_positions, heads),
+    ("B",) * 6,
+    "B",
+    kv_heads=kv_heads,
   )

@@ -5,18 +5,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels.attention import Partial
+from kernels.quantised import Quantised, dequantise
 
 
 def paged_attention_reference(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B R P D"],
-  values: Float[Array, "B R P D"],
+  keys: Float[Array, "B R P D"] | Quantised,
+  values: Float[Array, "B R P D"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
   kv_heads: int,
 ) -> Partial:
   """See `kernels.paged_attention.api.paged_attention`; O(N S R P)."""
+  keys, values = (dequantise(x, jnp.float32) for x in (keys, values))
   batch, query_heads, _, dim = queries.shape
   owner = jnp.repeat(heads, keys.shape[2], axis=1)
   places = key_positions.reshape(batch, -1)

@@ -1,17 +1,32 @@
 """Attention page by page, combined per KV head, in XLA."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.attention import Partial
+from kernels.attention import Partial, merge
 from kernels.attention.query_chunks import in_query_chunks
+from kernels.quantised import Quantised, dequantise
+
+# Slots whose keys and values are made whole at once, if they are quantised.
+WHOLE = 2**12
+
+
+class Pages(NamedTuple):
+  """R pages of P slots; see `kernels.paged_attention.api`."""
+
+  keys: Float[Array, "B R P D"] | Quantised
+  values: Float[Array, "B R P D"] | Quantised
+  positions: Int[Array, "B R P"]
+  heads: Int[Array, "B R"]
 
 
 def paged_attention_xla(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B R P D"],
-  values: Float[Array, "B R P D"],
+  keys: Float[Array, "B R P D"] | Quantised,
+  values: Float[Array, "B R P D"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
@@ -20,31 +35,61 @@ def paged_attention_xla(
   """See `kernels.paged_attention.api.paged_attention`; O(G S R P) time.
 
   Queries come to the pages: a page gets copies of those that read its head,
-  and no more of them at a time than it has slots.
+  and no more of them at a time than it has slots. Quantised pages are made
+  whole a few at a time.
   """
-  held = (key_positions >= 0) & (heads >= 0)[..., None]
-  # A slot that holds nothing may hold NaN, and 0 * NaN is NaN.
-  values = jnp.where(held[..., None], values, jnp.zeros((), values.dtype))
-  places = jnp.where(held, key_positions, -1)
+  pages = Pages(keys, values, key_positions, heads)
+  some = isinstance(keys, Quantised) or isinstance(values, Quantised)
 
   def attend(
     queries: Float[Array, "B K G C D"], query_positions: Int[Array, "B C"]
   ) -> Partial:
-    return _attend(queries, keys, values, query_positions, places, heads)
+    run = _attend_in_turn if some else _attend
+    return run(queries, query_positions, pages)
 
   group = queries.shape[1] // kv_heads
   size = max(1, keys.shape[2] // group)
   return in_query_chunks(attend, queries, query_positions, kv_heads, size)
 
 
+def _attend_in_turn(
+  queries: Float[Array, "B K G S D"],
+  query_positions: Int[Array, "B S"],
+  pages: Pages,
+) -> Partial:
+  count = pages.heads.shape[1]
+  size = min(count, max(1, WHOLE // pages.positions.shape[2]))
+
+  def visit(found: Partial, index: Int[Array, ""]) -> tuple[Partial, None]:
+    # The last pages start early enough to be as many; those that were there
+    # before have no head now.
+    start = jnp.minimum(index * size, count - size)
+    part = jax.tree.map(
+      lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, 1), pages
+    )
+    fresh = start + jnp.arange(size) >= index * size
+    part = part._replace(heads=jnp.where(fresh[None], part.heads, -1))
+    return merge(found, _attend(whole, query_positions, part)), None
+
+  whole = queries.astype(jnp.float32)
+  none = Partial(
+    jnp.zeros_like(whole), jnp.full(whole.shape[:-1], -jnp.inf, jnp.float32)
+  )
+  found, _ = jax.lax.scan(visit, none, jnp.arange(-(-count // size)))
+  return Partial(found.output.astype(queries.dtype), found.lse)
+
+
 def _attend(
   queries: Float[Array, "B K G S D"],
-  keys: Float[Array, "B R P D"],
-  values: Float[Array, "B R P D"],
   query_positions: Int[Array, "B S"],
-  places: Int[Array, "B R P"],
-  heads: Int[Array, "B R"],
+  pages: Pages,
 ) -> Partial:
+  keys, values = (dequantise(x, queries.dtype) for x in pages[:2])
+  positions, heads = pages[2:]
+  held = (positions >= 0) & (heads >= 0)[..., None]
+  # A slot that holds nothing may hold NaN, and 0 * NaN is NaN.
+  values = jnp.where(held[..., None], values, jnp.zeros((), values.dtype))
+  places = jnp.where(held, positions, -1)
   logits = jnp.einsum(
     "brgsd,brpd->brgsp",
     _of_pages(queries, heads),

@@ -1,28 +1,24 @@
 """Attention of one token to the slots that a list names."""
 
-from typing import Literal
-
 from jaxtyping import Array, Float, Int
 
 from kernels.attention.partial import Partial
-from kernels.sparse_decode.reference import sparse_decode_reference
+from kernels.dispatch import Implementation, Programs, dispatch
+from kernels.quantised import Quantised
+from kernels.sparse_decode.gpu import sparse_decode_gpu
+from kernels.sparse_decode.tpu import sparse_decode_tpu
 from kernels.sparse_decode.xla import sparse_decode_xla
 
-Implementation = Literal["xla", "reference"]
-
-_IMPLEMENTATIONS = {
-  "xla": sparse_decode_xla,
-  "reference": sparse_decode_reference,
-}
+_PROGRAMS = Programs(sparse_decode_xla, sparse_decode_tpu, sparse_decode_gpu)
 
 
 def sparse_decode(
   queries: Float[Array, "B N D"],
-  keys: Float[Array, "B K T D"],
-  values: Float[Array, "B K T D"],
+  keys: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T D"] | Quantised,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None = None,
-  implementation: Implementation = "xla",
+  implementation: Implementation | None = None,
 ) -> Partial:
   """Softmax attention, scaled by D^-1/2, to listed slots alone.
 
@@ -34,10 +30,16 @@ def sparse_decode(
       There is a list for each KV head (H = K) or for each of the groups of
       query heads that H, a multiple of K that divides N, makes.
     bias: added to the scaled logits; -inf hides a slot from a head.
-    implementation: "xla" gathers the slots.
+    implementation: XLA gathers the slots; the kernels do not.
 
   Returns:
     The output in the dtype of the queries, and its float32 log-sum-exp, for
     `kernels.attention.merge`. A head without slots gets zeros and -inf.
   """
-  return _IMPLEMENTATIONS[implementation](queries, keys, values, slots, bias)
+  return dispatch(
+    _PROGRAMS,
+    implementation,
+    (queries, keys, values, slots, bias),
+    ("BK", "BK", "BK", "BK", "BK"),
+    "BK",
+  )

@@ -5,16 +5,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels.attention.partial import Partial
+from kernels.quantised import Quantised, dequantise
 
 
 def sparse_decode_reference(
   queries: Float[Array, "B N D"],
-  keys: Float[Array, "B K T D"],
-  values: Float[Array, "B K T D"],
+  keys: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T D"] | Quantised,
   slots: Int[Array, "B H M"],
-  bias: Float[Array, "B N M"] | None,
+  bias: Float[Array, "B N M"] | None = None,
 ) -> Partial:
   """See `kernels.sparse_decode.api.sparse_decode`."""
+  keys, values = (dequantise(x, jnp.float32) for x in (keys, values))
   _, heads, dim = queries.shape
   kv_heads, capacity = keys.shape[1:3]
   lists = slots.shape[1]

@@ -1,15 +1,17 @@
 """Attention to listed slots over a gathered copy of them."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from kernels.attention.partial import Partial
+from kernels.quantised import Quantised, dequantise
 
 
 def sparse_decode_xla(
   queries: Float[Array, "B N D"],
-  keys: Float[Array, "B K T D"],
-  values: Float[Array, "B K T D"],
+  keys: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T D"] | Quantised,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
 ) -> Partial:
@@ -18,13 +20,15 @@ def sparse_decode_xla(
   lists, most = slots.shape[1:]
   named = slots >= 0
 
-  def gather(x: Shaped[Array, "B K T D"]) -> Shaped[Array, "B H M D"]:
-    kv_heads = x.shape[1]
-    index = jnp.maximum(slots, 0).reshape(batch, kv_heads, -1, 1)
+  def take(x: Shaped[Array, "B K T D"]) -> Shaped[Array, "B H M D"]:
+    index = jnp.maximum(slots, 0).reshape(batch, x.shape[1], -1, 1)
     found = jnp.take_along_axis(x, index, axis=2)
-    found = found.reshape(batch, lists, most, dim)
+    return found.reshape(batch, lists, most, -1)
+
+  def gather(x: Float[Array, "B K T D"] | Quantised) -> Float[Array, "B H M D"]:
+    found = dequantise(jax.tree.map(take, x), queries.dtype)
     # Slot 0 stands in for none, and may hold NaN.
-    return jnp.where(named[..., None], found, jnp.zeros((), x.dtype))
+    return jnp.where(named[..., None], found, jnp.zeros((), found.dtype))
 
   grouped = queries.reshape(batch, lists, heads // lists, dim)
   logits = jnp.einsum(
@@ -40,10 +44,11 @@ def sparse_decode_xla(
   largest = jnp.max(logits, axis=-1, initial=-jnp.inf)
   finite = jnp.where(jnp.isfinite(largest), largest, 0.0)
   weights = jnp.exp(logits - finite[..., None])
+  listed = gather(values)
   weighted = jnp.einsum(
     "bhgm,bhmd->bhgd",
-    weights.astype(values.dtype),
-    gather(values),
+    weights.astype(listed.dtype),
+    listed,
     preferred_element_type=jnp.float32,
   )
   found = Partial.of(

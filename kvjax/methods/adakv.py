@@ -7,6 +7,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from kernels.select import among_largest, kth_largest
 from kvjax.activations import Activations
 from kvjax.budgets import Budget
 from kvjax.errors import InputError
@@ -176,25 +177,15 @@ def _count(slots: Bool[Array, "B K T"]) -> Int[Array, "B K"]:
   return jnp.sum(slots.astype(jnp.int32), axis=-1)
 
 
-def _descending(
-  scores: Float[Array, "B K T"],
-  candidates: Bool[Array, "B K T"],
-  otherwise: float,
-) -> Float[Array, "B K T"]:
-  """Scores of the candidates from the highest on, then the rest."""
-  known = candidates & jnp.isfinite(scores)
-  return -jnp.sort(-jnp.where(known, scores, otherwise), axis=-1)
-
-
 def _best_after(
   scores: Float[Array, "B K T"],
   candidates: Bool[Array, "B K T"],
   counts: Int[Array, "B K"],
 ) -> Float[Array, "B K"]:
-  """Each head's highest score after its `counts` best."""
-  ranked = _descending(scores, candidates, -jnp.inf)
-  index = jnp.minimum(counts, scores.shape[-1] - 1)[..., None]
-  return jnp.take_along_axis(ranked, index, axis=-1)[..., 0]
+  """Each head's highest score after its `counts` best; -inf for none."""
+  known = candidates & jnp.isfinite(scores)
+  next_best = kth_largest(jnp.where(known, scores, -jnp.inf), counts + 1)
+  return jnp.where(counts < _count(known), next_best, -jnp.inf)
 
 
 def _mass_of_best(
@@ -203,8 +194,8 @@ def _mass_of_best(
   counts: Int[Array, "B K"],
 ) -> Float[Array, "B K"]:
   """Share of the sum of a head's scores that its `counts` best have."""
-  ranked = _descending(scores, candidates, 0.0)
-  among = jnp.arange(scores.shape[-1])[None, None] < counts[..., None]
-  total = jnp.sum(ranked, axis=-1)
-  best = jnp.sum(jnp.where(among, ranked, 0.0), axis=-1)
+  known = candidates & jnp.isfinite(scores)
+  among = among_largest(jnp.where(known, scores, -jnp.inf), counts)
+  total = jnp.sum(scores, axis=-1, where=known)
+  best = jnp.sum(scores, axis=-1, where=among)
   return jnp.where(total > 0, best / jnp.where(total > 0, total, 1.0), 1.0)

@@ -3,15 +3,15 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels.select import among_largest
 from kvjax.activations import Activations
 from kvjax.layers import LayerCache
 from kvjax.methods.base import Allowance, Method
 from kvjax.methods.bounds import check_least
-from kvjax.methods.heads import Head, heads_of, window_attention
+from kvjax.methods.heads import window_mass
 from kvjax.selection import age, newest, true_slots
 
 Scope = Literal["layer", "head"]
@@ -56,12 +56,7 @@ class ChunkKV(Method):
   ) -> Float[Array, "B K C"]:
     """The worth of every chunk; those outside the prefix get -inf."""
     del layer
-
-    def votes(head: Head) -> Float[Array, " T"]:
-      weights = window_attention(head, self.window)
-      return jnp.sum(jnp.mean(weights, axis=0), axis=0)
-
-    per_token = jax.vmap(jax.vmap(votes))(heads_of(cache, seen))
+    per_token = jnp.mean(window_mass(cache, seen, self.window), axis=2)
     prefix = self._prefix(cache)
     worth = self._chunks(jnp.where(prefix, per_token, 0.0)).sum(axis=-1)
     sizes = self._chunks(prefix.astype(jnp.float32)).sum(axis=-1)
@@ -81,10 +76,9 @@ class ChunkKV(Method):
     must_keep &= ~window
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
     room = jnp.maximum(allowance.per_head - taken, 0) // self.chunk
-    rank = jnp.argsort(jnp.argsort(-found, axis=-1, stable=True), axis=-1)
     # A row that fits keeps its short last chunk too.
     fits = jnp.sum(held.astype(jnp.int32), axis=-1) <= allowance.per_head
-    chosen = (rank < room[..., None]) & jnp.isfinite(found) | fits[..., None]
+    chosen = among_largest(found, room) | fits[..., None]
     slots = cache.capacity
     per_token = jnp.repeat(chosen, self.chunk, axis=-1)[..., :slots]
     kept = window | must_keep | (per_token & self._prefix(cache))

@@ -12,13 +12,7 @@ from kvjax.budgets import Budget, Retention
 from kvjax.layers import LayerCache
 from kvjax.methods.base import Allowance, Method
 from kvjax.methods.bounds import check_least, check_odd
-from kvjax.methods.heads import Head, heads_of
-from kvjax.methods.leverage import (
-  Sketch,
-  Solver,
-  chunked_leverage,
-  draw_sketches,
-)
+from kvjax.methods.leverage import Factor, Solver, draw_factors, leverage
 from kvjax.methods.noncausal import Scale, ValueNorm, noncausal_attention
 from kvjax.methods.standardise import Scope, standardised
 from kvjax.selection import age, head_counts, round_share, top_slots
@@ -80,7 +74,7 @@ class Compactor(Method):
 
   blend: float = 0.3
   blend_removed: bool = False
-  sketch: Sketch = "gaussian"
+  sketch: Factor = "gaussian"
   sketch_dim: int = 64
   solver: Solver = "svd"
   center: bool = False
@@ -122,100 +116,71 @@ class Compactor(Method):
 
   def evaluate(self, layer: int, cache: LayerCache, seen: Activations) -> Parts:
     """Both scores, standardised."""
-    heads = heads_of(cache, seen)
-    sketches = self._sketches(layer, heads.positions.shape[1], seen)
-    per_head = jax.vmap(self._score_head, in_axes=(0, 0))
-    attention, outlier = jax.vmap(per_head, in_axes=(0, None))(heads, sketches)
-    scored = self._scored(cache.positions)
-    size = self.leverage_chunk
+    scored, start = cache.held, 0
+    if not self.score_ends:
+      scored &= ~self._ends(cache)
+      # Chunks begin after the first tokens, if there is anything.
+      start = self.first if self.first < cache.capacity else 0
+    held = scored[:, :, start:]
+    values = cache.values[:, :, start:].astype(jnp.float32)
+    attention = noncausal_attention(
+      seen.queries[:, :, start:],
+      cache.keys[:, :, start:],
+      jnp.where(held[..., None], values, 0.0),
+      held,
+      chunk=self.chunk,
+      scale=self.scale,
+      value_norm=self.value_norm,
+      width=self.pool,
+    )
+    keys, size = seen.keys_unrotated[:, :, start:], self.leverage_chunk
+    key = jax.random.fold_in(jax.random.key(self.seed), layer)
+    factors = draw_factors(
+      self.sketch, key, keys.shape[1], keys.shape[3], self.sketch_dim
+    )
+    outlier = leverage(keys, held, factors, self.solver, self.center, size)
+    before = ((0, 0), (0, 0), (start, 0))
+    attention, outlier = jnp.pad(attention, before), jnp.pad(outlier, before)
     return Parts(
       standardised(attention, scored, self.z_scope),
-      standardised(outlier, scored, self.z_scope, size, self._start),
+      standardised(outlier, scored, self.z_scope, size, start),
     )
 
   def select(
     self, found: Parts, cache: LayerCache, allowance: Allowance
   ) -> Int[Array, "B K M"]:
     """The highest blended scores beside the protected ends."""
-    held = cache.held
-    blend = jnp.full(allowance.counts.shape, self.blend, jnp.float32)
+    held, must_keep = cache.held, allowance.must_keep(cache)
+    ends = self._ends(cache) | must_keep
+    counts, capacity = allowance.counts, allowance.capacity
+    length = jnp.sum(held[:, 0].astype(jnp.int32), axis=-1)
+    blend = jnp.full(counts.shape, self.blend, jnp.float32)
     if self.blend_removed:
-      length = jnp.sum(held[:, 0].astype(jnp.float32), axis=-1)
-      blend = 1.0 - allowance.counts.astype(jnp.float32) / length
+      blend = 1.0 - counts.astype(jnp.float32) / length.astype(jnp.float32)
     scores = found.attention + blend[:, None, None] * found.outlier
-    ends = self._ends(cache.positions)
-    if self.spread == "head":
-      counts, capacity = allowance.counts, allowance.capacity
-      must_keep = allowance.must_keep(cache)
-      return top_slots(scores, held, ends, counts, capacity, must_keep)
-    kv_heads = held.shape[1]
-    must_keep = allowance.must_keep(cache)
-    ends |= must_keep
-    always = jnp.sum(ends.astype(jnp.int32), axis=-1)
-    always = jnp.minimum(always, allowance.counts[:, None])
-    free = self._total(allowance, held) - jnp.sum(always, axis=-1)
-    counts = always + head_counts(scores, held & ~ends, jnp.maximum(free, 0))
-    capacity = min(kv_heads * allowance.capacity, cache.capacity)
+    if self.spread == "layer":
+      always = jnp.sum(ends.astype(jnp.int32), axis=-1)
+      always = jnp.minimum(always, counts[:, None])
+      kv_heads = held.shape[1]
+      total = self._total(allowance, length, kv_heads)
+      free = jnp.maximum(total - jnp.sum(always, axis=-1), 0)
+      counts = always + head_counts(scores, held & ~ends, free)
+      capacity = min(kv_heads * capacity, cache.capacity)
     return top_slots(scores, held, ends, counts, capacity, must_keep)
 
   def _total(
-    self, allowance: Allowance, held: Bool[Array, "B K T"]
+    self, allowance: Allowance, length: Int[Array, " B"], kv_heads: int
   ) -> Int[Array, " B"]:
     """Slots that the heads of a layer keep together; see `spread`."""
-    most = held.shape[1] * allowance.counts
-    length = jnp.sum(held[:, 0].astype(jnp.int32), axis=-1)
+    most = kv_heads * allowance.counts
+    if not isinstance(allowance.budget, Retention):
+      return most
     if self.retention_of == "middle":
       length = jnp.maximum(length - self.first - self.last, 0)
-    if isinstance(allowance.budget, Retention):
-      total = round_share(length * held.shape[1], allowance.budget.share)
-      return jnp.clip(total, held.shape[1], most)
-    return most
+    total = round_share(length * kv_heads, allowance.budget.share)
+    return jnp.clip(total, kv_heads, most)
 
-  def _sketches(
-    self, layer: int, kv_heads: int, seen: Activations
-  ) -> Float[Array, "K D k"] | None:
-    """One sketch per KV head, shared by the rows of a batch."""
-    key = jax.random.fold_in(jax.random.key(self.seed), layer)
-    dim = seen.keys.shape[-1]
-    return draw_sketches(self.sketch, key, kv_heads, dim, self.sketch_dim)
-
-  def _score_head(
-    self, head: Head, sketch: Float[Array, "D k"] | None
-  ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """Attention and leverage of the tokens that are scored."""
-    start = min(self._start, len(head.positions))
-    scored = self._scored(head.positions)[start:]
-    attention = noncausal_attention(
-      head.queries[:, start:],
-      head.cached_keys[start:],
-      head.values[start:],
-      scored,
-      chunk=self.chunk,
-      scale=self.scale,
-      value_norm=self.value_norm,
-      width=self.pool,
-    )
-    keys = head.block_keys_unrotated[start:].astype(jnp.float32)
-    outlier = chunked_leverage(
-      jnp.where(scored[:, None], keys, 0.0),
-      scored,
-      sketch,
-      self.solver,
-      self.center,
-      self.leverage_chunk,
-    )
-    return jnp.pad(attention, (start, 0)), jnp.pad(outlier, (start, 0))
-
-  @property
-  def _start(self) -> int:
-    """The first slot that is scored; slots of a whole prompt are positions."""
-    return 0 if self.score_ends else self.first
-
-  def _scored(self, positions: Int[Array, "*B T"]) -> Bool[Array, "*B T"]:
-    held = positions >= 0
-    return held if self.score_ends else held & ~self._ends(positions)
-
-  def _ends(self, positions: Int[Array, "*B T"]) -> Bool[Array, "*B T"]:
+  def _ends(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     """The first and last tokens, which always stay."""
-    held = positions >= 0
-    return held & ((positions < self.first) | (age(held) <= self.last))
+    ends = (cache.positions < self.first) | (age(cache.held) <= self.last)
+    return cache.held & ends

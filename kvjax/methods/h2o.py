@@ -2,21 +2,21 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.attention_mass import causal_mass
 from kvjax.activations import Activations
 from kvjax.layers import LayerCache
+from kvjax.methods.base import ScoringMethod
 from kvjax.methods.bounds import check_least, check_share
-from kvjax.methods.heads import Head, HeadwiseMethod, heads_of
-from kvjax.methods.snapkv import pool
+from kvjax.methods.heads import by_kv_head
+from kvjax.methods.snapkv import pool, value_norms
 from kvjax.selection import age, floor_share
 
 
 @dataclasses.dataclass(frozen=True)
-class H2O(HeadwiseMethod):
+class H2O(ScoringMethod):
   """Scores a token by the attention of all queries, averaged over the group.
 
   Source: Zhang et al., arXiv 2306.14048. The weights are summed by tiles of
@@ -41,19 +41,23 @@ class H2O(HeadwiseMethod):
     check_share(self, "recent_frac")
     check_least(self, recent=0)
 
-  def score_head(self, head: Head) -> Float[Array, " T"]:
+  def scores(
+    self, layer: int, cache: LayerCache, seen: Activations
+  ) -> Float[Array, "B K T"]:
     """Accumulated attention."""
-    scores = _received(head) if head.received is None else head.received
+    del layer
+    scores = cache.received
+    if scores is None:
+      scores = _received(cache, seen)
     if self.normalise:
       newest = jnp.maximum(
-        jnp.max(head.query_positions), jnp.max(head.positions)
+        jnp.max(seen.positions, axis=-1)[:, None],
+        jnp.max(cache.positions, axis=-1),
       )
-      observers = jnp.maximum(newest + 1 - head.positions, 1)
+      observers = jnp.maximum(newest[..., None] + 1 - cache.positions, 1)
       scores = scores / observers.astype(jnp.float32)
     if self.paper_postproc:
-      scores = pool(
-        scores * jnp.linalg.norm(head.values, axis=-1), head.held, 3, "avg"
-      )
+      scores = pool(scores * value_norms(cache), cache.held, 3, "avg")
     return scores
 
   def observe(
@@ -61,7 +65,7 @@ class H2O(HeadwiseMethod):
   ) -> LayerCache:
     """Adds the attention that the block's queries pay to every token."""
     del layer
-    received = jax.vmap(jax.vmap(_received))(heads_of(cache, seen))
+    received = _received(cache, seen)
     if cache.received is not None:
       received = cache.received + received
     return dataclasses.replace(cache, received=received)
@@ -79,9 +83,7 @@ class H2O(HeadwiseMethod):
     return held & (age(held) <= recent[..., None])
 
 
-def _received(head: Head) -> Float[Array, " T"]:
+def _received(cache: LayerCache, seen: Activations) -> Float[Array, "B K T"]:
   """Attention that the block's queries pay to every slot, group mean."""
-  mass = causal_mass(
-    head.queries, head.keys, head.query_positions, head.positions
-  )
-  return jnp.mean(mass, axis=0)
+  mass = causal_mass(seen.queries, cache.keys, seen.positions, cache.positions)
+  return jnp.mean(by_kv_head(mass, cache.keys.shape[1]), axis=2)

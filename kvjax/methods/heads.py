@@ -1,4 +1,4 @@
-"""Methods that judge one KV head at a time, and what a head offers them."""
+"""What a KV head, and the last queries of a layer, offer to methods."""
 
 import abc
 import dataclasses
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels.attention_mass import causal_mass
 from kvjax.activations import Activations
 from kvjax.layers import LayerCache
 from kvjax.methods.base import ScoringMethod
@@ -25,9 +26,6 @@ class Head:
     queries: the block's rotated queries of the G heads that read this head.
     query_positions: place of each query, -1 for padding.
     block_keys_unrotated: the block's keys before RoPE; padding holds anything.
-    received: attention received so far, the block's included, if remembered.
-    window_queries: the last W queries so far, the block's included, and
-    window_positions: their places, if remembered.
   """
 
   cached_keys: Float[Array, "*B T D"]
@@ -36,9 +34,6 @@ class Head:
   queries: Float[Array, "*B G S D"]
   query_positions: Int[Array, "*B S"]
   block_keys_unrotated: Float[Array, "*B S D"]
-  received: Float[Array, "*B T"] | None = None
-  window_queries: Float[Array, "*B G W D"] | None = None
-  window_positions: Int[Array, "*B W"] | None = None
 
   @property
   def held(self) -> Bool[Array, "*B T"]:
@@ -77,62 +72,58 @@ class HeadwiseMethod(ScoringMethod):
 
 def heads_of(cache: LayerCache, seen: Activations) -> Head:
   """All heads of a layer as one tree with leading axes B and K."""
-  batch, heads, length, dim = seen.queries.shape
+  batch, length = seen.positions.shape
   kv_heads = cache.positions.shape[1]
-  group = heads // kv_heads
-  window = cache.window
-
-  def per_head(positions: Int[Array, "B S"]) -> Int[Array, "B K S"]:
-    shape = (batch, kv_heads, positions.shape[1])
-    return jnp.broadcast_to(positions[:, None], shape)
-
   return Head(
     cached_keys=cache.keys,
     cached_values=cache.values,
     positions=cache.positions,
-    queries=seen.queries.reshape(batch, kv_heads, group, length, dim),
-    query_positions=per_head(seen.positions),
+    queries=by_kv_head(seen.queries, kv_heads),
+    query_positions=jnp.broadcast_to(
+      seen.positions[:, None], (batch, kv_heads, length)
+    ),
     block_keys_unrotated=seen.keys_unrotated,
-    received=cache.received,
-    window_queries=None
-    if window is None
-    else window.queries.reshape(batch, kv_heads, group, -1, dim),
-    window_positions=None if window is None else per_head(window.positions),
   )
 
 
+def by_kv_head(
+  x: Float[Array, "B N *D"], kv_heads: int
+) -> Float[Array, "B K G *D"]:
+  """What query heads have, by the KV head that they read."""
+  return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
+
+
 def window_queries(
-  head: Head, window: int
-) -> tuple[Float[Array, "G W D"], Int[Array, " W"]]:
-  """The last real queries in float32, and their positions.
+  cache: LayerCache, seen: Activations, window: int
+) -> tuple[Float[Array, "B N W D"], Int[Array, "B W"]]:
+  """The last real queries of every row, and their positions.
 
   Args:
-    head: one head; what it remembers goes before what the block holds.
+    cache: what it remembers goes before what the block holds.
+    seen: the block.
     window: how many; all of the block's where it is shorter. Where the row is
-      shorter, the rest are zero, with position -1.
+      shorter, the rest may be anything, with position -1.
   """
-  if head.window_queries is not None and head.window_positions is not None:
-    places = head.window_positions
-    queries = head.window_queries.astype(jnp.float32)
-    return jnp.where((places >= 0)[None, :, None], queries, 0.0), places
-  length = head.query_positions.shape[0]
+  if cache.window is not None:
+    return cache.window.queries, cache.window.positions
+  length = seen.positions.shape[1]
   size = min(window, length)
-  real = jnp.sum((head.query_positions >= 0).astype(jnp.int32))
+  real = jnp.sum((seen.positions >= 0).astype(jnp.int32), axis=1)
   start = jnp.clip(real - size, 0, length - size)
   take = jax.lax.dynamic_slice_in_dim
-  places = take(head.query_positions, start, size, axis=0)
-  queries = take(head.queries, start, size, axis=1).astype(jnp.float32)
-  return jnp.where((places >= 0)[None, :, None], queries, 0.0), places
+  return (
+    jax.vmap(lambda x, at: take(x, at, size, axis=1))(seen.queries, start),
+    jax.vmap(lambda x, at: take(x, at, size))(seen.positions, start),
+  )
 
 
-def window_attention(head: Head, window: int) -> Float[Array, "G W T"]:
-  """Causal softmax weights of the window's queries over all slots.
+def window_mass(
+  cache: LayerCache, seen: Activations, window: int
+) -> Float[Array, "B K G T"]:
+  """Attention that the last queries pay to every slot, summed over them.
 
-  Queries that do not exist have zero weights; see `window_queries`.
+  Float32; see `window_queries` and `kernels.attention_mass.causal_mass`.
   """
-  queries, places = window_queries(head, window)
-  logits = jnp.einsum("gwd,td->gwt", queries, head.keys)
-  logits = logits * queries.shape[-1] ** -0.5
-  seen = head.held[None] & (head.positions[None] <= places[:, None])
-  weights = jax.nn.softmax(logits, axis=-1, where=seen[None])
-  return jnp.where(seen[None], weights, 0.0)
+  queries, places = window_queries(cache, seen, window)
+  mass = causal_mass(queries, cache.keys, places, cache.positions)
+  return by_kv_head(mass, cache.keys.shape[1])

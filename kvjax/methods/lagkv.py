@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels.select import among_largest
 from kvjax.activations import Activations
 from kvjax.budgets import Budget, Retention
 from kvjax.errors import InputError
@@ -17,7 +18,7 @@ from kvjax.methods.bounds import check_least
 from kvjax.methods.heads import Head, heads_of
 from kvjax.methods.partitions import Partitions
 from kvjax.prompts import bucket_lengths
-from kvjax.selection import top_slots, true_slots
+from kvjax.selection import finite, top_slots, true_slots
 
 Mode = Literal["paper", "kvpress"]
 Reference = Literal["next", "own"]
@@ -180,11 +181,10 @@ class LagKV(Method):
     if self.mode == "kvpress":
       return self._best_of_row(parts, found, cache, allowance)
     must_keep = parts.collect(allowance.must_keep(cache), cache, found.shape[2])
-    found = jnp.where(must_keep, jnp.inf, found)
-    # Ties keep the lower position: rank from the best, stably.
-    rank = jnp.argsort(jnp.argsort(-found, axis=-1, stable=True), axis=-1)
-    each = self._each(parts, allowance)
-    best = parts.spread(rank < each[..., None, None])
+    found = jnp.where(must_keep, jnp.inf, finite(found))
+    each = self._each(parts, allowance)[..., None]
+    each = jnp.broadcast_to(each, found.shape[:-1])
+    best = parts.spread(among_largest(found, each))
     return true_slots(cache.held & (parts.fixed | best), allowance.capacity)
 
   def _each(self, parts: Partitions, allowance: Allowance) -> Int[Array, "B K"]:

@@ -6,17 +6,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kernels.sketch import from_chunks, leverage_rows, sketch
+
 Solver = Literal["svd", "qr", "eig", "chol"]
-Sketch = Literal["gaussian", "srht", "none"]
+Factor = Literal["gaussian", "srht", "none"]
 
 _EIG_FLOOR = 1e-6
 _CHOL_JITTER = 1e-2
 
 
-def draw_sketches(
-  kind: Sketch, key: Array, heads: int, dim: int, width: int
+def draw_factors(
+  kind: Factor, key: Array, heads: int, dim: int, width: int
 ) -> Float[Array, "K D k"] | None:
-  """An independent sketch for every KV head; None for keys as they are."""
+  """An independent factor for every KV head; None for keys as they are."""
   if kind == "none":
     return None
   draw = gaussian_sketch if kind == "gaussian" else hadamard_sketch
@@ -49,67 +51,57 @@ def hadamard_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
 
 
 def leverage(
-  keys: Float[Array, "T D"],
-  held: Bool[Array, " T"],
-  sketch: Float[Array, "D k"] | None,
+  keys: Float[Array, "B K T D"],
+  held: Bool[Array, "B K T"],
+  factor: Float[Array, "K D k"] | None,
   solver: Solver,
   center: bool,
-) -> Float[Array, " T"]:
+  chunk: int = 0,
+) -> Float[Array, "B K T"]:
   """Squared row norms of an orthonormal basis of the (sketched) keys.
 
   Args:
-    keys: float32, zero where nothing is held.
+    keys: may be anything where nothing is held.
     held: slots that hold a token.
-    sketch: right factor; None takes the keys as they are.
+    factor: right factor of each head; None takes the keys as they are.
     solver: "svd" drops directions of the Gram matrix that are rounding noise;
       "eig" lifts its eigenvalues to 1e-6; "chol" adds 1e-2 to its diagonal;
       "qr" orthogonalises the rows themselves.
     center: subtract the mean key first.
+    chunk: keys of a chunk, each of which stands alone; 0 is all keys.
 
   Returns:
-    Scores in [0, 1] that sum to the rank; zero where nothing is held.
+    Scores in [0, 1] that sum to the rank of a chunk; zero where nothing is
+    held.
   """
-  x = keys if sketch is None else keys @ sketch
-  if center:
-    count = jnp.maximum(jnp.sum(held.astype(jnp.float32)), 1.0)
-    x = x - jnp.sum(x, axis=0, keepdims=True) / count
-  x = jnp.where(held[:, None], x, 0.0)
+  sketched = sketch(keys, held, factor, chunk, center)
   if solver == "qr":
-    basis = jnp.linalg.qr(x)[0]
-    return jnp.where(held, jnp.sum(basis * basis, axis=1), 0.0)
-  gram = x.T @ x
+    basis = jnp.linalg.qr(sketched.rows(held, chunk))[0]
+    rows = from_chunks(jnp.sum(basis * basis, axis=-1), chunk, held.shape[2])
+    return jnp.where(held, rows, 0.0)
+  whitener = _whitener(sketched.gram, solver)
+  return leverage_rows(sketched, whitener, held, chunk)
+
+
+def _whitener(
+  gram: Float[Array, "*B k k"], solver: Solver
+) -> Float[Array, "*B k k"]:
+  """Matrices whose transpose times themselves is the inverse of `gram`."""
   if solver == "chol":
-    jitter = _CHOL_JITTER * jnp.eye(len(gram))
-    factor = jnp.linalg.cholesky(gram + jitter)
-    whitened = jax.scipy.linalg.solve_triangular(factor, x.T, lower=True)
-    return jnp.sum(whitened * whitened, axis=0)
+    eye = jnp.broadcast_to(jnp.eye(gram.shape[-1]), gram.shape)
+    factor = jnp.linalg.cholesky(gram + _CHOL_JITTER * eye)
+    return jax.scipy.linalg.solve_triangular(factor, eye, lower=True)
   values, vectors = jnp.linalg.eigh(gram)
-  projected = x @ vectors
-  return jnp.sum(projected * projected * _inverse(values, solver)[None], axis=1)
+  scale = jnp.sqrt(_inverse(values, solver))
+  return scale[..., None] * jnp.swapaxes(vectors, -1, -2)
 
 
-def chunked_leverage(
-  keys: Float[Array, "T D"],
-  held: Bool[Array, " T"],
-  sketch: Float[Array, "D k"] | None,
-  solver: Solver,
-  center: bool,
-  size: int,
-) -> Float[Array, " T"]:
-  """As `leverage`, for each chunk of `size` keys by itself; 0 is all keys."""
-  if size == 0:
-    return leverage(keys, held, sketch, solver, center)
-  length, dim = keys.shape
-  extra = -length % size
-  parts = jnp.pad(keys, ((0, extra), (0, 0))).reshape(-1, size, dim)
-  held = jnp.pad(held, (0, extra)).reshape(-1, size)
-  per_chunk = jax.vmap(lambda x, h: leverage(x, h, sketch, solver, center))
-  return per_chunk(parts, held).reshape(-1)[:length]
-
-
-def _inverse(values: Float[Array, " k"], solver: Solver) -> Float[Array, " k"]:
+def _inverse(
+  values: Float[Array, "*B k"], solver: Solver
+) -> Float[Array, "*B k"]:
   if solver == "eig":
     return 1.0 / jnp.maximum(values, _EIG_FLOOR)
-  noise = len(values) * jnp.finfo(jnp.float32).eps * jnp.max(values)
+  largest = jnp.max(values, axis=-1, keepdims=True)
+  noise = values.shape[-1] * jnp.finfo(jnp.float32).eps * largest
   real = values > jnp.maximum(noise, 1e-12)
   return jnp.where(real, 1.0 / jnp.where(real, values, 1.0), 0.0)

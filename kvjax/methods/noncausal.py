@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kernels.attention_mass import chunk_mass
+from kvjax.methods.heads import by_kv_head
 from kvjax.methods.snapkv import pool
 
 Scale = Literal["one", "rsqrt_d"]
@@ -13,16 +14,16 @@ ValueNorm = Literal["l2", "l1", "none"]
 
 
 def noncausal_attention(
-  queries: Float[Array, "G T D"],
-  keys: Float[Array, "T D"],
-  values: Float[Array, "T D"],
-  held: Bool[Array, " T"],
+  queries: Float[Array, "B N T D"],
+  keys: Float[Array, "B K T D"],
+  values: Float[Array, "B K T D"],
+  held: Bool[Array, "B K T"],
   *,
   chunk: int,
   scale: Scale,
   value_norm: ValueNorm,
   width: int,
-) -> Float[Array, " T"]:
+) -> Float[Array, "B K T"]:
   """Attention that a key receives from all queries of its own chunk.
 
   Column sums of softmax(scale q.k), group mean, times the norm of the value,
@@ -31,10 +32,10 @@ def noncausal_attention(
   Source: Chari and Van Durme, arXiv 2507.08143, Section 3.
 
   Args:
-    queries: rotated queries of one KV head's group, one for every key.
+    queries: rotated queries, one for every key.
     keys: rotated keys.
     values: float32, zero where nothing is held.
-    held: slots that ask and receive.
+    held: slots that ask and receive; other queries and keys may hold anything.
     chunk: C, tokens per chunk; the last one may be shorter.
     scale: of the logits: 1, or 1 / sqrt(D).
     value_norm: "l2", "l1", or "none".
@@ -42,7 +43,7 @@ def noncausal_attention(
   """
   factor = 1.0 if scale == "one" else queries.shape[-1] ** -0.5
   mass = chunk_mass(queries, keys, held, chunk, factor)
-  scores = jnp.mean(mass, axis=0)
+  scores = jnp.mean(by_kv_head(mass, keys.shape[1]), axis=2)
   if value_norm != "none":
     order = 2 if value_norm == "l2" else 1
     scores = scores * jnp.linalg.norm(values, ord=order, axis=-1)

@@ -8,13 +8,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels.select import largest, named_slots
 from kvjax.activations import Activations
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
 from kvjax.methods import prototypes as proto
 from kvjax.methods.base import Allowance, Method
 from kvjax.methods.bounds import check_least
-from kvjax.methods.heads import Head, heads_of, window_attention, window_queries
+from kvjax.methods.heads import (
+  Head,
+  by_kv_head,
+  heads_of,
+  window_mass,
+  window_queries,
+)
 from kvjax.methods.ranking import (
   Cut,
   Ranking,
@@ -108,8 +115,9 @@ class ProtoKV(Method):
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
     index = jnp.arange(heads.positions.shape[1])
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
+    given = self._given(heads, cache, seen)
     per_head = jax.vmap(self._rank_head)
-    return jax.vmap(per_head, in_axes=(0, None))(heads, keys)
+    return jax.vmap(per_head, in_axes=(0, 0, None))(heads, given, keys)
 
   def select(
     self, found: Ranking, cache: LayerCache, allowance: Allowance
@@ -126,7 +134,9 @@ class ProtoKV(Method):
     kept = jax.vmap(jax.vmap(fit))(found, room)
     return true_slots(window | must_keep | (prefix & kept), allowance.capacity)
 
-  def _rank_head(self, head: Head, rng: Array) -> Ranking:
+  def _rank_head(
+    self, head: Head, given: Float[Array, " T"], rng: Array
+  ) -> Ranking:
     keys = head.keys
     prefix = head.held & (age(head.held) > self.window)
     dev = proto.deviation(keys, prefix, self.neighbours, self.include_self)
@@ -136,11 +146,10 @@ class ProtoKV(Method):
       return ranked(alone, jnp.zeros(1), prefix, dev)
     centers, exists = self._centers(keys, prefix, dev, rng)
     cluster = proto.nearest(keys, centers, exists)
-    own = self._own_scores(head)
     mean = self.score.endswith("mean")
-    worth = cluster_worth(own, cluster, prefix, len(centers), mean)
-    index = jnp.arange(len(own), dtype=jnp.float32)
-    inside = -index if self.cut == "position" else own
+    worth = cluster_worth(given, cluster, prefix, len(centers), mean)
+    index = jnp.arange(len(given), dtype=jnp.float32)
+    inside = -index if self.cut == "position" else given
     return ranked(cluster, worth, prefix, inside)
 
   def _centers(
@@ -152,18 +161,18 @@ class ProtoKV(Method):
   ) -> tuple[Float[Array, "P D"], Bool[Array, " P"]]:
     if self.clusters == "kmeans":
       return proto.kmeans(keys, prefix, rng, self.prototypes, self.iterations)
+    most = min(max(self.anchors, 1), len(keys))
     masked = jnp.where(prefix, dev, -jnp.inf)
-    best, slots = jax.lax.top_k(masked, min(max(self.anchors, 1), len(keys)))
-    valid = jnp.isfinite(best)
+    slots = largest(masked, jnp.asarray(most), most)
     hashed = proto.buckets(
-      keys, slots, valid, rng, self.bits, self.hash, self.sigma
+      keys, slots, slots >= 0, rng, self.bits, self.hash, self.sigma
     )
     if self.clusters == "lsh":
       groups = jnp.where(prefix, hashed, -1)
       return proto.prototypes(keys, groups, 2**self.bits)
     anchor = jnp.zeros(prefix.shape, bool)
     if self.anchors:
-      anchor = anchor.at[slots].set(valid)
+      anchor = named_slots(slots, len(keys))
     rest = prefix & ~anchor
     plain = self.prototypes - self._anchor_prototypes
     size = jnp.sum(rest.astype(jnp.int32))
@@ -171,12 +180,18 @@ class ProtoKV(Method):
     groups = jnp.where(anchor, plain + hashed, chunk)
     return proto.prototypes(keys, groups, self.prototypes)
 
-  def _own_scores(self, head: Head) -> Float[Array, " T"]:
-    """What the window's queries of the whole group give each token."""
+  def _given(
+    self, heads: Head, cache: LayerCache, seen: Activations
+  ) -> Float[Array, "B K T"]:
+    """What the window's queries of a whole group give each token."""
     if self.score.startswith("attn"):
-      return jnp.sum(window_attention(head, self.window), axis=(0, 1))
-    queries, _ = window_queries(head, self.window)
-    return head.keys @ jnp.sum(queries, axis=(0, 1))
+      return jnp.sum(window_mass(cache, seen, self.window), axis=2)
+    queries, places = window_queries(cache, seen, self.window)
+    asked = (places >= 0)[:, None, :, None]
+    queries = jnp.where(asked, queries.astype(jnp.float32), 0.0)
+    queries = by_kv_head(queries, cache.keys.shape[1])
+    total = jnp.sum(queries, axis=(2, 3))
+    return jnp.einsum("bktd,bkd->bkt", heads.keys, total)
 
   @property
   def _anchor_prototypes(self) -> int:

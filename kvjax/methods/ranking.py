@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels.select import among_largest
+from kvjax.selection import finite
 from kvjax.struct import struct
 
 Cut = Literal["score", "position", "skip", "none"]
@@ -13,15 +15,15 @@ Cut = Literal["score", "position", "skip", "none"]
 
 @struct
 class Ranking:
-  """Prefix tokens in the order in which they are kept.
+  """The order in which clusters, and the tokens of a cluster, are kept.
 
   Attributes:
-    place: each token's place in that order; T for tokens outside the prefix.
+    inside: a token's worth inside its cluster; -inf outside the prefix.
     cluster: the place of each token's cluster among the clusters.
     sizes: tokens of each cluster, best cluster first.
   """
 
-  place: Int[Array, "*B T"]
+  inside: Float[Array, "*B T"]
   cluster: Int[Array, "*B T"]
   sizes: Int[Array, "*B P"]
 
@@ -57,8 +59,10 @@ def ranked(
   prefix: Bool[Array, " T"],
   inside: Float[Array, " T"],
 ) -> Ranking:
-  """Tokens by their cluster's worth, then by `inside`, then by position."""
-  index = jnp.arange(len(prefix), dtype=jnp.int32)
+  """Clusters by their worth, and tokens by `inside` in each of them.
+
+  Where either is equal, the first comes first.
+  """
   best_first = jnp.argsort(-worth, stable=True)
   rank = (
     jnp.zeros_like(best_first)
@@ -66,12 +70,10 @@ def ranked(
     .set(jnp.arange(len(worth), dtype=best_first.dtype))
   )
   mine = jnp.where(prefix, rank[cluster].astype(jnp.int32), len(worth))
-  order = jax.lax.sort((mine, -inside, index), num_keys=3)[2]
-  place = jnp.zeros_like(index).at[order].set(index)
   ones = prefix.astype(jnp.int32)
   sizes = jax.ops.segment_sum(ones, mine, len(worth) + 1)[:-1]
   return Ranking(
-    jnp.where(prefix, place, len(prefix)),
+    jnp.where(prefix, finite(inside), -jnp.inf),
     jnp.minimum(mine, len(worth) - 1),
     sizes,
   )
@@ -87,10 +89,14 @@ def fitting(
     room: how many may be kept.
     cut: what becomes of the first cluster that does not fit; see `ProtoKV`.
   """
-  if cut in ("score", "position"):
-    return found.place < room
+  ends = jnp.cumsum(found.sizes)
   if cut == "none":
-    return jnp.cumsum(found.sizes)[found.cluster] <= room
+    return ends[found.cluster] <= room
+  if cut in ("score", "position"):
+    whole = jnp.sum((ends <= room).astype(jnp.int32))
+    full = jnp.max(ends, initial=0, where=ends <= room)
+    of_cut = jnp.where(found.cluster == whole, found.inside, -jnp.inf)
+    return (found.cluster < whole) | among_largest(of_cut, room - full)
 
   def visit(
     left: Int[Array, ""], size: Int[Array, ""]

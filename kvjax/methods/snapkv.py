@@ -1,15 +1,19 @@
 """SnapKV: the last queries vote for the prefix."""
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels.select import true_slots
+from kvjax.activations import Activations
 from kvjax.layers import LayerCache
+from kvjax.methods.base import ScoringMethod
 from kvjax.methods.bounds import check_least, check_odd
-from kvjax.methods.heads import Head, HeadwiseMethod, window_attention
+from kvjax.methods.heads import window_mass
 from kvjax.selection import age
 
 Pooling = Literal["avg", "max"]
@@ -17,7 +21,7 @@ Group = Literal["mean", "max"]
 
 
 @dataclasses.dataclass(frozen=True)
-class SnapKV(HeadwiseMethod):
+class SnapKV(ScoringMethod):
   """Keeps the observation window and the prefix tokens that it attends to.
 
   vote_i is the attention that the last W queries pay to prefix token i, summed
@@ -52,19 +56,20 @@ class SnapKV(HeadwiseMethod):
     """W."""
     return self.window
 
-  def score_head(self, head: Head) -> Float[Array, " T"]:
+  def scores(
+    self, layer: int, cache: LayerCache, seen: Activations
+  ) -> Float[Array, "B K T"]:
     """Pooled votes; the window itself gets none."""
-    weights = window_attention(head, self.window)
-    votes = jnp.sum(weights, axis=1)
+    del layer
+    held = cache.held
+    votes = window_mass(cache, seen, self.window)
     reduce = jnp.mean if self.group == "mean" else jnp.max
-    prefix = head.held & (age(head.held) > self.window)
-    votes = jnp.where(prefix, reduce(votes, axis=0), 0.0)
+    prefix = held & (age(held) > self.window)
+    votes = jnp.where(prefix, reduce(votes, axis=2), 0.0)
     if self.paper_postproc:
-      votes = pool(
-        votes * jnp.linalg.norm(head.values, axis=-1), head.held, 3, "avg"
-      )
+      votes = pool(votes * value_norms(cache), held, 3, "avg")
       votes = jnp.where(prefix, votes, 0.0)
-    return pool(votes, head.held, self.kernel, self.pooling)
+    return pool(votes, held, self.kernel, self.pooling)
 
   def protected(
     self, cache: LayerCache, counts: Int[Array, "B #K"]
@@ -75,12 +80,18 @@ class SnapKV(HeadwiseMethod):
     return held & (age(held) <= self.window)
 
 
+def value_norms(cache: LayerCache) -> Float[Array, "B K T"]:
+  """Float32 |v_i| of every slot, 0 where it is empty."""
+  norms = jnp.linalg.norm(cache.values.astype(jnp.float32), axis=-1)
+  return jnp.where(cache.held, norms, 0.0)
+
+
 def pool(
-  votes: Float[Array, " T"],
-  held: Bool[Array, " T"],
+  votes: Float[Array, "B K T"],
+  held: Bool[Array, "B K T"],
   kernel: int,
   pooling: Pooling,
-) -> Float[Array, " T"]:
+) -> Float[Array, "B K T"]:
   """Pools over neighbouring tokens; stride 1, zeros beyond the ends.
 
   Args:
@@ -91,15 +102,15 @@ def pool(
   """
   if kernel == 1:
     return votes
-  slots = len(votes)
-  order = jnp.sort(jnp.where(held, jnp.arange(slots), slots))
-  in_order = jnp.where(order < slots, votes[jnp.minimum(order, slots - 1)], 0.0)
+  order = true_slots(held, held.shape[-1])
+  take = functools.partial(jnp.take_along_axis, axis=-1)
+  in_order = jnp.where(order >= 0, take(votes, jnp.maximum(order, 0)), 0.0)
   start, operation = (
     (0.0, jax.lax.add) if pooling == "avg" else (-jnp.inf, jax.lax.max)
   )
   pooled = jax.lax.reduce_window(
-    in_order, jnp.float32(start), operation, (kernel,), (1,), "SAME"
+    in_order, jnp.float32(start), operation, (1, 1, kernel), (1, 1, 1), "SAME"
   )
-  number = jnp.cumsum(held.astype(jnp.int32)) - 1
-  pooled = pooled[jnp.maximum(number, 0)]
+  number = jnp.cumsum(held.astype(jnp.int32), axis=-1) - 1
+  pooled = take(pooled, jnp.maximum(number, 0))
   return pooled / kernel if pooling == "avg" else pooled

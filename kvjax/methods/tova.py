@@ -3,14 +3,13 @@
 import dataclasses
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.layers import LayerCache
 from kvjax.methods.base import ScoringMethod
-from kvjax.methods.heads import Head, heads_of, window_attention
+from kvjax.methods.heads import window_mass
 from kvjax.selection import age
 
 Scope = Literal["layer", "group"]
@@ -42,12 +41,7 @@ class Tova(ScoringMethod):
   ) -> Float[Array, "B K T"]:
     """Attention weights of the last query, averaged over heads."""
     del layer
-
-    def score_head(head: Head) -> Float[Array, " T"]:
-      weights = window_attention(head, 1)
-      return jnp.mean(weights[:, 0], axis=0)
-
-    scores = jax.vmap(jax.vmap(score_head))(heads_of(cache, seen))
+    scores = jnp.mean(window_mass(cache, seen, 1), axis=2)
     if self.scope == "group":
       return scores
     mean = jnp.mean(scores, axis=1, keepdims=True)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+from kernels.select import largest, named_slots, true_slots
 from kvjax.budgets import Budget
 from kvjax.errors import InputError
 from kvjax.methods.bounds import check_choices, check_least
@@ -70,18 +71,61 @@ class Prompt:
 
 
 @struct
+class Waiting:
+  """One KV head's resident tokens that will be looked up one day.
+
+  Attributes:
+    keys: float32 keys; zero where there is none.
+    numbers: which number each has, here and as long as it is stored; -1 for
+      none, or one that the query does not see.
+  """
+
+  keys: Float[Array, "*B W D"]
+  numbers: Int[Array, "*B W"]
+
+
+@struct
 class Store:
   """One KV head's keys that may be looked up.
+
+  An index may name a slot of the prompt, and those tokens that come later by
+  numbers that they have before they are stored.
 
   Attributes:
     keys: rotated keys in the cache's dtype; what is not held holds anything.
       They may live on the host, where `gathered` and
       `kvjax.placement.to_device` read them.
     held: which slots hold a token.
+    later: the numbers of the last E slots, where tokens come to them after the
+      prompt; of a slot before them the number is its place.
+    waiting: tokens that will come.
   """
 
   keys: Float[Array, "*B F D"]
   held: Bool[Array, "*B F"]
+  later: Int[Array, "*B E"] | None = None
+  waiting: Waiting | None = None
+
+  def slots(self, numbers: Int[Array, " M"]) -> Int[Array, " U"]:
+    """Slots of what is stored of these numbers: ascending, once each, then -1.
+
+    U is M, or F where that is less.
+    """
+    slots = self.held.shape[0]
+    named = named_slots(numbers, slots)
+    if self.later is not None:
+      first = slots - self.later.shape[0]
+      later = named[self.later] & self.held[first:]
+      named = jnp.concatenate([named[:first], later])
+    return true_slots(named, min(numbers.shape[0], slots))
+
+  def numbers(self, slots: Int[Array, " M"]) -> Int[Array, " M"]:
+    """The inverse, for each slot; -1 for slot -1."""
+    if self.later is None:
+      return slots
+    first = self.held.shape[0] - self.later.shape[0]
+    later = self.later[jnp.maximum(slots - first, 0)]
+    return jnp.where(slots < first, slots, later)
 
   def gathered(self, slots: Int[Array, " M"]) -> Float[Array, "M D"]:
     """Float32 keys of some slots; zero for slot -1."""
@@ -116,8 +160,9 @@ class Retrieval(abc.ABC):
   """Keeps a whole prompt and reads for each token what it looks up.
 
   A retrieval method is a hashable value: its fields are its hyper-parameters.
-  The first and the last tokens of the prompt and all that comes after it are
-  resident: every token attends to them. The others are stored; `index`
+  The first and the last tokens of the prompt and all that comes after it, or
+  the newest of both, are resident: every token attends to them. The others are
+  stored; `index`
   prepares them when the prompt is known, and `retrieve` names those that a
   token reads. Both are functions of one KV head of one row.
 
@@ -161,6 +206,14 @@ class Retrieval(abc.ABC):
   def latest(self, length: Int[Array, "*B"]) -> Int[Array, "*B"]:
     """How many of the last tokens of a prompt of this length are resident."""
     return jnp.full(length.shape, self.local, jnp.int32)
+
+  @property
+  def ring(self) -> int:
+    """Places of resident tokens beside the sinks; 0 for as many as come.
+
+    The oldest is stored when a new one comes and all places are taken.
+    """
+    return 0
 
   @abc.abstractmethod
   def index(self, prompt: Prompt, reads: Reads) -> PyTree[Array]:
@@ -206,25 +259,13 @@ class Retrieval(abc.ABC):
 def best_slots(
   scores: Float[Array, "*B F"], held: Bool[Array, "*B F"], reads: Reads
 ) -> Int[Array, "*B M"]:
-  """The held slots of the highest scores, best first, then -1.
+  """The held slots of the highest scores, in ascending order, then -1.
 
   Equal scores prefer the lower slot.
   """
   most = min(reads.most, scores.shape[-1])
-  return ranked_slots(scores, held, most, reads.count)
-
-
-def ranked_slots(
-  scores: Float[Array, "*B F"],
-  held: Bool[Array, "*B F"],
-  most: int,
-  count: Int[Array, "*B"],
-) -> Int[Array, "*B M"]:
-  """As `best_slots`: `count` of them in `most` places."""
-  scores = jnp.where(held & jnp.isfinite(scores), scores, -jnp.inf)
-  best, slots = jax.lax.top_k(scores, most)
-  wanted = jnp.arange(most) < count[..., None]
-  return jnp.where(wanted & (best > -jnp.inf), slots, -1)
+  scores = jnp.where(held, scores, -jnp.inf)
+  return largest(scores, reads.count, most)
 
 
 def attention_worth(

@@ -39,6 +39,7 @@ class Clusters:
     starts = jnp.cumsum(self.sizes) - self.sizes
 
     def listed(worth: Float[Array, " C"]) -> Int[Array, " M"]:
+      # The best first: the last that is read may be read in part.
       order = jnp.argsort(-jnp.where(jnp.isfinite(worth), worth, -jnp.inf))
       sizes = self.sizes[order]
       ends = jnp.cumsum(sizes)
@@ -101,5 +102,7 @@ class Clustered(Retrieval):
     return Clusters(
       means.astype(prompt.head.cached_keys.dtype),
       sizes,
+      # What belongs together side by side; to list the slots of each cluster
+      # for itself would look at all of them for every cluster.
       jnp.argsort(cluster).astype(jnp.int32),
     )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels.select import largest
 from kvjax.errors import InputError
 from kvjax.methods.bounds import check_least
 from kvjax.methods.heads import Head
@@ -19,7 +20,6 @@ from kvjax.retrieval.base import (
   Retrieval,
   Store,
   attention_worth,
-  ranked_slots,
 )
 from kvjax.selection import exact_share, floor_share
 from kvjax.struct import struct
@@ -38,8 +38,8 @@ class Lists:
 
   Attributes:
     centroids: queries of norm 1, one for each head that reads the KV head.
-    slots: of each centroid, the keys that it attends to most, best first; -1
-      for none.
+    slots: of each centroid, the keys that it attends to most, once each; -1
+      for none. What comes to be stored later has a number before; see `Store`.
     size: how many centroids the ring has; the others are empty.
     oldest: the one to be replaced next.
   """
@@ -66,7 +66,14 @@ class CTkvr(Retrieval):
   3. takes the place of the oldest centroid, with the best rho of what it
      recalled as its list.
 
-  Source: CTkvr, sections 4.1-4.3; the ring is its dynamic centroid update.
+  With `max_resident`, the oldest resident token but the sinks is stored when
+  it must make room for a new one. So that it is found then, lists name resident
+  keys before: no keys but the sinks are left out of those of the prompt, and a
+  token lists the best rho of what it recalled and of the resident ones up to
+  itself. What is still resident is not recalled.
+
+  Source: CTkvr, sections 4.1-4.3; the ring is its dynamic centroid update. Of
+  what happens to resident tokens in the long run it says nothing.
 
   Attributes:
     centroids: C; 0 is a sixteenth of the prompt, at most 2,048.
@@ -80,6 +87,8 @@ class CTkvr(Retrieval):
     causal: centroids list keys of their own past only.
     mask: resident keys leave the lists "before" they are cut to rho keys, or
       "after".
+    max_resident: most resident tokens of a row and KV head, sinks included; 0
+      for no limit.
     seed: of the random choice.
   """
 
@@ -91,6 +100,7 @@ class CTkvr(Retrieval):
   update: bool = True
   causal: bool = False
   mask: Literal["before", "after"] = "before"
+  max_resident: int = 0
   seed: int = 0
 
   def __post_init__(self) -> None:
@@ -100,6 +110,31 @@ class CTkvr(Retrieval):
       raise InputError(
         f"list_ratio must be {_MOST_RATIO} or less; {self.list_ratio:g} is not."
       )
+    if self.max_resident:
+      self._check_ring()
+
+  def _check_ring(self) -> None:
+    least = self.sinks + self.local + 1
+    if self.max_resident < least:
+      raise InputError(
+        f"max_resident must be {least} or more, for sinks, local tokens and a "
+        f"new one, or 0 for no limit; {self.max_resident} is not."
+      )
+    if not self.update:
+      raise InputError(
+        "max_resident stores tokens that only later centroids can list; it "
+        "needs update=true."
+      )
+    if self.offload:
+      raise InputError(
+        "max_resident stores tokens while decoding, and what offload=true "
+        "leaves with the host is only read there; choose one of the two."
+      )
+
+  @property
+  def ring(self) -> int:
+    """What `max_resident` leaves beside the sinks."""
+    return self.max_resident - self.sinks if self.max_resident else 0
 
   def index(self, prompt: Prompt, reads: Reads) -> Lists:
     """Centroids and their lists."""
@@ -117,18 +152,21 @@ class CTkvr(Retrieval):
     queries = head.queries[:, chosen].astype(jnp.float32)
     queries = jnp.where(real[None, :, None], queries, 0.0)
     longest = math.floor(exact_share(self.list_ratio) * reads.most)
-    rho = min(longest, prompt.end - prompt.start)
+    rho = longest if self.ring else min(longest, prompt.end - prompt.start)
     tile = max(1, _LOGITS // head.positions.shape[0])
     wanted = self._list_length(reads)
 
-    keys = head.keys
+    keys, numbers = head.keys, self._numbers(prompt)
 
     def listed(
       pair: tuple[Float[Array, "G D"], Int[Array, ""]],
     ) -> Int[Array, " R"]:
       query, position = pair
       worth = attention_worth(query, keys, self._seen(head, position))
-      return self._listed(prompt, worth, rho, wanted)
+      if self.mask == "before":
+        worth = jnp.where(numbers >= 0, worth, -jnp.inf)
+      slots = largest(worth, wanted, rho)
+      return jnp.where(slots >= 0, numbers[slots], -1)
 
     slots = jax.lax.map(
       listed, (jnp.swapaxes(queries, 0, 1), chosen), batch_size=min(tile, most)
@@ -149,23 +187,25 @@ class CTkvr(Retrieval):
   ) -> tuple[Found, tuple[Float[Array, "G D"], Int[Array, " R"]]]:
     """Recall, then rerank; the news are a centroid and its list."""
     direction = unit(queries)
-    recalled = self._recalled(index, direction, store.held.shape[0])
-    worth = attention_worth(queries, store.gathered(recalled), recalled >= 0)
-    width = recalled.shape[0]
-    order = ranked_slots(worth, recalled >= 0, width, jnp.asarray(width))
-    ranked = jnp.where(order >= 0, recalled[order], -1)
+    recalled = store.slots(self._recalled(index, direction))
+    keys, numbers = store.gathered(recalled), store.numbers(recalled)
+    worth = attention_worth(queries, keys, recalled >= 0)
 
-    def first(most: int, count: Array) -> Int[Array, " R"]:
-      best = jnp.where(jnp.arange(width) < count, ranked, -1)[:most]
-      missing = most - best.shape[0]
-      return jnp.pad(best, (0, missing), constant_values=-1)
+    def best(
+      names: Int[Array, " U"], count: Int[Array, ""], most: int
+    ) -> Int[Array, " R"]:
+      places = largest(worth, count, most)
+      return jnp.where(places >= 0, names[places], -1)
 
-    best = first(reads.most, reads.count) if self.rerank else ranked
-    news = first(index.slots.shape[-1], self._list_length(reads))
-    return Found(best[None]), (
-      direction.astype(index.centroids.dtype),
-      news,
-    )
+    read = recalled
+    if self.rerank:
+      read = best(recalled, reads.count, reads.most)
+    if store.waiting is not None:
+      keys = jnp.concatenate([keys, store.waiting.keys])
+      numbers = jnp.concatenate([numbers, store.waiting.numbers])
+      worth = attention_worth(queries, keys, numbers >= 0)
+    news = best(numbers, self._list_length(reads), index.slots.shape[-1])
+    return Found(read[None]), (direction.astype(index.centroids.dtype), news)
 
   def updated(
     self,
@@ -223,8 +263,8 @@ class CTkvr(Retrieval):
       key = prompt.key(self.seed)
       keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
       draws = jax.vmap(jax.random.uniform)(keys)
-      order = jnp.argsort(jnp.where(number < tokens, draws, 2.0))
-      chosen = jnp.sort(jnp.where(number < size, order, length))
+      lowest = jnp.where(number < tokens, -draws, -jnp.inf)
+      chosen = largest(lowest, size, length)
     return jnp.clip(chosen, 0, length - 1)
 
   def _seen(self, head: Head, position: Int[Array, ""]) -> Bool[Array, " T"]:
@@ -233,41 +273,26 @@ class CTkvr(Retrieval):
       head.held & (head.positions <= position) if self.causal else head.held
     )
 
-  def _listed(
-    self,
-    prompt: Prompt,
-    worth: Float[Array, " T"],
-    rho: int,
-    wanted: Int[Array, ""],
-  ) -> Int[Array, " R"]:
-    """The keys that a centroid attends to most, if they may be looked up.
-
-    Args:
-      prompt: whose keys.
-      worth: of all of them; -inf for those that the centroid does not rank.
-      rho: length of a list.
-      wanted: how much of it is filled.
-    """
-    if self.mask == "before":
-      worth = worth[prompt.start : prompt.end]
-      return ranked_slots(worth, prompt.stored, rho, wanted)
-    slots = ranked_slots(worth, prompt.head.held, rho, wanted)
-    stored = prompt.lookup[slots] & (slots >= 0)
-    return jnp.where(stored, slots - prompt.start, -1)
+  def _numbers(self, prompt: Prompt) -> Int[Array, " T"]:
+    """What lists call each slot; -1 for what they must not name."""
+    slots = prompt.lookup.shape[0]
+    number = jnp.arange(slots, dtype=jnp.int32) - prompt.start
+    stored = jnp.where(prompt.lookup, number, -1)
+    if not self.ring:
+      return stored
+    # The resident ones behind them are numbered from where the stored end.
+    empty = prompt.end - prompt.start - jnp.sum(prompt.lookup.astype(jnp.int32))
+    waiting = prompt.head.held & (number >= 0) & ~prompt.lookup
+    return jnp.where(waiting, number + empty, stored)
 
   def _recalled(
-    self, index: Lists, direction: Float[Array, "G D"], slots: int
-  ) -> Int[Array, " U"]:
-    """What the nearest centroids list, each slot once, ascending, then -1."""
+    self, index: Lists, direction: Float[Array, "G D"]
+  ) -> Int[Array, " M"]:
+    """What the nearest centroids list."""
     centroids = index.centroids.astype(jnp.float32)
     near = jnp.max(jnp.einsum("gcd,gd->gc", centroids, direction), axis=0)
     real = jnp.arange(near.shape[0]) < index.size
     probes = min(self.probes, near.shape[0])
-    lists = ranked_slots(near, real, probes, jnp.asarray(probes))
-    found = jnp.where(lists[:, None] >= 0, index.slots[lists], -1).reshape(-1)
-    found = jnp.sort(jnp.where(found >= 0, found, slots))
-    again = jnp.concatenate([jnp.zeros(1, bool), found[1:] == found[:-1]])
-    found = jnp.where(again, slots, found)
-    if found.shape[0] > slots:
-      found = jnp.sort(found)[:slots]
-    return jnp.where(found < slots, found, -1)
+    near = jnp.where(real, near, -jnp.inf)
+    lists = largest(near, jnp.asarray(probes), probes)
+    return jnp.where(lists[:, None] >= 0, index.slots[lists], -1).reshape(-1)

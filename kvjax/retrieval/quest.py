@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from kernels.select import largest
 from kvjax.methods.bounds import check_least
 from kvjax.retrieval.base import (
   Found,
@@ -14,7 +15,6 @@ from kvjax.retrieval.base import (
   Reads,
   Retrieval,
   Store,
-  ranked_slots,
 )
 from kvjax.struct import struct
 
@@ -80,7 +80,7 @@ class Paged(Retrieval):
     table = jnp.where(self.pages(held), slots.reshape(-1, self.page), -1)
 
     def listed(scores: Float[Array, " P"]) -> Int[Array, " M"]:
-      pages = ranked_slots(scores, filled, most, count)
+      pages = largest(jnp.where(filled, scores, -jnp.inf), count, most)
       return jnp.where((pages >= 0)[:, None], table[pages], -1).reshape(-1)
 
     return jax.vmap(listed)(scores)

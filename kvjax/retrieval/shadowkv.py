@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kernels.select import among_largest
 from kvjax.methods.bounds import check_least
 from kvjax.methods.prototypes import unit
 from kvjax.retrieval.base import (
@@ -13,7 +14,6 @@ from kvjax.retrieval.base import (
   Reads,
   Store,
   attention_worth,
-  ranked_slots,
 )
 from kvjax.retrieval.quest import Paged
 from kvjax.struct import struct
@@ -71,11 +71,10 @@ class ShadowKV(Paged):
     means = jnp.sum(keys, axis=1) / count[:, None]
     cosine = jnp.einsum("pcd,pd->pc", unit(keys), unit(means))
     least = jnp.min(cosine, axis=1, where=held, initial=jnp.inf)
-    most = min(self.outliers, len(means))
-    worst = ranked_slots(-least, filled, most, jnp.asarray(most))
+    unlike = jnp.where(filled, -least, -jnp.inf)
     return Landmarks(
       means.astype(prompt.head.cached_keys.dtype),
-      jnp.isin(jnp.arange(len(means)), worst),
+      among_largest(unlike, jnp.asarray(self.outliers)),
     )
 
   def retrieve(

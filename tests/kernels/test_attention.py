@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.attention import attention, chunked
+from kernels.quantised import Quantised, dequantise, quantise
 
 
 def block(seed, B, N, K, S, T, D, dtype="float32"):
@@ -75,6 +76,23 @@ def test_bfloat16_stays_close_to_float32():
   )
 
 
+@pytest.mark.parametrize("small", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("S", [1, 70])
+def test_eight_bits_are_made_whole_a_chunk_at_a_time(monkeypatch, S, small):
+  monkeypatch.setattr(chunked, "WHOLE", 32)
+  q, k, v, queries, places = block(6, 2, 4, 2, S, 101, 8)
+  k, v = (quantise(jnp.nan_to_num(x), small) for x in (k, v))
+  whole = [dequantise(x, "float32") for x in (k, v)]
+  k, v = (
+    Quantised(x.qvalue, jnp.where(places[..., None] < 0, jnp.nan, x.scale))
+    for x in (k, v)
+  )
+  ours = jax.jit(attention)(q, k, v, queries, places)
+  for keys, values in [(k, v), whole]:
+    reference = attention(q, keys, values, queries, places, "reference")
+    np.testing.assert_allclose(ours, reference, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
 def test_a_query_that_sees_nothing_gets_zeros(implementation):
   q, k, v, queries, places = block(4, 1, 2, 1, 3, 9, 8)
@@ -113,3 +131,18 @@ def test_memory_is_linear_in_the_prompt():
   inputs = heads * length * 8 * 4
   assert temporary < 3 * chunk_logits + 4 * inputs
   assert temporary < heads * length * length * 4 / 50
+
+
+def test_a_cache_of_eight_bits_is_never_whole():
+  length, heads, dim = 2**16, 2, 64
+  shapes = jax.eval_shape(
+    lambda: (
+      jnp.zeros((1, heads, 1, dim)),
+      *(quantise(jnp.zeros((1, heads, length, dim)), "int8") for _ in "kv"),
+      jnp.zeros((1, 1), jnp.int32),
+      jnp.zeros((1, heads, length), jnp.int32),
+    )
+  )
+  compiled = jax.jit(attention).lower(*shapes).compile()
+  temporary = compiled.memory_analysis().temp_size_in_bytes
+  assert temporary < heads * length * dim  # a quarter of the keys, whole

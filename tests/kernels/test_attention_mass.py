@@ -1,125 +1,293 @@
-"""Attention mass by tiles against the whole matrix and float64 loops."""
+"""Attention mass, by every program, against the whole matrix and loops."""
+
+import contextlib
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
 
-from kernels.attention_mass import api, causal_mass, chunk_mass
+import kernels
+from kernels.attention_mass import (
+  causal_mass,
+  chunk_mass,
+  gpu_sweeps,
+  tpu,
+  tpu_chunks,
+  xla,
+)
 from kernels.attention_mass.reference import (
   causal_mass_reference,
   chunk_mass_reference,
 )
+from kernels.attention_mass.specs import SPECS
 
-D = 8
+PLATFORMS = ["xla", "tpu", "gpu"]
 
 
-def block(seed, G, S, T, dtype="float32"):
-  """S queries of a group at the end of T slots, some of them empty.
+@contextlib.contextmanager
+def on(platform):
+  """The kernels of a platform, interpreted, with an eye on races."""
+  if platform == "xla":
+    with kernels.use("xla"):
+      yield
+    return
+  interpret = {
+    "tpu": lambda: pltpu.force_tpu_interpret_mode(
+      pltpu.InterpretParams(detect_races=True)
+    ),
+    "gpu": lambda: plgpu.force_gpu_interpret_mode(
+      plgpu.InterpretGPUParams(detect_races=True)
+    ),
+  }
+  with interpret[platform](), kernels.use("pallas", platform):
+    yield
 
-  Empty slots hold zeros and padding NaN, as where the methods call this.
+
+def wide(x):
+  return np.asarray(x, np.float64)
+
+
+def layer(B, N, K, S, T, D, dtype, shuffled=False):
+  """The last S queries of rows of up to T tokens, in slots with holes.
+
+  Padding and empty slots hold NaN. Of two rows the first holds nothing, and the
+  second less than T; all keys of the first head are the same.
   """
-  draws = jax.random.split(jax.random.key(seed), 4)
-  padding = jax.random.bernoulli(draws[2], 0.2, (S,))
-  empty = jax.random.bernoulli(draws[3], 0.3, (T,))
-  q = jax.random.normal(draws[0], (G, S, D))
-  k = jax.random.normal(draws[1], (T, D)) * 2
-  q = jnp.where(padding[None, :, None], jnp.nan, q).astype(dtype)
-  k = jnp.where(empty[:, None], 0.0, k).astype(dtype)
-  of = jnp.where(padding, -1, jnp.arange(S, dtype=jnp.int32) + T - S)
-  at = jnp.where(empty, -1, jnp.arange(T, dtype=jnp.int32))
-  return q, k, of, at
+  rng = np.random.default_rng(S + T)
+  places = np.tile(np.arange(T), (B, K, 1))
+  if shuffled:
+    places = rng.permuted(places, axis=-1)
+  asked = np.tile(np.arange(T - S, T), (B, 1))
+  for row in range(B):
+    end = T if B == 1 else (T - S // 2) * row
+    places[row][(rng.random((K, T)) < 0.25) | (places[row] >= end)] = -1
+    asked[row][(rng.random(S) < 0.2 * (S > 1)) | (asked[row] >= end)] = -1
+  keys = rng.normal(size=(B, K, T, D)) * 2
+  keys[:, 0] = keys[:, 0, :1]
+  keys[places < 0] = np.nan
+  queries = rng.normal(size=(B, N, S, D))
+  queries[np.broadcast_to((asked < 0)[:, None], (B, N, S))] = np.nan
+  cast = functools.partial(jnp.asarray, dtype=dtype)
+  index = functools.partial(jnp.asarray, dtype=jnp.int32)
+  return cast(queries), cast(keys), index(asked), index(places)
 
 
-def by_hand(q, k, sees, scale):
-  """Every query by itself, in float64."""
-  q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
-  mass = np.zeros((len(q), len(k)))
-  for g, s in np.ndindex(*q.shape[:2]):
-    slots = [t for t in range(len(k)) if sees(s, t)]
-    if slots:
-      weights = np.exp(k[slots] @ q[g, s] * scale)
-      mass[g, slots] += weights / weights.sum()
+def prompt(B, N, K, T, D, dtype):
+  """A query for every slot, and which slots are held; others hold NaN."""
+  queries, keys, _, places = layer(B, N, K, T, T, D, dtype)
+  held = places >= 0
+  asks = jnp.repeat(held, N // K, axis=1)[..., None]
+  filled = jnp.where(jnp.isnan(queries), jnp.ones((), dtype), queries)
+  return jnp.where(asks, filled, jnp.nan), keys, held
+
+
+def by_hand(queries, keys, sees, scale):
+  """Every query by itself, in float64; `sees` tells of a row and KV head."""
+  queries, keys = wide(queries), wide(keys)
+  B, N, S, _ = queries.shape
+  mass = np.zeros((B, N, keys.shape[2]))
+  for b, n, s in np.ndindex(B, N, S):
+    k = n * keys.shape[1] // N
+    slots = np.flatnonzero(sees(b, k, s))
+    if len(slots):
+      logits = keys[b, k, slots] @ queries[b, n, s] * scale
+      weights = np.exp(logits - logits.max())
+      mass[b, n, slots] += weights / weights.sum()
   return mass
 
 
-def causal(of, at):
-  return lambda s, t: of[s] >= 0 and 0 <= at[t] <= of[s]
-
-
-@pytest.mark.parametrize("run", [causal_mass, causal_mass_reference])
-@pytest.mark.parametrize(
-  ("G", "S", "T"), [(1, 1, 1), (2, 1, 37), (3, 5, 37), (1, 53, 53), (4, 53, 53)]
-)
-def test_causal_mass_equals_a_loop(G, S, T, run):
-  q, k, of, at = block(0, G, S, T)
-  found = jax.jit(run)(q, k, of, at)
-  expected = by_hand(q, k, causal(np.asarray(of), np.asarray(at)), D**-0.5)
+def assert_close(found, expected):
+  """To 1e-5 of the largest, which is 1 at least."""
   assert found.dtype == jnp.float32
-  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+  most = max(1.0, np.abs(expected).max())
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * most)
 
 
-@pytest.mark.parametrize("logits", [1, 53 * 7, 2**19])
-def test_the_size_of_the_tiles_does_not_matter(monkeypatch, logits):
-  args = block(1, 2, 51, 53)
-  monkeypatch.setattr(api, "_LOGITS", logits)
-  np.testing.assert_allclose(
-    causal_mass(*args), causal_mass_reference(*args), rtol=0, atol=1e-5
+def test_the_references_equal_loops():
+  queries, keys, asked, places = layer(2, 4, 2, 19, 31, 8, "float32")
+  of, at = np.asarray(asked), np.asarray(places)
+  expected = by_hand(
+    queries,
+    keys,
+    lambda b, k, s: (at[b, k] >= 0) & (at[b, k] <= of[b, s]),
+    8**-0.5,
   )
+  found = causal_mass_reference(queries, keys, asked, places)
+  assert_close(found, expected)
+
+  queries, keys, held = prompt(2, 4, 2, 31, 8, "float32")
+  chunk, mask = np.arange(31) // 7, np.asarray(held)
+  expected = by_hand(
+    queries,
+    keys,
+    lambda b, k, s: mask[b, k] & mask[b, k, s] & (chunk == chunk[s]),
+    0.3,
+  )
+  assert_close(chunk_mass_reference(queries, keys, held, 7, 0.3), expected)
+
+
+# B, N, K, S, T, D, the dtype, and whether slots are out of order.
+LAYERS = {
+  "two rows": (2, 4, 2, 21, 53, 64, "float32", False),
+  "one query of eight heads": (1, 8, 1, 1, 101, 128, "bfloat16", False),
+  "several tiles": (1, 2, 2, 141, 270, 64, "bfloat16", False),
+  "out of order": (1, 2, 1, 66, 133, 256, "bfloat16", True),
+}
+# B, N, K, T, D, the dtype, and the chunk.
+PROMPTS = {
+  "short": (2, 2, 1, 53, 64, "bfloat16", 256),
+  "chunks": (1, 2, 2, 300, 64, "bfloat16", 128),
+  "two heads at a time": (1, 8, 2, 200, 128, "float32", 256),
+}
+
+
+def with_kernels(cases):
+  """Every case with every platform that has a kernel for it."""
+  return [
+    (name, platform)
+    for name, sizes in cases.items()
+    for platform in PLATFORMS
+    if platform != "gpu" or "bfloat16" in sizes
+  ]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+  """Several tiles of queries and keys, and several parts of the keys."""
+  monkeypatch.setattr(xla, "_LOGITS", 270 * 32)
+  monkeypatch.setattr(tpu, "_ROWS", 64)
+  monkeypatch.setattr(tpu, "_SLOTS", 128)
+  monkeypatch.setattr(tpu_chunks, "_LOGITS", 2 * 256**2)
+  monkeypatch.setattr(gpu_sweeps, "_BLOCKS", 2)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("name", "platform"), with_kernels(LAYERS))
+def test_causal_mass(name, platform):
+  given = layer(*LAYERS[name])
+  with on(platform):
+    found = jax.jit(causal_mass)(*given)
+  assert_close(found, causal_mass_reference(*given))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("name", "platform"), with_kernels(PROMPTS))
+def test_chunk_mass(name, platform):
+  *sizes, chunk = PROMPTS[name]
+  given = prompt(*sizes)
+  with on(platform):
+    found = jax.jit(lambda *given: chunk_mass(*given, chunk, 0.3))(*given)
+  assert_close(found, chunk_mass_reference(*given, chunk, 0.3))
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 41, 64])
+def test_chunks_of_any_size(chunk):
+  given = prompt(1, 4, 2, 41, 8, "float32")
+  found = chunk_mass(*given, chunk, 0.3)
+  assert_close(found, chunk_mass_reference(*given, chunk, 0.3))
+
+
+@pytest.mark.parametrize("logits", [1, 53 * 11, 2**19])
+def test_the_size_of_the_tiles_does_not_matter(monkeypatch, logits):
+  given = layer(1, 2, 1, 51, 53, 8, "float32")
+  monkeypatch.setattr(xla, "_LOGITS", logits)
+  assert_close(causal_mass(*given), causal_mass_reference(*given))
 
 
 def test_the_masses_sum_to_the_queries_that_see_a_key():
-  q, k, of, at = block(2, 3, 29, 31)
-  sees = causal(np.asarray(of), np.asarray(at))
-  some = sum(any(sees(s, t) for t in range(31)) for s in range(29))
-  mass = np.asarray(causal_mass(q, k, of, at))
-  assert 0 < some < 29
-  np.testing.assert_allclose(mass.sum(axis=1), some, rtol=1e-5)
-  assert not np.any(mass[:, np.asarray(at) < 0])
+  queries, keys, asked, places = layer(1, 3, 1, 29, 31, 8, "float32")
+  asked = asked.at[0, :2].set(0)
+  places = jnp.where(places < 2, -1, places)
+  mass = np.asarray(causal_mass(queries, keys, asked, places))
+  first = min(p for p in places.ravel().tolist() if p >= 0)
+  some = np.sum(np.asarray(asked) >= first)
+  assert 0 < some < np.sum(np.asarray(asked) >= 0)
+  np.testing.assert_allclose(mass.sum(axis=-1), some, rtol=1e-5)
+  assert not np.any(mass[0][:, np.asarray(places)[0, 0] < 0])
 
 
-@pytest.mark.parametrize("run", [chunk_mass, chunk_mass_reference])
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_logits_of_any_size_stay_finite(platform):
+  queries, keys, *where = layer(1, 1, 1, 19, 19, 64, "bfloat16")
+  # Powers of two, so that no rounding decides which is the largest.
+  given = (queries * 256, keys, *where)
+  with on(platform):
+    mass = causal_mass(*given)
+  assert_close(mass, causal_mass_reference(*given))
+
+
+def test_every_device_of_a_mesh_sums_its_rows_and_heads():
+  mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2)
+  given = layer(2, 2, 2, 10, 20, 64, "float32")
+  of_chunks = prompt(2, 2, 2, 20, 64, "float32")
+
+  def both(given, of_chunks):
+    return causal_mass(*given), chunk_mass(*of_chunks, 128, 0.3)
+
+  with on("tpu"):
+    alone = jax.jit(both)(given, of_chunks)
+    with jax.set_mesh(mesh):
+      spread = jax.jit(both)(given, of_chunks)
+  for one, other in zip(alone, spread, strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
-  ("G", "chunk"), [(1, 8), (2, 41), (3, 64), (4, 8), (4, 1)]
+  ("platform", "dim", "slots", "dtype", "chunk"),
+  [
+    ("tpu", 64, 200, "float16", 128),
+    ("tpu", 64, 2**21 + 1, "bfloat16", 2048),
+    ("tpu", 64, 200, "bfloat16", 96),
+    ("gpu", 64, 200, "float32", 128),
+    ("gpu", 96, 200, "bfloat16", 128),
+    ("gpu", 64, 200, "bfloat16", 96),
+  ],
 )
-def test_chunk_mass_equals_a_loop(G, chunk, run):
-  q, k, _, at = block(3, G, 41, 41)
-  held = at >= 0
-  if chunk == 8:
-    held = held.at[16:24].set(False)  # a chunk that holds nothing
-  nan = jnp.where(held[:, None], k, jnp.nan)
-  q = jnp.where(held[None, :, None], jnp.nan_to_num(q), jnp.nan)
-  found = jax.jit(run, static_argnums=(3, 4))(q, nan, held, chunk, 0.3)
-  mask = np.asarray(held)
-  expected = by_hand(
-    q, k, lambda s, t: mask[s] and mask[t] and s // chunk == t // chunk, 0.3
-  )
-  assert found.dtype == jnp.float32
-  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+def test_what_a_kernel_declines(platform, dim, slots, dtype, chunk):
+  def shape(*sizes, dtype=dtype):
+    return jax.ShapeDtypeStruct((1, 1, *sizes), dtype)
+
+  keys = shape(slots, dim)
+  positions = jax.ShapeDtypeStruct((1, 1), "int32")
+  places = shape(slots, dtype="int32")
+  causal = (shape(1, dim), keys, positions, places)
+  of_chunks = functools.partial(chunk_mass, chunk=chunk, scale=1.0)
+  uses = [(of_chunks, (keys, keys, shape(slots, dtype="bool")))]
+  if chunk != 96:
+    uses.append((causal_mass, causal))
+  for run, given in uses:
+    with kernels.use(platform=platform):
+      assert jax.eval_shape(run, *given).dtype == jnp.float32
+    with kernels.use("pallas", platform), pytest.raises(NotImplementedError):
+      jax.eval_shape(run, *given)
 
 
-def test_bfloat16_is_widened_first():
-  """Sums of many weights would not survive it."""
-  q, k, of, at = block(4, 3, 67, 67, "bfloat16")
-  wide = [x.astype("float32") for x in (q, k)]
-  np.testing.assert_allclose(
-    causal_mass(q, k, of, at),
-    causal_mass_reference(*wide, of, at),
-    rtol=0,
-    atol=1e-5,
-  )
-  q, held = jnp.nan_to_num(q), at >= 0
-  np.testing.assert_allclose(
-    chunk_mass(q, k, held, 16, 0.5),
-    chunk_mass_reference(*map(jnp.nan_to_num, wide), held, 16, 0.5),
-    rtol=0,
-    atol=1e-5,
-  )
+@pytest.mark.parametrize(
+  ("dtype", "precision"), [("float32", "HIGHEST"), ("bfloat16", "DEFAULT")]
+)
+def test_tpus_multiply_exactly(dtype, precision):
+  """By default they would round float32 to bfloat16, unlike the interpreter."""
+  queries, keys, held = prompt(1, 1, 1, 20, 64, dtype)
+  places = jnp.where(held, 0, -1)
+  with kernels.use("pallas", "tpu"):
+    of_chunks = jax.make_jaxpr(chunk_mass, static_argnums=(3, 4))
+    programs = [
+      jax.make_jaxpr(causal_mass)(queries, keys, places[:, 0], places),
+      of_chunks(queries, keys, held, 128, 0.3),
+    ]
+  for program in programs:
+    assert set(re.findall(r"Precision\.(\w+)", str(program))) == {precision}
 
 
-def test_logits_of_any_size_stay_finite():
-  q, k, of, at = block(5, 2, 19, 19)
-  mass = np.asarray(causal_mass(q * 300, k, of, at))
-  expected = causal_mass_reference(q * 300, k, of, at)
-  np.testing.assert_allclose(mass, expected, rtol=0, atol=1e-4)
-  assert np.all(np.isfinite(mass))
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_real_sizes_are_lowered_for_gpus(spec):
+  with kernels.use("pallas", "gpu"):
+    traced = jax.jit(lambda *given: spec.run(*given)).trace(*spec.shapes)
+    lowered = traced.lower(lowering_platforms=("cuda",))
+  assert "mosaic_gpu" in lowered.as_text()

@@ -1,18 +1,32 @@
 """Attention over pages, and over parts, against float64 loops."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
 
-from kernels.attention import Partial, attention, merge, partial_attention
-from kernels.paged_attention import paged_attention
+import kernels
+from kernels.attention import (
+  Partial,
+  attention,
+  merge,
+  partial_attention,
+  warpgroup,
+)
+from kernels.paged_attention import paged_attention, tpu, xla
+from kernels.paged_attention.reference import paged_attention_reference
+from kernels.paged_attention.xla import paged_attention_xla
+from kernels.quantised import Quantised, dequantise, quantise
 
 PAGE = 8
 T = 40
 
 
-def block(seed, K, G, S, D=16, dtype="float32"):
+def block(seed, K, G, S, D=16, dtype="float32", T=T):
   """Two rows of T tokens, S queries at their end, and what heads keep."""
   keys = jax.random.split(jax.random.key(seed), 3)
   q = jax.random.normal(keys[0], (2, K * G, S, D)).astype(dtype)
@@ -27,7 +41,7 @@ def block(seed, K, G, S, D=16, dtype="float32"):
   return q, k, v, places, kept
 
 
-def paged(k, v, kept, unused=2):
+def paged(k, v, kept, unused=2, PAGE=PAGE):
   """Pages in random order; NaN wherever there is no token."""
   rng = np.random.default_rng(0)
   k, v = np.asarray(k), np.asarray(v)
@@ -71,15 +85,17 @@ def by_hand(q, k, v, places, kept):
   return output, lse
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize(
+  "program", [paged_attention_xla, paged_attention_reference]
+)
 @pytest.mark.parametrize("S", [1, 5])
 @pytest.mark.parametrize("G", [1, 2, 4])
 @pytest.mark.parametrize("K", [1, 2, 3])
-def test_equals_a_loop(K, G, S, implementation):
+def test_equals_a_loop(K, G, S, program):
   q, k, v, places, kept = block(0, K, G, S)
   pk, pv, positions, heads = paged(k, v, kept)
-  run = jax.jit(paged_attention, static_argnums=(6, 7))
-  found = run(q, pk, pv, places, positions, heads, K, implementation)
+  run = jax.jit(program, static_argnums=6)
+  found = run(q, pk, pv, places, positions, heads, K)
   output, lse = by_hand(q, k, v, places, kept)
   np.testing.assert_allclose(found.output, output, rtol=0, atol=1e-5)
   np.testing.assert_allclose(found.lse, lse, rtol=0, atol=1e-5)
@@ -177,3 +193,107 @@ def test_nothing_merged_with_nothing_is_nothing():
   found = merge(none, none)
   assert not np.any(found.output)
   assert np.all(np.isneginf(found.lse))
+
+
+@contextlib.contextmanager
+def on(platform):
+  """Pallas kernels, interpreted."""
+  interpret = {
+    "tpu": (pltpu.force_tpu_interpret_mode, pltpu.InterpretParams),
+    "gpu": (plgpu.force_gpu_interpret_mode, plgpu.InterpretGPUParams),
+  }
+  force, make = interpret[platform]
+  with force(make(detect_races=True)), kernels.use("pallas", platform):
+    yield
+
+
+def eighths(k, v, pages):
+  """Pages in eight bits, what they stand for, and NaN scales where NaN was."""
+  pk, pv, positions, heads = pages
+
+  def of(x):
+    small = quantise(jnp.nan_to_num(x), "int8")
+    lost = jnp.isnan(x).any(axis=-1, keepdims=True)
+    return Quantised(small.qvalue, jnp.where(lost, jnp.nan, small.scale))
+
+  k, v = (dequantise(quantise(x, "int8"), jnp.float32) for x in (k, v))
+  return k, v, (of(pk), of(pv), positions, heads)
+
+
+def close(found, expected, tolerance):
+  output, lse = expected
+  found_output = np.asarray(found.output, np.float64)
+  largest = np.abs(output).max()
+  np.testing.assert_allclose(found_output, output, atol=tolerance * largest)
+  np.testing.assert_allclose(found.lse, lse, rtol=0, atol=1e-5)
+  assert np.any(np.isneginf(lse))
+
+
+@pytest.mark.parametrize("S", [1, 5])
+def test_pages_of_eight_bits_are_made_whole_a_few_at_a_time(monkeypatch, S):
+  monkeypatch.setattr(xla, "WHOLE", 3 * PAGE)
+  q, k, v, places, kept = block(6, 3, 2, S)
+  k, v, pages = eighths(k, v, paged(k, v, kept))
+  assert pages[0].shape[1] % 3  # the last few were partly there before
+  found = paged_attention(q, *pages[:2], places, *pages[2:], 3)
+  close(found, by_hand(q, k, v, places, kept), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_tpu_kernel(monkeypatch, dtype):
+  monkeypatch.setattr(tpu, "BLOCK", 128)
+  narrow = "bfloat16" if dtype == "bfloat16" else "float32"
+  q, k, v, places, kept = block(7, 3, 2, 1, D=128, dtype=narrow, T=200)
+  kept[0, 0] = True
+  # A query in the middle of its row; unused pages fill a block and a half.
+  places = places.at[1].set(120)
+  pages = paged(k, v, kept, unused=6, PAGE=32)
+  if dtype == "int8":
+    k, v, pages = eighths(k, v, pages)
+  with on("tpu"):
+    run = jax.jit(paged_attention, static_argnums=6)
+    found = run(q, *pages[:2], places, *pages[2:], 3)
+  expected = by_hand(q, k, v, places, kept)
+  close(found, expected, 2e-2 if dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "D", "blocks"), [("bfloat16", 64, 2), ("int8", 128, 8)]
+)
+def test_gpu_kernel(monkeypatch, dtype, D, blocks):
+  monkeypatch.setattr(warpgroup, "WARPGROUPS", blocks)
+  q, k, v, places, kept = block(8, 2, 3, 1, D=D, dtype="bfloat16", T=150)
+  pages = paged(k, v, kept, unused=3, PAGE=32)
+  assert pages[3].shape[1] % 2  # half a chunk remains
+  if dtype == "int8":
+    k, v, pages = eighths(k, v, pages)
+  with on("gpu"):
+    run = jax.jit(paged_attention, static_argnums=6)
+    found = run(q, *pages[:2], places, *pages[2:], 2)
+  close(found, by_hand(q, k, v, places, kept), 2e-2)
+
+
+def test_every_device_of_a_mesh_reads_its_rows():
+  q, k, v, places, kept = block(9, 2, 2, 1, D=128)
+  pages = paged(k, v, kept, PAGE=32)
+  axes = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axes)
+  with on("tpu"), jax.set_mesh(mesh):
+    run = jax.jit(paged_attention, static_argnums=6)
+    found = run(q, *pages[:2], places, *pages[2:], 2)
+  close(found, by_hand(q, k, v, places, kept), 1e-5)
+
+
+def test_kernels_decline():
+  q, k, v, places, kept = block(10, 2, 2, 2, D=128)
+  pages = paged(k, v, kept, PAGE=32)
+  narrow = paged(k[..., :16], v[..., :16], kept, PAGE=32)
+  one, last = q[:, :, -1:, :16], places[:, -1:]
+  for platform in ("tpu", "gpu"):
+    with on(platform), pytest.raises(NotImplementedError):
+      paged_attention(q, *pages[:2], places, *pages[2:], 2)
+    with on(platform), pytest.raises(NotImplementedError):
+      paged_attention(one, *narrow[:2], last, *narrow[2:], 2)
+    with kernels.use(platform=platform):
+      found = paged_attention(q, *pages[:2], places, *pages[2:], 2)
+    close(found, by_hand(q, k, v, places, kept), 1e-5)

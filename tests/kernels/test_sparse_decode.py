@@ -1,22 +1,29 @@
-"""Attention to listed slots, against float64 loops and the plain reference."""
+"""Attention to listed slots, against float64 loops; kernels interpreted."""
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
 
-from kernels.attention import merge
-from kernels.sparse_decode import sparse_decode
+import kernels
+from kernels.attention import merge, warpgroup
+from kernels.quantised import Quantised, dequantise, quantise
+from kernels.sparse_decode import sparse_decode, tpu
+from kernels.sparse_decode.reference import sparse_decode_reference
+from kernels.sparse_decode.xla import sparse_decode_xla
 
-B, T, D = 2, 40, 16
+B = 2
 # KV heads, query heads per KV head, lists, slots of a list.
 SHAPES = [(3, 2, 3, 11), (2, 4, 4, 17), (2, 3, 6, 1), (1, 1, 1, 40)]
 
 
 @functools.cache
-def case(shape, dtype="float32", bias=False):
+def case(shape, dtype="float32", bias=False, D=16, T=40):
   """Inputs, NaN in the slots that no list names."""
   kv_heads, group, lists, most = shape
   heads = kv_heads * group
@@ -27,10 +34,14 @@ def case(shape, dtype="float32", bias=False):
   named = np.zeros((B, kv_heads, T), bool)
   for b in range(B):
     for h in range(lists):
-      count = min(most, 1 + 5 * h) if (b, h) != (1, 0) else 0
+      count = min(most, 1 + 5 * h + most // 2) if (b, h) != (1, 0) else 0
       place = rng.permutation(most)[:count]
       slots[b, h, place] = rng.permutation(T)[:count]
       named[b, h * kv_heads // lists, slots[b, h, place]] = True
+  slots[0, -1, -1] = T - 1  # the last of all
+  slots[0, -1, :-1][slots[0, -1, :-1] == T - 1] = -1
+  named[0, -1, T - 1] = True
+  queries[0, 0] = 0.0  # scores that are all equal
   keys[~named], values[~named] = np.nan, np.nan
   extra = rng.normal(size=(B, heads, most)) if bias else None
   if bias:
@@ -42,18 +53,20 @@ def case(shape, dtype="float32", bias=False):
 
 def by_hand(queries, keys, values, slots, bias):
   """Every head by itself, in float64."""
+  keys, values = (dequantise(x, "float32") for x in (keys, values))
   queries, keys, values = (
     np.asarray(x).astype(np.float64) for x in (queries, keys, values)
   )
+  queries = queries / queries.shape[-1] ** 0.5
   output, lse = np.zeros(queries.shape), np.full(queries.shape[:2], -np.inf)
   heads = queries.shape[1]
-  for b in range(B):
+  for b in range(len(queries)):
     for n in range(heads):
       k = n * keys.shape[1] // heads
       listed = np.asarray(slots[b, n * slots.shape[1] // heads])
       extra = np.zeros(len(listed)) if bias is None else np.asarray(bias[b, n])
       use = (listed >= 0) & np.isfinite(extra)
-      logits = keys[b, k, listed[use]] @ queries[b, n] / D**0.5 + extra[use]
+      logits = keys[b, k, listed[use]] @ queries[b, n] + extra[use]
       if use.any():
         weights = np.exp(logits - logits.max())
         lse[b, n] = logits.max() + np.log(weights.sum())
@@ -61,16 +74,41 @@ def by_hand(queries, keys, values, slots, bias):
   return output, lse
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_equals_the_loop(shape, implementation, bias):
-  inputs = case(shape, bias=bias)
-  found = sparse_decode(*inputs, implementation=implementation)
-  output, lse = by_hand(*inputs)
-  np.testing.assert_allclose(found.output, output, atol=1e-5)
-  np.testing.assert_allclose(found.lse, lse, atol=1e-5)
+def close(found, expected, tolerance):
+  """Outputs relative to the largest; the log-sum-exps to 1e-5."""
+  output, lse = expected
+  largest = np.abs(output).max()
+  found_output = np.asarray(found.output, np.float64)
+  np.testing.assert_allclose(found_output, output, atol=tolerance * largest)
+  np.testing.assert_allclose(found.lse, lse, rtol=1e-6, atol=1e-5)
   assert not np.isfinite(lse).all()  # a list is empty
+
+
+@contextlib.contextmanager
+def on(platform, **params):
+  """Pallas kernels, interpreted."""
+  interpret = {
+    "tpu": (pltpu.force_tpu_interpret_mode, pltpu.InterpretParams),
+    "gpu": (plgpu.force_gpu_interpret_mode, plgpu.InterpretGPUParams),
+  }
+  force, make = interpret[platform]
+  params = make(detect_races=True, **params)
+  with force(params), kernels.use("pallas", platform):
+    yield
+
+
+@pytest.fixture
+def short_chunks(monkeypatch):
+  """Lists of several chunks, of as many copies as are started in a row."""
+  monkeypatch.setattr(tpu, "CHUNK", tpu.UNROLL)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("run", [sparse_decode_xla, sparse_decode_reference])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_loop(shape, run, bias):
+  inputs = case(shape, bias=bias)
+  close(run(*inputs), by_hand(*inputs), 1e-5)
 
 
 def test_bfloat16_keeps_its_dtype():
@@ -85,6 +123,7 @@ def test_bfloat16_keeps_its_dtype():
 
 def test_parts_merge_to_the_joint_softmax():
   """Two disjoint lists are as good as one that holds both."""
+  T = 40
   queries, keys, values, _, _ = case(SHAPES[3])
   values, keys = (jnp.nan_to_num(x) for x in (values, keys))
   order = jax.random.permutation(jax.random.key(1), T)
@@ -95,3 +134,98 @@ def test_parts_merge_to_the_joint_softmax():
   both = merge(first, second)
   np.testing.assert_allclose(both.output, whole.output, atol=1e-5)
   np.testing.assert_allclose(both.lse, whole.lse, atol=1e-5)
+
+
+def eighths(inputs, dtype):
+  """Keys and values in eight bits; NaN scales where they were NaN."""
+  queries, keys, values, *rest = inputs
+
+  def of(x):
+    small = quantise(jnp.nan_to_num(x), dtype)
+    lost = jnp.isnan(x).any(axis=-1, keepdims=True)
+    return Quantised(small.qvalue, jnp.where(lost, jnp.nan, small.scale))
+
+  return queries, of(keys), of(values), *rest
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_reads_what_eight_bits_stand_for(dtype):
+  inputs = eighths(case(SHAPES[0], bias=True), dtype)
+  close(sparse_decode(*inputs), by_hand(*inputs), 1e-5)
+
+
+@pytest.mark.parametrize(
+  ("shape", "dtype", "bias", "D"),
+  # Lists of three chunks; two lists for the heads that read a KV head.
+  [
+    ((2, 3, 2, 20), "float32", True, 128),
+    ((1, 4, 2, 9), "bfloat16", False, 256),
+  ],
+)
+@pytest.mark.usefixtures("short_chunks")
+def test_tpu_kernel(shape, dtype, bias, D):
+  inputs = case(shape, dtype, bias, D=D)
+  with on("tpu"):
+    found = jax.jit(sparse_decode)(*inputs)
+  close(found, by_hand(*inputs), 2e-2 if dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_tpu_kernel_reads_the_last_word_of_an_odd_number_of_rows(dtype):
+  """Memory has whole words, of which the last ends in padding."""
+  inputs = case((1, 1, 1, 7), "bfloat16", D=128, T=37)
+  if dtype == "int8":
+    inputs = eighths(inputs, dtype)
+  chip = jax.sharding.AbstractDevice("TPU v5e", 1, "tpu")
+  chips = jax.sharding.AbstractMesh((), (), abstract_device=chip)
+  with on("tpu", buffer_bounds="padded"), jax.sharding.use_abstract_mesh(chips):
+    found = jax.jit(sparse_decode)(*inputs)
+  close(found, by_hand(*inputs), 2e-2)
+
+
+@pytest.mark.parametrize(
+  ("shape", "D", "bias", "blocks"),
+  # A list that two blocks of threads share; one of two chunks for one block.
+  [((1, 4, 2, 70), 128, True, 8), ((1, 8, 1, 100), 64, False, 1)],
+)
+def test_gpu_kernel(monkeypatch, shape, D, bias, blocks):
+  monkeypatch.setattr(warpgroup, "WARPGROUPS", blocks)
+  inputs = case(shape, "bfloat16", bias, D=D, T=101)
+  with on("gpu"):
+    found = jax.jit(sparse_decode)(*inputs)
+  close(found, by_hand(*inputs), 2e-2)
+
+
+def test_gpu_kernel_reads_eight_bits():
+  inputs = case((1, 2, 2, 20), "bfloat16", D=128)
+  inputs = eighths(inputs, "int8")
+  with on("gpu"):
+    found = jax.jit(sparse_decode)(*inputs)
+  close(found, by_hand(*inputs), 2e-2)
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_every_device_of_a_mesh_reads_its_rows_and_heads():
+  inputs = eighths(case((2, 2, 4, 10), bias=True, D=128), "int8")
+  axes = (jax.sharding.AxisType.Auto,) * 2
+  mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axes)
+  with on("tpu"), jax.set_mesh(mesh):
+    found = jax.jit(sparse_decode)(*inputs)
+  close(found, by_hand(*inputs), 1e-5)
+
+
+def test_kernels_decline():
+  narrow, short = case(SHAPES[0]), case((1, 1, 1, 7), D=128, T=37)
+  mixed = (*short[:2], short[2].astype("bfloat16"), *short[3:])
+  tiny = eighths(short, "float8_e4m3fn")
+  for platform, inputs in [
+    ("tpu", narrow),
+    ("tpu", mixed),
+    ("tpu", tiny),
+    ("gpu", short),  # float32
+    ("gpu", (short[0].astype("bfloat16"), *mixed[1:])),
+  ]:
+    with on(platform), pytest.raises(NotImplementedError):
+      sparse_decode(*inputs)
+    with kernels.use(platform=platform):
+      close(sparse_decode(*inputs), by_hand(*inputs), 2e-2)

@@ -10,7 +10,6 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
 from kvjax.methods import Allowance, Compactor, get_method
-from kvjax.methods.heads import heads_of
 from kvjax.methods.noncausal import noncausal_attention
 from kvjax.prompts import bucket_lengths
 from kvjax.testing import TinyModel, held_positions, random_activations
@@ -33,22 +32,23 @@ def exact(keys):
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 100])
 def test_attention_of_a_chunk_adds_up_to_its_queries(seen, chunk):
-  heads = heads_of(LayerCache.of(seen), seen)
-  for head in range(K):
-    mass = noncausal_attention(
-      heads.queries[0, head],
-      heads.cached_keys[0, head],
-      heads.values[0, head],
-      heads.held[0, head],
-      chunk=chunk,
-      scale="one",
-      value_norm="none",
-      width=1,
-    )
-    assert not np.any(np.asarray(mass[LENGTH:]))
-    starts = range(0, LENGTH, chunk)
-    sums = np.add.reduceat(np.asarray(mass[:LENGTH], np.float64), starts)
-    sizes = [min(chunk, LENGTH - start) for start in starts]
+  cache = LayerCache.of(seen)
+  values = jnp.where(cache.held[..., None], cache.values, 0.0)
+  masses = noncausal_attention(
+    seen.queries,
+    cache.keys,
+    values,
+    cache.held,
+    chunk=chunk,
+    scale="one",
+    value_norm="none",
+    width=1,
+  )
+  starts = range(0, LENGTH, chunk)
+  sizes = [min(chunk, LENGTH - start) for start in starts]
+  for mass in np.asarray(masses[0], np.float64):
+    assert not np.any(mass[LENGTH:])
+    sums = np.add.reduceat(mass[:LENGTH], starts)
     np.testing.assert_allclose(sums, sizes, rtol=1e-5)
 
 
@@ -172,6 +172,13 @@ def test_chunks_of_the_middle_begin_after_the_first_tokens(seen):
     )
   assert not np.any(np.asarray(found.outlier[0, :, :6]))
   assert not np.any(np.asarray(found.outlier[0, :, LENGTH - 4 :]))
+
+
+def test_where_all_tokens_are_among_the_first_nothing_is_scored(seen):
+  cache = LayerCache.of(seen)
+  found = Compactor(first=PADDED).evaluate(0, cache, seen)
+  assert not np.any(np.asarray(found.attention))
+  assert not np.any(np.asarray(found.outlier))
 
 
 @pytest.mark.parametrize(

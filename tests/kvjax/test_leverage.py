@@ -7,7 +7,6 @@ import pytest
 
 from kvjax.methods import leverage as leverage_module
 from kvjax.methods.leverage import (
-  chunked_leverage,
   gaussian_sketch,
   hadamard_sketch,
   leverage,
@@ -20,12 +19,24 @@ def keys_of(seed, count, dim=D):
   return np.random.default_rng(seed).normal(size=(count, dim))
 
 
-def lev(keys, sketch=None, solver="svd", center=False, padded=0):
-  keys = np.pad(np.asarray(keys, np.float32), ((0, padded), (0, 0)))
-  held = np.arange(len(keys)) < len(keys) - padded
-  return np.asarray(
-    leverage(jnp.asarray(keys), jnp.asarray(held), sketch, solver, center)
+def lev(keys, sketch=None, solver="svd", center=False, padded=0, chunk=0):
+  """Of one head of one row, whose padding is NaN."""
+  held = np.arange(len(keys) + padded) < len(keys)
+  keys = np.pad(
+    np.asarray(keys, np.float32),
+    ((0, padded), (0, 0)),
+    constant_values=np.nan,
   )
+  factor = None if sketch is None else sketch[None]
+  ours = leverage(
+    jnp.asarray(keys)[None, None],
+    jnp.asarray(held)[None, None],
+    factor,
+    solver,
+    center,
+    chunk,
+  )
+  return np.asarray(ours[0, 0])
 
 
 def exact(keys):
@@ -102,16 +113,37 @@ def test_fewer_rows_than_columns_of_the_sketch(solver, count):
   assert not np.any(ours[count:])
 
 
-@pytest.mark.parametrize("size", [0, 7, 13, 40, 64])
-def test_leverage_of_chunks_is_that_of_each_chunk_alone(size):
+@pytest.mark.parametrize(
+  ("size", "solver"),
+  [(0, "svd"), (7, "svd"), (13, "svd"), (40, "svd"), (64, "svd"), (20, "qr")],
+)
+def test_leverage_of_chunks_is_that_of_each_chunk_alone(size, solver):
   keys = keys_of(10, 40) + 2
-  held = jnp.arange(48) < 40
-  padded = jnp.asarray(np.pad(keys, ((0, 8), (0, 0))), jnp.float32)
-  ours = chunked_leverage(padded, held, None, "svd", True, size)
+  ours = lev(keys, solver=solver, center=True, padded=8, chunk=size)
   parts = np.split(keys, range(size, 40, size)) if size else [keys]
   expected = [exact(part - part.mean(axis=0)) for part in parts]
   np.testing.assert_allclose(ours[:40], np.concatenate(expected), atol=1e-4)
-  assert not np.any(np.asarray(ours[40:]))
+  assert not np.any(ours[40:])
+
+
+def test_heads_and_rows_stand_alone():
+  """Each head has its factor; rows of unequal lengths share them."""
+  keys = np.stack([keys_of(seed, 30) for seed in range(4)]).reshape(2, 2, 30, D)
+  held = np.arange(30)[None] < np.array([30, 21])[:, None]
+  factors = jnp.stack(
+    [gaussian_sketch(jax.random.key(seed), D, 5) for seed in range(2)]
+  )
+  ours = leverage(
+    jnp.asarray(keys, jnp.float32),
+    jnp.asarray(np.repeat(held[:, None], 2, axis=1)),
+    factors,
+    "svd",
+    False,
+  )
+  for row, length in enumerate((30, 21)):
+    for head in range(2):
+      alone = lev(keys[row, head, :length], factors[head])
+      np.testing.assert_allclose(ours[row, head, :length], alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("solver", ["svd", "qr", "eig", "chol"])

@@ -212,14 +212,15 @@ def test_cuts(seen, cut):
 
 
 @pytest.mark.parametrize("name", ["paper", "chunk", "lsh", "kmeans", "sat"])
-def test_every_prefix_token_has_one_place(seen, name):
+def test_every_prefix_token_is_of_one_cluster(seen, name):
   method = get_method(f"protokv.{name}:prototypes=12:iterations=2")
   found = ranking(seen, method)
   for head in range(K):
-    place = np.asarray(found.place)[0, head]
-    assert sorted(place[:PREFIX]) == list(range(PREFIX))
-    assert np.all(place[PREFIX:] == PADDED)
-    assert int(np.sum(found.sizes[0, head])) == PREFIX
+    sizes = np.asarray(found.sizes)[0, head]
+    cluster = np.asarray(found.cluster)[0, head, :PREFIX]
+    assert np.array_equal(np.bincount(cluster, minlength=len(sizes)), sizes)
+    inside = np.asarray(found.inside)[0, head]
+    assert np.array_equal(np.isfinite(inside), np.arange(PADDED) < PREFIX)
   for budget in (9, 20, 41, 70):
     assert [len(head) for head in select(seen, method, budget)] == [budget] * K
 

@@ -1,0 +1,1 @@
+"""Programs compiled for TPUs, and what the compiler says they take."""

@@ -1,0 +1,227 @@
+"""The engine's prefill and decoding loop for an 8B model on joined chips."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+import kernels
+import kvjax
+from experiments.tpu import llama
+from experiments.tpu.chips import Chip
+from experiments.tpu.programs import Lowered, Program
+from kvjax.cache import Cache
+from kvjax.decoding import Answers, Run, decode
+from kvjax.indexed import IndexedLayer
+from kvjax.placement import DEVICE, HOST, is_on_host
+from kvjax.sharding import shard_cache
+from models.language_model import DecoderModel
+
+_DECODING = kvjax.Decoding(max_new_tokens=128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+  """A method at work.
+
+  Attributes:
+    name: of the method.
+    shapes: how much of how much it keeps or reads.
+    plan: the method itself.
+    tokens: of the prompt, which is the only one.
+  """
+
+  name: str
+  shapes: str
+  plan: kvjax.Plan
+  tokens: int
+
+
+COMPACTOR = Use(
+  "compactor",
+  "25 % of 32,768 tokens",
+  kvjax.get_plan("compactor", kvjax.Retention(0.25)),
+  32_768,
+)
+KEYDIFF = Use(
+  "keydiff",
+  "25 % of 32,768 tokens, in blocks of 512",
+  kvjax.get_plan("keydiff", kvjax.Retention(0.25), kvjax.Schedule(block=512)),
+  32_768,
+)
+CTKVR = Use(
+  "ctkvr.512:offload=true",
+  "65,536 tokens",
+  kvjax.get_plan("ctkvr.512:offload=true", kvjax.Retention(1.0)),
+  65_536,
+)
+
+
+def engine_programs(layers: int) -> Iterator[Program]:
+  """Prefills, and decoding from what they leave.
+
+  Args:
+    layers: of the model.
+  """
+  for use in (COMPACTOR, KEYDIFF):
+    yield _program("prefill", use, lower_prefill, layers)
+  for use in (COMPACTOR, CTKVR):
+    yield _program("decode", use, lower_decode, layers)
+
+
+def _program(
+  kind: str, use: Use, lower: Callable[[Use, int, Chip], Lowered], layers: int
+) -> Program:
+  return Program(
+    kind,
+    use.name,
+    f"{use.shapes}, {layers} layers",
+    functools.partial(lower, use, layers),
+  )
+
+
+def lower_prefill(use: Use, layers: int, chip: Chip) -> Lowered:
+  """The program that `kvjax.prefill` runs."""
+  model, params = llama.shapes(chip.mesh, layers)
+  with _compiling_for(chip):
+    call = _prefill(model, use)
+    traced = trace_inner(chip, call, params, _tokens(chip, use))
+    return Lowered(traced.lower(), traced.jaxpr)
+
+
+def lower_decode(use: Use, layers: int, chip: Chip) -> Lowered:
+  """The loop over tokens, its cache being what `kvjax.prefill` leaves."""
+  model, params = llama.shapes(chip.mesh, layers)
+  with _compiling_for(chip):
+    cache = cache_shapes(model, params, use, chip)
+
+    def loop(
+      params: nnx.State,
+      cache: Cache,
+      logits: Float[Array, "B V"],
+      seeds: Int[Array, " B"],
+    ) -> tuple[Answers, Cache]:
+      run = Run(seeds, None, None)
+      return decode(model, params, cache, logits, _DECODING, run)
+
+    traced = jax.jit(loop, donate_argnames="cache").trace(
+      params,
+      cache,
+      _whole(chip, (1, llama.VOCABULARY), jnp.float32),
+      _whole(chip, (1,), jnp.int32),
+    )
+    lowered = traced.lower()
+  # A token reads every weight and every slot, but of the embedding one row.
+  read = [x for x in jax.tree.leaves((params, cache)) if not is_on_host(x)]
+  ideal = share_bytes(read) - share_bytes(params["embed_tokens"])
+  return Lowered(lowered, traced.jaxpr, ideal, share_bytes(offloaded(cache)))
+
+
+@contextlib.contextmanager
+def _compiling_for(chip: Chip) -> Iterator[None]:
+  with jax.set_mesh(chip.mesh), kernels.use(platform="tpu"):
+    yield
+
+
+def _whole(
+  chip: Chip, shape: tuple[int, ...], dtype: Any
+) -> jax.ShapeDtypeStruct:
+  """An array that every device holds."""
+  place = NamedSharding(chip.mesh, PartitionSpec())
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+
+def _tokens(chip: Chip, use: Use) -> jax.ShapeDtypeStruct:
+  return _whole(chip, (1, use.tokens), jnp.int32)
+
+
+def _prefill(
+  model: DecoderModel, use: Use
+) -> Callable[..., tuple[Cache, Float[Array, "B V"]]]:
+  """A prefill of a row that fills its padding."""
+
+  def run(
+    params: nnx.State, tokens: Int[Array, "B S"]
+  ) -> tuple[Cache, Float[Array, "B V"]]:
+    lengths = np.full(tokens.shape[0], use.tokens, np.int32)
+    prompts = kvjax.Prompts(tokens, lengths)
+    return kvjax.prefill(model, params, prompts, use.plan)
+
+  return run
+
+
+def cache_shapes(
+  model: DecoderModel, params: nnx.State, use: Use, chip: Chip
+) -> Cache:
+  """The shapes of a prefill's cache with room to decode, on the mesh."""
+
+  def prefilled(params: nnx.State, tokens: Int[Array, "B S"]) -> Cache:
+    cache, _ = _prefill(model, use)(params, tokens)
+    return kvjax.reserve(cache, _DECODING.max_new_tokens)
+
+  cache = jax.eval_shape(prefilled, params, _tokens(chip, use))
+
+  def sharded(cache: Cache) -> Cache:
+    layers = tuple(map(shard_cache, cache.layers))
+    return dataclasses.replace(cache, layers=layers)
+
+  def placed(
+    x: jax.ShapeDtypeStruct, place: NamedSharding
+  ) -> jax.ShapeDtypeStruct:
+    place = place.with_memory_kind(HOST if is_on_host(x) else DEVICE)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+  places = jax.jit(sharded).lower(cache).compile().output_shardings
+  made: Cache = jax.tree.map(placed, cache, places)
+  return made
+
+
+def trace_inner(
+  chip: Chip, call: Callable[..., Any], *arguments: PyTree
+) -> jax.stages.Traced:
+  """Traces the compiled program that a function of the engine calls.
+
+  The function prepares what the program takes from lengths and plans; those
+  are arguments of the program, which every device holds whole.
+  """
+  outer = jax.make_jaxpr(call)(*arguments)
+  inner = max(
+    (equation for equation in outer.eqns if "jaxpr" in equation.params),
+    key=lambda equation: len(equation.params["jaxpr"].eqns),
+  )
+  given = dict(zip(outer.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
+
+  def shape(x: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(x, jax.extend.core.Var) and x in given:
+      return given[x]
+    return _whole(chip, x.aval.shape, x.aval.dtype)
+
+  program = jax.extend.core.jaxpr_as_fun(inner.params["jaxpr"])
+  return jax.jit(program).trace(*map(shape, inner.invars))
+
+
+def offloaded(cache: Cache) -> PyTree:
+  """What has to be on the host, wherever it is."""
+  return [
+    (layer.stored.keys, layer.stored.values)
+    for layer in cache.layers
+    if isinstance(layer, IndexedLayer) and layer.retrieval.offload
+  ]
+
+
+def share_bytes(tree: PyTree) -> int:
+  """Bytes of a device's share of some shapes."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
+  )

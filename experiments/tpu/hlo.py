@@ -1,0 +1,162 @@
+"""The text of a program that XLA has compiled, taken apart."""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+# A computation's first line, and one that computes something in it.
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>\S+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%(?P<name>\S+) = (?P<rest>.*)$")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_ELSEWHERE = re.compile(r"S\((\d+)\)")
+_VMEM = "1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+  """An array.
+
+  Attributes:
+    shape: its sizes.
+    nbytes: padding aside.
+    space: where it is: 0 the device's memory, 1 VMEM, 5 the host's memory.
+  """
+
+  shape: tuple[int, ...]
+  nbytes: int
+  space: int
+
+  @property
+  def hbm(self) -> int:
+    """Its bytes, if they are in the device's memory."""
+    return 0 if self.space else self.nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One line of a computation.
+
+  Attributes:
+    name: without the leading %.
+    opcode: such as `fusion`.
+    results: one array, or those of a tuple in order.
+    operands: names of instructions; of a parameter its number.
+    attributes: the rest of the line.
+    root: whether it is what the computation answers.
+  """
+
+  name: str
+  opcode: str
+  results: tuple[Buffer, ...]
+  operands: tuple[str, ...]
+  attributes: str
+  root: bool
+
+  @property
+  def is_kernel(self) -> bool:
+    """Whether it runs a Pallas kernel."""
+    return 'custom_call_target="tpu_custom_call"' in self.attributes
+
+  @property
+  def is_free(self) -> bool:
+    """Whether it only joins what stands side by side."""
+    return 'custom_call_target="ConcatBitcast"' in self.attributes
+
+  @property
+  def kernel(self) -> str:
+    """The kernel's name."""
+    return self.name.partition(".")[0]
+
+  @property
+  def vmem(self) -> int:
+    """Bytes of VMEM that it has to itself."""
+    found = re.search(
+      r'"used_scoped_memory_configs":(\[[^\]]*\])', self.attributes
+    )
+    scoped = json.loads(found[1]) if found else []
+    return sum(int(x["size"]) for x in scoped if x["memory_space"] == _VMEM)
+
+  def called(self, kind: str) -> list[str]:
+    """Names of the computations that stand under an attribute."""
+    found = re.search(rf"\b{kind}=(\{{[^}}]*\}}|%\S+)", self.attributes)
+    return re.findall(r"%([^\s,{}]+)", found[1]) if found else []
+
+
+# By name, in the order of the text.
+Computation = Mapping[str, Instruction]
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+  """A program.
+
+  Attributes:
+    computations: by name.
+    entry: name of the one that is run.
+  """
+
+  computations: Mapping[str, Computation]
+  entry: str
+
+  @classmethod
+  def of(cls, text: str) -> "Module":
+    """Reads what `jax.stages.Compiled.as_text` writes."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry = ""
+    own: dict[str, Instruction] = {}
+    for line in text.splitlines():
+      if head := _COMPUTATION.match(line):
+        own = computations.setdefault(head["name"], {})
+        entry = head["name"] if head["entry"] else entry
+      elif found := _INSTRUCTION.match(line):
+        own[found["name"]] = _instruction(
+          found["name"], found["rest"], bool(found["root"])
+        )
+    return cls(computations, entry)
+
+  def __iter__(self) -> Iterator[Instruction]:
+    for computation in self.computations.values():
+      yield from computation.values()
+
+
+def _instruction(name: str, text: str, root: bool) -> Instruction:
+  """Reads `shape opcode(operands), attributes`."""
+  if text.startswith("("):
+    shape, text = _bracketed(text)
+  else:
+    shape, _, text = text.partition(" ")
+  opcode, _, _ = text.strip().partition("(")
+  operands, attributes = _bracketed(text[text.index("(") :])
+  return Instruction(
+    name,
+    opcode,
+    tuple(map(_buffer, _ARRAY.findall(_COMMENT.sub("", shape)))),
+    tuple(re.findall(r"[^\s,()%]+", _COMMENT.sub("", operands))),
+    attributes,
+    root,
+  )
+
+
+def _bracketed(text: str) -> tuple[str, str]:
+  """Splits after the bracket that closes the first one."""
+  depth = 0
+  for place in re.finditer(r"[()]", text):
+    depth += 1 if place[0] == "(" else -1
+    if depth == 0:
+      return text[: place.end()], text[place.end() :]
+  raise ValueError(f"Brackets do not close in {text[:80]!r}.")
+
+
+def _buffer(found: tuple[str, str, str]) -> Buffer:
+  dtype, sizes, layout = found
+  shape = tuple(int(size) for size in sizes.split(",") if size)
+  bits = re.search(r"\d+", dtype)  # there are none in `pred`
+  space = _ELSEWHERE.search(layout)
+  return Buffer(
+    shape,
+    math.prod(shape) * (int(bits[0]) if bits else 8) // 8,
+    int(space[1]) if space else 0,
+  )

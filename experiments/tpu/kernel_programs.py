@@ -1,0 +1,58 @@
+"""The kernels at the sizes that their `specs.py` name."""
+
+import functools
+import importlib
+import importlib.util
+import pkgutil
+from collections import Counter
+from collections.abc import Iterator
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import kernels
+from experiments.tpu.chips import Chip
+from experiments.tpu.programs import Lowered, Program
+from kernels.specs import Spec
+
+
+def kernel_programs() -> Iterator[Program]:
+  """Every specification of every operation that has some."""
+  for module in pkgutil.iter_modules(kernels.__path__):
+    specs = f"kernels.{module.name}.specs"
+    if module.ispkg and importlib.util.find_spec(specs) is not None:
+      for spec in importlib.import_module(specs).SPECS:
+        yield of_spec(module.name, spec)
+
+
+def of_spec(operation: str, spec: Spec) -> Program:
+  """A use of an operation on one device; where a kernel declines is a fault."""
+  return Program(
+    kind="kernel",
+    name=operation,
+    shapes=spec.name,
+    lower=functools.partial(_lower, spec),
+    operands=functools.partial(_operands, spec),
+  )
+
+
+def _lower(spec: Spec, chip: Chip) -> Lowered:
+  whole = NamedSharding(chip.lone, PartitionSpec())
+  shapes = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in spec.shapes
+  ]
+  with jax.set_mesh(chip.lone), kernels.use("pallas", platform="tpu"):
+    # A function of its own: what was traced for another chip may not serve.
+    traced = jax.jit(lambda *arrays: spec.run(*arrays)).trace(*shapes)
+    lowered = traced.lower()
+  return Lowered(lowered, traced.jaxpr, spec.ideal_bytes)
+
+
+def _operands(spec: Spec) -> str:
+  """Such as `2 bfloat16[1,8,32768,128], int32[1,8,32768]`."""
+  counts = Counter(
+    f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in spec.shapes
+  )
+  return ", ".join(
+    text if count == 1 else f"{count} {text}" for text, count in counts.items()
+  )

@@ -1,0 +1,105 @@
+"""What is compiled, and what comes of it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from experiments.tpu.chips import Chip
+from experiments.tpu.footprints import Footprint
+
+KINDS = ("kernel", "prefill", "decode")
+
+
+class Lowered(NamedTuple):
+  """A program that only has to be compiled.
+
+  Attributes:
+    program: for the devices of a chip.
+    jaxpr: what it was lowered from.
+    ideal: the fewest bytes that must move between a device's memory and its
+      cores; None where that says nothing about the program.
+    host: bytes per device that must be in the host's memory.
+  """
+
+  program: jax.stages.Lowered
+  jaxpr: Any
+  ideal: int | None = None
+  host: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """Something to compile.
+
+  Attributes:
+    kind: one of `KINDS`.
+    name: of the operation or the method.
+    shapes: how large, in words.
+    operands: the shapes and dtypes themselves, where they are few.
+    lower: brings it as far as compiling, for a chip.
+  """
+
+  kind: str
+  name: str
+  shapes: str
+  lower: Callable[[Chip], Lowered]
+  operands: Callable[[], str] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """What came of compiling a program for a chip.
+
+  Attributes:
+    program: what was compiled.
+    chip: what for.
+    footprint: what it takes, if it compiled.
+    ideal: see `Lowered`.
+    fault: why it does not serve; None if it does.
+  """
+
+  program: Program
+  chip: Chip
+  footprint: Footprint | None = None
+  ideal: int | None = None
+  fault: str | None = None
+
+
+def compiled(program: Program, chip: Chip) -> Outcome:
+  """Compiles a program; whatever goes wrong is a fault of the outcome."""
+  try:
+    lowered = program.lower(chip)
+    footprint = Footprint.of(lowered.program.compile(), lowered.jaxpr)
+  except Exception as error:  # of tracing, of Mosaic or of XLA
+    return Outcome(program, chip, fault=_first_line(error))
+  fault = find_fault(program, chip, footprint, lowered.host)
+  return Outcome(program, chip, footprint, lowered.ideal, fault)
+
+
+def find_fault(
+  program: Program, chip: Chip, footprint: Footprint, host: int
+) -> str | None:
+  """Why a program that compiles does not serve, in a sentence.
+
+  Args:
+    program: what was compiled.
+    chip: what for.
+    footprint: what it takes.
+    host: bytes that must be in the host's memory.
+  """
+  if program.kind == "kernel" and not footprint.kernels:
+    return "No kernel is in the program."
+  if footprint.hbm > chip.hbm_bytes:
+    return f"It takes {footprint.hbm:,} bytes of HBM of {chip.hbm_bytes:,}."
+  if footprint.vmem > chip.vmem_bytes:
+    return f"It takes {footprint.vmem:,} bytes of VMEM of {chip.vmem_bytes:,}."
+  if footprint.host < host:
+    return f"The host holds {footprint.host:,} bytes of {host:,}."
+  return None
+
+
+def _first_line(error: Exception) -> str:
+  lines = str(error).strip().splitlines()
+  return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

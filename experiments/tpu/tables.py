@@ -1,0 +1,173 @@
+"""What compiling came to, as tables for terminals and Markdown."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+
+from experiments.tpu import llama
+from experiments.tpu.chips import Chip
+from experiments.tpu.programs import Outcome
+
+_HEAD = (
+  "program",
+  "VMEM",
+  "temporary",
+  "arguments",
+  "host",
+  "HBM %",
+  "moved",
+  "ideal",
+  "× ideal",
+  "at best µs",
+)
+# What a terminal has room for.
+_SHORT = {
+  "program": "program",
+  "VMEM": "VMEM",
+  "temporary": "temp.",
+  "arguments": "args.",
+  "host": "host",
+  "HBM %": "HBM %",
+  "× ideal": "× ideal",
+}
+_NONE = "–"
+
+_MEANING = f"""\
+MiB per device. The model is {llama.NAME} in bfloat16 with one prompt, all
+devices along the mesh axis "model"; a kernel runs on one device."""
+
+_LEGEND = f"""\
+{_MEANING}
+
+- VMEM: what the kernel that takes most of it has to itself.
+- temporary: intermediate results and the program itself, in HBM.
+- arguments: weights, tokens and caches in HBM; host: what of them, and of
+  results, is in the host's memory.
+- HBM %: arguments, temporary and new results, of the device's HBM.
+- moved: bytes that instructions and kernels read from HBM and write to it.
+  Blocks that a kernel chooses by data count as if all were different; what it
+  copies by itself counts as its cost estimate says, or else whole. A loop's
+  body counts once: of decoding that is a token. Of a prefill nothing is said.
+- ideal: what must move. For a kernel its `specs.py` counts it; a token reads
+  every weight and every slot once, but of the embedding one row.
+- at best µs: the ideal at the full bandwidth of HBM.
+"""
+
+
+def to_markdown(
+  outcomes: Sequence[Outcome], command: str, versions: Mapping[str, str]
+) -> str:
+  """The tables of all chips, with what they mean and how they were made."""
+  parts = [
+    "# What compiling for TPUs says\n",
+    f"    {command}\n",
+    "compiles without a TPU, by libtpu, and writes this page: "
+    + ", ".join(f"{name} {version}" for name, version in versions.items())
+    + ".\n",
+    _LEGEND,
+  ]
+  for chip, group in _by_chip(outcomes):
+    lines = [_HEAD, (":--", *["--:"] * (len(_HEAD) - 1)), *map(_cells, group)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    parts.append(f"## {chip.name}\n\n{_facts(chip)}\n\n{table}\n")
+  parts.append(_contents(outcomes))
+  return "\n".join(parts)
+
+
+def to_terminal(outcomes: Sequence[Outcome]) -> rich.console.Group:
+  """The most of it for a terminal of 80 columns."""
+  shown: list[rich.console.RenderableType] = []
+  for chip, group in _by_chip(outcomes):
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    first, *numbers = _SHORT.values()
+    table.add_column(first, overflow="fold")
+    for name in numbers:
+      table.add_column(name, justify="right", no_wrap=True)
+    for outcome in group:
+      cells = zip(_HEAD, _cells(outcome), strict=True)
+      table.add_row(*(cell for name, cell in cells if name in _SHORT))
+    shown += [rich.text.Text(f"{chip.name}: {_facts(chip)}"), table]
+  shown.append(rich.text.Text(_MEANING, style="dim"))
+  return rich.console.Group(*shown)
+
+
+def faults(outcomes: Sequence[Outcome]) -> str:
+  """A line for each program that does not serve."""
+  return "".join(
+    f"{outcome.chip.name}, {title(outcome)}: {outcome.fault}\n"
+    for outcome in outcomes
+    if outcome.fault is not None
+  )
+
+
+def title(outcome: Outcome) -> str:
+  """What was compiled, in words."""
+  program = outcome.program
+  kind = "" if program.kind == "kernel" else f"{program.kind}, "
+  return f"{kind}{program.name}, {program.shapes}"
+
+
+def _by_chip(
+  outcomes: Sequence[Outcome],
+) -> list[tuple[Chip, list[Outcome]]]:
+  groups = itertools.groupby(outcomes, key=lambda outcome: outcome.chip)
+  return [(chip, list(group)) for chip, group in groups]
+
+
+def _facts(chip: Chip) -> str:
+  return (
+    f"{len(chip.devices)} devices ({chip.topology}), each with "
+    f"{_mib(chip.hbm_bytes)} MiB of HBM at "
+    f"{chip.bytes_per_second / 1e9:,.0f} GB/s and "
+    f"{_mib(chip.vmem_bytes)} MiB of VMEM per core."
+  )
+
+
+def _cells(outcome: Outcome) -> tuple[str, ...]:
+  footprint, ideal = outcome.footprint, outcome.ideal
+  if footprint is None:
+    return (title(outcome), *[_NONE] * (len(_HEAD) - 1))
+  cells = (
+    title(outcome),
+    _mib(footprint.vmem) if footprint.kernels else _NONE,
+    _mib(footprint.temporary),
+    _mib(footprint.arguments),
+    _mib(footprint.host) if footprint.host else _NONE,
+    f"{100 * footprint.hbm / outcome.chip.hbm_bytes:.1f}",
+  )
+  if ideal is None:
+    return (*cells, *[_NONE] * 4)
+  return (
+    *cells,
+    _mib(footprint.moved),
+    _mib(ideal),
+    f"{footprint.moved / ideal:.2f}",
+    f"{1e6 * ideal / outcome.chip.bytes_per_second:,.0f}",
+  )
+
+
+def _contents(outcomes: Sequence[Outcome]) -> str:
+  """Shapes and dtypes of kernels' operands, and kernels of programs."""
+  listed: dict[str, str] = {}
+  for outcome in outcomes:
+    program, footprint = outcome.program, outcome.footprint
+    if program.operands is not None:
+      listed[title(outcome)] = program.operands()
+    elif footprint is not None and footprint.kernels:
+      listed[title(outcome)] = ", ".join(footprint.kernels)
+  lines = [
+    ("program", "operands, or the kernels in it"),
+    (":--", ":--"),
+    *((name, f"`{text}`") for name, text in listed.items()),
+  ]
+  table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+  return f"## What they are made of\n\n{table}\n"
+
+
+def _mib(size: int) -> str:
+  mib = size / 2**20
+  return f"{mib:,.0f}" if mib >= 100 else f"{mib:.1f}"

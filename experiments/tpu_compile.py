@@ -1,0 +1,172 @@
+"""Compiles the kernels and the engine for TPUs, and checks that they fit.
+
+  make tpu-compile
+
+fetches libtpu into .libtpu and compiles for chips that are not there: every
+kernel at the sizes that its specs.py names, and for Llama-3.1-8B the prefill of
+a long prompt and the loop that decodes from what it keeps. Prints for every
+chip what programs take of VMEM and HBM and how many bytes they move, and writes
+docs/tpu_compile.md when all is compiled and well.
+
+Exit code 1, and a line for each: a program does not compile, a kernel declines,
+something does not fit into a chip, or is not with the host where it should be.
+
+    make tpu-compile ARGS=--quick
+
+compiles one use of each kernel, and decoding in a model of 2 layers, for v5e.
+"""
+
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+import rich.console
+import rich.progress
+from absl import flags
+
+from experiments import cli, reports, results
+from experiments.tpu import chips, llama, programs, tables
+from experiments.tpu.engine_programs import engine_programs
+from experiments.tpu.kernel_programs import kernel_programs
+from experiments.tpu.programs import Outcome, Program
+from kvjax.errors import InputError
+
+_COMMAND = "make tpu-compile"
+_PAGE = pathlib.Path(__file__).parents[1] / "docs" / "tpu_compile.md"
+_PACKAGES = ("kvjax", "jax", "jaxlib", "libtpu")
+_QUICK_LAYERS = 2
+
+_CHIPS = flags.DEFINE_list(
+  "chips", list(chips.TOPOLOGIES), "Chips to compile for."
+)
+_ONLY = flags.DEFINE_list(
+  "only",
+  None,
+  f"What to compile: {', '.join(programs.KINDS)}, or operations and methods "
+  "by name. Everything by default.",
+)
+_LAYERS = flags.DEFINE_integer(
+  "layers", llama.LAYERS, "Layers of the model.", lower_bound=1
+)
+_QUICK = flags.DEFINE_bool(
+  "quick", False, "One use of each kernel and shallow decoding, for v5e."
+)
+_OUTPUT = flags.DEFINE_string(
+  "output",
+  None,
+  "File to write. By default docs/tpu_compile.md if everything is compiled, "
+  "and none if it is a part.",
+)
+
+
+def main() -> None:
+  """Checks what can be checked first, then compiles."""
+  for other in ("chips", "only", "layers"):
+    cli.refuse_together("quick", [other], "it chooses for itself")
+  wanted = _wanted()
+  names = ["v5e"] if _QUICK.value else _chip_names()
+  output = _output()
+  if output is not None:
+    results.check_writable(output.parent)
+  chips.prepare_libtpu()
+  versions = {name: metadata.version(name) for name in _PACKAGES}
+  finish(_compiled(wanted, names), output, versions)
+
+
+def finish(
+  outcomes: Sequence[Outcome],
+  output: pathlib.Path | None,
+  versions: Mapping[str, str],
+) -> None:
+  """Prints what was found; then writes it, or exits with code 1."""
+  rich.console.Console(highlight=False).print(tables.to_terminal(outcomes))
+  faults = tables.faults(outcomes)
+  if faults:
+    print(faults, end="", file=sys.stderr)
+    sys.exit(1)
+  if output is not None:
+    text = tables.to_markdown(outcomes, _COMMAND, versions)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    reports.write_text(output, text)
+
+
+def chosen(
+  found: Sequence[Program], only: Sequence[str] | None
+) -> list[Program]:
+  """Those of the kinds or names that are asked for.
+
+  Raises:
+    InputError: nothing is of that kind or name.
+  """
+  if only is None:
+    return list(found)
+  for name in only:
+    if all(name not in (p.kind, p.name) for p in found):
+      known = dict.fromkeys([*programs.KINDS, *(p.name for p in found)])
+      raise InputError(f"--only has {name!r}; there are {', '.join(known)}.")
+  return [p for p in found if p.kind in only or p.name in only]
+
+
+def quick(found: Sequence[Program]) -> list[Program]:
+  """The first use of each kernel and all decoding: no prefill."""
+  firsts: dict[tuple[str, str], Program] = {}
+  for program in found:
+    if program.kind != "prefill":
+      firsts.setdefault((program.kind, program.name), program)
+  return list(firsts.values())
+
+
+def _wanted() -> list[Program]:
+  if _QUICK.value:
+    return quick([*kernel_programs(), *engine_programs(_QUICK_LAYERS)])
+  found = [*kernel_programs(), *engine_programs(_LAYERS.value)]
+  return chosen(found, _ONLY.value)
+
+
+def _chip_names() -> list[str]:
+  """What --chips says.
+
+  Raises:
+    InputError: a chip that is not known, or none.
+  """
+  known = ", ".join(chips.TOPOLOGIES)
+  for name in _CHIPS.value:
+    if name not in chips.TOPOLOGIES:
+      raise InputError(f"--chips has {name!r}; there are {known}.")
+  if not _CHIPS.value:
+    raise InputError(f"--chips is empty; there are {known}.")
+  return list(dict.fromkeys(_CHIPS.value))
+
+
+def _output() -> pathlib.Path | None:
+  """Where to write, if anywhere."""
+  if _OUTPUT.value is not None:
+    return pathlib.Path(_OUTPUT.value)
+  parts = ("chips", "only", "layers", "quick")
+  whole = not any(flags.FLAGS[name].present for name in parts)
+  return _PAGE if whole else None
+
+
+def _compiled(wanted: Sequence[Program], names: Sequence[str]) -> list[Outcome]:
+  """Compiles everything for every chip, under a progress bar."""
+  outcomes = []
+  with rich.progress.Progress(
+    rich.progress.TextColumn("{task.description:40}"),
+    rich.progress.MofNCompleteColumn(),
+    rich.progress.TimeElapsedColumn(),
+    console=rich.console.Console(stderr=True),
+  ) as progress:
+    bar = progress.add_task("", total=len(wanted) * len(names))
+    for name in names:
+      chip = chips.Chip.load(name)
+      for program in wanted:
+        about = f"{name}, {program.kind} {program.name}"
+        progress.update(bar, description=about)
+        outcomes.append(programs.compiled(program, chip))
+        progress.advance(bar)
+  return outcomes
+
+
+if __name__ == "__main__":
+  cli.run(main)

@@ -1,0 +1,81 @@
+"""Online softmax inside a TPU kernel."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+class Running(NamedTuple):
+  """What an online softmax has found so far.
+
+  Attributes:
+    largest: largest logit, -inf where no key was seen.
+    total: sum of exp(logit - largest).
+    weighted: the values, weighted by the same exponentials.
+  """
+
+  largest: Float[Array, "S 1"]
+  total: Float[Array, "S 1"]
+  weighted: Float[Array, "S D"]
+
+  @classmethod
+  def none(cls, queries: int, dim: int) -> "Running":
+    """Before the first key."""
+    return cls(
+      jnp.full((queries, 1), -jnp.inf, jnp.float32),
+      jnp.zeros((queries, 1), jnp.float32),
+      jnp.zeros((queries, dim), jnp.float32),
+    )
+
+  def after(
+    self,
+    queries: Float[Array, "S D"],
+    keys: Float[Array, "C D"],
+    values: Float[Array, "C D"],
+    seen: Bool[Array, "#S C"],
+    bias: Float[Array, "S C"] | None = None,
+    key_scales: Float[Array, "1 C"] | None = None,
+    value_scales: Float[Array, "1 C"] | None = None,
+  ) -> "Running":
+    """With more keys.
+
+    Args:
+      queries: not yet scaled.
+      keys: in the dtype of the products; those that no query sees may be NaN.
+      values: in the same; finite even where no query sees them.
+      seen: which query sees which key.
+      bias: added to the logits.
+      key_scales: what keys are multiplied by; NaN as they.
+      value_scales: what values are multiplied by; NaN as keys.
+    """
+    product = functools.partial(
+      jax.lax.dot_general,
+      # The matrix units would round float32 to bfloat16.
+      precision=jax.lax.Precision.HIGHEST
+      if keys.dtype == jnp.float32
+      else jax.lax.Precision.DEFAULT,
+      preferred_element_type=jnp.float32,
+    )
+    logits = product(queries.astype(keys.dtype), keys, (((1,), (1,)), ((), ())))
+    logits = logits * queries.shape[-1] ** -0.5
+    if key_scales is not None:
+      logits = logits * key_scales
+    if bias is not None:
+      logits = logits + bias
+    logits = jnp.where(seen, logits, -jnp.inf)
+    largest = jnp.maximum(self.largest, jnp.max(logits, axis=-1, keepdims=True))
+    shift = jnp.where(largest == -jnp.inf, 0.0, largest)
+    weights = jnp.exp(logits - shift)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if value_scales is not None:
+      weights = jnp.where(seen, weights * value_scales, 0.0)
+    added = product(
+      weights.astype(values.dtype), values, (((1,), (0,)), ((), ()))
+    )
+    shrink = jnp.exp(self.largest - shift)
+    return Running(
+      largest, self.total * shrink + total, self.weighted * shrink + added
+    )

@@ -1,0 +1,70 @@
+"""Attention mass in Llama-3.1-8B, as methods take it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kernels.attention_mass.api import causal_mass, chunk_mass
+from kernels.specs import Spec
+
+_HEADS, _KV_HEADS, _DIM = 32, 8, 128
+
+
+def _causal(name: str, batch: int, queries: int, slots: int) -> Spec:
+  def arrays(key: Array) -> tuple[Array, ...]:
+    places = jnp.arange(slots, dtype=jnp.int32)
+    return (
+      *_drawn(key, batch, queries, slots),
+      jnp.broadcast_to(places[-queries:], (batch, queries)),
+      jnp.broadcast_to(places, (batch, _KV_HEADS, slots)),
+    )
+
+  positions = 4 * batch * (queries + _KV_HEADS * slots)
+  return Spec(
+    f"{name} of {batch} x {slots:,}",
+    causal_mass,
+    arrays,
+    _bytes(batch, queries, slots) + positions,
+  )
+
+
+def _chunks(chunk: int, batch: int, slots: int) -> Spec:
+  def arrays(
+    key: Array,
+  ) -> tuple[Array, Array, Bool[Array, "B K T"]]:
+    held = jnp.ones((batch, _KV_HEADS, slots), bool)
+    return *_drawn(key, batch, slots, slots), held
+
+  return Spec(
+    f"chunks of {chunk} of {batch} x {slots:,}",
+    functools.partial(chunk_mass, chunk=chunk, scale=1.0),
+    arrays,
+    _bytes(batch, slots, slots) + batch * _KV_HEADS * slots,
+  )
+
+
+def _drawn(
+  key: Array, batch: int, queries: int, slots: int
+) -> tuple[Float[Array, "B N S D"], Float[Array, "B K T D"]]:
+  of_queries, of_keys = jax.random.split(key)
+  normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+  return (
+    normal(of_queries, (batch, _HEADS, queries, _DIM)),
+    normal(of_keys, (batch, _KV_HEADS, slots, _DIM)),
+  )
+
+
+def _bytes(batch: int, queries: int, slots: int) -> int:
+  """What queries, keys and masses take."""
+  vectors = _HEADS * queries + _KV_HEADS * slots
+  return batch * (2 * _DIM * vectors + 4 * _HEADS * slots)
+
+
+SPECS: tuple[Spec, ...] = (
+  _causal("all queries", 1, 32768, 32768),
+  _causal("last 64 queries", 1, 64, 131072),
+  _causal("last query", 4, 1, 32768),
+  _chunks(256, 4, 32768),
+)

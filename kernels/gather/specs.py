@@ -1,0 +1,58 @@
+"""Compactions at the size of a real model."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from kernels.gather.api import compact
+from kernels.gather.compacted import Compacted
+from kernels.specs import Spec
+
+_KV_HEADS, _DIM = 8, 128
+
+
+def _run(
+  keys: Shaped[Array, "B K T D"],
+  values: Shaped[Array, "B K T D"],
+  positions: Int[Array, "B K T"],
+  slots: Int[Array, "B K M"],
+  received: Float[Array, "B K T"] | None = None,
+) -> Compacted:
+  return compact(keys, values, positions, received, slots)
+
+
+def _spec(batch: int, tokens: int, kept: int, received: bool = False) -> Spec:
+  """Random slots of a cache in bfloat16."""
+  shape = (batch, _KV_HEADS, tokens)
+
+  def arrays(key: Array) -> tuple[Array, ...]:
+    rows = jax.random.split(key, 4)
+    keys, values = (
+      jax.random.normal(row, (*shape, _DIM), jnp.bfloat16) for row in rows[:2]
+    )
+    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), shape)
+    order = jax.random.permutation(
+      rows[2], positions, axis=-1, independent=True
+    )
+    slots = jnp.sort(order[..., :kept], axis=-1)
+    more = (jax.random.uniform(rows[3], shape),) if received else ()
+    return keys, values, positions, slots, *more
+
+  # Every kept row is read and written, and its slot is read.
+  row = 2 * _DIM * 2 + 4 * (2 if received else 1)
+  return Spec(
+    name=f"llama-3.1-8b, batch {batch}, {kept:,} of {tokens:,} tokens"
+    + (", with attention received" if received else ""),
+    run=_run,
+    arrays=arrays,
+    ideal_bytes=math.prod(shape[:2]) * kept * (2 * row + 4),
+  )
+
+
+SPECS = (
+  _spec(1, 32768, 8192),
+  _spec(1, 131072, 32768),
+  _spec(4, 32768, 2048, received=True),
+)

@@ -1,0 +1,69 @@
+"""Packed caches of Llama-3.1-8B at a quarter of their tokens."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kernels.attention import Partial
+from kernels.paged_attention.api import paged_attention
+from kernels.quantised import Quantised, quantise
+from kernels.specs import Spec
+
+_HEADS, _KV_HEADS, _DIM, _PAGE = 32, 8, 128, 32
+
+
+def _decoding(batch: int, length: int, bits: int) -> Spec:
+  """One token; head j holds 2 j + 1 of 64 parts of the pages."""
+  pages = length // 4 // _PAGE * _KV_HEADS
+
+  def arrays(key: Array) -> tuple[Array, ...]:
+    drawn = jax.random.split(key, 3)
+    shape = (batch, pages, _PAGE, _DIM)
+    queries = jax.random.normal(
+      drawn[0], (batch, _HEADS, 1, _DIM), jnp.bfloat16
+    )
+    keys = jax.random.normal(drawn[1], shape, jnp.bfloat16)
+    values = jax.random.normal(drawn[2], shape, jnp.bfloat16)
+    number = jnp.arange(pages, dtype=jnp.int32)
+    heads = jnp.sqrt(number.astype(jnp.float32) / pages) * _KV_HEADS
+    heads = jnp.broadcast_to(heads.astype(jnp.int32)[None], (batch, pages))
+    places = jnp.arange(pages * _PAGE, dtype=jnp.int32) % length
+    places = jnp.broadcast_to(places.reshape(1, pages, _PAGE), shape[:-1])
+    last = jnp.full((batch, 1), length, jnp.int32)
+    if bits == 8:
+      small = (quantise(x, jnp.int8) for x in (keys, values))
+      return queries, *itertools.chain(*small), last, places, heads
+    return queries, keys, values, last, places, heads
+
+  per_slot = 2 * _DIM * bits // 8 + (8 if bits == 8 else 0) + 4
+  return Spec(
+    f"{batch} x {pages:,} pages of {_PAGE}, {bits} bits",
+    _of_sixteen_bits if bits == 16 else _of_eight_bits,
+    arrays,
+    batch * pages * (_PAGE * per_slot + 4) + 4 * batch * _HEADS * _DIM,
+  )
+
+
+_of_sixteen_bits = functools.partial(paged_attention, kv_heads=_KV_HEADS)
+
+
+def _of_eight_bits(
+  queries: Array,
+  keys: Array,
+  key_scales: Array,
+  values: Array,
+  value_scales: Array,
+  *places: Array,
+) -> Partial:
+  small = Quantised(keys, key_scales), Quantised(values, value_scales)
+  return _of_sixteen_bits(queries, *small, *places)
+
+
+SPECS = (
+  _decoding(1, 131_072, 16),
+  _decoding(4, 32_768, 16),
+  _decoding(4, 32_768, 8),
+)

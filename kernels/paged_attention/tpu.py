@@ -1,0 +1,222 @@
+"""Attention over pages on TPUs: every head looks at all slots of a block."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Shaped
+
+from kernels.attention import Partial
+from kernels.attention.running import Running
+from kernels.paged_attention.owners import owners_of
+from kernels.quantised import Quantised, stored
+
+# Slots of a block.
+BLOCK = 2048
+LANES = 128
+# Slots in a tile of the widest packing, int8.
+ROWS = 32
+DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "int8")))
+
+
+class _Operands(NamedTuple):
+  """What the kernel reads: arrays or refs, T = R P slots a row.
+
+  Attributes:
+    queries: of the token, [B, N, D].
+    owners: head of each slot that the token sees, else -1, [B, 1, T].
+    key_scales: of the keys if they are quantised, [B, 1, T].
+    value_scales: of the values, likewise.
+    keys: of all pages, [B, T, D].
+    values: likewise.
+  """
+
+  queries: Any
+  owners: Any
+  key_scales: Any
+  value_scales: Any
+  keys: Any
+  values: Any
+
+
+def paged_attention_tpu(
+  queries: Float[Array, "B N S D"],
+  keys: Float[Array, "B R P D"] | Quantised,
+  values: Float[Array, "B R P D"] | Quantised,
+  query_positions: Int[Array, "B S"],
+  key_positions: Int[Array, "B R P"],
+  heads: Int[Array, "B R"],
+  kv_heads: int,
+) -> Partial:
+  """See `kernels.paged_attention.api.paged_attention`.
+
+  Every page is read once, as far as any is seen in its row: with T = R P slots
+  2 T D entries, which is the least, and 8 or 12 bytes more per slot for its
+  owner and scales. The matrix units have queries of other heads to spare.
+
+  Raises:
+    NotImplementedError: more than one token; no page; D is not a multiple of
+      128, or P of 32; keys and values are of other dtypes than float32,
+      bfloat16 and int8.
+  """
+  _, _, length, dim = queries.shape
+  if length != 1 or not heads.size:
+    raise NotImplementedError("One token reads one page at least.")
+  if dim % LANES or key_positions.shape[-1] % ROWS:
+    raise NotImplementedError("Pages are not whole tiles.")
+  dtypes = {stored(x).dtype for x in (keys, values)}
+  if len(dtypes) > 1 or not dtypes.issubset(DTYPES):
+    raise NotImplementedError(f"No pages of {dtypes} are read.")
+
+  owners = owners_of(query_positions, key_positions, heads)
+  operands = _operands(queries, keys, values, owners)
+  largest, total, weighted = _call(operands, queries.shape[1] // kv_heads)
+  return Partial.of(largest, total, weighted[:, :, None], queries.dtype)
+
+
+def _operands(
+  queries: Float[Array, "B N 1 D"],
+  keys: Float[Array, "B R P D"] | Quantised,
+  values: Float[Array, "B R P D"] | Quantised,
+  owners: Int[Array, "B R P"],
+) -> _Operands:
+  batch = owners.shape[0]
+  block = min(BLOCK, -(-owners[0].size // LANES) * LANES)
+
+  def flat(x: Shaped[Array, "B R P"], fill: float) -> Shaped[Array, "B 1 T"]:
+    x = x.reshape(batch, 1, -1)
+    extra = -x.shape[-1] % block
+    return jnp.pad(x, ((0, 0), (0, 0), (0, extra)), constant_values=fill)
+
+  def scales(
+    x: Float[Array, "B R P D"] | Quantised,
+  ) -> Float[Array, "B 1 T"] | None:
+    if not isinstance(x, Quantised):
+      return None
+    return flat(x.scale[..., 0].astype(jnp.float32), 0.0)
+
+  return _Operands(
+    queries[:, :, 0],
+    flat(owners, -1),
+    scales(keys),
+    scales(values),
+    stored(keys).reshape(batch, -1, queries.shape[-1]),
+    stored(values).reshape(batch, -1, queries.shape[-1]),
+  )
+
+
+def _call(operands: _Operands, group: int) -> tuple[Float[Array, "B N _"], ...]:
+  batch, query_heads, dim = operands.queries.shape
+  slots = operands.owners.shape[-1]
+  block = min(BLOCK, slots)
+  blocks = slots // block
+  seen = operands.owners.reshape(batch, blocks, block) >= 0
+  counts = jnp.sum(seen.astype(jnp.int32), axis=-1)
+  numbers = jnp.arange(blocks, dtype=jnp.int32)
+  last = jnp.max(jnp.where(counts > 0, numbers[None], 0), axis=-1)
+
+  def of_row(x: Any) -> pl.BlockSpec:
+    return pl.BlockSpec((1, *x.shape[1:]), lambda b, i, *_: (b, 0, 0))
+
+  # After the last block that is seen nothing is fetched.
+  row = pl.BlockSpec(
+    (1, 1, block), lambda b, i, last, _: (b, 0, jnp.minimum(i, last[b]))
+  )
+  rows = pl.BlockSpec(
+    (1, block, dim), lambda b, i, last, _: (b, jnp.minimum(i, last[b]), 0)
+  )
+  specs = _Operands(
+    of_row(operands.queries),
+    row,
+    None if operands.key_scales is None else row,
+    None if operands.value_scales is None else row,
+    rows,
+    rows,
+  )
+  shapes = tuple(
+    jax.ShapeDtypeStruct((batch, query_heads, width), jnp.float32)
+    for width in (1, 1, dim)
+  )
+  call = pl.pallas_call(
+    functools.partial(_kernel, group=group),
+    out_shape=shapes,
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=2,
+      grid=(batch, blocks),
+      in_specs=(specs,),
+      out_specs=tuple(map(of_row, shapes)),
+    ),
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel", "arbitrary")
+    ),
+    name="paged_attention",
+  )
+  return tuple(call(last, counts.reshape(-1), operands))
+
+
+def _kernel(
+  last: Any,
+  counts: Any,
+  read: _Operands,
+  largest: Any,
+  total: Any,
+  weighted: Any,
+  *,
+  group: int,
+) -> None:
+  """Attends to a block of slots."""
+  del last
+  number = pl.program_id(1)
+  count = counts[pl.program_id(0) * pl.num_programs(1) + number]
+  block = read.owners.shape[-1]
+  found = (largest, total, weighted)
+
+  @pl.when(number == 0)
+  def _() -> None:
+    _write(found, Running.none(*weighted.shape[1:]))
+
+  # Few blocks have slots that hold nothing, and it takes long to clear them.
+  @pl.when(count == block)
+  def _() -> None:
+    _write(found, _attend(read, Running(*_values(found)), group, False))
+
+  @pl.when((count > 0) & (count < block))
+  def _() -> None:
+    _write(found, _attend(read, Running(*_values(found)), group, True))
+
+
+def _values(refs: Sequence[Any]) -> Iterator[Array]:
+  return (ref[0] for ref in refs)
+
+
+def _write(refs: Sequence[Any], values: Running) -> None:
+  for ref, value in zip(refs, values, strict=True):
+    ref[0] = value
+
+
+def _attend(
+  read: _Operands, running: Running, group: int, ragged: bool
+) -> Running:
+  queries, owners = read.queries[0], read.owners[0]
+  keys, values = read.keys[0], read.values[0]
+  # Quantised rows are multiplied in the precision of the queries.
+  dtype = queries.dtype if keys.dtype == jnp.int8 else keys.dtype
+  if ragged and values.dtype != jnp.int8:
+    seen = jnp.transpose(owners) >= 0
+    values = jnp.where(seen, values, jnp.zeros((), values.dtype))
+  head = jax.lax.broadcasted_iota(jnp.int32, (queries.shape[0], 1), 0)
+  first = owners * group
+  return running.after(
+    queries,
+    keys.astype(dtype),
+    values.astype(dtype),
+    (first <= head) & (head < first + group),
+    None,
+    *(
+      None if x is None else x[0] for x in (read.key_scales, read.value_scales)
+    ),
+  )

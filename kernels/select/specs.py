@@ -1,0 +1,49 @@
+"""Selection in Llama-3.1-8B, as methods and lookups do it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels.select.api import largest, true_slots
+from kernels.specs import Spec
+
+_KV_HEADS = 8
+
+
+def _largest(what: str, batch: int, slots: int, size: int) -> Spec:
+  def arrays(
+    key: Array,
+  ) -> tuple[Float[Array, "B K T"], Int[Array, "B K"]]:
+    scores = jax.random.normal(key, (batch, _KV_HEADS, slots))
+    return scores, jnp.full((batch, _KV_HEADS), size, jnp.int32)
+
+  return Spec(
+    f"{what}: {size:,} of {batch} x {slots:,}",
+    functools.partial(largest, size=size),
+    arrays,
+    4 * batch * _KV_HEADS * (slots + 1 + size),
+  )
+
+
+def _true(batch: int, slots: int, size: int) -> Spec:
+  def arrays(key: Array) -> tuple[Bool[Array, "B K T"]]:
+    share = size / slots
+    return (jax.random.bernoulli(key, share, (batch, _KV_HEADS, slots)),)
+
+  return Spec(
+    f"true slots: {size:,} of {batch} x {slots:,}",
+    functools.partial(true_slots, size=size),
+    arrays,
+    batch * _KV_HEADS * (slots + 4 * size),
+  )
+
+
+SPECS: tuple[Spec, ...] = (
+  _largest("keep", 1, 32_768, 8_192),
+  _largest("keep", 4, 32_768, 8_192),
+  _largest("keep", 1, 131_072, 32_768),
+  _largest("look up", 4, 131_072, 2_048),
+  _true(1, 131_072, 32_768),
+)

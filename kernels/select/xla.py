@@ -1,0 +1,164 @@
+"""Selection by counts and prefix sums; short rows are sorted."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from kernels.select.bisection import Count, Rows, is_chosen, limits
+from kernels.select.keys import NEVER, ordered
+
+# A sort of so few compiles sooner; that it runs longer adds up slowly.
+_SHORT = 2048
+
+# So many neighbours are counted side by side, in few bits.
+_LANES = 128
+_WORD = 32
+
+
+def largest_xla(
+  scores: Float[Array, "*B T"], counts: Int[Array, "*B"], size: int
+) -> Int[Array, "*B M"]:
+  """See `kernels.select.largest`."""
+  counts = jnp.minimum(counts, size)
+  if scores.shape[-1] <= _SHORT:
+    return _ascending(_best_first(scores, counts[..., None]), size)
+  return true_slots_xla(among_largest_xla(scores, counts), size)
+
+
+def among_largest_xla(
+  scores: Float[Array, "*B T"], counts: Int[Array, "*B"]
+) -> Bool[Array, "*B T"]:
+  """See `kernels.select.among_largest`."""
+  slots, wanted = scores.shape[-1], counts[..., None]
+  if slots <= _SHORT:
+    return named_slots_xla(_best_first(scores, wanted), slots)
+  least, end = limits(_counter(scores), wanted, slots)
+  return within_limits(scores, least, end)
+
+
+def within_limits(
+  scores: Float[Array, "*B T"],
+  least: Int[Array, "*B 1"],
+  end: Int[Array, "*B 1"],
+) -> Bool[Array, "*B T"]:
+  """The slots that `kernels.select.bisection.limits` mean."""
+  return is_chosen(ordered(scores), _slots(scores.shape), least, end)
+
+
+def true_slots_xla(mask: Bool[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
+  """See `kernels.select.true_slots`."""
+  if mask.shape[-1] <= _SHORT:
+    slots = _slots(mask.shape)
+    return _ascending(jnp.where(mask, slots, slots.shape[-1]), size)
+  mask = _padded(mask, False)
+  *rows, width = mask.shape
+  bits = mask.reshape(*rows, width // _WORD, _WORD).astype(jnp.uint32)
+  bits <<= _slots(bits.shape).astype(jnp.uint32)
+  words = jnp.sum(bits, axis=-1, dtype=jnp.uint32)
+  ones = jax.lax.population_count(words).astype(jnp.int32)
+  ends = jnp.cumsum(ones, axis=-1)
+  starts = ends - ones
+  # Every place of a list belongs to the last word that starts there or before.
+  found = _placed(jnp.where(ones > 0, starts, size), size)
+  found = jax.lax.cummax(found, axis=found.ndim - 1)
+  place = _slots(found.shape)
+  rank = place - jnp.take_along_axis(starts, found, axis=-1)
+  word = jnp.take_along_axis(words, found, axis=-1)
+  slots = found * _WORD + _nth_bit(word, rank)
+  return jnp.where(place < ends[..., -1:], slots, -1)
+
+
+def kth_largest_xla(
+  scores: Float[Array, "*B T"], counts: Int[Array, "*B"]
+) -> Float[Array, "*B"]:
+  """See `kernels.select.kth_largest`."""
+  among = among_largest_xla(scores, counts)
+  return jnp.min(scores, axis=-1, initial=jnp.inf, where=among)
+
+
+def named_slots_xla(
+  lists: Int[Array, "*B M"], slots: int
+) -> Bool[Array, "*B T"]:
+  """See `kernels.select.named_slots`."""
+
+  def mark(named: Int[Array, " M"]) -> Bool[Array, " T"]:
+    # A negative index would count from the end.
+    at = jnp.where(named >= 0, named, slots)
+    return jnp.zeros(slots, bool).at[at].set(True, mode="drop")
+
+  marked: Array = jnp.vectorize(mark, signature="(m)->(t)")(lists)
+  return marked
+
+
+def _best_first(
+  scores: Float[Array, "*B T"], wanted: Int[Array, "*B 1"]
+) -> Int[Array, "*B T"]:
+  """The slots that are chosen, then T."""
+  keys = ordered(scores)
+  slots = _slots(keys.shape)
+  worst, best_first = jax.lax.sort((~keys, slots), num_keys=1, is_stable=True)
+  chosen = (slots < wanted) & (~worst > NEVER)
+  return jnp.where(chosen, best_first, slots.shape[-1])
+
+
+def _ascending(slots: Int[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
+  """The lower slots; -1 for T."""
+  first = jnp.sort(slots, axis=-1)[..., :size]
+  return jnp.where(first < slots.shape[-1], first, -1)
+
+
+def _counter(scores: Float[Array, "*B T"]) -> Count:
+  keys = _padded(ordered(scores), NEVER)
+  *rows, width = keys.shape
+  slots = _slots(keys.shape)
+  few_bits = jnp.int16 if width < 2**15 * _LANES else jnp.int32
+
+  def count(counted: Callable[[Array, Array], Array]) -> Rows:
+    lanes = counted(keys, slots).astype(few_bits)
+    lanes = lanes.reshape(*rows, width // _LANES, _LANES)
+    lanes = jnp.sum(lanes, axis=-2, dtype=few_bits).astype(jnp.int32)
+    return jnp.sum(lanes, axis=-1, keepdims=True)
+
+  return count
+
+
+def _placed(places: Int[Array, "*B W"], size: int) -> Int[Array, "*B M"]:
+  """The number of each word in its place, unless that is `size` or more."""
+
+  def put(places: Int[Array, " W"]) -> Int[Array, " M"]:
+    none = jnp.zeros(size, jnp.int32)
+    return none.at[places].set(_slots(places.shape), mode="drop")
+
+  placed: Array = jnp.vectorize(put, signature="(w)->(m)")(places)
+  return placed
+
+
+def _nth_bit(
+  words: UInt[Array, "*B M"], rank: Int[Array, "*B M"]
+) -> Int[Array, "*B M"]:
+  """Where the bit of a word is that so many ones precede."""
+  at = jnp.zeros_like(rank)
+  half = _WORD // 2
+  while half:
+    lower = words & jnp.uint32((1 << half) - 1)
+    ones = jax.lax.population_count(lower).astype(jnp.int32)
+    beyond = rank >= ones
+    at = jnp.where(beyond, at + half, at)
+    rank = jnp.where(beyond, rank - ones, rank)
+    words = jnp.where(beyond, words >> half, words)
+    half //= 2
+  return at
+
+
+def _slots(shape: tuple[int, ...]) -> Int[Array, "*B T"]:
+  """The numbers of the last axis."""
+  return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+
+
+def _padded(x: Array, value: int | bool) -> Array:
+  """Whole lanes of the last axis."""
+  missing = -x.shape[-1] % _LANES
+  widths = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
+  return jnp.pad(x, widths, constant_values=value)

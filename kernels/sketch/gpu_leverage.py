@@ -1,0 +1,79 @@
+"""The leverage of a chunk's tiles by a warpgroup."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels.sketch.gpu_work import TILE, Ref, Scalar, Share
+from kernels.sketch.pieces import PAIRS, pieces
+
+
+def leverage_tiles(
+  share: Share,
+  projected: Ref,
+  mean: Ref,
+  whitener: Ref,
+  rows: Ref,
+  *,
+  whiteners: Ref,
+  origin: Ref,
+  tiles: Ref,
+  cuts: Ref,
+  lengths: Ref,
+) -> None:
+  """Squared lengths of whitened columns.
+
+  Args:
+    share: of the work.
+    projected: columns of all chunks.
+    mean: of a chunk, zeros behind its columns, as in the next.
+    whitener: pieces [3 k, k].
+    rows: what is answered, of all chunks.
+    whiteners: shared, the pieces.
+    origin: shared, the mean.
+    tiles: shared, columns.
+    cuts: shared, pieces of them.
+    lengths: shared, on their way out.
+  """
+  group, width, held = share.group, tiles.shape[2], projected.shape[1]
+  if held < width:
+    for stage in range(tiles.shape[1]):
+      tiles[group, stage] = jnp.zeros(tiles.shape[2:], jnp.float32)
+    plgpu.commit_smem()
+  share.load_once(
+    (whitener.at[share.chunk], whiteners), (mean.at[share.chunk], origin)
+  )
+
+  def copies(start: Scalar, stage: Scalar) -> list[tuple[Ref, Ref]]:
+    part = projected.at[share.chunk, :, pl.ds(start, TILE)]
+    return [(part, tiles.at[group, stage, pl.ds(0, held)])]
+
+  def tile(start: Scalar, stage: Scalar, carry: None) -> None:
+    x = tiles[group, stage]
+    x = x - jax.lax.broadcast_in_dim(origin[...], x.shape, (0,))
+    for i, piece in enumerate(pieces(x)):
+      cuts[group, i] = piece
+    # The last tile of lengths has left.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.commit_smem()
+
+    def whiten(acc: Ref) -> Float[Array, "C k"]:
+      for i, j in PAIRS:
+        right = whiteners.at[pl.ds(j * width, width)].transpose((1, 0))
+        plgpu.wgmma(acc, cuts.at[group, i].transpose((1, 0)), right)
+      return acc[...]
+
+    whitened = pl.run_scoped(
+      whiten, plgpu.WGMMAAccumulatorRef((TILE, width), jnp.float32)
+    )
+    lengths[group] = jnp.sum(whitened * whitened, axis=1)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(
+      lengths.at[group], rows.at[share.chunk, pl.ds(start, TILE)]
+    )
+    return carry
+
+  share.over_tiles(copies, tile, None)
+  plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,136 @@
+"""The sketch of a chunk's tiles by a warpgroup."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels.sketch.gpu_work import TILE, Ref, Scalar, Share
+from kernels.sketch.pieces import PAIRS, pieces
+
+
+def sketch_tiles(
+  share: Share,
+  keys: Ref,
+  held: Ref,
+  factor: Ref,
+  shift: Ref,
+  projected: Ref,
+  total: Ref,
+  moment: Ref,
+  *,
+  per_row: tuple[int, ...],
+  factors: Ref,
+  tiles: Ref,
+  uses: Ref,
+  cuts: Ref,
+  columns: Ref,
+  sums: Ref,
+  origin: Ref | None = None,
+  rests: Ref | None = None,
+) -> None:
+  """Projects tiles, and sums what makes up the Gram matrix.
+
+  Args:
+    share: of the work.
+    keys: of all heads [N, T, D].
+    held: of all chunks, slots in tiles.
+    factor: pieces of the transposed factors [K, 3 k, D].
+    shift: to subtract from the keys of a chunk.
+    projected: columns of all chunks.
+    total: sums of columns by warpgroup.
+    moment: by warpgroup a matrix whose mean with its transpose is the Gram
+      matrix.
+    per_row: KV heads of a row, chunks of a head, slots of a chunk.
+    factors: shared, the pieces.
+    tiles: shared, keys.
+    uses: shared, whether they are held.
+    cuts: shared, pieces of columns.
+    columns: shared, a tile of columns on its way out.
+    sums: shared, on their way out.
+    origin: shared, the shift; None, as the next, where there is none and keys
+      are bfloat16.
+    rests: shared, pieces of keys.
+  """
+  heads, chunks, slots = per_row
+  group, width = share.group, sums.shape[1]
+  head = share.chunk // chunks
+  once = [(factor.at[head % heads], factors)]
+  if origin is not None:
+    once.append((shift.at[share.chunk], origin))
+  share.load_once(*once)
+
+  def copies(start: Scalar, stage: Scalar) -> list[tuple[Ref, Ref]]:
+    first = share.chunk % chunks * slots + start
+    return [
+      (keys.at[head, pl.ds(first, TILE)], tiles.at[group, stage]),
+      (held.at[share.chunk, pl.ds(start, TILE)], uses.at[group, stage]),
+    ]
+
+  def operands(stage: Scalar) -> list[Ref]:
+    """Keys as bfloat16 pieces."""
+    if origin is None or rests is None:
+      return [tiles.at[group, stage]]
+    rest = tiles[group, stage].astype(jnp.float32)
+    rest = rest - jax.lax.broadcast_in_dim(origin[...], rest.shape, (1,))
+    for i, piece in enumerate(pieces(rest)):
+      rests[group, i] = piece
+    plgpu.commit_smem()
+    return [rests.at[group, i] for i in range(3)]
+
+  def tile(gram: Ref, start: Scalar, stage: Scalar, summed: Array) -> Array:
+    rows = operands(stage)
+
+    def project(acc: Ref) -> Float[Array, "k C"]:
+      for i, j in PAIRS:
+        if j < len(rows):
+          piece = factors.at[pl.ds(i * width, width)]
+          plgpu.wgmma(acc, piece, rows[j].transpose((1, 0)))
+      return acc[...]
+
+    x = pl.run_scoped(
+      project, plgpu.WGMMAAccumulatorRef((width, TILE), jnp.float32)
+    )
+    use = jax.lax.broadcast_in_dim(uses[group, stage], x.shape, (1,))
+    x = jnp.where(use != 0, x, 0.0)
+    # The last tile of columns has left.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    columns[group] = x
+    near, middle, far = pieces(x)
+    # Products of different pieces count twice, as their transposes do.
+    for i, piece in enumerate((near, 2 * middle, 2 * far, middle / 2)):
+      cuts[group, i] = piece
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(
+      columns.at[group, pl.ds(0, projected.shape[1])],
+      projected.at[share.chunk, :, pl.ds(start, TILE)],
+    )
+    for i, j in ((0, 0), (0, 1), (0, 2), (3, 1)):
+      right = cuts.at[group, j].transpose((1, 0))
+      plgpu.wgmma(gram, cuts.at[group, i], right)
+    summed = summed + jnp.sum(x, axis=1)
+    plgpu.wgmma_wait(0)
+    return summed
+
+  def all_tiles(gram: Ref) -> None:
+    none = jnp.zeros((width,), jnp.float32)
+    none = plgpu.layout_cast(none, plgpu.Layout.WGMMA.reduce(1))
+    summed = share.over_tiles(copies, functools.partial(tile, gram), none)
+    sums[group] = summed
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(sums.at[group], total.at[share.mine])
+    found = gram[...]
+    for first in range(0, width, TILE):
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      columns[group] = found[:, first : first + TILE]
+      plgpu.commit_smem()
+      part = moment.at[share.mine, :, pl.ds(first, TILE)]
+      plgpu.copy_smem_to_gmem(columns.at[group], part)
+
+  pl.run_scoped(
+    all_tiles, plgpu.WGMMAAccumulatorRef((width, width), jnp.float32)
+  )
+  plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,47 @@
+"""Sketches and leverage rows in XLA."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kernels.sketch.sketched import Sketch, by_chunk, near_mean
+
+
+def sketch(
+  keys: Float[Array, "B K T D"],
+  held: Bool[Array, "B K T"],
+  factor: Float[Array, "K D k"] | None,
+  *,
+  chunk: int,
+  center: bool,
+) -> Sketch:
+  """See `kernels.sketch.api.sketch`."""
+  parts, there = by_chunk(keys, chunk), by_chunk(held, chunk)[..., None, :]
+  x = parts.astype(jnp.float32)
+  if center:
+    x = x - near_mean(parts, there[..., 0, :])[..., None, :]
+  if factor is None:
+    x = jnp.swapaxes(x, -1, -2)
+  else:
+    # One for each row, so that keys need not be moved.
+    factor = jnp.broadcast_to(factor, (x.shape[0], *factor.shape))
+    x = jnp.einsum("bkde,bkcwd->bkcew", factor, x, precision="highest")
+  x = jnp.where(there, x, 0.0)
+  if center:
+    count = jnp.sum(there.astype(jnp.float32), axis=-1, keepdims=True)
+    mean = jnp.sum(x, axis=-1, keepdims=True) / jnp.maximum(count, 1.0)
+    x = jnp.where(there, x - mean, 0.0)
+  gram = jnp.einsum("bkcew,bkcfw->bkcef", x, x, precision="highest")
+  return Sketch(x, jnp.zeros(x.shape[:-1], jnp.float32), gram)
+
+
+def leverage_rows(
+  projected: Float[Array, "B K C k W"],
+  mean: Float[Array, "B K C k"],
+  whitener: Float[Array, "B K C k k"],
+) -> Float[Array, "B K C W"]:
+  """See `kernels.sketch.api.leverage_rows`; also where nothing is held."""
+  columns = projected - mean[..., None]
+  whitened = jnp.einsum(
+    "bkcfe,bkcew->bkcfw", whitener, columns, precision="highest"
+  )
+  return jnp.sum(whitened * whitened, axis=-2)

@@ -1,0 +1,190 @@
+"""Attention to listed slots on Hopper GPUs: each row by a copy of its own."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from kernels.attention import warpgroup
+from kernels.attention.partial import Partial
+from kernels.attention.warpgroup import ROWS, Found, Tiles
+from kernels.quantised import Quantised, stored
+from kernels.sparse_decode.lists import Lists
+
+# Each biased query of a list costs a pass over its logits.
+BIASED = 8
+# Chunks of a part of a list, whose slots must fit into shared memory.
+MOST = 64
+
+
+class _Operands(NamedTuple):
+  """What the kernel reads: arrays or refs.
+
+  Attributes:
+    queries: of each list, 64 with padding, [B, H, 64, D].
+    lists: cut into chunks of 64.
+    keys: all of them, [B, K, T, D].
+    values: likewise.
+  """
+
+  queries: Any
+  lists: Lists
+  keys: Any
+  values: Any
+
+
+def sparse_decode_gpu(
+  queries: Float[Array, "B N D"],
+  keys: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T D"] | Quantised,
+  slots: Int[Array, "B H M"],
+  bias: Float[Array, "B N M"] | None,
+) -> Partial:
+  """See `kernels.sparse_decode.api.sparse_decode`.
+
+  Moves the rows that are listed and no other bytes of keys and values, one row
+  at a time; nothing for chunks of 64 entries after the last that names a slot.
+  Blocks of threads share a list where lists are few, and XLA joins what they
+  find. XLA gathers the scales.
+
+  Raises:
+    NotImplementedError: queries are not of 16 bits, keys and values neither of
+      the same dtype nor int8; D is not 128, or 64 in 16 bits; a list is empty,
+      is for more than 64 query heads, or for more than 8 with a bias.
+  """
+  batch, heads, dim = queries.shape
+  lists, most = slots.shape[1:]
+  group = heads // lists
+  dtypes = {stored(x).dtype for x in (keys, values)}
+  if queries.dtype not in (jnp.bfloat16, jnp.float16):
+    raise NotImplementedError("Queries are not of 16 bits.")
+  if len(dtypes) > 1 or not dtypes < {queries.dtype, jnp.dtype("int8")}:
+    raise NotImplementedError(f"No rows of {dtypes} are read.")
+  (dtype,) = dtypes
+  if dim not in (64, 128) or dim * dtype.itemsize % 128 or not most:
+    raise NotImplementedError(f"No {most} rows of {dim} {dtype} are read.")
+  if group > (ROWS if bias is None else BIASED):
+    raise NotImplementedError(f"{group} query heads read a list.")
+
+  chunks = -(-most // ROWS)
+  splits = max(1, min(chunks, warpgroup.WARPGROUPS // (batch * lists)))
+  each = min(-(-chunks // splits), MOST)
+  splits = -(-chunks // each)
+  grouped = queries.reshape(batch, lists, group, dim)
+  padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, ROWS - group), (0, 0)))
+  operands = _Operands(
+    padded,
+    Lists.of(keys, values, slots, bias, ROWS, each * splits),
+    stored(keys),
+    stored(values),
+  )
+  types = Tiles.types(dim, queries.dtype, dtype, False, 2 * ROWS, 2)
+  leaves, tree = jax.tree.flatten(operands)
+  found = plgpu.kernel(
+    functools.partial(_kernel, tree=tree, share=lists // keys.shape[1]),
+    out_type=Found.shapes((batch, lists, splits), group, dim),
+    grid=(batch, lists, splits),
+    grid_names=("row", "list", "split"),
+    scratch_types=(*types, plgpu.SMEM((each, ROWS), jnp.int32)),
+    compiler_params=warpgroup.PARAMS,
+  )(*leaves)
+  output, lse = Found(*found).joined(queries.dtype)
+  return Partial(output.reshape(queries.shape), lse.reshape(batch, heads))
+
+
+def _kernel(*refs: Any, tree: Any, share: int) -> None:
+  """Attends to a part of a list; its chunks are fetched one ahead.
+
+  Args:
+    *refs: leaves of `_Operands`, `Found`, `Tiles` and the numbers of all slots
+      of the part.
+    tree: of the operands.
+    share: lists that read the same KV head.
+  """
+  count = tree.num_leaves
+  read = jax.tree.unflatten(tree, refs[:count])
+  to, tiles = Found(*refs[count : count + 3]), Tiles(*refs[count + 3 : -1])
+  numbers = refs[-1]
+  row, head, split = map(jax.lax.axis_index, ("row", "list", "split"))
+  kv_head = jax.lax.div(head, share)
+  each = numbers.shape[0]
+  first = split * each
+  entries = read.lists.counts[row, head]
+  used = jax.lax.div(entries + ROWS - 1, ROWS) - first
+  used = jnp.clip(used, 0, each)
+
+  plgpu.copy_gmem_to_smem(
+    read.queries.at[row, head], tiles.queries, tiles.ready
+  )
+  own = read.lists.numbers.at[row, head, pl.ds(first, each), 0]
+  plgpu.copy_gmem_to_smem(own, numbers, tiles.ready)
+  plgpu.barrier_wait(tiles.ready)
+
+  (key_rows, value_rows), _ = tiles.rows
+
+  def fetch(number: Array) -> None:
+    buffer = number & 1
+
+    def one(entry: Array, _: None) -> None:
+      slot = numbers[number, entry]
+      for whole, rows in (
+        (read.keys, key_rows),
+        (read.values, value_rows),
+      ):
+        plgpu.copy_gmem_to_smem(
+          whole.at[row, kv_head, slot],
+          rows.at[buffer, entry],
+          tiles.arrived.at[buffer],
+        )
+
+    jax.lax.fori_loop(0, ROWS, one, None)
+
+  def attend(number: Array, found: Found) -> Found:
+    pl.when(number + 1 < used)(lambda: fetch(number + 1))
+    plgpu.barrier_wait(tiles.arrived.at[number & 1])
+    at = (row, head, first + number)
+    return _attend(found, tiles, number & 1, read.lists, at)
+
+  pl.when(used > 0)(lambda: fetch(jnp.int32(0)))
+  found = Found.none(tiles.queries.shape[1])
+  found = jax.lax.fori_loop(0, used, attend, found)
+  at = (row, head, split)
+  warpgroup.write(found, tiles, Found(*(x.at[at] for x in to)))
+
+
+def _attend(
+  found: Found, tiles: Tiles, buffer: Array, lists: Lists, at: tuple[Any, ...]
+) -> Found:
+  def vector(ref: Any, layout: Any = warpgroup.OF_COLUMNS) -> Array:
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+  def held(layout: Any) -> Array:
+    return vector(lists.slots.at[(*at, 0)], layout) >= 0
+
+  def adjust(logits: Array) -> Array:
+    logits = logits * tiles.queries.shape[1] ** -0.5
+    along = warpgroup.along_columns
+    if lists.key_scales is not None:
+      logits = logits * along(vector(lists.key_scales.at[(*at, 0)]))
+    if lists.bias is not None:
+      query = plgpu.broadcasted_iota(
+        jnp.int32, logits.shape, 0, layout=warpgroup.MATRIX
+      )
+      for number in range(lists.bias.shape[3]):
+        own = along(vector(lists.bias.at[(*at, number)]))
+        logits = jnp.where(query == number, logits + own, logits)
+    return jnp.where(along(held(warpgroup.OF_COLUMNS)), logits, -jnp.inf)
+
+  scales = lists.value_scales
+  return warpgroup.attend(
+    found,
+    tiles,
+    buffer,
+    held,
+    adjust,
+    None if scales is None else vector(scales.at[(*at, 0)]),
+  )

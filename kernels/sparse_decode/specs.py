@@ -1,0 +1,63 @@
+"""Lists of slots of the cache of Llama-3.1-8B, as retrieval names them."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kernels.attention.partial import Partial
+from kernels.quantised import Quantised, quantise
+from kernels.sparse_decode.api import sparse_decode
+from kernels.specs import Spec
+
+_HEADS, _KV_HEADS, _DIM = 32, 8, 128
+
+
+def _decoding(
+  batch: int, length: int, lists: int, most: int, bits: int
+) -> Spec:
+  """A list for every KV head or every query head, at random slots."""
+
+  def arrays(key: Array) -> tuple[Array, ...]:
+    drawn = jax.random.split(key, 4)
+    shape = (batch, _KV_HEADS, length, _DIM)
+    queries = jax.random.normal(drawn[0], (batch, _HEADS, _DIM), jnp.bfloat16)
+    keys = jax.random.normal(drawn[1], shape, jnp.bfloat16)
+    values = jax.random.normal(drawn[2], shape, jnp.bfloat16)
+    # Every list has one slot of each of as many equal parts of the cache.
+    part = length // most
+    slots = jax.random.randint(drawn[3], (batch, lists, most), 0, part)
+    slots = slots + jnp.arange(most, dtype=jnp.int32)[None, None] * part
+    if bits == 8:
+      small = (quantise(x, jnp.int8) for x in (keys, values))
+      return queries, *itertools.chain(*small), slots
+    return queries, keys, values, slots
+
+  per_slot = 2 * _DIM * bits // 8 + (8 if bits == 8 else 0) + 4
+  return Spec(
+    f"{batch} x {lists} lists of {most:,} of {length:,} slots, {bits} bits",
+    sparse_decode if bits == 16 else _of_eight_bits,
+    arrays,
+    batch * lists * most * per_slot + 4 * batch * _HEADS * _DIM,
+  )
+
+
+def _of_eight_bits(
+  queries: Array,
+  keys: Array,
+  key_scales: Array,
+  values: Array,
+  value_scales: Array,
+  slots: Array,
+) -> Partial:
+  small = Quantised(keys, key_scales), Quantised(values, value_scales)
+  return sparse_decode(queries, *small, slots)
+
+
+SPECS = (
+  _decoding(1, 131_072, _KV_HEADS, 4096, 16),
+  _decoding(4, 32_768, _KV_HEADS, 1024, 16),
+  _decoding(1, 32_768, _HEADS, 512, 16),
+  _decoding(1, 131_072, _KV_HEADS, 4096, 8),
+)

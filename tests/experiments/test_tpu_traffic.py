@@ -1,0 +1,170 @@
+"""Bytes that compiled programs and their kernels move."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from experiments.tpu.hlo import Module
+from experiments.tpu.kernel_traffic import KernelTraffic, kernels_in
+from experiments.tpu.traffic import traffic
+
+# What libtpu writes, shortened: 1,024 bfloat16 weights in four rows, fetched
+# ahead in two parts, and a loop that reads a slot and writes another.
+HLO = """\
+HloModule jit_f, is_scheduled=true
+
+%picked (p.0: bf16[8,128], p.1: s32[]) -> bf16[1,128] {
+  %p.0 = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %p.1 = s32[]{:T(128)} parameter(1)
+  %seen = bf16[8,128]{1,0} bitcast(%p.0)
+  ROOT %pick = bf16[1,128]{1,0} dynamic-slice(%seen, %p.1), sizes={1,128}
+}
+
+%updated (p.2: bf16[8,128], p.3: bf16[1,128], p.4: s32[]) -> bf16[8,128] {
+  %p.2 = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+  %p.3 = bf16[1,128]{1,0} parameter(1)
+  %p.4 = s32[]{:T(128)} parameter(2)
+  ROOT %up = bf16[8,128]{1,0} dynamic-update-slice(%p.2, %p.3, %p.4)
+}
+
+%body (s: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
+  %s = (s32[]{:T(128)}, /*index=1*/bf16[8,128]{1,0}) parameter(0)
+  %step = s32[]{:T(128)S(6)} get-tuple-element(%s), index=0
+  %slots = bf16[8,128]{1,0:T(8,128)(2,1)} get-tuple-element(%s), index=1
+  %one = bf16[1,128]{1,0:T(2,128)S(1)} fusion(%slots, %step), kind=kLoop, \
+calls=%picked
+  %all = bf16[8,128]{1,0} fusion(%slots, %one, %step), kind=kLoop, \
+calls=%updated
+  ROOT %t = (s32[]{:T(128)}, bf16[8,128]{1,0}) tuple(%step, %all)
+}
+
+%condition (c: (s32[], bf16[8,128])) -> pred[] {
+  %c = (s32[]{:T(128)}, bf16[8,128]{1,0}) parameter(0)
+  ROOT %go = pred[]{:T(512)S(6)} constant(true)
+}
+
+%idle (i: f32[256]) -> f32[256] {
+  %i = f32[256]{0:T(256)} parameter(0)
+  ROOT %abs = f32[256]{0:T(256)} abs(%i)
+}
+
+%busy (b: f32[256]) -> f32[256] {
+  %b = f32[256]{0:T(256)} parameter(0)
+  %negate = f32[256]{0:T(256)} negate(%b)
+  ROOT %sum = f32[256]{0:T(256)} add(%negate, %b)
+}
+
+ENTRY %main (w: bf16[4,256], n: pred[], x: f32[256], y: (s32[], bf16[8,128])) \
+-> f32[256] {
+  %w = bf16[4,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %fetch = ((bf16[4,256]{1,0:T(8,128)(2,1)}), bf16[2,256]{1,0:T(8,128)S(1)}, \
+s32[]{:S(2)}) slice-start(%w), slice={[0:2], [0:256]}
+  %part = bf16[2,256]{1,0:T(8,128)S(1)} slice-done(%fetch)
+  %n = pred[]{:T(512)S(6)} parameter(1)
+  %x = f32[256]{0:T(256)} parameter(2)
+  %y = (s32[]{:T(128)}, bf16[8,128]{1,0}) parameter(3)
+  %loop = (s32[]{:T(128)}, bf16[8,128]{1,0}) while(%y), \
+condition=%condition, body=%body
+  %branch = f32[256]{0:T(256)} conditional(%n, %x, %x), \
+branch_computations={%idle, %busy}
+  ROOT %twice.1 = f32[256]{0:T(256)} custom-call(%branch, /*index=1*/%part), \
+custom_call_target="tpu_custom_call", backend_config={"custom_call_config":\
+{"body":"TUzv+/=="},"used_scoped_memory_configs":[{"memory_space":"1",\
+"offset":"0","size":"4096"},{"memory_space":"6","offset":"0","size":"8"}]}
+}
+"""
+
+# The fetched part, the loop's slot read and written, the busy branch.
+AROUND = 2 * 256 * 2 + 2 * 128 * 2 + 5 * 256 * 4
+
+
+@pytest.fixture(scope="module")
+def module():
+  return Module.of(HLO)
+
+
+def twice(x):
+  """A kernel that reads a row of blocks once and writes every block."""
+
+  def body(x_ref, out_ref):
+    out_ref[0] = x_ref[...] * 2
+
+  return pl.pallas_call(
+    body,
+    grid=(2, 4),
+    in_specs=[pl.BlockSpec((None, 8, 128), lambda i, j: (i, 0, 0))],
+    out_specs=pl.BlockSpec((1, 8, 128), lambda i, j: (i, j, 0)),
+    out_shape=jax.ShapeDtypeStruct((2, 32, 128), jnp.float32),
+    name="twice",
+  )(x)
+
+
+def test_a_program_is_read(module):
+  assert module.entry == "main"
+  assert [each.kernel for each in module if each.is_kernel] == ["twice"]
+  (kernel,) = (each for each in module if each.is_kernel)
+  assert kernel.operands == ("branch", "part")
+  assert kernel.vmem == 4096
+  fetch = module.computations["main"]["fetch"]
+  assert [x.shape for x in fetch.results] == [(4, 256), (2, 256), ()]
+  assert [x.space for x in fetch.results] == [0, 1, 2]
+  go = module.computations["condition"]["go"]
+  assert go.results[0].nbytes == 1
+
+
+def test_traffic_is_what_passes_between_hbm_and_cores(module):
+  """Of an unknown kernel what is in HBM: not the part that was fetched."""
+  assert traffic(module, []) == AROUND + 2 * 256 * 4
+
+
+def test_a_known_kernel_counts_as_its_blocks_do(module):
+  known = KernelTraffic("twice", ((256,),), read=(70, 9000), written=(7,))
+  other = KernelTraffic("twice", ((255,),), read=(1, 1), written=(1,))
+  assert traffic(module, [other, known]) == AROUND + 77
+
+
+def test_blocks_count_when_they_change():
+  traced = jax.jit(lambda x: jax.lax.cond(True, twice, twice, x)).trace(
+    jax.ShapeDtypeStruct((2, 8, 128), jnp.float32)
+  )
+  found = list(kernels_in(traced.jaxpr))
+  block = 8 * 128 * 4
+  one = KernelTraffic("twice", ((2, 32, 128),), (2 * block,), (8 * block,))
+  assert found == [one, one]
+
+
+@pytest.mark.parametrize(("cost", "copied"), [(None, 4096), (700, 156)])
+def test_blocks_that_data_choose_and_copies_of_the_kernel(cost, copied):
+  def body(chosen, blocked, whole, out):
+    del chosen, whole
+    out[...] = blocked[...]
+
+  estimate = cost and pl.CostEstimate(
+    flops=0, transcendentals=0, bytes_accessed=cost
+  )
+  spec = pltpu.PrefetchScalarGridSpec(
+    num_scalar_prefetch=1,
+    grid=(3,),
+    in_specs=[
+      pl.BlockSpec((1, 16), lambda i, chosen: (chosen[i], 0)),
+      pl.BlockSpec(memory_space=pl.ANY),
+    ],
+    out_specs=pl.BlockSpec((1, 16), lambda i, chosen: (0 * i, 0)),
+  )
+  call = pl.pallas_call(
+    body,
+    grid_spec=spec,
+    out_shape=jax.ShapeDtypeStruct((1, 16), jnp.float32),
+    cost_estimate=estimate,
+    name="chosen",
+  )
+  traced = jax.jit(call).trace(
+    jax.ShapeDtypeStruct((72,), jnp.int32),
+    jax.ShapeDtypeStruct((9, 16), jnp.float32),
+    jax.ShapeDtypeStruct((1024,), jnp.float32),
+  )
+  (found,) = kernels_in(traced.jaxpr)
+  assert found.read == (72 * 4, 3 * 64, copied)
+  assert found.written == (64,)

@@ -1,0 +1,158 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+
+from kernels import use
+from kernels.gather import Compacted, compact
+from kernels.gather.gpu import compact_gpu
+from kernels.gather.plan import Plan
+from kernels.gather.reference import compact_reference
+from kernels.gather.tpu import compact_tpu
+from kernels.gather.xla import compact_xla
+
+TPU = functools.partial(
+  pltpu.force_tpu_interpret_mode, pltpu.InterpretParams(detect_races=True)
+)
+GPU = functools.partial(
+  plgpu.force_gpu_interpret_mode, plgpu.InterpretGPUParams(detect_races=True)
+)
+
+
+def drawn(
+  batch, kv_heads, length, most, dim, dtype, *, received=True, holes=False
+):
+  """Any bits at all: NaN, infinities, denormals and both zeros are among them.
+
+  Heads name anything from no slot to as many as fit.
+  """
+  random = np.random.default_rng(length)
+
+  def bits(shape, dtype):
+    size = np.prod(shape) * np.dtype(dtype).itemsize
+    return jnp.asarray(
+      np.frombuffer(random.bytes(size), np.uint8).view(dtype).reshape(shape)
+    )
+
+  shape = (batch, kv_heads, length)
+  slots = np.full((batch * kv_heads, most), -1, np.int32)
+  full = min(most, length)
+  for head, row in enumerate(slots):
+    count = [full // 2, full, 0, 1][head % 4]
+    place = np.arange(count)
+    if holes:
+      place = np.sort(random.choice(most, count, replace=False))
+    row[place] = np.sort(random.choice(length, count, replace=False))
+  return (
+    bits((*shape, dim), dtype),
+    bits((*shape, dim), dtype),
+    jnp.asarray(random.integers(-1, 10**6, shape), jnp.int32),
+    bits(shape, np.float32) if received else None,
+    jnp.asarray(slots.reshape(batch, kv_heads, most)),
+  )
+
+
+def assert_same_bits(found, wanted):
+  assert isinstance(found, Compacted)
+  for name, a, b in zip(Compacted._fields, found, wanted, strict=True):
+    if b is None:
+      assert a is None
+      continue
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    a, b = (np.ascontiguousarray(x).view(np.uint8) for x in (a, b))
+    np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+CASES = {
+  "bfloat16": (2, 2, 37, 21, 64, jnp.bfloat16),
+  "float32": (1, 3, 40, 50, 128, jnp.float32),
+  "int8": (1, 2, 129, 33, 128, jnp.int8),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("holes", [False, True], ids=["packed", "holes"])
+def test_xla_copies_every_bit(case, holes):
+  given = drawn(*CASES[case], holes=holes)
+  found = jax.jit(compact)(*given)
+  assert_same_bits(found, compact_reference(*given))
+
+
+@pytest.mark.parametrize(
+  ("sizes", "options", "holes"),
+  [
+    ((1, 2, 2100, 150, 64, jnp.bfloat16), {"write": 128}, True),
+    ((1, 1, 1025, 140, 256, jnp.float32), {"read": 1024, "write": 128}, False),
+    ((2, 1, 3000, 40, 128, jnp.int8), {"read": 1024}, True),
+    ((1, 4, 37, 20, 128, jnp.bfloat16), {}, False),
+  ],
+  ids=["bfloat16", "float32", "int8", "one tile"],
+)
+def test_tpu_copies_every_bit(sizes, options, holes):
+  given = drawn(*sizes, received=holes, holes=holes)
+  with TPU():
+    found = jax.jit(functools.partial(compact_tpu, **options))(*given)
+  assert_same_bits(found, compact_reference(*given))
+
+
+@pytest.mark.parametrize(
+  ("sizes", "received"),
+  [
+    ((1, 4, 37, 20, 128, jnp.bfloat16), True),
+    ((2, 1, 50, 16, 256, jnp.float32), False),
+    ((1, 2, 19, 17, 128, jnp.int8), True),
+  ],
+  ids=["bfloat16", "float32", "int8"],
+)
+def test_gpu_copies_every_bit(sizes, received):
+  given = drawn(*sizes, received=received, holes=received)
+  with GPU():
+    found = jax.jit(compact_gpu)(*given)
+  assert_same_bits(found, compact_reference(*given))
+
+
+def test_a_tpu_reads_only_tiles_of_which_something_is_kept():
+  slots = jnp.asarray([[[3, 4, 4096, -1, 9000, -1, -1, -1]]], jnp.int32)
+  plan = Plan.of(slots, 10, read=1024, write=4)
+  np.testing.assert_array_equal(np.unique(plan.source), [0, 4, 8])
+  begun, ended = plan.first[0, 0, :-1], plan.first[0, 0, 1:]
+  for tile, part, begin, end in zip(
+    plan.source[0, 0], plan.target[0, 0], begun, ended, strict=True
+  ):
+    rows = slots[0, 0, int(begin) : int(end)]
+    assert set(np.asarray(rows[rows >= 0]) // 1024) <= {int(tile)}
+    assert begin == end or (begin // 4 == part == (end - 1) // 4)
+  assert begun[0] == 0
+  assert ended[-1] == slots.shape[-1]
+
+
+def test_every_device_of_a_mesh_copies_its_rows_and_heads():
+  given = drawn(2, 2, 30, 10, 128, jnp.bfloat16)
+  mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2)
+  with TPU(), jax.set_mesh(mesh), use("pallas", "tpu"):
+    found = jax.jit(compact)(*given)
+  assert_same_bits(found, compact_reference(*given))
+
+
+@pytest.mark.parametrize(
+  ("platform", "sizes"),
+  [
+    ("tpu", (1, 1, 30, 0, 128, jnp.bfloat16)),
+    ("tpu", (1, 1, 30, 4, 1024, jnp.float32)),
+    ("gpu", (1, 1, 30, 0, 128, jnp.bfloat16)),
+    ("gpu", (1, 1, 30, 4, 64, jnp.bfloat16)),
+  ],
+  ids=["tpu, no slots", "tpu, wide", "gpu, no slots", "gpu, narrow"],
+)
+def test_what_a_kernel_declines_xla_copies(platform, sizes):
+  given = drawn(*sizes)
+  with use("pallas", platform), pytest.raises(NotImplementedError):
+    compact(*given)
+  with use(platform=platform):
+    found = compact(*given)
+  assert_same_bits(found, compact_xla(*given))
