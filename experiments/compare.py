@@ -9,8 +9,8 @@ compressed; the question comes afterwards. Ends with a table and writes
 results/demo/{samples.jsonl,summary.json,table.md,score_vs_retention.png}.
 A run that was stopped goes on where it stopped.
 
-Expect 96 % of the needles found with the full cache, and at a quarter of it
-98 % with KeyDiff, 46 % with Compactor, 21 % with StreamingLLM, 7 % with SnapKV
+Expect 97 % of the needles found with the full cache, and at a quarter of it
+98 % with KeyDiff, 47 % with Compactor, 23 % with StreamingLLM, 7 % with SnapKV
 and none at random. It takes four minutes of CPU time, most of it compiling.
 
   python -m experiments.compare --text=notes.txt --question="Who called?"

@@ -23,7 +23,7 @@ TASKS = flags.DEFINE_list(
   "tasks", list(suite.DEFAULT), f"Any of {', '.join(suite.TASKS)}."
 )
 SAMPLES = flags.DEFINE_integer(
-  "samples", 16, "Samples per task.", lower_bound=1
+  "samples", 12, "Samples per task.", lower_bound=1
 )
 LENGTH = flags.DEFINE_integer(
   "length",
@@ -33,7 +33,7 @@ LENGTH = flags.DEFINE_integer(
 )
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.")
 BATCH = flags.DEFINE_integer(
-  "batch", 8, "Samples per prefill; less needs less memory.", lower_bound=1
+  "batch", 12, "Samples per prefill; less needs less memory.", lower_bound=1
 )
 _MESH = flags.DEFINE_string("mesh", None, "Devices, as in data:2,model:2.")
 _DTYPE = flags.DEFINE_enum(
