@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import jax
 from absl import flags
 
+import kernels
 import kvjax
 import models
 from experiments import comparison, suite
@@ -36,6 +37,13 @@ BATCH = flags.DEFINE_integer(
   "batch", 12, "Samples per prefill; less needs less memory.", lower_bound=1
 )
 _MESH = flags.DEFINE_string("mesh", None, "Devices, as in data:2,model:2.")
+_KERNELS = flags.DEFINE_enum(
+  "kernels",
+  "auto",
+  ["auto", "xla"],
+  "Pallas kernels where the device has them and they serve, or XLA's programs "
+  "alone.",
+)
 _DTYPE = flags.DEFINE_enum(
   "dtype", None, DTYPES, "By default float32 on CPU, else bfloat16."
 )
@@ -67,12 +75,13 @@ def samples(lm: models.Pretrained) -> comparison.Samples:
 @contextlib.contextmanager
 def loaded() -> Iterator[tuple[models.Pretrained, int]]:
   """The model, on the mesh if there is one, and its number of devices."""
-  if _MESH.value is None:
-    yield models.load(_MODEL.value, dtype()), 1
-    return
-  mesh = parse_mesh(_MESH.value)
-  with jax.set_mesh(mesh):
-    yield models.load(_MODEL.value, dtype(), mesh), mesh.size
+  with kernels.use("xla" if _KERNELS.value == "xla" else None):
+    if _MESH.value is None:
+      yield models.load(_MODEL.value, dtype()), 1
+      return
+    mesh = parse_mesh(_MESH.value)
+    with jax.set_mesh(mesh):
+      yield models.load(_MODEL.value, dtype(), mesh), mesh.size
 
 
 def dtype() -> str:

@@ -17,22 +17,20 @@ compiles one use of each kernel, and decoding in a model of 2 layers, for v5e.
 """
 
 import pathlib
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 
-import rich.console
 import rich.progress
 from absl import flags
 
-from experiments import cli, reports, results
-from experiments.tpu import chips, llama, programs, tables
+from experiments import cli, results
+from experiments.tpu import chips, llama, programs
 from experiments.tpu.engine_programs import engine_programs
 from experiments.tpu.kernel_programs import kernel_programs
 from experiments.tpu.programs import Outcome, Program
+from experiments.tpu.runs import chosen, finish, quick
 from kvjax.errors import InputError
 
-_COMMAND = "make tpu-compile"
 _PAGE = pathlib.Path(__file__).parents[1] / "docs" / "tpu_compile.md"
 _PACKAGES = ("kvjax", "jax", "jaxlib", "libtpu")
 _QUICK_LAYERS = 2
@@ -72,49 +70,6 @@ def main() -> None:
   chips.prepare_libtpu()
   versions = {name: metadata.version(name) for name in _PACKAGES}
   finish(_compiled(wanted, names), output, versions)
-
-
-def finish(
-  outcomes: Sequence[Outcome],
-  output: pathlib.Path | None,
-  versions: Mapping[str, str],
-) -> None:
-  """Prints what was found; then writes it, or exits with code 1."""
-  rich.console.Console(highlight=False).print(tables.to_terminal(outcomes))
-  faults = tables.faults(outcomes)
-  if faults:
-    print(faults, end="", file=sys.stderr)
-    sys.exit(1)
-  if output is not None:
-    text = tables.to_markdown(outcomes, _COMMAND, versions)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    reports.write_text(output, text)
-
-
-def chosen(
-  found: Sequence[Program], only: Sequence[str] | None
-) -> list[Program]:
-  """Those of the kinds or names that are asked for.
-
-  Raises:
-    InputError: nothing is of that kind or name.
-  """
-  if only is None:
-    return list(found)
-  for name in only:
-    if all(name not in (p.kind, p.name) for p in found):
-      known = dict.fromkeys([*programs.KINDS, *(p.name for p in found)])
-      raise InputError(f"--only has {name!r}; there are {', '.join(known)}.")
-  return [p for p in found if p.kind in only or p.name in only]
-
-
-def quick(found: Sequence[Program]) -> list[Program]:
-  """The first use of each kernel and all decoding: no prefill."""
-  firsts: dict[tuple[str, str], Program] = {}
-  for program in found:
-    if program.kind != "prefill":
-      firsts.setdefault((program.kind, program.name), program)
-  return list(firsts.values())
 
 
 def _wanted() -> list[Program]:

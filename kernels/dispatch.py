@@ -83,11 +83,28 @@ def dispatch(
   kernel = programs.gpu if platform == "gpu" else programs.tpu
   kernel = functools.partial(kernel, **options)
   try:
+    if platform == "gpu":
+      _check_gpu()
     return _on_mesh(kernel, operands, spread, result)
   except NotImplementedError:
     if chosen == "pallas":
       raise
     return run(*operands)
+
+
+def _check_gpu() -> None:
+  """Declines for a GPU of another kind; one that is not here is taken on trust.
+
+  Raises:
+    NotImplementedError: the kernels' instructions are Hopper's.
+  """
+  if jax.default_backend() != "gpu":
+    return
+  capability = jax.devices()[0].compute_capability
+  if not capability.startswith("9."):
+    raise NotImplementedError(
+      f"The GPU kernels need compute capability 9; this GPU has {capability}."
+    )
 
 
 def _on_mesh(

@@ -1,9 +1,9 @@
 """Resident tokens in a ring: where a new one has no room, the oldest moves on.
 
-Every row and KV head counts the tokens that come to its ring, so that neither
-padding nor other rows make it move sooner. Its token number o sits in place o
-modulo W. Tokens move to the spare slots at the end of another cache, where
-those of one step share their slots: a row that moves fewer leaves empty ones.
+Every row and KV head numbers the tokens that come to its ring, so that neither
+padding nor other rows make them move sooner; token i sits in place i modulo W.
+Tokens move to the spare slots at the end of another cache. There a step writes
+the same slots for all rows, and those that move fewer tokens leave some empty.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ class Ring:
   """Resident tokens and where the oldest of them go.
 
   Attributes:
-    resident: S sinks, which stay, then the W places of the ring. `cursor` goes
-      on counting behind them.
-    stored: F slots, of which the last ones are spare.
+    resident: the sinks, which stay, then the W places of the ring. `cursor`
+      goes on counting behind them.
+    stored: where tokens move to; `cursor` is the next slot to write.
     width: W.
-    spare: how many slots tokens can move to.
+    spare: E, how many slots at its end are for them.
   """
 
   resident: LayerCache
@@ -36,7 +36,7 @@ class Ring:
 
   @property
   def sinks(self) -> int:
-    """S, the slots before the ring."""
+    """Slots before the ring."""
     return self.resident.capacity - self.width
 
   @property
@@ -65,10 +65,10 @@ class Ring:
     return jnp.maximum(jnp.cumsum(self.moved.astype(jnp.int32), axis=-1) - 1, 0)
 
   def after(self, block: LayerCache) -> "Ring":
-    """Writes a block, of W tokens at most, whose padding is at its end.
+    """Writes a block of W slots at most, whose padding is at its end.
 
-    There must be room: a spare slot for every slot of the block that finds
-    `cursor` behind the ring.
+    There must be room: the block's slots go, as far as `cursor` counts, to what
+    is left of the ring and then to spare slots.
     """
     came = self.came[..., None]
     real = jnp.sum(block.held.astype(jnp.int32), axis=-1, keepdims=True)

@@ -19,7 +19,7 @@ class Footprint:
     results: the same, where they do not take an argument's place.
     temporary: the same, for intermediate results, and the program itself.
     host: arguments, results and intermediate results in the host's memory.
-    moved: between the device's memory and its cores; see `traffic`.
+    moved: between the device's memory and its cores; see `of`.
     kernels: names of the Pallas kernels in it.
     vmem: what the one of them that takes most has of VMEM; 0 without any.
   """
@@ -33,8 +33,16 @@ class Footprint:
   vmem: int
 
   @classmethod
-  def of(cls, compiled: jax.stages.Compiled, jaxpr: Any) -> "Footprint":
-    """Reads it off a program that was compiled from a jaxpr."""
+  def of(
+    cls, compiled: jax.stages.Compiled, jaxpr: Any, turn: bool = False
+  ) -> "Footprint":
+    """Reads it off a program that was compiled from a jaxpr.
+
+    Args:
+      compiled: the program.
+      jaxpr: what it was compiled from.
+      turn: only what its loop moves counts as moved.
+    """
     memory: Any = compiled.memory_analysis()
     module = Module.of(compiled.as_text() or "")
     kernels = [each for each in module if each.is_kernel]
@@ -46,7 +54,7 @@ class Footprint:
       + memory.host_output_size_in_bytes
       - memory.host_alias_size_in_bytes
       + memory.host_temp_size_in_bytes,
-      moved=traffic(module, kernels_in(jaxpr)),
+      moved=traffic(module, kernels_in(jaxpr), turn=turn),
       kernels=tuple(sorted({each.kernel for each in kernels})),
       vmem=max((each.vmem for each in kernels), default=0),
     )

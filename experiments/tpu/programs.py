@@ -71,7 +71,9 @@ def compiled(program: Program, chip: Chip) -> Outcome:
   """Compiles a program; whatever goes wrong is a fault of the outcome."""
   try:
     lowered = program.lower(chip)
-    footprint = Footprint.of(lowered.program.compile(), lowered.jaxpr)
+    footprint = Footprint.of(
+      lowered.program.compile(), lowered.jaxpr, turn=program.kind == "decode"
+    )
   except Exception as error:  # of tracing, of Mosaic or of XLA
     return Outcome(program, chip, fault=_first_line(error))
   fault = find_fault(program, chip, footprint, lowered.host)

@@ -48,10 +48,10 @@ _LEGEND = f"""\
 - arguments: weights, tokens and caches in HBM; host: what of them, and of
   results, is in the host's memory.
 - HBM %: arguments, temporary and new results, of the device's HBM.
-- moved: bytes that instructions and kernels read from HBM and write to it.
-  Blocks that a kernel chooses by data count as if all were different; what it
-  copies by itself counts as its cost estimate says, or else whole. A loop's
-  body counts once: of decoding that is a token. Of a prefill nothing is said.
+- moved: bytes that instructions and kernels read from HBM and write to it; of
+  decoding, for a token, without what happens once before the first. Blocks that
+  a kernel chooses by data count as if all were different; what it copies by
+  itself counts as its cost estimate says, or else whole.
 - ideal: what must move. For a kernel its `specs.py` counts it; a token reads
   every weight and every slot once, but of the embedding one row.
 - at best µs: the ideal at the full bandwidth of HBM.

@@ -20,7 +20,9 @@ _PICKS = frozenset(["slice", "dynamic-slice", "gather"])
 _Kernels = Mapping[tuple[str, tuple[tuple[int, ...], ...]], KernelTraffic]
 
 
-def traffic(module: Module, kernels: Iterable[KernelTraffic]) -> int:
+def traffic(
+  module: Module, kernels: Iterable[KernelTraffic], *, turn: bool = False
+) -> int:
   """Bytes that instructions read from HBM and write to it.
 
   Of the branches of a condition the one that moves most counts; a loop's body
@@ -30,9 +32,16 @@ def traffic(module: Module, kernels: Iterable[KernelTraffic]) -> int:
     module: the program.
     kernels: those that were traced into it. Of a kernel that is not among them
       every operand counts once.
+    turn: count the program's loop alone, of several the one that moves most.
   """
   known = {(kernel.name, kernel.results): kernel for kernel in kernels}
-  return _computation(module, known, module.entry)
+  if not turn:
+    return _computation(module, known, module.entry)
+  return max(
+    sum(_computation(module, known, name) for name in each.called("body"))
+    for each in module.computations[module.entry].values()
+    if each.opcode == "while"
+  )
 
 
 def _computation(module: Module, kernels: _Kernels, name: str) -> int:
@@ -74,7 +83,7 @@ def _alone(own: Computation, each: Instruction) -> int:
   """Bytes of an instruction that is no part of another."""
   code = each.opcode
   result = sum(x.hbm for x in each.results)
-  if code in _STILL or code.endswith("-done") or each.is_free:
+  if code in _STILL or code.endswith(("-update", "-done")) or each.is_free:
     return 0
   if code == "slice-start":  # answers what it picks from, then the part
     source, part = each.results[:2]

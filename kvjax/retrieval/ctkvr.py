@@ -111,9 +111,9 @@ class CTkvr(Retrieval):
         f"list_ratio must be {_MOST_RATIO} or less; {self.list_ratio:g} is not."
       )
     if self.max_resident:
-      self._check_ring()
+      self._check_max_resident()
 
-  def _check_ring(self) -> None:
+  def _check_max_resident(self) -> None:
     least = self.sinks + self.local + 1
     if self.max_resident < least:
       raise InputError(

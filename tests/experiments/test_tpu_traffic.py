@@ -117,6 +117,7 @@ def test_a_program_is_read(module):
 def test_traffic_is_what_passes_between_hbm_and_cores(module):
   """Of an unknown kernel what is in HBM: not the part that was fetched."""
   assert traffic(module, []) == AROUND + 2 * 256 * 4
+  assert traffic(module, [], turn=True) == 2 * 128 * 2
 
 
 def test_a_known_kernel_counts_as_its_blocks_do(module):

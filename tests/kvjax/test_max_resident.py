@@ -31,7 +31,7 @@ CASES = {
   ),
 }
 # How many tokens of each row follow the prompt, block by block.
-BLOCKS = [[4, 0, 3, 2, 1], *[[1, 1, 1, 1, 1]] * 5, [1, 0, 1, 1, 1]]
+BLOCKS = [[6, 0, 3, 2, 1], *[[1, 1, 1, 1, 1]] * 5, [1, 0, 1, 1, 1]]
 BLOCKS += [[3, 6, 0, 1, 6], *[[1, 1, 1, 1, 1]] * 4]
 WIDTHS = [RING if max(lengths) > 1 else 1 for lengths in BLOCKS]
 SLOTS = sum(WIDTHS)
@@ -212,15 +212,18 @@ def same_state(layer, loops):
   ("first", "dtype", "atol"), [(0, "float32", 1e-5), (4, "bfloat16", 2e-2)]
 )
 def test_who_may_read_everything_attends_to_everything(first, dtype, atol):
-  def cut(seen):
-    return jax.tree.map(lambda x: x[first:], seen)
+  def cut(seen, width):
+    return jax.tree.map(
+      lambda x: x[first:, :, :width] if x.ndim > 2 else x[first:, :width], seen
+    )
 
   most = PADDED + SLOTS
-  prompt = cut(activations(0, LENGTHS, PADDED, dtype))
+  prompt = cut(activations(0, LENGTHS, PADDED, dtype), PADDED)
   counts = jnp.full(len(LENGTHS) - first, most, jnp.int32)
   layer = indexed(SMALL, prompt, counts, most=most).grown(SLOTS)
   dense = LayerCache.of(prompt).grown(SLOTS)
-  for lengths, block in zip(BLOCKS, map(cut, blocks(dtype)), strict=True):
+  for lengths, block in zip(BLOCKS, blocks(dtype), strict=True):
+    block = cut(block, max(lengths[first:]))
     output, layer = fed(layer, block)
     dense = dense.append(block)
     expected = attention(

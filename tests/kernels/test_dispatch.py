@@ -1,0 +1,102 @@
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import kernels
+from kernels.dispatch import Programs, dispatch
+
+
+def declining(*_, **__):
+  raise NotImplementedError("It does not serve.")
+
+
+def adding(number):
+  return lambda x, y, by: x + by * number + (0 if y is None else y)
+
+
+WILLING = Programs(adding(1), adding(10), adding(100))
+UNWILLING = Programs(adding(1), declining, declining)
+
+
+def run(programs, implementation=None, x=None, y=None):
+  x = jnp.zeros((2, 4, 3)) if x is None else x
+  return dispatch(programs, implementation, (x, y), ("BK", "B"), "BK", by=2)
+
+
+@pytest.mark.parametrize(
+  ("implementation", "platform", "expected"),
+  [
+    (None, None, 2),
+    (None, "cpu", 2),
+    (None, "tpu", 20),
+    (None, "gpu", 200),
+    ("xla", "tpu", 2),
+    ("pallas", "gpu", 200),
+    ("pallas", "cpu", 20),
+  ],
+)
+def test_the_platform_or_the_user_chooses(implementation, platform, expected):
+  with kernels.use(implementation, platform):
+    assert run(WILLING).max() == expected
+  with kernels.use(platform=platform):
+    assert run(WILLING, implementation).max() == expected
+
+
+def test_a_call_overrides_what_is_in_use():
+  with kernels.use("xla", "tpu"):
+    assert run(WILLING, "pallas").max() == 20
+
+
+def test_another_choice_compiles_another_program():
+  compiled = jax.jit(lambda x: run(WILLING, x=x))
+  x = jnp.zeros((2, 4, 3))
+  assert compiled(x).max() == 2
+  with kernels.use(platform="tpu"):
+    assert compiled(x).max() == 20
+  assert compiled(x).max() == 2
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_where_a_kernel_declines_xla_serves_unless_pallas_was_asked(platform):
+  with kernels.use(platform=platform):
+    assert run(UNWILLING).max() == 2
+    with pytest.raises(NotImplementedError, match="does not serve"):
+      run(UNWILLING, "pallas")
+
+
+@pytest.mark.parametrize(("capability", "expected"), [("9.0", 200), ("8.0", 2)])
+def test_kernels_for_one_kind_of_gpu_decline_another(
+  monkeypatch, capability, expected
+):
+  gpu = types.SimpleNamespace(compute_capability=capability)
+  x = jnp.zeros((2, 4, 3))
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(jax, "devices", lambda: [gpu])
+  assert run(WILLING, x=x).max() == expected
+
+
+@pytest.mark.parametrize(
+  ("rows", "heads", "share"),
+  [(2, 4, (1, 2)), (3, 4, (3, 2)), (4, 3, (2, 3))],
+)
+def test_on_a_mesh_a_kernel_sees_a_devices_share(rows, heads, share):
+  seen = []
+
+  def kernel(x, y, by):
+    seen.append((x.shape, None if y is None else y.shape))
+    return x + by + (0 if y is None else y[:, None, None])
+
+  mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2)
+  x = jax.random.normal(jax.random.key(0), (rows, heads, 5))
+  y = jnp.arange(rows, dtype=jnp.float32)
+  programs = Programs(adding(1), kernel, kernel)
+  with jax.set_mesh(mesh), kernels.use(platform="tpu"):
+    both = jax.jit(lambda x, y: run(programs, x=x, y=y))(x, y)
+    alone = jax.jit(lambda x: run(programs, x=x))(x)
+  assert seen == [((*share, 5), share[:1]), ((*share, 5), None)]
+  np.testing.assert_array_equal(both, x + 2 + y[:, None, None])
+  np.testing.assert_array_equal(alone, x + 2)

@@ -1,0 +1,54 @@
+"""The engine with Pallas kernels keeps and answers what it does with XLA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import kernels
+import kvjax
+from kvjax.model import Geometry
+from kvjax.testing import TinyModel, held_positions
+
+MODEL = TinyModel(
+  Geometry(layers=1, heads=4, kv_heads=2, head_dim=128, max_positions=4096)
+)
+LENGTHS = (256, 201)
+PLANS = (
+  "keydiff",
+  "snapkv",
+  "h2o",
+  "tova",
+  "compactor:chunk=128",
+  "compactor.vllm:first=4:last=4",
+  "adakv",
+  "ctkvr",
+)
+
+
+def ran(plan):
+  """Positions that are kept, and the answers."""
+  params = MODEL.init()
+  draw = np.random.default_rng(0)
+  rows = [draw.integers(1, 64, n).tolist() for n in LENGTHS]
+  plan = kvjax.get_plan(plan, kvjax.Tokens(40))
+  cache, logits = kvjax.prefill(
+    MODEL, params, kvjax.Prompts.of(rows, max(LENGTHS)), plan
+  )
+  answers = kvjax.complete(MODEL, params, cache, logits, kvjax.Decoding(3))
+  kept = [held_positions(cache, row) for row in range(len(rows))]
+  return kept, answers.rows()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_kernels_keep_what_xla_keeps(plan):
+  with kernels.use("xla", "tpu"):
+    wanted = ran(plan)
+  with (
+    pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()),
+    kernels.use(platform="tpu"),
+  ):
+    found = ran(plan)
+  assert found == wanted
+  assert jnp.size(jax.tree.leaves(wanted)[0])
