@@ -1,9 +1,8 @@
 """The engine with Pallas kernels keeps and answers what it does with XLA."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import kernels
@@ -15,16 +14,7 @@ MODEL = TinyModel(
   Geometry(layers=1, heads=4, kv_heads=2, head_dim=128, max_positions=4096)
 )
 LENGTHS = (256, 201)
-PLANS = (
-  "keydiff",
-  "snapkv",
-  "h2o",
-  "tova",
-  "compactor:chunk=128",
-  "compactor.vllm:first=4:last=4",
-  "adakv",
-  "ctkvr",
-)
+PLANS = ("keydiff", "h2o", "compactor:chunk=128", "adakv", "ctkvr")
 
 
 def ran(plan):
@@ -36,19 +26,28 @@ def ran(plan):
   cache, logits = kvjax.prefill(
     MODEL, params, kvjax.Prompts.of(rows, max(LENGTHS)), plan
   )
-  answers = kvjax.complete(MODEL, params, cache, logits, kvjax.Decoding(3))
+  answers = kvjax.complete(MODEL, params, cache, logits, kvjax.Decoding(2))
   kept = [held_positions(cache, row) for row in range(len(rows))]
   return kept, answers.rows()
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_kernels_keep_what_xla_keeps(plan):
+def test_kernels_keep_what_xla_keeps(plan, monkeypatch):
+  called = []
+
+  def pallas_call(*arguments, name=None, **options):
+    called.append(name)
+    return pl_call(*arguments, name=name, **options)
+
+  pl_call = pl.pallas_call
+  monkeypatch.setattr(pl, "pallas_call", pallas_call)
   with kernels.use("xla", "tpu"):
     wanted = ran(plan)
+  assert not called
   with (
     pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()),
     kernels.use(platform="tpu"),
   ):
     found = ran(plan)
   assert found == wanted
-  assert jnp.size(jax.tree.leaves(wanted)[0])
+  assert len(set(called)) >= 2, called
