@@ -11,7 +11,8 @@ A run that was stopped goes on where it stopped.
 
 Expect 97 % of the needles found with the full cache, and at a quarter of it
 98 % with KeyDiff, 47 % with Compactor, 23 % with StreamingLLM, 7 % with SnapKV
-and none at random. It takes four minutes of CPU time, most of it compiling.
+and none at random. It takes two and a quarter minutes on two cores, most of
+them to compile.
 
   python -m experiments.compare --text=notes.txt --question="Who called?"
 

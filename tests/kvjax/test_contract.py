@@ -99,6 +99,8 @@ CASES = {
     small(get_method(name)): name for name in (*OPTIONS, *PRESETS, *METHODS)
   }.items()
 }
+# Without their options, for what options have no part in.
+PLAIN = [name for name in CASES if name in METHODS or "/" in name]
 LENGTHS = [61, 96, 40]
 PADDED = 96
 BUDGETS = (kvjax.Tokens(1), kvjax.Tokens(20), kvjax.Retention(0.5))
@@ -264,11 +266,6 @@ class TestMethod:
       alone = kept(method, row_of(seen, row, 62), [LENGTHS[row]])
       assert [rows[0] for rows in alone] == [rows[row] for rows in together]
 
-  def test_jit_equals_eager(self, name):
-    method = CASES[name]
-    seen = activations(2)
-    assert kept(method, seen) == kept(method, seen, run=run)
-
   def test_heads_are_treated_alike(self, name):
     method = CASES[name]
     if draws_per_head(method):
@@ -287,15 +284,10 @@ class TestMethod:
     for rows, turned_rows in zip(plain, permuted, strict=True):
       assert [[row[k] for k in order] for row in rows] == turned_rows
 
-  def test_bfloat16_caches_are_scored_in_float32(self, name):
-    method = CASES[name]
-    narrow = activations(4, dtype="bfloat16")
-    wide = jax.tree.map(
-      lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, narrow
-    )
-    assert kept(method, narrow) == kept(method, wide)
+  def test_scores_are_float32(self, name):
+    seen = activations(4, dtype="bfloat16")
     found = jax.eval_shape(
-      lambda seen: method.evaluate(LAYER, LayerCache.of(seen), seen), narrow
+      lambda seen: CASES[name].evaluate(LAYER, LayerCache.of(seen), seen), seen
     )
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(found)}
     assert dtypes <= {jnp.dtype("float32"), jnp.dtype("int32")}
@@ -318,6 +310,22 @@ class TestMethod:
       for places in harmed[1]:
         assert places == sorted(set(places))
         assert set(places) <= set(range(LENGTHS[1]))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+class TestPlainMethod:
+  def test_jit_equals_eager(self, name):
+    method = CASES[name]
+    seen = activations(2)
+    assert kept(method, seen) == kept(method, seen, run=run)
+
+  def test_a_bfloat16_cache_is_scored_as_its_float32_copy(self, name):
+    method = CASES[name]
+    narrow = activations(4, dtype="bfloat16")
+    wide = jax.tree.map(
+      lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, narrow
+    )
+    assert kept(method, narrow) == kept(method, wide)
 
 
 @pytest.mark.parametrize("count", [1, 4])
