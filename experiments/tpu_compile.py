@@ -21,6 +21,7 @@ import pathlib
 from collections.abc import Sequence
 from importlib import metadata
 
+import jax
 import rich.progress
 from absl import flags
 
