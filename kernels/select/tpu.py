@@ -114,7 +114,7 @@ def _pack_tiles(
   lane = jax.lax.broadcasted_iota(jnp.int32, (rows, _LANES), 1)
   row_of = jax.lax.broadcasted_iota(jnp.int32, (_LANES, _LANES), 0)
   column = jax.lax.broadcasted_iota(jnp.int32, (_LANES, _LANES), 1)
-  earlier = (row_of < column).astype(jnp.bfloat16)
+  earlier = (row_of < column).astype(jnp.float32)
   bits = range(_LANES.bit_length() - 1)
 
   def pack(
@@ -126,9 +126,8 @@ def _pack_tiles(
     chosen = is_chosen(keys, _lanes(tile, keys), least, end)
     left = jnp.where(chosen, 0.0, 1.0)
     # Sums of up to 128 ones are exact.
-    within = jnp.dot(
-      left.astype(jnp.bfloat16), earlier, preferred_element_type=jnp.float32
-    ).astype(jnp.int32)
+    within = jnp.dot(left, earlier, precision=jax.lax.Precision.DEFAULT)
+    within = within.astype(jnp.int32)
     gaps_before -= jnp.sum(left, axis=1, keepdims=True).astype(jnp.int32)
     gaps = jnp.where(chosen, gaps_before + within, -1)
     rolled = []
