@@ -48,9 +48,12 @@ class Prompt:
     question: str,
     prefix: str,
     max_new_tokens: int,
+    chat: bool = True,
   ) -> "Prompt":
-    """Puts the texts into the model's own chat form and encodes them."""
-    before, after = tokenizer.split_chat(context)
+    """Encodes the texts, by default in the model's own chat form."""
+    before, after = (
+      tokenizer.split_chat(context) if chat else (tokenizer.bos + context, "")
+    )
     return cls(
       tokenizer.encode(before),
       tokenizer.encode(question + after + prefix),
@@ -66,6 +69,7 @@ class Prompt:
       sample.question,
       sample.answer_prefix,
       sample.max_new_tokens,
+      sample.chat,
     )
 
   @property
@@ -79,8 +83,12 @@ class Prompt:
     return len(self.context) + len(self.question) + self.max_new_tokens
 
 
+# The prompts of one context, whose questions are asked one after another.
+Prompted = Sequence[Prompt]
+
+
 class Shape(NamedTuple):
-  """What all batches of a run are padded to, so that they compile once.
+  """What batches are padded to, so that they compile once.
 
   Attributes:
     rows: prompts of a batch.
@@ -118,24 +126,28 @@ class Reply(NamedTuple):
 
   Attributes:
     candidate: whose cache.
-    row: number of the prompt in its batch.
+    row: number of the context in its batch.
+    turn: number of the question among those of the context.
     context_tokens: tokens of what was prefilled.
     retention: share of them that the budget allows.
     kept_tokens: tokens held, mean over layers and KV heads.
     read_tokens: tokens that the next token attends to, likewise.
     cache_bytes: bytes allocated for the row.
     host_bytes: those of them that live with the host.
+    tokens: ids of the answer.
     text: the answer.
   """
 
   candidate: Candidate
   row: int
+  turn: int
   context_tokens: int
   retention: float
   kept_tokens: float
   read_tokens: float
   cache_bytes: int
   host_bytes: int
+  tokens: list[int]
   text: str
 
 
@@ -166,7 +178,7 @@ def check_room(lm: Pretrained, prompts: Sequence[Prompt]) -> None:
 def replies(
   lm: Pretrained,
   candidates: Sequence[Candidate],
-  prompts: Sequence[Prompt],
+  contexts: Sequence[Prompted],
   shape: Shape,
   seconds: Seconds,
 ) -> Iterator[list[Reply]]:
@@ -174,25 +186,31 @@ def replies(
 
   Caches of about equal capacities are asked as one batch. A candidate that
   works in blocks has a prefill, and one that evicts while decoding a batch, of
-  its own.
+  its own. Each question sees the cache that its context has left.
 
   Args:
     lm: the model.
     candidates: methods and budgets.
-    prompts: at most `shape.rows`, all with the same `max_new_tokens`.
+    contexts: at most `shape.rows`, each with its prompts, all of which have the
+      same `max_new_tokens`. Where questions are prefilled too, a context has
+      one.
     shape: see `Shape`.
     seconds: the time taken is added to it.
 
   Yields:
-    The replies of each such batch, when they are there.
+    The replies to one question per context of each such batch, when they are
+    there.
   """
-  rows = [*prompts, *[prompts[-1]] * (shape.rows - len(prompts))]
+  rows = [*contexts, *[contexts[-1]] * (shape.rows - len(contexts))]
   began = time.monotonic()
-  contexts = [p.context if shape.question else p.prefilled for p in rows]
+  texts = [
+    prompts[0].context if shape.question else prompts[0].prefilled
+    for prompts in rows
+  ]
   prefilled = _prefilled(
     lm,
     [candidate.plan for candidate in candidates],
-    kvjax.Prompts.of(contexts, shape.context),
+    kvjax.Prompts.of(texts, shape.context),
   )
   caches = [cache for cache, _ in prefilled]
   kept, read = jax.device_get(
@@ -201,52 +219,62 @@ def replies(
   jax.block_until_ready(prefilled)
   seconds.prefill += time.monotonic() - began
 
+  turns = max(len(prompts) for prompts in contexts)
   for capacity, group in _groups(candidates, caches):
-    began = time.monotonic()
-    answers = _answers(lm, [prefilled[i] for i in group], capacity, rows, shape)
-    seconds.answer += time.monotonic() - began
-    found = []
-    for place, index in enumerate(group):
-      start = place * shape.rows
-      mine = answers[start : start + len(prompts)]
-      for row, ids in enumerate(mine):
-        reply = Reply(
+    joined = _joined([prefilled[i] for i in group], capacity)
+    for turn in range(turns):
+      began = time.monotonic()
+      asked = [prompts[min(turn, len(prompts) - 1)] for prompts in rows]
+      answers = _answers(lm, *joined, asked, shape)
+      seconds.answer += time.monotonic() - began
+      yield [
+        Reply(
           candidates[index],
           row,
-          len(contexts[row]),
-          candidates[index].retention(len(contexts[row])),
+          turn,
+          len(texts[row]),
+          candidates[index].retention(len(texts[row])),
           float(np.mean(kept[index][:, row], dtype=np.float64)),
           float(np.mean(read[index][:, row], dtype=np.float64)),
           caches[index].nbytes // shape.rows,
           caches[index].nbytes_by_memory[HOST] // shape.rows,
+          ids := answers[place * shape.rows + row],
           lm.tokenizer.decode(ids),
         )
-        found.append(reply)
-    yield found
+        for place, index in enumerate(group)
+        for row, prompts in enumerate(contexts)
+        if turn < len(prompts)
+      ]
+
+
+def _joined(
+  prefilled: Sequence[_Prefilled], capacity: int
+) -> tuple[kvjax.Cache, Float[Array, "R V"]]:
+  """Caches and logits as those of one batch."""
+  caches = [cache for cache, _ in prefilled]
+  if len(caches) > 1:
+    caches = [cache.grown([capacity] * len(cache.layers)) for cache in caches]
+  logits = jnp.concatenate([logits for _, logits in prefilled])
+  return kvjax.concatenate(caches), logits
 
 
 def _answers(
   lm: Pretrained,
-  prefilled: Sequence[_Prefilled],
-  capacity: int,
-  rows: Sequence[Prompt],
+  cache: kvjax.Cache,
+  logits: Float[Array, "B V"],
+  asked: Sequence[Prompt],
   shape: Shape,
 ) -> list[list[int]]:
-  """The answers from caches that are asked together."""
-  decoding = kvjax.Decoding(rows[0].max_new_tokens, lm.tokenizer.eos_ids)
-  caches = [cache for cache, _ in prefilled]
-  if len(caches) > 1:
-    caches = [cache.grown([capacity] * len(cache.layers)) for cache in caches]
-  joined = kvjax.concatenate(caches)
+  """The answers of a cache whose rows are those of `asked` again and again."""
+  decoding = kvjax.Decoding(asked[0].max_new_tokens, lm.tokenizer.eos_ids)
   if not shape.question:
-    logits = jnp.concatenate([logits for _, logits in prefilled])
-    return kvjax.complete(lm.model, lm.params, joined, logits, decoding).rows()
-  asked = kvjax.Prompts.of([p.question for p in rows], shape.question)
+    return kvjax.complete(lm.model, lm.params, cache, logits, decoding).rows()
+  one = kvjax.Prompts.of([p.question for p in asked], shape.question)
+  times = logits.shape[0] // len(asked)
   questions = kvjax.Prompts(
-    np.tile(asked.tokens, (len(prefilled), 1)),
-    np.tile(asked.lengths, len(prefilled)),
+    np.tile(one.tokens, (times, 1)), np.tile(one.lengths, times)
   )
-  return kvjax.answer(lm.model, lm.params, joined, questions, decoding).rows()
+  return kvjax.answer(lm.model, lm.params, cache, questions, decoding).rows()
 
 
 def _prefilled(

@@ -97,6 +97,27 @@ def candidates(
   return tuple(chosen)
 
 
+def parse_budgets(
+  retention: Sequence[str], tokens: Sequence[str] | None
+) -> list[kvjax.Budget]:
+  """What --retention, or --budget in its place, asks for.
+
+  Raises:
+    InputError: they hold something else than numbers in range.
+  """
+  try:
+    if tokens is not None:
+      return [kvjax.Tokens(int(text)) for text in tokens]
+    return [kvjax.Retention(float(text)) for text in retention]
+  except InputError:
+    raise
+  except ValueError as error:
+    raise InputError(
+      "--retention takes numbers such as 0.5,0.25 and --budget whole numbers "
+      f"such as 256,64: {error}."
+    ) from error
+
+
 def _plan(
   name: str,
   budget: kvjax.Budget,

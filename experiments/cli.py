@@ -17,12 +17,25 @@ def run(main: Callable[[], None]) -> None:
   What the user can mend, wrong flags included, becomes one sentence on stderr
   and exit code 2.
   """
+
+  def alone(arguments: Sequence[str]) -> None:
+    if arguments:
+      raise InputError(
+        f"There is no argument {arguments[0]!r}; flags look like --name=value."
+      )
+    main()
+
+  run_on_arguments(alone)
+
+
+def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
+  """The same with what stands on the command line beside the flags."""
   # JAX's notes on the machine are for --verbosity=0.
   logging.set_verbosity(logging.WARNING)
 
-  def guarded(_: Sequence[str]) -> None:
+  def guarded(argv: Sequence[str]) -> None:
     try:
-      main()
+      main(argv[1:])
     except InputError as error:
       _refuse(str(error))
     except KeyboardInterrupt:
@@ -53,8 +66,6 @@ def _parse(argv: Sequence[str]) -> list[str]:
   except flags.Error as error:
     sentence = " ".join(str(error).split()).removesuffix(".")
     _refuse(f"{sentence}; --help lists the flags.")
-  if len(rest) > 1:
-    _refuse(f"There is no argument {rest[1]!r}; flags look like --name=value.")
   return rest
 
 

@@ -1,7 +1,7 @@
 """Every candidate on every sample; what is already answered is not asked."""
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 
 from experiments.answering import (
   QUERY_AGNOSTIC,
@@ -14,13 +14,18 @@ from experiments.answering import (
   replies,
 )
 from experiments.candidates import Candidate
-from experiments.results import Answer, Key, Results
-from experiments.tasks.sample import Sample, string_match_all
+from experiments.metrics import registry
+from experiments.results import Answer, Key, Part, Results, Samples
+from experiments.tasks.sample import Sample
 from models.pretrained import Pretrained
 
 # Told of the task and of the number of answers that are new.
 OnAnswers = Callable[[str, int], None]
-Samples = Mapping[str, Sequence[Sample]]
+
+# Contexts are padded alike where the shortest has this share of the longest's
+# tokens, or lacks no more than so many.
+_ALIKE = 0.75
+_ALIKE_TOKENS = 256
 
 
 def compare(
@@ -34,12 +39,15 @@ def compare(
 ) -> Seconds:
   """Answers what `results` does not hold yet, and adds it there.
 
+  Samples of one part that have the same context are prefilled once.
+
   Args:
     lm: the model.
     candidates: methods and budgets.
-    samples: of each task, in the order of their numbers.
+    samples: of each task and length, in the order of their numbers; those of
+      one part have the same `max_new_tokens`.
     results: old answers; new ones are written as they come.
-    batch: samples per prefill.
+    batch: contexts per prefill.
     on_answers: told of progress.
     protocol: whether the question is known before anything is compressed.
 
@@ -47,57 +55,115 @@ def compare(
     The time spent.
 
   Raises:
-    InputError: a sample is longer than the model's context.
+    InputError: a sample is longer than the model's context, or the answers
+      cannot be written.
   """
   missing = set(wanted(candidates, samples)) - results.answers.keys()
   unfinished = {(key.method, key.budget) for key in missing}
   candidates = [c for c in candidates if (c.method, c.budget) in unfinished]
-  prompts = {
-    task: [Prompt.of_sample(lm.tokenizer, sample) for sample in drawn]
-    for task, drawn in samples.items()
-  }
-  everything = [prompt for rows in prompts.values() for prompt in rows]
-  check_room(lm, everything)
-  shape = Shape.of(everything, batch, protocol)
+  contexts = list(_contexts(lm, samples, protocol))
+  check_room(lm, [prompt for c in contexts for prompt in c.prompts])
+  numbers = {(key.part, key.sample) for key in missing}
   seconds = Seconds()
-  for task, drawn in samples.items():
-    numbers = sorted({key.sample for key in missing if key.task == task})
-    for start in range(0, len(numbers), batch):
-      chosen = numbers[start : start + batch]
-      rows = [prompts[task][number] for number in chosen]
-      for group in replies(lm, candidates, rows, shape, seconds):
-        answers = [
-          _answer(drawn[chosen[reply.row]], chosen[reply.row], reply, rows)
-          for reply in group
-        ]
-        new = [answer for answer in answers if answer.key in missing]
-        results.add(new)
-        on_answers(task, len(new))
+  for shape, rows in _batches(contexts, numbers, batch, protocol):
+    asked = [context.prompts for context in rows]
+    for group in replies(lm, candidates, asked, shape, seconds):
+      answers = [_answer(rows[reply.row], reply) for reply in group]
+      new = [answer for answer in answers if answer.key in missing]
+      results.add(new)
+      on_answers(rows[0].part.task, len(new))
   return seconds
 
 
 def wanted(candidates: Sequence[Candidate], samples: Samples) -> list[Key]:
   """What a comparison asks: every sample of every candidate."""
   return [
-    Key(task, number, candidate.method, candidate.options, candidate.budget)
+    Key(part, number, candidate.method, candidate.options, candidate.budget)
     for candidate in candidates
-    for task, drawn in samples.items()
+    for part, drawn in samples.items()
     for number in range(len(drawn))
   ]
 
 
-def clean(prediction: str) -> str:
-  """RULER's clean-up: control characters become line breaks."""
-  return re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip()
+@dataclasses.dataclass(frozen=True)
+class _Context:
+  """Samples that share a context.
+
+  Attributes:
+    part: whose samples.
+    numbers: of the samples.
+    samples: with the questions.
+    prompts: of the samples.
+  """
+
+  part: Part
+  numbers: Sequence[int]
+  samples: Sequence[Sample]
+  prompts: Sequence[Prompt]
 
 
-def _answer(
-  sample: Sample, number: int, reply: Reply, rows: Sequence[Prompt]
-) -> Answer:
-  prediction = clean(reply.text)
+def _contexts(
+  lm: Pretrained, samples: Samples, protocol: Protocol
+) -> Iterator[_Context]:
+  for part, drawn in samples.items():
+    groups: dict[object, list[int]] = {}
+    for number, sample in enumerate(drawn):
+      own = sample.context if protocol == QUERY_AGNOSTIC else number
+      groups.setdefault(own, []).append(number)
+    for numbers in groups.values():
+      same = [drawn[number] for number in numbers]
+      prompts = [Prompt.of_sample(lm.tokenizer, sample) for sample in same]
+      yield _Context(part, numbers, same, prompts)
+
+
+def _batches(
+  contexts: Sequence[_Context],
+  missing: set[tuple[Part, int]],
+  batch: int,
+  protocol: Protocol,
+) -> Iterator[tuple[Shape, list[_Context]]]:
+  """Contexts of one part and about one length, with what they are padded to.
+
+  Shapes depend on all contexts, so that a run that goes on finds its programs.
+  """
+  shapes: dict[int, Shape] = {}
+  for alike in _by_length(contexts):
+    parts = [context.part for context in alike]
+    rows = min(batch, max(parts.count(part) for part in set(parts)))
+    prompts = [prompt for context in alike for prompt in context.prompts]
+    shape = Shape.of(prompts, rows, protocol)
+    shapes |= {id(context): shape for context in alike}
+  groups: dict[tuple[Part, Shape], list[_Context]] = {}
+  for context in contexts:
+    if any((context.part, number) in missing for number in context.numbers):
+      key = (context.part, shapes[id(context)])
+      groups.setdefault(key, []).append(context)
+  for (_, shape), group in groups.items():
+    for start in range(0, len(group), shape.rows):
+      yield shape, group[start : start + shape.rows]
+
+
+def _by_length(contexts: Sequence[_Context]) -> Iterator[list[_Context]]:
+  """Contexts that are padded alike, the longest first."""
+
+  def tokens(context: _Context) -> int:
+    return len(context.prompts[0].context)
+
+  left = sorted(contexts, key=tokens, reverse=True)
+  while left:
+    longest = tokens(left[0])
+    least = min(_ALIKE * longest, longest - _ALIKE_TOKENS)
+    yield [context for context in left if tokens(context) >= least]
+    left = [context for context in left if tokens(context) < least]
+
+
+def _answer(context: _Context, reply: Reply) -> Answer:
+  sample = context.samples[reply.turn]
+  scores = registry.score(sample, reply.text)
   return Answer(
-    task=sample.task,
-    sample=number,
+    task=context.part.task,
+    length=context.part.length,
+    sample=context.numbers[reply.turn],
     method=reply.candidate.method,
     options=reply.candidate.options,
     budget=reply.candidate.budget,
@@ -107,7 +173,12 @@ def _answer(
     read_tokens=reply.read_tokens,
     cache_bytes=reply.cache_bytes,
     host_bytes=reply.host_bytes,
+    question=sample.question,
+    answer_prefix=sample.answer_prefix,
     answers=list(sample.answers),
-    prediction=prediction,
-    score=100 * string_match_all(prediction, sample.answers),
+    prediction=reply.text,
+    first_token=reply.tokens[0] if reply.tokens else None,
+    depth=sample.metadata.get("depth"),
+    turn=sample.metadata.get("turn"),
+    scores={name: 100 * share for name, share in scores.items()},
   )

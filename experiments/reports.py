@@ -1,29 +1,68 @@
-"""What a comparison leaves behind, written when all answers are there."""
+"""What runs leave behind, written when all answers are there."""
 
 import contextlib
 import json
 import os
 import pathlib
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
 import jax
+import rich.console
 
-from experiments import plots, tables
+from experiments.reporting import (
+  compared,
+  curves,
+  formats,
+  page,
+  pictures,
+  records,
+  rows,
+  run,
+)
 
 _PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 
 
-def write(folder: pathlib.Path, summary: Mapping[str, Any]) -> None:
-  """Writes summary.json, table.md and score_vs_retention.png, each at once."""
-  write_json(folder / "summary.json", summary)
-  write_text(folder / "table.md", tables.to_markdown(summary))
-  _put(
-    folder / "score_vs_retention.png",
-    lambda part: plots.score_vs_retention(summary, part),
-  )
+def write_comparison(
+  folder: pathlib.Path, summary: Mapping[str, Any]
+) -> rich.console.Group:
+  """Writes summary.json, table.md and score_vs_retention.png, each at once.
+
+  Returns:
+    The table for a terminal.
+  """
+  write_json(folder / records.SUMMARY, summary)
+  write_text(folder / "table.md", compared.markdown(summary))
+  plot = pictures.png(curves.score_vs_retention(summary))
+  _write(folder / "score_vs_retention.png", plot)
+  return compared.terminal(summary)
+
+
+def write_run(
+  folder: pathlib.Path, summary: Mapping[str, Any]
+) -> rich.console.Group:
+  """Writes summary.json, beside the answers, and all that shows it.
+
+  That is report.md, report.html, rows.csv and PNG files.
+
+  Returns:
+    The tables that a terminal has room for.
+
+  Raises:
+    InputError: the folder's samples.jsonl cannot be read.
+  """
+  write_json(folder / records.SUMMARY, summary)
+  record = records.read(folder)
+  plots = pictures.pictures(record)
+  for name, png in plots.items():
+    _write(folder / name, png)
+  write_text(folder / "rows.csv", formats.to_csv(rows.identified(record)))
+  write_text(folder / "report.md", run.markdown(record, list(plots)))
+  write_text(folder / "report.html", page.of_run(record, plots))
+  return run.terminal(record)
 
 
 def versions() -> dict[str, str]:
@@ -51,11 +90,11 @@ def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
 
 def write_text(path: pathlib.Path, text: str) -> None:
   """Writes a file at once."""
-  _put(path, lambda part: part.write_text(text, encoding="utf-8"))
+  _write(path, text.encode())
 
 
-def _put(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
+def _write(path: pathlib.Path, content: bytes) -> None:
   """Writes beside the file and moves it in whole."""
   part = path.with_name(f".{path.name}.part")
-  write(part)
+  part.write_bytes(content)
   part.replace(path)

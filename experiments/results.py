@@ -1,21 +1,37 @@
-"""A folder of answers: written line by line, resumed, summed up."""
+"""A folder of answers: written line by line and resumed."""
 
 import dataclasses
 import hashlib
 import json
 import pathlib
 import platform
-import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from experiments.candidates import FULL
+from experiments.answering import QUERY_AGNOSTIC, Protocol
+from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
 from kvjax.schedules import WHOLE
 
 _BLOCKS = 64
 _BLOCK_BYTES = 2**16
+
+
+class Part(NamedTuple):
+  """The samples of one task at one length.
+
+  Attributes:
+    task: its name.
+    length: bound on the tokens of a prompt, in the benchmark's own measure.
+  """
+
+  task: str
+  length: int
+
+
+# A sample's number is its place in its part.
+Samples = Mapping[Part, Sequence[Sample]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +42,9 @@ class Settings:
     model: name of the model's directory.
     weights: digest of the model's files, see `digest`.
     dtype: of weights and computation.
-    length: tokens of prompt and answer, chat template aside.
     seed: of the samples.
+    benchmark: what the samples belong to.
+    data: where their texts come from, and other choices in words.
     python: version, whose own documentation is the prose of the samples.
     protocol: what is compressed, before or after the question is known.
     schedule: when it is compressed.
@@ -37,10 +54,11 @@ class Settings:
   model: str
   weights: str
   dtype: str
-  length: int
   seed: int
+  benchmark: str = "needles"
+  data: Mapping[str, str] = dataclasses.field(default_factory=dict)
   python: str = platform.python_version()
-  protocol: str = "query-agnostic"
+  protocol: Protocol = QUERY_AGNOSTIC
   schedule: str = str(WHOLE)
   heads: str = "kv head"
 
@@ -51,6 +69,7 @@ class Answer:
 
   Attributes:
     task: name of the task.
+    length: of the sample's `Part`.
     sample: number of the sample.
     method: name of the method.
     options: the method with all its hyper-parameters.
@@ -62,12 +81,18 @@ class Answer:
       up, as many as the prompt's last token has found.
     cache_bytes: allocated for the sample's cache.
     host_bytes: those of them that live with the host.
-    answers: what should be in the prediction.
+    question: what was asked.
+    answer_prefix: how the model's turn began.
+    answers: references.
     prediction: what the model said.
-    score: share of the answers that are in the prediction, times 100.
+    first_token: id of the first token of it; None where it said nothing.
+    depth: where the answer stands in the context, 0 to 1, if in one place.
+    turn: number of the question in its conversation, if there is one.
+    scores: by the sample's metric, 0 to 100; the main one is "score".
   """
 
   task: str
+  length: int
   sample: int
   method: str
   options: str
@@ -78,20 +103,35 @@ class Answer:
   read_tokens: float
   cache_bytes: int
   host_bytes: int
+  question: str
+  answer_prefix: str
   answers: list[str]
   prediction: str
-  score: float
+  first_token: int | None
+  depth: float | None
+  turn: int | None
+  scores: dict[str, float]
+
+  @property
+  def score(self) -> float:
+    """The main score, 0 to 100."""
+    return self.scores["score"]
+
+  @property
+  def part(self) -> Part:
+    """The part that the sample belongs to."""
+    return Part(self.task, self.length)
 
   @property
   def key(self) -> "Key":
     """What the answer is the answer to."""
-    return Key(self.task, self.sample, self.method, self.options, self.budget)
+    return Key(self.part, self.sample, self.method, self.options, self.budget)
 
 
 class Key(NamedTuple):
   """One question to one cache."""
 
-  task: str
+  part: Part
   sample: int
   method: str
   options: str
@@ -106,6 +146,7 @@ class Results:
 
   Attributes:
     folder: where the answers are.
+    settings: what they share.
     answers: by what they answer.
   """
 
@@ -119,6 +160,7 @@ class Results:
     check_writable(folder)
     self.folder = folder
     self.answers: dict[Key, Answer] = {}
+    self.settings = settings
     self._settings = dataclasses.asdict(settings)
     self._path = folder / "samples.jsonl"
     self._whole_bytes = 0
@@ -140,16 +182,29 @@ class Results:
       ) from error
 
   def add(self, answers: Iterable[Answer]) -> None:
-    """Appends answers, each a line of settings and answer."""
-    self.folder.mkdir(parents=True, exist_ok=True)
-    with self._path.open("ab") as file:
-      file.truncate(self._whole_bytes)
-      for answer in answers:
-        fields = self._settings | dataclasses.asdict(answer)
-        line = json.dumps(fields, ensure_ascii=False) + "\n"
-        file.write(line.encode())
-        self.answers[answer.key] = answer
-        self._whole_bytes += len(line.encode())
+    """Appends answers, each a line of settings and answer.
+
+    Raises:
+      InputError: the disk is full, or the folder has become read-only.
+    """
+    answers = list(answers)
+    lines = b"".join(self._line(answer) for answer in answers)
+    try:
+      self.folder.mkdir(parents=True, exist_ok=True)
+      with self._path.open("ab") as file:
+        file.truncate(self._whole_bytes)
+        file.write(lines)
+    except OSError as error:
+      raise InputError(
+        f"{self._path} cannot be written: {error.strerror}; what it holds is "
+        "kept, and the same command goes on from there."
+      ) from error
+    self._whole_bytes += len(lines)
+    self.answers |= {answer.key: answer for answer in answers}
+
+  def _line(self, answer: Answer) -> bytes:
+    fields = self._settings | dataclasses.asdict(answer)
+    return f"{json.dumps(fields, ensure_ascii=False)}\n".encode()
 
   def _parse(self, line: bytes, number: int) -> Answer:
     try:
@@ -207,48 +262,3 @@ def check_writable(folder: pathlib.Path) -> None:
     raise InputError(
       f"{folder} cannot be written: {error.strerror}."
     ) from error
-
-
-def summarize(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-  """One row per method, budget and task: means over the samples.
-
-  A row's fields are named as those of `Answer`.
-  """
-  groups: dict[tuple[str, str, str], list[Answer]] = {}
-  for answer in answers:
-    key = (answer.method, answer.budget, answer.task)
-    groups.setdefault(key, []).append(answer)
-
-  def mean(name: str, group: list[Answer], digits: int) -> float:
-    values = [getattr(answer, name) for answer in group]
-    return round(statistics.fmean(values), digits)
-
-  return [
-    {
-      "method": method,
-      "retention": mean("retention", group, 4),
-      "budget": budget,
-      "task": task,
-      "score": mean("score", group, 2),
-      "samples": len(group),
-      "context_tokens": mean("context_tokens", group, 2),
-      "kept_tokens": mean("kept_tokens", group, 2),
-      "read_tokens": mean("read_tokens", group, 2),
-      "cache_bytes": round(mean("cache_bytes", group, 0)),
-      "host_bytes": round(mean("host_bytes", group, 0)),
-    }
-    for (method, budget, task), group in groups.items()
-  ]
-
-
-def at_retention_one(
-  rows: Sequence[dict[str, Any]], methods: Sequence[str]
-) -> list[dict[str, Any]]:
-  """The full cache's rows under other names: with everything kept, all agree.
-
-  Args:
-    rows: as `summarize` gives them.
-    methods: names that the rows are wanted under, the full cache's aside.
-  """
-  full = [row for row in rows if row["method"] == FULL]
-  return [row | {"method": method} for method in methods for row in full]

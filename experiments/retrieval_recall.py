@@ -29,14 +29,23 @@ from absl import flags
 
 import kvjax
 import models
-from experiments import cli, inputs, lookup_quality, reports, results, suite
+from experiments import (
+  cli,
+  inputs,
+  lookup_quality,
+  needle_inputs,
+  reports,
+  results,
+  suite,
+)
 from experiments.answering import QUERY_AWARE, Prompt, Shape, check_room
-from experiments.candidates import Candidate, candidates
+from experiments.candidates import Candidate, candidates, parse_budgets
 from experiments.lookup_quality import Quality
 from kvjax.errors import InputError
 from kvjax.retrieval import RETRIEVALS
 
 flags.adopt_module_key_flags(inputs)
+flags.adopt_module_key_flags(needle_inputs)
 
 _METHODS = flags.DEFINE_list(
   "methods", list(RETRIEVALS), "Retrieval methods or presets, with options."
@@ -58,10 +67,10 @@ _OUTPUT = flags.DEFINE_string(
 def main() -> None:
   """Checks what can be checked first, then loads the model and measures."""
   cli.refuse_together("retention", ["budget"], "both say how much to look up")
-  suite.check_tasks(inputs.TASKS.value)
+  suite.check_tasks(needle_inputs.TASKS.value)
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
-  budgets = inputs.budgets(_RETENTION.value, _BUDGET.value)
+  budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
   chosen = [c for c in candidates(_METHODS.value, budgets) if c.plan.lookup]
   if not chosen:
     raise InputError(
@@ -74,13 +83,13 @@ def main() -> None:
       model=inputs.model_name(),
       weights=results.digest(inputs.model_directory()),
       dtype=inputs.dtype(),
-      length=inputs.LENGTH.value,
       seed=inputs.SEED.value,
       protocol=QUERY_AWARE,
     )
   summary = dataclasses.asdict(settings) | {
-    "samples": inputs.SAMPLES.value,
-    "tasks": inputs.TASKS.value,
+    "length": needle_inputs.LENGTH.value,
+    "samples": needle_inputs.SAMPLES.value,
+    "tasks": needle_inputs.TASKS.value,
     "steps": _STEPS.value,
     "device": reports.device(devices),
     "versions": reports.versions(),
@@ -133,7 +142,7 @@ def _measure(
   """Means for every candidate; and of every layer the cosine."""
   prompts = [
     Prompt.of_sample(lm.tokenizer, sample)
-    for drawn in inputs.samples(lm).values()
+    for drawn in needle_inputs.samples(lm).values()
     for sample in drawn
   ]
   check_room(lm, prompts)

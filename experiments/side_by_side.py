@@ -19,7 +19,7 @@ from experiments.answering import (
   replies,
 )
 from experiments.candidates import Candidate
-from experiments.comparison import clean
+from experiments.metrics.string_match import clean
 from kvjax.errors import InputError
 from models.pretrained import Pretrained
 
@@ -58,7 +58,7 @@ def ask(
   prompt = Prompt.of(lm.tokenizer, text, question, "", _MAX_NEW_TOKENS)
   check_room(lm, [prompt])
   shape = Shape.of([prompt], 1, protocol)
-  groups = replies(lm, candidates, [prompt], shape, Seconds())
+  groups = replies(lm, candidates, [[prompt]], shape, Seconds())
   found = {reply.candidate: reply for group in groups for reply in group}
   return prompt, [found[candidate] for candidate in candidates]
 

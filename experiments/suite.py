@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from experiments.tasks import needles, passkey
 from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
+from kvjax.naming import _near
 
 # RULER's needle tasks in prose: one needle, four keys, four values, four
 # questions at once.
@@ -19,18 +20,23 @@ PASSKEY = "passkey"
 TASKS = (*needles.TASKS, PASSKEY)
 
 
-def check_tasks(names: Sequence[str]) -> None:
+def check_tasks(names: Sequence[str], tasks: Sequence[str] = TASKS) -> None:
   """Refuses names that are no task.
 
+  Args:
+    names: what the user asks for.
+    tasks: what there is.
+
   Raises:
-    InputError: a name is not in `TASKS`, or there is none.
+    InputError: a name is not in `tasks`, or there is none.
   """
   if not names:
-    raise InputError(f"Name a task; the tasks are {', '.join(TASKS)}.")
+    raise InputError(f"Name a task; the tasks are {', '.join(tasks)}.")
   for name in names:
-    if name not in TASKS:
+    if name not in tasks:
       raise InputError(
-        f"There is no task {name!r}; the tasks are {', '.join(TASKS)}."
+        f"There is no task {name!r}{_near(name, tasks)}; the tasks are "
+        f"{', '.join(tasks)}."
       )
 
 

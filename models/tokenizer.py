@@ -1,6 +1,7 @@
 """Text to token ids and back, with the model's own chat template."""
 
 import datetime
+import itertools
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -114,6 +115,19 @@ class Tokenizer:
     """Number of a text's tokens."""
     return len(self.encode(text))
 
+  def pieces(self, text: str) -> list[str]:
+    """What each of a text's tokens stands for; joined they are the text.
+
+    A character that is spread over tokens stands with the first of them.
+    """
+    encoding = self._backend.encode(text, add_special_tokens=False)
+    if not encoding.ids:
+      return []
+    # Where a token ends is certain; its start may leave out a blank before it.
+    ends = itertools.accumulate((end for _, end in encoding.offsets[:-1]), max)
+    borders = (0, *ends, len(text))
+    return [text[start:end] for start, end in itertools.pairwise(borders)]
+
   def decode(self, ids: Sequence[int]) -> str:
     """Text of some ids, without special tokens.
 
@@ -121,6 +135,11 @@ class Tokenizer:
     punctuation to the word before it, is not applied.
     """
     return self._backend.decode([int(i) for i in ids])
+
+  @property
+  def bos(self) -> str:
+    """The text that prompts without a chat template begin with."""
+    return self._special.get("bos_token", "")
 
   def split_chat(self, context: str) -> tuple[str, str]:
     """Puts a context into the user's turn and splits the chat after it.
@@ -141,7 +160,7 @@ class Tokenizer:
         repeat it once.
     """
     if self._template is None:
-      return self._special.get("bos_token", "") + context, "\n"
+      return self.bos + context, "\n"
     separator = "<context ends here>"
     while separator in context:
       separator += ">"
@@ -153,11 +172,37 @@ class Tokenizer:
       )
     return parts[0], parts[1]
 
-  def _render(self, content: str) -> str:
+  def between_turns(self) -> str:
+    """What a chat holds between an answer and the user's next message.
+
+    Without a chat template it is the token that ends an answer, and a newline.
+
+    Raises:
+      InputError: the chat template refuses an answer between two messages, or
+        does not repeat each once.
+    """
+    if self._template is None:
+      return self._special.get("eos_token", "") + "\n"
+    answer, message = "<answer ends here>", "<message begins here>"
+    text = self._render("<message>", answer, message)
+    after = text.split(answer)[-1]
+    if text.count(answer) != 1 or after.count(message) != 1:
+      raise InputError(
+        "The chat template must hold an answer and the message after it "
+        "exactly once each."
+      )
+    return after.split(message)[0]
+
+  def _render(self, *contents: str) -> str:
+    """A chat that user and assistant take turns in."""
     assert self._template is not None
+    roles = itertools.cycle(("user", "assistant"))
     try:
       return self._template.render(
-        messages=[{"role": "user", "content": content}],
+        messages=[
+          {"role": role, "content": content}
+          for role, content in zip(roles, contents, strict=False)
+        ],
         tools=None,
         documents=None,
         add_generation_prompt=True,
@@ -166,7 +211,8 @@ class Tokenizer:
       )
     except jinja2.TemplateError as error:
       raise InputError(
-        f"The chat template refuses a single user message: {error}."
+        f"The chat template refuses a chat of {len(contents)} messages: "
+        f"{error}."
       ) from error
 
   def _special_id(self, name: str) -> int | None:

@@ -13,8 +13,9 @@ import numpy as np
 import kvjax
 from experiments import answering, suite
 from experiments.candidates import FULL, candidates
+from experiments.metrics.string_match import string_match_all
 from experiments.tasks import needles
-from experiments.tasks.sample import Sample, string_match_all
+from experiments.tasks.sample import Sample
 from models.pretrained import Pretrained
 
 LENGTHS = (512, 1024, 2048)
@@ -197,6 +198,6 @@ def _answers(
   """Answers from the full cache, in the order of the prompts."""
   full = candidates([FULL], [kvjax.Retention(1.0)])
   for start in range(0, len(prompts), shape.rows):
-    batch = prompts[start : start + shape.rows]
+    batch = [[prompt] for prompt in prompts[start : start + shape.rows]]
     (replies,) = answering.replies(lm, full, batch, shape, answering.Seconds())
     yield from (reply.text for reply in replies)

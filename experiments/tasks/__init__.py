@@ -1,1 +1,1 @@
-"""Needle tasks in RULER's form, made offline from explicit seeds."""
+"""RULER's tasks and the passkey, made offline from explicit seeds."""

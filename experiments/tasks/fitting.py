@@ -6,13 +6,35 @@ from collections.abc import Callable
 from experiments.tasks import prose
 from kvjax.errors import InputError
 
+Count = Callable[[str], int]
+
+_GUESSES = 8
+
+
+class TooShortError(InputError):
+  """A length that a task does not fit.
+
+  Attributes:
+    least: the shortest length that the sample fits, in tokens.
+  """
+
+  def __init__(self, length: int, least: int):
+    """Says both lengths."""
+    super().__init__(
+      f"A length of {length} tokens is too short for this task; "
+      f"it needs at least {least}."
+    )
+    self.least = least
+
 
 class ProseText:
   """Running prose of any number of words, from a drawn starting sentence."""
 
-  def __init__(self, rng: random.Random, part: prose.Part):
+  def __init__(self, rng: random.Random, essay: prose.Essay):
     """Draws where the prose starts; it wraps round at its end."""
-    self._sentences = prose.sentences(part)
+    self._sentences = (
+      prose.sentences(essay) if isinstance(essay, str) else essay
+    )
     self._start = rng.randrange(len(self._sentences))
 
   def sentences(self, words: int) -> list[str]:
@@ -27,23 +49,76 @@ class ProseText:
     return found
 
 
-def most_units(cost: Callable[[int], int], length: int) -> int:
+def most_units(
+  cost: Callable[[int], int],
+  length: int,
+  *,
+  least: int = 1,
+  most: int | None = None,
+) -> int:
   """The largest unit count whose `cost` in tokens is at most `length`.
 
-  Raises `InputError` when even one unit is too many.
+  To know a cost a whole text must be tokenised, so few are asked for: a guess
+  goes on as the last two costs rise. Where costs are too uneven for that, the
+  rest is doubled and halved.
+
+  Args:
+    cost: tokens of so many units; never falls, and rises without end unless
+      `most` says where the units do.
+    length: bound on the cost.
+    least: fewest units that make sense.
+    most: how many units there are.
+
+  Raises:
+    TooShortError: even the least units are too many.
   """
-  if cost(1) > length:
-    raise InputError(
-      f"A length of {length} tokens is too short for this task; "
-      f"it needs at least {cost(1)}."
-    )
-  low, high = 1, 2
-  while cost(high) <= length:
-    low, high = high, 2 * high
-  while high - low > 1:
-    middle = (low + high) // 2
-    if cost(middle) <= length:
-      low = middle
+  low, spent = least, cost(least)
+  if spent > length:
+    raise TooShortError(length, spent)
+  high = None if most is None else most + 1
+  rise = spent / least
+  guesses = 0
+  while high is None or high - low > 1:
+    guesses += 1
+    if rise and guesses <= _GUESSES:
+      guess = low + max(1, int((length - spent) / rise))
     else:
-      high = middle
+      guess = 2 * low if high is None else (low + high) // 2
+    guess = guess if high is None else min(guess, high - 1)
+    found = cost(guess)
+    rise = (found - spent) / (guess - low)
+    if found <= length:
+      low, spent = guess, found
+    else:
+      high = guess
   return low
+
+
+def most_units_of_prompt(
+  context: Callable[[int], str],
+  length: int,
+  count: Count,
+  *,
+  after: tuple[str, str],
+  max_new_tokens: int,
+  least: int = 1,
+  most: int | None = None,
+) -> int:
+  """The most units of a context that fits a length with question and answer.
+
+  Args:
+    context: the text of so many units.
+    length: bound on the tokens of context, question, prefix and answer.
+    count: number of tokens of a text, without special tokens.
+    after: question and answer prefix.
+    max_new_tokens: what the answer may take.
+    least: fewest units that make sense.
+    most: how many units there are.
+
+  Raises:
+    TooShortError: even the least units are too many.
+  """
+  rest = sum(map(count, after)) + max_new_tokens
+  return most_units(
+    lambda units: count(context(units)) + rest, length, least=least, most=most
+  )

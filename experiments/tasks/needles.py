@@ -1,8 +1,9 @@
 """Needle-in-a-haystack tasks in RULER's form (NVIDIA/RULER, `niah.py`).
 
 Wording, key and value types, haystacks and the singular form follow RULER;
-keys come from this project's word lists and essays from CPython's topics.
-Unlike RULER, keys are checked for collision, so that an answer is unique.
+keys come from this project's word lists, essays from CPython's topics or from a
+text of the user's. Unlike RULER, keys are checked for collision, so that an
+answer is unique, and essays begin anywhere in their text.
 """
 
 import dataclasses
@@ -113,7 +114,7 @@ def sample(
   length: int,
   count: Callable[[str], int],
   *,
-  part: prose.Part = "heldout",
+  essay: prose.Essay = "heldout",
   depths: Sequence[float] | None = None,
 ) -> Sample:
   """One sample whose prompt plus answer budget fits `length` tokens.
@@ -123,7 +124,7 @@ def sample(
     rng: all draws come from it; equal state, equal sample.
     length: bound on the tokens of context, question, prefix and answer.
     count: number of tokens of a text, without special tokens.
-    part: which prose topics an essay haystack is made of.
+    essay: what an essay haystack is made of.
     depths: where the needles stand, ascending, 0 the start and 1 the end;
       drawn when None.
 
@@ -132,7 +133,7 @@ def sample(
   """
   keys, pairs = _pairs(task, rng)
   asked = [rng.sample(keys, task.queries)]
-  spread = _spread(task, rng, pairs, part, depths)
+  spread = _spread(task, rng, pairs, essay, depths)
   return _samples(task, pairs, asked, spread, length, count)[0]
 
 
@@ -142,7 +143,7 @@ def conversation(
   length: int,
   count: Callable[[str], int],
   *,
-  part: prose.Part = "heldout",
+  essay: prose.Essay = "heldout",
 ) -> tuple[Sample, ...]:
   """Samples of one context that each ask about another of its keys.
 
@@ -153,7 +154,7 @@ def conversation(
   keys, pairs = _pairs(task, rng)
   rng.shuffle(keys)
   depths = [(index + 0.5) / len(pairs) for index in range(len(pairs))]
-  spread = _spread(task, rng, pairs, part, depths)
+  spread = _spread(task, rng, pairs, essay, depths)
   asked = [[key] for key in keys]
   return _samples(task, pairs, asked, spread, length, count)
 
@@ -234,7 +235,7 @@ def _spread(
   task: NeedleTask,
   rng: random.Random,
   pairs: _Pairs,
-  part: prose.Part,
+  essay: prose.Essay,
   depths: Sequence[float] | None,
 ) -> Callable[[int], str]:
   """A haystack of any number of units with the needles in it.
@@ -243,7 +244,7 @@ def _spread(
   """
   needles = [_needle(task, key, value) for key, value in pairs]
   if task.haystack == "essay":
-    text = fitting.ProseText(rng, part)
+    text = fitting.ProseText(rng, essay)
     shares = depths or sorted(rng.sample(_DEPTHS, len(needles)))
     return lambda units: " ".join(
       _inserted(text.sentences(units), needles, shares)

@@ -54,4 +54,5 @@ def passkey(
     task="passkey",
     max_new_tokens=MAX_NEW_TOKENS,
     metadata={"length": length, "depth": depth, "haystack": "essay"},
+    metric="passkey",
   )

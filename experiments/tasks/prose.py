@@ -5,12 +5,20 @@ held out: training never sees them, evaluation uses nothing else.
 """
 
 import functools
+import platform
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pydoc_data import topics
 from typing import Literal
 
 Part = Literal["train", "heldout"]
+
+# What tables call the text.
+SOURCE = f"pydoc_data.topics of Python {platform.python_version()}"
+
+# What a haystack of prose is made of: a part of the topics, or sentences of
+# another text.
+Essay = Part | Sequence[str]
 
 # Long enough together for a 4K-token haystack, short enough to leave most of
 # the prose to training.

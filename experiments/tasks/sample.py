@@ -1,7 +1,7 @@
-"""One question about one context, and how its answer is scored."""
+"""One question about one context."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -12,6 +12,17 @@ class Sample:
   `context + question + answer_prefix` is the whole prompt. Context and
   question are tokenised separately, so that the context alone can be
   compressed.
+
+  Attributes:
+    context: what is prefilled and compressed.
+    question: what is asked afterwards; may be empty.
+    answer_prefix: how the model's turn begins; may be empty.
+    answers: references.
+    task: its name.
+    max_new_tokens: most tokens of the answer.
+    metadata: what the task says about itself: length, depth, turn and so on.
+    metric: how a prediction is scored, one of `experiments.metrics`.
+    chat: whether the model's chat template is put around the prompt.
   """
 
   context: str
@@ -21,12 +32,5 @@ class Sample:
   task: str
   max_new_tokens: int
   metadata: Mapping[str, Any]
-
-
-def string_match_all(prediction: str, answers: Sequence[str]) -> float:
-  """Share of the references that the prediction contains, case ignored.
-
-  RULER's metric of that name, for one sample: 0 to 1.
-  """
-  folded = prediction.lower()
-  return sum(answer.lower() in folded for answer in answers) / len(answers)
+  metric: str = "string_match_all"
+  chat: bool = True

@@ -12,12 +12,13 @@ import kvjax
 import models
 from experiments import answering, comparison, side_by_side
 from experiments.candidates import candidates
-from experiments.results import Results, Settings
+from experiments.metrics.string_match import clean
+from experiments.results import Part, Results, Settings
 from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
 from kvjax.sharding import parse_mesh
 
-SETTINGS = Settings("tiny", "abc", "float32", 128, 0)
+SETTINGS = Settings("tiny", "abc", "float32", 0)
 NAMES = [
   "full",
   "streaming",
@@ -43,8 +44,8 @@ def a_sample(task, number):
 
 
 SAMPLES = {
-  "one": [a_sample("one", number) for number in range(3)],
-  "two": [a_sample("two", number) for number in range(3, 6)],
+  Part("one", 128): [a_sample("one", number) for number in range(3)],
+  Part("two", 128): [a_sample("two", number) for number in range(3, 6)],
 }
 
 
@@ -128,7 +129,7 @@ def test_a_batch_is_prefilled_once_and_equal_caches_asked_together(
 
 
 def test_a_sample_answers_as_if_it_were_alone(tiny, whole):
-  sample, number = SAMPLES["two"][1], 1
+  sample, number = SAMPLES[Part("two", 128)][1], 1
   before, after = tiny.tokenizer.split_chat(sample.context)
   caches, _ = kvjax.sweep(
     tiny.model,
@@ -145,10 +146,10 @@ def test_a_sample_answers_as_if_it_were_alone(tiny, whole):
       kvjax.Prompts.of([tiny.tokenizer.encode(question)]),
       kvjax.Decoding(5, tiny.tokenizer.eos_ids),
     )
-    alone = comparison.clean(tiny.tokenizer.decode(answers.rows()[0]))
-    (key,) = comparison.wanted([candidate], {"two": [sample]})
+    alone = clean(tiny.tokenizer.decode(answers.rows()[0]))
+    (key,) = comparison.wanted([candidate], {Part("two", 128): [sample]})
     found = whole.answers[key._replace(sample=number)]
-    assert found.prediction == alone
+    assert clean(found.prediction) == alone
     assert found.kept_tokens == np.mean(np.asarray(cache.lengths))
 
 
@@ -182,13 +183,13 @@ def test_only_what_is_new_is_asked(tiny, tmp_path, monkeypatch):
     asked.append(([c.method for c in chosen], len(prompts)))
     rows = range(len(prompts))
     yield [
-      answering.Reply(c, row, 9, 0.5, 1.0, 1.0, 1, 0, "")
+      answering.Reply(c, row, 0, 9, 0.5, 1.0, 1.0, 1, 0, [], "")
       for c in chosen
       for row in rows
     ]
 
   monkeypatch.setattr(comparison, "replies", replies)
-  first = {task: drawn[:2] for task, drawn in SAMPLES.items()}
+  first = {part: drawn[:2] for part, drawn in SAMPLES.items()}
   compared(tiny, tmp_path, chosen=CHOSEN[:2], samples=first)
   assert asked == [(["full", "streaming"], 2)] * 2
   asked.clear()
@@ -200,9 +201,11 @@ def test_only_what_is_new_is_asked(tiny, tmp_path, monkeypatch):
 
 
 def test_a_prompt_longer_than_the_context_is_refused(tiny, tmp_path):
-  long = dataclasses.replace(SAMPLES["one"][0], context=SENTENCE * 80)
+  long = dataclasses.replace(
+    SAMPLES[Part("one", 128)][0], context=SENTENCE * 80
+  )
   with pytest.raises(InputError, match=r"come to 8\d\d tokens; the context of"):
-    compared(tiny, tmp_path / "new", samples={"one": [long]})
+    compared(tiny, tmp_path / "new", samples={Part("one", 128): [long]})
   assert not (tmp_path / "new").exists()
 
 
@@ -242,10 +245,6 @@ def test_who_evicts_while_decoding_is_asked_alone():
   some += candidates(["keydiff"], [kvjax.Tokens(4)], going_on)[1:]
   caches = [a_cache(4, 4)] * 3
   assert answering._groups(some, caches) == [(4, [0, 1]), (4, [2])]
-
-
-def test_predictions_are_cleaned_as_ruler_does():
-  assert comparison.clean(" a\x00b\tc \n") == "a\nb\nc"
 
 
 def test_widths_are_shared_by_neighbouring_lengths():
@@ -294,12 +293,12 @@ def test_a_text_longer_than_the_context_is_refused(tiny):
 def test_a_question_may_be_prefilled_too(tiny, tmp_path):
   """As by hand, row by row: the whole prompt, then what follows it."""
   chosen = candidates(["flat:sinks=1:local=4"], [kvjax.Tokens(6)])
-  samples = {"one": SAMPLES["one"][:2]}
+  samples = {Part("one", 128): SAMPLES[Part("one", 128)][:2]}
   found = compared(
     tiny, tmp_path, chosen=chosen, samples=samples, protocol="query-aware"
   ).answers
   decoding = kvjax.Decoding(5, tiny.tokenizer.eos_ids)
-  for number, sample in enumerate(samples["one"]):
+  for number, sample in enumerate(samples[Part("one", 128)]):
     prompt = answering.Prompt.of_sample(tiny.tokenizer, sample)
     rows = kvjax.Prompts.of([prompt.prefilled])
     plans = [candidate.plan for candidate in chosen]
@@ -313,10 +312,61 @@ def test_a_question_may_be_prefilled_too(tiny, tmp_path):
       (ids,) = kvjax.complete(
         tiny.model, tiny.params, cache, logits, decoding
       ).rows()
-      said = comparison.clean(tiny.tokenizer.decode(ids))
-      assert found[key].prediction == said
+      said = clean(tiny.tokenizer.decode(ids))
+      assert clean(found[key].prediction) == said
       assert found[key].read_tokens == np.mean(np.asarray(cache.reads))
       assert found[key].kept_tokens == len(prompt.prefilled)
+
+
+def test_questions_about_one_context_share_its_prefill(tiny, tmp_path, counted):
+  """Each sees the cache as the context left it, whatever was asked before."""
+  first = SAMPLES[Part("one", 128)][0]
+  same = [
+    dataclasses.replace(first, question=question)
+    for question in ("What is green?", "Why?", "What is blue?")
+  ]
+  other = a_sample("one", 1)
+  part = Part("one", 128)
+  together = compared(
+    tiny, tmp_path / "a", samples={part: [*same, other]}
+  ).answers
+  # Full and half caches; three questions, of which the second row has one.
+  assert counted == {"sweep": 1, "answer": 6}
+  assert len(together) == 4 * len(CHOSEN)
+  apart = {}
+  for number, sample in enumerate([*same, other]):
+    found = compared(
+      tiny, tmp_path / str(number), samples={part: [sample]}
+    ).answers
+    apart |= {key._replace(sample=number): a for key, a in found.items()}
+  for key, answer in together.items():
+    alone = apart[key]
+    assert answer.prediction == alone.prediction
+    assert (answer.question, answer.kept_tokens) == (
+      alone.question,
+      alone.kept_tokens,
+    )
+
+
+def test_contexts_of_unlike_lengths_are_padded_apart():
+  def context(tokens):
+    prompt = answering.Prompt([5] * tokens, [5] * 4, 2)
+    sample = a_sample("t", 0)
+    return comparison._Context(Part("t", 0), [0], [sample], [prompt])
+
+  lengths = [4000, 3100, 2900, 1500, 1300, 900]
+  groups = comparison._by_length([context(n) for n in lengths])
+  found = [[len(c.prompts[0].context) for c in group] for group in groups]
+  # A quarter shorter at most, or 256 tokens.
+  assert found == [[4000, 3100], [2900], [1500, 1300], [900]]
+
+
+def test_a_prompt_may_go_without_the_chat_template(tiny):
+  sample = dataclasses.replace(a_sample("one", 0), chat=False)
+  tokenizer = tiny.tokenizer
+  prompt = answering.Prompt.of_sample(tokenizer, sample)
+  assert prompt.context == tokenizer.encode(tokenizer.bos + sample.context)
+  assert prompt.question == tokenizer.encode("What is green? It is")
 
 
 def test_lookups_are_candidates_too():

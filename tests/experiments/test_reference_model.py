@@ -10,7 +10,8 @@ import models
 from experiments import comparison, suite
 from experiments.candidates import candidates
 from experiments.reference.validation import depth_grid, rounds, validate
-from experiments.results import Results, Settings, summarize
+from experiments.results import Part, Results, Settings
+from experiments.summaries import summarize
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +34,18 @@ def test_it_shows_methods_falling_apart(bundled, tmp_path):
     *candidates(["keydiff"], [kvjax.Retention(0.5)])[1:],
   )
   samples = {
-    task: [
+    Part(task, 1024): [
       suite.draw(task, number, 5, 1024, bundled.tokenizer.count)
       for number in range(6)
     ]
     for task in ("niah_single_2", "niah_multikey_1")
   }
-  results = Results(tmp_path, Settings("kvjax-ref", "", "float32", 1024, 5))
+  results = Results(tmp_path, Settings("kvjax-ref", "", "float32", 5))
   comparison.compare(bundled, chosen, samples, results, 6, lambda *_: None)
   rows = summarize(list(results.answers.values()))
   found = {(row["method"], row["task"]): row["score"] for row in rows}
   assert len(found) == 6
-  for task in samples:
+  for task, _ in samples:
     assert found["full", task] >= 90
     assert found["random", task] <= 30
     assert found["keydiff", task] >= 60

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import pathlib
+import resource
 
+import numpy as np
 import pytest
 
 from experiments.results import (
@@ -11,17 +13,18 @@ from experiments.results import (
   Results,
   Settings,
   digest,
-  summarize,
 )
+from experiments.summaries import interval, summarize
 from kvjax.errors import InputError
 
-SETTINGS = Settings("tiny", "abc", "float32", 320, 0)
+SETTINGS = Settings("tiny", "abc", "float32", 0)
 
 
 def an_answer(sample=0, method="keydiff", score=100.0, **fields):
   return Answer(
     **{
       "task": "niah_single_2",
+      "length": 320,
       "sample": sample,
       "method": method,
       "options": f"{method}()",
@@ -32,9 +35,14 @@ def an_answer(sample=0, method="keydiff", score=100.0, **fields):
       "read_tokens": 50.0,
       "cache_bytes": 1000,
       "host_bytes": 0,
+      "question": "What is it?",
+      "answer_prefix": " It is",
       "answers": ["1234567"],
       "prediction": "1234567, “é”\n.",
-      "score": score,
+      "first_token": 7,
+      "depth": None,
+      "turn": None,
+      "scores": {"score": score},
     }
     | fields
   )
@@ -76,7 +84,7 @@ def test_an_unfinished_line_is_dropped_and_written_anew(tmp_path):
     ("model", "other"),
     ("weights", "def"),
     ("dtype", "bfloat16"),
-    ("length", 640),
+    ("benchmark", "ruler"),
     ("seed", 1),
     ("protocol", "query-aware"),
   ],
@@ -125,14 +133,25 @@ def test_a_summary_has_the_means_of_every_method_budget_and_task():
       an_answer(0, "snapkv"),
       an_answer(0, "snapkv", budget="64 tokens", retention=0.64),
       an_answer(1, "snapkv", budget="64 tokens", retention=0.5),
+      an_answer(0, depth=0.5),
+      an_answer(0, length=640),
+      an_answer(0, turn=1, scores={"score": 100.0, "partial": 25.0}),
     ]
   )
+  (low, high) = rows[0].pop("interval")
+  # Three samples, of which one is right: 8 of 27 draws have none, 1 has all.
+  assert (low, high) == (0, 100)
   assert rows[0] == {
     "method": "keydiff",
+    "options": "keydiff()",
     "retention": 0.5,
     "budget": "0.5",
     "task": "niah_single_2",
+    "length": 320,
+    "depth": None,
+    "turn": None,
     "score": 33.33,
+    "scores": {},
     "samples": 3,
     "context_tokens": 100.0,
     "kept_tokens": 50.33,
@@ -140,9 +159,36 @@ def test_a_summary_has_the_means_of_every_method_budget_and_task():
     "cache_bytes": 1000,
     "host_bytes": 0,
   }
-  assert [row["budget"] for row in rows[1:]] == ["0.5", "64 tokens"]
+  assert [row["budget"] for row in rows[1:3]] == ["0.5", "64 tokens"]
   assert rows[2]["retention"] == 0.57
   assert rows[2]["samples"] == 2
+  places = [(row["depth"], row["length"], row["turn"]) for row in rows[3:6]]
+  assert places == [(0.5, 320, None), (None, 640, None), (None, 320, 1)]
+  assert rows[5]["scores"] == {"partial": 25.0}
+
+
+def test_first_tokens_are_compared_with_the_full_cache():
+  answers = [
+    an_answer(0, "full", first_token=1),
+    an_answer(1, "full", first_token=2),
+    an_answer(0, first_token=1),
+    an_answer(1, first_token=None),
+  ]
+  rows = summarize(answers)
+  assert [r["scores"] for r in rows] == [
+    {"same_first_token": 100.0},
+    {"same_first_token": 50.0},
+  ]
+  assert summarize(answers[2:])[0]["scores"] == {}
+
+
+def test_the_interval_of_a_mean_is_that_of_the_normal_for_many_samples():
+  """Of R samples with deviation s: 1.96 s / sqrt(R) to either side."""
+  scores = np.random.default_rng(3).normal(50, 10, 400)
+  low, high = interval(scores)
+  assert low < scores.mean() < high
+  np.testing.assert_allclose(high - low, 2 * 1.96 * scores.std() / 20, rtol=0.1)
+  assert interval(np.full(5, 7.0)) == (7.0, 7.0)
 
 
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path):
@@ -159,3 +205,24 @@ def test_the_digest_sees_late_weights(tmp_path):
   content[-7] = 1
   path.write_bytes(content)
   assert digest(tmp_path) != before
+
+
+def test_a_full_disk_loses_nothing(tmp_path):
+  """A file that may not grow stands for a disk that is full."""
+  results = Results(tmp_path, SETTINGS)
+  results.add([an_answer(0)])
+  path = tmp_path / "samples.jsonl"
+  whole = path.read_bytes()
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 30, limits[1]))
+  try:
+    with pytest.raises(InputError, match="File too large; what it holds is ke"):
+      results.add([an_answer(1)])
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert len(path.read_bytes()) > len(whole)
+  for again in (results, Results(tmp_path, SETTINGS)):
+    assert list(again.answers) == [an_answer(0).key]
+  results.add([an_answer(1)])
+  assert path.read_bytes().startswith(whole)
+  assert len(lines(tmp_path)) == 2

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from experiments import suite
+from experiments.metrics.string_match import string_match_all
 from experiments.reference import vocabulary
 from experiments.tasks import fitting, needles, passkey, prose, words
-from experiments.tasks.sample import string_match_all
 from kvjax.errors import InputError
 
 TOKENIZER = vocabulary.build()
@@ -159,12 +159,6 @@ def test_key_words_are_distinct_and_one_token_each():
   assert len(set(words.NOUNS)) == len(words.NOUNS)
   for adjective, noun in zip(words.ADJECTIVES, words.NOUNS, strict=False):
     assert count(f" {adjective}-{noun}") == 3
-
-
-def test_scoring_is_the_share_of_references_found():
-  assert string_match_all("It is ABC and def.", ["abc", "DEF"]) == 1
-  assert string_match_all("abc", ["abc", "def"]) == 0.5
-  assert string_match_all("", ["abc"]) == 0
 
 
 def decoded(text):

@@ -1,0 +1,242 @@
+"""Flags that say which benchmark is asked, and the samples they name."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, cast
+
+from absl import flags
+
+from experiments import cli, inputs, results
+from experiments.answering import QUERY_AWARE, Protocol
+from experiments.benchmarks import (
+  grids,
+  longbench,
+  longbench_sets,
+  multiturn,
+  ruler,
+  ruler_files,
+)
+from experiments.metrics import registry
+from experiments.tasks import prose
+from kvjax.errors import InputError
+from models.pretrained import Pretrained
+
+BENCHMARK = flags.DEFINE_enum(
+  "benchmark",
+  "ruler",
+  ["ruler", "longbench", "needle", "passkey", "multiturn"],
+  "What is asked.",
+)
+_TASKS = flags.DEFINE_list(
+  "tasks", None, "Tasks of RULER or sets of LongBench; by default all."
+)
+_LENGTH = flags.DEFINE_list(
+  "length",
+  ["1024"],
+  "Tokens of prompt and answer, chat template aside; of LongBench's prompts "
+  "the most, the middle being cut out.",
+)
+_SAMPLES = flags.DEFINE_integer(
+  "samples",
+  None,
+  "Samples per task and length, or per length and depth, or conversations per "
+  "length; by default 20, 3 and 10, and all of LongBench.",
+  lower_bound=1,
+)
+_DEPTHS = flags.DEFINE_integer(
+  "depths", 10, "Depths of needle and passkey.", lower_bound=1
+)
+_TURNS = flags.DEFINE_integer(
+  "turns", 8, "Questions of a conversation.", lower_bound=1
+)
+_HISTORY = flags.DEFINE_enum(
+  "history",
+  "shared",
+  multiturn.HISTORIES,
+  "Whether a question of a conversation sees the cache as the context left it, "
+  "or stands after the earlier questions and their right answers.",
+)
+_CHAT = flags.DEFINE_enum(
+  "chat",
+  "always",
+  ["always", "official"],
+  "Whether prompts that a benchmark's own code asks without the chat template "
+  "have it too.",
+)
+_DATA = flags.DEFINE_string(
+  "data", None, "File or folder of published samples of RULER or LongBench."
+)
+_ESSAY = flags.DEFINE_string(
+  "essay", None, "Text, or folder of texts, to hide RULER's needles in."
+)
+_WORDS = flags.DEFINE_string(
+  "words", None, "File of words for RULER's cwe, or wonderwords for its lists."
+)
+_SQUAD = flags.DEFINE_string("squad", None, "SQuAD's dev-v2.0.json, for qa_1.")
+_HOTPOTQA = flags.DEFINE_string(
+  "hotpotqa", None, "HotpotQA's hotpot_dev_distractor_v1.json, for qa_2."
+)
+
+# Flags that not every benchmark reads.
+_OWNERS = {
+  "tasks": ("ruler", "longbench"),
+  "depths": ("needle", "passkey"),
+  "turns": ("multiturn",),
+  "history": ("multiturn",),
+  "chat": ("longbench", "passkey"),
+  "data": ("ruler", "longbench"),
+  **dict.fromkeys(("essay", "words", "squad", "hotpotqa"), ("ruler",)),
+}
+
+
+class Drawn(NamedTuple):
+  """What is asked.
+
+  Attributes:
+    samples: of each task and length.
+    data: where their texts come from, as all answers of a run share it.
+    notes: a line each about what is left out.
+    about: what else a report says about the samples.
+  """
+
+  samples: results.Samples
+  data: Mapping[str, str]
+  notes: Sequence[str] = ()
+  about: Mapping[str, str] = MappingProxyType({})
+
+
+def _ruler(lm: Pretrained) -> Drawn:
+  if _DATA.value is not None:
+    path = pathlib.Path(_DATA.value)
+    samples = ruler_files.load(path, _TASKS.value, lengths(), _SAMPLES.value)
+    return Drawn(samples, {"files": path.name})
+  essay, squad, hotpotqa = map(_path, (_ESSAY, _SQUAD, _HOTPOTQA))
+  texts = ruler.Texts.read(essay, _WORDS.value, squad, hotpotqa)
+  choice = ruler.choose(_TASKS.value or ruler.TASKS, texts)
+  drawn = ruler.samples(
+    choice.tasks, lengths(), *_numbers(20), lm.tokenizer.count, texts
+  )
+  return Drawn(drawn, choice.data, choice.notes)
+
+
+def _longbench(lm: Pretrained) -> Drawn:
+  path = _path(_DATA)
+  if path is None:
+    raise InputError(
+      "LongBench is read from disk; give its folder or data.zip by --data."
+    )
+  (limit,) = lengths()
+  names = _TASKS.value or longbench_sets.SETS
+  samples = longbench.samples(
+    path, list(names), limit, lm.tokenizer, _SAMPLES.value
+  )
+  about = longbench.provenance(path, samples)
+  return Drawn(samples, {"files": path.name}, about=about)
+
+
+def _needle(lm: Pretrained) -> Drawn:
+  samples = grids.needle_samples(
+    lengths(), _depths(), *_numbers(3), lm.tokenizer.count
+  )
+  return Drawn(samples, {"essay": prose.SOURCE})
+
+
+def _passkey(lm: Pretrained) -> Drawn:
+  samples = grids.passkey_samples(
+    lengths(), _depths(), *_numbers(3), lm.tokenizer.count
+  )
+  return Drawn(samples, {"essay": prose.SOURCE})
+
+
+def _multiturn(lm: Pretrained) -> Drawn:
+  history = cast(multiturn.History, _HISTORY.value)
+  samples = multiturn.samples(
+    lengths(), _TURNS.value, *_numbers(10), lm.tokenizer, history
+  )
+  return Drawn(samples, {"essay": prose.SOURCE})
+
+
+_DRAW: dict[str, Callable[[Pretrained], Drawn]] = {
+  "ruler": _ruler,
+  "longbench": _longbench,
+  "needle": _needle,
+  "passkey": _passkey,
+  "multiturn": _multiturn,
+}
+
+
+def _path(flag: flags.FlagHolder[str | None]) -> pathlib.Path | None:
+  return None if flag.value is None else pathlib.Path(flag.value)
+
+
+def _depths() -> list[float]:
+  return grids.even_depths(_DEPTHS.value)
+
+
+def _numbers(samples: int) -> tuple[int, int]:
+  """Samples, so many by default, and their seed."""
+  return _SAMPLES.value or samples, inputs.SEED.value
+
+
+def check_flags(protocol: Protocol) -> None:
+  """Refuses flags that do not suit the benchmark.
+
+  Raises:
+    InputError: a flag is not of this benchmark, a length is no whole number, or
+      a conversation is to be known before it begins.
+  """
+  lengths()
+  benchmark = BENCHMARK.value
+  for flag, owners in _OWNERS.items():
+    if flags.FLAGS[flag].present and benchmark not in owners:
+      raise InputError(
+        f"--{flag} belongs to --benchmark={' and '.join(owners)}, not to "
+        f"{benchmark}."
+      )
+  if flags.FLAGS["data"].present and benchmark == "ruler":
+    made = ["essay", "words", "squad", "hotpotqa"]
+    cli.refuse_together("data", made, "they are for samples that are made here")
+  if benchmark == "longbench" and len(lengths()) > 1:
+    raise InputError("--length takes one limit for LongBench, such as 7500.")
+  if benchmark == "multiturn" and protocol == QUERY_AWARE:
+    raise InputError(
+      "Conversations are compressed before any question is known; ask them "
+      "with --protocol=query-agnostic."
+    )
+
+
+def lengths() -> list[int]:
+  """What --length asks for.
+
+  Raises:
+    InputError: it holds something else than whole numbers above 0.
+  """
+  texts = dict.fromkeys(text.strip() for text in _LENGTH.value)
+  if not texts or not all(text.isdecimal() and int(text) for text in texts):
+    raise InputError(
+      f"--length takes numbers of tokens such as 1024,2048; "
+      f"{','.join(_LENGTH.value)!r} is not."
+    )
+  return [int(text) for text in texts]
+
+
+def draw(lm: Pretrained) -> Drawn:
+  """The samples that the flags name.
+
+  Raises:
+    InputError: a length is too short for a task or longer than the model's
+      context, a task does not exist, or a file cannot be read.
+  """
+  inputs.check_lengths(lm, lengths())
+  drawn = _DRAW[BENCHMARK.value](lm)
+  registry.check({s.metric for part in drawn.samples.values() for s in part})
+  if _CHAT.value == "official":
+    return drawn._replace(data={**drawn.data, "chat template": "official"})
+  return drawn._replace(
+    samples={
+      part: [dataclasses.replace(sample, chat=True) for sample in samples]
+      for part, samples in drawn.samples.items()
+    }
+  )

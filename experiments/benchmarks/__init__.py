@@ -1,0 +1,1 @@
+"""The papers' benchmarks: which samples are asked, and where they come from."""

@@ -1,0 +1,178 @@
+"""SQuAD and HotpotQA from disk, as RULER asks them."""
+
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from experiments.benchmarks.row_files import SUFFIXES, Row, RowFile
+from experiments.tasks.question_answering import Corpus, Question
+from kvjax.errors import InputError
+from models.json_files import read_text
+
+# Where a folder of the hub holds more, this is what RULER asks.
+_WANTED = ("distractor", "validation")
+
+
+class _Asked(NamedTuple):
+  """A question with the texts of its own and of related documents."""
+
+  question: str
+  answers: tuple[str, ...]
+  documents: Sequence[str]
+  related: Sequence[str] = ()
+
+
+def squad(path: pathlib.Path) -> Corpus:
+  """The answerable questions of SQuAD 2.0 (Rajpurkar et al. 2018).
+
+  A document is a paragraph; those of the same article are related.
+
+  Args:
+    path: `dev-v2.0.json`, or the rows of the hub's `squad_v2` in a `.jsonl`,
+      `.parquet` or `.arrow` file, or in a folder.
+
+  Raises:
+    InputError: the file cannot be read or holds something else.
+  """
+  rows = list(_rows(path, _squad_entries))
+  articles: dict[str, dict[str, None]] = {}
+  for row in rows:
+    articles.setdefault(row.text("title"), {})[row.text("context")] = None
+  asked = []
+  for row in rows:
+    document = row.text("context")
+    related = [p for p in articles[row.text("title")] if p != document]
+    answers = row.fields.get("answers")
+    texts = answers.get("text") if isinstance(answers, dict) else None
+    if not isinstance(texts, list):
+      raise InputError(f"{row.place} needs a list 'text' under 'answers'.")
+    if texts:
+      asked.append(
+        _Asked(row.text("question"), tuple(texts), [document], related)
+      )
+  return _corpus(path, asked)
+
+
+def hotpotqa(path: pathlib.Path) -> Corpus:
+  """The questions of HotpotQA (Yang et al. 2018) with their distractors.
+
+  A document is a title, a line break and the sentences below it.
+
+  Args:
+    path: `hotpot_dev_distractor_v1.json`, or the rows of the hub's `hotpot_qa`
+      in a `.jsonl`, `.parquet` or `.arrow` file, or in a folder.
+
+  Raises:
+    InputError: the file cannot be read or holds something else.
+  """
+  asked = []
+  for row in _rows(path, _hotpotqa_entries):
+    try:
+      context = row.fields["context"]
+      documents = [
+        f"{title}\n{''.join(sentences)}"
+        for title, sentences in zip(
+          context["title"], context["sentences"], strict=True
+        )
+      ]
+    except (KeyError, TypeError, ValueError) as error:
+      raise InputError(
+        f"{row.place} needs titles and lists of sentences, as many, under "
+        "'context'."
+      ) from error
+    distinct = list(dict.fromkeys(documents))
+    asked.append(_Asked(row.text("question"), row.texts("answer"), distinct))
+  return _corpus(path, asked)
+
+
+def _corpus(path: pathlib.Path, asked: Sequence[_Asked]) -> Corpus:
+  if not asked:
+    raise InputError(f"{path} holds no question that has an answer.")
+  documents = sorted(
+    {text for each in asked for text in (*each.documents, *each.related)}
+  )
+  number = {text: index for index, text in enumerate(documents)}
+  return Corpus(
+    tuple(documents),
+    tuple(
+      Question(
+        each.question,
+        each.answers,
+        tuple(number[text] for text in each.documents),
+        tuple(number[text] for text in each.related),
+      )
+      for each in asked
+    ),
+  )
+
+
+def _rows(
+  path: pathlib.Path, entries: Callable[[Any, str], Iterator[Row]]
+) -> Iterator[Row]:
+  """Rows in the hub's layout; `entries` brings the original file into it."""
+  if path.suffix == ".json":
+    text = read_text(path)
+    try:
+      content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+      raise InputError(f"{path} is not valid JSON: {error}.") from error
+    yield from entries(content, str(path))
+    return
+  for file in _files(path):
+    yield from RowFile(file).rows()
+
+
+def _files(path: pathlib.Path) -> list[pathlib.Path]:
+  if not path.exists():
+    raise InputError(f"There is no file or folder {path}.")
+  files = [
+    file
+    for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+    if file.suffix in SUFFIXES and not file.name.startswith("cache-")
+  ]
+  for name in _WANTED:
+    chosen = [file for file in files if name in str(file.relative_to(path))]
+    files = chosen or files
+  if not files:
+    raise InputError(
+      f"{path} holds no questions; give the original .json file, or a "
+      f"{' or '.join(SUFFIXES)} file or a folder of them."
+    )
+  return files
+
+
+def _squad_entries(content: Any, name: str) -> Iterator[Row]:
+  place = name
+  try:
+    for number, article in enumerate(content["data"], start=1):
+      for index, paragraph in enumerate(article["paragraphs"], start=1):
+        place = f"Paragraph {index} of article {number} of {name}"
+        for question in paragraph["qas"]:
+          answers = [answer["text"] for answer in question["answers"]]
+          fields = {
+            "title": article["title"],
+            "context": paragraph["context"],
+            "question": question["question"],
+            "answers": {"text": answers},
+          }
+          yield Row(place, fields)
+  except (KeyError, TypeError) as error:
+    raise _unlike("SQuAD's dev-v2.0.json", place, error) from error
+
+
+def _hotpotqa_entries(content: Any, name: str) -> Iterator[Row]:
+  place = name
+  try:
+    for number, entry in enumerate(content, start=1):
+      place = f"Entry {number} of {name}"
+      titles, sentences = zip(*entry["context"], strict=True)
+      context = {"title": titles, "sentences": sentences}
+      yield Row(place, {**entry, "context": context})
+  except (KeyError, TypeError, ValueError) as error:
+    raise _unlike("hotpot_dev_distractor_v1.json", place, error) from error
+
+
+def _unlike(original: str, place: str, error: Exception) -> InputError:
+  lack = f": it has no {error}" if isinstance(error, KeyError) else ""
+  return InputError(f"{place} is not as in {original}{lack}.")

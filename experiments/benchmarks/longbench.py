@@ -1,0 +1,145 @@
+"""LongBench (Bai et al., 2024; THUDM/LongBench): samples from a user's files.
+
+Prompts, budgets, truncation and metrics are the official ones.
+"""
+
+import itertools
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from experiments.benchmarks import longbench_files, longbench_prompts
+from experiments.benchmarks.longbench_prompts import PromptTexts
+from experiments.benchmarks.longbench_sets import (
+  BUCKETS,
+  NAMES,
+  SETS,
+  check_names,
+)
+from experiments.benchmarks.row_files import Row, RowFile
+from experiments.results import Part, Samples
+from experiments.tasks.sample import Sample
+from kvjax.errors import InputError
+from models.tokenizer import Tokenizer
+
+
+def samples(
+  path: pathlib.Path,
+  names: Sequence[str],
+  limit: int,
+  tokenizer: Tokenizer,
+  count: int | None = None,
+) -> dict[Part, list[Sample]]:
+  """The first samples of some sets, from files in any published layout.
+
+  Rows whose prompts kvpress has built are asked as kvpress does: with its
+  budgets, 20 tokens more than the official ones, and the chat template around
+  every set. All others are asked officially.
+
+  Args:
+    path: a file or folder; see `longbench_files.find`.
+    names: of the sets, of `NAMES`.
+    limit: tokens that prompts are truncated to, before the chat template;
+      3500, 7500 and 31500 are usual for models of 4K, 8K and 32K.
+    tokenizer: the model's.
+    count: samples per part, if not all.
+
+  Returns:
+    A part per set, named after it; of LongBench-E one per bucket of lengths
+    that has rows, such as `qasper_e_0-4k`.
+
+  Raises:
+    InputError: see `check_names` and `longbench_files.find`; a set is missing,
+      a file malformed, or the limit too short.
+  """
+  check_names(names)
+  files = longbench_files.find(path, NAMES)
+  missing = [name for name in names if name not in files]
+  if missing:
+    raise InputError(
+      f"{path} has no {', '.join(missing)}; it holds {', '.join(files)}."
+    )
+  most = sys.maxsize if count is None else count
+  found: dict[Part, list[Sample]] = {}
+  for name in names:
+    found |= _parts(name, files[name], limit, tokenizer, most)
+  return found
+
+
+def provenance(path: pathlib.Path, drawn: Samples) -> dict[str, str]:
+  """What a report has to say about the samples that `samples` has drawn."""
+  each = [sample for part in drawn.values() for sample in part]
+  kvpress = sum(sample.metadata["layout"] == "kvpress" for sample in each)
+  cut = sum(sample.metadata["truncated"] for sample in each)
+  plain = sorted({sample.task for sample in each if not sample.chat})
+  return {
+    "files": str(path),
+    "prompts": f"{len(each) - kvpress} official, {kvpress} of kvpress",
+    "truncated": f"{cut} of {len(each)} prompts, in the middle",
+    "no chat template": ", ".join(plain),
+  }
+
+
+def _parts(
+  name: str,
+  files: Sequence[RowFile],
+  limit: int,
+  tokenizer: Tokenizer,
+  most: int,
+) -> dict[Part, list[Sample]]:
+  """A set's parts with so many samples each; what follows is not read."""
+  parts = {Part(task, limit): list[Sample]() for task in _tasks(name)}
+  for row in itertools.chain.from_iterable(file.rows() for file in files):
+    drawn = parts[Part(_task(name, row), limit)]
+    if len(drawn) < most:
+      drawn.append(_sample(name, row, limit, tokenizer))
+      if all(len(each) == most for each in parts.values()):
+        break
+  if not any(parts.values()):
+    raise InputError(f"{files[0]} has no rows.")
+  return {part: drawn for part, drawn in parts.items() if drawn}
+
+
+def _tasks(name: str) -> list[str]:
+  """The parts that a set comes in."""
+  if name in SETS:
+    return [name]
+  return [f"{name}_{bucket}" for bucket in BUCKETS]
+
+
+def _task(name: str, row: Row) -> str:
+  if name in SETS:
+    return name
+  words = row.number("length")
+  return _tasks(name)[(words >= 4000) + (words >= 8000)]
+
+
+def _sample(name: str, row: Row, limit: int, tokenizer: Tokenizer) -> Sample:
+  base = name.removesuffix("_e")
+  data_set = SETS[base]
+  kvpress = "question" in row.fields
+  if kvpress:
+    whole = PromptTexts(*(row.text(field) for field in PromptTexts._fields))
+    budget = row.number("max_new_tokens")
+  else:
+    whole = longbench_prompts.fill(base, row.text("context"), row.text("input"))
+    budget = data_set.max_new_tokens
+  prompt = longbench_prompts.truncated(whole, limit, tokenizer)
+  metadata = {
+    "layout": "kvpress" if kvpress else "official",
+    "truncated": prompt != whole,
+    "language": data_set.language,
+    "length": row.fields.get("length"),
+    "first_line": data_set.first_line,
+  }
+  if data_set.metric == "classification":
+    metadata["all_classes"] = row.texts("all_classes")
+  return Sample(
+    *prompt,
+    answers=row.texts("answers"),
+    task=_task(name, row),
+    max_new_tokens=budget,
+    metadata=metadata,
+    metric=data_set.metric,
+    chat=kvpress or not data_set.examples,
+  )

@@ -1,0 +1,82 @@
+"""Conversations about one context, a needle per turn.
+
+CTkvr and ShadowKV report such conversations without their code; needle count,
+wording and history are this project's. In `shared` every question sees the
+cache as the context has left it, as in kvpress; in `conversation` the earlier
+questions stand before it with their references, as in SCBench's multi-turn
+mode, so that all methods are asked the same.
+"""
+
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+from experiments.results import Part
+from experiments.tasks import needles
+from experiments.tasks.sample import Sample
+from models.tokenizer import Tokenizer
+
+History = Literal["shared", "conversation"]
+HISTORIES: tuple[History, ...] = get_args(History)
+
+# Tokens of an answer, which is a number of seven digits.
+_ANSWER = 16
+
+
+def samples(
+  lengths: Sequence[int],
+  turns: int,
+  conversations: int,
+  seed: int,
+  tokenizer: Tokenizer,
+  history: History,
+) -> dict[Part, list[Sample]]:
+  """So many conversations of so many turns for each length.
+
+  Args:
+    lengths: bounds on the tokens of the context, all questions and answers.
+    turns: questions per context, each about a needle of its own.
+    conversations: per length.
+    seed: of all samples.
+    tokenizer: of the model, for tokens and for what stands between turns.
+    history: what a question sees of the turns before it.
+
+  Returns:
+    Under each length the turns of the first conversation, then those of the
+    next, and so on.
+
+  Raises:
+    InputError: a length is too short.
+  """
+  task = needles.NeedleTask(
+    "niah_multiturn", "essay", key_count=turns, max_new_tokens=_ANSWER
+  )
+
+  def draw(length: int, number: int) -> tuple[Sample, ...]:
+    rng = random.Random(f"{seed} {task.name} {turns} {number}")
+    found = needles.conversation(task, rng, length, tokenizer.count)
+    if history == "shared":
+      return found
+    return tuple(_with_history(found, tokenizer))
+
+  return {
+    Part(f"{task.name}_{history}", length): [
+      dataclasses.replace(sample, metadata=dict(sample.metadata, turn=turn))
+      for number in range(conversations)
+      for turn, sample in enumerate(draw(length, number))
+    ]
+    for length in lengths
+  }
+
+
+def _with_history(
+  turns: Sequence[Sample], tokenizer: Tokenizer
+) -> Iterator[Sample]:
+  _, suffix = tokenizer.split_chat("")
+  before = ""
+  for sample in turns:
+    question = before + sample.question
+    yield dataclasses.replace(sample, question=question)
+    said = f"{sample.answer_prefix} {sample.answers[0]}"
+    before = question + suffix + said + tokenizer.between_turns()

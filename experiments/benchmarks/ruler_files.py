@@ -1,0 +1,257 @@
+"""RULER as others have published it: samples from files.
+
+Three layouts (`<len>` is a folder named after the length, such as 4096):
+
+- `<len>/test-*.parquet` of the hub's `simonjegou/ruler` (kvpress), also as
+  `save_to_disk` leaves it: context, question and answer prefix in columns.
+- `<len>/<task>/validation.jsonl`, what RULER's own scripts write: a prompt
+  under `input`, its references under `outputs`; newer ones have the answer
+  prefix apart.
+- `<len>/<task>.jsonl`, the same in the bundles of KVCache-Factory and FastKV.
+
+A prompt is split where kvpress splits it
+(`evaluation/benchmarks/ruler/create_huggingface_dataset.py`).
+"""
+
+import ast
+import pathlib
+import re
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from experiments.benchmarks.row_files import SUFFIXES, Row, RowFile
+from experiments.benchmarks.ruler import TASKS
+from experiments.results import Part
+from experiments.tasks import (
+  common_words,
+  frequent_words,
+  question_answering,
+  variable_tracking,
+)
+from experiments.tasks.sample import Sample
+from kvjax.errors import InputError
+
+
+class _Family(NamedTuple):
+  """How the tasks of one kind are split and scored.
+
+  Attributes:
+    question: how the question begins; an example's question may stand before.
+    prefix: how the answer prefix begins.
+    max_new_tokens: budget of the answer.
+    metric: name of the score.
+  """
+
+  question: re.Pattern[str]
+  prefix: str
+  max_new_tokens: int
+  metric: str = "string_match_all"
+
+
+# By the first part of a task's name.
+_FAMILIES = {
+  "niah": _Family(
+    re.compile(r"What (?:is|are all) the special magic"),
+    "The special magic",
+    128,
+  ),
+  "vt": _Family(
+    re.compile("Question: Find all variables"),
+    "Answer:",
+    variable_tracking.MAX_NEW_TOKENS,
+  ),
+  "cwe": _Family(
+    re.compile("Question: What are the 10 most common"),
+    "Answer:",
+    common_words.MAX_NEW_TOKENS,
+  ),
+  "fwe": _Family(
+    re.compile("Question: Do not provide"),
+    "Answer:",
+    frequent_words.MAX_NEW_TOKENS,
+  ),
+  "qa": _Family(
+    re.compile("Answer the question based on the given documents"),
+    "Answer:",
+    question_answering.MAX_NEW_TOKENS,
+    "string_match_part",
+  ),
+}
+# A file that is named after its split belongs to the task of its folder.
+_SPLITS = ("validation", "test")
+# Folders of answers beside RULER's samples.
+_ANSWERS = "pred"
+
+
+def load(
+  path: pathlib.Path,
+  tasks: Sequence[str] | None = None,
+  lengths: Sequence[int] | None = None,
+  number: int | None = None,
+) -> dict[Part, list[Sample]]:
+  """The samples in a file or folder, in the order of their rows.
+
+  Args:
+    path: a file, or a folder that is searched.
+    tasks: those to read; by default all that there are.
+    lengths: those to read; by default all that there are.
+    number: most samples per task and length; by default all.
+
+  Returns:
+    The shortest length first, tasks in RULER's order.
+
+  Raises:
+    InputError: a file cannot be read or is malformed, or what is asked for is
+      not there.
+  """
+  found: dict[Part, list[Sample]] = {}
+  places: dict[Part, pathlib.Path] = {}
+  for file in _files(path):
+    length = _length(file)
+    if lengths is not None and length not in lengths:
+      continue
+    place = file if file.suffix == ".jsonl" else file.parent
+    for row in RowFile(file).rows():
+      part = Part(_task(row, file), length)
+      wanted = tasks is None or part.task in tasks
+      if wanted and places.setdefault(part, place) != place:
+        raise InputError(
+          f"{path} holds {part.task} of {length} tokens twice, in "
+          f"{places[part]} and {place}; give the one to read."
+        )
+      if wanted and len(found.get(part, ())) != number:
+        found.setdefault(part, []).append(_sample(row, part))
+      elif "task" not in row.fields:
+        break  # The whole file is of this task.
+  _check_all_there(path, found, tasks, lengths)
+  return {part: found[part] for part in sorted(found, key=_order)}
+
+
+def _files(path: pathlib.Path) -> list[pathlib.Path]:
+  if not path.exists():
+    raise InputError(f"There is no file or folder {path}.")
+  files = [
+    file
+    for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+    if file.suffix in SUFFIXES
+    and not file.name.startswith("cache-")
+    and _ANSWERS not in file.relative_to(path).parts
+  ]
+  if not files:
+    raise InputError(
+      f"{path} holds no samples of RULER; give a folder with files such as "
+      "4096/test-00000-of-00001.parquet or 4096/vt/validation.jsonl."
+    )
+  return files
+
+
+def _length(file: pathlib.Path) -> int:
+  """What the nearest folder that is called by a number is called."""
+  for name in reversed(file.absolute().parts[:-1]):
+    if name.isdecimal():
+      return int(name)
+  raise InputError(
+    f"{file} stands in no folder that is named after the samples' length, such "
+    "as 4096."
+  )
+
+
+def _task(row: Row, file: pathlib.Path) -> str:
+  if "task" in row.fields:
+    task = row.text("task")
+  else:
+    task = file.parent.name if file.stem in _SPLITS else file.stem
+  if task.split("_")[0] not in _FAMILIES:
+    raise InputError(
+      f"{row.place} is of {task!r}, which is no task of RULER; those are "
+      f"{', '.join(TASKS)}."
+    )
+  return task
+
+
+def _sample(row: Row, part: Part) -> Sample:
+  family = _FAMILIES[part.task.split("_")[0]]
+  if "input" in row.fields:
+    context, question, prefix = _split(row, family)
+    max_new_tokens = family.max_new_tokens
+  else:
+    context, question = row.text("context"), row.text("question")
+    prefix = row.text("answer_prefix")
+    max_new_tokens = row.number("max_new_tokens")
+  return Sample(
+    context=context,
+    question=question,
+    answer_prefix=prefix,
+    answers=_answers(row),
+    task=part.task,
+    max_new_tokens=max_new_tokens,
+    metadata={"length": part.length},
+    metric=family.metric,
+  )
+
+
+def _split(row: Row, family: _Family) -> tuple[str, str, str]:
+  """Context, question and answer prefix of a prompt in one text.
+
+  The blank before a prefix that is not apart stays with the question, as it
+  does with kvpress.
+  """
+  text = row.text("input")
+  starts = [match.start() for match in family.question.finditer(text)]
+  if not starts:
+    raise InputError(
+      f"{row.place} holds under 'input' no {family.question.pattern!r}."
+    )
+  context, question = text[: starts[-1]], text[starts[-1] :]
+  if "answer_prefix" in row.fields:
+    return context, question, row.text("answer_prefix")
+  place = question.find(family.prefix)
+  if place < 0:
+    raise InputError(
+      f"{row.place} holds neither 'answer_prefix' nor, at the end of 'input', "
+      f"{family.prefix!r}."
+    )
+  return context, question[:place], question[place:]
+
+
+def _answers(row: Row) -> tuple[str, ...]:
+  """References, also where a table holds a list as Python would print it."""
+  names = ("answer", "answers", "outputs")
+  name = next((name for name in names if name in row.fields), "outputs")
+  answers = row.texts(name)
+  if len(answers) == 1 and answers[0].startswith("["):
+    try:
+      read = ast.literal_eval(answers[0])
+    except (ValueError, SyntaxError):
+      return answers
+    return tuple(map(str, read))
+  return answers
+
+
+def _check_all_there(
+  path: pathlib.Path,
+  found: Collection[Part],
+  tasks: Sequence[str] | None,
+  lengths: Sequence[int] | None,
+) -> None:
+  wanted = {
+    Part(task, length)
+    for task in tasks or {part.task for part in found}
+    for length in lengths or {part.length for part in found}
+  }
+  missing = sorted(wanted.difference(found), key=_order)
+  if missing or not found:
+    lack = ", ".join(map(_shown, missing)) or "samples"
+    has = ", ".join(map(_shown, sorted(found, key=_order))) or "none"
+    raise InputError(
+      f"{path} holds no {lack}; of those asked for it has {has}."
+    )
+
+
+def _shown(part: Part) -> str:
+  return f"{part.task} of {part.length} tokens"
+
+
+def _order(part: Part) -> tuple[int, int, str]:
+  known = TASKS.index(part.task) if part.task in TASKS else len(TASKS)
+  return part.length, known, part.task

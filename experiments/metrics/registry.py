@@ -1,0 +1,116 @@
+"""The metrics by name; each gives shares from 0 to 1, the main one "score"."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from experiments.metrics import (
+  classification,
+  code,
+  passkey,
+  question_answering,
+  rouge,
+  string_match,
+)
+from experiments.metrics.libraries import library
+from experiments.tasks.sample import Sample
+
+Metric = Callable[[Sample, str], dict[str, float]]
+
+# A prediction and one reference.
+_Measure = Callable[[str, str], float]
+
+
+def score(sample: Sample, prediction: str) -> dict[str, float]:
+  """What the sample's metric makes of a prediction, stored as it was said.
+
+  Returns:
+    Shares from 0 to 1, the main one under "score"; an empty prediction has 0.
+
+  Raises:
+    InputError: the metric needs a library that is not installed; see `check`.
+  """
+  return METRICS[sample.metric](sample, prediction)
+
+
+def check(metrics: Iterable[str]) -> None:
+  """Refuses metrics whose libraries are missing, before anything is run.
+
+  Raises:
+    InputError: a library is not installed.
+  """
+  for metric in metrics:
+    if metric in _LIBRARIES:
+      library(_LIBRARIES[metric])
+
+
+def _string_match_all(sample: Sample, prediction: str) -> dict[str, float]:
+  return {"score": string_match.string_match_all(prediction, sample.answers)}
+
+
+def _string_match_part(sample: Sample, prediction: str) -> dict[str, float]:
+  return {"score": string_match.string_match_part(prediction, sample.answers)}
+
+
+def _longbench(measure: _Measure) -> Metric:
+  """The best over the references."""
+
+  def metric(sample: Sample, prediction: str) -> dict[str, float]:
+    said = _said(sample, prediction)
+    scores = [measure(said, answer) for answer in sample.answers]
+    return {"score": max(scores) if said.strip() else 0.0}
+
+  return metric
+
+
+def _classification(sample: Sample, prediction: str) -> dict[str, float]:
+  classes = sample.metadata["all_classes"]
+
+  def measure(said: str, answer: str) -> float:
+    return classification.classification(said, answer, classes)
+
+  return _longbench(measure)(sample, prediction)
+
+
+def _said(sample: Sample, prediction: str) -> str:
+  """Of tasks by examples the first line; models go on with more of them."""
+  if not sample.metadata.get("first_line", False):
+    return prediction
+  return prediction.lstrip("\n").split("\n")[0]
+
+
+def _needle(sample: Sample, prediction: str) -> dict[str, float]:
+  """Share of the answers found, and ROUGE-1 of the needle beside it."""
+  found = string_match.string_match_all(prediction, sample.answers)
+  overlap = rouge.rouge_1(prediction, sample.metadata["needle"])
+  return {"score": found, "rouge_1": overlap}
+
+
+def _passkey(sample: Sample, prediction: str) -> dict[str, float]:
+  (key,) = sample.answers
+  return {
+    "score": passkey.exact(prediction, key),
+    "partial": passkey.partial(prediction, key),
+  }
+
+
+METRICS: Mapping[str, Metric] = {
+  "string_match_all": _string_match_all,
+  "string_match_part": _string_match_part,
+  "qa_f1": _longbench(question_answering.qa_f1),
+  "qa_f1_zh": _longbench(question_answering.qa_f1_zh),
+  "rouge": _longbench(rouge.rouge_l),
+  "rouge_zh": _longbench(rouge.rouge_l_zh),
+  "classification": _classification,
+  "count": _longbench(classification.count),
+  "retrieval": _longbench(classification.retrieval),
+  "retrieval_zh": _longbench(classification.retrieval_zh),
+  "code_sim": _longbench(code.code_sim),
+  "needle": _needle,
+  "passkey": _passkey,
+}
+
+_LIBRARIES = {
+  "qa_f1_zh": "jieba",
+  "rouge_zh": "jieba",
+  "code_sim": "rapidfuzz.fuzz",
+  "needle": "rouge_score.rouge_scorer",
+}

@@ -1,0 +1,36 @@
+"""Flags that say which needles are asked for, and the samples they name."""
+
+from absl import flags
+
+import models
+from experiments import inputs, results, suite
+
+TASKS = flags.DEFINE_list(
+  "tasks", list(suite.DEFAULT), f"Any of {', '.join(suite.TASKS)}."
+)
+SAMPLES = flags.DEFINE_integer(
+  "samples", 12, "Samples per task.", lower_bound=1
+)
+LENGTH = flags.DEFINE_integer(
+  "length",
+  1024,
+  "Tokens of prompt and answer, chat template aside.",
+  lower_bound=1,
+)
+
+
+def samples(lm: models.Pretrained) -> results.Samples:
+  """What --tasks, --samples, --length and --seed ask for.
+
+  Raises:
+    InputError: they are longer than the model's context.
+  """
+  inputs.check_lengths(lm, [LENGTH.value])
+  count = lm.tokenizer.count
+  return {
+    results.Part(task, LENGTH.value): [
+      suite.draw(task, number, inputs.SEED.value, LENGTH.value, count)
+      for number in range(SAMPLES.value)
+    ]
+    for task in dict.fromkeys(TASKS.value)
+  }

@@ -1,0 +1,74 @@
+"""Puts runs into one leaderboard.
+
+  python -m experiments.report results
+
+reads every run in and below the folders that are named, as
+`experiments.evaluate` and `experiments.compare` leave them, prints a table for
+each kind of settings and writes leaderboard.csv, leaderboard.md and
+leaderboard.html to --output. Runs with other models, protocols, schedules,
+seeds or samples stand apart; of two runs of the same the newer counts.
+
+`--kvpress=DIR` also writes folders like those of NVIDIA/kvpress's evaluation,
+so that both can stand side by side.
+"""
+
+import pathlib
+from collections.abc import Sequence
+
+import rich.console
+from absl import flags
+
+from experiments import cli, reports, results
+from experiments.reporting import kvpress, leaderboard, records
+from kvjax.errors import InputError
+
+_OUTPUT = flags.DEFINE_string(
+  "output", "results/leaderboard", "Folder to write to."
+)
+_KVPRESS = flags.DEFINE_string(
+  "kvpress", None, "Folder for folders such as kvpress writes."
+)
+
+
+def main(directories: Sequence[str]) -> None:
+  """Reads all runs before anything is written."""
+  if not directories:
+    raise InputError(
+      "Name the folders that hold runs, as in experiments.report results."
+    )
+  folder = pathlib.Path(_OUTPUT.value)
+  results.check_writable(folder)
+  found = records.find([pathlib.Path(name) for name in directories])
+  board = leaderboard.merge(found)
+  console = rich.console.Console(highlight=False)
+  console.print(board.to_terminal())
+  folder.mkdir(parents=True, exist_ok=True)
+  reports.write_text(folder / "leaderboard.csv", board.to_csv())
+  reports.write_text(folder / "leaderboard.md", board.to_markdown())
+  reports.write_text(folder / "leaderboard.html", board.to_html())
+  console.print(
+    f"{len(found)} runs; leaderboard.csv, .md and .html in {folder}"
+  )
+  if _KVPRESS.value is not None:
+    _export(found, pathlib.Path(_KVPRESS.value), console)
+
+
+def _export(
+  found: Sequence[records.Record],
+  root: pathlib.Path,
+  console: rich.console.Console,
+) -> None:
+  results.check_writable(root)
+  count = 0
+  for record in found:
+    for folder in kvpress.folders(record):
+      place = folder.place(root)
+      place.mkdir(parents=True, exist_ok=True)
+      for name, text in folder.files.items():
+        reports.write_text(place / name, text)
+      count += 1
+  console.print(f"{count} folders in kvpress's layout in {root}")
+
+
+if __name__ == "__main__":
+  cli.run_on_arguments(main)

@@ -1,0 +1,1 @@
+"""What answers come to, shown: tables, plots and pages."""

@@ -1,0 +1,166 @@
+"""Scores against what they cost, one line per method."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+from experiments.candidates import FULL
+from experiments.reporting import lines, wording
+from experiments.reporting.lines import Line
+from experiments.reporting.means import Mean, Summary, means, reads_less
+
+# Lines are shifted sideways so that no point covers another: natural logarithm
+# of the cost, from line to line and from the first to the last at most.
+_SHIFT, _SHIFTS = 0.022, 0.16
+# Least distance of two ticks, as a share of the axis.
+_TICKS = 0.09
+_TITLE = 9
+
+
+def score_vs_retention(summary: Summary) -> Figure:
+  """Draws the mean score over the tasks; retention falls to the right.
+
+  A point stands where the tokens are that were really kept, or are read of
+  what was kept, since some methods keep more or less than their budget.
+  """
+  found = means(summary["rows"])
+  kept = "read per token" if reads_less(found) else "kept"
+  return _draw(
+    summary,
+    _lines(found, lambda mean: mean.read_tokens / mean.context_tokens),
+    f"keys and values {kept}",
+    {mean.retention: wording.share(mean.retention) for mean in found},
+  )
+
+
+def score_vs_bytes(summary: Summary) -> Figure:
+  """Draws the mean score over the tasks; the cache's bytes fall to the right.
+
+  All that is allocated counts, the host's share too.
+  """
+  found = means(summary["rows"])
+  sizes = [mean.cache_bytes for mean in found]
+  unit, size = wording.unit(sizes)
+  low, high = (math.log2(bound) for bound in (min(sizes), max(sizes)))
+  powers = range(math.floor(low), math.ceil(high) + 1)
+  return _draw(
+    summary,
+    _lines(found, lambda mean: mean.cache_bytes),
+    f"cache per sample ({unit})",
+    {2.0**power: f"{2.0**power / size:g}" for power in powers},
+  )
+
+
+def score_by_turn(summary: Summary) -> Figure:
+  """Draws the score of every turn of a conversation, for each budget."""
+  rows = summary["rows"]
+  turns = sorted({row["turn"] for row in rows})
+  found = {turn: means(r for r in rows if r["turn"] == turn) for turn in turns}
+  every = means(rows)
+  methods = _methods(every)
+  budgets = list(dict.fromkeys(m.budget for m in every if m.method != FULL))
+  pictures = {}
+  for budget in budgets or ["1"]:
+    own: dict[str, list[tuple[float, float]]] = {}
+    for turn in turns:
+      for mean in found[turn]:
+        if mean.method == FULL or mean.budget == budget:
+          place = (float(turn + 1), mean.score)
+          own.setdefault(mean.method, []).append(place)
+    pictures[budget] = [
+      Line("full cache", places)
+      if method == FULL
+      else lines.styled(method, places, methods.index(method))
+      for method, places in own.items()
+    ]
+  sizes = [lines.size(drawn) for drawn in pictures.values()]
+  figure = _figure(
+    max(width for width, _ in sizes), sum(height for _, height in sizes)
+  )
+  figure.suptitle(wording.title(summary), fontsize=_TITLE, x=0.02, ha="left")
+  several = figure.subplots(len(pictures), squeeze=False)[:, 0]
+  for axes, (budget, drawn) in zip(several, pictures.items(), strict=True):
+    axes.set_title(wording.budget("", budget), fontsize=_TITLE, loc="left")
+    axes.set_xlabel("turn")
+    axes.xaxis.set_major_locator(FixedLocator([turn + 1 for turn in turns]))
+    _draw_lines(axes, drawn, wording.score_axis(summary))
+  return figure
+
+
+def _lines(found: Sequence[Mean], cost: Callable[[Mean], float]) -> list[Line]:
+  """Of every method, from the full cache on, and of the full cache itself."""
+  full = [(cost(m), m.score) for m in found if m.method == FULL]
+  most = full[0][0] if full else math.inf
+  methods = _methods(found)
+  step = min(_SHIFT, _SHIFTS / max(len(methods), 1))
+  drawn = []
+  for index, method in enumerate(methods):
+    shift = math.exp(-step * (index - (len(methods) - 1) / 2))
+    own = [(cost(m), m.score) for m in found if m.method == method]
+    own.sort(key=lambda place: -place[0])
+    places = [(x * shift if x < most else x, score) for x, score in own]
+    drawn.append(lines.styled(method, [*full, *places], index, len(full)))
+  return [*drawn, *(Line("full cache", [place], level=True) for place in full)]
+
+
+def _methods(found: Sequence[Mean]) -> list[str]:
+  return list(dict.fromkeys(m.method for m in found if m.method != FULL))
+
+
+def _draw(
+  summary: Summary,
+  drawn: Sequence[Line],
+  label: str,
+  ticks: Mapping[float, str],
+) -> Figure:
+  """Lines over a logarithmic axis that falls to the right."""
+  figure = _figure(*lines.size(drawn))
+  axes = figure.add_subplot()
+  axes.set_title(
+    wording.title(summary), fontsize=_TITLE, loc="left", parse_math=False
+  )
+  axes.set_xscale("log")
+  least, most = min(ticks), max(ticks)
+  reached = [x for line in drawn for x, _ in line.places]
+  axes.set_xlim(
+    max(most * 1.1, *reached),
+    min(least / 1.1, *reached),
+  )
+  shown = _apart(sorted(ticks), _TICKS * math.log(1.21 * most / least))
+  axes.xaxis.set_major_locator(FixedLocator(shown))
+  axes.xaxis.set_major_formatter(FixedFormatter([ticks[x] for x in shown]))
+  axes.xaxis.set_minor_locator(NullLocator())
+  axes.set_xlabel(label)
+  _draw_lines(axes, drawn, wording.score_axis(summary))
+  return figure
+
+
+def _draw_lines(axes: Axes, drawn: Sequence[Line], label: str) -> None:
+  axes.set_ylim(-3, 103)
+  axes.set_yticks(range(0, 101, 20))
+  axes.set_ylabel(label)
+  axes.grid(axis="y", color="#E4E4E4", linewidth=0.8)
+  axes.set_axisbelow(True)
+  axes.spines[["top", "right"]].set_visible(False)
+  lines.draw(axes, drawn)
+  lines.draw_labels(axes, drawn)
+
+
+def _apart(ticks: Sequence[float], gap: float) -> list[float]:
+  """Those of ascending ticks whose labels do not touch, the last among them."""
+  shown = [ticks[-1]]
+  for tick in ticks[-2::-1]:
+    if math.log(shown[-1] / tick) > gap:
+      shown.append(tick)
+  return shown
+
+
+def _figure(width: float, height: float) -> Figure:
+  """Without pyplot, which would keep it."""
+  figure = Figure(figsize=(width, height), layout="constrained")
+  FigureCanvasAgg(figure)
+  return figure

@@ -1,0 +1,215 @@
+"""Results in the folders that NVIDIA/kvpress's `evaluation/evaluate.py` writes.
+
+One folder per data set, model, method and share removed, with three files of
+the same names and keys: `predictions.csv`, `metrics.json` and `config.yaml`,
+which is JSON and thereby YAML. What kvpress does not know stands in the last
+one under `kvjax`.
+"""
+
+import json
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from experiments.answering import QUERY_AWARE
+from experiments.candidates import FULL
+from experiments.reporting import formats
+from experiments.reporting.means import (
+  Mean,
+  Row,
+  Summary,
+  grouped,
+  mean_of,
+  means,
+  score,
+)
+from experiments.reporting.records import Record
+from experiments.reporting.rows import settings_of
+from experiments.results import Answer
+
+_CONFIG = "config.yaml"
+_DATASETS = {"needle": "needle_in_haystack"}
+# What a folder is about besides method and budget.
+_APART = {"needle": ("length", "depth"), "longbench": ("length", "task")}
+# What tells results of one name apart, of all that stands under `kvjax`.
+_OWN = (
+  "method",
+  "options",
+  "budget",
+  *("weights", "dtype", "seed", "python", "protocol", "schedule", "heads"),
+  *("data", "decoding"),
+)
+
+
+class Folder(NamedTuple):
+  """Results of a method at a budget.
+
+  Attributes:
+    name: of the folder, as kvpress would call it.
+    files: their contents by name.
+  """
+
+  name: str
+  files: Mapping[str, str]
+
+  def place(self, root: pathlib.Path) -> pathlib.Path:
+    """Where it belongs: kvpress numbers folders below one that is taken.
+
+    A folder that holds the same run's results is not taken.
+    """
+    own = _identity(self.files[_CONFIG])
+    place, number = root / self.name, 0
+    while place.exists() and _identity_of(place) != own:
+      number += 1
+      place = root / self.name / str(number)
+    return place
+
+
+def folders(record: Record) -> Iterator[Folder]:
+  """All that a run comes to."""
+  names = _APART.get(record.summary["benchmark"], ("length",))
+  apart = dict.fromkeys(
+    tuple(row[name] for name in names) for row in record.summary["rows"]
+  )
+  for values in apart:
+    part = record.at(**dict(zip(names, values, strict=True)))
+    groups = grouped(part.summary["rows"])
+    for mean in means(part.summary["rows"]):
+      method, budget = mean.name
+      answers = part.at(method=method, budget=budget).answers
+      yield _folder(part.summary, mean, groups[mean.name], answers)
+
+
+def _folder(
+  summary: Summary, mean: Mean, rows: Sequence[Row], answers: Sequence[Answer]
+) -> Folder:
+  config = _config(summary, mean, rows[0])
+  parts = [
+    config["dataset"],
+    config["data_dir"],
+    config["model"].replace("/", "--"),
+    config["press_name"],
+    f"{config['compression_ratio']:.2f}",
+    _optional("max_context", config["max_context_length"]),
+    "query_aware" if config["query_aware"] else None,
+    _optional("needle_depth", config["needle_depth"]),
+  ]
+  name = "__".join(_plain(part) for part in parts if part)
+  files = {
+    "predictions.csv": formats.to_csv(
+      _prediction(summary["benchmark"], answer) for answer in answers
+    ),
+    "metrics.json": _json(_metrics(summary["benchmark"], rows, answers)),
+    _CONFIG: _json(config),
+  }
+  return Folder(name, files)
+
+
+def _config(summary: Summary, mean: Mean, row: Row) -> dict[str, Any]:
+  """The arguments that kvpress would have been given."""
+  benchmark = summary["benchmark"]
+  data_dir = {"needle": None, "longbench": row["task"]}
+  names = _APART.get(benchmark, ())
+  press = "no_press" if mean.method == FULL else mean.method
+  removed = 1 - mean.retention
+  if mean.read_tokens < mean.kept_tokens:
+    # It removes nothing, or something else than it reads.
+    press, removed = f"{press}-reads-{mean.budget}", mean.removed
+  return {
+    "dataset": _DATASETS.get(benchmark, benchmark),
+    "data_dir": data_dir.get(benchmark, str(row["length"])),
+    "model": summary["model"],
+    "device": summary["device"],
+    "press_name": press,
+    "compression_ratio": round(removed, 4),
+    "key_channel_compression_ratio": None,
+    "threshold": None,
+    # Of the samples that there were, not of kvpress's own data.
+    "fraction": 1.0,
+    "max_new_tokens": None,
+    "max_context_length": row["length"] if "length" in names else None,
+    "query_aware": summary["protocol"] == QUERY_AWARE,
+    "needle_depth": round(100 * row["depth"]) if "depth" in names else None,
+    "model_kwargs": {"dtype": summary["dtype"]},
+    "press_init_command": mean.options,
+    "seed": summary["seed"],
+    "kvjax": {
+      **settings_of(summary),
+      "method": mean.method,
+      "options": mean.options,
+      "budget": mean.budget,
+      "retention": round(mean.retention, 4),
+      "removed": round(mean.removed, 4),
+      "kept_tokens": round(mean.kept_tokens, 2),
+      "read_tokens": round(mean.read_tokens, 2),
+      "cache_bytes": round(mean.cache_bytes),
+      "samples": mean.samples,
+      "versions": summary["versions"],
+    },
+  }
+
+
+def _prediction(benchmark: str, answer: Answer) -> dict[str, object]:
+  references = "answers" if benchmark == "longbench" else "answer"
+  removed = 1 - answer.kept_tokens / answer.context_tokens
+  return {
+    "task": answer.task,
+    "question": answer.question,
+    "answer_prefix": answer.answer_prefix,
+    references: str(answer.answers),
+    "predicted_answer": answer.prediction,
+    "compression_ratio": round(removed, 4),
+  }
+
+
+def _metrics(
+  benchmark: str, rows: Sequence[Row], answers: Sequence[Answer]
+) -> object:
+  """RULER by task, LongBench a number, needles one by one, others by task."""
+  if benchmark == "longbench":
+    return round(mean_of(rows, score), 2)
+  if benchmark == "needle":
+    return [_needle(answer) for answer in answers]
+  tasks: dict[str, list[Row]] = {}
+  for row in rows:
+    tasks.setdefault(row["task"], []).append(row)
+  name = "string_match" if benchmark == "ruler" else "score"
+  return {
+    task: {name: round(mean_of(own, score), 2)} for task, own in tasks.items()
+  }
+
+
+def _needle(answer: Answer) -> dict[str, object]:
+  shares = {name: score / 100 for name, score in answer.scores.items()}
+  rouge = (
+    {"rouge-1": {"f": shares.pop("rouge_1")}} if "rouge_1" in shares else {}
+  )
+  return {**rouge, **shares}
+
+
+def _identity_of(place: pathlib.Path) -> object:
+  """None of what kvjax has not written."""
+  try:
+    return _identity((place / _CONFIG).read_text(encoding="utf-8"))
+  except (OSError, ValueError, KeyError, TypeError):
+    return None
+
+
+def _identity(config: str) -> object:
+  own = json.loads(config)["kvjax"]
+  return [own[name] for name in _OWN]
+
+
+def _optional(name: str, value: object) -> str | None:
+  return None if value is None else f"{name}{value}"
+
+
+def _plain(text: str) -> str:
+  """What any file system takes in a name."""
+  return re.sub(r"[^\w.+=-]+", "-", text).strip("-")
+
+
+def _json(value: object) -> str:
+  # YAML knows no surrogate pairs: letters stand for themselves.
+  return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,217 @@
+"""Many runs in one table for each kind of settings; nothing is averaged."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import rich.console
+import rich.text
+
+from experiments.candidates import FULL
+from experiments.reporting import formats, page, wording
+from experiments.reporting.formats import Table
+from experiments.reporting.means import Mean, means
+from experiments.reporting.records import SUMMARY, Record
+from experiments.reporting.rows import settings_of
+from experiments.reporting.tables import overview, parts
+
+# Method, options and budget.
+_Key = tuple[str, str, str]
+# Benchmark, model, lengths, and all else.
+_Identity = tuple[str, str, tuple[int, ...], str]
+_ASKED = ("task", "depth", "turn")
+_REST = ("weights", "dtype", "seed", "python", "decoding")
+
+
+class Entry(NamedTuple):
+  """A method at a budget.
+
+  Attributes:
+    mean: what it comes to, compared with the full cache of its own run.
+    record: the run, or the part of it at one length.
+  """
+
+  mean: Mean
+  record: Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """Entries that answered the same questions under the same settings.
+
+  Attributes:
+    entries: by method, options and budget.
+  """
+
+  entries: dict[_Key, Entry]
+
+  @property
+  def first(self) -> Record:
+    """The run whose settings are those of all."""
+    return next(iter(self.entries.values())).record
+
+  @property
+  def title(self) -> str:
+    """What the entries have in common, in short."""
+    summary = self.first.summary
+    return (
+      f"{summary['benchmark']}, {wording.lengths(summary)} tokens: "
+      f"{summary['model']}, {summary['protocol']}, {summary['schedule']}, "
+      f"per {summary['heads']}"
+    )
+
+  @property
+  def notes(self) -> list[str]:
+    """What else the entries have in common, and how each run came about."""
+    summary = self.first.summary
+    about = (
+      f"{wording.score_name(summary)}: "
+      f"{wording.averaged(self.first.values('task'), every=True)}. "
+      f"Weights {summary['weights']}, Python {summary['python']}, "
+      f"data: {wording.data(summary)}."
+    )
+    runs = {
+      str(entry.record.folder): wording.circumstances(entry.record.summary)
+      for entry in self.entries.values()
+    }
+    return [about, *(f"{run}: {text}" for run, text in runs.items())]
+
+  @property
+  def table(self) -> Table:
+    """The full cache first; methods that share a name are told by options."""
+    found = [entry.mean for entry in self.entries.values()]
+    found.sort(key=lambda mean: mean.method != FULL)
+    names = [mean.name for mean in found]
+    shown = [
+      mean
+      if names.count(mean.name) == 1
+      else dataclasses.replace(mean, method=mean.options)
+      for mean in found
+    ]
+    name = wording.score_name(self.first.summary)
+    return overview(shown, self.title, name)
+
+
+class Leaderboard(NamedTuple):
+  """All that runs have found.
+
+  Attributes:
+    groups: that cannot be compared with each other.
+    replaced: sentences on what newer runs have replaced.
+  """
+
+  groups: Sequence[Group]
+  replaced: Sequence[str]
+
+  def to_csv(self) -> str:
+    """A line per entry."""
+    return formats.to_csv(
+      _line(entry) for group in self.groups for entry in group.entries.values()
+    )
+
+  def to_markdown(self) -> str:
+    """A section per group."""
+    sections = [
+      f"## {formats.escaped(group.title)}\n\n"
+      + formats.to_markdown(group.table._replace(title=""))
+      + "".join(f"\n{formats.escaped(note)}\n" for note in group.notes)
+      for group in self.groups
+    ]
+    said = [f"{formats.escaped(sentence)}\n" for sentence in self.replaced]
+    return "\n".join(["# Leaderboard\n", *sections, *said])
+
+  def to_html(self) -> str:
+    """A page that needs nothing beside it."""
+    return page.render(
+      "leaderboard",
+      title="Leaderboard",
+      groups=self.groups,
+      replaced=self.replaced,
+    )
+
+  def to_terminal(self) -> rich.console.Group:
+    """The tables, for a terminal of 80 columns."""
+    shown: list[rich.console.RenderableType] = []
+    for group in self.groups:
+      shown.append(group.table)
+      shown += [rich.text.Text(note, style="dim") for note in group.notes]
+      shown.append("")
+    return rich.console.Group(*shown, *map(rich.text.Text, self.replaced))
+
+
+def merge(records: Sequence[Record]) -> Leaderboard:
+  """Puts together what has the same settings, samples aside.
+
+  Where two runs have the same entry, the one whose summary was written later
+  counts.
+  """
+  groups: dict[_Identity, Group] = {}
+  replaced: dict[tuple[str, str], int] = {}
+  by_age = sorted(
+    records, key=lambda r: (r.folder / SUMMARY).stat().st_mtime_ns
+  )
+  for record in by_age:
+    for part in parts(record):
+      own = groups.setdefault(_identity(part), Group({})).entries
+      for mean in means(part.summary["rows"], part.answers):
+        key = (mean.method, mean.options, mean.budget)
+        if key in own:
+          pair = (str(own[key].record.folder), str(record.folder))
+          replaced[pair] = replaced.get(pair, 0) + 1
+        own[key] = Entry(mean, part)
+  sentences = [
+    f"{wording.count(number, 'line')} of {old} gave way to those of {new}, "
+    "which is newer."
+    for (old, new), number in replaced.items()
+  ]
+  return Leaderboard([groups[key] for key in sorted(groups)], sentences)
+
+
+def _identity(part: Record) -> _Identity:
+  summary = part.summary
+  asked = [sorted(map(str, part.values(name))) for name in _ASKED]
+  rest = [settings_of(summary), *asked]
+  lengths = tuple(part.values("length"))
+  return (
+    summary["benchmark"],
+    summary["model"],
+    lengths,
+    json.dumps(rest, sort_keys=True),
+  )
+
+
+def _line(entry: Entry) -> dict[str, Any]:
+  mean, summary = entry.mean, entry.record.summary
+  low, high = mean.interval or (None, None)
+  return {
+    "dataset": summary["benchmark"],
+    "length": wording.lengths(summary),
+    **{
+      name: summary[name] for name in ("model", "protocol", "schedule", "heads")
+    },
+    **{name: getattr(mean, name) for name in ("method", "options", "budget")},
+    "retention": round(mean.retention, 4),
+    "compression_ratio": round(mean.removed, 4),
+    **{
+      name: round(getattr(mean, name), 2)
+      for name in ("context_tokens", "kept_tokens", "read_tokens")
+    },
+    "cache_bytes": round(mean.cache_bytes),
+    "host_bytes": round(mean.host_bytes),
+    "score": round(mean.score, 2),
+    "interval_low": _rounded(low),
+    "interval_high": _rounded(high),
+    "delta": _rounded(mean.delta),
+    "samples": mean.samples,
+    "tasks": " ".join(entry.record.values("task")),
+    **{name: summary[name] for name in _REST},
+    "data": wording.data(summary),
+    "device": summary["device"],
+    "versions": wording.versions(summary),
+    "run": str(entry.record.folder),
+  }
+
+
+def _rounded(value: float | None) -> float | None:
+  return None if value is None else round(value, 2)

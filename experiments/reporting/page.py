@@ -1,0 +1,80 @@
+"""HTML pages that need nothing beside them."""
+
+import base64
+from collections.abc import Mapping
+
+import jinja2
+
+from experiments.reporting import wording
+from experiments.reporting.excerpts import excerpts
+from experiments.reporting.means import Summary
+from experiments.reporting.records import Record
+from experiments.reporting.tables import tables
+
+_TEMPLATES = jinja2.Environment(
+  loader=jinja2.PackageLoader("experiments.reporting"),
+  autoescape=True,
+  undefined=jinja2.StrictUndefined,
+  trim_blocks=True,
+  lstrip_blocks=True,
+)
+_CAPTIONS = {
+  "score_vs_retention": "Score against the share of keys and values",
+  "score_vs_bytes": "Score against the bytes of a cache",
+  "score_by_turn": "Score by turn of a conversation",
+  "heatmap": "Share of answers found, by length and depth",
+}
+
+
+def render(name: str, **values: object) -> str:
+  """A page from a template of this package; all values are escaped."""
+  return _TEMPLATES.get_template(f"{name}.html.jinja").render(values)
+
+
+def of_run(record: Record, pictures: Mapping[str, bytes]) -> str:
+  """All about a run: settings, tables, plots and some samples.
+
+  Args:
+    record: the run.
+    pictures: PNG files by their names.
+  """
+  return render(
+    "run",
+    title=f"{record.summary['benchmark']}: {record.summary['model']}",
+    facts=facts(record.summary),
+    tables=tables(record),
+    pictures=[
+      (
+        _caption(name),
+        f"data:image/png;base64,{base64.b64encode(png).decode()}",
+      )
+      for name, png in pictures.items()
+    ],
+    excerpts=excerpts(record),
+  )
+
+
+def facts(summary: Summary) -> dict[str, str]:
+  """What a run's numbers depend on, by name."""
+  seconds = summary["seconds"].items()
+  return {
+    "Model": f"{summary['model']} (weights {summary['weights']})",
+    "Protocol": summary["protocol"],
+    "Schedule": f"{summary['schedule']}, per {summary['heads']}",
+    "Contexts": f"{wording.lengths(summary)} tokens",
+    "Samples": f"{wording.samples(summary)} per task and length",
+    "Seed": str(summary["seed"]),
+    "Data": wording.data(summary),
+    "Decoding": summary["decoding"],
+    "Device": f"{summary['device']}, {summary['dtype']}",
+    "Versions": wording.versions(summary),
+    "Seconds": ", ".join(f"{name} {value:.0f}" for name, value in seconds),
+  }
+
+
+def _caption(name: str) -> str:
+  """`score_vs_bytes_1024.png` in words."""
+  stem = name.removesuffix(".png")
+  start = next(start for start in _CAPTIONS if stem.startswith(start))
+  length = stem.removeprefix(start).removeprefix("_")
+  return _CAPTIONS[start] + (f", {length} tokens" if length else "")

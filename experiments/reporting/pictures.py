@@ -1,0 +1,37 @@
+"""The plots of a run, as PNG files."""
+
+import io
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
+
+from experiments.reporting import curves
+from experiments.reporting.heatmaps import heatmaps
+from experiments.reporting.records import Record
+from experiments.reporting.tables import has_depths, parts
+
+_DPI = 200
+
+
+def pictures(record: Record) -> Mapping[str, bytes]:
+  """The content of all files by their names."""
+  own = parts(record)
+  figures: dict[str, Figure] = {}
+  for part in own:
+    end = f"_{part.values('length')[0]}" if len(own) > 1 else ""
+    figures[f"score_vs_retention{end}"] = curves.score_vs_retention(
+      part.summary
+    )
+    figures[f"score_vs_bytes{end}"] = curves.score_vs_bytes(part.summary)
+    if None not in part.values("turn"):
+      figures[f"score_by_turn{end}"] = curves.score_by_turn(part.summary)
+  if has_depths(record):
+    figures["heatmap"] = heatmaps(record.summary)
+  return {f"{name}.png": png(figure) for name, figure in figures.items()}
+
+
+def png(figure: Figure) -> bytes:
+  """A figure as a file holds it."""
+  content = io.BytesIO()
+  figure.savefig(content, dpi=_DPI, format="png")
+  return content.getvalue()

@@ -1,0 +1,172 @@
+"""Runs as they lie on disk: a summary, and the answers that it sums up."""
+
+import dataclasses
+import json
+import operator
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from experiments.reporting.means import Row, Summary
+from experiments.results import Answer
+from kvjax.errors import InputError
+from models.json_files import read_text
+
+SUMMARY = "summary.json"
+SAMPLES = "samples.jsonl"
+
+_Kinds = Mapping[str, type | tuple[type, ...]]
+_NUMBER = (int, float)
+_SETTINGS: _Kinds = {
+  **dict.fromkeys(
+    ("benchmark", "model", "weights", "dtype", "python", "protocol"), str
+  ),
+  **dict.fromkeys(("schedule", "heads", "decoding", "device"), str),
+  "seed": int,
+  **dict.fromkeys(("data", "versions", "seconds"), dict),
+  "rows": list,
+}
+_ROW: _Kinds = {
+  **dict.fromkeys(("method", "options", "budget", "task"), str),
+  **dict.fromkeys(
+    ("retention", "score", "kept_tokens", "read_tokens"), _NUMBER
+  ),
+  **dict.fromkeys(("context_tokens", "cache_bytes", "host_bytes"), _NUMBER),
+  **dict.fromkeys(("length", "samples"), int),
+  "interval": list,
+  "scores": dict,
+  "depth": (*_NUMBER, type(None)),
+  "turn": (int, type(None)),
+}
+
+# What rows and their answers share.
+_KEY = ("method", "options", "budget", "task", "length", "depth", "turn")
+
+
+class Record(NamedTuple):
+  """A run.
+
+  Attributes:
+    folder: where it is.
+    summary: what `summary.json` holds.
+    answers: those of `samples.jsonl` that the summary's rows are means of.
+  """
+
+  folder: pathlib.Path
+  summary: Summary
+  answers: Sequence[Answer] = ()
+
+  def at(self, **fields: object) -> "Record":
+    """What is about rows and answers with such fields, as in `length=1024`."""
+    rows = [
+      row
+      for row in self.summary["rows"]
+      if all(row[name] == value for name, value in fields.items())
+    ]
+    answers = [
+      answer
+      for answer in self.answers
+      if all(getattr(answer, name) == value for name, value in fields.items())
+    ]
+    return Record(self.folder, {**self.summary, "rows": rows}, answers)
+
+  def values(self, name: str) -> list[Any]:
+    """The different values of a field of the rows, in order."""
+    return list(dict.fromkeys(row[name] for row in self.summary["rows"]))
+
+
+def find(directories: Sequence[pathlib.Path]) -> list[Record]:
+  """The runs in and below directories, each once.
+
+  Raises:
+    InputError: a directory has no run in it, or what it has is malformed.
+  """
+  folders: dict[pathlib.Path, pathlib.Path] = {}
+  for directory in directories:
+    found = list(_folders(directory))
+    if not found:
+      raise InputError(
+        f"{directory} holds no run; a run's folder has {SUMMARY} and {SAMPLES}."
+      )
+    folders |= {folder.resolve(): folder for folder in found}
+  return [read(folder) for folder in folders.values()]
+
+
+def read(folder: pathlib.Path) -> Record:
+  """Reads a run.
+
+  Raises:
+    InputError: a file cannot be read, or is not what a run writes.
+  """
+  summary = _summary(folder / SUMMARY)
+  answers = _answers(folder / SAMPLES)
+  return Record(folder, summary, _averaged(summary["rows"], answers))
+
+
+def _folders(directory: pathlib.Path) -> Iterator[pathlib.Path]:
+  for path in sorted(directory.rglob(SUMMARY)):
+    if (path.parent / SAMPLES).is_file():
+      yield path.parent
+
+
+def _summary(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    summary = json.loads(read_text(path), parse_constant=_refuse_constant)
+    _check(summary, _SETTINGS)
+    if not summary["rows"]:
+      raise ValueError("it has no rows")
+    for row in summary["rows"]:
+      _check(row, _ROW)
+      low, high = row["interval"]
+      if row["samples"] < 1 or row["context_tokens"] <= 0 or low > high:
+        raise ValueError(f"the numbers of {row['task']} cannot be")
+  except (ValueError, TypeError, RecursionError) as error:
+    raise InputError(
+      f"{path} is not a run's summary: {error}; remove it or run it again."
+    ) from error
+  return summary
+
+
+def _refuse_constant(name: str) -> None:
+  raise ValueError(f"it holds {name}")
+
+
+def _check(fields: object, kinds: _Kinds) -> None:
+  if not isinstance(fields, dict):
+    raise ValueError(f"{fields!r:.40} is no object")
+  for name, kind in kinds.items():
+    if name not in fields:
+      raise ValueError(f"{name!r} is missing")
+    if not isinstance(fields[name], kind):
+      raise ValueError(f"{name!r} is {fields[name]!r:.40}")
+
+
+def _answers(path: pathlib.Path) -> list[Answer]:
+  """A line that a killed run left unfinished is passed over."""
+  text = read_text(path)
+  answers = []
+  for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1]):
+    try:
+      fields = json.loads(line)
+      answers.append(
+        Answer(**{f.name: fields[f.name] for f in dataclasses.fields(Answer)})
+      )
+    except (ValueError, KeyError, TypeError) as error:
+      raise InputError(
+        f"Line {number + 1} of {path} is not an answer; remove the file, or "
+        "the line."
+      ) from error
+  return answers
+
+
+def _averaged(rows: Sequence[Row], answers: Sequence[Answer]) -> list[Answer]:
+  """A folder may hold more answers than its last run has asked for."""
+  of_row, of_answer = operator.itemgetter(*_KEY), operator.attrgetter(*_KEY)
+  groups: dict[object, list[Answer]] = {}
+  for answer in answers:
+    groups.setdefault(of_answer(answer), []).append(answer)
+  chosen: list[Answer] = []
+  for row in rows:
+    group = sorted(groups.get(of_row(row), ()), key=lambda a: a.sample)
+    chosen += group[: row["samples"]]
+  return chosen

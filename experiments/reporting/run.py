@@ -1,0 +1,36 @@
+"""A run as Markdown and for a terminal."""
+
+from collections.abc import Sequence
+
+import rich.console
+import rich.text
+
+from experiments.reporting import formats, wording
+from experiments.reporting.records import Record
+from experiments.reporting.tables import tables
+
+
+def markdown(record: Record, plots: Sequence[str]) -> str:
+  """Settings, all tables, and the plots.
+
+  Args:
+    record: the run.
+    plots: files beside the text.
+  """
+  lines = [
+    f"# {formats.escaped(wording.title(record.summary))}",
+    formats.escaped(wording.circumstances(record.summary)),
+    f"Data: {formats.escaped(wording.data(record.summary))}.",
+    *(formats.to_markdown(table).rstrip() for table in tables(record)),
+    *(f"![{name}]({name})" for name in plots),
+  ]
+  return "\n\n".join(lines) + "\n"
+
+
+def terminal(record: Record) -> rich.console.Group:
+  """Settings, and the tables that 80 columns have room for."""
+  return rich.console.Group(
+    rich.text.Text(wording.title(record.summary)),
+    *tables(record, brief=True),
+    rich.text.Text(wording.circumstances(record.summary), style="dim"),
+  )

@@ -1,0 +1,200 @@
+"""The tables of a run, as data; `formats` shows them."""
+
+from collections.abc import Sequence
+
+from experiments.benchmarks.longbench_averages import averages
+from experiments.candidates import FULL
+from experiments.reporting import series, wording
+from experiments.reporting.formats import Table
+from experiments.reporting.means import Mean, grouped, means, reads_less
+from experiments.reporting.records import Record
+
+# Letters of an average's label.
+_SET = 32
+
+
+def tables(record: Record, brief: bool = False) -> list[Table]:
+  """All of a run's tables, or in brief those that a terminal has room for."""
+  own = parts(record)
+  found: list[Table] = []
+  for part in own:
+    start = f"{wording.lengths(part.summary)} tokens: " if len(own) > 1 else ""
+    found += [
+      table._replace(title=start + table.title)
+      for table in (_in_brief(part) if brief else _in_full(part))
+    ]
+  if len(record.values("length")) > 1:
+    if not brief:
+      found += series.by_length(record)
+    elif len(own) == 1:
+      found += series.by_length(_at(record, _middle(record)))
+  return found
+
+
+def parts(record: Record) -> list[Record]:
+  """What has tables and plots of its own: each length.
+
+  Where answers stand at all depths, lengths belong together.
+  """
+  if has_depths(record):
+    return [record]
+  return [record.at(length=length) for length in record.values("length")]
+
+
+def has_depths(record: Record) -> bool:
+  """Whether all that was asked stands at a depth."""
+  return None not in record.values("depth")
+
+
+def overview(found: Sequence[Mean], title: str, name: str = "score") -> Table:
+  """A line per method and budget, with all that says how sure it is.
+
+  Args:
+    found: the lines.
+    title: what they are about.
+    name: what the score is called.
+  """
+  unit, size = wording.unit(mean.cache_bytes for mean in found)
+  columns: dict[str, list[str]] = {
+    "method": [mean.method for mean in found],
+    "budget": [wording.budget(*mean.name) for mean in found],
+    "removed": [f"{mean.removed:.3g}" for mean in found],
+    "kept": [f"{mean.kept_tokens:.0f}" for mean in found],
+  }
+  if reads_less(found):
+    columns["read"] = [f"{mean.read_tokens:.0f}" for mean in found]
+  for mean in found:
+    for column, text in _sureness(mean, name).items():
+      columns.setdefault(column, []).append(text)
+  columns[unit] = [_size(mean.cache_bytes / size) for mean in found]
+  if any(mean.host_bytes for mean in found):
+    columns["of host"] = [_size(mean.host_bytes / size) for mean in found]
+  lines = list(zip(*columns.values(), strict=True))
+  return Table(title, list(columns), lines, names=2)
+
+
+def by_budget(record: Record) -> Table:
+  """A line per method, a column per budget: scores and half their intervals."""
+  found = means(record.summary["rows"], record.answers)
+  cells: dict[str, dict[str, str]] = {}
+  for mean in found:
+    own = cells.setdefault(mean.method, {})
+    own[wording.budget(*mean.name)] = wording.give_or_take(mean)
+  names = list(dict.fromkeys(name for own in cells.values() for name in own))
+  lines = [
+    [method, *(own.get(name, "") for name in names)]
+    for method, own in cells.items()
+  ]
+  tasks = wording.averaged(record.values("task"))
+  least = min(mean.samples for mean in found)
+  name = wording.score_name(record.summary)
+  return Table(f"{name}, {tasks}, n = {least}", ["method", *names], lines)
+
+
+def by_task(record: Record) -> Table:
+  """A line per method at one budget, a column per task."""
+  found = means(record.summary["rows"], record.answers)
+  tasks = record.values("task")
+  lines = [
+    [
+      mean.method,
+      *(series.number(mean.tasks.get(task)) for task in tasks),
+      f"{mean.score:.1f}",
+      wording.signed(mean.delta),
+    ]
+    for mean in found
+  ]
+  names = [task.removeprefix("niah_") for task in tasks]
+  title = f"tasks at {wording.budget(*found[-1].name)}"
+  return Table(title, ["method", *names, "mean", "Δ full"], lines)
+
+
+def by_set(record: Record) -> Table:
+  """LongBench at one budget: a line per set and average, a column per method.
+
+  The difference is that of the plain mean of all sets there are.
+  """
+  found = means(record.summary["rows"], record.answers)
+  sets = record.values("task")
+  lines = [
+    [name, *(series.number(mean.tasks.get(name)) for mean in found)]
+    for name in sets
+  ]
+  every = [averages(mean.tasks) for mean in found]
+  lines += [
+    [name, *(series.number(own.get(name)) for own in every)]
+    for name in dict.fromkeys(name for own in every for name in own)
+  ]
+  lines += [
+    [f"all {len(sets)} sets", *(series.number(mean.score) for mean in found)],
+    ["Δ full", *(wording.signed(mean.delta) for mean in found)],
+  ]
+  title = f"sets at {wording.budget(*found[-1].name)}"
+  # The first, the full cache if it is there, stands beside each of the others.
+  header = ["set", *(mean.method for mean in found)]
+  return Table(title, header, lines, names=2, least=_SET)
+
+
+def _in_full(part: Record) -> list[Table]:
+  name = wording.score_name(part.summary)
+  title = wording.averaged(part.values("task"))
+  found = means(part.summary["rows"], part.answers)
+  shown = [by_budget(part), overview(found, title, name)]
+  for budget in _budgets(part):
+    shown += _tasks(_at(part, budget))
+  return [*shown, *series.other_scores(part), *series.by_turn(part)]
+
+
+def _in_brief(part: Record) -> list[Table]:
+  """All budgets in one table, and the middle one in others."""
+  own = _at(part, _middle(part))
+  return [
+    by_budget(part),
+    *_tasks(own),
+    *series.other_scores(own),
+    *series.by_turn(own),
+  ]
+
+
+def _tasks(part: Record) -> list[Table]:
+  if len(part.values("task")) == 1:
+    return []
+  if part.summary["benchmark"] == "longbench":
+    return [by_set(part)]
+  return [by_task(part)]
+
+
+def _at(record: Record, budget: str) -> Record:
+  """The full cache, and what is at a budget."""
+  rows = [
+    row
+    for row in record.summary["rows"]
+    if row["method"] == FULL or row["budget"] == budget
+  ]
+  return record._replace(summary={**record.summary, "rows": rows})
+
+
+def _budgets(record: Record) -> list[str]:
+  """Those that methods were given; the full cache's if there are no others."""
+  names = grouped(record.summary["rows"])
+  found = dict.fromkeys(budget for method, budget in names if method != FULL)
+  return list(found) or [budget for _, budget in names]
+
+
+def _middle(record: Record) -> str:
+  found = _budgets(record)
+  return found[len(found) // 2]
+
+
+def _sureness(mean: Mean, name: str) -> dict[str, str]:
+  """A score and what says how sure it is, by names of columns."""
+  return {
+    name: f"{mean.score:.1f}",
+    "95 %": wording.interval(mean.interval),
+    "Δ full": wording.signed(mean.delta),
+    "n": str(mean.samples),
+  }
+
+
+def _size(value: float) -> str:
+  return f"{value:.0f}" if value >= 100 or value == 0 else f"{value:.1f}"

@@ -1,0 +1,109 @@
+"""What the answers of a run come to: means over samples."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from experiments.candidates import FULL
+from experiments.results import Answer, Part
+
+_RESAMPLES = 1000
+_MEANS = {
+  "context_tokens": 2,
+  "kept_tokens": 2,
+  "read_tokens": 2,
+  "cache_bytes": 0,
+  "host_bytes": 0,
+}
+
+_Group = tuple[str, str, str, Part, float | None, int | None]
+
+
+def summarize(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+  """One row per method, budget, task, length, depth and turn.
+
+  A row's fields are named as those of `Answer`; `score` and the other `scores`
+  are means over the samples, `interval` the 95 % percentile bootstrap of the
+  first. Where the full cache has answered the same samples, the scores tell
+  how many of the first tokens are the same.
+  """
+  full = {
+    (answer.part, answer.sample): answer.first_token
+    for answer in answers
+    if answer.method == FULL
+  }
+  groups: dict[_Group, list[Answer]] = {}
+  for answer in answers:
+    key = (
+      answer.method,
+      answer.options,
+      answer.budget,
+      answer.part,
+      answer.depth,
+      answer.turn,
+    )
+    groups.setdefault(key, []).append(answer)
+  return [_row(group, full) for group in groups.values()]
+
+
+def at_retention_one(
+  rows: Sequence[dict[str, Any]], methods: Sequence[str]
+) -> list[dict[str, Any]]:
+  """The full cache's rows under other names: with everything kept, all agree.
+
+  Args:
+    rows: as `summarize` gives them.
+    methods: names that the rows are wanted under, the full cache's aside.
+  """
+  full = [row for row in rows if row["method"] == FULL]
+  return [row | {"method": method} for method in methods for row in full]
+
+
+def interval(scores: Float[np.ndarray, " R"]) -> tuple[float, float]:
+  """The 95 % percentile bootstrap of a mean, always the same for the same."""
+  draws = np.random.default_rng(0).integers(
+    len(scores), size=(_RESAMPLES, len(scores))
+  )
+  low, high = np.percentile(scores[draws].mean(axis=1), [2.5, 97.5])
+  return float(low), float(high)
+
+
+def _row(
+  group: Sequence[Answer], full: Mapping[tuple[Part, int], int | None]
+) -> dict[str, Any]:
+  first = group[0]
+
+  def mean(name: str, digits: int) -> float:
+    values = [getattr(answer, name) for answer in group]
+    return round(statistics.fmean(values), digits or None)
+
+  def mean_score(name: str) -> float:
+    return round(statistics.fmean(a.scores[name] for a in group), 2)
+
+  scores = {name: mean_score(name) for name in first.scores}
+  found = [
+    100.0 * (answer.first_token == full[answer.part, answer.sample])
+    for answer in group
+    if (answer.part, answer.sample) in full
+  ]
+  if len(found) == len(group):
+    scores["same_first_token"] = round(statistics.fmean(found), 2)
+  every = np.array([answer.score for answer in group], np.float64)
+  return {
+    "method": first.method,
+    "options": first.options,
+    "retention": mean("retention", 4),
+    "budget": first.budget,
+    "task": first.task,
+    "length": first.length,
+    "depth": first.depth,
+    "turn": first.turn,
+    "score": scores.pop("score"),
+    "interval": [round(bound, 2) for bound in interval(every)],
+    "scores": scores,
+    "samples": len(group),
+    **{name: mean(name, digits) for name, digits in _MEANS.items()},
+  }

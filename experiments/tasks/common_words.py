@@ -1,0 +1,136 @@
+"""RULER's common words (NVIDIA/RULER, `common_words_extraction.py`).
+
+A numbered list has ten words many times and others a few times; asked for are
+the ten. A solved example stands in front. RULER draws the words from the
+`wonderwords` package; by default they are this project's own and those of
+CPython's topics.
+"""
+
+import functools
+import random
+import re
+from collections.abc import Sequence
+
+from experiments.tasks import fitting, prose, words
+from experiments.tasks.sample import Sample
+from kvjax.errors import InputError
+
+NAME = "cwe"
+INTRO = (
+  "Below is a numbered list of words. In these words, some appear more often "
+  "than others. Memorize the ones that appear most often.\n"
+)
+QUESTION = "Question: What are the 10 most common words in the above list?"
+ANSWER_PREFIX = (
+  " Answer: The top 10 words that appear most often in the list are:"
+)
+MAX_NEW_TOKENS = 120
+
+_COMMON = 10
+# Half of the words are not common, as in the example of short prompts.
+_LEAST_WORDS = 2 * _COMMON
+_SHORT = 4096
+# A lower-case word of prose, not a part of a name or of code.
+_WORD = re.compile(r"(?<![^ (\"])[a-z]{3,}(?![^ ,;:.!?)\"])")
+
+
+@functools.cache
+def built_in_words() -> tuple[str, ...]:
+  """The words of this project's lists and of all topics, sorted."""
+  found = {*words.ADJECTIVES, *words.NOUNS}
+  for part in ("train", "heldout"):
+    for sentence in prose.sentences(part):
+      found.update(_WORD.findall(sentence))
+  return tuple(sorted(found))
+
+
+def sample(
+  rng: random.Random,
+  length: int,
+  count: fitting.Count,
+  pool: Sequence[str],
+) -> Sample:
+  """A list of words of which ten are common, after a solved example.
+
+  From 4,096 tokens on, common words stand 30 times in the list and others 3
+  times, below that 6 times and once.
+
+  Args:
+    rng: all draws come from it; equal state, equal sample.
+    length: bound on the tokens of context, question, prefix and answer.
+    count: number of tokens of a text, without special tokens.
+    pool: distinct words to draw from.
+
+  Raises:
+    TooShortError: `length` is too short for the example and twenty words.
+    InputError: there are not enough words for `length`.
+  """
+  short = length < _SHORT
+  example = _example(rng, pool, *((20, 3, 1) if short else (40, 10, 3)))
+  common_times, other_times = (6, 1) if short else (30, 3)
+  drawn = rng.sample(pool, len(pool))
+  seed = rng.getrandbits(64)
+
+  def context(number: int) -> str:
+    chosen = _listing(
+      random.Random(seed), drawn[:number], common_times, other_times
+    )
+    return f"{example}{INTRO}{chosen}\n"
+
+  number = fitting.most_units_of_prompt(
+    context,
+    length,
+    count,
+    after=(QUESTION, ANSWER_PREFIX),
+    max_new_tokens=MAX_NEW_TOKENS,
+    least=_LEAST_WORDS,
+    most=len(pool),
+  )
+  if number == len(pool):
+    raise InputError(
+      f"The task {NAME} needs more than {len(pool)} words to fill {length} "
+      "tokens: give a longer list by --words=FILE, or --words=wonderwords for "
+      "that package's."
+    )
+  return Sample(
+    context=context(number),
+    question=QUESTION,
+    answer_prefix=ANSWER_PREFIX,
+    answers=tuple(drawn[:_COMMON]),
+    task=NAME,
+    max_new_tokens=MAX_NEW_TOKENS,
+    metadata={"length": length},
+  )
+
+
+def _example(
+  rng: random.Random,
+  pool: Sequence[str],
+  number: int,
+  common_times: int,
+  other_times: int,
+) -> str:
+  """A whole prompt with its answer."""
+  drawn = rng.sample(pool, number)
+  listed = _listing(rng, drawn, common_times, other_times)
+  answer = _numbered(drawn[:_COMMON])
+  return f"{INTRO}{listed}\n{QUESTION}{ANSWER_PREFIX} {answer}\n"
+
+
+def _listing(
+  rng: random.Random,
+  drawn: Sequence[str],
+  common_times: int,
+  other_times: int,
+) -> str:
+  """The first ten words as often as common ones, the others less, shuffled."""
+  listed = [*drawn[:_COMMON]] * common_times
+  listed += [*drawn[_COMMON:]] * other_times
+  rng.shuffle(listed)
+  return _numbered(listed)
+
+
+def _numbered(listed: Sequence[str]) -> str:
+  return " ".join(
+    f"{number}. {word}" for number, word in enumerate(listed, start=1)
+  )

@@ -1,0 +1,94 @@
+"""RULER's frequent words (NVIDIA/RULER, `freq_words_extraction.py`).
+
+A text of made-up words whose counts follow Zipf's law with exponent 2; the
+most frequent is dots, asked for are the three after it.
+"""
+
+import math
+import random
+import string
+
+from experiments.tasks import fitting
+from experiments.tasks.sample import Sample
+
+NAME = "fwe"
+INTRO = (
+  "Read the following coded text and track the frequency of each coded word. "
+  "Find the three most frequently appeared coded words. "
+)
+QUESTION = (
+  "Question: Do not provide any explanation. Please ignore the dots '....'. "
+  "What are the three most frequently appeared words in the above coded text?"
+)
+ANSWER_PREFIX = (
+  " Answer: According to the coded text above, the three most frequently "
+  "appeared words are:"
+)
+MAX_NEW_TOKENS = 50
+DOTS = "..."
+
+_ANSWERS = 3
+_LETTERS = 6
+_TOKENS_PER_WORD = 50
+_ZETA_OF_2 = math.pi**2 / 6
+# From here on the third answer stands in the text more often than the next
+# word does.
+_LEAST_WORDS = 53
+
+
+def occurrences(words: int, rank: int) -> int:
+  """How often the word of a rank, from 1, stands in a text of `words` words.
+
+  The law is that of an endless vocabulary, so that a text has fewer words.
+  """
+  return int(words / (rank**2 * _ZETA_OF_2))
+
+
+def sample(rng: random.Random, length: int, count: fitting.Count) -> Sample:
+  """A text of made-up words, of which three are frequent.
+
+  Args:
+    rng: all draws come from it; equal state, equal sample.
+    length: bound on the tokens of context, question, prefix and answer.
+    count: number of tokens of a text, without special tokens.
+
+  Raises:
+    TooShortError: `length` is too short for three words to stand out.
+  """
+  number = (length - MAX_NEW_TOKENS) // _TOKENS_PER_WORD
+  vocabulary = _vocabulary(rng, max(number, _ANSWERS + 2))
+  seed = rng.getrandbits(64)
+
+  def context(words: int) -> str:
+    listed: list[str] = []
+    for rank, word in enumerate(vocabulary, start=1):
+      listed += [word] * occurrences(words, rank)
+    random.Random(seed).shuffle(listed)
+    return f"{INTRO}{' '.join(listed)}\n"
+
+  words = fitting.most_units_of_prompt(
+    context,
+    length,
+    count,
+    after=(QUESTION, ANSWER_PREFIX),
+    max_new_tokens=MAX_NEW_TOKENS,
+    least=_LEAST_WORDS,
+  )
+  return Sample(
+    context=context(words),
+    question=QUESTION,
+    answer_prefix=ANSWER_PREFIX,
+    answers=tuple(vocabulary[1 : _ANSWERS + 1]),
+    task=NAME,
+    max_new_tokens=MAX_NEW_TOKENS,
+    metadata={"length": length},
+  )
+
+
+def _vocabulary(rng: random.Random, number: int) -> list[str]:
+  """Dots, and distinct random words up to `number` entries."""
+  found: dict[str, None] = {DOTS: None}
+  while len(found) < number:
+    letters = rng.choices(string.ascii_lowercase, k=_LETTERS)
+    found["".join(letters)] = None
+  return list(found)

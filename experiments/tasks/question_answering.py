@@ -1,0 +1,126 @@
+"""RULER's question answering (NVIDIA/RULER, `qa.py`).
+
+A real question and the paragraphs that answer it, among paragraphs that do
+not: as many as fit.
+"""
+
+import dataclasses
+import random
+
+from experiments.tasks import fitting
+from experiments.tasks.sample import Sample
+from kvjax.errors import InputError
+
+INSTRUCTION = (
+  "Answer the question based on the given documents. Only give me the answer "
+  "and do not output any other words."
+)
+CONTEXT = (
+  f"{INSTRUCTION}\n\nThe following are given documents.\n\n{{documents}}\n\n"
+)
+DOCUMENT = "Document {number}:\n{text}"
+QUESTION = f"{INSTRUCTION}\n\nQuestion: {{question}}"
+ANSWER_PREFIX = " Answer:"
+MAX_NEW_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+  """A question about documents of a corpus.
+
+  Attributes:
+    text: the question.
+    answers: each of them is right.
+    documents: numbers of those that every prompt has.
+    related: numbers of those that are the first to come beside them.
+  """
+
+  text: str
+  answers: tuple[str, ...]
+  documents: tuple[int, ...]
+  related: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+  """Questions, and the documents of all of them, none twice."""
+
+  documents: tuple[str, ...]
+  questions: tuple[Question, ...]
+
+
+def sample(
+  name: str,
+  corpus: Corpus,
+  number: int,
+  rng: random.Random,
+  length: int,
+  count: fitting.Count,
+) -> Sample:
+  """The corpus' question of that number among as many documents as fit.
+
+  Args:
+    name: of the task.
+    corpus: questions and documents.
+    number: which question.
+    rng: which other documents, and the order of all; equal state, equal
+      sample.
+    length: bound on the tokens of context, question, prefix and answer.
+    count: number of tokens of a text, without special tokens.
+
+  Raises:
+    TooShortError: `length` is too short for the question's own documents.
+    InputError: the corpus has fewer questions.
+  """
+  if number >= len(corpus.questions):
+    raise InputError(
+      f"The file of {name} has {len(corpus.questions)} questions; "
+      f"--samples={number + 1} is more."
+    )
+  question = corpus.questions[number]
+  chosen = _in_order_of_choice(corpus, question, rng)
+  seed = rng.getrandbits(64)
+  asked = QUESTION.format(question=question.text)
+
+  def context(documents: int) -> str:
+    shown = chosen[:documents]
+    random.Random(seed).shuffle(shown)
+    texts = [
+      DOCUMENT.format(number=place, text=corpus.documents[index])
+      for place, index in enumerate(shown, start=1)
+    ]
+    return CONTEXT.format(documents="\n\n".join(texts))
+
+  documents = fitting.most_units_of_prompt(
+    context,
+    length,
+    count,
+    after=(asked, ANSWER_PREFIX),
+    max_new_tokens=MAX_NEW_TOKENS,
+    least=len(question.documents),
+    most=len(chosen),
+  )
+  return Sample(
+    context=context(documents),
+    question=asked,
+    answer_prefix=ANSWER_PREFIX,
+    answers=question.answers,
+    task=name,
+    max_new_tokens=MAX_NEW_TOKENS,
+    metadata={"length": length, "documents": documents},
+    metric="string_match_part",
+  )
+
+
+def _in_order_of_choice(
+  corpus: Corpus, question: Question, rng: random.Random
+) -> list[int]:
+  """Numbers of all documents: the question's own, related ones, the others."""
+  near = [*question.documents, *question.related]
+  taken = set(near)
+  others = [i for i in range(len(corpus.documents)) if i not in taken]
+  return [
+    *question.documents,
+    *rng.sample(question.related, len(question.related)),
+    *rng.sample(others, len(others)),
+  ]

@@ -1,0 +1,124 @@
+"""RULER's variable tracking (NVIDIA/RULER, `variable_tracking.py`).
+
+A chain of assignments is hidden in noise: one variable gets a number, each of
+the others the variable before it. Asked for are all that hold the number. A
+solved example with a chain of its own stands in front.
+"""
+
+import itertools
+import random
+import string
+from collections.abc import Callable, Sequence
+
+from experiments.tasks import fitting
+from experiments.tasks.needles import NOISE
+from experiments.tasks.sample import Sample
+
+NAME = "vt"
+INTRO = (
+  "Memorize and track the chain(s) of variable assignment hidden in the "
+  "following text.\n\n"
+)
+QUESTION = (
+  "Question: Find all variables that are assigned the value {value} in the "
+  "text above."
+)
+ANSWER_PREFIX = (
+  " Answer: According to the chain(s) of variable assignment in the text "
+  "above, {number} variables are assigned the value {value}, they are: "
+)
+MAX_NEW_TOKENS = 30
+
+_VARIABLES = 5
+_LETTERS = 5
+_EXAMPLE_LETTERS = 3
+_EXAMPLE_TOKENS = 500
+
+
+def sample(rng: random.Random, length: int, count: fitting.Count) -> Sample:
+  """One chain of five variables in noise, after a solved example.
+
+  Args:
+    rng: all draws come from it; equal state, equal sample.
+    length: bound on the tokens of context, question, prefix and answer.
+    count: number of tokens of a text, without special tokens.
+
+  Raises:
+    TooShortError: `length` is too short for the example and five blocks of
+      noise.
+  """
+  example_value, value = rng.sample(range(10_000, 99_999), 2)
+  example = _example(rng, str(example_value), count)
+  names = _names(rng, _LETTERS)
+  spread = _spread(rng, names, str(value))
+  fields = {"value": value, "number": len(names)}
+  question = QUESTION.format(**fields)
+  prefix = ANSWER_PREFIX.format(**fields)
+
+  def context(blocks: int) -> str:
+    return f"{example}\n{INTRO}{spread(blocks)}\n"
+
+  blocks = fitting.most_units_of_prompt(
+    context,
+    length,
+    count,
+    after=(question, prefix),
+    max_new_tokens=MAX_NEW_TOKENS,
+    least=_VARIABLES,
+  )
+  return Sample(
+    context=context(blocks),
+    question=question,
+    answer_prefix=prefix,
+    answers=tuple(names),
+    task=NAME,
+    max_new_tokens=MAX_NEW_TOKENS,
+    metadata={"length": length, "haystack": "noise"},
+  )
+
+
+def _example(rng: random.Random, value: str, count: fitting.Count) -> str:
+  """A whole prompt with its answer, in 500 tokens where that is possible."""
+  names = _names(rng, _EXAMPLE_LETTERS)
+  spread = _spread(rng, names, value)
+  question = QUESTION.format(value=value)
+  prefix = ANSWER_PREFIX.format(value=value, number=len(names))
+
+  def text(blocks: int) -> str:
+    answer = " ".join(names)
+    return f"{INTRO}{spread(blocks)}\n{question}{prefix} {answer}\n"
+
+  least = count(text(_VARIABLES))
+  blocks = fitting.most_units(
+    lambda n: count(text(n)), max(_EXAMPLE_TOKENS, least), least=_VARIABLES
+  )
+  return text(blocks)
+
+
+def _names(rng: random.Random, letters: int) -> list[str]:
+  """Distinct random names."""
+  found: dict[str, None] = {}
+  while len(found) < _VARIABLES:
+    found["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
+  return list(found)
+
+
+def _spread(
+  rng: random.Random, names: Sequence[str], value: str
+) -> Callable[[int], str]:
+  """Any number of blocks of noise, with the chain in order between them."""
+  chain = [f"VAR {names[0]} = {value}"]
+  # RULER ends the copies with a blank.
+  chain += [
+    f"VAR {copy} = VAR {source} " for source, copy in itertools.pairwise(names)
+  ]
+  seed = rng.getrandbits(64)
+
+  def text(blocks: int) -> str:
+    lines = [NOISE] * blocks
+    places = sorted(random.Random(seed).sample(range(blocks), len(chain)))
+    for place, line in reversed(list(zip(places, chain, strict=True))):
+      lines.insert(place, line)
+    return "\n".join(lines)
+
+  return text

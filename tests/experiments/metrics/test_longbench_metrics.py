@@ -1,0 +1,190 @@
+"""LongBench's metrics: against the libraries it uses, and by hand."""
+
+import difflib
+import random
+import tempfile
+
+import pytest
+import rouge as rouge_package
+
+from experiments.metrics import chinese
+from experiments.metrics.classification import (
+  classification,
+  count,
+  retrieval,
+  retrieval_zh,
+)
+from experiments.metrics.code import code_sim
+from experiments.metrics.question_answering import qa_f1, qa_f1_zh
+from experiments.metrics.rouge import rouge_1, rouge_l, rouge_l_zh
+
+REPORT = (
+  "The agency spent $3.5 million in 2019. It plans to spend more. "
+  "Officials said that the plan is sound, but that it is late."
+)
+SUMMARY = (
+  "In 2019 the agency spent millions. The plan is late, officials said. "
+  "It is sound."
+)
+
+
+def by_package(prediction, reference):
+  """As LongBench calls it: any exception scores 0."""
+  try:
+    scores = rouge_package.Rouge().get_scores([prediction], [reference])
+  except ValueError:
+    return 0.0
+  return scores[0]["rouge-l"]["f"]
+
+
+@pytest.mark.parametrize(
+  ("prediction", "reference"),
+  [
+    ("the cat sat on the mat", "the mat the cat"),
+    (SUMMARY, REPORT),
+    (REPORT, SUMMARY),
+    ("a b c. a c b. ", "c b a.  . b"),
+    ("Case Matters", "case matters"),
+    ("no common word", "nothing shared here"),
+    ("...", REPORT),
+    (" ", "a. "),
+  ],
+)
+def test_rouge_l_is_the_packages(prediction, reference):
+  expected = by_package(prediction, reference)
+  assert rouge_l(prediction, reference) == pytest.approx(expected, abs=1e-12)
+
+
+def test_rouge_l_is_the_packages_on_drawn_texts():
+  rng = random.Random(0)
+  pieces = ["a", "b", "c", "The", " the", " ", ". ", ".", " a ", " b ", "\n"]
+  for _ in range(300):
+    one, other = (
+      "".join(rng.choices(pieces, k=rng.randrange(1, 25))) for _ in range(2)
+    )
+    expected = by_package(one, other)
+    assert rouge_l(one, other) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_two_rouges_differ():
+  # By hand: "the cat" is common; of sets of 5 and 3 words for the package,
+  # 2 * (2/5) * (2/3) / (2/5 + 2/3) = 1/2.
+  assert rouge_l("the cat sat on the mat", "the mat the cat") == pytest.approx(
+    0.5, abs=1e-7
+  )
+  # Of 3 stemmed words and 6, all 3 are common: 2 * 1 * 0.5 / 1.5.
+  assert rouge_1("the cats sat", "The cat sat on the mat.") == pytest.approx(
+    2 / 3
+  )
+
+
+def test_long_texts_without_a_full_stop_are_scored():
+  shared = " ".join(f"word{number}" for number in range(350))
+  one, other = (
+    " ".join([shared, *(f"{own}{number}" for number in range(350))])
+    for own in "xy"
+  )
+  with pytest.raises(RecursionError):
+    by_package(one, other)
+  assert rouge_l(one, other) == pytest.approx(0.5, abs=1e-6)
+
+
+def test_chinese_words_are_jiebas_and_nothing_is_said_or_written(
+  monkeypatch, capfd, caplog, tmp_path
+):
+  chinese._segmenter.cache_clear()
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+  # The example of jieba's own manual.
+  found = chinese.words("我来到北京清华大学")
+  assert found == ["我", "来到", "北京", "清华大学"]
+  assert capfd.readouterr() == ("", "")
+  assert not caplog.records
+  assert not list(tmp_path.iterdir())
+
+
+def test_rouge_of_chinese_words():
+  # Here 北京大学 is one word.
+  assert rouge_l_zh("我来到北京大学", "我来到北京天安门") == pytest.approx(
+    by_package("我 来到 北京大学", "我 来到 北京 天安门"), abs=1e-12
+  )
+  assert rouge_l_zh("我来到北京", "我来到北京") == pytest.approx(1, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+  ("prediction", "reference", "score"),
+  [
+    ("The Eiffel Tower!", "eiffel tower", 1),
+    # 1 word of 3 and of 2 is common.
+    ("in Paris, France", "paris texas", 0.4),
+    # Each word counts as often as it occurs: 2 of 3 and of 2.
+    ("no no yes", "no no", 0.8),
+    ("an atheist", "a theist", 0),
+    ("the", "the", 0),
+  ],
+)
+def test_f1_of_words(prediction, reference, score):
+  assert qa_f1(prediction, reference) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+  ("prediction", "reference", "score"),
+  [
+    ("我来到北京清华大学。", "“我 来到 北京 清华大学”", 1),
+    # 来到, 北京 of 3 and of 3 words.
+    ("我来到北京", "他来到北京！", 2 / 3),
+    ("GPT发布", "gpt 发布", 1),
+    ("。", "，", 0),
+  ],
+)
+def test_f1_of_chinese_words(prediction, reference, score):
+  assert qa_f1_zh(prediction, reference) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+  ("prediction", "reference", "score"),
+  [
+    ("Type: Color", "Color", 1),
+    ("Color or Food", "Color", 0.5),
+    ("Food", "Color", 0),
+    # "Term" is part of the reference and not held against it.
+    ("Equivalent term, Term", "Equivalent term", 1),
+    # LongBench's loop would drop one of the two and give 1/2.
+    ("term Equivalent Equivalent term", "Equivalent term", 1),
+    # The other way round, they all are held against it.
+    ("Equivalent term", "term", 1 / 3),
+    ("color", "Color", 0),
+  ],
+)
+def test_classification(prediction, reference, score):
+  classes = ["Color", "Food", "term", "Equivalent", "Equivalent term"]
+  assert classification(prediction, reference, classes) == score
+
+
+def test_numbers():
+  assert count("There are 5 paragraphs", "5") == 1
+  assert count("5, or 7, or 5, or 15", "5") == 0.5
+  assert count("many", "5") == 0
+  assert retrieval("Paragraph 3 or 30", "Paragraph 30") == 0.5
+  assert retrieval("30", "30") == 0
+  assert retrieval_zh("段落12", "段落12") == 1
+  assert retrieval_zh("段落1", "段落12") == 0
+
+
+@pytest.mark.parametrize(
+  ("prediction", "line", "reference"),
+  [
+    ("\n\nreturn x\nreturn y", "return x", "return y"),
+    ("```python\n# a comment\n// another\n  x = 1", "  x = 1", "x = 1"),
+    ("for i in range(10):", "for i in range(10):", "for j in range(n):"),
+  ],
+)
+def test_code_is_compared_by_its_first_line(prediction, line, reference):
+  # Both find the longest matching blocks in these; no text is 200 long.
+  ratio = difflib.SequenceMatcher(None, line, reference).ratio()
+  assert code_sim(prediction, reference) == round(100 * ratio) / 100
+
+
+def test_code_similarity_by_hand():
+  # 2 * 4 common characters of 5 + 8: 61.5 %, in whole percent.
+  assert code_sim("abcd!", "abcd1234") == 0.62
+  assert code_sim("# only a comment", "x") == 0

@@ -1,0 +1,128 @@
+"""Folders that stand beside kvpress's: names, files and keys.
+
+Names are as `evaluation/evaluate.py` of NVIDIA/kvpress puts them together.
+"""
+
+import ast
+import csv
+import io
+import json
+
+import pytest
+import yaml
+
+from experiments.reporting import kvpress
+
+
+def exported(record):
+  return {folder.name: folder.files for folder in kvpress.folders(record)}
+
+
+@pytest.mark.parametrize(
+  ("settings", "fields", "name"),
+  [
+    (
+      {"model": "Qwen/Qwen3-8B"},
+      {},
+      "ruler__1024__Qwen--Qwen3-8B__keydiff__0.75",
+    ),
+    ({}, {"method": "full"}, "ruler__1024__tiny__no_press__0.00"),
+    ({}, {"retention": 0.125}, "ruler__1024__tiny__keydiff__0.88"),
+    (
+      {"protocol": "query-aware"},
+      {"method": "a:b=1/2"},
+      "ruler__1024__tiny__a-b=1-2__0.75__query_aware",
+    ),
+    (
+      {"benchmark": "longbench"},
+      {"task": "qasper"},
+      "longbench__qasper__tiny__keydiff__0.75__max_context1024",
+    ),
+    (
+      {"benchmark": "needle"},
+      {"depth": 1 / 9},
+      "needle_in_haystack__tiny__keydiff__0.75__max_context1024__needle_depth11",
+    ),
+    # What reads less than it keeps removes nothing.
+    (
+      {},
+      {"method": "quest", "kept_tokens": 800.0},
+      "ruler__1024__tiny__quest-reads-0.25__0.00",
+    ),
+  ],
+)
+def test_folders_are_named_as_kvpress_does(
+  answer, record, settings, fields, name
+):
+  assert list(exported(record([answer(**fields)], **settings))) == [name]
+
+
+def test_the_files_hold_what_kvpress_writes(answer, record):
+  prediction = 'a "quoted", long\nanswer'
+  answers = [
+    answer(task=task, sample=sample, score=score, prediction=prediction)
+    for task in ("vt", "cwe")
+    for sample, score in enumerate((100.0, 0.0, 0.0))
+  ]
+  (files,) = exported(record(answers)).values()
+  assert json.loads(files["metrics.json"]) == {
+    "vt": {"string_match": 33.33},
+    "cwe": {"string_match": 33.33},
+  }
+  lines = list(csv.DictReader(io.StringIO(files["predictions.csv"])))
+  assert len(lines) == 6
+  assert lines[0]["predicted_answer"] == prediction
+  assert lines[0]["compression_ratio"] == "0.75"
+  assert ast.literal_eval(lines[0]["answer"]) == ["1234567"]
+  assert {line["task"] for line in lines} == {"vt", "cwe"}
+
+
+def test_the_configuration_is_yaml_with_keys_of_its_own(answer, record):
+  found = record([answer(method="é:😀")], schedule="blocks of 128")
+  (files,) = exported(found).values()
+  config = yaml.safe_load(files["config.yaml"])
+  assert config == json.loads(files["config.yaml"])
+  assert {
+    name: config[name]
+    for name in ("dataset", "data_dir", "press_name", "compression_ratio")
+  } == {
+    "dataset": "ruler",
+    "data_dir": "1024",
+    "press_name": "é:😀",
+    "compression_ratio": 0.75,
+  }
+  assert config["query_aware"] is False
+  assert config["seed"] == 7
+  assert config["kvjax"]["schedule"] == "blocks of 128"
+  assert config["kvjax"]["samples"] == 1
+  assert config["kvjax"]["data"] == {"essay": "texts of Python"}
+
+
+def test_other_benchmarks_have_kvpress_metrics_of_theirs(answer, record):
+  (files,) = exported(record([answer()], benchmark="longbench")).values()
+  assert json.loads(files["metrics.json"]) == 100
+  needle = answer(depth=0.5, scores={"score": 100.0, "rouge_1": 25.0})
+  (files,) = exported(record([needle], benchmark="needle")).values()
+  assert json.loads(files["metrics.json"]) == [
+    {"rouge-1": {"f": 0.25}, "score": 1.0}
+  ]
+
+
+def test_taken_folders_are_numbered_and_own_ones_written_again(
+  answer, record, tmp_path
+):
+  def place(**settings):
+    (folder,) = kvpress.folders(record([answer()], **settings))
+    return folder, folder.place(tmp_path)
+
+  folder, first = place()
+  assert first == tmp_path / folder.name
+  first.mkdir()
+  (first / "config.yaml").write_text("dataset: ruler\nseed: 42\n")
+  folder, second = place()
+  assert second == first / "1"
+  second.mkdir()
+  for name, text in folder.files.items():
+    (second / name).write_text(text)
+  assert place()[1] == second
+  assert place(seed=8)[1] == first / "2"

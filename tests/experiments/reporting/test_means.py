@@ -1,0 +1,81 @@
+"""Means, deltas and intervals against values worked out otherwise."""
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from experiments.reporting.means import means
+
+
+def found_by(record):
+  found = means(record.summary["rows"], record.answers)
+  return {mean.method: mean for mean in found}
+
+
+def test_tasks_count_alike_and_cells_by_their_samples(answer, record):
+  def cell(task, depth, scores, first):
+    return [
+      answer(task=task, depth=depth, score=score, sample=first + number)
+      for number, score in enumerate(scores)
+    ]
+
+  answers = [
+    *cell("a", 0.0, [100.0, 0.0, 0.0], 0),
+    *cell("a", 0.5, [100.0], 3),
+    *cell("b", None, [100.0], 0),
+  ]
+  mean = found_by(record(answers))["keydiff"]
+  assert mean.tasks == {"a": pytest.approx(50, abs=0.01), "b": 100}
+  assert mean.score == pytest.approx(75, abs=0.01)
+  assert mean.samples == 5
+  assert mean.removed == 0.75
+  assert mean.delta is None
+
+
+def test_the_full_cache_comes_first_and_is_what_others_are_measured_by(
+  answer, record
+):
+  answers = [
+    answer("keydiff", score=25.0),
+    answer("full", score=75.0),
+    answer("snapkv", score=100.0),
+  ]
+  found = found_by(record(answers))
+  assert list(found) == ["full", "keydiff", "snapkv"]
+  assert [mean.delta for mean in found.values()] == [None, -50.0, 25.0]
+
+
+def test_full_caches_under_other_names_are_left_out(answer, record):
+  answers = [answer("full"), answer("keydiff", budget="1", retention=1.0)]
+  assert list(found_by(record(answers))) == ["full"]
+
+
+def test_the_interval_is_the_bootstrap_of_scipy_task_by_task(answer, record):
+  rng = np.random.default_rng(1)
+  scores = {"a": rng.uniform(0, 30, 20), "b": rng.uniform(60, 100, 9)}
+  answers = [
+    answer(task=task, sample=number, score=float(score))
+    for task, own in scores.items()
+    for number, score in enumerate(own)
+  ]
+  expected = scipy.stats.bootstrap(
+    tuple(scores.values()),
+    lambda a, b, axis: (a.mean(axis) + b.mean(axis)) / 2,
+    method="percentile",
+    n_resamples=20_000,
+    rng=0,
+  ).confidence_interval
+  found = found_by(record(answers))["keydiff"].interval
+  # 1,000 resamples have a standard error of about a tenth.
+  assert found == pytest.approx(tuple(expected), abs=0.5)
+
+
+def test_there_is_no_interval_of_single_samples(answer, record):
+  one = record([answer()])
+  assert found_by(one)["keydiff"].interval is None
+  two = record([answer(task="a"), answer(task="b", score=0.0)])
+  assert found_by(two)["keydiff"].interval is None
+  of_two = record([answer(sample=0), answer(sample=1)])
+  assert found_by(of_two)["keydiff"].interval == (100, 100)
+  unknown = two._replace(answers=[])
+  assert found_by(unknown)["keydiff"].interval is None
