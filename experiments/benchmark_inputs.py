@@ -1,6 +1,7 @@
 """Flags that say which benchmark is asked, and the samples they name."""
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -34,9 +35,10 @@ _TASKS = flags.DEFINE_list(
 )
 _LENGTH = flags.DEFINE_list(
   "length",
-  ["1024"],
-  "Tokens of prompt and answer, chat template aside; of LongBench's prompts "
-  "the most, the middle being cut out.",
+  None,
+  "Tokens of prompt and answer, chat template aside; by default 2,048 for RULER "
+  "and 1,024 for what else is made here. Of LongBench's prompts the most, the "
+  "middle being cut out; by default what the model's context has room for.",
 )
 _SAMPLES = flags.DEFINE_integer(
   "samples",
@@ -79,6 +81,16 @@ _HOTPOTQA = flags.DEFINE_string(
   "hotpotqa", None, "HotpotQA's hotpot_dev_distractor_v1.json, for qa_2."
 )
 
+_DEFAULT_LENGTH = {
+  "ruler": [2048],
+  "longbench": [],
+  "needle": [1024],
+  "passkey": [1024],
+  "multiturn": [1024],
+}
+# As in LongBench's code, which cuts to 3,500 of 4,096 and 7,500 of 8,192.
+_LONGBENCH_ANSWER, _LONGBENCH_STEP = 512, 500
+
 # Flags that not every benchmark reads.
 _OWNERS = {
   "tasks": ("ruler", "longbench"),
@@ -110,28 +122,30 @@ class Drawn(NamedTuple):
 def _ruler(lm: Pretrained) -> Drawn:
   if _DATA.value is not None:
     path = pathlib.Path(_DATA.value)
-    samples = ruler_files.load(path, _TASKS.value, lengths(), _SAMPLES.value)
+    wanted = lengths() if _LENGTH.present else None
+    samples = ruler_files.load(path, _TASKS.value, wanted, _SAMPLES.value)
     return Drawn(samples, {"files": path.name})
-  essay, squad, hotpotqa = map(_path, (_ESSAY, _SQUAD, _HOTPOTQA))
-  texts = ruler.Texts.read(essay, _WORDS.value, squad, hotpotqa)
-  choice = ruler.choose(_TASKS.value or ruler.TASKS, texts)
+  texts, choice = _ruler_texts()
   drawn = ruler.samples(
     choice.tasks, lengths(), *_numbers(20), lm.tokenizer.count, texts
   )
   return Drawn(drawn, choice.data, choice.notes)
 
 
+@functools.cache
+def _ruler_texts() -> tuple[ruler.Texts, ruler.Choice]:
+  essay, squad, hotpotqa = map(_path, (_ESSAY, _SQUAD, _HOTPOTQA))
+  texts = ruler.Texts.read(essay, _WORDS.value, squad, hotpotqa)
+  return texts, ruler.choose(_TASKS.value or ruler.TASKS, texts)
+
+
 def _longbench(lm: Pretrained) -> Drawn:
-  path = _path(_DATA)
-  if path is None:
-    raise InputError(
-      "LongBench is read from disk; give its folder or data.zip by --data."
-    )
-  (limit,) = lengths()
-  names = _TASKS.value or longbench_sets.SETS
-  samples = longbench.samples(
-    path, list(names), limit, lm.tokenizer, _SAMPLES.value
-  )
+  context = lm.config.geometry.max_positions
+  room = (context - _LONGBENCH_ANSWER) // _LONGBENCH_STEP * _LONGBENCH_STEP
+  (limit,) = lengths() if _LENGTH.present else [room]
+  path = pathlib.Path(_DATA.value)
+  names = list(_TASKS.value or longbench_sets.SETS)
+  samples = longbench.samples(path, names, limit, lm.tokenizer, _SAMPLES.value)
   about = longbench.provenance(path, samples)
   return Drawn(samples, {"files": path.name}, about=about)
 
@@ -198,8 +212,10 @@ def check_flags(protocol: Protocol) -> None:
   if flags.FLAGS["data"].present and benchmark == "ruler":
     made = ["essay", "words", "squad", "hotpotqa"]
     cli.refuse_together("data", made, "they are for samples that are made here")
-  if benchmark == "longbench" and len(lengths()) > 1:
-    raise InputError("--length takes one limit for LongBench, such as 7500.")
+  if benchmark == "ruler" and _DATA.value is None:
+    _ruler_texts()
+  if benchmark == "longbench":
+    _check_longbench()
   if benchmark == "multiturn" and protocol == QUERY_AWARE:
     raise InputError(
       "Conversations are compressed before any question is known; ask them "
@@ -207,12 +223,24 @@ def check_flags(protocol: Protocol) -> None:
     )
 
 
+def _check_longbench() -> None:
+  if _DATA.value is None:
+    raise InputError(
+      "LongBench is read from disk; give its folder or data.zip by --data."
+    )
+  if len(lengths()) > 1:
+    raise InputError("--length takes one limit for LongBench, such as 7500.")
+  longbench_sets.check_names(_TASKS.value or [])
+
+
 def lengths() -> list[int]:
-  """What --length asks for.
+  """What --length asks for; nothing for LongBench's default.
 
   Raises:
     InputError: it holds something else than whole numbers above 0.
   """
+  if not _LENGTH.present:
+    return _DEFAULT_LENGTH[BENCHMARK.value]
   texts = dict.fromkeys(text.strip() for text in _LENGTH.value)
   if not texts or not all(text.isdecimal() and int(text) for text in texts):
     raise InputError(
@@ -229,7 +257,8 @@ def draw(lm: Pretrained) -> Drawn:
     InputError: a length is too short for a task or longer than the model's
       context, a task does not exist, or a file cannot be read.
   """
-  inputs.check_lengths(lm, lengths())
+  if lengths():
+    inputs.check_lengths(lm, lengths())
   drawn = _DRAW[BENCHMARK.value](lm)
   registry.check({s.metric for part in drawn.samples.values() for s in part})
   if _CHAT.value == "official":

@@ -1,6 +1,6 @@
 """Evaluates KV-cache compression on the papers' benchmarks.
 
-  python -m experiments.evaluate --benchmark=ruler --length=1024,2048
+  python -m experiments.evaluate --benchmark=ruler --length=2048,3072
 
 asks the bundled model RULER's tasks, made here, with the full cache and with
 what each method keeps of it at each retention. `--benchmark=needle` and

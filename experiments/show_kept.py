@@ -79,7 +79,8 @@ def main() -> None:
     html = page.of_text(lm, chosen, text, _QUESTION.value, about)
   output.parent.mkdir(parents=True, exist_ok=True)
   reports.write_text(output, html)
-  console.print(f"{output} shows what {len(chosen)} candidates keep.")
+  names = ", ".join(f"{c.method} at {c.budget}" for c in chosen)
+  console.print(f"{output} shows {names}.")
 
 
 if __name__ == "__main__":

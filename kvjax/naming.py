@@ -31,7 +31,7 @@ def named[M](
     method = makers[base]()
   else:
     raise InputError(
-      f"There is no method {base!r}{_near(base, [*makers, *presets])}; the "
+      f"There is no method {base!r}{near(base, [*makers, *presets])}; the "
       f"methods are {', '.join(makers)}."
     )
   given: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def _option(base: str, method: Any, text: str) -> tuple[str, Any]:
   ]
   if name not in fields:
     raise InputError(
-      f"Method {base!r} has no option {name!r}{_near(name, fields)}; it has "
+      f"Method {base!r} has no option {name!r}{near(name, fields)}; it has "
       f"{', '.join(fields) or 'none'}."
     )
   if not equals:
@@ -90,6 +90,6 @@ def _number(kind: type[int] | type[float], text: str) -> int | float:
   return number
 
 
-def _near(word: str, known: Iterable[str]) -> str:
+def near(word: str, known: Iterable[str]) -> str:
   close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
   return f" (did you mean {' or '.join(close)}?)" if close else ""

@@ -45,8 +45,12 @@ def squad(path: pathlib.Path) -> Corpus:
     related = [p for p in articles[row.text("title")] if p != document]
     answers = row.fields.get("answers")
     texts = answers.get("text") if isinstance(answers, dict) else None
-    if not isinstance(texts, list):
-      raise InputError(f"{row.place} needs a list 'text' under 'answers'.")
+    if not isinstance(texts, list) or not all(
+      isinstance(text, str) for text in texts
+    ):
+      raise InputError(
+        f"{row.place} needs under 'answers' a list of texts called 'text'."
+      )
     if texts:
       asked.append(
         _Asked(row.text("question"), tuple(texts), [document], related)

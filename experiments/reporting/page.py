@@ -44,10 +44,7 @@ def of_run(record: Record, pictures: Mapping[str, bytes]) -> str:
     facts=facts(record.summary),
     tables=tables(record),
     pictures=[
-      (
-        _caption(name),
-        f"data:image/png;base64,{base64.b64encode(png).decode()}",
-      )
+      (_caption(name), _source(png), name.startswith("heatmap"))
       for name, png in pictures.items()
     ],
     excerpts=excerpts(record),
@@ -70,6 +67,11 @@ def facts(summary: Summary) -> dict[str, str]:
     "Versions": wording.versions(summary),
     "Seconds": ", ".join(f"{name} {value:.0f}" for name, value in seconds),
   }
+
+
+def _source(png: bytes) -> str:
+  """A picture in its own address."""
+  return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _caption(name: str) -> str:

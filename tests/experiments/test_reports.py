@@ -1,12 +1,14 @@
-"""Tables and plots of a summary, and the files that hold them."""
+"""What runs leave behind, and a comparison's table and plot."""
 
-import itertools
 import json
 
 import pytest
 import rich.console
 
-from experiments import plots, reports, results, tables
+from experiments import reports, summaries
+from experiments.reporting import compared, curves
+from experiments.reporting.means import means
+from experiments.results import Answer, Results, Settings
 
 TASKS = ("niah_single_2", "niah_multikey_1")
 
@@ -14,10 +16,16 @@ TASKS = ("niah_single_2", "niah_multikey_1")
 def a_row(method, retention, task, score):
   return {
     "method": method,
+    "options": f"{method}()",
     "retention": retention,
     "budget": f"{retention:g}",
     "task": task,
+    "length": 1024,
+    "depth": None,
+    "turn": None,
     "score": score,
+    "interval": [score, score],
+    "scores": {},
     "samples": 4,
     "context_tokens": 800.0,
     "kept_tokens": 800 * retention,
@@ -35,22 +43,27 @@ def summary():
       rows.append(a_row(method, retention, TASKS[0], float(score)))
       rows.append(a_row(method, retention, TASKS[1], score / 4))
   return {
+    "benchmark": "needles",
     "model": "tiny",
+    "weights": "abc",
+    "dtype": "float32",
+    "seed": 7,
+    "python": "3.12.1",
     "protocol": "query-agnostic",
     "schedule": "whole prompt",
     "heads": "kv head",
-    "length": 1024,
-    "seed": 7,
-    "dtype": "float32",
+    "data": {"essay": "texts"},
+    "decoding": "greedy",
     "device": "CPU, 2 cores",
     "versions": {"jax": "1.2.3"},
+    "seconds": {"total": 1.0},
     "rows": rows,
   }
 
 
 def test_rows_at_retention_one_change_neither_table_nor_plot(summary):
-  before = tables.means(summary["rows"])
-  rows = results.at_retention_one(summary["rows"], ["random", "snapkv.orig"])
+  before = means(summary["rows"])
+  rows = summaries.at_retention_one(summary["rows"], ["random", "snapkv.orig"])
   assert [
     (r["method"], r["retention"], r["task"], r["score"]) for r in rows
   ] == [
@@ -58,11 +71,11 @@ def test_rows_at_retention_one_change_neither_table_nor_plot(summary):
     for method in ("random", "snapkv.orig")
     for task in TASKS
   ]
-  assert tables.means([*summary["rows"], *rows]) == before
+  assert means([*summary["rows"], *rows]) == before
 
 
-def test_markdown_has_a_line_per_method_and_budget(summary):
-  lines = tables.to_markdown(summary).splitlines()
+def test_a_comparison_has_a_line_per_method_and_budget(summary):
+  lines = compared.markdown(summary).splitlines()
   assert lines[0] == (
     "**tiny, 1024 tokens, query-agnostic, whole prompt, per kv head, "
     "4 samples per task**"
@@ -77,38 +90,60 @@ def test_markdown_has_a_line_per_method_and_budget(summary):
 def test_the_terminal_names_a_method_once(summary):
   console = rich.console.Console(width=80)
   with console.capture() as capture:
-    console.print(tables.to_terminal(summary))
+    console.print(compared.terminal(summary))
   shown = capture.get()
   assert shown.count("snapkv.orig") == 1
   assert all(part in shown for part in ("query-agnostic", "31.2", "Seed 7"))
 
 
-def test_means_without_a_full_cache_are_plotted_too(summary, tmp_path):
+def test_means_without_a_full_cache_are_plotted_too(summary):
   summary["rows"] = [r for r in summary["rows"] if r["method"] == "random"][:2]
-  plots.score_vs_retention(summary, tmp_path / "plot")
-  assert (tmp_path / "plot").read_bytes().startswith(b"\x89PNG")
+  (axes,) = curves.score_vs_retention(summary).axes
+  assert [text.get_text() for text in axes.texts if text.get_text()] == [
+    "random"
+  ]
 
 
-def test_labels_stand_apart_and_near_their_lines():
-  assert plots._spread([10.0, 50.0]) == [10.0, 50.0]
-  spread = plots._spread([0.0, 0.0, 0.0, 40.0])
-  assert spread[0] >= 0
-  assert all(b - a > 5 for a, b in itertools.pairwise(spread))
-  assert spread[3] == 40
-  spread = plots._spread([80.0] + [100.0] * 4)
-  assert spread[-1] <= 100
-  assert all(b - a > 5 for a, b in itertools.pairwise(spread))
-
-
-def test_all_files_are_written_whole(summary, tmp_path):
-  reports.write(tmp_path, summary)
+def test_all_files_of_a_comparison_are_written_whole(summary, tmp_path):
+  reports.write_comparison(tmp_path, summary)
   assert {path.name for path in tmp_path.iterdir()} == {
     "summary.json",
     "table.md",
     "score_vs_retention.png",
   }
   assert json.loads((tmp_path / "summary.json").read_text()) == summary
-  assert (tmp_path / "table.md").read_text() == tables.to_markdown(summary)
+  assert (tmp_path / "table.md").read_text() == compared.markdown(summary)
+  plot = (tmp_path / "score_vs_retention.png").read_bytes()
+  assert plot.startswith(b"\x89PNG")
+
+
+def test_a_run_is_reported_beside_its_answers(summary, tmp_path):
+  row = a_row("random", 0.5, TASKS[0], 100.0)
+  names = ("interval", "samples", "score")
+  fields = {name: row[name] for name in row if name not in names}
+  answer = Answer(
+    **fields | {"context_tokens": 800, "sample": 0, "scores": {"score": 100.0}},
+    question="Who?",
+    answer_prefix="",
+    answers=["I"],
+    prediction="I.",
+    first_token=1,
+  )
+  Results(tmp_path, Settings("tiny", "abc", "float32", 7)).add([answer])
+  summary["rows"] = [row | {"samples": 1}]
+  console = rich.console.Console(width=80)
+  with console.capture() as capture:
+    console.print(reports.write_run(tmp_path, summary))
+  assert "random" in capture.get()
+  assert {path.name for path in tmp_path.iterdir()} == {
+    *("samples.jsonl", "summary.json", "rows.csv", "report.md", "report.html"),
+    *("score_vs_retention.png", "score_vs_bytes.png"),
+  }
+  assert json.loads((tmp_path / "summary.json").read_text()) == summary
+  page = (tmp_path / "report.html").read_text()
+  assert page.count("data:image/png;base64,iVBORw0KGgo") == 2
+  assert "Who?" in page
+  assert "](score_vs_bytes.png)" in (tmp_path / "report.md").read_text()
 
 
 def test_the_circumstances_are_those_of_this_machine():

@@ -369,30 +369,3 @@ def test_the_third_frequent_word_stands_out_from_the_least_length_on():
     fourth, fifth = (frequent_words.occurrences(number, r) for r in (4, 5))
     assert fourth > fifth
   assert frequent_words.occurrences(52, 4) == frequent_words.occurrences(52, 5)
-
-
-def test_the_most_units_are_those_that_counting_finds():
-  rng = random.Random(0)
-  for trial in range(300):
-    rises = [rng.choice([0, 1, 1, 2, 9 * (trial % 3)]) for _ in range(200)]
-    costs = [20 + sum(rises[:units]) for units in range(201)]
-    least, length = rng.randrange(1, 20), rng.randrange(50, 400)
-    asked = []
-
-    def cost(units, costs=costs, asked=asked):
-      asked.append(units)
-      return costs[units] if units < len(costs) else 10_000 * units
-
-    fitting_counts = [u for u in range(least, 201) if costs[u] <= length]
-    if not fitting_counts:
-      with pytest.raises(fitting.TooShortError) as refused:
-        fitting.most_units(cost, length, least=least)
-      assert refused.value.least == costs[least]
-      continue
-    most = max(fitting_counts)
-    assert fitting.most_units(cost, length, least=least) == most
-    assert len(asked) < 30
-    bound = rng.randrange(least, 201)
-    found = fitting.most_units(cost, length, least=least, most=bound)
-    assert found == min(most, bound)
-    assert max(asked[-1:]) <= 10_000

@@ -134,8 +134,6 @@ def test_only_what_is_asked_for_is_read(samples, tmp_path):
     for task in names:
       rows = [old(samples[task], number) for number in range(5)]
       write(tmp_path / str(length) / f"{task}.jsonl", rows)
-  with (tmp_path / "1024" / "vt.jsonl").open("a") as file:
-    file.write("damaged, but not read")
   found = ruler_files.load(tmp_path, ["vt"], [10_000, 1024], 2)
   assert list(found) == [Part("vt", 1024), Part("vt", 10_000)]
   assert [len(drawn) for drawn in found.values()] == [2, 2]
@@ -148,6 +146,10 @@ def test_only_what_is_asked_for_is_read(samples, tmp_path):
     ruler_files.load(tmp_path, ["vt", "cwe"], [1024])
   with pytest.raises(InputError, match="holds no vt of 512 tokens"):
     ruler_files.load(tmp_path, ["vt"], [512, 1024])
+  with (tmp_path / "1024" / "vt.jsonl").open("a") as file:
+    file.write("damaged")
+  assert ruler_files.load(tmp_path, ["fwe"], [1024])
+  assert ruler_files.load(tmp_path, ["vt"], [1024], 4)
 
 
 @pytest.mark.parametrize("answers", ["['a', 'b']", ["a", "b"]])

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from experiments.reporting import curves, heatmaps, lines
-from experiments.reporting.pictures import pictures
+from experiments.reporting import curves, heatmaps, lines, pictures
 
 
 def texts(figure):
@@ -138,11 +137,19 @@ def test_labels_stand_apart_and_near_their_lines():
   assert all(b - a > 5 for a, b in itertools.pairwise(spread))
 
 
-def test_files_are_named_by_length_where_there_are_several(answer, record):
+def test_files_are_named_by_length_where_there_are_several(
+  answer, record, monkeypatch
+):
+  monkeypatch.setattr(pictures, "png", lambda figure: b"")
   answers = [answer(length=512), answer(length=1024)]
-  found = pictures(record(answers))
+  found = pictures.pictures(record(answers))
   assert list(found) == [
     *("score_vs_retention_512.png", "score_vs_bytes_512.png"),
     *("score_vs_retention_1024.png", "score_vs_bytes_1024.png"),
   ]
-  assert all(png.startswith(b"\x89PNG") for png in found.values())
+  answers = [answer(turn=0), answer(turn=1, sample=1)]
+  assert "score_by_turn.png" in pictures.pictures(record(answers))
+  answers = [answer(depth=0.0), answer(depth=1.0, length=2048)]
+  assert list(pictures.pictures(record(answers))) == [
+    *("score_vs_retention.png", "score_vs_bytes.png", "heatmap.png"),
+  ]

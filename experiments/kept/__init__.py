@@ -1,0 +1,1 @@
+"""Which tokens of a text survive, to be looked at."""

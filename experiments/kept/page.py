@@ -1,0 +1,129 @@
+"""A text whose tokens are shaded by how many heads keep them, as HTML."""
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import markupsafe
+import numpy as np
+from jaxtyping import Int
+
+from experiments import reports
+from experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
+from experiments.candidates import Candidate
+from experiments.kept.counts import Kept, kept
+from experiments.reporting import page, wording
+from models.pretrained import Pretrained
+
+_INVISIBLE = ("Cc", "Cf")
+_REST_OF_CHARACTER = "⋯"
+
+
+class View(NamedTuple):
+  """One candidate's column of the page.
+
+  Attributes:
+    name: method and budget.
+    options: the method with all its hyper-parameters.
+    verb: what heads do with the tokens that are counted.
+    counts: for each token, the heads of each layer as two hexadecimal digits.
+    mean: tokens per head.
+    size: bytes of the cache beside those of the full one.
+  """
+
+  name: str
+  options: str
+  verb: str
+  counts: Sequence[str]
+  mean: str
+  size: str
+
+
+def of_text(
+  lm: Pretrained,
+  chosen: Sequence[Candidate],
+  text: str,
+  question: str | None = None,
+  about: Mapping[str, str] | None = None,
+) -> str:
+  """The page of a text and of what candidates keep of it.
+
+  Args:
+    lm: the model.
+    chosen: methods at budgets, side by side.
+    text: put into the model's chat form.
+    question: prefilled behind the text, so that methods know it.
+    about: more to say about model and text.
+
+  Raises:
+    InputError: see `counts.kept`.
+  """
+  before, after = lm.tokenizer.split_chat(text)
+  parts = [before] if question is None else [before, question + after]
+  tokens = [token for part in parts for token in lm.tokenizer.encode(part)]
+  found = kept(lm.model, lm.params, tokens, chosen)
+  geometry = lm.model.geometry
+  facts = dict(about or {}) | {
+    "Tokens": f"{len(tokens):,}",
+    "Heads": f"{geometry.layers} layers of {geometry.kv_heads} KV heads",
+    "Protocol": (
+      f"{QUERY_AGNOSTIC}: nothing is asked before the text is compressed"
+      if question is None
+      else f"{QUERY_AWARE}: the question is prefilled with the text"
+    ),
+    "Device": reports.device(),
+    "Versions": ", ".join(map(" ".join, reports.versions().items())),
+  }
+  return page.render(
+    "kept",
+    title="What the heads keep",
+    facts=facts,
+    parts=[list(map(shown, lm.tokenizer.pieces(part))) for part in parts],
+    views=[_view(one, geometry.kv_heads) for one in found],
+    layers=geometry.layers,
+    heads=geometry.kv_heads,
+  )
+
+
+def shown(piece: str) -> markupsafe.Markup:
+  """A token's text with signs for what would not be seen."""
+  if not piece:
+    return _sign(_REST_OF_CHARACTER)
+  return markupsafe.Markup("").join(map(_shown_character, piece))
+
+
+def _shown_character(character: str) -> markupsafe.Markup:
+  if character == "\n":
+    return _sign("↵") + character
+  if character != "\t" and unicodedata.category(character) in _INVISIBLE:
+    return _sign(f"U+{ord(character):04X}")
+  return markupsafe.escape(character)
+
+
+def _sign(text: str) -> markupsafe.Markup:
+  return markupsafe.Markup("<i>{}</i>").format(text)
+
+
+def _view(found: Kept, heads: int) -> View:
+  candidate = found.candidate
+  layers, length = found.heads.shape
+  mean = found.heads.sum() / (layers * heads)
+  when = " for the last token" if found.reads else ""
+  unit, size = wording.unit([found.full_bytes])
+  budget = wording.budget(candidate.method, candidate.budget)
+  return View(
+    name=f"{candidate.method}, {budget}",
+    options=candidate.options,
+    verb="read" if found.reads else "kept",
+    counts=_hexadecimal(found.heads),
+    mean=f"{mean:,.1f} of {length:,} ({wording.share(mean / length)}){when}",
+    size=(
+      f"{found.cache_bytes / size:,.1f} of {found.full_bytes / size:,.1f} "
+      f"{unit} ({wording.share(found.cache_bytes / found.full_bytes)})"
+    ),
+  )
+
+
+def _hexadecimal(heads: Int[np.ndarray, "L n"]) -> list[str]:
+  """For each token two digits per layer."""
+  return [column.tobytes().hex() for column in heads.T.astype(np.uint8)]

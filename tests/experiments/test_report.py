@@ -1,0 +1,87 @@
+"""The binary: a leaderboard of runs, and one sentence for what is wrong."""
+
+import json
+
+import pytest
+
+from experiments.results import Answer, Results, Settings
+from experiments.summaries import summarize
+
+ANSWER = Answer(
+  task="vt",
+  length=512,
+  sample=0,
+  method="full",
+  options="Full()",
+  budget="1",
+  retention=1.0,
+  context_tokens=400,
+  kept_tokens=400.0,
+  read_tokens=400.0,
+  cache_bytes=1000,
+  host_bytes=0,
+  question="Which?",
+  answer_prefix="",
+  answers=["ABCDE"],
+  prediction="ABCDE",
+  first_token=1,
+  depth=None,
+  turn=None,
+  scores={"score": 100.0},
+)
+
+
+def write_run(folder, **settings):
+  fields = {"model": "tiny", "weights": "abc", "dtype": "float32", "seed": 7}
+  fields |= {"benchmark": "ruler", **settings}
+  Results(folder, Settings(**fields)).add([ANSWER])
+  summary = json.loads((folder / "samples.jsonl").read_text())
+  summary |= {"decoding": "greedy", "device": "CPU", "versions": {}}
+  summary |= {"seconds": {}, "rows": summarize([ANSWER])}
+  (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def test_runs_become_one_leaderboard(run_binary, tmp_path):
+  write_run(tmp_path / "runs" / "a")
+  write_run(tmp_path / "runs" / "b", protocol="query-aware")
+  output, kvpress = tmp_path / "new" / "board", tmp_path / "kvpress"
+  result = run_binary(
+    "experiments.report",
+    tmp_path / "runs" / "a",
+    f"--output={output}",
+    tmp_path / "runs",
+    f"--kvpress={kvpress}",
+  )
+  assert result.returncode == 0, result.stderr
+  assert "2 runs" in result.stdout
+  assert "query-aware" in result.stdout
+  lines = (output / "leaderboard.csv").read_text().splitlines()
+  assert len(lines) == 3
+  assert (output / "leaderboard.md").read_text().count("| full |") == 2
+  assert (output / "leaderboard.html").read_text().count("</table>") == 2
+  assert {path.name for path in kvpress.iterdir()} == {
+    "ruler__512__tiny__no_press__0.00",
+    "ruler__512__tiny__no_press__0.00__query_aware",
+  }
+  assert all(len(list(path.iterdir())) == 3 for path in kvpress.iterdir())
+
+
+@pytest.mark.parametrize(
+  ("arguments", "sentence"),
+  [
+    ([], "Name the folders that hold runs, as in experiments.report results."),
+    (["{folder}"], "{folder} holds no run"),
+    (["{folder}", "--model=x"], "--help lists the flags."),
+  ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(
+  run_binary, tmp_path, arguments, sentence
+):
+  given = [argument.format(folder=tmp_path) for argument in arguments]
+  output = tmp_path / "out"
+  result = run_binary("experiments.report", *given, f"--output={output}")
+  assert result.returncode == 2
+  assert result.stdout == ""
+  assert sentence.format(folder=tmp_path) in result.stderr
+  assert len(result.stderr.splitlines()) == 1
+  assert not output.exists()
