@@ -36,8 +36,8 @@ _TASKS = flags.DEFINE_list(
 _LENGTH = flags.DEFINE_list(
   "length",
   None,
-  "Tokens of prompt and answer, chat template aside; by default 2,048 for RULER "
-  "and 1,024 for what else is made here. Of LongBench's prompts the most, the "
+  "Tokens of prompt and answer, chat template aside; by default 2,048 for "
+  "RULER and 1,024 for what else is made here. Of LongBench's prompts the most, the "
   "middle being cut out; by default what the model's context has room for.",
 )
 _SAMPLES = flags.DEFINE_integer(
@@ -143,7 +143,7 @@ def _longbench(lm: Pretrained) -> Drawn:
   context = lm.config.geometry.max_positions
   room = (context - _LONGBENCH_ANSWER) // _LONGBENCH_STEP * _LONGBENCH_STEP
   (limit,) = lengths() if _LENGTH.present else [room]
-  path = pathlib.Path(_DATA.value)
+  path = pathlib.Path(_DATA.value or "")
   names = list(_TASKS.value or longbench_sets.SETS)
   samples = longbench.samples(path, names, limit, lm.tokenizer, _SAMPLES.value)
   about = longbench.provenance(path, samples)
@@ -239,7 +239,7 @@ def lengths() -> list[int]:
   Raises:
     InputError: it holds something else than whole numbers above 0.
   """
-  if not _LENGTH.present:
+  if _LENGTH.value is None:
     return _DEFAULT_LENGTH[BENCHMARK.value]
   texts = dict.fromkeys(text.strip() for text in _LENGTH.value)
   if not texts or not all(text.isdecimal() and int(text) for text in texts):

@@ -63,7 +63,7 @@ def test_a_run_answers_and_a_second_run_has_nothing_to_do(
   }
   summary = json.loads((folder / "summary.json").read_text())
   assert summary["model"] == "tiny"
-  assert (summary["seed"], summary["length"]) == (3, 256)
+  assert (summary["seed"], summary["rows"][0]["length"]) == (3, 256)
   assert summary["dtype"] == "float32"
   assert summary["device"].startswith("4 x CPU")
   assert [(r["method"], r["retention"]) for r in summary["rows"]] == [
