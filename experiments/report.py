@@ -6,7 +6,7 @@ reads every run in and below the folders that are named, as
 `experiments.evaluate` and `experiments.compare` leave them, prints a table for
 each kind of settings and writes leaderboard.csv, leaderboard.md and
 leaderboard.html to --output. Runs with other models, protocols, schedules,
-seeds or samples stand apart; of two runs of the same the newer counts.
+seeds, texts or tasks stand apart; of two runs of the same the newer counts.
 
 `--kvpress=DIR` also writes folders like those of NVIDIA/kvpress's evaluation,
 so that both can stand side by side.
@@ -19,7 +19,7 @@ import rich.console
 from absl import flags
 
 from experiments import cli, reports, results
-from experiments.reporting import kvpress, leaderboard, records
+from experiments.reporting import kvpress, leaderboard, records, wording
 from kvjax.errors import InputError
 
 _OUTPUT = flags.DEFINE_string(
@@ -37,7 +37,10 @@ def main(directories: Sequence[str]) -> None:
       "Name the folders that hold runs, as in experiments.report results."
     )
   folder = pathlib.Path(_OUTPUT.value)
-  results.check_writable(folder)
+  beside = None if _KVPRESS.value is None else pathlib.Path(_KVPRESS.value)
+  for place in (folder, beside):
+    if place is not None:
+      results.check_writable(place)
   found = records.find([pathlib.Path(name) for name in directories])
   board = leaderboard.merge(found)
   console = rich.console.Console(highlight=False)
@@ -46,11 +49,10 @@ def main(directories: Sequence[str]) -> None:
   reports.write_text(folder / "leaderboard.csv", board.to_csv())
   reports.write_text(folder / "leaderboard.md", board.to_markdown())
   reports.write_text(folder / "leaderboard.html", board.to_html())
-  console.print(
-    f"{len(found)} runs; leaderboard.csv, .md and .html in {folder}"
-  )
-  if _KVPRESS.value is not None:
-    _export(found, pathlib.Path(_KVPRESS.value), console)
+  count = wording.count(len(found), "run")
+  console.print(f"{count}; leaderboard.csv, .md and .html in {folder}")
+  if beside is not None:
+    _export(found, beside, console)
 
 
 def _export(
@@ -58,7 +60,6 @@ def _export(
   root: pathlib.Path,
   console: rich.console.Console,
 ) -> None:
-  results.check_writable(root)
   count = 0
   for record in found:
     for folder in kvpress.folders(record):

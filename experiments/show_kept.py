@@ -76,9 +76,9 @@ def main() -> None:
     }
     if text is None:
       text = suite.draw(_TASK, 0, 0, _LENGTH, lm.tokenizer.count).context
-    html = page.of_text(lm, chosen, text, _QUESTION.value, about)
+    shown = page.of_text(lm, chosen, text, _QUESTION.value, about)
   output.parent.mkdir(parents=True, exist_ok=True)
-  reports.write_text(output, html)
+  reports.write_text(output, shown.html)
   names = ", ".join(f"{c.method} at {c.budget}" for c in chosen)
   console.print(f"{output} shows {names}.")
 

@@ -89,7 +89,7 @@ def head_counts(
     cache: of one row, which has seen n tokens.
     queries: in each layer, of the last of them; wanted where they look up.
   """
-  each = queries or [None] * len(cache.layers)
+  each = [None] * len(cache.layers) if queries is None else queries
   seen = int(cache.next_positions[0])
   found = [
     np.bincount(_positions(layer, cache, query), minlength=seen)

@@ -1,5 +1,6 @@
 """A text whose tokens are shaded by how many heads keep them, as HTML."""
 
+import dataclasses
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -17,6 +18,24 @@ from models.pretrained import Pretrained
 
 _INVISIBLE = ("Cc", "Cf")
 _REST_OF_CHARACTER = "⋯"
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+  """A page that needs nothing beside it.
+
+  Attributes:
+    html: the whole file.
+  """
+
+  html: str
+
+  def _repr_html_(self) -> str:
+    """What a notebook shows: the page in a frame of its own."""
+    return (
+      f'<iframe srcdoc="{markupsafe.escape(self.html)}" '
+      'style="width: 100%; height: 40rem; border: 0"></iframe>'
+    )
 
 
 class View(NamedTuple):
@@ -45,7 +64,7 @@ def of_text(
   text: str,
   question: str | None = None,
   about: Mapping[str, str] | None = None,
-) -> str:
+) -> Page:
   """The page of a text and of what candidates keep of it.
 
   Args:
@@ -74,14 +93,16 @@ def of_text(
     "Device": reports.device(),
     "Versions": ", ".join(map(" ".join, reports.versions().items())),
   }
-  return page.render(
-    "kept",
-    title="What the heads keep",
-    facts=facts,
-    parts=[list(map(shown, lm.tokenizer.pieces(part))) for part in parts],
-    views=[_view(one, geometry.kv_heads) for one in found],
-    layers=geometry.layers,
-    heads=geometry.kv_heads,
+  return Page(
+    page.render(
+      "kept",
+      title="What the heads keep",
+      facts=facts,
+      parts=[list(map(shown, lm.tokenizer.pieces(part))) for part in parts],
+      views=[_view(one, geometry.kv_heads) for one in found],
+      layers=geometry.layers,
+      heads=geometry.kv_heads,
+    )
   )
 
 

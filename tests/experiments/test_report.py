@@ -72,6 +72,7 @@ def test_runs_become_one_leaderboard(run_binary, tmp_path):
     ([], "Name the folders that hold runs, as in experiments.report results."),
     (["{folder}"], "{folder} holds no run"),
     (["{folder}", "--model=x"], "--help lists the flags."),
+    (["{folder}", "--kvpress=/proc/no"], "/proc/no cannot be written"),
   ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(

@@ -1,0 +1,1 @@
+"""The experiments of five papers, as data, and what runs them."""

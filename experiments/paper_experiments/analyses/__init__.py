@@ -1,0 +1,1 @@
+"""What papers measure beside benchmarks, each by a small function."""

@@ -1,0 +1,133 @@
+"""E1.9 (a), (b): how deviating tokens lie, and what attention they get."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from experiments.paper_experiments.analyses.observed import activations
+from experiments.paper_experiments.findings import Findings, Subject
+from experiments.reporting.formats import Table
+from kvjax.layers import LayerCache
+from kvjax.methods.heads import window_mass
+from kvjax.methods.prototypes import deviation, unit
+
+_BETAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+_REACH = 5
+# The queries whose attention counts, and first tokens that do not.
+_ASKING, _SINKS = 10, 5
+_DECILES = 10
+
+
+class _Head(NamedTuple):
+  """One KV head: of every token but the last, its key, deviation and mass."""
+
+  units: Float[np.ndarray, "T D"]
+  deviation: Float[np.ndarray, " T"]
+  mass: Float[np.ndarray, " T"]
+
+
+def measure(subject: Subject) -> Findings:
+  """Gamma by beta over all heads, and attention by decile in each layer."""
+  layers: list[list[_Head]] = []
+  for row in subject.rows:
+    for number, heads in enumerate(_heads(subject, row)):
+      if number == len(layers):
+        layers.append([])
+      layers[number] += heads
+  title = f"{len(subject.rows)} prompts of {len(subject.rows[0]):,} tokens"
+  return Findings(
+    [_by_beta(layers, title), _by_decile(layers, title)],
+    [
+      "S_intra and S_inter are mean cosines among the tokens that deviate by "
+      "more than beta, and of these with all others. The authors' own plot, "
+      "by mean distances within groups of 50 tokens, is not drawn."
+    ],
+  )
+
+
+def likeness(
+  units: Float[np.ndarray, "T D"], chosen: Bool[np.ndarray, " T"]
+) -> tuple[float, float]:
+  """Mean cosine among the chosen keys, and of these with the others.
+
+  NaN where there are fewer than two, or no others.
+  """
+  inside, outside = units[chosen].sum(axis=0), units[~chosen].sum(axis=0)
+  many, others = int(chosen.sum()), int((~chosen).sum())
+  if many < 2 or not others:
+    return float("nan"), float("nan")
+  # A key's cosine with itself, 1 unless it is zero, does not count.
+  itself = (units[chosen] ** 2).sum()
+  among = (inside @ inside - itself) / (many * (many - 1))
+  return float(among), float(inside @ outside / (many * others))
+
+
+def by_decile(
+  order: Float[np.ndarray, " T"], mass: Float[np.ndarray, " T"]
+) -> Float[np.ndarray, " 10"]:
+  """Shares of the mass of each tenth of the tokens, the highest order last."""
+  tenths = np.array_split(mass[np.argsort(order, kind="stable")], _DECILES)
+  return np.array([part.sum() for part in tenths]) / mass.sum()
+
+
+def _heads(subject: Subject, row: object) -> list[list[_Head]]:
+  found = []
+  for seen in activations(subject.lm.model, subject.lm.params, row):
+    cache = LayerCache.of(seen)
+    mass = np.asarray(window_mass(cache, seen, _ASKING)[0], np.float64)
+    keys = seen.keys[0].astype("float32")
+    last = keys.shape[1] - _ASKING
+    prefix = np.arange(keys.shape[1]) < last
+    found.append(
+      [
+        _Head(
+          np.asarray(unit(own), np.float64)[:last],
+          np.asarray(deviation(own, prefix, _REACH, True), np.float64)[:last],
+          group.sum(axis=0)[:last],
+        )
+        for own, group in zip(keys, mass, strict=True)
+      ]
+    )
+  return found
+
+
+def _by_beta(layers: list[list[_Head]], title: str) -> Table:
+  heads = [head for layer in layers for head in layer]
+  lines = []
+  for beta in _BETAS:
+    chosen = [head.deviation > beta for head in heads]
+    pairs = [
+      likeness(head.units, own) for head, own in zip(heads, chosen, strict=True)
+    ]
+    known = np.array([pair for pair in pairs if np.isfinite(pair).all()])
+    among, between = known.mean(axis=0) if len(known) else (np.nan, np.nan)
+    lines.append(
+      [
+        f"{beta:g}",
+        f"{100 * np.mean([own.mean() for own in chosen]):.1f} %",
+        f"{among:.3f}",
+        f"{between:.3f}",
+        f"{among / between:.2f}",
+        f"{len(known)} of {len(heads)}",
+      ]
+    )
+  header = ["beta", "tokens", "S_intra", "S_inter", "Gamma", "heads"]
+  return Table(f"likeness of deviating tokens, {title}", header, lines)
+
+
+def _by_decile(layers: list[list[_Head]], title: str) -> Table:
+  lines = []
+  for number, heads in enumerate(layers):
+    shares = np.mean(
+      [by_decile(h.deviation[_SINKS:], h.mass[_SINKS:]) for h in heads], axis=0
+    )
+    lines.append(
+      [str(number), *(f"{100 * share:.1f}" for share in shares[::-1])]
+    )
+  names = ["top", *(f"{n}." for n in range(2, _DECILES + 1))]
+  return Table(
+    f"% of the attention by tenths of deviation, {title}",
+    ["layer", *names],
+    lines,
+  )

@@ -1,0 +1,78 @@
+"""E3.8: how long scorers take in one layer of Llama-3.1-8B."""
+
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, PyTree
+
+from experiments.paper_experiments.analyses.timing import median_seconds
+from experiments.paper_experiments.findings import Findings, Subject
+from experiments.reporting.formats import Table
+from kvjax.activations import Activations
+from kvjax.layers import LayerCache
+from kvjax.methods import get_method
+from kvjax.methods.leverage import draw_factors, leverage
+from kvjax.testing import random_activations
+
+_HEADS, _KV_HEADS, _DIM, _SKETCH = 32, 8, 128, 64
+_YARDSTICK = "SnapKV"
+
+_Scorer = Callable[[LayerCache, Activations], PyTree[Array]]
+
+
+def scorers(subject: Subject) -> Findings:
+  """Median milliseconds, and how many times those of SnapKV they are."""
+  lines = []
+  for length in subject.lengths:
+    seen = random_activations(
+      subject.seed,
+      [length],
+      length,
+      heads=_HEADS,
+      kv_heads=_KV_HEADS,
+      head_dim=_DIM,
+      dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
+    )
+    cache = LayerCache.of(seen)
+    seconds = {
+      name: _seconds(scorer, cache, seen) for name, scorer in _SCORERS.items()
+    }
+    lines += [
+      [
+        f"{length:,}",
+        name,
+        f"{1000 * own:.1f}",
+        f"{own / seconds[_YARDSTICK]:.2f}",
+      ]
+      for name, own in seconds.items()
+    ]
+  title = f"{_HEADS} query heads, {_KV_HEADS} KV heads, D = {_DIM}, batch 1"
+  header = ["tokens", "scorer", "ms", f"× {_YARDSTICK}"]
+  return Findings([Table(title, header, lines, names=2)])
+
+
+def _seconds(scorer: _Scorer, cache: LayerCache, seen: Activations) -> float:
+  compiled = jax.jit(scorer)
+  return median_seconds(lambda: compiled(cache, seen))
+
+
+def _method(name: str) -> _Scorer:
+  method = get_method(name)
+  return lambda cache, seen: method.evaluate(0, cache, seen)
+
+
+def _leverage(cache: LayerCache, seen: Activations) -> PyTree[Array]:
+  key = jax.random.key(0)
+  factors = draw_factors("gaussian", key, _KV_HEADS, _DIM, _SKETCH)
+  return leverage(seen.keys_unrotated, cache.held, factors, "svd", False)
+
+
+_SCORERS: dict[str, _Scorer] = {
+  "Compactor": _method("compactor"),
+  "Compactor without a": _leverage,
+  "SnapKV": _method("snapkv.compactor"),
+  "H2O": _method("h2o.compactor"),
+  "dense attention": lambda cache, seen: cache.attend(
+    seen.queries, seen.positions
+  )[0],
+}

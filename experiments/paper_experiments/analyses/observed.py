@@ -1,0 +1,42 @@
+"""What the layers of a model see of a prompt."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.activations import Activations
+from kvjax.layers import LayerCache
+from kvjax.model import Model
+
+
+def activations(
+  model: Model, params: PyTree, tokens: Sequence[int]
+) -> tuple[Activations, ...]:
+  """Queries, keys and values of every layer, for one prompt.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    tokens: of the prompt.
+  """
+  return _activations(model, params, jnp.asarray([tokens], jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def _activations(
+  model: Model, params: PyTree, tokens: Int[Array, "B S"]
+) -> tuple[Activations, ...]:
+  def attend(
+    layer: int, state: None, seen: Activations
+  ) -> tuple[Float[Array, "B N S D"], Activations]:
+    del layer, state
+    output, _ = LayerCache.of(seen).attend(seen.queries, seen.positions)
+    return output, seen
+
+  index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+  positions = jnp.broadcast_to(index[None], tokens.shape)
+  none = (None,) * model.geometry.layers
+  return model.hidden(params, tokens, positions, none, attend)[1]

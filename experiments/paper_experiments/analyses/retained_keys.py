@@ -1,0 +1,175 @@
+"""E2.6 and E2.7: how far apart the keys lie that methods retain."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+import kvjax
+from experiments.paper_experiments.findings import Findings, Subject
+from experiments.reporting.formats import Table
+from kvjax.layers import LayerCache
+
+_METHODS = {
+  "H2O": "h2o.keydiff",
+  "TOVA": "tova.keydiff",
+  "Sink": "streaming",
+  "SnapKV": "snapkv.keydiff",
+  "KeyL2Norm": "key_norm",
+  "KeyDiff": "keydiff",
+}
+_OURS = "KeyDiff"
+# Budget and block of the paper, and of prompts an eighth as long.
+_SIZES = {"paper": (2048, 128), "small": (256, 16)}
+_RIDGE = 1e-6
+
+# Retained keys of each layer and KV head.
+_Heads = Mapping[tuple[int, int], Float[np.ndarray, "T D"]]
+
+
+def determinants(subject: Subject) -> Findings:
+  """log det of the cosines of retained keys, over layers, heads and prompts."""
+  found: dict[str, list[dict[tuple[int, int], float]]] = {}
+  for row in subject.rows:
+    for name, heads in _retained(subject, row).items():
+      own = {place: log_determinant(keys) for place, keys in heads.items()}
+      found.setdefault(name, []).append(own)
+  lines = []
+  for name, rows in found.items():
+    values = [value for row in rows for value in row.values()]
+    below = [
+      row[place] < best[place]
+      for row, best in zip(rows, found[_OURS], strict=True)
+      for place in row
+    ]
+    lines.append(
+      [
+        name,
+        f"{statistics.fmean(values):.0f}",
+        f"{min(values):.0f}",
+        f"{max(values):.0f}",
+        "" if name == _OURS else f"{100 * statistics.fmean(below):.0f} %",
+      ]
+    )
+  budget, block = _SIZES[subject.scale]
+  header = ["method", "mean", "lowest", "highest", f"below {_OURS}"]
+  title = (
+    f"log det(cosines + 1e-6 I), N = {budget}, blocks of {block}, "
+    f"{len(subject.rows)} prompts"
+  )
+  return Findings(
+    [Table(title, header, lines)],
+    [
+      "A key retained more than head-dim others leaves only the 1e-6, so that "
+      "logarithms are large and negative; all methods retain as many."
+    ],
+  )
+
+
+def components(subject: Subject) -> Findings:
+  """Retained keys in the plane of the first two components of all keys."""
+  row = subject.rows[0]
+  geometry = subject.lm.model.geometry
+  layer = geometry.layers // 2
+  whole = kvjax.get_plan("full", kvjax.Retention(1.0))
+  everything = _keys(subject, row, whole)
+  retained = _retained(subject, row)
+  lines = []
+  for name, heads in retained.items():
+    shares = [
+      spread(everything[layer, head], heads[layer, head])
+      for head in range(geometry.kv_heads)
+    ]
+    lines.append([name, *(f"{share:.2f}" for share in shares)])
+  names = [f"KV head {head}" for head in range(geometry.kv_heads)]
+  title = f"spread of retained keys over that of all keys, layer {layer}"
+  picture = _drawn(
+    everything[layer, 0], {name: own[layer, 0] for name, own in retained.items()}
+  )
+  return Findings(
+    [Table(title, ["method", *names], lines)],
+    [
+      "Spread is the mean squared distance from the mean of all keys, in the "
+      "plane of their first two principal components; the picture shows KV "
+      f"head 0 of layer {layer}."
+    ],
+    {"components.png": picture},
+  )
+
+
+def log_determinant(keys: Float[np.ndarray, "T D"]) -> float:
+  """log det(U U^T + 1e-6 I) of the unit keys U, from the D x D matrix."""
+  norms = np.linalg.norm(keys, axis=1, keepdims=True)
+  units = keys / np.maximum(norms, 1e-12)
+  count, dim = units.shape
+  gram = units.T @ units + _RIDGE * np.eye(dim)
+  # det(I + A B) = det(I + B A), with the ridge drawn out of both.
+  return float(
+    np.linalg.slogdet(gram)[1] + (count - dim) * math.log(_RIDGE)
+  )
+
+
+def spread(
+  everything: Float[np.ndarray, "T D"], retained: Float[np.ndarray, "M D"]
+) -> float:
+  """Mean square in the plane of `plane`, over that of all keys."""
+  mean, axes = plane(everything)
+  own = ((retained - mean) @ axes.T) ** 2
+  every = ((everything - mean) @ axes.T) ** 2
+  return float(own.sum(axis=1).mean() / every.sum(axis=1).mean())
+
+
+def plane(
+  keys: Float[np.ndarray, "T D"],
+) -> tuple[Float[np.ndarray, " D"], Float[np.ndarray, "2 D"]]:
+  """The mean of keys, and their first two principal components."""
+  mean = keys.mean(axis=0)
+  return mean, np.linalg.svd(keys - mean, full_matrices=False)[2][:2]
+
+
+def _retained(subject: Subject, row: Sequence[int]) -> dict[str, _Heads]:
+  """What each method retains of a prompt that it reads in blocks."""
+  budget, block = _SIZES[subject.scale]
+  schedule = kvjax.Schedule(block=block)
+  return {
+    name: _keys(
+      subject, row, kvjax.get_plan(method, kvjax.Tokens(budget), schedule)
+    )
+    for name, method in _METHODS.items()
+  }
+
+
+def _keys(subject: Subject, row: Sequence[int], plan: kvjax.Plan) -> _Heads:
+  prompts = kvjax.Prompts.of([row])
+  cache, _ = kvjax.prefill(subject.lm.model, subject.lm.params, prompts, plan)
+  found = {}
+  for number, layer in enumerate(cache.layers):
+    assert isinstance(layer, LayerCache)
+    keys, held = np.asarray(layer.keys[0], np.float64), np.asarray(layer.held[0])
+    for head, own in enumerate(keys):
+      found[number, head] = own[held[head]]
+  return found
+
+
+def _drawn(
+  everything: Float[np.ndarray, "T D"],
+  retained: Mapping[str, Float[np.ndarray, "M D"]],
+) -> Figure:
+  """A panel per method: all keys in grey, the retained ones in colour."""
+  mean, axes = plane(everything)
+  figure = Figure(figsize=(9, 6.2), layout="constrained")
+  FigureCanvasAgg(figure)
+  panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
+  for panel, (name, keys) in zip(panels, retained.items(), strict=True):
+    panel.scatter(*((everything - mean) @ axes.T).T, s=5, color="#C8C8C8")
+    panel.scatter(*((keys - mean) @ axes.T).T, s=5, color="#0077BB")
+    panel.set_title(f"{name}, {len(keys)} of {len(everything)}", fontsize=9)
+    panel.tick_params(labelsize=7)
+    panel.spines[["top", "right"]].set_visible(False)
+  figure.supxlabel("first component", fontsize=9)
+  figure.supylabel("second component", fontsize=9)
+  return figure

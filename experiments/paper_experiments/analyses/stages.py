@@ -1,0 +1,114 @@
+"""E1.8: how long the stages of ProtoKV take, by number of prototypes."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from experiments.paper_experiments.analyses.timing import median_seconds
+from experiments.paper_experiments.findings import Findings, Subject
+from experiments.reporting.formats import Table
+from kvjax.activations import Activations
+from kvjax.layers import LayerCache
+from kvjax.methods import get_method
+from kvjax.methods import prototypes as proto
+from kvjax.methods.base import Method
+from kvjax.methods.ranking import cluster_worth, ranked
+from kvjax.testing import random_activations
+
+_PROTOTYPES = (100, 250, 500, 1000)
+# One KV head of Llama-3-8B.
+_GROUP, _DIM = 4, 128
+
+
+def measure(subject: Subject) -> Findings:
+  """Milliseconds of each stage, and of whole scorers, for one KV head."""
+  (length,) = subject.lengths
+  seen = random_activations(
+    subject.seed, [length], length, heads=_GROUP, kv_heads=1, head_dim=_DIM
+  )
+  cache = LayerCache.of(seen)
+  columns = {
+    count: _stages(seen, count) | {"ProtoKV": _scorer("protokv", count)}
+    for count in _PROTOTYPES
+  }
+  names = list(columns[_PROTOTYPES[0]])
+  found = {
+    name: [
+      f"{1000 * _seconds(columns[count][name], cache, seen):.1f}"
+      for count in _PROTOTYPES
+    ]
+    for name in names
+  }
+  snapkv = get_method("snapkv.factory")
+  alone = f"{1000 * _seconds(_evaluated(snapkv), cache, seen):.1f}"
+  lines = [[name, *times] for name, times in found.items()]
+  lines.append(["SnapKV", *[alone] * len(_PROTOTYPES)])
+  header = ["ms of a KV head", *(f"P_tot = {count}" for count in _PROTOTYPES)]
+  return Findings(
+    [Table(f"{length:,} tokens, {_GROUP} query heads, D = {_DIM}", header, lines)],
+    [
+      "Stages are compiled and timed apart; together they share work, so that "
+      "their sum is not ProtoKV's time."
+    ],
+  )
+
+
+_Timed = Callable[[LayerCache, Activations], PyTree[Array]]
+
+
+def _seconds(stage: _Timed, cache: LayerCache, seen: Activations) -> float:
+  compiled = jax.jit(stage)
+  return median_seconds(lambda: compiled(cache, seen))
+
+
+def _evaluated(method: Method) -> _Timed:
+  return lambda cache, seen: method.evaluate(0, cache, seen)
+
+
+def _scorer(name: str, count: int) -> _Timed:
+  return _evaluated(get_method(f"{name}:prototypes={count}"))
+
+
+def _stages(seen: Activations, count: int) -> dict[str, _Timed]:
+  """The stages of one head's scoring; each is given what comes before it."""
+  keys = seen.keys[0, 0]
+  length = len(keys)
+  prefix = jnp.arange(length) < length - 8
+  rng = jax.random.key(0)
+  slots = jnp.arange(32, dtype=jnp.int32)
+  chunk = proto.chunks(prefix, jnp.asarray(count - 4), "balanced")
+  centers = proto.prototypes(keys, chunk, count)
+  cluster = proto.nearest(keys, *centers)
+  own = keys @ keys[-1]
+  valid = jnp.ones(len(slots), bool)
+
+  def keys_of(cache: LayerCache) -> Array:
+    return cache.keys[0, 0]
+
+  return {
+    "deviation": lambda cache, _: proto.deviation(
+      keys_of(cache), prefix, 5, True
+    ),
+    "hashing of anchors": lambda cache, _: proto.buckets(
+      keys_of(cache), slots, valid, rng, 2, "fourier", "median"
+    ),
+    "chunks and prototypes": lambda cache, _: proto.prototypes(
+      keys_of(cache),
+      proto.chunks(prefix, jnp.asarray(count - 4), "balanced"),
+      count,
+    ),
+    "assignment": lambda cache, _: proto.nearest(keys_of(cache), *centers),
+    "worth and order": lambda cache, _: ranked(
+      cluster,
+      cluster_worth(
+        own + keys_of(cache)[:, 0], cluster, prefix, count, False
+      ),
+      prefix,
+      own,
+    ),
+    "K-means, 10 iterations": lambda cache, _: proto.kmeans(
+      keys_of(cache), prefix, rng, count, 10
+    ),
+  }

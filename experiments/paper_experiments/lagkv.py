@@ -1,0 +1,246 @@
+"""The experiments of LagKV (Liang et al., arXiv 2504.04704)."""
+
+from experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
+from experiments.paper_experiments import lagkv_numbers as printed
+from experiments.paper_experiments.records import (
+  Comparison,
+  Experiment,
+  Line,
+  Setup,
+  Targets,
+  Way,
+)
+from experiments.paper_experiments.shared import (
+  ENGLISH_16,
+  NEEDLES,
+  ON_NEEDLES,
+  RULER,
+  budgets,
+  four_needles,
+  lines,
+  longbench,
+  plain,
+  ruler,
+)
+from experiments.paper_experiments.transcription import across
+from kvjax.budgets import Retention
+from kvjax.schedules import Schedule
+
+_PAPER = "LagKV"
+_MODELS = "Llama-3.1-8B-Instruct, Qwen2.5-7B-Instruct"
+_LIMIT = 31500
+# It goes on while decoding.
+_RECURSIVE = Schedule(every=1)
+
+_REMOVED = budgets(
+  {
+    name: (Retention(share), Retention(share))
+    for name, share in zip(
+      printed.REMOVED, (0.75, 0.5, 0.25, 0.125), strict=True
+    )
+  }
+)
+_E5_1 = Comparison(
+  "RULER",
+  ruler((16384,), 100),
+  Setup("ruler", NEEDLES, (1024,), 1),
+  QUERY_AGNOSTIC,
+  lines(
+    {
+      "Full": "full",
+      "LagKV": ("lagkv.kvpress", "lagkv.kvpress:lag=8"),
+      "SnapKV": "snapkv.kvpress",
+      "StreamingLLM": "streaming",
+    }
+  ),
+  _REMOVED,
+  (plain(printed.MEAN_13, RULER),),
+  printed.RULER_16K,
+  scaling="Retentions are the paper's; LagKV's lag is 8 in place of 128, a "
+  "sixteenth, as prompts are. What SnapKV always keeps, 64 tokens, is not "
+  "scaled.",
+)
+
+_TIMES = budgets(
+  {
+    name: (Retention(share), Retention(share))
+    for name, share in zip(printed.TIMES, (0.5, 0.25, 0.167, 0.125), strict=True)
+  }
+)
+# 4x alone, where every budget has a prefill or a decoder of its own.
+_LAGS = {
+  f"L = {lag}": (f"lagkv:lag={lag}", f"lagkv:lag={lag // 8}")
+  for lag in (1024, 512, 128)
+}
+_SCALING = (
+  "Retentions are the paper's; lags are an eighth of its lags, 128, 64 and 16. "
+)
+_FIFTEEN = tuple(name for name in ENGLISH_16 if name != "passage_count")
+_E5_2 = Comparison(
+  "LongBench",
+  longbench(_FIFTEEN, _LIMIT, _RECURSIVE),
+  four_needles(),
+  QUERY_AWARE,
+  lines({"Full": "full"} | _LAGS),
+  _TIMES,
+  (plain(printed.MEAN_15, _FIFTEEN), *printed.CATEGORIES),
+  printed.LONGBENCH,
+  scaling=f"{_SCALING}Here nothing is evicted while decoding.",
+)
+
+# 512 to 20,480 words, which are about 4/3 as many tokens.
+_GRID = tuple(round(words * 4 / 3) for words in range(512, 20481, 2218))
+_PASSKEY = ("passkey",)
+_PARTIAL = plain(printed.PARTIAL, _PASSKEY, "partial")
+_EXACT = plain(printed.EXACT, _PASSKEY)
+_ONCE = Setup("passkey", _PASSKEY, (512, 1024), 1, 5)
+_E5_3 = Comparison(
+  "passkey",
+  Setup("passkey", _PASSKEY, _GRID, 3, schedule=_RECURSIVE),
+  _ONCE,
+  QUERY_AWARE,
+  lines({"Full": "full"} | _LAGS),
+  _TIMES,
+  (_PARTIAL, _EXACT),
+  printed.PASSKEY,
+  scaling=f"{_SCALING}Here nothing is evicted while decoding.",
+)
+
+_SAME = plain("same first token", _PASSKEY, "same_first_token")
+
+
+def _chunked(lag: int) -> Schedule:
+  """The first chunk holds the sinks and two lags, every other one lag."""
+  return Schedule(block=lag, first=16 + 2 * lag, every=1)
+
+
+_E5_4 = Comparison(
+  "chunked prefill",
+  Setup("passkey", _PASSKEY, _GRID, 3, schedule=_chunked(1024)),
+  Setup("passkey", _PASSKEY, (512, 1024), 1, 5, schedule=_chunked(128)),
+  QUERY_AWARE,
+  lines({"Full, plain prefill": "full", "LagKV": _LAGS["L = 1024"]}),
+  _TIMES,
+  (_SAME, _PARTIAL),
+  (
+    Targets(
+      "about", across("LagKV | 80", [printed.TIMES[3]], _SAME.name)
+    ),
+  ),
+  scaling="Retentions are the paper's; the lag is 128 in place of 1,024.",
+)
+_E5_4_PLAIN = Comparison(
+  "plain prefill",
+  Setup("passkey", _PASSKEY, _GRID, 3, schedule=_RECURSIVE),
+  _ONCE,
+  QUERY_AWARE,
+  lines({"Full": "full", "LagKV": _LAGS["L = 1024"]}),
+  _TIMES,
+  (_SAME, _PARTIAL),
+  scaling="Retentions are the paper's; the lag is 128 in place of 1,024.",
+)
+
+_E5_5 = Comparison(
+  "scores",
+  Setup("passkey", _PASSKEY, _GRID, 3, schedule=_RECURSIVE),
+  _ONCE,
+  QUERY_AWARE,
+  (
+    *lines(
+      {
+        "Full": "full",
+        "LagKV": _LAGS["L = 1024"],
+        "LocalKV": (
+          "lagkv.local:lag=1024",
+          "lagkv.local:lag=128",
+        ),
+        "L2Norm": (
+          "lagkv.key_norm:lag=1024",
+          "lagkv.key_norm:lag=128",
+        ),
+      }
+    ),
+    Line("H2O", Way("h2o"), Way("h2o")),
+  ),
+  _TIMES,
+  (_EXACT, _PARTIAL),
+  (
+    Targets(
+      "Llama-3.1-8B",
+      across("LagKV | - 89 - -", printed.TIMES, _EXACT.name)
+      | across("L2Norm | 27 27 27 27", printed.TIMES, _EXACT.name)
+      | across(
+        "LagKV | 99.27 96.57 91.77 86.26", printed.TIMES, _PARTIAL.name
+      ),
+      {"L2Norm": "about 27 % at every ratio, with the needle in the window"},
+    ),
+    Targets(
+      "Llama-3",
+      across("H2O | - 35 - -", printed.TIMES, _EXACT.name)
+      | across("H2O | - 70.8 - -", printed.TIMES, _PARTIAL.name),
+    ),
+  ),
+  scaling="Retentions are the paper's; the lag is 128 in place of 1,024. Here "
+  "nothing is evicted while decoding.",
+)
+
+EXPERIMENTS = (
+  Experiment(
+    "E5.1",
+    _PAPER,
+    "RULER at 16K tokens, three methods, four budgets",
+    _MODELS,
+    "SQuAD and HotpotQA for QA",
+    "eight needle tasks of 1,024 tokens",
+    4,
+    (_E5_1,),
+    (
+      "The grid of the printed values shows 70 to 140 samples per task: a "
+      "random 15 to 20 % of the 6,500.",
+      "LagKV's sinks were 4 in these runs, as in kvpress.",
+    ),
+  ),
+  Experiment(
+    "E5.2",
+    _PAPER,
+    "LongBench (15 sets), three lags, four budgets",
+    _MODELS,
+    "LongBench",
+    ON_NEEDLES,
+    4,
+    (_E5_2,),
+  ),
+  Experiment(
+    "E5.3",
+    _PAPER,
+    "64-digit passkey: partial and exact, heatmaps",
+    _MODELS,
+    "",
+    "512 and 1,024 tokens, five depths",
+    5,
+    (_E5_3,),
+    ("Scores fall where fewer than 64 to 128 tokens of a lag (r L) are kept.",),
+  ),
+  Experiment(
+    "E5.4",
+    _PAPER,
+    "chunked against plain prefill: the first token, L = 1024",
+    "Llama-3.1-8B-Instruct",
+    "",
+    "512 and 1,024 tokens, five depths, L = 128",
+    6,
+    (_E5_4, _E5_4_PLAIN),
+    ("Chunked, 8x keeps about 80 % of the first tokens.",),
+  ),
+  Experiment(
+    "E5.5",
+    _PAPER,
+    "LagKV against LocalKV and L2Norm",
+    "Llama-3.1-8B-Instruct",
+    "",
+    "512 and 1,024 tokens, five depths, L = 128",
+    4,
+    (_E5_5,),
+    ("LocalKV is near LagKV at 2x and worse later.",),
+  ),
+)

@@ -1,0 +1,105 @@
+"""Tasks and setups that the experiments of several papers share."""
+
+from collections.abc import Mapping
+
+from experiments import suite
+from experiments.benchmarks.longbench_sets import SETS, Category
+from experiments.benchmarks.ruler import TASKS as RULER
+from experiments.paper_experiments.records import (
+  Average,
+  Column,
+  Line,
+  Place,
+  Setup,
+  Way,
+)
+from experiments.tasks import needles
+from kvjax.budgets import Budget
+from kvjax.schedules import WHOLE, Schedule
+
+# In LongBench's order, which is that of the papers' tables.
+ALL_21 = tuple(SETS)
+ENGLISH_16 = tuple(s for s in SETS if SETS[s].language == "English")
+
+# What the bundled model can answer of RULER.
+NEEDLES = tuple(needles.TASKS)
+# In prose; they stand in for LongBench.
+FOUR_NEEDLES = suite.DEFAULT
+
+ON_NEEDLES = "four needle tasks of 1,024 tokens"
+
+
+def of_category(*categories: Category) -> tuple[str, ...]:
+  """English sets of LongBench."""
+  return tuple(s for s in ENGLISH_16 if SETS[s].category in categories)
+
+
+def plain(name: str, tasks: tuple[str, ...], score: str = "score") -> Average:
+  """The mean of all tasks."""
+  return Average(name, (tasks,), score)
+
+
+def longbench(
+  tasks: tuple[str, ...], limit: int, schedule: Schedule = WHOLE
+) -> Setup:
+  """LongBench as a paper asks it; prompts have `limit` tokens at most."""
+  return Setup("longbench", tasks, (limit,), None, schedule=schedule)
+
+
+def four_needles(
+  schedule: Schedule = WHOLE, samples: int = 4, length: int = 1024
+) -> Setup:
+  """What stands in for LongBench."""
+  return Setup("ruler", FOUR_NEEDLES, (length,), samples, schedule=schedule)
+
+
+def ruler(
+  lengths: tuple[int, ...],
+  samples: int,
+  tasks: tuple[str, ...] = RULER,
+) -> Setup:
+  """RULER as a paper asks it."""
+  return Setup("ruler", tasks, lengths, samples)
+
+
+def lines(methods: Mapping[str, str | tuple[str, str]]) -> tuple[Line, ...]:
+  """Methods by the paper's names; of two names the second is the small one."""
+  found = []
+  for name, method in methods.items():
+    paper, small = (method, method) if isinstance(method, str) else method
+    found.append(Line(name, Way(paper), Way(small)))
+  return tuple(found)
+
+
+def fixed(
+  name: str,
+  method: str,
+  budget: Budget | None,
+  small: Budget | None = None,
+  small_method: str | None = None,
+) -> Line:
+  """A method with a budget of its own; without a small one it is left out."""
+  own = None if small is None else Way(small_method or method, small)
+  return Line(name, Way(method, budget), own)
+
+
+def budgets(
+  columns: Mapping[str, tuple[Budget, Budget | None]],
+) -> tuple[Column, ...]:
+  """Columns of budgets, the paper's and the small ones."""
+  return tuple(
+    Column(name, Place(paper), None if small is None else Place(small))
+    for name, (paper, small) in columns.items()
+  )
+
+
+def lengths(columns: Mapping[str, tuple[int, int | None]]) -> tuple[Column, ...]:
+  """Columns of lengths, likewise."""
+  return tuple(
+    Column(
+      name,
+      Place(length=paper),
+      None if small is None else Place(length=small),
+    )
+    for name, (paper, small) in columns.items()
+  )

@@ -1,0 +1,196 @@
+"""Which tokens heads keep or read: the counts, the page, the binary."""
+
+import collections
+import html
+import html.parser
+
+import numpy as np
+import pytest
+
+import kvjax
+from experiments.candidates import candidates
+from experiments.kept import counts, page
+from kvjax.testing import held_positions
+
+# 3 bytes a character, markup, what cannot be seen, and a break.
+TEXT = (
+  'Naïve 日本 <b>&amp;</b> "x" </script>\u202e\n\tAnn called at 1234567. '
+  "Then nobody called, and nobody came.\n"
+)
+HEADS, LAYERS = 2, 2
+
+
+def _tokens(tiny):
+  return tiny.tokenizer.encode(tiny.tokenizer.split_chat(TEXT)[0])
+
+
+def _kept(tiny, names, budget):
+  chosen = candidates(names, [budget])[1:]
+  return counts.kept(tiny.model, tiny.params, _tokens(tiny), chosen)
+
+
+def _caches(tiny, found):
+  """The caches of what is found, by the program that has found it."""
+  tokens = _tokens(tiny)
+  prompts = kvjax.Prompts.of([tokens], len(tokens))
+  whole = kvjax.get_plan("full", kvjax.Retention(1.0))
+  plans = [whole, *(one.candidate.plan for one in found)]
+  return kvjax.sweep(tiny.model, tiny.params, prompts, plans)[0]
+
+
+def test_counts_are_those_of_the_positions_that_heads_hold(tiny):
+  names = ["h2o", "ada/snapkv:window=4", "pyramid/keydiff"]
+  found = _kept(tiny, names, kvjax.Tokens(20))
+  full, *caches = _caches(tiny, found)
+  length = len(_tokens(tiny))
+  for one, cache in zip(found, caches, strict=True):
+    for layer, held in zip(one.heads, held_positions(cache, 0), strict=True):
+      each = collections.Counter(np.concatenate(held).tolist())
+      assert layer.tolist() == [each[place] for place in range(length)]
+    assert (one.cache_bytes, one.full_bytes) == (cache.nbytes, full.nbytes)
+  assert found[1].heads.sum() == found[0].heads.sum() == LAYERS * HEADS * 20
+  assert len(set(found[2].heads.sum(axis=1).tolist())) == LAYERS
+
+
+def test_streaming_keeps_the_first_and_the_last(tiny):
+  (found,) = _kept(tiny, ["streaming:sinks=3"], kvjax.Tokens(10))
+  length = len(_tokens(tiny))
+  expected = [HEADS] * 3 + [0] * (length - 10) + [HEADS] * 7
+  assert found.heads.tolist() == [expected] * LAYERS
+
+
+def test_retrieval_methods_show_what_the_last_token_reads(tiny):
+  names = ["magicpig:sinks=2:local=5:bits=3:tables=12", "flat:sinks=2:local=5"]
+  found = _kept(tiny, names, kvjax.Tokens(12))
+  _, *caches = _caches(tiny, found)
+  for one, cache in zip(found, caches, strict=True):
+    reads = np.asarray(cache.reads).sum(axis=(1, 2))
+    assert one.heads.sum(axis=1).tolist() == reads.tolist()
+    assert (one.heads[:, [0, 1, -5, -1]] == HEADS).all()
+    assert reads[-1] < one.heads.shape[1] * HEADS
+  assert len({one.heads[-1].sum() for one in found}) == 2
+
+
+def test_all_but_one_token_is_read(tiny):
+  # 2 sinks and 5 last tokens are read beside what is looked up.
+  length = len(_tokens(tiny))
+  (found,) = _kept(tiny, ["flat:sinks=2:local=5"], kvjax.Tokens(length - 8))
+  assert found.heads.max() == HEADS
+  assert found.heads.sum(axis=1).tolist() == [HEADS * (length - 1)] * LAYERS
+
+
+class _Reader(html.parser.HTMLParser):
+  """The tokens of each view: their text without signs, and their counts."""
+
+  def __init__(self):
+    super().__init__()
+    self.views = []
+    self._open = []
+
+  def handle_starttag(self, tag, attrs):
+    attrs = dict(attrs)
+    assert not {"src", "href"} & attrs.keys()
+    if tag == "section":
+      self.views.append([])
+    if tag == "span" and "data-heads" in attrs:
+      self.views[-1].append(["", list(bytes.fromhex(attrs["data-heads"]))])
+    self._open.append(tag)
+
+  def handle_endtag(self, tag):
+    while self._open.pop() != tag:
+      pass
+
+  def handle_data(self, data):
+    if self._open[-1:] == ["span"] and self.views:
+      self.views[-1][-1][0] += data
+
+
+def test_the_page_holds_the_text_and_the_counts(tiny):
+  chosen = candidates(["h2o", "flat"], [kvjax.Retention(0.25)])[1:]
+  shown = page.of_text(tiny, chosen, TEXT, "Who called?", {"Model": "<tiny>"})
+  reader = _Reader()
+  reader.feed(shown.html)
+  before, after = tiny.tokenizer.split_chat(TEXT)
+  parts = [before, "Who called?" + after]
+  tokens = [token for part in parts for token in tiny.tokenizer.encode(part)]
+  found = counts.kept(tiny.model, tiny.params, tokens, chosen)
+  assert len(reader.views) == 2
+  for view, one in zip(reader.views, found, strict=True):
+    text = "".join(piece for piece, _ in view)
+    assert text == "".join(parts).replace("\u202e", "")
+    assert [own for _, own in view] == one.heads.T.tolist()
+  for words in (
+    f"{len(tokens)}</dd>",
+    "query-aware",
+    "&lt;tiny&gt;",
+    "h2o, 25 %",
+    "Read per head",
+    "for the last token",
+    "KiB (25",
+  ):
+    assert words in shown.html, words
+  frame = shown._repr_html_()
+  assert html.unescape(frame.split('"')[1]) == shown.html
+
+
+@pytest.mark.parametrize(
+  ("piece", "expected"),
+  [
+    ("", "<i>⋯</i>"),
+    ("a\n", "a<i>↵</i>\n"),
+    ("\t <", "\t &lt;"),
+    ("\u200bx\r", "<i>U+200B</i>x<i>U+000D</i>"),
+  ],
+)
+def test_what_cannot_be_seen_has_a_sign(piece, expected):
+  assert page.shown(piece) == expected
+
+
+def test_the_binary_writes_a_page_and_nothing_else(
+  run_binary, tiny_directory, tmp_path
+):
+  (tmp_path / "notes.txt").write_text(TEXT, encoding="utf-8")
+  output = tmp_path / "new" / "kept.html"
+  result = run_binary(
+    "experiments.show_kept",
+    f"--model={tiny_directory}",
+    f"--text={tmp_path}/notes.txt",
+    "--method=key_norm,streaming",
+    "--budget=16",
+    f"--output={output}",
+  )
+  assert result.returncode == 0, result.stderr
+  assert "shows key_norm at 16 tokens, streaming at 16 tokens." in result.stdout
+  written = output.read_text(encoding="utf-8")
+  assert "tiny, float32" in written
+  assert "query-agnostic" in written
+  assert [path.name for path in output.parent.iterdir()] == ["kept.html"]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "sentence"),
+  [
+    (["--method=keydif"], "no method 'keydif' (did you mean keydiff"),
+    (["--method=full"], "Nothing is left out; give a method and less"),
+    (["--retention=1"], "Nothing is left out; give a method and less"),
+    (["--method=streaming:rerotate=true"], "renumbers what it keeps"),
+    (["--text=none.txt"], "none.txt cannot be read: No such file"),
+    ([], "tokens; this model's context is 512."),
+    (["--output=."], ". is a folder; name the HTML file to write."),
+  ],
+  ids=str,
+)
+def test_what_is_wrong_is_said_in_one_sentence(
+  run_binary, tiny_directory, tmp_path, arguments, sentence
+):
+  output = tmp_path / "new" / "kept.html"
+  result = run_binary(
+    "experiments.show_kept",
+    f"--model={tiny_directory}",
+    f"--output={output}",
+    *arguments,
+  )
+  assert result.returncode == 2, result.stderr
+  assert sentence in result.stderr
+  assert len(result.stderr.splitlines()) == 1
+  assert not output.parent.exists()
