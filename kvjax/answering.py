@@ -20,8 +20,7 @@ from kvjax.decoding import (
   listening,
 )
 from kvjax.errors import InputError
-from kvjax.model import Model
-from kvjax.prefilling import check_context
+from kvjax.model import Model, check_context
 from kvjax.prompts import Prompts, bucket
 from kvjax.step import Limits
 

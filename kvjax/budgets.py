@@ -44,6 +44,10 @@ class Retention:
     # 0.1 * 70 is 7.000000000000001: that must not round up to 8.
     return max(1, math.ceil(self.share * length - 1e-9))
 
+  def nearest(self, count: int) -> int:
+    """The share of so many tokens, rounded to the nearest, a half upwards."""
+    return math.floor(self.share * count + 0.5 + 1e-9)
+
   def __str__(self) -> str:
     return f"{self.share:g}"
 

@@ -81,7 +81,25 @@ def feed(
   limits: Limits | None = None,
   asked: Bool[Array, ""] | bool = True,
 ) -> tuple[Float[Array, "B V"], Cache]:
-  """Appends a block to the cache; logits after each row's last token.
+  """As `append_block`, with the logits after each row's last token."""
+  hidden, cache = append_block(
+    model, params, cache, tokens, lengths, limits, asked
+  )
+  last = jnp.maximum(lengths - 1, 0)[:, None, None]
+  last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+  return model.logits(params, last), cache
+
+
+def append_block(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  tokens: Int[Array, "B S"],
+  lengths: Int[Array, " B"],
+  limits: Limits | None = None,
+  asked: Bool[Array, ""] | bool = True,
+) -> tuple[Float[Array, "B S E"], Cache]:
+  """Appends a block to the cache; the hidden states of its tokens.
 
   With limits the layers that exceed them evict afterwards, where `asked`.
   """
@@ -99,12 +117,9 @@ def feed(
 
   positions = block_positions(cache.next_positions, tokens.shape[1], lengths)
   hidden, layers = model.hidden(params, tokens, positions, cache.layers, attend)
-  last = jnp.maximum(lengths - 1, 0)[:, None, None]
-  last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-  fed = dataclasses.replace(
+  return hidden, dataclasses.replace(
     cache, layers=layers, next_positions=cache.next_positions + lengths
   )
-  return model.logits(params, last), fed
 
 
 @struct

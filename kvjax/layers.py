@@ -138,6 +138,18 @@ class LayerCache:
     cursor = jnp.asarray(length, jnp.int32)
     return cls(seen.keys, seen.values, positions, cursor)
 
+  def with_kv_heads(self, count: int) -> "LayerCache":
+    """Keys and values repeated for `count` heads, each for fewer queries."""
+    times = count // self.keys.shape[1]
+    if times == 1:
+      return self
+    return dataclasses.replace(
+      self,
+      keys=jnp.repeat(self.keys, times, axis=1),
+      values=jnp.repeat(self.values, times, axis=1),
+      positions=jnp.repeat(self.positions, times, axis=1),
+    )
+
   def grown(self, extra: int) -> "LayerCache":
     """The same tokens with `extra` more empty slots at the end."""
     wide = ((0, 0), (0, 0), (0, extra), (0, 0))

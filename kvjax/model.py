@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.errors import InputError
 
 State = TypeVar("State")
 
@@ -77,3 +79,15 @@ class Model(Protocol):
   ) -> Float[Array, "*B V"]:
     """Next-token logits in float32."""
     ...
+
+
+def check_context(
+  model: Model, lengths: Int[np.ndarray, " B"], what: str = "The prompt"
+) -> None:
+  """Refuses rows that are longer than the model's context."""
+  limit = model.geometry.max_positions
+  longest = int(lengths.max())
+  if longest > limit:
+    raise InputError(
+      f"{what} has {longest} tokens; this model's context is {limit}."
+    )

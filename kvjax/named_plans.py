@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.budgets import Budget, Retention, Tokens
+from kvjax.calibration import Calibrated
 from kvjax.errors import InputError
 from kvjax.lookups import Lookup
 from kvjax.methods.base import Method
@@ -25,7 +26,7 @@ _PRESETS: Mapping[str, Any] = {**PRESETS, **RETRIEVAL_PRESETS}
 
 def get_plan(
   name: str,
-  budget: Budget,
+  budget: Budget | Calibrated,
   schedule: Schedule = WHOLE,
   per_query_head: bool = False,
 ) -> Plan:
@@ -37,13 +38,14 @@ def get_plan(
       of it: `ctkvr/compactor@0.5` indexes the half that Compactor keeps,
       `flat/keydiff@256` the 256 tokens of KeyDiff.
     budget: what an eviction method may keep, or how many keys a retrieval
-      method looks up per token, if it does not say so itself (`ctkvr.512`).
+      method looks up per token, if it does not say so itself (`ctkvr.512`);
+      `Calibrated` is for eviction methods.
     schedule: when an eviction method evicts.
     per_query_head: see `Plan`.
 
   Raises:
     InputError: the name stands for no method, or the method is not defined for
-      the schedule.
+      the schedule or the budget.
   """
   name = name.strip()
   first, slash, kept = name.partition("/")
@@ -53,6 +55,11 @@ def get_plan(
     method: Any = get_method(name) if slash else named(name, _MAKERS, _PRESETS)
     return Plan(method, budget, schedule, per_query_head)
   retrieval = get_retrieval(first)
+  if isinstance(budget, Calibrated):
+    raise InputError(
+      f"A calibration says what a context can lose; {first} loses nothing, so "
+      "give it the number of keys to look up."
+    )
   if retrieval.reads:
     budget = Tokens(retrieval.reads)
   method, share = _kept(kept) if slash else (FullKV(), Retention(1.0))

@@ -4,15 +4,19 @@ import dataclasses
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from kvjax.activations import Activations
-from kvjax.budgets import Budget
+from kvjax.budgets import Budget, Retention
+from kvjax.calibration import Calibrated
 from kvjax.errors import InputError
 from kvjax.lookups import Lookup
 from kvjax.methods.base import Method
+from kvjax.model import Geometry
 from kvjax.prompts import Prompts
 from kvjax.schedules import WHOLE, Schedule
+
+_ALL = Retention(1.0)
 
 
 class Room(NamedTuple):
@@ -22,16 +26,29 @@ class Room(NamedTuple):
   whole: bool
 
 
+class Kept(NamedTuple):
+  """Tokens that rows keep in each layer.
+
+  Attributes:
+    each: of each KV head; for some methods on average.
+    together: of all heads.
+  """
+
+  each: Int[Array, "L B"] | Int[np.ndarray, "L B"]
+  together: Int[Array, "L B"] | Int[np.ndarray, "L B"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """A method, its budget, and when it compresses.
 
-  Raises InputError where the method is not defined for the schedule, or where
-  what it keeps cannot be looked up.
+  Raises InputError where the method is not defined for the schedule, where what
+  it keeps cannot be looked up, or where a calibration is another method's or
+  the plan does not wait for the whole prompt.
 
   Attributes:
     method: what to keep.
-    budget: how much to keep.
+    budget: how much to keep; `Calibrated` is what each prompt can bear.
     schedule: when to evict.
     per_query_head: store keys and values once for every query head, which then
       chooses for itself and has the budget to itself, as the original code of
@@ -40,16 +57,57 @@ class Plan:
   """
 
   method: Method
-  budget: Budget
+  budget: Budget | Calibrated
   schedule: Schedule = WHOLE
   per_query_head: bool = False
   lookup: Lookup | None = None
 
   def __post_init__(self) -> None:
-    if not self.schedule.whole:
+    if isinstance(self.budget, Calibrated):
+      self._check_calibrated(self.budget)
+    elif not self.schedule.whole:
       self.method.check_schedule(self.budget)
     if self.lookup is not None:
       self._check_lookup(type(self.lookup.retrieval).__name__)
+
+  def _check_calibrated(self, budget: Calibrated) -> None:
+    budget.calibration.check(self.method, self.per_query_head)
+    if not self.schedule.whole:
+      raise InputError(
+        "A calibrated retention is known when the whole prompt has been read; "
+        f"it cannot work with {self.schedule}."
+      )
+    if self.lookup is not None:
+      raise InputError(
+        "A calibrated retention is known when the whole prompt has been read, "
+        f"which is after {type(self.lookup.retrieval).__name__} has indexed "
+        "it; give a fixed budget."
+      )
+
+  @property
+  def judging(self) -> "Plan":
+    """What finds the same in a prompt.
+
+    That depends neither on the budget nor on how often it is asked.
+    """
+    every = 1 if self.schedule.every else None
+    return dataclasses.replace(
+      self, budget=_ALL, schedule=Schedule(every=every), lookup=None
+    )
+
+  def chooses_in(self, layer: int, layers: int) -> bool:
+    """Whether any layer keeps what is chosen in this one."""
+    method = self.method
+    return any(
+      method.source_layer(index) == layer and not method.keeps_all(index)
+      for index in range(layers)
+    )
+
+  @property
+  def fixed_budget(self) -> Budget:
+    """The budget of a plan that does not wait for the prompt to be read."""
+    assert not isinstance(self.budget, Calibrated)
+    return self.budget
 
   def _check_lookup(self, name: str) -> None:
     if not self.schedule.whole:
@@ -80,17 +138,27 @@ class Plan:
   ) -> Int[np.ndarray, "L B"]:
     """Tokens that rows of these lengths keep in each layer."""
     kept = [
-      self.method.layer_kept(self.budget, int(n), layers) for n in lengths
+      self.method.layer_kept(self.fixed_budget, int(n), layers) for n in lengths
     ]
     return np.array(kept, np.int32).T
 
+  def kept(self, lengths: Int[np.ndarray, " B"], geometry: Geometry) -> Kept:
+    """What rows of these lengths keep in each layer."""
+    heads = geometry.heads if self.per_query_head else geometry.kv_heads
+    layers = geometry.layers
+    together = [
+      self.method.layer_together(self.fixed_budget, int(n), layers, heads)
+      for n in lengths
+    ]
+    return Kept(self.counts(lengths, layers), np.array(together, np.int32).T)
+
   def room(
     self, padded: int, lengths: Int[np.ndarray, " B"], layers: int
-  ) -> tuple[Int[np.ndarray, "L B"], tuple[Room, ...]]:
-    """What rows of these lengths, padded alike, keep in each layer."""
+  ) -> tuple[Room, ...]:
+    """Slots for rows of these lengths, padded alike, in each layer."""
     counts = self.counts(lengths, layers)
-    most = self.method.layer_capacities(self.budget, padded, layers)
-    return counts, tuple(
+    most = self.method.layer_capacities(self.fixed_budget, padded, layers)
+    return tuple(
       Room(
         capacity=min(max(slots, int(kept.max())), padded),
         whole=slots >= padded and bool(np.all(kept >= lengths)),
@@ -108,7 +176,8 @@ class Plan:
       return
     rows = zip(prompts.protected, np.asarray(prompts.lengths), strict=True)
     for protected, length in rows:
-      self.method.check_protected(protected[:length], self.budget, layers)
+      budget = self.fixed_budget
+      self.method.check_protected(protected[:length], budget, layers)
 
   def reach(
     self, lengths: Int[np.ndarray, " B"], layers: int, block: int
@@ -127,7 +196,7 @@ class Plan:
 
     A layer that the method leaves alone holds everything.
     """
-    most = self.method.lasting_capacity(self.budget, padded)
+    most = self.method.lasting_capacity(self.fixed_budget, padded)
     return tuple(
       padded if self.method.keeps_all(layer) else min(most, padded)
       for layer in range(layers)

@@ -87,6 +87,17 @@ class Prompts:
     mask = _padded(protected, width, np.bool_)
     return cls(_padded(rows, width, np.int32), lengths, mask)
 
+  def rows(self) -> list[list[int]]:
+    """The tokens as lists."""
+    tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
+    return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
+
+  def row(self, index: int) -> "Prompts":
+    """One row alone, padded as before."""
+    own = slice(index, index + 1)
+    protected = None if self.protected is None else self.protected[own]
+    return Prompts(self.tokens[own], self.lengths[own], protected)
+
 
 def _padded(
   rows: Sequence[Sequence[int]], width: int, dtype: type

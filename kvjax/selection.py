@@ -116,11 +116,3 @@ def floor_share(counts: Int[Array, "*B"], share: float) -> Int[Array, "*B"]:
   exact = exact_share(share)
   whole, rest = jnp.divmod(counts, exact.denominator)
   return whole * exact.numerator + rest * exact.numerator // exact.denominator
-
-
-def round_share(counts: Int[Array, "*B"], share: float) -> Int[Array, "*B"]:
-  """Nearest integers to share * counts, exact as `floor_share`."""
-  exact = exact_share(share)
-  whole, rest = jnp.divmod(counts, exact.denominator)
-  twice = 2 * rest * exact.numerator + exact.denominator
-  return whole * exact.numerator + twice // (2 * exact.denominator)

@@ -62,16 +62,24 @@ def compress(
     return tuple(cache for _ in allowances)
   found = judged() if judged else judge(method, layer, cache, seen)
 
-  def kept(allowance: Allowance) -> Layer:
-    if allowance.whole:
-      return cache
-    slots = method.select(found, cache, allowance)
-    if method.packed:
-      heads = cache.positions.shape[1]
-      return PackedLayer.of(cache, slots, heads * allowance.capacity)
-    return cache.take(slots)
+  return tuple(
+    cache if allowance.whole else shortened(method, cache, found, allowance)
+    for allowance in allowances
+  )
 
-  return tuple(map(kept, allowances))
+
+def shortened(
+  method: Method,
+  cache: LayerCache,
+  found: PyTree[Array],
+  allowance: Allowance,
+) -> Layer:
+  """A layer with what a method chooses by what it has found there."""
+  slots = method.select(found, cache, allowance)
+  if method.packed:
+    heads = cache.positions.shape[1]
+    return PackedLayer.of(cache, slots, heads * allowance.capacity)
+  return cache.take(slots)
 
 
 def judge(
@@ -135,7 +143,7 @@ def evict(
   allowance = Allowance(
     limits.counts[layer],
     capacity,
-    budget=limits.plan.budget,
+    budget=limits.plan.fixed_budget,
     protected=protected,
   )
 

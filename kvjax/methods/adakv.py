@@ -129,9 +129,7 @@ class AdaKV(Method):
     most = min(self._most(kv_heads, allowance.capacity), slots)
     if self._judge is self.inner:
       return top_slots(scores, held, protected, counts, most, must_keep)
-    own = dataclasses.replace(
-      allowance, counts=counts, capacity=most, budget=None
-    )
+    own = dataclasses.replace(allowance, counts=counts, capacity=most)
     return self.inner.select(inner_found, cache, own)
 
   @property

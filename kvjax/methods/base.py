@@ -26,7 +26,10 @@ class Allowance:
     counts: tokens per row and KV head, the same for all heads or for each.
     capacity: M, slots of the new cache; at least every count.
     whole: no row has to lose anything.
-    budget: what the counts come from; None if they are shares of it.
+    budget: what every eviction may keep, where there are many: the counts are
+      those of the whole row.
+    together: tokens that all heads of a row keep together, for methods that
+      share them out; None for as many as their counts are.
     protected: by position, tokens that the user protects, if there are any.
   """
 
@@ -34,6 +37,7 @@ class Allowance:
   capacity: int = static()
   whole: bool = static(default=False)
   budget: Budget | None = static(default=None)
+  together: Int[Array, " B"] | None = None
   protected: Bool[Array, "B P"] | None = None
 
   @property
@@ -179,6 +183,12 @@ class Method(abc.ABC):
   ) -> tuple[int, ...]:
     """Tokens that a row keeps in each layer; here in all the same."""
     return (self.kept(budget, length),) * layers
+
+  def layer_together(
+    self, budget: Budget, length: int, layers: int, heads: int
+  ) -> tuple[int, ...]:
+    """Tokens that all heads of a row keep together in each layer."""
+    return tuple(heads * n for n in self.layer_kept(budget, length, layers))
 
   def layer_capacities(
     self, budget: Budget, padded: int, layers: int

@@ -15,7 +15,7 @@ from kvjax.methods.bounds import check_least, check_odd
 from kvjax.methods.leverage import Factor, Solver, draw_factors, leverage
 from kvjax.methods.noncausal import Scale, ValueNorm, noncausal_attention
 from kvjax.methods.standardise import Scope, standardised
-from kvjax.selection import age, head_counts, round_share, top_slots
+from kvjax.selection import age, head_counts, top_slots
 from kvjax.struct import struct
 
 Spread = Literal["head", "layer"]
@@ -114,6 +114,17 @@ class Compactor(Method):
     """Most tokens that a row of the bucket of `padded` tokens keeps."""
     return self.kept(budget, padded)
 
+  def layer_together(
+    self, budget: Budget, length: int, layers: int, heads: int
+  ) -> tuple[int, ...]:
+    """Tokens that all heads of a row keep together; see `spread`."""
+    most = heads * self.kept(budget, length)
+    if self.spread == "head" or not isinstance(budget, Retention):
+      return (most,) * layers
+    ends = self.first + self.last if self.retention_of == "middle" else 0
+    total = budget.nearest(heads * max(length - ends, 0))
+    return (min(max(total, heads), most),) * layers
+
   def evaluate(self, layer: int, cache: LayerCache, seen: Activations) -> Parts:
     """Both scores, standardised."""
     scored, start = cache.held, 0
@@ -162,23 +173,13 @@ class Compactor(Method):
       always = jnp.sum(ends.astype(jnp.int32), axis=-1)
       always = jnp.minimum(always, counts[:, None])
       kv_heads = held.shape[1]
-      total = self._total(allowance, length, kv_heads)
+      total = allowance.together
+      if total is None:
+        total = kv_heads * counts
       free = jnp.maximum(total - jnp.sum(always, axis=-1), 0)
       counts = always + head_counts(scores, held & ~ends, free)
       capacity = min(kv_heads * capacity, cache.capacity)
     return top_slots(scores, held, ends, counts, capacity, must_keep)
-
-  def _total(
-    self, allowance: Allowance, length: Int[Array, " B"], kv_heads: int
-  ) -> Int[Array, " B"]:
-    """Slots that the heads of a layer keep together; see `spread`."""
-    most = kv_heads * allowance.counts
-    if not isinstance(allowance.budget, Retention):
-      return most
-    if self.retention_of == "middle":
-      length = jnp.maximum(length - self.first - self.last, 0)
-    total = round_share(length * kv_heads, allowance.budget.share)
-    return jnp.clip(total, kv_heads, most)
 
   def _ends(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     """The first and last tokens, which always stay."""

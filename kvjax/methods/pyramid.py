@@ -85,8 +85,7 @@ class Pyramid(Method):
     self, found: PyTree[Array], cache: LayerCache, allowance: Allowance
   ) -> Int[Array, "B K M"]:
     """As the inner method, with this layer's share."""
-    share = dataclasses.replace(allowance, budget=None)
-    return self.inner.select(found, cache, share)
+    return self.inner.select(found, cache, allowance)
 
   def _counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], layers: int

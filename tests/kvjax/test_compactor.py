@@ -225,15 +225,19 @@ def test_a_layers_heads_share_one_rounding():
   method = Compactor(spread="layer")
   seen = random_activations(3, [61, 44], 64)
   cache = LayerCache.of(seen)
-  budget = kvjax.Retention(0.1)
   counts = jnp.asarray([7, 5])
   found = method.evaluate(0, cache, seen)
-  for allowance, kept in (
-    (Allowance(counts, 7, budget=budget), [12, 9]),
-    (Allowance(counts, 7, budget=kvjax.Tokens(7)), [14, 10]),
+  for budget, kept in (
+    (kvjax.Retention(0.1), [12, 9]),
+    (kvjax.Tokens(7), [14, 14]),
   ):
+    total = [method.layer_together(budget, n, 1, 2)[0] for n in (61, 44)]
+    assert total == kept
+    allowance = Allowance(counts, 7, together=jnp.asarray(total))
     slots = method.select(found, cache, allowance)
     assert jnp.sum(slots >= 0, axis=(1, 2)).tolist() == kept
+  slots = method.select(found, cache, Allowance(counts, 7))
+  assert jnp.sum(slots >= 0, axis=(1, 2)).tolist() == [14, 10]
 
 
 def test_blend_is_the_share_removed_where_asked(seen):

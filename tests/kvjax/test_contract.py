@@ -175,8 +175,8 @@ def layer_total(method, budget, n, count, heads):
 def run(method, seen, counts, capacities):
   cache = LayerCache.of(seen)
   allowances = [
-    Allowance(count, slots, budget=budget)
-    for count, slots, budget in zip(counts, capacities, BUDGETS, strict=True)
+    Allowance(each, slots, together=together)
+    for (each, together), slots in zip(counts, capacities, strict=True)
   ]
   return compress(method, LAYER, cache, seen, allowances)
 
@@ -196,7 +196,14 @@ def room(method, lengths, padded):
 def kept(method, seen, lengths=LENGTHS, run=compiled):
   """Positions kept with each budget, per row and head, as lists."""
   counts, capacities = room(method, lengths, seen.positions.shape[1])
-  layers = run(method, seen, tuple(map(jnp.asarray, counts)), capacities)
+  heads = seen.keys.shape[1]
+  together = [
+    [method.layer_together(budget, n, 3, heads)[LAYER] for n in lengths]
+    for budget in BUDGETS
+  ]
+  both = zip(counts, np.array(together, np.int32), strict=True)
+  both = tuple((jnp.asarray(x), jnp.asarray(y)) for x, y in both)
+  layers = run(method, seen, both, capacities)
   rows = range(len(lengths))
   return [[layer_positions(layer, row) for row in rows] for layer in layers]
 
@@ -312,13 +319,18 @@ class TestMethod:
         assert set(places) <= set(range(LENGTHS[1]))
 
 
+# Step by step everything compiles by itself: one of each family.
+@pytest.mark.parametrize(
+  "name", ["h2o", "snapkv", "keydiff", "lagkv", "compactor", "protokv"]
+)
+def test_jit_equals_eager(name):
+  method = CASES[name]
+  seen = activations(2)
+  assert kept(method, seen) == kept(method, seen, run=run)
+
+
 @pytest.mark.parametrize("name", PLAIN)
 class TestPlainMethod:
-  def test_jit_equals_eager(self, name):
-    method = CASES[name]
-    seen = activations(2)
-    assert kept(method, seen) == kept(method, seen, run=run)
-
   def test_a_bfloat16_cache_is_scored_as_its_float32_copy(self, name):
     method = CASES[name]
     narrow = activations(4, dtype="bfloat16")

@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import answering
-from kvjax import prefilling as engine
+from kvjax import one_pass as engine
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, KeyDiff, get_method
 from kvjax.sampling import Sampling, sample
@@ -233,11 +233,11 @@ def test_prompts_of_one_bucket_share_a_program():
 
   cache, _ = run([33, 40])
   ask(cache, [[1], [2]])
-  prefills = engine._sweep._cache_size()
+  prefills = engine.one_pass._cache_size()
   asked = answering._answer._cache_size()
   cache, _ = run([48, 35])
   ask(cache, [[1, 2, 3], [2] * 30])
-  assert engine._sweep._cache_size() == prefills
+  assert engine.one_pass._cache_size() == prefills
   assert answering._answer._cache_size() == asked
 
 

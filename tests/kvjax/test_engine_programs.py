@@ -5,8 +5,9 @@ import dataclasses
 import jax
 
 import kvjax
-from kvjax import prefilling
 from kvjax.methods import FullKV, KeyDiff
+from kvjax.one_pass import one_pass
+from kvjax.plans import Kept, Room
 from kvjax.prompts import bucket, bucket_lengths
 from kvjax.testing import TinyModel
 
@@ -28,17 +29,17 @@ def test_a_layers_full_cache_does_not_outlive_the_layer():
   length, budget = 2048, 128
 
   def memory(method, budget):
-    counts = jax.ShapeDtypeStruct((1, 8, 1), "int32")
-    lowered = prefilling._sweep.lower(
+    counts = jax.ShapeDtypeStruct((8, 1), "int32")
+    lowered = one_pass.lower(
       model,
       params,
       jax.ShapeDtypeStruct((1, length), "int32"),
       jax.ShapeDtypeStruct((1,), "int32"),
-      counts,
+      [Kept(counts, counts)],
       [None],
       None,
       plans=(kvjax.Plan(method, kvjax.Tokens(budget)),),
-      rooms=((prefilling.Room(budget, budget == length),) * 8,),
+      rooms=((Room(budget, budget == length),) * 8,),
       most_reads=(0,),
     )
     used = lowered.compile().memory_analysis()

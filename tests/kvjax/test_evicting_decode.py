@@ -49,16 +49,12 @@ QUESTIONS = kvjax.Prompts.of(ASKED, 8)
 ALL = kvjax.Retention(1.0)
 
 BUDGET = kvjax.Tokens(12)
-# Everything that is defined for blocks and decoding.
+# What each remembers, or does not, is of another kind.
 NAMES = [
   "random",
   "streaming",
-  "key_norm",
   "h2o",
-  "h2o.keydiff",
   "tova",
-  "tova.keydiff",
-  "snapkv:window=4",
   "snapkv:window=6:kernel=3:pooling=max",
   "keydiff",
   "keydiff:recent_frac=0.2",

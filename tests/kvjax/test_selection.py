@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.budgets import Retention, Tokens
 from kvjax.errors import InputError
-from kvjax.selection import age, floor_share, round_share, top_slots
+from kvjax.selection import age, floor_share, top_slots
 
 
 def by_hand(scores, held, protected, count):
@@ -97,7 +97,6 @@ def test_shares_are_exact(share):
   np.testing.assert_array_equal(
     floor_share(jnp.asarray(counts), share), [math.floor(x) for x in exact]
   )
-  np.testing.assert_array_equal(
-    round_share(jnp.asarray(counts), share),
-    [math.floor(x + Fraction(1, 2)) for x in exact],
-  )
+  assert [Retention(share).nearest(int(n)) for n in counts] == [
+    math.floor(x + Fraction(1, 2)) for x in exact
+  ]

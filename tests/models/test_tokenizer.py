@@ -47,6 +47,69 @@ def test_chats_equal_those_of_transformers(sample):
   assert tokenizer.decode(ids) == sample["decoded"]
 
 
+def _byte_level():
+  """As GPT-2: offsets leave out the blanks around a word."""
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  ids = {token: number for number, token in enumerate([*alphabet, "Ġc", "ĠĠ"])}
+  backend = tokenizers.Tokenizer(
+    tokenizers.models.BPE(ids, [("Ġ", "c"), ("Ġ", "Ġ")])
+  )
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+    add_prefix_space=False
+  )
+  backend.post_processor = tokenizers.processors.ByteLevel(
+    add_prefix_space=False, trim_offsets=True
+  )
+  return Tokenizer(backend, {})
+
+
+def _sentence_pieces():
+  """As Llama 2 and Mistral: blanks are letters, what is unknown is bytes."""
+  known = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
+  ids = {token: number for number, token in enumerate(known)}
+  backend = tokenizers.Tokenizer(
+    tokenizers.models.BPE(
+      ids, [("▁", "a")], unk_token="<unk>", byte_fallback=True
+    )
+  )
+  backend.normalizer = tokenizers.normalizers.Sequence(
+    [
+      tokenizers.normalizers.Prepend("▁"),
+      tokenizers.normalizers.Replace(" ", "▁"),
+    ]
+  )
+  return Tokenizer(backend, {})
+
+
+@pytest.mark.parametrize(
+  ("make", "text", "pieces"),
+  [
+    (_byte_level, "a c  c", ["a", " c", " ", " c"]),
+    (
+      _byte_level,
+      " é日\n c   ",
+      [" ", "é", "", "日", "", "", "\n", " c", "  ", " "],
+    ),
+    (_byte_level, "", []),
+    (_sentence_pieces, "a aé  a\n", ["a", " a", "é", "", " ", " a", "\n"]),
+  ],
+)
+def test_pieces_are_the_parts_of_the_text(make, text, pieces):
+  tokenizer = make()
+  assert tokenizer.pieces(text) == pieces
+  assert "".join(pieces) == text
+  assert len(pieces) == tokenizer.count(text)
+
+
+@pytest.mark.parametrize("sample", CHAT["samples"], ids=lambda s: s["context"])
+def test_pieces_of_a_chat(sample):
+  tokenizer = Tokenizer.load(GOLDEN / "chat")
+  pieces = tokenizer.pieces(sample["rendered"])
+  assert "".join(pieces) == sample["rendered"]
+  assert len(pieces) == len(sample["ids"])
+  assert pieces.count("<|user|>") == sample["rendered"].count("<|user|>")
+
+
 def test_special_tokens_equal_those_of_transformers():
   tokenizer = Tokenizer.load(GOLDEN / "chat")
   assert tokenizer.bos_id == SPECIAL["bos_id"]

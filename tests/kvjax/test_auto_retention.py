@@ -1,0 +1,246 @@
+"""Rows that keep what their likelihood says they need."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import one_pass, uncut
+from kvjax.calibration import Calibration
+from kvjax.errors import InputError
+from kvjax.layers import LayerCache
+from kvjax.methods import METHODS, FullKV, KeyDiff, get_method
+from kvjax.packed import PackedLayer
+from kvjax.prompts import bucket
+from kvjax.sharding import parse_mesh
+from kvjax.testing import TinyModel, held_positions
+
+MODEL = TinyModel()
+PARAMS = MODEL.init()
+RNG = np.random.default_rng(0)
+# No token twice: equal keys would tie, and ties fall as rounding falls.
+ROWS = [RNG.permutation(64)[:n].tolist() for n in (50, 41)]
+PROMPTS = kvjax.Prompts.of(ROWS)
+NLL = np.asarray(kvjax.negative_log_likelihood(MODEL, PARAMS, PROMPTS))
+# One row's curve is bent by -16, the other's is nearly straight.
+ALPHA = 16 / float(NLL.max() - NLL.min())
+BETA = -ALPHA * float(NLL.max()) - 0.1
+TAU = 0.9
+# Every method, and presets and wrappers of every kind, in sizes that bite.
+NAMES = [
+  "full",
+  "random",
+  "streaming:rerotate=true",
+  "key_norm:skip_layers=0",
+  "keydiff",
+  "h2o",
+  "tova",
+  "snapkv:window=5",
+  "pyramid/ada/keydiff",
+  "adakv",
+  "chunkkv:window=5:chunk=4:layer_reuse=2",
+  "lagkv:sinks=2:lag=6",
+  "compactor.vllm:sketch=none:first=2:last=3:chunk=16:leverage_chunk=20",
+  "protokv.chunk:window=5:prototypes=20",
+]
+PLAIN = kvjax.Plan(FullKV(), kvjax.Retention(1.0))
+
+
+def calibrated(method, tau=TAU, alpha=ALPHA, beta=BETA, per_query_head=False):
+  record = Calibration(
+    alpha, beta, "tiny", str(method), per_query_head, (0.1, 1.0), 0.0, 1
+  )
+  return kvjax.Calibrated(record, tau)
+
+
+def automatic(name, per_query_head=False, **options):
+  method = get_method(name)
+  budget = calibrated(method, per_query_head=per_query_head, **options)
+  return kvjax.Plan(method, budget, per_query_head=per_query_head)
+
+
+def fixed(plan, share):
+  return dataclasses.replace(plan, budget=kvjax.Retention(float(share)))
+
+
+def curve_inverse(tau, kc):
+  return np.log1p(tau * np.expm1(kc)) / kc
+
+
+def held(layer, row):
+  """Keys and values of a row by head, in the order of their positions."""
+  heads = np.arange(layer.lengths.shape[1])[:, None]
+  if isinstance(layer, PackedLayer):
+    layer = layer.pages
+    heads = np.asarray(layer.heads[row])[:, None]
+  filled = np.asarray(layer.positions[row]) >= 0
+  return [
+    np.asarray(x[row])[filled & (heads == head)]
+    for x in (layer.keys, layer.values)
+    for head in range(heads.max() + 1)
+  ]
+
+
+def test_every_method_is_here():
+  kinds = {type(get_method(name)) for name in NAMES}
+  assert kinds == set(METHODS.values())
+
+
+def test_a_row_keeps_what_its_retention_asks_for():
+  """Exactly what a fixed plan of its retention keeps, for every method."""
+  shares = curve_inverse(TAU, ALPHA * NLL.astype(float) + BETA)
+  assert sorted(shares) == pytest.approx([0.143, 0.897], abs=0.01)
+  plans = [automatic(name) for name in NAMES]
+  plans.append(automatic("keydiff", per_query_head=True))
+  asked = [fixed(plan, share) for plan in plans for share in shares]
+  found = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [*plans, *asked])
+  np.testing.assert_allclose(found.nll, NLL, rtol=1e-6)
+  for told in found.retentions[: len(plans)]:
+    np.testing.assert_allclose(told, shares, rtol=1e-4)
+  expected = found.caches[len(plans) :]
+  for index, (plan, ours) in enumerate(zip(plans, found.caches, strict=False)):
+    for row in range(2):
+      theirs = expected[2 * index + row]
+      assert held_positions(ours, row) == held_positions(theirs, row), plan
+      assert ours.next_positions[row] == theirs.next_positions[row]
+      for one, other in zip(ours.layers, theirs.layers, strict=True):
+        jax.tree.map(
+          np.testing.assert_array_equal, held(one, row), held(other, row)
+        )
+
+
+@pytest.mark.parametrize("name", ["keydiff", "pyramid/ada/keydiff"])
+def test_a_row_stands_alone(name):
+  plan = automatic(name)
+  together, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+  _, plain = kvjax.prefill(MODEL, PARAMS, PROMPTS, PLAIN)
+  np.testing.assert_allclose(logits, plain, rtol=0, atol=1e-5)
+  for index, row in enumerate(ROWS):
+    alone, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of([row]), plan)
+    assert held_positions(together, index) == held_positions(alone, 0)
+
+
+def test_other_documents_run_the_same_programs():
+  """And so do other calibrations and other qualities."""
+
+  def run(prompts, **options):
+    plan = automatic("keydiff", **options)
+    found = kvjax.measured_sweep(MODEL, PARAMS, prompts, [plan])
+    assert found.caches[0].layers[0].capacity == 48
+    return found.retentions[0].tolist()
+
+  first = run(PROMPTS)
+  programs = one_pass.one_pass._cache_size(), uncut._cut._cache_size()
+  others = kvjax.Prompts.of([row[::-1] for row in ROWS[::-1]])
+  assert programs[1] > 0
+  for shares in (
+    run(others),
+    run(PROMPTS, tau=0.85),
+    run(PROMPTS, alpha=0.0, beta=-0.5),
+  ):
+    assert shares != first
+  assert programs == (one_pass.one_pass._cache_size(), uncut._cut._cache_size())
+
+
+def test_what_is_allocated_is_the_bucket_of_the_roomiest_row(monkeypatch):
+  full, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, PLAIN)
+  whole = full.layers[0].keys.shape
+  del full
+
+  def dense():
+    return sum(array.shape == whole for array in jax.live_arrays())
+
+  def watched(*args, **kwargs):
+    alive.append(dense() - before)
+    return cut(*args, **kwargs)
+
+  before, alive, cut = dense(), [], uncut._cut
+  monkeypatch.setattr(uncut, "_cut", watched)
+  plan = automatic("keydiff", alpha=0.0, beta=-2.0)  # retentions of 0.75
+  found = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [plan])
+  (cache,) = found.caches
+  assert cache.lengths[0, :, 0].tolist() == [38, 31]
+  slots = bucket(38)
+  assert slots < 64
+  shape = MODEL.geometry
+  per_slot = 2 * shape.head_dim * 4 + 4
+  layer = 2 * shape.kv_heads * slots * per_slot + 4
+  assert cache.nbytes == shape.layers * layer + 2 * 4
+  assert cache.nbytes == sum(x.nbytes for x in jax.tree.leaves(cache))
+  # Keys and values of two layers, then of the second, then of none.
+  assert [*alive, dense() - before] == [4, 2, 0]
+
+
+def test_where_nothing_can_go_all_of_it_stays():
+  """tau is 1, a row has one token, or likelihoods are not numbers."""
+  prompts = kvjax.Prompts.of([ROWS[0], [7]])
+  plans = [
+    automatic("keydiff", alpha=0.0, beta=-9.0),
+    automatic("keydiff", tau=1.0),
+    automatic("adakv", tau=1.0),
+    automatic("keydiff", tau=1.0, per_query_head=True),
+  ]
+  found = kvjax.measured_sweep(MODEL, PARAMS, prompts, plans)
+  some, *whole = found.caches
+  assert np.isnan(found.nll[1])
+  assert found.retentions[0][1] == 1
+  assert held_positions(some, 1) == [[[0], [0]]] * 2
+  assert int(some.lengths[0, 0, 0]) < 50
+  twice = dataclasses.replace(PLAIN, per_query_head=True)
+  (full, each), _ = kvjax.sweep(MODEL, PARAMS, prompts, [PLAIN, twice])
+  for cache, expected in zip(whole, (full, full, each), strict=True):
+    jax.tree.map(np.testing.assert_array_equal, cache, expected)
+
+  broken = jax.tree.map(lambda x: x.at[7].set(jnp.nan), PARAMS["embedding"])
+  broken = PARAMS | {"embedding": broken}
+  rows = kvjax.Prompts.of([[1, 7, 3, 4]])
+  (cache,), _ = kvjax.sweep(MODEL, broken, rows, plans[:1])
+  assert cache.lengths[:, 0].tolist() == [[4, 4]] * 2
+
+
+def test_fixed_and_calibrated_plans_share_a_pass():
+  plans = [
+    kvjax.get_plan("flat", kvjax.Tokens(5)),
+    automatic("keydiff", tau=0.5),
+    kvjax.Plan(KeyDiff(), kvjax.Tokens(9)),
+    automatic("tova"),
+    automatic("keydiff", tau=0.99, alpha=0.0, beta=-5.0),
+    kvjax.Plan(KeyDiff(), kvjax.Tokens(9), kvjax.Schedule(every=2)),
+  ]
+  found = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, plans)
+  told = [shares is not None for shares in found.retentions]
+  assert told == [False, True, False, True, True, False]
+  for plan, cache in zip(plans, found.caches, strict=True):
+    alone, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+    jax.tree.map(np.testing.assert_array_equal, alone, cache)
+
+
+def test_protected_tokens_stay_or_are_too_many():
+  masks = [[index in (3, 4) for index in range(len(row))] for row in ROWS]
+  prompts = kvjax.Prompts.of(ROWS, protected=masks)
+  plan = automatic("keydiff", alpha=0.0, beta=-20.0)
+  cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+  for row in range(2):
+    for layer in held_positions(cache, row):
+      for places in layer:
+        assert {3, 4} <= set(places)
+        assert len(places) < 10
+  prompts = kvjax.Prompts.of(ROWS, protected=[[True] * 50, [False] * 41])
+  with pytest.raises(InputError, match="50 tokens of a prompt are protected"):
+    kvjax.prefill(MODEL, PARAMS, prompts, plan)
+
+
+def test_four_devices_equal_one():
+  plans = [automatic(name) for name in ("keydiff", "adakv")]
+  expected, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
+  with jax.set_mesh(parse_mesh("data:2,model:2")):
+    caches, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
+  layer = caches[0].layers[0]
+  assert isinstance(layer, LayerCache)
+  assert layer.keys.addressable_shards[0].data.shape[:2] == (1, 1)
+  for ours, theirs in zip(caches, expected, strict=True):
+    for row in range(2):
+      assert held_positions(ours, row) == held_positions(theirs, row)

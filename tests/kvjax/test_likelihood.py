@@ -1,0 +1,178 @@
+"""How likely texts are, against float64 sums over dense logits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import likelihood
+from kvjax.decoding import feed
+from kvjax.errors import InputError
+from kvjax.methods import FullKV, KeyDiff
+from kvjax.one_pass import one_pass
+from kvjax.testing import TinyModel, poisoned
+
+MODEL = TinyModel()
+PARAMS = MODEL.init()
+RNG = np.random.default_rng(0)
+ROWS = [RNG.integers(0, 64, n).tolist() for n in (50, 33, 1, 2)]
+QUESTIONS = [[5, 6, 1], [7], [1, 2], [9]]
+ANSWERS = [[4], [3, 1, 4, 1], [8, 8], [60, 2, 7]]
+WHOLE = kvjax.Plan(FullKV(), kvjax.Retention(1.0))
+
+
+@jax.jit
+def dense(tokens):
+  """Hidden states and logits at every position, by a library's attention."""
+
+  def attend(_, state, seen):
+    swapped = [
+      jnp.swapaxes(x, 1, 2) for x in (seen.queries, seen.keys, seen.values)
+    ]
+    output = jax.nn.dot_product_attention(*swapped, is_causal=True)
+    return jnp.swapaxes(output, 1, 2), state
+
+  places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+  hidden, _ = MODEL.hidden(PARAMS, tokens, places, (None,) * 2, attend)
+  return hidden, MODEL.logits(PARAMS, hidden)
+
+
+def losses(row):
+  """-ln p of every token but the first, in float64."""
+  padded = np.zeros((1, 64), np.int32)
+  padded[0, : len(row)] = row
+  logits = np.asarray(dense(padded)[1][0], np.float64)[: len(row) - 1]
+  logits -= logits.max(axis=1, keepdims=True)
+  p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+  return -np.log(p[np.arange(len(row) - 1), row[1:]])
+
+
+def prefilled(method, budget=10):
+  plan = kvjax.Plan(kvjax.get_method(method), kvjax.Tokens(budget))
+  return kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)[0]
+
+
+def answer_nll(cache, questions=QUESTIONS, answers=ANSWERS):
+  return kvjax.answer_nll(
+    MODEL,
+    PARAMS,
+    cache,
+    kvjax.Prompts.of(questions),
+    kvjax.Prompts.of(answers),
+  )
+
+
+def test_prompts_are_as_likely_as_float64_says():
+  found = kvjax.negative_log_likelihood(MODEL, PARAMS, kvjax.Prompts.of(ROWS))
+  expected = [losses(row).mean() if len(row) > 1 else np.nan for row in ROWS]
+  np.testing.assert_allclose(found, expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize("at_once", [1, 28, 9999])
+def test_parts_add_up_and_padding_has_no_say(monkeypatch, at_once):
+  """Parts of 1, 7 and all 50 positions of four rows."""
+  monkeypatch.setattr(likelihood, "_AT_ONCE", at_once)
+  prompts = kvjax.Prompts.of(ROWS, 50)
+  hidden = jnp.stack([dense(row[None])[0][0] for row in prompts.tokens])
+  real = np.arange(50)[None] < prompts.lengths[:, None]
+  assert np.all(real[0])
+  found = likelihood.prompt_nll(
+    MODEL,
+    PARAMS,
+    jnp.where(real[..., None], hidden, jnp.nan),
+    jnp.asarray(np.where(real, prompts.tokens, -1)),
+    jnp.asarray(prompts.lengths),
+  )
+  expected = [losses(row).mean() if len(row) > 1 else np.nan for row in ROWS]
+  np.testing.assert_allclose(found, expected, rtol=2e-6)
+
+
+def test_memory_does_not_grow_with_the_logits_of_a_prompt():
+  model, length = TinyModel(vocab_size=16_384), 4096
+  int32 = functools.partial(jax.ShapeDtypeStruct, dtype="int32")
+  given = (jax.eval_shape(model.init), int32((1, length)), int32((1,)))
+  alone = likelihood._nll.lower(model, *given)
+  prefill, plain = (
+    one_pass.lower(
+      model,
+      *given,
+      [],
+      [],
+      None,
+      plans=(),
+      rooms=(),
+      most_reads=(),
+      waiting=(kvjax.Plan(KeyDiff(), kvjax.Retention(1.0)),),
+      measured=measured,
+    )
+    for measured in (True, False)
+  )
+  alone, prefill, plain = (
+    lowered.compile().memory_analysis().temp_size_in_bytes
+    for lowered in (alone, prefill, plain)
+  )
+  logits = length * 16_384 * 4
+  # 256 positions at once, and as much again for their exponentials.
+  assert alone < logits / 4
+  assert prefill < plain + logits / 4
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_answers_are_as_likely_as_float64_says(poison):
+  cache = prefilled("full")
+  found = answer_nll(poisoned(cache) if poison else cache)
+  expected = [
+    losses([*row, *question, *answer])[-len(answer) :].mean()
+    for row, question, answer in zip(ROWS, QUESTIONS, ANSWERS, strict=True)
+  ]
+  np.testing.assert_allclose(found, expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize("method", ["keydiff", "ada/keydiff"])
+def test_a_compressed_cache_is_asked_token_by_token(method):
+  """Teacher-forced as by decoding that is told what to say."""
+  cache = prefilled(method)
+  found = answer_nll(cache)
+  fed = cache.grown([layer.capacity + 7 for layer in cache.layers])
+  step = jax.jit(feed, static_argnums=0)
+  total = np.zeros(4)
+  logits = None
+  for index in range(7):
+    row = [
+      (q + a)[index] if index < len(q + a) else 0
+      for q, a in zip(QUESTIONS, ANSWERS, strict=True)
+    ]
+    alive = [
+      int(index < len(q + a)) for q, a in zip(QUESTIONS, ANSWERS, strict=True)
+    ]
+    for r, (q, a) in enumerate(zip(QUESTIONS, ANSWERS, strict=True)):
+      if len(q) <= index < len(q + a):
+        wide = np.asarray(logits[r], np.float64)
+        total[r] += np.log(np.exp(wide - wide[row[r]]).sum()) / len(a)
+    logits, fed = step(
+      MODEL, PARAMS, fed, jnp.asarray(row)[:, None], jnp.asarray(alive)
+    )
+  np.testing.assert_allclose(found, total, rtol=5e-6)
+  whole = answer_nll(prefilled("full"))
+  assert np.all(np.abs(found[:2] - whole[:2]) > 1e-3)
+
+
+def test_mistakes_are_explained():
+  cache = prefilled("full")
+  with pytest.raises(InputError, match="4 rows, 1 questions and 4 answers"):
+    answer_nll(cache, QUESTIONS[:1])
+  with pytest.raises(InputError, match="4 rows, 4 questions and 2 answers"):
+    answer_nll(cache, answers=ANSWERS[:2])
+  with pytest.raises(InputError, match=r"has 4\d+ tokens; .* context is 4096"):
+    answer_nll(cache, answers=[[1] * 4090] * 4)
+  prompts = kvjax.Prompts.of([[1] * 4097])
+  with pytest.raises(InputError, match="context is 4096"):
+    kvjax.negative_log_likelihood(MODEL, PARAMS, prompts)
+  schedule = kvjax.Schedule(every=2)
+  plan = kvjax.Plan(KeyDiff(), kvjax.Tokens(10), schedule)
+  cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
+  with pytest.raises(InputError, match="goes on evicting every 2"):
+    answer_nll(cache)
