@@ -35,13 +35,12 @@ def passkey(
   `InputError` when `length` is too short for the prompt.
   """
   key = "".join(rng.choice("0123456789") for _ in range(digits))
-  depth = rng.random() if depth is None else depth
+  place = rng.random() if depth is None else depth
   text = fitting.ProseText(rng, part)
 
   def context(words: int) -> str:
     sentences = text.sentences(words)
-    place = int(len(sentences) * depth)
-    sentences.insert(place, NEEDLE.format(key=key))
+    sentences.insert(int(len(sentences) * place), NEEDLE.format(key=key))
     return f"{INTRO}{' '.join(sentences)}\n"
 
   fixed = count(QUESTION) + count(ANSWER_PREFIX) + MAX_NEW_TOKENS
@@ -53,6 +52,7 @@ def passkey(
     answers=(key,),
     task="passkey",
     max_new_tokens=MAX_NEW_TOKENS,
+    # Samples of one depth are averaged: what was drawn is nobody else's.
     metadata={"length": length, "depth": depth, "haystack": "essay"},
     metric="passkey",
   )
