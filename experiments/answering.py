@@ -117,8 +117,18 @@ class Shape(NamedTuple):
     return cls(rows, _round_up(contexts), _round_up(questions))
 
 
-# What is left of a batch's prompts, and the logits after them.
-_Prefilled = tuple[kvjax.Cache, Float[Array, "B V"]]
+class _Prefilled(NamedTuple):
+  """What is left of a batch's prompts.
+
+  Attributes:
+    cache: of a plan.
+    logits: after the prompts.
+    retentions: of the rows, where a calibration has told them.
+  """
+
+  cache: kvjax.Cache
+  logits: Float[Array, "B V"]
+  retentions: Float[np.ndarray, " B"] | None = None
 
 
 class Reply(NamedTuple):
@@ -129,7 +139,8 @@ class Reply(NamedTuple):
     row: number of the context in its batch.
     turn: number of the question among those of the context.
     context_tokens: tokens of what was prefilled.
-    retention: share of them that the budget allows.
+    retention: share of them that the budget allows, or that its calibration
+      has told.
     kept_tokens: tokens held, mean over layers and KV heads.
     read_tokens: tokens that the next token attends to, likewise.
     cache_bytes: bytes allocated for the row.
@@ -212,7 +223,7 @@ def replies(
     [candidate.plan for candidate in candidates],
     kvjax.Prompts.of(texts, shape.context),
   )
-  caches = [cache for cache, _ in prefilled]
+  caches = [one.cache for one in prefilled]
   kept, read = jax.device_get(
     ([cache.lengths for cache in caches], [cache.reads for cache in caches])
   )
@@ -220,12 +231,13 @@ def replies(
   seconds.prefill += time.monotonic() - began
 
   turns = max(len(prompts) for prompts in contexts)
-  for capacity, group in _groups(candidates, caches):
-    joined = _joined([prefilled[i] for i in group], capacity)
+  for capacity, group in groups(candidates, caches):
+    cache = joined([caches[i] for i in group], capacity)
+    logits = jnp.concatenate([prefilled[i].logits for i in group])
     for turn in range(turns):
       began = time.monotonic()
       asked = [prompts[min(turn, len(prompts) - 1)] for prompts in rows]
-      answers = _answers(lm, *joined, asked, shape)
+      answers = _answers(lm, cache, logits, asked, shape)
       seconds.answer += time.monotonic() - began
       yield [
         Reply(
@@ -233,7 +245,9 @@ def replies(
           row,
           turn,
           len(texts[row]),
-          candidates[index].retention(len(texts[row])),
+          candidates[index].retention(len(texts[row]))
+          if (told := prefilled[index].retentions) is None
+          else float(told[row]),
           float(np.mean(kept[index][:, row], dtype=np.float64)),
           float(np.mean(read[index][:, row], dtype=np.float64)),
           caches[index].nbytes // shape.rows,
@@ -247,15 +261,11 @@ def replies(
       ]
 
 
-def _joined(
-  prefilled: Sequence[_Prefilled], capacity: int
-) -> tuple[kvjax.Cache, Float[Array, "R V"]]:
-  """Caches and logits as those of one batch."""
-  caches = [cache for cache, _ in prefilled]
+def joined(caches: Sequence[kvjax.Cache], capacity: int) -> kvjax.Cache:
+  """Caches as one whose rows are theirs, of as many slots in every layer."""
   if len(caches) > 1:
     caches = [cache.grown([capacity] * len(cache.layers)) for cache in caches]
-  logits = jnp.concatenate([logits for _, logits in prefilled])
-  return kvjax.concatenate(caches), logits
+  return kvjax.concatenate(caches)
 
 
 def _answers(
@@ -283,19 +293,29 @@ def _prefilled(
   """A cache and logits per plan; plans for whole prompts share a pass."""
   model, params = lm.model, lm.params
   shared = [plan for plan in plans if plan.schedule.block is None]
-  swept: Iterator[_Prefilled] = iter(())
-  if shared:
-    caches, logits = kvjax.sweep(model, params, contexts, shared)
-    swept = ((cache, logits) for cache in caches)
+  swept = iter(_swept(lm, shared, contexts) if shared else ())
   return [
     next(swept)
     if plan.schedule.block is None
-    else kvjax.prefill(model, params, contexts, plan)
+    else _Prefilled(*kvjax.prefill(model, params, contexts, plan))
     for plan in plans
   ]
 
 
-def _groups(
+def _swept(
+  lm: Pretrained, plans: Sequence[kvjax.Plan], contexts: kvjax.Prompts
+) -> list[_Prefilled]:
+  """From one pass, which tells likelihoods only if a plan asks for them."""
+  model, params = lm.model, lm.params
+  if any(isinstance(plan.budget, kvjax.Calibrated) for plan in plans):
+    found = kvjax.measured_sweep(model, params, contexts, plans)
+    pairs = zip(found.caches, found.retentions, strict=True)
+    return [_Prefilled(cache, found.logits, told) for cache, told in pairs]
+  caches, logits = kvjax.sweep(model, params, contexts, plans)
+  return [_Prefilled(cache, logits) for cache in caches]
+
+
+def groups(
   candidates: Sequence[Candidate], caches: Sequence[kvjax.Cache]
 ) -> list[tuple[int, list[int]]]:
   """Caches that are asked together, with the capacity that holds them all.
@@ -306,7 +326,7 @@ def _groups(
   """
   sizes = [{layer.capacity for layer in cache.layers} for cache in caches]
   common = {max(size) for size in sizes if len(size) == 1}
-  groups: dict[int, list[int]] = {}
+  found: dict[int, list[int]] = {}
   alone = []
   for index, (candidate, size) in enumerate(
     zip(candidates, sizes, strict=True)
@@ -318,8 +338,8 @@ def _groups(
       continue
     fitting = [capacity for capacity in common if capacity >= max(size)]
     capacity = min(fitting, default=max(size))
-    groups.setdefault(capacity, []).append(index)
-  return [*groups.items(), *alone]
+    found.setdefault(capacity, []).append(index)
+  return [*found.items(), *alone]
 
 
 def _round_up(length: int) -> int:

@@ -14,6 +14,7 @@ from experiments.answering import QUERY_AWARE, Protocol
 from experiments.benchmarks import (
   grids,
   longbench,
+  longbench_files,
   longbench_sets,
   multiturn,
   ruler,
@@ -37,8 +38,8 @@ _LENGTH = flags.DEFINE_list(
   "length",
   None,
   "Tokens of prompt and answer, chat template aside; by default 2,048 for "
-  "RULER and 1,024 for what else is made here. Of LongBench's prompts the most, the "
-  "middle being cut out; by default what the model's context has room for.",
+  "RULER and 1,024 for what else is made here. Of LongBench's prompts the "
+  "most, the middle being cut out; by default what the context has room for.",
 )
 _SAMPLES = flags.DEFINE_integer(
   "samples",
@@ -124,12 +125,18 @@ def _ruler(lm: Pretrained) -> Drawn:
     path = pathlib.Path(_DATA.value)
     wanted = lengths() if _LENGTH.present else None
     samples = ruler_files.load(path, _TASKS.value, wanted, _SAMPLES.value)
-    return Drawn(samples, {"files": path.name})
+    return Drawn(samples, {"files": results.data_name(path)})
   texts, choice = _ruler_texts()
-  drawn = ruler.samples(
+  samples = ruler.samples(
     choice.tasks, lengths(), *_numbers(20), lm.tokenizer.count, texts
   )
-  return Drawn(drawn, choice.data, choice.notes)
+  notes = [
+    f"{task} is left out at {length} tokens: it needs more words, by --words."
+    for length in lengths()
+    for task in choice.tasks
+    if (task, length) not in samples
+  ]
+  return Drawn(samples, texts.origins, [*choice.notes, *notes])
 
 
 @functools.cache
@@ -144,10 +151,12 @@ def _longbench(lm: Pretrained) -> Drawn:
   room = (context - _LONGBENCH_ANSWER) // _LONGBENCH_STEP * _LONGBENCH_STEP
   (limit,) = lengths() if _LENGTH.present else [room]
   path = pathlib.Path(_DATA.value or "")
-  names = list(_TASKS.value or longbench_sets.SETS)
+  there = longbench_files.find(path, longbench_sets.NAMES)
+  names = _TASKS.value or [
+    name for name in longbench_sets.SETS if name in there
+  ]
   samples = longbench.samples(path, names, limit, lm.tokenizer, _SAMPLES.value)
-  about = longbench.provenance(path, samples)
-  return Drawn(samples, {"files": path.name}, about=about)
+  return Drawn(samples, {"files": results.data_name(path)})
 
 
 def _needle(lm: Pretrained) -> Drawn:
@@ -230,7 +239,8 @@ def _check_longbench() -> None:
     )
   if len(lengths()) > 1:
     raise InputError("--length takes one limit for LongBench, such as 7500.")
-  longbench_sets.check_names(_TASKS.value or [])
+  if _TASKS.value:
+    longbench_sets.check_names(_TASKS.value)
 
 
 def lengths() -> list[int]:
@@ -257,15 +267,20 @@ def draw(lm: Pretrained) -> Drawn:
     InputError: a length is too short for a task or longer than the model's
       context, a task does not exist, or a file cannot be read.
   """
-  if lengths():
+  if _DATA.value is None:
     inputs.check_lengths(lm, lengths())
   drawn = _DRAW[BENCHMARK.value](lm)
   registry.check({s.metric for part in drawn.samples.values() for s in part})
-  if _CHAT.value == "official":
-    return drawn._replace(data={**drawn.data, "chat template": "official"})
-  return drawn._replace(
-    samples={
-      part: [dataclasses.replace(sample, chat=True) for sample in samples]
-      for part, samples in drawn.samples.items()
+  if BENCHMARK.value not in _OWNERS["chat"]:
+    return drawn
+  samples = drawn.samples
+  if _CHAT.value == "always":
+    samples = {
+      part: [dataclasses.replace(sample, chat=True) for sample in own]
+      for part, own in samples.items()
     }
+  about = (
+    longbench.provenance(samples) if BENCHMARK.value == "longbench" else {}
   )
+  data = {**drawn.data, "chat template": _CHAT.value}
+  return drawn._replace(samples=samples, data=data, about=about)

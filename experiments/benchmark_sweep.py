@@ -59,6 +59,8 @@ def main() -> None:
   """Times a sweep and its parts in turns."""
   budgets = parse_budgets(_RETENTION.value, None)
   chosen = candidates(_METHODS.value, budgets)[1:]
+  if not chosen:
+    raise InputError("Only the full cache is left; name methods and budgets.")
   with inputs.loaded() as (lm, devices):
     inputs.check_lengths(lm, [_LENGTH.value])
     (drawn,) = grids.needle_samples(

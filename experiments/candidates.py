@@ -4,11 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 
 import kvjax
+from experiments.calibration.records import AUTO, Auto
 from kvjax.errors import InputError
 from kvjax.methods import METHODS
 from kvjax.schedules import WHOLE
 
 FULL = "full"
+# LagKV's own default, a lag of 1,024, keeps all of so short a context.
+DEFAULT = [{"lagkv": "lagkv:lag=128"}.get(name, name) for name in METHODS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,26 +36,36 @@ class Candidate:
 
   @property
   def options(self) -> str:
-    """The method with all its hyper-parameters, and what it looks up in."""
+    """The method with all its hyper-parameters.
+
+    With it, what it looks up in, or how it was calibrated.
+    """
     plan = self.plan
+    if isinstance(plan.budget, kvjax.Calibrated):
+      line = plan.budget.calibration
+      return f"{plan.method}, kc = {line.alpha:g} NLL + {line.beta:g}"
     if plan.lookup is None:
       return str(plan.method)
     return f"{plan.lookup.retrieval} on {plan.method}, {plan.budget}"
 
   @property
   def budget(self) -> str:
-    """The budget in words: `0.25` or `128 tokens`."""
+    """The budget in words: `0.25`, `128 tokens` or `auto at 0.95`."""
     return str(self._budget)
 
   @property
-  def _budget(self) -> kvjax.Budget:
+  def _budget(self) -> kvjax.Budget | kvjax.Calibrated:
     """What may be kept, or looked up per token."""
     lookup = self.plan.lookup
     return self.plan.budget if lookup is None else lookup.budget
 
   def retention(self, context_tokens: int) -> float:
-    """Share of a context that the budget allows to keep, or to look up."""
+    """Share of a context that the budget allows to keep, or to look up.
+
+    What a calibration allows is known when the context has been read.
+    """
     budget = self._budget
+    assert not isinstance(budget, kvjax.Calibrated)
     if isinstance(budget, kvjax.Retention):
       return budget.share
     return budget.kept(context_tokens) / context_tokens
@@ -60,7 +73,7 @@ class Candidate:
 
 def candidates(
   methods: Sequence[str],
-  budgets: Sequence[kvjax.Budget],
+  budgets: Sequence[kvjax.Budget | Auto],
   schedule: kvjax.Schedule = WHOLE,
   per_query_head: bool = False,
 ) -> tuple[Candidate, ...]:
@@ -76,7 +89,7 @@ def candidates(
 
   Raises:
     InputError: a name stands for no method, a method is not defined for the
-      schedule, or either list is empty.
+      schedule or not calibrated, or either list is empty.
   """
   names = dict.fromkeys(name.strip() for name in methods)
   if not names or not budgets:
@@ -87,20 +100,29 @@ def candidates(
   full = kvjax.Plan(METHODS[FULL](), whole, per_query_head=per_query_head)
   chosen = [Candidate(FULL, full)]
   for name in names:
+    if name == FULL:
+      continue
     found = [
       Candidate(name, _plan(name, budget, schedule, per_query_head))
       for budget in dict.fromkeys(budgets)
     ]
     # Some say themselves how much they look up, whatever the budget.
     each = {c.budget: c for c in found if c.budget != str(whole)}
-    chosen.extend(each.values() if name != FULL else ())
+    chosen.extend(each.values())
   return tuple(chosen)
 
 
 def parse_budgets(
-  retention: Sequence[str], tokens: Sequence[str] | None
-) -> list[kvjax.Budget]:
+  retention: Sequence[str],
+  tokens: Sequence[str] | None,
+  auto: Auto | None = None,
+) -> list[kvjax.Budget | Auto]:
   """What --retention, or --budget in its place, asks for.
+
+  Args:
+    retention: shares, or "auto".
+    tokens: numbers of tokens.
+    auto: what "auto" stands for, if anything.
 
   Raises:
     InputError: they hold something else than numbers in range.
@@ -108,7 +130,12 @@ def parse_budgets(
   try:
     if tokens is not None:
       return [kvjax.Tokens(int(text)) for text in tokens]
-    return [kvjax.Retention(float(text)) for text in retention]
+    return [
+      kvjax.Retention(float(text))
+      if auto is None or text.strip() != AUTO
+      else auto
+      for text in retention
+    ]
   except InputError:
     raise
   except ValueError as error:
@@ -120,11 +147,15 @@ def parse_budgets(
 
 def _plan(
   name: str,
-  budget: kvjax.Budget,
+  budget: kvjax.Budget | Auto,
   schedule: kvjax.Schedule,
   per_query_head: bool,
 ) -> kvjax.Plan:
   try:
-    return kvjax.get_plan(name, budget, schedule, per_query_head)
+    if not isinstance(budget, Auto):
+      return kvjax.get_plan(name, budget, schedule, per_query_head)
+    whole = kvjax.get_plan(name, kvjax.Retention(1.0), WHOLE, per_query_head)
+    calibrated = budget.of(name, whole)
+    return kvjax.get_plan(name, calibrated, schedule, per_query_head)
   except InputError as error:
     raise InputError(f"--methods has {name}: {error}") from error

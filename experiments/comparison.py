@@ -44,8 +44,8 @@ def compare(
   Args:
     lm: the model.
     candidates: methods and budgets.
-    samples: of each task and length, in the order of their numbers; those of
-      one part have the same `max_new_tokens`.
+    samples: of each task and length, in the order of their numbers; those with
+      the same context have the same `max_new_tokens`.
     results: old answers; new ones are written as they come.
     batch: contexts per prefill.
     on_answers: told of progress.
@@ -63,9 +63,9 @@ def compare(
   candidates = [c for c in candidates if (c.method, c.budget) in unfinished]
   contexts = list(_contexts(lm, samples, protocol))
   check_room(lm, [prompt for c in contexts for prompt in c.prompts])
-  numbers = {(key.part, key.sample) for key in missing}
+  unanswered = {(key.part, key.asked) for key in missing}
   seconds = Seconds()
-  for shape, rows in _batches(contexts, numbers, batch, protocol):
+  for shape, rows in _batches(contexts, unanswered, batch, protocol):
     asked = [context.prompts for context in rows]
     for group in replies(lm, candidates, asked, shape, seconds):
       answers = [_answer(rows[reply.row], reply) for reply in group]
@@ -78,10 +78,12 @@ def compare(
 def wanted(candidates: Sequence[Candidate], samples: Samples) -> list[Key]:
   """What a comparison asks: every sample of every candidate."""
   return [
-    Key(part, number, candidate.method, candidate.options, candidate.budget)
+    Key(
+      part, sample.digest, candidate.method, candidate.options, candidate.budget
+    )
     for candidate in candidates
     for part, drawn in samples.items()
-    for number in range(len(drawn))
+    for sample in drawn
   ]
 
 
@@ -118,7 +120,7 @@ def _contexts(
 
 def _batches(
   contexts: Sequence[_Context],
-  missing: set[tuple[Part, int]],
+  unanswered: set[tuple[Part, str]],
   batch: int,
   protocol: Protocol,
 ) -> Iterator[tuple[Shape, list[_Context]]]:
@@ -133,12 +135,13 @@ def _batches(
     prompts = [prompt for context in alike for prompt in context.prompts]
     shape = Shape.of(prompts, rows, protocol)
     shapes |= {id(context): shape for context in alike}
-  groups: dict[tuple[Part, Shape], list[_Context]] = {}
+  groups: dict[tuple[Part, Shape, int], list[_Context]] = {}
   for context in contexts:
-    if any((context.part, number) in missing for number in context.numbers):
-      key = (context.part, shapes[id(context)])
+    if any((context.part, s.digest) in unanswered for s in context.samples):
+      most = max(prompt.max_new_tokens for prompt in context.prompts)
+      key = (context.part, shapes[id(context)], most)
       groups.setdefault(key, []).append(context)
-  for (_, shape), group in groups.items():
+  for (_, shape, _), group in groups.items():
     for start in range(0, len(group), shape.rows):
       yield shape, group[start : start + shape.rows]
 
@@ -164,6 +167,7 @@ def _answer(context: _Context, reply: Reply) -> Answer:
     task=context.part.task,
     length=context.part.length,
     sample=context.numbers[reply.turn],
+    asked=sample.digest,
     method=reply.candidate.method,
     options=reply.candidate.options,
     budget=reply.candidate.budget,

@@ -1,28 +1,39 @@
 """Flags that say what is compared: methods, budgets, schedule, protocol."""
 
+import pathlib
 from collections.abc import Mapping
 from typing import cast
 
 from absl import flags
 
 import kvjax
-from experiments import cli, inputs, results
+from experiments import candidates, cli, inputs, results
 from experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE, Protocol
-from experiments.candidates import Candidate, candidates, parse_budgets
-from kvjax.methods import METHODS
-
-# LagKV's own default, a lag of 1,024, keeps all of so short a context.
-_DEFAULT = [{"lagkv": "lagkv:lag=128"}.get(name, name) for name in METHODS]
+from experiments.calibration.records import AUTO, FOLDER, Auto
+from experiments.candidates import Candidate
+from kvjax.errors import InputError
 
 _METHODS = flags.DEFINE_list(
   "methods",
-  _DEFAULT,
+  candidates.DEFAULT,
   "Methods or presets, with options as in keydiff:anchor=median_unit.",
 )
 _RETENTION = flags.DEFINE_list(
   "retention",
   ["1", "0.5", "0.25", "0.1"],
-  "Shares of the context to keep, or to look up per token.",
+  "Shares of the context to keep, or to look up per token; auto is what a "
+  "context can bear at --tau.",
+)
+_TAU = flags.DEFINE_float(
+  "tau",
+  0.95,
+  "Share of quality that --retention=auto leaves; see experiments.calibrate.",
+)
+_CALIBRATIONS = flags.DEFINE_string(
+  "calibrations",
+  None,
+  "Folder of records that experiments.calibrate has written; by default "
+  f"{FOLDER} in the model's directory.",
 )
 _BUDGET = flags.DEFINE_list(
   "budget", None, "Tokens to keep or to look up, in place of --retention."
@@ -56,23 +67,38 @@ _PROTOCOL = flags.DEFINE_enum(
 
 
 def check_flags() -> None:
-  """Refuses --retention beside --budget.
+  """Refuses flags that make others void.
 
   Raises:
-    InputError: both are given.
+    InputError: --retention stands beside --budget, or nothing is automatic and
+      --tau or --calibrations is given.
   """
   cli.refuse_together("retention", ["budget"], "both say how much to keep")
+  for flag in (_TAU, _CALIBRATIONS):
+    if flag.present and not _automatic():
+      raise InputError(f"--{flag.name} is for --retention={AUTO}.")
 
 
 def chosen() -> tuple[Candidate, ...]:
-  """What is compared; see `candidates`."""
+  """What is compared; see `candidates.candidates`."""
   own = _HEADS.value == "query"
-  return candidates(_METHODS.value, budgets(), schedule(), own)
+  return candidates.candidates(_METHODS.value, budgets(), schedule(), own)
 
 
-def budgets() -> list[kvjax.Budget]:
+def budgets() -> list[kvjax.Budget | Auto]:
   """What --retention, or --budget in its place, asks for."""
-  return parse_budgets(_RETENTION.value, _BUDGET.value)
+  auto = _auto() if _automatic() else None
+  return candidates.parse_budgets(_RETENTION.value, _BUDGET.value, auto)
+
+
+def _automatic() -> bool:
+  return AUTO in [text.strip() for text in _RETENTION.value]
+
+
+def _auto() -> Auto:
+  model = inputs.model_directory()
+  folder = _CALIBRATIONS.value or model / FOLDER
+  return Auto.read(_TAU.value, pathlib.Path(folder), results.digest(model))
 
 
 def schedule() -> kvjax.Schedule:

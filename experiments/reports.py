@@ -22,6 +22,7 @@ from experiments.reporting import (
   rows,
   run,
 )
+from kvjax.errors import InputError
 
 _PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 
@@ -57,6 +58,8 @@ def write_run(
   write_json(folder / records.SUMMARY, summary)
   record = records.read(folder)
   plots = pictures.pictures(record)
+  for old in folder.glob("*.png"):
+    old.unlink()
   for name, png in plots.items():
     _write(folder / name, png)
   write_text(folder / "rows.csv", formats.to_csv(rows.identified(record)))
@@ -96,5 +99,14 @@ def write_text(path: pathlib.Path, text: str) -> None:
 def _write(path: pathlib.Path, content: bytes) -> None:
   """Writes beside the file and moves it in whole."""
   part = path.with_name(f".{path.name}.part")
-  part.write_bytes(content)
-  part.replace(path)
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part.write_bytes(content)
+    part.replace(path)
+  except OSError as error:
+    with contextlib.suppress(OSError):
+      part.unlink(missing_ok=True)
+    raise InputError(
+      f"{path} cannot be written: {error.strerror}; the answers are kept, and "
+      "the same command writes the report again."
+    ) from error

@@ -2,14 +2,14 @@
 
 import dataclasses
 import hashlib
-import json
 import pathlib
 import platform
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from experiments.answering import QUERY_AGNOSTIC, Protocol
+from experiments.line_files import Line, LineFile
+from experiments.line_files import check_writable as check_writable
 from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
 from kvjax.schedules import WHOLE
@@ -64,13 +64,14 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class Answer(Line):
   """One sample answered from one cache.
 
   Attributes:
     task: name of the task.
     length: of the sample's `Part`.
     sample: number of the sample.
+    asked: digest of the sample.
     method: name of the method.
     options: the method with all its hyper-parameters.
     budget: what it might keep, in words.
@@ -94,6 +95,7 @@ class Answer:
   task: str
   length: int
   sample: int
+  asked: str
   method: str
   options: str
   budget: str
@@ -125,116 +127,74 @@ class Answer:
   @property
   def key(self) -> "Key":
     """What the answer is the answer to."""
-    return Key(self.part, self.sample, self.method, self.options, self.budget)
+    return Key(self.part, self.asked, self.method, self.options, self.budget)
 
 
 class Key(NamedTuple):
-  """One question to one cache."""
+  """One question to one cache.
+
+  Samples go by their digests: a number may be another sample's in a run that
+  asks for more of them, or has other files.
+  """
 
   part: Part
-  sample: int
+  asked: str
   method: str
   options: str
   budget: str
 
 
-class Results:
+class Results(LineFile[Answer]):
   """The answers in `samples.jsonl` of a folder, old and new.
 
-  The folder is made with the first answer. A line that a killed run left
-  unfinished is dropped and its question asked again.
+  A question whose line a killed run left unfinished is asked again.
 
   Attributes:
-    folder: where the answers are.
-    settings: what they share.
-    answers: by what they answer.
+    settings: what the answers share.
   """
 
   def __init__(self, folder: pathlib.Path, settings: Settings):
     """Reads what the folder holds.
 
     Raises:
-      InputError: the folder cannot be written to, holds answers of other
-        settings, or holds lines that no run has written.
+      InputError: see `LineFile`.
     """
-    check_writable(folder)
-    self.folder = folder
-    self.answers: dict[Key, Answer] = {}
+    super().__init__(folder / "samples.jsonl", settings, Answer, "answer")
     self.settings = settings
-    self._settings = dataclasses.asdict(settings)
-    self._path = folder / "samples.jsonl"
-    self._whole_bytes = 0
-    if self._path.exists():
-      text = self._read()
-      self._whole_bytes = text.rfind(b"\n") + 1
-      lines = text[: self._whole_bytes].splitlines()
-      for number, line in enumerate(lines, start=1):
-        answer = self._parse(line, number)
-        self.answers[answer.key] = answer
 
-  def _read(self) -> bytes:
-    try:
-      with self._path.open("r+b") as file:
-        return file.read()
-    except OSError as error:
-      raise InputError(
-        f"{self._path} cannot be written: {error.strerror}."
-      ) from error
-
-  def add(self, answers: Iterable[Answer]) -> None:
-    """Appends answers, each a line of settings and answer.
-
-    Raises:
-      InputError: the disk is full, or the folder has become read-only.
-    """
-    answers = list(answers)
-    lines = b"".join(self._line(answer) for answer in answers)
-    try:
-      self.folder.mkdir(parents=True, exist_ok=True)
-      with self._path.open("ab") as file:
-        file.truncate(self._whole_bytes)
-        file.write(lines)
-    except OSError as error:
-      raise InputError(
-        f"{self._path} cannot be written: {error.strerror}; what it holds is "
-        "kept, and the same command goes on from there."
-      ) from error
-    self._whole_bytes += len(lines)
-    self.answers |= {answer.key: answer for answer in answers}
-
-  def _line(self, answer: Answer) -> bytes:
-    fields = self._settings | dataclasses.asdict(answer)
-    return f"{json.dumps(fields, ensure_ascii=False)}\n".encode()
-
-  def _parse(self, line: bytes, number: int) -> Answer:
-    try:
-      fields = json.loads(line)
-      answer = Answer(
-        **{f.name: fields.pop(f.name) for f in dataclasses.fields(Answer)}
-      )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-      raise InputError(
-        f"Line {number} of {self._path} is not an answer; remove the file or "
-        "choose another --output."
-      ) from error
-    for name, value in self._settings.items():
-      if fields.get(name) != value:
-        raise InputError(
-          f"{self.folder} holds answers with {name} {fields.get(name)}, and "
-          f"this run has {name} {value}; remove it or choose another --output."
-        )
-    return answer
+  @property
+  def answers(self) -> dict[Hashable, Answer]:
+    """By what they answer."""
+    return self.found
 
 
 def digest(directory: pathlib.Path) -> str:
-  """Tells models apart: hashes the files that shape answers.
+  """Tells models apart: hashes the files that shape answers."""
+  names = ("*.safetensors", "*.json", "*.jinja")
+  return _digest(sorted(p for name in names for p in directory.glob(name)))
+
+
+def data_name(path: pathlib.Path) -> str:
+  """What tables call a file or folder of samples; tells it from others.
+
+  Raises:
+    InputError: there is none.
+  """
+  if not path.exists():
+    raise InputError(f"There is no file or folder {path}.")
+  files = [path] if path.is_file() else sorted(path.rglob("*"))
+  found = _digest([file for file in files if file.is_file()])
+  return f"{path.resolve().name} (sha256 {found})"
+
+
+def _digest(paths: Iterable[pathlib.Path]) -> str:
+  """Of the names and contents of files.
 
   Of files over 4 MiB evenly spaced blocks; all of a large model would take
   minutes.
   """
   digest = hashlib.sha256()
-  names = ("*.safetensors", "*.json", "*.jinja")
-  for path in sorted(p for name in names for p in directory.glob(name)):
+  for path in paths:
     size = path.stat().st_size
     digest.update(f"{path.name} {size} ".encode())
     with path.open("rb") as file:
@@ -242,23 +202,3 @@ def digest(directory: pathlib.Path) -> str:
         file.seek(max(size - _BLOCK_BYTES, 0) * block // (_BLOCKS - 1))
         digest.update(file.read(_BLOCK_BYTES))
   return digest.hexdigest()[:12]
-
-
-def check_writable(folder: pathlib.Path) -> None:
-  """Refuses a folder that cannot be made or written to; makes nothing.
-
-  Raises:
-    InputError: the nearest folder that exists does not admit new files.
-  """
-  nearest = folder.absolute()
-  while not nearest.exists() and nearest != nearest.parent:
-    nearest = nearest.parent
-  if not nearest.is_dir():
-    raise InputError(f"{folder} cannot be written: {nearest} is no folder.")
-  try:
-    with tempfile.TemporaryFile(dir=nearest):
-      pass
-  except OSError as error:
-    raise InputError(
-      f"{folder} cannot be written: {error.strerror}."
-    ) from error

@@ -1,9 +1,10 @@
 """A run: candidates answer samples into a folder, under a progress bar."""
 
+import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import rich.console
@@ -66,14 +67,39 @@ def answer(
   new = len(set(wanted) - store.answers.keys())
   seconds = _answer(lm, chosen, samples, store, batch, new)
   seconds["total"] = time.monotonic() - began
+  # Answers of earlier runs with other methods or samples stand beside them.
+  order = {key: place for place, key in enumerate(wanted)}
+  answers = sorted(
+    store.answers.values(), key=lambda a: order.get(a.key, len(order))
+  )
   summary = dataclasses.asdict(settings) | {
     "decoding": "greedy",
     "device": reports.device(devices),
     "versions": reports.versions(),
     "seconds": {name: round(value, 1) for name, value in seconds.items()},
-    "rows": summaries.summarize([store.answers[key] for key in wanted]),
+    "rows": summaries.summarize(answers, settings.protocol),
   }
   return Run(summary, new, len(wanted) - new)
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[str, int], None]]:
+  """A bar on stderr; yields what tells it of a task and of what is new."""
+  with rich.progress.Progress(
+    rich.progress.TextColumn("{task.description:15}"),
+    rich.progress.BarColumn(),
+    rich.progress.MofNCompleteColumn(),
+    rich.progress.TimeElapsedColumn(),
+    rich.progress.TextColumn("left"),
+    rich.progress.TimeRemainingColumn(),
+    console=rich.console.Console(stderr=True),
+  ) as progress:
+    bar = progress.add_task("compiling", total=total)
+
+    def advance(task: str, count: int) -> None:
+      progress.update(bar, description=task, advance=count)
+
+    yield advance
 
 
 def _answer(
@@ -85,20 +111,7 @@ def _answer(
   new: int,
 ) -> dict[str, float]:
   """Answers under a progress bar; the seconds that the parts took."""
-  with rich.progress.Progress(
-    rich.progress.TextColumn("{task.description:15}"),
-    rich.progress.BarColumn(),
-    rich.progress.MofNCompleteColumn(),
-    rich.progress.TimeElapsedColumn(),
-    rich.progress.TextColumn("left"),
-    rich.progress.TimeRemainingColumn(),
-    console=rich.console.Console(stderr=True),
-  ) as progress:
-    bar = progress.add_task("compiling", total=new)
-
-    def advance(task: str, count: int) -> None:
-      progress.update(bar, description=task, advance=count)
-
+  with progress_bar(new) as advance:
     seconds = comparison.compare(
       lm, chosen, samples, store, batch, advance, store.settings.protocol
     )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from experiments.answering import QUERY_AGNOSTIC, Protocol
 from experiments.candidates import FULL
 from experiments.results import Answer, Part
 
@@ -22,18 +23,21 @@ _MEANS = {
 _Group = tuple[str, str, str, Part, float | None, int | None]
 
 
-def summarize(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+def summarize(
+  answers: Sequence[Answer], protocol: Protocol = QUERY_AGNOSTIC
+) -> list[dict[str, Any]]:
   """One row per method, budget, task, length, depth and turn.
 
   A row's fields are named as those of `Answer`; `score` and the other `scores`
   are means over the samples, `interval` the 95 % percentile bootstrap of the
   first. Where the full cache has answered the same samples, the scores tell
-  how many of the first tokens are the same.
+  how many of the first tokens are the same; but if the question is prefilled,
+  as the first token is then chosen before anything is compressed.
   """
   full = {
-    (answer.part, answer.sample): answer.first_token
+    (answer.part, answer.asked): answer.first_token
     for answer in answers
-    if answer.method == FULL
+    if answer.method == FULL and protocol == QUERY_AGNOSTIC
   }
   groups: dict[_Group, list[Answer]] = {}
   for answer in answers:
@@ -72,7 +76,7 @@ def interval(scores: Float[np.ndarray, " R"]) -> tuple[float, float]:
 
 
 def _row(
-  group: Sequence[Answer], full: Mapping[tuple[Part, int], int | None]
+  group: Sequence[Answer], full: Mapping[tuple[Part, str], int | None]
 ) -> dict[str, Any]:
   first = group[0]
 
@@ -85,9 +89,9 @@ def _row(
 
   scores = {name: mean_score(name) for name in first.scores}
   found = [
-    100.0 * (answer.first_token == full[answer.part, answer.sample])
+    100.0 * (answer.first_token == full[answer.part, answer.asked])
     for answer in group
-    if (answer.part, answer.sample) in full
+    if (answer.part, answer.asked) in full
   ]
   if len(found) == len(group):
     scores["same_first_token"] = round(statistics.fmean(found), 2)

@@ -177,8 +177,8 @@ class Decoder(nnx.Module):
     new_states = []
     for index, layer in enumerate(self.layers):
       x, state = layer(x, positions, rope, index, states[index], attend)
-      # Else XLA adds up what all layers have given anew in each, to which end it
-      # keeps it all.
+      # Else XLA adds up what all layers have given anew in each, and to that
+      # end keeps it all.
       x = jax.lax.optimization_barrier(x)
       new_states.append(state)
     return self.norm(x), tuple(new_states)

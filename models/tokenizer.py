@@ -16,6 +16,12 @@ from kvjax.errors import InputError
 from models.json_files import read_json_if_present, read_text, write_json
 
 
+_CHATS = {
+  1: "a single user message",
+  3: "a second user message after an answer",
+}
+
+
 class Tokenizer:
   """A fast tokenizer, its special tokens and its chat template.
 
@@ -211,8 +217,7 @@ class Tokenizer:
       )
     except jinja2.TemplateError as error:
       raise InputError(
-        f"The chat template refuses a chat of {len(contents)} messages: "
-        f"{error}."
+        f"The chat template refuses {_CHATS[len(contents)]}: {error}."
       ) from error
 
   def _special_id(self, name: str) -> int | None:

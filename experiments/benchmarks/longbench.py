@@ -66,18 +66,18 @@ def samples(
   return found
 
 
-def provenance(path: pathlib.Path, drawn: Samples) -> dict[str, str]:
+def provenance(drawn: Samples) -> dict[str, str]:
   """What a report has to say about the samples that `samples` has drawn."""
   each = [sample for part in drawn.values() for sample in part]
   kvpress = sum(sample.metadata["layout"] == "kvpress" for sample in each)
   cut = sum(sample.metadata["truncated"] for sample in each)
   plain = sorted({sample.task for sample in each if not sample.chat})
-  return {
-    "files": str(path),
+  said = {
     "prompts": f"{len(each) - kvpress} official, {kvpress} of kvpress",
     "truncated": f"{cut} of {len(each)} prompts, in the middle",
     "no chat template": ", ".join(plain),
   }
+  return {name: text for name, text in said.items() if text}
 
 
 def _parts(

@@ -107,6 +107,8 @@ class RowFile:
   def _lines(self) -> Iterator[Row]:
     with self._opened() as file:
       for number, line in enumerate(file, start=1):
+        if not line.strip():
+          continue
         place = f"Line {number} of {self}"
         try:
           fields = json.loads(line)

@@ -160,7 +160,8 @@ def samples(
   """So many samples of each task at each length.
 
   A sample depends on its task, length and number, on seed, texts and
-  tokenizer, and on nothing else.
+  tokenizer, and on nothing else. Common words are left out at lengths for which
+  the texts have too few.
 
   Args:
     tasks: as `choose` gives them.
@@ -183,6 +184,9 @@ def samples(
           drawn.append(draw(task, index, seed, length, count, texts))
         except TooShortError as error:
           least[task] = max(error.least, least.get(task, 0))
+        except common_words.TooFewWordsError:
+          found.pop(Part(task, length), None)
+          break
     if least:
       needs = ", ".join(f"{task} {tokens}" for task, tokens in least.items())
       raise InputError(

@@ -79,6 +79,8 @@ _FAMILIES = {
 }
 # A file that is named after its split belongs to the task of its folder.
 _SPLITS = ("validation", "test")
+# 4096/vt/validation.jsonl may be named by its file.
+_NEXT = 3
 # Folders of answers beside RULER's samples.
 _ANSWERS = "pred"
 
@@ -107,7 +109,7 @@ def load(
   found: dict[Part, list[Sample]] = {}
   places: dict[Part, pathlib.Path] = {}
   for file in _files(path):
-    length = _length(file)
+    length = _length(path, file)
     if lengths is not None and length not in lengths:
       continue
     place = file if file.suffix == ".jsonl" else file.parent
@@ -145,9 +147,13 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
   return files
 
 
-def _length(file: pathlib.Path) -> int:
-  """What the nearest folder that is called by a number is called."""
-  for name in reversed(file.absolute().parts[:-1]):
+def _length(path: pathlib.Path, file: pathlib.Path) -> int:
+  """What the nearest folder that is called by a number is called.
+
+  Of the folders above what the user has named only the next ones count.
+  """
+  outer = path.absolute().parts[-_NEXT:]
+  for name in reversed([*outer, *file.relative_to(path).parts]):
     if name.isdecimal():
       return int(name)
   raise InputError(
@@ -224,7 +230,9 @@ def _answers(row: Row) -> tuple[str, ...]:
       read = ast.literal_eval(answers[0])
     except (ValueError, SyntaxError):
       return answers
-    return tuple(map(str, read))
+    answers = tuple(map(str, read))
+  if not answers:
+    raise InputError(f"{row.place} has no answer under {name!r}.")
   return answers
 
 

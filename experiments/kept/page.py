@@ -28,7 +28,7 @@ class Page:
     html: the whole file.
   """
 
-  html: str
+  html: str = dataclasses.field(repr=False)
 
   def _repr_html_(self) -> str:
     """What a notebook shows: the page in a frame of its own."""
@@ -44,7 +44,7 @@ class View(NamedTuple):
   Attributes:
     name: method and budget.
     options: the method with all its hyper-parameters.
-    verb: what heads do with the tokens that are counted.
+    done: what heads have done with the tokens that are counted.
     counts: for each token, the heads of each layer as two hexadecimal digits.
     mean: tokens per head.
     size: bytes of the cache beside those of the full one.
@@ -52,7 +52,7 @@ class View(NamedTuple):
 
   name: str
   options: str
-  verb: str
+  done: str
   counts: Sequence[str]
   mean: str
   size: str
@@ -135,7 +135,7 @@ def _view(found: Kept, heads: int) -> View:
   return View(
     name=f"{candidate.method}, {budget}",
     options=candidate.options,
-    verb="read" if found.reads else "kept",
+    done="read" if found.reads else "kept",
     counts=_hexadecimal(found.heads),
     mean=f"{mean:,.1f} of {length:,} ({wording.share(mean / length)}){when}",
     size=(

@@ -1,7 +1,8 @@
 """The numbers of LagKV's tables (arXiv 2504.04704)."""
 
+from experiments.benchmarks.ruler import TASKS as RULER
 from experiments.paper_experiments.records import Key, Targets
-from experiments.paper_experiments.shared import RULER, of_category, plain
+from experiments.paper_experiments.shared import of_category, plain
 from experiments.paper_experiments.transcription import across, by_task
 
 # Shares removed, and compression ratios.

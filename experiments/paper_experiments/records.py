@@ -141,7 +141,7 @@ class Comparison:
     columns: what they are compared at.
     averages: the paper's own; the first is its headline.
     targets: its numbers, a record per model.
-    quoted: lines of the targets that this project has no method for.
+    quoted: lines of the targets that do not run here.
     heads: whether each KV head decides, or each query head.
     scaling: how `small` follows from `paper`, in words.
   """
@@ -170,19 +170,19 @@ class Analysis:
   Attributes:
     name: of the folder.
     run: measures.
-    paper: whose prompts the paper took; None where none of its is to be had.
-    small: whose prompts stand in for them. Only lengths count where `samples`
-      is 0: then all is drawn at random.
+    paper: whose prompts the paper took.
+    small: whose prompts stand in for them. Where there are no tasks, only the
+      lengths count, and all is drawn at random.
   """
 
   name: str
   run: Callable[[Subject], Findings]
-  paper: Setup | None
+  paper: Setup
   small: Setup
 
   def setup(self, scale: Scale) -> Setup:
     """Whose prompts are taken."""
-    return self.paper or self.small if scale == "paper" else self.small
+    return self.paper if scale == "paper" else self.small
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +217,7 @@ class Experiment:
     minutes: that this takes on two cores, roughly.
     parts: what runs.
     claims: what the paper says in words.
+    remarks: what a reader of its numbers must know.
     why_not: why it cannot be run, where it has no parts.
   """
 
@@ -229,4 +230,5 @@ class Experiment:
   minutes: int
   parts: tuple[Comparison | Analysis | Program, ...]
   claims: tuple[str, ...] = ()
+  remarks: tuple[str, ...] = ()
   why_not: str = ""

@@ -1,10 +1,10 @@
 """Tasks and setups that the experiments of several papers share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from experiments import suite
 from experiments.benchmarks.longbench_sets import SETS, Category
-from experiments.benchmarks.ruler import TASKS as RULER
+from experiments.benchmarks.ruler import TASKS
 from experiments.paper_experiments.records import (
   Average,
   Column,
@@ -40,10 +40,13 @@ def plain(name: str, tasks: tuple[str, ...], score: str = "score") -> Average:
 
 
 def longbench(
-  tasks: tuple[str, ...], limit: int, schedule: Schedule = WHOLE
+  tasks: tuple[str, ...],
+  limit: int,
+  schedule: Schedule = WHOLE,
+  samples: int | None = None,
 ) -> Setup:
   """LongBench as a paper asks it; prompts have `limit` tokens at most."""
-  return Setup("longbench", tasks, (limit,), None, schedule=schedule)
+  return Setup("longbench", tasks, (limit,), samples, schedule=schedule)
 
 
 def four_needles(
@@ -56,13 +59,23 @@ def four_needles(
 def ruler(
   lengths: tuple[int, ...],
   samples: int,
-  tasks: tuple[str, ...] = RULER,
+  tasks: tuple[str, ...] = TASKS,
 ) -> Setup:
-  """RULER as a paper asks it."""
+  """RULER as a paper asks it; by default all of its tasks."""
   return Setup("ruler", tasks, lengths, samples)
 
 
-def lines(methods: Mapping[str, str | tuple[str, str]]) -> tuple[Line, ...]:
+def prose(length: int, samples: int) -> Setup:
+  """Prompts of prose with a needle, for analyses."""
+  return Setup("ruler", ("niah_single_2",), (length,), samples)
+
+
+def at_random(*lengths: int) -> Setup:
+  """Lengths alone, for analyses of what is drawn at random."""
+  return Setup("ruler", (), lengths, 0)
+
+
+def lines(methods: Mapping[str, Sequence[str]]) -> tuple[Line, ...]:
   """Methods by the paper's names; of two names the second is the small one."""
   found = []
   for name, method in methods.items():
@@ -93,7 +106,9 @@ def budgets(
   )
 
 
-def lengths(columns: Mapping[str, tuple[int, int | None]]) -> tuple[Column, ...]:
+def lengths(
+  columns: Mapping[str, tuple[int, int | None]],
+) -> tuple[Column, ...]:
   """Columns of lengths, likewise."""
   return tuple(
     Column(

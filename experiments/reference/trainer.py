@@ -1,12 +1,10 @@
 """Runs the stages of a training: steps, gates, checkpoints and a log."""
 
-import contextlib
 import dataclasses
 import functools
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
-from rich import progress
 
 from experiments.reference import batches, pieces, training, vocabulary
 from experiments.reference.checkpoints import Checkpoints, Progress
 from experiments.reference.curriculum import Stage
 from experiments.reference.growth import deepened
+from experiments.step_bar import step_bar
 from kvjax.errors import InputError
 from models.decoder import Decoder
 
@@ -96,7 +94,7 @@ class Trainer:
     steps = stage.steps + self.state.extensions * (stage.steps // 2)
     left = range(self.state.step, steps)
     draw = functools.partial(self._arrays, stage, self.state.stage)
-    with _bar(stage.name, left) as show:
+    with step_bar(stage.name, left) as show:
       began = time.monotonic()
       for batch in batches.ahead(draw, left):
         loss = self._step(stage, batch)
@@ -172,27 +170,6 @@ class Trainer:
     }
     with self._log_path.open("a") as log:
       log.write(json.dumps(record) + "\n")
-
-
-@contextlib.contextmanager
-def _bar(name: str, left: range) -> Iterator[Callable[[int, float], None]]:
-  """A progress bar; it yields what is told of a step and its loss."""
-  with progress.Progress(
-    progress.TextColumn(name),
-    progress.BarColumn(),
-    progress.MofNCompleteColumn(),
-    progress.TimeRemainingColumn(),
-    progress.TextColumn("loss {task.fields[loss]:.3f}"),
-    disable=not sys.stdout.isatty(),
-  ) as bar:
-    task = bar.add_task(
-      name, total=left.stop, completed=left.start, loss=np.nan
-    )
-
-    def show(step: int, loss: float) -> None:
-      bar.update(task, completed=step, loss=loss)
-
-    yield show
 
 
 def _claim(seed: int, stages: Sequence[Stage]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def _table(summary: Summary) -> Table:
   tasks = list(dict.fromkeys(row["task"] for row in summary["rows"]))
   columns = {
     "method": [mean.method for mean in found],
-    "budget": [wording.share(mean.retention) for mean in found],
+    "budget": [wording.reached(mean) for mean in found],
     **{
       task.removeprefix("niah_"): [f"{mean.tasks[task]:.1f}" for mean in found]
       for task in tasks

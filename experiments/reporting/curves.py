@@ -29,11 +29,13 @@ def score_vs_retention(summary: Summary) -> Figure:
   """
   found = means(summary["rows"])
   kept = "read per token" if reads_less(found) else "kept"
+  fixed = [mean for mean in found if not mean.automatic]
+  named = fixed if any(mean.method != FULL for mean in fixed) else found
   return _draw(
     summary,
     _lines(found, lambda mean: mean.read_tokens / mean.context_tokens),
     f"keys and values {kept}",
-    {mean.retention: wording.share(mean.retention) for mean in found},
+    {mean.retention: wording.share(mean.retention) for mean in named},
   )
 
 

@@ -92,7 +92,8 @@ def _folder(
     config["press_name"],
     f"{config['compression_ratio']:.2f}",
     _optional("max_context", config["max_context_length"]),
-    "query_aware" if config["query_aware"] else None,
+    # kvpress leaves end of turn and answer prefix out of what it compresses.
+    "whole_prompt" if summary["protocol"] == QUERY_AWARE else None,
     _optional("needle_depth", config["needle_depth"]),
   ]
   name = "__".join(_plain(part) for part in parts if part)
@@ -129,7 +130,7 @@ def _config(summary: Summary, mean: Mean, row: Row) -> dict[str, Any]:
     "fraction": 1.0,
     "max_new_tokens": None,
     "max_context_length": row["length"] if "length" in names else None,
-    "query_aware": summary["protocol"] == QUERY_AWARE,
+    "query_aware": False,
     "needle_depth": round(100 * row["depth"]) if "depth" in names else None,
     "model_kwargs": {"dtype": summary["dtype"]},
     "press_init_command": mean.options,

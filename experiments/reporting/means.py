@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.calibration.records import AUTO
 from experiments.candidates import FULL
 from experiments.results import Answer
 
@@ -29,7 +30,7 @@ class Mean:
     method: its name.
     options: the method with all its hyper-parameters.
     budget: what it might keep, in words.
-    retention: share of the context it might keep.
+    retention: share of the context it might keep, mean over the tasks.
     score: mean over the tasks.
     tasks: the score of each task.
     interval: 95 % percentile bootstrap of the score, tasks kept apart; None
@@ -62,6 +63,11 @@ class Mean:
   def name(self) -> Name:
     """What a line of a table is named by."""
     return self.method, self.budget
+
+  @property
+  def automatic(self) -> bool:
+    """Whether each context had a retention of its own."""
+    return self.budget.startswith(AUTO)
 
   @property
   def removed(self) -> float:

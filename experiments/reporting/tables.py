@@ -74,12 +74,16 @@ def overview(found: Sequence[Mean], title: str, name: str = "score") -> Table:
 
 
 def by_budget(record: Record) -> Table:
-  """A line per method, a column per budget: scores and half their intervals."""
+  """A line per method, a column per budget: scores and half their intervals.
+
+  Beside them, where each context had its own retention, the mean of these.
+  """
   found = means(record.summary["rows"], record.answers)
   cells: dict[str, dict[str, str]] = {}
   for mean in found:
     own = cells.setdefault(mean.method, {})
-    own[wording.budget(*mean.name)] = wording.give_or_take(mean)
+    reached = f" at {wording.share(mean.retention)}" if mean.automatic else ""
+    own[wording.budget(*mean.name)] = wording.give_or_take(mean) + reached
   names = list(dict.fromkeys(name for own in cells.values() for name in own))
   lines = [
     [method, *(own.get(name, "") for name in names)]

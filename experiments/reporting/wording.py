@@ -85,6 +85,12 @@ def budget(method: str, words: str) -> str:
     return words
 
 
+def reached(mean: Mean) -> str:
+  """A method's retention: `25 %`, or `auto at 0.95: 38 %` where it varies."""
+  words = f"{mean.budget}: " if mean.automatic else ""
+  return f"{words}{share(mean.retention)}"
+
+
 def signed(delta: float | None) -> str:
   """A difference: `+1.2` or `−3.4`."""
   if delta is None:

@@ -44,6 +44,10 @@ def built_in_words() -> tuple[str, ...]:
   return tuple(sorted(found))
 
 
+class TooFewWordsError(InputError):
+  """There are not enough different words for a length."""
+
+
 def sample(
   rng: random.Random,
   length: int,
@@ -63,7 +67,7 @@ def sample(
 
   Raises:
     TooShortError: `length` is too short for the example and twenty words.
-    InputError: there are not enough words for `length`.
+    TooFewWordsError: there are not enough words for `length`.
   """
   short = length < _SHORT
   example = _example(rng, pool, *((20, 3, 1) if short else (40, 10, 3)))
@@ -87,10 +91,9 @@ def sample(
     most=len(pool),
   )
   if number == len(pool):
-    raise InputError(
+    raise TooFewWordsError(
       f"The task {NAME} needs more than {len(pool)} words to fill {length} "
-      "tokens: give a longer list by --words=FILE, or --words=wonderwords for "
-      "that package's."
+      "tokens; give a longer list by --words=FILE."
     )
   return Sample(
     context=context(number),

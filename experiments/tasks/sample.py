@@ -1,6 +1,8 @@
 """One question about one context."""
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,3 +36,9 @@ class Sample:
   metadata: Mapping[str, Any]
   metric: str = "string_match_all"
   chat: bool = True
+
+  @functools.cached_property
+  def digest(self) -> str:
+    """Tells the sample from others: hashes what is asked, and its answers."""
+    asked = (self.context, self.question, self.answer_prefix, *self.answers)
+    return hashlib.sha256("\0".join(asked).encode()).hexdigest()[:12]

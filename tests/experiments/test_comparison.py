@@ -148,7 +148,7 @@ def test_a_sample_answers_as_if_it_were_alone(tiny, whole):
     )
     alone = clean(tiny.tokenizer.decode(answers.rows()[0]))
     (key,) = comparison.wanted([candidate], {Part("two", 128): [sample]})
-    found = whole.answers[key._replace(sample=number)]
+    found = whole.answers[key]
     assert clean(found.prediction) == alone
     assert found.kept_tokens == np.mean(np.asarray(cache.lengths))
 
@@ -235,8 +235,8 @@ def a_cache(*capacities):
 def test_layers_of_unequal_capacities_join_the_next_larger_group():
   caches = [a_cache(8, 8), a_cache(4, 4), a_cache(6, 3), a_cache(4, 4)]
   same = candidates(["keydiff"], [kvjax.Tokens(4)])[1:] * 4
-  assert answering._groups(same, caches) == [(8, [0, 2]), (4, [1, 3])]
-  assert answering._groups(same[:2], caches[1:3]) == [(4, [0]), (6, [1])]
+  assert answering.groups(same, caches) == [(8, [0, 2]), (4, [1, 3])]
+  assert answering.groups(same[:2], caches[1:3]) == [(4, [0]), (6, [1])]
 
 
 def test_who_evicts_while_decoding_is_asked_alone():
@@ -244,7 +244,7 @@ def test_who_evicts_while_decoding_is_asked_alone():
   some = candidates(["keydiff"], [kvjax.Tokens(4)])[1:] * 2
   some += candidates(["keydiff"], [kvjax.Tokens(4)], going_on)[1:]
   caches = [a_cache(4, 4)] * 3
-  assert answering._groups(some, caches) == [(4, [0, 1]), (4, [2])]
+  assert answering.groups(some, caches) == [(4, [0, 1]), (4, [2])]
 
 
 def test_widths_are_shared_by_neighbouring_lengths():
@@ -307,7 +307,7 @@ def test_a_question_may_be_prefilled_too(tiny, tmp_path):
       (key,) = (
         key
         for key in found
-        if (key.method, key.sample) == (candidate.method, number)
+        if (key.method, key.asked) == (candidate.method, sample.digest)
       )
       (ids,) = kvjax.complete(
         tiny.model, tiny.params, cache, logits, decoding
@@ -338,7 +338,7 @@ def test_questions_about_one_context_share_its_prefill(tiny, tmp_path, counted):
     found = compared(
       tiny, tmp_path / str(number), samples={part: [sample]}
     ).answers
-    apart |= {key._replace(sample=number): a for key, a in found.items()}
+    apart |= found
   for key, answer in together.items():
     alone = apart[key]
     assert answer.prediction == alone.prediction

@@ -34,7 +34,7 @@ def test_a_killed_run_loses_and_doubles_nothing(
     "--retention=0.5",
     "--length=256",
     "--depths=4",
-    "--samples=2",
+    "--samples=8",
     "--batch=1",
     f"--output={tmp_path}",
   )
@@ -53,7 +53,7 @@ def test_a_killed_run_loses_and_doubles_nothing(
   assert run.wait() == -signal.SIGKILL
   before = path.read_bytes()
   kept = before[: before.rfind(b"\n") + 1]
-  assert 2 <= kept.count(b"\n") < 16
+  assert 2 <= kept.count(b"\n") < 64
 
   again = binary(*arguments)
   assert again.returncode == 0, again.stderr
@@ -62,9 +62,81 @@ def test_a_killed_run_loses_and_doubles_nothing(
   assert after.startswith(kept)
   answers = [json.loads(line) for line in after.splitlines()]
   places = [(a["method"], a["depth"], a["sample"]) for a in answers]
-  assert len(places) == len(set(places)) == 16
-  assert {sample for _, _, sample in places} == set(range(8))
+  assert len(places) == len(set(places)) == 64
+  assert {sample for _, _, sample in places} == set(range(32))
   assert {a["depth"] for a in answers} == {0, 1 / 3, 2 / 3, 1}
+
+
+def test_runs_in_one_folder_add_up(binary, tiny_directory, tmp_path):
+  """Other methods and more samples join what is there; nothing is mixed up."""
+
+  def run(*arguments):
+    result = binary(
+      "--benchmark=needle",
+      f"--model={tiny_directory}",
+      "--retention=0.5",
+      "--length=256",
+      f"--output={tmp_path}",
+      *arguments,
+    )
+    assert result.returncode == 0, result.stderr
+    (path,) = tmp_path.glob("*/summary.json")
+    rows = json.loads(path.read_text())["rows"]
+    return {(r["method"], r["depth"]): r["samples"] for r in rows}
+
+  depths = (0, 1 / 2, 1)
+  one = run("--methods=streaming", "--depths=3", "--samples=1")
+  assert one == {(m, d): 1 for m in ("full", "streaming") for d in depths}
+  two = run("--methods=keydiff", "--depths=3", "--samples=2")
+  more = {(m, d): 2 for m in ("full", "keydiff") for d in depths}
+  assert two == one | more
+  lines = samples_file(tmp_path).read_bytes().splitlines()
+  answers = [json.loads(line) for line in lines]
+  assert len({(a["method"], a["asked"]) for a in answers}) == len(answers) == 15
+
+
+def test_longbench_is_asked_with_and_without_the_template(
+  binary, tiny_directory, tmp_path
+):
+  rows = [
+    {
+      "input": "Question: Who is it?\nType:",
+      "context": f"Question: What is a cat {number}?\nType: animal\n" * 5,
+      "answers": ["human"],
+      "all_classes": ["human", "animal"],
+      "length": 60,
+      "dataset": "trec",
+      "language": "en",
+      "_id": str(number),
+    }
+    for number in range(2)
+  ]
+  data = tmp_path / "data"
+  data.mkdir()
+  text = "".join(json.dumps(row) + "\n" for row in rows)
+  (data / "trec.jsonl").write_text(text)
+  said = {}
+  for chat in ("always", "official"):
+    output = tmp_path / chat
+    result = binary(
+      "--benchmark=longbench",
+      f"--data={data}",
+      f"--chat={chat}",
+      f"--model={tiny_directory}",
+      "--methods=streaming",
+      "--retention=0.5",
+      "--length=300",
+      f"--output={output}",
+    )
+    assert result.returncode == 0, result.stderr
+    (path,) = output.glob("*/summary.json")
+    summary = json.loads(path.read_text())
+    said[chat] = summary["data"]["chat template"], summary["about"]
+    assert [r["samples"] for r in summary["rows"]] == [2, 2]
+  assert said["always"][0] == "always"
+  assert "no chat template" not in said["always"][1]
+  assert said["official"][0] == "official"
+  assert said["official"][1]["no chat template"] == "trec"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ ANSWER = Answer(
   task="vt",
   length=512,
   sample=0,
+  asked="0",
   method="full",
   options="Full()",
   budget="1",
@@ -61,7 +62,7 @@ def test_runs_become_one_leaderboard(run_binary, tmp_path):
   assert (output / "leaderboard.html").read_text().count("</table>") == 2
   assert {path.name for path in kvpress.iterdir()} == {
     "ruler__512__tiny__no_press__0.00",
-    "ruler__512__tiny__no_press__0.00__query_aware",
+    "ruler__512__tiny__no_press__0.00__whole_prompt",
   }
   assert all(len(list(path.iterdir())) == 3 for path in kvpress.iterdir())
 

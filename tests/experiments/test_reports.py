@@ -123,6 +123,7 @@ def test_a_run_is_reported_beside_its_answers(summary, tmp_path):
   fields = {name: row[name] for name in row if name not in names}
   answer = Answer(
     **fields | {"context_tokens": 800, "sample": 0, "scores": {"score": 100.0}},
+    asked="0",
     question="Who?",
     answer_prefix="",
     answers=["I"],

@@ -26,6 +26,7 @@ def an_answer(sample=0, method="keydiff", score=100.0, **fields):
       "task": "niah_single_2",
       "length": 320,
       "sample": sample,
+      "asked": str(sample),
       "method": method,
       "options": f"{method}()",
       "budget": "0.5",
@@ -73,7 +74,7 @@ def test_an_unfinished_line_is_dropped_and_written_anew(tmp_path):
   for cut in (1, 30, len(whole) // 2 - 1):
     path.write_bytes(whole[:-cut])
     again = Results(tmp_path, SETTINGS)
-    assert [key.sample for key in again.answers] == [0]
+    assert [key.asked for key in again.answers] == ["0"]
     again.add([an_answer(1)])
     assert path.read_bytes() == whole
 
@@ -101,7 +102,7 @@ def test_lines_that_are_no_answers_are_refused(tmp_path, line):
   Results(tmp_path, SETTINGS).add([an_answer()])
   with (tmp_path / "samples.jsonl").open("a") as file:
     file.write(f"{line}\n")
-  with pytest.raises(InputError, match=r"Line 2 of .* is not an answer"):
+  with pytest.raises(InputError, match=r"Line 2 of .* is no answer"):
     Results(tmp_path, SETTINGS)
 
 
@@ -226,3 +227,13 @@ def test_a_full_disk_loses_nothing(tmp_path):
   results.add([an_answer(1)])
   assert path.read_bytes().startswith(whole)
   assert len(lines(tmp_path)) == 2
+
+
+def test_two_runs_do_not_write_over_each_other(tmp_path):
+  one, other = Results(tmp_path, SETTINGS), Results(tmp_path, SETTINGS)
+  one.add([an_answer(0)])
+  one.add([an_answer(1)])
+  with pytest.raises(InputError, match="Another run writes to"):
+    other.add([an_answer(2)])
+  one.add([an_answer(3)])
+  assert len(lines(tmp_path)) == 3

@@ -284,7 +284,7 @@ def test_the_loss_is_read_now_and_then(tmp_path, monkeypatch):
 
   take_step = training.train_step
   monkeypatch.setattr(training, "train_step", step)
-  monkeypatch.setattr(trainer, "_bar", bar)
+  monkeypatch.setattr(trainer, "step_bar", bar)
   monkeypatch.setattr(trainer, "_SHOW_EVERY", 2)
   run = Trainer(tmp_path, 0, (STAGE,))
   run.run()

@@ -1,7 +1,9 @@
 """E1.9 (a), (b): how deviating tokens lie, and what attention they get."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
@@ -71,14 +73,14 @@ def by_decile(
   return np.array([part.sum() for part in tenths]) / mass.sum()
 
 
-def _heads(subject: Subject, row: object) -> list[list[_Head]]:
+def _heads(subject: Subject, row: Sequence[int]) -> list[list[_Head]]:
   found = []
   for seen in activations(subject.lm.model, subject.lm.params, row):
     cache = LayerCache.of(seen)
     mass = np.asarray(window_mass(cache, seen, _ASKING)[0], np.float64)
     keys = seen.keys[0].astype("float32")
     last = keys.shape[1] - _ASKING
-    prefix = np.arange(keys.shape[1]) < last
+    prefix = jnp.arange(keys.shape[1]) < last
     found.append(
       [
         _Head(

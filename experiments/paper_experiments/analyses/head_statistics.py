@@ -40,7 +40,9 @@ def measure(subject: Subject) -> Findings:
     found.append([statistics(layer) for layer in seen])
   lines = []
   for layer in range(len(found[0])):
-    own = [np.stack(x) for x in zip(*(row[layer] for row in found), strict=True)]
+    own = [
+      np.stack(x) for x in zip(*(row[layer] for row in found), strict=True)
+    ]
     correlation, apart, variation = own
     lines.append(
       [

@@ -1,5 +1,7 @@
 """E4.10: how alike neighbouring queries are, and the keys that they want."""
 
+import itertools
+
 import numpy as np
 from jaxtyping import Bool, Float
 
@@ -99,7 +101,7 @@ def _distances(by_layer: list[list[dict[int, float]]]) -> Table:
 def _overlaps(pairs: Float[np.ndarray, "2 P"]) -> Table:
   cosines, shared = pairs
   lines = []
-  for low, high in zip(_BINS, _BINS[1:], strict=False):
+  for low, high in itertools.pairwise(_BINS):
     own = (cosines >= low) & ((cosines < high) | (high == _BINS[-1]))
     if own.any():
       mean = f"{100 * shared[own].mean():.1f}"

@@ -32,7 +32,7 @@ _Heads = Mapping[tuple[int, int], Float[np.ndarray, "T D"]]
 
 
 def determinants(subject: Subject) -> Findings:
-  """log det of the cosines of retained keys, over layers, heads and prompts."""
+  """Log det of the cosines of retained keys, over layers, heads and prompts."""
   found: dict[str, list[dict[tuple[int, int], float]]] = {}
   for row in subject.rows:
     for name, heads in _retained(subject, row).items():
@@ -49,9 +49,9 @@ def determinants(subject: Subject) -> Findings:
     lines.append(
       [
         name,
-        f"{statistics.fmean(values):.0f}",
-        f"{min(values):.0f}",
-        f"{max(values):.0f}",
+        f"{statistics.fmean(values):.1f}",
+        f"{min(values):.1f}",
+        f"{max(values):.1f}",
         "" if name == _OURS else f"{100 * statistics.fmean(below):.0f} %",
       ]
     )
@@ -88,7 +88,8 @@ def components(subject: Subject) -> Findings:
   names = [f"KV head {head}" for head in range(geometry.kv_heads)]
   title = f"spread of retained keys over that of all keys, layer {layer}"
   picture = _drawn(
-    everything[layer, 0], {name: own[layer, 0] for name, own in retained.items()}
+    everything[layer, 0],
+    {name: own[layer, 0] for name, own in retained.items()},
   )
   return Findings(
     [Table(title, ["method", *names], lines)],
@@ -102,15 +103,13 @@ def components(subject: Subject) -> Findings:
 
 
 def log_determinant(keys: Float[np.ndarray, "T D"]) -> float:
-  """log det(U U^T + 1e-6 I) of the unit keys U, from the D x D matrix."""
+  """Log det(U U^T + 1e-6 I) of the unit keys U, from the D x D matrix."""
   norms = np.linalg.norm(keys, axis=1, keepdims=True)
   units = keys / np.maximum(norms, 1e-12)
   count, dim = units.shape
   gram = units.T @ units + _RIDGE * np.eye(dim)
   # det(I + A B) = det(I + B A), with the ridge drawn out of both.
-  return float(
-    np.linalg.slogdet(gram)[1] + (count - dim) * math.log(_RIDGE)
-  )
+  return float(np.linalg.slogdet(gram)[1] + (count - dim) * math.log(_RIDGE))
 
 
 def spread(
@@ -149,7 +148,10 @@ def _keys(subject: Subject, row: Sequence[int], plan: kvjax.Plan) -> _Heads:
   found = {}
   for number, layer in enumerate(cache.layers):
     assert isinstance(layer, LayerCache)
-    keys, held = np.asarray(layer.keys[0], np.float64), np.asarray(layer.held[0])
+    keys, held = (
+      np.asarray(layer.keys[0], np.float64),
+      np.asarray(layer.held[0]),
+    )
     for head, own in enumerate(keys):
       found[number, head] = own[held[head]]
   return found

@@ -47,7 +47,11 @@ def measure(subject: Subject) -> Findings:
   lines.append(["SnapKV", *[alone] * len(_PROTOTYPES)])
   header = ["ms of a KV head", *(f"P_tot = {count}" for count in _PROTOTYPES)]
   return Findings(
-    [Table(f"{length:,} tokens, {_GROUP} query heads, D = {_DIM}", header, lines)],
+    [
+      Table(
+        f"{length:,} tokens, {_GROUP} query heads, D = {_DIM}", header, lines
+      )
+    ],
     [
       "Stages are compiled and timed apart; together they share work, so that "
       "their sum is not ProtoKV's time."
@@ -102,9 +106,7 @@ def _stages(seen: Activations, count: int) -> dict[str, _Timed]:
     "assignment": lambda cache, _: proto.nearest(keys_of(cache), *centers),
     "worth and order": lambda cache, _: ranked(
       cluster,
-      cluster_worth(
-        own + keys_of(cache)[:, 0], cluster, prefix, count, False
-      ),
+      cluster_worth(own + keys_of(cache)[:, 0], cluster, prefix, count, False),
       prefix,
       own,
     ),

@@ -24,6 +24,7 @@ def make_answer(method="keydiff", budget="0.25", score=100.0, **fields):
       "task": "niah_single_1",
       "length": 1024,
       "sample": 0,
+      "asked": str(fields.get("sample", 0)),
       "method": method,
       "options": f"{method.title()}()",
       "budget": "1" if method == "full" else budget,

@@ -31,7 +31,7 @@ def exported(record):
     (
       {"protocol": "query-aware"},
       {"method": "a:b=1/2"},
-      "ruler__1024__tiny__a-b=1-2__0.75__query_aware",
+      "ruler__1024__tiny__a-b=1-2__0.75__whole_prompt",
     ),
     (
       {"benchmark": "longbench"},

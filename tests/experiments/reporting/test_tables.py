@@ -6,7 +6,7 @@ import io
 import pytest
 import rich.console
 
-from experiments.reporting import formats, rows, run
+from experiments.reporting import compared, curves, formats, rows, run
 from experiments.reporting.formats import Table
 from experiments.reporting.tables import tables
 
@@ -174,3 +174,23 @@ def test_a_single_answer_is_a_report(answer, record, benchmark):
   for text in (shown(run.terminal(found)), run.markdown(found, [])):
     assert "keydiff" in text
     assert "nan" not in text.lower()
+
+
+def test_the_mean_retention_reached_is_told(answer, record):
+  shares = {"keydiff": (0.1, 0.3, 0.5), "compactor": (0.6, 0.8, 1.0)}
+  answers = [answer("full", sample=number) for number in range(3)]
+  for method, own in shares.items():
+    answers.append(answer(method, "0.5", retention=0.5))
+    answers += [
+      answer(method, "auto at 0.95", sample=number, retention=share)
+      for number, share in enumerate(own)
+    ]
+  found = record(answers)
+  table = titled(found, "score, niah_single_1")
+  assert table.header == ["method", "100 %", "50 %", "auto at 0.95"]
+  assert [line[-1][-8:] for line in table.lines] == ["", " at 30 %", " at 80 %"]
+  budgets = [line[1] for line in compared._table(found.summary).lines]
+  assert budgets[1:3] == ["50 %", "auto at 0.95: 30 %"]
+  axes = curves.score_vs_retention(found.summary).axes[0]
+  ticks = [label.get_text() for label in axes.get_xticklabels()]
+  assert ticks == ["50 %", "100 %"]

@@ -1,0 +1,1 @@
+"""What contexts can bear: measured, fitted, written and shown."""

@@ -1,0 +1,236 @@
+"""How likely right answers stay when their contexts are compressed."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+import kvjax
+from experiments.answering import Prompt, Shape, check_room, groups, joined
+from experiments.candidates import FULL, Candidate
+from experiments.comparison import wanted
+from experiments.line_files import Line, LineFile
+from experiments.results import Key, Part, Samples
+from experiments.tasks import needles
+from experiments.tasks.sample import Sample
+from kvjax.errors import InputError
+from models.pretrained import Pretrained
+
+# Told of the task and of the number of measurements that are new.
+OnNew = Callable[[str, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement(Line):
+  """One context, compressed in one way, and what its answer then is like.
+
+  Attributes:
+    task: name of the task.
+    length: of the sample's `Part`.
+    sample: number of the sample.
+    asked: digest of the sample.
+    method: name of the method.
+    options: the method with all its hyper-parameters.
+    budget: what it might keep, in words.
+    retention: share of the context it might keep.
+    context_tokens: tokens of the context.
+    kept_tokens: tokens kept, mean over layers and KV heads.
+    nll: NLL(c) of the context, in nats per token.
+    full: NLL of the right answer given the whole context, likewise.
+    kept: the same given what was kept.
+  """
+
+  task: str
+  length: int
+  sample: int
+  asked: str
+  method: str
+  options: str
+  budget: str
+  retention: float
+  context_tokens: int
+  kept_tokens: float
+  nll: float
+  full: float
+  kept: float
+
+  @property
+  def key(self) -> Key:
+    """What was measured."""
+    part = Part(self.task, self.length)
+    return Key(part, self.asked, self.method, self.options, self.budget)
+
+  @property
+  def ratio(self) -> float:
+    """The quality left; see `kvjax.nll_ratio`."""
+    full, kept = np.array([self.full]), np.array([self.kept])
+    return float(kvjax.nll_ratio(full, kept)[0])
+
+
+Measurements = LineFile[Measurement]
+
+
+def measure(
+  lm: Pretrained,
+  chosen: Sequence[Candidate],
+  samples: Samples,
+  store: Measurements,
+  batch: int,
+  on_new: OnNew,
+) -> list[Measurement]:
+  """Measures what `store` does not hold yet, and adds it there.
+
+  Every batch of contexts is prefilled once for all methods and budgets.
+
+  Args:
+    lm: the model.
+    chosen: methods and budgets, the full cache not among them.
+    samples: of each task and length, in the order of their numbers.
+    store: old measurements; new ones are written as they come.
+    batch: contexts per prefill.
+    on_new: told of progress.
+
+  Returns:
+    What was asked for, old and new.
+
+  Raises:
+    InputError: a sample is longer than the model's context, or the
+      measurements cannot be written.
+  """
+  keys = wanted(chosen, samples)
+  missing = set(keys) - store.found.keys()
+  unfinished = {(key.method, key.options, key.budget) for key in missing}
+  left = [c for c in chosen if (c.method, c.options, c.budget) in unfinished]
+  unmeasured = {(key.part, key.asked) for key in missing}
+  every = [
+    _Asked.of(lm, part, number, sample)
+    for part, drawn in samples.items()
+    for number, sample in enumerate(drawn)
+  ]
+  prompts = [one.prompt for one in every]
+  check_room(lm, prompts)
+  shape = Shape.of(prompts, min(batch, max(map(len, samples.values()))))
+  for part in samples:
+    due = [
+      one
+      for one in every
+      if one.part == part and (part, one.digest) in unmeasured
+    ]
+    for start in range(0, len(due), shape.rows):
+      rows = due[start : start + shape.rows]
+      found = _measured(lm, left, rows, shape)
+      new = [measurement for measurement in found if measurement.key in missing]
+      store.add(new)
+      on_new(part.task, len(new))
+  return [store.found[key] for key in keys]
+
+
+class _Asked(NamedTuple):
+  """A sample, and its prompt and its right answer as token ids."""
+
+  part: Part
+  number: int
+  digest: str
+  prompt: Prompt
+  answer: list[int]
+
+  @classmethod
+  def of(
+    cls, lm: Pretrained, part: Part, number: int, sample: Sample
+  ) -> "_Asked":
+    prompt = Prompt.of_sample(lm.tokenizer, sample)
+    answer = lm.tokenizer.encode(f" {needles.listing(sample.answers)}")
+    return cls(part, number, sample.digest, prompt, answer)
+
+
+def _measured(
+  lm: Pretrained,
+  chosen: Sequence[Candidate],
+  asked: Sequence[_Asked],
+  shape: Shape,
+) -> Iterator[Measurement]:
+  """What is left of the answers' likelihoods, by candidate and row."""
+  rows = [*asked, *[asked[-1]] * (shape.rows - len(asked))]
+  contexts = [one.prompt.context for one in rows]
+  own = chosen[0].plan.per_query_head
+  full = kvjax.get_plan(FULL, kvjax.Retention(1.0), per_query_head=own)
+  every = [Candidate(FULL, full), *chosen]
+  swept = kvjax.measured_sweep(
+    lm.model,
+    lm.params,
+    kvjax.Prompts.of(contexts, shape.context),
+    [candidate.plan for candidate in every],
+  )
+  likelihoods = _likelihoods(lm, every, swept.caches, rows, shape)
+  nll = np.asarray(swept.nll)
+  for index, candidate in enumerate(every[1:], start=1):
+    told = swept.retentions[index]
+    kept = np.asarray(swept.caches[index].lengths)
+    for row, one in enumerate(asked):
+      tokens = len(contexts[row])
+      share = candidate.retention(tokens) if told is None else told[row]
+      yield Measurement(
+        task=one.part.task,
+        length=one.part.length,
+        sample=one.number,
+        asked=one.digest,
+        method=candidate.method,
+        options=candidate.options,
+        budget=candidate.budget,
+        retention=float(share),
+        context_tokens=tokens,
+        kept_tokens=float(np.mean(kept[:, row], dtype=np.float64)),
+        nll=float(nll[row]),
+        full=float(likelihoods[0][row]),
+        kept=float(likelihoods[index][row]),
+      )
+
+
+def _likelihoods(
+  lm: Pretrained,
+  every: Sequence[Candidate],
+  caches: Sequence[kvjax.Cache],
+  rows: Sequence[_Asked],
+  shape: Shape,
+) -> Float[np.ndarray, "P B"]:
+  """NLL of the rows' answers given each cache; those of equal size at once."""
+  found = np.empty((len(caches), len(rows)))
+  for capacity, group in groups(every, caches):
+    times = len(group)
+    values = kvjax.answer_nll(
+      lm.model,
+      lm.params,
+      joined([caches[index] for index in group], capacity),
+      kvjax.Prompts.of(
+        [one.prompt.question for one in rows] * times, shape.question
+      ),
+      kvjax.Prompts.of([one.answer for one in rows] * times),
+    )
+    found[group] = np.asarray(values).reshape(times, len(rows))
+  return found
+
+
+def check(
+  lm: Pretrained, chosen: Sequence[Candidate], samples: Samples
+) -> None:
+  """Refuses a method of which nothing can be learnt.
+
+  Raises:
+    InputError: it keeps all of the contexts whatever it is asked to keep.
+  """
+  longest = max(
+    len(Prompt.of_sample(lm.tokenizer, sample).context)
+    for drawn in samples.values()
+    for sample in drawn
+  )
+  layers = lm.config.geometry.layers
+  for method in dict.fromkeys(candidate.method for candidate in chosen):
+    plans = [c.plan for c in chosen if c.method == method]
+    kept = [plan.counts(np.array([longest]), layers) for plan in plans]
+    if all(np.all(counts >= longest) for counts in kept):
+      raise InputError(
+        f"--methods has {method}, which keeps all of {longest} tokens at every "
+        "retention; calibrate it at a greater --length."
+      )

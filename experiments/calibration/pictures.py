@@ -1,0 +1,129 @@
+"""Curves of quality against retention, and what methods keep, as plots."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from experiments.calibration.fits import Fitted, mean_ratios
+from experiments.calibration.measuring import Measurement
+from experiments.reporting import formats
+from experiments.reporting.lines import styled
+from kvjax.calibration import quality
+
+_COLUMNS = 4
+_PANEL = (2.7, 2.3)
+_TEXT, _SMALL = 9, 7
+_BAR = "#8FB3D9"
+_GRID = "#E4E4E4"
+
+
+def ratio_curves(fitted: Sequence[Fitted], title: str) -> Figure:
+  """NLL ratio against retention: a panel per method, a colour per task.
+
+  Points are means over samples; the line is the fitted curve of the task's mean
+  NLL(c). After Figure 6 of Chari and Van Durme.
+  """
+  columns = min(_COLUMNS, len(fitted))
+  rows = -(-len(fitted) // columns)
+  size = (max(columns * _PANEL[0], 6), rows * _PANEL[1] + 1.1)
+  figure = Figure(figsize=size, layout="constrained")
+  FigureCanvasAgg(figure)
+  figure.suptitle(title, fontsize=_TEXT, x=0.02, ha="left")
+  panels = figure.subplots(
+    rows, columns, squeeze=False, sharex=True, sharey=True
+  ).flat
+  for axes, method in zip(panels, fitted, strict=False):
+    name = formats.at_options(method.name, 28)
+    axes.set_title(name, fontsize=_TEXT, loc="left", parse_math=False)
+    _draw_curves(axes, method)
+  for axes in list(panels)[len(fitted) :]:
+    axes.set_axis_off()
+  figure.supxlabel("retention", fontsize=_TEXT)
+  figure.supylabel("NLL ratio", fontsize=_TEXT)
+  handles, labels = figure.axes[0].get_legend_handles_labels()
+  figure.legend(
+    handles, labels, loc="outside lower center", ncols=4, fontsize=_SMALL
+  )
+  return figure
+
+
+def retention_bars(fitted: Sequence[Fitted], tau: float, title: str) -> Figure:
+  """Retention reached by each method, and by it on each task.
+
+  After Figure 7 of Chari and Van Durme.
+  """
+  height = 0.34 * len(fitted) + 1.7
+  figure = Figure(figsize=(7.5, height), layout="constrained")
+  FigureCanvasAgg(figure)
+  axes = figure.add_subplot()
+  axes.set_title(title, fontsize=_TEXT, loc="left", parse_math=False)
+  tasks = _tasks(fitted[0].held_out)
+  for place, method in enumerate(fitted):
+    mean = _percent(method.held_out)
+    axes.barh(place, mean, color=_BAR, height=0.7)
+    axes.text(101, place, f"{mean:.0f} %", fontsize=_TEXT, va="center")
+  for index, task in enumerate(tasks):
+    look = styled(task, [], index)
+    means = [
+      _percent([m for m in method.held_out if m.task == task])
+      for method in fitted
+    ]
+    axes.plot(
+      means,
+      range(len(fitted)),
+      look.marker,
+      color=look.color,
+      markersize=4,
+      label=task.removeprefix("niah_"),
+    )
+  axes.set_yticks(range(len(fitted)), [method.name for method in fitted])
+  axes.invert_yaxis()
+  axes.set_xlim(0, 108)
+  axes.set_xticks(range(0, 101, 20))
+  axes.set_xlabel(f"mean retention reached at tau {tau:g} (%)")
+  axes.tick_params(labelsize=_TEXT)
+  axes.grid(axis="x", color=_GRID, linewidth=0.8)
+  axes.set_axisbelow(True)
+  axes.spines[["top", "right"]].set_visible(False)
+  figure.legend(loc="outside lower center", ncols=4, fontsize=_SMALL)
+  return figure
+
+
+def _draw_curves(axes: Axes, method: Fitted) -> None:
+  shares = np.linspace(0.0, 1.0, 101, dtype=np.float32)
+  line = method.calibration
+  for index, task in enumerate(_tasks(method.measured)):
+    own = [m for m in method.measured if m.task == task]
+    kc = line.alpha * statistics.fmean(m.nll for m in own) + line.beta
+    fitted = quality(jnp.asarray(shares), jnp.full(shares.shape, kc, "float32"))
+    places = mean_ratios(own)
+    look = styled(task, places, index)
+    axes.plot(shares, np.asarray(fitted), color=look.color, linewidth=1)
+    axes.plot(
+      *zip(*places, strict=True),
+      look.marker,
+      color=look.color,
+      markersize=4,
+      label=task.removeprefix("niah_"),
+    )
+  most = max((y for _, y in mean_ratios(method.measured)), default=1.0)
+  axes.set_xlim(0, 1.02)
+  axes.set_ylim(-0.03, max(1.05, math.ceil(most * 10) / 10))
+  axes.tick_params(labelsize=_SMALL)
+  axes.grid(color=_GRID, linewidth=0.6)
+  axes.set_axisbelow(True)
+  axes.spines[["top", "right"]].set_visible(False)
+
+
+def _tasks(found: Sequence[Measurement]) -> list[str]:
+  return list(dict.fromkeys(m.task for m in found))
+
+
+def _percent(found: Sequence[Measurement]) -> float:
+  return 100 * statistics.fmean(m.retention for m in found)

@@ -1,0 +1,106 @@
+"""What calibrations come to, as tables."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.reporting import formats, wording
+from experiments.reporting.formats import Table
+
+_Rows = Sequence[Mapping[str, Any]]
+
+
+def tables(summary: Mapping[str, Any]) -> list[Table]:
+  """Of all methods, by retention, and by task what they keep and what is left."""
+  rows = summary["rows"]
+  return [
+    _overview(rows, summary["tau"]),
+    _measured(rows),
+    _by_task(rows, "retention", "retention reached (%)", 100, 1),
+    _by_task(rows, "ratio", "NLL ratio", 1, 3),
+  ]
+
+
+def title(summary: Mapping[str, Any]) -> str:
+  """The run in words."""
+  return (
+    f"{summary['model']}, {summary['length']} tokens, calibrated on "
+    f"{wording.count(summary['samples'], 'sample')} per task, applied at tau "
+    f"{summary['tau']:g} to {summary['held_out']} others"
+  )
+
+
+def circumstances(summary: Mapping[str, Any]) -> str:
+  """How the numbers came about."""
+  return (
+    f"Seed {summary['seed']}, per {summary['heads']}, {summary['dtype']} on "
+    f"{summary['device']}; {wording.versions(summary)}."
+  )
+
+
+def markdown(summary: Mapping[str, Any], plots: Sequence[str]) -> str:
+  """Settings, tables and plots."""
+  lines = [
+    f"# {formats.escaped(title(summary))}",
+    formats.escaped(circumstances(summary)),
+    f"Data: {formats.escaped(wording.data(summary))}.",
+    *(formats.to_markdown(table).rstrip() for table in tables(summary)),
+    *(f"![{name}]({name})" for name in plots),
+  ]
+  return "\n\n".join(lines) + "\n"
+
+
+def _overview(rows: _Rows, tau: float) -> Table:
+  columns: dict[str, list[str]] = {}
+  for row in rows:
+    own = row["held_out"]
+    line = {
+      "method": row["method"],
+      "alpha": _signed(row["alpha"]),
+      "beta": _signed(row["beta"]),
+      "error": f"{row['error']:.3f}",
+      "triples": str(row["triples"]),
+      "retention": wording.share(own["retention"]),
+      "kept": wording.share(own["kept"]),
+      "NLL ratio": f"{own['ratio']:.3f}",
+    }
+    for name, text in line.items():
+      columns.setdefault(name, []).append(text)
+  lines = list(zip(*columns.values(), strict=True))
+  return Table(f"calibrations, and others at tau {tau:g}", [*columns], lines)
+
+
+def _measured(rows: _Rows) -> Table:
+  """A line per method, a column per retention."""
+  names = list(rows[0]["measured"])
+  lines = [
+    [row["method"], *(f"{row['measured'][name]:.3f}" for name in names)]
+    for row in rows
+  ]
+  header = ["method", *(wording.share(float(name)) for name in names)]
+  return Table("NLL ratio by retention, mean over tasks", header, lines)
+
+
+def _by_task(
+  rows: _Rows, field: str, name: str, factor: float, digits: int
+) -> Table:
+  """A line per method, a column per task; first the contexts' likelihood."""
+  tasks = list(rows[0]["tasks"])
+  lines = [
+    [
+      "NLL of the context",
+      *(f"{rows[0]['tasks'][t]['nll']:.2f}" for t in tasks),
+    ]
+  ]
+  lines += [
+    [
+      row["method"],
+      *(f"{factor * row['tasks'][task][field]:.{digits}f}" for task in tasks),
+    ]
+    for row in rows
+  ]
+  header = ["method", *(task.removeprefix("niah_") for task in tasks)]
+  return Table(f"{name} by task, other samples", header, lines)
+
+
+def _signed(value: float) -> str:
+  return f"{value:+.3g}".replace("-", "−")

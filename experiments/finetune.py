@@ -1,0 +1,125 @@
+"""Finetunes a model on documents: `python -m experiments.finetune`.
+
+Learns the text of a folder with low-rank adapters (LoRA) and writes a model
+directory, with the adapters in the weights, that every program takes by
+--model. Resumes from its last checkpoint, bit for bit, when started again with
+the same flags.
+"""
+
+import dataclasses
+import pathlib
+
+from absl import flags
+
+import models
+from experiments import cli, inputs, results
+from experiments.finetuning import documents, training
+from experiments.finetuning.tuner import Recipe, Tuner
+from kvjax.errors import InputError
+from models import lora
+
+_DOCUMENTS = flags.DEFINE_string(
+  "documents", None, "Folder of .txt and .md files, which are learnt."
+)
+_OUTPUT = flags.DEFINE_string(
+  "output", None, "Folder for checkpoints, the log, adapters and the model."
+)
+_RANK = flags.DEFINE_integer("rank", 128, "Rank of the adapters.")
+_TARGETS = flags.DEFINE_list(
+  "targets",
+  "q,k,v",
+  f"Projections with an adapter, of {', '.join(lora.TARGETS)}.",
+)
+_EPOCHS = flags.DEFINE_integer(
+  "epochs", 8, "How often every document is learnt.", lower_bound=1
+)
+_RATE = flags.DEFINE_float(
+  "learning_rate", 1e-3, "The largest; it rises for a short while, then falls."
+)
+_LENGTH = flags.DEFINE_integer(
+  "length", 1024, "Most tokens of a chunk of a document.", lower_bound=2
+)
+_BATCH = flags.DEFINE_integer(
+  "batch",
+  4,
+  "Chunks per step; less needs less memory.",
+  lower_bound=1,
+  allow_override=True,
+)
+_SEED = flags.DEFINE_integer(
+  "seed",
+  0,
+  "Seed of the adapters and of the order of chunks.",
+  lower_bound=0,
+  allow_override=True,
+)
+
+
+def _folders() -> tuple[pathlib.Path, pathlib.Path]:
+  """Where the documents are, and where everything goes."""
+  if _DOCUMENTS.value is None or _OUTPUT.value is None:
+    raise InputError(
+      "Name a folder of .txt and .md files and one for what becomes of them: "
+      "--documents=DIR --output=DIR."
+    )
+  output = pathlib.Path(_OUTPUT.value).absolute()
+  results.check_writable(output)
+  return pathlib.Path(_DOCUMENTS.value), output
+
+
+def _recipe() -> Recipe:
+  if not _RATE.value > 0:
+    raise InputError(
+      f"--learning_rate is a number above 0; it is {_RATE.value}."
+    )
+  lora.check(_RANK.value, _TARGETS.value)
+  return Recipe(
+    rank=_RANK.value,
+    targets=tuple(name for name in lora.TARGETS if name in _TARGETS.value),
+    epochs=_EPOCHS.value,
+    learning_rate=_RATE.value,
+    batch=_BATCH.value,
+    seed=_SEED.value,
+  )
+
+
+def _check_length(lm: models.Pretrained) -> None:
+  limit = lm.config.geometry.max_positions
+  if _LENGTH.value > limit:
+    raise InputError(
+      f"--length={_LENGTH.value} is longer than the context of this model, "
+      f"{limit} tokens."
+    )
+
+
+def main() -> None:
+  """Finetunes, then writes adapters and model."""
+  folder, output = _folders()
+  recipe = _recipe()
+  texts = documents.read(folder)
+  with inputs.loaded() as (lm, _):
+    _check_length(lm)
+    parts = documents.chunks(
+      texts, lm.tokenizer, _LENGTH.value, training.QUERIES
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    source = {
+      "model": inputs.model_name(),
+      "weights": results.digest(inputs.model_directory()),
+      "dtype": inputs.dtype(),
+      "documents": documents.digest(parts),
+      "length": _LENGTH.value,
+    }
+    tuner = Tuner(output, lm, parts, recipe, source)
+    tuner.run()
+    adapter, directory = output / "adapter", output / "model"
+    adapter.mkdir(exist_ok=True)
+    base = str(inputs.model_directory())
+    lora.write_adapter(tuner.state.params, adapter, base)
+    model, params = tuner.merged()
+    models.save(dataclasses.replace(lm, model=model, params=params), directory)
+  print(f"The finetuned model is in {directory}, its adapters in {adapter}.")
+
+
+if __name__ == "__main__":
+  cli.run(main)

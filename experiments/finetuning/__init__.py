@@ -1,0 +1,1 @@
+"""What `experiments.finetune` is made of."""

@@ -1,0 +1,161 @@
+"""Loss and optimiser step of a finetuning, in memory that suits 8B models.
+
+What a layer computes is computed again for the gradient, and so are the
+attention of a few queries and the logits of a few positions: beside the
+weights there are the layers' inputs and little more.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, PyTree
+
+from kernels.attention import attention
+from kvjax.activations import Activations
+from kvjax.layers import LayerCache
+from kvjax.likelihood import prompt_nll
+from kvjax.model import Attend
+from kvjax.sharding import shard_cache
+from kvjax.step import block_positions
+from models.decoder import Layer
+from models.language_model import DecoderModel
+
+# Queries whose attention is computed again at a time; rows are padded to a
+# multiple.
+QUERIES = 128
+
+MOST_NORM = 1.0
+WEIGHT_DECAY = 0.01
+# Share of the steps in which the learning rate rises.
+_WARM_UP = 0.05
+
+
+class Schedule(NamedTuple):
+  """Learning rates: a short rise, then half a cosine down to zero."""
+
+  peak: float
+  steps: int
+
+  def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
+    """The learning rate of a step."""
+    done = step.astype(jnp.float32) / self.steps
+    risen = jnp.minimum(1.0, (done + 1 / self.steps) / _WARM_UP)
+    return self.peak * risen * 0.5 * (1.0 + jnp.cos(jnp.pi * done))
+
+
+def optimizer(schedule: Schedule) -> optax.GradientTransformation:
+  """AdamW after clipping the gradient's norm."""
+  return optax.chain(
+    optax.clip_by_global_norm(MOST_NORM),
+    optax.adamw(schedule.rate, weight_decay=WEIGHT_DECAY),
+  )
+
+
+def summed_nll(
+  model: DecoderModel,
+  params: nnx.State,
+  tokens: Int[Array, "B S"],
+  lengths: Int[Array, " B"],
+) -> Float[Array, ""]:
+  """Sum of -ln p over all tokens but the first of each row, in nats.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    tokens: rows, padded to a multiple of `QUERIES` tokens.
+    lengths: real tokens of each row; 0 for one that does not count.
+  """
+  decoder = nnx.merge(model.graphdef, params)
+  decoder.layers = nnx.List([_Again(layer) for layer in decoder.layers])
+  positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
+  states = (None,) * len(decoder.layers)
+  hidden, _ = decoder(tokens, positions, states, _attend)
+  means = prompt_nll(model, params, hidden, tokens, lengths)
+  foretold = jnp.maximum(lengths - 1, 0).astype(jnp.float32)
+  return jnp.sum(jnp.where(foretold > 0, means, 0.0) * foretold)
+
+
+measure = functools.partial(jax.jit, static_argnames="model")(summed_nll)
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=("model", "schedule"),
+  donate_argnames=("adapter", "moments"),
+)
+def train_step(
+  model: DecoderModel,
+  schedule: Schedule,
+  adapter: nnx.State,
+  moments: PyTree,
+  frozen: nnx.State,
+  tokens: Int[Array, "B S"],
+  lengths: Int[Array, " B"],
+) -> tuple[nnx.State, PyTree, Float[Array, ""]]:
+  """One step; answers adapters, optimiser state and the mean loss per token."""
+  count = jnp.sum(jnp.maximum(lengths - 1, 0)).astype(jnp.float32)
+
+  def loss(adapter: nnx.State) -> Float[Array, ""]:
+    params = nnx.merge_state(adapter, frozen)
+    return summed_nll(model, params, tokens, lengths) / count
+
+  found, gradients = jax.value_and_grad(loss)(adapter)
+  # Adam's bias correction raises a float to an integer power.
+  with jax.numpy_dtype_promotion("standard"):
+    updates, moments = optimizer(schedule).update(gradients, moments, adapter)
+  return optax.apply_updates(adapter, updates), moments, found
+
+
+class _Again(Layer):
+  """A layer whose insides are computed again for the gradient."""
+
+  def __init__(self, layer: Layer) -> None:
+    self.layer = layer
+
+  def __call__(
+    self,
+    x: Float[Array, "B S E"],
+    positions: Int[Array, "B S"],
+    rope: Any,
+    index: int,
+    state: Any,
+    attend: Attend[Any],
+  ) -> tuple[Float[Array, "B S E"], Any]:
+    """As `Layer.__call__`."""
+
+    def run(layer: Layer, x: Array) -> tuple[Array, Any]:
+      return layer(x, positions, rope, index, state, attend)
+
+    # Nothing here updates a layer, and with graph_updates it could not come
+    # from outside of what is differentiated.
+    again: Any = nnx.remat(run, graph_updates=False)
+    found, state = again(self.layer, x)
+    return found, state
+
+
+def _attend(
+  layer: int, state: None, seen: Activations
+) -> tuple[Float[Array, "B N S D"], None]:
+  """Causal attention that keeps no S x S weights for the gradient."""
+  del layer
+  cache = shard_cache(LayerCache.of(seen))
+  batch, heads, length, dim = seen.queries.shape
+  parts = length // QUERIES
+
+  @jax.checkpoint
+  def part(
+    asked: tuple[Float[Array, "B N C D"], Int[Array, "B C"]],
+  ) -> Float[Array, "B N C D"]:
+    queries, places = asked
+    return attention(queries, cache.keys, cache.values, places, cache.positions)
+
+  queries = seen.queries.reshape(batch, heads, parts, QUERIES, dim)
+  places = seen.positions.reshape(batch, parts, QUERIES)
+  mixed = jax.lax.map(
+    part, (jnp.moveaxis(queries, 2, 0), jnp.moveaxis(places, 1, 0))
+  )
+  return jnp.moveaxis(mixed, 0, 2).reshape(seen.queries.shape), state

@@ -1,0 +1,195 @@
+"""Runs the epochs of a finetuning: steps, checkpoints and a log."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from experiments.finetuning import documents, training
+from experiments.reference.checkpoints import Checkpoints, Progress
+from experiments.step_bar import step_bar
+from kvjax.errors import InputError
+from kvjax.prompts import Prompts
+from models import lora
+from models.language_model import DecoderModel
+from models.pretrained import Pretrained
+
+_SAVE_EVERY = 100
+# Reading the loss waits for the step; the others are dispatched ahead.
+_SHOW_EVERY = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """What a finetuning does with its documents.
+
+  Attributes:
+    rank: of the adapters.
+    targets: which projections have one, names in `models.lora.TARGETS`.
+    epochs: how often every token is learnt.
+    learning_rate: the largest, see `training.Schedule`.
+    batch: chunks per step.
+    seed: of the adapters and of the order of chunks.
+  """
+
+  rank: int
+  targets: tuple[str, ...]
+  epochs: int
+  learning_rate: float
+  batch: int
+  seed: int
+
+
+class Tuner:
+  """A finetuning that goes on where its folder says it stopped.
+
+  Attributes:
+    state: how far it is; its params are the adapters.
+  """
+
+  def __init__(
+    self,
+    output: Path,
+    lm: Pretrained,
+    parts: Prompts,
+    recipe: Recipe,
+    source: Mapping[str, Any],
+  ):
+    """Starts from the last checkpoint in `output`, or from no adapters.
+
+    Args:
+      output: an existing folder for checkpoints and the log.
+      lm: the model; on a mesh, with the mesh in context.
+      parts: what is learnt, see `documents.chunks`.
+      recipe: how.
+      source: what else tells this run from others: its model and documents.
+
+    Raises:
+      InputError: the recipe's rank or targets cannot be, or the folder holds
+        another run.
+    """
+    self._parts = parts
+    self._recipe = recipe
+    self._model, params = lora.adapted(
+      lm.model, lm.params, recipe.rank, recipe.targets, recipe.seed
+    )
+    adapter, self._frozen = lora.split(params)
+    self._epoch_steps = documents.steps_per_epoch(parts, recipe.batch)
+    steps = recipe.epochs * self._epoch_steps
+    self._schedule = training.Schedule(recipe.learning_rate, steps)
+    _claim(output / "run.json", dict(source) | dataclasses.asdict(recipe))
+    moments = training.optimizer(self._schedule).init(adapter)
+    self._checkpoints = Checkpoints(output / "checkpoints")
+    self.state = self._checkpoints.latest(Progress.fresh(adapter, moments))
+    self._log_path = output / "log.jsonl"
+
+  def run(self) -> None:
+    """Takes the steps that are left; a line in the log for every epoch."""
+    self._drop_log_lines()
+    if self.state.total == 0:
+      self._log()
+    left = range(self.state.total, self._schedule.steps)
+    with step_bar("finetuning", left) as show:
+      began = time.monotonic()
+      for _ in left:
+        loss = self._step()
+        done = self.state.total
+        if done % _SHOW_EVERY == 0:
+          show(done, float(loss))
+        epoch_ends = done % self._epoch_steps == 0
+        if epoch_ends or done % _SAVE_EVERY == 0:
+          self.state = self.state.spent(time.monotonic() - began)
+          if epoch_ends:
+            self._log()
+          self._checkpoints.save(self.state)
+          began = time.monotonic()
+
+  def merged(self) -> tuple[DecoderModel, nnx.State]:
+    """The model with its adapters in its weights."""
+    return lora.merged(self._model, self._params())
+
+  def _params(self) -> nnx.State:
+    return nnx.merge_state(self.state.params, self._frozen)
+
+  def _step(self) -> Float[Array, ""]:
+    """Takes one step and answers its loss, which may still be computed."""
+    tokens, lengths = self._batch(self.state.total)
+    adapter, moments, loss = training.train_step(
+      self._model,
+      self._schedule,
+      self.state.params,
+      self.state.moments,
+      self._frozen,
+      tokens,
+      lengths,
+    )
+    foretold = int(np.maximum(lengths - 1, 0).sum())
+    self.state = self.state.advanced(adapter, moments, foretold)
+    return loss
+
+  def _batch(self, step: int) -> documents.Batch:
+    recipe = self._recipe
+    return documents.batch(self._parts, recipe.batch, step, recipe.seed)
+
+  def _nll(self) -> float:
+    """NLL of the documents in nats per token, as the adapters are now."""
+    params = self._params()
+    sums = [
+      training.measure(self._model, params, *self._batch(step))
+      for step in range(self._epoch_steps)
+    ]
+    foretold = np.asarray(self._parts.lengths) - 1
+    return float(np.sum(sums) / foretold.sum())
+
+  def _log(self) -> None:
+    """Appends a line about where the finetuning stands, and prints it."""
+    epoch, nll = self.state.total // self._epoch_steps, self._nll()
+    record = {
+      "epoch": epoch,
+      "steps": self.state.total,
+      "tokens": self.state.tokens,
+      "seconds": round(self.state.seconds, 1),
+      "nll": nll,
+    }
+    with self._log_path.open("a") as log:
+      log.write(json.dumps(record) + "\n")
+    print(
+      f"epoch {epoch} of {self._recipe.epochs}: {nll:.3f} nats per token, "
+      f"{self.state.seconds:.0f} s",
+      flush=True,
+    )
+
+  def _drop_log_lines(self) -> None:
+    """Those of epochs whose checkpoint a killed run had not written yet."""
+    if not self._log_path.exists():
+      return
+    lines = self._log_path.read_text().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    if self.state.total == 0:
+      whole = []
+    kept = [n for n in whole if json.loads(n)["steps"] <= self.state.total]
+    self._log_path.write_text("".join(kept))
+
+
+def _claim(path: Path, settings: Mapping[str, Any]) -> None:
+  """Writes down what a folder holds, or refuses another run's folder.
+
+  Raises:
+    InputError: the run there has other settings.
+  """
+  ours = json.loads(json.dumps(settings))
+  if path.exists():
+    theirs = json.loads(path.read_text())
+    for name, value in ours.items():
+      if theirs.get(name) != value:
+        raise InputError(
+          f"{path.parent} holds a run with {name} {theirs.get(name)}, and this "
+          f"one has {name} {value}; choose another --output."
+        )
+  path.write_text(json.dumps(ours, indent=2) + "\n")

@@ -1,0 +1,59 @@
+"""What experiments there are, a line each."""
+
+import importlib.util
+
+import rich.box
+import rich.console
+import rich.table
+
+from experiments.paper_experiments.records import Experiment, Program
+from experiments.paper_experiments.registry import EXPERIMENTS
+
+
+def terminal() -> rich.console.Group:
+  """A table per paper."""
+  papers = dict.fromkeys(e.paper for e in EXPERIMENTS.values())
+  return rich.console.Group(
+    *map(_table, papers),
+    "python -m experiments.papers ID runs one, with --model=DIR on a model of "
+    "yours and with --data=DIR on LongBench's files. Minutes are those that it "
+    "takes without, on two cores.",
+  )
+
+
+def why_not(experiment: Experiment) -> str:
+  """Why nothing can be run; empty where something can."""
+  missing = [
+    f"experiments.{part.module}"
+    for part in experiment.parts
+    if isinstance(part, Program)
+    and importlib.util.find_spec(f"experiments.{part.module}") is None
+  ]
+  if missing:
+    return f"There is no program {' and no '.join(missing)} yet."
+  return experiment.why_not
+
+
+def _table(paper: str) -> rich.table.Table:
+  experiments = [e for e in EXPERIMENTS.values() if e.paper == paper]
+  table = rich.table.Table(
+    title=f"{paper}: {experiments[0].models}",
+    box=rich.box.SIMPLE_HEAD,
+    pad_edge=False,
+    padding=(0, 1, 0, 0),
+    title_justify="left",
+  )
+  table.add_column("id", no_wrap=True)
+  for name in ("shows", "data needed", "runs without model and data"):
+    table.add_column(name)
+  table.add_column("min", justify="right", no_wrap=True)
+  for experiment in experiments:
+    reason = why_not(experiment)
+    table.add_row(
+      experiment.id,
+      experiment.title,
+      experiment.needs or "none",
+      reason or experiment.instead,
+      "" if reason else str(experiment.minutes),
+    )
+  return table

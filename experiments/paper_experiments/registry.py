@@ -1,0 +1,35 @@
+"""All experiments by their ids."""
+
+from collections.abc import Mapping, Sequence
+
+from experiments.paper_experiments import (
+  compactor,
+  ctkvr,
+  keydiff,
+  lagkv,
+  protokv,
+)
+from experiments.paper_experiments.records import Experiment
+from kvjax.errors import InputError
+from kvjax.naming import near
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+  experiment.id: experiment
+  for module in (protokv, keydiff, compactor, ctkvr, lagkv)
+  for experiment in module.EXPERIMENTS
+}
+
+
+def find(ids: Sequence[str]) -> list[Experiment]:
+  """The experiments of some ids.
+
+  Raises:
+    InputError: an id is none.
+  """
+  for name in ids:
+    if name not in EXPERIMENTS:
+      raise InputError(
+        f"There is no experiment {name!r}{near(name, EXPERIMENTS)}; "
+        "python -m experiments.papers lists them."
+      )
+  return [EXPERIMENTS[name] for name in dict.fromkeys(ids)]

@@ -1,0 +1,156 @@
+"""The samples of an experiment's setup."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from experiments import inputs
+from experiments.answering import Prompt
+from experiments.benchmarks import (
+  grids,
+  longbench,
+  longbench_files,
+  multiturn,
+  ruler,
+  ruler_files,
+)
+from experiments.metrics import registry
+from experiments.paper_experiments.findings import Scale
+from experiments.paper_experiments.records import Setup
+from experiments.results import Samples, data_name
+from experiments.tasks import prose
+from models.pretrained import Pretrained
+
+_TURNS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+  """What the user has.
+
+  Attributes:
+    data: files of LongBench or RULER.
+    essay: see `ruler.Texts.read`, as for the others.
+    words: of cwe.
+    squad: of qa_1.
+    hotpotqa: of qa_2.
+  """
+
+  data: pathlib.Path | None = None
+  essay: pathlib.Path | None = None
+  words: str | None = None
+  squad: pathlib.Path | None = None
+  hotpotqa: pathlib.Path | None = None
+
+
+class Drawn(NamedTuple):
+  """What is asked.
+
+  Attributes:
+    samples: of each task and length.
+    data: where their texts come from.
+    notes: a line each about what is left out.
+    about: what else a report says about them.
+  """
+
+  samples: Samples
+  data: Mapping[str, str]
+  notes: Sequence[str] = ()
+  about: Mapping[str, str] = {}
+
+
+def draw(
+  setup: Setup, scale: Scale, lm: Pretrained, sources: Sources, seed: int
+) -> Drawn:
+  """The samples that a setup names.
+
+  At the small scale every prompt has the chat template around it, which is
+  what the bundled model knows; else each benchmark's own rule holds.
+
+  Raises:
+    InputError: a length is too short for a task or longer than the model's
+      context, or a file cannot be read.
+  """
+  inputs.check_lengths(lm, setup.lengths)
+  drawn = _draw(setup, lm, sources, seed)
+  registry.check({s.metric for part in drawn.samples.values() for s in part})
+  if scale == "paper":
+    return drawn._replace(data={**drawn.data, "chat template": "official"})
+  return drawn._replace(
+    samples={
+      part: [dataclasses.replace(sample, chat=True) for sample in samples]
+      for part, samples in drawn.samples.items()
+    }
+  )
+
+
+def prompts(
+  setup: Setup, scale: Scale, lm: Pretrained, sources: Sources, seed: int
+) -> dict[str, list[list[int]]]:
+  """Tokens of a setup's prompts with their questions, by task."""
+  found: dict[str, list[list[int]]] = {}
+  if not setup.tasks:
+    return found
+  for part, drawn in draw(setup, scale, lm, sources, seed).samples.items():
+    rows = [Prompt.of_sample(lm.tokenizer, s).prefilled for s in drawn]
+    found.setdefault(part.task, []).extend(rows)
+  return found
+
+
+def _draw(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
+  lengths, count = list(setup.lengths), lm.tokenizer.count
+  number = setup.samples or 0
+  match setup.benchmark:
+    case "longbench":
+      return _longbench(setup, lm, sources)
+    case "ruler":
+      return _ruler(setup, lm, sources, seed)
+    case "multiturn":
+      found = multiturn.samples(
+        lengths, _TURNS, number, seed, lm.tokenizer, "conversation"
+      )
+    case "needle" | "passkey":
+      draw = {
+        "needle": grids.needle_samples,
+        "passkey": grids.passkey_samples,
+      }[setup.benchmark]
+      depths = grids.even_depths(setup.depths)
+      found = draw(lengths, depths, number, seed, count)
+  return Drawn(found, {"essay": prose.SOURCE})
+
+
+def _longbench(setup: Setup, lm: Pretrained, sources: Sources) -> Drawn:
+  """The sets that there are."""
+  path = sources.data
+  assert path is not None
+  there = longbench_files.find(path, list(setup.tasks))
+  (limit,) = setup.lengths
+  drawn = longbench.samples(
+    path, list(there), limit, lm.tokenizer, setup.samples
+  )
+  missing = [name for name in setup.tasks if name not in there]
+  notes = [f"{path} has no {', '.join(missing)}; left out."] if missing else []
+  about = longbench.provenance(drawn)
+  return Drawn(drawn, {"files": data_name(path)}, notes, about)
+
+
+def _ruler(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
+  if sources.data is not None:
+    drawn = ruler_files.load(
+      sources.data, list(setup.tasks), list(setup.lengths), setup.samples
+    )
+    return Drawn(drawn, {"files": data_name(sources.data)})
+  texts = ruler.Texts.read(
+    sources.essay, sources.words, sources.squad, sources.hotpotqa
+  )
+  choice = ruler.choose(setup.tasks, texts)
+  made = ruler.samples(
+    choice.tasks,
+    setup.lengths,
+    setup.samples or 0,
+    seed,
+    lm.tokenizer.count,
+    texts,
+  )
+  return Drawn(made, choice.data, choice.notes)

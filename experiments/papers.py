@@ -1,0 +1,112 @@
+"""Runs the experiments of the five papers, their numbers beside ours.
+
+  python -m experiments.papers
+
+lists them, and
+
+  python -m experiments.papers E5.1 --model=DIR --data=DIR
+
+runs one, or several, on a model and on data of yours: LongBench's files, or
+RULER's where these are not to be made here. Without them the bundled model
+answers generated prompts at budgets scaled down to its size. It is not the
+papers' model: the order of methods may be compared, their numbers not.
+
+Writes results/papers/ID/MODEL/paper.md and paper.json, beside a folder for each
+run with all of its answers. A run that was stopped goes on where it stopped.
+"""
+
+import pathlib
+from collections.abc import Sequence
+
+import rich.console
+from absl import flags
+
+from experiments import cli, inputs, results
+from experiments.paper_experiments import catalogue, registry, report, running
+from experiments.paper_experiments.samples import Sources
+from kvjax.errors import InputError
+
+flags.adopt_module_key_flags(inputs)
+
+_DATA = flags.DEFINE_string(
+  "data", None, "File or folder of published samples of LongBench or RULER."
+)
+_ESSAY = flags.DEFINE_string(
+  "essay", None, "Text, or folder of texts, to hide RULER's needles in."
+)
+_WORDS = flags.DEFINE_string(
+  "words", None, "File of words for RULER's cwe, or wonderwords for its lists."
+)
+_SQUAD = flags.DEFINE_string("squad", None, "SQuAD's dev-v2.0.json, for qa_1.")
+_HOTPOTQA = flags.DEFINE_string(
+  "hotpotqa", None, "HotpotQA's hotpot_dev_distractor_v1.json, for qa_2."
+)
+_SAMPLES = flags.DEFINE_integer(
+  "samples",
+  None,
+  "Samples per task and length, and depth or round; by default the paper's, or "
+  "few without its model.",
+  lower_bound=1,
+)
+_LENGTH = flags.DEFINE_integer(
+  "length",
+  None,
+  "Tokens of prompt and answer in place of an experiment's own; of LongBench's "
+  "prompts the most.",
+  lower_bound=1,
+)
+_OUTPUT = flags.DEFINE_string(
+  "output", "results/papers", "Folder for the folders of experiments."
+)
+
+
+def main(ids: Sequence[str]) -> None:
+  """Lists all experiments, or runs those that are named."""
+  console = rich.console.Console(highlight=False)
+  if not ids:
+    console.print(catalogue.terminal())
+    return
+  chosen = registry.find(ids)
+  if _DATA.value is not None and not flags.FLAGS["model"].present:
+    raise InputError(
+      "--data needs a --model that can answer it; the bundled one answers "
+      "needle questions only."
+    )
+  output = pathlib.Path(_OUTPUT.value)
+  results.check_writable(output)
+  with inputs.loaded() as (lm, devices):
+    session = running.Session(
+      lm,
+      devices,
+      inputs.model_directory(),
+      flags.FLAGS["model"].present > 0,
+      _settings(),
+      inputs.BATCH.value,
+      _sources(),
+      _SAMPLES.value,
+      _LENGTH.value,
+    )
+    for experiment in chosen:
+      folder = output / experiment.id / inputs.model_name()
+      report.run(experiment, session, folder, console)
+
+
+def _settings() -> results.Settings:
+  return results.Settings(
+    model=inputs.model_name(),
+    weights=results.digest(inputs.model_directory()),
+    dtype=inputs.dtype(),
+    seed=inputs.SEED.value,
+  )
+
+
+def _sources() -> Sources:
+  def path(flag: flags.FlagHolder[str | None]) -> pathlib.Path | None:
+    return None if flag.value is None else pathlib.Path(flag.value)
+
+  essay, squad, hotpotqa = map(path, (_ESSAY, _SQUAD, _HOTPOTQA))
+  return Sources(path(_DATA), essay, _WORDS.value, squad, hotpotqa)
+
+
+if __name__ == "__main__":
+  cli.run_on_arguments(main)

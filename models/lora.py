@@ -1,0 +1,185 @@
+"""Low-rank adapters of a decoder: LoRA (Hu et al. 2021, arXiv 2106.09685).
+
+A projection x W becomes x W + x A B, where A is [in, rank] and B [rank, out].
+W stays as it is. A is drawn (He et al. 2015, uniform) and B is zero, so that at
+first nothing changes. The paper's factor alpha / rank is 1.
+"""
+
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kvjax.errors import InputError
+from models.decoder import Decoder
+from models.json_files import write_json
+from models.language_model import DecoderModel, from_decoder
+
+# Where in a layer the projections are.
+TARGETS = {
+  "q": ("self_attn", "q_proj"),
+  "k": ("self_attn", "k_proj"),
+  "v": ("self_attn", "v_proj"),
+  "o": ("self_attn", "o_proj"),
+  "gate": ("mlp", "gate_proj"),
+  "up": ("mlp", "up_proj"),
+  "down": ("mlp", "down_proj"),
+}
+
+
+def check(rank: int, targets: Sequence[str]) -> None:
+  """Refuses adapters that cannot be made.
+
+  Raises:
+    InputError: the rank is below 1, there is no target, or one is not in
+      `TARGETS`.
+  """
+  if rank < 1:
+    raise InputError(f"The rank of an adapter is 1 or more; it is {rank}.")
+  if not targets:
+    raise InputError(f"Name a projection to adapt: {', '.join(TARGETS)}.")
+  for target in targets:
+    if target not in TARGETS:
+      raise InputError(
+        f"There is no projection {target!r} to adapt; projections are "
+        f"{', '.join(TARGETS)}."
+      )
+
+
+def adapted(
+  model: DecoderModel,
+  params: nnx.State,
+  rank: int,
+  targets: Sequence[str],
+  seed: int = 0,
+) -> tuple[DecoderModel, nnx.State]:
+  """Puts adapters beside the projections of every layer.
+
+  Args:
+    model: the functions.
+    params: the weights, which are shared with the result, not copied.
+    rank: of A B; more than the projection has changes nothing but the cost.
+    targets: names in `TARGETS`.
+    seed: of the matrices A.
+
+  Returns:
+    A model that computes the same, and its weights: those given, and the
+    adapters in float32, split on a mesh as the projections are. `split` tells
+    them apart.
+
+  Raises:
+    InputError: see `check`.
+  """
+  check(rank, targets)
+  decoder = nnx.merge(model.graphdef, params)
+  rngs = nnx.Rngs(seed)
+  for module, name in _places(decoder, targets):
+    base = getattr(module, name)
+    lora = nnx.LoRA(
+      base.in_features,
+      rank,
+      base.out_features,
+      base_module=base,
+      dtype=base.dtype,
+      param_dtype=jnp.float32,
+      rngs=rngs,
+    )
+    _place(lora, base.kernel[...].sharding)
+    setattr(module, name, lora)
+  return from_decoder(decoder)
+
+
+def split(params: nnx.State) -> tuple[nnx.State, nnx.State]:
+  """The adapters, and the weights below them."""
+  adapter, frozen = nnx.split_state(params, nnx.LoRAParam, ...)
+  return adapter, frozen
+
+
+def merged(
+  model: DecoderModel, params: nnx.State
+) -> tuple[DecoderModel, nnx.State]:
+  """The plain decoder with the weights W + A B, in the dtype of W."""
+  decoder = nnx.merge(model.graphdef, params)
+  for module, name in _places(decoder, tuple(TARGETS)):
+    lora = getattr(module, name)
+    if isinstance(lora, nnx.LoRA):
+      linear = lora.base_module
+      assert isinstance(linear, nnx.Linear)
+      # In place it would change the weights that were given.
+      linear.kernel = nnx.Param(_sum(linear, lora))
+      setattr(module, name, linear)
+  return from_decoder(decoder)
+
+
+def write_adapter(
+  adapter: nnx.State, directory: pathlib.Path, base: str
+) -> None:
+  """Writes adapters alone, as PEFT's `PeftModel.from_pretrained` reads them.
+
+  Args:
+    adapter: the first part of what `split` answers.
+    directory: an existing directory.
+    base: name or directory of the model that they belong to.
+  """
+  tensors = {}
+  modules, rank = set(), 0
+  for path, leaf in jax.tree_util.tree_flatten_with_path(adapter)[0]:
+    *names, kind = [
+      str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)
+    ]
+    name = {"lora_a": "lora_A", "lora_b": "lora_B"}[kind]
+    # It is stored as what multiplies from the left.
+    value = np.ascontiguousarray(np.asarray(leaf).T)
+    tensors[f"base_model.model.model.{'.'.join(names)}.{name}.weight"] = value
+    modules.add(names[-1])
+    rank = value.shape[0] if name == "lora_A" else rank
+  metadata = {"format": "pt"}
+  (directory / "adapter_model.safetensors").write_bytes(
+    safetensors.numpy.save(tensors, metadata)
+  )
+  write_json(
+    directory / "adapter_config.json",
+    {
+      "peft_type": "LORA",
+      "task_type": "CAUSAL_LM",
+      "base_model_name_or_path": base,
+      "r": rank,
+      "lora_alpha": rank,
+      "target_modules": sorted(modules),
+      "inference_mode": True,
+    },
+  )
+
+
+def _places(
+  decoder: Decoder, targets: Sequence[str]
+) -> Iterator[tuple[nnx.Module, str]]:
+  """Modules and their attributes, in the same order for any order of targets."""
+  for layer in decoder.layers:
+    for target, (module, name) in TARGETS.items():
+      if target in targets:
+        yield getattr(layer, module), name
+
+
+def _place(lora: nnx.LoRA, kernel: jax.sharding.Sharding) -> None:
+  """Splits A as the kernel's inputs are split, and B as its outputs."""
+  if isinstance(kernel, NamedSharding):
+    inputs, outputs = kernel.spec
+    for matrix, spec in (
+      (lora.lora_a, PartitionSpec(inputs, None)),
+      (lora.lora_b, PartitionSpec(None, outputs)),
+    ):
+      sharding = NamedSharding(kernel.mesh, spec)
+      matrix[...] = jax.device_put(matrix[...], sharding)
+
+
+def _sum(linear: nnx.Linear, lora: nnx.LoRA) -> jax.Array:
+  kernel = linear.kernel[...]
+  update = lora.lora_a[...] @ lora.lora_b[...]
+  total = (kernel.astype(jnp.float32) + update).astype(kernel.dtype)
+  return jax.device_put(total, kernel.sharding)

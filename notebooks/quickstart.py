@@ -1,0 +1,181 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # kvjax: what is left of a context
+#
+# Loads a small model, compresses the keys and values of a text with three
+# methods, asks questions about what is left, plots how much of the text each
+# method still knows, and shows which tokens it kept. Runs as it is on CPU, GPU
+# and TPU runtimes, on a CPU in about a minute.
+#
+# The first cell installs kvjax where it is missing, as on Colab: tell it where
+# to clone from.
+
+# %%
+import glob
+import importlib
+import importlib.metadata
+import importlib.util
+import pathlib
+import shutil
+import subprocess
+import sys
+
+REPOSITORY = ""  # The address, or a folder, that `git clone` takes kvjax from.
+
+if importlib.util.find_spec("kvjax") is None:
+  if not REPOSITORY:
+    raise RuntimeError("Set REPOSITORY to where kvjax can be cloned from.")
+  source = pathlib.Path("kvjax-source").resolve()
+  if not source.exists():
+    subprocess.run(
+      ["git", "clone", "--depth=1", REPOSITORY, source], check=True
+    )
+  # JAX comes in a build for each kind of device.
+  tpu = glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*")
+  build = "cuda12" if shutil.which("nvidia-smi") else "tpu" if tpu else "cpu"
+  subprocess.run(
+    [sys.executable, "-m", "pip", "install", "-q", f"jax[{build}]", source],
+    check=True,
+  )
+  importlib.invalidate_caches()
+  for name in ("jax", "numpy"):
+    loaded = getattr(sys.modules.get(name), "__version__", None)
+    if loaded not in (None, importlib.metadata.version(name)):
+      raise RuntimeError("Restart the session and run all cells once more.")
+
+# %% [markdown]
+# ## A model and a text
+#
+# The model that comes with kvjax finds needles in a haystack and knows nothing
+# else; `models.load` takes the Hugging Face directory of a real one too. The
+# text is English prose with eight numbers hidden in it.
+
+# %%
+import random
+
+import jax
+
+import kvjax
+import models
+from experiments.tasks import needles
+
+bundled = pathlib.Path(models.__file__).parent / "reference"
+lm = models.load(bundled, dtype="float32")
+
+task = needles.NeedleTask("numbers", "essay", key_count=8, max_new_tokens=16)
+turns = needles.conversation(task, random.Random(0), 1024, lm.tokenizer.count)
+text = turns[0].context
+
+print(jax.devices()[0].device_kind)
+print(lm.tokenizer.count(text), "tokens:", text[:400], "...")
+for turn in turns[:3]:
+  print(turn.question, turn.answers[0])
+
+# %% [markdown]
+# ## Compress
+#
+# One forward pass serves all methods at all budgets. Nobody knows the questions
+# yet.
+
+# %%
+METHODS = ("snapkv", "compactor", "keydiff")
+SHARES = (0.5, 0.25, 0.1)
+
+names = [("full", 1.0)] + [(name, s) for name in METHODS for s in SHARES]
+plans = [kvjax.get_plan(name, kvjax.Retention(s)) for name, s in names]
+
+# A chat template stands around the text, half of it behind the question.
+before, after = lm.tokenizer.split_chat(text)
+context = kvjax.Prompts.of([lm.tokenizer.encode(before)])
+caches, _ = kvjax.sweep(lm.model, lm.params, context, plans)
+
+# %% [markdown]
+# ## Ask
+#
+# A cache is left as it was when it is asked: here a batch asks all questions of
+# copies of it.
+
+# %%
+questions = kvjax.Prompts.of(
+  [
+    lm.tokenizer.encode(turn.question + after + turn.answer_prefix)
+    for turn in turns
+  ]
+)
+decoding = kvjax.Decoding(task.max_new_tokens, stop_ids=lm.tokenizer.eos_ids)
+
+
+def ask(cache):
+  """The answers to all questions."""
+  copies = kvjax.concatenate([cache] * len(turns))
+  answers = kvjax.answer(lm.model, lm.params, copies, questions, decoding)
+  return [lm.tokenizer.decode(tokens) for tokens in answers.rows()]
+
+
+scores = {}
+for (name, share), cache in zip(names, caches, strict=True):
+  found = [
+    turn.answers[0] in answer
+    for turn, answer in zip(turns, ask(cache), strict=True)
+  ]
+  scores[name, share] = 100 * sum(found) / len(found)
+  print(
+    f"{name:10}{share:5.0%}{cache.nbytes / 2**20:7.2f} MiB"
+    f"{scores[name, share]:7.1f} % of the numbers found"
+  )
+
+# %% [markdown]
+# ## Plot
+
+# %%
+import matplotlib.pyplot as plt
+
+sizes = {
+  key: cache.nbytes / 2**20 for key, cache in zip(names, caches, strict=True)
+}
+figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+for name, marker in zip(METHODS, "osD", strict=True):
+  keys = [("full", 1.0), *((name, share) for share in SHARES)]
+  axes.plot(
+    [sizes[key] for key in keys],
+    [scores[key] for key in keys],
+    marker=marker,
+    label=name,
+  )
+axes.set(
+  xlabel="cache (MiB)",
+  ylabel="numbers found (%)",
+  xlim=(0, None),
+  ylim=(-4, 104),
+)
+axes.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## See what was kept
+#
+# A token is the darker, or on a dark page the brighter, the more heads kept it.
+# The slider goes through the layers; point at a token for its numbers.
+# `python -m experiments.show_kept` writes this page for a text of yours.
+
+# %%
+from experiments.candidates import candidates
+from experiments.kept import page
+
+pair = candidates(["snapkv", "keydiff"], [kvjax.Retention(0.25)])[1:]
+shaded = page.of_text(lm, pair, text)
+shaded

@@ -1,0 +1,128 @@
+"""Our numbers beside the paper's: averages, tables, orders."""
+
+import pytest
+
+from experiments.paper_experiments import beside, running
+from experiments.paper_experiments.records import Average, Key
+
+SCORES = {"trec": 80.0, "lsht": 40.0, "lcc": 10.0}
+
+
+def rows_of(candidates, scores, lengths=(7500,)):
+  """What every candidate answers, each a point worse than the one before."""
+  return [
+    {
+      "method": candidate.method,
+      "budget": candidate.budget,
+      "task": task,
+      "length": length,
+      "turn": None,
+      "score": score - number - (length == 288),
+      "scores": {"partial": 5.0},
+      "samples": 1,
+    }
+    for number, candidate in enumerate(candidates)
+    for task, score in scores.items()
+    for length in lengths
+  ]
+
+
+@pytest.fixture
+def found(invented):
+  """At either scale, given what the first candidate scores."""
+
+  def make(scale, scores, lengths=(7500,)):
+    cells = running.cells_of(invented, scale, invented.setup(scale))
+    rows = rows_of(running.chosen(cells), scores, lengths)
+    return beside.beside(invented, scale, cells, rows)
+
+  return make
+
+
+def test_an_average_is_the_mean_of_its_groups_means(found):
+  ours = found("paper", SCORES).ours
+  # (80 + 40) / 2 = 60 and 10.
+  assert ours[Key("Full", "short", "of two kinds")] == 35.0
+  assert ours[Key("Full", "longer", "code")] == 10.0
+  assert ours[Key("Sinks", "long", "lsht")] == 39.0
+  # Sinks at 1,024 tokens, and Ours, whose budget no column changes.
+  assert ours[Key("Sinks", "longer", "trec")] == 78.0
+  assert ours[Key("Ours", "longer", "trec")] == 77.0
+  assert ours[Key("Ours", "short", "trec")] == 77.0
+
+
+def test_other_scores_are_averaged_alike(invented):
+  rows = rows_of(
+    running.chosen(
+      running.cells_of(invented, "paper", invented.setup("paper"))
+    )[:1],
+    SCORES,
+  )
+  assert beside.mean(Average("p", (("trec",),), "partial"), rows) == 5.0
+
+
+def test_missing_tasks_are_left_out_and_said(found):
+  two = found("paper", {"trec": 80.0, "lcc": 10.0})
+  assert two.ours[Key("Full", "short", "of two kinds")] == 45.0
+  titles = [table.title for table in beside.tables(two)]
+  assert titles[0] == "Invented: of two kinds (ours: 2 of 3 tasks)"
+  assert titles[1] == "Invented: code"
+
+
+def test_what_stands_in_goes_beside_the_headline_alone(found):
+  scores = {"niah_single_1": 90.0, "niah_single_2": 70.0}
+  small = found("small", scores, lengths=(256, 288))
+  (table,) = beside.tables(small)
+  assert table.title == (
+    "Invented: of two kinds (ours: mean of niah_single_1, niah_single_2)"
+  )
+  assert table.header == ["method", "at", "here", "ours", "A model"]
+  assert [tuple(line) for line in table.lines] == [
+    # A column that is a length has the rows of that length.
+    ("Full", "short", "100 %", "80.0", "50"),
+    ("Full", "long", "100 %", "79.0", "50"),
+    ("Sinks", "short", "50 %", "79.0", "12.25"),
+    ("Sinks", "long", "25 %", "77.0", "–"),
+    ("Ours", "short", "40 tokens", "77.0", "49"),
+    ("Ours", "long", "40 tokens", "76.0", "–"),
+    ("Ours", "longer", "–", "–", "49.5"),
+    ("Other", "short", "–", "–", "3?"),
+  ]
+
+
+def test_lines_that_are_the_same_in_all_columns_stand_once(found):
+  table = beside.tables(found("paper", SCORES))[1]
+  assert [tuple(line) for line in table.lines] == [
+    ("Full", "all", "10.0", "–"),
+    ("Sinks", "short", "9.0", "–"),
+    ("Sinks", "long", "9.0", "–"),
+    ("Sinks", "longer", "8.0", "–"),
+    ("Ours", "all", "7.0", "–"),
+  ]
+
+
+def test_tasks_that_the_paper_prints_have_a_table_of_their_own(found):
+  table = beside.tables(found("paper", SCORES))[2]
+  assert table.title == "Invented: Ours by task"
+  assert table.header == ["task", "at", "ours", "A model"]
+  assert list(table.lines) == [("lcc", "short", "7.0", "7")]
+
+
+def test_orders_name_what_both_have_and_doubt_nobody(found):
+  lines = beside.orders(found("paper", SCORES))
+  # Only where the paper has two numbers beside the full cache's.
+  assert lines == ["Order at short: ours Sinks > Ours; A model Ours > Sinks."]
+
+
+def test_an_order_says_what_is_equal():
+  assert beside.order({"a": 1.0, "b": 3.0, "c": 1.02}) == "b > c = a"
+
+
+def test_data_has_every_number(found):
+  data = beside.as_data(found("small", {"niah_single_1": 9.0}, (256, 288)))
+  cells = {(d["line"], d["column"], d["what"]): d for d in data}
+  assert len(cells) == len(data)
+  one = cells["Sinks", "short", "of two kinds"]
+  assert (one["ours"], one["paper"]) == (8.0, {"A model": 12.25})
+  other = cells["Ours", "longer", "of two kinds"]
+  assert (other["ours"], other["here"]) == (None, None)

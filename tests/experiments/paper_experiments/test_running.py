@@ -1,0 +1,146 @@
+"""A part runs to its end, goes on where it stopped, and is told about."""
+
+import dataclasses
+import json
+
+import pytest
+import rich.console
+
+from experiments.paper_experiments import report, running
+from experiments.paper_experiments.analyses import prompt_lengths
+from experiments.paper_experiments.records import (
+  Analysis,
+  Experiment,
+  Key,
+  Program,
+  Setup,
+)
+from experiments.paper_experiments.samples import Sources
+from kvjax.errors import InputError
+
+
+def experiment(*parts, **fields):
+  return Experiment(
+    "E9.9",
+    "A paper",
+    "nothing",
+    "A model",
+    "LongBench",
+    "needles",
+    1,
+    parts,
+    **fields,
+  )
+
+
+def test_an_experiment_runs_and_tells_what_it_is_not(
+  session, invented, tmp_path
+):
+  prompts = Setup("ruler", ("niah_single_2",), (256,), 2)
+  own = experiment(
+    invented,
+    Analysis("lengths", prompt_lengths.measure, prompts, prompts),
+    claims=("Ours is best.",),
+    remarks=("Nobody knows.",),
+  )
+  console = rich.console.Console(width=120, record=True)
+  report.run(own, session, tmp_path, console)
+  lines = (tmp_path / "invented_ruler" / "samples.jsonl").read_text()
+  answers = [json.loads(line) for line in lines.splitlines()]
+  # Four caches (full, sinks at two budgets, ours) of 2 x 2 samples.
+  assert len(answers) == 16
+  assert {answer["protocol"] for answer in answers} == {"query-aware"}
+  assert {answer["seed"] for answer in answers} == {3}
+  text = (tmp_path / "paper.md").read_text()
+  for part in (
+    "# E9.9 A paper: nothing",
+    "tiny on generated data: not the paper's model; orders may be compared, ",
+    "The paper ran A model and used LongBench.",
+    "**Invented: of two kinds (ours: mean of niah_single_1, niah_single_2)**",
+    "Full is full; Sinks is streaming:sinks=2; Ours is keydiff.",
+    "Everything is smaller.",
+    "Other?: nobody knows what it was.",
+    "16 answers in",
+    "| niah_single_2 | 2 |",
+    "The paper: Ours is best.",
+    "Nobody knows.",
+  ):
+    assert part in text
+    shown = part.strip("#* ")
+    assert part[0] == "|" or shown in console.export_text(clear=False)
+  cells = json.loads((tmp_path / "paper.json").read_text())
+  assert cells[0]["part"] == "Invented"
+
+  again = running.compare(invented, session, tmp_path)
+  assert again.notes[-1].startswith("0 answers in")
+  assert "16 from before" in again.notes[-1]
+  key = Key("Ours", "short", "of two kinds")
+  (cell,) = [
+    c for c in cells if (c.get("line"), c.get("column"), c.get("what")) == key
+  ]
+  assert cell["ours"] == again.found.ours[key]
+
+
+def test_the_papers_scale_needs_model_and_data(invented, tmp_path):
+  data = Sources(data=tmp_path)
+  scale = running.scale_of
+  assert scale(invented, False, Sources()) == "small"
+  assert scale(invented, True, Sources()) == "small"
+  assert scale(invented, True, data) == "paper"
+  made = dataclasses.replace(invented, paper=invented.small)
+  assert scale(made, False, Sources()) == "small"
+  assert scale(made, True, Sources()) == "paper"
+
+
+def test_the_user_may_ask_for_more_samples_and_other_lengths(session, invented):
+  more = session._replace(samples=7)
+  assert running.setup_of(invented, more).samples == 7
+  longer = session._replace(length=300)
+  with pytest.raises(InputError, match="--length does not go with"):
+    running.setup_of(invented, longer)
+  budgets = tuple(
+    dataclasses.replace(c, small=c.small and c.small._replace(length=None))
+    for c in invented.columns
+  )
+  one = dataclasses.replace(invented, columns=budgets)
+  assert running.setup_of(one, longer).lengths == (300,)
+
+
+def test_what_cannot_be_run_says_why(session, tmp_path):
+  console = rich.console.Console(width=120, record=True)
+  report.run(experiment(why_not="It is secret."), session, tmp_path, console)
+  report.run(experiment(Program("x", "nowhere")), session, tmp_path, console)
+  text = console.export_text()
+  assert "This cannot be run. It is secret." in text
+  assert "There is no program experiments.nowhere yet." in text
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_program_is_called_with_the_model(session, tmp_path, monkeypatch):
+  called = []
+
+  def run(command):
+    called.append(command)
+    return running.subprocess.CompletedProcess(command, 5)
+
+  monkeypatch.setattr(running.subprocess, "run", run)
+  program = Program("my run", "report", ["--x=1"])
+  with pytest.raises(SystemExit, match="5"):
+    report.run(
+      experiment(program), session, tmp_path, rich.console.Console(quiet=True)
+    )
+  assert called[0][1:] == [
+    "-m",
+    "experiments.report",
+    f"--output={tmp_path}/my_run",
+    "--model=tiny",
+    "--x=1",
+  ]
+  assert not (tmp_path / "paper.md").exists()
+
+
+def test_without_a_stand_in_a_part_is_left_out(session, invented, tmp_path):
+  none = dataclasses.replace(invented, small=None)
+  console = rich.console.Console(width=120, record=True)
+  report.run(experiment(none), session, tmp_path, console)
+  assert "Invented is left out" in console.export_text()

@@ -1,0 +1,447 @@
+"""Calibrating: triples on disk, records found, contexts that set budgets."""
+
+import dataclasses
+import json
+import pathlib
+import random
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from experiments import comparison
+from experiments.benchmarks import ruler
+from experiments.calibration import fits, measuring, pictures, tables
+from experiments.calibration.measuring import Measurement, Measurements
+from experiments.calibration.records import FOLDER, Auto, file_name
+from experiments.candidates import DEFAULT, FULL, candidates, parse_budgets
+from experiments.results import Part, Results, Settings, digest
+from experiments.tasks import fitting, needles
+from experiments.tasks.sample import Sample
+from kvjax.calibration import least_retention
+from kvjax.errors import InputError
+from kvjax.methods import get_method
+from kvjax.schedules import WHOLE
+
+SETTINGS = Settings("tiny", "abc", "float32", 0)
+METHODS = ["keydiff", "snapkv:window=4"]
+TAU = 0.9
+SENTENCE = " The grass is green and the sky is blue."
+
+
+def a_sample(task, number):
+  return Sample(
+    context=f"Number {number}." + SENTENCE * (3 + 2 * number) + "\n",
+    question="What is green?",
+    answer_prefix=" It is",
+    answers=("the", "grass"),
+    task=task,
+    max_new_tokens=4,
+    metadata={},
+  )
+
+
+ONE, TWO = Part("one", 128), Part("two", 128)
+PAIR = {ONE: [a_sample("one", number) for number in range(2)]}
+SAMPLES = {**PAIR, TWO: [a_sample("two", 1)]}
+
+
+def a_record(name, alpha=0.0, beta=-3.0, per_query_head=False, model="abc"):
+  return kvjax.Calibration(
+    alpha,
+    beta,
+    model,
+    str(get_method(name)),
+    per_query_head,
+    (0.1, 1.0),
+    0.05,
+    9,
+  )
+
+
+def automatic(folder, *records, tau=TAU):
+  folder.mkdir(exist_ok=True)
+  for index, record in enumerate(records):
+    record.save(folder / f"{index}.json")
+  return Auto.read(tau, folder, "abc")
+
+
+def context_nll(lm, sample):
+  before, _ = lm.tokenizer.split_chat(sample.context)
+  prompts = kvjax.Prompts.of([lm.tokenizer.encode(before)])
+  return kvjax.negative_log_likelihood(lm.model, lm.params, prompts).item()
+
+
+def compared(lm, folder, chosen):
+  """The answers to a pair of contexts, by method, number and budget."""
+  results = Results(folder, SETTINGS)
+  comparison.compare(lm, chosen, PAIR, results, 2, lambda task, new: None)
+  return {(a.method, a.sample, a.budget): a for a in results.answers.values()}
+
+
+def test_an_automatic_answer_is_that_at_the_retention_it_reaches(
+  tiny, tmp_path
+):
+  nll = [context_nll(tiny, sample) for sample in PAIR[ONE]]
+  # One context's curve is bent by -12, the other's is straight.
+  low, high = sorted(nll)
+  alpha, beta = 12 / (high - low), -12 - 12 * low / (high - low)
+  records = [a_record(name, alpha, beta) for name in METHODS]
+  auto = automatic(tmp_path / "records", *records)
+  chosen = candidates(["full", *METHODS], [auto, kvjax.Retention(0.5)])
+  assert [c.budget for c in chosen] == ["1", *["auto at 0.9", "0.5"] * 2]
+  found = compared(tiny, tmp_path / "auto", chosen)
+  bent = [alpha * value + beta for value in nll]
+  shares = least_retention(TAU, np.array(bent)).tolist()
+  assert abs(shares[0] - shares[1]) > 0.5
+  fixed = candidates(METHODS, [kvjax.Retention(share) for share in shares])
+  expected = compared(tiny, tmp_path / "fixed", fixed[1:])
+  for method in METHODS:
+    for number, share in enumerate(shares):
+      own = found[method, number, "auto at 0.9"]
+      same = expected[method, number, f"{share:g}"]
+      assert own.retention == pytest.approx(share, rel=1e-3)
+      assert own.kept_tokens == same.kept_tokens
+      assert own.prediction == same.prediction
+      assert "kc = " in own.options
+      assert found[method, number, "0.5"].retention == 0.5
+
+
+def test_another_calibration_is_asked_anew(tmp_path):
+  """Its answers are not taken for those of the first."""
+  one, other = (
+    candidates(
+      ["keydiff"], [automatic(tmp_path, a_record("keydiff", beta=beta))]
+    )[1]
+    for beta in (-3.0, -4.0)
+  )
+  assert one.budget == other.budget
+  assert not set(comparison.wanted([one], SAMPLES)) & set(
+    comparison.wanted([other], SAMPLES)
+  )
+
+
+def test_what_cannot_be_automatic_is_refused_in_a_sentence(tmp_path):
+  auto = automatic(tmp_path / "own", a_record("keydiff"))
+
+  def refused(name, schedule=WHOLE, **options):
+    with pytest.raises(InputError, match=f"^--methods has {name}: ") as caught:
+      candidates([name], [auto], schedule, **options)
+    return str(caught.value)
+
+  sentence = refused("snapkv")
+  assert f"{tmp_path / 'own'} has no calibration of it" in sentence
+  assert "experiments.calibrate --methods=snapkv," in sentence
+  assert "--heads=query" in refused("keydiff", per_query_head=True)
+  assert "keeps everything" in refused("quest")
+  assert "blocks of 64" in refused("keydiff", kvjax.Schedule(block=64))
+  assert "whole prompt" in refused("keydiff", kvjax.Schedule(every=4))
+  foreign = a_record("keydiff", model="other")
+  with pytest.raises(InputError, match="that of the model 'other'"):
+    automatic(tmp_path / "foreign", foreign)
+  (tmp_path / "own" / "notes.json").write_text("{}")
+  with pytest.raises(InputError, match=r"notes\.json is no calibration"):
+    Auto.read(TAU, tmp_path / "own", "abc")
+  with pytest.raises(InputError, match=r"at most 1; 1\.5"):
+    candidates(
+      ["keydiff"], [automatic(tmp_path / "new", a_record("keydiff"), tau=1.5)]
+    )
+
+
+def test_auto_stands_beside_numbers(tmp_path):
+  auto = automatic(tmp_path)
+  half = kvjax.Retention(0.5)
+  assert parse_budgets(["auto ", "0.5"], None, auto) == [auto, half]
+  with pytest.raises(InputError, match=r"could not convert string .* 'auto'"):
+    parse_budgets(["auto"], None)
+
+
+def test_files_of_records_are_told_apart():
+  names = ["pyramid/ada/keydiff", "lagkv:lag=128", "lagkv:lag=12", "lagkv"]
+  files = {file_name(name, own) for name in names for own in (True, False)}
+  assert len(files) == 8
+  assert not any(set(name) & set("/:") for name in files)
+
+
+CHOSEN = candidates(METHODS, [kvjax.Retention(0.2), kvjax.Retention(0.5)])[1:]
+
+
+def measured(lm, folder, on_new=lambda task, new: None, chosen=CHOSEN):
+  store = Measurements(
+    folder / "triples.jsonl", SETTINGS, Measurement, "measurement"
+  )
+  return measuring.measure(lm, chosen, SAMPLES, store, 2, on_new)
+
+
+def test_triples_are_those_of_a_context_alone(tiny, tmp_path):
+  found = measured(tiny, tmp_path)
+  assert len(found) == 2 * 2 * 3
+  plan = CHOSEN[-1].plan
+  sample = SAMPLES[ONE][1]
+  before, after = tiny.tokenizer.split_chat(sample.context)
+  encode = tiny.tokenizer.encode
+  context = kvjax.Prompts.of([encode(before)])
+  question = kvjax.Prompts.of([encode(f"What is green?{after} It is")])
+  answer = kvjax.Prompts.of([encode(" the, and grass")])
+
+  def nll(own):
+    cache, _ = kvjax.prefill(tiny.model, tiny.params, context, own)
+    return kvjax.answer_nll(
+      tiny.model, tiny.params, cache, question, answer
+    ).item()
+
+  (own,) = (
+    m
+    for m in found
+    if (m.task, m.sample, m.method, m.budget) == ("one", 1, METHODS[1], "0.5")
+  )
+  whole = kvjax.get_plan("full", kvjax.Retention(1.0))
+  assert own.kept == pytest.approx(nll(plan), rel=1e-4)
+  assert own.full == pytest.approx(nll(whole), rel=1e-4)
+  assert own.kept != pytest.approx(own.full, rel=1e-4)
+  assert own.nll == pytest.approx(context_nll(tiny, sample), rel=1e-4)
+  assert own.context_tokens == context.lengths[0]
+  assert own.kept_tokens == -(-own.context_tokens // 2)
+  expected = (own.full + 1e-3) / (own.kept + 1e-3)
+  assert own.ratio == pytest.approx(expected)
+
+
+def test_a_cut_line_is_measured_again_and_nothing_else(
+  tiny, tmp_path, monkeypatch
+):
+  whole = measured(tiny, tmp_path)
+  path = tmp_path / "triples.jsonl"
+  lines = path.read_bytes()
+  path.write_bytes(lines[:-5])
+  sweeps = []
+  sweep = kvjax.measured_sweep
+
+  def counted(model, params, prompts, plans):
+    sweeps.append(len(plans))
+    return sweep(model, params, prompts, plans)
+
+  monkeypatch.setattr(kvjax, "measured_sweep", counted)
+  told = []
+  again = measured(tiny, tmp_path, lambda task, new: told.append((task, new)))
+  assert told == [("two", 1)]
+  assert sweeps == [2]
+  assert [m.key for m in again] == [m.key for m in whole]
+  np.testing.assert_allclose(
+    [m.kept for m in again], [m.kept for m in whole], rtol=1e-5
+  )
+  assert path.read_bytes().count(b"\n") == lines.count(b"\n")
+  measured(tiny, tmp_path)
+  assert sweeps == [2]
+
+
+def made(task, sample, share, nll, kc, name="keydiff"):
+  """What a context that follows the curve exactly would have given."""
+  ratio = np.expm1(share * kc) / np.expm1(kc)
+  return Measurement(
+    task=task,
+    length=128,
+    sample=sample,
+    asked=f"{task} {sample}",
+    method=name,
+    options="",
+    budget=f"{share:g}",
+    retention=share,
+    context_tokens=100,
+    kept_tokens=100 * share,
+    nll=nll,
+    full=1.0,
+    kept=float(1.001 / ratio - 0.001),
+  )
+
+
+@pytest.fixture(scope="module")
+def fitted():
+  chosen = candidates(METHODS, [kvjax.Retention(0.2), kvjax.Retention(0.5)])
+  found = [
+    made(task, sample, share, nll, alpha * nll - 6, name)
+    for name, alpha in zip(METHODS, (2, 1), strict=True)
+    for task, nll in (("easy", 0.5), ("hard", 2.5))
+    for share in (0.2, 0.5)
+    for sample in range(2)
+  ]
+  fitted = fits.fit(chosen[1:], found, "abc")
+  # Held out: each keeps exactly what it is allowed.
+  return [
+    dataclasses.replace(
+      method, held_out=[m for m in method.measured if m.retention == 0.5]
+    )
+    for method in fitted
+  ]
+
+
+def test_a_record_reloads_and_says_the_same(fitted, tmp_path):
+  path = tmp_path / "record.json"
+  nll, lengths = np.array([0.5, 2.5]), np.array([100, 100])
+  for method, alpha in zip(fitted, (2, 1), strict=True):
+    line = method.calibration
+    assert (line.alpha, line.beta) == pytest.approx((alpha, -6), rel=1e-3)
+    assert line.method == str(get_method(method.name))
+    assert line.triples == 8
+    line.save(path)
+    again = kvjax.Calibration.load(path, model_id="abc")
+    np.testing.assert_array_equal(
+      again.retentions(nll, lengths, TAU), line.retentions(nll, lengths, TAU)
+    )
+
+
+def test_pictures_show_the_curves_and_the_means(fitted):
+  figure = pictures.ratio_curves(fitted, "title")
+  axes = figure.axes[1]
+  assert axes.get_title(loc="left") == METHODS[1]
+  curve, points = axes.get_lines()[2:4]
+  x, y = curve.get_data()
+  kc = 1 * 2.5 - 6
+  np.testing.assert_allclose(y, np.expm1(x * kc) / np.expm1(kc), atol=2e-3)
+  expected = np.expm1(np.array([0.2, 0.5]) * kc) / np.expm1(kc)
+  np.testing.assert_allclose(points.get_ydata(), expected, atol=1e-6)
+  bars = pictures.retention_bars(fitted, TAU, "title").axes[0]
+  assert [bar.get_width() for bar in bars.patches] == [50.0, 50.0]
+
+
+def test_the_summary_holds_means_by_task(fitted):
+  row = fitted[0].row()
+  assert row["method"] == "keydiff"
+  assert row["options"] == str(get_method("keydiff"))
+  assert row["tasks"]["hard"]["nll"] == 2.5
+  assert row["tasks"]["hard"]["samples"] == 2
+  assert row["held_out"]["retention"] == 0.5
+  assert row["tasks"]["easy"]["ratio"] > row["held_out"]["ratio"]
+  summary = {"rows": [method.row() for method in fitted], "tau": TAU}
+  first, reached, _ = tables.tables(summary)
+  assert first.lines[0][:3] == ("keydiff", "+2", "−6")
+  assert reached.lines[0] == ["NLL of the context", "0.50", "2.50"]
+  assert reached.lines[1] == ["keydiff", "50.0", "50.0"]
+
+
+def test_a_method_that_keeps_all_teaches_nothing(tiny):
+  chosen = candidates(["keydiff", "lagkv"], [kvjax.Retention(0.2)])[1:]
+  with pytest.raises(InputError, match="has lagkv, which keeps all of"):
+    measuring.check(tiny, chosen, SAMPLES)
+
+
+def test_the_program_writes_records_that_compare_reads(
+  run_binary, tiny_directory, tmp_path
+):
+  model = f"--model={tiny_directory}"
+  folder = tmp_path / "new" / "calibration"
+  asked = ["--methods=keydiff,streaming", "--length=256", "--samples=2"]
+  done = run_binary(
+    "experiments.calibrate",
+    model,
+    *asked,
+    "--held_out=1",
+    "--tasks=niah_single_1,niah_multikey_2",
+    "--retention=0.1,0.5",
+    f"--output={folder}",
+  )
+  assert done.returncode == 0, done.stderr
+  assert {path.name for path in folder.iterdir()} == {
+    *("triples.jsonl", "held_out.jsonl", "summary.json", "calibration.md"),
+    *("ratio_curves.png", "retention_bars.png", "records"),
+  }
+  assert matplotlib.image.imread(folder / "ratio_curves.png").std() > 0.01
+  summary = json.loads((folder / "summary.json").read_text())
+  (one, _) = summary["rows"]
+  assert one["triples"] == 2 * 2 * 2
+  assert one["held_out"]["samples"] == 2
+  record = json.loads((folder / "records" / "keydiff.json").read_text())
+  assert (record["alpha"], record["method"]) == (one["alpha"], one["options"])
+
+  auto = ["--tasks=niah_single_1", "--retention=auto,0.5", "--tau=0.9"]
+  missing = run_binary("experiments.compare", model, *asked, *auto)
+  assert missing.returncode == 2
+  assert "calibrations has no calibration of it; make one" in missing.stderr
+  assert len(missing.stderr.splitlines()) == 1
+  output = tmp_path / "compared"
+  found = run_binary(
+    "experiments.compare",
+    model,
+    *asked,
+    *auto,
+    f"--calibrations={folder / 'records'}",
+    f"--output={output}",
+  )
+  assert found.returncode == 0, found.stderr
+  rows = json.loads((output / "summary.json").read_text())["rows"]
+  assert [row["budget"] for row in rows] == [
+    *("1", "auto at 0.9", "0.5", "auto at 0.9", "0.5")
+  ]
+  answers = map(json.loads, (output / "samples.jsonl").open())
+  own = [a["retention"] for a in answers if a["options"] == rows[1]["options"]]
+  assert rows[1]["retention"] == pytest.approx(np.mean(own), abs=1e-4)
+  assert "auto at 0.9: " in found.stdout
+
+
+REFERENCE = pathlib.Path(models.__file__).parent / "reference"
+
+
+@pytest.fixture(scope="module")
+def shipped():
+  return Auto.read(0.95, REFERENCE / FOLDER, digest(REFERENCE))
+
+
+@pytest.fixture(scope="module")
+def reference():
+  return models.load(REFERENCE, "float32")
+
+
+def test_the_bundled_model_has_a_record_for_every_method(shipped):
+  names = [name for name in DEFAULT if name != FULL]
+  assert len(candidates(names, [shipped])) == 1 + len(names)
+  files = {path.name for path in (REFERENCE / FOLDER).iterdir()}
+  assert files == {file_name(name, False) for name in names}
+
+
+def test_what_nobody_can_foretell_keeps_more(reference, shipped):
+  rng = random.Random(7)
+  text = fitting.ProseText(rng, "train")
+  texts = [
+    " ".join(text.sentences(600)),
+    "\n".join(needles.draw(rng, "uuids") for _ in range(40)),
+  ]
+  encode, bos = reference.tokenizer.encode, reference.tokenizer.bos
+  rows = [encode(bos + text)[:512] for text in texts]
+  nll = kvjax.negative_log_likelihood(
+    reference.model, reference.params, kvjax.Prompts.of(rows)
+  )
+  keydiff, compactor, uniform = (
+    candidate.plan.budget.retentions(np.asarray(nll), np.array([512, 512]))
+    for candidate in candidates(["keydiff", "compactor", "random"], [shipped])[
+      1:
+    ]
+  )
+  assert keydiff[0] < 0.4
+  assert keydiff[1] > 0.95
+  assert np.all(keydiff < compactor)
+  assert np.all(compactor < uniform)
+
+
+@pytest.mark.slow
+def test_other_contexts_keep_their_quality(reference, shipped, tmp_path):
+  """At what their calibration allows them, as tau = 0.95 asks."""
+  texts = dataclasses.replace(ruler.Texts.read(), essay="train")
+  samples = ruler.samples(
+    ["niah_single_1", "niah_single_2", "niah_multikey_2", "niah_multikey_3"],
+    [1024],
+    3,
+    5,
+    reference.tokenizer.count,
+    texts,
+  )
+  store = Measurements(
+    tmp_path / "held_out.jsonl", SETTINGS, Measurement, "measurement"
+  )
+  chosen = candidates(["keydiff", "compactor", "random"], [shipped])[1:]
+  found = measuring.measure(
+    reference, chosen, samples, store, 3, lambda task, new: None
+  )
+  for method in ("keydiff", "compactor", "random"):
+    own = [m.ratio for m in found if m.method == method]
+    assert np.mean(own) >= 0.95, method
