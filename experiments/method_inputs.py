@@ -16,7 +16,8 @@ from kvjax.errors import InputError
 _METHODS = flags.DEFINE_list(
   "methods",
   candidates.DEFAULT,
-  "Methods or presets, with options as in keydiff:anchor=median_unit.",
+  "Methods or presets, with options as in keydiff:anchor=median_unit; by "
+  "default those that are defined for --block and --every.",
 )
 _RETENTION = flags.DEFINE_list(
   "retention",
@@ -82,7 +83,14 @@ def check_flags() -> None:
 def chosen() -> tuple[Candidate, ...]:
   """What is compared; see `candidates.candidates`."""
   own = _HEADS.value == "query"
-  return candidates.candidates(_METHODS.value, budgets(), schedule(), own)
+  return candidates.candidates(_names(), budgets(), schedule(), own)
+
+
+def _names() -> list[str]:
+  names: list[str] = _METHODS.value
+  if _METHODS.present or schedule().whole:
+    return names
+  return [n for n in names if not kvjax.get_method(n).whole_prompts_only]
 
 
 def budgets() -> list[kvjax.Budget | Auto]:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kernels.attention import attention
 from kernels.gather import compact
+from kernels.quantised import Quantised, quantise
 from kvjax.activations import Activations
 from kvjax.observation import ObservationWindow
 from kvjax.struct import struct
@@ -25,8 +26,8 @@ def tree_bytes(tree: PyTree) -> int:
 class Layer(Protocol):
   """What the engine asks of a layer's cache while it is read and appended to.
 
-  `LayerCache` has as many slots for every head, `kvjax.packed.PackedLayer` as
-  many as each needs; `kvjax.indexed.IndexedLayer` reads only some of them.
+  `Slots` are as many for every head, `kvjax.packed.PackedLayer` has as many as
+  each needs; `kvjax.indexed.IndexedLayer` reads only some of them.
   """
 
   @property
@@ -67,7 +68,7 @@ class Layer(Protocol):
 
 
 @struct
-class LayerCache:
+class Slots:
   """Keys and values of one layer in T slots per row and KV head.
 
   A slot whose position is -1 is empty, whatever its key and value hold. Tokens
@@ -80,17 +81,12 @@ class LayerCache:
     values: values.
     positions: each token's place in its uncompressed row; -1 for empty.
     cursor: the next slot to write.
-    received: attention that each token has received so far, where a method
-      remembers it between evictions.
-    window: the last queries, likewise.
   """
 
-  keys: Float[Array, "B K T D"]
-  values: Float[Array, "B K T D"]
+  keys: Float[Array, "B K T D"] | Quantised
+  values: Float[Array, "B K T D"] | Quantised
   positions: Int[Array, "B K T"]
   cursor: Int[Array, ""]
-  received: Float[Array, "B K T"] | None = None
-  window: ObservationWindow | None = None
 
   @property
   def capacity(self) -> int:
@@ -117,16 +113,73 @@ class LayerCache:
     """Bytes allocated."""
     return tree_bytes(self)
 
-  def attend(
-    self,
+  def attend[S: "Slots"](
+    self: S,
     queries: Float[Array, "B N S D"],
     query_positions: Int[Array, "B S"],
-  ) -> tuple[Float[Array, "B N S D"], "LayerCache"]:
+  ) -> tuple[Float[Array, "B N S D"], S]:
     """Attention to all slots; see `kernels.attention.attention`."""
     output = attention(
       queries, self.keys, self.values, query_positions, self.positions
     )
     return output, self
+
+  def grown[S: "Slots"](self: S, extra: int) -> S:
+    """The same tokens with `extra` more empty slots at the end."""
+    wide = ((0, 0), (0, 0), (0, extra), (0, 0))
+    keys, values = jax.tree.map(
+      lambda x: jnp.pad(x, wide), (self.keys, self.values)
+    )
+    positions = jnp.pad(self.positions, wide[:3], constant_values=-1)
+    return dataclasses.replace(
+      self, keys=keys, values=values, positions=positions
+    )
+
+  def append[S: "Slots"](self: S, seen: Activations) -> S:
+    """Writes a block at the cursor, in eight bits where the rest is.
+
+    There must be room for it: without, the block would overwrite the newest
+    tokens (a slice update is moved to fit), so that callers check first, as
+    `kvjax.converse` does.
+    """
+    block = LayerCache.of(seen.with_kv_heads(self.keys.shape[1]))
+    zero = jnp.zeros((), jnp.int32)
+    start = (zero, zero, self.cursor)
+    update = jax.lax.dynamic_update_slice
+
+    def written(
+      old: Float[Array, "B K T D"] | Quantised, new: Float[Array, "B K S D"]
+    ) -> Float[Array, "B K T D"] | Quantised:
+      own = (
+        quantise(new, old.qvalue.dtype)
+        if isinstance(old, Quantised)
+        else new.astype(old.dtype)
+      )
+      return jax.tree.map(lambda x, y: update(x, y, (*start, zero)), old, own)
+
+    return dataclasses.replace(
+      self,
+      keys=written(self.keys, block.keys),
+      values=written(self.values, block.values),
+      positions=update(self.positions, block.positions, start),
+      cursor=self.cursor + block.cursor,
+    )
+
+
+@struct
+class LayerCache(Slots):
+  """Slots as they were computed, among which a method may choose.
+
+  Attributes:
+    received: attention that each token has received so far, where a method
+      remembers it between evictions.
+    window: the last queries, likewise.
+  """
+
+  keys: Float[Array, "B K T D"]
+  values: Float[Array, "B K T D"]
+  received: Float[Array, "B K T"] | None = None
+  window: ObservationWindow | None = None
 
   @classmethod
   def of(cls, seen: Activations) -> "LayerCache":
@@ -152,14 +205,10 @@ class LayerCache:
 
   def grown(self, extra: int) -> "LayerCache":
     """The same tokens with `extra` more empty slots at the end."""
-    wide = ((0, 0), (0, 0), (0, extra), (0, 0))
-    return dataclasses.replace(
-      self,
-      keys=jnp.pad(self.keys, wide),
-      values=jnp.pad(self.values, wide),
-      positions=jnp.pad(self.positions, wide[:3], constant_values=-1),
-      received=jax.tree.map(lambda x: jnp.pad(x, wide[:3]), self.received),
-    )
+    wide = ((0, 0), (0, 0), (0, extra))
+    received = jax.tree.map(lambda x: jnp.pad(x, wide), self.received)
+    grown = Slots.grown(dataclasses.replace(self, received=None), extra)
+    return dataclasses.replace(grown, received=received)
 
   def shrunk(self, capacity: int) -> "LayerCache":
     """The first slots alone; the others must be empty."""
@@ -177,26 +226,13 @@ class LayerCache:
     return dataclasses.replace(self, received=None, window=None)
 
   def append(self, seen: Activations) -> "LayerCache":
-    """Writes a block at the cursor; there must be room for it.
-
-    Without room the block would overwrite the newest tokens (a slice update is
-    moved to fit), so that callers check first, as `kvjax.converse` does.
-    """
-    block = LayerCache.of(seen.with_kv_heads(self.keys.shape[1]))
-    zero = jnp.zeros((), jnp.int32)
-    start = (zero, zero, self.cursor)
-    update = jax.lax.dynamic_update_slice
-    keys = block.keys.astype(self.keys.dtype)
-    values = block.values.astype(self.values.dtype)
-    none = jnp.zeros(block.positions.shape, jnp.float32)
-    return dataclasses.replace(
-      self,
-      keys=update(self.keys, keys, (*start, zero)),
-      values=update(self.values, values, (*start, zero)),
-      positions=update(self.positions, block.positions, start),
-      cursor=self.cursor + block.cursor,
-      received=jax.tree.map(lambda x: update(x, none, start), self.received),
+    """See `Slots.append`; of new tokens no attention is known."""
+    none = jnp.zeros((*self.positions.shape[:2], seen.positions.shape[1]))
+    start = (0, 0, self.cursor)
+    received = jax.tree.map(
+      lambda x: jax.lax.dynamic_update_slice(x, none, start), self.received
     )
+    return dataclasses.replace(super().append(seen), received=received)
 
   def take(self, slots: Int[Array, "B K M"]) -> "LayerCache":
     """The given slots, ascending, then -1, which makes an empty slot."""

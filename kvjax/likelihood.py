@@ -113,13 +113,15 @@ def _mean_nll(
   """Mean of -ln p of the tokens that follow those marked; NaN for none.
 
   The logits of all positions would take V / E times the memory of the hidden
-  states; there are only those of a few positions at a time.
+  states; there are only those of a few positions at a time, for the gradient
+  too, which computes them again.
   """
   rows, length, _ = hidden.shape
   width = min(max(_AT_ONCE // rows, 1), length)
   # What the last position foretells is not there, and never marked.
   targets = jnp.roll(tokens, -1, axis=1)
 
+  @jax.checkpoint
   def part(start: Int[Array, ""]) -> Float[Array, " B"]:
     # The last part may begin within the one before.
     begin = jnp.minimum(start, length - width)

@@ -29,6 +29,7 @@ def get_plan(
   budget: Budget | Calibrated,
   schedule: Schedule = WHOLE,
   per_query_head: bool = False,
+  storage: str | None = None,
 ) -> Plan:
   """The plan that the name of a method stands for at a budget.
 
@@ -42,10 +43,11 @@ def get_plan(
       `Calibrated` is for eviction methods.
     schedule: when an eviction method evicts.
     per_query_head: see `Plan`.
+    storage: see `Plan`; eviction methods only.
 
   Raises:
     InputError: the name stands for no method, or the method is not defined for
-      the schedule or the budget.
+      the schedule, the budget or the storage.
   """
   name = name.strip()
   first, slash, kept = name.partition("/")
@@ -53,7 +55,7 @@ def get_plan(
   if not looks_up:
     # The prefixes of eviction methods end in a slash too.
     method: Any = get_method(name) if slash else named(name, _MAKERS, _PRESETS)
-    return Plan(method, budget, schedule, per_query_head)
+    return Plan(method, budget, schedule, per_query_head, storage=storage)
   retrieval = get_retrieval(first)
   if isinstance(budget, Calibrated):
     raise InputError(
@@ -64,7 +66,7 @@ def get_plan(
     budget = Tokens(retrieval.reads)
   method, share = _kept(kept) if slash else (FullKV(), Retention(1.0))
   lookup = Lookup(retrieval, budget)
-  return Plan(method, share, schedule, per_query_head, lookup)
+  return Plan(method, share, schedule, per_query_head, lookup, storage)
 
 
 def _kept(text: str) -> tuple[Method, Budget]:

@@ -91,5 +91,6 @@ def _number(kind: type[int] | type[float], text: str) -> int | float:
 
 
 def near(word: str, known: Iterable[str]) -> str:
+  """What may have been meant, in brackets; empty if nothing is alike."""
   close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
   return f" (did you mean {' or '.join(close)}?)" if close else ""

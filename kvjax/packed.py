@@ -8,8 +8,9 @@ from jaxtyping import Array, Float, Int
 from kernels.attention import merge, partial_attention
 from kernels.gather import compact
 from kernels.paged_attention import paged_attention
+from kernels.quantised import Quantised
 from kvjax.activations import Activations
-from kvjax.layers import LayerCache, tree_bytes
+from kvjax.layers import LayerCache, Slots, tree_bytes
 from kvjax.struct import struct
 
 # Slots per page. Up to P - 1 slots per head stay empty; with smaller pages a
@@ -33,8 +34,8 @@ class Pages:
     heads: KV head of each page; -1 for an unused page.
   """
 
-  keys: Float[Array, "B R P D"]
-  values: Float[Array, "B R P D"]
+  keys: Float[Array, "B R P D"] | Quantised
+  values: Float[Array, "B R P D"] | Quantised
   positions: Int[Array, "B R P"]
   heads: Int[Array, "B R"]
 
@@ -72,8 +73,8 @@ class PackedLayer:
   """What was kept of a layer, in pages, and what came after it.
 
   The memory of the pages follows the tokens that are kept over all heads, not
-  the fullest head. Stands in for a `LayerCache` where tokens are appended and
-  attended to.
+  the fullest head. Stands in for `Slots` where tokens are appended and attended
+  to.
 
   Attributes:
     pages: what was kept.
@@ -81,7 +82,7 @@ class PackedLayer:
   """
 
   pages: Pages
-  tail: LayerCache
+  tail: Slots
 
   @classmethod
   def of(

@@ -15,6 +15,7 @@ from kvjax.methods.base import Method
 from kvjax.model import Geometry
 from kvjax.prompts import Prompts
 from kvjax.schedules import WHOLE, Schedule
+from kvjax.storage import STORAGES
 
 _ALL = Retention(1.0)
 
@@ -54,6 +55,9 @@ class Plan:
       chooses for itself and has the budget to itself, as the original code of
       SnapKV, H2O and PyramidKV does: G times the memory of grouped heads.
     lookup: reads only some of what is kept; None attends to all of it.
+    storage: "int8" or "fp8" holds what is kept, and what comes after it, in
+      eight bits and a scale for each token of a head; None as it was computed.
+      The method chooses before anything is rounded, so that it keeps the same.
   """
 
   method: Method
@@ -61,6 +65,7 @@ class Plan:
   schedule: Schedule = WHOLE
   per_query_head: bool = False
   lookup: Lookup | None = None
+  storage: str | None = None
 
   def __post_init__(self) -> None:
     if isinstance(self.budget, Calibrated):
@@ -69,6 +74,8 @@ class Plan:
       self.method.check_schedule(self.budget)
     if self.lookup is not None:
       self._check_lookup(type(self.lookup.retrieval).__name__)
+    if self.storage is not None:
+      self._check_storage(self.storage)
 
   def _check_calibrated(self, budget: Calibrated) -> None:
     budget.calibration.check(self.method, self.per_query_head)
@@ -88,11 +95,16 @@ class Plan:
   def judging(self) -> "Plan":
     """What finds the same in a prompt.
 
-    That depends neither on the budget nor on how often it is asked.
+    That depends neither on the budget, nor on how often it is asked, nor on how
+    the kept is stored.
     """
     every = 1 if self.schedule.every else None
     return dataclasses.replace(
-      self, budget=_ALL, schedule=Schedule(every=every), lookup=None
+      self,
+      budget=_ALL,
+      schedule=Schedule(every=every),
+      lookup=None,
+      storage=None,
     )
 
   def chooses_in(self, layer: int, layers: int) -> bool:
@@ -125,6 +137,23 @@ class Plan:
       raise InputError(
         f"{name} finds keys by the prompt's queries; {kept} turns the keys "
         "afterwards."
+      )
+
+  def _check_storage(self, storage: str) -> None:
+    if storage not in STORAGES:
+      raise InputError(
+        f"storage must be one of {', '.join(STORAGES)}; {storage!r} is not."
+      )
+    if self.schedule.every is not None:
+      raise InputError(
+        "A method chooses among keys as they were computed; those that are "
+        f"stored in {storage} cannot be evicted {self.schedule}."
+      )
+    if self.lookup is not None:
+      name = type(self.lookup.retrieval).__name__
+      raise InputError(
+        f"{name} looks up keys as they were computed; it cannot work with "
+        f"storage in {storage}."
       )
 
   def candidates(self, seen: Activations) -> Activations:

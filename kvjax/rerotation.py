@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Cache
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
 from kvjax.model import Model
@@ -46,17 +45,9 @@ def check_rotary(model: Model) -> None:
   )
 
 
-def rerotated(model: Model, cache: Cache) -> Cache:
-  """The same tokens, numbered and rotated by their order in the cache.
-
-  The next token follows the last that is kept. All heads of all layers must
-  keep as many.
-  """
-  layers = []
-  for layer in cache.layers:
-    assert isinstance(layer, LayerCache)
-    layers.append(_turned(model, layer, _order(layer)))
-  return Cache(tuple(layers), layers[0].lengths[:, 0])
+def rerotated(model: Model, layer: LayerCache) -> LayerCache:
+  """The same tokens, numbered and rotated by their order in the cache."""
+  return _turned(model, layer, _order(layer))
 
 
 def closed_up(model: Model, layer: LayerCache) -> LayerCache:

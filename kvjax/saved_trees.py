@@ -1,6 +1,7 @@
 """A cache as JSON that describes it and arrays that fill it."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
+from kernels.quantised import Quantised
 from kvjax.budgets import Retention, Tokens
 from kvjax.cache import Cache
 from kvjax.errors import InputError
@@ -20,10 +22,22 @@ from kvjax.plans import Plan
 from kvjax.retrieval import INDEXES, RETRIEVALS
 from kvjax.schedules import Schedule
 from kvjax.sharding import shard_cache
+from kvjax.storage import QuantisedLayer
 
 # What a cache is made of; a new kind of layer is entered here.
-LAYERS: tuple[type, ...] = (LayerCache, PackedLayer, IndexedLayer)
-PARTS: tuple[type, ...] = (Cache, ObservationWindow, Pages, *INDEXES)
+LAYERS: tuple[type, ...] = (
+  LayerCache,
+  QuantisedLayer,
+  PackedLayer,
+  IndexedLayer,
+)
+PARTS: tuple[type, ...] = (
+  Cache,
+  ObservationWindow,
+  Pages,
+  Quantised,
+  *INDEXES,
+)
 # What the plan is made of that a cache goes on evicting by.
 PLANS: tuple[type, ...] = (Plan, Schedule, Retention, Tokens)
 CHOICES: tuple[type, ...] = (*METHODS.values(), *RETRIEVALS.values())
@@ -45,8 +59,6 @@ def described(value: Any, path: str, arrays: Arrays) -> Any:
   Raises:
     InputError: the tree holds something that is not known here.
   """
-  if isinstance(value, tuple):
-    return [described(x, f"{path}.{i}", arrays) for i, x in enumerate(value)]
   if isinstance(value, jax.Array):
     arrays[path] = array = np.asarray(value)
     return {
@@ -56,18 +68,24 @@ def described(value: Any, path: str, arrays: Arrays) -> Any:
     }
   if type(value) in KNOWN:
     fields = {
-      field.name: described(
-        getattr(value, field.name), f"{path}.{field.name}", arrays
-      )
-      for field in dataclasses.fields(value)
+      name: described(getattr(value, name), f"{path}.{name}", arrays)
+      for name in _field_names(value)
     }
     return {"class": type(value).__name__, "fields": fields}
+  if isinstance(value, tuple):
+    return [described(x, f"{path}.{i}", arrays) for i, x in enumerate(value)]
   if value is None or isinstance(value, (bool, int, float, str)):
     return value
   raise InputError(
     f"A {type(value).__name__} cannot be saved; of what a cache holds, only "
     "kvjax's own layers, methods and budgets can."
   )
+
+
+def _field_names(value: Any) -> Sequence[str]:
+  if isinstance(value, Quantised):
+    return value._fields
+  return [field.name for field in dataclasses.fields(value)]
 
 
 def empty_arrays(saved: Any) -> Arrays:

@@ -15,6 +15,8 @@ from kvjax.model import Model
 from kvjax.packed import PackedLayer
 from kvjax.plans import Plan
 from kvjax.rerotation import closed_up, rerotated
+from kvjax.sharding import shard_cache
+from kvjax.storage import stored
 from kvjax.struct import static, struct
 
 
@@ -185,6 +187,25 @@ def evict_all(limits: Limits, cache: Cache, heads: int) -> Cache:
   return dataclasses.replace(cache, layers=tuple(layers))
 
 
+def settled(
+  model: Model, method: Method, storage: str | None, layer: Layer
+) -> Layer:
+  """A layer as it lasts, its method having chosen for the last time.
+
+  Args:
+    model: turns keys where the method renumbers them.
+    method: what has chosen.
+    storage: what keys and values are rounded to, if they are.
+    layer: what is left, as it was computed.
+  """
+  if method.rerotates:
+    assert isinstance(layer, LayerCache)
+    layer = rerotated(model, layer)
+  if storage is not None:
+    layer = shard_cache(stored(layer, storage))
+  return layer
+
+
 def finished(
   model: Model,
   plan: Plan,
@@ -195,8 +216,21 @@ def finished(
   """The cache of a prefill, which goes on evicting only if its plan does."""
   if plan.schedule.every:
     return Cache(layers, lengths, protected, plan)
-  cache = Cache(layers, lengths)
-  return rerotated(model, cache) if plan.method.rerotates else cache
+  layers = tuple(
+    settled(model, plan.method, plan.storage, layer) for layer in layers
+  )
+  return lasting(plan.method, layers, lengths)
+
+
+def lasting(
+  method: Method, layers: tuple[Layer, ...], lengths: Int[Array, " B"]
+) -> Cache:
+  """The cache of layers that are `settled`, of rows of these lengths.
+
+  Where the method has renumbered tokens the next one follows the last that is
+  kept; all heads of all layers keep as many then.
+  """
+  return Cache(layers, layers[0].lengths[:, 0] if method.rerotates else lengths)
 
 
 def block_positions(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.cache import Cache
 from kvjax.indexed import IndexedLayer
-from kvjax.layers import Layer, LayerCache
+from kvjax.layers import Layer, Slots
 from kvjax.model import Attend, Geometry
 from kvjax.packed import PackedLayer, Pages
 
@@ -153,17 +153,18 @@ def random_activations(
 def poisoned[Tree](cache: Tree) -> Tree:
   """The same cache, or layer, with NaN wherever it holds no token."""
 
-  def fill(part: LayerCache | Pages) -> LayerCache | Pages:
+  def fill(part: Slots | Pages) -> Slots | Pages:
     held = (part.positions >= 0)[..., None]
-    nan = jnp.asarray(jnp.nan, part.keys.dtype)
-    return dataclasses.replace(
-      part,
-      keys=jnp.where(held, part.keys, nan),
-      values=jnp.where(held, part.values, nan),
-    )
+
+    def spoilt(x: Array) -> Array:
+      whole = jnp.issubdtype(x.dtype, jnp.integer)
+      return jnp.where(held, x, jnp.asarray(99 if whole else jnp.nan, x.dtype))
+
+    keys, values = jax.tree.map(spoilt, (part.keys, part.values))
+    return dataclasses.replace(part, keys=keys, values=values)
 
   def leaf(part: Any) -> bool:
-    return isinstance(part, LayerCache | Pages)
+    return isinstance(part, Slots | Pages)
 
   found: Tree = jax.tree.map(
     lambda part: fill(part) if leaf(part) else part, cache, is_leaf=leaf
@@ -189,7 +190,7 @@ def layer_positions(layer: Layer, row: int) -> list[list[int]]:
     near = layer_positions(layer.resident, row)
     far = layer_positions(layer.stored, row)
     return [sorted(both) for both in map(list.__add__, near, far)]
-  assert isinstance(layer, LayerCache)
+  assert isinstance(layer, Slots)
   return [
     [int(p) for p in head if p >= 0]
     for head in np.asarray(layer.positions)[row]

@@ -16,9 +16,8 @@ from kvjax.methods.base import Allowance, Method
 from kvjax.model import Geometry, Model
 from kvjax.plans import Kept, Plan
 from kvjax.prompts import Prompts, bucket
-from kvjax.rerotation import rerotated
 from kvjax.sharding import shard_cache
-from kvjax.step import shortened
+from kvjax.step import lasting, settled, shortened
 from kvjax.struct import static, struct
 
 
@@ -120,14 +119,15 @@ def cut_layers(
   def kept(cut: Cut, index: int, layer: LayerCache) -> Layer:
     plan = cut.plan
     heads = geometry.heads if plan.per_query_head else geometry.kv_heads
-    if cut.spares(index):
-      return shard_cache(layer.with_kv_heads(heads))
+    spared = cut.spares(index)
     found = uncut.found[uncut.plans.index(plan.judging)]
     return _cut(
       layer,
-      found[plan.method.source_layer(index)],
-      cut.allowance(index, protected),
+      None if spared else found[plan.method.source_layer(index)],
+      None if spared else cut.allowance(index, protected),
+      model=model,
       method=plan.method,
+      storage=plan.storage,
       heads=heads,
     )
 
@@ -136,27 +136,27 @@ def cut_layers(
     layer = uncut.layers.pop(0)
     by_layer.append([kept(cut, index, layer) for cut in cuts])
   return tuple(
-    _finished(model, cut, layers)
+    lasting(cut.plan.method, layers, jnp.asarray(cut.lengths))
     for cut, layers in zip(cuts, zip(*by_layer, strict=True), strict=True)
   )
 
 
-def _finished(model: Model, cut: Cut, layers: tuple[Layer, ...]) -> Cache:
-  cache = Cache(layers, jnp.asarray(cut.lengths))
-  return _rerotated(model, cache) if cut.plan.method.rerotates else cache
-
-
-@functools.partial(jax.jit, static_argnames=("method", "heads"))
+@functools.partial(
+  jax.jit, static_argnames=("model", "method", "storage", "heads")
+)
 def _cut(
   layer: LayerCache,
   found: PyTree,
-  allowance: Allowance,
+  allowance: Allowance | None,
   *,
+  model: Model,
   method: Method,
+  storage: str | None,
   heads: int,
 ) -> Layer:
-  whole = layer.with_kv_heads(heads)
-  return shard_cache(shortened(method, whole, found, allowance))
-
-
-_rerotated = jax.jit(rerotated, static_argnames=("model",))
+  """The layer as it lasts; without an allowance nothing has to go."""
+  left: Layer = layer.with_kv_heads(heads)
+  if allowance is not None:
+    assert isinstance(left, LayerCache)
+    left = shortened(method, left, found, allowance)
+  return settled(model, method, storage, shard_cache(left))

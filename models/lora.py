@@ -159,7 +159,7 @@ def write_adapter(
 def _places(
   decoder: Decoder, targets: Sequence[str]
 ) -> Iterator[tuple[nnx.Module, str]]:
-  """Modules and their attributes, in the same order for any order of targets."""
+  """Modules and their attributes, however the targets are ordered."""
   for layer in decoder.layers:
     for target, (module, name) in TARGETS.items():
       if target in targets:
@@ -169,7 +169,8 @@ def _places(
 def _place(lora: nnx.LoRA, kernel: jax.sharding.Sharding) -> None:
   """Splits A as the kernel's inputs are split, and B as its outputs."""
   if isinstance(kernel, NamedSharding):
-    inputs, outputs = kernel.spec
+    # A specification may leave out what is whole.
+    inputs, outputs = (*kernel.spec, None, None)[:2]
     for matrix, spec in (
       (lora.lora_a, PartitionSpec(inputs, None)),
       (lora.lora_b, PartitionSpec(None, outputs)),

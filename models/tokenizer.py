@@ -15,7 +15,6 @@ import tokenizers
 from kvjax.errors import InputError
 from models.json_files import read_json_if_present, read_text, write_json
 
-
 _CHATS = {
   1: "a single user message",
   3: "a second user message after an answer",

@@ -1,6 +1,5 @@
 """Curves of quality against retention, and what methods keep, as plots."""
 
-import math
 import statistics
 from collections.abc import Sequence
 
@@ -35,18 +34,15 @@ def ratio_curves(fitted: Sequence[Fitted], title: str) -> Figure:
   figure = Figure(figsize=size, layout="constrained")
   FigureCanvasAgg(figure)
   figure.suptitle(title, fontsize=_TEXT, x=0.02, ha="left")
-  panels = figure.subplots(
-    rows, columns, squeeze=False, sharex=True, sharey=True
-  ).flat
+  panels = figure.subplots(rows, columns, squeeze=False).ravel()
   for axes, method in zip(panels, fitted, strict=False):
     name = formats.at_options(method.name, 28)
     axes.set_title(name, fontsize=_TEXT, loc="left", parse_math=False)
     _draw_curves(axes, method)
-  for axes in list(panels)[len(fitted) :]:
+  for axes in panels[len(fitted) :]:
     axes.set_axis_off()
-  figure.supxlabel("retention", fontsize=_TEXT)
   figure.supylabel("NLL ratio", fontsize=_TEXT)
-  handles, labels = figure.axes[0].get_legend_handles_labels()
+  handles, labels = panels[0].get_legend_handles_labels()
   figure.legend(
     handles, labels, loc="outside lower center", ncols=4, fontsize=_SMALL
   )
@@ -67,7 +63,7 @@ def retention_bars(fitted: Sequence[Fitted], tau: float, title: str) -> Figure:
   for place, method in enumerate(fitted):
     mean = _percent(method.held_out)
     axes.barh(place, mean, color=_BAR, height=0.7)
-    axes.text(101, place, f"{mean:.0f} %", fontsize=_TEXT, va="center")
+    axes.text(101, place, f"{mean:.1f} %", fontsize=_TEXT, va="center")
   for index, task in enumerate(tasks):
     look = styled(task, [], index)
     means = [
@@ -84,7 +80,7 @@ def retention_bars(fitted: Sequence[Fitted], tau: float, title: str) -> Figure:
     )
   axes.set_yticks(range(len(fitted)), [method.name for method in fitted])
   axes.invert_yaxis()
-  axes.set_xlim(0, 108)
+  axes.set_xlim(0, 112)
   axes.set_xticks(range(0, 101, 20))
   axes.set_xlabel(f"mean retention reached at tau {tau:g} (%)")
   axes.tick_params(labelsize=_TEXT)
@@ -112,9 +108,9 @@ def _draw_curves(axes: Axes, method: Fitted) -> None:
       markersize=4,
       label=task.removeprefix("niah_"),
     )
-  most = max((y for _, y in mean_ratios(method.measured)), default=1.0)
   axes.set_xlim(0, 1.02)
-  axes.set_ylim(-0.03, max(1.05, math.ceil(most * 10) / 10))
+  axes.set_ylim(-0.03, 1.2)
+  axes.set_xlabel("retention", fontsize=_SMALL)
   axes.tick_params(labelsize=_SMALL)
   axes.grid(color=_GRID, linewidth=0.6)
   axes.set_axisbelow(True)

@@ -10,7 +10,7 @@ _Rows = Sequence[Mapping[str, Any]]
 
 
 def tables(summary: Mapping[str, Any]) -> list[Table]:
-  """Of all methods, by retention, and by task what they keep and what is left."""
+  """Of all methods; by retention; by task what is kept and what is left."""
   rows = summary["rows"]
   return [
     _overview(rows, summary["tau"]),

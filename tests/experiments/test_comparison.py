@@ -129,7 +129,7 @@ def test_a_batch_is_prefilled_once_and_equal_caches_asked_together(
 
 
 def test_a_sample_answers_as_if_it_were_alone(tiny, whole):
-  sample, number = SAMPLES[Part("two", 128)][1], 1
+  sample = SAMPLES[Part("two", 128)][1]
   before, after = tiny.tokenizer.split_chat(sample.context)
   caches, _ = kvjax.sweep(
     tiny.model,
@@ -298,7 +298,7 @@ def test_a_question_may_be_prefilled_too(tiny, tmp_path):
     tiny, tmp_path, chosen=chosen, samples=samples, protocol="query-aware"
   ).answers
   decoding = kvjax.Decoding(5, tiny.tokenizer.eos_ids)
-  for number, sample in enumerate(samples[Part("one", 128)]):
+  for sample in samples[Part("one", 128)]:
     prompt = answering.Prompt.of_sample(tiny.tokenizer, sample)
     rows = kvjax.Prompts.of([prompt.prefilled])
     plans = [candidate.plan for candidate in chosen]

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from experiments.paper_experiments.analyses.observed import activations
 from experiments.paper_experiments.findings import Findings, Subject
 from experiments.reporting.formats import Table
+from experiments.reporting.wording import count
 from kvjax.layers import LayerCache
 from kvjax.methods.heads import window_mass
 from kvjax.methods.prototypes import deviation, unit
@@ -37,7 +38,9 @@ def measure(subject: Subject) -> Findings:
       if number == len(layers):
         layers.append([])
       layers[number] += heads
-  title = f"{len(subject.rows)} prompts of {len(subject.rows[0]):,} tokens"
+  title = (
+    f"{count(len(subject.rows), 'prompt')} of {len(subject.rows[0]):,} tokens"
+  )
   return Findings(
     [_by_beta(layers, title), _by_decile(layers, title)],
     [

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 import kvjax
 from experiments.paper_experiments.findings import Findings, Subject
+from experiments.reporting import wording
 from experiments.reporting.formats import Table
 from kvjax.layers import LayerCache
 
@@ -59,7 +60,7 @@ def determinants(subject: Subject) -> Findings:
   header = ["method", "mean", "lowest", "highest", f"below {_OURS}"]
   title = (
     f"log det(cosines + 1e-6 I), N = {budget}, blocks of {block}, "
-    f"{len(subject.rows)} prompts"
+    f"{wording.count(len(subject.rows), 'prompt')}"
   )
   return Findings(
     [Table(title, header, lines)],
