@@ -76,16 +76,19 @@ def candidates(
   budgets: Sequence[kvjax.Budget | Auto],
   schedule: kvjax.Schedule = WHOLE,
   per_query_head: bool = False,
+  storage: str | None = None,
 ) -> tuple[Candidate, ...]:
   """Every method at every budget, the full cache first: the yardstick.
 
-  At a retention of 1 methods are the full cache, and are left out.
+  At a retention of 1 methods are the full cache, and are left out, unless they
+  store it in another way.
 
   Args:
     methods: names as `kvjax.get_plan` reads them.
     budgets: what the methods may keep, or look up per token.
     schedule: when they evict.
     per_query_head: see `kvjax.Plan`.
+    storage: see `kvjax.Plan`; the full cache stays as it was computed.
 
   Raises:
     InputError: a name stands for no method, a method is not defined for the
@@ -103,11 +106,11 @@ def candidates(
     if name == FULL:
       continue
     found = [
-      Candidate(name, _plan(name, budget, schedule, per_query_head))
+      Candidate(name, _plan(name, budget, schedule, per_query_head, storage))
       for budget in dict.fromkeys(budgets)
     ]
     # Some say themselves how much they look up, whatever the budget.
-    each = {c.budget: c for c in found if c.budget != str(whole)}
+    each = {c.budget: c for c in found if storage or c.budget != str(whole)}
     chosen.extend(each.values())
   return tuple(chosen)
 
@@ -150,12 +153,13 @@ def _plan(
   budget: kvjax.Budget | Auto,
   schedule: kvjax.Schedule,
   per_query_head: bool,
+  storage: str | None,
 ) -> kvjax.Plan:
   try:
     if not isinstance(budget, Auto):
-      return kvjax.get_plan(name, budget, schedule, per_query_head)
+      return kvjax.get_plan(name, budget, schedule, per_query_head, storage)
     whole = kvjax.get_plan(name, kvjax.Retention(1.0), WHOLE, per_query_head)
     calibrated = budget.of(name, whole)
-    return kvjax.get_plan(name, calibrated, schedule, per_query_head)
+    return kvjax.get_plan(name, calibrated, schedule, per_query_head, storage)
   except InputError as error:
     raise InputError(f"--methods has {name}: {error}") from error

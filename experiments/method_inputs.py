@@ -58,6 +58,12 @@ _HEADS = flags.DEFINE_enum(
   "Whether each KV head decides, or each query head, with keys and values of "
   "its own.",
 )
+_STORAGE = flags.DEFINE_enum(
+  "storage",
+  None,
+  ["int8", "fp8"],
+  "Holds what is kept in eight bits; by default as it was computed.",
+)
 _PROTOCOL = flags.DEFINE_enum(
   "protocol",
   QUERY_AGNOSTIC,
@@ -83,7 +89,9 @@ def check_flags() -> None:
 def chosen() -> tuple[Candidate, ...]:
   """What is compared; see `candidates.candidates`."""
   own = _HEADS.value == "query"
-  return candidates.candidates(_names(), budgets(), schedule(), own)
+  return candidates.candidates(
+    _names(), budgets(), schedule(), own, _STORAGE.value
+  )
 
 
 def _names() -> list[str]:
@@ -136,4 +144,5 @@ def settings(benchmark: str, data: Mapping[str, str]) -> results.Settings:
     protocol=protocol(),
     schedule=str(schedule()),
     heads=f"{_HEADS.value} head",
+    storage=_STORAGE.value or "",
   )

@@ -212,15 +212,22 @@ def methods(found: Beside) -> str:
 
 def _of_average(found: Beside, name: str) -> Table:
   small = found.scale == "small"
+  full = _full(found.comparison)
   lines = []
   for line in _names(found.comparison):
-    lines += _compact(
+    own = (
       (line, column.name, *_here(found, line, column.name, small), *cells)
       for column in found.comparison.columns
       if set(cells := _cells(found, Key(line, column.name, name))) != {NOTHING}
     )
+    lines += _compact(own, line in full)
   header = ["method", "at", *(["here"] if small else []), *_models(found)]
   return Table(_title(found, name), header, lines, names=3 if small else 2)
+
+
+def _full(comparison: Comparison) -> set[str]:
+  """What the full cache is called."""
+  return {x.name for x in comparison.lines if x.paper.method == FULL}
 
 
 def _here(
@@ -240,11 +247,21 @@ def _models(found: Beside) -> list[str]:
   return ["ours", *(targets.model for targets in found.comparison.targets)]
 
 
-def _compact(lines: Iterable[Sequence[str]]) -> list[Sequence[str]]:
-  """Lines that differ in the column alone, as the full cache's do, once."""
+def _compact(lines: Iterable[Sequence[str]], full: bool) -> list[Sequence[str]]:
+  """Lines that differ in the column alone, once.
+
+  Args:
+    lines: what a method comes to, a line per column.
+    full: of the full cache, which is the same where it was not asked again.
+  """
   lines = list(lines)
-  if len(lines) > 1 and len({(line[0], *line[2:]) for line in lines}) == 1:
-    return [(lines[0][0], "all", *lines[0][2:])]
+  values = [
+    {cell for cell in cells if not full or cell != NOTHING} or {NOTHING}
+    for cells in zip(*lines, strict=True)
+  ]
+  names, _, *others = values or [set(), set()]
+  if len(lines) > 1 and all(len(own) == 1 for own in (names, *others)):
+    return [(*names, "all", *(own.pop() for own in others))]
   return lines
 
 
@@ -267,15 +284,17 @@ def _by_task(found: Beside) -> Iterator[Table]:
   printed = {
     key for targets in found.comparison.targets for key in targets.numbers
   }
+  full = _full(found.comparison)
   for line in _names(found.comparison):
     lines: list[Sequence[str]] = []
     for task in tasks:
       keys = [Key(line, c.name, task) for c in found.comparison.columns]
-      lines += _compact(
+      own = (
         (task, key.column, *_cells(found, key))
         for key in keys
         if key in printed
       )
+      lines += _compact(own, line in full)
     if lines:
       title = f"{found.comparison.name}: {line} by task"
       yield Table(title, ["task", "at", *_models(found)], lines, names=2)

@@ -38,7 +38,7 @@ _OWN = (
   "options",
   "budget",
   *("weights", "dtype", "seed", "python", "protocol", "schedule", "heads"),
-  *("data", "decoding"),
+  *("storage", "data", "decoding"),
 )
 
 

@@ -188,7 +188,8 @@ def _line(entry: Entry) -> dict[str, Any]:
     "dataset": summary["benchmark"],
     "length": wording.lengths(summary),
     **{
-      name: summary[name] for name in ("model", "protocol", "schedule", "heads")
+      name: summary[name]
+      for name in ("model", "protocol", "schedule", "heads", "storage")
     },
     **{name: getattr(mean, name) for name in ("method", "options", "budget")},
     "retention": round(mean.retention, 4),

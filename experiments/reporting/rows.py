@@ -19,6 +19,7 @@ SETTINGS = (
   "protocol",
   "schedule",
   "heads",
+  "storage",
   "data",
   "decoding",
 )

@@ -13,9 +13,10 @@ NOTHING = "–"
 
 def title(summary: Summary) -> str:
   """What a table or a plot of the summary is about."""
+  storage = summary["storage"] and f"kept in {summary['storage']}, "
   return (
     f"{summary['model']}, {lengths(summary)} tokens, {summary['protocol']}, "
-    f"{summary['schedule']}, per {summary['heads']}, "
+    f"{summary['schedule']}, per {summary['heads']}, {storage}"
     f"{count(samples(summary), 'sample')} per task"
   )
 

@@ -52,6 +52,7 @@ def summary():
     "protocol": "query-agnostic",
     "schedule": "whole prompt",
     "heads": "kv head",
+    "storage": "",
     "data": {"essay": "texts"},
     "decoding": "greedy",
     "device": "CPU, 2 cores",
