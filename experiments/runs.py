@@ -11,6 +11,7 @@ import rich.console
 import rich.progress
 
 from experiments import comparison, reports, results, summaries
+from experiments.calibration.records import AUTO
 from experiments.candidates import Candidate
 from models.pretrained import Pretrained
 
@@ -67,10 +68,16 @@ def answer(
   new = len(set(wanted) - store.answers.keys())
   seconds = _answer(lm, chosen, samples, store, batch, new)
   seconds["total"] = time.monotonic() - began
-  # Answers of earlier runs with other methods or samples stand beside them.
+  # Answers of earlier runs with other methods or samples stand beside them,
+  # but not those of another calibration.
   order = {key: place for place, key in enumerate(wanted)}
   answers = sorted(
-    store.answers.values(), key=lambda a: order.get(a.key, len(order))
+    (
+      answer
+      for answer in store.answers.values()
+      if answer.key in order or not answer.budget.startswith(AUTO)
+    ),
+    key=lambda answer: order.get(answer.key, len(order)),
   )
   summary = dataclasses.asdict(settings) | {
     "decoding": "greedy",
