@@ -7,6 +7,7 @@ the same flags.
 """
 
 import dataclasses
+import math
 import pathlib
 
 from absl import flags
@@ -68,7 +69,7 @@ def _folders() -> tuple[pathlib.Path, pathlib.Path]:
 
 
 def _recipe() -> Recipe:
-  if not _RATE.value > 0:
+  if not 0 < _RATE.value < math.inf:
     raise InputError(
       f"--learning_rate is a number above 0; it is {_RATE.value}."
     )

@@ -52,20 +52,25 @@ def chunks(
   A part begins with BOS, where the tokenizer has one, as prompts do.
 
   Args:
-    texts: at least one, with tokens in it.
+    texts: the documents.
     tokenizer: of the model.
-    length: most tokens of a part, BOS included.
+    length: most tokens of a part, BOS included; 2 or more.
     multiple: rows are padded to a multiple of this many tokens.
+
+  Raises:
+    InputError: there is no token to foretell.
   """
   first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
   room = length - len(first)
   rows = []
   for text in texts:
     tokens = np.asarray(tokenizer.encode(text), np.int32)
-    for part in np.array_split(tokens, -(-len(tokens) // room)):
+    for part in np.array_split(tokens, max(1, -(-len(tokens) // room))):
       rows.append([*first, *part.tolist()])
   # The first token of a row is not foretold.
   rows = [row for row in rows if len(row) > 1]
+  if not rows:
+    raise InputError("The documents are too short: none has two tokens.")
   longest = max(map(len, rows))
   return Prompts.of(rows, -(-longest // multiple) * multiple)
 

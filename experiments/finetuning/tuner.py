@@ -166,14 +166,17 @@ class Tuner:
     )
 
   def _drop_log_lines(self) -> None:
-    """Those of epochs whose checkpoint a killed run had not written yet."""
+    """Those that a killed run wrote after its last checkpoint."""
     if not self._log_path.exists():
       return
     lines = self._log_path.read_text().splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    if self.state.total == 0:
-      whole = []
-    kept = [n for n in whole if json.loads(n)["steps"] <= self.state.total]
+    # Without a checkpoint the line of the start is written again, too.
+    last = self.state.total or -1
+    kept = [
+      line
+      for line in lines
+      if line.endswith("\n") and json.loads(line)["steps"] <= last
+    ]
     self._log_path.write_text("".join(kept))
 
 

@@ -116,7 +116,8 @@ def tables(found: Beside) -> list[Table]:
 def orders(found: Beside) -> list[str]:
   """How methods are ordered at each column, here and in the paper: a line.
 
-  The full cache and doubtful numbers are left out.
+  The full cache and doubtful numbers are left out. Where all score the same
+  here, that is said.
   """
   headline = next(iter(found.averages))
   lines = []
@@ -127,6 +128,12 @@ def orders(found: Beside) -> list[str]:
       if line.paper.method != FULL
       and (key := Key(line.name, column.name, headline)) in found.ours
     }
+    if len(own) > 1 and max(own.values()) - min(own.values()) < _EQUAL:
+      lines.append(
+        f"At {column.name} all methods score {max(own.values()):.1f} here, "
+        "which tells nothing about their order."
+      )
+      continue
     ranked: dict[str, list[str]] = {}
     for targets in found.comparison.targets:
       theirs = {

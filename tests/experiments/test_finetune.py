@@ -14,6 +14,7 @@ import kvjax
 import models
 from experiments.finetuning import documents, training, tuner
 from experiments.finetuning.tuner import Recipe, Tuner
+from experiments.reference import vocabulary
 from kernels.attention import attention
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
@@ -23,6 +24,7 @@ from models import lora
 from models.decoder import Decoder
 from models.language_model import from_decoder
 from models.sharding import param_shardings
+from models.tokenizer import Tokenizer
 
 TEXT = "The first file is read when the second one has been closed."
 RECIPE = Recipe(2, ("q", "v"), 2, 1e-2, 2, 0)
@@ -55,6 +57,12 @@ def test_what_is_no_folder_of_texts_is_refused(folder, tmp_path):
   (folder / "d.txt").write_bytes(b"\xff\xfe")
   with pytest.raises(InputError, match=r"d.txt is not text in UTF-8"):
     documents.read(folder)
+
+
+def test_documents_without_two_tokens_are_refused():
+  bare = Tokenizer(vocabulary.build(), {})
+  with pytest.raises(InputError, match="too short: none has two tokens"):
+    documents.chunks(["a"], bare, 20, 32)
 
 
 def test_chunks_hold_every_token_once_after_bos(tiny):
@@ -160,8 +168,9 @@ def test_loss_and_gradient_are_those_of_the_plain_computation(tiny):
   assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradient))
 
 
-def test_the_gradient_never_holds_all_logits(shallow):
-  model, adapter, frozen = adapted(shallow.model, shallow.params)
+def test_bfloat16_is_tuned_in_float32_and_never_holds_all_logits(shallow):
+  decoder = Decoder(shallow.config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+  model, adapter, frozen = adapted(*from_decoder(decoder))
   moments = training.optimizer(SCHEDULE).init(adapter)
   shape = (2, 8 * training.QUERIES)
   lowered = training.train_step.lower(
@@ -169,6 +178,9 @@ def test_the_gradient_never_holds_all_logits(shallow):
     jax.ShapeDtypeStruct(shape, jnp.int32),
     jax.ShapeDtypeStruct(shape[:1], jnp.int32),
   )
+  tuned, moments, _ = lowered.out_info
+  floats = [x for x in jax.tree.leaves((tuned, moments)) if x.ndim]
+  assert {leaf.dtype for leaf in floats} == {jnp.dtype("float32")}
   used = lowered.compile().memory_analysis().temp_size_in_bytes
   assert used < math.prod(shape) * shallow.config.vocab_size * 4
 

@@ -114,6 +114,17 @@ def test_orders_name_what_both_have_and_doubt_nobody(found):
   assert lines == ["Order at short: ours Sinks > Ours; A model Ours > Sinks."]
 
 
+def test_equal_scores_are_no_order(found):
+  flat = {"niah_single_1": 0.0}
+  small = found("small", flat, (256, 288))
+  equal = small._replace(ours=dict.fromkeys(small.ours, 0.0))
+  assert beside.orders(equal) == [
+    f"At {column} all methods score 0.0 here, which tells nothing about their "
+    "order."
+    for column in ("short", "long")
+  ]
+
+
 def test_an_order_says_what_is_equal():
   assert beside.order({"a": 1.0, "b": 3.0, "c": 1.02}) == "b > c = a"
 

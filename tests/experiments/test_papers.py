@@ -1,0 +1,56 @@
+"""The binary: the list, what it refuses, and an experiment from end to end."""
+
+import functools
+import re
+
+import pytest
+
+from experiments.paper_experiments.registry import EXPERIMENTS
+
+
+@pytest.fixture(scope="module")
+def binary(run_binary):
+  return functools.partial(run_binary, "experiments.papers")
+
+
+def test_alone_it_lists_every_experiment(binary):
+  result = binary()
+  assert result.returncode == 0, result.stderr
+  listed = re.findall(r"^ ?(E\d\.\d+) ", result.stdout, re.MULTILINE)
+  assert listed == list(EXPERIMENTS)
+  assert max(map(len, result.stdout.splitlines())) <= 80
+  assert "kvjax has no" in result.stdout
+
+
+def test_an_analysis_runs_and_what_cannot_be_says_why(
+  binary, tiny_directory, tmp_path
+):
+  # A model of the user's, without data: the needles are asked of it.
+  arguments = (f"--model={tiny_directory}", f"--output={tmp_path}")
+  result = binary("E2.8", "E4.4", *arguments, "--length=256", "--samples=1")
+  assert result.returncode == 0, result.stderr
+  assert "tiny on generated data: not the paper's data;" in result.stdout
+  assert "This cannot be run. kvjax has no sparse prefill" in result.stdout
+  written = [p.relative_to(tmp_path) for p in tmp_path.rglob("*.*")]
+  assert {str(path) for path in written} >= {
+    "E2.8/tiny/paper.md",
+    "E2.8/tiny/paper.json",
+  }
+
+
+@pytest.mark.parametrize(
+  ("arguments", "sentence"),
+  [
+    (["E9.1"], "There is no experiment 'E9.1' (did you mean "),
+    (["e5.1"], "There is no experiment 'e5.1' (did you mean E5.1"),
+    (["E5.2", "--data=files"], "--data needs a --model that can answer it"),
+    (["E1.1", "--samples=0"], "--samples=0"),
+    (["E4.1", "--length=512"], "--length does not go with an experiment that"),
+    (["E1.1", "--output=/proc/x"], "/proc/x cannot be written"),
+  ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(binary, arguments, sentence):
+  result = binary(*arguments)
+  assert result.returncode == 2, result.stdout
+  assert sentence in result.stderr
+  assert len(result.stderr.splitlines()) == 1
