@@ -36,7 +36,7 @@ import rich.console
 import rich.progress
 from absl import flags
 
-from experiments import cli, index_builders, reports, results
+from experiments import cli, index_builders, inputs, reports, results
 from experiments.index_builders import (
   KEY_CENTRES,
   QCIVF,
@@ -61,9 +61,7 @@ _READS = flags.DEFINE_integer(
 _REPEATS = flags.DEFINE_integer(
   "repeats", 3, "Builds of each index.", lower_bound=1
 )
-_SEED = flags.DEFINE_integer(
-  "seed", 0, "Seed of keys and queries.", lower_bound=0
-)
+flags.declare_key_flag("seed")
 _OUTPUT = flags.DEFINE_string(
   "output", "results/index_construction", "Folder to write to."
 )
@@ -81,7 +79,7 @@ def main() -> None:
     "group": _GROUP.value,
     "reads": _READS.value,
     "repeats": _REPEATS.value,
-    "seed": _SEED.value,
+    "seed": inputs.SEED.value,
     "device": reports.device(),
     "faiss_threads": faiss.omp_get_max_threads(),
     "cores": os.cpu_count(),
@@ -187,7 +185,7 @@ def _measure(
     for length in lengths:
       progress.update(bar, description=f"{length:,} tokens")
       workload = index_builders.draw(
-        retrieval, _SEED.value, length, _GROUP.value, _HEAD_DIM.value
+        retrieval, inputs.SEED.value, length, _GROUP.value, _HEAD_DIM.value
       )
       builders = index_builders.builders(faiss, retrieval, workload)
       advance = functools.partial(progress.advance, bar, length / len(builders))

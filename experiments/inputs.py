@@ -18,7 +18,9 @@ _BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
 _MODEL = flags.DEFINE_string(
   "model", str(_BUNDLED), "Hugging Face directory of a model."
 )
-SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.")
+SEED = flags.DEFINE_integer(
+  "seed", 0, "Seed of all that is drawn.", lower_bound=0
+)
 BATCH = flags.DEFINE_integer(
   "batch", 12, "Contexts per prefill; less needs less memory.", lower_bound=1
 )

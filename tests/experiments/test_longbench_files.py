@@ -140,9 +140,7 @@ def test_kvpress_has_built_the_prompts_already(tmp_path):
   assert sample.max_new_tokens == 84
   assert sample.chat
   assert sample.metadata["all_classes"] == ("Color", "Food")
-  assert longbench.provenance(tmp_path, drawn)["prompts"] == (
-    "0 official, 1 of kvpress"
-  )
+  assert longbench.provenance(drawn)["prompts"] == ("0 official, 1 of kvpress")
 
 
 def test_what_is_missing_is_named(tmp_path):
