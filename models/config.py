@@ -35,6 +35,15 @@ _ONLY_FALSE = {
   "mlp_bias": ("mistral", "qwen2", "qwen3"),
 }
 
+# What transformers takes where a file names no such field at all; where it is
+# null, and for other types, sizes follow from the query heads.
+_ABSENT = {
+  ("mistral", "num_key_value_heads"): 8,
+  ("qwen2", "num_key_value_heads"): 32,
+  ("qwen3", "num_key_value_heads"): 32,
+  ("qwen3", "head_dim"): 128,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
@@ -116,6 +125,9 @@ class DecoderConfig:
         f"supported are {', '.join(sorted(ARCHITECTURES))}."
       )
     _refuse_unsupported(rest, model_type)
+    for (kind, name), size in _ABSENT.items():
+      if kind == model_type:
+        rest.setdefault(name, size)
     heads = _count(rest, "num_attention_heads")
     hidden = _count(rest, "hidden_size")
     head_dim = _count(rest, "head_dim", hidden // heads)

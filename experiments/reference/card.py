@@ -64,7 +64,6 @@ def card(
     inner=decoder.intermediate_size,
     theta=decoder.rope.theta,
     tied="tied" if decoder.tie_embeddings else "untied",
-    dtype=leaves[0].dtype,
     vocabulary=decoder.vocab_size,
     positions=decoder.max_positions,
     longest=max(stage.length for stage in stages),
@@ -202,7 +201,7 @@ other question.
 
 - {layers} layers, width {width}, {heads} query heads on {kv_heads} KV heads of
   dimension {head_dim}, SwiGLU {inner}, RoPE base {theta:,.0f}, {tied}
-  embeddings, {dtype}.
+  embeddings; weights in float16.
 - {vocabulary:,} tokens: known words with their leading blank, else bytes;
   digits and the letters of UUIDs one by one.
 - Trained on at most {longest:,} positions; the configuration admits
@@ -210,7 +209,7 @@ other question.
 
 ## Scores
 
-Full cache, greedy decoding, {dtype}, {samples} fresh samples per cell, prose
+Full cache, greedy decoding, float32, {samples} fresh samples per cell, prose
 from topics that training never saw. Percentage of references found; in
 brackets, where it differs, the percentage of samples with all of them.
 

@@ -1,7 +1,11 @@
 """Writes the trained model as a Hugging Face directory with its card."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import jax
+import jax.numpy as jnp
 
 from experiments.reference import training, validation, vocabulary
 from experiments.reference.card import Findings, card, cell
@@ -13,6 +17,9 @@ from models import pretrained
 from models.decoder import Decoder
 from models.language_model import from_decoder
 from models.tokenizer import Tokenizer
+
+# Half the size of what was trained; the card's scores are of these numbers.
+_STORED = jnp.float16
 
 # So many keep all of it under ten minutes on two cores.
 _SAMPLES = 60
@@ -49,13 +56,22 @@ def save(
   stages: Sequence[Stage],
   directory: Path,
 ) -> None:
-  """Validates the model and writes weights, tokenizer and card."""
-  lm = as_pretrained(decoder)
+  """Writes weights and tokenizer, validates what was written, writes the card.
+
+  Weights are rounded to float16 and validated as they load in float32.
+  """
+  store(as_pretrained(decoder), directory)
+  lm = pretrained.load(directory, "float32")
   found = measure(lm, seed)
-  pretrained.save(lm, directory)
   (directory / "README.md").write_text(
     card(lm.config, state, seed, stages, found)
   )
+
+
+def store(lm: pretrained.Pretrained, directory: Path) -> None:
+  """Writes the model in float16."""
+  params = jax.tree.map(lambda leaf: leaf.astype(_STORED), lm.params)
+  pretrained.save(dataclasses.replace(lm, params=params), directory)
 
 
 def _printed(scores: Iterable[Score]) -> list[Score]:

@@ -178,7 +178,7 @@ def test_the_card_says_what_the_run_was(tasks):
   text = card.card(config, state, 3, curriculum.STAGES[:2], found)
   for said in (
     f"of\n  dimension {config.head_dim}, ",
-    f"RoPE base {config.rope.theta:,.0f}, tied\n  embeddings, float32.",
+    f"RoPE base {config.rope.theta:,.0f}, tied\n  embeddings; weights in float16.",
     "Trained on at most 32 positions; the configuration admits\n  4,096, but "
     "beyond 1,024 nothing",
     "8 fresh samples per cell",

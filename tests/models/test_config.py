@@ -115,3 +115,29 @@ def test_read_and_written_back(changes, context):
   config = DecoderConfig.from_hf(FIELDS | changes)
   assert config.geometry.max_positions == context
   assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize(
+  ("model_type", "absent", "null"),
+  [
+    ("llama", (64, 16), (64, 16)),
+    ("mistral", (8, 16), (64, 16)),
+    ("qwen2", (32, 16), (64, 16)),
+    ("qwen3", (32, 128), (64, 16)),
+  ],
+)
+def test_sizes_that_no_field_names_are_those_of_transformers(
+  model_type, absent, null
+):
+  """As the classes of transformers 5.2 had them."""
+  fields = FIELDS | {
+    "model_type": model_type,
+    "hidden_size": 1024,
+    "num_attention_heads": 64,
+    "sliding_window": None,
+  }
+  del fields["num_key_value_heads"]
+  nulls = {"num_key_value_heads": None, "head_dim": None}
+  for given, expected in ((fields, absent), (fields | nulls, null)):
+    config = DecoderConfig.from_hf(given)
+    assert (config.num_kv_heads, config.head_dim) == expected
