@@ -321,25 +321,33 @@ def groups(
   """Caches that are asked together, with the capacity that holds them all.
 
   Layers of unequal capacities go to the next group that has room for the
-  largest, which saves them a compilation of their own. Caches whose heads keep
-  different numbers, and those that are looked up in, join nobody.
+  largest, which saves them a compilation of their own. Only caches that are
+  stored alike are joined; those whose heads keep different numbers, and those
+  that are looked up in, join nobody.
   """
+  plans = [candidate.plan for candidate in candidates]
   sizes = [{layer.capacity for layer in cache.layers} for cache in caches]
-  common = {max(size) for size in sizes if len(size) == 1}
-  found: dict[int, list[int]] = {}
+  common = {
+    (plan.storage, max(size))
+    for plan, size in zip(plans, sizes, strict=True)
+    if len(size) == 1
+  }
+  found: dict[tuple[str | None, int], list[int]] = {}
   alone = []
-  for index, (candidate, size) in enumerate(
-    zip(candidates, sizes, strict=True)
-  ):
-    plan = candidate.plan
+  for index, (plan, size) in enumerate(zip(plans, sizes, strict=True)):
     evicts = plan.schedule.every is not None
     if evicts or plan.method.packed or plan.lookup is not None:
       alone.append((max(size), [index]))
       continue
-    fitting = [capacity for capacity in common if capacity >= max(size)]
+    fitting = [
+      capacity
+      for storage, capacity in common
+      if storage == plan.storage and capacity >= max(size)
+    ]
     capacity = min(fitting, default=max(size))
-    found.setdefault(capacity, []).append(index)
-  return [*found.items(), *alone]
+    found.setdefault((plan.storage, capacity), []).append(index)
+  together = [(capacity, group) for (_, capacity), group in found.items()]
+  return [*together, *alone]
 
 
 def _round_up(length: int) -> int:

@@ -5,10 +5,12 @@
 measures with the bundled model how likely right answers stay when each method
 compresses RULER's contexts to 5, 10, 20, 30, 50, 75 and 90 %, all from one
 prefill, and fits to every method a curve that tells the quality left from the
-retention and from the likelihood of the context itself. Other samples are then
-compressed to what the curves allow at --tau, which shows what they are worth.
+retention and from the likelihood of the context itself. As many other samples
+are compressed to what the curves ask for: where less is left than a curve
+promises, the record asks it for more, or for everything. Yet others are
+compressed to what the records allow at --tau, which shows what they are worth.
 
-Writes triples.jsonl, held_out.jsonl, summary.json, calibration.md,
+Writes triples.jsonl, tried.jsonl, held_out.jsonl, summary.json, calibration.md,
 ratio_curves.png, retention_bars.png and, in the folder records, a record for
 each method. A run that was stopped goes on where it stopped. compare and
 evaluate read the records by --calibrations=DIR, or from the folder
@@ -62,10 +64,16 @@ _TASKS = flags.DEFINE_list(
   "Tasks of RULER; by default those that the bundled model can do.",
 )
 _SAMPLES = flags.DEFINE_integer(
-  "samples", 12, "Samples per task to fit the curves to.", lower_bound=1
+  "samples",
+  12,
+  "Samples per task to fit the curves to, and of others to try them with.",
+  lower_bound=1,
 )
 _HELD_OUT = flags.DEFINE_integer(
-  "held_out", 12, "Other samples per task, to apply them to.", lower_bound=1
+  "held_out",
+  12,
+  "Yet other samples per task, to apply the records to.",
+  lower_bound=1,
 )
 _LENGTH = flags.DEFINE_integer(
   "length",
@@ -83,6 +91,11 @@ _RETENTION = flags.DEFINE_list(
   ["0.05", "0.1", "0.2", "0.3", "0.5", "0.75", "0.9"],
   "Shares of the context to keep.",
 )
+_ASKED = flags.DEFINE_list(
+  "asked",
+  ["0.5", "0.7", "0.8", "0.9", "0.95", "0.97", "0.98", "0.99", "0.995"],
+  "Qualities that the curves are asked for, to see what they are worth.",
+)
 _HEADS = flags.DEFINE_enum(
   "heads",
   "kv",
@@ -91,7 +104,11 @@ _HEADS = flags.DEFINE_enum(
   "its own.",
 )
 _TAU = flags.DEFINE_float(
-  "tau", 0.95, "Share of quality that other samples are to keep."
+  "tau",
+  0.95,
+  "Share of quality that other samples are to keep.",
+  lower_bound=0,
+  upper_bound=1,
 )
 _OUTPUT = flags.DEFINE_string(
   "output", "results/calibration", "Folder to write to."
@@ -101,10 +118,10 @@ _RECORDS = "records"
 
 
 def main() -> None:
-  """Checks what can be checked first, then measures, fits and applies."""
+  """Checks what can be checked first, then measures, fits, tries, applies."""
   began = time.monotonic()
   folder = pathlib.Path(_OUTPUT.value)
-  chosen = _chosen()
+  chosen, asked = _chosen(), _asked()
   texts = _texts()
   choice = ruler.choose(_TASKS.value, texts)
   check_writable(folder)
@@ -116,9 +133,13 @@ def main() -> None:
     measuring.check(lm, chosen, samples)
     found = run.measured("triples.jsonl", chosen, samples, 0)
     fitted = fits.fit(chosen, found, settings.weights)
-    automatic = [_automatic(method) for method in fitted]
-    others = run.samples(_HELD_OUT.value, 1)
-    held_out = run.measured("held_out.jsonl", automatic, others, 1)
+    automatic = [method.automatic(q) for method in fitted for q in asked]
+    others = run.samples(_SAMPLES.value, 1)
+    tried = run.measured("tried.jsonl", automatic, others, 1)
+    fitted = fits.promised(fitted, asked, tried)
+    automatic = [method.automatic(_TAU.value) for method in fitted]
+    others = run.samples(_HELD_OUT.value, 2)
+    held_out = run.measured("held_out.jsonl", automatic, others, 2)
   fitted = [
     dataclasses.replace(
       method, held_out=[m for m in held_out if m.method == method.name]
@@ -133,7 +154,7 @@ def main() -> None:
     "device": reports.device(devices),
     "versions": reports.versions(),
     "seconds": round(time.monotonic() - began, 1),
-    "rows": [method.row() for method in fitted],
+    "rows": [method.row(_TAU.value) for method in fitted],
   }
   title = tables.title(summary)
   plots = {
@@ -160,7 +181,7 @@ def main() -> None:
 
 
 class _Run(NamedTuple):
-  """What both halves of a run share."""
+  """What the parts of a run share."""
 
   lm: models.Pretrained
   tasks: Sequence[str]
@@ -186,7 +207,7 @@ class _Run(NamedTuple):
     samples: results.Samples,
     step: int,
   ) -> list[Measurement]:
-    """Measures such samples under a progress bar."""
+    """Measures samples of that step under a progress bar."""
     settings = dataclasses.replace(
       self.settings, seed=self.settings.seed + step
     )
@@ -224,9 +245,22 @@ def _chosen() -> list[Candidate]:
   return chosen
 
 
-def _automatic(method: fits.Fitted) -> Candidate:
-  budget = kvjax.Calibrated(method.calibration, _TAU.value)
-  return Candidate(method.name, dataclasses.replace(method.plan, budget=budget))
+def _asked() -> list[float]:
+  """Qualities, ascending.
+
+  Raises:
+    InputError: they are no numbers between 0 and 1.
+  """
+  try:
+    asked = sorted({float(text) for text in _ASKED.value})
+  except ValueError:
+    asked = []
+  if not asked or not all(0 < quality < 1 for quality in asked):
+    raise InputError(
+      "--asked takes numbers between 0 and 1, such as 0.9,0.95; "
+      f"{','.join(_ASKED.value)!r} is not that."
+    )
+  return asked
 
 
 def _texts() -> ruler.Texts:

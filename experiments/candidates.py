@@ -28,8 +28,10 @@ class Candidate:
 
   @property
   def full_at_one(self) -> bool:
-    """Whether the method attends to everything at a retention of 1."""
+    """Whether the method is the full cache at a retention of 1."""
     lookup = self.plan.lookup
+    if self.plan.storage is not None:
+      return False
     if lookup is None:
       return True
     return self.plan.budget == kvjax.Retention(1.0) and not lookup.fixed

@@ -36,7 +36,8 @@ def compare(
   batch: int,
   on_answers: OnAnswers,
   protocol: Protocol = QUERY_AGNOSTIC,
-) -> Seconds:
+  seconds: Seconds | None = None,
+) -> None:
   """Answers what `results` does not hold yet, and adds it there.
 
   Samples of one part that have the same context are prefilled once.
@@ -50,9 +51,7 @@ def compare(
     batch: contexts per prefill.
     on_answers: told of progress.
     protocol: whether the question is known before anything is compressed.
-
-  Returns:
-    The time spent.
+    seconds: the time spent is added to it.
 
   Raises:
     InputError: a sample is longer than the model's context, or the answers
@@ -64,15 +63,14 @@ def compare(
   contexts = list(_contexts(lm, samples, protocol))
   check_room(lm, [prompt for c in contexts for prompt in c.prompts])
   unanswered = {(key.part, key.asked) for key in missing}
-  seconds = Seconds()
+  spent = Seconds() if seconds is None else seconds
   for shape, rows in _batches(contexts, unanswered, batch, protocol):
     asked = [context.prompts for context in rows]
-    for group in replies(lm, candidates, asked, shape, seconds):
+    for group in replies(lm, candidates, asked, shape, spent):
       answers = [_answer(rows[reply.row], reply) for reply in group]
       new = [answer for answer in answers if answer.key in missing]
       results.add(new)
       on_answers(rows[0].part.task, len(new))
-  return seconds
 
 
 def wanted(candidates: Sequence[Candidate], samples: Samples) -> list[Key]:

@@ -1,9 +1,15 @@
-"""Finetunes a model on documents: `python -m experiments.finetune`.
+"""Finetunes a model on documents with low-rank adapters (LoRA).
 
-Learns the text of a folder with low-rank adapters (LoRA) and writes a model
-directory, with the adapters in the weights, that every program takes by
---model. Resumes from its last checkpoint, bit for bit, when started again with
-the same flags.
+  python -m experiments.finetune --documents=DIR --output=OUT
+
+learns the .txt and .md files of a folder and makes OUT a model directory, with
+the adapters in its weights, which every program takes by --model=OUT. In
+OUT/adapter are the adapters alone, in PEFT's format. A model that has learnt
+its documents foretells them better, so that --retention=auto lets more of them
+go.
+
+A run that was stopped goes on from its last checkpoint, bit for bit, when it is
+started again with the same flags.
 """
 
 import dataclasses
@@ -16,14 +22,20 @@ import models
 from experiments import cli, inputs, results
 from experiments.finetuning import documents, training
 from experiments.finetuning.tuner import Recipe, Tuner
+from experiments.reporting import wording
 from kvjax.errors import InputError
 from models import lora
 
 _DOCUMENTS = flags.DEFINE_string(
-  "documents", None, "Folder of .txt and .md files, which are learnt."
+  "documents",
+  None,
+  "Folder of .txt and .md files, which are learnt; by default the chapters of "
+  "Python's documentation that the bundled model has never seen.",
 )
 _OUTPUT = flags.DEFINE_string(
-  "output", None, "Folder for checkpoints, the log, adapters and the model."
+  "output",
+  "results/finetuned",
+  "Folder for the model, its adapters, checkpoints and a log.",
 )
 _RANK = flags.DEFINE_integer("rank", 128, "Rank of the adapters.")
 _TARGETS = flags.DEFINE_list(
@@ -56,16 +68,10 @@ _SEED = flags.DEFINE_integer(
 )
 
 
-def _folders() -> tuple[pathlib.Path, pathlib.Path]:
-  """Where the documents are, and where everything goes."""
-  if _DOCUMENTS.value is None or _OUTPUT.value is None:
-    raise InputError(
-      "Name a folder of .txt and .md files and one for what becomes of them: "
-      "--documents=DIR --output=DIR."
-    )
-  output = pathlib.Path(_OUTPUT.value).absolute()
-  results.check_writable(output)
-  return pathlib.Path(_DOCUMENTS.value), output
+def _texts() -> list[str]:
+  if _DOCUMENTS.value is None:
+    return documents.built_in()
+  return documents.read(pathlib.Path(_DOCUMENTS.value))
 
 
 def _recipe() -> Recipe:
@@ -95,13 +101,18 @@ def _check_length(lm: models.Pretrained) -> None:
 
 def main() -> None:
   """Finetunes, then writes adapters and model."""
-  folder, output = _folders()
+  output = pathlib.Path(_OUTPUT.value).absolute()
+  results.check_writable(output)
   recipe = _recipe()
-  texts = documents.read(folder)
+  texts = _texts()
   with inputs.loaded() as (lm, _):
     _check_length(lm)
     parts = documents.chunks(
       texts, lm.tokenizer, _LENGTH.value, training.QUERIES
+    )
+    print(
+      f"{wording.count(len(texts), 'document')} of {sum(parts.lengths):,} "
+      f"tokens in {wording.count(len(parts.lengths), 'chunk')}"
     )
     output.mkdir(parents=True, exist_ok=True)
     source = {
@@ -113,13 +124,13 @@ def main() -> None:
     }
     tuner = Tuner(output, lm, parts, recipe, source)
     tuner.run()
-    adapter, directory = output / "adapter", output / "model"
+    adapter = output / "adapter"
     adapter.mkdir(exist_ok=True)
     base = str(inputs.model_directory())
     lora.write_adapter(tuner.state.params, adapter, base)
     model, params = tuner.merged()
-    models.save(dataclasses.replace(lm, model=model, params=params), directory)
-  print(f"The finetuned model is in {directory}, its adapters in {adapter}.")
+    models.save(dataclasses.replace(lm, model=model, params=params), output)
+  print(f"The finetuned model is in {output}, its adapters in {adapter}.")
 
 
 if __name__ == "__main__":

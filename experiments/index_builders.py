@@ -119,7 +119,6 @@ def draw(
     positions=positions,
     queries=queries[None, None, :, :length],
     query_positions=positions,
-    block_keys_unrotated=keys,
   )
   lookup = (positions >= start) & (positions < end)
   number = jnp.zeros((1, 1), jnp.int32)

@@ -77,10 +77,15 @@ def check_flags() -> None:
   """Refuses flags that make others void.
 
   Raises:
-    InputError: --retention stands beside --budget, or nothing is automatic and
-      --tau or --calibrations is given.
+    InputError: --retention stands beside --budget or --every beside --storage,
+      or nothing is automatic and --tau or --calibrations is given.
   """
   cli.refuse_together("retention", ["budget"], "both say how much to keep")
+  cli.refuse_together(
+    "every",
+    ["storage"],
+    "a method chooses among keys as they were computed, not as they are stored",
+  )
   for flag in (_TAU, _CALIBRATIONS):
     if flag.present and not _automatic():
       raise InputError(f"--{flag.name} is for --retention={AUTO}.")

@@ -67,28 +67,45 @@ def main(ids: Sequence[str]) -> None:
     console.print(catalogue.terminal())
     return
   chosen = registry.find(ids)
-  if _DATA.value is not None and not flags.FLAGS["model"].present:
+  given = _given()
+  if "data" in given and "model" not in given:
     raise InputError(
       "--data needs a --model that can answer it; the bundled one answers "
       "needle questions only."
     )
   output = pathlib.Path(_OUTPUT.value)
   results.check_writable(output)
+  folders = {e.id: output / e.id / inputs.model_name() for e in chosen}
+  for experiment in chosen:
+    if experiment.why_not:
+      report.refuse(experiment, console)
+  # Before the model is loaded here: a device has hardly room for two.
+  for experiment in chosen:
+    if experiment.programs:
+      own = folders[experiment.id]
+      report.call(experiment, inputs.model_name(), given, own, console)
+  left = [e for e in chosen if e.parts and not e.programs]
+  if not left:
+    return
   with inputs.loaded() as (lm, devices):
     session = running.Session(
       lm,
       devices,
-      inputs.model_directory(),
-      flags.FLAGS["model"].present > 0,
+      "model" in given,
       _settings(),
       inputs.BATCH.value,
       _sources(),
       _SAMPLES.value,
       _LENGTH.value,
     )
-    for experiment in chosen:
-      folder = output / experiment.id / inputs.model_name()
-      report.run(experiment, session, folder, console)
+    for experiment in left:
+      report.run(experiment, session, folders[experiment.id], console)
+
+
+def _given() -> dict[str, str]:
+  """The flags that stand on the command line."""
+  every = flags.FLAGS
+  return {name: str(every[name].value) for name in every if every[name].present}
 
 
 def _settings() -> results.Settings:

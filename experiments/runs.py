@@ -4,15 +4,19 @@ import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import rich.console
 import rich.progress
 
 from experiments import comparison, reports, results, summaries
+from experiments.answering import Seconds
 from experiments.calibration.records import AUTO
 from experiments.candidates import Candidate
+from experiments.processes import Process, Processes
+from experiments.reporting import wording
+from experiments.results import Answer, Key
 from models.pretrained import Pretrained
 
 
@@ -23,18 +27,19 @@ class Run(NamedTuple):
     summary: what summary.json holds.
     new: answers that are new.
     old: answers that the folder held before.
+    seconds: that the new ones have taken, by what they were spent on.
   """
 
   summary: dict[str, Any]
   new: int
   old: int
+  seconds: Mapping[str, float]
 
   def __str__(self) -> str:
-    seconds = self.summary["seconds"]
     return (
-      f"{self.new} answers in {seconds['total']:.0f} s (prefill "
-      f"{seconds['prefill']:.0f} s, answers {seconds['answer']:.0f} s), "
-      f"{self.old} from before"
+      f"{wording.count(self.new, 'answer')} in {self.seconds['total']:.0f} s "
+      f"(prefill {self.seconds['prefill']:.0f} s, answers "
+      f"{self.seconds['answer']:.0f} s), {self.old} from before"
     )
 
 
@@ -61,37 +66,50 @@ def answer(
     began: when the program started, by `time.monotonic`.
 
   Raises:
-    InputError: see `Results` and `comparison.compare`.
+    InputError: see `Results`, `Processes` and `comparison.compare`.
   """
   store = results.Results(folder, settings)
+  processes = Processes(folder)
   wanted = comparison.wanted(chosen, samples)
   new = len(set(wanted) - store.answers.keys())
-  seconds = _answer(lm, chosen, samples, store, batch, new)
-  seconds["total"] = time.monotonic() - began
-  # Answers of earlier runs with other methods or samples stand beside them,
-  # but not those of another calibration.
-  order = {key: place for place, key in enumerate(wanted)}
-  answers = sorted(
-    (
-      answer
-      for answer in store.answers.values()
-      if answer.key in order or not answer.budget.startswith(AUTO)
-    ),
-    key=lambda answer: order.get(answer.key, len(order)),
-  )
+  device, versions = reports.device(devices), reports.versions()
+  spent = Seconds()
+
+  def process() -> Process:
+    total = time.monotonic() - began
+    return Process(
+      device, versions, dataclasses.asdict(spent) | {"total": total}
+    )
+
+  with progress_bar(new) as advance:
+
+    def on_answers(task: str, count: int) -> None:
+      advance(task, count)
+      processes.note(process())
+
+    comparison.compare(
+      lm, chosen, samples, store, batch, on_answers, settings.protocol, spent
+    )
+  own = process()
   summary = dataclasses.asdict(settings) | {
     "decoding": "greedy",
-    "device": reports.device(devices),
-    "versions": reports.versions(),
-    "seconds": {name: round(value, 1) for name, value in seconds.items()},
-    "rows": summaries.summarize(answers, settings.protocol),
+    **processes.summary(own, answered=new > 0),
+    "rows": summaries.summarize(_shown(store, wanted), settings.protocol),
   }
-  return Run(summary, new, len(wanted) - new)
+  return Run(summary, new, len(wanted) - new, own.seconds)
 
 
 @contextlib.contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[str, int], None]]:
-  """A bar on stderr; yields what tells it of a task and of what is new."""
+def progress_bar(
+  total: int | None, doing: str = "compiling", transient: bool = False
+) -> Iterator[Callable[[str, int], None]]:
+  """A bar on stderr; yields what tells it of a task and of what is new.
+
+  Args:
+    total: of what is to come, if that is known.
+    doing: what it says before it is told of a task.
+    transient: whether it goes when it is full.
+  """
   with rich.progress.Progress(
     rich.progress.TextColumn("{task.description:15}"),
     rich.progress.BarColumn(),
@@ -100,8 +118,9 @@ def progress_bar(total: int) -> Iterator[Callable[[str, int], None]]:
     rich.progress.TextColumn("left"),
     rich.progress.TimeRemainingColumn(),
     console=rich.console.Console(stderr=True),
+    transient=transient,
   ) as progress:
-    bar = progress.add_task("compiling", total=total)
+    bar = progress.add_task(doing, total=total)
 
     def advance(task: str, count: int) -> None:
       progress.update(bar, description=task, advance=count)
@@ -109,17 +128,17 @@ def progress_bar(total: int) -> Iterator[Callable[[str, int], None]]:
     yield advance
 
 
-def _answer(
-  lm: Pretrained,
-  chosen: Sequence[Candidate],
-  samples: results.Samples,
-  store: results.Results,
-  batch: int,
-  new: int,
-) -> dict[str, float]:
-  """Answers under a progress bar; the seconds that the parts took."""
-  with progress_bar(new) as advance:
-    seconds = comparison.compare(
-      lm, chosen, samples, store, batch, advance, store.settings.protocol
-    )
-  return dataclasses.asdict(seconds)
+def _shown(store: results.Results, wanted: Sequence[Key]) -> list[Answer]:
+  """What is wanted, in order, and what earlier runs have asked beside it.
+
+  That is other methods and samples, but not those of another calibration.
+  """
+  order = {key: place for place, key in enumerate(wanted)}
+  return sorted(
+    (
+      answer
+      for answer in store.answers.values()
+      if answer.key in order or not answer.budget.startswith(AUTO)
+    ),
+    key=lambda answer: order.get(answer.key, len(order)),
+  )

@@ -4,14 +4,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from jaxtyping import Float
-
 from experiments.answering import QUERY_AGNOSTIC, Protocol
 from experiments.candidates import FULL
+from experiments.intervals import interval
 from experiments.results import Answer, Part
 
-_RESAMPLES = 1000
 _MEANS = {
   "context_tokens": 2,
   "kept_tokens": 2,
@@ -29,10 +26,10 @@ def summarize(
   """One row per method, budget, task, length, depth and turn.
 
   A row's fields are named as those of `Answer`; `score` and the other `scores`
-  are means over the samples, `interval` the 95 % percentile bootstrap of the
-  first. Where the full cache has answered the same samples, the scores tell
-  how many of the first tokens are the same; but if the question is prefilled,
-  as the first token is then chosen before anything is compressed.
+  are means over the samples, `interval` is that of the first, see `intervals`.
+  Where the full cache has answered the same samples, the scores tell how many
+  of the first tokens are the same; but not if the question is prefilled, as the
+  first token is then chosen before anything is compressed.
   """
   full = {
     (answer.part, answer.asked): answer.first_token
@@ -66,15 +63,6 @@ def at_retention_one(
   return [row | {"method": method} for method in methods for row in full]
 
 
-def interval(scores: Float[np.ndarray, " R"]) -> tuple[float, float]:
-  """The 95 % percentile bootstrap of a mean, always the same for the same."""
-  draws = np.random.default_rng(0).integers(
-    len(scores), size=(_RESAMPLES, len(scores))
-  )
-  low, high = np.percentile(scores[draws].mean(axis=1), [2.5, 97.5])
-  return float(low), float(high)
-
-
 def _row(
   group: Sequence[Answer], full: Mapping[tuple[Part, str], int | None]
 ) -> dict[str, Any]:
@@ -95,7 +83,6 @@ def _row(
   ]
   if len(found) == len(group):
     scores["same_first_token"] = round(statistics.fmean(found), 2)
-  every = np.array([answer.score for answer in group], np.float64)
   return {
     "method": first.method,
     "options": first.options,
@@ -106,7 +93,7 @@ def _row(
     "depth": first.depth,
     "turn": first.turn,
     "score": scores.pop("score"),
-    "interval": [round(bound, 2) for bound in interval(every)],
+    "interval": [round(bound, 2) for bound in interval(group)],
     "scores": scores,
     "samples": len(group),
     **{name: mean(name, digits) for name, digits in _MEANS.items()},

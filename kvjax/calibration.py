@@ -1,6 +1,7 @@
 """How much of its cache a context can lose: the calibrated retention."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -88,6 +89,9 @@ class Calibration:
       the latter 1 at most; what lies outside is extrapolated.
     error: root mean square of the fitted quality against the measured one.
     triples: how many it was fitted to.
+    promises: pairs of a quality that the curve is asked for, ascending, and of
+      what contexts then keep on average, as `kvjax.fitting.promises` finds it;
+      empty where nobody has looked.
   """
 
   alpha: float
@@ -98,19 +102,23 @@ class Calibration:
   tau_range: tuple[float, float]
   error: float
   triples: int
+  promises: tuple[tuple[float, float], ...] = ()
 
   def __post_init__(self) -> None:
     numbers = (self.alpha, self.beta, *self.tau_range, self.error)
     low, high = self.tau_range
+    asked = [0.0, *(pair[0] for pair in self.promises), 1.0]
     if (
       not all(map(math.isfinite, numbers))
       or not 0 <= low <= high <= 1
       or self.error < 0
       or self.triples < 1
+      or not all(0 <= kept <= 1 for _, kept in self.promises)
+      or not all(a < b for a, b in itertools.pairwise(asked))
     ):
       raise InputError(
-        "A calibration has finite numbers, a tau_range within 0 and 1, and at "
-        f"least one triple; {self} has not."
+        "A calibration has finite numbers, a tau_range and promises within 0 "
+        f"and 1, the latter ascending, and at least one triple; {self} has not."
       )
 
   def check(self, method: object, per_query_head: bool) -> None:
@@ -134,17 +142,29 @@ class Calibration:
     lengths: Int[np.ndarray, " B"],
     tau: float,
   ) -> Float[np.ndarray, " B"]:
-    """r* of contexts; 1 where the likelihood is not known.
+    """The least r with f(r, c) >= tau; 1 where the likelihood is not known.
 
     Args:
       nll: NLL(c); not finite for a context of one token.
       lengths: tokens.
-      tau: the quality wanted.
+      tau: the quality asked of the curve.
     """
     known = np.isfinite(nll)
     kc = self.alpha * np.where(known, nll, 0.0).astype(np.float64) + self.beta
     least = np.clip(least_retention(tau, kc), 1 / lengths, 1.0)
     return np.where(known, least, 1.0)
+
+  def asked(self, tau: float) -> float:
+    """What to ask of the curve so that contexts keep tau on average.
+
+    That is tau itself where the curve can be taken at its word, or where nobody
+    has looked; else the least quality that was tried whose promise is tau or
+    more; else 1, which keeps everything.
+    """
+    if not self.promises:
+      return tau
+    enough = (max(asked, tau) for asked, kept in self.promises if kept >= tau)
+    return next(enough, 1.0)
 
   def save(self, path: Path) -> None:
     """Writes the record as JSON.
@@ -196,7 +216,9 @@ class Calibrated:
   """A budget that each prompt sets for itself: what keeps the quality tau.
 
   It is a retention r* as `Retention` means it, known when the prompt has been
-  read. A prompt of one token, of which nothing was foretold, is kept whole.
+  read: the least r with f(r, c) >= tau, or a higher one where the calibration
+  knows that its curve promises too much. A prompt of one token, of which
+  nothing was foretold, is kept whole.
 
   Attributes:
     calibration: of the model and the method.
@@ -217,22 +239,25 @@ class Calibrated:
   def retentions(
     self, nll: Float[np.ndarray, " B"], lengths: Int[np.ndarray, " B"]
   ) -> Float[np.ndarray, " B"]:
-    """r* of prompts; see `Calibration.retentions`."""
-    return self.calibration.retentions(nll, lengths, self.tau)
+    """r* of prompts; see `Calibration.retentions` and `Calibration.asked`."""
+    asked = self.calibration.asked(self.tau)
+    return self.calibration.retentions(nll, lengths, asked)
 
   def __str__(self) -> str:
     return f"auto at {self.tau:g}"
 
 
+_NUMBER = (int, float)
 _KINDS: dict[str, type | tuple[type, ...]] = {
-  "alpha": (int, float),
-  "beta": (int, float),
+  "alpha": _NUMBER,
+  "beta": _NUMBER,
   "model_id": str,
   "method": str,
   "per_query_head": bool,
   "tau_range": list,
-  "error": (int, float),
+  "error": _NUMBER,
   "triples": int,
+  "promises": list,
 }
 
 
@@ -252,14 +277,24 @@ def _checked(saved: Any, path: Path) -> dict[str, Any]:
       truth = isinstance(saved[name], bool) and kind is not bool
       if truth or not isinstance(saved[name], kind):
         wrong = f"{name} is {saved[name]!r}"
-  if not wrong and not (
-    len(saved["tau_range"]) == 2
-    and all(type(x) in (int, float) for x in saved["tau_range"])
-  ):
+  if not wrong and not _is_pair(saved["tau_range"]):
     wrong = f"tau_range is {saved['tau_range']!r}"
+  if not wrong and not all(map(_is_pair, saved["promises"])):
+    wrong = f"promises is {saved['promises']!r}"
   if wrong:
     raise InputError(
       f"{path} is no calibration, for {wrong}; give a file that "
       "Calibration.save has written."
     )
-  return saved | {"tau_range": tuple(saved["tau_range"])}
+  return saved | {
+    "tau_range": tuple(saved["tau_range"]),
+    "promises": tuple(map(tuple, saved["promises"])),
+  }
+
+
+def _is_pair(value: Any) -> bool:
+  return (
+    isinstance(value, list)
+    and len(value) == 2
+    and all(type(x) in _NUMBER for x in value)
+  )

@@ -1,6 +1,6 @@
 """Calibrations from measurements: how quality fell with retention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -141,6 +141,42 @@ def calibrate(
     error=found.error,
     triples=len(triples.ratio),
   )
+
+
+def promises(
+  asked: Sequence[float],
+  ratios: Float[np.ndarray, "Q M"],
+  cut: Bool[np.ndarray, "Q M"],
+) -> tuple[tuple[float, float], ...]:
+  """What contexts keep on average where a curve is asked for a quality.
+
+  A curve may promise too much: it is one of a family, and near r = 1, where one
+  token can be the needle, it is extrapolated. So contexts that it was not
+  fitted to are compressed to what it asks for. With their qualities q, at most
+  1, the promise is sum(q) / (n + 1), as if there were one more that lost
+  everything. Whoever takes, for any tau, the least quality asked for with a
+  promise of tau or more, or else keeps everything, leaves contexts drawn like
+  those tau on average, however wrong the curve is.
+
+  Source: Theorem 1 of conformal risk control, Angelopoulos et al., arXiv
+  2208.02814, with losses 1 - q of at most 1. It wants losses that never rise as
+  more is asked for: a context has no more than the least that it keeps wherever
+  more is asked for. A context of which no token had to go for being too short
+  tells nothing of a longer one: it has what it kept where less was asked for.
+
+  Args:
+    asked: qualities below 1, ascending.
+    ratios: y of each context at each of them; see `nll_ratio`.
+    cut: where a token at least had to go.
+  """
+  kept = np.zeros(ratios.shape[1])
+  found = []
+  for ratio, some in zip(ratios, cut, strict=True):
+    kept = np.where(some, np.minimum(ratio, 1.0), kept)
+    found.append(kept)
+  least = np.minimum.accumulate(found[::-1])[::-1]
+  means = least.sum(axis=1) / (least.shape[1] + 1)
+  return tuple(zip(asked, means.tolist(), strict=True))
 
 
 def _check(triples: Triples) -> None:

@@ -191,19 +191,32 @@ class IndexedLayer:
   ) -> tuple[Float[Array, "B N S D"], "IndexedLayer"]:
     """Attention to the resident tokens and to what each query looks up."""
     near = _attend(self.resident, queries, query_positions)
-    if queries.shape[2] > 1 and self.retrieval.turn == "dense":
+    lone = queries.shape[2] == 1
+    if not lone and self.retrieval.turn == "dense":
       far = _attend(to_device(self.stored), queries, query_positions)
       return merge(near, far).output, self
+    look_up = self._look_up if lone else self._look_up_each
+    index, far = look_up(queries, query_positions)
+    after = dataclasses.replace(self, index=index)
+    return merge(near, far).output, after
 
-    def look_up(
-      index: PyTree[Array], query: Array, position: Array
-    ) -> tuple[PyTree[Array], Partial]:
-      index, found = self.retrieved(index, query, position)
-      keys, values, slots = self._read(found.slots)
-      bias = found.bias
-      if bias is not None:
-        bias = bias.reshape(bias.shape[0], -1, bias.shape[-1])
-      return index, sparse_decode(query, keys, values, slots, bias)
+  def _look_up(
+    self, queries: Float[Array, "B N 1 D"], query_positions: Int[Array, "B 1"]
+  ) -> tuple[PyTree[Array], Partial]:
+    """The index after a token of each row, and what it looks up.
+
+    There is no branch in it: while the host gathers, the device is free for the
+    resident tokens.
+    """
+    index, far = self._attend_to_found(
+      self.index, queries[:, :, 0], query_positions[:, 0]
+    )
+    return index, Partial(far.output[:, :, None], far.lse[:, :, None])
+
+  def _look_up_each(
+    self, queries: Float[Array, "B N S D"], query_positions: Int[Array, "B S"]
+  ) -> tuple[PyTree[Array], Partial]:
+    """The same for several tokens, one after another."""
 
     def pass_over(
       index: PyTree[Array], query: Array, position: Array
@@ -216,13 +229,26 @@ class IndexedLayer:
       index: PyTree[Array], token: tuple[Array, Array]
     ) -> tuple[PyTree[Array], Partial]:
       some = jnp.any(token[1] >= 0)  # else padding of all rows
+      look_up = self._attend_to_found
       return jax.lax.cond(some, look_up, pass_over, index, *token)
 
     tokens = (jnp.moveaxis(queries, 2, 0), query_positions.T)
     index, far = jax.lax.scan(one, self.index, tokens)
-    far = Partial(*(jnp.moveaxis(x, 0, 2) for x in far))
-    after = dataclasses.replace(self, index=index)
-    return merge(near, far).output, after
+    return index, Partial(*(jnp.moveaxis(x, 0, 2) for x in far))
+
+  def _attend_to_found(
+    self,
+    index: PyTree[Array],
+    queries: Float[Array, "B N D"],
+    positions: Int[Array, " B"],
+  ) -> tuple[PyTree[Array], Partial]:
+    """The index after a token of each row, and attention to what it finds."""
+    index, found = self.retrieved(index, queries, positions)
+    keys, values, slots = self._read(found.slots)
+    bias = found.bias
+    if bias is not None:
+      bias = bias.reshape(bias.shape[0], -1, bias.shape[-1])
+    return index, sparse_decode(queries, keys, values, slots, bias)
 
   def _read(
     self, slots: Int[Array, "B K J M"]

@@ -146,14 +146,15 @@ class Plan:
       )
     if self.schedule.every is not None:
       raise InputError(
-        "A method chooses among keys as they were computed; those that are "
-        f"stored in {storage} cannot be evicted {self.schedule}."
+        "A method chooses among keys as they were computed; it cannot go on "
+        f"evicting while decoding where they are stored in {storage}, so leave "
+        "out one of the two."
       )
     if self.lookup is not None:
       name = type(self.lookup.retrieval).__name__
       raise InputError(
         f"{name} looks up keys as they were computed; it cannot work with "
-        f"storage in {storage}."
+        f"storage in {storage}, so leave out one of the two."
       )
 
   def candidates(self, seen: Activations) -> Activations:

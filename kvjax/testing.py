@@ -46,14 +46,14 @@ class TinyModel:
       "value": (self.width, kv_width),
       "output": (query_width, self.width),
     }
-    keys = iter(jax.random.split(jax.random.key(seed), 4 * shape.layers + 1))
+    draw = np.random.default_rng(seed)
 
-    def matrix(rows: int, columns: int) -> Array:
-      weights = jax.random.normal(next(keys), (rows, columns)) * rows**-0.5
-      return weights.astype(self.dtype)
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
+      weights = draw.standard_normal((rows, columns)) * scale * rows**-0.5
+      return jnp.asarray(weights, self.dtype)
 
     return {
-      "embedding": matrix(self.vocab_size, self.width) * 4,
+      "embedding": matrix(self.vocab_size, self.width, 4.0),
       "layers": [
         {name: matrix(*size) for name, size in sizes.items()}
         for _ in range(shape.layers)
@@ -135,17 +135,18 @@ def random_activations(
   rows = len(lengths)
   index = np.arange(padded)[None]
   real = index < np.asarray(lengths)[:, None]
+  # Drawn without JAX, which would compile a program for each shape.
+  draw = np.random.default_rng(seed)
 
-  def normal(key: Array, count: int) -> Array:
-    x = jax.random.normal(key, (rows, count, padded, head_dim))
-    return jnp.where(real[:, None, :, None], x, jnp.nan).astype(dtype)
+  def normal(count: int) -> Array:
+    x = draw.standard_normal((rows, count, padded, head_dim))
+    return jnp.asarray(np.where(real[:, None, :, None], x, np.nan), dtype)
 
-  keys = jax.random.split(jax.random.key(seed), 4)
   return Activations(
-    queries=normal(keys[0], heads),
-    keys=normal(keys[1], kv_heads),
-    values=normal(keys[2], kv_heads),
-    keys_unrotated=normal(keys[3], kv_heads),
+    queries=normal(heads),
+    keys=normal(kv_heads),
+    values=normal(kv_heads),
+    keys_unrotated=normal(kv_heads),
     positions=jnp.asarray(np.where(real, index, -1), jnp.int32),
   )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from experiments.results import Part
 from experiments.tasks import needles, passkey
-from experiments.tasks.sample import Sample
+from experiments.tasks.sample import OnDraw, Sample, ignore
 
 NEEDLE = needles.NeedleTask("needle", "essay", max_new_tokens=30)
 PASSKEY = "passkey"
@@ -31,6 +31,7 @@ def needle_samples(
   samples: int,
   seed: int,
   count: Callable[[str], int],
+  on_draw: OnDraw = ignore,
 ) -> dict[Part, list[Sample]]:
   """A number hidden in prose: so many samples for each length and depth.
 
@@ -40,6 +41,7 @@ def needle_samples(
     samples: per length and depth.
     seed: of all samples.
     count: number of tokens of a text.
+    on_draw: told of every sample.
 
   Raises:
     InputError: a length is too short.
@@ -54,7 +56,7 @@ def needle_samples(
     about = {**sample.metadata, "depth": depth, "needle": needle}
     return dataclasses.replace(sample, metric="needle", metadata=about)
 
-  return _grid(NEEDLE.name, draw, lengths, depths, samples, seed)
+  return _grid(NEEDLE.name, draw, lengths, depths, samples, seed, on_draw)
 
 
 def passkey_samples(
@@ -63,6 +65,7 @@ def passkey_samples(
   samples: int,
   seed: int,
   count: Callable[[str], int],
+  on_draw: OnDraw = ignore,
 ) -> dict[Part, list[Sample]]:
   """64 digits hidden in prose; arguments and errors as `needle_samples`."""
 
@@ -70,7 +73,7 @@ def passkey_samples(
     sample = passkey.passkey(rng, length, count, depth=depth)
     return dataclasses.replace(sample, chat=False)
 
-  return _grid(PASSKEY, draw, lengths, depths, samples, seed)
+  return _grid(PASSKEY, draw, lengths, depths, samples, seed, on_draw)
 
 
 def _grid(
@@ -80,12 +83,14 @@ def _grid(
   depths: Sequence[float],
   samples: int,
   seed: int,
+  on_draw: OnDraw,
 ) -> dict[Part, list[Sample]]:
-  return {
-    Part(task, length): [
-      draw(random.Random(f"{seed} {task} {depth} {number}"), length, depth)
-      for depth in depths
-      for number in range(samples)
-    ]
-    for length in lengths
-  }
+  found: dict[Part, list[Sample]] = {}
+  for length in lengths:
+    drawn = found[Part(task, length)] = []
+    for depth in depths:
+      for number in range(samples):
+        rng = random.Random(f"{seed} {task} {depth} {number}")
+        drawn.append(draw(rng, length, depth))
+        on_draw(task, 1)
+  return found

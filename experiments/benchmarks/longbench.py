@@ -18,7 +18,7 @@ from experiments.benchmarks.longbench_sets import (
 )
 from experiments.benchmarks.row_files import Row, RowFile
 from experiments.results import Part, Samples
-from experiments.tasks.sample import Sample
+from experiments.tasks.sample import OnDraw, Sample, ignore
 from kvjax.errors import InputError
 from models.tokenizer import Tokenizer
 
@@ -29,6 +29,7 @@ def samples(
   limit: int,
   tokenizer: Tokenizer,
   count: int | None = None,
+  on_draw: OnDraw = ignore,
 ) -> dict[Part, list[Sample]]:
   """The first samples of some sets, from files in any published layout.
 
@@ -43,6 +44,7 @@ def samples(
       3500, 7500 and 31500 are usual for models of 4K, 8K and 32K.
     tokenizer: the model's.
     count: samples per part, if not all.
+    on_draw: told of every sample.
 
   Returns:
     A part per set, named after it; of LongBench-E one per bucket of lengths
@@ -62,7 +64,7 @@ def samples(
   most = sys.maxsize if count is None else count
   found: dict[Part, list[Sample]] = {}
   for name in names:
-    found |= _parts(name, files[name], limit, tokenizer, most)
+    found |= _parts(name, files[name], limit, tokenizer, most, on_draw)
   return found
 
 
@@ -86,6 +88,7 @@ def _parts(
   limit: int,
   tokenizer: Tokenizer,
   most: int,
+  on_draw: OnDraw,
 ) -> dict[Part, list[Sample]]:
   """A set's parts with so many samples each; what follows is not read."""
   parts = {Part(task, limit): list[Sample]() for task in _tasks(name)}
@@ -93,6 +96,7 @@ def _parts(
     drawn = parts[Part(_task(name, row), limit)]
     if len(drawn) < most:
       drawn.append(_sample(name, row, limit, tokenizer))
+      on_draw(name, 1)
       if all(len(each) == most for each in parts.values()):
         break
   if not any(parts.values()):

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from experiments.results import Part
 from experiments.tasks import needles
-from experiments.tasks.sample import Sample
+from experiments.tasks.sample import OnDraw, Sample, ignore
 from models.tokenizer import Tokenizer
 
 History = Literal["shared", "conversation"]
@@ -31,6 +31,7 @@ def samples(
   seed: int,
   tokenizer: Tokenizer,
   history: History,
+  on_draw: OnDraw = ignore,
 ) -> dict[Part, list[Sample]]:
   """So many conversations of so many turns for each length.
 
@@ -41,6 +42,7 @@ def samples(
     seed: of all samples.
     tokenizer: of the model, for tokens and for what stands between turns.
     history: what a question sees of the turns before it.
+    on_draw: told of every conversation.
 
   Returns:
     Under each length the turns of the first conversation, then those of the
@@ -56,6 +58,7 @@ def samples(
   def draw(length: int, number: int) -> tuple[Sample, ...]:
     rng = random.Random(f"{seed} {task.name} {turns} {number}")
     found = needles.conversation(task, rng, length, tokenizer.count)
+    on_draw(task.name, 1)
     if history == "shared":
       return found
     return tuple(_with_history(found, tokenizer))

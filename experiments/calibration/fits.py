@@ -10,6 +10,7 @@ import numpy as np
 import kvjax
 from experiments.calibration.measuring import Measurement
 from experiments.candidates import Candidate
+from kvjax.fitting import promises
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,16 +22,28 @@ class Fitted:
     plan: what it stands for.
     calibration: fitted to the measurements.
     measured: at fixed retentions.
-    held_out: of other contexts, at what the calibration allows them.
+    tried: of other contexts, at what the curve by itself says.
+    held_out: of yet others, at what the calibration allows them.
   """
 
   name: str
   plan: kvjax.Plan
   calibration: kvjax.Calibration
   measured: Sequence[Measurement]
+  tried: Sequence[Measurement] = ()
   held_out: Sequence[Measurement] = ()
 
-  def row(self) -> dict[str, Any]:
+  def automatic(self, tau: float) -> Candidate:
+    """The method at what its calibration allows."""
+    budget = kvjax.Calibrated(self.calibration, tau)
+    return Candidate(self.name, dataclasses.replace(self.plan, budget=budget))
+
+  def tried_at(self, asked: float) -> list[Measurement]:
+    """Those of the contexts that a curve was asked for a quality of."""
+    budget = self.automatic(asked).budget
+    return [m for m in self.tried if m.budget == budget]
+
+  def row(self, tau: float) -> dict[str, Any]:
     """What a summary holds of it; without the single measurements."""
     record = dataclasses.asdict(self.calibration)
     return {
@@ -41,6 +54,11 @@ class Fitted:
         f"{share:g}": round(ratio, 4)
         for share, ratio in mean_ratios(self.measured)
       },
+      "tried": {
+        f"{asked:g}": round(_ratio(self.tried_at(asked)), 4)
+        for asked, _ in self.calibration.promises
+      },
+      "asked": self.calibration.asked(tau),
       "held_out": _means(self.held_out),
       "tasks": {
         task: _means([m for m in self.held_out if m.task == task])
@@ -77,12 +95,44 @@ def fit(
   return fitted
 
 
+def promised(
+  fitted: Sequence[Fitted],
+  asked: Sequence[float],
+  found: Sequence[Measurement],
+) -> list[Fitted]:
+  """The same, knowing what their curves are worth.
+
+  Args:
+    fitted: methods and their curves.
+    asked: qualities, ascending.
+    found: what was measured of each method where its curve is asked for them,
+      of contexts that it was not fitted to.
+  """
+  made = []
+  for method in fitted:
+    own = [m for m in found if m.method == method.name]
+    method = dataclasses.replace(method, tried=own)
+    tried = [method.tried_at(quality) for quality in asked]
+    kept = promises(
+      asked,
+      np.array([[m.ratio for m in some] for some in tried]),
+      np.array([[m.kept_tokens < m.context_tokens for m in s] for s in tried]),
+    )
+    line = dataclasses.replace(method.calibration, promises=kept)
+    made.append(dataclasses.replace(method, calibration=line))
+  return made
+
+
 def mean_ratios(found: Sequence[Measurement]) -> list[tuple[float, float]]:
   """Retentions, ascending, and the mean ratio of measurements at each."""
   return [
-    (share, statistics.fmean(m.ratio for m in found if m.retention == share))
+    (share, _ratio([m for m in found if m.retention == share]))
     for share in sorted({m.retention for m in found})
   ]
+
+
+def _ratio(found: Sequence[Measurement]) -> float:
+  return statistics.fmean(m.ratio for m in found)
 
 
 def _means(found: Sequence[Measurement]) -> dict[str, float]:
@@ -92,7 +142,7 @@ def _means(found: Sequence[Measurement]) -> dict[str, float]:
     "nll": statistics.fmean(m.nll for m in found),
     "retention": statistics.fmean(m.retention for m in found),
     "kept": statistics.fmean(shares),
-    "ratio": statistics.fmean(m.ratio for m in found),
+    "ratio": _ratio(found),
     "samples": len(found),
   }
   return {name: round(value, 4) for name, value in means.items()}

@@ -10,11 +10,12 @@ _Rows = Sequence[Mapping[str, Any]]
 
 
 def tables(summary: Mapping[str, Any]) -> list[Table]:
-  """Of all methods; by retention; by task what is kept and what is left."""
+  """Of all methods; what was measured; by task what is kept and is left."""
   rows = summary["rows"]
   return [
     _overview(rows, summary["tau"]),
-    _measured(rows),
+    _measured(rows, "measured", "NLL ratio by retention, mean over tasks"),
+    _measured(rows, "tried", "NLL ratio by quality asked of the curve"),
     _by_task(rows, "retention", "retention reached (%)", 100, 1),
     _by_task(rows, "ratio", "NLL ratio", 1, 3),
   ]
@@ -59,6 +60,7 @@ def _overview(rows: _Rows, tau: float) -> Table:
       "beta": _signed(row["beta"]),
       "error": f"{row['error']:.3f}",
       "triples": str(row["triples"]),
+      "asked": wording.share(row["asked"]),
       "retention": wording.share(own["retention"]),
       "kept": wording.share(own["kept"]),
       "NLL ratio": f"{own['ratio']:.3f}",
@@ -69,15 +71,15 @@ def _overview(rows: _Rows, tau: float) -> Table:
   return Table(f"calibrations, and others at tau {tau:g}", [*columns], lines)
 
 
-def _measured(rows: _Rows) -> Table:
-  """A line per method, a column per retention."""
-  names = list(rows[0]["measured"])
+def _measured(rows: _Rows, field: str, title: str) -> Table:
+  """A line per method, a column per retention or quality."""
+  names = list(rows[0][field])
   lines = [
-    [row["method"], *(f"{row['measured'][name]:.3f}" for name in names)]
+    [row["method"], *(f"{row[field][name]:.3f}" for name in names)]
     for row in rows
   ]
   header = ["method", *(wording.share(float(name)) for name in names)]
-  return Table("NLL ratio by retention, mean over tasks", header, lines)
+  return Table(title, header, lines)
 
 
 def _by_task(

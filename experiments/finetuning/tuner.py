@@ -72,7 +72,7 @@ class Tuner:
 
     Raises:
       InputError: the recipe's rank or targets cannot be, or the folder holds
-        another run.
+        another run or another model.
     """
     self._parts = parts
     self._recipe = recipe
@@ -184,9 +184,15 @@ def _claim(path: Path, settings: Mapping[str, Any]) -> None:
   """Writes down what a folder holds, or refuses another run's folder.
 
   Raises:
-    InputError: the run there has other settings.
+    InputError: the run there has other settings, or a model is there that no
+      run has made.
   """
   ours = json.loads(json.dumps(settings))
+  if not path.exists() and (path.parent / "config.json").exists():
+    raise InputError(
+      f"{path.parent} holds a model, which would be overwritten; choose another "
+      "--output."
+    )
   if path.exists():
     theirs = json.loads(path.read_text())
     for name, value in ours.items():

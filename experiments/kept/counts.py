@@ -14,7 +14,7 @@ from kernels.select import named_slots
 from kvjax.activations import Activations
 from kvjax.errors import InputError
 from kvjax.indexed import IndexedLayer
-from kvjax.layers import Layer, LayerCache
+from kvjax.layers import Layer, Slots
 from kvjax.model import Model
 from kvjax.packed import PackedLayer
 
@@ -109,7 +109,7 @@ def _positions(
   elif isinstance(layer, PackedLayer):
     held = [layer.pages.positions, layer.tail.positions]
   else:
-    assert isinstance(layer, LayerCache)
+    assert isinstance(layer, Slots)
     held = [layer.positions]
   positions = np.concatenate([np.ravel(x) for x in held])
   return positions[positions >= 0]

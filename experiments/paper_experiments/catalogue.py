@@ -1,12 +1,9 @@
 """What experiments there are, a line each."""
 
-import importlib.util
-
 import rich.box
 import rich.console
 import rich.table
 
-from experiments.paper_experiments.records import Experiment, Program
 from experiments.paper_experiments.registry import EXPERIMENTS
 
 
@@ -19,19 +16,6 @@ def terminal() -> rich.console.Group:
     "yours and with --data=DIR on LongBench's files. Minutes are those that it "
     "takes without, on two cores.",
   )
-
-
-def why_not(experiment: Experiment) -> str:
-  """Why nothing can be run; empty where something can."""
-  missing = [
-    f"experiments.{part.module}"
-    for part in experiment.parts
-    if isinstance(part, Program)
-    and importlib.util.find_spec(f"experiments.{part.module}") is None
-  ]
-  if missing:
-    return f"There is no program {' and no '.join(missing)} yet."
-  return experiment.why_not
 
 
 def _table(paper: str) -> rich.table.Table:
@@ -48,12 +32,11 @@ def _table(paper: str) -> rich.table.Table:
     table.add_column(name)
   table.add_column("min", justify="right", no_wrap=True)
   for experiment in experiments:
-    reason = why_not(experiment)
     table.add_row(
       experiment.id,
       experiment.title,
       experiment.needs or "none",
-      reason or experiment.instead,
-      "" if reason else str(experiment.minutes),
+      experiment.why_not or experiment.instead,
+      "" if experiment.why_not else str(experiment.minutes),
     )
   return table

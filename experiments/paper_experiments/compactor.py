@@ -2,6 +2,7 @@
 
 from experiments.answering import QUERY_AGNOSTIC
 from experiments.benchmarks.ruler import TASKS as RULER
+from experiments.paper_experiments import compactor_programs as programs
 from experiments.paper_experiments.analyses import latency
 from experiments.paper_experiments.records import (
   Analysis,
@@ -9,7 +10,6 @@ from experiments.paper_experiments.records import (
   Comparison,
   Experiment,
   Key,
-  Program,
   Setup,
   Targets,
 )
@@ -309,9 +309,9 @@ EXPERIMENTS = (
     "how likely answers stay, by retention, per RULER task",
     _MODELS,
     "",
-    "the same with the bundled model",
-    10,
-    (Program("curves", "calibrate"),),
+    "seven needle tasks of 1,024 tokens",
+    5,
+    (programs.CURVES,),
     ("The task of UUIDs lies on the diagonal.",),
   ),
   Experiment(
@@ -320,9 +320,9 @@ EXPERIMENTS = (
     "calibrated retention: fitted on RULER, used per document",
     _MODELS,
     "LongBench",
-    "the same with the bundled model",
+    "fitted to seven needle tasks, used on four in other prose",
     10,
-    (Program("calibration", "calibrate"),),
+    programs.ZERO_SHOT,
     (
       "On LongBench at tau .95 Llama keeps 38 % with Compactor, 72 % with "
       "SnapKV, 75 % with PyramidKV and 90 % at random, as good as the full "
@@ -334,14 +334,15 @@ EXPERIMENTS = (
     _PAPER,
     "the same after LoRA finetuning on the documents",
     _MODELS,
-    "LongBench",
-    "the same with the bundled model",
-    10,
-    (Program("finetuned", "finetune"),),
+    "LongBench's documents as a folder of texts (--essay)",
+    "the same after that prose has been learnt",
+    15,
+    programs.FINETUNED,
     (
       "After finetuning (rank 128 on Q, K and V, 8 epochs) Compactor keeps "
       "22 %, SnapKV 44 %, PyramidKV 51 % and Random 76 %.",
     ),
+    ("E3.6 has the same before; both need the same --essay.",),
   ),
   Experiment(
     "E3.8",
@@ -357,6 +358,7 @@ EXPERIMENTS = (
         latency.scorers,
         at_random(10_000, 100_000, 1_000_000),
         at_random(1024, 2048, 4096),
+        model=False,
       ),
     ),
     ("Above 16K tokens Compactor takes about as long as SnapKV.",),

@@ -307,7 +307,7 @@ EXPERIMENTS = (
     "the package faiss-cpu",
     "random keys of one head, 4,096 to 32,768 tokens",
     3,
-    (Program("index construction", "index_construction", model=False),),
+    (Program("indexes", "index_construction", takes={"seed": "seed"}),),
     ("qcIVF on a GPU, in ms from 4K to 128K tokens: .21 .22 .23 .25 .29 .43.",),
   ),
   Experiment(

@@ -123,7 +123,15 @@ EXPERIMENTS = (
     "",
     "random keys of one head, 8,192 tokens",
     2,
-    (Analysis("stages", stages.measure, at_random(32768), at_random(8192)),),
+    (
+      Analysis(
+        "stages",
+        stages.measure,
+        at_random(32768),
+        at_random(8192),
+        model=False,
+      ),
+    ),
     (
       "Scoring takes about as long as SnapKV's; methods that cluster by "
       "iteration take up to 3.9 times as long.",

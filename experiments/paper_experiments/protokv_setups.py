@@ -193,7 +193,7 @@ E1_4 = Comparison(
   longbench(("narrativeqa",), LIMIT),
   four_needles(),
   QUERY_AWARE,
-  lines({"SnapKV": "snapkv.factory", "SATKV": "protokv.sat"}),
+  lines({"FullKV": "full", "SnapKV": "snapkv.factory", "SATKV": "protokv.sat"}),
   (_B256,),
   (_NARRATIVE,),
   (
@@ -227,6 +227,7 @@ E1_5 = Comparison(
 )
 
 _SWEEPS = {
+  "FullKV": "full",
   **{
     f"P_tot = {count}": (
       f"protokv:prototypes={count}",
@@ -262,6 +263,7 @@ E1_7 = Comparison(
   QUERY_AWARE,
   lines(
     {
+      "FullKV": "full",
       "SnapKV": "snapkv.factory",
       "ProtoKV": _clusters("protokv"),
       **{

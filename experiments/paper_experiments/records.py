@@ -173,12 +173,14 @@ class Analysis:
     paper: whose prompts the paper took.
     small: whose prompts stand in for them. Where there are no tasks, only the
       lengths count, and all is drawn at random.
+    model: whether the model runs.
   """
 
   name: str
   run: Callable[[Subject], Findings]
   paper: Setup
   small: Setup
+  model: bool = True
 
   def setup(self, scale: Scale) -> Setup:
     """Whose prompts are taken."""
@@ -187,20 +189,24 @@ class Analysis:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A program of its own that makes the experiment.
+  """A program of its own that makes a part of an experiment.
 
   Attributes:
     name: of the folder.
-    module: in `experiments`; where it does not exist, the experiment cannot
-      be run yet.
-    arguments: what it is called with, beside --output.
-    model: whether it is told the --model.
+    module: in `experiments`.
+    arguments: what it is called with, beside --output; in them {folder} is that
+      of the experiment.
+    takes: flags that it is called with where the user has given them, and what
+      they are called there.
+    data: whether it is for those who give --data, for those who do not, or for
+      all.
   """
 
   name: str
   module: str
   arguments: Sequence[str] = ()
-  model: bool = True
+  takes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  data: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +221,7 @@ class Experiment:
     needs: data beside the model, or nothing.
     instead: what runs without model and data.
     minutes: that this takes on two cores, roughly.
-    parts: what runs.
+    parts: what runs, either programs alone or none.
     claims: what the paper says in words.
     remarks: what a reader of its numbers must know.
     why_not: why it cannot be run, where it has no parts.
@@ -232,3 +238,8 @@ class Experiment:
   claims: tuple[str, ...] = ()
   remarks: tuple[str, ...] = ()
   why_not: str = ""
+
+  @property
+  def programs(self) -> list[Program]:
+    """Its parts that are programs."""
+    return [part for part in self.parts if isinstance(part, Program)]

@@ -2,34 +2,36 @@
 
 import json
 import pathlib
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping
 from typing import Any
 
 import rich.console
 
 from experiments import reports
-from experiments.paper_experiments import beside, catalogue, running
+from experiments.paper_experiments import beside, programs, running
+from experiments.paper_experiments.findings import Scale
 from experiments.paper_experiments.records import (
   Analysis,
   Comparison,
   Experiment,
-  Program,
 )
 from experiments.paper_experiments.running import Session
-from experiments.reporting import formats
+from experiments.reporting import formats, wording
 from experiments.reporting.formats import Table
+
+# A line per cell or table, for other programs.
+_Data = list[dict[str, Any]]
 
 
 class _Report:
   """Text that goes to a terminal and, as Markdown, into a file."""
 
-  def __init__(self, console: rich.console.Console):
+  def __init__(self, experiment: Experiment, console: rich.console.Console):
     self._console = console
-    self._parts: list[str] = []
-
-  def title(self, text: str) -> None:
+    text = f"{experiment.id} {experiment.paper}: {experiment.title}"
     self._console.print(f"\n{text}", style="bold", markup=False)
-    self._parts.append(f"# {formats.escaped(text)}")
+    self._parts = [f"# {formats.escaped(text)}"]
 
   def say(self, text: str) -> None:
     self._console.print(text, markup=False)
@@ -42,8 +44,66 @@ class _Report:
   def picture(self, name: str) -> None:
     self._parts.append(f"![{name}]({name})")
 
-  def markdown(self) -> str:
-    return "\n\n".join(self._parts) + "\n"
+  def conclude(
+    self, experiment: Experiment, folder: pathlib.Path, data: _Data
+  ) -> None:
+    """Tells what the paper says, and writes paper.md and paper.json."""
+    self.quote(experiment)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "\n\n".join(self._parts) + "\n"
+    reports.write_text(folder / "paper.md", text)
+    found = json.dumps(data, indent=2, ensure_ascii=False)
+    reports.write_text(folder / "paper.json", f"{found}\n")
+    self._console.print(
+      f"Written to {folder / 'paper.md'}", markup=False, soft_wrap=True
+    )
+
+  def quote(self, experiment: Experiment) -> None:
+    for claim in experiment.claims:
+      self.say(f"The paper: {claim}")
+    for remark in experiment.remarks:
+      self.say(remark)
+
+
+def refuse(experiment: Experiment, console: rich.console.Console) -> None:
+  """Tells why an experiment cannot be run, and what the paper found."""
+  report = _Report(experiment, console)
+  report.say(f"This cannot be run. {experiment.why_not}")
+  report.quote(experiment)
+
+
+def call(
+  experiment: Experiment,
+  model: str,
+  given: Mapping[str, str],
+  folder: pathlib.Path,
+  console: rich.console.Console,
+) -> None:
+  """Calls the programs that make an experiment, and writes down which.
+
+  Args:
+    experiment: all of whose parts are programs.
+    model: what the model is called.
+    given: the user's flags, by their names.
+    folder: to write to.
+    console: told as it goes.
+
+  Raises:
+    SystemExit: a program has failed, and said why.
+  """
+  report = _Report(experiment, console)
+  own = "model" in given
+  complete = own and (not experiment.needs or "data" in given)
+  runs = any("model" in program.takes for program in experiment.programs)
+  scale: Scale = "paper" if complete else "small"
+  report.say(circumstances(experiment, model if runs else None, own, scale))
+  data: _Data = []
+  for program in programs.chosen(experiment.programs, given):
+    line = shlex.join(programs.command(program, folder, given))
+    report.say(f"python -m {line}")
+    programs.call(program, folder, given)
+    data.append({"part": program.name, "command": line})
+  report.conclude(experiment, folder, data)
 
 
 def run(
@@ -55,59 +115,53 @@ def run(
   """Runs all parts, shows them, and writes paper.md and paper.json.
 
   Args:
-    experiment: what is run.
+    experiment: none of whose parts is a program.
     session: with what.
     folder: to write to.
     console: told as it goes.
 
   Raises:
     InputError: see `running`.
-    SystemExit: a program of the experiment has failed, and said why.
   """
-  report = _Report(console)
-  report.title(f"{experiment.id} {experiment.paper}: {experiment.title}")
-  reason = catalogue.why_not(experiment)
-  if reason:
-    report.say(f"This cannot be run. {reason}")
-  data: list[dict[str, Any]] = []
-  for part in () if reason else experiment.parts:
-    if isinstance(part, Program):
-      code = running.call(part, session, folder)
-      if code:
-        raise SystemExit(code)
-      continue
-    report.say(circumstances(experiment, part, session))
-    if isinstance(part, Analysis):
-      data += _analysis(part, session, folder, report)
-    else:
+  report = _Report(experiment, console)
+  data: _Data = []
+  for part in experiment.parts:
+    assert isinstance(part, Analysis | Comparison)
+    scale = running.scale_of(part, session.own_model, session.sources)
+    runs = isinstance(part, Comparison) or part.model
+    model = session.settings.model if runs else None
+    report.say(circumstances(experiment, model, session.own_model, scale))
+    if isinstance(part, Comparison):
       data += _comparison(part, session, folder, report)
-  for claim in experiment.claims:
-    report.say(f"The paper: {claim}")
-  for remark in experiment.remarks:
-    report.say(remark)
-  if reason:
-    return
-  folder.mkdir(parents=True, exist_ok=True)
-  reports.write_text(folder / "paper.md", report.markdown())
-  text = json.dumps(data, indent=2, ensure_ascii=False)
-  reports.write_text(folder / "paper.json", f"{text}\n")
-  console.print(f"Written to {folder / 'paper.md'}", markup=False)
+    else:
+      with console.status(f"Measuring {part.name}"):
+        found = running.analyse(part, session, folder)
+      data += _analysis(part, found, session, report)
+  report.conclude(experiment, folder, data)
 
 
 def circumstances(
-  experiment: Experiment, part: Comparison | Analysis, session: Session
+  experiment: Experiment, model: str | None, own_model: bool, scale: Scale
 ) -> str:
-  """Whose model and data these are, and what may be compared."""
-  model = session.settings.model
+  """Whose model and data these are, and what may be compared.
+
+  Args:
+    experiment: what is run.
+    model: what the model is called; None where none runs.
+    own_model: whether the user has named it.
+    scale: at which it runs.
+  """
   ran = f"The paper ran {experiment.models}"
   if experiment.needs:
     ran += f" and used {experiment.needs}"
-  if running.scale_of(part, session.own_model, session.sources) == "paper":
+  if model is None:
+    return f"No model runs: all is drawn at random and timed here. {ran}."
+  if scale == "paper":
     return (
       f"{model}. {ran}; numbers may be compared where model and data are the "
       "same."
     )
-  whose = "data" if session.own_model else "model"
+  whose = "data" if own_model else "model"
   return (
     f"{model} on generated data: not the paper's {whose}; orders may be "
     f"compared, numbers not. {ran}."
@@ -116,7 +170,7 @@ def circumstances(
 
 def _comparison(
   part: Comparison, session: Session, folder: pathlib.Path, report: _Report
-) -> Sequence[dict[str, Any]]:
+) -> _Data:
   compared = running.compare(part, session, folder)
   if compared is None:
     report.say(f"{part.name} is left out: only the paper's models reach it.")
@@ -140,15 +194,21 @@ def _comparison(
 
 
 def _analysis(
-  part: Analysis, session: Session, folder: pathlib.Path, report: _Report
-) -> Sequence[dict[str, Any]]:
-  found = running.analyse(part, session, folder)
+  part: Analysis,
+  found: running.Findings,
+  session: Session,
+  report: _Report,
+) -> _Data:
   for table in found.tables:
     report.show(table)
-  for note in found.notes:
-    report.say(note)
   for name in found.pictures:
     report.picture(name)
+  settings = session.settings
+  device = reports.device(session.devices)
+  versions = wording.versions({"versions": reports.versions()})
+  how = f"Seed {settings.seed}, {settings.dtype} on {device}; {versions}."
+  for note in [*found.notes, how]:
+    report.say(note)
   return [
     {"part": part.name, "title": table.title}
     | {"header": list(table.header), "lines": [list(x) for x in table.lines]}

@@ -2,14 +2,12 @@
 
 import dataclasses
 import pathlib
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import kvjax
-from experiments import reports, results, runs
+from experiments import inputs, reports, results, runs
 from experiments.candidates import FULL, Candidate, candidates
 from experiments.paper_experiments.beside import Beside, Cells, beside
 from experiments.paper_experiments.findings import Findings, Scale, Subject
@@ -18,10 +16,10 @@ from experiments.paper_experiments.records import (
   Column,
   Comparison,
   Line,
-  Program,
   Setup,
 )
 from experiments.paper_experiments.samples import Sources, draw, prompts
+from experiments.reporting import wording
 from experiments.reporting.pictures import png
 from kvjax.errors import InputError
 from models.pretrained import Pretrained
@@ -33,7 +31,6 @@ class Session(NamedTuple):
   Attributes:
     lm: the model.
     devices: how many it runs on.
-    directory: where it is.
     own_model: whether the user has named it.
     settings: model, dtype and seed, as all answers share them.
     batch: contexts per prefill.
@@ -44,7 +41,6 @@ class Session(NamedTuple):
 
   lm: Pretrained
   devices: int
-  directory: pathlib.Path
   own_model: bool
   settings: results.Settings
   batch: int
@@ -58,7 +54,7 @@ class Compared(NamedTuple):
 
   Attributes:
     found: the numbers.
-    notes: what was left out, and how long it took.
+    notes: what was left out, settings, and how long it took.
   """
 
   found: Beside
@@ -114,6 +110,7 @@ def compare(
   if setup is None:
     return None
   seed = session.settings.seed
+  setup, notes = within_context(setup, session)
   drawn = draw(setup, scale, session.lm, session.sources, seed)
   cells = cells_of(comparison, scale, setup)
   settings = dataclasses.replace(
@@ -138,7 +135,30 @@ def compare(
   run.summary["about"] = dict(drawn.about)
   reports.write_run(own, run.summary)
   found = beside(comparison, scale, cells, run.summary["rows"])
-  return Compared(found, [*drawn.notes, f"{run}; all in {own}."])
+  notes += [
+    *drawn.notes,
+    f"{wording.title(run.summary)}. {wording.circumstances(run.summary)}",
+    f"{run}; all in {own}.",
+  ]
+  return Compared(found, notes)
+
+
+def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:
+  """Leaves out lengths that the model's context has no room for, and says so.
+
+  Where it has room for none, or the user has named one, all stay, to be
+  refused.
+  """
+  left = [n for n in setup.lengths if not _has_room(session.lm, n)]
+  kept = tuple(n for n in setup.lengths if n not in left)
+  if not left or not kept or session.length is not None:
+    return setup, []
+  limit = session.lm.config.geometry.max_positions
+  note = (
+    f"{', '.join(map(str, left))} tokens are left out: with the chat template "
+    f"they are longer than the context of this model, {limit} tokens."
+  )
+  return dataclasses.replace(setup, lengths=kept), [note]
 
 
 def analyse(
@@ -157,25 +177,15 @@ def analyse(
   return found
 
 
-def call(program: Program, session: Session, folder: pathlib.Path) -> int:
-  """Starts a program of its own; its exit code."""
-  arguments = [f"--output={folder / folder_name(program.name)}"]
-  if program.model:
-    arguments.append(f"--model={session.directory}")
-  module = f"experiments.{program.module}"
-  command = [sys.executable, "-m", module, *arguments, *program.arguments]
-  return subprocess.run(command).returncode
-
-
 def cells_of(comparison: Comparison, scale: Scale, setup: Setup) -> Cells:
-  """The candidate of every line in every column.
+  """The candidate of every line in every column that the setup has.
 
   Raises:
     InputError: a method is not defined for the schedule or the budget.
   """
   own = comparison.heads == "query"
   return {
-    (line, column): _candidate(line, column, scale, setup.schedule, own)
+    (line, column): _candidate(line, column, scale, setup, own)
     for line in comparison.lines
     for column in comparison.columns
   }
@@ -199,11 +209,21 @@ def _candidate(
   line: Line,
   column: Column,
   scale: Scale,
-  schedule: kvjax.Schedule,
+  setup: Setup,
   own: bool,
 ) -> Candidate | None:
   way, place = line.at(scale), column.at(scale)
   if way is None or place is None:
     return None
+  if place.length not in (None, *setup.lengths):
+    return None
   budget = way.budget or place.budget or kvjax.Retention(1.0)
-  return candidates([way.method], [budget], schedule, own)[-1]
+  return candidates([way.method], [budget], setup.schedule, own)[-1]
+
+
+def _has_room(lm: Pretrained, length: int) -> bool:
+  try:
+    inputs.check_lengths(lm, [length])
+  except InputError:
+    return False
+  return True

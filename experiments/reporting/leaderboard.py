@@ -57,8 +57,7 @@ class Group:
     summary = self.first.summary
     return (
       f"{summary['benchmark']}, {wording.lengths(summary)} tokens: "
-      f"{summary['model']}, {summary['protocol']}, {summary['schedule']}, "
-      f"per {summary['heads']}"
+      f"{summary['model']}, {summary['protocol']}, {wording.keeping(summary)}"
     )
 
   @property

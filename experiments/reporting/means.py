@@ -5,18 +5,15 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from experiments.calibration.records import AUTO
 from experiments.candidates import FULL
+from experiments.intervals import interval
 from experiments.results import Answer
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]
 # What the rows of one line in a table share.
 Name = tuple[str, str]
-
-_RESAMPLES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +30,7 @@ class Mean:
     retention: share of the context it might keep, mean over the tasks.
     score: mean over the tasks.
     tasks: the score of each task.
-    interval: 95 % percentile bootstrap of the score, tasks kept apart; None
-      where nothing tells, as with one sample.
+    interval: of the score, see `intervals.interval`; None without answers.
     delta: score less the full cache's, if it is there.
     samples: answers that were averaged.
     context_tokens: tokens of the context.
@@ -78,11 +74,14 @@ class Mean:
 def grouped(rows: Iterable[Row]) -> dict[Name, list[Row]]:
   """Rows by method and budget, the full cache first.
 
-  At a retention of 1 the full cache stands for all methods.
+  At a retention of 1 it stands for all methods: where its rows have their
+  names too, these are left out.
   """
+  rows = list(rows)
+  full = {row["options"] for row in rows if row["method"] == FULL}
   groups: dict[Name, list[Row]] = {}
   for row in rows:
-    if row["method"] == FULL or row["budget"] != "1":
+    if row["method"] == FULL or row["options"] not in full:
       groups.setdefault((row["method"], row["budget"]), []).append(row)
   return dict(sorted(groups.items(), key=lambda item: item[0][0] != FULL))
 
@@ -153,7 +152,7 @@ def _mean(
     budget=first["budget"],
     score=mean,
     tasks=tasks,
-    interval=_interval(rows, answers),
+    interval=interval(answers) if answers else None,
     delta=delta,
     samples=sum(row["samples"] for row in rows),
     retention=over_tasks("retention"),
@@ -163,24 +162,3 @@ def _mean(
     cache_bytes=over_tasks("cache_bytes"),
     host_bytes=over_tasks("host_bytes"),
   )
-
-
-def _interval(
-  rows: Sequence[Row], answers: Sequence[Answer]
-) -> tuple[float, float] | None:
-  """Of one row its own; of several from their answers, task by task."""
-  if len(rows) == 1:
-    low, high = rows[0]["interval"]
-    return (low, high) if rows[0]["samples"] > 1 else None
-  tasks: dict[str, list[float]] = {}
-  for answer in answers:
-    tasks.setdefault(answer.task, []).append(answer.score)
-  if not tasks or any(len(scores) < 2 for scores in tasks.values()):
-    return None
-  rng = np.random.default_rng(0)
-  drawn = np.zeros(_RESAMPLES)
-  for scores in tasks.values():
-    picks = rng.integers(len(scores), size=(_RESAMPLES, len(scores)))
-    drawn += np.array(scores, np.float64)[picks].mean(axis=1)
-  low, high = np.percentile(drawn / len(tasks), [2.5, 97.5])
-  return float(low), float(high)

@@ -57,7 +57,7 @@ def facts(summary: Summary) -> dict[str, str]:
   return {
     "Model": f"{summary['model']} (weights {summary['weights']})",
     "Protocol": summary["protocol"],
-    "Schedule": f"{summary['schedule']}, per {summary['heads']}",
+    "Schedule": wording.keeping(summary),
     "Contexts": f"{wording.lengths(summary)} tokens",
     "Samples": f"{wording.samples(summary)} per task and length",
     "Seed": str(summary["seed"]),

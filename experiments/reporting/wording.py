@@ -13,12 +13,16 @@ NOTHING = "–"
 
 def title(summary: Summary) -> str:
   """What a table or a plot of the summary is about."""
-  storage = summary["storage"] and f"kept in {summary['storage']}, "
   return (
     f"{summary['model']}, {lengths(summary)} tokens, {summary['protocol']}, "
-    f"{summary['schedule']}, per {summary['heads']}, {storage}"
-    f"{count(samples(summary), 'sample')} per task"
+    f"{keeping(summary)}, {count(samples(summary), 'sample')} per task"
   )
+
+
+def keeping(summary: Summary) -> str:
+  """When, by which heads and how methods keep, in words."""
+  storage = summary["storage"] and f", kept in {summary['storage']}"
+  return f"{summary['schedule']}, per {summary['heads']}{storage}"
 
 
 def lengths(summary: Summary) -> str:

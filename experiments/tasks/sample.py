@@ -3,8 +3,11 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+# Told of a task and of how many of its samples have been drawn since.
+OnDraw = Callable[[str, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,3 +45,7 @@ class Sample:
     """Tells the sample from others: hashes what is asked, and its answers."""
     asked = (self.context, self.question, self.answer_prefix, *self.answers)
     return hashlib.sha256("\0".join(asked).encode()).hexdigest()[:12]
+
+
+def ignore(task: str, count: int) -> None:
+  """The `OnDraw` of those who wait in silence."""

@@ -59,6 +59,19 @@ KEYDIFF = Use(
   kvjax.get_plan("keydiff", kvjax.Retention(0.25), kvjax.Schedule(block=512)),
   32_768,
 )
+KEYDIFF_IN_INT8 = Use(
+  "keydiff",
+  "25 % of 32,768 tokens, in int8",
+  kvjax.get_plan("keydiff", kvjax.Retention(0.25), storage="int8"),
+  32_768,
+)
+# Heads keep different numbers: a cache in pages.
+ADAKV_IN_INT8 = Use(
+  "ada/snapkv",
+  "25 % of 32,768 tokens, in int8",
+  kvjax.get_plan("ada/snapkv", kvjax.Retention(0.25), storage="int8"),
+  32_768,
+)
 CTKVR = Use(
   "ctkvr.512:offload=true",
   "65,536 tokens",
@@ -75,7 +88,7 @@ def engine_programs(layers: int) -> Iterator[Program]:
   """
   for use in (COMPACTOR, KEYDIFF):
     yield _program("prefill", use, lower_prefill, layers)
-  for use in (COMPACTOR, CTKVR):
+  for use in (COMPACTOR, KEYDIFF_IN_INT8, ADAKV_IN_INT8, CTKVR):
     yield _program("decode", use, lower_decode, layers)
 
 

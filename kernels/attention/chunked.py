@@ -84,6 +84,8 @@ def _attend(
       own = jnp.where(held[..., None], own, jnp.zeros((), own.dtype))
       return _update(running, queries, chunk(keys), own, seen[:, :, None])
 
+    if size == slots:
+      return update(running), None
     # Above the diagonal of a causal prompt there is nothing to see.
     some = jnp.any(held & (places <= last_query))
     return jax.lax.cond(some, update, lambda same: same, running), None

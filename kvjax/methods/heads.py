@@ -25,7 +25,6 @@ class Head:
     positions: each token's place in its row, -1 for empty.
     queries: the block's rotated queries of the G heads that read this head.
     query_positions: place of each query, -1 for padding.
-    block_keys_unrotated: the block's keys before RoPE; padding holds anything.
   """
 
   cached_keys: Float[Array, "*B T D"]
@@ -33,7 +32,6 @@ class Head:
   positions: Int[Array, "*B T"]
   queries: Float[Array, "*B G S D"]
   query_positions: Int[Array, "*B S"]
-  block_keys_unrotated: Float[Array, "*B S D"]
 
   @property
   def held(self) -> Bool[Array, "*B T"]:
@@ -82,7 +80,6 @@ def heads_of(cache: LayerCache, seen: Activations) -> Head:
     query_positions=jnp.broadcast_to(
       seen.positions[:, None], (batch, kv_heads, length)
     ),
-    block_keys_unrotated=seen.keys_unrotated,
   )
 
 

@@ -74,13 +74,6 @@ def context_nll(lm, sample):
   return kvjax.negative_log_likelihood(lm.model, lm.params, prompts).item()
 
 
-def compared(lm, folder, chosen):
-  """The answers to a pair of contexts, by method, number and budget."""
-  results = Results(folder, SETTINGS)
-  comparison.compare(lm, chosen, PAIR, results, 2, lambda task, new: None)
-  return {(a.method, a.sample, a.budget): a for a in results.answers.values()}
-
-
 def test_an_automatic_answer_is_that_at_the_retention_it_reaches(
   tiny, tmp_path
 ):
@@ -88,25 +81,22 @@ def test_an_automatic_answer_is_that_at_the_retention_it_reaches(
   # One context's curve is bent by -12, the other's is straight.
   low, high = sorted(nll)
   alpha, beta = 12 / (high - low), -12 - 12 * low / (high - low)
-  records = [a_record(name, alpha, beta) for name in METHODS]
-  auto = automatic(tmp_path / "records", *records)
-  chosen = candidates(["full", *METHODS], [auto, kvjax.Retention(0.5)])
-  assert [c.budget for c in chosen] == ["1", *["auto at 0.9", "0.5"] * 2]
-  found = compared(tiny, tmp_path / "auto", chosen)
+  auto = automatic(tmp_path / "records", a_record("keydiff", alpha, beta))
   bent = [alpha * value + beta for value in nll]
   shares = least_retention(TAU, np.array(bent)).tolist()
   assert abs(shares[0] - shares[1]) > 0.5
-  fixed = candidates(METHODS, [kvjax.Retention(share) for share in shares])
-  expected = compared(tiny, tmp_path / "fixed", fixed[1:])
-  for method in METHODS:
-    for number, share in enumerate(shares):
-      own = found[method, number, "auto at 0.9"]
-      same = expected[method, number, f"{share:g}"]
-      assert own.retention == pytest.approx(share, rel=1e-3)
-      assert own.kept_tokens == same.kept_tokens
-      assert own.prediction == same.prediction
-      assert "kc = " in own.options
-      assert found[method, number, "0.5"].retention == 0.5
+  fixed = [kvjax.Retention(share) for share in shares]
+  chosen = candidates(["keydiff"], [auto, *fixed])[1:]
+  results = Results(tmp_path / "answers", SETTINGS)
+  comparison.compare(tiny, chosen, PAIR, results, 2, lambda task, new: None)
+  found = {(a.sample, a.budget): a for a in results.answers.values()}
+  for number, share in enumerate(shares):
+    own, same = found[number, "auto at 0.9"], found[number, f"{share:g}"]
+    assert own.retention == pytest.approx(share, rel=1e-3)
+    assert own.kept_tokens == same.kept_tokens
+    assert own.prediction == same.prediction
+    assert "kc = " in own.options
+    assert same.retention == share
 
 
 def test_another_calibration_is_asked_anew(tmp_path):
@@ -165,7 +155,9 @@ def test_files_of_records_are_told_apart():
   assert not any(set(name) & set("/:") for name in files)
 
 
-CHOSEN = candidates(METHODS, [kvjax.Retention(0.2), kvjax.Retention(0.5)])[1:]
+CHOSEN = candidates(
+  ["snapkv:window=4"], [kvjax.Retention(0.2), kvjax.Retention(0.5)]
+)[1:]
 
 
 def measured(lm, folder, on_new=lambda task, new: None, chosen=CHOSEN):
@@ -177,7 +169,7 @@ def measured(lm, folder, on_new=lambda task, new: None, chosen=CHOSEN):
 
 def test_triples_are_those_of_a_context_alone(tiny, tmp_path):
   found = measured(tiny, tmp_path)
-  assert len(found) == 2 * 2 * 3
+  assert len(found) == 2 * 3
   plan = CHOSEN[-1].plan
   sample = SAMPLES[ONE][0]
   before, after = tiny.tokenizer.split_chat(sample.context)
@@ -193,9 +185,7 @@ def test_triples_are_those_of_a_context_alone(tiny, tmp_path):
     ).item()
 
   (own,) = (
-    m
-    for m in found
-    if (m.task, m.sample, m.method, m.budget) == ("one", 0, METHODS[1], "0.5")
+    m for m in found if (m.task, m.sample, m.budget) == ("one", 0, "0.5")
   )
   whole = kvjax.get_plan("full", kvjax.Retention(1.0))
   assert own.kept == pytest.approx(nll(plan), rel=1e-4)
@@ -267,6 +257,14 @@ def fitted():
     for sample in range(2)
   ]
   fitted = fits.fit(chosen[1:], found, "abc")
+  # Tried: at 0.2 as the curve has it, at 0.9 whole.
+  tried = [
+    dataclasses.replace(m, kept_tokens=kept, budget=f"auto at {asked:g}")
+    for m in found
+    for asked, share, kept in ((0.2, 0.2, 20), (0.9, 0.5, 100))
+    if m.retention == share
+  ]
+  fitted = fits.promised(fitted, [0.2, 0.9], tried)
   # Held out: each keeps exactly what it is allowed.
   return [
     dataclasses.replace(
@@ -291,6 +289,15 @@ def test_a_record_reloads_and_says_the_same(fitted, tmp_path):
     )
 
 
+def test_a_record_knows_what_its_curve_is_worth(fitted):
+  """What was kept whole tells nothing, so that 0.9 is no better than 0.2."""
+  for method, alpha in zip(fitted, (2, 1), strict=True):
+    bent = alpha * np.array([0.5, 2.5]) - 6
+    easy, hard = np.expm1(0.2 * bent) / np.expm1(bent)
+    kept = pytest.approx((2 * easy + 2 * hard) / 5, rel=1e-3)
+    assert method.calibration.promises == ((0.2, kept), (0.9, kept))
+
+
 def test_pictures_show_the_curves_and_the_means(fitted):
   figure = pictures.ratio_curves(fitted, "title")
   axes = figure.axes[1]
@@ -306,17 +313,21 @@ def test_pictures_show_the_curves_and_the_means(fitted):
 
 
 def test_the_summary_holds_means_by_task(fitted):
-  row = fitted[0].row()
+  row = fitted[0].row(TAU)
   assert row["method"] == "keydiff"
   assert row["options"] == str(get_method("keydiff"))
+  assert row["asked"] == 1
+  assert row["tried"]["0.9"] > row["tried"]["0.2"]
   assert row["tasks"]["hard"]["nll"] == 2.5
   assert row["tasks"]["hard"]["samples"] == 2
   assert row["held_out"]["retention"] == 0.5
   assert row["tasks"]["easy"]["ratio"] > row["held_out"]["ratio"]
-  summary = {"rows": [method.row() for method in fitted], "tau": TAU}
-  first, by_share, reached, _ = tables.tables(summary)
+  summary = {"rows": [method.row(TAU) for method in fitted], "tau": TAU}
+  first, by_share, by_asked, reached, _ = tables.tables(summary)
   assert first.lines[0][:3] == ("keydiff", "+2", "−6")
+  assert first.lines[0][5] == "100 %"
   assert by_share.header == ["method", "20 %", "50 %"]
+  assert by_asked.header == ["method", "20 %", "90 %"]
   assert reached.lines[0] == ["NLL of the context", "0.50", "2.50"]
   assert reached.lines[1] == ["keydiff", "50.0", "50.0"]
 
@@ -332,30 +343,35 @@ def test_the_program_writes_records_that_compare_reads(
 ):
   model = f"--model={tiny_directory}"
   folder = tmp_path / "new" / "calibration"
-  asked = ["--methods=keydiff,streaming", "--length=256", "--samples=2"]
+  asked = ["--methods=streaming", "--length=256", "--samples=1"]
+  asked += ["--tasks=niah_single_1"]
   done = run_binary(
     "experiments.calibrate",
     model,
     *asked,
-    "--held_out=1",
-    "--tasks=niah_single_1,niah_multikey_2",
-    "--retention=0.1,0.5",
+    "--held_out=2",
+    "--retention=0.5",
+    "--asked=0.9",
     f"--output={folder}",
   )
   assert done.returncode == 0, done.stderr
   assert {path.name for path in folder.iterdir()} == {
-    *("triples.jsonl", "held_out.jsonl", "summary.json", "calibration.md"),
-    *("ratio_curves.png", "retention_bars.png", "records"),
+    *("triples.jsonl", "tried.jsonl", "held_out.jsonl", "summary.json"),
+    *("calibration.md", "ratio_curves.png", "retention_bars.png", "records"),
   }
   assert matplotlib.image.imread(folder / "ratio_curves.png").std() > 0.01
   summary = json.loads((folder / "summary.json").read_text())
-  (one, _) = summary["rows"]
-  assert one["triples"] == 2 * 2 * 2
+  (one,) = summary["rows"]
+  assert one["triples"] == 1
   assert one["held_out"]["samples"] == 2
-  record = json.loads((folder / "records" / "keydiff.json").read_text())
-  assert (record["alpha"], record["method"]) == (one["alpha"], one["options"])
+  record = json.loads((folder / "records" / "streaming.json").read_text())
+  for field, name in (("alpha", "alpha"), ("method", "options")):
+    assert record[field] == one[name]
+  ((level, kept),) = record["promises"]
+  assert level == 0.9
+  assert 0 <= kept <= 0.5
 
-  auto = ["--tasks=niah_single_1", "--retention=auto,0.5", "--tau=0.9"]
+  auto = ["--retention=auto", "--tau=0.9"]
   missing = run_binary("experiments.compare", model, *asked, *auto)
   assert missing.returncode == 2
   assert "calibrations has no calibration of it; make one" in missing.stderr
@@ -371,9 +387,7 @@ def test_the_program_writes_records_that_compare_reads(
   )
   assert found.returncode == 0, found.stderr
   rows = json.loads((output / "summary.json").read_text())["rows"]
-  assert [row["budget"] for row in rows] == [
-    *("1", "auto at 0.9", "0.5", "auto at 0.9", "0.5")
-  ]
+  assert [row["budget"] for row in rows] == ["1", "auto at 0.9"]
   lines = (output / "samples.jsonl").read_text().splitlines()
   answers = map(json.loads, lines)
   own = [a["retention"] for a in answers if a["options"] == rows[1]["options"]]

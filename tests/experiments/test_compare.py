@@ -98,11 +98,13 @@ def test_a_text_is_answered_side_by_side(binary, tiny_directory, tmp_path):
     f"--text={text}",
     "--question=Who called?",
     "--methods=full,keydiff",
-    "--retention=0.5",
+    "--retention=1",
+    "--storage=int8",
   )
   assert result.returncode == 0, result.stderr
   assert "Who called?" in result.stdout
-  assert "100 %" in result.stdout
+  # The full cache as it was computed, and in eight bits.
+  assert result.stdout.count("100 %") == 2
   assert "keydiff" in result.stdout
   assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -118,6 +120,8 @@ def test_a_text_is_answered_side_by_side(binary, tiny_directory, tmp_path):
     (["--retention=half"], "--retention takes numbers such as 0.5,0.25"),
     (["--budget=0"], "A budget of 0 tokens keeps nothing"),
     (["--budget=64", "--retention=.5"], "--retention and --budget do not go"),
+    (["--storage=int8", "--every=4"], "--every and --storage do not go"),
+    (["--storage=fp8", "--methods=flat"], "has flat: Flat looks up keys as"),
     (["--tasks=niah"], "There is no task 'niah'; the tasks are niah_single_1"),
     (["--samples=0"], "--samples=0"),
     (["--lenght=512"], "Unknown command line flag 'lenght'. Did you mean"),

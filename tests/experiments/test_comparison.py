@@ -99,6 +99,15 @@ def test_the_full_cache_comes_first_and_once():
   without = candidates(["tova"], [kvjax.Retention(0.5)])
   assert [c.method for c in without] == ["full", "tova"]
   assert [c.retention(16) for c in found[1:3]] == [0.5, 0.5]
+  assert all(c.full_at_one for c in found)
+  rounded = candidates(["tova"], budgets, storage="int8")
+  assert [(c.method, c.budget) for c in rounded] == [
+    ("full", "1"),
+    ("tova", "1"),
+    ("tova", "0.5"),
+    ("tova", "8 tokens"),
+  ]
+  assert [c.full_at_one for c in rounded] == [True, False, False, False]
   with pytest.raises(InputError, match="nothing to compare"):
     candidates([], budgets)
 
@@ -237,6 +246,14 @@ def test_layers_of_unequal_capacities_join_the_next_larger_group():
   same = candidates(["keydiff"], [kvjax.Tokens(4)])[1:] * 4
   assert answering.groups(same, caches) == [(8, [0, 2]), (4, [1, 3])]
   assert answering.groups(same[:2], caches[1:3]) == [(4, [0]), (6, [1])]
+
+
+def test_only_what_is_stored_alike_is_asked_together():
+  whole = candidates(["keydiff"], [kvjax.Tokens(4)])[1:]
+  rounded = candidates(["keydiff"], [kvjax.Tokens(4)], storage="int8")[1:]
+  caches = [a_cache(8, 8), a_cache(8, 8), a_cache(4, 4), a_cache(6, 3)]
+  some = [*whole, *rounded, *whole, *rounded]
+  assert answering.groups(some, caches) == [(8, [0]), (8, [1, 3]), (4, [2])]
 
 
 def test_who_evicts_while_decoding_is_asked_alone():

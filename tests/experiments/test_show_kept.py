@@ -24,8 +24,8 @@ def _tokens(tiny):
   return tiny.tokenizer.encode(tiny.tokenizer.split_chat(TEXT)[0])
 
 
-def _kept(tiny, names, budget):
-  chosen = candidates(names, [budget])[1:]
+def _kept(tiny, names, budget, storage=None):
+  chosen = candidates(names, [budget], storage=storage)[1:]
   return counts.kept(tiny.model, tiny.params, _tokens(tiny), chosen)
 
 
@@ -40,7 +40,7 @@ def _caches(tiny, found):
 
 def test_counts_are_those_of_the_positions_that_heads_hold(tiny):
   names = ["h2o", "ada/snapkv:window=4", "pyramid/keydiff"]
-  found = _kept(tiny, names, kvjax.Tokens(20))
+  found = _kept(tiny, names, kvjax.Tokens(20), "int8")
   full, *caches = _caches(tiny, found)
   length = len(_tokens(tiny))
   for one, cache in zip(found, caches, strict=True):

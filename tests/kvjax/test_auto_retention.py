@@ -112,15 +112,15 @@ def test_a_row_keeps_what_its_retention_asks_for():
         )
 
 
-@pytest.mark.parametrize("name", ["keydiff", "pyramid/ada/keydiff"])
-def test_a_row_stands_alone(name):
-  plan = automatic(name)
-  together, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+def test_a_row_stands_alone():
+  plans = [automatic(name) for name in ("keydiff", "pyramid/ada/keydiff")]
+  together, logits = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
   _, plain = kvjax.prefill(MODEL, PARAMS, PROMPTS, PLAIN)
   np.testing.assert_allclose(logits, plain, rtol=0, atol=1e-5)
   for index, row in enumerate(ROWS):
-    alone, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of([row]), plan)
-    assert held_positions(together, index) == held_positions(alone, 0)
+    alone, _ = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of([row]), plans)
+    for ours, theirs in zip(together, alone, strict=True):
+      assert held_positions(ours, index) == held_positions(theirs, 0)
 
 
 def test_other_documents_run_the_same_programs():
@@ -213,9 +213,11 @@ def test_fixed_and_calibrated_plans_share_a_pass():
   found = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, plans)
   told = [shares is not None for shares in found.retentions]
   assert told == [False, True, False, True, True, False]
-  for plan, cache in zip(plans, found.caches, strict=True):
-    alone, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
-    jax.tree.map(np.testing.assert_array_equal, alone, cache)
+  for kind in (True, False):
+    own = [index for index, calibrated in enumerate(told) if calibrated == kind]
+    alone, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, [plans[i] for i in own])
+    for index, cache in zip(own, alone, strict=True):
+      jax.tree.map(np.testing.assert_array_equal, cache, found.caches[index])
 
 
 def test_protected_tokens_stay_or_are_too_many():

@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.calibration import Calibration, least_retention, quality
 from kvjax.errors import InputError
-from kvjax.fitting import Triples, asymmetric_loss, fit
+from kvjax.fitting import Triples, asymmetric_loss, fit, promises
 from kvjax.methods import KeyDiff, SnapKV
 
 BENDS = [-800, -60, -40, -3, -1e-5, 0, 1e-5, 3, 40, 60, 800]
@@ -131,6 +131,49 @@ def test_retentions_of_contexts():
   assert type(kvjax.Retention(float(found[0]))) is kvjax.Retention
 
 
+def test_more_is_asked_of_a_curve_that_promises_too_much():
+  kept = ((0.5, 0.6), (0.9, 0.7), (0.95, 0.96))
+  record = dataclasses.replace(RECORD, promises=kept)
+  taus = [0.4, 0.55, 0.65, 0.95, 0.96, 0.97]
+  asked = [0.5, 0.55, 0.9, 0.95, 0.96, 1.0]
+  assert [record.asked(tau) for tau in taus] == asked
+  assert [RECORD.asked(tau) for tau in taus] == taus
+  nll, lengths = np.array([0.5, 3.0]), np.array([100, 100])
+  for tau, more in zip(taus, asked, strict=True):
+    found = kvjax.Calibrated(record, tau).retentions(nll, lengths)
+    expected = kvjax.Calibrated(RECORD, more).retentions(nll, lengths)
+    np.testing.assert_array_equal(found, expected)
+    assert np.all(found >= RECORD.retentions(nll, lengths, tau))
+
+
+def test_promises_by_hand():
+  ratios = [[0.4, 0.8, 0.6], [0.9, 0.3, 1.0], [1.2, 0.7, 1.0]]
+  cut = [[True] * 3, [True, True, False], [True, True, False]]
+  # The second keeps 0.3 somewhere; nothing of the third is cut after 0.6.
+  least = [0.4 + 0.3 + 0.6, 0.9 + 0.3 + 0.6, 1.0 + 0.7 + 0.6]
+  asked = (0.5, 0.9, 0.99)
+  found = promises(asked, np.array(ratios), np.array(cut))
+  assert [q for q, _ in found] == [*asked]
+  np.testing.assert_allclose([kept for _, kept in found], np.divide(least, 4))
+
+
+@pytest.mark.parametrize("tau", [0.8, 0.9])
+def test_contexts_keep_tau_on_average_however_wrong_the_curve_is(tau):
+  """Each is as good as lost below one of 22 qualities, the last two above 1."""
+  rng = np.random.default_rng(3)
+  asked, others = np.linspace(0.5, 0.975, 20), 20
+  expected = []
+  for _ in range(600):
+    needs = rng.integers(0, 22, others)
+    ratios = (np.arange(20)[:, None] >= needs).astype(float)
+    found = promises(asked.tolist(), ratios, np.ones((20, others), bool))
+    level = dataclasses.replace(RECORD, promises=found).asked(tau)
+    # How many of the 22 a new context may draw.
+    good = 22 if level == 1 else np.sum(asked <= level + 1e-9)
+    expected.append(good / 22)
+  assert tau < np.mean(expected) < tau + 0.06
+
+
 def triples(alpha, beta, noise=0.0, contexts=80):
   rng = np.random.default_rng(1)
   nll = np.repeat(rng.uniform(0.3, 4, contexts), len(RETENTIONS))
@@ -213,6 +256,8 @@ def test_a_record_is_saved_and_loaded(tmp_path):
   assert (made.alpha, made.beta, made.error) == found
   assert made.triples == 80 * 7
   assert made.tau_range == (data.ratio.min(), 1.0)
+  assert made.promises == ()
+  made = dataclasses.replace(made, promises=((0.5, 0.25), (0.9, 0.75)))
   path = tmp_path / "snapkv.json"
   made.save(path)
   assert Calibration.load(path, model_id="tiny") == made
@@ -226,12 +271,15 @@ def test_a_record_is_saved_and_loaded(tmp_path):
     ("{", "is no JSON"),
     ("[1]", "it holds no fields"),
     ({"alpha": None}, "its fields are beta"),
-    ({"gamma": 1.0}, "triples, gamma, not alpha"),
+    ({"gamma": 1.0}, "promises, gamma, not alpha"),
     ({"alpha": "1"}, "alpha is '1'"),
     ({"triples": True}, "triples is True"),
     ({"per_query_head": 0}, "per_query_head is 0"),
     ({"tau_range": [1.0]}, r"tau_range is \[1.0\]"),
-    ({"tau_range": [0.9, 0.1]}, "tau_range within"),
+    ({"tau_range": [0.9, 0.1]}, "tau_range and promises within"),
+    ({"promises": [[0.9]]}, r"promises is \[\[0.9\]\]"),
+    ({"promises": [[0.9, 0.8], [0.5, 0.9]]}, "the latter ascending"),
+    ({"promises": [[0.9, 1.1]]}, "promises within 0 and 1"),
     ({"beta": float("nan")}, "finite numbers"),
     ({"triples": 0}, "at least one triple"),
     ({"model_id": "other"}, "model 'other'; 'tiny' needs one of its own"),

@@ -99,8 +99,6 @@ CASES = {
     small(get_method(name)): name for name in (*OPTIONS, *PRESETS, *METHODS)
   }.items()
 }
-# Without their options, for what options have no part in.
-PLAIN = [name for name in CASES if name in METHODS or "/" in name]
 LENGTHS = [61, 96, 40]
 PADDED = 96
 BUDGETS = (kvjax.Tokens(1), kvjax.Tokens(20), kvjax.Retention(0.5))
@@ -214,20 +212,19 @@ def activations(seed, **options):
   )
 
 
-def row_of(seen, row, padded):
-  """One row alone, padded to another length."""
+# Compiling takes nearly all the time: these need programs of their own.
+NAMED = [name for name in CASES if name in METHODS]
+DRAWING = [name for name in CASES if draws_per_head(CASES[name])]
+
+
+def rows_of(seen, rows, padded=PADDED):
+  """Some of the rows, padded to another length."""
 
   def cut(x):
-    return x[row : row + 1, ..., :padded, :]
+    x = np.asarray(x)[rows]
+    return jnp.asarray(x[:, :padded] if x.ndim == 2 else x[:, :, :padded])
 
-  return dataclasses.replace(
-    seen,
-    queries=cut(seen.queries),
-    keys=cut(seen.keys),
-    values=cut(seen.values),
-    keys_unrotated=cut(seen.keys_unrotated),
-    positions=seen.positions[row : row + 1, :padded],
-  )
+  return jax.tree.map(cut, seen)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -265,13 +262,15 @@ class TestMethod:
         assert same == [blind(method)] * 3
 
   def test_a_row_stands_alone(self, name):
-    method = CASES[name]
-    seen = activations(1)
+    """Whatever its batch mates and its place among them."""
+    method, seen, others = CASES[name], activations(1), activations(11)
+    mixed = jax.tree.map(
+      lambda x, other: np.stack([x[2], other[1], x[0]]), seen, others
+    )
     together = kept(method, seen)
-    # One program for both; the row between them has no padding to lose.
-    for row in (0, 2):
-      alone = kept(method, row_of(seen, row, 62), [LENGTHS[row]])
-      assert [rows[0] for rows in alone] == [rows[row] for rows in together]
+    apart = kept(method, jax.tree.map(jnp.asarray, mixed), LENGTHS[::-1])
+    for rows, turned in zip(together, apart, strict=True):
+      assert [turned[2], turned[0]] == [rows[0], rows[2]]
 
   def test_heads_are_treated_alike(self, name):
     method = CASES[name]
@@ -319,28 +318,34 @@ class TestMethod:
         assert set(places) <= set(range(LENGTHS[1]))
 
 
-# Step by step everything compiles by itself: one of each family.
-@pytest.mark.parametrize(
-  "name", ["h2o", "snapkv", "keydiff", "lagkv", "compactor", "protokv"]
-)
+@pytest.mark.parametrize("name", dict.fromkeys([*NAMED, *DRAWING]))
+def test_padding_changes_nothing(name):
+  method, seen = CASES[name], activations(1)
+  together = kept(method, seen)
+  # One program for both; the row between them has no padding to lose.
+  for row in (0, 2):
+    alone = kept(method, rows_of(seen, [row], 62), [LENGTHS[row]])
+    assert [rows[0] for rows in alone] == [rows[row] for rows in together]
+
+
+# Step by step everything compiles by itself: few of them.
+@pytest.mark.parametrize("name", ["h2o", "lagkv", "compactor", "protokv"])
 def test_jit_equals_eager(name):
   method = CASES[name]
   seen = activations(2)
   assert kept(method, seen) == kept(method, seen, run=run)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-class TestPlainMethod:
-  def test_a_bfloat16_cache_is_scored_as_its_float32_copy(self, name):
-    method = CASES[name]
-    narrow = activations(4, dtype="bfloat16")
-    wide = jax.tree.map(
-      lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, narrow
-    )
-    assert kept(method, narrow) == kept(method, wide)
+@pytest.mark.parametrize("name", [n for n in NAMED if not blind(CASES[n])])
+def test_a_bfloat16_cache_is_scored_as_its_float32_copy(name):
+  method = CASES[name]
+  narrow = activations(4, dtype="bfloat16")
+  wide = jax.tree.map(
+    lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, narrow
+  )
+  assert kept(method, narrow) == kept(method, wide)
 
 
-@pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize(
   "name",
   [
@@ -351,25 +356,30 @@ class TestPlainMethod:
     "tova.kvpress",
   ],
 )
-def test_a_window_longer_than_the_row_keeps_to_the_budget(name, count):
+def test_a_window_longer_than_the_row_keeps_to_the_budget(name):
   """The newest B of the window's tokens stay, though it holds the whole row.
 
   "A row no longer than the window stays as it is" and "protected tokens beyond
   the budget: the newest of them stay" speak of the same rows; the second wins,
   since a cache may never exceed its budget. TOVA protects one token.
   """
-  n = 6
-  seen = random_activations(8, [n], 9)
-  allowance = Allowance(jnp.asarray([count]), count)
-  (small,) = compress(
-    get_method(name), 0, LayerCache.of(seen), seen, [allowance]
-  )
-  for places in layer_positions(small, 0):
-    if name == "tova.kvpress":
-      assert len(places) == count
-      assert places[-1] == n - 1
-    else:
-      assert places == list(range(n - count, n))
+  n, counts = 6, (1, 4)
+  seen = random_activations(8, [n, n], 9)
+
+  @jax.jit
+  def kept(seen):
+    allowance = Allowance(jnp.asarray(counts), max(counts))
+    cache = LayerCache.of(seen)
+    return compress(get_method(name), 0, cache, seen, [allowance])[0]
+
+  small = kept(seen)
+  for row, count in enumerate(counts):
+    for places in layer_positions(small, row):
+      if name == "tova.kvpress":
+        assert len(places) == count
+        assert places[-1] == n - 1
+      else:
+        assert places == list(range(n - count, n))
 
 
 def test_another_seed_keeps_other_tokens():

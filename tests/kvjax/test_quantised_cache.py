@@ -355,7 +355,7 @@ def test_what_cannot_be_is_refused_in_one_sentence():
   with pytest.raises(InputError, match="one of int8, fp8; 'int4' is not"):
     Plan(keydiff, BUDGET, storage="int4")
   both = kvjax.Schedule(block=8, every=4)
-  with pytest.raises(InputError, match="in fp8 cannot be evicted blocks of 8"):
+  with pytest.raises(InputError, match="decoding where they are stored in fp8"):
     Plan(keydiff, BUDGET, both, storage="fp8")
   with pytest.raises(InputError, match="Flat looks up keys as they were"):
     kvjax.get_plan("flat/keydiff@8", BUDGET, storage="int8")

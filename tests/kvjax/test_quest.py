@@ -145,7 +145,6 @@ def test_a_ragged_page_uses_its_real_tokens():
     positions=jnp.where(held, jnp.arange(22), -1),
     queries=jnp.zeros((1, 22, 4)),
     query_positions=jnp.arange(22),
-    block_keys_unrotated=keys,
   )
   method = Quest(page=8)
   number = jnp.asarray(0)

@@ -50,6 +50,7 @@ def test_a_page_tells_all_and_runs_nothing_of_what_it_shows(answer, record):
     ],
     model=evil,
     data={"essay": evil},
+    storage="int8",
   )
   text = page.of_run(found, {"score_vs_bytes_512.png": b"png"})
   shown = check_self_contained(text)
@@ -57,7 +58,8 @@ def test_a_page_tells_all_and_runs_nothing_of_what_it_shows(answer, record):
   words = "".join(shown.texts)
   assert words.count(evil) >= 8
   for fact in (
-    *("query-agnostic", "whole prompt, per kv head", "1 per task and length"),
+    *("query-agnostic", "whole prompt, per kv head, kept in int8"),
+    "1 per task and length",
     *("CPU, 2 cores, float32", "python 3.12.1, jax 1.2.3", "abc123", "greedy"),
     "Score against the bytes of a cache, 512 tokens",
   ):
