@@ -84,7 +84,7 @@ def test_rows_stand_alone_and_decoding_stays_within_the_budget(name):
 
   def run(rows, questions):
     cache, logits = prefill(name, schedule, rows, model, params)
-    prompt = held_positions(cache, 0)
+    prompt = [held_positions(cache, row) for row in range(3)]
     lengths = [cache.lengths]
     cache = kvjax.reserve(cache, 40)
     answers, cache = kvjax.converse(model, params, cache, questions, decoding)
@@ -96,14 +96,14 @@ def test_rows_stand_alone_and_decoding_stays_within_the_budget(name):
   for held, length in zip(lengths, ([61, 40, 17], seen), strict=True):
     counts = plan.counts(np.asarray(length), 1)[:, :, None]
     np.testing.assert_array_equal(held, np.broadcast_to(counts, held.shape))
-  for row, (ids, question) in enumerate(zip(ROWS, ASKED, strict=True)):
-    asked = kvjax.Prompts.of([question], QUESTIONS.tokens.shape[1])
-    first, own, said, alone, _ = run([ids], asked)
-    np.testing.assert_allclose(own[0], logits[row], rtol=0, atol=1e-5)
-    np.testing.assert_array_equal(said[0], tokens[row])
-    assert held_positions(alone, 0) == held_positions(cache, row)
-    if row == 0:
-      assert first == prompt
+  # Other mates and another place, in the same programs.
+  others = [[7, 7, 8], ROWS[1][::-1], ROWS[0]]
+  asked = kvjax.Prompts.of([[2], [4, 4], ASKED[0]], 8)
+  first, own, said, mixed, _ = run(others, asked)
+  assert first[2] == prompt[0]
+  np.testing.assert_allclose(own[2], logits[0], rtol=0, atol=1e-5)
+  np.testing.assert_array_equal(said[2], tokens[0])
+  assert held_positions(mixed, 2) == held_positions(cache, 0)
 
 
 def test_a_conversation_that_evicts_says_how_much_room_it_needs():

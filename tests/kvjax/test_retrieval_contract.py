@@ -38,7 +38,7 @@ SMALL = {
   "flat": "flat:sinks=2:local=5",
   "quest": "quest:dense_layers=",
   "shadowkv": "shadowkv:outliers=2",
-  "magicpig": "magicpig:sinks=2:local=5:bits=3:tables=12",
+  "magicpig": "magicpig:sinks=2:local=5:bits=3:tables=12:dense_layers=",
   "clusterkv": "clusterkv:sinks=2:clusters=7:iterations=3:dense_layers=",
   "squeezed": "squeezed:sinks=2:local=5:window=4:iterations=3",
 }
@@ -91,18 +91,23 @@ def of_all_rows(name):
   return layer, roomy, *compiled_decode(roomy, block_after(LENGTHS))
 
 
-def row_of(seen, row, padded):
-  def cut(x):
-    return x[row : row + 1, ..., :padded, :]
-
-  return dataclasses.replace(
+def swapped(seen, others):
+  """The last two rows first, with other mates after them."""
+  return jax.tree.map(
+    lambda x, other: jnp.asarray(np.stack([x[3], x[2], *other[:2]])),
     seen,
-    queries=cut(seen.queries),
-    keys=cut(seen.keys),
-    values=cut(seen.values),
-    keys_unrotated=cut(seen.keys_unrotated),
-    positions=seen.positions[row : row + 1, :padded],
+    others,
   )
+
+
+def padded_less(seen, padded=84):
+  """The last two rows with less padding."""
+
+  def cut(x):
+    x = np.asarray(x)[2:]
+    return jnp.asarray(x[:, :padded] if x.ndim == 2 else x[:, :, :padded])
+
+  return jax.tree.map(cut, seen)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -126,18 +131,19 @@ class TestRetrieval:
     assert layer.nbytes == sum(leaf.nbytes for leaf in (*leaves, *own))
 
   def test_a_row_stands_alone(self, name):
-    """Whatever its batch mates and its padding."""
+    """Whatever its batch mates, and its place among them."""
     _, _, output, after = of_all_rows(name)
-    for row in (2, 3):
-      counts = jnp.asarray(COUNTS, jnp.int32)[row : row + 1]
-      prompt = row_of(activations(0), row, 84)
-      _, roomy = compiled_index(small(name), prompt, counts)
-      block = row_of(block_after(LENGTHS), row, STEPS)
-      alone, left = compiled_decode(roomy, block)
-      np.testing.assert_allclose(output[row], alone[0], atol=2e-6)
-      np.testing.assert_array_equal(after.looked_up[row], left.looked_up[0])
-      everything = [*range(LENGTHS[row] + STEPS)]
-      assert layer_positions(left, 0) == [everything] * 3
+    lengths = [LENGTHS[3], LENGTHS[2], *LENGTHS[:2]]
+    counts = jnp.asarray([COUNTS[3], COUNTS[2], *COUNTS[:2]], jnp.int32)
+    prompt = swapped(activations(0), activations(5))
+    _, roomy = compiled_index(small(name), prompt, counts)
+    block = swapped(block_after(LENGTHS), block_after(LENGTHS, 6))
+    own, left = compiled_decode(roomy, block)
+    for row, place in ((3, 0), (2, 1)):
+      np.testing.assert_allclose(output[row], own[place], atol=2e-6)
+      np.testing.assert_array_equal(after.looked_up[row], left.looked_up[place])
+      everything = [*range(lengths[place] + STEPS)]
+      assert layer_positions(left, place) == [everything] * 3
 
   def test_a_row_that_may_read_everything_is_dense(self, name):
     _, _, output, _ = of_all_rows(name)
@@ -174,6 +180,19 @@ class TestRetrieval:
       jax.tree.leaves(after.index), jax.tree.leaves(layer.index), strict=True
     ):
       assert (new.shape, new.dtype) == (old.shape, old.dtype)
+
+
+# Shapes of their own: one whose lists grow with the prompt, one of pages, one
+# of hashes, one of clusters.
+@pytest.mark.parametrize("name", ["ctkvr", "quest", "magicpig", "clusterkv"])
+def test_padding_changes_nothing(name):
+  _, _, output, after = of_all_rows(name)
+  counts = jnp.asarray(COUNTS[2:], jnp.int32)
+  _, roomy = compiled_index(small(name), padded_less(activations(0)), counts)
+  block = padded_less(block_after(LENGTHS), STEPS)
+  own, left = compiled_decode(roomy, block)
+  np.testing.assert_allclose(output[2:], own, atol=2e-6)
+  np.testing.assert_array_equal(after.looked_up[2:], left.looked_up)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +241,7 @@ def test_what_the_host_holds_is_read_alike(name):
 
 
 MODEL = TinyModel(
-  kvjax.Geometry(layers=2, heads=4, kv_heads=2, head_dim=8, max_positions=4096)
+  kvjax.Geometry(layers=1, heads=4, kv_heads=2, head_dim=8, max_positions=4096)
 )
 PARAMS = MODEL.init()
 RNG = np.random.default_rng(0)
@@ -278,7 +297,7 @@ def buffers(cache):
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_caches_come_back(name, tmp_path):
   cache = swept()[name]
-  assert isinstance(cache.layers[1], IndexedLayer)
+  assert isinstance(cache.layers[0], IndexedLayer)
   identity = {"model": MODEL, "model_id": "tiny"}
   kvjax.save_cache(cache, tmp_path / "cache", **identity)
   loaded = kvjax.load_cache(tmp_path / "cache", **identity)
