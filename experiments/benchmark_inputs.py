@@ -1,7 +1,9 @@
 """Flags that say which benchmark is asked, and the samples they name."""
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -9,7 +11,7 @@ from typing import NamedTuple, cast
 
 from absl import flags
 
-from experiments import cli, inputs, results
+from experiments import cli, inputs, results, runs, suite
 from experiments.answering import QUERY_AWARE, Protocol
 from experiments.benchmarks import (
   grids,
@@ -22,6 +24,7 @@ from experiments.benchmarks import (
 )
 from experiments.metrics import registry
 from experiments.tasks import prose
+from experiments.tasks.sample import OnDraw
 from kvjax.errors import InputError
 from models.pretrained import Pretrained
 
@@ -127,23 +130,43 @@ def _ruler(lm: Pretrained) -> Drawn:
     samples = ruler_files.load(path, _TASKS.value, wanted, _SAMPLES.value)
     return Drawn(samples, {"files": results.data_name(path)})
   texts, choice = _ruler_texts()
-  samples = ruler.samples(
-    choice.tasks, lengths(), *_numbers(20), lm.tokenizer.count, texts
-  )
+  number, seed = _numbers(20)
+  with _drawing(len(choice.tasks) * len(lengths()) * number) as on_draw:
+    samples = ruler.samples(
+      choice.tasks,
+      lengths(),
+      number,
+      seed,
+      lm.tokenizer.count,
+      texts,
+      on_draw,
+    )
+  short = [
+    part
+    for part in itertools.product(choice.tasks, lengths())
+    if part not in samples
+  ]
   notes = [
     f"{task} is left out at {length} tokens: it needs more words, by --words."
-    for length in lengths()
-    for task in choice.tasks
-    if (task, length) not in samples
+    for task, length in short
   ]
-  return Drawn(samples, texts.origins, [*choice.notes, *notes])
+  left_out = [
+    *(task for task in _ruler_tasks() if task not in choice.tasks),
+    *(f"{task} at {length} tokens" for task, length in short),
+  ]
+  about = {"left out": ", ".join(left_out)} if left_out else {}
+  return Drawn(samples, texts.origins, [*choice.notes, *notes], about)
 
 
 @functools.cache
 def _ruler_texts() -> tuple[ruler.Texts, ruler.Choice]:
   essay, squad, hotpotqa = map(_path, (_ESSAY, _SQUAD, _HOTPOTQA))
   texts = ruler.Texts.read(essay, _WORDS.value, squad, hotpotqa)
-  return texts, ruler.choose(_TASKS.value or ruler.TASKS, texts)
+  return texts, ruler.choose(_ruler_tasks(), texts)
+
+
+def _ruler_tasks() -> Sequence[str]:
+  return ruler.TASKS if _TASKS.value is None else _TASKS.value
 
 
 def _longbench(lm: Pretrained) -> Drawn:
@@ -155,29 +178,36 @@ def _longbench(lm: Pretrained) -> Drawn:
   names = _TASKS.value or [
     name for name in longbench_sets.SETS if name in there
   ]
-  samples = longbench.samples(path, names, limit, lm.tokenizer, _SAMPLES.value)
+  with _drawing(None) as on_draw:
+    samples = longbench.samples(
+      path, names, limit, lm.tokenizer, _SAMPLES.value, on_draw
+    )
   return Drawn(samples, {"files": results.data_name(path)})
 
 
 def _needle(lm: Pretrained) -> Drawn:
-  samples = grids.needle_samples(
-    lengths(), _depths(), *_numbers(3), lm.tokenizer.count
-  )
-  return Drawn(samples, {"essay": prose.SOURCE})
+  return _grid(lm, grids.needle_samples)
 
 
 def _passkey(lm: Pretrained) -> Drawn:
-  samples = grids.passkey_samples(
-    lengths(), _depths(), *_numbers(3), lm.tokenizer.count
-  )
+  return _grid(lm, grids.passkey_samples)
+
+
+def _grid(lm: Pretrained, draw: Callable[..., results.Samples]) -> Drawn:
+  depths = grids.even_depths(_DEPTHS.value)
+  number, seed = _numbers(3)
+  with _drawing(len(lengths()) * len(depths) * number) as on_draw:
+    samples = draw(lengths(), depths, number, seed, lm.tokenizer.count, on_draw)
   return Drawn(samples, {"essay": prose.SOURCE})
 
 
 def _multiturn(lm: Pretrained) -> Drawn:
   history = cast(multiturn.History, _HISTORY.value)
-  samples = multiturn.samples(
-    lengths(), _TURNS.value, *_numbers(10), lm.tokenizer, history
-  )
+  number, seed = _numbers(10)
+  with _drawing(len(lengths()) * number) as on_draw:
+    samples = multiturn.samples(
+      lengths(), _TURNS.value, number, seed, lm.tokenizer, history, on_draw
+    )
   return Drawn(samples, {"essay": prose.SOURCE})
 
 
@@ -194,8 +224,11 @@ def _path(flag: flags.FlagHolder[str | None]) -> pathlib.Path | None:
   return None if flag.value is None else pathlib.Path(flag.value)
 
 
-def _depths() -> list[float]:
-  return grids.even_depths(_DEPTHS.value)
+def _drawing(
+  total: int | None,
+) -> contextlib.AbstractContextManager[OnDraw]:
+  """A bar that goes when all samples are there."""
+  return runs.progress_bar(total, "drawing", transient=True)
 
 
 def _numbers(samples: int) -> tuple[int, int]:
@@ -207,8 +240,8 @@ def check_flags(protocol: Protocol) -> None:
   """Refuses flags that do not suit the benchmark.
 
   Raises:
-    InputError: a flag is not of this benchmark, a length is no whole number, or
-      a conversation is to be known before it begins.
+    InputError: a flag is not of this benchmark, a length is no whole number, a
+      task does not exist, or a conversation is to be known before it begins.
   """
   lengths()
   benchmark = BENCHMARK.value
@@ -221,6 +254,9 @@ def check_flags(protocol: Protocol) -> None:
   if flags.FLAGS["data"].present and benchmark == "ruler":
     made = ["essay", "words", "squad", "hotpotqa"]
     cli.refuse_together("data", made, "they are for samples that are made here")
+  if _TASKS.value is not None:
+    known = {"ruler": ruler.TASKS, "longbench": longbench_sets.NAMES}
+    suite.check_tasks(_TASKS.value, known[benchmark])
   if benchmark == "ruler" and _DATA.value is None:
     _ruler_texts()
   if benchmark == "longbench":
@@ -239,8 +275,6 @@ def _check_longbench() -> None:
     )
   if len(lengths()) > 1:
     raise InputError("--length takes one limit for LongBench, such as 7500.")
-  if _TASKS.value:
-    longbench_sets.check_names(_TASKS.value)
 
 
 def lengths() -> list[int]:
@@ -279,8 +313,7 @@ def draw(lm: Pretrained) -> Drawn:
       part: [dataclasses.replace(sample, chat=True) for sample in own]
       for part, own in samples.items()
     }
-  about = (
-    longbench.provenance(samples) if BENCHMARK.value == "longbench" else {}
-  )
+  if BENCHMARK.value == "longbench":
+    drawn = drawn._replace(about=longbench.provenance(samples))
   data = {**drawn.data, "chat template": _CHAT.value}
-  return drawn._replace(samples=samples, data=data, about=about)
+  return drawn._replace(samples=samples, data=data)

@@ -9,20 +9,14 @@ their times and checks that they answer the same. Takes three minutes on two
 cores, most of them to compile.
 """
 
-import statistics
-import time
-from collections.abc import Sequence
-
-import numpy as np
 import rich.console
-import rich.progress
 from absl import flags
 
-import models
-from experiments import cli, inputs
-from experiments.answering import Prompt, Reply, Seconds, Shape, replies
+from experiments import cli, inputs, sweep_timing
+from experiments.answering import Prompt
 from experiments.benchmarks import grids
-from experiments.candidates import Candidate, candidates, parse_budgets
+from experiments.candidates import candidates, parse_budgets
+from experiments.reporting import wording
 from experiments.reports import device
 from kvjax.errors import InputError
 
@@ -68,52 +62,13 @@ def main() -> None:
     ).values()
     (sample,) = drawn
     prompt = Prompt.of_sample(lm.tokenizer, sample)
-    together, apart = _measure(lm, chosen, prompt)
-  ratios = np.array(apart) / np.array(together)
+    timing = sweep_timing.measure(lm, chosen, prompt, _ROUNDS.value)
   console = rich.console.Console(highlight=False)
   console.print(
     f"{len(chosen)} caches of {len(prompt.context)} tokens, {inputs.dtype()} "
-    f"on {device(devices)}, median of {_ROUNDS.value} rounds:\n"
-    f"  one sweep            {statistics.median(together):8.3f} s\n"
-    f"  one after another    {statistics.median(apart):8.3f} s\n"
-    f"  ratio                {np.median(ratios):8.1f}   "
-    f"({ratios.min():.1f} to {ratios.max():.1f})"
+    f"on {device(devices)}, median of "
+    f"{wording.count(_ROUNDS.value, 'round')}:\n{timing}"
   )
-
-
-def _measure(
-  lm: models.Pretrained, chosen: Sequence[Candidate], prompt: Prompt
-) -> tuple[list[float], list[float]]:
-  """Seconds of each round: of the sweep, and of its parts one by one."""
-  shape = Shape.of([prompt], 1)
-
-  def ask(some: Sequence[Candidate]) -> list[Reply]:
-    found = replies(lm, some, [[prompt]], shape, Seconds())
-    return [reply for group in found for reply in group]
-
-  def timed(groups: Sequence[Sequence[Candidate]]) -> float:
-    began = time.perf_counter()
-    for group in groups:
-      ask(group)
-    return time.perf_counter() - began
-
-  alone = [[candidate] for candidate in chosen]
-  console = rich.console.Console(stderr=True)
-  with console.status("compiling the sweep"):
-    swept = {(r.candidate, r.text) for r in ask(chosen)}
-  singly = rich.progress.track(alone, "compiling each alone", console=console)
-  same = {(r.candidate, r.text) for group in singly for r in ask(group)}
-  if swept != same:
-    raise InputError(
-      "A sweep answers otherwise than its methods alone: rounding decides "
-      "between tokens; compare with --dtype=float32."
-    )
-  together, apart = [], []
-  rounds = range(_ROUNDS.value)
-  for _ in rich.progress.track(rounds, "timing", console=console):
-    together.append(timed([chosen]))
-    apart.append(timed(alone))
-  return together, apart
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ asks the bundled model about needles hidden in English prose (RULER's single,
 multi-key, multi-value and multi-query tasks at 1,024 tokens), with the full
 cache and with what each method keeps of it. Only the context is prefilled and
 compressed; the question comes afterwards. Ends with a table and writes
-results/demo/{samples.jsonl,summary.json,table.md,score_vs_retention.png}.
-A run that was stopped goes on where it stopped.
+samples.jsonl, processes.json, summary.json, table.md and score_vs_retention.png
+to results/demo. A run that was stopped goes on where it stopped.
 
 Expect 97 % of the needles found with the full cache, and at a quarter of it
 98 % with KeyDiff, 47 % with Compactor, 23 % with StreamingLLM, 7 % with SnapKV

@@ -15,6 +15,8 @@ from models.pretrained import DTYPES
 
 _BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
 
+_HUB = "models--"
+
 _MODEL = flags.DEFINE_string(
   "model", str(_BUNDLED), "Hugging Face directory of a model."
 )
@@ -83,4 +85,10 @@ def model_directory() -> pathlib.Path:
 def model_name() -> str:
   """What tables call the model."""
   directory = model_directory()
-  return "kvjax-ref" if directory == _BUNDLED else directory.name
+  if directory == _BUNDLED:
+    return "kvjax-ref"
+  # The cache of the Hugging Face hub: models--ORG--NAME/snapshots/COMMIT.
+  hub = directory.parent.parent.name
+  if directory.parent.name == "snapshots" and hub.startswith(_HUB):
+    return hub.removeprefix(_HUB).replace("--", "/")
+  return directory.name

@@ -6,7 +6,8 @@ reads every run in and below the folders that are named, as
 `experiments.evaluate` and `experiments.compare` leave them, prints a table for
 each kind of settings and writes leaderboard.csv, leaderboard.md and
 leaderboard.html to --output. Runs with other models, protocols, schedules,
-seeds, texts or tasks stand apart; of two runs of the same the newer counts.
+seeds, texts or tasks stand apart; of two runs of the same the newer counts, and
+runs that are not finished are named and left out.
 
 `--kvpress=DIR` also writes folders like those of NVIDIA/kvpress's evaluation,
 so that both can stand side by side.
@@ -41,8 +42,9 @@ def main(directories: Sequence[str]) -> None:
   for place in (folder, beside):
     if place is not None:
       results.check_writable(place)
-  found = records.find([pathlib.Path(name) for name in directories])
-  board = leaderboard.merge(found)
+  named = [pathlib.Path(name) for name in directories]
+  found = records.find(named)
+  board = leaderboard.merge(found, records.unfinished(named))
   console = rich.console.Console(highlight=False)
   console.print(board.to_terminal())
   folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +70,8 @@ def _export(
       for name, text in folder.files.items():
         reports.write_text(place / name, text)
       count += 1
-  console.print(f"{count} folders in kvpress's layout in {root}")
+  folders = wording.count(count, "folder")
+  console.print(f"{folders} in kvpress's layout in {root}")
 
 
 if __name__ == "__main__":

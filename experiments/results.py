@@ -11,7 +11,6 @@ from experiments.answering import QUERY_AGNOSTIC, Protocol
 from experiments.line_files import Line, LineFile
 from experiments.line_files import check_writable as check_writable
 from experiments.tasks.sample import Sample
-from kvjax.errors import InputError
 from kvjax.schedules import WHOLE
 
 _BLOCKS = 64
@@ -177,13 +176,7 @@ def digest(directory: pathlib.Path) -> str:
 
 
 def data_name(path: pathlib.Path) -> str:
-  """What tables call a file or folder of samples; tells it from others.
-
-  Raises:
-    InputError: there is none.
-  """
-  if not path.exists():
-    raise InputError(f"There is no file or folder {path}.")
+  """What tables call a file or folder of samples; tells it from others."""
   files = [path] if path.is_file() else sorted(path.rglob("*"))
   found = _digest([file for file in files if file.is_file()])
   return f"{path.resolve().name} (sha256 {found})"

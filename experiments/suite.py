@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 
-from experiments.tasks import needles, passkey
+from experiments.tasks import needles, passkey, prose
 from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
 from kvjax.naming import near
@@ -40,8 +40,18 @@ def check_tasks(names: Sequence[str], tasks: Sequence[str] = TASKS) -> None:
       )
 
 
+def draws(task: str, number: int, seed: int) -> random.Random:
+  """Where all that is drawn for a sample comes from."""
+  return random.Random(f"{seed} {task} {number}")
+
+
 def draw(
-  task: str, number: int, seed: int, length: int, count: Callable[[str], int]
+  task: str,
+  number: int,
+  seed: int,
+  length: int,
+  count: Callable[[str], int],
+  essay: prose.Essay = "heldout",
 ) -> Sample:
   """A sample that depends on these arguments only.
 
@@ -51,11 +61,12 @@ def draw(
     seed: of all samples.
     length: bound on the tokens of prompt and answer.
     count: number of tokens of a text.
+    essay: what needles are hidden in, where that is prose.
 
   Raises:
     InputError: `length` is too short for the task.
   """
-  rng = random.Random(f"{seed} {task} {number}")
+  rng = draws(task, number, seed)
   if task == PASSKEY:
     return passkey.passkey(rng, length, count)
-  return needles.sample(needles.TASKS[task], rng, length, count)
+  return needles.sample(needles.TASKS[task], rng, length, count, essay=essay)

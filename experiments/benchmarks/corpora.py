@@ -5,7 +5,13 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from experiments.benchmarks.row_files import SUFFIXES, Row, RowFile
+from experiments.benchmarks.row_files import (
+  SUFFIXES,
+  Row,
+  RowFile,
+  below,
+  has_rows,
+)
 from experiments.tasks.question_answering import Corpus, Question
 from kvjax.errors import InputError
 from models.json_files import read_text
@@ -128,13 +134,7 @@ def _rows(
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
-  if not path.exists():
-    raise InputError(f"There is no file or folder {path}.")
-  files = [
-    file
-    for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
-    if file.suffix in SUFFIXES and not file.name.startswith("cache-")
-  ]
+  files = [file for file in below(path) if has_rows(file)]
   for name in _WANTED:
     chosen = [file for file in files if name in str(file.relative_to(path))]
     files = chosen or files

@@ -8,14 +8,10 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from experiments import suite
 from experiments.benchmarks import longbench_files, longbench_prompts
 from experiments.benchmarks.longbench_prompts import PromptTexts
-from experiments.benchmarks.longbench_sets import (
-  BUCKETS,
-  NAMES,
-  SETS,
-  check_names,
-)
+from experiments.benchmarks.longbench_sets import BUCKETS, NAMES, SETS
 from experiments.benchmarks.row_files import Row, RowFile
 from experiments.results import Part, Samples
 from experiments.tasks.sample import OnDraw, Sample, ignore
@@ -51,10 +47,10 @@ def samples(
     that has rows, such as `qasper_e_0-4k`.
 
   Raises:
-    InputError: see `check_names` and `longbench_files.find`; a set is missing,
+    InputError: a name is no set, see `longbench_files.find`, a set is missing,
       a file malformed, or the limit too short.
   """
-  check_names(names)
+  suite.check_tasks(names, NAMES)
   files = longbench_files.find(path, NAMES)
   missing = [name for name in names if name not in files]
   if missing:

@@ -4,7 +4,7 @@ import pathlib
 import zipfile
 from collections.abc import Collection, Iterator
 
-from experiments.benchmarks.row_files import SUFFIXES, RowFile
+from experiments.benchmarks.row_files import RowFile, below, has_rows
 from kvjax.errors import InputError
 
 
@@ -55,15 +55,13 @@ def find(
 
 def _files(path: pathlib.Path) -> Iterator[tuple[RowFile, tuple[str, ...]]]:
   """Data files with the names that they may be called after, nearest last."""
-  if not path.exists():
-    raise InputError(f"There is no file or folder {path}.")
   alone = path.is_file()
   # A folder's own name counts, and that of the folder that a file is in.
   above = path.absolute().parent.parent if alone else path.absolute().parent
-  for file in [path] if alone else sorted(path.rglob("*")):
+  for file in below(path):
     if file.suffix == ".zip" and (alone or file.name == "data.zip"):
       yield from _members(file)
-    elif file.suffix in SUFFIXES and not file.name.startswith("cache-"):
+    elif has_rows(file):
       folders = file.absolute().relative_to(above).parts[:-1]
       yield RowFile(file), (*folders, file.stem)
 

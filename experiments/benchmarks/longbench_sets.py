@@ -1,9 +1,7 @@
 """The sets of LongBench (Bai et al., 2024; THUDM/LongBench) and LongBench-E."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
-
-from kvjax.errors import InputError
 
 Category = Literal[
   "single-document",
@@ -80,18 +78,3 @@ NAMES = (*SETS, *(f"{name}_e" for name in LONGBENCH_E))
 # LongBench-E is reported by the length of a row in words: below 4000, below
 # 8000, and the rest.
 BUCKETS = ("0-4k", "4-8k", "8k+")
-
-
-def check_names(names: Sequence[str]) -> None:
-  """Refuses names that are no set.
-
-  Raises:
-    InputError: a name is not in `NAMES`, or there is none.
-  """
-  if not names:
-    raise InputError(f"Name a set; those of LongBench are {', '.join(NAMES)}.")
-  for name in names:
-    if name not in NAMES:
-      raise InputError(
-        f"LongBench has no set {name!r}; its sets are {', '.join(NAMES)}."
-      )

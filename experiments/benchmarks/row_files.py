@@ -21,6 +21,22 @@ SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _BATCH = 64
 
 
+def below(path: pathlib.Path) -> list[pathlib.Path]:
+  """The file, or all that is in the folder, in the order of the names.
+
+  Raises:
+    InputError: there is neither.
+  """
+  if not path.exists():
+    raise InputError(f"There is no file or folder {path}.")
+  return sorted(path.rglob("*")) if path.is_dir() else [path]
+
+
+def has_rows(file: pathlib.Path) -> bool:
+  """Whether a file is one of rows; `datasets` puts aside what it computes."""
+  return file.suffix in SUFFIXES and not file.name.startswith("cache-")
+
+
 class Row(NamedTuple):
   """A row of a file.
 

@@ -8,7 +8,6 @@ words can be the user's too. `Choice.data` says where they come from.
 import dataclasses
 import hashlib
 import pathlib
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from experiments.tasks import (
   variable_tracking,
 )
 from experiments.tasks.fitting import Count, TooShortError
-from experiments.tasks.sample import Sample
+from experiments.tasks.sample import OnDraw, Sample, ignore
 from kvjax.errors import InputError
 
 SQUAD, HOTPOTQA = "qa_1", "qa_2"
@@ -156,6 +155,7 @@ def samples(
   seed: int,
   count: Count,
   texts: Texts,
+  on_draw: OnDraw = ignore,
 ) -> dict[Part, list[Sample]]:
   """So many samples of each task at each length.
 
@@ -170,6 +170,7 @@ def samples(
     seed: of all samples.
     count: number of tokens of a text, without special tokens.
     texts: what the samples are made of.
+    on_draw: told of every sample.
 
   Raises:
     InputError: a length is too short for a task, or the texts are.
@@ -182,6 +183,7 @@ def samples(
       for index in range(number):
         try:
           drawn.append(draw(task, index, seed, length, count, texts))
+          on_draw(task, 1)
         except TooShortError as error:
           least[task] = max(error.least, least.get(task, 0))
         except common_words.TooFewWordsError:
@@ -205,10 +207,9 @@ def draw(
     TooShortError: `length` is too short for the sample.
     InputError: the texts are.
   """
-  rng = random.Random(f"{seed} {task} {number}")
   if task in needles.TASKS:
-    chosen = needles.TASKS[task]
-    return needles.sample(chosen, rng, length, count, essay=texts.essay)
+    return suite.draw(task, number, seed, length, count, texts.essay)
+  rng = suite.draws(task, number, seed)
   if task == variable_tracking.NAME:
     return variable_tracking.sample(rng, length, count)
   if task == common_words.NAME:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from experiments.benchmarks.row_files import SUFFIXES, Row, RowFile
+from experiments.benchmarks.row_files import Row, RowFile, below, has_rows
 from experiments.benchmarks.ruler import TASKS
 from experiments.results import Part
 from experiments.tasks import (
@@ -130,14 +130,10 @@ def load(
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
-  if not path.exists():
-    raise InputError(f"There is no file or folder {path}.")
   files = [
     file
-    for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
-    if file.suffix in SUFFIXES
-    and not file.name.startswith("cache-")
-    and _ANSWERS not in file.relative_to(path).parts
+    for file in below(path)
+    if has_rows(file) and _ANSWERS not in file.relative_to(path).parts
   ]
   if not files:
     raise InputError(

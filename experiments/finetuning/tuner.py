@@ -190,8 +190,8 @@ def _claim(path: Path, settings: Mapping[str, Any]) -> None:
   ours = json.loads(json.dumps(settings))
   if not path.exists() and (path.parent / "config.json").exists():
     raise InputError(
-      f"{path.parent} holds a model, which would be overwritten; choose another "
-      "--output."
+      f"{path.parent} holds a model, which would be overwritten; choose "
+      "another --output."
     )
   if path.exists():
     theirs = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Needles found at every length and depth."""
+"""Scores at every length and depth."""
 
 import itertools
 import textwrap
@@ -40,7 +40,7 @@ _SMALL, _TITLE = 6, 7.5
 def heatmaps(summary: Summary) -> Figure:
   """Draws a map per method and budget: a row per method, the full cache first.
 
-  A cell has the mean share of answers found, 0 to 1, of all tasks.
+  A cell has the mean score of all tasks, 0 to 1.
   """
   groups = grouped(summary["rows"])
   lengths = sorted({row["length"] for row in summary["rows"]})

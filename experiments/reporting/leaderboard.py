@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -97,11 +98,11 @@ class Leaderboard(NamedTuple):
 
   Attributes:
     groups: that cannot be compared with each other.
-    replaced: sentences on what newer runs have replaced.
+    remarks: sentences on what is left out.
   """
 
   groups: Sequence[Group]
-  replaced: Sequence[str]
+  remarks: Sequence[str]
 
   def to_csv(self) -> str:
     """A line per entry."""
@@ -117,7 +118,7 @@ class Leaderboard(NamedTuple):
       + "".join(f"\n{formats.escaped(note)}\n" for note in group.notes)
       for group in self.groups
     ]
-    said = [f"{formats.escaped(sentence)}\n" for sentence in self.replaced]
+    said = [f"{formats.escaped(sentence)}\n" for sentence in self.remarks]
     return "\n".join(["# Leaderboard\n", *sections, *said])
 
   def to_html(self) -> str:
@@ -126,7 +127,7 @@ class Leaderboard(NamedTuple):
       "leaderboard",
       title="Leaderboard",
       groups=self.groups,
-      replaced=self.replaced,
+      remarks=self.remarks,
     )
 
   def to_terminal(self) -> rich.console.Group:
@@ -136,14 +137,20 @@ class Leaderboard(NamedTuple):
       shown.append(group.table)
       shown += [rich.text.Text(note, style="dim") for note in group.notes]
       shown.append("")
-    return rich.console.Group(*shown, *map(rich.text.Text, self.replaced))
+    return rich.console.Group(*shown, *map(rich.text.Text, self.remarks))
 
 
-def merge(records: Sequence[Record]) -> Leaderboard:
+def merge(
+  records: Sequence[Record], unfinished: Sequence[pathlib.Path] = ()
+) -> Leaderboard:
   """Puts together what has the same settings, samples aside.
 
   Where two runs have the same entry, the one whose summary was written later
   counts.
+
+  Args:
+    records: the runs.
+    unfinished: folders of others, which are left out.
   """
   groups: dict[_Identity, Group] = {}
   replaced: dict[tuple[str, str], int] = {}
@@ -163,6 +170,11 @@ def merge(records: Sequence[Record]) -> Leaderboard:
     f"{wording.count(number, 'line')} of {old} gave way to those of {new}, "
     "which is newer."
     for (old, new), number in replaced.items()
+  ]
+  sentences += [
+    f"{folder} is left out: its run is not finished; the command that began it "
+    "goes on."
+    for folder in unfinished
   ]
   return Leaderboard([groups[key] for key in sorted(groups)], sentences)
 

@@ -22,7 +22,7 @@ _CAPTIONS = {
   "score_vs_retention": "Score against the share of keys and values",
   "score_vs_bytes": "Score against the bytes of a cache",
   "score_by_turn": "Score by turn of a conversation",
-  "heatmap": "Share of answers found, by length and depth",
+  "heatmap": "Share of {scored}, by length and depth",
 }
 
 
@@ -44,7 +44,7 @@ def of_run(record: Record, pictures: Mapping[str, bytes]) -> str:
     facts=facts(record.summary),
     tables=tables(record),
     pictures=[
-      (_caption(name), _source(png), name.startswith("heatmap"))
+      (_caption(name, record), _source(png), name.startswith("heatmap"))
       for name, png in pictures.items()
     ],
     excerpts=excerpts(record),
@@ -74,9 +74,10 @@ def _source(png: bytes) -> str:
   return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
-def _caption(name: str) -> str:
+def _caption(name: str, record: Record) -> str:
   """`score_vs_bytes_1024.png` in words."""
   stem = name.removesuffix(".png")
   start = next(start for start in _CAPTIONS if stem.startswith(start))
   length = stem.removeprefix(start).removeprefix("_")
-  return _CAPTIONS[start] + (f", {length} tokens" if length else "")
+  caption = _CAPTIONS[start].format(scored=wording.scored(record.summary))
+  return caption + (f", {length} tokens" if length else "")

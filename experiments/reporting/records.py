@@ -92,6 +92,17 @@ def find(directories: Sequence[pathlib.Path]) -> list[Record]:
   return [read(folder) for folder in folders.values()]
 
 
+def unfinished(directories: Sequence[pathlib.Path]) -> list[pathlib.Path]:
+  """Folders in and below directories whose answers nobody has summed up."""
+  found = {
+    path.parent.resolve(): path.parent
+    for directory in directories
+    for path in sorted(directory.rglob(SAMPLES))
+    if not (path.parent / SUMMARY).is_file()
+  }
+  return list(found.values())
+
+
 def read(folder: pathlib.Path) -> Record:
   """Reads a run.
 

@@ -125,12 +125,15 @@ def score_name(summary: Summary) -> str:
   return {"passkey": "exact"}.get(summary["benchmark"], "score")
 
 
+def scored(summary: Summary) -> str:
+  """What the main score is the share of."""
+  own = {"passkey": "exact answers", "longbench": "score"}
+  return own.get(summary["benchmark"], "answers found")
+
+
 def score_axis(summary: Summary) -> str:
   """What the main score is, beside a plot."""
-  own = {"passkey": "exact answers", "longbench": "score"}
-  return (
-    f"{own.get(summary['benchmark'], 'answers found')}, mean over tasks (%)"
-  )
+  return f"{scored(summary)}, mean over tasks (%)"
 
 
 def unit(sizes: Iterable[float]) -> tuple[str, float]:

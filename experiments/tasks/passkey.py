@@ -43,8 +43,13 @@ def passkey(
     sentences.insert(int(len(sentences) * place), NEEDLE.format(key=key))
     return f"{INTRO}{' '.join(sentences)}\n"
 
-  fixed = count(QUESTION) + count(ANSWER_PREFIX) + MAX_NEW_TOKENS
-  words = fitting.most_units(lambda n: count(context(n)) + fixed, length)
+  words = fitting.most_units_of_prompt(
+    context,
+    length,
+    count,
+    after=(QUESTION, ANSWER_PREFIX),
+    max_new_tokens=MAX_NEW_TOKENS,
+  )
   return Sample(
     context=context(words),
     question=QUESTION,

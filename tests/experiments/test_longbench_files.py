@@ -152,9 +152,9 @@ def test_what_is_missing_is_named(tmp_path):
   as_lines(tmp_path, "trec_e")
   with pytest.raises(InputError, match="has no lsht; it holds lcc, trec_e"):
     longbench.samples(tmp_path, ["lcc", "lsht"], 3500, TOKENIZER)
-  with pytest.raises(InputError, match="no set 'lccc'"):
+  with pytest.raises(InputError, match="no task 'lccc'"):
     longbench.samples(tmp_path, ["lccc"], 3500, TOKENIZER)
-  with pytest.raises(InputError, match="Name a set"):
+  with pytest.raises(InputError, match="Name a task"):
     longbench.samples(tmp_path, [], 3500, TOKENIZER)
 
 

@@ -12,7 +12,7 @@ from kvjax import one_pass, uncut
 from kvjax.calibration import Calibration
 from kvjax.errors import InputError
 from kvjax.layers import LayerCache
-from kvjax.methods import METHODS, FullKV, KeyDiff, get_method
+from kvjax.methods import METHODS, AdaKV, FullKV, KeyDiff, get_method
 from kvjax.packed import PackedLayer
 from kvjax.prompts import bucket
 from kvjax.sharding import parse_mesh
@@ -29,23 +29,19 @@ NLL = np.asarray(kvjax.negative_log_likelihood(MODEL, PARAMS, PROMPTS))
 ALPHA = 16 / float(NLL.max() - NLL.min())
 BETA = -ALPHA * float(NLL.max()) - 0.1
 TAU = 0.9
-# Every method, and presets and wrappers of every kind, in sizes that bite.
+# Every way to choose by what was found, in sizes that bite.
 NAMES = [
   "full",
-  "random",
   "streaming:rerotate=true",
   "key_norm:skip_layers=0",
   "keydiff",
-  "h2o",
-  "tova",
-  "snapkv:window=5",
   "pyramid/ada/keydiff",
-  "adakv",
   "chunkkv:window=5:chunk=4:layer_reuse=2",
   "lagkv:sinks=2:lag=6",
   "compactor.vllm:sketch=none:first=2:last=3:chunk=16:leverage_chunk=20",
   "protokv.chunk:window=5:prototypes=20",
 ]
+PAIR = ["keydiff", "pyramid/ada/keydiff"]
 PLAIN = kvjax.Plan(FullKV(), kvjax.Retention(1.0))
 
 
@@ -84,13 +80,14 @@ def held(layer, row):
   ]
 
 
-def test_every_method_is_here():
-  kinds = {type(get_method(name)) for name in NAMES}
-  assert kinds == set(METHODS.values())
+def test_every_way_to_choose_is_here():
+  methods = [get_method(name) for name in NAMES]
+  ways = {type(method).select for method in methods} | {AdaKV.select}
+  assert ways == {kind.select for kind in METHODS.values()}
 
 
 def test_a_row_keeps_what_its_retention_asks_for():
-  """Exactly what a fixed plan of its retention keeps, for every method."""
+  """Exactly what a fixed plan of its retention keeps."""
   shares = curve_inverse(TAU, ALPHA * NLL.astype(float) + BETA)
   assert sorted(shares) == pytest.approx([0.143, 0.897], abs=0.01)
   plans = [automatic(name) for name in NAMES]
@@ -113,14 +110,14 @@ def test_a_row_keeps_what_its_retention_asks_for():
 
 
 def test_a_row_stands_alone():
-  plans = [automatic(name) for name in ("keydiff", "pyramid/ada/keydiff")]
+  plans = [automatic(name) for name in PAIR]
   together, logits = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
   _, plain = kvjax.prefill(MODEL, PARAMS, PROMPTS, PLAIN)
   np.testing.assert_allclose(logits, plain, rtol=0, atol=1e-5)
-  for index, row in enumerate(ROWS):
-    alone, _ = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of([row]), plans)
-    for ours, theirs in zip(together, alone, strict=True):
-      assert held_positions(ours, index) == held_positions(theirs, 0)
+  # The shorter one, without its padding and without its mate.
+  alone, _ = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of(ROWS[1:]), plans)
+  for ours, theirs in zip(together, alone, strict=True):
+    assert held_positions(ours, 1) == held_positions(theirs, 0)
 
 
 def test_other_documents_run_the_same_programs():
@@ -196,9 +193,9 @@ def test_where_nothing_can_go_all_of_it_stays():
 
   broken = jax.tree.map(lambda x: x.at[7].set(jnp.nan), PARAMS["embedding"])
   broken = PARAMS | {"embedding": broken}
-  rows = kvjax.Prompts.of([[1, 7, 3, 4]])
-  (cache,), _ = kvjax.sweep(MODEL, broken, rows, plans[:1])
-  assert cache.lengths[:, 0].tolist() == [[4, 4]] * 2
+  assert 7 in ROWS[0]
+  (cache,), _ = kvjax.sweep(MODEL, broken, prompts, plans[:1])
+  assert cache.lengths[:, 0].tolist() == [[50, 50]] * 2
 
 
 def test_fixed_and_calibrated_plans_share_a_pass():
@@ -206,7 +203,7 @@ def test_fixed_and_calibrated_plans_share_a_pass():
     kvjax.get_plan("flat", kvjax.Tokens(5)),
     automatic("keydiff", tau=0.5),
     kvjax.Plan(KeyDiff(), kvjax.Tokens(9)),
-    automatic("tova"),
+    automatic("keydiff"),
     automatic("keydiff", tau=0.99, alpha=0.0, beta=-5.0),
     kvjax.Plan(KeyDiff(), kvjax.Tokens(9), kvjax.Schedule(every=2)),
   ]
@@ -236,7 +233,7 @@ def test_protected_tokens_stay_or_are_too_many():
 
 
 def test_four_devices_equal_one():
-  plans = [automatic(name) for name in ("keydiff", "adakv")]
+  plans = [automatic(name) for name in PAIR]
   expected, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
   with jax.set_mesh(parse_mesh("data:2,model:2")):
     caches, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)

@@ -1,6 +1,7 @@
 """Regions of a prompt that no method may evict."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from kvjax.methods import METHODS, get_method
 from kvjax.plans import Plan
 from kvjax.testing import TinyModel, held_positions
 
-MODEL = TinyModel()
+# Half the time to compile, where one layer shows it all.
+MODEL = TinyModel(dataclasses.replace(TinyModel().geometry, layers=1))
 PARAMS = MODEL.init()
 RNG = np.random.default_rng(1)
 ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 40)]
@@ -21,7 +23,8 @@ PROTECTED = [
   [i == 11 for i in range(40)],
 ]
 PROMPTS = kvjax.Prompts.of(ROWS, 64, PROTECTED)
-PLAIN = kvjax.Prompts.of(ROWS, 64)
+# Nothing protected, in the same program.
+PLAIN = kvjax.Prompts.of(ROWS, 64, [[False] * len(row) for row in ROWS])
 
 NAMES = [
   *(name for name in METHODS if name not in ("full", "lagkv")),
@@ -43,13 +46,10 @@ def budget_of(name):
 
 @pytest.fixture(scope="module")
 def caches():
-  """Of every method, with and without protection; two programs for all."""
+  """Of every method, with and without protection; one program for all."""
   plans = [Plan(get_method(name), budget_of(name)) for name in NAMES]
-  geometry = dataclasses.replace(MODEL.geometry, layers=1)
-  model = dataclasses.replace(MODEL, geometry=geometry)
-  params = model.init()
-  kept, _ = kvjax.sweep(model, params, PROMPTS, plans)
-  plain, _ = kvjax.sweep(model, params, PLAIN, plans)
+  kept, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
+  plain, _ = kvjax.sweep(MODEL, PARAMS, PLAIN, plans)
   return dict(zip(NAMES, zip(plans, kept, plain, strict=True), strict=True))
 
 
@@ -108,22 +108,38 @@ def test_a_mask_says_something_of_every_token():
     kvjax.Prompts.of(ROWS, protected=[[True], [False] * 40])
 
 
-@pytest.mark.parametrize(
-  ("name", "first"),
-  [
-    ("chunkkv:window=16:chunk=3", 5),
-    ("protokv:prototypes=20:window=16", 5),
-    ("compactor.vllm:sketch_dim=6:chunk=16:first=2:last=16", 0),
-    ("snapkv:window=16", 5),
-  ],
-)
-def test_protected_tokens_come_before_the_methods_own(name, first):
-  """Ten of them and a window of 16 in a budget of 20, rows of two lengths."""
+# With a window of 16 in a budget of 20, and where the protected ones start.
+CROWDED = {
+  "chunkkv:window=16:chunk=3": 5,
+  "protokv:prototypes=20:window=16": 5,
+  "compactor.vllm:sketch_dim=6:chunk=16:first=2:last=16": 0,
+  "snapkv:window=16": 5,
+}
+CROWDED_BUDGETS = (kvjax.Tokens(20), kvjax.Retention(0.4))
+
+
+@functools.cache
+def crowded(first):
+  """Ten protected tokens from `first` on, in rows of two lengths."""
   masks = [[first <= i < first + 10 for i in range(n)] for n in (61, 40)]
   prompts = kvjax.Prompts.of(ROWS, 64, masks)
-  for budget in (kvjax.Tokens(20), kvjax.Retention(0.4)):
-    method = get_method(name)
-    cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, kvjax.Plan(method, budget))
+  plans = [
+    Plan(get_method(name), budget)
+    for name in CROWDED
+    for budget in CROWDED_BUDGETS
+  ]
+  caches, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans)
+  return {
+    (plan.method, plan.budget): cache
+    for plan, cache in zip(plans, caches, strict=True)
+  }
+
+
+@pytest.mark.parametrize("name", CROWDED)
+def test_protected_tokens_come_before_the_methods_own(name):
+  method, first = get_method(name), CROWDED[name]
+  for budget in CROWDED_BUDGETS:
+    cache = crowded(first)[method, budget]
     for row, n in enumerate((61, 40)):
       for heads in held_positions(cache, row):
         assert sum(map(len, heads)) <= 2 * method.kept(budget, n)

@@ -38,7 +38,7 @@ SMALL = {
   "flat": "flat:sinks=2:local=5",
   "quest": "quest:dense_layers=",
   "shadowkv": "shadowkv:outliers=2",
-  "magicpig": "magicpig:sinks=2:local=5:bits=3:tables=12:dense_layers=",
+  "magicpig": "magicpig:sinks=2:local=5:bits=3:tables=12:dense_every=0",
   "clusterkv": "clusterkv:sinks=2:clusters=7:iterations=3:dense_layers=",
   "squeezed": "squeezed:sinks=2:local=5:window=4:iterations=3",
 }

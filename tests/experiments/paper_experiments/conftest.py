@@ -1,7 +1,5 @@
 """A comparison that no paper has made, and a session on the tiny model."""
 
-import pathlib
-
 import pytest
 
 from experiments.paper_experiments.records import (
@@ -65,4 +63,4 @@ def invented():
 @pytest.fixture
 def session(tiny):
   settings = Settings("tiny", "abc", "float32", 3)
-  return Session(tiny, 1, pathlib.Path("tiny"), False, settings, batch=2)
+  return Session(tiny, 1, False, settings, batch=2)

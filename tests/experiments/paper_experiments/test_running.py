@@ -12,7 +12,6 @@ from experiments.paper_experiments.records import (
   Analysis,
   Experiment,
   Key,
-  Program,
   Setup,
 )
 from experiments.paper_experiments.samples import Sources
@@ -37,6 +36,9 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
   session, invented, tmp_path
 ):
   prompts = Setup("ruler", ("niah_single_2",), (256,), 2)
+  # Of two lengths one, which is compiled in half the time.
+  small = dataclasses.replace(invented.small, lengths=(256,))
+  invented = dataclasses.replace(invented, small=small)
   own = experiment(
     invented,
     Analysis("lengths", prompt_lengths.measure, prompts, prompts),
@@ -47,8 +49,8 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
   report.run(own, session, tmp_path, console)
   lines = (tmp_path / "invented_ruler" / "samples.jsonl").read_text()
   answers = [json.loads(line) for line in lines.splitlines()]
-  # Four caches (full, sinks at two budgets, ours) of 2 x 2 samples.
-  assert len(answers) == 16
+  # Three caches (full, sinks, ours) of two samples.
+  assert len(answers) == 6
   assert {answer["protocol"] for answer in answers} == {"query-aware"}
   assert {answer["seed"] for answer in answers} == {3}
   text = (tmp_path / "paper.md").read_text()
@@ -60,7 +62,7 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
     "Full is full; Sinks is streaming:sinks=2; Ours is keydiff.",
     "Everything is smaller.",
     "Other?: nobody knows what it was.",
-    "16 answers in",
+    "6 answers in",
     "| niah_single_2 | 2 |",
     "The paper: Ours is best.",
     "Nobody knows.",
@@ -75,7 +77,7 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
 
   again = running.compare(invented, session, tmp_path)
   assert again.notes[-1].startswith("0 answers in")
-  assert "16 from before" in again.notes[-1]
+  assert "6 from before" in again.notes[-1]
   key = Key("Ours", "short", "of two kinds")
   (cell,) = [
     c for c in cells if (c.get("line"), c.get("column"), c.get("what")) == key
@@ -108,37 +110,29 @@ def test_the_user_may_ask_for_more_samples_and_other_lengths(session, invented):
   assert running.setup_of(one, longer).lengths == (300,)
 
 
-def test_what_cannot_be_run_says_why(session, tmp_path):
+def test_lengths_beyond_the_models_context_are_left_out(session, invented):
+  """The tiny model's is 512 tokens."""
+  far = dataclasses.replace(invented.small, lengths=(256, 600))
+  setup, (note,) = running.within_context(far, session)
+  assert setup.lengths == (256,)
+  assert note.startswith("600 tokens are left out: with the chat template ")
+  cells = running.cells_of(invented, "small", setup)
+  assert {column.name for (_, column), own in cells.items() if own} == {"short"}
+  # Nothing is left to be asked, or the user wants it: it is refused later.
+  none = dataclasses.replace(far, lengths=(600, 700))
+  assert running.within_context(none, session) == (none, [])
+  wanted = session._replace(length=600)
+  assert running.within_context(far, wanted) == (far, [])
+
+
+def test_what_cannot_be_run_says_why():
   console = rich.console.Console(width=120, record=True)
-  report.run(experiment(why_not="It is secret."), session, tmp_path, console)
-  report.run(experiment(Program("x", "nowhere")), session, tmp_path, console)
+  report.refuse(
+    experiment(why_not="It is secret.", claims=("All is well.",)), console
+  )
   text = console.export_text()
   assert "This cannot be run. It is secret." in text
-  assert "There is no program experiments.nowhere yet." in text
-  assert not list(tmp_path.iterdir())
-
-
-def test_a_program_is_called_with_the_model(session, tmp_path, monkeypatch):
-  called = []
-
-  def run(command):
-    called.append(command)
-    return running.subprocess.CompletedProcess(command, 5)
-
-  monkeypatch.setattr(running.subprocess, "run", run)
-  program = Program("my run", "report", ["--x=1"])
-  with pytest.raises(SystemExit, match="5"):
-    report.run(
-      experiment(program), session, tmp_path, rich.console.Console(quiet=True)
-    )
-  assert called[0][1:] == [
-    "-m",
-    "experiments.report",
-    f"--output={tmp_path}/my_run",
-    "--model=tiny",
-    "--x=1",
-  ]
-  assert not (tmp_path / "paper.md").exists()
+  assert "The paper: All is well." in text
 
 
 def test_without_a_stand_in_a_part_is_left_out(session, invented, tmp_path):
