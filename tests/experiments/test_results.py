@@ -7,14 +7,16 @@ import resource
 
 import numpy as np
 import pytest
+import scipy.stats
 
+from experiments.intervals import interval
 from experiments.results import (
   Answer,
   Results,
   Settings,
   digest,
 )
-from experiments.summaries import interval, summarize
+from experiments.summaries import summarize
 from kvjax.errors import InputError
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)
@@ -47,6 +49,14 @@ def an_answer(sample=0, method="keydiff", score=100.0, **fields):
     }
     | fields
   )
+
+
+def scored(scores, **fields):
+  """Samples with these scores."""
+  return [
+    an_answer(number, score=float(score), **fields)
+    for number, score in enumerate(scores)
+  ]
 
 
 def lines(folder):
@@ -186,10 +196,51 @@ def test_first_tokens_are_compared_with_the_full_cache():
 def test_the_interval_of_a_mean_is_that_of_the_normal_for_many_samples():
   """Of R samples with deviation s: 1.96 s / sqrt(R) to either side."""
   scores = np.random.default_rng(3).normal(50, 10, 400)
-  low, high = interval(scores)
+  low, high = interval(scored(scores))
   assert low < scores.mean() < high
   np.testing.assert_allclose(high - low, 2 * 1.96 * scores.std() / 20, rtol=0.1)
-  assert interval(np.full(5, 7.0)) == (7.0, 7.0)
+
+
+def test_what_was_drawn_together_is_resampled_together():
+  """Turns and lengths that all say the same tell no more than one does."""
+  scores = [100.0, 0.0, 0.0, 100.0, 100.0]
+  expected = interval(scored(scores))
+  turns = [
+    an_answer(8 * number + turn, score=score, turn=turn)
+    for number, score in enumerate(scores)
+    for turn in range(8)
+  ]
+  assert interval(turns) == pytest.approx(expected)
+  lengths = scored(scores, length=320) + scored(scores, length=640)
+  assert interval(lengths) == pytest.approx(expected)
+  low, high = interval(scored(scores * 8))
+  assert high - low < (expected[1] - expected[0]) / 2
+
+
+@pytest.mark.parametrize(
+  ("answered", "right", "trials"),
+  [
+    ({"a": [100.0] * 20}, 20, 20),
+    ({"a": [0.0] * 7}, 0, 7),
+    ({"a": [50.0] * 6}, 3, 6),
+    ({"a": [100.0]}, 1, 1),
+    ({"a": [100.0] * 4, "b": [0.0] * 4}, 4, 8),
+    # The variance of the mean is that of 2 * 2 / (1 + 1/3) = 3 answers.
+    ({"a": [100.0], "b": [100.0] * 3}, 3, 3),
+    # A single answer tells nothing of how its task varies.
+    ({"a": [100.0], "b": [0.0, 0.0, 100.0]}, 2, 3),
+  ],
+)
+def test_where_resampling_tells_nothing_the_interval_is_wilsons(
+  answered, right, trials
+):
+  answers = [
+    answer
+    for task, scores in answered.items()
+    for answer in scored(scores, task=task)
+  ]
+  expected = scipy.stats.binomtest(right, trials).proportion_ci(method="wilson")
+  assert interval(answers) == pytest.approx([100 * b for b in expected])
 
 
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path):

@@ -1,5 +1,7 @@
 """What every method keeps to in the engine, on one device and on four."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,9 @@ from kvjax.methods import METHODS, FullKV, get_method
 from kvjax.sharding import parse_mesh
 from kvjax.testing import TinyModel, held_positions, poisoned
 
-MODEL = TinyModel()
-PARAMS = MODEL.init()
+# Half the time to compile, where one layer shows it all.
+SHALLOW = TinyModel(dataclasses.replace(TinyModel().geometry, layers=1))
+DEEP = TinyModel()
 RNG = np.random.default_rng(0)
 # No token twice: equal keys would tie, and ties fall as rounding falls.
 ROWS = [RNG.permutation(64)[:n].tolist() for n in (50, 26, 33, 41)]
@@ -54,23 +57,44 @@ TWICE = ["protokv.sat:window=5", "pyramid/ada/snapkv:window=5"]
 LESS = kvjax.Tokens(10)
 
 
-def sweep_all(rows):
-  """All methods in one program."""
-  plans = {name: kvjax.Plan(get_method(name), BUDGET) for name in NAMES}
-  less = {name: kvjax.Plan(get_method(name), LESS) for name in TWICE}
+def model_of(name):
+  """Pyramids have more to say of two layers."""
+  return DEEP if name.startswith("pyramid/") else SHALLOW
+
+
+def sweep(model, rows, plans):
+  """All plans in one program: their caches, and the logits."""
   prompts = kvjax.Prompts.of(rows)
-  both = [*less.values(), *plans.values()]
-  caches, logits = kvjax.sweep(MODEL, PARAMS, prompts, both)
-  of_less, rest = caches[: len(less)], caches[len(less) :]
-  return (
-    dict(zip(plans, rest, strict=True)),
-    logits,
-    dict(zip(less, of_less, strict=True)),
-  )
+  caches, logits = kvjax.sweep(model, model.init(), prompts, list(plans))
+  return dict(zip(plans, caches, strict=True)), logits
 
 
-def ask(cache):
-  return kvjax.answer(MODEL, PARAMS, cache, QUESTIONS, DECODING).rows()
+def sweep_all(rows):
+  """Every method's cache by plan, and the logits of both models."""
+  found, said = {}, []
+  for model in (SHALLOW, DEEP):
+    caches, logits = sweep(
+      model,
+      rows,
+      [
+        plan_of(name, budget)
+        for name in NAMES
+        for budget in ([BUDGET, LESS] if name in TWICE else [BUDGET])
+        if model_of(name) == model
+      ],
+    )
+    found |= caches
+    said.append(logits)
+  return found, said
+
+
+def plan_of(name, budget=BUDGET):
+  return kvjax.Plan(get_method(name), budget)
+
+
+def ask(name, cache):
+  model = model_of(name)
+  return kvjax.answer(model, model.init(), cache, QUESTIONS, DECODING).rows()
 
 
 @pytest.fixture(scope="module")
@@ -101,20 +125,20 @@ class TestMethodInTheEngine:
     self, name, swept, swept_backwards
   ):
     """Else none of these tests could fail."""
-    one, other = swept[0][name], swept_backwards[0][name]
+    one, other = (x[0][plan_of(name)] for x in (swept, swept_backwards))
     for row in range(4):
       same = held_positions(one, row) == held_positions(other, row)
       assert same == (name in BLIND)
 
   def test_empty_slots_may_hold_nan(self, name, swept):
-    cache = swept[0][name]
+    cache = swept[0][plan_of(name)]
     dirty = poisoned(cache)
     leaves = [x for x in jax.tree.leaves(dirty) if x.ndim > 3 and x.size]
     assert all(bool(jnp.any(jnp.isnan(x))) for x in leaves)
-    assert ask(dirty) == ask(cache)
+    assert ask(name, dirty) == ask(name, cache)
 
   def test_four_devices_equal_one(self, name, swept, swept_on_four):
-    cache, sharded = swept[0][name], swept_on_four[0][name]
+    cache, sharded = (x[0][plan_of(name)] for x in (swept, swept_on_four))
     for layer in sharded.layers:
       if isinstance(layer, LayerCache):
         assert len(layer.keys.sharding.device_set) == 4
@@ -123,34 +147,36 @@ class TestMethodInTheEngine:
         assert layer.pages.keys.addressable_shards[0].data.shape[0] == 2
     for row in range(4):
       assert held_positions(cache, row) == held_positions(sharded, row)
-    np.testing.assert_allclose(swept[1], swept_on_four[1], rtol=0, atol=1e-5)
+
+
+def test_logits_on_four_devices_equal_those_on_one(swept, swept_on_four):
+  for one, four in zip(swept[1], swept_on_four[1], strict=True):
+    np.testing.assert_allclose(one, four, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["keydiff", "pyramid/ada/snapkv:window=5"])
 def test_answers_on_four_devices_equal_those_on_one(name, swept, swept_on_four):
-  expected = ask(swept[0][name])
+  expected = ask(name, swept[0][plan_of(name)])
   with jax.set_mesh(parse_mesh("data:2,model:2")):
-    assert ask(swept_on_four[0][name]) == expected
+    assert ask(name, swept_on_four[0][plan_of(name)]) == expected
 
 
 @pytest.mark.parametrize("name", TWICE)
 def test_a_sweep_equals_each_plan_alone(name, swept):
-  method, prompts = get_method(name), kvjax.Prompts.of(ROWS)
-  for budget, together in ((BUDGET, swept[0][name]), (LESS, swept[2][name])):
-    plan = kvjax.Plan(method, budget)
-    alone, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
-    jax.tree.map(np.testing.assert_array_equal, alone, together)
+  model, prompts = model_of(name), kvjax.Prompts.of(ROWS)
+  for budget in (BUDGET, LESS):
+    plan = plan_of(name, budget)
+    alone, _ = kvjax.prefill(model, model.init(), prompts, plan)
+    jax.tree.map(np.testing.assert_array_equal, alone, swept[0][plan])
 
 
 def test_a_whole_budget_changes_no_bit():
   budgets = (kvjax.Retention(1.0), kvjax.Tokens(64), kvjax.Tokens(999))
-  plans = [
-    kvjax.Plan(get_method(name), budget) for name in NAMES for budget in budgets
-  ]
   full = kvjax.Plan(FullKV(), kvjax.Retention(1.0))
-  prompts = kvjax.Prompts.of(ROWS)
-  (dense, *others), _ = kvjax.sweep(MODEL, PARAMS, prompts, [full, *plans])
-  assert len(others) == 3 * len(NAMES)
-  for cache in others:
-    jax.tree.map(np.testing.assert_array_equal, cache, dense)
-  assert ask(others[-1]) == ask(dense)
+  plans = [plan_of(name, budget) for name in NAMES for budget in budgets]
+  caches, _ = sweep(DEEP, ROWS, [*plans, full])
+  assert len(caches) == 3 * len(NAMES)  # the full cache is one of them
+  for cache in caches.values():
+    jax.tree.map(np.testing.assert_array_equal, cache, caches[full])
+  name = "pyramid/keydiff"
+  assert ask(name, caches[plan_of(name, budgets[1])]) == ask(name, caches[full])

@@ -239,7 +239,7 @@ def test_who_may_read_everything_attends_to_everything(first, dtype, atol):
 
 
 MODEL = TinyModel(
-  kvjax.Geometry(layers=2, heads=4, kv_heads=2, head_dim=8, max_positions=4096)
+  kvjax.Geometry(layers=1, heads=4, kv_heads=2, head_dim=8, max_positions=4096)
 )
 NAME = "ctkvr:sinks=2:local=5:probes=2:max_resident=40"
 

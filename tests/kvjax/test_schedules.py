@@ -16,7 +16,8 @@ from kvjax.sharding import parse_mesh
 from kvjax.step import Limits
 from kvjax.testing import TinyModel, held_positions
 
-MODEL = TinyModel()
+# Half the time to compile, where one layer shows it all.
+MODEL = TinyModel(dataclasses.replace(TinyModel().geometry, layers=1))
 PARAMS = MODEL.init()
 RNG = np.random.default_rng(0)
 # No token twice: equal keys would tie, and ties fall as rounding falls.
@@ -80,7 +81,9 @@ def test_a_budget_that_holds_everything_changes_nothing(name):
   np.testing.assert_array_equal(got.tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+  "name", ["h2o", "snapkv:window=4", "lagkv:sinks=2:lag=5"]
+)
 def test_four_devices_equal_one(name):
   schedule = kvjax.Schedule(block=8, every=2)
   rows = [*ROWS, ROWS[1][:30]]
@@ -141,7 +144,7 @@ def test_memory_in_blocks_is_budget_and_block(name, budget):
   logits = geometry.heads * block * (most + block) * 4
   expected = carry + 2 * (most + block) * slot + 2 * logits
   assert 0.9 * expected < used < 1.1 * expected
-  if isinstance(budget, kvjax.Tokens):
+  if name == "h2o":
     assert compiled(32 * width)[0] < 1.1 * expected
 
 

@@ -33,7 +33,7 @@ def test_other_settings_stand_apart(answer, record, tmp_path, settings):
   ]
   board = leaderboard.merge(runs)
   assert [len(group.entries) for group in board.groups] == [2, 2]
-  assert board.replaced == []
+  assert board.remarks == []
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_newer_of_two_counts_and_keeps_its_own_delta(
     ["keydiff", "60.0", "-20.0", str(new.folder)],
     ["snapkv", "40.0", "-60.0", str(old.folder)],
   ]
-  (sentence,) = board.replaced
+  (sentence,) = board.remarks
   assert sentence == (
     f"2 lines of {old.folder} gave way to those of {new.folder}, which is "
     "newer."
@@ -82,7 +82,7 @@ def test_the_newer_of_two_counts_and_keeps_its_own_delta(
   text = board.to_markdown()
   for part in (
     "## ruler, 1024 tokens: tiny, query-agnostic, whole prompt, per kv head",
-    "| snapkv | 25 % | 0.75 | 200 | 40.0 | – | −60.0 | 1 | 200 |",
+    "| snapkv | 25 % | 0.75 | 200 | 40.0 | 6.3–86.4 | −60.0 | 1 | 200 |",
     "Seed 7, greedy, float32 on CPU, 2 cores; python 3.12.1, jax 1.2.3.",
     "essay: texts of Python",
     sentence,

@@ -65,7 +65,7 @@ def test_a_page_tells_all_and_runs_nothing_of_what_it_shows(answer, record):
   ):
     assert fact in words
   board = leaderboard.Leaderboard([leaderboard.Group({})], [])._replace(
-    groups=[], replaced=[evil]
+    groups=[], remarks=[evil]
   )
   assert evil in "".join(check_self_contained(board.to_html()).texts)
 
