@@ -13,8 +13,8 @@ from kvjax.testing import TinyModel, held_positions
 MODEL = TinyModel(
   Geometry(layers=1, heads=4, kv_heads=2, head_dim=128, max_positions=4096)
 )
-LENGTHS = (256, 201)
-PLANS = ("keydiff", "h2o", "compactor:chunk=128", "adakv", "ctkvr")
+LENGTHS = (128, 101)
+PLANS = ("keydiff", "h2o", "compactor:chunk=64", "adakv", "ctkvr")
 
 
 def ran(plan):
