@@ -26,6 +26,8 @@ from experiments.reporting import wording
 from kvjax.errors import InputError
 from models import lora
 
+flags.adopt_module_key_flags(inputs)
+
 _DOCUMENTS = flags.DEFINE_string(
   "documents",
   None,

@@ -104,6 +104,7 @@ class Tuner:
           show(done, float(loss))
         epoch_ends = done % self._epoch_steps == 0
         if epoch_ends or done % _SAVE_EVERY == 0:
+          loss.block_until_ready()
           self.state = self.state.spent(time.monotonic() - began)
           if epoch_ends:
             self._log()

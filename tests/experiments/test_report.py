@@ -45,6 +45,8 @@ def write_run(folder, **settings):
 def test_runs_become_one_leaderboard(run_binary, tmp_path):
   write_run(tmp_path / "runs" / "a")
   write_run(tmp_path / "runs" / "b", protocol="query-aware")
+  write_run(tmp_path / "runs" / "c")
+  (tmp_path / "runs" / "c" / "summary.json").unlink()
   output, kvpress = tmp_path / "new" / "board", tmp_path / "kvpress"
   result = run_binary(
     "experiments.report",
@@ -56,6 +58,9 @@ def test_runs_become_one_leaderboard(run_binary, tmp_path):
   assert result.returncode == 0, result.stderr
   assert "2 runs" in result.stdout
   assert "query-aware" in result.stdout
+  assert "its run is not finished" in " ".join(result.stdout.split())
+  board = (output / "leaderboard.md").read_text()
+  assert "c is left out: its run is not finished; the command" in board
   lines = (output / "leaderboard.csv").read_text().splitlines()
   assert len(lines) == 3
   assert (output / "leaderboard.md").read_text().count("| full |") == 2

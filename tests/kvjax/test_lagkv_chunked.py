@@ -1,5 +1,7 @@
 """LagKV in its chunked prefill and while decoding."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ from kvjax.methods import LagKV
 from kvjax.plans import Plan
 from kvjax.testing import TinyModel, held_positions
 
-MODEL = TinyModel()
+# Half the time to compile, where one layer shows it all.
+MODEL = TinyModel(dataclasses.replace(TinyModel().geometry, layers=1))
 PARAMS = MODEL.init()
 RNG = np.random.default_rng(0)
 # No token twice: equal keys would tie, and ties fall as rounding falls.
@@ -36,7 +39,7 @@ def test_lagkv_keeps_its_frozen_part_bit_for_bit():
         )
 
 
-@pytest.mark.parametrize("size", [1, 4, 5, 12])
+@pytest.mark.parametrize("size", [1, 5, 12])
 def test_lagkv_in_chunks_ends_at_the_length_of_the_plain_prefill(size):
   method, budget = LagKV(sinks=2, lag=5), kvjax.Retention(0.4)
   plain, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, Plan(method, budget))

@@ -11,7 +11,8 @@ from kvjax.methods import get_method
 from kvjax.plans import Plan
 from kvjax.testing import TinyModel, held_positions
 
-MODEL = TinyModel()
+# Half the time to compile, where one layer shows it all.
+MODEL = TinyModel(dataclasses.replace(TinyModel().geometry, layers=1))
 PARAMS = MODEL.init()
 RNG = np.random.default_rng(0)
 # No token twice: equal keys would tie, and ties fall as rounding falls.
@@ -44,7 +45,7 @@ def test_rerotated_keys_are_those_of_their_places_in_the_cache():
       turned(keys, np.arange(12)).swapaxes(0, 1),
       atol=1e-5,
     )
-  assert held_positions(cache, 0) == [[list(range(12))] * 2] * 2
+  assert held_positions(cache, 0) == [[list(range(12))] * 2]
   cache = kvjax.reserve(cache, 40)
   _, cache = kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(5))
   assert held_positions(cache, 1)[0][0] == list(range(12 + 1 + 5))
@@ -126,7 +127,7 @@ def test_what_is_renumbered_can_be_protected():
   for row, ids in enumerate(ROWS):
     newest = len(ids) + 21
     kept = [0, 1, 2, 3, 9, 10, *range(newest - 6, newest)]
-    assert held_positions(cache, row) == [[kept] * 2] * 2
+    assert held_positions(cache, row) == [[kept] * 2]
 
 
 def test_renumbered_tokens_must_be_as_many_everywhere():
@@ -148,7 +149,7 @@ def test_rerotation_needs_a_model_that_can():
     kvjax.prefill(Plain(), PARAMS, PROMPTS, Plan(method, BUDGET))
 
 
-@pytest.mark.parametrize("schedule", [(None, 1), (8, 1), (8, None)])
+@pytest.mark.parametrize("schedule", [(None, 1), (8, 1)])
 def test_a_stream_has_no_end(schedule):
   """Beyond the model's context, where nothing stands so far apart."""
   geometry = dataclasses.replace(MODEL.geometry, max_positions=64)

@@ -3,6 +3,8 @@
 import html.parser
 import re
 
+import pytest
+
 from experiments.reporting import leaderboard, page
 from experiments.reporting.excerpts import excerpts
 
@@ -68,6 +70,17 @@ def test_a_page_tells_all_and_runs_nothing_of_what_it_shows(answer, record):
     groups=[], remarks=[evil]
   )
   assert evil in "".join(check_self_contained(board.to_html()).texts)
+
+
+@pytest.mark.parametrize(
+  ("benchmark", "shares"),
+  [("passkey", "Share of exact answers"), ("needle", "Share of answers found")],
+)
+def test_maps_say_what_they_show_the_share_of(
+  answer, record, benchmark, shares
+):
+  found = record([answer(depth=0.5)], benchmark=benchmark)
+  assert f"{shares}, by length" in page.of_run(found, {"heatmap.png": b"png"})
 
 
 def test_excerpts_take_turns_between_tasks_and_are_bounded(answer, record):

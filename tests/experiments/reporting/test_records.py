@@ -18,6 +18,8 @@ def test_runs_are_found_below_and_read_once(answer, record, tmp_path):
   (tmp_path / "other").mkdir()
   (tmp_path / "other" / "summary.json").write_text("{}")
   assert records.find([tmp_path, tmp_path / "a"]) == written
+  left_out = records.unfinished([tmp_path, tmp_path / "unfinished"])
+  assert [path.name for path in left_out] == ["unfinished"]
 
 
 def test_only_answers_that_the_rows_are_means_of_are_read(
