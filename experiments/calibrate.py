@@ -81,6 +81,12 @@ _LENGTH = flags.DEFINE_integer(
   "Tokens of prompt and answer, chat template aside.",
   lower_bound=1,
 )
+_ESSAY = flags.DEFINE_string(
+  "essay",
+  None,
+  "Text, or folder of texts, to hide needles in; by default prose that the "
+  "bundled model has been trained on.",
+)
 _METHODS = flags.DEFINE_list(
   "methods",
   [name for name in DEFAULT if name != FULL],
@@ -264,10 +270,12 @@ def _asked() -> list[float]:
 
 
 def _texts() -> ruler.Texts:
-  """Needles in prose that the bundled model has been trained on.
+  """Needles in the user's text, or in what the bundled model was trained on.
 
   A likelihood tells how much a context can lose where a model knows its kind.
   """
+  if _ESSAY.value is not None:
+    return ruler.Texts.read(pathlib.Path(_ESSAY.value))
   texts = ruler.Texts.read()
   origins = {**texts.origins, "essay": f"{prose.SOURCE}, chapters of training"}
   return dataclasses.replace(texts, essay="train", origins=origins)

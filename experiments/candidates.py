@@ -45,7 +45,10 @@ class Candidate:
     plan = self.plan
     if isinstance(plan.budget, kvjax.Calibrated):
       line = plan.budget.calibration
-      return f"{plan.method}, kc = {line.alpha:g} NLL + {line.beta:g}"
+      asked = line.asked(plan.budget.tau)
+      return (
+        f"{plan.method}, kc = {line.alpha:g} NLL + {line.beta:g} at {asked:g}"
+      )
     if plan.lookup is None:
       return str(plan.method)
     return f"{plan.lookup.retrieval} on {plan.method}, {plan.budget}"

@@ -41,7 +41,8 @@ NAMES = [
   "compactor.vllm:sketch=none:first=2:last=3:chunk=16:leverage_chunk=20",
   "protokv.chunk:window=5:prototypes=20",
 ]
-PAIR = ["keydiff", "pyramid/ada/keydiff"]
+# One that keeps as many of every head, and one that does not.
+PAIR = [NAMES.index(name) for name in ("keydiff", "pyramid/ada/keydiff")]
 PLAIN = kvjax.Plan(FullKV(), kvjax.Retention(1.0))
 
 
@@ -80,44 +81,53 @@ def held(layer, row):
   ]
 
 
+SHARES = curve_inverse(TAU, ALPHA * NLL.astype(float) + BETA)
+PLANS = [
+  *map(automatic, NAMES),
+  automatic("keydiff", per_query_head=True),
+]
+
+
+@pytest.fixture(scope="module")
+def swept():
+  """All plans, and a fixed one for each: of either row's retention in turn."""
+  asked = [fixed(plan, SHARES[i % 2]) for i, plan in enumerate(PLANS)]
+  return kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [*PLANS, *asked])
+
+
 def test_every_way_to_choose_is_here():
   methods = [get_method(name) for name in NAMES]
   ways = {type(method).select for method in methods} | {AdaKV.select}
   assert ways == {kind.select for kind in METHODS.values()}
 
 
-def test_a_row_keeps_what_its_retention_asks_for():
+def test_a_row_keeps_what_its_retention_asks_for(swept):
   """Exactly what a fixed plan of its retention keeps."""
-  shares = curve_inverse(TAU, ALPHA * NLL.astype(float) + BETA)
-  assert sorted(shares) == pytest.approx([0.143, 0.897], abs=0.01)
-  plans = [automatic(name) for name in NAMES]
-  plans.append(automatic("keydiff", per_query_head=True))
-  asked = [fixed(plan, share) for plan in plans for share in shares]
-  found = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [*plans, *asked])
-  np.testing.assert_allclose(found.nll, NLL, rtol=1e-6)
-  for told in found.retentions[: len(plans)]:
-    np.testing.assert_allclose(told, shares, rtol=1e-4)
-  expected = found.caches[len(plans) :]
-  for index, (plan, ours) in enumerate(zip(plans, found.caches, strict=False)):
-    for row in range(2):
-      theirs = expected[2 * index + row]
-      assert held_positions(ours, row) == held_positions(theirs, row), plan
-      assert ours.next_positions[row] == theirs.next_positions[row]
-      for one, other in zip(ours.layers, theirs.layers, strict=True):
-        jax.tree.map(
-          np.testing.assert_array_equal, held(one, row), held(other, row)
-        )
+  assert sorted(SHARES) == pytest.approx([0.143, 0.897], abs=0.01)
+  np.testing.assert_allclose(swept.nll, NLL, rtol=1e-6)
+  count = len(PLANS)
+  for told in swept.retentions[:count]:
+    np.testing.assert_allclose(told, SHARES, rtol=1e-4)
+  assert swept.retentions[count:] == (None,) * count
+  for index, plan in enumerate(PLANS):
+    row = index % 2
+    ours, theirs = swept.caches[index], swept.caches[count + index]
+    assert held_positions(ours, row) == held_positions(theirs, row), plan
+    assert ours.next_positions[row] == theirs.next_positions[row]
+    for one, other in zip(ours.layers, theirs.layers, strict=True):
+      jax.tree.map(
+        np.testing.assert_array_equal, held(one, row), held(other, row)
+      )
 
 
-def test_a_row_stands_alone():
-  plans = [automatic(name) for name in PAIR]
-  together, logits = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
+def test_a_row_stands_alone(swept):
   _, plain = kvjax.prefill(MODEL, PARAMS, PROMPTS, PLAIN)
-  np.testing.assert_allclose(logits, plain, rtol=0, atol=1e-5)
+  np.testing.assert_allclose(swept.logits, plain, rtol=0, atol=1e-5)
   # The shorter one, without its padding and without its mate.
+  plans = [PLANS[index] for index in PAIR]
   alone, _ = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of(ROWS[1:]), plans)
-  for ours, theirs in zip(together, alone, strict=True):
-    assert held_positions(ours, 1) == held_positions(theirs, 0)
+  for index, theirs in zip(PAIR, alone, strict=True):
+    assert held_positions(swept.caches[index], 1) == held_positions(theirs, 0)
 
 
 def test_other_documents_run_the_same_programs():
@@ -178,7 +188,6 @@ def test_where_nothing_can_go_all_of_it_stays():
     automatic("keydiff", alpha=0.0, beta=-9.0),
     automatic("keydiff", tau=1.0),
     automatic("adakv", tau=1.0),
-    automatic("keydiff", tau=1.0, per_query_head=True),
   ]
   found = kvjax.measured_sweep(MODEL, PARAMS, prompts, plans)
   some, *whole = found.caches
@@ -186,10 +195,9 @@ def test_where_nothing_can_go_all_of_it_stays():
   assert found.retentions[0][1] == 1
   assert held_positions(some, 1) == [[[0], [0]]] * 2
   assert int(some.lengths[0, 0, 0]) < 50
-  twice = dataclasses.replace(PLAIN, per_query_head=True)
-  (full, each), _ = kvjax.sweep(MODEL, PARAMS, prompts, [PLAIN, twice])
-  for cache, expected in zip(whole, (full, full, each), strict=True):
-    jax.tree.map(np.testing.assert_array_equal, cache, expected)
+  full, _ = kvjax.prefill(MODEL, PARAMS, prompts, PLAIN)
+  for cache in whole:
+    jax.tree.map(np.testing.assert_array_equal, cache, full)
 
   broken = jax.tree.map(lambda x: x.at[7].set(jnp.nan), PARAMS["embedding"])
   broken = PARAMS | {"embedding": broken}
@@ -210,8 +218,8 @@ def test_fixed_and_calibrated_plans_share_a_pass():
   found = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, plans)
   told = [shares is not None for shares in found.retentions]
   assert told == [False, True, False, True, True, False]
-  for kind in (True, False):
-    own = [index for index, calibrated in enumerate(told) if calibrated == kind]
+  for calibrated in (True, False):
+    own = [index for index, other in enumerate(told) if other == calibrated]
     alone, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, [plans[i] for i in own])
     for index, cache in zip(own, alone, strict=True):
       jax.tree.map(np.testing.assert_array_equal, cache, found.caches[index])
@@ -232,14 +240,14 @@ def test_protected_tokens_stay_or_are_too_many():
     kvjax.prefill(MODEL, PARAMS, prompts, plan)
 
 
-def test_four_devices_equal_one():
-  plans = [automatic(name) for name in PAIR]
-  expected, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
+def test_four_devices_equal_one(swept):
+  plans = [PLANS[index] for index in PAIR]
   with jax.set_mesh(parse_mesh("data:2,model:2")):
     caches, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
   layer = caches[0].layers[0]
   assert isinstance(layer, LayerCache)
   assert layer.keys.addressable_shards[0].data.shape[:2] == (1, 1)
-  for ours, theirs in zip(caches, expected, strict=True):
+  for ours, index in zip(caches, PAIR, strict=True):
     for row in range(2):
-      assert held_positions(ours, row) == held_positions(theirs, row)
+      theirs = held_positions(swept.caches[index], row)
+      assert held_positions(ours, row) == theirs

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 import kvjax
 from kernels.attention import attention
@@ -238,6 +239,25 @@ def test_what_the_host_holds_is_read_alike(name):
     assert found["pinned_host"] == there
     assert found["device"] == state.nbytes - there
     np.testing.assert_array_equal(state.stored.keys, here.stored.keys)
+
+
+def primitives(jaxpr):
+  for equation in jaxpr.eqns:
+    yield equation.primitive.name
+    for part in jaxprs_in_params(equation.params):
+      yield from primitives(part)
+
+
+def test_a_lone_token_looks_up_as_the_first_of_several_does():
+  """Without a branch in which the device would only wait for the host."""
+  _, roomy, output, _ = of_all_rows("ctkvr.host")
+  first = jax.tree.map(
+    lambda x: x[:, :1] if x.ndim == 2 else x[:, :, :1], block_after(LENGTHS)
+  )
+  traced = jax.jit(decoded).trace(roomy, first)
+  assert "cond" not in primitives(traced.jaxpr.jaxpr)
+  own, _ = traced.lower().compile()(roomy, first)
+  np.testing.assert_allclose(own, output[:, :, :1], atol=2e-6)
 
 
 MODEL = TinyModel(
