@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -141,20 +140,14 @@ def _ruler(lm: Pretrained) -> Drawn:
       texts,
       on_draw,
     )
-  short = [
-    part
-    for part in itertools.product(choice.tasks, lengths())
-    if part not in samples
-  ]
   notes = [
     f"{task} is left out at {length} tokens: it needs more words, by --words."
-    for task, length in short
+    for length in lengths()
+    for task in choice.tasks
+    if (task, length) not in samples
   ]
-  left_out = [
-    *(task for task in _ruler_tasks() if task not in choice.tasks),
-    *(f"{task} at {length} tokens" for task, length in short),
-  ]
-  about = {"left out": ", ".join(left_out)} if left_out else {}
+  missing = ruler.missing(_ruler_tasks(), lengths(), samples)
+  about = {"left out": ", ".join(missing)} if missing else {}
   return Drawn(samples, texts.origins, [*choice.notes, *notes], about)
 
 

@@ -29,10 +29,7 @@ from models import lora
 flags.adopt_module_key_flags(inputs)
 
 _DOCUMENTS = flags.DEFINE_string(
-  "documents",
-  None,
-  "Folder of .txt and .md files, which are learnt; by default the chapters of "
-  "Python's documentation that the bundled model has never seen.",
+  "documents", None, "Folder of .txt and .md files, which are learnt."
 )
 _OUTPUT = flags.DEFINE_string(
   "output",
@@ -72,7 +69,9 @@ _SEED = flags.DEFINE_integer(
 
 def _texts() -> list[str]:
   if _DOCUMENTS.value is None:
-    return documents.built_in()
+    raise InputError(
+      "Name a folder of .txt and .md files to learn: --documents=DIR."
+    )
   return documents.read(pathlib.Path(_DOCUMENTS.value))
 
 
@@ -105,8 +104,7 @@ def main() -> None:
   """Finetunes, then writes adapters and model."""
   output = pathlib.Path(_OUTPUT.value).absolute()
   results.check_writable(output)
-  recipe = _recipe()
-  texts = _texts()
+  texts, recipe = _texts(), _recipe()
   with inputs.loaded() as (lm, _):
     _check_length(lm)
     parts = documents.chunks(

@@ -108,8 +108,9 @@ def progress_bar(
   Args:
     total: of what is to come, if that is known.
     doing: what it says before it is told of a task.
-    transient: whether it goes when it is full.
+    transient: whether it goes in the end, and is for terminals alone.
   """
+  console = rich.console.Console(stderr=True)
   with rich.progress.Progress(
     rich.progress.TextColumn("{task.description:15}"),
     rich.progress.BarColumn(),
@@ -117,8 +118,9 @@ def progress_bar(
     rich.progress.TimeElapsedColumn(),
     rich.progress.TextColumn("left"),
     rich.progress.TimeRemainingColumn(),
-    console=rich.console.Console(stderr=True),
+    console=console,
     transient=transient,
+    disable=transient and not console.is_interactive,
   ) as progress:
     bar = progress.add_task(doing, total=total)
 

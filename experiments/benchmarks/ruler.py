@@ -198,6 +198,20 @@ def samples(
   return found
 
 
+def missing(
+  tasks: Sequence[str], lengths: Sequence[int], found: Mapping[Part, object]
+) -> list[str]:
+  """Which tasks there are no samples of, or not at some of the lengths."""
+  named: list[str] = []
+  for task in tasks:
+    short = [length for length in lengths if Part(task, length) not in found]
+    if len(short) == len(lengths):
+      named.append(task)
+    else:
+      named += [f"{task} at {length} tokens" for length in short]
+  return named
+
+
 def draw(
   task: str, number: int, seed: int, length: int, count: Count, texts: Texts
 ) -> Sample:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from experiments.tasks import prose
 from kvjax.errors import InputError
 from kvjax.prompts import Prompts
 from models.json_files import read_text
@@ -43,11 +42,6 @@ def read(folder: pathlib.Path) -> list[str]:
   if not texts:
     raise InputError(f"{folder} holds no text in {kinds} files.")
   return texts
-
-
-def built_in() -> list[str]:
-  """Prose that the bundled model has not been trained on, as one document."""
-  return [" ".join(prose.sentences("heldout"))]
 
 
 def chunks(

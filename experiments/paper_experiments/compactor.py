@@ -320,7 +320,7 @@ EXPERIMENTS = (
     "calibrated retention: fitted on RULER, used per document",
     _MODELS,
     "LongBench",
-    "fitted to seven needle tasks, used on four in other prose",
+    "fitted to seven needle tasks, used on four in generated reports",
     10,
     programs.ZERO_SHOT,
     (
@@ -335,14 +335,14 @@ EXPERIMENTS = (
     "the same after LoRA finetuning on the documents",
     _MODELS,
     "LongBench's documents as a folder of texts (--essay)",
-    "the same after that prose has been learnt",
+    "the same after LoRA on other reports of that kind",
     15,
     programs.FINETUNED,
     (
       "After finetuning (rank 128 on Q, K and V, 8 epochs) Compactor keeps "
       "22 %, SnapKV 44 %, PyramidKV 51 % and Random 76 %.",
     ),
-    ("E3.6 has the same before; both need the same --essay.",),
+    ("E3.6 is the same before; both take the same --essay.",),
   ),
   Experiment(
     "E3.8",

@@ -198,15 +198,16 @@ class Program:
       of the experiment.
     takes: flags that it is called with where the user has given them, and what
       they are called there.
-    data: whether it is for those who give --data, for those who do not, or for
-      all.
+    needs: a flag without which it is left out, or none.
+    unless: a flag with which it is left out, or none.
   """
 
   name: str
   module: str
   arguments: Sequence[str] = ()
   takes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  data: bool | None = None
+  needs: str = ""
+  unless: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,6 @@ def _table(summary: Summary) -> Table:
     columns["read"] = [f"{mean.read_tokens:.0f}" for mean in found]
   columns["KiB"] = [f"{mean.cache_bytes / 1024:.0f}" for mean in found]
   if any(mean.host_bytes for mean in found):
-    columns["of host"] = [f"{mean.host_bytes / 1024:.0f}" for mean in found]
+    columns["on host"] = [f"{mean.host_bytes / 1024:.0f}" for mean in found]
   lines = list(zip(*columns.values(), strict=True))
   return Table("", list(columns), lines, names=2)

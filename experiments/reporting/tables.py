@@ -54,21 +54,16 @@ def overview(found: Sequence[Mean], title: str, name: str = "score") -> Table:
     title: what they are about.
     name: what the score is called.
   """
-  unit, size = wording.unit(mean.cache_bytes for mean in found)
   columns: dict[str, list[str]] = {
     "method": [mean.method for mean in found],
     "budget": [wording.budget(*mean.name) for mean in found],
     "removed": [f"{mean.removed:.3g}" for mean in found],
-    "kept": [f"{mean.kept_tokens:.0f}" for mean in found],
+    **_tokens(found),
   }
-  if reads_less(found):
-    columns["read"] = [f"{mean.read_tokens:.0f}" for mean in found]
   for mean in found:
     for column, text in _sureness(mean, name).items():
       columns.setdefault(column, []).append(text)
-  columns[unit] = [_size(mean.cache_bytes / size) for mean in found]
-  if any(mean.host_bytes for mean in found):
-    columns["of host"] = [_size(mean.host_bytes / size) for mean in found]
+  columns |= _bytes(found)
   lines = list(zip(*columns.values(), strict=True))
   return Table(title, list(columns), lines, names=2)
 
@@ -139,6 +134,18 @@ def by_set(record: Record) -> Table:
   return Table(title, header, lines, names=2, least=_SET)
 
 
+def costs(record: Record) -> Table:
+  """A line per method at one budget: what it keeps, reads and allocates."""
+  found = means(record.summary["rows"])
+  columns = {
+    "method": [mean.method for mean in found],
+    **_tokens(found),
+    **_bytes(found),
+  }
+  title = f"caches at {wording.budget(*found[-1].name)}"
+  return Table(title, list(columns), list(zip(*columns.values(), strict=True)))
+
+
 def _in_full(part: Record) -> list[Table]:
   name = wording.score_name(part.summary)
   title = wording.averaged(part.values("task"))
@@ -152,8 +159,10 @@ def _in_full(part: Record) -> list[Table]:
 def _in_brief(part: Record) -> list[Table]:
   """All budgets in one table, and the middle one in others."""
   own = _at(part, _middle(part))
+  lookups = reads_less(means(own.summary["rows"]))
   return [
     by_budget(part),
+    *([costs(own)] if lookups else []),
     *_tasks(own),
     *series.other_scores(own),
     *series.by_turn(own),
@@ -198,6 +207,23 @@ def _sureness(mean: Mean, name: str) -> dict[str, str]:
     "Δ full": wording.signed(mean.delta),
     "n": str(mean.samples),
   }
+
+
+def _tokens(found: Sequence[Mean]) -> dict[str, list[str]]:
+  """Columns of tokens: those kept and, where it is less, those read."""
+  columns = {"kept": [f"{mean.kept_tokens:.0f}" for mean in found]}
+  if reads_less(found):
+    columns["read"] = [f"{mean.read_tokens:.0f}" for mean in found]
+  return columns
+
+
+def _bytes(found: Sequence[Mean]) -> dict[str, list[str]]:
+  """Columns of sizes: all that is allocated, and what of it the host has."""
+  unit, size = wording.unit(mean.cache_bytes for mean in found)
+  columns = {unit: [_size(mean.cache_bytes / size) for mean in found]}
+  if any(mean.host_bytes for mean in found):
+    columns["on host"] = [_size(mean.host_bytes / size) for mean in found]
+  return columns
 
 
 def _size(value: float) -> str:

@@ -1,7 +1,9 @@
 """Haystacks of a given size, and the size that fits a length in tokens."""
 
+import bisect
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from experiments.tasks import prose
 from kvjax.errors import InputError
@@ -47,6 +49,17 @@ class ProseText:
       words -= len(pieces)
       at = (at + 1) % len(self._sentences)
     return found
+
+
+def sentences_before(sentences: Sequence[str], share: float) -> int:
+  """How many sentences end within a share of the words, from 0 to 1.
+
+  What is inserted after them stands where the share ends, or as far before it
+  as that takes to begin a sentence.
+  """
+  ends = itertools.accumulate(len(text.split(" ")) for text in sentences)
+  words = list(ends)
+  return bisect.bisect_right(words, share * words[-1])
 
 
 def most_units(

@@ -244,11 +244,7 @@ def _spread(
   """
   needles = [_needle(task, key, value) for key, value in pairs]
   if task.haystack == "essay":
-    text = fitting.ProseText(rng, essay)
-    shares = depths or sorted(rng.sample(_DEPTHS, len(needles)))
-    return lambda units: " ".join(
-      _inserted(text.sentences(units), needles, shares)
-    )
+    return _spread_in_prose(rng, needles, essay, depths)
   shares = depths or sorted(rng.random() for _ in needles)
   if task.haystack == "noise":
     return lambda units: "\n".join(_inserted([NOISE] * units, needles, shares))
@@ -266,11 +262,40 @@ def _spread(
   return lambda units: "\n".join(_inserted(distractors(units), needles, shares))
 
 
+def _spread_in_prose(
+  rng: random.Random,
+  needles: Sequence[str],
+  essay: prose.Essay,
+  depths: Sequence[float] | None,
+) -> Callable[[int], str]:
+  """Depths that are asked for are shares of the words, others of sentences."""
+  text = fitting.ProseText(rng, essay)
+  if depths is None:
+    shares = sorted(rng.sample(_DEPTHS, len(needles)))
+    return lambda words: " ".join(
+      _inserted(text.sentences(words), needles, shares)
+    )
+
+  def spread(words: int) -> str:
+    units = text.sentences(words)
+    before = [fitting.sentences_before(units, depth) for depth in depths]
+    return " ".join(_inserted_at(units, needles, before))
+
+  return spread
+
+
 def _inserted(
   units: list[str], needles: Sequence[str], depths: Sequence[float]
 ) -> list[str]:
   """Units with needle i before the unit at its share of the way through."""
+  return _inserted_at(units, needles, [int(len(units) * d) for d in depths])
+
+
+def _inserted_at(
+  units: list[str], needles: Sequence[str], before: Sequence[int]
+) -> list[str]:
+  """Units with needle i after so many of them."""
   mixed = list(units)
-  for needle, depth in reversed(list(zip(needles, depths, strict=True))):
-    mixed.insert(int(len(units) * depth), needle)
+  for needle, number in reversed(list(zip(needles, before, strict=True))):
+    mixed.insert(number, needle)
   return mixed

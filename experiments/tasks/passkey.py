@@ -40,7 +40,8 @@ def passkey(
 
   def context(words: int) -> str:
     sentences = text.sentences(words)
-    sentences.insert(int(len(sentences) * place), NEEDLE.format(key=key))
+    before = fitting.sentences_before(sentences, place)
+    sentences.insert(before, NEEDLE.format(key=key))
     return f"{INTRO}{' '.join(sentences)}\n"
 
   words = fitting.most_units_of_prompt(

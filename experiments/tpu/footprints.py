@@ -7,6 +7,7 @@ import jax
 
 from experiments.tpu.hlo import Module
 from experiments.tpu.kernel_traffic import kernels_in
+from experiments.tpu.meanwhile import meanwhile
 from experiments.tpu.traffic import traffic
 
 
@@ -20,6 +21,7 @@ class Footprint:
     temporary: the same, for intermediate results, and the program itself.
     host: arguments, results and intermediate results in the host's memory.
     moved: between the device's memory and its cores; see `of`.
+    meanwhile: fusions and kernels (not bytes) that run beside the host's work.
     kernels: names of the Pallas kernels in it.
     vmem: what the one of them that takes most has of VMEM; 0 without any.
   """
@@ -29,6 +31,7 @@ class Footprint:
   temporary: int
   host: int
   moved: int
+  meanwhile: int
   kernels: tuple[str, ...]
   vmem: int
 
@@ -55,6 +58,7 @@ class Footprint:
       - memory.host_alias_size_in_bytes
       + memory.host_temp_size_in_bytes,
       moved=traffic(module, kernels_in(jaxpr), turn=turn),
+      meanwhile=meanwhile(module),
       kernels=tuple(sorted({each.kernel for each in kernels})),
       vmem=max((each.vmem for each in kernels), default=0),
     )

@@ -61,6 +61,11 @@ class Instruction:
     return 'custom_call_target="tpu_custom_call"' in self.attributes
 
   @property
+  def is_on_host(self) -> bool:
+    """Whether the host runs it, or what it starts."""
+    return 'async_execution_thread="host"' in self.attributes
+
+  @property
   def is_free(self) -> bool:
     """Whether it only joins what stands side by side."""
     return 'custom_call_target="ConcatBitcast"' in self.attributes

@@ -18,6 +18,7 @@ _HEAD = (
   "temporary",
   "arguments",
   "host",
+  "meanwhile",
   "HBM %",
   "moved",
   "ideal",
@@ -47,6 +48,8 @@ _LEGEND = f"""\
 - temporary: intermediate results and the program itself, in HBM.
 - arguments: weights, tokens and caches in HBM; host: what of them, and of
   results, is in the host's memory.
+- meanwhile: fusions and kernels, of all layers, that the device runs while the
+  host gathers what a token looks up; XLA's scheduler for the chip decides.
 - HBM %: arguments, temporary and new results, of the device's HBM.
 - moved: bytes that instructions and kernels read from HBM and write to it; of
   decoding, for a token, without what happens once before the first. Blocks that
@@ -137,6 +140,7 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     _mib(footprint.temporary),
     _mib(footprint.arguments),
     _mib(footprint.host) if footprint.host else _NONE,
+    str(footprint.meanwhile) if footprint.host else _NONE,
     f"{100 * footprint.hbm / outcome.chip.hbm_bytes:.1f}",
   )
   if ideal is None:

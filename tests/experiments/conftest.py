@@ -17,7 +17,8 @@ from models.language_model import from_decoder
 ROOT = pathlib.Path(__file__).parents[2]
 POSITIONS = 512
 
-# Imports what takes seconds once, then runs a program in a fork per command.
+# Imports what takes seconds once, then runs a program in a fork per command; it
+# says the process of each, and how it has ended.
 _RUNNER = """
 import json, os, runpy, sys
 import absl.app, rich.progress
@@ -38,6 +39,7 @@ def run(module, arguments, out, err):
       sys.stdout.flush()
       sys.stderr.flush()
       os._exit(code)
+  print(child, flush=True)
   return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 for line in sys.stdin:
@@ -47,7 +49,10 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def run_binary(tmp_path_factory):
-  """Runs `python -m MODULE` with some arguments; warnings are errors."""
+  """Runs `python -m MODULE` with some arguments; warnings are errors.
+
+  `meanwhile` is called with the number of its process.
+  """
   folder = tmp_path_factory.mktemp("binary")
   runner = subprocess.Popen(
     [sys.executable, "-W", "error", "-c", _RUNNER],
@@ -57,11 +62,12 @@ def run_binary(tmp_path_factory):
     text=True,
   )
 
-  def run(module, *arguments):
+  def run(module, *arguments, meanwhile=lambda process: None):
     arguments = [str(argument) for argument in arguments]
     paths = [str(folder / "out"), str(folder / "err")]
     runner.stdin.write(json.dumps([module, arguments, *paths]) + "\n")
     runner.stdin.flush()
+    meanwhile(int(runner.stdout.readline()))
     code = int(runner.stdout.readline())
     out, err = (pathlib.Path(path).read_text() for path in paths)
     return subprocess.CompletedProcess(arguments, code, out, err)

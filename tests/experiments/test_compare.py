@@ -57,6 +57,7 @@ def test_a_run_answers_and_a_second_run_has_nothing_to_do(
   folder = tmp_path / "new" / "run"
   assert {path.name for path in folder.iterdir()} == {
     "samples.jsonl",
+    "processes.json",
     "summary.json",
     "table.md",
     "score_vs_retention.png",

@@ -137,29 +137,62 @@ def test_a_batch_is_prefilled_once_and_equal_caches_asked_together(
   assert counted == {"sweep": 4, "answer": 8}
 
 
-def test_a_sample_answers_as_if_it_were_alone(tiny, whole):
-  sample = SAMPLES[Part("two", 128)][1]
-  before, after = tiny.tokenizer.split_chat(sample.context)
-  caches, _ = kvjax.sweep(
+def test_a_sweep_answers_as_each_of_its_methods_does_alone(
+  tiny, tmp_path, whole
+):
+  """Two caches that are joined, a packed one and one that is looked up in.
+
+  All that is written of an answer is the same. So it is, but for what padding
+  takes, among other methods and samples; and by hand.
+  """
+  half, quarter = kvjax.Retention(0.5), kvjax.Retention(0.25)
+  swept = [
+    *candidates(["keydiff"], [half, quarter])[1:],
+    *candidates(["snapkv:window=4", "adakv"], [quarter])[1:],
+    *candidates(["flat"], [half])[1:],
+  ]
+  part = Part("one", 128)
+  sample = SAMPLES[part][0]
+
+  def asked(folder, chosen):
+    return compared(
+      tiny, tmp_path / folder, chosen=chosen, samples={part: [sample]}
+    ).answers
+
+  together = asked("sweep", swept)
+  alone = {}
+  for number in (2, 3, 4):
+    alone |= asked(str(number), swept[number : number + 1])
+  assert len(together) == 5
+  assert {key: together[key] for key in alone} == alone
+  (first,) = (a for a in together.values() if a.key in whole.answers)
+  among = whole.answers[first.key]
+  assert dataclasses.replace(among, cache_bytes=first.cache_bytes) == first
+
+  prompt = answering.Prompt.of_sample(tiny.tokenizer, sample)
+  shape = answering.Shape.of([prompt], 1)
+  (cache,), _ = kvjax.sweep(
     tiny.model,
     tiny.params,
-    kvjax.Prompts.of([tiny.tokenizer.encode(before)]),
-    [candidate.plan for candidate in CHOSEN],
+    kvjax.Prompts.of([prompt.context], shape.context),
+    [swept[2].plan],
   )
-  question = sample.question + after + sample.answer_prefix
-  for candidate, cache in zip(CHOSEN, caches, strict=True):
-    answers = kvjax.answer(
-      tiny.model,
-      tiny.params,
-      cache,
-      kvjax.Prompts.of([tiny.tokenizer.encode(question)]),
-      kvjax.Decoding(5, tiny.tokenizer.eos_ids),
-    )
-    alone = clean(tiny.tokenizer.decode(answers.rows()[0]))
-    (key,) = comparison.wanted([candidate], {Part("two", 128): [sample]})
-    found = whole.answers[key]
-    assert clean(found.prediction) == alone
-    assert found.kept_tokens == np.mean(np.asarray(cache.lengths))
+  answers = kvjax.answer(
+    tiny.model,
+    tiny.params,
+    cache,
+    kvjax.Prompts.of([prompt.question], shape.question),
+    kvjax.Decoding(5, tiny.tokenizer.eos_ids),
+  )
+  (ids,) = answers.rows()
+  third, *_ = alone.values()
+  assert third.prediction == tiny.tokenizer.decode(ids)
+  assert third.kept_tokens == np.mean(np.asarray(cache.lengths))
+  before, after = tiny.tokenizer.split_chat(sample.context)
+  texts = before, sample.question + after + sample.answer_prefix
+  assert (prompt.context, prompt.question) == tuple(
+    map(tiny.tokenizer.encode, texts)
+  )
 
 
 def test_a_stopped_run_goes_on_where_it_stopped(tiny, tmp_path, whole, counted):
@@ -251,9 +284,9 @@ def test_layers_of_unequal_capacities_join_the_next_larger_group():
 def test_only_what_is_stored_alike_is_asked_together():
   whole = candidates(["keydiff"], [kvjax.Tokens(4)])[1:]
   rounded = candidates(["keydiff"], [kvjax.Tokens(4)], storage="int8")[1:]
-  caches = [a_cache(8, 8), a_cache(8, 8), a_cache(4, 4), a_cache(6, 3)]
+  caches = [a_cache(8, 8), a_cache(8, 8), a_cache(7, 7), a_cache(6, 3)]
   some = [*whole, *rounded, *whole, *rounded]
-  assert answering.groups(some, caches) == [(8, [0]), (8, [1, 3]), (4, [2])]
+  assert answering.groups(some, caches) == [(8, [0]), (8, [1, 3]), (7, [2])]
 
 
 def test_who_evicts_while_decoding_is_asked_alone():
@@ -312,12 +345,19 @@ def test_a_question_may_be_prefilled_too(tiny, tmp_path):
   chosen = candidates(["flat:sinks=1:local=4"], [kvjax.Tokens(6)])
   samples = {Part("one", 128): SAMPLES[Part("one", 128)][:2]}
   found = compared(
-    tiny, tmp_path, chosen=chosen, samples=samples, protocol="query-aware"
+    tiny,
+    tmp_path,
+    chosen=chosen,
+    samples=samples,
+    batch=1,
+    protocol="query-aware",
   ).answers
   decoding = kvjax.Decoding(5, tiny.tokenizer.eos_ids)
   for sample in samples[Part("one", 128)]:
     prompt = answering.Prompt.of_sample(tiny.tokenizer, sample)
-    rows = kvjax.Prompts.of([prompt.prefilled])
+    # As wide as there, for the same compiled programs.
+    width = answering.Shape.of([prompt], 1, "query-aware").context
+    rows = kvjax.Prompts.of([prompt.prefilled], width)
     plans = [candidate.plan for candidate in chosen]
     caches, logits = kvjax.sweep(tiny.model, tiny.params, rows, plans)
     for candidate, cache in zip(chosen, caches, strict=True):
@@ -344,16 +384,20 @@ def test_questions_about_one_context_share_its_prefill(tiny, tmp_path, counted):
   ]
   other = a_sample("one", 1)
   part = Part("one", 128)
+  chosen = CHOSEN[:2]
   together = compared(
-    tiny, tmp_path / "a", samples={part: [*same, other]}
+    tiny, tmp_path / "a", chosen=chosen, samples={part: [*same, other]}
   ).answers
   # Full and half caches; three questions, of which the second row has one.
   assert counted == {"sweep": 1, "answer": 6}
-  assert len(together) == 4 * len(CHOSEN)
+  assert len(together) == 4 * len(chosen)
   apart = {}
   for number, sample in enumerate([*same, other]):
     found = compared(
-      tiny, tmp_path / str(number), samples={part: [sample]}
+      tiny,
+      tmp_path / str(number),
+      chosen=chosen,
+      samples={part: [sample]},
     ).answers
     apart |= found
   for key, answer in together.items():

@@ -3,15 +3,10 @@
 import functools
 import json
 import os
-import pathlib
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -23,76 +18,73 @@ def samples_file(output):
   return next(iter(output.glob("*/samples.jsonl")), None)
 
 
-def test_a_killed_run_loses_and_doubles_nothing(
+def test_a_killed_run_loses_and_doubles_nothing_and_others_join_it(
   binary, tiny_directory, tmp_path
 ):
-  """Killed between two batches, or while it writes one."""
-  arguments = (
-    "--benchmark=needle",
-    f"--model={tiny_directory}",
-    "--methods=streaming:sinks=2",
-    "--retention=0.5",
-    "--length=256",
-    "--depths=4",
-    "--samples=8",
-    "--batch=1",
-    f"--output={tmp_path}",
-  )
-  run = subprocess.Popen(
-    [sys.executable, "-m", "experiments.evaluate", *arguments],
-    cwd=ROOT,
-    stdout=subprocess.DEVNULL,
-    stderr=subprocess.DEVNULL,
-  )
-  while run.poll() is None:
-    path = samples_file(tmp_path)
-    if path is not None and path.read_bytes().count(b"\n") >= 2:
-      os.kill(run.pid, signal.SIGKILL)
-      break
-    time.sleep(0.01)
-  assert run.wait() == -signal.SIGKILL
+  """Killed between two batches, or while it writes one.
+
+  Then another method and more samples join what is there; nothing is mixed up.
+  """
+
+  def run(method, conversations, **others):
+    return binary(
+      "--benchmark=multiturn",
+      f"--model={tiny_directory}",
+      f"--methods={method}",
+      "--retention=0.5",
+      "--length=320",
+      "--turns=4",
+      f"--samples={conversations}",
+      "--batch=1",
+      f"--output={tmp_path}",
+      **others,
+    )
+
+  def kill(process):
+    while True:
+      path = samples_file(tmp_path)
+      if path is not None and path.read_bytes().count(b"\n") >= 2:
+        os.kill(process, signal.SIGKILL)
+        break
+      time.sleep(0.01)
+
+  killed = run("streaming:sinks=2", 8, meanwhile=kill)
+  assert killed.returncode == -signal.SIGKILL, killed.stderr
+  path = samples_file(tmp_path)
   before = path.read_bytes()
   kept = before[: before.rfind(b"\n") + 1]
   assert 2 <= kept.count(b"\n") < 64
+  processes = path.with_name("processes.json")
+  (first,) = json.loads(processes.read_text())["processes"]
 
-  again = binary(*arguments)
+  again = run("streaming:sinks=2", 8)
   assert again.returncode == 0, again.stderr
   assert f"{kept.count(b'\n')} from before" in again.stdout
   after = path.read_bytes()
   assert after.startswith(kept)
   answers = [json.loads(line) for line in after.splitlines()]
-  places = [(a["method"], a["depth"], a["sample"]) for a in answers]
+  places = [(a["method"], a["turn"], a["sample"]) for a in answers]
   assert len(places) == len(set(places)) == 64
   assert {sample for _, _, sample in places} == set(range(32))
-  assert {a["depth"] for a in answers} == {0, 1 / 3, 2 / 3, 1}
+  summary = json.loads(path.with_name("summary.json").read_text())
+  assert summary["device"] == first["device"]
+  assert summary["seconds"]["total"] > first["seconds"]["total"]
 
-
-def test_runs_in_one_folder_add_up(binary, tiny_directory, tmp_path):
-  """Other methods and more samples join what is there; nothing is mixed up."""
-
-  def run(*arguments):
-    result = binary(
-      "--benchmark=needle",
-      f"--model={tiny_directory}",
-      "--retention=0.5",
-      "--length=256",
-      f"--output={tmp_path}",
-      *arguments,
-    )
-    assert result.returncode == 0, result.stderr
-    (path,) = tmp_path.glob("*/summary.json")
-    rows = json.loads(path.read_text())["rows"]
-    return {(r["method"], r["depth"]): r["samples"] for r in rows}
-
-  depths = (0, 1 / 2, 1)
-  one = run("--methods=streaming", "--depths=3", "--samples=1")
-  assert one == {(m, d): 1 for m in ("full", "streaming") for d in depths}
-  two = run("--methods=keydiff", "--depths=3", "--samples=2")
-  more = {(m, d): 2 for m in ("full", "keydiff") for d in depths}
-  assert two == one | more
-  lines = samples_file(tmp_path).read_bytes().splitlines()
-  answers = [json.loads(line) for line in lines]
-  assert len({(a["method"], a["asked"]) for a in answers}) == len(answers) == 15
+  # It reads a part, from the host.
+  lookup = "flat:sinks=2:local=5:offload=true"
+  other = run(lookup, 9)
+  assert other.returncode == 0, other.stderr
+  summary = json.loads(path.with_name("summary.json").read_text())
+  assert len(json.loads(processes.read_text())["processes"]) == 3
+  found = {(r["method"], r["turn"]): r["samples"] for r in summary["rows"]}
+  samples = {"full": 9, lookup: 9, "streaming:sinks=2": 8}
+  assert found == {(m, t): n for m, n in samples.items() for t in range(4)}
+  page = path.with_name("report.html").read_text()
+  for column in ("kept", "read", "KiB", "on host"):
+    assert f">{column}</button>" in page
+  answers = [json.loads(line) for line in path.read_bytes().splitlines()]
+  places = {(a["method"], a["asked"]) for a in answers}
+  assert len(places) == len(answers) == 4 * (9 + 9 + 8)
 
 
 def test_longbench_is_asked_with_and_without_the_template(
@@ -123,8 +115,7 @@ def test_longbench_is_asked_with_and_without_the_template(
       f"--data={data}",
       f"--chat={chat}",
       f"--model={tiny_directory}",
-      "--methods=streaming",
-      "--retention=0.5",
+      "--methods=full",
       "--length=300",
       f"--output={output}",
     )
@@ -132,7 +123,7 @@ def test_longbench_is_asked_with_and_without_the_template(
     (path,) = output.glob("*/summary.json")
     summary = json.loads(path.read_text())
     said[chat] = summary["data"]["chat template"], summary["about"]
-    assert [r["samples"] for r in summary["rows"]] == [2, 2]
+    assert [r["samples"] for r in summary["rows"]] == [2]
   assert said["always"][0] == "always"
   assert "no chat template" not in said["always"][1]
   assert said["official"][0] == "official"
@@ -143,10 +134,13 @@ def test_longbench_is_asked_with_and_without_the_template(
   ("arguments", "sentence"),
   [
     (["--tasks=niah_singel_2"], "'niah_singel_2' (did you mean niah_single_2"),
+    (["--tasks="], "Name a task; the tasks are niah_single_1, niah_single_2"),
     (["--tasks=qa_1"], "qa_1 cannot be asked: give SQuAD's dev-v2.0.json by"),
     (["--squad=none.json"], "none.json"),
     (["--tasks=vt", "--length=100"], "A length of 100 tokens is too short"),
     (["--length=4000"], "longer than the context of this model, 512 tokens"),
+    (["--benchmark=passkey", "--length=99"], "99 tokens is too short for this"),
+    (["--benchmark=needle", "--length=60"], "60 tokens is too short for this"),
     (["--length=1k"], "--length takes numbers of tokens such as 1024,2048"),
     (["--benchmark=longbench"], "LongBench is read from disk; give its"),
     (

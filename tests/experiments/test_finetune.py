@@ -109,9 +109,9 @@ def shallow(tiny):
   return dataclasses.replace(tiny, model=model, params=params, config=config)
 
 
-def adapted(model, params):
+def adapted(model, params, targets=("q", "v", "down")):
   """With adapters that already do something."""
-  model, params = lora.adapted(model, params, 2, ("q", "v", "down"))
+  model, params = lora.adapted(model, params, 2, targets)
   adapter, frozen = lora.split(params)
   return model, jax.tree.map(lambda x: x + 0.02, adapter), frozen
 
@@ -146,8 +146,10 @@ def padded():
   return tokens, np.pad(PARTS.lengths, (0, 1))
 
 
-def test_loss_and_gradient_are_those_of_the_plain_computation(tiny):
-  model, adapter, frozen = adapted(tiny.model, tiny.params)
+def test_loss_and_gradient_are_those_of_the_plain_computation(
+  shallow,
+):
+  model, adapter, frozen = adapted(shallow.model, shallow.params)
 
   def loss(adapter):
     params = nnx.merge_state(adapter, frozen)
@@ -170,7 +172,7 @@ def test_loss_and_gradient_are_those_of_the_plain_computation(tiny):
 
 def test_bfloat16_is_tuned_in_float32_and_never_holds_all_logits(shallow):
   decoder = Decoder(shallow.config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-  model, adapter, frozen = adapted(*from_decoder(decoder))
+  model, adapter, frozen = adapted(*from_decoder(decoder), ("v",))
   moments = training.optimizer(SCHEDULE).init(adapter)
   shape = (2, 8 * training.QUERIES)
   lowered = training.train_step.lower(
@@ -265,14 +267,25 @@ def test_a_folder_of_another_run_is_refused(shallow, tmp_path):
     started(tmp_path, shallow, other)
 
 
+def test_a_model_that_no_run_has_made_is_not_overwritten(shallow, tmp_path):
+  (tmp_path / "config.json").write_text("{}")
+  with pytest.raises(InputError, match="holds a model, which would be over"):
+    started(tmp_path, shallow)
+  assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_a_mesh_learns_what_one_device_does(shallow):
+  # Shapes of the test before, whose program is there.
+  rows = documents.batch(PARTS, RECIPE.batch, 1, 0)
+  assert rows.lengths[1] == 0
+
   def learnt(params):
-    model, adapter, frozen = adapted(shallow.model, params)
+    model, adapter, frozen = adapted(shallow.model, params, RECIPE.targets)
     moments = training.optimizer(SCHEDULE).init(adapter)
     losses = []
     for _ in range(2):
       adapter, moments, loss = training.train_step(
-        model, SCHEDULE, adapter, moments, frozen, *padded()
+        model, SCHEDULE, adapter, moments, frozen, *rows
       )
       losses.append(float(loss))
     return losses, adapter
@@ -301,17 +314,20 @@ def test_the_program_writes_a_model_that_is_loaded_and_goes_on(
 
   refused = run()
   assert refused.returncode == 2
-  assert refused.stderr.startswith("Name a folder of .txt and .md files and ")
+  assert refused.stderr.startswith("Name a folder of .txt and .md files to ")
   flags = [f"--documents={folder}", "--rank=2", "--epochs=1", "--length=64"]
   refused = run(*flags[:3], "--length=513")
+  assert refused.returncode == 2
   assert refused.stderr == (
     "--length=513 is longer than the context of this model, 512 tokens.\n"
   )
   assert not (tmp_path / "out").exists()
   done = run(*flags)
   assert done.returncode == 0, done.stderr
-  assert done.stdout.splitlines()[1].startswith("epoch 1 of 1: ")
-  tuned = models.load(tmp_path / "out" / "model", "float32")
+  lines = done.stdout.splitlines()
+  assert lines[0].startswith("2 documents of ")
+  assert lines[2].startswith("epoch 1 of 1: ")
+  tuned = models.load(tmp_path / "out", "float32")
   parts = documents.chunks(
     documents.read(folder), tuned.tokenizer, 64, training.QUERIES
   )

@@ -52,17 +52,29 @@ def test_counts_are_those_of_the_positions_that_heads_hold(tiny):
   assert len(set(found[2].heads.sum(axis=1).tolist())) == LAYERS
 
 
-def test_streaming_keeps_the_first_and_the_last(tiny):
-  (found,) = _kept(tiny, ["streaming:sinks=3"], kvjax.Tokens(10))
+@pytest.fixture(scope="module")
+def kept(tiny):
+  """Of several methods, by one program."""
+  few, most = kvjax.Tokens(12), kvjax.Tokens(len(_tokens(tiny)) - 8)
+  names = [
+    "streaming:sinks=3",
+    "magicpig:sinks=2:local=5:bits=3:tables=12",
+    "flat:sinks=2:local=5",
+  ]
+  chosen = [*candidates(names, [few])[1:], candidates(names[2:], [most])[1]]
+  return counts.kept(tiny.model, tiny.params, _tokens(tiny), chosen)
+
+
+def test_streaming_keeps_the_first_and_the_last(tiny, kept):
+  found = kept[0]
   length = len(_tokens(tiny))
-  expected = [HEADS] * 3 + [0] * (length - 10) + [HEADS] * 7
+  expected = [HEADS] * 3 + [0] * (length - 12) + [HEADS] * 9
   assert found.heads.tolist() == [expected] * LAYERS
 
 
-def test_retrieval_methods_show_what_the_last_token_reads(tiny):
-  names = ["magicpig:sinks=2:local=5:bits=3:tables=12", "flat:sinks=2:local=5"]
-  found = _kept(tiny, names, kvjax.Tokens(12))
-  _, *caches = _caches(tiny, found)
+def test_retrieval_methods_show_what_the_last_token_reads(tiny, kept):
+  _, _, *caches, _ = _caches(tiny, kept)
+  found = kept[1:3]
   for one, cache in zip(found, caches, strict=True):
     reads = np.asarray(cache.reads).sum(axis=(1, 2))
     assert one.heads.sum(axis=1).tolist() == reads.tolist()
@@ -71,10 +83,9 @@ def test_retrieval_methods_show_what_the_last_token_reads(tiny):
   assert len({one.heads[-1].sum() for one in found}) == 2
 
 
-def test_all_but_one_token_is_read(tiny):
+def test_all_but_one_token_is_read(tiny, kept):
   # 2 sinks and 5 last tokens are read beside what is looked up.
-  length = len(_tokens(tiny))
-  (found,) = _kept(tiny, ["flat:sinks=2:local=5"], kvjax.Tokens(length - 8))
+  length, found = len(_tokens(tiny)), kept[3]
   assert found.heads.max() == HEADS
   assert found.heads.sum(axis=1).tolist() == [HEADS * (length - 1)] * LAYERS
 

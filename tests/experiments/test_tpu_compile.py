@@ -46,6 +46,7 @@ def footprint(**changed):
     temporary=2 * MIB,
     host=0,
     moved=8 * MIB,
+    meanwhile=3,
     kernels=("twice",),
     vmem=5 * MIB,
   )
@@ -199,11 +200,11 @@ def test_tables_say_what_fits_and_what_does_not():
     "| twice, 8 x 8 | `float32[8,8]` |",
     "| decode, h2o, 8 x 8 | `select` |",
   ]
-  numbers = ["5.0", "2.0", "3.0", "–", "6.0", "8.0", "4.0", "2.00", "4,194"]
+  numbers = "5.0 2.0 3.0 – – 6.0 8.0 4.0 2.00 4,194".split()
   assert f"| twice, 8 x 8 | {' | '.join(numbers)} |" in lines
-  numbers = ["–", "2.0", "3.0", "1.0", "6.0", "–", "–", "–", "–"]
+  numbers = ["–", "2.0", "3.0", "1.0", "3", "6.0", "–", "–", "–", "–"]
   assert f"| prefill, keydiff, 8 x 8 | {' | '.join(numbers)} |" in lines
-  assert f"| decode, ctkvr, 8 x 8 |{' – |' * 9}" in lines
+  assert f"| decode, ctkvr, 8 x 8 |{' – |' * 10}" in lines
   assert tables.faults(outcomes) == "v5e, decode, ctkvr, 8 x 8: Too large.\n"
 
 
@@ -348,3 +349,4 @@ def test_a_token_moves_little_more_than_it_must():
   assert stored <= found.host < 1.001 * stored  # tiles are whole
   assert found.temporary < found.host
   assert 0.8 < found.moved / outcome.ideal < 1.2
+  assert found.meanwhile > 0

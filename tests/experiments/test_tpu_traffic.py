@@ -8,6 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from experiments.tpu.hlo import Module
 from experiments.tpu.kernel_traffic import KernelTraffic, kernels_in
+from experiments.tpu.meanwhile import meanwhile
 from experiments.tpu.traffic import traffic
 
 # What libtpu writes, shortened: 1,024 bfloat16 weights in four rows, fetched
@@ -76,6 +77,29 @@ custom_call_target="tpu_custom_call", backend_config={"custom_call_config":\
 }
 """
 
+# A host's work that a fusion and a kernel run beside, and some that is waited
+# for at once.
+HOST = """\
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0} parameter(0)
+  %copy = (f32[8,128]{1,0:S(1)}, f32[8,128]{1,0}, u32[]{:S(2)}) copy-start(%x)
+  %before = f32[8,128]{1,0} fusion(%x), kind=kLoop, calls=%one
+  %go = ((f32[8,128]{1,0:S(5)}), f32[8,128]{1,0}, u32[]{:S(2)}) \
+custom-call-start(%x), async_execution_thread="host", \
+custom_call_target="HostExecute", called_computations={%gather}
+  %near = f32[8,128]{1,0} fusion(%before), kind=kLoop, calls=%one
+  %there = f32[8,128]{1,0:S(1)} copy-done(%copy)
+  %kernel.2 = f32[8,128]{1,0} custom-call(%near, %there), \
+custom_call_target="tpu_custom_call"
+  %rows = f32[8,128]{1,0} custom-call-done(%go)
+  %after = f32[8,128]{1,0} fusion(%rows, %kernel.2), kind=kLoop, calls=%two
+  %again = ((f32[8,128]{1,0:S(5)}), f32[8,128]{1,0}, u32[]{:S(2)}) \
+custom-call-start(%after), async_execution_thread="host", \
+custom_call_target="HostExecute", called_computations={%gather}
+  ROOT %last = f32[8,128]{1,0} custom-call-done(%again)
+}
+"""
+
 # The fetched part, the loop's slot read and written, the busy branch.
 AROUND = 2 * 256 * 2 + 2 * 128 * 2 + 5 * 256 * 4
 
@@ -112,6 +136,11 @@ def test_a_program_is_read(module):
   assert [x.space for x in fetch.results] == [0, 1, 2]
   go = module.computations["condition"]["go"]
   assert go.results[0].nbytes == 1
+
+
+def test_what_runs_beside_the_host_is_counted(module):
+  assert meanwhile(Module.of(HOST)) == 2
+  assert meanwhile(module) == 0
 
 
 def test_traffic_is_what_passes_between_hbm_and_cores(module):

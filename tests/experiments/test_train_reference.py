@@ -110,37 +110,6 @@ def test_stages_are_consistent_and_their_batches_repeat(index):
 
 
 @pytest.mark.usefixtures("small")
-def test_training_resumes_bit_for_bit_after_a_stop(tmp_path, monkeypatch):
-  monkeypatch.setattr(trainer, "_SAVE_EVERY", 1)
-  whole = Trainer(tmp_path / "whole", 0, (STAGE,))
-  whole.run()
-  assert whole.state.total == STAGE.steps
-
-  draw = batches.training_batch
-
-  def stopping(stage, index, step, seed, pieces):
-    if step == 2:
-      raise KeyboardInterrupt
-    return draw(stage, index, step, seed, pieces)
-
-  monkeypatch.setattr(batches, "training_batch", stopping)
-  with pytest.raises(KeyboardInterrupt):
-    Trainer(tmp_path / "stopped", 0, (STAGE,)).run()
-  monkeypatch.setattr(batches, "training_batch", draw)
-  resumed = Trainer(tmp_path / "stopped", 0, (STAGE,))
-  assert resumed.state.step == 2
-  resumed.run()
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    (whole.state.params, whole.state.moments),
-    (resumed.state.params, resumed.state.moments),
-  )
-  assert resumed.state.tokens == whole.state.tokens
-  lines = (tmp_path / "whole" / "log.jsonl").read_text().splitlines()
-  assert json.loads(lines[-1])["step"] == STAGE.steps
-
-
-@pytest.mark.usefixtures("small")
 def test_a_folder_of_another_run_is_refused(tmp_path):
   later = dataclasses.replace(STAGE, name="later")
   Trainer(tmp_path, 3, (STAGE,)).run()
@@ -180,37 +149,41 @@ def test_a_deeper_decoder_computes_the_same_and_can_learn(monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_stage_that_deepens_the_decoder_can_be_interrupted(
-  tmp_path, monkeypatch
-):
+def test_training_resumes_bit_for_bit_after_each_stop(tmp_path, monkeypatch):
+  """Also in a stage that deepens the decoder."""
   monkeypatch.setattr(trainer, "_SAVE_EVERY", 1)
   stages = (STAGE, dataclasses.replace(STAGE, name="deeper", layers=2))
   whole = Trainer(tmp_path / "whole", 0, stages)
   whole.run()
   assert whole.decoder().config.num_layers == 2
+  assert whole.state.total == 2 * STAGE.steps
 
   draw = batches.training_batch
+  for place in ((0, 2), (1, 2)):
 
-  def stopping(stage, index, step, seed, pieces):
-    if (index, step) == (1, 2):
-      raise KeyboardInterrupt
-    return draw(stage, index, step, seed, pieces)
+    def stopping(stage, index, step, seed, pieces, place=place):
+      if (index, step) == place:
+        raise KeyboardInterrupt
+      return draw(stage, index, step, seed, pieces)
 
-  monkeypatch.setattr(batches, "training_batch", stopping)
-  with pytest.raises(KeyboardInterrupt):
-    Trainer(tmp_path / "stopped", 0, stages).run()
-  monkeypatch.setattr(batches, "training_batch", draw)
-  resumed = Trainer(tmp_path / "stopped", 0, stages)
-  assert (resumed.state.stage, resumed.state.step) == (1, 2)
+    monkeypatch.setattr(batches, "training_batch", stopping)
+    with pytest.raises(KeyboardInterrupt):
+      Trainer(tmp_path / "stopped", 0, stages).run()
+    monkeypatch.setattr(batches, "training_batch", draw)
+    resumed = Trainer(tmp_path / "stopped", 0, stages)
+    assert (resumed.state.stage, resumed.state.step) == place
   resumed.run()
   jax.tree.map(
     np.testing.assert_array_equal,
     (whole.state.params, whole.state.moments),
     (resumed.state.params, resumed.state.moments),
   )
+  assert resumed.state.tokens == whole.state.tokens
   # The optimiser has begun anew.
   counts = optax.tree_utils.tree_get(whole.state.moments, "count")
   assert int(counts) == STAGE.steps
+  lines = (tmp_path / "whole" / "log.jsonl").read_text().splitlines()
+  assert json.loads(lines[-1])["step"] == STAGE.steps
 
 
 def test_rates_fall_within_a_stage_and_extensions_repeat_its_second_half():

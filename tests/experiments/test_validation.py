@@ -2,7 +2,7 @@
 
 import random
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -21,6 +21,7 @@ from experiments.reference.needle_mass import sample_mass
 from experiments.reference.validation import Score
 from experiments.tasks import needles
 
+POSITIONS = 512
 PAIR = needles.NeedleTask("two", "essay", key_count=2, max_new_tokens=9)
 
 
@@ -85,9 +86,9 @@ def test_a_conversation_answers_as_its_transcript_does(tiny):
     transcript = Prompt.of_sample(tiny.tokenizer, turns[0]).context
     for turn, text in zip(turns, said, strict=True):
       transcript = transcript + Prompt.of_sample(tiny.tokenizer, turn).question
-      cache, logits = kvjax.prefill(
-        tiny.model, tiny.params, kvjax.Prompts.of([transcript]), plan
-      )
+      # As wide as all of them, for one compiled program.
+      prompt = kvjax.Prompts.of([transcript], POSITIONS)
+      cache, logits = kvjax.prefill(tiny.model, tiny.params, prompt, plan)
       answers = kvjax.complete(tiny.model, tiny.params, cache, logits, decoding)
       (ids,) = answers.rows()
       assert len(ids) > 0
@@ -106,20 +107,25 @@ def test_the_mass_on_the_needle_is_that_of_the_whole_matrix(tiny):
   start = next(
     i for i in range(len(text)) if "".join(text[i : i + len(value)]) == value
   )
-  seen = []
+  places = np.arange(len(row), dtype=np.int32)[None]
 
-  def attend(layer, state, block):
-    seen.append(block)
-    return attention.causal_attention(layer, state, block)
+  @jax.jit
+  def activations(params, ids, places):
+    seen = []
 
-  places = jnp.arange(len(row), dtype=jnp.int32)[None]
-  ids = jnp.asarray([row], jnp.int32)
-  tiny.model.hidden(tiny.params, ids, places, (None, None), attend)
+    def attend(layer, state, block):
+      seen.append(block)
+      return attention.causal_attention(layer, state, block)
+
+    tiny.model.hidden(params, ids, places, (None, None), attend)
+    return [(block.queries, block.keys) for block in seen]
+
+  seen = activations(tiny.params, np.asarray([row], np.int32), places)
   found = sample_mass(tiny, sample)
   assert found.shape == (2, 4)
   for layer, head in np.ndindex(2, 4):
-    query = np.asarray(seen[layer].queries, np.float64)[0, head, -1]
-    keys = np.asarray(seen[layer].keys, np.float64)[0, head // 2]
+    queries, keys = (np.asarray(x, np.float64) for x in seen[layer])
+    query, keys = queries[0, head, -1], keys[0, head // 2]
     weights = np.exp(keys @ query / 8**0.5)
     expected = weights[start : start + len(value)].sum() / weights.sum()
     np.testing.assert_allclose(found[layer, head], expected, rtol=1e-4)
@@ -178,7 +184,8 @@ def test_the_card_says_what_the_run_was(tasks):
   text = card.card(config, state, 3, curriculum.STAGES[:2], found)
   for said in (
     f"of\n  dimension {config.head_dim}, ",
-    f"RoPE base {config.rope.theta:,.0f}, tied\n  embeddings; weights in float16.",
+    f"RoPE base {config.rope.theta:,.0f}, tied\n  embeddings; weights in "
+    "float16.",
     "Trained on at most 32 positions; the configuration admits\n  4,096, but "
     "beyond 1,024 nothing",
     "8 fresh samples per cell",

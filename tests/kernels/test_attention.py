@@ -1,5 +1,7 @@
 """Chunked attention against every logit at once, and against jax.nn."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,17 +13,19 @@ from kernels.quantised import Quantised, dequantise, quantise
 
 def block(seed, B, N, K, S, T, D, dtype="float32"):
   """S queries at the end of T slots; some slots empty and full of NaN."""
-  keys = jax.random.split(jax.random.key(seed), 4)
-  q = jax.random.normal(keys[0], (B, N, S, D)).astype(dtype)
-  k = jax.random.normal(keys[1], (B, K, T, D)).astype(dtype)
-  v = jax.random.normal(keys[2], (B, K, T, D)).astype(dtype)
-  empty = jax.random.bernoulli(keys[3], 0.3, (B, K, T))
-  places = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, K, T))
-  places = jnp.where(empty, -1, places)
-  nan = jnp.asarray(jnp.nan, dtype)
-  k, v = (jnp.where(empty[..., None], nan, x) for x in (k, v))
-  queries = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32) + T - S, (B, S))
-  return q, k, v, queries, places
+  rng = np.random.default_rng(seed)
+  q = rng.normal(size=(B, N, S, D)).astype(dtype)
+  k, v = rng.normal(size=(2, B, K, T, D)).astype(dtype)
+  empty = rng.random((B, K, T)) < 0.3
+  places = np.where(empty, -1, np.arange(T, dtype=np.int32))
+  k[empty] = v[empty] = np.nan
+  queries = np.broadcast_to(np.arange(T - S, T, dtype=np.int32), (B, S))
+  return tuple(map(jnp.asarray, (q, k, v, queries, places)))
+
+
+# Compiled: eagerly, JAX would compile a program for each step.
+OURS = jax.jit(attention)
+REFERENCE = jax.jit(functools.partial(attention, implementation="reference"))
 
 
 SHAPES = [
@@ -38,66 +42,62 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_the_reference(shape):
   args = block(0, *shape)
-  ours = jax.jit(attention)(*args)
-  reference = attention(*args, "reference")
-  np.testing.assert_allclose(ours, reference, rtol=0, atol=2e-6)
+  np.testing.assert_allclose(OURS(*args), REFERENCE(*args), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("logits", [64, 1000, 2**17])
 def test_chunk_size_does_not_matter(monkeypatch, logits):
   args = block(1, 2, 4, 2, 16, 101, 8)
-  reference = attention(*args, "reference")
   monkeypatch.setattr(chunked, "LOGITS", logits)
-  np.testing.assert_allclose(attention(*args), reference, rtol=0, atol=2e-6)
+  ours = jax.jit(lambda *args: attention(*args))(*args)
+  np.testing.assert_allclose(ours, REFERENCE(*args), rtol=0, atol=2e-6)
 
 
 def test_equals_jax_nn_on_a_causal_prompt():
-  q, k, v, _, _ = block(2, 2, 4, 2, 90, 90, 16)
-  k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
-  places = jnp.broadcast_to(jnp.arange(90, dtype=jnp.int32), (2, 90))
-  ours = attention(
-    q, k, v, places, jnp.broadcast_to(places[:, None], (2, 2, 90))
-  )
-  swapped = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-  theirs = jax.nn.dot_product_attention(*swapped, is_causal=True)
-  np.testing.assert_allclose(
-    ours, jnp.swapaxes(theirs, 1, 2), rtol=0, atol=2e-6
-  )
+  q, k, v, places, _ = block(2, 2, 4, 2, 90, 90, 16)
+  k, v = (jnp.asarray(np.nan_to_num(x)) for x in (k, v))
+  held = np.broadcast_to(np.arange(90, dtype=np.int32), (2, 2, 90))
+  ours = OURS(q, k, v, places, jnp.asarray(held))
+  swapped = (np.swapaxes(x, 1, 2) for x in (q, k, v))
+  run = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+  theirs = jax.jit(run)(*swapped)
+  np.testing.assert_allclose(ours, np.swapaxes(theirs, 1, 2), rtol=0, atol=2e-6)
 
 
 def test_bfloat16_stays_close_to_float32():
   args = block(3, 1, 4, 2, 40, 200, 32, "bfloat16")
-  ours = attention(*args)
-  wide = [x.astype("float32") for x in args[:3]]
-  reference = attention(*wide, *args[3:], "reference")
+  ours = OURS(*args)
+  wide = [jnp.asarray(np.float32(x)) for x in args[:3]]
+  reference = REFERENCE(*wide, *args[3:])
   assert ours.dtype == jnp.bfloat16
-  np.testing.assert_allclose(
-    ours.astype("float32"), reference, rtol=2e-2, atol=2e-2
-  )
+  np.testing.assert_allclose(np.float32(ours), reference, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("small", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("S", [1, 70])
+@functools.partial(jax.jit, static_argnums=2)
+def eighths(x, places, dtype):
+  """In eight bits, with NaN scales where nothing is held; and made whole."""
+  small = quantise(jnp.nan_to_num(x), dtype)
+  scale = jnp.where(places[..., None] < 0, jnp.nan, small.scale)
+  return Quantised(small.qvalue, scale), dequantise(small, "float32")
+
+
+@pytest.mark.parametrize(("S", "small"), [(1, "float8_e4m3fn"), (70, "int8")])
 def test_eight_bits_are_made_whole_a_chunk_at_a_time(monkeypatch, S, small):
   monkeypatch.setattr(chunked, "WHOLE", 32)
   q, k, v, queries, places = block(6, 2, 4, 2, S, 101, 8)
-  k, v = (quantise(jnp.nan_to_num(x), small) for x in (k, v))
-  whole = [dequantise(x, "float32") for x in (k, v)]
-  k, v = (
-    Quantised(x.qvalue, jnp.where(places[..., None] < 0, jnp.nan, x.scale))
-    for x in (k, v)
-  )
-  ours = jax.jit(attention)(q, k, v, queries, places)
-  for keys, values in [(k, v), whole]:
-    reference = attention(q, keys, values, queries, places, "reference")
+  (k, whole_k), (v, whole_v) = (eighths(x, places, small) for x in (k, v))
+  ours = jax.jit(lambda *args: attention(*args))(q, k, v, queries, places)
+  for keys, values in [(k, v), (whole_k, whole_v)]:
+    reference = REFERENCE(q, keys, values, queries, places)
     np.testing.assert_allclose(ours, reference, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
-def test_a_query_that_sees_nothing_gets_zeros(implementation):
+@pytest.mark.parametrize("run", [OURS, REFERENCE], ids=["ours", "reference"])
+def test_a_query_that_sees_nothing_gets_zeros(run):
   q, k, v, queries, places = block(4, 1, 2, 1, 3, 9, 8)
-  queries = queries.at[0, 1].set(-1)
-  output = attention(q, k, v, queries, places, implementation)
+  queries = np.array(queries)
+  queries[0, 1] = -1
+  output = np.asarray(run(q, k, v, jnp.asarray(queries), places))
   assert not np.any(output[:, :, 1])
   assert np.all(np.isfinite(output))
 
@@ -105,11 +105,13 @@ def test_a_query_that_sees_nothing_gets_zeros(implementation):
 def test_causality_goes_by_position_not_by_slot():
   q, k, v, queries, places = block(5, 1, 2, 2, 4, 50, 8)
   order = np.random.default_rng(0).permutation(50)
-  shuffled = attention(
-    q, k[:, :, order], v[:, :, order], queries, places[:, :, order]
-  )
+  moved = (jnp.asarray(np.asarray(x)[:, :, order]) for x in (k, v, places))
+  keys, values, at = moved
   np.testing.assert_allclose(
-    shuffled, attention(q, k, v, queries, places), rtol=0, atol=2e-6
+    OURS(q, keys, values, queries, at),
+    OURS(q, k, v, queries, places),
+    rtol=0,
+    atol=2e-6,
   )
 
 

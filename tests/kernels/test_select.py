@@ -76,7 +76,7 @@ CASES = [
   # tiles of a TPU's, and 2,500 are more than one step of a GPU's.
   *(("xla", *shape) for shape in ((1, 1), (200, 70), (256, 256))),
   *(("xla", *shape) for shape in ((2049, 1), (3000, 500), (2100, 2100))),
-  *(("tpu", *shape) for shape in ((5, 5), (300, 100), (1024, 130), (1500, 1))),
+  *(("tpu", *shape) for shape in ((5, 5), (1024, 130), (1500, 1))),
   *(("gpu", *shape) for shape in ((5, 5), (512, 300), (2500, 800))),
 ]
 
@@ -85,7 +85,7 @@ CASES = [
 def test_largest_equals_a_sort(platform, slots, size):
   scores, counts = draw(slots, size)
   with on(platform):
-    found = largest(jnp.asarray(scores), jnp.asarray(counts), size)
+    found = jax.jit(functools.partial(largest, size=size))(scores, counts)
   np.testing.assert_array_equal(found, largest_reference(scores, counts, size))
 
 
@@ -97,7 +97,7 @@ def test_true_slots_equal_a_sort(platform, slots, size):
   rng = np.random.default_rng(slots)
   mask = rng.random((*ROWS, slots)) < np.linspace(0, 1, 5)[None, :, None]
   with on(platform):
-    found = true_slots(jnp.asarray(mask), size)
+    found = jax.jit(functools.partial(true_slots, size=size))(mask)
   np.testing.assert_array_equal(found, true_slots_reference(mask, size))
 
 
@@ -105,13 +105,19 @@ def test_true_slots_equal_a_sort(platform, slots, size):
 def test_masks_and_thresholds_agree_with_lists(slots):
   scores, counts = draw(slots, slots // 3)
   listed = largest_reference(scores, counts, slots)
-  mask = among_largest(jnp.asarray(scores), jnp.asarray(counts))
-  np.testing.assert_array_equal(
-    true_slots_reference(np.asarray(mask), slots), listed
-  )
-  np.testing.assert_array_equal(named_slots(jnp.asarray(listed), slots), mask)
+
+  @jax.jit
+  def run(scores, counts, listed):
+    return (
+      among_largest(scores, counts),
+      named_slots(listed, slots),
+      kth_largest(scores, counts),
+    )
+
+  mask, named, found = map(np.asarray, run(scores, counts, listed))
+  np.testing.assert_array_equal(true_slots_reference(mask, slots), listed)
+  np.testing.assert_array_equal(named, mask)
   least = np.where(mask, scores, np.inf).min(axis=-1)
-  found = kth_largest(jnp.asarray(scores), jnp.asarray(counts))
   # What is not normal may be taken for zero.
   np.testing.assert_allclose(found, least, rtol=0, atol=1e-37)
 
@@ -127,11 +133,11 @@ def per_head(scores, counts):
 
 def test_vmap_shows_a_program_the_whole_array():
   scores, counts = draw(70, 20)
-  rows = jnp.moveaxis(jnp.asarray(scores), 0, -1)  # [K, T, B]
-  wanted = jnp.asarray(counts)[0]
+  rows = np.moveaxis(scores, 0, -1)  # [K, T, B]
+  wanted = counts[0]
   each = jax.vmap(jax.vmap(per_head), in_axes=(-1, None))
   expected = largest_reference(scores, np.stack([counts[0]] * 2), 20)
-  np.testing.assert_array_equal(each(rows, wanted), expected)
+  np.testing.assert_array_equal(jax.jit(each)(rows, wanted), expected)
   with kernels.use("pallas", "tpu"):
     jaxpr = str(jax.make_jaxpr(each)(rows, wanted))
   assert jaxpr.count("pallas_call[") == 1
@@ -144,7 +150,7 @@ def test_scores_of_other_dtypes_and_gradients():
   def best(scores):
     return jnp.sum(scores[largest(scores, jnp.asarray(2), 2)])
 
-  np.testing.assert_array_equal(jax.grad(best)(scores), [1, 0, 1])
+  np.testing.assert_array_equal(jax.jit(jax.grad(best))(scores), [1, 0, 1])
 
 
 def test_devices_of_a_mesh_select_from_their_shares():

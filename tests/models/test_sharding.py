@@ -15,23 +15,28 @@ from models.pretrained import load_decoder
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 
 
-@pytest.mark.parametrize("mesh", ["data:2,model:2", "model:4", "data:4"])
-def test_a_sharded_model_answers_as_a_whole_one(mesh):
+def run(mesh=None):
   rows = [list(range(1, n)) for n in (40, 23, 31, 35)]
   questions = kvjax.Prompts.of([[5, 6, 7]] * 4)
+  model, params = load_decoder(GOLDEN / "qwen25", "float32", mesh)
+  cache, logits = kvjax.prefill(
+    model,
+    params,
+    kvjax.Prompts.of(rows),
+    kvjax.Plan(kvjax.get_method("snapkv:window=4"), kvjax.Retention(0.5)),
+  )
+  answers = kvjax.answer(model, params, cache, questions, kvjax.Decoding(5))
+  return params, cache, logits, answers.rows()
 
-  def run(mesh=None):
-    model, params = load_decoder(GOLDEN / "qwen25", "float32", mesh)
-    cache, logits = kvjax.prefill(
-      model,
-      params,
-      kvjax.Prompts.of(rows),
-      kvjax.Plan(kvjax.get_method("snapkv:window=4"), kvjax.Retention(0.5)),
-    )
-    answers = kvjax.answer(model, params, cache, questions, kvjax.Decoding(5))
-    return params, cache, logits, answers.rows()
 
-  _, cache, logits, answers = run()
+@pytest.fixture(scope="module")
+def alone():
+  return run()
+
+
+@pytest.mark.parametrize("mesh", ["data:2,model:2", "model:4", "data:4"])
+def test_a_sharded_model_answers_as_a_whole_one(alone, mesh):
+  _, cache, logits, answers = alone
   devices = parse_mesh(mesh)
   with jax.set_mesh(devices):
     params, spread, spread_logits, spread_answers = run(devices)

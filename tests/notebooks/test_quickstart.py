@@ -27,18 +27,24 @@ def test_both_forms_hold_the_same_cells_and_no_outputs():
 
 
 def test_it_answers_plots_and_shows(monkeypatch, tmp_path):
-  monkeypatch.chdir(tmp_path)
-  left = runpy.run_path(str(SCRIPT))
+  """All methods at one budget: each budget compiles programs of its own."""
+  script, folder = tmp_path / "script.py", tmp_path / "empty"
+  source, shares = SCRIPT.read_text(), "SHARES = (0.5, 0.25, 0.1)\n"
+  assert shares in source
+  script.write_text(source.replace(shares, "SHARES = (0.25,)\n"))
+  folder.mkdir()
+  monkeypatch.chdir(folder)
+  left = runpy.run_path(str(script))
   scores = left["scores"]
-  assert len(scores) == 1 + 3 * 3
+  assert len(scores) == 1 + 3
   assert scores["full", 1.0] == 100
   assert scores["keydiff", 0.25] > scores["snapkv", 0.25]
   (axes,) = left["figure"].axes
   for name, line in zip(left["METHODS"], axes.lines, strict=True):
-    assert line.get_ydata()[2] == scores[name, 0.25]
+    assert line.get_ydata().tolist() == [100, scores[name, 0.25]]
     assert np.all(np.diff(line.get_xdata()) < 0)
   assert "keydiff, 25 %" in left["shaded"].html
-  assert not list(tmp_path.iterdir())
+  assert not list(folder.iterdir())
 
 
 @pytest.fixture

@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Array, Bool, Float
 
 from experiments.paper_experiments.analyses.observed import activations
 from experiments.paper_experiments.findings import Findings, Subject
 from experiments.reporting.formats import Table
 from experiments.reporting.wording import count
+from kvjax.activations import Activations
 from kvjax.layers import LayerCache
 from kvjax.methods.heads import window_mass
 from kvjax.methods.prototypes import deviation, unit
@@ -79,22 +81,24 @@ def by_decile(
 def _heads(subject: Subject, row: Sequence[int]) -> list[list[_Head]]:
   found = []
   for seen in activations(subject.lm.model, subject.lm.params, row):
-    cache = LayerCache.of(seen)
-    mass = np.asarray(window_mass(cache, seen, _ASKING)[0], np.float64)
-    keys = seen.keys[0].astype("float32")
-    last = keys.shape[1] - _ASKING
-    prefix = jnp.arange(keys.shape[1]) < last
-    found.append(
-      [
-        _Head(
-          np.asarray(unit(own), np.float64)[:last],
-          np.asarray(deviation(own, prefix, _REACH, True), np.float64)[:last],
-          group.sum(axis=0)[:last],
-        )
-        for own, group in zip(keys, mass, strict=True)
-      ]
-    )
+    last = seen.keys.shape[2] - _ASKING
+    parts = [np.asarray(part, np.float64) for part in _looked_at(seen)]
+    heads = zip(*parts, strict=True)
+    found.append([_Head(*(part[:last] for part in head)) for head in heads])
   return found
+
+
+@jax.jit
+def _looked_at(
+  seen: Activations,
+) -> tuple[Float[Array, "K T D"], Float[Array, "K T"], Float[Array, "K T"]]:
+  """Unit keys, deviations and masses of the first row's KV heads."""
+  keys = seen.keys[0].astype("float32")
+  length = keys.shape[1]
+  prefix = jnp.arange(length) < length - _ASKING
+  deviations = [deviation(own, prefix, _REACH, True) for own in keys]
+  mass = window_mass(LayerCache.of(seen), seen, _ASKING)[0]
+  return unit(keys), jnp.stack(deviations), jnp.sum(mass, axis=1)
 
 
 def _by_beta(layers: list[list[_Head]], title: str) -> Table:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from experiments.paper_experiments.analyses.timing import median_seconds
 from experiments.paper_experiments.findings import Findings, Subject
@@ -59,6 +59,7 @@ def measure(subject: Subject) -> Findings:
   )
 
 
+_Centers = tuple[Float[Array, "P D"], Bool[Array, " P"]]
 _Timed = Callable[[LayerCache, Activations], PyTree[Array]]
 
 
@@ -82,9 +83,7 @@ def _stages(seen: Activations, count: int) -> dict[str, _Timed]:
   prefix = jnp.arange(length) < length - 8
   rng = jax.random.key(0)
   slots = jnp.arange(32, dtype=jnp.int32)
-  chunk = proto.chunks(prefix, jnp.asarray(count - 4), "balanced")
-  centers = proto.prototypes(keys, chunk, count)
-  cluster = proto.nearest(keys, *centers)
+  centers, cluster = jax.jit(_clusters, static_argnums=2)(keys, prefix, count)
   own = keys @ keys[-1]
   valid = jnp.ones(len(slots), bool)
 
@@ -98,10 +97,8 @@ def _stages(seen: Activations, count: int) -> dict[str, _Timed]:
     "hashing of anchors": lambda cache, _: proto.buckets(
       keys_of(cache), slots, valid, rng, 2, "fourier", "median"
     ),
-    "chunks and prototypes": lambda cache, _: proto.prototypes(
-      keys_of(cache),
-      proto.chunks(prefix, jnp.asarray(count - 4), "balanced"),
-      count,
+    "chunks and prototypes": lambda cache, _: _centers(
+      keys_of(cache), prefix, count
     ),
     "assignment": lambda cache, _: proto.nearest(keys_of(cache), *centers),
     "worth and order": lambda cache, _: ranked(
@@ -114,3 +111,19 @@ def _stages(seen: Activations, count: int) -> dict[str, _Timed]:
       keys_of(cache), prefix, rng, count, 10
     ),
   }
+
+
+def _centers(
+  keys: Float[Array, "T D"], prefix: Bool[Array, " T"], count: int
+) -> _Centers:
+  """Prototypes of chunks, all but four."""
+  chunk = proto.chunks(prefix, jnp.asarray(count - 4), "balanced")
+  return proto.prototypes(keys, chunk, count)
+
+
+def _clusters(
+  keys: Float[Array, "T D"], prefix: Bool[Array, " T"], count: int
+) -> tuple[_Centers, Int[Array, " T"]]:
+  """The same, and the nearest to every key."""
+  centers = _centers(keys, prefix, count)
+  return centers, proto.nearest(keys, *centers)

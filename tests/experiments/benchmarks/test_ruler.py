@@ -1,6 +1,7 @@
 """RULER's tasks: an oracle that reads the prompt, and how long prompts are."""
 
 import collections
+import dataclasses
 import json
 import random
 import re
@@ -323,6 +324,14 @@ def test_tasks_without_their_file_are_left_out_with_a_line_each(texts):
     ruler.choose(["vtt"], own)
   with pytest.raises(InputError, match="Name a task"):
     ruler.choose([], own)
+
+
+def test_what_is_left_out_is_named(texts):
+  few = dataclasses.replace(texts, words=texts.words[:600])
+  found = ruler.samples(["vt", "cwe"], [1500, 9000], 1, 0, count, few)
+  assert list(found) == [("vt", 1500), ("cwe", 1500), ("vt", 9000)]
+  left_out = ruler.missing(["vt", "cwe", "qa_1"], [1500, 9000], found)
+  assert left_out == ["cwe at 9000 tokens", "qa_1"]
 
 
 def test_more_questions_than_the_file_has_are_refused(texts):

@@ -46,7 +46,7 @@ def test_an_overview_says_how_sure_every_score_is(answer, record):
   table = titled(record(answers), "niah_single_1")
   assert table.header == [
     *("method", "budget", "removed", "kept", "read", "score", "95 %"),
-    *("Δ full", "n", "KiB", "of host"),
+    *("Δ full", "n", "KiB", "on host"),
   ]
   assert table.lines[0] == (
     *("full", "100 %", "0", "800", "800", "100.0", "51.0–100.0"),
@@ -55,6 +55,10 @@ def test_an_overview_says_how_sure_every_score_is(answer, record):
   assert table.lines[1][:8] == (
     *("quest", "25 %", "0.75", "200", "50", "50.0", "0.0–100.0", "−50.0"),
   )
+  # A terminal has what is read in a table of its own, where it is less.
+  table = titled(record(answers), "caches at 25 %", brief=True)
+  assert table.header == ["method", "kept", "read", "KiB", "on host"]
+  assert table.lines[1] == ("quest", "200", "50", "200", "0")
 
 
 def test_every_length_has_tables_and_all_have_one(answer, record):

@@ -1,0 +1,56 @@
+"""Writes documents of one kind: `python -m experiments.make_reports`.
+
+They are lists of findings in a few set phrases, as inspections and logs are.
+In OUTPUT/learnt are those to finetune a model on, in OUTPUT/other as many that
+it never sees, of the same kind: what it has learnt holds for them too. The
+words are known to the bundled model, the phrases are not.
+"""
+
+import pathlib
+import random
+
+from absl import flags
+
+from experiments import cli, reports, results
+
+_OUTPUT = flags.DEFINE_string(
+  "output", "results/reports", "Folder for the two folders of documents."
+)
+
+_DOCUMENTS, _FINDINGS = 12, 50
+_KINDS = "function class method module string list number statement".split()
+_ORDER = "first second third last".split()
+_PLACES = "file line block section".split()
+_RESULTS = (
+  "It returns a new object.",
+  "It has no name and is not used.",
+  "It raises an exception when the value is empty.",
+  "It was changed and must be called again.",
+)
+
+
+def document(rng: random.Random) -> str:
+  """The findings of a report, two sentences each."""
+  return " ".join(_finding(rng) for _ in range(_FINDINGS))
+
+
+def _finding(rng: random.Random) -> str:
+  kind, which, place, result = map(
+    rng.choice, (_KINDS, _ORDER, _PLACES, _RESULTS)
+  )
+  return f"The {kind} in the {which} {place} was looked at. {result}"
+
+
+def main() -> None:
+  """Writes both folders."""
+  output = pathlib.Path(_OUTPUT.value)
+  results.check_writable(output)
+  for part in ("learnt", "other"):
+    for number in range(_DOCUMENTS):
+      text = document(random.Random(f"{part} {number}"))
+      reports.write_text(output / part / f"{number:02}.txt", text)
+  print(f"{_DOCUMENTS} documents in {output / 'learnt'}, others in other.")
+
+
+if __name__ == "__main__":
+  cli.run(main)

@@ -1,0 +1,78 @@
+"""What one prefill for all takes, beside as many as there are caches."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import rich.console
+import rich.progress
+
+from experiments.answering import Prompt, Reply, Seconds, Shape, replies
+from experiments.candidates import Candidate
+from kvjax.errors import InputError
+from models.pretrained import Pretrained
+
+
+class Timing(NamedTuple):
+  """Seconds of each round.
+
+  Attributes:
+    together: of a sweep.
+    apart: of its parts, one after another.
+  """
+
+  together: Sequence[float]
+  apart: Sequence[float]
+
+  def __str__(self) -> str:
+    ratios = np.array(self.apart) / np.array(self.together)
+    return (
+      f"  one sweep            {statistics.median(self.together):8.3f} s\n"
+      f"  one after another    {statistics.median(self.apart):8.3f} s\n"
+      f"  ratio                {np.median(ratios):8.1f}   "
+      f"({ratios.min():.1f} to {ratios.max():.1f})"
+    )
+
+
+def measure(
+  lm: Pretrained, chosen: Sequence[Candidate], prompt: Prompt, rounds: int
+) -> Timing:
+  """Answers a prompt from all caches in both ways, by turns.
+
+  Args:
+    lm: the model.
+    chosen: methods and budgets.
+    prompt: what is asked.
+    rounds: how often each way is timed, after it has been compiled.
+
+  Raises:
+    InputError: the two ways answer differently.
+  """
+  shape = Shape.of([prompt], 1)
+
+  def ask(some: Sequence[Candidate]) -> list[Reply]:
+    found = replies(lm, some, [[prompt]], shape, Seconds())
+    return [reply for group in found for reply in group]
+
+  def timed(groups: Sequence[Sequence[Candidate]]) -> float:
+    began = time.perf_counter()
+    for group in groups:
+      ask(group)
+    return time.perf_counter() - began
+
+  alone = [[candidate] for candidate in chosen]
+  console = rich.console.Console(stderr=True)
+  with console.status("compiling the sweep"):
+    swept = {(r.candidate, r.text) for r in ask(chosen)}
+  singly = rich.progress.track(alone, "compiling each alone", console=console)
+  same = {(r.candidate, r.text) for group in singly for r in ask(group)}
+  if swept != same:
+    raise InputError(
+      "A sweep answers otherwise than its methods alone: rounding decides "
+      "between tokens; compare with --dtype=float32."
+    )
+  turns = rich.progress.track(range(rounds), "timing", console=console)
+  found = [(timed([chosen]), timed(alone)) for _ in turns]
+  return Timing([one for one, _ in found], [other for _, other in found])

@@ -1,0 +1,155 @@
+"""Needles, passkeys and conversations: an oracle, depths, lengths, seeds."""
+
+import re
+
+import pytest
+
+import models
+from experiments.benchmarks import grids, multiturn
+from experiments.metrics import registry
+from experiments.reference import vocabulary
+from experiments.results import Part
+from experiments.tasks import needles, passkey, prose
+
+LENGTHS, DEPTHS = [640, 1500], [0.0, 0.3, 1.0]
+TOKENIZER = models.Tokenizer(vocabulary.build(), vocabulary.config(2048))
+DRAW = {"needle": grids.needle_samples, "passkey": grids.passkey_samples}
+INTRO = {
+  "needle": needles.INTRO_ONE.format(kind="number"),
+  "passkey": passkey.INTRO,
+}
+LONGEST = max(map(len, prose.sentences("heldout")))
+
+
+def count(text):
+  """Tokens of a tokenizer that every text is the sum of its parts for."""
+  return len(re.findall(r"\w+|[^\w\s]|\n", text))
+
+
+def tokens(sample):
+  texts = (sample.context, sample.question, sample.answer_prefix)
+  return sum(map(count, texts)) + sample.max_new_tokens
+
+
+def grid(task, seed=0, lengths=LENGTHS, depths=DEPTHS, samples=2):
+  return DRAW[task](lengths, depths, samples, seed, count)
+
+
+def talks(history, seed=0):
+  return multiturn.samples(LENGTHS, 5, 2, seed, TOKENIZER, history)
+
+
+def find(sample):
+  """Where the context tells what is asked, without knowing the answer."""
+  pattern = r"The pass key is (\d{64})\. Remember it\. \1 is the pass key\."
+  if sample.task != "passkey":
+    key = re.findall(r"for (\S+) mentioned in", sample.question)[-1]
+    pattern = rf"One of the special magic numbers for {key} is: (\d{{7}})\."
+  (found,) = re.finditer(pattern, sample.context)
+  return found
+
+
+def check_oracle(sample):
+  found = find(sample)
+  assert registry.score(sample, found[1])["score"] == 1
+  assert registry.score(sample, found[0])["score"] == 1
+  assert registry.score(sample, "")["score"] == 0
+  assert found[1] not in sample.answer_prefix
+
+
+@pytest.mark.parametrize("task", DRAW)
+def test_a_grid_has_answers_at_every_length_and_depth(task):
+  found = grid(task)
+  assert list(found) == [Part(task, length) for length in LENGTHS]
+  for part, drawn in found.items():
+    assert [s.metadata["depth"] for s in drawn] == [0, 0, 0.3, 0.3, 1, 1]
+    assert len({sample.answers for sample in drawn}) == len(drawn)
+    for sample in drawn:
+      check_oracle(sample)
+      # A unit is a word with the full stop that may follow it.
+      assert part.length - 4 < tokens(sample) <= part.length
+      before, after = (
+        sample.context[: find(sample).start()],
+        sample.context[find(sample).end() :],
+      )
+      assert before.startswith(INTRO[task])
+      share = len(before.removeprefix(INTRO[task])) / (
+        len(before + after) - len(INTRO[task])
+      )
+      assert abs(share - sample.metadata["depth"]) < LONGEST / len(
+        after + before
+      )
+      assert {0.0: before == INTRO[task], 1.0: after == "\n"}.get(
+        sample.metadata["depth"], before[-2:] == ". "
+      )
+
+
+@pytest.mark.parametrize("task", DRAW)
+def test_a_cell_is_the_same_in_every_grid(task):
+  whole = grid(task, seed=3)
+  cell = grid(task, seed=3, lengths=[640], depths=[0.3], samples=1)
+  assert cell[Part(task, 640)] == whole[Part(task, 640)][2:3]
+  assert grid(task, seed=4)[Part(task, 640)] != whole[Part(task, 640)]
+
+
+def test_a_passkey_is_asked_for_without_the_chat_template():
+  assert not any(s.chat for part in grid("passkey").values() for s in part)
+  assert all(s.chat for part in grid("needle").values() for s in part)
+
+
+def test_even_depths_go_from_end_to_end():
+  assert grids.even_depths(5) == [0, 0.25, 0.5, 0.75, 1]
+  assert grids.even_depths(1) == [0]
+
+
+@pytest.mark.parametrize("history", multiturn.HISTORIES)
+def test_every_turn_of_a_conversation_asks_for_another_needle(history):
+  found = talks(history)
+  task = f"niah_multiturn_{history}"
+  assert list(found) == [Part(task, length) for length in LENGTHS]
+  for part, drawn in found.items():
+    assert [s.metadata["turn"] for s in drawn] == [*range(5), *range(5)]
+    assert drawn[0].context != drawn[5].context
+    for one in (drawn[:5], drawn[5:]):
+      assert len({sample.context for sample in one}) == 1
+      assert len({sample.answers for sample in one}) == 5
+      places = [find(sample).start() for sample in one]
+      assert places != sorted(places)
+      for sample in one:
+        check_oracle(sample)
+    if history == "shared":
+      asked = sum(map(tokenised, drawn[:5]))
+      total = TOKENIZER.count(drawn[0].context) + asked
+      assert part.length - 40 < total <= part.length
+
+
+def tokenised(sample):
+  asked = (
+    TOKENIZER.count(sample.question),
+    TOKENIZER.count(sample.answer_prefix),
+  )
+  return sum(asked) + sample.max_new_tokens
+
+
+def test_a_conversation_has_the_right_answers_of_earlier_turns():
+  part = Part("niah_multiturn_conversation", 640)
+  drawn = talks("conversation")[part][:5]
+  alone = talks("shared")[Part("niah_multiturn_shared", 640)][:5]
+  assert drawn[0] == alone[0]
+  for turn in range(1, 5):
+    earlier, own = drawn[turn - 1], alone[turn]
+    said = f"{earlier.answer_prefix} {earlier.answers[0]}"
+    assert drawn[turn].question.startswith(earlier.question)
+    assert drawn[turn].question.endswith(own.question)
+    assert drawn[turn].question.count(said) == 1
+    assert own.answers[0] not in drawn[turn].question
+    assert (drawn[turn].answers, drawn[turn].context) == (
+      own.answers,
+      own.context,
+    )
+
+
+def test_equal_seeds_give_equal_conversations():
+  assert talks("shared", seed=5) == talks("shared", seed=5)
+  for part, drawn in talks("shared", seed=5).items():
+    assert drawn != talks("shared", seed=6)[part]
