@@ -10,7 +10,7 @@ import rich.console
 
 from experiments import reports
 from experiments.paper_experiments import beside, programs, running
-from experiments.paper_experiments.findings import Scale
+from experiments.paper_experiments.findings import Findings, Scale
 from experiments.paper_experiments.records import (
   Analysis,
   Comparison,
@@ -195,7 +195,7 @@ def _comparison(
 
 def _analysis(
   part: Analysis,
-  found: running.Findings,
+  found: Findings,
   session: Session,
   report: _Report,
 ) -> _Data:
