@@ -75,7 +75,8 @@ def main(ids: Sequence[str]) -> None:
     )
   output = pathlib.Path(_OUTPUT.value)
   results.check_writable(output)
-  folders = {e.id: output / e.id / inputs.model_name() for e in chosen}
+  name = inputs.model_name().replace("/", "--")  # org/name of a hub's model
+  folders = {e.id: output / e.id / name for e in chosen}
   for experiment in chosen:
     if experiment.why_not:
       report.refuse(experiment, console)
