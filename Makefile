@@ -43,7 +43,7 @@ tpu-compile: .libtpu/.ready
 	  $(BIN)/python -m experiments.tpu_compile $(ARGS)
 
 clean:
-	@rm -rf .venv .libtpu .jax_cache .mypy_cache .pytest_cache .ruff_cache \
+	@rm -rf .venv .libtpu .mypy_cache .pytest_cache .ruff_cache \
 	  .import_linter_cache
 
 # An environment whose Python still works is kept and only brought up to date.

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
-_CACHE = Path(__file__).parents[1] / ".jax_cache"
+# The user's, so that a fresh clone finds what another one has compiled: an
+# entry's name is a digest of the program, the options and JAX's version.
+_CACHES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.update(
@@ -25,7 +27,7 @@ os.environ.update(
   JAX_NUMPY_RANK_PROMOTION="raise",
   # Compile everything once for all workers and runs. No limit to its size:
   # with one, JAX reads the whole folder again at every write.
-  JAX_COMPILATION_CACHE_DIR=str(_CACHE),
+  JAX_COMPILATION_CACHE_DIR=str(_CACHES / "kvjax" / "tests"),
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
   # Every worker has the whole machine in sight: keep its thread pools small.
   NPROC="2",

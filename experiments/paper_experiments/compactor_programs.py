@@ -23,7 +23,10 @@ CURVES = Program("curves", "calibrate", [_METHODS], _SIZED)
 
 _REPORTS = Program("reports", "make_reports", unless="essay")
 _CALIBRATION = Program(
-  "calibration", "calibrate", [_MORE, "--samples=6", "--held_out=6"], _SIZED
+  "calibration",
+  "calibrate",
+  [_MORE, "--samples=6", "--held_out=6"],
+  {**_SIZED, "essay": "essay"},
 )
 _AUTOMATIC = [
   _MORE,
@@ -54,13 +57,11 @@ _ON_LONGBENCH = Program(
 ZERO_SHOT = (_REPORTS, _CALIBRATION, _ON_REPORTS, _ON_LONGBENCH)
 
 
-def _of_tuned(program: Program) -> Program:
+def _of_tuned(program: Program, *more: str) -> Program:
   """The same with the finetuned model."""
   takes = {name: own for name, own in program.takes.items() if name != "model"}
-  model = "--model={folder}/tuned"
-  return dataclasses.replace(
-    program, arguments=[*program.arguments, model], takes=takes
-  )
+  arguments = [*program.arguments, "--model={folder}/tuned", *more]
+  return dataclasses.replace(program, arguments=arguments, takes=takes)
 
 
 FINETUNED = (
@@ -71,6 +72,7 @@ FINETUNED = (
     ["--documents={folder}/reports/learnt"],
     {**_FLAGS, "essay": "documents"},
   ),
-  _of_tuned(_CALIBRATION),
+  # A likelihood tells what can go where a model knows the kind of text.
+  _of_tuned(_CALIBRATION, "--essay={folder}/reports/learnt"),
   _of_tuned(_ON_REPORTS),
 )

@@ -93,7 +93,7 @@ def call(
   """
   report = _Report(experiment, console)
   own = "model" in given
-  complete = own and (not experiment.needs or "data" in given)
+  complete = own and (not experiment.needs or {"data", "essay"} & {*given})
   runs = any("model" in program.takes for program in experiment.programs)
   scale: Scale = "paper" if complete else "small"
   report.say(circumstances(experiment, model if runs else None, own, scale))

@@ -34,17 +34,27 @@ from kvjax.testing import (
   random_activations,
 )
 
-OPTIONS = [
-  "random:seed=3",
+# Options that score by another formula and do nothing else otherwise.
+FORMULAS = [
   "streaming:sinks=0",
-  "keydiff:anchor=pairwise",
   "keydiff:anchor=median_unit",
   "keydiff:anchor=median_raw:metric=dot",
   "keydiff:anchor=mean_raw:metric=euclid",
-  "keydiff:recent_frac=0.2",
   "snapkv:group=max",
   "h2o:recent=8",
   "chunkkv:chunk=3",
+  "lagkv:value_weight=0.0:ddof=0",
+  "lagkv.kvpress:cross_scoring=true",
+  "compactor.vllm:sketch=none",
+  "compactor:solver=qr:sketch_dim=6",
+  "protokv:cut=none:score=qk_mean",
+  "protokv:score=attn_mean",
+]
+OPTIONS = [
+  *FORMULAS,
+  "random:seed=3",
+  "keydiff:anchor=pairwise",
+  "keydiff:recent_frac=0.2",
   "chunkkv:scope=head",
   "pyramid/keydiff",
   "ada/keydiff",
@@ -55,19 +65,13 @@ OPTIONS = [
   "pyramid/protokv",
   "pyramid/ada/snapkv:window=4",
   "compactor.vllm:sketch_dim=6",
-  "compactor.vllm:sketch=none",
-  "lagkv:value_weight=0.0:ddof=0",
   "lagkv.kvpress:lag=5",
-  "lagkv.kvpress:cross_scoring=true",
   "lagkv.key_norm:skip_layers=0",
   "compactor:sketch=none",
   "compactor:sketch=srht:value_norm=l1:pool=5",
-  "compactor:solver=qr:sketch_dim=6",
   "compactor:solver=eig:center=true",
   "compactor.kvpress:sketch_dim=6",
-  "protokv:score=attn_mean",
   "protokv:cut=skip",
-  "protokv:cut=none:score=qk_mean",
   "protokv:cut=position:split=ceil_len:sign=literal",
   "protokv:hash=hyperplane:include_self=false",
   "protokv.kmeans:iterations=2",
@@ -227,7 +231,13 @@ def rows_of(seen, rows, padded=PADDED):
   return jax.tree.map(cut, seen)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=pytest.mark.slow if name in FORMULAS else ())
+    for name in CASES
+  ],
+)
 class TestMethod:
   def test_keeps_its_budget_sorted_unique_and_protected(self, name):
     method = CASES[name]
@@ -318,7 +328,9 @@ class TestMethod:
         assert set(places) <= set(range(LENGTHS[1]))
 
 
-@pytest.mark.parametrize("name", dict.fromkeys([*NAMED, *DRAWING]))
+@pytest.mark.parametrize(
+  "name", [n for n in dict.fromkeys([*NAMED, *DRAWING]) if n not in FORMULAS]
+)
 def test_padding_changes_nothing(name):
   method, seen = CASES[name], activations(1)
   together = kept(method, seen)

@@ -52,11 +52,8 @@ BUDGET = kvjax.Tokens(12)
 # What each remembers, or does not, is of another kind.
 NAMES = [
   "random",
-  "streaming",
   "h2o",
-  "tova",
   "snapkv:window=6:kernel=3:pooling=max",
-  "keydiff",
   "keydiff:recent_frac=0.2",
   "lagkv:sinks=2:lag=5",
 ]

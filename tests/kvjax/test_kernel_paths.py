@@ -14,7 +14,7 @@ MODEL = TinyModel(
   Geometry(layers=1, heads=4, kv_heads=2, head_dim=128, max_positions=4096)
 )
 LENGTHS = (128, 101)
-PLANS = ("keydiff", "h2o", "compactor:chunk=64", "adakv", "ctkvr")
+PLANS = ("h2o", "compactor:chunk=64", "adakv", "ctkvr")
 
 
 def ran(plan):

@@ -132,7 +132,7 @@ def drawn(keys, queries):
   """What many independent draws of directions sample."""
   tokens = jnp.arange(len(keys), dtype=jnp.int32)
   held = jnp.ones(len(keys), bool)
-  head = Head(keys, keys, tokens, keys[None], tokens, keys)
+  head = Head(keys, keys, tokens, keys[None], tokens)
   reads = Reads(jnp.asarray(1), 1)
 
   def bias(number):
@@ -188,7 +188,7 @@ def test_a_query_along_a_centred_key_finds_it():
   keys = jnp.asarray(rng.normal(size=(30, DIM)), jnp.float32)
   method = dataclasses.replace(SMALL, bits=20, tables=2)
   tokens, held = jnp.arange(30), jnp.ones(30, bool)
-  head = Head(keys, keys, tokens, keys[None], tokens, keys)
+  head = Head(keys, keys, tokens, keys[None], tokens)
   reads = Reads(jnp.asarray(1), 1)
   index = method.index(Prompt(head, held, tokens[0], 1, 0, 30), reads)
   queries = 5 * (keys - jnp.mean(keys, axis=0, keepdims=True))
@@ -202,7 +202,7 @@ def test_a_query_along_a_centred_key_finds_it():
 
 def test_the_seed_fixes_the_draw():
   keys = jnp.ones((4, DIM))
-  head = Head(keys, keys, jnp.arange(4), keys[None], jnp.arange(4), keys)
+  head = Head(keys, keys, jnp.arange(4), keys[None], jnp.arange(4))
 
   def planes(seed, layer, number):
     prompt = Prompt(head, keys[:, 0] > 0, jnp.asarray(number), layer, 0, 4)

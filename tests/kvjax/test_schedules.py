@@ -43,13 +43,8 @@ def prefill(name, schedule, rows=ROWS, model=MODEL, params=PARAMS):
   )
 
 
-FEW = [
-  "h2o",
-  "tova",
-  "snapkv:window=4",
-  "keydiff",
-  "lagkv:sinks=2:lag=5",
-]
+# What each remembers, or does not, is of another kind.
+FEW = ["h2o", "snapkv:window=4", "keydiff", "lagkv:sinks=2:lag=5"]
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -130,7 +130,7 @@ def test_a_chunk_with_a_key_unlike_the_others_is_always_read():
   flat = jnp.asarray(keys.reshape(-1, 16), jnp.float32)
   tokens = jnp.arange(chunks * page)
   held = jnp.ones(chunks * page, bool)
-  head = Head(flat, flat, tokens, flat[None], tokens, flat)
+  head = Head(flat, flat, tokens, flat[None], tokens)
   prompt = Prompt(head, held, jnp.asarray(0), 0, 0, chunks * page)
   method = ShadowKV(outliers=2)
   queries = np.concatenate([rng.normal(size=(20, 16)), -9 * keys.mean(axis=1)])
