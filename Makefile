@@ -53,7 +53,7 @@ $(READY): pyproject.toml
 	@echo "Setting up .venv (a few minutes the first time)"
 	@test "$(python)" = $(BIN)/python || "$(python)" -m venv --clear .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
-	  --editable '.[dev]'
+	  --no-compile --editable '.[dev]'
 	@touch $@
 
 # The libtpu that the installed JAX asks for.
@@ -63,5 +63,6 @@ WANTED := from importlib.metadata import requires; \
 	@echo "Fetching libtpu"
 	@rm -rf .libtpu
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
+	  --no-compile \
 	  --target .libtpu $$($(BIN)/python -c '$(WANTED)')
 	@touch $@

@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 
 from absl import flags
 
-from experiments import cli, inputs, results, runs, suite
+from experiments import cli, inputs, results, runs, suite, text_inputs
 from experiments.answering import QUERY_AWARE, Protocol
 from experiments.benchmarks import (
   grids,
@@ -26,6 +26,8 @@ from experiments.tasks import prose
 from experiments.tasks.sample import OnDraw
 from kvjax.errors import InputError
 from models.pretrained import Pretrained
+
+flags.adopt_module_key_flags(text_inputs)
 
 BENCHMARK = flags.DEFINE_enum(
   "benchmark",
@@ -73,16 +75,6 @@ _CHAT = flags.DEFINE_enum(
 _DATA = flags.DEFINE_string(
   "data", None, "File or folder of published samples of RULER or LongBench."
 )
-_ESSAY = flags.DEFINE_string(
-  "essay", None, "Text, or folder of texts, to hide RULER's needles in."
-)
-_WORDS = flags.DEFINE_string(
-  "words", None, "File of words for RULER's cwe, or wonderwords for its lists."
-)
-_SQUAD = flags.DEFINE_string("squad", None, "SQuAD's dev-v2.0.json, for qa_1.")
-_HOTPOTQA = flags.DEFINE_string(
-  "hotpotqa", None, "HotpotQA's hotpot_dev_distractor_v1.json, for qa_2."
-)
 
 _DEFAULT_LENGTH = {
   "ruler": [2048],
@@ -91,8 +83,6 @@ _DEFAULT_LENGTH = {
   "passkey": [1024],
   "multiturn": [1024],
 }
-# As in LongBench's code, which cuts to 3,500 of 4,096 and 7,500 of 8,192.
-_LONGBENCH_ANSWER, _LONGBENCH_STEP = 512, 500
 
 # Flags that not every benchmark reads.
 _OWNERS = {
@@ -102,7 +92,7 @@ _OWNERS = {
   "history": ("multiturn",),
   "chat": ("longbench", "passkey"),
   "data": ("ruler", "longbench"),
-  **dict.fromkeys(("essay", "words", "squad", "hotpotqa"), ("ruler",)),
+  **dict.fromkeys(text_inputs.NAMES, ("ruler",)),
 }
 
 
@@ -128,7 +118,7 @@ def _ruler(lm: Pretrained) -> Drawn:
     wanted = lengths() if _LENGTH.present else None
     samples = ruler_files.load(path, _TASKS.value, wanted, _SAMPLES.value)
     return Drawn(samples, {"files": results.data_name(path)})
-  texts, choice = _ruler_texts()
+  texts, choice = text_inputs.texts(), _ruler_choice()
   number, seed = _numbers(20)
   with _drawing(len(choice.tasks) * len(lengths()) * number) as on_draw:
     samples = ruler.samples(
@@ -152,10 +142,8 @@ def _ruler(lm: Pretrained) -> Drawn:
 
 
 @functools.cache
-def _ruler_texts() -> tuple[ruler.Texts, ruler.Choice]:
-  essay, squad, hotpotqa = map(_path, (_ESSAY, _SQUAD, _HOTPOTQA))
-  texts = ruler.Texts.read(essay, _WORDS.value, squad, hotpotqa)
-  return texts, ruler.choose(_ruler_tasks(), texts)
+def _ruler_choice() -> ruler.Choice:
+  return ruler.choose(_ruler_tasks(), text_inputs.texts())
 
 
 def _ruler_tasks() -> Sequence[str]:
@@ -163,8 +151,7 @@ def _ruler_tasks() -> Sequence[str]:
 
 
 def _longbench(lm: Pretrained) -> Drawn:
-  context = lm.config.geometry.max_positions
-  room = (context - _LONGBENCH_ANSWER) // _LONGBENCH_STEP * _LONGBENCH_STEP
+  room = longbench.usual_limit(lm.config.geometry.max_positions)
   (limit,) = lengths() if _LENGTH.present else [room]
   path = pathlib.Path(_DATA.value or "")
   there = longbench_files.find(path, longbench_sets.NAMES)
@@ -213,10 +200,6 @@ _DRAW: dict[str, Callable[[Pretrained], Drawn]] = {
 }
 
 
-def _path(flag: flags.FlagHolder[str | None]) -> pathlib.Path | None:
-  return None if flag.value is None else pathlib.Path(flag.value)
-
-
 def _drawing(
   total: int | None,
 ) -> contextlib.AbstractContextManager[OnDraw]:
@@ -245,13 +228,14 @@ def check_flags(protocol: Protocol) -> None:
         f"{benchmark}."
       )
   if flags.FLAGS["data"].present and benchmark == "ruler":
-    made = ["essay", "words", "squad", "hotpotqa"]
-    cli.refuse_together("data", made, "they are for samples that are made here")
+    cli.refuse_together(
+      "data", text_inputs.NAMES, "they are for samples that are made here"
+    )
   if _TASKS.value is not None:
     known = {"ruler": ruler.TASKS, "longbench": longbench_sets.NAMES}
     suite.check_tasks(_TASKS.value, known[benchmark])
   if benchmark == "ruler" and _DATA.value is None:
-    _ruler_texts()
+    _ruler_choice()
   if benchmark == "longbench":
     _check_longbench()
   if benchmark == "multiturn" and protocol == QUERY_AWARE:

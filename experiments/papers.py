@@ -21,25 +21,16 @@ from collections.abc import Sequence
 import rich.console
 from absl import flags
 
-from experiments import cli, inputs, results
+from experiments import cli, inputs, results, text_inputs
 from experiments.paper_experiments import catalogue, registry, report, running
 from experiments.paper_experiments.samples import Sources
 from kvjax.errors import InputError
 
-flags.adopt_module_key_flags(inputs)
+for module in (inputs, text_inputs):
+  flags.adopt_module_key_flags(module)
 
 _DATA = flags.DEFINE_string(
   "data", None, "File or folder of published samples of LongBench or RULER."
-)
-_ESSAY = flags.DEFINE_string(
-  "essay", None, "Text, or folder of texts, to hide RULER's needles in."
-)
-_WORDS = flags.DEFINE_string(
-  "words", None, "File of words for RULER's cwe, or wonderwords for its lists."
-)
-_SQUAD = flags.DEFINE_string("squad", None, "SQuAD's dev-v2.0.json, for qa_1.")
-_HOTPOTQA = flags.DEFINE_string(
-  "hotpotqa", None, "HotpotQA's hotpot_dev_distractor_v1.json, for qa_2."
 )
 _SAMPLES = flags.DEFINE_integer(
   "samples",
@@ -73,6 +64,7 @@ def main(ids: Sequence[str]) -> None:
       "--data needs a --model that can answer it; the bundled one answers "
       "needle questions only."
     )
+  sources = _sources()
   output = pathlib.Path(_OUTPUT.value)
   results.check_writable(output)
   name = inputs.model_name().replace("/", "--")  # org/name of a hub's model
@@ -95,7 +87,7 @@ def main(ids: Sequence[str]) -> None:
       "model" in given,
       _settings(),
       inputs.BATCH.value,
-      _sources(),
+      sources,
       _SAMPLES.value,
       _LENGTH.value,
     )
@@ -119,11 +111,10 @@ def _settings() -> results.Settings:
 
 
 def _sources() -> Sources:
-  def path(flag: flags.FlagHolder[str | None]) -> pathlib.Path | None:
-    return None if flag.value is None else pathlib.Path(flag.value)
-
-  essay, squad, hotpotqa = map(path, (_ESSAY, _SQUAD, _HOTPOTQA))
-  return Sources(path(_DATA), essay, _WORDS.value, squad, hotpotqa)
+  data = None if _DATA.value is None else pathlib.Path(_DATA.value)
+  if data is not None and not data.exists():
+    raise InputError(f"--data={data} does not exist; give a file or folder.")
+  return Sources(data, text_inputs.texts())
 
 
 if __name__ == "__main__":

@@ -18,6 +18,17 @@ from experiments.tasks.sample import OnDraw, Sample, ignore
 from kvjax.errors import InputError
 from models.tokenizer import Tokenizer
 
+# What longer contexts leave for the longest answers, and steps of limits.
+_ANSWER, _STEP = 512, 500
+
+
+def usual_limit(context: int) -> int:
+  """Tokens of a prompt in a context of so many, answer and template aside.
+
+  As in LongBench's code, which cuts to 3,500 of 4,096 and 7,500 of 8,192.
+  """
+  return (context - _ANSWER) // _STEP * _STEP
+
 
 def samples(
   path: pathlib.Path,

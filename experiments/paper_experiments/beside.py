@@ -121,6 +121,7 @@ def orders(found: Beside) -> list[str]:
   """
   headline = next(iter(found.averages))
   lines = []
+  equal: dict[str, list[str]] = {}
   for column in found.comparison.columns:
     own = {
       line.name: found.ours[key]
@@ -129,10 +130,7 @@ def orders(found: Beside) -> list[str]:
       and (key := Key(line.name, column.name, headline)) in found.ours
     }
     if len(own) > 1 and max(own.values()) - min(own.values()) < _EQUAL:
-      lines.append(
-        f"At {column.name} all methods score {max(own.values()):.1f} here, "
-        "which tells nothing about their order."
-      )
+      equal.setdefault(f"{max(own.values()):.1f}", []).append(column.name)
       continue
     ranked: dict[str, list[str]] = {}
     for targets in found.comparison.targets:
@@ -150,7 +148,11 @@ def orders(found: Beside) -> list[str]:
       f"Order at {column.name}: ours {ours}; {'; '.join(theirs)}."
       for ours, theirs in ranked.items()
     ]
-  return lines
+  return lines + [
+    f"At {', '.join(columns)} all methods score {score} here, which tells "
+    "nothing about their order."
+    for score, columns in equal.items()
+  ]
 
 
 def order(scores: Mapping[str, float]) -> str:

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 from matplotlib.figure import Figure
 
 from experiments.reporting.formats import Table
+from experiments.reporting.wording import count
 from models.pretrained import Pretrained
 
 # As the paper did, or so that a small model on generated data can follow.
@@ -36,6 +37,14 @@ class Subject(NamedTuple):
   def rows(self) -> list[Sequence[int]]:
     """The prompts of all tasks."""
     return [row for rows in self.prompts.values() for row in rows]
+
+  @property
+  def described(self) -> str:
+    """How many prompts there are, and of how many tokens."""
+    lengths = [len(row) for row in self.rows]
+    span = dict.fromkeys((min(lengths), max(lengths)))
+    tokens = " to ".join(f"{length:,}" for length in span)
+    return f"{count(len(lengths), 'prompt')} of {tokens} tokens"
 
 
 class Findings(NamedTuple):

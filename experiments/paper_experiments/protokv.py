@@ -44,7 +44,11 @@ EXPERIMENTS = (
       "With B from 64 to 512 ProtoKV is 0.35 to 4.27 points above the best "
       "baseline, 2.11 on average.",
     ),
-    ("The numbers of B = 512 are those of clustering at prefill.",),
+    (
+      "The numbers of B = 512 are those of clustering at prefill.",
+      "Prompts are cut to 7,950 tokens, as for LLaMA-3; --length=3950 is "
+      "LLaMA-2's limit and 31500 Mistral's.",
+    ),
   ),
   Experiment(
     "E1.2",

@@ -114,7 +114,8 @@ class Setup:
   Attributes:
     benchmark: see `experiments.evaluate`.
     tasks: of RULER or LongBench.
-    lengths: tokens of prompt and answer; of LongBench's prompts the most.
+    lengths: tokens of prompt and answer; of LongBench's prompts the most, or
+      nothing, and none is cut.
     samples: per task and length, and depth or turn; None for all of LongBench.
     depths: of needle and passkey.
     schedule: when methods evict.

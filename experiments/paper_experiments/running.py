@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import kvjax
 from experiments import inputs, reports, results, runs
+from experiments.benchmarks import longbench
 from experiments.candidates import FULL, Candidate, candidates
 from experiments.paper_experiments.beside import Beside, Cells, beside
 from experiments.paper_experiments.findings import Findings, Scale, Subject
@@ -44,7 +45,7 @@ class Session(NamedTuple):
   own_model: bool
   settings: results.Settings
   batch: int
-  sources: Sources = Sources()
+  sources: Sources
   samples: int | None = None
   length: int | None = None
 
@@ -146,17 +147,24 @@ def compare(
 def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:
   """Leaves out lengths that the model's context has no room for, and says so.
 
-  Where it has room for none, or the user has named one, all stay, to be
-  refused.
+  LongBench's prompts are cut to what there is room for. Where there is room for
+  no length, or the user has named one, all stay, to be refused.
   """
   left = [n for n in setup.lengths if not _has_room(session.lm, n)]
-  kept = tuple(n for n in setup.lengths if n not in left)
-  if not left or not kept or session.length is not None:
+  if not left or session.length is not None:
     return setup, []
-  limit = session.lm.config.geometry.max_positions
+  context = session.lm.config.geometry.max_positions
+  longer = f"longer than the context of this model, {context} tokens"
+  if setup.benchmark == "longbench":
+    limit = longbench.usual_limit(context)
+    note = f"Prompts are cut to {limit} tokens; the experiment's are {longer}."
+    return dataclasses.replace(setup, lengths=(limit,)), [note]
+  kept = tuple(n for n in setup.lengths if n not in left)
+  if not kept:
+    return setup, []
   note = (
     f"{', '.join(map(str, left))} tokens are left out: with the chat template "
-    f"they are longer than the context of this model, {limit} tokens."
+    f"they are {longer}."
   )
   return dataclasses.replace(setup, lengths=kept), [note]
 
@@ -168,9 +176,13 @@ def analyse(
   scale = scale_of(analysis, session.own_model, session.sources)
   setup = setup_of(analysis, session)
   assert setup is not None
+  notes = []
+  if setup.tasks:
+    setup, notes = within_context(setup, session)
   seed, sources = session.settings.seed, session.sources
   rows = prompts(setup, scale, session.lm, sources, seed)
   found = analysis.run(Subject(session.lm, rows, setup.lengths, scale, seed))
+  found = found._replace(notes=[*notes, *found.notes])
   for name, figure in found.pictures.items():
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(png(figure))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -31,17 +32,11 @@ class Sources:
 
   Attributes:
     data: files of LongBench or RULER.
-    essay: see `ruler.Texts.read`, as for the others.
-    words: of cwe.
-    squad: of qa_1.
-    hotpotqa: of qa_2.
+    texts: what RULER's tasks are made of.
   """
 
   data: pathlib.Path | None = None
-  essay: pathlib.Path | None = None
-  words: str | None = None
-  squad: pathlib.Path | None = None
-  hotpotqa: pathlib.Path | None = None
+  texts: ruler.Texts = dataclasses.field(default_factory=ruler.Texts.read)
 
 
 class Drawn(NamedTuple):
@@ -72,7 +67,8 @@ def draw(
     InputError: a length is too short for a task or longer than the model's
       context, or a file cannot be read.
   """
-  inputs.check_lengths(lm, setup.lengths)
+  if setup.lengths:
+    inputs.check_lengths(lm, setup.lengths)
   drawn = _draw(setup, lm, sources, seed)
   registry.check({s.metric for part in drawn.samples.values() for s in part})
   if scale == "paper":
@@ -125,7 +121,7 @@ def _longbench(setup: Setup, lm: Pretrained, sources: Sources) -> Drawn:
   path = sources.data
   assert path is not None
   there = longbench_files.find(path, list(setup.tasks))
-  (limit,) = setup.lengths
+  limit = setup.lengths[0] if setup.lengths else sys.maxsize
   drawn = longbench.samples(
     path, list(there), limit, lm.tokenizer, setup.samples
   )
@@ -141,16 +137,13 @@ def _ruler(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
       sources.data, list(setup.tasks), list(setup.lengths), setup.samples
     )
     return Drawn(drawn, {"files": data_name(sources.data)})
-  texts = ruler.Texts.read(
-    sources.essay, sources.words, sources.squad, sources.hotpotqa
-  )
-  choice = ruler.choose(setup.tasks, texts)
+  choice = ruler.choose(setup.tasks, sources.texts)
   made = ruler.samples(
     choice.tasks,
     setup.lengths,
     setup.samples or 0,
     seed,
     lm.tokenizer.count,
-    texts,
+    sources.texts,
   )
   return Drawn(made, choice.data, choice.notes)

@@ -1,4 +1,7 @@
-"""Lists of slots of the cache of Llama-3.1-8B, as retrieval names them."""
+"""Lists of slots, as retrieval names them, of the cache of Llama-3.1-8B.
+
+That of Llama-3.2-1B differs in the width of its heads alone.
+"""
 
 import itertools
 
@@ -11,18 +14,18 @@ from kernels.quantised import Quantised, quantise
 from kernels.sparse_decode.api import sparse_decode
 from kernels.specs import Spec
 
-_HEADS, _KV_HEADS, _DIM = 32, 8, 128
+_HEADS, _KV_HEADS = 32, 8
 
 
 def _decoding(
-  batch: int, length: int, lists: int, most: int, bits: int
+  batch: int, length: int, lists: int, most: int, bits: int, dim: int = 128
 ) -> Spec:
   """A list for every KV head or every query head, at random slots."""
 
   def arrays(key: Array) -> tuple[Array, ...]:
     drawn = jax.random.split(key, 4)
-    shape = (batch, _KV_HEADS, length, _DIM)
-    queries = jax.random.normal(drawn[0], (batch, _HEADS, _DIM), jnp.bfloat16)
+    shape = (batch, _KV_HEADS, length, dim)
+    queries = jax.random.normal(drawn[0], (batch, _HEADS, dim), jnp.bfloat16)
     keys = jax.random.normal(drawn[1], shape, jnp.bfloat16)
     values = jax.random.normal(drawn[2], shape, jnp.bfloat16)
     # Every list has one slot of each of as many equal parts of the cache.
@@ -34,12 +37,12 @@ def _decoding(
       return queries, *itertools.chain(*small), slots
     return queries, keys, values, slots
 
-  per_slot = 2 * _DIM * bits // 8 + (8 if bits == 8 else 0) + 4
+  per_slot = 2 * dim * bits // 8 + (8 if bits == 8 else 0) + 4
   return Spec(
-    f"{batch} x {lists} lists of {most:,} of {length:,} slots, {bits} bits",
+    f"{batch} x {lists} lists of {most:,} of {length:,} slots, {dim} x {bits} bits",
     sparse_decode if bits == 16 else _of_eight_bits,
     arrays,
-    batch * lists * most * per_slot + 4 * batch * _HEADS * _DIM,
+    batch * lists * most * per_slot + 4 * batch * _HEADS * dim,
   )
 
 
@@ -60,4 +63,5 @@ SPECS = (
   _decoding(4, 32_768, _KV_HEADS, 1024, 16),
   _decoding(1, 32_768, _HEADS, 512, 16),
   _decoding(1, 131_072, _KV_HEADS, 4096, 8),
+  _decoding(1, 131_072, _KV_HEADS, 4096, 16, dim=64),
 )

@@ -62,18 +62,18 @@ def sparse_decode_tpu(
   is (their tiles would be 8 and 32 times as many), and nothing for entries
   after the last that names a slot. XLA gathers the scales.
 
-  Where T is odd, the last word ends in the padding of the last tile. Keys and
-  values are copied before if T is no multiple of 8 and they come from outside
-  the compiled program, which keeps such arrays in another order.
+  Rows are kept, and copied, with lanes up to a multiple of 128: 64 entries take
+  the place and the time of 128. Where T is odd, the last word ends in the
+  padding of the last tile. Keys and values that come from outside the compiled
+  program are copied once before if T is no multiple of 8 or D none of 128,
+  since such arrays come in another order; XLA's gather copies narrow ones too.
 
   Raises:
-    NotImplementedError: D is not a multiple of 128; T is less than 32; a list
-      is empty or too long; keys and values are of other dtypes than the above.
+    NotImplementedError: T is less than 32; a list is empty or too long; keys
+      and values are of other dtypes than the above.
   """
   batch, heads, dim = queries.shape
   lists, most = slots.shape[1:]
-  if dim % LANES:
-    raise NotImplementedError(f"Rows of {dim} do not fill the lanes.")
   if not 0 < most <= MOST:
     raise NotImplementedError(f"Lists of {most} slots do not fit.")
   dtypes = {stored(x).dtype for x in (keys, values)}

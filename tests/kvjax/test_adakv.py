@@ -170,7 +170,7 @@ def test_heads_differ():
   assert sizes[0] < sizes[1] < sizes[2]
 
 
-@pytest.mark.parametrize("inner", INNERS, ids=repr)
+@pytest.mark.parametrize("inner", [INNERS[0], Coarse()], ids=repr)
 def test_a_whole_share_of_alpha_is_the_inner_method(inner):
   seen = random_activations(4, LENGTHS, PADDED, heads=6, kv_heads=3)
   counts = jnp.asarray([7, 30, 40], jnp.int32)
@@ -199,18 +199,19 @@ def test_normalized_heads_and_permuted_heads():
     values=seen.values[:, order],
     keys_unrotated=seen.keys_unrotated[:, order],
   )
-  for inner in (SnapKV(window=8), KeyDiff()):
-    for alpha in (0.0, 0.37):
-      for normalize in (False, True):
-        method = AdaKV(inner, alpha, normalize)
-        for count in (12, 13, 14, 15):
-          plain, permuted = (
-            slots_of(method, x, [count] * 3) for x in (seen, turned)
-          )
-          assert [[row[k] for k in order] for row in plain] == permuted
+  for method in (
+    AdaKV(SnapKV(window=8), 0.0),
+    AdaKV(KeyDiff(), 0.37),
+    AdaKV(KeyDiff(), 0.37, normalize=True),
+  ):
+    for count in (12, 13, 14, 15):
+      plain, permuted = (
+        slots_of(method, x, [count] * 3) for x in (seen, turned)
+      )
+      assert [[row[k] for k in order] for row in plain] == permuted
 
 
-@pytest.mark.parametrize("inner", INNERS, ids=repr)
+@pytest.mark.parametrize("inner", [INNERS[1], Coarse()], ids=repr)
 def test_a_row_stands_alone(inner):
   method = AdaKV(inner)
   seen = random_activations(7, LENGTHS, PADDED, heads=6, kv_heads=3)
@@ -225,9 +226,8 @@ def test_a_row_stands_alone(inner):
     assert slots_of(method, alone, [count], 30) == [together[row]]
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-def test_jit_equals_eager(normalize):
-  method = AdaKV(SnapKV(window=8), normalize=normalize)
+def test_jit_equals_eager():
+  method = AdaKV(SnapKV(window=8), normalize=True)
   seen = random_activations(8, LENGTHS, PADDED, heads=6, kv_heads=3)
   counts = jnp.asarray([10, 20, 30], jnp.int32)
   np.testing.assert_array_equal(
@@ -245,21 +245,18 @@ def test_slots_are_as_many_as_one_head_can_have():
       return jnp.broadcast_to(heads[None, :, None], cache.positions.shape)
 
   seen = random_activations(9, [90], PADDED, heads=3, kv_heads=3)
-  cache = LayerCache.of(seen)
-  found = AdaKV(Last()).evaluate(0, cache, seen)
-  allowance = Allowance(jnp.asarray([20], jnp.int32), 20)
-  slots = AdaKV(Last(), 0.25).select(found, cache, allowance)
-  assert slots.shape == (1, 3, 50)  # 0.75 * 60 + 0.25 * 20
-  assert jnp.sum(slots >= 0, axis=-1).tolist() == [[5, 5, 50]]
+
+  def slots(method, count):
+    return selected(method, seen, jnp.asarray([count], jnp.int32), count)
+
+  found = slots(AdaKV(Last(), 0.25), 20)
+  assert found.shape == (1, 3, 50)  # 0.75 * 60 + 0.25 * 20
+  assert np.sum(found >= 0, axis=-1).tolist() == [[5, 5, 50]]
   # No more than there are slots.
-  assert AdaKV(Last(), 0).select(
-    found, cache, Allowance(jnp.asarray([80], jnp.int32), 80)
-  ).shape == (1, 3, PADDED)
+  assert slots(AdaKV(Last(), 0), 80).shape == (1, 3, PADDED)
 
 
-@pytest.mark.parametrize(
-  ("K", "T"), [(1, 1), (1, 29), (2, 7), (3, 16), (4, 23)]
-)
+@pytest.mark.parametrize(("K", "T"), [(1, 1), (3, 16), (4, 23)])
 def test_head_counts_equal_a_sort(K, T):
   rng = np.random.default_rng(10 * K + T)
   B = 8

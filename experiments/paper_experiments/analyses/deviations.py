@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float
 from experiments.paper_experiments.analyses.observed import activations
 from experiments.paper_experiments.findings import Findings, Subject
 from experiments.reporting.formats import Table
-from experiments.reporting.wording import count
 from kvjax.activations import Activations
 from kvjax.layers import LayerCache
 from kvjax.methods.heads import window_mass
@@ -40,9 +39,7 @@ def measure(subject: Subject) -> Findings:
       if number == len(layers):
         layers.append([])
       layers[number] += heads
-  title = (
-    f"{count(len(subject.rows), 'prompt')} of {len(subject.rows[0]):,} tokens"
-  )
+  title = subject.described
   return Findings(
     [_by_beta(layers, title), _by_decile(layers, title)],
     [

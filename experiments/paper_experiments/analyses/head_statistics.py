@@ -11,7 +11,6 @@ from jaxtyping import Array, Float
 from experiments.paper_experiments.analyses.observed import activations
 from experiments.paper_experiments.findings import Findings, Subject
 from experiments.reporting.formats import Table
-from experiments.reporting.wording import count
 from kernels.attention_mass import causal_mass
 from kvjax.activations import Activations
 from kvjax.layers import LayerCache
@@ -63,8 +62,7 @@ def measure(subject: Subject) -> Findings:
     "heads below 0",
     "norms: std / mean",
   ]
-  title = f"{count(len(found), 'prompt')} of {len(subject.rows[0]):,} tokens"
-  return Findings([Table(title, header, lines)])
+  return Findings([Table(subject.described, header, lines)])
 
 
 @jax.jit

@@ -12,6 +12,7 @@ from experiments.paper_experiments.records import (
   Targets,
 )
 from experiments.paper_experiments.running import Session
+from experiments.paper_experiments.samples import Sources
 from experiments.paper_experiments.shared import fixed, lines
 from experiments.results import Settings
 from kvjax.budgets import Retention, Tokens
@@ -63,4 +64,4 @@ def invented():
 @pytest.fixture
 def session(tiny):
   settings = Settings("tiny", "abc", "float32", 3)
-  return Session(tiny, 1, False, settings, batch=2)
+  return Session(tiny, 1, False, settings, batch=2, sources=Sources())

@@ -14,6 +14,7 @@ from experiments.paper_experiments.records import (
   Key,
   Setup,
 )
+from experiments.paper_experiments.registry import EXPERIMENTS
 from experiments.paper_experiments.samples import Sources
 from kvjax.errors import InputError
 
@@ -123,6 +124,34 @@ def test_lengths_beyond_the_models_context_are_left_out(session, invented):
   assert running.within_context(none, session) == (none, [])
   wanted = session._replace(length=600)
   assert running.within_context(far, wanted) == (far, [])
+
+
+def test_prompts_of_longbench_are_cut_to_the_models_context(session, invented):
+  geometry = dataclasses.replace(session.lm.config.geometry, max_positions=4096)
+  config = dataclasses.replace(session.lm.config, geometry=geometry)
+  own = session._replace(lm=session.lm._replace(config=config))
+  setup, (note,) = running.within_context(invented.paper, own)
+  assert setup.lengths == (3500,)
+  assert note == (
+    "Prompts are cut to 3500 tokens; the experiment's are longer than the "
+    "context of this model, 4096 tokens."
+  )
+  longer = own._replace(length=7500)
+  assert running.within_context(invented.paper, longer)[0] == invented.paper
+
+
+def test_prompt_lengths_are_those_of_whole_prompts(session, tmp_path):
+  """Here longer than the context of the tiny model, 512 tokens."""
+  row = {"context": "word " * 900, "input": "Why?", "answers": ["So."]}
+  (tmp_path / "qasper.jsonl").write_text(json.dumps(row) + "\n")
+  own = session._replace(
+    own_model=True, sources=Sources(data=tmp_path), samples=1
+  )
+  (analysis,) = EXPERIMENTS["E2.9"].parts
+  (table,) = running.analyse(analysis, own, tmp_path).tables
+  task, prompts, tokens, *shares = table.lines[0]
+  assert (task, prompts, shares[0]) == ("qasper", "1", "1.00")
+  assert 900 < int(tokens) < 2048
 
 
 def test_what_cannot_be_run_says_why():
