@@ -1,4 +1,7 @@
-"""Packed caches of Llama-3.1-8B at a quarter of their tokens."""
+"""Packed caches of Llama-3.1-8B at a quarter of their tokens.
+
+Those of Llama-3.2-1B differ in the width of their heads alone.
+"""
 
 import functools
 import itertools
@@ -12,19 +15,17 @@ from kernels.paged_attention.api import paged_attention
 from kernels.quantised import Quantised, quantise
 from kernels.specs import Spec
 
-_HEADS, _KV_HEADS, _DIM, _PAGE = 32, 8, 128, 32
+_HEADS, _KV_HEADS, _PAGE = 32, 8, 32
 
 
-def _decoding(batch: int, length: int, bits: int) -> Spec:
+def _decoding(batch: int, length: int, bits: int, dim: int = 128) -> Spec:
   """One token; head j holds 2 j + 1 of 64 parts of the pages."""
   pages = length // 4 // _PAGE * _KV_HEADS
 
   def arrays(key: Array) -> tuple[Array, ...]:
     drawn = jax.random.split(key, 3)
-    shape = (batch, pages, _PAGE, _DIM)
-    queries = jax.random.normal(
-      drawn[0], (batch, _HEADS, 1, _DIM), jnp.bfloat16
-    )
+    shape = (batch, pages, _PAGE, dim)
+    queries = jax.random.normal(drawn[0], (batch, _HEADS, 1, dim), jnp.bfloat16)
     keys = jax.random.normal(drawn[1], shape, jnp.bfloat16)
     values = jax.random.normal(drawn[2], shape, jnp.bfloat16)
     number = jnp.arange(pages, dtype=jnp.int32)
@@ -38,12 +39,12 @@ def _decoding(batch: int, length: int, bits: int) -> Spec:
       return queries, *itertools.chain(*small), last, places, heads
     return queries, keys, values, last, places, heads
 
-  per_slot = 2 * _DIM * bits // 8 + (8 if bits == 8 else 0) + 4
+  per_slot = 2 * dim * bits // 8 + (8 if bits == 8 else 0) + 4
   return Spec(
-    f"{batch} x {pages:,} pages of {_PAGE}, {bits} bits",
+    f"{batch} x {pages:,} pages of {_PAGE}, {dim} times {bits} bits",
     _of_sixteen_bits if bits == 16 else _of_eight_bits,
     arrays,
-    batch * pages * (_PAGE * per_slot + 4) + 4 * batch * _HEADS * _DIM,
+    batch * pages * (_PAGE * per_slot + 4) + 4 * batch * _HEADS * dim,
   )
 
 
@@ -66,4 +67,5 @@ SPECS = (
   _decoding(1, 131_072, 16),
   _decoding(4, 32_768, 16),
   _decoding(4, 32_768, 8),
+  _decoding(1, 131_072, 16, dim=64),
 )

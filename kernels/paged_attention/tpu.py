@@ -55,18 +55,17 @@ def paged_attention_tpu(
   """See `kernels.paged_attention.api.paged_attention`.
 
   Every page is read once, as far as any is seen in its row: with T = R P slots
-  2 T D entries, which is the least, and 8 or 12 bytes more per slot for its
-  owner and scales. The matrix units have queries of other heads to spare.
+  2 T D entries, which is the least where D is a multiple of 128 (lanes are read
+  up to the next), and 8 or 12 bytes more per slot for its owner and scales. The
+  matrix units have queries of other heads to spare.
 
   Raises:
-    NotImplementedError: more than one token; no page; D is not a multiple of
-      128, or P of 32; keys and values are of other dtypes than float32,
-      bfloat16 and int8.
+    NotImplementedError: more than one token; no page; P is not a multiple of
+      32; keys and values are of other dtypes than float32, bfloat16 and int8.
   """
-  _, _, length, dim = queries.shape
-  if length != 1 or not heads.size:
+  if queries.shape[2] != 1 or not heads.size:
     raise NotImplementedError("One token reads one page at least.")
-  if dim % LANES or key_positions.shape[-1] % ROWS:
+  if key_positions.shape[-1] % ROWS:
     raise NotImplementedError("Pages are not whole tiles.")
   dtypes = {stored(x).dtype for x in (keys, values)}
   if len(dtypes) > 1 or not dtypes.issubset(DTYPES):

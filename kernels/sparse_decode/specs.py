@@ -39,7 +39,8 @@ def _decoding(
 
   per_slot = 2 * dim * bits // 8 + (8 if bits == 8 else 0) + 4
   return Spec(
-    f"{batch} x {lists} lists of {most:,} of {length:,} slots, {dim} x {bits} bits",
+    f"{batch} x {lists} lists of {most:,} of {length:,} slots, "
+    f"{dim} times {bits} bits",
     sparse_decode if bits == 16 else _of_eight_bits,
     arrays,
     batch * lists * most * per_slot + 4 * batch * _HEADS * dim,

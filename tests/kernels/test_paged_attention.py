@@ -279,11 +279,13 @@ def test_pages_of_eight_bits_are_made_whole_a_few_at_a_time(monkeypatch, S):
   close(found, by_hand(q, k, v, places, kept), 1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_tpu_kernel(monkeypatch, dtype):
+@pytest.mark.parametrize(
+  ("dtype", "D"), [("float32", 64), ("bfloat16", 128), ("int8", 128)]
+)
+def test_tpu_kernel(monkeypatch, dtype, D):
   monkeypatch.setattr(tpu, "BLOCK", 128)
   narrow = "bfloat16" if dtype == "bfloat16" else "float32"
-  q, k, v, places, kept = block(7, 3, 2, 1, D=128, dtype=narrow, T=200)
+  q, k, v, places, kept = block(7, 3, 2, 1, D=D, dtype=narrow, T=200)
   kept[0, 0] = True
   # A query in the middle of its row; unused pages fill a block and a half.
   places = jnp.asarray(np.int32([[199], [120]]))
@@ -325,10 +327,10 @@ def test_every_device_of_a_mesh_reads_its_rows():
 
 
 def test_kernels_decline():
-  """Several queries, and vectors that are no whole lines."""
-  for S, D in ((2, 128), (1, 16)):
+  """Several queries; vectors that are too short, or pages."""
+  for S, D, P in ((2, 128, 32), (1, 16, 16)):
     q, k, v, places, kept = block(10, 2, 2, S, D=D)
-    pages = paged(k, v, kept, PAGE=32)
+    pages = paged(k, v, kept, PAGE=P)
     given = q, *pages[:2], places, *pages[2:]
     for platform in ("tpu", "gpu"):
       run = functools.partial(paged_attention, kv_heads=2)
