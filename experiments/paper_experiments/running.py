@@ -148,10 +148,11 @@ def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:
   """Leaves out lengths that the model's context has no room for, and says so.
 
   LongBench's prompts are cut to what there is room for. Where there is room for
-  no length, or the user has named one, all stay, to be refused.
+  no length, or the user has named one, all stay, to be refused; so they do
+  where nothing is asked.
   """
   left = [n for n in setup.lengths if not _has_room(session.lm, n)]
-  if not left or session.length is not None:
+  if not left or session.length is not None or not setup.tasks:
     return setup, []
   context = session.lm.config.geometry.max_positions
   longer = f"longer than the context of this model, {context} tokens"
@@ -176,9 +177,7 @@ def analyse(
   scale = scale_of(analysis, session.own_model, session.sources)
   setup = setup_of(analysis, session)
   assert setup is not None
-  notes = []
-  if setup.tasks:
-    setup, notes = within_context(setup, session)
+  setup, notes = within_context(setup, session)
   seed, sources = session.settings.seed, session.sources
   rows = prompts(setup, scale, session.lm, sources, seed)
   found = analysis.run(Subject(session.lm, rows, setup.lengths, scale, seed))

@@ -12,6 +12,7 @@ from experiments.benchmarks import (
   grids,
   longbench,
   longbench_files,
+  longbench_sets,
   multiturn,
   ruler,
   ruler_files,
@@ -21,6 +22,7 @@ from experiments.paper_experiments.findings import Scale
 from experiments.paper_experiments.records import Setup
 from experiments.results import Samples, data_name
 from experiments.tasks import prose
+from kvjax.errors import InputError
 from models.pretrained import Pretrained
 
 _TURNS = 8
@@ -117,14 +119,21 @@ def _draw(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
 
 
 def _longbench(setup: Setup, lm: Pretrained, sources: Sources) -> Drawn:
-  """The sets that there are."""
+  """The sets that there are.
+
+  Raises:
+    InputError: there is none, or see `longbench.samples`.
+  """
   path = sources.data
   assert path is not None
-  there = longbench_files.find(path, list(setup.tasks))
+  held = longbench_files.find(path, longbench_sets.NAMES)
+  there = [name for name in setup.tasks if name in held]
+  if not there:
+    raise InputError(
+      f"{path} has no {' or '.join(setup.tasks)}; it holds {', '.join(held)}."
+    )
   limit = setup.lengths[0] if setup.lengths else sys.maxsize
-  drawn = longbench.samples(
-    path, list(there), limit, lm.tokenizer, setup.samples
-  )
+  drawn = longbench.samples(path, there, limit, lm.tokenizer, setup.samples)
   missing = [name for name in setup.tasks if name not in there]
   notes = [f"{path} has no {', '.join(missing)}; left out."] if missing else []
   about = longbench.provenance(drawn)

@@ -33,7 +33,6 @@ from kvjax.testing import (
 # In sizes that leave much to look up in rows this short.
 SMALL = {
   "ctkvr": "ctkvr:sinks=2:local=5:probes=2",
-  "ctkvr.1024": "ctkvr.1024:sinks=2:local=5:reads=9:probes=1:rerank=false",
   "ctkvr.host": "ctkvr:sinks=2:local=5:probes=2:offload=true",
   "ctkvr.ring": "ctkvr:sinks=2:local=5:probes=2:max_resident=8",
   "flat": "flat:sinks=2:local=5",
@@ -43,7 +42,7 @@ SMALL = {
   "clusterkv": "clusterkv:sinks=2:clusters=7:iterations=3:dense_layers=",
   "squeezed": "squeezed:sinks=2:local=5:window=4:iterations=3",
 }
-NAMES = [*RETRIEVALS, "ctkvr.1024", "ctkvr.ring"]
+NAMES = [*RETRIEVALS, "ctkvr.ring"]
 # The last row has sinks, but fewer tokens than are resident.
 LENGTHS = [96, 40, 80, 5]
 PADDED = 96

@@ -108,7 +108,7 @@ def test_memory_in_blocks_is_budget_and_block(name, budget):
   logits of the block, which become weights. For a budget in tokens nothing
   depends on the length of the prompt.
   """
-  layers, block, width = 4, 32, 2048
+  layers, block, width = 2, 32, 2048
   geometry = dataclasses.replace(MODEL.geometry, layers=layers, head_dim=32)
   model = dataclasses.replace(MODEL, geometry=geometry)
   params = jax.eval_shape(model.init)

@@ -37,9 +37,12 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
   session, invented, tmp_path
 ):
   prompts = Setup("ruler", ("niah_single_2",), (256,), 2)
-  # Of two lengths one, which is compiled in half the time.
+  # One length and two lines are compiled in a third of the time.
   small = dataclasses.replace(invented.small, lengths=(256,))
-  invented = dataclasses.replace(invented, small=small)
+  lines = tuple(line for line in invented.lines if line.name != "Sinks")
+  invented = dataclasses.replace(
+    invented, small=small, lines=lines, quoted=("Other", "Sinks")
+  )
   own = experiment(
     invented,
     Analysis("lengths", prompt_lengths.measure, prompts, prompts),
@@ -50,8 +53,8 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
   report.run(own, session, tmp_path, console)
   lines = (tmp_path / "invented_ruler" / "samples.jsonl").read_text()
   answers = [json.loads(line) for line in lines.splitlines()]
-  # Three caches (full, sinks, ours) of two samples.
-  assert len(answers) == 6
+  # Two caches (full, ours) of two samples.
+  assert len(answers) == 4
   assert {answer["protocol"] for answer in answers} == {"query-aware"}
   assert {answer["seed"] for answer in answers} == {3}
   text = (tmp_path / "paper.md").read_text()
@@ -60,10 +63,10 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
     "tiny on generated data: not the paper's model; orders may be compared, ",
     "The paper ran A model and used LongBench.",
     "**Invented: of two kinds (ours: mean of niah_single_1, niah_single_2)**",
-    "Full is full; Sinks is streaming:sinks=2; Ours is keydiff.",
+    "Full is full; Ours is keydiff.",
     "Everything is smaller.",
     "Other?: nobody knows what it was.",
-    "6 answers in",
+    "4 answers in",
     "| niah_single_2 | 2 |",
     "The paper: Ours is best.",
     "Nobody knows.",
@@ -78,7 +81,7 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
 
   again = running.compare(invented, session, tmp_path)
   assert again.notes[-1].startswith("0 answers in")
-  assert "6 from before" in again.notes[-1]
+  assert "4 from before" in again.notes[-1]
   key = Key("Ours", "short", "of two kinds")
   (cell,) = [
     c for c in cells if (c.get("line"), c.get("column"), c.get("what")) == key
@@ -127,9 +130,8 @@ def test_lengths_beyond_the_models_context_are_left_out(session, invented):
 
 
 def test_prompts_of_longbench_are_cut_to_the_models_context(session, invented):
-  geometry = dataclasses.replace(session.lm.config.geometry, max_positions=4096)
-  config = dataclasses.replace(session.lm.config, geometry=geometry)
-  own = session._replace(lm=session.lm._replace(config=config))
+  config = dataclasses.replace(session.lm.config, max_positions=4096)
+  own = session._replace(lm=dataclasses.replace(session.lm, config=config))
   setup, (note,) = running.within_context(invented.paper, own)
   assert setup.lengths == (3500,)
   assert note == (
@@ -152,6 +154,9 @@ def test_prompt_lengths_are_those_of_whole_prompts(session, tmp_path):
   task, prompts, tokens, *shares = table.lines[0]
   assert (task, prompts, shares[0]) == ("qasper", "1", "1.00")
   assert 900 < int(tokens) < 2048
+  (other, *_) = EXPERIMENTS["E2.7"].parts
+  with pytest.raises(InputError, match="has no narrativeqa; it holds qasper"):
+    running.analyse(other, own._replace(length=400), tmp_path)
 
 
 def test_what_cannot_be_run_says_why():
