@@ -46,6 +46,7 @@ from experiments.comparison import wanted
 from experiments.line_files import check_writable
 from experiments.reporting.pictures import png
 from experiments.tasks import prose
+from kvjax.calibration import check_tau
 from kvjax.errors import InputError
 
 flags.adopt_module_key_flags(inputs)
@@ -113,8 +114,6 @@ _TAU = flags.DEFINE_float(
   "tau",
   0.95,
   "Share of quality that other samples are to keep.",
-  lower_bound=0,
-  upper_bound=1,
 )
 _OUTPUT = flags.DEFINE_string(
   "output", "results/calibration", "Folder to write to."
@@ -128,6 +127,7 @@ def main() -> None:
   began = time.monotonic()
   folder = pathlib.Path(_OUTPUT.value)
   chosen, asked = _chosen(), _asked()
+  check_tau(_TAU.value)
   texts = _texts()
   choice = ruler.choose(_TASKS.value, texts)
   check_writable(folder)

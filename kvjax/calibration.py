@@ -211,6 +211,19 @@ class Calibration:
     return made
 
 
+def check_tau(tau: float) -> None:
+  """Refuses what is no share of quality.
+
+  Raises:
+    InputError: it is not above 0 and at most 1.
+  """
+  if not 0 < tau <= 1:
+    raise InputError(
+      "tau is the share of quality that is to be left, above 0 and at most 1; "
+      f"{tau:g} is not."
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Calibrated:
   """A budget that each prompt sets for itself: what keeps the quality tau.
@@ -230,11 +243,7 @@ class Calibrated:
   tau: float
 
   def __post_init__(self) -> None:
-    if not 0 < self.tau <= 1:
-      raise InputError(
-        "tau is the share of quality that is to be left, above 0 and at most "
-        f"1; {self.tau:g} is not."
-      )
+    check_tau(self.tau)
 
   def retentions(
     self, nll: Float[np.ndarray, " B"], lengths: Int[np.ndarray, " B"]

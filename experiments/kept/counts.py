@@ -115,6 +115,7 @@ def _positions(
   return positions[positions >= 0]
 
 
+@jax.jit
 def _looked_up(
   layer: IndexedLayer,
   query: Float[Array, "B N D"],

@@ -377,7 +377,7 @@ def test_the_program_writes_records_that_compare_reads(
   assert 0 <= kept <= 0.5
 
   auto = ["--retention=auto", "--tau=0.9"]
-  missing = run_binary("experiments.compare", model, *asked, *auto)
+  missing = run_binary("experiments.evaluate", model, *asked, *auto)
   assert missing.returncode == 2
   assert "calibrations has no calibration of it; make one" in missing.stderr
   assert len(missing.stderr.splitlines()) == 1
@@ -398,6 +398,16 @@ def test_the_program_writes_records_that_compare_reads(
   own = [a["retention"] for a in answers if a["options"] == rows[1]["options"]]
   assert rows[1]["retention"] == pytest.approx(np.mean(own), abs=1e-4)
   assert "auto at 0.9: " in found.stdout
+
+
+def test_a_quality_that_is_none_is_refused_before_anything_runs(
+  run_binary, tmp_path
+):
+  output = tmp_path / "calibration"
+  result = run_binary("experiments.calibrate", "--tau=0", f"--output={output}")
+  assert result.returncode == 2
+  assert result.stderr.startswith("tau is the share of quality that is to be")
+  assert not output.exists()
 
 
 REFERENCE = pathlib.Path(models.__file__).parent / "reference"
@@ -450,7 +460,11 @@ def test_other_contexts_keep_their_quality(reference, shipped, tmp_path):
   """At what their calibration allows them, as tau = 0.95 asks."""
   texts = dataclasses.replace(ruler.Texts.read(), essay="train")
   samples = ruler.samples(
-    ["niah_single_1", "niah_single_2", "niah_multikey_2", "niah_multikey_3"],
+    [
+      *("niah_single_1", "niah_single_2", "niah_single_3"),
+      *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+      "niah_multivalue",
+    ],
     [1024],
     3,
     5,

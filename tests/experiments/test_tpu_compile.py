@@ -89,7 +89,12 @@ def twice(x):
     ),
     ({"vmem": 10 * MIB + 1}, 0, "It takes 10,485,761 bytes of VMEM of"),
     ({"host": 9}, 10, "The host holds 9 bytes of 10."),
-    ({"host": 10}, 10, None),
+    ({"host": 3 * MIB}, 3 * MIB, None),
+    (
+      {"host": 2 * MIB},
+      2 * MIB,
+      "2,097,152 bytes of temporaries may be a copy of the host's 2,097,152.",
+    ),
   ],
 )
 def test_what_does_not_fit_is_a_fault(changed, host, fault):
