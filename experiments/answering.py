@@ -8,19 +8,23 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 import kvjax
+from experiments import prefilling
 from experiments.candidates import Candidate
 from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
 from kvjax.placement import HOST
+from kvjax.prompts import bucket
 from models.pretrained import Pretrained
 from models.tokenizer import Tokenizer
 
-Protocol = Literal["query-agnostic", "query-aware"]
+Protocol = Literal["query-agnostic", "query-aware", "first-query-aware"]
 QUERY_AGNOSTIC: Protocol = "query-agnostic"
 QUERY_AWARE: Protocol = "query-aware"
+# Of a conversation, whose context ends with the first question.
+FIRST_QUERY_AWARE: Protocol = "first-query-aware"
 
 # Widths are multiples of this, so that other seeds find the same shapes.
 _WIDTH = 32
@@ -34,11 +38,13 @@ class Prompt:
     context: what is prefilled and compressed.
     question: what follows: question, end of turn, start of the answer.
     max_new_tokens: most tokens of the answer.
+    stays: see `Sample`.
   """
 
   context: list[int]
   question: list[int]
   max_new_tokens: int
+  stays: bool = False
 
   @classmethod
   def of(
@@ -63,7 +69,7 @@ class Prompt:
   @classmethod
   def of_sample(cls, tokenizer: Tokenizer, sample: Sample) -> "Prompt":
     """The prompt of a task's sample."""
-    return cls.of(
+    prompt = cls.of(
       tokenizer,
       sample.context,
       sample.question,
@@ -71,6 +77,7 @@ class Prompt:
       sample.max_new_tokens,
       sample.chat,
     )
+    return dataclasses.replace(prompt, stays=sample.stays)
 
   @property
   def prefilled(self) -> list[int]:
@@ -117,18 +124,28 @@ class Shape(NamedTuple):
     return cls(rows, _round_up(contexts), _round_up(questions))
 
 
-class _Prefilled(NamedTuple):
-  """What is left of a batch's prompts.
+class _Held(NamedTuple):
+  """What a cache holds of each row.
 
   Attributes:
-    cache: of a plan.
-    logits: after the prompts.
-    retentions: of the rows, where a calibration has told them.
+    seen: tokens that the row has had.
+    kept: those held, mean over layers and KV heads.
+    read: those that the next token attends to, likewise.
   """
 
-  cache: kvjax.Cache
-  logits: Float[Array, "B V"]
-  retentions: Float[np.ndarray, " B"] | None = None
+  seen: Int[np.ndarray, " R"]
+  kept: Float[np.ndarray, " R"]
+  read: Float[np.ndarray, " R"]
+
+  @classmethod
+  def of(cls, cache: kvjax.Cache) -> "_Held":
+    seen, kept, read = jax.device_get(
+      (cache.next_positions, cache.lengths, cache.reads)
+    )
+    kept, read = (
+      np.mean(held, axis=(0, 2), dtype=np.float64) for held in (kept, read)
+    )
+    return cls(seen, kept, read)
 
 
 class Reply(NamedTuple):
@@ -138,12 +155,13 @@ class Reply(NamedTuple):
     candidate: whose cache.
     row: number of the context in its batch.
     turn: number of the question among those of the context.
-    context_tokens: tokens of what was prefilled.
+    context_tokens: tokens of what was prefilled and, where turns stay in the
+      cache, of all turns so far.
     retention: share of them that the budget allows, or that its calibration
       has told.
     kept_tokens: tokens held, mean over layers and KV heads.
     read_tokens: tokens that the next token attends to, likewise.
-    cache_bytes: bytes allocated for the row.
+    cache_bytes: bytes allocated for the row after the prefill.
     host_bytes: those of them that live with the host.
     tokens: ids of the answer.
     text: the answer.
@@ -197,7 +215,8 @@ def replies(
 
   Caches of about equal capacities are asked as one batch. A candidate that
   works in blocks has a prefill, and one that evicts while decoding a batch, of
-  its own. Each question sees the cache that its context has left.
+  its own. Each question sees the cache that its context has left, or, where
+  turns stay in it, the one that the turn before has left.
 
   Args:
     lm: the model.
@@ -218,44 +237,50 @@ def replies(
     prompts[0].context if shape.question else prompts[0].prefilled
     for prompts in rows
   ]
-  prefilled = _prefilled(
+  prefilled = prefilling.prefilled(
     lm,
     [candidate.plan for candidate in candidates],
     kvjax.Prompts.of(texts, shape.context),
   )
   caches = [one.cache for one in prefilled]
-  kept, read = jax.device_get(
-    ([cache.lengths for cache in caches], [cache.reads for cache in caches])
-  )
   jax.block_until_ready(prefilled)
   seconds.prefill += time.monotonic() - began
 
   turns = max(len(prompts) for prompts in contexts)
+  stay = contexts[0][0].stays
   for capacity, group in groups(candidates, caches):
     cache = joined([caches[i] for i in group], capacity)
     logits = jnp.concatenate([prefilled[i].logits for i in group])
+    places = range(0, len(logits), shape.rows)
+    held = _Held.of(cache)
+    if stay:
+      cache = _with_room(cache, rows[0], shape)
     for turn in range(turns):
       began = time.monotonic()
       asked = [prompts[min(turn, len(prompts) - 1)] for prompts in rows]
-      answers = _answers(lm, cache, logits, asked, shape)
+      if stay:
+        answers, cache = _turn(lm, cache, asked, shape)
+        held = _Held.of(cache)
+      else:
+        answers = _answers(lm, cache, logits, asked, shape)
       seconds.answer += time.monotonic() - began
       yield [
         Reply(
           candidates[index],
           row,
           turn,
-          len(texts[row]),
-          candidates[index].retention(len(texts[row]))
+          seen := int(held.seen[place + row]),
+          candidates[index].retention(seen)
           if (told := prefilled[index].retentions) is None
           else float(told[row]),
-          float(np.mean(kept[index][:, row], dtype=np.float64)),
-          float(np.mean(read[index][:, row], dtype=np.float64)),
+          float(held.kept[place + row]),
+          float(held.read[place + row]),
           caches[index].nbytes // shape.rows,
           caches[index].nbytes_by_memory[HOST] // shape.rows,
-          ids := answers[place * shape.rows + row],
+          ids := answers[place + row],
           lm.tokenizer.decode(ids),
         )
-        for place, index in enumerate(group)
+        for place, index in zip(places, group, strict=True)
         for row, prompts in enumerate(contexts)
         if turn < len(prompts)
       ]
@@ -279,40 +304,45 @@ def _answers(
   decoding = kvjax.Decoding(asked[0].max_new_tokens, lm.tokenizer.eos_ids)
   if not shape.question:
     return kvjax.complete(lm.model, lm.params, cache, logits, decoding).rows()
-  one = kvjax.Prompts.of([p.question for p in asked], shape.question)
-  times = logits.shape[0] // len(asked)
-  questions = kvjax.Prompts(
-    np.tile(one.tokens, (times, 1)), np.tile(one.lengths, times)
-  )
+  questions = _questions(cache, asked, shape)
   return kvjax.answer(lm.model, lm.params, cache, questions, decoding).rows()
 
 
-def _prefilled(
-  lm: Pretrained, plans: Sequence[kvjax.Plan], contexts: kvjax.Prompts
-) -> list[_Prefilled]:
-  """A cache and logits per plan; plans for whole prompts share a pass."""
-  model, params = lm.model, lm.params
-  shared = [plan for plan in plans if plan.schedule.block is None]
-  swept = iter(_swept(lm, shared, contexts) if shared else ())
-  return [
-    next(swept)
-    if plan.schedule.block is None
-    else _Prefilled(*kvjax.prefill(model, params, contexts, plan))
-    for plan in plans
-  ]
+def _turn(
+  lm: Pretrained, cache: kvjax.Cache, asked: Sequence[Prompt], shape: Shape
+) -> tuple[list[list[int]], kvjax.Cache]:
+  """As `_answers`, and the cache with the turn; the one given is consumed."""
+  decoding = kvjax.Decoding(asked[0].max_new_tokens, lm.tokenizer.eos_ids)
+  turns = _questions(cache, asked, shape)
+  answers, cache = kvjax.converse(lm.model, lm.params, cache, turns, decoding)
+  return answers.rows(), cache
 
 
-def _swept(
-  lm: Pretrained, plans: Sequence[kvjax.Plan], contexts: kvjax.Prompts
-) -> list[_Prefilled]:
-  """From one pass, which tells likelihoods only if a plan asks for them."""
-  model, params = lm.model, lm.params
-  if any(isinstance(plan.budget, kvjax.Calibrated) for plan in plans):
-    found = kvjax.measured_sweep(model, params, contexts, plans)
-    pairs = zip(found.caches, found.retentions, strict=True)
-    return [_Prefilled(cache, found.logits, told) for cache, told in pairs]
-  caches, logits = kvjax.sweep(model, params, contexts, plans)
-  return [_Prefilled(cache, logits) for cache in caches]
+def _questions(
+  cache: kvjax.Cache, asked: Sequence[Prompt], shape: Shape
+) -> kvjax.Prompts:
+  """One for each row of the cache."""
+  one = kvjax.Prompts.of([p.question for p in asked], shape.question)
+  times = cache.next_positions.shape[0] // len(asked)
+  return kvjax.Prompts(
+    np.tile(one.tokens, (times, 1)), np.tile(one.lengths, times)
+  )
+
+
+def _with_room(
+  cache: kvjax.Cache, turns: Prompted, shape: Shape
+) -> kvjax.Cache:
+  """A copy of the cache with room for turns that stay in it."""
+  most = shape.question + turns[0].max_new_tokens
+  every = len(turns) * most
+  cache = kvjax.reserve(cache, every)
+  plan = cache.plan
+  if plan is None:
+    return cache
+  # What may be kept grows with what has been said.
+  padded = bucket(shape.context + every)
+  lasting = plan.lasting_capacities(padded, len(cache.layers))
+  return cache.grown([slots + most for slots in lasting])
 
 
 def groups(

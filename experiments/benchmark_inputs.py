@@ -10,8 +10,16 @@ from typing import NamedTuple, cast
 
 from absl import flags
 
-from experiments import cli, inputs, results, runs, suite, text_inputs
-from experiments.answering import QUERY_AWARE, Protocol
+from experiments import (
+  cli,
+  inputs,
+  method_inputs,
+  results,
+  runs,
+  suite,
+  text_inputs,
+)
+from experiments.answering import FIRST_QUERY_AWARE, QUERY_AWARE, Protocol
 from experiments.benchmarks import (
   grids,
   longbench,
@@ -62,8 +70,10 @@ _HISTORY = flags.DEFINE_enum(
   "history",
   "shared",
   multiturn.HISTORIES,
-  "Whether a question of a conversation sees the cache as the context left it, "
-  "or stands after the earlier questions and their right answers.",
+  "What a question of a conversation sees: the cache as the context left it, "
+  "the earlier questions and their right answers as well, or a cache that "
+  "holds them and the model's own answers. This is compressed again in every "
+  "turn, after the question and after the answer, where --every says so.",
 )
 _CHAT = flags.DEFINE_enum(
   "chat",
@@ -186,7 +196,14 @@ def _multiturn(lm: Pretrained) -> Drawn:
   number, seed = _numbers(10)
   with _drawing(len(lengths()) * number) as on_draw:
     samples = multiturn.samples(
-      lengths(), _TURNS.value, number, seed, lm.tokenizer, history, on_draw
+      lengths(),
+      _TURNS.value,
+      number,
+      seed,
+      lm.tokenizer,
+      history,
+      on_draw,
+      first_known=protocol() == FIRST_QUERY_AWARE,
     )
   return Drawn(samples, {"essay": prose.SOURCE})
 
@@ -212,12 +229,21 @@ def _numbers(samples: int) -> tuple[int, int]:
   return _SAMPLES.value or samples, inputs.SEED.value
 
 
-def check_flags(protocol: Protocol) -> None:
+def protocol() -> Protocol:
+  """What is known when the context is compressed."""
+  own = method_inputs.protocol()
+  if BENCHMARK.value == "multiturn" and own == QUERY_AWARE:
+    return FIRST_QUERY_AWARE
+  return own
+
+
+def check_flags() -> None:
   """Refuses flags that do not suit the benchmark.
 
   Raises:
     InputError: a flag is not of this benchmark, a length is no whole number, a
-      task does not exist, or a conversation is to be known before it begins.
+      task does not exist, or a first question is to be known that others do
+      not follow.
   """
   lengths()
   benchmark = BENCHMARK.value
@@ -238,10 +264,11 @@ def check_flags(protocol: Protocol) -> None:
     _ruler_choice()
   if benchmark == "longbench":
     _check_longbench()
-  if benchmark == "multiturn" and protocol == QUERY_AWARE:
+  if protocol() == FIRST_QUERY_AWARE and _HISTORY.value == "shared":
     raise InputError(
-      "Conversations are compressed before any question is known; ask them "
-      "with --protocol=query-agnostic."
+      f"With --protocol={QUERY_AWARE} a conversation's context ends with its "
+      "first question, which the others follow; choose --history=conversation "
+      "or own."
     )
 
 

@@ -74,7 +74,9 @@ def _compare(chosen: Sequence[Candidate]) -> None:
   folder = pathlib.Path(_OUTPUT.value)
   suite.check_tasks(needle_inputs.TASKS.value)
   results.check_writable(folder)
-  settings = method_inputs.settings("needles", {"essay": prose.SOURCE})
+  settings = method_inputs.settings(
+    "needles", {"essay": prose.SOURCE}, method_inputs.protocol()
+  )
   with inputs.loaded() as (lm, devices):
     samples = needle_inputs.samples(lm)
     batch = inputs.BATCH.value

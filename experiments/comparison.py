@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from experiments.answering import (
   QUERY_AGNOSTIC,
+  QUERY_AWARE,
   Prompt,
+  Prompted,
   Protocol,
   Reply,
   Seconds,
@@ -61,7 +63,7 @@ def compare(
   unfinished = {(key.method, key.budget) for key in missing}
   candidates = [c for c in candidates if (c.method, c.budget) in unfinished]
   contexts = list(_contexts(lm, samples, protocol))
-  check_room(lm, [prompt for c in contexts for prompt in c.prompts])
+  check_room(lm, [whole for c in contexts for whole in _whole(c.prompts)])
   unanswered = {(key.part, key.asked) for key in missing}
   spent = Seconds() if seconds is None else seconds
   for shape, rows in _batches(contexts, unanswered, batch, protocol):
@@ -108,12 +110,22 @@ def _contexts(
   for part, drawn in samples.items():
     groups: dict[object, list[int]] = {}
     for number, sample in enumerate(drawn):
-      own = sample.context if protocol == QUERY_AGNOSTIC else number
+      own = number if protocol == QUERY_AWARE else sample.context
       groups.setdefault(own, []).append(number)
     for numbers in groups.values():
       same = [drawn[number] for number in numbers]
       prompts = [Prompt.of_sample(lm.tokenizer, sample) for sample in same]
       yield _Context(part, numbers, same, prompts)
+
+
+def _whole(prompts: Prompted) -> Prompted:
+  """What must fit into the model's context: turns that stay do so together."""
+  first = prompts[0]
+  if not first.stays:
+    return prompts
+  question = [token for prompt in prompts for token in prompt.question]
+  answers = sum(prompt.max_new_tokens for prompt in prompts)
+  return [Prompt(first.context, question, answers)]
 
 
 def _batches(

@@ -45,7 +45,7 @@ def main() -> None:
   began = time.monotonic()
   method_inputs.check_flags()
   chosen = method_inputs.chosen()
-  benchmark_inputs.check_flags(method_inputs.protocol())
+  benchmark_inputs.check_flags()
   output = pathlib.Path(_OUTPUT.value)
   results.check_writable(output)
   console = rich.console.Console(highlight=False)
@@ -54,7 +54,7 @@ def main() -> None:
     for note in drawn.notes:
       console.print(note)
     settings = method_inputs.settings(
-      benchmark_inputs.BENCHMARK.value, drawn.data
+      benchmark_inputs.BENCHMARK.value, drawn.data, benchmark_inputs.protocol()
     )
     folder = output / folder_name(settings)
     batch = inputs.BATCH.value

@@ -20,7 +20,7 @@ paper builds on a GPU, in 0.21 to 0.43 ms from 4K to 128K tokens and orders of
 magnitude faster than the others; of times on a CPU only the ratios say
 something.
 
-Needs faiss: `pip install faiss-cpu`. Takes a minute on two idle cores.
+Needs faiss: `pip install faiss-cpu`. Takes ten minutes on two idle cores.
 """
 
 import functools
@@ -47,7 +47,9 @@ from kvjax.errors import InputError
 from kvjax.retrieval import CTkvr
 
 _LENGTHS = flags.DEFINE_list(
-  "lengths", ["4096", "8192", "16384", "32768"], "Tokens of the prompts."
+  "lengths",
+  ["4096", "8192", "16384", "32768", "65536", "131072"],
+  "Tokens of the prompts.",
 )
 _HEAD_DIM = flags.DEFINE_integer(
   "head_dim", 128, "Channels of a key.", lower_bound=1

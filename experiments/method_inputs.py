@@ -69,7 +69,7 @@ _PROTOCOL = flags.DEFINE_enum(
   QUERY_AGNOSTIC,
   [QUERY_AGNOSTIC, QUERY_AWARE],
   "Whether the question comes after the context has been compressed, or is "
-  "prefilled with it.",
+  "prefilled with it; of a conversation, the first question.",
 )
 
 
@@ -132,12 +132,15 @@ def protocol() -> Protocol:
   return cast(Protocol, _PROTOCOL.value)
 
 
-def settings(benchmark: str, data: Mapping[str, str]) -> results.Settings:
+def settings(
+  benchmark: str, data: Mapping[str, str], protocol: Protocol
+) -> results.Settings:
   """What all answers of the run share.
 
   Args:
     benchmark: its name.
     data: where its texts come from, and other choices in words.
+    protocol: what is known when a context is compressed.
   """
   return results.Settings(
     model=inputs.model_name(),
@@ -146,7 +149,7 @@ def settings(benchmark: str, data: Mapping[str, str]) -> results.Settings:
     seed=inputs.SEED.value,
     benchmark=benchmark,
     data=data,
-    protocol=protocol(),
+    protocol=protocol,
     schedule=str(schedule()),
     heads=f"{_HEADS.value} head",
     storage=_STORAGE.value or "",

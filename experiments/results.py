@@ -77,11 +77,12 @@ class Answer(Line):
     options: the method with all its hyper-parameters.
     budget: what it might keep, in words.
     retention: share of the context it might keep.
-    context_tokens: tokens of the context; query-aware, with the question.
-    kept_tokens: tokens kept, mean over layers and KV heads.
+    context_tokens: tokens of the context; query-aware, with the question, and
+      where turns stay in the cache, with all turns so far.
+    kept_tokens: tokens of them kept, mean over layers and KV heads.
     read_tokens: tokens that a token attends to, likewise; of what is looked
       up, as many as the prompt's last token has found.
-    cache_bytes: allocated for the sample's cache.
+    cache_bytes: allocated for what the context has left.
     host_bytes: those of them that live with the host.
     question: what was asked.
     answer_prefix: how the model's turn began.

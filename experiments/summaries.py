@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.answering import QUERY_AGNOSTIC, Protocol
+from experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE, Protocol
 from experiments.candidates import FULL
 from experiments.intervals import interval
 from experiments.results import Answer, Part
@@ -34,7 +34,7 @@ def summarize(
   full = {
     (answer.part, answer.asked): answer.first_token
     for answer in answers
-    if answer.method == FULL and protocol == QUERY_AGNOSTIC
+    if answer.method == FULL and protocol != QUERY_AWARE
   }
   groups: dict[_Group, list[Answer]] = {}
   for answer in answers:

@@ -4,12 +4,14 @@ CTkvr and ShadowKV report such conversations without their code; needle count,
 wording and history are this project's. In `shared` every question sees the
 cache as the context has left it, as in kvpress; in `conversation` the earlier
 questions stand before it with their references, as in SCBench's multi-turn
-mode, so that all methods are asked the same.
+mode, so that all methods are asked the same. In `own` the cache is carried on
+from turn to turn with what the model itself has answered; a plan that evicts
+while decoding compresses it again in every turn.
 """
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 from experiments.results import Part
@@ -17,7 +19,7 @@ from experiments.tasks import needles
 from experiments.tasks.sample import OnDraw, Sample, ignore
 from models.tokenizer import Tokenizer
 
-History = Literal["shared", "conversation"]
+History = Literal["shared", "conversation", "own"]
 HISTORIES: tuple[History, ...] = get_args(History)
 
 # Tokens of an answer, which is a number of seven digits.
@@ -32,6 +34,8 @@ def samples(
   tokenizer: Tokenizer,
   history: History,
   on_draw: OnDraw = ignore,
+  *,
+  first_known: bool = False,
 ) -> dict[Part, list[Sample]]:
   """So many conversations of so many turns for each length.
 
@@ -43,6 +47,8 @@ def samples(
     tokenizer: of the model, for tokens and for what stands between turns.
     history: what a question sees of the turns before it.
     on_draw: told of every conversation.
+    first_known: whether the first question is part of the context, and so
+      known when that is compressed; not for `shared`.
 
   Returns:
     Under each length the turns of the first conversation, then those of the
@@ -59,9 +65,9 @@ def samples(
     rng = random.Random(f"{seed} {task.name} {turns} {number}")
     found = needles.conversation(task, rng, length, tokenizer.count)
     on_draw(task.name, 1)
-    if history == "shared":
-      return found
-    return tuple(_with_history(found, tokenizer))
+    if first_known:
+      found = _with_first_question(found)
+    return tuple(_WITH_HISTORY[history](found, tokenizer))
 
   return {
     Part(f"{task.name}_{history}", length): [
@@ -73,7 +79,22 @@ def samples(
   }
 
 
-def _with_history(
+def _with_first_question(turns: Sequence[Sample]) -> tuple[Sample, ...]:
+  """The same turns, whose context ends with the question of the first."""
+  first, *others = turns
+  context = first.context + first.question
+  return (
+    dataclasses.replace(first, context=context, question=""),
+    *(dataclasses.replace(sample, context=context) for sample in others),
+  )
+
+
+def _alone(turns: Sequence[Sample], tokenizer: Tokenizer) -> Iterator[Sample]:
+  del tokenizer
+  yield from turns
+
+
+def _with_references(
   turns: Sequence[Sample], tokenizer: Tokenizer
 ) -> Iterator[Sample]:
   _, suffix = tokenizer.split_chat("")
@@ -83,3 +104,23 @@ def _with_history(
     yield dataclasses.replace(sample, question=question)
     said = f"{sample.answer_prefix} {sample.answers[0]}"
     before = question + suffix + said + tokenizer.between_turns()
+
+
+def _carried_on(
+  turns: Sequence[Sample], tokenizer: Tokenizer
+) -> Iterator[Sample]:
+  between = ""
+  for sample in turns:
+    yield dataclasses.replace(
+      sample, question=between + sample.question, stays=True
+    )
+    between = tokenizer.between_turns()
+
+
+_WITH_HISTORY: Mapping[
+  History, Callable[[Sequence[Sample], Tokenizer], Iterator[Sample]]
+] = {
+  "shared": _alone,
+  "conversation": _with_references,
+  "own": _carried_on,
+}

@@ -4,6 +4,7 @@ import functools
 import statistics
 from collections.abc import Callable, Mapping
 
+from experiments.benchmarks.ruler_averages import ENOUGH, averages
 from experiments.candidates import FULL
 from experiments.reporting import wording
 from experiments.reporting.formats import Table
@@ -21,6 +22,42 @@ def by_length(record: Record) -> list[Table]:
     _across(record, "length", f"{name} by length", value)
     for name, value in _scores(record).items()
   ]
+
+
+def weighted_by_length(record: Record) -> list[Table]:
+  """RULER's two weighted means over lengths, and the effective length.
+
+  Of the tasks that were asked at every length, and with a line per method and
+  budget that has them all. Empty for other benchmarks, and for one length.
+  """
+  lengths = sorted(record.values("length"))
+  if record.summary["benchmark"] != "ruler" or len(lengths) == 1:
+    return []
+  at = {length: record.at(length=length) for length in lengths}
+  tasks = [
+    task
+    for task in record.values("task")
+    if all(task in part.values("task") for part in at.values())
+  ]
+  whole = {(task, length) for task in tasks for length in lengths}
+  cells = {}
+  for name, rows in grouped(record.summary["rows"]).items():
+    own = [row for row in rows if row["task"] in tasks]
+    if not whole or {(row["task"], row["length"]) for row in own} != whole:
+      continue
+    found = averages(
+      {
+        length: mean_of([row for row in own if row["length"] == length], score)
+        for length in lengths
+      }
+    )
+    longest = str(found.effective or f"< {lengths[0]}")
+    cells[name] = [number(found.rising), number(found.falling), longest]
+  if not cells:
+    return []
+  title = f"weighted by length, {wording.averaged(tasks)}"
+  header = ["rising", "falling", f"effective length (≥ {ENOUGH})"]
+  return [_table(title, header, cells)]
 
 
 def by_turn(record: Record) -> list[Table]:

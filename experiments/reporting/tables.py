@@ -24,10 +24,10 @@ def tables(record: Record, brief: bool = False) -> list[Table]:
       for table in (_in_brief(part) if brief else _in_full(part))
     ]
   if len(record.values("length")) > 1:
-    if not brief:
-      found += series.by_length(record)
-    elif len(own) == 1:
-      found += series.by_length(_at(record, _middle(record)))
+    shown = _at(record, _middle(record)) if brief else record
+    if not brief or len(own) == 1:
+      found += series.by_length(shown)
+    found += series.weighted_by_length(shown)
   return found
 
 

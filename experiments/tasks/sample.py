@@ -28,6 +28,8 @@ class Sample:
     metadata: what the task says about itself: length, depth, turn and so on.
     metric: how a prediction is scored, one of `experiments.metrics`.
     chat: whether the model's chat template is put around the prompt.
+    stays: whether question and answer stay in the cache of their context, for
+      the sample of it that comes next.
   """
 
   context: str
@@ -39,6 +41,7 @@ class Sample:
   metadata: Mapping[str, Any]
   metric: str = "string_match_all"
   chat: bool = True
+  stays: bool = False
 
   @functools.cached_property
   def digest(self) -> str:

@@ -251,6 +251,17 @@ def test_a_prompt_longer_than_the_context_is_refused(tiny, tmp_path):
   assert not (tmp_path / "new").exists()
 
 
+def test_turns_that_stay_must_fit_the_context_together(tiny, tmp_path):
+  part = Part("one", 128)
+  turn = dataclasses.replace(
+    SAMPLES[part][0], question=SENTENCE * 24, stays=True
+  )
+  turns = [turn, dataclasses.replace(turn, question=SENTENCE * 25)]
+  with pytest.raises(InputError, match=r"10\) come to 5\d\d tokens"):
+    compared(tiny, tmp_path / "new", samples={part: turns})
+  assert not (tmp_path / "new").exists()
+
+
 def test_a_mesh_changes_no_answer(tiny_directory, tmp_path, whole):
   mesh = parse_mesh("data:2,model:2")
   with jax.set_mesh(mesh):

@@ -149,7 +149,7 @@ def test_longbench_is_asked_with_and_without_the_template(
     ),
     (
       ["--benchmark=multiturn", "--protocol=query-aware"],
-      "Conversations are compressed before any question is known",
+      "which the others follow; choose --history=conversation or own",
     ),
   ],
 )

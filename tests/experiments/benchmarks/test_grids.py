@@ -1,10 +1,12 @@
 """Needles, passkeys and conversations: an oracle, depths, lengths, seeds."""
 
+import functools
 import re
 
 import pytest
 
 import models
+from experiments.answering import Prompt
 from experiments.benchmarks import grids, multiturn
 from experiments.metrics import registry
 from experiments.reference import vocabulary
@@ -35,8 +37,13 @@ def grid(task, seed=0, lengths=LENGTHS, depths=DEPTHS, samples=2):
   return DRAW[task](lengths, depths, samples, seed, count)
 
 
-def talks(history, seed=0):
-  return multiturn.samples(LENGTHS, 5, 2, seed, TOKENIZER, history)
+def drawn_talks(history, seed=0, first_known=False):
+  return multiturn.samples(
+    LENGTHS, 5, 2, seed, TOKENIZER, history, first_known=first_known
+  )
+
+
+talks = functools.cache(drawn_talks)
 
 
 def find(sample):
@@ -149,7 +156,43 @@ def test_a_conversation_has_the_right_answers_of_earlier_turns():
     )
 
 
+def test_turns_that_stay_make_the_same_conversation():
+  """With the right answers between them, the last turn has all questions."""
+  own = talks("own")[Part("niah_multiturn_own", 640)][:5]
+  whole = talks("conversation")[Part("niah_multiturn_conversation", 640)][4]
+  assert all(sample.stays for sample in own)
+  assert not whole.stays
+  _, suffix = TOKENIZER.split_chat("")
+  said = "".join(
+    sample.question + suffix + f"{sample.answer_prefix} {sample.answers[0]}"
+    for sample in own[:4]
+  )
+  assert said + own[4].question == whole.question
+  assert own[0].context == whole.context
+
+
+@pytest.mark.parametrize("history", ["conversation", "own"])
+def test_a_first_question_that_is_known_is_prefilled_and_asked_once(history):
+  """All tokens are the same, the first question's among the context's."""
+  part = Part(f"niah_multiturn_{history}", 640)
+  pairs = zip(
+    talks(history)[part], talks(history, first_known=True)[part], strict=True
+  )
+  for later, known in pairs:
+    plain = Prompt.of_sample(TOKENIZER, later)
+    aware = Prompt.of_sample(TOKENIZER, known)
+    if known.metadata["turn"] == 0:
+      question = later.question
+      assert known.question == ""
+    assert known.context == later.context + question
+    if history == "own" and known.metadata["turn"] > 0:
+      assert aware.question == plain.question
+    else:
+      assert aware.prefilled == plain.prefilled
+    assert known.answers == later.answers
+
+
 def test_equal_seeds_give_equal_conversations():
-  assert talks("shared", seed=5) == talks("shared", seed=5)
+  assert talks("shared", seed=5) == drawn_talks("shared", seed=5)
   for part, drawn in talks("shared", seed=5).items():
     assert drawn != talks("shared", seed=6)[part]

@@ -6,7 +6,14 @@ import io
 import pytest
 import rich.console
 
-from experiments.reporting import compared, curves, formats, rows, run
+from experiments.reporting import (
+  compared,
+  curves,
+  formats,
+  rows,
+  run,
+  series,
+)
 from experiments.reporting.formats import Table
 from experiments.reporting.tables import tables
 
@@ -77,6 +84,48 @@ def test_every_length_has_tables_and_all_have_one(answer, record):
   table = titled(found, "score by length at 25 %")
   assert table.header == ["method", "512", "2048", "mean"]
   assert table.lines[1] == ["keydiff", "50.0", "50.0", "50.0"]
+  for brief in (False, True):
+    table = titled(found, "weighted by length", brief)
+    assert table.lines[0] == ["full", "100.0", "100.0", "2048"]
+
+
+def test_ruler_is_weighted_by_length_where_all_lengths_are_there(
+  answer, record
+):
+  """With what its README prints of GPT-4-1106 and Command-R-plus."""
+  lengths = [2**power * 1000 for power in range(2, 8)]
+  printed = {
+    "gpt-4": ([96.6, 96.3, 95.2, 93.2, 87.0, 81.2], ["89.0", "94.1", "64000"]),
+    "command": (
+      [95.6, 95.2, 94.2, 92.0, 84.3, 63.1],
+      ["82.7", "92.1", "32000"],
+    ),
+    "poor": ([85.5] * 6, ["85.5", "85.5", "< 4000"]),
+  }
+  # Each has two tasks, and all but the last length another at the shortest.
+  answers = [
+    answer(method, task=task, length=length, score=score + shift)
+    for method, (scores, _) in printed.items()
+    for length, score in zip(reversed(lengths), reversed(scores), strict=True)
+    for task, shift in (("a", -2.0), ("b", 2.0))
+  ]
+  answers += [answer("gpt-4", task="c", length=4000, score=0.0)]
+  answers += [
+    answer("short", task=task, length=n) for task in "ab" for n in lengths[:5]
+  ]
+  (table,) = series.weighted_by_length(record(answers))
+  assert table.title == "weighted by length, mean over 2 tasks: a, b at 25 %"
+  header = ["rising", "falling", "effective length (≥ 85.6)"]
+  assert table.header == ["method", *header]
+  assert {line[0]: line[1:] for line in table.lines} == {
+    method: expected for method, (_, expected) in printed.items()
+  }
+  for other in (
+    record(answers, benchmark="longbench"),
+    record([a for a in answers if a.length == 4000]),
+    record([answer(task="a"), answer(task="b", length=512)]),
+  ):
+    assert series.weighted_by_length(other) == []
 
 
 def test_passkeys_have_all_their_scores_by_length(answer, record):
