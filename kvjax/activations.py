@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels.prompt_attention import prompt_attention
 from kvjax.struct import struct
 
 
@@ -25,6 +26,12 @@ class Activations:
   values: Float[Array, "B K S D"]
   keys_unrotated: Float[Array, "B K S D"]
   positions: Int[Array, "B S"]
+
+  def attend_to_themselves(self) -> Float[Array, "B N S D"]:
+    """Attention of rows that begin with the block, padded on the right."""
+    return prompt_attention(
+      self.queries, self.keys, self.values, self.positions
+    )
 
   def with_kv_heads(self, count: int) -> "Activations":
     """Keys and values repeated for `count` heads, each for fewer queries."""

@@ -12,7 +12,6 @@ from kvjax.activations import Activations
 from kvjax.cache import Cache
 from kvjax.decoding import append_block
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
 from kvjax.model import Model, check_context
 from kvjax.prompts import Prompts
 from kvjax.step import block_positions
@@ -151,7 +150,7 @@ def _nll(
     layer: int, state: None, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], None]:
     del layer
-    return LayerCache.of(seen).attend(seen.queries, seen.positions)[0], state
+    return seen.attend_to_themselves(), state
 
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
   none = (None,) * model.geometry.layers

@@ -118,8 +118,7 @@ def one_pass(
   def attend(
     layer: int, _: None, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], _LayerPass]:
-    whole = LayerCache.of(seen)
-    output = whole.attend(seen.queries, seen.positions)[0]
+    output = seen.attend_to_themselves()
     kept: dict[int, Layer] = {}
     for like, group in alike.items():
       own, method = like.candidates(seen), like.method
@@ -136,7 +135,7 @@ def one_pass(
         kept[p] = indexed(p, layer, found, own)
     return output, _LayerPass(
       tuple(shard_cache(kept[p]) for p in range(len(plans))),
-      shard_cache(whole) if waiting else None,
+      shard_cache(LayerCache.of(seen)) if waiting else None,
       tuple(
         judged[like, layer]() if like.chooses_in(layer, depth) else None
         for like in waiting

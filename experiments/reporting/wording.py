@@ -112,12 +112,17 @@ def interval(bounds: tuple[float, float] | None) -> str:
 
 
 def give_or_take(mean: Mean) -> str:
-  """A score and half its interval, the longer half: `97.4 ±1.2`."""
+  """A score and half its interval, the longer half: `97.4 ±1.2`.
+
+  Where there is nothing beyond the score, the other half: `100.0 −5.6`.
+  """
   text = f"{mean.score:.1f}"
   if mean.interval is None:
     return text
   low, high = mean.interval
-  return f"{text} ±{max(mean.score - low, high - mean.score):.1f}"
+  below, above = round(mean.score - low, 1), round(high - mean.score, 1)
+  sign = "±" if below and above else "−" if below else "+"
+  return f"{text} {sign}{max(below, above):.1f}"
 
 
 def score_name(summary: Summary) -> str:

@@ -1,5 +1,6 @@
 """The engine with Pallas kernels keeps and answers what it does with XLA."""
 
+import jax
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
@@ -17,17 +18,19 @@ LENGTHS = (128, 101)
 PLANS = ("h2o", "compactor:chunk=64", "adakv", "ctkvr")
 
 
+def prompts():
+  draw = np.random.default_rng(0)
+  rows = [draw.integers(1, 64, n).tolist() for n in LENGTHS]
+  return kvjax.Prompts.of(rows, max(LENGTHS))
+
+
 def ran(plan):
   """Positions that are kept, and the answers."""
   params = MODEL.init()
-  draw = np.random.default_rng(0)
-  rows = [draw.integers(1, 64, n).tolist() for n in LENGTHS]
   plan = kvjax.get_plan(plan, kvjax.Tokens(40))
-  cache, logits = kvjax.prefill(
-    MODEL, params, kvjax.Prompts.of(rows, max(LENGTHS)), plan
-  )
+  cache, logits = kvjax.prefill(MODEL, params, prompts(), plan)
   answers = kvjax.complete(MODEL, params, cache, logits, kvjax.Decoding(2))
-  kept = [held_positions(cache, row) for row in range(len(rows))]
+  kept = [held_positions(cache, row) for row in range(len(LENGTHS))]
   return kept, answers.rows()
 
 
@@ -51,3 +54,12 @@ def test_kernels_keep_what_xla_keeps(plan, monkeypatch):
     found = ran(plan)
   assert found == wanted
   assert len(set(called)) >= 2, called
+
+
+def test_whole_prompts_attend_by_splash_attention():
+  plan = kvjax.get_plan("streaming", kvjax.Tokens(40))
+  with kernels.use(platform="tpu"):
+    program = jax.make_jaxpr(
+      lambda params: kvjax.prefill(MODEL, params, prompts(), plan)
+    )(MODEL.init())
+  assert "splash_mha_fwd" in str(program)

@@ -72,7 +72,5 @@ _SCORERS: dict[str, _Scorer] = {
   "Compactor without a": _leverage,
   "SnapKV": _method("snapkv.compactor"),
   "H2O": _method("h2o.compactor"),
-  "dense attention": lambda cache, seen: cache.attend(
-    seen.queries, seen.positions
-  )[0],
+  "dense attention": lambda _, seen: seen.attend_to_themselves(),
 }

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from experiments.reporting import wording
 from experiments.reporting.means import means
 
 
@@ -80,3 +81,20 @@ def test_there_is_no_interval_without_answers(answer, record):
   assert found_by(of_two)["keydiff"].interval[1] == 100
   unknown = of_two._replace(answers=[])
   assert found_by(unknown)["keydiff"].interval is None
+
+
+@pytest.mark.parametrize(
+  ("score", "bounds", "text"),
+  [
+    (97.4, (96.0, 98.0), "97.4 ±1.4"),
+    (100.0, (43.9, 100.0), "100.0 −56.1"),
+    (0.0, (0.0, 5.6), "0.0 +5.6"),
+    (50.0, None, "50.0"),
+  ],
+)
+def test_a_score_is_given_or_taken_where_there_is_room(
+  answer, record, score, bounds, text
+):
+  (any_mean,) = found_by(record([answer("full")])).values()
+  found = dataclasses.replace(any_mean, score=score, interval=bounds)
+  assert wording.give_or_take(found) == text

@@ -1,0 +1,3 @@
+"""Attention of whole prompts to themselves, which libraries compute."""
+
+from kernels.prompt_attention.api import prompt_attention as prompt_attention

@@ -1,0 +1,37 @@
+"""The attention of prompts in Llama-3.1-8B."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kernels.prompt_attention.api import prompt_attention
+from kernels.specs import Spec
+
+_HEADS, _KV_HEADS, _DIM = 32, 8, 128
+
+
+def _prompts(batch: int, tokens: int) -> Spec:
+  def arrays(key: Array) -> tuple[Array, ...]:
+    normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    own = jax.random.split(key, 3)
+    places = jnp.arange(tokens, dtype=jnp.int32)
+    return (
+      normal(own[0], (batch, _HEADS, tokens, _DIM)),
+      normal(own[1], (batch, _KV_HEADS, tokens, _DIM)),
+      normal(own[2], (batch, _KV_HEADS, tokens, _DIM)),
+      jnp.broadcast_to(places, (batch, tokens)),
+    )
+
+  # Queries and what comes out, keys and values, positions.
+  vectors = 2 * (_HEADS + _KV_HEADS)
+  return Spec(
+    f"{batch} x {tokens:,} tokens",
+    prompt_attention,
+    arrays,
+    batch * tokens * (2 * _DIM * vectors + 4),
+  )
+
+
+SPECS: tuple[Spec, ...] = (_prompts(1, 32768), _prompts(1, 131072))

@@ -1,0 +1,109 @@
+"""Attention of prompts to themselves by splash attention, JAX's TPU kernel."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_kernel as splash,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_mask_info as mask_info,
+)
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels.prompt_attention.padding import cleared
+
+# Tokens of a block: at most, and what their number is a multiple of.
+BLOCK = 512
+LANES = 128
+# What is known of the pairs of as many blocks fits into scalar memory.
+BLOCKS = 256
+# Of a pair of blocks: no query sees a key, some do, all do.
+_NONE, _SOME, _ALL = range(3)
+
+
+def prompt_attention_tpu(
+  queries: Float[Array, "B N S D"],
+  keys: Float[Array, "B K S D"],
+  values: Float[Array, "B K S D"],
+  positions: Int[Array, "B S"],
+) -> Float[Array, "B N S D"]:
+  """See `kernels.prompt_attention.api.prompt_attention`.
+
+  Raises:
+    NotImplementedError: the prompts are longer than 131,072 tokens, or of
+      other dtypes than bfloat16 and float32.
+  """
+  if queries.dtype not in (jnp.bfloat16, jnp.float32):
+    raise NotImplementedError(f"No prompts of {queries.dtype} on TPUs.")
+  batch, heads, length, dim = queries.shape
+  block = min(BLOCK, _up_to_multiple(length, LANES))
+  blocks = -(-length // block)
+  if blocks > BLOCKS:
+    raise NotImplementedError(
+      f"Splash attention takes prompts of up to {BLOCK * BLOCKS} tokens; these "
+      f"have {length}."
+    )
+  extra = blocks * block - length
+
+  def rows_as_heads(x: Float[Array, "B H S D"]) -> Float[Array, "R P D"]:
+    """Query head j of them all reads KV head j // (N / K), as in each row."""
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0)))
+    return padded.reshape(-1, *padded.shape[2:])
+
+  attend = splash.SplashAttentionKernel(
+    causal_blocks(blocks, block),
+    None,
+    None,
+    block_sizes=splash.BlockSizes(block_q=block, block_kv=block),
+    is_mqa=False,
+    save_residuals=False,
+    mask_value=splash.DEFAULT_MASK_VALUE,
+    attn_logits_soft_cap=None,
+    residual_checkpoint_name=None,
+    mask_function=_seen,
+    interpret=False,
+  )
+  # The matrix units would round float32 to bfloat16.
+  precision = "highest" if queries.dtype == jnp.float32 else "default"
+  with jax.default_matmul_precision(precision):
+    output: Any = attend(
+      rows_as_heads(queries * dim**-0.5),
+      rows_as_heads(cleared(keys, positions)),
+      rows_as_heads(cleared(values, positions)),
+    )
+  return output.reshape(batch, heads, -1, dim)[:, :, :length]
+
+
+def causal_blocks(blocks: int, block: int) -> mask_info.MaskInfo:
+  """What splash attention finds out about its `CausalMask`.
+
+  It looks at every pair of tokens for that, which takes minutes where prompts
+  are long.
+
+  Args:
+    blocks: of queries, and as many of keys.
+    block: tokens of each.
+  """
+  row, column = np.indices((1, blocks, blocks))[1:]
+  below = np.where(column < row, _ALL, _NONE)
+  return mask_info.MaskInfo(
+    # Where there is nothing to see, what the next row begins with is fetched.
+    data_next=np.where(column <= row, column, 0).astype(np.int16),
+    mask_next=None,
+    block_mask=np.where(column == row, _SOME, below).astype(np.int8),
+    partial_mask_blocks=None,
+    q_sequence=np.arange(blocks * block, dtype=np.int32),
+  )
+
+
+def _seen(
+  query: Int[Array, "Q C"], key: Int[Array, "Q C"]
+) -> Bool[Array, "Q C"]:
+  return query >= key
+
+
+def _up_to_multiple(number: int, of: int) -> int:
+  return -(-number // of) * of

@@ -1,0 +1,121 @@
+"""Attention of prompts by libraries, against every weight in float64."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_mask as masks,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_mask_info as mask_info,
+)
+
+import kernels
+from kernels.prompt_attention import prompt_attention, tpu
+from kernels.prompt_attention.specs import SPECS
+
+LENGTHS = (101, 147)
+
+
+def prompts(N, K, S, D, dtype):
+  """Rows of unequal lengths; the padding holds NaN."""
+  rng = np.random.default_rng(S)
+  real = np.arange(S)[None] < np.minimum(LENGTHS, S)[:, None]
+
+  def drawn(heads):
+    x = rng.normal(size=(len(LENGTHS), heads, S, D))
+    return np.where(real[:, None, :, None], x, np.nan).astype(dtype)
+
+  positions = np.where(real, np.arange(S), -1).astype(np.int32)
+  arrays = (drawn(N), drawn(K), drawn(K), positions)
+  return tuple(map(jnp.asarray, arrays)), real
+
+
+def expected(queries, keys, values, row, length):
+  """One prompt's attention, head by head."""
+  heads = []
+  for head in range(queries.shape[1]):
+    own = head // (queries.shape[1] // keys.shape[1])
+    q, k, v = (
+      np.asarray(x[row, h, :length], np.float64)
+      for x, h in [(queries, head), (keys, own), (values, own)]
+    )
+    weights = np.tril(np.exp(q @ k.T / np.sqrt(q.shape[1])))
+    heads.append(weights @ v / weights.sum(axis=1, keepdims=True))
+  return np.array(heads)
+
+
+@pytest.mark.parametrize(
+  ("shape", "dtype", "tolerance"),
+  [((4, 2, 147, 64), "float32", 1e-5), ((4, 2, 133, 128), "bfloat16", 2e-2)],
+)
+def test_splash_attention_equals_every_weight(
+  monkeypatch, shape, dtype, tolerance
+):
+  monkeypatch.setattr(tpu, "BLOCK", 128)
+  arrays, real = prompts(*shape, dtype)
+  with (
+    pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()),
+    kernels.use("pallas", "tpu"),
+  ):
+    found = jax.jit(lambda *given: prompt_attention(*given))(*arrays)
+  assert found.dtype == dtype
+  for row, length in enumerate(real.sum(axis=1)):
+    np.testing.assert_allclose(
+      np.asarray(found[row, :, :length], np.float64),
+      expected(*arrays[:3], row, length),
+      rtol=tolerance,
+      atol=tolerance,
+    )
+
+
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_blocks_are_what_splash_attention_finds(blocks):
+  mask = masks.MultiHeadMask([masks.CausalMask((blocks * 128,) * 2)] * 2)
+  wanted, _ = mask_info.process_mask(mask, (128, 128))
+  found = tpu.causal_blocks(blocks, 128)
+  for ours, theirs in zip(found, wanted, strict=True):
+    assert (ours is None) == (theirs is None)
+    if ours is not None:
+      np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "precision"), [("float32", "HIGHEST"), ("bfloat16", "DEFAULT")]
+)
+def test_float32_is_multiplied_whole(dtype, precision):
+  arrays, _ = prompts(2, 1, 32, 64, dtype)
+  with kernels.use("pallas", "tpu"), jax.default_matmul_precision("high"):
+    program = str(jax.make_jaxpr(prompt_attention)(*arrays))
+  assert set(re.findall(r"Precision\.(\w+)", program)) == {precision}
+
+
+def test_real_sizes_are_lowered_for_gpus(monkeypatch):
+  spec = SPECS[0]
+  monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+  with kernels.use("pallas", "gpu"):
+    traced = jax.jit(lambda *given: spec.run(*given)).trace(*spec.shapes)
+    lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+  (call,) = re.findall(r"custom_call @__cudnn\$fmha.*", lowered)
+  assert re.search(r"mask_type\\22: \\22CAUSAL\\22", call)
+  scale = float(re.search(r"fmha_scale\\22: ([\d.]+)", call)[1])
+  assert scale == pytest.approx(128**-0.5)
+
+
+@pytest.mark.parametrize("version", [None, 91000])
+def test_without_cudnn_or_in_float32_xla_serves_on_gpus(monkeypatch, version):
+  arrays, _ = prompts(2, 1, 32, 64, "float32")
+  if version:
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: version)
+  with kernels.use(platform="gpu"):
+    assert "exp" in str(jax.make_jaxpr(prompt_attention)(*arrays))
+  with (
+    kernels.use("pallas", "gpu"),
+    pytest.raises(NotImplementedError, match="fp16" if version else "cuDNN"),
+  ):
+    jax.eval_shape(prompt_attention, *arrays)
