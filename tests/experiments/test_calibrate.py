@@ -1,25 +1,19 @@
 """Calibrating: triples on disk, records found, contexts that set budgets."""
 
-import dataclasses
 import json
 import math
-import pathlib
-import random
 
 import matplotlib.image
 import numpy as np
 import pytest
 
 import kvjax
-import models
 from experiments import comparison
-from experiments.benchmarks import ruler
-from experiments.calibration import fits, measuring, pictures, tables
+from experiments.calibration import measuring
 from experiments.calibration.measuring import Measurement, Measurements
-from experiments.calibration.records import FOLDER, Auto, file_name
-from experiments.candidates import DEFAULT, FULL, candidates, parse_budgets
-from experiments.results import Part, Results, Settings, digest
-from experiments.tasks import fitting, needles
+from experiments.calibration.records import Auto, file_name
+from experiments.candidates import candidates, parse_budgets
+from experiments.results import Part, Results, Settings
 from experiments.tasks.sample import Sample
 from kvjax.calibration import least_retention
 from kvjax.errors import InputError
@@ -231,112 +225,6 @@ def test_a_cut_line_is_measured_again_and_nothing_else(
   assert sweeps == [2]
 
 
-def made(task, sample, share, nll, kc, name="keydiff"):
-  """What a context that follows the curve exactly would have given."""
-  ratio = np.expm1(share * kc) / np.expm1(kc)
-  return Measurement(
-    task=task,
-    length=128,
-    sample=sample,
-    asked=f"{task} {sample}",
-    method=name,
-    options="",
-    budget=f"{share:g}",
-    retention=share,
-    context_tokens=100,
-    kept_tokens=100 * share,
-    nll=nll,
-    full=1.0,
-    kept=float(1.001 / ratio - 0.001),
-  )
-
-
-@pytest.fixture(scope="module")
-def fitted():
-  chosen = candidates(METHODS, [kvjax.Retention(0.2), kvjax.Retention(0.5)])
-  found = [
-    made(task, sample, share, nll, alpha * nll - 6, name)
-    for name, alpha in zip(METHODS, (2, 1), strict=True)
-    for task, nll in (("easy", 0.5), ("hard", 2.5))
-    for share in (0.2, 0.5)
-    for sample in range(2)
-  ]
-  fitted = fits.fit(chosen[1:], found, "abc")
-  # Tried: at 0.2 as the curve has it, at 0.9 whole.
-  tried = [
-    dataclasses.replace(m, kept_tokens=kept, budget=f"auto at {asked:g}")
-    for m in found
-    for asked, share, kept in ((0.2, 0.2, 20), (0.9, 0.5, 100))
-    if m.retention == share
-  ]
-  fitted = fits.promised(fitted, [0.2, 0.9], tried)
-  # Held out: each keeps exactly what it is allowed.
-  return [
-    dataclasses.replace(
-      method, held_out=[m for m in method.measured if m.retention == 0.5]
-    )
-    for method in fitted
-  ]
-
-
-def test_a_record_reloads_and_says_the_same(fitted, tmp_path):
-  path = tmp_path / "record.json"
-  nll, lengths = np.array([0.5, 2.5]), np.array([100, 100])
-  for method, alpha in zip(fitted, (2, 1), strict=True):
-    line = method.calibration
-    assert (line.alpha, line.beta) == pytest.approx((alpha, -6), rel=1e-3)
-    assert line.method == str(get_method(method.name))
-    assert line.triples == 8
-    line.save(path)
-    again = kvjax.Calibration.load(path, model_id="abc")
-    np.testing.assert_array_equal(
-      again.retentions(nll, lengths, TAU), line.retentions(nll, lengths, TAU)
-    )
-
-
-def test_a_record_knows_what_its_curve_is_worth(fitted):
-  """What was kept whole tells nothing, so that 0.9 is no better than 0.2."""
-  for method, alpha in zip(fitted, (2, 1), strict=True):
-    bent = alpha * np.array([0.5, 2.5]) - 6
-    easy, hard = np.expm1(0.2 * bent) / np.expm1(bent)
-    kept = pytest.approx((2 * easy + 2 * hard) / 5, rel=1e-3)
-    assert method.calibration.promises == ((0.2, kept), (0.9, kept))
-
-
-def test_pictures_show_the_curves_and_the_means(fitted):
-  figure = pictures.ratio_curves(fitted, "title")
-  axes = figure.axes[1]
-  assert axes.get_title(loc="left") == METHODS[1]
-  curve, points = axes.get_lines()[2:4]
-  x, y = curve.get_data()
-  kc = 1 * 2.5 - 6
-  np.testing.assert_allclose(y, np.expm1(x * kc) / np.expm1(kc), atol=2e-3)
-  expected = np.expm1(np.array([0.2, 0.5]) * kc) / np.expm1(kc)
-  np.testing.assert_allclose(points.get_ydata(), expected, atol=1e-6)
-  bars = pictures.retention_bars(fitted, TAU, "title").axes[0]
-  assert [bar.get_width() for bar in bars.patches] == [50.0, 50.0]
-
-
-def test_the_summary_holds_means_by_task(fitted):
-  row = fitted[0].row(TAU)
-  assert row["method"] == "keydiff"
-  assert row["options"] == str(get_method("keydiff"))
-  assert row["asked"] == 1
-  assert row["tried"]["0.9"] > row["tried"]["0.2"]
-  assert row["tasks"]["hard"]["nll"] == 2.5
-  assert row["tasks"]["hard"]["samples"] == 2
-  assert row["held_out"]["retention"] == 0.5
-  assert row["tasks"]["easy"]["ratio"] > row["held_out"]["ratio"]
-  summary = {"rows": [method.row(TAU) for method in fitted], "tau": TAU}
-  first, by_share, by_asked, reached, _ = tables.tables(summary)
-  assert first.lines[0][:3] == ("keydiff", "+2", "−6")
-  assert first.lines[0][5] == "100 %"
-  assert by_share.header == ["method", "20 %", "50 %"]
-  assert by_asked.header == ["method", "20 %", "90 %"]
-  assert reached.lines[0] == ["NLL of the context", "0.50", "2.50"]
-  assert reached.lines[1] == ["keydiff", "50.0", "50.0"]
-
-
 def test_a_method_that_keeps_all_teaches_nothing(tiny):
   chosen = candidates(["keydiff", "lagkv"], [kvjax.Retention(0.2)])[1:]
   with pytest.raises(InputError, match="has lagkv, which keeps all of"):
@@ -408,82 +296,3 @@ def test_a_quality_that_is_none_is_refused_before_anything_runs(
   assert result.returncode == 2
   assert result.stderr.startswith("tau is the share of quality that is to be")
   assert not output.exists()
-
-
-REFERENCE = pathlib.Path(models.__file__).parent / "reference"
-
-
-@pytest.fixture(scope="module")
-def shipped():
-  return Auto.read(0.95, REFERENCE / FOLDER, digest(REFERENCE))
-
-
-@pytest.fixture(scope="module")
-def reference():
-  return models.load(REFERENCE, "float32")
-
-
-def test_the_bundled_model_has_a_record_for_every_method(shipped):
-  names = [name for name in DEFAULT if name != FULL]
-  assert len(candidates(names, [shipped])) == 1 + len(names)
-  files = {path.name for path in (REFERENCE / FOLDER).iterdir()}
-  assert files == {file_name(name, False) for name in names}
-
-
-def test_what_nobody_can_foretell_keeps_more(reference, shipped):
-  rng = random.Random(7)
-  text = fitting.ProseText(rng, "train")
-  texts = [
-    " ".join(text.sentences(600)),
-    "\n".join(needles.draw(rng, "uuids") for _ in range(40)),
-  ]
-  encode, bos = reference.tokenizer.encode, reference.tokenizer.bos
-  rows = [encode(bos + text)[:512] for text in texts]
-  nll = kvjax.negative_log_likelihood(
-    reference.model, reference.params, kvjax.Prompts.of(rows)
-  )
-  names = ["keydiff", "compactor", "random"]
-  keydiff, compactor, uniform = (
-    candidate.plan.budget.retentions(np.asarray(nll), np.array([512, 512]))
-    for candidate in candidates(names, [shipped])[1:]
-  )
-  # Prose, then UUIDs.
-  assert keydiff[0] < 0.4
-  assert keydiff[0] < compactor[0] < uniform[0]
-  assert min(keydiff[1], compactor[1], uniform[1]) > 0.99
-  assert keydiff[1] > 2 * keydiff[0]
-  assert compactor[1] > compactor[0]
-
-
-@pytest.mark.slow
-def test_other_contexts_keep_their_quality(reference, shipped, tmp_path):
-  """At what their calibration allows them, as tau = 0.95 asks."""
-  texts = dataclasses.replace(ruler.Texts.read(), essay="train")
-  samples = ruler.samples(
-    [
-      *("niah_single_1", "niah_single_2", "niah_single_3"),
-      *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
-      "niah_multivalue",
-    ],
-    [1024],
-    3,
-    5,
-    reference.tokenizer.count,
-    texts,
-  )
-  store = Measurements(
-    tmp_path / "held_out.jsonl", SETTINGS, Measurement, "measurement"
-  )
-  chosen = candidates(["keydiff", "compactor", "random"], [shipped])[1:]
-  found = measuring.measure(
-    reference, chosen, samples, store, 3, lambda task, new: None
-  )
-  for method in ("keydiff", "compactor", "random"):
-    own = [m for m in found if m.method == method]
-    assert np.mean([m.ratio for m in own]) >= 0.95, method
-    prose, uuids = (
-      [m.retention for m in own if m.task == task]
-      for task in ("niah_single_2", "niah_multikey_3")
-    )
-    if method == "keydiff":
-      assert np.mean(uuids) > 2 * np.mean(prose)

@@ -3,14 +3,12 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import rich.console
 
 import kvjax
 import models
-from experiments import answering, comparison, side_by_side
+from experiments import answering, comparison
 from experiments.candidates import candidates
 from experiments.metrics.string_match import clean
 from experiments.results import Part, Results, Settings
@@ -270,85 +268,6 @@ def test_a_mesh_changes_no_answer(tiny_directory, tmp_path, whole):
   assert len(results.answers) == 12
   for key, answer in results.answers.items():
     assert answer == whole.answers[key]
-
-
-def a_cache(*capacities):
-  layers = tuple(
-    kvjax.LayerCache(
-      jnp.zeros((1, 1, capacity, 2), jnp.float32),
-      jnp.zeros((1, 1, capacity, 2), jnp.float32),
-      jnp.zeros((1, 1, capacity), jnp.int32),
-      jnp.zeros((), jnp.int32),
-    )
-    for capacity in capacities
-  )
-  return kvjax.Cache(layers, jnp.zeros(1, jnp.int32))
-
-
-def test_layers_of_unequal_capacities_join_the_next_larger_group():
-  caches = [a_cache(8, 8), a_cache(4, 4), a_cache(6, 3), a_cache(4, 4)]
-  same = candidates(["keydiff"], [kvjax.Tokens(4)])[1:] * 4
-  assert answering.groups(same, caches) == [(8, [0, 2]), (4, [1, 3])]
-  assert answering.groups(same[:2], caches[1:3]) == [(4, [0]), (6, [1])]
-
-
-def test_only_what_is_stored_alike_is_asked_together():
-  whole = candidates(["keydiff"], [kvjax.Tokens(4)])[1:]
-  rounded = candidates(["keydiff"], [kvjax.Tokens(4)], storage="int8")[1:]
-  caches = [a_cache(8, 8), a_cache(8, 8), a_cache(7, 7), a_cache(6, 3)]
-  some = [*whole, *rounded, *whole, *rounded]
-  assert answering.groups(some, caches) == [(8, [0]), (8, [1, 3]), (7, [2])]
-
-
-def test_who_evicts_while_decoding_is_asked_alone():
-  going_on = kvjax.Schedule(every=2)
-  some = candidates(["keydiff"], [kvjax.Tokens(4)])[1:] * 2
-  some += candidates(["keydiff"], [kvjax.Tokens(4)], going_on)[1:]
-  caches = [a_cache(4, 4)] * 3
-  assert answering.groups(some, caches) == [(4, [0, 1]), (4, [2])]
-
-
-def test_widths_are_shared_by_neighbouring_lengths():
-  prompts = [answering.Prompt([0] * n, [0] * 5, 1) for n in (33, 60)]
-  assert answering.Shape.of(prompts, 4) == (4, 64, 32)
-
-
-def test_a_text_is_answered_side_by_side(tiny, tmp_path):
-  path = tmp_path / "notes.txt"
-  path.write_text("Ann called." + SENTENCE * 3)
-  text = side_by_side.read_text(path)
-  prompt, found = side_by_side.ask(tiny, CHOSEN[:2], text, "Who [called]?")
-  assert text.endswith("blue.\n")
-  assert [reply.candidate for reply in found] == list(CHOSEN[:2])
-  assert found[0].kept_tokens == len(prompt.context)
-  console = rich.console.Console(width=80)
-  with console.capture() as capture:
-    console.print(side_by_side.to_terminal(prompt, "Who [called]?", found))
-  shown = capture.get()
-  assert "Who [called]?" in shown
-  assert all(name in shown for name in ("full", "streaming", "50 %"))
-
-
-@pytest.mark.parametrize(
-  ("content", "sentence"),
-  [
-    (None, "cannot be read: No such file"),
-    (b"", "is empty"),
-    (b" \n\t", "is empty"),
-    (b"\xff\xfe", "is not a text file in UTF-8"),
-  ],
-)
-def test_a_file_without_text_is_refused(tmp_path, content, sentence):
-  path = tmp_path / "notes.txt"
-  if content is not None:
-    path.write_bytes(content)
-  with pytest.raises(InputError, match=sentence):
-    side_by_side.read_text(path)
-
-
-def test_a_text_longer_than_the_context_is_refused(tiny):
-  with pytest.raises(InputError, match=r"Context \(\d+ tokens\).* is 512"):
-    side_by_side.ask(tiny, CHOSEN, SENTENCE * 80, "Why?")
 
 
 def test_a_question_may_be_prefilled_too(tiny, tmp_path):

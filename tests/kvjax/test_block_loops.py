@@ -181,7 +181,14 @@ def test_blocks_evict_what_the_loops_evict(name, block):
 @pytest.mark.parametrize(
   ("name", "every"),
   [
-    *((name, 1) for name in NAMES if name not in ("key_norm", "h2o.keydiff")),
+    *(
+      pytest.param(
+        name,
+        1,
+        marks=pytest.mark.slow if name in ("key_norm", "h2o.keydiff") else (),
+      )
+      for name in NAMES
+    ),
     ("keydiff", 3),
   ],
 )

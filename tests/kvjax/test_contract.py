@@ -227,6 +227,7 @@ def activations(seed, **options):
 
 # Compiling takes nearly all the time: these need programs of their own.
 NAMED = [name for name in CASES if name in METHODS]
+DRAWING = [name for name, method in CASES.items() if draws_per_head(method)]
 
 
 def rows_of(seen, rows, padded=PADDED):
@@ -337,7 +338,15 @@ class TestMethod:
 
 
 @pytest.mark.parametrize(
-  "name", [*NAMED, "ada/protokv", "compactor:sketch=srht:value_norm=l1:pool=5"]
+  "name",
+  [
+    *NAMED,
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in DRAWING
+      if name not in NAMED
+    ),
+  ],
 )
 def test_padding_changes_nothing(name):
   method, seen = CASES[name], activations(1)
@@ -349,7 +358,13 @@ def test_padding_changes_nothing(name):
 
 
 # Step by step everything compiles by itself: few of them.
-@pytest.mark.parametrize("name", ["h2o", "lagkv", "compactor"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    *("h2o", "lagkv", "compactor"),
+    pytest.param("protokv", marks=pytest.mark.slow),
+  ],
+)
 def test_jit_equals_eager(name):
   method, seen = CASES[name], activations(2)
   counts, capacities = room(method, LENGTHS, PADDED)
@@ -370,42 +385,6 @@ def test_a_bfloat16_cache_is_scored_as_its_float32_copy(name):
     lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, narrow
   )
   assert kept(method, narrow) == kept(method, wide)
-
-
-@pytest.mark.parametrize(
-  "name",
-  [
-    "snapkv:window=8",
-    "ada/snapkv:window=8",
-    "chunkkv:window=8:chunk=2",
-    "protokv:window=8:prototypes=6",
-    "tova.kvpress",
-  ],
-)
-def test_a_window_longer_than_the_row_keeps_to_the_budget(name):
-  """The newest B of the window's tokens stay, though it holds the whole row.
-
-  "A row no longer than the window stays as it is" and "protected tokens beyond
-  the budget: the newest of them stay" speak of the same rows; the second wins,
-  since a cache may never exceed its budget. TOVA protects one token.
-  """
-  n, counts = 6, (1, 4)
-  seen = random_activations(8, [n, n], 9)
-
-  @jax.jit
-  def kept(seen):
-    allowance = Allowance(jnp.asarray(counts), max(counts))
-    cache = LayerCache.of(seen)
-    return compress(get_method(name), 0, cache, seen, [allowance])[0]
-
-  small = kept(seen)
-  for row, count in enumerate(counts):
-    for places in layer_positions(small, row):
-      if name == "tova.kvpress":
-        assert len(places) == count
-        assert places[-1] == n - 1
-      else:
-        assert places == list(range(n - count, n))
 
 
 def test_another_seed_keeps_other_tokens():

@@ -72,7 +72,16 @@ def prefill(name, schedule, rows=ROWS, model=MODEL, params=PARAMS):
   )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+  "name",
+  [
+    *NAMES,
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in ("streaming", "tova", "keydiff")
+    ),
+  ],
+)
 def test_rows_stand_alone_and_decoding_stays_within_the_budget(name):
   schedule = kvjax.Schedule(block=8, every=2)
   plan = Plan(get_method(name), budget_of(name), schedule)

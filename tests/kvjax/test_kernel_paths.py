@@ -15,7 +15,13 @@ MODEL = TinyModel(
   Geometry(layers=1, heads=4, kv_heads=2, head_dim=128, max_positions=4096)
 )
 LENGTHS = (128, 101)
-PLANS = ("h2o", "compactor:chunk=64", "adakv", "ctkvr")
+PLANS = (
+  "h2o",
+  "compactor:chunk=64",
+  "adakv",
+  "ctkvr",
+  pytest.param("keydiff", marks=pytest.mark.slow),
+)
 
 
 def prompts():

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kvjax
 from kvjax.methods import get_method
@@ -72,9 +73,12 @@ def test_four_devices_equal_one():
   np.testing.assert_allclose(own, logits, atol=1e-5)
 
 
-def test_blocks_and_decoding_are_those_of_a_model_without_groups():
+@pytest.mark.parametrize(
+  "name", ["h2o", pytest.param("snapkv:window=4", marks=pytest.mark.slow)]
+)
+def test_blocks_and_decoding_are_those_of_a_model_without_groups(name):
   schedule = kvjax.Schedule(block=8, every=2)
-  plan = kvjax.Plan(get_method("h2o"), BUDGET, schedule, per_query_head=True)
+  plan = kvjax.Plan(get_method(name), BUDGET, schedule, per_query_head=True)
   model, params = widened()
   plain = dataclasses.replace(plan, per_query_head=False)
   runs = []

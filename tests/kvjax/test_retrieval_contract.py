@@ -11,12 +11,10 @@ from jax.extend.core import jaxprs_in_params
 
 import kvjax
 from kernels.attention import attention
-from kvjax.errors import InputError
 from kvjax.indexed import IndexedLayer
 from kvjax.layers import LayerCache
 from kvjax.placement import nbytes_by_memory
 from kvjax.retrieval import (
-  RETRIEVAL_PRESETS,
   RETRIEVALS,
   Reads,
   Store,
@@ -358,44 +356,3 @@ def test_what_an_eviction_method_kept_is_looked_up_in():
     for layer, evicted in zip(cache.layers, only.layers, strict=True):
       assert layer_positions(layer, row) == layer_positions(evicted, row)
   assert (cache.reads < cache.lengths).all()
-
-
-@pytest.mark.parametrize(
-  ("make", "sentence"),
-  [
-    (
-      lambda: kvjax.get_plan("ctkvr", BUDGET, kvjax.Schedule(block=32)),
-      "CTkvr indexes a whole prompt once; it cannot work with blocks of 32.",
-    ),
-    (
-      lambda: kvjax.get_plan("flat/adakv@0.5", BUDGET),
-      "Flat indexes heads that keep as many tokens; those of AdaKV do not.",
-    ),
-    (
-      lambda: kvjax.get_plan("flat/streaming:rerotate=true@0.5", BUDGET),
-      "Flat finds keys by the prompt's queries; StreamingLLM turns the keys",
-    ),
-    (
-      lambda: kvjax.get_plan("flat/keydiff", BUDGET),
-      "written as compactor@0.5 or keydiff@256; 'keydiff' does not fit.",
-    ),
-    (
-      lambda: kvjax.get_plan("ctkrv/keydiff@0.5", BUDGET),
-      "There is no method 'ctkrv' (did you mean ctkvr or",
-    ),
-    (
-      lambda: kvjax.get_plan("ctkrv", BUDGET),
-      "There is no method 'ctkrv' (did you mean ctkvr",
-    ),
-  ],
-)
-def test_what_cannot_be_is_one_sentence(make, sentence):
-  with pytest.raises(InputError) as raised:
-    make()
-  assert sentence in str(raised.value)
-
-
-def test_presets_say_themselves_how_much_they_read():
-  plan = kvjax.get_plan("ctkvr.512", kvjax.Retention(0.1))
-  assert plan.lookup.budget == kvjax.Tokens(512)
-  assert {r.reads for r in RETRIEVAL_PRESETS.values()} >= {512, 1024}

@@ -362,7 +362,13 @@ save_cache(
 
 
 @pytest.mark.parametrize(
-  ("at", "before"), [("arrays", True), ("description", False)]
+  ("at", "before"),
+  [
+    ("arrays", True),
+    ("description", False),
+    pytest.param("arrays", False, marks=pytest.mark.slow),
+    pytest.param("description", True, marks=pytest.mark.slow),
+  ],
 )
 def test_a_killed_save_is_no_cache(cache, tmp_path, at, before):
   """Killed before orbax or we move what was written into its place."""

@@ -44,7 +44,13 @@ def prefill(name, schedule, rows=ROWS, model=MODEL, params=PARAMS):
 
 
 # What each remembers, or does not, is of another kind.
-FEW = ["h2o", "snapkv:window=4", "keydiff", "lagkv:sinks=2:lag=5"]
+FEW = [
+  "h2o",
+  "snapkv:window=4",
+  "keydiff",
+  "lagkv:sinks=2:lag=5",
+  pytest.param("tova", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -1,0 +1,50 @@
+"""Answers about a text of the user's, from several caches."""
+
+import pytest
+import rich.console
+
+import kvjax
+from experiments import side_by_side
+from experiments.candidates import candidates
+from kvjax.errors import InputError
+
+CHOSEN = candidates(["full", "streaming"], [kvjax.Retention(0.5)])
+SENTENCE = " The grass is green and the sky is blue."
+
+
+def test_a_text_is_answered_side_by_side(tiny, tmp_path):
+  path = tmp_path / "notes.txt"
+  path.write_text("Ann called." + SENTENCE * 3)
+  text = side_by_side.read_text(path)
+  prompt, found = side_by_side.ask(tiny, CHOSEN, text, "Who [called]?")
+  assert text.endswith("blue.\n")
+  assert [reply.candidate for reply in found] == CHOSEN
+  assert found[0].kept_tokens == len(prompt.context)
+  console = rich.console.Console(width=80)
+  with console.capture() as capture:
+    console.print(side_by_side.to_terminal(prompt, "Who [called]?", found))
+  shown = capture.get()
+  assert "Who [called]?" in shown
+  assert all(name in shown for name in ("full", "streaming", "50 %"))
+
+
+@pytest.mark.parametrize(
+  ("content", "sentence"),
+  [
+    (None, "cannot be read: No such file"),
+    (b"", "is empty"),
+    (b" \n\t", "is empty"),
+    (b"\xff\xfe", "is not a text file in UTF-8"),
+  ],
+)
+def test_a_file_without_text_is_refused(tmp_path, content, sentence):
+  path = tmp_path / "notes.txt"
+  if content is not None:
+    path.write_bytes(content)
+  with pytest.raises(InputError, match=sentence):
+    side_by_side.read_text(path)
+
+
+def test_a_text_longer_than_the_context_is_refused(tiny):
+  with pytest.raises(InputError, match=r"Context \(\d+ tokens\).* is 512"):
+    side_by_side.ask(tiny, CHOSEN, SENTENCE * 80, "Why?")

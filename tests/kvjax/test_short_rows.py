@@ -1,0 +1,46 @@
+"""Rows that are shorter than what a method never scores."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kvjax.layers import LayerCache
+from kvjax.methods import Allowance, get_method
+from kvjax.step import compress
+from kvjax.testing import layer_positions, random_activations
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "snapkv:window=8",
+    "ada/snapkv:window=8",
+    "chunkkv:window=8:chunk=2",
+    "protokv:window=8:prototypes=6",
+    "tova.kvpress",
+  ],
+)
+def test_a_window_longer_than_the_row_keeps_to_the_budget(name):
+  """The newest B of the window's tokens stay, though it holds the whole row.
+
+  "A row no longer than the window stays as it is" and "protected tokens beyond
+  the budget: the newest of them stay" speak of the same rows; the second wins,
+  since a cache may never exceed its budget. TOVA protects one token.
+  """
+  n, counts = 6, (1, 4)
+  seen = random_activations(8, [n, n], 9)
+
+  @jax.jit
+  def kept(seen):
+    allowance = Allowance(jnp.asarray(counts), max(counts))
+    cache = LayerCache.of(seen)
+    return compress(get_method(name), 0, cache, seen, [allowance])[0]
+
+  small = kept(seen)
+  for row, count in enumerate(counts):
+    for places in layer_positions(small, row):
+      if name == "tova.kvpress":
+        assert len(places) == count
+        assert places[-1] == n - 1
+      else:
+        assert places == list(range(n - count, n))
