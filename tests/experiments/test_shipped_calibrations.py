@@ -12,9 +12,9 @@ import models
 from experiments.benchmarks import ruler
 from experiments.calibration import measuring
 from experiments.calibration.measuring import Measurement, Measurements
-from experiments.calibration.records import FOLDER, Auto
+from experiments.calibration.records import FOLDER, Auto, file_name
 from experiments.candidates import DEFAULT, FULL, candidates
-from experiments.results import Settings
+from experiments.results import Settings, digest
 from experiments.tasks import fitting, needles
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)

@@ -18,7 +18,7 @@ def test_a_text_is_answered_side_by_side(tiny, tmp_path):
   text = side_by_side.read_text(path)
   prompt, found = side_by_side.ask(tiny, CHOSEN, text, "Who [called]?")
   assert text.endswith("blue.\n")
-  assert [reply.candidate for reply in found] == CHOSEN
+  assert [reply.candidate for reply in found] == list(CHOSEN)
   assert found[0].kept_tokens == len(prompt.context)
   console = rich.console.Console(width=80)
   with console.capture() as capture:
