@@ -141,9 +141,26 @@ def _call(operands: _Operands) -> tuple[Float[Array, "B H G _"], ...]:
       # They take longer than starting a copy does, and no slot is outside.
       disable_bounds_checks=True,
     ),
+    cost_estimate=_cost(operands, shapes),
     name="sparse_decode",
   )
   return tuple(call(*operands))
+
+
+def _cost(
+  operands: _Operands, results: tuple[jax.ShapeDtypeStruct, ...]
+) -> pl.CostEstimate:
+  """What the compiler plans with: all entries name slots."""
+  _, _, group, dim = operands.queries.shape
+  entries = operands.numbers.size
+  blocks = jax.tree.leaves((operands[:4], results))
+  row = operands.keys.dtype.itemsize * -(-dim // LANES) * LANES
+  copied = 2 * entries * _packed(operands.keys.dtype) * row
+  return pl.CostEstimate(
+    flops=4 * entries * group * dim,
+    transcendentals=entries * group,
+    bytes_accessed=copied + sum(x.size * x.dtype.itemsize for x in blocks),
+  )
 
 
 def _packed(dtype: DTypeLike) -> int:

@@ -1,5 +1,7 @@
 """Bytes that compiled programs and their kernels move."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,6 +12,7 @@ from experiments.tpu.hlo import Module
 from experiments.tpu.kernel_traffic import KernelTraffic, kernels_in
 from experiments.tpu.meanwhile import meanwhile
 from experiments.tpu.traffic import traffic
+from kernels.sparse_decode.tpu import sparse_decode_tpu
 
 # What libtpu writes, shortened: 1,024 bfloat16 weights in four rows, fetched
 # ahead in two parts, and a loop that reads a slot and writes another.
@@ -198,3 +201,21 @@ def test_blocks_that_data_choose_and_copies_of_the_kernel(cost, copied):
   (found,) = kernels_in(traced.jaxpr)
   assert found.read == (72 * 4, 3 * 64, copied)
   assert found.written == (64,)
+
+
+@pytest.mark.parametrize("length", [512, 4096])
+def test_of_a_cache_the_listed_rows_count_with_their_words(length):
+  lists, most, dim = 2, 256, 128
+  shape = jax.ShapeDtypeStruct((1, lists, length, dim), jnp.bfloat16)
+  traced = jax.jit(functools.partial(sparse_decode_tpu, bias=None)).trace(
+    jax.ShapeDtypeStruct((1, 4 * lists, dim), jnp.bfloat16),
+    shape,
+    shape,
+    jax.ShapeDtypeStruct((1, lists, most), jnp.int32),
+  )
+  (found,) = kernels_in(traced.jaxpr)
+  keys_and_values, rows_in_a_word = 2, 2
+  row = dim * jnp.dtype(jnp.bfloat16).itemsize
+  assert max(found.read) == (
+    keys_and_values * rows_in_a_word * lists * most * row
+  )
