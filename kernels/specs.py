@@ -1,11 +1,16 @@
 """Named shapes at which kernels are compiled and timed."""
 
 import dataclasses
-from collections.abc import Callable
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jaxtyping import Array
+
+import kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +23,14 @@ class Spec:
     arrays: draws operands as they are in use, from a random key.
     ideal_bytes: the fewest bytes that must move between the device's memory
       and its cores.
+    library: the same by one function of JAX or a few, to be compared with.
   """
 
   name: str
   run: Callable[..., Any]
   arrays: Callable[[Array], tuple[Array, ...]]
   ideal_bytes: int
+  library: Callable[..., Any] | None = None
 
   @property
   def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -32,3 +39,12 @@ class Spec:
       self.arrays, jax.random.key(0)
     )
     return shapes
+
+
+def named_specs() -> Iterator[tuple[str, Spec]]:
+  """Every operation by name with each of its specifications."""
+  for module in pkgutil.iter_modules(kernels.__path__):
+    specs = f"kernels.{module.name}.specs"
+    if module.ispkg and importlib.util.find_spec(specs) is not None:
+      for spec in importlib.import_module(specs).SPECS:
+        yield module.name, spec

@@ -157,11 +157,19 @@ class Slots:
       )
       return jax.tree.map(lambda x, y: update(x, y, (*start, zero)), old, own)
 
+    # Else XLA writes once more in what reads the slots, out of a copy of all.
+    keys, values, positions = jax.lax.optimization_barrier(
+      (
+        written(self.keys, block.keys),
+        written(self.values, block.values),
+        update(self.positions, block.positions, start),
+      )
+    )
     return dataclasses.replace(
       self,
-      keys=written(self.keys, block.keys),
-      values=written(self.values, block.values),
-      positions=update(self.positions, block.positions, start),
+      keys=keys,
+      values=values,
+      positions=positions,
       cursor=self.cursor + block.cursor,
     )
 

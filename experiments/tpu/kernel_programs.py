@@ -1,9 +1,7 @@
 """The kernels at the sizes that their `specs.py` name."""
 
 import functools
-import importlib
-import importlib.util
-import pkgutil
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -13,16 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 import kernels
 from experiments.tpu.chips import Chip
 from experiments.tpu.programs import Lowered, Program
-from kernels.specs import Spec
+from kernels.specs import Spec, named_specs
 
 
 def kernel_programs() -> Iterator[Program]:
   """Every specification of every operation that has some."""
-  for module in pkgutil.iter_modules(kernels.__path__):
-    specs = f"kernels.{module.name}.specs"
-    if module.ispkg and importlib.util.find_spec(specs) is not None:
-      for spec in importlib.import_module(specs).SPECS:
-        yield of_spec(module.name, spec)
+  return itertools.starmap(of_spec, named_specs())
 
 
 def of_spec(operation: str, spec: Spec) -> Program:

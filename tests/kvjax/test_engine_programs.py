@@ -1,10 +1,16 @@
 """How many programs prefill takes, and how large they are."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 
 import kvjax
+from kvjax import answering
+from kvjax.cache import Cache
+from kvjax.decoding import Run
+from kvjax.layers import LayerCache, tree_bytes
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.one_pass import one_pass
 from kvjax.plans import Kept, Room
@@ -55,3 +61,32 @@ def test_a_layers_full_cache_does_not_outlive_the_layer():
   # Peak falls by nearly the caches of the layers that are already done.
   saved = full_temporary + full_output - temporary - output
   assert saved > 5 * (full_layer - small_layer)
+
+
+def test_tokens_are_written_into_the_cache_that_is_given():
+  """A turn's temporaries are a layer's, whatever the number of layers."""
+  geometry = dataclasses.replace(TinyModel().geometry, layers=4, head_dim=32)
+  model, rows, slots = TinyModel(geometry), 2, 4096
+  numbers = functools.partial(jax.ShapeDtypeStruct, dtype="int32")
+  place = rows, geometry.kv_heads, slots
+
+  def empty():
+    values = jnp.zeros((*place, 32))
+    positions = jnp.full(place, -1, "int32")
+    layer = LayerCache(values, values, positions, jnp.int32(0))
+    return Cache((layer,) * geometry.layers, jnp.zeros(rows, "int32"))
+
+  cache = jax.eval_shape(empty)
+  program = answering._converse.lower(
+    model,
+    jax.eval_shape(model.init),
+    cache,
+    numbers((rows, 8)),
+    numbers((rows,)),
+    jax.eval_shape(lambda: Run(jnp.zeros(rows, "int32"), None, None)),
+    decoding=kvjax.Decoding(20),
+  )
+  used = program.compile().memory_analysis()
+  assert used.alias_size_in_bytes >= tree_bytes(cache)
+  # Values without what empty slots hold, in the turn and in decoding.
+  assert used.temp_size_in_bytes < 2.1 * tree_bytes(cache.layers[0].values)

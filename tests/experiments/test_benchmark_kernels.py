@@ -1,0 +1,124 @@
+"""Times of kernels beside copies."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import benchmark_kernels, kernel_timing
+from experiments.kernel_timing import LIBRARY, PALLAS, XLA, Copies, Timed
+from kernels.specs import Spec
+from kvjax.errors import InputError
+
+COPIES = Copies(800, [8.0, 4.0, 2.0])  # 200 bytes a second
+
+
+def negated(x):
+  return {"minus": -x, "nothing": jnp.full(2, jnp.nan)}
+
+
+SPEC = Spec(
+  "64 numbers",
+  negated,
+  lambda key: (jax.random.normal(key, (64,)),),
+  512,
+  library=lambda x: {"minus": -x * 2, "nothing": jnp.full(2, jnp.nan)},
+)
+
+
+@pytest.fixture
+def short(monkeypatch):
+  monkeypatch.setattr(kernel_timing, "_SECONDS", 1e-4)
+
+
+@pytest.mark.usefixtures("short")
+def test_every_program_is_timed_and_compared():
+  copies, timed = kernel_timing.measure(SPEC, 4096, 3, 0)
+  assert copies.nbytes == 2 * 4096
+  assert len(copies.seconds) == 3
+  assert [one.program for one in timed] == [XLA, LIBRARY]
+  for one in timed:
+    assert len(one.seconds) == 3
+    assert min(one.seconds) > 0
+  assert [one.difference for one in timed] == [0.0, 1.0]
+
+
+@pytest.mark.usefixtures("short")
+def test_a_kernel_that_declines_takes_no_time(monkeypatch):
+  def run(x):
+    raise NotImplementedError
+
+  programs = {XLA: negated, PALLAS: run}
+  monkeypatch.setattr(kernel_timing, "_programs", lambda _: programs.items())
+  _, timed = kernel_timing.measure(SPEC, 4096, 1, 0)
+  assert [one.seconds is None for one in timed] == [False, True]
+  assert timed[1].bytes_per_second is None
+
+
+def test_numbers_where_there_are_none_are_no_small_difference():
+  none = np.array([np.nan, 1.0])
+  assert kernel_timing._difference([none], [none]) == 0.0
+  assert np.isnan(kernel_timing._difference([none], [np.array([0.0, 1.0])]))
+
+
+def test_all_uses_run_in_the_timed_program():
+  """No use of a loop may serve the others."""
+  counted = []
+
+  def run(x):
+    jax.debug.callback(lambda: counted.append(1))
+    return jnp.sort(x)
+
+  uses = kernel_timing._repeated(run, (jnp.arange(8.0),), 5)
+  uses()
+  jax.effects_barrier()
+  assert len(counted) == 5
+
+
+def test_work_that_repeats_is_not_done_ahead_of_the_loop():
+  run = kernel_timing._program(jnp.sort, 5)
+  text = jax.jit(run).lower(jnp.arange(64.0)).compile().as_text()
+  entry = text[text.index("ENTRY") :]
+  assert "sort(" not in entry
+  assert "while(" in entry
+
+
+def test_shares_are_those_of_copies_and_of_xla():
+  timed = [
+    Timed(XLA, [1.0, 3.0, 8.0], 300, 0.0),
+    Timed(PALLAS, None, 300, 0.0),
+    Timed(LIBRARY, [6.0, 6.0, 6.0], 300, 0.25),
+  ]
+  found = list(benchmark_kernels.rows("select", SPEC, COPIES, timed))
+  assert [row["program"] for row in found] == [XLA, PALLAS, LIBRARY]
+  assert [row.get("bytes_per_second") for row in found] == [100, None, 50]
+  assert [row.get("share_of_copies") for row in found] == [0.5, None, 0.25]
+  assert [row.get("xla_over_this") for row in found] == [1, None, 0.5]
+  summary = {
+    "rounds": 3,
+    "seed": 1,
+    "copied_bytes": 2**20,
+    "device": "a chip",
+    "versions": {"jax": "9"},
+    "rows": json.loads(json.dumps(found)),
+  }
+  lines = benchmark_kernels.to_markdown(summary).splitlines()
+  cells = [line.removeprefix("| ").split(" | ") for line in lines[2:5]]
+  about = "select, 64 numbers"
+  assert cells == [
+    [about, "xla", "3,000.000", "0.00", "50.0", "1.00", "0 |"],
+    [about, "pallas", "declines", "–", "–", "–", "– |"],
+    [about, "library", "6,000.000", "0.00", "25.0", "0.50", "0.2 |"],
+  ]
+  assert "on a chip. Copies of 1 MiB moved 0.0 to 0.0 GB/s" in lines[-1]
+
+
+def test_operations_are_chosen_by_name():
+  found = [("gather", SPEC), ("select", SPEC), ("gather", SPEC)]
+  assert benchmark_kernels.chosen(found, ["gather"]) == [found[0], found[2]]
+  with pytest.raises(InputError, match="'gathr'; there are gather, select"):
+    benchmark_kernels.chosen(found, ["gather", "gathr"])
+  with pytest.raises(InputError, match="empty; there are gather, select"):
+    benchmark_kernels.chosen(found, [])
