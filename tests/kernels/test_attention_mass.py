@@ -201,6 +201,23 @@ def test_chunk_mass(name, platform):
   assert_close(found, chunks_by_hand(*given, chunk, 0.3))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+  ("platform", "dtype"),
+  [("tpu", "float32"), ("tpu", "bfloat16"), ("gpu", "bfloat16")],
+)
+def test_kernels_at_heads_of_every_size(platform, dtype, head_sizes):
+  D, G = head_sizes
+  given = layer(2, 2 * G, 2, 35, 147, D, dtype)
+  of_chunks = prompt(2, 2 * G, 2, 147, D, dtype)
+  with on(platform):
+    causal = jax.jit(causal_mass)(*given)
+    chunks = jax.jit(lambda *given: chunk_mass(*given, 128, 0.3))(*of_chunks)
+  assert_close(causal, causal_by_hand(*given))
+  assert_close(chunks, chunks_by_hand(*of_chunks, 128, 0.3))
+
+
 @pytest.mark.parametrize("chunk", [1, 8, 41, 64])
 def test_chunks_of_any_size(chunk):
   given = *prompt(1, 4, 2, 41, 8, "float32"), chunk, 0.3

@@ -129,6 +129,24 @@ def test_gpu_copies_every_bit(sizes, received):
   assert_same_bits(found, by_hand(*given))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.int8])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+  ("kernels", "length"), [(TPU, 2099), (GPU, 83)], ids=["tpu", "gpu"]
+)
+def test_kernels_copy_rows_of_every_size(kernels, length, dim, dtype):
+  given = drawn(1, 4, length, 37, dim, dtype, holes=True)
+  run = jax.jit(compact_tpu if kernels is TPU else compact_gpu)
+  if kernels is GPU and dim == 64:
+    with kernels(), pytest.raises(NotImplementedError, match="multiple of 128"):
+      run(*given)
+    return
+  with kernels():
+    found = run(*given)
+  assert_same_bits(found, by_hand(*given))
+
+
 def test_a_tpu_reads_only_tiles_of_which_something_is_kept():
   slots = jnp.asarray([[[3, 4, 4096, -1, 9000, -1, -1, -1]]], jnp.int32)
   plan = jax.jit(lambda slots: Plan.of(slots, 10, read=1024, write=4))(slots)

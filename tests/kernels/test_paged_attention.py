@@ -27,18 +27,22 @@ T = 40
 
 
 def block(seed, K, G, S, D=16, dtype="float32", T=T):
-  """Two rows of T tokens, S queries at their end, and what heads keep."""
+  """Two rows of T tokens, S queries at their end, and what heads keep.
+
+  The first query head of the first row finds all keys alike.
+  """
   rng = np.random.default_rng(seed)
   q, k, v = (
-    jnp.asarray(rng.normal(size=(2, heads, length, D)).astype(dtype))
+    rng.normal(size=(2, heads, length, D)).astype(dtype)
     for heads, length in ((K * G, S), (K, T), (K, T))
   )
+  q[0, 0] = 0
   places = np.broadcast_to(np.arange(T - S, T, dtype=np.int32), (2, S))
   share = np.linspace(1.0, 0.0, K + 1)[:-1]
   kept = rng.random((2, K, T)) < share[None, :, None]
   kept[1] = np.roll(kept[1], 1, axis=0)  # rows differ in what heads hold
   kept[1, -1] = False
-  return q, k, v, jnp.asarray(places), kept
+  return *map(jnp.asarray, (q, k, v, places)), kept
 
 
 def paged(k, v, kept, unused=None, PAGE=PAGE):
@@ -313,6 +317,32 @@ def test_gpu_kernel(monkeypatch, dtype, D, blocks):
     run = jax.jit(paged_attention, static_argnums=6)
     found = run(q, *pages[:2], places, *pages[2:], 2)
   close(found, by_hand(q, k, v, places, kept), 2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("platform", "dtype"),
+  [("tpu", "float32"), ("tpu", "bfloat16"), ("gpu", "bfloat16")],
+)
+def test_kernels_at_heads_of_every_size(
+  monkeypatch, platform, dtype, head_sizes
+):
+  """Of two rows the second holds nothing."""
+  monkeypatch.setattr(tpu, "BLOCK", 128)
+  D, G = head_sizes
+  q, k, v, places, kept = block(12, 2, G, 1, D=D, dtype=dtype, T=151)
+  kept[1] = False
+  pages = paged(k, v, kept, unused=3, PAGE=32)
+  given = q, *pages[:2], places, *pages[2:]
+  run = jax.jit(functools.partial(paged_attention, kv_heads=2))
+  if platform == "gpu" and D == 256:
+    with on("gpu"), pytest.raises(NotImplementedError, match="256 bfloat16"):
+      run(*given)
+    return
+  with on(platform):
+    found = run(*given)
+  expected = by_hand(q, k, v, places, kept)
+  close(found, expected, 2e-2 if dtype == "bfloat16" else 1e-5)
 
 
 def test_every_device_of_a_mesh_reads_its_rows():

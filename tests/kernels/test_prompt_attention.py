@@ -22,17 +22,22 @@ from kernels.prompt_attention.specs import SPECS
 LENGTHS = (101, 147)
 
 
-def prompts(N, K, S, D, dtype):
-  """Rows of unequal lengths; the padding holds NaN."""
+def prompts(N, K, S, D, dtype, lengths=LENGTHS):
+  """Rows of unequal lengths; the padding holds NaN.
+
+  The first query head finds all keys alike.
+  """
   rng = np.random.default_rng(S)
-  real = np.arange(S)[None] < np.minimum(LENGTHS, S)[:, None]
+  real = np.arange(S)[None] < np.minimum(lengths, S)[:, None]
 
   def drawn(heads):
-    x = rng.normal(size=(len(LENGTHS), heads, S, D))
+    x = rng.normal(size=(len(lengths), heads, S, D))
     return np.where(real[:, None, :, None], x, np.nan).astype(dtype)
 
   positions = np.where(real, np.arange(S), -1).astype(np.int32)
-  arrays = (drawn(N), drawn(K), drawn(K), positions)
+  queries = drawn(N)
+  queries[:, 0] *= 0
+  arrays = (queries, drawn(K), drawn(K), positions)
   return tuple(map(jnp.asarray, arrays)), real
 
 
@@ -50,21 +55,14 @@ def expected(queries, keys, values, row, length):
   return np.array(heads)
 
 
-@pytest.mark.parametrize(
-  ("shape", "dtype", "tolerance"),
-  [((4, 2, 147, 64), "float32", 1e-5), ((4, 2, 133, 128), "bfloat16", 2e-2)],
-)
-def test_splash_attention_equals_every_weight(
-  monkeypatch, shape, dtype, tolerance
-):
-  monkeypatch.setattr(tpu, "BLOCK", 128)
-  arrays, real = prompts(*shape, dtype)
-  with (
-    pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()),
-    kernels.use("pallas", "tpu"),
-  ):
+def assert_splash_attends(arrays, real):
+  """To every weight, of rows up to their lengths."""
+  params = pltpu.InterpretParams(detect_races=True)
+  with pltpu.force_tpu_interpret_mode(params), kernels.use("pallas", "tpu"):
     found = jax.jit(lambda *given: prompt_attention(*given))(*arrays)
+  dtype = arrays[0].dtype
   assert found.dtype == dtype
+  tolerance = 2e-2 if dtype == jnp.bfloat16 else 1e-5
   for row, length in enumerate(real.sum(axis=1)):
     np.testing.assert_allclose(
       np.asarray(found[row, :, :length], np.float64),
@@ -72,6 +70,26 @@ def test_splash_attention_equals_every_weight(
       rtol=tolerance,
       atol=tolerance,
     )
+
+
+@pytest.mark.parametrize(
+  ("shape", "dtype"),
+  [((4, 2, 147, 64), "float32"), ((4, 2, 133, 128), "bfloat16")],
+)
+def test_splash_attention_equals_every_weight(monkeypatch, shape, dtype):
+  monkeypatch.setattr(tpu, "BLOCK", 128)
+  assert_splash_attends(*prompts(*shape, dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_splash_attention_at_heads_of_every_size(
+  monkeypatch, dtype, head_sizes
+):
+  """Of three rows the first holds nothing."""
+  monkeypatch.setattr(tpu, "BLOCK", 128)
+  D, G = head_sizes
+  assert_splash_attends(*prompts(2 * G, 2, 139, D, dtype, (0, 1, 139)))
 
 
 @pytest.mark.parametrize("blocks", [1, 5])
@@ -95,16 +113,34 @@ def test_float32_is_multiplied_whole(dtype, precision):
   assert set(re.findall(r"Precision\.(\w+)", program)) == {precision}
 
 
-def test_real_sizes_are_lowered_for_gpus(monkeypatch):
-  spec = SPECS[0]
+@pytest.fixture
+def cudnn_call(monkeypatch):
+  """How cuDNN is called on a Hopper GPU that is not there."""
   monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
-  with kernels.use("pallas", "gpu"):
-    traced = jax.jit(lambda *given: spec.run(*given)).trace(*spec.shapes)
-    lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
-  (call,) = re.findall(r"custom_call @__cudnn\$fmha.*", lowered)
+  monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
+
+  def of(*arrays):
+    with kernels.use("pallas", "gpu"):
+      traced = jax.jit(lambda *given: prompt_attention(*given)).trace(*arrays)
+      lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = re.findall(r"custom_call @__cudnn\$fmha.*", lowered)
+    return call
+
+  return of
+
+
+def test_real_sizes_are_lowered_for_gpus(cudnn_call):
+  call = cudnn_call(*SPECS[0].shapes)
   assert re.search(r"mask_type\\22: \\22CAUSAL\\22", call)
   scale = float(re.search(r"fmha_scale\\22: ([\d.]+)", call)[1])
   assert scale == pytest.approx(128**-0.5)
+
+
+@pytest.mark.slow
+def test_cudnn_takes_heads_of_every_size(cudnn_call, head_sizes):
+  D, G = head_sizes
+  arrays, _ = prompts(2 * G, 2, 139, D, "bfloat16")
+  assert f"2x139x{2 * G}x{D}xbf16" in cudnn_call(*arrays)
 
 
 @pytest.mark.parametrize("version", [None, 91000])

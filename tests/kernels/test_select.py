@@ -78,6 +78,11 @@ CASES = [
   *(("xla", *shape) for shape in ((2049, 1), (3000, 500), (2100, 2100))),
   *(("tpu", *shape) for shape in ((5, 5), (1024, 130), (1500, 1))),
   *(("gpu", *shape) for shape in ((5, 5), (512, 300), (2500, 800))),
+  *(
+    pytest.param(platform, *shape, marks=pytest.mark.slow)
+    for platform in ("tpu", "gpu")
+    for shape in ((1, 1), (127, 126), (777, 300), (1025, 1025), (4097, 1000))
+  ),
 ]
 
 
@@ -91,7 +96,11 @@ def test_largest_equals_a_sort(platform, slots, size):
 
 @pytest.mark.parametrize(
   ("platform", "slots", "size"),
-  [("xla", 200, 60), ("xla", 2100, 300), ("tpu", 300, 90), ("gpu", 300, 90)],
+  [
+    *(("xla", 200, 60), ("xla", 2100, 300), ("tpu", 300, 90), ("gpu", 300, 90)),
+    pytest.param("tpu", 1337, 700, marks=pytest.mark.slow),
+    pytest.param("gpu", 1337, 700, marks=pytest.mark.slow),
+  ],
 )
 def test_true_slots_equal_a_sort(platform, slots, size):
   rng = np.random.default_rng(slots)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,20 @@ CASES = [
   (150, 256, 48, 0, False, "bfloat16"),
   (70, 64, None, 64, True, "float32"),
   (33, 64, 128, 100, False, "float32"),
+  (75, 128, 64, 50, True, "float32"),
+]
+# The most that fit into a GPU's shared memory, and a single token.
+WIDE = [
+  (129, 128, 128, 0, False, "bfloat16"),
+  (129, 128, 64, 64, True, "bfloat16"),
+  (101, 128, None, 0, False, "bfloat16"),
+  (101, 256, 64, 40, False, "bfloat16"),
+  (1, 128, 64, 0, True, "bfloat16"),
+]
+WIDER = [
+  (65, 256, 64, 0, True, "bfloat16"),
+  (65, 256, 48, 0, True, "float32"),
+  (65, 256, None, 33, False, "float32"),
 ]
 
 
@@ -125,6 +140,20 @@ def test_equals_a_loop(case, platform):
     assert_right(case, sketch, leverage_rows)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("platform", "case"),
+  [
+    *itertools.product(PLATFORMS, WIDE),
+    *itertools.product(("xla", "tpu"), WIDER),
+  ],
+  ids=str,
+)
+def test_wide_heads_equal_a_loop(platform, case):
+  with on(platform):
+    assert_right(case, sketch, leverage_rows)
+
+
 def test_the_reference_equals_a_loop():
   assert_right(CHUNKED, sketch_reference, leverage_rows_reference)
 
@@ -161,17 +190,22 @@ def test_every_device_of_a_mesh_has_its_rows_and_heads():
 
 
 @pytest.mark.parametrize(
-  ("platform", "dim", "columns", "dtype"),
+  ("platform", "dim", "columns", "center", "dtype"),
   [
-    ("tpu", 64, 16, "float16"),
-    ("gpu", 64, 16, "float16"),
-    ("gpu", 48, 16, "bfloat16"),
-    ("gpu", 256, 128, "bfloat16"),
+    ("tpu", 64, 16, False, "float16"),
+    ("gpu", 64, 16, False, "float16"),
+    ("gpu", 48, 16, False, "bfloat16"),
+    ("gpu", 256, 128, False, "bfloat16"),
+    ("gpu", 256, 16, True, "bfloat16"),
+    ("gpu", 256, 16, False, "float32"),
+    ("gpu", 128, 65, True, "bfloat16"),
   ],
 )
-def test_kernels_decline_what_they_do_not_serve(platform, dim, columns, dtype):
+def test_kernels_decline_what_they_do_not_serve(
+  platform, dim, columns, center, dtype
+):
   keys, held, factor = inputs(10, dim, columns, dtype)
-  run = functools.partial(sketch, chunk=0, center=False)
+  run = functools.partial(sketch, chunk=0, center=center)
   with on(platform), pytest.raises(NotImplementedError, match=r"GPU|TPU"):
     jax.eval_shape(run, keys, held, factor)
   with kernels.use(platform=platform):

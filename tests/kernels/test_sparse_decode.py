@@ -103,6 +103,15 @@ def on(platform, **params):
     yield
 
 
+@contextlib.contextmanager
+def padded_tpu():
+  """A TPU's memory has whole words, of which the last ends in padding."""
+  chip = jax.sharding.AbstractDevice("TPU v5e", 1, "tpu")
+  chips = jax.sharding.AbstractMesh((), (), abstract_device=chip)
+  with on("tpu", buffer_bounds="padded"), jax.sharding.use_abstract_mesh(chips):
+    yield
+
+
 @pytest.fixture
 def short_chunks(monkeypatch):
   """Lists of several chunks, of as many copies as are started in a row."""
@@ -192,13 +201,10 @@ def test_tpu_kernel():
 def test_tpu_kernel_reads_the_last_word_of_an_odd_number_of_rows(
   dtype, shape, D
 ):
-  """Memory has whole words, of which the last ends in padding."""
   inputs = case(shape, "bfloat16", D=D, T=37)
   if dtype == "int8":
     inputs = eighths(inputs, dtype)
-  chip = jax.sharding.AbstractDevice("TPU v5e", 1, "tpu")
-  chips = jax.sharding.AbstractMesh((), (), abstract_device=chip)
-  with on("tpu", buffer_bounds="padded"), jax.sharding.use_abstract_mesh(chips):
+  with padded_tpu():
     found = jax.jit(sparse_decode)(*inputs)
   close(found, by_hand(*inputs), 2e-2)
 
@@ -214,6 +220,25 @@ def test_gpu_kernel(monkeypatch, shape, D, bias, blocks):
   with on("gpu"):
     found = jax.jit(sparse_decode)(*inputs)
   close(found, by_hand(*inputs), 2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize(
+  ("platform", "dtype"),
+  [("tpu", "float32"), ("tpu", "bfloat16"), ("gpu", "bfloat16")],
+)
+def test_kernels_at_heads_of_every_size(platform, dtype, head_sizes):
+  D, G = head_sizes
+  inputs = case((2, G, 2, 71), dtype, bias=G % 2 == 0, D=D, T=101)
+  run = jax.jit(sparse_decode)
+  if platform == "gpu" and D == 256:
+    with on("gpu"), pytest.raises(NotImplementedError, match="256 bfloat16"):
+      run(*inputs)
+    return
+  with padded_tpu() if platform == "tpu" else on("gpu"):
+    found = run(*inputs)
+  close(found, by_hand(*inputs), 2e-2 if dtype == "bfloat16" else 1e-5)
 
 
 def test_gpu_kernel_reads_eight_bits():
