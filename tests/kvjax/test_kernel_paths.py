@@ -1,13 +1,16 @@
 """The engine with Pallas kernels keeps and answers what it does with XLA."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 import kernels
 import kvjax
+from kernels import dispatch
 from kvjax.model import Geometry
 from kvjax.testing import TinyModel, held_positions
 
@@ -15,13 +18,22 @@ MODEL = TinyModel(
   Geometry(layers=1, heads=4, kv_heads=2, head_dim=128, max_positions=4096)
 )
 LENGTHS = (128, 101)
-PLANS = (
-  "h2o",
-  "compactor:chunk=64",
-  "adakv",
-  "ctkvr",
-  pytest.param("keydiff", marks=pytest.mark.slow),
-)
+# Attention of GPUs is of 16 bits.
+MODELS = {"tpu": MODEL, "gpu": dataclasses.replace(MODEL, dtype="bfloat16")}
+INTERPRETED = {
+  "tpu": lambda: pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()),
+  "gpu": lambda: plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()),
+}
+# What serves besides selection and copies.
+OWN = {
+  "keydiff": set(),
+  "snapkv": {"causal_mass"},
+  "h2o": {"causal_mass"},
+  "compactor:chunk=64": {"sketch", "leverage_rows", "chunk_mass"},
+  "compactor:chunk=128": {"sketch", "leverage_rows", "chunk_mass"},
+  "adakv": {"causal_mass", "paged_attention"},
+  "ctkvr": {"sparse_decode"},
+}
 
 
 def prompts():
@@ -30,36 +42,53 @@ def prompts():
   return kvjax.Prompts.of(rows, max(LENGTHS))
 
 
-def ran(plan):
+def ran(model, plan):
   """Positions that are kept, and the answers."""
-  params = MODEL.init()
+  params = model.init()
   plan = kvjax.get_plan(plan, kvjax.Tokens(40))
-  cache, logits = kvjax.prefill(MODEL, params, prompts(), plan)
-  answers = kvjax.complete(MODEL, params, cache, logits, kvjax.Decoding(2))
+  cache, logits = kvjax.prefill(model, params, prompts(), plan)
+  answers = kvjax.complete(model, params, cache, logits, kvjax.Decoding(2))
   kept = [held_positions(cache, row) for row in range(len(LENGTHS))]
   return kept, answers.rows()
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_kernels_keep_what_xla_keeps(plan, monkeypatch):
-  called = []
+@pytest.fixture
+def served(monkeypatch):
+  """Names of operations that a kernel has served."""
+  names = set()
 
-  def pallas_call(*arguments, name=None, **options):
-    called.append(name)
-    return pl_call(*arguments, name=name, **options)
+  def spy(kernel, *arguments):
+    result = on_mesh(kernel, *arguments)
+    names.add(kernel.func.__name__.removesuffix("_tpu").removesuffix("_gpu"))
+    return result
 
-  pl_call = pl.pallas_call
-  monkeypatch.setattr(pl, "pallas_call", pallas_call)
-  with kernels.use("xla", "tpu"):
-    wanted = ran(plan)
-  assert not called
-  with (
-    pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()),
-    kernels.use(platform="tpu"),
-  ):
-    found = ran(plan)
+  on_mesh = dispatch._on_mesh
+  monkeypatch.setattr(dispatch, "_on_mesh", spy)
+  return names
+
+
+@pytest.mark.parametrize(
+  ("platform", "plan"),
+  [
+    *(("tpu", plan) for plan in ("h2o", "compactor:chunk=64")),
+    *(("tpu", plan) for plan in ("adakv", "ctkvr")),
+    pytest.param("tpu", "keydiff", marks=pytest.mark.slow),
+    ("gpu", "keydiff"),
+    *(
+      pytest.param("gpu", plan, marks=pytest.mark.slow)
+      for plan in ("h2o", "snapkv", "compactor:chunk=128", "adakv", "ctkvr")
+    ),
+  ],
+)
+def test_kernels_keep_what_xla_keeps(platform, plan, served):
+  model = MODELS[platform]
+  with kernels.use("xla", platform):
+    wanted = ran(model, plan)
+  assert not served
+  with INTERPRETED[platform](), kernels.use(platform=platform):
+    found = ran(model, plan)
   assert found == wanted
-  assert len(set(called)) >= 2, called
+  assert {"largest", "compact"} | OWN[plan] <= served
 
 
 def test_whole_prompts_attend_by_splash_attention():
