@@ -4,6 +4,7 @@
 #   make lint     style, types and the floors that imports may not climb
 #   make format   rewrite the code in the house style
 #   make tpu-compile  compile everything for TPUs, with none at hand
+#   make test-tpu run the tests that compile for TPUs
 #   make clean    remove .venv and the caches
 # ARGS is passed on: make demo ARGS="--samples=2", make test ARGS="-k cache".
 
@@ -19,7 +20,7 @@ MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
   as python3, python3.12, python3.13 or python3.14: install one, or name it \
   with PYTHON=/path/to/python
 
-.PHONY: demo test lint format tpu-compile clean
+.PHONY: demo test lint format tpu-compile test-tpu clean
 
 demo: $(READY)
 	@$(BIN)/python -m experiments.compare $(ARGS)
@@ -41,6 +42,10 @@ format: $(READY)
 tpu-compile: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
 	  $(BIN)/python -m experiments.tpu_compile $(ARGS)
+
+test-tpu: .libtpu/.ready
+	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
+	  $(BIN)/python -m pytest -m libtpu
 
 clean:
 	@rm -rf .venv .libtpu .mypy_cache .pytest_cache .ruff_cache \

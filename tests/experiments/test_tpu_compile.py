@@ -30,7 +30,6 @@ from kernels.dispatch import Programs, dispatch
 from kernels.specs import Spec
 from kvjax.errors import InputError
 
-HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 MIB = 2**20
 
 
@@ -303,7 +302,10 @@ def test_without_libtpu_the_user_is_told(monkeypatch):
     pytest.param(
       ["--quick"],
       "Compiling for TPUs takes libtpu",
-      marks=pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is there"),
+      marks=pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is not None,
+        reason="libtpu is there",
+      ),
     ),
   ],
 )
@@ -315,7 +317,7 @@ def test_mistakes_get_one_sentence(run_binary, arguments, sentence):
   assert result.stderr.startswith(sentence)
 
 
-@pytest.mark.skipif(not HAS_LIBTPU, reason="needs libtpu")
+@pytest.mark.libtpu
 @pytest.mark.parametrize("name", chips.TOPOLOGIES)
 def test_chips_are_known(name):
   chips.prepare_libtpu()
@@ -325,7 +327,7 @@ def test_chips_are_known(name):
   assert 5e11 < found.bytes_per_second < 5e12
 
 
-@pytest.mark.skipif(not HAS_LIBTPU, reason="needs libtpu")
+@pytest.mark.libtpu
 def test_a_kernel_is_measured():
   """Two blocks of VMEM for each of what it reads and writes."""
   chips.prepare_libtpu()
@@ -341,7 +343,7 @@ def test_a_kernel_is_measured():
   assert found.moved == outcome.ideal
 
 
-@pytest.mark.skipif(not HAS_LIBTPU, reason="needs libtpu")
+@pytest.mark.libtpu
 def test_a_token_moves_little_more_than_it_must():
   """What it looks up stays with the host, on each of eight chips."""
   chips.prepare_libtpu()

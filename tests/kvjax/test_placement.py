@@ -1,6 +1,5 @@
 """Rows that the host holds: bit by bit those of numpy, and where they are."""
 
-import importlib.util
 import math
 
 import jax
@@ -169,9 +168,7 @@ def test_without_host_memory_everything_stays(monkeypatch):
   np.testing.assert_array_equal(found, by_hand(KEYS, SLOTS))
 
 
-@pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None, reason="needs libtpu"
-)
+@pytest.mark.libtpu
 def test_tpus_leave_it_with_the_host(monkeypatch):
   """Compiled for eight chips: none holds a copy, and none asks another."""
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
