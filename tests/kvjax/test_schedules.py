@@ -106,13 +106,14 @@ def test_four_devices_equal_one(name):
   ],
 )
 def test_memory_in_blocks_is_budget_and_block(name, budget):
-  """What the compiled program holds at its peak, to a tenth.
+  """What the compiled program holds at its peak: at most a tenth more.
 
   A loop's carry is updated in place: every layer's budget and block once, with
   what the method remembers. Beside it there is the work of one layer: its new
   keys and values, a float32 copy of them without the empty slots, and twice the
-  logits of the block, which become weights. For a budget in tokens nothing
-  depends on the length of the prompt.
+  logits of the block, which become weights; a fifth of all that may share its
+  place with something else. For a budget in tokens nothing depends on the
+  length of the prompt.
   """
   layers, block, width = 2, 32, 2048
   geometry = dataclasses.replace(MODEL.geometry, layers=layers, head_dim=32)
@@ -144,7 +145,7 @@ def test_memory_in_blocks_is_budget_and_block(name, budget):
   carry = layers * ((most + block) * slot + remembered.get(name, 0))
   logits = geometry.heads * block * (most + block) * 4
   expected = carry + 2 * (most + block) * slot + 2 * logits
-  assert 0.9 * expected < used < 1.1 * expected
+  assert 0.8 * expected < used < 1.1 * expected
   if name == "h2o":
     assert compiled(32 * width)[0] < 1.1 * expected
 
