@@ -1,6 +1,6 @@
 """The metrics by name; each gives shares from 0 to 1, the main one "score"."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from experiments.metrics import (
   classification,
@@ -50,24 +50,26 @@ def _string_match_part(sample: Sample, prediction: str) -> dict[str, float]:
   return {"score": string_match.string_match_part(prediction, sample.answers)}
 
 
-def _longbench(measure: _Measure) -> Metric:
-  """The best over the references."""
+def _longbench(measure: _Measure, official: bool = False) -> Metric:
+  """The best over the references; only officially may a blank be worth some."""
 
   def metric(sample: Sample, prediction: str) -> dict[str, float]:
     said = _said(sample, prediction)
     scores = [measure(said, answer) for answer in sample.answers]
-    return {"score": max(scores) if said.strip() else 0.0}
+    return {"score": max(scores) if official or said.strip() else 0.0}
 
   return metric
 
 
-def _classification(sample: Sample, prediction: str) -> dict[str, float]:
-  classes = sample.metadata["all_classes"]
+def _named(measure: Callable[[str, str, Sequence[str]], float]) -> Metric:
+  """The same, of predictions that name a class."""
 
-  def measure(said: str, answer: str) -> float:
-    return classification.classification(said, answer, classes)
+  def metric(sample: Sample, prediction: str) -> dict[str, float]:
+    classes = sample.metadata["all_classes"]
+    best = _longbench(lambda said, answer: measure(said, answer, classes))
+    return best(sample, prediction)
 
-  return _longbench(measure)(sample, prediction)
+  return metric
 
 
 def _said(sample: Sample, prediction: str) -> str:
@@ -99,18 +101,27 @@ METRICS: Mapping[str, Metric] = {
   "qa_f1_zh": _longbench(question_answering.qa_f1_zh),
   "rouge": _longbench(rouge.rouge_l),
   "rouge_zh": _longbench(rouge.rouge_l_zh),
-  "classification": _classification,
+  "classification": _named(classification.classification),
   "count": _longbench(classification.count),
   "retrieval": _longbench(classification.retrieval),
   "retrieval_zh": _longbench(classification.retrieval_zh),
   "code_sim": _longbench(code.code_sim),
   "needle": _needle,
   "passkey": _passkey,
+  "rouge_official": _longbench(rouge.rouge_l_official, official=True),
+  "rouge_zh_official": _longbench(rouge.rouge_l_zh_official, official=True),
+  "classification_official": _named(classification.classification_official),
+}
+
+# Those that LongBench's own code computes otherwise, by what it has.
+OFFICIAL: Mapping[str, str] = {
+  name: f"{name}_official" for name in ("rouge", "rouge_zh", "classification")
 }
 
 _LIBRARIES = {
   "qa_f1_zh": "jieba",
   "rouge_zh": "jieba",
+  "rouge_zh_official": "jieba",
   "code_sim": "rapidfuzz.fuzz",
   "needle": "rouge_score.rouge_scorer",
 }

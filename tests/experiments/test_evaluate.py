@@ -114,6 +114,7 @@ def test_longbench_is_asked_with_and_without_the_template(
       "--benchmark=longbench",
       f"--data={data}",
       f"--chat={chat}",
+      f"--strict_official={chat == 'official'}",
       f"--model={tiny_directory}",
       "--methods=full",
       "--length=300",
@@ -123,6 +124,10 @@ def test_longbench_is_asked_with_and_without_the_template(
     (path,) = output.glob("*/summary.json")
     summary = json.loads(path.read_text())
     said[chat] = summary["data"]["chat template"], summary["about"]
+    faulty = "LongBench's own code, faults included"
+    assert (summary["data"].get("metrics") == faulty) == (chat == "official")
+    page = path.with_name("report.html").read_text()
+    assert ("faults included" in page) == (chat == "official")
     assert [r["samples"] for r in summary["rows"]] == [2]
   assert said["always"][0] == "always"
   assert "no chat template" not in said["always"][1]
@@ -143,6 +148,10 @@ def test_longbench_is_asked_with_and_without_the_template(
     (["--benchmark=needle", "--length=60"], "60 tokens is too short for this"),
     (["--length=1k"], "--length takes numbers of tokens such as 1024,2048"),
     (["--benchmark=longbench"], "LongBench is read from disk; give its"),
+    (
+      ["--strict_official"],
+      "--strict_official belongs to --benchmark=longbench, not to ruler",
+    ),
     (
       ["--benchmark=needle", "--turns=3"],
       "--turns belongs to --benchmark=multiturn, not to needle",

@@ -1,5 +1,6 @@
 """LongBench: its prompts, what is cut out of them, samples and averages."""
 
+import dataclasses
 import json
 import zlib
 
@@ -233,6 +234,29 @@ def test_samples_are_the_first_rows_truncated(tmp_path):
     "prompts": "3 official, 0 of kvpress",
     "truncated": "2 of 3 prompts, in the middle",
   }
+
+
+def test_samples_are_scored_with_official_faults_on_demand(tmp_path):
+  for name in ("trec", "multi_news", "qasper"):
+    write(tmp_path, name, [row(name, answers=["a kind of b"])])
+  names = ["trec", "multi_news", "qasper"]
+  drawn = longbench.samples(tmp_path, names, 3500, BYTES)
+  strict = longbench.strictly_official(drawn)
+  (trec,), (news,), (paper,) = strict.values()
+  assert paper == drawn[Part("qasper", 3500)][0]
+  assert (
+    dataclasses.replace(news, metric="rouge")
+    == (drawn[Part("multi_news", 3500)][0])
+  )
+  said = " ".join(["b", *(f"word{number}" for number in range(1000))])
+  plain = registry.score(dataclasses.replace(news, metric="rouge"), said)
+  assert plain["score"] > registry.score(news, said)["score"] == 0
+  classes = {"all_classes": ["a kind", "of", "a kind of b"]}
+  trec = dataclasses.replace(trec, metadata={**trec.metadata, **classes})
+  assert registry.score(trec, "a kind of b") == {"score": 1 / 2}
+  # Of a blank the package makes a word of no letters.
+  blank = dataclasses.replace(news, answers=("a. ",))
+  assert registry.score(blank, " ")["score"] > 0
 
 
 def test_the_first_line_is_what_counts_after_examples(tmp_path):

@@ -2,7 +2,9 @@
 
 import difflib
 import random
+import sys
 import tempfile
+import threading
 
 import pytest
 import rouge as rouge_package
@@ -10,13 +12,20 @@ import rouge as rouge_package
 from experiments.metrics import chinese
 from experiments.metrics.classification import (
   classification,
+  classification_official,
   count,
   retrieval,
   retrieval_zh,
 )
 from experiments.metrics.code import code_sim
 from experiments.metrics.question_answering import qa_f1, qa_f1_zh
-from experiments.metrics.rouge import rouge_1, rouge_l, rouge_l_zh
+from experiments.metrics.rouge import (
+  rouge_1,
+  rouge_l,
+  rouge_l_official,
+  rouge_l_zh,
+  rouge_l_zh_official,
+)
 
 REPORT = (
   "The agency spent $3.5 million in 2019. It plans to spend more. "
@@ -26,6 +35,11 @@ SUMMARY = (
   "In 2019 the agency spent millions. The plan is late, officials said. "
   "It is sound."
 )
+
+
+def others(count):
+  """Words that no other text has."""
+  return [f"word{number}" for number in range(count)]
 
 
 def by_package(prediction, reference):
@@ -85,6 +99,68 @@ def test_long_texts_without_a_full_stop_are_scored():
     by_package(one, other)
   # 100 words of 1,100 and of 100 are common.
   assert rouge_l(one, other) == pytest.approx(1 / 6, abs=1e-6)
+
+
+def officially(prediction, reference):
+  """What LongBench's `eval.py` has of the package, under its own two callers.
+
+  A thread has a stack of its own, on which it makes three calls: one more.
+  """
+  found = []
+
+  def rouge_score():
+    try:
+      found.append(by_package(prediction, reference))
+    except RecursionError:
+      found.append(0.0)
+
+  thread = threading.Thread(target=rouge_score)
+  limit = sys.getrecursionlimit()
+  # `by_package` is another.
+  sys.setrecursionlimit(1002)
+  try:
+    thread.start()
+    thread.join()
+  finally:
+    sys.setrecursionlimit(limit)
+  return found[0]
+
+
+@pytest.mark.parametrize(
+  ("prediction", "reference", "score"),
+  [
+    # 989 words are passed one by one, then one is the same: 990 steps. It is
+    # 1 of 990 words and of 1.
+    (["b", *others(989)], ["b"], 2 / 991),
+    (["b", *others(990)], ["b"], 0),
+    # The same where the reference is the longer one.
+    (["b"], ["b", *others(989)], 2 / 991),
+    (["b"], ["b", *others(990)], 0),
+    # A full stop parts what would be too long: it is 2 of 991 words and of 2.
+    (["b", *others(600), ".", "c", *others(989)[600:]], ["b", "c"], 4 / 993),
+  ],
+)
+def test_long_sentences_score_nothing_officially(prediction, reference, score):
+  said, wanted = " ".join(prediction), " ".join(reference)
+  assert rouge_l_official(said, wanted) == pytest.approx(score, abs=1e-6)
+  assert officially(said, wanted) == pytest.approx(score, abs=1e-6)
+  assert rouge_l(said, wanted) > 0
+
+
+def test_words_that_are_the_same_are_one_step():
+  def score(count):
+    text = " ".join(others(count))
+    return rouge_l_official(text, text)
+
+  assert score(990) == pytest.approx(1)
+  assert score(991) == 0
+
+
+def test_long_sentences_of_chinese_words_score_nothing_officially():
+  # 2 words, as a set, and 1; after 988 steps the last is one too many.
+  assert rouge_l_zh_official("好" + " 人" * 988, "好") == pytest.approx(2 / 3)
+  assert rouge_l_zh_official("好" + " 人" * 989, "好") == 0
+  assert rouge_l_zh("好" + " 人" * 989, "好") == pytest.approx(2 / 3)
 
 
 def test_chinese_words_are_jiebas_and_nothing_is_said_or_written(
@@ -156,6 +232,22 @@ def test_f1_of_chinese_words(prediction, reference, score):
 def test_classification(prediction, reference, score):
   classes = ["Color", "Food", "term", "Equivalent", "Equivalent term"]
   assert classification(prediction, reference, classes) == score
+
+
+@pytest.mark.parametrize(
+  ("prediction", "score"),
+  [
+    # "term" is dropped, and "Equivalent", which follows it, passed over.
+    ("Equivalent term", 1 / 2),
+    # A name that stays is passed over in place of one that goes.
+    ("Food: Equivalent term", 1 / 2),
+    ("term, Food", 0),
+  ],
+)
+def test_classification_passes_over_names_officially(prediction, score):
+  classes = ["term", "Food", "Equivalent", "Equivalent term"]
+  found = classification_official(prediction, "Equivalent term", classes)
+  assert found == score
 
 
 def test_numbers():
