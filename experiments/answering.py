@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from experiments import prefilling
 from experiments.candidates import Candidate
+from experiments.metrics import passkey
 from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
 from kvjax.placement import HOST
@@ -39,12 +40,14 @@ class Prompt:
     question: what follows: question, end of turn, start of the answer.
     max_new_tokens: most tokens of the answer.
     stays: see `Sample`.
+    key_token: first token of the right answer, where a metric looks for it.
   """
 
   context: list[int]
   question: list[int]
   max_new_tokens: int
   stays: bool = False
+  key_token: int | None = None
 
   @classmethod
   def of(
@@ -55,15 +58,20 @@ class Prompt:
     prefix: str,
     max_new_tokens: int,
     chat: bool = True,
+    key: str | None = None,
   ) -> "Prompt":
     """Encodes the texts, by default in the model's own chat form."""
     before, after = (
       tokenizer.split_chat(context) if chat else (tokenizer.bos + context, "")
     )
+    asked = question + after + prefix
     return cls(
       tokenizer.encode(before),
-      tokenizer.encode(question + after + prefix),
+      tokenizer.encode(asked),
       max_new_tokens,
+      key_token=None
+      if key is None
+      else passkey.first_key_token(tokenizer, asked, key),
     )
 
   @classmethod
@@ -76,6 +84,7 @@ class Prompt:
       sample.answer_prefix,
       sample.max_new_tokens,
       sample.chat,
+      sample.answers[0] if sample.metric == "passkey" else None,
     )
     return dataclasses.replace(prompt, stays=sample.stays)
 

@@ -16,10 +16,11 @@ from experiments.answering import (
   replies,
 )
 from experiments.candidates import Candidate
-from experiments.metrics import registry
+from experiments.metrics import passkey, registry
 from experiments.results import Answer, Key, Part, Results, Samples
 from experiments.tasks.sample import Sample
 from models.pretrained import Pretrained
+from models.tokenizer import Tokenizer
 
 # Told of the task and of the number of answers that are new.
 OnAnswers = Callable[[str, int], None]
@@ -69,7 +70,9 @@ def compare(
   for shape, rows in _batches(contexts, unanswered, batch, protocol):
     asked = [context.prompts for context in rows]
     for group in replies(lm, candidates, asked, shape, spent):
-      answers = [_answer(rows[reply.row], reply) for reply in group]
+      answers = [
+        _answer(rows[reply.row], reply, lm.tokenizer) for reply in group
+      ]
       new = [answer for answer in answers if answer.key in missing]
       results.add(new)
       on_answers(rows[0].part.task, len(new))
@@ -170,9 +173,13 @@ def _by_length(contexts: Sequence[_Context]) -> Iterator[list[_Context]]:
     left = [context for context in left if tokens(context) < least]
 
 
-def _answer(context: _Context, reply: Reply) -> Answer:
+def _answer(context: _Context, reply: Reply, tokenizer: Tokenizer) -> Answer:
   sample = context.samples[reply.turn]
   scores = registry.score(sample, reply.text)
+  key_token = context.prompts[reply.turn].key_token
+  if key_token is not None:
+    said = passkey.first_said(tokenizer, reply.tokens)
+    scores["first_key_token"] = float(said == key_token)
   return Answer(
     task=context.part.task,
     length=context.part.length,

@@ -1,13 +1,17 @@
-"""Caches that are asked together, and shapes that prompts share."""
+"""Caches that are asked together, their room, shapes and first tokens."""
+
+import dataclasses
 
 import jax.numpy as jnp
 
 import kvjax
-from experiments import answering
+from experiments import answering, comparison
 from experiments.candidates import candidates
+from experiments.results import Part
+from experiments.tasks.sample import Sample
 
 
-def a_cache(*capacities):
+def a_cache(*capacities, plan=None):
   layers = tuple(
     kvjax.LayerCache(
       jnp.zeros((1, 1, capacity, 2), jnp.float32),
@@ -17,7 +21,7 @@ def a_cache(*capacities):
     )
     for capacity in capacities
   )
-  return kvjax.Cache(layers, jnp.zeros(1, jnp.int32))
+  return kvjax.Cache(layers, jnp.zeros(1, jnp.int32), plan=plan)
 
 
 def test_layers_of_unequal_capacities_join_the_next_larger_group():
@@ -46,3 +50,48 @@ def test_who_evicts_while_decoding_is_asked_alone():
 def test_widths_are_shared_by_neighbouring_lengths():
   prompts = [answering.Prompt([0] * n, [0] * 5, 1) for n in (33, 60)]
   assert answering.Shape.of(prompts, 4) == (4, 64, 32)
+
+
+def test_a_conversation_has_room_for_a_retention_of_all_that_is_said():
+  """A context of 64 tokens leaves 48 at 75 %, and two turns of 36 follow it.
+
+  The 136 tokens in the end are padded to 192, of which 144 may be held, and 4
+  more until the next eviction: 48 + 72 slots would be too few.
+  """
+  going_on = kvjax.Schedule(every=4)
+  (one,) = candidates(["streaming"], [kvjax.Retention(0.75)], going_on)[1:]
+  turns = [answering.Prompt([0] * 64, [0] * 32, 4, stays=True)] * 2
+  shape = answering.Shape(1, 64, 32)
+  cache = answering._with_room(a_cache(48, plan=one.plan), turns, shape)
+  assert [layer.capacity for layer in cache.layers] == [144 + 32 + 4]
+  tokens = candidates(["streaming"], [kvjax.Tokens(48)], going_on)[1].plan
+  for plan in (None, tokens):
+    cache = answering._with_room(a_cache(48, plan=plan), turns, shape)
+    assert [layer.capacity for layer in cache.layers] == [48 + 2 * (32 + 4)]
+
+
+def test_the_first_token_of_a_passkey_is_scored(tiny):
+  sample = Sample(
+    context="The pass key is 8712.",
+    question="What is it?",
+    answer_prefix=" It is",
+    answers=("8712",),
+    task="passkey",
+    max_new_tokens=5,
+    metadata={},
+    metric="passkey",
+  )
+  prompt = answering.Prompt.of_sample(tiny.tokenizer, sample)
+  part = Part("passkey", 128)
+  context = comparison._Context(part, [0], [sample], [prompt])
+  (full, *_) = candidates(["full"], [kvjax.Retention(1.0)])
+  found = []
+  for text in (" 8712", " 8999", " 9712", ""):
+    tokens = tiny.tokenizer.encode(text)
+    reply = answering.Reply(full, 0, 0, 9, 1.0, 9, 9, 9, 0, tokens, text)
+    answer = comparison._answer(context, reply, tiny.tokenizer)
+    found.append(answer.scores["first_key_token"])
+  assert found == [100, 100, 0, 0]
+  other = dataclasses.replace(sample, metric="string_match_all")
+  prompt = answering.Prompt.of_sample(tiny.tokenizer, other)
+  assert prompt.key_token is None

@@ -3,11 +3,13 @@
 import sys
 
 import pytest
+import tokenizers
 
-from experiments.metrics import registry
+from experiments.metrics import passkey, registry
 from experiments.metrics.libraries import library
 from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
+from models.tokenizer import Tokenizer
 
 KEY = "0123456789" * 6 + "0123"
 
@@ -69,6 +71,40 @@ def test_ruler_metrics():
 def test_passkey(prediction, exact, partial):
   scores = registry.score(sample("passkey", [KEY]), prediction)
   assert scores == {"score": exact, "partial": pytest.approx(partial)}
+
+
+def by_pieces(pattern):
+  """A tokenizer whose tokens are what matches."""
+  words = ["The", " pass", " is", "is", " ", "012", " 012", "34", "<s>"]
+  numbers = {word: number for number, word in enumerate(words)}
+  backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, "<s>"))
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+    tokenizers.Regex(pattern), "isolated"
+  )
+  return Tokenizer(backend, {})
+
+
+@pytest.mark.parametrize(
+  ("pattern", "prompt", "token"),
+  [
+    # Digits are grouped as after the prompt, and the blank is a token.
+    (r"\d{1,3}| ?[a-zA-Z]+| ", "The pass is", "012"),
+    (r"\d{1,3}| ?[a-zA-Z]+| ", "The pass is ", "012"),
+    # The blank is a part of the key's token, or else it has been said.
+    (r" ?\d{1,3}| ?[a-zA-Z]+| ", "The pass is", " 012"),
+    (r" ?\d{1,3}| ?[a-zA-Z]+| ", "The pass is ", "012"),
+  ],
+)
+def test_the_first_token_of_a_key_is_what_a_reply_would_say(
+  pattern, prompt, token
+):
+  tokenizer = by_pieces(pattern)
+  (expected,) = tokenizer.encode(token)
+  assert passkey.first_key_token(tokenizer, prompt, "01234") == expected
+  blank, *_ = tokenizer.encode(" ")
+  for said in ([expected], [blank, expected, expected]):
+    assert passkey.first_said(tokenizer, said) == expected
+  assert passkey.first_said(tokenizer, [blank]) is None
 
 
 def test_needles_are_found_and_overlap():
