@@ -11,7 +11,7 @@ import rich.console
 import rich.progress
 
 from experiments import comparison, reports, results, summaries
-from experiments.answering import Seconds
+from experiments.answering import QUERY_AWARE, Protocol, Seconds
 from experiments.calibration.records import AUTO
 from experiments.candidates import Candidate
 from experiments.processes import Process, Processes
@@ -91,12 +91,22 @@ def answer(
       lm, chosen, samples, store, batch, on_answers, settings.protocol, spent
     )
   own = process()
+  uncut = first_is_uncut(settings.protocol, chosen)
   summary = dataclasses.asdict(settings) | {
     "decoding": "greedy",
     **processes.summary(own, answered=new > 0),
-    "rows": summaries.summarize(_shown(store, wanted), settings.protocol),
+    "rows": summaries.summarize(_shown(store, wanted), uncut),
   }
   return Run(summary, new, len(wanted) - new, own.seconds)
+
+
+def first_is_uncut(protocol: Protocol, chosen: Sequence[Candidate]) -> bool:
+  """Whether all see the whole prompt when they choose an answer's first token.
+
+  Where the question is prefilled too they do, but for what works in blocks.
+  """
+  blocks = any(candidate.plan.schedule.block for candidate in chosen)
+  return protocol == QUERY_AWARE and not blocks
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE, Protocol
 from experiments.candidates import FULL
 from experiments.intervals import interval
 from experiments.results import Answer, Part
@@ -21,20 +20,25 @@ _Group = tuple[str, str, str, Part, float | None, int | None]
 
 
 def summarize(
-  answers: Sequence[Answer], protocol: Protocol = QUERY_AGNOSTIC
+  answers: Sequence[Answer], first_is_uncut: bool = False
 ) -> list[dict[str, Any]]:
   """One row per method, budget, task, length, depth and turn.
 
   A row's fields are named as those of `Answer`; `score` and the other `scores`
   are means over the samples, `interval` is that of the first, see `intervals`.
+  Scores that not all of them have, older ones being without, are left out.
   Where the full cache has answered the same samples, the scores tell how many
-  of the first tokens are the same; but not if the question is prefilled, as the
-  first token is then chosen before anything is compressed.
+  of the first tokens are the same.
+
+  Args:
+    answers: of a run.
+    first_is_uncut: whether first tokens are chosen before anything is
+      compressed; then they are not compared.
   """
   full = {
     (answer.part, answer.asked): answer.first_token
     for answer in answers
-    if answer.method == FULL and protocol != QUERY_AWARE
+    if answer.method == FULL and not first_is_uncut
   }
   groups: dict[_Group, list[Answer]] = {}
   for answer in answers:
@@ -75,7 +79,8 @@ def _row(
   def mean_score(name: str) -> float:
     return round(statistics.fmean(a.scores[name] for a in group), 2)
 
-  scores = {name: mean_score(name) for name in first.scores}
+  shared = [n for n in first.scores if all(n in a.scores for a in group)]
+  scores = {name: mean_score(name) for name in shared}
   found = [
     100.0 * (answer.first_token == full[answer.part, answer.asked])
     for answer in group

@@ -34,7 +34,8 @@ class Beside(NamedTuple):
   Attributes:
     comparison: what was compared.
     scale: how.
-    averages: over the tasks that were asked; see `averages_of`.
+    averages: over the tasks that were asked, of scores that all rows have; see
+      `averages_of`.
     ours: our numbers, of averages and tasks.
     here: what a line in a column kept or looked up here.
   """
@@ -55,10 +56,15 @@ def beside(
     comparison: what was compared.
     scale: how.
     cells: which candidate stands where.
-    rows: of the summary.
+    rows: of the summary; averages of scores that older answers are without
+      are left out.
   """
   tasks = list(dict.fromkeys(row["task"] for row in rows))
-  averages = averages_of(comparison, tasks)
+  averages = {
+    name: average
+    for name, average in averages_of(comparison, tasks).items()
+    if all(average.score in ("score", *row["scores"]) for row in rows)
+  }
   whats = [*averages.values(), *_alone(averages, tasks)]
   ours, here = {}, {}
   for (line, column), candidate in cells.items():

@@ -108,6 +108,7 @@ _E5_3 = Comparison(
 )
 
 _SAME = plain("same first token", _PASSKEY, "same_first_token")
+_KEY = plain("first key token", _PASSKEY, "first_key_token")
 
 
 def _chunked(lag: int) -> Schedule:
@@ -122,10 +123,11 @@ _E5_4 = Comparison(
   QUERY_AWARE,
   lines({"Full, plain prefill": "full", "LagKV": _LAGS["L = 1024"]}),
   _TIMES,
-  (_SAME, _PARTIAL),
+  (_SAME, _KEY, _PARTIAL),
   (Targets("about", across("LagKV | 80", [printed.TIMES[3]], _SAME.name)),),
   scaling="Retentions are the paper's; the lag is 128 in place of 1,024.",
 )
+# All first tokens are the same: they are chosen before anything is evicted.
 _E5_4_PLAIN = Comparison(
   "plain prefill",
   Setup("passkey", _PASSKEY, _GRID, 3, schedule=_RECURSIVE),
@@ -133,7 +135,7 @@ _E5_4_PLAIN = Comparison(
   QUERY_AWARE,
   lines({"Full": "full", "LagKV": _LAGS["L = 1024"]}),
   _TIMES,
-  (_SAME, _PARTIAL),
+  (_KEY, _PARTIAL),
   scaling="Retentions are the paper's; the lag is 128 in place of 1,024.",
 )
 

@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
+import kvjax
+from experiments import runs
+from experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
+from experiments.candidates import candidates
 from experiments.intervals import interval
 from experiments.results import (
   Answer,
@@ -191,6 +195,29 @@ def test_first_tokens_are_compared_with_the_full_cache():
     {"same_first_token": 50.0},
   ]
   assert summarize(answers[2:])[0]["scores"] == {}
+  (row, _) = summarize(answers, first_is_uncut=True)
+  assert row["scores"] == {}
+
+
+def test_first_tokens_are_uncut_where_whole_prompts_hold_the_question():
+  blocks = kvjax.Schedule(block=8)
+  for protocol, schedule, uncut in (
+    (QUERY_AWARE, kvjax.Schedule(every=1), True),
+    (QUERY_AWARE, blocks, False),
+    (QUERY_AGNOSTIC, kvjax.Schedule(), False),
+  ):
+    chosen = candidates(["streaming"], [kvjax.Tokens(8)], schedule)
+    assert runs.first_is_uncut(protocol, chosen) == uncut
+
+
+def test_scores_that_older_answers_are_without_are_left_out():
+  scores = {"score": 100.0, "partial": 50.0}
+  new = an_answer(0, scores=scores | {"first_key_token": 100.0})
+  old = an_answer(1, scores=scores)
+  for answers in ([new, old], [old, new]):
+    assert summarize(answers)[0]["scores"] == {"partial": 50.0}
+  (row,) = summarize([new])
+  assert row["scores"] == {"partial": 50.0, "first_key_token": 100.0}
 
 
 def test_the_interval_of_a_mean_is_that_of_the_normal_for_many_samples():

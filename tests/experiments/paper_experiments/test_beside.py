@@ -1,5 +1,7 @@
 """Our numbers beside the paper's: averages, tables, orders."""
 
+import dataclasses
+
 import pytest
 
 from experiments.paper_experiments import beside, running
@@ -59,6 +61,21 @@ def test_other_scores_are_averaged_alike(invented):
     SCORES,
   )
   assert beside.mean(Average("p", (("trec",),), "partial"), rows) == 5.0
+
+
+def test_averages_of_scores_that_older_answers_lack_are_left_out(invented):
+  cells = running.cells_of(invented, "paper", invented.setup("paper"))
+  rows = rows_of(running.chosen(cells), SCORES)
+  averages = (
+    Average("new", (("trec",),), "first_key_token"),
+    Average("p", (("trec",),), "partial"),
+  )
+  comparison = dataclasses.replace(invented, averages=averages)
+  found = beside.beside(comparison, "paper", cells, rows)
+  assert list(found.averages) == ["p"]
+  rows = [row | {"scores": {"first_key_token": 1.0}} for row in rows]
+  found = beside.beside(comparison, "paper", cells, rows)
+  assert list(found.averages) == ["new"]
 
 
 def test_missing_tasks_are_left_out_and_said(found):
