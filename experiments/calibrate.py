@@ -120,6 +120,8 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 _RECORDS = "records"
+# By its folder, when something beside them cannot be written.
+_KEPT = "measurements"
 
 
 def main() -> None:
@@ -174,10 +176,9 @@ def main() -> None:
     method.calibration.save(own / name)
   for name, figure in plots.items():
     (folder / name).write_bytes(png(figure))
-  reports.write_json(folder / "summary.json", summary)
-  reports.write_text(
-    folder / "calibration.md", tables.markdown(summary, list(plots))
-  )
+  text = tables.markdown(summary, list(plots))
+  reports.write_json(folder / "summary.json", summary, _KEPT)
+  reports.write_text(folder / "calibration.md", text, _KEPT)
   console = rich.console.Console(highlight=False)
   console.print(rich.text.Text(title), *tables.tables(summary), sep="\n")
   console.print(rich.text.Text(tables.circumstances(summary), style="dim"))

@@ -55,7 +55,7 @@ class Processes:
   def note(self, own: Process) -> None:
     """Writes down what this process says so far, in place of what it said."""
     every = [dataclasses.asdict(each) for each in (*self._earlier, own)]
-    reports.write_json(self._path, {"processes": every})
+    reports.write_json(self._path, {"processes": every}, reports.ANSWERS)
 
   def summary(self, own: Process, answered: bool) -> dict[str, Any]:
     """Device, versions and seconds of all that have answered something.

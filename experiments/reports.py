@@ -24,6 +24,8 @@ from experiments.reporting import (
 )
 from kvjax.errors import InputError
 
+# What a run's folder keeps when something beside it cannot be written.
+ANSWERS = "answers"
 _PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 
 
@@ -35,10 +37,10 @@ def write_comparison(
   Returns:
     The table for a terminal.
   """
-  write_json(folder / records.SUMMARY, summary)
-  write_text(folder / "table.md", compared.markdown(summary))
+  write_json(folder / records.SUMMARY, summary, ANSWERS)
+  write_text(folder / "table.md", compared.markdown(summary), ANSWERS)
   plot = pictures.png(curves.score_vs_retention(summary))
-  _write(folder / "score_vs_retention.png", plot)
+  _write(folder / "score_vs_retention.png", plot, ANSWERS)
   return compared.terminal(summary)
 
 
@@ -55,16 +57,20 @@ def write_run(
   Raises:
     InputError: the folder's samples.jsonl cannot be read.
   """
-  write_json(folder / records.SUMMARY, summary)
+  write_json(folder / records.SUMMARY, summary, ANSWERS)
   record = records.read(folder)
   plots = pictures.pictures(record)
   for old in folder.glob("*.png"):
     old.unlink()
   for name, png in plots.items():
-    _write(folder / name, png)
-  write_text(folder / "rows.csv", formats.to_csv(rows.identified(record)))
-  write_text(folder / "report.md", run.markdown(record, list(plots)))
-  write_text(folder / "report.html", page.of_run(record, plots))
+    _write(folder / name, png, ANSWERS)
+  texts = {
+    "rows.csv": formats.to_csv(rows.identified(record)),
+    "report.md": run.markdown(record, list(plots)),
+    "report.html": page.of_run(record, plots),
+  }
+  for name, text in texts.items():
+    write_text(folder / name, text, ANSWERS)
   return run.terminal(record)
 
 
@@ -86,17 +92,29 @@ def device(count: int = 1) -> str:
   return kind if count == 1 else f"{count} x {kind}"
 
 
-def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
-  """Writes a file at once."""
-  write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def write_json(
+  path: pathlib.Path, value: Mapping[str, Any], kept: str = ""
+) -> None:
+  """Writes a file at once; see `write_text`."""
+  text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+  write_text(path, text, kept)
 
 
-def write_text(path: pathlib.Path, text: str) -> None:
-  """Writes a file at once."""
-  _write(path, text.encode())
+def write_text(path: pathlib.Path, text: str, kept: str = "") -> None:
+  """Writes a file at once.
+
+  Args:
+    path: the file.
+    text: all of it.
+    kept: what is not lost if it cannot be written, such as `ANSWERS`.
+
+  Raises:
+    InputError: it cannot be written.
+  """
+  _write(path, text.encode(), kept)
 
 
-def _write(path: pathlib.Path, content: bytes) -> None:
+def _write(path: pathlib.Path, content: bytes, kept: str) -> None:
   """Writes beside the file and moves it in whole."""
   part = path.with_name(f".{path.name}.part")
   try:
@@ -106,7 +124,7 @@ def _write(path: pathlib.Path, content: bytes) -> None:
   except OSError as error:
     with contextlib.suppress(OSError):
       part.unlink(missing_ok=True)
+    again = f"; the {kept} are kept, and the same command goes on from there"
     raise InputError(
-      f"{path} cannot be written: {error.strerror}; the answers are kept, and "
-      "the same command writes the report again."
+      f"{path} cannot be written: {error.strerror}{again if kept else ''}."
     ) from error

@@ -9,6 +9,7 @@ from experiments import reports, summaries
 from experiments.reporting import compared, curves
 from experiments.reporting.means import means
 from experiments.results import Answer, Results, Settings
+from kvjax.errors import InputError
 
 TASKS = ("niah_single_2", "niah_multikey_1")
 
@@ -146,6 +147,24 @@ def test_a_run_is_reported_beside_its_answers(summary, tmp_path):
   assert page.count("data:image/png;base64,iVBORw0KGgo") == 2
   assert "Who?" in page
   assert "](score_vs_bytes.png)" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+  ("kept", "end"),
+  [
+    ("", "."),
+    ("answers", "; the answers are kept, and the same command goes on from"),
+  ],
+)
+def test_a_file_that_cannot_be_written_says_what_is_kept(tmp_path, kept, end):
+  path = tmp_path / "table.md"
+  path.mkdir()
+  with pytest.raises(InputError) as error:
+    reports.write_text(path, "text", kept)
+  said = f"{path} cannot be written: Is a directory{end}"
+  assert str(error.value).startswith(said)
+  assert ("kept" in str(error.value)) == bool(kept)
+  assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_circumstances_are_those_of_this_machine():
