@@ -1,6 +1,7 @@
 """Scores against what they cost, one line per method."""
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
@@ -18,7 +19,8 @@ from experiments.reporting.means import Mean, Summary, means, reads_less
 _SHIFT, _SHIFTS = 0.022, 0.16
 # Least distance of two ticks, as a share of the axis.
 _TICKS = 0.09
-_TITLE = 9
+# Points of a title's letters, and how many of them an inch has room for.
+_TITLE, _LETTERS = 9, 15
 
 
 def score_vs_retention(summary: Summary) -> Figure:
@@ -81,9 +83,10 @@ def score_by_turn(summary: Summary) -> Figure:
     ]
   sizes = [lines.size(drawn) for drawn in pictures.values()]
   figure = _figure(
-    max(width for width, _ in sizes), sum(height for _, height in sizes)
+    summary,
+    max(width for width, _ in sizes),
+    sum(height for _, height in sizes),
   )
-  figure.suptitle(wording.title(summary), fontsize=_TITLE, x=0.02, ha="left")
   several = figure.subplots(len(pictures), squeeze=False)[:, 0]
   for axes, (budget, drawn) in zip(several, pictures.items(), strict=True):
     axes.set_title(wording.budget("", budget), fontsize=_TITLE, loc="left")
@@ -120,11 +123,8 @@ def _draw(
   ticks: Mapping[float, str],
 ) -> Figure:
   """Lines over a logarithmic axis that falls to the right."""
-  figure = _figure(*lines.size(drawn))
+  figure = _figure(summary, *lines.size(drawn))
   axes = figure.add_subplot()
-  axes.set_title(
-    wording.title(summary), fontsize=_TITLE, loc="left", parse_math=False
-  )
   axes.set_xscale("log")
   least, most = min(ticks), max(ticks)
   reached = [x for line in drawn for x, _ in line.places]
@@ -161,8 +161,10 @@ def _apart(ticks: Sequence[float], gap: float) -> list[float]:
   return shown
 
 
-def _figure(width: float, height: float) -> Figure:
-  """Without pyplot, which would keep it."""
+def _figure(summary: Summary, width: float, height: float) -> Figure:
+  """With its title, in lines that fit; without pyplot, which would keep it."""
   figure = Figure(figsize=(width, height), layout="constrained")
   FigureCanvasAgg(figure)
+  heading = textwrap.fill(wording.title(summary), int(width * _LETTERS))
+  figure.suptitle(heading, fontsize=_TITLE, x=0.02, ha="left", parse_math=False)
   return figure

@@ -5,7 +5,13 @@ import itertools
 import numpy as np
 import pytest
 
-from experiments.reporting import curves, heatmaps, lines, pictures
+from experiments.reporting import (
+  curves,
+  heatmaps,
+  lines,
+  pictures,
+  wording,
+)
 
 
 def texts(figure):
@@ -47,6 +53,22 @@ def test_twelve_methods_are_named_apart(crowd, draw):
   assert found.count("full cache") == 1
   methods = {row["method"] for row in crowd.summary["rows"]} - {"full"}
   assert methods <= set(found)
+
+
+def test_a_long_title_has_lines_that_fit(answer, record):
+  answers = [answer("full", turn=0), answer(turn=0)]
+  summary = record(
+    answers,
+    model="an-org/A-Model-of-$8B$-Instruct",
+    schedule="blocks of 128, every 16 while decoding",
+  ).summary
+  for draw in (
+    curves.score_vs_retention,
+    curves.score_vs_bytes,
+    curves.score_by_turn,
+  ):
+    found = " ".join(check_readable(draw(summary))).replace("\n", " ")
+    assert wording.title(summary) in found
 
 
 def test_points_stand_at_what_was_kept_or_read(answer, record):
