@@ -321,10 +321,15 @@ def test_what_has_no_budget_to_spread_is_refused(inner):
 @pytest.mark.parametrize(
   "name",
   [
-    "protokv:window=6:prototypes=20",
     "protokv:window=6:prototypes=20:score=attn_mean:cut=position",
-    "chunkkv:window=6:chunk=1",
     "chunkkv:window=6:chunk=4:scope=head",
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in (
+        "protokv:window=6:prototypes=20",
+        "chunkkv:window=6:chunk=1",
+      )
+    ),
   ],
 )
 def test_clusters_and_chunks_get_the_shares_of_snapkv(name):

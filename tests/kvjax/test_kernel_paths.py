@@ -29,7 +29,6 @@ OWN = {
   "keydiff": set(),
   "snapkv": {"causal_mass"},
   "h2o": {"causal_mass"},
-  "compactor:chunk=64": {"sketch", "leverage_rows", "chunk_mass"},
   "compactor:chunk=128": {"sketch", "leverage_rows", "chunk_mass"},
   "adakv": {"causal_mass", "paged_attention"},
   "ctkvr": {"sparse_decode"},
@@ -70,10 +69,12 @@ def served(monkeypatch):
 @pytest.mark.parametrize(
   ("platform", "plan"),
   [
-    *(("tpu", plan) for plan in ("h2o", "compactor:chunk=64")),
-    *(("tpu", plan) for plan in ("adakv", "ctkvr")),
-    pytest.param("tpu", "keydiff", marks=pytest.mark.slow),
+    *(("tpu", plan) for plan in ("compactor:chunk=128", "adakv", "ctkvr")),
     ("gpu", "keydiff"),
+    *(
+      pytest.param("tpu", plan, marks=pytest.mark.slow)
+      for plan in ("h2o", "keydiff")
+    ),
     *(
       pytest.param("gpu", plan, marks=pytest.mark.slow)
       for plan in ("h2o", "snapkv", "compactor:chunk=128", "adakv", "ctkvr")
