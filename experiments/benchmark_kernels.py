@@ -33,6 +33,7 @@ from absl import flags
 
 from experiments import cli, inputs, kernel_timing, reports, results
 from experiments.kernel_timing import XLA, Copies, Timed
+from experiments.reporting import wording
 from kernels.specs import Spec, named_specs
 from kvjax.errors import InputError
 
@@ -139,8 +140,8 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
   versions = summary["versions"].items()
   return (
     "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    + f"\n\nMedians of {summary['rounds']} rounds, seed {summary['seed']}, on "
-    f"{summary['device']}. Copies of {summary['copied_bytes'] >> 20} MiB moved "
+    + f"\n\nMedian of {wording.count(summary['rounds'], 'round')}, seed "
+    f"{summary['seed']}, on {summary['device']}. Copies of {summary['copied_bytes'] >> 20} MiB moved "
     f"{min(copies):,.1f} to {max(copies):,.1f} GB/s beside them; "
     + ", ".join(f"{name} {version}" for name, version in versions)
     + ".\n"
