@@ -136,15 +136,22 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
   """The table and its circumstances."""
   lines = [_HEAD, (":--", ":--", *["--:"] * (len(_HEAD) - 2))]
   lines += [_cells(row) for row in summary["rows"]]
-  copies = [row["copies_per_second"] / 1e9 for row in summary["rows"]]
-  versions = summary["versions"].items()
   return (
     "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    + f"\n\nMedian of {wording.count(summary['rounds'], 'round')}, seed "
-    f"{summary['seed']}, on {summary['device']}. Copies of {summary['copied_bytes'] >> 20} MiB moved "
-    f"{min(copies):,.1f} to {max(copies):,.1f} GB/s beside them; "
-    + ", ".join(f"{name} {version}" for name, version in versions)
-    + ".\n"
+    + f"\n\n{_circumstances(summary)}\n"
+  )
+
+
+def _circumstances(summary: Mapping[str, Any]) -> str:
+  speeds = [row["copies_per_second"] / 1e9 for row in summary["rows"]]
+  return "; ".join(
+    [
+      f"Median of {wording.count(summary['rounds'], 'round')}, seed "
+      f"{summary['seed']}, on {summary['device']}",
+      f"copies of {summary['copied_bytes'] >> 20} MiB beside them moved "
+      f"{min(speeds):,.1f} to {max(speeds):,.1f} GB/s",
+      ", ".join(" ".join(pair) for pair in summary["versions"].items()) + ".",
+    ]
   )
 
 
