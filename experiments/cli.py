@@ -1,14 +1,18 @@
 """How binaries start, and how they tell a user what was wrong."""
 
+import os
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
+import jax
 from absl import app, flags, logging
 
 from kvjax.errors import InputError
 
 _WRONG_INPUT = 2
 _INTERRUPTED = 130
+_KEPT_BYTES = 2**31
 
 
 def run(main: Callable[[], None]) -> None:
@@ -32,6 +36,7 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
   """The same with what stands on the command line beside the flags."""
   # JAX's notes on the machine are for --verbosity=0.
   logging.set_verbosity(logging.WARNING)
+  _keep_programs()
 
   def guarded(argv: Sequence[str]) -> None:
     try:
@@ -56,6 +61,18 @@ def refuse_together(one: str, others: Sequence[str], reason: str) -> None:
   for other in others:
     if flags.FLAGS[other].present:
       raise InputError(f"--{one} and --{other} do not go together: {reason}.")
+
+
+def _keep_programs() -> None:
+  """Keeps what takes long to compile for later runs, if JAX is not told where.
+
+  In the user's cache folder, least recently used programs go first.
+  """
+  if jax.config.jax_compilation_cache_dir is None:
+    caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    folder = pathlib.Path(caches) / "kvjax" / "programs"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", _KEPT_BYTES)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

@@ -11,8 +11,8 @@ to results/demo. A run that was stopped goes on where it stopped.
 
 Expect 97 % of the needles found with the full cache, and at a quarter of it
 98 % with KeyDiff, 47 % with Compactor, 23 % with StreamingLLM, 7 % with SnapKV
-and none at random. It takes two and a quarter minutes on two cores, most of
-them to compile.
+and none at random. It takes two to two and a half minutes on two cores, and
+half as long the next time, as compiled programs are kept.
 
   python -m experiments.compare --text=notes.txt --question="Who called?"
 
