@@ -24,6 +24,8 @@ def causal_mass(
   (empty) nor greater than its own; what else those slots hold, NaN included,
   has no effect. Logits, weights and sums are float32 and exact to rounding,
   also for keys of fewer bits. No more logits than a tile's are alive at once.
+  The log-sum-exp of a query is computed here: that of the attention before,
+  which may have been of 16 bits, would not make its weights sum to one.
 
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
