@@ -37,8 +37,6 @@ from experiments.reporting import wording
 from kernels.specs import Spec, named_specs
 from kvjax.errors import InputError
 
-# Larger than any cache of a chip.
-_COPIED = 2**29
 _LIMITED_BY_MEMORY = [
   "gather",
   "paged_attention",
@@ -77,7 +75,7 @@ def main() -> None:
   summary = {
     "rounds": _ROUNDS.value,
     "seed": inputs.SEED.value,
-    "copied_bytes": _COPIED,
+    "copied_bytes": kernel_timing.COPIED,
     "device": reports.device(),
     "versions": reports.versions(),
     "rows": _measure(wanted),
@@ -182,7 +180,7 @@ def _measure(wanted: Sequence[tuple[str, Spec]]) -> list[dict[str, Any]]:
     for name, spec in wanted:
       progress.update(bar, description=f"{name}, {spec.name}"[:40])
       measured = kernel_timing.measure(
-        spec, _COPIED, _ROUNDS.value, inputs.SEED.value
+        spec, kernel_timing.COPIED, _ROUNDS.value, inputs.SEED.value
       )
       found += rows(name, spec, *measured)
       progress.advance(bar)

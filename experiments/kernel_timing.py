@@ -18,6 +18,9 @@ XLA: kernels.Implementation = "xla"
 PALLAS: kernels.Implementation = "pallas"
 LIBRARY = "library"
 
+# Bytes of the array that is copied: more than any cache of a chip holds.
+COPIED = 2**29
+
 # A round of a program; beside it, what starts one is small.
 _SECONDS = 0.1
 _MOST = 10_000
@@ -67,6 +70,12 @@ class Copies(NamedTuple):
     return self.nbytes / statistics.median(self.seconds)
 
 
+def copies(nbytes: int = COPIED) -> Callable[[], float]:
+  """Times a copy of an array whenever it is called, in seconds."""
+  array = jnp.zeros(nbytes // 4, jnp.float32)
+  return _timer(lambda x: x + 1, (array,))
+
+
 def measure(
   spec: Spec, copied: int, rounds: int, seed: int
 ) -> tuple[Copies, list[Timed]]:
@@ -85,12 +94,11 @@ def measure(
     for name, run in _programs(spec)
     if found[name] is not None
   }
-  array = jnp.zeros(copied // 4, jnp.float32)
-  timers = [_timer(lambda x: x + 1, (array,)), *served.values()]
+  timers = [copies(copied), *served.values()]
   seconds = [[timer() for timer in timers] for _ in range(rounds)]
-  copies, *others = zip(*seconds, strict=True)
+  of_copies, *others = zip(*seconds, strict=True)
   taken = dict(zip(served, others, strict=True))
-  return Copies(2 * copied, copies), [
+  return Copies(2 * copied, of_copies), [
     Timed(
       name,
       taken.get(name),

@@ -1,0 +1,52 @@
+"""What a token takes to decode from caches of several sizes."""
+
+
+import kvjax
+from experiments import decode_timing, kernel_timing
+from experiments.candidates import candidates
+from experiments.decode_timing import Decoded
+from experiments.kernel_timing import Copies
+
+FULL, KEYDIFF, FLAT = candidates(["keydiff", "flat"], [kvjax.Retention(0.25)])
+
+
+def test_every_cache_decodes_and_says_what_it_reads(tiny, monkeypatch):
+  monkeypatch.setattr(kernel_timing, "COPIED", 4096)
+  contexts = kvjax.Prompts.of([[5] * 200, [6, 7] * 100])
+  copies, found = decode_timing.measure(
+    tiny, [FULL, KEYDIFF, FLAT], contexts, tokens=3, rounds=2
+  )
+  assert copies.nbytes == 2 * 4096
+  assert [one.candidate for one in found] == [FULL, KEYDIFF, FLAT]
+  assert all(len(one.seconds) == 2 for one in found)
+  assert [one.read_tokens for one in found[:2]] == [200, 50]
+  assert 50 < found[2].read_tokens < 200
+  full, keydiff, flat = (one.cache_bytes for one in found)
+  assert flat >= full > 3 * keydiff
+  # 150 tokens fewer of two rows: keys and values of all layers and KV heads.
+  geometry = tiny.config.geometry
+  heads = geometry.layers * geometry.kv_heads
+  spared = 150 * 2 * heads * 2 * geometry.head_dim * 4
+  assert found[0].least_bytes - found[1].least_bytes == spared
+
+
+def test_steps_are_compared_with_the_first_and_with_copies():
+  found = [
+    Decoded(FULL, 8 * 2**20, 100.0, 600.0, [0.5, 0.2, 0.1]),
+    Decoded(KEYDIFF, 2 * 2**20, 25.0, 300.0, [0.05] * 3),
+  ]
+  # 6,000 bytes a second.
+  _, *lines = decode_timing.table(Copies(600, [0.1] * 3), found, rows=4)
+  assert lines == [
+    ("full", "1", "2.00", "100", "200.00", "20", "1.00", "50.0"),
+    ("keydiff", "0.25", "0.50", "25", "50.00", "80", "4.00", "100.0"),
+  ]
+
+
+def test_what_the_context_has_no_room_for_is_refused(run_binary):
+  result = run_binary("experiments.benchmark_decode", "--tokens=600")
+  assert result.returncode == 2
+  assert result.stderr == (
+    "--length=3584 and --tokens=600 come to 4184 tokens; the context of this "
+    "model is 4096.\n"
+  )
