@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from experiments.tpu.hlo import Module
+from experiments.tpu.host_arrays import copied_from_host
 from experiments.tpu.kernel_traffic import kernels_in
 from experiments.tpu.meanwhile import meanwhile
 from experiments.tpu.traffic import traffic
@@ -20,6 +21,7 @@ class Footprint:
     results: the same, where they do not take an argument's place.
     temporary: the same, for intermediate results, and the program itself.
     host: arguments, results and intermediate results in the host's memory.
+    copied: what of them is copied whole to the device.
     moved: between the device's memory and its cores; see `of`.
     meanwhile: fusions and kernels (not bytes) that run beside the host's work.
     kernels: names of the Pallas kernels in it.
@@ -30,6 +32,7 @@ class Footprint:
   results: int
   temporary: int
   host: int
+  copied: int
   moved: int
   meanwhile: int
   kernels: tuple[str, ...]
@@ -57,6 +60,7 @@ class Footprint:
       + memory.host_output_size_in_bytes
       - memory.host_alias_size_in_bytes
       + memory.host_temp_size_in_bytes,
+      copied=copied_from_host(module),
       moved=traffic(module, kernels_in(jaxpr), turn=turn),
       meanwhile=meanwhile(module),
       kernels=tuple(sorted({each.kernel for each in kernels})),

@@ -99,11 +99,8 @@ def find_fault(
     return f"It takes {footprint.vmem:,} bytes of VMEM of {chip.vmem_bytes:,}."
   if footprint.host < host:
     return f"The host holds {footprint.host:,} bytes of {host:,}."
-  if host and footprint.temporary >= host:
-    return (
-      f"{footprint.temporary:,} bytes of temporaries may be a copy of the "
-      f"host's {host:,}."
-    )
+  if footprint.copied:
+    return f"{footprint.copied:,} bytes come whole from the host to the device."
   return None
 
 

@@ -1,6 +1,5 @@
 """What a token takes to decode from caches of several sizes."""
 
-
 import kvjax
 from experiments import decode_timing, kernel_timing
 from experiments.candidates import candidates

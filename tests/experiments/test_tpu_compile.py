@@ -44,6 +44,7 @@ def footprint(**changed):
     results=1 * MIB,
     temporary=2 * MIB,
     host=0,
+    copied=0,
     moved=8 * MIB,
     meanwhile=3,
     kernels=("twice",),
@@ -90,9 +91,9 @@ def twice(x):
     ({"host": 9}, 10, "The host holds 9 bytes of 10."),
     ({"host": 3 * MIB}, 3 * MIB, None),
     (
-      {"host": 2 * MIB},
-      2 * MIB,
-      "2,097,152 bytes of temporaries may be a copy of the host's 2,097,152.",
+      {"host": 3 * MIB, "copied": MIB},
+      3 * MIB,
+      "1,048,576 bytes come whole from the host to the device.",
     ),
   ],
 )

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from experiments.tpu.hlo import Module
+from experiments.tpu.host_arrays import copied_from_host
 from experiments.tpu.kernel_traffic import KernelTraffic, kernels_in
 from experiments.tpu.meanwhile import meanwhile
 from experiments.tpu.traffic import traffic
@@ -100,6 +101,23 @@ custom_call_target="tpu_custom_call"
 custom-call-start(%after), async_execution_thread="host", \
 custom_call_target="HostExecute", called_computations={%gather}
   ROOT %last = f32[8,128]{1,0} custom-call-done(%again)
+}
+"""
+
+# Of two caches on the host the device reads rows of one, and all of the other.
+OFFLOADED = """\
+ENTRY %main (rows: f32[64,128], all: f32[32,128], own: f32[64,128]) \
+-> f32[8,128] {
+  %rows = f32[64,128]{1,0:T(8,128)S(5)} parameter(0)
+  %all = f32[32,128]{1,0:T(8,128)S(5)} parameter(1)
+  %own = f32[16,128]{1,0:T(8,128)} parameter(2)
+  %seen = f32[64,128]{1,0:T(8,128)S(5)} bitcast(%rows)
+  %some = f32[8,128]{1,0:T(8,128)} dynamic-slice(%seen), sizes={8,128}
+  %come = f32[32,128]{1,0:T(8,128)} copy(%all)
+  %near = f32[32,128]{1,0:T(8,128)S(1)} copy(%come)
+  %same = f32[16,128]{1,0:T(8,128)} copy(%own)
+  ROOT %sum = f32[8,128]{1,0:T(8,128)} fusion(%some, %near, %same), \
+kind=kLoop, calls=%one
 }
 """
 
@@ -219,3 +237,9 @@ def test_of_a_cache_the_listed_rows_count_with_their_words(length):
   assert max(found.read) == (
     keys_and_values * rows_in_a_word * lists * most * row
   )
+
+
+def test_what_comes_whole_from_the_host_counts():
+  assert copied_from_host(Module.of(OFFLOADED)) == 32 * 128 * 4
+  rows_alone = OFFLOADED.replace("%come = f32[32", "%come = f32[31")
+  assert copied_from_host(Module.of(rows_alone)) == 0
