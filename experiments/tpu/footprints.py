@@ -21,7 +21,7 @@ class Footprint:
     results: the same, where they do not take an argument's place.
     temporary: the same, for intermediate results, and the program itself.
     host: arguments, results and intermediate results in the host's memory.
-    copied: what of them is copied whole to the device.
+    copied: the largest of them that is copied whole to the device.
     moved: between the device's memory and its cores; see `of`.
     meanwhile: fusions and kernels (not bytes) that run beside the host's work.
     kernels: names of the Pallas kernels in it.

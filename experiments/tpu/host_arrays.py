@@ -8,7 +8,7 @@ _SAME = frozenset("parameter tuple get-tuple-element bitcast while".split())
 
 
 def copied_from_host(module: Module) -> int:
-  """Bytes of device memory for arrays such as those given on the host.
+  """Bytes of the largest array on the device such as those given on the host.
 
   Such are arrays of the same shape and bytes: what is kept with the host is of
   no use if all of it comes over for a step.
@@ -24,10 +24,13 @@ def copied_from_host(module: Module) -> int:
   def is_copy(each: Buffer) -> bool:
     return each.hbm > 0 and (each.shape, each.nbytes) in given
 
-  return sum(
-    each.nbytes
-    for instruction in module
-    if instruction.opcode not in _SAME
-    for each in instruction.results
-    if is_copy(each)
+  return max(
+    (
+      each.nbytes
+      for instruction in module
+      if instruction.opcode not in _SAME
+      for each in instruction.results
+      if is_copy(each)
+    ),
+    default=0,
   )

@@ -100,7 +100,7 @@ def find_fault(
   if footprint.host < host:
     return f"The host holds {footprint.host:,} bytes of {host:,}."
   if footprint.copied:
-    return f"{footprint.copied:,} bytes come whole from the host to the device."
+    return f"An array of {footprint.copied:,} bytes comes whole from the host."
   return None
 
 

@@ -93,7 +93,7 @@ def twice(x):
     (
       {"host": 3 * MIB, "copied": MIB},
       3 * MIB,
-      "1,048,576 bytes come whole from the host to the device.",
+      "An array of 1,048,576 bytes comes whole from the host.",
     ),
   ],
 )
