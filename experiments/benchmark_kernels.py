@@ -23,19 +23,22 @@ operations limit rather than bytes, which takes a GPU or a TPU.
 """
 
 import pathlib
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import rich.console
 import rich.progress
 from absl import flags
 
-from experiments import cli, inputs, kernel_timing, reports, results
-from experiments.kernel_timing import XLA, Copies, Timed
-from experiments.reporting import wording
+from experiments import (
+  cli,
+  inputs,
+  kernel_tables,
+  kernel_timing,
+  reports,
+  results,
+)
 from kernels.specs import Spec, named_specs
-from kvjax.errors import InputError
 
 _LIMITED_BY_MEMORY = [
   "gather",
@@ -56,20 +59,10 @@ _OUTPUT = flags.DEFINE_string(
   "output", "results/kernels", "Folder to write to."
 )
 
-_HEAD = (
-  "operation",
-  "program",
-  "ms",
-  "GB/s",
-  "% of copies",
-  f"× {XLA}",
-  "difference",
-)
-
 
 def main() -> None:
   """Checks what can be checked first, then times."""
-  wanted = chosen(list(named_specs()), _ONLY.value)
+  wanted = kernel_tables.chosen(list(named_specs()), _ONLY.value)
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
   summary = {
@@ -80,91 +73,12 @@ def main() -> None:
     "versions": reports.versions(),
     "rows": _measure(wanted),
   }
-  text = to_markdown(summary)
+  text = kernel_tables.to_markdown(summary)
   folder.mkdir(parents=True, exist_ok=True)
   reports.write_json(folder / "summary.json", summary)
   reports.write_text(folder / "table.md", text)
   console = rich.console.Console(highlight=False)
   console.print(text, markup=False, soft_wrap=True)
-
-
-def chosen(
-  found: Sequence[tuple[str, Spec]], only: Sequence[str]
-) -> list[tuple[str, Spec]]:
-  """The specifications of the operations that are asked for.
-
-  Raises:
-    InputError: there is no such operation, or none is asked for.
-  """
-  known = list(dict.fromkeys(name for name, _ in found))
-  for name in only:
-    if name not in known:
-      raise InputError(f"--only has {name!r}; there are {', '.join(known)}.")
-  if not only:
-    raise InputError(f"--only is empty; there are {', '.join(known)}.")
-  return [(name, spec) for name, spec in found if name in only]
-
-
-def rows(
-  operation: str, spec: Spec, copies: Copies, timed: Sequence[Timed]
-) -> Iterator[dict[str, Any]]:
-  """What summary.json says of a specification, a row for each program."""
-  by_xla = next(one.bytes_per_second for one in timed if one.program == XLA)
-  for one in timed:
-    row: dict[str, Any] = {
-      "operation": operation,
-      "shapes": spec.name,
-      "program": one.program,
-      "seconds": one.seconds,
-      "ideal_bytes": one.ideal_bytes,
-      "copies_per_second": copies.bytes_per_second,
-    }
-    speed = one.bytes_per_second
-    if speed is not None and by_xla is not None:
-      row |= {
-        "bytes_per_second": speed,
-        "share_of_copies": speed / copies.bytes_per_second,
-        "xla_over_this": speed / by_xla,
-        "difference": one.difference,
-      }
-    yield row
-
-
-def to_markdown(summary: Mapping[str, Any]) -> str:
-  """The table and its circumstances."""
-  lines = [_HEAD, (":--", ":--", *["--:"] * (len(_HEAD) - 2))]
-  lines += [_cells(row) for row in summary["rows"]]
-  return (
-    "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    + f"\n\n{_circumstances(summary)}\n"
-  )
-
-
-def _circumstances(summary: Mapping[str, Any]) -> str:
-  speeds = [row["copies_per_second"] / 1e9 for row in summary["rows"]]
-  return "; ".join(
-    [
-      f"Median of {wording.count(summary['rounds'], 'round')}, seed "
-      f"{summary['seed']}, on {summary['device']}",
-      f"copies of {summary['copied_bytes'] >> 20} MiB beside them moved "
-      f"{min(speeds):,.1f} to {max(speeds):,.1f} GB/s",
-      ", ".join(" ".join(pair) for pair in summary["versions"].items()) + ".",
-    ]
-  )
-
-
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-  head = f"{row['operation']}, {row['shapes']}", row["program"]
-  if row["seconds"] is None:
-    return *head, "declines", *["–"] * (len(_HEAD) - 3)
-  return (
-    *head,
-    f"{1e3 * statistics.median(row['seconds']):,.3f}",
-    f"{row['bytes_per_second'] / 1e9:,.2f}",
-    f"{100 * row['share_of_copies']:.1f}",
-    f"{row['xla_over_this']:.2f}",
-    f"{row['difference']:.1g}",
-  )
 
 
 def _measure(wanted: Sequence[tuple[str, Spec]]) -> list[dict[str, Any]]:
@@ -182,7 +96,7 @@ def _measure(wanted: Sequence[tuple[str, Spec]]) -> list[dict[str, Any]]:
       measured = kernel_timing.measure(
         spec, kernel_timing.COPIED, _ROUNDS.value, inputs.SEED.value
       )
-      found += rows(name, spec, *measured)
+      found += kernel_tables.rows(name, spec, *measured)
       progress.advance(bar)
   return found
 

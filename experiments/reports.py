@@ -60,8 +60,6 @@ def write_run(
   write_json(folder / records.SUMMARY, summary, ANSWERS)
   record = records.read(folder)
   plots = pictures.pictures(record)
-  for old in folder.glob("*.png"):
-    old.unlink()
   for name, png in plots.items():
     _write(folder / name, png, ANSWERS)
   texts = {
@@ -71,6 +69,10 @@ def write_run(
   }
   for name, text in texts.items():
     write_text(folder / name, text, ANSWERS)
+  # Those of lengths or turns that the run no longer has.
+  for path in folder.glob("*.png"):
+    if pictures.is_picture(path.name) and path.name not in plots:
+      path.unlink()
   return run.terminal(record)
 
 

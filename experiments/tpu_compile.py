@@ -14,7 +14,8 @@ something does not fit into a chip, or is not with the host where it should be.
 
     make tpu-compile ARGS=--quick
 
-compiles one use of each kernel, and decoding in a model of 2 layers, for v5e.
+compiles one use of each kernel's functions, and decoding in a model of two
+layers, for v5e.
 """
 
 import pathlib
@@ -50,7 +51,7 @@ _LAYERS = flags.DEFINE_integer(
   "layers", llama.LAYERS, "Layers of the model.", lower_bound=1
 )
 _QUICK = flags.DEFINE_bool(
-  "quick", False, "One use of each kernel and shallow decoding, for v5e."
+  "quick", False, "One use of each function and shallow decoding, for v5e."
 )
 _OUTPUT = flags.DEFINE_string(
   "output",

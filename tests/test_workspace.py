@@ -65,7 +65,7 @@ def test_the_first_python_new_enough_makes_the_environment(fresh, tmp_path):
   assert re.fullmatch(r"\S+/python3\.12 -m venv .*\.venv", asked)
 
 
-@pytest.mark.parametrize("text", ["README.md", ".ci/run"])
+@pytest.mark.parametrize("text", ["README.md", ".ci/run", ".ci/nightly"])
 def test_named_commands_are_the_makefiles(text):
   targets = set(
     re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)

@@ -1,6 +1,7 @@
 """The plots of a run, as PNG files."""
 
 import io
+import re
 from collections.abc import Mapping
 
 from matplotlib.figure import Figure
@@ -11,6 +12,9 @@ from experiments.reporting.records import Record
 from experiments.reporting.tables import has_depths, parts
 
 _DPI = 200
+_NAMES = re.compile(
+  r"(score_vs_retention|score_vs_bytes|score_by_turn|heatmap)(_\d+)?\.png"
+)
 
 
 def pictures(record: Record) -> Mapping[str, bytes]:
@@ -28,6 +32,11 @@ def pictures(record: Record) -> Mapping[str, bytes]:
   if has_depths(record):
     figures["heatmap"] = heatmaps(record.summary)
   return {f"{name}.png": png(figure) for name, figure in figures.items()}
+
+
+def is_picture(name: str) -> bool:
+  """Whether `pictures` may have named a file so."""
+  return _NAMES.fullmatch(name) is not None
 
 
 def png(figure: Figure) -> bytes:

@@ -21,12 +21,14 @@ def kernel_programs() -> Iterator[Program]:
 
 def of_spec(operation: str, spec: Spec) -> Program:
   """A use of an operation on one device; where a kernel declines is a fault."""
+  function = getattr(spec.run, "func", spec.run)  # of a partial
   return Program(
     kind="kernel",
     name=operation,
     shapes=spec.name,
     lower=functools.partial(_lower, spec),
     operands=functools.partial(_operands, spec),
+    function=getattr(function, "__name__", ""),
   )
 
 

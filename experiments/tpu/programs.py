@@ -39,6 +39,7 @@ class Program:
     shapes: how large, in words.
     operands: the shapes and dtypes themselves, where they are few.
     lower: brings it as far as compiling, for a chip.
+    function: which of the operation's functions it calls.
   """
 
   kind: str
@@ -46,6 +47,7 @@ class Program:
   shapes: str
   lower: Callable[[Chip], Lowered]
   operands: Callable[[], str] | None = None
+  function: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

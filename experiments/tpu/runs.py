@@ -49,9 +49,10 @@ def chosen(
 
 
 def quick(found: Sequence[Program]) -> list[Program]:
-  """The first use of each kernel and all decoding: no prefill."""
-  firsts: dict[tuple[str, str], Program] = {}
+  """The first use of each kernel and decoding by each method: no prefill."""
+  firsts: dict[tuple[str, str, str], Program] = {}
   for program in found:
     if program.kind != "prefill":
-      firsts.setdefault((program.kind, program.name), program)
+      own = (program.kind, program.name, program.function)
+      firsts.setdefault(own, program)
   return list(firsts.values())

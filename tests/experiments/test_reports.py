@@ -134,13 +134,16 @@ def test_a_run_is_reported_beside_its_answers(summary, tmp_path):
   )
   Results(tmp_path, Settings("tiny", "abc", "float32", 7)).add([answer])
   summary["rows"] = [row | {"samples": 1}]
+  # Of the run before, and the user's own.
+  for name in ("score_vs_retention_512.png", "mine.png"):
+    (tmp_path / name).touch()
   console = rich.console.Console(width=80)
   with console.capture() as capture:
     console.print(reports.write_run(tmp_path, summary))
   assert "random" in capture.get()
   assert {path.name for path in tmp_path.iterdir()} == {
     *("samples.jsonl", "summary.json", "rows.csv", "report.md", "report.html"),
-    *("score_vs_retention.png", "score_vs_bytes.png"),
+    *("score_vs_retention.png", "score_vs_bytes.png", "mine.png"),
   }
   assert json.loads((tmp_path / "summary.json").read_text()) == summary
   page = (tmp_path / "report.html").read_text()

@@ -151,6 +151,7 @@ def test_specifications_are_found_by_themselves(monkeypatch, tmp_path):
   (found,) = kernel_programs.kernel_programs()
   assert (found.kind, found.name, found.shapes) == ("kernel", "toy", "8 x 8")
   assert found.operands() == "2 float32[8,8]"
+  assert found.function == "negative"
 
 
 PROGRAMS = [
@@ -183,6 +184,8 @@ def test_what_there_is_not_is_refused():
 
 def test_a_quick_run_takes_one_of_each():
   assert runs.quick(PROGRAMS) == [PROGRAMS[i] for i in (0, 2, 4, 5)]
+  several = [program(function=name) for name in ("one", "two", "one")]
+  assert runs.quick(several) == several[:2]
 
 
 def test_tables_say_what_fits_and_what_does_not():

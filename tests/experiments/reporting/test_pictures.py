@@ -169,9 +169,11 @@ def test_files_are_named_by_length_where_there_are_several(
     *("score_vs_retention_512.png", "score_vs_bytes_512.png"),
     *("score_vs_retention_1024.png", "score_vs_bytes_1024.png"),
   ]
+  assert all(map(pictures.is_picture, found))
   answers = [answer(turn=0), answer(turn=1, sample=1)]
   assert "score_by_turn.png" in pictures.pictures(record(answers))
   answers = [answer(depth=0.0), answer(depth=1.0, length=2048)]
   assert list(pictures.pictures(record(answers))) == [
     *("score_vs_retention.png", "score_vs_bytes.png", "heatmap.png"),
   ]
+  assert all(map(pictures.is_picture, ["score_by_turn.png", "heatmap.png"]))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import benchmark_kernels, kernel_timing
+from experiments import kernel_tables, kernel_timing
 from experiments.kernel_timing import LIBRARY, PALLAS, XLA, Copies, Timed
 from kernels.specs import Spec
 from kvjax.errors import InputError
@@ -91,7 +91,7 @@ def test_shares_are_those_of_copies_and_of_xla():
     Timed(PALLAS, None, 300, 0.0),
     Timed(LIBRARY, [6.0, 6.0, 6.0], 300, 0.25),
   ]
-  found = list(benchmark_kernels.rows("select", SPEC, COPIES, timed))
+  found = list(kernel_tables.rows("select", SPEC, COPIES, timed))
   assert [row["program"] for row in found] == [XLA, PALLAS, LIBRARY]
   assert [row.get("bytes_per_second") for row in found] == [100, None, 50]
   assert [row.get("share_of_copies") for row in found] == [0.5, None, 0.25]
@@ -104,7 +104,7 @@ def test_shares_are_those_of_copies_and_of_xla():
     "versions": {"jax": "9"},
     "rows": json.loads(json.dumps(found)),
   }
-  lines = benchmark_kernels.to_markdown(summary).splitlines()
+  lines = kernel_tables.to_markdown(summary).splitlines()
   cells = [line.removeprefix("| ").split(" | ") for line in lines[2:5]]
   about = "select, 64 numbers"
   assert cells == [
@@ -117,8 +117,19 @@ def test_shares_are_those_of_copies_and_of_xla():
 
 def test_operations_are_chosen_by_name():
   found = [("gather", SPEC), ("select", SPEC), ("gather", SPEC)]
-  assert benchmark_kernels.chosen(found, ["gather"]) == [found[0], found[2]]
+  assert kernel_tables.chosen(found, ["gather"]) == [found[0], found[2]]
   with pytest.raises(InputError, match="'gathr'; there are gather, select"):
-    benchmark_kernels.chosen(found, ["gather", "gathr"])
+    kernel_tables.chosen(found, ["gather", "gathr"])
   with pytest.raises(InputError, match="empty; there are gather, select"):
-    benchmark_kernels.chosen(found, [])
+    kernel_tables.chosen(found, [])
+
+
+def test_an_operation_that_there_is_not_is_refused(run_binary, tmp_path):
+  folder = tmp_path / "kernels"
+  result = run_binary(
+    "experiments.benchmark_kernels", "--only=gathr", f"--output={folder}"
+  )
+  assert result.returncode == 2
+  assert result.stderr.startswith("--only has 'gathr'; there are ")
+  assert len(result.stderr.splitlines()) == 1
+  assert not folder.exists()
