@@ -1,7 +1,7 @@
 """A method, what it may keep, and when: what one cache is made by."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
@@ -43,9 +43,10 @@ class Kept(NamedTuple):
 class Plan:
   """A method, its budget, and when it compresses.
 
-  Raises InputError where the method is not defined for the schedule, where what
-  it keeps cannot be looked up, or where a calibration is another method's or
-  the plan does not wait for the whole prompt.
+  Raises InputError where a name stands for the method or a number for the
+  budget, where the method is not defined for the schedule, where what it keeps
+  cannot be looked up, or where a calibration is another method's or the plan
+  does not wait for the whole prompt.
 
   Attributes:
     method: what to keep.
@@ -68,6 +69,7 @@ class Plan:
   storage: str | None = None
 
   def __post_init__(self) -> None:
+    self._check_kinds(self.method, self.budget)
     if isinstance(self.budget, Calibrated):
       self._check_calibrated(self.budget)
     elif not self.schedule.whole:
@@ -76,6 +78,21 @@ class Plan:
       self._check_lookup(type(self.lookup.retrieval).__name__)
     if self.storage is not None:
       self._check_storage(self.storage)
+
+  @staticmethod
+  def _check_kinds(method: Any, budget: Any) -> None:
+    """Of `Any`, as it is those that check no types who need to be told."""
+    if not isinstance(method, Method):
+      raise InputError(
+        "A plan's method is one that kvjax.get_method has made; "
+        f"{method!r} is no such method: kvjax.get_plan takes names, those of "
+        "retrieval methods too."
+      )
+    if not isinstance(budget, Budget | Calibrated):
+      raise InputError(
+        "A plan's budget is kvjax.Retention(0.25), kvjax.Tokens(512) or a "
+        f"kvjax.Calibrated; {budget!r} is none of them."
+      )
 
   def _check_calibrated(self, budget: Calibrated) -> None:
     budget.calibration.check(self.method, self.per_query_head)

@@ -1,6 +1,8 @@
 """Batches of unequal prompts, padded to few shapes."""
 
+import reprlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
@@ -65,11 +67,12 @@ class Prompts:
         system prompt, say, or of the last turn.
 
     Raises:
-      InputError: there is no row, one is empty, or `protected` has other
-        lengths than the rows.
+      InputError: there is no row, one is empty or a text, or `protected` has
+        other lengths than the rows.
     """
     if not rows:
       raise InputError("There are no prompts; give at least one.")
+    _check_rows(rows)
     for index, row in enumerate(rows):
       if not len(row):
         raise InputError(
@@ -97,6 +100,16 @@ class Prompts:
     own = slice(index, index + 1)
     protected = None if self.protected is None else self.protected[own]
     return Prompts(self.tokens[own], self.lengths[own], protected)
+
+
+def _check_rows(rows: Any) -> None:
+  """Of `Any`, as it is those that check no types who need to be told."""
+  for row in rows:
+    if isinstance(row, str) or not hasattr(row, "__len__"):
+      raise InputError(
+        "Prompts are rows of token ids, as in [[5, 7], [9]]; "
+        f"{reprlib.repr(row)} is no row."
+      )
 
 
 def _padded(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -351,6 +352,30 @@ def test_sampling_follows_the_distribution():
 def test_mistakes_are_explained(call, said):
   with pytest.raises(InputError, match=said):
     call()
+
+
+@pytest.mark.parametrize(
+  ("method", "budget", "said"),
+  [
+    ("keydiff", ALL, "'keydiff' is no such method"),
+    (kvjax.get_retrieval("flat"), ALL, r"no such method: kvjax\.get_plan"),
+    (FULL, 0.25, r"kvjax\.Retention\(0\.25\).*; 0\.25 is none of them"),
+  ],
+)
+def test_a_name_is_no_method_and_a_number_no_budget(method, budget, said):
+  """Types are checked in tests alone: without, the plan says so itself."""
+  plan = object.__new__(kvjax.Plan)
+  unchecked = inspect.unwrap(kvjax.Plan.__init__)
+  with pytest.raises(InputError, match=said):
+    unchecked(plan, method, budget)
+
+
+@pytest.mark.parametrize("rows", ["Hello", ["Hello", "you"], [1, 2, 3]])
+def test_prompts_are_rows_of_token_ids(rows):
+  """As above."""
+  unchecked = inspect.unwrap(kvjax.Prompts.of.__func__)
+  with pytest.raises(InputError, match="rows of token ids"):
+    unchecked(kvjax.Prompts, rows)
 
 
 def test_questions_must_match_the_rows(full):
