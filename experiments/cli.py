@@ -81,7 +81,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
   except SystemExit:  # --help has been printed, which absl calls a failure
     sys.exit(0)
   except flags.Error as error:
-    sentence = " ".join(str(error).split()).removesuffix(".")
+    sentence = " ".join(str(error).split()).removesuffix(".").removesuffix(" ?")
     _refuse(f"{sentence}; --help lists the flags.")
   return rest
 

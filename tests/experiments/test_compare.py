@@ -125,7 +125,7 @@ def test_a_text_is_answered_side_by_side(binary, tiny_directory, tmp_path):
     (["--storage=fp8", "--methods=flat"], "has flat: Flat looks up keys as"),
     (["--tasks=niah"], "There is no task 'niah'; the tasks are niah_single_1"),
     (["--samples=0"], "--samples=0"),
-    (["--lenght=512"], "Unknown command line flag 'lenght'. Did you mean"),
+    (["--lenght=512"], "flag 'lenght'. Did you mean: length; --help"),
     (["extra"], "There is no argument 'extra'"),
     (["--dtype=int8"], "--dtype=int8"),
     (["--mesh=data:64"], "needs 64 devices; there are 4."),
