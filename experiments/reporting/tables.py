@@ -87,7 +87,8 @@ def by_budget(record: Record) -> Table:
   tasks = wording.averaged(record.values("task"))
   least = min(mean.samples for mean in found)
   name = wording.score_name(record.summary)
-  return Table(f"{name}, {tasks}, n = {least}", ["method", *names], lines)
+  title = f"{name}, {tasks}, n = {least}, ± at 95 %"
+  return Table(title, ["method", *names], lines)
 
 
 def by_task(record: Record) -> Table:
