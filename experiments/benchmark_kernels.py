@@ -85,14 +85,14 @@ def _measure(wanted: Sequence[tuple[str, Spec]]) -> list[dict[str, Any]]:
   """The rows of the table, under a progress bar."""
   found: list[dict[str, Any]] = []
   with rich.progress.Progress(
-    rich.progress.TextColumn("{task.description:40}"),
+    rich.progress.TextColumn("{task.description:60}"),
     rich.progress.MofNCompleteColumn(),
     rich.progress.TimeElapsedColumn(),
     console=rich.console.Console(stderr=True),
   ) as progress:
     bar = progress.add_task("", total=len(wanted))
     for name, spec in wanted:
-      progress.update(bar, description=f"{name}, {spec.name}"[:40])
+      progress.update(bar, description=f"{name}, {spec.name}"[:60])
       measured = kernel_timing.measure(
         spec, kernel_timing.COPIED, _ROUNDS.value, inputs.SEED.value
       )

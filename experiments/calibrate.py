@@ -44,6 +44,7 @@ from experiments.candidates import (
 )
 from experiments.comparison import wanted
 from experiments.line_files import check_writable
+from experiments.reporting import wording
 from experiments.reporting.pictures import png
 from experiments.tasks import prose
 from kvjax.calibration import check_tau
@@ -183,7 +184,8 @@ def main() -> None:
   console.print(rich.text.Text(title), *tables.tables(summary), sep="\n")
   console.print(rich.text.Text(tables.circumstances(summary), style="dim"))
   console.print(
-    f"{len(fitted)} records in {own}; all in {folder}", soft_wrap=True
+    f"{wording.count(len(fitted), 'record')} in {own}; all in {folder}",
+    soft_wrap=True,
   )
 
 

@@ -81,7 +81,8 @@ def answer(
       device, versions, dataclasses.asdict(spent) | {"total": total}
     )
 
-  with progress_bar(new) as advance:
+  doing = "compiling" if new else "nothing is new"
+  with progress_bar(new, doing) as advance:
 
     def on_answers(task: str, count: int) -> None:
       advance(task, count)

@@ -26,7 +26,7 @@ def title(summary: Mapping[str, Any]) -> str:
   return (
     f"{summary['model']}, {summary['length']} tokens, calibrated on "
     f"{wording.count(summary['samples'], 'sample')} per task, applied at tau "
-    f"{summary['tau']:g} to {summary['held_out']} others"
+    f"{summary['tau']:g} to {wording.count(summary['held_out'], 'other')}"
   )
 
 
