@@ -22,7 +22,11 @@ _UNROLL = 8
 def largest_tpu(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"], size: int
 ) -> Int[Array, "*B M"]:
-  """See `kernels.select.largest`."""
+  """See `kernels.select.largest`.
+
+  Raises:
+    NotImplementedError: there are more than 131,072 scores in a row.
+  """
   slots = scores.shape[-1]
   if slots > _MOST:
     raise NotImplementedError(
