@@ -1,6 +1,7 @@
 """Bytes that Pallas kernels move, counted from how they cut up their arrays.
 
-Where a kernel copies by itself, that is what its cost estimate leaves for it.
+What data decide, which blocks follow one another or what a kernel copies by
+itself, is what its cost estimate leaves for it, where it has one.
 """
 
 import math
@@ -48,12 +49,17 @@ def _traffic(equation: Any) -> KernelTraffic:
   # Sizes of the grid and what blocks are chosen by come first.
   first = equation.invars[: len(equation.invars) - mapping.num_inputs]
   chosen_by = [_nbytes(x.aval) for x in first]
-  copied = [i for i, block in enumerate(blocks) if _is_left_to_kernel(block)]
-  if copied and cost is not None:
-    others = sum(moved) - sum(moved[i] for i in copied) + sum(chosen_by)
+  decided = [
+    i
+    for i, block in enumerate(blocks)
+    if _is_left_to_kernel(block) or _is_chosen(block, mapping.grid)
+  ]
+  most = sum(moved[i] for i in decided)
+  if most and cost is not None:
+    others = sum(moved) - most + sum(chosen_by)
     rest = max(cost.bytes_accessed - others, 0)
-    for i in copied:
-      moved[i], rest = rest, 0
+    for i in decided:
+      moved[i] = rest * moved[i] // most
   return KernelTraffic(
     name=equation.params["name"],
     results=tuple(tuple(x.aval.shape) for x in equation.outvars),
@@ -67,6 +73,17 @@ def _is_left_to_kernel(block: Any) -> bool:
   return str(block.transformed_block_aval.memory_space) in ("any", "hbm")
 
 
+def _is_chosen(block: Any, grid: tuple[Any, ...]) -> bool:
+  """Whether data say which block is next."""
+  index_map = block.index_map_jaxpr
+  chosen_by = set(index_map.invars[len(grid) :])
+  return any(
+    isinstance(x, Var) and x in chosen_by
+    for equation in index_map.eqns
+    for x in equation.invars
+  )
+
+
 def _moved(block: Any, grid: tuple[Any, ...]) -> int:
   """Bytes of an operand or a result that a kernel's pipeline moves.
 
@@ -78,26 +95,22 @@ def _moved(block: Any, grid: tuple[Any, ...]) -> int:
   known = all(isinstance(size, int) for size in grid)
   if _is_left_to_kernel(block) or not known:
     return _nbytes(block.array_aval)
-  inner = block.transformed_block_aval
-  return _changes(block.index_map_jaxpr, grid) * _nbytes(inner)
+  inner = _nbytes(block.transformed_block_aval)
+  if _is_chosen(block, grid):
+    return math.prod(grid) * inner
+  return _changes(block.index_map_jaxpr, grid) * inner
 
 
 def _changes(index_map: Any, grid: tuple[int, ...]) -> int:
   """How many blocks follow one another as the grid is walked, last axis first.
 
   Args:
-    index_map: the block of a step; takes the step, and what it is chosen by.
+    index_map: the block of a step; takes the step, and what others are chosen
+      by.
     grid: steps along each axis.
   """
   steps = math.prod(grid)
-  chosen_by = set(index_map.invars[len(grid) :])
-  if any(
-    isinstance(x, Var) and x in chosen_by
-    for equation in index_map.eqns
-    for x in equation.invars
-  ):
-    return steps
-  unused = [None] * len(chosen_by)
+  unused = [None] * (len(index_map.invars) - len(grid))
 
   def block(*step: jax.Array) -> list[Any]:
     found = jax.core.eval_jaxpr(index_map, index_map.consts, *step, *unused)

@@ -45,7 +45,12 @@ _LEGEND = f"""\
 {_MEANING}
 
 - VMEM: what the kernel that takes most of it has to itself.
-- temporary: intermediate results and the program itself, in HBM.
+- temporary: intermediate results and the program itself, in HBM. Keys and
+  values in heads of 64 are laid out anew first where they come from outside. On
+  tpu7x the MLP weights and the output projection are held once more: its matrix
+  products want bfloat16 in tiles of (16, 128), arguments arrive in XLA's own of
+  (8, 128), and XLA lays them out anew once before the loop, whatever layout is
+  asked for.
 - arguments: weights, tokens and caches in HBM; host: what of them, and of
   results, is in the host's memory.
 - meanwhile: fusions and kernels, of all layers, that the device runs while the
@@ -53,10 +58,13 @@ _LEGEND = f"""\
 - HBM %: arguments, temporary and new results, of the device's HBM.
 - moved: bytes that instructions and kernels read from HBM and write to it; of
   decoding, for a token, without what happens once before the first. Blocks that
-  a kernel chooses by data count as if all were different; what it copies by
-  itself counts as its cost estimate says, or else whole.
+  a kernel chooses by data, and what it copies by itself, count as its cost
+  estimate says; without one as if all were different, and whole.
 - ideal: what must move. For a kernel its `specs.py` counts it; a token reads
-  every weight and every slot once, but of the embedding one row.
+  every weight and every slot once, but of the embedding one row. Attention of
+  whole prompts, and its mass, read keys once for every tile of queries:
+  operations limit them. `sparse_decode` copies words, which are two rows of
+  bfloat16 or four of int8.
 - at best µs: the ideal at the full bandwidth of HBM.
 """
 
