@@ -44,7 +44,7 @@ _RETENTION = flags.DEFINE_list(
   "retention", ["0.25", "0.0625"], "Shares of the context to keep or look up."
 )
 _LENGTH = flags.DEFINE_integer(
-  "length", 3584, "Tokens of a prompt.", lower_bound=1
+  "length", 3584, "Tokens of prompt and answer.", lower_bound=1
 )
 _ROWS = flags.DEFINE_integer(
   "rows", 16, "Prompts that are decoded together.", lower_bound=1
@@ -81,7 +81,8 @@ def main() -> None:
     shown.add_row(*line)
   rich.console.Console(highlight=False).print(
     shown,
-    f"{wording.count(_ROWS.value, 'prompt')} of {length} tokens, "
+    f"{wording.count(_ROWS.value, 'context')} of up to "
+    f"{contexts.lengths.max()} tokens, "
     f"{wording.count(tokens, 'token')} each, {inputs.dtype()} on "
     f"{device(devices)}, median of {wording.count(_ROUNDS.value, 'round')}; "
     f"copies moved {copies.bytes_per_second / 1e9:.1f} GB/s.",

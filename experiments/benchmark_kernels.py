@@ -18,7 +18,7 @@ results/kernels/{summary.json,table.md}:
 An operand that fits into the device's caches may be read from there: of rows
 that are used one after another, that is what the engine meets too.
 
-Takes five minutes on two idle cores. --only=attention_mass times what
+Takes two minutes on two idle cores. --only=attention_mass times what
 operations limit rather than bytes, which takes a GPU or a TPU.
 """
 

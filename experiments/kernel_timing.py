@@ -70,7 +70,7 @@ class Copies(NamedTuple):
     return self.nbytes / statistics.median(self.seconds)
 
 
-def copies(nbytes: int = COPIED) -> Callable[[], float]:
+def copies(nbytes: int) -> Callable[[], float]:
   """Times a copy of an array whenever it is called, in seconds."""
   array = jnp.zeros(nbytes // 4, jnp.float32)
   return _timer(lambda x: x + 1, (array,))

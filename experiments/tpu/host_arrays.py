@@ -1,4 +1,4 @@
-"""Where a program puts what it is given in the host's memory."""
+"""What a program brings whole from the host's memory."""
 
 from experiments.tpu.hlo import Buffer, Module
 

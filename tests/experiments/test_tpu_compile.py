@@ -20,6 +20,8 @@ from experiments.tpu import (
   tables,
 )
 from experiments.tpu.footprints import Footprint
+from experiments.tpu.hlo import Module
+from experiments.tpu.host_arrays import copied_from_host
 from experiments.tpu.programs import (
   Outcome,
   Program,
@@ -361,3 +363,27 @@ def test_a_token_moves_little_more_than_it_must():
   assert found.temporary < found.host
   assert 0.8 < found.moved / outcome.ideal < 1.2
   assert found.meanwhile > 0
+  assert found.copied == 0
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize(("rows", "copied"), [(512, 512 * 128 * 4), (8, 0)])
+def test_an_array_that_comes_whole_from_the_host_is_found(rows, copied):
+  chips.prepare_libtpu()
+  lone = chips.Chip.load("v5e").lone
+  kinds = "pinned_host", "device"
+  stored, own = (
+    jax.ShapeDtypeStruct(
+      (size, 128),
+      jnp.float32,
+      sharding=NamedSharding(lone, PartitionSpec(), memory_kind=kind),
+    )
+    for kind, size in zip(kinds, (512, rows), strict=True)
+  )
+
+  def read(stored, own):
+    some = jax.device_put(stored[:rows], jax.memory.Space.Device)
+    return jnp.sort(some + own, axis=0)
+
+  text = jax.jit(read).lower(stored, own).compile().as_text()
+  assert copied_from_host(Module.of(text)) == copied
