@@ -97,23 +97,23 @@ def test_four_devices_equal_one(name):
 
 
 @pytest.mark.parametrize(
-  ("name", "budget"),
+  ("name", "budget", "beside"),
   [
-    ("keydiff", kvjax.Tokens(128)),
-    ("h2o", kvjax.Tokens(128)),
-    ("snapkv:window=16", kvjax.Tokens(128)),
-    ("lagkv:sinks=4:lag=32", kvjax.Retention(0.1)),
+    ("keydiff", kvjax.Tokens(128), 1.5),
+    ("h2o", kvjax.Tokens(128), 2.5),
+    ("snapkv:window=16", kvjax.Tokens(128), 1.5),
+    ("lagkv:sinks=4:lag=32", kvjax.Retention(0.1), 1.0),
   ],
 )
-def test_memory_in_blocks_is_budget_and_block(name, budget):
-  """What the compiled program holds at its peak: at most a tenth more.
+def test_memory_in_blocks_is_budget_and_block(name, budget, beside):
+  """What the compiled program holds at its peak, to a twentieth.
 
   A loop's carry is updated in place: every layer's budget and block once, with
-  what the method remembers. Beside it there is the work of one layer: its new
-  keys and values, a float32 copy of them without the empty slots, and twice the
-  logits of the block, which become weights; a fifth of all that may share its
-  place with something else. For a budget in tokens nothing depends on the
-  length of the prompt.
+  what the method remembers. Beside it there is the work of one layer: twice the
+  logits of the block, which become weights, and `beside` as many keys and
+  values as the layer holds. These are the new ones; a half, where it finds no
+  place in them, for values without the empty slots; and one for the masses of
+  H2O. For a budget in tokens nothing depends on the length of the prompt.
   """
   layers, block, width = 2, 32, 2048
   geometry = dataclasses.replace(MODEL.geometry, layers=layers, head_dim=32)
@@ -144,10 +144,10 @@ def test_memory_in_blocks_is_budget_and_block(name, budget):
   }
   carry = layers * ((most + block) * slot + remembered.get(name, 0))
   logits = geometry.heads * block * (most + block) * 4
-  expected = carry + 2 * (most + block) * slot + 2 * logits
-  assert 0.8 * expected < used < 1.1 * expected
+  expected = carry + beside * (most + block) * slot + 2 * logits
+  assert 0.95 * expected < used < 1.05 * expected
   if name == "h2o":
-    assert compiled(32 * width)[0] < 1.1 * expected
+    assert compiled(32 * width)[0] < 1.05 * expected
 
 
 @pytest.mark.parametrize(
