@@ -23,7 +23,7 @@ MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
 .PHONY: demo test lint format tpu-compile test-tpu clean
 
 demo: $(READY)
-	@$(BIN)/python -m experiments.compare $(ARGS)
+	@$(BIN)/python -m kvjax.experiments.compare $(ARGS)
 
 test: $(READY)
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
@@ -41,7 +41,7 @@ format: $(READY)
 # libtpu stands apart: beside JAX, it would look for a TPU in every program.
 tpu-compile: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
-	  $(BIN)/python -m experiments.tpu_compile $(ARGS)
+	  $(BIN)/python -m kvjax.experiments.tpu_compile $(ARGS)
 
 test-tpu: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \

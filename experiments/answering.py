@@ -11,15 +11,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from experiments import prefilling
-from experiments.candidates import Candidate
-from experiments.metrics import passkey
-from experiments.tasks.sample import Sample
+from kvjax.cache.placement import HOST
 from kvjax.errors import InputError
-from kvjax.placement import HOST
+from kvjax.experiments import prefilling
+from kvjax.experiments.candidates import Candidate
+from kvjax.experiments.metrics import passkey
+from kvjax.experiments.tasks.sample import Sample
+from kvjax.models.pretrained import Pretrained
+from kvjax.models.tokenizer import Tokenizer
 from kvjax.prompts import bucket
-from models.pretrained import Pretrained
-from models.tokenizer import Tokenizer
 
 Protocol = Literal["query-agnostic", "query-aware", "first-query-aware"]
 QUERY_AGNOSTIC: Protocol = "query-agnostic"

@@ -1,6 +1,6 @@
 """Measures how much sooner tokens come from a compressed cache.
 
-  python -m experiments.benchmark_decode
+  python -m kvjax.experiments.benchmark_decode
 
 prefills prompts, compresses their caches and decodes from each, and from the
 full one, as many tokens as asked; all compiled before, in turns, in one
@@ -24,14 +24,14 @@ import rich.table
 from absl import flags
 
 import kvjax
-from experiments import cli, decode_timing, inputs
-from experiments.answering import Prompt
-from experiments.benchmarks import grids
-from experiments.candidates import FULL, candidates, parse_budgets
-from experiments.reporting import wording
-from experiments.reports import device
 from kvjax.errors import InputError
-from models.pretrained import Pretrained
+from kvjax.experiments import cli, decode_timing, inputs
+from kvjax.experiments.answering import Prompt
+from kvjax.experiments.benchmarks import grids
+from kvjax.experiments.candidates import FULL, candidates, parse_budgets
+from kvjax.experiments.reporting import wording
+from kvjax.experiments.reports import device
+from kvjax.models.pretrained import Pretrained
 
 flags.adopt_module_key_flags(inputs)
 

@@ -10,7 +10,8 @@ from typing import NamedTuple, cast
 
 from absl import flags
 
-from experiments import (
+from kvjax.errors import InputError
+from kvjax.experiments import (
   cli,
   inputs,
   method_inputs,
@@ -19,8 +20,8 @@ from experiments import (
   suite,
   text_inputs,
 )
-from experiments.answering import FIRST_QUERY_AWARE, QUERY_AWARE, Protocol
-from experiments.benchmarks import (
+from kvjax.experiments.answering import FIRST_QUERY_AWARE, QUERY_AWARE, Protocol
+from kvjax.experiments.benchmarks import (
   grids,
   longbench,
   longbench_files,
@@ -29,11 +30,10 @@ from experiments.benchmarks import (
   ruler,
   ruler_files,
 )
-from experiments.metrics import registry
-from experiments.tasks import prose
-from experiments.tasks.sample import OnDraw
-from kvjax.errors import InputError
-from models.pretrained import Pretrained
+from kvjax.experiments.metrics import registry
+from kvjax.experiments.tasks import prose
+from kvjax.experiments.tasks.sample import OnDraw
+from kvjax.models.pretrained import Pretrained
 
 flags.adopt_module_key_flags(text_inputs)
 

@@ -1,6 +1,6 @@
 """Times the kernels on the device at hand, beside its copies.
 
-  python -m experiments.benchmark_kernels
+  python -m kvjax.experiments.benchmark_kernels
 
 runs the operations of kernels/ that memory limits, at the sizes of real models
 that their specs.py name: by our kernel, on TPUs and Hopper GPUs, by XLA's
@@ -30,7 +30,7 @@ import rich.console
 import rich.progress
 from absl import flags
 
-from experiments import (
+from kvjax.experiments import (
   cli,
   inputs,
   kernel_tables,
@@ -38,7 +38,7 @@ from experiments import (
   reports,
   results,
 )
-from kernels.specs import Spec, named_specs
+from kvjax.kernels.specs import Spec, named_specs
 
 _LIMITED_BY_MEMORY = [
   "gather",

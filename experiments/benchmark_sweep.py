@@ -1,6 +1,6 @@
 """Measures what a sweep saves: all methods and budgets from one prefill.
 
-  python -m experiments.benchmark_sweep
+  python -m kvjax.experiments.benchmark_sweep
 
 answers one needle question from the caches of 10 methods at 4 retentions, all
 from one prefill, and then the same 40 one after another, each with a prefill of
@@ -12,13 +12,13 @@ cores, most of them to compile.
 import rich.console
 from absl import flags
 
-from experiments import cli, inputs, sweep_timing
-from experiments.answering import Prompt
-from experiments.benchmarks import grids
-from experiments.candidates import candidates, parse_budgets
-from experiments.reporting import wording
-from experiments.reports import device
 from kvjax.errors import InputError
+from kvjax.experiments import cli, inputs, sweep_timing
+from kvjax.experiments.answering import Prompt
+from kvjax.experiments.benchmarks import grids
+from kvjax.experiments.candidates import candidates, parse_budgets
+from kvjax.experiments.reporting import wording
+from kvjax.experiments.reports import device
 
 flags.adopt_module_key_flags(inputs)
 

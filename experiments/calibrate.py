@@ -1,6 +1,6 @@
 """Calibrates what contexts can bear to lose, for --retention=auto.
 
-  python -m experiments.calibrate
+  python -m kvjax.experiments.calibrate
 
 measures with the bundled model how likely right answers stay when each method
 compresses RULER's contexts to 5, 10, 20, 30, 50, 75 and 90 %, all from one
@@ -30,25 +30,31 @@ import rich.text
 from absl import flags
 
 import kvjax
-import models
-from experiments import cli, inputs, reports, results, runs
-from experiments.benchmarks import ruler
-from experiments.calibration import fits, measuring, pictures, records, tables
-from experiments.calibration.measuring import Measurement, Measurements
-from experiments.candidates import (
+from kvjax import models
+from kvjax.calibration.record import check_tau
+from kvjax.errors import InputError
+from kvjax.experiments import cli, inputs, reports, results, runs
+from kvjax.experiments.benchmarks import ruler
+from kvjax.experiments.calibration import (
+  fits,
+  measuring,
+  pictures,
+  records,
+  tables,
+)
+from kvjax.experiments.calibration.measuring import Measurement, Measurements
+from kvjax.experiments.candidates import (
   DEFAULT,
   FULL,
   Candidate,
   candidates,
   parse_budgets,
 )
-from experiments.comparison import wanted
-from experiments.line_files import check_writable
-from experiments.reporting import wording
-from experiments.reporting.pictures import png
-from experiments.tasks import prose
-from kvjax.calibration import check_tau
-from kvjax.errors import InputError
+from kvjax.experiments.comparison import wanted
+from kvjax.experiments.line_files import check_writable
+from kvjax.experiments.reporting import wording
+from kvjax.experiments.reporting.pictures import png
+from kvjax.experiments.tasks import prose
 
 flags.adopt_module_key_flags(inputs)
 

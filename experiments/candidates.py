@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 
 import kvjax
-from experiments.calibration.records import AUTO, Auto
 from kvjax.errors import InputError
+from kvjax.experiments.calibration.records import AUTO, Auto
 from kvjax.methods import METHODS
-from kvjax.schedules import WHOLE
+from kvjax.options.schedules import WHOLE
 
 FULL = "full"
 # LagKV's own default, a lag of 1,024, keeps all of so short a context.

@@ -1,6 +1,6 @@
 """Compares KV-cache compression methods on needle tasks, or on a text.
 
-  python -m experiments.compare
+  python -m kvjax.experiments.compare
 
 asks the bundled model about needles hidden in English prose (RULER's single,
 multi-key, multi-value and multi-query tasks at 1,024 tokens), with the full
@@ -14,7 +14,7 @@ Expect 97 % of the needles found with the full cache, and at a quarter of it
 and none at random. It takes two to two and a half minutes on two cores, and
 half as long the next time, as compiled programs are kept.
 
-  python -m experiments.compare --text=notes.txt --question="Who called?"
+  python -m kvjax.experiments.compare --text=notes.txt --question="Who called?"
 
 answers about a text side by side and writes nothing.
 """
@@ -27,7 +27,8 @@ import rich.console
 from absl import flags
 
 import kvjax
-from experiments import (
+from kvjax.errors import InputError
+from kvjax.experiments import (
   cli,
   inputs,
   method_inputs,
@@ -39,9 +40,8 @@ from experiments import (
   suite,
   summaries,
 )
-from experiments.candidates import FULL, Candidate
-from experiments.tasks import prose
-from kvjax.errors import InputError
+from kvjax.experiments.candidates import FULL, Candidate
+from kvjax.experiments.tasks import prose
 
 for module in (inputs, needle_inputs, method_inputs):
   flags.adopt_module_key_flags(module)

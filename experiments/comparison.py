@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from experiments.answering import (
+from kvjax.experiments.answering import (
   QUERY_AGNOSTIC,
   QUERY_AWARE,
   Prompt,
@@ -15,12 +15,12 @@ from experiments.answering import (
   check_room,
   replies,
 )
-from experiments.candidates import Candidate
-from experiments.metrics import passkey, registry
-from experiments.results import Answer, Key, Part, Results, Samples
-from experiments.tasks.sample import Sample
-from models.pretrained import Pretrained
-from models.tokenizer import Tokenizer
+from kvjax.experiments.candidates import Candidate
+from kvjax.experiments.metrics import passkey, registry
+from kvjax.experiments.results import Answer, Key, Part, Results, Samples
+from kvjax.experiments.tasks.sample import Sample
+from kvjax.models.pretrained import Pretrained
+from kvjax.models.tokenizer import Tokenizer
 
 # Told of the task and of the number of answers that are new.
 OnAnswers = Callable[[str, int], None]

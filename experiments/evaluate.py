@@ -1,6 +1,6 @@
 """Evaluates KV-cache compression on the papers' benchmarks.
 
-  python -m experiments.evaluate --benchmark=ruler --length=2048,3072
+  python -m kvjax.experiments.evaluate --benchmark=ruler --length=2048,3072
 
 asks the bundled model RULER's tasks, made here, with the full cache and with
 what each method keeps of it at each retention. `--benchmark=needle` and
@@ -11,7 +11,8 @@ takes any model that kvjax reads.
 All methods and budgets are answered from one prefill per context. A run that
 was stopped goes on where it stopped; each combination of model, benchmark,
 protocol, schedule and seed has a folder of its own in --output, with its
-answers, tables, plots and an HTML page. `python -m experiments.report DIR...`
+answers, tables, plots and an HTML page.
+`python -m kvjax.experiments.report DIR...`
 puts runs into one leaderboard.
 """
 
@@ -22,7 +23,7 @@ import time
 import rich.console
 from absl import flags
 
-from experiments import (
+from kvjax.experiments import (
   benchmark_inputs,
   cli,
   inputs,

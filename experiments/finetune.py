@@ -1,6 +1,6 @@
 """Finetunes a model on documents with low-rank adapters (LoRA).
 
-  python -m experiments.finetune --documents=DIR --output=OUT
+  python -m kvjax.experiments.finetune --documents=DIR --output=OUT
 
 learns the .txt and .md files of a folder and makes OUT a model directory, with
 the adapters in its weights, which every program takes by --model=OUT. In
@@ -18,13 +18,13 @@ import pathlib
 
 from absl import flags
 
-import models
-from experiments import cli, inputs, results
-from experiments.finetuning import documents, training
-from experiments.finetuning.tuner import Recipe, Tuner
-from experiments.reporting import wording
+from kvjax import models
 from kvjax.errors import InputError
-from models import lora
+from kvjax.experiments import cli, inputs, results
+from kvjax.experiments.finetuning import documents, training
+from kvjax.experiments.finetuning.tuner import Recipe, Tuner
+from kvjax.experiments.reporting import wording
+from kvjax.models import lora
 
 flags.adopt_module_key_flags(inputs)
 

@@ -1,6 +1,6 @@
 """Measures how long CTkvr's index takes to build, beside other indexes.
 
-  python -m experiments.index_construction
+  python -m kvjax.experiments.index_construction
 
 builds qcIVF, the index of CTkvr, for one KV head of random prompts, and from
 the same keys IVF, HNSW and K-means by faiss, and the K-means of ClusterKV here.
@@ -36,14 +36,14 @@ import rich.console
 import rich.progress
 from absl import flags
 
-from experiments import cli, index_builders, inputs, reports, results
-from experiments.index_builders import (
+from kvjax.errors import InputError
+from kvjax.experiments import cli, index_builders, inputs, reports, results
+from kvjax.experiments.index_builders import (
   KEY_CENTRES,
   QCIVF,
   QUERY_CENTRES,
   SPREAD,
 )
-from kvjax.errors import InputError
 from kvjax.retrieval import CTkvr
 
 _LENGTHS = flags.DEFINE_list(

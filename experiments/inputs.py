@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 import jax
 from absl import flags
 
-import kernels
-import models
+from kvjax import kernels, models
+from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
-from kvjax.sharding import parse_mesh
-from models.pretrained import DTYPES
+from kvjax.models.pretrained import DTYPES
 
 _BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
 

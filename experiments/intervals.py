@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from experiments.results import Answer
+from kvjax.experiments.results import Answer
 
 _RESAMPLES = 1000
 # Of a normal distribution, 95 % lie within so many deviations.

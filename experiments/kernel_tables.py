@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.kernel_timing import XLA, Copies, Timed
-from experiments.reporting import wording
-from kernels.specs import Spec
 from kvjax.errors import InputError
+from kvjax.experiments.kernel_timing import XLA, Copies, Timed
+from kvjax.experiments.reporting import wording
+from kvjax.kernels.specs import Spec
 
 _HEAD = (
   "operation",

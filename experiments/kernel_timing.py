@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-import kernels
-from kernels.specs import Spec
+from kvjax import kernels
+from kvjax.kernels.specs import Spec
 
 XLA: kernels.Implementation = "xla"
 PALLAS: kernels.Implementation = "pallas"

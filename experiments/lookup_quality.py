@@ -12,10 +12,10 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import kvjax
 from kvjax.activations import Activations
-from kvjax.cache import Cache
+from kvjax.cache.cache import Cache
+from kvjax.cache.layers import Layer
+from kvjax.cache.sparse import IndexedLayer
 from kvjax.errors import InputError
-from kvjax.indexed import IndexedLayer
-from kvjax.layers import Layer
 from kvjax.model import Model
 from kvjax.retrieval import Flat
 

@@ -1,4 +1,4 @@
-"""Writes documents of one kind: `python -m experiments.make_reports`.
+"""Writes documents of one kind: `python -m kvjax.experiments.make_reports`.
 
 They are lists of findings in a few set phrases, as inspections and logs are.
 In OUTPUT/learnt are those to finetune a model on, in OUTPUT/other as many that
@@ -11,7 +11,7 @@ import random
 
 from absl import flags
 
-from experiments import cli, reports, results
+from kvjax.experiments import cli, reports, results
 
 _OUTPUT = flags.DEFINE_string(
   "output", "results/reports", "Folder for the two folders of documents."

@@ -7,11 +7,11 @@ from typing import cast
 from absl import flags
 
 import kvjax
-from experiments import candidates, cli, inputs, results
-from experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE, Protocol
-from experiments.calibration.records import AUTO, FOLDER, Auto
-from experiments.candidates import Candidate
 from kvjax.errors import InputError
+from kvjax.experiments import candidates, cli, inputs, results
+from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE, Protocol
+from kvjax.experiments.calibration.records import AUTO, FOLDER, Auto
+from kvjax.experiments.candidates import Candidate
 
 _METHODS = flags.DEFINE_list(
   "methods",
@@ -28,12 +28,13 @@ _RETENTION = flags.DEFINE_list(
 _TAU = flags.DEFINE_float(
   "tau",
   0.95,
-  "Share of quality that --retention=auto leaves; see experiments.calibrate.",
+  "Share of quality that --retention=auto leaves; see "
+  "kvjax.experiments.calibrate.",
 )
 _CALIBRATIONS = flags.DEFINE_string(
   "calibrations",
   None,
-  "Folder of records that experiments.calibrate has written; by default "
+  "Folder of records that kvjax.experiments.calibrate has written; by default "
   f"{FOLDER} in the model's directory.",
 )
 _BUDGET = flags.DEFINE_list(

@@ -2,8 +2,8 @@
 
 from absl import flags
 
-import models
-from experiments import inputs, results, suite
+from kvjax import models
+from kvjax.experiments import inputs, results, suite
 
 TASKS = flags.DEFINE_list(
   "tasks", list(suite.DEFAULT), f"Any of {', '.join(suite.TASKS)}."

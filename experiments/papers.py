@@ -1,10 +1,10 @@
 """Runs the experiments of the five papers, their numbers beside ours.
 
-  python -m experiments.papers
+  python -m kvjax.experiments.papers
 
 lists them, and
 
-  python -m experiments.papers E5.1 --model=DIR --data=DIR
+  python -m kvjax.experiments.papers E5.1 --model=DIR --data=DIR
 
 runs one, or several, on a model and on data of yours: LongBench's files, or
 RULER's where these are not to be made here. Without them the bundled model
@@ -21,10 +21,15 @@ from collections.abc import Sequence
 import rich.console
 from absl import flags
 
-from experiments import cli, inputs, results, text_inputs
-from experiments.paper_experiments import catalogue, registry, report, running
-from experiments.paper_experiments.samples import Sources
 from kvjax.errors import InputError
+from kvjax.experiments import cli, inputs, results, text_inputs
+from kvjax.experiments.paper_experiments import (
+  catalogue,
+  registry,
+  report,
+  running,
+)
+from kvjax.experiments.paper_experiments.samples import Sources
 
 for module in (inputs, text_inputs):
   flags.adopt_module_key_flags(module)

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import kvjax
-from models.pretrained import Pretrained
+from kvjax.models.pretrained import Pretrained
 
 
 class Prefilled(NamedTuple):

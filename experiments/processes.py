@@ -9,9 +9,9 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments import reports
 from kvjax.errors import InputError
-from models.json_files import read_json_if_present
+from kvjax.experiments import reports
+from kvjax.models.json_files import read_json_if_present
 
 
 @dataclasses.dataclass(frozen=True)

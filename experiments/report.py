@@ -1,9 +1,10 @@
 """Puts runs into one leaderboard.
 
-  python -m experiments.report results
+  python -m kvjax.experiments.report results
 
 reads every run in and below the folders that are named, as
-`experiments.evaluate` and `experiments.compare` leave them, prints a table for
+`kvjax.experiments.evaluate` and `kvjax.experiments.compare` leave them, prints
+a table for
 each kind of settings and writes leaderboard.csv, leaderboard.md and
 leaderboard.html to --output. Runs with other models, protocols, schedules,
 seeds, texts or tasks stand apart; of two runs of the same the newer counts, and
@@ -19,9 +20,9 @@ from collections.abc import Sequence
 import rich.console
 from absl import flags
 
-from experiments import cli, reports, results
-from experiments.reporting import kvpress, leaderboard, records, wording
 from kvjax.errors import InputError
+from kvjax.experiments import cli, reports, results
+from kvjax.experiments.reporting import kvpress, leaderboard, records, wording
 
 _OUTPUT = flags.DEFINE_string(
   "output", "results/leaderboard", "Folder to write to."
@@ -35,7 +36,7 @@ def main(directories: Sequence[str]) -> None:
   """Reads all runs before anything is written."""
   if not directories:
     raise InputError(
-      "Name the folders that hold runs, as in experiments.report results."
+      "Name the folders that hold runs, as in kvjax.experiments.report results."
     )
   folder = pathlib.Path(_OUTPUT.value)
   beside = None if _KVPRESS.value is None else pathlib.Path(_KVPRESS.value)

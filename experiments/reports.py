@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import rich.console
 
-from experiments.reporting import (
+from kvjax.errors import InputError
+from kvjax.experiments.reporting import (
   compared,
   curves,
   formats,
@@ -22,7 +23,6 @@ from experiments.reporting import (
   rows,
   run,
 )
-from kvjax.errors import InputError
 
 # What a run's folder keeps when something beside it cannot be written.
 ANSWERS = "answers"

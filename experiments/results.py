@@ -7,11 +7,11 @@ import platform
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from experiments.answering import QUERY_AGNOSTIC, Protocol
-from experiments.line_files import Line, LineFile
-from experiments.line_files import check_writable as check_writable
-from experiments.tasks.sample import Sample
-from kvjax.schedules import WHOLE
+from kvjax.experiments.answering import QUERY_AGNOSTIC, Protocol
+from kvjax.experiments.line_files import Line, LineFile
+from kvjax.experiments.line_files import check_writable as check_writable
+from kvjax.experiments.tasks.sample import Sample
+from kvjax.options.schedules import WHOLE
 
 _BLOCKS = 64
 _BLOCK_BYTES = 2**16

@@ -1,6 +1,6 @@
 """Measures what retrieval methods miss of the keys that matter.
 
-  python -m experiments.retrieval_recall
+  python -m kvjax.experiments.retrieval_recall
 
 prefills needle prompts with their questions, decodes with the full cache, and
 lets each retrieval method look up its keys with the model's real queries.
@@ -28,8 +28,9 @@ import rich.progress
 from absl import flags
 
 import kvjax
-import models
-from experiments import (
+from kvjax import models
+from kvjax.errors import InputError
+from kvjax.experiments import (
   cli,
   inputs,
   lookup_quality,
@@ -38,10 +39,9 @@ from experiments import (
   results,
   suite,
 )
-from experiments.answering import QUERY_AWARE, Prompt, Shape, check_room
-from experiments.candidates import Candidate, candidates, parse_budgets
-from experiments.lookup_quality import Quality
-from kvjax.errors import InputError
+from kvjax.experiments.answering import QUERY_AWARE, Prompt, Shape, check_room
+from kvjax.experiments.candidates import Candidate, candidates, parse_budgets
+from kvjax.experiments.lookup_quality import Quality
 from kvjax.retrieval import RETRIEVALS
 
 flags.adopt_module_key_flags(inputs)

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import rich.console
 import rich.progress
 
-from experiments import comparison, reports, results, summaries
-from experiments.answering import QUERY_AWARE, Protocol, Seconds
-from experiments.calibration.records import AUTO
-from experiments.candidates import Candidate
-from experiments.processes import Process, Processes
-from experiments.reporting import wording
-from experiments.results import Answer, Key
-from models.pretrained import Pretrained
+from kvjax.experiments import comparison, reports, results, summaries
+from kvjax.experiments.answering import QUERY_AWARE, Protocol, Seconds
+from kvjax.experiments.calibration.records import AUTO
+from kvjax.experiments.candidates import Candidate
+from kvjax.experiments.processes import Process, Processes
+from kvjax.experiments.reporting import wording
+from kvjax.experiments.results import Answer, Key
+from kvjax.models.pretrained import Pretrained
 
 
 class Run(NamedTuple):

@@ -1,6 +1,6 @@
 """Shows which tokens of a text the heads keep, on one HTML page.
 
-  python -m experiments.show_kept --text=notes.txt --method=snapkv,keydiff
+  python -m kvjax.experiments.show_kept --text=notes.txt --method=snapkv,keydiff
 
 writes results/kept.html: the text for each method, side by side, its tokens
 shaded by how many heads keep them in a layer or in all of them. Of a retrieval
@@ -14,11 +14,11 @@ import pathlib
 import rich.console
 from absl import flags
 
-from experiments import cli, inputs, reports, results, side_by_side, suite
-from experiments.candidates import FULL, candidates, parse_budgets
-from experiments.kept import page
-from experiments.tasks import prose
 from kvjax.errors import InputError
+from kvjax.experiments import cli, inputs, reports, results, side_by_side, suite
+from kvjax.experiments.candidates import FULL, candidates, parse_budgets
+from kvjax.experiments.kept import page
+from kvjax.experiments.tasks import prose
 
 for name in ("model", "mesh", "kernels", "dtype"):
   flags.declare_key_flag(name)

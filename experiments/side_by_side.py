@@ -8,7 +8,8 @@ import rich.console
 import rich.table
 import rich.text
 
-from experiments.answering import (
+from kvjax.errors import InputError
+from kvjax.experiments.answering import (
   QUERY_AGNOSTIC,
   Prompt,
   Protocol,
@@ -18,10 +19,9 @@ from experiments.answering import (
   check_room,
   replies,
 )
-from experiments.candidates import Candidate
-from experiments.metrics.string_match import clean
-from kvjax.errors import InputError
-from models.pretrained import Pretrained
+from kvjax.experiments.candidates import Candidate
+from kvjax.experiments.metrics.string_match import clean
+from kvjax.models.pretrained import Pretrained
 
 _MAX_NEW_TOKENS = 128
 

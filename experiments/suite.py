@@ -3,10 +3,10 @@
 import random
 from collections.abc import Callable, Sequence
 
-from experiments.tasks import needles, passkey, prose
-from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
-from kvjax.naming import near
+from kvjax.experiments.tasks import needles, passkey, prose
+from kvjax.experiments.tasks.sample import Sample
+from kvjax.options.naming import near
 
 # RULER's needle tasks in prose: one needle, four keys, four values, four
 # questions at once.

@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.candidates import FULL
-from experiments.intervals import interval
-from experiments.results import Answer, Part
+from kvjax.experiments.candidates import FULL
+from kvjax.experiments.intervals import interval
+from kvjax.experiments.results import Answer, Part
 
 _MEANS = {
   "context_tokens": 2,

@@ -9,10 +9,10 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from experiments.answering import Prompt, Reply, Seconds, Shape, replies
-from experiments.candidates import Candidate
 from kvjax.errors import InputError
-from models.pretrained import Pretrained
+from kvjax.experiments.answering import Prompt, Reply, Seconds, Shape, replies
+from kvjax.experiments.candidates import Candidate
+from kvjax.models.pretrained import Pretrained
 
 
 class Timing(NamedTuple):

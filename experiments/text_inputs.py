@@ -5,7 +5,7 @@ import pathlib
 
 from absl import flags
 
-from experiments.benchmarks import ruler
+from kvjax.experiments.benchmarks import ruler
 
 NAMES = ("essay", "words", "squad", "hotpotqa")
 

@@ -26,13 +26,13 @@ import jax
 import rich.progress
 from absl import flags
 
-from experiments import cli, results
-from experiments.tpu import chips, llama, programs
-from experiments.tpu.engine_programs import engine_programs
-from experiments.tpu.kernel_programs import kernel_programs
-from experiments.tpu.programs import Outcome, Program
-from experiments.tpu.runs import chosen, finish, quick
 from kvjax.errors import InputError
+from kvjax.experiments import cli, results
+from kvjax.experiments.tpu import chips, llama, programs
+from kvjax.experiments.tpu.engine_programs import engine_programs
+from kvjax.experiments.tpu.kernel_programs import kernel_programs
+from kvjax.experiments.tpu.programs import Outcome, Program
+from kvjax.experiments.tpu.runs import chosen, finish, quick
 
 _PAGE = pathlib.Path(__file__).parents[1] / "docs" / "tpu_compile.md"
 _PACKAGES = ("kvjax", "jax", "jaxlib", "libtpu")

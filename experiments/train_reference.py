@@ -1,4 +1,4 @@
-"""Trains the bundled reference model: `python -m experiments.train_reference`.
+"""Trains the bundled model: `python -m kvjax.experiments.train_reference`.
 
 Resumes from its last checkpoint, bit for bit, when started again with the same
 flags.
@@ -8,10 +8,10 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import cli, results
-from experiments.reference import curriculum, export
-from experiments.reference.trainer import Trainer
 from kvjax.errors import InputError
+from kvjax.experiments import cli, results
+from kvjax.experiments.reference import curriculum, export
+from kvjax.experiments.reference.trainer import Trainer
 
 _OUTPUT = flags.DEFINE_string(
   "output",

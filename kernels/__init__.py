@@ -4,5 +4,5 @@ XLA computes them everywhere; on TPUs and GPUs Pallas kernels do where they
 serve. `use` chooses.
 """
 
-from kernels.dispatch import Implementation as Implementation
-from kernels.dispatch import use as use
+from kvjax.kernels.dispatch import Implementation as Implementation
+from kvjax.kernels.dispatch import use as use

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-import kernels
+from kvjax import kernels
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.prompt_attention import prompt_attention
+from kvjax.kernels.prompt_attention import prompt_attention
 from kvjax.struct import struct
 
 

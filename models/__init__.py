@@ -1,6 +1,6 @@
 """Decoders of the Llama kind in Flax nnx, with weights and tokenizers."""
 
-from models.pretrained import Pretrained as Pretrained
-from models.pretrained import load as load
-from models.pretrained import save as save
-from models.tokenizer import Tokenizer as Tokenizer
+from kvjax.models.pretrained import Pretrained as Pretrained
+from kvjax.models.pretrained import load as load
+from kvjax.models.pretrained import save as save
+from kvjax.models.tokenizer import Tokenizer as Tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvjax.errors import InputError
 from kvjax.model import Geometry
-from models.rope import Rope
+from kvjax.models.rope import Rope
 
 # The classes that `transformers` would load, by model type.
 ARCHITECTURES = {

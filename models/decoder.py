@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.model import Attend
-from models.config import DecoderConfig
-from models.rope import rotate
+from kvjax.models.config import DecoderConfig
+from kvjax.models.rope import rotate
 
 _Tables = tuple[Float[Array, "B S R"], Float[Array, "B S R"]]
 

@@ -8,8 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.model import Attend, Geometry
-from models.decoder import Decoder
-from models.rope import Rope
+from kvjax.models.decoder import Decoder
+from kvjax.models.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DecoderModel:
   def rerotated(
     self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
   ) -> Float[Array, "B K T D"]:
-    """See `kvjax.rerotation.RotaryModel`.
+    """See `kvjax.engine.rerotation.RotaryModel`.
 
     Raises:
       InputError: the rotary embedding depends on the length of the row.

@@ -16,9 +16,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.errors import InputError
-from models.decoder import Decoder
-from models.json_files import write_json
-from models.language_model import DecoderModel, from_decoder
+from kvjax.models.decoder import Decoder
+from kvjax.models.json_files import write_json
+from kvjax.models.language_model import DecoderModel, from_decoder
 
 # Where in a layer the projections are.
 TARGETS = {

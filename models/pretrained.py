@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
-from kvjax.sampling import GREEDY, Sampling
-from models.config import DecoderConfig
-from models.decoder import Decoder
-from models.json_files import read_json, read_json_if_present, write_json
-from models.language_model import DecoderModel, from_decoder
-from models.sharding import param_shardings
-from models.tokenizer import Tokenizer
-from models.weights import read_weights, write_weights
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import Decoder
+from kvjax.models.json_files import read_json, read_json_if_present, write_json
+from kvjax.models.language_model import DecoderModel, from_decoder
+from kvjax.models.sharding import param_shardings
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.weights import read_weights, write_weights
 
 DTYPES = ("bfloat16", "float32")
 
@@ -70,7 +70,7 @@ def load(
       tokenizer.json and what goes with them.
     dtype: one of `DTYPES`, for the weights and the computation.
     mesh: has an axis "model" over which the weights are sharded (see
-      `models.sharding`); without it they go to the default device.
+      `kvjax.models.sharding`); without it they go to the default device.
 
   Raises:
     InputError: something is missing, broken or not supported; see

@@ -13,7 +13,7 @@ import jinja2.sandbox
 import tokenizers
 
 from kvjax.errors import InputError
-from models.json_files import read_json_if_present, read_text, write_json
+from kvjax.models.json_files import read_json_if_present, read_text, write_json
 
 _CHATS = {
   1: "a single user message",

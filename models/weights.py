@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from kvjax.errors import InputError
-from models.json_files import read_json, write_json
+from kvjax.models.json_files import read_json, write_json
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -61,7 +61,8 @@ if importlib.util.find_spec("kvjax") is None:
 # ## A model and a text
 #
 # The model that comes with kvjax finds needles in a haystack and knows nothing
-# else; `models.load` takes the Hugging Face directory of a real one too. The
+# else; `kvjax.models.load` takes the Hugging Face directory of a real one too.
+# The
 # text is English prose with eight numbers hidden in it.
 
 # %%
@@ -70,8 +71,8 @@ import random
 import jax
 
 import kvjax
-import models
-from experiments.tasks import needles
+from kvjax import models
+from kvjax.experiments.tasks import needles
 
 bundled = pathlib.Path(models.__file__).parent / "reference"
 lm = models.load(bundled, dtype="float32")
@@ -170,11 +171,11 @@ plt.show()
 #
 # A token is the darker, or on a dark page the brighter, the more heads kept it.
 # The slider goes through the layers; point at a token for its numbers.
-# `python -m experiments.show_kept` writes this page for a text of yours.
+# `python -m kvjax.experiments.show_kept` writes this page for a text of yours.
 
 # %%
-from experiments.candidates import candidates
-from experiments.kept import page
+from kvjax.experiments.candidates import candidates
+from kvjax.experiments.kept import page
 
 pair = candidates(["snapkv", "keydiff"], [kvjax.Retention(0.25)])[1:]
 shaded = page.of_text(lm, pair, text)

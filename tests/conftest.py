@@ -42,7 +42,7 @@ gc.set_threshold(100_000, 50)
 
 # The tower lets an int be a float, as Python's type checkers do.
 install_import_hook(
-  ["kvjax", "models", "kernels", "experiments"],
+  ["kvjax"],
   "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 

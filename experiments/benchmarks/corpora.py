@@ -5,16 +5,16 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from experiments.benchmarks.row_files import (
+from kvjax.errors import InputError
+from kvjax.experiments.benchmarks.row_files import (
   SUFFIXES,
   Row,
   RowFile,
   below,
   has_rows,
 )
-from experiments.tasks.question_answering import Corpus, Question
-from kvjax.errors import InputError
-from models.json_files import read_text
+from kvjax.experiments.tasks.question_answering import Corpus, Question
+from kvjax.models.json_files import read_text
 
 # Where a folder of the hub holds more, this is what RULER asks.
 _WANTED = ("distractor", "validation")

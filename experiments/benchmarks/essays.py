@@ -2,9 +2,9 @@
 
 import pathlib
 
-from experiments.tasks import prose
 from kvjax.errors import InputError
-from models.json_files import read_json, read_text
+from kvjax.experiments.tasks import prose
+from kvjax.models.json_files import read_json, read_text
 
 # Fewer give no choice of where a needle stands.
 _LEAST_SENTENCES = 40

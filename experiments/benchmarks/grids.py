@@ -10,9 +10,9 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
-from experiments.results import Part
-from experiments.tasks import needles, passkey
-from experiments.tasks.sample import OnDraw, Sample, ignore
+from kvjax.experiments.results import Part
+from kvjax.experiments.tasks import needles, passkey
+from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
 
 NEEDLE = needles.NeedleTask("needle", "essay", max_new_tokens=30)
 PASSKEY = "passkey"

@@ -10,16 +10,16 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from experiments import suite
-from experiments.benchmarks import longbench_files, longbench_prompts
-from experiments.benchmarks.longbench_prompts import PromptTexts
-from experiments.benchmarks.longbench_sets import BUCKETS, NAMES, SETS
-from experiments.benchmarks.row_files import Row, RowFile
-from experiments.metrics import registry
-from experiments.results import Part, Samples
-from experiments.tasks.sample import OnDraw, Sample, ignore
 from kvjax.errors import InputError
-from models.tokenizer import Tokenizer
+from kvjax.experiments import suite
+from kvjax.experiments.benchmarks import longbench_files, longbench_prompts
+from kvjax.experiments.benchmarks.longbench_prompts import PromptTexts
+from kvjax.experiments.benchmarks.longbench_sets import BUCKETS, NAMES, SETS
+from kvjax.experiments.benchmarks.row_files import Row, RowFile
+from kvjax.experiments.metrics import registry
+from kvjax.experiments.results import Part, Samples
+from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
+from kvjax.models.tokenizer import Tokenizer
 
 # What longer contexts leave for the longest answers, and steps of limits.
 _ANSWER, _STEP = 512, 500

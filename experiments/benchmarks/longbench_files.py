@@ -4,8 +4,8 @@ import pathlib
 import zipfile
 from collections.abc import Collection, Iterator
 
-from experiments.benchmarks.row_files import RowFile, below, has_rows
 from kvjax.errors import InputError
+from kvjax.experiments.benchmarks.row_files import RowFile, below, has_rows
 
 
 def find(

@@ -9,7 +9,7 @@ where kvpress splits them (`longbench/create_huggingface_dataset.py`).
 from typing import NamedTuple
 
 from kvjax.errors import InputError
-from models.tokenizer import Tokenizer
+from kvjax.models.tokenizer import Tokenizer
 
 
 class PromptTexts(NamedTuple):

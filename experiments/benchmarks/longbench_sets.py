@@ -20,7 +20,7 @@ class DataSet(NamedTuple):
   Attributes:
     category: of the official table.
     language: code is listed under English, and counts in both averages.
-    metric: one of `experiments.metrics`.
+    metric: one of `kvjax.experiments.metrics`.
     max_new_tokens: most tokens of an answer.
     examples: whether it is asked by examples: without a chat template.
     first_line: whether the answer is the prediction's first line.

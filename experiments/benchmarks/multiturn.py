@@ -14,10 +14,10 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
-from experiments.results import Part
-from experiments.tasks import needles
-from experiments.tasks.sample import OnDraw, Sample, ignore
-from models.tokenizer import Tokenizer
+from kvjax.experiments.results import Part
+from kvjax.experiments.tasks import needles
+from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
+from kvjax.models.tokenizer import Tokenizer
 
 History = Literal["shared", "conversation", "own"]
 HISTORIES: tuple[History, ...] = get_args(History)

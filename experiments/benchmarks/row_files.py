@@ -13,8 +13,8 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
-from experiments.metrics.libraries import library
 from kvjax.errors import InputError
+from kvjax.experiments.metrics.libraries import library
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 

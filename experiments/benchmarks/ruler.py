@@ -11,10 +11,11 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from experiments import suite
-from experiments.benchmarks import corpora, essays, word_lists
-from experiments.results import Part
-from experiments.tasks import (
+from kvjax.errors import InputError
+from kvjax.experiments import suite
+from kvjax.experiments.benchmarks import corpora, essays, word_lists
+from kvjax.experiments.results import Part
+from kvjax.experiments.tasks import (
   common_words,
   frequent_words,
   needles,
@@ -22,9 +23,8 @@ from experiments.tasks import (
   question_answering,
   variable_tracking,
 )
-from experiments.tasks.fitting import Count, TooShortError
-from experiments.tasks.sample import OnDraw, Sample, ignore
-from kvjax.errors import InputError
+from kvjax.experiments.tasks.fitting import Count, TooShortError
+from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
 
 SQUAD, HOTPOTQA = "qa_1", "qa_2"
 # In RULER's order.

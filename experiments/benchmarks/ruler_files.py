@@ -19,17 +19,17 @@ import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from experiments.benchmarks.row_files import Row, RowFile, below, has_rows
-from experiments.benchmarks.ruler import TASKS
-from experiments.results import Part
-from experiments.tasks import (
+from kvjax.errors import InputError
+from kvjax.experiments.benchmarks.row_files import Row, RowFile, below, has_rows
+from kvjax.experiments.benchmarks.ruler import TASKS
+from kvjax.experiments.results import Part
+from kvjax.experiments.tasks import (
   common_words,
   frequent_words,
   question_answering,
   variable_tracking,
 )
-from experiments.tasks.sample import Sample
-from kvjax.errors import InputError
+from kvjax.experiments.tasks.sample import Sample
 
 
 class _Family(NamedTuple):

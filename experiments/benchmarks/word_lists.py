@@ -3,9 +3,9 @@
 import importlib.resources
 import pathlib
 
-from experiments.metrics.libraries import library
 from kvjax.errors import InputError
-from models.json_files import read_json, read_text
+from kvjax.experiments.metrics.libraries import library
+from kvjax.models.json_files import read_json, read_text
 
 # The package whose lists RULER uses, named in place of a file.
 PACKAGE = "wonderwords"

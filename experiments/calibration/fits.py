@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.calibration.measuring import Measurement
-from experiments.candidates import Candidate
-from kvjax.fitting import promises
+from kvjax.calibration.fitting import promises
+from kvjax.experiments.calibration.measuring import Measurement
+from kvjax.experiments.candidates import Candidate
 
 
 @dataclasses.dataclass(frozen=True)

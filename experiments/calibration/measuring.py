@@ -8,15 +8,21 @@ import numpy as np
 from jaxtyping import Float
 
 import kvjax
-from experiments.answering import Prompt, Shape, check_room, groups, joined
-from experiments.candidates import FULL, Candidate
-from experiments.comparison import wanted
-from experiments.line_files import Line, LineFile
-from experiments.results import Key, Part, Samples
-from experiments.tasks import needles
-from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
-from models.pretrained import Pretrained
+from kvjax.experiments.answering import (
+  Prompt,
+  Shape,
+  check_room,
+  groups,
+  joined,
+)
+from kvjax.experiments.candidates import FULL, Candidate
+from kvjax.experiments.comparison import wanted
+from kvjax.experiments.line_files import Line, LineFile
+from kvjax.experiments.results import Key, Part, Samples
+from kvjax.experiments.tasks import needles
+from kvjax.experiments.tasks.sample import Sample
+from kvjax.models.pretrained import Pretrained
 
 # Told of the task and of the number of measurements that are new.
 OnNew = Callable[[str, int], None]

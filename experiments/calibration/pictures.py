@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments.calibration.fits import Fitted, mean_ratios
-from experiments.calibration.measuring import Measurement
-from experiments.reporting import formats
-from experiments.reporting.lines import styled
-from kvjax.calibration import quality
+from kvjax.calibration.record import quality
+from kvjax.experiments.calibration.fits import Fitted, mean_ratios
+from kvjax.experiments.calibration.measuring import Measurement
+from kvjax.experiments.reporting import formats
+from kvjax.experiments.reporting.lines import styled
 
 _COLUMNS = 4
 _PANEL = (2.7, 2.3)

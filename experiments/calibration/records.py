@@ -61,7 +61,8 @@ class Auto:
       heads = " --heads=query" if plan.per_query_head else ""
       raise InputError(
         f"{self.folder} has no calibration of it; make one by python -m "
-        f"experiments.calibrate --methods={name}{heads}, and name its folder "
+        f"kvjax.experiments.calibrate --methods={name}{heads}, and name its "
+        "folder "
         "by --calibrations."
       )
     return kvjax.Calibrated(record, self.tau)

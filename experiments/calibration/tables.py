@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.reporting import formats, wording
-from experiments.reporting.formats import Table
+from kvjax.experiments.reporting import formats, wording
+from kvjax.experiments.reporting.formats import Table
 
 _Rows = Sequence[Mapping[str, Any]]
 

@@ -1,1 +1,1 @@
-"""What `experiments.finetune` is made of."""
+"""What `kvjax.experiments.finetune` is made of."""

@@ -9,9 +9,9 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.errors import InputError
+from kvjax.models.json_files import read_text
+from kvjax.models.tokenizer import Tokenizer
 from kvjax.prompts import Prompts
-from models.json_files import read_text
-from models.tokenizer import Tokenizer
 
 SUFFIXES = (".txt", ".md")
 

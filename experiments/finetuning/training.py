@@ -14,15 +14,15 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from kernels.attention import attention
 from kvjax.activations import Activations
-from kvjax.layers import LayerCache
-from kvjax.likelihood import prompt_nll
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.sharding import shard_cache
+from kvjax.engine.likelihood import prompt_nll
+from kvjax.engine.step import block_positions
+from kvjax.kernels.attention import attention
 from kvjax.model import Attend
-from kvjax.sharding import shard_cache
-from kvjax.step import block_positions
-from models.decoder import Layer
-from models.language_model import DecoderModel
+from kvjax.models.decoder import Layer
+from kvjax.models.language_model import DecoderModel
 
 # Queries whose attention is computed again at a time; rows are padded to a
 # multiple.

@@ -11,14 +11,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from experiments.finetuning import documents, training
-from experiments.reference.checkpoints import Checkpoints, Progress
-from experiments.step_bar import step_bar
 from kvjax.errors import InputError
+from kvjax.experiments.finetuning import documents, training
+from kvjax.experiments.reference.checkpoints import Checkpoints, Progress
+from kvjax.experiments.step_bar import step_bar
+from kvjax.models import lora
+from kvjax.models.language_model import DecoderModel
+from kvjax.models.pretrained import Pretrained
 from kvjax.prompts import Prompts
-from models import lora
-from models.language_model import DecoderModel
-from models.pretrained import Pretrained
 
 _SAVE_EVERY = 100
 # Reading the loss waits for the step; the others are dispatched ahead.
@@ -31,7 +31,7 @@ class Recipe:
 
   Attributes:
     rank: of the adapters.
-    targets: which projections have one, names in `models.lora.TARGETS`.
+    targets: which projections have one, names in `kvjax.models.lora.TARGETS`.
     epochs: how often every token is learnt.
     learning_rate: the largest, see `training.Schedule`.
     batch: chunks per step.

@@ -9,14 +9,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 import kvjax
-from experiments.candidates import Candidate
-from kernels.select import named_slots
 from kvjax.activations import Activations
+from kvjax.cache.layers import Layer, Slots
+from kvjax.cache.packed import PackedLayer
+from kvjax.cache.sparse import IndexedLayer
 from kvjax.errors import InputError
-from kvjax.indexed import IndexedLayer
-from kvjax.layers import Layer, Slots
+from kvjax.experiments.candidates import Candidate
+from kvjax.kernels.select import named_slots
 from kvjax.model import Model
-from kvjax.packed import PackedLayer
 
 _Queries = Sequence[Float[Array, "B N D"]]
 

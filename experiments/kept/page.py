@@ -9,12 +9,12 @@ import markupsafe
 import numpy as np
 from jaxtyping import Int
 
-from experiments import reports
-from experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
-from experiments.candidates import Candidate
-from experiments.kept.counts import Kept, kept
-from experiments.reporting import page, wording
-from models.pretrained import Pretrained
+from kvjax.experiments import reports
+from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
+from kvjax.experiments.candidates import Candidate
+from kvjax.experiments.kept.counts import Kept, kept
+from kvjax.experiments.reporting import page, wording
+from kvjax.models.pretrained import Pretrained
 
 _INVISIBLE = ("Cc", "Cf")
 _REST_OF_CHARACTER = "⋯"

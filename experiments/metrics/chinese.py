@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from experiments.metrics.libraries import library
+from kvjax.experiments.metrics.libraries import library
 
 
 def words(text: str) -> list[str]:

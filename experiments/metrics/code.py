@@ -1,6 +1,6 @@
 """LongBench's metric of code completion (`metrics.py`)."""
 
-from experiments.metrics.libraries import library
+from kvjax.experiments.metrics.libraries import library
 
 _NO_CODE = ("`", "#", "//")
 

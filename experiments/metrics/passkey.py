@@ -3,8 +3,8 @@
 import difflib
 from collections.abc import Sequence
 
-from experiments.metrics.question_answering import normalised
-from models.tokenizer import Tokenizer
+from kvjax.experiments.metrics.question_answering import normalised
+from kvjax.models.tokenizer import Tokenizer
 
 
 def exact(prediction: str, key: str) -> float:

@@ -5,7 +5,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from experiments.metrics import chinese
+from kvjax.experiments.metrics import chinese
 
 # LongBench's list, which is that of the library zhon.
 _CHINESE_PUNCTUATION = (

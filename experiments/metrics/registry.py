@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from experiments.metrics import (
+from kvjax.experiments.metrics import (
   classification,
   code,
   passkey,
@@ -10,8 +10,8 @@ from experiments.metrics import (
   rouge,
   string_match,
 )
-from experiments.metrics.libraries import library
-from experiments.tasks.sample import Sample
+from kvjax.experiments.metrics.libraries import library
+from kvjax.experiments.tasks.sample import Sample
 
 Metric = Callable[[Sample, str], dict[str, float]]
 

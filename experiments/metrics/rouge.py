@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from experiments.metrics import chinese
-from experiments.metrics.libraries import library
+from kvjax.experiments.metrics import chinese
+from kvjax.experiments.metrics.libraries import library
 
 # `rouge` walks back through its table by calling itself, once a step and once
 # more at the end. Of Python's 1,000 calls LongBench's `eval.py` and the package

@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.candidates import FULL, Candidate
-from experiments.paper_experiments.findings import Scale
-from experiments.paper_experiments.records import (
+from kvjax.experiments.candidates import FULL, Candidate
+from kvjax.experiments.paper_experiments.findings import Scale
+from kvjax.experiments.paper_experiments.records import (
   Average,
   Column,
   Comparison,
@@ -16,10 +16,10 @@ from experiments.paper_experiments.records import (
   Place,
   Targets,
 )
-from experiments.reporting import series, wording
-from experiments.reporting.formats import Table
-from experiments.reporting.means import Row, mean_of
-from experiments.reporting.wording import NOTHING
+from kvjax.experiments.reporting import series, wording
+from kvjax.experiments.reporting.formats import Table
+from kvjax.experiments.reporting.means import Row, mean_of
+from kvjax.experiments.reporting.wording import NOTHING
 
 # Scores that differ by less are equal, to a reader of one decimal.
 _EQUAL = 0.05

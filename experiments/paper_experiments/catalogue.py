@@ -4,7 +4,7 @@ import rich.box
 import rich.console
 import rich.table
 
-from experiments.paper_experiments.registry import EXPERIMENTS
+from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
 
 
 def terminal() -> rich.console.Group:
@@ -12,7 +12,8 @@ def terminal() -> rich.console.Group:
   papers = dict.fromkeys(e.paper for e in EXPERIMENTS.values())
   return rich.console.Group(
     *map(_table, papers),
-    "python -m experiments.papers ID runs one, with --model=DIR on a model of "
+    "python -m kvjax.experiments.papers ID runs one, with --model=DIR on a "
+    "model of "
     "yours and with --data=DIR on LongBench's files. Minutes are those that it "
     "takes without, on two cores.",
   )

@@ -1,10 +1,10 @@
 """The experiments of Compactor (Chari and Van Durme, arXiv 2507.08143 v1)."""
 
-from experiments.answering import QUERY_AGNOSTIC
-from experiments.benchmarks.ruler import TASKS as RULER
-from experiments.paper_experiments import compactor_programs as programs
-from experiments.paper_experiments.analyses import latency
-from experiments.paper_experiments.records import (
+from kvjax.experiments.answering import QUERY_AGNOSTIC
+from kvjax.experiments.benchmarks.ruler import TASKS as RULER
+from kvjax.experiments.paper_experiments import compactor_programs as programs
+from kvjax.experiments.paper_experiments.analyses import latency
+from kvjax.experiments.paper_experiments.records import (
   Analysis,
   Average,
   Comparison,
@@ -13,7 +13,7 @@ from experiments.paper_experiments.records import (
   Setup,
   Targets,
 )
-from experiments.paper_experiments.shared import (
+from kvjax.experiments.paper_experiments.shared import (
   ENGLISH_16,
   NEEDLES,
   ON_NEEDLES,
@@ -26,8 +26,8 @@ from experiments.paper_experiments.shared import (
   plain,
   ruler,
 )
-from experiments.paper_experiments.transcription import across, scaled
-from kvjax.budgets import Retention
+from kvjax.experiments.paper_experiments.transcription import across, scaled
+from kvjax.options.budgets import Retention
 
 _PAPER = "Compactor"
 _MODELS = "Llama-3.1-8B-Instruct, Qwen2.5-14B-Instruct-1M"

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from experiments.benchmarks.longbench_sets import SETS
-from experiments.paper_experiments.records import Program
-from experiments.paper_experiments.shared import (
+from kvjax.experiments.benchmarks.longbench_sets import SETS
+from kvjax.experiments.paper_experiments.records import Program
+from kvjax.experiments.paper_experiments.shared import (
   ENGLISH_16,
   FOUR_NEEDLES,
 )

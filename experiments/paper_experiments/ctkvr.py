@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
-from experiments.benchmarks.ruler import TASKS as RULER
-from experiments.paper_experiments import ctkvr_numbers as printed
-from experiments.paper_experiments.analyses import neighbours, throughput
-from experiments.paper_experiments.records import (
+from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
+from kvjax.experiments.benchmarks.ruler import TASKS as RULER
+from kvjax.experiments.paper_experiments import ctkvr_numbers as printed
+from kvjax.experiments.paper_experiments.analyses import neighbours, throughput
+from kvjax.experiments.paper_experiments.records import (
   Analysis,
   Column,
   Comparison,
@@ -17,7 +17,7 @@ from experiments.paper_experiments.records import (
   Setup,
   Way,
 )
-from experiments.paper_experiments.shared import (
+from kvjax.experiments.paper_experiments.shared import (
   FOUR_NEEDLES,
   ON_NEEDLES,
   at_random,
@@ -29,7 +29,7 @@ from experiments.paper_experiments.shared import (
   prose,
   ruler,
 )
-from kvjax.budgets import Retention, Tokens
+from kvjax.options.budgets import Retention, Tokens
 
 _PAPER = "CTkvr"
 _LLAMA = "Llama-3-8B-Instruct-262K"

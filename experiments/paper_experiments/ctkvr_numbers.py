@@ -1,8 +1,8 @@
 """The numbers of CTkvr's tables (arXiv 2512.15550)."""
 
-from experiments.paper_experiments.records import Average, Key, Targets
-from experiments.paper_experiments.shared import of_category
-from experiments.paper_experiments.transcription import across, by_task
+from kvjax.experiments.paper_experiments.records import Average, Key, Targets
+from kvjax.experiments.paper_experiments.shared import of_category
+from kvjax.experiments.paper_experiments.transcription import across, by_task
 
 LENGTHS = ("8K", "16K", "32K", "64K", "128K")
 MEAN_13, OVER_13 = "mean of 13", "plain mean of 13"

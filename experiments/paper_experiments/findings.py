@@ -6,9 +6,9 @@ from typing import Literal, NamedTuple
 
 from matplotlib.figure import Figure
 
-from experiments.reporting.formats import Table
-from experiments.reporting.wording import count
-from models.pretrained import Pretrained
+from kvjax.experiments.reporting.formats import Table
+from kvjax.experiments.reporting.wording import count
+from kvjax.models.pretrained import Pretrained
 
 # As the paper did, or so that a small model on generated data can follow.
 Scale = Literal["paper", "small"]

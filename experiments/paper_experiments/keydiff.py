@@ -2,20 +2,20 @@
 
 import dataclasses
 
-from experiments.answering import QUERY_AWARE
-from experiments.paper_experiments import keydiff_numbers as printed
-from experiments.paper_experiments.analyses import (
+from kvjax.experiments.answering import QUERY_AWARE
+from kvjax.experiments.paper_experiments import keydiff_numbers as printed
+from kvjax.experiments.paper_experiments.analyses import (
   head_statistics,
   prompt_lengths,
   retained_keys,
 )
-from experiments.paper_experiments.records import (
+from kvjax.experiments.paper_experiments.records import (
   Analysis,
   Comparison,
   Experiment,
   Setup,
 )
-from experiments.paper_experiments.shared import (
+from kvjax.experiments.paper_experiments.shared import (
   ALL_21,
   ENGLISH_16,
   NEEDLES,
@@ -27,8 +27,8 @@ from experiments.paper_experiments.shared import (
   plain,
   prose,
 )
-from kvjax.budgets import Retention, Tokens
-from kvjax.schedules import Schedule
+from kvjax.options.budgets import Retention, Tokens
+from kvjax.options.schedules import Schedule
 
 _PAPER = "KeyDiff"
 _MODELS = "Llama-3.1-8B, Llama-3.2-3B, Qwen2.5-7B and Qwen2.5-3B Instruct"

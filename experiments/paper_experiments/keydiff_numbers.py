@@ -5,9 +5,9 @@ is over all sets of LongBench, else over the 16 English and code sets; without
 blocks it is over all but narrativeqa.
 """
 
-from experiments.paper_experiments.records import Key, Targets
-from experiments.paper_experiments.shared import ENGLISH_16
-from experiments.paper_experiments.transcription import across, by_task
+from kvjax.experiments.paper_experiments.records import Key, Targets
+from kvjax.experiments.paper_experiments.shared import ENGLISH_16
+from kvjax.experiments.paper_experiments.transcription import across, by_task
 
 MEAN_16, MEAN_20, MEAN_21 = "mean of 16", "mean of 20", "mean of 21"
 COLUMNS = ("N = 2K", "N = 4K", "N = 6K", "N = 8K")

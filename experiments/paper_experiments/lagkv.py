@@ -1,9 +1,9 @@
 """The experiments of LagKV (Liang et al., arXiv 2504.04704)."""
 
-from experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
-from experiments.benchmarks.ruler import TASKS as RULER
-from experiments.paper_experiments import lagkv_numbers as printed
-from experiments.paper_experiments.records import (
+from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
+from kvjax.experiments.benchmarks.ruler import TASKS as RULER
+from kvjax.experiments.paper_experiments import lagkv_numbers as printed
+from kvjax.experiments.paper_experiments.records import (
   Comparison,
   Experiment,
   Line,
@@ -11,7 +11,7 @@ from experiments.paper_experiments.records import (
   Targets,
   Way,
 )
-from experiments.paper_experiments.shared import (
+from kvjax.experiments.paper_experiments.shared import (
   ENGLISH_16,
   NEEDLES,
   ON_NEEDLES,
@@ -22,9 +22,9 @@ from experiments.paper_experiments.shared import (
   plain,
   ruler,
 )
-from experiments.paper_experiments.transcription import across
-from kvjax.budgets import Retention
-from kvjax.schedules import Schedule
+from kvjax.experiments.paper_experiments.transcription import across
+from kvjax.options.budgets import Retention
+from kvjax.options.schedules import Schedule
 
 _PAPER = "LagKV"
 _MODELS = "Llama-3.1-8B-Instruct, Qwen2.5-7B-Instruct"

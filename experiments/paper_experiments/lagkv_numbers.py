@@ -1,9 +1,9 @@
 """The numbers of LagKV's tables (arXiv 2504.04704)."""
 
-from experiments.benchmarks.ruler import TASKS as RULER
-from experiments.paper_experiments.records import Key, Targets
-from experiments.paper_experiments.shared import of_category, plain
-from experiments.paper_experiments.transcription import across, by_task
+from kvjax.experiments.benchmarks.ruler import TASKS as RULER
+from kvjax.experiments.paper_experiments.records import Key, Targets
+from kvjax.experiments.paper_experiments.shared import of_category, plain
+from kvjax.experiments.paper_experiments.transcription import across, by_task
 
 # Shares removed, and compression ratios.
 REMOVED = ("25 % removed", "50 % removed", "75 % removed", "87.5 % removed")

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from experiments.paper_experiments.records import Program
+from kvjax.experiments.paper_experiments.records import Program
 
 
 def chosen(
@@ -35,7 +35,7 @@ def command(
     if flag in given
   ]
   return [
-    f"experiments.{program.module}",
+    f"kvjax.experiments.{program.module}",
     f"--output={folder_of(program, folder)}",
     *(argument.format(folder=folder) for argument in program.arguments),
     *own,

@@ -5,8 +5,8 @@ reviews and the authors' notebooks. Window, sign and cut are this project's
 choices, and the score of a cluster is reported in all four forms.
 """
 
-from experiments.paper_experiments.analyses import deviations, stages
-from experiments.paper_experiments.protokv_setups import (
+from kvjax.experiments.paper_experiments.analyses import deviations, stages
+from kvjax.experiments.paper_experiments.protokv_setups import (
   E1_1,
   E1_2,
   E1_3,
@@ -19,8 +19,8 @@ from experiments.paper_experiments.protokv_setups import (
   LLAMA,
   per_query_head,
 )
-from experiments.paper_experiments.records import Analysis, Experiment
-from experiments.paper_experiments.shared import (
+from kvjax.experiments.paper_experiments.records import Analysis, Experiment
+from kvjax.experiments.paper_experiments.shared import (
   ON_NEEDLES,
   at_random,
   longbench,

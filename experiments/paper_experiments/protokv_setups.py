@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 
-from experiments.answering import QUERY_AWARE
-from experiments.paper_experiments.records import (
+from kvjax.experiments.answering import QUERY_AWARE
+from kvjax.experiments.paper_experiments.records import (
   Comparison,
   Setup,
   Targets,
 )
-from experiments.paper_experiments.shared import (
+from kvjax.experiments.paper_experiments.shared import (
   ENGLISH_16,
   NEEDLES,
   budgets,
@@ -19,8 +19,8 @@ from experiments.paper_experiments.shared import (
   plain,
   ruler,
 )
-from experiments.paper_experiments.transcription import across
-from kvjax.budgets import Retention, Tokens
+from kvjax.experiments.paper_experiments.transcription import across
+from kvjax.options.budgets import Retention, Tokens
 
 LLAMA = "LLaMA-3-8B-Instruct"
 # Of LLaMA-3-8B; 3950 is that of LLaMA-2-7B and 31500 that of Mistral-7B.

@@ -9,10 +9,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from experiments.answering import Protocol
-from experiments.paper_experiments.findings import Findings, Scale, Subject
-from kvjax.budgets import Budget
-from kvjax.schedules import WHOLE, Schedule
+from kvjax.experiments.answering import Protocol
+from kvjax.experiments.paper_experiments.findings import (
+  Findings,
+  Scale,
+  Subject,
+)
+from kvjax.options.budgets import Budget
+from kvjax.options.schedules import WHOLE, Schedule
 
 Benchmark = Literal["longbench", "ruler", "needle", "passkey", "multiturn"]
 
@@ -112,7 +116,7 @@ class Setup:
   """What is asked, and when is compressed.
 
   Attributes:
-    benchmark: see `experiments.evaluate`.
+    benchmark: see `kvjax.experiments.evaluate`.
     tasks: of RULER or LongBench.
     lengths: tokens of prompt and answer; of LongBench's prompts the most, or
       nothing, and none is cut.

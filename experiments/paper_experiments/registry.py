@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
-from experiments.paper_experiments import (
+from kvjax.errors import InputError
+from kvjax.experiments.paper_experiments import (
   compactor,
   ctkvr,
   keydiff,
   lagkv,
   protokv,
 )
-from experiments.paper_experiments.records import Experiment
-from kvjax.errors import InputError
-from kvjax.naming import near
+from kvjax.experiments.paper_experiments.records import Experiment
+from kvjax.options.naming import near
 
 EXPERIMENTS: Mapping[str, Experiment] = {
   experiment.id: experiment
@@ -30,6 +30,6 @@ def find(ids: Sequence[str]) -> list[Experiment]:
     if name not in EXPERIMENTS:
       raise InputError(
         f"There is no experiment {name!r}{near(name, EXPERIMENTS)}; "
-        "python -m experiments.papers lists them."
+        "python -m kvjax.experiments.papers lists them."
       )
   return [EXPERIMENTS[name] for name in dict.fromkeys(ids)]

@@ -8,17 +8,17 @@ from typing import Any
 
 import rich.console
 
-from experiments import reports
-from experiments.paper_experiments import beside, programs, running
-from experiments.paper_experiments.findings import Findings, Scale
-from experiments.paper_experiments.records import (
+from kvjax.experiments import reports
+from kvjax.experiments.paper_experiments import beside, programs, running
+from kvjax.experiments.paper_experiments.findings import Findings, Scale
+from kvjax.experiments.paper_experiments.records import (
   Analysis,
   Comparison,
   Experiment,
 )
-from experiments.paper_experiments.running import Session
-from experiments.reporting import formats, wording
-from experiments.reporting.formats import Table
+from kvjax.experiments.paper_experiments.running import Session
+from kvjax.experiments.reporting import formats, wording
+from kvjax.experiments.reporting.formats import Table
 
 # A line per cell or table, for other programs.
 _Data = list[dict[str, Any]]

@@ -7,23 +7,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import kvjax
-from experiments import inputs, reports, results, runs
-from experiments.benchmarks import longbench
-from experiments.candidates import FULL, Candidate, candidates
-from experiments.paper_experiments.beside import Beside, Cells, beside
-from experiments.paper_experiments.findings import Findings, Scale, Subject
-from experiments.paper_experiments.records import (
+from kvjax.errors import InputError
+from kvjax.experiments import inputs, reports, results, runs
+from kvjax.experiments.benchmarks import longbench
+from kvjax.experiments.candidates import FULL, Candidate, candidates
+from kvjax.experiments.paper_experiments.beside import Beside, Cells, beside
+from kvjax.experiments.paper_experiments.findings import (
+  Findings,
+  Scale,
+  Subject,
+)
+from kvjax.experiments.paper_experiments.records import (
   Analysis,
   Column,
   Comparison,
   Line,
   Setup,
 )
-from experiments.paper_experiments.samples import Sources, draw, prompts
-from experiments.reporting import wording
-from experiments.reporting.pictures import png
-from kvjax.errors import InputError
-from models.pretrained import Pretrained
+from kvjax.experiments.paper_experiments.samples import Sources, draw, prompts
+from kvjax.experiments.reporting import wording
+from kvjax.experiments.reporting.pictures import png
+from kvjax.models.pretrained import Pretrained
 
 
 class Session(NamedTuple):

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from experiments import inputs
-from experiments.answering import Prompt
-from experiments.benchmarks import (
+from kvjax.errors import InputError
+from kvjax.experiments import inputs
+from kvjax.experiments.answering import Prompt
+from kvjax.experiments.benchmarks import (
   grids,
   longbench,
   longbench_files,
@@ -17,13 +18,12 @@ from experiments.benchmarks import (
   ruler,
   ruler_files,
 )
-from experiments.metrics import registry
-from experiments.paper_experiments.findings import Scale
-from experiments.paper_experiments.records import Setup
-from experiments.results import Samples, data_name
-from experiments.tasks import prose
-from kvjax.errors import InputError
-from models.pretrained import Pretrained
+from kvjax.experiments.metrics import registry
+from kvjax.experiments.paper_experiments.findings import Scale
+from kvjax.experiments.paper_experiments.records import Setup
+from kvjax.experiments.results import Samples, data_name
+from kvjax.experiments.tasks import prose
+from kvjax.models.pretrained import Pretrained
 
 _TURNS = 8
 

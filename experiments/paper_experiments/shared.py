@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from experiments import suite
-from experiments.benchmarks.longbench_sets import SETS, Category
-from experiments.benchmarks.ruler import TASKS
-from experiments.paper_experiments.records import (
+from kvjax.experiments import suite
+from kvjax.experiments.benchmarks.longbench_sets import SETS, Category
+from kvjax.experiments.benchmarks.ruler import TASKS
+from kvjax.experiments.paper_experiments.records import (
   Average,
   Column,
   Line,
@@ -13,9 +13,9 @@ from experiments.paper_experiments.records import (
   Setup,
   Way,
 )
-from experiments.tasks import needles
-from kvjax.budgets import Budget
-from kvjax.schedules import WHOLE, Schedule
+from kvjax.experiments.tasks import needles
+from kvjax.options.budgets import Budget
+from kvjax.options.schedules import WHOLE, Schedule
 
 # In LongBench's order, which is that of the papers' tables.
 ALL_21 = tuple(SETS)

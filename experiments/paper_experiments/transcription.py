@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from experiments.paper_experiments.records import Key
+from kvjax.experiments.paper_experiments.records import Key
 
 
 def across(text: str, columns: Sequence[str], what: str) -> dict[Key, float]:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from experiments.reference.curriculum import Stage
-from experiments.reference.lessons import draw_row
-from experiments.reference.pieces import Pieces
-from experiments.reference.rows import Batch, pack
+from kvjax.experiments.reference.curriculum import Stage
+from kvjax.experiments.reference.lessons import draw_row
+from kvjax.experiments.reference.pieces import Pieces
+from kvjax.experiments.reference.rows import Batch, pack
 
 # Keeps validation apart from every training batch.
 _VALIDATION = 1_000_003

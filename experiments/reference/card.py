@@ -11,14 +11,14 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from experiments.reference import needle_mass, training, validation
-from experiments.reference.checkpoints import Progress
-from experiments.reference.curriculum import Stage
-from experiments.reference.pieces import SPELLED_SHARE
-from experiments.reference.prompts import VARIED_SHARE
-from experiments.reference.rows import BACKGROUND_WEIGHT, FIRST_WEIGHT
-from experiments.reference.validation import Score
-from models.config import DecoderConfig
+from kvjax.experiments.reference import needle_mass, training, validation
+from kvjax.experiments.reference.checkpoints import Progress
+from kvjax.experiments.reference.curriculum import Stage
+from kvjax.experiments.reference.pieces import SPELLED_SHARE
+from kvjax.experiments.reference.prompts import VARIED_SHARE
+from kvjax.experiments.reference.rows import BACKGROUND_WEIGHT, FIRST_WEIGHT
+from kvjax.experiments.reference.validation import Score
+from kvjax.models.config import DecoderConfig
 
 # What a model should reach; the card names the cells that stay below.
 _ENOUGH = 0.95
@@ -233,9 +233,10 @@ read (`{mass_task}` at {mass_length:,} tokens, {mass_samples} samples):
 
 ## Training
 
-`python -m experiments.train_reference --output=DIR --seed={seed}` trains such a
-model; other machines round otherwise, so their weights and scores differ a
-little. Steps: {steps:,}, extensions of stages that missed their gate included.
+`python -m kvjax.experiments.train_reference --output=DIR --seed={seed}`
+trains such a model; other machines round otherwise, so their weights and scores
+differ a little. Steps: {steps:,}, extensions of stages that missed their
+gate included.
 Tokens: {tokens:.1f} million. Time in training steps: {minutes:.0f} minutes
 ({device}, {cores} cores). Seed: {seed}. Date: {date}.
 

@@ -8,7 +8,7 @@ or is extended. The model card says what came of it.
 import dataclasses
 from collections.abc import Mapping
 
-from experiments.reference import mixtures
+from kvjax.experiments.reference import mixtures
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,16 +7,16 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from experiments.reference import training, validation, vocabulary
-from experiments.reference.card import Findings, card, cell
-from experiments.reference.checkpoints import Progress
-from experiments.reference.curriculum import Stage
-from experiments.reference.needle_mass import needle_mass
-from experiments.reference.validation import Score
-from models import pretrained
-from models.decoder import Decoder
-from models.language_model import from_decoder
-from models.tokenizer import Tokenizer
+from kvjax.experiments.reference import training, validation, vocabulary
+from kvjax.experiments.reference.card import Findings, card, cell
+from kvjax.experiments.reference.checkpoints import Progress
+from kvjax.experiments.reference.curriculum import Stage
+from kvjax.experiments.reference.needle_mass import needle_mass
+from kvjax.experiments.reference.validation import Score
+from kvjax.models import pretrained
+from kvjax.models.decoder import Decoder
+from kvjax.models.language_model import from_decoder
+from kvjax.models.tokenizer import Tokenizer
 
 # Half the size of what was trained; the card's scores are of these numbers.
 _STORED = jnp.float16

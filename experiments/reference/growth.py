@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from flax import nnx
 
-from models.decoder import Decoder, Layer
+from kvjax.models.decoder import Decoder, Layer
 
 
 def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:

@@ -5,11 +5,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from experiments.reference.pairs import gapped_pairs, listed_pairs, plain_pairs
-from experiments.reference.pieces import Pieces
-from experiments.reference.prompts import Prompt, haystack, question_turn
-from experiments.reference.rows import Row
-from experiments.tasks import passkey as passkey_task
+from kvjax.experiments.reference.pairs import (
+  gapped_pairs,
+  listed_pairs,
+  plain_pairs,
+)
+from kvjax.experiments.reference.pieces import Pieces
+from kvjax.experiments.reference.prompts import Prompt, haystack, question_turn
+from kvjax.experiments.reference.rows import Row
+from kvjax.experiments.tasks import passkey as passkey_task
 
 # Symbols that tell which string is to be recalled, and the shortest string.
 _CUE = 5

@@ -10,11 +10,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import kvjax
-from experiments.answering import Prompt
-from experiments.tasks import needles
-from experiments.tasks.sample import Sample
-from kvjax.step import block_positions
-from models.pretrained import Pretrained
+from kvjax.engine.step import block_positions
+from kvjax.experiments.answering import Prompt
+from kvjax.experiments.tasks import needles
+from kvjax.experiments.tasks.sample import Sample
+from kvjax.models.pretrained import Pretrained
 
 TASK = "niah_single_2"
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from experiments.reference.pieces import Pieces
-from experiments.reference.prompts import listing
-from experiments.reference.rows import Row
+from kvjax.experiments.reference.pieces import Pieces
+from kvjax.experiments.reference.prompts import listing
+from kvjax.experiments.reference.rows import Row
 
 # Words that may stand between a key and its value in the first lessons, and
 # the longer filler of their questions.

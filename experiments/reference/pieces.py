@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import tokenizers
 
-from experiments.reference import vocabulary
-from experiments.tasks import prose, words
+from kvjax.experiments.reference import vocabulary
+from kvjax.experiments.tasks import prose, words
 
 _HEX = "0123456789abcdef"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from experiments.reference.pieces import Pieces
-from experiments.reference.rows import Row
-from experiments.tasks import needles
+from kvjax.experiments.reference.pieces import Pieces
+from kvjax.experiments.reference.rows import Row
+from kvjax.experiments.tasks import needles
 
 # Share of rows whose wording is not RULER's, against overfitting to a prompt.
 VARIED_SHARE = 0.3

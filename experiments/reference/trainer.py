@@ -13,13 +13,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from experiments.reference import batches, pieces, training, vocabulary
-from experiments.reference.checkpoints import Checkpoints, Progress
-from experiments.reference.curriculum import Stage
-from experiments.reference.growth import deepened
-from experiments.step_bar import step_bar
 from kvjax.errors import InputError
-from models.decoder import Decoder
+from kvjax.experiments.reference import batches, pieces, training, vocabulary
+from kvjax.experiments.reference.checkpoints import Checkpoints, Progress
+from kvjax.experiments.reference.curriculum import Stage
+from kvjax.experiments.reference.growth import deepened
+from kvjax.experiments.step_bar import step_bar
+from kvjax.models.decoder import Decoder
 
 _SAVE_EVERY = 200
 _REPORT_EVERY = 200

@@ -10,11 +10,11 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from experiments.reference import vocabulary
-from experiments.reference.attention import causal_attention
-from experiments.reference.rows import Batch
-from models.config import DecoderConfig
-from models.decoder import Decoder
+from kvjax.experiments.reference import vocabulary
+from kvjax.experiments.reference.attention import causal_attention
+from kvjax.experiments.reference.rows import Batch
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import Decoder
 
 MAX_POSITIONS = 4096
 LAYERS = 4

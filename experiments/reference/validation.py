@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 import kvjax
-from experiments import answering, suite
-from experiments.candidates import FULL, candidates
-from experiments.metrics.string_match import string_match_all
-from experiments.tasks import needles
-from experiments.tasks.sample import Sample
-from models.pretrained import Pretrained
+from kvjax.experiments import answering, suite
+from kvjax.experiments.candidates import FULL, candidates
+from kvjax.experiments.metrics.string_match import string_match_all
+from kvjax.experiments.tasks import needles
+from kvjax.experiments.tasks.sample import Sample
+from kvjax.models.pretrained import Pretrained
 
 LENGTHS = (512, 1024, 2048)
 DEPTHS = tuple(index / 9 for index in range(10))

@@ -19,7 +19,7 @@ from tokenizers import (
   processors,
 )
 
-from experiments.tasks import needles, passkey, prose, words
+from kvjax.experiments.tasks import needles, passkey, prose, words
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SIZE = 3328

@@ -3,9 +3,9 @@
 import rich.console
 import rich.text
 
-from experiments.reporting import wording
-from experiments.reporting.formats import Table, to_markdown
-from experiments.reporting.means import Summary, means, reads_less
+from kvjax.experiments.reporting import wording
+from kvjax.experiments.reporting.formats import Table, to_markdown
+from kvjax.experiments.reporting.means import Summary, means, reads_less
 
 
 def markdown(summary: Summary) -> str:

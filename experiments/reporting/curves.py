@@ -9,10 +9,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from experiments.candidates import FULL
-from experiments.reporting import lines, wording
-from experiments.reporting.lines import Line
-from experiments.reporting.means import Mean, Summary, means, reads_less
+from kvjax.experiments.candidates import FULL
+from kvjax.experiments.reporting import lines, wording
+from kvjax.experiments.reporting.lines import Line
+from kvjax.experiments.reporting.means import Mean, Summary, means, reads_less
 
 # Lines are shifted sideways so that no point covers another: natural logarithm
 # of the cost, from line to line and from the first to the last at most.

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from experiments.reporting import wording
-from experiments.reporting.records import Record
-from experiments.results import Answer
+from kvjax.experiments.reporting import wording
+from kvjax.experiments.reporting.records import Record
+from kvjax.experiments.results import Answer
 
 _SAMPLES = 12
 _QUESTION, _PREDICTION = 1000, 300

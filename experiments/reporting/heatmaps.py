@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from experiments.reporting import formats, wording
-from experiments.reporting.means import (
+from kvjax.experiments.reporting import formats, wording
+from kvjax.experiments.reporting.means import (
   Name,
   Row,
   Summary,

@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.answering import QUERY_AWARE
-from experiments.candidates import FULL
-from experiments.reporting import formats
-from experiments.reporting.means import (
+from kvjax.experiments.answering import QUERY_AWARE
+from kvjax.experiments.candidates import FULL
+from kvjax.experiments.reporting import formats
+from kvjax.experiments.reporting.means import (
   Mean,
   Row,
   Summary,
@@ -24,9 +24,9 @@ from experiments.reporting.means import (
   means,
   score,
 )
-from experiments.reporting.records import Record
-from experiments.reporting.rows import settings_of
-from experiments.results import Answer
+from kvjax.experiments.reporting.records import Record
+from kvjax.experiments.reporting.rows import settings_of
+from kvjax.experiments.results import Answer
 
 _CONFIG = "config.yaml"
 _DATASETS = {"needle": "needle_in_haystack"}

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import rich.console
 import rich.text
 
-from experiments.candidates import FULL
-from experiments.reporting import formats, page, wording
-from experiments.reporting.formats import Table
-from experiments.reporting.means import Mean, means
-from experiments.reporting.records import SUMMARY, Record
-from experiments.reporting.rows import settings_of
-from experiments.reporting.tables import overview, parts
+from kvjax.experiments.candidates import FULL
+from kvjax.experiments.reporting import formats, page, wording
+from kvjax.experiments.reporting.formats import Table
+from kvjax.experiments.reporting.means import Mean, means
+from kvjax.experiments.reporting.records import SUMMARY, Record
+from kvjax.experiments.reporting.rows import settings_of
+from kvjax.experiments.reporting.tables import overview, parts
 
 # Method, options and budget.
 _Key = tuple[str, str, str]

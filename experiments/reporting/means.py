@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments.calibration.records import AUTO
-from experiments.candidates import FULL
-from experiments.intervals import interval
-from experiments.results import Answer
+from kvjax.experiments.calibration.records import AUTO
+from kvjax.experiments.candidates import FULL
+from kvjax.experiments.intervals import interval
+from kvjax.experiments.results import Answer
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]

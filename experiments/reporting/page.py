@@ -5,14 +5,14 @@ from collections.abc import Mapping
 
 import jinja2
 
-from experiments.reporting import wording
-from experiments.reporting.excerpts import excerpts
-from experiments.reporting.means import Summary
-from experiments.reporting.records import Record
-from experiments.reporting.tables import tables
+from kvjax.experiments.reporting import wording
+from kvjax.experiments.reporting.excerpts import excerpts
+from kvjax.experiments.reporting.means import Summary
+from kvjax.experiments.reporting.records import Record
+from kvjax.experiments.reporting.tables import tables
 
 _TEMPLATES = jinja2.Environment(
-  loader=jinja2.PackageLoader("experiments.reporting"),
+  loader=jinja2.PackageLoader("kvjax.experiments.reporting"),
   autoescape=True,
   undefined=jinja2.StrictUndefined,
   trim_blocks=True,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from experiments.reporting import curves
-from experiments.reporting.heatmaps import heatmaps
-from experiments.reporting.records import Record
-from experiments.reporting.tables import has_depths, parts
+from kvjax.experiments.reporting import curves
+from kvjax.experiments.reporting.heatmaps import heatmaps
+from kvjax.experiments.reporting.records import Record
+from kvjax.experiments.reporting.tables import has_depths, parts
 
 _DPI = 200
 _NAMES = re.compile(

@@ -7,10 +7,10 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.reporting.means import Row, Summary
-from experiments.results import Answer
 from kvjax.errors import InputError
-from models.json_files import read_text
+from kvjax.experiments.reporting.means import Row, Summary
+from kvjax.experiments.results import Answer
+from kvjax.models.json_files import read_text
 
 SUMMARY = "summary.json"
 SAMPLES = "samples.jsonl"

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.candidates import FULL
-from experiments.reporting import wording
-from experiments.reporting.means import Row, Summary, grouped
-from experiments.reporting.records import Record
+from kvjax.experiments.candidates import FULL
+from kvjax.experiments.reporting import wording
+from kvjax.experiments.reporting.means import Row, Summary, grouped
+from kvjax.experiments.reporting.records import Record
 
 # Of a summary: what rows must share to be compared.
 SETTINGS = (

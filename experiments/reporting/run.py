@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import rich.console
 import rich.text
 
-from experiments.reporting import formats, wording
-from experiments.reporting.records import Record
-from experiments.reporting.tables import tables
+from kvjax.experiments.reporting import formats, wording
+from kvjax.experiments.reporting.records import Record
+from kvjax.experiments.reporting.tables import tables
 
 
 def markdown(record: Record, plots: Sequence[str]) -> str:

@@ -4,12 +4,12 @@ import functools
 import statistics
 from collections.abc import Callable, Mapping
 
-from experiments.benchmarks.ruler_averages import ENOUGH, averages
-from experiments.candidates import FULL
-from experiments.reporting import wording
-from experiments.reporting.formats import Table
-from experiments.reporting.means import Name, Row, grouped, mean_of, score
-from experiments.reporting.records import Record
+from kvjax.experiments.benchmarks.ruler_averages import ENOUGH, averages
+from kvjax.experiments.candidates import FULL
+from kvjax.experiments.reporting import wording
+from kvjax.experiments.reporting.formats import Table
+from kvjax.experiments.reporting.means import Name, Row, grouped, mean_of, score
+from kvjax.experiments.reporting.records import Record
 
 _Value = Callable[[Row], float]
 # Every run with a full cache has it, beside the scores of its benchmark.

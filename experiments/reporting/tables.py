@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from experiments.benchmarks.longbench_averages import averages
-from experiments.candidates import FULL
-from experiments.reporting import series, wording
-from experiments.reporting.formats import Table
-from experiments.reporting.means import Mean, grouped, means, reads_less
-from experiments.reporting.records import Record
+from kvjax.experiments.benchmarks.longbench_averages import averages
+from kvjax.experiments.candidates import FULL
+from kvjax.experiments.reporting import series, wording
+from kvjax.experiments.reporting.formats import Table
+from kvjax.experiments.reporting.means import Mean, grouped, means, reads_less
+from kvjax.experiments.reporting.records import Record
 
 # Letters of an average's label.
 _SET = 32

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from experiments.candidates import FULL
-from experiments.reporting.means import Mean, Summary
+from kvjax.experiments.candidates import FULL
+from kvjax.experiments.reporting.means import Mean, Summary
 
 # More lengths than these are named by the first and the last, more tasks by
 # their number.

@@ -11,9 +11,9 @@ import random
 import re
 from collections.abc import Sequence
 
-from experiments.tasks import fitting, prose, words
-from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
+from kvjax.experiments.tasks import fitting, prose, words
+from kvjax.experiments.tasks.sample import Sample
 
 NAME = "cwe"
 INTRO = (

@@ -5,8 +5,8 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 
-from experiments.tasks import prose
 from kvjax.errors import InputError
+from kvjax.experiments.tasks import prose
 
 Count = Callable[[str], int]
 

@@ -8,8 +8,8 @@ import math
 import random
 import string
 
-from experiments.tasks import fitting
-from experiments.tasks.sample import Sample
+from kvjax.experiments.tasks import fitting
+from kvjax.experiments.tasks.sample import Sample
 
 NAME = "fwe"
 INTRO = (

@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from experiments.tasks import fitting, prose, words
-from experiments.tasks.sample import Sample
+from kvjax.experiments.tasks import fitting, prose, words
+from kvjax.experiments.tasks.sample import Sample
 
 INTRO = (
   "Some special magic {kind} are hidden within the following text. "

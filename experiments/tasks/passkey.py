@@ -3,8 +3,8 @@
 import random
 from collections.abc import Callable
 
-from experiments.tasks import fitting, prose
-from experiments.tasks.sample import Sample
+from kvjax.experiments.tasks import fitting, prose
+from kvjax.experiments.tasks.sample import Sample
 
 INTRO = (
   "There is an important info hidden inside a lot of irrelevant text. "

@@ -7,9 +7,9 @@ not: as many as fit.
 import dataclasses
 import random
 
-from experiments.tasks import fitting
-from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
+from kvjax.experiments.tasks import fitting
+from kvjax.experiments.tasks.sample import Sample
 
 INSTRUCTION = (
   "Answer the question based on the given documents. Only give me the answer "

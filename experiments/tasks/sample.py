@@ -26,7 +26,7 @@ class Sample:
     task: its name.
     max_new_tokens: most tokens of the answer.
     metadata: what the task says about itself: length, depth, turn and so on.
-    metric: how a prediction is scored, one of `experiments.metrics`.
+    metric: how a prediction is scored, one of `kvjax.experiments.metrics`.
     chat: whether the model's chat template is put around the prompt.
     stays: whether question and answer stay in the cache of their context, for
       the sample of it that comes next.

@@ -10,9 +10,9 @@ import random
 import string
 from collections.abc import Callable, Sequence
 
-from experiments.tasks import fitting
-from experiments.tasks.needles import NOISE
-from experiments.tasks.sample import Sample
+from kvjax.experiments.tasks import fitting
+from kvjax.experiments.tasks.needles import NOISE
+from kvjax.experiments.tasks.sample import Sample
 
 NAME = "vt"
 INTRO = (

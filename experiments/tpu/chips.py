@@ -11,8 +11,8 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh
 
+from kvjax.cache.sharding import AXES
 from kvjax.errors import InputError
-from kvjax.sharding import AXES
 
 # Smallest pieces of each kind that hold an 8B model in bfloat16 with room to
 # spare, as libtpu names them. Of tpu7x a chip is two devices.

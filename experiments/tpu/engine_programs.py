@@ -15,17 +15,17 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-import kernels
 import kvjax
-from experiments.tpu import llama
-from experiments.tpu.chips import Chip
-from experiments.tpu.programs import Lowered, Program
-from kvjax.cache import Cache
-from kvjax.decoding import Answers, Run, decode
-from kvjax.indexed import IndexedLayer
-from kvjax.placement import DEVICE, HOST, is_on_host
-from kvjax.sharding import shard_cache
-from models.language_model import DecoderModel
+from kvjax import kernels
+from kvjax.cache.cache import Cache
+from kvjax.cache.placement import DEVICE, HOST, is_on_host
+from kvjax.cache.sharding import shard_cache
+from kvjax.cache.sparse import IndexedLayer
+from kvjax.engine.decoding import Answers, Run, decode
+from kvjax.experiments.tpu import llama
+from kvjax.experiments.tpu.chips import Chip
+from kvjax.experiments.tpu.programs import Lowered, Program
+from kvjax.models.language_model import DecoderModel
 
 _DECODING = kvjax.Decoding(max_new_tokens=128)
 

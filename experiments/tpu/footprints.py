@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 
-from experiments.tpu.hlo import Module
-from experiments.tpu.host_arrays import copied_from_host
-from experiments.tpu.kernel_traffic import kernels_in
-from experiments.tpu.meanwhile import meanwhile
-from experiments.tpu.traffic import traffic
+from kvjax.experiments.tpu.hlo import Module
+from kvjax.experiments.tpu.host_arrays import copied_from_host
+from kvjax.experiments.tpu.kernel_traffic import kernels_in
+from kvjax.experiments.tpu.meanwhile import meanwhile
+from kvjax.experiments.tpu.traffic import traffic
 
 
 @dataclasses.dataclass(frozen=True)

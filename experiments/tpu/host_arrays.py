@@ -1,6 +1,6 @@
 """What a program brings whole from the host's memory."""
 
-from experiments.tpu.hlo import Buffer, Module
+from kvjax.experiments.tpu.hlo import Buffer, Module
 
 _HOST = 5
 # They hand on what is there.

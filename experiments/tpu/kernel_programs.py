@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-import kernels
-from experiments.tpu.chips import Chip
-from experiments.tpu.programs import Lowered, Program
-from kernels.specs import Spec, named_specs
+from kvjax import kernels
+from kvjax.experiments.tpu.chips import Chip
+from kvjax.experiments.tpu.programs import Lowered, Program
+from kvjax.kernels.specs import Spec, named_specs
 
 
 def kernel_programs() -> Iterator[Program]:

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.config import DecoderConfig
-from models.decoder import Decoder
-from models.language_model import DecoderModel, from_decoder
-from models.sharding import param_shardings
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import Decoder
+from kvjax.models.language_model import DecoderModel, from_decoder
+from kvjax.models.sharding import param_shardings
 
 NAME = "Llama-3.1-8B"
 LAYERS = 32

@@ -1,6 +1,6 @@
 """What a device does while its host works for it."""
 
-from experiments.tpu.hlo import Module
+from kvjax.experiments.tpu.hlo import Module
 
 
 def meanwhile(module: Module) -> int:

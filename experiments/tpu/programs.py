@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.tpu.chips import Chip
-from experiments.tpu.footprints import Footprint
+from kvjax.experiments.tpu.chips import Chip
+from kvjax.experiments.tpu.footprints import Footprint
 
 KINDS = ("kernel", "prefill", "decode")
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import rich.console
 
-from experiments import reports
-from experiments.tpu import tables
-from experiments.tpu.programs import KINDS, Outcome, Program
 from kvjax.errors import InputError
+from kvjax.experiments import reports
+from kvjax.experiments.tpu import tables
+from kvjax.experiments.tpu.programs import KINDS, Outcome, Program
 
 COMMAND = "make tpu-compile"
 

@@ -8,9 +8,9 @@ import rich.console
 import rich.table
 import rich.text
 
-from experiments.tpu import llama
-from experiments.tpu.chips import Chip
-from experiments.tpu.programs import Outcome
+from kvjax.experiments.tpu import llama
+from kvjax.experiments.tpu.chips import Chip
+from kvjax.experiments.tpu.programs import Outcome
 
 _HEAD = (
   "program",

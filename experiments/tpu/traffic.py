@@ -6,8 +6,8 @@ several times.
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiments.tpu.hlo import Computation, Instruction, Module
-from experiments.tpu.kernel_traffic import KernelTraffic
+from kvjax.experiments.tpu.hlo import Computation, Instruction, Module
+from kvjax.experiments.tpu.kernel_traffic import KernelTraffic
 
 # Moves nothing, or something that is counted elsewhere.
 _STILL = frozenset(

@@ -1,6 +1,6 @@
 """Attention of a block of queries over cached slots."""
 
-from kernels.attention.api import attention as attention
-from kernels.attention.api import partial_attention as partial_attention
-from kernels.attention.partial import Partial as Partial
-from kernels.attention.partial import merge as merge
+from kvjax.kernels.attention.api import attention as attention
+from kvjax.kernels.attention.api import partial_attention as partial_attention
+from kvjax.kernels.attention.partial import Partial as Partial
+from kvjax.kernels.attention.partial import merge as merge

@@ -4,10 +4,10 @@ from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
-from kernels.attention.chunked import attention_chunked
-from kernels.attention.partial import Partial
-from kernels.attention.reference import attention_reference
-from kernels.quantised import Quantised
+from kvjax.kernels.attention.chunked import attention_chunked
+from kvjax.kernels.attention.partial import Partial
+from kvjax.kernels.attention.reference import attention_reference
+from kvjax.kernels.quantised import Quantised
 
 Implementation = Literal["chunked", "reference"]
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.attention.partial import Partial
-from kernels.attention.query_chunks import in_query_chunks
-from kernels.quantised import Quantised, dequantise
+from kvjax.kernels.attention.partial import Partial
+from kvjax.kernels.attention.query_chunks import in_query_chunks
+from kvjax.kernels.quantised import Quantised, dequantise
 
 QUERY_CHUNK = 256
 # Logits per head that are alive at once: a lone query reads all its slots in
@@ -33,7 +33,7 @@ def attention_chunked(
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
 ) -> Partial:
-  """See `kernels.attention.api.partial_attention`; O(S + T) memory."""
+  """See `kvjax.kernels.attention.api.partial_attention`; O(S + T) memory."""
 
   def attend(
     queries: Float[Array, "B K G C D"], query_positions: Int[Array, "B C"]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.attention.partial import Partial
+from kvjax.kernels.attention.partial import Partial
 
 # From grouped queries and their positions to what they attend to.
 Attend = Callable[[Float[Array, "B K G C D"], Int[Array, "B C"]], Partial]

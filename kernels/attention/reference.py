@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.attention.partial import Partial
-from kernels.quantised import Quantised, dequantise
+from kvjax.kernels.attention.partial import Partial
+from kvjax.kernels.quantised import Quantised, dequantise
 
 
 def attention_reference(
@@ -15,7 +15,7 @@ def attention_reference(
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
 ) -> Partial:
-  """See `kernels.attention.api.partial_attention`; O(S T) memory."""
+  """See `kvjax.kernels.attention.api.partial_attention`; O(S T) memory."""
   keys, values = (dequantise(x, jnp.float32) for x in (keys, values))
   batch, heads, length, dim = queries.shape
   kv_heads = keys.shape[1]

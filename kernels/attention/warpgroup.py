@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kernels.attention.partial import Partial
+from kvjax.kernels.attention.partial import Partial
 
 # Queries, and slots of a chunk.
 ROWS = 64

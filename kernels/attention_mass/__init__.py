@@ -1,4 +1,4 @@
 """How much attention each key receives, without the matrix of weights."""
 
-from kernels.attention_mass.api import causal_mass as causal_mass
-from kernels.attention_mass.api import chunk_mass as chunk_mass
+from kvjax.kernels.attention_mass.api import causal_mass as causal_mass
+from kvjax.kernels.attention_mass.api import chunk_mass as chunk_mass

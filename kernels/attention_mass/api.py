@@ -2,10 +2,10 @@
 
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.attention_mass.gpu import causal_mass_gpu, chunk_mass_gpu
-from kernels.attention_mass.tpu import causal_mass_tpu, chunk_mass_tpu
-from kernels.attention_mass.xla import causal_mass_xla, chunk_mass_xla
-from kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.attention_mass.gpu import causal_mass_gpu, chunk_mass_gpu
+from kvjax.kernels.attention_mass.tpu import causal_mass_tpu, chunk_mass_tpu
+from kvjax.kernels.attention_mass.xla import causal_mass_xla, chunk_mass_xla
+from kvjax.kernels.dispatch import Implementation, Programs, dispatch
 
 _CAUSAL = Programs(causal_mass_xla, causal_mass_tpu, causal_mass_gpu)
 _CHUNKS = Programs(chunk_mass_xla, chunk_mass_tpu, chunk_mass_gpu)
@@ -33,7 +33,7 @@ def causal_mass(
     query_positions: place of each query in its row; -1 for padding, which may
       hold anything and adds nothing.
     key_positions: place of each slot's token in its row, -1 for empty.
-    implementation: see `kernels.use`.
+    implementation: see `kvjax.kernels.use`.
 
   Returns:
     The mass of every slot, 0 where it is empty; the masses of a head sum to
@@ -67,7 +67,7 @@ def chunk_mass(
       hold anything there.
     chunk: slots per chunk; the last one may be shorter.
     scale: of the logits.
-    implementation: see `kernels.use`.
+    implementation: see `kvjax.kernels.use`.
 
   Returns:
     The mass of every slot, in float32 throughout as in `causal_mass`: its mean

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.attention_mass.gpu_sweeps import LSE, MASS, ROWS, sweep
-from kernels.attention_mass.tiles import NEVER, filled
+from kvjax.kernels.attention_mass.gpu_sweeps import LSE, MASS, ROWS, sweep
+from kvjax.kernels.attention_mass.tiles import NEVER, filled
 
 
 def causal_mass_gpu(
@@ -14,7 +14,7 @@ def causal_mass_gpu(
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
 ) -> Float[Array, "B N T"]:
-  """See `kernels.attention_mass.api.causal_mass`, and `_mass`."""
+  """See `kvjax.kernels.attention_mass.api.causal_mass`, and `_mass`."""
   batch, kv_heads, _, dim = keys.shape
   asked = jnp.broadcast_to(
     query_positions[:, None], (batch, kv_heads, queries.shape[2])
@@ -29,7 +29,7 @@ def chunk_mass_gpu(
   chunk: int,
   scale: float,
 ) -> Float[Array, "B N T"]:
-  """See `kernels.attention_mass.api.chunk_mass`, and `_mass`.
+  """See `kvjax.kernels.attention_mass.api.chunk_mass`, and `_mass`.
 
   Raises:
     NotImplementedError: the chunks are not a multiple of 128 slots.

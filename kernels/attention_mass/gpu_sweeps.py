@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels.attention_mass.tiles import UNSEEN
+from kvjax.kernels.attention_mass.tiles import UNSEEN
 
 # A block of threads keeps so many rows and meets so many columns at a time.
 ROWS, COLUMNS = 128, 64

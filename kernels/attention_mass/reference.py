@@ -11,7 +11,7 @@ def causal_mass_reference(
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
 ) -> Float[Array, "B N T"]:
-  """See `kernels.attention_mass.api.causal_mass`; O(S T) memory."""
+  """See `kvjax.kernels.attention_mass.api.causal_mass`; O(S T) memory."""
   asked = query_positions[:, None, :, None]
   places = key_positions[:, :, None]
   seen = (asked >= 0) & (places >= 0) & (places <= asked)
@@ -25,7 +25,7 @@ def chunk_mass_reference(
   chunk: int,
   scale: float,
 ) -> Float[Array, "B N T"]:
-  """See `kernels.attention_mass.api.chunk_mass`; O(T T) memory."""
+  """See `kvjax.kernels.attention_mass.api.chunk_mass`; O(T T) memory."""
   number = jnp.arange(held.shape[-1]) // chunk
   together = number[:, None] == number[None]
   seen = together[None, None] & held[..., None] & held[:, :, None]

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kernels.attention_mass.api import causal_mass, chunk_mass
-from kernels.specs import Spec
+from kvjax.kernels.attention_mass.api import causal_mass, chunk_mass
+from kvjax.kernels.specs import Spec
 
 _HEADS, _KV_HEADS, _DIM = 32, 8, 128
 

@@ -9,9 +9,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from kernels.attention_mass.tiles import NEVER, UNSEEN, filled
-from kernels.attention_mass.tpu_chunks import chunk_mass_tpu as chunk_mass_tpu
-from kernels.attention_mass.tpu_tiles import (
+from kvjax.kernels.attention_mass.tiles import NEVER, UNSEEN, filled
+from kvjax.kernels.attention_mass.tpu_chunks import (
+  chunk_mass_tpu as chunk_mass_tpu,
+)
+from kvjax.kernels.attention_mass.tpu_tiles import (
   check,
   column,
   joined_heads,
@@ -92,7 +94,7 @@ def causal_mass_tpu(
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
 ) -> Float[Array, "B N T"]:
-  """See `kernels.attention_mass.api.causal_mass`.
+  """See `kvjax.kernels.attention_mass.api.causal_mass`.
 
   A tile of queries meets all tiles of keys twice: first its log-sum-exp is
   found, then what it gives to the keys. The masses of all slots stay in VMEM

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
-from kernels.attention_mass.tiles import UNSEEN, filled
-from kernels.attention_mass.tpu_tiles import (
+from kvjax.kernels.attention_mass.tiles import UNSEEN, filled
+from kvjax.kernels.attention_mass.tpu_tiles import (
   check,
   column,
   joined_heads,
@@ -29,7 +29,7 @@ def chunk_mass_tpu(
   chunk: int,
   scale: float,
 ) -> Float[Array, "B N T"]:
-  """See `kernels.attention_mass.api.chunk_mass`; a chunk is one step.
+  """See `kvjax.kernels.attention_mass.api.chunk_mass`; a chunk is one step.
 
   Raises:
     NotImplementedError: of dtypes other than bfloat16 and float32, of chunks

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.attention_mass.tiles import filled
+from kvjax.kernels.attention_mass.tiles import filled
 
 # Logits of one query head that are alive at once, for a CPU's cache, but of no
 # fewer queries than these: each tile reads all keys.
@@ -18,7 +18,7 @@ def causal_mass_xla(
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
 ) -> Float[Array, "B N T"]:
-  """See `kernels.attention_mass.api.causal_mass`."""
+  """See `kvjax.kernels.attention_mass.api.causal_mass`."""
   grouped = _grouped(queries, keys.shape[1])
   scale = queries.shape[-1] ** -0.5
   places = query_positions[:, None]
@@ -33,7 +33,7 @@ def chunk_mass_xla(
   chunk: int,
   scale: float,
 ) -> Float[Array, "B N T"]:
-  """See `kernels.attention_mass.api.chunk_mass`."""
+  """See `kvjax.kernels.attention_mass.api.chunk_mass`."""
   batch, heads, length, _ = queries.shape
   # All that a chunk holds sees and is seen.
   places = jnp.where(held, 0, -1)

@@ -3,11 +3,11 @@
 import jax
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels.dispatch import Implementation, Programs, dispatch
-from kernels.gather.compacted import Compacted
-from kernels.gather.gpu import compact_gpu
-from kernels.gather.tpu import compact_tpu
-from kernels.gather.xla import compact_xla
+from kvjax.kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.gather.compacted import Compacted
+from kvjax.kernels.gather.gpu import compact_gpu
+from kvjax.kernels.gather.tpu import compact_tpu
+from kvjax.kernels.gather.xla import compact_xla
 
 _PROGRAMS = Programs(compact_xla, compact_tpu, compact_gpu)
 
@@ -32,7 +32,7 @@ def compact(
     received: one more number of each slot, in float32.
     slots: which to copy, each less than T, ascending in every head; -1, for no
       slot, may stand anywhere.
-    implementation: see `kernels.use`.
+    implementation: see `kvjax.kernels.use`.
 
   Returns:
     For each listed slot what it holds. Where no slot is named: position -1,

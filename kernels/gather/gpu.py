@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels.gather.compacted import Compacted
+from kvjax.kernels.gather.compacted import Compacted
 
 # Threads of a warpgroup: each copies as many numbers of a row as the others.
 _THREADS = 128
@@ -26,7 +26,7 @@ def compact_gpu(
   received: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
 ) -> Compacted:
-  """See `kernels.gather.compact`.
+  """See `kvjax.kernels.gather.compact`.
 
   Raises:
     NotImplementedError: for empty arrays, and unless D is a multiple of 128.

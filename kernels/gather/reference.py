@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels.gather.compacted import Compacted
+from kvjax.kernels.gather.compacted import Compacted
 
 
 def compact_reference(
@@ -14,7 +14,7 @@ def compact_reference(
   received: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
 ) -> Compacted:
-  """See `kernels.gather.compact`."""
+  """See `kvjax.kernels.gather.compact`."""
 
   def listed(x: Shaped[Array, "T *D"], head: Int[Array, " M"]) -> Array:
     found = x[jnp.maximum(head, 0)]

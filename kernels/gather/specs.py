@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels.gather.api import compact
-from kernels.gather.compacted import Compacted
-from kernels.specs import Spec
+from kvjax.kernels.gather.api import compact
+from kvjax.kernels.gather.compacted import Compacted
+from kvjax.kernels.specs import Spec
 
 _KV_HEADS, _DIM = 8, 128
 

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels.gather import plan, words
-from kernels.gather.compacted import Compacted
+from kvjax.kernels.gather import plan, words
+from kvjax.kernels.gather.compacted import Compacted
 
 # Numbers of a register's line, and of a whole register.
 _LINE = 128
@@ -40,7 +40,7 @@ def compact_tpu(
   read: int = 2048,
   write: int = 1024,
 ) -> Compacted:
-  """See `kernels.gather.compact`.
+  """See `kvjax.kernels.gather.compact`.
 
   Args:
     keys: keys.

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Shaped, UInt
 
-from kernels.gather import plan
+from kvjax.kernels.gather import plan
 
 _SIGNED = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32}
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels.gather.compacted import Compacted
+from kvjax.kernels.gather.compacted import Compacted
 
 
 def compact_xla(
@@ -13,7 +13,7 @@ def compact_xla(
   received: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
 ) -> Compacted:
-  """See `kernels.gather.compact`."""
+  """See `kvjax.kernels.gather.compact`."""
 
   def listed(
     x: Shaped[Array, "B K T *D"], none: int = 0

@@ -1,3 +1,3 @@
 """Attention over pages, each of which belongs to one KV head."""
 
-from kernels.paged_attention.api import paged_attention as paged_attention
+from kvjax.kernels.paged_attention.api import paged_attention as paged_attention

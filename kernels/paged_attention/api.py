@@ -2,12 +2,12 @@
 
 from jaxtyping import Array, Float, Int
 
-from kernels.attention import Partial
-from kernels.dispatch import Implementation, Programs, dispatch
-from kernels.paged_attention.gpu import paged_attention_gpu
-from kernels.paged_attention.tpu import paged_attention_tpu
-from kernels.paged_attention.xla import paged_attention_xla
-from kernels.quantised import Quantised
+from kvjax.kernels.attention import Partial
+from kvjax.kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.paged_attention.gpu import paged_attention_gpu
+from kvjax.kernels.paged_attention.tpu import paged_attention_tpu
+from kvjax.kernels.paged_attention.xla import paged_attention_xla
+from kvjax.kernels.quantised import Quantised
 
 _PROGRAMS = Programs(
   paged_attention_xla, paged_attention_tpu, paged_attention_gpu

@@ -9,10 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels.attention import Partial, warpgroup
-from kernels.attention.warpgroup import ROWS, Found, Tiles
-from kernels.paged_attention.owners import owners_of
-from kernels.quantised import Quantised, stored
+from kvjax.kernels.attention import Partial, warpgroup
+from kvjax.kernels.attention.warpgroup import ROWS, Found, Tiles
+from kvjax.kernels.paged_attention.owners import owners_of
+from kvjax.kernels.quantised import Quantised, stored
 
 
 class _Operands(NamedTuple):
@@ -46,7 +46,7 @@ def paged_attention_gpu(
   heads: Int[Array, "B R"],
   kv_heads: int,
 ) -> Partial:
-  """See `kernels.paged_attention.api.paged_attention`.
+  """See `kvjax.kernels.paged_attention.api.paged_attention`.
 
   Every page is read once, as far as any is seen in its row. Blocks of threads
   share a row, and XLA joins what they find.

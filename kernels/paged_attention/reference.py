@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.attention import Partial
-from kernels.quantised import Quantised, dequantise
+from kvjax.kernels.attention import Partial
+from kvjax.kernels.quantised import Quantised, dequantise
 
 
 def paged_attention_reference(
@@ -17,7 +17,7 @@ def paged_attention_reference(
   heads: Int[Array, "B R"],
   kv_heads: int,
 ) -> Partial:
-  """See `kernels.paged_attention.api.paged_attention`; O(N S R P)."""
+  """See `kvjax.kernels.paged_attention.api.paged_attention`; O(N S R P)."""
   keys, values = (dequantise(x, jnp.float32) for x in (keys, values))
   batch, query_heads, _, dim = queries.shape
   owner = jnp.repeat(heads, keys.shape[2], axis=1)

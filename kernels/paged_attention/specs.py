@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels.attention import Partial
-from kernels.paged_attention.api import paged_attention
-from kernels.quantised import Quantised, quantise
-from kernels.specs import Spec
+from kvjax.kernels.attention import Partial
+from kvjax.kernels.paged_attention.api import paged_attention
+from kvjax.kernels.quantised import Quantised, quantise
+from kvjax.kernels.specs import Spec
 
 _HEADS, _KV_HEADS, _PAGE = 32, 8, 32
 

@@ -10,10 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels.attention import Partial
-from kernels.attention.running import Running
-from kernels.paged_attention.owners import owners_of
-from kernels.quantised import Quantised, stored
+from kvjax.kernels.attention import Partial
+from kvjax.kernels.attention.running import Running
+from kvjax.kernels.paged_attention.owners import owners_of
+from kvjax.kernels.quantised import Quantised, stored
 
 # Slots of a block.
 BLOCK = 2048
@@ -52,7 +52,7 @@ def paged_attention_tpu(
   heads: Int[Array, "B R"],
   kv_heads: int,
 ) -> Partial:
-  """See `kernels.paged_attention.api.paged_attention`.
+  """See `kvjax.kernels.paged_attention.api.paged_attention`.
 
   Every page is read once, as far as any is seen in its row: with T = R P slots
   2 T D entries, which is the least where D is a multiple of 128 (lanes are read

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.attention import Partial, merge
-from kernels.attention.query_chunks import in_query_chunks
-from kernels.quantised import Quantised, dequantise
+from kvjax.kernels.attention import Partial, merge
+from kvjax.kernels.attention.query_chunks import in_query_chunks
+from kvjax.kernels.quantised import Quantised, dequantise
 
 # Slots whose keys and values are made whole at once, if they are quantised.
 WHOLE = 2**12
 
 
 class Pages(NamedTuple):
-  """R pages of P slots; see `kernels.paged_attention.api`."""
+  """R pages of P slots; see `kvjax.kernels.paged_attention.api`."""
 
   keys: Float[Array, "B R P D"] | Quantised
   values: Float[Array, "B R P D"] | Quantised
@@ -32,7 +32,7 @@ def paged_attention_xla(
   heads: Int[Array, "B R"],
   kv_heads: int,
 ) -> Partial:
-  """See `kernels.paged_attention.api.paged_attention`; O(G S R P) time.
+  """See `kvjax.kernels.paged_attention.api.paged_attention`; O(G S R P) time.
 
   Queries come to the pages: a page gets copies of those that read its head,
   and no more of them at a time than it has slots. Quantised pages are made

@@ -1,3 +1,5 @@
 """Attention of whole prompts to themselves, which libraries compute."""
 
-from kernels.prompt_attention.api import prompt_attention as prompt_attention
+from kvjax.kernels.prompt_attention.api import (
+  prompt_attention as prompt_attention,
+)

@@ -2,10 +2,10 @@
 
 from jaxtyping import Array, Float, Int
 
-from kernels.dispatch import Implementation, Programs, dispatch
-from kernels.prompt_attention.gpu import prompt_attention_gpu
-from kernels.prompt_attention.tpu import prompt_attention_tpu
-from kernels.prompt_attention.xla import prompt_attention_xla
+from kvjax.kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.prompt_attention.gpu import prompt_attention_gpu
+from kvjax.kernels.prompt_attention.tpu import prompt_attention_tpu
+from kvjax.kernels.prompt_attention.xla import prompt_attention_xla
 
 _PROGRAMS = Programs(
   prompt_attention_xla, prompt_attention_tpu, prompt_attention_gpu
@@ -30,7 +30,7 @@ def prompt_attention(
     keys: rotated keys.
     values: values.
     positions: 0, 1, 2, ... in each row, then -1 for padding.
-    implementation: see `kernels.use`.
+    implementation: see `kvjax.kernels.use`.
 
   Returns:
     The attention output in the dtype of the queries.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.prompt_attention.padding import cleared
+from kvjax.kernels.prompt_attention.padding import cleared
 
 
 def prompt_attention_gpu(
@@ -13,7 +13,7 @@ def prompt_attention_gpu(
   values: Float[Array, "B K S D"],
   positions: Int[Array, "B S"],
 ) -> Float[Array, "B N S D"]:
-  """See `kernels.prompt_attention.api.prompt_attention`.
+  """See `kvjax.kernels.prompt_attention.api.prompt_attention`.
 
   Raises:
     NotImplementedError: cuDNN is not there, or does not serve: numbers have 32

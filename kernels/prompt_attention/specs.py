@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels.prompt_attention.api import prompt_attention
-from kernels.specs import Spec
+from kvjax.kernels.prompt_attention.api import prompt_attention
+from kvjax.kernels.specs import Spec
 
 _HEADS, _KV_HEADS, _DIM = 32, 8, 128
 

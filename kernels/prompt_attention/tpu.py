@@ -13,7 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.prompt_attention.padding import cleared
+from kvjax.kernels.prompt_attention.padding import cleared
 
 # Tokens of a block: at most, and what their number is a multiple of.
 BLOCK = 512
@@ -30,7 +30,7 @@ def prompt_attention_tpu(
   values: Float[Array, "B K S D"],
   positions: Int[Array, "B S"],
 ) -> Float[Array, "B N S D"]:
-  """See `kernels.prompt_attention.api.prompt_attention`.
+  """See `kvjax.kernels.prompt_attention.api.prompt_attention`.
 
   Raises:
     NotImplementedError: the prompts are longer than 131,072 tokens, or of

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.attention import attention
+from kvjax.kernels.attention import attention
 
 
 def prompt_attention_xla(
@@ -12,6 +12,6 @@ def prompt_attention_xla(
   values: Float[Array, "B K S D"],
   positions: Int[Array, "B S"],
 ) -> Float[Array, "B N S D"]:
-  """See `kernels.prompt_attention.api.prompt_attention`."""
+  """See `kvjax.kernels.prompt_attention.api.prompt_attention`."""
   places = jnp.broadcast_to(positions[:, None], keys.shape[:3])
   return attention(queries, keys, values, positions, places)

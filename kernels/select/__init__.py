@@ -1,7 +1,7 @@
 """The largest of a head's scores, as a list of slots."""
 
-from kernels.select.api import among_largest as among_largest
-from kernels.select.api import kth_largest as kth_largest
-from kernels.select.api import largest as largest
-from kernels.select.api import named_slots as named_slots
-from kernels.select.api import true_slots as true_slots
+from kvjax.kernels.select.api import among_largest as among_largest
+from kvjax.kernels.select.api import kth_largest as kth_largest
+from kvjax.kernels.select.api import largest as largest
+from kvjax.kernels.select.api import named_slots as named_slots
+from kvjax.kernels.select.api import true_slots as true_slots

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.dispatch import Implementation, Programs, dispatch
-from kernels.select import gpu, tpu, xla
+from kvjax.kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.select import gpu, tpu, xla
 
 _LARGEST = Programs(xla.largest_xla, tpu.largest_tpu, gpu.largest_gpu)
 _TRUE = Programs(xla.true_slots_xla, tpu.true_slots_tpu, gpu.true_slots_gpu)
@@ -37,7 +37,7 @@ def largest(
     counts: how many to take per head; `size` where it is more, and no more
       than there are.
     size: M, static.
-    implementation: see `kernels.use`.
+    implementation: see `kvjax.kernels.use`.
 
   Returns:
     Slots, then -1 for what is not filled.
@@ -55,7 +55,7 @@ def true_slots(
   Args:
     mask: which slots are meant.
     size: M, static.
-    implementation: see `kernels.use`.
+    implementation: see `kvjax.kernels.use`.
 
   Returns:
     Slots, then -1 for what is not filled.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kernels.select.keys import BEYOND, NEVER
+from kvjax.kernels.select.keys import BEYOND, NEVER
 
 # A number for each row, in a shape that compares with a program's keys.
 Rows = Int[Array, "*R"]

@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.select.bisection import limits
-from kernels.select.keys import ordered
-from kernels.select.xla import true_slots_xla, within_limits
+from kvjax.kernels.select.bisection import limits
+from kvjax.kernels.select.keys import ordered
+from kvjax.kernels.select.xla import true_slots_xla, within_limits
 
 # Scores that a warpgroup looks at in one step: 16 bytes for each thread at
 # least, and few enough to stay in registers.
@@ -22,7 +22,7 @@ _STEP = 2048
 def largest_gpu(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"], size: int
 ) -> Int[Array, "*B M"]:
-  """See `kernels.select.largest`."""
+  """See `kvjax.kernels.select.largest`."""
   slots = scores.shape[-1]
   rows = math.prod(counts.shape)
   step = min(_STEP, math.ceil(slots / _LEAST) * _LEAST)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 def largest_reference(
   scores: Float[np.ndarray, "*B T"], counts: Int[np.ndarray, "*B"], size: int
 ) -> Int[np.ndarray, "*B M"]:
-  """See `kernels.select.largest`."""
+  """See `kvjax.kernels.select.largest`."""
   slots = scores.shape[-1]
   worth = np.where(np.isnan(scores), -np.inf, scores)
   order = np.argsort(-worth, axis=-1, kind="stable")
@@ -20,7 +20,7 @@ def largest_reference(
 def true_slots_reference(
   mask: Bool[np.ndarray, "*B T"], size: int
 ) -> Int[np.ndarray, "*B M"]:
-  """See `kernels.select.true_slots`."""
+  """See `kvjax.kernels.select.true_slots`."""
   slots = np.where(mask, np.arange(mask.shape[-1]), mask.shape[-1])
   first = np.sort(slots, axis=-1)[..., :size]
   return np.where(first < mask.shape[-1], first, -1).astype(np.int32)

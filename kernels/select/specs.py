@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.select.api import largest, true_slots
-from kernels.specs import Spec
+from kvjax.kernels.select.api import largest, true_slots
+from kvjax.kernels.specs import Spec
 
 _KV_HEADS = 8
 

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.select.bisection import is_chosen, limits
-from kernels.select.keys import NEVER, ordered
+from kvjax.kernels.select.bisection import is_chosen, limits
+from kvjax.kernels.select.keys import NEVER, ordered
 
 _ROWS = 8
 _LANES = 128
@@ -22,7 +22,7 @@ _UNROLL = 8
 def largest_tpu(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"], size: int
 ) -> Int[Array, "*B M"]:
-  """See `kernels.select.largest`.
+  """See `kvjax.kernels.select.largest`.
 
   Raises:
     NotImplementedError: there are more than 131,072 scores in a row.
@@ -60,7 +60,7 @@ def largest_tpu(
 
 
 def true_slots_tpu(mask: Bool[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
-  """See `kernels.select.true_slots`."""
+  """See `kvjax.kernels.select.true_slots`."""
   return largest_tpu(
     jnp.where(mask, 0.0, -jnp.inf), jnp.full(mask.shape[:-1], size), size
   )

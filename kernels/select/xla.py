@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from kernels.select.bisection import Count, Rows, is_chosen, limits
-from kernels.select.keys import NEVER, ordered
+from kvjax.kernels.select.bisection import Count, Rows, is_chosen, limits
+from kvjax.kernels.select.keys import NEVER, ordered
 
 # A sort of so few compiles sooner; that it runs longer adds up slowly.
 _SHORT = 2048
@@ -20,7 +20,7 @@ _WORD = 32
 def largest_xla(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"], size: int
 ) -> Int[Array, "*B M"]:
-  """See `kernels.select.largest`."""
+  """See `kvjax.kernels.select.largest`."""
   counts = jnp.minimum(counts, size)
   if scores.shape[-1] <= _SHORT:
     return _ascending(_best_first(scores, counts[..., None]), size)
@@ -30,7 +30,7 @@ def largest_xla(
 def among_largest_xla(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"]
 ) -> Bool[Array, "*B T"]:
-  """See `kernels.select.among_largest`."""
+  """See `kvjax.kernels.select.among_largest`."""
   slots, wanted = scores.shape[-1], counts[..., None]
   if slots <= _SHORT:
     return named_slots_xla(_best_first(scores, wanted), slots)
@@ -43,12 +43,12 @@ def within_limits(
   least: Int[Array, "*B 1"],
   end: Int[Array, "*B 1"],
 ) -> Bool[Array, "*B T"]:
-  """The slots that `kernels.select.bisection.limits` mean."""
+  """The slots that `kvjax.kernels.select.bisection.limits` mean."""
   return is_chosen(ordered(scores), _slots(scores.shape), least, end)
 
 
 def true_slots_xla(mask: Bool[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
-  """See `kernels.select.true_slots`."""
+  """See `kvjax.kernels.select.true_slots`."""
   if mask.shape[-1] <= _SHORT:
     slots = _slots(mask.shape)
     return _ascending(jnp.where(mask, slots, slots.shape[-1]), size)
@@ -73,7 +73,7 @@ def true_slots_xla(mask: Bool[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
 def kth_largest_xla(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"]
 ) -> Float[Array, "*B"]:
-  """See `kernels.select.kth_largest`."""
+  """See `kvjax.kernels.select.kth_largest`."""
   among = among_largest_xla(scores, counts)
   return jnp.min(scores, axis=-1, initial=jnp.inf, where=among)
 
@@ -81,7 +81,7 @@ def kth_largest_xla(
 def named_slots_xla(
   lists: Int[Array, "*B M"], slots: int
 ) -> Bool[Array, "*B T"]:
-  """See `kernels.select.named_slots`."""
+  """See `kvjax.kernels.select.named_slots`."""
 
   def mark(named: Int[Array, " M"]) -> Bool[Array, " T"]:
     # A negative index would count from the end.

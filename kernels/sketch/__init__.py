@@ -1,6 +1,6 @@
 """Keys times a narrow factor, their Gram matrix, and leverage from the two."""
 
-from kernels.sketch.api import leverage_rows as leverage_rows
-from kernels.sketch.api import sketch as sketch
-from kernels.sketch.sketched import Sketch as Sketch
-from kernels.sketch.sketched import from_chunks as from_chunks
+from kvjax.kernels.sketch.api import leverage_rows as leverage_rows
+from kvjax.kernels.sketch.api import sketch as sketch
+from kvjax.kernels.sketch.sketched import Sketch as Sketch
+from kvjax.kernels.sketch.sketched import from_chunks as from_chunks

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kernels.dispatch import Implementation, Programs, dispatch
-from kernels.sketch import gpu, tpu, xla
-from kernels.sketch.sketched import Sketch, from_chunks
+from kvjax.kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.sketch import gpu, tpu, xla
+from kvjax.kernels.sketch.sketched import Sketch, from_chunks
 
 _SKETCH = Programs(xla.sketch, tpu.sketch, gpu.sketch)
 _ROWS = Programs(xla.leverage_rows, tpu.leverage_rows, gpu.leverage_rows)
@@ -30,7 +30,7 @@ def sketch(
     chunk: slots per chunk; 0, or more than there are, is all slots. The last
       chunk may be shorter, with columns of zeros after it.
     center: subtract the mean of a chunk's held keys from each.
-    implementation: see `kernels.use`.
+    implementation: see `kvjax.kernels.use`.
   """
   return dispatch(
     _SKETCH,
@@ -60,7 +60,7 @@ def leverage_rows(
     whitener: of each chunk, float32.
     held: as given to `sketch`; the others get zero.
     chunk: likewise.
-    implementation: see `kernels.use`.
+    implementation: see `kvjax.kernels.use`.
   """
   rows = dispatch(
     _ROWS,

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
-from kernels.sketch.gpu_leverage import leverage_tiles
-from kernels.sketch.gpu_sketch import sketch_tiles
-from kernels.sketch.gpu_work import STAGES, TILE, Work
-from kernels.sketch.pieces import pieces
-from kernels.sketch.sketched import (
+from kvjax.kernels.sketch.gpu_leverage import leverage_tiles
+from kvjax.kernels.sketch.gpu_sketch import sketch_tiles
+from kvjax.kernels.sketch.gpu_work import STAGES, TILE, Work
+from kvjax.kernels.sketch.pieces import pieces
+from kvjax.kernels.sketch.sketched import (
   Sketch,
   by_chunk,
   centred,
@@ -32,7 +32,7 @@ def sketch(
   chunk: int,
   center: bool,
 ) -> Sketch:
-  """See `kernels.sketch.api.sketch`.
+  """See `kvjax.kernels.sketch.api.sketch`.
 
   Raises:
     NotImplementedError: keys are neither float32 nor bfloat16, their size is
@@ -108,7 +108,7 @@ def leverage_rows(
   mean: Float[Array, "B K C k"],
   whitener: Float[Array, "B K C k k"],
 ) -> Float[Array, "B K C W"]:
-  """See `kernels.sketch.api.leverage_rows`; also where nothing is held.
+  """See `kvjax.kernels.sketch.api.leverage_rows`; also where nothing is held.
 
   Raises:
     NotImplementedError: there are too many columns.

@@ -6,8 +6,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.sketch.gpu_work import TILE, Ref, Scalar, Share
-from kernels.sketch.pieces import PAIRS, pieces
+from kvjax.kernels.sketch.gpu_work import TILE, Ref, Scalar, Share
+from kvjax.kernels.sketch.pieces import PAIRS, pieces
 
 
 def leverage_tiles(

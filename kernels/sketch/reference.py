@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kernels.sketch.sketched import Sketch, by_chunk, from_chunks
+from kvjax.kernels.sketch.sketched import Sketch, by_chunk, from_chunks
 
 
 def sketch_reference(
@@ -13,7 +13,7 @@ def sketch_reference(
   chunk: int,
   center: bool,
 ) -> Sketch:
-  """See `kernels.sketch.api.sketch`; nothing is left to subtract."""
+  """See `kvjax.kernels.sketch.api.sketch`; nothing is left to subtract."""
   parts, there = by_chunk(keys, chunk), by_chunk(held, chunk)
   batch, heads, chunks, _, dim = parts.shape
   columns, grams = [], []
@@ -46,7 +46,7 @@ def leverage_rows_reference(
   held: Bool[Array, "B K T"],
   chunk: int,
 ) -> Float[Array, "B K T"]:
-  """See `kernels.sketch.api.leverage_rows`."""
+  """See `kvjax.kernels.sketch.api.leverage_rows`."""
   rows = sketched.rows(held, chunk)
   whitened = jnp.einsum(
     "bkcwe,bkcfe->bkcwf", rows, whitener, precision="highest"

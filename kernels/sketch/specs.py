@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels.sketch.api import leverage_rows, sketch
-from kernels.sketch.sketched import Sketch
-from kernels.specs import Spec
+from kvjax.kernels.sketch.api import leverage_rows, sketch
+from kvjax.kernels.sketch.sketched import Sketch
+from kvjax.kernels.specs import Spec
 
 _HEADS, _DIM = 8, 128
 

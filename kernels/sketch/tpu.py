@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from kernels.sketch.sketched import (
+from kvjax.kernels.sketch.sketched import (
   Sketch,
   by_chunk,
   identity,
@@ -29,7 +29,7 @@ def sketch(
   chunk: int,
   center: bool,
 ) -> Sketch:
-  """See `kernels.sketch.api.sketch`.
+  """See `kvjax.kernels.sketch.api.sketch`.
 
   Raises:
     NotImplementedError: keys are neither float32 nor bfloat16.

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kernels.sketch.sketched import Sketch, by_chunk, near_mean
+from kvjax.kernels.sketch.sketched import Sketch, by_chunk, near_mean
 
 
 def sketch(
@@ -14,7 +14,7 @@ def sketch(
   chunk: int,
   center: bool,
 ) -> Sketch:
-  """See `kernels.sketch.api.sketch`."""
+  """See `kvjax.kernels.sketch.api.sketch`."""
   parts, there = by_chunk(keys, chunk), by_chunk(held, chunk)[..., None, :]
   x = parts.astype(jnp.float32)
   if center:

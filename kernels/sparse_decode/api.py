@@ -2,12 +2,12 @@
 
 from jaxtyping import Array, Float, Int
 
-from kernels.attention.partial import Partial
-from kernels.dispatch import Implementation, Programs, dispatch
-from kernels.quantised import Quantised
-from kernels.sparse_decode.gpu import sparse_decode_gpu
-from kernels.sparse_decode.tpu import sparse_decode_tpu
-from kernels.sparse_decode.xla import sparse_decode_xla
+from kvjax.kernels.attention.partial import Partial
+from kvjax.kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.quantised import Quantised
+from kvjax.kernels.sparse_decode.gpu import sparse_decode_gpu
+from kvjax.kernels.sparse_decode.tpu import sparse_decode_tpu
+from kvjax.kernels.sparse_decode.xla import sparse_decode_xla
 
 _PROGRAMS = Programs(sparse_decode_xla, sparse_decode_tpu, sparse_decode_gpu)
 
@@ -34,7 +34,7 @@ def sparse_decode(
 
   Returns:
     The output in the dtype of the queries, and its float32 log-sum-exp, for
-    `kernels.attention.merge`. A head without slots gets zeros and -inf.
+    `kvjax.kernels.attention.merge`. A head without slots gets zeros and -inf.
   """
   return dispatch(
     _PROGRAMS,

@@ -9,11 +9,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels.attention import warpgroup
-from kernels.attention.partial import Partial
-from kernels.attention.warpgroup import ROWS, Found, Tiles
-from kernels.quantised import Quantised, stored
-from kernels.sparse_decode.lists import Lists
+from kvjax.kernels.attention import warpgroup
+from kvjax.kernels.attention.partial import Partial
+from kvjax.kernels.attention.warpgroup import ROWS, Found, Tiles
+from kvjax.kernels.quantised import Quantised, stored
+from kvjax.kernels.sparse_decode.lists import Lists
 
 # Each biased query of a list costs a pass over its logits.
 BIASED = 8
@@ -44,7 +44,7 @@ def sparse_decode_gpu(
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
 ) -> Partial:
-  """See `kernels.sparse_decode.api.sparse_decode`.
+  """See `kvjax.kernels.sparse_decode.api.sparse_decode`.
 
   Moves the rows that are listed and no other bytes of keys and values, one row
   at a time; nothing for chunks of 64 entries after the last that names a slot.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels.quantised import Quantised
+from kvjax.kernels.quantised import Quantised
 
 
 class Lists(NamedTuple):

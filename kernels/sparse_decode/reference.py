@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.attention.partial import Partial
-from kernels.quantised import Quantised, dequantise
+from kvjax.kernels.attention.partial import Partial
+from kvjax.kernels.quantised import Quantised, dequantise
 
 
 def sparse_decode_reference(
@@ -15,7 +15,7 @@ def sparse_decode_reference(
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None = None,
 ) -> Partial:
-  """See `kernels.sparse_decode.api.sparse_decode`."""
+  """See `kvjax.kernels.sparse_decode.api.sparse_decode`."""
   keys, values = (dequantise(x, jnp.float32) for x in (keys, values))
   _, heads, dim = queries.shape
   kv_heads, capacity = keys.shape[1:3]

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels.attention.partial import Partial
-from kernels.quantised import Quantised, quantise
-from kernels.sparse_decode.api import sparse_decode
-from kernels.specs import Spec
+from kvjax.kernels.attention.partial import Partial
+from kvjax.kernels.quantised import Quantised, quantise
+from kvjax.kernels.sparse_decode.api import sparse_decode
+from kvjax.kernels.specs import Spec
 
 _HEADS, _KV_HEADS = 32, 8
 

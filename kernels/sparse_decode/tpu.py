@@ -10,10 +10,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels.attention.partial import Partial
-from kernels.attention.running import Running
-from kernels.quantised import Quantised, stored
-from kernels.sparse_decode.lists import Lists
+from kvjax.kernels.attention.partial import Partial
+from kvjax.kernels.attention.running import Running
+from kvjax.kernels.quantised import Quantised, stored
+from kvjax.kernels.sparse_decode.lists import Lists
 
 # Slots that are fetched while those before them are attended to.
 CHUNK = 256
@@ -54,7 +54,7 @@ def sparse_decode_tpu(
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
 ) -> Partial:
-  """See `kernels.sparse_decode.api.sparse_decode`.
+  """See `kvjax.kernels.sparse_decode.api.sparse_decode`.
 
   The least that can be copied is a row of 32-bit words: one row of float32,
   two neighbouring rows of bfloat16 or four of int8. So the kernel moves twice

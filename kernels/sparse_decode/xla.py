@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from kernels.attention.partial import Partial
-from kernels.quantised import Quantised, dequantise
+from kvjax.kernels.attention.partial import Partial
+from kvjax.kernels.quantised import Quantised, dequantise
 
 
 def sparse_decode_xla(
@@ -15,7 +15,7 @@ def sparse_decode_xla(
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
 ) -> Partial:
-  """See `kernels.sparse_decode.api.sparse_decode`."""
+  """See `kvjax.kernels.sparse_decode.api.sparse_decode`."""
   batch, heads, dim = queries.shape
   lists, most = slots.shape[1:]
   named = slots >= 0

@@ -7,15 +7,15 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kernels.select import among_largest, kth_largest
 from kvjax.activations import Activations
-from kvjax.budgets import Budget
+from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
+from kvjax.kernels.select import among_largest, kth_largest
 from kvjax.methods.base import Allowance, Method, ScoringMethod
-from kvjax.methods.bounds import check_share
+from kvjax.methods.selection import exact_share, head_counts, top_slots
 from kvjax.methods.snapkv import SnapKV
-from kvjax.selection import exact_share, head_counts, top_slots
+from kvjax.options.bounds import check_share
+from kvjax.options.budgets import Budget
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.budgets import Budget
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.observation import ObservationWindow
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
-from kvjax.methods.bounds import check_choices
-from kvjax.observation import ObservationWindow
-from kvjax.selection import top_slots
+from kvjax.methods.selection import top_slots
+from kvjax.options.bounds import check_choices
+from kvjax.options.budgets import Budget
 from kvjax.struct import static, struct
 
 

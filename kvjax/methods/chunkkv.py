@@ -6,13 +6,13 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.select import among_largest
 from kvjax.activations import Activations
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
+from kvjax.kernels.select import among_largest
 from kvjax.methods.base import Allowance, Method
-from kvjax.methods.bounds import check_least
 from kvjax.methods.heads import window_mass
-from kvjax.selection import age, newest, true_slots
+from kvjax.methods.selection import age, newest, true_slots
+from kvjax.options.bounds import check_least
 
 Scope = Literal["layer", "head"]
 

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.budgets import Budget, Retention
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import Allowance, Method
-from kvjax.methods.bounds import check_least, check_odd
 from kvjax.methods.leverage import Factor, Solver, draw_factors, leverage
 from kvjax.methods.noncausal import Scale, ValueNorm, noncausal_attention
+from kvjax.methods.selection import age, head_counts, top_slots
 from kvjax.methods.standardise import Scope, standardised
-from kvjax.selection import age, head_counts, top_slots
+from kvjax.options.bounds import check_least, check_odd
+from kvjax.options.budgets import Budget, Retention
 from kvjax.struct import struct
 
 Spread = Literal["head", "layer"]

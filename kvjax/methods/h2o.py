@@ -5,14 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.attention_mass import causal_mass
 from kvjax.activations import Activations
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
+from kvjax.kernels.attention_mass import causal_mass
 from kvjax.methods.base import ScoringMethod
-from kvjax.methods.bounds import check_least, check_share
 from kvjax.methods.heads import by_kv_head
+from kvjax.methods.selection import age, floor_share
 from kvjax.methods.snapkv import pool, value_norms
-from kvjax.selection import age, floor_share
+from kvjax.options.bounds import check_least, check_share
 
 
 @dataclasses.dataclass(frozen=True)

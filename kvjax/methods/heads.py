@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.attention_mass import causal_mass
 from kvjax.activations import Activations
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
+from kvjax.kernels.attention_mass import causal_mass
 from kvjax.methods.base import ScoringMethod
 from kvjax.struct import struct
 
@@ -119,7 +119,7 @@ def window_mass(
 ) -> Float[Array, "B K G T"]:
   """Attention that the last queries pay to every slot, summed over them.
 
-  Float32; see `window_queries` and `kernels.attention_mass.causal_mass`.
+  Float32; see `window_queries` and `kvjax.kernels.attention_mass.causal_mass`.
   """
   queries, places = window_queries(cache, seen, window)
   mass = causal_mass(queries, cache.keys, places, cache.positions)

@@ -6,11 +6,11 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
-from kvjax.methods.bounds import check_share
 from kvjax.methods.heads import Head, HeadwiseMethod
-from kvjax.selection import age, floor_share
+from kvjax.methods.selection import age, floor_share
+from kvjax.options.bounds import check_share
 
 Anchor = Literal[
   "mean_unit", "pairwise", "median_unit", "median_raw", "mean_raw"

@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.select import among_largest
 from kvjax.activations import Activations
-from kvjax.budgets import Budget, Retention
+from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
+from kvjax.kernels.select import among_largest
 from kvjax.methods.base import Allowance, Method
-from kvjax.methods.bounds import check_least
 from kvjax.methods.heads import Head, heads_of
 from kvjax.methods.partitions import Partitions
+from kvjax.methods.selection import finite, top_slots, true_slots
+from kvjax.options.bounds import check_least
+from kvjax.options.budgets import Budget, Retention
 from kvjax.prompts import bucket_lengths
-from kvjax.selection import finite, top_slots, true_slots
 
 Mode = Literal["paper", "kvpress"]
 Reference = Literal["next", "own"]

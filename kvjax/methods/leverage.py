@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kernels.sketch import from_chunks, leverage_rows, sketch
+from kvjax.kernels.sketch import from_chunks, leverage_rows, sketch
 
 Solver = Literal["svd", "qr", "eig", "chol"]
 Factor = Literal["gaussian", "srht", "none"]

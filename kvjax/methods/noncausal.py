@@ -5,7 +5,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kernels.attention_mass import chunk_mass
+from kvjax.kernels.attention_mass import chunk_mass
 from kvjax.methods.heads import by_kv_head
 from kvjax.methods.snapkv import pool
 

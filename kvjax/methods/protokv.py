@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.select import largest, named_slots
 from kvjax.activations import Activations
+from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
+from kvjax.kernels.select import largest, named_slots
 from kvjax.methods import prototypes as proto
 from kvjax.methods.base import Allowance, Method
-from kvjax.methods.bounds import check_least
 from kvjax.methods.heads import (
   Head,
   by_kv_head,
@@ -29,7 +28,8 @@ from kvjax.methods.ranking import (
   fitting,
   ranked,
 )
-from kvjax.selection import age, newest, true_slots
+from kvjax.methods.selection import age, newest, true_slots
+from kvjax.options.bounds import check_least
 
 Clusters = Literal["prototypes", "lsh", "kmeans", "none"]
 Score = Literal["qk_sum", "qk_mean", "attn_sum", "attn_mean"]

@@ -7,11 +7,11 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.budgets import Budget, Tokens
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import Allowance, Method
-from kvjax.methods.bounds import check_least
 from kvjax.methods.snapkv import SnapKV
+from kvjax.options.bounds import check_least
+from kvjax.options.budgets import Budget, Tokens
 from kvjax.prompts import bucket_lengths
 
 

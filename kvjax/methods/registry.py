@@ -17,7 +17,7 @@ from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming import StreamingLLM
 from kvjax.methods.tova import Tova
-from kvjax.naming import named
+from kvjax.options.naming import named
 
 METHODS: Mapping[str, type[Method]] = {
   "full": FullKV,

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.select import true_slots
 from kvjax.activations import Activations
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
+from kvjax.kernels.select import true_slots
 from kvjax.methods.base import ScoringMethod
-from kvjax.methods.bounds import check_least, check_odd
 from kvjax.methods.heads import window_mass
-from kvjax.selection import age
+from kvjax.methods.selection import age
+from kvjax.options.bounds import check_least, check_odd
 
 Pooling = Literal["avg", "max"]
 Group = Literal["mean", "max"]

@@ -5,9 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.layers import LayerCache
-from kvjax.methods.bounds import check_least
+from kvjax.cache.layers import LayerCache
 from kvjax.methods.heads import Head, HeadwiseMethod
+from kvjax.options.bounds import check_least
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import window_mass
-from kvjax.selection import age
+from kvjax.methods.selection import age
 
 Scope = Literal["layer", "group"]
 

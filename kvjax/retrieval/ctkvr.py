@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.select import largest
 from kvjax.errors import InputError
-from kvjax.methods.bounds import check_least
+from kvjax.kernels.select import largest
 from kvjax.methods.heads import Head
 from kvjax.methods.prototypes import unit
+from kvjax.methods.selection import exact_share, floor_share
+from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import (
   Found,
   Prompt,
@@ -21,7 +22,6 @@ from kvjax.retrieval.base import (
   Store,
   attention_worth,
 )
-from kvjax.selection import exact_share, floor_share
 from kvjax.struct import struct
 
 _MOST_CENTROIDS = 2048

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kernels.select import largest
-from kvjax.methods.bounds import check_least
+from kvjax.kernels.select import largest
+from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import (
   Found,
   Prompt,

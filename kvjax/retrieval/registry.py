@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kvjax.naming import named
+from kvjax.options.naming import named
 from kvjax.retrieval.base import Retrieval
 from kvjax.retrieval.clusterkv import ClusterKV
 from kvjax.retrieval.clusters import Clusters

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.methods.bounds import check_least
 from kvjax.methods.prototypes import unit
+from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import Found, Prompt, Reads, Store
 from kvjax.retrieval.clusters import Clustered, Clusters
 from kvjax.struct import struct

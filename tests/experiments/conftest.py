@@ -8,11 +8,11 @@ import sys
 import pytest
 from flax import nnx
 
-import models
-from experiments.reference import vocabulary
-from models.config import DecoderConfig
-from models.decoder import Decoder
-from models.language_model import from_decoder
+from kvjax import models
+from kvjax.experiments.reference import vocabulary
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import Decoder
+from kvjax.models.language_model import from_decoder
 
 ROOT = pathlib.Path(__file__).parents[2]
 POSITIONS = 512
@@ -22,7 +22,7 @@ POSITIONS = 512
 _RUNNER = """
 import json, os, runpy, sys
 import absl.app, rich.progress
-import experiments.reports, experiments.side_by_side
+import kvjax.experiments.reports, experiments.side_by_side
 
 def run(module, arguments, out, err):
   child = os.fork()

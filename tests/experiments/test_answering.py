@@ -5,10 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 
 import kvjax
-from experiments import answering, comparison
-from experiments.candidates import candidates
-from experiments.results import Part
-from experiments.tasks.sample import Sample
+from kvjax.experiments import answering, comparison
+from kvjax.experiments.candidates import candidates
+from kvjax.experiments.results import Part
+from kvjax.experiments.tasks.sample import Sample
 
 
 def a_cache(*capacities, plan=None):

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments import comparison
-from experiments.calibration import measuring
-from experiments.calibration.measuring import Measurement, Measurements
-from experiments.calibration.records import Auto, file_name
-from experiments.candidates import candidates, parse_budgets
-from experiments.results import Part, Results, Settings
-from experiments.tasks.sample import Sample
-from kvjax.calibration import least_retention
+from kvjax.calibration.record import least_retention
 from kvjax.errors import InputError
+from kvjax.experiments import comparison
+from kvjax.experiments.calibration import measuring
+from kvjax.experiments.calibration.measuring import Measurement, Measurements
+from kvjax.experiments.calibration.records import Auto, file_name
+from kvjax.experiments.candidates import candidates, parse_budgets
+from kvjax.experiments.results import Part, Results, Settings
+from kvjax.experiments.tasks.sample import Sample
 from kvjax.methods import get_method
-from kvjax.schedules import WHOLE
+from kvjax.options.schedules import WHOLE
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)
 METHODS = ["keydiff", "snapkv:window=4"]
@@ -123,7 +123,7 @@ def test_what_cannot_be_automatic_is_refused_in_a_sentence(tmp_path):
 
   sentence = refused("snapkv")
   assert f"{tmp_path / 'own'} has no calibration of it" in sentence
-  assert "experiments.calibrate --methods=snapkv," in sentence
+  assert "kvjax.experiments.calibrate --methods=snapkv," in sentence
   assert "--heads=query" in refused("keydiff", per_query_head=True)
   assert "keeps everything" in refused("quest")
   assert "blocks of 64" in refused("keydiff", kvjax.Schedule(block=64))
@@ -239,7 +239,7 @@ def test_the_program_writes_records_that_compare_reads(
   asked = ["--methods=streaming", "--length=256", "--samples=1"]
   asked += ["--tasks=niah_single_1"]
   done = run_binary(
-    "experiments.calibrate",
+    "kvjax.experiments.calibrate",
     model,
     *asked,
     "--held_out=1",
@@ -265,13 +265,13 @@ def test_the_program_writes_records_that_compare_reads(
   assert 0 <= kept <= 0.5
 
   auto = ["--retention=auto", "--tau=0.9"]
-  missing = run_binary("experiments.evaluate", model, *asked, *auto)
+  missing = run_binary("kvjax.experiments.evaluate", model, *asked, *auto)
   assert missing.returncode == 2
   assert "calibrations has no calibration of it; make one" in missing.stderr
   assert len(missing.stderr.splitlines()) == 1
   output = tmp_path / "compared"
   found = run_binary(
-    "experiments.compare",
+    "kvjax.experiments.compare",
     model,
     *asked,
     *auto,
@@ -292,7 +292,9 @@ def test_a_quality_that_is_none_is_refused_before_anything_runs(
   run_binary, tmp_path
 ):
   output = tmp_path / "calibration"
-  result = run_binary("experiments.calibrate", "--tau=0", f"--output={output}")
+  result = run_binary(
+    "kvjax.experiments.calibrate", "--tau=0", f"--output={output}"
+  )
   assert result.returncode == 2
   assert result.stderr.startswith("tau is the share of quality that is to be")
   assert not output.exists()

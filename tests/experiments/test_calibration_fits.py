@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.calibration import fits, pictures, tables
-from experiments.calibration.measuring import Measurement
-from experiments.candidates import candidates
+from kvjax.experiments.calibration import fits, pictures, tables
+from kvjax.experiments.calibration.measuring import Measurement
+from kvjax.experiments.candidates import candidates
 from kvjax.methods import get_method
 
 METHODS = ["keydiff", "snapkv:window=4"]

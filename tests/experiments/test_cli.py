@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from experiments import cli
+from kvjax.experiments import cli
 
 
 @pytest.fixture

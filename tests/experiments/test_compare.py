@@ -10,8 +10,8 @@ import safetensors.numpy
 
 @pytest.fixture(scope="module")
 def binary(run_binary):
-  """Runs `python -m experiments.compare` with some arguments."""
-  return functools.partial(run_binary, "experiments.compare")
+  """Runs `python -m kvjax.experiments.compare` with some arguments."""
+  return functools.partial(run_binary, "kvjax.experiments.compare")
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from experiments import answering, comparison
-from experiments.candidates import candidates
-from experiments.metrics.string_match import clean
-from experiments.results import Part, Results, Settings
-from experiments.tasks.sample import Sample
+from kvjax import models
+from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
-from kvjax.sharding import parse_mesh
+from kvjax.experiments import answering, comparison
+from kvjax.experiments.candidates import candidates
+from kvjax.experiments.metrics.string_match import clean
+from kvjax.experiments.results import Part, Results, Settings
+from kvjax.experiments.tasks.sample import Sample
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)
 NAMES = [

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments import answering
-from experiments.answering import Prompt, Seconds, Shape
-from experiments.benchmarks import multiturn
-from experiments.candidates import candidates
-from experiments.results import Part
+from kvjax.experiments import answering
+from kvjax.experiments.answering import Prompt, Seconds, Shape
+from kvjax.experiments.benchmarks import multiturn
+from kvjax.experiments.candidates import candidates
+from kvjax.experiments.results import Part
 
 # Positions are those of the tiny model, its transcripts' width.
 TURNS, KEPT, ANSWER, POSITIONS = 3, 40, 16, 512

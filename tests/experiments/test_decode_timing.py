@@ -1,10 +1,10 @@
 """What a token takes to decode from caches of several sizes."""
 
 import kvjax
-from experiments import decode_timing, kernel_timing
-from experiments.candidates import candidates
-from experiments.decode_timing import Decoded
-from experiments.kernel_timing import Copies
+from kvjax.experiments import decode_timing, kernel_timing
+from kvjax.experiments.candidates import candidates
+from kvjax.experiments.decode_timing import Decoded
+from kvjax.experiments.kernel_timing import Copies
 
 FULL, KEYDIFF, FLAT = candidates(["keydiff", "flat"], [kvjax.Retention(0.25)])
 
@@ -43,7 +43,7 @@ def test_steps_are_compared_with_the_first_and_with_copies():
 
 
 def test_what_the_context_has_no_room_for_is_refused(run_binary):
-  result = run_binary("experiments.benchmark_decode", "--tokens=600")
+  result = run_binary("kvjax.experiments.benchmark_decode", "--tokens=600")
   assert result.returncode == 2
   assert result.stderr == (
     "--length=3584 and --tokens=600 come to 4184 tokens; the context of this "

@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def binary(run_binary):
-  return functools.partial(run_binary, "experiments.evaluate")
+  return functools.partial(run_binary, "kvjax.experiments.evaluate")
 
 
 def samples_file(output):

@@ -11,20 +11,20 @@ import pytest
 from flax import nnx
 
 import kvjax
-import models
-from experiments.finetuning import documents, training, tuner
-from experiments.finetuning.tuner import Recipe, Tuner
-from experiments.reference import vocabulary
-from kernels.attention import attention
+from kvjax import models
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
+from kvjax.experiments.finetuning import documents, training, tuner
+from kvjax.experiments.finetuning.tuner import Recipe, Tuner
+from kvjax.experiments.reference import vocabulary
+from kvjax.kernels.attention import attention
+from kvjax.models import lora
+from kvjax.models.decoder import Decoder
+from kvjax.models.language_model import from_decoder
+from kvjax.models.sharding import param_shardings
+from kvjax.models.tokenizer import Tokenizer
 from kvjax.prompts import Prompts
-from kvjax.sharding import parse_mesh
-from models import lora
-from models.decoder import Decoder
-from models.language_model import from_decoder
-from models.sharding import param_shardings
-from models.tokenizer import Tokenizer
 
 TEXT = "The first file is read when the second one has been closed."
 RECIPE = Recipe(2, ("q", "v"), 2, 1e-2, 2, 0)
@@ -306,7 +306,7 @@ def test_the_program_writes_a_model_that_is_loaded_and_goes_on(
 ):
   def run(*flags):
     return run_binary(
-      "experiments.finetune",
+      "kvjax.experiments.finetune",
       f"--model={tiny_directory}",
       f"--output={tmp_path / 'out'}",
       *flags,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from experiments.tasks import fitting
+from kvjax.experiments.tasks import fitting
 
 
 class Costs:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import index_builders, index_construction
-from experiments.index_builders import Builder
 from kvjax.errors import InputError
+from kvjax.experiments import index_builders, index_construction
+from kvjax.experiments.index_builders import Builder
 from kvjax.retrieval import CTkvr
 
 LENGTH, DIM, READS = 128, 8, 16
@@ -44,7 +44,7 @@ def built(builders):
 
 @pytest.fixture(scope="module")
 def binary(run_binary):
-  return functools.partial(run_binary, "experiments.index_construction")
+  return functools.partial(run_binary, "kvjax.experiments.index_construction")
 
 
 def worth(queries, keys):

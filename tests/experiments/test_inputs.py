@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from experiments import inputs
+from kvjax.experiments import inputs
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import kernel_tables, kernel_timing
-from experiments.kernel_timing import LIBRARY, PALLAS, XLA, Copies, Timed
-from kernels.specs import Spec
 from kvjax.errors import InputError
+from kvjax.experiments import kernel_tables, kernel_timing
+from kvjax.experiments.kernel_timing import LIBRARY, PALLAS, XLA, Copies, Timed
+from kvjax.kernels.specs import Spec
 
 COPIES = Copies(800, [8.0, 4.0, 2.0])  # 200 bytes a second
 
@@ -127,7 +127,7 @@ def test_operations_are_chosen_by_name():
 def test_an_operation_that_there_is_not_is_refused(run_binary, tmp_path):
   folder = tmp_path / "kernels"
   result = run_binary(
-    "experiments.benchmark_kernels", "--only=gathr", f"--output={folder}"
+    "kvjax.experiments.benchmark_kernels", "--only=gathr", f"--output={folder}"
   )
   assert result.returncode == 2
   assert result.stderr.startswith("--only has 'gathr'; there are ")

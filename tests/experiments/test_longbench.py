@@ -7,19 +7,19 @@ import zlib
 import pytest
 import tokenizers
 
-from experiments.benchmarks import longbench
-from experiments.benchmarks.longbench_averages import averages
-from experiments.benchmarks.longbench_prompts import (
+from kvjax.errors import InputError
+from kvjax.experiments.benchmarks import longbench
+from kvjax.experiments.benchmarks.longbench_averages import averages
+from kvjax.experiments.benchmarks.longbench_prompts import (
   PROMPTS,
   PromptTexts,
   fill,
   truncated,
 )
-from experiments.benchmarks.longbench_sets import LONGBENCH_E, NAMES, SETS
-from experiments.metrics import registry
-from experiments.results import Part
-from kvjax.errors import InputError
-from models.tokenizer import Tokenizer
+from kvjax.experiments.benchmarks.longbench_sets import LONGBENCH_E, NAMES, SETS
+from kvjax.experiments.metrics import registry
+from kvjax.experiments.results import Part
+from kvjax.models.tokenizer import Tokenizer
 
 # CRC-32 of the official prompts with {context} and {input}, as they stand in
 # dataset2prompt.json.

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
-from experiments.benchmarks import longbench
 from kvjax.errors import InputError
-from models.tokenizer import Tokenizer
+from kvjax.experiments.benchmarks import longbench
+from kvjax.models.tokenizer import Tokenizer
 
 # No prompt of these tests is longer than any limit of tokens.
 TOKENIZER = Tokenizer(

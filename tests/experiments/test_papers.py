@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from experiments.paper_experiments.registry import EXPERIMENTS
+from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
 
 
 @pytest.fixture(scope="module")
 def binary(run_binary):
-  return functools.partial(run_binary, "experiments.papers")
+  return functools.partial(run_binary, "kvjax.experiments.papers")
 
 
 def test_alone_it_lists_every_experiment(binary):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from experiments import comparison, suite
-from experiments.candidates import candidates
-from experiments.reference.validation import depth_grid, rounds, validate
-from experiments.results import Part, Results, Settings
-from experiments.summaries import summarize
+from kvjax import models
+from kvjax.experiments import comparison, suite
+from kvjax.experiments.candidates import candidates
+from kvjax.experiments.reference.validation import depth_grid, rounds, validate
+from kvjax.experiments.results import Part, Results, Settings
+from kvjax.experiments.summaries import summarize
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from experiments.results import Answer, Results, Settings
-from experiments.summaries import summarize
+from kvjax.experiments.results import Answer, Results, Settings
+from kvjax.experiments.summaries import summarize
 
 ANSWER = Answer(
   task="vt",
@@ -49,7 +49,7 @@ def test_runs_become_one_leaderboard(run_binary, tmp_path):
   (tmp_path / "runs" / "c" / "summary.json").unlink()
   output, kvpress = tmp_path / "new" / "board", tmp_path / "kvpress"
   result = run_binary(
-    "experiments.report",
+    "kvjax.experiments.report",
     tmp_path / "runs" / "a",
     f"--output={output}",
     tmp_path / "runs",
@@ -75,7 +75,11 @@ def test_runs_become_one_leaderboard(run_binary, tmp_path):
 @pytest.mark.parametrize(
   ("arguments", "sentence"),
   [
-    ([], "Name the folders that hold runs, as in experiments.report results."),
+    (
+      [],
+      "Name the folders that hold runs, as in kvjax.experiments.report "
+      "results.",
+    ),
     (["{folder}"], "{folder} holds no run"),
     (["{folder}", "--model=x"], "--help lists the flags."),
     (["{folder}", "--kvpress=/proc/no"], "/proc/no cannot be written"),
@@ -86,7 +90,7 @@ def test_what_is_wrong_is_said_in_a_sentence(
 ):
   given = [argument.format(folder=tmp_path) for argument in arguments]
   output = tmp_path / "out"
-  result = run_binary("experiments.report", *given, f"--output={output}")
+  result = run_binary("kvjax.experiments.report", *given, f"--output={output}")
   assert result.returncode == 2
   assert result.stdout == ""
   assert sentence.format(folder=tmp_path) in result.stderr

@@ -5,11 +5,11 @@ import json
 import pytest
 import rich.console
 
-from experiments import reports, summaries
-from experiments.reporting import compared, curves
-from experiments.reporting.means import means
-from experiments.results import Answer, Results, Settings
 from kvjax.errors import InputError
+from kvjax.experiments import reports, summaries
+from kvjax.experiments.reporting import compared, curves
+from kvjax.experiments.reporting.means import means
+from kvjax.experiments.results import Answer, Results, Settings
 
 TASKS = ("niah_single_2", "niah_multikey_1")
 

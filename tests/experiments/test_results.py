@@ -10,18 +10,18 @@ import pytest
 import scipy.stats
 
 import kvjax
-from experiments import runs
-from experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
-from experiments.candidates import candidates
-from experiments.intervals import interval
-from experiments.results import (
+from kvjax.errors import InputError
+from kvjax.experiments import runs
+from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
+from kvjax.experiments.candidates import candidates
+from kvjax.experiments.intervals import interval
+from kvjax.experiments.results import (
   Answer,
   Results,
   Settings,
   digest,
 )
-from experiments.summaries import summarize
-from kvjax.errors import InputError
+from kvjax.experiments.summaries import summarize
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)
 

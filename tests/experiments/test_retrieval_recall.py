@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments import lookup_quality
+from kvjax.experiments import lookup_quality
 from kvjax.testing import TinyModel
 
 MODEL = TinyModel()
@@ -96,7 +96,7 @@ def test_the_binary_prints_and_writes_a_table(
 ):
   folder = tmp_path / "out"
   done = run_binary(
-    "experiments.retrieval_recall",
+    "kvjax.experiments.retrieval_recall",
     f"--model={tiny_directory}",
     "--methods=flat,ctkvr",
     "--budget=20",
@@ -132,7 +132,7 @@ def test_what_is_wrong_is_one_sentence(
 ):
   output = tmp_path / "out"
   done = run_binary(
-    "experiments.retrieval_recall",
+    "kvjax.experiments.retrieval_recall",
     f"--model={tiny_directory}",
     f"--output={output}",
     *arguments,

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import kvjax
-import models
-from experiments.benchmarks import ruler
-from experiments.calibration import measuring
-from experiments.calibration.measuring import Measurement, Measurements
-from experiments.calibration.records import FOLDER, Auto, file_name
-from experiments.candidates import DEFAULT, FULL, candidates
-from experiments.results import Settings, digest
-from experiments.tasks import fitting, needles
+from kvjax import models
+from kvjax.experiments.benchmarks import ruler
+from kvjax.experiments.calibration import measuring
+from kvjax.experiments.calibration.measuring import Measurement, Measurements
+from kvjax.experiments.calibration.records import FOLDER, Auto, file_name
+from kvjax.experiments.candidates import DEFAULT, FULL, candidates
+from kvjax.experiments.results import Settings, digest
+from kvjax.experiments.tasks import fitting, needles
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)
 REFERENCE = pathlib.Path(models.__file__).parent / "reference"

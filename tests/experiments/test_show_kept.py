@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.candidates import candidates
-from experiments.kept import counts, page
+from kvjax.experiments.candidates import candidates
+from kvjax.experiments.kept import counts, page
 from kvjax.testing import held_positions
 
 # 3 bytes a character, markup, what cannot be seen, and a break.
@@ -163,7 +163,7 @@ def test_the_binary_writes_a_page_and_nothing_else(
   (tmp_path / "notes.txt").write_text(TEXT, encoding="utf-8")
   output = tmp_path / "new" / "kept.html"
   result = run_binary(
-    "experiments.show_kept",
+    "kvjax.experiments.show_kept",
     f"--model={tiny_directory}",
     f"--text={tmp_path}/notes.txt",
     "--method=key_norm,streaming",
@@ -196,7 +196,7 @@ def test_what_is_wrong_is_said_in_one_sentence(
 ):
   output = tmp_path / "new" / "kept.html"
   result = run_binary(
-    "experiments.show_kept",
+    "kvjax.experiments.show_kept",
     f"--model={tiny_directory}",
     f"--output={output}",
     *arguments,

@@ -4,9 +4,9 @@ import pytest
 import rich.console
 
 import kvjax
-from experiments import side_by_side
-from experiments.candidates import candidates
 from kvjax.errors import InputError
+from kvjax.experiments import side_by_side
+from kvjax.experiments.candidates import candidates
 
 CHOSEN = candidates(["full", "streaming"], [kvjax.Retention(0.5)])
 SENTENCE = " The grass is green and the sky is blue."

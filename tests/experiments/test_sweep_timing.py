@@ -5,10 +5,10 @@ import time
 import pytest
 
 import kvjax
-from experiments import sweep_timing
-from experiments.answering import Prompt, Reply
-from experiments.candidates import candidates
 from kvjax.errors import InputError
+from kvjax.experiments import sweep_timing
+from kvjax.experiments.answering import Prompt, Reply
+from kvjax.experiments.candidates import candidates
 
 CHOSEN = candidates(["keydiff"], [kvjax.Tokens(n) for n in (8, 4, 2)])[1:]
 PROMPT = Prompt([5] * 20, [6] * 3, 2)

@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from experiments import suite
-from experiments.metrics.string_match import string_match_all
-from experiments.reference import vocabulary
-from experiments.tasks import fitting, needles, passkey, prose, words
 from kvjax.errors import InputError
+from kvjax.experiments import suite
+from kvjax.experiments.metrics.string_match import string_match_all
+from kvjax.experiments.reference import vocabulary
+from kvjax.experiments.tasks import fitting, needles, passkey, prose, words
 
 TOKENIZER = vocabulary.build()
 

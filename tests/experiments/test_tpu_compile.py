@@ -10,8 +10,9 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
-import kernels
-from experiments.tpu import (
+from kvjax import kernels
+from kvjax.errors import InputError
+from kvjax.experiments.tpu import (
   chips,
   engine_programs,
   kernel_programs,
@@ -19,18 +20,17 @@ from experiments.tpu import (
   runs,
   tables,
 )
-from experiments.tpu.footprints import Footprint
-from experiments.tpu.hlo import Module
-from experiments.tpu.host_arrays import copied_from_host
-from experiments.tpu.programs import (
+from kvjax.experiments.tpu.footprints import Footprint
+from kvjax.experiments.tpu.hlo import Module
+from kvjax.experiments.tpu.host_arrays import copied_from_host
+from kvjax.experiments.tpu.programs import (
   Outcome,
   Program,
   compiled,
   find_fault,
 )
-from kernels.dispatch import Programs, dispatch
-from kernels.specs import Spec
-from kvjax.errors import InputError
+from kvjax.kernels.dispatch import Programs, dispatch
+from kvjax.kernels.specs import Spec
 
 MIB = 2**20
 
@@ -149,7 +149,7 @@ def test_specifications_are_found_by_themselves(monkeypatch, tmp_path):
   monkeypatch.setattr(kernels, "__path__", [str(tmp_path)])
   assert list(kernel_programs.kernel_programs()) == []
   spec = Spec("8 x 8", jnp.negative, lambda _: (jnp.zeros((8, 8)),) * 2, 512)
-  monkeypatch.setattr("kernels.toy.specs.SPECS", (spec,))
+  monkeypatch.setattr("kvjax.kernels.toy.specs.SPECS", (spec,))
   (found,) = kernel_programs.kernel_programs()
   assert (found.kind, found.name, found.shapes) == ("kernel", "toy", "8 x 8")
   assert found.operands() == "2 float32[8,8]"
@@ -316,7 +316,7 @@ def test_without_libtpu_the_user_is_told(monkeypatch):
   ],
 )
 def test_mistakes_get_one_sentence(run_binary, arguments, sentence):
-  result = run_binary("experiments.tpu_compile", *arguments)
+  result = run_binary("kvjax.experiments.tpu_compile", *arguments)
   assert result.returncode == 2
   assert result.stdout == ""
   assert len(result.stderr.splitlines()) == 1

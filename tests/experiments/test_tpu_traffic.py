@@ -8,12 +8,12 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from experiments.tpu.hlo import Module
-from experiments.tpu.host_arrays import copied_from_host
-from experiments.tpu.kernel_traffic import KernelTraffic, kernels_in
-from experiments.tpu.meanwhile import meanwhile
-from experiments.tpu.traffic import traffic
-from kernels.sparse_decode.tpu import sparse_decode_tpu
+from kvjax.experiments.tpu.hlo import Module
+from kvjax.experiments.tpu.host_arrays import copied_from_host
+from kvjax.experiments.tpu.kernel_traffic import KernelTraffic, kernels_in
+from kvjax.experiments.tpu.meanwhile import meanwhile
+from kvjax.experiments.tpu.traffic import traffic
+from kvjax.kernels.sparse_decode.tpu import sparse_decode_tpu
 
 # What libtpu writes, shortened: 1,024 bfloat16 weights in four rows, fetched
 # ahead in two parts, and a loop that reads a slot and writes another.

@@ -11,7 +11,8 @@ import optax
 import pytest
 from flax import nnx
 
-from experiments.reference import (
+from kvjax.errors import InputError
+from kvjax.experiments.reference import (
   batches,
   curriculum,
   pieces,
@@ -19,11 +20,10 @@ from experiments.reference import (
   training,
   vocabulary,
 )
-from experiments.reference.growth import deepened
-from experiments.reference.lessons import LESSONS, draw_row
-from experiments.reference.rows import FIRST_WEIGHT, Row, pack
-from experiments.reference.trainer import Trainer
-from kvjax.errors import InputError
+from kvjax.experiments.reference.growth import deepened
+from kvjax.experiments.reference.lessons import LESSONS, draw_row
+from kvjax.experiments.reference.rows import FIRST_WEIGHT, Row, pack
+from kvjax.experiments.reference.trainer import Trainer
 
 PIECES = pieces.Pieces(vocabulary.build())
 STAGE = curriculum.Stage(
@@ -221,7 +221,9 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(
 ):
   (tmp_path / "file").write_text("")
   output = tmp_path / output
-  done = run_binary("experiments.train_reference", f"--output={output}", flag)
+  done = run_binary(
+    "kvjax.experiments.train_reference", f"--output={output}", flag
+  )
   assert done.returncode == 2, done.stderr
   assert done.stdout == ""
   assert len(done.stderr.splitlines()) == 1

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.reference.attention import causal_attention
 from kvjax.activations import Activations
+from kvjax.experiments.reference.attention import causal_attention
 
 
 def plain(queries, keys, values):

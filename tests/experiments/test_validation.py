@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import kvjax
-from experiments.answering import Prompt
-from experiments.reference import (
+from kvjax.experiments.answering import Prompt
+from kvjax.experiments.reference import (
   attention,
   card,
   checkpoints,
@@ -17,9 +17,9 @@ from experiments.reference import (
   training,
   validation,
 )
-from experiments.reference.needle_mass import sample_mass
-from experiments.reference.validation import Score
-from experiments.tasks import needles
+from kvjax.experiments.reference.needle_mass import sample_mass
+from kvjax.experiments.reference.validation import Score
+from kvjax.experiments.tasks import needles
 
 POSITIONS = 512
 PAIR = needles.NeedleTask("two", "essay", key_count=2, max_new_tokens=9)

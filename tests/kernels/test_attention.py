@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.attention import attention, chunked
-from kernels.quantised import Quantised, dequantise, quantise
+from kvjax.kernels.attention import attention, chunked
+from kvjax.kernels.quantised import Quantised, dequantise, quantise
 
 
 def block(seed, B, N, K, S, T, D, dtype="float32"):

@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
-import kernels
-from kernels.attention_mass import (
+from kvjax import kernels
+from kvjax.kernels.attention_mass import (
   causal_mass,
   chunk_mass,
   gpu_sweeps,
@@ -21,11 +21,11 @@ from kernels.attention_mass import (
   tpu_chunks,
   xla,
 )
-from kernels.attention_mass.reference import (
+from kvjax.kernels.attention_mass.reference import (
   causal_mass_reference,
   chunk_mass_reference,
 )
-from kernels.attention_mass.specs import SPECS
+from kvjax.kernels.attention_mass.specs import SPECS
 
 PLATFORMS = ["xla", "tpu", "gpu"]
 

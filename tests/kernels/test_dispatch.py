@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-import kernels
-from kernels.dispatch import Programs, dispatch
+from kvjax import kernels
+from kvjax.kernels.dispatch import Programs, dispatch
 
 
 def declining(*_, **__):

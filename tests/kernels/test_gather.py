@@ -8,12 +8,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
-from kernels import use
-from kernels.gather import Compacted, compact
-from kernels.gather.gpu import compact_gpu
-from kernels.gather.plan import Plan
-from kernels.gather.reference import compact_reference
-from kernels.gather.tpu import compact_tpu
+from kvjax.kernels import use
+from kvjax.kernels.gather import Compacted, compact
+from kvjax.kernels.gather.gpu import compact_gpu
+from kvjax.kernels.gather.plan import Plan
+from kvjax.kernels.gather.reference import compact_reference
+from kvjax.kernels.gather.tpu import compact_tpu
 
 TPU = functools.partial(
   pltpu.force_tpu_interpret_mode, pltpu.InterpretParams(detect_races=True)

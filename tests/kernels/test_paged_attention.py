@@ -10,17 +10,17 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-import kernels
-from kernels.attention import (
+from kvjax import kernels
+from kvjax.kernels.attention import (
   Partial,
   attention,
   merge,
   partial_attention,
   warpgroup,
 )
-from kernels.paged_attention import paged_attention, tpu, xla
-from kernels.paged_attention.reference import paged_attention_reference
-from kernels.quantised import Quantised, dequantise, quantise
+from kvjax.kernels.paged_attention import paged_attention, tpu, xla
+from kvjax.kernels.paged_attention.reference import paged_attention_reference
+from kvjax.kernels.quantised import Quantised, dequantise, quantise
 
 PAGE = 8
 T = 40

@@ -15,9 +15,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_mask_info as mask_info,
 )
 
-import kernels
-from kernels.prompt_attention import prompt_attention, tpu
-from kernels.prompt_attention.specs import SPECS
+from kvjax import kernels
+from kvjax.kernels.prompt_attention import prompt_attention, tpu
+from kvjax.kernels.prompt_attention.specs import SPECS
 
 LENGTHS = (101, 147)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.quantised import dequantise, quantise
+from kvjax.kernels.quantised import dequantise, quantise
 
 
 def vectors():

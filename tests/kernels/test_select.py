@@ -11,16 +11,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
-import kernels
-from kernels.select import (
+from kvjax import kernels
+from kvjax.kernels.select import (
   among_largest,
   kth_largest,
   largest,
   named_slots,
   true_slots,
 )
-from kernels.select.reference import largest_reference, true_slots_reference
-from kernels.select.specs import SPECS
+from kvjax.kernels.select.reference import (
+  largest_reference,
+  true_slots_reference,
+)
+from kvjax.kernels.select.specs import SPECS
 
 # Rows of 2 x 5: two blocks of a TPU's 8 rows, the second one not full.
 ROWS = (2, 5)

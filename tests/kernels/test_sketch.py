@@ -11,10 +11,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-import kernels
-from kernels.sketch import gpu_work, leverage_rows, sketch, tpu
-from kernels.sketch.pieces import pieces
-from kernels.sketch.reference import leverage_rows_reference, sketch_reference
+from kvjax import kernels
+from kvjax.kernels.sketch import gpu_work, leverage_rows, sketch, tpu
+from kvjax.kernels.sketch.pieces import pieces
+from kvjax.kernels.sketch.reference import (
+  leverage_rows_reference,
+  sketch_reference,
+)
 
 B, K = 2, 2
 PLATFORMS = ["xla", "tpu", "gpu"]

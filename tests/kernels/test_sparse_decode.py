@@ -10,12 +10,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-import kernels
-from kernels.attention import merge, warpgroup
-from kernels.quantised import Quantised, quantise
-from kernels.sparse_decode import sparse_decode, tpu
-from kernels.sparse_decode.reference import sparse_decode_reference
-from kernels.sparse_decode.xla import sparse_decode_xla
+from kvjax import kernels
+from kvjax.kernels.attention import merge, warpgroup
+from kvjax.kernels.quantised import Quantised, quantise
+from kvjax.kernels.sparse_decode import sparse_decode, tpu
+from kvjax.kernels.sparse_decode.reference import sparse_decode_reference
+from kvjax.kernels.sparse_decode.xla import sparse_decode_xla
 
 B = 2
 # KV heads, query heads per KV head, lists, slots of a list.

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
 from kvjax.methods import Allowance, KeyDiff, KeyL2Norm, SnapKV, get_method
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.compactor import Compactor
-from kvjax.selection import head_counts, top_slots
+from kvjax.methods.selection import head_counts, top_slots
 from kvjax.testing import random_activations
 
 LENGTHS = [61, 96, 40]

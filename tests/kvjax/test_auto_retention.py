@@ -9,13 +9,13 @@ import pytest
 
 import kvjax
 from kvjax import likelihood, one_pass, uncut
-from kvjax.calibration import Calibration
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.packed import PackedLayer
+from kvjax.cache.sharding import parse_mesh
+from kvjax.calibration.record import Calibration
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
 from kvjax.methods import METHODS, AdaKV, FullKV, KeyDiff, get_method
-from kvjax.packed import PackedLayer
 from kvjax.prompts import bucket
-from kvjax.sharding import parse_mesh
 from kvjax.testing import TinyModel, held_positions
 
 MODEL = TinyModel()

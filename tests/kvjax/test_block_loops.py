@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.engine.plans import Plan
+from kvjax.engine.sampling import Sampling
 from kvjax.methods import get_method
-from kvjax.plans import Plan
-from kvjax.sampling import Sampling
 from kvjax.testing import TinyModel, held_positions
 
 BUDGET = 12

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.calibration import Calibration, least_retention, quality
+from kvjax.calibration.fitting import Triples, asymmetric_loss, fit, promises
+from kvjax.calibration.record import Calibration, least_retention, quality
 from kvjax.errors import InputError
-from kvjax.fitting import Triples, asymmetric_loss, fit, promises
 from kvjax.methods import KeyDiff, SnapKV
 
 BENDS = [-800, -60, -40, -3, -1e-5, 0, 1e-5, 3, 40, 60, 800]

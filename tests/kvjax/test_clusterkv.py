@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.attention import attention
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.sparse import IndexedLayer
 from kvjax.errors import InputError
-from kvjax.indexed import IndexedLayer
-from kvjax.layers import LayerCache
+from kvjax.kernels.attention import attention
 from kvjax.methods.prototypes import kmeans, nearest
 from kvjax.retrieval import ClusterKV, Reads, Store, get_retrieval
 from kvjax.testing import random_activations

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
 from kvjax.methods import Allowance, Compactor, get_method
 from kvjax.methods.noncausal import noncausal_attention
 from kvjax.prompts import bucket_lengths

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
+from kvjax.engine.step import compress
 from kvjax.methods import (
   H2O,
   METHODS,
@@ -28,7 +29,6 @@ from kvjax.methods import (
   get_method,
 )
 from kvjax.prompts import bucket_lengths
-from kvjax.step import compress
 from kvjax.testing import (
   layer_positions,
   random_activations,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.sharding import parse_mesh
 from kvjax.methods import METHODS, FullKV, get_method
-from kvjax.sharding import parse_mesh
 from kvjax.testing import TinyModel, held_positions, poisoned
 
 # Half the time to compile, where one layer shows it all.

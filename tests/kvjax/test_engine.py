@@ -12,9 +12,9 @@ import pytest
 import kvjax
 from kvjax import answering
 from kvjax import one_pass as engine
+from kvjax.engine.sampling import Sampling, sample
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, KeyDiff, get_method
-from kvjax.sampling import Sampling, sample
 from kvjax.testing import TinyModel, held_positions, poisoned
 
 # Half the time to compile, where one layer shows it all.

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 import kvjax
 from kvjax import answering
-from kvjax.cache import Cache
-from kvjax.decoding import Run
-from kvjax.layers import LayerCache, tree_bytes
+from kvjax.cache.cache import Cache
+from kvjax.cache.layers import LayerCache, tree_bytes
+from kvjax.engine.decoding import Run
+from kvjax.engine.one_pass import one_pass
+from kvjax.engine.plans import Kept, Room
 from kvjax.methods import FullKV, KeyDiff
-from kvjax.one_pass import one_pass
-from kvjax.plans import Kept, Room
 from kvjax.prompts import bucket, bucket_lengths
 from kvjax.testing import TinyModel
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.layers import LayerCache
+from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
 from kvjax.methods import get_method
-from kvjax.plans import Plan
 from kvjax.testing import TinyModel, held_positions
 
 MODEL = TinyModel()

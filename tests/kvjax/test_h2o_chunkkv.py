@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kernels.attention_mass import causal_mass, xla
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
+from kvjax.kernels.attention_mass import causal_mass, xla
 from kvjax.methods import H2O, Allowance, ChunkKV, get_method
 from kvjax.testing import TinyModel, held_positions, random_activations
 

@@ -8,9 +8,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-import kernels
 import kvjax
-from kernels import dispatch
+from kvjax import kernels
+from kvjax.kernels import dispatch
 from kvjax.model import Geometry
 from kvjax.testing import TinyModel, held_positions
 

@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.attention_mass import chunk_mass
 from kvjax.activations import Activations
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
+from kvjax.kernels.attention_mass import chunk_mass
 from kvjax.methods import Allowance, get_method
 from kvjax.methods.heads import heads_of
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.layers import LayerCache
+from kvjax.engine.step import compress
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
 from kvjax.methods import Allowance, LagKV, get_method
-from kvjax.step import compress
 from kvjax.testing import random_activations
 
 S, L = 3, 8

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.engine.plans import Plan
 from kvjax.methods import LagKV
-from kvjax.plans import Plan
 from kvjax.testing import TinyModel, held_positions
 
 # Half the time to compile, where one layer shows it all.

@@ -9,10 +9,10 @@ import pytest
 
 import kvjax
 from kvjax import likelihood
-from kvjax.decoding import feed
+from kvjax.engine.decoding import feed
+from kvjax.engine.one_pass import one_pass
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, KeyDiff
-from kvjax.one_pass import one_pass
 from kvjax.testing import TinyModel, poisoned
 
 MODEL = TinyModel()

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.sparse import IndexedLayer
 from kvjax.errors import InputError
-from kvjax.indexed import IndexedLayer
-from kvjax.layers import LayerCache
 from kvjax.methods.heads import Head
 from kvjax.retrieval import MagicPIG, Prompt, Reads, Store, get_retrieval
 from kvjax.retrieval.magicpig import sampled_share

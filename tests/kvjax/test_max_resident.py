@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kernels.attention import attention
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.sharding import parse_mesh
+from kvjax.cache.sparse import IndexedLayer
 from kvjax.errors import InputError
-from kvjax.indexed import IndexedLayer
-from kvjax.layers import LayerCache
+from kvjax.kernels.attention import attention
 from kvjax.retrieval import CTkvr, get_retrieval
-from kvjax.sharding import parse_mesh
 from kvjax.testing import TinyModel, layer_positions, random_activations
 
 # The last rows store little or nothing at first, one has too few for sinks.

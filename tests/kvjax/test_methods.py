@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
 from kvjax.methods import (
   KeyDiff,
   KeyL2Norm,

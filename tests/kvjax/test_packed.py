@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kernels.attention import attention
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.packed import PAGE as DEFAULT_PAGE
+from kvjax.cache.packed import PackedLayer, page_count
+from kvjax.cache.sharding import parse_mesh
+from kvjax.kernels.attention import attention
 from kvjax.methods import get_method
-from kvjax.packed import PAGE as DEFAULT_PAGE
-from kvjax.packed import PackedLayer, page_count
-from kvjax.sharding import parse_mesh
 from kvjax.testing import TinyModel, random_activations
 
 LENGTHS = [37, 61]

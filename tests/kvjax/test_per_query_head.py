@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.sharding import parse_mesh
 from kvjax.methods import get_method
-from kvjax.sharding import parse_mesh
 from kvjax.testing import TinyModel, held_positions
 
 # Half the time to compile, where one layer shows it all.

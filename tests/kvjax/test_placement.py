@@ -10,7 +10,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax import placement
-from kvjax.placement import (
+from kvjax.cache.placement import (
   gather_rows,
   has_host_memory,
   is_on_host,
@@ -18,7 +18,7 @@ from kvjax.placement import (
   to_device,
   to_host,
 )
-from kvjax.sharding import parse_mesh
+from kvjax.cache.sharding import parse_mesh
 
 B, K, F, D, M = 2, 4, 9, 3, 6
 RNG = np.random.default_rng(0)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.methods import METHODS, get_method
-from kvjax.plans import Plan
 from kvjax.testing import TinyModel, held_positions
 
 # Half the time to compile, where one layer shows it all.

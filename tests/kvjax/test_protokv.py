@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
 from kvjax.methods import Allowance, ProtoKV, get_method
 from kvjax.methods import prototypes as proto
 from kvjax.testing import random_activations

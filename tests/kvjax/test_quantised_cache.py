@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 import kvjax
-from kernels.quantised import Quantised
-from kvjax.calibration import Calibration
-from kvjax.decoding import feed
+from kvjax.cache.packed import PackedLayer
+from kvjax.cache.quantized import QuantisedLayer, stored
+from kvjax.cache.sharding import parse_mesh
+from kvjax.calibration.record import Calibration
+from kvjax.checkpoint.saving import load_cache, save_cache
+from kvjax.engine.decoding import feed
+from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
+from kvjax.kernels.quantised import Quantised
 from kvjax.methods import get_method
-from kvjax.packed import PackedLayer
-from kvjax.plans import Plan
-from kvjax.saving import load_cache, save_cache
-from kvjax.sharding import parse_mesh
-from kvjax.storage import QuantisedLayer, stored
 from kvjax.testing import TinyModel, held_positions, poisoned
 
 GEOMETRY = kvjax.Geometry(

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax.decoding import feed
-from kvjax.layers import tree_bytes
+from kvjax.cache.layers import tree_bytes
+from kvjax.engine.decoding import feed
+from kvjax.engine.one_pass import one_pass
+from kvjax.engine.plans import Kept, Plan, Room
 from kvjax.methods import FullKV, get_method
-from kvjax.one_pass import one_pass
-from kvjax.plans import Kept, Plan, Room
 from kvjax.testing import TinyModel
 
 GEOMETRY = kvjax.Geometry(

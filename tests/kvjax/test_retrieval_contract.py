@@ -10,17 +10,17 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 import kvjax
-from kernels.attention import attention
-from kvjax.indexed import IndexedLayer
-from kvjax.layers import LayerCache
-from kvjax.placement import nbytes_by_memory
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.placement import nbytes_by_memory
+from kvjax.cache.sharding import parse_mesh
+from kvjax.cache.sparse import IndexedLayer
+from kvjax.kernels.attention import attention
 from kvjax.retrieval import (
   RETRIEVALS,
   Reads,
   Store,
   get_retrieval,
 )
-from kvjax.sharding import parse_mesh
 from kvjax.testing import (
   TinyModel,
   layer_positions,

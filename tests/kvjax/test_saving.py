@@ -12,13 +12,13 @@ import pytest
 
 import kvjax
 from kvjax import saved_trees, saving
-from kvjax.cache import Cache
+from kvjax.cache.cache import Cache
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.observation import ObservationWindow
+from kvjax.cache.packed import PackedLayer
+from kvjax.cache.sharding import parse_mesh
+from kvjax.checkpoint.saving import load_cache, save_cache
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
-from kvjax.observation import ObservationWindow
-from kvjax.packed import PackedLayer
-from kvjax.saving import load_cache, save_cache
-from kvjax.sharding import parse_mesh
 from kvjax.struct import static, struct
 from kvjax.testing import TinyModel, held_positions, poisoned
 
@@ -343,9 +343,9 @@ def test_a_save_that_fails_leaves_what_was_there(cache, tmp_path, monkeypatch):
 KILLED = """
 import os, pathlib, sys
 import jax.numpy as jnp
-from kvjax.cache import Cache
-from kvjax.layers import LayerCache
-from kvjax.saving import save_cache
+from kvjax.cache.cache import Cache
+from kvjax.cache.layers import LayerCache
+from kvjax.checkpoint.saving import save_cache
 from kvjax.testing import TinyModel
 
 x = jnp.ones((1, 2, 9, 8))

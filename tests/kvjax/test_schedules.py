@@ -9,11 +9,11 @@ import pytest
 
 import kvjax
 from kvjax import blocks
+from kvjax.cache.sharding import parse_mesh
+from kvjax.engine.plans import Plan
+from kvjax.engine.step import Limits
 from kvjax.errors import InputError
 from kvjax.methods import METHODS, LagKV, get_method
-from kvjax.plans import Plan
-from kvjax.sharding import parse_mesh
-from kvjax.step import Limits
 from kvjax.testing import TinyModel, held_positions
 
 # Half the time to compile, where one layer shows it all.

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.budgets import Retention, Tokens
 from kvjax.errors import InputError
-from kvjax.selection import age, floor_share, top_slots
+from kvjax.methods.selection import age, floor_share, top_slots
+from kvjax.options.budgets import Retention, Tokens
 
 
 def by_hand(scores, held, protected, count):

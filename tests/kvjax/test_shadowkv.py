@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.sparse import IndexedLayer
 from kvjax.errors import InputError
-from kvjax.indexed import IndexedLayer
-from kvjax.layers import LayerCache
 from kvjax.methods.heads import Head
 from kvjax.retrieval import Prompt, Reads, ShadowKV, Store, get_retrieval
 from kvjax.testing import random_activations

@@ -3,7 +3,7 @@
 import pytest
 
 from kvjax.errors import InputError
-from models.config import DecoderConfig
+from kvjax.models.config import DecoderConfig
 
 FIELDS = {
   "model_type": "llama",

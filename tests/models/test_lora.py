@@ -11,13 +11,13 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from kernels.attention import attention
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
-from kvjax.layers import LayerCache
-from kvjax.sharding import parse_mesh
-from models import lora
-from models.pretrained import load_decoder
-from models.weights import write_weights
+from kvjax.kernels.attention import attention
+from kvjax.models import lora
+from kvjax.models.pretrained import load_decoder
+from kvjax.models.weights import write_weights
 
 # It has biases beside some of its kernels.
 QWEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers" / "qwen25"

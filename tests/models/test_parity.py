@@ -11,9 +11,9 @@ import pytest
 
 import kvjax
 from kvjax.errors import InputError
-from models.config import DecoderConfig
-from models.pretrained import load, load_decoder
-from models.rope import rotate
+from kvjax.models.config import DecoderConfig
+from kvjax.models.pretrained import load, load_decoder
+from kvjax.models.rope import rotate
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "transformers"
@@ -171,7 +171,7 @@ def test_keys_move_to_other_positions(family):
 
 
 def test_transformers_reads_the_bundled_model_as_we_do():
-  """The directory was written by `models.save`."""
+  """The directory was written by `kvjax.models.save`."""
   golden = dict(np.load(GOLDEN.parent / "reference.npz"))
   lm = load(ROOT / "models" / "reference", "float32")
   ids = lm.tokenizer.encode(str(golden["text"]))

@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import kvjax
+from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
-from kvjax.sharding import parse_mesh
-from models.pretrained import load_decoder
+from kvjax.models.pretrained import load_decoder
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 

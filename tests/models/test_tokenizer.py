@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from kvjax.errors import InputError
-from models.tokenizer import Tokenizer
+from kvjax.models.tokenizer import Tokenizer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 CHAT = json.loads((GOLDEN / "chat.json").read_text(encoding="utf-8"))

@@ -13,17 +13,17 @@ import safetensors.numpy
 import tokenizers
 from jax.sharding import PartitionSpec
 
+from kvjax.cache.sharding import parse_mesh
+from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
-from kvjax.sampling import GREEDY, Sampling
-from kvjax.sharding import parse_mesh
-from models.pretrained import (
+from kvjax.models.pretrained import (
   Pretrained,
   load,
   load_decoder,
   save,
 )
-from models.tokenizer import Tokenizer
-from models.weights import write_weights
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.weights import write_weights
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 WHOLE = "model.safetensors"

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from experiments.paper_experiments.analyses.observed import activations
-from experiments.paper_experiments.findings import Findings, Subject
-from experiments.reporting.formats import Table
 from kvjax.activations import Activations
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
+from kvjax.experiments.paper_experiments.analyses.observed import activations
+from kvjax.experiments.paper_experiments.findings import Findings, Subject
+from kvjax.experiments.reporting.formats import Table
 from kvjax.methods.heads import window_mass
 from kvjax.methods.prototypes import deviation, unit
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, PyTree
 
-from experiments.paper_experiments.analyses.timing import median_seconds
-from experiments.paper_experiments.findings import Findings, Subject
-from experiments.reporting.formats import Table
 from kvjax.activations import Activations
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
+from kvjax.experiments.paper_experiments.analyses.timing import median_seconds
+from kvjax.experiments.paper_experiments.findings import Findings, Subject
+from kvjax.experiments.reporting.formats import Table
 from kvjax.methods import get_method
 from kvjax.methods.leverage import draw_factors, leverage
 from kvjax.testing import random_activations

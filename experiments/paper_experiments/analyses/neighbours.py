@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 from jaxtyping import Bool, Float
 
-from experiments.paper_experiments.analyses.observed import activations
-from experiments.paper_experiments.findings import Findings, Subject
-from experiments.reporting.formats import Table
 from kvjax.activations import Activations
+from kvjax.experiments.paper_experiments.analyses.observed import activations
+from kvjax.experiments.paper_experiments.findings import Findings, Subject
+from kvjax.experiments.reporting.formats import Table
 
 # The last queries of a prompt, whose pairs are compared, and the share of the
 # keys before them that are a query's top ones: 5K of 96K.

@@ -2,8 +2,8 @@
 
 import statistics
 
-from experiments.paper_experiments.findings import Findings, Subject
-from experiments.reporting.formats import Table
+from kvjax.experiments.paper_experiments.findings import Findings, Subject
+from kvjax.experiments.reporting.formats import Table
 
 _BUDGETS = {"2K": 2048, "4K": 4096, "6K": 6144, "8K": 8192}
 

@@ -10,10 +10,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import kvjax
-from experiments.paper_experiments.findings import Findings, Subject
-from experiments.reporting import wording
-from experiments.reporting.formats import Table
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
+from kvjax.experiments.paper_experiments.findings import Findings, Subject
+from kvjax.experiments.reporting import wording
+from kvjax.experiments.reporting.formats import Table
 
 _METHODS = {
   "H2O": "h2o.keydiff",

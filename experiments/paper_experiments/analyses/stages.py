@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from experiments.paper_experiments.analyses.timing import median_seconds
-from experiments.paper_experiments.findings import Findings, Subject
-from experiments.reporting.formats import Table
 from kvjax.activations import Activations
-from kvjax.layers import LayerCache
+from kvjax.cache.layers import LayerCache
+from kvjax.experiments.paper_experiments.analyses.timing import median_seconds
+from kvjax.experiments.paper_experiments.findings import Findings, Subject
+from kvjax.experiments.reporting.formats import Table
 from kvjax.methods import get_method
 from kvjax.methods import prototypes as proto
 from kvjax.methods.base import Method

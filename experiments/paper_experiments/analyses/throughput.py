@@ -6,9 +6,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import kvjax
-from experiments.paper_experiments.findings import Findings, Subject
-from experiments.reporting.formats import Table
-from models.pretrained import Pretrained
+from kvjax.experiments.paper_experiments.findings import Findings, Subject
+from kvjax.experiments.reporting.formats import Table
+from kvjax.models.pretrained import Pretrained
 
 _STEPS, _ROUNDS = 16, 3
 _BATCHES = (1, 2, 4, 8)

@@ -5,10 +5,10 @@ import json
 import datasets
 import pytest
 
-from experiments.benchmarks import corpora, essays, word_lists
-from experiments.tasks import prose
-from experiments.tasks.question_answering import Question
 from kvjax.errors import InputError
+from kvjax.experiments.benchmarks import corpora, essays, word_lists
+from kvjax.experiments.tasks import prose
+from kvjax.experiments.tasks.question_answering import Question
 
 SQUAD = {
   "version": "v2.0",

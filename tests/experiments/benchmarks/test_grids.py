@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-import models
-from experiments.answering import Prompt
-from experiments.benchmarks import grids, multiturn
-from experiments.metrics import registry
-from experiments.reference import vocabulary
-from experiments.results import Part
-from experiments.tasks import needles, passkey, prose
+from kvjax import models
+from kvjax.experiments.answering import Prompt
+from kvjax.experiments.benchmarks import grids, multiturn
+from kvjax.experiments.metrics import registry
+from kvjax.experiments.reference import vocabulary
+from kvjax.experiments.results import Part
+from kvjax.experiments.tasks import needles, passkey, prose
 
 LENGTHS, DEPTHS = [640, 1500], [0.0, 0.3, 1.0]
 TOKENIZER = models.Tokenizer(vocabulary.build(), vocabulary.config(2048))

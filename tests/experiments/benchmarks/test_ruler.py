@@ -9,11 +9,12 @@ import re
 import pytest
 import scipy.special
 
-from experiments import suite
-from experiments.benchmarks import ruler
-from experiments.metrics import registry
-from experiments.results import Part
-from experiments.tasks import (
+from kvjax.errors import InputError
+from kvjax.experiments import suite
+from kvjax.experiments.benchmarks import ruler
+from kvjax.experiments.metrics import registry
+from kvjax.experiments.results import Part
+from kvjax.experiments.tasks import (
   common_words,
   fitting,
   frequent_words,
@@ -21,7 +22,6 @@ from experiments.tasks import (
   variable_tracking,
   words,
 )
-from kvjax.errors import InputError
 
 
 def count(text):

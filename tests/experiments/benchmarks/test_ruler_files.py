@@ -6,11 +6,11 @@ import json
 import datasets
 import pytest
 
-from experiments.benchmarks import ruler, ruler_files
-from experiments.metrics import registry
-from experiments.results import Part
-from experiments.tasks.question_answering import Corpus, Question
 from kvjax.errors import InputError
+from kvjax.experiments.benchmarks import ruler, ruler_files
+from kvjax.experiments.metrics import registry
+from kvjax.experiments.results import Part
+from kvjax.experiments.tasks.question_answering import Corpus, Question
 
 LENGTH = 2048
 

@@ -9,17 +9,17 @@ import threading
 import pytest
 import rouge as rouge_package
 
-from experiments.metrics import chinese
-from experiments.metrics.classification import (
+from kvjax.experiments.metrics import chinese
+from kvjax.experiments.metrics.classification import (
   classification,
   classification_official,
   count,
   retrieval,
   retrieval_zh,
 )
-from experiments.metrics.code import code_sim
-from experiments.metrics.question_answering import qa_f1, qa_f1_zh
-from experiments.metrics.rouge import (
+from kvjax.experiments.metrics.code import code_sim
+from kvjax.experiments.metrics.question_answering import qa_f1, qa_f1_zh
+from kvjax.experiments.metrics.rouge import (
   rouge_1,
   rouge_l,
   rouge_l_official,

@@ -5,11 +5,11 @@ import sys
 import pytest
 import tokenizers
 
-from experiments.metrics import passkey, registry
-from experiments.metrics.libraries import library
-from experiments.tasks.sample import Sample
 from kvjax.errors import InputError
-from models.tokenizer import Tokenizer
+from kvjax.experiments.metrics import passkey, registry
+from kvjax.experiments.metrics.libraries import library
+from kvjax.experiments.tasks.sample import Sample
+from kvjax.models.tokenizer import Tokenizer
 
 KEY = "0123456789" * 6 + "0123"
 

@@ -1,6 +1,6 @@
 """RULER's metrics: what counts as found."""
 
-from experiments.metrics.string_match import (
+from kvjax.experiments.metrics.string_match import (
   clean,
   string_match_all,
   string_match_part,

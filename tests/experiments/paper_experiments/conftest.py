@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.paper_experiments.records import (
+from kvjax.experiments.paper_experiments.records import (
   Average,
   Column,
   Comparison,
@@ -11,11 +11,11 @@ from experiments.paper_experiments.records import (
   Setup,
   Targets,
 )
-from experiments.paper_experiments.running import Session
-from experiments.paper_experiments.samples import Sources
-from experiments.paper_experiments.shared import fixed, lines
-from experiments.results import Settings
-from kvjax.budgets import Retention, Tokens
+from kvjax.experiments.paper_experiments.running import Session
+from kvjax.experiments.paper_experiments.samples import Sources
+from kvjax.experiments.paper_experiments.shared import fixed, lines
+from kvjax.experiments.results import Settings
+from kvjax.options.budgets import Retention, Tokens
 
 SMALL = Setup("ruler", ("niah_single_1", "niah_single_2"), (256, 288), 1)
 INVENTED = Comparison(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.paper_experiments.analyses import (
+from kvjax.experiments.paper_experiments.analyses import (
   deviations,
   head_statistics,
   latency,
@@ -19,7 +19,7 @@ from experiments.paper_experiments.analyses import (
   stages,
   timing,
 )
-from experiments.paper_experiments.findings import Subject
+from kvjax.experiments.paper_experiments.findings import Subject
 from kvjax.testing import random_activations
 
 RNG = np.random.default_rng(0)

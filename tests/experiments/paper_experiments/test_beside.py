@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from experiments.paper_experiments import beside, running
-from experiments.paper_experiments.records import Average, Key
+from kvjax.experiments.paper_experiments import beside, running
+from kvjax.experiments.paper_experiments.records import Average, Key
 
 SCORES = {"trec": 80.0, "lsht": 40.0, "lcc": 10.0}
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 import rich.console
 
-from experiments.paper_experiments import programs, report
-from experiments.paper_experiments.records import Experiment, Program
-from experiments.paper_experiments.registry import EXPERIMENTS
+from kvjax.experiments.paper_experiments import programs, report
+from kvjax.experiments.paper_experiments.records import Experiment, Program
+from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
 
 FIRST = Program(
   "first", "nowhere", ["--x={folder}/y"], {"model": "model", "essay": "text"}
@@ -46,12 +46,12 @@ def test_the_users_flags_are_passed_on_under_their_names_there(
   first = [f"--output={tmp_path}/first", f"--x={tmp_path}/y", "--model=dir"]
   second = [f"--output={tmp_path}/second", "--data=b.zip"]
   assert lines == [
-    [*python, "experiments.nowhere", *first, "--text=a.txt"],
-    [*python, "experiments.elsewhere", *second],
+    [*python, "kvjax.experiments.nowhere", *first, "--text=a.txt"],
+    [*python, "kvjax.experiments.elsewhere", *second],
   ]
   text = (tmp_path / "paper.md").read_text()
   assert "dir. The paper ran A model and used LongBench; numbers may " in text
-  assert "python -m experiments.elsewhere --output=" in text
+  assert "python -m kvjax.experiments.elsewhere --output=" in text
   assert "The paper: Ours is best." in text
 
 
@@ -60,7 +60,7 @@ def test_what_needs_a_flag_or_its_absence_is_left_out(tmp_path, monkeypatch):
   quiet = rich.console.Console(quiet=True)
   report.call(OWN, "ref", {}, tmp_path, quiet)
   modules = [line[2] for line in lines]
-  assert modules == ["experiments.nowhere", "experiments.wherever"]
+  assert modules == ["kvjax.experiments.nowhere", "kvjax.experiments.wherever"]
   assert (
     "ref on generated data: not the paper's model; orders may be"
     in (tmp_path / "paper.md").read_text()
@@ -82,7 +82,7 @@ def test_programs_know_the_flags_that_they_are_called_with(
 ):
   every = [p for e in EXPERIMENTS.values() for p in e.programs]
   for module in {program.module for program in every}:
-    told = run_binary(f"experiments.{module}", "--help")
+    told = run_binary(f"kvjax.experiments.{module}", "--help")
     known = set(
       re.findall(r"^  --(?:\[no\])?(\w+):", told.stdout, re.MULTILINE)
     )

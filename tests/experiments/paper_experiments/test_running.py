@@ -6,17 +6,17 @@ import json
 import pytest
 import rich.console
 
-from experiments.paper_experiments import report, running
-from experiments.paper_experiments.analyses import prompt_lengths
-from experiments.paper_experiments.records import (
+from kvjax.errors import InputError
+from kvjax.experiments.paper_experiments import report, running
+from kvjax.experiments.paper_experiments.analyses import prompt_lengths
+from kvjax.experiments.paper_experiments.records import (
   Analysis,
   Experiment,
   Key,
   Setup,
 )
-from experiments.paper_experiments.registry import EXPERIMENTS
-from experiments.paper_experiments.samples import Sources
-from kvjax.errors import InputError
+from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
+from kvjax.experiments.paper_experiments.samples import Sources
 
 
 def experiment(*parts, **fields):

@@ -2,11 +2,11 @@
 
 import pytest
 
-from experiments.benchmarks import longbench_sets, ruler
-from experiments.paper_experiments import running
-from experiments.paper_experiments.beside import mean
-from experiments.paper_experiments.records import Comparison
-from experiments.paper_experiments.registry import EXPERIMENTS
+from kvjax.experiments.benchmarks import longbench_sets, ruler
+from kvjax.experiments.paper_experiments import running
+from kvjax.experiments.paper_experiments.beside import mean
+from kvjax.experiments.paper_experiments.records import Comparison
+from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
 
 IDS = [
   f"E{paper}.{number}"

@@ -6,10 +6,10 @@ import pathlib
 
 import pytest
 
-from experiments import reports
-from experiments.reporting import records
-from experiments.results import Answer, Results, Settings
-from experiments.summaries import summarize
+from kvjax.experiments import reports
+from kvjax.experiments.reporting import records
+from kvjax.experiments.results import Answer, Results, Settings
+from kvjax.experiments.summaries import summarize
 
 SETTINGS = Settings(
   "tiny", "abc123", "float32", 7, "ruler", {"essay": "texts of Python"}

@@ -11,7 +11,7 @@ import json
 import pytest
 import yaml
 
-from experiments.reporting import kvpress
+from kvjax.experiments.reporting import kvpress
 
 
 def exported(record):

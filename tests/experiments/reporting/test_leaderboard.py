@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from experiments.reporting import leaderboard
+from kvjax.experiments.reporting import leaderboard
 
 
 def lines_of(board):

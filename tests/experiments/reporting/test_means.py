@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from experiments.reporting import wording
-from experiments.reporting.means import means
+from kvjax.experiments.reporting import wording
+from kvjax.experiments.reporting.means import means
 
 
 def found_by(record):

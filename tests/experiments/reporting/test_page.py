@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from experiments.reporting import leaderboard, page
-from experiments.reporting.excerpts import excerpts
+from kvjax.experiments.reporting import leaderboard, page
+from kvjax.experiments.reporting.excerpts import excerpts
 
 
 class Checked(html.parser.HTMLParser):

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from experiments.reporting import (
+from kvjax.experiments.reporting import (
   curves,
   heatmaps,
   lines,

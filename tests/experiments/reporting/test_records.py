@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from experiments.reporting import records
 from kvjax.errors import InputError
+from kvjax.experiments.reporting import records
 
 
 def test_runs_are_found_below_and_read_once(answer, record, tmp_path):

@@ -6,7 +6,7 @@ import io
 import pytest
 import rich.console
 
-from experiments.reporting import (
+from kvjax.experiments.reporting import (
   compared,
   curves,
   formats,
@@ -14,8 +14,8 @@ from experiments.reporting import (
   run,
   series,
 )
-from experiments.reporting.formats import Table
-from experiments.reporting.tables import tables
+from kvjax.experiments.reporting.formats import Table
+from kvjax.experiments.reporting.tables import tables
 
 
 def shown(renderable):

@@ -1,0 +1,1 @@
+"""The KV cache: a plain pytree of layers, contiguous, packed or sparse."""

@@ -1,0 +1,194 @@
+"""A layer's cache whose KV heads hold different numbers of tokens."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.activations import Activations
+from kvjax.cache.layers import LayerCache, Slots, tree_bytes
+from kvjax.kernels.attention import merge, partial_attention
+from kvjax.kernels.gather import compact
+from kvjax.kernels.paged_attention import paged_attention
+from kvjax.kernels.quantised import Quantised
+from kvjax.struct import struct
+
+# Slots per page. Up to P - 1 slots per head stay empty; with smaller pages a
+# question takes more passes over them (`paged_attention`).
+PAGE = 32
+
+
+@struct
+class Pages:
+  """Keys and values in R pages of P slots per row, each page of one KV head.
+
+  A row's pages are those of its head 0, then of head 1, and so on, then unused
+  ones; a head's tokens fill its pages in the order of their positions, and
+  only its last page has empty slots. R is the same for all rows: no axis but B
+  can be spread over a mesh.
+
+  Attributes:
+    keys: rotated keys; empty slots and unused pages hold anything.
+    values: values, likewise.
+    positions: each token's place in its uncompressed row; -1 for empty.
+    heads: KV head of each page; -1 for an unused page.
+  """
+
+  keys: Float[Array, "B R P D"] | Quantised
+  values: Float[Array, "B R P D"] | Quantised
+  positions: Int[Array, "B R P"]
+  heads: Int[Array, "B R"]
+
+  @classmethod
+  def of(
+    cls, cache: LayerCache, slots: Int[Array, "B K M"], total: int, page: int
+  ) -> "Pages":
+    """Gathers slots into pages; see `PackedLayer.of`."""
+    heads, chosen = _layout(slots, total, page)
+    batch, kv_heads, capacity, dim = cache.keys.shape
+    # A row's heads one after the other are one long head, and so are its pages.
+    place = heads[..., None] * capacity + chosen
+    place = jnp.where(chosen >= 0, place, -1).reshape(batch, 1, -1)
+    keys, values, positions = (
+      x.reshape(batch, 1, kv_heads * capacity, *x.shape[3:])
+      for x in (cache.keys, cache.values, cache.positions)
+    )
+    kept = compact(keys, values, positions, None, place)
+    return cls(
+      kept.keys.reshape(*chosen.shape, dim),
+      kept.values.reshape(*chosen.shape, dim),
+      kept.positions.reshape(chosen.shape),
+      heads,
+    )
+
+  def lengths(self, kv_heads: int) -> Int[Array, "B K"]:
+    """Tokens held per row and KV head."""
+    held = jnp.sum((self.positions >= 0).astype(jnp.int32), axis=-1)
+    owns = self.heads[..., None] == jnp.arange(kv_heads)[None, None]
+    return jnp.sum(jnp.where(owns, held[..., None], 0), axis=1)
+
+
+@struct
+class PackedLayer:
+  """What was kept of a layer, in pages, and what came after it.
+
+  The memory of the pages follows the tokens that are kept over all heads, not
+  the fullest head. Stands in for `Slots` where tokens are appended and attended
+  to.
+
+  Attributes:
+    pages: what was kept.
+    tail: tokens appended since, for all heads alike.
+  """
+
+  pages: Pages
+  tail: Slots
+
+  @classmethod
+  def of(
+    cls,
+    cache: LayerCache,
+    slots: Int[Array, "B K M"],
+    total: int,
+    page: int = PAGE,
+  ) -> "PackedLayer":
+    """The given slots of a cache; the tail has no room yet.
+
+    Args:
+      cache: where they are.
+      slots: of each head, ascending, then -1; heads hold different numbers.
+      total: most slots that a row has over all its heads.
+      page: P, slots per page.
+    """
+    empty = cache.forgetful().shrunk(0)
+    return cls(Pages.of(cache, slots, total, page), empty)
+
+  @property
+  def capacity(self) -> int:
+    """Slots of the tail, where new tokens go."""
+    return self.tail.capacity
+
+  @property
+  def cursor(self) -> Int[Array, ""]:
+    """The next slot of the tail to write."""
+    return self.tail.cursor
+
+  @property
+  def lengths(self) -> Int[Array, "B K"]:
+    """Tokens held per row and KV head."""
+    kept = self.pages.lengths(self.tail.positions.shape[1])
+    return kept + self.tail.lengths
+
+  @property
+  def reads(self) -> Int[Array, "B K"]:
+    """All tokens held."""
+    return self.lengths
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes allocated."""
+    return tree_bytes(self)
+
+  def grown(self, extra: int) -> "PackedLayer":
+    """The same tokens with `extra` more empty slots in the tail."""
+    return dataclasses.replace(self, tail=self.tail.grown(extra))
+
+  def append(self, seen: Activations) -> "PackedLayer":
+    """Writes a block to the tail; there must be room for it."""
+    return dataclasses.replace(self, tail=self.tail.append(seen))
+
+  def attend(
+    self,
+    queries: Float[Array, "B N S D"],
+    query_positions: Int[Array, "B S"],
+  ) -> tuple[Float[Array, "B N S D"], "PackedLayer"]:
+    """Attention to pages and tail; see `kvjax.kernels.attention.attention`."""
+    pages, tail = self.pages, self.tail
+    found = paged_attention(
+      queries,
+      pages.keys,
+      pages.values,
+      query_positions,
+      pages.positions,
+      pages.heads,
+      tail.positions.shape[1],
+    )
+    if tail.capacity:
+      new = partial_attention(
+        queries, tail.keys, tail.values, query_positions, tail.positions
+      )
+      found = merge(found, new)
+    return found.output, self
+
+
+def page_count(total: int, kv_heads: int, page: int) -> int:
+  """R: pages that `total` tokens need, however the heads share them.
+
+  n_j tokens take ceil(n_j / P) <= (n_j + P - 1) / P pages.
+  """
+  return (total + kv_heads * (page - 1)) // page
+
+
+def _layout(
+  slots: Int[Array, "B K M"], total: int, page: int
+) -> tuple[Int[Array, "B R"], Int[Array, "B R P"]]:
+  """The head of each page, and the slots that fill it; -1 for none."""
+  batch, kv_heads, most = slots.shape
+  counts = jnp.sum((slots >= 0).astype(jnp.int32), axis=-1)
+  needed = (counts + page - 1) // page
+  ends = jnp.cumsum(needed, axis=-1)
+  number = jnp.arange(page_count(total, kv_heads, page), dtype=jnp.int32)
+  ended = ends[:, None] <= number[None, :, None]
+  heads = jnp.sum(ended.astype(jnp.int32), axis=-1)
+  used = heads < kv_heads
+  heads = jnp.where(used, heads, 0)
+
+  first = jnp.take_along_axis(ends - needed, heads, axis=1)
+  inside = jnp.arange(page, dtype=jnp.int32)[None, None]
+  place = ((number[None] - first) * page)[..., None] + inside
+  flat = heads[..., None] * most + jnp.minimum(place, most - 1)
+  chosen = jnp.take_along_axis(
+    slots.reshape(batch, -1), flat.reshape(batch, -1), axis=1
+  ).reshape(flat.shape)
+  filled = used[..., None] & (place < most)
+  return jnp.where(used, heads, -1), jnp.where(filled, chosen, -1)

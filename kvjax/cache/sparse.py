@@ -1,0 +1,347 @@
+"""A layer's cache that keeps everything and reads what a method looks up."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.activations import Activations
+from kvjax.cache.layers import Layer, LayerCache, tree_bytes
+from kvjax.cache.placement import gather_rows, is_on_host, to_device, to_host
+from kvjax.cache.ring import Ring
+from kvjax.errors import InputError
+from kvjax.kernels.attention import Partial, merge, partial_attention
+from kvjax.kernels.select import named_slots, true_slots
+from kvjax.kernels.sparse_decode import sparse_decode
+from kvjax.methods.heads import heads_of
+from kvjax.retrieval.base import (
+  Found,
+  Prompt,
+  Reads,
+  Retrieval,
+  Store,
+  Waiting,
+)
+from kvjax.struct import static, struct
+
+
+@struct
+class IndexedLayer:
+  """The tokens that all others attend to, and those that are looked up.
+
+  Attributes:
+    resident: first and last tokens of the prompt, and what came after it. Where
+      the method limits their number, `kvjax.cache.ring` says how they stand.
+    stored: the tokens in between.
+    index: what the method looks up with.
+    count: keys to look up per token, of each row.
+    looked_up: keys that the prompt's last token looks up: those that any of
+      the heads which read a KV head reads.
+    most: the largest count of the batch.
+    retrieval: the method.
+    spare: slots at the end of `stored` for tokens that cease to be resident.
+  """
+
+  resident: LayerCache
+  stored: LayerCache
+  index: PyTree[Array]
+  count: Int[Array, " B"]
+  looked_up: Int[Array, "B K"]
+  most: int = static()
+  retrieval: Retrieval = static()
+  spare: int = static(default=0)
+
+  @classmethod
+  def of(
+    cls,
+    retrieval: Retrieval,
+    layer: int,
+    cache: LayerCache,
+    seen: Activations,
+    count: Int[Array, " B"],
+    most: int,
+  ) -> Layer:
+    """Indexes a layer, its prompt having just been prefilled.
+
+    Args:
+      retrieval: the method.
+      layer: its number.
+      cache: what is kept of the layer: the first slots of each head.
+      seen: the prompt.
+      count: keys to look up per token.
+      most: of any row.
+
+    Returns:
+      The layer itself where so many keys are read that nothing is left out,
+      now or later.
+    """
+    if retrieval.is_dense(layer):
+      return cache
+    slots = cache.capacity
+    fewest, latest = retrieval.latest_range
+    start, end = min(retrieval.sinks, slots), max(slots - fewest, 0)
+    if retrieval.ring:  # all sinks, and a slot to look up in
+      start, end = retrieval.sinks, max(end, retrieval.sinks + 1)
+      cache = cache.grown(max(end - slots, 0))
+      slots = cache.capacity
+    elif most >= end - start:
+      return cache
+    cache = cache.forgetful()
+    lengths = cache.lengths
+    number = jnp.arange(slots, dtype=jnp.int32)[None, None]
+    border = jnp.maximum(lengths - retrieval.latest(lengths), 0)[..., None]
+    lookup = (number >= start) & (number < border)
+    heads = jnp.arange(lengths.shape[1], dtype=jnp.int32)
+    heads = jnp.broadcast_to(heads[None], lengths.shape)
+    whole = heads_of(cache, seen)
+    prompt = Prompt(whole, lookup, heads, layer, start, end)
+    reads = _reads(count, lengths.shape[1], most)
+    with jax.default_matmul_precision("highest"):
+      index = jax.vmap(jax.vmap(retrieval.index))(prompt, reads)
+    last = jnp.arange(latest, dtype=jnp.int32)[None, None]
+    last = jnp.maximum(border, start) + last
+    last = jnp.where(last < lengths[..., None], last, -1)
+    first = jnp.broadcast_to(number[..., :start], (*lengths.shape, start))
+    first = jnp.where(first < lengths[..., None], first, -1)
+    resident = cache.take(jnp.concatenate([first, last], axis=-1))
+    if retrieval.ring:
+      resident = resident.grown(start + retrieval.ring - resident.capacity)
+      cursor = jnp.maximum(resident.cursor, start)
+      resident = dataclasses.replace(resident, cursor=cursor)
+    stored = dataclasses.replace(
+      cache,
+      keys=cache.keys[:, :, start:end],
+      values=cache.values[:, :, start:end],
+      positions=jnp.where(lookup, cache.positions, -1)[:, :, start:end],
+      cursor=jnp.asarray(end - start, jnp.int32),
+    )
+    none = jnp.zeros_like(lengths)
+    made = cls(resident, stored, index, count, none, most, retrieval)
+    made = dataclasses.replace(made, looked_up=made._count_found(seen))
+    return made.offloaded() if retrieval.offload else made
+
+  @property
+  def capacity(self) -> int:
+    """Slots that new tokens can go to, filled or not."""
+    return self.resident.capacity + self.spare
+
+  @property
+  def cursor(self) -> Int[Array, ""]:
+    """The next of them to write."""
+    return self.resident.cursor
+
+  @property
+  def lengths(self) -> Int[Array, "B K"]:
+    """Tokens held per row and KV head."""
+    return self.resident.lengths + self.stored.lengths
+
+  @property
+  def reads(self) -> Int[Array, "B K"]:
+    """Tokens that a token attends to, if it looks up as `looked_up` says."""
+    return self.resident.lengths + self.looked_up
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes allocated."""
+    return tree_bytes(self)
+
+  def offloaded(self) -> "IndexedLayer":
+    """The same tokens, those that are looked up on the host if possible."""
+    keys, values = to_host((self.stored.keys, self.stored.values))
+    stored = dataclasses.replace(self.stored, keys=keys, values=values)
+    return dataclasses.replace(self, stored=stored)
+
+  def grown(self, extra: int) -> "IndexedLayer":
+    """The same tokens with room for `extra` more."""
+    if not self.retrieval.ring:
+      return dataclasses.replace(self, resident=self.resident.grown(extra))
+    return dataclasses.replace(
+      self, stored=self.stored.grown(extra), spare=self.spare + extra
+    )
+
+  def append(self, seen: Activations) -> "IndexedLayer":
+    """Writes a block to the resident tokens; there must be room for it.
+
+    Raises:
+      InputError: the method keeps fewer tokens resident than the block has.
+    """
+    places = self.retrieval.ring
+    if not places:
+      return dataclasses.replace(self, resident=self.resident.append(seen))
+    size = seen.positions.shape[1]
+    if size > places:
+      raise InputError(
+        f"A turn of {size} tokens, padding included, does not fit into the "
+        f"{places} places that are resident beside the sinks; raise "
+        "max_resident."
+      )
+    block = LayerCache.of(seen.with_kv_heads(self.resident.keys.shape[1]))
+    ring = self._ring.after(block)
+    return dataclasses.replace(self, resident=ring.resident, stored=ring.stored)
+
+  @property
+  def _ring(self) -> Ring:
+    return Ring(self.resident, self.stored, self.retrieval.ring, self.spare)
+
+  def attend(
+    self,
+    queries: Float[Array, "B N S D"],
+    query_positions: Int[Array, "B S"],
+  ) -> tuple[Float[Array, "B N S D"], "IndexedLayer"]:
+    """Attention to the resident tokens and to what each query looks up."""
+    near = _attend(self.resident, queries, query_positions)
+    lone = queries.shape[2] == 1
+    if not lone and self.retrieval.turn == "dense":
+      far = _attend(to_device(self.stored), queries, query_positions)
+      return merge(near, far).output, self
+    look_up = self._look_up if lone else self._look_up_each
+    index, far = look_up(queries, query_positions)
+    after = dataclasses.replace(self, index=index)
+    return merge(near, far).output, after
+
+  def _look_up(
+    self, queries: Float[Array, "B N 1 D"], query_positions: Int[Array, "B 1"]
+  ) -> tuple[PyTree[Array], Partial]:
+    """The index after a token of each row, and what it looks up.
+
+    There is no branch in it: while the host gathers, the device is free for the
+    resident tokens.
+    """
+    index, far = self._attend_to_found(
+      self.index, queries[:, :, 0], query_positions[:, 0]
+    )
+    return index, Partial(far.output[:, :, None], far.lse[:, :, None])
+
+  def _look_up_each(
+    self, queries: Float[Array, "B N S D"], query_positions: Int[Array, "B S"]
+  ) -> tuple[PyTree[Array], Partial]:
+    """The same for several tokens, one after another."""
+
+    def pass_over(
+      index: PyTree[Array], query: Array, position: Array
+    ) -> tuple[PyTree[Array], Partial]:
+      del position
+      nothing = jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
+      return index, Partial(jnp.zeros_like(query), nothing)
+
+    def one(
+      index: PyTree[Array], token: tuple[Array, Array]
+    ) -> tuple[PyTree[Array], Partial]:
+      some = jnp.any(token[1] >= 0)  # else padding of all rows
+      look_up = self._attend_to_found
+      return jax.lax.cond(some, look_up, pass_over, index, *token)
+
+    tokens = (jnp.moveaxis(queries, 2, 0), query_positions.T)
+    index, far = jax.lax.scan(one, self.index, tokens)
+    return index, Partial(*(jnp.moveaxis(x, 0, 2) for x in far))
+
+  def _attend_to_found(
+    self,
+    index: PyTree[Array],
+    queries: Float[Array, "B N D"],
+    positions: Int[Array, " B"],
+  ) -> tuple[PyTree[Array], Partial]:
+    """The index after a token of each row, and attention to what it finds."""
+    index, found = self.retrieved(index, queries, positions)
+    keys, values, slots = self._read(found.slots)
+    bias = found.bias
+    if bias is not None:
+      bias = bias.reshape(bias.shape[0], -1, bias.shape[-1])
+    return index, sparse_decode(queries, keys, values, slots, bias)
+
+  def _read(
+    self, slots: Int[Array, "B K J M"]
+  ) -> tuple[
+    Float[Array, "B K F D"], Float[Array, "B K F D"], Int[Array, "B H M"]
+  ]:
+    """Keys and values on the device and, among them, what the lists name."""
+    batch, kv_heads, lists, most = slots.shape
+    keys, values = self.stored.keys, self.stored.values
+    if is_on_host(keys):
+      every = slots.reshape(batch, kv_heads, lists * most)
+      keys, values = gather_rows((keys, values), every)
+      place = jnp.arange(lists * most, dtype=jnp.int32).reshape(lists, most)
+      slots = jnp.where(slots >= 0, place[None, None], -1)
+    return keys, values, slots.reshape(batch, kv_heads * lists, most)
+
+  def _count_found(self, seen: Activations) -> Int[Array, "B K"]:
+    """How many slots the last token of each row of a prompt looks up."""
+    last = jnp.max(seen.positions, axis=1)
+    queries = jnp.take_along_axis(
+      seen.queries, last[:, None, None, None], axis=2
+    )
+    _, found = self.retrieved(self.index, queries[:, :, 0], last)
+    slots = found.read_slots
+    slots = slots.reshape(*slots.shape[:2], -1)
+    read = named_slots(slots, self.stored.capacity)
+    return jnp.sum(read.astype(jnp.int32), axis=-1)
+
+  def retrieved(
+    self,
+    index: PyTree[Array],
+    queries: Float[Array, "B N D"],
+    positions: Int[Array, " B"],
+  ) -> tuple[PyTree[Array], Found]:
+    """What a token of each row looks up, and the index after it."""
+    store = self._store(positions)
+    batch, kv_heads = store.held.shape[:2]
+    grouped = queries.reshape(batch, kv_heads, -1, queries.shape[-1])
+    reads = _reads(self.count, kv_heads, self.most)
+    real = jnp.broadcast_to((positions >= 0)[:, None], (batch, kv_heads))
+    with jax.default_matmul_precision("highest"):
+      found, news = jax.vmap(jax.vmap(self._found))(
+        index, grouped.astype(jnp.float32), store, reads
+      )
+      index = jax.vmap(jax.vmap(self.retrieval.updated))(index, news, real)
+    return index, found
+
+  def _store(self, positions: Int[Array, " B"]) -> Store:
+    """What tokens of these positions look up in, or will."""
+    store = Store(self.stored.keys, self.stored.held)
+    if not self.retrieval.ring:
+      return store
+    ring = self._ring
+    first = self.stored.capacity - self.spare
+    places = self.resident.positions[..., ring.sinks :]
+    seen = (places >= 0) & (places <= positions[:, None, None])
+    keys = self.resident.keys[:, :, ring.sinks :].astype(jnp.float32)
+    return dataclasses.replace(
+      store,
+      later=first + ring.gone if self.spare else None,
+      waiting=Waiting(
+        jnp.where(seen[..., None], keys, 0.0),
+        jnp.where(seen, first + ring.waiting, -1),
+      ),
+    )
+
+  def _found(
+    self,
+    index: PyTree[Array],
+    queries: Float[Array, "G D"],
+    store: Store,
+    reads: Reads,
+  ) -> tuple[Found, PyTree[Array]]:
+    """As `Retrieval.retrieve`; everything where so much may be read."""
+    found, news = self.retrieval.retrieve(index, queries, store, reads)
+    everything = true_slots(store.held, found.slots.shape[-1])
+    whole = jnp.sum(store.held.astype(jnp.int32)) <= reads.count
+    bias = found.bias
+    if bias is not None:
+      bias = jnp.where(whole, 0.0, bias)
+    return Found(jnp.where(whole, everything[None], found.slots), bias), news
+
+
+def _attend(
+  cache: LayerCache,
+  queries: Float[Array, "B N S D"],
+  query_positions: Int[Array, "B S"],
+) -> Partial:
+  return partial_attention(
+    queries, cache.keys, cache.values, query_positions, cache.positions
+  )
+
+
+def _reads(count: Int[Array, " B"], kv_heads: int, most: int) -> Reads:
+  each = jnp.broadcast_to(count[:, None], (count.shape[0], kv_heads))
+  return Reads(each, most)

@@ -1,0 +1,1 @@
+"""The retention that a context can bear."""

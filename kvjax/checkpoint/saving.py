@@ -1,0 +1,203 @@
+"""Compressed caches on disk: saved once, asked many times."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+from orbax.checkpoint import v1 as ocp
+
+from kvjax.cache.cache import Cache
+from kvjax.checkpoint.trees import Arrays, described, empty_arrays, restored
+from kvjax.errors import InputError
+from kvjax.model import Model
+
+LAYOUT = 2
+DESCRIPTION = "cache.json"
+_ARRAYS = "arrays-"
+_BLOCK = 2**20
+
+Path = str | os.PathLike[str]
+
+
+def save_cache(
+  cache: Cache,
+  directory: Path,
+  *,
+  model: Model,
+  model_id: str,
+  made_by: str = "",
+  overwrite: bool = False,
+) -> None:
+  """Writes a cache to a directory, whole or not at all.
+
+  The arrays go beside what is there; the cache is saved at the moment when
+  `cache.json`, which names them, takes its place. A save that was cut short
+  leaves what was saved before, or nothing that `load_cache` accepts. One
+  process writes; arrays of a mesh are gathered on the host.
+
+  Args:
+    cache: what to save.
+    directory: where; made if need be.
+    model: whose cache it is.
+    model_id: tells its weights from others of the same sizes: a name, a digest.
+    made_by: what it was compressed by, in words of your own.
+    overwrite: replace the cache that is saved there.
+
+  Raises:
+    InputError: the directory holds something, or the cache is no such model's.
+  """
+  directory = pathlib.Path(directory).absolute()
+  if len(cache.layers) != model.geometry.layers:
+    raise InputError(
+      f"The cache has {len(cache.layers)} layers; it cannot be of a model "
+      f"with {model.geometry.layers}."
+    )
+  _check_free(directory, overwrite)
+  arrays: Arrays = {}
+  name = f"{_ARRAYS}{uuid.uuid4().hex[:12]}"
+  description = {
+    "layout": LAYOUT,
+    "model": _identity(model, model_id),
+    "made_by": made_by,
+    "arrays": name,
+    "cache": described(cache, "cache", arrays),
+  }
+  directory.mkdir(parents=True, exist_ok=True)
+  beside = directory / f"{name}.json"
+  try:
+    # Orbax refuses arrays without elements; their shapes say it all.
+    filled = {path: array for path, array in arrays.items() if array.size}
+    ocp.save(directory / name, filled)
+    description["files"] = _checksums(directory / name)
+    description["checksum"] = _checksum(description)
+    text = json.dumps(description, indent=2)
+    beside.write_text(text + "\n", encoding="utf-8")
+    beside.replace(directory / DESCRIPTION)
+  except BaseException:
+    _remove(path for path in directory.iterdir() if path.name.startswith(name))
+    raise
+  _remove(p for p in directory.glob(f"{_ARRAYS}*") if p.name != name)
+
+
+def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
+  """Reads a cache that `save_cache` wrote, bit by bit the same.
+
+  On a mesh in context (`jax.set_mesh`) its layers are spread as `prefill`
+  spreads them, whatever they were saved from.
+
+  Args:
+    directory: where it is.
+    model: whose cache it is to be.
+    model_id: as given when it was saved.
+
+  Raises:
+    InputError: there is no such cache, it is another model's or of another
+      layout, or it is damaged.
+  """
+  directory = pathlib.Path(directory).absolute()
+  saved = _read_description(directory)
+  if saved.get("layout") != LAYOUT:
+    raise InputError(
+      f"{directory} was saved in layout {saved.get('layout')!r}; this version "
+      f"of kvjax reads layout {LAYOUT}."
+    )
+  if saved.pop("checksum", None) != _checksum(saved):
+    raise _damaged(directory)
+  _check_identity(directory, saved, _identity(model, model_id))
+  # Orbax does not notice elements whose bits have changed.
+  if _checksums(directory / saved["arrays"]) != saved["files"]:
+    raise _damaged(directory)
+  arrays = empty_arrays(saved["cache"])
+  filled = {path: array for path, array in arrays.items() if array.size}
+  arrays |= ocp.load(directory / saved["arrays"], filled)
+  return restored(saved["cache"], arrays)
+
+
+def _damaged(directory: pathlib.Path) -> InputError:
+  return InputError(
+    f"The cache in {directory} is damaged or incomplete; save it again."
+  )
+
+
+def _identity(model: Model, model_id: str) -> dict[str, Any]:
+  return {"id": model_id, **dataclasses.asdict(model.geometry)}
+
+
+def _check_identity(
+  directory: pathlib.Path, saved: dict[str, Any], expected: dict[str, Any]
+) -> None:
+  """Refuses the cache of another model."""
+  theirs = saved["model"]
+  for name, ours in expected.items():
+    if theirs[name] != ours:
+      raise InputError(
+        f"The cache in {directory} is of another model: its {name} is "
+        f"{theirs[name]!r}, not {ours!r}."
+      )
+
+
+def _check_free(directory: pathlib.Path, overwrite: bool) -> None:
+  """Refuses to replace what is there, but for remains of a killed save."""
+  if not directory.exists():
+    return
+  if not directory.is_dir():
+    raise InputError(f"{directory} is a file; give a directory.")
+  names = {path.name for path in directory.iterdir()}
+  if any(n != DESCRIPTION and not n.startswith(_ARRAYS) for n in names):
+    raise InputError(
+      f"{directory} holds something other than a saved cache; give a new or "
+      "an empty directory."
+    )
+  if DESCRIPTION in names and not overwrite:
+    raise InputError(
+      f"{directory} already holds a saved cache; overwrite=True replaces it."
+    )
+
+
+def _read_description(directory: pathlib.Path) -> dict[str, Any]:
+  if not directory.exists():
+    raise InputError(
+      f"There is no {directory}; give a directory that save_cache has written."
+    )
+  if not (directory / DESCRIPTION).is_file():
+    raise InputError(
+      f"{directory} is no saved cache: it has no {DESCRIPTION}; give a "
+      "directory that save_cache has written."
+    )
+  try:
+    saved = json.loads((directory / DESCRIPTION).read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise _damaged(directory) from error
+  if not isinstance(saved, dict):
+    raise _damaged(directory)
+  return saved
+
+
+def _checksum(description: dict[str, Any]) -> int:
+  return zlib.crc32(json.dumps(description).encode())
+
+
+def _checksums(directory: pathlib.Path) -> dict[str, int]:
+  """CRC-32 of every file in a directory and those below it."""
+  found = {}
+  for path in sorted(p for p in directory.rglob("*") if p.is_file()):
+    checksum = 0
+    with path.open("rb") as file:
+      while block := file.read(_BLOCK):
+        checksum = zlib.crc32(block, checksum)
+    found[path.relative_to(directory).as_posix()] = checksum
+  return found
+
+
+def _remove(paths: Iterable[pathlib.Path]) -> None:
+  for path in list(paths):
+    if path.is_dir():
+      shutil.rmtree(path)
+    else:
+      path.unlink()

@@ -1,0 +1,1 @@
+"""The engine: prefill, sweep, block prefill, decoding."""

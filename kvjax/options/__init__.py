@@ -1,0 +1,1 @@
+"""Names with options, budgets and schedules."""

@@ -1,0 +1,7 @@
+"""What methods and models are tested with, in this project and others."""
+
+from kvjax.testing.tiny import TinyModel as TinyModel
+from kvjax.testing.tiny import held_positions as held_positions
+from kvjax.testing.tiny import layer_positions as layer_positions
+from kvjax.testing.tiny import poisoned as poisoned
+from kvjax.testing.tiny import random_activations as random_activations
