@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import likelihood, one_pass, uncut
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sharding import parse_mesh
 from kvjax.calibration.record import Calibration
+from kvjax.engine import likelihood, one_pass, uncut
 from kvjax.errors import InputError
 from kvjax.methods import METHODS, AdaKV, FullKV, KeyDiff, get_method
 from kvjax.prompts import bucket

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import answering
-from kvjax import one_pass as engine
+from kvjax.engine import answering
+from kvjax.engine import one_pass as engine
 from kvjax.engine.sampling import Sampling, sample
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, KeyDiff, get_method

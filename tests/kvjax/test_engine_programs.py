@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
-from kvjax import answering
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache, tree_bytes
+from kvjax.engine import answering
 from kvjax.engine.decoding import Run
 from kvjax.engine.one_pass import one_pass
 from kvjax.engine.plans import Kept, Room

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import likelihood
+from kvjax.engine import likelihood
 from kvjax.engine.decoding import feed
 from kvjax.engine.one_pass import one_pass
 from kvjax.errors import InputError

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax import placement
+from kvjax.cache import placement
 from kvjax.cache.placement import (
   gather_rows,
   has_host_memory,

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import saved_trees, saving
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.observation import ObservationWindow
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sharding import parse_mesh
+from kvjax.checkpoint import saving
+from kvjax.checkpoint import trees as saved_trees
 from kvjax.checkpoint.saving import load_cache, save_cache
 from kvjax.errors import InputError
 from kvjax.struct import static, struct

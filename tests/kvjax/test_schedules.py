@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import blocks
 from kvjax.cache.sharding import parse_mesh
+from kvjax.engine import blocks
 from kvjax.engine.plans import Plan
 from kvjax.engine.step import Limits
 from kvjax.errors import InputError
