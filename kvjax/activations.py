@@ -1,46 +1,71 @@
-"""What an attention layer saw of a block of tokens."""
+"""What a layer projects of a block of tokens."""
 
 import dataclasses
+from collections.abc import Collection
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.kernels.prompt_attention import prompt_attention
 from kvjax.struct import struct
+
+# What a method may ask for besides queries, keys and values.
+Optional = Literal[
+  "keys_unrotated", "queries_unrotated", "inputs", "output_projection"
+]
+OPTIONAL: tuple[Optional, ...] = (
+  "keys_unrotated",
+  "queries_unrotated",
+  "inputs",
+  "output_projection",
+)
 
 
 @struct
 class Activations:
   """Projections of a block of S tokens in one layer, as attention uses them.
 
+  The engine keeps those of `OPTIONAL` only where a method's traits ask for
+  them (`Traits.reads`); elsewhere they are None, and nothing is computed.
+
   Attributes:
     queries: rotated queries; query head j reads KV head j // G.
     keys: rotated keys, as the cache stores them.
     values: values.
-    keys_unrotated: keys before RoPE, after the model's own key norm if any.
     positions: each token's place in its own row; -1 marks padding.
+    keys_unrotated: keys before RoPE, after the model's own key norm if any.
+    queries_unrotated: queries before RoPE, likewise.
+    inputs: the layer's normed input, which all projections read.
+    output_projection: W_O, from each head's attention output to the residual.
+    sinks: a logit per query head that joins the softmax's denominator.
   """
 
   queries: Float[Array, "B N S D"]
   keys: Float[Array, "B K S D"]
-  values: Float[Array, "B K S D"]
-  keys_unrotated: Float[Array, "B K S D"]
+  values: Float[Array, "B K S Dv"]
   positions: Int[Array, "B S"]
+  keys_unrotated: Float[Array, "B K S D"] | None = None
+  queries_unrotated: Float[Array, "B N S D"] | None = None
+  inputs: Float[Array, "B S E"] | None = None
+  output_projection: Float[Array, "N Dv E"] | None = None
+  sinks: Float[Array, " N"] | None = None
 
-  def attend_to_themselves(self) -> Float[Array, "B N S D"]:
-    """Attention of rows that begin with the block, padded on the right."""
-    return prompt_attention(
-      self.queries, self.keys, self.values, self.positions
-    )
+  def only(self, reads: Collection[str]) -> "Activations":
+    """The same with those of `OPTIONAL` alone that are named."""
+    dropped = dict.fromkeys(name for name in OPTIONAL if name not in reads)
+    return dataclasses.replace(self, **dropped)
 
   def with_kv_heads(self, count: int) -> "Activations":
     """Keys and values repeated for `count` heads, each for fewer queries."""
     times = count // self.keys.shape[1]
     if times == 1:
       return self
+    unrotated = self.keys_unrotated
     return dataclasses.replace(
       self,
       keys=jnp.repeat(self.keys, times, axis=1),
       values=jnp.repeat(self.values, times, axis=1),
-      keys_unrotated=jnp.repeat(self.keys_unrotated, times, axis=1),
+      keys_unrotated=None
+      if unrotated is None
+      else jnp.repeat(unrotated, times, axis=1),
     )
