@@ -62,7 +62,7 @@ def run_layers(
     positions: each token's place in its own row, -1 for padding.
     stacks: states of the layers, with a leading axis.
     order: for each layer, the stack that its state is in, where states of the
-      same stack lie in the order of their layers.
+      same stack lie in the order of their layers; -1 for a layer without any.
     step: the attention.
     remat: compute activations again for the gradient.
 
@@ -95,6 +95,8 @@ def run_layers(
       hidden, state = model.block(
         own, kind.spec, hidden, shared, positions, attend
       )
+      if kind.stack < 0:
+        return (hidden, states), None
       new = (*states[: kind.stack], state, *states[kind.stack + 1 :])
       return (hidden, new), None
 
