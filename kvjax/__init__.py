@@ -1,5 +1,10 @@
 """KV-cache compression for long-context language models, in JAX."""
 
+import importlib.metadata
+
+from kvjax import allocation as allocation
+from kvjax import methods as methods
+from kvjax import retrieval as retrieval
 from kvjax.activations import Activations as Activations
 from kvjax.cache.cache import Cache as Cache
 from kvjax.cache.cache import concatenate as concatenate
@@ -11,31 +16,41 @@ from kvjax.calibration.record import Calibrated as Calibrated
 from kvjax.calibration.record import Calibration as Calibration
 from kvjax.checkpoint.saving import load_cache as load_cache
 from kvjax.checkpoint.saving import save_cache as save_cache
-from kvjax.engine.answering import answer as answer
-from kvjax.engine.answering import complete as complete
-from kvjax.engine.answering import converse as converse
-from kvjax.engine.answering import reserve as reserve
-from kvjax.engine.decoding import Answers as Answers
-from kvjax.engine.decoding import Decoding as Decoding
+from kvjax.engine.decode import Answers as Answers
+from kvjax.engine.decode import Decoding as Decoding
+from kvjax.engine.generate import answer as answer
+from kvjax.engine.generate import complete as complete
+from kvjax.engine.generate import converse as converse
+from kvjax.engine.generate import reserve as reserve
 from kvjax.engine.likelihood import answer_nll as answer_nll
 from kvjax.engine.likelihood import (
   negative_log_likelihood as negative_log_likelihood,
 )
 from kvjax.engine.plans import Plan as Plan
-from kvjax.engine.prefilling import Measured as Measured
-from kvjax.engine.prefilling import measured_sweep as measured_sweep
-from kvjax.engine.prefilling import prefill as prefill
-from kvjax.engine.prefilling import sweep as sweep
+from kvjax.engine.prefill import Measured as Measured
+from kvjax.engine.prefill import measured_sweep as measured_sweep
+from kvjax.engine.prefill import prefill as prefill
+from kvjax.engine.prefill import sweep as sweep
 from kvjax.engine.sampling import Sampling as Sampling
 from kvjax.errors import InputError as InputError
-from kvjax.methods import get_method as get_method
+from kvjax.methods.registry import register_methods as _register_methods
 from kvjax.model import Geometry as Geometry
+from kvjax.model import LayerSpec as LayerSpec
 from kvjax.model import Model as Model
 from kvjax.options.budgets import Budget as Budget
 from kvjax.options.budgets import Retention as Retention
 from kvjax.options.budgets import Tokens as Tokens
-from kvjax.options.named_plans import get_plan as get_plan
+from kvjax.options.names import get_method as get_method
+from kvjax.options.names import get_plan as get_plan
+from kvjax.options.names import get_retrieval as get_retrieval
+from kvjax.options.registry import Recipe as Recipe
+from kvjax.options.registry import register as register
 from kvjax.options.schedules import Schedule as Schedule
 from kvjax.prompts import Prompts as Prompts
-from kvjax.retrieval import get_retrieval as get_retrieval
-from kvjax.retrieval.lookups import Lookup as Lookup
+from kvjax.retrieval.registry import register_retrievals as _register_retrievals
+from kvjax.retrieval.sparse_attention import SparseAttention as SparseAttention
+
+__version__ = importlib.metadata.version("kvjax")
+
+_register_methods()
+_register_retrievals()

@@ -1,6 +1,7 @@
 """Frozen dataclasses that are pytrees."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, dataclass_transform
 
 import jax
@@ -44,4 +45,33 @@ def struct[T](cls: type[T]) -> type[T]:
   jax.tree_util.register_pytree_with_keys(
     cls, flatten_with_keys, unflatten, flatten
   )
+  STRUCTS[class_name(cls)] = cls
   return cls
+
+
+# All of them, by name: what a saved cache may be made of.
+STRUCTS: dict[str, type] = {}
+
+
+def class_name(cls: type) -> str:
+  """The name of a class in saved files: its module and its own."""
+  return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def make[T](cls: type[T], fields: Mapping[str, Any]) -> T:
+  """An instance with these fields, whose shapes nobody checks."""
+  made: T = object.__new__(cls)
+  for name, value in fields.items():
+    object.__setattr__(made, name, value)
+  return made
+
+
+def updated[T](tree: T, **changes: Any) -> T:
+  """A copy with some fields replaced, whose shapes nobody checks.
+
+  `dataclasses.replace` calls the constructor, which in the tests refuses what
+  the annotations do not say: a stack of layers, with one more axis in front.
+  """
+  names = [field.name for field in dataclasses.fields(tree)]  # type: ignore[arg-type]
+  old = {name: getattr(tree, name) for name in names}
+  return make(type(tree), old | changes)

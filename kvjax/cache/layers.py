@@ -1,10 +1,14 @@
 """The KV cache of a layer: slots for keys and values."""
 
+import abc
 import dataclasses
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
@@ -12,7 +16,20 @@ from kvjax.cache.observation import ObservationWindow
 from kvjax.kernels.attention import attention
 from kvjax.kernels.gather import compact
 from kvjax.kernels.quantised import Quantised, quantise
-from kvjax.struct import struct
+from kvjax.model import LayerSpec
+from kvjax.struct import struct, updated
+
+# An index into the leading axis of a stack; None where there is no such axis.
+Index = Int[Array, ""] | None
+# What plans and flags call the dtypes of a cache in eight bits.
+KV_DTYPES: Mapping[str, DTypeLike] = {
+  "int8": jnp.int8,
+  "fp8": jnp.float8_e4m3fn,
+}
+# The axes of a mesh that rows and KV heads are spread over.
+AXES = ("data", "model")
+# What attention reads in place of a layer: keys turned elsewhere, say.
+Arrange = Callable[[Any], Any]
 
 
 def tree_bytes(tree: PyTree) -> int:
@@ -22,54 +39,157 @@ def tree_bytes(tree: PyTree) -> int:
   )
 
 
-@runtime_checkable
-class Layer(Protocol):
-  """What the engine asks of a layer's cache while it is read and appended to.
+class Layer(abc.ABC):
+  """What the engine asks of a layer's cache.
 
-  `Slots` are as many for every head, `kvjax.cache.packed.PackedLayer` has
-  as many as
-  each needs; `kvjax.cache.sparse.IndexedLayer` reads only some of them.
+  A layer is a pytree. Layers of one kind are joined to a stack, the same class
+  with one more axis in front of every leaf, in which the engine addresses a
+  layer by its index: what it appends is written in place, whatever the number
+  of layers.
+
+  `Slots` are as many for every head, `kvjax.cache.packed.PackedLayer` has as
+  many as each needs, `kvjax.cache.sparse.SparseLayer` reads only some of them,
+  and `kvjax.cache.window.WindowLayer` is the ring of a local layer.
   """
 
-  @property
-  def capacity(self) -> int:
-    """Slots that `append` can reach, filled or not."""
-    ...
+  # Whether layers of one kind are worth a loop over their stack: reading one of
+  # them must not copy more than attention reads.
+  stackable: ClassVar[bool] = True
+  # Whether methods may choose among its slots.
+  compressible: ClassVar[bool] = False
 
   @property
-  def cursor(self) -> Int[Array, ""]:
+  @abc.abstractmethod
+  def capacity(self) -> int | None:
+    """Slots that `append` can reach, filled or not; None for no limit."""
+
+  @property
+  @abc.abstractmethod
+  def next_slot(self) -> Int[Array, "*L"]:
     """The next of them to write."""
-    ...
 
   @property
-  def lengths(self) -> Int[Array, "B K"]:
+  @abc.abstractmethod
+  def lengths(self) -> Int[Array, "*L B K"]:
     """Tokens held per row and KV head."""
-    ...
 
   @property
-  def reads(self) -> Int[Array, "B K"]:
+  def reads(self) -> Int[Array, "*L B K"]:
     """Tokens that a token attends to, for a start."""
-    ...
+    return self.lengths
 
-  def grown(self, extra: int) -> "Layer":
+  @property
+  def nbytes(self) -> int:
+    """Bytes allocated."""
+    return tree_bytes(self)
+
+  @abc.abstractmethod
+  def grown(self, extra: int) -> Self:
     """The same tokens with so many more slots to write."""
-    ...
 
-  def append(self, seen: Activations) -> "Layer":
+  @abc.abstractmethod
+  def append(self, activations: Activations, index: Index = None) -> Self:
     """Writes a block at the cursor; there must be room for it."""
-    ...
 
+  @abc.abstractmethod
   def attend(
     self,
     queries: Float[Array, "B N S D"],
     query_positions: Int[Array, "B S"],
-  ) -> tuple[Float[Array, "B N S D"], "Layer"]:
+    spec: LayerSpec | None = None,
+    sinks: Float[Array, " N"] | None = None,
+  ) -> tuple[Float[Array, "B N S Dv"], Self]:
     """Attention, causal by positions; and the layer after it."""
-    ...
+
+  def step(
+    self,
+    index: Index,
+    spec: LayerSpec,
+    activations: Activations,
+    arrange: Arrange | None = None,
+  ) -> tuple[Float[Array, "B N S Dv"], Self]:
+    """Appends a block to a layer of a stack, and attends to both.
+
+    Args:
+      index: of the layer.
+      spec: how it attends.
+      activations: the block.
+      arrange: makes of the layer what attention reads.
+    """
+    stack = self.append(activations, index)
+    layer = stack.at(index)
+    output, after = (arrange(layer) if arrange else layer).attend(
+      activations.queries, activations.positions, spec, activations.sinks
+    )
+    return output, stack if arrange else stack.put(index, layer, after)
+
+  def placed(self, place: Callable[[Any, Sequence[str]], Any]) -> Self:
+    """The layer with its arrays placed on a mesh.
+
+    Args:
+      place: given a tree and the mesh axes of its leading axes, places it.
+    """
+    layer: Self = place(self, AXES)
+    return layer
+
+  def quantized(self, kv_dtype: str) -> "Layer":
+    """The same tokens in eight bits, once no method chooses among them.
+
+    What is appended later is rounded too.
+
+    Args:
+      kv_dtype: one of `KV_DTYPES`.
+    """
+    raise NotImplementedError(f"{type(self).__name__} is not rounded.")
+
+  @abc.abstractmethod
+  def map_slots(self, change: Callable[[Any], Any]) -> Self:
+    """The layer with every part changed that has keys, values and positions.
+
+    Args:
+      change: given a part with these fields, returns another.
+    """
+
+  @abc.abstractmethod
+  def row_positions(self, row: int) -> list[list[int]]:
+    """Positions of the tokens that a row holds, per KV head; on the host."""
+
+  def offloaded(self) -> Self:
+    """The same tokens where they are to live: some may, with the host."""
+    return self
+
+  def at(self, index: Index | int) -> Self:
+    """One layer of a stack."""
+    if index is None:
+      return self
+    take = jax.lax.dynamic_index_in_dim
+
+    def one(x: Array) -> Array:
+      # What lives with the host takes no part in computations.
+      if x.shape[0] == 1:
+        return x.reshape(x.shape[1:])
+      return x[index] if isinstance(index, int) else take(x, index, 0, False)
+
+    layer: Self = jax.tree.map(one, self)
+    return layer
+
+  def put(self, index: Index, old: Self, new: Self) -> Self:
+    """The stack with a layer replaced; what is the same is not written."""
+    if index is None:
+      return new
+
+    def write(x: Array, a: Array, b: Array) -> Array:
+      if a is b:
+        return x
+      update = jax.lax.dynamic_update_index_in_dim
+      return update(x, b.astype(x.dtype), index, 0)
+
+    stack: Self = jax.tree.map(write, self, old, new)
+    return stack
 
 
 @struct
-class Slots:
+class Slots(Layer):
   """Keys and values of one layer in T slots per row and KV head.
 
   A slot whose position is -1 is empty, whatever its key and value hold. Tokens
@@ -78,14 +198,14 @@ class Slots:
   heads that hold less have empty slots before it.
 
   Attributes:
-    keys: rotated keys.
-    values: values.
+    keys: rotated keys; in eight bits where the plan has a `kv_dtype`.
+    values: values, likewise.
     positions: each token's place in its uncompressed row; -1 for empty.
     cursor: the next slot to write.
   """
 
   keys: Float[Array, "B K T D"] | Quantised
-  values: Float[Array, "B K T D"] | Quantised
+  values: Float[Array, "B K T Dv"] | Quantised
   positions: Int[Array, "B K T"]
   cursor: Int[Array, ""]
 
@@ -95,84 +215,103 @@ class Slots:
     return self.positions.shape[-1]
 
   @property
-  def lengths(self) -> Int[Array, "B K"]:
+  def next_slot(self) -> Int[Array, "*L"]:
+    """The cursor."""
+    return self.cursor
+
+  @property
+  def lengths(self) -> Int[Array, "*L B K"]:
     """Tokens held per row and KV head."""
     return jnp.sum(self.held.astype(jnp.int32), axis=-1)
 
   @property
-  def reads(self) -> Int[Array, "B K"]:
-    """All tokens held."""
-    return self.lengths
-
-  @property
-  def held(self) -> Bool[Array, "B K T"]:
+  def held(self) -> Bool[Array, "*L B K T"]:
     """Slots that hold a token."""
     return self.positions >= 0
 
-  @property
-  def nbytes(self) -> int:
-    """Bytes allocated."""
-    return tree_bytes(self)
-
-  def attend[S: "Slots"](
-    self: S,
+  def attend(
+    self,
     queries: Float[Array, "B N S D"],
     query_positions: Int[Array, "B S"],
-  ) -> tuple[Float[Array, "B N S D"], S]:
+    spec: LayerSpec | None = None,
+    sinks: Float[Array, " N"] | None = None,
+  ) -> tuple[Float[Array, "B N S Dv"], Self]:
     """Attention to all slots; see `kvjax.kernels.attention.attention`."""
+    del spec, sinks
     output = attention(
       queries, self.keys, self.values, query_positions, self.positions
     )
     return output, self
 
-  def grown[S: "Slots"](self: S, extra: int) -> S:
+  def grown(self, extra: int) -> Self:
     """The same tokens with `extra` more empty slots at the end."""
-    wide = ((0, 0), (0, 0), (0, extra), (0, 0))
-    keys, values = jax.tree.map(
-      lambda x: jnp.pad(x, wide), (self.keys, self.values)
-    )
-    positions = jnp.pad(self.positions, wide[:3], constant_values=-1)
-    return dataclasses.replace(
-      self, keys=keys, values=values, positions=positions
-    )
 
-  def append[S: "Slots"](self: S, seen: Activations) -> S:
+    def pad(x: Array, axis: int, fill: int = 0) -> Array:
+      wide = [(0, 0)] * x.ndim
+      wide[axis] = (0, extra)
+      return jnp.pad(x, wide, constant_values=fill)
+
+    keys, values = jax.tree.map(lambda x: pad(x, -2), (self.keys, self.values))
+    positions = pad(self.positions, -1, -1)
+    return updated(self, keys=keys, values=values, positions=positions)
+
+  def append(self, activations: Activations, index: Index = None) -> Self:
     """Writes a block at the cursor, in eight bits where the rest is.
 
     There must be room for it: without, the block would overwrite the newest
     tokens (a slice update is moved to fit), so that callers check first, as
-    `kvjax.converse` does.
+    `kvjax.generate` does.
     """
-    block = LayerCache.of(seen.with_kv_heads(self.keys.shape[1]))
-    zero = jnp.zeros((), jnp.int32)
-    start = (zero, zero, self.cursor)
-    update = jax.lax.dynamic_update_slice
-
-    def written(
-      old: Float[Array, "B K T D"] | Quantised, new: Float[Array, "B K S D"]
-    ) -> Float[Array, "B K T D"] | Quantised:
-      own = (
-        quantise(new, old.qvalue.dtype)
-        if isinstance(old, Quantised)
-        else new.astype(old.dtype)
-      )
-      return jax.tree.map(lambda x, y: update(x, y, (*start, zero)), old, own)
-
+    kv_heads = self.positions.shape[-2]
+    block = LayerCache.of(activations.with_kv_heads(kv_heads))
     # Else XLA writes once more in what reads the slots, out of a copy of all.
     keys, values, positions = jax.lax.optimization_barrier(
       (
-        written(self.keys, block.keys),
-        written(self.values, block.values),
-        update(self.positions, block.positions, start),
+        self._write(self.keys, block.keys, index),
+        self._write(self.values, block.values, index),
+        self._write(self.positions, block.positions, index),
       )
     )
-    return dataclasses.replace(
-      self,
-      keys=keys,
-      values=values,
-      positions=positions,
-      cursor=self.cursor + block.cursor,
+    cursor = self.cursor + block.cursor
+    if index is not None:
+      cursor = self.cursor.at[index].add(block.cursor)
+    return updated(
+      self, keys=keys, values=values, positions=positions, cursor=cursor
     )
+
+  def map_slots(self, change: Callable[[Any], Any]) -> Self:
+    """See `Layer.map_slots`."""
+    changed: Self = change(self)
+    return changed
+
+  def row_positions(self, row: int) -> list[list[int]]:
+    """See `Layer.row_positions`."""
+    heads = np.asarray(self.positions)[row]
+    return [[int(p) for p in head if p >= 0] for head in heads]
+
+  def quantized(self, kv_dtype: str) -> "Slots":
+    """See `Layer.quantized`."""
+    assert not isinstance(self.keys, Quantised)
+    assert not isinstance(self.values, Quantised)
+    dtype = KV_DTYPES[kv_dtype]
+    keys, values = quantise(self.keys, dtype), quantise(self.values, dtype)
+    return Slots(keys, values, self.positions, self.cursor)
+
+  def _write(self, old: PyTree, new: Array, index: Index) -> PyTree:
+    """Puts the block of a layer at its cursor."""
+    zero = jnp.zeros((), jnp.int32)
+    start: tuple[Any, ...] = (zero, zero, self.cursor)
+    if index is not None:
+      start = (index, zero, zero, self.cursor[index])
+    if isinstance(old, Quantised):
+      new = quantise(new, old.qvalue.dtype)
+
+    def write(x: Array, y: Array) -> Array:
+      y = y.astype(x.dtype) if index is None else y.astype(x.dtype)[None]
+      where = (*start, *(zero,) * (y.ndim - len(start)))
+      return jax.lax.dynamic_update_slice(x, y, where)
+
+    return jax.tree.map(write, old, new)
 
 
 @struct
@@ -185,63 +324,69 @@ class LayerCache(Slots):
     window: the last queries, likewise.
   """
 
+  compressible: ClassVar[bool] = True
+
   keys: Float[Array, "B K T D"]
-  values: Float[Array, "B K T D"]
+  values: Float[Array, "B K T Dv"]
   received: Float[Array, "B K T"] | None = None
   window: ObservationWindow | None = None
 
   @classmethod
-  def of(cls, seen: Activations) -> "LayerCache":
+  def of(cls, activations: Activations) -> "LayerCache":
     """The block itself as a cache."""
-    batch, kv_heads, length, _ = seen.keys.shape
+    batch, kv_heads, length, _ = activations.keys.shape
     positions = jnp.broadcast_to(
-      seen.positions[:, None], (batch, kv_heads, length)
+      activations.positions[:, None], (batch, kv_heads, length)
     )
     cursor = jnp.asarray(length, jnp.int32)
-    return cls(seen.keys, seen.values, positions, cursor)
-
-  def with_kv_heads(self, count: int) -> "LayerCache":
-    """Keys and values repeated for `count` heads, each for fewer queries."""
-    times = count // self.keys.shape[1]
-    if times == 1:
-      return self
-    return dataclasses.replace(
-      self,
-      keys=jnp.repeat(self.keys, times, axis=1),
-      values=jnp.repeat(self.values, times, axis=1),
-      positions=jnp.repeat(self.positions, times, axis=1),
-    )
+    return cls(activations.keys, activations.values, positions, cursor)
 
   def grown(self, extra: int) -> "LayerCache":
     """The same tokens with `extra` more empty slots at the end."""
-    wide = ((0, 0), (0, 0), (0, extra))
-    received = jax.tree.map(lambda x: jnp.pad(x, wide), self.received)
-    grown = Slots.grown(dataclasses.replace(self, received=None), extra)
-    return dataclasses.replace(grown, received=received)
+    received = jax.tree.map(
+      lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)]),
+      self.received,
+    )
+    return updated(super().grown(extra), received=received)
 
   def shrunk(self, capacity: int) -> "LayerCache":
     """The first slots alone; the others must be empty."""
-    return dataclasses.replace(
+    return updated(
       self,
-      keys=self.keys[:, :, :capacity],
-      values=self.values[:, :, :capacity],
-      positions=self.positions[:, :, :capacity],
+      keys=self.keys[..., :capacity, :],
+      values=self.values[..., :capacity, :],
+      positions=self.positions[..., :capacity],
       cursor=jnp.minimum(self.cursor, capacity),
-      received=jax.tree.map(lambda x: x[:, :, :capacity], self.received),
+      received=jax.tree.map(lambda x: x[..., :capacity], self.received),
+    )
+
+  def cleared(self) -> "LayerCache":
+    """As many slots, with nothing in them and nothing remembered."""
+    window = self.window
+    if window is not None:
+      window = updated(window, positions=jnp.full_like(window.positions, -1))
+    return updated(
+      self,
+      positions=jnp.full_like(self.positions, -1),
+      cursor=jnp.zeros_like(self.cursor),
+      received=jax.tree.map(jnp.zeros_like, self.received),
+      window=window,
     )
 
   def forgetful(self) -> "LayerCache":
     """The same tokens without what a method remembers."""
-    return dataclasses.replace(self, received=None, window=None)
+    return updated(self, received=None, window=None)
 
-  def append(self, seen: Activations) -> "LayerCache":
+  def append(
+    self, activations: Activations, index: Index = None
+  ) -> "LayerCache":
     """See `Slots.append`; of new tokens no attention is known."""
-    none = jnp.zeros((*self.positions.shape[:2], seen.positions.shape[1]))
-    start = (0, 0, self.cursor)
-    received = jax.tree.map(
-      lambda x: jax.lax.dynamic_update_slice(x, none, start), self.received
-    )
-    return dataclasses.replace(super().append(seen), received=received)
+    received = self.received
+    if received is not None:
+      batch, length = activations.positions.shape
+      none = jnp.zeros((batch, self.positions.shape[-2], length))
+      received = self._write(received, none, index)
+    return updated(super().append(activations, index), received=received)
 
   def take(self, slots: Int[Array, "B K M"]) -> "LayerCache":
     """The given slots, ascending, then -1, which makes an empty slot."""

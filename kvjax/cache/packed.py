@@ -1,17 +1,27 @@
 """A layer's cache whose KV heads hold different numbers of tokens."""
 
-import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.layers import LayerCache, Slots, tree_bytes
+from kvjax.cache.layers import (
+  AXES,
+  KV_DTYPES,
+  Index,
+  Layer,
+  LayerCache,
+  Slots,
+)
 from kvjax.kernels.attention import merge, partial_attention
 from kvjax.kernels.gather import compact
 from kvjax.kernels.paged_attention import paged_attention
-from kvjax.kernels.quantised import Quantised
-from kvjax.struct import struct
+from kvjax.kernels.quantised import Quantised, quantise
+from kvjax.model import LayerSpec
+from kvjax.struct import struct, updated
 
 # Slots per page. Up to P - 1 slots per head stay empty; with smaller pages a
 # question takes more passes over them (`paged_attention`).
@@ -61,25 +71,29 @@ class Pages:
       heads,
     )
 
-  def lengths(self, kv_heads: int) -> Int[Array, "B K"]:
+  def lengths(self, kv_heads: int) -> Int[Array, "*L B K"]:
     """Tokens held per row and KV head."""
     held = jnp.sum((self.positions >= 0).astype(jnp.int32), axis=-1)
-    owns = self.heads[..., None] == jnp.arange(kv_heads)[None, None]
-    return jnp.sum(jnp.where(owns, held[..., None], 0), axis=1)
+    heads = jnp.arange(kv_heads).reshape((1,) * self.heads.ndim + (-1,))
+    owns = self.heads[..., None] == heads
+    return jnp.sum(jnp.where(owns, held[..., None], 0), axis=-2)
 
 
 @struct
-class PackedLayer:
+class PackedLayer(Layer):
   """What was kept of a layer, in pages, and what came after it.
 
   The memory of the pages follows the tokens that are kept over all heads, not
-  the fullest head. Stands in for `Slots` where tokens are appended and attended
-  to.
+  the fullest head.
 
   Attributes:
     pages: what was kept.
     tail: tokens appended since, for all heads alike.
   """
+
+  # The kernel that reads pages cannot be told which layer's: it would be given
+  # a copy.
+  stackable: ClassVar[bool] = False
 
   pages: Pages
   tail: Slots
@@ -109,40 +123,63 @@ class PackedLayer:
     return self.tail.capacity
 
   @property
-  def cursor(self) -> Int[Array, ""]:
+  def next_slot(self) -> Int[Array, "*L"]:
     """The next slot of the tail to write."""
     return self.tail.cursor
 
   @property
-  def lengths(self) -> Int[Array, "B K"]:
+  def lengths(self) -> Int[Array, "*L B K"]:
     """Tokens held per row and KV head."""
-    kept = self.pages.lengths(self.tail.positions.shape[1])
+    kept = self.pages.lengths(self.tail.positions.shape[-2])
     return kept + self.tail.lengths
 
-  @property
-  def reads(self) -> Int[Array, "B K"]:
-    """All tokens held."""
-    return self.lengths
-
-  @property
-  def nbytes(self) -> int:
-    """Bytes allocated."""
-    return tree_bytes(self)
+  def placed(self, place: Callable[[Any, Sequence[str]], Any]) -> "PackedLayer":
+    """See `Layer.placed`; pages have no axis of heads."""
+    pages = place(self.pages, AXES[:1])
+    return updated(self, pages=pages, tail=self.tail.placed(place))
 
   def grown(self, extra: int) -> "PackedLayer":
     """The same tokens with `extra` more empty slots in the tail."""
-    return dataclasses.replace(self, tail=self.tail.grown(extra))
+    return updated(self, tail=self.tail.grown(extra))
 
-  def append(self, seen: Activations) -> "PackedLayer":
+  def append(
+    self, activations: Activations, index: Index = None
+  ) -> "PackedLayer":
     """Writes a block to the tail; there must be room for it."""
-    return dataclasses.replace(self, tail=self.tail.append(seen))
+    return updated(self, tail=self.tail.append(activations, index))
+
+  def map_slots(self, change: Callable[[Any], Any]) -> "PackedLayer":
+    """See `Layer.map_slots`."""
+    tail = self.tail.map_slots(change)
+    return updated(self, pages=change(self.pages), tail=tail)
+
+  def row_positions(self, row: int) -> list[list[int]]:
+    """See `Layer.row_positions`."""
+    found = self.tail.row_positions(row)
+    pages, heads = self.pages.positions[row], self.pages.heads[row]
+    for page, head in zip(np.asarray(pages), np.asarray(heads), strict=True):
+      if head >= 0:
+        found[head] += [int(p) for p in page if p >= 0]
+    return found
+
+  def quantized(self, kv_dtype: str) -> "PackedLayer":
+    """See `Layer.quantized`."""
+    pages, dtype = self.pages, KV_DTYPES[kv_dtype]
+    assert not isinstance(pages.keys, Quantised)
+    assert not isinstance(pages.values, Quantised)
+    keys, values = quantise(pages.keys, dtype), quantise(pages.values, dtype)
+    tail = self.tail.quantized(kv_dtype)
+    return PackedLayer(updated(pages, keys=keys, values=values), tail)
 
   def attend(
     self,
     queries: Float[Array, "B N S D"],
     query_positions: Int[Array, "B S"],
-  ) -> tuple[Float[Array, "B N S D"], "PackedLayer"]:
+    spec: LayerSpec | None = None,
+    sinks: Float[Array, " N"] | None = None,
+  ) -> tuple[Float[Array, "B N S Dv"], "PackedLayer"]:
     """Attention to pages and tail; see `kvjax.kernels.attention.attention`."""
+    del spec, sinks
     pages, tail = self.pages, self.tail
     found = paged_attention(
       queries,

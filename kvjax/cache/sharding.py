@@ -1,17 +1,14 @@
 """Where caches live on a mesh of the axes "data" and "model"."""
 
-import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from kvjax.cache.layers import Layer
-from kvjax.cache.packed import PackedLayer
+from kvjax.cache.layers import AXES, Layer
 from kvjax.cache.placement import is_on_host
 from kvjax.errors import InputError
-
-AXES = ("data", "model")
 
 
 def parse_mesh(text: str) -> jax.sharding.Mesh:
@@ -43,19 +40,21 @@ def parse_mesh(text: str) -> jax.sharding.Mesh:
   )
 
 
-def shard_cache[L: Layer](cache: L) -> L:
+def shard_layer[L: Layer](layer: L) -> L:
   """Asks for batch over "data" and KV heads over "model".
 
   Without a mesh in context (`jax.set_mesh`) nothing happens; an axis that does
-  not divide evenly stays whole, and pages have no axis of heads.
+  not divide evenly stays whole.
   """
-  if isinstance(cache, PackedLayer):
-    pages = _constrained(cache.pages, AXES[:1])
-    return dataclasses.replace(cache, pages=pages, tail=shard_cache(cache.tail))
-  return _constrained(cache, AXES)
+  return layer.placed(functools.partial(_constrain, leading=0))
 
 
-def _constrained[Tree](tree: Tree, axes: Sequence[str]) -> Tree:
+def shard_stack[L: Layer](stack: L) -> L:
+  """The same for a stack of layers, which is never split between them."""
+  return stack.placed(functools.partial(_constrain, leading=1))
+
+
+def _constrain[Tree](tree: Tree, axes: Sequence[str], leading: int) -> Tree:
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return tree
@@ -63,13 +62,14 @@ def _constrained[Tree](tree: Tree, axes: Sequence[str]) -> Tree:
   def constrain(leaf: jax.Array) -> jax.Array:
     # Outside of programs a constraint would bring it to the devices.
     stays = is_on_host(leaf) and not isinstance(leaf, jax.core.Tracer)
-    if leaf.ndim < 2 or stays:
+    if leaf.ndim < 2 + leading or stays:
       return leaf
     spec = PartitionSpec(
+      *(None,) * leading,
       *(
-        axis if leaf.shape[i] % mesh.shape[axis] == 0 else None
+        axis if leaf.shape[leading + i] % mesh.shape[axis] == 0 else None
         for i, axis in enumerate(axes)
-      )
+      ),
     )
     return jax.lax.with_sharding_constraint(leaf, spec)
 

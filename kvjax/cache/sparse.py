@@ -1,13 +1,15 @@
 """A layer's cache that keeps everything and reads what a method looks up."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.cache.layers import Layer, LayerCache, tree_bytes
+from kvjax.cache.layers import Index, Layer, LayerCache
 from kvjax.cache.placement import gather_rows, is_on_host, to_device, to_host
 from kvjax.cache.ring import Ring
 from kvjax.errors import InputError
@@ -15,6 +17,7 @@ from kvjax.kernels.attention import Partial, merge, partial_attention
 from kvjax.kernels.select import named_slots, true_slots
 from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.methods.heads import heads_of
+from kvjax.model import LayerSpec
 from kvjax.retrieval.base import (
   Found,
   Prompt,
@@ -23,11 +26,11 @@ from kvjax.retrieval.base import (
   Store,
   Waiting,
 )
-from kvjax.struct import static, struct
+from kvjax.struct import static, struct, updated
 
 
 @struct
-class IndexedLayer:
+class SparseLayer(Layer):
   """The tokens that all others attend to, and those that are looked up.
 
   Attributes:
@@ -43,6 +46,9 @@ class IndexedLayer:
     spare: slots at the end of `stored` for tokens that cease to be resident.
   """
 
+  # A layer's stored keys would be copied whole out of a stack, to read a few.
+  stackable: ClassVar[bool] = False
+
   resident: LayerCache
   stored: LayerCache
   index: PyTree[Array]
@@ -56,7 +62,7 @@ class IndexedLayer:
   def of(
     cls,
     retrieval: Retrieval,
-    layer: int,
+    layer: Int[Array, ""],
     cache: LayerCache,
     seen: Activations,
     count: Int[Array, " B"],
@@ -76,8 +82,6 @@ class IndexedLayer:
       The layer itself where so many keys are read that nothing is left out,
       now or later.
     """
-    if retrieval.is_dense(layer):
-      return cache
     slots = cache.capacity
     fewest, latest = retrieval.latest_range
     start, end = min(retrieval.sinks, slots), max(slots - fewest, 0)
@@ -95,7 +99,8 @@ class IndexedLayer:
     heads = jnp.arange(lengths.shape[1], dtype=jnp.int32)
     heads = jnp.broadcast_to(heads[None], lengths.shape)
     whole = heads_of(cache, seen)
-    prompt = Prompt(whole, lookup, heads, layer, start, end)
+    layers = jnp.broadcast_to(layer, lengths.shape)
+    prompt = Prompt(whole, lookup, heads, layers, start, end)
     reads = _reads(count, lengths.shape[1], most)
     with jax.default_matmul_precision("highest"):
       index = jax.vmap(jax.vmap(retrieval.index))(prompt, reads)
@@ -119,7 +124,7 @@ class IndexedLayer:
     none = jnp.zeros_like(lengths)
     made = cls(resident, stored, index, count, none, most, retrieval)
     made = dataclasses.replace(made, looked_up=made._count_found(seen))
-    return made.offloaded() if retrieval.offload else made
+    return made
 
   @property
   def capacity(self) -> int:
@@ -127,7 +132,7 @@ class IndexedLayer:
     return self.resident.capacity + self.spare
 
   @property
-  def cursor(self) -> Int[Array, ""]:
+  def next_slot(self) -> Int[Array, ""]:
     """The next of them to write."""
     return self.resident.cursor
 
@@ -141,26 +146,35 @@ class IndexedLayer:
     """Tokens that a token attends to, if it looks up as `looked_up` says."""
     return self.resident.lengths + self.looked_up
 
-  @property
-  def nbytes(self) -> int:
-    """Bytes allocated."""
-    return tree_bytes(self)
-
-  def offloaded(self) -> "IndexedLayer":
-    """The same tokens, those that are looked up on the host if possible."""
+  def offloaded(self) -> "SparseLayer":
+    """Those that are looked up on the host, if asked for and possible."""
+    if not self.retrieval.offload:
+      return self
     keys, values = to_host((self.stored.keys, self.stored.values))
-    stored = dataclasses.replace(self.stored, keys=keys, values=values)
-    return dataclasses.replace(self, stored=stored)
+    return updated(self, stored=updated(self.stored, keys=keys, values=values))
 
-  def grown(self, extra: int) -> "IndexedLayer":
+  def map_slots(self, change: Callable[[Any], Any]) -> "SparseLayer":
+    """See `Layer.map_slots`."""
+    return updated(
+      self,
+      resident=self.resident.map_slots(change),
+      stored=self.stored.map_slots(change),
+    )
+
+  def row_positions(self, row: int) -> list[list[int]]:
+    """See `Layer.row_positions`."""
+    near, far = self.resident.row_positions(row), self.stored.row_positions(row)
+    return [one + other for one, other in zip(near, far, strict=True)]
+
+  def grown(self, extra: int) -> "SparseLayer":
     """The same tokens with room for `extra` more."""
     if not self.retrieval.ring:
-      return dataclasses.replace(self, resident=self.resident.grown(extra))
-    return dataclasses.replace(
+      return updated(self, resident=self.resident.grown(extra))
+    return updated(
       self, stored=self.stored.grown(extra), spare=self.spare + extra
     )
 
-  def append(self, seen: Activations) -> "IndexedLayer":
+  def append(self, seen: Activations, index: Index = None) -> "SparseLayer":
     """Writes a block to the resident tokens; there must be room for it.
 
     Raises:
@@ -168,7 +182,7 @@ class IndexedLayer:
     """
     places = self.retrieval.ring
     if not places:
-      return dataclasses.replace(self, resident=self.resident.append(seen))
+      return updated(self, resident=self.resident.append(seen, index))
     size = seen.positions.shape[1]
     if size > places:
       raise InputError(
@@ -176,9 +190,12 @@ class IndexedLayer:
         f"{places} places that are resident beside the sinks; raise "
         "max_resident."
       )
-    block = LayerCache.of(seen.with_kv_heads(self.resident.keys.shape[1]))
-    ring = self._ring.after(block)
-    return dataclasses.replace(self, resident=ring.resident, stored=ring.stored)
+    kv_heads = self.resident.positions.shape[-2]
+    block = LayerCache.of(seen.with_kv_heads(kv_heads))
+    layer = self.at(index)
+    ring = layer._ring.after(block)
+    after = updated(layer, resident=ring.resident, stored=ring.stored)
+    return self.put(index, layer, after)
 
   @property
   def _ring(self) -> Ring:
@@ -188,8 +205,11 @@ class IndexedLayer:
     self,
     queries: Float[Array, "B N S D"],
     query_positions: Int[Array, "B S"],
-  ) -> tuple[Float[Array, "B N S D"], "IndexedLayer"]:
+    spec: LayerSpec | None = None,
+    sinks: Float[Array, " N"] | None = None,
+  ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
     """Attention to the resident tokens and to what each query looks up."""
+    del spec, sinks
     near = _attend(self.resident, queries, query_positions)
     lone = queries.shape[2] == 1
     if not lone and self.retrieval.turn == "dense":
@@ -197,7 +217,7 @@ class IndexedLayer:
       return merge(near, far).output, self
     look_up = self._look_up if lone else self._look_up_each
     index, far = look_up(queries, query_positions)
-    after = dataclasses.replace(self, index=index)
+    after = updated(self, index=index)
     return merge(near, far).output, after
 
   def _look_up(

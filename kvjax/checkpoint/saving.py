@@ -17,7 +17,7 @@ from kvjax.checkpoint.trees import Arrays, described, empty_arrays, restored
 from kvjax.errors import InputError
 from kvjax.model import Model
 
-LAYOUT = 2
+LAYOUT = 3
 DESCRIPTION = "cache.json"
 _ARRAYS = "arrays-"
 _BLOCK = 2**20
@@ -53,10 +53,11 @@ def save_cache(
     InputError: the directory holds something, or the cache is no such model's.
   """
   directory = pathlib.Path(directory).absolute()
-  if len(cache.layers) != model.geometry.layers:
+  layers = model.geometry.num_layers
+  if len(cache.order) != layers:
     raise InputError(
-      f"The cache has {len(cache.layers)} layers; it cannot be of a model "
-      f"with {model.geometry.layers}."
+      f"The cache has {len(cache.order)} layers; it cannot be of a model "
+      f"with {layers}."
     )
   _check_free(directory, overwrite)
   arrays: Arrays = {}
@@ -126,7 +127,9 @@ def _damaged(directory: pathlib.Path) -> InputError:
 
 
 def _identity(model: Model, model_id: str) -> dict[str, Any]:
-  return {"id": model_id, **dataclasses.asdict(model.geometry)}
+  described = {"id": model_id, **dataclasses.asdict(model.geometry)}
+  identity: dict[str, Any] = json.loads(json.dumps(described))
+  return identity
 
 
 def _check_identity(

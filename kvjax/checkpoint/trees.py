@@ -1,7 +1,7 @@
 """A cache as JSON that describes it and arrays that fill it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,38 +10,18 @@ import numpy as np
 from jaxtyping import Shaped
 
 from kvjax.cache.cache import Cache
-from kvjax.cache.layers import LayerCache
-from kvjax.cache.observation import ObservationWindow
-from kvjax.cache.packed import PackedLayer, Pages
-from kvjax.cache.quantized import QuantisedLayer
-from kvjax.cache.sharding import shard_cache
-from kvjax.cache.sparse import IndexedLayer
+from kvjax.cache.sharding import shard_stack
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.kernels.quantised import Quantised
-from kvjax.methods import METHODS
 from kvjax.options.budgets import Retention, Tokens
+from kvjax.options.registry import METHODS, RETRIEVALS, recipe_of
 from kvjax.options.schedules import Schedule
-from kvjax.retrieval import INDEXES, RETRIEVALS
+from kvjax.struct import STRUCTS, class_name, make
 
-# What a cache is made of; a new kind of layer is entered here.
-LAYERS: tuple[type, ...] = (
-  LayerCache,
-  QuantisedLayer,
-  PackedLayer,
-  IndexedLayer,
-)
-PARTS: tuple[type, ...] = (
-  Cache,
-  ObservationWindow,
-  Pages,
-  Quantised,
-  *INDEXES,
-)
-# What the plan is made of that a cache goes on evicting by.
-PLANS: tuple[type, ...] = (Plan, Schedule, Retention, Tokens)
-CHOICES: tuple[type, ...] = (*METHODS.values(), *RETRIEVALS.values())
-KNOWN: tuple[type, ...] = (*LAYERS, *PARTS, *PLANS, *CHOICES)
+# What is stored by its fields, besides `STRUCTS` and registered methods: the
+# plan that a cache goes on evicting by, and rounded keys and values.
+_PARTS: tuple[type, ...] = (Plan, Schedule, Retention, Tokens, Quantised)
 
 Arrays = dict[str, Shaped[np.ndarray, "..."]]
 
@@ -66,20 +46,28 @@ def described(value: Any, path: str, arrays: Arrays) -> Any:
       "dtype": str(array.dtype),
       "shape": list(array.shape),
     }
-  if type(value) in KNOWN:
+  if class_name(type(value)) in _known():
     fields = {
       name: described(getattr(value, name), f"{path}.{name}", arrays)
       for name in _field_names(value)
     }
-    return {"class": type(value).__name__, "fields": fields}
+    return {"class": class_name(type(value)), "fields": fields}
   if isinstance(value, tuple):
     return [described(x, f"{path}.{i}", arrays) for i, x in enumerate(value)]
   if value is None or isinstance(value, (bool, int, float, str)):
     return value
   raise InputError(
-    f"A {type(value).__name__} cannot be saved; of what a cache holds, only "
-    "kvjax's own layers, methods and budgets can."
+    f"A {type(value).__name__} cannot be saved; a cache holds layers, budgets "
+    "and registered methods (see kvjax.register)."
   )
+
+
+def _known() -> Mapping[str, type]:
+  """Classes by their names in files; of methods, those that are registered."""
+  recipes = [recipe_of(entry.make()) for entry in METHODS.values()]
+  classes = [*_PARTS, *(type(recipe.method) for recipe in recipes)]
+  classes += [type(entry.make()) for entry in RETRIEVALS.values()]
+  return STRUCTS | {class_name(cls): cls for cls in classes}
 
 
 def _field_names(value: Any) -> Sequence[str]:
@@ -113,24 +101,35 @@ def restored(saved: Any, arrays: Arrays) -> Any:
     return saved
   if "array" in saved:
     return jnp.asarray(arrays[saved["array"]])
-  classes = {cls.__name__: cls for cls in KNOWN}
   fields = {
     name: restored(child, arrays) for name, child in saved["fields"].items()
   }
-  if saved["class"] not in classes:
+  cls = _known().get(saved["class"])
+  if cls is None:
     raise InputError(
       f"The cache holds a {saved['class']}, which is not known here; it was "
-      "saved by another version of kvjax."
+      "saved by another version of kvjax, or with a method that is not "
+      "registered."
     )
-  try:
-    made: Any = classes[saved["class"]](**fields)
-  except TypeError as error:
-    raise InputError(
-      f"The cache holds a {saved['class']} with other fields than are known "
-      "here; it was saved by another version of kvjax."
-    ) from error
-  if type(made) not in LAYERS:
-    return made
-  made = shard_cache(made)
-  offloads = isinstance(made, IndexedLayer) and made.retrieval.offload
-  return made.offloaded() if offloads else made
+  made = _made(cls, fields)
+  if isinstance(made, Cache):
+    stacks = tuple(shard_stack(stack).offloaded() for stack in made.stacks)
+    return dataclasses.replace(made, stacks=stacks)
+  return made
+
+
+def _made(cls: type, fields: dict[str, Any]) -> Any:
+  """An instance, if these are its fields."""
+  if class_name(cls) in STRUCTS:
+    names = {field.name for field in dataclasses.fields(cls)}
+    if names == fields.keys():
+      return make(cls, fields)
+  else:
+    try:
+      return cls(**fields)
+    except TypeError:
+      pass
+  raise InputError(
+    f"The cache holds a {cls.__name__} with other fields than are known here; "
+    "it was saved by another version of kvjax."
+  )

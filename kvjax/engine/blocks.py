@@ -1,7 +1,7 @@
 """Prompts that are worked through block by block in a fixed memory."""
 
 import functools
-from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +11,14 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import Layer, LayerCache
-from kvjax.cache.sharding import shard_cache
+from kvjax.cache.sharding import shard_stack
+from kvjax.engine.compress import finalize_cache, finalize_layer
+from kvjax.engine.feed import append_block, evict_all
+from kvjax.engine.forward import attend_to_prompt, index_layer
 from kvjax.engine.plans import Plan
-from kvjax.engine.step import (
-  Limits,
-  attend_to,
-  block_positions,
-  evict,
-  finished,
-)
-from kvjax.model import Model
+from kvjax.engine.prepared import Limits, compressed_layers, prepare_limits
+from kvjax.model import Geometry, LayerSpec, Model
 from kvjax.prompts import Prompts
-
-_States = Sequence[Layer | None]
-# What is held, and the hidden state of each row's last token so far.
-_Carry = tuple[Cache, Float[Array, "B E"]]
 
 
 def prefill_blocks(
@@ -36,20 +29,15 @@ def prefill_blocks(
   A layer never holds more than its budget and a block.
   """
   lengths = np.asarray(prompts.lengths)
-  padded = prompts.tokens.shape[1]
-  layers = model.geometry.layers
-  limits = Limits(
-    jnp.asarray(plan.counts(lengths, layers)),
-    plan,
-    plan.lasting_capacities(padded, layers),
-  )
+  limits = prepare_limits(plan, lengths, prompts.tokens.shape[1])
+  protected = prompts.protected
   return _prefill_blocks(
     model,
     params,
     jnp.asarray(prompts.tokens),
     jnp.asarray(lengths, jnp.int32),
     limits,
-    None if prompts.protected is None else jnp.asarray(prompts.protected),
+    None if protected is None else jnp.asarray(protected),
   )
 
 
@@ -62,55 +50,131 @@ def _prefill_blocks(
   limits: Limits,
   protected: Bool[Array, "B S"] | None,
 ) -> tuple[Cache, Float[Array, "B V"]]:
-  schedule = limits.plan.schedule
+  plan, padded = limits.plan, tokens.shape[1]
+  schedule = plan.schedule
   assert schedule.block is not None
-  block = min(schedule.block, tokens.shape[1])
-  first = min(schedule.first or block, tokens.shape[1])
-  tokens = jnp.pad(tokens, ((0, 0), (0, -(tokens.shape[1] - first) % block)))
-
-  def attend(
-    layer: int, state: LayerCache | None, seen: Activations
-  ) -> tuple[Float[Array, "B N S D"], LayerCache]:
-    seen = limits.plan.candidates(seen)
-    cache = LayerCache.of(seen) if state is None else state.append(seen)
-    output, _ = attend_to(model, limits.plan.method, cache, seen)
-    room = limits.capacities[layer] + block
-    cache = cache.grown(max(room - cache.capacity, 0))
-    cache = evict(limits, layer, cache, seen, protected)
-    return output, shard_cache(cache.shrunk(room))
+  block = min(schedule.block, padded)
+  first = min(schedule.first or block, padded)
+  tokens = jnp.pad(tokens, ((0, 0), (0, -(padded - first) % block)))
 
   def run(
-    states: _States, places: Int[Array, " B"], start: Int[Array, ""], width: int
-  ) -> _Carry:
+    cache: Cache, start: Int[Array, ""], width: int
+  ) -> tuple[Cache, Float[Array, "B E"]]:
     """A block; the hidden state of each row's last token if it is in there."""
     own = jax.lax.dynamic_slice_in_dim(tokens, start, width, axis=1)
     real = jnp.clip(lengths - start, 0, width)
-    positions = block_positions(places, width, real)
-    hidden, layers = model.hidden(params, own, positions, states, attend)
-    cache = Cache(layers, places + real)
+    hidden, cache = append_block(model, params, cache, own, real, limits)
     last = jnp.maximum(real - 1, 0)[:, None, None]
-    return cache, jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+    last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+    return evict_all(model, limits, cache), last
 
-  def next_block(index: Int[Array, ""], carry: _Carry) -> _Carry:
+  def next_block(
+    index: Int[Array, ""], carry: tuple[Cache, Float[Array, "B E"]]
+  ) -> tuple[Cache, Float[Array, "B E"]]:
     cache, last = carry
     start = first + index * block
-    cache, found = run(cache.layers, cache.next_positions, start, block)
+    cache, found = run(cache, start, block)
     return cache, jnp.where((lengths > start)[:, None], found, last)
 
-  zero = jnp.zeros((), jnp.int32)
-  nothing: _States = (None,) * model.geometry.layers
-  carry = run(nothing, jnp.zeros_like(lengths), zero, first)
+  room = max(limits.capacity + block, first)
+  kinds = _kinds(model.geometry, plan, (room, padded + block))
+  order = tuple(list(dict.fromkeys(kinds)).index(kind) for kind in kinds)
+  rows = lengths.shape[0]
+  empty = Cache(
+    tuple(
+      _empty_stack(model, params, plan, kind, (kinds.count(kind), rows))
+      for kind in dict.fromkeys(kinds)
+    ),
+    jnp.zeros_like(lengths),
+    protected,
+    order,
+  )
+  carry = run(empty, jnp.zeros((), jnp.int32), first)
   blocks = -((first - jnp.max(lengths)) // block)
   cache, last = jax.lax.fori_loop(0, jnp.maximum(blocks, 0), next_block, carry)
-  layers = tuple(
-    _settled(limits, layer, state) for layer, state in enumerate(cache.layers)
+  stacks = tuple(
+    _finalize(model, plan, stack, limits.capacity if kind.evicts else padded)
+    for stack, kind in zip(cache.stacks, dict.fromkeys(kinds), strict=True)
   )
-  cache = finished(model, limits.plan, layers, lengths, protected)
-  return cache, model.logits(params, last)
+  logits = model.logits(params, last)
+  return finalize_cache(plan, stacks, order, lengths, protected), logits
 
 
-def _settled(limits: Limits, layer: int, cache: Layer) -> LayerCache:
-  """Without the room for a block, and without memory if it has no more use."""
-  assert isinstance(cache, LayerCache)
-  cache = cache.shrunk(limits.capacities[layer])
-  return cache if limits.plan.schedule.every else cache.forgetful()
+class _Kind(NamedTuple):
+  """What layers that share a stack have in common.
+
+  Attributes:
+    spec: of the layers.
+    evicts: whether the method compresses them.
+    room: slots while the prompt is read.
+  """
+
+  spec: LayerSpec
+  evicts: bool
+  room: int
+
+
+def _kinds(
+  geometry: Geometry, plan: Plan, rooms: tuple[int, int]
+) -> list[_Kind]:
+  """For each layer its kind, given the room of those that evict or do not."""
+  compressed = compressed_layers(plan, geometry)
+  return [
+    _Kind(spec, evicts, rooms[0] if evicts else rooms[1])
+    for spec, evicts in zip(geometry.layers, compressed, strict=True)
+  ]
+
+
+def _empty_stack(
+  model: Model,
+  params: PyTree,
+  plan: Plan,
+  kind: _Kind,
+  sizes: tuple[int, int],
+) -> LayerCache:
+  """Layers that hold nothing, with all that the method will remember.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    plan: the plan.
+    kind: of the layers.
+    sizes: the number of layers, and of rows.
+  """
+  count, rows = sizes
+
+  def first_token(params: PyTree) -> LayerCache:
+    """What a layer's cache is after a token, for its shapes."""
+    token = jnp.zeros((rows, 1), jnp.int32)
+    hidden, shared = model.embed(params, token, token)
+    weights = index_layer(model.layer_weights(params)[kind.spec.weights], 0)
+
+    def attend(
+      activations: Activations,
+    ) -> tuple[Float[Array, "B N S Dv"], Activations]:
+      return attend_to_prompt(kind.spec, activations), activations
+
+    _, activations = model.block(
+      weights, kind.spec, hidden, shared, token, attend
+    )
+    activations = plan.candidates(activations)
+    cache = LayerCache.of(activations)
+    if kind.evicts:
+      cache = plan.method.observe(jnp.int32(0), cache, activations)
+    return cache.grown(kind.room - 1)
+
+  shapes = jax.eval_shape(first_token, params)
+  stack: LayerCache = jax.tree.map(
+    lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes
+  )
+  return shard_stack(stack.cleared())
+
+
+def _finalize(model: Model, plan: Plan, stack: Any, capacity: int) -> Layer:
+  """Layers without room for a block, nor memory if it has no more use."""
+  stack = stack.shrunk(capacity)
+  if plan.schedule.every is not None:
+    return shard_stack(stack)
+  finalize = functools.partial(finalize_layer, model, plan)
+  layers: Layer = jax.vmap(finalize)(stack.forgetful())
+  return shard_stack(layers)

@@ -239,9 +239,11 @@ def block_positions(
 def index_layer(stack: PyTree, layer: Int[Array, ""] | int) -> PyTree:
   """One layer of a stack, whose leaves lose their leading axis."""
   return jax.tree.map(
-    lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
-    if isinstance(layer, jax.Array)
-    else x[layer],
+    lambda x: (
+      jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+      if isinstance(layer, jax.Array)
+      else x[layer]
+    ),
     stack,
   )
 

@@ -8,10 +8,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
-from kvjax.engine.decoding import append_block
-from kvjax.engine.step import block_positions
+from kvjax.engine.feed import append_block
+from kvjax.engine.forward import prompt_hidden
 from kvjax.errors import InputError
 from kvjax.model import Model, check_context
 from kvjax.prompts import Prompts
@@ -146,15 +145,7 @@ def _nll(
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
 ) -> Float[Array, " B"]:
-  def attend(
-    layer: int, state: None, seen: Activations
-  ) -> tuple[Float[Array, "B N S D"], None]:
-    del layer
-    return seen.attend_to_themselves(), state
-
-  positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
-  none = (None,) * model.geometry.layers
-  hidden, _ = model.hidden(params, tokens, positions, none, attend)
+  hidden = prompt_hidden(model, params, tokens, lengths)
   return prompt_nll(model, params, hidden, tokens, lengths)
 
 
@@ -168,7 +159,7 @@ def _answer_nll(
   said: Int[Array, " B"],
 ) -> Float[Array, " B"]:
   width = tokens.shape[1]
-  cache = cache.grown([layer.capacity + width for layer in cache.layers])
+  cache = cache.grown([s.capacity and s.capacity + width for s in cache.stacks])
   hidden, _ = append_block(model, params, cache, tokens, asked + said)
   index = jnp.arange(width, dtype=jnp.int32)[None]
   foretold = (index >= asked[:, None] - 1) & (

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.layers import LayerCache
+from kvjax.cache.layers import Layer, LayerCache
 from kvjax.errors import InputError
 from kvjax.model import Model
 
@@ -37,21 +37,23 @@ def check_rotary(model: Model) -> None:
       f"rerotate needs a model that turns keys; {type(model).__name__} has no "
       "`rerotated` (see kvjax.engine.rerotation.RotaryModel)."
     )
-  shape = (1, model.geometry.kv_heads, 1)
+  spec = model.geometry.layers[0]
+  shape = (1, spec.kv_heads, 1)
   jax.eval_shape(
     model.rerotated,
-    jax.ShapeDtypeStruct((*shape, model.geometry.head_dim), "float32"),
+    jax.ShapeDtypeStruct((*shape, spec.key_dim), "float32"),
     jax.ShapeDtypeStruct(shape, "int32"),
   )
 
 
-def rerotated(model: Model, layer: LayerCache) -> LayerCache:
-  """The same tokens, numbered and rotated by their order in the cache."""
+def rerotate(model: Model, layer: Layer) -> LayerCache:
+  """Numbers and rotates tokens by their order in the cache."""
+  assert isinstance(layer, LayerCache)
   return _turned(model, layer, _order(layer))
 
 
-def closed_up(model: Model, layer: LayerCache) -> LayerCache:
-  """The layer as a block at its end sees it when no token is missing.
+def close_up(model: Model, layer: LayerCache) -> LayerCache:
+  """Turns a layer to what a block at its end sees when no token is missing.
 
   The last token stays where it is and those before it move up to it. Keys are
   turned from what is stored, each time anew, so that rounding does not add up.

@@ -1,7 +1,6 @@
 """Eviction methods, one file each."""
 
-from kvjax.methods.adakv import AdaKV as AdaKV
-from kvjax.methods.base import Allowance as Allowance
+from kvjax.methods.base import LayerBudget as LayerBudget
 from kvjax.methods.base import Method as Method
 from kvjax.methods.base import ScoringMethod as ScoringMethod
 from kvjax.methods.chunkkv import ChunkKV as ChunkKV
@@ -14,11 +13,8 @@ from kvjax.methods.key_norm import KeyL2Norm as KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.lagkv import LagKV as LagKV
 from kvjax.methods.protokv import ProtoKV as ProtoKV
-from kvjax.methods.pyramid import Pyramid as Pyramid
 from kvjax.methods.random import Random as Random
-from kvjax.methods.registry import METHODS as METHODS
-from kvjax.methods.registry import PRESETS as PRESETS
-from kvjax.methods.registry import get_method as get_method
 from kvjax.methods.snapkv import SnapKV as SnapKV
 from kvjax.methods.streaming import StreamingLLM as StreamingLLM
 from kvjax.methods.tova import Tova as Tova
+from kvjax.methods.traits import Traits as Traits

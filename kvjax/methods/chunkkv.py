@@ -1,17 +1,19 @@
 """ChunkKV: whole chunks of the prefix are kept or dropped."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.allocation.selection import age, newest, true_slots
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.select import among_largest
-from kvjax.methods.base import Allowance, Method
+from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.heads import window_mass
-from kvjax.methods.selection import age, newest, true_slots
+from kvjax.methods.snapkv import SnapKV
+from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
 
 Scope = Literal["layer", "head"]
@@ -36,8 +38,6 @@ class ChunkKV(Method):
       chose (the paper's layer-wise index reuse; 2 there).
   """
 
-  whole_prompts_only: ClassVar[str] = "its chunks are those of a whole prompt"
-
   window: int = 32
   chunk: int = 10
   scope: Scope = "layer"
@@ -47,16 +47,27 @@ class ChunkKV(Method):
     super().__post_init__()
     check_least(self, window=1, chunk=1, layer_reuse=1)
 
-  def source_layer(self, layer: int) -> int:
-    """The first of every `layer_reuse` layers."""
-    return layer - layer % self.layer_reuse
+  @property
+  def traits(self) -> Traits:
+    """It reads the last W queries, whose tokens stay."""
+    return Traits(
+      whole_prompts_only="its chunks are those of a whole prompt",
+      window=self.window,
+      protects=self.window,
+      reuse=self.layer_reuse,
+    )
+
+  @property
+  def votes(self) -> SnapKV:
+    """SnapKV's, with the same window."""
+    return SnapKV(window=self.window, kernel=7, pooling="max")
 
   def evaluate(
-    self, layer: int, cache: LayerCache, seen: Activations
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K C"]:
     """The worth of every chunk; those outside the prefix get -inf."""
     del layer
-    per_token = jnp.mean(window_mass(cache, seen, self.window), axis=2)
+    per_token = jnp.mean(window_mass(cache, activations, self.window), axis=2)
     prefix = self._prefix(cache)
     worth = self._chunks(jnp.where(prefix, per_token, 0.0)).sum(axis=-1)
     sizes = self._chunks(prefix.astype(jnp.float32)).sum(axis=-1)
@@ -67,22 +78,22 @@ class ChunkKV(Method):
     return jnp.where(sizes > 0, worth, -jnp.inf)
 
   def select(
-    self, found: Float[Array, "B K C"], cache: LayerCache, allowance: Allowance
+    self, scores: Float[Array, "B K C"], cache: LayerCache, budget: LayerBudget
   ) -> Int[Array, "B K M"]:
     """The best chunks that fit beside the window."""
     held = cache.held
-    must_keep = allowance.must_keep(cache)
-    window = newest(held, must_keep, allowance.per_head, self.window)
+    must_keep = budget.must_keep(cache)
+    window = newest(held, must_keep, budget.per_head, self.window)
     must_keep &= ~window
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
-    room = jnp.maximum(allowance.per_head - taken, 0) // self.chunk
+    room = jnp.maximum(budget.per_head - taken, 0) // self.chunk
     # A row that fits keeps its short last chunk too.
-    fits = jnp.sum(held.astype(jnp.int32), axis=-1) <= allowance.per_head
-    chosen = among_largest(found, room) | fits[..., None]
+    fits = jnp.sum(held.astype(jnp.int32), axis=-1) <= budget.per_head
+    chosen = among_largest(scores, room) | fits[..., None]
     slots = cache.capacity
     per_token = jnp.repeat(chosen, self.chunk, axis=-1)[..., :slots]
     kept = window | must_keep | (per_token & self._prefix(cache))
-    return true_slots(kept, allowance.capacity)
+    return true_slots(kept, budget.capacity)
 
   def _prefix(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     held = cache.held

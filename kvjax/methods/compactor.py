@@ -1,21 +1,22 @@
 """Compactor: approximate leverage blended with non-causal attention."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.allocation.middle import Middle
+from kvjax.allocation.selection import age, head_counts, top_slots
 from kvjax.cache.layers import LayerCache
-from kvjax.methods.base import Allowance, Method
+from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.leverage import Factor, Solver, draw_factors, leverage
 from kvjax.methods.noncausal import Scale, ValueNorm, noncausal_attention
-from kvjax.methods.selection import age, head_counts, top_slots
 from kvjax.methods.standardise import Scope, standardised
+from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
-from kvjax.options.budgets import Budget, Retention
 from kvjax.struct import struct
 
 Spread = Literal["head", "layer"]
@@ -68,10 +69,6 @@ class Compactor(Method):
     seed: of the sketches, one per layer and KV head.
   """
 
-  whole_prompts_only: ClassVar[str] = (
-    "its leverage and its attention are those of a whole prompt"
-  )
-
   blend: float = 0.3
   blend_removed: bool = False
   sketch: Factor = "gaussian"
@@ -98,34 +95,25 @@ class Compactor(Method):
     check_odd(self, "pool")
 
   @property
-  def packed(self) -> bool:
-    """Heads that compete keep different numbers."""
-    return self.spread == "layer"
+  def traits(self) -> Traits:
+    """It reads keys before RoPE; its sketches are random."""
+    return Traits(
+      whole_prompts_only=(
+        "its leverage and its attention are those of a whole prompt"
+      ),
+      stochastic=self.sketch != "none",
+      reads=frozenset({"keys_unrotated"}),
+    )
 
-  def kept(self, budget: Budget, length: int) -> int:
-    """Tokens kept of a row; see `retention_of`."""
-    whole = not isinstance(budget, Retention) or budget.share == 1
-    if self.retention_of == "row" or whole:
-      return budget.kept(length)
-    ends = self.first + self.last
-    return min(length, max(ends, budget.kept(max(length - ends, 0))))
-
-  def capacity(self, budget: Budget, padded: int) -> int:
-    """Most tokens that a row of the bucket of `padded` tokens keeps."""
-    return self.kept(budget, padded)
-
-  def layer_together(
-    self, budget: Budget, length: int, layers: int, heads: int
-  ) -> tuple[int, ...]:
-    """Tokens that all heads of a row keep together; see `spread`."""
-    most = heads * self.kept(budget, length)
-    if self.spread == "head" or not isinstance(budget, Retention):
-      return (most,) * layers
+  @property
+  def allocation(self) -> Middle:
+    """See `retention_of` and `spread`."""
     ends = self.first + self.last if self.retention_of == "middle" else 0
-    total = budget.nearest(heads * max(length - ends, 0))
-    return (min(max(total, heads), most),) * layers
+    return Middle(ends, joint=self.spread == "layer")
 
-  def evaluate(self, layer: int, cache: LayerCache, seen: Activations) -> Parts:
+  def evaluate(
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
+  ) -> Parts:
     """Both scores, standardised."""
     scored, start = cache.held, 0
     if not self.score_ends:
@@ -135,7 +123,7 @@ class Compactor(Method):
     held = scored[:, :, start:]
     values = cache.values[:, :, start:].astype(jnp.float32)
     attention = noncausal_attention(
-      seen.queries[:, :, start:],
+      activations.queries[:, :, start:],
       cache.keys[:, :, start:],
       jnp.where(held[..., None], values, 0.0),
       held,
@@ -144,7 +132,8 @@ class Compactor(Method):
       value_norm=self.value_norm,
       width=self.pool,
     )
-    keys, size = seen.keys_unrotated[:, :, start:], self.leverage_chunk
+    assert activations.keys_unrotated is not None
+    keys, size = activations.keys_unrotated[:, :, start:], self.leverage_chunk
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
     factors = draw_factors(
       self.sketch, key, keys.shape[1], keys.shape[3], self.sketch_dim
@@ -158,28 +147,28 @@ class Compactor(Method):
     )
 
   def select(
-    self, found: Parts, cache: LayerCache, allowance: Allowance
+    self, scores: Parts, cache: LayerCache, budget: LayerBudget
   ) -> Int[Array, "B K M"]:
     """The highest blended scores beside the protected ends."""
-    held, must_keep = cache.held, allowance.must_keep(cache)
+    held, must_keep = cache.held, budget.must_keep(cache)
     ends = self._ends(cache) | must_keep
-    counts, capacity = allowance.counts, allowance.capacity
+    counts, capacity = budget.counts, budget.capacity
     length = jnp.sum(held[:, 0].astype(jnp.int32), axis=-1)
     blend = jnp.full(counts.shape, self.blend, jnp.float32)
     if self.blend_removed:
       blend = 1.0 - counts.astype(jnp.float32) / length.astype(jnp.float32)
-    scores = found.attention + blend[:, None, None] * found.outlier
+    blended = scores.attention + blend[:, None, None] * scores.outlier
     if self.spread == "layer":
       always = jnp.sum(ends.astype(jnp.int32), axis=-1)
       always = jnp.minimum(always, counts[:, None])
       kv_heads = held.shape[1]
-      total = allowance.together
+      total = budget.total
       if total is None:
         total = kv_heads * counts
       free = jnp.maximum(total - jnp.sum(always, axis=-1), 0)
-      counts = always + head_counts(scores, held & ~ends, free)
+      counts = always + head_counts(blended, held & ~ends, free)
       capacity = min(kv_heads * capacity, cache.capacity)
-    return top_slots(scores, held, ends, counts, capacity, must_keep)
+    return top_slots(blended, held, ends, counts, capacity, must_keep)
 
   def _ends(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     """The first and last tokens, which always stay."""

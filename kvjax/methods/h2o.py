@@ -6,12 +6,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.allocation.selection import age, floor_share
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.attention_mass import causal_mass
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import by_kv_head
-from kvjax.methods.selection import age, floor_share
 from kvjax.methods.snapkv import pool, value_norms
+from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_share
 
 
@@ -26,14 +27,14 @@ class H2O(ScoringMethod):
     recent_frac: share of the budget that protects the newest tokens; 0 in
       KeyDiff's comparison.
     recent: newest tokens to protect, in place of a share, where not 0.
-    normalise: divide by the number of queries that could see the token.
+    normalize: divide by the number of queries that could see the token.
     paper_postproc: scale by |v_i| and pool with kernel 3, as Compactor's paper
       does to all attention scorers.
   """
 
   recent_frac: float = 0.5
   recent: int = 0
-  normalise: bool = False
+  normalize: bool = False
   paper_postproc: bool = False
 
   def __post_init__(self) -> None:
@@ -41,17 +42,22 @@ class H2O(ScoringMethod):
     check_share(self, "recent_frac")
     check_least(self, recent=0)
 
+  @property
+  def traits(self) -> Traits:
+    """It sums up attention from block to block."""
+    return Traits(accumulates=True)
+
   def scores(
-    self, layer: int, cache: LayerCache, seen: Activations
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
     """Accumulated attention."""
     del layer
     scores = cache.received
     if scores is None:
-      scores = _received(cache, seen)
-    if self.normalise:
+      scores = _received(cache, activations)
+    if self.normalize:
       newest = jnp.maximum(
-        jnp.max(seen.positions, axis=-1)[:, None],
+        jnp.max(activations.positions, axis=-1)[:, None],
         jnp.max(cache.positions, axis=-1),
       )
       observers = jnp.maximum(newest[..., None] + 1 - cache.positions, 1)
@@ -61,11 +67,11 @@ class H2O(ScoringMethod):
     return scores
 
   def observe(
-    self, layer: int, cache: LayerCache, seen: Activations
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> LayerCache:
     """Adds the attention that the block's queries pay to every token."""
     del layer
-    received = _received(cache, seen)
+    received = _received(cache, activations)
     if cache.received is not None:
       received = cache.received + received
     return dataclasses.replace(cache, received=received)
@@ -83,7 +89,11 @@ class H2O(ScoringMethod):
     return held & (age(held) <= recent[..., None])
 
 
-def _received(cache: LayerCache, seen: Activations) -> Float[Array, "B K T"]:
+def _received(
+  cache: LayerCache, activations: Activations
+) -> Float[Array, "B K T"]:
   """Attention that the block's queries pay to every slot, group mean."""
-  mass = causal_mass(seen.queries, cache.keys, seen.positions, cache.positions)
+  mass = causal_mass(
+    activations.queries, cache.keys, activations.positions, cache.positions
+  )
   return jnp.mean(by_kv_head(mass, cache.keys.shape[1]), axis=2)

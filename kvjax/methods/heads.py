@@ -61,24 +61,24 @@ class HeadwiseMethod(ScoringMethod):
 
   @final
   def scores(
-    self, layer: int, cache: LayerCache, seen: Activations
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
     """Vmaps `score_head` over rows and KV heads."""
     del layer
-    return jax.vmap(jax.vmap(self.score_head))(heads_of(cache, seen))
+    return jax.vmap(jax.vmap(self.score_head))(heads_of(cache, activations))
 
 
-def heads_of(cache: LayerCache, seen: Activations) -> Head:
+def heads_of(cache: LayerCache, activations: Activations) -> Head:
   """All heads of a layer as one tree with leading axes B and K."""
-  batch, length = seen.positions.shape
+  batch, length = activations.positions.shape
   kv_heads = cache.positions.shape[1]
   return Head(
     cached_keys=cache.keys,
     cached_values=cache.values,
     positions=cache.positions,
-    queries=by_kv_head(seen.queries, kv_heads),
+    queries=by_kv_head(activations.queries, kv_heads),
     query_positions=jnp.broadcast_to(
-      seen.positions[:, None], (batch, kv_heads, length)
+      activations.positions[:, None], (batch, kv_heads, length)
     ),
   )
 
@@ -91,36 +91,38 @@ def by_kv_head(
 
 
 def window_queries(
-  cache: LayerCache, seen: Activations, window: int
+  cache: LayerCache, activations: Activations, window: int
 ) -> tuple[Float[Array, "B N W D"], Int[Array, "B W"]]:
   """The last real queries of every row, and their positions.
 
   Args:
     cache: what it remembers goes before what the block holds.
-    seen: the block.
+    activations: the block.
     window: how many; all of the block's where it is shorter. Where the row is
       shorter, the rest may be anything, with position -1.
   """
   if cache.window is not None:
     return cache.window.queries, cache.window.positions
-  length = seen.positions.shape[1]
+  length = activations.positions.shape[1]
   size = min(window, length)
-  real = jnp.sum((seen.positions >= 0).astype(jnp.int32), axis=1)
+  real = jnp.sum((activations.positions >= 0).astype(jnp.int32), axis=1)
   start = jnp.clip(real - size, 0, length - size)
   take = jax.lax.dynamic_slice_in_dim
   return (
-    jax.vmap(lambda x, at: take(x, at, size, axis=1))(seen.queries, start),
-    jax.vmap(lambda x, at: take(x, at, size))(seen.positions, start),
+    jax.vmap(lambda x, at: take(x, at, size, axis=1))(
+      activations.queries, start
+    ),
+    jax.vmap(lambda x, at: take(x, at, size))(activations.positions, start),
   )
 
 
 def window_mass(
-  cache: LayerCache, seen: Activations, window: int
+  cache: LayerCache, activations: Activations, window: int
 ) -> Float[Array, "B K G T"]:
   """Attention that the last queries pay to every slot, summed over them.
 
   Float32; see `window_queries` and `kvjax.kernels.attention_mass.causal_mass`.
   """
-  queries, places = window_queries(cache, seen, window)
+  queries, places = window_queries(cache, activations, window)
   mass = causal_mass(queries, cache.keys, places, cache.positions)
   return by_kv_head(mass, cache.keys.shape[1])

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.methods.heads import Head, HeadwiseMethod
+from kvjax.methods.traits import Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +22,11 @@ class KeyL2Norm(HeadwiseMethod):
 
   skip_layers: tuple[int, ...] = ()
 
-  def keeps_all(self, layer: int) -> bool:
-    """True for the skipped layers."""
-    return layer in self.skip_layers
-
   @property
-  def why_even(self) -> str:
-    """Skipped layers take no share."""
-    return "it leaves layers whole" if self.skip_layers else ""
+  def traits(self) -> Traits:
+    """Skipped layers keep everything and take no share."""
+    even = "it leaves layers whole" if self.skip_layers else ""
+    return Traits(keeps_layers=self.skip_layers, even=even)
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """The negative norm."""

@@ -6,10 +6,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.allocation.selection import age, floor_share
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.heads import Head, HeadwiseMethod
-from kvjax.methods.selection import age, floor_share
 from kvjax.options.bounds import check_share
 
 Anchor = Literal[

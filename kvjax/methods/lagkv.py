@@ -5,20 +5,21 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.allocation.base import Uniform
+from kvjax.allocation.lag_law import LagLaw
+from kvjax.allocation.partitions import Partitions
+from kvjax.allocation.selection import finite, top_slots, true_slots
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.kernels.select import among_largest
-from kvjax.methods.base import Allowance, Method
+from kvjax.methods.base import Allocation, LayerBudget, Method
 from kvjax.methods.heads import Head, heads_of
-from kvjax.methods.partitions import Partitions
-from kvjax.methods.selection import finite, top_slots, true_slots
+from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
-from kvjax.options.budgets import Budget, Retention
-from kvjax.prompts import bucket_lengths
+from kvjax.options.budgets import Retention
 
 Mode = Literal["paper", "kvpress"]
 Reference = Literal["next", "own"]
@@ -76,123 +77,63 @@ class LagKV(Method):
     if self.ddof not in (0, 1):
       raise InputError(f"ddof must be 0 or 1; {self.ddof} is not.")
 
-  def keeps_all(self, layer: int) -> bool:
-    """True for the skipped layers."""
-    return layer in self.skip_layers
-
-  def kept(self, budget: Budget, length: int) -> int:
-    """Tokens kept of a row: the law of the class docstring."""
-    if self.mode == "kvpress":
-      return budget.kept(length)
-    if length < self.sinks + 2 * self.lag:
-      return length
-    scored = (length - self.sinks) // self.lag - 1
-    fixed = length - scored * self.lag
-    return fixed + scored * self._share(budget, length)
-
-  def _share(self, budget: Budget, length: int) -> int:
-    """Tokens kept of each scored partition of a row."""
-    if isinstance(budget, Retention):
-      return int(budget.share * self.lag + 1e-9)
-    scored = (length - self.sinks) // self.lag - 1
-    fixed = length - scored * self.lag
-    each = round((budget.kept(length) - fixed) / scored)
-    return min(max(each, 0), self.lag)
-
-  def capacity(self, budget: Budget, padded: int) -> int:
-    """Most tokens that a row of the bucket of `padded` tokens keeps."""
-    # The law falls by up to a lag whenever a partition is completed.
-    return max(self.kept(budget, n) for n in bucket_lengths(padded))
-
-  def check_schedule(self, budget: Budget) -> None:
-    """Recursive is the paper's form alone, with a share of each partition.
-
-    Raises:
-      InputError: mode "kvpress", or a budget in tokens.
-    """
-    if self.mode == "kvpress":
-      raise InputError(
-        'LagKV in mode "kvpress" ranks a whole prompt at once; use mode '
-        '"paper" to evict block by block or while decoding.'
-      )
-    if not isinstance(budget, Retention):
-      raise InputError(
-        "LagKV keeps a share of every partition, however many there will be: "
-        f"give a retention in place of {budget}."
-      )
+  @property
+  def traits(self) -> Traits:
+    """In the paper's form a law gives every layer and head its length."""
+    even, whole = "", ""
+    if self.mode == "paper":
+      even = 'it keeps the same share of every partition (mode="kvpress" ranks)'
+    else:
+      whole = 'mode="kvpress" ranks a whole prompt at once; mode="paper" can'
+      even = "it leaves layers whole" if self.skip_layers else ""
+    return Traits(
+      whole_prompts_only=whole, even=even, keeps_layers=self.skip_layers
+    )
 
   @property
-  def why_even(self) -> str:
-    """In the paper's form a law gives every layer and head its length."""
-    if self.mode == "paper":
-      return 'it keeps the same share of every partition (mode="kvpress" ranks)'
-    return "it leaves layers whole" if self.skip_layers else ""
-
-  def check_protected(
-    self, protected: Bool[np.ndarray, " n"], budget: Budget, layers: int
-  ) -> None:
-    """Refuses to protect more tokens of a partition than it keeps.
-
-    Raises:
-      InputError: they are too many.
-    """
-    super().check_protected(protected, budget, layers)
-    whole = len(protected) < self.sinks + 2 * self.lag
-    if self.mode == "kvpress" or (whole and not isinstance(budget, Retention)):
-      return
-    each = self._share(budget, len(protected))
-    for start in range(self.sinks, len(protected), self.lag):
-      count = protected[start : start + self.lag].sum()
-      if count > each:
-        raise InputError(
-          f"{count} tokens of a partition of {self.lag} are protected and "
-          f"{each} of it are kept; protect fewer or give a larger budget."
-        )
-
-  def lasting_capacity(self, budget: Budget, padded: int) -> int:
-    """Most tokens held between evictions by any row of up to `padded`."""
-    before = min(padded, self.sinks + 2 * self.lag - 1)
-    after = range(max(before, padded - 2 * self.lag), padded + 1)
-    return max(self.kept(budget, n) for n in after)
-
-  def due(self, cache: LayerCache, allowance: Allowance) -> Bool[Array, ""]:
-    """Whether any row has a partition that another whole one follows."""
-    del allowance
-    return jnp.any(Partitions.of(cache, self.sinks, self.lag).whole > 1)
+  def allocation(self) -> Allocation:
+    """The paper's law; in mode "kvpress" exactly the budget."""
+    if self.mode == "kvpress":
+      return Uniform()
+    return LagLaw(self.sinks, self.lag)
 
   def evaluate(
-    self, layer: int, cache: LayerCache, seen: Activations
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K P L"]:
     """Scores of the tokens of every partition that another one follows."""
     del layer
     parts = Partitions.of(cache, self.sinks, self.lag)
     count = max((cache.capacity - self.sinks) // self.lag, 1)
     slots = parts.slots(cache, count)
-    return jax.vmap(jax.vmap(self._score_head))(heads_of(cache, seen), slots)
+    return jax.vmap(jax.vmap(self._score_head))(
+      heads_of(cache, activations), slots
+    )
 
   def select(
     self,
-    found: Float[Array, "B K P L"],
+    scores: Float[Array, "B K P L"],
     cache: LayerCache,
-    allowance: Allowance,
+    budget: LayerBudget,
   ) -> Int[Array, "B K M"]:
     """The best of each partition, or of the whole row in mode "kvpress"."""
     parts = Partitions.of(cache, self.sinks, self.lag)
     if self.mode == "kvpress":
-      return self._best_of_row(parts, found, cache, allowance)
-    must_keep = parts.collect(allowance.must_keep(cache), cache, found.shape[2])
-    found = jnp.where(must_keep, jnp.inf, finite(found))
-    each = self._each(parts, allowance)[..., None]
-    each = jnp.broadcast_to(each, found.shape[:-1])
-    best = parts.spread(among_largest(found, each))
-    return true_slots(cache.held & (parts.fixed | best), allowance.capacity)
+      return self._best_of_row(parts, scores, cache, budget)
+    must_keep = parts.collect(budget.must_keep(cache), cache, scores.shape[2])
+    scores = jnp.where(must_keep, jnp.inf, finite(scores))
+    each = self._each(parts, budget)[..., None]
+    each = jnp.broadcast_to(each, scores.shape[:-1])
+    best = parts.spread(among_largest(scores, each))
+    return true_slots(cache.held & (parts.fixed | best), budget.capacity)
 
-  def _each(self, parts: Partitions, allowance: Allowance) -> Int[Array, "B K"]:
+  def _each(self, parts: Partitions, budget: LayerBudget) -> Int[Array, "B K"]:
     """Tokens to keep of each partition."""
-    if isinstance(allowance.budget, Retention):
-      return jnp.full_like(parts.whole, self._share(allowance.budget, 0))
+    if isinstance(budget.budget, Retention):
+      return jnp.full_like(
+        parts.whole, LagLaw(self.sinks, self.lag).share(budget.budget, 0)
+      )
     scored = parts.whole - 1
-    spare = allowance.per_head - (parts.held - scored * self.lag)
+    spare = budget.per_head - (parts.held - scored * self.lag)
     return spare // jnp.maximum(scored, 1)
 
   def _score_head(
@@ -218,7 +159,7 @@ class LagKV(Method):
     parts: Partitions,
     found: Float[Array, "B K P L"],
     cache: LayerCache,
-    allowance: Allowance,
+    budget: LayerBudget,
   ) -> Int[Array, "B K M"]:
     """Sinks, window and the best of all partitions; of a short row the newest.
 
@@ -232,7 +173,7 @@ class LagKV(Method):
       jnp.where(short, parts.index.astype(jnp.float32), worth),
       cache.held,
       jnp.where(short, parts.index < self.sinks, parts.fixed),
-      allowance.counts,
-      allowance.capacity,
-      allowance.must_keep(cache),
+      budget.counts,
+      budget.capacity,
+      budget.must_keep(cache),
     )

@@ -2,18 +2,19 @@
 
 import dataclasses
 import functools
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.allocation.selection import age, newest, true_slots
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.kernels.select import largest, named_slots
 from kvjax.methods import prototypes as proto
-from kvjax.methods.base import Allowance, Method
+from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.heads import (
   Head,
   by_kv_head,
@@ -28,7 +29,8 @@ from kvjax.methods.ranking import (
   fitting,
   ranked,
 )
-from kvjax.methods.selection import age, newest, true_slots
+from kvjax.methods.snapkv import SnapKV
+from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
 
 Clusters = Literal["prototypes", "lsh", "kmeans", "none"]
@@ -70,8 +72,6 @@ class ProtoKV(Method):
     seed: of hashes and K-means, one per layer and KV head.
   """
 
-  whole_prompts_only: ClassVar[str] = "its clusters are those of a whole prompt"
-
   window: int = 8
   neighbours: int = 5
   include_self: bool = True
@@ -107,32 +107,47 @@ class ProtoKV(Method):
         f"which leave none of {self.prototypes} for the other tokens."
       )
 
+  @property
+  def traits(self) -> Traits:
+    """It reads the last W queries, whose tokens stay."""
+    return Traits(
+      whole_prompts_only="its clusters are those of a whole prompt",
+      window=self.window,
+      protects=self.window,
+      stochastic=True,
+    )
+
+  @property
+  def votes(self) -> SnapKV:
+    """SnapKV's, with the same window."""
+    return SnapKV(window=self.window, kernel=7, pooling="max")
+
   def evaluate(
-    self, layer: int, cache: LayerCache, seen: Activations
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Ranking:
     """The order of every head's prefix tokens."""
-    heads = heads_of(cache, seen)
+    heads = heads_of(cache, activations)
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
     index = jnp.arange(heads.positions.shape[1])
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
-    given = self._given(heads, cache, seen)
+    given = self._given(heads, cache, activations)
     per_head = jax.vmap(self._rank_head)
     return jax.vmap(per_head, in_axes=(0, 0, None))(heads, given, keys)
 
   def select(
-    self, found: Ranking, cache: LayerCache, allowance: Allowance
+    self, scores: Ranking, cache: LayerCache, budget: LayerBudget
   ) -> Int[Array, "B K M"]:
     """Whole clusters while they fit, the cut one, and the window."""
     held = cache.held
-    must_keep = allowance.must_keep(cache)
-    window = newest(held, must_keep, allowance.per_head, self.window)
+    must_keep = budget.must_keep(cache)
+    window = newest(held, must_keep, budget.per_head, self.window)
     must_keep &= ~window
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
-    room = jnp.maximum(allowance.per_head - taken, 0)
+    room = jnp.maximum(budget.per_head - taken, 0)
     prefix = held & (age(held) > self.window)
     fit = functools.partial(fitting, cut=self.cut)
-    kept = jax.vmap(jax.vmap(fit))(found, room)
-    return true_slots(window | must_keep | (prefix & kept), allowance.capacity)
+    kept = jax.vmap(jax.vmap(fit))(scores, room)
+    return true_slots(window | must_keep | (prefix & kept), budget.capacity)
 
   def _rank_head(
     self, head: Head, given: Float[Array, " T"], rng: Array
@@ -181,12 +196,12 @@ class ProtoKV(Method):
     return proto.prototypes(keys, groups, self.prototypes)
 
   def _given(
-    self, heads: Head, cache: LayerCache, seen: Activations
+    self, heads: Head, cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
     """What the window's queries of a whole group give each token."""
     if self.score.startswith("attn"):
-      return jnp.sum(window_mass(cache, seen, self.window), axis=2)
-    queries, places = window_queries(cache, seen, self.window)
+      return jnp.sum(window_mass(cache, activations, self.window), axis=2)
+    queries, places = window_queries(cache, activations, self.window)
     asked = (places >= 0)[:, None, :, None]
     queries = jnp.where(asked, queries.astype(jnp.float32), 0.0)
     queries = by_kv_head(queries, cache.keys.shape[1])

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import ScoringMethod
+from kvjax.methods.traits import Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +25,16 @@ class Random(ScoringMethod):
 
   seed: int = 0
 
+  @property
+  def traits(self) -> Traits:
+    """By chance."""
+    return Traits(stochastic=True)
+
   def scores(
-    self, layer: int, cache: LayerCache, seen: Activations
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
     """Uniform in [0, 1)."""
-    del seen
+    del activations
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
     kv_heads = cache.positions.shape[1]
     heads = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(kv_heads))

@@ -1,9 +1,8 @@
-"""Methods by name: `snapkv`, `snapkv.kvpress`, `keydiff:anchor=mean_raw`."""
+"""The eviction methods of this package, by name: a line each."""
 
-from collections.abc import Callable, Mapping
-
-from kvjax.methods.adakv import AdaKV
-from kvjax.methods.base import Method
+from kvjax.allocation.adaptive import Adaptive
+from kvjax.allocation.base import Uniform
+from kvjax.allocation.pyramid import Pyramid
 from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.compactor import Compactor
 from kvjax.methods.full import FullKV
@@ -12,102 +11,135 @@ from kvjax.methods.key_norm import KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff
 from kvjax.methods.lagkv import LagKV
 from kvjax.methods.protokv import ProtoKV
-from kvjax.methods.pyramid import Pyramid
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming import StreamingLLM
 from kvjax.methods.tova import Tova
-from kvjax.options.naming import named
-
-METHODS: Mapping[str, type[Method]] = {
-  "full": FullKV,
-  "random": Random,
-  "streaming": StreamingLLM,
-  "key_norm": KeyL2Norm,
-  "h2o": H2O,
-  "tova": Tova,
-  "snapkv": SnapKV,
-  "pyramidkv": Pyramid,
-  "adakv": AdaKV,
-  "chunkkv": ChunkKV,
-  "keydiff": KeyDiff,
-  "lagkv": LagKV,
-  "compactor": Compactor,
-  "protokv": ProtoKV,
-}
-
-# In front of a name they spread its budget over layers or heads.
-WRAPPERS: Mapping[str, Callable[[Method], Method]] = {
-  "pyramid/": Pyramid,
-  "ada/": AdaKV,
-}
-
-PRESETS: Mapping[str, Method] = {
-  "h2o.keydiff": H2O(recent_frac=0.0),
-  "h2o.kvpress": H2O(recent_frac=0.0, normalise=True),
-  "h2o.compactor": H2O(paper_postproc=True),
-  "keydiff.paper": KeyDiff(),
-  "keydiff.noblock": KeyDiff(),
-  "lagkv.paper": LagKV(),
-  "lagkv.kvpress": LagKV(sinks=4, lag=128, mode="kvpress"),
-  "lagkv.local": LagKV(reference="own"),
-  "lagkv.key_norm": LagKV(score="key_norm", skip_layers=(0, 1)),
-  "compactor.paper": Compactor(),
-  "compactor.kvpress": Compactor(
-    blend_removed=True,
-    sketch_dim=48,
-    solver="chol",
-    center=True,
-    z_scope="layer",
-    first=8,
-    last=4,
-  ),
-  "compactor.vllm": Compactor(
-    blend=0.5,
-    sketch_dim=48,
-    center=True,
-    leverage_chunk=512,
-    chunk=128,
-    value_norm="none",
-    pool=1,
-    z_scope="chunk",
-    first=16,
-    last=64,
-    score_ends=True,
-    retention_of="middle",
-    spread="layer",
-  ),
-  "protokv.paper": ProtoKV(),
-  "protokv.sat": ProtoKV(clusters="none"),
-  "protokv.chunk": ProtoKV(anchors=0),
-  "protokv.lsh": ProtoKV(clusters="lsh", bits=9),
-  "protokv.kmeans": ProtoKV(clusters="kmeans"),
-  "key_norm.lagkv": KeyL2Norm(skip_layers=(0, 1)),
-  "tova.keydiff": Tova(scope="group"),
-  "tova.kvpress": Tova(protect_last=True),
-  "snapkv.orig": SnapKV(window=32, kernel=5, pooling="avg"),
-  "snapkv.longbench": SnapKV(window=32, kernel=7, pooling="max"),
-  "snapkv.factory": SnapKV(window=8, kernel=7, pooling="max"),
-  "snapkv.keydiff": SnapKV(window=32, kernel=7, pooling="avg"),
-  "snapkv.kvpress": SnapKV(window=64, kernel=5, pooling="avg"),
-  "snapkv.compactor": SnapKV(window=32, kernel=1, paper_postproc=True),
-}
+from kvjax.options.registry import Recipe, register
 
 
-def get_method(name: str) -> Method:
-  """The method that a name stands for.
+def _pyramidkv() -> Recipe:
+  method = SnapKV(window=8, kernel=7, pooling="max")
+  return Recipe(method, Pyramid(Uniform(), method.traits.protects))
 
-  A name is a method or a preset, then its options, each after a colon:
-  `keydiff:anchor=median_unit:recent_frac=0.1`. The values of a list are joined
-  by plus signs: `key_norm:skip_layers=0+1`. In front, `pyramid/` spreads the
-  budget of any method over the layers and `ada/` that of a scoring method over
-  the heads: `pyramid/keydiff`, `pyramid/ada/snapkv`.
 
-  Raises:
-    InputError: no such method, preset or option, or a value out of range.
-  """
-  name = name.strip()
-  for prefix, wrapper in WRAPPERS.items():
-    if name.startswith(prefix):
-      return wrapper(get_method(name.removeprefix(prefix)))
-  return named(name, METHODS, PRESETS)
+def _adakv() -> Recipe:
+  return Recipe(SnapKV(window=32, kernel=7, pooling="max"), Adaptive(Uniform()))
+
+
+def register_methods() -> None:
+  """Enters all of them; called once, when kvjax is imported."""
+  register("full", FullKV, summary="nothing is evicted")
+  register("random", Random, summary="chance")
+  register(
+    "streaming", StreamingLLM, summary="StreamingLLM", paper="2309.17453"
+  )
+  register(
+    "key_norm",
+    KeyL2Norm,
+    presets={"lagkv": KeyL2Norm(skip_layers=(0, 1))},
+    summary="small key norm (L2)",
+    paper="2406.11430",
+  )
+  register(
+    "h2o",
+    H2O,
+    presets={
+      "keydiff": H2O(recent_frac=0.0),
+      "kvpress": H2O(recent_frac=0.0, normalize=True),
+      "compactor": H2O(paper_postproc=True),
+    },
+    summary="H2O",
+    paper="2306.14048",
+  )
+  register(
+    "tova",
+    Tova,
+    presets={
+      "keydiff": Tova(scope="group"),
+      "kvpress": Tova(protect_last=True),
+    },
+    summary="TOVA",
+    paper="2401.06104",
+  )
+  register(
+    "snapkv",
+    SnapKV,
+    presets={
+      "orig": SnapKV(window=32, kernel=5, pooling="avg"),
+      "longbench": SnapKV(window=32, kernel=7, pooling="max"),
+      "factory": SnapKV(window=8, kernel=7, pooling="max"),
+      "keydiff": SnapKV(window=32, kernel=7, pooling="avg"),
+      "kvpress": SnapKV(window=64, kernel=5, pooling="avg"),
+      "compactor": SnapKV(window=32, kernel=1, paper_postproc=True),
+    },
+    summary="SnapKV",
+    paper="2404.14469",
+  )
+  register("pyramidkv", _pyramidkv, summary="PyramidKV", paper="2406.02069")
+  register("adakv", _adakv, summary="AdaKV", paper="2407.11550")
+  register("chunkkv", ChunkKV, summary="ChunkKV", paper="2502.00299")
+  register(
+    "keydiff",
+    KeyDiff,
+    presets={"paper": KeyDiff(), "noblock": KeyDiff()},
+    summary="KeyDiff",
+    paper="2504.15364",
+  )
+  register(
+    "lagkv",
+    LagKV,
+    presets={
+      "paper": LagKV(),
+      "kvpress": LagKV(sinks=4, lag=128, mode="kvpress"),
+      "local": LagKV(reference="own"),
+      "key_norm": LagKV(score="key_norm", skip_layers=(0, 1)),
+    },
+    summary="LagKV",
+    paper="2504.04704",
+  )
+  register(
+    "compactor",
+    Compactor,
+    presets={
+      "paper": Compactor(),
+      "kvpress": Compactor(
+        blend_removed=True,
+        sketch_dim=48,
+        solver="chol",
+        center=True,
+        z_scope="layer",
+        first=8,
+        last=4,
+      ),
+      "vllm": Compactor(
+        blend=0.5,
+        sketch_dim=48,
+        center=True,
+        leverage_chunk=512,
+        chunk=128,
+        value_norm="none",
+        pool=1,
+        z_scope="chunk",
+        first=16,
+        last=64,
+        score_ends=True,
+        retention_of="middle",
+        spread="layer",
+      ),
+    },
+    summary="Compactor",
+    paper="2507.08143",
+  )
+  register(
+    "protokv",
+    ProtoKV,
+    presets={
+      "paper": ProtoKV(),
+      "sat": ProtoKV(clusters="none"),
+      "chunk": ProtoKV(anchors=0),
+      "lsh": ProtoKV(clusters="lsh", bits=9),
+      "kmeans": ProtoKV(clusters="kmeans"),
+    },
+    summary="ProtoKV",
+  )

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.allocation.selection import age
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.select import true_slots
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import window_mass
-from kvjax.methods.selection import age
+from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
 
 Pooling = Literal["avg", "max"]
@@ -52,17 +53,17 @@ class SnapKV(ScoringMethod):
     check_odd(self, "kernel")
 
   @property
-  def observation_window(self) -> int:
-    """W."""
-    return self.window
+  def traits(self) -> Traits:
+    """It reads the last W queries, whose tokens stay."""
+    return Traits(window=self.window, protects=self.window)
 
   def scores(
-    self, layer: int, cache: LayerCache, seen: Activations
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
     """Pooled votes; the window itself gets none."""
     del layer
     held = cache.held
-    votes = window_mass(cache, seen, self.window)
+    votes = window_mass(cache, activations, self.window)
     reduce = jnp.mean if self.group == "mean" else jnp.max
     prefix = held & (age(held) > self.window)
     votes = jnp.where(prefix, reduce(votes, axis=2), 0.0)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.layers import LayerCache
 from kvjax.methods.heads import Head, HeadwiseMethod
+from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
 
 
@@ -31,16 +32,12 @@ class StreamingLLM(HeadwiseMethod):
     check_least(self, sinks=0)
 
   @property
-  def why_even(self) -> str:
+  def traits(self) -> Traits:
     """What is renumbered must be as much everywhere."""
-    if self.rerotate:
-      return "with rerotate the next token follows the last that is kept"
-    return ""
-
-  @property
-  def rerotates(self) -> bool:
-    """As asked for."""
-    return self.rerotate
+    if not self.rerotate:
+      return Traits()
+    even = "with rerotate the next token follows the last that is kept"
+    return Traits(renumbers=True, even=even)
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Recency."""

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.allocation.selection import age
 from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import window_mass
-from kvjax.methods.selection import age
+from kvjax.methods.traits import Traits
 
 Scope = Literal["layer", "group"]
 
@@ -32,16 +33,16 @@ class Tova(ScoringMethod):
   protect_last: bool = False
 
   @property
-  def observation_window(self) -> int:
-    """The last query."""
-    return 1
+  def traits(self) -> Traits:
+    """It reads the last query."""
+    return Traits(window=1)
 
   def scores(
-    self, layer: int, cache: LayerCache, seen: Activations
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
     """Attention weights of the last query, averaged over heads."""
     del layer
-    scores = jnp.mean(window_mass(cache, seen, 1), axis=2)
+    scores = jnp.mean(window_mass(cache, activations, 1), axis=2)
     if self.scope == "group":
       return scores
     mean = jnp.mean(scores, axis=1, keepdims=True)

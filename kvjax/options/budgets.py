@@ -22,6 +22,11 @@ class Tokens:
     """Tokens kept of a row of `length` tokens."""
     return min(self.count, length)
 
+  def limit(self, length: int) -> int:
+    """Tokens that a row may hold while it grows on from `length` tokens."""
+    del length
+    return self.count
+
   def __str__(self) -> str:
     return f"{self.count} tokens"
 
@@ -43,6 +48,10 @@ class Retention:
     """Tokens kept of a row of `length` tokens."""
     # 0.1 * 70 is 7.000000000000001: that must not round up to 8.
     return max(1, math.ceil(self.share * length - 1e-9))
+
+  def limit(self, length: int) -> int:
+    """Tokens that a row may hold while it grows on from `length` tokens."""
+    return self.kept(length)
 
   def nearest(self, count: int) -> int:
     """The share of so many tokens, rounded to the nearest, a half upwards."""

@@ -2,69 +2,122 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvjax.errors import InputError
 from kvjax.options.bounds import check_choice
+from kvjax.options.registry import Names
 
 
-def named[M](
-  name: str, makers: Mapping[str, Callable[[], M]], presets: Mapping[str, M]
-) -> M:
+def named(name: str, names: Names) -> Any:
   """What a name such as `keydiff:anchor=median_unit` stands for.
 
   Args:
-    name: of a maker or a preset, then options, each after a colon. The values
+    name: of a method or a preset, then options, each after a colon. The values
       of a list are joined by plus signs: `skip_layers=0+1`; `skip_layers=` is
       the empty list.
-    makers: by name.
-    presets: by name.
+    names: those that are known.
 
   Raises:
     InputError: no such method, preset or option, or a value out of range.
   """
   base, *options = name.split(":")
+  presets = names.presets
   if base in presets:
-    method = presets[base]
-  elif base in makers:
-    method = makers[base]()
+    made = presets[base]
+  elif base in names:
+    made = names[base].make()
   else:
     raise InputError(
-      f"There is no method {base!r}{near(base, [*makers, *presets])}; the "
-      f"methods are {', '.join(makers)}."
+      f"There is no method {base!r}{near(base, [*names, *presets])}; the "
+      f"methods are {', '.join(names)}."
     )
-  given: dict[str, Any] = {}
+  return with_options(base, made, options)
+
+
+def with_options(base: str, made: Any, options: Iterable[str]) -> Any:
+  """A method, or a recipe of several parts, with some options changed.
+
+  Args:
+    base: how it is called, for messages.
+    made: what has the options, or parts that have them.
+    options: `name=value` each.
+
+  Raises:
+    InputError: no such option, one that is given twice, or a value out of
+      range.
+  """
+  given: set[str] = set()
   for text in options:
-    option, value = _option(base, method, text)
-    if option in given:
-      raise InputError(f"Option {option!r} of {base!r} is given twice.")
-    given[option] = value
-  changed: M = dataclasses.replace(method, **given)  # type: ignore[type-var]
-  return changed
-
-
-def _option(base: str, method: Any, text: str) -> tuple[str, Any]:
-  """One `name=value`, read as the type of the field's present value."""
-  name, equals, value = text.partition("=")
-  fields = [
-    field.name
-    for field in dataclasses.fields(method)
-    if not dataclasses.is_dataclass(getattr(method, field.name))
-  ]
-  if name not in fields:
-    raise InputError(
-      f"Method {base!r} has no option {name!r}{near(name, fields)}; it has "
-      f"{', '.join(fields) or 'none'}."
+    name, equals, value = text.partition("=")
+    path = _find(made, name)
+    if path is None:
+      known = _options(made)
+      raise InputError(
+        f"Method {base!r} has no option {name!r}{near(name, known)}; it has "
+        f"{', '.join(known) or 'none'}."
+      )
+    if not equals:
+      raise InputError(f"Option {name!r} of {base!r} needs a value: {name}=...")
+    if name in given:
+      raise InputError(f"Option {name!r} of {base!r} is given twice.")
+    given.add(name)
+    made = _changed(
+      made, path, lambda part, n=name, v=value: _read(base, part, n, v)
     )
-  if not equals:
-    raise InputError(f"Option {name!r} of {base!r} needs a value: {name}=...")
-  read = _read(base, name, value, getattr(method, name))
-  check_choice(type(method), name, read)
-  return name, read
+  return made
 
 
-def _read(base: str, name: str, value: str, present: Any) -> Any:
+# Names of the fields that lead to a part.
+_Path = tuple[str, ...]
+
+
+def _parts(made: Any, path: _Path = ()) -> Iterable[tuple[_Path, Any]]:
+  """What has options: the method first, then what spreads its budget."""
+  yield path, made
+  for field in dataclasses.fields(made):
+    value = getattr(made, field.name)
+    if dataclasses.is_dataclass(value):
+      yield from _parts(value, (*path, field.name))
+
+
+def _own_options(part: Any) -> list[str]:
+  return [
+    field.name
+    for field in dataclasses.fields(part)
+    if not dataclasses.is_dataclass(getattr(part, field.name))
+    and getattr(part, field.name) is not None
+  ]
+
+
+def _options(made: Any) -> list[str]:
+  found = [name for _, part in _parts(made) for name in _own_options(part)]
+  return list(dict.fromkeys(found))
+
+
+def _find(made: Any, name: str) -> _Path | None:
+  """The first part that has the option."""
+  places = (path for path, part in _parts(made) if name in _own_options(part))
+  return next(places, None)
+
+
+def _changed(made: Any, path: _Path, change: Callable[[Any], Any]) -> Any:
+  if not path:
+    return change(made)
+  first, *rest = path
+  part = _changed(getattr(made, first), tuple(rest), change)
+  return dataclasses.replace(made, **{first: part})
+
+
+def _read(base: str, part: Any, name: str, value: str) -> Any:
+  """A part with an option, read as the type of its present value."""
+  read = _value(base, name, value, getattr(part, name))
+  check_choice(type(part), name, read)
+  return dataclasses.replace(part, **{name: read})
+
+
+def _value(base: str, name: str, value: str, present: Any) -> Any:
   kind = type(present)
   try:
     if kind is tuple:

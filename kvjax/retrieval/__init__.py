@@ -10,9 +10,5 @@ from kvjax.retrieval.ctkvr import CTkvr as CTkvr
 from kvjax.retrieval.flat import Flat as Flat
 from kvjax.retrieval.magicpig import MagicPIG as MagicPIG
 from kvjax.retrieval.quest import Quest as Quest
-from kvjax.retrieval.registry import INDEXES as INDEXES
-from kvjax.retrieval.registry import RETRIEVAL_PRESETS as RETRIEVAL_PRESETS
-from kvjax.retrieval.registry import RETRIEVALS as RETRIEVALS
-from kvjax.retrieval.registry import get_retrieval as get_retrieval
 from kvjax.retrieval.shadowkv import ShadowKV as ShadowKV
 from kvjax.retrieval.squeezed import SqueezedAttention as SqueezedAttention

@@ -49,7 +49,7 @@ class Prompt:
   head: Head
   lookup: Bool[Array, "*B T"]
   number: Int[Array, "*B"]
-  layer: int = static()
+  layer: Int[Array, "*B"] | int
   start: int = static()
   end: int = static()
 

@@ -12,7 +12,7 @@ from kvjax.errors import InputError
 from kvjax.kernels.select import largest
 from kvjax.methods.heads import Head
 from kvjax.methods.prototypes import unit
-from kvjax.methods.selection import exact_share, floor_share
+from kvjax.allocation.selection import exact_share, floor_share
 from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import (
   Found,

@@ -4,4 +4,5 @@ from kvjax.testing.tiny import TinyModel as TinyModel
 from kvjax.testing.tiny import held_positions as held_positions
 from kvjax.testing.tiny import layer_positions as layer_positions
 from kvjax.testing.tiny import poisoned as poisoned
+from kvjax.testing.tiny import poisoned_layer as poisoned_layer
 from kvjax.testing.tiny import random_activations as random_activations

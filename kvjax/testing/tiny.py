@@ -11,10 +11,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
-from kvjax.cache.layers import Layer, Slots
-from kvjax.cache.packed import PackedLayer, Pages
-from kvjax.cache.sparse import IndexedLayer
-from kvjax.model import Attend, Geometry
+from kvjax.cache.layers import Layer
+from kvjax.model import Attend, Geometry, LayerSpec
+from kvjax.struct import updated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +21,13 @@ class TinyModel:
   """A random attention-only model of the `kvjax.Model` protocol.
 
   Attributes:
-    geometry: its sizes.
+    geometry: its sizes, of any layers; equal ones share a stack of weights.
     vocab_size: V.
     width: E.
     dtype: of weights, activations and cache.
   """
 
-  geometry: Geometry = Geometry(
+  geometry: Geometry = Geometry.uniform(
     layers=2, heads=4, kv_heads=2, head_dim=8, max_positions=4096
   )
   vocab_size: int = 64
@@ -37,54 +36,85 @@ class TinyModel:
 
   def init(self, seed: int = 0) -> PyTree:
     """Random weights."""
-    shape = self.geometry
-    query_width = shape.heads * shape.head_dim
-    kv_width = shape.kv_heads * shape.head_dim
-    sizes = {
-      "query": (self.width, query_width),
-      "key": (self.width, kv_width),
-      "value": (self.width, kv_width),
-      "output": (query_width, self.width),
-    }
     draw = np.random.default_rng(seed)
 
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
-      weights = draw.standard_normal((rows, columns)) * scale * rows**-0.5
-      return jnp.asarray(weights, self.dtype)
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> np.ndarray:
+      return draw.standard_normal((rows, columns)) * scale * rows**-0.5
+
+    embedding = matrix(self.vocab_size, self.width, 4.0)
+    stacks: dict[int, list[dict[str, np.ndarray]]] = {}
+    for spec in self.geometry.layers:
+      values = spec.value_width
+      weights = {
+        "query": matrix(self.width, spec.heads * spec.key_dim),
+        "key": matrix(self.width, spec.kv_heads * spec.key_dim),
+        "value": matrix(self.width, spec.kv_heads * values),
+        "output": matrix(spec.heads * values, self.width),
+      }
+      if spec.sinks:
+        weights["sinks"] = draw.standard_normal(spec.heads)
+      stacks.setdefault(spec.weights, []).append(weights)
+
+    def stack(*leaves: np.ndarray) -> Array:
+      return jnp.asarray(np.stack(leaves), self.dtype)
 
     return {
-      "embedding": matrix(self.vocab_size, self.width, 4.0),
+      "embedding": jnp.asarray(embedding, self.dtype),
       "layers": [
-        {name: matrix(*size) for name, size in sizes.items()}
-        for _ in range(shape.layers)
+        jax.tree.map(stack, *stacks[number]) for number in sorted(stacks)
       ],
     }
 
-  def hidden(
+  def embed(
     self,
     params: PyTree,
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
-    states: Sequence[Any],
-    attend: Attend[Any],
-  ) -> tuple[Float[Array, "B S E"], tuple[Any, ...]]:
-    """See `kvjax.Model.hidden`."""
-    x = params["embedding"][tokens]
-    new_states = []
-    for index, weights in enumerate(params["layers"]):
-      keys = self._heads(x @ weights["key"])
-      seen = Activations(
-        queries=_rotated(self._heads(x @ weights["query"]), positions),
-        keys=_rotated(keys, positions),
-        values=self._heads(x @ weights["value"]),
-        keys_unrotated=keys,
-        positions=positions,
-      )
-      attended, state = attend(index, states[index], seen)
-      joined = jnp.swapaxes(attended, 1, 2).reshape(*x.shape[:2], -1)
-      x = x + joined @ weights["output"]
-      new_states.append(state)
-    return x, tuple(new_states)
+  ) -> tuple[Float[Array, "B S E"], PyTree]:
+    """See `kvjax.Model.embed`; layers share nothing."""
+    del positions
+    return params["embedding"][tokens], None
+
+  def layer_weights(self, params: PyTree) -> tuple[PyTree, ...]:
+    """See `kvjax.Model.layer_weights`."""
+    return tuple(params["layers"])
+
+  def block(
+    self,
+    weights: PyTree,
+    spec: LayerSpec,
+    hidden: Float[Array, "B S E"],
+    shared: PyTree,
+    positions: Int[Array, "B S"],
+    attend: Attend,
+  ) -> tuple[Float[Array, "B S E"], Any]:
+    """See `kvjax.Model.block`."""
+    del shared
+    queries = _heads(hidden @ weights["query"], spec.heads)
+    keys = _heads(hidden @ weights["key"], spec.kv_heads)
+    activations = Activations(
+      queries=_rotated(queries, positions),
+      keys=_rotated(keys, positions),
+      values=_heads(hidden @ weights["value"], spec.kv_heads),
+      positions=positions,
+      keys_unrotated=keys,
+      queries_unrotated=queries,
+      inputs=hidden,
+      output_projection=weights["output"].reshape(
+        spec.heads, spec.value_width, self.width
+      ),
+      sinks=weights["sinks"] if spec.sinks else None,
+    )
+    attended, state = attend(activations)
+    joined = jnp.swapaxes(attended, 1, 2).reshape(*hidden.shape[:2], -1)
+    return hidden + joined @ weights["output"], state
+
+  def normalize(
+    self, params: PyTree, hidden: Float[Array, "B S E"]
+  ) -> Float[Array, "B S E"]:
+    """See `kvjax.Model.normalize`; there is no norm."""
+    del params
+    return hidden
 
   def logits(
     self, params: PyTree, hidden: Float[Array, "*B E"]
@@ -102,10 +132,10 @@ class TinyModel:
     )
     return turned.reshape(keys.shape)
 
-  def _heads(self, x: Float[Array, "B S W"]) -> Float[Array, "B H S D"]:
-    batch, length, _ = x.shape
-    split = x.reshape(batch, length, -1, self.geometry.head_dim)
-    return jnp.swapaxes(split, 1, 2)
+
+def _heads(x: Float[Array, "B S W"], heads: int) -> Float[Array, "B H S D"]:
+  batch, length, _ = x.shape
+  return jnp.swapaxes(x.reshape(batch, length, heads, -1), 1, 2)
 
 
 def _rotated(
@@ -151,48 +181,34 @@ def random_activations(
   )
 
 
-def poisoned[Tree](cache: Tree) -> Tree:
-  """The same cache, or layer, with NaN wherever it holds no token."""
+def poisoned(cache: Cache) -> Cache:
+  """The same cache with NaN wherever it holds no token."""
+  stacks = tuple(poisoned_layer(stack) for stack in cache.stacks)
+  return dataclasses.replace(cache, stacks=stacks)
 
-  def fill(part: Slots | Pages) -> Slots | Pages:
+
+def poisoned_layer[L: Layer](layer: L) -> L:
+  """The same layer, or stack of layers, with NaN where it holds no token."""
+
+  def fill(part: Any) -> Any:
     held = (part.positions >= 0)[..., None]
 
-    def spoilt(x: Array) -> Array:
+    def spoil(x: Array) -> Array:
       whole = jnp.issubdtype(x.dtype, jnp.integer)
       return jnp.where(held, x, jnp.asarray(99 if whole else jnp.nan, x.dtype))
 
-    keys, values = jax.tree.map(spoilt, (part.keys, part.values))
-    return dataclasses.replace(part, keys=keys, values=values)
+    keys, values = jax.tree.map(spoil, (part.keys, part.values))
+    return updated(part, keys=keys, values=values)
 
-  def leaf(part: Any) -> bool:
-    return isinstance(part, Slots | Pages)
-
-  found: Tree = jax.tree.map(
-    lambda part: fill(part) if leaf(part) else part, cache, is_leaf=leaf
-  )
-  return found
+  return layer.map_slots(fill)
 
 
 def held_positions(cache: Cache, row: int) -> list[list[list[int]]]:
   """Positions of the tokens that a row holds, per layer and KV head."""
-  return [layer_positions(layer, row) for layer in cache.layers]
+  layers = [layer for layer in cache.layers if layer is not None]
+  return [layer_positions(layer, row) for layer in layers]
 
 
 def layer_positions(layer: Layer, row: int) -> list[list[int]]:
   """Positions of the tokens that a row holds in a layer, per KV head."""
-  if isinstance(layer, PackedLayer):
-    found = layer_positions(layer.tail, row)
-    pages, heads = layer.pages.positions[row], layer.pages.heads[row]
-    for page, head in zip(np.asarray(pages), np.asarray(heads), strict=True):
-      if head >= 0:
-        found[head] += [int(p) for p in page if p >= 0]
-    return [sorted(head) for head in found]
-  if isinstance(layer, IndexedLayer):
-    near = layer_positions(layer.resident, row)
-    far = layer_positions(layer.stored, row)
-    return [sorted(both) for both in map(list.__add__, near, far)]
-  assert isinstance(layer, Slots)
-  return [
-    [int(p) for p in head if p >= 0]
-    for head in np.asarray(layer.positions)[row]
-  ]
+  return [sorted(head) for head in layer.row_positions(row)]

@@ -16,7 +16,7 @@ from kvjax.methods import Allowance, KeyDiff, KeyL2Norm, SnapKV, get_method
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.compactor import Compactor
-from kvjax.methods.selection import head_counts, top_slots
+from kvjax.allocation.selection import head_counts, top_slots
 from kvjax.testing import random_activations
 
 LENGTHS = [61, 96, 40]

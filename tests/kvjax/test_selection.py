@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.methods.selection import age, floor_share, top_slots
+from kvjax.allocation.selection import age, floor_share, top_slots
 from kvjax.options.budgets import Retention, Tokens
 
 

@@ -10,7 +10,7 @@ from kvjax.retrieval.base import Retrieval
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookup:
+class SparseAttention:
   """Reads a few of the keys that a cache holds.
 
   Attributes:
@@ -27,12 +27,12 @@ class Lookup:
     """Whether the method itself says how much it looks up."""
     return self.retrieval.reads > 0
 
-  def counts(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+  def num_keys(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
     """Keys that rows of these lengths look up per token."""
     count = self.retrieval.count
     return np.array([count(self.budget, int(n)) for n in lengths], np.int32)
 
-  def most(self, padded: int, lengths: Int[np.ndarray, " B"]) -> int:
+  def max_keys(self, padded: int, lengths: Int[np.ndarray, " B"]) -> int:
     """Most that any row looks up; the same for most rows of a bucket."""
     most = self.retrieval.count(self.budget, padded)
-    return max(most, int(self.counts(lengths).max()))
+    return max(most, int(self.num_keys(lengths).max()))

@@ -1,4 +1,4 @@
-"""The compiled loop that feeds blocks to a cache and decodes from it."""
+"""The compiled loop that decodes from a cache."""
 
 import contextlib
 import dataclasses
@@ -12,17 +12,10 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
-from kvjax.cache.layers import Layer, LayerCache
+from kvjax.engine.feed import evict_all, feed
+from kvjax.engine.prepared import Limits
 from kvjax.engine.sampling import GREEDY, Sampling, sample
-from kvjax.engine.step import (
-  Limits,
-  attend_to,
-  block_positions,
-  evict,
-  evict_all,
-)
 from kvjax.errors import InputError
 from kvjax.model import Model
 from kvjax.struct import struct
@@ -72,56 +65,6 @@ class Answers(NamedTuple):
     return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
 
-def feed(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  tokens: Int[Array, "B S"],
-  lengths: Int[Array, " B"],
-  limits: Limits | None = None,
-  asked: Bool[Array, ""] | bool = True,
-) -> tuple[Float[Array, "B V"], Cache]:
-  """As `append_block`, with the logits after each row's last token."""
-  hidden, cache = append_block(
-    model, params, cache, tokens, lengths, limits, asked
-  )
-  last = jnp.maximum(lengths - 1, 0)[:, None, None]
-  last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-  return model.logits(params, last), cache
-
-
-def append_block(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  tokens: Int[Array, "B S"],
-  lengths: Int[Array, " B"],
-  limits: Limits | None = None,
-  asked: Bool[Array, ""] | bool = True,
-) -> tuple[Float[Array, "B S E"], Cache]:
-  """Appends a block to the cache; the hidden states of its tokens.
-
-  With limits the layers that exceed them evict afterwards, where `asked`.
-  """
-  method = limits.plan.method if limits else None
-
-  def attend(
-    layer: int, state: Layer, seen: Activations
-  ) -> tuple[Float[Array, "B N S D"], Layer]:
-    state = state.append(seen)
-    output, state = attend_to(model, method, state, seen)
-    if limits is not None:
-      assert isinstance(state, LayerCache)
-      state = evict(limits, layer, state, seen, cache.protected, asked)
-    return output, state
-
-  positions = block_positions(cache.next_positions, tokens.shape[1], lengths)
-  hidden, layers = model.hidden(params, tokens, positions, cache.layers, attend)
-  return hidden, dataclasses.replace(
-    cache, layers=layers, next_positions=cache.next_positions + lengths
-  )
-
-
 @struct
 class Run:
   """What decoding takes besides a model, its cache and how to decode.
@@ -156,7 +99,10 @@ def decode(
   """Decodes into the room that the cache has, until every row has ended."""
   seeds, listener, limits = run.seeds, run.listener, run.limits
   rows = seeds.shape[0]
-  every = (limits.plan.schedule.every if limits else None) or 1
+  # Tokens between evictions; without any, all of them.
+  every = (limits.plan.schedule.every if limits else None) or (
+    decoding.max_new_tokens
+  )
 
   def draw(
     logits: Float[Array, "B V"],
@@ -176,29 +122,40 @@ def decode(
       loop.tokens, shown[:, None], loop.step, axis=1
     )
 
-  def go_on(loop: _Loop) -> Bool[Array, ""]:
+  def goes_on(loop: _Loop) -> Bool[Array, ""]:
     return (loop.step < decoding.max_new_tokens) & ~jnp.all(loop.ended)
 
   def one_token(loop: _Loop) -> _Loop:
     tokens = emit(loop)
     alive = (~loop.ended).astype(jnp.int32)
-    asked = (loop.step + 1) % every == 0
     logits, cache = feed(
-      model, params, loop.cache, loop.token[:, None], alive, limits, asked
+      model, params, loop.cache, loop.token[:, None], alive, limits
     )
     token, ended = draw(logits, cache.next_positions, loop.ended)
     return _Loop(loop.step + 1, token, ended, tokens, cache)
 
+  def until_eviction(loop: _Loop) -> _Loop:
+    end = loop.step + every
+    return jax.lax.while_loop(
+      lambda now: goes_on(now) & (now.step < end), one_token, loop
+    )
+
+  def with_eviction(loop: _Loop) -> _Loop:
+    # Also after the last tokens, if they are fewer: a row that ended early is
+    # left as it is when it decodes alone.
+    loop = until_eviction(loop)
+    assert limits is not None
+    return loop._replace(cache=evict_all(model, limits, loop.cache))
+
   token, ended = draw(logits, cache.next_positions, jnp.zeros(rows, bool))
   blank = jnp.full((rows, decoding.max_new_tokens), -1, jnp.int32)
-  start = _Loop(jnp.zeros((), jnp.int32), token, ended, blank, cache)
-  loop = jax.lax.while_loop(go_on, one_token, start)
-  cache = loop.cache
-  if limits is not None and every > 1:
-    # A row that ended early is left as it is when it decodes alone.
-    cache = evict_all(limits, cache, model.geometry.heads)
+  loop = _Loop(jnp.zeros((), jnp.int32), token, ended, blank, cache)
+  if limits is None:
+    loop = until_eviction(loop)
+  else:
+    loop = jax.lax.while_loop(goes_on, with_eviction, loop)
   lengths = jnp.sum((loop.tokens >= 0).astype(jnp.int32), axis=1)
-  return Answers(loop.tokens, lengths), cache
+  return Answers(loop.tokens, lengths), loop.cache
 
 
 # Who listens to the decoding that runs, by number: programs are compiled with

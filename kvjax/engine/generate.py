@@ -9,16 +9,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.cache.cache import Cache
-from kvjax.engine.decoding import (
+from kvjax.engine.decode import (
   Answers,
   Decoding,
   OnToken,
   Run,
   decode,
-  feed,
   listening,
 )
-from kvjax.engine.step import Limits
+from kvjax.engine.feed import evict_all, feed
+from kvjax.engine.prepared import Limits, farthest, prepare_limits
 from kvjax.errors import InputError
 from kvjax.model import Model, check_context
 from kvjax.options.budgets import Retention
@@ -32,7 +32,7 @@ _TOGETHER = "What the cache has seen, with question and answer,"
 
 def reserve(cache: Cache, tokens: int) -> Cache:
   """The same cache with room for so many more tokens in every layer."""
-  grown = cache.grown([layer.capacity + tokens for layer in cache.layers])
+  grown = cache.grown(_wider(cache, tokens))
   old = {id(leaf) for leaf in jax.tree.leaves(cache)}
   # A conversation may consume one cache and not the other.
   return jax.tree.map(lambda x: jnp.copy(x) if id(x) in old else x, grown)
@@ -70,7 +70,7 @@ def answer(
   """
   seen = np.asarray(cache.next_positions)
   _check_questions(model, cache, seen, questions, decoding)
-  limits = _limits(model, cache, seen, questions.tokens.shape[1], decoding)
+  limits = _limits(cache, seen, questions.tokens.shape[1], decoding)
   with listening(on_token) as listener:
     return _answer(
       model,
@@ -104,17 +104,17 @@ def converse(
   """
   width = turns.tokens.shape[1]
   seen, cursors = jax.device_get(
-    (cache.next_positions, [layer.cursor for layer in cache.layers])
+    (cache.next_positions, [stack.next_slot for stack in cache.stacks])
   )
   _check_questions(model, cache, seen, turns, decoding)
-  limits = _limits(model, cache, seen, width, decoding)
-  used = [int(cursor) for cursor in cursors]
-  needed = _needed(used, limits, width, decoding)
-  for layer, start, most in zip(cache.layers, used, needed, strict=True):
-    if most > layer.capacity:
+  limits = _limits(cache, seen, width, decoding)
+  used = [int(cursor.max()) for cursor in cursors]
+  needed = _needed(cache, used, limits, width, decoding)
+  for stack, start, most in zip(cache.stacks, used, needed, strict=True):
+    if stack.capacity is not None and most > stack.capacity:
       raise InputError(
         f"Turn and answer need {most - start} free slots and the cache has "
-        f"{layer.capacity - start}; give it more with kvjax.reserve."
+        f"{stack.capacity - start}; give it more with kvjax.reserve."
       )
   with listening(on_token) as listener:
     return _converse(
@@ -143,7 +143,7 @@ def complete(
   """
   seen = np.asarray(cache.next_positions)
   _check_reach(model, cache, seen + decoding.max_new_tokens, 0)
-  limits = _limits(model, cache, seen, 0, decoding)
+  limits = _limits(cache, seen, 0, decoding)
   with listening(on_token) as listener:
     return _complete(
       model,
@@ -155,54 +155,61 @@ def complete(
     )
 
 
+def _wider(cache: Cache, tokens: int) -> list[int | None]:
+  """Capacities of the stacks with room for so many more tokens."""
+  return [
+    None if stack.capacity is None else stack.capacity + tokens
+    for stack in cache.stacks
+  ]
+
+
 def _limits(
-  model: Model,
-  cache: Cache,
-  seen: Int[np.ndarray, " B"],
-  width: int,
-  decoding: Decoding,
+  cache: Cache, seen: Int[np.ndarray, " B"], width: int, decoding: Decoding
 ) -> Limits | None:
   """What the layers may hold while they are asked, if they evict then."""
   plan = cache.plan
   if plan is None or plan.budget == Retention(1.0):
     return None
-  layers = model.geometry.layers
   most = bucket(int(seen.max()) + width + decoding.max_new_tokens)
-  counts = jnp.asarray(plan.counts(seen, layers))
-  return Limits(counts, plan, plan.lasting_capacities(most, layers))
+  return prepare_limits(plan, seen, most)
 
 
 def _needed(
-  used: Sequence[int], limits: Limits | None, width: int, decoding: Decoding
+  cache: Cache,
+  used: Sequence[int],
+  limits: Limits | None,
+  width: int,
+  decoding: Decoding,
 ) -> list[int]:
-  """Slots that layers need, so many of them being used.
+  """Slots that the layers of each stack need, so many of them being used.
 
   Args:
-    used: per layer.
+    cache: whose stacks they are.
+    used: per stack.
     limits: what the layers may hold after the block and every few tokens.
     width: tokens of the block that is fed first; 0 for none.
     decoding: how many tokens follow.
   """
+  everything = [slots + width + decoding.max_new_tokens for slots in used]
   if limits is None:
-    return [slots + width + decoding.max_new_tokens for slots in used]
+    return everything
   plan = limits.plan
   step = min(plan.schedule.every or 1, decoding.max_new_tokens)
+  first = [cache.order.index(number) for number in range(len(used))]
   return [
     # A layer that keeps everything keeps the gaps between rows as well.
-    slots + width + decoding.max_new_tokens
-    if plan.method.keeps_all(layer)
-    else max(slots + (width or step), most + step)
-    for layer, (slots, most) in enumerate(
-      zip(used, limits.capacities, strict=True)
-    )
+    most
+    if plan.method.traits.keeps_layer(layer)
+    else max(slots + (width or step), limits.capacity + step)
+    for layer, slots, most in zip(first, used, everything, strict=True)
   ]
 
 
 def _roomy(
   cache: Cache, limits: Limits | None, width: int, decoding: Decoding
 ) -> Cache:
-  used = [layer.capacity for layer in cache.layers]
-  return cache.grown(_needed(used, limits, width, decoding))
+  used = [stack.capacity or 0 for stack in cache.stacks]
+  return cache.grown(_needed(cache, used, limits, width, decoding))
 
 
 def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
@@ -218,7 +225,7 @@ def _check_reach(
   plan = cache.plan
   if plan is not None:
     block = max(width, plan.schedule.every or 1)
-    lengths = plan.reach(lengths, model.geometry.layers, block)
+    lengths = farthest(plan, lengths, block)
   check_context(model, lengths, _TOGETHER)
 
 
@@ -256,7 +263,7 @@ def _answer(
   decoding: Decoding,
 ) -> Answers:
   cache = _roomy(cache, run.limits, tokens.shape[1], decoding)
-  logits, cache = feed(model, params, cache, tokens, lengths, run.limits)
+  logits, cache = _feed(model, params, cache, tokens, lengths, run.limits)
   return decode(model, params, cache, logits, decoding, run)[0]
 
 
@@ -273,7 +280,7 @@ def _converse(
   *,
   decoding: Decoding,
 ) -> tuple[Answers, Cache]:
-  logits, cache = feed(model, params, cache, tokens, lengths, run.limits)
+  logits, cache = _feed(model, params, cache, tokens, lengths, run.limits)
   return decode(model, params, cache, logits, decoding, run)
 
 
@@ -289,3 +296,16 @@ def _complete(
 ) -> Answers:
   cache = _roomy(cache, run.limits, 0, decoding)
   return decode(model, params, cache, logits, decoding, run)[0]
+
+
+def _feed(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  tokens: Int[Array, "B S"],
+  lengths: Int[Array, " B"],
+  limits: Limits | None,
+) -> tuple[Float[Array, "B V"], Cache]:
+  """Feeds a question, after which layers evict that go on evicting."""
+  logits, cache = feed(model, params, cache, tokens, lengths, limits)
+  return logits, cache if limits is None else evict_all(model, limits, cache)

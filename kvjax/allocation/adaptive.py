@@ -2,142 +2,125 @@
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.allocation.base import Allocation, LayerBudget, Sizes
+from kvjax.allocation.selection import exact_share, head_counts, top_slots
 from kvjax.cache.layers import LayerCache
-from kvjax.errors import InputError
 from kvjax.kernels.select import among_largest, kth_largest
-from kvjax.methods.base import Allowance, Method, ScoringMethod
-from kvjax.methods.selection import exact_share, head_counts, top_slots
-from kvjax.methods.snapkv import SnapKV
 from kvjax.options.bounds import check_share
 from kvjax.options.budgets import Budget
 
+if TYPE_CHECKING:
+  from kvjax.methods.base import Method
+
 
 @dataclasses.dataclass(frozen=True)
-class AdaKV(Method):
-  """Spreads the budget of another method over the KV heads of a layer.
+class Adaptive(Allocation):
+  """Spreads the budget of a layer over its KV heads.
 
-  With W slots protected by the other method and a budget of B per head, n_j is
-  what head j has among the g (B - W) best slots of all g heads of a layer. It
-  keeps its window and its best (1 - alpha) n_j + alpha (B - W) slots. These are
+  With W slots protected by the method and a budget of B per head, n_j is what
+  head j has among the g (B - W) best slots of all g heads of a layer. It keeps
+  its window and its best (1 - alpha) n_j + alpha (B - W) slots. These are
   rounded down, and what that leaves over goes, a slot each, to the heads of the
   largest remainder; where remainders are equal, to the one whose next slot has
   the higher score, then to the lower head. So a layer keeps exactly g B, and
   each head its share rounded down or up.
 
   A method that ranks more than single slots (ProtoKV's clusters, ChunkKV's
-  chunks) shares out by the votes of SnapKV with its window, and then chooses
-  within each head's share.
+  chunks) shares out by the votes of SnapKV with its window (`Method.votes`),
+  and then chooses within each head's share.
 
   Source: Feng et al., arXiv 2407.11550, Algorithm 1, with the safeguard of the
   authors' code.
 
   Attributes:
-    inner: the method that chooses; SnapKV as in the authors' code.
+    over: what each layer keeps per head on average.
     alpha: share of the budget that is spread evenly, to three decimals; with 1
       all heads keep the same.
     normalize: scale a head's scores, where heads are compared, by the share of
       their sum that its own B - W best have; for scores that are not negative.
   """
 
-  whole_prompts_only: ClassVar[str] = (
-    "it shares out the budget once, when the prompt is known"
-  )
-
-  inner: Method = SnapKV(window=32, kernel=7, pooling="max")
+  over: Allocation
   alpha: float = 0.2
   normalize: bool = False
 
   def __post_init__(self) -> None:
-    super().__post_init__()
-    self.inner.check_spread()
-    if self.inner.packed:
-      raise InputError(
-        f"The heads of {type(self.inner).__name__} have unequal shares "
-        "already; give AdaKV a method whose heads keep as many."
-      )
-    if not isinstance(self.inner, ScoringMethod) and not self.window:
-      raise InputError(
-        "AdaKV compares the scores of slots or the votes of an observation "
-        f"window; {type(self.inner).__name__} has neither."
-      )
     check_share(self, "alpha")
 
   @property
-  def window(self) -> int:
-    """Last tokens that the inner method always keeps."""
-    return getattr(self.inner, "window", 0)
-
-  @property
-  def packed(self) -> bool:
+  def ragged(self) -> bool:
     """Heads keep different numbers."""
     return True
 
-  def source_layer(self, layer: int) -> int:
-    """As the inner method."""
-    return self.inner.source_layer(layer)
-
-  def kept(self, budget: Budget, length: int) -> int:
-    """B of a row of `length` tokens: what its heads keep on average."""
-    return self.inner.kept(budget, length)
-
-  def capacity(self, budget: Budget, padded: int) -> int:
-    """Most that the heads of a row of the bucket keep on average."""
-    return self.inner.capacity(budget, padded)
-
   @property
-  def why_even(self) -> str:
-    """Layers may get unequal shares; heads do."""
-    return self.inner.why_even
+  def votes(self) -> bool:
+    """Heads compete."""
+    return True
+
+  def counts(
+    self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
+  ) -> Int[np.ndarray, "L n"]:
+    """B: what the heads of a layer keep on average."""
+    return self.over.counts(budget, lengths, sizes)
+
+  def capacities(
+    self, budget: Budget, padded: int, sizes: Sizes
+  ) -> Int[np.ndarray, " L"]:
+    """Most that the heads of a row of the bucket keep on average."""
+    return self.over.capacities(budget, padded, sizes)
 
   def evaluate(
-    self, layer: int, cache: LayerCache, seen: Activations
+    self,
+    method: "Method",
+    layer: Int[Array, ""],
+    cache: LayerCache,
+    activations: Activations,
   ) -> tuple[Float[Array, "B K T"], PyTree[Array]]:
-    """The scores that heads compete with, and what the inner method found."""
-    scores = self._judge.evaluate(layer, cache, seen)
-    if self._judge is self.inner:
+    """The scores that heads compete with, and what the method finds."""
+    votes = method.votes
+    assert votes is not None
+    scores = votes.evaluate(layer, cache, activations)
+    if votes is method:
       return scores, None
-    return scores, self.inner.evaluate(layer, cache, seen)
+    return scores, method.evaluate(layer, cache, activations)
 
   def select(
     self,
-    found: tuple[Float[Array, "B K T"], PyTree[Array]],
+    method: "Method",
+    scores: tuple[Float[Array, "B K T"], PyTree[Array]],
     cache: LayerCache,
-    allowance: Allowance,
+    budget: LayerBudget,
   ) -> Int[Array, "B K M"]:
-    """What the inner method chooses of each head, as much as it is due.
+    """What the method chooses of each head, as much as it is due.
 
-    The heads of a row have `allowance.counts` slots on average; M is the most
+    The heads of a row have `budget.counts` slots on average; M is the most
     that one of them can have.
     """
-    scores, inner_found = found
+    votes = method.votes
+    assert votes is not None
+    competing, found = scores
     held = cache.held
-    must_keep = allowance.must_keep(cache)
-    protected = self._judge.protected(cache, allowance.per_head) & held
+    must_keep = budget.must_keep(cache)
+    protected = votes.protected(cache, budget.per_head) & held
     protected |= must_keep
-    budget = allowance.per_head
-    always = jnp.minimum(_count(protected), budget)
+    mean = budget.per_head
+    always = jnp.minimum(_count(protected), mean)
     counts = always + self._shares(
-      scores, held & ~protected, jnp.minimum(_count(held), budget) - always
+      competing, held & ~protected, jnp.minimum(_count(held), mean) - always
     )
     _, kv_heads, slots = held.shape
-    most = min(self._most(kv_heads, allowance.capacity), slots)
-    if self._judge is self.inner:
-      return top_slots(scores, held, protected, counts, most, must_keep)
-    own = dataclasses.replace(allowance, counts=counts, capacity=most)
-    return self.inner.select(inner_found, cache, own)
-
-  @property
-  def _judge(self) -> ScoringMethod:
-    """The method whose scores heads compete with."""
-    if isinstance(self.inner, ScoringMethod):
-      return self.inner
-    return SnapKV(window=self.window, kernel=7, pooling="max")
+    most = min(self._most(kv_heads, budget.capacity), slots)
+    if votes is method:
+      return top_slots(competing, held, protected, counts, most, must_keep)
+    own = dataclasses.replace(budget, counts=counts, capacity=most)
+    return method.select(found, cache, own)
 
   def _most(self, kv_heads: int, capacity: int) -> int:
     """Most slots of a head: all winners are its own."""

@@ -1,0 +1,10 @@
+"""How many tokens each layer and head may keep."""
+
+from kvjax.allocation.adaptive import Adaptive as Adaptive
+from kvjax.allocation.base import Allocation as Allocation
+from kvjax.allocation.base import LayerBudget as LayerBudget
+from kvjax.allocation.base import Sizes as Sizes
+from kvjax.allocation.base import Uniform as Uniform
+from kvjax.allocation.lag_law import LagLaw as LagLaw
+from kvjax.allocation.middle import Middle as Middle
+from kvjax.allocation.pyramid import Pyramid as Pyramid

@@ -1,0 +1,108 @@
+"""LagKV's law: sinks, a share of every partition, and a sliding window."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from kvjax.allocation.base import Allocation, LayerBudget, Sizes
+from kvjax.allocation.partitions import Partitions
+from kvjax.cache.layers import LayerCache
+from kvjax.errors import InputError
+from kvjax.options.budgets import Budget, Retention
+from kvjax.prompts import bucket_lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class LagLaw(Allocation):
+  """Keeps a share of every partition that another one follows.
+
+  With retention r each scored partition keeps floor(r L) tokens, so a row of n
+  tokens keeps S + floor(r L) (P - 1) + L + (n - S) mod L of them, where
+  P = floor((n - S) / L), and all n where n < S + 2 L. A budget in tokens is
+  met as nearly as that law allows.
+
+  Source: Liang et al., arXiv 2504.04704, equations 1, 2 and 13.
+
+  Attributes:
+    sinks: S.
+    lag: L.
+  """
+
+  sinks: int
+  lag: int
+
+  def counts(
+    self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
+  ) -> Int[np.ndarray, "L n"]:
+    """The law, for all layers alike."""
+    kept = [self._kept(budget, int(n)) for n in lengths]
+    return np.tile(np.array(kept, np.int32), (sizes.layers, 1))
+
+  def share(self, budget: Budget, length: int) -> int:
+    """Tokens kept of each scored partition of a row."""
+    if isinstance(budget, Retention):
+      return int(budget.share * self.lag + 1e-9)
+    scored = (length - self.sinks) // self.lag - 1
+    fixed = length - scored * self.lag
+    each = round((budget.kept(length) - fixed) / scored)
+    return min(max(each, 0), self.lag)
+
+  def capacities(
+    self, budget: Budget, padded: int, sizes: Sizes
+  ) -> Int[np.ndarray, " L"]:
+    """The most of any length: the law falls with every whole partition."""
+    most = max(self._kept(budget, n) for n in bucket_lengths(padded))
+    return np.full(sizes.layers, most, np.int32)
+
+  def capacity_between(self, budget: Budget, padded: int) -> int:
+    """Most tokens held between evictions by any row of up to `padded`."""
+    before = min(padded, self.sinks + 2 * self.lag - 1)
+    after = range(max(before, padded - 2 * self.lag), padded + 1)
+    return max(self._kept(budget, n) for n in after)
+
+  def is_due(self, cache: LayerCache, budget: LayerBudget) -> Bool[Array, ""]:
+    """Whether any row has a partition that another whole one follows."""
+    del budget
+    return jnp.any(Partitions.of(cache, self.sinks, self.lag).whole > 1)
+
+  def check_recursive(self, budget: Budget) -> None:
+    """Refuses a number of tokens.
+
+    Raises:
+      InputError: the budget is no retention.
+    """
+    if not isinstance(budget, Retention):
+      raise InputError(
+        "LagKV keeps a share of every partition, however many there will be: "
+        f"give a retention in place of {budget}."
+      )
+
+  def check_protected(
+    self, protected: Bool[np.ndarray, " n"], budget: Budget, sizes: Sizes
+  ) -> None:
+    """Refuses to protect more tokens of a partition than it keeps.
+
+    Raises:
+      InputError: they are too many.
+    """
+    super().check_protected(protected, budget, sizes)
+    whole = len(protected) < self.sinks + 2 * self.lag
+    if whole and not isinstance(budget, Retention):
+      return
+    each = self.share(budget, len(protected))
+    for start in range(self.sinks, len(protected), self.lag):
+      count = protected[start : start + self.lag].sum()
+      if count > each:
+        raise InputError(
+          f"{count} tokens of a partition of {self.lag} are protected and "
+          f"{each} of it are kept; protect fewer or give a larger budget."
+        )
+
+  def _kept(self, budget: Budget, length: int) -> int:
+    if length < self.sinks + 2 * self.lag:
+      return length
+    scored = (length - self.sinks) // self.lag - 1
+    fixed = length - scored * self.lag
+    return fixed + scored * self.share(budget, length)

@@ -1,0 +1,127 @@
+"""One step for everything: a block joins the cache, and layers may evict."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.activations import Activations
+from kvjax.cache.cache import Cache
+from kvjax.cache.layers import Layer, LayerCache
+from kvjax.engine.compress import arrange_for, evict_layer, padding_like
+from kvjax.engine.forward import block_positions, run_layers
+from kvjax.engine.prepared import Limits
+from kvjax.model import LayerSpec, Model
+
+
+def feed(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  tokens: Int[Array, "B S"],
+  lengths: Int[Array, " B"],
+  limits: Limits | None = None,
+) -> tuple[Float[Array, "B V"], Cache]:
+  """Appends a block, and returns the logits after each row's last token.
+
+  Arguments are those of `append_block`.
+  """
+  hidden, cache = append_block(model, params, cache, tokens, lengths, limits)
+  last = jnp.maximum(lengths - 1, 0)[:, None, None]
+  last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+  return model.logits(params, last), cache
+
+
+def append_block(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  tokens: Int[Array, "B S"],
+  lengths: Int[Array, " B"],
+  limits: Limits | None = None,
+) -> tuple[Float[Array, "B S E"], Cache]:
+  """Appends a block of tokens, which attend to the cache and to each other.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    cache: has room for the block.
+    tokens: right-padded rows.
+    lengths: tokens of each row, 0 for none.
+    limits: where layers go on evicting: what the method needs of the block it
+      then remembers.
+
+  Returns:
+    Hidden states of the block, and the cache.
+  """
+  plan = None if limits is None else limits.plan
+  arrange = arrange_for(model, plan)
+
+  def step(
+    spec: LayerSpec,
+    layer: Int[Array, ""],
+    stack: Layer,
+    index: Int[Array, ""],
+    activations: Activations,
+  ) -> tuple[Float[Array, "B N S Dv"], Layer]:
+    output, stack = stack.step(index, spec, activations, arrange)
+    if plan is not None and stack.compressible:
+      view: Any = stack.at(index)
+      with jax.default_matmul_precision("highest"):
+        after: Any = plan.method.observe(
+          layer, view, plan.candidates(activations)
+        )
+      stack = stack.put(index, view, after)
+    return output, stack
+
+  positions = block_positions(cache.next_positions, tokens.shape[1], lengths)
+  hidden, stacks = run_layers(
+    model, params, tokens, positions, cache.stacks, cache.order, step
+  )
+  return hidden, dataclasses.replace(
+    cache, stacks=stacks, next_positions=cache.next_positions + lengths
+  )
+
+
+def evict_all(model: Model, limits: Limits, cache: Cache) -> Cache:
+  """Compresses every layer that holds more than it may.
+
+  Args:
+    model: the model.
+    limits: what layers may hold.
+    cache: of the same capacity afterwards.
+  """
+  traits = limits.plan.method.traits
+  budget = limits.budget(cache.protected)
+  stacks = list(cache.stacks)
+  for number, stack in enumerate(stacks):
+    layers = [n for n, own in enumerate(cache.order) if own == number]
+    kept = {traits.keeps_layer(layer) for layer in layers}
+    if not stack.compressible or kept == {True}:
+      continue
+    heads = model.geometry.layers[layers[0]].heads
+    numbers = jnp.asarray(layers, jnp.int32)
+
+    def one_layer(
+      index: Int[Array, ""],
+      stack: Any,
+      numbers: Array = numbers,
+      heads: int = heads,
+    ) -> Any:
+      layer: LayerCache = stack.at(index)
+      padding = padding_like(layer, heads)
+      own = dataclasses.replace(
+        budget, capacity=min(budget.capacity, layer.capacity)
+      )
+
+      def evict(layer: LayerCache) -> LayerCache:
+        return evict_layer(limits, numbers[index], layer, padding, own)
+
+      due = limits.is_due(layer, own)
+      after = jax.lax.cond(due, evict, lambda same: same, layer)
+      return stack.put(index, layer, after)
+
+    stacks[number] = jax.lax.fori_loop(0, len(layers), one_layer, stack)
+  return dataclasses.replace(cache, stacks=tuple(stacks))

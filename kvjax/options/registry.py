@@ -1,0 +1,167 @@
+"""Names of methods, those of other packages among them."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from kvjax.allocation.base import Allocation
+from kvjax.errors import InputError
+from kvjax.methods.base import Method
+from kvjax.retrieval.base import Retrieval
+
+# Where installed packages name their methods.
+ENTRY_POINTS = "kvjax.methods"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """A method and how its budget is spread.
+
+  Attributes:
+    method: what chooses.
+    allocation: how many it may keep; None for its own law.
+  """
+
+  method: Method
+  allocation: Allocation | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """What a name stands for.
+
+  Attributes:
+    make: the method with its defaults.
+    presets: by what follows the name and a dot.
+    summary: a line for tables.
+    paper: number of its arXiv paper; empty if it has none there.
+  """
+
+  make: Callable[[], Any]
+  presets: Mapping[str, Any]
+  summary: str
+  paper: str
+
+
+class Names(Mapping[str, Entry]):
+  """Registered names of one kind, in the order of their registration."""
+
+  def __init__(self) -> None:
+    self._entries: dict[str, Entry] = {}
+
+  def __getitem__(self, name: str) -> Entry:
+    load_plugins()
+    return self._entries[name]
+
+  def __iter__(self) -> Iterator[str]:
+    load_plugins()
+    return iter(self._entries)
+
+  def __len__(self) -> int:
+    load_plugins()
+    return len(self._entries)
+
+  def add(self, name: str, entry: Entry) -> None:
+    """Enters a name."""
+    self._entries[name] = entry
+
+  @property
+  def presets(self) -> Mapping[str, Any]:
+    """All presets, by their whole names."""
+    return {
+      f"{name}.{preset}": made
+      for name, entry in self.items()
+      for preset, made in entry.presets.items()
+    }
+
+
+METHODS = Names()
+RETRIEVALS = Names()
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def register(
+  name: str,
+  make: Callable[[], Method | Retrieval | Recipe],
+  *,
+  presets: Mapping[str, Any] | None = None,
+  summary: str = "",
+  paper: str = "",
+) -> None:
+  """Gives a method a name, for the command line, saved caches and tables.
+
+  Args:
+    name: lower-case letters, digits and underscores.
+    make: returns the method with its defaults: its class, for most.
+    presets: methods with other options, by what follows `name` and a dot.
+    summary: a line for tables.
+    paper: number of its arXiv paper.
+
+  Raises:
+    InputError: the name is taken or cannot be written on a command line, or
+      what is made, or a preset, is no method.
+
+  Example:
+    >>> import dataclasses, kvjax
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Newest(kvjax.methods.HeadwiseMethod):
+    ...   def score_head(self, head):
+    ...     return head.positions.astype("float32")
+    >>> kvjax.register("newest_example", Newest, summary="the last tokens")
+    >>> kvjax.get_method("newest_example")
+    Newest()
+  """
+  if not _NAME.fullmatch(name):
+    raise InputError(
+      "A method's name has lower-case letters, digits and underscores and "
+      f"begins with a letter; {name!r} does not fit."
+    )
+  if name in METHODS._entries or name in RETRIEVALS._entries:
+    raise InputError(
+      f"There is a method {name!r} already; register yours under another name."
+    )
+  presets = dict(presets or {})
+  made = [make(), *presets.values()]
+  names = RETRIEVALS if isinstance(made[0], Retrieval) else METHODS
+  kinds = Retrieval if names is RETRIEVALS else (Method, Recipe)
+  for each in made:
+    if not isinstance(each, kinds):
+      raise InputError(
+        "What is registered is a kvjax.methods.Method or a "
+        f"kvjax.retrieval.Retrieval, and so are its presets; {each!r} under "
+        f"{name!r} is not."
+      )
+  names.add(name, Entry(make, presets, summary, paper))
+
+
+@functools.cache
+def load_plugins() -> None:
+  """Registers what installed packages name as entry points.
+
+  An entry point is a class, registered under its name, or a function that
+  calls `register` itself.
+
+  Raises:
+    InputError: one cannot be imported, or its name is taken.
+  """
+  for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+    package = point.dist.name if point.dist else "a package"
+    try:
+      found = point.load()
+    except Exception as error:
+      raise InputError(
+        f"The method {point.name!r} of {package} cannot be imported ({error}); "
+        "mend or uninstall that package."
+      ) from error
+    if isinstance(found, type):
+      register(point.name, found)
+    else:
+      found()
+
+
+def recipe_of(made: Method | Recipe) -> Recipe:
+  """A method as a recipe."""
+  return made if isinstance(made, Recipe) else Recipe(made)
