@@ -1,5 +1,6 @@
 """Weights and model directories: read, written, refused."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
+from kvjax.models.language_model import from_decoder
 from kvjax.models.pretrained import (
   Pretrained,
   load,
@@ -168,9 +171,11 @@ def test_each_device_reads_its_part_of_a_sharded_parameter():
   other, split = load_decoder(GOLDEN / "qwen25", "float32", mesh)
   assert model == other
   _assert_equal_trees(alone, split)
-  kernel = split["layers"][0]["self_attn"]["q_proj"]["kernel"][...]
-  assert kernel.sharding.spec == PartitionSpec(None, "model")
-  assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 16)}
+  kernel = split["layers"]["self_attn"]["q_proj"]["kernel"][...]
+  assert kernel.sharding.spec == PartitionSpec(None, None, "model")
+  assert {shard.data.shape for shard in kernel.addressable_shards} == {
+    (model.geometry.num_layers, 32, 16)
+  }
   scale = split["norm"]["scale"][...]
   assert scale.sharding.is_fully_replicated
   assert len(scale.sharding.device_set) == 4
@@ -350,11 +355,32 @@ def test_only_the_two_dtypes_are_offered():
 def test_transposed_kernels_are_written_as_they_are_meant(tmp_path):
   """The pitfall: safetensors writes a transposed view's buffer untransposed."""
   _, params = load_decoder(GOLDEN / "llama3", "float32")
-  kernel = params["layers"][1]["mlp"]["up_proj"]["kernel"]
-  kernel[...] = jnp.arange(32 * 48, dtype=jnp.float32).reshape(32, 48)
+  kernel = params["layers"]["mlp"]["up_proj"]["kernel"]
+  numbers = jnp.arange(32 * 48, dtype=jnp.float32).reshape(32, 48)
+  kernel[...] = kernel[...].at[1].set(numbers)
   write_weights(params, tmp_path)
   stored = safetensors.numpy.load_file(tmp_path / WHOLE)
   np.testing.assert_array_equal(
     stored["model.layers.1.mlp.up_proj.weight"],
     np.arange(32 * 48, dtype=np.float32).reshape(32, 48).T,
   )
+
+
+@pytest.mark.parametrize(
+  ("fields", "sentence"),
+  [
+    ({"num_layers": 3}, "The config has 3 layers, but the weights are of 2."),
+    (
+      {"num_kv_heads": 4},
+      "The config asks for a k_proj of width 32 in layer 0, but the weights "
+      "have 16.",
+    ),
+  ],
+)
+def test_a_config_that_does_not_fit_the_weights_is_refused(fields, sentence):
+  model, params = load_decoder(GOLDEN / "llama3", "float32")
+  decoder = nnx.merge(model.graphdef, params)
+  decoder.config = dataclasses.replace(decoder.config, **fields)
+  with pytest.raises(InputError) as raised:
+    from_decoder(decoder)
+  assert str(raised.value) == sentence
