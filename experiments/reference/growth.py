@@ -37,8 +37,8 @@ def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:
   _silence(grown.layers)
   # Old layers in pairs with new ones, which stand behind all old ones.
   pairs = [(old, depth + old) for old in range(extra)]
-  order = [layer for pair in pairs for layer in pair]
-  order = jnp.asarray([*order, *range(extra, depth)])
+  paired = [layer for pair in pairs for layer in pair]
+  order = jnp.asarray([*paired, *range(extra, depth)])
 
   def merge(old: Array, new: Array) -> Array:
     return jnp.concatenate([old, new[:extra]])[order]

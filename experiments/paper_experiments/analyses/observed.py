@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.engine.forward import attend_to_prompt, hidden_states
 from kvjax.model import Model
 
 
@@ -31,10 +32,10 @@ def _activations(
   def attend(
     layer: int, state: None, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], Activations]:
-    del layer, state
-    return seen.attend_to_themselves(), seen
+    del state
+    return attend_to_prompt(model.geometry.layers[layer], seen), seen
 
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(index[None], tokens.shape)
-  none = (None,) * model.geometry.layers
-  return model.hidden(params, tokens, positions, none, attend)[1]
+  none = (None,) * model.geometry.num_layers
+  return hidden_states(model, params, tokens, positions, none, attend)[1]
