@@ -1,5 +1,6 @@
 """Weights and model directories: read, written, refused."""
 
+import collections
 import dataclasses
 import json
 import pathlib
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
+from kvjax.models import weights
 from kvjax.models.language_model import from_decoder
 from kvjax.models.pretrained import (
   Pretrained,
@@ -179,6 +181,30 @@ def test_each_device_reads_its_part_of_a_sharded_parameter():
   scale = split["norm"]["scale"][...]
   assert scale.sharding.is_fully_replicated
   assert len(scale.sharding.device_set) == 4
+
+
+def test_devices_that_hold_the_same_part_share_what_is_read(monkeypatch):
+  read = collections.Counter()
+
+  class Counting:
+    def __init__(self, file):
+      self.file = file
+
+    def get_slice(self, name):
+      read[name] += 1
+      return self.file.get_slice(name)
+
+  def opened(directory):
+    return {
+      name: Counting(file) for name, file in open_files(directory).items()
+    }
+
+  open_files = weights._open
+  monkeypatch.setattr(weights, "_open", opened)
+  load_decoder(GOLDEN / "qwen25", "float32", parse_mesh("data:2,model:2"))
+  # Once to check it, then once for each part.
+  assert read["model.layers.1.self_attn.q_proj.weight"] == 1 + 2
+  assert read["model.layers.1.input_layernorm.weight"] == 1 + 1
 
 
 def test_leftovers_of_other_programs_are_passed_over(directory):

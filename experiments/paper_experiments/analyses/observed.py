@@ -15,7 +15,7 @@ from kvjax.model import Model
 def activations(
   model: Model, params: PyTree, tokens: Sequence[int]
 ) -> tuple[Activations, ...]:
-  """Queries, keys and values of every layer, for one prompt.
+  """Queries, keys and values of every layer, and no more, for one prompt.
 
   Args:
     model: the functions.
@@ -33,7 +33,8 @@ def _activations(
     layer: int, state: None, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], Activations]:
     del state
-    return attend_to_prompt(model.geometry.layers[layer], seen), seen
+    # The others would be computed for nothing.
+    return attend_to_prompt(model.geometry.layers[layer], seen), seen.only(())
 
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(index[None], tokens.shape)
