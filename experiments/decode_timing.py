@@ -121,5 +121,6 @@ def table(
 def _read_bytes(lm: Pretrained, cache: kvjax.Cache) -> float:
   """Of keys and values of the tokens that are read, in all layers and rows."""
   dtype = jax.tree.leaves(lm.params)[0].dtype
-  each = 2 * lm.config.geometry.head_dim * dtype.itemsize
+  layer = lm.config.geometry.layers[0]
+  each = (layer.key_dim + layer.value_width) * dtype.itemsize
   return float(np.sum(cache.reads)) * each

@@ -15,6 +15,7 @@ from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import Layer
 from kvjax.cache.sparse import IndexedLayer
+from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
 from kvjax.model import Model
 from kvjax.retrieval import Flat
@@ -90,28 +91,26 @@ def _decode(
   *,
   steps: int,
 ) -> tuple[list[tuple[Quality, ...]], list[Float[Array, ""]]]:
-  geometry = model.geometry
   full, *others = [
     cache.grown([layer.capacity + steps for layer in cache.layers])
     for cache in caches
   ]
   zero = jnp.zeros(())
-  shape = (logits.shape[0], geometry.heads, geometry.head_dim)
   states = tuple(
     _State(
       full.layers[layer],
       tuple(other.layers[layer] for other in others),
       (Quality(zero, zero, zero),) * len(others),
-      jnp.zeros(shape),
+      jnp.zeros((logits.shape[0], spec.heads, spec.key_dim)),
       zero,
     )
-    for layer in range(geometry.layers)
+    for layer, spec in enumerate(model.geometry.layers)
   )
 
   def step(carry: tuple, _: None) -> tuple[tuple, None]:
     states, token, positions = carry
-    hidden, states = model.hidden(
-      params, token[:, None], positions[:, None], states, _attend
+    hidden, states = hidden_states(
+      model, params, token[:, None], positions[:, None], states, _attend
     )
     token = jnp.argmax(model.logits(params, hidden[:, 0]), axis=-1)
     return (states, token.astype(jnp.int32), positions + 1), None

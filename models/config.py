@@ -101,7 +101,7 @@ class DecoderConfig:
   @property
   def geometry(self) -> Geometry:
     """The sizes that a KV cache depends on."""
-    return Geometry(
+    return Geometry.uniform(
       layers=self.num_layers,
       heads=self.num_heads,
       kv_heads=self.num_kv_heads,

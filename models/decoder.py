@@ -1,6 +1,5 @@
 """One decoder for Llama 3.x, Qwen2.5, Qwen3, Mistral and Yi."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +12,8 @@ from kvjax.model import Attend
 from kvjax.models.config import DecoderConfig
 from kvjax.models.rope import rotate
 
-_Tables = tuple[Float[Array, "B S R"], Float[Array, "B S R"]]
+# Cosines and sines of the rotary embedding.
+Tables = tuple[Float[Array, "B S R"], Float[Array, "B S R"]]
 
 
 class RMSNorm(nnx.Module):
@@ -27,7 +27,7 @@ class RMSNorm(nnx.Module):
     self.scale = nnx.Param(jnp.ones((width,), dtype))
 
   def __call__(self, x: Float[Array, "*B W"]) -> Float[Array, "*B W"]:
-    """Normalises the last axis."""
+    """Normalizes the last axis."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(mean_square + self.epsilon)
@@ -41,6 +41,23 @@ def _linear(
   return nnx.Linear(
     inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs
   )
+
+
+def kernel_of(projection: nnx.Linear | nnx.LoRA) -> Float[Array, "*L I O"]:
+  """The matrix of a projection W: W + A B in the dtype of W with an adapter."""
+  if isinstance(projection, nnx.Linear):
+    return projection.kernel[...]
+  base = base_of(projection).kernel[...]
+  update = projection.lora_a[...] @ projection.lora_b[...]
+  return (base.astype(jnp.float32) + update).astype(base.dtype)
+
+
+def base_of(projection: nnx.Linear | nnx.LoRA) -> nnx.Linear:
+  """The projection without its adapter, if it has one."""
+  if isinstance(projection, nnx.Linear):
+    return projection
+  assert isinstance(projection.base_module, nnx.Linear)
+  return projection.base_module
 
 
 class Attention(nnx.Module):
@@ -61,9 +78,9 @@ class Attention(nnx.Module):
       self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
 
   def activations(
-    self, x: Float[Array, "B S E"], positions: Int[Array, "B S"], rope: _Tables
+    self, x: Float[Array, "B S E"], positions: Int[Array, "B S"], rope: Tables
   ) -> Activations:
-    """Queries, keys, values and unrotated keys of a block."""
+    """All that a layer projects of a block, from its normed input."""
     queries = self._heads(self.q_proj(x))
     keys = self._heads(self.k_proj(x))
     if self.config.qk_norm:
@@ -72,8 +89,13 @@ class Attention(nnx.Module):
       queries=rotate(queries, *rope),
       keys=rotate(keys, *rope),
       values=self._heads(self.v_proj(x)),
-      keys_unrotated=keys,
       positions=positions,
+      keys_unrotated=keys,
+      queries_unrotated=queries,
+      inputs=x,
+      output_projection=kernel_of(self.o_proj).reshape(
+        self.config.num_heads, self.config.head_dim, self.config.hidden_size
+      ),
     )
 
   def output(self, x: Float[Array, "B N S D"]) -> Float[Array, "B S E"]:
@@ -117,20 +139,21 @@ class Layer(nnx.Module):
     self,
     x: Float[Array, "B S E"],
     positions: Int[Array, "B S"],
-    rope: _Tables,
-    index: int,
-    state: Any,
-    attend: Attend[Any],
+    rope: Tables,
+    attend: Attend,
   ) -> tuple[Float[Array, "B S E"], Any]:
-    """Runs the layer; `attend` gets its index and state."""
-    seen = self.self_attn.activations(self.input_layernorm(x), positions, rope)
-    attended, state = attend(index, state, seen)
+    """Runs the layer; also returns the state that `attend` returned."""
+    block = self.self_attn.activations(self.input_layernorm(x), positions, rope)
+    attended, state = attend(block)
     x = x + self.self_attn.output(attended)
     return x + self.mlp(self.post_attention_layernorm(x)), state
 
 
 class Decoder(nnx.Module):
-  """A decoder-only transformer; parameter names are those of Hugging Face."""
+  """A decoder-only transformer; parameter names are those of Hugging Face.
+
+  `layers` is one `Layer` whose parameters have a leading axis of L layers.
+  """
 
   def __init__(
     self,
@@ -147,6 +170,10 @@ class Decoder(nnx.Module):
         computed in float32.
       rngs: source of the random weights.
     """
+
+    def layer(rngs: nnx.Rngs) -> Layer:
+      return Layer(config, dtype, rngs)
+
     self.config = config
     self.embed_tokens = nnx.Embed(
       config.vocab_size,
@@ -155,33 +182,18 @@ class Decoder(nnx.Module):
       param_dtype=dtype,
       rngs=rngs,
     )
-    self.layers = nnx.List(
-      [Layer(config, dtype, rngs) for _ in range(config.num_layers)]
-    )
+    self.layers: Layer = nnx.vmap(layer)(rngs.split(config.num_layers))
     self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
     if not config.tie_embeddings:
       self.lm_head = _linear(
         config.hidden_size, config.vocab_size, False, dtype, rngs
       )
 
-  def __call__(
-    self,
-    tokens: Int[Array, "B S"],
-    positions: Int[Array, "B S"],
-    states: Sequence[Any],
-    attend: Attend[Any],
-  ) -> tuple[Float[Array, "B S E"], tuple[Any, ...]]:
-    """Hidden states of a block; see `kvjax.model.Model.hidden`."""
-    x = self.embed_tokens(tokens)
-    rope = self.config.rope.tables(positions)
-    new_states = []
-    for index, layer in enumerate(self.layers):
-      x, state = layer(x, positions, rope, index, states[index], attend)
-      # Else XLA adds up what all layers have given anew in each, and to that
-      # end keeps it all.
-      x = jax.lax.optimization_barrier(x)
-      new_states.append(state)
-    return self.norm(x), tuple(new_states)
+  def embed(
+    self, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]
+  ) -> tuple[Float[Array, "B S E"], Tables]:
+    """Embeds tokens; also returns the RoPE tables that all layers share."""
+    return self.embed_tokens(tokens), self.config.rope.tables(positions)
 
   def logits(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
     """Next-token logits in float32."""

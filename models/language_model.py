@@ -1,36 +1,65 @@
 """The decoder as the pure functions that the engine calls."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.model import Attend, Geometry
-from kvjax.models.decoder import Decoder
+from kvjax.errors import InputError
+from kvjax.model import Attend, Geometry, LayerSpec
+from kvjax.models.decoder import Decoder, Layer, Tables, base_of
 from kvjax.models.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderModel:
-  """A `kvjax.model.Model`: hashable, its weights live in `params`."""
+  """A `kvjax.model.Model`: hashable, its weights live in `params`.
+
+  Attributes:
+    graphdef: of the whole decoder, which `params` completes.
+    layer: of one layer, which the weights of one layer complete.
+    geometry: the sizes that a KV cache depends on.
+    rope: the rotary embedding.
+  """
 
   graphdef: nnx.GraphDef[Decoder]
+  layer: nnx.GraphDef[Layer]
   geometry: Geometry
   rope: Rope
 
-  def hidden(
+  def embed(
     self,
     params: PyTree,
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
-    states: Sequence[Any],
-    attend: Attend[Any],
-  ) -> tuple[Float[Array, "B S E"], tuple[Any, ...]]:
-    """See `kvjax.model.Model.hidden`."""
-    decoder = nnx.merge(self.graphdef, params)
-    return decoder(tokens, positions, states, attend)
+  ) -> tuple[Float[Array, "B S E"], Tables]:
+    """See `kvjax.model.Model.embed`."""
+    return nnx.merge(self.graphdef, params).embed(tokens, positions)
+
+  def layer_weights(self, params: PyTree) -> tuple[PyTree, ...]:
+    """See `kvjax.model.Model.layer_weights`: all layers are in one stack."""
+    return (params["layers"],)
+
+  def block(
+    self,
+    weights: PyTree,
+    spec: LayerSpec,
+    hidden: Float[Array, "B S E"],
+    shared: Tables,
+    positions: Int[Array, "B S"],
+    attend: Attend,
+  ) -> tuple[Float[Array, "B S E"], Any]:
+    """See `kvjax.model.Model.block`."""
+    del spec
+    layer = nnx.merge(self.layer, weights)
+    return layer(hidden, positions, shared, attend)
+
+  def normalize(
+    self, params: PyTree, hidden: Float[Array, "B S E"]
+  ) -> Float[Array, "B S E"]:
+    """See `kvjax.model.Model.normalize`."""
+    return nnx.merge(self.graphdef, params).norm(hidden)
 
   def logits(
     self, params: PyTree, hidden: Float[Array, "*B E"]
@@ -50,7 +79,41 @@ class DecoderModel:
 
 
 def from_decoder(decoder: Decoder) -> tuple[DecoderModel, nnx.State]:
-  """Splits a decoder into its functions and its weights."""
-  graphdef, params = nnx.split(decoder)
+  """Splits a decoder into its functions and its weights.
+
+  Raises:
+    InputError: the decoder's config asks for layers of other sizes than its
+      weights have.
+  """
   config = decoder.config
-  return DecoderModel(graphdef, config.geometry, config.rope), params
+  _check_layers(decoder.layers, config.geometry)
+  graphdef, params = nnx.split(decoder)
+  layer = nnx.graphdef(decoder.layers)
+  return DecoderModel(graphdef, layer, config.geometry, config.rope), params
+
+
+def _check_layers(layers: Layer, geometry: Geometry) -> None:
+  """Refuses stacked weights that the layers' specs do not describe."""
+  attention = layers.self_attn
+  stacked = {
+    name: base_of(getattr(attention, f"{name}_proj")).kernel.shape
+    for name in ("q", "k", "v")
+  }
+  for shape in stacked.values():
+    if shape[0] != geometry.num_layers:
+      raise InputError(
+        f"The config has {geometry.num_layers} layers, but the weights are of "
+        f"{shape[0]}."
+      )
+  for layer, spec in enumerate(geometry.layers):
+    wanted = {
+      "q": spec.heads * spec.key_dim,
+      "k": spec.kv_heads * spec.key_dim,
+      "v": spec.kv_heads * spec.value_width,
+    }
+    for name, width in wanted.items():
+      if stacked[name][-1] != width:
+        raise InputError(
+          f"The config asks for a {name}_proj of width {width} in layer "
+          f"{layer}, but the weights have {stacked[name][-1]}."
+        )

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.errors import InputError
-from kvjax.models.decoder import Decoder
+from kvjax.models.decoder import Decoder, kernel_of
 from kvjax.models.json_files import write_json
 from kvjax.models.language_model import DecoderModel, from_decoder
 
@@ -80,15 +80,7 @@ def adapted(
   rngs = nnx.Rngs(seed)
   for module, name in _places(decoder, targets):
     base = getattr(module, name)
-    lora = nnx.LoRA(
-      base.in_features,
-      rank,
-      base.out_features,
-      base_module=base,
-      dtype=base.dtype,
-      param_dtype=jnp.float32,
-      rngs=rngs,
-    )
+    lora = _stacked(base, rank, rngs)
     _place(lora, base.kernel[...].sharding)
     setattr(module, name, lora)
   return from_decoder(decoder)
@@ -111,7 +103,8 @@ def merged(
       linear = lora.base_module
       assert isinstance(linear, nnx.Linear)
       # In place it would change the weights that were given.
-      linear.kernel = nnx.Param(_sum(linear, lora))
+      old = linear.kernel[...].sharding
+      linear.kernel = nnx.Param(jax.device_put(kernel_of(lora), old))
       setattr(module, name, linear)
   return from_decoder(decoder)
 
@@ -122,22 +115,25 @@ def write_adapter(
   """Writes adapters alone, as PEFT's `PeftModel.from_pretrained` reads them.
 
   Args:
-    adapter: the first part of what `split` answers.
+    adapter: the first part of what `split` returns.
     directory: an existing directory.
     base: name or directory of the model that they belong to.
   """
   tensors = {}
   modules, rank = set(), 0
   for path, leaf in jax.tree_util.tree_flatten_with_path(adapter)[0]:
-    *names, kind = [
+    stack, *names, kind = [
       str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)
     ]
     name = {"lora_a": "lora_A", "lora_b": "lora_B"}[kind]
-    # It is stored as what multiplies from the left.
-    value = np.ascontiguousarray(np.asarray(leaf).T)
-    tensors[f"base_model.model.model.{'.'.join(names)}.{name}.weight"] = value
+    for layer, matrix in enumerate(np.asarray(leaf)):
+      place = ".".join([stack, str(layer), *names, name])
+      # It is stored as what multiplies from the left.
+      tensors[f"base_model.model.model.{place}.weight"] = np.ascontiguousarray(
+        matrix.T
+      )
     modules.add(names[-1])
-    rank = value.shape[0] if name == "lora_A" else rank
+    rank = leaf.shape[-1] if name == "lora_A" else rank
   metadata = {"format": "pt"}
   (directory / "adapter_model.safetensors").write_bytes(
     safetensors.numpy.save(tensors, metadata)
@@ -160,27 +156,37 @@ def _places(
   decoder: Decoder, targets: Sequence[str]
 ) -> Iterator[tuple[nnx.Module, str]]:
   """Modules and their attributes, however the targets are ordered."""
-  for layer in decoder.layers:
-    for target, (module, name) in TARGETS.items():
-      if target in targets:
-        yield getattr(layer, module), name
+  for target, (module, name) in TARGETS.items():
+    if target in targets:
+      yield getattr(decoder.layers, module), name
+
+
+def _stacked(base: nnx.Linear, rank: int, rngs: nnx.Rngs) -> nnx.LoRA:
+  """Adapters of a projection, with its leading axis of layers."""
+
+  def adapter(rngs: nnx.Rngs) -> nnx.LoRA:
+    return nnx.LoRA(
+      base.in_features,
+      rank,
+      base.out_features,
+      dtype=base.dtype,
+      param_dtype=jnp.float32,
+      rngs=rngs,
+    )
+
+  lora: nnx.LoRA = nnx.vmap(adapter)(rngs.split(base.kernel.shape[0]))
+  lora.base_module = nnx.data(base)
+  return lora
 
 
 def _place(lora: nnx.LoRA, kernel: jax.sharding.Sharding) -> None:
   """Splits A as the kernel's inputs are split, and B as its outputs."""
   if isinstance(kernel, NamedSharding):
     # A specification may leave out what is whole.
-    inputs, outputs = (*kernel.spec, None, None)[:2]
+    layers, inputs, outputs = (*kernel.spec, None, None, None)[:3]
     for matrix, spec in (
-      (lora.lora_a, PartitionSpec(inputs, None)),
-      (lora.lora_b, PartitionSpec(None, outputs)),
+      (lora.lora_a, PartitionSpec(layers, inputs, None)),
+      (lora.lora_b, PartitionSpec(layers, None, outputs)),
     ):
       sharding = NamedSharding(kernel.mesh, spec)
       matrix[...] = jax.device_put(matrix[...], sharding)
-
-
-def _sum(linear: nnx.Linear, lora: nnx.LoRA) -> jax.Array:
-  kernel = linear.kernel[...]
-  update = lora.lora_a[...] @ lora.lora_b[...]
-  total = (kernel.astype(jnp.float32) + update).astype(kernel.dtype)
-  return jax.device_put(total, kernel.sharding)

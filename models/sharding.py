@@ -9,7 +9,8 @@ from jaxtyping import PyTree
 
 from kvjax.model import Geometry
 
-# Logical axes of every parameter, by the last two parts of its path.
+# Logical axes of every parameter, by the last two parts of its path. Those of
+# the layers have an axis of layers before them, which stays whole.
 LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
   "embed_tokens.embedding": ("vocab", "embed"),
   "lm_head.kernel": ("embed", "vocab"),
@@ -56,11 +57,15 @@ def param_shardings(
     geometry: the model's numbers of heads.
     mesh: has an axis "model".
   """
-  units = {"heads": geometry.heads, "kv_heads": geometry.kv_heads}
+  # One stack of weights: all layers have as many heads.
+  layer = geometry.layers[0]
+  units = {"heads": layer.heads, "kv_heads": layer.kv_heads}
 
   def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
     names = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
     logical = LOGICAL_AXES[".".join(str(name) for name in names[-2:])]
+    if names[0] == "layers":
+      logical = (None, *logical)
     spec: list[str | None] = []
     for axis, size in zip(logical, leaf.shape, strict=True):
       target = RULES.get(axis or "")

@@ -1,15 +1,18 @@
 """Decoder weights in Hugging Face safetensors files.
 
-A parameter's path in the decoder is its name in the file, but for three
-things: everything save the output matrix stands under `model.`, the last part
-is always `weight` or `bias`, and matrices that multiply from the right here
-([in, out]) are stored transposed ([out, in]).
+A parameter's path in the decoder is its name in the file, but for four things:
+everything save the output matrix stands under `model.`, the last part is always
+`weight` or `bias`, matrices that multiply from the right here ([in, out]) are
+stored transposed ([out, in]), and what has an axis of layers here is a tensor
+per layer there, under `model.layers.0` and so on.
 """
 
 import dataclasses
+import functools
+import math
 import pathlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,9 +38,9 @@ def read_weights(
 ) -> nnx.State:
   """Reads the weights of a Hugging Face directory.
 
-  Names, shapes and dtypes are checked before anything is read. Tensors are
-  then read one at a time, so the host never holds more than one; with
-  shardings a process reads only the parts that its own devices hold.
+  Names, shapes and dtypes are checked before anything is read. Parameters are
+  then read one at a time, so the host never holds more than one, of all layers;
+  with shardings a process reads only the parts that its own devices hold.
 
   Args:
     directory: holds model.safetensors, or several files and their index.
@@ -55,14 +58,14 @@ def read_weights(
   """
   files = _open(directory)
   leaves, structure = jax.tree_util.tree_flatten_with_path(template)
-  wanted = [_stored(path, leaf) for path, leaf in leaves]
-  _check(directory, files, wanted)
+  wanted = [_tensors(path, leaf) for path, leaf in leaves]
+  _check(directory, files, [tensor for each in wanted for tensor in each])
   places = (
     [None] * len(wanted) if shardings is None else jax.tree.leaves(shardings)
   )
   arrays = [
-    _read(files[tensor.name].get_slice(tensor.name), tensor, place)
-    for tensor, place in zip(wanted, places, strict=True)
+    _read(files, tensors, leaf.shape, place)
+    for tensors, (_, leaf), place in zip(wanted, leaves, places, strict=True)
   ]
   return jax.tree_util.tree_unflatten(structure, arrays)
 
@@ -81,7 +84,16 @@ def write_weights(
       index; a single tensor is never split.
   """
   leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-  shards = list(_shards(leaves, max_shard_bytes))
+  parts = [
+    _Part(tensor, leaf)
+    for path, leaf in leaves
+    for tensor in _tensors(path, leaf)
+  ]
+  # Layer by layer, so that a layer is in as few files as can be.
+  parts.sort(
+    key=lambda part: -1 if part.tensor.layer is None else part.tensor.layer
+  )
+  shards = list(_shards(parts, max_shard_bytes))
   if len(shards) == 1:
     _write_shard(shards[0], directory / _SINGLE)
     return
@@ -89,17 +101,26 @@ def write_weights(
   for number, shard in enumerate(shards, start=1):
     name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
     _write_shard(shard, directory / name)
-    weight_map |= {_stored(path, leaf).name: name for path, leaf in shard}
+    weight_map |= {part.tensor.name: name for part in shard}
   total = sum(leaf.nbytes for _, leaf in leaves)
   index = {"metadata": {"total_size": total}, "weight_map": weight_map}
   write_json(directory / _INDEX, index)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stored:
-  """How a parameter stands in a file."""
+class _Tensor:
+  """A tensor of a file: a parameter, or one layer of it.
+
+  Attributes:
+    name: in the file.
+    layer: which of the parameter's layers; None where it has no such axis.
+    shape: of the parameter, without the axis of layers.
+    dtype: of the parameter.
+    transposed: whether the file holds the transpose.
+  """
 
   name: str
+  layer: int | None
   shape: tuple[int, ...]
   dtype: np.dtype
   transposed: bool
@@ -108,15 +129,51 @@ class _Stored:
   def file_shape(self) -> tuple[int, ...]:
     return self.shape[::-1] if self.transposed else self.shape
 
+  @property
+  def nbytes(self) -> int:
+    return math.prod(self.shape) * self.dtype.itemsize
 
-def _stored(path: tuple[Any, ...], leaf: Any) -> _Stored:
+
+class _Part(NamedTuple):
+  """A tensor and the parameter that it is of."""
+
+  tensor: _Tensor
+  parameter: Any
+
+  def value(self) -> np.ndarray:
+    """The tensor as the file holds it."""
+    layer = self.tensor.layer
+    own = self.parameter
+    if layer is not None:
+      own = jax.lax.dynamic_index_in_dim(own, layer, keepdims=False)
+    value = np.asarray(own)
+    # safetensors writes the buffer as it lies, whatever the strides say.
+    return np.ascontiguousarray(value.T if self.tensor.transposed else value)
+
+
+def _tensors(path: tuple[Any, ...], leaf: Any) -> list[_Tensor]:
+  """The tensors that a parameter is stored as: one, or one per layer."""
   *modules, kind = [
     str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)
   ]
-  base = [] if modules[0] == "lm_head" else ["model"]
   last = "bias" if kind == "bias" else "weight"
-  name = ".".join([*base, *modules, last])
-  return _Stored(name, leaf.shape, leaf.dtype, kind == "kernel")
+  transposed = kind == "kernel"
+  if modules[0] != "layers":
+    base = [] if modules[0] == "lm_head" else ["model"]
+    name = ".".join([*base, *modules, last])
+    return [_Tensor(name, None, leaf.shape, leaf.dtype, transposed)]
+  count, *shape = leaf.shape
+  rest = ".".join([*modules[1:], last])
+  return [
+    _Tensor(
+      f"model.layers.{layer}.{rest}",
+      layer,
+      tuple(shape),
+      leaf.dtype,
+      transposed,
+    )
+    for layer in range(count)
+  ]
 
 
 def _open(directory: pathlib.Path) -> dict[str, Any]:
@@ -159,7 +216,7 @@ def _shard_names(index: pathlib.Path) -> list[str]:
 
 
 def _check(
-  directory: pathlib.Path, files: Mapping[str, Any], wanted: list[_Stored]
+  directory: pathlib.Path, files: Mapping[str, Any], wanted: Sequence[_Tensor]
 ) -> None:
   for tensor in wanted:
     if tensor.name not in files:
@@ -198,39 +255,48 @@ def _same(files: Mapping[str, Any], one: str, other: str) -> bool:
 
 
 def _read(
-  source: Any, tensor: _Stored, sharding: jax.sharding.Sharding | None
+  files: Mapping[str, Any],
+  tensors: Sequence[_Tensor],
+  shape: tuple[int, ...],
+  sharding: jax.sharding.Sharding | None,
 ) -> jax.Array:
-  def part(index: Any) -> np.ndarray:
-    if tensor.transposed:
-      return source[index[::-1]].T.astype(tensor.dtype, order="C")
-    return source[index].astype(tensor.dtype)
+  """Reads a parameter of a shape from the tensors that it is stored as."""
+
+  def one(tensor: _Tensor, index: tuple[slice, ...]) -> np.ndarray:
+    source = files[tensor.name].get_slice(tensor.name)
+    return source[index[::-1]].T if tensor.transposed else source[index]
+
+  # Devices that hold the same part, along "data", share what is read.
+  @functools.cache
+  def part(index: tuple[slice, ...]) -> np.ndarray:
+    sizes = [len(range(n)[own]) for n, own in zip(shape, index, strict=True)]
+    found = np.empty(sizes, tensors[0].dtype)
+    if tensors[0].layer is None:
+      found[...] = one(tensors[0], index)
+    else:
+      for place, tensor in enumerate(tensors[index[0]]):
+        found[place] = one(tensor, index[1:])
+    return found
 
   if sharding is None:
-    return jax.device_put(part((slice(None),) * len(tensor.shape)))
-  return jax.make_array_from_callback(tensor.shape, sharding, part)
+    return jax.device_put(part((slice(None),) * len(shape)))
+  return jax.make_array_from_callback(shape, sharding, part)
 
 
-def _shards(leaves: list[Any], max_bytes: int) -> Iterator[list[Any]]:
-  shard: list[Any] = []
+def _shards(parts: Iterable[_Part], max_bytes: int) -> Iterator[list[_Part]]:
+  shard: list[_Part] = []
   size = 0
-  for path, leaf in leaves:
-    if shard and size + leaf.nbytes > max_bytes:
+  for part in parts:
+    if shard and size + part.tensor.nbytes > max_bytes:
       yield shard
       shard, size = [], 0
-    shard.append((path, leaf))
-    size += leaf.nbytes
+    shard.append(part)
+    size += part.tensor.nbytes
   yield shard
 
 
-def _write_shard(shard: list[Any], path: pathlib.Path) -> None:
-  tensors = {}
-  for key, leaf in shard:
-    tensor = _stored(key, leaf)
-    value = np.asarray(leaf)
-    # safetensors writes the buffer as it lies, whatever the strides say.
-    tensors[tensor.name] = np.ascontiguousarray(
-      value.T if tensor.transposed else value
-    )
+def _write_shard(shard: Sequence[_Part], path: pathlib.Path) -> None:
+  tensors = {part.tensor.name: part.value() for part in shard}
   path.touch()
   permissions = path.stat().st_mode
   # Without this entry transformers refuses the file.

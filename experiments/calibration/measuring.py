@@ -231,7 +231,7 @@ def check(
     for drawn in samples.values()
     for sample in drawn
   )
-  layers = lm.config.geometry.layers
+  layers = lm.config.geometry.num_layers
   for method in dict.fromkeys(candidate.method for candidate in chosen):
     plans = [c.plan for c in chosen if c.method == method]
     kept = [plan.counts(np.array([longest]), layers) for plan in plans]

@@ -6,7 +6,7 @@ weights there are the layers' inputs and little more.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,10 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sharding import shard_cache
+from kvjax.engine.forward import block_positions, run_layers
 from kvjax.engine.likelihood import prompt_nll
-from kvjax.engine.step import block_positions
 from kvjax.kernels.attention import attention
-from kvjax.model import Attend
-from kvjax.models.decoder import Layer
+from kvjax.model import LayerSpec
 from kvjax.models.language_model import DecoderModel
 
 # Queries whose attention is computed again at a time; rows are padded to a
@@ -69,11 +68,11 @@ def summed_nll(
     tokens: rows, padded to a multiple of `QUERIES` tokens.
     lengths: real tokens of each row; 0 for one that does not count.
   """
-  decoder = nnx.merge(model.graphdef, params)
-  decoder.layers = nnx.List([_Again(layer) for layer in decoder.layers])
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
-  states = (None,) * len(decoder.layers)
-  hidden, _ = decoder(tokens, positions, states, _attend)
+  order = (0,) * model.geometry.num_layers
+  hidden, _ = run_layers(
+    model, params, tokens, positions, (None,), order, _step, remat=True
+  )
   means = prompt_nll(model, params, hidden, tokens, lengths)
   foretold = jnp.maximum(lengths - 1, 0).astype(jnp.float32)
   return jnp.sum(jnp.where(foretold > 0, means, 0.0) * foretold)
@@ -96,7 +95,7 @@ def train_step(
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
 ) -> tuple[nnx.State, PyTree, Float[Array, ""]]:
-  """One step; answers adapters, optimiser state and the mean loss per token."""
+  """One step; returns adapters, optimiser state and the mean loss per token."""
   count = jnp.sum(jnp.maximum(lengths - 1, 0)).astype(jnp.float32)
 
   def loss(adapter: nnx.State) -> Float[Array, ""]:
@@ -110,38 +109,15 @@ def train_step(
   return optax.apply_updates(adapter, updates), moments, found
 
 
-class _Again(Layer):
-  """A layer whose insides are computed again for the gradient."""
-
-  def __init__(self, layer: Layer) -> None:
-    self.layer = layer
-
-  def __call__(
-    self,
-    x: Float[Array, "B S E"],
-    positions: Int[Array, "B S"],
-    rope: Any,
-    index: int,
-    state: Any,
-    attend: Attend[Any],
-  ) -> tuple[Float[Array, "B S E"], Any]:
-    """As `Layer.__call__`."""
-
-    def run(layer: Layer, x: Array) -> tuple[Array, Any]:
-      return layer(x, positions, rope, index, state, attend)
-
-    # Nothing here updates a layer, and with graph_updates it could not come
-    # from outside of what is differentiated.
-    again: Any = nnx.remat(run, graph_updates=False)
-    found, state = again(self.layer, x)
-    return found, state
-
-
-def _attend(
-  layer: int, state: None, seen: Activations
+def _step(
+  spec: LayerSpec,
+  layer: Int[Array, ""],
+  stack: None,
+  index: Int[Array, ""],
+  seen: Activations,
 ) -> tuple[Float[Array, "B N S D"], None]:
   """Causal attention that keeps no S x S weights for the gradient."""
-  del layer
+  del spec, layer, index
   cache = shard_cache(LayerCache.of(seen))
   batch, heads, length, dim = seen.queries.shape
   parts = length // QUERIES
@@ -158,4 +134,4 @@ def _attend(
   mixed = jax.lax.map(
     part, (jnp.moveaxis(queries, 2, 0), jnp.moveaxis(places, 1, 0))
   )
-  return jnp.moveaxis(mixed, 0, 2).reshape(seen.queries.shape), state
+  return jnp.moveaxis(mixed, 0, 2).reshape(seen.queries.shape), stack

@@ -13,6 +13,7 @@ from kvjax.activations import Activations
 from kvjax.cache.layers import Layer, Slots
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sparse import IndexedLayer
+from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
 from kvjax.experiments.candidates import Candidate
 from kvjax.kernels.select import named_slots
@@ -145,6 +146,8 @@ def _last_queries(
     params: PyTree, cache: kvjax.Cache, tokens: Int[Array, "B S"]
   ) -> tuple[Float[Array, "B N D"], ...]:
     positions = cache.next_positions[:, None] - 1
-    return model.hidden(params, tokens, positions, cache.layers, attend)[1]
+    return hidden_states(
+      model, params, tokens, positions, cache.layers, attend
+    )[1]
 
   return jax.jit(queries)(params, full, np.array([[token]], np.int32))

@@ -82,9 +82,10 @@ def of_text(
   tokens = [token for part in parts for token in lm.tokenizer.encode(part)]
   found = kept(lm.model, lm.params, tokens, chosen)
   geometry = lm.model.geometry
+  layers, heads = geometry.num_layers, geometry.layers[0].kv_heads
   facts = dict(about or {}) | {
     "Tokens": f"{len(tokens):,}",
-    "Heads": f"{geometry.layers} layers of {geometry.kv_heads} KV heads",
+    "Heads": f"{layers} layers of {heads} KV heads",
     "Protocol": (
       f"{QUERY_AGNOSTIC}: nothing is asked before the text is compressed"
       if question is None
@@ -99,9 +100,9 @@ def of_text(
       title="What the heads keep",
       facts=facts,
       parts=[list(map(shown, lm.tokenizer.pieces(part))) for part in parts],
-      views=[_view(one, geometry.kv_heads) for one in found],
-      layers=geometry.layers,
-      heads=geometry.kv_heads,
+      views=[_view(one, heads) for one in found],
+      layers=layers,
+      heads=heads,
     )
   )
 

@@ -18,11 +18,8 @@ _BLOCK = 128
 _Saved = tuple[Array, Array, Array, Array, Array]
 
 
-def causal_attention(
-  layer: int, state: None, seen: Activations
-) -> tuple[Float[Array, "B N S D"], None]:
-  """Full causal attention in blocks of queries; see `kvjax.model.Attend`."""
-  del layer
+def causal_attention(seen: Activations) -> Float[Array, "B N S D"]:
+  """Full causal attention in blocks of queries, of rows without padding."""
   batch, heads, length, dim = seen.queries.shape
   rows = batch * seen.keys.shape[1]
   mixed = _attention(
@@ -30,7 +27,7 @@ def causal_attention(
     seen.keys.reshape(rows, length, dim),
     seen.values.reshape(rows, length, dim),
   )
-  return mixed.reshape(batch, heads, length, dim), state
+  return mixed.reshape(batch, heads, length, dim)
 
 
 @jax.custom_vjp

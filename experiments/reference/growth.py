@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array
 
 from kvjax.models.decoder import Decoder, Layer
 
@@ -23,24 +25,30 @@ def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:
   Raises:
     ValueError: it has more layers already, or less than half as many.
   """
-  extra = layers - len(decoder.layers)
-  if not 0 <= extra <= len(decoder.layers):
-    raise ValueError(
-      f"A decoder of {len(decoder.layers)} layers cannot get {layers}."
-    )
+  depth = decoder.config.num_layers
+  extra = layers - depth
+  if not 0 <= extra <= depth:
+    raise ValueError(f"A decoder of {depth} layers cannot get {layers}.")
   config = dataclasses.replace(decoder.config, num_layers=layers)
   grown = Decoder(config, rngs=nnx.Rngs(seed))
   grown.embed_tokens, grown.norm = decoder.embed_tokens, decoder.norm
   if not config.tie_embeddings:
     grown.lm_head = decoder.lm_head
-  new = [_silent(layer) for layer in grown.layers][:extra]
-  old = list(decoder.layers)
-  pairs = [layer for pair in zip(old, new, strict=False) for layer in pair]
-  grown.layers = nnx.List([*pairs, *old[extra:]])
+  _silence(grown.layers)
+  # Old layers in pairs with new ones, which stand behind all old ones.
+  pairs = [(old, depth + old) for old in range(extra)]
+  paired = [layer for pair in pairs for layer in pair]
+  order = jnp.asarray([*paired, *range(extra, depth)])
+
+  def merge(old: Array, new: Array) -> Array:
+    return jnp.concatenate([old, new[:extra]])[order]
+
+  stacks = nnx.state(decoder.layers), nnx.state(grown.layers)
+  nnx.update(grown.layers, jax.tree.map(merge, *stacks))
   return grown
 
 
-def _silent(layer: Layer) -> Layer:
-  for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+def _silence(layers: Layer) -> None:
+  """Sets what layers add to the residual stream to zero."""
+  for projection in (layers.self_attn.o_proj, layers.mlp.down_proj):
     projection.kernel[...] = jnp.zeros_like(projection.kernel[...])
-  return layer

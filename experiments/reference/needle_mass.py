@@ -10,7 +10,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import kvjax
-from kvjax.engine.step import block_positions
+from kvjax.activations import Activations
+from kvjax.engine.forward import (
+  attend_to_prompt,
+  block_positions,
+  hidden_states,
+)
 from kvjax.experiments.answering import Prompt
 from kvjax.experiments.tasks import needles
 from kvjax.experiments.tasks.sample import Sample
@@ -74,9 +79,9 @@ def _mass(
   wanted: Bool[Array, " S"],
 ) -> Float[Array, "L N"]:
   def attend(
-    layer: int, state: None, seen: kvjax.Activations
+    layer: int, state: None, seen: Activations
   ) -> tuple[Float[Array, "1 N S D"], Float[Array, " N"]]:
-    del layer, state
+    del state
     query = jax.lax.dynamic_index_in_dim(
       seen.queries[0].astype(jnp.float32), lengths[0] - 1, axis=1
     )
@@ -89,9 +94,10 @@ def _mass(
     real = (seen.positions[0] >= 0)[None, None]
     weights = jax.nn.softmax(logits * dim**-0.5, axis=-1, where=real)
     mass = jnp.sum(weights, axis=-1, where=wanted[None, None])
-    return seen.attend_to_themselves(), mass.reshape(-1)
+    spec = model.geometry.layers[layer]
+    return attend_to_prompt(spec, seen), mass.reshape(-1)
 
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
-  none = (None,) * model.geometry.layers
-  _, found = model.hidden(params, tokens, positions, none, attend)
+  none = (None,) * model.geometry.num_layers
+  _, found = hidden_states(model, params, tokens, positions, none, attend)
   return jnp.stack(found)

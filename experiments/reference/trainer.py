@@ -20,6 +20,7 @@ from kvjax.experiments.reference.curriculum import Stage
 from kvjax.experiments.reference.growth import deepened
 from kvjax.experiments.step_bar import step_bar
 from kvjax.models.decoder import Decoder
+from kvjax.models.language_model import from_decoder
 
 _SAVE_EVERY = 200
 _REPORT_EVERY = 200
@@ -50,7 +51,7 @@ class Trainer:
     self._log_path = output / "log.jsonl"
     self._pieces = pieces.Pieces(vocabulary.build())
     self._checkpoints = Checkpoints(output / "checkpoints")
-    self._graphdef, params = nnx.split(training.initial_decoder(seed))
+    self._model, params = from_decoder(training.initial_decoder(seed))
     self.state = Progress.fresh(params, training.optimizer().init(params))
     stage = self._checkpoints.stage()
     run = output / "run.json"
@@ -79,14 +80,14 @@ class Trainer:
 
   def decoder(self) -> Decoder:
     """The decoder with the weights of now."""
-    return nnx.merge(self._graphdef, self.state.params)
+    return nnx.merge(self._model.graphdef, self.state.params)
 
   def _deepen(self, stage: Stage) -> None:
     """Gives the decoder the depth that a stage begins with."""
     if stage.layers is None:
       return
     grown = deepened(self.decoder(), stage.layers, self._seed)
-    self._graphdef, params = nnx.split(grown)
+    self._model, params = from_decoder(grown)
     self.state = self.state.restarted(params, training.optimizer().init(params))
 
   def _train(self, stage: Stage) -> None:
@@ -116,7 +117,7 @@ class Trainer:
     if self.state.stage == 0 or stage.layers is not None:
       rate *= min(1.0, (self.state.step + 1) / _WARM_UP)
     params, moments, loss = training.train_step(
-      self._graphdef,
+      self._model,
       self.state.params,
       self.state.moments,
       batch,
@@ -146,7 +147,7 @@ class Trainer:
         lesson, stage, rows, self._seed, self._pieces
       )
       right = training.right(
-        self._graphdef, self.state.params, training.arrays(batch)
+        self._model, self.state.params, training.arrays(batch)
       )
       first[lesson], whole[lesson] = batches.accuracy(batch, np.asarray(right))
     return first, whole

@@ -10,11 +10,15 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from kvjax.activations import Activations
+from kvjax.engine.forward import run_layers
 from kvjax.experiments.reference import vocabulary
 from kvjax.experiments.reference.attention import causal_attention
 from kvjax.experiments.reference.rows import Batch
+from kvjax.model import LayerSpec
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
+from kvjax.models.language_model import DecoderModel
 
 MAX_POSITIONS = 4096
 LAYERS = 4
@@ -58,40 +62,62 @@ def initial_decoder(seed: int) -> Decoder:
   leaves = jax.tree.leaves_with_path(params)
   new = []
   for index, (path, leaf) in enumerate(leaves):
+    if not _is_matrix(path):
+      new.append(leaf)
+      continue
     name = jax.tree_util.keystr(path)
-    scale = 1.0 / np.sqrt(leaf.shape[0])
+    # Layers have an axis before that of the inputs.
+    scale = 1.0 / np.sqrt(leaf.shape[-2])
     if "embedding" in name:
       scale = _EMBEDDING_STD
     elif "o_proj" in name or "down_proj" in name:
       scale *= depth
     draw = jax.random.normal(jax.random.fold_in(key, index), leaf.shape)
-    new.append(leaf if leaf.ndim == 1 else scale * draw)
+    new.append(scale * draw)
   params = jax.tree.unflatten(jax.tree.structure(params), new)
   return nnx.merge(graphdef, params)
 
 
+def _is_matrix(path: tuple[Any, ...]) -> bool:
+  """Whether a parameter is a matrix, of every layer or of the decoder."""
+  name = jax.tree_util.keystr(path)
+  return "kernel" in name or "embedding" in name
+
+
 def scored_logits(
-  graphdef: Any,
+  model: DecoderModel,
   params: PyTree,
   tokens: Int[Array, "B T"],
   place: Int[Array, "B M"],
 ) -> Float[Array, "B M V"]:
   """Logits at the scored places only."""
-  decoder = nnx.merge(graphdef, params)
   batch, length = tokens.shape
   positions = jnp.broadcast_to(
     jnp.arange(length, dtype=jnp.int32)[None], (batch, length)
   )
-  states = (None,) * decoder.config.num_layers
-  hidden, _ = decoder(tokens, positions, states, causal_attention)
+  order = (0,) * model.geometry.num_layers
+  hidden, _ = run_layers(
+    model, params, tokens, positions, (None,), order, _step
+  )
   hidden = jnp.take_along_axis(hidden, place[:, :, None], axis=1)
-  return decoder.logits(hidden)
+  return model.logits(params, hidden)
+
+
+def _step(
+  spec: LayerSpec,
+  layer: Int[Array, ""],
+  stack: None,
+  index: Int[Array, ""],
+  activations: Activations,
+) -> tuple[Float[Array, "B N S D"], None]:
+  del spec, layer, index
+  return causal_attention(activations), stack
 
 
 def _loss(
-  params: PyTree, graphdef: Any, part: dict[str, Array]
+  params: PyTree, model: DecoderModel, part: dict[str, Array]
 ) -> Float[Array, ""]:
-  logits = scored_logits(graphdef, params, part["tokens"], part["place"])
+  logits = scored_logits(model, params, part["tokens"], part["place"])
   losses = optax.softmax_cross_entropy_with_integer_labels(
     logits, part["target"]
   )
@@ -105,21 +131,23 @@ def optimizer() -> optax.GradientTransformation:
     optax.scale_by_adam(*BETAS),
     optax.add_decayed_weights(
       WEIGHT_DECAY,
-      mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree),
+      mask=lambda tree: jax.tree.map_with_path(
+        lambda path, _: _is_matrix(path), tree
+      ),
     ),
   )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=(1, 2))
 def train_step(
-  graphdef: Any,
+  model: DecoderModel,
   params: PyTree,
   state: PyTree,
   batch: dict[str, Array],
   rate: Float[Array, ""],
   micro: int,
 ) -> tuple[PyTree, PyTree, Float[Array, ""]]:
-  """One step; answers the new weights, optimiser state and the loss.
+  """One step; returns the new weights, optimiser state and the loss.
 
   The batch is worked through `micro` rows at a time: fewer rows at once stay
   in the caches, which is faster on a CPU.
@@ -131,7 +159,7 @@ def train_step(
   total = jnp.sum(batch["weight"])
 
   def add(carry: PyTree, part: dict[str, Array]) -> tuple[PyTree, None]:
-    found = jax.value_and_grad(_loss)(params, graphdef, part)
+    found = jax.value_and_grad(_loss)(params, model, part)
     return jax.tree.map(jnp.add, carry, found), None
 
   zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
@@ -146,13 +174,13 @@ def train_step(
 
 @functools.partial(jax.jit, static_argnums=0)
 def right(
-  graphdef: Any, params: PyTree, batch: dict[str, Array]
+  model: DecoderModel, params: PyTree, batch: dict[str, Array]
 ) -> Bool[Array, "B M"]:
   """Which scored places the model predicts rightly, one row at a time."""
 
   def row(part: dict[str, Array]) -> Bool[Array, " M"]:
     logits = scored_logits(
-      graphdef, params, part["tokens"][None], part["place"][None]
+      model, params, part["tokens"][None], part["place"][None]
     )
     return jnp.argmax(logits[0], axis=-1) == part["target"]
 

@@ -24,8 +24,9 @@ def test_every_cache_decodes_and_says_what_it_reads(tiny, monkeypatch):
   assert flat >= full > 3 * keydiff
   # 150 tokens fewer of two rows: keys and values of all layers and KV heads.
   geometry = tiny.config.geometry
-  heads = geometry.layers * geometry.kv_heads
-  spared = 150 * 2 * heads * 2 * geometry.head_dim * 4
+  layer = geometry.layers[0]
+  heads = geometry.num_layers * layer.kv_heads
+  spared = 150 * 2 * heads * 2 * layer.key_dim * 4
   assert found[0].least_bytes - found[1].least_bytes == spared
 
 

@@ -14,6 +14,7 @@ import kvjax
 from kvjax import models
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sharding import parse_mesh
+from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
 from kvjax.experiments.finetuning import documents, training, tuner
 from kvjax.experiments.finetuning.tuner import Recipe, Tuner
@@ -132,8 +133,8 @@ def plain_loss(model, adapter, frozen):
   for row in ROWS:
     tokens = jnp.asarray([row], jnp.int32)
     places = jnp.arange(len(row), dtype=jnp.int32)[None]
-    none = (None,) * model.geometry.layers
-    hidden, _ = model.hidden(params, tokens, places, none, attend)
+    none = (None,) * model.geometry.num_layers
+    hidden, _ = hidden_states(model, params, tokens, places, none, attend)
     chances = jax.nn.log_softmax(model.logits(params, hidden[0, :-1]))
     picked = jnp.take_along_axis(chances, tokens[0, 1:, None], axis=1)
     total -= jnp.sum(picked)
@@ -146,10 +147,9 @@ def padded():
   return tokens, np.pad(PARTS.lengths, (0, 1))
 
 
-def test_loss_and_gradient_are_those_of_the_plain_computation(
-  shallow,
-):
-  model, adapter, frozen = adapted(shallow.model, shallow.params)
+def test_loss_and_gradient_are_those_of_the_plain_computation(tiny):
+  """In two layers: a loop over them, and each written out."""
+  model, adapter, frozen = adapted(tiny.model, tiny.params)
 
   def loss(adapter):
     params = nnx.merge_state(adapter, frozen)
@@ -297,8 +297,8 @@ def test_a_mesh_learns_what_one_device_does(shallow):
     spread, adapter = learnt(jax.device_put(shallow.params, shardings))
   np.testing.assert_allclose(spread, losses, rtol=1e-5)
   assert losses[1] < losses[0]
-  up = adapter["layers"][0]["self_attn"]["q_proj"]["lora_b"][...]
-  assert up.addressable_shards[0].data.shape == (2, up.shape[1] // 2)
+  up = adapter["layers"]["self_attn"]["q_proj"]["lora_b"][...]
+  assert up.addressable_shards[0].data.shape == (1, 2, up.shape[2] // 2)
 
 
 def test_the_program_writes_a_model_that_is_loaded_and_goes_on(

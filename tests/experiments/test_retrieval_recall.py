@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.engine.forward import hidden_states
 from kvjax.experiments import lookup_quality
 from kvjax.testing import TinyModel
 
@@ -77,7 +78,7 @@ def test_cosines_are_those_of_neighbouring_queries(measured):
 
   @jax.jit
   def queries_of(params, tokens, positions):
-    MODEL.hidden(params, tokens, positions, (None, None), attend)
+    hidden_states(MODEL, params, tokens, positions, (None, None), attend)
     return seen
 
   at = positions.astype(np.int32)

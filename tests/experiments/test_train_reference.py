@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from kvjax.errors import InputError
 from kvjax.experiments.reference import (
@@ -24,6 +23,7 @@ from kvjax.experiments.reference.growth import deepened
 from kvjax.experiments.reference.lessons import LESSONS, draw_row
 from kvjax.experiments.reference.rows import FIRST_WEIGHT, Row, pack
 from kvjax.experiments.reference.trainer import Trainer
+from kvjax.models.language_model import from_decoder
 
 PIECES = pieces.Pieces(vocabulary.build())
 STAGE = curriculum.Stage(
@@ -125,11 +125,11 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
 
 
 def logits_of(decoder):
-  graphdef, params = nnx.split(decoder)
+  model, params = from_decoder(decoder)
   tokens = np.random.default_rng(0).integers(0, 99, (2, 9), np.int32)
   place = np.broadcast_to(np.arange(9, dtype=np.int32), (2, 9))
   return training.scored_logits(
-    graphdef, params, jnp.asarray(tokens), jnp.asarray(place)
+    model, params, jnp.asarray(tokens), jnp.asarray(place)
   )
 
 
@@ -140,9 +140,10 @@ def test_a_deeper_decoder_computes_the_same_and_can_learn(monkeypatch):
   deeper = deepened(decoder, 5, 1)
   assert deeper.config.num_layers == 5
   np.testing.assert_array_equal(logits_of(decoder), logits_of(deeper))
-  kernels = [layer.self_attn.o_proj.kernel[...] for layer in deeper.layers]
+  attention = deeper.layers.self_attn
+  kernels = attention.o_proj.kernel[...]
   assert [bool(kernel.any()) for kernel in kernels] == [1, 0, 1, 0, 1]
-  assert deeper.layers[1].self_attn.v_proj.kernel[...].any()
+  assert attention.v_proj.kernel[1].any()
   for layers in (2, 7):
     with pytest.raises(ValueError, match="A decoder of 3 layers cannot get"):
       deepened(decoder, layers, 1)

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.engine.forward import hidden_states
 from kvjax.experiments.answering import Prompt
 from kvjax.experiments.reference import (
   attention,
@@ -115,9 +116,9 @@ def test_the_mass_on_the_needle_is_that_of_the_whole_matrix(tiny):
 
     def attend(layer, state, block):
       seen.append(block)
-      return attention.causal_attention(layer, state, block)
+      return attention.causal_attention(block), state
 
-    tiny.model.hidden(params, ids, places, (None, None), attend)
+    hidden_states(tiny.model, params, ids, places, (None, None), attend)
     return [(block.queries, block.keys) for block in seen]
 
   seen = activations(tiny.params, np.asarray([row], np.int32), places)

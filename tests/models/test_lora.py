@@ -11,10 +11,9 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from kvjax.cache.layers import LayerCache
 from kvjax.cache.sharding import parse_mesh
+from kvjax.engine.forward import hidden_states, prompt_hidden
 from kvjax.errors import InputError
-from kvjax.kernels.attention import attention
 from kvjax.models import lora
 from kvjax.models.pretrained import load_decoder
 from kvjax.models.weights import write_weights
@@ -27,16 +26,8 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 80, (2, 9), np.int32))
 
 @functools.partial(jax.jit, static_argnums=0)
 def logits_of(model, params):
-  def attend(layer, state, seen):
-    own = LayerCache.of(seen)
-    return attention(
-      seen.queries, own.keys, own.values, seen.positions, own.positions
-    ), state
-
-  positions = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32)[None], (2, 9))
-  none = (None,) * model.geometry.layers
-  hidden, _ = model.hidden(params, TOKENS, positions, none, attend)
-  return model.logits(params, hidden)
+  lengths = jnp.full((2,), 9, jnp.int32)
+  return model.logits(params, prompt_hidden(model, params, TOKENS, lengths))
 
 
 def drawn(params):
@@ -62,8 +53,10 @@ def test_new_adapters_change_nothing_and_are_float32(dtype):
   assert {leaf.dtype for leaf in jax.tree.leaves(adapter)} == {
     jnp.dtype("float32")
   }
-  # A and B of seven projections in each layer; the weights are all there.
-  assert len(jax.tree.leaves(adapter)) == 14 * model.geometry.layers
+  # A and B of seven projections in all layers; the weights are all there.
+  assert len(jax.tree.leaves(adapter)) == 14
+  for leaf in jax.tree.leaves(adapter):
+    assert leaf.shape[0] == model.geometry.num_layers
   assert jax.tree.leaves(frozen)[0] is jax.tree.leaves(params)[0]
   assert len(jax.tree.leaves(frozen)) == len(jax.tree.leaves(params))
 
@@ -121,7 +114,31 @@ def test_the_adapter_file_says_what_was_added_to_the_weights(tmp_path):
       expected = expected + scale * up @ down
     np.testing.assert_allclose(new[name], expected, atol=1e-6)
   assert not adapter
-  assert len(touched) == 2 * model.geometry.layers
+  assert len(touched) == 2 * model.geometry.num_layers
+
+
+def test_methods_read_an_output_projection_with_its_adapter():
+  model, params = load_decoder(QWEN, "float32")
+  changed, with_adapters = lora.adapted(model, params, 3, ("o",))
+  with_adapters = drawn(with_adapters)
+  plain, merged = lora.merged(changed, with_adapters)
+
+  def projections(model, params):
+    def attend(layer, state, seen):
+      return seen.queries, seen.output_projection
+
+    places = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32)[None], (2, 9))
+    none = (None,) * model.geometry.num_layers
+    return hidden_states(model, params, TOKENS, places, none, attend)[1]
+
+  for one, other, before in zip(
+    projections(changed, with_adapters),
+    projections(plain, merged),
+    projections(model, params),
+    strict=True,
+  ):
+    np.testing.assert_allclose(one, other, atol=1e-6)
+    assert np.abs(one - before).max() > 0.01
 
 
 def test_bfloat16_weights_are_rounded_once():
@@ -129,10 +146,10 @@ def test_bfloat16_weights_are_rounded_once():
   changed, with_adapters = lora.adapted(model, params, 3, ("q",))
   with_adapters = drawn(with_adapters)
   _, merged = lora.merged(changed, with_adapters)
-  lora_q = nnx.merge(changed.graphdef, with_adapters).layers[0].self_attn.q_proj
+  lora_q = nnx.merge(changed.graphdef, with_adapters).layers.self_attn.q_proj
   kernel = lora_q.base_module.kernel[...].astype(jnp.float32)
   exact = kernel + lora_q.lora_a[...] @ lora_q.lora_b[...]
-  found = merged["layers"][0]["self_attn"]["q_proj"]["kernel"][...]
+  found = merged["layers"]["self_attn"]["q_proj"]["kernel"][...]
   np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16))
 
 
@@ -141,18 +158,19 @@ def test_on_a_mesh_adapters_are_split_as_their_weights():
   with jax.set_mesh(mesh):
     model, params = load_decoder(QWEN, "float32", mesh)
     changed, with_adapters = lora.adapted(model, params, 3, ("q", "down"))
-    layer = lora.split(with_adapters)[0]["layers"][0]
+    layers = lora.split(with_adapters)[0]["layers"]
+    depth = model.geometry.num_layers
     held = {
-      name + matrix: layer[module][name][matrix][...].addressable_shards[0]
+      name + matrix: layers[module][name][matrix][...].addressable_shards[0]
       for module, name in (lora.TARGETS["q"], lora.TARGETS["down"])
       for matrix in ("lora_a", "lora_b")
     }
     # Two devices share the outputs of q and the inputs of down.
     assert {name: shard.data.shape for name, shard in held.items()} == {
-      "q_projlora_a": (32, 3),
-      "q_projlora_b": (3, 32 // 2),
-      "down_projlora_a": (48 // 2, 3),
-      "down_projlora_b": (3, 32),
+      "q_projlora_a": (depth, 32, 3),
+      "q_projlora_b": (depth, 3, 32 // 2),
+      "down_projlora_a": (depth, 48 // 2, 3),
+      "down_projlora_b": (depth, 3, 32),
     }
     _, merged = lora.merged(changed, with_adapters)
   for new, old in zip(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.engine.forward import hidden_states, index_layer, run_layers
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.pretrained import load, load_decoder
@@ -25,7 +26,7 @@ TOLERANCE = 1e-4
 ALIKE = {"llama3", "llama32", "qwen25", "qwen25_yarn"}
 
 
-def attend(layer, state, seen):
+def attend(seen):
   """Dense causal attention; a row's tokens see its earlier tokens."""
   kv_heads = seen.keys.shape[1]
   groups = seen.queries.shape[1] // kv_heads
@@ -38,14 +39,31 @@ def attend(layer, state, seen):
   scores = jnp.where(visible, scores, -1e30)
   weights = jax.nn.softmax(scores, axis=-1).astype(seen.values.dtype)
   mixed = jnp.einsum("bkgst,bktd->bkgsd", weights, seen.values)
-  return mixed.reshape(seen.queries.shape), state
+  return mixed.reshape(seen.queries.shape)
 
 
 @jax.jit(static_argnames="model")
 def logits_of(model, params, ids, positions):
-  states = (None,) * model.geometry.layers
-  hidden, _ = model.hidden(params, ids, positions, states, attend)
+  """Logits by the loop over layers that the engine runs."""
+
+  def step(spec, layer, stack, index, seen):
+    return attend(seen), stack
+
+  order = (0,) * model.geometry.num_layers
+  hidden, _ = run_layers(model, params, ids, positions, (None,), order, step)
   return model.logits(params, hidden)
+
+
+@jax.jit(static_argnames="model")
+def unrolled(model, params, ids, positions):
+  """Logits with each layer written out, and what the layers project."""
+
+  def own(layer, state, seen):
+    return attend(seen), seen
+
+  states = (None,) * model.geometry.num_layers
+  hidden, seen = hidden_states(model, params, ids, positions, states, own)
+  return model.logits(params, hidden), seen
 
 
 CASES = ("right", "left", "long")
@@ -92,6 +110,41 @@ def test_logits_equal_those_of_transformers(family):
     mine = ours[row : row + len(tokens), : tokens.shape[1]]
     row += len(tokens)
     assert np.abs(mine - theirs)[tokens].max() < TOLERANCE, case
+
+
+def test_layers_written_out_give_the_same_and_all_that_methods_read(family):
+  name, model, params, golden = family
+  if name in ALIKE - {"qwen25"}:
+    pytest.skip("another family does the same")
+  ids, positions = golden["right_ids"], golden["right_positions"]
+  tokens = golden["right_mask"] == 1
+  logits, seen = unrolled(model, params, ids, positions)
+  looped = logits_of(model, params, ids, positions)
+  np.testing.assert_allclose(logits[tokens], looped[tokens], atol=TOLERANCE)
+  assert len(seen) == model.geometry.num_layers
+  rope = model.rope.tables(jnp.asarray(positions))
+  for layer, (block, spec) in enumerate(
+    zip(seen, model.geometry.layers, strict=True)
+  ):
+    heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.key_dim
+    assert block.queries.shape[1:] == (heads, ids.shape[1], dim)
+    assert block.keys.shape[1:] == (kv_heads, ids.shape[1], dim)
+    assert block.values.shape[3] == spec.value_width
+    for unrotated, rotated in (
+      (block.queries_unrotated, block.queries),
+      (block.keys_unrotated, block.keys),
+    ):
+      np.testing.assert_allclose(rotate(unrotated, *rope), rotated, atol=1e-5)
+    attention = index_layer(params["layers"]["self_attn"], layer)
+    values = block.inputs @ attention["v_proj"]["kernel"][...]
+    if "bias" in attention["v_proj"]:
+      values += attention["v_proj"]["bias"][...][None, None]
+    split = values.reshape(*ids.shape, kv_heads, dim).swapaxes(1, 2)
+    np.testing.assert_allclose(block.values, split, atol=1e-5)
+    kernel = attention["o_proj"]["kernel"][...]
+    np.testing.assert_array_equal(
+      block.output_projection, kernel.reshape(heads, dim, -1)
+    )
 
 
 def test_bfloat16_rounds_no_worse_than_in_pytorch(family):
@@ -148,7 +201,7 @@ def test_the_engine_generates_what_transformers_generates(family):
 
 def test_keys_move_to_other_positions(family):
   name, model, _, _ = family
-  dim = model.geometry.head_dim
+  dim = model.geometry.layers[0].key_dim
   x = np.random.default_rng(0).normal(size=(2, 3, 20, dim))
   x = jnp.asarray(x, jnp.float32)
   places = np.broadcast_to(np.arange(20, dtype=np.int32), (2, 20))

@@ -1,5 +1,7 @@
 """Weights and model directories: read, written, refused."""
 
+import collections
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -11,11 +13,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
+from kvjax.models import weights
+from kvjax.models.language_model import from_decoder
 from kvjax.models.pretrained import (
   Pretrained,
   load,
@@ -168,12 +173,38 @@ def test_each_device_reads_its_part_of_a_sharded_parameter():
   other, split = load_decoder(GOLDEN / "qwen25", "float32", mesh)
   assert model == other
   _assert_equal_trees(alone, split)
-  kernel = split["layers"][0]["self_attn"]["q_proj"]["kernel"][...]
-  assert kernel.sharding.spec == PartitionSpec(None, "model")
-  assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 16)}
+  kernel = split["layers"]["self_attn"]["q_proj"]["kernel"][...]
+  assert kernel.sharding.spec == PartitionSpec(None, None, "model")
+  assert {shard.data.shape for shard in kernel.addressable_shards} == {
+    (model.geometry.num_layers, 32, 16)
+  }
   scale = split["norm"]["scale"][...]
   assert scale.sharding.is_fully_replicated
   assert len(scale.sharding.device_set) == 4
+
+
+def test_devices_that_hold_the_same_part_share_what_is_read(monkeypatch):
+  read = collections.Counter()
+
+  class Counting:
+    def __init__(self, file):
+      self.file = file
+
+    def get_slice(self, name):
+      read[name] += 1
+      return self.file.get_slice(name)
+
+  def opened(directory):
+    return {
+      name: Counting(file) for name, file in open_files(directory).items()
+    }
+
+  open_files = weights._open
+  monkeypatch.setattr(weights, "_open", opened)
+  load_decoder(GOLDEN / "qwen25", "float32", parse_mesh("data:2,model:2"))
+  # Once to check it, then once for each part.
+  assert read["model.layers.1.self_attn.q_proj.weight"] == 1 + 2
+  assert read["model.layers.1.input_layernorm.weight"] == 1 + 1
 
 
 def test_leftovers_of_other_programs_are_passed_over(directory):
@@ -350,11 +381,32 @@ def test_only_the_two_dtypes_are_offered():
 def test_transposed_kernels_are_written_as_they_are_meant(tmp_path):
   """The pitfall: safetensors writes a transposed view's buffer untransposed."""
   _, params = load_decoder(GOLDEN / "llama3", "float32")
-  kernel = params["layers"][1]["mlp"]["up_proj"]["kernel"]
-  kernel[...] = jnp.arange(32 * 48, dtype=jnp.float32).reshape(32, 48)
+  kernel = params["layers"]["mlp"]["up_proj"]["kernel"]
+  numbers = jnp.arange(32 * 48, dtype=jnp.float32).reshape(32, 48)
+  kernel[...] = kernel[...].at[1].set(numbers)
   write_weights(params, tmp_path)
   stored = safetensors.numpy.load_file(tmp_path / WHOLE)
   np.testing.assert_array_equal(
     stored["model.layers.1.mlp.up_proj.weight"],
     np.arange(32 * 48, dtype=np.float32).reshape(32, 48).T,
   )
+
+
+@pytest.mark.parametrize(
+  ("fields", "sentence"),
+  [
+    ({"num_layers": 3}, "The config has 3 layers, but the weights are of 2."),
+    (
+      {"num_kv_heads": 4},
+      "The config asks for a k_proj of width 32 in layer 0, but the weights "
+      "have 16.",
+    ),
+  ],
+)
+def test_a_config_that_does_not_fit_the_weights_is_refused(fields, sentence):
+  model, params = load_decoder(GOLDEN / "llama3", "float32")
+  decoder = nnx.merge(model.graphdef, params)
+  decoder.config = dataclasses.replace(decoder.config, **fields)
+  with pytest.raises(InputError) as raised:
+    from_decoder(decoder)
+  assert str(raised.value) == sentence

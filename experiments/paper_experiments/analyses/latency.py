@@ -7,14 +7,17 @@ from jaxtyping import Array, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
+from kvjax.engine.forward import attend_to_prompt
 from kvjax.experiments.paper_experiments.analyses.timing import median_seconds
 from kvjax.experiments.paper_experiments.findings import Findings, Subject
 from kvjax.experiments.reporting.formats import Table
 from kvjax.methods import get_method
 from kvjax.methods.leverage import draw_factors, leverage
+from kvjax.model import LayerSpec
 from kvjax.testing import random_activations
 
 _HEADS, _KV_HEADS, _DIM, _SKETCH = 32, 8, 128, 64
+_SPEC = LayerSpec(_HEADS, _KV_HEADS, _DIM)
 _YARDSTICK = "SnapKV"
 
 _Scorer = Callable[[LayerCache, Activations], PyTree[Array]]
@@ -64,6 +67,7 @@ def _method(name: str) -> _Scorer:
 def _leverage(cache: LayerCache, seen: Activations) -> PyTree[Array]:
   key = jax.random.key(0)
   factors = draw_factors("gaussian", key, _KV_HEADS, _DIM, _SKETCH)
+  assert seen.keys_unrotated is not None
   return leverage(seen.keys_unrotated, cache.held, factors, "svd", False)
 
 
@@ -72,5 +76,5 @@ _SCORERS: dict[str, _Scorer] = {
   "Compactor without a": _leverage,
   "SnapKV": _method("snapkv.compactor"),
   "H2O": _method("h2o.compactor"),
-  "dense attention": lambda _, seen: seen.attend_to_themselves(),
+  "dense attention": lambda _, seen: attend_to_prompt(_SPEC, seen),
 }

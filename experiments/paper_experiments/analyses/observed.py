@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.engine.forward import attend_to_prompt, hidden_states
 from kvjax.model import Model
 
 
 def activations(
   model: Model, params: PyTree, tokens: Sequence[int]
 ) -> tuple[Activations, ...]:
-  """Queries, keys and values of every layer, for one prompt.
+  """Queries, keys and values of every layer, and no more, for one prompt.
 
   Args:
     model: the functions.
@@ -31,10 +32,11 @@ def _activations(
   def attend(
     layer: int, state: None, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], Activations]:
-    del layer, state
-    return seen.attend_to_themselves(), seen
+    del state
+    # The others would be computed for nothing.
+    return attend_to_prompt(model.geometry.layers[layer], seen), seen.only(())
 
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(index[None], tokens.shape)
-  none = (None,) * model.geometry.layers
-  return model.hidden(params, tokens, positions, none, attend)[1]
+  none = (None,) * model.geometry.num_layers
+  return hidden_states(model, params, tokens, positions, none, attend)[1]

@@ -75,7 +75,8 @@ def components(subject: Subject) -> Findings:
   """Retained keys in the plane of the first two components of all keys."""
   row = subject.rows[0]
   geometry = subject.lm.model.geometry
-  layer = geometry.layers // 2
+  layer = geometry.num_layers // 2
+  kv_heads = geometry.layers[layer].kv_heads
   whole = kvjax.get_plan("full", kvjax.Retention(1.0))
   everything = _keys(subject, row, whole)
   retained = _retained(subject, row)
@@ -83,10 +84,10 @@ def components(subject: Subject) -> Findings:
   for name, heads in retained.items():
     shares = [
       spread(everything[layer, head], heads[layer, head])
-      for head in range(geometry.kv_heads)
+      for head in range(kv_heads)
     ]
     lines.append([name, *(f"{share:.2f}" for share in shares)])
-  names = [f"KV head {head}" for head in range(geometry.kv_heads)]
+  names = [f"KV head {head}" for head in range(kv_heads)]
   title = f"spread of retained keys over that of all keys, layer {layer}"
   picture = _drawn(
     everything[layer, 0],
