@@ -5,7 +5,8 @@ from typing import Literal
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.chunked import attention_chunked
-from kvjax.kernels.attention.partial import Partial
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
+from kvjax.kernels.attention.partial import Partial, with_sinks
 from kvjax.kernels.attention.reference import attention_reference
 from kvjax.kernels.quantised import Quantised
 
@@ -20,16 +21,19 @@ _IMPLEMENTATIONS = {
 def attention(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T Dv"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
   implementation: Implementation = "chunked",
-) -> Float[Array, "B N S D"]:
+  options: AttentionOptions = PLAIN,
+  sinks: Float[Array, " N"] | None = None,
+) -> Float[Array, "B N S Dv"]:
   """Softmax attention, scaled by D^-1/2, causal by positions.
 
   A query sees the slots of its KV head whose position is neither negative
   (empty) nor greater than its own; what else those slots hold, NaN included,
-  has no effect. A query that sees nothing gets zeros.
+  has no effect. A query that sees nothing gets zeros. Values may be wider or
+  narrower than keys.
 
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
@@ -38,24 +42,38 @@ def attention(
     query_positions: place of each query in its row, -1 for padding.
     key_positions: place of each slot's token in its row, -1 for empty.
     implementation: "chunked" never holds S x T logits.
+    options: a window, another scale, a cap of the logits.
+    sinks: for each query head a logit that joins the denominator of the
+      softmax and has no value; see `with_sinks`.
 
   Returns:
     The attention output in the dtype of the queries.
   """
-  return partial_attention(
-    queries, keys, values, query_positions, key_positions, implementation
-  ).output
+  found = partial_attention(
+    queries,
+    keys,
+    values,
+    query_positions,
+    key_positions,
+    implementation,
+    options,
+  )
+  return (found if sinks is None else with_sinks(found, sinks)).output
 
 
 def partial_attention(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T Dv"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
   implementation: Implementation = "chunked",
+  options: AttentionOptions = PLAIN,
 ) -> Partial:
-  """As `attention`, with what merging it with attention elsewhere takes."""
+  """As `attention`, with what merging it with attention elsewhere takes.
+
+  Sinks, which count once, are for `with_sinks` after the last merge.
+  """
   return _IMPLEMENTATIONS[implementation](
-    queries, keys, values, query_positions, key_positions
+    queries, keys, values, query_positions, key_positions, options
   )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.attention.query_chunks import in_query_chunks
 from kvjax.kernels.quantised import Quantised, dequantise
@@ -23,22 +24,25 @@ class _Running(NamedTuple):
 
   largest: Float[Array, "B K G S"]
   total: Float[Array, "B K G S"]
-  output: Float[Array, "B K G S D"]
+  output: Float[Array, "B K G S Dv"]
 
 
 def attention_chunked(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T Dv"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
+  options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.attention.api.partial_attention`; O(S + T) memory."""
 
   def attend(
     queries: Float[Array, "B K G C D"], query_positions: Int[Array, "B C"]
   ) -> Partial:
-    return _attend(queries, keys, values, query_positions, key_positions)
+    return _attend(
+      queries, keys, values, query_positions, key_positions, options
+    )
 
   return in_query_chunks(
     attend, queries, query_positions, keys.shape[1], QUERY_CHUNK
@@ -48,9 +52,10 @@ def attention_chunked(
 def _attend(
   queries: Float[Array, "B K G S D"],
   keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T Dv"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
+  options: AttentionOptions,
 ) -> Partial:
   slots = keys.shape[2]
   size = min(slots, LOGITS // queries.shape[3])
@@ -58,6 +63,9 @@ def _attend(
     size = min(size, WHOLE)
   shape = queries.shape[:-1]
   last_query = jnp.max(query_positions)
+  passed = None
+  if options.window is not None:
+    passed = _first(query_positions) - options.window
 
   def visit(running: _Running, index: Int[Array, ""]) -> tuple[_Running, None]:
     # The last chunk starts early enough to be whole; what it repeats of the
@@ -76,40 +84,55 @@ def _attend(
       return dequantise(part, queries.dtype)
 
     def update(running: _Running) -> _Running:
-      seen = held[:, :, None] & (
-        places[:, :, None] <= query_positions[:, None, :, None]
+      seen = held[:, :, None] & options.seen(
+        query_positions[:, None, :, None], places[:, :, None]
       )
       own = chunk(values)
       # A slot that holds nothing may hold NaN, and 0 * NaN is NaN.
       own = jnp.where(held[..., None], own, jnp.zeros((), own.dtype))
-      return _update(running, queries, chunk(keys), own, seen[:, :, None])
+      return _update(
+        running, queries, chunk(keys), own, seen[:, :, None], options
+      )
 
     if size == slots:
       return update(running), None
-    # Above the diagonal of a causal prompt there is nothing to see.
-    some = jnp.any(held & (places <= last_query))
+    # Above the diagonal of a causal prompt there is nothing to see, nor before
+    # the window of a row's first query.
+    near = held & (places <= last_query)
+    if passed is not None:
+      near = near & (places > passed[:, None, None])
+    some = jnp.any(near)
     return jax.lax.cond(some, update, lambda same: same, running), None
 
   running = _Running(
     jnp.full(shape, -jnp.inf, jnp.float32),
     jnp.zeros(shape, jnp.float32),
-    jnp.zeros(queries.shape, jnp.float32),
+    jnp.zeros((*shape, values.shape[-1]), jnp.float32),
   )
   running, _ = jax.lax.scan(visit, running, jnp.arange(-(-slots // size)))
   return Partial.of(*running, queries.dtype)
+
+
+def _first(query_positions: Int[Array, "B S"]) -> Int[Array, " B"]:
+  """The first position in each row; of padding alone, the largest number."""
+  never = jnp.iinfo(query_positions.dtype).max
+  real = query_positions >= 0
+  return jnp.min(jnp.where(real, query_positions, never), axis=1)
 
 
 def _update(
   running: _Running,
   queries: Float[Array, "B K G S D"],
   keys: Float[Array, "B K C D"],
-  values: Float[Array, "B K C D"],
+  values: Float[Array, "B K C Dv"],
   seen: Array,
+  options: AttentionOptions,
 ) -> _Running:
   logits = jnp.einsum(
     "bkgsd,bkcd->bkgsc", queries, keys, preferred_element_type=jnp.float32
   )
-  logits = jnp.where(seen, logits * queries.shape[-1] ** -0.5, -jnp.inf)
+  logits = options.capped(logits * options.scale_of(queries.shape[-1]))
+  logits = jnp.where(seen, logits, -jnp.inf)
   largest = jnp.maximum(running.largest, jnp.max(logits, axis=-1))
   finite = jnp.where(jnp.isfinite(largest), largest, 0.0)
   weights = jnp.exp(logits - finite[..., None])

@@ -48,3 +48,21 @@ def merge(one: Partial, other: Partial) -> Partial:
   weighted = first[..., None] * one.output.astype(jnp.float32)
   weighted += second[..., None] * other.output.astype(jnp.float32)
   return Partial.of(largest, first + second, weighted, one.output.dtype)
+
+
+def with_sinks(partial: Partial, sinks: Float[Array, " N"]) -> Partial:
+  """Attention that also looks at a sink, which has a logit and no value.
+
+  The logits join the denominator of the softmax, as in gpt-oss: where parts
+  are merged, of all of them together, once. What sees no key keeps zeros.
+
+  Args:
+    partial: attention of N heads, whose axis is the second.
+    sinks: a logit for each head; -inf for none.
+  """
+  others = (0, *range(2, partial.lse.ndim))
+  logits = jnp.expand_dims(sinks.astype(jnp.float32), others)
+  lse = jnp.logaddexp(partial.lse, logits)
+  share = jnp.exp(partial.lse - jnp.where(jnp.isfinite(lse), lse, 0.0))
+  output = share[..., None] * partial.output.astype(jnp.float32)
+  return Partial(output.astype(partial.output.dtype), lse)

@@ -33,7 +33,8 @@ def in_query_chunks(
   if length <= size:
     output, lse = attend(grouped, query_positions)
     return Partial(
-      output.reshape(queries.shape), lse.reshape(queries.shape[:-1])
+      output.reshape(*queries.shape[:-1], output.shape[-1]),
+      lse.reshape(queries.shape[:-1]),
     )
 
   chunks = -(-length // size)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.quantised import Quantised, dequantise
 
@@ -11,9 +12,10 @@ from kvjax.kernels.quantised import Quantised, dequantise
 def attention_reference(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T Dv"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
+  options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.attention.api.partial_attention`; O(S T) memory."""
   keys, values = (dequantise(x, jnp.float32) for x in (keys, values))
@@ -25,9 +27,10 @@ def attention_reference(
   held = key_positions >= 0
   keys = jnp.where(held[..., None], keys.astype(jnp.float32), 0.0)
   values = jnp.where(held[..., None], values.astype(jnp.float32), 0.0)
-  logits = jnp.einsum("bkgsd,bktd->bkgst", grouped, keys) * dim**-0.5
-  seen = held[:, :, None] & (
-    key_positions[:, :, None] <= query_positions[:, None, :, None]
+  products = jnp.einsum("bkgsd,bktd->bkgst", grouped, keys)
+  logits = options.capped(products * options.scale_of(dim))
+  seen = held[:, :, None] & options.seen(
+    query_positions[:, None, :, None], key_positions[:, :, None]
   )
   seen = jnp.broadcast_to(seen[:, :, None], logits.shape)
   weights = jax.nn.softmax(logits, axis=-1, where=seen)
@@ -35,6 +38,6 @@ def attention_reference(
   output = jnp.einsum("bkgst,bktd->bkgsd", weights, values)
   lse = jax.nn.logsumexp(logits, axis=-1, where=seen)
   return Partial(
-    output.reshape(queries.shape).astype(queries.dtype),
+    output.reshape(*queries.shape[:-1], values.shape[-1]).astype(queries.dtype),
     lse.reshape(queries.shape[:-1]),
   )

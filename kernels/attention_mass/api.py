@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention_mass.gpu import causal_mass_gpu, chunk_mass_gpu
 from kvjax.kernels.attention_mass.tpu import causal_mass_tpu, chunk_mass_tpu
 from kvjax.kernels.attention_mass.xla import causal_mass_xla, chunk_mass_xla
@@ -17,6 +18,8 @@ def causal_mass(
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
   implementation: Implementation | None = None,
+  options: AttentionOptions = PLAIN,
+  sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N T"]:
   """Sums over all queries of softmax(q.k / sqrt(D)), causal by positions.
 
@@ -33,18 +36,22 @@ def causal_mass(
     query_positions: place of each query in its row; -1 for padding, which may
       hold anything and adds nothing.
     key_positions: place of each slot's token in its row, -1 for empty.
-    implementation: see `kvjax.kernels.use`.
+    implementation: see `kernels.use`; the kernels are for plain attention.
+    options: a window, another scale, a cap of the logits.
+    sinks: for each query head a logit that joins the denominator of the
+      softmax, which leaves less for the slots.
 
   Returns:
     The mass of every slot, 0 where it is empty; the masses of a head sum to
-    the number of its queries that see a slot.
+    the number of its queries that see a slot, if there are no sinks.
   """
   return dispatch(
     _CAUSAL,
     implementation,
-    (queries, keys, query_positions, key_positions),
-    ("BK", "BK", "B", "BK"),
+    (queries, keys, query_positions, key_positions, sinks),
+    ("BK", "BK", "B", "BK", "K"),
     "BK",
+    options=options,
   )
 
 

@@ -4,6 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.kernels.attention.options import (
+  PLAIN,
+  AttentionOptions,
+  decline_unless_plain,
+)
 from kvjax.kernels.attention_mass.gpu_sweeps import LSE, MASS, ROWS, sweep
 from kvjax.kernels.attention_mass.tiles import NEVER, filled
 
@@ -13,8 +18,15 @@ def causal_mass_gpu(
   keys: Float[Array, "B K T D"],
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
+  sinks: Float[Array, " N"] | None = None,
+  options: AttentionOptions = PLAIN,
 ) -> Float[Array, "B N T"]:
-  """See `kvjax.kernels.attention_mass.api.causal_mass`, and `_mass`."""
+  """See `kvjax.kernels.attention_mass.api.causal_mass`, and `_mass`.
+
+  Raises:
+    NotImplementedError: attention is not plain.
+  """
+  decline_unless_plain(options, keys.shape[-1], sinks=sinks)
   batch, kv_heads, _, dim = keys.shape
   asked = jnp.broadcast_to(
     query_positions[:, None], (batch, kv_heads, queries.shape[2])

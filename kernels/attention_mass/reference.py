@@ -4,18 +4,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
+
 
 def causal_mass_reference(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B K T D"],
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
+  sinks: Float[Array, " N"] | None = None,
+  options: AttentionOptions = PLAIN,
 ) -> Float[Array, "B N T"]:
   """See `kvjax.kernels.attention_mass.api.causal_mass`; O(S T) memory."""
   asked = query_positions[:, None, :, None]
   places = key_positions[:, :, None]
-  seen = (asked >= 0) & (places >= 0) & (places <= asked)
-  return _mass(queries, keys, seen, queries.shape[-1] ** -0.5)
+  seen = (asked >= 0) & (places >= 0) & options.seen(asked, places)
+  scale = options.scale_of(queries.shape[-1])
+  return _mass(queries, keys, seen, scale, options, sinks)
 
 
 def chunk_mass_reference(
@@ -37,6 +42,8 @@ def _mass(
   keys: Float[Array, "B K T D"],
   seen: Bool[Array, "B K S T"],
   scale: float,
+  options: AttentionOptions = PLAIN,
+  sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N T"]:
   """Sums of the weights of those that each query sees; NaN has no effect."""
   group = queries.shape[1] // keys.shape[1]
@@ -48,5 +55,12 @@ def _mass(
     keys,
     precision=jax.lax.Precision.HIGHEST,
   )
-  weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
+  logits = jnp.where(seen, options.capped(logits), -jnp.inf)
+  if sinks is not None:
+    sink = sinks.astype(jnp.float32)[None, :, None, None]
+    sink = jnp.broadcast_to(sink, (*logits.shape[:-1], 1))
+    logits = jnp.concatenate([logits, sink], axis=-1)
+  weights = jax.nn.softmax(logits, axis=-1)
+  if sinks is not None:
+    weights = weights[..., :-1]
   return jnp.sum(jnp.where(seen, weights, 0.0), axis=2)

@@ -9,6 +9,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from kvjax.kernels.attention.options import (
+  PLAIN,
+  AttentionOptions,
+  decline_unless_plain,
+)
 from kvjax.kernels.attention_mass.tiles import NEVER, UNSEEN, filled
 from kvjax.kernels.attention_mass.tpu_chunks import (
   chunk_mass_tpu as chunk_mass_tpu,
@@ -93,6 +98,8 @@ def causal_mass_tpu(
   keys: Float[Array, "B K T D"],
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
+  sinks: Float[Array, " N"] | None = None,
+  options: AttentionOptions = PLAIN,
 ) -> Float[Array, "B N T"]:
   """See `kvjax.kernels.attention_mass.api.causal_mass`.
 
@@ -103,8 +110,9 @@ def causal_mass_tpu(
 
   Raises:
     NotImplementedError: of dtypes other than bfloat16 and float32, of more
-      than 2,097,152 slots, or of nothing.
+      than 2,097,152 slots, or of nothing; attention is not plain.
   """
+  decline_unless_plain(options, keys.shape[-1], sinks=sinks)
   check(queries, keys)
   batch, heads, length, dim = queries.shape
   kv_heads, slots = keys.shape[1:3]

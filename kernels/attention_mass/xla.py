@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention_mass.tiles import filled
 
 # Logits of one query head that are alive at once, for a CPU's cache, but of no
@@ -17,12 +18,16 @@ def causal_mass_xla(
   keys: Float[Array, "B K T D"],
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
+  sinks: Float[Array, " N"] | None = None,
+  options: AttentionOptions = PLAIN,
 ) -> Float[Array, "B N T"]:
   """See `kvjax.kernels.attention_mass.api.causal_mass`."""
   grouped = _grouped(queries, keys.shape[1])
-  scale = queries.shape[-1] ** -0.5
+  scale = options.scale_of(queries.shape[-1])
   places = query_positions[:, None]
-  mass = _mass(grouped, keys, places, key_positions, scale)
+  if sinks is not None:
+    sinks = sinks.astype(jnp.float32).reshape(1, *grouped.shape[1:3], 1, 1)
+  mass = _mass(grouped, keys, places, key_positions, scale, options, sinks)
   return mass.reshape(*queries.shape[:2], -1)
 
 
@@ -61,8 +66,20 @@ def _mass(
   query_places: Int[Array, "B #K S"],
   key_places: Int[Array, "B K T"],
   scale: float,
+  options: AttentionOptions = PLAIN,
+  sinks: Float[Array, "1 K G 1 1"] | None = None,
 ) -> Float[Array, "B K G T"]:
-  """Column sums of the weights of keys of places from 0 to the query's."""
+  """Column sums of the weights of keys of places from 0 to the query's.
+
+  Args:
+    queries: grouped by the KV head that they read.
+    keys: what they meet.
+    query_places: -1 for none.
+    key_places: -1 for none.
+    scale: of the logits, whatever the options say.
+    options: what else there is to attention.
+    sinks: logits that join the denominators.
+  """
   size = min(queries.shape[3], max(_QUERIES, _LOGITS // keys.shape[2]))
   keys = keys.astype(jnp.float32)
 
@@ -78,12 +95,17 @@ def _mass(
       precision=jax.lax.Precision.HIGHEST,
     )
     least = key_places[:, :, None]
-    seen = (least >= 0) & (least <= places[..., None])
+    seen = (least >= 0) & options.seen(places[..., None], least)
     # What is not seen may be NaN; a query that sees nothing adds nothing.
-    logits = jnp.where(seen[:, :, None], logits, -jnp.inf)
+    logits = jnp.where(seen[:, :, None], options.capped(logits), -jnp.inf)
     largest = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - jnp.where(largest > -jnp.inf, largest, 0.0))
+    if sinks is not None:
+      largest = jnp.maximum(largest, sinks)
+    shift = jnp.where(largest > -jnp.inf, largest, 0.0)
+    weights = jnp.exp(logits - shift)
     whole = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+      whole = whole + jnp.exp(sinks - shift)
     weights = weights / jnp.where(whole > 0, whole, 1.0)
     return total + jnp.sum(weights, axis=-2), None
 

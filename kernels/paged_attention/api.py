@@ -3,6 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention import Partial
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.dispatch import Implementation, Programs, dispatch
 from kvjax.kernels.paged_attention.gpu import paged_attention_gpu
 from kvjax.kernels.paged_attention.tpu import paged_attention_tpu
@@ -17,12 +18,13 @@ _PROGRAMS = Programs(
 def paged_attention(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B R P D"] | Quantised,
-  values: Float[Array, "B R P D"] | Quantised,
+  values: Float[Array, "B R P Dv"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
   kv_heads: int,
   implementation: Implementation | None = None,
+  options: AttentionOptions = PLAIN,
 ) -> Partial:
   """As `kernels.attention.partial_attention`, over R pages of P slots a row.
 
@@ -37,7 +39,8 @@ def paged_attention(
     key_positions: place of each slot's token in its row, -1 for empty.
     heads: KV head of each page, -1 for an unused page.
     kv_heads: K.
-    implementation: the kernels are for single tokens.
+    implementation: the kernels are for single tokens and plain attention.
+    options: a window, another scale, a cap of the logits.
 
   Returns:
     The attention output in the dtype of the queries, and its log-sum-exp.
@@ -49,4 +52,5 @@ def paged_attention(
     ("B",) * 6,
     "B",
     kv_heads=kv_heads,
+    options=options,
   )

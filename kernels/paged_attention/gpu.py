@@ -10,6 +10,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.kernels.attention import Partial, warpgroup
+from kvjax.kernels.attention.options import (
+  PLAIN,
+  AttentionOptions,
+  decline_unless_plain,
+)
 from kvjax.kernels.attention.warpgroup import ROWS, Found, Tiles
 from kvjax.kernels.paged_attention.owners import owners_of
 from kvjax.kernels.quantised import Quantised, stored
@@ -40,11 +45,12 @@ class _Operands(NamedTuple):
 def paged_attention_gpu(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B R P D"] | Quantised,
-  values: Float[Array, "B R P D"] | Quantised,
+  values: Float[Array, "B R P Dv"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
   kv_heads: int,
+  options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.paged_attention.api.paged_attention`.
 
@@ -54,8 +60,9 @@ def paged_attention_gpu(
   Raises:
     NotImplementedError: more than one token or than 64 query heads; no page;
       queries are not of 16 bits, keys and values neither of the same dtype nor
-      int8; D is not 128, or 64 in 16 bits.
+      int8; D is not 128, or 64 in 16 bits; attention is not plain.
   """
+  decline_unless_plain(options, keys.shape[-1], values.shape[-1])
   batch, query_heads, length, dim = queries.shape
   dtypes = {stored(x).dtype for x in (keys, values)}
   if length != 1 or query_heads > ROWS or not heads.size:

@@ -5,17 +5,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention import Partial
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.quantised import Quantised, dequantise
 
 
 def paged_attention_reference(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B R P D"] | Quantised,
-  values: Float[Array, "B R P D"] | Quantised,
+  values: Float[Array, "B R P Dv"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
   kv_heads: int,
+  options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.paged_attention.api.paged_attention`; O(N S R P)."""
   keys, values = (dequantise(x, jnp.float32) for x in (keys, values))
@@ -25,14 +27,14 @@ def paged_attention_reference(
   held = (places >= 0) & (owner >= 0)
 
   def flat(x: Float[Array, "B R P D"]) -> Float[Array, "B T D"]:
-    x = x.astype(jnp.float32).reshape(batch, -1, dim)
+    x = x.astype(jnp.float32).reshape(batch, -1, x.shape[-1])
     return jnp.where(held[..., None], x, 0.0)
 
   logits = jnp.einsum("bnsd,btd->bnst", queries.astype(jnp.float32), flat(keys))
-  logits = logits * dim**-0.5
+  logits = options.capped(logits * options.scale_of(dim))
   reads = jnp.arange(query_heads) // (query_heads // kv_heads)
   own = held[:, None] & (owner[:, None] == reads[None, :, None])
-  causal = places[:, None] <= query_positions[..., None]
+  causal = options.seen(query_positions[..., None], places[:, None])
   seen = own[:, :, None] & causal[:, None]
   weights = jax.nn.softmax(logits, axis=-1, where=seen)
   weights = jnp.where(seen, weights, 0.0)

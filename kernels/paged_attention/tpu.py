@@ -11,6 +11,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.kernels.attention import Partial
+from kvjax.kernels.attention.options import (
+  PLAIN,
+  AttentionOptions,
+  decline_unless_plain,
+)
 from kvjax.kernels.attention.running import Running
 from kvjax.kernels.paged_attention.owners import owners_of
 from kvjax.kernels.quantised import Quantised, stored
@@ -46,11 +51,12 @@ class _Operands(NamedTuple):
 def paged_attention_tpu(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B R P D"] | Quantised,
-  values: Float[Array, "B R P D"] | Quantised,
+  values: Float[Array, "B R P Dv"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
   kv_heads: int,
+  options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.paged_attention.api.paged_attention`.
 
@@ -61,8 +67,10 @@ def paged_attention_tpu(
 
   Raises:
     NotImplementedError: more than one token; no page; P is not a multiple of
-      32; keys and values are of other dtypes than float32, bfloat16 and int8.
+      32; keys and values are of other dtypes than float32, bfloat16 and int8;
+      attention is not plain.
   """
+  decline_unless_plain(options, keys.shape[-1], values.shape[-1])
   if queries.shape[2] != 1 or not heads.size:
     raise NotImplementedError("One token reads one page at least.")
   if key_positions.shape[-1] % ROWS:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention import Partial, merge
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.query_chunks import in_query_chunks
 from kvjax.kernels.quantised import Quantised, dequantise
 
@@ -18,7 +19,7 @@ class Pages(NamedTuple):
   """R pages of P slots; see `kvjax.kernels.paged_attention.api`."""
 
   keys: Float[Array, "B R P D"] | Quantised
-  values: Float[Array, "B R P D"] | Quantised
+  values: Float[Array, "B R P Dv"] | Quantised
   positions: Int[Array, "B R P"]
   heads: Int[Array, "B R"]
 
@@ -26,11 +27,12 @@ class Pages(NamedTuple):
 def paged_attention_xla(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B R P D"] | Quantised,
-  values: Float[Array, "B R P D"] | Quantised,
+  values: Float[Array, "B R P Dv"] | Quantised,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
   kv_heads: int,
+  options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.paged_attention.api.paged_attention`; O(G S R P) time.
 
@@ -45,7 +47,7 @@ def paged_attention_xla(
     queries: Float[Array, "B K G C D"], query_positions: Int[Array, "B C"]
   ) -> Partial:
     run = _attend_in_turn if some else _attend
-    return run(queries, query_positions, pages)
+    return run(queries, query_positions, pages, options)
 
   group = queries.shape[1] // kv_heads
   size = max(1, keys.shape[2] // group)
@@ -56,6 +58,7 @@ def _attend_in_turn(
   queries: Float[Array, "B K G S D"],
   query_positions: Int[Array, "B S"],
   pages: Pages,
+  options: AttentionOptions,
 ) -> Partial:
   count = pages.heads.shape[1]
   size = min(count, max(1, WHOLE // pages.positions.shape[2]))
@@ -69,11 +72,13 @@ def _attend_in_turn(
     )
     fresh = start + jnp.arange(size) >= index * size
     part = part._replace(heads=jnp.where(fresh[None], part.heads, -1))
-    return merge(found, _attend(whole, query_positions, part)), None
+    some = _attend(whole, query_positions, part, options)
+    return merge(found, some), None
 
   whole = queries.astype(jnp.float32)
   none = Partial(
-    jnp.zeros_like(whole), jnp.full(whole.shape[:-1], -jnp.inf, jnp.float32)
+    jnp.zeros((*whole.shape[:-1], pages.values.shape[-1]), jnp.float32),
+    jnp.full(whole.shape[:-1], -jnp.inf, jnp.float32),
   )
   found, _ = jax.lax.scan(visit, none, jnp.arange(-(-count // size)))
   return Partial(found.output.astype(queries.dtype), found.lse)
@@ -83,6 +88,7 @@ def _attend(
   queries: Float[Array, "B K G S D"],
   query_positions: Int[Array, "B S"],
   pages: Pages,
+  options: AttentionOptions,
 ) -> Partial:
   keys, values = (dequantise(x, queries.dtype) for x in pages[:2])
   positions, heads = pages[2:]
@@ -96,11 +102,11 @@ def _attend(
     keys,
     preferred_element_type=jnp.float32,
   )
-  seen = (places[:, :, None] >= 0) & (
-    places[:, :, None] <= query_positions[:, None, :, None]
+  seen = (places[:, :, None] >= 0) & options.seen(
+    query_positions[:, None, :, None], places[:, :, None]
   )
-  scale = queries.shape[-1] ** -0.5
-  logits = jnp.where(seen[:, :, None], logits * scale, -jnp.inf)
+  logits = options.capped(logits * options.scale_of(queries.shape[-1]))
+  logits = jnp.where(seen[:, :, None], logits, -jnp.inf)
 
   owns = heads[..., None] == jnp.arange(queries.shape[1])[None, None]
   largest = jnp.where(

@@ -1,30 +1,49 @@
 """Attention of prompts to themselves by cuDNN."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.kernels.attention.options import (
+  PLAIN,
+  AttentionOptions,
+  decline_unless_plain,
+)
 from kvjax.kernels.prompt_attention.padding import cleared
 
 
 def prompt_attention_gpu(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B K S D"],
-  values: Float[Array, "B K S D"],
+  values: Float[Array, "B K S Dv"],
   positions: Int[Array, "B S"],
-) -> Float[Array, "B N S D"]:
+  sinks: Float[Array, " N"] | None = None,
+  options: AttentionOptions = PLAIN,
+) -> Float[Array, "B N S Dv"]:
   """See `kvjax.kernels.prompt_attention.api.prompt_attention`.
 
   Raises:
     NotImplementedError: cuDNN is not there, or does not serve: numbers have 32
-      bits, or the head dim is above 256 or no multiple of 8.
+      bits, or the head dim is above 256 or no multiple of 8; logits are
+      capped; there are sinks; values are not as wide as keys.
   """
+  window, scale = options.window, options.scale
+  rest = dataclasses.replace(options, window=None, scale=None)
+  decline_unless_plain(rest, keys.shape[-1], values.shape[-1], sinks)
+  # JAX counts the tokens before a query, and cuDNN the query too.
+  local = None if window is None else (window - 1, 0)
   keys, values = (cleared(x, positions) for x in (keys, values))
   operands = (jnp.swapaxes(x, 1, 2) for x in (queries, keys, values))
   try:
     # Padding follows all tokens, so that these do not see it.
     output = jax.nn.dot_product_attention(
-      *operands, is_causal=True, implementation="cudnn"
+      *operands,
+      scale=scale,
+      is_causal=True,
+      local_window_size=local,
+      implementation="cudnn",
     )
   except RuntimeError as error:  # a NotImplementedError is one too
     raise NotImplementedError(str(error)) from error

@@ -1,5 +1,7 @@
 """Attention of prompts to themselves by splash attention, JAX's TPU kernel."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.prompt_attention.padding import cleared
 
 # Tokens of a block: at most, and what their number is a multiple of.
@@ -27,9 +30,11 @@ _NONE, _SOME, _ALL = range(3)
 def prompt_attention_tpu(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B K S D"],
-  values: Float[Array, "B K S D"],
+  values: Float[Array, "B K S Dv"],
   positions: Int[Array, "B S"],
-) -> Float[Array, "B N S D"]:
+  sinks: Float[Array, " N"] | None = None,
+  options: AttentionOptions = PLAIN,
+) -> Float[Array, "B N S Dv"]:
   """See `kvjax.kernels.prompt_attention.api.prompt_attention`.
 
   Raises:
@@ -47,6 +52,12 @@ def prompt_attention_tpu(
       f"have {length}."
     )
   extra = blocks * block - length
+  if options.scale is None:
+    scaled = queries * dim**-0.5
+  else:
+    # A scale rounded to 16 bits would be off for all logits alike.
+    scaled = queries.astype(jnp.float32) * options.scale
+    scaled = scaled.astype(queries.dtype)
 
   def rows_as_heads(x: Float[Array, "B H S D"]) -> Float[Array, "R P D"]:
     """Query head j of them all reads KV head j // (N / K), as in each row."""
@@ -54,31 +65,35 @@ def prompt_attention_tpu(
     return padded.reshape(-1, *padded.shape[2:])
 
   attend = splash.SplashAttentionKernel(
-    causal_blocks(blocks, block),
+    causal_blocks(blocks, block, options.window),
     None,
     None,
     block_sizes=splash.BlockSizes(block_q=block, block_kv=block),
     is_mqa=False,
     save_residuals=False,
     mask_value=splash.DEFAULT_MASK_VALUE,
-    attn_logits_soft_cap=None,
+    attn_logits_soft_cap=options.softcap,
     residual_checkpoint_name=None,
-    mask_function=_seen,
+    mask_function=_seen_in(options.window),
     interpret=False,
   )
   # The matrix units would round float32 to bfloat16.
   precision = "highest" if queries.dtype == jnp.float32 else "default"
   with jax.default_matmul_precision(precision):
     output: Any = attend(
-      rows_as_heads(queries * dim**-0.5),
+      rows_as_heads(scaled),
       rows_as_heads(cleared(keys, positions)),
       rows_as_heads(cleared(values, positions)),
+      sinks=None if sinks is None else jnp.tile(sinks, batch),
     )
-  return output.reshape(batch, heads, -1, dim)[:, :, :length]
+  output = output.reshape(batch, heads, -1, values.shape[-1])
+  return output[:, :, :length]
 
 
-def causal_blocks(blocks: int, block: int) -> mask_info.MaskInfo:
-  """What splash attention finds out about its `CausalMask`.
+def causal_blocks(
+  blocks: int, block: int, window: int | None = None
+) -> mask_info.MaskInfo:
+  """What splash attention finds out about its `CausalMask` or `LocalMask`.
 
   It looks at every pair of tokens for that, which takes minutes where prompts
   are long.
@@ -86,9 +101,16 @@ def causal_blocks(blocks: int, block: int) -> mask_info.MaskInfo:
   Args:
     blocks: of queries, and as many of keys.
     block: tokens of each.
+    window: tokens that a query sees, itself the last; None for all.
   """
-  row, column = np.indices((1, blocks, blocks))[1:]
-  below = np.where(column < row, _ALL, _NONE)
+  if window is None:
+    window = blocks * block
+  # Blocks before a query's own that its window may reach.
+  reach = min(blocks - 1, -(-(window - 1) // block))
+  row, column = np.indices((1, blocks, reach + 1))[1:]
+  column = column + np.maximum(row - reach, 0)
+  inside = (row - column + 1) * block <= window
+  below = np.where(column < row, np.where(inside, _ALL, _SOME), _NONE)
   return mask_info.MaskInfo(
     # Where there is nothing to see, what the next row begins with is fetched.
     data_next=np.where(column <= row, column, 0).astype(np.int16),
@@ -103,6 +125,20 @@ def _seen(
   query: Int[Array, "Q C"], key: Int[Array, "Q C"]
 ) -> Bool[Array, "Q C"]:
   return query >= key
+
+
+@functools.cache
+def _seen_in(window: int | None) -> Callable[[Array, Array], Array]:
+  """The same function for the same window: it is a key of compiled programs."""
+  if window is None:
+    return _seen
+
+  def seen(
+    query: Int[Array, "Q C"], key: Int[Array, "Q C"]
+  ) -> Bool[Array, "Q C"]:
+    return (query >= key) & (query - key < window)
+
+  return seen
 
 
 def _up_to_multiple(number: int, of: int) -> int:

@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.dispatch import Implementation, Programs, dispatch
 from kvjax.kernels.quantised import Quantised
@@ -15,12 +16,16 @@ _PROGRAMS = Programs(sparse_decode_xla, sparse_decode_tpu, sparse_decode_gpu)
 def sparse_decode(
   queries: Float[Array, "B N D"],
   keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T Dv"] | Quantised,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None = None,
   implementation: Implementation | None = None,
+  options: AttentionOptions = PLAIN,
 ) -> Partial:
   """Softmax attention, scaled by D^-1/2, to listed slots alone.
+
+  Where tokens stand is not known here: what lies outside a window must not be
+  listed, and a window is declined.
 
   Args:
     queries: one rotated query per head; head j reads KV head j // (N / K).
@@ -29,17 +34,28 @@ def sparse_decode(
     slots: what each list names, at most once, in any order; -1 for nothing.
       There is a list for each KV head (H = K) or for each of the groups of
       query heads that H, a multiple of K that divides N, makes.
-    bias: added to the scaled logits; -inf hides a slot from a head.
-    implementation: XLA gathers the slots; the kernels do not.
+    bias: added to the scaled, capped logits; -inf hides a slot from a head.
+    implementation: XLA gathers the slots; the kernels do not, and are for
+      plain attention.
+    options: another scale, a cap of the logits.
 
   Returns:
     The output in the dtype of the queries, and its float32 log-sum-exp, for
     `kvjax.kernels.attention.merge`. A head without slots gets zeros and -inf.
+
+  Raises:
+    NotImplementedError: there is a window.
   """
+  if options.window is not None:
+    raise NotImplementedError(
+      "Lists of slots do not say where tokens stand, so that a window cannot "
+      "be applied to them."
+    )
   return dispatch(
     _PROGRAMS,
     implementation,
     (queries, keys, values, slots, bias),
     ("BK", "BK", "BK", "BK", "BK"),
     "BK",
+    options=options,
   )

@@ -10,6 +10,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention import warpgroup
+from kvjax.kernels.attention.options import (
+  PLAIN,
+  AttentionOptions,
+  decline_unless_plain,
+)
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.attention.warpgroup import ROWS, Found, Tiles
 from kvjax.kernels.quantised import Quantised, stored
@@ -40,9 +45,10 @@ class _Operands(NamedTuple):
 def sparse_decode_gpu(
   queries: Float[Array, "B N D"],
   keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T Dv"] | Quantised,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
+  options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.sparse_decode.api.sparse_decode`.
 
@@ -54,8 +60,10 @@ def sparse_decode_gpu(
   Raises:
     NotImplementedError: queries are not of 16 bits, keys and values neither of
       the same dtype nor int8; D is not 128, or 64 in 16 bits; a list is empty,
-      is for more than 64 query heads, or for more than 8 with a bias.
+      is for more than 64 query heads, or for more than 8 with a bias; attention
+      is not plain.
   """
+  decline_unless_plain(options, keys.shape[-1], values.shape[-1])
   batch, heads, dim = queries.shape
   lists, most = slots.shape[1:]
   group = heads // lists

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.quantised import Quantised, dequantise
 
@@ -11,9 +12,10 @@ from kvjax.kernels.quantised import Quantised, dequantise
 def sparse_decode_reference(
   queries: Float[Array, "B N D"],
   keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T Dv"] | Quantised,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None = None,
+  options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.sparse_decode.api.sparse_decode`."""
   keys, values = (dequantise(x, jnp.float32) for x in (keys, values))
@@ -28,7 +30,8 @@ def sparse_decode_reference(
     logits = jnp.full(capacity + 1, -jnp.inf)
     place = jnp.where(listed >= 0, listed, capacity)
     query = queries[row, head].astype(jnp.float32)
-    all_logits = keys[row, kv_head].astype(jnp.float32) @ query * dim**-0.5
+    products = keys[row, kv_head].astype(jnp.float32) @ query
+    all_logits = options.capped(products * options.scale_of(dim))
     listed_logits = jnp.append(all_logits, 0.0)[place] + extra
     logits = logits.at[place].set(listed_logits)[:capacity]
     named = jnp.isfinite(logits)

@@ -10,6 +10,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.kernels.attention.options import (
+  PLAIN,
+  AttentionOptions,
+  decline_unless_plain,
+)
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.attention.running import Running
 from kvjax.kernels.quantised import Quantised, stored
@@ -50,9 +55,10 @@ class _Operands(NamedTuple):
 def sparse_decode_tpu(
   queries: Float[Array, "B N D"],
   keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T Dv"] | Quantised,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
+  options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.sparse_decode.api.sparse_decode`.
 
@@ -70,8 +76,9 @@ def sparse_decode_tpu(
 
   Raises:
     NotImplementedError: T is less than 32; a list is empty or too long; keys
-      and values are of other dtypes than the above.
+      and values are of other dtypes than the above; attention is not plain.
   """
+  decline_unless_plain(options, keys.shape[-1], values.shape[-1])
   batch, heads, dim = queries.shape
   lists, most = slots.shape[1:]
   if not 0 < most <= MOST:

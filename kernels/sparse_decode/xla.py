@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.quantised import Quantised, dequantise
 
@@ -11,9 +12,10 @@ from kvjax.kernels.quantised import Quantised, dequantise
 def sparse_decode_xla(
   queries: Float[Array, "B N D"],
   keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T D"] | Quantised,
+  values: Float[Array, "B K T Dv"] | Quantised,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
+  options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.sparse_decode.api.sparse_decode`."""
   batch, heads, dim = queries.shape
@@ -37,7 +39,7 @@ def sparse_decode_xla(
     gather(keys),
     preferred_element_type=jnp.float32,
   )
-  logits = logits * dim**-0.5
+  logits = options.capped(logits * options.scale_of(dim))
   if bias is not None:
     logits = logits + bias.reshape(logits.shape)
   logits = jnp.where(named[:, :, None], logits, -jnp.inf)
@@ -55,5 +57,6 @@ def sparse_decode_xla(
     largest, jnp.sum(weights, axis=-1), weighted, queries.dtype
   )
   return Partial(
-    found.output.reshape(queries.shape), found.lse.reshape(batch, heads)
+    found.output.reshape(batch, heads, values.shape[-1]),
+    found.lse.reshape(batch, heads),
   )
