@@ -7,7 +7,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.struct import struct
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
+from kvjax.struct import static, struct
 
 # What a method may ask for besides queries, keys and values.
 Optional = Literal[
@@ -38,6 +39,7 @@ class Activations:
     inputs: the layer's normed input, which all projections read.
     output_projection: W_O, from each head's attention output to the residual.
     sinks: a logit per query head that joins the softmax's denominator.
+    attention: window, scale and softcap of the layer; set by the engine.
   """
 
   queries: Float[Array, "B N S D"]
@@ -49,6 +51,7 @@ class Activations:
   inputs: Float[Array, "B S E"] | None = None
   output_projection: Float[Array, "N Dv E"] | None = None
   sinks: Float[Array, " N"] | None = None
+  attention: AttentionOptions = static(default=PLAIN)
 
   def only(self, reads: Collection[str]) -> "Activations":
     """The same with those of `OPTIONAL` alone that are named."""

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.errors import InputError
+from kvjax.kernels.attention import AttentionOptions
 
 # Given what a layer projects of a block of tokens; returns the attention
 # output, before the output projection, and the layer's new state.
@@ -51,10 +52,14 @@ class LayerSpec:
   weights: int = 0
 
   def __post_init__(self) -> None:
-    for name in ("heads", "kv_heads", "key_dim", "value_dim", "window"):
-      size = getattr(self, name)
+    sizes = (self.heads, self.kv_heads, self.key_dim, self.value_dim)
+    for size in sizes:
       if size is not None and size < 1:
-        raise InputError(f"{name} of a layer must be 1 or more; {size} is not.")
+        raise InputError(f"Sizes of a layer must be 1 or more; {size} is not.")
+    try:
+      _ = self.attention
+    except ValueError as error:
+      raise InputError(f"In a layer's spec, {error}") from error
     if self.heads % self.kv_heads:
       raise InputError(
         f"Query heads are a multiple of the KV heads; {self.heads} is no "
@@ -65,6 +70,11 @@ class LayerSpec:
   def value_width(self) -> int:
     """Width of a value."""
     return self.value_dim or self.key_dim
+
+  @property
+  def attention(self) -> AttentionOptions:
+    """What attention kernels are told."""
+    return AttentionOptions(self.window, self.scale, self.softcap)
 
   @property
   def compressible(self) -> bool:

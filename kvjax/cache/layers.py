@@ -16,7 +16,6 @@ from kvjax.cache.observation import ObservationWindow
 from kvjax.kernels.attention import attention
 from kvjax.kernels.gather import compact
 from kvjax.kernels.quantised import Quantised, quantise
-from kvjax.model import LayerSpec
 from kvjax.struct import struct, updated
 
 # An index into the leading axis of a stack; None where there is no such axis.
@@ -93,18 +92,16 @@ class Layer(abc.ABC):
 
   @abc.abstractmethod
   def attend(
-    self,
-    queries: Float[Array, "B N S D"],
-    query_positions: Int[Array, "B S"],
-    spec: LayerSpec | None = None,
-    sinks: Float[Array, " N"] | None = None,
+    self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], Self]:
-    """Attention, causal by positions; and the layer after it."""
+    """Attention of a block's queries, causal by positions; the layer then.
+
+    The block's own keys and values are in the layer already.
+    """
 
   def step(
     self,
     index: Index,
-    spec: LayerSpec,
     activations: Activations,
     arrange: Arrange | None = None,
   ) -> tuple[Float[Array, "B N S Dv"], Self]:
@@ -112,16 +109,15 @@ class Layer(abc.ABC):
 
     Args:
       index: of the layer.
-      spec: how it attends.
       activations: the block.
       arrange: makes of the layer what attention reads.
     """
     stack = self.append(activations, index)
     layer = stack.at(index)
-    output, after = (arrange(layer) if arrange else layer).attend(
-      activations.queries, activations.positions, spec, activations.sinks
-    )
-    return output, stack if arrange else stack.put(index, layer, after)
+    if arrange is not None:
+      return arrange(layer).attend(activations)[0], stack
+    output, after = layer.attend(activations)
+    return output, stack.put(index, layer, after)
 
   def placed(self, place: Callable[[Any, Sequence[str]], Any]) -> Self:
     """The layer with its arrays placed on a mesh.
@@ -230,16 +226,17 @@ class Slots(Layer):
     return self.positions >= 0
 
   def attend(
-    self,
-    queries: Float[Array, "B N S D"],
-    query_positions: Int[Array, "B S"],
-    spec: LayerSpec | None = None,
-    sinks: Float[Array, " N"] | None = None,
+    self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], Self]:
     """Attention to all slots; see `kvjax.kernels.attention.attention`."""
-    del spec, sinks
     output = attention(
-      queries, self.keys, self.values, query_positions, self.positions
+      activations.queries,
+      self.keys,
+      self.values,
+      activations.positions,
+      self.positions,
+      options=activations.attention,
+      sinks=activations.sinks,
     )
     return output, self
 

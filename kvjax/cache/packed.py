@@ -16,11 +16,10 @@ from kvjax.cache.layers import (
   LayerCache,
   Slots,
 )
-from kvjax.kernels.attention import merge, partial_attention
+from kvjax.kernels.attention import merge, partial_attention, with_sinks
 from kvjax.kernels.gather import compact
 from kvjax.kernels.paged_attention import paged_attention
 from kvjax.kernels.quantised import Quantised, quantise
-from kvjax.model import LayerSpec
 from kvjax.struct import struct, updated
 
 # Slots per page. Up to P - 1 slots per head stay empty; with smaller pages a
@@ -172,15 +171,11 @@ class PackedLayer(Layer):
     return PackedLayer(updated(pages, keys=keys, values=values), tail)
 
   def attend(
-    self,
-    queries: Float[Array, "B N S D"],
-    query_positions: Int[Array, "B S"],
-    spec: LayerSpec | None = None,
-    sinks: Float[Array, " N"] | None = None,
+    self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], "PackedLayer"]:
     """Attention to pages and tail; see `kvjax.kernels.attention.attention`."""
-    del spec, sinks
-    pages, tail = self.pages, self.tail
+    pages, tail, options = self.pages, self.tail, activations.attention
+    queries, query_positions = activations.queries, activations.positions
     found = paged_attention(
       queries,
       pages.keys,
@@ -189,12 +184,20 @@ class PackedLayer(Layer):
       pages.positions,
       pages.heads,
       tail.positions.shape[1],
+      options=options,
     )
     if tail.capacity:
       new = partial_attention(
-        queries, tail.keys, tail.values, query_positions, tail.positions
+        queries,
+        tail.keys,
+        tail.values,
+        query_positions,
+        tail.positions,
+        options=options,
       )
       found = merge(found, new)
+    if activations.sinks is not None:
+      found = with_sinks(found, activations.sinks)
     return found.output, self
 
 

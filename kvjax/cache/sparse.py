@@ -1,6 +1,7 @@
 """A layer's cache that keeps everything and reads what a method looks up."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,11 +14,16 @@ from kvjax.cache.layers import Index, Layer, LayerCache
 from kvjax.cache.placement import gather_rows, is_on_host, to_device, to_host
 from kvjax.cache.ring import Ring
 from kvjax.errors import InputError
-from kvjax.kernels.attention import Partial, merge, partial_attention
+from kvjax.kernels.attention import (
+  AttentionOptions,
+  Partial,
+  merge,
+  partial_attention,
+  with_sinks,
+)
 from kvjax.kernels.select import named_slots, true_slots
 from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.methods.heads import heads_of
-from kvjax.model import LayerSpec
 from kvjax.retrieval.base import (
   Found,
   Prompt,
@@ -202,57 +208,61 @@ class SparseLayer(Layer):
     return Ring(self.resident, self.stored, self.retrieval.ring, self.spare)
 
   def attend(
-    self,
-    queries: Float[Array, "B N S D"],
-    query_positions: Int[Array, "B S"],
-    spec: LayerSpec | None = None,
-    sinks: Float[Array, " N"] | None = None,
+    self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
     """Attention to the resident tokens and to what each query looks up."""
-    del spec, sinks
-    near = _attend(self.resident, queries, query_positions)
-    lone = queries.shape[2] == 1
+    near = _attend(self.resident, activations)
+    lone = activations.queries.shape[2] == 1
     if not lone and self.retrieval.turn == "dense":
-      far = _attend(to_device(self.stored), queries, query_positions)
-      return merge(near, far).output, self
-    look_up = self._look_up if lone else self._look_up_each
-    index, far = look_up(queries, query_positions)
-    after = updated(self, index=index)
-    return merge(near, far).output, after
+      index, far = self.index, _attend(to_device(self.stored), activations)
+    elif lone:
+      index, far = self._look_up(activations)
+    else:
+      index, far = self._look_up_each(activations)
+    found = merge(near, far)
+    if activations.sinks is not None:
+      found = with_sinks(found, activations.sinks)
+    return found.output, updated(self, index=index)
 
-  def _look_up(
-    self, queries: Float[Array, "B N 1 D"], query_positions: Int[Array, "B 1"]
-  ) -> tuple[PyTree[Array], Partial]:
+  def _look_up(self, activations: Activations) -> tuple[PyTree[Array], Partial]:
     """The index after a token of each row, and what it looks up.
 
     There is no branch in it: while the host gathers, the device is free for the
     resident tokens.
     """
     index, far = self._attend_to_found(
-      self.index, queries[:, :, 0], query_positions[:, 0]
+      self.index,
+      activations.queries[:, :, 0],
+      activations.positions[:, 0],
+      activations.attention,
     )
     return index, Partial(far.output[:, :, None], far.lse[:, :, None])
 
   def _look_up_each(
-    self, queries: Float[Array, "B N S D"], query_positions: Int[Array, "B S"]
+    self, activations: Activations
   ) -> tuple[PyTree[Array], Partial]:
     """The same for several tokens, one after another."""
+    queries = activations.queries
+    width = self.stored.values.shape[-1]
 
     def pass_over(
       index: PyTree[Array], query: Array, position: Array
     ) -> tuple[PyTree[Array], Partial]:
       del position
       nothing = jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
-      return index, Partial(jnp.zeros_like(query), nothing)
+      output = jnp.zeros((*query.shape[:2], width), query.dtype)
+      return index, Partial(output, nothing)
 
     def one(
       index: PyTree[Array], token: tuple[Array, Array]
     ) -> tuple[PyTree[Array], Partial]:
       some = jnp.any(token[1] >= 0)  # else padding of all rows
-      look_up = self._attend_to_found
+      look_up = functools.partial(
+        self._attend_to_found, options=activations.attention
+      )
       return jax.lax.cond(some, look_up, pass_over, index, *token)
 
-    tokens = (jnp.moveaxis(queries, 2, 0), query_positions.T)
+    tokens = (jnp.moveaxis(queries, 2, 0), activations.positions.T)
     index, far = jax.lax.scan(one, self.index, tokens)
     return index, Partial(*(jnp.moveaxis(x, 0, 2) for x in far))
 
@@ -261,6 +271,7 @@ class SparseLayer(Layer):
     index: PyTree[Array],
     queries: Float[Array, "B N D"],
     positions: Int[Array, " B"],
+    options: AttentionOptions,
   ) -> tuple[PyTree[Array], Partial]:
     """The index after a token of each row, and attention to what it finds."""
     index, found = self.retrieved(index, queries, positions)
@@ -268,7 +279,9 @@ class SparseLayer(Layer):
     bias = found.bias
     if bias is not None:
       bias = bias.reshape(bias.shape[0], -1, bias.shape[-1])
-    return index, sparse_decode(queries, keys, values, slots, bias)
+    return index, sparse_decode(
+      queries, keys, values, slots, bias, options=options
+    )
 
   def _read(
     self, slots: Int[Array, "B K J M"]
@@ -352,13 +365,14 @@ class SparseLayer(Layer):
     return Found(jnp.where(whole, everything[None], found.slots), bias), news
 
 
-def _attend(
-  cache: LayerCache,
-  queries: Float[Array, "B N S D"],
-  query_positions: Int[Array, "B S"],
-) -> Partial:
+def _attend(cache: LayerCache, activations: Activations) -> Partial:
   return partial_attention(
-    queries, cache.keys, cache.values, query_positions, cache.positions
+    activations.queries,
+    cache.keys,
+    cache.values,
+    activations.positions,
+    cache.positions,
+    options=activations.attention,
   )
 
 

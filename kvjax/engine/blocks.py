@@ -12,9 +12,10 @@ from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import Layer, LayerCache
 from kvjax.cache.sharding import shard_stack
+from kvjax.cache.window import WindowLayer
 from kvjax.engine.compress import finalize_cache, finalize_layer
 from kvjax.engine.feed import append_block, evict_all
-from kvjax.engine.forward import attend_to_prompt, index_layer
+from kvjax.engine.forward import attend_to_prompt, described, index_layer
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import Limits, compressed_layers, prepare_limits
 from kvjax.model import Geometry, LayerSpec, Model
@@ -131,7 +132,7 @@ def _empty_stack(
   plan: Plan,
   kind: _Kind,
   sizes: tuple[int, int],
-) -> LayerCache:
+) -> Layer:
   """Layers that hold nothing, with all that the method will remember.
 
   Args:
@@ -143,7 +144,7 @@ def _empty_stack(
   """
   count, rows = sizes
 
-  def first_token(params: PyTree) -> LayerCache:
+  def first_token(params: PyTree) -> Layer:
     """What a layer's cache is after a token, for its shapes."""
     token = jnp.zeros((rows, 1), jnp.int32)
     hidden, shared = model.embed(params, token, token)
@@ -152,11 +153,14 @@ def _empty_stack(
     def attend(
       activations: Activations,
     ) -> tuple[Float[Array, "B N S Dv"], Activations]:
-      return attend_to_prompt(kind.spec, activations), activations
+      activations = described(kind.spec, activations)
+      return attend_to_prompt(activations), activations
 
     _, activations = model.block(
       weights, kind.spec, hidden, shared, token, attend
     )
+    if kind.spec.window is not None:
+      return WindowLayer.of(activations, kind.spec.window)
     activations = plan.candidates(activations)
     cache = LayerCache.of(activations)
     if kind.evicts:
@@ -164,7 +168,7 @@ def _empty_stack(
     return cache.grown(kind.room - 1)
 
   shapes = jax.eval_shape(first_token, params)
-  stack: LayerCache = jax.tree.map(
+  stack: Layer = jax.tree.map(
     lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes
   )
   return shard_stack(stack.cleared())
@@ -172,6 +176,8 @@ def _empty_stack(
 
 def _finalize(model: Model, plan: Plan, stack: Any, capacity: int) -> Layer:
   """Layers without room for a block, nor memory if it has no more use."""
+  if not stack.compressible:
+    return shard_stack(stack)
   stack = stack.shrunk(capacity)
   if plan.schedule.every is not None:
     return shard_stack(stack)

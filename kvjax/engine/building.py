@@ -50,7 +50,7 @@ class CacheBuilder:
     self._protected = protected
     specs = model.geometry.layers
     self._kinds = [
-      (spec, prepared.program(layer)) if spec.cache else None
+      (spec, prepared.program(layer, spec)) if spec.cache else None
       for layer, spec in enumerate(specs)
     ]
     self._stacks: list[Layer] = []

@@ -15,11 +15,12 @@ from kvjax.cache.observation import ObservationWindow
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sharding import shard_layer, shard_stack
 from kvjax.cache.sparse import SparseLayer
+from kvjax.cache.window import WindowLayer
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import LayerProgram, Limits
 from kvjax.engine.rerotation import close_up, rerotate
 from kvjax.methods.base import Method
-from kvjax.model import Model
+from kvjax.model import LayerSpec, Model
 from kvjax.struct import struct
 
 
@@ -118,6 +119,8 @@ def compress_layer(model: Model, program: LayerProgram, kept: Kept) -> Layer:
     kept: the layer.
   """
   plan = program.plan
+  if program.window is not None:
+    return shard_layer(WindowLayer.of(kept.activations, program.window))
   cache, activations = _candidates(plan.per_query_head, kept.activations)
   evaluated = kept.evaluated
   if evaluated is not None:
@@ -265,14 +268,15 @@ def _remember(cache: LayerCache, evaluated: Evaluated) -> LayerCache:
   )
 
 
-def padding_like(cache: LayerCache, heads: int) -> Activations:
+def padding_like(cache: LayerCache, spec: LayerSpec) -> Activations:
   """A block of one token of padding, as a layer would project it."""
   batch, kv_heads, _, dim = cache.keys.shape
   keys = jnp.zeros((batch, kv_heads, 1, dim), cache.keys.dtype)
   width = cache.values.shape[-1]
   return Activations(
-    queries=jnp.zeros((batch, heads, 1, dim), cache.keys.dtype),
+    queries=jnp.zeros((batch, spec.heads, 1, dim), cache.keys.dtype),
     keys=keys,
     values=jnp.zeros((batch, kv_heads, 1, width), cache.values.dtype),
     positions=jnp.full((batch, 1), -1, jnp.int32),
+    attention=spec.attention,
   )

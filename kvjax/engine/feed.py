@@ -60,13 +60,12 @@ def append_block(
   arrange = arrange_for(model, plan)
 
   def step(
-    spec: LayerSpec,
     layer: Int[Array, ""],
     stack: Layer,
     index: Int[Array, ""],
     activations: Activations,
   ) -> tuple[Float[Array, "B N S Dv"], Layer]:
-    output, stack = stack.step(index, spec, activations, arrange)
+    output, stack = stack.step(index, activations, arrange)
     if plan is not None and stack.compressible:
       view: Any = stack.at(index)
       with jax.default_matmul_precision("highest"):
@@ -101,17 +100,17 @@ def evict_all(model: Model, limits: Limits, cache: Cache) -> Cache:
     kept = {traits.keeps_layer(layer) for layer in layers}
     if not stack.compressible or kept == {True}:
       continue
-    heads = model.geometry.layers[layers[0]].heads
+    spec = model.geometry.layers[layers[0]]
     numbers = jnp.asarray(layers, jnp.int32)
 
     def one_layer(
       index: Int[Array, ""],
       stack: Any,
       numbers: Array = numbers,
-      heads: int = heads,
+      spec: LayerSpec = spec,
     ) -> Any:
       layer: LayerCache = stack.at(index)
-      padding = padding_like(layer, heads)
+      padding = padding_like(layer, spec)
       own = dataclasses.replace(
         budget, capacity=min(budget.capacity, layer.capacity)
       )

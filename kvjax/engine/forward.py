@@ -1,5 +1,6 @@
 """The model's layers, one after another: compiled once per kind of layer."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,13 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.errors import InputError
 from kvjax.kernels.prompt_attention import prompt_attention
 from kvjax.model import LayerSpec, Model, ranks
 
-# Given a layer's spec, its number, the stack that its state is in, its index
-# there and its activations; returns the attention output and the stack.
+# Given a layer's number, the stack that its state is in, its index there and
+# its activations; returns the attention output and the stack.
 Step = Callable[
-  [LayerSpec, Int[Array, ""], Any, Int[Array, ""], Activations],
+  [Int[Array, ""], Any, Int[Array, ""], Activations],
   tuple[Float[Array, "B N S Dv"], Any],
 ]
 # The same with a state of the layer's own, and the layer's number as an int.
@@ -88,9 +90,9 @@ def run_layers(
         own = index_layer(stack, weight_index[layer])
 
       def attend(activations: Activations) -> Any:
-        return step(
-          kind.spec, layer, states[kind.stack], state_index[layer], activations
-        )
+        activations = described(kind.spec, activations)
+        state = states[kind.stack]
+        return step(layer, state, state_index[layer], activations)
 
       hidden, state = model.block(
         own, kind.spec, hidden, shared, positions, attend
@@ -164,8 +166,10 @@ def hidden_states(
   places = zip(geometry.layers, geometry.weight_index, strict=True)
   for layer, (spec, index) in enumerate(places):
 
-    def own(activations: Activations, layer: int = layer) -> Any:
-      return attend(layer, states[layer], activations)
+    def own(
+      activations: Activations, layer: int = layer, spec: LayerSpec = spec
+    ) -> Any:
+      return attend(layer, states[layer], described(spec, activations))
 
     hidden, state = model.block(
       index_layer(weights[spec.weights], index),
@@ -198,14 +202,13 @@ def prompt_hidden(
   """
 
   def step(
-    spec: LayerSpec,
     layer: Int[Array, ""],
     stack: None,
     index: Int[Array, ""],
     activations: Activations,
   ) -> tuple[Float[Array, "B N S Dv"], None]:
     del layer, stack, index
-    return attend_to_prompt(spec, activations), None
+    return attend_to_prompt(activations), None
 
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
   order = (0,) * model.geometry.num_layers
@@ -214,16 +217,38 @@ def prompt_hidden(
   )[0]
 
 
-def attend_to_prompt(
-  spec: LayerSpec, activations: Activations
-) -> Float[Array, "B N S Dv"]:
+def described(spec: LayerSpec, activations: Activations) -> Activations:
+  """Activations that know how their layer attends.
+
+  Raises:
+    InputError: the model gives sinks where the spec has none, or none where it
+      has, or heads of other sizes.
+  """
+  queries, keys = activations.queries.shape, activations.keys.shape
+  sizes = (queries[1], keys[1], keys[3], activations.values.shape[3])
+  wanted = (spec.heads, spec.kv_heads, spec.key_dim, spec.value_width)
+  if sizes != wanted or queries[3] != keys[3]:
+    raise InputError(
+      "A layer projects what its spec says; this one has query heads, KV "
+      f"heads, key and value widths {sizes}, and its spec {wanted}."
+    )
+  if (activations.sinks is not None) != spec.sinks:
+    raise InputError(
+      "A layer has sinks where its spec says so; this one "
+      f"{'lacks them' if spec.sinks else 'has them unsaid'}."
+    )
+  return dataclasses.replace(activations, attention=spec.attention)
+
+
+def attend_to_prompt(activations: Activations) -> Float[Array, "B N S Dv"]:
   """Attention of rows that begin with the block, padded on the right."""
-  del spec
   return prompt_attention(
     activations.queries,
     activations.keys,
     activations.values,
     activations.positions,
+    options=activations.attention,
+    sinks=activations.sinks,
   )
 
 

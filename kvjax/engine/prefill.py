@@ -24,6 +24,7 @@ from kvjax.engine.compress import Evaluated, Evaluation, evaluate_layer
 from kvjax.engine.forward import (
   attend_to_prompt,
   block_positions,
+  described,
   index_layer,
 )
 from kvjax.engine.likelihood import prompt_nll
@@ -303,7 +304,8 @@ def _forward_layer(
   def attend(
     activations: Activations,
   ) -> tuple[Float[Array, "B N S Dv"], Activations]:
-    return attend_to_prompt(spec, activations), activations.only(reads)
+    activations = described(spec, activations)
+    return attend_to_prompt(activations), activations.only(reads)
 
   hidden, activations = model.block(
     index_layer(stack, jnp.asarray(index)),

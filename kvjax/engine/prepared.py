@@ -28,6 +28,7 @@ class LayerProgram:
     capacity: slots of the new cache per head.
     whole: no row has to lose anything.
     evicts: whether the method chooses in the layer, now or later.
+    window: tokens of a local layer's ring; None for a global layer.
     retrieval: what indexes the layer, if anything does.
     max_keys: the most that any row looks up.
   """
@@ -36,6 +37,7 @@ class LayerProgram:
   capacity: int
   whole: bool
   evicts: bool
+  window: int | None = None
   retrieval: Retrieval | None = None
   max_keys: int = 0
 
@@ -65,7 +67,7 @@ class PreparedPlan:
   evicts: tuple[bool, ...] = static()
   max_keys: int = static(default=0)
 
-  def program(self, layer: int) -> LayerProgram:
+  def program(self, layer: int, spec: LayerSpec) -> LayerProgram:
     """What the layer's compression is compiled for."""
     plan = self.plan
     recursive = plan.schedule.every is not None
@@ -78,9 +80,10 @@ class PreparedPlan:
     )
     room = self.capacities[layer], self.whole[layer], self.evicts[layer]
     sparse = plan.sparse
-    if sparse is None or sparse.retrieval.is_dense(layer):
-      return LayerProgram(plain, *room)
-    return LayerProgram(plain, *room, sparse.retrieval, self.max_keys)
+    local = spec.window is not None
+    if sparse is None or local or sparse.retrieval.is_dense(layer):
+      return LayerProgram(plain, *room, spec.window)
+    return LayerProgram(plain, *room, None, sparse.retrieval, self.max_keys)
 
   def budget(
     self, layer: int, protected: Bool[Array, "B P"] | None

@@ -94,6 +94,11 @@ def _received(
 ) -> Float[Array, "B K T"]:
   """Attention that the block's queries pay to every slot, group mean."""
   mass = causal_mass(
-    activations.queries, cache.keys, activations.positions, cache.positions
+    activations.queries,
+    cache.keys,
+    activations.positions,
+    cache.positions,
+    options=activations.attention,
+    sinks=activations.sinks,
   )
   return jnp.mean(by_kv_head(mass, cache.keys.shape[1]), axis=2)

@@ -124,5 +124,12 @@ def window_mass(
   Float32; see `window_queries` and `kvjax.kernels.attention_mass.causal_mass`.
   """
   queries, places = window_queries(cache, activations, window)
-  mass = causal_mass(queries, cache.keys, places, cache.positions)
+  mass = causal_mass(
+    queries,
+    cache.keys,
+    places,
+    cache.positions,
+    options=activations.attention,
+    sinks=activations.sinks,
+  )
   return by_kv_head(mass, cache.keys.shape[1])
