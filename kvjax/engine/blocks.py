@@ -181,6 +181,7 @@ def _finalize(model: Model, plan: Plan, stack: Any, capacity: int) -> Layer:
   stack = stack.shrunk(capacity)
   if plan.schedule.every is not None:
     return shard_stack(stack)
-  finalize = functools.partial(finalize_layer, model, plan)
+  renumbers = plan.method.traits.renumbers
+  finalize = functools.partial(finalize_layer, model, renumbers, plan.kv_dtype)
   layers: Layer = jax.vmap(finalize)(stack.forgetful())
   return shard_stack(layers)

@@ -15,11 +15,13 @@ from kvjax.cache.layers import Layer
 from kvjax.cache.sharding import shard_stack
 from kvjax.engine.compress import (
   Evaluated,
+  Evaluation,
   Kept,
   compress_layer,
   finalize_cache,
   keep_alone,
   keep_layer,
+  select_layer,
 )
 from kvjax.engine.prepared import LayerProgram, PreparedPlan
 from kvjax.model import LayerSpec, Model
@@ -49,14 +51,19 @@ class CacheBuilder:
     self._prepared = prepared
     self._protected = protected
     specs = model.geometry.layers
+    # What stacks hold: layers that evict apart from those that never do.
     self._kinds = [
-      (spec, prepared.program(layer, spec)) if spec.cache else None
+      (spec, prepared.program(layer, spec), prepared.evicts[layer])
+      if spec.cache
+      else None
       for layer, spec in enumerate(specs)
     ]
     self._stacks: list[Layer] = []
     self._order = [-1] * len(specs)
     # For each kind, its stack and how many layers that holds.
-    self._filled: dict[tuple[LayerSpec, LayerProgram], tuple[int, int]] = {}
+    self._filled: dict[
+      tuple[LayerSpec, LayerProgram, bool], tuple[int, int]
+    ] = {}
 
   def keep(
     self, layer: int, activations: Activations, evaluated: Evaluated | None
@@ -72,11 +79,12 @@ class CacheBuilder:
     assert kind is not None
     program = kind[1]
     num_keys = self._prepared.num_keys
+    activations = activations.only(())
     kept = Kept(
       jnp.asarray(layer, jnp.int32),
-      activations.only(()),
-      evaluated,
-      self._prepared.budget(layer, self._protected),
+      activations,
+      evaluated and evaluated.remembered(),
+      self._select(layer, activations, evaluated),
       None if program.retrieval is None else jnp.asarray(num_keys),
     )
     if kind in self._filled:
@@ -101,6 +109,21 @@ class CacheBuilder:
     )
     self._order[layer] = stack
     self._filled[kind] = stack, index + 1
+
+  def _select(
+    self, layer: int, activations: Activations, evaluated: Evaluated | None
+  ) -> Int[Array, "B K T"] | None:
+    """Slots to keep; None where nobody loses anything."""
+    if self._prepared.whole[layer]:
+      return None
+    assert evaluated is not None
+    slots = activations.positions.shape[1]
+    return select_layer(
+      Evaluation.of(self._prepared.plan),
+      activations,
+      evaluated,
+      self._prepared.budget(layer, slots, self._protected),
+    )
 
   def cache(self, lengths: Int[Array, " B"]) -> Cache:
     """The cache, when all layers have been kept."""

@@ -1,5 +1,6 @@
 """What happens to a layer's cache: evaluate, select, keep, finalize."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -65,6 +66,12 @@ class Evaluated:
   received: Float[Array, "B K T"] | None
   window: ObservationWindow | None
 
+  def remembered(self) -> "Evaluated | None":
+    """What is remembered alone, if anything is."""
+    if self.received is None and self.window is None:
+      return None
+    return dataclasses.replace(self, scores=None)
+
 
 @functools.partial(jax.jit, static_argnames=("evaluation", "scored"))
 def evaluate_layer(
@@ -92,45 +99,63 @@ def evaluate_layer(
   return Evaluated(scores, cache.received, cache.window)
 
 
+@functools.partial(jax.jit, static_argnames=("evaluation",))
+def select_layer(
+  evaluation: Evaluation,
+  activations: Activations,
+  evaluated: Evaluated,
+  budget: LayerBudget,
+) -> Int[Array, "B K T"]:
+  """Slots of a prompt that a method keeps, ascending, then -1.
+
+  Args:
+    evaluation: the method.
+    activations: the prompt.
+    evaluated: what the method has found in it.
+    budget: how many; its capacity is T.
+  """
+  cache, _ = _candidates(evaluation.per_query_head, activations)
+  cache = _remember(cache, evaluated)
+  allocation, method = evaluation.allocation, evaluation.method
+  return allocation.select(method, evaluated.scores, cache, budget)
+
+
 class Kept(NamedTuple):
-  """What `keep_layer` makes a layer of; arrays alone.
+  """What a layer of a prompt becomes a cache of; arrays alone.
 
   Attributes:
     layer: number of the layer in the model.
     activations: of the prompt.
-    evaluated: what the method found and remembers, if it was asked.
-    budget: what the rows may keep.
+    evaluated: what the method remembers, if anything.
+    slots: those to keep, ascending, then -1; None for all.
     num_keys: keys that the rows look up, if any.
   """
 
   layer: Int[Array, ""]
   activations: Activations
   evaluated: Evaluated | None
-  budget: LayerBudget
+  slots: Int[Array, "B K T"] | None
   num_keys: Int[Array, " B"] | None
 
 
 def compress_layer(model: Model, program: LayerProgram, kept: Kept) -> Layer:
-  """A prompt's layer as its plan keeps it, in its final form.
+  """A layer of a prompt as its plan keeps it, in its final form.
 
   Args:
     model: turns keys where the method renumbers them.
-    program: what the layer is compiled for.
+    program: what is compiled.
     kept: the layer.
   """
-  plan = program.plan
   if program.window is not None:
     return shard_layer(WindowLayer.of(kept.activations, program.window))
-  cache, activations = _candidates(plan.per_query_head, kept.activations)
-  evaluated = kept.evaluated
-  if evaluated is not None:
-    cache = _remember(cache, evaluated)
+  cache, activations = _candidates(program.per_query_head, kept.activations)
+  if kept.evaluated is not None:
+    cache = _remember(cache, kept.evaluated)
   left: Layer = cache
-  if not program.whole:
-    assert evaluated is not None
-    left = keep_selected(plan, cache, evaluated.scores, kept.budget)
-  if plan.schedule.every is None:
-    left = finalize_layer(model, plan, left)
+  if kept.slots is not None:
+    left = take_slots(cache, kept.slots, program.capacity, program.ragged)
+  if not program.recursive:
+    left = finalize_layer(model, program.renumbers, program.kv_dtype, left)
   if program.retrieval is not None:
     assert kept.num_keys is not None
     assert isinstance(left, LayerCache)
@@ -171,26 +196,42 @@ def keep_alone(kept: Kept, *, model: Model, program: LayerProgram) -> Layer:
   return shard_stack(stack).offloaded()
 
 
-def keep_selected(
-  plan: Plan,
+def take_slots(
   cache: LayerCache,
-  scores: PyTree[Array],
-  budget: LayerBudget,
+  slots: Int[Array, "B K M"],
+  capacity: int,
+  ragged: bool = False,
 ) -> Layer:
-  """A layer with what a plan's method selects by its scores."""
-  slots = plan.spread.select(plan.method, scores, cache, budget)
-  if plan.spread.ragged:
+  """A layer with the slots that a method has selected.
+
+  Args:
+    cache: the candidates.
+    slots: ascending, then -1.
+    capacity: slots of the new cache per head, on average where heads keep
+      different numbers.
+    ragged: whether they do.
+  """
+  if ragged:
     heads = cache.positions.shape[1]
-    return PackedLayer.of(cache, slots, heads * budget.capacity)
-  return cache.take(slots)
+    return PackedLayer.of(cache, slots, heads * capacity)
+  return cache.take(slots[..., :capacity])
 
 
-def finalize_layer(model: Model, plan: Plan, layer: Layer) -> Layer:
-  """A layer as it lasts, its method having chosen for the last time."""
-  if plan.method.traits.renumbers:
+def finalize_layer(
+  model: Model, renumbers: bool, kv_dtype: str | None, layer: Layer
+) -> Layer:
+  """A layer as it lasts, its method having chosen for the last time.
+
+  Args:
+    model: turns keys.
+    renumbers: whether it does.
+    kv_dtype: what keys and values are rounded to, if they are.
+    layer: what is left, as it was computed.
+  """
+  if renumbers:
     layer = rerotate(model, layer)
-  if plan.kv_dtype is not None:
-    layer = layer.quantized(plan.kv_dtype)
+  if kv_dtype is not None:
+    layer = layer.quantized(kv_dtype)
   return layer
 
 
@@ -237,7 +278,8 @@ def evict_layer(
   plan = limits.plan
   with jax.default_matmul_precision("highest"):
     scores = plan.method.evaluate(layer, cache, activations)
-  kept = keep_selected(plan, cache, scores, budget)
+  slots = plan.spread.select(plan.method, scores, cache, budget)
+  kept = take_slots(cache, slots, budget.capacity)
   assert isinstance(kept, LayerCache)
   return kept.grown(cache.capacity - kept.capacity)
 

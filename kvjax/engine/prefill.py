@@ -176,6 +176,7 @@ def _sweep(
     for plan, builder in zip(plans, builders, strict=True):
       if builder is not None:
         builder.keep(layer, activations, _of(plan, found))
+    _wait_for(hidden)
     if None in prepared:
       # Scores have been computed: what they alone read is let go.
       deferred.append((layer, activations.only(()), found))
@@ -202,6 +203,16 @@ def _sweep(
       builder.keep(layer, activations, _of(plans[index], found))
   caches = tuple(builder.cache(lengths) for builder in builders if builder)
   return Measured(caches, logits, nll, retentions)
+
+
+def _wait_for(hidden: Float[Array, "B S E"]) -> None:
+  """Lets the host go on when a layer's forward pass has been computed.
+
+  What is kept of the layer is still being computed then, so that the device
+  does not idle; but no activations of a third layer are allocated.
+  """
+  if not isinstance(hidden, jax.core.Tracer):
+    hidden.block_until_ready()
 
 
 def _reads(plans: Sequence[Plan]) -> frozenset[str]:

@@ -19,24 +19,28 @@ from kvjax.struct import static, struct
 
 @dataclasses.dataclass(frozen=True)
 class LayerProgram:
-  """What a layer's compression depends on when it is compiled.
+  """What writing a compressed layer depends on when it is compiled.
 
-  Layers with equal programs, whatever their budgets, share a compiled one.
+  Methods and budgets that need the same sizes share a compiled program.
 
   Attributes:
-    plan: the plan without its budget.
     capacity: slots of the new cache per head.
-    whole: no row has to lose anything.
-    evicts: whether the method chooses in the layer, now or later.
+    ragged: heads keep different numbers.
+    per_query_head: every query head has keys of its own.
+    recursive: the method goes on choosing while decoding.
+    renumbers: tokens are numbered and rotated by their place in the cache.
+    kv_dtype: what keys and values are rounded to, if they are.
     window: tokens of a local layer's ring; None for a global layer.
     retrieval: what indexes the layer, if anything does.
     max_keys: the most that any row looks up.
   """
 
-  plan: Plan
   capacity: int
-  whole: bool
-  evicts: bool
+  ragged: bool = False
+  per_query_head: bool = False
+  recursive: bool = False
+  renumbers: bool = False
+  kv_dtype: str | None = None
   window: int | None = None
   retrieval: Retrieval | None = None
   max_keys: int = 0
@@ -68,36 +72,40 @@ class PreparedPlan:
   max_keys: int = static(default=0)
 
   def program(self, layer: int, spec: LayerSpec) -> LayerProgram:
-    """What the layer's compression is compiled for."""
-    plan = self.plan
-    recursive = plan.schedule.every is not None
-    # Prompts are compressed alike whatever their budgets, but for a law that
-    # holds at every eviction.
-    plain = dataclasses.replace(
-      plan,
-      budget=plan.budget if recursive else _ANY,
-      sparse=None,
+    """What writing the layer is compiled for."""
+    plan, capacity = self.plan, self.capacities[layer]
+    if spec.window is not None:
+      return LayerProgram(spec.window, window=spec.window)
+    program = LayerProgram(
+      capacity,
+      ragged=plan.spread.ragged and not self.whole[layer],
+      per_query_head=plan.per_query_head,
+      recursive=plan.schedule.every is not None,
+      renumbers=plan.method.traits.renumbers,
+      kv_dtype=plan.kv_dtype,
     )
-    room = self.capacities[layer], self.whole[layer], self.evicts[layer]
     sparse = plan.sparse
-    local = spec.window is not None
-    if sparse is None or local or sparse.retrieval.is_dense(layer):
-      return LayerProgram(plain, *room, spec.window)
-    return LayerProgram(plain, *room, None, sparse.retrieval, self.max_keys)
+    if sparse is None or sparse.retrieval.is_dense(layer):
+      return program
+    return dataclasses.replace(
+      program, retrieval=sparse.retrieval, max_keys=self.max_keys
+    )
 
   def budget(
-    self, layer: int, protected: Bool[Array, "B P"] | None
+    self, layer: int, slots: int, protected: Bool[Array, "B P"] | None
   ) -> LayerBudget:
     """What the rows may keep of a layer.
 
     Args:
       layer: its number in the model.
+      slots: T, of the prompt: choosing among them is compiled once, for
+        whatever capacity is left.
       protected: by position, tokens that must be kept, if there are any.
     """
     plan = self.plan
     return LayerBudget(
       jnp.asarray(self.counts[layer]),
-      self.capacities[layer],
+      slots,
       plan.fixed_budget if plan.schedule.every is not None else None,
       jnp.asarray(self.totals[layer]),
       protected,
