@@ -7,7 +7,7 @@ from kvjax import methods as methods
 from kvjax import retrieval as retrieval
 from kvjax.activations import Activations as Activations
 from kvjax.cache.cache import Cache as Cache
-from kvjax.cache.cache import concatenate as concatenate
+from kvjax.cache.cache import stack as stack
 from kvjax.cache.layers import LayerCache as LayerCache
 from kvjax.calibration.fitting import Triples as Triples
 from kvjax.calibration.fitting import calibrate as calibrate
@@ -16,12 +16,12 @@ from kvjax.calibration.record import Calibrated as Calibrated
 from kvjax.calibration.record import Calibration as Calibration
 from kvjax.checkpoint.saving import load_cache as load_cache
 from kvjax.checkpoint.saving import save_cache as save_cache
-from kvjax.engine.decode import Answers as Answers
 from kvjax.engine.decode import Decoding as Decoding
-from kvjax.engine.generate import answer as answer
-from kvjax.engine.generate import complete as complete
-from kvjax.engine.generate import converse as converse
+from kvjax.engine.generate import Generated as Generated
+from kvjax.engine.generate import generate as generate
+from kvjax.engine.generate import generate_all as generate_all
 from kvjax.engine.generate import reserve as reserve
+from kvjax.engine.generate import stream as stream
 from kvjax.engine.likelihood import answer_nll as answer_nll
 from kvjax.engine.likelihood import (
   negative_log_likelihood as negative_log_likelihood,

@@ -95,6 +95,15 @@ class Prompts:
     tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
     return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
+  def repeated(self, times: int) -> "Prompts":
+    """All rows so many times, one batch after another."""
+    mask = self.protected
+    return Prompts(
+      np.tile(np.asarray(self.tokens), (times, 1)),
+      np.tile(np.asarray(self.lengths), times),
+      None if mask is None else np.tile(mask, (times, 1)),
+    )
+
   def row(self, index: int) -> "Prompts":
     """One row alone, padded as before."""
     own = slice(index, index + 1)

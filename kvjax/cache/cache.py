@@ -98,25 +98,27 @@ class Cache:
     return jnp.stack([counts[s][i] for s, i in places if s >= 0])
 
 
-def concatenate(caches: Sequence[Cache]) -> Cache:
-  """Joins caches of equal capacities along the batch.
+def join_key(cache: Cache) -> Any:
+  """What caches must have in common to be joined by `stack`; hashable."""
+
+  def shape(leaf: Array, axis: int) -> Any:
+    return leaf.shape[:axis], leaf.shape[axis + 1 :], jnp.dtype(leaf.dtype)
+
+  rows = (cache.next_positions, cache.protected)
+  return (
+    tuple(shape(leaf, 1) for leaf in jax.tree.leaves(cache.stacks)),
+    tuple(shape(leaf, 0) for leaf in jax.tree.leaves(rows)),
+    jax.tree.structure(cache),
+  )
+
+
+def stack(caches: Sequence[Cache]) -> Cache:
+  """Joins caches of equal sizes along the batch, to decode them together.
 
   Raises:
     InputError: there is none, or their layers differ in kind or size.
   """
-
-  def shape(leaf: Array, axis: int) -> Any:
-    return *leaf.shape[:axis], *leaf.shape[axis + 1 :], leaf.dtype
-
-  def described(cache: Cache) -> Any:
-    rows = (cache.next_positions, cache.protected)
-    return (
-      [shape(leaf, 1) for leaf in jax.tree.leaves(cache.stacks)],
-      [shape(leaf, 0) for leaf in jax.tree.leaves(rows)],
-      jax.tree.structure(cache),
-    )
-
-  if not caches or any(described(c) != described(caches[0]) for c in caches):
+  if not caches or any(join_key(c) != join_key(caches[0]) for c in caches):
     raise InputError(
       "Only caches whose layers have equal capacities, remember the same and "
       "go on by the same plan can be joined; give one or more such."

@@ -1,14 +1,18 @@
-"""Asking a cache: feed a question, then decode; all compiled."""
+"""Asking caches: feed a question, then decode; all compiled."""
 
+import contextvars
 import functools
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, join_key, stack
 from kvjax.engine.decode import (
   Answers,
   Decoding,
@@ -38,121 +42,193 @@ def reserve(cache: Cache, tokens: int) -> Cache:
   return jax.tree.map(lambda x: jnp.copy(x) if id(x) in old else x, grown)
 
 
-def answer(
+class Generated(NamedTuple):
+  """What a cache has answered.
+
+  Attributes:
+    tokens: each row's tokens, then -1.
+    lengths: tokens of each row, the stop token not counted.
+    cache: with prompt and answer in it, where they stay; else None.
+  """
+
+  tokens: Int[Array, "B M"]
+  lengths: Int[Array, " B"]
+  cache: Cache | None = None
+
+  def rows(self) -> list[list[int]]:
+    """The tokens as lists."""
+    tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
+    return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
+
+
+def generate(
   model: Model,
   params: PyTree,
   cache: Cache,
-  questions: Prompts,
+  prompts: Prompts | None,
   decoding: Decoding,
+  *,
+  logits: Float[Array, "B V"] | None = None,
+  keep: bool = False,
   seeds: Seeds | None = None,
   on_token: OnToken | None = None,
-) -> Answers:
-  """Feeds a question to each row of a cache and decodes the answers.
+) -> Generated:
+  """Feeds a prompt to each row of a cache and decodes what follows.
 
-  The cache itself is left as it was: ask it again, and the next question sees
-  the same. Where its plan evicts while decoding, it does so after the question
-  and after every so many tokens; a retention is then a share of what the row
-  had seen before the question.
+  By default the cache is left as it was: ask it again, and the next question
+  sees the same. With `keep`, prompt and answer stay in the cache for the next
+  turn; the cache that is given is consumed, and needs room for both
+  (`kvjax.reserve`). Where it goes on evicting to a budget in tokens, room for
+  the padded prompt and `every` lasts for any number of turns.
+
+  Where the cache's plan evicts while decoding, it does so after the prompt and
+  after every so many tokens; a retention is then a share of what the row had
+  seen before the prompt.
 
   Args:
     model: the functions.
     params: the weights.
     cache: what is left of each row's context.
-    questions: one for each row; their positions follow the uncompressed
-      context.
+    prompts: one for each row; their positions follow the uncompressed context.
+      None goes on right after a prefill.
     decoding: when and how.
+    logits: what the prefill returned, if there are no prompts.
+    keep: whether prompt and answer stay.
     seeds: of each row's draws; zeros if not given.
     on_token: told of every token as it is made.
 
   Raises:
-    InputError: rows and questions differ in number, or context, question and
-      answer together are longer than the model's context.
+    InputError: rows and prompts differ in number, context, prompt and answer
+      together are longer than the model's context, neither prompts nor logits
+      are given, or the cache has too little room.
+
+  Example:
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, _ = kvjax.prefill(model, params, prompts, plan)
+    >>> questions = Prompts.of([[7], [8, 9]])
+    >>> decoding = kvjax.Decoding(max_new_tokens=2)
+    >>> answers = kvjax.generate(model, params, cache, questions, decoding)
+    >>> answers.tokens.shape
+    (2, 2)
   """
+  width = _check_prompts(model, cache, prompts, logits, decoding)
   seen = np.asarray(cache.next_positions)
-  _check_questions(model, cache, seen, questions, decoding)
-  limits = _limits(cache, seen, questions.tokens.shape[1], decoding)
+  limits = _limits(cache, seen, width, decoding)
+  if keep:
+    _check_room(cache, limits, width, decoding)
+  feeds = None
+  if prompts is not None:
+    feeds = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
   with listening(on_token) as listener:
-    return _answer(
+    run = Run(_seeds(seeds, cache), listener, limits)
+    program = _go_on if keep else _answer
+    answers, after = program(
       model,
       params,
       cache,
-      jnp.asarray(questions.tokens),
-      jnp.asarray(questions.lengths),
-      Run(_seeds(seeds, cache), listener, limits),
+      logits if feeds is None else None,
+      feeds,
+      run,
       decoding=decoding,
     )
+  return Generated(*answers, after)
 
 
-def converse(
+def generate_all(
   model: Model,
   params: PyTree,
-  cache: Cache,
-  turns: Prompts,
+  caches: Sequence[Cache],
+  prompts: Prompts,
   decoding: Decoding,
+  *,
   seeds: Seeds | None = None,
-  on_token: OnToken | None = None,
-) -> tuple[Answers, Cache]:
-  """As `answer`, but turn and answer stay in the cache, which is consumed.
+) -> tuple[Generated, ...]:
+  """Asks many caches of the same rows the same questions.
 
-  The cache needs room for the padded turn and the answer (`reserve`). Where it
-  goes on evicting to a budget in tokens, room for the padded turn and `every`
-  lasts for any number of turns. Its buffers become those of the cache that is
-  returned.
+  Caches of equal sizes are joined (`kvjax.stack`) and decode together.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    caches: of a sweep, say; they are left as they were.
+    prompts: one for each row.
+    decoding: when and how.
+    seeds: of each row's draws, the same for all caches.
+
+  Returns:
+    The answers of each cache.
 
   Raises:
-    InputError: as `answer`, or the cache has too little room.
+    InputError: see `generate`.
   """
-  width = turns.tokens.shape[1]
-  seen, cursors = jax.device_get(
-    (cache.next_positions, [stack.next_slot for stack in cache.stacks])
-  )
-  _check_questions(model, cache, seen, turns, decoding)
-  limits = _limits(cache, seen, width, decoding)
-  used = [int(cursor.max()) for cursor in cursors]
-  needed = _needed(cache, used, limits, width, decoding)
-  for stack, start, most in zip(cache.stacks, used, needed, strict=True):
-    if stack.capacity is not None and most > stack.capacity:
-      raise InputError(
-        f"Turn and answer need {most - start} free slots and the cache has "
-        f"{stack.capacity - start}; give it more with kvjax.reserve."
-      )
-  with listening(on_token) as listener:
-    return _converse(
+  groups: dict[Any, list[int]] = {}
+  for index, cache in enumerate(caches):
+    groups.setdefault(join_key(cache), []).append(index)
+  found: dict[int, Generated] = {}
+  rows = prompts.tokens.shape[0]
+  for group in groups.values():
+    joined = stack([caches[index] for index in group])
+    answers = generate(
       model,
       params,
-      cache,
-      jnp.asarray(turns.tokens),
-      jnp.asarray(turns.lengths),
-      Run(_seeds(seeds, cache), listener, limits),
-      decoding=decoding,
+      joined,
+      prompts.repeated(len(group)),
+      decoding,
+      seeds=None if seeds is None else jnp.tile(jnp.asarray(seeds), len(group)),
     )
+    for place, index in enumerate(group):
+      own = slice(place * rows, (place + 1) * rows)
+      found[index] = Generated(answers.tokens[own], answers.lengths[own])
+  return tuple(found[index] for index in range(len(caches)))
 
 
-def complete(
+def stream(
   model: Model,
   params: PyTree,
   cache: Cache,
-  logits: Float[Array, "B V"],
+  prompts: Prompts | None,
   decoding: Decoding,
+  *,
+  logits: Float[Array, "B V"] | None = None,
   seeds: Seeds | None = None,
-  on_token: OnToken | None = None,
-) -> Answers:
-  """Decodes right after a prefill, from the logits that it returned.
+) -> Iterator[Int[np.ndarray, " B"]]:
+  """Yields every row's next token as soon as it is made; -1 once it has ended.
 
-  Arguments and errors as for `answer`.
+  Arguments and errors are those of `generate`. Decoding is one compiled
+  program all the same: it goes on whether or not its tokens are taken.
   """
-  seen = np.asarray(cache.next_positions)
-  _check_reach(model, cache, seen + decoding.max_new_tokens, 0)
-  limits = _limits(cache, seen, 0, decoding)
-  with listening(on_token) as listener:
-    return _complete(
-      model,
-      params,
-      cache,
-      logits,
-      Run(_seeds(seeds, cache), listener, limits),
-      decoding=decoding,
-    )
+  tokens: queue.SimpleQueue[Int[np.ndarray, " B"] | BaseException | None] = (
+    queue.SimpleQueue()
+  )
+
+  def run() -> None:
+    try:
+      generate(
+        model,
+        params,
+        cache,
+        prompts,
+        decoding,
+        logits=logits,
+        seeds=seeds,
+        on_token=lambda _, token: tokens.put(token),
+      )
+      tokens.put(None)
+    except BaseException as error:  # handed to who takes the tokens
+      tokens.put(error)
+
+  context = contextvars.copy_context()
+  thread = threading.Thread(target=context.run, args=(run,), daemon=True)
+  thread.start()
+  while (token := tokens.get()) is not None:
+    if isinstance(token, BaseException):
+      raise token
+    yield token
+  thread.join()
 
 
 def _wider(cache: Cache, tokens: int) -> list[int | None]:
@@ -229,26 +305,56 @@ def _check_reach(
   check_context(model, lengths, _TOGETHER)
 
 
-def _check_questions(
+def _check_prompts(
   model: Model,
   cache: Cache,
-  seen: Int[np.ndarray, " B"],
-  questions: Prompts,
+  prompts: Prompts | None,
+  logits: Array | None,
   decoding: Decoding,
-) -> None:
-  """Refuses questions that do not suit rows that have seen so many tokens."""
-  if questions.protected is not None:
+) -> int:
+  """Refuses prompts that do not suit a cache; tokens that are fed otherwise."""
+  seen = np.asarray(cache.next_positions)
+  if prompts is None:
+    if logits is None:
+      raise InputError(
+        "There is nothing to go on from: give prompts, or the logits that the "
+        "prefill returned."
+      )
+    _check_reach(model, cache, seen + decoding.max_new_tokens, 0)
+    return 0
+  if prompts.protected is not None:
     raise InputError(
       "Tokens can be protected in what is prefilled only; give the question "
       "without a mask."
     )
-  rows, asked = len(seen), questions.tokens.shape[0]
+  rows, asked = len(seen), prompts.tokens.shape[0]
   if rows != asked:
     raise InputError(
       f"The cache has {rows} rows and {asked} questions; give one for each."
     )
-  total = seen + np.asarray(questions.lengths) + decoding.max_new_tokens
-  _check_reach(model, cache, total, questions.tokens.shape[1])
+  width = prompts.tokens.shape[1]
+  total = seen + np.asarray(prompts.lengths) + decoding.max_new_tokens
+  _check_reach(model, cache, total, width)
+  return width
+
+
+def _check_room(
+  cache: Cache, limits: Limits | None, width: int, decoding: Decoding
+) -> None:
+  """Refuses a cache without room for what is to stay."""
+  cursors = jax.device_get([stack.next_slot for stack in cache.stacks])
+  used = [int(cursor.max()) for cursor in cursors]
+  needed = _needed(cache, used, limits, width, decoding)
+  for layers, start, most in zip(cache.stacks, used, needed, strict=True):
+    if layers.capacity is not None and most > layers.capacity:
+      raise InputError(
+        f"Turn and answer need {most - start} free slots and the cache has "
+        f"{layers.capacity - start}; give it more with kvjax.reserve."
+      )
+
+
+# Tokens and lengths of what is fed.
+_Feeds = tuple[Int[Array, "B S"], Int[Array, " B"]]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "decoding"))
@@ -256,56 +362,46 @@ def _answer(
   model: Model,
   params: PyTree,
   cache: Cache,
-  tokens: Int[Array, "B S"],
-  lengths: Int[Array, " B"],
+  logits: Float[Array, "B V"] | None,
+  feeds: _Feeds | None,
   run: Run,
   *,
   decoding: Decoding,
-) -> Answers:
-  cache = _roomy(cache, run.limits, tokens.shape[1], decoding)
-  logits, cache = _feed(model, params, cache, tokens, lengths, run.limits)
-  return decode(model, params, cache, logits, decoding, run)[0]
+) -> tuple[Answers, None]:
+  width = 0 if feeds is None else feeds[0].shape[1]
+  cache = _roomy(cache, run.limits, width, decoding)
+  return _run(model, params, cache, logits, feeds, run, decoding)[0], None
 
 
 @functools.partial(
   jax.jit, static_argnames=("model", "decoding"), donate_argnames=("cache",)
 )
-def _converse(
+def _go_on(
   model: Model,
   params: PyTree,
   cache: Cache,
-  tokens: Int[Array, "B S"],
-  lengths: Int[Array, " B"],
+  logits: Float[Array, "B V"] | None,
+  feeds: _Feeds | None,
   run: Run,
   *,
   decoding: Decoding,
 ) -> tuple[Answers, Cache]:
-  logits, cache = _feed(model, params, cache, tokens, lengths, run.limits)
-  return decode(model, params, cache, logits, decoding, run)
+  return _run(model, params, cache, logits, feeds, run, decoding)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "decoding"))
-def _complete(
+def _run(
   model: Model,
   params: PyTree,
   cache: Cache,
-  logits: Float[Array, "B V"],
+  logits: Float[Array, "B V"] | None,
+  feeds: _Feeds | None,
   run: Run,
-  *,
   decoding: Decoding,
-) -> Answers:
-  cache = _roomy(cache, run.limits, 0, decoding)
-  return decode(model, params, cache, logits, decoding, run)[0]
-
-
-def _feed(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  tokens: Int[Array, "B S"],
-  lengths: Int[Array, " B"],
-  limits: Limits | None,
-) -> tuple[Float[Array, "B V"], Cache]:
-  """Feeds a question, after which layers evict that go on evicting."""
-  logits, cache = feed(model, params, cache, tokens, lengths, limits)
-  return logits, cache if limits is None else evict_all(model, limits, cache)
+) -> tuple[Answers, Cache]:
+  """Feeds what is to be fed, evicts where that is due, and decodes."""
+  if feeds is not None:
+    logits, cache = feed(model, params, cache, *feeds, run.limits)
+    if run.limits is not None:
+      cache = evict_all(model, run.limits, cache)
+  assert logits is not None
+  return decode(model, params, cache, logits, decoding, run)
