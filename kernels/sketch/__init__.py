@@ -3,4 +3,5 @@
 from kernels.sketch.api import leverage_rows as leverage_rows
 from kernels.sketch.api import sketch as sketch
 from kernels.sketch.sketched import Sketch as Sketch
+from kernels.sketch.sketched import by_chunk as by_chunk
 from kernels.sketch.sketched import from_chunks as from_chunks
