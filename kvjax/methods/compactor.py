@@ -46,7 +46,10 @@ class Compactor(Method):
     blend: weight of the leverage; 0 leaves attention alone.
     blend_removed: use the share of tokens removed as the weight instead.
     sketch: "gaussian", "srht" (randomised Hadamard), or "none": exact.
-    sketch_dim: k, columns of the sketch.
+    sketch_dim: k, columns of the sketch. Keys of k dimensions or fewer are
+      taken as they are, as a sketch that wide has the leverage of the keys
+      themselves. Solver "chol" sketches them all the same: what its jitter
+      does depends on the sketch, and kvpress, whose solver it is, does so.
     solver: how leverage is computed; see `kvjax.methods.leverage`.
     center: subtract the mean key first.
     leverage_chunk: tokens that a leverage is relative to; 0 is all.
@@ -135,9 +138,9 @@ class Compactor(Method):
     assert activations.keys_unrotated is not None
     keys, size = activations.keys_unrotated[:, :, start:], self.leverage_chunk
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
-    factors = draw_factors(
-      self.sketch, key, keys.shape[1], keys.shape[3], self.sketch_dim
-    )
+    heads, dim = keys.shape[1], keys.shape[3]
+    kind = self._sketch_of(dim)
+    factors = draw_factors(kind, key, heads, dim, self.sketch_dim)
     outlier = leverage(keys, held, factors, self.solver, self.center, size)
     before = ((0, 0), (0, 0), (start, 0))
     attention, outlier = jnp.pad(attention, before), jnp.pad(outlier, before)
@@ -169,6 +172,11 @@ class Compactor(Method):
       counts = always + head_counts(blended, held & ~ends, free)
       capacity = min(kv_heads * capacity, cache.capacity)
     return top_slots(blended, held, ends, counts, capacity, must_keep)
+
+  def _sketch_of(self, dim: int) -> Factor:
+    """How keys of `dim` dimensions are sketched; see `sketch_dim`."""
+    wide = self.sketch_dim >= dim and self.solver != "chol"
+    return "none" if wide else self.sketch
 
   def _ends(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     """The first and last tokens, which always stay."""

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.kernels.sketch import from_chunks, leverage_rows, sketch
+from kvjax.kernels.sketch import by_chunk, from_chunks, leverage_rows, sketch
 
 Solver = Literal["svd", "qr", "eig", "chol"]
 Factor = Literal["gaussian", "srht", "none"]
 
-_EIG_FLOOR = 1e-6
+_EPS = float(jnp.finfo(jnp.float32).eps)
 _CHOL_JITTER = 1e-2
 
 
@@ -60,48 +60,136 @@ def leverage(
 ) -> Float[Array, "B K T"]:
   """Squared row norms of an orthonormal basis of the (sketched) keys.
 
+  A direction counts as rounding noise where its eigenvalue in the k x k Gram
+  matrix, or its singular value for "qr", is no more than k float32 epsilons
+  times the largest. Scores of a chunk that differ by no more than rounding are
+  set to their mean, as those of linearly independent keys, which are all 1.
+
   Args:
     keys: may be anything where nothing is held.
     held: slots that hold a token.
-    factor: right factor of each head; None takes the keys as they are.
+    factor: right factor of each head; None takes the keys as they are. Any
+      factor of full row rank gives the same leverages up to rounding, but for
+      "chol".
     solver: "svd" drops directions of the Gram matrix that are rounding noise;
-      "eig" lifts its eigenvalues to 1e-6; "chol" adds 1e-2 to its diagonal;
-      "qr" orthogonalises the rows themselves.
+      "eig" lifts their eigenvalues to where noise begins; "qr" orthogonalises
+      the rows themselves and drops noise; "chol" adds 1e-2 to the diagonal of
+      the Gram matrix, ten times as much until it is positive definite.
     center: subtract the mean key first.
     chunk: keys of a chunk, each of which stands alone; 0 is all keys.
 
   Returns:
-    Scores in [0, 1] that sum to the rank of a chunk; zero where nothing is
-    held.
+    Scores in [0, 1] that sum to the numerical rank of a chunk, or to less
+    where "eig" lifts and "chol" adds; zero where nothing is held.
   """
   sketched = sketch(keys, held, factor, chunk, center)
   if solver == "qr":
-    basis = jnp.linalg.qr(sketched.rows(held, chunk))[0]
-    rows = from_chunks(jnp.sum(basis * basis, axis=-1), chunk, held.shape[2])
-    return jnp.where(held, rows, 0.0)
-  whitener = _whitener(sketched.gram, solver)
-  return leverage_rows(sketched, whitener, held, chunk)
+    squares, rounding = _of_rows(sketched.rows(held, chunk))
+    rows = from_chunks(squares, chunk, held.shape[2])
+  else:
+    whitener, rounding = _whitener(sketched.gram, solver)
+    rows = leverage_rows(sketched, whitener, held, chunk)
+  return _settled(rows, rounding, held, chunk)
+
+
+def _of_rows(
+  rows: Float[Array, "*B S k"],
+) -> tuple[Float[Array, "*B S"], Float[Array, "*B"]]:
+  """Squared row norms of a basis of the rows, and their relative rounding."""
+  basis, triangle = jnp.linalg.qr(rows)
+  left, values, _ = jnp.linalg.svd(triangle, full_matrices=False)
+  real = values > _noise(values)
+  left = jnp.where(real[..., None, :], left, 0.0)
+  basis = jnp.matmul(basis, left, precision="highest")
+  return jnp.sum(basis * basis, axis=-1), _rounding(values)
 
 
 def _whitener(
   gram: Float[Array, "*B k k"], solver: Solver
-) -> Float[Array, "*B k k"]:
-  """Matrices whose transpose times themselves is the inverse of `gram`."""
+) -> tuple[Float[Array, "*B k k"], Float[Array, "*B"]]:
+  """Matrices whose transpose times themselves is the inverse of `gram`.
+
+  Returns:
+    The matrices, and the relative rounding of leverages from them.
+  """
   if solver == "chol":
     eye = jnp.broadcast_to(jnp.eye(gram.shape[-1]), gram.shape)
-    factor = jnp.linalg.cholesky(gram + _CHOL_JITTER * eye)
-    return jax.scipy.linalg.solve_triangular(factor, eye, lower=True)
+    factor = _cholesky(gram, eye)
+    inverse = jax.scipy.linalg.solve_triangular(factor, eye, lower=True)
+    values = jnp.linalg.eigvalsh(gram)
+    # Differences that come from the jitter are real, unless rounding is more.
+    lost = _EPS * jnp.max(values, axis=-1) > _CHOL_JITTER
+    return inverse, jnp.where(lost, _rounding(values), 0.0)
   values, vectors = jnp.linalg.eigh(gram)
-  scale = jnp.sqrt(_inverse(values, solver))
-  return scale[..., None] * jnp.swapaxes(vectors, -1, -2)
-
-
-def _inverse(
-  values: Float[Array, "*B k"], solver: Solver
-) -> Float[Array, "*B k"]:
+  noise = _noise(values)
   if solver == "eig":
-    return 1.0 / jnp.maximum(values, _EIG_FLOOR)
+    used, real = jnp.maximum(values, noise), noise > 0.0
+  else:
+    used, real = values, values > noise
+  scale = jnp.sqrt(jnp.where(real, 1.0 / jnp.where(real, used, 1.0), 0.0))
+  return scale[..., None] * jnp.swapaxes(vectors, -1, -2), _rounding(values)
+
+
+def _cholesky(
+  gram: Float[Array, "*B k k"], eye: Float[Array, "*B k k"]
+) -> Float[Array, "*B k k"]:
+  """Lower factors, each with the least jitter that lets it exist."""
+
+  def factored(jitter: Float[Array, "*B 1 1"]) -> Float[Array, "*B k k"]:
+    return jnp.linalg.cholesky(gram + jitter * eye)
+
+  def failed(factor: Float[Array, "*B k k"]) -> Bool[Array, "*B 1 1"]:
+    return jnp.any(jnp.isnan(factor), axis=(-2, -1), keepdims=True)
+
+  def more(
+    state: tuple[Float[Array, "*B 1 1"], Float[Array, "*B k k"]],
+  ) -> tuple[Float[Array, "*B 1 1"], Float[Array, "*B k k"]]:
+    jitter, factor = state
+    jitter = jnp.where(failed(factor), 10 * jitter, jitter)
+    return jitter, factored(jitter)
+
+  jitter = jnp.full((*gram.shape[:-2], 1, 1), _CHOL_JITTER)
+  return jax.lax.while_loop(
+    lambda state: jnp.any(failed(state[1]) & (state[0] < jnp.inf)),
+    more,
+    (jitter, factored(jitter)),
+  )[1]
+
+
+def _noise(values: Float[Array, "*B k"]) -> Float[Array, "*B 1"]:
+  """The largest eigenvalue, or singular value, that rounding may explain."""
   largest = jnp.max(values, axis=-1, keepdims=True)
-  noise = values.shape[-1] * jnp.finfo(jnp.float32).eps * largest
-  real = values > jnp.maximum(noise, 1e-12)
-  return jnp.where(real, 1.0 / jnp.where(real, values, 1.0), 0.0)
+  return values.shape[-1] * _EPS * largest
+
+
+def _rounding(values: Float[Array, "*B k"]) -> Float[Array, "*B"]:
+  """The share of a leverage that may be rounding: at most 1 / k."""
+  largest = jnp.max(values, axis=-1)
+  real = values > _noise(values)
+  smallest = jnp.min(jnp.where(real, values, largest[..., None]), axis=-1)
+  return _EPS * largest / jnp.where(smallest > 0.0, smallest, 1.0)
+
+
+def _settled(
+  rows: Float[Array, "B K T"],
+  rounding: Float[Array, "B K C"],
+  held: Bool[Array, "B K T"],
+  chunk: int,
+) -> Float[Array, "B K T"]:
+  """Leverages of at most 1, all the same where only rounding tells them apart.
+
+  Args:
+    rows: leverages as computed; may be anything where nothing is held.
+    rounding: the share of those of a chunk that may be rounding.
+    held: slots that hold a token.
+    chunk: slots per chunk; 0 is all.
+  """
+  parts, there = by_chunk(rows, chunk), by_chunk(held, chunk)
+  count = jnp.sum(there.astype(jnp.float32), axis=-1, keepdims=True)
+  count = jnp.maximum(count, 1.0)
+  mean = jnp.sum(jnp.where(there, parts, 0.0), axis=-1, keepdims=True) / count
+  apart = jnp.where(there, parts - mean, 0.0)
+  spread = jnp.sqrt(jnp.sum(apart * apart, axis=-1, keepdims=True) / count)
+  parts = jnp.where(spread <= rounding[..., None] * mean, mean, parts)
+  rows = from_chunks(jnp.minimum(parts, 1.0), chunk, held.shape[2])
+  return jnp.where(held, rows, 0.0)

@@ -53,8 +53,7 @@ def _standardised(
   center = mean(scores)
   centered = scores - center
   deviation = jnp.sqrt(mean(centered * centered))
-  # Where rows are no more than directions every leverage is 1: what is left
-  # of its deviation is rounding and must not decide.
-  flat = deviation < jnp.maximum(1e-12, 1e-5 * jnp.abs(center))
+  # The deviation of equal scores is rounding, and must not decide.
+  flat = deviation <= 1e-5 * jnp.abs(center)
   z = centered / jnp.where(flat, 1.0, deviation)
   return jnp.where(where & ~flat, z, 0.0)

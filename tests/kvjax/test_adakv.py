@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kvjax.methods.adakv import AdaKV
 
 import kvjax
+from kvjax.allocation.selection import head_counts, top_slots
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods import Allowance, KeyDiff, KeyL2Norm, SnapKV, get_method
-from kvjax.methods.adakv import AdaKV
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.compactor import Compactor
-from kvjax.allocation.selection import head_counts, top_slots
 from kvjax.testing import random_activations
 
 LENGTHS = [61, 96, 40]

@@ -10,6 +10,7 @@ import kvjax
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods import Allowance, Compactor, get_method
+from kvjax.methods.leverage import draw_factors
 from kvjax.methods.noncausal import noncausal_attention
 from kvjax.prompts import bucket_lengths
 from kvjax.testing import TinyModel, held_positions, random_activations
@@ -269,6 +270,33 @@ def test_sketch_depends_on_layer_head_and_seed_only(seen):
   assert np.any(one != method.evaluate(1, cache, seen).outlier)
   other = dataclasses.replace(method, seed=1).evaluate(0, cache, seen).outlier
   assert np.any(one != other)
+
+
+@pytest.mark.parametrize("sketch", ["gaussian", "srht"])
+@pytest.mark.parametrize("solver", ["svd", "qr", "eig"])
+def test_keys_are_taken_as_they_are_by_a_sketch_as_wide(seen, solver, sketch):
+  cache = LayerCache.of(seen)
+  exact = Compactor(sketch="none", solver=solver).evaluate(0, cache, seen)
+  for columns in (D, D + 5, 64):
+    method = Compactor(sketch=sketch, sketch_dim=columns, solver=solver)
+    found = method.evaluate(0, cache, seen).outlier
+    np.testing.assert_array_equal(found, exact.outlier)
+  narrow = Compactor(sketch=sketch, sketch_dim=D - 1, solver=solver)
+  assert np.any(narrow.evaluate(0, cache, seen).outlier != exact.outlier)
+
+
+@pytest.mark.parametrize("preset", ["compactor.kvpress", "compactor.vllm"])
+def test_a_wide_sketch_and_the_solver_of_kvpress(seen, monkeypatch, preset):
+  """Its jitter does not leave leverage as it is; kvpress always sketches."""
+  drawn = []
+
+  def draw(kind, *args):
+    drawn.append(kind)
+    return draw_factors(kind, *args)
+
+  monkeypatch.setattr("kvjax.methods.compactor.draw_factors", draw)
+  get_method(preset).evaluate(0, LayerCache.of(seen), seen)
+  assert drawn == ["gaussian" if preset == "compactor.kvpress" else "none"]
 
 
 def test_presets_are_those_of_the_paper_and_of_kvpress():

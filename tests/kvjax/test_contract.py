@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kvjax.engine.step import compress
 
 import kvjax
 from kvjax.cache.layers import LayerCache
-from kvjax.engine.step import compress
 from kvjax.methods import (
   H2O,
   METHODS,

@@ -5,13 +5,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from kvjax.engine.decoding import Run
+from kvjax.engine.one_pass import one_pass
 
 import kvjax
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache, tree_bytes
 from kvjax.engine import answering
-from kvjax.engine.decoding import Run
-from kvjax.engine.one_pass import one_pass
 from kvjax.engine.plans import Kept, Room
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.prompts import bucket, bucket_lengths

@@ -5,10 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kvjax.engine.step import compress
 
 import kvjax
 from kvjax.cache.layers import LayerCache
-from kvjax.engine.step import compress
 from kvjax.errors import InputError
 from kvjax.methods import Allowance, LagKV, get_method
 from kvjax.testing import random_activations

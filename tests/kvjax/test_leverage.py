@@ -11,12 +11,25 @@ from kvjax.methods.leverage import (
   hadamard_sketch,
   leverage,
 )
+from kvjax.methods.standardise import standardised
 
 D = 8
+SOLVERS = ("svd", "qr", "eig", "chol")
+EPS = float(np.finfo(np.float32).eps)
 
 
 def keys_of(seed, count, dim=D):
   return np.random.default_rng(seed).normal(size=(count, dim))
+
+
+def keys_of_condition(seed, count, dim, condition):
+  """Keys whose singular values fall from about 3 sqrt(count) by `condition`."""
+  rng = np.random.default_rng(seed)
+  rank = min(count, dim)
+  left = np.linalg.qr(rng.normal(size=(count, rank)))[0]
+  right = np.linalg.qr(rng.normal(size=(dim, rank)))[0]
+  values = np.geomspace(1, 1 / condition, rank) * (10 * count) ** 0.5
+  return np.asarray((left * values) @ right.T, np.float32)
 
 
 def lev(keys, sketch=None, solver="svd", center=False, padded=0, chunk=0):
@@ -94,6 +107,107 @@ def test_leverage_sums_to_the_rank(rank):
   np.testing.assert_allclose(lev(keys).sum(), rank, atol=1e-4)
 
 
+def numerical_rank(keys, solver, doubt):
+  """What leverages add up to in float32.
+
+  Args:
+    keys: sketched, in float64.
+    solver: as of `leverage`.
+    doubt: times as large as expected is the noise taken to be.
+  """
+  values = np.linalg.svd(keys, compute_uv=False)
+  noise = doubt * keys.shape[1] * EPS
+  if solver == "qr":
+    return np.sum(values > noise * values.max())
+  values = values**2
+  if solver == "chol":
+    return np.sum(values / (values + 1e-2))
+  shares = values / (noise * values.max())
+  return np.sum(np.minimum(shares, 1) if solver == "eig" else shares > 1)
+
+
+@pytest.mark.parametrize("tokens", ["few", "less", "many"])
+@pytest.mark.parametrize("columns", [16, 32, 64])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_leverage_of_any_condition_sums_to_the_numerical_rank(
+  solver, columns, tokens
+):
+  """Also after a sketch that is wider than the keys."""
+  count = {"few": 3, "less": columns - 1, "many": 1000}[tokens]
+  sketch = gaussian_sketch(jax.random.key(0), 32, columns)
+  for condition in (1, 10, 1e2, 1e3, 1e4):
+    keys = keys_of_condition(1, count, 32, condition)
+    ours = lev(keys, sketch, solver)
+    assert np.all((ours >= 0) & (ours <= 1))
+    sketched = np.float64(keys) @ np.float64(sketch)
+    least, most = (numerical_rank(sketched, solver, d) for d in (2, 0.5))
+    assert least - 0.1 <= ours.sum() <= most + 0.1, condition
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_sketch_wider_than_the_keys_changes_nothing(solver):
+  keys = keys_of_condition(2, 200, 32, 10)
+  sketch = gaussian_sketch(jax.random.key(0), 32, 64)
+  np.testing.assert_allclose(
+    lev(keys, sketch, solver), exact(np.float64(keys)), atol=1e-3
+  )
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e3, 1e8])
+@pytest.mark.parametrize("solver", ["svd", "qr", "eig"])
+def test_guards_are_relative_to_the_keys(solver, scale):
+  keys = keys_of_condition(3, 200, 32, 30)
+  sketch = gaussian_sketch(jax.random.key(0), 32, 48)
+  for factor in (None, sketch):
+    whole = lev(keys, factor, solver)
+    scaled = lev(keys * np.float32(scale), factor, solver)
+    np.testing.assert_allclose(scaled, whole, atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [1, 10, 100, 1e5])
+def test_cholesky_lifts_what_its_jitter_does_not(scale):
+  """Of a singular matrix, in which 1e-2 is less than rounding."""
+  keys = keys_of_condition(4, 1000, 32, 10) * np.float32(scale)
+  sketch = gaussian_sketch(jax.random.key(0), 32, 48)
+  ours = lev(keys, sketch, "chol")
+  np.testing.assert_allclose(ours, exact(np.float64(keys)), atol=1e-3)
+
+
+def test_no_solver_finds_anything_in_zeros():
+  sketch = gaussian_sketch(jax.random.key(0), D, 5)
+  for solver in SOLVERS:
+    for factor in (None, sketch):
+      assert not np.any(lev(np.zeros((20, D)), factor, solver))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(("count", "copies"), [(31, 1), (47, 1), (20, 30)])
+@pytest.mark.parametrize("center", [False, True])
+def test_equal_leverage_does_not_stand_out(solver, count, copies, center):
+  """Of independent keys, once or all equally often: rounding is no score."""
+  sketch = gaussian_sketch(jax.random.key(1), 64, 48)
+  for condition in (1, 3, 10):
+    keys = keys_of_condition(5, count, 64, condition) * np.float32(1e3)
+    keys = np.tile(keys, (copies, 1))
+    ours = lev(keys, sketch, solver, center)
+    rank = count - center
+    np.testing.assert_allclose(ours.sum(), rank, rtol=1e-3)
+    scores = jnp.asarray(ours)[None, None]
+    z = standardised(scores, jnp.ones(scores.shape, bool), "head")
+    np.testing.assert_array_equal(z, 0.0)
+
+
+def test_scores_of_any_size_are_standardised():
+  scores = np.random.default_rng(0).normal(size=(1, 1, 50)) + 3
+  where = jnp.ones(scores.shape, bool)
+  expected = (scores - scores.mean()) / scores.std()
+  for scale in (1e-15, 1.0, 1e15):
+    ours = standardised(jnp.asarray(scores * scale), where, "head")
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
+    same = standardised(jnp.full(scores.shape, scale), where, "head")
+    np.testing.assert_array_equal(same, 0.0)
+
+
 def test_equal_rows_get_equal_scores_and_few_rows_get_one():
   keys = np.repeat(keys_of(5, 10), 3, axis=0)
   scores = lev(keys).reshape(10, 3)
@@ -107,9 +221,7 @@ def test_fewer_rows_than_columns_of_the_sketch(solver, count):
   keys = keys_of(6, count, 32) * 100
   sketch = gaussian_sketch(jax.random.key(4), 32, 12)
   ours = lev(keys, sketch, solver, padded=3)
-  # The fixed floor of "eig" lets some of the rounding noise through.
-  atol = 0.05 if solver == "eig" else 1e-3
-  np.testing.assert_allclose(ours[:count], np.ones(count), atol=atol)
+  np.testing.assert_allclose(ours[:count], np.ones(count), atol=1e-3)
   assert not np.any(ours[count:])
 
 

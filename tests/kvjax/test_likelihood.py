@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kvjax.engine.decoding import feed
+from kvjax.engine.one_pass import one_pass
 
 import kvjax
 from kvjax.engine import likelihood
-from kvjax.engine.decoding import feed
-from kvjax.engine.one_pass import one_pass
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.testing import TinyModel, poisoned

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kvjax.cache.quantized import QuantisedLayer, stored
+from kvjax.engine.decoding import feed
 
 import kvjax
 from kvjax.cache.packed import PackedLayer
-from kvjax.cache.quantized import QuantisedLayer, stored
 from kvjax.cache.sharding import parse_mesh
 from kvjax.calibration.record import Calibration
 from kvjax.checkpoint.saving import load_cache, save_cache
-from kvjax.engine.decoding import feed
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.kernels.quantised import Quantised

@@ -6,11 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from kvjax.engine.decoding import feed
+from kvjax.engine.one_pass import one_pass
 
 import kvjax
 from kvjax.cache.layers import tree_bytes
-from kvjax.engine.decoding import feed
-from kvjax.engine.one_pass import one_pass
 from kvjax.engine.plans import Kept, Plan, Room
 from kvjax.methods import FullKV, get_method
 from kvjax.testing import TinyModel

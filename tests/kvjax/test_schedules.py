@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kvjax.engine.step import Limits
 
 import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import blocks
 from kvjax.engine.plans import Plan
-from kvjax.engine.step import Limits
 from kvjax.errors import InputError
 from kvjax.methods import METHODS, LagKV, get_method
 from kvjax.testing import TinyModel, held_positions

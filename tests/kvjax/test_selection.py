@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.errors import InputError
 from kvjax.allocation.selection import age, floor_share, top_slots
+from kvjax.errors import InputError
 from kvjax.options.budgets import Retention, Tokens
 
 

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from kvjax.engine.step import compress
 
 from kvjax.cache.layers import LayerCache
-from kvjax.engine.step import compress
 from kvjax.methods import Allowance, get_method
 from kvjax.testing import layer_positions, random_activations
 
