@@ -40,10 +40,13 @@ os.environ.update(
 # file: looking for it at Python's own pace takes a twentieth of the time.
 gc.set_threshold(100_000, 50)
 
-# The tower lets an int be a float, as Python's type checkers do.
+# The tower lets an int be a float, as Python's type checkers do. Functions are
+# decorated one by one, so that beartype cannot tell what class Self is.
 install_import_hook(
   ["kvjax"],
-  "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
+  "beartype.beartype(conf=beartype.BeartypeConf("
+  "is_pep484_tower=True, hint_overrides=beartype.FrozenDict("
+  "{beartype.typing.Self: object})))",
 )
 
 

@@ -32,8 +32,9 @@ import pytest
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.attention_mass import chunk_mass
-from kvjax.methods import Allowance, get_method
+from kvjax.methods import LayerBudget
 from kvjax.methods.heads import heads_of
+from kvjax.options.names import get_method
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "kvpress"
 LENGTHS = (60, 132, 300)
@@ -144,7 +145,7 @@ TABLE = [
 
 
 @pytest.fixture(scope="module")
-def seen():
+def activations():
   """The prompts of all lengths as one batch; the padding holds NaN."""
   rows = [stored(f"inputs_{n}") for n in LENGTHS]
 
@@ -177,18 +178,18 @@ def _sketches_of_kvpress(monkeypatch):
 
 
 @jax.jit(static_argnames="method")
-def found_and_kept(method, seen, counts):
-  """What `compress` finds in B rows and keeps, for each of `counts` [C, B].
+def found_and_kept(method, activations, counts):
+  """What a method finds in B rows and keeps, for each of `counts` [C, B].
 
   Returns:
     What `evaluate` answers, and the positions kept, [C, B, K, M].
   """
-  cache = LayerCache.of(seen)
-  found = method.evaluate(LAYER, cache, seen)
+  cache = LayerCache.of(activations)
+  found = method.evaluate(jnp.int32(LAYER), cache, activations)
 
   def kept(counts):
-    allowance = Allowance(counts, cache.capacity - 1)
-    return cache.take(method.select(found, cache, allowance)).positions
+    budget = LayerBudget(counts, cache.capacity - 1)
+    return cache.take(method.select(found, cache, budget)).positions
 
   return found, jax.vmap(kept)(counts)
 
@@ -210,7 +211,7 @@ def assert_same_but_for_ties(ours, theirs, scores):
 
 
 @pytest.mark.parametrize("parity", TABLE, ids=str)
-def test_scores_and_choices(parity, seen):
+def test_scores_and_choices(parity, activations):
   golden = stored(parity.press)
   method = get_method(parity.method)
   # kvpress needs more tokens than SnapKV's window: a row may be absent.
@@ -219,7 +220,7 @@ def test_scores_and_choices(parity, seen):
     for p in parity.percents
   ]
   counts = jnp.asarray([[each.shape[1] for each in rows] for rows in kept])
-  found, chosen = jax.device_get(found_and_kept(method, seen, counts))
+  found, chosen = jax.device_get(found_and_kept(method, activations, counts))
   for rows, positions, percent in zip(
     kept, chosen, parity.percents, strict=True
   ):
@@ -253,7 +254,7 @@ def test_every_golden_is_compared():
   assert goldens == compared | left
 
 
-def test_kvpress_lets_padding_into_a_short_last_chunk(seen):
+def test_kvpress_lets_padding_into_a_short_last_chunk(activations):
   """Compactor's attention in chunks of 256 tokens.
 
   kvpress pads the last chunk with keys of logit 0, which take attention away
@@ -262,9 +263,9 @@ def test_kvpress_lets_padding_into_a_short_last_chunk(seen):
   """
   chunk = 256
   golden = stored("noncausal")
-  cache = LayerCache.of(seen)
-  heads = heads_of(cache, seen)
-  masses = chunk_mass(seen.queries, cache.keys, cache.held, chunk, 1.0)
+  cache = LayerCache.of(activations)
+  heads = heads_of(cache, activations)
+  masses = chunk_mass(activations.queries, cache.keys, cache.held, chunk, 1.0)
   for row, n in enumerate(LENGTHS):
     theirs = golden[f"default_{n}_mass"]
     ours = np.asarray(masses[row])[:, :n]
