@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
+from kvjax.cache.cache import join_key
 from kvjax.cache.placement import HOST
 from kvjax.errors import InputError
 from kvjax.experiments import prefilling
@@ -222,10 +223,10 @@ def replies(
 ) -> Iterator[list[Reply]]:
   """Prefills a batch once and answers from each candidate's cache.
 
-  Caches of about equal capacities are asked as one batch. A candidate that
-  works in blocks has a prefill, and one that evicts while decoding a batch, of
-  its own. Each question sees the cache that its context has left, or, where
-  turns stay in it, the one that the turn before has left.
+  Caches of equal sizes are asked as one batch. A candidate that works in blocks
+  has a prefill, and one that evicts while decoding a batch, of its own. Each
+  question sees the cache that its context has left, or, where turns stay in it,
+  the one that the turn before has left.
 
   Args:
     lm: the model.
@@ -257,8 +258,8 @@ def replies(
 
   turns = max(len(prompts) for prompts in contexts)
   stay = contexts[0][0].stays
-  for capacity, group in groups(candidates, caches):
-    cache = joined([caches[i] for i in group], capacity)
+  for group in groups(caches):
+    cache = kvjax.stack([caches[i] for i in group])
     logits = jnp.concatenate([prefilled[i].logits for i in group])
     places = range(0, len(logits), shape.rows)
     held = _Held.of(cache)
@@ -295,13 +296,6 @@ def replies(
       ]
 
 
-def joined(caches: Sequence[kvjax.Cache], capacity: int) -> kvjax.Cache:
-  """Caches as one whose rows are theirs, of as many slots in every layer."""
-  if len(caches) > 1:
-    caches = [cache.grown([capacity] * len(cache.layers)) for cache in caches]
-  return kvjax.concatenate(caches)
-
-
 def _answers(
   lm: Pretrained,
   cache: kvjax.Cache,
@@ -311,10 +305,10 @@ def _answers(
 ) -> list[list[int]]:
   """The answers of a cache whose rows are those of `asked` again and again."""
   decoding = kvjax.Decoding(asked[0].max_new_tokens, lm.tokenizer.eos_ids)
-  if not shape.question:
-    return kvjax.complete(lm.model, lm.params, cache, logits, decoding).rows()
-  questions = _questions(cache, asked, shape)
-  return kvjax.answer(lm.model, lm.params, cache, questions, decoding).rows()
+  questions = _questions(cache, asked, shape) if shape.question else None
+  return kvjax.generate(
+    lm.model, lm.params, cache, questions, decoding, logits=logits
+  ).rows()
 
 
 def _turn(
@@ -322,9 +316,12 @@ def _turn(
 ) -> tuple[list[list[int]], kvjax.Cache]:
   """As `_answers`, and the cache with the turn; the one given is consumed."""
   decoding = kvjax.Decoding(asked[0].max_new_tokens, lm.tokenizer.eos_ids)
-  turns = _questions(cache, asked, shape)
-  answers, cache = kvjax.converse(lm.model, lm.params, cache, turns, decoding)
-  return answers.rows(), cache
+  questions = _questions(cache, asked, shape)
+  turn = kvjax.generate(
+    lm.model, lm.params, cache, questions, decoding, keep=True
+  )
+  assert turn.cache is not None
+  return turn.rows(), turn.cache
 
 
 def _questions(
@@ -332,10 +329,7 @@ def _questions(
 ) -> kvjax.Prompts:
   """One for each row of the cache."""
   one = kvjax.Prompts.of([p.question for p in asked], shape.question)
-  times = cache.next_positions.shape[0] // len(asked)
-  return kvjax.Prompts(
-    np.tile(one.tokens, (times, 1)), np.tile(one.lengths, times)
-  )
+  return one.repeated(cache.next_positions.shape[0] // len(asked))
 
 
 def _with_room(
@@ -350,43 +344,16 @@ def _with_room(
     return cache
   # What may be kept grows with what has been said.
   padded = bucket(shape.context + every)
-  lasting = plan.lasting_capacities(padded, len(cache.layers))
-  return cache.grown([slots + most for slots in lasting])
+  lasting = plan.spread.capacity_between(plan.fixed_budget, padded)
+  return cache.grown([lasting + most] * len(cache.stacks))
 
 
-def groups(
-  candidates: Sequence[Candidate], caches: Sequence[kvjax.Cache]
-) -> list[tuple[int, list[int]]]:
-  """Caches that are asked together, with the capacity that holds them all.
-
-  Layers of unequal capacities go to the next group that has room for the
-  largest, which saves them a compilation of their own. Only caches that are
-  stored alike are joined; those whose heads keep different numbers, and those
-  that are looked up in, join nobody.
-  """
-  plans = [candidate.plan for candidate in candidates]
-  sizes = [{layer.capacity for layer in cache.layers} for cache in caches]
-  common = {
-    (plan.storage, max(size))
-    for plan, size in zip(plans, sizes, strict=True)
-    if len(size) == 1
-  }
-  found: dict[tuple[str | None, int], list[int]] = {}
-  alone = []
-  for index, (plan, size) in enumerate(zip(plans, sizes, strict=True)):
-    evicts = plan.schedule.every is not None
-    if evicts or plan.method.packed or plan.lookup is not None:
-      alone.append((max(size), [index]))
-      continue
-    fitting = [
-      capacity
-      for storage, capacity in common
-      if storage == plan.storage and capacity >= max(size)
-    ]
-    capacity = min(fitting, default=max(size))
-    found.setdefault((plan.storage, capacity), []).append(index)
-  together = [(capacity, group) for (_, capacity), group in found.items()]
-  return [*together, *alone]
+def groups(caches: Sequence[kvjax.Cache]) -> list[list[int]]:
+  """Numbers of the caches that can be asked together (`kvjax.stack`)."""
+  found: dict[Any, list[int]] = {}
+  for index, cache in enumerate(caches):
+    found.setdefault(join_key(cache), []).append(index)
+  return list(found.values())
 
 
 def _round_up(length: int) -> int:

@@ -252,7 +252,7 @@ def _chosen() -> list[Candidate]:
   own = _HEADS.value == "query"
   chosen = list(candidates(_METHODS.value, budgets, per_query_head=own)[1:])
   for candidate in chosen:
-    if candidate.plan.lookup is not None:
+    if candidate.plan.sparse is not None:
       raise InputError(
         f"--methods has {candidate.method}, which loses nothing; name methods "
         "that evict."

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.calibration.records import AUTO, Auto
-from kvjax.methods import METHODS
+from kvjax.options.registry import METHODS
 from kvjax.options.schedules import WHOLE
 
 FULL = "full"
@@ -29,12 +29,12 @@ class Candidate:
   @property
   def full_at_one(self) -> bool:
     """Whether the method is the full cache at a retention of 1."""
-    lookup = self.plan.lookup
-    if self.plan.storage is not None:
+    sparse = self.plan.sparse
+    if self.plan.kv_dtype is not None:
       return False
-    if lookup is None:
+    if sparse is None:
       return True
-    return self.plan.budget == kvjax.Retention(1.0) and not lookup.fixed
+    return self.plan.budget == kvjax.Retention(1.0) and not sparse.fixed
 
   @property
   def options(self) -> str:
@@ -47,11 +47,11 @@ class Candidate:
       line = plan.budget.calibration
       asked = line.asked(plan.budget.tau)
       return (
-        f"{plan.method}, kc = {line.alpha:g} NLL + {line.beta:g} at {asked:g}"
+        f"{plan.label}, kc = {line.alpha:g} NLL + {line.beta:g} at {asked:g}"
       )
-    if plan.lookup is None:
-      return str(plan.method)
-    return f"{plan.lookup.retrieval} on {plan.method}, {plan.budget}"
+    if plan.sparse is None:
+      return plan.label
+    return f"{plan.sparse.retrieval} on {plan.label}, {plan.budget}"
 
   @property
   def budget(self) -> str:
@@ -61,8 +61,8 @@ class Candidate:
   @property
   def _budget(self) -> kvjax.Budget | kvjax.Calibrated:
     """What may be kept, or looked up per token."""
-    lookup = self.plan.lookup
-    return self.plan.budget if lookup is None else lookup.budget
+    sparse = self.plan.sparse
+    return self.plan.budget if sparse is None else sparse.budget
 
   def retention(self, context_tokens: int) -> float:
     """Share of a context that the budget allows to keep, or to look up.
@@ -81,19 +81,19 @@ def candidates(
   budgets: Sequence[kvjax.Budget | Auto],
   schedule: kvjax.Schedule = WHOLE,
   per_query_head: bool = False,
-  storage: str | None = None,
+  kv_dtype: str | None = None,
 ) -> tuple[Candidate, ...]:
   """Every method at every budget, the full cache first: the yardstick.
 
   At a retention of 1 methods are the full cache, and are left out, unless they
-  store it in another way.
+  store it in another dtype.
 
   Args:
     methods: names as `kvjax.get_plan` reads them.
     budgets: what the methods may keep, or look up per token.
     schedule: when they evict.
     per_query_head: see `kvjax.Plan`.
-    storage: see `kvjax.Plan`; the full cache stays as it was computed.
+    kv_dtype: see `kvjax.Plan`; the full cache stays as it was computed.
 
   Raises:
     InputError: a name stands for no method, a method is not defined for the
@@ -105,17 +105,17 @@ def candidates(
   whole = kvjax.Retention(1.0)
   for name in names:
     kvjax.get_plan(name, whole)
-  full = kvjax.Plan(METHODS[FULL](), whole, per_query_head=per_query_head)
+  full = kvjax.get_plan(FULL, whole, per_query_head=per_query_head)
   chosen = [Candidate(FULL, full)]
   for name in names:
     if name == FULL:
       continue
     found = [
-      Candidate(name, _plan(name, budget, schedule, per_query_head, storage))
+      Candidate(name, _plan(name, budget, schedule, per_query_head, kv_dtype))
       for budget in dict.fromkeys(budgets)
     ]
     # Some say themselves how much they look up, whatever the budget.
-    each = {c.budget: c for c in found if storage or c.budget != str(whole)}
+    each = {c.budget: c for c in found if kv_dtype or c.budget != str(whole)}
     chosen.extend(each.values())
   return tuple(chosen)
 
@@ -158,13 +158,13 @@ def _plan(
   budget: kvjax.Budget | Auto,
   schedule: kvjax.Schedule,
   per_query_head: bool,
-  storage: str | None,
+  kv_dtype: str | None,
 ) -> kvjax.Plan:
   try:
     if not isinstance(budget, Auto):
-      return kvjax.get_plan(name, budget, schedule, per_query_head, storage)
+      return kvjax.get_plan(name, budget, schedule, per_query_head, kv_dtype)
     whole = kvjax.get_plan(name, kvjax.Retention(1.0), WHOLE, per_query_head)
     calibrated = budget.of(name, whole)
-    return kvjax.get_plan(name, calibrated, schedule, per_query_head, storage)
+    return kvjax.get_plan(name, calibrated, schedule, per_query_head, kv_dtype)
   except InputError as error:
     raise InputError(f"--methods has {name}: {error}") from error

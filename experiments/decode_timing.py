@@ -67,7 +67,9 @@ def measure(
   def decode(one: prefilling.Prefilled) -> float:
     began = time.perf_counter()
     jax.block_until_ready(
-      kvjax.complete(lm.model, lm.params, one.cache, one.logits, decoding)
+      kvjax.generate(
+        lm.model, lm.params, one.cache, None, decoding, logits=one.logits
+      )
     )
     return time.perf_counter() - began
 

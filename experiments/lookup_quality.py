@@ -14,7 +14,7 @@ import kvjax
 from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import Layer
-from kvjax.cache.sparse import IndexedLayer
+from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
 from kvjax.model import Model
@@ -38,8 +38,8 @@ class Quality(NamedTuple):
 class _State(NamedTuple):
   """A layer with the full cache, the same with indexes, and sums so far."""
 
-  full: Layer
-  others: tuple[Layer, ...]
+  full: Layer | None
+  others: tuple[Layer | None, ...]
   sums: tuple[Quality, ...]
   queries: Float[Array, "B N D"]
   cosine: Float[Array, ""]
@@ -70,16 +70,14 @@ def measure(
   sums, cosines = _decode(model, params, caches, logits, steps=steps)
   found = [
     [
-      Quality(*map(float, sums[layer][p])) if _is_indexed(own) else None
+      Quality(*map(float, sums[layer][p]))
+      if isinstance(own, SparseLayer)
+      else None
       for layer, own in enumerate(cache.layers)
     ]
     for p, cache in enumerate(caches[1:])
   ]
   return found, [float(x) for x in cosines]
-
-
-def _is_indexed(layer: Layer) -> bool:
-  return isinstance(layer, IndexedLayer)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"))
@@ -92,14 +90,14 @@ def _decode(
   steps: int,
 ) -> tuple[list[tuple[Quality, ...]], list[Float[Array, ""]]]:
   full, *others = [
-    cache.grown([layer.capacity + steps for layer in cache.layers])
+    cache.grown([s.capacity and s.capacity + steps for s in cache.stacks])
     for cache in caches
   ]
   zero = jnp.zeros(())
   states = tuple(
     _State(
-      full.layers[layer],
-      tuple(other.layers[layer] for other in others),
+      full.layer(layer),
+      tuple(other.layer(layer) for other in others),
       (Quality(zero, zero, zero),) * len(others),
       jnp.zeros((logits.shape[0], spec.heads, spec.key_dim)),
       zero,
@@ -128,13 +126,14 @@ def _attend(
 ) -> tuple[Float[Array, "B N S D"], _State]:
   """Dense attention, and what the others make of the same query."""
   del layer
+  assert state.full is not None
   full = state.full.append(seen)
-  dense, _ = full.attend(seen.queries, seen.positions)
+  dense, _ = full.attend(seen)
   others, sums = [], []
   for other, so_far in zip(state.others, state.sums, strict=True):
-    if isinstance(other, IndexedLayer):
+    if isinstance(other, SparseLayer):
       other = other.append(seen)
-      output, after = other.attend(seen.queries, seen.positions)
+      output, after = other.attend(seen)
       found = _quality(other, seen, output, dense)
       so_far = Quality(*(a + b for a, b in zip(so_far, found, strict=True)))
       other = after
@@ -148,7 +147,7 @@ def _attend(
 
 
 def _quality(
-  layer: IndexedLayer,
+  layer: SparseLayer,
   seen: Activations,
   output: Float[Array, "B N S D"],
   dense: Float[Array, "B N S D"],
@@ -168,7 +167,7 @@ def _quality(
   )
 
 
-def _found(layer: IndexedLayer, seen: Activations) -> Bool[Array, "B K F"]:
+def _found(layer: SparseLayer, seen: Activations) -> Bool[Array, "B K F"]:
   """The stored slots that any head of a group reads."""
   _, found = layer.retrieved(
     layer.index, seen.queries[:, :, 0], seen.positions[:, 0]

@@ -7,11 +7,13 @@ from typing import cast
 from absl import flags
 
 import kvjax
+from kvjax.cache.layers import KV_DTYPES
 from kvjax.errors import InputError
 from kvjax.experiments import candidates, cli, inputs, results
 from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE, Protocol
 from kvjax.experiments.calibration.records import AUTO, FOLDER, Auto
 from kvjax.experiments.candidates import Candidate
+from kvjax.options.names import get_recipe
 
 _METHODS = flags.DEFINE_list(
   "methods",
@@ -59,10 +61,10 @@ _HEADS = flags.DEFINE_enum(
   "Whether each KV head decides, or each query head, with keys and values of "
   "its own.",
 )
-_STORAGE = flags.DEFINE_enum(
-  "storage",
+_KV_DTYPE = flags.DEFINE_enum(
+  "kv_dtype",
   None,
-  ["int8", "fp8"],
+  list(KV_DTYPES),
   "Holds what is kept in eight bits; by default as it was computed.",
 )
 _PROTOCOL = flags.DEFINE_enum(
@@ -78,13 +80,13 @@ def check_flags() -> None:
   """Refuses flags that make others void.
 
   Raises:
-    InputError: --retention stands beside --budget or --every beside --storage,
+    InputError: --retention stands beside --budget or --every beside --kv_dtype,
       or nothing is automatic and --tau or --calibrations is given.
   """
   cli.refuse_together("retention", ["budget"], "both say how much to keep")
   cli.refuse_together(
     "every",
-    ["storage"],
+    ["kv_dtype"],
     "a method chooses among keys as they were computed, not as they are stored",
   )
   for flag in (_TAU, _CALIBRATIONS):
@@ -96,7 +98,7 @@ def chosen() -> tuple[Candidate, ...]:
   """What is compared; see `candidates.candidates`."""
   own = _HEADS.value == "query"
   return candidates.candidates(
-    _names(), budgets(), schedule(), own, _STORAGE.value
+    _names(), budgets(), schedule(), own, _KV_DTYPE.value
   )
 
 
@@ -104,7 +106,14 @@ def _names() -> list[str]:
   names: list[str] = _METHODS.value
   if _METHODS.present or schedule().whole:
     return names
-  return [n for n in names if not kvjax.get_method(n).whole_prompts_only]
+  return [name for name in names if _recurs(name)]
+
+
+def _recurs(name: str) -> bool:
+  """Whether a method is defined for evicting again and again."""
+  recipe = get_recipe(name)
+  refused = recipe.allocation or recipe.method.traits.whole_prompts_only
+  return not refused
 
 
 def budgets() -> list[kvjax.Budget | Auto]:
@@ -153,5 +162,5 @@ def settings(
     protocol=protocol,
     schedule=str(schedule()),
     heads=f"{_HEADS.value} head",
-    storage=_STORAGE.value or "",
+    kv_dtype=_KV_DTYPE.value or "",
   )

@@ -48,7 +48,7 @@ class Settings:
     protocol: what is compressed, before or after the question is known.
     schedule: when it is compressed.
     heads: what decides by itself: each "kv head" or each "query head".
-    storage: what keys and values are rounded to; empty for as computed.
+    kv_dtype: what keys and values are rounded to; empty for as computed.
   """
 
   model: str
@@ -61,7 +61,7 @@ class Settings:
   protocol: Protocol = QUERY_AGNOSTIC
   schedule: str = str(WHOLE)
   heads: str = "kv head"
-  storage: str = ""
+  kv_dtype: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,7 @@ from kvjax.experiments import (
 from kvjax.experiments.answering import QUERY_AWARE, Prompt, Shape, check_room
 from kvjax.experiments.candidates import Candidate, candidates, parse_budgets
 from kvjax.experiments.lookup_quality import Quality
-from kvjax.retrieval import RETRIEVALS
+from kvjax.options.registry import RETRIEVALS
 
 flags.adopt_module_key_flags(inputs)
 flags.adopt_module_key_flags(needle_inputs)
@@ -71,7 +71,7 @@ def main() -> None:
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
   budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
-  chosen = [c for c in candidates(_METHODS.value, budgets) if c.plan.lookup]
+  chosen = [c for c in candidates(_METHODS.value, budgets) if c.plan.sparse]
   if not chosen:
     raise InputError(
       f"None of --methods looks anything up; retrieval methods are "

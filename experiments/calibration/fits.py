@@ -88,7 +88,7 @@ def fit(
     calibration = kvjax.calibrate(
       triples,
       model_id=model_id,
-      method=plan.method,
+      method=plan.label,
       per_query_head=plan.per_query_head,
     )
     fitted.append(Fitted(name, plan, calibration, own))

@@ -8,13 +8,13 @@ import numpy as np
 from jaxtyping import Float
 
 import kvjax
+from kvjax.engine.prepared import prepare
 from kvjax.errors import InputError
 from kvjax.experiments.answering import (
   Prompt,
   Shape,
   check_room,
   groups,
-  joined,
 )
 from kvjax.experiments.candidates import FULL, Candidate
 from kvjax.experiments.comparison import wanted
@@ -169,7 +169,7 @@ def _measured(
     kvjax.Prompts.of(contexts, shape.context),
     [candidate.plan for candidate in every],
   )
-  likelihoods = _likelihoods(lm, every, swept.caches, rows, shape)
+  likelihoods = _likelihoods(lm, swept.caches, rows, shape)
   nll = np.asarray(swept.nll)
   for index, candidate in enumerate(every[1:], start=1):
     told = swept.retentions[index]
@@ -196,23 +196,23 @@ def _measured(
 
 def _likelihoods(
   lm: Pretrained,
-  every: Sequence[Candidate],
   caches: Sequence[kvjax.Cache],
   rows: Sequence[_Asked],
   shape: Shape,
 ) -> Float[np.ndarray, "P B"]:
   """NLL of the rows' answers given each cache; those of equal size at once."""
+  asked = [one.prompt.question for one in rows]
+  questions = kvjax.Prompts.of(asked, shape.question)
+  answers = kvjax.Prompts.of([one.answer for one in rows])
   found = np.empty((len(caches), len(rows)))
-  for capacity, group in groups(every, caches):
+  for group in groups(caches):
     times = len(group)
     values = kvjax.answer_nll(
       lm.model,
       lm.params,
-      joined([caches[index] for index in group], capacity),
-      kvjax.Prompts.of(
-        [one.prompt.question for one in rows] * times, shape.question
-      ),
-      kvjax.Prompts.of([one.answer for one in rows] * times),
+      kvjax.stack([caches[index] for index in group]),
+      questions.repeated(times),
+      answers.repeated(times),
     )
     found[group] = np.asarray(values).reshape(times, len(rows))
   return found
@@ -231,10 +231,10 @@ def check(
     for drawn in samples.values()
     for sample in drawn
   )
-  layers = lm.config.geometry.num_layers
+  prompt = kvjax.Prompts.of([[0] * longest])
   for method in dict.fromkeys(candidate.method for candidate in chosen):
     plans = [c.plan for c in chosen if c.method == method]
-    kept = [plan.counts(np.array([longest]), layers) for plan in plans]
+    kept = [prepare(plan, prompt, lm.config.geometry).counts for plan in plans]
     if all(np.all(counts >= longest) for counts in kept):
       raise InputError(
         f"--methods has {method}, which keeps all of {longest} tokens at every "

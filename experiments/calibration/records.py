@@ -20,8 +20,8 @@ class Auto:
   Attributes:
     tau: the share of quality that is to be left.
     folder: of the records.
-    records: by the method with all its options, and by whether each query head
-      chooses for itself.
+    records: by the label of a plan, and by whether each query head chooses for
+      itself.
   """
 
   tau: float
@@ -51,19 +51,18 @@ class Auto:
     Raises:
       InputError: it evicts nothing, or there is no record of it.
     """
-    if plan.lookup is not None:
+    if plan.sparse is not None:
       raise InputError(
         f"{AUTO} is the share that a context can bear to keep, and this keeps "
         "everything; give the share that is looked up."
       )
-    record = self.records.get((str(plan.method), plan.per_query_head))
+    record = self.records.get((plan.label, plan.per_query_head))
     if record is None:
       heads = " --heads=query" if plan.per_query_head else ""
       raise InputError(
         f"{self.folder} has no calibration of it; make one by python -m "
         f"kvjax.experiments.calibrate --methods={name}{heads}, and name its "
-        "folder "
-        "by --calibrations."
+        "folder by --calibrations."
       )
     return kvjax.Calibrated(record, self.tau)
 

@@ -16,11 +16,10 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
-from kvjax.cache.sharding import shard_cache
+from kvjax.cache.sharding import shard_layer
 from kvjax.engine.forward import block_positions, run_layers
 from kvjax.engine.likelihood import prompt_nll
 from kvjax.kernels.attention import attention
-from kvjax.model import LayerSpec
 from kvjax.models.language_model import DecoderModel
 
 # Queries whose attention is computed again at a time; rows are padded to a
@@ -110,15 +109,14 @@ def train_step(
 
 
 def _step(
-  spec: LayerSpec,
   layer: Int[Array, ""],
   stack: None,
   index: Int[Array, ""],
   seen: Activations,
 ) -> tuple[Float[Array, "B N S D"], None]:
   """Causal attention that keeps no S x S weights for the gradient."""
-  del spec, layer, index
-  cache = shard_cache(LayerCache.of(seen))
+  del layer, index
+  cache = shard_layer(LayerCache.of(seen))
   batch, heads, length, dim = seen.queries.shape
   parts = length // QUERIES
 

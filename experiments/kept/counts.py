@@ -10,9 +10,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 import kvjax
 from kvjax.activations import Activations
-from kvjax.cache.layers import Layer, Slots
-from kvjax.cache.packed import PackedLayer
-from kvjax.cache.sparse import IndexedLayer
+from kvjax.cache.layers import Layer
+from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
 from kvjax.experiments.candidates import Candidate
@@ -41,7 +40,7 @@ class Kept(NamedTuple):
   @property
   def reads(self) -> bool:
     """Whether the heads are those that read a token."""
-    return self.candidate.plan.lookup is not None
+    return self.candidate.plan.sparse is not None
 
 
 def kept(
@@ -63,7 +62,7 @@ def kept(
       renumbers what it keeps.
   """
   for candidate in candidates:
-    if candidate.plan.method.rerotates:
+    if candidate.plan.method.traits.renumbers:
       raise InputError(
         f"{candidate.method} renumbers what it keeps, which then names no "
         "tokens of the text; without rerotate it keeps the same."
@@ -73,7 +72,7 @@ def kept(
   plans = [candidate.plan for candidate in candidates]
   (full, *caches), _ = kvjax.sweep(model, params, prompts, [whole, *plans])
   queries = None
-  if any(plan.lookup is not None for plan in plans):
+  if any(plan.sparse is not None for plan in plans):
     queries = _last_queries(model, params, full, tokens[-1])
   return [
     Kept(candidate, head_counts(cache, queries), cache.nbytes, full.nbytes)
@@ -90,11 +89,13 @@ def head_counts(
     cache: of one row, which has seen n tokens.
     queries: in each layer, of the last of them; wanted where they look up.
   """
-  each = [None] * len(cache.layers) if queries is None else queries
+  layers = cache.layers
+  each = [None] * len(layers) if queries is None else queries
   seen = int(cache.next_positions[0])
   found = [
     np.bincount(_positions(layer, cache, query), minlength=seen)
-    for layer, query in zip(cache.layers, each, strict=True)
+    for layer, query in zip(layers, each, strict=True)
+    if layer is not None
   ]
   return np.stack(found)
 
@@ -103,22 +104,18 @@ def _positions(
   layer: Layer, cache: kvjax.Cache, query: Float[Array, "B N D"] | None
 ) -> Int[np.ndarray, " U"]:
   """Where the tokens stood that heads attend to, one head's after another's."""
-  if isinstance(layer, IndexedLayer):
-    assert query is not None
-    looked_up = _looked_up(layer, query, cache.next_positions - 1)
-    held = [layer.resident.positions, looked_up]
-  elif isinstance(layer, PackedLayer):
-    held = [layer.pages.positions, layer.tail.positions]
-  else:
-    assert isinstance(layer, Slots)
-    held = [layer.positions]
+  if not isinstance(layer, SparseLayer):
+    return np.concatenate(layer.row_positions(0), dtype=np.int64)
+  assert query is not None
+  looked_up = _looked_up(layer, query, cache.next_positions - 1)
+  held = [layer.resident.positions, looked_up]
   positions = np.concatenate([np.ravel(x) for x in held])
   return positions[positions >= 0]
 
 
 @jax.jit
 def _looked_up(
-  layer: IndexedLayer,
+  layer: SparseLayer,
   query: Float[Array, "B N D"],
   positions: Int[Array, " B"],
 ) -> Int[Array, "B K F"]:
@@ -139,7 +136,7 @@ def _last_queries(
     layer: int, state: Layer, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], Float[Array, "B N D"]]:
     del layer
-    output, _ = state.attend(seen.queries, seen.positions)
+    output, _ = state.attend(seen)
     return output, seen.queries[:, :, 0]
 
   def queries(

@@ -81,7 +81,7 @@ def _mass(
   def attend(
     layer: int, state: None, seen: Activations
   ) -> tuple[Float[Array, "1 N S D"], Float[Array, " N"]]:
-    del state
+    del layer, state
     query = jax.lax.dynamic_index_in_dim(
       seen.queries[0].astype(jnp.float32), lengths[0] - 1, axis=1
     )
@@ -94,8 +94,7 @@ def _mass(
     real = (seen.positions[0] >= 0)[None, None]
     weights = jax.nn.softmax(logits * dim**-0.5, axis=-1, where=real)
     mass = jnp.sum(weights, axis=-1, where=wanted[None, None])
-    spec = model.geometry.layers[layer]
-    return attend_to_prompt(spec, seen), mass.reshape(-1)
+    return attend_to_prompt(seen), mass.reshape(-1)
 
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
   none = (None,) * model.geometry.num_layers

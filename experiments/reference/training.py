@@ -15,7 +15,6 @@ from kvjax.engine.forward import run_layers
 from kvjax.experiments.reference import vocabulary
 from kvjax.experiments.reference.attention import causal_attention
 from kvjax.experiments.reference.rows import Batch
-from kvjax.model import LayerSpec
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import DecoderModel
@@ -104,13 +103,12 @@ def scored_logits(
 
 
 def _step(
-  spec: LayerSpec,
   layer: Int[Array, ""],
   stack: None,
   index: Int[Array, ""],
   activations: Activations,
 ) -> tuple[Float[Array, "B N S D"], None]:
-  del spec, layer, index
+  del layer, index
   return causal_attention(activations), stack
 
 

@@ -158,16 +158,19 @@ def converse(
     lm.model,
     lm.params,
     kvjax.Prompts.of([asked[0].context for asked in prompts]),
-    kvjax.Plan(kvjax.get_method(FULL), kvjax.Retention(1.0)),
+    kvjax.get_plan(FULL, kvjax.Retention(1.0)),
   )
   cache = kvjax.reserve(cache, len(turns) * (width + most))
   decoding = kvjax.Decoding(most, tokenizer.eos_ids)
   said = []
   for rows in turns:
-    answers, cache = kvjax.converse(
-      lm.model, lm.params, cache, kvjax.Prompts.of(rows, width), decoding
+    asked = kvjax.Prompts.of(rows, width)
+    turn = kvjax.generate(
+      lm.model, lm.params, cache, asked, decoding, keep=True
     )
-    said.append([tokenizer.decode(ids) for ids in answers.rows()])
+    assert turn.cache is not None
+    cache = turn.cache
+    said.append([tokenizer.decode(ids) for ids in turn.rows()])
   return [list(texts) for texts in zip(*said, strict=True)]
 
 

@@ -38,7 +38,7 @@ _OWN = (
   "options",
   "budget",
   *("weights", "dtype", "seed", "python", "protocol", "schedule", "heads"),
-  *("storage", "data", "decoding"),
+  *("kv_dtype", "data", "decoding"),
 )
 
 

@@ -200,7 +200,7 @@ def _line(entry: Entry) -> dict[str, Any]:
     "length": wording.lengths(summary),
     **{
       name: summary[name]
-      for name in ("model", "protocol", "schedule", "heads", "storage")
+      for name in ("model", "protocol", "schedule", "heads", "kv_dtype")
     },
     **{name: getattr(mean, name) for name in ("method", "options", "budget")},
     "retention": round(mean.retention, 4),

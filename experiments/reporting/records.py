@@ -21,7 +21,7 @@ _SETTINGS: _Kinds = {
   **dict.fromkeys(
     ("benchmark", "model", "weights", "dtype", "python", "protocol"), str
   ),
-  **dict.fromkeys(("schedule", "heads", "storage", "decoding", "device"), str),
+  **dict.fromkeys(("schedule", "heads", "kv_dtype", "decoding", "device"), str),
   "seed": int,
   **dict.fromkeys(("data", "versions", "seconds"), dict),
   "rows": list,

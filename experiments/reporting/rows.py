@@ -19,7 +19,7 @@ SETTINGS = (
   "protocol",
   "schedule",
   "heads",
-  "storage",
+  "kv_dtype",
   "data",
   "decoding",
 )

@@ -21,8 +21,8 @@ def title(summary: Summary) -> str:
 
 def keeping(summary: Summary) -> str:
   """When, by which heads and how methods keep, in words."""
-  storage = summary["storage"] and f", kept in {summary['storage']}"
-  return f"{summary['schedule']}, per {summary['heads']}{storage}"
+  kv_dtype = summary["kv_dtype"] and f", kept in {summary['kv_dtype']}"
+  return f"{summary['schedule']}, per {summary['heads']}{kv_dtype}"
 
 
 def lengths(summary: Summary) -> str:

@@ -3,21 +3,20 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+import kvjax
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.engine.forward import attend_to_prompt
 from kvjax.experiments.paper_experiments.analyses.timing import median_seconds
 from kvjax.experiments.paper_experiments.findings import Findings, Subject
 from kvjax.experiments.reporting.formats import Table
-from kvjax.methods import get_method
 from kvjax.methods.leverage import draw_factors, leverage
-from kvjax.model import LayerSpec
 from kvjax.testing import random_activations
 
 _HEADS, _KV_HEADS, _DIM, _SKETCH = 32, 8, 128, 64
-_SPEC = LayerSpec(_HEADS, _KV_HEADS, _DIM)
 _YARDSTICK = "SnapKV"
 
 _Scorer = Callable[[LayerCache, Activations], PyTree[Array]]
@@ -60,8 +59,8 @@ def _seconds(scorer: _Scorer, cache: LayerCache, seen: Activations) -> float:
 
 
 def _method(name: str) -> _Scorer:
-  method = get_method(name)
-  return lambda cache, seen: method.evaluate(0, cache, seen)
+  method, layer = kvjax.get_method(name), jnp.zeros((), jnp.int32)
+  return lambda cache, seen: method.evaluate(layer, cache, seen)
 
 
 def _leverage(cache: LayerCache, seen: Activations) -> PyTree[Array]:
@@ -76,5 +75,5 @@ _SCORERS: dict[str, _Scorer] = {
   "Compactor without a": _leverage,
   "SnapKV": _method("snapkv.compactor"),
   "H2O": _method("h2o.compactor"),
-  "dense attention": lambda _, seen: attend_to_prompt(_SPEC, seen),
+  "dense attention": lambda _, seen: attend_to_prompt(seen),
 }

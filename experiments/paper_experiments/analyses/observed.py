@@ -32,9 +32,9 @@ def _activations(
   def attend(
     layer: int, state: None, seen: Activations
   ) -> tuple[Float[Array, "B N S D"], Activations]:
-    del state
+    del layer, state
     # The others would be computed for nothing.
-    return attend_to_prompt(model.geometry.layers[layer], seen), seen.only(())
+    return attend_to_prompt(seen), seen.only(())
 
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(index[None], tokens.shape)

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+import kvjax
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.experiments.paper_experiments.analyses.timing import median_seconds
 from kvjax.experiments.paper_experiments.findings import Findings, Subject
 from kvjax.experiments.reporting.formats import Table
-from kvjax.methods import get_method
 from kvjax.methods import prototypes as proto
 from kvjax.methods.base import Method
 from kvjax.methods.ranking import cluster_worth, ranked
@@ -41,7 +41,7 @@ def measure(subject: Subject) -> Findings:
     ]
     for name in names
   }
-  snapkv = get_method("snapkv.factory")
+  snapkv = kvjax.get_method("snapkv.factory")
   alone = f"{1000 * _seconds(_evaluated(snapkv), cache, seen):.1f}"
   lines = [[name, *times] for name, times in found.items()]
   lines.append(["SnapKV", *[alone] * len(_PROTOTYPES)])
@@ -69,11 +69,12 @@ def _seconds(stage: _Timed, cache: LayerCache, seen: Activations) -> float:
 
 
 def _evaluated(method: Method) -> _Timed:
-  return lambda cache, seen: method.evaluate(0, cache, seen)
+  layer = jnp.zeros((), jnp.int32)
+  return lambda cache, seen: method.evaluate(layer, cache, seen)
 
 
 def _scorer(name: str, count: int) -> _Timed:
-  return _evaluated(get_method(f"{name}:prototypes={count}"))
+  return _evaluated(kvjax.get_method(f"{name}:prototypes={count}"))
 
 
 def _stages(seen: Activations, count: int) -> dict[str, _Timed]:
