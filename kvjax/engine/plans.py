@@ -111,11 +111,8 @@ class Plan:
         f"The budget of {name} cannot be spread unevenly over layers or heads: "
         f"{traits.even}."
       )
-    if (
-      allocation.ragged
-      and self.method.votes is None
-      and (not self.method.allocation.ragged)
-    ):
+    shares = allocation.ragged and not self.method.allocation.ragged
+    if (allocation.votes or shares) and self.method.votes is None:
       raise InputError(
         "Heads compete by the scores of slots or the votes of an observation "
         f"window; {name} has neither."

@@ -8,15 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.methods.adakv import AdaKV
 
 import kvjax
+from kvjax.allocation import Adaptive, Sizes, Uniform
 from kvjax.allocation.selection import head_counts, top_slots
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods import Allowance, KeyDiff, KeyL2Norm, SnapKV, get_method
-from kvjax.methods.base import ScoringMethod
-from kvjax.methods.compactor import Compactor
+from kvjax.methods import (
+  Compactor,
+  KeyDiff,
+  KeyL2Norm,
+  LayerBudget,
+  ScoringMethod,
+  SnapKV,
+)
+from kvjax.options.registry import Recipe
 from kvjax.testing import random_activations
 
 LENGTHS = [61, 96, 40]
@@ -29,7 +35,7 @@ class Coarse(ScoringMethod):
 
   first: int = 3
 
-  def scores(self, layer, cache, seen):
+  def scores(self, layer, cache, activations):
     tilt = jnp.arange(cache.keys.shape[1], dtype=jnp.float32)[None, :, None]
     scores = jnp.round(2 * cache.keys[..., 0].astype(jnp.float32) + tilt)
     return jnp.where(scores == 0, jnp.nan, scores)
@@ -52,16 +58,22 @@ FEW = [
 ]
 
 
-@functools.partial(jax.jit, static_argnames=("method", "capacity"))
-def selected(method, seen, counts, capacity):
+def ada(inner, alpha=0.2, normalize=False):
+  return Recipe(inner, Adaptive(Uniform(), alpha, normalize))
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "capacity"))
+def selected(recipe, seen, counts, capacity):
+  method, allocation = recipe.method, recipe.allocation or Uniform()
   cache = LayerCache.of(seen)
-  found = method.evaluate(2, cache, seen)
-  return method.select(found, cache, Allowance(counts, capacity))
+  found = allocation.evaluate(method, jnp.int32(2), cache, seen)
+  budget = LayerBudget(counts, capacity)
+  return allocation.select(method, found, cache, budget)
 
 
-def slots_of(method, seen, counts, capacity=PADDED):
+def slots_of(recipe, seen, counts, capacity=PADDED):
   """Slots kept per row and head, as lists."""
-  slots = selected(method, seen, jnp.asarray(counts, jnp.int32), capacity)
+  slots = selected(recipe, seen, jnp.asarray(counts, jnp.int32), capacity)
   return [
     [[int(s) for s in head if s >= 0] for head in row]
     for row in np.asarray(slots)
@@ -70,24 +82,24 @@ def slots_of(method, seen, counts, capacity=PADDED):
 
 @functools.partial(jax.jit, static_argnames="method")
 def scores_of(method, seen):
-  return method.evaluate(2, LayerCache.of(seen), seen)
+  return method.evaluate(jnp.int32(2), LayerCache.of(seen), seen)
 
 
-def by_hand(method, seen, counts):
+def by_hand(recipe, seen, counts):
   """One row after another, in float64, by Python's sort."""
   cache = LayerCache.of(seen)
-  scores = np.asarray(scores_of(method.inner, seen), np.float64)
+  scores = np.asarray(scores_of(recipe.method, seen), np.float64)
   counts = np.asarray(counts, np.int32)
   each = jnp.asarray(counts)[:, None]
-  guarded = np.asarray(method.inner.protected(cache, each))
+  guarded = np.asarray(recipe.method.protected(cache, each))
   held = np.asarray(cache.positions) >= 0
   return [
-    _row(method, *row)
+    _row(recipe.allocation, *row)
     for row in zip(scores, held, guarded, counts, strict=True)
   ]
 
 
-def _row(method, scores, held, guarded, budget):
+def _row(allocation, scores, held, guarded, budget):
   worth = np.where(np.isfinite(scores), scores, -np.inf)
   heads = range(len(scores))
   window = [np.flatnonzero(held[j] & guarded[j])[-budget:] for j in heads]
@@ -99,13 +111,13 @@ def _row(method, scores, held, guarded, budget):
   ]
   even = [min(budget, int(held[j].sum())) - len(window[j]) for j in heads]
   scale = np.ones(len(scores))
-  if method.normalize:
+  if allocation.normalize:
     for j in heads:
       own = scores[j, ranked[j]]
       scale[j] = own[: even[j]].sum() / own.sum()
   pairs = [(-scale[j] * worth[j, t], t, j) for j in heads for t in ranked[j]]
   winners = [j for _, _, j in sorted(pairs)[: sum(even)]]
-  alpha = Fraction(str(method.alpha))
+  alpha = Fraction(str(allocation.alpha))
   share = [(1 - alpha) * winners.count(j) + alpha * even[j] for j in heads]
   due = [int(x) for x in share]
   order = sorted(
@@ -132,34 +144,34 @@ def _row(method, scores, held, guarded, budget):
   ],
 )
 def test_equals_a_loop(inner, alpha, kv_heads):
-  method = AdaKV(inner, alpha)
+  recipe = ada(inner, alpha)
   seen = random_activations(
     0, LENGTHS, PADDED, heads=2 * kv_heads, kv_heads=kv_heads
   )
   for counts in ([20, 33, 40], [1, 9, 17], [61, 95, 2]):
-    assert slots_of(method, seen, counts) == by_hand(method, seen, counts)
+    assert slots_of(recipe, seen, counts) == by_hand(recipe, seen, counts)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.2])
 def test_normalized_equals_a_loop(alpha):
-  method = AdaKV(SnapKV(window=8, kernel=3), alpha, normalize=True)
+  method = SnapKV(window=8, kernel=3)
+  recipe = ada(method, alpha, normalize=True)
   seen = random_activations(1, LENGTHS, PADDED, heads=6, kv_heads=3)
   counts = [20, 33, 38]
-  kept = slots_of(method, seen, counts)
-  assert kept == by_hand(method, seen, counts)
-  plain = dataclasses.replace(method, normalize=False)
-  assert kept != slots_of(plain, seen, counts)
+  kept = slots_of(recipe, seen, counts)
+  assert kept == by_hand(recipe, seen, counts)
+  assert kept != slots_of(ada(method, alpha), seen, counts)
 
 
 @pytest.mark.parametrize("inner", INNERS, ids=repr)
 def test_keeps_its_budget_and_what_is_protected(inner):
-  method = AdaKV(inner)
+  recipe = ada(inner)
   seen = random_activations(2, LENGTHS, PADDED, heads=6, kv_heads=3)
   cache = LayerCache.of(seen)
   for counts in ([25, 20, 39], [61, 50, 1]):
     each = jnp.asarray(counts)[:, None]
     guarded = np.asarray(inner.protected(cache, each))
-    kept = slots_of(method, seen, counts)
+    kept = slots_of(recipe, seen, counts)
     for row, heads in enumerate(kept):
       assert sum(map(len, heads)) == 3 * counts[row]
       for head, slots in enumerate(heads):
@@ -171,7 +183,7 @@ def test_keeps_its_budget_and_what_is_protected(inner):
 
 def test_heads_differ():
   seen = random_activations(3, LENGTHS, PADDED, heads=6, kv_heads=3)
-  sizes = [len(head) for head in slots_of(AdaKV(Coarse()), seen, [20] * 3)[0]]
+  sizes = [len(head) for head in slots_of(ada(Coarse()), seen, [20] * 3)[0]]
   assert sizes[0] < sizes[1] < sizes[2]
 
 
@@ -180,15 +192,15 @@ def test_a_whole_share_of_alpha_is_the_inner_method(inner):
   seen = random_activations(4, LENGTHS, PADDED, heads=6, kv_heads=3)
   counts = jnp.asarray([7, 30, 40], jnp.int32)
   np.testing.assert_array_equal(
-    selected(AdaKV(inner, alpha=1.0), seen, counts, 40),
-    selected(inner, seen, counts, 40),
+    selected(ada(inner, alpha=1.0), seen, counts, 40),
+    selected(Recipe(inner), seen, counts, 40),
   )
 
 
 @pytest.mark.parametrize("inner", INNERS, ids=repr)
 def test_a_budget_of_the_row_keeps_the_row(inner):
   seen = random_activations(5, LENGTHS, PADDED, heads=6, kv_heads=3)
-  kept = slots_of(AdaKV(inner), seen, [61, 30, 77])
+  kept = slots_of(ada(inner), seen, [61, 30, 77])
   assert kept[0] == [list(range(61))] * 3
   assert kept[2] == [list(range(40))] * 3
 
@@ -204,23 +216,23 @@ def test_normalized_heads_and_permuted_heads():
     values=seen.values[:, order],
     keys_unrotated=seen.keys_unrotated[:, order],
   )
-  for method in (
-    AdaKV(SnapKV(window=8), 0.0),
-    AdaKV(KeyDiff(), 0.37),
-    AdaKV(KeyDiff(), 0.37, normalize=True),
+  for recipe in (
+    ada(SnapKV(window=8), 0.0),
+    ada(KeyDiff(), 0.37),
+    ada(KeyDiff(), 0.37, normalize=True),
   ):
     for count in (12, 13, 14, 15):
       plain, permuted = (
-        slots_of(method, x, [count] * 3) for x in (seen, turned)
+        slots_of(recipe, x, [count] * 3) for x in (seen, turned)
       )
       assert [[row[k] for k in order] for row in plain] == permuted
 
 
 @pytest.mark.parametrize("inner", FEW, ids=repr)
 def test_a_row_stands_alone(inner):
-  method = AdaKV(inner)
+  recipe = ada(inner)
   seen = random_activations(7, LENGTHS, PADDED, heads=6, kv_heads=3)
-  together = slots_of(method, seen, [15, 25, 10])
+  together = slots_of(recipe, seen, [15, 25, 10])
   for row, count in ((0, 15), (2, 10)):
 
     def cut(x, row=row):
@@ -228,16 +240,16 @@ def test_a_row_stands_alone(inner):
       return jnp.asarray(x[:, :62] if x.ndim == 2 else x[:, :, :62])
 
     alone = jax.tree.map(cut, seen)
-    assert slots_of(method, alone, [count], 30) == [together[row]]
+    assert slots_of(recipe, alone, [count], 30) == [together[row]]
 
 
 def test_jit_equals_eager():
-  method = AdaKV(SnapKV(window=8), normalize=True)
+  recipe = ada(SnapKV(window=8), normalize=True)
   seen = random_activations(8, LENGTHS, PADDED, heads=6, kv_heads=3)
   counts = jnp.asarray([10, 20, 30], jnp.int32)
   np.testing.assert_array_equal(
-    selected.__wrapped__(method, seen, counts, 30),
-    selected(method, seen, counts, 30),
+    selected.__wrapped__(recipe, seen, counts, 30),
+    selected(recipe, seen, counts, 30),
   )
 
 
@@ -245,20 +257,20 @@ def test_slots_are_as_many_as_one_head_can_have():
   # One head's scores are above all others: it wins every slot.
   @dataclasses.dataclass(frozen=True)
   class Last(ScoringMethod):
-    def scores(self, layer, cache, seen):
+    def scores(self, layer, cache, activations):
       heads = jnp.arange(cache.keys.shape[1], dtype=jnp.float32)
       return jnp.broadcast_to(heads[None, :, None], cache.positions.shape)
 
   seen = random_activations(9, [90], PADDED, heads=3, kv_heads=3)
 
-  def slots(method, count):
-    return selected(method, seen, jnp.asarray([count], jnp.int32), count)
+  def slots(recipe, count):
+    return selected(recipe, seen, jnp.asarray([count], jnp.int32), count)
 
-  found = slots(AdaKV(Last(), 0.25), 20)
+  found = slots(ada(Last(), 0.25), 20)
   assert found.shape == (1, 3, 50)  # 0.75 * 60 + 0.25 * 20
   assert np.sum(found >= 0, axis=-1).tolist() == [[5, 5, 50]]
   # No more than there are slots.
-  assert slots(AdaKV(Last(), 0), 80).shape == (1, 3, PADDED)
+  assert slots(ada(Last(), 0), 80).shape == (1, 3, PADDED)
 
 
 @pytest.mark.parametrize(("K", "T"), [(1, 1), (3, 16), (4, 23)])
@@ -293,21 +305,30 @@ def test_head_counts_equal_a_sort(K, T):
 
 
 def test_budgets_are_the_inner_methods():
-  method = AdaKV(KeyDiff())
+  allocation, sizes = Adaptive(Uniform()), Sizes((3, 5))
   for budget in (kvjax.Tokens(20), kvjax.Retention(0.3)):
-    assert method.kept(budget, 90) == budget.kept(90)
-    assert method.capacity(budget, 96) == budget.kept(96)
+    count, most = budget.kept(90), budget.kept(96)
+    length = np.array([90])
+    assert allocation.counts(budget, length, sizes).tolist() == [[count]] * 2
+    totals = allocation.totals(budget, length, sizes)
+    assert totals.tolist() == [[3 * count], [5 * count]]
+    assert allocation.capacities(budget, 96, sizes).tolist() == [most] * 2
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan")])
 def test_an_alpha_that_is_no_share_is_refused(alpha):
   with pytest.raises(InputError, match="alpha must be between 0 and 1"):
-    AdaKV(alpha=alpha)
+    Adaptive(Uniform(), alpha)
 
 
 def test_a_method_without_scores_or_window_is_refused():
   with pytest.raises(InputError, match="Compactor has neither"):
-    AdaKV(Compactor())
+    kvjax.get_plan("ada/compactor", kvjax.Tokens(9))
+  for method in (Compactor(), Compactor(spread="layer")):
+    with pytest.raises(InputError, match="Compactor has neither"):
+      kvjax.Plan(
+        method, kvjax.Tokens(9), allocation=Adaptive(method.allocation)
+      )
 
 
 @pytest.mark.parametrize(
@@ -315,7 +336,7 @@ def test_a_method_without_scores_or_window_is_refused():
 )
 def test_what_has_no_budget_to_spread_is_refused(inner):
   with pytest.raises(InputError, match="cannot be spread unevenly"):
-    get_method(f"ada/{inner}")
+    kvjax.get_plan(f"ada/{inner}", kvjax.Tokens(9))
 
 
 @pytest.mark.parametrize(
@@ -334,19 +355,21 @@ def test_what_has_no_budget_to_spread_is_refused(inner):
 )
 def test_clusters_and_chunks_get_the_shares_of_snapkv(name):
   """Each head keeps what the inner method keeps with that head's count."""
-  inner = get_method(name)
-  method = AdaKV(inner)
-  votes = AdaKV(SnapKV(window=6, kernel=7, pooling="max"))
+  inner = kvjax.get_method(name)
+  recipe = ada(inner)
+  votes = ada(SnapKV(window=6, kernel=7, pooling="max"))
   seen = random_activations(6, LENGTHS, PADDED, heads=6, kv_heads=3)
   counts = [25, 20, 33]
-  kept, shares = slots_of(method, seen, counts), slots_of(votes, seen, counts)
+  kept, shares = slots_of(recipe, seen, counts), slots_of(votes, seen, counts)
   for row, heads in enumerate(shares):
     assert len({len(head) for head in heads}) > 1
     for head, share in enumerate(heads):
-      alone = slots_of(inner, seen, [len(share)] * 3, PADDED)
+      alone = slots_of(Recipe(inner), seen, [len(share)] * 3, PADDED)
       assert kept[row][head] == alone[row][head]
 
 
 def test_blocks_are_refused():
-  with pytest.raises(InputError, match="AdaKV cannot evict block by block"):
-    AdaKV().check_schedule(kvjax.Tokens(9))
+  with pytest.raises(
+    InputError, match="Adaptive cannot spread a budget block by"
+  ):
+    kvjax.get_plan("adakv", kvjax.Tokens(9), kvjax.Schedule(block=8))
