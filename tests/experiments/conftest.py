@@ -22,7 +22,7 @@ POSITIONS = 512
 _RUNNER = """
 import json, os, runpy, sys
 import absl.app, rich.progress
-import kvjax.experiments.reports, experiments.side_by_side
+import kvjax.experiments.reports, kvjax.experiments.side_by_side
 
 def run(module, arguments, out, err):
   child = os.fork()

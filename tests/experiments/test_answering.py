@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 import kvjax
@@ -11,40 +12,45 @@ from kvjax.experiments.results import Part
 from kvjax.experiments.tasks.sample import Sample
 
 
-def a_cache(*capacities, plan=None):
-  layers = tuple(
-    kvjax.LayerCache(
-      jnp.zeros((1, 1, capacity, 2), jnp.float32),
-      jnp.zeros((1, 1, capacity, 2), jnp.float32),
-      jnp.zeros((1, 1, capacity), jnp.int32),
-      jnp.zeros((), jnp.int32),
-    )
-    for capacity in capacities
+def a_layer(capacity, kv_dtype):
+  layer = kvjax.LayerCache(
+    jnp.zeros((1, 1, capacity, 2), jnp.float32),
+    jnp.zeros((1, 1, capacity, 2), jnp.float32),
+    jnp.zeros((1, 1, capacity), jnp.int32),
+    jnp.zeros((), jnp.int32),
   )
-  return kvjax.Cache(layers, jnp.zeros(1, jnp.int32), plan=plan)
+  return layer if kv_dtype is None else layer.quantized(kv_dtype)
 
 
-def test_layers_of_unequal_capacities_join_the_next_larger_group():
-  caches = [a_cache(8, 8), a_cache(4, 4), a_cache(6, 3), a_cache(4, 4)]
-  same = candidates(["keydiff"], [kvjax.Tokens(4)])[1:] * 4
-  assert answering.groups(same, caches) == [(8, [0, 2]), (4, [1, 3])]
-  assert answering.groups(same[:2], caches[1:3]) == [(4, [0]), (6, [1])]
+def a_cache(*capacities, plan=None, kv_dtype=None):
+  """Layers of these capacities, equal ones in one stack."""
+  kinds = list(dict.fromkeys(capacities))
+  stacks = tuple(
+    jax.tree.map(
+      lambda *leaves: jnp.stack(leaves),
+      *[a_layer(kind, kv_dtype)] * capacities.count(kind),
+    )
+    for kind in kinds
+  )
+  order = tuple(map(kinds.index, capacities))
+  return kvjax.Cache(stacks, jnp.zeros(1, jnp.int32), None, order, plan)
+
+
+def test_caches_of_equal_sizes_are_asked_together():
+  caches = [a_cache(*n) for n in ((8, 8), (4, 4), (8, 4), (4, 4), (4, 8))]
+  assert answering.groups(caches) == [[0], [1, 3], [2], [4]]
 
 
 def test_only_what_is_stored_alike_is_asked_together():
-  whole = candidates(["keydiff"], [kvjax.Tokens(4)])[1:]
-  rounded = candidates(["keydiff"], [kvjax.Tokens(4)], storage="int8")[1:]
-  caches = [a_cache(8, 8), a_cache(8, 8), a_cache(7, 7), a_cache(6, 3)]
-  some = [*whole, *rounded, *whole, *rounded]
-  assert answering.groups(some, caches) == [(8, [0]), (8, [1, 3]), (7, [2])]
+  dtypes = [None, "int8", None, "int8", "fp8"]
+  caches = [a_cache(8, 8, kv_dtype=dtype) for dtype in dtypes]
+  assert answering.groups(caches) == [[0, 2], [1, 3], [4]]
 
 
 def test_who_evicts_while_decoding_is_asked_alone():
-  going_on = kvjax.Schedule(every=2)
-  some = candidates(["keydiff"], [kvjax.Tokens(4)])[1:] * 2
-  some += candidates(["keydiff"], [kvjax.Tokens(4)], going_on)[1:]
-  caches = [a_cache(4, 4)] * 3
-  assert answering.groups(some, caches) == [(4, [0, 1]), (4, [2])]
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(4), kvjax.Schedule(every=2))
+  caches = [a_cache(4, 4), a_cache(4, 4), a_cache(4, 4, plan=plan)]
+  assert answering.groups(caches) == [[0, 1], [2]]
 
 
 def test_widths_are_shared_by_neighbouring_lengths():

@@ -17,7 +17,6 @@ from kvjax.experiments.calibration.records import Auto, file_name
 from kvjax.experiments.candidates import candidates, parse_budgets
 from kvjax.experiments.results import Part, Results, Settings
 from kvjax.experiments.tasks.sample import Sample
-from kvjax.methods import get_method
 from kvjax.options.schedules import WHOLE
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)
@@ -48,7 +47,7 @@ def a_record(name, alpha=0.0, beta=-3.0, per_query_head=False, model="abc"):
     alpha,
     beta,
     model,
-    str(get_method(name)),
+    kvjax.get_plan(name, kvjax.Retention(0.5)).label,
     per_query_head,
     (0.1, 1.0),
     0.05,

@@ -9,7 +9,6 @@ import kvjax
 from kvjax.experiments.calibration import fits, pictures, tables
 from kvjax.experiments.calibration.measuring import Measurement
 from kvjax.experiments.candidates import candidates
-from kvjax.methods import get_method
 
 METHODS = ["keydiff", "snapkv:window=4"]
 TAU = 0.9
@@ -69,7 +68,7 @@ def test_a_record_reloads_and_says_the_same(fitted, tmp_path):
   for method, alpha in zip(fitted, (2, 1), strict=True):
     line = method.calibration
     assert (line.alpha, line.beta) == pytest.approx((alpha, -6), rel=1e-3)
-    assert line.method == str(get_method(method.name))
+    assert line.method == str(kvjax.get_method(method.name))
     assert line.triples == 8
     line.save(path)
     again = kvjax.Calibration.load(path, model_id="abc")
@@ -104,7 +103,7 @@ def test_pictures_show_the_curves_and_the_means(fitted):
 def test_the_summary_holds_means_by_task(fitted):
   row = fitted[0].row(TAU)
   assert row["method"] == "keydiff"
-  assert row["options"] == str(get_method("keydiff"))
+  assert row["options"] == str(kvjax.get_method("keydiff"))
   assert row["asked"] == 1
   assert row["tried"]["0.9"] > row["tried"]["0.2"]
   assert row["tasks"]["hard"]["nll"] == 2.5

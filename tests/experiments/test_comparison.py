@@ -50,7 +50,7 @@ SAMPLES = {
 @pytest.fixture
 def counted(monkeypatch):
   """How often prompts are prefilled and caches asked."""
-  calls = {"sweep": 0, "answer": 0}
+  calls = {"sweep": 0, "generate": 0}
 
   def count(name, function):
     def call(*args, **kwargs):
@@ -60,7 +60,7 @@ def counted(monkeypatch):
     monkeypatch.setattr(kvjax, name, call)
 
   count("sweep", kvjax.sweep)
-  count("answer", kvjax.answer)
+  count("generate", kvjax.generate)
   return calls
 
 
@@ -98,7 +98,7 @@ def test_the_full_cache_comes_first_and_once():
   assert [c.method for c in without] == ["full", "tova"]
   assert [c.retention(16) for c in found[1:3]] == [0.5, 0.5]
   assert all(c.full_at_one for c in found)
-  rounded = candidates(["tova"], budgets, storage="int8")
+  rounded = candidates(["tova"], budgets, kv_dtype="int8")
   assert [(c.method, c.budget) for c in rounded] == [
     ("full", "1"),
     ("tova", "1"),
@@ -132,7 +132,7 @@ def test_a_batch_is_prefilled_once_and_equal_caches_asked_together(
 ):
   compared(tiny, tmp_path)
   # Two tasks in batches of two and one; full and half caches.
-  assert counted == {"sweep": 4, "answer": 8}
+  assert counted == {"sweep": 4, "generate": 12}
 
 
 def test_a_sweep_answers_as_each_of_its_methods_does_alone(
@@ -175,7 +175,7 @@ def test_a_sweep_answers_as_each_of_its_methods_does_alone(
     kvjax.Prompts.of([prompt.context], shape.context),
     [swept[2].plan],
   )
-  answers = kvjax.answer(
+  answers = kvjax.generate(
     tiny.model,
     tiny.params,
     cache,
@@ -203,7 +203,7 @@ def test_a_stopped_run_goes_on_where_it_stopped(tiny, tmp_path, whole, counted):
 
   with pytest.raises(KeyboardInterrupt):
     compared(tiny, tmp_path, stop_at_third)
-  assert counted == {"sweep": 2, "answer": 3}
+  assert counted == {"sweep": 2, "generate": 3}
   results = compared(tiny, tmp_path, lambda task, new: told.append(new))
   # The second batch again for its second group, then the second task.
   assert told == [4, 6, 2, 0, 3, 4, 6, 2, 3]
@@ -296,8 +296,8 @@ def test_a_question_may_be_prefilled_too(tiny, tmp_path):
         for key in found
         if (key.method, key.asked) == (candidate.method, sample.digest)
       )
-      (ids,) = kvjax.complete(
-        tiny.model, tiny.params, cache, logits, decoding
+      (ids,) = kvjax.generate(
+        tiny.model, tiny.params, cache, None, decoding, logits=logits
       ).rows()
       said = clean(tiny.tokenizer.decode(ids))
       assert clean(found[key].prediction) == said

@@ -48,14 +48,16 @@ def of(replies, method):
 def test_a_turn_is_answered_after_all_that_was_said(tiny, talks, replies):
   """Each again from scratch, from one prompt with the answers before it."""
   decoding = kvjax.Decoding(ANSWER, tiny.tokenizer.eos_ids)
-  plan = kvjax.Plan(kvjax.get_method("full"), kvjax.Retention(1.0))
+  plan = kvjax.get_plan("full", kvjax.Retention(1.0))
   for prompts, own in zip(talks, of(replies, "full"), strict=True):
     said = list(prompts[0].context)
     for prompt, reply in zip(prompts, own, strict=True):
       said += prompt.question
       row = kvjax.Prompts.of([said], POSITIONS)
       cache, logits = kvjax.prefill(tiny.model, tiny.params, row, plan)
-      answers = kvjax.complete(tiny.model, tiny.params, cache, logits, decoding)
+      answers = kvjax.generate(
+        tiny.model, tiny.params, cache, None, decoding, logits=logits
+      )
       assert answers.rows() == [reply.tokens]
       said += reply.tokens
       assert reply.context_tokens == reply.kept_tokens == len(said)

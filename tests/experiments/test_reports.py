@@ -53,7 +53,7 @@ def summary():
     "protocol": "query-agnostic",
     "schedule": "whole prompt",
     "heads": "kv head",
-    "storage": "",
+    "kv_dtype": "",
     "data": {"essay": "texts"},
     "decoding": "greedy",
     "device": "CPU, 2 cores",

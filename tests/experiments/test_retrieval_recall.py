@@ -56,17 +56,14 @@ def test_cosines_are_those_of_neighbouring_queries(measured):
   _, cosines = measured
   plan = kvjax.get_plan("full", kvjax.Retention(1.0))
   cache, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
-  answers = kvjax.complete(
-    MODEL, PARAMS, cache, logits, kvjax.Decoding(5)
+  answers = kvjax.generate(
+    MODEL, PARAMS, cache, None, kvjax.Decoding(5), logits=logits
   ).rows()
   seen = []
 
   def attend(layer, state, block):
     seen.append(block.queries)
-    output, _ = kvjax.LayerCache.of(block).attend(
-      block.queries, block.positions
-    )
-    return output, state
+    return kvjax.LayerCache.of(block).attend(block)[0], state
 
   rows = [
     [*np.asarray(PROMPTS.tokens[row][:n]), *answers[row]]

@@ -24,8 +24,8 @@ def _tokens(tiny):
   return tiny.tokenizer.encode(tiny.tokenizer.split_chat(TEXT)[0])
 
 
-def _kept(tiny, names, budget, storage=None):
-  chosen = candidates(names, [budget], storage=storage)[1:]
+def _kept(tiny, names, budget, kv_dtype=None):
+  chosen = candidates(names, [budget], kv_dtype=kv_dtype)[1:]
   return counts.kept(tiny.model, tiny.params, _tokens(tiny), chosen)
 
 

@@ -81,7 +81,7 @@ def test_a_conversation_answers_as_its_transcript_does(tiny):
     for n in range(2)
   ]
   decoding = kvjax.Decoding(9, tiny.tokenizer.eos_ids)
-  plan = kvjax.Plan(kvjax.get_method("full"), kvjax.Retention(1.0))
+  plan = kvjax.get_plan("full", kvjax.Retention(1.0))
   newline = tiny.tokenizer.encode("\n")
   for turns, said in zip(rows, validation.converse(tiny, rows), strict=True):
     transcript = Prompt.of_sample(tiny.tokenizer, turns[0]).context
@@ -90,7 +90,9 @@ def test_a_conversation_answers_as_its_transcript_does(tiny):
       # As wide as all of them, for one compiled program.
       prompt = kvjax.Prompts.of([transcript], POSITIONS)
       cache, logits = kvjax.prefill(tiny.model, tiny.params, prompt, plan)
-      answers = kvjax.complete(tiny.model, tiny.params, cache, logits, decoding)
+      answers = kvjax.generate(
+        tiny.model, tiny.params, cache, None, decoding, logits=logits
+      )
       (ids,) = answers.rows()
       assert len(ids) > 0
       assert text == tiny.tokenizer.decode(ids)

@@ -106,7 +106,7 @@ def test_a_line_says_all_about_itself(answer, record, tmp_path):
     "protocol": "query-agnostic",
     "schedule": "whole prompt",
     "heads": "kv head",
-    "storage": "",
+    "kv_dtype": "",
     "method": "keydiff",
     "options": "Keydiff()",
     "budget": "0.25",

@@ -52,7 +52,7 @@ def test_full_caches_under_other_names_are_left_out(answer, record):
   full = answer("full")
   same = dataclasses.replace(full, method="keydiff")
   other = dataclasses.replace(full, method="tova", options="TOVA()")
-  found = found_by(record([full, same, other], storage="int8"))
+  found = found_by(record([full, same, other], kv_dtype="int8"))
   assert list(found) == ["full", "tova"]
 
 

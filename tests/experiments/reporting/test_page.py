@@ -52,7 +52,7 @@ def test_a_page_tells_all_and_runs_nothing_of_what_it_shows(answer, record):
     ],
     model=evil,
     data={"essay": evil},
-    storage="int8",
+    kv_dtype="int8",
   )
   text = page.of_run(found, {"score_vs_bytes_512.png": b"png"})
   shown = check_self_contained(text)
