@@ -2,15 +2,17 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.engine.step import compress
 
 import kvjax
+from kvjax.allocation import Sizes
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods import Allowance, LagKV, get_method
+from kvjax.methods import LagKV, LayerBudget
+from kvjax.options.names import get_method
 from kvjax.testing import random_activations
 
 S, L = 3, 8
@@ -42,16 +44,35 @@ def by_hand(keys, values, method, each):
   return kept + list(range(S + (count - 1) * L, n))
 
 
+def length_after(method, budget, length):
+  """Tokens that a row keeps."""
+  sizes = Sizes((2,))
+  return int(method.allocation.counts(budget, np.array([length]), sizes)[0, 0])
+
+
+evaluate = jax.jit(
+  lambda method, cache, seen: method.evaluate(jnp.int32(0), cache, seen),
+  static_argnums=0,
+)
+select = jax.jit(lambda method, *args: method.select(*args), static_argnums=0)
+
+
 def kept(method, seen, budget, lengths):
-  counts = [method.kept(budget, n) for n in lengths]
-  width = seen.positions.shape[1]
-  capacity = max(method.capacity(budget, width), *counts)
-  allowance = Allowance(jnp.asarray(counts), capacity)
+  """Positions that the rows keep, per head."""
+  counts = [length_after(method, budget, n) for n in lengths]
   cache = LayerCache.of(seen)
-  (small,) = compress(method, 0, cache, seen, [allowance])
+  scores = evaluate(method, cache, seen)
+  most = LayerBudget(jnp.asarray(counts, jnp.int32), cache.capacity)
+  slots = np.asarray(select(method, scores, cache, most))
+  for row, count in enumerate(counts):
+    assert np.all(np.sum(slots[row] >= 0, axis=-1) == count)
+  positions = np.asarray(cache.positions)
   return [
-    [[int(p) for p in head if p >= 0] for head in row]
-    for row in np.asarray(small.positions)
+    [
+      own[slots[row, head][slots[row, head] >= 0]].tolist()
+      for head, own in enumerate(positions[row])
+    ]
+    for row in range(len(lengths))
   ]
 
 
@@ -87,7 +108,7 @@ def test_length_law(share, lag):
     while length >= base + 2 * lag:  # one recursion after another
       length -= lag - each
       base += each
-    assert method.kept(kvjax.Retention(share), n) == length
+    assert length_after(method, kvjax.Retention(share), n) == length
 
 
 def test_paper_table_of_tokens_per_partition():
@@ -99,7 +120,7 @@ def test_paper_table_of_tokens_per_partition():
     method = LagKV(16, lag)
     whole = 16 + 3 * lag
     got = [
-      (method.kept(kvjax.Retention(r), whole) - 16 - lag) // 2
+      (length_after(method, kvjax.Retention(r), whole) - 16 - lag) // 2
       for r in (0.5, 0.25, 0.167, 0.125)
     ]
     assert got == expected
@@ -109,7 +130,7 @@ def test_a_budget_in_tokens_is_met_to_half_a_token_per_partition():
   method = LagKV(16, 128)
   for n in (1000, 2048, 5000):
     for budget in (400, 700):
-      off = abs(method.kept(kvjax.Tokens(budget), n) - budget)
+      off = abs(length_after(method, kvjax.Tokens(budget), n) - budget)
       assert off <= ((n - 16) // 128 - 1) / 2
 
 
@@ -117,7 +138,7 @@ def test_a_channel_without_range_stays_finite():
   seen = random_activations(1, [64], 64)
   flat = seen.keys.at[..., 3].set(1.0)
   seen = dataclasses.replace(seen, keys=flat)
-  scores = LagKV(S, L).evaluate(0, LayerCache.of(seen), seen)
+  scores = evaluate(LagKV(S, L), LayerCache.of(seen), seen)
   assert np.all(np.isfinite(scores))
 
 
@@ -127,7 +148,7 @@ def test_a_partition_ignores_all_but_the_next():
   other = dataclasses.replace(seen, keys=changed)
   method = LagKV(S, L)
   one, two = (
-    np.asarray(method.evaluate(0, LayerCache.of(x), x)) for x in (seen, other)
+    np.asarray(evaluate(method, LayerCache.of(x), x)) for x in (seen, other)
   )
   np.testing.assert_array_equal(one[:, :, 0], two[:, :, 0])
   assert np.any(one[:, :, 1] != two[:, :, 1])

@@ -1,7 +1,5 @@
 """LagKV in its chunked prefill and while decoding."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from kvjax.methods import LagKV
 from kvjax.testing import TinyModel, held_positions
 
 # Half the time to compile, where one layer shows it all.
-MODEL = TinyModel(dataclasses.replace(TinyModel().geometry, layers=1))
+MODEL = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 4096))
 PARAMS = MODEL.init()
 RNG = np.random.default_rng(0)
 # No token twice: equal keys would tie, and ties fall as rounding falls.
@@ -26,10 +24,12 @@ def test_lagkv_keeps_its_frozen_part_bit_for_bit():
   schedule = kvjax.Schedule(every=1)
   plan = Plan(LagKV(sinks=2, lag=5), kvjax.Retention(0.4), schedule)
   cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
-  before = jax.tree.map(np.asarray, cache)
+  before = jax.tree.map(np.asarray, cache.layers)
   cache = kvjax.reserve(cache, 60)
-  _, after = kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(40))
-  for old, new in zip(before.layers, after.layers, strict=True):
+  after = kvjax.generate(
+    MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(40), keep=True
+  ).cache
+  for old, new in zip(before, after.layers, strict=True):
     for row, n in enumerate((61, 40, 17)):
       frozen = 2 + 2 * ((n - 2) // 5 - 1)
       for name in ("keys", "values", "positions"):
@@ -39,16 +39,25 @@ def test_lagkv_keeps_its_frozen_part_bit_for_bit():
         )
 
 
-@pytest.mark.parametrize("size", [1, 5, 12])
-def test_lagkv_in_chunks_ends_at_the_length_of_the_plain_prefill(size):
+@pytest.mark.parametrize(
+  ("size", "first"),
+  [
+    (5, 12),
+    (1, None),
+    pytest.param(1, 12, marks=pytest.mark.slow),
+    pytest.param(5, None, marks=pytest.mark.slow),
+    pytest.param(12, None, marks=pytest.mark.slow),
+    pytest.param(12, 12, marks=pytest.mark.slow),
+  ],
+)
+def test_lagkv_in_chunks_ends_at_the_length_of_the_plain_prefill(size, first):
   method, budget = LagKV(sinks=2, lag=5), kvjax.Retention(0.4)
   plain, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, Plan(method, budget))
-  for first in (None, 12):
-    schedule = kvjax.Schedule(block=size, first=first)
-    chunked, _ = kvjax.prefill(
-      MODEL, PARAMS, PROMPTS, Plan(method, budget, schedule)
-    )
-    np.testing.assert_array_equal(chunked.lengths, plain.lengths)
+  schedule = kvjax.Schedule(block=size, first=first)
+  chunked, _ = kvjax.prefill(
+    MODEL, PARAMS, PROMPTS, Plan(method, budget, schedule)
+  )
+  np.testing.assert_array_equal(chunked.lengths, plain.lengths)
 
 
 def test_lagkv_in_chunks_keeps_what_the_plain_prefill_keeps_of_layer_0():

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
-from kvjax.cache.sparse import IndexedLayer
+from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.methods.heads import Head
-from kvjax.retrieval import MagicPIG, Prompt, Reads, Store, get_retrieval
+from kvjax.options.names import get_retrieval
+from kvjax.retrieval import MagicPIG, Prompt, Reads, Store
 from kvjax.retrieval.magicpig import sampled_share
 from kvjax.testing import random_activations
 
@@ -51,12 +53,20 @@ def by_hand(planes, keys, query):
   return sampled, -np.log(w + 1e-4)
 
 
+def after(seen, queries):
+  """A token of each row, whose own key nobody reads."""
+  positions = jnp.asarray(LENGTHS, jnp.int32)[:, None]
+  keys, values = seen.keys[:, :, :1], seen.values[:, :, :1]
+  return Activations(queries[:, :, None], keys, values, positions)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def looked_up(method, seen, queries):
   counts = jnp.asarray(COUNTS, jnp.int32)
-  layer = IndexedLayer.of(method, 1, LayerCache.of(seen), seen, counts, MOST)
-  positions = jnp.asarray(LENGTHS, jnp.int32)[:, None]
-  output, _ = layer.attend(queries[:, :, None], positions)
+  layer = SparseLayer.of(
+    method, jnp.int32(1), LayerCache.of(seen), seen, counts, MOST
+  )
+  output, _ = layer.attend(after(seen, queries))
   store = Store(layer.stored.keys, layer.stored.held)
   each = jnp.broadcast_to(counts[:, None], (len(LENGTHS), KV_HEADS))
   grouped = queries.reshape(len(LENGTHS), KV_HEADS, GROUP, DIM)

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from kvjax.engine.step import compress
 
 from kvjax.cache.layers import LayerCache
-from kvjax.methods import Allowance, get_method
+from kvjax.methods import LayerBudget
+from kvjax.options.names import get_recipe
 from kvjax.testing import layer_positions, random_activations
 
 
@@ -29,12 +29,15 @@ def test_a_window_longer_than_the_row_keeps_to_the_budget(name):
   """
   n, counts = 6, (1, 4)
   seen = random_activations(8, [n, n], 9)
+  method, allocation = get_recipe(name).method, get_recipe(name).allocation
+  allocation = allocation or method.allocation
 
   @jax.jit
   def kept(seen):
-    allowance = Allowance(jnp.asarray(counts), max(counts))
+    budget = LayerBudget(jnp.asarray(counts), max(counts))
     cache = LayerCache.of(seen)
-    return compress(get_method(name), 0, cache, seen, [allowance])[0]
+    scores = allocation.evaluate(method, jnp.int32(0), cache, seen)
+    return cache.take(allocation.select(method, scores, cache, budget))
 
   small = kept(seen)
   for row, count in enumerate(counts):

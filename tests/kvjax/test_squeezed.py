@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from kvjax.cache.layers import LayerCache
-from kvjax.cache.sparse import IndexedLayer
+from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.kernels.attention import attention
-from kvjax.retrieval import Reads, SqueezedAttention, Store, get_retrieval
+from kvjax.options.names import get_retrieval
+from kvjax.retrieval import Reads, SqueezedAttention, Store
 from kvjax.retrieval.clusters import Clusters
 from kvjax.retrieval.squeezed import Squeezed
 from kvjax.testing import random_activations
@@ -40,15 +41,15 @@ BLOCK = dataclasses.replace(
 
 @functools.partial(jax.jit, static_argnums=0)
 def indexed(method, seen, counts):
-  return IndexedLayer.of(
-    method, 1, LayerCache.of(seen), seen, counts, MOST
+  return SparseLayer.of(
+    method, jnp.int32(1), LayerCache.of(seen), seen, counts, MOST
   ).grown(STEPS)
 
 
 @jax.jit
 def decoded(layer, block):
   layer = layer.append(block)
-  return layer.attend(block.queries, block.positions)
+  return layer.attend(block)
 
 
 @functools.cache
