@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -55,7 +55,7 @@ class Activations:
 
   def only(self, reads: Collection[str]) -> "Activations":
     """The same with those of `OPTIONAL` alone that are named."""
-    dropped = dict.fromkeys(name for name in OPTIONAL if name not in reads)
+    dropped: dict[str, Any] = dict.fromkeys({*OPTIONAL} - {*reads})
     return dataclasses.replace(self, **dropped)
 
   def with_kv_heads(self, count: int) -> "Activations":

@@ -14,7 +14,7 @@ _PROGRAMS = Programs(compact_xla, compact_tpu, compact_gpu)
 
 def compact(
   keys: Shaped[Array, "B K T D"],
-  values: Shaped[Array, "B K T D"],
+  values: Shaped[Array, "B K T Dv"],
   positions: Int[Array, "B K T"],
   received: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],

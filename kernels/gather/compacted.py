@@ -16,6 +16,6 @@ class Compacted(NamedTuple):
   """
 
   keys: Shaped[Array, "B K M D"]
-  values: Shaped[Array, "B K M D"]
+  values: Shaped[Array, "B K M Dv"]
   positions: Int[Array, "B K M"]
   received: Float[Array, "B K M"] | None

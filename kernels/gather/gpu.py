@@ -21,7 +21,7 @@ _ROWS = 16
 
 def compact_gpu(
   keys: Shaped[Array, "B K T D"],
-  values: Shaped[Array, "B K T D"],
+  values: Shaped[Array, "B K T Dv"],
   positions: Int[Array, "B K T"],
   received: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
@@ -33,6 +33,8 @@ def compact_gpu(
   """
   batch, kv_heads, _, dim = keys.shape
   most = slots.shape[-1]
+  if keys.shape != values.shape:
+    raise NotImplementedError("Keys and values have different widths.")
   if not (keys.size and most) or dim % _THREADS:
     raise NotImplementedError("There must be slots, and D a multiple of 128.")
   given = [x for x in (keys, values, positions, received) if x is not None]

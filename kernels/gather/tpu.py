@@ -33,7 +33,7 @@ _PLAN = 1 << 19
 
 def compact_tpu(
   keys: Shaped[Array, "B K T D"],
-  values: Shaped[Array, "B K T D"],
+  values: Shaped[Array, "B K T Dv"],
   positions: Int[Array, "B K T"],
   received: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
@@ -57,6 +57,8 @@ def compact_tpu(
       where a core's memory is too small.
   """
   most = slots.shape[-1]
+  if keys.shape != values.shape:
+    raise NotImplementedError("Keys and values have different widths.")
   if not (keys.size and most) or keys.dtype.itemsize > 4:
     raise NotImplementedError("There must be slots, of at most 32-bit numbers.")
   width = _up(keys.shape[-1], _LINE) * keys.dtype.itemsize
@@ -82,7 +84,7 @@ def compact_tpu(
 
 def _stream(
   keys: Shaped[Array, "B K T D"],
-  values: Shaped[Array, "B K T D"],
+  values: Shaped[Array, "B K T Dv"],
   numbers: list[Int[Array, "B K T"]],
   slots: Int[Array, "B K M"],
   read: int,

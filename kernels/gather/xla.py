@@ -8,7 +8,7 @@ from kvjax.kernels.gather.compacted import Compacted
 
 def compact_xla(
   keys: Shaped[Array, "B K T D"],
-  values: Shaped[Array, "B K T D"],
+  values: Shaped[Array, "B K T Dv"],
   positions: Int[Array, "B K T"],
   received: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],

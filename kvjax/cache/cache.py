@@ -81,7 +81,12 @@ class Cache:
 
   @property
   def lengths(self) -> Int[Array, "L B K"]:
-    """Tokens held per layer, row and KV head; only of layers with a cache."""
+    """Tokens held per layer with a cache, row and KV head.
+
+    Raises:
+      InputError: layers have different numbers of KV heads; `cache.layer(i)`
+        tells of one.
+    """
     return self._by_layer(lambda stack: stack.lengths)
 
   @property
@@ -94,6 +99,11 @@ class Cache:
 
   def _by_layer(self, count: Callable[[Layer], Array]) -> Int[Array, "L B K"]:
     counts = [count(stack) for stack in self.stacks]
+    if len({own.shape[1:] for own in counts}) > 1:
+      raise InputError(
+        "Layers of this cache have different numbers of KV heads; count one "
+        "at a time, as in cache.layer(0).lengths."
+      )
     places = zip(self.order, ranks(self.order), strict=True)
     return jnp.stack([counts[s][i] for s, i in places if s >= 0])
 

@@ -150,6 +150,12 @@ class Layer(abc.ABC):
   def row_positions(self, row: int) -> list[list[int]]:
     """Positions of the tokens that a row holds, per KV head; on the host."""
 
+  def cleared(self) -> Self:
+    """As many slots, with nothing in them and nothing remembered."""
+    return self.map_slots(
+      lambda part: updated(part, positions=jnp.full_like(part.positions, -1))
+    )
+
   def offloaded(self) -> Self:
     """The same tokens where they are to live: some may, with the host."""
     return self
@@ -294,7 +300,7 @@ class Slots(Layer):
     keys, values = quantise(self.keys, dtype), quantise(self.values, dtype)
     return Slots(keys, values, self.positions, self.cursor)
 
-  def _write(self, old: PyTree, new: Array, index: Index) -> PyTree:
+  def _write(self, old: Any, new: Any, index: Index) -> Any:
     """Puts the block of a layer at its cursor."""
     zero = jnp.zeros((), jnp.int32)
     start: tuple[Any, ...] = (zero, zero, self.cursor)
@@ -363,8 +369,7 @@ class LayerCache(Slots):
     if window is not None:
       window = updated(window, positions=jnp.full_like(window.positions, -1))
     return updated(
-      self,
-      positions=jnp.full_like(self.positions, -1),
+      super().cleared(),
       cursor=jnp.zeros_like(self.cursor),
       received=jax.tree.map(jnp.zeros_like, self.received),
       window=window,

@@ -44,7 +44,7 @@ class Pages:
   """
 
   keys: Float[Array, "B R P D"] | Quantised
-  values: Float[Array, "B R P D"] | Quantised
+  values: Float[Array, "B R P Dv"] | Quantised
   positions: Int[Array, "B R P"]
   heads: Int[Array, "B R"]
 
@@ -54,7 +54,7 @@ class Pages:
   ) -> "Pages":
     """Gathers slots into pages; see `PackedLayer.of`."""
     heads, chosen = _layout(slots, total, page)
-    batch, kv_heads, capacity, dim = cache.keys.shape
+    batch, kv_heads, capacity, _ = cache.keys.shape
     # A row's heads one after the other are one long head, and so are its pages.
     place = heads[..., None] * capacity + chosen
     place = jnp.where(chosen >= 0, place, -1).reshape(batch, 1, -1)
@@ -64,8 +64,8 @@ class Pages:
     )
     kept = compact(keys, values, positions, None, place)
     return cls(
-      kept.keys.reshape(*chosen.shape, dim),
-      kept.values.reshape(*chosen.shape, dim),
+      kept.keys.reshape(*chosen.shape, -1),
+      kept.values.reshape(*chosen.shape, -1),
       kept.positions.reshape(chosen.shape),
       heads,
     )

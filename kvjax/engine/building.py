@@ -144,7 +144,7 @@ def _empty_stack(shape: Any, count: int) -> Layer:
   return shard_stack(stack)
 
 
-def _shape(model: Model, program: LayerProgram, kept: Kept) -> Any:
+def _shape(model: Any, program: LayerProgram, kept: Kept) -> Any:
   """What a layer is compressed to, with shapes in place of arrays."""
   leaves, structure = jax.tree.flatten(kept)
   shapes = tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves)
@@ -153,7 +153,7 @@ def _shape(model: Model, program: LayerProgram, kept: Kept) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _compressed_shape(
-  model: Model,
+  model: Any,
   program: LayerProgram,
   structure: Any,
   shapes: Sequence[tuple[Any, Any]],

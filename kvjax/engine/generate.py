@@ -135,7 +135,7 @@ def generate(
       run,
       decoding=decoding,
     )
-  return Generated(*answers, after)
+  return Generated(answers.tokens, answers.lengths, after)
 
 
 def generate_all(

@@ -151,7 +151,10 @@ def _sweep(
     else prepare(plan, prompts, geometry)
     for plan in plans
   ]
-  builders = [p and CacheBuilder(model, p, protected) for p in prepared]
+  builders = [
+    None if ready is None else CacheBuilder(model, ready, protected)
+    for ready in prepared
+  ]
   tokens = jnp.asarray(prompts.tokens)
   lengths = jnp.asarray(prompts.lengths, jnp.int32)
   positions = _positions(lengths, tokens.shape[1])

@@ -283,7 +283,7 @@ def _by_layer(
   geometry: Geometry,
   counts: Int[np.ndarray, "C B"],
   totals: Int[np.ndarray, "C B"],
-  room: tuple[Sequence[int], Sequence[bool]],
+  room: tuple[Int[np.ndarray, " C"], Bool[np.ndarray, " C"]],
 ) -> PreparedPlan:
   """Gives each layer of the model its share; the others keep everything."""
   lengths = np.asarray(prompts.lengths, np.int32)

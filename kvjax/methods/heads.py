@@ -28,7 +28,7 @@ class Head:
   """
 
   cached_keys: Float[Array, "*B T D"]
-  cached_values: Float[Array, "*B T D"]
+  cached_values: Float[Array, "*B T Dv"]
   positions: Int[Array, "*B T"]
   queries: Float[Array, "*B G S D"]
   query_positions: Int[Array, "*B S"]
@@ -45,7 +45,7 @@ class Head:
     return jnp.where(self.held[..., None], keys, 0.0)
 
   @property
-  def values(self) -> Float[Array, "*B T D"]:
+  def values(self) -> Float[Array, "*B T Dv"]:
     """Float32 values; empty slots are zero."""
     values = self.cached_values.astype(jnp.float32)
     return jnp.where(self.held[..., None], values, 0.0)

@@ -16,7 +16,7 @@ ValueNorm = Literal["l2", "l1", "none"]
 def noncausal_attention(
   queries: Float[Array, "B N T D"],
   keys: Float[Array, "B K T D"],
-  values: Float[Array, "B K T D"],
+  values: Float[Array, "B K T Dv"],
   held: Bool[Array, "B K T"],
   *,
   chunk: int,

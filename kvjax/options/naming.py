@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -63,9 +64,7 @@ def with_options(base: str, made: Any, options: Iterable[str]) -> Any:
     if name in given:
       raise InputError(f"Option {name!r} of {base!r} is given twice.")
     given.add(name)
-    made = _changed(
-      made, path, lambda part, n=name, v=value: _read(base, part, n, v)
-    )
+    made = _changed(made, path, functools.partial(_read, base, name, value))
   return made
 
 
@@ -110,7 +109,7 @@ def _changed(made: Any, path: _Path, change: Callable[[Any], Any]) -> Any:
   return dataclasses.replace(made, **{first: part})
 
 
-def _read(base: str, part: Any, name: str, value: str) -> Any:
+def _read(base: str, name: str, value: str, part: Any) -> Any:
   """A part with an option, read as the type of its present value."""
   read = _value(base, name, value, getattr(part, name))
   check_choice(type(part), name, read)

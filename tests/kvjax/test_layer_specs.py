@@ -1,0 +1,276 @@
+"""Layers of several kinds against attention written out in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.sharding import parse_mesh
+from kvjax.engine.feed import feed
+from kvjax.engine.forward import run_layers
+from kvjax.model import LayerSpec
+from kvjax.testing import TinyModel, held_positions
+
+WINDOW = 6
+LOCAL = LayerSpec(4, 2, 8, window=WINDOW, sinks=True, weights=0)
+GLOBAL = LayerSpec(
+  6, 3, 4, value_dim=10, scale=0.4, softcap=2.0, sinks=True, weights=1
+)
+# A pattern that repeats, and an end that does not fit it.
+LAYERS = (LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL, LOCAL)
+MODEL = TinyModel(geometry=kvjax.Geometry(LAYERS, 4096))
+PARAMS = MODEL.init(seed=4)
+LENGTHS = (21, 13, 3)
+DRAW = np.random.default_rng(0)
+ROWS = [DRAW.integers(0, 64, n).tolist() for n in LENGTHS]
+PROMPTS = kvjax.Prompts.of(ROWS)
+QUESTIONS = [DRAW.integers(0, 64, n).tolist() for n in (4, 9, 1)]
+DECODING = kvjax.Decoding(max_new_tokens=12)
+FULL = kvjax.Retention(1.0)
+
+
+def rotated(x, positions):
+  """[H, S, D] turned as `TinyModel` does."""
+  half = x.shape[-1] // 2
+  speed = 100.0 ** (-np.arange(half) / half)
+  angles = np.asarray(positions, np.float64)[None, :, None] * speed
+  low, high = x[..., :half], x[..., half:]
+  cos, sin = np.cos(angles), np.sin(angles)
+  return np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+class Reference:
+  """One row in float64, a token at a time over plain lists."""
+
+  def __init__(self, params, layers=LAYERS):
+    self.params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    self.layers = layers
+    # Of every layer and KV head: (position, key, value).
+    self.kept = [[[] for _ in range(s.kv_heads)] for s in layers]
+    self.length = 0
+
+  def weights(self, layer):
+    spec = self.layers[layer]
+    index = sum(s.weights == spec.weights for s in self.layers[:layer])
+    stack = self.params["layers"][spec.weights]
+    return jax.tree.map(lambda x: x[index], stack)
+
+  def feed(self, tokens):
+    for token in tokens:
+      x = self.params["embedding"][token]
+      for layer in range(len(self.layers)):
+        x = x + self.attend(layer, x)
+      self.length += 1
+    return x @ self.params["embedding"].T
+
+  def attend(self, layer, x):
+    spec, own = self.layers[layer], self.weights(layer)
+    here = [self.length]
+    queries = rotated((x @ own["query"]).reshape(spec.heads, 1, -1), here)
+    keys = rotated((x @ own["key"]).reshape(spec.kv_heads, 1, -1), here)
+    values = (x @ own["value"]).reshape(spec.kv_heads, -1)
+    outputs = []
+    for head in range(spec.kv_heads):
+      self.kept[layer][head].append((self.length, keys[head, 0], values[head]))
+    for head in range(spec.heads):
+      seen = self.kept[layer][head // (spec.heads // spec.kv_heads)]
+      if spec.window:
+        seen = [t for t in seen if self.length - t[0] < spec.window]
+      scale = spec.scale or spec.key_dim**-0.5
+      logits = np.array([k @ queries[head, 0] * scale for _, k, _ in seen])
+      if spec.softcap:
+        logits = spec.softcap * np.tanh(logits / spec.softcap)
+      weights = np.exp(logits)
+      total = weights.sum()
+      if spec.sinks:
+        total += np.exp(own["sinks"][head])
+      outputs.append(sum(w * t[2] for w, t in zip(weights, seen)) / total)
+    return np.concatenate(outputs) @ own["output"]
+
+  def evict(self, count):
+    """KeyDiff on the global layers."""
+    for layer, spec in enumerate(self.layers):
+      if spec.window:
+        continue
+      for head, tokens in enumerate(self.kept[layer]):
+        units = np.array([k / np.linalg.norm(k) for _, k, _ in tokens])
+        mean = units.mean(axis=0)
+        scores = -(units @ mean) / np.linalg.norm(mean)
+        best = sorted(np.argsort(-scores, kind="stable")[:count])
+        self.kept[layer][head] = [tokens[i] for i in best]
+
+  def decode(self, logits, count):
+    found = []
+    for _ in range(count):
+      found.append(int(np.argmax(logits)))
+      logits = self.feed([found[-1]])
+    return found
+
+
+def prefilled(plan, prompts=PROMPTS):
+  return kvjax.prefill(MODEL, PARAMS, prompts, plan)
+
+
+@pytest.mark.parametrize("retention", [1.0, 0.5])
+def test_answers_are_those_of_attention_written_out(retention):
+  budget = kvjax.Retention(retention)
+  cache, logits = prefilled(kvjax.get_plan("keydiff", budget))
+  questions = kvjax.Prompts.of(QUESTIONS)
+  answers = kvjax.generate(MODEL, PARAMS, cache, questions, DECODING)
+  asked, _ = feed(
+    MODEL,
+    PARAMS,
+    cache.grown([s.capacity and s.capacity + 64 for s in cache.stacks]),
+    jnp.asarray(questions.tokens),
+    jnp.asarray(questions.lengths),
+  )
+  for row, tokens in enumerate(ROWS):
+    reference = Reference(PARAMS)
+    expected = reference.feed(tokens)
+    np.testing.assert_allclose(logits[row], expected, atol=2e-4)
+    if retention < 1:
+      reference.evict(budget.kept(len(tokens)))
+    kept = held_positions(cache, row)
+    for layer, spec in enumerate(LAYERS):
+      own = [[t[0] for t in head] for head in reference.kept[layer]]
+      last = slice(-WINDOW, None) if spec.window else slice(None)
+      assert kept[layer] == [head[last] for head in own]
+    expected = reference.feed(QUESTIONS[row])
+    np.testing.assert_allclose(asked[row], expected, atol=2e-4)
+    decoded = reference.decode(expected, DECODING.max_new_tokens)
+    assert answers.rows()[row] == decoded
+
+
+@pytest.mark.parametrize("block", [1, 5, 8])
+def test_blocks_attend_as_the_whole_prompt_does(block):
+  whole, logits = prefilled(kvjax.get_plan("full", FULL))
+  plan = kvjax.get_plan("full", FULL, kvjax.Schedule(block=block))
+  cache, last = prefilled(plan)
+  np.testing.assert_allclose(last, logits, atol=2e-4)
+  for row in range(len(ROWS)):
+    assert held_positions(cache, row) == held_positions(whole, row)
+
+
+@pytest.mark.parametrize(
+  "name", ["snapkv:window=4", "adakv", "pyramidkv", "compactor", "h2o", "ctkvr"]
+)
+def test_a_row_stands_alone(name):
+  plan = kvjax.get_plan(name, kvjax.Tokens(9))
+  cache, _ = prefilled(plan)
+  questions = kvjax.Prompts.of(QUESTIONS)
+  answers = kvjax.generate(MODEL, PARAMS, cache, questions, DECODING).rows()
+  alone, _ = prefilled(plan, PROMPTS.row(1))
+  question = kvjax.Prompts.of(QUESTIONS[1:2], padded=questions.tokens.shape[1])
+  answer = kvjax.generate(MODEL, PARAMS, alone, question, DECODING).rows()
+  assert held_positions(alone, 0) == held_positions(cache, 1)
+  assert answer == answers[1:2]
+
+
+def test_evicting_goes_on_in_global_layers_alone():
+  schedule = kvjax.Schedule(block=4, every=2)
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(7), schedule)
+  cache, _ = prefilled(plan)
+  questions = kvjax.Prompts.of([[1], [2], [3]])
+  cache = kvjax.reserve(cache, 64)
+  after = kvjax.generate(
+    MODEL, PARAMS, cache, questions, DECODING, keep=True
+  ).cache
+  total = np.asarray(LENGTHS) + 1 + DECODING.max_new_tokens
+  for layer, spec in zip(after.layers, LAYERS, strict=True):
+    most = np.minimum(total, WINDOW if spec.window else 7)
+    expected = np.tile(most[:, None], (1, spec.kv_heads))
+    assert np.array_equal(layer.lengths, expected)
+  with pytest.raises(kvjax.InputError, match="different numbers of KV heads"):
+    _ = after.lengths
+
+
+def test_bytes_are_those_of_rings_and_kept_tokens():
+  cache, _ = prefilled(kvjax.get_plan("keydiff", kvjax.Tokens(7)))
+  rows, expected = len(ROWS), 0
+  for spec in LAYERS:
+    slots = WINDOW if spec.window else 7
+    token = 4 * (spec.key_dim + (spec.value_dim or spec.key_dim)) + 4
+    expected += rows * spec.kv_heads * slots * token
+    expected += 0 if spec.window else 4  # the cursor
+  assert cache.nbytes == expected + 4 * rows
+
+
+def test_a_saved_cache_answers_the_same(tmp_path):
+  cache, _ = prefilled(kvjax.get_plan("keydiff", kvjax.Retention(0.5)))
+  kvjax.save_cache(cache, tmp_path / "c", model=MODEL, model_id="tiny")
+  loaded = kvjax.load_cache(tmp_path / "c", model=MODEL, model_id="tiny")
+  questions = kvjax.Prompts.of(QUESTIONS)
+  ours = kvjax.generate(MODEL, PARAMS, cache, questions, DECODING)
+  theirs = kvjax.generate(MODEL, PARAMS, loaded, questions, DECODING)
+  assert ours.rows() == theirs.rows()
+  other = dataclasses.replace(
+    MODEL, geometry=kvjax.Geometry(LAYERS[:-1] + (GLOBAL,), 4096)
+  )
+  with pytest.raises(kvjax.InputError, match="another model"):
+    kvjax.load_cache(tmp_path / "c", model=other, model_id="tiny")
+
+
+@pytest.mark.parametrize("mesh", ["data:2", "model:2", "data:2,model:2"])
+def test_a_mesh_changes_nothing(mesh):
+  rows = [*ROWS, ROWS[0][:9]]
+  questions = kvjax.Prompts.of([*QUESTIONS, [5, 6]])
+  prompts = kvjax.Prompts.of(rows)
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(8))
+  cache, _ = prefilled(plan, prompts)
+  alone = kvjax.generate(MODEL, PARAMS, cache, questions, DECODING).rows()
+  with jax.set_mesh(parse_mesh(mesh)):
+    spread, _ = prefilled(plan, prompts)
+    found = kvjax.generate(MODEL, PARAMS, spread, questions, DECODING).rows()
+  assert found == alone
+  for row in range(4):
+    assert held_positions(spread, row) == held_positions(cache, row)
+
+
+def test_a_spec_that_does_not_fit_is_refused():
+  with pytest.raises(kvjax.InputError, match="multiple of the KV heads"):
+    LayerSpec(4, 3, 8)
+  with pytest.raises(kvjax.InputError, match="window must be at least 1"):
+    LayerSpec(4, 2, 8, window=0)
+  wrong = dataclasses.replace(
+    MODEL,
+    geometry=kvjax.Geometry((dataclasses.replace(LOCAL, sinks=False),), 64),
+  )
+
+  @dataclasses.dataclass(frozen=True)
+  class Unsaid(TinyModel):
+    def block(self, weights, spec, *rest):
+      return super().block(weights, dataclasses.replace(spec, sinks=True), *rest)
+
+  wrong = Unsaid(geometry=wrong.geometry)
+  with pytest.raises(kvjax.InputError, match="has them unsaid"):
+    kvjax.prefill(
+      wrong, PARAMS, PROMPTS, kvjax.get_plan("full", kvjax.Retention(1.0))
+    )
+
+
+def test_layers_of_one_kind_are_compiled_once():
+  """A pattern that repeats is one loop; what it holds is traced once."""
+  traced = []
+
+  def step(layer, stack, index, activations):
+    traced.append(activations.queries.shape)
+    return jnp.zeros_like(activations.queries), stack
+
+  spec = LayerSpec(4, 2, 8, weights=0)
+  other = LayerSpec(4, 2, 8, window=3, weights=0)
+  for repeats in (2, 8):
+    layers = (other, other, spec) * repeats
+    model = TinyModel(geometry=kvjax.Geometry(layers, 64))
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    traced.clear()
+    jax.eval_shape(
+      lambda params, model=model, n=3 * repeats: run_layers(
+        model, params, tokens, tokens, (None,), (0,) * n, step
+      )[0],
+      model.init(),
+    )
+    # Local layers in an inner loop, global ones in the outer.
+    assert len(traced) <= 4
