@@ -77,6 +77,7 @@ class Timed(NamedTuple):
 
 def main() -> None:
   """Times first and later calls."""
+  jax.config.update("jax_enable_compilation_cache", False)
   depths = sorted({int(depth) for depth in _LAYERS.value})
   jobs = [*depths, *([_SWEEP_LAYERS] if _SWEEP.value else [])]
   timed: list[Timed] = []
@@ -113,7 +114,7 @@ def _row(each: Timed, timed: Sequence[Timed]) -> tuple[str, ...]:
 
 
 def _model(layers: int) -> tuple[kvjax.Model, Any]:
-  """A decoder of SmolLM2-135M's sizes; its weights are there when it returns."""
+  """A decoder of SmolLM2-135M's sizes, its weights computed."""
   config = DecoderConfig.from_hf(
     dict(
       model_type="llama",
