@@ -62,8 +62,7 @@ if importlib.util.find_spec("kvjax") is None:
 #
 # The model that comes with kvjax finds needles in a haystack and knows nothing
 # else; `kvjax.models.load` takes the Hugging Face directory of a real one too.
-# The
-# text is English prose with eight numbers hidden in it.
+# The text is English prose with eight numbers hidden in it.
 
 # %%
 import random
@@ -122,8 +121,8 @@ decoding = kvjax.Decoding(task.max_new_tokens, stop_ids=lm.tokenizer.eos_ids)
 
 def ask(cache):
   """The answers to all questions."""
-  copies = kvjax.concatenate([cache] * len(turns))
-  answers = kvjax.answer(lm.model, lm.params, copies, questions, decoding)
+  copies = kvjax.stack([cache] * len(turns))
+  answers = kvjax.generate(lm.model, lm.params, copies, questions, decoding)
   return [lm.tokenizer.decode(tokens) for tokens in answers.rows()]
 
 
