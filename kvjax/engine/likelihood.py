@@ -159,7 +159,11 @@ def _answer_nll(
   said: Int[Array, " B"],
 ) -> Float[Array, " B"]:
   width = tokens.shape[1]
-  cache = cache.grown([s.capacity and s.capacity + width for s in cache.stacks])
+  room = [
+    None if stack.capacity is None else stack.capacity + width
+    for stack in cache.stacks
+  ]
+  cache = cache.grown(room)
   hidden, _ = append_block(model, params, cache, tokens, asked + said)
   index = jnp.arange(width, dtype=jnp.int32)[None]
   foretold = (index >= asked[:, None] - 1) & (

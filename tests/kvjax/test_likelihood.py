@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.engine.decoding import feed
-from kvjax.engine.one_pass import one_pass
 
 import kvjax
-from kvjax.engine import likelihood
+from kvjax.engine import likelihood, prefill
+from kvjax.engine.feed import feed
+from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
-from kvjax.methods import FullKV, KeyDiff
+from kvjax.methods import KeyDiff
 from kvjax.testing import TinyModel, poisoned
 
 MODEL = TinyModel()
@@ -21,7 +21,6 @@ RNG = np.random.default_rng(0)
 ROWS = [RNG.integers(0, 64, n).tolist() for n in (50, 33, 1, 2)]
 QUESTIONS = [[5, 6, 1], [7], [1, 2], [9]]
 ANSWERS = [[4], [3, 1, 4, 1], [8, 8], [60, 2, 7]]
-WHOLE = kvjax.Plan(FullKV(), kvjax.Retention(1.0))
 
 
 @jax.jit
@@ -36,7 +35,8 @@ def dense(tokens):
     return jnp.swapaxes(output, 1, 2), state
 
   places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-  hidden, _ = MODEL.hidden(PARAMS, tokens, places, (None,) * 2, attend)
+  nothing = (None,) * MODEL.geometry.num_layers
+  hidden, _ = hidden_states(MODEL, PARAMS, tokens, places, nothing, attend)
   return hidden, MODEL.logits(PARAMS, hidden)
 
 
@@ -50,8 +50,9 @@ def losses(row):
   return -np.log(p[np.arange(len(row) - 1), row[1:]])
 
 
-def prefilled(method, budget=10):
-  plan = kvjax.Plan(kvjax.get_method(method), kvjax.Tokens(budget))
+@functools.cache
+def prefilled(name):
+  plan = kvjax.get_plan(name, kvjax.Tokens(64 if name == "full" else 10))
   return kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)[0]
 
 
@@ -93,31 +94,22 @@ def test_parts_add_up_and_padding_has_no_say(monkeypatch, at_once):
 def test_memory_does_not_grow_with_the_logits_of_a_prompt():
   model, length = TinyModel(vocab_size=16_384), 4096
   int32 = functools.partial(jax.ShapeDtypeStruct, dtype="int32")
-  given = (jax.eval_shape(model.init), int32((1, length)), int32((1,)))
-  alone = likelihood._nll.lower(model, *given)
-  prefill, plain = (
-    one_pass.lower(
-      model,
-      *given,
-      [],
-      [],
-      None,
-      plans=(),
-      rooms=(),
-      most_reads=(),
-      waiting=(kvjax.Plan(KeyDiff(), kvjax.Retention(1.0)),),
-      measured=measured,
-    )
+  params = jax.eval_shape(model.init)
+  given = (int32((1, length)), int32((1,)))
+  hidden = jax.ShapeDtypeStruct((1, length, model.width), "float32")
+  alone = likelihood._nll.lower(model, params, *given)
+  measured, plain = (
+    prefill._head.lower(params, hidden, *given, model=model, measured=measured)
     for measured in (True, False)
   )
-  alone, prefill, plain = (
+  alone, measured, plain = (
     lowered.compile().memory_analysis().temp_size_in_bytes
-    for lowered in (alone, prefill, plain)
+    for lowered in (alone, measured, plain)
   )
   logits = length * 16_384 * 4
   # 256 positions at once, and as much again for their exponentials.
   assert alone < logits / 4
-  assert prefill < plain + logits / 4
+  assert measured < plain + logits / 4
 
 
 @pytest.mark.parametrize("poison", [False, True])
@@ -136,7 +128,7 @@ def test_a_compressed_cache_is_asked_token_by_token(method):
   """Teacher-forced as by decoding that is told what to say."""
   cache = prefilled(method)
   found = answer_nll(cache)
-  fed = cache.grown([layer.capacity + 7 for layer in cache.layers])
+  fed = kvjax.reserve(cache, 7)
   step = jax.jit(feed, static_argnums=0)
   total = np.zeros(4)
   logits = None

@@ -9,15 +9,8 @@ import pytest
 
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods import (
-  KeyDiff,
-  KeyL2Norm,
-  Random,
-  SnapKV,
-  StreamingLLM,
-  Tova,
-  get_method,
-)
+from kvjax.methods import KeyDiff, KeyL2Norm, Random, SnapKV, StreamingLLM, Tova
+from kvjax.options.names import get_method
 from kvjax.testing import random_activations
 
 N, K = 4, 2  # query heads, KV heads
@@ -31,7 +24,7 @@ def seen():
 
 def scored(method, seen):
   """Scores of the real tokens of row 0, [K, n]."""
-  scores = method.scores(0, LayerCache.of(seen), seen)
+  scores = method.scores(jnp.int32(0), LayerCache.of(seen), seen)
   return np.asarray(scores, np.float64)[0, :, :LENGTH]
 
 
@@ -177,13 +170,13 @@ def test_streaming_keeps_sinks_and_the_newest(seen):
 
 def test_random_is_uniform_and_independent_of_the_padding(seen):
   long = random_activations(0, [4000], 4000)
-  scores = np.asarray(Random().scores(1, LayerCache.of(long), long))
+  scores = np.asarray(Random().scores(jnp.int32(1), LayerCache.of(long), long))
   assert abs(scores.mean() - 0.5) < 0.02
   assert abs(np.corrcoef(scores[0, 0], scores[0, 1])[0, 1]) < 0.05
   # The same positions in another padding get the same scores.
-  short = np.asarray(Random().scores(1, LayerCache.of(seen), seen))
+  short = np.asarray(Random().scores(jnp.int32(1), LayerCache.of(seen), seen))
   np.testing.assert_array_equal(short[:, :, :LENGTH], scores[:, :, :LENGTH])
-  other = np.asarray(Random().scores(0, LayerCache.of(seen), seen))
+  other = np.asarray(Random().scores(jnp.int32(0), LayerCache.of(seen), seen))
   assert np.any(other != short)
 
 

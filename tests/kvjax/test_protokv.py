@@ -1,6 +1,7 @@
 """ProtoKV, step by step, against plain loops in float64."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ import pytest
 
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods import Allowance, ProtoKV, get_method
+from kvjax.methods import LayerBudget, ProtoKV
 from kvjax.methods import prototypes as proto
+from kvjax.options.names import get_method
 from kvjax.testing import random_activations
 
 N, K, D = 4, 2, 8
@@ -35,15 +37,21 @@ def clean(seen, head=0):
   return jnp.nan_to_num(seen.keys[0, head])
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def ranking(seen, method):
-  return method.evaluate(0, LayerCache.of(seen), seen)
+  return method.evaluate(jnp.int32(0), LayerCache.of(seen), seen)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def chosen(found, seen, method, counts):
+  """Slots of a prompt, of which the budgets leave some empty."""
+  budget = LayerBudget(counts, PADDED)
+  return method.select(found, LayerCache.of(seen), budget)
 
 
 def select(seen, method, budget):
-  cache = LayerCache.of(seen)
-  slots = method.select(
-    ranking(seen, method), cache, Allowance(jnp.asarray([budget]), budget)
-  )
+  counts = jnp.asarray([budget], jnp.int32)
+  slots = np.asarray(chosen(ranking(seen, method), seen, method, counts))
   return [[int(i) for i in head if i >= 0] for head in slots[0]]
 
 
