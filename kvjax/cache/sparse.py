@@ -138,17 +138,17 @@ class SparseLayer(Layer):
     return self.resident.capacity + self.spare
 
   @property
-  def next_slot(self) -> Int[Array, ""]:
+  def next_slot(self) -> Int[Array, "*L"]:
     """The next of them to write."""
     return self.resident.cursor
 
   @property
-  def lengths(self) -> Int[Array, "B K"]:
+  def lengths(self) -> Int[Array, "*L B K"]:
     """Tokens held per row and KV head."""
     return self.resident.lengths + self.stored.lengths
 
   @property
-  def reads(self) -> Int[Array, "B K"]:
+  def reads(self) -> Int[Array, "*L B K"]:
     """Tokens that a token attends to, if it looks up as `looked_up` says."""
     return self.resident.lengths + self.looked_up
 
