@@ -131,7 +131,7 @@ def test_a_batch_is_prefilled_once_and_equal_caches_asked_together(
   tiny, tmp_path, counted
 ):
   compared(tiny, tmp_path)
-  # Two tasks in batches of two and one; full and half caches.
+  # Two tasks in batches of two and one; full, half and unequal caches.
   assert counted == {"sweep": 4, "generate": 12}
 
 
@@ -196,17 +196,17 @@ def test_a_sweep_answers_as_each_of_its_methods_does_alone(
 def test_a_stopped_run_goes_on_where_it_stopped(tiny, tmp_path, whole, counted):
   told = []
 
-  def stop_at_third(task, new):
+  def stop_at_fourth(task, new):
     told.append(new)
-    if len(told) == 3:
+    if len(told) == 4:
       raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
-    compared(tiny, tmp_path, stop_at_third)
-  assert counted == {"sweep": 2, "generate": 3}
+    compared(tiny, tmp_path, stop_at_fourth)
+  assert counted == {"sweep": 2, "generate": 4}
   results = compared(tiny, tmp_path, lambda task, new: told.append(new))
-  # The second batch again for its second group, then the second task.
-  assert told == [4, 6, 2, 0, 3, 4, 6, 2, 3]
+  # The second batch again for its other groups, then the second task.
+  assert told == [2, 6, 2, 1, 0, 3, 1, 2, 6, 2, 1, 3, 1]
   assert results.answers == whole.answers
   lines = (tmp_path / "samples.jsonl").read_bytes().splitlines()
   expected = (whole.folder / "samples.jsonl").read_bytes().splitlines()
@@ -319,7 +319,7 @@ def test_questions_about_one_context_share_its_prefill(tiny, tmp_path, counted):
     tiny, tmp_path / "a", chosen=chosen, samples={part: [*same, other]}
   ).answers
   # Full and half caches; three questions, of which the second row has one.
-  assert counted == {"sweep": 1, "answer": 6}
+  assert counted == {"sweep": 1, "generate": 6}
   assert len(together) == 4 * len(chosen)
   apart = {}
   for number, sample in enumerate([*same, other]):
