@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.cache.layers import LayerCache
-from kvjax.cache.sparse import IndexedLayer
+from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.kernels.attention import attention
 from kvjax.methods.prototypes import kmeans, nearest
-from kvjax.retrieval import ClusterKV, Reads, Store, get_retrieval
+from kvjax.retrieval import ClusterKV, Reads, Store
 from kvjax.testing import random_activations
 
 LENGTHS = [96, 61, 40, 13]
@@ -55,15 +56,14 @@ BLOCK = dataclasses.replace(
 
 @functools.partial(jax.jit, static_argnums=0)
 def indexed(method, seen, counts):
-  return IndexedLayer.of(
-    method, 1, LayerCache.of(seen), seen, counts, MOST
-  ).grown(STEPS)
+  layer, cache = jnp.int32(1), LayerCache.of(seen)
+  return SparseLayer.of(method, layer, cache, seen, counts, MOST).grown(STEPS)
 
 
 @jax.jit
 def decoded(layer, block):
   layer = layer.append(block)
-  return layer.attend(block.queries, block.positions)
+  return layer.attend(block)
 
 
 @functools.cache
@@ -275,10 +275,10 @@ def test_k_means_iterates_as_lloyd_does(iterations):
 )
 def test_bad_options_are_one_sentence(name, sentence):
   with pytest.raises(InputError) as raised:
-    get_retrieval(name)
+    kvjax.get_retrieval(name)
   assert sentence in str(raised.value)
 
 
 def test_defaults_are_the_papers():
-  method = get_retrieval("clusterkv")
+  method = kvjax.get_retrieval("clusterkv")
   assert (method.sinks, method.local, method.dense_layers) == (16, 0, (0, 1))
