@@ -1,6 +1,7 @@
 """KV-cache compression for long-context language models, in JAX."""
 
 import importlib.metadata
+import types
 
 from kvjax import allocation as allocation
 from kvjax import methods as methods
@@ -54,3 +55,17 @@ __version__ = importlib.metadata.version("kvjax")
 
 _register_methods()
 _register_retrievals()
+
+# Importing a submodule makes it an attribute too; these are meant.
+_MODULES = (allocation, methods, retrieval)
+__all__ = sorted(
+  name
+  for name, value in globals().items()
+  if name == "__version__"
+  or not (name.startswith("_") or isinstance(value, types.ModuleType))
+  or value in _MODULES
+)
+
+
+def __dir__() -> list[str]:
+  return __all__

@@ -1,5 +1,7 @@
 """What methods and models are tested with, in this project and others."""
 
+from kvjax.testing.contract import check_method as check_method
+from kvjax.testing.retrieval_contract import check_retrieval as check_retrieval
 from kvjax.testing.tiny import TinyModel as TinyModel
 from kvjax.testing.tiny import held_positions as held_positions
 from kvjax.testing.tiny import layer_positions as layer_positions

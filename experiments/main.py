@@ -1,0 +1,79 @@
+"""The command `kvjax`, which lists the programs and starts them.
+
+  kvjax
+  kvjax compare --methods=keydiff,snapkv --retention=0.25
+
+`kvjax compare` is `python -m kvjax.experiments.compare`; with `--help` it lists
+its flags.
+"""
+
+import ast
+import importlib.util
+import pathlib
+import runpy
+import sys
+
+from kvjax.options.naming import near
+
+PROGRAMS = (
+  "compare",
+  "evaluate",
+  "papers",
+  "report",
+  "show_kept",
+  "calibrate",
+  "finetune",
+  "retrieval_recall",
+  "index_construction",
+  "benchmark_sweep",
+  "benchmark_decode",
+  "benchmark_kernels",
+  "tpu_compile",
+  "train_reference",
+  "make_reports",
+)
+_WRONG_INPUT = 2
+
+
+def main() -> None:
+  """Starts the program that the first argument names; lists all without one."""
+  name, *arguments = sys.argv[1:] or ["--help"]
+  if name in ("--help", "-h", "help"):
+    print(listing())
+  elif name in PROGRAMS:
+    sys.argv[1:] = arguments
+    runpy.run_module(_module(name), run_name="__main__", alter_sys=True)
+  else:
+    print(
+      f"There is no program {name!r}{near(name, PROGRAMS)}; kvjax alone lists "
+      "them.",
+      file=sys.stderr,
+    )
+    sys.exit(_WRONG_INPUT)
+
+
+def listing() -> str:
+  """The programs with a line each."""
+  width = max(map(len, PROGRAMS))
+  lines = [f"  {name:{width}}  {_summary(name)}" for name in PROGRAMS]
+  head = (
+    "kvjax PROGRAM [--flag=value ...]; kvjax PROGRAM --help lists its flags"
+  )
+  return "\n".join([head, "", *lines])
+
+
+def _module(name: str) -> str:
+  return f"kvjax.experiments.{name}"
+
+
+def _summary(name: str) -> str:
+  """The first line of a program's docstring; importing it would take long."""
+  spec = importlib.util.find_spec(_module(name))
+  assert spec is not None
+  assert spec.origin is not None
+  source = pathlib.Path(spec.origin).read_text(encoding="utf-8")
+  return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+if __name__ == "__main__":
+  main()
