@@ -14,8 +14,7 @@ from kvjax.cache.packed import PAGE as DEFAULT_PAGE
 from kvjax.cache.packed import PackedLayer, page_count
 from kvjax.cache.sharding import parse_mesh
 from kvjax.kernels.attention import attention
-from kvjax.methods import get_method
-from kvjax.testing import TinyModel, random_activations
+from kvjax.testing import TinyModel, poisoned_layer, random_activations
 
 LENGTHS = [37, 61]
 PADDED = 64
@@ -83,20 +82,6 @@ def following(seen, S, seed=1):
   )
 
 
-def poisoned(packed):
-  """NaN wherever a page holds no token."""
-  pages = packed.pages
-  empty = (pages.positions < 0)[..., None]
-  pages = dataclasses.replace(
-    pages,
-    keys=jnp.where(empty, jnp.asarray(jnp.nan, pages.keys.dtype), pages.keys),
-    values=jnp.where(
-      empty, jnp.asarray(jnp.nan, pages.keys.dtype), pages.values
-    ),
-  )
-  return dataclasses.replace(packed, pages=pages)
-
-
 def close(ours, theirs, dtype="float32"):
   tolerance = 1e-5 if dtype == "float32" else 2e-2
   np.testing.assert_allclose(
@@ -125,8 +110,8 @@ def test_attends_as_a_masked_dense_cache(K, G, S, dtype):
 
   @jax.jit
   def run(cache, slots, block):
-    packed = poisoned(PackedLayer.of(cache, slots, total, PAGE))
-    return packed.attend(block.queries, block.positions)[0]
+    packed = poisoned_layer(PackedLayer.of(cache, slots, total, PAGE))
+    return packed.attend(block)[0]
 
   ours = run(cache, slots, block)
   close(
@@ -144,7 +129,7 @@ def test_appended_tokens_are_seen_too(K, dtype):
   @jax.jit
   def run(cache, slots, block):
     packed = PackedLayer.of(cache, slots, total, PAGE).grown(9).append(block)
-    return packed, packed.attend(block.queries, block.positions)[0]
+    return packed, packed.attend(block)[0]
 
   block = following(seen, 5)
   packed, ours = run(cache, slots, block)
@@ -153,7 +138,7 @@ def test_appended_tokens_are_seen_too(K, dtype):
   theirs = expected(block.queries, block.positions, [cache, tail], kept)
   close(ours, theirs, dtype)
   assert packed.capacity == 9
-  assert int(packed.cursor) == 5
+  assert int(packed.next_slot) == 5
   counts = np.sum(slots >= 0, axis=-1) + np.array([[5], [3]])
   np.testing.assert_array_equal(packed.lengths, counts)
 
@@ -235,10 +220,8 @@ def test_attending_takes_memory_by_the_page():
     shape((1, K, 2048), "int32"),
   )
   compiled = (
-    jax.jit(PackedLayer.attend)
-    .lower(layer, shape((1, 16, 1, D), "float32"), shape((1, 1), "int32"))
-    .compile()
-  )
+    jax.jit(PackedLayer.attend).lower(layer, jax.eval_shape(lambda: seen))
+  ).compile()
   values = pages * page * D * 4
   assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * values
   assert 2.5 * values < K * 2048 * D * 4
@@ -252,7 +235,7 @@ def test_four_devices_equal_one():
   def run(seen, slots, block):
     packed = PackedLayer.of(LayerCache.of(seen), slots, total, PAGE)
     packed = packed.grown(5).append(block)
-    return packed.attend(block.queries, block.positions)[0]
+    return packed.attend(block)[0]
 
   one = run(seen, slots, block)
   mesh = parse_mesh("data:2,model:2")
@@ -273,7 +256,7 @@ def test_four_devices_equal_one():
 
 HEADS = 4
 MODEL = TinyModel(
-  kvjax.Geometry(
+  kvjax.Geometry.uniform(
     layers=2, heads=HEADS, kv_heads=HEADS, head_dim=8, max_positions=999
   )
 )
@@ -285,11 +268,11 @@ def prefilled():
   params = MODEL.init()
   sharpness = jnp.repeat(jnp.asarray([0.2, 0.2, 4.0, 0.2]), 8)
   for weights in params["layers"]:
-    weights["query"] *= sharpness[None]
+    weights["query"] *= sharpness[None, None]
   rng = np.random.default_rng(0)
   rows = [rng.integers(0, 64, n).tolist() for n in (500, 350)]
   plans = [
-    kvjax.Plan(get_method(name), kvjax.Tokens(64))
+    kvjax.get_plan(name, kvjax.Tokens(64))
     for name in (
       "ada/snapkv:window=8",
       "compactor.vllm:chunk=64:leverage_chunk=100:first=4:last=8",
@@ -319,13 +302,15 @@ def test_a_models_bytes_follow_what_its_heads_hold(prefilled, index):
 def test_a_conversation_uses_the_buffers_of_pages(prefilled):
   params, (cache, _) = prefilled
   cache = kvjax.reserve(cache, 40)
-  given = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim > 1]
+  given = [leaf for leaf in jax.tree.leaves(cache.stacks) if leaf.ndim > 2]
   assert isinstance(cache.layers[0], PackedLayer)
   places = {leaf.unsafe_buffer_pointer() for leaf in given}
   question = kvjax.Prompts.of([[1, 2], [3]])
   decoding = kvjax.Decoding(4)
-  _, cache = kvjax.converse(MODEL, params, cache, question, decoding)
+  cache = kvjax.generate(
+    MODEL, params, cache, question, decoding, keep=True
+  ).cache
   assert all(leaf.is_deleted() for leaf in given)
-  got = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim > 1]
+  got = [leaf for leaf in jax.tree.leaves(cache.stacks) if leaf.ndim > 2]
   assert {leaf.unsafe_buffer_pointer() for leaf in got} == places
   assert len(places) == len(got) == len(given)

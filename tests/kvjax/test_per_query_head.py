@@ -9,11 +9,10 @@ import pytest
 
 import kvjax
 from kvjax.cache.sharding import parse_mesh
-from kvjax.methods import get_method
 from kvjax.testing import TinyModel, held_positions
 
 # Half the time to compile, where one layer shows it all.
-MODEL = TinyModel(dataclasses.replace(TinyModel().geometry, layers=1))
+MODEL = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 4096))
 PARAMS = MODEL.init()
 RNG = np.random.default_rng(0)
 ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 40, 17)]
@@ -24,11 +23,11 @@ BUDGET = kvjax.Tokens(12)
 
 def widened():
   """The same model without groups: every query head has a KV head."""
-  geometry = dataclasses.replace(MODEL.geometry, kv_heads=4)
+  geometry = kvjax.Geometry.uniform(1, 4, 4, 8, 4096)
 
   def repeated(weights):
-    split = weights.reshape(MODEL.width, 2, 8)
-    return jnp.repeat(split, 2, axis=1).reshape(MODEL.width, -1)
+    split = weights.reshape(1, MODEL.width, 2, 8)
+    return jnp.repeat(split, 2, axis=2).reshape(1, MODEL.width, -1)
 
   layers = [
     {**w, "key": repeated(w["key"]), "value": repeated(w["value"])}
@@ -42,7 +41,7 @@ def widened():
 
 def test_whole_prompts_are_those_of_a_model_without_groups():
   names = ("keydiff", "snapkv:window=4", "h2o", "ada/snapkv:window=4")
-  plans = [kvjax.Plan(get_method(name), BUDGET) for name in names]
+  plans = [kvjax.get_plan(name, BUDGET) for name in names]
   own = [dataclasses.replace(plan, per_query_head=True) for plan in plans]
   caches, logits = kvjax.sweep(MODEL, PARAMS, PROMPTS, [*own, *plans])
   model, params = widened()
@@ -62,12 +61,12 @@ def test_whole_prompts_are_those_of_a_model_without_groups():
 
 def test_four_devices_equal_one():
   prompts = kvjax.Prompts.of([*ROWS, ROWS[1][:30]])
-  plan = kvjax.Plan(get_method("snapkv:window=4"), BUDGET, per_query_head=True)
+  plan = kvjax.get_plan("snapkv:window=4", BUDGET, per_query_head=True)
   one, logits = kvjax.prefill(MODEL, PARAMS, prompts, plan)
   with jax.set_mesh(parse_mesh("data:2,model:2")):
     four, own = kvjax.prefill(MODEL, PARAMS, prompts, plan)
-  shard = four.layers[0].keys.addressable_shards[0].data
-  assert shard.shape[:2] == (2, 2)
+  shard = four.stacks[0].keys.addressable_shards[0].data
+  assert shard.shape[:3] == (1, 2, 2)
   for row in range(4):
     assert held_positions(one, row) == held_positions(four, row)
   np.testing.assert_allclose(own, logits, atol=1e-5)
@@ -78,18 +77,21 @@ def test_four_devices_equal_one():
 )
 def test_blocks_and_decoding_are_those_of_a_model_without_groups(name):
   schedule = kvjax.Schedule(block=8, every=2)
-  plan = kvjax.Plan(get_method(name), BUDGET, schedule, per_query_head=True)
+  plan = kvjax.get_plan(name, BUDGET, schedule, per_query_head=True)
   model, params = widened()
   plain = dataclasses.replace(plan, per_query_head=False)
   runs = []
   for args in ((MODEL, PARAMS, plan), (model, params, plain)):
     cache, _ = kvjax.prefill(*args[:2], PROMPTS, args[2])
     cache = kvjax.reserve(cache, 20)
-    runs.append(kvjax.converse(*args[:2], cache, QUESTIONS, kvjax.Decoding(10)))
-  (said, got), (expected, cache) = runs
-  np.testing.assert_array_equal(said.tokens, expected.tokens)
+    decoding = kvjax.Decoding(10)
+    runs.append(
+      kvjax.generate(*args[:2], cache, QUESTIONS, decoding, keep=True)
+    )
+  got, expected = runs
+  np.testing.assert_array_equal(got.tokens, expected.tokens)
   for row in range(3):
-    assert held_positions(got, row) == held_positions(cache, row)
-  assert jax.tree.map(jnp.shape, got.layers) == jax.tree.map(
-    jnp.shape, cache.layers
+    assert held_positions(got.cache, row) == held_positions(expected.cache, row)
+  assert jax.tree.map(jnp.shape, got.cache.stacks) == jax.tree.map(
+    jnp.shape, expected.cache.stacks
   )

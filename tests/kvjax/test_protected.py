@@ -1,19 +1,19 @@
 """Regions of a prompt that no method may evict."""
 
-import dataclasses
 import functools
 
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine.plans import Plan
+from kvjax.allocation import Sizes
 from kvjax.errors import InputError
-from kvjax.methods import METHODS, get_method
+from kvjax.options.names import get_method
+from kvjax.options.registry import METHODS
 from kvjax.testing import TinyModel, held_positions
 
 # Half the time to compile, where one layer shows it all.
-MODEL = TinyModel(dataclasses.replace(TinyModel().geometry, layers=1))
+MODEL = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 4096))
 PARAMS = MODEL.init()
 RNG = np.random.default_rng(1)
 ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 40)]
@@ -44,10 +44,16 @@ def budget_of(name):
   return kvjax.Retention(0.5) if paper else kvjax.Tokens(20)
 
 
+def counts(plan):
+  """What each of the model's two heads may keep of either row."""
+  lengths = np.array([61, 40])
+  return plan.spread.counts(plan.fixed_budget, lengths, Sizes((2,)))[0]
+
+
 @pytest.fixture(scope="module")
 def caches():
   """Of every method, with and without protection; one program for all."""
-  plans = [Plan(get_method(name), budget_of(name)) for name in NAMES]
+  plans = [kvjax.get_plan(name, budget_of(name)) for name in NAMES]
   kept, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
   plain, _ = kvjax.sweep(MODEL, PARAMS, PLAIN, plans)
   return dict(zip(NAMES, zip(plans, kept, plain, strict=True), strict=True))
@@ -56,12 +62,11 @@ def caches():
 @pytest.mark.parametrize("name", NAMES)
 def test_protected_tokens_are_kept_within_the_budget(name, caches):
   plan, cache, plain = caches[name]
-  counts = plan.counts(np.array([61, 40]), 1)
   for row, mask in enumerate(PROTECTED):
     must = set(np.flatnonzero(mask).tolist())
-    for layer, heads in enumerate(held_positions(cache, row)):
+    for heads in held_positions(cache, row):
       total = sum(map(len, heads))
-      expected = 2 * counts[layer, row]
+      expected = 2 * counts(plan)[row]
       assert total == expected or (name.startswith(COARSE) and total < expected)
       for kept in heads:
         assert must <= set(kept)
@@ -72,11 +77,13 @@ def test_protected_tokens_are_kept_within_the_budget(name, caches):
 @pytest.mark.parametrize("name", ["keydiff", "h2o", "lagkv:sinks=2:lag=6"])
 def test_protection_lasts_through_blocks_and_decoding(name):
   schedule = kvjax.Schedule(block=8, every=1)
-  plan = Plan(get_method(name), budget_of(name), schedule)
+  plan = kvjax.get_plan(name, budget_of(name), schedule)
   cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
   cache = kvjax.reserve(cache, 40)
   questions = kvjax.Prompts.of([[5, 3], [8]])
-  _, cache = kvjax.converse(MODEL, PARAMS, cache, questions, kvjax.Decoding(30))
+  cache = kvjax.generate(
+    MODEL, PARAMS, cache, questions, kvjax.Decoding(30), keep=True
+  ).cache
   for row, mask in enumerate(PROTECTED):
     for heads in held_positions(cache, row):
       for kept in heads:
@@ -87,9 +94,7 @@ def test_too_much_protection_is_refused():
   def refused(name, budget, mask):
     prompts = kvjax.Prompts.of([ROWS[0]], protected=[mask])
     with pytest.raises(InputError) as caught:
-      kvjax.prefill(
-        MODEL, PARAMS, prompts, kvjax.Plan(get_method(name), budget)
-      )
+      kvjax.prefill(MODEL, PARAMS, prompts, kvjax.get_plan(name, budget))
     return str(caught.value)
 
   wide = [i < 30 for i in range(61)]
@@ -124,13 +129,13 @@ def crowded(first):
   masks = [[first <= i < first + 10 for i in range(n)] for n in (61, 40)]
   prompts = kvjax.Prompts.of(ROWS, 64, masks)
   plans = [
-    Plan(get_method(name), budget)
+    kvjax.get_plan(name, budget)
     for name in CROWDED
     for budget in CROWDED_BUDGETS
   ]
   caches, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans)
   return {
-    (plan.method, plan.budget): cache
+    (plan.method, plan.budget): (plan, cache)
     for plan, cache in zip(plans, caches, strict=True)
   }
 
@@ -139,10 +144,10 @@ def crowded(first):
 def test_protected_tokens_come_before_the_methods_own(name):
   method, first = get_method(name), CROWDED[name]
   for budget in CROWDED_BUDGETS:
-    cache = crowded(first)[method, budget]
+    plan, cache = crowded(first)[method, budget]
     for row, n in enumerate((61, 40)):
       for heads in held_positions(cache, row):
-        assert sum(map(len, heads)) <= 2 * method.kept(budget, n)
+        assert sum(map(len, heads)) <= 2 * counts(plan)[row]
         for kept in heads:
           assert set(range(first, first + 10)) <= set(kept)
           assert n - 1 in kept
@@ -151,15 +156,14 @@ def test_protected_tokens_come_before_the_methods_own(name):
 def test_lagkv_in_tokens_checks_its_partitions_too():
   mask = [8 <= i < 14 for i in range(61)]
   prompts = kvjax.Prompts.of([ROWS[0]], protected=[mask])
-  method = get_method("lagkv:sinks=2:lag=6")
+  plan = kvjax.get_plan("lagkv:sinks=2:lag=6", kvjax.Tokens(30))
   with pytest.raises(InputError, match="6 tokens of a partition of 6 are"):
-    kvjax.prefill(MODEL, PARAMS, prompts, kvjax.Plan(method, kvjax.Tokens(30)))
+    kvjax.prefill(MODEL, PARAMS, prompts, plan)
 
 
 def test_a_question_protects_nothing():
-  cache, _ = kvjax.prefill(
-    MODEL, PARAMS, PLAIN, kvjax.Plan(get_method("keydiff"), kvjax.Tokens(20))
-  )
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(20))
+  cache, _ = kvjax.prefill(MODEL, PARAMS, PLAIN, plan)
   questions = kvjax.Prompts.of([[1], [2]], protected=[[True], [False]])
   with pytest.raises(InputError, match="in what is prefilled only"):
-    kvjax.answer(MODEL, PARAMS, cache, questions, kvjax.Decoding(2))
+    kvjax.generate(MODEL, PARAMS, cache, questions, kvjax.Decoding(2))

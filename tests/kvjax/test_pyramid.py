@@ -4,19 +4,29 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.allocation import Pyramid, Sizes, Uniform
 from kvjax.errors import InputError
-from kvjax.methods import KeyDiff, Pyramid, SnapKV, get_method
+from kvjax.methods import KeyDiff
+from kvjax.options.names import get_method, get_recipe
+from kvjax.options.registry import Recipe
 from kvjax.prompts import bucket_lengths
 from kvjax.testing import TinyModel, held_positions
 
-METHOD = Pyramid(SnapKV(window=8))
+PYRAMID = Pyramid(Uniform(), window=8)
+
+
+def layer_kept(budget, length, layers, allocation=PYRAMID):
+  """Tokens that each layer keeps of a row."""
+  sizes = Sizes((2,) * layers)
+  counts = allocation.counts(budget, np.array([length]), sizes)
+  return tuple(counts[:, 0].tolist())
 
 
 @pytest.mark.parametrize("layers", [2, 4, 32])
 @pytest.mark.parametrize("budget", [64, 128, 500, 2048])
 def test_layers_keep_the_budget_together(budget, layers):
   for length in (budget + 1, 3 * budget, 20 * budget):
-    kept = METHOD.layer_kept(kvjax.Tokens(budget), length, layers)
+    kept = layer_kept(kvjax.Tokens(budget), length, layers)
     assert sum(kept) == layers * budget
     assert list(kept) == sorted(kept, reverse=True)
     assert max(kept) <= length
@@ -24,21 +34,21 @@ def test_layers_keep_the_budget_together(budget, layers):
 
 
 def test_the_lines_ends_are_the_papers():
-  kept = METHOD.layer_kept(kvjax.Tokens(128), 10_000, 32)
+  kept = layer_kept(kvjax.Tokens(128), 10_000, 32)
   base = 128 - 8
   assert abs(kept[0] - (2 * base - base / 20 + 8)) <= 1
   assert abs(kept[-1] - (base / 20 + 8)) <= 1
 
 
 def test_a_short_prompt_flattens_the_pyramid():
-  kept = METHOD.layer_kept(kvjax.Tokens(128), 140, 4)
+  kept = layer_kept(kvjax.Tokens(128), 140, 4)
   # max = n - W = 132 and min = 2 * 120 - 132 = 108, each with its window.
   assert kept == (140, 132, 124, 116)
 
 
 def test_retention_too_leaves_room_for_the_window():
   """max = n - W = 992, as in kvpress; min = 2 * 600 - 992 = 208."""
-  kept = METHOD.layer_kept(kvjax.Retention(0.6), 1000, 4)
+  kept = layer_kept(kvjax.Retention(0.6), 1000, 4)
   assert kept == (992, 731, 469, 208)
 
 
@@ -48,7 +58,7 @@ def test_layers_keep_every_budget_together():
   for layers in (2, 3, 7, 32):
     for length in range(9, 300, 7):
       for budget in budgets:
-        kept = METHOD.layer_kept(budget, length, layers)
+        kept = layer_kept(budget, length, layers)
         assert sum(kept) == layers * budget.kept(length)
         assert length >= kept[0]
         assert list(kept) == sorted(kept, reverse=True)
@@ -56,25 +66,24 @@ def test_layers_keep_every_budget_together():
 
 def test_the_total_is_the_inner_methods():
   """A share of what stands between the protected ends, and these."""
-  kept = get_method("pyramid/compactor.vllm").layer_kept(
-    kvjax.Retention(0.5), 1080, 4
-  )
-  inner = get_method("compactor.vllm").kept(kvjax.Retention(0.5), 1080)
+  budget, pyramid = kvjax.Retention(0.5), get_recipe("pyramid/compactor.vllm")
+  kept = layer_kept(budget, 1080, 4, pyramid.allocation)
+  inner = layer_kept(budget, 1080, 1, pyramid.method.allocation)[0]
   assert sum(kept) == 4 * inner == 4 * 500
 
 
 def test_a_layer_spreads_its_own_share_over_its_heads():
   name = "compactor.vllm:sketch_dim=6:chunk=16:leverage_chunk=20:first=2:last=3"
-  method = Pyramid(get_method(name), beta=2.0)
+  method = get_method(name)
+  pyramid = Pyramid(method.allocation, beta=2.0)
   model = TinyModel()
   prompts = kvjax.Prompts.of([list(range(60)), list(range(45))])
   budget = kvjax.Retention(0.5)
-  cache, _ = kvjax.prefill(
-    model, model.init(), prompts, kvjax.Plan(method, budget)
-  )
+  plan = kvjax.Plan(method, budget, allocation=pyramid)
+  cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
   held = np.asarray(cache.lengths).sum(axis=-1)
   for row, length in enumerate((60, 45)):
-    kept = method.layer_kept(budget, length, 2)
+    kept = layer_kept(budget, length, 2, pyramid)
     assert held[:, row].tolist() == [2 * count for count in kept]
     for layer in held_positions(cache, row):
       for head in layer:
@@ -86,44 +95,44 @@ def test_a_layer_spreads_its_own_share_over_its_heads():
 )
 def test_what_has_no_budget_to_spread_is_refused(inner):
   with pytest.raises(InputError, match="cannot be spread unevenly"):
-    get_method(f"pyramid/{inner}")
+    kvjax.get_plan(f"pyramid/{inner}", kvjax.Tokens(20))
 
 
 def test_retention_includes_the_window():
-  kept = METHOD.layer_kept(kvjax.Retention(0.25), 4000, 4)
+  kept = layer_kept(kvjax.Retention(0.25), 4000, 4)
   assert kept == (1950, 1317, 683, 50)
   assert sum(kept) == 4 * 1000
 
 
 def test_retention_too_small_for_the_window_is_even():
-  assert METHOD.layer_kept(kvjax.Retention(0.1), 100, 4) == (10,) * 4
+  assert layer_kept(kvjax.Retention(0.1), 100, 4) == (10,) * 4
 
 
 @pytest.mark.parametrize("budget", [kvjax.Tokens(3), kvjax.Tokens(200)])
 def test_even_where_there_is_nothing_to_spread(budget):
-  assert METHOD.layer_kept(budget, 150, 4) == (budget.kept(150),) * 4
+  assert layer_kept(budget, 150, 4) == (budget.kept(150),) * 4
 
 
 @pytest.mark.parametrize("budget", [kvjax.Tokens(20), kvjax.Retention(0.3)])
 def test_capacities_hold_every_row_of_the_bucket(budget):
-  capacities = METHOD.layer_capacities(budget, 200, 3)
+  capacities = PYRAMID.capacities(budget, 200, Sizes((2,) * 3))
   for length in bucket_lengths(200):
-    kept = METHOD.layer_kept(budget, length, 3)
+    kept = layer_kept(budget, length, 3)
     assert all(k <= c for k, c in zip(kept, capacities, strict=True))
 
 
 def test_memory_follows_the_layers_budgets():
   model = TinyModel()
   prompts = kvjax.Prompts.of([list(range(60)) * 3, list(range(50))])
-  method = get_method("pyramid/keydiff")
-  assert method == Pyramid(KeyDiff())
+  recipe = get_recipe("pyramid/keydiff")
+  assert recipe == Recipe(KeyDiff(), Pyramid(Uniform()))
   params = model.init()
   cache, _ = kvjax.prefill(
-    model, params, prompts, kvjax.Plan(method, kvjax.Tokens(40))
+    model, params, prompts, kvjax.get_plan("pyramid/keydiff", kvjax.Tokens(40))
   )
   lengths = np.asarray(cache.lengths)
   for row, length in enumerate((180, 50)):
-    kept = method.layer_kept(kvjax.Tokens(40), length, 2)
+    kept = layer_kept(kvjax.Tokens(40), length, 2, recipe.allocation)
     assert lengths[:, row, 0].tolist() == list(kept)
   even, _ = kvjax.prefill(
     model, params, prompts, kvjax.Plan(KeyDiff(), kvjax.Tokens(40))
@@ -138,6 +147,6 @@ def test_memory_follows_the_layers_budgets():
 
 def test_a_flat_pyramid_is_refused():
   with pytest.raises(InputError, match="beta must be 1 or more"):
-    Pyramid(beta=0.5)
+    Pyramid(Uniform(), beta=0.5)
   with pytest.raises(InputError, match="beta must be 1 or more"):
-    Pyramid(beta=float("nan"))
+    Pyramid(Uniform(), beta=float("nan"))
