@@ -34,12 +34,13 @@ class Pyramid(Allocation):
 
   Attributes:
     over: what the layers keep on average.
-    window: W, last tokens that the method always keeps.
+    window: W, last tokens that the method always keeps; no option, as the
+      method's traits say it.
     beta: how steep the pyramid is.
   """
 
   over: Allocation
-  window: int = 0
+  window: int = dataclasses.field(default=0, metadata={"option": False})
   beta: float = 20.0
 
   def __post_init__(self) -> None:

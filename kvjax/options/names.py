@@ -1,5 +1,6 @@
 """Methods and plans by name, for eviction and retrieval alike."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 from kvjax.allocation.adaptive import Adaptive
@@ -39,7 +40,7 @@ def get_recipe(name: str) -> Recipe:
   name = name.strip()
   prefix, slash, rest = name.partition("/")
   if not slash:
-    return recipe_of(named(name, METHODS))
+    return _fitted(recipe_of(named(name, METHODS)))
   if prefix not in _PREFIXES:
     raise InputError(
       f"There is no {prefix!r} to put before a method"
@@ -52,7 +53,16 @@ def get_recipe(name: str) -> Recipe:
   over = inner.allocation or method.allocation
   recipe = Recipe(method, _PREFIXES[prefix](method, over))
   made: Recipe = with_options(name.partition(":")[0], recipe, options)
-  return made
+  return _fitted(made)
+
+
+def _fitted(recipe: Recipe) -> Recipe:
+  """The recipe whose pyramid knows the window that its method now has."""
+  if not isinstance(recipe.allocation, Pyramid):
+    return recipe
+  window = recipe.method.traits.protects
+  fitted = dataclasses.replace(recipe.allocation, window=window)
+  return dataclasses.replace(recipe, allocation=fitted)
 
 
 def _check_prefix(prefix: str, inner: Recipe) -> None:

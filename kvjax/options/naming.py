@@ -85,7 +85,8 @@ def _own_options(part: Any) -> list[str]:
   return [
     field.name
     for field in dataclasses.fields(part)
-    if not dataclasses.is_dataclass(getattr(part, field.name))
+    if field.metadata.get("option", True)
+    and not dataclasses.is_dataclass(getattr(part, field.name))
     and getattr(part, field.name) is not None
   ]
 
