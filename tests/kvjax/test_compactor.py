@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.allocation import Sizes
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods import Allowance, Compactor, get_method
+from kvjax.methods import Compactor, LayerBudget
 from kvjax.methods.leverage import draw_factors
 from kvjax.methods.noncausal import noncausal_attention
 from kvjax.prompts import bucket_lengths
@@ -17,6 +18,7 @@ from kvjax.testing import TinyModel, held_positions, random_activations
 
 N, K, D = 4, 2, 8
 LENGTH, PADDED = 45, 64
+LAYER = jnp.int32(0)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,7 @@ def standard(x):
   ids=["paper", "one chunk", "attention", "ends", "chunked leverage"],
 )
 def test_scores(seen, method):
-  found = method.evaluate(0, LayerCache.of(seen), seen)
+  found = method.evaluate(LAYER, LayerCache.of(seen), seen)
   a, b = method.first, LENGTH - method.last
   attention, outlier = [], []
   for head in range(K):
@@ -119,7 +121,7 @@ def test_scores(seen, method):
     assert not np.any(ours[0, :, b:])
 
 
-def test_scores_that_include_the_ends_and_are_standardised_by_chunk(seen):
+def test_scores_that_include_the_ends_and_are_standardized_by_chunk(seen):
   method = Compactor(
     chunk=16,
     sketch="none",
@@ -132,9 +134,9 @@ def test_scores_that_include_the_ends_and_are_standardised_by_chunk(seen):
     last=9,
     score_ends=True,
   )
-  found = method.evaluate(0, LayerCache.of(seen), seen)
+  found = method.evaluate(LAYER, LayerCache.of(seen), seen)
   alone = dataclasses.replace(method, first=0, last=0, z_scope="layer")
-  whole = alone.evaluate(0, LayerCache.of(seen), seen)
+  whole = alone.evaluate(LAYER, LayerCache.of(seen), seen)
   np.testing.assert_array_equal(found.attention, whole.attention)
   for start in range(0, LENGTH, 20):
     part = slice(start, min(start + 20, LENGTH))
@@ -148,7 +150,7 @@ def test_scores_that_include_the_ends_and_are_standardised_by_chunk(seen):
     np.testing.assert_allclose(
       found.outlier[0, :, part], standard(np.array(expected)), atol=2e-4
     )
-  allowance = Allowance(jnp.asarray([20]), 20)
+  allowance = LayerBudget(jnp.asarray([20]), 20)
   for head in np.asarray(method.select(found, LayerCache.of(seen), allowance))[
     0
   ]:
@@ -159,7 +161,7 @@ def test_chunks_of_the_middle_begin_after_the_first_tokens(seen):
   method = Compactor(
     sketch="none", leverage_chunk=15, z_scope="chunk", first=6, last=4
   )
-  found = method.evaluate(0, LayerCache.of(seen), seen)
+  found = method.evaluate(LAYER, LayerCache.of(seen), seen)
   for start in (6, 21, 36):
     part = slice(start, min(start + 15, LENGTH - 4))
     expected = [exact(wide(seen.keys_unrotated, h)[part]) for h in range(K)]
@@ -177,7 +179,7 @@ def test_chunks_of_the_middle_begin_after_the_first_tokens(seen):
 
 def test_where_all_tokens_are_among_the_first_nothing_is_scored(seen):
   cache = LayerCache.of(seen)
-  found = Compactor(first=PADDED).evaluate(0, cache, seen)
+  found = Compactor(first=PADDED).evaluate(LAYER, cache, seen)
   assert not np.any(np.asarray(found.attention))
   assert not np.any(np.asarray(found.outlier))
 
@@ -195,12 +197,13 @@ def test_where_all_tokens_are_among_the_first_nothing_is_scored(seen):
 )
 def test_retention_of_the_middle(share, length, kept):
   method = Compactor(first=16, last=64, retention_of="middle")
-  budget = kvjax.Retention(share)
-  assert method.kept(budget, length) == kept
-  assert method.capacity(budget, length) == max(
-    method.kept(budget, n) for n in bucket_lengths(length)
-  )
-  assert method.kept(kvjax.Tokens(90), length) == min(90, length)
+  budget, law, sizes = kvjax.Retention(share), method.allocation, Sizes((2, 2))
+  one = np.array([length])
+  assert law.counts(budget, one, sizes).tolist() == [[kept]] * 2
+  most = law.counts(budget, np.array(bucket_lengths(length)), sizes).max(axis=1)
+  assert law.capacities(budget, length, sizes).tolist() == most.tolist()
+  tokens = law.counts(kvjax.Tokens(90), one, sizes)
+  assert tokens.tolist() == [[min(90, length)]] * 2
 
 
 def test_retention_of_the_middle_in_the_engine():
@@ -227,27 +230,28 @@ def test_a_layers_heads_share_one_rounding():
   seen = random_activations(3, [61, 44], 64)
   cache = LayerCache.of(seen)
   counts = jnp.asarray([7, 5])
-  found = method.evaluate(0, cache, seen)
+  found = method.evaluate(LAYER, cache, seen)
   for budget, kept in (
     (kvjax.Retention(0.1), [12, 9]),
     (kvjax.Tokens(7), [14, 14]),
   ):
-    total = [method.layer_together(budget, n, 1, 2)[0] for n in (61, 44)]
-    assert total == kept
-    allowance = Allowance(counts, 7, together=jnp.asarray(total))
+    lengths, sizes = np.array([61, 44]), Sizes((2,))
+    total = method.allocation.totals(budget, lengths, sizes)[0]
+    assert total.tolist() == kept
+    allowance = LayerBudget(counts, 7, total=jnp.asarray(total))
     slots = method.select(found, cache, allowance)
     assert jnp.sum(slots >= 0, axis=(1, 2)).tolist() == kept
-  slots = method.select(found, cache, Allowance(counts, 7))
+  slots = method.select(found, cache, LayerBudget(counts, 7))
   assert jnp.sum(slots >= 0, axis=(1, 2)).tolist() == [14, 10]
 
 
 def test_blend_is_the_share_removed_where_asked(seen):
   cache = LayerCache.of(seen)
-  allowance = Allowance(jnp.asarray([9]), 9)
+  allowance = LayerBudget(jnp.asarray([9]), 9)
   removed = Compactor(sketch="none", blend_removed=True)
   fixed = dataclasses.replace(removed, blend_removed=False, blend=1 - 9 / 45)
   slots = [
-    m.select(m.evaluate(0, cache, seen), cache, allowance)
+    m.select(m.evaluate(LAYER, cache, seen), cache, allowance)
     for m in (removed, fixed)
   ]
   np.testing.assert_array_equal(*slots)
@@ -257,7 +261,7 @@ def test_blend_is_the_share_removed_where_asked(seen):
 def test_constant_leverage_leaves_the_choice_to_attention(solver):
   seen = random_activations(12, [6], 8)  # fewer tokens than dimensions
   method = Compactor(sketch="none", solver=solver)
-  found = method.evaluate(0, LayerCache.of(seen), seen)
+  found = method.evaluate(LAYER, LayerCache.of(seen), seen)
   assert not np.any(np.asarray(found.outlier))
   assert np.any(np.asarray(found.attention))
 
@@ -265,10 +269,14 @@ def test_constant_leverage_leaves_the_choice_to_attention(solver):
 def test_sketch_depends_on_layer_head_and_seed_only(seen):
   method = Compactor(sketch_dim=4)
   cache = LayerCache.of(seen)
-  one = method.evaluate(0, cache, seen).outlier
-  np.testing.assert_array_equal(one, method.evaluate(0, cache, seen).outlier)
-  assert np.any(one != method.evaluate(1, cache, seen).outlier)
-  other = dataclasses.replace(method, seed=1).evaluate(0, cache, seen).outlier
+  one = method.evaluate(LAYER, cache, seen).outlier
+  np.testing.assert_array_equal(
+    one, method.evaluate(LAYER, cache, seen).outlier
+  )
+  assert np.any(one != method.evaluate(jnp.int32(1), cache, seen).outlier)
+  other = (
+    dataclasses.replace(method, seed=1).evaluate(LAYER, cache, seen).outlier
+  )
   assert np.any(one != other)
 
 
@@ -276,13 +284,13 @@ def test_sketch_depends_on_layer_head_and_seed_only(seen):
 @pytest.mark.parametrize("solver", ["svd", "qr", "eig"])
 def test_keys_are_taken_as_they_are_by_a_sketch_as_wide(seen, solver, sketch):
   cache = LayerCache.of(seen)
-  exact = Compactor(sketch="none", solver=solver).evaluate(0, cache, seen)
+  exact = Compactor(sketch="none", solver=solver).evaluate(LAYER, cache, seen)
   for columns in (D, D + 5, 64):
     method = Compactor(sketch=sketch, sketch_dim=columns, solver=solver)
-    found = method.evaluate(0, cache, seen).outlier
+    found = method.evaluate(LAYER, cache, seen).outlier
     np.testing.assert_array_equal(found, exact.outlier)
   narrow = Compactor(sketch=sketch, sketch_dim=D - 1, solver=solver)
-  assert np.any(narrow.evaluate(0, cache, seen).outlier != exact.outlier)
+  assert np.any(narrow.evaluate(LAYER, cache, seen).outlier != exact.outlier)
 
 
 @pytest.mark.parametrize("preset", ["compactor.kvpress", "compactor.vllm"])
@@ -295,15 +303,15 @@ def test_a_wide_sketch_and_the_solver_of_kvpress(seen, monkeypatch, preset):
     return draw_factors(kind, *args)
 
   monkeypatch.setattr("kvjax.methods.compactor.draw_factors", draw)
-  get_method(preset).evaluate(0, LayerCache.of(seen), seen)
+  kvjax.get_method(preset).evaluate(LAYER, LayerCache.of(seen), seen)
   assert drawn == ["gaussian" if preset == "compactor.kvpress" else "none"]
 
 
 def test_presets_are_those_of_the_paper_and_of_kvpress():
-  paper = get_method("compactor.paper")
+  paper = kvjax.get_method("compactor.paper")
   assert (paper.blend, paper.sketch_dim, paper.chunk) == (0.3, 64, 256)
   assert (paper.first, paper.last, paper.center) == (0, 0, False)
-  theirs = get_method("compactor.kvpress")
+  theirs = kvjax.get_method("compactor.kvpress")
   assert (theirs.sketch_dim, theirs.solver, theirs.first) == (48, "chol", 8)
 
 

@@ -1,7 +1,5 @@
 """H2O and ChunkKV against plain loops in float64."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +8,13 @@ import pytest
 import kvjax
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.attention_mass import causal_mass, xla
-from kvjax.methods import H2O, Allowance, ChunkKV, get_method
+from kvjax.methods import H2O, ChunkKV, LayerBudget
+from kvjax.model import Geometry
 from kvjax.testing import TinyModel, held_positions, random_activations
 
 N, K, D = 4, 2, 8
 LENGTH, PADDED = 43, 48
+LAYER = jnp.int32(0)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def group(head):
 @pytest.mark.parametrize("logits", [50, 48 * 9, 2**19])
 def test_h2o_sums_the_matrix_without_it(seen, monkeypatch, logits):
   monkeypatch.setattr(xla, "_LOGITS", logits)
-  scores = H2O().scores(0, LayerCache.of(seen), seen)[0]
+  scores = H2O().scores(LAYER, LayerCache.of(seen), seen)[0]
   for head in range(K):
     expected = np.mean([weights(seen, j).sum(0) for j in group(head)], axis=0)
     np.testing.assert_allclose(
@@ -50,10 +50,10 @@ def test_h2o_sums_the_matrix_without_it(seen, monkeypatch, logits):
     )
 
 
-def test_h2o_normalised_by_the_queries_that_see_a_token(seen):
+def test_h2o_normalized_by_the_queries_that_see_a_token(seen):
   cache = LayerCache.of(seen)
-  plain = np.asarray(H2O().scores(0, cache, seen))[0, :, :LENGTH]
-  ours = np.asarray(H2O(normalise=True).scores(0, cache, seen))
+  plain = np.asarray(H2O().scores(LAYER, cache, seen))[0, :, :LENGTH]
+  ours = np.asarray(H2O(normalize=True).scores(LAYER, cache, seen))
   expected = plain / np.arange(LENGTH, 0, -1)
   np.testing.assert_allclose(ours[0, :, :LENGTH], expected, rtol=1e-5)
 
@@ -87,8 +87,8 @@ def test_chunkkv(seen, scope):
   prefix = LENGTH - window  # 35 tokens: five chunks of 6 and one of 5
   method = ChunkKV(window, chunk, scope)
   cache = LayerCache.of(seen)
-  found = method.evaluate(0, cache, seen)
-  slots = method.select(found, cache, Allowance(jnp.asarray([budget]), 30))
+  found = method.evaluate(LAYER, cache, seen)
+  slots = method.select(found, cache, LayerBudget(jnp.asarray([budget]), 30))
   worth = []
   for head in range(K):
     votes = np.mean([weights(seen, j) for j in group(head)], axis=0)
@@ -112,8 +112,8 @@ def test_chunkkv(seen, scope):
 def test_chunkkv_with_less_than_its_window_keeps_the_newest(seen):
   method = ChunkKV(window=8)
   cache = LayerCache.of(seen)
-  found = method.evaluate(0, cache, seen)
-  slots = method.select(found, cache, Allowance(jnp.asarray([5]), 5))
+  found = method.evaluate(LAYER, cache, seen)
+  slots = method.select(found, cache, LayerBudget(jnp.asarray([5]), 5))
   assert slots[0, 0].tolist() == list(range(LENGTH - 5, LENGTH))
 
 
@@ -123,15 +123,13 @@ def test_chunkkv_layers_copy_the_first_of_their_group(prefix):
   prompts = kvjax.Prompts.of(
     [rng.permutation(64)[:n].tolist() for n in (61, 40)]
   )
-  geometry = dataclasses.replace(TinyModel().geometry, layers=5)
-  model = TinyModel(geometry)
   plans = [
-    kvjax.Plan(
-      get_method(f"{prefix}chunkkv:window=4:chunk=3:layer_reuse={n}"),
-      kvjax.Tokens(20),
+    kvjax.get_plan(
+      f"{prefix}chunkkv:window=4:chunk=3:layer_reuse={n}", kvjax.Tokens(20)
     )
     for n in (1, 2)
   ]
+  model = TinyModel(Geometry.uniform(5, 4, 2, 8, 4096))
   (own, copied), _ = kvjax.sweep(model, model.init(), prompts, plans)
   for row in range(2):
     kept, again = held_positions(own, row), held_positions(copied, row)
@@ -146,11 +144,10 @@ def test_chunkkv_layers_copy_the_first_of_their_group(prefix):
 @pytest.mark.parametrize("prefix", ["", "ada/", "pyramid/"])
 def test_chunkkv_keeps_a_row_that_fits(prefix):
   """Whatever its padding: 25 tokens are no whole number of chunks."""
-  method = get_method(f"{prefix}chunkkv:window=6:chunk=4")
+  plan = kvjax.get_plan(f"{prefix}chunkkv:window=6:chunk=4", kvjax.Tokens(32))
   model = TinyModel()
   params = model.init()
   for width in (32, 64):
     prompts = kvjax.Prompts.of([list(range(25))], width)
-    plan = kvjax.Plan(method, kvjax.Tokens(32))
     cache, _ = kvjax.prefill(model, params, prompts, plan)
     assert held_positions(cache, 0) == [[list(range(25))] * 2] * 2
