@@ -44,7 +44,7 @@ class Spec:
 def named_specs() -> Iterator[tuple[str, Spec]]:
   """Every operation by name with each of its specifications."""
   for module in pkgutil.iter_modules(kernels.__path__):
-    specs = f"kernels.{module.name}.specs"
+    specs = f"{kernels.__name__}.{module.name}.specs"
     if module.ispkg and importlib.util.find_spec(specs) is not None:
       for spec in importlib.import_module(specs).SPECS:
         yield module.name, spec

@@ -19,15 +19,19 @@ import kvjax
 from kvjax import kernels
 from kvjax.cache.cache import Cache
 from kvjax.cache.placement import DEVICE, HOST, is_on_host
-from kvjax.cache.sharding import shard_cache
-from kvjax.cache.sparse import IndexedLayer
-from kvjax.engine.decoding import Answers, Run, decode
+from kvjax.cache.sharding import shard_stack
+from kvjax.cache.sparse import SparseLayer
+from kvjax.engine.decode import Answers, Run, decode
 from kvjax.experiments.tpu import llama
+from kvjax.experiments.tpu.calls import compile_calls, measure_calls
 from kvjax.experiments.tpu.chips import Chip
+from kvjax.experiments.tpu.footprints import Footprint
 from kvjax.experiments.tpu.programs import Lowered, Program
 from kvjax.models.language_model import DecoderModel
 
 _DECODING = kvjax.Decoding(max_new_tokens=128)
+# What a prefill waits for in every layer; see `kvjax.engine.prefill`.
+LAYER = "_forward_layer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +66,14 @@ KEYDIFF = Use(
 KEYDIFF_IN_INT8 = Use(
   "keydiff",
   "25 % of 32,768 tokens, in int8",
-  kvjax.get_plan("keydiff", kvjax.Retention(0.25), storage="int8"),
+  kvjax.get_plan("keydiff", kvjax.Retention(0.25), kv_dtype="int8"),
   32_768,
 )
 # Heads keep different numbers: a cache in pages.
 ADAKV_IN_INT8 = Use(
   "ada/snapkv",
   "25 % of 32,768 tokens, in int8",
-  kvjax.get_plan("ada/snapkv", kvjax.Retention(0.25), storage="int8"),
+  kvjax.get_plan("ada/snapkv", kvjax.Retention(0.25), kv_dtype="int8"),
   32_768,
 )
 CTKVR = Use(
@@ -104,12 +108,31 @@ def _program(
 
 
 def lower_prefill(use: Use, layers: int, chip: Chip) -> Lowered:
-  """The program that `kvjax.prefill` runs."""
+  """The programs that `kvjax.prefill` calls, one after another.
+
+  They are traced now, and lowered when they are measured: where the results of
+  one are, which another takes, is known when it has been compiled.
+  """
   model, params = llama.shapes(chip.mesh, layers)
+  jaxpr, given = trace_prefill(model, params, use, chip)
+
+  def measure() -> Footprint:
+    whole = NamedSharding(chip.mesh, PartitionSpec())
+    within = functools.partial(_compiling_for, chip)
+    found = compile_calls(jaxpr, given, whole, within)
+    return measure_calls(found, awaited=LAYER)
+
+  return Lowered(measure)
+
+
+def trace_prefill(
+  model: DecoderModel, params: nnx.State, use: Use, chip: Chip
+) -> tuple[jax.extend.core.ClosedJaxpr, list[jax.ShapeDtypeStruct]]:
+  """What `kvjax.prefill` calls, and the shapes of what it is given."""
+  given = params, _tokens(chip, use)
   with _compiling_for(chip):
-    call = _prefill(model, use)
-    traced = trace_inner(chip, call, params, _tokens(chip, use))
-    return Lowered(traced.lower(), traced.jaxpr)
+    jaxpr = jax.make_jaxpr(_prefill(model, use))(*given)
+  return jaxpr, jax.tree.leaves(given)
 
 
 def lower_decode(use: Use, layers: int, chip: Chip) -> Lowered:
@@ -133,11 +156,11 @@ def lower_decode(use: Use, layers: int, chip: Chip) -> Lowered:
       _whole(chip, (1, llama.VOCABULARY), jnp.float32),
       _whole(chip, (1,), jnp.int32),
     )
-    lowered = traced.lower()
-  # A token reads every weight and every slot, but of the embedding one row.
-  read = [x for x in jax.tree.leaves((params, cache)) if not is_on_host(x)]
-  ideal = share_bytes(read) - share_bytes(params["embed_tokens"])
-  return Lowered(lowered, traced.jaxpr, ideal, share_bytes(offloaded(cache)))
+    # A token reads every weight and every slot, but of the embedding one row.
+    read = [x for x in jax.tree.leaves((params, cache)) if not is_on_host(x)]
+    ideal = share_bytes(read) - share_bytes(params["embed_tokens"])
+    host = share_bytes(offloaded(cache))
+    return Lowered.of(traced, ideal, host, turn=True)
 
 
 @contextlib.contextmanager
@@ -185,8 +208,8 @@ def cache_shapes(
   cache = jax.eval_shape(prefilled, params, _tokens(chip, use))
 
   def sharded(cache: Cache) -> Cache:
-    layers = tuple(map(shard_cache, cache.layers))
-    return dataclasses.replace(cache, layers=layers)
+    stacks = tuple(map(shard_stack, cache.stacks))
+    return dataclasses.replace(cache, stacks=stacks)
 
   def placed(
     x: jax.ShapeDtypeStruct, place: NamedSharding
@@ -199,36 +222,12 @@ def cache_shapes(
   return made
 
 
-def trace_inner(
-  chip: Chip, call: Callable[..., Any], *arguments: PyTree
-) -> jax.stages.Traced:
-  """Traces the compiled program that a function of the engine calls.
-
-  The function prepares what the program takes from lengths and plans; those
-  are arguments of the program, which every device holds whole.
-  """
-  outer = jax.make_jaxpr(call)(*arguments)
-  inner = max(
-    (equation for equation in outer.eqns if "jaxpr" in equation.params),
-    key=lambda equation: len(equation.params["jaxpr"].eqns),
-  )
-  given = dict(zip(outer.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
-
-  def shape(x: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(x, jax.extend.core.Var) and x in given:
-      return given[x]
-    return _whole(chip, x.aval.shape, x.aval.dtype)
-
-  program = jax.extend.core.jaxpr_as_fun(inner.params["jaxpr"])
-  return jax.jit(program).trace(*map(shape, inner.invars))
-
-
 def offloaded(cache: Cache) -> PyTree:
   """What has to be on the host, wherever it is."""
   return [
-    (layer.stored.keys, layer.stored.values)
-    for layer in cache.layers
-    if isinstance(layer, IndexedLayer) and layer.retrieval.offload
+    (stack.stored.keys, stack.stored.values)
+    for stack in cache.stacks
+    if isinstance(stack, SparseLayer) and stack.retrieval.offload
   ]
 
 

@@ -40,8 +40,7 @@ def _lower(spec: Spec, chip: Chip) -> Lowered:
   with jax.set_mesh(chip.lone), kernels.use("pallas", platform="tpu"):
     # A function of its own: what was traced for another chip may not serve.
     traced = jax.jit(lambda *arrays: spec.run(*arrays)).trace(*shapes)
-    lowered = traced.lower()
-  return Lowered(lowered, traced.jaxpr, spec.ideal_bytes)
+    return Lowered.of(traced, spec.ideal_bytes)
 
 
 def _operands(spec: Spec) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -16,17 +16,39 @@ class Lowered(NamedTuple):
   """A program that only has to be compiled.
 
   Attributes:
-    program: for the devices of a chip.
-    jaxpr: what it was lowered from.
+    measure: compiles it for the devices of a chip.
     ideal: the fewest bytes that must move between a device's memory and its
       cores; None where that says nothing about the program.
     host: bytes per device that must be in the host's memory.
   """
 
-  program: jax.stages.Lowered
-  jaxpr: Any
+  measure: Callable[[], Footprint]
   ideal: int | None = None
   host: int = 0
+
+  @classmethod
+  def of(
+    cls,
+    traced: jax.stages.Traced,
+    ideal: int | None = None,
+    host: int = 0,
+    *,
+    turn: bool = False,
+  ) -> "Lowered":
+    """A function that was traced under `jax.jit`.
+
+    Args:
+      traced: the function; it is lowered now, in the contexts that are open.
+      ideal: see above.
+      host: likewise.
+      turn: only a turn of its loop counts as moved.
+    """
+    lowered = traced.lower()
+
+    def measure() -> Footprint:
+      return Footprint.of(lowered.compile(), traced.jaxpr, turn=turn)
+
+    return cls(measure, ideal, host)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +95,7 @@ def compiled(program: Program, chip: Chip) -> Outcome:
   """Compiles a program; whatever goes wrong is a fault of the outcome."""
   try:
     lowered = program.lower(chip)
-    footprint = Footprint.of(
-      lowered.program.compile(), lowered.jaxpr, turn=program.kind == "decode"
-    )
+    footprint = lowered.measure()
   except Exception as error:  # of tracing, of Mosaic or of XLA
     return Outcome(program, chip, fault=_first_line(error))
   fault = find_fault(program, chip, footprint, lowered.host)

@@ -4,10 +4,11 @@ The compiler's own estimate leaves kernels out and counts what it fetches ahead
 several times.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from kvjax.experiments.tpu.hlo import Computation, Instruction, Module
+from kvjax.experiments.tpu.hlo import Buffer, Computation, Instruction, Module
 from kvjax.experiments.tpu.kernel_traffic import KernelTraffic
+from kvjax.experiments.tpu.loops import turns
 
 # Moves nothing, or something that is counted elsewhere.
 _STILL = frozenset(
@@ -26,13 +27,14 @@ def traffic(
   """Bytes that instructions read from HBM and write to it.
 
   Of the branches of a condition the one that moves most counts; a loop's body
-  counts once, as the program does not say how often it is run.
+  counts as often as it is run, and once where data decide.
 
   Args:
     module: the program.
     kernels: those that were traced into it. Of a kernel that is not among them
       every operand counts once.
-    turn: count the program's loop alone, of several the one that moves most.
+    turn: count one turn of the program's loop alone, of several the one whose
+      turn moves most.
   """
   known = {(kernel.name, kernel.results): kernel for kernel in kernels}
   if not turn:
@@ -55,11 +57,12 @@ def _computation(module: Module, kernels: _Kernels, name: str) -> int:
     ]
     if each.opcode == "conditional":
       return max(called)
+    if each.opcode == "while":
+      return (turns(module, own, each) or 1) * sum(called)
     if called:
       return sum(called)
     if each.opcode == "fusion":
-      (inner,) = each.called("calls")
-      return _fusion(own, each, module.computations[inner])
+      return _fusion(module, own, each)
     if each.is_kernel:
       return _kernel(own, each, kernels)
     return _alone(own, each)
@@ -98,23 +101,34 @@ def _alone(own: Computation, each: Instruction) -> int:
   return result + _hbm(own, each.operands)
 
 
-def _fusion(own: Computation, each: Instruction, inner: Computation) -> int:
+def _fusion(module: Module, own: Computation, each: Instruction) -> int:
   """Bytes that a fusion needs of its operands, and those that it makes."""
-  numbered = {
-    int(x.operands[0]): x for x in inner.values() if x.opcode == "parameter"
-  }
   read = sum(
-    min(_needed(inner, numbered[number]), _hbm(own, [operand]))
-    for number, operand in enumerate(each.operands)
+    min(needed, _hbm(own, [operand]))
+    for needed, operand in zip(
+      _of_operands(module, each), each.operands, strict=True
+    )
   )
   return read + sum(
     _made(inner, root) if root else result.hbm
-    for root, result in zip(_roots(inner, each), each.results, strict=True)
+    for inner, root, result in _roots(module, each)
     if result.hbm
   )
 
 
-def _needed(inner: Computation, source: Instruction) -> int:
+def _of_operands(module: Module, each: Instruction) -> list[int]:
+  """Bytes that a fusion takes of each of its operands, wherever they are."""
+  inner = _fused(module, each)
+  numbered = {
+    int(x.operands[0]): x for x in inner.values() if x.opcode == "parameter"
+  }
+  return [
+    _needed(module, inner, numbered[number])
+    for number in range(len(each.operands))
+  ]
+
+
+def _needed(module: Module, inner: Computation, source: Instruction) -> int:
   """Bytes that the rest of a fusion takes of what an instruction answers."""
   whole = source.results[0].nbytes
   needed = 0
@@ -123,7 +137,10 @@ def _needed(inner: Computation, source: Instruction) -> int:
       continue
     first = user.operands[0] == source.name
     if user.opcode == "bitcast":
-      needed += _needed(inner, user)
+      needed += _needed(module, inner, user)
+    elif user.opcode == "fusion":
+      taken = zip(_of_operands(module, user), user.operands, strict=True)
+      needed += sum(size for size, name in taken if name == source.name)
     elif user.opcode in _PICKS and first:
       needed += user.results[0].nbytes
     elif not (user.opcode == "dynamic-update-slice" and first):
@@ -131,14 +148,24 @@ def _needed(inner: Computation, source: Instruction) -> int:
   return min(needed, whole)
 
 
+def _fused(module: Module, each: Instruction) -> Computation:
+  (name,) = each.called("calls")
+  return module.computations[name]
+
+
 def _roots(
-  inner: Computation, each: Instruction
-) -> Sequence[Instruction | None]:
-  """What answers each array of a fusion, if that is an instruction's all."""
+  module: Module, each: Instruction
+) -> Iterator[tuple[Computation, Instruction | None, Buffer]]:
+  """What makes each array of a fusion, if that is an instruction's all."""
+  inner = _fused(module, each)
   (root,) = (x for x in inner.values() if x.root)
+  roots: Sequence[Instruction | None]
   if root.opcode == "tuple":
-    return [inner[x] for x in root.operands]
-  return [root] if len(each.results) == 1 else [None] * len(each.results)
+    roots = [inner[x] for x in root.operands]
+  else:
+    roots = [root] if len(each.results) == 1 else [None] * len(each.results)
+  for made, result in zip(roots, each.results, strict=True):
+    yield inner, made, result
 
 
 def _made(inner: Computation, root: Instruction) -> int:

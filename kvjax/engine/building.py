@@ -99,7 +99,7 @@ class CacheBuilder:
         )
         return
       stack, index = len(self._stacks), 0
-      self._stacks.append(_empty_stack(shape, count))
+      self._stacks.append(_empty_stack(shape=shape, count=count))
     self._stacks[stack] = keep_layer(
       self._stacks[stack],
       np.int32(index),
@@ -136,8 +136,12 @@ class CacheBuilder:
     )
 
 
-def _empty_stack(shape: Any, count: int) -> Layer:
-  """Zeros for so many layers, spread over the mesh in context."""
+@functools.partial(jax.jit, static_argnames=("shape", "count"))
+def _empty_stack(*, shape: Any, count: int) -> Layer:
+  """Zeros for so many layers, spread over the mesh in context.
+
+  As one program: no device ever holds all heads.
+  """
   stack: Layer = jax.tree.map(
     lambda x: jnp.zeros((count, *x.shape), x.dtype), shape
   )

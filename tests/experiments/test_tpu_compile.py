@@ -10,9 +10,11 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
+import kvjax
 from kvjax import kernels
 from kvjax.errors import InputError
 from kvjax.experiments.tpu import (
+  calls,
   chips,
   engine_programs,
   kernel_programs,
@@ -239,36 +241,88 @@ def test_a_page_is_written_when_all_is_well(tmp_path, capsys):
   assert max(map(len, told.out.splitlines())) <= 80
 
 
-def test_the_program_within_a_call_keeps_its_arguments_places():
-  """What the call makes up for it is whole on every device."""
+@functools.partial(jax.jit, donate_argnums=0)
+def move_on(state, weights):
+  """A layer: what it adds to the state in place, and what it leaves behind."""
+  return state + jnp.sum(weights), weights * 2
+
+
+@jax.jit
+def keep(left, lengths):
+  return left[:2] * lengths
+
+
+def layer_by_layer(weights, state):
+  """Three layers; the host makes up lengths that the programs are given."""
+  kept = []
+  for _ in range(3):
+    state, left = move_on(state, weights)
+    kept.append(keep(left, jnp.asarray(np.full(2, 7, np.float32))))
+  return state, kept
+
+
+@pytest.fixture(scope="module")
+def spread_calls():
+  """Weights in halves, the state whole, on two of this machine's devices."""
   here = chip(jax.devices()[:2])
   spread = NamedSharding(here.mesh, PartitionSpec("model"))
   whole = NamedSharding(here.mesh, PartitionSpec())
+  given = [
+    jax.ShapeDtypeStruct((4096,), jnp.float32, sharding=spread),
+    jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=whole),
+  ]
+  jaxpr = jax.make_jaxpr(layer_by_layer)(*given)
+  return calls.compile_calls(jaxpr, given, whole), spread, whole
 
-  @jax.jit
-  def inner(weights, lengths, tokens):
-    longer = jax.lax.fori_loop(0, 3, lambda _, x: x + weights, lengths)
-    return longer * tokens
 
-  def call(weights, tokens):
-    return inner(weights, jnp.asarray(np.full(4, 7, np.int32)), tokens)
+def test_programs_that_are_called_are_compiled_once(spread_calls):
+  """Where one leaves its results, the next takes them."""
+  found, spread, whole = spread_calls
+  layers = [x for x in found.calls if x.name in ("move_on", "keep")]
+  assert [x.name for x in layers] == ["move_on", "keep"] * 3
+  assert len({id(x.footprint) for x in layers}) == 2
+  for move in layers[::2]:
+    state, left = move.results
+    assert move.reused == (move.arguments[0], None)
+    assert found.shapes[state].sharding.is_equivalent_to(whole, 1)
+    assert found.shapes[left].sharding.is_equivalent_to(spread, 1)
+  assert layers[0].results[0] == layers[2].arguments[0]
+  assert layers[0].footprint.arguments == 4096 * 4 // 2 + 1024 * 4
 
-  traced = engine_programs.trace_inner(
-    here,
-    call,
-    jax.ShapeDtypeStruct((4,), jnp.int32, sharding=spread),
-    jax.ShapeDtypeStruct((4,), jnp.int32, sharding=whole),
+
+def test_calls_hold_what_two_stretches_hold_at_most(spread_calls):
+  """Of three layers two leave halves of what is read; the state is reused."""
+  found, _, _ = spread_calls
+  weights, state, left, kept = 2048 * 4, 1024 * 4, 2048 * 4, 1 * 4
+  lengths = 3 * 2 * 4
+  temporary = max(x.footprint.temporary for x in found.calls)
+  measured = calls.measure_calls(found, awaited="move_on")
+  assert measured.arguments - lengths == weights + state
+  assert measured.results == state + 3 * kept
+  at_most = weights + 2 * left + state + 3 * kept + lengths + temporary
+  assert measured.hbm == at_most
+  # Nothing is awaited: what all layers leave behind may be there at once.
+  together = calls.measure_calls(found, awaited="nothing")
+  assert together.hbm == at_most + left
+
+
+def test_a_prefill_is_measured_layer_by_layer():
+  """What is awaited is called once in each layer, and compiled once."""
+  here = chip(jax.devices()[:2])
+  model, params = llama.shapes(here.mesh, 3)
+  use = engine_programs.Use(
+    "keydiff", "", kvjax.get_plan("keydiff", kvjax.Tokens(8)), 16
   )
-  ready = traced.lower().compile()
-  places = [x.spec for x in ready.input_shardings[0]]
-  assert places == [spread.spec, whole.spec, whole.spec]
-  weights, lengths, tokens = np.split(np.arange(12, dtype=np.int32), 3)
-  (answer,) = ready(
-    jax.device_put(weights, spread),
-    jax.device_put(lengths, whole),
-    jax.device_put(tokens, whole),
-  )
-  np.testing.assert_array_equal(answer, (lengths + 3 * weights) * tokens)
+  jaxpr, given = engine_programs.trace_prefill(model, params, use, here)
+  del given
+  names = [str(x.params.get("name", "")) for x in jaxpr.jaxpr.eqns]
+  assert names.count(engine_programs.LAYER) == 3
+  bodies = {
+    id(x.params["jaxpr"])
+    for x in jaxpr.jaxpr.eqns
+    if x.params.get("name") == engine_programs.LAYER
+  }
+  assert len(bodies) == 1
 
 
 def test_what_is_looked_up_has_to_be_with_the_host():
@@ -286,9 +340,9 @@ def test_what_is_looked_up_has_to_be_with_the_host():
     engine_programs.share_bytes(offloaded)
     == 2 * (65_536 - 4 - 64) * 2 * 128 * 2
   )
-  keys = cache.layers[0].resident.keys
-  assert keys.sharding.shard_shape(keys.shape)[1] == 2
-  assert keys.shape[2] == 4 + 64 + 128
+  keys = cache.stacks[0].resident.keys
+  assert keys.sharding.shard_shape(keys.shape)[2] == 2
+  assert keys.shape[3] == 4 + 64 + 128
   kinds = {x.sharding.memory_kind for x in jax.tree.leaves(cache)}
   assert kinds == {"device", "pinned_host"}
 

@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kvjax.experiments.tpu.hlo import Module
 from kvjax.experiments.tpu.host_arrays import copied_from_host
 from kvjax.experiments.tpu.kernel_traffic import KernelTraffic, kernels_in
+from kvjax.experiments.tpu.loops import turns
 from kvjax.experiments.tpu.meanwhile import meanwhile
 from kvjax.experiments.tpu.traffic import traffic
 from kvjax.kernels.sparse_decode.tpu import sparse_decode_tpu
@@ -121,6 +122,85 @@ kind=kLoop, calls=%one
 }
 """
 
+# Layers that loop within tokens: a layer's key is read and written where it
+# stands in a stack, in a fusion within a fusion; a row of the logits follows.
+LAYERS = """\
+%own (p.0: bf16[4,8,128], p.1: s32[]) -> bf16[8,128] {
+  %p.0 = bf16[4,8,128]{2,1,0} parameter(0)
+  %p.1 = s32[]{:T(128)} parameter(1)
+  %zero.0 = s32[]{:T(128)} constant(0)
+  %pick = bf16[1,8,128]{2,1,0} dynamic-slice(%p.0, %p.1, %zero.0, %zero.0)
+  ROOT %flat = bf16[8,128]{1,0} bitcast(%pick)
+}
+
+%product (p.2: bf16[4,8,128], p.3: s32[], p.4: bf16[8]) -> bf16[128] {
+  %p.2 = bf16[4,8,128]{2,1,0} parameter(0)
+  %p.3 = s32[]{:T(128)} parameter(1)
+  %p.4 = bf16[8]{0:S(1)} parameter(2)
+  %weights = bf16[8,128]{1,0} fusion(%p.2, %p.3), kind=kLoop, calls=%own
+  ROOT %times = bf16[128]{0:S(1)} dot(%p.4, %weights)
+}
+
+%layer (s: (s32[], bf16[8], bf16[4,8,128], s32[])) -> \
+(s32[], bf16[8], bf16[4,8,128], s32[]) {
+  %s = (s32[], bf16[8]{0:S(1)}, bf16[4,8,128]{2,1,0}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = bf16[8]{0:S(1)} get-tuple-element(%s), index=1
+  %stack = bf16[4,8,128]{2,1,0} get-tuple-element(%s), index=2
+  %last = s32[] get-tuple-element(%s), index=3
+  %new = bf16[128]{0:S(1)} fusion(%stack, %i, %x), kind=kOutput, calls=%product
+  %row = bf16[1,1,128]{2,1,0:S(1)} bitcast(%new)
+  %written = bf16[4,8,128]{2,1,0} dynamic-update-slice(%stack, %row, %i, %i, %i)
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %t = (s32[], bf16[8]{0:S(1)}, bf16[4,8,128]{2,1,0}, s32[]) \
+tuple(%next, %x, %written, %last)
+}
+
+%more (c: (s32[], bf16[8], bf16[4,8,128], s32[])) -> pred[] {
+  %c = (s32[], bf16[8]{0:S(1)}, bf16[4,8,128]{2,1,0}, s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%c), index=0
+  %end = s32[] get-tuple-element(%c), index=3
+  ROOT %less = pred[] compare(%j, %end), direction=LT
+}
+
+%token (u: (s32[], bf16[8], bf16[4,8,128])) -> (s32[], bf16[8], bf16[4,8,128]) {
+  %u = (s32[], bf16[8]{0:S(1)}, bf16[4,8,128]{2,1,0}) parameter(0)
+  %step = s32[] get-tuple-element(%u), index=0
+  %y = bf16[8]{0:S(1)} get-tuple-element(%u), index=1
+  %all = bf16[4,8,128]{2,1,0} get-tuple-element(%u), index=2
+  %zero = s32[] constant(0)
+  %first = s32[] copy(%zero)
+  %four = s32[] constant(4)
+  %given = (s32[], bf16[8]{0:S(1)}, bf16[4,8,128]{2,1,0}, s32[]) \
+tuple(%first, %y, %all, %four)
+  %layers = (s32[], bf16[8]{0:S(1)}, bf16[4,8,128]{2,1,0}, s32[]) \
+while(%given), condition=%more, body=%layer
+  %after = bf16[4,8,128]{2,1,0} get-tuple-element(%layers), index=2
+  %two = s32[] constant(1)
+  %then = s32[] add(%two, %step)
+  ROOT %v = (s32[], bf16[8]{0:S(1)}, bf16[4,8,128]{2,1,0}) \
+tuple(%then, %y, %after)
+}
+
+%on (d: (s32[], bf16[8], bf16[4,8,128])) -> pred[] {
+  %d = (s32[], bf16[8]{0:S(1)}, bf16[4,8,128]{2,1,0}) parameter(0)
+  %k = s32[] get-tuple-element(%d), index=0
+  %most = s32[] constant(100)
+  ROOT %below = pred[] compare(%k, %most), direction=LT
+}
+
+ENTRY %main (w: bf16[4,8,128], q: bf16[8]) -> bf16[4,8,128] {
+  %w = bf16[4,8,128]{2,1,0} parameter(0)
+  %q = bf16[8]{0:S(1)} parameter(1)
+  %none = s32[] constant(0)
+  %begin = (s32[], bf16[8]{0:S(1)}, bf16[4,8,128]{2,1,0}) tuple(%none, %q, %w)
+  %tokens = (s32[], bf16[8]{0:S(1)}, bf16[4,8,128]{2,1,0}) while(%begin), \
+condition=%on, body=%token
+  ROOT %end.1 = bf16[4,8,128]{2,1,0} get-tuple-element(%tokens), index=2
+}
+"""
+
 # The fetched part, the loop's slot read and written, the busy branch.
 AROUND = 2 * 256 * 2 + 2 * 128 * 2 + 5 * 256 * 4
 
@@ -168,6 +248,59 @@ def test_traffic_is_what_passes_between_hbm_and_cores(module):
   """Of an unknown kernel what is in HBM: not the part that was fetched."""
   assert traffic(module, []) == AROUND + 2 * 256 * 4
   assert traffic(module, [], turn=True) == 2 * 128 * 2
+
+
+# What a layer reads of its own, the key that it writes, and its counter, which
+# is read as an index, added to and compared.
+LAYER = 8 * 128 * 2 + 128 * 2 + 4 + 3 * 4 + 2 * 4 + 1
+
+
+def test_layers_count_as_often_as_a_token_passes_them():
+  found = Module.of(LAYERS)
+  loops = {
+    each.name: turns(found, own, each)
+    for own in found.computations.values()
+    for each in own.values()
+    if each.opcode == "while"
+  }
+  assert loops == {"layers": 4, "tokens": 100}
+  token = 4 * LAYER + 2 * 4 + 3 * 4
+  assert traffic(found, [], turn=True) == token
+  assert traffic(found, []) == 100 * (token + 2 * 4 + 1)
+
+
+@pytest.mark.parametrize(
+  ("old", "new"),
+  [
+    # It counts down, by what data say, from what data say, or to it.
+    ("compare(%k, %most), direction=LT", "compare(%most, %k), direction=LT"),
+    ("add(%two, %step)", "add(%step, %step)"),
+    ("tuple(%none, %q, %w)", "tuple(%drawn, %q, %w)"),
+    ("%most = s32[] constant(100)", "%most = s32[] parameter(1)"),
+  ],
+)
+def test_a_loop_that_data_end_has_no_number(old, new):
+  assert old in LAYERS
+  drawn = "  %none = s32[] constant(0)\n"
+  text = LAYERS.replace(drawn, f"{drawn}  %drawn = s32[] parameter(2)\n")
+  found = Module.of(text.replace(old, new))
+  entry = found.computations["main"]
+  assert turns(found, entry, entry["tokens"]) is None
+
+
+def test_work_beside_the_host_counts_in_every_layer():
+  """Within the tokens' loop, which counts once: as for bytes."""
+  beside = """\
+  %go = (bf16[8]{0:S(5)}, bf16[8]{0}, u32[]{:S(2)}) \
+custom-call-start(%x), async_execution_thread="host", \
+custom_call_target="HostExecute", called_computations={%gather}
+  %new = """
+  done = """\
+  %found = bf16[8]{0} custom-call-done(%go)
+  %row = """
+  text = LAYERS.replace("  %new = ", beside).replace("  %row = ", done)
+  assert meanwhile(Module.of(text)) == 4
+  assert meanwhile(Module.of(LAYERS)) == 0
 
 
 def test_a_known_kernel_counts_as_its_blocks_do(module):
