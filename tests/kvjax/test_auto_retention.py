@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.allocation import Adaptive
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sharding import parse_mesh
-from kvjax.calibration.record import Calibration
-from kvjax.engine import likelihood, one_pass, uncut
+from kvjax.engine import building, compress, likelihood
+from kvjax.engine import prefill as prefilling
 from kvjax.errors import InputError
-from kvjax.methods import METHODS, AdaKV, FullKV, KeyDiff, get_method
+from kvjax.methods import FullKV, KeyDiff
+from kvjax.options.registry import METHODS, recipe_of
 from kvjax.prompts import bucket
 from kvjax.testing import TinyModel, held_positions
 
@@ -46,17 +48,14 @@ PAIR = [NAMES.index(name) for name in ("keydiff", "pyramid/ada/keydiff")]
 PLAIN = kvjax.Plan(FullKV(), kvjax.Retention(1.0))
 
 
-def calibrated(method, tau=TAU, alpha=ALPHA, beta=BETA, per_query_head=False):
-  record = Calibration(
-    alpha, beta, "tiny", str(method), per_query_head, (0.1, 1.0), 0.0, 1
+def automatic(name, per_query_head=False, tau=TAU, alpha=ALPHA, beta=BETA):
+  plan = kvjax.get_plan(
+    name, kvjax.Retention(1.0), per_query_head=per_query_head
   )
-  return kvjax.Calibrated(record, tau)
-
-
-def automatic(name, per_query_head=False, **options):
-  method = get_method(name)
-  budget = calibrated(method, per_query_head=per_query_head, **options)
-  return kvjax.Plan(method, budget, per_query_head=per_query_head)
+  record = kvjax.Calibration(
+    alpha, beta, "tiny", plan.label, per_query_head, (0.1, 1.0), 0.0, 1
+  )
+  return dataclasses.replace(plan, budget=kvjax.Calibrated(record, tau))
 
 
 def fixed(plan, share):
@@ -96,9 +95,16 @@ def swept():
 
 
 def test_every_way_to_choose_is_here():
-  methods = [get_method(name) for name in NAMES]
-  ways = {type(method).select for method in methods} | {AdaKV.select}
-  assert ways == {kind.select for kind in METHODS.values()}
+  entries = [entry.make() for entry in METHODS.values()]
+  recipes = [recipe_of(made) for made in entries]
+  ways = {type(plan.method).select for plan in PLANS}
+  assert ways == {type(recipe.method).select for recipe in recipes}
+  # What the pyramid spreads is adaptive.
+  spreads = {type(plan.spread).select for plan in PLANS} | {Adaptive.select}
+  assert spreads == {
+    type(recipe.allocation or recipe.method.allocation).select
+    for recipe in recipes
+  }
 
 
 def test_a_row_keeps_what_its_retention_asks_for(swept):
@@ -130,6 +136,15 @@ def test_a_row_stands_alone(swept):
     assert held_positions(swept.caches[index], 1) == held_positions(theirs, 0)
 
 
+PROGRAMS = [
+  prefilling._forward_layer,
+  prefilling._head,
+  compress.evaluate_layer,
+  compress.select_layer,
+  compress.keep_layer,
+]
+
+
 def test_other_documents_run_the_same_programs(monkeypatch):
   """And so do other calibrations and other qualities, in one pass each."""
   monkeypatch.setattr(likelihood, "_nll", None)
@@ -141,16 +156,16 @@ def test_other_documents_run_the_same_programs(monkeypatch):
     return found.retentions[0].tolist()
 
   first = run(PROMPTS)
-  programs = one_pass.one_pass._cache_size(), uncut._cut._cache_size()
+  programs = [program._cache_size() for program in PROGRAMS]
   others = kvjax.Prompts.of([row[1:] + row[:1] for row in ROWS])
-  assert programs[1] > 0
+  assert all(programs)
   for shares in (
     run(others),
     run(PROMPTS, tau=0.85),
     run(PROMPTS, alpha=0.0, beta=-0.5),
   ):
     assert shares != first
-  assert programs == (one_pass.one_pass._cache_size(), uncut._cut._cache_size())
+  assert programs == [program._cache_size() for program in PROGRAMS]
 
 
 def test_what_is_allocated_is_the_bucket_of_the_roomiest_row(monkeypatch):
@@ -163,20 +178,20 @@ def test_what_is_allocated_is_the_bucket_of_the_roomiest_row(monkeypatch):
 
   def watched(*args, **kwargs):
     alive.append(dense() - before)
-    return cut(*args, **kwargs)
+    return keep(*args, **kwargs)
 
-  before, alive, cut = dense(), [], uncut._cut
-  monkeypatch.setattr(uncut, "_cut", watched)
+  before, alive, keep = dense(), [], building.keep_layer
+  monkeypatch.setattr(building, "keep_layer", watched)
   plan = automatic("keydiff", alpha=0.0, beta=-2.0)  # retentions of 0.75
   found = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [plan])
   (cache,) = found.caches
   assert cache.lengths[0, :, 0].tolist() == [38, 31]
   slots = bucket(38)
   assert slots < 64
-  shape = MODEL.geometry
-  per_slot = 2 * shape.head_dim * 4 + 4
-  layer = 2 * shape.kv_heads * slots * per_slot + 4
-  assert cache.nbytes == shape.layers * layer + 2 * 4
+  spec = MODEL.geometry.layers[0]
+  per_slot = 2 * spec.key_dim * 4 + 4
+  layer = 2 * spec.kv_heads * slots * per_slot + 4
+  assert cache.nbytes == MODEL.geometry.num_layers * layer + 2 * 4
   assert cache.nbytes == sum(x.nbytes for x in jax.tree.leaves(cache))
   # Keys and values of two layers, then of the second, then of none.
   assert [*alive, dense() - before] == [4, 2, 0]
@@ -245,9 +260,9 @@ def test_four_devices_equal_one(swept):
   plans = [PLANS[index] for index in PAIR]
   with jax.set_mesh(parse_mesh("data:2,model:2")):
     caches, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
-  layer = caches[0].layers[0]
-  assert isinstance(layer, LayerCache)
-  assert layer.keys.addressable_shards[0].data.shape[:2] == (1, 1)
+  stack = caches[0].stacks[0]
+  assert isinstance(stack, LayerCache)
+  assert stack.keys.addressable_shards[0].data.shape[:3] == (2, 1, 1)
   for ours, index in zip(caches, PAIR, strict=True):
     for row in range(2):
       theirs = held_positions(swept.caches[index], row)

@@ -15,7 +15,9 @@ from kvjax.model import Geometry
 from kvjax.testing import TinyModel, held_positions
 
 MODEL = TinyModel(
-  Geometry(layers=1, heads=4, kv_heads=2, head_dim=128, max_positions=4096)
+  Geometry.uniform(
+    layers=1, heads=4, kv_heads=2, head_dim=128, max_positions=4096
+  )
 )
 LENGTHS = (128, 101)
 # Attention of GPUs is of 16 bits.
@@ -46,7 +48,9 @@ def ran(model, plan):
   params = model.init()
   plan = kvjax.get_plan(plan, kvjax.Tokens(40))
   cache, logits = kvjax.prefill(model, params, prompts(), plan)
-  answers = kvjax.complete(model, params, cache, logits, kvjax.Decoding(2))
+  answers = kvjax.generate(
+    model, params, cache, None, kvjax.Decoding(2), logits=logits
+  )
   kept = [held_positions(cache, row) for row in range(len(LENGTHS))]
   return kept, answers.rows()
 
