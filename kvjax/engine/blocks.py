@@ -15,7 +15,12 @@ from kvjax.cache.sharding import shard_stack
 from kvjax.cache.window import WindowLayer
 from kvjax.engine.compress import finalize_cache, finalize_layer
 from kvjax.engine.feed import append_block, evict_all
-from kvjax.engine.forward import attend_to_prompt, described, index_layer
+from kvjax.engine.forward import (
+  attend_to_prompt,
+  described,
+  index_layer,
+  layer_stacks,
+)
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import Limits, compressed_layers, prepare_limits
 from kvjax.model import Geometry, LayerSpec, Model
@@ -148,7 +153,7 @@ def _empty_stack(
     """What a layer's cache is after a token, for its shapes."""
     token = jnp.zeros((rows, 1), jnp.int32)
     hidden, shared = model.embed(params, token, token)
-    weights = index_layer(model.layer_weights(params)[kind.spec.weights], 0)
+    weights = index_layer(layer_stacks(model, params)[kind.spec.weights], 0)
 
     def attend(
       activations: Activations,

@@ -1,5 +1,6 @@
 """The model's layers, one after another: compiled once per kind of layer."""
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -72,7 +73,7 @@ def run_layers(
     The hidden states after the final norm, and the new stacks.
   """
   geometry = model.geometry
-  weights = model.layer_weights(params)
+  weights = layer_stacks(model, params)
   weight_index = jnp.asarray(geometry.weight_index, jnp.int32)
   state_index = jnp.asarray(ranks(order), jnp.int32)
   hidden, shared = model.embed(params, tokens, positions)
@@ -160,7 +161,7 @@ def hidden_states(
     The hidden states after the final norm, and the layers' new states.
   """
   hidden, shared = model.embed(params, tokens, positions)
-  weights = model.layer_weights(params)
+  weights = layer_stacks(model, params)
   new = []
   geometry = model.geometry
   places = zip(geometry.layers, geometry.weight_index, strict=True)
@@ -215,6 +216,30 @@ def prompt_hidden(
   return run_layers(
     model, params, tokens, positions, (None,), order, step, remat=remat
   )[0]
+
+
+def layer_stacks(model: Model, params: PyTree) -> tuple[PyTree, ...]:
+  """`Model.layer_weights`, if they are those of as many layers as have specs.
+
+  Raises:
+    InputError: they are not, or a spec names a stack that is not there.
+  """
+  stacks = model.layer_weights(params)
+  specs = collections.Counter(spec.weights for spec in model.geometry.layers)
+  for number, count in specs.items():
+    if not 0 <= number < len(stacks):
+      raise InputError(
+        f"A layer's spec has weights={number}; this model's layer_weights are "
+        f"{len(stacks)}, numbered from 0."
+      )
+    held = {leaf.shape[:1] for leaf in jax.tree.leaves(stacks[number])}
+    if held != {(count,)}:
+      raise InputError(
+        f"layer_weights {number} must hold the {count} layers whose specs name "
+        "them, along the leading axis of every leaf; the axes have "
+        f"{', '.join(str(*size) for size in sorted(held)) or 'no'} layers."
+      )
+  return stacks
 
 
 def described(spec: LayerSpec, activations: Activations) -> Activations:

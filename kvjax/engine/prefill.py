@@ -26,6 +26,7 @@ from kvjax.engine.forward import (
   block_positions,
   described,
   index_layer,
+  layer_stacks,
 )
 from kvjax.engine.likelihood import prompt_nll
 from kvjax.engine.plans import Plan
@@ -159,7 +160,7 @@ def _sweep(
   lengths = jnp.asarray(prompts.lengths, jnp.int32)
   positions = _positions(lengths, tokens.shape[1])
   hidden, shared = _embed(model, params, tokens, positions)
-  weights, reads = model.layer_weights(params), _reads(plans)
+  weights, reads = layer_stacks(model, params), _reads(plans)
   deferred: list[tuple[int, Activations, _Found]] = []
   found: _Found = {}
   for layer, spec in enumerate(geometry.layers):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import operator
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -86,9 +87,10 @@ def all_activations(
   seed: int, lengths: Sequence[int], padded: int
 ) -> Activations:
   """Random projections with every optional one; the padding holds NaN."""
-  shapes = {"heads": _HEADS, "kv_heads": KV_HEADS}
-  one = random_activations(seed, lengths, padded, **shapes)
-  other = random_activations(seed + 1000, lengths, padded, **shapes)
+  one, other = (
+    random_activations(own, lengths, padded, heads=_HEADS, kv_heads=KV_HEADS)
+    for own in (seed, seed + 1000)
+  )
   rows, _, _, width = other.values.shape
   inputs = other.values.swapaxes(1, 2).reshape(rows, padded, -1)
   draw = np.random.default_rng(seed + 2000)
@@ -141,12 +143,11 @@ def model_for(layers: int, longest: int) -> TinyModel:
 
 def same(one: PyTree, other: PyTree) -> bool:
   """Whether two trees are equal, bit by bit; NaN equals NaN."""
-  if jax.tree.structure(one) != jax.tree.structure(other):
-    return False
-  pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-  return all(
+  leaves, structure = jax.tree.flatten(one)
+  others, other_structure = jax.tree.flatten(other)
+  return operator.eq(structure, other_structure) and all(
     np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)
-    for a, b in pairs
+    for a, b in zip(leaves, others, strict=True)
   )
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import Layer
+from kvjax.errors import InputError
 from kvjax.model import Attend, Geometry, LayerSpec
 from kvjax.struct import updated
 
@@ -90,12 +91,13 @@ class TinyModel:
   ) -> tuple[Float[Array, "B S E"], Any]:
     """See `kvjax.Model.block`."""
     del shared
-    queries = _heads(hidden @ weights["query"], spec.heads)
-    keys = _heads(hidden @ weights["key"], spec.kv_heads)
+    queries = _heads(hidden @ weights["query"], spec.heads, spec.key_dim)
+    keys = _heads(hidden @ weights["key"], spec.kv_heads, spec.key_dim)
+    values = _heads(hidden @ weights["value"], spec.kv_heads, spec.value_width)
     activations = Activations(
       queries=_rotated(queries, positions),
       keys=_rotated(keys, positions),
-      values=_heads(hidden @ weights["value"], spec.kv_heads),
+      values=values,
       positions=positions,
       keys_unrotated=keys,
       queries_unrotated=queries,
@@ -133,9 +135,16 @@ class TinyModel:
     return turned.reshape(keys.shape)
 
 
-def _heads(x: Float[Array, "B S W"], heads: int) -> Float[Array, "B H S D"]:
-  batch, length, _ = x.shape
-  return jnp.swapaxes(x.reshape(batch, length, heads, -1), 1, 2)
+def _heads(
+  x: Float[Array, "B S W"], heads: int, dim: int
+) -> Float[Array, "B H S D"]:
+  batch, length, width = x.shape
+  if width != heads * dim:
+    raise InputError(
+      f"A layer's spec has {heads} heads of width {dim} where its weights "
+      f"project {width} numbers; they must be as many."
+    )
+  return jnp.swapaxes(x.reshape(batch, length, heads, dim), 1, 2)
 
 
 def _rotated(

@@ -234,17 +234,16 @@ def test_a_spec_that_does_not_fit_is_refused():
     LayerSpec(4, 3, 8)
   with pytest.raises(kvjax.InputError, match="window must be at least 1"):
     LayerSpec(4, 2, 8, window=0)
-  wrong = dataclasses.replace(
-    MODEL,
-    geometry=kvjax.Geometry((dataclasses.replace(LOCAL, sinks=False),), 64),
-  )
+  unsaid = tuple(dataclasses.replace(spec, sinks=False) for spec in LAYERS)
 
   @dataclasses.dataclass(frozen=True)
   class Unsaid(TinyModel):
     def block(self, weights, spec, *rest):
-      return super().block(weights, dataclasses.replace(spec, sinks=True), *rest)
+      return super().block(
+        weights, dataclasses.replace(spec, sinks=True), *rest
+      )
 
-  wrong = Unsaid(geometry=wrong.geometry)
+  wrong = Unsaid(geometry=kvjax.Geometry(unsaid, 64))
   with pytest.raises(kvjax.InputError, match="has them unsaid"):
     kvjax.prefill(
       wrong, PARAMS, PROMPTS, kvjax.get_plan("full", kvjax.Retention(1.0))

@@ -1,0 +1,78 @@
+"""Methods that another package brings: one evicts, one retrieves."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+import kvjax
+from kvjax.cache.placement import to_device
+from kvjax.methods.heads import window_mass
+from kvjax.retrieval.base import best_slots
+
+
+@dataclasses.dataclass(frozen=True)
+class LastVotes(kvjax.methods.ScoringMethod):
+  """Keeps the last tokens and those that any head of a group looks at then.
+
+  Attributes:
+    window: how many are last.
+  """
+
+  window: int = 8
+
+  @property
+  def traits(self) -> kvjax.methods.Traits:
+    """It reads the last queries, whose tokens stay."""
+    return kvjax.methods.Traits(window=self.window, protects=self.window)
+
+  def scores(
+    self,
+    layer: Int[Array, ""],
+    cache: kvjax.LayerCache,
+    activations: kvjax.Activations,
+  ) -> Float[Array, "B K T"]:
+    """The most attention that a query head of the group pays."""
+    del layer
+    return jnp.max(window_mass(cache, activations, self.window), axis=2)
+
+  def protected(
+    self, cache: kvjax.LayerCache, counts: Int[Array, "B #K"]
+  ) -> Bool[Array, "B K T"]:
+    """The last tokens."""
+    del counts
+    last = jnp.max(cache.positions, axis=-1, keepdims=True)
+    return cache.held & (cache.positions > last - self.window)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanQuery(kvjax.retrieval.Retrieval):
+  """Reads the keys nearest to the mean of a group's queries."""
+
+  def index(
+    self, prompt: kvjax.retrieval.Prompt, reads: kvjax.retrieval.Reads
+  ) -> None:
+    """Nothing is prepared."""
+
+  def retrieve(
+    self,
+    index: None,
+    queries: Float[Array, "G D"],
+    store: kvjax.retrieval.Store,
+    reads: kvjax.retrieval.Reads,
+  ) -> tuple[kvjax.retrieval.Found, PyTree[Array]]:
+    """The largest products."""
+    keys = to_device(store.keys).astype(jnp.float32)
+    keys = jnp.where(store.held[:, None], keys, 0.0)
+    slots = best_slots(keys @ jnp.mean(queries, axis=0), store.held, reads)
+    return kvjax.retrieval.Found(slots[None]), None
+
+
+def register() -> None:
+  """Gives the retrieval method its name, and a preset."""
+  kvjax.register(
+    "mean_query",
+    MeanQuery,
+    presets={"near": MeanQuery(local=16)},
+    summary="keys nearest to the mean query",
+  )
