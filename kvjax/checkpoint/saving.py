@@ -136,13 +136,28 @@ def _check_identity(
   directory: pathlib.Path, saved: dict[str, Any], expected: dict[str, Any]
 ) -> None:
   """Refuses the cache of another model."""
-  theirs = saved["model"]
-  for name, ours in expected.items():
-    if theirs[name] != ours:
+  theirs = _sizes(saved["model"])
+  for name, ours in _sizes(expected).items():
+    if theirs.get(name) != ours:
       raise InputError(
         f"The cache in {directory} is of another model: its {name} is "
-        f"{theirs[name]!r}, not {ours!r}."
+        f"{theirs.get(name)!r}, not {ours!r}."
       )
+
+
+def _sizes(identity: dict[str, Any]) -> dict[str, Any]:
+  """What tells a model from others, one by one."""
+  layers = identity["layers"]
+  single = {name: x for name, x in identity.items() if name != "layers"}
+  return {
+    **single,
+    "number of layers": len(layers),
+    **{
+      f"{name} of layer {number}": size
+      for number, layer in enumerate(layers)
+      for name, size in layer.items()
+    },
+  }
 
 
 def _check_free(directory: pathlib.Path, overwrite: bool) -> None:

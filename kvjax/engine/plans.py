@@ -154,8 +154,9 @@ class Plan:
       )
     kept = type(self.method).__name__
     if self.spread.ragged:
+      shared = type(self.allocation or self.method).__name__
       raise InputError(
-        f"{name} indexes heads that keep as many tokens; those of {kept} do "
+        f"{name} indexes heads that keep as many tokens; those of {shared} do "
         "not."
       )
     if self.method.traits.renumbers:

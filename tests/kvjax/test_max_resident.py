@@ -11,10 +11,11 @@ import pytest
 import kvjax
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sharding import parse_mesh
-from kvjax.cache.sparse import IndexedLayer
+from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.kernels.attention import attention
-from kvjax.retrieval import CTkvr, get_retrieval
+from kvjax.options.names import get_retrieval
+from kvjax.retrieval import CTkvr
 from kvjax.testing import TinyModel, layer_positions, random_activations
 
 # The last rows store little or nothing at first, one has too few for sinks.
@@ -132,13 +133,15 @@ def blocks(dtype="float32"):
 
 @functools.partial(jax.jit, static_argnames=("method", "most"))
 def indexed(method, seen, counts, most=MOST):
-  return IndexedLayer.of(method, 1, LayerCache.of(seen), seen, counts, most)
+  return SparseLayer.of(
+    method, jnp.int32(1), LayerCache.of(seen), seen, counts, most
+  )
 
 
 @jax.jit
 def fed(layer, block):
   layer = layer.append(block)
-  return layer.attend(block.queries, block.positions)
+  return layer.attend(block)
 
 
 @jax.jit
@@ -174,7 +177,7 @@ def test_blocks_and_tokens_equal_the_loop(name):
   }
   same_state(layer, loops)
   layer = layer.grown(SLOTS - FREE)
-  assert int(layer.capacity - layer.cursor) == SLOTS
+  assert int(layer.capacity - layer.next_slot) == SLOTS
   size = layer.resident.nbytes
   for lengths, block in zip(BLOCKS, blocks(), strict=True):
     output, layer = fed(layer, block)
@@ -193,7 +196,7 @@ def test_blocks_and_tokens_equal_the_loop(name):
           output[row, heads, step], expected, atol=1e-5
         )
     same_state(layer, loops)
-  assert int(layer.cursor) == layer.capacity
+  assert int(layer.next_slot) == layer.capacity
   assert layer.resident.nbytes == size
   assert len(loops[0, 0].stored) > COUNTS[0]
   assert len(loops[3, 0].stored) > COUNTS[3]
@@ -246,7 +249,9 @@ def test_who_may_read_everything_attends_to_everything(first, dtype, atol):
 
 
 MODEL = TinyModel(
-  kvjax.Geometry(layers=1, heads=4, kv_heads=2, head_dim=8, max_positions=4096)
+  kvjax.Geometry.uniform(
+    layers=1, heads=4, kv_heads=2, head_dim=8, max_positions=4096
+  )
 )
 NAME = "ctkvr:sinks=2:local=5:probes=2:max_resident=40"
 
@@ -263,9 +268,9 @@ def conversation(tmp_path=None):
   answers = []
   for turns in ([[5, 6], [7], [1, 2, 3], [9]], [[1], [2] * 9, [8] * 30, [3]]):
     decoding = kvjax.Decoding(4)
-    answer, cache = kvjax.converse(
-      MODEL, params, cache, kvjax.Prompts.of(turns), decoding
-    )
+    turn = kvjax.Prompts.of(turns)
+    answer = kvjax.generate(MODEL, params, cache, turn, decoding, keep=True)
+    cache = answer.cache
     answers.append(np.asarray(answer.tokens))
     if tmp_path is not None:
       identity = {"model": MODEL, "model_id": "tiny"}

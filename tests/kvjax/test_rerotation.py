@@ -8,12 +8,18 @@ import pytest
 import kvjax
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
-from kvjax.methods import get_method
+from kvjax.options.names import get_method
 from kvjax.testing import TinyModel, held_positions
 
 # Half the time to compile, where one layer shows it all.
-MODEL = TinyModel(dataclasses.replace(TinyModel().geometry, layers=1))
+MODEL = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 4096))
 PARAMS = MODEL.init()
+# Each layer's weights by themselves, in float64.
+LAYERS = [
+  {name: np.asarray(x[number], np.float64) for name, x in stack.items()}
+  for stack in PARAMS["layers"]
+  for number in range(len(stack["key"]))
+]
 RNG = np.random.default_rng(0)
 # No token twice: equal keys would tie, and ties fall as rounding falls.
 ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 40, 17)]
@@ -22,6 +28,13 @@ ASKED = [[5, 3], [8], [9, 7, 9]]
 QUESTIONS = kvjax.Prompts.of(ASKED, 8)
 
 BUDGET = kvjax.Tokens(12)
+
+
+def completed(model, cache, logits, decoding):
+  """What follows the prompt."""
+  return kvjax.generate(
+    model, PARAMS, cache, None, decoding, logits=logits
+  ).rows()
 
 
 def turned(x, places):
@@ -39,7 +52,7 @@ def test_rerotated_keys_are_those_of_their_places_in_the_cache():
   kept = [row[:4] + row[-8:] for row in ROWS]
   for row, ids in enumerate(kept):
     x = np.asarray(PARAMS["embedding"], np.float64)[ids]
-    keys = (x @ np.asarray(PARAMS["layers"][0]["key"])).reshape(12, 2, 8)
+    keys = (x @ LAYERS[0]["key"]).reshape(12, 2, 8)
     np.testing.assert_allclose(
       cache.layers[0].keys[row],
       turned(keys, np.arange(12)).swapaxes(0, 1),
@@ -47,7 +60,9 @@ def test_rerotated_keys_are_those_of_their_places_in_the_cache():
     )
   assert held_positions(cache, 0) == [[list(range(12))] * 2]
   cache = kvjax.reserve(cache, 40)
-  _, cache = kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(5))
+  cache = kvjax.generate(
+    MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(5), keep=True
+  ).cache
   assert held_positions(cache, 1)[0][0] == list(range(12 + 1 + 5))
 
 
@@ -60,15 +75,15 @@ class Stream:
 
   def __init__(self, budget, sinks=4):
     self.budget, self.sinks = budget, sinks
-    self.held = [[] for _ in range(MODEL.geometry.layers)]
+    self.held = [[] for _ in LAYERS]
 
   def step(self, ids):
     """Feeds tokens, then evicts; answers the logits after the last."""
     embedding = np.asarray(PARAMS["embedding"], np.float64)
     x = embedding[ids]
-    for layer, weights in enumerate(PARAMS["layers"]):
+    for layer, weights in enumerate(LAYERS):
       q, k, v = (
-        (x @ np.asarray(weights[name], np.float64)).reshape(len(ids), -1, 8)
+        (x @ weights[name]).reshape(len(ids), -1, 8)
         for name in ("query", "key", "value")
       )
       held = self.held[layer]
@@ -86,7 +101,7 @@ class Stream:
           values = np.array([v[head // 2] for _, v in seen])
           out.append(weight / weight.sum() @ values)
         mixed.append(np.concatenate(out))
-      x = x + np.array(mixed) @ np.asarray(weights["output"], np.float64)
+      x = x + np.array(mixed) @ weights["output"]
       if len(held) > self.budget:
         del held[self.sinks : len(held) - (self.budget - self.sinks)]
     return x[-1] @ embedding.T
@@ -101,7 +116,7 @@ def test_a_stream_is_rotated_anew_at_every_step(block):
     schedule = kvjax.Schedule(block=block, every=every)
     plan = Plan(method, BUDGET, schedule)
     cache, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
-    said = kvjax.complete(MODEL, PARAMS, cache, logits, decoding).rows()
+    said = completed(MODEL, cache, logits, decoding)
     for row, ids in enumerate(ROWS):
       stream = Stream(12)
       for start in range(0, len(ids), block or len(ids)):
@@ -121,9 +136,14 @@ def test_what_is_renumbered_can_be_protected():
   plan = Plan(method, BUDGET, kvjax.Schedule(block=8, every=1))
   cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
   cache = kvjax.reserve(cache, 40)
-  _, cache = kvjax.converse(
-    MODEL, PARAMS, cache, kvjax.Prompts.of([[5]] * 3), kvjax.Decoding(20)
-  )
+  cache = kvjax.generate(
+    MODEL,
+    PARAMS,
+    cache,
+    kvjax.Prompts.of([[5]] * 3),
+    kvjax.Decoding(20),
+    keep=True,
+  ).cache
   for row, ids in enumerate(ROWS):
     newest = len(ids) + 21
     kept = [0, 1, 2, 3, 9, 10, *range(newest - 6, newest)]
@@ -135,13 +155,16 @@ def test_renumbered_tokens_must_be_as_many_everywhere():
     with pytest.raises(
       InputError, match="cannot be spread unevenly over layers or heads: with"
     ):
-      get_method(f"{name}streaming:rerotate=true")
+      kvjax.get_plan(f"{name}streaming:rerotate=true", BUDGET)
 
 
 def test_rerotation_needs_a_model_that_can():
   class Plain:
     geometry = MODEL.geometry
-    hidden = MODEL.hidden
+    embed = MODEL.embed
+    layer_weights = MODEL.layer_weights
+    block = MODEL.block
+    normalize = MODEL.normalize
     logits = MODEL.logits
 
   method = get_method("streaming:rerotate=true")
@@ -161,14 +184,14 @@ def test_a_stream_has_no_end(schedule):
   plan = Plan(method, BUDGET, kvjax.Schedule(block=block, every=every))
   cache, logits = kvjax.prefill(model, PARAMS, prompts, plan)
   decoding = kvjax.Decoding(40)
-  said = kvjax.complete(model, PARAMS, cache, logits, decoding).rows()
+  said = completed(model, cache, logits, decoding)
   cache, logits = kvjax.prefill(MODEL, PARAMS, prompts, plan)
-  assert said == kvjax.complete(MODEL, PARAMS, cache, logits, decoding).rows()
+  assert said == completed(MODEL, cache, logits, decoding)
   plain = dataclasses.replace(plan, method=get_method("streaming"))
 
   def go_on():
     cache, logits = kvjax.prefill(model, PARAMS, prompts, plain)
-    kvjax.complete(model, PARAMS, cache, logits, decoding)
+    completed(model, cache, logits, decoding)
 
   with pytest.raises(InputError, match="this model's context is 64"):
     go_on()

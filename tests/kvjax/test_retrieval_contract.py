@@ -13,18 +13,15 @@ import kvjax
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.placement import nbytes_by_memory
 from kvjax.cache.sharding import parse_mesh
-from kvjax.cache.sparse import IndexedLayer
+from kvjax.cache.sparse import SparseLayer
 from kvjax.kernels.attention import attention
-from kvjax.retrieval import (
-  RETRIEVALS,
-  Reads,
-  Store,
-  get_retrieval,
-)
+from kvjax.options.names import get_retrieval
+from kvjax.options.registry import RETRIEVALS
+from kvjax.retrieval import Reads, Store
 from kvjax.testing import (
   TinyModel,
   layer_positions,
-  poisoned,
+  poisoned_layer,
   random_activations,
 )
 
@@ -69,13 +66,14 @@ def block_after(lengths, seed=1, **options):
 
 def indexed(method, prompt, counts):
   cache = LayerCache.of(prompt)
-  layer = IndexedLayer.of(method, LAYER, cache, prompt, counts, MOST)
+  layer = SparseLayer.of(method, jnp.int32(LAYER), cache, prompt, counts, MOST)
+  layer = layer.offloaded()
   return layer, layer.grown(STEPS)
 
 
 def decoded(layer, block):
   layer = layer.append(block)
-  return layer.attend(block.queries, block.positions)
+  return layer.attend(block)
 
 
 compiled_index = jax.jit(indexed, static_argnums=0)
@@ -112,7 +110,7 @@ def padded_less(seen, padded=84):
 class TestRetrieval:
   def test_keeps_everything_and_reads_some(self, name):
     layer, _, _, after = of_all_rows(name)
-    assert isinstance(layer, IndexedLayer)
+    assert isinstance(layer, SparseLayer)
     for row, n in enumerate(LENGTHS):
       assert layer_positions(layer, row) == [[*range(n)]] * 3
       assert layer_positions(after, row) == [[*range(n + STEPS)]] * 3
@@ -156,7 +154,7 @@ class TestRetrieval:
 
   def test_what_is_empty_has_no_effect(self, name):
     _, roomy, output, _ = of_all_rows(name)
-    found, after = compiled_decode(poisoned(roomy), block_after(LENGTHS))
+    found, after = compiled_decode(poisoned_layer(roomy), block_after(LENGTHS))
     np.testing.assert_allclose(found, output, atol=2e-6)
     for leaf in jax.tree.leaves(after.index):
       assert np.isfinite(np.asarray(leaf, np.float32)).all()
@@ -258,7 +256,9 @@ def test_a_lone_token_looks_up_as_the_first_of_several_does():
 
 
 MODEL = TinyModel(
-  kvjax.Geometry(layers=1, heads=4, kv_heads=2, head_dim=8, max_positions=4096)
+  kvjax.Geometry.uniform(
+    layers=1, heads=4, kv_heads=2, head_dim=8, max_positions=4096
+  )
 )
 PARAMS = MODEL.init()
 RNG = np.random.default_rng(0)
@@ -287,12 +287,13 @@ KINDS = ["ctkvr.host", "quest"]
 def test_a_cache_is_asked_again_and_talked_to(name):
   """Answers leave it as it was; a conversation carries the index on."""
   cache = swept()[name]
-  once = kvjax.answer(MODEL, PARAMS, cache, QUESTIONS, DECODING)
-  again = kvjax.answer(MODEL, PARAMS, cache, QUESTIONS, DECODING)
+  once = kvjax.generate(MODEL, PARAMS, cache, QUESTIONS, DECODING)
+  again = kvjax.generate(MODEL, PARAMS, cache, QUESTIONS, DECODING)
   np.testing.assert_array_equal(once.tokens, again.tokens)
   roomy = kvjax.reserve(cache, 3 * 36)
   pointers = [leaf.unsafe_buffer_pointer() for leaf in buffers(roomy)]
-  first, after = kvjax.converse(MODEL, PARAMS, roomy, QUESTIONS, DECODING)
+  first = kvjax.generate(MODEL, PARAMS, roomy, QUESTIONS, DECODING, keep=True)
+  after = first.cache
   np.testing.assert_array_equal(once.tokens, first.tokens)
   kept = [leaf.unsafe_buffer_pointer() for leaf in buffers(after)]
   assert pointers == kept
@@ -306,7 +307,7 @@ def test_a_cache_is_asked_again_and_talked_to(name):
 def buffers(cache):
   """Keys and values, which a conversation does not copy."""
   parts = [
-    part for layer in cache.layers for part in (layer.stored, layer.resident)
+    part for stack in cache.stacks for part in (stack.stored, stack.resident)
   ]
   return [leaf for part in parts for leaf in (part.keys, part.values)]
 
@@ -314,7 +315,7 @@ def buffers(cache):
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_caches_come_back(name, tmp_path):
   cache = swept()[name]
-  assert isinstance(cache.layers[0], IndexedLayer)
+  assert isinstance(cache.layers[0], SparseLayer)
   identity = {"model": MODEL, "model_id": "tiny"}
   kvjax.save_cache(cache, tmp_path / "cache", **identity)
   loaded = kvjax.load_cache(tmp_path / "cache", **identity)
@@ -324,7 +325,7 @@ def test_saved_caches_come_back(name, tmp_path):
 
 def test_four_devices_equal_one():
   alone = {
-    name: kvjax.answer(MODEL, PARAMS, swept()[name], QUESTIONS, DECODING)
+    name: kvjax.generate(MODEL, PARAMS, swept()[name], QUESTIONS, DECODING)
     for name in KINDS
   }
   mesh = parse_mesh("data:2,model:2")
@@ -332,15 +333,14 @@ def test_four_devices_equal_one():
     prompts = kvjax.Prompts.of(ROWS)
     caches, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans(KINDS))
     for name, cache in zip(KINDS, caches, strict=True):
-      assert cache.layers[0].stored.keys.sharding.shard_shape(
-        cache.layers[0].stored.keys.shape
-      )[:2] == (2, 1)
+      keys = cache.stacks[0].stored.keys
+      assert keys.sharding.shard_shape(keys.shape)[:3] == (1, 2, 1)
       roomy = kvjax.reserve(cache, 8)
       before, after = cache.nbytes_by_memory, roomy.nbytes_by_memory
       assert before["pinned_host"] == after["pinned_host"]
       assert (before["pinned_host"] > 0) == name.endswith(".host")
       assert before["device"] < after["device"]
-      found = kvjax.answer(MODEL, PARAMS, cache, QUESTIONS, DECODING)
+      found = kvjax.generate(MODEL, PARAMS, cache, QUESTIONS, DECODING)
       np.testing.assert_array_equal(found.tokens, alone[name].tokens)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.retrieval import RETRIEVAL_PRESETS
+from kvjax.options.registry import RETRIEVALS
 
 BUDGET = kvjax.Tokens(10)
 
@@ -18,7 +18,7 @@ BUDGET = kvjax.Tokens(10)
     ),
     (
       lambda: kvjax.get_plan("flat/adakv@0.5", BUDGET),
-      "Flat indexes heads that keep as many tokens; those of AdaKV do not.",
+      "Flat indexes heads that keep as many tokens; those of Adaptive do not.",
     ),
     (
       lambda: kvjax.get_plan("flat/streaming:rerotate=true@0.5", BUDGET),
@@ -46,5 +46,5 @@ def test_what_cannot_be_is_one_sentence(make, sentence):
 
 def test_presets_say_themselves_how_much_they_read():
   plan = kvjax.get_plan("ctkvr.512", kvjax.Retention(0.1))
-  assert plan.lookup.budget == kvjax.Tokens(512)
-  assert {r.reads for r in RETRIEVAL_PRESETS.values()} >= {512, 1024}
+  assert plan.sparse.budget == kvjax.Tokens(512)
+  assert {r.reads for r in RETRIEVALS.presets.values()} >= {512, 1024}

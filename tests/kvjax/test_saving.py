@@ -20,24 +20,24 @@ from kvjax.checkpoint import saving
 from kvjax.checkpoint import trees as saved_trees
 from kvjax.checkpoint.saving import load_cache, save_cache
 from kvjax.errors import InputError
-from kvjax.struct import static, struct
+from kvjax.methods import HeadwiseMethod
+from kvjax.options.registry import METHODS
+from kvjax.struct import STRUCTS, class_name, make, static, struct, updated
 from kvjax.testing import TinyModel, held_positions, poisoned
 
-GEOMETRY = kvjax.Geometry(
+GEOMETRY = kvjax.Geometry.uniform(
   layers=2, heads=4, kv_heads=2, head_dim=8, max_positions=512
 )
 MODEL = TinyModel(GEOMETRY)
 ROWS = [list(range(n)) for n in (50, 20, 33, 41)]
+LAYER_CACHE = "kvjax.cache.layers:LayerCache"
 QUESTIONS = kvjax.Prompts.of([[5, 6], [7], [1, 2, 3], [9]])
 
 
 def prefilled(model=MODEL, method="pyramidkv:beta=5.0"):
   prompts = kvjax.Prompts.of(ROWS)
-  inner = kvjax.get_method(method)
-  budget = kvjax.Tokens(15)
-  return kvjax.prefill(model, model.init(), prompts, kvjax.Plan(inner, budget))[
-    0
-  ]
+  plan = kvjax.get_plan(method, kvjax.Tokens(15))
+  return kvjax.prefill(model, model.init(), prompts, plan)[0]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,8 @@ def load(directory, **options):
 
 
 def answers(cache, model=MODEL):
-  found = kvjax.answer(model, model.init(), cache, QUESTIONS, kvjax.Decoding(6))
+  decoding = kvjax.Decoding(6)
+  found = kvjax.generate(model, model.init(), cache, QUESTIONS, decoding)
   return found.rows()
 
 
@@ -116,11 +117,14 @@ def test_a_cache_goes_on_evicting_as_it_would_have(method, budget, tmp_path):
 
   def go_on(cache):
     decoding = kvjax.Decoding(20, sampling=kvjax.Sampling(50.0))
-    return kvjax.converse(MODEL, MODEL.init(), cache, QUESTIONS, decoding)
+    return kvjax.generate(
+      MODEL, MODEL.init(), cache, QUESTIONS, decoding, keep=True
+    )
 
-  (said, ours), (expected, theirs) = go_on(again), go_on(cache)
+  said, expected = go_on(again), go_on(cache)
   assert said.rows() == expected.rows()
-  assert_same_bits(ours, theirs)
+  ours = said.cache
+  assert_same_bits(ours, expected.cache)
   for row in range(4):
     for heads in held_positions(ours, row):
       for kept in heads:
@@ -134,20 +138,21 @@ def test_the_directory_says_what_it_holds(cache, tmp_path):
   said = json.loads((tmp_path / "cache.json").read_text())
   assert said["layout"] == saving.LAYOUT
   assert said["made_by"] == "pyramidkv, 15 tokens"
-  assert said["model"] == {"id": "tiny", **dataclasses.asdict(GEOMETRY)}
+  geometry = json.loads(json.dumps(dataclasses.asdict(GEOMETRY)))
+  assert said["model"] == {"id": "tiny", **geometry}
   assert (tmp_path / said["arrays"]).is_dir()
-  layers = said["cache"]["fields"]["layers"]
-  assert [layer["class"] for layer in layers] == ["LayerCache"] * 2
-  keys = [layer["fields"]["keys"] for layer in layers]
+  stacks = said["cache"]["fields"]["stacks"]
+  assert [stack["class"] for stack in stacks] == [LAYER_CACHE] * 2
+  keys = [stack["fields"]["keys"] for stack in stacks]
   assert [k["shape"] for k in keys] == [
-    [4, 2, layer.capacity, 8] for layer in cache.layers
+    [1, 4, 2, layer.capacity, 8] for layer in cache.layers
   ]
   assert {k["dtype"] for k in keys} == {"float32"}
 
 
 @struct
 class Pair(LayerCache):
-  """A kind of layer that is not known to the package."""
+  """A kind of layer that is another package's."""
 
   inner: LayerCache | None = None
   extra: jax.Array | None = None
@@ -156,35 +161,47 @@ class Pair(LayerCache):
 
 
 def test_any_layer_is_stored_field_by_field(cache, tmp_path, monkeypatch):
-  first, second = cache.layers
-  batch, kv_heads, slots = first.positions.shape
-  remembering = dataclasses.replace(
+  first, second = cache.stacks
+  batch, kv_heads, slots = first.positions.shape[1:]
+  queries = jnp.full((batch, 4, 3, 8), jnp.nan, jnp.bfloat16)
+  places = jnp.full((batch, 3), -1, jnp.int32)
+  remembering = updated(
     first,
-    received=jnp.ones((batch, kv_heads, slots)),
-    window=ObservationWindow(
-      jnp.full((batch, 4, 3, 8), jnp.nan, jnp.bfloat16),
-      jnp.full((batch, 3), -1, jnp.int32),
-    ),
+    received=jnp.ones((1, batch, kv_heads, slots)),
+    window=jax.tree.map(lambda x: x[None], ObservationWindow(queries, places)),
   )
-  pair = Pair(
-    *(second.keys, second.values, second.positions, second.cursor),
-    inner=second.shrunk(0),
-    extra=jnp.zeros((2, 0), jnp.int32),
-    size=7,
-  )
-  mixed = Cache((remembering, pair), cache.next_positions)
-  with pytest.raises(InputError, match="A Pair cannot be saved"):
-    save(mixed, tmp_path)
-  assert not list(tmp_path.iterdir())
-  monkeypatch.setattr(saved_trees, "KNOWN", (*saved_trees.KNOWN, Pair))
-  monkeypatch.setattr(saved_trees, "LAYERS", (*saved_trees.LAYERS, Pair))
+  fields = {field.name: None for field in dataclasses.fields(Pair)}
+  own = {f.name: getattr(second, f.name) for f in dataclasses.fields(second)}
+  own |= {"inner": second.shrunk(0), "extra": jnp.zeros((1, 2, 0), jnp.int32)}
+  pair = make(Pair, fields | own | {"size": 7})
+  mixed = dataclasses.replace(cache, stacks=(remembering, pair))
   save(mixed, tmp_path)
   again = load(tmp_path)
   assert_same_bits(again, mixed)
-  assert again.layers[1].size == 7
-  monkeypatch.undo()
-  with pytest.raises(InputError, match="holds a Pair, which is not known"):
+  assert again.stacks[1].size == 7
+  monkeypatch.delitem(STRUCTS, class_name(Pair))
+  with pytest.raises(InputError, match=r"holds a .*:Pair, which is not known"):
     load(tmp_path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Newest(HeadwiseMethod):
+  """A method that has no name."""
+
+  def score_head(self, head):
+    return head.positions.astype("float32")
+
+
+def test_a_method_without_a_name_is_refused(tmp_path, monkeypatch):
+  plan = kvjax.Plan(Newest(), kvjax.Tokens(9), kvjax.Schedule(every=1))
+  cache, _ = kvjax.prefill(MODEL, MODEL.init(), kvjax.Prompts.of(ROWS), plan)
+  with pytest.raises(InputError, match="A Newest cannot be saved"):
+    save(cache, tmp_path)
+  assert not list(tmp_path.iterdir())
+  monkeypatch.setattr(METHODS, "_entries", dict(METHODS._entries))
+  kvjax.register("newest", Newest)
+  save(cache, tmp_path)
+  assert_same_bits(load(tmp_path), cache)
 
 
 @pytest.mark.parametrize("saved_on", [None, "data:2,model:2"])
@@ -197,14 +214,14 @@ def test_four_devices(saved_on, loaded_on, tmp_path):
       return run()
 
   cache = on(saved_on, prefilled)
-  assert len(cache.layers[0].keys.sharding.device_set) == (4 if saved_on else 1)
+  assert len(cache.stacks[0].keys.sharding.device_set) == (4 if saved_on else 1)
   on(saved_on, lambda: save(cache, tmp_path))
   again = on(loaded_on, lambda: load(tmp_path))
   assert_same_bits(again, cache)
   shards = {None: (4, 2), "data:2,model:2": (2, 1), "data:4": (1, 2)}
-  for layer in again.layers:
-    shape = layer.keys.addressable_shards[0].data.shape
-    assert shape[:2] == shards[loaded_on]
+  for stack in again.stacks:
+    shape = stack.keys.addressable_shards[0].data.shape
+    assert shape[:3] == (1, *shards[loaded_on])
   assert on(loaded_on, lambda: answers(again)) == answers(prefilled())
 
 
@@ -213,11 +230,14 @@ def test_four_devices(saved_on, loaded_on, tmp_path):
   [
     ({"model_id": "other"}, "its id is 'tiny', not 'other'"),
     *(
-      (
-        {"model": TinyModel(dataclasses.replace(GEOMETRY, **{name: 6}))},
-        f"its {name} is {getattr(GEOMETRY, name)}, not 6",
+      ({"model": TinyModel(kvjax.Geometry.uniform(*sizes))}, said)
+      for sizes, said in (
+        ((6, 4, 2, 8, 512), "its number of layers is 2, not 6"),
+        ((2, 6, 2, 8, 512), "its heads of layer 0 is 4, not 6"),
+        ((2, 4, 4, 8, 512), "its kv_heads of layer 0 is 2, not 4"),
+        ((2, 4, 2, 6, 512), "its key_dim of layer 0 is 8, not 6"),
+        ((2, 4, 2, 8, 6), "its max_positions is 512, not 6"),
       )
-      for name in ("layers", "heads", "kv_heads", "head_dim", "max_positions")
     ),
   ],
 )
@@ -228,17 +248,17 @@ def test_the_cache_of_another_model_is_refused(cache, tmp_path, options, said):
 
 
 def test_a_cache_of_other_layers_than_the_models_is_not_saved(cache, tmp_path):
-  fewer = Cache(cache.layers[:1], cache.next_positions)
+  fewer = Cache(cache.stacks[:1], cache.next_positions, None, (0,))
   with pytest.raises(InputError, match="has 1 layers"):
     save(fewer, tmp_path)
 
 
-@pytest.mark.parametrize("layout", [1, 3])
+@pytest.mark.parametrize("layout", [2, 4])
 def test_another_layout_is_refused(cache, tmp_path, monkeypatch, layout):
   with monkeypatch.context() as patch:
     patch.setattr(saving, "LAYOUT", layout)
     save(cache, tmp_path)
-  said = rf"saved in layout {layout}; this version of kvjax reads layout 2\.$"
+  said = rf"saved in layout {layout}; this version of kvjax reads layout 3\.$"
   with pytest.raises(InputError, match=said):
     load(tmp_path)
 
@@ -251,7 +271,7 @@ def test_what_is_no_cache_is_refused(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(InputError, match=r"has no cache\.json"):
     load(tmp_path / "file")
-  for text in ("", "[]", "{", '{"layout": 2}', '{"layout": 2, "model": 3}'):
+  for text in ("", "[]", "{", '{"layout": 3}', '{"layout": 3, "model": 3}'):
     (tmp_path / "cache.json").write_text(text)
     with pytest.raises(InputError, match="damaged or incomplete"):
       load(tmp_path)
@@ -284,15 +304,15 @@ def test_a_changed_description_is_noticed(cache, tmp_path):
   path = tmp_path / "cache.json"
   text = path.read_text()
   said = json.loads(text)
-  shape = said["cache"]["fields"]["layers"][0]["fields"]["keys"]["shape"]
-  shape[2] += 1
+  shape = said["cache"]["fields"]["stacks"][0]["fields"]["keys"]["shape"]
+  shape[3] += 1
   for changed in (
     json.dumps(said),
-    text.replace('"LayerCache"', '"Unheard"'),
+    text.replace(f'"{LAYER_CACHE}"', '"Unheard"'),
     text.replace('"keys"', '"locks"'),
     text.replace('"float32"', '"float16"'),
     text.replace('"float32"', '"float33"'),
-    text.replace('"class": "Cache"', '"class": "LayerCache"'),
+    text.replace('"kvjax.cache.cache:Cache"', f'"{LAYER_CACHE}"'),
   ):
     assert changed != text
     path.write_text(changed)
@@ -349,9 +369,10 @@ from kvjax.cache.layers import LayerCache
 from kvjax.checkpoint.saving import save_cache
 from kvjax.testing import TinyModel
 
-x = jnp.ones((1, 2, 9, 8))
-layer = LayerCache(x, x, jnp.ones((1, 2, 9), jnp.int32), jnp.asarray(9))
-cache = Cache((layer, layer), jnp.asarray([9]))
+x = jnp.ones((2, 1, 2, 9, 8))
+ones = jnp.ones((2, 1, 2, 9), jnp.int32)
+stack = LayerCache(x, x, ones, jnp.asarray([9, 9]))
+cache = Cache((stack,), jnp.asarray([9]), None, (0, 0))
 if sys.argv[2] == "arrays":
   os.rename = os.replace = lambda *_, **__: os._exit(9)
 else:
@@ -390,6 +411,7 @@ def test_a_killed_save_is_no_cache(cache, tmp_path, at, before):
 
 
 def test_a_method_with_other_fields_is_refused():
-  saved = {"class": "KeyDiff", "fields": {"anchor": "mean_raw", "power": 2}}
+  fields = {"anchor": "mean_raw", "power": 2}
+  saved = {"class": "kvjax.methods.keydiff:KeyDiff", "fields": fields}
   with pytest.raises(InputError, match="a KeyDiff with other fields than are"):
     saved_trees.restored(saved, {})
