@@ -121,7 +121,7 @@ def calibrate(
   Args:
     triples: measured with the model and the method.
     model_id: tells the weights from others: a name, a digest.
-    method: a `kvjax.methods.Method`.
+    method: a method, or the label of a plan (`kvjax.Plan.label`).
     per_query_head: whether each query head chose for itself.
 
   Raises:

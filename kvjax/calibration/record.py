@@ -83,7 +83,7 @@ class Calibration:
     alpha: per nat.
     beta: the rest.
     model_id: tells the weights from others: a name, a digest.
-    method: the method with all its options, as `str` writes it.
+    method: with all its options and its allocation (`kvjax.Plan.label`).
     per_query_head: whether each query head chooses for itself.
     tau_range: the least and the greatest quality that the triples measured,
       the latter 1 at most; what lies outside is extrapolated.
