@@ -1,6 +1,5 @@
 """Prefill, sweep and decoding on a tiny model."""
 
-import dataclasses
 import functools
 import inspect
 
@@ -10,15 +9,18 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine import answering
-from kvjax.engine import one_pass as engine
+from kvjax.allocation import Sizes
+from kvjax.engine import compress, prefill
+from kvjax.engine import generate as generating
+from kvjax.engine.forward import hidden_states
 from kvjax.engine.sampling import Sampling, sample
 from kvjax.errors import InputError
-from kvjax.methods import FullKV, KeyDiff, get_method
+from kvjax.methods import FullKV, KeyDiff
+from kvjax.model import Geometry
 from kvjax.testing import TinyModel, held_positions, poisoned
 
 # Half the time to compile, where one layer shows it all.
-MODEL = TinyModel(dataclasses.replace(TinyModel().geometry, layers=1))
+MODEL = TinyModel(Geometry.uniform(1, 4, 2, 8, 4096))
 PARAMS = MODEL.init()
 DEEP = TinyModel()
 ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2], list(range(30))]
@@ -31,16 +33,16 @@ ALL = kvjax.Retention(1.0)
 def _dense(model, params, tokens):
   """Logits at every position, every token attending densely in float32."""
 
-  def attend(_, state, seen):
-    swapped = [
-      jnp.swapaxes(x, 1, 2) for x in (seen.queries, seen.keys, seen.values)
-    ]
+  def attend(layer, state, activations):
+    del layer
+    block = activations.queries, activations.keys, activations.values
+    swapped = [jnp.swapaxes(x, 1, 2) for x in block]
     output = jax.nn.dot_product_attention(*swapped, is_causal=True)
     return jnp.swapaxes(output, 1, 2), state
 
   places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-  states = (None,) * model.geometry.layers
-  hidden, _ = model.hidden(params, tokens, places, states, attend)
+  states = (None,) * model.geometry.num_layers
+  hidden, _ = hidden_states(model, params, tokens, places, states, attend)
   return model.logits(params, hidden)[0]
 
 
@@ -61,9 +63,16 @@ def greedy(row, count, model=MODEL):
 def ask(cache, questions=QUESTIONS, on_token=None, model=MODEL, **kwargs):
   decoding = kvjax.Decoding(**{"max_new_tokens": 5, **kwargs})
   prompts = kvjax.Prompts.of(questions)
-  return kvjax.answer(
+  return kvjax.generate(
     model, model.init(), cache, prompts, decoding, on_token=on_token
   )
+
+
+def turn(cache, questions=QUESTIONS, count=4):
+  """A turn of a conversation: the answers, and the cache then."""
+  prompts, decoding = kvjax.Prompts.of(questions), kvjax.Decoding(count)
+  found = kvjax.generate(MODEL, PARAMS, cache, prompts, decoding, keep=True)
+  return found.rows(), found.cache
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +100,14 @@ def test_a_cache_can_be_asked_again(full):
   assert ask(cache).rows() == first
 
 
-def test_complete_goes_on_from_the_prefill(full):
-  cache, logits = full
-  answers = kvjax.complete(MODEL, PARAMS, cache, logits, kvjax.Decoding(4))
+def go_on(cache, logits, count):
+  """Decodes right after a prefill."""
+  decoding = kvjax.Decoding(count)
+  return kvjax.generate(MODEL, PARAMS, cache, None, decoding, logits=logits)
+
+
+def test_without_a_prompt_it_goes_on_from_the_prefill(full):
+  answers = go_on(*full, 4)
   assert answers.rows() == [greedy(row, 4) for row in ROWS]
 
 
@@ -111,7 +125,10 @@ def test_answers_are_padded_with_minus_one(full):
   cache, _ = full
   stop = ask(cache).rows()[1][2]
   answers = ask(cache, stop_ids=(stop,))
-  for row, length in zip(*map(np.asarray, answers), strict=True):
+  assert answers.cache is None
+  pairs = zip(answers.tokens.tolist(), answers.lengths.tolist(), strict=True)
+  for row, length in pairs:
+    row = np.array(row)
     assert np.all(row[:length] >= 0)
     assert np.all(row[length:] == -1)
 
@@ -121,11 +138,9 @@ def test_conversation_equals_one_long_prompt():
   cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, kvjax.Plan(FULL, ALL))
   cache = kvjax.reserve(cache, 128)
   history = [list(row) for row in ROWS]
-  for turn in (QUESTIONS, [[4, 4], [1, 2, 3], [7]]):
-    answers, cache = kvjax.converse(
-      MODEL, PARAMS, cache, kvjax.Prompts.of(turn), kvjax.Decoding(4)
-    )
-    for row, question, ours in zip(history, turn, answers.rows(), strict=True):
+  for asked in (QUESTIONS, [[4, 4], [1, 2, 3], [7]]):
+    answers, cache = turn(cache, asked)
+    for row, question, ours in zip(history, asked, answers, strict=True):
       row += question
       assert ours == greedy(row, 4)
       row += ours
@@ -137,19 +152,17 @@ def test_conversation_uses_the_buffers_of_its_cache():
   prompts = kvjax.Prompts.of(ROWS)
   cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, kvjax.Plan(FULL, ALL))
   cache = kvjax.reserve(cache, 64)
-  before = cache.layers[0].keys
-  kvjax.converse(
-    MODEL, PARAMS, cache, kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(4)
-  )
-  assert before.is_deleted()
+  (before,) = cache.stacks
+  place = before.keys.unsafe_buffer_pointer()
+  _, after = turn(cache)
+  assert before.keys.is_deleted()
+  assert after.stacks[0].keys.unsafe_buffer_pointer() == place
 
 
 def test_conversation_without_room_is_refused(full):
   cache, _ = full
   with pytest.raises(InputError, match=r"kvjax\.reserve"):
-    kvjax.converse(
-      MODEL, PARAMS, cache, kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(4)
-    )
+    turn(cache)
 
 
 def test_sweep_equals_each_plan_alone():
@@ -160,13 +173,13 @@ def test_sweep_equals_each_plan_alone():
   share, few = kvjax.Retention(0.4), kvjax.Tokens(9)
   going_on = kvjax.Schedule(every=2)
   plans = [
-    kvjax.Plan(get_method("keydiff"), share),
-    kvjax.Plan(get_method("keydiff"), few),
-    kvjax.Plan(get_method("keydiff"), few, per_query_head=True),
-    kvjax.Plan(get_method("h2o"), few),
-    kvjax.Plan(get_method("h2o"), share, kvjax.Schedule(every=3)),
-    kvjax.Plan(get_method("snapkv:window=3"), few, going_on),
-    kvjax.Plan(get_method("lagkv:sinks=2:lag=6"), share, going_on),
+    kvjax.get_plan("keydiff", share),
+    kvjax.get_plan("keydiff", few),
+    kvjax.get_plan("keydiff", few, per_query_head=True),
+    kvjax.get_plan("h2o", few),
+    kvjax.get_plan("h2o", share, kvjax.Schedule(every=3)),
+    kvjax.get_plan("snapkv:window=3", few, going_on),
+    kvjax.get_plan("lagkv:sinks=2:lag=6", share, going_on),
   ]
   together, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans)
   for plan, cache in zip(plans, together, strict=True):
@@ -175,20 +188,29 @@ def test_sweep_equals_each_plan_alone():
     jax.tree.map(np.testing.assert_array_equal, alone, cache)
 
 
-def test_concatenated_caches_answer_as_each_alone():
+def test_many_caches_answer_as_each_alone():
+  """Those of equal sizes together, in the order that they were given in."""
   prompts = kvjax.Prompts.of(ROWS)
   plans = [
-    kvjax.Plan(get_method(name), kvjax.Retention(0.4))
-    for name in ("keydiff", "snapkv:window=2", "random")
+    kvjax.get_plan(name, kvjax.Retention(share))
+    for name, share in [
+      ("keydiff", 0.4),
+      ("random", 0.8),
+      ("snapkv:window=2", 0.4),
+    ]
   ]
   caches, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans)
-  joined = ask(kvjax.concatenate(list(caches)), QUESTIONS * 3).rows()
-  assert joined == [row for cache in caches for row in ask(cache).rows()]
+  alone = [ask(cache).rows() for cache in caches]
+  joined = ask(kvjax.stack([caches[0], caches[2]]), QUESTIONS * 2).rows()
+  assert joined == alone[0] + alone[2]
+  questions, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
+  together = kvjax.generate_all(MODEL, PARAMS, caches, questions, decoding)
+  assert [answers.rows() for answers in together] == alone
 
 
 @pytest.mark.parametrize("name", ["full", "snapkv"])
 def test_a_row_answers_as_it_does_alone(name):
-  plan = kvjax.Plan(get_method(name), kvjax.Retention(0.5))
+  plan = kvjax.get_plan(name, kvjax.Retention(0.5))
   together, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
   rows = ask(together).rows()
   for index, row in enumerate(ROWS):
@@ -202,9 +224,7 @@ def test_question_positions_follow_the_uncompressed_context():
   cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
   assert cache.next_positions.tolist() == [len(row) for row in ROWS]
   cache = kvjax.reserve(cache, 64)
-  _, cache = kvjax.converse(
-    MODEL, PARAMS, cache, kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(1)
-  )
+  _, cache = turn(cache, count=1)
   for index, row in enumerate(ROWS):
     end = len(row) + len(QUESTIONS[index])
     held = held_positions(cache, index)[0][0]
@@ -217,10 +237,10 @@ def test_bytes_are_counted_exactly():
     cache, _ = kvjax.prefill(
       model, model.init(), prompts, kvjax.Plan(KeyDiff(), kvjax.Tokens(10))
     )
-    shape = model.geometry
-    per_slot = 2 * shape.head_dim * size + 4
-    slots = len(ROWS) * shape.kv_heads * 10
-    expected = shape.layers * (slots * per_slot + 4) + len(ROWS) * 4
+    spec, layers = model.geometry.layers[0], model.geometry.num_layers
+    per_slot = 2 * spec.key_dim * size + 4
+    slots = len(ROWS) * spec.kv_heads * 10
+    expected = layers * (slots * per_slot + 4) + len(ROWS) * 4
     assert cache.nbytes == expected
     assert cache.nbytes == sum(x.nbytes for x in jax.tree.leaves(cache))
 
@@ -232,28 +252,32 @@ def test_prompts_of_one_bucket_share_a_program():
       MODEL, PARAMS, prompts, kvjax.Plan(KeyDiff(), kvjax.Tokens(8))
     )
 
+  def count():
+    programs = [
+      prefill._embed,
+      prefill._forward_layer,
+      prefill._head,
+      compress.evaluate_layer,
+      compress.select_layer,
+      compress.keep_layer,
+      compress.keep_alone,
+      generating._answer,
+    ]
+    return [program._cache_size() for program in programs]
+
   cache, _ = run([33, 40])
   ask(cache, [[1], [2]])
-  prefills = engine.one_pass._cache_size()
-  asked = answering._answer._cache_size()
+  before = count()
   cache, _ = run([48, 35])
   ask(cache, [[1, 2, 3], [2] * 30])
-  assert engine.one_pass._cache_size() == prefills
-  assert answering._answer._cache_size() == asked
+  assert count() == before
 
 
 def test_nan_in_empty_slots_changes_no_conversation():
   plan = kvjax.Plan(KeyDiff(), kvjax.Retention(0.5))
   cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
   clean, dirty = (
-    kvjax.converse(
-      MODEL,
-      PARAMS,
-      kvjax.reserve(x, 64),
-      kvjax.Prompts.of(QUESTIONS),
-      kvjax.Decoding(4),
-    )[0].rows()
-    for x in (cache, poisoned(cache))
+    turn(kvjax.reserve(x, 64))[0] for x in (cache, poisoned(cache))
   )
   assert clean == dirty
 
@@ -268,28 +292,34 @@ def test_streaming_tells_every_token_in_order(full):
     np.testing.assert_array_equal(np.stack([row for _, row in told]).T, tokens)
 
 
+def test_a_stream_yields_every_token_and_passes_errors_on(full):
+  cache, _ = full
+  prompts, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
+  tokens = list(kvjax.stream(MODEL, PARAMS, cache, prompts, decoding))
+  np.testing.assert_array_equal(np.stack(tokens).T, ask(cache).tokens)
+  with pytest.raises(InputError, match="3 rows and 1 questions"):
+    next(kvjax.stream(MODEL, PARAMS, cache, kvjax.Prompts.of([[1]]), decoding))
+
+
 def test_another_listener_needs_no_other_program(full):
   cache, _ = full
   ask(cache, on_token=lambda *_: None)
-  programs = answering._answer._cache_size()
+  programs = generating._answer._cache_size()
   ask(cache, on_token=lambda *_: None)
-  assert answering._answer._cache_size() == programs
+  assert generating._answer._cache_size() == programs
 
 
 @pytest.mark.parametrize("padded", [61, 96])
 def test_padding_to_the_capacity_changes_nothing(padded):
   """Where the roomiest row's count is the padded length, others still lose."""
-  model = dataclasses.replace(
-    MODEL, geometry=dataclasses.replace(MODEL.geometry, layers=5)
-  )
+  model = TinyModel(Geometry.uniform(5, 4, 2, 8, 4096))
   prompts = kvjax.Prompts.of([list(range(61))], padded)
-  method, budget = get_method("pyramid/keydiff"), kvjax.Retention(0.97)
-  cache, _ = kvjax.prefill(
-    model, model.init(), prompts, kvjax.Plan(method, budget)
-  )
-  assert tuple(cache.lengths[:, 0, 0].tolist()) == (
-    method.layer_kept(budget, 61, 5)
-  )
+  budget = kvjax.Retention(0.97)
+  plan = kvjax.get_plan("pyramid/keydiff", budget)
+  cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
+  counts = plan.spread.counts(budget, np.array([61]), Sizes((2,) * 5))
+  assert len(set(counts[:, 0].tolist())) > 1
+  np.testing.assert_array_equal(cache.lengths[:, 0, 0], counts[:, 0])
 
 
 def test_sampling_depends_on_seed_and_position_only(full):
@@ -299,8 +329,8 @@ def test_sampling_depends_on_seed_and_position_only(full):
   prompts = kvjax.Prompts.of(QUESTIONS)
 
   def run(cache, prompts, seeds):
-    return kvjax.answer(
-      MODEL, PARAMS, cache, prompts, decoding, np.asarray(seeds)
+    return kvjax.generate(
+      MODEL, PARAMS, cache, prompts, decoding, seeds=np.asarray(seeds)
     ).rows()
 
   rows = run(cache, prompts, [1, 2, 3])
@@ -383,8 +413,13 @@ def test_questions_must_match_the_rows(full):
     ask(full[0], [[1]])
 
 
+def test_there_must_be_something_to_go_on_from(full):
+  with pytest.raises(InputError, match="give prompts, or the logits"):
+    go_on(full[0], None, 4)
+
+
 def test_an_answer_must_fit_the_context(full):
   with pytest.raises(InputError, match="context is 4096"):
     ask(full[0], max_new_tokens=4090)
   with pytest.raises(InputError, match="context is 4096"):
-    kvjax.complete(MODEL, PARAMS, *full, kvjax.Decoding(4090))
+    go_on(*full, 4090)
