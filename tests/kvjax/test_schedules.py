@@ -3,21 +3,21 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.engine.step import Limits
 
 import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import blocks
 from kvjax.engine.plans import Plan
+from kvjax.engine.prepared import prepare_limits
 from kvjax.errors import InputError
-from kvjax.methods import METHODS, LagKV, get_method
+from kvjax.methods import FullKV, LagKV
+from kvjax.options.names import get_method
 from kvjax.testing import TinyModel, held_positions
 
 # Half the time to compile, where one layer shows it all.
-MODEL = TinyModel(dataclasses.replace(TinyModel().geometry, layers=1))
+MODEL = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 4096))
 PARAMS = MODEL.init()
 RNG = np.random.default_rng(0)
 # No token twice: equal keys would tie, and ties fall as rounding falls.
@@ -67,9 +67,7 @@ def test_a_budget_that_holds_everything_changes_nothing(name):
   method = get_method(name)
   schedule = kvjax.Schedule(block=8, every=1)
   budget = ALL if isinstance(method, LagKV) else kvjax.Tokens(200)
-  dense, logits = kvjax.prefill(
-    MODEL, PARAMS, PROMPTS, Plan(METHODS["full"](), ALL)
-  )
+  dense, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, Plan(FullKV(), ALL))
   cache, own = kvjax.prefill(
     MODEL, PARAMS, PROMPTS, Plan(method, budget, schedule)
   )
@@ -77,8 +75,8 @@ def test_a_budget_that_holds_everything_changes_nothing(name):
     assert held_positions(cache, row) == held_positions(dense, row)
   np.testing.assert_allclose(own, logits, rtol=0, atol=1e-5)
   decoding = kvjax.Decoding(20)
-  expected = kvjax.answer(MODEL, PARAMS, dense, QUESTIONS, decoding)
-  got = kvjax.answer(MODEL, PARAMS, cache, QUESTIONS, decoding)
+  expected = kvjax.generate(MODEL, PARAMS, dense, QUESTIONS, decoding)
+  got = kvjax.generate(MODEL, PARAMS, cache, QUESTIONS, decoding)
   np.testing.assert_array_equal(got.tokens, expected.tokens)
 
 
@@ -99,31 +97,31 @@ def test_four_devices_equal_one(name):
 @pytest.mark.parametrize(
   ("name", "budget", "beside"),
   [
-    ("keydiff", kvjax.Tokens(128), 1.5),
-    ("h2o", kvjax.Tokens(128), 2.5),
-    ("snapkv:window=16", kvjax.Tokens(128), 1.5),
-    ("lagkv:sinks=4:lag=32", kvjax.Retention(0.1), 1.0),
+    ("keydiff", kvjax.Tokens(128), 0.35),
+    ("h2o", kvjax.Tokens(128), 2.3),
+    ("snapkv:window=16", kvjax.Tokens(128), 0.35),
+    ("lagkv:sinks=4:lag=32", kvjax.Retention(0.1), 0.2),
   ],
 )
 def test_memory_in_blocks_is_budget_and_block(name, budget, beside):
   """What the compiled program holds at its peak, to a twentieth.
 
   A loop's carry is updated in place: every layer's budget and block once, with
-  what the method remembers. Beside it there is the work of one layer: twice the
-  logits of the block, which become weights, and `beside` as many keys and
-  values as the layer holds. These are the new ones; a half, where it finds no
-  place in them, for values without the empty slots; and one for the masses of
-  H2O. For a budget in tokens nothing depends on the length of the prompt.
+  what the method remembers. Beside it there is the work of one layer, attention
+  and then eviction in the same memory: twice the logits of the block, which
+  become weights, and `beside` as many keys and values as the layer holds; most
+  for the masses of H2O. For a budget in tokens nothing depends on the length of
+  the prompt.
   """
   layers, block, width = 2, 32, 2048
-  geometry = dataclasses.replace(MODEL.geometry, layers=layers, head_dim=32)
+  geometry = kvjax.Geometry.uniform(layers, 4, 2, 32, 2**17)
+  spec = geometry.layers[0]
   model = dataclasses.replace(MODEL, geometry=geometry)
   params = jax.eval_shape(model.init)
   plan = Plan(get_method(name), budget, kvjax.Schedule(block=block))
 
   def compiled(length):
-    capacities = plan.lasting_capacities(length, layers)
-    limits = Limits(jnp.zeros((layers, 1), jnp.int32), plan, capacities)
+    limits = prepare_limits(plan, np.array([length]), length)
     lowered = blocks._prefill_blocks.lower(
       model,
       params,
@@ -133,17 +131,18 @@ def test_memory_in_blocks_is_budget_and_block(name, budget, beside):
       None,
     )
     memory = lowered.compile().memory_analysis()
-    return memory.temp_size_in_bytes, memory.output_size_in_bytes, capacities
+    return memory.temp_size_in_bytes, memory.output_size_in_bytes, limits
 
-  used, output, (most, *_) = compiled(width)
-  slot = geometry.kv_heads * (2 * 4 * geometry.head_dim + 4)
+  used, output, limits = compiled(width)
+  most = limits.capacity
+  slot = spec.kv_heads * (2 * 4 * spec.key_dim + 4)
   assert output < 1.1 * layers * most * slot
   remembered = {
-    "h2o": geometry.kv_heads * 4 * (most + block),
-    "snapkv:window=16": geometry.heads * 4 * 16 * geometry.head_dim,
+    "h2o": spec.kv_heads * 4 * (most + block),
+    "snapkv:window=16": spec.heads * 4 * 16 * spec.key_dim,
   }
   carry = layers * ((most + block) * slot + remembered.get(name, 0))
-  logits = geometry.heads * block * (most + block) * 4
+  logits = spec.heads * block * (most + block) * 4
   expected = carry + beside * (most + block) * slot + 2 * logits
   assert 0.95 * expected < used < 1.05 * expected
   if name == "h2o":
@@ -156,7 +155,7 @@ def test_memory_in_blocks_is_budget_and_block(name, budget, beside):
     ("compactor", BUDGET, "Compactor cannot evict block by block or while"),
     ("protokv", BUDGET, "ProtoKV cannot evict block by block or while"),
     ("chunkkv", BUDGET, "chunks are those of a whole prompt"),
-    ("pyramidkv", BUDGET, "shares out the budget once"),
+    ("pyramidkv", BUDGET, "it shares it out once, when the prompt is known"),
     ("lagkv", BUDGET, "give a retention in place of 12 tokens"),
     ("lagkv.kvpress", kvjax.Retention(0.5), "ranks a whole prompt at once"),
   ],
@@ -164,9 +163,7 @@ def test_memory_in_blocks_is_budget_and_block(name, budget, beside):
 def test_what_a_paper_does_not_define_is_refused(name, budget, sentence):
   for schedule in (kvjax.Schedule(block=8), kvjax.Schedule(every=1)):
     with pytest.raises(InputError, match=sentence) as caught:
-      kvjax.prefill(
-        MODEL, PARAMS, PROMPTS, Plan(get_method(name), budget, schedule)
-      )
+      kvjax.get_plan(name, budget, schedule)
     assert str(caught.value).endswith(".")
 
 
