@@ -1,0 +1,313 @@
+"""The contract of methods finds what it is to find, and says it."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax.methods import HeadwiseMethod, Method, ScoringMethod, Traits
+from kvjax.methods.heads import window_mass
+from kvjax.options.registry import METHODS, RETRIEVALS
+from kvjax.retrieval import Flat, Found, Retrieval
+from kvjax.testing import check_method, check_retrieval, checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm(HeadwiseMethod):
+  """Does everything right, where nothing is overridden."""
+
+  def score_head(self, head):
+    return -jnp.sum(head.keys**2, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Undeclared(ScoringMethod):
+  window: int = 0
+
+  @property
+  def traits(self):
+    return Traits(window=self.window)
+
+  def scores(self, layer, cache, activations):
+    return jnp.mean(window_mass(cache, activations, 4), axis=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Silent(ScoringMethod):
+  def scores(self, layer, cache, activations):
+    keys = jnp.where(
+      cache.held[..., None], activations.keys_unrotated.astype("float32"), 0.0
+    )
+    inputs = activations.inputs[:, None, :, 0].astype("float32")
+    return jnp.sum(keys, axis=-1) + jnp.where(cache.held, inputs, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfSilent(Silent):
+  @property
+  def traits(self):
+    return Traits(reads=frozenset({"inputs"}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrow(Norm):
+  def score_head(self, head):
+    return -jnp.sum(head.cached_keys**2, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Python(ScoringMethod):
+  """Asks for the layer's number when it is not known."""
+
+  def scores(self, layer, cache, activations):
+    if layer == 0:
+      return jnp.sum(cache.keys, axis=-1)
+    return jnp.sum(cache.values, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaky(Norm):
+  """Sees what empty slots hold."""
+
+  def score_head(self, head):
+    total = jnp.nansum(head.cached_keys.astype("float32"), axis=0)
+    return head.keys @ total
+
+
+@dataclasses.dataclass(frozen=True)
+class Sociable(ScoringMethod):
+  """A row's scores depend on the other rows."""
+
+  def scores(self, layer, cache, activations):
+    keys = jnp.where(cache.held[..., None], cache.keys.astype("float32"), 0.0)
+    mean = jnp.mean(keys, axis=(0, 1, 2))
+    return keys @ mean
+
+
+@dataclasses.dataclass(frozen=True)
+class FromTheEnd(Norm):
+  """Scores depend on the padding."""
+
+  def score_head(self, head):
+    place = jnp.arange(head.positions.shape[0]).astype("float32")
+    return jnp.sin(place - head.positions.shape[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Protective(Norm):
+  """Says that more stays than does."""
+
+  @property
+  def traits(self):
+    return Traits(protects=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Selecting(Method):
+  """The first tokens, or what else `slots` makes of them."""
+
+  def evaluate(self, layer, cache, activations):
+    return cache.positions
+
+  def select(self, scores, cache, budget):
+    slots = jnp.arange(budget.capacity, dtype=jnp.int32)
+    counts = jnp.minimum(budget.per_head, cache.lengths)[..., None]
+    slots = jnp.broadcast_to(slots, (*cache.lengths.shape, budget.capacity))
+    return self.changed(slots, counts)
+
+  def changed(self, slots, counts):
+    return jnp.where(slots < counts, slots, -1)
+
+
+class Beyond(Selecting):
+  def changed(self, slots, counts):
+    return jnp.where(slots < counts, slots + 60, -1)
+
+
+class Empty(Selecting):
+  def changed(self, slots, counts):
+    return jnp.where(slots < counts, slots + 30, -1)
+
+
+class Descending(Selecting):
+  def changed(self, slots, counts):
+    return jnp.where(slots < counts, counts - 1 - slots, -1)
+
+
+class TooMany(Selecting):
+  def changed(self, slots, counts):
+    return jnp.where(slots < counts + 1, slots, -1)
+
+
+class TooFew(Selecting):
+  def changed(self, slots, counts):
+    return jnp.where(slots < jnp.maximum(counts - 1, 1), slots, -1)
+
+
+class Mutable(Norm):
+  """Two of them are never equal."""
+
+  __hash__ = object.__hash__
+
+  def __eq__(self, other):
+    return self is other
+
+
+WRONG = {
+  "asks for a window it does not declare": (
+    Undeclared(),
+    r"traits\.window \(it is 0\)",
+  ),
+  "asks for a larger window than it declares": (
+    Undeclared(window=2),
+    r"traits\.window \(it is 2\)",
+  ),
+  "reads what it does not declare": (
+    Silent(),
+    "activations.keys_unrotated and activations.inputs .*"
+    r'reads=frozenset\({"inputs", "keys_unrotated"}\)',
+  ),
+  "declares a half of it": (HalfSilent(), "activations.keys_unrotated without"),
+  "narrow scores": (Narrow(), "float32.*bfloat16"),
+  "the layer's number": (Python(), "not known then.*TracerBool"),
+  "sees empty slots": (Leaky(), "empty slots and padding"),
+  "sees batch mates": (Sociable(), "batch mates"),
+  "sees padding": (FromTheEnd(), "padding"),
+  "protects nothing": (Protective(), "last 3 tokens always stay"),
+  "out of range": (
+    Beyond(),
+    "selects slot 6[4-9] of a layer whose slots are 0",
+  ),
+  "empty slots": (Empty(), "holds no token"),
+  "descending": (Descending(), "ascending order"),
+  "too many": (TooMany(), "keeps 13 tokens where a head may keep 12"),
+  "too few": (
+    TooFew(),
+    "keeps 11 tokens where a head may keep 12.*exact=False",
+  ),
+  "not equal": (Mutable(), "equal fields must be equal"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_method_that_breaks_its_word_is_told_so_in_a_sentence(case):
+  method, message = WRONG[case]
+  with pytest.raises(kvjax.InputError, match=message) as caught:
+    check_method(method)
+  assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def registry(monkeypatch):
+  """Names that are registered here are gone afterwards."""
+  for names in (METHODS, RETRIEVALS):
+    list(names)  # plug-ins stay
+    monkeypatch.setattr(names, "_entries", dict(names._entries))
+
+
+def test_a_method_without_a_name_cannot_be_saved(registry):
+  with pytest.raises(kvjax.InputError, match=r"A Norm cannot be saved.*regist"):
+    check_method(Norm())
+  kvjax.register("norm_of_a_test", Norm)
+  check_method(Norm())
+
+
+def test_what_the_user_protects_is_watched():
+  @dataclasses.dataclass(frozen=True)
+  class Last(Selecting):
+    def select(self, scores, cache, budget):
+      counts = jnp.minimum(budget.per_head, cache.lengths)[..., None]
+      slots = super().select(scores, cache, budget)
+      start = cache.lengths[..., None] - counts
+      return jnp.where(slots >= 0, slots + start, -1)
+
+  with pytest.raises(kvjax.InputError, match=r"evicts .* of a whole prompt"):
+    check_method(Last())
+
+
+# One that remembers, and one that works on whole prompts alone.
+@pytest.mark.parametrize("name", ["h2o", "compactor:chunk=16"])
+def test_methods_of_ours_pass(name):
+  check_method(kvjax.get_method(name))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading(Flat):
+  local: int = 8
+
+  def retrieve(self, index, queries, store, reads):
+    found, news = super().retrieve(index, queries, store, reads)
+    return Found(self.changed(found.slots, store)), news
+
+
+class BeyondTheStore(Reading):
+  def changed(self, slots, store):
+    return jnp.where(slots >= 0, slots + store.held.shape[0], -1)
+
+
+class Twice(Reading):
+  def changed(self, slots, store):
+    return jnp.broadcast_to(slots[:, :1], slots.shape)
+
+
+class EmptyReads(Reading):
+  def changed(self, slots, store):
+    return jnp.where(slots >= 0, slots * 0 + store.held.shape[0] - 1, -1)[:, :1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Growing(Reading):
+  def index(self, prompt, reads):
+    return jnp.zeros((1,))
+
+  def retrieve(self, index, queries, store, reads):
+    return Flat.retrieve(self, None, queries, store, reads)
+
+  def updated(self, index, news, real):
+    return jnp.concatenate([index, index])
+
+
+NOT_RETRIEVING = {
+  "out of range": (BeyondTheStore(), "looks up slot .* that are stored"),
+  "twice": (Twice(), "once in a list"),
+  "empty": (EmptyReads(), "holds no token"),
+  "grows": (Growing(), "same shapes"),
+  "dense": (Reading(dense_layers=tuple(range(64))), "leave one to look up in"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_RETRIEVING)
+def test_a_retrieval_that_breaks_its_word_is_told_so_in_a_sentence(case):
+  retrieval, message = NOT_RETRIEVING[case]
+  with pytest.raises(kvjax.InputError, match=message) as caught:
+    check_retrieval(retrieval)
+  assert "\n" not in str(caught.value)
+
+
+def test_a_retrieval_of_ours_passes():
+  check_retrieval(kvjax.get_retrieval("quest"))
+
+
+def test_one_is_not_the_other():
+  """In the tests annotations refuse it first."""
+  with pytest.raises(kvjax.InputError, match=r"kvjax.methods.Method; Flat"):
+    checks.check_value(Flat(), Method)
+  with pytest.raises(kvjax.InputError, match=r"kvjax.retrieval.Retrieval; No"):
+    checks.check_value(Norm(), Retrieval)
+
+
+@pytest.mark.parametrize(
+  ("name", "make", "message"),
+  [
+    ("snapkv", Norm, "'snapkv' already; register yours under another"),
+    ("flat", Norm, "'flat' already"),
+    ("My-Norm", Norm, "lower-case letters"),
+    ("a_number", lambda: 3, "3 under 'a_number' is not"),
+  ],
+)
+def test_names_that_cannot_be_registered(registry, name, make, message):
+  with pytest.raises(kvjax.InputError, match=message):
+    kvjax.register(name, make)
+  with pytest.raises(kvjax.InputError, match="There is no method"):
+    kvjax.get_plan("a_number", kvjax.Tokens(9))

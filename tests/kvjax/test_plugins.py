@@ -1,0 +1,122 @@
+"""Methods that another package brings are as good as ours."""
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import pytest
+
+import kvjax
+from kvjax.options import registry
+from kvjax.testing import TinyModel
+
+ROOT = pathlib.Path(__file__).parents[2]
+PLUGINS = ROOT / "tests" / "plugins"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """Runs Python where the example in tests/plugins is installed."""
+  target = tmp_path_factory.mktemp("installed")
+  pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index"]
+  how = ["--no-deps", "--no-build-isolation", "--no-compile"]
+  subprocess.run(
+    [*pip, *how, "--disable-pip-version-check", "--target", target, PLUGINS],
+    check=True,
+    env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+  )
+
+  def run(*arguments):
+    path = os.pathsep.join([str(ROOT), str(target)])
+    return subprocess.run(
+      [sys.executable, *map(str, arguments)],
+      env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+      capture_output=True,
+      text=True,
+    )
+
+  return run
+
+
+def test_everything_works_with_them(run, tmp_path):
+  done = run(PLUGINS / "use_all.py", tmp_path)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == "all done\n"
+  # Here nothing is installed.
+  with pytest.raises(
+    kvjax.InputError, match=r"LastVotes, which is not known.*not registered"
+  ):
+    kvjax.load_cache(tmp_path / "going_on", model=TinyModel(), model_id="tiny")
+  with pytest.raises(kvjax.InputError, match="no method 'last_votes'"):
+    kvjax.get_plan("last_votes", kvjax.Tokens(9))
+
+
+def test_the_command_line_knows_them(run, tmp_path):
+  methods = ["last_votes:window=4", "mean_query.near"]
+  done = run(
+    *("-m", "kvjax.experiments.main", "compare"),
+    *(f"--methods={','.join(methods)}", "--retention=0.5", "--tasks=passkey"),
+    *("--samples=1", "--length=288", f"--output={tmp_path}"),
+  )
+  assert done.returncode == 0, done.stderr
+  lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+  asked = {json.loads(line)["method"] for line in lines}
+  assert asked == {"full", *methods}
+  wrong = run(
+    *("-m", "kvjax.experiments.main", "compare", "--methods=last_vote"),
+  )
+  assert wrong.returncode == 2
+  assert "did you mean last_votes" in wrong.stderr
+
+
+def a_point(name, load, dist="some-package"):
+  return types.SimpleNamespace(
+    name=name, load=load, dist=types.SimpleNamespace(name=dist)
+  )
+
+
+@pytest.fixture
+def points(monkeypatch):
+  """Loads plug-ins anew, which these are said to be."""
+  names = (registry.METHODS, registry.RETRIEVALS)
+  for each in names:
+    monkeypatch.setattr(each, "_entries", dict(each._entries))
+
+  def load(*found):
+    monkeypatch.setattr(
+      importlib.metadata, "entry_points", lambda group: list(found)
+    )
+    registry.load_plugins.__wrapped__()
+
+  return load
+
+
+def test_a_package_that_cannot_be_imported_is_named(points):
+  def load():
+    raise ImportError("No module named 'torch'")
+
+  with pytest.raises(
+    kvjax.InputError,
+    match=r"'odd' of some-package cannot be imported \(No module named 'torch'",
+  ):
+    points(a_point("odd", load))
+
+
+def test_a_package_that_takes_our_name_is_told_so(points):
+  with pytest.raises(kvjax.InputError, match="'snapkv' already"):
+    points(a_point("snapkv", lambda: kvjax.methods.Tova))
+
+
+def test_a_class_and_a_function_are_registered(points):
+  points(
+    a_point("like_tova", lambda: kvjax.methods.Tova),
+    a_point(
+      "any", lambda: lambda: kvjax.register("by_hand", kvjax.methods.H2O)
+    ),
+  )
+  assert kvjax.get_method("like_tova") == kvjax.methods.Tova()
+  assert kvjax.get_method("by_hand") == kvjax.methods.H2O()
