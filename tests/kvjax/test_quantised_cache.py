@@ -7,21 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.cache.quantized import QuantisedLayer, stored
-from kvjax.engine.decoding import feed
 
 import kvjax
+from kvjax.activations import Activations
+from kvjax.cache.layers import Slots
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sharding import parse_mesh
 from kvjax.calibration.record import Calibration
 from kvjax.checkpoint.saving import load_cache, save_cache
+from kvjax.engine.feed import feed
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.kernels.quantised import Quantised
-from kvjax.methods import get_method
+from kvjax.options.names import get_method
 from kvjax.testing import TinyModel, held_positions, poisoned
 
-GEOMETRY = kvjax.Geometry(
+GEOMETRY = kvjax.Geometry.uniform(
   layers=2, heads=4, kv_heads=2, head_dim=16, max_positions=4096
 )
 MODEL = TinyModel(GEOMETRY)
@@ -48,10 +49,17 @@ def parameters():
 
 
 PARAMS = parameters()
+HEADS, KV_HEADS = 4, 2
+# Each layer's weights by themselves, in float64.
+LAYERS = [
+  {name: np.asarray(x[number], np.float64) for name, x in stack.items()}
+  for stack in PARAMS["layers"]
+  for number in range(len(stack["key"]))
+]
 
 
-def plan(name, storage, budget=BUDGET, **options):
-  return Plan(get_method(name), budget, storage=storage, **options)
+def plan(name, kv_dtype, budget=BUDGET, **options):
+  return kvjax.get_plan(name, budget, kv_dtype=kv_dtype, **options)
 
 
 def swept(plans, prompts=PROMPTS):
@@ -60,7 +68,7 @@ def swept(plans, prompts=PROMPTS):
 
 @pytest.fixture(scope="module")
 def caches():
-  """By method and storage, all from one prefill."""
+  """By method and kv_dtype, all from one prefill."""
   names = [(name, s) for name in (DENSE, PACKED) for s in (None, *SMALL)]
   found = swept([plan(*name) for name in names])
   return dict(zip(names, found, strict=True))
@@ -93,7 +101,7 @@ def exact_scale(x):
 def plain_attention(layer, queries, places):
   """Softmax over the stored numbers, a row and head at a time; in float64."""
   output = np.zeros(queries.shape)
-  group = queries.shape[1] // GEOMETRY.kv_heads
+  group = queries.shape[1] // KV_HEADS
   for row, head in np.ndindex(queries.shape[:2]):
     rows = []
     for keys, values, positions, heads in parts(layer):
@@ -124,38 +132,38 @@ def rotated(x, places):
 def plain_logits(cache, tokens, places):
   """Of tokens that are in the cache; what they attend to is in there too."""
   x = np.asarray(PARAMS["embedding"], np.float64)[tokens]
-  for layer, weights in zip(cache.layers, PARAMS["layers"], strict=True):
-    queries = x @ np.asarray(weights["query"], np.float64)
-    queries = queries.reshape(*tokens.shape, GEOMETRY.heads, -1)
+  for layer, weights in zip(cache.layers, LAYERS, strict=True):
+    queries = x @ weights["query"]
+    queries = queries.reshape(*tokens.shape, HEADS, -1)
     queries = rotated(queries.swapaxes(1, 2), places)
     attended = plain_attention(layer, queries, places).swapaxes(1, 2)
-    x += attended.reshape(*tokens.shape, -1) @ np.asarray(weights["output"])
+    x += attended.reshape(*tokens.shape, -1) @ weights["output"]
   return x @ np.asarray(PARAMS["embedding"], np.float64).T
 
 
-def half_step(x, scale, storage):
+def half_step(x, scale, kv_dtype):
   """How far rounding may move a number."""
-  if storage == "int8":
+  if kv_dtype == "int8":
     return scale / 2 * (1 + 1e-5)
   return np.maximum(np.abs(x) / 16, scale / 1024) * (1 + 1e-5)
 
 
-def assert_appended(cache, tokens, places, storage):
+def assert_appended(cache, tokens, places, kv_dtype):
   """The first layer's last part has a block in it, nearly as it was."""
   embedded = np.asarray(PARAMS["embedding"], np.float64)[tokens]
   keys, values, positions, _ = parts(cache.layers[0])[-1]
   for name, x in (("key", keys), ("value", values)):
-    own = embedded @ np.asarray(PARAMS["layers"][0][name], np.float64)
-    own = own.reshape(*tokens.shape, GEOMETRY.kv_heads, -1).swapaxes(1, 2)
+    own = embedded @ LAYERS[0][name]
+    own = own.reshape(*tokens.shape, KV_HEADS, -1).swapaxes(1, 2)
     own = rotated(own, places) if name == "key" else own
     for row, token in np.argwhere(places >= 0):
       found = np.asarray(positions[row]) == places[row, token]
       assert np.all(found.sum(axis=-1) == 1)
       wanted, scale = own[row, :, token], exact_scale(x)[row][found]
       off = np.abs(exact(x)[row][found] - wanted)
-      assert np.all(off <= half_step(wanted, scale, storage) + 1e-5)
+      assert np.all(off <= half_step(wanted, scale, kv_dtype) + 1e-5)
       np.testing.assert_allclose(
-        scale[..., 0], np.abs(wanted).max(-1) / LARGEST[storage], rtol=1e-4
+        scale[..., 0], np.abs(wanted).max(-1) / LARGEST[kv_dtype], rtol=1e-4
       )
 
 
@@ -163,13 +171,13 @@ fed = jax.jit(feed, static_argnames=("model",))
 
 
 @pytest.mark.parametrize(
-  ("method", "storage"), [(DENSE, "int8"), (PACKED, "fp8")]
+  ("method", "kv_dtype"), [(DENSE, "int8"), (PACKED, "fp8")]
 )
 def test_answers_equal_a_plain_loop_over_the_stored_numbers(
-  caches, method, storage
+  caches, method, kv_dtype
 ):
   """Question and answer are stored in eight bits too, before they are read."""
-  cache = poisoned(kvjax.reserve(caches[method, storage], 10))
+  cache = poisoned(kvjax.reserve(caches[method, kv_dtype], 10))
   block, lengths = np.asarray(QUESTIONS.tokens), np.asarray(QUESTIONS.lengths)
   own, said = cache, []
   for _ in range(4):
@@ -177,7 +185,7 @@ def test_answers_equal_a_plain_loop_over_the_stored_numbers(
     logits, own = fed(MODEL, PARAMS, own, block, lengths)
     places = start[:, None] + np.arange(block.shape[1])[None]
     places = np.where(places < (start + lengths)[:, None], places, -1)
-    assert_appended(own, block, places, storage)
+    assert_appended(own, block, places, kv_dtype)
     last = np.take_along_axis(
       plain_logits(own, block, places), lengths[:, None, None] - 1, axis=1
     )[:, 0]
@@ -185,12 +193,13 @@ def test_answers_equal_a_plain_loop_over_the_stored_numbers(
     said.append(last.argmax(-1))
     block, lengths = said[-1][:, None], np.ones_like(lengths)
   more = np.asarray(QUESTIONS.lengths)[None, :, None] + 3
-  assert np.array_equal(own.lengths, caches[method, storage].lengths + more)
+  assert np.array_equal(own.lengths, caches[method, kv_dtype].lengths + more)
   said = np.stack(said, axis=1).tolist()
   assert len({tuple(row) for row in said}) == len(ROWS)
 
   given, places = buffers(cache)
-  answers, after = conversed(cache)
+  answers = conversed(cache)
+  after = answers.cache
   assert answers.rows() == said
   # The conversation has written into the cache that it was given.
   assert all(leaf.is_deleted() for leaf in given)
@@ -198,16 +207,17 @@ def test_answers_equal_a_plain_loop_over_the_stored_numbers(
 
 
 def conversed(cache):
-  return kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(4))
+  decoding = kvjax.Decoding(4)
+  return kvjax.generate(MODEL, PARAMS, cache, QUESTIONS, decoding, keep=True)
 
 
 def buffers(cache):
-  leaves = [x for x in jax.tree.leaves(cache.layers) if x.ndim > 1]
+  leaves = [x for x in jax.tree.leaves(cache.stacks) if x.ndim > 2]
   return leaves, {leaf.unsafe_buffer_pointer() for leaf in leaves}
 
 
 @pytest.mark.parametrize(
-  ("method", "storage", "dtype"),
+  ("method", "kv_dtype", "dtype"),
   [
     (DENSE, "fp8", "float32"),
     (DENSE, "int8", "bfloat16"),
@@ -215,12 +225,15 @@ def buffers(cache):
     (PACKED, "fp8", "bfloat16"),
   ],
 )
-def test_attention_is_to_the_stored_numbers(caches, method, storage, dtype):
+def test_attention_is_to_the_stored_numbers(caches, method, kv_dtype, dtype):
   rng = np.random.default_rng(1)
   queries = jnp.asarray(rng.normal(size=(4, 4, 3, 16)) * 2, dtype)
   places = np.asarray([[70, 71, 72], [50, 51, -1], [30, 31, 32], [60, -1, -1]])
-  layer = poisoned(caches[method, storage]).layers[1]
-  ours, after = layer.attend(queries, jnp.asarray(places, jnp.int32))
+  layer = poisoned(caches[method, kv_dtype]).layers[1]
+  keys = jnp.zeros((4, KV_HEADS, 3, 16), dtype)
+  ours, after = layer.attend(
+    Activations(queries, keys, keys, jnp.asarray(places, jnp.int32))
+  )
   assert ours.dtype == jnp.dtype(dtype)
   assert after is layer
   theirs = plain_attention(layer, np.asarray(queries, np.float64), places)
@@ -230,11 +243,11 @@ def test_attention_is_to_the_stored_numbers(caches, method, storage, dtype):
   np.testing.assert_allclose(shown, theirs, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("storage", [*SMALL])
+@pytest.mark.parametrize("kv_dtype", [*SMALL])
 @pytest.mark.parametrize("method", [DENSE, PACKED])
-def test_the_same_tokens_are_kept_and_rounded_once(caches, method, storage):
+def test_the_same_tokens_are_kept_and_rounded_once(caches, method, kv_dtype):
   """Each number to the nearest there is; eight bits cost half a step."""
-  ours, theirs = caches[method, storage], caches[method, None]
+  ours, theirs = caches[method, kv_dtype], caches[method, None]
   assert ours.nbytes == sum(x.nbytes for x in jax.tree.leaves(ours))
   assert np.array_equal(ours.next_positions, theirs.next_positions)
   for row, tokens in enumerate(ROWS):
@@ -246,17 +259,19 @@ def test_the_same_tokens_are_kept_and_rounded_once(caches, method, storage):
     for small_part, part in zip(parts(small), parts(whole), strict=True):
       held = np.asarray(part[2]) >= 0
       for x, y in zip(small_part[:2], part[:2], strict=True):
-        assert x.qvalue.dtype == SMALL[storage]
+        assert x.qvalue.dtype == SMALL[kv_dtype]
         wanted, scale = exact(y)[held], np.asarray(x.scale, np.float64)[held]
         off = np.abs(exact(x)[held] - wanted)
-        assert np.all(off <= half_step(wanted, scale, storage))
+        assert np.all(off <= half_step(wanted, scale, kv_dtype))
         largest = np.abs(wanted).max(axis=-1, keepdims=True)
-        np.testing.assert_allclose(scale, largest / LARGEST[storage], rtol=1e-6)
+        np.testing.assert_allclose(
+          scale, largest / LARGEST[kv_dtype], rtol=1e-6
+        )
 
 
 def assert_alike(ours, theirs, row=...):
   """Equal, but for sums in another order that round to the next number."""
-  for one, other in zip(ours.layers, theirs.layers, strict=True):
+  for one, other in zip(ours, theirs, strict=True):
     for part, expected in zip(parts(one), parts(other), strict=True):
       held = np.asarray(part[2]) >= 0
       for x, y in zip(part[:2], expected[:2], strict=True):
@@ -272,14 +287,14 @@ def test_a_row_stands_alone(caches):
   alone = swept([plan(*name) for name in names], prompts=PROMPTS.row(1))
   for name, own in zip(names, alone, strict=True):
     assert held_positions(own, 0) == held_positions(caches[name], 1)
-    assert_alike(own, caches[name], 1)
+    assert_alike(own.layers, caches[name].layers, 1)
 
 
 @pytest.mark.parametrize(
-  ("method", "storage"), [(DENSE, "fp8"), (PACKED, "int8")]
+  ("method", "kv_dtype"), [(DENSE, "fp8"), (PACKED, "int8")]
 )
-def test_saved_and_loaded_bit_by_bit(caches, method, storage, tmp_path):
-  cache = poisoned(caches[method, storage])
+def test_saved_and_loaded_bit_by_bit(caches, method, kv_dtype, tmp_path):
+  cache = poisoned(caches[method, kv_dtype])
   save_cache(cache, tmp_path, model=MODEL, model_id="tiny")
   again = load_cache(tmp_path, model=MODEL, model_id="tiny")
   assert jax.tree.structure(again) == jax.tree.structure(cache)
@@ -292,28 +307,29 @@ def test_saved_and_loaded_bit_by_bit(caches, method, storage, tmp_path):
 
 def test_rows_are_joined_with_their_like(caches):
   int8, fp8 = caches[DENSE, "int8"], caches[DENSE, "fp8"]
-  joined = kvjax.concatenate([int8, int8])
+  joined = kvjax.stack([int8, int8])
   for row in (1, 5):
     assert held_positions(joined, row) == held_positions(int8, 1)
   assert joined.layers[0].keys.qvalue.dtype == jnp.int8
   assert joined.layers[0].keys.scale.shape[0] == 8
   for other in (fp8, caches[DENSE, None]):
     with pytest.raises(InputError, match="can be joined"):
-      kvjax.concatenate([int8, other])
+      kvjax.stack([int8, other])
 
 
 def test_a_mesh_equals_one_device(caches):
   with jax.set_mesh(parse_mesh("data:2,model:2")):
     dense, packed = swept([plan(DENSE, "int8"), plan(PACKED, "int8")])
-    said = conversed(kvjax.reserve(dense, 10))[0].rows()
-  for leaf in (*dense.layers[1].keys, *dense.layers[0].values):
-    assert leaf.sharding.shard_shape(leaf.shape)[:2] == (2, 1)
-  for leaf in packed.layers[0].pages.keys:
-    assert leaf.sharding.shard_shape(leaf.shape)[0] == 2
-  assert_alike(dense, caches[DENSE, "int8"])
-  assert_alike(packed, caches[PACKED, "int8"])
+    said = conversed(kvjax.reserve(dense, 10)).rows()
+  (stack,) = dense.stacks
+  for leaf in (*stack.keys, *stack.values):
+    assert leaf.sharding.shard_shape(leaf.shape)[:3] == (2, 2, 1)
+  for leaf in packed.stacks[0].pages.keys:
+    assert leaf.sharding.shard_shape(leaf.shape)[:2] == (1, 2)
+  assert_alike(dense.layers, caches[DENSE, "int8"].layers)
+  assert_alike(packed.layers, caches[PACKED, "int8"].layers)
   alone = kvjax.reserve(caches[DENSE, "int8"], 10)
-  assert said == conversed(alone)[0].rows()
+  assert said == conversed(alone).rows()
 
 
 def test_every_way_to_a_cache_ends_in_rounding():
@@ -331,32 +347,34 @@ def test_every_way_to_a_cache_ends_in_rounding():
     ((turned, BUDGET), (turned, half), (keydiff, whole)), (None, "int8")
   )
   found = swept(
-    [Plan(*chosen, storage=storage) for chosen, storage in pairs], prompts=free
+    [Plan(*chosen, kv_dtype=kv_dtype) for chosen, kv_dtype in pairs],
+    prompts=free,
   )
   for whole, small in zip(found[::2], found[1::2], strict=True):
     assert np.array_equal(whole.next_positions, small.next_positions)
     layers = []
     for layer, rounded in zip(whole.layers, small.layers, strict=True):
-      assert isinstance(rounded, QuantisedLayer)
-      layers.append(stored(layer, "int8"))
+      assert type(rounded) is Slots
+      layers.append(layer.quantized("int8"))
       assert np.array_equal(layer.positions, rounded.positions)
       assert int(layer.cursor) == int(rounded.cursor)
-    assert_alike(small, dataclasses.replace(whole, layers=tuple(layers)))
+    assert_alike(small.layers, layers)
 
   blocks = plan("keydiff", "int8", schedule=kvjax.Schedule(block=16))
   cache, _ = jax.eval_shape(
     lambda params: kvjax.prefill(MODEL, params, free, blocks), PARAMS
   )
-  assert {type(layer) for layer in cache.layers} == {QuantisedLayer}
+  assert {type(stack) for stack in cache.stacks} == {Slots}
+  assert cache.stacks[0].keys.qvalue.dtype == jnp.int8
 
 
 def test_what_cannot_be_is_refused_in_one_sentence():
   keydiff = get_method("keydiff")
   with pytest.raises(InputError, match="one of int8, fp8; 'int4' is not"):
-    Plan(keydiff, BUDGET, storage="int4")
+    Plan(keydiff, BUDGET, kv_dtype="int4")
   both = kvjax.Schedule(block=8, every=4)
   with pytest.raises(InputError, match="decoding where they are stored in fp8"):
-    Plan(keydiff, BUDGET, both, storage="fp8")
+    Plan(keydiff, BUDGET, both, kv_dtype="fp8")
   with pytest.raises(InputError, match="Flat looks up keys as they were"):
-    kvjax.get_plan("flat/keydiff@8", BUDGET, storage="int8")
-  assert kvjax.get_plan("keydiff", BUDGET, storage="int8").storage == "int8"
+    kvjax.get_plan("flat/keydiff@8", BUDGET, kv_dtype="int8")
+  assert kvjax.get_plan("keydiff", BUDGET, kv_dtype="int8").kv_dtype == "int8"

@@ -1,80 +1,61 @@
 """What caches in eight bits take, at rest and while they are worked with."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
-from kvjax.engine.decoding import feed
-from kvjax.engine.one_pass import one_pass
 
 import kvjax
 from kvjax.cache.layers import tree_bytes
-from kvjax.engine.plans import Kept, Plan, Room
-from kvjax.methods import FullKV, get_method
-from kvjax.testing import TinyModel
+from kvjax.engine.compress import Kept, compress_layer, keep_layer
+from kvjax.engine.feed import feed
+from kvjax.engine.prepared import LayerProgram
+from kvjax.testing import TinyModel, random_activations
 
-GEOMETRY = kvjax.Geometry(
-  layers=1, heads=4, kv_heads=2, head_dim=64, max_positions=2**15
-)
 DENSE, PACKED = "snapkv:window=8", "ada/snapkv:window=8"
 
 
-def plan(name, storage, tokens=20):
-  return Plan(get_method(name), kvjax.Tokens(tokens), storage=storage)
+def tiny(head_dim, dtype="float32"):
+  geometry = kvjax.Geometry.uniform(1, 4, 2, head_dim, 2**15)
+  return TinyModel(geometry, dtype=dtype)
 
 
-def lowered(model, plan, length, room):
-  """The compiled prefill of one row, of which each head keeps `room`."""
-  counts = jax.ShapeDtypeStruct((model.geometry.layers, 1), "int32")
-  return one_pass.lower(
-    model,
-    jax.eval_shape(model.init),
-    jax.ShapeDtypeStruct((1, length), "int32"),
-    jax.ShapeDtypeStruct((1,), "int32"),
-    [Kept(counts, counts)],
-    [None],
-    None,
-    plans=(plan,),
-    rooms=((room,) * model.geometry.layers,),
-    most_reads=(0,),
+def cache_of(model, name, kv_dtype, length, tokens):
+  """Shapes of what is kept of a row of one layer."""
+  plan = kvjax.get_plan(name, kvjax.Tokens(tokens), kv_dtype=kv_dtype)
+  prompts = kvjax.Prompts.of([[1] * length], length)
+  cache, _ = jax.eval_shape(
+    lambda: kvjax.prefill(model, model.init(), prompts, plan)
   )
+  return cache
 
 
 @pytest.mark.parametrize(
   ("method", "dtype"), [(DENSE, "bfloat16"), (PACKED, "float32")]
 )
 def test_bytes_are_those_of_small_numbers_and_their_scales(method, dtype):
-  geometry = dataclasses.replace(GEOMETRY, head_dim=128)
-  model = TinyModel(geometry, dtype=dtype)
   size = jnp.dtype(dtype).itemsize
   used = {}
-  for storage in (None, "int8", "fp8"):
-    program = lowered(model, plan(method, storage), 64, Room(20, False))
-    (cache,) = program.out_info.caches
-    each = 2 * 128 * size if storage is None else 2 * (128 + 4)
+  for kv_dtype in (None, "int8", "fp8"):
+    cache = cache_of(tiny(128, dtype), method, kv_dtype, 64, 20)
+    each = 2 * 128 * size if kv_dtype is None else 2 * (128 + 4)
     slots, more = 2 * 20, 2 * 4  # cursor and next position
     if method == PACKED:
       pages = (2 * 20 + 2 * 31) // 32
       slots, more = pages * 32, more + pages * 4
-    used[storage] = tree_bytes(cache)
-    assert used[storage] == slots * (each + 4) + more
+    used[kv_dtype] = tree_bytes(cache)
+    assert used[kv_dtype] == slots * (each + 4) + more
   assert used["fp8"] == used["int8"]
   assert used["int8"] / used[None] == pytest.approx(1 / size, abs=0.03)
 
 
 @pytest.mark.parametrize("method", [DENSE, PACKED])
 def test_a_decoded_token_makes_no_cache_of_floats(method):
-  model, slots = TinyModel(GEOMETRY), 2**14
-  own = plan(method, "int8", slots)
-  program = lowered(model, own, slots + 1, Room(slots, False))
-  (cache,) = program.out_info.caches
+  model, slots = tiny(64), 2**14
+  cache = cache_of(model, method, "int8", slots + 1, slots)
   shape = functools.partial(jax.ShapeDtypeStruct, dtype="int32")
-  cache = jax.eval_shape(
-    lambda cache: kvjax.reserve(cache, 8),
-    jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cache),
-  )
+  cache = jax.eval_shape(lambda cache: kvjax.reserve(cache, 8), cache)
   params = jax.eval_shape(model.init)
   step = jax.jit(feed, static_argnums=0, donate_argnums=2)
   used = step.lower(model, params, cache, shape((1, 1)), shape((1,)))
@@ -87,15 +68,37 @@ def test_a_decoded_token_makes_no_cache_of_floats(method):
 
 
 def test_a_prefill_holds_no_layer_longer_because_it_is_rounded():
-  """Peak memory falls by what the floats of the layers that are done take."""
-  geometry = dataclasses.replace(GEOMETRY, layers=4, head_dim=32)
-  model, length = TinyModel(geometry), 2048
+  """Layers that are done stay in eight bits while another one is rounded."""
+  model, length, layers = tiny(32), 2048, 4
+  activations = jax.eval_shape(
+    lambda: random_activations(0, [length], length, head_dim=32).only(())
+  )
+  kept = Kept(jax.ShapeDtypeStruct((), "int32"), activations, None, None, None)
 
-  def memory(storage):
-    own = Plan(FullKV(), kvjax.Tokens(length), storage=storage)
-    used = lowered(model, own, length, Room(length, True)).compile()
-    used = used.memory_analysis()
-    return used.temp_size_in_bytes + used.output_size_in_bytes
+  def memory(kv_dtype):
+    program = LayerProgram(length, kv_dtype=kv_dtype)
+    layer = jax.eval_shape(
+      functools.partial(compress_layer, model, program), kept
+    )
+    stack = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), layer
+    )
+    used = keep_layer.lower(
+      stack,
+      jax.ShapeDtypeStruct((), "int32"),
+      kept,
+      model=model,
+      program=program,
+    )
+    used = used.compile().memory_analysis()
+    # What is held before stays where it is.
+    assert used.alias_size_in_bytes >= tree_bytes(stack) - 64
+    assert used.output_size_in_bytes <= tree_bytes(stack) + 512
+    return used.output_size_in_bytes, used.temp_size_in_bytes
 
-  spared = 2 * length * 2 * (4 * 32 - 32 - 4)  # per layer
-  assert memory(None) - memory("int8") > 2 * spared
+  slots = 2 * length
+  plain, _ = memory(None)
+  rounded, beside = memory("int8")
+  assert plain - rounded > 0.99 * layers * slots * 2 * (4 * 32 - 32 - 4)
+  # The layer's own floats at most, before it is written.
+  assert beside < 1.1 * slots * 2 * 32 * 4
