@@ -13,6 +13,8 @@ from kvjax.options.budgets import Budget, Retention
 class Middle(Allocation):
   """Keeps a share of the tokens between the first and the last ones.
 
+  Its attributes follow from the method's options and are no options.
+
   Attributes:
     ends: first and last tokens, which are among those that are kept even where
       they are more than a retention of the rest.
@@ -20,8 +22,8 @@ class Middle(Allocation):
       then rounded once, to the nearest, for all of them.
   """
 
-  ends: int = 0
-  joint: bool = False
+  ends: int = dataclasses.field(default=0, metadata={"option": False})
+  joint: bool = dataclasses.field(default=False, metadata={"option": False})
 
   @property
   def ragged(self) -> bool:

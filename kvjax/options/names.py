@@ -40,7 +40,8 @@ def get_recipe(name: str) -> Recipe:
   name = name.strip()
   prefix, slash, rest = name.partition("/")
   if not slash:
-    return _fitted(recipe_of(named(name, METHODS)))
+    plain = recipe_of(named(name.partition(":")[0], METHODS))
+    return _fitted(recipe_of(named(name, METHODS)), plain.method.allocation)
   if prefix not in _PREFIXES:
     raise InputError(
       f"There is no {prefix!r} to put before a method"
@@ -53,16 +54,29 @@ def get_recipe(name: str) -> Recipe:
   over = inner.allocation or method.allocation
   recipe = Recipe(method, _PREFIXES[prefix](method, over))
   made: Recipe = with_options(name.partition(":")[0], recipe, options)
-  return _fitted(made)
+  return _fitted(made, method.allocation)
 
 
-def _fitted(recipe: Recipe) -> Recipe:
-  """The recipe whose pyramid knows the window that its method now has."""
-  if not isinstance(recipe.allocation, Pyramid):
+def _fitted(recipe: Recipe, before: Allocation) -> Recipe:
+  """A recipe that spreads its budget by what its method has become.
+
+  Args:
+    recipe: with the options that its name gives.
+    before: the method's own law without them.
+  """
+  method = recipe.method
+
+  def fitted(law: Allocation) -> Allocation:
+    if isinstance(law, Pyramid):
+      window = method.traits.protects
+      return dataclasses.replace(law, over=fitted(law.over), window=window)
+    if isinstance(law, Adaptive):
+      return dataclasses.replace(law, over=fitted(law.over))
+    return method.allocation if law == before else law
+
+  if recipe.allocation is None:
     return recipe
-  window = recipe.method.traits.protects
-  fitted = dataclasses.replace(recipe.allocation, window=window)
-  return dataclasses.replace(recipe, allocation=fitted)
+  return dataclasses.replace(recipe, allocation=fitted(recipe.allocation))
 
 
 def _check_prefix(prefix: str, inner: Recipe) -> None:
