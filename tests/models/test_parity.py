@@ -46,7 +46,7 @@ def attend(seen):
 def logits_of(model, params, ids, positions):
   """Logits by the loop over layers that the engine runs."""
 
-  def step(spec, layer, stack, index, seen):
+  def step(layer, stack, index, seen):
     return attend(seen), stack
 
   order = (0,) * model.geometry.num_layers
@@ -195,7 +195,7 @@ def test_the_engine_generates_what_transformers_generates(family):
   if name == "llama_dynamic":
     return
   decoding = kvjax.Decoding(expected.shape[1])
-  answers = kvjax.complete(model, params, cache, logits, decoding)
+  answers = kvjax.generate(model, params, cache, logits, decoding)
   np.testing.assert_array_equal(answers.tokens[: len(rows)], expected)
 
 
@@ -240,7 +240,7 @@ def test_transformers_reads_the_bundled_model_as_we_do():
     kvjax.Plan(kvjax.get_method("full"), kvjax.Retention(1.0)),
   )
   decoding = kvjax.Decoding(golden["generated"].shape[1])
-  answers = kvjax.complete(lm.model, lm.params, cache, logits, decoding)
+  answers = kvjax.generate(lm.model, lm.params, cache, logits, decoding)
   np.testing.assert_array_equal(answers.tokens, golden["generated"])
 
 

@@ -25,8 +25,8 @@ def run(mesh=None):
     kvjax.Prompts.of(rows),
     kvjax.Plan(kvjax.get_method("snapkv:window=4"), kvjax.Retention(0.5)),
   )
-  answers = kvjax.answer(model, params, cache, questions, kvjax.Decoding(5))
-  return params, cache, logits, answers.rows()
+  answers = kvjax.generate(model, params, cache, questions, kvjax.Decoding(5))
+  return model, params, cache, logits, answers.rows()
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +36,22 @@ def alone():
 
 @pytest.mark.parametrize("mesh", ["data:2,model:2", "model:4", "data:4"])
 def test_a_sharded_model_answers_as_a_whole_one(alone, mesh):
-  _, cache, logits, answers = alone
+  model, _, cache, logits, answers = alone
   devices = parse_mesh(mesh)
   with jax.set_mesh(devices):
-    params, spread, spread_logits, spread_answers = run(devices)
+    _, params, spread, spread_logits, spread_answers = run(devices)
   # Each device holds its part of the weights and of the cache only.
   up = params["layers"]["mlp"]["up_proj"]["kernel"][...]
   assert up.addressable_shards[0].data.shape[2] == (
     up.shape[2] // devices.shape["model"]
   )
-  keys = spread.layers[0].keys
-  kv_heads = keys.shape[1]
+  (stack,) = spread.stacks
+  keys = stack.keys
+  kv_heads = keys.shape[2]
   model_size = devices.shape["model"]
   split = model_size if kv_heads % model_size == 0 else 1
-  assert keys.addressable_shards[0].data.shape[:2] == (
+  assert keys.addressable_shards[0].data.shape[:3] == (
+    model.geometry.num_layers,
     4 // devices.shape["data"],
     kv_heads // split,
   )
