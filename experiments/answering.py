@@ -305,10 +305,8 @@ def _answers(
 ) -> list[list[int]]:
   """The answers of a cache whose rows are those of `asked` again and again."""
   decoding = kvjax.Decoding(asked[0].max_new_tokens, lm.tokenizer.eos_ids)
-  questions = _questions(cache, asked, shape) if shape.question else None
-  return kvjax.generate(
-    lm.model, lm.params, cache, questions, decoding, logits=logits
-  ).rows()
+  prompts = _questions(cache, asked, shape) if shape.question else logits
+  return kvjax.generate(lm.model, lm.params, cache, prompts, decoding).rows()
 
 
 def _turn(

@@ -67,9 +67,7 @@ def measure(
   def decode(one: prefilling.Prefilled) -> float:
     began = time.perf_counter()
     jax.block_until_ready(
-      kvjax.generate(
-        lm.model, lm.params, one.cache, None, decoding, logits=one.logits
-      )
+      kvjax.generate(lm.model, lm.params, one.cache, one.logits, decoding)
     )
     return time.perf_counter() - began
 

@@ -65,13 +65,11 @@ def generate(
   model: Model,
   params: PyTree,
   cache: Cache,
-  prompts: Prompts | None,
+  prompts: Prompts | Float[Array, "B V"],
   decoding: Decoding,
   *,
-  logits: Float[Array, "B V"] | None = None,
   keep: bool = False,
   seeds: Seeds | None = None,
-  on_token: OnToken | None = None,
 ) -> Generated:
   """Feeds a prompt to each row of a cache and decodes what follows.
 
@@ -90,50 +88,68 @@ def generate(
     params: the weights.
     cache: what is left of each row's context.
     prompts: one for each row; their positions follow the uncompressed context.
-      None goes on right after a prefill.
+      The logits that a prefill returned, in their place, go on right after it.
     decoding: when and how.
-    logits: what the prefill returned, if there are no prompts.
     keep: whether prompt and answer stay.
     seeds: of each row's draws; zeros if not given.
-    on_token: told of every token as it is made.
 
   Raises:
     InputError: rows and prompts differ in number, context, prompt and answer
-      together are longer than the model's context, neither prompts nor logits
-      are given, or the cache has too little room.
+      together are longer than the model's context, or the cache has too little
+      room.
 
   Example:
+    >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()
     >>> params = model.init()
-    >>> prompts = Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
     >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
     >>> cache, _ = kvjax.prefill(model, params, prompts, plan)
-    >>> questions = Prompts.of([[7], [8, 9]])
+    >>> questions = kvjax.Prompts.of([[7], [8, 9]])
     >>> decoding = kvjax.Decoding(max_new_tokens=2)
     >>> answers = kvjax.generate(model, params, cache, questions, decoding)
     >>> answers.tokens.shape
     (2, 2)
   """
-  width = _check_prompts(model, cache, prompts, logits, decoding)
+  return _generate(
+    model, params, cache, _Request(prompts, decoding, keep, seeds)
+  )
+
+
+class _Request(NamedTuple):
+  """What is asked of a cache; see `generate`."""
+
+  prompts: Prompts | Float[Array, "B V"]
+  decoding: Decoding
+  keep: bool = False
+  seeds: Seeds | None = None
+
+
+def _generate(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  request: _Request,
+  on_token: OnToken | None = None,
+) -> Generated:
+  """Answers a request, and tells `on_token` of every token as it is made."""
+  prompts, decoding, keep, seeds = request
+  logits, feeds = None, None
+  if isinstance(prompts, Prompts):
+    feeds = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
+  else:
+    logits = prompts
+  width = _check_prompts(model, cache, prompts, decoding)
   seen = np.asarray(cache.next_positions)
   limits = _limits(cache, seen, width, decoding)
   if keep:
     _check_room(cache, limits, width, decoding)
-  feeds = None
-  if prompts is not None:
-    feeds = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
   with listening(on_token) as listener:
     run = Run(_seeds(seeds, cache), listener, limits)
     program = _go_on if keep else _answer
     answers, after = program(
-      model,
-      params,
-      cache,
-      logits if feeds is None else None,
-      feeds,
-      run,
-      decoding=decoding,
+      model, params, cache, logits, feeds, run, decoding=decoding
     )
   return Generated(answers.tokens, answers.lengths, after)
 
@@ -190,10 +206,9 @@ def stream(
   model: Model,
   params: PyTree,
   cache: Cache,
-  prompts: Prompts | None,
+  prompts: Prompts | Float[Array, "B V"],
   decoding: Decoding,
   *,
-  logits: Float[Array, "B V"] | None = None,
   seeds: Seeds | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
   """Yields every row's next token as soon as it is made; -1 once it has ended.
@@ -201,26 +216,21 @@ def stream(
   Arguments and errors are those of `generate`. Decoding is one compiled
   program all the same: it goes on whether or not its tokens are taken.
   """
+  request = _Request(prompts, decoding, seeds=seeds)
   tokens: queue.SimpleQueue[Int[np.ndarray, " B"] | BaseException | None] = (
     queue.SimpleQueue()
   )
 
   def run() -> None:
     try:
-      generate(
-        model,
-        params,
-        cache,
-        prompts,
-        decoding,
-        logits=logits,
-        seeds=seeds,
-        on_token=lambda _, token: tokens.put(token),
+      _generate(
+        model, params, cache, request, lambda _, token: tokens.put(token)
       )
       tokens.put(None)
     except BaseException as error:  # handed to who takes the tokens
       tokens.put(error)
 
+  # The mesh and the kernels that are chosen here hold there too.
   context = contextvars.copy_context()
   thread = threading.Thread(target=context.run, args=(run,), daemon=True)
   thread.start()
@@ -308,18 +318,12 @@ def _check_reach(
 def _check_prompts(
   model: Model,
   cache: Cache,
-  prompts: Prompts | None,
-  logits: Array | None,
+  prompts: Prompts | Float[Array, "B V"],
   decoding: Decoding,
 ) -> int:
   """Refuses prompts that do not suit a cache; tokens that are fed otherwise."""
   seen = np.asarray(cache.next_positions)
-  if prompts is None:
-    if logits is None:
-      raise InputError(
-        "There is nothing to go on from: give prompts, or the logits that the "
-        "prefill returned."
-      )
+  if not isinstance(prompts, Prompts):
     _check_reach(model, cache, seen + decoding.max_new_tokens, 0)
     return 0
   if prompts.protected is not None:

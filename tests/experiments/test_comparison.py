@@ -297,7 +297,7 @@ def test_a_question_may_be_prefilled_too(tiny, tmp_path):
         if (key.method, key.asked) == (candidate.method, sample.digest)
       )
       (ids,) = kvjax.generate(
-        tiny.model, tiny.params, cache, None, decoding, logits=logits
+        tiny.model, tiny.params, cache, logits, decoding
       ).rows()
       said = clean(tiny.tokenizer.decode(ids))
       assert clean(found[key].prediction) == said

@@ -55,9 +55,7 @@ def test_a_turn_is_answered_after_all_that_was_said(tiny, talks, replies):
       said += prompt.question
       row = kvjax.Prompts.of([said], POSITIONS)
       cache, logits = kvjax.prefill(tiny.model, tiny.params, row, plan)
-      answers = kvjax.generate(
-        tiny.model, tiny.params, cache, None, decoding, logits=logits
-      )
+      answers = kvjax.generate(tiny.model, tiny.params, cache, logits, decoding)
       assert answers.rows() == [reply.tokens]
       said += reply.tokens
       assert reply.context_tokens == reply.kept_tokens == len(said)

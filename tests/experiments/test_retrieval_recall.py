@@ -57,7 +57,7 @@ def test_cosines_are_those_of_neighbouring_queries(measured):
   plan = kvjax.get_plan("full", kvjax.Retention(1.0))
   cache, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
   answers = kvjax.generate(
-    MODEL, PARAMS, cache, None, kvjax.Decoding(5), logits=logits
+    MODEL, PARAMS, cache, logits, kvjax.Decoding(5)
   ).rows()
   seen = []
 

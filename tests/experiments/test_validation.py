@@ -90,9 +90,7 @@ def test_a_conversation_answers_as_its_transcript_does(tiny):
       # As wide as all of them, for one compiled program.
       prompt = kvjax.Prompts.of([transcript], POSITIONS)
       cache, logits = kvjax.prefill(tiny.model, tiny.params, prompt, plan)
-      answers = kvjax.generate(
-        tiny.model, tiny.params, cache, None, decoding, logits=logits
-      )
+      answers = kvjax.generate(tiny.model, tiny.params, cache, logits, decoding)
       (ids,) = answers.rows()
       assert len(ids) > 0
       assert text == tiny.tokenizer.decode(ids)

@@ -48,9 +48,7 @@ def ran(model, plan):
   params = model.init()
   plan = kvjax.get_plan(plan, kvjax.Tokens(40))
   cache, logits = kvjax.prefill(model, params, prompts(), plan)
-  answers = kvjax.generate(
-    model, params, cache, None, kvjax.Decoding(2), logits=logits
-  )
+  answers = kvjax.generate(model, params, cache, logits, kvjax.Decoding(2))
   kept = [held_positions(cache, row) for row in range(len(LENGTHS))]
   return kept, answers.rows()
 

@@ -1,6 +1,7 @@
 """Layers of several kinds against attention written out in float64."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ GLOBAL = LayerSpec(
   6, 3, 4, value_dim=10, scale=0.4, softcap=2.0, sinks=True, weights=1
 )
 # A pattern that repeats, and an end that does not fit it.
-LAYERS = (LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL, LOCAL)
+LAYERS = (LOCAL, GLOBAL, LOCAL, GLOBAL, LOCAL)
 MODEL = TinyModel(geometry=kvjax.Geometry(LAYERS, 4096))
 PARAMS = MODEL.init(seed=4)
 LENGTHS = (21, 13, 3)
@@ -87,7 +88,9 @@ class Reference:
       total = weights.sum()
       if spec.sinks:
         total += np.exp(own["sinks"][head])
-      outputs.append(sum(w * t[2] for w, t in zip(weights, seen)) / total)
+      outputs.append(
+        sum(w * t[2] for w, t in zip(weights, seen, strict=True)) / total
+      )
     return np.concatenate(outputs) @ own["output"]
 
   def evict(self, count):
@@ -144,7 +147,9 @@ def test_answers_are_those_of_attention_written_out(retention):
     assert answers.rows()[row] == decoded
 
 
-@pytest.mark.parametrize("block", [1, 5, 8])
+@pytest.mark.parametrize(
+  "block", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8))]
+)
 def test_blocks_attend_as_the_whole_prompt_does(block):
   whole, logits = prefilled(kvjax.get_plan("full", FULL))
   plan = kvjax.get_plan("full", FULL, kvjax.Schedule(block=block))
@@ -155,7 +160,14 @@ def test_blocks_attend_as_the_whole_prompt_does(block):
 
 
 @pytest.mark.parametrize(
-  "name", ["snapkv:window=4", "adakv", "pyramidkv", "compactor", "h2o", "ctkvr"]
+  "name",
+  [
+    *("snapkv:window=4", "ada/snapkv:window=4", "compactor"),
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in ("pyramidkv", "h2o", "ctkvr")
+    ),
+  ],
 )
 def test_a_row_stands_alone(name):
   plan = kvjax.get_plan(name, kvjax.Tokens(9))
@@ -207,13 +219,19 @@ def test_a_saved_cache_answers_the_same(tmp_path):
   theirs = kvjax.generate(MODEL, PARAMS, loaded, questions, DECODING)
   assert ours.rows() == theirs.rows()
   other = dataclasses.replace(
-    MODEL, geometry=kvjax.Geometry(LAYERS[:-1] + (GLOBAL,), 4096)
+    MODEL, geometry=kvjax.Geometry((*LAYERS[:-1], GLOBAL), 4096)
   )
   with pytest.raises(kvjax.InputError, match="another model"):
     kvjax.load_cache(tmp_path / "c", model=other, model_id="tiny")
 
 
-@pytest.mark.parametrize("mesh", ["data:2", "model:2", "data:2,model:2"])
+@pytest.mark.parametrize(
+  "mesh",
+  [
+    "data:2,model:2",
+    *(pytest.param(m, marks=pytest.mark.slow) for m in ("data:2", "model:2")),
+  ],
+)
 def test_a_mesh_changes_nothing(mesh):
   rows = [*ROWS, ROWS[0][:9]]
   questions = kvjax.Prompts.of([*QUESTIONS, [5, 6]])
@@ -260,16 +278,16 @@ def test_layers_of_one_kind_are_compiled_once():
 
   spec = LayerSpec(4, 2, 8, weights=0)
   other = LayerSpec(4, 2, 8, window=3, weights=0)
+  tokens = jnp.zeros((1, 2), jnp.int32)
+
+  def hidden(model, params):
+    order = (0,) * model.geometry.num_layers
+    return run_layers(model, params, tokens, tokens, (None,), order, step)[0]
+
   for repeats in (2, 8):
     layers = (other, other, spec) * repeats
     model = TinyModel(geometry=kvjax.Geometry(layers, 64))
-    tokens = jnp.zeros((1, 2), jnp.int32)
     traced.clear()
-    jax.eval_shape(
-      lambda params, model=model, n=3 * repeats: run_layers(
-        model, params, tokens, tokens, (None,), (0,) * n, step
-      )[0],
-      model.init(),
-    )
+    jax.eval_shape(functools.partial(hidden, model), model.init())
     # Local layers in an inner loop, global ones in the outer.
     assert len(traced) <= 4

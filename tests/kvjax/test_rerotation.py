@@ -32,9 +32,7 @@ BUDGET = kvjax.Tokens(12)
 
 def completed(model, cache, logits, decoding):
   """What follows the prompt."""
-  return kvjax.generate(
-    model, PARAMS, cache, None, decoding, logits=logits
-  ).rows()
+  return kvjax.generate(model, PARAMS, cache, logits, decoding).rows()
 
 
 def turned(x, places):

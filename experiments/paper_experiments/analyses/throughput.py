@@ -60,8 +60,6 @@ def _seconds(
   seconds = []
   for _ in range(1 + _ROUNDS):
     began = time.perf_counter()
-    kvjax.generate(
-      lm.model, lm.params, cache, None, decoding, logits=logits
-    ).rows()
+    kvjax.generate(lm.model, lm.params, cache, logits, decoding).rows()
     seconds.append(time.perf_counter() - began)
   return min(seconds[1:])
