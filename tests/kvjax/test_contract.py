@@ -1,41 +1,29 @@
 """What the choice of every eviction method keeps to."""
 
+import contextlib
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kvjax.engine.step import compress
 
 import kvjax
+from kvjax.allocation import Adaptive, Middle, Pyramid, Sizes, Uniform
 from kvjax.cache.layers import LayerCache
-from kvjax.methods import (
-  H2O,
-  METHODS,
-  PRESETS,
-  Allowance,
-  ChunkKV,
-  Compactor,
-  FullKV,
-  KeyDiff,
-  LagKV,
-  ProtoKV,
-  Random,
-  SnapKV,
-  StreamingLLM,
-  Tova,
-  get_method,
-)
+from kvjax.engine.compress import take_slots
+from kvjax.errors import InputError
+from kvjax.methods import LayerBudget
+from kvjax.options.names import get_recipe
+from kvjax.options.registry import METHODS
 from kvjax.prompts import bucket_lengths
-from kvjax.testing import (
-  layer_positions,
-  random_activations,
-)
+from kvjax.testing import layer_positions, random_activations
 
-# What scores by another formula than a case beside it, and does nothing else
-# otherwise, takes its turn with the slow tests.
+# What scores by another formula than a case beside it, or spreads its budget
+# in another way, and does nothing else otherwise, takes its turn with the slow
+# tests.
 FORMULAS = [
   "h2o.keydiff",
   "h2o.compactor",
@@ -61,161 +49,183 @@ FORMULAS = [
   "compactor:solver=qr:sketch_dim=6",
   "protokv:cut=none:score=qk_mean",
   "protokv:score=attn_mean",
+  "random:seed=3",
+  "pyramid/keydiff",
+  "pyramid/protokv",
+  "ada/keydiff",
+  "ada/snapkv.kvpress",
+  "keydiff:anchor=pairwise",
+  "lagkv.key_norm:skip_layers=0",
+  "compactor:sketch=srht:value_norm=l1:pool=5",
+  "compactor:solver=eig:center=true",
+  "protokv:cut=position:split=ceil_len:sign=literal",
+  "protokv:hash=hyperplane:include_self=false",
+  "snapkv.keydiff",
+  "h2o.kvpress",
+  "protokv.chunk",
 ]
 OPTIONS = [
   *FORMULAS,
-  "random:seed=3",
-  "keydiff:anchor=pairwise",
   "keydiff:recent_frac=0.2",
   "chunkkv:scope=head",
-  "pyramid/keydiff",
-  "ada/keydiff",
-  "ada/snapkv.kvpress",
   "adakv:alpha=0.5:normalize=true",
   "ada/protokv",
   "ada/chunkkv",
-  "pyramid/protokv",
   "pyramid/ada/snapkv:window=4",
-  "lagkv.key_norm:skip_layers=0",
   "compactor:sketch=none",
-  "compactor:sketch=srht:value_norm=l1:pool=5",
-  "compactor:solver=eig:center=true",
   "protokv:cut=skip",
-  "protokv:cut=position:split=ceil_len:sign=literal",
-  "protokv:hash=hyperplane:include_self=false",
 ]
 # On rows this short the papers' sizes keep the newest tokens, or all of them,
-# whatever the tokens are: no option may be larger than these.
+# whatever the tokens are: names that say no sizes are given these.
 SMALL = {
-  SnapKV: {"window": 5},
-  ChunkKV: {"window": 5, "chunk": 4},
-  LagKV: {"sinks": 2, "lag": 6},
-  Compactor: {"chunk": 16, "leverage_chunk": 20, "first": 2, "last": 3},
-  ProtoKV: {"window": 5, "prototypes": 20, "bits": 3},
+  "snapkv": {"window": 5},
+  "pyramidkv": {"window": 5},
+  "adakv": {"window": 5},
+  "chunkkv": {"window": 5, "chunk": 4},
+  "lagkv": {"sinks": 2, "lag": 6},
+  "compactor": {"chunk": 16},
+  "compactor.kvpress": {"chunk": 16, "first": 2, "last": 3},
+  "compactor.vllm": {"chunk": 16, "leverage_chunk": 20, "first": 2, "last": 3},
+  "protokv": {"window": 5, "prototypes": 20, "bits": 3},
 }
 
 
-def small(method):
-  """The method, with sizes that bite."""
-  if hasattr(method, "inner"):
-    return dataclasses.replace(method, inner=small(method.inner))
-  most = SMALL.get(type(method), {})
-  sizes = {name: min(getattr(method, name), most[name]) for name in most}
-  return dataclasses.replace(method, **sizes)
+def base_of(name):
+  """The registered name, and the preset with it if there is one."""
+  preset = name.rpartition("/")[2].partition(":")[0]
+  return preset.partition(".")[0], preset
 
 
-# Names of one and the same method are tested once.
+def small(name):
+  """The recipe of a name, with sizes that bite."""
+  base, preset = base_of(name)
+  sizes = SMALL.get(preset, SMALL.get(base, {}))
+  own = [text.partition("=")[0] for text in name.split(":")[1:]]
+  given = [f"{k}={v}" for k, v in sizes.items() if k not in own]
+  return get_recipe(":".join([name, *given]))
+
+
+# Names of one and the same recipe are tested once.
 CASES = {
-  name: method
-  for method, name in {
-    small(get_method(name)): name for name in (*OPTIONS, *PRESETS, *METHODS)
-  }.items()
+  recipe: name
+  for name in (*OPTIONS, *METHODS.presets, *METHODS)
+  for recipe in [small(name)]
 }
+CASES = {name: recipe for recipe, name in CASES.items()}
 LENGTHS = [61, 96, 40]
 PADDED = 96
 BUDGETS = (kvjax.Tokens(1), kvjax.Tokens(20), kvjax.Retention(0.5))
-LAYER = 2
+# In the middle of a pyramid.
+LAYER, LAYERS = 2, 5
+# They look at positions alone.
+BLIND = ["full", "random", "streaming"]
+# They keep whole chunks or clusters and may leave room.
+COARSE = ["chunkkv", "cut=skip", "cut=none"]
 
 
-def core(method):
-  """The method inside its wrappers."""
-  return core(method.inner) if hasattr(method, "inner") else method
+def blind(name):
+  return base_of(name)[0] in BLIND
 
 
-def blind(method):
-  """Whether it looks at positions alone."""
-  return isinstance(core(method), (FullKV, Random, StreamingLLM))
+def coarse(name):
+  return any(part in name for part in COARSE)
 
 
-def draws_per_head(method):
-  method = core(method)
-  if isinstance(method, Compactor):
-    return method.sketch != "none"
-  if isinstance(method, ProtoKV):
-    hashes = method.clusters == "prototypes" and method.anchors > 0
-    return hashes or method.clusters in ("lsh", "kmeans")
-  return isinstance(method, Random)
+def spread_of(recipe):
+  return recipe.allocation or recipe.method.allocation
 
 
-def coarse(method):
-  """Whether it keeps whole chunks or clusters and may leave room."""
-  method = core(method)
-  cut = isinstance(method, ProtoKV) and method.cut in ("skip", "none")
-  return cut or isinstance(method, ChunkKV)
+def first_and_last(name, n, count):
+  """How many of the first and last tokens of a row of n stay, by the papers.
+
+  Beside the last ones that the method's traits name.
+  """
+  base, preset = base_of(name)
+  match base:
+    case "streaming":
+      return (0 if "sinks=0" in name else 4), 0
+    case "compactor" if preset in ("compactor.kvpress", "compactor.vllm"):
+      return 2, 3
+    case "keydiff":
+      return 0, count // 5 if "recent_frac=0.2" in name else 0
+    case "h2o" if "recent=8" in name:
+      return 0, 8
+    case "h2o" if preset not in ("h2o.keydiff", "h2o.kvpress"):
+      return 0, count // 2
+    case "tova" if preset == "tova.kvpress":
+      return 0, 1
+    case "lagkv":
+      sinks, lag = 2, 5 if "lag=5" in name else 6
+      if n >= sinks + 2 * lag:
+        return sinks, lag + (n - sinks) % lag
+      # What kvpress has over goes by recency.
+      return sinks, 0 if preset == "lagkv.kvpress" else n - sinks
+  return 0, 0
 
 
-def must_stay(method, n, count):
-  """Positions that a row of n tokens may not lose, by the papers."""
-  method = core(method)
-  first = last = 0
-  match method:
-    case SnapKV() | ProtoKV() | ChunkKV():
-      last = method.window
-    case StreamingLLM():
-      first = method.sinks
-    case Compactor():
-      first, last = method.first, method.last
-    case KeyDiff():
-      last = int(method.recent_frac * count + 1e-9)
-    case H2O():
-      last = method.recent or int(method.recent_frac * count + 1e-9)
-    case Tova():
-      last = int(method.protect_last)
-    case LagKV():
-      first = method.sinks
-      last = n - first
-      if n >= method.sinks + 2 * method.lag:
-        last = method.lag + (n - first) % method.lag
-      elif method.mode == "kvpress":
-        last = 0  # the rest goes by recency
+def must_stay(name, n, count):
+  """Positions that a row of n tokens may not lose."""
+  first, last = first_and_last(name, n, count)
+  last = max(last, CASES[name].method.traits.protects)
   places = [*range(first), *range(max(n - last, first), n)]
   return set(places[-count:])
 
 
-def layer_total(method, budget, n, count, heads):
+def layer_total(name, budget, n, count, heads):
   """Tokens that heads which share a budget keep together."""
-  inner = core(method)
-  by_share = isinstance(budget, kvjax.Retention)
-  if not (by_share and isinstance(inner, Compactor)):
+  joint = not spread_of(CASES[name]).votes
+  if not (joint and isinstance(budget, kvjax.Retention)):
     return heads * count
-  middle = n - inner.first - inner.last
-  return int(heads * middle * budget.share + 0.5)
+  return int(heads * (n - sum(first_and_last(name, n, 0))) * budget.share + 0.5)
 
 
-def run(method, seen, counts, together, capacity):
+def run(recipe, seen, counts, total, capacity):
+  method, spread = recipe.method, spread_of(recipe)
+  seen = seen.only(method.traits.reads)
   cache = LayerCache.of(seen)
-  allowance = Allowance(counts, capacity, together=together)
-  return compress(method, LAYER, cache, seen, [allowance])[0]
+  if method.traits.keeps_layer(LAYER):
+    return cache
+  with jax.default_matmul_precision("highest"):
+    found = spread.evaluate(method, jnp.int32(LAYER), cache, seen)
+  budget = LayerBudget(counts, seen.positions.shape[1], total=total)
+  slots = spread.select(method, found, cache, budget)
+  return take_slots(cache, slots, capacity, spread.ragged)
 
 
 compiled = functools.partial(jax.jit, static_argnums=(0, 4))(run)
 
 
-def room(method, lengths, padded):
-  """For every budget, what the rows keep and the slots that this takes."""
-  counts = np.array(
-    [[method.kept(budget, n) for n in lengths] for budget in BUDGETS], np.int32
-  )
-  slots = [method.capacity(budget, padded) for budget in BUDGETS]
-  return counts, tuple(map(max, slots, counts.max(axis=1).tolist()))
+def counts_of(recipe, lengths=LENGTHS, heads=3):
+  """For every budget, what the rows keep per head, and all heads together."""
+  spread, sizes = spread_of(recipe), Sizes((heads,) * LAYERS)
+  return [
+    [
+      law(budget, np.array(lengths), sizes)[LAYER]
+      for law in (spread.counts, spread.totals)
+    ]
+    for budget in BUDGETS
+  ]
 
 
-def kept(method, seen, lengths=LENGTHS, run=compiled):
+def capacities_of(recipe, padded):
+  """For every budget, the slots of a bucket's caches."""
+  spread, sizes = spread_of(recipe), Sizes((3,) * LAYERS)
+  return [int(spread.capacities(b, padded, sizes)[LAYER]) for b in BUDGETS]
+
+
+def kept(recipe, seen, lengths=LENGTHS, run=compiled):
   """Positions kept with each budget, per row and head, as lists.
 
   All in slots for the largest budget, so that one program serves them.
   """
-  counts, capacities = room(method, lengths, seen.positions.shape[1])
-  heads, rows = seen.keys.shape[1], range(len(lengths))
+  both = counts_of(recipe, lengths, seen.keys.shape[1])
+  padded = seen.positions.shape[1]
+  own = max(int(counts.max()) for counts, _ in both)
+  most = max(own, *capacities_of(recipe, padded))
   found = []
-  for budget, own in zip(BUDGETS, counts, strict=True):
-    together = np.array(
-      [method.layer_together(budget, n, 3, heads)[LAYER] for n in lengths],
-      np.int32,
-    )
-    both = jnp.asarray(own), jnp.asarray(together)
-    layer = run(method, seen, *both, max(capacities))
-    found.append([layer_positions(layer, row) for row in rows])
+  for counts, totals in both:
+    layer = run(recipe, seen, jnp.asarray(counts), jnp.asarray(totals), most)
+    found.append([layer_positions(layer, row) for row in range(len(lengths))])
   return found
 
 
@@ -227,7 +237,9 @@ def activations(seed, **options):
 
 # Compiling takes nearly all the time: these need programs of their own.
 NAMED = [name for name in CASES if name in METHODS]
-DRAWING = [name for name, method in CASES.items() if draws_per_head(method)]
+DRAWING = [
+  name for name, recipe in CASES.items() if recipe.method.traits.stochastic
+]
 
 
 def rows_of(seen, rows, padded=PADDED):
@@ -249,51 +261,56 @@ def rows_of(seen, rows, padded=PADDED):
 )
 class TestMethod:
   def test_keeps_its_budget_sorted_unique_and_protected(self, name):
-    method = CASES[name]
-    counts, capacities = room(method, LENGTHS, PADDED)
-    for budget, capacity in zip(BUDGETS, capacities, strict=True):
-      nearly = (method.kept(budget, n) for n in bucket_lengths(PADDED))
-      assert capacity >= max(nearly)
-    found = kept(method, activations(0))
-    for budget, rows, own in zip(BUDGETS, found, counts.tolist(), strict=True):
-      for heads, n, count in zip(rows, LENGTHS, own, strict=True):
-        expected = n if method.keeps_all(LAYER) else count
-        if method.packed:
-          total = layer_total(method, budget, n, count, len(heads))
+    recipe = CASES[name]
+    method, spread = recipe.method, spread_of(recipe)
+    sizes = Sizes((3,) * LAYERS)
+    lengths = np.array(bucket_lengths(PADDED))
+    for budget, capacity in zip(
+      BUDGETS, capacities_of(recipe, PADDED), strict=True
+    ):
+      assert capacity >= spread.counts(budget, lengths, sizes)[LAYER].max()
+    found = kept(recipe, activations(0))
+    for budget, rows, (counts, _) in zip(
+      BUDGETS, found, counts_of(recipe), strict=True
+    ):
+      for heads, n, count in zip(rows, LENGTHS, counts.tolist(), strict=True):
+        expected = n if method.traits.keeps_layer(LAYER) else count
+        if spread.ragged:
+          total = layer_total(name, budget, n, count, len(heads))
           left = total - sum(map(len, heads))
-          assert left >= 0 if coarse(method) else left == 0
+          assert left >= 0 if coarse(name) else left == 0
         for places in heads:
-          if coarse(method):
-            assert 1 <= len(places) <= (total if method.packed else expected)
-          elif not method.packed:
+          if coarse(name):
+            assert 1 <= len(places) <= (total if spread.ragged else expected)
+          elif not spread.ragged:
             assert len(places) == expected
           assert places == sorted(set(places))
           assert set(places) <= set(range(n))
-          assert must_stay(method, n, count) <= set(places)
+          assert must_stay(name, n, count) <= set(places)
 
   def test_the_choice_follows_from_the_activations(self, name):
     """Else none of these tests could fail; but for the smallest budget."""
-    method = CASES[name]
-    one, other = (kept(method, activations(seed)) for seed in (6, 9))
+    recipe = CASES[name]
+    one, other = (kept(recipe, activations(seed)) for seed in (6, 9))
     for rows, others in zip(one[1:], other[1:], strict=True):
       for heads, other_heads in zip(rows, others, strict=True):
         same = [a == b for a, b in zip(heads, other_heads, strict=True)]
-        assert same == [blind(method)] * 3
+        assert same == [blind(name)] * 3
 
   def test_a_row_stands_alone(self, name):
     """Whatever its batch mates and its place among them."""
-    method, seen, others = CASES[name], activations(1), activations(11)
+    recipe, seen, others = CASES[name], activations(1), activations(11)
     mixed = jax.tree.map(
       lambda x, other: np.stack([x[2], other[1], x[0]]), seen, others
     )
-    together = kept(method, seen)
-    apart = kept(method, jax.tree.map(jnp.asarray, mixed), LENGTHS[::-1])
+    together = kept(recipe, seen)
+    apart = kept(recipe, jax.tree.map(jnp.asarray, mixed), LENGTHS[::-1])
     for rows, turned in zip(together, apart, strict=True):
       assert [turned[2], turned[0]] == [rows[0], rows[2]]
 
   def test_heads_are_treated_alike(self, name):
-    method = CASES[name]
-    if draws_per_head(method):
+    recipe = CASES[name]
+    if recipe.method.traits.stochastic:
       pytest.skip("it draws numbers per head")
     seen = activations(3)
     order = np.array([2, 0, 1])
@@ -305,21 +322,24 @@ class TestMethod:
       values=seen.values[:, order],
       keys_unrotated=seen.keys_unrotated[:, order],
     )
-    plain, permuted = kept(method, seen), kept(method, turned)
+    plain, permuted = kept(recipe, seen), kept(recipe, turned)
     for rows, turned_rows in zip(plain, permuted, strict=True):
       assert [[row[k] for k in order] for row in rows] == turned_rows
 
   def test_scores_are_float32(self, name):
     seen = activations(4, dtype="bfloat16")
+    method = CASES[name].method
     found = jax.eval_shape(
-      lambda seen: CASES[name].evaluate(LAYER, LayerCache.of(seen), seen), seen
+      lambda layer, seen: method.evaluate(layer, LayerCache.of(seen), seen),
+      jnp.int32(LAYER),
+      seen,
     )
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(found)}
     assert dtypes <= {jnp.dtype("float32"), jnp.dtype("int32")}
 
   def test_a_key_that_is_not_a_number_harms_its_own_row_only(self, name):
     """Scores that are not finite count as the lowest."""
-    method = CASES[name]
+    recipe = CASES[name]
     seen = activations(5)
     broken = dataclasses.replace(
       seen,
@@ -327,10 +347,10 @@ class TestMethod:
       keys_unrotated=seen.keys_unrotated.at[1, 0, 7, 2].set(jnp.nan),
     )
     for whole, harmed in zip(
-      kept(method, seen), kept(method, broken), strict=True
+      kept(recipe, seen), kept(recipe, broken), strict=True
     ):
       assert [harmed[0], harmed[2]] == [whole[0], whole[2]]
-      if not coarse(method):
+      if not coarse(name):
         assert sum(map(len, harmed[1])) == sum(map(len, whole[1]))
       for places in harmed[1]:
         assert places == sorted(set(places))
@@ -348,12 +368,16 @@ class TestMethod:
     ),
   ],
 )
-def test_padding_changes_nothing(name):
-  method, seen = CASES[name], activations(1)
-  together = kept(method, seen)
+def test_neither_padding_nor_a_cache_in_bfloat16_changes_anything(name):
+  """Keys of 16 bits are scored as their float32 copies."""
+  recipe, narrow = CASES[name], activations(4, dtype="bfloat16")
+  wide = jax.tree.map(
+    lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, narrow
+  )
+  together = kept(recipe, wide)
   # One program for both; the row between them has no padding to lose.
   for row in (0, 2):
-    alone = kept(method, rows_of(seen, [row], 62), [LENGTHS[row]])
+    alone = kept(recipe, rows_of(narrow, [row], 62), [LENGTHS[row]])
     assert [rows[0] for rows in alone] == [rows[row] for rows in together]
 
 
@@ -361,34 +385,76 @@ def test_padding_changes_nothing(name):
 @pytest.mark.parametrize(
   "name",
   [
-    *("h2o", "lagkv", "compactor"),
-    pytest.param("protokv", marks=pytest.mark.slow),
+    *("lagkv", "compactor"),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("h2o", "protokv")),
   ],
 )
 def test_jit_equals_eager(name):
-  method, seen = CASES[name], activations(2)
-  counts, capacities = room(method, LENGTHS, PADDED)
-  own = jnp.asarray(counts[1])
+  recipe, seen = CASES[name], activations(2)
+  counts, totals = map(jnp.asarray, counts_of(recipe)[1])
+  most = max(capacities_of(recipe, PADDED))
   jitted, eager = (
-    program(method, seen, own, 3 * own, max(capacities))
-    for program in (compiled, run)
+    program(recipe, seen, counts, totals, most) for program in (compiled, run)
   )
   for row in range(len(LENGTHS)):
     assert layer_positions(jitted, row) == layer_positions(eager, row)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMED if not blind(CASES[n])])
-def test_a_bfloat16_cache_is_scored_as_its_float32_copy(name):
-  method = CASES[name]
-  narrow = activations(4, dtype="bfloat16")
-  wide = jax.tree.map(
-    lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, narrow
-  )
-  assert kept(method, narrow) == kept(method, wide)
-
-
 def test_another_seed_keeps_other_tokens():
   one, two = (
-    kept(get_method(f"random:seed={seed}"), activations(5)) for seed in (0, 1)
+    kept(get_recipe(f"random:seed={seed}"), activations(5)) for seed in (0, 1)
   )
   assert one != two
+
+
+@pytest.mark.parametrize("name", METHODS)
+class TestTraits:
+  """What a method says of itself is what it does."""
+
+  def test_blocks_are_refused_for_the_reason_that_is_given(self, name):
+    recipe, method = CASES[name], CASES[name].method
+    reason = method.traits.whole_prompts_only
+    if recipe.allocation is not None:
+      reason = "it shares it out once, when the prompt is known"
+    for schedule in (kvjax.Schedule(block=8), kvjax.Schedule(every=2)):
+      with refused(reason):
+        kvjax.Plan(method, BUDGETS[2], schedule, allocation=recipe.allocation)
+
+  def test_what_is_remembered_of_a_block_is_what_is_declared(self, name):
+    method = CASES[name].method
+    traits = method.traits
+    if traits.whole_prompts_only:
+      pytest.skip("it remembers nothing: it sees whole prompts")
+    after = jax.eval_shape(
+      lambda layer, seen: method.observe(layer, LayerCache.of(seen), seen),
+      jnp.int32(LAYER),
+      activations(0),
+    )
+    assert (after.received is not None) == traits.accumulates
+    assert (after.window is not None) == bool(traits.window)
+    if traits.window:
+      assert after.window.positions.shape == (3, traits.window)
+
+  def test_uneven_budgets_are_refused_for_the_reason_that_is_given(self, name):
+    method = CASES[name].method
+    with refused(method.traits.even):
+      kvjax.Plan(method, BUDGETS[1], allocation=Pyramid(method.allocation))
+
+
+def refused(reason):
+  """A context that must be refused for a reason, or not if that is empty."""
+  if not reason:
+    return contextlib.nullcontext()
+  return pytest.raises(InputError, match=re.escape(reason))
+
+
+def test_what_spreads_a_budget_follows_the_options_of_the_method():
+  spread = get_recipe("pyramid/ada/snapkv:window=5:alpha=0.1").allocation
+  assert spread == Pyramid(Adaptive(Uniform(), 0.1), window=5)
+  spread = get_recipe("pyramidkv:window=5:beta=3").allocation
+  assert spread == Pyramid(Uniform(), 5, 3.0)
+  spread = get_recipe("pyramid/compactor.vllm:first=2:last=3").allocation
+  assert spread == Pyramid(Middle(5, joint=True))
+  for name in ("pyramid/keydiff:window=3", "pyramid/compactor:ends=4"):
+    with pytest.raises(InputError, match="has no option"):
+      get_recipe(name)

@@ -1,7 +1,5 @@
 """What every method keeps to in the engine, on one device and on four."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +8,13 @@ import pytest
 import kvjax
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sharding import parse_mesh
-from kvjax.methods import METHODS, FullKV, get_method
+from kvjax.methods import FullKV
+from kvjax.model import Geometry
+from kvjax.options.registry import METHODS, recipe_of
 from kvjax.testing import TinyModel, held_positions, poisoned
 
 # Half the time to compile, where one layer shows it all.
-SHALLOW = TinyModel(dataclasses.replace(TinyModel().geometry, layers=1))
+SHALLOW = TinyModel(Geometry.uniform(1, 4, 2, 8, 4096))
 DEEP = TinyModel()
 RNG = np.random.default_rng(0)
 # No token twice: equal keys would tie, and ties fall as rounding falls.
@@ -61,7 +61,7 @@ def model_of(name):
 
 
 def sweep(model, rows, plans):
-  """All plans in one program: their caches, and the logits."""
+  """All plans in one pass: their caches, and the logits."""
   prompts = kvjax.Prompts.of(rows)
   caches, logits = kvjax.sweep(model, model.init(), prompts, list(plans))
   return dict(zip(plans, caches, strict=True)), logits
@@ -87,12 +87,12 @@ def sweep_all(rows):
 
 
 def plan_of(name, budget=BUDGET):
-  return kvjax.Plan(get_method(name), budget)
+  return kvjax.get_plan(name, budget)
 
 
 def ask(name, cache):
   model = model_of(name)
-  return kvjax.answer(model, model.init(), cache, QUESTIONS, DECODING).rows()
+  return kvjax.generate(model, model.init(), cache, QUESTIONS, DECODING).rows()
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,14 @@ def swept_backwards():
 
 
 def test_every_method_is_here():
-  kinds = {type(get_method(name)) for name in NAMES}
-  assert kinds == set(METHODS.values())
+  plans = [plan_of(name) for name in NAMES]
+  recipes = [recipe_of(entry.make()) for entry in METHODS.values()]
+  methods = {type(plan.method) for plan in plans}
+  assert methods == {type(recipe.method) for recipe in recipes}
+  spreads = {type(plan.spread) for plan in plans}
+  assert spreads >= {
+    type(recipe.allocation or recipe.method.allocation) for recipe in recipes
+  }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,18 +137,23 @@ class TestMethodInTheEngine:
   def test_empty_slots_may_hold_nan(self, name, swept):
     cache = swept[0][plan_of(name)]
     dirty = poisoned(cache)
-    leaves = [x for x in jax.tree.leaves(dirty) if x.ndim > 3 and x.size]
+    leaves = [
+      x
+      for x in jax.tree.leaves(dirty.stacks)
+      if jnp.issubdtype(x.dtype, jnp.floating) and x.size
+    ]
+    assert leaves
     assert all(bool(jnp.any(jnp.isnan(x))) for x in leaves)
     assert ask(name, dirty) == ask(name, cache)
 
   def test_four_devices_equal_one(self, name, swept, swept_on_four):
     cache, sharded = (x[0][plan_of(name)] for x in (swept, swept_on_four))
-    for layer in sharded.layers:
-      if isinstance(layer, LayerCache):
-        assert len(layer.keys.sharding.device_set) == 4
-        assert layer.keys.addressable_shards[0].data.shape[:2] == (2, 1)
+    for stack in sharded.stacks:
+      if isinstance(stack, LayerCache):
+        assert len(stack.keys.sharding.device_set) == 4
+        assert stack.keys.addressable_shards[0].data.shape[1:3] == (2, 1)
       else:  # pages belong to heads as they come
-        assert layer.pages.keys.addressable_shards[0].data.shape[0] == 2
+        assert stack.pages.keys.addressable_shards[0].data.shape[1] == 2
     for row in range(4):
       assert held_positions(cache, row) == held_positions(sharded, row)
 

@@ -1,19 +1,17 @@
 """How many programs prefill takes, and how large they are."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
-from kvjax.engine.decoding import Run
-from kvjax.engine.one_pass import one_pass
 
 import kvjax
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache, tree_bytes
-from kvjax.engine import answering
-from kvjax.engine.plans import Kept, Room
+from kvjax.engine import generate, prefill
+from kvjax.engine.decode import Run
 from kvjax.methods import FullKV, KeyDiff
+from kvjax.model import Geometry
 from kvjax.prompts import bucket, bucket_lengths
 from kvjax.testing import TinyModel
 
@@ -27,66 +25,87 @@ def test_buckets_are_few_and_near():
   assert all(n in bucket_lengths(bucket(n)) for n in range(33, 5000))
 
 
-def test_a_layers_full_cache_does_not_outlive_the_layer():
-  """Peak memory of a compiled prefill, against the full cache of all layers."""
-  geometry = dataclasses.replace(TinyModel().geometry, layers=8, head_dim=32)
-  model = TinyModel(geometry)
-  params = jax.eval_shape(model.init)
-  length, budget = 2048, 128
+def test_a_layers_full_cache_does_not_outlive_the_layer(monkeypatch):
+  """Bytes that live when a layer has been computed, over the prefill."""
+  layers, length, budget = 8, 2048, 128
+  model = TinyModel(Geometry.uniform(layers, 4, 2, 32, 4096))
+  params = model.init()
+  prompts = kvjax.Prompts.of([[n % 64 for n in range(length)]])
+  spec = model.geometry.layers[0]
+  slot = 2 * 4 * spec.key_dim + 4
+  full_layer = spec.kv_heads * length * slot
+  small_layer = spec.kv_heads * budget * slot
 
-  def memory(method, budget):
-    counts = jax.ShapeDtypeStruct((8, 1), "int32")
-    lowered = one_pass.lower(
-      model,
-      params,
-      jax.ShapeDtypeStruct((1, length), "int32"),
-      jax.ShapeDtypeStruct((1,), "int32"),
-      [Kept(counts, counts)],
-      [None],
-      None,
-      plans=(kvjax.Plan(method, kvjax.Tokens(budget)),),
-      rooms=((Room(budget, budget == length),) * 8,),
-      most_reads=(0,),
-    )
-    used = lowered.compile().memory_analysis()
-    return used.temp_size_in_bytes, used.output_size_in_bytes
+  def living():
+    return sum(array.nbytes for array in jax.live_arrays())
 
-  slot = 2 * 4 * geometry.head_dim + 4
-  full_layer = geometry.kv_heads * length * slot
-  temporary, output = memory(KeyDiff(), budget)
-  small_layer = geometry.kv_heads * budget * slot
-  assert 8 * small_layer < output < 8 * small_layer + 4096
-  full_temporary, full_output = memory(FullKV(), length)
-  assert full_output > 8 * full_layer
-  # Peak falls by nearly the caches of the layers that are already done.
-  saved = full_temporary + full_output - temporary - output
-  assert saved > 5 * (full_layer - small_layer)
+  def watched(hidden):
+    wait(hidden)
+    alive.append(living() - before)
+
+  wait = prefill._wait_for
+  monkeypatch.setattr(prefill, "_wait_for", watched)
+
+  def run(plan):
+    alive.clear()
+    cache, logits = kvjax.prefill(model, params, prompts, plan)
+    del logits
+    alive.append(living() - before)
+    return cache
+
+  alive, before = [], living()
+  cache = run(kvjax.Plan(KeyDiff(), kvjax.Tokens(budget)))
+  assert layers * small_layer < cache.nbytes < layers * small_layer + 4096
+  assert alive.pop() < cache.nbytes + 4096
+  assert len(alive) == layers
+  # As much with the last layer as with the first: the stack of what is kept,
+  # hidden states, and the activations of a single layer.
+  assert max(alive) - min(alive) < 4096
+  hidden = length * model.width * 4
+  queries = spec.heads * length * spec.key_dim * 4
+  most = cache.nbytes + full_layer + queries + 2 * hidden
+  assert max(alive) < 1.1 * most
+  del cache
+  full = run(kvjax.Plan(FullKV(), kvjax.Retention(1.0)))
+  assert full.nbytes > layers * full_layer
+  assert alive[-2] > max(alive[-1], layers * full_layer)
 
 
 def test_tokens_are_written_into_the_cache_that_is_given():
   """A turn's temporaries are a layer's, whatever the number of layers."""
-  geometry = dataclasses.replace(TinyModel().geometry, layers=4, head_dim=32)
-  model, rows, slots = TinyModel(geometry), 2, 4096
+  rows, slots, width = 2, 4096, 8
   numbers = functools.partial(jax.ShapeDtypeStruct, dtype="int32")
-  place = rows, geometry.kv_heads, slots
 
-  def empty():
-    values = jnp.zeros((*place, 32))
-    positions = jnp.full(place, -1, "int32")
-    layer = LayerCache(values, values, positions, jnp.int32(0))
-    return Cache((layer,) * geometry.layers, jnp.zeros(rows, "int32"))
+  def compiled(layers):
+    """What a turn uses, and the bytes of the cache and of a layer's keys."""
+    model = TinyModel(Geometry.uniform(layers, 4, 2, 32, 4096))
+    place = rows, model.geometry.layers[0].kv_heads, slots
 
-  cache = jax.eval_shape(empty)
-  program = answering._converse.lower(
-    model,
-    jax.eval_shape(model.init),
-    cache,
-    numbers((rows, 8)),
-    numbers((rows,)),
-    jax.eval_shape(lambda: Run(jnp.zeros(rows, "int32"), None, None)),
-    decoding=kvjax.Decoding(20),
-  )
-  used = program.compile().memory_analysis()
-  assert used.alias_size_in_bytes >= tree_bytes(cache)
-  # Values without what empty slots hold, in the turn and in decoding.
-  assert used.temp_size_in_bytes < 2.1 * tree_bytes(cache.layers[0].values)
+    def empty():
+      values = jnp.zeros((*place, 32))
+      positions = jnp.full(place, -1, "int32")
+      layer = LayerCache(values, values, positions, jnp.int32(0))
+      stack = jax.tree.map(lambda x: jnp.stack([x] * layers), layer)
+      return Cache((stack,), jnp.zeros(rows, "int32"), order=(0,) * layers)
+
+    cache = jax.eval_shape(empty)
+    program = generate._go_on.lower(
+      model,
+      jax.eval_shape(model.init),
+      cache,
+      None,
+      (numbers((rows, width)), numbers((rows,))),
+      jax.eval_shape(lambda: Run(jnp.zeros(rows, "int32"), None, None)),
+      decoding=kvjax.Decoding(20),
+    )
+    used = program.compile().memory_analysis()
+    assert used.alias_size_in_bytes >= tree_bytes(cache)
+    return used.temp_size_in_bytes, tree_bytes(cache.stacks[0].keys) / layers
+
+  used, keys = compiled(4)
+  # A layer's keys, its values without what empty slots hold, and the logits of
+  # the turn.
+  logits = rows * 4 * width * slots * 4
+  assert used < 2.1 * keys + logits
+  more, _ = compiled(8)
+  assert more - used < 0.01 * keys

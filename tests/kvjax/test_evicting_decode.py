@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.allocation import Sizes, Uniform
 from kvjax.cache.layers import LayerCache
-from kvjax.engine.plans import Plan
+from kvjax.engine import decode
 from kvjax.errors import InputError
-from kvjax.methods import get_method
+from kvjax.model import Geometry
+from kvjax.options.registry import METHODS, recipe_of
 from kvjax.testing import TinyModel, held_positions
 
 MODEL = TinyModel()
@@ -26,20 +28,17 @@ class Placed(TinyModel):
   falls.
   """
 
-  def hidden(self, params, tokens, positions, states, attend):
+  def embed(self, params, tokens, positions):
     def shift(position):
       key = jax.random.fold_in(jax.random.key(1), position)
       return 0.3 * jax.random.normal(key, (self.width,))
 
-    embedded = params["embedding"][tokens]
-    embedded += jax.vmap(jax.vmap(shift))(jnp.maximum(positions, 0))
-    own = params | {"embedding": embedded.reshape(-1, self.width)}
-    number = jnp.arange(tokens.size).reshape(tokens.shape)
-    return super().hidden(own, number, positions, states, attend)
+    hidden, shared = super().embed(params, tokens, positions)
+    return hidden + jax.vmap(jax.vmap(shift))(jnp.maximum(positions, 0)), shared
 
 
 # Half the time to compile, where one layer shows it all.
-ONE_LAYER = Placed(dataclasses.replace(MODEL.geometry, layers=1))
+ONE_LAYER = Placed(Geometry.uniform(1, 4, 2, 8, 4096))
 RNG = np.random.default_rng(0)
 # No token twice: equal keys would tie, and ties fall as rounding falls.
 ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 40, 17)]
@@ -51,7 +50,6 @@ ALL = kvjax.Retention(1.0)
 BUDGET = kvjax.Tokens(12)
 # What each remembers, or does not, is of another kind.
 NAMES = [
-  "random",
   "h2o",
   "snapkv:window=6:kernel=3:pooling=max",
   "keydiff:recent_frac=0.2",
@@ -68,8 +66,14 @@ def prefill(name, schedule, rows=ROWS, model=MODEL, params=PARAMS):
     model,
     params,
     kvjax.Prompts.of(rows, 64),
-    Plan(get_method(name), budget_of(name), schedule),
+    kvjax.get_plan(name, budget_of(name), schedule),
   )
+
+
+def converse(cache, prompts, decoding, model=MODEL, params=PARAMS):
+  """A turn of a conversation: the answers, and the cache then."""
+  answers = kvjax.generate(model, params, cache, prompts, decoding, keep=True)
+  return answers, answers.cache
 
 
 @pytest.mark.parametrize(
@@ -78,13 +82,14 @@ def prefill(name, schedule, rows=ROWS, model=MODEL, params=PARAMS):
     *NAMES,
     *(
       pytest.param(name, marks=pytest.mark.slow)
-      for name in ("streaming", "tova", "keydiff")
+      for name in ("random", "streaming", "tova", "keydiff")
     ),
   ],
 )
 def test_rows_stand_alone_and_decoding_stays_within_the_budget(name):
   schedule = kvjax.Schedule(block=8, every=2)
-  plan = Plan(get_method(name), budget_of(name), schedule)
+  budget = budget_of(name)
+  spread = kvjax.get_plan(name, budget, schedule).spread
   decoding = kvjax.Decoding(30)
   model, params = ONE_LAYER, ONE_LAYER.init()
 
@@ -93,14 +98,14 @@ def test_rows_stand_alone_and_decoding_stays_within_the_budget(name):
     prompt = [held_positions(cache, row) for row in range(3)]
     lengths = [cache.lengths]
     cache = kvjax.reserve(cache, 40)
-    answers, cache = kvjax.converse(model, params, cache, questions, decoding)
+    answers, cache = converse(cache, questions, decoding, model, params)
     return prompt, logits, answers.tokens, cache, [*lengths, cache.lengths]
 
   prompt, logits, tokens, cache, lengths = run(ROWS, QUESTIONS)
   seen = np.asarray(cache.next_positions)
   np.testing.assert_array_equal(seen, [61 + 32, 40 + 31, 17 + 33])
   for held, length in zip(lengths, ([61, 40, 17], seen), strict=True):
-    counts = plan.counts(np.asarray(length), 1)[:, :, None]
+    counts = spread.counts(budget, np.asarray(length), Sizes((2,)))[:, :, None]
     np.testing.assert_array_equal(held, np.broadcast_to(counts, held.shape))
   # Other mates and another place, in the same programs.
   others = [[7, 7, 8], ROWS[1][::-1], ROWS[0]]
@@ -112,14 +117,101 @@ def test_rows_stand_alone_and_decoding_stays_within_the_budget(name):
   assert held_positions(mixed, 2) == held_positions(cache, 0)
 
 
+def evicts(entry):
+  """Whether it goes on to a budget in tokens."""
+  recipe = recipe_of(entry.make())
+  traits, law = recipe.method.traits, recipe.method.allocation
+  stays = traits.whole_prompts_only or traits.keeps_all
+  return recipe.allocation is None and law == Uniform() and not stays
+
+
+EVICTING = [name for name, entry in METHODS.items() if evicts(entry)]
+SCHEDULES = [(3, 8), (1, None), (1, 8), (3, None)]
+# The rule is one for all methods: in the fast run each schedule is that of one.
+SHOWN = list(zip(EVICTING[-4:], SCHEDULES, strict=True))
+# One row is over the limit from the start, one grows over it, one never does.
+LIMIT = 20
+UNEQUAL = [ROWS[0][:29], ROWS[1][:15], ROWS[2][:9]]
+STEPS = 8
+
+
+def held_by_the_rule(every, block):
+  """What rows hold after the prompt, and after each token and eviction."""
+  held = [0, 0, 0]
+  for start in range(0, 32, block or 32):
+    new = [min(max(len(row) - start, 0), block or 32) for row in UNEQUAL]
+    held = [min(a + b, LIMIT) for a, b in zip(held, new, strict=True)]
+  history = [held]
+  asked = [len(row) for row in ASKED]
+  held = [min(a + b, LIMIT) for a, b in zip(held, asked, strict=True)]
+  for step in range(1, STEPS + 1):
+    held = [count + 1 for count in held]
+    history.append(held)
+    if step % every == 0 or step == STEPS:
+      held = [min(count, LIMIT) for count in held]
+      history.append(held)
+  return history
+
+
+@pytest.mark.parametrize(
+  ("name", "every", "block"),
+  [
+    pytest.param(
+      name,
+      *schedule,
+      marks=() if (name, schedule) in SHOWN else pytest.mark.slow,
+    )
+    for name in EVICTING
+    for schedule in SCHEDULES
+  ],
+)
+def test_every_step_holds_what_the_budget_says(name, every, block, monkeypatch):
+  """A budget in tokens is no less for a row that is shorter so far."""
+  told = []
+
+  def tell(held):
+    told.append(np.array(held))
+
+  def watched(change):
+    def run(*args):
+      result = change(*args)
+      cache = result if change is evict_all else result[1]
+      jax.debug.callback(tell, cache.lengths, ordered=True)
+      return result
+
+    return run
+
+  feed, evict_all = decode.feed, decode.evict_all
+  monkeypatch.setattr(decode, "feed", watched(feed))
+  monkeypatch.setattr(decode, "evict_all", watched(evict_all))
+  # Of its own, so that no other test runs the programs that tell.
+  model = dataclasses.replace(ONE_LAYER, vocab_size=65)
+  params = model.init()
+  plan = kvjax.get_plan(
+    name, kvjax.Tokens(LIMIT), kvjax.Schedule(block=block, every=every)
+  )
+  prompts = kvjax.Prompts.of(UNEQUAL, 32)
+  cache, _ = kvjax.prefill(model, params, prompts, plan)
+  told.append(np.array(cache.lengths))
+  cache = kvjax.reserve(cache, 8 + STEPS)
+  decoding = kvjax.Decoding(STEPS)
+  _, cache = converse(cache, QUESTIONS, decoding, model, params)
+  jax.effects_barrier()
+  history = held_by_the_rule(every, block)
+  assert history[-1] == [LIMIT, LIMIT, 9 + 3 + STEPS]
+  assert [held[0, :, 0].tolist() for held in told] == history
+  assert all(np.ptp(held, axis=2).max() == 0 for held in told)
+  np.testing.assert_array_equal(cache.lengths, told[-1])
+
+
 def test_a_conversation_that_evicts_says_how_much_room_it_needs():
   schedule = kvjax.Schedule(block=8, every=4)
   cache, _ = prefill("keydiff", schedule)
   with pytest.raises(InputError, match="need 8 free slots and the cache has 0"):
-    kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(9))
+    converse(cache, QUESTIONS, kvjax.Decoding(9))
   cache = kvjax.reserve(cache, 8 + 3)  # tokens since the last eviction
-  _, cache = kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(9))
-  _, cache = kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(9))
+  _, cache = converse(cache, QUESTIONS, kvjax.Decoding(9))
+  _, cache = converse(cache, QUESTIONS, kvjax.Decoding(9))
   assert cache.layers[0].capacity == 12 + 11
 
 
@@ -131,12 +223,12 @@ def test_a_conversation_that_evicts_uses_the_buffers_of_its_cache(name, every):
   """What the method remembers too, and each layer once evicted."""
   cache, _ = prefill(name, kvjax.Schedule(every=every))
   cache = kvjax.reserve(cache, 8 + 20)
-  given = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim > 1]
+  given = [leaf for leaf in jax.tree.leaves(cache.stacks) if leaf.ndim > 1]
   places = {leaf.unsafe_buffer_pointer() for leaf in given}
   decoding = kvjax.Decoding(20)
-  _, cache = kvjax.converse(MODEL, PARAMS, cache, QUESTIONS, decoding)
+  _, cache = converse(cache, QUESTIONS, decoding)
   assert all(leaf.is_deleted() for leaf in given)
-  got = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim > 1]
+  got = [leaf for leaf in jax.tree.leaves(cache.stacks) if leaf.ndim > 1]
   assert {leaf.unsafe_buffer_pointer() for leaf in got} == places
   assert len(places) == len(got) == len(given)
 
@@ -144,30 +236,31 @@ def test_a_conversation_that_evicts_uses_the_buffers_of_its_cache(name, every):
 @pytest.mark.parametrize("name", ["full", "key_norm:skip_layers=0"])
 def test_a_layer_that_keeps_everything_has_room_for_it(name):
   """A short question in a wide block leaves a gap that takes room as well."""
-  plan = Plan(get_method(name), BUDGET, kvjax.Schedule(every=1))
+  plan = kvjax.get_plan(name, BUDGET, kvjax.Schedule(every=1))
   prompts = kvjax.Prompts.of([ROWS[0][:33]], 48)
   cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
   question = kvjax.Prompts.of([[5]], 32)
   decoding = kvjax.Decoding(31)
   cache = kvjax.reserve(cache, 63)
-  _, cache = kvjax.converse(MODEL, PARAMS, cache, question, decoding)
+  _, cache = converse(cache, question, decoding)
   assert held_positions(cache, 0)[0] == [list(range(33 + 1 + 31))] * 2
 
 
 def test_all_of_everything_stays_all_while_decoding():
-  plan = Plan(get_method("keydiff"), ALL, kvjax.Schedule(every=1))
+  plan = kvjax.get_plan("keydiff", ALL, kvjax.Schedule(every=1))
   cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
-  once, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, Plan(plan.method, ALL))
+  once = kvjax.get_plan("keydiff", ALL)
+  once, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, once)
   assert (cache.plan, once.plan) == (plan, None)
   decoding = kvjax.Decoding(8)
-  went_on = kvjax.answer(MODEL, PARAMS, cache, QUESTIONS, decoding)
-  dense = kvjax.answer(MODEL, PARAMS, once, QUESTIONS, decoding)
+  went_on = kvjax.generate(MODEL, PARAMS, cache, QUESTIONS, decoding)
+  dense = kvjax.generate(MODEL, PARAMS, once, QUESTIONS, decoding)
   np.testing.assert_array_equal(went_on.tokens, dense.tokens)
 
 
 def test_a_row_that_ends_early_is_left_as_it_would_be_alone():
   schedule = kvjax.Schedule(every=4)
-  plan = Plan(get_method("keydiff"), BUDGET, schedule)
+  plan = kvjax.get_plan("keydiff", BUDGET, schedule)
 
   def run(rows, questions, stop):
     cache, _ = kvjax.prefill(
@@ -178,9 +271,7 @@ def test_a_row_that_ends_early_is_left_as_it_would_be_alone():
     )
     decoding = kvjax.Decoding(12, stop)
     cache = kvjax.reserve(cache, 16)
-    return kvjax.converse(
-      MODEL, PARAMS, cache, kvjax.Prompts.of(questions, 8), decoding
-    )
+    return converse(cache, kvjax.Prompts.of(questions, 8), decoding)
 
   free, _ = run(ROWS, ASKED, ())
   stop = (free.rows()[0][1],)
@@ -200,9 +291,9 @@ def test_the_observation_window_is_the_last_queries_of_each_row():
     window.positions,
     [np.arange(n - 6, n) for n in (61, 40, 17)],
   )
-  short, _ = prefill("snapkv:window=6", schedule, [[1, 2, 3]])
+  short, _ = prefill("snapkv:window=6", schedule, [[1, 2, 3], *ROWS[1:]])
   np.testing.assert_array_equal(
-    short.layers[0].window.positions, [[-1, -1, -1, 0, 1, 2]]
+    short.layers[0].window.positions[0], [-1, -1, -1, 0, 1, 2]
   )
 
 
@@ -221,14 +312,14 @@ def test_what_cannot_be_joined_is_refused():
   other, _ = prefill("h2o", kvjax.Schedule(every=1))
   for caches in ([], [one, other]):
     with pytest.raises(InputError, match="Only caches whose layers have equal"):
-      kvjax.concatenate(caches)
+      kvjax.stack(caches)
 
 
 def test_h2o_accumulates_across_blocks_and_steps():
   """With room for everything the sums are those of one dense pass."""
 
   def prefill(schedule):
-    plan = Plan(get_method("h2o"), ALL, schedule)
+    plan = kvjax.get_plan("h2o", ALL, schedule)
     return kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)[0]
 
   in_blocks = prefill(kvjax.Schedule(block=8, every=1))
