@@ -105,9 +105,14 @@ def run_layers(
 
     body = jax.checkpoint(one_layer) if remat else one_layer
     layers = start + jnp.arange(length, dtype=jnp.int32)
+    if length == 1 and whole:
+      return body(carry, (layers[0], index_layer(stack, 0)))[0]
     if length == 1:
-      own = index_layer(stack, 0) if whole else None
-      return body(carry, (layers[0], own))[0]
+      # The layer's number must not be a constant: XLA would slice the weights
+      # out of their stack, once and for all tokens, and compile for longer.
+      hidden, states = carry
+      layer, hidden = jax.lax.optimization_barrier((layers[0], hidden))
+      return body((hidden, states), (layer, None))[0]
     return jax.lax.scan(body, carry, (layers, stack if whole else None))[0]
 
   runs = _runs(
