@@ -28,6 +28,7 @@ PROGRAMS = (
   "benchmark_sweep",
   "benchmark_decode",
   "benchmark_kernels",
+  "benchmark_compile",
   "tpu_compile",
   "train_reference",
   "make_reports",

@@ -1,0 +1,58 @@
+"""The command that lists the programs and starts them."""
+
+import importlib
+import pathlib
+import re
+import tomllib
+
+import pytest
+
+from kvjax.experiments import main as command
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(monkeypatch, *arguments):
+  monkeypatch.setattr(command.sys, "argv", ["kvjax", *arguments])
+  command.main()
+
+
+def test_every_program_is_listed_with_its_first_line(monkeypatch, capsys):
+  run(monkeypatch)
+  lines = capsys.readouterr().out.splitlines()[2:]
+  found = dict(re.fullmatch(r"  (\w+) +(.+)", line).groups() for line in lines)
+  programs = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in (ROOT / "experiments").glob("*.py")
+    if "\n  cli.run" in path.read_text(encoding="utf-8")
+  }
+  assert found.keys() == programs.keys()
+  assert "compare" in found
+  for name, said in found.items():
+    assert programs[name].startswith(f'"""{said}\n')
+
+
+def test_an_unknown_program_is_refused_with_a_guess(monkeypatch, capsys):
+  with pytest.raises(SystemExit) as stop:
+    run(monkeypatch, "compar")
+  assert stop.value.code == 2
+  out, err = capsys.readouterr()
+  assert out == ""
+  assert err.startswith("There is no program 'compar' (did you mean compare")
+  assert len(err.splitlines()) == 1
+
+
+def test_a_program_is_started_with_its_flags(run_binary):
+  done = run_binary("kvjax.experiments.main", "make_reports", "--output")
+  assert done.returncode == 2
+  assert "--help lists the flags" in done.stderr
+  done = run_binary("kvjax.experiments.main", "report", "--help")
+  assert done.returncode == 0
+  assert "Puts runs into one leaderboard" in done.stdout
+  assert "--kvpress" in done.stdout
+
+
+def test_the_package_installs_it():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  module, _, function = project["scripts"]["kvjax"].partition(":")
+  assert getattr(importlib.import_module(module), function) is command.main

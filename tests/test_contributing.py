@@ -1,0 +1,126 @@
+"""The recipes of CONTRIBUTING.md are followed to the letter."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import kvjax
+
+ROOT = pathlib.Path(__file__).parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def section(title):
+  """What stands below a heading."""
+  return re.split(r"^## ", TEXT.split(f"## {title}\n")[1], flags=re.M)[0]
+
+
+def blocks(text, language="python"):
+  """Its code, each block with the file that is named right before it."""
+  found = re.findall(
+    rf"(?:^ *`(\S+)`\n\n)?^ *```{language}\n(.*?)^ *```$", text, re.M | re.S
+  )
+  return [(name, textwrap.dedent(code)) for name, code in found]
+
+
+def test_named_commands_are_the_makefiles():
+  makefile = (ROOT / "Makefile").read_text()
+  targets = set(re.findall(r"^([\w-]+):", makefile, re.M))
+  named = set(re.findall(r"(?:^ +|`)make ([\w-]+)", TEXT, re.M))
+  assert {"test", "lint", "demo"} <= named <= targets
+
+
+def test_linked_files_exist():
+  links = re.findall(r"\]\(([^)]+)\)", TEXT)
+  assert links
+  assert all((ROOT / link).exists() for link in links)
+
+
+def test_a_method_takes_a_file_and_a_line(tmp_path):
+  """In a copy of the tree; its name is then known to a sweep."""
+  for name in ("kvjax", "kernels", "models", "experiments"):
+    ignored = shutil.ignore_patterns("__pycache__", "paper_experiments", "tpu")
+    shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
+  (file, method), (registry, entry), (_, check) = blocks(
+    section("Add a method")
+  )
+  assert not (tmp_path / file).exists()
+  (tmp_path / file).write_text(method)
+  path = tmp_path / registry
+  imported, line = entry.splitlines()
+  source = path.read_text()
+  before, after = source.split("def register_methods() -> None:\n")
+  docstring, body = after.split('"""\n', 1)
+  path.write_text(
+    f"{imported}\n{before}def register_methods() -> None:\n"
+    f'{docstring}"""\n  {line}\n{body}'
+  )
+  check += textwrap.dedent("""
+    import pathlib, sys
+    from kvjax.testing import TinyModel
+    assert kvjax.__file__.startswith(sys.argv[1])
+    plans = [
+      kvjax.get_plan(name, kvjax.Tokens(5))
+      for name in ("big_values", "ada/big_values:power=1")
+    ]
+    model = TinyModel()
+    prompts = kvjax.Prompts.of([list(range(40))])
+    caches, _ = kvjax.sweep(model, model.init(), prompts, plans)
+    print(*(int(cache.lengths.sum()) for cache in caches))
+  """)
+  done = subprocess.run(
+    [sys.executable, "-c", check, str(tmp_path)],
+    env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == "20 20\n"
+
+
+def test_the_entry_point_is_where_ours_look():
+  ((_, lines),) = blocks(
+    section("Ship a method in a package of your own"), "toml"
+  )
+  group = lines.splitlines()[0]
+  example = (ROOT / "tests" / "plugins" / "pyproject.toml").read_text()
+  assert group in example.splitlines()
+
+
+def test_a_model_plugs_in(capsys):
+  ((_, code),) = blocks(section("Plug in a model"))
+  names = {}
+  exec(code, names)
+  assert isinstance(names["model"], kvjax.Model)
+  assert [len(row) for row in names["answers"].rows()] == [5, 5]
+  assert capsys.readouterr().out.startswith("[[")
+  # The local layer keeps its window, the other one a quarter.
+  assert names["cache"].lengths[:, :, 0].tolist() == [[8, 8], [10, 5]]
+
+  class Misfit(names["Small"]):
+    @property
+    def geometry(self):
+      layers = super().geometry.layers
+      return kvjax.Geometry((*layers, layers[0]), max_positions=512)
+
+  arguments = (names["params"], names["context"], names["plan"])
+  with pytest.raises(
+    kvjax.InputError, match=r"must hold the 3 layers.* 2 layers"
+  ):
+    kvjax.prefill(Misfit(), *arguments)
+
+  class Wider(names["Small"]):
+    @property
+    def geometry(self):
+      spec = kvjax.LayerSpec(heads=4, kv_heads=2, key_dim=16)
+      return kvjax.Geometry((spec, spec), max_positions=512)
+
+  with pytest.raises(kvjax.InputError, match=r"\(4, 2, 8, 8\), and its spec"):
+    kvjax.prefill(Wider(), *arguments)

@@ -1,0 +1,129 @@
+"""What is installed: one name, which takes nobody else's."""
+
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+import kvjax
+
+ROOT = pathlib.Path(__file__).parents[1]
+LINKS = ("kernels", "models", "experiments")
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+  """The wheel and the source archive, built without a network."""
+  folder = tmp_path_factory.mktemp("dist")
+  subprocess.run(
+    [sys.executable, "-m", "hatchling", "build", "-d", folder],
+    cwd=ROOT,
+    check=True,
+    capture_output=True,
+    env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+  )
+  (wheel,) = folder.glob("*.whl")
+  (source,) = folder.glob("*.tar.gz")
+  return wheel, source
+
+
+def test_a_wheel_holds_one_package(archives):
+  names = zipfile.ZipFile(archives[0]).namelist()
+  assert len(names) == len({*names})
+  folders = {name.partition("/")[0] for name in names}
+  assert folders == {"kvjax", f"kvjax-{kvjax.__version__}.dist-info"}
+  assert "kvjax/py.typed" in names
+  assert "kvjax/models/reference/model.safetensors" in names
+  modules = {
+    path.relative_to(ROOT).as_posix()
+    for folder in LINKS
+    for path in (ROOT / folder).rglob("*.py")
+  }
+  assert modules
+  assert {f"kvjax/{name}" for name in modules} <= {*names}
+
+
+def test_a_source_archive_holds_folders_in_place_of_links(archives):
+  with tarfile.open(archives[1]) as archive:
+    members = archive.getmembers()
+  names = [member.name.partition("/")[2] for member in members]
+  assert len(names) == len({*names})
+  assert not [m.name for m in members if m.issym() or m.islnk()]
+  for folder in LINKS:
+    assert f"kvjax/{folder}/__init__.py" in names
+    assert not [name for name in names if name.startswith(f"{folder}/")]
+  assert {"CONTRIBUTING.md", "README.md", "LICENSE", "Makefile"} <= {*names}
+
+
+_TRY = """
+import kernels, models, sys
+assert kernels.OWNER == "another package", kernels.__file__
+assert models.OWNER == "the user", models.__file__
+import kvjax, kvjax.models, kvjax.kernels.attention
+assert kvjax.__file__.startswith(sys.argv[1]), kvjax.__file__
+assert kvjax.models.__file__.startswith(sys.argv[1])
+assert kernels is sys.modules["kernels"] and models is sys.modules["models"]
+assert "experiments" not in sys.modules
+from importlib.metadata import entry_points
+(command,) = entry_points(group="console_scripts", name="kvjax")
+assert command.load().__module__ == "kvjax.experiments.main"
+print(kvjax.__version__)
+"""
+
+
+def test_what_is_installed_leaves_other_names_alone(archives, tmp_path):
+  """A package `kernels` beside it, and the user's own folder `models`."""
+  site, work = tmp_path / "site", tmp_path / "work"
+  pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index"]
+  subprocess.run(
+    [*pip, "--no-deps", "--no-compile", "--target", site, archives[0]],
+    check=True,
+    env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+  )
+  others = {site / "kernels": "another package", work / "models": "the user"}
+  for folder, owner in others.items():
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(f"OWNER = {owner!r}\n")
+  done = subprocess.run(
+    [sys.executable, "-c", _TRY, str(site)],
+    cwd=work,
+    env=os.environ | {"PYTHONPATH": str(site)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.strip() == kvjax.__version__
+
+
+def test_links_work_where_the_tree_itself_is_installed():
+  for folder in LINKS:
+    spec = importlib.util.find_spec(f"kvjax.{folder}")
+    origin = pathlib.Path(spec.origin).resolve()
+    assert origin == ROOT / folder / "__init__.py"
+
+
+def test_the_version_is_that_of_the_package():
+  assert kvjax.__version__ == importlib.metadata.version("kvjax")
+
+
+def test_the_public_interface_is_all_that_shows():
+  """Whatever has been imported, as submodules become attributes."""
+  import kvjax.checkpoint.saving
+  import kvjax.experiments
+  import kvjax.testing
+
+  shown = dir(kvjax)
+  assert shown == sorted(shown)
+  assert {"prefill", "register", "LayerSpec", "__version__"} <= {*shown}
+  modules = {n for n in shown if isinstance(getattr(kvjax, n), type(kvjax))}
+  assert modules == {"allocation", "methods", "retrieval"}
+  private = [n for n in shown if n.startswith("_") and n != "__version__"]
+  assert not private
+  for hidden in ("checkpoint", "engine", "testing", "importlib", "types"):
+    assert hidden not in shown
