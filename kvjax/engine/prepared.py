@@ -1,7 +1,6 @@
 """A plan made ready: how many tokens and slots each layer and row gets."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
