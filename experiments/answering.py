@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax.cache.cache import join_key
-from kvjax.cache.placement import HOST
 from kvjax.errors import InputError
 from kvjax.experiments import prefilling
 from kvjax.experiments.candidates import Candidate
@@ -20,6 +19,7 @@ from kvjax.experiments.metrics import passkey
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.placement import HOST
 from kvjax.prompts import bucket
 
 Protocol = Literal["query-agnostic", "query-aware", "first-query-aware"]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.calibration.records import AUTO, Auto
-from kvjax.options.registry import METHODS
 from kvjax.options.schedules import WHOLE
+from kvjax.registry.registry import METHODS
 
 FULL = "full"
 # LagKV's own default, a lag of 1,024, keeps all of so short a context.

@@ -11,11 +11,11 @@ import rich.console
 import rich.progress
 
 import kvjax
-from kvjax.cache.layers import tree_bytes
 from kvjax.experiments import kernel_timing, prefilling
 from kvjax.experiments.candidates import Candidate
 from kvjax.experiments.kernel_timing import Copies
 from kvjax.models.pretrained import Pretrained
+from kvjax.struct import tree_bytes
 
 
 class Decoded(NamedTuple):

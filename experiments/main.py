@@ -13,7 +13,7 @@ import pathlib
 import runpy
 import sys
 
-from kvjax.options.naming import near
+from kvjax.registry.naming import near
 
 PROGRAMS = (
   "compare",

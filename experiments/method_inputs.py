@@ -13,7 +13,7 @@ from kvjax.experiments import candidates, cli, inputs, results
 from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE, Protocol
 from kvjax.experiments.calibration.records import AUTO, FOLDER, Auto
 from kvjax.experiments.candidates import Candidate
-from kvjax.options.names import get_recipe
+from kvjax.registry.names import get_recipe
 
 _METHODS = flags.DEFINE_list(
   "methods",

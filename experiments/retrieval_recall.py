@@ -42,7 +42,7 @@ from kvjax.experiments import (
 from kvjax.experiments.answering import QUERY_AWARE, Prompt, Shape, check_room
 from kvjax.experiments.candidates import Candidate, candidates, parse_budgets
 from kvjax.experiments.lookup_quality import Quality
-from kvjax.options.registry import RETRIEVALS
+from kvjax.registry.registry import RETRIEVALS
 
 flags.adopt_module_key_flags(inputs)
 flags.adopt_module_key_flags(needle_inputs)

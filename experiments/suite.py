@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from kvjax.errors import InputError
 from kvjax.experiments.tasks import needles, passkey, prose
 from kvjax.experiments.tasks.sample import Sample
-from kvjax.options.naming import near
+from kvjax.registry.naming import near
 
 # RULER's needle tasks in prose: one needle, four keys, four values, four
 # questions at once.

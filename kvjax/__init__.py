@@ -34,21 +34,21 @@ from kvjax.engine.prefill import prefill as prefill
 from kvjax.engine.prefill import sweep as sweep
 from kvjax.engine.sampling import Sampling as Sampling
 from kvjax.errors import InputError as InputError
-from kvjax.methods.registry import register_methods as _register_methods
 from kvjax.model import Geometry as Geometry
 from kvjax.model import LayerSpec as LayerSpec
 from kvjax.model import Model as Model
 from kvjax.options.budgets import Budget as Budget
 from kvjax.options.budgets import Retention as Retention
 from kvjax.options.budgets import Tokens as Tokens
-from kvjax.options.names import get_method as get_method
-from kvjax.options.names import get_plan as get_plan
-from kvjax.options.names import get_retrieval as get_retrieval
-from kvjax.options.registry import Recipe as Recipe
-from kvjax.options.registry import register as register
 from kvjax.options.schedules import Schedule as Schedule
 from kvjax.prompts import Prompts as Prompts
-from kvjax.retrieval.registry import register_retrievals as _register_retrievals
+from kvjax.registry.eviction import register_methods as _register_methods
+from kvjax.registry.names import get_method as get_method
+from kvjax.registry.names import get_plan as get_plan
+from kvjax.registry.names import get_retrieval as get_retrieval
+from kvjax.registry.registry import Recipe as Recipe
+from kvjax.registry.registry import register as register
+from kvjax.registry.retrieval import register_retrievals as _register_retrievals
 from kvjax.retrieval.sparse_attention import SparseAttention as SparseAttention
 
 __version__ = importlib.metadata.version("kvjax")

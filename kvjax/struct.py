@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import Any, dataclass_transform
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
 
 
 def static(**kwargs: Any) -> Any:
@@ -75,3 +77,10 @@ def updated[T](tree: T, **changes: Any) -> T:
   names = [field.name for field in dataclasses.fields(tree)]  # type: ignore[arg-type]
   old = {name: getattr(tree, name) for name in names}
   return make(type(tree), old | changes)
+
+
+def tree_bytes(tree: PyTree) -> int:
+  """Bytes that the arrays of a tree (or their shapes) take, padding aside."""
+  return sum(
+    leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
+  )

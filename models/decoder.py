@@ -198,9 +198,7 @@ class Decoder(nnx.Module):
 
   def logits(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
     """Next-token logits in float32."""
-    product = functools.partial(
-      jnp.matmul, preferred_element_type=jnp.float32
-    )
+    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     if not self.config.tie_embeddings:
       return product(hidden, self.lm_head.kernel[...])
     embedding = self.embed_tokens.embedding[...]

@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 
 import kvjax
-from kvjax.options.registry import METHODS, RETRIEVALS
+from kvjax.registry.registry import METHODS, RETRIEVALS
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from kvjax.experiments.paper_experiments import (
   protokv,
 )
 from kvjax.experiments.paper_experiments.records import Experiment
-from kvjax.options.naming import near
+from kvjax.registry.naming import near
 
 EXPERIMENTS: Mapping[str, Experiment] = {
   experiment.id: experiment

@@ -14,8 +14,8 @@ import jax
 from jax.extend.core import Literal, Var, jaxpr_as_fun
 from jax.sharding import Sharding
 
-from kvjax.cache.placement import is_on_host
 from kvjax.experiments.tpu.footprints import Footprint
+from kvjax.placement import is_on_host
 
 # Opens contexts such as a mesh.
 Within = Callable[[], AbstractContextManager[None]]

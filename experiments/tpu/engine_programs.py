@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int, PyTree
 import kvjax
 from kvjax import kernels
 from kvjax.cache.cache import Cache
-from kvjax.cache.placement import DEVICE, HOST, is_on_host
 from kvjax.cache.sharding import shard_stack
 from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.decode import Answers, Run, decode
@@ -28,6 +27,7 @@ from kvjax.experiments.tpu.chips import Chip
 from kvjax.experiments.tpu.footprints import Footprint
 from kvjax.experiments.tpu.programs import Lowered, Program
 from kvjax.models.language_model import DecoderModel
+from kvjax.placement import DEVICE, HOST, is_on_host
 
 _DECODING = kvjax.Decoding(max_new_tokens=128)
 # What a prefill waits for in every layer; see `kvjax.engine.prefill`.
@@ -127,7 +127,7 @@ def lower_prefill(use: Use, layers: int, chip: Chip) -> Lowered:
 
 def trace_prefill(
   model: DecoderModel, params: nnx.State, use: Use, chip: Chip
-) -> tuple[jax.extend.core.ClosedJaxpr, list[jax.ShapeDtypeStruct]]:
+) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
   """What `kvjax.prefill` calls, and the shapes of what it is given."""
   given = params, _tokens(chip, use)
   with _compiling_for(chip):

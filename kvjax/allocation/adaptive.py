@@ -2,22 +2,18 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.allocation.base import Allocation, LayerBudget, Sizes
-from kvjax.allocation.selection import exact_share, head_counts, top_slots
+from kvjax.allocation.base import Allocation, Chooser, LayerBudget, Sizes
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.select import among_largest, kth_largest
 from kvjax.options.bounds import check_share
 from kvjax.options.budgets import Budget
-
-if TYPE_CHECKING:
-  from kvjax.methods.base import Method
+from kvjax.selection import exact_share, head_counts, top_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +74,7 @@ class Adaptive(Allocation):
 
   def evaluate(
     self,
-    method: "Method",
+    method: Chooser,
     layer: Int[Array, ""],
     cache: LayerCache,
     activations: Activations,
@@ -93,7 +89,7 @@ class Adaptive(Allocation):
 
   def select(
     self,
-    method: "Method",
+    method: Chooser,
     scores: tuple[Float[Array, "B K T"], PyTree[Array]],
     cache: LayerCache,
     budget: LayerBudget,

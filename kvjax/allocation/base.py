@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +15,26 @@ from kvjax.options.budgets import Budget
 from kvjax.prompts import bucket_lengths
 from kvjax.struct import static, struct
 
-if TYPE_CHECKING:
-  from kvjax.methods.base import Method
+
+class Chooser(Protocol):
+  """What an allocation asks of a method; see `kvjax.methods.Method`."""
+
+  @property
+  def votes(self) -> Any:
+    """What heads compete by where they share a budget; None if they cannot."""
+    ...
+
+  def evaluate(
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
+  ) -> PyTree[Array]:
+    """What the choice depends on, for every budget alike."""
+    ...
+
+  def select(
+    self, scores: PyTree[Array], cache: LayerCache, budget: "LayerBudget"
+  ) -> Int[Array, "B K M"]:
+    """Slots to keep, ascending, then -1."""
+    ...
 
 
 class Sizes(NamedTuple):
@@ -120,7 +138,7 @@ class Allocation(abc.ABC):
 
   def evaluate(
     self,
-    method: "Method",
+    method: Chooser,
     layer: Int[Array, ""],
     cache: LayerCache,
     activations: Activations,
@@ -130,7 +148,7 @@ class Allocation(abc.ABC):
 
   def select(
     self,
-    method: "Method",
+    method: Chooser,
     scores: PyTree[Array],
     cache: LayerCache,
     budget: LayerBudget,

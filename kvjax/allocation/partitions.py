@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from kvjax.allocation.selection import true_slots
 from kvjax.cache.layers import LayerCache
+from kvjax.selection import true_slots
 from kvjax.struct import static, struct
 
 

@@ -1,19 +1,15 @@
 """PyramidKV: lower layers keep more, higher layers less."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.allocation.base import Allocation, LayerBudget, Sizes
+from kvjax.allocation.base import Allocation, Chooser, LayerBudget, Sizes
 from kvjax.cache.layers import LayerCache
 from kvjax.options.bounds import check_least
 from kvjax.options.budgets import Budget, Tokens
-
-if TYPE_CHECKING:
-  from kvjax.methods.base import Method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Pyramid(Allocation):
 
   def evaluate(
     self,
-    method: "Method",
+    method: Chooser,
     layer: Int[Array, ""],
     cache: LayerCache,
     activations: Activations,
@@ -68,7 +64,7 @@ class Pyramid(Allocation):
 
   def select(
     self,
-    method: "Method",
+    method: Chooser,
     scores: PyTree[Array],
     cache: LayerCache,
     budget: LayerBudget,

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache.layers import Layer, tree_bytes
-from kvjax.cache.placement import nbytes_by_memory
+from kvjax.cache.layers import Layer
 from kvjax.cache.sharding import shard_stack
-from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.model import ranks
-from kvjax.struct import static, struct
+from kvjax.placement import nbytes_by_memory
+from kvjax.struct import static, struct, tree_bytes
 
 
 @struct
@@ -32,14 +31,15 @@ class Cache:
     order: for each layer of the model, the stack that it is in; those of one
       stack lie there in the order of the model. -1 for a layer that keeps no
       keys and values.
-    plan: what it was made by, if that goes on evicting while decoding.
+    plan: the `kvjax.Plan` that it was made by, if that goes on evicting while
+      decoding; else None.
   """
 
   stacks: tuple[Layer, ...]
   next_positions: Int[Array, " B"]
   protected: Bool[Array, "B P"] | None = None
   order: tuple[int, ...] = static(default=())
-  plan: Plan | None = static(default=None)
+  plan: Any = static(default=None)
 
   @property
   def layers(self) -> tuple[Layer | None, ...]:

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache.observation import ObservationWindow
 from kvjax.kernels.attention import attention
 from kvjax.kernels.gather import compact
 from kvjax.kernels.quantised import Quantised, quantise
-from kvjax.struct import struct, updated
+from kvjax.struct import struct, tree_bytes, updated
 
 # An index into the leading axis of a stack; None where there is no such axis.
 Index = Int[Array, ""] | None
@@ -29,13 +29,6 @@ KV_DTYPES: Mapping[str, DTypeLike] = {
 AXES = ("data", "model")
 # What attention reads in place of a layer: keys turned elsewhere, say.
 Arrange = Callable[[Any], Any]
-
-
-def tree_bytes(tree: PyTree) -> int:
-  """Bytes that the arrays of a tree (or their shapes) take, padding aside."""
-  return sum(
-    leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
-  )
 
 
 class Layer(abc.ABC):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.cache.layers import LayerCache
-from kvjax.cache.placement import gather_rows
+from kvjax.placement import gather_rows
 from kvjax.struct import static, struct
 
 

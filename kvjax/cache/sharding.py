@@ -7,8 +7,8 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from kvjax.cache.layers import AXES, Layer
-from kvjax.cache.placement import is_on_host
 from kvjax.errors import InputError
+from kvjax.placement import is_on_host
 
 
 def parse_mesh(text: str) -> jax.sharding.Mesh:

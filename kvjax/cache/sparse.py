@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.cache.heads import heads_of
 from kvjax.cache.layers import Index, Layer, LayerCache
-from kvjax.cache.placement import gather_rows, is_on_host, to_device, to_host
 from kvjax.cache.ring import Ring
 from kvjax.errors import InputError
 from kvjax.kernels.attention import (
@@ -23,7 +23,7 @@ from kvjax.kernels.attention import (
 )
 from kvjax.kernels.select import named_slots, true_slots
 from kvjax.kernels.sparse_decode import sparse_decode
-from kvjax.methods.heads import heads_of
+from kvjax.placement import gather_rows, is_on_host, to_device, to_host
 from kvjax.retrieval.base import (
   Found,
   Prompt,

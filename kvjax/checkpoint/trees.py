@@ -15,8 +15,8 @@ from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.kernels.quantised import Quantised
 from kvjax.options.budgets import Retention, Tokens
-from kvjax.options.registry import METHODS, RETRIEVALS, recipe_of
 from kvjax.options.schedules import Schedule
+from kvjax.registry.registry import METHODS, RETRIEVALS, recipe_of
 from kvjax.struct import STRUCTS, class_name, make
 
 # What is stored by its fields, besides `STRUCTS` and registered methods: the

@@ -11,11 +11,11 @@ from kvjax.activations import Activations
 from kvjax.allocation.base import Allocation as Allocation
 from kvjax.allocation.base import LayerBudget as LayerBudget
 from kvjax.allocation.base import Uniform
-from kvjax.allocation.selection import top_slots
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.observation import ObservationWindow
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_choices
+from kvjax.selection import top_slots
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.allocation.selection import age, newest, true_slots
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.select import among_largest
 from kvjax.methods.base import LayerBudget, Method
@@ -15,6 +14,7 @@ from kvjax.methods.heads import window_mass
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
+from kvjax.selection import age, newest, true_slots
 
 Scope = Literal["layer", "head"]
 

@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.allocation.middle import Middle
-from kvjax.allocation.selection import age, head_counts, top_slots
 from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.leverage import Factor, Solver, draw_factors, leverage
@@ -17,6 +16,7 @@ from kvjax.methods.noncausal import Scale, ValueNorm, noncausal_attention
 from kvjax.methods.standardise import Scope, standardised
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
+from kvjax.selection import age, head_counts, top_slots
 from kvjax.struct import struct
 
 Spread = Literal["head", "layer"]

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.allocation.selection import age, floor_share
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.attention_mass import causal_mass
 from kvjax.methods.base import ScoringMethod
@@ -14,6 +13,7 @@ from kvjax.methods.heads import by_kv_head
 from kvjax.methods.snapkv import pool, value_norms
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_share
+from kvjax.selection import age, floor_share
 
 
 @dataclasses.dataclass(frozen=True)

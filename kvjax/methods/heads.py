@@ -6,49 +6,15 @@ from typing import final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.cache.heads import heads_of as heads_of
 from kvjax.cache.layers import LayerCache
+from kvjax.heads import Head as Head
+from kvjax.heads import by_kv_head as by_kv_head
 from kvjax.kernels.attention_mass import causal_mass
 from kvjax.methods.base import ScoringMethod
-from kvjax.struct import struct
-
-
-@struct
-class Head:
-  """What one KV head of one row offers for scoring.
-
-  Attributes:
-    cached_keys: rotated keys in the cache's dtype; empty slots hold anything.
-    cached_values: values, likewise.
-    positions: each token's place in its row, -1 for empty.
-    queries: the block's rotated queries of the G heads that read this head.
-    query_positions: place of each query, -1 for padding.
-  """
-
-  cached_keys: Float[Array, "*B T D"]
-  cached_values: Float[Array, "*B T Dv"]
-  positions: Int[Array, "*B T"]
-  queries: Float[Array, "*B G S D"]
-  query_positions: Int[Array, "*B S"]
-
-  @property
-  def held(self) -> Bool[Array, "*B T"]:
-    """Slots that hold a token."""
-    return self.positions >= 0
-
-  @property
-  def keys(self) -> Float[Array, "*B T D"]:
-    """Float32 keys; empty slots are zero."""
-    keys = self.cached_keys.astype(jnp.float32)
-    return jnp.where(self.held[..., None], keys, 0.0)
-
-  @property
-  def values(self) -> Float[Array, "*B T Dv"]:
-    """Float32 values; empty slots are zero."""
-    values = self.cached_values.astype(jnp.float32)
-    return jnp.where(self.held[..., None], values, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,28 +32,6 @@ class HeadwiseMethod(ScoringMethod):
     """Vmaps `score_head` over rows and KV heads."""
     del layer
     return jax.vmap(jax.vmap(self.score_head))(heads_of(cache, activations))
-
-
-def heads_of(cache: LayerCache, activations: Activations) -> Head:
-  """All heads of a layer as one tree with leading axes B and K."""
-  batch, length = activations.positions.shape
-  kv_heads = cache.positions.shape[1]
-  return Head(
-    cached_keys=cache.keys,
-    cached_values=cache.values,
-    positions=cache.positions,
-    queries=by_kv_head(activations.queries, kv_heads),
-    query_positions=jnp.broadcast_to(
-      activations.positions[:, None], (batch, kv_heads, length)
-    ),
-  )
-
-
-def by_kv_head(
-  x: Float[Array, "B N *D"], kv_heads: int
-) -> Float[Array, "B K G *D"]:
-  """What query heads have, by the KV head that they read."""
-  return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
 
 
 def window_queries(

@@ -6,11 +6,11 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.allocation.selection import age, floor_share
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.heads import Head, HeadwiseMethod
 from kvjax.options.bounds import check_share
+from kvjax.selection import age, floor_share
 
 Anchor = Literal[
   "mean_unit", "pairwise", "median_unit", "median_raw", "mean_raw"

@@ -11,7 +11,6 @@ from kvjax.activations import Activations
 from kvjax.allocation.base import Uniform
 from kvjax.allocation.lag_law import LagLaw
 from kvjax.allocation.partitions import Partitions
-from kvjax.allocation.selection import finite, top_slots, true_slots
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.kernels.select import among_largest
@@ -20,6 +19,7 @@ from kvjax.methods.heads import Head, heads_of
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
 from kvjax.options.budgets import Retention
+from kvjax.selection import finite, top_slots, true_slots
 
 Mode = Literal["paper", "kvpress"]
 Reference = Literal["next", "own"]

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import clustering as proto
 from kvjax.activations import Activations
-from kvjax.allocation.selection import age, newest, true_slots
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.kernels.select import largest, named_slots
-from kvjax.methods import prototypes as proto
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.heads import (
   Head,
@@ -32,6 +31,7 @@ from kvjax.methods.ranking import (
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
+from kvjax.selection import age, newest, true_slots
 
 Clusters = Literal["prototypes", "lsh", "kmeans", "none"]
 Score = Literal["qk_sum", "qk_mean", "attn_sum", "attn_mean"]

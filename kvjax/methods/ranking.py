@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.allocation.selection import finite
 from kvjax.kernels.select import among_largest
+from kvjax.selection import finite
 from kvjax.struct import struct
 
 Cut = Literal["score", "position", "skip", "none"]

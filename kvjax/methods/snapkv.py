@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.allocation.selection import age
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.select import true_slots
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import window_mass
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
+from kvjax.selection import age
 
 Pooling = Literal["avg", "max"]
 Group = Literal["mean", "max"]

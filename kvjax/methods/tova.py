@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.allocation.selection import age
 from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import window_mass
 from kvjax.methods.traits import Traits
+from kvjax.selection import age
 
 Scope = Literal["layer", "group"]
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from kvjax.cache.placement import gather_rows
 from kvjax.errors import InputError
+from kvjax.heads import Head
 from kvjax.kernels.select import largest, named_slots, true_slots
-from kvjax.methods.heads import Head
 from kvjax.options.bounds import check_choices, check_least
 from kvjax.options.budgets import Budget
+from kvjax.placement import gather_rows
 from kvjax.struct import static, struct
 
 Turn = Literal["decode", "dense"]
@@ -94,7 +94,7 @@ class Store:
   Attributes:
     keys: rotated keys in the cache's dtype; what is not held holds anything.
       They may live on the host, where `gathered` and
-      `kvjax.cache.placement.to_device` read them.
+      `kvjax.placement.to_device` read them.
     held: which slots hold a token.
     later: the numbers of the last E slots, where tokens come to them after the
       prompt; of a slot before them the number is its place.
@@ -174,7 +174,7 @@ class Retrieval(abc.ABC):
     dense_layers: layers without an index, which attend to everything.
     reads: keys looked up per token, whatever the budget says; 0 for the budget.
     offload: stored keys and values live in the host's memory, where the
-      backend has such; see `kvjax.cache.placement`.
+      backend has such; see `kvjax.placement`.
   """
 
   sinks: int = 4

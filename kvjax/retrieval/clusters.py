@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.methods.prototypes import kmeans, nearest
+from kvjax.clustering import kmeans, nearest
 from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import Prompt, Reads, Retrieval
 from kvjax.struct import struct

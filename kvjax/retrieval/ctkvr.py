@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.clustering import unit
 from kvjax.errors import InputError
+from kvjax.heads import Head
 from kvjax.kernels.select import largest
-from kvjax.methods.heads import Head
-from kvjax.methods.prototypes import unit
-from kvjax.allocation.selection import exact_share, floor_share
 from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import (
   Found,
@@ -22,6 +21,7 @@ from kvjax.retrieval.base import (
   Store,
   attention_worth,
 )
+from kvjax.selection import exact_share, floor_share
 from kvjax.struct import struct
 
 _MOST_CENTROIDS = 2048

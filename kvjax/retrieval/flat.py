@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.cache.placement import to_device
+from kvjax.placement import to_device
 from kvjax.retrieval.base import (
   Found,
   Prompt,

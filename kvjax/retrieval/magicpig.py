@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
-from kvjax.cache.placement import to_device
+from kvjax.clustering import unit
 from kvjax.errors import InputError
-from kvjax.methods.prototypes import unit
 from kvjax.options.bounds import check_least
+from kvjax.placement import to_device
 from kvjax.retrieval.base import Found, Prompt, Reads, Retrieval, Store
 from kvjax.struct import struct
 

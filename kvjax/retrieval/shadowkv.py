@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvjax.clustering import unit
 from kvjax.kernels.select import among_largest
-from kvjax.methods.prototypes import unit
 from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import (
   Found,

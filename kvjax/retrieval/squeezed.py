@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.methods.prototypes import unit
+from kvjax.clustering import unit
 from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import Found, Prompt, Reads, Store
 from kvjax.retrieval.clusters import Clustered, Clusters

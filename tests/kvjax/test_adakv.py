@@ -11,7 +11,6 @@ import pytest
 
 import kvjax
 from kvjax.allocation import Adaptive, Sizes, Uniform
-from kvjax.allocation.selection import head_counts, top_slots
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods import (
@@ -22,7 +21,8 @@ from kvjax.methods import (
   ScoringMethod,
   SnapKV,
 )
-from kvjax.options.registry import Recipe
+from kvjax.registry.registry import Recipe
+from kvjax.selection import head_counts, top_slots
 from kvjax.testing import random_activations
 
 LENGTHS = [61, 96, 40]

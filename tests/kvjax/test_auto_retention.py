@@ -16,8 +16,8 @@ from kvjax.engine import building, compress, likelihood
 from kvjax.engine import prefill as prefilling
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, KeyDiff
-from kvjax.options.registry import METHODS, recipe_of
 from kvjax.prompts import bucket
+from kvjax.registry.registry import METHODS, recipe_of
 from kvjax.testing import TinyModel, held_positions
 
 MODEL = TinyModel()

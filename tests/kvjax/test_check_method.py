@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax.methods import HeadwiseMethod, Method, ScoringMethod, Traits
 from kvjax.methods.heads import window_mass
-from kvjax.options.registry import METHODS, RETRIEVALS
+from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.retrieval import Flat, Found, Retrieval
 from kvjax.testing import check_method, check_retrieval, checks
 

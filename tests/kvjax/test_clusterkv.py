@@ -12,9 +12,9 @@ import pytest
 import kvjax
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sparse import SparseLayer
+from kvjax.clustering import kmeans, nearest
 from kvjax.errors import InputError
 from kvjax.kernels.attention import attention
-from kvjax.methods.prototypes import kmeans, nearest
 from kvjax.retrieval import ClusterKV, Reads, Store
 from kvjax.testing import random_activations
 

@@ -16,9 +16,9 @@ from kvjax.cache.layers import LayerCache
 from kvjax.engine.compress import take_slots
 from kvjax.errors import InputError
 from kvjax.methods import LayerBudget
-from kvjax.options.names import get_recipe
-from kvjax.options.registry import METHODS
 from kvjax.prompts import bucket_lengths
+from kvjax.registry.names import get_recipe
+from kvjax.registry.registry import METHODS
 from kvjax.testing import layer_positions, random_activations
 
 # What scores by another formula than a case beside it, or spreads its budget

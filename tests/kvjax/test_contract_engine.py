@@ -10,7 +10,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.cache.sharding import parse_mesh
 from kvjax.methods import FullKV
 from kvjax.model import Geometry
-from kvjax.options.registry import METHODS, recipe_of
+from kvjax.registry.registry import METHODS, recipe_of
 from kvjax.testing import TinyModel, held_positions, poisoned
 
 # Half the time to compile, where one layer shows it all.

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 
 import kvjax
 from kvjax.cache.cache import Cache
-from kvjax.cache.layers import LayerCache, tree_bytes
+from kvjax.cache.layers import LayerCache
 from kvjax.engine import generate, prefill
 from kvjax.engine.decode import Run
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.model import Geometry
 from kvjax.prompts import bucket, bucket_lengths
+from kvjax.struct import tree_bytes
 from kvjax.testing import TinyModel
 
 

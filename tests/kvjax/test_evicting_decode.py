@@ -13,7 +13,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.engine import decode
 from kvjax.errors import InputError
 from kvjax.model import Geometry
-from kvjax.options.registry import METHODS, recipe_of
+from kvjax.registry.registry import METHODS, recipe_of
 from kvjax.testing import TinyModel, held_positions
 
 MODEL = TinyModel()

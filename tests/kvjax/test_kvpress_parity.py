@@ -34,7 +34,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.kernels.attention_mass import chunk_mass
 from kvjax.methods import LayerBudget
 from kvjax.methods.heads import heads_of
-from kvjax.options.names import get_method
+from kvjax.registry.names import get_method
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "kvpress"
 LENGTHS = (60, 132, 300)

@@ -12,7 +12,7 @@ from kvjax.allocation import Sizes
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods import LagKV, LayerBudget
-from kvjax.options.names import get_method
+from kvjax.registry.names import get_method
 from kvjax.testing import random_activations
 
 S, L = 3, 8

@@ -14,7 +14,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.methods.heads import Head
-from kvjax.options.names import get_retrieval
+from kvjax.registry.names import get_retrieval
 from kvjax.retrieval import MagicPIG, Prompt, Reads, Store
 from kvjax.retrieval.magicpig import sampled_share
 from kvjax.testing import random_activations

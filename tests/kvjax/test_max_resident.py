@@ -14,7 +14,7 @@ from kvjax.cache.sharding import parse_mesh
 from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.kernels.attention import attention
-from kvjax.options.names import get_retrieval
+from kvjax.registry.names import get_retrieval
 from kvjax.retrieval import CTkvr
 from kvjax.testing import TinyModel, layer_positions, random_activations
 

@@ -10,7 +10,7 @@ import pytest
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods import KeyDiff, KeyL2Norm, Random, SnapKV, StreamingLLM, Tova
-from kvjax.options.names import get_method
+from kvjax.registry.names import get_method
 from kvjax.testing import random_activations
 
 N, K = 4, 2  # query heads, KV heads

@@ -9,8 +9,9 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.cache import placement
-from kvjax.cache.placement import (
+from kvjax import placement
+from kvjax.cache.sharding import parse_mesh
+from kvjax.placement import (
   gather_rows,
   has_host_memory,
   is_on_host,
@@ -18,7 +19,6 @@ from kvjax.cache.placement import (
   to_device,
   to_host,
 )
-from kvjax.cache.sharding import parse_mesh
 
 B, K, F, D, M = 2, 4, 9, 3, 6
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ import types
 import pytest
 
 import kvjax
-from kvjax.options import registry
+from kvjax.registry import registry
 from kvjax.testing import TinyModel
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import pytest
 import kvjax
 from kvjax.allocation import Sizes
 from kvjax.errors import InputError
-from kvjax.options.names import get_method
-from kvjax.options.registry import METHODS
+from kvjax.registry.names import get_method
+from kvjax.registry.registry import METHODS
 from kvjax.testing import TinyModel, held_positions
 
 # Half the time to compile, where one layer shows it all.

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import clustering as proto
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods import LayerBudget, ProtoKV
-from kvjax.methods import prototypes as proto
-from kvjax.options.names import get_method
+from kvjax.registry.names import get_method
 from kvjax.testing import random_activations
 
 N, K, D = 4, 2, 8

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.methods import prototypes as proto
+from kvjax import clustering as proto
 
 D, PADDED, PREFIX = 8, 80, 62
 KEYS = np.random.default_rng(31).normal(size=(PADDED, D)).astype(np.float32)

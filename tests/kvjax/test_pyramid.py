@@ -7,9 +7,9 @@ import kvjax
 from kvjax.allocation import Pyramid, Sizes, Uniform
 from kvjax.errors import InputError
 from kvjax.methods import KeyDiff
-from kvjax.options.names import get_method, get_recipe
-from kvjax.options.registry import Recipe
 from kvjax.prompts import bucket_lengths
+from kvjax.registry.names import get_method, get_recipe
+from kvjax.registry.registry import Recipe
 from kvjax.testing import TinyModel, held_positions
 
 PYRAMID = Pyramid(Uniform(), window=8)

@@ -19,7 +19,7 @@ from kvjax.engine.feed import feed
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.kernels.quantised import Quantised
-from kvjax.options.names import get_method
+from kvjax.registry.names import get_method
 from kvjax.testing import TinyModel, held_positions, poisoned
 
 GEOMETRY = kvjax.Geometry.uniform(

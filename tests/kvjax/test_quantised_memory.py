@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax.cache.layers import tree_bytes
 from kvjax.engine.compress import Kept, compress_layer, keep_layer
 from kvjax.engine.feed import feed
 from kvjax.engine.prepared import LayerProgram
+from kvjax.struct import tree_bytes
 from kvjax.testing import TinyModel, random_activations
 
 DENSE, PACKED = "snapkv:window=8", "ada/snapkv:window=8"

@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
-from kvjax.options.names import get_method
+from kvjax.registry.names import get_method
 from kvjax.testing import TinyModel, held_positions
 
 # Half the time to compile, where one layer shows it all.

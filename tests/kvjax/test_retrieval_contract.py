@@ -11,12 +11,12 @@ from jax.extend.core import jaxprs_in_params
 
 import kvjax
 from kvjax.cache.layers import LayerCache
-from kvjax.cache.placement import nbytes_by_memory
 from kvjax.cache.sharding import parse_mesh
 from kvjax.cache.sparse import SparseLayer
 from kvjax.kernels.attention import attention
-from kvjax.options.names import get_retrieval
-from kvjax.options.registry import RETRIEVALS
+from kvjax.placement import nbytes_by_memory
+from kvjax.registry.names import get_retrieval
+from kvjax.registry.registry import RETRIEVALS
 from kvjax.retrieval import Reads, Store
 from kvjax.testing import (
   TinyModel,

@@ -4,7 +4,7 @@ import pytest
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.options.registry import RETRIEVALS
+from kvjax.registry.registry import RETRIEVALS
 
 BUDGET = kvjax.Tokens(10)
 

@@ -21,7 +21,7 @@ from kvjax.checkpoint import trees as saved_trees
 from kvjax.checkpoint.saving import load_cache, save_cache
 from kvjax.errors import InputError
 from kvjax.methods import HeadwiseMethod
-from kvjax.options.registry import METHODS
+from kvjax.registry.registry import METHODS
 from kvjax.struct import STRUCTS, class_name, make, static, struct, updated
 from kvjax.testing import TinyModel, held_positions, poisoned
 

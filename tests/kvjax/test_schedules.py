@@ -13,7 +13,7 @@ from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import prepare_limits
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, LagKV
-from kvjax.options.names import get_method
+from kvjax.registry.names import get_method
 from kvjax.testing import TinyModel, held_positions
 
 # Half the time to compile, where one layer shows it all.

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.allocation.selection import age, floor_share, top_slots
 from kvjax.errors import InputError
 from kvjax.options.budgets import Retention, Tokens
+from kvjax.selection import age, floor_share, top_slots
 
 
 def by_hand(scores, held, protected, count):

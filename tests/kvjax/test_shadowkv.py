@@ -13,7 +13,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.methods.heads import Head
-from kvjax.options.names import get_retrieval
+from kvjax.registry.names import get_retrieval
 from kvjax.retrieval import Prompt, Reads, ShadowKV, Store
 from kvjax.testing import random_activations
 

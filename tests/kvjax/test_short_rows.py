@@ -6,7 +6,7 @@ import pytest
 
 from kvjax.cache.layers import LayerCache
 from kvjax.methods import LayerBudget
-from kvjax.options.names import get_recipe
+from kvjax.registry.names import get_recipe
 from kvjax.testing import layer_positions, random_activations
 
 

@@ -13,7 +13,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.kernels.attention import attention
-from kvjax.options.names import get_retrieval
+from kvjax.registry.names import get_retrieval
 from kvjax.retrieval import Reads, SqueezedAttention, Store
 from kvjax.retrieval.clusters import Clusters
 from kvjax.retrieval.squeezed import Squeezed

@@ -10,11 +10,11 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
+from kvjax.clustering import deviation, unit
 from kvjax.experiments.paper_experiments.analyses.observed import activations
 from kvjax.experiments.paper_experiments.findings import Findings, Subject
 from kvjax.experiments.reporting.formats import Table
 from kvjax.methods.heads import window_mass
-from kvjax.methods.prototypes import deviation, unit
 
 _BETAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 _REACH = 5

@@ -10,11 +10,11 @@ from jaxtyping import Array, Float
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
+from kvjax.clustering import unit
 from kvjax.experiments.paper_experiments.analyses.observed import activations
 from kvjax.experiments.paper_experiments.findings import Findings, Subject
 from kvjax.experiments.reporting.formats import Table
 from kvjax.kernels.attention_mass import causal_mass
-from kvjax.methods.prototypes import unit
 
 
 class Statistics(NamedTuple):

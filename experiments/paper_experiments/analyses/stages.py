@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import kvjax
+from kvjax import clustering as proto
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.experiments.paper_experiments.analyses.timing import median_seconds
 from kvjax.experiments.paper_experiments.findings import Findings, Subject
 from kvjax.experiments.reporting.formats import Table
-from kvjax.methods import prototypes as proto
 from kvjax.methods.base import Method
 from kvjax.methods.ranking import cluster_worth, ranked
 from kvjax.testing import random_activations

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import kvjax
-from kvjax.cache.placement import to_device
 from kvjax.methods.heads import window_mass
+from kvjax.placement import to_device
 from kvjax.retrieval.base import best_slots
 
 

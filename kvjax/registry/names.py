@@ -12,9 +12,9 @@ from kvjax.errors import InputError
 from kvjax.methods.base import Method
 from kvjax.methods.full import FullKV
 from kvjax.options.budgets import Budget, Retention, Tokens
-from kvjax.options.naming import named, near, with_options
-from kvjax.options.registry import METHODS, RETRIEVALS, Recipe, recipe_of
 from kvjax.options.schedules import WHOLE, Schedule
+from kvjax.registry.naming import named, near, with_options
+from kvjax.registry.registry import METHODS, RETRIEVALS, Recipe, recipe_of
 from kvjax.retrieval.base import Retrieval
 from kvjax.retrieval.sparse_attention import SparseAttention
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvjax.errors import InputError
 from kvjax.options.bounds import check_choice
-from kvjax.options.registry import Names
+from kvjax.registry.registry import Names
 
 
 def named(name: str, names: Names) -> Any:

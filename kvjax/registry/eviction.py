@@ -15,7 +15,7 @@ from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming import StreamingLLM
 from kvjax.methods.tova import Tova
-from kvjax.options.registry import Recipe, register
+from kvjax.registry.registry import Recipe, register
 
 
 def _pyramidkv() -> Recipe:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Int, PyTree, Shaped
 
-from kvjax.cache.layers import tree_bytes
+from kvjax.struct import tree_bytes
 
 DEVICE, HOST = "device", "pinned_host"
 

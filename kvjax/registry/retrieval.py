@@ -1,6 +1,6 @@
 """The retrieval methods of this package, by name: a line each."""
 
-from kvjax.options.registry import register
+from kvjax.registry.registry import register
 from kvjax.retrieval.clusterkv import ClusterKV
 from kvjax.retrieval.ctkvr import CTkvr
 from kvjax.retrieval.flat import Flat

@@ -1,0 +1,22 @@
+"""The heads of a layer's cache, one by one."""
+
+import jax.numpy as jnp
+
+from kvjax.activations import Activations
+from kvjax.cache.layers import LayerCache
+from kvjax.heads import Head, by_kv_head
+
+
+def heads_of(cache: LayerCache, activations: Activations) -> Head:
+  """All heads of a layer as one tree with leading axes B and K."""
+  batch, length = activations.positions.shape
+  kv_heads = cache.positions.shape[1]
+  return Head(
+    cached_keys=cache.keys,
+    cached_values=cache.values,
+    positions=cache.positions,
+    queries=by_kv_head(activations.queries, kv_heads),
+    query_positions=jnp.broadcast_to(
+      activations.positions[:, None], (batch, kv_heads, length)
+    ),
+  )

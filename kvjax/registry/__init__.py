@@ -1,0 +1,1 @@
+"""Methods by name, those of other packages among them."""
