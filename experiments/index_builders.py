@@ -27,8 +27,8 @@ from kvjax.struct import struct
 
 KEY_CENTRES = 64
 QUERY_CENTRES = 16
-# Of what surrounds a centre over that of the centres: two queries of the same
-# centre have a cosine of 1 / (1 + 0.5^2) = 0.8.
+# Of what surrounds a center over that of the centers: two queries of the same
+# center have a cosine of 1 / (1 + 0.5^2) = 0.8.
 SPREAD = 0.5
 ASKING = 8
 
@@ -90,10 +90,10 @@ def load_faiss() -> types.ModuleType:
 def draw(
   retrieval: CTkvr, seed: int, length: int, group: int, head_dim: int
 ) -> Workload:
-  """Random keys and queries: Gaussians around Gaussian centres.
+  """Random keys and queries: Gaussians around Gaussian centers.
 
   A token's key belongs to one of `KEY_CENTRES`, its queries to one of
-  `QUERY_CENTRES`, the same one for all heads, each with its own centre there.
+  `QUERY_CENTRES`, the same one for all heads, each with its own center there.
 
   Args:
     retrieval: says what is resident and how many keys are read.
@@ -206,12 +206,12 @@ def recall(
 
 def _around(
   rng: np.random.Generator,
-  centres: int,
+  centers: int,
   topics: Int[np.ndarray, " T"],
   head_dim: int,
 ) -> Float[np.ndarray, "T D"]:
-  """Vectors around random centres, to which the topics assign them."""
-  means = rng.standard_normal((centres, head_dim), np.float32)
+  """Vectors around random centers, to which the topics assign them."""
+  means = rng.standard_normal((centers, head_dim), np.float32)
   noise = rng.standard_normal((len(topics), head_dim), np.float32)
   return means[topics] + np.float32(SPREAD) * noise
 

@@ -158,8 +158,8 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
     + "\n".join(f"| {' | '.join(line)} |" for line in lines)
     + "\n\nRead the ratios, not the times: CTkvr's paper builds on a GPU, in "
     "0.21 to 0.43 ms from 4K to 128K tokens.\n"
-    f"Random keys around {KEY_CENTRES} centres and queries around "
-    f"{QUERY_CENTRES}, spread {SPREAD} of that of the centres, seed "
+    f"Random keys around {KEY_CENTRES} centers and queries around "
+    f"{QUERY_CENTRES}, spread {SPREAD} of that of the centers, seed "
     f"{summary['seed']}.\n"
     f"qcIVF and K-means of kvjax on {summary['device']}; the others by faiss "
     f"on the CPU, {summary['faiss_threads']} threads of {summary['cores']} "

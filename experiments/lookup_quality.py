@@ -63,7 +63,7 @@ def measure(
 
   Returns:
     For every plan and layer what was found, or None where the layer has no
-    index; and for every layer the mean cosine of neighbouring queries.
+    index; and for every layer the mean cosine of neighboring queries.
   """
   whole = kvjax.get_plan("full", kvjax.Retention(1.0))
   caches, logits = kvjax.sweep(model, params, prompts, [whole, *plans])
@@ -117,7 +117,7 @@ def _decode(
   start = (states, first, full.next_positions)
   (states, _, _), _ = jax.lax.scan(step, start, None, length=steps)
   sums = [jax.tree.map(lambda x: x / steps, state.sums) for state in states]
-  # The first token's query has no neighbour.
+  # The first token's query has no neighbor.
   return sums, [state.cosine / max(steps - 1, 1) for state in states]
 
 

@@ -13,7 +13,7 @@ tasks, samples, tokens, heads and the layers that have an index of
 
 Decoding goes on for --steps tokens, past the end of an answer too.
 
-Below the table stands the mean cosine of neighbouring queries per layer, which
+Below the table stands the mean cosine of neighboring queries per layer, which
 CTkvr builds on. Takes two minutes on two cores.
 """
 
@@ -93,7 +93,7 @@ def main() -> None:
     "steps": _STEPS.value,
     "device": reports.device(devices),
     "versions": reports.versions(),
-    "cosine_of_neighbouring_queries": cosines,
+    "cosine_of_neighboring_queries": cosines,
     "rows": [
       {"method": c.method, "budget": c.budget, **quality._asdict()}
       for c, quality in zip(chosen, found, strict=True)
@@ -120,7 +120,7 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
   ]
   head = ("method", "looks up", "recall %", "output error %", "read")
   lines = [head, (":--", *["--:"] * (len(head) - 1)), *cells]
-  cosines = summary["cosine_of_neighbouring_queries"]
+  cosines = summary["cosine_of_neighboring_queries"]
   layers = ", ".join(f"{cosine:.2f}" for cosine in cosines)
   versions = summary["versions"].items()
   return (
@@ -128,7 +128,7 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
     f"{summary['samples']} samples per task, {summary['steps']} tokens each**"
     "\n\n"
     + "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    + f"\n\nCosine of neighbouring queries, layer by layer: {layers}.\n"
+    + f"\n\nCosine of neighboring queries, layer by layer: {layers}.\n"
     f"Seed {summary['seed']}, greedy, {summary['dtype']} on "
     f"{summary['device']}; "
     + ", ".join(f"{name} {version}" for name, version in versions)

@@ -10,7 +10,7 @@ Hash = Literal["fourier", "hyperplane"]
 Sigma = Literal["median", "sqrt_d", "one"]
 Split = Literal["balanced", "ceil_len"]
 # Iterations of K-means, whether a key moved in the last one, the cluster of
-# every key, and the centres with those that exist.
+# every key, and the centers with those that exist.
 _Fit = tuple[Array, Array, Array, tuple[Array, Array]]
 
 _TILE = 1024
@@ -31,7 +31,7 @@ def deviation(
   reach: int,
   include_self: bool,
 ) -> Float[Array, " T"]:
-  """How little a key resembles its neighbours, standardised over the prefix.
+  """How little a key resembles its neighbors, standardized over the prefix.
 
   The mean cosine with the keys at most `reach` places away, which at the
   borders are fewer, negated and scaled to zero mean and unit variance; 0 where
@@ -153,7 +153,7 @@ def nearest(
   centers: Float[Array, "P D"],
   exists: Bool[Array, " P"],
 ) -> Int[Array, " T"]:
-  """The centre of highest cosine with every key; of equals the lowest.
+  """The center of highest cosine with every key; of equals the lowest.
 
   Works by tiles of keys: the T x P cosines are never held at once.
   """
@@ -178,7 +178,7 @@ def kmeans(
   iterations: int,
   wanted: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "P D"], Bool[Array, " P"]]:
-  """Spherical K-means with a K-means++ start; centres from raw members.
+  """Spherical K-means with a K-means++ start; centers from raw members.
 
   Args:
     keys: float32 keys; those outside of the prefix do not count.
@@ -186,10 +186,10 @@ def kmeans(
     rng: of the start.
     count: P.
     iterations: at most; it ends when no key changes its cluster.
-    wanted: how many centres there are, the first ones; None is all of them.
+    wanted: how many centers there are, the first ones; None is all of them.
 
   Returns:
-    The directions of the centres, and which have members.
+    The directions of the centers, and which have members.
   """
   units = unit(jnp.where(prefix[:, None], keys, 0.0))
   first_key, rest_key = jax.random.split(rng)
@@ -202,7 +202,7 @@ def kmeans(
     farthest: Float[Array, " T"], rng: Array
   ) -> tuple[Float[Array, " T"], Float[Array, " D"]]:
     center = units[pick(rng, farthest)]
-    # Squared distance of unit vectors, to the nearest centre so far.
+    # Squared distance of unit vectors, to the nearest center so far.
     apart = jnp.maximum(2.0 - 2.0 * (units @ center), 0.0)
     return jnp.minimum(farthest, apart), center
 

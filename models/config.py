@@ -65,7 +65,7 @@ class DecoderConfig:
     qkv_bias: query, key and value projections have a bias.
     output_bias: the attention's output projection has a bias.
     mlp_bias: the MLP projections have a bias.
-    qk_norm: queries and keys are RMS-normalised per head before RoPE.
+    qk_norm: queries and keys are RMS-normalized per head before RoPE.
   """
 
   model_type: str
@@ -254,7 +254,7 @@ def _refuse_unsupported(fields: dict[str, Any], model_type: str) -> None:
     )
   if fields.pop("quantization_config", None):
     raise InputError(
-      "config.json describes quantised weights; load the unquantised model."
+      "config.json describes quantized weights; load the unquantized model."
     )
   # transformers' own default where a Mistral file names no window.
   default = 4096 if model_type == "mistral" else None

@@ -17,7 +17,7 @@ _CACHES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.update(
-  # Most of the time goes into compiling: LLVM's optimisations, which change no
+  # Most of the time goes into compiling: LLVM's optimizations, which change no
   # result but by rounding, are left out, and a program is compiled in one
   # piece, as the other core has work of its own.
   XLA_FLAGS="--xla_force_host_platform_device_count=4"

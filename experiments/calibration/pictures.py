@@ -23,7 +23,7 @@ _GRID = "#E4E4E4"
 
 
 def ratio_curves(fitted: Sequence[Fitted], title: str) -> Figure:
-  """NLL ratio against retention: a panel per method, a colour per task.
+  """NLL ratio against retention: a panel per method, a color per task.
 
   Points are means over samples; the line is the fitted curve of the task's mean
   NLL(c). After Figure 6 of Chari and Van Durme.

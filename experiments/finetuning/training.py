@@ -1,4 +1,4 @@
-"""Loss and optimiser step of a finetuning, in memory that suits 8B models.
+"""Loss and optimizer step of a finetuning, in memory that suits 8B models.
 
 What a layer computes is computed again for the gradient, and so are the
 attention of a few queries and the logits of a few positions: beside the
@@ -94,7 +94,7 @@ def train_step(
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
 ) -> tuple[nnx.State, PyTree, Float[Array, ""]]:
-  """One step; returns adapters, optimiser state and the mean loss per token."""
+  """One step; returns adapters, optimizer state and the mean loss per token."""
   count = jnp.sum(jnp.maximum(lengths - 1, 0)).astype(jnp.float32)
 
   def loss(adapter: nnx.State) -> Float[Array, ""]:

@@ -3,13 +3,13 @@
 import difflib
 from collections.abc import Sequence
 
-from kvjax.experiments.metrics.question_answering import normalised
+from kvjax.experiments.metrics.question_answering import normalized
 from kvjax.models.tokenizer import Tokenizer
 
 
 def exact(prediction: str, key: str) -> float:
   """1 where the prediction contains the key, both in normal form, else 0."""
-  return float(normalised(key) in normalised(prediction))
+  return float(normalized(key) in normalized(prediction))
 
 
 def partial(prediction: str, key: str) -> float:

@@ -18,7 +18,7 @@ _NO_CHINESE_PUNCTUATION = str.maketrans(
 )
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
   """Lower case, no punctuation, no articles, single blanks (SQuAD's form)."""
   bare = text.lower().translate(_NO_PUNCTUATION)
   return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
@@ -26,7 +26,7 @@ def normalised(text: str) -> str:
 
 def qa_f1(prediction: str, reference: str) -> float:
   """F1 of the words in normal form, each counted as often as it occurs."""
-  return _f1(normalised(prediction).split(), normalised(reference).split())
+  return _f1(normalized(prediction).split(), normalized(reference).split())
 
 
 def qa_f1_zh(prediction: str, reference: str) -> float:

@@ -5,7 +5,7 @@ import dataclasses
 from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.experiments.benchmarks.ruler import TASKS as RULER
 from kvjax.experiments.paper_experiments import ctkvr_numbers as printed
-from kvjax.experiments.paper_experiments.analyses import neighbours, throughput
+from kvjax.experiments.paper_experiments.analyses import neighbors, throughput
 from kvjax.experiments.paper_experiments.records import (
   Analysis,
   Column,
@@ -364,7 +364,7 @@ EXPERIMENTS = (
   Experiment(
     "E4.10",
     _PAPER,
-    "why: neighbouring queries are alike and want the same keys",
+    "why: neighboring queries are alike and want the same keys",
     _LLAMA,
     "",
     "two prompts of 1,024 tokens",
@@ -372,7 +372,7 @@ EXPERIMENTS = (
     (
       Analysis(
         "queries",
-        neighbours.measure,
+        neighbors.measure,
         ruler((16384,), 1, FOUR_NEEDLES),
         prose(1024, 2),
       ),

@@ -241,7 +241,7 @@ _SWEEPS = {
     for count in (10, 20, 40, 70, 100)
   },
   **{
-    f"kappa = {reach}": _clusters(f"protokv:neighbours={reach}")
+    f"kappa = {reach}": _clusters(f"protokv:neighbors={reach}")
     for reach in (1, 2, 5, 10)
   },
 }

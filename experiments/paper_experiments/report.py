@@ -135,7 +135,7 @@ def run(
       data += _comparison(part, session, folder, report)
     else:
       with console.status(f"Measuring {part.name}"):
-        found = running.analyse(part, session, folder)
+        found = running.analyze(part, session, folder)
       data += _analysis(part, found, session, report)
   report.conclude(experiment, folder, data)
 

@@ -174,7 +174,7 @@ def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:
   return dataclasses.replace(setup, lengths=kept), [note]
 
 
-def analyse(
+def analyze(
   analysis: Analysis, session: Session, folder: pathlib.Path
 ) -> Findings:
   """Measures, and writes the pictures."""

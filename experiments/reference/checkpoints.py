@@ -12,11 +12,11 @@ from orbax.checkpoint import v1 as ocp
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-  """Weights, optimiser state and counters.
+  """Weights, optimizer state and counters.
 
   Attributes:
     params: the weights.
-    moments: the optimiser state.
+    moments: the optimizer state.
     stage: number of the current stage.
     step: steps done in it.
     extensions: how often it was extended.
@@ -53,7 +53,7 @@ class Progress:
     )
 
   def restarted(self, params: PyTree, moments: PyTree) -> "Progress":
-    """The same place with other weights and a fresh optimiser."""
+    """The same place with other weights and a fresh optimizer."""
     return dataclasses.replace(self, params=params, moments=moments)
 
   def spent(self, seconds: float) -> "Progress":

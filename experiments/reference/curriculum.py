@@ -20,14 +20,14 @@ class Stage:
     length: tokens per row; also the most positions the model has then seen.
     batch: rows per step.
     micro: rows per forward and backward pass; divides `batch`.
-    steps: optimiser steps.
+    steps: optimizer steps.
     slots: scored places per row.
     mixture: shares of the lessons.
     rates: learning rate at the first and the last step, geometric between.
     shortest: rows have a length drawn from this share of `length` up to it.
     gate: least accuracy on first symbols per lesson.
     whole_gate: least share of whole answers that are right, per lesson.
-    layers: the decoder is made this deep first, and its optimiser starts anew
+    layers: the decoder is made this deep first, and its optimizer starts anew
       with a warm-up; None goes on with what there is.
   """
 

@@ -1,4 +1,4 @@
-"""Model, loss and optimiser step of the reference model's training."""
+"""Model, loss and optimizer step of the reference model's training."""
 
 import functools
 from typing import Any
@@ -145,7 +145,7 @@ def train_step(
   rate: Float[Array, ""],
   micro: int,
 ) -> tuple[PyTree, PyTree, Float[Array, ""]]:
-  """One step; returns the new weights, optimiser state and the loss.
+  """One step; returns the new weights, optimizer state and the loss.
 
   The batch is worked through `micro` rows at a time: fewer rows at once stay
   in the caches, which is faster on a CPU.

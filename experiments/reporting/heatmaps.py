@@ -21,7 +21,7 @@ from kvjax.experiments.reporting.means import (
   score,
 )
 
-# Red, amber, green, and ever lighter, so that it serves colour-blind readers.
+# Red, amber, green, and ever lighter, so that it serves color-blind readers.
 COLORS = LinearSegmentedColormap.from_list(
   "found", ["#7A1616", "#BF3B12", "#E0861C", "#EFC04A", "#D0F0B4"]
 )
@@ -79,7 +79,7 @@ def heatmaps(summary: Summary) -> Figure:
 
 
 def ink(share: float) -> str:
-  """The colour of a number that can be read on its cell."""
+  """The color of a number that can be read on its cell."""
   return "white" if share < _DARK else "black"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
-# From the palettes of Okabe and Ito and of Tol, which colour-blind readers tell
+# From the palettes of Okabe and Ito and of Tol, which color-blind readers tell
 # apart. Markers and dashes differ as well, and no two lines share all three.
 _COLORS = (
   "#332288",
@@ -57,7 +57,7 @@ class Line:
 def styled(
   name: str, places: Sequence[tuple[float, float]], index: int, shared: int = 0
 ) -> Line:
-  """The line of the method with this index, in its colour and dashes."""
+  """The line of the method with this index, in its color and dashes."""
   return Line(
     name,
     places,

@@ -8,7 +8,7 @@ from kvjax.kernels.attention.chunked import attention_chunked
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial, with_sinks
 from kvjax.kernels.attention.reference import attention_reference
-from kvjax.kernels.quantised import Quantised
+from kvjax.kernels.quantized import Quantized
 
 Implementation = Literal["chunked", "reference"]
 
@@ -20,8 +20,8 @@ _IMPLEMENTATIONS = {
 
 def attention(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T Dv"] | Quantised,
+  keys: Float[Array, "B K T D"] | Quantized,
+  values: Float[Array, "B K T Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
   implementation: Implementation = "chunked",
@@ -38,7 +38,7 @@ def attention(
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
     keys: rotated keys.
-    values: values; quantised ones are made whole a chunk of slots at a time.
+    values: values; quantized ones are made whole a chunk of slots at a time.
     query_positions: place of each query in its row, -1 for padding.
     key_positions: place of each slot's token in its row, -1 for empty.
     implementation: "chunked" never holds S x T logits.
@@ -63,8 +63,8 @@ def attention(
 
 def partial_attention(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T Dv"] | Quantised,
+  keys: Float[Array, "B K T D"] | Quantized,
+  values: Float[Array, "B K T Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
   implementation: Implementation = "chunked",

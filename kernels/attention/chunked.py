@@ -9,13 +9,13 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.attention.query_chunks import in_query_chunks
-from kvjax.kernels.quantised import Quantised, dequantise
+from kvjax.kernels.quantized import Quantized, dequantize
 
 QUERY_CHUNK = 256
 # Logits per head that are alive at once: a lone query reads all its slots in
 # one chunk, a long prompt reads them 512 at a time.
 LOGITS = 2**17
-# Slots whose keys and values are made whole at once, if they are quantised.
+# Slots whose keys and values are made whole at once, if they are quantized.
 WHOLE = 2**12
 
 
@@ -29,8 +29,8 @@ class _Running(NamedTuple):
 
 def attention_chunked(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T Dv"] | Quantised,
+  keys: Float[Array, "B K T D"] | Quantized,
+  values: Float[Array, "B K T Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
   options: AttentionOptions = PLAIN,
@@ -51,15 +51,15 @@ def attention_chunked(
 
 def _attend(
   queries: Float[Array, "B K G S D"],
-  keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T Dv"] | Quantised,
+  keys: Float[Array, "B K T D"] | Quantized,
+  values: Float[Array, "B K T Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
   options: AttentionOptions,
 ) -> Partial:
   slots = keys.shape[2]
   size = min(slots, LOGITS // queries.shape[3])
-  if isinstance(keys, Quantised) or isinstance(values, Quantised):
+  if isinstance(keys, Quantized) or isinstance(values, Quantized):
     size = min(size, WHOLE)
   shape = queries.shape[:-1]
   last_query = jnp.max(query_positions)
@@ -76,12 +76,12 @@ def _attend(
     held = (places >= 0) & fresh[None, None]
 
     def chunk(
-      x: Float[Array, "B K T D"] | Quantised,
+      x: Float[Array, "B K T D"] | Quantized,
     ) -> Float[Array, "B K C D"]:
       part = jax.tree.map(
         lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, 2), x
       )
-      return dequantise(part, queries.dtype)
+      return dequantize(part, queries.dtype)
 
     def update(running: _Running) -> _Running:
       seen = held[:, :, None] & options.seen(

@@ -6,19 +6,19 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
-from kvjax.kernels.quantised import Quantised, dequantise
+from kvjax.kernels.quantized import Quantized, dequantize
 
 
 def attention_reference(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T Dv"] | Quantised,
+  keys: Float[Array, "B K T D"] | Quantized,
+  values: Float[Array, "B K T Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
   options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.attention.api.partial_attention`; O(S T) memory."""
-  keys, values = (dequantise(x, jnp.float32) for x in (keys, values))
+  keys, values = (dequantize(x, jnp.float32) for x in (keys, values))
   batch, heads, length, dim = queries.shape
   kv_heads = keys.shape[1]
   grouped = queries.astype(jnp.float32).reshape(

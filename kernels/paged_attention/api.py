@@ -8,7 +8,7 @@ from kvjax.kernels.dispatch import Implementation, Programs, dispatch
 from kvjax.kernels.paged_attention.gpu import paged_attention_gpu
 from kvjax.kernels.paged_attention.tpu import paged_attention_tpu
 from kvjax.kernels.paged_attention.xla import paged_attention_xla
-from kvjax.kernels.quantised import Quantised
+from kvjax.kernels.quantized import Quantized
 
 _PROGRAMS = Programs(
   paged_attention_xla, paged_attention_tpu, paged_attention_gpu
@@ -17,8 +17,8 @@ _PROGRAMS = Programs(
 
 def paged_attention(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B R P D"] | Quantised,
-  values: Float[Array, "B R P Dv"] | Quantised,
+  keys: Float[Array, "B R P D"] | Quantized,
+  values: Float[Array, "B R P Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],

@@ -17,7 +17,7 @@ from kvjax.kernels.attention.options import (
 )
 from kvjax.kernels.attention.warpgroup import ROWS, Found, Tiles
 from kvjax.kernels.paged_attention.owners import owners_of
-from kvjax.kernels.quantised import Quantised, stored
+from kvjax.kernels.quantized import Quantized, stored
 
 
 class _Operands(NamedTuple):
@@ -27,7 +27,7 @@ class _Operands(NamedTuple):
     counts: chunks of each row up to the last of which anything is seen, [B].
     queries: of the token, 64 with padding, [B, 64, D].
     owners: head of each slot that the token sees, else -1, [B, C, 64].
-    key_scales: of the keys if they are quantised, [B, C, 64].
+    key_scales: of the keys if they are quantized, [B, C, 64].
     value_scales: of the values, likewise.
     keys: of all pages, [B, T, D].
     values: likewise.
@@ -44,8 +44,8 @@ class _Operands(NamedTuple):
 
 def paged_attention_gpu(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B R P D"] | Quantised,
-  values: Float[Array, "B R P Dv"] | Quantised,
+  keys: Float[Array, "B R P D"] | Quantized,
+  values: Float[Array, "B R P Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
@@ -81,9 +81,9 @@ def paged_attention_gpu(
     return jnp.pad(x, wide, constant_values=fill).reshape(batch, -1, ROWS)
 
   def scales(
-    x: Float[Array, "B R P D"] | Quantised,
+    x: Float[Array, "B R P D"] | Quantized,
   ) -> Float[Array, "B C c"] | None:
-    if not isinstance(x, Quantised):
+    if not isinstance(x, Quantized):
       return None
     return cut(x.scale[..., 0].astype(jnp.float32))
 

@@ -6,13 +6,13 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention import Partial
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
-from kvjax.kernels.quantised import Quantised, dequantise
+from kvjax.kernels.quantized import Quantized, dequantize
 
 
 def paged_attention_reference(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B R P D"] | Quantised,
-  values: Float[Array, "B R P Dv"] | Quantised,
+  keys: Float[Array, "B R P D"] | Quantized,
+  values: Float[Array, "B R P Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
@@ -20,7 +20,7 @@ def paged_attention_reference(
   options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.paged_attention.api.paged_attention`; O(N S R P)."""
-  keys, values = (dequantise(x, jnp.float32) for x in (keys, values))
+  keys, values = (dequantize(x, jnp.float32) for x in (keys, values))
   batch, query_heads, _, dim = queries.shape
   owner = jnp.repeat(heads, keys.shape[2], axis=1)
   places = key_positions.reshape(batch, -1)

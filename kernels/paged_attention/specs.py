@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from kvjax.kernels.attention import Partial
 from kvjax.kernels.paged_attention.api import paged_attention
-from kvjax.kernels.quantised import Quantised, quantise
+from kvjax.kernels.quantized import Quantized, quantize
 from kvjax.kernels.specs import Spec
 
 _HEADS, _KV_HEADS, _PAGE = 32, 8, 32
@@ -35,7 +35,7 @@ def _decoding(batch: int, length: int, bits: int, dim: int = 128) -> Spec:
     places = jnp.broadcast_to(places.reshape(1, pages, _PAGE), shape[:-1])
     last = jnp.full((batch, 1), length, jnp.int32)
     if bits == 8:
-      small = (quantise(x, jnp.int8) for x in (keys, values))
+      small = (quantize(x, jnp.int8) for x in (keys, values))
       return queries, *itertools.chain(*small), last, places, heads
     return queries, keys, values, last, places, heads
 
@@ -59,7 +59,7 @@ def _of_eight_bits(
   value_scales: Array,
   *places: Array,
 ) -> Partial:
-  small = Quantised(keys, key_scales), Quantised(values, value_scales)
+  small = Quantized(keys, key_scales), Quantized(values, value_scales)
   return _of_sixteen_bits(queries, *small, *places)
 
 

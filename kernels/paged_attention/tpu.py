@@ -18,7 +18,7 @@ from kvjax.kernels.attention.options import (
 )
 from kvjax.kernels.attention.running import Running
 from kvjax.kernels.paged_attention.owners import owners_of
-from kvjax.kernels.quantised import Quantised, stored
+from kvjax.kernels.quantized import Quantized, stored
 
 # Slots of a block.
 BLOCK = 2048
@@ -34,7 +34,7 @@ class _Operands(NamedTuple):
   Attributes:
     queries: of the token, [B, N, D].
     owners: head of each slot that the token sees, else -1, [B, 1, T].
-    key_scales: of the keys if they are quantised, [B, 1, T].
+    key_scales: of the keys if they are quantized, [B, 1, T].
     value_scales: of the values, likewise.
     keys: of all pages, [B, T, D].
     values: likewise.
@@ -50,8 +50,8 @@ class _Operands(NamedTuple):
 
 def paged_attention_tpu(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B R P D"] | Quantised,
-  values: Float[Array, "B R P Dv"] | Quantised,
+  keys: Float[Array, "B R P D"] | Quantized,
+  values: Float[Array, "B R P Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
@@ -87,8 +87,8 @@ def paged_attention_tpu(
 
 def _operands(
   queries: Float[Array, "B N 1 D"],
-  keys: Float[Array, "B R P D"] | Quantised,
-  values: Float[Array, "B R P D"] | Quantised,
+  keys: Float[Array, "B R P D"] | Quantized,
+  values: Float[Array, "B R P D"] | Quantized,
   owners: Int[Array, "B R P"],
 ) -> _Operands:
   batch = owners.shape[0]
@@ -100,9 +100,9 @@ def _operands(
     return jnp.pad(x, ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
   def scales(
-    x: Float[Array, "B R P D"] | Quantised,
+    x: Float[Array, "B R P D"] | Quantized,
   ) -> Float[Array, "B 1 T"] | None:
-    if not isinstance(x, Quantised):
+    if not isinstance(x, Quantized):
       return None
     return flat(x.scale[..., 0].astype(jnp.float32), 0.0)
 
@@ -210,7 +210,7 @@ def _attend(
 ) -> Running:
   queries, owners = read.queries[0], read.owners[0]
   keys, values = read.keys[0], read.values[0]
-  # Quantised rows are multiplied in the precision of the queries.
+  # Quantized rows are multiplied in the precision of the queries.
   dtype = queries.dtype if keys.dtype == jnp.int8 else keys.dtype
   if ragged and values.dtype != jnp.int8:
     seen = jnp.transpose(owners) >= 0

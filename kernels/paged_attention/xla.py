@@ -9,25 +9,25 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.attention import Partial, merge
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.query_chunks import in_query_chunks
-from kvjax.kernels.quantised import Quantised, dequantise
+from kvjax.kernels.quantized import Quantized, dequantize
 
-# Slots whose keys and values are made whole at once, if they are quantised.
+# Slots whose keys and values are made whole at once, if they are quantized.
 WHOLE = 2**12
 
 
 class Pages(NamedTuple):
   """R pages of P slots; see `kvjax.kernels.paged_attention.api`."""
 
-  keys: Float[Array, "B R P D"] | Quantised
-  values: Float[Array, "B R P Dv"] | Quantised
+  keys: Float[Array, "B R P D"] | Quantized
+  values: Float[Array, "B R P Dv"] | Quantized
   positions: Int[Array, "B R P"]
   heads: Int[Array, "B R"]
 
 
 def paged_attention_xla(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B R P D"] | Quantised,
-  values: Float[Array, "B R P Dv"] | Quantised,
+  keys: Float[Array, "B R P D"] | Quantized,
+  values: Float[Array, "B R P Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
@@ -37,11 +37,11 @@ def paged_attention_xla(
   """See `kvjax.kernels.paged_attention.api.paged_attention`; O(G S R P) time.
 
   Queries come to the pages: a page gets copies of those that read its head,
-  and no more of them at a time than it has slots. Quantised pages are made
+  and no more of them at a time than it has slots. Quantized pages are made
   whole a few at a time.
   """
   pages = Pages(keys, values, key_positions, heads)
-  some = isinstance(keys, Quantised) or isinstance(values, Quantised)
+  some = isinstance(keys, Quantized) or isinstance(values, Quantized)
 
   def attend(
     queries: Float[Array, "B K G C D"], query_positions: Int[Array, "B C"]
@@ -90,7 +90,7 @@ def _attend(
   pages: Pages,
   options: AttentionOptions,
 ) -> Partial:
-  keys, values = (dequantise(x, queries.dtype) for x in pages[:2])
+  keys, values = (dequantize(x, queries.dtype) for x in pages[:2])
   positions, heads = pages[2:]
   held = (positions >= 0) & (heads >= 0)[..., None]
   # A slot that holds nothing may hold NaN, and 0 * NaN is NaN.

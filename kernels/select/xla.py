@@ -12,7 +12,7 @@ from kvjax.kernels.select.keys import NEVER, ordered
 # A sort of so few compiles sooner; that it runs longer adds up slowly.
 _SHORT = 2048
 
-# So many neighbours are counted side by side, in few bits.
+# So many neighbors are counted side by side, in few bits.
 _LANES = 128
 _WORD = 32
 

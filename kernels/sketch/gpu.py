@@ -18,7 +18,7 @@ from kvjax.kernels.sketch.pieces import pieces
 from kvjax.kernels.sketch.sketched import (
   Sketch,
   by_chunk,
-  centred,
+  centered,
   identity,
   near_mean,
 )
@@ -99,7 +99,7 @@ def sketch(
   total, moment = total[..., :columns], moment[..., :columns, :columns]
   moment = (moment + jnp.swapaxes(moment, -1, -2)) / 2
   if center:
-    return centred(projected, total, moment, there)
+    return centered(projected, total, moment, there)
   return Sketch(projected, jnp.zeros_like(total), moment)
 
 

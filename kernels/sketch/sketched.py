@@ -85,13 +85,13 @@ def near_mean(
   return jnp.sum(seen, axis=3) / jnp.maximum(count, 1.0)
 
 
-def centred(
+def centered(
   projected: Float[Array, "B K C k W"],
   total: Float[Array, "B K C k"],
   moment: Float[Array, "B K C k k"],
   there: Bool[Array, "B K C S"],
 ) -> Sketch:
-  """The centred sketch, from columns about a point near their mean.
+  """The centered sketch, from columns about a point near their mean.
 
   Args:
     projected: the columns.

@@ -28,7 +28,7 @@ def _sketching(
   return Spec(
     f"{batch} x {length:,} keys, {width} columns, "
     f"{f'chunks of {chunk}' if chunk else 'whole'}"
-    f"{', centred' if center else ''}",
+    f"{', centered' if center else ''}",
     run,
     arrays,
     batch * _HEADS * per_head + 4 * _HEADS * _DIM * width,

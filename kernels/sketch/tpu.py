@@ -89,7 +89,7 @@ def _sketch_tile(
 ) -> None:
   """Projects a tile of keys and adds it to what is summed over its chunk.
 
-  The mean is a sum until the last tile, and zero where nothing is centred.
+  The mean is a sum until the last tile, and zero where nothing is centered.
   """
   step = pl.program_id(3)
 

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.dispatch import Implementation, Programs, dispatch
-from kvjax.kernels.quantised import Quantised
+from kvjax.kernels.quantized import Quantized
 from kvjax.kernels.sparse_decode.gpu import sparse_decode_gpu
 from kvjax.kernels.sparse_decode.tpu import sparse_decode_tpu
 from kvjax.kernels.sparse_decode.xla import sparse_decode_xla
@@ -15,8 +15,8 @@ _PROGRAMS = Programs(sparse_decode_xla, sparse_decode_tpu, sparse_decode_gpu)
 
 def sparse_decode(
   queries: Float[Array, "B N D"],
-  keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T Dv"] | Quantised,
+  keys: Float[Array, "B K T D"] | Quantized,
+  values: Float[Array, "B K T Dv"] | Quantized,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None = None,
   implementation: Implementation | None = None,

@@ -17,7 +17,7 @@ from kvjax.kernels.attention.options import (
 )
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.attention.warpgroup import ROWS, Found, Tiles
-from kvjax.kernels.quantised import Quantised, stored
+from kvjax.kernels.quantized import Quantized, stored
 from kvjax.kernels.sparse_decode.lists import Lists
 
 # Each biased query of a list costs a pass over its logits.
@@ -44,8 +44,8 @@ class _Operands(NamedTuple):
 
 def sparse_decode_gpu(
   queries: Float[Array, "B N D"],
-  keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T Dv"] | Quantised,
+  keys: Float[Array, "B K T D"] | Quantized,
+  values: Float[Array, "B K T Dv"] | Quantized,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
   options: AttentionOptions = PLAIN,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.kernels.quantised import Quantised
+from kvjax.kernels.quantized import Quantized
 
 
 class Lists(NamedTuple):
@@ -16,7 +16,7 @@ class Lists(NamedTuple):
     numbers: slots to fetch; some slot for nothing.
     slots: the same; -1 for nothing.
     bias: added to the logits of the query heads of a list.
-    key_scales: of the listed keys, if they are quantised.
+    key_scales: of the listed keys, if they are quantized.
     value_scales: of the listed values, likewise.
   """
 
@@ -30,8 +30,8 @@ class Lists(NamedTuple):
   @classmethod
   def of(
     cls,
-    keys: Float[Array, "B K T D"] | Quantised,
-    values: Float[Array, "B K T D"] | Quantised,
+    keys: Float[Array, "B K T D"] | Quantized,
+    values: Float[Array, "B K T D"] | Quantized,
     slots: Int[Array, "B H M"],
     bias: Float[Array, "B N M"] | None,
     chunk: int,
@@ -57,9 +57,9 @@ class Lists(NamedTuple):
       return jnp.swapaxes(x.reshape(batch, lists, -1, chunks, chunk), 2, 3)
 
     def scales(
-      x: Float[Array, "B K T D"] | Quantised,
+      x: Float[Array, "B K T D"] | Quantized,
     ) -> Float[Array, "B H C 1 c"] | None:
-      if not isinstance(x, Quantised):
+      if not isinstance(x, Quantized):
         return None
       rows, kv_heads, length, _ = x.shape
       first = jnp.arange(rows * kv_heads, dtype=jnp.int32) * length

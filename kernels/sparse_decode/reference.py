@@ -6,19 +6,19 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
-from kvjax.kernels.quantised import Quantised, dequantise
+from kvjax.kernels.quantized import Quantized, dequantize
 
 
 def sparse_decode_reference(
   queries: Float[Array, "B N D"],
-  keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T Dv"] | Quantised,
+  keys: Float[Array, "B K T D"] | Quantized,
+  values: Float[Array, "B K T Dv"] | Quantized,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None = None,
   options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.sparse_decode.api.sparse_decode`."""
-  keys, values = (dequantise(x, jnp.float32) for x in (keys, values))
+  keys, values = (dequantize(x, jnp.float32) for x in (keys, values))
   _, heads, dim = queries.shape
   kv_heads, capacity = keys.shape[1:3]
   lists = slots.shape[1]

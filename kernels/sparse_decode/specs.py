@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.kernels.attention.partial import Partial
-from kvjax.kernels.quantised import Quantised, quantise
+from kvjax.kernels.quantized import Quantized, quantize
 from kvjax.kernels.sparse_decode.api import sparse_decode
 from kvjax.kernels.specs import Spec
 
@@ -33,7 +33,7 @@ def _decoding(
     slots = jax.random.randint(drawn[3], (batch, lists, most), 0, part)
     slots = slots + jnp.arange(most, dtype=jnp.int32)[None, None] * part
     if bits == 8:
-      small = (quantise(x, jnp.int8) for x in (keys, values))
+      small = (quantize(x, jnp.int8) for x in (keys, values))
       return queries, *itertools.chain(*small), slots
     return queries, keys, values, slots
 
@@ -55,7 +55,7 @@ def _of_eight_bits(
   value_scales: Array,
   slots: Array,
 ) -> Partial:
-  small = Quantised(keys, key_scales), Quantised(values, value_scales)
+  small = Quantized(keys, key_scales), Quantized(values, value_scales)
   return sparse_decode(queries, *small, slots)
 
 

@@ -17,7 +17,7 @@ from kvjax.kernels.attention.options import (
 )
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.attention.running import Running
-from kvjax.kernels.quantised import Quantised, stored
+from kvjax.kernels.quantized import Quantized, stored
 from kvjax.kernels.sparse_decode.lists import Lists
 
 # Slots that are fetched while those before them are attended to.
@@ -54,8 +54,8 @@ class _Operands(NamedTuple):
 
 def sparse_decode_tpu(
   queries: Float[Array, "B N D"],
-  keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T Dv"] | Quantised,
+  keys: Float[Array, "B K T D"] | Quantized,
+  values: Float[Array, "B K T Dv"] | Quantized,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
   options: AttentionOptions = PLAIN,
@@ -63,7 +63,7 @@ def sparse_decode_tpu(
   """See `kvjax.kernels.sparse_decode.api.sparse_decode`.
 
   The least that can be copied is a row of 32-bit words: one row of float32,
-  two neighbouring rows of bfloat16 or four of int8. So the kernel moves twice
+  two neighboring rows of bfloat16 or four of int8. So the kernel moves twice
   the bytes that bfloat16 slots hold and four times those of int8, whatever T
   is (their tiles would be 8 and 32 times as many), and nothing for entries
   after the last that names a slot. XLA gathers the scales.
@@ -248,7 +248,7 @@ def _attend(
   slots: Int[Array, "1 c"],
   *adjustments: Float[Array, "#G c"] | None,
 ) -> Running:
-  # Quantised rows are multiplied in the precision of the queries.
+  # Quantized rows are multiplied in the precision of the queries.
   dtype = queries.dtype if keys.dtype == jnp.int8 else keys.dtype
   return running.after(
     queries,

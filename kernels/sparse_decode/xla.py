@@ -6,13 +6,13 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
-from kvjax.kernels.quantised import Quantised, dequantise
+from kvjax.kernels.quantized import Quantized, dequantize
 
 
 def sparse_decode_xla(
   queries: Float[Array, "B N D"],
-  keys: Float[Array, "B K T D"] | Quantised,
-  values: Float[Array, "B K T Dv"] | Quantised,
+  keys: Float[Array, "B K T D"] | Quantized,
+  values: Float[Array, "B K T Dv"] | Quantized,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
   options: AttentionOptions = PLAIN,
@@ -27,8 +27,8 @@ def sparse_decode_xla(
     found = jnp.take_along_axis(x, index, axis=2)
     return found.reshape(batch, lists, most, -1)
 
-  def gather(x: Float[Array, "B K T D"] | Quantised) -> Float[Array, "B H M D"]:
-    found = dequantise(jax.tree.map(take, x), queries.dtype)
+  def gather(x: Float[Array, "B K T D"] | Quantized) -> Float[Array, "B H M D"]:
+    found = dequantize(jax.tree.map(take, x), queries.dtype)
     # Slot 0 stands in for none, and may hold NaN.
     return jnp.where(named[..., None], found, jnp.zeros((), found.dtype))
 

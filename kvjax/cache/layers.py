@@ -15,7 +15,7 @@ from kvjax.activations import Activations
 from kvjax.cache.observation import ObservationWindow
 from kvjax.kernels.attention import attention
 from kvjax.kernels.gather import compact
-from kvjax.kernels.quantised import Quantised, quantise
+from kvjax.kernels.quantized import Quantized, quantize
 from kvjax.struct import struct, tree_bytes, updated
 
 # An index into the leading axis of a stack; None where there is no such axis.
@@ -199,8 +199,8 @@ class Slots(Layer):
     cursor: the next slot to write.
   """
 
-  keys: Float[Array, "B K T D"] | Quantised
-  values: Float[Array, "B K T Dv"] | Quantised
+  keys: Float[Array, "B K T D"] | Quantized
+  values: Float[Array, "B K T Dv"] | Quantized
   positions: Int[Array, "B K T"]
   cursor: Int[Array, ""]
 
@@ -287,10 +287,10 @@ class Slots(Layer):
 
   def quantized(self, kv_dtype: str) -> "Slots":
     """See `Layer.quantized`."""
-    assert not isinstance(self.keys, Quantised)
-    assert not isinstance(self.values, Quantised)
+    assert not isinstance(self.keys, Quantized)
+    assert not isinstance(self.values, Quantized)
     dtype = KV_DTYPES[kv_dtype]
-    keys, values = quantise(self.keys, dtype), quantise(self.values, dtype)
+    keys, values = quantize(self.keys, dtype), quantize(self.values, dtype)
     return Slots(keys, values, self.positions, self.cursor)
 
   def _write(self, old: Any, new: Any, index: Index) -> Any:
@@ -299,8 +299,8 @@ class Slots(Layer):
     start: tuple[Any, ...] = (zero, zero, self.cursor)
     if index is not None:
       start = (index, zero, zero, self.cursor[index])
-    if isinstance(old, Quantised):
-      new = quantise(new, old.qvalue.dtype)
+    if isinstance(old, Quantized):
+      new = quantize(new, old.qvalue.dtype)
 
     def write(x: Array, y: Array) -> Array:
       y = y.astype(x.dtype) if index is None else y.astype(x.dtype)[None]

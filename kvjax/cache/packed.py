@@ -19,7 +19,7 @@ from kvjax.cache.layers import (
 from kvjax.kernels.attention import merge, partial_attention, with_sinks
 from kvjax.kernels.gather import compact
 from kvjax.kernels.paged_attention import paged_attention
-from kvjax.kernels.quantised import Quantised, quantise
+from kvjax.kernels.quantized import Quantized, quantize
 from kvjax.struct import struct, updated
 
 # Slots per page. Up to P - 1 slots per head stay empty; with smaller pages a
@@ -43,8 +43,8 @@ class Pages:
     heads: KV head of each page; -1 for an unused page.
   """
 
-  keys: Float[Array, "B R P D"] | Quantised
-  values: Float[Array, "B R P Dv"] | Quantised
+  keys: Float[Array, "B R P D"] | Quantized
+  values: Float[Array, "B R P Dv"] | Quantized
   positions: Int[Array, "B R P"]
   heads: Int[Array, "B R"]
 
@@ -164,9 +164,9 @@ class PackedLayer(Layer):
   def quantized(self, kv_dtype: str) -> "PackedLayer":
     """See `Layer.quantized`."""
     pages, dtype = self.pages, KV_DTYPES[kv_dtype]
-    assert not isinstance(pages.keys, Quantised)
-    assert not isinstance(pages.values, Quantised)
-    keys, values = quantise(pages.keys, dtype), quantise(pages.values, dtype)
+    assert not isinstance(pages.keys, Quantized)
+    assert not isinstance(pages.values, Quantized)
+    keys, values = quantize(pages.keys, dtype), quantize(pages.values, dtype)
     tail = self.tail.quantized(kv_dtype)
     return PackedLayer(updated(pages, keys=keys, values=values), tail)
 

@@ -201,13 +201,13 @@ def _fit(
   def loss(line: _Line) -> Float[Array, ""]:
     return asymmetric_loss(line, retention, nll, ratio)
 
-  def minimised(start: _Line) -> tuple[_Line, Float[Array, ""]]:
-    line = _minimised(loss, start)
+  def minimized(start: _Line) -> tuple[_Line, Float[Array, ""]]:
+    line = _minimized(loss, start)
     return line, loss(line)
 
   given = jnp.asarray(_STARTS, nll.dtype)
   starts = jnp.concatenate([_straight(retention, nll, ratio)[None], given])
-  lines, losses = jax.lax.map(minimised, starts)
+  lines, losses = jax.lax.map(minimized, starts)
   best = jnp.argmin(jnp.where(jnp.isfinite(losses), losses, jnp.inf))
   line = lines[best]
   error = quality(retention, line[0] * nll + line[1]) - ratio
@@ -240,7 +240,7 @@ def _straight(
   return jnp.stack([slope, jnp.mean(kc) - slope * jnp.mean(nll)])
 
 
-def _minimised(
+def _minimized(
   loss: Callable[[_Line], Float[Array, ""]], start: _Line
 ) -> _Line:
   solver = optax.lbfgs()

@@ -13,7 +13,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.sharding import shard_stack
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
-from kvjax.kernels.quantised import Quantised
+from kvjax.kernels.quantized import Quantized
 from kvjax.options.budgets import Retention, Tokens
 from kvjax.options.schedules import Schedule
 from kvjax.registry.registry import METHODS, RETRIEVALS, recipe_of
@@ -21,7 +21,7 @@ from kvjax.struct import STRUCTS, class_name, make
 
 # What is stored by its fields, besides `STRUCTS` and registered methods: the
 # plan that a cache goes on evicting by, and rounded keys and values.
-_PARTS: tuple[type, ...] = (Plan, Schedule, Retention, Tokens, Quantised)
+_PARTS: tuple[type, ...] = (Plan, Schedule, Retention, Tokens, Quantized)
 
 Arrays = dict[str, Shaped[np.ndarray, "..."]]
 
@@ -71,7 +71,7 @@ def _known() -> Mapping[str, type]:
 
 
 def _field_names(value: Any) -> Sequence[str]:
-  if isinstance(value, Quantised):
+  if isinstance(value, Quantized):
     return value._fields
   return [field.name for field in dataclasses.fields(value)]
 

@@ -13,7 +13,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.leverage import Factor, Solver, draw_factors, leverage
 from kvjax.methods.noncausal import Scale, ValueNorm, noncausal_attention
-from kvjax.methods.standardise import Scope, standardised
+from kvjax.methods.standardize import Scope, standardized
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
 from kvjax.selection import age, head_counts, top_slots
@@ -25,7 +25,7 @@ Whole = Literal["row", "middle"]
 
 @struct
 class Parts:
-  """The two standardised scores of every slot, zero where none is needed."""
+  """The two standardized scores of every slot, zero where none is needed."""
 
   attention: Float[Array, "B K T"]
   outlier: Float[Array, "B K T"]
@@ -33,19 +33,19 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Compactor(Method):
-  """Keeps keys that stand apart and keys that their neighbourhood attends to.
+  """Keeps keys that stand apart and keys that their neighborhood attends to.
 
   The score is z(a) + blend z(o). o is the leverage of the keys before RoPE,
   from a random sketch of them; a the attention that a key receives from its
   own chunk of the prompt, later tokens included, times the norm of its value
-  and averaged with its neighbours. Query-agnostic; whole prompts only.
+  and averaged with its neighbors. Query-agnostic; whole prompts only.
 
   Source: Chari and Van Durme, arXiv 2507.08143, Section 3.
 
   Attributes:
     blend: weight of the leverage; 0 leaves attention alone.
     blend_removed: use the share of tokens removed as the weight instead.
-    sketch: "gaussian", "srht" (randomised Hadamard), or "none": exact.
+    sketch: "gaussian", "srht" (randomized Hadamard), or "none": exact.
     sketch_dim: k, columns of the sketch. Keys of k dimensions or fewer are
       taken as they are, as a sketch that wide has the leverage of the keys
       themselves. Solver "chol" sketches them all the same: what its jitter
@@ -56,8 +56,8 @@ class Compactor(Method):
     chunk: C, tokens per chunk of attention.
     scale: of the logits: 1, or "rsqrt_d".
     value_norm: "l2", "l1", or "none".
-    pool: odd width of the average over neighbours; 1 is none.
-    z_scope: standardise per "head", or over all heads of a "layer", or of each
+    pool: odd width of the average over neighbors; 1 is none.
+    z_scope: standardize per "head", or over all heads of a "layer", or of each
       "chunk" of the leverage, the attention then over the layer.
     first: first tokens that always stay.
     last: last tokens, likewise.
@@ -117,7 +117,7 @@ class Compactor(Method):
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Parts:
-    """Both scores, standardised."""
+    """Both scores, standardized."""
     scored, start = cache.held, 0
     if not self.score_ends:
       scored &= ~self._ends(cache)
@@ -145,8 +145,8 @@ class Compactor(Method):
     before = ((0, 0), (0, 0), (start, 0))
     attention, outlier = jnp.pad(attention, before), jnp.pad(outlier, before)
     return Parts(
-      standardised(attention, scored, self.z_scope),
-      standardised(outlier, scored, self.z_scope, size, start),
+      standardized(attention, scored, self.z_scope),
+      standardized(outlier, scored, self.z_scope, size, start),
     )
 
   def select(

@@ -32,7 +32,7 @@ def gaussian_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
 
 
 def hadamard_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
-  """Subsampled randomised Hadamard transform: random signs, then columns.
+  """Subsampled randomized Hadamard transform: random signs, then columns.
 
   Entries are ±1 / sqrt(k), so that norms are kept on average. Dimensions are
   padded with zeros to a power of two, which are then dropped.
@@ -72,7 +72,7 @@ def leverage(
       factor of full row rank gives the same leverages up to rounding, but for
       "chol".
     solver: "svd" drops directions of the Gram matrix that are rounding noise;
-      "eig" lifts their eigenvalues to where noise begins; "qr" orthogonalises
+      "eig" lifts their eigenvalues to where noise begins; "qr" orthogonalizes
       the rows themselves and drops noise; "chol" adds 1e-2 to the diagonal of
       the Gram matrix, ten times as much until it is positive definite.
     center: subtract the mean key first.

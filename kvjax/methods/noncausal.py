@@ -27,7 +27,7 @@ def noncausal_attention(
   """Attention that a key receives from all queries of its own chunk.
 
   Column sums of softmax(scale q.k), group mean, times the norm of the value,
-  averaged over `width` neighbours with zeros beyond the ends.
+  averaged over `width` neighbors with zeros beyond the ends.
 
   Source: Chari and Van Durme, arXiv 2507.08143, Section 3.
 

@@ -42,7 +42,7 @@ Sign = Literal["deviation", "literal"]
 class ProtoKV(Method):
   """Keeps whole clusters of keys, best first, and the observation window.
 
-  The keys that resemble their neighbours least are hashed to a few anchor
+  The keys that resemble their neighbors least are hashed to a few anchor
   prototypes, the others are cut into contiguous chunks, one prototype each.
   Every token of the prefix joins its nearest prototype, and a cluster is worth
   what the window's queries give its members. The first cluster that does not
@@ -52,9 +52,9 @@ class ProtoKV(Method):
 
   Attributes:
     window: W, the last tokens, which always stay.
-    neighbours: kappa, the reach of the neighbourhood.
-    include_self: a token is its own neighbour.
-    sign: "literal" takes the tokens most like their neighbours as anchors.
+    neighbors: kappa, the reach of the neighborhood.
+    include_self: a token is its own neighbor.
+    sign: "literal" takes the tokens most like their neighbors as anchors.
     anchors: p, tokens hashed to anchor prototypes; 0 is Chunk-Clustering.
     bits: r; there are 2^r anchor prototypes.
     hash: random "fourier" features or a "hyperplane" per bit.
@@ -62,7 +62,7 @@ class ProtoKV(Method):
     prototypes: all prototypes together.
     split: how chunks are cut.
     clusters: "lsh" hashes every token, "kmeans" replaces prototypes by K-means
-      centres; "none" is SATKV: single tokens by deviation.
+      centers; "none" is SATKV: single tokens by deviation.
     iterations: of K-means.
     score: raw inner products or attention weights, summed over a cluster's
       members or averaged.
@@ -73,7 +73,7 @@ class ProtoKV(Method):
   """
 
   window: int = 8
-  neighbours: int = 5
+  neighbors: int = 5
   include_self: bool = True
   sign: Sign = "deviation"
   anchors: int = 32
@@ -93,7 +93,7 @@ class ProtoKV(Method):
     check_least(
       self,
       window=1,
-      neighbours=1,
+      neighbors=1,
       anchors=0,
       bits=0,
       prototypes=2,
@@ -154,7 +154,7 @@ class ProtoKV(Method):
   ) -> Ranking:
     keys = head.keys
     prefix = head.held & (age(head.held) > self.window)
-    dev = proto.deviation(keys, prefix, self.neighbours, self.include_self)
+    dev = proto.deviation(keys, prefix, self.neighbors, self.include_self)
     dev = dev if self.sign == "deviation" else -dev
     if self.clusters == "none":
       alone = jnp.zeros_like(head.positions)

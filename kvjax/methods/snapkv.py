@@ -27,7 +27,7 @@ class SnapKV(ScoringMethod):
 
   vote_i is the attention that the last W queries pay to prefix token i, summed
   over the window, reduced over the group's query heads, and pooled along the
-  prefix so that neighbours stay together.
+  prefix so that neighbors stay together.
 
   Source: Li et al., arXiv 2404.14469. Presets follow the code or paper that
   they are named after.
@@ -93,11 +93,11 @@ def pool(
   kernel: int,
   pooling: Pooling,
 ) -> Float[Array, "B K T"]:
-  """Pools over neighbouring tokens; stride 1, zeros beyond the ends.
+  """Pools over neighboring tokens; stride 1, zeros beyond the ends.
 
   Args:
     votes: one per slot.
-    held: slots that hold a token; neighbours may have empty slots between them.
+    held: slots that hold a token; neighbors may have empty slots between them.
     kernel: width, odd.
     pooling: "avg" always divides by the kernel.
   """

@@ -54,7 +54,7 @@ class Lists:
 class CTkvr(Retrieval):
   """Finds keys by way of the most similar of the prompt's last queries.
 
-  Neighbouring queries attend to much the same keys. So the last C queries q_c
+  Neighboring queries attend to much the same keys. So the last C queries q_c
   of the prompt become centroids, and each lists the rho keys that it attends
   to most: max over the group's heads of softmax(q_c K^T / sqrt(D)), over all
   keys of the prompt, resident ones left out afterwards. A token

@@ -48,7 +48,7 @@ class MagicPIG(Retrieval):
 
   The paper takes the mean from resident keys too, as that changes no softmax
   over both. Here the logits of all keys stay as they are, and only hashes and
-  angles are those of centred keys.
+  angles are those of centered keys.
 
   How many keys are read follows from K and L alone. The budget only says which
   rows are short enough to read everything. As the number is not fixed, every
@@ -91,8 +91,8 @@ class MagicPIG(Retrieval):
     shape = (self.tables, keys.shape[1], self.bits)
     planes = jax.random.normal(prompt.key(self.seed), shape)
     # One table at a time: all signs of all keys would be many floats.
-    centred = keys - mean[None]
-    codes = jax.lax.map(lambda table: self._codes(centred, table), planes)
+    centered = keys - mean[None]
+    codes = jax.lax.map(lambda table: self._codes(centered, table), planes)
     return Tables(planes, codes, mean)
 
   def retrieve(

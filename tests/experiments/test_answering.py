@@ -53,7 +53,7 @@ def test_who_evicts_while_decoding_is_asked_alone():
   assert answering.groups(caches) == [[0, 1], [2]]
 
 
-def test_widths_are_shared_by_neighbouring_lengths():
+def test_widths_are_shared_by_neighboring_lengths():
   prompts = [answering.Prompt([0] * n, [0] * 5, 1) for n in (33, 60)]
   assert answering.Shape.of(prompts, 4) == (4, 64, 32)
 

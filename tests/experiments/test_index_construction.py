@@ -72,7 +72,7 @@ def test_recall_is_what_a_loop_over_tokens_counts(workload):
   np.testing.assert_allclose(found, np.mean(hits), rtol=1e-6)
 
 
-def test_queries_of_a_centre_are_as_alike_as_said():
+def test_queries_of_a_center_are_as_alike_as_said():
   head = index_builders.draw(RETRIEVAL, 0, 256, 1, 512).prompt.head
   queries = np.asarray(head.queries)[0, 0, 0]
   units = queries / np.linalg.norm(queries, axis=1, keepdims=True)

@@ -51,7 +51,7 @@ def test_layers_without_an_index_are_left_out(measured):
   assert lookup_quality.mean(found[2]) == found[2][1]
 
 
-def test_cosines_are_those_of_neighbouring_queries(measured):
+def test_cosines_are_those_of_neighboring_queries(measured):
   """Decoded once more, token by token."""
   _, cosines = measured
   plan = kvjax.get_plan("full", kvjax.Retention(1.0))

@@ -180,7 +180,7 @@ def test_training_resumes_bit_for_bit_after_each_stop(tmp_path, monkeypatch):
     (resumed.state.params, resumed.state.moments),
   )
   assert resumed.state.tokens == whole.state.tokens
-  # The optimiser has begun anew.
+  # The optimizer has begun anew.
   counts = optax.tree_utils.tree_get(whole.state.moments, "count")
   assert int(counts) == STAGE.steps
   lines = (tmp_path / "whole" / "log.jsonl").read_text().splitlines()

@@ -18,7 +18,7 @@ is the same for every press:
   versions.json   what made it all
 
 noncausal.npz also has ..._mass [N, n], the column sums of attention before
-kvpress scales, pools and standardises them.
+kvpress scales, pools and standardizes them.
 
 The presses run as users run them, as hooks on a model's prefill; their `score`
 is only listened to, and what they keep is read from the model's cache.

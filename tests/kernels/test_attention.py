@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.kernels.attention import attention, chunked
-from kvjax.kernels.quantised import Quantised, dequantise, quantise
+from kvjax.kernels.quantized import Quantized, dequantize, quantize
 
 
 def block(seed, B, N, K, S, T, D, dtype="float32"):
@@ -76,9 +76,9 @@ def test_bfloat16_stays_close_to_float32():
 @functools.partial(jax.jit, static_argnums=2)
 def eighths(x, places, dtype):
   """In eight bits, with NaN scales where nothing is held; and made whole."""
-  small = quantise(jnp.nan_to_num(x), dtype)
+  small = quantize(jnp.nan_to_num(x), dtype)
   scale = jnp.where(places[..., None] < 0, jnp.nan, small.scale)
-  return Quantised(small.qvalue, scale), dequantise(small, "float32")
+  return Quantized(small.qvalue, scale), dequantize(small, "float32")
 
 
 @pytest.mark.parametrize(("S", "small"), [(1, "float8_e4m3fn"), (70, "int8")])
@@ -140,7 +140,7 @@ def test_a_cache_of_eight_bits_is_never_whole():
   shapes = jax.eval_shape(
     lambda: (
       jnp.zeros((1, heads, 1, dim)),
-      *(quantise(jnp.zeros((1, heads, length, dim)), "int8") for _ in "kv"),
+      *(quantize(jnp.zeros((1, heads, length, dim)), "int8") for _ in "kv"),
       jnp.zeros((1, 1), jnp.int32),
       jnp.zeros((1, heads, length), jnp.int32),
     )

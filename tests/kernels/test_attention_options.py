@@ -37,7 +37,7 @@ from kvjax.kernels.paged_attention import paged_attention
 from kvjax.kernels.paged_attention import xla as paged_xla
 from kvjax.kernels.paged_attention.reference import paged_attention_reference
 from kvjax.kernels.prompt_attention import prompt_attention, tpu
-from kvjax.kernels.quantised import quantise
+from kvjax.kernels.quantized import quantize
 from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.kernels.sparse_decode.reference import sparse_decode_reference
 
@@ -261,7 +261,7 @@ def test_attention_in_bfloat16(shape):
 def test_attention_to_eight_bits():
   q, k, v, *where = layer(*SHAPES["query chunks"])
   sinks = sinks_of(6)
-  small = [quantise(jnp.nan_to_num(x), "int8") for x in (k, v)]
+  small = [quantize(jnp.nan_to_num(x), "int8") for x in (k, v)]
   whole = [np.float64(x.qvalue) * np.float64(x.scale) for x in small]
   run = jax.jit(lambda *given: attention(*given, "chunked", EVERYTHING, sinks))
   expected, _ = by_hand(q, *whole, *where, EVERYTHING, sinks)
@@ -364,7 +364,7 @@ def test_paged_attention(name, shape, program):
   found = run(q, keys, values, asked, pages, heads)
   assert_partial(found, by_hand(*given, options))
   if program is paged_attention and name == "everything":
-    small = [quantise(jnp.nan_to_num(x), "int8") for x in (keys, values)]
+    small = [quantize(jnp.nan_to_num(x), "int8") for x in (keys, values)]
     whole = (x.qvalue.astype("float32") * x.scale for x in small)
     expected = run(q, *whole, asked, pages, heads)
     found = run(q, *small, asked, pages, heads)

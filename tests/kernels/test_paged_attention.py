@@ -20,7 +20,7 @@ from kvjax.kernels.attention import (
 )
 from kvjax.kernels.paged_attention import paged_attention, tpu, xla
 from kvjax.kernels.paged_attention.reference import paged_attention_reference
-from kvjax.kernels.quantised import Quantised, dequantise, quantise
+from kvjax.kernels.quantized import Quantized, dequantize, quantize
 
 PAGE = 8
 T = 40
@@ -254,11 +254,11 @@ def eighths(k, v, pages):
   pk, pv, positions, heads = pages
 
   def of(x):
-    small = quantise(jnp.nan_to_num(x), "int8")
+    small = quantize(jnp.nan_to_num(x), "int8")
     lost = jnp.isnan(x).any(axis=-1, keepdims=True)
-    return Quantised(small.qvalue, jnp.where(lost, jnp.nan, small.scale))
+    return Quantized(small.qvalue, jnp.where(lost, jnp.nan, small.scale))
 
-  k, v = (dequantise(quantise(x, "int8"), jnp.float32) for x in (k, v))
+  k, v = (dequantize(quantize(x, "int8"), jnp.float32) for x in (k, v))
   return k, v, (of(pk), of(pv), positions, heads)
 
 

@@ -22,7 +22,7 @@ from kvjax.kernels.sketch.reference import (
 B, K = 2, 2
 PLATFORMS = ["xla", "tpu", "gpu"]
 
-# Tokens, dims, columns, chunk, whether centred, dtype.
+# Tokens, dims, columns, chunk, whether centered, dtype.
 CHUNKED = (100, 64, 64, 40, True, "bfloat16")
 CASES = [
   CHUNKED,

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvjax import kernels
 from kvjax.kernels.attention import merge, warpgroup
-from kvjax.kernels.quantised import Quantised, quantise
+from kvjax.kernels.quantized import Quantized, quantize
 from kvjax.kernels.sparse_decode import sparse_decode, tpu
 from kvjax.kernels.sparse_decode.reference import sparse_decode_reference
 from kvjax.kernels.sparse_decode.xla import sparse_decode_xla
@@ -53,7 +53,7 @@ def case(shape, dtype="float32", bias=False, D=16, T=40):
 
 def wide(x):
   """What it stands for, in float64."""
-  if isinstance(x, Quantised):
+  if isinstance(x, Quantized):
     return wide(x.qvalue) * wide(x.scale)
   return np.asarray(x).astype(np.float64)
 
@@ -171,9 +171,9 @@ def eighths(inputs, dtype):
   queries, keys, values, *rest = inputs
 
   def of(x):
-    small = quantise(jnp.nan_to_num(x), dtype)
+    small = quantize(jnp.nan_to_num(x), dtype)
     lost = jnp.isnan(x).any(axis=-1, keepdims=True)
-    return Quantised(small.qvalue, jnp.where(lost, jnp.nan, small.scale))
+    return Quantized(small.qvalue, jnp.where(lost, jnp.nan, small.scale))
 
   return queries, of(keys), of(values), *rest
 

@@ -11,7 +11,7 @@ difference is stated here and taken out; no method imitates it.
 - SnapKV averages over the window, LagKV over keys and values; kvjax sums.
 - LagKV's ranks are divided by the lag, and equal ranks of different partitions
   are decided arbitrarily; kvjax keeps the earlier token.
-- Compactor's parts are standardised over the heads of a layer (and over a
+- Compactor's parts are standardized over the heads of a layer (and over a
   batch, here one row) with the deviation of N - 1; kvjax divides by N, which
   multiplies the whole score by a constant.
 - Compactor's blend is c itself there; the preset `compactor.kvpress` takes the
@@ -90,7 +90,7 @@ def partitions(found, method, n, c):
 
 
 def blended(found, method, n, c):
-  """Both of Compactor's parts, standardised with N - 1."""
+  """Both of Compactor's parts, standardized with N - 1."""
   blend = c if method.blend_removed else method.blend
   scores = (found.attention + np.float32(blend) * found.outlier)[:, :n]
   size = len(scores) * (n - method.first - method.last)

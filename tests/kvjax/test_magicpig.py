@@ -43,13 +43,13 @@ def share(cosine, bits, tables):
 
 def by_hand(planes, keys, query):
   """Which keys a head samples, and what being sampled adds to each logit."""
-  centred = keys - keys.mean(axis=0) if len(keys) else keys
+  centered = keys - keys.mean(axis=0) if len(keys) else keys
   sampled = []
-  for slot, key in enumerate(centred):
+  for slot, key in enumerate(centered):
     met = sum(all((key @ p >= 0) == (query @ p >= 0)) for p in planes)
     if met >= 2:
       sampled.append(slot)
-  w = share(unit(centred) @ unit(query), SMALL.bits, SMALL.tables)
+  w = share(unit(centered) @ unit(query), SMALL.bits, SMALL.tables)
   return sampled, -np.log(w + 1e-4)
 
 
@@ -192,7 +192,7 @@ def test_the_mean_estimate_is_dense_attention():
   assert (sampled.sum(axis=-1).mean(axis=0) < 0.8 * total).all()
 
 
-def test_a_query_along_a_centred_key_finds_it():
+def test_a_query_along_a_centered_key_finds_it():
   """All signs agree, whatever their number, so that it counts as itself."""
   rng = np.random.default_rng(2)
   keys = jnp.asarray(rng.normal(size=(30, DIM)), jnp.float32)

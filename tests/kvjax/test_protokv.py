@@ -105,7 +105,7 @@ def test_clusters_are_kept_best_first_and_the_last_is_cut(seen, score):
 
 
 def likeness_of(seen, head):
-  """S, with 5 neighbours on either side."""
+  """S, with 5 neighbors on either side."""
   units = unit(keys_of(seen, head)[:PREFIX])
   return np.array(
     [
@@ -157,7 +157,7 @@ def kept_by_hand(seen, method, head, candidates, budget):
 @pytest.mark.parametrize("bits", [0, 2])
 @pytest.mark.parametrize("budget", [9, 30, 50])
 def test_anchors_and_chunks_together(seen, bits, budget, sign):
-  """The least like their neighbours are anchors; literally the most like."""
+  """The least like their neighbors are anchors; literally the most like."""
   method = ProtoKV(anchors=6, bits=bits, prototypes=12, seed=4, sign=sign)
   kept = select(seen, method, budget)
   for head in range(K):
@@ -177,10 +177,10 @@ def on_a_circle(seen):
   return dataclasses.replace(seen, keys=jnp.asarray(keys))
 
 
-def test_where_all_are_as_like_their_neighbours_the_first_are_anchors(seen):
+def test_where_all_are_as_like_their_neighbors_the_first_are_anchors(seen):
   seen = on_a_circle(seen)
   method = ProtoKV(
-    neighbours=1, include_self=False, anchors=6, prototypes=12, seed=4
+    neighbors=1, include_self=False, anchors=6, prototypes=12, seed=4
   )
   for budget in (20, 35, 50):
     kept = select(seen, method, budget)

@@ -36,7 +36,7 @@ LLAMA3 = {
     ({"head_dim": 15}, "need an even number"),
     ({"hidden_act": "gelu"}, "only 'silu' is supported"),
     ({"pretraining_tp": 2}, "pretraining_tp"),
-    ({"quantization_config": {"bits": 4}}, "load the unquantised model"),
+    ({"quantization_config": {"bits": 4}}, "load the unquantized model"),
     ({"rms_norm_eps": None}, "must be a number"),
     ({"tie_word_embeddings": "false"}, "must be true or false"),
     ({"logit_softcapping": 30.0}, "'logit_softcapping', which this decoder"),

@@ -325,11 +325,11 @@ def _damage_shape(directory):
   _edit_config(directory, intermediate_size=40)
 
 
-def _damage_quantised(directory):
-  def quantise(tensors):
+def _damage_quantized(directory):
+  def quantize(tensors):
     tensors[NORM] = tensors[NORM].astype(np.int8)
 
-  _edit(directory / WHOLE, quantise)
+  _edit(directory / WHOLE, quantize)
 
 
 def _damage_no_tokenizer(directory):
@@ -359,7 +359,7 @@ def _damage_tokenizer_too_large(directory):
     (_damage_missing, r"lack the tensor model\.norm\.weight"),
     (_damage_unexpected, r"tensor model\.layers\.0\.self_attn\.q_proj\.bias,"),
     (_damage_shape, r"shape \(32, 48\); config\.json asks for \(32, 40\)"),
-    (_damage_quantised, r"stored as I8; only F32, F16, BF16 are read"),
+    (_damage_quantized, r"stored as I8; only F32, F16, BF16 are read"),
     (_damage_no_tokenizer, r"has no tokenizer\.json; save the model"),
     (_damage_tokenizer_too_large, r"up to 80, but the model embeds 80 tokens"),
   ],

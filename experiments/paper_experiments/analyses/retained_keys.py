@@ -163,7 +163,7 @@ def _drawn(
   everything: Float[np.ndarray, "T D"],
   retained: Mapping[str, Float[np.ndarray, "M D"]],
 ) -> Figure:
-  """A panel per method: all keys in grey, the retained ones in colour."""
+  """A panel per method: all keys in grey, the retained ones in color."""
   mean, axes = plane(everything)
   figure = Figure(figsize=(9, 6.2), layout="constrained")
   FigureCanvasAgg(figure)

@@ -12,7 +12,7 @@ from kvjax.experiments.paper_experiments.analyses import (
   deviations,
   head_statistics,
   latency,
-  neighbours,
+  neighbors,
   observed,
   prompt_lengths,
   retained_keys,
@@ -119,7 +119,7 @@ def test_tenths_are_by_deviation_and_share_all_of_the_mass():
 
 def test_cosines_by_distance_are_means_over_pairs():
   queries = RNG.normal(size=(2, 7, 5))
-  found = neighbours.cosines_by_distance(queries)
+  found = neighbors.cosines_by_distance(queries)
   assert list(found) == [1, 2, 4]
   for distance, value in found.items():
     pairs = [
@@ -132,7 +132,7 @@ def test_cosines_by_distance_are_means_over_pairs():
 
 def test_top_keys_are_those_of_the_highest_products():
   queries, keys = RNG.normal(size=(3, 4)), RNG.normal(size=(10, 4))
-  chosen = neighbours.top_keys(queries, keys, 3)
+  chosen = neighbors.top_keys(queries, keys, 3)
   for query, own in zip(queries, chosen, strict=True):
     products = keys @ query
     assert own.sum() == 3
@@ -141,7 +141,7 @@ def test_top_keys_are_those_of_the_highest_products():
 
 def test_equal_queries_share_all_of_their_top_keys(subject):
   """A prompt that repeats one token has, but for RoPE, one query."""
-  tables = neighbours.measure(subject).tables
+  tables = neighbors.measure(subject).tables
   assert [line[0] for line in tables[0].lines] == [
     "1",
     "2",
@@ -154,7 +154,7 @@ def test_equal_queries_share_all_of_their_top_keys(subject):
   seen = random_activations(0, [40], 40)
   same = jnp.asarray(np.broadcast_to(one, (4, 40, 8)).copy())[None]
   seen = seen.__class__(**{**vars(seen), "queries": same})
-  cosines, shared = neighbours._pairs(seen)
+  cosines, shared = neighbors._pairs(seen)
   np.testing.assert_allclose(cosines, 1.0)
   np.testing.assert_allclose(shared, 1.0)
 

@@ -150,13 +150,13 @@ def test_prompt_lengths_are_those_of_whole_prompts(session, tmp_path):
     own_model=True, sources=Sources(data=tmp_path), samples=1
   )
   (analysis,) = EXPERIMENTS["E2.9"].parts
-  (table,) = running.analyse(analysis, own, tmp_path).tables
+  (table,) = running.analyze(analysis, own, tmp_path).tables
   task, prompts, tokens, *shares = table.lines[0]
   assert (task, prompts, shares[0]) == ("qasper", "1", "1.00")
   assert 900 < int(tokens) < 2048
   (other, *_) = EXPERIMENTS["E2.7"].parts
   with pytest.raises(InputError, match="has no narrativeqa; it holds qasper"):
-    running.analyse(other, own._replace(length=400), tmp_path)
+    running.analyze(other, own._replace(length=400), tmp_path)
 
 
 def test_what_cannot_be_run_says_why():

@@ -1,4 +1,4 @@
-"""Plots that can be read: no text on another, colours with an order."""
+"""Plots that can be read: no text on another, colors with an order."""
 
 import itertools
 
@@ -127,7 +127,7 @@ def test_heatmaps_print_each_cell_and_the_mean(answer, record):
   assert np.isnan(image.get_array().filled(np.nan)[1, 0])
 
 
-def test_more_is_lighter_for_colour_blind_readers():
+def test_more_is_lighter_for_color_blind_readers():
   def luminance(share):
     red, green, blue = (
       c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4

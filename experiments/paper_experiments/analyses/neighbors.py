@@ -1,4 +1,4 @@
-"""E4.10: how alike neighbouring queries are, and the keys that they want."""
+"""E4.10: how alike neighboring queries are, and the keys that they want."""
 
 import itertools
 

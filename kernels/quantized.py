@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
   """Vectors as small numbers times a scale each, x ~ qvalue * scale.
 
   The names and the symmetric scaling by the largest magnitude are those of
@@ -30,13 +30,13 @@ class Quantised(NamedTuple):
 
 
 def stored(
-  x: Shaped[Array, "*B T D"] | Quantised,
+  x: Shaped[Array, "*B T D"] | Quantized,
 ) -> Shaped[Array, "*B T D"]:
   """The numbers in memory, without their scales."""
-  return x.qvalue if isinstance(x, Quantised) else x
+  return x.qvalue if isinstance(x, Quantized) else x
 
 
-def quantise(x: Float[Array, "*B T D"], dtype: DTypeLike) -> Quantised:
+def quantize(x: Float[Array, "*B T D"], dtype: DTypeLike) -> Quantized:
   """Rounds vectors to eight bits.
 
   The scale is the largest magnitude over the largest number of the dtype, 127
@@ -64,21 +64,21 @@ def quantise(x: Float[Array, "*B T D"], dtype: DTypeLike) -> Quantised:
   scale = largest / bound
   scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 1.0)
   scaled = jnp.clip(x / scale, -bound, bound)
-  return Quantised(
+  return Quantized(
     (jnp.round(scaled) if whole else scaled).astype(dtype), scale
   )
 
 
-def dequantise(
-  x: Shaped[Array, "*B T D"] | Quantised, dtype: DTypeLike
+def dequantize(
+  x: Shaped[Array, "*B T D"] | Quantized, dtype: DTypeLike
 ) -> Float[Array, "*B T D"]:
-  """What quantised vectors stand for; an array stays as it is.
+  """What quantized vectors stand for; an array stays as it is.
 
   Args:
     x: vectors, whole or in eight bits.
     dtype: in which the product is returned, rounded from float32.
   """
-  if not isinstance(x, Quantised):
+  if not isinstance(x, Quantized):
     return x
   product = x.qvalue.astype(jnp.float32) * x.scale.astype(jnp.float32)
   return product.astype(dtype)

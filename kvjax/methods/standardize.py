@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 Scope = Literal["head", "layer", "chunk"]
 
 
-def standardised(
+def standardized(
   scores: Float[Array, "B K T"],
   where: Bool[Array, "B K T"],
   scope: Scope,
@@ -20,15 +20,15 @@ def standardised(
   Args:
     scores: float32.
     where: slots that count; the others get 0.
-    scope: what a row standardises together: each "head", all heads of the
+    scope: what a row standardizes together: each "head", all heads of the
       "layer", or all heads of each "chunk" of slots.
     chunk: slots per chunk, the last of which may be shorter; 0 is all.
     start: slot at which the first chunk begins; none before it counts.
   """
   if scope == "head":
-    return _standardised(scores, where, -1)
+    return _standardized(scores, where, -1)
   if scope == "layer" or chunk == 0:
-    return _standardised(scores, where, (1, 2))
+    return _standardized(scores, where, (1, 2))
   batch, heads, slots = scores.shape
   before = -start % chunk
   wide = ((0, 0), (0, 0), (before, -(before + slots) % chunk))
@@ -36,11 +36,11 @@ def standardised(
   def chunks(x: Array) -> Array:
     return jnp.pad(x, wide).reshape(batch, heads, -1, chunk)
 
-  z = _standardised(chunks(scores), chunks(where), (1, 3))
+  z = _standardized(chunks(scores), chunks(where), (1, 3))
   return z.reshape(batch, heads, -1)[..., before : before + slots]
 
 
-def _standardised(
+def _standardized(
   scores: Float[Array, "*A"],
   where: Bool[Array, "*A"],
   axes: int | tuple[int, ...],

@@ -18,7 +18,7 @@ from kvjax.checkpoint.saving import load_cache, save_cache
 from kvjax.engine.feed import feed
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
-from kvjax.kernels.quantised import Quantised
+from kvjax.kernels.quantized import Quantized
 from kvjax.registry.names import get_method
 from kvjax.testing import TinyModel, held_positions, poisoned
 
@@ -87,7 +87,7 @@ def parts(layer):
 
 def exact(x):
   """What is stored, in float64."""
-  if not isinstance(x, Quantised):
+  if not isinstance(x, Quantized):
     return np.asarray(x, np.float64)
   assert x.qvalue.dtype in SMALL.values()
   numbers = np.asarray(x.qvalue.astype(jnp.float32), np.float64)
