@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,7 @@ from kvjax.prompts import bucket_lengths
 from kvjax.struct import static, struct
 
 
+@runtime_checkable
 class Chooser(Protocol):
   """What an allocation asks of a method; see `kvjax.methods.Method`."""
 
