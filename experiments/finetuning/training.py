@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sharding import shard_layer
-from kvjax.engine.forward import block_positions, run_layers
+from kvjax.engine.forward import States, block_positions, run_layers
 from kvjax.engine.likelihood import prompt_nll
 from kvjax.kernels.attention import attention
 from kvjax.models.language_model import DecoderModel
@@ -68,9 +68,8 @@ def summed_nll(
     lengths: real tokens of each row; 0 for one that does not count.
   """
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
-  order = (0,) * model.geometry.num_layers
   hidden, _ = run_layers(
-    model, params, tokens, positions, (None,), order, _step, remat=True
+    model, params, tokens, positions, States.none(model), _step, remat=True
   )
   means = prompt_nll(model, params, hidden, tokens, lengths)
   foretold = jnp.maximum(lengths - 1, 0).astype(jnp.float32)

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.engine.forward import run_layers
+from kvjax.engine.forward import States, run_layers
 from kvjax.experiments.reference import vocabulary
 from kvjax.experiments.reference.attention import causal_attention
 from kvjax.experiments.reference.rows import Batch
@@ -94,9 +94,8 @@ def scored_logits(
   positions = jnp.broadcast_to(
     jnp.arange(length, dtype=jnp.int32)[None], (batch, length)
   )
-  order = (0,) * model.geometry.num_layers
   hidden, _ = run_layers(
-    model, params, tokens, positions, (None,), order, _step
+    model, params, tokens, positions, States.none(model), _step
   )
   hidden = jnp.take_along_axis(hidden, place[:, :, None], axis=1)
   return model.logits(params, hidden)

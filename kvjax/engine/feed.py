@@ -11,7 +11,7 @@ from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import Layer, LayerCache
 from kvjax.engine.compress import arrange_for, evict_layer, padding_like
-from kvjax.engine.forward import block_positions, run_layers
+from kvjax.engine.forward import States, block_positions, run_layers
 from kvjax.engine.prepared import Limits
 from kvjax.model import LayerSpec, Model
 
@@ -77,7 +77,7 @@ def append_block(
 
   positions = block_positions(cache.next_positions, tokens.shape[1], lengths)
   hidden, stacks = run_layers(
-    model, params, tokens, positions, cache.stacks, cache.order, step
+    model, params, tokens, positions, States(cache.stacks, cache.order), step
   )
   return hidden, dataclasses.replace(
     cache, stacks=stacks, next_positions=cache.next_positions + lengths

@@ -27,6 +27,24 @@ LayerStep = Callable[
 ]
 
 
+class States(NamedTuple):
+  """What the layers of a model carry along.
+
+  Attributes:
+    stacks: states of several layers each, with a leading axis.
+    order: for each layer, the stack that its state is in, where states of the
+      same stack lie in the order of their layers; -1 for a layer without any.
+  """
+
+  stacks: tuple[Any, ...]
+  order: tuple[int, ...]
+
+  @classmethod
+  def none(cls, model: Model) -> "States":
+    """Of layers that carry nothing."""
+    return cls((None,), (0,) * model.geometry.num_layers)
+
+
 class _Kind(NamedTuple):
   """What layers that share a program have in common."""
 
@@ -46,8 +64,7 @@ def run_layers(
   params: PyTree,
   tokens: Int[Array, "B S"],
   positions: Int[Array, "B S"],
-  stacks: Sequence[Any],
-  order: Sequence[int],
+  states: States,
   step: Step,
   *,
   remat: bool = False,
@@ -63,15 +80,14 @@ def run_layers(
     params: the weights.
     tokens: token ids.
     positions: each token's place in its own row, -1 for padding.
-    stacks: states of the layers, with a leading axis.
-    order: for each layer, the stack that its state is in, where states of the
-      same stack lie in the order of their layers; -1 for a layer without any.
+    states: of the layers.
     step: the attention.
     remat: compute activations again for the gradient.
 
   Returns:
     The hidden states after the final norm, and the new stacks.
   """
+  stacks, order = states
   geometry = model.geometry
   weights = layer_stacks(model, params)
   weight_index = jnp.asarray(geometry.weight_index, jnp.int32)
@@ -217,9 +233,9 @@ def prompt_hidden(
     return attend_to_prompt(activations), None
 
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
-  order = (0,) * model.geometry.num_layers
+  states = States.none(model)
   return run_layers(
-    model, params, tokens, positions, (None,), order, step, remat=remat
+    model, params, tokens, positions, states, step, remat=remat
   )[0]
 
 

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine.feed import feed
-from kvjax.engine.forward import run_layers
+from kvjax.engine.forward import States, run_layers
 from kvjax.model import LayerSpec
 from kvjax.testing import TinyModel, held_positions
 
@@ -281,8 +281,8 @@ def test_layers_of_one_kind_are_compiled_once():
   tokens = jnp.zeros((1, 2), jnp.int32)
 
   def hidden(model, params):
-    order = (0,) * model.geometry.num_layers
-    return run_layers(model, params, tokens, tokens, (None,), order, step)[0]
+    states = States.none(model)
+    return run_layers(model, params, tokens, tokens, states, step)[0]
 
   for repeats in (2, 8):
     layers = (other, other, spec) * repeats

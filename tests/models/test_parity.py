@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine.forward import hidden_states, index_layer, run_layers
+from kvjax.engine.forward import (
+  States,
+  hidden_states,
+  index_layer,
+  run_layers,
+)
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.pretrained import load, load_decoder
@@ -49,8 +54,9 @@ def logits_of(model, params, ids, positions):
   def step(layer, stack, index, seen):
     return attend(seen), stack
 
-  order = (0,) * model.geometry.num_layers
-  hidden, _ = run_layers(model, params, ids, positions, (None,), order, step)
+  hidden, _ = run_layers(
+    model, params, ids, positions, States.none(model), step
+  )
   return model.logits(params, hidden)
 
 
