@@ -33,9 +33,9 @@ def test_warnings_are_errors():
 
 def test_shapes_are_checked():
   block = jnp.ones((1, 2, 3, 4))
-  Activations(block, block, block, block, jnp.ones((1, 3), jnp.int32))
+  Activations(block, block, block, jnp.ones((1, 3), jnp.int32))
   with pytest.raises(TypeCheckError):
-    Activations(block, block, block, block, jnp.ones((1, 5), jnp.int32))
+    Activations(block, block, block, jnp.ones((1, 5), jnp.int32))
 
 
 def test_programs_that_tests_start_are_strict_too():
