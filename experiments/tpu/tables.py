@@ -50,16 +50,20 @@ _LEGEND = f"""\
   tpu7x the MLP weights and the output projection are held once more: its matrix
   products want bfloat16 in tiles of (16, 128), arguments arrive in XLA's own of
   (8, 128), and XLA lays them out anew once before the loop, whatever layout is
-  asked for.
+  asked for. A prefill of whole prompts calls a program for each layer, and some
+  more for each plan, which are compiled once each: of it this is what they
+  leave for one another at most, two layers at a time, and the intermediate
+  results of the program that has most.
 - arguments: weights, tokens and caches in HBM; host: what of them, and of
   results, is in the host's memory.
 - meanwhile: fusions and kernels, of all layers, that the device runs while the
   host gathers what a token looks up; XLA's scheduler for the chip decides.
 - HBM %: arguments, temporary and new results, of the device's HBM.
 - moved: bytes that instructions and kernels read from HBM and write to it; of
-  decoding, for a token, without what happens once before the first. Blocks that
-  a kernel chooses by data, and what it copies by itself, count as its cost
-  estimate says; without one as if all were different, and whole.
+  decoding, for a token, without what happens once before the first. Loops count
+  as often as they run, those that data end once. Blocks that a kernel chooses
+  by data, and what it copies by itself, count as its cost estimate says;
+  without one as if all were different, and whole.
 - ideal: what must move. For a kernel its `specs.py` counts it; a token reads
   every weight and every slot once, but of the embedding one row. Attention of
   whole prompts, and its mass, read keys once for every tile of queries:

@@ -15,6 +15,8 @@ _STILL = frozenset(
   "parameter constant tuple get-tuple-element bitcast after-all partition-id "
   "replica-id opt-barrier".split()
 )
+# Within a fusion they answer what they are given, as far as others read it.
+_SAME = frozenset(["bitcast", "copy"])
 # Read no more of their first operand than they answer.
 _PICKS = frozenset(["slice", "dynamic-slice", "gather"])
 
@@ -136,8 +138,8 @@ def _needed(module: Module, inner: Computation, source: Instruction) -> int:
     if source.name not in user.operands:
       continue
     first = user.operands[0] == source.name
-    if user.opcode == "bitcast":
-      needed += _needed(module, inner, user)
+    if _is_same(module, user):
+      needed += whole if user.root else _needed(module, inner, user)
     elif user.opcode == "fusion":
       taken = zip(_of_operands(module, user), user.operands, strict=True)
       needed += sum(size for size, name in taken if name == source.name)
@@ -146,6 +148,14 @@ def _needed(module: Module, inner: Computation, source: Instruction) -> int:
     elif not (user.opcode == "dynamic-update-slice" and first):
       return whole
   return min(needed, whole)
+
+
+def _is_same(module: Module, each: Instruction) -> bool:
+  """Whether an instruction only lays an array out anew."""
+  if each.opcode != "fusion":
+    return each.opcode in _SAME
+  opcodes = {x.opcode for x in _fused(module, each).values()}
+  return opcodes <= {"parameter", *_SAME}
 
 
 def _fused(module: Module, each: Instruction) -> Computation:

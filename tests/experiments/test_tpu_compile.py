@@ -421,6 +421,54 @@ def test_a_token_moves_little_more_than_it_must():
 
 
 @pytest.mark.libtpu
+@pytest.mark.parametrize(
+  ("use", "layers", "most"),
+  [
+    (engine_programs.COMPACTOR, 4, 1.01),
+    # Layers that are no loop; so few of them are fetched ahead as a whole.
+    (engine_programs.ADAKV_IN_INT8, 2, 1.2),
+  ],
+  ids=["stacked", "packed"],
+)
+def test_layers_are_read_where_they_stand_in_their_stacks(use, layers, most):
+  """Nothing is copied out of the weights or the cache, or into it."""
+  chips.prepare_libtpu()
+  v5e = chips.Chip.load("v5e")
+  lower = functools.partial(engine_programs.lower_decode, use, layers)
+  outcome = compiled(program("decode", use.name, lower=lower), v5e)
+  assert outcome.fault is None
+  _, params = llama.shapes(v5e.mesh, layers)
+  layer = engine_programs.share_bytes(params["layers"]) / layers
+  assert outcome.footprint.temporary < layer / 4
+  assert outcome.footprint.results < MIB
+  assert 0.9 < outcome.footprint.moved / outcome.ideal < most
+
+
+@pytest.mark.libtpu
+def test_a_prefill_holds_no_more_for_more_layers():
+  """Besides their weights, and what is kept of them.
+
+  All of them have stacks of weights that VMEM does not hold.
+  """
+  chips.prepare_libtpu()
+  plan = kvjax.get_plan("keydiff", kvjax.Retention(0.25))
+  use, v5e = (
+    engine_programs.Use("keydiff", "", plan, 2048),
+    chips.Chip.load("v5e"),
+  )
+  found = []
+  for layers in (16, 32):
+    lower = functools.partial(engine_programs.lower_prefill, use, layers)
+    outcome = compiled(program("prefill", use.name, lower=lower), v5e)
+    assert outcome.fault is None
+    found.append(outcome.footprint)
+  shallow, deep = found
+  assert deep.temporary < 1.01 * shallow.temporary
+  assert 1.8 < deep.results / shallow.results < 2
+  assert "splash_mha_fwd_no_residuals" in deep.kernels
+
+
+@pytest.mark.libtpu
 @pytest.mark.parametrize(("rows", "copied"), [(512, 512 * 128 * 4), (8, 0)])
 def test_an_array_that_comes_whole_from_the_host_is_found(rows, copied):
   chips.prepare_libtpu()

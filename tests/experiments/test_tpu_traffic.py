@@ -269,6 +269,32 @@ def test_layers_count_as_often_as_a_token_passes_them():
   assert traffic(found, []) == 100 * (token + 2 * 4 + 1)
 
 
+def test_what_a_fusion_lays_out_anew_counts_as_far_as_it_is_read():
+  """On tpu7x the stack is laid out anew within the fusion that picks of it."""
+  pick = "  %pick = bf16[1,8,128]{2,1,0} dynamic-slice(%p.0"
+  anew = """\
+%anew (p.5: bf16[4,8,128]) -> bf16[4,8,128] {
+  %p.5 = bf16[4,8,128]{2,1,0:T(16,128)(2,1)} parameter(0)
+  ROOT %same = bf16[4,8,128]{2,1,0:T(8,128)(2,1)} copy(%p.5)
+}
+
+"""
+  again = (
+    "  %again = bf16[4,8,128]{2,1,0} fusion(%p.0), kind=kLoop, calls=%anew\n"
+  )
+  assert pick in LAYERS
+  text = anew + LAYERS.replace(pick, again + pick.replace("%p.0", "%again"))
+  found, before = Module.of(text), Module.of(LAYERS)
+  assert traffic(found, []) == traffic(before, [])
+  alone = """\
+ENTRY %main (w: bf16[4,8,128]) -> bf16[4,8,128] {
+  %w = bf16[4,8,128]{2,1,0} parameter(0)
+  ROOT %x = bf16[4,8,128]{2,1,0} fusion(%w), kind=kLoop, calls=%anew
+}
+"""
+  assert traffic(Module.of(anew + alone), []) == 2 * (4 * 8 * 128 * 2)
+
+
 @pytest.mark.parametrize(
   ("old", "new"),
   [
