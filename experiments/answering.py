@@ -153,7 +153,7 @@ class _Held(NamedTuple):
       (cache.next_positions, cache.lengths, cache.reads)
     )
     kept, read = (
-      np.mean(held, axis=(0, 2), dtype=np.float64) for held in (kept, read)
+      np.mean(valid, axis=(0, 2), dtype=np.float64) for valid in (kept, read)
     )
     return cls(seen, kept, read)
 
@@ -262,7 +262,7 @@ def replies(
     cache = kvjax.stack([caches[i] for i in group])
     logits = jnp.concatenate([prefilled[i].logits for i in group])
     places = range(0, len(logits), shape.rows)
-    held = _Held.of(cache)
+    valid = _Held.of(cache)
     if stay:
       cache = _with_room(cache, rows[0], shape)
     for turn in range(turns):
@@ -270,7 +270,7 @@ def replies(
       asked = [prompts[min(turn, len(prompts) - 1)] for prompts in rows]
       if stay:
         answers, cache = _turn(lm, cache, asked, shape)
-        held = _Held.of(cache)
+        valid = _Held.of(cache)
       else:
         answers = _answers(lm, cache, logits, asked, shape)
       seconds.answer += time.monotonic() - began
@@ -279,12 +279,12 @@ def replies(
           candidates[index],
           row,
           turn,
-          seen := int(held.seen[place + row]),
+          seen := int(valid.seen[place + row]),
           candidates[index].retention(seen)
           if (told := prefilled[index].retentions) is None
           else float(told[row]),
-          float(held.kept[place + row]),
-          float(held.read[place + row]),
+          float(valid.kept[place + row]),
+          float(valid.read[place + row]),
           caches[index].nbytes // shape.rows,
           caches[index].nbytes_by_memory[HOST] // shape.rows,
           ids := answers[place + row],

@@ -187,7 +187,7 @@ def recall(
   the asking tokens.
   """
   store = workload.store
-  size = store.held.shape[0]
+  size = store.valid.shape[0]
   reads = Reads(workload.reads.count[0, 0], workload.reads.most)
 
   def of_token(
@@ -195,7 +195,7 @@ def recall(
   ) -> Float[Array, ""]:
     place = jnp.where(slots >= 0, slots, size)
     named = jnp.zeros(size + 1, bool).at[place].set(True)[:size]
-    known = Store(store.keys, store.held & named)
+    known = Store(store.keys, store.valid & named)
     exact, _ = Flat().retrieve(None, queries, store, reads)
     found, _ = Flat().retrieve(None, queries, known, reads)
     hits = jnp.isin(exact.slots, found.slots)

@@ -25,7 +25,7 @@ class Head:
   query_positions: Int[Array, "*B S"]
 
   @property
-  def held(self) -> Bool[Array, "*B T"]:
+  def valid(self) -> Bool[Array, "*B T"]:
     """Slots that hold a token."""
     return self.positions >= 0
 
@@ -33,13 +33,13 @@ class Head:
   def keys(self) -> Float[Array, "*B T D"]:
     """Float32 keys; empty slots are zero."""
     keys = self.cached_keys.astype(jnp.float32)
-    return jnp.where(self.held[..., None], keys, 0.0)
+    return jnp.where(self.valid[..., None], keys, 0.0)
 
   @property
   def values(self) -> Float[Array, "*B T Dv"]:
     """Float32 values; empty slots are zero."""
     values = self.cached_values.astype(jnp.float32)
-    return jnp.where(self.held[..., None], values, 0.0)
+    return jnp.where(self.valid[..., None], values, 0.0)
 
 
 def by_kv_head(

@@ -14,7 +14,7 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 def top_slots(
   scores: Float[Array, "B K T"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   protected: Bool[Array, "B K T"],
   counts: Int[Array, " B"] | Int[Array, "B K"],
   capacity: int,
@@ -28,7 +28,7 @@ def top_slots(
 
   Args:
     scores: one score per slot.
-    held: slots that hold a token; no other slot is ever chosen.
+    valid: slots that hold a token; no other slot is ever chosen.
     protected: slots that must stay.
     counts: slots to keep per row or per head, or all that are held where
       fewer are.
@@ -41,13 +41,13 @@ def top_slots(
   counts = counts.reshape(scores.shape[0], -1, 1)
   scores = finite(scores)
   if must_keep is None:
-    must_keep = jnp.zeros(held.shape, bool)
-  protected = protected & held & ~must_keep
+    must_keep = jnp.zeros(valid.shape, bool)
+  protected = protected & valid & ~must_keep
   taken = jnp.sum(must_keep.astype(jnp.int32), axis=-1, keepdims=True)
   fits = age(protected) <= counts - taken
   scores = jnp.where(protected, jnp.where(fits, _HIGHEST, _LOWEST), scores)
   scores = jnp.where(must_keep, jnp.inf, scores)
-  scores = jnp.where(held, scores, -jnp.inf)
+  scores = jnp.where(valid, scores, -jnp.inf)
   counts = jnp.broadcast_to(counts[..., 0], scores.shape[:-1])
   return largest(scores, counts, capacity)
 
@@ -81,29 +81,29 @@ def finite(scores: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
   return jnp.where(jnp.isfinite(scores), scores, _LOWEST)
 
 
-def age(held: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
+def age(valid: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
   """1 for the newest held slot, 2 for the one before it, and so on.
 
   Slots that hold nothing share the age of the held slot after them, or 0.
   """
-  newest_first = held.astype(jnp.int32)[..., ::-1]
+  newest_first = valid.astype(jnp.int32)[..., ::-1]
   return jnp.cumsum(newest_first, axis=-1)[..., ::-1]
 
 
 def newest(
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   must_keep: Bool[Array, "B K T"],
   counts: Int[Array, "B #K"],
   window: int,
 ) -> Bool[Array, "B K T"]:
   """The last `window` tokens, or as many as fit beside what must be kept."""
-  ages = age(held)
+  ages = age(valid)
   needed = must_keep.astype(jnp.int32)
   outside = jnp.sum(jnp.where(ages > window, needed, 0), axis=-1)
   room = counts - outside
   fewer = jnp.maximum(counts - jnp.sum(needed, axis=-1), 0)
   size = jnp.where(room >= window, window, fewer)
-  return held & (ages <= size[..., None])
+  return valid & (ages <= size[..., None])
 
 
 def exact_share(share: float) -> Fraction:

@@ -53,7 +53,7 @@ def test_a_method_takes_a_file_and_a_line(tmp_path):
   assert not (tmp_path / file).exists()
   (tmp_path / file).write_text(method)
   path = tmp_path / registry
-  imported, line = entry.splitlines()
+  imported, line = filter(None, entry.splitlines())
   source = path.read_text()
   before, after = source.split("def register_methods() -> None:\n")
   docstring, body = after.split('"""\n', 1)

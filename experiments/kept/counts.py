@@ -108,8 +108,8 @@ def _positions(
     return np.concatenate(layer.row_positions(0), dtype=np.int64)
   assert query is not None
   looked_up = _looked_up(layer, query, cache.next_positions - 1)
-  held = [layer.resident.positions, looked_up]
-  positions = np.concatenate([np.ravel(x) for x in held])
+  valid = [layer.resident.positions, looked_up]
+  positions = np.concatenate([np.ravel(x) for x in valid])
   return positions[positions >= 0]
 
 

@@ -126,11 +126,11 @@ def _longbench(setup: Setup, lm: Pretrained, sources: Sources) -> Drawn:
   """
   path = sources.data
   assert path is not None
-  held = longbench_files.find(path, longbench_sets.NAMES)
-  there = [name for name in setup.tasks if name in held]
+  valid = longbench_files.find(path, longbench_sets.NAMES)
+  there = [name for name in setup.tasks if name in valid]
   if not there:
     raise InputError(
-      f"{path} has no {' or '.join(setup.tasks)}; it holds {', '.join(held)}."
+      f"{path} has no {' or '.join(setup.tasks)}; it holds {', '.join(valid)}."
     )
   limit = setup.lengths[0] if setup.lengths else sys.maxsize
   drawn = longbench.samples(path, there, limit, lm.tokenizer, setup.samples)

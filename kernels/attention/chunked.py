@@ -73,7 +73,7 @@ def _attend(
     start = jnp.minimum(index * size, slots - size)
     places = jax.lax.dynamic_slice_in_dim(key_positions, start, size, 2)
     fresh = start + jnp.arange(size) >= index * size
-    held = (places >= 0) & fresh[None, None]
+    valid = (places >= 0) & fresh[None, None]
 
     def chunk(
       x: Float[Array, "B K T D"] | Quantized,
@@ -84,12 +84,12 @@ def _attend(
       return dequantize(part, queries.dtype)
 
     def update(running: _Running) -> _Running:
-      seen = held[:, :, None] & options.seen(
+      seen = valid[:, :, None] & options.seen(
         query_positions[:, None, :, None], places[:, :, None]
       )
       own = chunk(values)
       # A slot that holds nothing may hold NaN, and 0 * NaN is NaN.
-      own = jnp.where(held[..., None], own, jnp.zeros((), own.dtype))
+      own = jnp.where(valid[..., None], own, jnp.zeros((), own.dtype))
       return _update(
         running, queries, chunk(keys), own, seen[:, :, None], options
       )
@@ -98,7 +98,7 @@ def _attend(
       return update(running), None
     # Above the diagonal of a causal prompt there is nothing to see, nor before
     # the window of a row's first query.
-    near = held & (places <= last_query)
+    near = valid & (places <= last_query)
     if passed is not None:
       near = near & (places > passed[:, None, None])
     some = jnp.any(near)

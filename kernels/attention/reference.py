@@ -24,12 +24,12 @@ def attention_reference(
   grouped = queries.astype(jnp.float32).reshape(
     batch, kv_heads, heads // kv_heads, length, dim
   )
-  held = key_positions >= 0
-  keys = jnp.where(held[..., None], keys.astype(jnp.float32), 0.0)
-  values = jnp.where(held[..., None], values.astype(jnp.float32), 0.0)
+  valid = key_positions >= 0
+  keys = jnp.where(valid[..., None], keys.astype(jnp.float32), 0.0)
+  values = jnp.where(valid[..., None], values.astype(jnp.float32), 0.0)
   products = jnp.einsum("bkgsd,bktd->bkgst", grouped, keys)
   logits = options.capped(products * options.scale_of(dim))
-  seen = held[:, :, None] & options.seen(
+  seen = valid[:, :, None] & options.seen(
     query_positions[:, None, :, None], key_positions[:, :, None]
   )
   seen = jnp.broadcast_to(seen[:, :, None], logits.shape)

@@ -167,7 +167,7 @@ def attend(
   found: Found,
   tiles: Tiles,
   buffer: Int[Array, ""],
-  held: Callable[[Any], Array],
+  valid: Callable[[Any], Array],
   adjust: Callable[[Float[Array, "S C"]], Float[Array, "S C"]],
   value_scales: Float[Array, " C"] | None,
 ) -> Found:
@@ -177,7 +177,7 @@ def attend(
     found: so far.
     tiles: with the chunk.
     buffer: which of the two chunks.
-    held: for a layout, which slots of the chunk hold anything.
+    valid: for a layout, which slots of the chunk hold anything.
     adjust: makes logits of products of queries and keys, -inf where a query
       does not see a slot.
     value_scales: of values in eight bits.
@@ -196,7 +196,7 @@ def attend(
   logits = adjust(_product(tiles.queries, tiles.tile.T, ROWS))
   values = rows(value_rows)
   if value_scales is None:
-    own = jax.lax.broadcast_in_dim(held(OF_ROWS), (ROWS, dim), (0,))
+    own = jax.lax.broadcast_in_dim(valid(OF_ROWS), (ROWS, dim), (0,))
     values = jnp.where(own, values, jnp.zeros_like(values))
   tiles.tile[...] = values
   largest = jnp.maximum(found.largest, jnp.max(logits, axis=1))
@@ -207,7 +207,7 @@ def attend(
   if value_scales is not None:
     # Where a weight is 0 the scale may be NaN.
     scaled = weights * along_columns(value_scales)
-    weights = jnp.where(along_columns(held(OF_COLUMNS)), scaled, 0.0)
+    weights = jnp.where(along_columns(valid(OF_COLUMNS)), scaled, 0.0)
 
   tiles.weights[...] = weights.astype(dtype)
   plgpu.commit_smem()

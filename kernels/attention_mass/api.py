@@ -58,7 +58,7 @@ def causal_mass(
 def chunk_mass(
   queries: Float[Array, "B N T D"],
   keys: Float[Array, "B K T D"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   chunk: int,
   scale: float,
   implementation: Implementation | None = None,
@@ -70,7 +70,7 @@ def chunk_mass(
   Args:
     queries: rotated queries, one for every slot of the KV head that they read.
     keys: rotated keys.
-    held: false for slots that neither ask nor receive; queries and keys may
+    valid: false for slots that neither ask nor receive; queries and keys may
       hold anything there.
     chunk: slots per chunk; the last one may be shorter.
     scale: of the logits.
@@ -83,7 +83,7 @@ def chunk_mass(
   return dispatch(
     _CHUNKS,
     implementation,
-    (queries, keys, held),
+    (queries, keys, valid),
     ("BK", "BK", "BK"),
     "BK",
     chunk=chunk,

@@ -37,7 +37,7 @@ def causal_mass_gpu(
 def chunk_mass_gpu(
   queries: Float[Array, "B N T D"],
   keys: Float[Array, "B K T D"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   chunk: int,
   scale: float,
 ) -> Float[Array, "B N T"]:
@@ -46,12 +46,12 @@ def chunk_mass_gpu(
   Raises:
     NotImplementedError: the chunks are not a multiple of 128 slots.
   """
-  if held.shape[2] <= chunk:
+  if valid.shape[2] <= chunk:
     chunk = 0
   if chunk % ROWS:
     raise NotImplementedError(f"There is no kernel for chunks of {chunk}.")
   # All that a chunk holds sees and is seen.
-  places = jnp.where(held, 0, -1)
+  places = jnp.where(valid, 0, -1)
   return _mass(queries, keys, places, places, scale, chunk)
 
 

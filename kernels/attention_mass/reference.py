@@ -26,14 +26,14 @@ def causal_mass_reference(
 def chunk_mass_reference(
   queries: Float[Array, "B N T D"],
   keys: Float[Array, "B K T D"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   chunk: int,
   scale: float,
 ) -> Float[Array, "B N T"]:
   """See `kvjax.kernels.attention_mass.api.chunk_mass`; O(T T) memory."""
-  number = jnp.arange(held.shape[-1]) // chunk
+  number = jnp.arange(valid.shape[-1]) // chunk
   together = number[:, None] == number[None]
-  seen = together[None, None] & held[..., None] & held[:, :, None]
+  seen = together[None, None] & valid[..., None] & valid[:, :, None]
   return _mass(queries, keys, seen, scale)
 
 

@@ -34,8 +34,8 @@ def _chunks(chunk: int, batch: int, slots: int) -> Spec:
   def arrays(
     key: Array,
   ) -> tuple[Array, Array, Bool[Array, "B K T"]]:
-    held = jnp.ones((batch, _KV_HEADS, slots), bool)
-    return *_drawn(key, batch, slots, slots), held
+    valid = jnp.ones((batch, _KV_HEADS, slots), bool)
+    return *_drawn(key, batch, slots, slots), valid
 
   return Spec(
     f"chunks of {chunk} of {batch} x {slots:,}",

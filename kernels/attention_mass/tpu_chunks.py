@@ -25,7 +25,7 @@ _LOGITS = 2**20
 def chunk_mass_tpu(
   queries: Float[Array, "B N T D"],
   keys: Float[Array, "B K T D"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   chunk: int,
   scale: float,
 ) -> Float[Array, "B N T"]:
@@ -44,7 +44,7 @@ def chunk_mass_tpu(
   joined = joined_heads(group, _LOGITS // size**2)
   parts = heads // joined
   reads = functools.partial(kv_head, joined=joined, group=group)
-  here = filled(held.astype(jnp.int32), 2, size, 0)[:, :, None]
+  here = filled(valid.astype(jnp.int32), 2, size, 0)[:, :, None]
   mass = pl.pallas_call(
     functools.partial(_chunk, scale=scale),
     grid=(batch, parts, here.shape[-1] // size),
@@ -68,15 +68,15 @@ def chunk_mass_tpu(
 
 
 def _chunk(
-  held: Any, queries: Any, keys: Any, mass: Any, *, scale: float
+  valid: Any, queries: Any, keys: Any, mass: Any, *, scale: float
 ) -> None:
   """One chunk for some heads: 1 C, H C D and C D to H C."""
   joined, size, dim = queries.shape
   found = logits(queries[...].reshape(-1, dim), keys[...], scale)
-  found = jnp.where(held[...] > 0, found, UNSEEN)
+  found = jnp.where(valid[...] > 0, found, UNSEEN)
   weights = jnp.exp(found - jnp.max(found, axis=1, keepdims=True))
   weights = weights / jnp.sum(weights, axis=1, keepdims=True)
   # A query that is not held may be NaN.
-  asks = jnp.concatenate([column(held[...])] * joined)
+  asks = jnp.concatenate([column(valid[...])] * joined)
   weights = jnp.where(asks > 0, weights, 0.0)
   mass[...] = jnp.sum(weights.reshape(joined, size, size), axis=1)

@@ -34,14 +34,14 @@ def causal_mass_xla(
 def chunk_mass_xla(
   queries: Float[Array, "B N T D"],
   keys: Float[Array, "B K T D"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   chunk: int,
   scale: float,
 ) -> Float[Array, "B N T"]:
   """See `kvjax.kernels.attention_mass.api.chunk_mass`."""
   batch, heads, length, _ = queries.shape
   # All that a chunk holds sees and is seen.
-  places = jnp.where(held, 0, -1)
+  places = jnp.where(valid, 0, -1)
   parts = (
     _tiles(_grouped(queries, keys.shape[1]), 3, chunk, 0),
     _tiles(keys, 2, chunk, 0),

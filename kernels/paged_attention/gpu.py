@@ -173,7 +173,7 @@ def _attend(
   def vector(ref: Any, layout: Any = warpgroup.OF_COLUMNS) -> Array:
     return plgpu.load(ref.at[at], layout=layout, optimized=False)
 
-  def held(layout: Any) -> Array:
+  def valid(layout: Any) -> Array:
     return vector(read.owners, layout) >= 0
 
   def adjust(logits: Array) -> Array:
@@ -193,7 +193,7 @@ def _attend(
     found,
     tiles,
     buffer,
-    held,
+    valid,
     adjust,
     None if scales is None else vector(scales),
   )

@@ -24,16 +24,16 @@ def paged_attention_reference(
   batch, query_heads, _, dim = queries.shape
   owner = jnp.repeat(heads, keys.shape[2], axis=1)
   places = key_positions.reshape(batch, -1)
-  held = (places >= 0) & (owner >= 0)
+  valid = (places >= 0) & (owner >= 0)
 
   def flat(x: Float[Array, "B R P D"]) -> Float[Array, "B T D"]:
     x = x.astype(jnp.float32).reshape(batch, -1, x.shape[-1])
-    return jnp.where(held[..., None], x, 0.0)
+    return jnp.where(valid[..., None], x, 0.0)
 
   logits = jnp.einsum("bnsd,btd->bnst", queries.astype(jnp.float32), flat(keys))
   logits = options.capped(logits * options.scale_of(dim))
   reads = jnp.arange(query_heads) // (query_heads // kv_heads)
-  own = held[:, None] & (owner[:, None] == reads[None, :, None])
+  own = valid[:, None] & (owner[:, None] == reads[None, :, None])
   causal = options.seen(query_positions[..., None], places[:, None])
   seen = own[:, :, None] & causal[:, None]
   weights = jax.nn.softmax(logits, axis=-1, where=seen)

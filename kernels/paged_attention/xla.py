@@ -92,10 +92,10 @@ def _attend(
 ) -> Partial:
   keys, values = (dequantize(x, queries.dtype) for x in pages[:2])
   positions, heads = pages[2:]
-  held = (positions >= 0) & (heads >= 0)[..., None]
+  valid = (positions >= 0) & (heads >= 0)[..., None]
   # A slot that holds nothing may hold NaN, and 0 * NaN is NaN.
-  values = jnp.where(held[..., None], values, jnp.zeros((), values.dtype))
-  places = jnp.where(held, positions, -1)
+  values = jnp.where(valid[..., None], values, jnp.zeros((), values.dtype))
+  places = jnp.where(valid, positions, -1)
   logits = jnp.einsum(
     "brgsd,brpd->brgsp",
     _of_pages(queries, heads),

@@ -13,7 +13,7 @@ _ROWS = Programs(xla.leverage_rows, tpu.leverage_rows, gpu.leverage_rows)
 
 def sketch(
   keys: Float[Array, "B K T D"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   factor: Float[Array, "K D k"] | None,
   chunk: int,
   center: bool,
@@ -25,7 +25,7 @@ def sketch(
 
   Args:
     keys: float32 or bfloat16; may be NaN where nothing is held.
-    held: slots that hold a token; the others count for nothing.
+    valid: slots that hold a token; the others count for nothing.
     factor: of each head, float32; None takes the keys as they are.
     chunk: slots per chunk; 0, or more than there are, is all slots. The last
       chunk may be shorter, with columns of zeros after it.
@@ -35,7 +35,7 @@ def sketch(
   return dispatch(
     _SKETCH,
     implementation,
-    (keys, held, factor),
+    (keys, valid, factor),
     ("BK", "BK", "K"),
     Sketch("BK", "BK", "BK"),  # type: ignore[arg-type]
     chunk=chunk,
@@ -46,7 +46,7 @@ def sketch(
 def leverage_rows(
   sketched: Sketch,
   whitener: Float[Array, "B K C k k"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   chunk: int,
   implementation: Implementation | None = None,
 ) -> Float[Array, "B K T"]:
@@ -58,7 +58,7 @@ def leverage_rows(
   Args:
     sketched: what `sketch` answered.
     whitener: of each chunk, float32.
-    held: as given to `sketch`; the others get zero.
+    valid: as given to `sketch`; the others get zero.
     chunk: likewise.
     implementation: see `kvjax.kernels.use`.
   """
@@ -69,4 +69,4 @@ def leverage_rows(
     ("BK", "BK", "BK"),
     "BK",
   )
-  return jnp.where(held, from_chunks(rows, chunk, held.shape[2]), 0.0)
+  return jnp.where(valid, from_chunks(rows, chunk, valid.shape[2]), 0.0)

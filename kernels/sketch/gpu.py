@@ -26,7 +26,7 @@ from kvjax.kernels.sketch.sketched import (
 
 def sketch(
   keys: Float[Array, "B K T D"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   factor: Float[Array, "K D k"] | None,
   *,
   chunk: int,
@@ -44,7 +44,7 @@ def sketch(
     raise NotImplementedError(
       f"Sketches on GPUs are of 64 dims or a multiple, not {keys.shape[-1]}."
     )
-  there = by_chunk(held, chunk)
+  there = by_chunk(valid, chunk)
   *lead, slots = there.shape
   dim = keys.shape[-1]
   factor = identity(lead[1], dim) if factor is None else factor

@@ -37,8 +37,8 @@ def leverage_tiles(
     cuts: shared, pieces of them.
     lengths: shared, on their way out.
   """
-  group, width, held = share.group, tiles.shape[2], projected.shape[1]
-  if held < width:
+  group, width, valid = share.group, tiles.shape[2], projected.shape[1]
+  if valid < width:
     for stage in range(tiles.shape[1]):
       tiles[group, stage] = jnp.zeros(tiles.shape[2:], jnp.float32)
     plgpu.commit_smem()
@@ -48,7 +48,7 @@ def leverage_tiles(
 
   def copies(start: Scalar, stage: Scalar) -> list[tuple[Ref, Ref]]:
     part = projected.at[share.chunk, :, pl.ds(start, TILE)]
-    return [(part, tiles.at[group, stage, pl.ds(0, held)])]
+    return [(part, tiles.at[group, stage, pl.ds(0, valid)])]
 
   def tile(start: Scalar, stage: Scalar, carry: None) -> None:
     x = tiles[group, stage]

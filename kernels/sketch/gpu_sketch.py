@@ -15,7 +15,7 @@ from kvjax.kernels.sketch.pieces import PAIRS, pieces
 def sketch_tiles(
   share: Share,
   keys: Ref,
-  held: Ref,
+  valid: Ref,
   factor: Ref,
   shift: Ref,
   projected: Ref,
@@ -37,7 +37,7 @@ def sketch_tiles(
   Args:
     share: of the work.
     keys: of all heads [N, T, D].
-    held: of all chunks, slots in tiles.
+    valid: of all chunks, slots in tiles.
     factor: pieces of the transposed factors [K, 3 k, D].
     shift: to subtract from the keys of a chunk.
     projected: columns of all chunks.
@@ -67,7 +67,7 @@ def sketch_tiles(
     first = share.chunk % chunks * slots + start
     return [
       (keys.at[head, pl.ds(first, TILE)], tiles.at[group, stage]),
-      (held.at[share.chunk, pl.ds(start, TILE)], uses.at[group, stage]),
+      (valid.at[share.chunk, pl.ds(start, TILE)], uses.at[group, stage]),
     ]
 
   def operands(stage: Scalar) -> list[Ref]:

@@ -8,13 +8,13 @@ from kvjax.kernels.sketch.sketched import Sketch, by_chunk, from_chunks
 
 def sketch_reference(
   keys: Float[Array, "B K T D"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   factor: Float[Array, "K D k"] | None,
   chunk: int,
   center: bool,
 ) -> Sketch:
   """See `kvjax.kernels.sketch.api.sketch`; nothing is left to subtract."""
-  parts, there = by_chunk(keys, chunk), by_chunk(held, chunk)
+  parts, there = by_chunk(keys, chunk), by_chunk(valid, chunk)
   batch, heads, chunks, _, dim = parts.shape
   columns, grams = [], []
   for b in range(batch):
@@ -43,13 +43,13 @@ def sketch_reference(
 def leverage_rows_reference(
   sketched: Sketch,
   whitener: Float[Array, "B K C k k"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   chunk: int,
 ) -> Float[Array, "B K T"]:
   """See `kvjax.kernels.sketch.api.leverage_rows`."""
-  rows = sketched.rows(held, chunk)
+  rows = sketched.rows(valid, chunk)
   whitened = jnp.einsum(
     "bkcwe,bkcfe->bkcwf", rows, whitener, precision="highest"
   )
   lengths = jnp.sum(whitened * whitened, axis=-1)
-  return from_chunks(lengths, chunk, held.shape[2])
+  return from_chunks(lengths, chunk, valid.shape[2])

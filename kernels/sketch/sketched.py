@@ -28,10 +28,10 @@ class Sketch(NamedTuple):
   gram: Float[Array, "B K C k k"]
 
   def rows(
-    self, held: Bool[Array, "B K T"], chunk: int
+    self, valid: Bool[Array, "B K T"], chunk: int
   ) -> Float[Array, "B K C S k"]:
     """The sketched key of every slot of a chunk, zero where none is held."""
-    there = by_chunk(held, chunk)[..., None, :]
+    there = by_chunk(valid, chunk)[..., None, :]
     columns = self.projected[..., : there.shape[-1]] - self.mean[..., None]
     return jnp.swapaxes(jnp.where(there, columns, 0.0), -1, -2)
 

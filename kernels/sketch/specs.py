@@ -40,13 +40,13 @@ def _leverage(batch: int, length: int, width: int) -> Spec:
     shape = (batch, _HEADS, 1, width)
     columns = jax.random.normal(key, (*shape, length))
     whitener = jnp.broadcast_to(jnp.eye(width), (*shape, width))
-    held = jnp.ones((batch, _HEADS, length), bool)
-    return columns, jnp.zeros(shape), whitener, held
+    valid = jnp.ones((batch, _HEADS, length), bool)
+    return columns, jnp.zeros(shape), whitener, valid
 
-  def run(columns: Array, mean: Array, whitener: Array, held: Array) -> Array:
+  def run(columns: Array, mean: Array, whitener: Array, valid: Array) -> Array:
     # The Gram matrix has no part in it.
     sketched = Sketch(columns, mean, whitener)
-    return leverage_rows(sketched, whitener, held, chunk=0)
+    return leverage_rows(sketched, whitener, valid, chunk=0)
 
   per_head = length * (4 * width + 1 + 4) + 4 * width**2
   return Spec(

@@ -23,7 +23,7 @@ _STEP = 3 * 2**17
 
 def sketch(
   keys: Float[Array, "B K T D"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   factor: Float[Array, "K D k"] | None,
   *,
   chunk: int,
@@ -36,7 +36,7 @@ def sketch(
   """
   if keys.dtype not in (jnp.float32, jnp.bfloat16):
     raise NotImplementedError(f"There is no sketch of {keys.dtype} on TPUs.")
-  parts, there = by_chunk(keys, chunk), by_chunk(held, chunk)
+  parts, there = by_chunk(keys, chunk), by_chunk(valid, chunk)
   *lead, slots, dim = parts.shape
   factor = identity(lead[1], dim) if factor is None else factor
   width = factor.shape[-1]
@@ -76,7 +76,7 @@ def sketch(
 
 def _sketch_tile(
   keys: Any,
-  held: Any,
+  valid: Any,
   factor: Any,
   shift: Any,
   projected: Any,
@@ -103,7 +103,7 @@ def _sketch_tile(
   tile = columns.shape[1]
   # What lies behind the last slot is anything.
   slot = jax.lax.broadcasted_iota(jnp.int32, (1, tile), 1) + step * tile
-  use = (held[0, 0, 0] != 0) & (slot < slots)
+  use = (valid[0, 0, 0] != 0) & (slot < slots)
   columns = jnp.where(use, columns, 0.0)
   projected[0, 0, 0] = columns
   gram[0, 0, 0] += _product(columns, columns, 1, 1)

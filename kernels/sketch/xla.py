@@ -8,14 +8,14 @@ from kvjax.kernels.sketch.sketched import Sketch, by_chunk, near_mean
 
 def sketch(
   keys: Float[Array, "B K T D"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   factor: Float[Array, "K D k"] | None,
   *,
   chunk: int,
   center: bool,
 ) -> Sketch:
   """See `kvjax.kernels.sketch.api.sketch`."""
-  parts, there = by_chunk(keys, chunk), by_chunk(held, chunk)[..., None, :]
+  parts, there = by_chunk(keys, chunk), by_chunk(valid, chunk)[..., None, :]
   x = parts.astype(jnp.float32)
   if center:
     x = x - near_mean(parts, there[..., 0, :])[..., None, :]

@@ -170,7 +170,7 @@ def _attend(
   def vector(ref: Any, layout: Any = warpgroup.OF_COLUMNS) -> Array:
     return plgpu.load(ref, layout=layout, optimized=False)
 
-  def held(layout: Any) -> Array:
+  def valid(layout: Any) -> Array:
     return vector(lists.slots.at[(*at, 0)], layout) >= 0
 
   def adjust(logits: Array) -> Array:
@@ -185,14 +185,14 @@ def _attend(
       for number in range(lists.bias.shape[3]):
         own = along(vector(lists.bias.at[(*at, number)]))
         logits = jnp.where(query == number, logits + own, logits)
-    return jnp.where(along(held(warpgroup.OF_COLUMNS)), logits, -jnp.inf)
+    return jnp.where(along(valid(warpgroup.OF_COLUMNS)), logits, -jnp.inf)
 
   scales = lists.value_scales
   return warpgroup.attend(
     found,
     tiles,
     buffer,
-    held,
+    valid,
     adjust,
     None if scales is None else vector(scales.at[(*at, 0)]),
   )

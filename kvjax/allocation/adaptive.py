@@ -102,19 +102,19 @@ class Adaptive(Allocation):
     votes = method.votes
     assert votes is not None
     competing, found = scores
-    held = cache.held
+    valid = cache.valid
     must_keep = budget.must_keep(cache)
-    protected = votes.protected(cache, budget.per_head) & held
+    protected = votes.protected(cache, budget.per_head) & valid
     protected |= must_keep
     mean = budget.per_head
     always = jnp.minimum(_count(protected), mean)
     counts = always + self._shares(
-      competing, held & ~protected, jnp.minimum(_count(held), mean) - always
+      competing, valid & ~protected, jnp.minimum(_count(valid), mean) - always
     )
-    _, kv_heads, slots = held.shape
+    _, kv_heads, slots = valid.shape
     most = min(self._most(kv_heads, budget.capacity), slots)
     if votes is method:
-      return top_slots(competing, held, protected, counts, most, must_keep)
+      return top_slots(competing, valid, protected, counts, most, must_keep)
     own = dataclasses.replace(budget, counts=counts, capacity=most)
     return method.select(found, cache, own)
 

@@ -17,14 +17,14 @@ class Partitions:
 
   Attributes:
     index: number of each slot's token among those held.
-    held: tokens held.
+    count: tokens held.
     start: number of the token that the first whole partition begins with.
     whole: whole partitions from there on; below 2 there is nothing to score.
     lag: L.
   """
 
   index: Int[Array, "B K T"]
-  held: Int[Array, "B K"]
+  count: Int[Array, "B K"]
   start: Int[Array, "B K"]
   whole: Int[Array, "B K"]
   lag: int = static()
@@ -32,19 +32,19 @@ class Partitions:
   @classmethod
   def of(cls, cache: LayerCache, sinks: int, lag: int) -> "Partitions":
     """Finds them by the positions alone, after any number of evictions."""
-    held = cache.held
-    index = jnp.cumsum(held.astype(jnp.int32), axis=-1) - 1
-    gone = jnp.where(held, cache.positions - index, -1)
+    valid = cache.valid
+    index = jnp.cumsum(valid.astype(jnp.int32), axis=-1) - 1
+    gone = jnp.where(valid, cache.positions - index, -1)
     all_gone = jnp.max(gone, axis=-1, keepdims=True)
     total = jnp.max(cache.positions, axis=-1) + 1
-    last_run = held & (gone == all_gone)
+    last_run = valid & (gone == all_gone)
     run = jnp.where(last_run, cache.positions, total[..., None])
     first = jnp.maximum(jnp.min(run, axis=-1) - sinks, 0)
     begin = sinks + (first + lag - 1) // lag * lag
-    count = jnp.sum(held.astype(jnp.int32), axis=-1)
+    count = jnp.sum(valid.astype(jnp.int32), axis=-1)
     return cls(
       index=index,
-      held=count,
+      count=count,
       start=count - (total - begin),
       whole=(total - begin) // lag,
       lag=lag,
@@ -60,11 +60,11 @@ class Partitions:
 
   def slots(self, cache: LayerCache, count: int) -> Int[Array, "B K P L"]:
     """Slots of the tokens of the first `count` partitions, where there are."""
-    order = true_slots(cache.held, cache.capacity)
+    order = true_slots(cache.valid, cache.capacity)
     index = self.start[..., None] + jnp.arange(count * self.lag)[None, None]
     index = jnp.minimum(index, cache.capacity - 1)
     slots = jnp.maximum(jnp.take_along_axis(order, index, axis=-1), 0)
-    return slots.reshape(*self.held.shape, count, self.lag)
+    return slots.reshape(*self.count.shape, count, self.lag)
 
   @property
   def fixed(self) -> Bool[Array, "B K T"]:

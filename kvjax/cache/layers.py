@@ -217,10 +217,10 @@ class Slots(Layer):
   @property
   def lengths(self) -> Int[Array, "*L B K"]:
     """Tokens held per row and KV head."""
-    return jnp.sum(self.held.astype(jnp.int32), axis=-1)
+    return jnp.sum(self.valid.astype(jnp.int32), axis=-1)
 
   @property
-  def held(self) -> Bool[Array, "*L B K T"]:
+  def valid(self) -> Bool[Array, "*L B K T"]:
     """Slots that hold a token."""
     return self.positions >= 0
 

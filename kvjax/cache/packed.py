@@ -72,10 +72,10 @@ class Pages:
 
   def lengths(self, kv_heads: int) -> Int[Array, "*L B K"]:
     """Tokens held per row and KV head."""
-    held = jnp.sum((self.positions >= 0).astype(jnp.int32), axis=-1)
+    valid = jnp.sum((self.positions >= 0).astype(jnp.int32), axis=-1)
     heads = jnp.arange(kv_heads).reshape((1,) * self.heads.ndim + (-1,))
     owns = self.heads[..., None] == heads
-    return jnp.sum(jnp.where(owns, held[..., None], 0), axis=-2)
+    return jnp.sum(jnp.where(owns, valid[..., None], 0), axis=-2)
 
 
 @struct

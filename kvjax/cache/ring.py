@@ -42,14 +42,14 @@ class Ring:
   @property
   def moved(self) -> Bool[Array, "B K E"]:
     """The spare slots that hold a token."""
-    return self.stored.held[..., self.stored.capacity - self.spare :]
+    return self.stored.valid[..., self.stored.capacity - self.spare :]
 
   @property
   def came(self) -> Int[Array, "B K"]:
     """How many tokens have come to the ring so far."""
-    here = self.resident.held[..., self.sinks :]
-    held = jnp.concatenate([here, self.moved], axis=-1)
-    return jnp.sum(held.astype(jnp.int32), axis=-1)
+    here = self.resident.valid[..., self.sinks :]
+    valid = jnp.concatenate([here, self.moved], axis=-1)
+    return jnp.sum(valid.astype(jnp.int32), axis=-1)
 
   @property
   def waiting(self) -> Int[Array, "B K W"]:
@@ -57,7 +57,7 @@ class Ring:
     last = self.came[..., None] - 1
     place = jnp.arange(self.width, dtype=jnp.int32)[None, None]
     number = last - (last - place) % self.width
-    return jnp.where(self.resident.held[..., self.sinks :], number, -1)
+    return jnp.where(self.resident.valid[..., self.sinks :], number, -1)
 
   @property
   def gone(self) -> Int[Array, "B K E"]:
@@ -71,7 +71,7 @@ class Ring:
     is left of the ring and then to spare slots.
     """
     came = self.came[..., None]
-    real = jnp.sum(block.held.astype(jnp.int32), axis=-1, keepdims=True)
+    real = jnp.sum(block.valid.astype(jnp.int32), axis=-1, keepdims=True)
     stored = self._pushed_out(block.capacity, came, real)
     resident = self._written(block, came, real)
     return dataclasses.replace(self, resident=resident, stored=stored)

@@ -318,7 +318,7 @@ class SparseLayer(Layer):
   ) -> tuple[PyTree[Array], Found]:
     """What a token of each row looks up, and the index after it."""
     store = self._store(positions)
-    batch, kv_heads = store.held.shape[:2]
+    batch, kv_heads = store.valid.shape[:2]
     grouped = queries.reshape(batch, kv_heads, -1, queries.shape[-1])
     reads = _reads(self.count, kv_heads, self.most)
     real = jnp.broadcast_to((positions >= 0)[:, None], (batch, kv_heads))
@@ -331,7 +331,7 @@ class SparseLayer(Layer):
 
   def _store(self, positions: Int[Array, " B"]) -> Store:
     """What tokens of these positions look up in, or will."""
-    store = Store(self.stored.keys, self.stored.held)
+    store = Store(self.stored.keys, self.stored.valid)
     if not self.retrieval.ring:
       return store
     ring = self._ring
@@ -357,8 +357,8 @@ class SparseLayer(Layer):
   ) -> tuple[Found, PyTree[Array]]:
     """As `Retrieval.retrieve`; everything where so much may be read."""
     found, news = self.retrieval.retrieve(index, queries, store, reads)
-    everything = true_slots(store.held, found.slots.shape[-1])
-    whole = jnp.sum(store.held.astype(jnp.int32)) <= reads.count
+    everything = true_slots(store.valid, found.slots.shape[-1])
+    whole = jnp.sum(store.valid.astype(jnp.int32)) <= reads.count
     bias = found.bias
     if bias is not None:
       bias = jnp.where(whole, 0.0, bias)

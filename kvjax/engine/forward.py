@@ -253,12 +253,12 @@ def layer_stacks(model: Model, params: PyTree) -> tuple[PyTree, ...]:
         f"A layer's spec has weights={number}; this model's layer_weights are "
         f"{len(stacks)}, numbered from 0."
       )
-    held = {leaf.shape[:1] for leaf in jax.tree.leaves(stacks[number])}
-    if held != {(count,)}:
+    valid = {leaf.shape[:1] for leaf in jax.tree.leaves(stacks[number])}
+    if valid != {(count,)}:
       raise InputError(
         f"layer_weights {number} must hold the {count} layers whose specs name "
         "them, along the leading axis of every leaf; the axes have "
-        f"{', '.join(str(*size) for size in sorted(held)) or 'no'} layers."
+        f"{', '.join(str(*size) for size in sorted(valid)) or 'no'} layers."
       )
   return stacks
 

@@ -64,8 +64,8 @@ def close_up(model: Model, layer: LayerCache) -> LayerCache:
 
 
 def _order(layer: LayerCache) -> Int[Array, "B K T"]:
-  held = layer.held
-  return jnp.cumsum(held.astype(jnp.int32), axis=-1) - 1
+  valid = layer.valid
+  return jnp.cumsum(valid.astype(jnp.int32), axis=-1) - 1
 
 
 def _turned(
@@ -73,10 +73,10 @@ def _turned(
 ) -> LayerCache:
   """The tokens as if they had stood at `places`."""
   assert isinstance(model, RotaryModel)
-  held = layer.held
-  by = jnp.where(held, places - layer.positions, 0)
+  valid = layer.valid
+  by = jnp.where(valid, places - layer.positions, 0)
   return dataclasses.replace(
     layer,
     keys=model.rerotated(layer.keys, by),
-    positions=jnp.where(held, places, -1),
+    positions=jnp.where(valid, places, -1),
   )

@@ -116,7 +116,7 @@ class ScoringMethod(Method):
     """The highest scores beside the protected slots."""
     return top_slots(
       scores,
-      cache.held,
+      cache.valid,
       self.protected(cache, budget.per_head),
       budget.counts,
       budget.capacity,

@@ -81,14 +81,14 @@ class ChunkKV(Method):
     self, scores: Float[Array, "B K C"], cache: LayerCache, budget: LayerBudget
   ) -> Int[Array, "B K M"]:
     """The best chunks that fit beside the window."""
-    held = cache.held
+    valid = cache.valid
     must_keep = budget.must_keep(cache)
-    window = newest(held, must_keep, budget.per_head, self.window)
+    window = newest(valid, must_keep, budget.per_head, self.window)
     must_keep &= ~window
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
     room = jnp.maximum(budget.per_head - taken, 0) // self.chunk
     # A row that fits keeps its short last chunk too.
-    fits = jnp.sum(held.astype(jnp.int32), axis=-1) <= budget.per_head
+    fits = jnp.sum(valid.astype(jnp.int32), axis=-1) <= budget.per_head
     chosen = among_largest(scores, room) | fits[..., None]
     slots = cache.capacity
     per_token = jnp.repeat(chosen, self.chunk, axis=-1)[..., :slots]
@@ -96,8 +96,8 @@ class ChunkKV(Method):
     return true_slots(kept, budget.capacity)
 
   def _prefix(self, cache: LayerCache) -> Bool[Array, "B K T"]:
-    held = cache.held
-    return held & (age(held) > self.window)
+    valid = cache.valid
+    return valid & (age(valid) > self.window)
 
   def _chunks(self, x: Float[Array, "B K T"]) -> Float[Array, "B K C c"]:
     batch, kv_heads, slots = x.shape

@@ -118,18 +118,18 @@ class Compactor(Method):
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Parts:
     """Both scores, standardized."""
-    scored, start = cache.held, 0
+    scored, start = cache.valid, 0
     if not self.score_ends:
       scored &= ~self._ends(cache)
       # Chunks begin after the first tokens, if there is anything.
       start = self.first if self.first < cache.capacity else 0
-    held = scored[:, :, start:]
+    valid = scored[:, :, start:]
     values = cache.values[:, :, start:].astype(jnp.float32)
     attention = noncausal_attention(
       activations.queries[:, :, start:],
       cache.keys[:, :, start:],
-      jnp.where(held[..., None], values, 0.0),
-      held,
+      jnp.where(valid[..., None], values, 0.0),
+      valid,
       chunk=self.chunk,
       scale=self.scale,
       value_norm=self.value_norm,
@@ -141,7 +141,7 @@ class Compactor(Method):
     heads, dim = keys.shape[1], keys.shape[3]
     kind = self._sketch_of(dim)
     factors = draw_factors(kind, key, heads, dim, self.sketch_dim)
-    outlier = leverage(keys, held, factors, self.solver, self.center, size)
+    outlier = leverage(keys, valid, factors, self.solver, self.center, size)
     before = ((0, 0), (0, 0), (start, 0))
     attention, outlier = jnp.pad(attention, before), jnp.pad(outlier, before)
     return Parts(
@@ -153,10 +153,10 @@ class Compactor(Method):
     self, scores: Parts, cache: LayerCache, budget: LayerBudget
   ) -> Int[Array, "B K M"]:
     """The highest blended scores beside the protected ends."""
-    held, must_keep = cache.held, budget.must_keep(cache)
+    valid, must_keep = cache.valid, budget.must_keep(cache)
     ends = self._ends(cache) | must_keep
     counts, capacity = budget.counts, budget.capacity
-    length = jnp.sum(held[:, 0].astype(jnp.int32), axis=-1)
+    length = jnp.sum(valid[:, 0].astype(jnp.int32), axis=-1)
     blend = jnp.full(counts.shape, self.blend, jnp.float32)
     if self.blend_removed:
       blend = 1.0 - counts.astype(jnp.float32) / length.astype(jnp.float32)
@@ -164,14 +164,14 @@ class Compactor(Method):
     if self.spread == "layer":
       always = jnp.sum(ends.astype(jnp.int32), axis=-1)
       always = jnp.minimum(always, counts[:, None])
-      kv_heads = held.shape[1]
+      kv_heads = valid.shape[1]
       total = budget.total
       if total is None:
         total = kv_heads * counts
       free = jnp.maximum(total - jnp.sum(always, axis=-1), 0)
-      counts = always + head_counts(blended, held & ~ends, free)
+      counts = always + head_counts(blended, valid & ~ends, free)
       capacity = min(kv_heads * capacity, cache.capacity)
-    return top_slots(blended, held, ends, counts, capacity, must_keep)
+    return top_slots(blended, valid, ends, counts, capacity, must_keep)
 
   def _sketch_of(self, dim: int) -> Factor:
     """How keys of `dim` dimensions are sketched; see `sketch_dim`."""
@@ -180,5 +180,5 @@ class Compactor(Method):
 
   def _ends(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     """The first and last tokens, which always stay."""
-    ends = (cache.positions < self.first) | (age(cache.held) <= self.last)
-    return cache.held & ends
+    ends = (cache.positions < self.first) | (age(cache.valid) <= self.last)
+    return cache.valid & ends

@@ -63,7 +63,7 @@ class H2O(ScoringMethod):
       observers = jnp.maximum(newest[..., None] + 1 - cache.positions, 1)
       scores = scores / observers.astype(jnp.float32)
     if self.paper_postproc:
-      scores = pool(scores * value_norms(cache), cache.held, 3, "avg")
+      scores = pool(scores * value_norms(cache), cache.valid, 3, "avg")
     return scores
 
   def observe(
@@ -85,8 +85,8 @@ class H2O(ScoringMethod):
       if self.recent
       else floor_share(counts, self.recent_frac)
     )
-    held = cache.held
-    return held & (age(held) <= recent[..., None])
+    valid = cache.valid
+    return valid & (age(valid) <= recent[..., None])
 
 
 def _received(

@@ -55,7 +55,7 @@ class KeyDiff(HeadwiseMethod):
     if self.anchor == "pairwise":
       # (U U^T) 1 without the T x T matrix.
       return -(units @ jnp.sum(units, axis=0))
-    anchor = self._anchor(keys, units, head.held)
+    anchor = self._anchor(keys, units, head.valid)
     match self.metric:
       case "cosine":
         length = jnp.maximum(jnp.linalg.norm(anchor), _TINY)
@@ -70,18 +70,18 @@ class KeyDiff(HeadwiseMethod):
   ) -> Bool[Array, "B K T"]:
     """The newest `recent_frac` of the budget."""
     recent = floor_share(counts, self.recent_frac)
-    held = cache.held
-    return held & (age(held) <= recent[..., None])
+    valid = cache.valid
+    return valid & (age(valid) <= recent[..., None])
 
   def _anchor(
     self,
     keys: Float[Array, "T D"],
     units: Float[Array, "T D"],
-    held: Bool[Array, " T"],
+    valid: Bool[Array, " T"],
   ) -> Float[Array, " D"]:
     rows = keys if self.anchor.endswith("raw") else units
     if self.anchor.startswith("mean"):
       # Empty slots are zero and add nothing to the sum.
-      count = jnp.maximum(jnp.sum(held.astype(jnp.float32)), 1.0)
+      count = jnp.maximum(jnp.sum(valid.astype(jnp.float32)), 1.0)
       return jnp.sum(rows, axis=0) / count
-    return jnp.nanmedian(jnp.where(held[:, None], rows, jnp.nan), axis=0)
+    return jnp.nanmedian(jnp.where(valid[:, None], rows, jnp.nan), axis=0)

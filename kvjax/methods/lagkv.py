@@ -124,7 +124,7 @@ class LagKV(Method):
     each = self._each(parts, budget)[..., None]
     each = jnp.broadcast_to(each, scores.shape[:-1])
     best = parts.spread(among_largest(scores, each))
-    return true_slots(cache.held & (parts.fixed | best), budget.capacity)
+    return true_slots(cache.valid & (parts.fixed | best), budget.capacity)
 
   def _each(self, parts: Partitions, budget: LayerBudget) -> Int[Array, "B K"]:
     """Tokens to keep of each partition."""
@@ -133,7 +133,7 @@ class LagKV(Method):
         parts.whole, LagLaw(self.sinks, self.lag).share(budget.budget, 0)
       )
     scored = parts.whole - 1
-    spare = budget.per_head - (parts.held - scored * self.lag)
+    spare = budget.per_head - (parts.count - scored * self.lag)
     return spare // jnp.maximum(scored, 1)
 
   def _score_head(
@@ -171,7 +171,7 @@ class LagKV(Method):
     worth = parts.spread(found).astype(jnp.float32)
     return top_slots(
       jnp.where(short, parts.index.astype(jnp.float32), worth),
-      cache.held,
+      cache.valid,
       jnp.where(short, parts.index < self.sinks, parts.fixed),
       budget.counts,
       budget.capacity,

@@ -52,7 +52,7 @@ def hadamard_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
 
 def leverage(
   keys: Float[Array, "B K T D"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   factor: Float[Array, "K D k"] | None,
   solver: Solver,
   center: bool,
@@ -67,7 +67,7 @@ def leverage(
 
   Args:
     keys: may be anything where nothing is held.
-    held: slots that hold a token.
+    valid: slots that hold a token.
     factor: right factor of each head; None takes the keys as they are. Any
       factor of full row rank gives the same leverages up to rounding, but for
       "chol".
@@ -82,14 +82,14 @@ def leverage(
     Scores in [0, 1] that sum to the numerical rank of a chunk, or to less
     where "eig" lifts and "chol" adds; zero where nothing is held.
   """
-  sketched = sketch(keys, held, factor, chunk, center)
+  sketched = sketch(keys, valid, factor, chunk, center)
   if solver == "qr":
-    squares, rounding = _of_rows(sketched.rows(held, chunk))
-    rows = from_chunks(squares, chunk, held.shape[2])
+    squares, rounding = _of_rows(sketched.rows(valid, chunk))
+    rows = from_chunks(squares, chunk, valid.shape[2])
   else:
     whitener, rounding = _whitener(sketched.gram, solver)
-    rows = leverage_rows(sketched, whitener, held, chunk)
-  return _settled(rows, rounding, held, chunk)
+    rows = leverage_rows(sketched, whitener, valid, chunk)
+  return _settled(rows, rounding, valid, chunk)
 
 
 def _of_rows(
@@ -173,7 +173,7 @@ def _rounding(values: Float[Array, "*B k"]) -> Float[Array, "*B"]:
 def _settled(
   rows: Float[Array, "B K T"],
   rounding: Float[Array, "B K C"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   chunk: int,
 ) -> Float[Array, "B K T"]:
   """Leverages of at most 1, all the same where only rounding tells them apart.
@@ -181,15 +181,15 @@ def _settled(
   Args:
     rows: leverages as computed; may be anything where nothing is held.
     rounding: the share of those of a chunk that may be rounding.
-    held: slots that hold a token.
+    valid: slots that hold a token.
     chunk: slots per chunk; 0 is all.
   """
-  parts, there = by_chunk(rows, chunk), by_chunk(held, chunk)
+  parts, there = by_chunk(rows, chunk), by_chunk(valid, chunk)
   count = jnp.sum(there.astype(jnp.float32), axis=-1, keepdims=True)
   count = jnp.maximum(count, 1.0)
   mean = jnp.sum(jnp.where(there, parts, 0.0), axis=-1, keepdims=True) / count
   apart = jnp.where(there, parts - mean, 0.0)
   spread = jnp.sqrt(jnp.sum(apart * apart, axis=-1, keepdims=True) / count)
   parts = jnp.where(spread <= rounding[..., None] * mean, mean, parts)
-  rows = from_chunks(jnp.minimum(parts, 1.0), chunk, held.shape[2])
-  return jnp.where(held, rows, 0.0)
+  rows = from_chunks(jnp.minimum(parts, 1.0), chunk, valid.shape[2])
+  return jnp.where(valid, rows, 0.0)

@@ -17,7 +17,7 @@ def noncausal_attention(
   queries: Float[Array, "B N T D"],
   keys: Float[Array, "B K T D"],
   values: Float[Array, "B K T Dv"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   *,
   chunk: int,
   scale: Scale,
@@ -35,16 +35,16 @@ def noncausal_attention(
     queries: rotated queries, one for every key.
     keys: rotated keys.
     values: float32, zero where nothing is held.
-    held: slots that ask and receive; other queries and keys may hold anything.
+    valid: slots that ask and receive; other queries and keys may hold anything.
     chunk: C, tokens per chunk; the last one may be shorter.
     scale: of the logits: 1, or 1 / sqrt(D).
     value_norm: "l2", "l1", or "none".
     width: odd; 1 averages nothing.
   """
   factor = 1.0 if scale == "one" else queries.shape[-1] ** -0.5
-  mass = chunk_mass(queries, keys, held, chunk, factor)
+  mass = chunk_mass(queries, keys, valid, chunk, factor)
   scores = jnp.mean(by_kv_head(mass, keys.shape[1]), axis=2)
   if value_norm != "none":
     order = 2 if value_norm == "l2" else 1
     scores = scores * jnp.linalg.norm(values, ord=order, axis=-1)
-  return pool(scores, held, width, "avg")
+  return pool(scores, valid, width, "avg")

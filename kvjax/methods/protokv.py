@@ -138,13 +138,13 @@ class ProtoKV(Method):
     self, scores: Ranking, cache: LayerCache, budget: LayerBudget
   ) -> Int[Array, "B K M"]:
     """Whole clusters while they fit, the cut one, and the window."""
-    held = cache.held
+    valid = cache.valid
     must_keep = budget.must_keep(cache)
-    window = newest(held, must_keep, budget.per_head, self.window)
+    window = newest(valid, must_keep, budget.per_head, self.window)
     must_keep &= ~window
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
     room = jnp.maximum(budget.per_head - taken, 0)
-    prefix = held & (age(held) > self.window)
+    prefix = valid & (age(valid) > self.window)
     fit = functools.partial(fitting, cut=self.cut)
     kept = jax.vmap(jax.vmap(fit))(scores, room)
     return true_slots(window | must_keep | (prefix & kept), budget.capacity)
@@ -153,7 +153,7 @@ class ProtoKV(Method):
     self, head: Head, given: Float[Array, " T"], rng: Array
   ) -> Ranking:
     keys = head.keys
-    prefix = head.held & (age(head.held) > self.window)
+    prefix = head.valid & (age(head.valid) > self.window)
     dev = proto.deviation(keys, prefix, self.neighbors, self.include_self)
     dev = dev if self.sign == "deviation" else -dev
     if self.clusters == "none":

@@ -62,34 +62,34 @@ class SnapKV(ScoringMethod):
   ) -> Float[Array, "B K T"]:
     """Pooled votes; the window itself gets none."""
     del layer
-    held = cache.held
+    valid = cache.valid
     votes = window_mass(cache, activations, self.window)
     reduce = jnp.mean if self.group == "mean" else jnp.max
-    prefix = held & (age(held) > self.window)
+    prefix = valid & (age(valid) > self.window)
     votes = jnp.where(prefix, reduce(votes, axis=2), 0.0)
     if self.paper_postproc:
-      votes = pool(votes * value_norms(cache), held, 3, "avg")
+      votes = pool(votes * value_norms(cache), valid, 3, "avg")
       votes = jnp.where(prefix, votes, 0.0)
-    return pool(votes, held, self.kernel, self.pooling)
+    return pool(votes, valid, self.kernel, self.pooling)
 
   def protected(
     self, cache: LayerCache, counts: Int[Array, "B #K"]
   ) -> Bool[Array, "B K T"]:
     """The observation window."""
     del counts
-    held = cache.held
-    return held & (age(held) <= self.window)
+    valid = cache.valid
+    return valid & (age(valid) <= self.window)
 
 
 def value_norms(cache: LayerCache) -> Float[Array, "B K T"]:
   """Float32 |v_i| of every slot, 0 where it is empty."""
   norms = jnp.linalg.norm(cache.values.astype(jnp.float32), axis=-1)
-  return jnp.where(cache.held, norms, 0.0)
+  return jnp.where(cache.valid, norms, 0.0)
 
 
 def pool(
   votes: Float[Array, "B K T"],
-  held: Bool[Array, "B K T"],
+  valid: Bool[Array, "B K T"],
   kernel: int,
   pooling: Pooling,
 ) -> Float[Array, "B K T"]:
@@ -97,13 +97,13 @@ def pool(
 
   Args:
     votes: one per slot.
-    held: slots that hold a token; neighbors may have empty slots between them.
+    valid: slots that hold a token; neighbors may have empty slots between them.
     kernel: width, odd.
     pooling: "avg" always divides by the kernel.
   """
   if kernel == 1:
     return votes
-  order = true_slots(held, held.shape[-1])
+  order = true_slots(valid, valid.shape[-1])
   take = functools.partial(jnp.take_along_axis, axis=-1)
   in_order = jnp.where(order >= 0, take(votes, jnp.maximum(order, 0)), 0.0)
   start, operation = (
@@ -112,6 +112,6 @@ def pool(
   pooled = jax.lax.reduce_window(
     in_order, jnp.float32(start), operation, (1, 1, kernel), (1, 1, 1), "SAME"
   )
-  number = jnp.cumsum(held.astype(jnp.int32), axis=-1) - 1
+  number = jnp.cumsum(valid.astype(jnp.int32), axis=-1) - 1
   pooled = take(pooled, jnp.maximum(number, 0))
   return pooled / kernel if pooling == "avg" else pooled

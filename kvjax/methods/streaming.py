@@ -48,4 +48,4 @@ class StreamingLLM(HeadwiseMethod):
   ) -> Bool[Array, "B K T"]:
     """The sinks."""
     del counts
-    return cache.held & (cache.positions < self.sinks)
+    return cache.valid & (cache.positions < self.sinks)

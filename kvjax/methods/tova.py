@@ -53,5 +53,5 @@ class Tova(ScoringMethod):
   ) -> Bool[Array, "B K T"]:
     """The last token, if asked for."""
     del counts
-    held = cache.held
-    return held & (age(held) <= int(self.protect_last))
+    valid = cache.valid
+    return valid & (age(valid) <= int(self.protect_last))

@@ -95,14 +95,14 @@ class Store:
     keys: rotated keys in the cache's dtype; what is not held holds anything.
       They may live on the host, where `gathered` and
       `kvjax.placement.to_device` read them.
-    held: which slots hold a token.
+    valid: which slots hold a token.
     later: the numbers of the last E slots, where tokens come to them after the
       prompt; of a slot before them the number is its place.
     waiting: tokens that will come.
   """
 
   keys: Float[Array, "*B F D"]
-  held: Bool[Array, "*B F"]
+  valid: Bool[Array, "*B F"]
   later: Int[Array, "*B E"] | None = None
   waiting: Waiting | None = None
 
@@ -111,11 +111,11 @@ class Store:
 
     U is M, or F where that is less.
     """
-    slots = self.held.shape[0]
+    slots = self.valid.shape[0]
     named = named_slots(numbers, slots)
     if self.later is not None:
       first = slots - self.later.shape[0]
-      later = named[self.later] & self.held[first:]
+      later = named[self.later] & self.valid[first:]
       named = jnp.concatenate([named[:first], later])
     return true_slots(named, min(numbers.shape[0], slots))
 
@@ -123,7 +123,7 @@ class Store:
     """The inverse, for each slot; -1 for slot -1."""
     if self.later is None:
       return slots
-    first = self.held.shape[0] - self.later.shape[0]
+    first = self.valid.shape[0] - self.later.shape[0]
     later = self.later[jnp.maximum(slots - first, 0)]
     return jnp.where(slots < first, slots, later)
 
@@ -257,14 +257,14 @@ class Retrieval(abc.ABC):
 
 
 def best_slots(
-  scores: Float[Array, "*B F"], held: Bool[Array, "*B F"], reads: Reads
+  scores: Float[Array, "*B F"], valid: Bool[Array, "*B F"], reads: Reads
 ) -> Int[Array, "*B M"]:
   """The held slots of the highest scores, in ascending order, then -1.
 
   Equal scores prefer the lower slot.
   """
   most = min(reads.most, scores.shape[-1])
-  scores = jnp.where(held, scores, -jnp.inf)
+  scores = jnp.where(valid, scores, -jnp.inf)
   return largest(scores, reads.count, most)
 
 

@@ -84,9 +84,9 @@ class Clustered(Retrieval):
     slots = stored.shape[0]
     most, wanted = self.clusters, jnp.full((), self.clusters, jnp.int32)
     if not self.clusters:
-      held = prompt.head.held
-      most = held.shape[0] // self.cluster_tokens
-      wanted = jnp.sum(held.astype(jnp.int32)) // self.cluster_tokens
+      valid = prompt.head.valid
+      most = valid.shape[0] // self.cluster_tokens
+      wanted = jnp.sum(valid.astype(jnp.int32)) // self.cluster_tokens
     most = min(max(most, 1), slots)
     # A row's own number, not that of the padded prompt.
     keys_stored = jnp.sum(stored.astype(jnp.int32))

@@ -270,7 +270,7 @@ class CTkvr(Retrieval):
   def _seen(self, head: Head, position: Int[Array, ""]) -> Bool[Array, " T"]:
     """The slots that a centroid ranks."""
     return (
-      head.held & (head.positions <= position) if self.causal else head.held
+      head.valid & (head.positions <= position) if self.causal else head.valid
     )
 
   def _numbers(self, prompt: Prompt) -> Int[Array, " T"]:
@@ -282,7 +282,7 @@ class CTkvr(Retrieval):
       return stored
     # The resident ones behind them are numbered from where the stored end.
     empty = prompt.end - prompt.start - jnp.sum(prompt.lookup.astype(jnp.int32))
-    waiting = prompt.head.held & (number >= 0) & ~prompt.lookup
+    waiting = prompt.head.valid & (number >= 0) & ~prompt.lookup
     return jnp.where(waiting, number + empty, stored)
 
   def _recalled(

@@ -37,6 +37,6 @@ class Flat(Retrieval):
   ) -> tuple[Found, PyTree[Array]]:
     """The best of all stored keys."""
     keys = to_device(store.keys).astype(jnp.float32)
-    keys = jnp.where(store.held[:, None], keys, 0.0)
-    worth = attention_worth(queries, keys, store.held)
-    return Found(best_slots(worth, store.held, reads)[None]), None
+    keys = jnp.where(store.valid[:, None], keys, 0.0)
+    worth = attention_worth(queries, keys, store.valid)
+    return Found(best_slots(worth, store.valid, reads)[None]), None

@@ -106,12 +106,12 @@ class MagicPIG(Retrieval):
     mine = jax.vmap(self._codes, (None, 0))(queries, index.planes)
     same = mine[:, :, None] == index.codes[:, None]
     met = jnp.sum(same.astype(jnp.int32), axis=0) >= 2
-    sampled = met & store.held[None]
+    sampled = met & store.valid[None]
     keys = to_device(store.keys).astype(jnp.float32) - index.mean[None]
-    keys = jnp.where(store.held[:, None], keys, 0.0)
+    keys = jnp.where(store.valid[:, None], keys, 0.0)
     share = sampled_share(unit(queries) @ unit(keys).T, self.bits, self.tables)
     bias = jnp.where(sampled, -jnp.log(share + _FLOOR), -jnp.inf)
-    slots = jnp.arange(store.held.shape[0], dtype=jnp.int32)
+    slots = jnp.arange(store.valid.shape[0], dtype=jnp.int32)
     listed = jnp.where(jnp.any(sampled, axis=0), slots, -1)
     return Found(listed[None], bias), None
 

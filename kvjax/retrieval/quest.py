@@ -55,14 +55,14 @@ class Paged(Retrieval):
     wide = ((0, -x.shape[0] % self.page), *((0, 0) for _ in x.shape[1:]))
     return jnp.pad(x, wide).reshape(-1, self.page, *x.shape[1:])
 
-  def filled(self, held: Bool[Array, " F"]) -> Bool[Array, " P"]:
+  def filled(self, valid: Bool[Array, " F"]) -> Bool[Array, " P"]:
     """Which pages hold a key."""
-    return jnp.any(self.pages(held), axis=1)
+    return jnp.any(self.pages(valid), axis=1)
 
   def best(
     self,
     scores: Float[Array, "J P"],
-    held: Bool[Array, " F"],
+    valid: Bool[Array, " F"],
     most: int,
     count: Int[Array, ""],
   ) -> Int[Array, "J M"]:
@@ -70,14 +70,14 @@ class Paged(Retrieval):
 
     Args:
       scores: a row for each list; pages of score -inf are not read.
-      held: slots that hold a key.
+      valid: slots that hold a key.
       most: pages that any row of the batch reads.
       count: pages that this one reads.
     """
     most = min(most, scores.shape[1])
-    filled = self.filled(held)
+    filled = self.filled(valid)
     slots = jnp.arange(filled.shape[0] * self.page, dtype=jnp.int32)
-    table = jnp.where(self.pages(held), slots.reshape(-1, self.page), -1)
+    table = jnp.where(self.pages(valid), slots.reshape(-1, self.page), -1)
 
     def listed(scores: Float[Array, " P"]) -> Int[Array, " M"]:
       pages = largest(jnp.where(filled, scores, -jnp.inf), count, most)
@@ -131,11 +131,11 @@ class Quest(Paged):
 
   def index(self, prompt: Prompt, reads: Reads) -> Bounds:
     """The bounds of every page."""
-    held = self.pages(prompt.stored)[..., None]
+    valid = self.pages(prompt.stored)[..., None]
     keys = self.pages(prompt.stored_keys)
     filled = self.filled(prompt.stored)[:, None]
-    low = jnp.min(keys, axis=1, where=held, initial=jnp.inf)
-    high = jnp.max(keys, axis=1, where=held, initial=-jnp.inf)
+    low = jnp.min(keys, axis=1, where=valid, initial=jnp.inf)
+    high = jnp.max(keys, axis=1, where=valid, initial=-jnp.inf)
     dtype = prompt.head.cached_keys.dtype
     return Bounds(
       jnp.where(filled, low, 0.0).astype(dtype),
@@ -156,4 +156,4 @@ class Quest(Paged):
     # Rounded up, so that a row that may read all of its keys has the places.
     most = max(-(-reads.most // self.page), _LEAST_PAGES)
     count = jnp.maximum(reads.count // self.page, _LEAST_PAGES)
-    return Found(self.best(scores, store.held, most, count)), None
+    return Found(self.best(scores, store.valid, most, count)), None

@@ -64,13 +64,13 @@ class ShadowKV(Paged):
 
   def index(self, prompt: Prompt, reads: Reads) -> Landmarks:
     """Means and outliers."""
-    held = self.pages(prompt.stored)
+    valid = self.pages(prompt.stored)
     keys = self.pages(prompt.stored_keys)
     filled = self.filled(prompt.stored)
-    count = jnp.maximum(jnp.sum(held.astype(jnp.float32), axis=1), 1.0)
+    count = jnp.maximum(jnp.sum(valid.astype(jnp.float32), axis=1), 1.0)
     means = jnp.sum(keys, axis=1) / count[:, None]
     cosine = jnp.einsum("pcd,pd->pc", unit(keys), unit(means))
-    least = jnp.min(cosine, axis=1, where=held, initial=jnp.inf)
+    least = jnp.min(cosine, axis=1, where=valid, initial=jnp.inf)
     unlike = jnp.where(filled, -least, -jnp.inf)
     return Landmarks(
       means.astype(prompt.head.cached_keys.dtype),
@@ -85,7 +85,7 @@ class ShadowKV(Paged):
     reads: Reads,
   ) -> tuple[Found, None]:
     """The slots of the outliers and of the best other chunks."""
-    others = self.filled(store.held) & ~index.outliers
+    others = self.filled(store.valid) & ~index.outliers
     means = index.means.astype(jnp.float32)
     worth = attention_worth(queries, means, others)
     # No softmax weight is above 1: outliers come first.
@@ -94,4 +94,4 @@ class ShadowKV(Paged):
     # Rounded up, so that a row that may read all of its keys has the places.
     most = self.outliers + -(-reads.most // self.page)
     count = outliers + reads.count // self.page
-    return Found(self.best(worth[None], store.held, most, count)), None
+    return Found(self.best(worth[None], store.valid, most, count)), None

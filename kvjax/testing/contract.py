@@ -24,7 +24,7 @@ from kvjax.options.schedules import Schedule
 from kvjax.prompts import Prompts
 from kvjax.testing import checks
 from kvjax.testing.checks import explained, require
-from kvjax.testing.tiny import held_positions
+from kvjax.testing.tiny import kept_positions
 
 _BUDGETS: tuple[Budget, ...] = (Tokens(12), Retention(0.5))
 _PROTECTED = (1, 2, 7)
@@ -145,18 +145,18 @@ class _Subject:
       total: what all may hold together.
       where: for the message.
     """
-    held = [len(places) for places in heads]
+    valid = [len(places) for places in heads]
     who, most = "a head", min(count, length)
     if self.spread.ragged:
-      who, most, held = "all heads together", total, [sum(held)]
+      who, most, valid = "all heads together", total, [sum(valid)]
     require(
-      max(held) <= most,
-      f"{self.name} keeps {max(held)} tokens where {who} may keep {most} "
+      max(valid) <= most,
+      f"{self.name} keeps {max(valid)} tokens where {who} may keep {most} "
       f"({where}); select at most the budget's counts.",
     )
     require(
-      min(held) == most if self.exact else min(held) >= 1,
-      f"{self.name} keeps {min(held)} tokens where {who} may keep {most} "
+      min(valid) == most if self.exact else min(valid) >= 1,
+      f"{self.name} keeps {min(valid)} tokens where {who} may keep {most} "
       f"({where}); keep as many as that, or check with exact=False if it is "
       "meant to leave room.",
     )
@@ -446,7 +446,7 @@ def _check_whole_prompts(subject: _Subject) -> None:
     _check_cache(subject, cache, plan.fixed_budget)
   row, _ = prefill(model, params, Prompts.of(subject.rows[1:2]), plans[0])
   require(
-    held_positions(row, 0) == held_positions(caches[0], 1),
+    kept_positions(row, 0) == kept_positions(caches[0], 1),
     f"What {name} keeps of a prompt must not depend on its batch mates; it "
     "does.",
   )
@@ -468,7 +468,7 @@ def _check_guarded(subject: _Subject, cache: Cache, where: str) -> None:
   if subject.traits.renumbers:
     return
   for row in range(len(subject.rows)):
-    for heads in held_positions(cache, row):
+    for heads in kept_positions(cache, row):
       for places in heads:
         lost = sorted({*_PROTECTED} - {*places})
         require(
@@ -486,7 +486,7 @@ def _check_cache(subject: _Subject, cache: Cache, budget: Budget) -> None:
   counts = subject.spread.counts(budget, lengths, sizes)
   totals = subject.spread.totals(budget, lengths, sizes)
   for row, length in enumerate(subject.lengths):
-    for layer, heads in enumerate(held_positions(cache, row)):
+    for layer, heads in enumerate(kept_positions(cache, row)):
       where = f"layer {layer} at {budget} of {length}"
       for places in heads:
         require(
@@ -552,7 +552,7 @@ def _check_recursive_plan(subject: _Subject, plan: Plan) -> None:
     _check_limit(subject, after, row, most, f"while decoding at {budget}")
   alone, _ = prefill(model, params, _guarded(subject, slice(1, 2)), plan)
   require(
-    held_positions(alone, 0) == held_positions(cache, 1),
+    kept_positions(alone, 0) == kept_positions(cache, 1),
     f"What {name} keeps of a row in blocks must not depend on its batch mates; "
     "it does.",
   )
@@ -570,12 +570,12 @@ def _check_limit(
 ) -> None:
   if limit is None:
     return
-  for layer, heads in enumerate(held_positions(cache, row)):
+  for layer, heads in enumerate(kept_positions(cache, row)):
     if subject.traits.keeps_layer(layer):
       continue
-    held = max(map(len, heads))
+    valid = max(map(len, heads))
     require(
-      held <= limit,
-      f"{subject.name} holds {held} tokens where {limit} may stay ({where}); "
+      valid <= limit,
+      f"{subject.name} holds {valid} tokens where {limit} may stay ({where}); "
       "select at most the budget's counts.",
     )

@@ -23,7 +23,7 @@ from kvjax.retrieval.base import Retrieval
 from kvjax.retrieval.sparse_attention import SparseAttention
 from kvjax.testing import checks
 from kvjax.testing.checks import explained, require
-from kvjax.testing.tiny import held_positions, poisoned_layer
+from kvjax.testing.tiny import kept_positions, poisoned_layer
 
 _READS = 10
 _STORED = 60
@@ -194,7 +194,7 @@ def _checked(
   name: str, cache: SparseLayer, found: _LookedUp
 ) -> list[list[list[int]]]:
   """For each row and list, the sorted slots that are read, if they are such."""
-  size, held = cache.stored.capacity, np.asarray(cache.stored.held)
+  size, valid = cache.stored.capacity, np.asarray(cache.stored.valid)
   slots = np.asarray(found.slots)
   outside = slots[(slots < -1) | (slots >= size)]
   require(
@@ -202,14 +202,14 @@ def _checked(
     f"{name} looks up slot {outside[:1].sum()} of {size} that are stored; give "
     f"0 to {size - 1}, and -1 for none.",
   )
-  for row, head in np.ndindex(*held.shape[:2]):
+  for row, head in np.ndindex(*valid.shape[:2]):
     for listed in slots[row, head]:
       filled = listed[listed >= 0].tolist()
       require(
         len({*filled}) == len(filled),
         f"{name} must name a slot once in a list; it names {sorted(filled)}.",
       )
-      empty = [slot for slot in filled if not held[row, head, slot]]
+      empty = [slot for slot in filled if not valid[row, head, slot]]
       require(
         not empty,
         f"{name} looks up slot {empty[:1]}, which holds no token; only slots "
@@ -261,7 +261,7 @@ def _check_caches(retrieval: Retrieval, layer: int) -> None:
 
 def _check_whole(name: str, cache: Cache, lengths: Sequence[int]) -> None:
   for row, length in enumerate(lengths):
-    for heads in held_positions(cache, row):
+    for heads in kept_positions(cache, row):
       for places in heads:
         require(
           places == [*range(length)],

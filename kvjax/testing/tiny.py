@@ -200,11 +200,11 @@ def poisoned_layer[L: Layer](layer: L) -> L:
   """The same layer, or stack of layers, with NaN where it holds no token."""
 
   def fill(part: Any) -> Any:
-    held = (part.positions >= 0)[..., None]
+    valid = (part.positions >= 0)[..., None]
 
     def spoil(x: Array) -> Array:
       whole = jnp.issubdtype(x.dtype, jnp.integer)
-      return jnp.where(held, x, jnp.asarray(99 if whole else jnp.nan, x.dtype))
+      return jnp.where(valid, x, jnp.asarray(99 if whole else jnp.nan, x.dtype))
 
     keys, values = jax.tree.map(spoil, (part.keys, part.values))
     return updated(part, keys=keys, values=values)
@@ -212,7 +212,7 @@ def poisoned_layer[L: Layer](layer: L) -> L:
   return layer.map_slots(fill)
 
 
-def held_positions(cache: Cache, row: int) -> list[list[list[int]]]:
+def kept_positions(cache: Cache, row: int) -> list[list[list[int]]]:
   """Positions of the tokens that a row holds, per layer and KV head."""
   layers = [layer for layer in cache.layers if layer is not None]
   return [layer_positions(layer, row) for layer in layers]

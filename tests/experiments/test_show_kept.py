@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.experiments.candidates import candidates
 from kvjax.experiments.kept import counts, page
-from kvjax.testing import held_positions
+from kvjax.testing import kept_positions
 
 # 3 bytes a character, markup, what cannot be seen, and a break.
 TEXT = (
@@ -44,8 +44,8 @@ def test_counts_are_those_of_the_positions_that_heads_hold(tiny):
   full, *caches = _caches(tiny, found)
   length = len(_tokens(tiny))
   for one, cache in zip(found, caches, strict=True):
-    for layer, held in zip(one.heads, held_positions(cache, 0), strict=True):
-      each = collections.Counter(np.concatenate(held).tolist())
+    for layer, valid in zip(one.heads, kept_positions(cache, 0), strict=True):
+      each = collections.Counter(np.concatenate(valid).tolist())
       assert layer.tolist() == [each[place] for place in range(length)]
     assert (one.cache_bytes, one.full_bytes) == (cache.nbytes, full.nbytes)
   assert found[1].heads.sum() == found[0].heads.sum() == LAYERS * HEADS * 20

@@ -56,8 +56,8 @@ def test_chunk_size_does_not_matter(monkeypatch, logits):
 def test_equals_jax_nn_on_a_causal_prompt():
   q, k, v, places, _ = block(2, 2, 4, 2, 90, 90, 16)
   k, v = (jnp.asarray(np.nan_to_num(x)) for x in (k, v))
-  held = np.broadcast_to(np.arange(90, dtype=np.int32), (2, 2, 90))
-  ours = OURS(q, k, v, places, jnp.asarray(held))
+  valid = np.broadcast_to(np.arange(90, dtype=np.int32), (2, 2, 90))
+  ours = OURS(q, k, v, places, jnp.asarray(valid))
   swapped = (np.swapaxes(x, 1, 2) for x in (q, k, v))
   run = functools.partial(jax.nn.dot_product_attention, is_causal=True)
   theirs = jax.jit(run)(*swapped)

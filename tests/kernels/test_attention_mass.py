@@ -83,10 +83,10 @@ def layer(B, N, K, S, T, D, dtype, shuffled=False):
 def prompt(B, N, K, T, D, dtype):
   """A query for every slot, and which slots are held; others hold NaN."""
   queries, keys, _, places = map(np.array, layer(B, N, K, T, T, D, dtype))
-  held = places >= 0
+  valid = places >= 0
   queries[np.isnan(queries)] = 1
-  queries[~np.repeat(held, N // K, axis=1)] = np.nan
-  return tuple(map(jnp.asarray, (queries, keys, held)))
+  queries[~np.repeat(valid, N // K, axis=1)] = np.nan
+  return tuple(map(jnp.asarray, (queries, keys, valid)))
 
 
 def by_hand(queries, keys, sees, scale):
@@ -114,8 +114,8 @@ def causal_by_hand(queries, keys, asked, places):
   )
 
 
-def chunks_by_hand(queries, keys, held, size, scale):
-  mask = np.asarray(held)
+def chunks_by_hand(queries, keys, valid, size, scale):
+  mask = np.asarray(valid)
   chunk = np.arange(mask.shape[-1]) // size
   return by_hand(
     queries,
@@ -296,13 +296,13 @@ def test_what_a_kernel_declines(platform, dim, slots, dtype, chunk):
 )
 def test_tpus_multiply_exactly(dtype, precision):
   """By default they would round float32 to bfloat16, unlike the interpreter."""
-  queries, keys, held = prompt(1, 1, 1, 20, 64, dtype)
-  places = jnp.where(held, 0, -1)
+  queries, keys, valid = prompt(1, 1, 1, 20, 64, dtype)
+  places = jnp.where(valid, 0, -1)
   with kernels.use("pallas", "tpu"):
     of_chunks = jax.make_jaxpr(chunk_mass, static_argnums=(3, 4))
     programs = [
       jax.make_jaxpr(causal_mass)(queries, keys, places[:, 0], places),
-      of_chunks(queries, keys, held, 128, 0.3),
+      of_chunks(queries, keys, valid, 128, 0.3),
     ]
   for program in programs:
     assert set(re.findall(r"Precision\.(\w+)", str(program))) == {precision}

@@ -76,26 +76,26 @@ def inputs(length, dim, columns, dtype):
   """Keys with holes that are NaN, and a head that holds nothing."""
   rng = np.random.default_rng(length)
   keys = rng.normal(size=(B, K, length, dim)) + 0.5
-  held = rng.random((B, K, length)) < 0.8
-  held[1, 0] = False
-  held[0, 1, : length // 3] = False
-  keys[~held] = np.nan
+  valid = rng.random((B, K, length)) < 0.8
+  valid[1, 0] = False
+  valid[0, 1, : length // 3] = False
+  keys[~valid] = np.nan
   factor = None
   if columns:
     factor = rng.normal(size=(K, dim, columns)) * columns**-0.5
     factor = jnp.asarray(factor, jnp.float32)
-  return jnp.asarray(keys.astype(dtype)), jnp.asarray(held), factor
+  return jnp.asarray(keys.astype(dtype)), jnp.asarray(valid), factor
 
 
-def by_hand(keys, held, factor, chunk, center, whitener):
+def by_hand(keys, valid, factor, chunk, center, whitener):
   """Rows, Gram matrices and lengths, chunk by chunk."""
-  keys, held = np.asarray(keys, np.float64), np.asarray(held)
+  keys, valid = np.asarray(keys, np.float64), np.asarray(valid)
   size = min(chunk or keys.shape[2], keys.shape[2])
   chunks, columns = -(-keys.shape[2] // size), whitener.shape[-1]
   rows = np.zeros((B, K, chunks, size, columns))
   for b, k, c in np.ndindex(B, K, chunks):
     here = slice(c * size, c * size + size)
-    (there,) = np.nonzero(held[b, k, here])
+    (there,) = np.nonzero(valid[b, k, here])
     x = keys[b, k, here][there]
     if center and len(x):
       x = x - x.mean(axis=0)
@@ -115,7 +115,7 @@ def assert_close(ours, theirs, tolerance=2e-6):
 def assert_right(case, sketch, leverage_rows):
   """Rows, Gram matrices and lengths of a case are those by hand."""
   length, dim, columns, chunk, center, dtype = case
-  keys, held, factor = inputs(length, dim, columns, dtype)
+  keys, valid, factor = inputs(length, dim, columns, dtype)
   width = columns or dim
   chunks = -(-length // min(chunk or length, length))
   rng = np.random.default_rng(0)
@@ -123,17 +123,17 @@ def assert_right(case, sketch, leverage_rows):
   whitener = jnp.asarray(whitener, jnp.float32)
 
   @jax.jit
-  def run(keys, held, factor, whitener):
-    found = sketch(keys, held, factor, chunk, center)
-    lengths = leverage_rows(found, whitener, held, chunk)
-    return found.rows(held, chunk), found.gram, lengths
+  def run(keys, valid, factor, whitener):
+    found = sketch(keys, valid, factor, chunk, center)
+    lengths = leverage_rows(found, whitener, valid, chunk)
+    return found.rows(valid, chunk), found.gram, lengths
 
-  found = jax.tree.map(np.asarray, run(keys, held, factor, whitener))
-  expected = by_hand(keys, held, factor, chunk, center, whitener)
+  found = jax.tree.map(np.asarray, run(keys, valid, factor, whitener))
+  expected = by_hand(keys, valid, factor, chunk, center, whitener)
   for ours, theirs in zip(found, expected, strict=True):
     assert_close(ours, theirs)
   assert not np.any(found[1][1, 0])
-  assert not np.any(np.where(held, 0.0, found[2]))
+  assert not np.any(np.where(valid, 0.0, found[2]))
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -165,19 +165,19 @@ def test_the_reference_equals_a_loop():
 def test_a_mean_of_a_hundred_spreads_does_not_drown_them(platform):
   """Nor does a first token that is far from it."""
   length, dim, columns = 130, 64, 16
-  keys, held, factor = inputs(length, dim, columns, "float32")
+  keys, valid, factor = inputs(length, dim, columns, "float32")
   keys = np.asarray(keys) + 100
   keys[:, :, 0] = 0.0
 
   @jax.jit
   def run(keys):
-    found = sketch(keys, held, factor, 0, center=True)
-    return found.rows(held, 0), found.gram
+    found = sketch(keys, valid, factor, 0, center=True)
+    return found.rows(valid, 0), found.gram
 
   with on(platform):
     rows, gram = map(np.asarray, run(jnp.asarray(keys)))
   for b, k in [(0, 0), (0, 1), (1, 1)]:
-    mask = np.asarray(held)[b, k]
+    mask = np.asarray(valid)[b, k]
     x = np.asarray(keys[b, k], np.float64)[mask]
     x = (x - x.mean(axis=0)) @ np.asarray(factor, np.float64)[k]
     assert_close(rows[b, k, 0][mask], x, 1e-5)
@@ -207,12 +207,12 @@ def test_every_device_of_a_mesh_has_its_rows_and_heads():
 def test_kernels_decline_what_they_do_not_serve(
   platform, dim, columns, center, dtype
 ):
-  keys, held, factor = inputs(10, dim, columns, dtype)
+  keys, valid, factor = inputs(10, dim, columns, dtype)
   run = functools.partial(sketch, chunk=0, center=center)
   with on(platform), pytest.raises(NotImplementedError, match=r"GPU|TPU"):
-    jax.eval_shape(run, keys, held, factor)
+    jax.eval_shape(run, keys, valid, factor)
   with kernels.use(platform=platform):
-    found = jax.eval_shape(run, keys, held, factor)
+    found = jax.eval_shape(run, keys, valid, factor)
   assert found.gram.shape == (B, K, 1, columns, columns)
 
 

@@ -92,24 +92,24 @@ def by_hand(recipe, seen, counts):
   counts = np.asarray(counts, np.int32)
   each = jnp.asarray(counts)[:, None]
   guarded = np.asarray(recipe.method.protected(cache, each))
-  held = np.asarray(cache.positions) >= 0
+  valid = np.asarray(cache.positions) >= 0
   return [
     _row(recipe.allocation, *row)
-    for row in zip(scores, held, guarded, counts, strict=True)
+    for row in zip(scores, valid, guarded, counts, strict=True)
   ]
 
 
-def _row(allocation, scores, held, guarded, budget):
+def _row(allocation, scores, valid, guarded, budget):
   worth = np.where(np.isfinite(scores), scores, -np.inf)
   heads = range(len(scores))
-  window = [np.flatnonzero(held[j] & guarded[j])[-budget:] for j in heads]
+  window = [np.flatnonzero(valid[j] & guarded[j])[-budget:] for j in heads]
   ranked = [
     sorted(
-      np.flatnonzero(held[j] & ~guarded[j]), key=lambda t, j=j: -worth[j, t]
+      np.flatnonzero(valid[j] & ~guarded[j]), key=lambda t, j=j: -worth[j, t]
     )
     for j in heads
   ]
-  even = [min(budget, int(held[j].sum())) - len(window[j]) for j in heads]
+  even = [min(budget, int(valid[j].sum())) - len(window[j]) for j in heads]
   scale = np.ones(len(scores))
   if allocation.normalize:
     for j in heads:

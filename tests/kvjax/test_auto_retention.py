@@ -18,7 +18,7 @@ from kvjax.errors import InputError
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.prompts import bucket
 from kvjax.registry.registry import METHODS, recipe_of
-from kvjax.testing import TinyModel, held_positions
+from kvjax.testing import TinyModel, kept_positions
 
 MODEL = TinyModel()
 PARAMS = MODEL.init()
@@ -66,7 +66,7 @@ def curve_inverse(tau, kc):
   return np.log1p(tau * np.expm1(kc)) / kc
 
 
-def held(layer, row):
+def valid(layer, row):
   """Keys and values of a row by head, in the order of their positions."""
   heads = np.arange(layer.lengths.shape[1])[:, None]
   if isinstance(layer, PackedLayer):
@@ -118,11 +118,11 @@ def test_a_row_keeps_what_its_retention_asks_for(swept):
   for index, plan in enumerate(PLANS):
     row = index % 2
     ours, theirs = swept.caches[index], swept.caches[count + index]
-    assert held_positions(ours, row) == held_positions(theirs, row), plan
+    assert kept_positions(ours, row) == kept_positions(theirs, row), plan
     assert ours.next_positions[row] == theirs.next_positions[row]
     for one, other in zip(ours.layers, theirs.layers, strict=True):
       jax.tree.map(
-        np.testing.assert_array_equal, held(one, row), held(other, row)
+        np.testing.assert_array_equal, valid(one, row), valid(other, row)
       )
 
 
@@ -133,7 +133,7 @@ def test_a_row_stands_alone(swept):
   plans = [PLANS[index] for index in PAIR]
   alone, _ = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of(ROWS[1:]), plans)
   for index, theirs in zip(PAIR, alone, strict=True):
-    assert held_positions(swept.caches[index], 1) == held_positions(theirs, 0)
+    assert kept_positions(swept.caches[index], 1) == kept_positions(theirs, 0)
 
 
 PROGRAMS = [
@@ -209,7 +209,7 @@ def test_where_nothing_can_go_all_of_it_stays():
   some, *whole = found.caches
   assert np.isnan(found.nll[1])
   assert found.retentions[0][1] == 1
-  assert held_positions(some, 1) == [[[0], [0]]] * 2
+  assert kept_positions(some, 1) == [[[0], [0]]] * 2
   assert int(some.lengths[0, 0, 0]) < 50
   full, _ = kvjax.prefill(MODEL, PARAMS, prompts, PLAIN)
   for cache in whole:
@@ -247,7 +247,7 @@ def test_protected_tokens_stay_or_are_too_many():
   plan = automatic("keydiff", alpha=0.0, beta=-20.0)
   cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
   for row in range(2):
-    for layer in held_positions(cache, row):
+    for layer in kept_positions(cache, row):
       for places in layer:
         assert {3, 4} <= set(places)
         assert len(places) < 10
@@ -265,5 +265,5 @@ def test_four_devices_equal_one(swept):
   assert stack.keys.addressable_shards[0].data.shape[:3] == (2, 1, 1)
   for ours, index in zip(caches, PAIR, strict=True):
     for row in range(2):
-      theirs = held_positions(swept.caches[index], row)
-      assert held_positions(ours, row) == theirs
+      theirs = kept_positions(swept.caches[index], row)
+      assert kept_positions(ours, row) == theirs

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.engine.forward import hidden_states
 from kvjax.model import Geometry
-from kvjax.testing import TinyModel, held_positions
+from kvjax.testing import TinyModel, kept_positions
 
 BUDGET = 12
 MODEL = TinyModel(Geometry.uniform(1, 4, 2, 8, 4096), vocab_size=4096)
@@ -53,7 +53,7 @@ class Slow:
 
   def __init__(self, name, counts):
     self.name, self.counts = name, counts
-    self.held = None  # [row][head] -> list of entries
+    self.valid = None  # [row][head] -> list of entries
     self.queries = None  # [row] -> all queries so far, [n, N, D]
 
   def step(self, seen, evicts=True):
@@ -62,14 +62,14 @@ class Slow:
     places = np.asarray(seen.positions)
     rows, kv_heads = k.shape[:2]
     group = q.shape[1] // kv_heads
-    if self.held is None:
-      self.held = [[[] for _ in range(kv_heads)] for _ in range(rows)]
+    if self.valid is None:
+      self.valid = [[[] for _ in range(kv_heads)] for _ in range(rows)]
       self.queries = [[] for _ in range(rows)]
     for row in range(rows):
       new = [s for s in range(places.shape[1]) if places[row, s] >= 0]
       self.queries[row] += [q[row, :, s] for s in new]
       for head in range(kv_heads):
-        entries = self.held[row][head]
+        entries = self.valid[row][head]
         for s in new:
           entries.append(
             dict(p=int(places[row, s]), k=k[row, head, s], mass=0.0)
@@ -90,13 +90,13 @@ class Slow:
     return e / e.sum(axis=1, keepdims=True)
 
   def _evict(self, row, head, group):
-    entries, count = self.held[row][head], self.counts[row]
+    entries, count = self.valid[row][head], self.counts[row]
     if len(entries) <= count:
       return
     scores = np.array(self._scores(row, head, group, entries))
     order = sorted(range(len(entries)), key=lambda i: (-scores[i], i))
     kept = sorted(order[:count])
-    self.held[row][head] = [entries[i] for i in kept]
+    self.valid[row][head] = [entries[i] for i in kept]
 
   def _scores(self, row, head, group, entries):
     keys = np.array([e["k"] for e in entries])
@@ -127,7 +127,7 @@ class Slow:
     return votes
 
   def positions(self, row):
-    return [[e["p"] for e in entries] for entries in self.held[row]]
+    return [[e["p"] for e in entries] for entries in self.valid[row]]
 
 
 def activations(rows):
@@ -179,7 +179,7 @@ def test_blocks_evict_what_the_loops_evict(name, block, every):
   cache = prefill(name, block, every)
   slow = by_hand(name, activations(ROWS), block)
   for row in range(3):
-    assert held_positions(cache, row)[0] == slow.positions(row)
+    assert kept_positions(cache, row)[0] == slow.positions(row)
 
 
 @pytest.mark.parametrize(
@@ -216,4 +216,4 @@ def test_decoding_evicts_what_the_loops_evict(name, every):
     evicts = (step + 1) % every == 0 or step == new - 1
     slow.step(between(seen, ends + step, ends + step + 1), evicts)
   for row in range(3):
-    assert held_positions(answers.cache, row)[0] == slow.positions(row)
+    assert kept_positions(answers.cache, row)[0] == slow.positions(row)

@@ -37,10 +37,10 @@ class Undeclared(ScoringMethod):
 class Silent(ScoringMethod):
   def scores(self, layer, cache, activations):
     keys = jnp.where(
-      cache.held[..., None], activations.keys_unrotated.astype("float32"), 0.0
+      cache.valid[..., None], activations.keys_unrotated.astype("float32"), 0.0
     )
     inputs = activations.inputs[:, None, :, 0].astype("float32")
-    return jnp.sum(keys, axis=-1) + jnp.where(cache.held, inputs, 0.0)
+    return jnp.sum(keys, axis=-1) + jnp.where(cache.valid, inputs, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Sociable(ScoringMethod):
   """A row's scores depend on the other rows."""
 
   def scores(self, layer, cache, activations):
-    keys = jnp.where(cache.held[..., None], cache.keys.astype("float32"), 0.0)
+    keys = jnp.where(cache.valid[..., None], cache.keys.astype("float32"), 0.0)
     mean = jnp.mean(keys, axis=(0, 1, 2))
     return keys @ mean
 
@@ -243,7 +243,7 @@ class Reading(Flat):
 
 class BeyondTheStore(Reading):
   def changed(self, slots, store):
-    return jnp.where(slots >= 0, slots + store.held.shape[0], -1)
+    return jnp.where(slots >= 0, slots + store.valid.shape[0], -1)
 
 
 class Twice(Reading):
@@ -253,7 +253,9 @@ class Twice(Reading):
 
 class EmptyReads(Reading):
   def changed(self, slots, store):
-    return jnp.where(slots >= 0, slots * 0 + store.held.shape[0] - 1, -1)[:, :1]
+    return jnp.where(slots >= 0, slots * 0 + store.valid.shape[0] - 1, -1)[
+      :, :1
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,7 +157,7 @@ def test_the_budget_is_filled_with_whole_clusters():
     [i - SMALL.sinks for i in members]
     for members in clusters_of(layer.index, 1, 2)
   ]
-  store = Store(layer.stored.keys[1, 2], layer.stored.held[1, 2])
+  store = Store(layer.stored.keys[1, 2], layer.stored.valid[1, 2])
   queries = jax.random.normal(jax.random.key(7), (GROUP, DIM))
   retrieve = jax.jit(
     lambda count: SMALL.retrieve(index, queries, store, Reads(count, 60))[0]

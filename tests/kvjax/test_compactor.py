@@ -14,7 +14,7 @@ from kvjax.methods import Compactor, LayerBudget
 from kvjax.methods.leverage import draw_factors
 from kvjax.methods.noncausal import noncausal_attention
 from kvjax.prompts import bucket_lengths
-from kvjax.testing import TinyModel, held_positions, random_activations
+from kvjax.testing import TinyModel, kept_positions, random_activations
 
 N, K, D = 4, 2, 8
 LENGTH, PADDED = 45, 64
@@ -36,12 +36,12 @@ def exact(keys):
 @pytest.mark.parametrize("chunk", [1, 7, 16, 100])
 def test_attention_of_a_chunk_adds_up_to_its_queries(seen, chunk):
   cache = LayerCache.of(seen)
-  values = jnp.where(cache.held[..., None], cache.values, 0.0)
+  values = jnp.where(cache.valid[..., None], cache.values, 0.0)
   masses = noncausal_attention(
     seen.queries,
     cache.keys,
     values,
-    cache.held,
+    cache.valid,
     chunk=chunk,
     scale="one",
     value_norm="none",
@@ -217,7 +217,7 @@ def test_retention_of_the_middle_in_the_engine():
     kvjax.Plan(method, kvjax.Retention(0.3)),
   )
   for row, (length, kept) in enumerate([(50, 12), (12, 10), (8, 8)]):
-    for layer in held_positions(cache, row):
+    for layer in kept_positions(cache, row):
       for places in layer:
         assert len(places) == kept
         ends = {*range(min(3, length)), *range(max(length - 7, 0), length)}

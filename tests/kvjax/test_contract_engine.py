@@ -11,7 +11,7 @@ from kvjax.cache.sharding import parse_mesh
 from kvjax.methods import FullKV
 from kvjax.model import Geometry
 from kvjax.registry.registry import METHODS, recipe_of
-from kvjax.testing import TinyModel, held_positions, poisoned
+from kvjax.testing import TinyModel, kept_positions, poisoned
 
 # Half the time to compile, where one layer shows it all.
 SHALLOW = TinyModel(Geometry.uniform(1, 4, 2, 8, 4096))
@@ -131,7 +131,7 @@ class TestMethodInTheEngine:
     """Else none of these tests could fail."""
     one, other = (x[0][plan_of(name)] for x in (swept, swept_backwards))
     for row in range(4):
-      same = held_positions(one, row) == held_positions(other, row)
+      same = kept_positions(one, row) == kept_positions(other, row)
       assert same == (name in BLIND)
 
   def test_empty_slots_may_hold_nan(self, name, swept):
@@ -155,7 +155,7 @@ class TestMethodInTheEngine:
       else:  # pages belong to heads as they come
         assert stack.pages.keys.addressable_shards[0].data.shape[1] == 2
     for row in range(4):
-      assert held_positions(cache, row) == held_positions(sharded, row)
+      assert kept_positions(cache, row) == kept_positions(sharded, row)
 
 
 def test_logits_on_four_devices_equal_those_on_one(swept, swept_on_four):

@@ -17,7 +17,7 @@ from kvjax.engine.sampling import Sampling, sample
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.model import Geometry
-from kvjax.testing import TinyModel, held_positions, poisoned
+from kvjax.testing import TinyModel, kept_positions, poisoned
 
 # Half the time to compile, where one layer shows it all.
 MODEL = TinyModel(Geometry.uniform(1, 4, 2, 8, 4096))
@@ -213,7 +213,7 @@ def test_a_row_answers_as_it_does_alone(name):
   rows = ask(together).rows()
   for index, row in enumerate(ROWS):
     alone, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of([row]), plan)
-    assert held_positions(together, index) == held_positions(alone, 0)
+    assert kept_positions(together, index) == kept_positions(alone, 0)
     assert ask(alone, [QUESTIONS[index]]).rows()[0] == rows[index]
 
 
@@ -225,8 +225,8 @@ def test_question_positions_follow_the_uncompressed_context():
   _, cache = turn(cache, count=1)
   for index, row in enumerate(ROWS):
     end = len(row) + len(QUESTIONS[index])
-    held = held_positions(cache, index)[0][0]
-    assert held[4:] == list(range(len(row), end + 1))
+    valid = kept_positions(cache, index)[0][0]
+    assert valid[4:] == list(range(len(row), end + 1))
 
 
 def test_bytes_are_counted_exactly():
@@ -405,11 +405,6 @@ def test_prompts_are_rows_of_token_ids(rows):
 def test_questions_must_match_the_rows(full):
   with pytest.raises(InputError, match="3 rows and 1 questions"):
     ask(full[0], [[1]])
-
-
-def test_there_must_be_something_to_go_on_from(full):
-  with pytest.raises(InputError, match="give prompts, or the logits"):
-    go_on(full[0], None, 4)
 
 
 def test_an_answer_must_fit_the_context(full):

@@ -14,7 +14,7 @@ from kvjax.engine import decode
 from kvjax.errors import InputError
 from kvjax.model import Geometry
 from kvjax.registry.registry import METHODS, recipe_of
-from kvjax.testing import TinyModel, held_positions
+from kvjax.testing import TinyModel, kept_positions
 
 MODEL = TinyModel()
 PARAMS = MODEL.init()
@@ -95,7 +95,7 @@ def test_rows_stand_alone_and_decoding_stays_within_the_budget(name):
 
   def run(rows, questions):
     cache, logits = prefill(name, schedule, rows, model, params)
-    prompt = [held_positions(cache, row) for row in range(3)]
+    prompt = [kept_positions(cache, row) for row in range(3)]
     lengths = [cache.lengths]
     cache = kvjax.reserve(cache, 40)
     answers, cache = converse(cache, questions, decoding, model, params)
@@ -104,9 +104,9 @@ def test_rows_stand_alone_and_decoding_stays_within_the_budget(name):
   prompt, logits, tokens, cache, lengths = run(ROWS, QUESTIONS)
   seen = np.asarray(cache.next_positions)
   np.testing.assert_array_equal(seen, [61 + 32, 40 + 31, 17 + 33])
-  for held, length in zip(lengths, ([61, 40, 17], seen), strict=True):
+  for valid, length in zip(lengths, ([61, 40, 17], seen), strict=True):
     counts = spread.counts(budget, np.asarray(length), Sizes((2,)))[:, :, None]
-    np.testing.assert_array_equal(held, np.broadcast_to(counts, held.shape))
+    np.testing.assert_array_equal(valid, np.broadcast_to(counts, valid.shape))
   # Other mates and another place, in the same programs.
   others = [[7, 7, 8], ROWS[1][::-1], ROWS[0]]
   asked = kvjax.Prompts.of([[2], [4, 4], ASKED[0]], 8)
@@ -114,7 +114,7 @@ def test_rows_stand_alone_and_decoding_stays_within_the_budget(name):
   assert first[2] == prompt[0]
   np.testing.assert_allclose(own[2], logits[0], rtol=0, atol=1e-5)
   np.testing.assert_array_equal(said[2], tokens[0])
-  assert held_positions(mixed, 2) == held_positions(cache, 0)
+  assert kept_positions(mixed, 2) == kept_positions(cache, 0)
 
 
 def evicts(entry):
@@ -137,19 +137,19 @@ STEPS = 8
 
 def held_by_the_rule(every, block):
   """What rows hold after the prompt, and after each token and eviction."""
-  held = [0, 0, 0]
+  valid = [0, 0, 0]
   for start in range(0, 32, block or 32):
     new = [min(max(len(row) - start, 0), block or 32) for row in UNEQUAL]
-    held = [min(a + b, LIMIT) for a, b in zip(held, new, strict=True)]
-  history = [held]
+    valid = [min(a + b, LIMIT) for a, b in zip(valid, new, strict=True)]
+  history = [valid]
   asked = [len(row) for row in ASKED]
-  held = [min(a + b, LIMIT) for a, b in zip(held, asked, strict=True)]
+  valid = [min(a + b, LIMIT) for a, b in zip(valid, asked, strict=True)]
   for step in range(1, STEPS + 1):
-    held = [count + 1 for count in held]
-    history.append(held)
+    valid = [count + 1 for count in valid]
+    history.append(valid)
     if step % every == 0 or step == STEPS:
-      held = [min(count, LIMIT) for count in held]
-      history.append(held)
+      valid = [min(count, LIMIT) for count in valid]
+      history.append(valid)
   return history
 
 
@@ -169,8 +169,8 @@ def test_every_step_holds_what_the_budget_says(name, every, block, monkeypatch):
   """A budget in tokens is no less for a row that is shorter so far."""
   told = []
 
-  def tell(held):
-    told.append(np.array(held))
+  def tell(valid):
+    told.append(np.array(valid))
 
   def watched(change):
     def run(*args):
@@ -199,8 +199,8 @@ def test_every_step_holds_what_the_budget_says(name, every, block, monkeypatch):
   jax.effects_barrier()
   history = held_by_the_rule(every, block)
   assert history[-1] == [LIMIT, LIMIT, 9 + 3 + STEPS]
-  assert [held[0, :, 0].tolist() for held in told] == history
-  assert all(np.ptp(held, axis=2).max() == 0 for held in told)
+  assert [valid[0, :, 0].tolist() for valid in told] == history
+  assert all(np.ptp(valid, axis=2).max() == 0 for valid in told)
   np.testing.assert_array_equal(cache.lengths, told[-1])
 
 
@@ -243,7 +243,7 @@ def test_a_layer_that_keeps_everything_has_room_for_it(name):
   decoding = kvjax.Decoding(31)
   cache = kvjax.reserve(cache, 63)
   _, cache = converse(cache, question, decoding)
-  assert held_positions(cache, 0)[0] == [list(range(33 + 1 + 31))] * 2
+  assert kept_positions(cache, 0)[0] == [list(range(33 + 1 + 31))] * 2
 
 
 def test_all_of_everything_stays_all_while_decoding():
@@ -280,7 +280,7 @@ def test_a_row_that_ends_early_is_left_as_it_would_be_alone():
   assert lengths[0] <= 1 < lengths.max()
   for row, (ids, question) in enumerate(zip(ROWS, ASKED, strict=True)):
     _, alone = run([ids], [question], stop)
-    assert held_positions(alone, 0) == held_positions(together, row)
+    assert kept_positions(alone, 0) == kept_positions(together, row)
 
 
 def test_the_observation_window_is_the_last_queries_of_each_row():

@@ -10,7 +10,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.kernels.attention_mass import causal_mass, xla
 from kvjax.methods import H2O, ChunkKV, LayerBudget
 from kvjax.model import Geometry
-from kvjax.testing import TinyModel, held_positions, random_activations
+from kvjax.testing import TinyModel, kept_positions, random_activations
 
 N, K, D = 4, 2, 8
 LENGTH, PADDED = 43, 48
@@ -132,7 +132,7 @@ def test_chunkkv_layers_copy_the_first_of_their_group(prefix):
   model = TinyModel(Geometry.uniform(5, 4, 2, 8, 4096))
   (own, copied), _ = kvjax.sweep(model, model.init(), prompts, plans)
   for row in range(2):
-    kept, again = held_positions(own, row), held_positions(copied, row)
+    kept, again = kept_positions(own, row), kept_positions(copied, row)
     if prefix != "pyramid/":
       assert kept[0] != kept[1]
       assert again == [kept[n] for n in (0, 0, 2, 2, 4)]
@@ -150,4 +150,4 @@ def test_chunkkv_keeps_a_row_that_fits(prefix):
   for width in (32, 64):
     prompts = kvjax.Prompts.of([list(range(25))], width)
     cache, _ = kvjax.prefill(model, params, prompts, plan)
-    assert held_positions(cache, 0) == [[list(range(25))] * 2] * 2
+    assert kept_positions(cache, 0) == [[list(range(25))] * 2] * 2

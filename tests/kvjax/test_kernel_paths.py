@@ -12,7 +12,7 @@ import kvjax
 from kvjax import kernels
 from kvjax.kernels import dispatch
 from kvjax.model import Geometry
-from kvjax.testing import TinyModel, held_positions
+from kvjax.testing import TinyModel, kept_positions
 
 MODEL = TinyModel(
   Geometry.uniform(
@@ -49,7 +49,7 @@ def ran(model, plan):
   plan = kvjax.get_plan(plan, kvjax.Tokens(40))
   cache, logits = kvjax.prefill(model, params, prompts(), plan)
   answers = kvjax.generate(model, params, cache, logits, kvjax.Decoding(2))
-  kept = [held_positions(cache, row) for row in range(len(LENGTHS))]
+  kept = [kept_positions(cache, row) for row in range(len(LENGTHS))]
   return kept, answers.rows()
 
 

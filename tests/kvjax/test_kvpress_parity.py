@@ -265,7 +265,7 @@ def test_kvpress_lets_padding_into_a_short_last_chunk(activations):
   golden = stored("noncausal")
   cache = LayerCache.of(activations)
   heads = heads_of(cache, activations)
-  masses = chunk_mass(activations.queries, cache.keys, cache.held, chunk, 1.0)
+  masses = chunk_mass(activations.queries, cache.keys, cache.valid, chunk, 1.0)
   for row, n in enumerate(LENGTHS):
     theirs = golden[f"default_{n}_mass"]
     ours = np.asarray(masses[row])[:, :n]

@@ -7,7 +7,7 @@ import pytest
 import kvjax
 from kvjax.engine.plans import Plan
 from kvjax.methods import LagKV
-from kvjax.testing import TinyModel, held_positions
+from kvjax.testing import TinyModel, kept_positions
 
 # Half the time to compile, where one layer shows it all.
 MODEL = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 4096))
@@ -69,4 +69,4 @@ def test_lagkv_in_chunks_keeps_what_the_plain_prefill_keeps_of_layer_0():
     MODEL, PARAMS, PROMPTS, Plan(method, budget, schedule)
   )
   for row in range(3):
-    assert held_positions(chunked, row)[0] == held_positions(plain, row)[0]
+    assert kept_positions(chunked, row)[0] == kept_positions(plain, row)[0]

@@ -13,7 +13,7 @@ from kvjax.cache.sharding import parse_mesh
 from kvjax.engine.feed import feed
 from kvjax.engine.forward import States, run_layers
 from kvjax.model import LayerSpec
-from kvjax.testing import TinyModel, held_positions
+from kvjax.testing import TinyModel, kept_positions
 
 WINDOW = 6
 LOCAL = LayerSpec(4, 2, 8, window=WINDOW, sinks=True, weights=0)
@@ -136,7 +136,7 @@ def test_answers_are_those_of_attention_written_out(retention):
     np.testing.assert_allclose(logits[row], expected, atol=2e-4)
     if retention < 1:
       reference.evict(budget.kept(len(tokens)))
-    kept = held_positions(cache, row)
+    kept = kept_positions(cache, row)
     for layer, spec in enumerate(LAYERS):
       own = [[t[0] for t in head] for head in reference.kept[layer]]
       last = slice(-WINDOW, None) if spec.window else slice(None)
@@ -156,7 +156,7 @@ def test_blocks_attend_as_the_whole_prompt_does(block):
   cache, last = prefilled(plan)
   np.testing.assert_allclose(last, logits, atol=2e-4)
   for row in range(len(ROWS)):
-    assert held_positions(cache, row) == held_positions(whole, row)
+    assert kept_positions(cache, row) == kept_positions(whole, row)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_row_stands_alone(name):
   alone, _ = prefilled(plan, PROMPTS.row(1))
   question = kvjax.Prompts.of(QUESTIONS[1:2], padded=questions.tokens.shape[1])
   answer = kvjax.generate(MODEL, PARAMS, alone, question, DECODING).rows()
-  assert held_positions(alone, 0) == held_positions(cache, 1)
+  assert kept_positions(alone, 0) == kept_positions(cache, 1)
   assert answer == answers[1:2]
 
 
@@ -244,7 +244,7 @@ def test_a_mesh_changes_nothing(mesh):
     found = kvjax.generate(MODEL, PARAMS, spread, questions, DECODING).rows()
   assert found == alone
   for row in range(4):
-    assert held_positions(spread, row) == held_positions(cache, row)
+    assert kept_positions(spread, row) == kept_positions(cache, row)
 
 
 def test_a_spec_that_does_not_fit_is_refused():

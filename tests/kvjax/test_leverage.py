@@ -49,7 +49,7 @@ def lev(
   run=compiled,
 ):
   """Of one head of one row, whose padding is NaN."""
-  held = np.arange(len(keys) + padded) < len(keys)
+  valid = np.arange(len(keys) + padded) < len(keys)
   keys = np.pad(
     np.asarray(keys, np.float32),
     ((0, padded), (0, 0)),
@@ -58,7 +58,7 @@ def lev(
   factor = None if sketch is None else sketch[None]
   ours = run(
     jnp.asarray(keys)[None, None],
-    jnp.asarray(held)[None, None],
+    jnp.asarray(valid)[None, None],
     factor,
     solver=solver,
     center=center,
@@ -265,13 +265,13 @@ def test_leverage_of_chunks_is_that_of_each_chunk_alone(size, solver):
 def test_heads_and_rows_stand_alone():
   """Each head has its factor; rows of unequal lengths share them."""
   keys = np.stack([keys_of(seed, 30) for seed in range(4)]).reshape(2, 2, 30, D)
-  held = np.arange(30)[None] < np.array([30, 21])[:, None]
+  valid = np.arange(30)[None] < np.array([30, 21])[:, None]
   factors = jnp.stack(
     [gaussian_sketch(jax.random.key(seed), D, 5) for seed in range(2)]
   )
   ours = leverage(
     jnp.asarray(keys, jnp.float32),
-    jnp.asarray(np.repeat(held[:, None], 2, axis=1)),
+    jnp.asarray(np.repeat(valid[:, None], 2, axis=1)),
     factors,
     "svd",
     False,

@@ -67,7 +67,7 @@ def looked_up(method, seen, queries):
     method, jnp.int32(1), LayerCache.of(seen), seen, counts, MOST
   )
   output, _ = layer.attend(after(seen, queries))
-  store = Store(layer.stored.keys, layer.stored.held)
+  store = Store(layer.stored.keys, layer.stored.valid)
   each = jnp.broadcast_to(counts[:, None], (len(LENGTHS), KV_HEADS))
   grouped = queries.reshape(len(LENGTHS), KV_HEADS, GROUP, DIM)
   found, _ = jax.vmap(jax.vmap(method.retrieve))(
@@ -141,14 +141,14 @@ DRAWS = 3000
 def drawn(keys, queries):
   """What many independent draws of directions sample."""
   tokens = jnp.arange(len(keys), dtype=jnp.int32)
-  held = jnp.ones(len(keys), bool)
+  valid = jnp.ones(len(keys), bool)
   head = Head(keys, keys, tokens, keys[None], tokens)
   reads = Reads(jnp.asarray(1), 1)
 
   def bias(number):
-    prompt = Prompt(head, held, number, 1, 0, len(keys))
+    prompt = Prompt(head, valid, number, 1, 0, len(keys))
     index = SMALL.index(prompt, reads)
-    return SMALL.retrieve(index, queries, Store(keys, held), reads)[0].bias
+    return SMALL.retrieve(index, queries, Store(keys, valid), reads)[0].bias
 
   return jax.lax.map(bias, jnp.arange(DRAWS), batch_size=500)
 
@@ -197,14 +197,14 @@ def test_a_query_along_a_centered_key_finds_it():
   rng = np.random.default_rng(2)
   keys = jnp.asarray(rng.normal(size=(30, DIM)), jnp.float32)
   method = dataclasses.replace(SMALL, bits=20, tables=2)
-  tokens, held = jnp.arange(30), jnp.ones(30, bool)
+  tokens, valid = jnp.arange(30), jnp.ones(30, bool)
   head = Head(keys, keys, tokens, keys[None], tokens)
   reads = Reads(jnp.asarray(1), 1)
-  index = method.index(Prompt(head, held, tokens[0], 1, 0, 30), reads)
+  index = method.index(Prompt(head, valid, tokens[0], 1, 0, 30), reads)
   queries = 5 * (keys - jnp.mean(keys, axis=0, keepdims=True))
   sides = np.asarray(queries) @ np.asarray(index.planes) >= 0
   np.testing.assert_array_equal(index.codes, sides @ 2 ** np.arange(20))
-  found, _ = method.retrieve(index, queries, Store(keys, held), reads)
+  found, _ = method.retrieve(index, queries, Store(keys, valid), reads)
   bias = np.asarray(found.bias)
   assert (np.isfinite(bias) == np.eye(30, dtype=bool)).all()
   np.testing.assert_allclose(np.diag(bias), 0.0, atol=0.02)

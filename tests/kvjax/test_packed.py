@@ -154,8 +154,8 @@ def test_pages_hold_the_given_slots_in_order():
     assert own[own >= 0].tolist() == given.tolist()  # positions are slots here
     assert np.all(own[len(given) :] == -1)
     assert len(own) == -(-len(given) // PAGE) * PAGE
-    held = pages.keys[b, heads[b] == j].reshape(-1, 8)[: len(given)]
-    np.testing.assert_array_equal(held, cache.keys[b, j, given])
+    valid = pages.keys[b, heads[b] == j].reshape(-1, 8)[: len(given)]
+    np.testing.assert_array_equal(valid, cache.keys[b, j, given])
   assert np.all(positions[heads < 0] == -1)
   np.testing.assert_array_equal(pages.lengths(3), np.sum(slots >= 0, axis=-1))
 
@@ -284,18 +284,18 @@ def prefilled():
 @pytest.mark.parametrize("index", [0, 1], ids=["adakv", "compactor.vllm"])
 def test_a_models_bytes_follow_what_its_heads_hold(prefilled, index):
   cache = prefilled[1][index]
-  held = np.asarray(cache.lengths)
-  assert held.shape == (2, 2, HEADS)
-  assert np.all(held.sum(axis=-1) == HEADS * 64)
+  valid = np.asarray(cache.lengths)
+  assert valid.shape == (2, 2, HEADS)
+  assert np.all(valid.sum(axis=-1) == HEADS * 64)
   # So many pages hold 256 tokens of 4 heads, whichever have them: here all but
   # a few are in use.
   pages = (HEADS * 64 + HEADS * (DEFAULT_PAGE - 1)) // DEFAULT_PAGE
-  used = (-(-held // DEFAULT_PAGE)).sum(axis=-1)
+  used = (-(-valid // DEFAULT_PAGE)).sum(axis=-1)
   assert np.all((pages - 2 <= used) & (used <= pages))
   slot = 2 * 8 * 4 + 4
   layer = 2 * pages * (DEFAULT_PAGE * slot + 4) + 4  # head numbers, cursor
   assert cache.nbytes == 2 * layer + 2 * 4
-  padded = sum(2 * HEADS * most * slot for most in held.max(axis=(1, 2)))
+  padded = sum(2 * HEADS * most * slot for most in valid.max(axis=(1, 2)))
   assert cache.nbytes < 0.75 * padded
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.sharding import parse_mesh
-from kvjax.testing import TinyModel, held_positions
+from kvjax.testing import TinyModel, kept_positions
 
 # Half the time to compile, where one layer shows it all.
 MODEL = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 4096))
@@ -49,13 +49,13 @@ def test_whole_prompts_are_those_of_a_model_without_groups():
   np.testing.assert_allclose(logits, reference, atol=1e-5)
   for got, cache, grouped in zip(caches, expected, caches[4:], strict=False):
     for row in range(3):
-      assert held_positions(got, row) == held_positions(cache, row)
+      assert kept_positions(got, row) == kept_positions(cache, row)
     assert got.nbytes == cache.nbytes > 1.9 * grouped.nbytes
   # Heads of a group choose for themselves.
-  kept = held_positions(caches[0], 0)[0]
+  kept = kept_positions(caches[0], 0)[0]
   assert kept[0] == kept[1] != kept[2]
   assert (
-    held_positions(caches[1], 0)[0][0] != held_positions(caches[1], 0)[0][1]
+    kept_positions(caches[1], 0)[0][0] != kept_positions(caches[1], 0)[0][1]
   )
 
 
@@ -68,7 +68,7 @@ def test_four_devices_equal_one():
   shard = four.stacks[0].keys.addressable_shards[0].data
   assert shard.shape[:3] == (1, 2, 2)
   for row in range(4):
-    assert held_positions(one, row) == held_positions(four, row)
+    assert kept_positions(one, row) == kept_positions(four, row)
   np.testing.assert_allclose(own, logits, atol=1e-5)
 
 
@@ -91,7 +91,7 @@ def test_blocks_and_decoding_are_those_of_a_model_without_groups(name):
   got, expected = runs
   np.testing.assert_array_equal(got.tokens, expected.tokens)
   for row in range(3):
-    assert held_positions(got.cache, row) == held_positions(expected.cache, row)
+    assert kept_positions(got.cache, row) == kept_positions(expected.cache, row)
   assert jax.tree.map(jnp.shape, got.cache.stacks) == jax.tree.map(
     jnp.shape, expected.cache.stacks
   )

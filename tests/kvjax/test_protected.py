@@ -10,7 +10,7 @@ from kvjax.allocation import Sizes
 from kvjax.errors import InputError
 from kvjax.registry.names import get_method
 from kvjax.registry.registry import METHODS
-from kvjax.testing import TinyModel, held_positions
+from kvjax.testing import TinyModel, kept_positions
 
 # Half the time to compile, where one layer shows it all.
 MODEL = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 4096))
@@ -64,14 +64,14 @@ def test_protected_tokens_are_kept_within_the_budget(name, caches):
   plan, cache, plain = caches[name]
   for row, mask in enumerate(PROTECTED):
     must = set(np.flatnonzero(mask).tolist())
-    for heads in held_positions(cache, row):
+    for heads in kept_positions(cache, row):
       total = sum(map(len, heads))
       expected = 2 * counts(plan)[row]
       assert total == expected or (name.startswith(COARSE) and total < expected)
       for kept in heads:
         assert must <= set(kept)
         assert kept == sorted(set(kept))
-  assert held_positions(cache, 0) != held_positions(plain, 0)
+  assert kept_positions(cache, 0) != kept_positions(plain, 0)
 
 
 @pytest.mark.parametrize("name", ["keydiff", "h2o", "lagkv:sinks=2:lag=6"])
@@ -85,7 +85,7 @@ def test_protection_lasts_through_blocks_and_decoding(name):
     MODEL, PARAMS, cache, questions, kvjax.Decoding(30), keep=True
   ).cache
   for row, mask in enumerate(PROTECTED):
-    for heads in held_positions(cache, row):
+    for heads in kept_positions(cache, row):
       for kept in heads:
         assert set(np.flatnonzero(mask).tolist()) <= set(kept)
 
@@ -146,7 +146,7 @@ def test_protected_tokens_come_before_the_methods_own(name):
   for budget in CROWDED_BUDGETS:
     plan, cache = crowded(first)[method, budget]
     for row, n in enumerate((61, 40)):
-      for heads in held_positions(cache, row):
+      for heads in kept_positions(cache, row):
         assert sum(map(len, heads)) <= 2 * counts(plan)[row]
         for kept in heads:
           assert set(range(first, first + 10)) <= set(kept)

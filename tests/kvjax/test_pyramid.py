@@ -10,7 +10,7 @@ from kvjax.methods import KeyDiff
 from kvjax.prompts import bucket_lengths
 from kvjax.registry.names import get_method, get_recipe
 from kvjax.registry.registry import Recipe
-from kvjax.testing import TinyModel, held_positions
+from kvjax.testing import TinyModel, kept_positions
 
 PYRAMID = Pyramid(Uniform(), window=8)
 
@@ -81,11 +81,11 @@ def test_a_layer_spreads_its_own_share_over_its_heads():
   budget = kvjax.Retention(0.5)
   plan = kvjax.Plan(method, budget, allocation=pyramid)
   cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
-  held = np.asarray(cache.lengths).sum(axis=-1)
+  valid = np.asarray(cache.lengths).sum(axis=-1)
   for row, length in enumerate((60, 45)):
     kept = layer_kept(budget, length, 2, pyramid)
-    assert held[:, row].tolist() == [2 * count for count in kept]
-    for layer in held_positions(cache, row):
+    assert valid[:, row].tolist() == [2 * count for count in kept]
+    for layer in kept_positions(cache, row):
       for head in layer:
         assert {0, 1, length - 3, length - 2, length - 1} <= set(head)
 
@@ -140,7 +140,7 @@ def test_memory_follows_the_layers_budgets():
   # Below, the layer keeps what KeyDiff alone would with that budget.
   more = kvjax.Tokens(int(lengths[0, 0, 0]))
   plain, _ = kvjax.prefill(model, params, prompts, kvjax.Plan(KeyDiff(), more))
-  assert held_positions(cache, 0)[0] == held_positions(plain, 0)[0]
+  assert kept_positions(cache, 0)[0] == kept_positions(plain, 0)[0]
   below, above = cache.layers
   assert above.nbytes < even.layers[1].nbytes < below.nbytes
 

@@ -20,7 +20,7 @@ from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.kernels.quantized import Quantized
 from kvjax.registry.names import get_method
-from kvjax.testing import TinyModel, held_positions, poisoned
+from kvjax.testing import TinyModel, kept_positions, poisoned
 
 GEOMETRY = kvjax.Geometry.uniform(
   layers=2, heads=4, kv_heads=2, head_dim=16, max_positions=4096
@@ -251,17 +251,17 @@ def test_the_same_tokens_are_kept_and_rounded_once(caches, method, kv_dtype):
   assert ours.nbytes == sum(x.nbytes for x in jax.tree.leaves(ours))
   assert np.array_equal(ours.next_positions, theirs.next_positions)
   for row, tokens in enumerate(ROWS):
-    held = held_positions(ours, row)
-    assert held == held_positions(theirs, row)
+    valid = kept_positions(ours, row)
+    assert valid == kept_positions(theirs, row)
     place = tokens.index(PROTECTED) if PROTECTED in tokens else -1
-    assert all(place in head for layer in held for head in layer) or place < 0
+    assert all(place in head for layer in valid for head in layer) or place < 0
   for small, whole in zip(ours.layers, theirs.layers, strict=True):
     for small_part, part in zip(parts(small), parts(whole), strict=True):
-      held = np.asarray(part[2]) >= 0
+      valid = np.asarray(part[2]) >= 0
       for x, y in zip(small_part[:2], part[:2], strict=True):
         assert x.qvalue.dtype == SMALL[kv_dtype]
-        wanted, scale = exact(y)[held], np.asarray(x.scale, np.float64)[held]
-        off = np.abs(exact(x)[held] - wanted)
+        wanted, scale = exact(y)[valid], np.asarray(x.scale, np.float64)[valid]
+        off = np.abs(exact(x)[valid] - wanted)
         assert np.all(off <= half_step(wanted, scale, kv_dtype))
         largest = np.abs(wanted).max(axis=-1, keepdims=True)
         np.testing.assert_allclose(
@@ -273,11 +273,11 @@ def assert_alike(ours, theirs, row=...):
   """Equal, but for sums in another order that round to the next number."""
   for one, other in zip(ours, theirs, strict=True):
     for part, expected in zip(parts(one), parts(other), strict=True):
-      held = np.asarray(part[2]) >= 0
+      valid = np.asarray(part[2]) >= 0
       for x, y in zip(part[:2], expected[:2], strict=True):
-        wanted = exact(y)[row].reshape(exact(x).shape)[held]
-        scale = exact_scale(y)[row].reshape(exact_scale(x).shape)[held]
-        off = np.abs(exact(x)[held] - wanted)
+        wanted = exact(y)[row].reshape(exact(x).shape)[valid]
+        scale = exact_scale(y)[row].reshape(exact_scale(x).shape)[valid]
+        off = np.abs(exact(x)[valid] - wanted)
         assert np.all(off <= 1.01 * np.maximum(np.abs(wanted) / 8, scale))
         assert np.sum(off > 0.1 * scale) <= 0.01 * off.size
 
@@ -286,7 +286,7 @@ def test_a_row_stands_alone(caches):
   names = [(DENSE, "int8"), (PACKED, "fp8")]
   alone = swept([plan(*name) for name in names], prompts=PROMPTS.row(1))
   for name, own in zip(names, alone, strict=True):
-    assert held_positions(own, 0) == held_positions(caches[name], 1)
+    assert kept_positions(own, 0) == kept_positions(caches[name], 1)
     assert_alike(own.layers, caches[name].layers, 1)
 
 
@@ -309,7 +309,7 @@ def test_rows_are_joined_with_their_like(caches):
   int8, fp8 = caches[DENSE, "int8"], caches[DENSE, "fp8"]
   joined = kvjax.stack([int8, int8])
   for row in (1, 5):
-    assert held_positions(joined, row) == held_positions(int8, 1)
+    assert kept_positions(joined, row) == kept_positions(int8, 1)
   assert joined.layers[0].keys.qvalue.dtype == jnp.int8
   assert joined.layers[0].keys.scale.shape[0] == 8
   for other in (fp8, caches[DENSE, None]):

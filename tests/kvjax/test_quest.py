@@ -82,7 +82,7 @@ def looked_up(method, seen, queries):
     method, jnp.int32(2), LayerCache.of(seen), seen, counts, MOST
   )
   output, _ = layer.attend(after(seen, queries))
-  store = Store(layer.stored.keys, layer.stored.held)
+  store = Store(layer.stored.keys, layer.stored.valid)
   each = jnp.broadcast_to(counts[:, None], (len(LENGTHS), KV_HEADS))
   grouped = queries.reshape(len(LENGTHS), KV_HEADS, GROUP, DIM)
   found, _ = jax.vmap(jax.vmap(method.retrieve))(
@@ -147,22 +147,22 @@ def test_the_score_bounds_every_key_of_its_page():
 
 def test_a_ragged_page_uses_its_real_tokens():
   keys = jax.random.normal(jax.random.key(3), (22, 4))
-  held = jnp.arange(22) < 19
-  keys = jnp.where(held[:, None], keys, jnp.nan)
+  valid = jnp.arange(22) < 19
+  keys = jnp.where(valid[:, None], keys, jnp.nan)
   head = Head(
     cached_keys=keys,
     cached_values=keys,
-    positions=jnp.where(held, jnp.arange(22), -1),
+    positions=jnp.where(valid, jnp.arange(22), -1),
     queries=jnp.zeros((1, 22, 4)),
     query_positions=jnp.arange(22),
   )
   method = Quest(page=8)
   number = jnp.asarray(0)
   reads = Reads(jnp.asarray(3), 3)
-  bounds = method.index(Prompt(head, held, number, 0, 0, 22), reads)
+  bounds = method.index(Prompt(head, valid, number, 0, 0, 22), reads)
   np.testing.assert_array_equal(bounds.low[2], keys[16:19].min(axis=0))
   np.testing.assert_array_equal(bounds.high[2], keys[16:19].max(axis=0))
-  store = Store(keys, held)
+  store = Store(keys, valid)
   found, _ = method.retrieve(bounds, jnp.ones((2, 4)), store, reads)
   for slots in np.asarray(found.slots):
     assert sorted(slots[slots >= 0]) == [*range(19)]

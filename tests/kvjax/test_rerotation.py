@@ -9,7 +9,7 @@ import kvjax
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.registry.names import get_method
-from kvjax.testing import TinyModel, held_positions
+from kvjax.testing import TinyModel, kept_positions
 
 # Half the time to compile, where one layer shows it all.
 MODEL = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 4096))
@@ -56,12 +56,12 @@ def test_rerotated_keys_are_those_of_their_places_in_the_cache():
       turned(keys, np.arange(12)).swapaxes(0, 1),
       atol=1e-5,
     )
-  assert held_positions(cache, 0) == [[list(range(12))] * 2]
+  assert kept_positions(cache, 0) == [[list(range(12))] * 2]
   cache = kvjax.reserve(cache, 40)
   cache = kvjax.generate(
     MODEL, PARAMS, cache, QUESTIONS, kvjax.Decoding(5), keep=True
   ).cache
-  assert held_positions(cache, 1)[0][0] == list(range(12 + 1 + 5))
+  assert kept_positions(cache, 1)[0][0] == list(range(12 + 1 + 5))
 
 
 class Stream:
@@ -73,7 +73,7 @@ class Stream:
 
   def __init__(self, budget, sinks=4):
     self.budget, self.sinks = budget, sinks
-    self.held = [[] for _ in LAYERS]
+    self.valid = [[] for _ in LAYERS]
 
   def step(self, ids):
     """Feeds tokens, then evicts; answers the logits after the last."""
@@ -84,12 +84,12 @@ class Stream:
         (x @ weights[name]).reshape(len(ids), -1, 8)
         for name in ("query", "key", "value")
       )
-      held = self.held[layer]
-      before = len(held)
-      held += list(zip(k, v, strict=True))
+      valid = self.valid[layer]
+      before = len(valid)
+      valid += list(zip(k, v, strict=True))
       mixed = []
       for number in range(len(ids)):
-        seen = held[: before + number + 1]
+        seen = valid[: before + number + 1]
         keys = turned(np.array([k for k, _ in seen]), np.arange(len(seen)))
         query = turned(q[number][None], np.array([len(seen) - 1]))[0]
         out = []
@@ -100,8 +100,8 @@ class Stream:
           out.append(weight / weight.sum() @ values)
         mixed.append(np.concatenate(out))
       x = x + np.array(mixed) @ weights["output"]
-      if len(held) > self.budget:
-        del held[self.sinks : len(held) - (self.budget - self.sinks)]
+      if len(valid) > self.budget:
+        del valid[self.sinks : len(valid) - (self.budget - self.sinks)]
     return x[-1] @ embedding.T
 
 
@@ -145,7 +145,7 @@ def test_what_is_renumbered_can_be_protected():
   for row, ids in enumerate(ROWS):
     newest = len(ids) + 21
     kept = [0, 1, 2, 3, 9, 10, *range(newest - 6, newest)]
-    assert held_positions(cache, row) == [[kept] * 2]
+    assert kept_positions(cache, row) == [[kept] * 2]
 
 
 def test_renumbered_tokens_must_be_as_many_everywhere():

@@ -201,11 +201,11 @@ def test_asked_for_as_much_as_there_is_it_finds_it_all(name):
   method = get_retrieval(name)
   counts = jnp.asarray(COUNTS, jnp.int32)
   layer, _ = compiled_index(method, activations(0), counts)
-  store = Store(layer.stored.keys[:1], layer.stored.held[:1])
-  held = int(store.held[0, 0].sum())
-  assert held > COUNTS[0]
+  store = Store(layer.stored.keys[:1], layer.stored.valid[:1])
+  valid = int(store.valid[0, 0].sum())
+  assert valid > COUNTS[0]
   queries = activations(1).queries[:1, :, 0].reshape(1, 3, 2, 8)
-  reads = Reads(jnp.full((1, 3), held, jnp.int32), held)
+  reads = Reads(jnp.full((1, 3), valid, jnp.int32), valid)
 
   def retrieve(index, queries, store, reads):
     return method.retrieve(index, queries, store, reads)[0]
@@ -214,7 +214,7 @@ def test_asked_for_as_much_as_there_is_it_finds_it_all(name):
   found = jax.jit(jax.vmap(jax.vmap(retrieve)))(index, queries, store, reads)
   for slots in np.asarray(found.slots).reshape(-1, found.slots.shape[-1]):
     assert (
-      sorted(slots[slots >= 0]) == np.flatnonzero(store.held[0, 0]).tolist()
+      sorted(slots[slots >= 0]) == np.flatnonzero(store.valid[0, 0]).tolist()
     )
 
 

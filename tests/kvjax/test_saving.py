@@ -23,7 +23,7 @@ from kvjax.errors import InputError
 from kvjax.methods import HeadwiseMethod
 from kvjax.registry.registry import METHODS
 from kvjax.struct import STRUCTS, class_name, make, static, struct, updated
-from kvjax.testing import TinyModel, held_positions, poisoned
+from kvjax.testing import TinyModel, kept_positions, poisoned
 
 GEOMETRY = kvjax.Geometry.uniform(
   layers=2, heads=4, kv_heads=2, head_dim=8, max_positions=512
@@ -126,7 +126,7 @@ def test_a_cache_goes_on_evicting_as_it_would_have(method, budget, tmp_path):
   ours = said.cache
   assert_same_bits(ours, expected.cache)
   for row in range(4):
-    for heads in held_positions(ours, row):
+    for heads in kept_positions(ours, row):
       for kept in heads:
         assert {9, 16} <= set(kept)
   seen = int(ours.next_positions[0])

@@ -14,7 +14,7 @@ from kvjax.engine.prepared import prepare_limits
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, LagKV
 from kvjax.registry.names import get_method
-from kvjax.testing import TinyModel, held_positions
+from kvjax.testing import TinyModel, kept_positions
 
 # Half the time to compile, where one layer shows it all.
 MODEL = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 4096))
@@ -58,7 +58,7 @@ def test_one_block_is_the_whole_prompt(name):
   whole, logits = prefill(name, kvjax.Schedule())
   block, own = prefill(name, kvjax.Schedule(block=64))
   for row in range(3):
-    assert held_positions(block, row) == held_positions(whole, row)
+    assert kept_positions(block, row) == kept_positions(whole, row)
   np.testing.assert_allclose(own, logits, rtol=0, atol=1e-5)
 
 
@@ -72,7 +72,7 @@ def test_a_budget_that_holds_everything_changes_nothing(name):
     MODEL, PARAMS, PROMPTS, Plan(method, budget, schedule)
   )
   for row in range(3):
-    assert held_positions(cache, row) == held_positions(dense, row)
+    assert kept_positions(cache, row) == kept_positions(dense, row)
   np.testing.assert_allclose(own, logits, rtol=0, atol=1e-5)
   decoding = kvjax.Decoding(20)
   expected = kvjax.generate(MODEL, PARAMS, dense, QUESTIONS, decoding)
@@ -90,7 +90,7 @@ def test_four_devices_equal_one(name):
   with jax.set_mesh(parse_mesh("data:2,model:2")):
     four, own = prefill(name, schedule, rows)
   for row in range(4):
-    assert held_positions(one, row) == held_positions(four, row)
+    assert kept_positions(one, row) == kept_positions(four, row)
   np.testing.assert_allclose(own, logits, rtol=0, atol=1e-5)
 
 
@@ -198,4 +198,4 @@ def test_rows_of_unequal_budgets_pool_their_own_neighbors():
 
   together = run(ROWS)
   for row, ids in enumerate(ROWS):
-    assert held_positions(run([ids]), 0) == held_positions(together, row)
+    assert kept_positions(run([ids]), 0) == kept_positions(together, row)

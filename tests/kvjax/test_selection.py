@@ -13,10 +13,10 @@ from kvjax.options.budgets import Retention, Tokens
 from kvjax.selection import age, floor_share, top_slots
 
 
-def by_hand(scores, held, protected, count):
+def by_hand(scores, valid, protected, count):
   """One head, by Python's sort."""
-  guarded = [i for i in range(len(scores)) if held[i] and protected[i]]
-  rest = [i for i in range(len(scores)) if held[i] and not protected[i]]
+  guarded = [i for i in range(len(scores)) if valid[i] and protected[i]]
+  rest = [i for i in range(len(scores)) if valid[i] and not protected[i]]
   worth = [s if np.isfinite(s) else -np.inf for s in scores]
   rest.sort(key=lambda i: (-worth[i], i))
   kept = guarded[-count:] if len(guarded) >= count else guarded + rest
@@ -29,30 +29,30 @@ def test_equals_a_sort(seed):
   B, K, T = 3, 2, int(rng.integers(3, 40))
   scores = rng.integers(-3, 4, (B, K, T)).astype(np.float32)  # many ties
   scores[rng.random((B, K, T)) < 0.1] = rng.choice([np.nan, np.inf, -np.inf])
-  held = rng.random((B, K, T)) < 0.8
+  valid = rng.random((B, K, T)) < 0.8
   protected = rng.random((B, K, T)) < rng.choice([0.0, 0.2, 0.9])
   counts = rng.integers(1, T + 1, B).astype(np.int32)
   slots = jax.jit(top_slots, static_argnums=4)(
-    scores, held, protected, counts, int(counts.max())
+    scores, valid, protected, counts, int(counts.max())
   )
   for b in range(B):
     for k in range(K):
       ours = [int(i) for i in slots[b, k] if i >= 0]
-      expected = by_hand(scores[b, k], held[b, k], protected[b, k], counts[b])
+      expected = by_hand(scores[b, k], valid[b, k], protected[b, k], counts[b])
       assert ours == expected
 
 
 def test_unfilled_slots_come_last():
   scores = jnp.asarray([[[3.0, 1.0, 2.0, 0.0]]])
-  held = jnp.asarray([[[True, False, True, False]]])
-  none = jnp.zeros_like(held)
-  slots = top_slots(scores, held, none, jnp.asarray([3]), 3)
+  valid = jnp.asarray([[[True, False, True, False]]])
+  none = jnp.zeros_like(valid)
+  slots = top_slots(scores, valid, none, jnp.asarray([3]), 3)
   assert slots.tolist() == [[[0, 2, -1]]]
 
 
 def test_age_counts_from_the_newest():
-  held = jnp.asarray([True, False, True, True, False])
-  assert age(held).tolist() == [3, 2, 2, 1, 0]
+  valid = jnp.asarray([True, False, True, True, False])
+  assert age(valid).tolist() == [3, 2, 2, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def looked_up(method, seen, queries):
     method, jnp.int32(0), LayerCache.of(seen), seen, counts, MOST
   )
   output, _ = layer.attend(after(seen, queries))
-  store = Store(layer.stored.keys, layer.stored.held)
+  store = Store(layer.stored.keys, layer.stored.valid)
   each = jnp.broadcast_to(counts[:, None], (len(LENGTHS), KV_HEADS))
   grouped = queries.reshape(len(LENGTHS), KV_HEADS, GROUP, DIM)
   found, _ = jax.vmap(jax.vmap(method.retrieve))(
@@ -139,9 +139,9 @@ def test_a_chunk_with_a_key_unlike_the_others_is_always_read():
   keys[7, 0] = unit(rng.normal(size=16))
   flat = jnp.asarray(keys.reshape(-1, 16), jnp.float32)
   tokens = jnp.arange(chunks * page)
-  held = jnp.ones(chunks * page, bool)
+  valid = jnp.ones(chunks * page, bool)
   head = Head(flat, flat, tokens, flat[None], tokens)
-  prompt = Prompt(head, held, jnp.asarray(0), 0, 0, chunks * page)
+  prompt = Prompt(head, valid, jnp.asarray(0), 0, 0, chunks * page)
   method = ShadowKV(outliers=2)
   queries = np.concatenate([rng.normal(size=(20, 16)), -9 * keys.mean(axis=1)])
 
@@ -150,7 +150,7 @@ def test_a_chunk_with_a_key_unlike_the_others_is_always_read():
     index = method.index(prompt, reads)
     return jax.vmap(
       lambda query: method.retrieve(
-        index, query[None], Store(flat, held), reads
+        index, query[None], Store(flat, valid), reads
       )[0].slots[0]
     )(jnp.asarray(queries, jnp.float32))
 

@@ -160,13 +160,13 @@ def test_on_a_mesh_adapters_are_split_as_their_weights():
     changed, with_adapters = lora.adapted(model, params, 3, ("q", "down"))
     layers = lora.split(with_adapters)[0]["layers"]
     depth = model.geometry.num_layers
-    held = {
+    valid = {
       name + matrix: layers[module][name][matrix][...].addressable_shards[0]
       for module, name in (lora.TARGETS["q"], lora.TARGETS["down"])
       for matrix in ("lora_a", "lora_b")
     }
     # Two devices share the outputs of q and the inputs of down.
-    assert {name: shard.data.shape for name, shard in held.items()} == {
+    assert {name: shard.data.shape for name, shard in valid.items()} == {
       "q_projlora_a": (depth, 32, 3),
       "q_projlora_b": (depth, 3, 32 // 2),
       "down_projlora_a": (depth, 48 // 2, 3),

@@ -14,7 +14,7 @@ from kvjax.testing import (
   TinyModel,
   check_method,
   check_retrieval,
-  held_positions,
+  kept_positions,
 )
 
 MODEL = TinyModel()
@@ -30,7 +30,7 @@ NAMES = ["last_votes:window=4", "mean_query.near:sinks=1"]
 
 def lengths(cache):
   """Tokens of the rows in the first head of the first layer."""
-  return [len(held_positions(cache, row)[0][0]) for row in range(2)]
+  return [len(kept_positions(cache, row)[0][0]) for row in range(2)]
 
 
 def main(folder: str) -> None:

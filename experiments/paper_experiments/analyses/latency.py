@@ -67,7 +67,7 @@ def _leverage(cache: LayerCache, seen: Activations) -> PyTree[Array]:
   key = jax.random.key(0)
   factors = draw_factors("gaussian", key, _KV_HEADS, _DIM, _SKETCH)
   assert seen.keys_unrotated is not None
-  return leverage(seen.keys_unrotated, cache.held, factors, "svd", False)
+  return leverage(seen.keys_unrotated, cache.valid, factors, "svd", False)
 
 
 _SCORERS: dict[str, _Scorer] = {

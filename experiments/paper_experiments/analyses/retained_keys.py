@@ -150,12 +150,12 @@ def _keys(subject: Subject, row: Sequence[int], plan: kvjax.Plan) -> _Heads:
   found = {}
   for number, layer in enumerate(cache.layers):
     assert isinstance(layer, LayerCache)
-    keys, held = (
+    keys, valid = (
       np.asarray(layer.keys[0], np.float64),
-      np.asarray(layer.held[0]),
+      np.asarray(layer.valid[0]),
     )
     for head, own in enumerate(keys):
-      found[number, head] = own[held[head]]
+      found[number, head] = own[valid[head]]
   return found
 
 

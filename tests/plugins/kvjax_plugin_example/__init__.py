@@ -42,7 +42,7 @@ class LastVotes(kvjax.methods.ScoringMethod):
     """The last tokens."""
     del counts
     last = jnp.max(cache.positions, axis=-1, keepdims=True)
-    return cache.held & (cache.positions > last - self.window)
+    return cache.valid & (cache.positions > last - self.window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,8 @@ class MeanQuery(kvjax.retrieval.Retrieval):
   ) -> tuple[kvjax.retrieval.Found, PyTree[Array]]:
     """The largest products."""
     keys = to_device(store.keys).astype(jnp.float32)
-    keys = jnp.where(store.held[:, None], keys, 0.0)
-    slots = best_slots(keys @ jnp.mean(queries, axis=0), store.held, reads)
+    keys = jnp.where(store.valid[:, None], keys, 0.0)
+    slots = best_slots(keys @ jnp.mean(queries, axis=0), store.valid, reads)
     return kvjax.retrieval.Found(slots[None]), None
 
 
