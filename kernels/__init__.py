@@ -1,7 +1,7 @@
-"""Array programs that no library has, each with a plain reference beside it.
+"""Array programs that no library offers, each with a plain reference.
 
-XLA computes them everywhere; on TPUs and GPUs Pallas kernels do where they
-serve. `use` chooses.
+XLA runs all of them on any device. Pallas kernels replace it on TPUs and GPUs
+for the shapes and dtypes they support. `use` chooses between the two.
 """
 
 from kvjax.kernels.dispatch import Implementation as Implementation

@@ -1,4 +1,4 @@
-"""Which program computes an operation: XLA's or a Pallas kernel."""
+"""Chooses the program that computes an operation: XLA's or a Pallas kernel."""
 
 import contextlib
 import functools
@@ -12,20 +12,21 @@ from jaxtyping import Array, PyTree
 Implementation = Literal["xla", "pallas"]
 Platform = Literal["cpu", "gpu", "tpu"]
 
-# The axes of a mesh: rows of a batch are spread over the first, KV heads and
-# the query heads that read them over the second.
+# The mesh axes: batch rows are sharded over the first, KV heads and the query
+# heads that read them over the second.
 AXES = ("data", "model")
 
-# Both are part of the key of every compiled program.
+# A user context is part of JAX's compilation cache key, so a program that was
+# compiled under one choice is never reused under another.
 _implementation = jax.make_user_context(default_value=None)
 _platform = jax.make_user_context(default_value=None)
 
 
 class Programs(NamedTuple):
-  """The programs of an operation, which compute the same.
+  """The interchangeable programs of one operation.
 
-  A kernel raises NotImplementedError, while it is traced, where it does not
-  serve; XLA's program always serves.
+  A kernel raises NotImplementedError during tracing for inputs that it does
+  not support. XLA's program supports all inputs.
   """
 
   xla: Callable[..., Any]
@@ -38,12 +39,12 @@ def use(
   implementation: Implementation | None = None,
   platform: Platform | None = None,
 ) -> Iterator[None]:
-  """Chooses the programs of what is traced within it.
+  """Chooses the programs for everything that is traced within the context.
 
   Args:
-    implementation: "xla"; "pallas", which refuses where a kernel declines;
-      None takes the platform's kernels where they serve.
-    platform: what is compiled for; None is where JAX runs.
+    implementation: "xla"; "pallas", which raises where a kernel declines; None
+      uses the platform's kernels and falls back to XLA.
+    platform: the target to compile for; None is JAX's default backend.
   """
   with _implementation(implementation), _platform(platform):
     yield
@@ -57,23 +58,24 @@ def dispatch(
   result: PyTree[str],
   **options: Any,
 ) -> Any:
-  """Computes an operation, by default with the kernel of the platform.
+  """Computes an operation, by default with the platform's kernel.
 
-  The compiler cannot split a kernel, so that on a mesh one runs on each
-  device's rows and heads.
+  The compiler cannot partition a kernel. On a mesh, each device therefore runs
+  the kernel on its own rows and heads.
 
   Args:
-    programs: of the operation; they take `operands`, then `options` by name.
-    implementation: as in `use`, which decides where it is None.
+    programs: the operation's programs; they take `operands`, then `options` by
+      name.
+    implementation: see `use`, which decides if this is None.
     operands: arrays, trees of arrays with the same leading axes, or None for
-      what is not given.
-    spread: of each operand, what its leading axes are: "BK" rows and heads,
-      "B" rows, "K" heads, "" neither. Query heads are heads too.
-    result: the same for what is answered, in its structure.
-    **options: static.
+      absent operands.
+    spread: the leading axes of each operand: "BK" for rows and heads, "B" for
+      rows, "K" for heads, "" for neither. Query heads count as heads.
+    result: the leading axes of each output, in the structure of the result.
+    **options: static options.
 
   Raises:
-    NotImplementedError: "pallas" is asked for and the kernel declines.
+    NotImplementedError: the implementation is "pallas" and the kernel declines.
   """
   chosen = implementation or _implementation.value
   platform = _platform.value or jax.default_backend()
@@ -93,10 +95,13 @@ def dispatch(
 
 
 def _check_gpu() -> None:
-  """Declines for a GPU of another kind; one that is not here is taken on trust.
+  """Declines GPUs other than Hopper.
+
+  Compiling for a GPU that is not attached is always allowed, since there is
+  nothing to check.
 
   Raises:
-    NotImplementedError: the kernels' instructions are Hopper's.
+    NotImplementedError: the GPU lacks Hopper's instructions.
   """
   if jax.default_backend() != "gpu":
     return
@@ -113,7 +118,7 @@ def _on_mesh(
   spread: Sequence[str],
   result: PyTree[str],
 ) -> Any:
-  """Runs a kernel on every device's share of the operands."""
+  """Runs a kernel on each device's shard of the operands."""
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.size <= 1 or not set(AXES) <= set(mesh.auto_axes):
     return kernel(*operands)
@@ -123,7 +128,7 @@ def _on_mesh(
     for array in jax.tree.leaves(operand)
     for letter, size in zip(letters, array.shape, strict=False)
   ]
-  # An axis that does not divide evenly stays whole.
+  # Shard an axis only if all operands divide evenly; replicate it otherwise.
   axes = {
     letter: axis
     for letter, axis in zip("BK", AXES, strict=True)
@@ -136,7 +141,7 @@ def _on_mesh(
   return jax.shard_map(
     kernel,
     in_specs=tuple(
-      jax.tree.map(functools.partial(_given, spec(letters)), operand)
+      jax.tree.map(functools.partial(_constant, spec(letters)), operand)
       for operand, letters in zip(operands, spread, strict=True)
     ),
     out_specs=jax.tree.map(spec, result),
@@ -144,5 +149,5 @@ def _on_mesh(
   )(*operands)
 
 
-def _given(spec: PartitionSpec, _: Array) -> PartitionSpec:
+def _constant(spec: PartitionSpec, _: Array) -> PartitionSpec:
   return spec

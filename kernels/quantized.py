@@ -1,4 +1,4 @@
-"""Keys and values in eight bits, with a scale for each token of a head."""
+"""Keys and values in eight bits, with one scale per token and head."""
 
 from typing import NamedTuple
 
@@ -8,16 +8,16 @@ from jaxtyping import Array, Float, Shaped
 
 
 class Quantized(NamedTuple):
-  """Vectors as small numbers times a scale each, x ~ qvalue * scale.
+  """Quantized vectors with one scale each, x ~ qvalue * scale.
 
-  The names and the symmetric scaling by the largest magnitude are those of
-  `QArray` of qwix (github.com/google/qwix), with all axes but the last
-  channelwise. The two arrays have the same leading axes: what slices, gathers
-  or spreads the one over devices does it to the other.
+  The names and the symmetric scaling by the largest magnitude follow `QArray`
+  of qwix (github.com/google/qwix), with all axes but the last channelwise. The
+  two arrays have the same leading axes, so the same slices, gathers and
+  shardings apply to both.
 
   Attributes:
-    qvalue: int8 or float8_e4m3fn.
-    scale: of each vector.
+    qvalue: int8 or float8_e4m3fn entries.
+    scale: the scale of each vector.
   """
 
   qvalue: Shaped[Array, "*B T D"]
@@ -25,58 +25,59 @@ class Quantized(NamedTuple):
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Of what it stands for."""
+    """The shape of the vectors."""
     return self.qvalue.shape
 
 
 def stored(
   x: Shaped[Array, "*B T D"] | Quantized,
 ) -> Shaped[Array, "*B T D"]:
-  """The numbers in memory, without their scales."""
+  """Returns the entries as they lie in memory, without their scales."""
   return x.qvalue if isinstance(x, Quantized) else x
 
 
 def quantize(x: Float[Array, "*B T D"], dtype: DTypeLike) -> Quantized:
   """Rounds vectors to eight bits.
 
-  The scale is the largest magnitude over the largest number of the dtype, 127
-  or 448; a vector of zeros gets 1. (qwix divides by 127.5 for int8 and clips
-  the largest; with 127 no entry is further off than half a scale.)
+  The scale is the largest magnitude divided by the dtype's largest number, 127
+  or 448. A vector of zeros gets scale 1. (For int8, qwix divides by 127.5 and
+  clips the largest entry. Dividing by 127 bounds every error by half a scale.)
 
   Args:
-    x: vectors, finite.
+    x: finite vectors.
     dtype: int8 or float8_e4m3fn.
 
   Returns:
-    Numbers of the dtype and float32 scales. In int8 an entry is off by at most
-    scale / 2, in float8_e4m3fn by at most 1/16 of it or scale / 1024.
+    Entries of the dtype and float32 scales. The error of an entry is at most
+    scale / 2 in int8, and in float8_e4m3fn at most 1/16 of the entry or
+    scale / 1024.
 
   Raises:
-    ValueError: another dtype.
+    ValueError: the dtype is neither of these.
   """
-  whole = jnp.dtype(dtype) == jnp.int8
-  if not whole and jnp.dtype(dtype) != jnp.float8_e4m3fn:
+  is_int8 = jnp.dtype(dtype) == jnp.int8
+  if not is_int8 and jnp.dtype(dtype) != jnp.float8_e4m3fn:
     raise ValueError(f"int8 or float8_e4m3fn, not {jnp.dtype(dtype)}.")
-  bound = 127.0 if whole else 448.0
+  bound = 127.0 if is_int8 else 448.0
   x = x.astype(jnp.float32)
   largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0.0)
-  # Too small to be divided is zero.
+  # Vectors with a subnormal scale become zeros: devices may flush it to zero.
   scale = largest / bound
   scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 1.0)
   scaled = jnp.clip(x / scale, -bound, bound)
   return Quantized(
-    (jnp.round(scaled) if whole else scaled).astype(dtype), scale
+    (jnp.round(scaled) if is_int8 else scaled).astype(dtype), scale
   )
 
 
 def dequantize(
   x: Shaped[Array, "*B T D"] | Quantized, dtype: DTypeLike
 ) -> Float[Array, "*B T D"]:
-  """What quantized vectors stand for; an array stays as it is.
+  """Restores quantized vectors; returns an array unchanged.
 
   Args:
-    x: vectors, whole or in eight bits.
-    dtype: in which the product is returned, rounded from float32.
+    x: vectors, quantized or not.
+    dtype: of the result, which is rounded from float32.
   """
   if not isinstance(x, Quantized):
     return x

@@ -1,4 +1,4 @@
-"""Named shapes at which kernels are compiled and timed."""
+"""Named shapes at which kernels are compiled and benchmarked."""
 
 import dataclasses
 import importlib
@@ -15,15 +15,15 @@ from kvjax import kernels
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-  """A use of an operation at the size of a real model.
+  """An operation at the size of a real model.
 
   Attributes:
-    name: of the shapes, such as "llama-3.1-8b, 32,768 tokens".
-    run: the operation with its options, a function of arrays alone.
-    arrays: draws operands as they are in use, from a random key.
-    ideal_bytes: the fewest bytes that must move between the device's memory
-      and its cores.
-    library: the same by one function of JAX or a few, to be compared with.
+    name: the name of the shapes, such as "llama-3.1-8b, 32,768 tokens".
+    run: the operation with its options fixed, a function of arrays only.
+    arrays: draws realistic operands from a random key.
+    ideal_bytes: the minimum number of bytes that must move between the
+      device's memory and its cores.
+    library: a baseline made of standard JAX functions.
   """
 
   name: str
@@ -42,7 +42,7 @@ class Spec:
 
 
 def named_specs() -> Iterator[tuple[str, Spec]]:
-  """Every operation by name with each of its specifications."""
+  """Yields the name of each operation with each of its specifications."""
   for module in pkgutil.iter_modules(kernels.__path__):
     specs = f"{kernels.__name__}.{module.name}.specs"
     if module.ispkg and importlib.util.find_spec(specs) is not None:

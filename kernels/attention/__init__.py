@@ -1,4 +1,4 @@
-"""Attention of a block of queries over cached slots."""
+"""Attention of a block of queries to cached slots."""
 
 from kvjax.kernels.attention.api import attention as attention
 from kvjax.kernels.attention.api import partial_attention as partial_attention

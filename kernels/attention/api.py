@@ -1,4 +1,4 @@
-"""The attention that the engine calls."""
+"""The attention functions that the engine calls."""
 
 from typing import Literal
 
@@ -28,28 +28,28 @@ def attention(
   options: AttentionOptions = PLAIN,
   sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N S Dv"]:
-  """Softmax attention, scaled by D^-1/2, causal by positions.
+  """Computes softmax attention, scaled by D^-1/2, causal by positions.
 
-  A query sees the slots of its KV head whose position is neither negative
-  (empty) nor greater than its own; what else those slots hold, NaN included,
-  has no effect. A query that sees nothing gets zeros. Values may be wider or
-  narrower than keys.
+  A query attends to the slots of its KV head whose position is neither
+  negative (an empty slot) nor greater than its own. The contents of all other
+  slots, NaN included, have no effect. A query that attends to no slot gets
+  zeros. Values may be wider or narrower than keys.
 
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
     keys: rotated keys.
-    values: values; quantized ones are made whole a chunk of slots at a time.
-    query_positions: place of each query in its row, -1 for padding.
-    key_positions: place of each slot's token in its row, -1 for empty.
-    implementation: "chunked" never holds S x T logits.
-    options: a window, another scale, a cap of the logits.
-    sinks: for each query head a logit that joins the denominator of the
-      softmax and has no value; see `with_sinks`.
+    values: values; quantized ones are restored one chunk of slots at a time.
+    query_positions: position of each query in its row, -1 for padding.
+    key_positions: position of each slot's token in its row, -1 for empty.
+    implementation: "chunked" never materializes all S x T logits.
+    options: a sliding window, another scale, a softcap on the logits.
+    sinks: one logit per query head that joins the softmax denominator and has
+      no value; see `with_sinks`.
 
   Returns:
     The attention output in the dtype of the queries.
   """
-  found = partial_attention(
+  partial = partial_attention(
     queries,
     keys,
     values,
@@ -58,7 +58,7 @@ def attention(
     implementation,
     options,
   )
-  return (found if sinks is None else with_sinks(found, sinks)).output
+  return (partial if sinks is None else with_sinks(partial, sinks)).output
 
 
 def partial_attention(
@@ -70,9 +70,10 @@ def partial_attention(
   implementation: Implementation = "chunked",
   options: AttentionOptions = PLAIN,
 ) -> Partial:
-  """As `attention`, with what merging it with attention elsewhere takes.
+  """Computes attention that can be merged with attention to other slots.
 
-  Sinks, which count once, are for `with_sinks` after the last merge.
+  The result has the log-sum-exp next to the output; arguments are those of
+  `attention`. Sinks count once, so `with_sinks` adds them after the last merge.
   """
   return _IMPLEMENTATIONS[implementation](
     queries, keys, values, query_positions, key_positions, options

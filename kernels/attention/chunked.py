@@ -12,15 +12,15 @@ from kvjax.kernels.attention.query_chunks import in_query_chunks
 from kvjax.kernels.quantized import Quantized, dequantize
 
 QUERY_CHUNK = 256
-# Logits per head that are alive at once: a lone query reads all its slots in
-# one chunk, a long prompt reads them 512 at a time.
+# Logits per head in memory at once: a single query reads all its slots in one
+# chunk, a chunk of 256 queries reads 512 slots at a time.
 LOGITS = 2**17
-# Slots whose keys and values are made whole at once, if they are quantized.
-WHOLE = 2**12
+# Slots whose quantized keys and values are restored at once.
+DEQUANTIZED = 2**12
 
 
 class _Running(NamedTuple):
-  """Online softmax: largest logit, sum of exponentials, weighted values."""
+  """State of an online softmax: maximum, sum of exponentials, weighted sum."""
 
   largest: Float[Array, "B K G S"]
   total: Float[Array, "B K G S"]
@@ -35,7 +35,7 @@ def attention_chunked(
   key_positions: Int[Array, "B K T"],
   options: AttentionOptions = PLAIN,
 ) -> Partial:
-  """See `kvjax.kernels.attention.api.partial_attention`; O(S + T) memory."""
+  """Computes `api.partial_attention` in O(S + T) memory."""
 
   def attend(
     queries: Float[Array, "B K G C D"], query_positions: Int[Array, "B C"]
@@ -60,20 +60,20 @@ def _attend(
   slots = keys.shape[2]
   size = min(slots, LOGITS // queries.shape[3])
   if isinstance(keys, Quantized) or isinstance(values, Quantized):
-    size = min(size, WHOLE)
+    size = min(size, DEQUANTIZED)
   shape = queries.shape[:-1]
   last_query = jnp.max(query_positions)
-  passed = None
+  before_window = None
   if options.window is not None:
-    passed = _first(query_positions) - options.window
+    before_window = _first(query_positions) - options.window
 
   def visit(running: _Running, index: Int[Array, ""]) -> tuple[_Running, None]:
-    # The last chunk starts early enough to be whole; what it repeats of the
-    # chunk before is masked.
+    # The last chunk starts early enough to be full-sized. Slots that it shares
+    # with the previous chunk are masked.
     start = jnp.minimum(index * size, slots - size)
-    places = jax.lax.dynamic_slice_in_dim(key_positions, start, size, 2)
-    fresh = start + jnp.arange(size) >= index * size
-    valid = (places >= 0) & fresh[None, None]
+    positions = jax.lax.dynamic_slice_in_dim(key_positions, start, size, 2)
+    is_new = start + jnp.arange(size) >= index * size
+    valid = (positions >= 0) & is_new[None, None]
 
     def chunk(
       x: Float[Array, "B K T D"] | Quantized,
@@ -84,25 +84,27 @@ def _attend(
       return dequantize(part, queries.dtype)
 
     def update(running: _Running) -> _Running:
-      seen = valid[:, :, None] & options.seen(
-        query_positions[:, None, :, None], places[:, :, None]
+      visible = valid[:, :, None] & options.visible(
+        query_positions[:, None, :, None], positions[:, :, None]
       )
-      own = chunk(values)
-      # A slot that holds nothing may hold NaN, and 0 * NaN is NaN.
-      own = jnp.where(valid[..., None], own, jnp.zeros((), own.dtype))
+      value_chunk = chunk(values)
+      # An empty slot may contain NaN, and 0 * NaN is NaN.
+      value_chunk = jnp.where(
+        valid[..., None], value_chunk, jnp.zeros((), value_chunk.dtype)
+      )
       return _update(
-        running, queries, chunk(keys), own, seen[:, :, None], options
+        running, queries, chunk(keys), value_chunk, visible[:, :, None], options
       )
 
     if size == slots:
       return update(running), None
-    # Above the diagonal of a causal prompt there is nothing to see, nor before
-    # the window of a row's first query.
-    near = valid & (places <= last_query)
-    if passed is not None:
-      near = near & (places > passed[:, None, None])
-    some = jnp.any(near)
-    return jax.lax.cond(some, update, lambda same: same, running), None
+    # Skip chunks above the causal diagonal and chunks before the window of a
+    # row's first query.
+    in_reach = valid & (positions <= last_query)
+    if before_window is not None:
+      in_reach = in_reach & (positions > before_window[:, None, None])
+    any_visible = jnp.any(in_reach)
+    return jax.lax.cond(any_visible, update, lambda same: same, running), None
 
   running = _Running(
     jnp.full(shape, -jnp.inf, jnp.float32),
@@ -114,7 +116,7 @@ def _attend(
 
 
 def _first(query_positions: Int[Array, "B S"]) -> Int[Array, " B"]:
-  """The first position in each row; of padding alone, the largest number."""
+  """Returns each row's first position; the largest integer for padding."""
   never = jnp.iinfo(query_positions.dtype).max
   real = query_positions >= 0
   return jnp.min(jnp.where(real, query_positions, never), axis=1)
@@ -125,19 +127,19 @@ def _update(
   queries: Float[Array, "B K G S D"],
   keys: Float[Array, "B K C D"],
   values: Float[Array, "B K C Dv"],
-  seen: Array,
+  visible: Array,
   options: AttentionOptions,
 ) -> _Running:
   logits = jnp.einsum(
     "bkgsd,bkcd->bkgsc", queries, keys, preferred_element_type=jnp.float32
   )
   logits = options.capped(logits * options.scale_of(queries.shape[-1]))
-  logits = jnp.where(seen, logits, -jnp.inf)
+  logits = jnp.where(visible, logits, -jnp.inf)
   largest = jnp.maximum(running.largest, jnp.max(logits, axis=-1))
   finite = jnp.where(jnp.isfinite(largest), largest, 0.0)
   weights = jnp.exp(logits - finite[..., None])
-  shrink = jnp.exp(running.largest - finite)
-  added = jnp.einsum(
+  rescale = jnp.exp(running.largest - finite)
+  weighted = jnp.einsum(
     "bkgsc,bkcd->bkgsd",
     weights.astype(values.dtype),
     values,
@@ -145,6 +147,6 @@ def _update(
   )
   return _Running(
     largest,
-    running.total * shrink + jnp.sum(weights, axis=-1),
-    running.output * shrink[..., None] + added,
+    running.total * rescale + jnp.sum(weights, axis=-1),
+    running.output * rescale[..., None] + weighted,
   )

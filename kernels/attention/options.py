@@ -1,4 +1,4 @@
-"""What attention differs in from layer to layer of open models."""
+"""Attention options that differ between the layers of open models."""
 
 import dataclasses
 import math
@@ -9,14 +9,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-  """Options of the attention of a layer; by default it is plain.
+  """Attention options of a layer; the defaults are plain attention.
 
   Attributes:
-    window: a query at position p sees keys at positions above p - window
-      alone, as in Hugging Face's models; None for no bound.
-    scale: of the logits; None for D^-1/2, D the width of keys.
-    softcap: scaled logits become softcap * tanh(logits / softcap); None
-      leaves them as they are.
+    window: sliding window; a query at position p attends only to positions
+      above p - window, as in Hugging Face's models. None means unlimited.
+    scale: multiplies the logits; None means D^-1/2, D the width of keys.
+    softcap: scaled logits become softcap * tanh(logits / softcap); None leaves
+      them unchanged.
   """
 
   window: int | None = None
@@ -32,7 +32,7 @@ class AttentionOptions:
         raise ValueError(f"{name} must be positive and finite, not {value}.")
 
   def scale_of(self, dim: int) -> float:
-    """The factor of the products of queries and keys.
+    """Returns the factor of the products of queries and keys.
 
     Args:
       dim: D, the width of keys.
@@ -40,19 +40,21 @@ class AttentionOptions:
     return dim**-0.5 if self.scale is None else self.scale
 
   def capped(self, logits: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """Scaled logits, after the cap if there is one."""
+    """Applies the softcap, if there is one, to scaled logits."""
     if self.softcap is None:
       return logits
     return self.softcap * jnp.tanh(logits / self.softcap)
 
-  def seen(
+  def visible(
     self, query_positions: Int[Array, "*Q"], key_positions: Int[Array, "*K"]
   ) -> Bool[Array, "*S"]:
-    """Which queries see which keys, if there are any there.
+    """Computes the causal, windowed attention mask from positions.
+
+    Empty slots (position -1) are not masked here; callers do that.
 
     Args:
-      query_positions: place of each query in its row.
-      key_positions: place of each key in its row; the shapes broadcast.
+      query_positions: position of each query in its row.
+      key_positions: position of each key in its row; the shapes broadcast.
     """
     causal = key_positions <= query_positions
     if self.window is None:
@@ -69,16 +71,16 @@ def decline_unless_plain(
   value_dim: int | None = None,
   sinks: Float[Array, " N"] | None = None,
 ) -> None:
-  """For kernels that know plain attention alone.
+  """Declines options that kernels for plain attention do not support.
 
   Args:
-    options: of the attention; a scale that equals D^-1/2 is plain.
+    options: the attention options; a scale that equals D^-1/2 is plain.
     dim: D, the width of keys.
     value_dim: the width of values.
-    sinks: logits of sinks.
+    sinks: logits of attention sinks.
 
   Raises:
-    NotImplementedError: something is not plain.
+    NotImplementedError: an option is not plain.
   """
   scale = options.scale_of(dim)
   reasons = {
@@ -89,6 +91,8 @@ def decline_unless_plain(
     f"keys of {dim} and values of {value_dim} entries": value_dim
     not in (None, dim),
   }
-  found = [reason for reason, applies in reasons.items() if applies]
-  if found:
-    raise NotImplementedError(f"There is no kernel for {', '.join(found)}.")
+  unsupported = [reason for reason, applies in reasons.items() if applies]
+  if unsupported:
+    raise NotImplementedError(
+      f"There is no kernel for {', '.join(unsupported)}."
+    )

@@ -1,4 +1,4 @@
-"""Attention to some of the keys, and how two such parts become one."""
+"""Attention to a subset of the keys, and the merge of two subsets."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,8 @@ class Partial(NamedTuple):
   """Attention to a set of keys.
 
   Attributes:
-    output: softmax-weighted values; zeros where no key was seen.
-    lse: log of the sum of the exponentials of the scaled logits, float32;
-      -inf where no key was seen.
+    output: softmax-weighted values; zeros for a query without visible keys.
+    lse: log-sum-exp of the scaled logits, float32; -inf for such a query.
   """
 
   output: Float[Array, "*B S D"]
@@ -27,12 +26,12 @@ class Partial(NamedTuple):
     weighted: Float[Array, "*B S D"],
     dtype: DTypeLike,
   ) -> "Partial":
-    """What an online softmax has found.
+    """Builds the result from the final state of an online softmax.
 
     Args:
-      largest: largest logit, -inf where no key was seen.
+      largest: largest logit, -inf for a query without visible keys.
       total: sum of exp(logit - largest).
-      weighted: the values, weighted by the same exponentials.
+      weighted: sum of the values, weighted by the same exponentials.
       dtype: of the output.
     """
     positive = jnp.where(total > 0, total, 1.0)
@@ -41,7 +40,7 @@ class Partial(NamedTuple):
 
 
 def merge(one: Partial, other: Partial) -> Partial:
-  """Attention to the union of two disjoint sets of keys."""
+  """Combines attention to two disjoint sets of keys."""
   largest = jnp.maximum(one.lse, other.lse)
   shift = jnp.where(jnp.isfinite(largest), largest, 0.0)
   first, second = jnp.exp(one.lse - shift), jnp.exp(other.lse - shift)
@@ -51,17 +50,18 @@ def merge(one: Partial, other: Partial) -> Partial:
 
 
 def with_sinks(partial: Partial, sinks: Float[Array, " N"]) -> Partial:
-  """Attention that also looks at a sink, which has a logit and no value.
+  """Adds an attention sink, a logit without a value, to each head.
 
-  The logits join the denominator of the softmax, as in gpt-oss: where parts
-  are merged, of all of them together, once. What sees no key keeps zeros.
+  The logits join the softmax denominator once, as in gpt-oss. If partial
+  results are merged, add the sinks after the last merge. A query without
+  visible keys keeps its zeros.
 
   Args:
-    partial: attention of N heads, whose axis is the second.
-    sinks: a logit for each head; -inf for none.
+    partial: attention of N heads, which are the second axis.
+    sinks: one logit per head; -inf for none.
   """
-  others = (0, *range(2, partial.lse.ndim))
-  logits = jnp.expand_dims(sinks.astype(jnp.float32), others)
+  other_axes = (0, *range(2, partial.lse.ndim))
+  logits = jnp.expand_dims(sinks.astype(jnp.float32), other_axes)
   lse = jnp.logaddexp(partial.lse, logits)
   share = jnp.exp(partial.lse - jnp.where(jnp.isfinite(lse), lse, 0.0))
   output = share[..., None] * partial.output.astype(jnp.float32)

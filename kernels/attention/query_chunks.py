@@ -1,4 +1,4 @@
-"""Queries a few at a time, so that their logits stay few."""
+"""Splits queries into chunks to bound the number of logits in memory."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.partial import Partial
 
-# From grouped queries and their positions to what they attend to.
+# Maps grouped queries and their positions to their attention output.
 Attend = Callable[[Float[Array, "B K G C D"], Int[Array, "B C"]], Partial]
 
 
@@ -19,14 +19,14 @@ def in_query_chunks(
   kv_heads: int,
   size: int,
 ) -> Partial:
-  """Groups queries by the KV head that they read and attends by chunks.
+  """Groups queries by their KV head and attends chunk by chunk.
 
   Args:
     attend: attends a chunk of queries.
     queries: head j reads KV head j // (N / K).
-    query_positions: place of each query in its row, -1 for padding.
+    query_positions: position of each query in its row, -1 for padding.
     kv_heads: K.
-    size: most queries per head in a chunk.
+    size: the maximum number of queries per head in a chunk.
   """
   batch, heads, length, dim = queries.shape
   grouped = queries.reshape(batch, kv_heads, heads // kv_heads, length, dim)
@@ -40,16 +40,18 @@ def in_query_chunks(
   chunks = -(-length // size)
   extra = chunks * size - length
   grouped = jnp.pad(grouped, ((0, 0),) * 3 + ((0, extra), (0, 0)))
-  places = jnp.pad(query_positions, ((0, 0), (0, extra)), constant_values=-1)
+  positions = jnp.pad(query_positions, ((0, 0), (0, extra)), constant_values=-1)
 
   def one_chunk(index: Int[Array, ""]) -> Partial:
-    take = jax.lax.dynamic_slice_in_dim
+    slice_of = jax.lax.dynamic_slice_in_dim
     start = index * size
-    return attend(take(grouped, start, size, 3), take(places, start, size, 1))
+    return attend(
+      slice_of(grouped, start, size, 3), slice_of(positions, start, size, 1)
+    )
 
-  def join(found: Float[Array, "C B K G c *D"]) -> Float[Array, "B N S *D"]:
-    found = jnp.moveaxis(found, 0, 3)
-    joined = found.reshape(batch, heads, chunks * size, *found.shape[5:])
+  def join(chunked: Float[Array, "C B K G c *D"]) -> Float[Array, "B N S *D"]:
+    chunked = jnp.moveaxis(chunked, 0, 3)
+    joined = chunked.reshape(batch, heads, chunks * size, *chunked.shape[5:])
     return joined[:, :, :length]
 
   output, lse = jax.lax.map(one_chunk, jnp.arange(chunks))

@@ -1,4 +1,4 @@
-"""Attention in float32 with every logit at once."""
+"""Reference attention in float32 with all logits in memory."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def attention_reference(
   key_positions: Int[Array, "B K T"],
   options: AttentionOptions = PLAIN,
 ) -> Partial:
-  """See `kvjax.kernels.attention.api.partial_attention`; O(S T) memory."""
+  """Computes `api.partial_attention` in O(S T) memory."""
   keys, values = (dequantize(x, jnp.float32) for x in (keys, values))
   batch, heads, length, dim = queries.shape
   kv_heads = keys.shape[1]
@@ -29,14 +29,14 @@ def attention_reference(
   values = jnp.where(valid[..., None], values.astype(jnp.float32), 0.0)
   products = jnp.einsum("bkgsd,bktd->bkgst", grouped, keys)
   logits = options.capped(products * options.scale_of(dim))
-  seen = valid[:, :, None] & options.seen(
+  visible = valid[:, :, None] & options.visible(
     query_positions[:, None, :, None], key_positions[:, :, None]
   )
-  seen = jnp.broadcast_to(seen[:, :, None], logits.shape)
-  weights = jax.nn.softmax(logits, axis=-1, where=seen)
-  weights = jnp.where(seen, weights, 0.0)
+  visible = jnp.broadcast_to(visible[:, :, None], logits.shape)
+  weights = jax.nn.softmax(logits, axis=-1, where=visible)
+  weights = jnp.where(visible, weights, 0.0)
   output = jnp.einsum("bkgst,bktd->bkgsd", weights, values)
-  lse = jax.nn.logsumexp(logits, axis=-1, where=seen)
+  lse = jax.nn.logsumexp(logits, axis=-1, where=visible)
   return Partial(
     output.reshape(*queries.shape[:-1], values.shape[-1]).astype(queries.dtype),
     lse.reshape(queries.shape[:-1]),

@@ -9,12 +9,12 @@ from jaxtyping import Array, Bool, Float
 
 
 class Running(NamedTuple):
-  """What an online softmax has found so far.
+  """The state of an online softmax.
 
   Attributes:
-    largest: largest logit, -inf where no key was seen.
+    largest: largest logit so far, -inf before the first visible key.
     total: sum of exp(logit - largest).
-    weighted: the values, weighted by the same exponentials.
+    weighted: sum of the values, weighted by the same exponentials.
   """
 
   largest: Float[Array, "S 1"]
@@ -23,7 +23,7 @@ class Running(NamedTuple):
 
   @classmethod
   def none(cls, queries: int, dim: int) -> "Running":
-    """Before the first key."""
+    """Returns the state before the first key."""
     return cls(
       jnp.full((queries, 1), -jnp.inf, jnp.float32),
       jnp.zeros((queries, 1), jnp.float32),
@@ -35,25 +35,25 @@ class Running(NamedTuple):
     queries: Float[Array, "S D"],
     keys: Float[Array, "C D"],
     values: Float[Array, "C D"],
-    seen: Bool[Array, "#S C"],
+    visible: Bool[Array, "#S C"],
     bias: Float[Array, "S C"] | None = None,
     key_scales: Float[Array, "1 C"] | None = None,
     value_scales: Float[Array, "1 C"] | None = None,
   ) -> "Running":
-    """With more keys.
+    """Returns the state after more keys.
 
     Args:
-      queries: not yet scaled.
-      keys: in the dtype of the products; those that no query sees may be NaN.
-      values: in the same; finite even where no query sees them.
-      seen: which query sees which key.
+      queries: unscaled queries.
+      keys: keys in the dtype of the products; masked keys may be NaN.
+      values: values in the same dtype; masked values must be finite.
+      visible: the attention mask.
       bias: added to the logits.
-      key_scales: what keys are multiplied by; NaN as they.
-      value_scales: what values are multiplied by; NaN as keys.
+      key_scales: dequantization scales of keys; NaN only where masked.
+      value_scales: dequantization scales of values; NaN only where masked.
     """
     product = functools.partial(
       jax.lax.dot_general,
-      # The matrix units would round float32 to bfloat16.
+      # By default the matrix units would round float32 to bfloat16.
       precision=jax.lax.Precision.HIGHEST
       if keys.dtype == jnp.float32
       else jax.lax.Precision.DEFAULT,
@@ -65,17 +65,18 @@ class Running(NamedTuple):
       logits = logits * key_scales
     if bias is not None:
       logits = logits + bias
-    logits = jnp.where(seen, logits, -jnp.inf)
+    logits = jnp.where(visible, logits, -jnp.inf)
     largest = jnp.maximum(self.largest, jnp.max(logits, axis=-1, keepdims=True))
+    # Avoid -inf - -inf = NaN as long as no key is visible.
     shift = jnp.where(largest == -jnp.inf, 0.0, largest)
     weights = jnp.exp(logits - shift)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if value_scales is not None:
-      weights = jnp.where(seen, weights * value_scales, 0.0)
+      weights = jnp.where(visible, weights * value_scales, 0.0)
     added = product(
       weights.astype(values.dtype), values, (((1,), (0,)), ((), ()))
     )
-    shrink = jnp.exp(self.largest - shift)
+    rescale = jnp.exp(self.largest - shift)
     return Running(
-      largest, self.total * shrink + total, self.weighted * shrink + added
+      largest, self.total * rescale + total, self.weighted * rescale + added
     )

@@ -1,9 +1,9 @@
 """Online softmax on a Hopper warpgroup: 64 queries, 64 slots at a time.
 
-The matrix units multiply 64 rows at least, so that queries are padded to that.
-They read keys and values from shared memory that is laid out for them: rows
-pass through registers on their way there, where those of slots that hold
-nothing are cleared and eight bits become sixteen.
+The matrix units multiply at least 64 rows, so queries are padded to 64. The
+units read keys and values from swizzled shared memory. Rows pass through
+registers on their way there, where empty slots are zeroed and eight bits are
+converted to sixteen.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.partial import Partial
 
-# Queries, and slots of a chunk.
+# Queries per tile, and slots per chunk.
 ROWS = 64
-# Warpgroups that keep a Hopper card busy: two on each processor.
+# Warpgroups that keep a Hopper GPU busy: two per multiprocessor.
 WARPGROUPS = 264
-# How matrices lie in registers, and vectors along their rows and columns.
+# Register layouts of matrices, and of vectors along their rows and columns.
 MATRIX = plgpu.Layout.WGMMA
 OF_ROWS = MATRIX.reduce(1)
 OF_COLUMNS = MATRIX.reduce(0)
@@ -30,11 +30,11 @@ PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 class Found(NamedTuple):
-  """What an online softmax has found: refs, or float32 arrays.
+  """The state of an online softmax, as refs or as float32 arrays.
 
   Attributes:
-    weighted: the values, weighted by exp(logit - largest), [..., S, D].
-    largest: largest logit of each query, -inf where no key was seen, [..., S].
+    weighted: sum of the values weighted by exp(logit - largest), [..., S, D].
+    largest: largest logit of each query, -inf without visible keys, [..., S].
     total: sum of exp(logit - largest), [..., S].
   """
 
@@ -44,7 +44,7 @@ class Found(NamedTuple):
 
   @classmethod
   def none(cls, dim: int) -> "Found":
-    """Before the first key, in registers."""
+    """Returns the state before the first key, in registers."""
 
     def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
       return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
   @classmethod
   def shapes(cls, lead: tuple[int, ...], queries: int, dim: int) -> "Found":
-    """Of what blocks of threads write, `lead` of them."""
+    """Returns the output shapes for a grid of `lead` thread blocks."""
     return cls(
       jax.ShapeDtypeStruct((*lead, queries, dim), jnp.float32),
       jax.ShapeDtypeStruct((*lead, ROWS), jnp.float32),
@@ -65,7 +65,7 @@ class Found(NamedTuple):
     )
 
   def joined(self, dtype: DTypeLike) -> Partial:
-    """Attention to all that the parts, the axis before the queries, have seen.
+    """Merges the parts, the axis before the queries, into one result.
 
     Args:
       dtype: of the output.
@@ -84,18 +84,18 @@ class Found(NamedTuple):
 
 
 class Tiles(NamedTuple):
-  """Shared memory of a block of threads; two blocks fit on a processor.
+  """Shared memory of a thread block; two blocks fit on a multiprocessor.
 
   Attributes:
-    queries: as the matrix units read them.
-    rows: two chunks of keys and two of values, as they are stored; in their
-      place, at the end, what was found.
-    tile: keys, then values, as the matrix units read them.
-    weights: of the values, likewise.
-    largest: on its way out.
-    total: likewise.
-    arrived: counts the copies of a chunk.
-    ready: counts the copies before the first.
+    queries: queries in the layout of the matrix units.
+    rows: double-buffered chunks of keys and of values in their stored dtype;
+      reused at the end for the weighted output.
+    tile: keys, then values, in the layout of the matrix units.
+    weights: attention weights in the same layout.
+    largest: staging buffer for `Found.largest`.
+    total: staging buffer for `Found.total`.
+    arrived: barrier for the copies of a chunk.
+    ready: barrier for the copies before the first chunk.
   """
 
   queries: Any
@@ -117,15 +117,15 @@ class Tiles(NamedTuple):
     copies: int,
     first: int,
   ) -> "Tiles":
-    """What to allocate.
+    """Returns the types to allocate.
 
     Args:
       dim: D.
-      dtype: of queries and products, 16 bits.
-      stored: of keys and values.
-      tiled: rows come by tiles, which threads read faster than single rows.
-      copies: that fetch a chunk.
-      first: copies that come before.
+      dtype: 16-bit dtype of queries and products.
+      stored: dtype of keys and values in memory.
+      tiled: whether rows arrive as tiles, which threads read faster.
+      copies: number of copies that fetch a chunk.
+      first: number of copies before the first chunk.
     """
     tile = plgpu.SMEM((ROWS, dim), dtype, transforms=_swizzled(dtype))
     square = plgpu.SMEM((ROWS, ROWS), dtype, transforms=_swizzled(dtype))
@@ -145,7 +145,7 @@ class Tiles(NamedTuple):
 
 
 def _swizzled(dtype: DTypeLike) -> tuple[Any, ...]:
-  """Tiles of 8 rows of 128 bytes, without bank conflicts."""
+  """Returns transforms to tiles of 8 x 128 bytes, without bank conflicts."""
   tile = (8, 128 // jnp.dtype(dtype).itemsize)
   return (
     plgpu.TilingTransform(tile),  # type: ignore[abstract]
@@ -154,33 +154,32 @@ def _swizzled(dtype: DTypeLike) -> tuple[Any, ...]:
 
 
 def along_rows(x: Array) -> Array:
-  """A number for each row of a tile."""
+  """Broadcasts one number per row to a tile."""
   return jax.lax.broadcast_in_dim(x, (ROWS, ROWS), (0,))
 
 
 def along_columns(x: Array) -> Array:
-  """A number for each column of a tile."""
+  """Broadcasts one number per column to a tile."""
   return jax.lax.broadcast_in_dim(x, (ROWS, ROWS), (1,))
 
 
 def attend(
-  found: Found,
+  state: Found,
   tiles: Tiles,
   buffer: Int[Array, ""],
   valid: Callable[[Any], Array],
   adjust: Callable[[Float[Array, "S C"]], Float[Array, "S C"]],
   value_scales: Float[Array, " C"] | None,
 ) -> Found:
-  """Attends to a chunk that has arrived.
+  """Updates the online softmax with a chunk that has arrived.
 
   Args:
-    found: so far.
-    tiles: with the chunk.
-    buffer: which of the two chunks.
-    valid: for a layout, which slots of the chunk hold anything.
-    adjust: makes logits of products of queries and keys, -inf where a query
-      does not see a slot.
-    value_scales: of values in eight bits.
+    state: the state so far.
+    tiles: shared memory with the chunk.
+    buffer: which of the two buffers has the chunk.
+    valid: returns the mask of non-empty slots in a given layout.
+    adjust: turns products of queries and keys into logits, -inf where masked.
+    value_scales: dequantization scales of eight-bit values.
   """
   dtype = tiles.queries.dtype
   dim = tiles.queries.shape[1]
@@ -191,29 +190,32 @@ def attend(
     return read.astype(dtype)
 
   tiles.tile[...] = rows(key_rows)
+  # Writes to shared memory must be committed before the matrix units read it.
   plgpu.commit_smem()
 
   logits = adjust(_product(tiles.queries, tiles.tile.T, ROWS))
   values = rows(value_rows)
   if value_scales is None:
-    own = jax.lax.broadcast_in_dim(valid(OF_ROWS), (ROWS, dim), (0,))
-    values = jnp.where(own, values, jnp.zeros_like(values))
+    filled = jax.lax.broadcast_in_dim(valid(OF_ROWS), (ROWS, dim), (0,))
+    values = jnp.where(filled, values, jnp.zeros_like(values))
   tiles.tile[...] = values
-  largest = jnp.maximum(found.largest, jnp.max(logits, axis=1))
+  largest = jnp.maximum(state.largest, jnp.max(logits, axis=1))
   shift = jnp.where(largest == -jnp.inf, 0.0, largest)
   weights = jnp.exp(logits - along_rows(shift))
-  shrink = jnp.exp(found.largest - shift)
-  total = found.total * shrink + jnp.sum(weights, axis=1)
+  rescale = jnp.exp(state.largest - shift)
+  total = state.total * rescale + jnp.sum(weights, axis=1)
   if value_scales is not None:
-    # Where a weight is 0 the scale may be NaN.
+    # The scale of an empty slot may be NaN, and 0 * NaN is NaN.
     scaled = weights * along_columns(value_scales)
     weights = jnp.where(along_columns(valid(OF_COLUMNS)), scaled, 0.0)
 
   tiles.weights[...] = weights.astype(dtype)
   plgpu.commit_smem()
 
-  shrunk = found.weighted * jax.lax.broadcast_in_dim(shrink, (ROWS, dim), (0,))
-  weighted = shrunk + _product(tiles.weights, tiles.tile, dim)
+  rescaled = state.weighted * jax.lax.broadcast_in_dim(
+    rescale, (ROWS, dim), (0,)
+  )
+  weighted = rescaled + _product(tiles.weights, tiles.tile, dim)
   return Found(weighted, largest, total)
 
 
@@ -226,11 +228,11 @@ def _product(left: Any, right: Any, columns: int) -> Array:
   return pl.run_scoped(run, accumulator)
 
 
-def write(found: Found, tiles: Tiles, to: Found) -> None:
-  """Hands over what was found, of as many queries as there is room for."""
+def write(state: Found, tiles: Tiles, to: Found) -> None:
+  """Writes the state to global memory, without the padding queries."""
   _, weighted = tiles.rows
   staged = Found(weighted, tiles.largest, tiles.total)
-  for value, ref in zip(found, staged, strict=True):
+  for value, ref in zip(state, staged, strict=True):
     plgpu.store(ref, value, optimized=False)
   plgpu.commit_smem()
   queries = pl.ds(0, to.weighted.shape[0])

@@ -1,4 +1,4 @@
-"""How much attention each key receives, without the matrix of weights."""
+"""The attention mass of each key, without materializing all weights."""
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -21,29 +21,30 @@ def causal_mass(
   options: AttentionOptions = PLAIN,
   sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N T"]:
-  """Sums over all queries of softmax(q.k / sqrt(D)), causal by positions.
+  """Sums softmax(q.k / sqrt(D)) over all queries, causal by positions.
 
-  A query sees the slots of its KV head whose position is neither negative
-  (empty) nor greater than its own; what else those slots hold, NaN included,
-  has no effect. Logits, weights and sums are float32 and exact to rounding,
-  also for keys of fewer bits. No more logits than a tile's are alive at once.
-  The log-sum-exp of a query is computed here: that of the attention before,
-  which may have been of 16 bits, would not make its weights sum to one.
+  A query attends to the slots of its KV head whose position is neither
+  negative (an empty slot) nor greater than its own. The contents of all other
+  slots, NaN included, have no effect. Logits, weights and sums are float32 and
+  exact to rounding, even for 16-bit keys. Only one tile of logits is in memory
+  at a time. The log-sum-exp of each query is computed here: reusing the one of
+  the preceding attention, which may be of 16 bits, would give weights that do
+  not sum to one.
 
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
     keys: rotated keys.
-    query_positions: place of each query in its row; -1 for padding, which may
-      hold anything and adds nothing.
-    key_positions: place of each slot's token in its row, -1 for empty.
-    implementation: see `kernels.use`; the kernels are for plain attention.
-    options: a window, another scale, a cap of the logits.
-    sinks: for each query head a logit that joins the denominator of the
-      softmax, which leaves less for the slots.
+    query_positions: position of each query in its row; -1 for padding, which
+      may contain anything and adds nothing.
+    key_positions: position of each slot's token in its row, -1 for empty.
+    implementation: see `kernels.use`; the kernels support plain attention only.
+    options: a sliding window, another scale, a softcap on the logits.
+    sinks: one logit per query head that joins the softmax denominator, so that
+      the slots' weights sum to less than one.
 
   Returns:
-    The mass of every slot, 0 where it is empty; the masses of a head sum to
-    the number of its queries that see a slot, if there are no sinks.
+    The mass of every slot, 0 if it is empty. Without sinks, the masses of a
+    head sum to the number of queries that attend to at least one slot.
   """
   return dispatch(
     _CAUSAL,
@@ -63,22 +64,22 @@ def chunk_mass(
   scale: float,
   implementation: Implementation | None = None,
 ) -> Float[Array, "B N T"]:
-  """Column sums of softmax(scale q.k) inside chunks, without a causal mask.
+  """Sums softmax(scale q.k) over the queries of a chunk, without causal mask.
 
   Source: Compactor, arXiv 2507.08143, Section 3: non-causal chunked attention.
 
   Args:
-    queries: rotated queries, one for every slot of the KV head that they read.
+    queries: rotated queries, one for every slot of their KV head.
     keys: rotated keys.
-    valid: false for slots that neither ask nor receive; queries and keys may
-      hold anything there.
+    valid: false for slots to ignore as queries and as keys, whatever they
+      contain.
     chunk: slots per chunk; the last one may be shorter.
-    scale: of the logits.
+    scale: multiplies the logits.
     implementation: see `kvjax.kernels.use`.
 
   Returns:
-    The mass of every slot, in float32 throughout as in `causal_mass`: its mean
-    over the held slots of a chunk is 1.
+    The mass of every slot, in float32 throughout as in `causal_mass`. Its mean
+    over the valid slots of a chunk is 1.
   """
   return dispatch(
     _CHUNKS,

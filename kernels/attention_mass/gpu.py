@@ -1,4 +1,4 @@
-"""Column sums of attention weights on Hopper GPUs."""
+"""Attention mass on Hopper GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from kvjax.kernels.attention.options import (
   decline_unless_plain,
 )
 from kvjax.kernels.attention_mass.gpu_sweeps import LSE, MASS, ROWS, sweep
-from kvjax.kernels.attention_mass.tiles import NEVER, filled
+from kvjax.kernels.attention_mass.tiles import NEVER, pad_to_multiple
 
 
 def causal_mass_gpu(
@@ -21,17 +21,17 @@ def causal_mass_gpu(
   sinks: Float[Array, " N"] | None = None,
   options: AttentionOptions = PLAIN,
 ) -> Float[Array, "B N T"]:
-  """See `kvjax.kernels.attention_mass.api.causal_mass`, and `_mass`.
+  """Computes `kvjax.kernels.attention_mass.api.causal_mass`.
 
   Raises:
-    NotImplementedError: attention is not plain.
+    NotImplementedError: attention is not plain, or `_mass` declines.
   """
   decline_unless_plain(options, keys.shape[-1], sinks=sinks)
   batch, kv_heads, _, dim = keys.shape
-  asked = jnp.broadcast_to(
+  query_positions = jnp.broadcast_to(
     query_positions[:, None], (batch, kv_heads, queries.shape[2])
   )
-  return _mass(queries, keys, asked, key_positions, dim**-0.5, 0)
+  return _mass(queries, keys, query_positions, key_positions, dim**-0.5, 0)
 
 
 def chunk_mass_gpu(
@@ -41,43 +41,45 @@ def chunk_mass_gpu(
   chunk: int,
   scale: float,
 ) -> Float[Array, "B N T"]:
-  """See `kvjax.kernels.attention_mass.api.chunk_mass`, and `_mass`.
+  """Computes `kvjax.kernels.attention_mass.api.chunk_mass`.
 
   Raises:
-    NotImplementedError: the chunks are not a multiple of 128 slots.
+    NotImplementedError: the chunks are not a multiple of 128 slots, or `_mass`
+      declines.
   """
   if valid.shape[2] <= chunk:
     chunk = 0
   if chunk % ROWS:
     raise NotImplementedError(f"There is no kernel for chunks of {chunk}.")
-  # All that a chunk holds sees and is seen.
-  places = jnp.where(valid, 0, -1)
-  return _mass(queries, keys, places, places, scale, chunk)
+  # Equal positions make all valid slots of a chunk visible to each other.
+  key_positions = jnp.where(valid, 0, -1)
+  return _mass(queries, keys, key_positions, key_positions, scale, chunk)
 
 
 def _mass(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B K T D"],
-  query_places: Int[Array, "B K S"],
-  key_places: Int[Array, "B K T"],
+  query_positions: Int[Array, "B K S"],
+  key_positions: Int[Array, "B K T"],
   scale: float,
   chunk: int,
 ) -> Float[Array, "B N T"]:
-  """Column sums of the weights of keys of places from 0 to the query's.
+  """Sums the weights of keys at positions from 0 to the query's, by column.
 
-  Every query's log-sum-exp is found first, then every key's mass.
+  The first sweep computes the log-sum-exp of every query, the second the mass
+  of every key.
 
   Args:
-    queries: of a 16-bit dtype, whose products float32 holds exactly.
+    queries: of a 16-bit dtype, whose products are exact in float32.
     keys: likewise.
-    query_places: -1 for none.
-    key_places: -1 for none.
-    scale: of the logits.
-    chunk: slots that see each other, a multiple of `ROWS`; 0 is all.
+    query_positions: -1 for none.
+    key_positions: -1 for none.
+    scale: multiplies the logits.
+    chunk: slots that attend to each other, a multiple of `ROWS`; 0 for all.
 
   Raises:
-    NotImplementedError: of other dtypes, of dimensions that are not 64, 128,
-      192 or 256, or of nothing.
+    NotImplementedError: the dtype is another one, D is not 64, 128, 192 or 256,
+      or an array is empty.
   """
   dtype, dim = queries.dtype, queries.shape[-1]
   if dtype != keys.dtype or dtype not in (jnp.bfloat16, jnp.float16):
@@ -85,13 +87,17 @@ def _mass(
   if dim % 64 or dim > 256 or not (queries.size and keys.size):
     raise NotImplementedError(f"There is no kernel for {queries.shape}.")
   slots = keys.shape[2]
-  asked = filled(query_places, 2, ROWS, -1)
-  places = jnp.where(key_places >= 0, key_places, NEVER)
-  places = filled(places, 2, ROWS, NEVER)
-  queries, keys = (filled(x, 2, ROWS, 0) for x in (queries, keys))
-  found = sweep(LSE, queries, keys, asked, places, scale, chunk)
-  # A query that sees nothing gives nothing: exp(UNSEEN - 0) is 0.
-  lse = jax.nn.logsumexp(found, axis=2)
+  query_positions = pad_to_multiple(query_positions, 2, ROWS, -1)
+  key_positions = jnp.where(key_positions >= 0, key_positions, NEVER)
+  key_positions = pad_to_multiple(key_positions, 2, ROWS, NEVER)
+  queries, keys = (pad_to_multiple(x, 2, ROWS, 0) for x in (queries, keys))
+  partial = sweep(
+    LSE, queries, keys, query_positions, key_positions, scale, chunk
+  )
+  # A query without visible keys adds nothing: exp(MASKED - 0) is 0.
+  lse = jax.nn.logsumexp(partial, axis=2)
   lse = jnp.where(lse > -jnp.inf, lse, 0.0)
-  found = sweep(MASS, keys, queries, places, asked, scale, chunk, lse)
-  return jnp.sum(found, axis=2)[..., :slots]
+  partial = sweep(
+    MASS, keys, queries, key_positions, query_positions, scale, chunk, lse
+  )
+  return jnp.sum(partial, axis=2)[..., :slots]

@@ -1,4 +1,4 @@
-"""Rows of logits and the columns that they see, on Hopper GPUs."""
+"""Sweeps over tiles of logits, row by row, on Hopper GPUs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,15 +9,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kvjax.kernels.attention_mass.tiles import UNSEEN
+from kvjax.kernels.attention_mass.tiles import MASKED
 
-# A block of threads keeps so many rows and meets so many columns at a time.
+# A thread block keeps this many rows and visits this many columns at a time.
 ROWS, COLUMNS = 128, 64
-# Blocks of a head that keep a GPU busy; fewer tiles of rows share out columns.
+# Blocks per head that keep a GPU busy. With fewer tiles of rows, the columns
+# are split into parts.
 _BLOCKS = 16
 
-# How matrices lie in shared memory for the tensor cores, and what there is for
-# each row or column in registers.
+# Layouts: matrices in shared memory for the tensor cores, and vectors along
+# rows or columns in registers.
 _TILED = (
   plgpu.TilingTransform((8, 64)),  # type: ignore[abstract]
   plgpu.SwizzleTransform(128),  # type: ignore[abstract]
@@ -27,18 +28,20 @@ _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Pass(NamedTuple):
-  """What is found of every row, from the columns a few at a time.
+  """A reduction over the columns of every row.
 
   Attributes:
-    sees: whether row and column see each other, by their places; also if a
-      tile of rows and one of columns do, by its `row_bound` and
-      `column_bound`.
-    start: what is carried for a row, at first.
-    add: from the logits, what is known of the columns, and what is carried.
-    finish: from what is carried at last.
+    is_visible: whether a row and a column attend to each other, by positions;
+      with `row_bound` and `column_bound` as positions, whether any row and
+      column of two tiles do.
+    row_bound: reduces the positions of a tile of rows.
+    column_bound: reduces the positions of a tile of columns.
+    start: initial values of a row's carry.
+    add: updates the carry from logits and the columns' vectors.
+    finish: maps the final carry to the result.
   """
 
-  sees: Callable[[Array, Array], Array]
+  is_visible: Callable[[Array, Array], Array]
   row_bound: Callable[..., Array]
   column_bound: Callable[..., Array]
   start: tuple[float, ...]
@@ -51,15 +54,15 @@ def _add_exponentials(
   largest: Float[Array, " R"],
   total: Float[Array, " R"],
 ) -> tuple[Float[Array, " R"], Float[Array, " R"]]:
-  now = jnp.maximum(largest, jnp.max(logits, axis=1))
-  added = jnp.sum(jnp.exp(logits - _across(now)), axis=1)
-  return now, total * jnp.exp(largest - now) + added
+  new_largest = jnp.maximum(largest, jnp.max(logits, axis=1))
+  new_terms = jnp.sum(jnp.exp(logits - _across(new_largest)), axis=1)
+  return new_largest, total * jnp.exp(largest - new_largest) + new_terms
 
 
 def _log_sum_exp(
   largest: Float[Array, " R"], total: Float[Array, " R"]
 ) -> Float[Array, " R"]:
-  return jnp.where(largest > UNSEEN, largest + jnp.log(total), -jnp.inf)
+  return jnp.where(largest > MASKED, largest + jnp.log(total), -jnp.inf)
 
 
 def _add_weights(
@@ -72,7 +75,7 @@ LSE = Pass(
   lambda query, key: key <= query,
   jnp.max,
   jnp.min,
-  (UNSEEN, 0.0),
+  (MASKED, 0.0),
   _add_exponentials,
   _log_sum_exp,
 )
@@ -90,29 +93,32 @@ def sweep(
   kind: Pass,
   rows: Float[Array, "B H R D"],
   columns: Float[Array, "B J C D"],
-  row_places: Int[Array, "B K R"],
-  column_places: Int[Array, "B K C"],
+  row_positions: Int[Array, "B K R"],
+  column_positions: Int[Array, "B K C"],
   scale: float,
   chunk: int,
-  *known: Float[Array, "B N C"],
+  *vectors: Float[Array, "B N C"],
 ) -> Float[Array, "B N P R"]:
-  """Each of P parts of the columns by itself; of H and J, one is N, one K."""
+  """Reduces the columns of each row, separately for P parts of the columns.
+
+  Either rows have N heads and columns K, or the reverse.
+  """
   batch, _, length, dim = rows.shape
   heads = max(rows.shape[1], columns.shape[1])
   tiles = length // ROWS
-  begin, end = _ends(kind, row_places, column_places, chunk)
+  begin, end = _ends(kind, row_positions, column_positions, chunk)
   parts = max(1, min(_BLOCKS // tiles, columns.shape[2] // COLUMNS))
 
   def kernel(
     rows: Any,
     columns: Any,
-    row_places: Any,
-    column_places: Any,
+    row_positions: Any,
+    column_positions: Any,
     begin: Any,
     end: Any,
     *rest: Any,
   ) -> None:
-    *known, found, kept, result, barrier = rest
+    *vectors, partial, row_tile, result, barrier = rest
     b = jax.lax.axis_index("row")
     n = jax.lax.axis_index("head")
     i, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
@@ -120,12 +126,12 @@ def sweep(
     def of(x: Any) -> Array:
       return jax.lax.div(n, jnp.int32(heads // x.shape[1]))
 
-    here = pl.ds(i * ROWS, ROWS)
-    plgpu.copy_gmem_to_smem(rows.at[b, of(rows), here], kept, barrier)
+    row_slice = pl.ds(i * ROWS, ROWS)
+    plgpu.copy_gmem_to_smem(rows.at[b, of(rows), row_slice], row_tile, barrier)
     plgpu.barrier_wait(barrier)
-    k = of(row_places)
-    places = plgpu.load(
-      row_places.at[b, k, here], layout=_BY_ROW, optimized=False
+    k = of(row_positions)
+    positions = plgpu.load(
+      row_positions.at[b, k, row_slice], layout=_BY_ROW, optimized=False
     )
     first, stop = begin[b, k, i], end[b, k, i]
     share = jax.lax.div(stop - first + (parts - 1), jnp.int32(parts))
@@ -136,21 +142,21 @@ def sweep(
       *vectors, carry = rest
 
       def dot(sums: Any) -> Array:
-        plgpu.wgmma(sums, kept, columns.transpose((1, 0)))
+        plgpu.wgmma(sums, row_tile, columns.transpose((1, 0)))
         return sums[...]
 
       sums = plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32)
       logits = pl.run_scoped(dot, sums) * scale
-      theirs, *known = (
+      theirs, *vectors = (
         plgpu.load(x, layout=_BY_COLUMN, optimized=False) for x in vectors
       )
-      # What has been read may be overwritten from here on.
+      # From here on the pipeline may overwrite the tiles that were read.
       plgpu.commit_smem()
-      seen = kind.sees(_across(places), _down(theirs))
-      return kind.add(jnp.where(seen, logits, UNSEEN), *known, *carry)
+      visible = kind.is_visible(_across(positions), _down(theirs))
+      return kind.add(jnp.where(visible, logits, MASKED), *vectors, *carry)
 
-    def fetched(x: Any, *tail: int, **options: Any) -> plgpu.BlockSpec:
-      """A few columns at a time of the head of an array."""
+    def column_blocks(x: Any, *tail: int, **options: Any) -> plgpu.BlockSpec:
+      """Describes blocks of columns of the array's head."""
       return plgpu.BlockSpec(
         (None, None, COLUMNS, *tail),
         lambda j: (b, of(x), first + j, *(0 for _ in tail)),
@@ -161,18 +167,18 @@ def sweep(
       step,
       grid=(stop - first,),
       in_specs=[
-        fetched(columns, dim, transforms=_TILED),
-        *map(fetched, (column_places, *known)),
+        column_blocks(columns, dim, transforms=_TILED),
+        *map(column_blocks, (column_positions, *vectors)),
       ],
       max_concurrent_steps=2,
       init_carry=tuple(
         plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), _BY_ROW)
         for x in kind.start
       ),
-    )(columns, column_places, *known)
+    )(columns, column_positions, *vectors)
     result[...] = kind.finish(*carry)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(result, found.at[b, n, part, here])
+    plgpu.copy_smem_to_gmem(result, partial.at[b, n, part, row_slice])
     plgpu.wait_smem_to_gmem(0)
 
   return plgpu.kernel(
@@ -186,27 +192,27 @@ def sweep(
       plgpu.Barrier(),
     ),
     kernel_name="attention_mass",
-  )(rows, columns, row_places, column_places, begin, end, *known)
+  )(rows, columns, row_positions, column_positions, begin, end, *vectors)
 
 
 def _ends(
   kind: Pass,
-  row_places: Int[Array, "B K R"],
-  column_places: Int[Array, "B K C"],
+  row_positions: Int[Array, "B K R"],
+  column_positions: Int[Array, "B K C"],
   chunk: int,
 ) -> tuple[Int[Array, "B K I"], Int[Array, "B K I"]]:
-  """The first tile of columns that each tile of rows needs, and the end."""
-  rows = row_places.reshape(*row_places.shape[:2], -1, ROWS)
-  columns = column_places.reshape(*column_places.shape[:2], -1, COLUMNS)
-  needed = kind.sees(
+  """Computes the range of column tiles that each tile of rows needs."""
+  rows = row_positions.reshape(*row_positions.shape[:2], -1, ROWS)
+  columns = column_positions.reshape(*column_positions.shape[:2], -1, COLUMNS)
+  needed = kind.is_visible(
     kind.row_bound(rows, axis=-1)[..., None],
     kind.column_bound(columns, axis=-1)[:, :, None],
   )
   index = jnp.arange(columns.shape[2], dtype=jnp.int32)
   if chunk:
-    own = jnp.arange(rows.shape[2]) * ROWS // chunk
+    row_chunk = jnp.arange(rows.shape[2]) * ROWS // chunk
     theirs = index * COLUMNS // chunk
-    needed &= (own[:, None] == theirs[None])[None, None]
+    needed &= (row_chunk[:, None] == theirs[None])[None, None]
   begin = jnp.min(jnp.where(needed, index, len(index)), axis=-1)
   end = jnp.max(jnp.where(needed, index + 1, 0), axis=-1)
   return jnp.minimum(begin, end), end

@@ -1,4 +1,4 @@
-"""Attention mass from the whole matrix of weights, in float32."""
+"""Reference attention mass from all weights, in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,16 @@ def causal_mass_reference(
   sinks: Float[Array, " N"] | None = None,
   options: AttentionOptions = PLAIN,
 ) -> Float[Array, "B N T"]:
-  """See `kvjax.kernels.attention_mass.api.causal_mass`; O(S T) memory."""
-  asked = query_positions[:, None, :, None]
-  places = key_positions[:, :, None]
-  seen = (asked >= 0) & (places >= 0) & options.seen(asked, places)
+  """Computes `attention_mass.api.causal_mass` in O(S T) memory."""
+  row_positions = query_positions[:, None, :, None]
+  column_positions = key_positions[:, :, None]
+  visible = (
+    (row_positions >= 0)
+    & (column_positions >= 0)
+    & options.visible(row_positions, column_positions)
+  )
   scale = options.scale_of(queries.shape[-1])
-  return _mass(queries, keys, seen, scale, options, sinks)
+  return _mass(queries, keys, visible, scale, options, sinks)
 
 
 def chunk_mass_reference(
@@ -30,32 +34,32 @@ def chunk_mass_reference(
   chunk: int,
   scale: float,
 ) -> Float[Array, "B N T"]:
-  """See `kvjax.kernels.attention_mass.api.chunk_mass`; O(T T) memory."""
+  """Computes `attention_mass.api.chunk_mass` in O(T T) memory."""
   number = jnp.arange(valid.shape[-1]) // chunk
   together = number[:, None] == number[None]
-  seen = together[None, None] & valid[..., None] & valid[:, :, None]
-  return _mass(queries, keys, seen, scale)
+  visible = together[None, None] & valid[..., None] & valid[:, :, None]
+  return _mass(queries, keys, visible, scale)
 
 
 def _mass(
   queries: Float[Array, "B N S D"],
   keys: Float[Array, "B K T D"],
-  seen: Bool[Array, "B K S T"],
+  visible: Bool[Array, "B K S T"],
   scale: float,
   options: AttentionOptions = PLAIN,
   sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N T"]:
-  """Sums of the weights of those that each query sees; NaN has no effect."""
+  """Sums the weights of visible keys; masked NaN has no effect."""
   group = queries.shape[1] // keys.shape[1]
   keys = jnp.repeat(keys.astype(jnp.float32), group, axis=1)
-  seen = jnp.repeat(seen, group, axis=1)
+  visible = jnp.repeat(visible, group, axis=1)
   logits = scale * jnp.einsum(
     "bnsd,bntd->bnst",
     queries.astype(jnp.float32),
     keys,
     precision=jax.lax.Precision.HIGHEST,
   )
-  logits = jnp.where(seen, options.capped(logits), -jnp.inf)
+  logits = jnp.where(visible, options.capped(logits), -jnp.inf)
   if sinks is not None:
     sink = sinks.astype(jnp.float32)[None, :, None, None]
     sink = jnp.broadcast_to(sink, (*logits.shape[:-1], 1))
@@ -63,4 +67,4 @@ def _mass(
   weights = jax.nn.softmax(logits, axis=-1)
   if sinks is not None:
     weights = weights[..., :-1]
-  return jnp.sum(jnp.where(seen, weights, 0.0), axis=2)
+  return jnp.sum(jnp.where(visible, weights, 0.0), axis=2)

@@ -1,4 +1,4 @@
-"""Attention mass in Llama-3.1-8B, as methods take it."""
+"""Attention mass in Llama-3.1-8B, as methods use it."""
 
 import functools
 
@@ -14,19 +14,19 @@ _HEADS, _KV_HEADS, _DIM = 32, 8, 128
 
 def _causal(name: str, batch: int, queries: int, slots: int) -> Spec:
   def arrays(key: Array) -> tuple[Array, ...]:
-    places = jnp.arange(slots, dtype=jnp.int32)
+    positions = jnp.arange(slots, dtype=jnp.int32)
     return (
-      *_drawn(key, batch, queries, slots),
-      jnp.broadcast_to(places[-queries:], (batch, queries)),
-      jnp.broadcast_to(places, (batch, _KV_HEADS, slots)),
+      *_draw(key, batch, queries, slots),
+      jnp.broadcast_to(positions[-queries:], (batch, queries)),
+      jnp.broadcast_to(positions, (batch, _KV_HEADS, slots)),
     )
 
-  positions = 4 * batch * (queries + _KV_HEADS * slots)
+  position_bytes = 4 * batch * (queries + _KV_HEADS * slots)
   return Spec(
     f"{name} of {batch} x {slots:,}",
     causal_mass,
     arrays,
-    _bytes(batch, queries, slots) + positions,
+    _bytes(batch, queries, slots) + position_bytes,
   )
 
 
@@ -35,7 +35,7 @@ def _chunks(chunk: int, batch: int, slots: int) -> Spec:
     key: Array,
   ) -> tuple[Array, Array, Bool[Array, "B K T"]]:
     valid = jnp.ones((batch, _KV_HEADS, slots), bool)
-    return *_drawn(key, batch, slots, slots), valid
+    return *_draw(key, batch, slots, slots), valid
 
   return Spec(
     f"chunks of {chunk} of {batch} x {slots:,}",
@@ -45,19 +45,19 @@ def _chunks(chunk: int, batch: int, slots: int) -> Spec:
   )
 
 
-def _drawn(
+def _draw(
   key: Array, batch: int, queries: int, slots: int
 ) -> tuple[Float[Array, "B N S D"], Float[Array, "B K T D"]]:
-  of_queries, of_keys = jax.random.split(key)
+  query_rng, key_rng = jax.random.split(key)
   normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
   return (
-    normal(of_queries, (batch, _HEADS, queries, _DIM)),
-    normal(of_keys, (batch, _KV_HEADS, slots, _DIM)),
+    normal(query_rng, (batch, _HEADS, queries, _DIM)),
+    normal(key_rng, (batch, _KV_HEADS, slots, _DIM)),
   )
 
 
 def _bytes(batch: int, queries: int, slots: int) -> int:
-  """What queries, keys and masses take."""
+  """Counts the bytes of queries, keys and masses."""
   vectors = _HEADS * queries + _KV_HEADS * slots
   return batch * (2 * _DIM * vectors + 4 * _HEADS * slots)
 

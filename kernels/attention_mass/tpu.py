@@ -1,4 +1,4 @@
-"""Column sums of causal attention weights on TPUs."""
+"""Causal attention mass on TPUs."""
 
 import functools
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from kvjax.kernels.attention.options import (
   AttentionOptions,
   decline_unless_plain,
 )
-from kvjax.kernels.attention_mass.tiles import NEVER, UNSEEN, filled
+from kvjax.kernels.attention_mass.tiles import MASKED, NEVER, pad_to_multiple
 from kvjax.kernels.attention_mass.tpu_chunks import (
   chunk_mass_tpu as chunk_mass_tpu,
 )
@@ -27,23 +27,23 @@ from kvjax.kernels.attention_mass.tpu_tiles import (
   params,
 )
 
-# Rows of a tile, a query of a head each, and its columns, which are slots.
+# Rows of a tile (queries of one or more heads) and columns (slots).
 _ROWS, _SLOTS = 1024, 1024
-# Masses that stay in VMEM.
+# Maximum number of masses in VMEM.
 _MASSES = 2**21
 
 
 class _Plan(NamedTuple):
-  """How the logits of a layer are cut into tiles.
+  """How the logits of a layer are divided into tiles.
 
   Attributes:
     kv_heads: K.
     group: G.
-    joined: query heads, all of a group or some, whose queries make a tile.
-    size: queries of each of them in a tile.
-    tiles: so many of all queries.
-    width: slots of a tile.
-    key_tiles: so many of all slots.
+    joined: query heads of a group whose queries share a tile.
+    size: queries of each head in a tile.
+    tiles: number of tiles over the queries.
+    width: slots per tile.
+    key_tiles: number of tiles over the slots.
   """
 
   kv_heads: int
@@ -56,40 +56,40 @@ class _Plan(NamedTuple):
 
   @property
   def rows(self) -> int:
-    """Of a tile."""
+    """Rows of a tile."""
     return self.joined * self.size
 
   @property
   def slots(self) -> int:
-    """Of all tiles."""
+    """Slots of all tiles, with padding."""
     return self.key_tiles * self.width
 
   @classmethod
   def of(cls, heads: int, kv_heads: int, length: int, slots: int) -> "_Plan":
-    """Few queries are joined with those of other heads that read the same."""
+    """Plans tiles; short queries share one with other heads of their group."""
     width = min(_SLOTS, pl.cdiv(slots, 128) * 128)
     key_tiles = pl.cdiv(slots, width)
     size = min(_ROWS, pl.cdiv(length, 16) * 16)
-    most = min(_ROWS // size, _MASSES // (key_tiles * width))
+    limit = min(_ROWS // size, _MASSES // (key_tiles * width))
     group = heads // kv_heads
-    joined = joined_heads(group, most) if length <= size else 1
+    joined = joined_heads(group, limit) if length <= size else 1
     if joined * key_tiles * width > _MASSES:
       raise NotImplementedError(f"There is no kernel for {slots} slots.")
     tiles = pl.cdiv(length, size)
     return cls(kv_heads, group, joined, size, tiles, width, key_tiles)
 
-  def reads(self, part: Array) -> Array:
-    """The KV head that some joined heads read."""
+  def kv_head_of(self, part: Array) -> Array:
+    """Returns the KV head that a part of joined heads reads."""
     return kv_head(part, self.joined, self.group)
 
   def needed(
     self, b: Array, p: Array, i: Array, j: Array, last: Any, first: Any
   ) -> Array:
-    """Whether a tile of queries sees any of a tile of slots.
+    """Returns whether a tile of queries attends to any slot of a tile.
 
-    By the last position of the queries and the first of the slots.
+    It compares the queries' last position with the slots' first one.
     """
-    slots = (b * self.kv_heads + self.reads(p)) * self.key_tiles + j
+    slots = (b * self.kv_heads + self.kv_head_of(p)) * self.key_tiles + j
     return last[b * self.tiles + i] >= first[slots]
 
 
@@ -101,16 +101,16 @@ def causal_mass_tpu(
   sinks: Float[Array, " N"] | None = None,
   options: AttentionOptions = PLAIN,
 ) -> Float[Array, "B N T"]:
-  """See `kvjax.kernels.attention_mass.api.causal_mass`.
+  """Computes `kvjax.kernels.attention_mass.api.causal_mass`.
 
-  A tile of queries meets all tiles of keys twice: first its log-sum-exp is
-  found, then what it gives to the keys. The masses of all slots stay in VMEM
-  until every tile of queries has added to them. Tiles that lie wholly above
-  the diagonal are neither read nor computed.
+  A tile of queries visits all tiles of keys twice: first for its log-sum-exp,
+  then to add its weights to the masses. The masses of all slots stay in VMEM
+  until every tile of queries has added to them. Tiles above the diagonal are
+  neither read nor computed.
 
   Raises:
-    NotImplementedError: of dtypes other than bfloat16 and float32, of more
-      than 2,097,152 slots, or of nothing; attention is not plain.
+    NotImplementedError: a dtype is neither bfloat16 nor float32, there are more
+      than 2,097,152 slots or none, or attention is not plain.
   """
   decline_unless_plain(options, keys.shape[-1], sinks=sinks)
   check(queries, keys)
@@ -118,17 +118,17 @@ def causal_mass_tpu(
   kv_heads, slots = keys.shape[1:3]
   plan = _Plan.of(heads, kv_heads, length, slots)
   if plan.tiles == 1:
-    queries = filled(queries, 2, plan.size, 0)
+    queries = pad_to_multiple(queries, 2, plan.size, 0)
   parts = heads // plan.joined
   queries = queries.reshape(batch, parts, -1, dim)
-  asked = filled(query_positions, 1, plan.size, -1)
-  last = jnp.max(asked.reshape(-1, plan.size), axis=1)
-  places = jnp.where(key_positions >= 0, key_positions, NEVER)
-  places = filled(places, 2, plan.width, NEVER)
-  first = jnp.min(places.reshape(-1, plan.width), axis=1)
+  row_positions = pad_to_multiple(query_positions, 1, plan.size, -1)
+  last = jnp.max(row_positions.reshape(-1, plan.size), axis=1)
+  column_positions = jnp.where(key_positions >= 0, key_positions, NEVER)
+  column_positions = pad_to_multiple(column_positions, 2, plan.width, NEVER)
+  first = jnp.min(column_positions.reshape(-1, plan.width), axis=1)
 
-  def fetched(b: Any, p: Any, i: Any, phase: Any, j: Any, *ends: Any) -> Array:
-    """A tile of keys; the same one again where none is needed."""
+  def key_tile(b: Any, p: Any, i: Any, phase: Any, j: Any, *ends: Any) -> Array:
+    """Returns a tile of keys; 0 if none is needed, which avoids a new fetch."""
     del phase
     return jnp.where(plan.needed(b, p, i, j, *ends), j, 0)
 
@@ -143,12 +143,12 @@ def causal_mass_tpu(
         pl.BlockSpec((None, 1, rows), lambda b, p, i, *_: (b, 0, i)),
         pl.BlockSpec(
           (None, None, 1, width),
-          lambda b, p, *at: (b, plan.reads(p), 0, fetched(b, p, *at)),
+          lambda b, p, *at: (b, plan.kv_head_of(p), 0, key_tile(b, p, *at)),
         ),
         pl.BlockSpec((None, None, rows, dim), lambda b, p, i, *_: (b, p, i, 0)),
         pl.BlockSpec(
           (None, None, width, dim),
-          lambda b, p, *at: (b, plan.reads(p), fetched(b, p, *at), 0),
+          lambda b, p, *at: (b, plan.kv_head_of(p), key_tile(b, p, *at), 0),
         ),
       ],
       out_specs=pl.BlockSpec(
@@ -162,8 +162,8 @@ def causal_mass_tpu(
   )(
     last,
     first,
-    jnp.tile(asked, (1, plan.joined))[:, None],
-    places[:, :, None],
+    jnp.tile(row_positions, (1, plan.joined))[:, None],
+    column_positions[:, :, None],
     queries,
     keys,
   )
@@ -173,8 +173,8 @@ def causal_mass_tpu(
 def _tile(
   last: Any,
   first: Any,
-  asked: Any,
-  places: Any,
+  row_positions: Any,
+  column_positions: Any,
   queries: Any,
   keys: Any,
   mass: Any,
@@ -184,7 +184,11 @@ def _tile(
   plan: _Plan,
   scale: float,
 ) -> None:
-  """One tile: 1 R, 1 C, R D, C D and R 1 to all masses, H T."""
+  """Processes a tile of logits in one of the two phases.
+
+  Shapes: query positions [1, R], key positions [1, C], queries [R, D], keys
+  [C, D], mass [H, T], largest and total [R, 1].
+  """
   b, p, i, phase, j = map(pl.program_id, range(5))
   needed = plan.needed(b, p, i, j, last, first)
   begins, ends = j == 0, j == plan.key_tiles - 1
@@ -195,33 +199,34 @@ def _tile(
 
   @pl.when((phase == 0) & begins)
   def _() -> None:
-    largest[...] = jnp.full_like(largest, UNSEEN)
+    largest[...] = jnp.full_like(largest, MASKED)
     total[...] = jnp.zeros_like(total)
 
-  def seen() -> Array:
-    found = logits(queries[...], keys[...], scale)
-    return jnp.where(places[...] <= column(asked[...]), found, UNSEEN)
+  def masked_logits() -> Array:
+    tile = logits(queries[...], keys[...], scale)
+    visible = column_positions[...] <= column(row_positions[...])
+    return jnp.where(visible, tile, MASKED)
 
   @pl.when((phase == 0) & needed)
   def _() -> None:
-    found = seen()
-    before = largest[...]
-    now = jnp.maximum(before, jnp.max(found, axis=1, keepdims=True))
-    added = jnp.sum(jnp.exp(found - now), axis=1, keepdims=True)
-    total[...] = total[...] * jnp.exp(before - now) + added
-    largest[...] = now
+    tile = masked_logits()
+    previous = largest[...]
+    new_largest = jnp.maximum(previous, jnp.max(tile, axis=1, keepdims=True))
+    new_terms = jnp.sum(jnp.exp(tile - new_largest), axis=1, keepdims=True)
+    total[...] = total[...] * jnp.exp(previous - new_largest) + new_terms
+    largest[...] = new_largest
 
   @pl.when((phase == 0) & ends)
   def _() -> None:
-    # From here on it is the log-sum-exp. A query that sees nothing gives
-    # nothing: exp(UNSEEN - 0) is 0.
-    sees = largest[...] > UNSEEN
-    found = largest[...] + jnp.log(jnp.where(sees, total[...], 1.0))
-    largest[...] = jnp.where(sees, found, 0.0)
+    # From here on `largest` is the log-sum-exp. A query without visible keys
+    # adds nothing: exp(MASKED - 0) is 0.
+    has_visible = largest[...] > MASKED
+    lse = largest[...] + jnp.log(jnp.where(has_visible, total[...], 1.0))
+    largest[...] = jnp.where(has_visible, lse, 0.0)
 
   @pl.when((phase == 1) & needed)
   def _() -> None:
-    weights = jnp.exp(seen() - largest[...])
-    added = jnp.sum(weights.reshape(plan.joined, -1, plan.width), axis=1)
-    here = pl.ds(pl.multiple_of(j * plan.width, plan.width), plan.width)
-    mass[:, here] = mass[:, here] + added
+    weights = jnp.exp(masked_logits() - largest[...])
+    new_terms = jnp.sum(weights.reshape(plan.joined, -1, plan.width), axis=1)
+    columns = pl.ds(pl.multiple_of(j * plan.width, plan.width), plan.width)
+    mass[:, columns] = mass[:, columns] + new_terms

@@ -9,7 +9,7 @@ _VMEM_BYTES = 32 * 2**20
 
 
 def check(*arrays: Array) -> None:
-  """Raises NotImplementedError of nothing, or not bfloat16 or float32."""
+  """Declines empty arrays and dtypes other than bfloat16 and float32."""
   for x in arrays:
     if not x.size or x.dtype not in (jnp.bfloat16, jnp.float32):
       raise NotImplementedError(f"There is no kernel for {x.dtype}{x.shape}.")
@@ -18,8 +18,8 @@ def check(*arrays: Array) -> None:
 def logits(
   queries: Float[Array, "R D"], keys: Float[Array, "C D"], scale: float
 ) -> Float[Array, "R C"]:
-  """Scaled inner products, exact to float32's rounding."""
-  # The tensor core multiplies bfloat16 exactly, and only that in one go.
+  """Computes scaled inner products, exact to float32 rounding."""
+  # One pass of the matrix unit multiplies bfloat16 exactly; float32 needs more.
   narrow = queries.dtype == keys.dtype == jnp.bfloat16
   if not narrow:
     queries, keys = queries.astype(jnp.float32), keys.astype(jnp.float32)
@@ -34,22 +34,22 @@ def logits(
 
 
 def column(row: Int[Array, "1 R"]) -> Int[Array, "R 1"]:
-  """What lies along lanes, along sublanes."""
+  """Transposes a vector from lanes to sublanes."""
   return row.reshape(-1, 1)
 
 
 def joined_heads(group: int, most: int) -> int:
-  """How many of a group's heads make a tile: as many as fit, and divide it."""
+  """Returns the largest divisor of the group that is at most `most`."""
   return max(d for d in range(1, max(1, most) + 1) if group % d == 0)
 
 
 def kv_head(part: Array, joined: int, group: int) -> Array:
-  """The KV head that a part reads: so many joined heads of a group."""
+  """Returns the KV head that a part of `joined` heads reads."""
   return jax.lax.div(part, group // joined)
 
 
 def params(parallel: int, arbitrary: int) -> pltpu.CompilerParams:
-  """Of a grid whose first axes are independent of each other."""
+  """Returns parameters of a grid whose first axes are independent."""
   return pltpu.CompilerParams(
     dimension_semantics=(
       *(pltpu.PARALLEL,) * parallel,

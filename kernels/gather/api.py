@@ -1,4 +1,4 @@
-"""Copies of the slots that a cache keeps."""
+"""Gathers the slots that a cache keeps."""
 
 import jax
 from jaxtyping import Array, Float, Int, Shaped
@@ -20,23 +20,22 @@ def compact(
   slots: Int[Array, "B K M"],
   implementation: Implementation | None = None,
 ) -> Compacted:
-  """Copies listed slots, bit by bit, with all that is known of them.
+  """Copies the listed slots of a cache bit by bit.
 
-  A slot that is empty (its position is -1) may be listed and is copied with
-  whatever it holds; what is not listed has no effect.
+  An empty slot (position -1) may be listed and is copied as it is. Slots that
+  are not listed have no effect.
 
   Args:
-    keys: keys, of any dtype.
-    values: values, of the same dtype.
-    positions: each token's place in its row; -1 for an empty slot.
-    received: one more number of each slot, in float32.
-    slots: which to copy, each less than T, ascending in every head; -1, for no
-      slot, may stand anywhere.
+    keys: keys of any dtype.
+    values: values of the same dtype.
+    positions: position of each token in its row; -1 for an empty slot.
+    received: one more float32 number per slot.
+    slots: the slots to copy, each less than T and ascending in every head; -1,
+      for no slot, may occur anywhere.
     implementation: see `kvjax.kernels.use`.
 
   Returns:
-    For each listed slot what it holds. Where no slot is named: position -1,
-    and zeros.
+    The contents of the listed slots; position -1 and zeros for -1.
   """
   operands = (keys, values, positions, received, slots)
   spread = jax.tree.map(

@@ -1,4 +1,4 @@
-"""What is left of a cache."""
+"""The result of compacting a cache."""
 
 from typing import NamedTuple
 
@@ -6,13 +6,13 @@ from jaxtyping import Array, Float, Int, Shaped
 
 
 class Compacted(NamedTuple):
-  """The kept slots of a cache, in the order in which they were listed.
+  """The kept slots of a cache, in the order of their list.
 
   Attributes:
-    keys: keys; zeros where no slot was named.
+    keys: keys; zeros where the list has no slot.
     values: values, likewise.
-    positions: places of the tokens; -1 for a slot that is empty.
-    received: what was known of each token, if anything; 0 for no slot.
+    positions: positions of the tokens; -1 for an empty slot.
+    received: the extra number of each token, if given; 0 for no slot.
   """
 
   keys: Shaped[Array, "B K M D"]

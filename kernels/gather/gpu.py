@@ -1,4 +1,4 @@
-"""Copies of listed slots by the warpgroups of an NVIDIA GPU, row by row."""
+"""Gathers listed slots on NVIDIA GPUs, one row per warpgroup step."""
 
 import functools
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.kernels.gather.compacted import Compacted
 
-# Threads of a warpgroup: each copies as many numbers of a row as the others.
+# Threads of a warpgroup, each of which copies an equal part of a row.
 _THREADS = 128
-# Rows of a block. All are read before any is written, so that many bytes are
-# under way at once.
+# Rows of a block. All are read before any is written, to keep many loads in
+# flight.
 _ROWS = 16
 
 
@@ -26,52 +26,53 @@ def compact_gpu(
   received: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
 ) -> Compacted:
-  """See `kvjax.kernels.gather.compact`.
+  """Computes `kvjax.kernels.gather.compact`.
 
   Raises:
-    NotImplementedError: for empty arrays, and unless D is a multiple of 128.
+    NotImplementedError: an array is empty, or D is no multiple of 128.
   """
   batch, kv_heads, _, dim = keys.shape
-  most = slots.shape[-1]
+  size = slots.shape[-1]
   if keys.shape != values.shape:
     raise NotImplementedError("Keys and values have different widths.")
-  if not (keys.size and most) or dim % _THREADS:
+  if not (keys.size and size) or dim % _THREADS:
     raise NotImplementedError("There must be slots, and D a multiple of 128.")
-  given = [x for x in (keys, values, positions, received) if x is not None]
+  arrays = [x for x in (keys, values, positions, received) if x is not None]
   new_keys, new_values, *rest = plgpu.kernel(
-    functools.partial(_kernel, most),
+    functools.partial(_kernel, size),
     out_type=[
-      jax.ShapeDtypeStruct((batch, kv_heads, most, *x.shape[3:]), x.dtype)
-      for x in given
+      jax.ShapeDtypeStruct((batch, kv_heads, size, *x.shape[3:]), x.dtype)
+      for x in arrays
     ],
-    grid=(batch, kv_heads, pl.cdiv(most, _ROWS)),
+    grid=(batch, kv_heads, pl.cdiv(size, _ROWS)),
     grid_names=("B", "K", "M"),
-  )(slots, *given)
+  )(slots, *arrays)
   new_received = None if received is None else rest[1]
   return Compacted(new_keys, new_values, rest[0], new_received)
 
 
-def _kernel(most: int, slots: Any, *refs: Any) -> None:
-  """A block of rows of one head."""
-  olds, news = refs[: len(refs) // 2], refs[len(refs) // 2 :]
+def _kernel(size: int, slots: Any, *refs: Any) -> None:
+  """Copies a block of rows of one head."""
+  inputs, outputs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
   row, head, block = (jax.lax.axis_index(axis) for axis in ("B", "K", "M"))
-  found = []
+  loaded = []
   for i in range(_ROWS):
     place = block * _ROWS + i
-    slot = slots[row, head, jnp.minimum(place, most - 1)]
+    slot = slots[row, head, jnp.minimum(place, size - 1)]
     at = (row, head, jnp.maximum(slot, 0))
-    found.append((place, slot, [old[at] for old in olds]))
+    loaded.append((place, slot, [source[at] for source in inputs]))
 
   def write(place: Array, parts: Sequence[Array]) -> None:
-    for new, part in zip(news, parts, strict=True):
-      new[row, head, place] = part
+    for target, part in zip(outputs, parts, strict=True):
+      target[row, head, place] = part
 
-  for place, slot, parts in found:
-    # Nothing but a copy is defined there for numbers of 8 bits: no selection.
-    nothing = [
+  for place, slot, parts in loaded:
+    # Mosaic can copy 8-bit numbers but not select between them, so the two
+    # cases are separate writes.
+    empty = [
       jnp.full_like(part, none)
       for part, none in zip(parts, (0, 0, -1, 0), strict=False)
     ]
-    inside = place < most
+    inside = place < size
     pl.when(inside & (slot >= 0))(functools.partial(write, place, parts))
-    pl.when(inside & (slot < 0))(functools.partial(write, place, nothing))
+    pl.when(inside & (slot < 0))(functools.partial(write, place, empty))

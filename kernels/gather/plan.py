@@ -1,4 +1,4 @@
-"""How the tiles of a copy follow one another, and where its rows lie."""
+"""The order in which a gather visits tiles, and the addresses of its rows."""
 
 from typing import NamedTuple
 
@@ -6,23 +6,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-# Rows that are copied in one turn of a loop: as many as a word has bits.
+# Rows copied per loop iteration: one per bit of a word.
 TURN = 32
-# Words are handled by eight, one below the other.
+# Words are processed in groups of eight, the sublanes of a register.
 LINES = 8
-# The lower bits of a code say by how much a word is shifted, the others which
-# word of its tile it is.
+# The low bits of a code are the shift within a word, the high bits the index of
+# the word in its tile.
 SHIFT_BITS = 5
 
 
 class Plan(NamedTuple):
-  """The steps in which tiles are read and written; both only go forward.
+  """The steps that read and write tiles, both in ascending order.
 
   Attributes:
-    source: tile that a step reads.
-    target: tile that it writes.
-    first: the first row of the result that it writes, and at last their
-      number; it writes all rows up to that of the next step.
+    source: the tile that a step reads.
+    target: the tile that a step writes.
+    first: the first row that a step writes, followed by the number of rows. A
+      step writes the rows up to the first of the next step.
   """
 
   source: Int[Array, "B K E"]
@@ -33,39 +33,46 @@ class Plan(NamedTuple):
   def of(
     cls, slots: Int[Array, "B K M"], tiles: int, read: int, write: int
   ) -> "Plan":
-    """The steps; only a result that begins with no slot reads a tile in vain.
+    """Plans the steps of a gather.
+
+    No step reads a tile without need, unless a list starts with -1.
 
     Args:
-      slots: what to copy, ascending; -1 anywhere. M is a multiple of `write`.
-      tiles: how many can be read.
-      read: slots of a tile that is read.
-      write: rows of a tile that is written.
+      slots: the slots to copy, ascending; -1 may occur anywhere. M is a
+        multiple of `write`.
+      tiles: the number of tiles to read from.
+      read: slots per tile that is read.
+      write: rows per tile that is written.
     """
-    batch, kv_heads, most = slots.shape
-    rows = jnp.arange(most, dtype=jnp.int32)[None, None, None]
+    batch, kv_heads, size = slots.shape
+    rows = jnp.arange(size, dtype=jnp.int32)[None, None, None]
     edges = jnp.arange(1, tiles, dtype=jnp.int32)[None, None, :, None] * read
-    after = jnp.where(slots[:, :, None] >= edges, rows, most)
-    entered = jnp.min(after, axis=-1)
-    begun = jnp.arange(0, most, write, dtype=jnp.int32)[None, None]
-    begun = jnp.broadcast_to(begun, (batch, kv_heads, most // write))
-    first = jnp.sort(jnp.concatenate([entered, begun], axis=-1), axis=-1)
-    behind = entered[:, :, None] <= first[..., None]
-    behind &= (entered < most)[:, :, None]
+    after = jnp.where(slots[:, :, None] >= edges, rows, size)
+    source_starts = jnp.min(after, axis=-1)
+    target_starts = jnp.arange(0, size, write, dtype=jnp.int32)[None, None]
+    target_starts = jnp.broadcast_to(
+      target_starts, (batch, kv_heads, size // write)
+    )
+    first = jnp.sort(
+      jnp.concatenate([source_starts, target_starts], axis=-1), axis=-1
+    )
+    has_started = source_starts[:, :, None] <= first[..., None]
+    has_started &= (source_starts < size)[:, :, None]
     return cls(
-      source=jnp.sum(behind.astype(jnp.int32), axis=-1),
-      target=jnp.minimum(first, most - 1) // write,
-      first=jnp.pad(first, ((0, 0), (0, 0), (0, 1)), constant_values=most),
+      source=jnp.sum(has_started.astype(jnp.int32), axis=-1),
+      target=jnp.minimum(first, size - 1) // write,
+      first=jnp.pad(first, ((0, 0), (0, 0), (0, 1)), constant_values=size),
     )
 
 
 def codes(
   slots: Int[Array, "B K M"], read: int, packing: int
 ) -> Int[Array, "B K M"]:
-  """Where each slot lies in its tile: word and shift; 0 for no slot.
+  """Encodes word and shift of each slot in its tile; 0 for no slot.
 
   Args:
     slots: the slots.
-    read: slots of a tile.
+    read: slots per tile.
     packing: slots that share a word, 1, 2 or 4.
   """
   inside = slots % read
@@ -76,8 +83,8 @@ def codes(
   return jnp.where(slots >= 0, code, 0)
 
 
-def named(slots: Int[Array, "B K M"]) -> Int[Array, "B K m"]:
-  """For every `TURN` slots a bit for each: whether it is named."""
+def listed_bits(slots: Int[Array, "B K M"]) -> Int[Array, "B K m"]:
+  """Packs, for every `TURN` slots, one bit each: whether it is listed."""
   turns = slots.reshape(*slots.shape[:2], -1, TURN)
   bits = jnp.uint32(1) << jnp.arange(TURN, dtype=jnp.uint32)
   bits = jnp.where(turns >= 0, bits[None, None, None], jnp.uint32(0))

@@ -1,4 +1,4 @@
-"""Copies of listed slots, one head at a time."""
+"""Reference gather, one head at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,17 @@ def compact_reference(
   received: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
 ) -> Compacted:
-  """See `kvjax.kernels.gather.compact`."""
+  """Computes `kvjax.kernels.gather.compact`."""
 
-  def listed(x: Shaped[Array, "T *D"], head: Int[Array, " M"]) -> Array:
-    found = x[jnp.maximum(head, 0)]
-    named = (head >= 0).reshape(-1, *[1] * (x.ndim - 1))
-    return jnp.where(named, found, jnp.zeros((), x.dtype))
+  def gather(x: Shaped[Array, "T *D"], head: Int[Array, " M"]) -> Array:
+    gathered = x[jnp.maximum(head, 0)]
+    is_slot = (head >= 0).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(is_slot, gathered, jnp.zeros((), x.dtype))
 
-  every = jax.vmap(jax.vmap(listed))
+  gather_all = jax.vmap(jax.vmap(gather))
   return Compacted(
-    every(keys, slots),
-    every(values, slots),
-    jnp.where(slots >= 0, every(positions, slots), -1),
-    None if received is None else every(received, slots),
+    gather_all(keys, slots),
+    gather_all(values, slots),
+    jnp.where(slots >= 0, gather_all(positions, slots), -1),
+    None if received is None else gather_all(received, slots),
   )

@@ -1,4 +1,4 @@
-"""Compactions at the size of a real model."""
+"""Cache compaction at the size of a real model."""
 
 import math
 
@@ -24,7 +24,7 @@ def _run(
 
 
 def _spec(batch: int, tokens: int, kept: int, received: bool = False) -> Spec:
-  """Random slots of a cache in bfloat16."""
+  """Gathers random slots of a bfloat16 cache."""
   shape = (batch, _KV_HEADS, tokens)
 
   def arrays(key: Array) -> tuple[Array, ...]:

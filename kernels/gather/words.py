@@ -1,4 +1,4 @@
-"""Rows of any dtype as rows of 32-bit words, as a TPU core can address them."""
+"""Packs rows of any dtype into 32-bit words, which a TPU core can address."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from kvjax.kernels.gather import plan
 _SIGNED = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32}
 
 
-def packed(rows: Shaped[Array, "M D"]) -> UInt[Array, "W D"]:
-  """Rows as words: as many times eight rows share eight words as fit."""
+def pack_words(rows: Shaped[Array, "M D"]) -> UInt[Array, "W D"]:
+  """Packs rows into words; 32 / bits groups of eight rows share eight words."""
   packing = 4 // rows.dtype.itemsize
   bits = 32 // packing
   signed = pltpu.bitcast(rows, _SIGNED[rows.dtype.itemsize])
@@ -28,8 +28,8 @@ def packed(rows: Shaped[Array, "M D"]) -> UInt[Array, "W D"]:
   return words.reshape(-1, rows.shape[-1])
 
 
-def unpacked(words: UInt[Array, "L D"], dtype: Any) -> Shaped[Array, "M D"]:
-  """The rows that share eight words."""
+def unpack_words(words: UInt[Array, "L D"], dtype: Any) -> Shaped[Array, "M D"]:
+  """Unpacks the rows that share eight words."""
   packing = 4 // jnp.dtype(dtype).itemsize
   bits = 32 // packing
   parts = [words >> jnp.uint32(part * bits) for part in range(packing)]
@@ -37,16 +37,16 @@ def unpacked(words: UInt[Array, "L D"], dtype: Any) -> Shaped[Array, "M D"]:
   return pltpu.bitcast(rows.astype(_SIGNED[4 // packing]), dtype)
 
 
-def copy(
-  codes: Any, start: Array, meant: Array, pairs: Sequence[tuple[Any, Any]]
+def copy_rows(
+  codes: Any, start: Array, listed: Array, pairs: Sequence[tuple[Any, Any]]
 ) -> None:
   """Copies `plan.TURN` rows.
 
   Args:
-    codes: where they lie; anywhere in the tile for rows that are not meant.
-    start: first of them in the result.
-    meant: a bit for each; the others stay as they are.
-    pairs: tiles that are read, as words, and written.
+    codes: source addresses; arbitrary valid ones for rows that are not listed.
+    start: the first target row.
+    listed: a bit per row; rows without it stay unchanged.
+    pairs: source tiles, as words, and target tiles.
   """
   packing = 4 // pairs[0][1].dtype.itemsize
   bits = 32 // packing
@@ -54,34 +54,34 @@ def copy(
   shape = (plan.LINES, pairs[0][0].shape[-1])
   lines = jax.lax.broadcasted_iota(jnp.uint32, shape, 0)
   for group in range(plan.TURN // size):
-    begun = pl.multiple_of(start + group * size, size)
-    made: list[list[Array]] = [[] for _ in pairs]
+    first_row = pl.multiple_of(start + group * size, size)
+    gathered: list[list[Array]] = [[] for _ in pairs]
     for line in range(plan.LINES):
-      for all_words, (old, _) in zip(made, pairs, strict=True):
+      for all_words, (source, _) in zip(gathered, pairs, strict=True):
         word = jnp.zeros((1, shape[1]), jnp.uint32)
         for part in range(packing):
-          code = codes[0, 0, 0, 0, begun + part * plan.LINES + line]
-          found = old[pl.ds(code >> plan.SHIFT_BITS, 1), :]
+          code = codes[0, 0, 0, 0, first_row + part * plan.LINES + line]
+          row = source[pl.ds(code >> plan.SHIFT_BITS, 1), :]
           shift = code & ((1 << plan.SHIFT_BITS) - 1)
-          found = (found >> shift.astype(jnp.uint32)) & _ones(packing)
-          word |= found << jnp.uint32(part * bits)
+          row = (row >> shift.astype(jnp.uint32)) & _ones(packing)
+          word |= row << jnp.uint32(part * bits)
         all_words.append(word)
-    mask = _mask(meant >> jnp.uint32(group * size), lines, packing)
-    place = (0, 0, pl.ds(begun, size), slice(None))
-    for all_words, (_, new) in zip(made, pairs, strict=True):
-      merged = _stacked(all_words, lines) & mask
-      merged |= packed(new[place]) & ~mask
-      new[place] = unpacked(merged, new.dtype)
+    mask = _mask(listed >> jnp.uint32(group * size), lines, packing)
+    place = (0, 0, pl.ds(first_row, size), slice(None))
+    for all_words, (_, target) in zip(gathered, pairs, strict=True):
+      merged = _stack(all_words, lines) & mask
+      merged |= pack_words(target[place]) & ~mask
+      target[place] = unpack_words(merged, target.dtype)
 
 
 def _mask(
-  meant: Array, lines: UInt[Array, "L D"], packing: int
+  listed: Array, lines: UInt[Array, "L D"], packing: int
 ) -> UInt[Array, "L D"]:
-  """The bits of those rows, of all that share eight words, that are meant."""
+  """Computes a bit mask of the listed rows that share eight words."""
   mask = jnp.zeros_like(lines)
   for part in range(packing):
-    own = (meant >> (lines + jnp.uint32(part * plan.LINES))) & jnp.uint32(1)
-    mask |= (own * _ones(packing)) << jnp.uint32(part * 32 // packing)
+    bit = (listed >> (lines + jnp.uint32(part * plan.LINES))) & jnp.uint32(1)
+    mask |= (bit * _ones(packing)) << jnp.uint32(part * 32 // packing)
   return mask
 
 
@@ -89,12 +89,12 @@ def _ones(packing: int) -> Array:
   return jnp.uint32(0xFFFFFFFF >> (32 - 32 // packing))
 
 
-def _stacked(
+def _stack(
   rows: list[UInt[Array, "1 D"]], lines: UInt[Array, "L D"]
 ) -> UInt[Array, "*L D"]:
-  """Rows one below the other; halving keeps the chain of selections short."""
+  """Stacks rows; recursive halving keeps the chain of selections short."""
   if len(rows) == 1:
     return rows[0]
   half = len(rows) // 2
-  low, high = _stacked(rows[:half], lines), _stacked(rows[half:], lines)
+  low, high = _stack(rows[:half], lines), _stack(rows[half:], lines)
   return jnp.where((lines & jnp.uint32(half)) == 0, low, high)

@@ -1,4 +1,4 @@
-"""Copies of listed slots by XLA's gathers, one for each array."""
+"""Gathers listed slots by XLA's gather, one array at a time."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -13,24 +13,24 @@ def compact_xla(
   received: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
 ) -> Compacted:
-  """See `kvjax.kernels.gather.compact`."""
+  """Computes `kvjax.kernels.gather.compact`."""
 
-  def listed(
-    x: Shaped[Array, "B K T *D"], none: int = 0
+  def gather(
+    x: Shaped[Array, "B K T *D"], fill: int = 0
   ) -> Shaped[Array, "B K M *D"]:
     return jnp.take_along_axis(
       x,
       slots.reshape(*slots.shape, *[1] * (x.ndim - 3)),
       axis=2,
-      # -1 is out of bounds, and such a slot is filled.
+      # With wrapping off, -1 is out of bounds and gets the fill value.
       mode="fill",
-      fill_value=none,
+      fill_value=fill,
       wrap_negative_indices=False,
     )
 
   return Compacted(
-    listed(keys),
-    listed(values),
-    listed(positions, -1),
-    None if received is None else listed(received),
+    gather(keys),
+    gather(values),
+    gather(positions, -1),
+    None if received is None else gather(received),
   )

@@ -34,7 +34,7 @@ def paged_attention_reference(
   logits = options.capped(logits * options.scale_of(dim))
   reads = jnp.arange(query_heads) // (query_heads // kv_heads)
   own = valid[:, None] & (owner[:, None] == reads[None, :, None])
-  causal = options.seen(query_positions[..., None], places[:, None])
+  causal = options.visible(query_positions[..., None], places[:, None])
   seen = own[:, :, None] & causal[:, None]
   weights = jax.nn.softmax(logits, axis=-1, where=seen)
   weights = jnp.where(seen, weights, 0.0)

@@ -102,7 +102,7 @@ def _attend(
     keys,
     preferred_element_type=jnp.float32,
   )
-  seen = (places[:, :, None] >= 0) & options.seen(
+  seen = (places[:, :, None] >= 0) & options.visible(
     query_positions[:, None, :, None], places[:, :, None]
   )
   logits = options.capped(logits * options.scale_of(queries.shape[-1]))

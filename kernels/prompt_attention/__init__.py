@@ -1,4 +1,4 @@
-"""Attention of whole prompts to themselves, which libraries compute."""
+"""Causal self-attention of whole prompts, by library kernels."""
 
 from kvjax.kernels.prompt_attention.api import (
   prompt_attention as prompt_attention,

@@ -1,4 +1,4 @@
-"""The attention of whole prompts that the engine calls."""
+"""The prompt attention that the engine calls."""
 
 from jaxtyping import Array, Float, Int
 
@@ -22,11 +22,10 @@ def prompt_attention(
   options: AttentionOptions = PLAIN,
   sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N S Dv"]:
-  """Causal softmax attention, scaled by D^-1/2, of prompts to themselves.
+  """Computes causal self-attention of whole prompts, scaled by D^-1/2.
 
-  As `kernels.attention.attention` where slot t holds the row's token t. What
-  padding holds, NaN included, has no effect on tokens; what comes out for
-  padding means nothing.
+  Slot t is token t of its row. The contents of padding, NaN included, have no
+  effect on tokens. The outputs of padding are unspecified.
 
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
@@ -34,9 +33,9 @@ def prompt_attention(
     values: values, which may be wider or narrower than keys.
     positions: 0, 1, 2, ... in each row, then -1 for padding.
     implementation: see `kvjax.kernels.use`.
-    options: a window, another scale, a cap of the logits.
-    sinks: for each query head a logit that joins the denominator of the
-      softmax and has no value.
+    options: a sliding window, another scale, a softcap on the logits.
+    sinks: one logit per query head that joins the softmax denominator and has
+      no value.
 
   Returns:
     The attention output in the dtype of the queries.

@@ -1,4 +1,4 @@
-"""Attention of prompts to themselves by cuDNN."""
+"""Prompt attention by cuDNN."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from kvjax.kernels.attention.options import (
   AttentionOptions,
   decline_unless_plain,
 )
-from kvjax.kernels.prompt_attention.padding import cleared
+from kvjax.kernels.prompt_attention.padding import clear_padding
 
 
 def prompt_attention_gpu(
@@ -22,22 +22,22 @@ def prompt_attention_gpu(
   sinks: Float[Array, " N"] | None = None,
   options: AttentionOptions = PLAIN,
 ) -> Float[Array, "B N S Dv"]:
-  """See `kvjax.kernels.prompt_attention.api.prompt_attention`.
+  """Computes `kvjax.kernels.prompt_attention.api.prompt_attention`.
 
   Raises:
-    NotImplementedError: cuDNN is not there, or does not serve: numbers have 32
-      bits, or the head dim is above 256 or no multiple of 8; logits are
-      capped; there are sinks; values are not as wide as keys.
+    NotImplementedError: cuDNN is missing or does not support the inputs:
+      32-bit numbers, a head dim above 256 or no multiple of 8, capped logits,
+      sinks, or values that are not as wide as keys.
   """
   window, scale = options.window, options.scale
   rest = dataclasses.replace(options, window=None, scale=None)
   decline_unless_plain(rest, keys.shape[-1], values.shape[-1], sinks)
-  # JAX counts the tokens before a query, and cuDNN the query too.
+  # JAX's window counts the tokens before a query, ours counts the query too.
   local = None if window is None else (window - 1, 0)
-  keys, values = (cleared(x, positions) for x in (keys, values))
+  keys, values = (clear_padding(x, positions) for x in (keys, values))
   operands = (jnp.swapaxes(x, 1, 2) for x in (queries, keys, values))
   try:
-    # Padding follows all tokens, so that these do not see it.
+    # Padding follows all tokens, so the causal mask hides it.
     output = jax.nn.dot_product_attention(
       *operands,
       scale=scale,

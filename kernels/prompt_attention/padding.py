@@ -1,12 +1,12 @@
-"""Padding that libraries may read."""
+"""Clears padding that library kernels read."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def cleared(
+def clear_padding(
   x: Float[Array, "B K S D"], positions: Int[Array, "B S"]
 ) -> Float[Array, "B K S D"]:
-  """Zeros at padding: a weight of 0 times NaN would be NaN."""
+  """Sets padding to zero, since a weight of 0 times NaN would be NaN."""
   real = (positions >= 0)[:, None, :, None]
   return jnp.where(real, x, jnp.zeros((), x.dtype))

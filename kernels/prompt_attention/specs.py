@@ -1,4 +1,4 @@
-"""The attention of prompts in Llama-3.1-8B."""
+"""Prompt attention in Llama-3.1-8B."""
 
 import functools
 
@@ -15,16 +15,16 @@ _HEADS, _KV_HEADS, _DIM = 32, 8, 128
 def _prompts(batch: int, tokens: int) -> Spec:
   def arrays(key: Array) -> tuple[Array, ...]:
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
-    own = jax.random.split(key, 3)
-    places = jnp.arange(tokens, dtype=jnp.int32)
+    rngs = jax.random.split(key, 3)
+    positions = jnp.arange(tokens, dtype=jnp.int32)
     return (
-      normal(own[0], (batch, _HEADS, tokens, _DIM)),
-      normal(own[1], (batch, _KV_HEADS, tokens, _DIM)),
-      normal(own[2], (batch, _KV_HEADS, tokens, _DIM)),
-      jnp.broadcast_to(places, (batch, tokens)),
+      normal(rngs[0], (batch, _HEADS, tokens, _DIM)),
+      normal(rngs[1], (batch, _KV_HEADS, tokens, _DIM)),
+      normal(rngs[2], (batch, _KV_HEADS, tokens, _DIM)),
+      jnp.broadcast_to(positions, (batch, tokens)),
     )
 
-  # Queries and what comes out, keys and values, positions.
+  # Queries and outputs, keys and values, positions.
   vectors = 2 * (_HEADS + _KV_HEADS)
   return Spec(
     f"{batch} x {tokens:,} tokens",

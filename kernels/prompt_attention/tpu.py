@@ -1,4 +1,4 @@
-"""Attention of prompts to themselves by splash attention, JAX's TPU kernel."""
+"""Prompt attention by splash attention, JAX's TPU kernel."""
 
 import functools
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
-from kvjax.kernels.prompt_attention.padding import cleared
+from kvjax.kernels.prompt_attention.padding import clear_padding
 
-# Tokens of a block: at most, and what their number is a multiple of.
+# Tokens per block: the maximum, and the number they are a multiple of.
 BLOCK = 512
 LANES = 128
-# What is known of the pairs of as many blocks fits into scalar memory.
+# Maximum number of blocks; the table of their pairs is in scalar memory.
 BLOCKS = 256
-# Of a pair of blocks: no query sees a key, some do, all do.
+# State of a pair of blocks: fully masked, partly masked, unmasked.
 _NONE, _SOME, _ALL = range(3)
 
 
@@ -35,33 +35,33 @@ def prompt_attention_tpu(
   sinks: Float[Array, " N"] | None = None,
   options: AttentionOptions = PLAIN,
 ) -> Float[Array, "B N S Dv"]:
-  """See `kvjax.kernels.prompt_attention.api.prompt_attention`.
+  """Computes `kvjax.kernels.prompt_attention.api.prompt_attention`.
 
   Raises:
-    NotImplementedError: the prompts are longer than 131,072 tokens, or of
-      other dtypes than bfloat16 and float32.
+    NotImplementedError: the prompts are longer than 131,072 tokens, or their
+      dtype is neither bfloat16 nor float32.
   """
   if queries.dtype not in (jnp.bfloat16, jnp.float32):
     raise NotImplementedError(f"No prompts of {queries.dtype} on TPUs.")
   batch, heads, length, dim = queries.shape
-  block = min(BLOCK, _up_to_multiple(length, LANES))
+  block = min(BLOCK, _round_up(length, LANES))
   blocks = -(-length // block)
   if blocks > BLOCKS:
     raise NotImplementedError(
       f"Splash attention takes prompts of up to {BLOCK * BLOCKS} tokens; these "
       f"have {length}."
     )
-  extra = blocks * block - length
+  padding = blocks * block - length
   if options.scale is None:
     scaled = queries * dim**-0.5
   else:
-    # A scale rounded to 16 bits would be off for all logits alike.
+    # Scale in float32: a scale rounded to 16 bits would bias all logits.
     scaled = queries.astype(jnp.float32) * options.scale
     scaled = scaled.astype(queries.dtype)
 
   def rows_as_heads(x: Float[Array, "B H S D"]) -> Float[Array, "R P D"]:
-    """Query head j of them all reads KV head j // (N / K), as in each row."""
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0)))
+    """Folds rows into heads; head j still reads KV head j // (N / K)."""
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0)))
     return padded.reshape(-1, *padded.shape[2:])
 
   attend = splash.SplashAttentionKernel(
@@ -74,7 +74,7 @@ def prompt_attention_tpu(
     mask_value=splash.DEFAULT_MASK_VALUE,
     attn_logits_soft_cap=options.softcap,
     residual_checkpoint_name=None,
-    mask_function=_seen_in(options.window),
+    mask_function=_visible_in(options.window),
     interpret=False,
   )
   # The matrix units would round float32 to bfloat16.
@@ -82,8 +82,8 @@ def prompt_attention_tpu(
   with jax.default_matmul_precision(precision):
     output: Any = attend(
       rows_as_heads(scaled),
-      rows_as_heads(cleared(keys, positions)),
-      rows_as_heads(cleared(values, positions)),
+      rows_as_heads(clear_padding(keys, positions)),
+      rows_as_heads(clear_padding(values, positions)),
       sinks=None if sinks is None else jnp.tile(sinks, batch),
     )
   output = output.reshape(batch, heads, -1, values.shape[-1])
@@ -93,26 +93,26 @@ def prompt_attention_tpu(
 def causal_blocks(
   blocks: int, block: int, window: int | None = None
 ) -> mask_info.MaskInfo:
-  """What splash attention finds out about its `CausalMask` or `LocalMask`.
+  """Builds splash attention's block mask for a causal or sliding-window mask.
 
-  It looks at every pair of tokens for that, which takes minutes where prompts
-  are long.
+  Splash attention derives the same from its `CausalMask` or `LocalMask`, but
+  visits every pair of tokens for it. That takes minutes for long prompts.
 
   Args:
-    blocks: of queries, and as many of keys.
-    block: tokens of each.
-    window: tokens that a query sees, itself the last; None for all.
+    blocks: number of blocks of queries, and of keys.
+    block: tokens per block.
+    window: tokens that a query attends to, itself included; None for all.
   """
   if window is None:
     window = blocks * block
-  # Blocks before a query's own that its window may reach.
+  # Blocks before a query's block that its window may reach.
   reach = min(blocks - 1, -(-(window - 1) // block))
   row, column = np.indices((1, blocks, reach + 1))[1:]
   column = column + np.maximum(row - reach, 0)
   inside = (row - column + 1) * block <= window
   below = np.where(column < row, np.where(inside, _ALL, _SOME), _NONE)
   return mask_info.MaskInfo(
-    # Where there is nothing to see, what the next row begins with is fetched.
+    # Fully masked pairs prefetch the first block of the next row.
     data_next=np.where(column <= row, column, 0).astype(np.int16),
     mask_next=None,
     block_mask=np.where(column == row, _SOME, below).astype(np.int8),
@@ -121,25 +121,25 @@ def causal_blocks(
   )
 
 
-def _seen(
+def _visible(
   query: Int[Array, "Q C"], key: Int[Array, "Q C"]
 ) -> Bool[Array, "Q C"]:
   return query >= key
 
 
 @functools.cache
-def _seen_in(window: int | None) -> Callable[[Array, Array], Array]:
-  """The same function for the same window: it is a key of compiled programs."""
+def _visible_in(window: int | None) -> Callable[[Array, Array], Array]:
+  """Returns one function per window, since it is part of JAX's cache key."""
   if window is None:
-    return _seen
+    return _visible
 
-  def seen(
+  def visible(
     query: Int[Array, "Q C"], key: Int[Array, "Q C"]
   ) -> Bool[Array, "Q C"]:
     return (query >= key) & (query - key < window)
 
-  return seen
+  return visible
 
 
-def _up_to_multiple(number: int, of: int) -> int:
+def _round_up(number: int, of: int) -> int:
   return -(-number // of) * of

@@ -1,4 +1,4 @@
-"""Attention of prompts to themselves by chunks of slots, in XLA."""
+"""Prompt attention over chunks of slots, in XLA."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,8 +15,14 @@ def prompt_attention_xla(
   sinks: Float[Array, " N"] | None = None,
   options: AttentionOptions = PLAIN,
 ) -> Float[Array, "B N S Dv"]:
-  """See `kvjax.kernels.prompt_attention.api.prompt_attention`."""
-  places = jnp.broadcast_to(positions[:, None], keys.shape[:3])
+  """Computes `kvjax.kernels.prompt_attention.api.prompt_attention`."""
+  key_positions = jnp.broadcast_to(positions[:, None], keys.shape[:3])
   return attention(
-    queries, keys, values, positions, places, options=options, sinks=sinks
+    queries,
+    keys,
+    values,
+    positions,
+    key_positions,
+    options=options,
+    sinks=sinks,
   )

@@ -1,4 +1,4 @@
-"""The largest of a head's scores, as a list of slots."""
+"""Top-k selection: the slots of a head's largest scores."""
 
 from kvjax.kernels.select.api import among_largest as among_largest
 from kvjax.kernels.select.api import kth_largest as kth_largest

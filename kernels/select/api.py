@@ -1,8 +1,8 @@
-"""The largest of a head's scores, as a list of slots.
+"""Top-k selection: the slots of a head's largest scores.
 
-Leading axes are rows of a batch and heads, in this order, or any others. The
-functions may be called under vmap too: its axis is put before them, so that
-one program still sees the whole array.
+Leading axes are batch rows and heads, in this order, or any others. Under vmap,
+the mapped axis becomes another leading axis, so that one program still gets the
+full array.
 """
 
 import functools
@@ -26,23 +26,24 @@ def largest(
   size: int,
   implementation: Implementation | None = None,
 ) -> Int[Array, "*B M"]:
-  """The slots of the largest scores of each head, in ascending order.
+  """Lists the slots of the largest scores of each head, in ascending order.
 
-  Exact, in time proportional to T; XLA's program sorts rows of up to 2,048,
-  which compiles sooner. Of equal scores, which 0.0 and -0.0 are,
-  the lower slot is taken. A score of -inf or NaN is never taken; inf may be.
+  The result is exact and takes time proportional to T. XLA's program sorts rows
+  of up to 2,048 scores, which compiles faster. Among equal scores (0.0 equals
+  -0.0) the lower slot wins. Scores of -inf or NaN are never selected.
 
   Args:
     scores: one per slot; compared in float32.
-    counts: how many to take per head; `size` where it is more, and no more
-      than there are.
+    counts: how many slots to select per head, at most `size`.
     size: M, static.
     implementation: see `kvjax.kernels.use`.
 
   Returns:
-    Slots, then -1 for what is not filled.
+    Slots, padded with -1.
   """
-  return _listed(_LARGEST, size, implementation, _float32(scores), counts)
+  return _list_slots(
+    _LARGEST, size, implementation, _to_float32(scores), counts
+  )
 
 
 def true_slots(
@@ -50,67 +51,66 @@ def true_slots(
   size: int,
   implementation: Implementation | None = None,
 ) -> Int[Array, "*B M"]:
-  """The true slots of each head in ascending order, the first `size` of them.
+  """Lists the first `size` true slots of each head, in ascending order.
 
   Args:
-    mask: which slots are meant.
+    mask: which slots to list.
     size: M, static.
     implementation: see `kvjax.kernels.use`.
 
   Returns:
-    Slots, then -1 for what is not filled.
+    Slots, padded with -1.
   """
-  return _listed(_TRUE, size, implementation, mask)
+  return _list_slots(_TRUE, size, implementation, mask)
 
 
 def among_largest(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"]
 ) -> Bool[Array, "*B T"]:
-  """Which slots `largest` would list, were there room for all.
+  """Computes the mask of the slots that `largest` selects, without size limit.
 
-  XLA's program computes it everywhere, in time proportional to T.
+  XLA's program runs on all devices, in time proportional to T.
   """
-  return _whole(xla.among_largest_xla, _float32(scores), counts)
+  return _run_unmapped(xla.among_largest_xla, _to_float32(scores), counts)
 
 
 def kth_largest(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"]
 ) -> Float[Array, "*B"]:
-  """The least of the `counts` largest scores.
+  """Computes the smallest of the `counts` largest scores.
 
-  It is the least of all where there are fewer, and inf where none is asked for
-  or there is none; -inf and NaN do not count as scores. XLA's program computes
-  it everywhere, in time proportional to T.
+  It is the smallest of all scores if there are fewer, and inf if counts is 0 or
+  there are no scores; -inf and NaN do not count as scores. XLA's program runs
+  on all devices, in time proportional to T.
   """
-  return _whole(xla.kth_largest_xla, _float32(scores), counts)
+  return _run_unmapped(xla.kth_largest_xla, _to_float32(scores), counts)
 
 
 def named_slots(lists: Int[Array, "*B M"], slots: int) -> Bool[Array, "*B T"]:
-  """Which of T slots a list names; the inverse of `true_slots`.
+  """Computes the mask of the listed slots; the inverse of `true_slots`.
 
   Args:
-    lists: slots in any order, as often as they like; a negative number names
-      none.
+    lists: slots in any order, duplicates allowed; negative numbers are ignored.
     slots: T, static.
   """
   return xla.named_slots_xla(lists, slots)
 
 
-def _float32(scores: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
-  # What is chosen does not follow small changes of the scores.
+def _to_float32(scores: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
+  # The selection is piecewise constant in the scores: its gradient is zero.
   return jax.lax.stop_gradient(scores).astype(jnp.float32)
 
 
-def _listed(
+def _list_slots(
   programs: Programs,
   size: int,
   implementation: Implementation | None,
   *operands: Array,
 ) -> Int[Array, "*B M"]:
-  most = min(size, operands[0].shape[-1])
-  run = functools.partial(_dispatched, programs, most, implementation)
-  slots = _whole(run, *operands)
-  more = [(0, 0)] * (slots.ndim - 1) + [(0, size - most)]
+  limit = min(size, operands[0].shape[-1])
+  run = functools.partial(_dispatched, programs, limit, implementation)
+  slots = _run_unmapped(run, *operands)
+  more = [(0, 0)] * (slots.ndim - 1) + [(0, size - limit)]
   return jnp.pad(slots, more, constant_values=-1)
 
 
@@ -120,7 +120,7 @@ def _dispatched(
   implementation: Implementation | None,
   *operands: Array,
 ) -> Int[Array, "*B M"]:
-  # Fewer leading axes are seen for a moment, on the way out of vmap.
+  # custom_vmap traces this once with fewer leading axes.
   spread = "BK" if operands[0].ndim >= 3 else ""
   slots: Array = dispatch(
     programs,
@@ -133,8 +133,8 @@ def _dispatched(
   return slots
 
 
-def _whole(run: Callable[..., Array], *operands: Array) -> Array:
-  """Runs on whole arrays; axes of vmap are put before their own."""
+def _run_unmapped(run: Callable[..., Array], *operands: Array) -> Array:
+  """Runs on the full arrays under vmap; mapped axes become leading axes."""
 
   @custom_vmap
   def call(*operands: Array) -> Array:
@@ -144,11 +144,11 @@ def _whole(run: Callable[..., Array], *operands: Array) -> Array:
   def batched(
     size: int, in_batched: list[bool], *operands: Array
   ) -> tuple[Array, bool]:
-    whole = (
+    mapped = (
       x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
       for x, has_axis in zip(operands, in_batched, strict=True)
     )
-    return _whole(run, *whole), True
+    return _run_unmapped(run, *mapped), True
 
-  answer: Array = call(*operands)
-  return answer
+  result: Array = call(*operands)
+  return result

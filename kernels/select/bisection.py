@@ -1,4 +1,4 @@
-"""Halving a range until what lies above its lower end counts as wanted."""
+"""Finds a top-k threshold by bisection over integer keys."""
 
 from collections.abc import Callable
 
@@ -8,87 +8,89 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.kernels.select.keys import BEYOND, NEVER
 
-# A number for each row, in a shape that compares with a program's keys.
+# One number per row, in a shape that broadcasts against the program's keys.
 Rows = Int[Array, "*R"]
-# Of each row how many slots, given with their keys, count.
+# Counts, per row, the slots for which a predicate of key and slot holds.
 Count = Callable[[Callable[[Array, Array], Array]], Rows]
 
 
 def is_chosen(keys: Array, slots: Array, least: Array, end: Array) -> Array:
-  """Slots whose key is above the least, or equal to it and before the end."""
+  """Selects keys above the least, and keys equal to it before slot `end`."""
   return (keys > least) | ((keys == least) & (slots < end))
 
 
 def limits(count: Count, wanted: Rows, slots: int) -> tuple[Rows, Rows]:
-  """The least key that is chosen, and where the slots that have it end.
+  """Finds the least selected key, and the end of the slots selected at it.
 
   Args:
     count: counts slots of each row.
-    wanted: how many to choose; all eligible where they are fewer.
+    wanted: how many slots to select; all eligible ones if they are fewer.
     slots: T.
   """
 
-  def reaching(key: Rows) -> Rows:
+  def count_from(key: Rows) -> Rows:
     return count(lambda keys, _: keys >= key)
 
-  def chosen(left_out: Rows) -> Rows:
-    return count(lambda keys, at: is_chosen(keys, at, least, slots - left_out))
+  def count_chosen(excluded: Rows) -> Rows:
+    return count(lambda keys, at: is_chosen(keys, at, least, slots - excluded))
 
-  eligible = reaching(jnp.full_like(wanted, NEVER + 1))
+  eligible = count_from(jnp.full_like(wanted, NEVER + 1))
   wanted = jnp.clip(wanted, 0, eligible)
-  some = wanted > 0
-  least, found = _bisected(
-    reaching,
-    jnp.where(some, NEVER + 1, BEYOND),
+  any_wanted = wanted > 0
+  # First the key: how many slots have a key of at least x?
+  least, low_count = _bisect(
+    count_from,
+    jnp.where(any_wanted, NEVER + 1, BEYOND),
     jnp.full_like(wanted, BEYOND),
-    jnp.where(some, eligible, 0),
+    jnp.where(any_wanted, eligible, 0),
     wanted,
   )
-  left_out, _ = _bisected(
-    chosen,
+  # Then the ties at this key: how many slots at the end to exclude?
+  excluded, _ = _bisect(
+    count_chosen,
     jnp.zeros_like(least),
     jnp.full_like(least, slots),
-    found,
+    low_count,
     wanted,
   )
-  return least, slots - left_out
+  return least, slots - excluded
 
 
-def _bisected(
+def _bisect(
   count: Callable[[Rows], Rows],
   low: Rows,
   high: Rows,
-  found: Rows,
+  low_count: Rows,
   wanted: Rows,
 ) -> tuple[Rows, Rows]:
-  """The greatest x that counts as many as wanted, or one that counts just that.
+  """Finds the greatest x with count(x) >= wanted, or an x with equality.
 
   Args:
-    count: never rises with x.
-    low: counts enough.
-    high: above low; counts too few.
-    found: count(low).
-    wanted: to be counted.
+    count: a function that never increases with x.
+    low: an x whose count suffices.
+    high: an x above low whose count is too small.
+    low_count: count(low).
+    wanted: the count to reach.
 
   Returns:
     x and its count.
   """
 
   def is_open(state: tuple[Rows, Rows, Rows]) -> Bool[Array, ""]:
-    low, high, found = state
-    is_open = (found != wanted) & (low < high - 1)
+    low, high, low_count = state
+    is_open = (low_count != wanted) & (low < high - 1)
     return jnp.any(is_open) if is_open.ndim else is_open
 
-  def halved(state: tuple[Rows, Rows, Rows]) -> tuple[Rows, Rows, Rows]:
-    low, high, found = state
-    middle = (low & high) + ((low ^ high) >> 1)  # a sum would overflow
-    counted = count(middle)
-    enough = counted >= wanted
+  def halve(state: tuple[Rows, Rows, Rows]) -> tuple[Rows, Rows, Rows]:
+    low, high, low_count = state
+    middle = (low & high) + ((low ^ high) >> 1)  # low + high would overflow
+    middle_count = count(middle)
+    enough = middle_count >= wanted
     return (
       jnp.where(enough, middle, low),
       jnp.where(enough, high, middle),
-      jnp.where(enough, counted, found),
+      jnp.where(enough, middle_count, low_count),
     )
 
-  low, _, found = jax.lax.while_loop(is_open, halved, (low, high, found))
-  return low, found
+  low, _, low_count = jax.lax.while_loop(is_open, halve, (low, high, low_count))
+  return low, low_count

@@ -1,4 +1,4 @@
-"""Selection on GPUs: a warpgroup bisects a row; XLA lists what is chosen."""
+"""Selection on GPUs: a warpgroup bisects a row, XLA lists the slots."""
 
 import math
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from kvjax.kernels.select.bisection import limits
 from kvjax.kernels.select.keys import ordered
 from kvjax.kernels.select.xla import true_slots_xla, within_limits
 
-# Scores that a warpgroup looks at in one step: 16 bytes for each thread at
-# least, and few enough to stay in registers.
-_LEAST = 512
-_STEP = 2048
+# Scores per step of a warpgroup: at least 16 bytes per thread, and at most what
+# fits in registers.
+_MIN_STEP = 512
+_MAX_STEP = 2048
 
 
 def largest_gpu(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"], size: int
 ) -> Int[Array, "*B M"]:
-  """See `kvjax.kernels.select.largest`."""
+  """Computes `kvjax.kernels.select.largest`."""
   slots = scores.shape[-1]
   rows = math.prod(counts.shape)
-  step = min(_STEP, math.ceil(slots / _LEAST) * _LEAST)
+  step = min(_MAX_STEP, math.ceil(slots / _MIN_STEP) * _MIN_STEP)
   padded = jnp.pad(
     scores.reshape(rows, slots),
     ((0, 0), (0, -slots % step)),
@@ -37,13 +37,13 @@ def largest_gpu(
     grid=(rows,),
     grid_names=("row",),
   )(padded, jnp.minimum(counts, size).reshape(rows))
-  one_each = (*counts.shape, 1)
-  chosen = within_limits(scores, least.reshape(one_each), end.reshape(one_each))
+  per_row = (*counts.shape, 1)
+  chosen = within_limits(scores, least.reshape(per_row), end.reshape(per_row))
   return true_slots_xla(chosen, size)
 
 
 def true_slots_gpu(mask: Bool[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
-  """See `kernels.select.true_slots`; XLA's program reads the mask once."""
+  """Computes `kernels.select.true_slots` by XLA, which reads the mask once."""
   return true_slots_xla(mask, size)
 
 
@@ -55,15 +55,15 @@ def _kernel(
   *,
   step: int,
 ) -> None:
-  """Finds the limits of what is chosen of a row.
+  """Finds the selection limits of a row; see `bisection.limits`.
 
   Args:
-    scores_ref: all rows; a row fits into the caches near the processor, from
-      where every pass reads it again.
-    counts_ref: how many to take of each row.
-    least_ref: the least key that is chosen.
-    end_ref: where the slots that have it end.
-    step: scores per step, of which a row has a whole number.
+    scores_ref: all rows. A row fits into the cache, where every pass of the
+      bisection finds it again.
+    counts_ref: how many slots to select of each row.
+    least_ref: output, the least selected key.
+    end_ref: output, the end of the slots selected at this key.
+    step: scores per step, a divisor of the row length.
   """
   row = jax.lax.axis_index("row")
   slots = scores_ref.shape[1]
@@ -71,16 +71,18 @@ def _kernel(
   lanes = plgpu.broadcasted_iota(jnp.int32, (step,), 0, layout=layout)
 
   def count(
-    counted: Callable[[Int[Array, " C"], Int[Array, " C"]], Bool[Array, " C"]],
+    predicate: Callable[
+      [Int[Array, " C"], Int[Array, " C"]], Bool[Array, " C"]
+    ],
   ) -> Int[Array, ""]:
     def add(i: Array, total: Int[Array, " C"]) -> Int[Array, " C"]:
       start = i * step
       scores = plgpu.load(scores_ref.at[row, pl.ds(start, step)], layout=layout)
-      chosen = counted(ordered(scores), lanes + start)
+      chosen = predicate(ordered(scores), lanes + start)
       return total + jnp.where(chosen, 1, 0)
 
-    none = jnp.zeros_like(lanes)
-    total = jax.lax.fori_loop(0, slots // step, add, none)
+    zeros = jnp.zeros_like(lanes)
+    total = jax.lax.fori_loop(0, slots // step, add, zeros)
     counts: Array = jnp.sum(total)
     return counts
 

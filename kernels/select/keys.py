@@ -1,20 +1,20 @@
-"""Scores as integers of the same order."""
+"""Order-preserving integer keys of float scores."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# What -inf and NaN become, below all other scores.
+# The key of -inf and NaN, below all other scores.
 NEVER = -(2**31) + 2**23 - 1
-# Above inf.
+# A key above that of inf.
 BEYOND = 0x7F800001
 
 
 def ordered(scores: Float[Array, "*B T"]) -> Int[Array, "*B T"]:
-  """Integers that compare as the scores do.
+  """Maps scores to integers of the same order.
 
-  Only integers are compared here, so that scores too small to be normal, which
-  some devices take for zero, keep their order.
+  Integer comparisons keep the order of subnormal scores, which some devices
+  flush to zero.
   """
   bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
   bits = jnp.where(bits == -(2**31), 0, bits)  # -0.0 is 0.0

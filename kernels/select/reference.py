@@ -1,4 +1,4 @@
-"""What selection computes, by a stable sort of everything, in NumPy."""
+"""Reference selection by a stable sort, in NumPy."""
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -7,11 +7,11 @@ from jaxtyping import Bool, Float, Int
 def largest_reference(
   scores: Float[np.ndarray, "*B T"], counts: Int[np.ndarray, "*B"], size: int
 ) -> Int[np.ndarray, "*B M"]:
-  """See `kvjax.kernels.select.largest`."""
+  """Computes `kvjax.kernels.select.largest`."""
   slots = scores.shape[-1]
-  worth = np.where(np.isnan(scores), -np.inf, scores)
-  order = np.argsort(-worth, axis=-1, kind="stable")
-  eligible = np.take_along_axis(worth, order, axis=-1) > -np.inf
+  ranked = np.where(np.isnan(scores), -np.inf, scores)
+  order = np.argsort(-ranked, axis=-1, kind="stable")
+  eligible = np.take_along_axis(ranked, order, axis=-1) > -np.inf
   wanted = np.arange(slots) < np.minimum(counts, size)[..., None]
   chosen = np.sort(np.where(eligible & wanted, order, slots), axis=-1)
   return np.where(chosen < slots, chosen, -1).astype(np.int32)[..., :size]
@@ -20,7 +20,7 @@ def largest_reference(
 def true_slots_reference(
   mask: Bool[np.ndarray, "*B T"], size: int
 ) -> Int[np.ndarray, "*B M"]:
-  """See `kvjax.kernels.select.true_slots`."""
+  """Computes `kvjax.kernels.select.true_slots`."""
   slots = np.where(mask, np.arange(mask.shape[-1]), mask.shape[-1])
   first = np.sort(slots, axis=-1)[..., :size]
   return np.where(first < mask.shape[-1], first, -1).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Selection in Llama-3.1-8B, as methods and lookups do it."""
+"""Selection in Llama-3.1-8B, for eviction and for retrieval."""
 
 import functools
 
@@ -12,7 +12,7 @@ from kvjax.kernels.specs import Spec
 _KV_HEADS = 8
 
 
-def _largest(what: str, batch: int, slots: int, size: int) -> Spec:
+def _largest(use: str, batch: int, slots: int, size: int) -> Spec:
   def arrays(
     key: Array,
   ) -> tuple[Float[Array, "B K T"], Int[Array, "B K"]]:
@@ -20,7 +20,7 @@ def _largest(what: str, batch: int, slots: int, size: int) -> Spec:
     return scores, jnp.full((batch, _KV_HEADS), size, jnp.int32)
 
   return Spec(
-    f"{what}: {size:,} of {batch} x {slots:,}",
+    f"{use}: {size:,} of {batch} x {slots:,}",
     functools.partial(largest, size=size),
     arrays,
     4 * batch * _KV_HEADS * (slots + 1 + size),

@@ -1,4 +1,4 @@
-"""Selection on TPUs: bisection in VMEM, then slots move down to their ranks."""
+"""Selection on TPUs: bisection in VMEM, then in-place stream compaction."""
 
 import functools
 import math
@@ -15,28 +15,28 @@ from kvjax.kernels.select.keys import NEVER, ordered
 
 _ROWS = 8
 _LANES = 128
-_MOST = 2**17
+_MAX_SLOTS = 2**17
 _UNROLL = 8
 
 
 def largest_tpu(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"], size: int
 ) -> Int[Array, "*B M"]:
-  """See `kvjax.kernels.select.largest`.
+  """Computes `kvjax.kernels.select.largest`.
 
   Raises:
     NotImplementedError: there are more than 131,072 scores in a row.
   """
   slots = scores.shape[-1]
-  if slots > _MOST:
+  if slots > _MAX_SLOTS:
     raise NotImplementedError(
-      f"{_ROWS} rows of more than {_MOST:,} scores do not fit into VMEM."
+      f"{_ROWS} rows of more than {_MAX_SLOTS:,} scores do not fit into VMEM."
     )
   rows = math.prod(counts.shape)
   block = min(rows, _ROWS)
   width = pl.cdiv(slots, _LANES) * _LANES
   places = pl.cdiv(size, _LANES) * _LANES
-  found = pl.pallas_call(
+  selected = pl.pallas_call(
     functools.partial(_kernel, slots=slots),
     grid=(pl.cdiv(rows, block),),
     in_specs=[
@@ -48,7 +48,7 @@ def largest_tpu(
     scratch_shapes=[pltpu.VMEM((block, width), jnp.int32)],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",),
-      # Two of what is read, two of what is written, and the scratch.
+      # Two buffers for inputs, two for outputs, and the scratch.
       vmem_limit_bytes=2**22 + 4 * _ROWS * (3 * width + 2 * places),
     ),
     name="largest",
@@ -56,11 +56,11 @@ def largest_tpu(
     jnp.minimum(counts, size).reshape(rows, 1),
     scores.reshape(rows, slots),
   )
-  return found.reshape(*counts.shape, size)
+  return selected.reshape(*counts.shape, size)
 
 
 def true_slots_tpu(mask: Bool[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
-  """See `kvjax.kernels.select.true_slots`."""
+  """Computes `kvjax.kernels.select.true_slots`."""
   return largest_tpu(
     jnp.where(mask, 0.0, -jnp.inf), jnp.full(mask.shape[:-1], size), size
   )
@@ -77,41 +77,48 @@ def _kernel(
   """Selects from a block of rows.
 
   Args:
-    counts_ref: how many to take of each row.
-    scores_ref: the rows; beyond `slots` it holds anything.
-    slots_ref: what is selected.
-    keys_ref: scratch as large as the scores.
+    counts_ref: how many slots to select of each row.
+    scores_ref: the rows; undefined beyond `slots`.
+    slots_ref: output, the selected slots.
+    keys_ref: scratch of the scores' size.
     slots: T.
   """
-  _each_tile(keys_ref, lambda tile: _key(tile, scores_ref, keys_ref, slots))
+  _each_tile(
+    keys_ref, lambda tile: _write_keys(tile, scores_ref, keys_ref, slots)
+  )
   count = functools.partial(_count, keys_ref)
   least, end = limits(count, counts_ref[...], keys_ref.shape[1])
   _pack_tiles(keys_ref, least, end)
   _close_gaps(keys_ref)
 
   def write(tile: Array) -> None:
-    gap = keys_ref[:, _at(tile)]
-    slots_ref[:, _at(tile)] = jnp.where(gap < 0, -1, gap + _lanes(tile, gap))
+    gap = keys_ref[:, _tile_slice(tile)]
+    slots_ref[:, _tile_slice(tile)] = jnp.where(
+      gap < 0, -1, gap + _lanes(tile, gap)
+    )
 
   _each_tile(slots_ref, write)
 
 
-def _key(
+def _write_keys(
   tile: Array, scores_ref: jax.Ref, keys_ref: jax.Ref, slots: int
 ) -> None:
-  keys = ordered(scores_ref[:, _at(tile)])
-  keys_ref[:, _at(tile)] = jnp.where(_lanes(tile, keys) < slots, keys, NEVER)
+  keys = ordered(scores_ref[:, _tile_slice(tile)])
+  keys_ref[:, _tile_slice(tile)] = jnp.where(
+    _lanes(tile, keys) < slots, keys, NEVER
+  )
 
 
 def _pack_tiles(
   keys_ref: jax.Ref, least: Int[Array, "R 1"], end: Int[Array, "R 1"]
 ) -> None:
-  """Moves what is chosen by its gap, up to a multiple of a tile's width.
+  """Moves selected slots left by their gap, modulo the width of a tile.
 
-  A gap is how many slots before it are not chosen, which is how far a slot has
-  to go; in its new place keys_ref holds it, and -1 where there is none. Two
-  never meet: those between them are chosen or count as gap. The same holds when
-  they have only moved by the lowest bits of their gaps.
+  The gap of a slot is the number of unselected slots before it, which is the
+  distance it has to move. keys_ref then contains the gaps at the new places,
+  and -1 elsewhere. Slots never collide, since every slot between two selected
+  ones is itself selected or adds to the gap of the second. This holds after
+  moving by any number of the low bits of the gaps, so each bit is one step.
   """
   rows, width = keys_ref.shape
   tiles = width // _LANES
@@ -126,30 +133,32 @@ def _pack_tiles(
   ) -> tuple[Int[Array, "R 1"], list[Int[Array, "R 128"]]]:
     gaps_before, following = carry
     tile = tiles - 1 - step
-    keys = keys_ref[:, _at(tile)]
+    keys = keys_ref[:, _tile_slice(tile)]
     chosen = is_chosen(keys, _lanes(tile, keys), least, end)
-    left = jnp.where(chosen, 0.0, 1.0)
-    # Sums of up to 128 ones are exact.
-    within = jnp.dot(left, earlier, precision=jax.lax.Precision.DEFAULT)
+    unchosen = jnp.where(chosen, 0.0, 1.0)
+    # Sums of up to 128 ones are exact even in bfloat16 products.
+    within = jnp.dot(unchosen, earlier, precision=jax.lax.Precision.DEFAULT)
     within = within.astype(jnp.int32)
-    gaps_before -= jnp.sum(left, axis=1, keepdims=True).astype(jnp.int32)
+    gaps_before -= jnp.sum(unchosen, axis=1, keepdims=True).astype(jnp.int32)
     gaps = jnp.where(chosen, gaps_before + within, -1)
     rolled = []
     for bit in bits:
-      here = pltpu.roll(gaps, _LANES - (1 << bit), 1)
-      coming = jnp.where(lane < _LANES - (1 << bit), here, following[bit])
-      gaps = _moved(gaps, coming, bit)
-      rolled.append(here)
-    keys_ref[:, _at(tile)] = gaps
+      rolled_gaps = pltpu.roll(gaps, _LANES - (1 << bit), 1)
+      arriving = jnp.where(
+        lane < _LANES - (1 << bit), rolled_gaps, following[bit]
+      )
+      gaps = _move(gaps, arriving, bit)
+      rolled.append(rolled_gaps)
+    keys_ref[:, _tile_slice(tile)] = gaps
     return gaps_before, rolled
 
-  none = jnp.full((rows, _LANES), -1, jnp.int32)
+  no_gaps = jnp.full((rows, _LANES), -1, jnp.int32)
   chosen = _count(keys_ref, lambda keys, at: is_chosen(keys, at, least, end))
-  jax.lax.fori_loop(0, tiles, pack, (width - chosen, [none for _ in bits]))
+  jax.lax.fori_loop(0, tiles, pack, (width - chosen, [no_gaps for _ in bits]))
 
 
 def _close_gaps(keys_ref: jax.Ref) -> None:
-  """Moves by whole tiles what `_pack_tiles` has moved within them."""
+  """Moves slots by the remaining bits of their gaps, multiples of a tile."""
   tiles = keys_ref.shape[1] // _LANES
   lane_bits = _LANES.bit_length() - 1
   for tile_bit in range((tiles - 1).bit_length()):
@@ -158,34 +167,36 @@ def _close_gaps(keys_ref: jax.Ref) -> None:
     def close(
       tile: Array, distance: int = distance, bit: int = lane_bits + tile_bit
     ) -> None:
-      gaps = keys_ref[:, _at(tile)]
+      gaps = keys_ref[:, _tile_slice(tile)]
       source = jnp.minimum(tile + distance, tiles - 1)
-      coming = jnp.where(tile + distance < tiles, keys_ref[:, _at(source)], -1)
-      keys_ref[:, _at(tile)] = _moved(gaps, coming, bit)
+      arriving = jnp.where(
+        tile + distance < tiles, keys_ref[:, _tile_slice(source)], -1
+      )
+      keys_ref[:, _tile_slice(tile)] = _move(gaps, arriving, bit)
 
     _each_tile(keys_ref, close)
 
 
-def _moved(
-  gaps: Int[Array, "R 128"], coming: Int[Array, "R 128"], bit: int
+def _move(
+  gaps: Int[Array, "R 128"], arriving: Int[Array, "R 128"], bit: int
 ) -> Int[Array, "R 128"]:
-  """What stays and what comes, as a bit of its gap says."""
+  """Merges the slots that stay and those that arrive, by one bit of the gap."""
   mask = 1 << bit
   staying = jnp.where((gaps & mask) == 0, gaps, -1)
-  return jnp.maximum(staying, jnp.where((coming & mask) != 0, coming, -1))
+  return jnp.maximum(staying, jnp.where((arriving & mask) != 0, arriving, -1))
 
 
 def _count(
   keys_ref: jax.Ref,
-  counted: Callable[
+  predicate: Callable[
     [Int[Array, "R 128"], Int[Array, "R 128"]], Bool[Array, "R 128"]
   ],
 ) -> Int[Array, "R 1"]:
-  """Of each row how many keys, given with their slots, count."""
+  """Counts, per row, the keys for which a predicate of key and slot holds."""
 
   def add(tile: Array, total: Int[Array, "R 128"]) -> Int[Array, "R 128"]:
-    keys = keys_ref[:, _at(tile)]
-    return total + jnp.where(counted(keys, _lanes(tile, keys)), 1, 0)
+    keys = keys_ref[:, _tile_slice(tile)]
+    return total + jnp.where(predicate(keys, _lanes(tile, keys)), 1, 0)
 
   rows, width = keys_ref.shape
   total = jax.lax.fori_loop(
@@ -195,7 +206,7 @@ def _count(
     jnp.zeros((rows, _LANES), jnp.int32),
     unroll=_UNROLL,
   )
-  # Float32 adds up to 2**24 ones exactly.
+  # Sums of up to 2**24 ones are exact in float32.
   total = jnp.sum(total.astype(jnp.float32), axis=1, keepdims=True)
   return total.astype(jnp.int32)
 
@@ -207,11 +218,11 @@ def _each_tile(ref: jax.Ref, visit: Callable[[Array], None]) -> None:
   jax.lax.fori_loop(0, ref.shape[1] // _LANES, step, None, unroll=_UNROLL)
 
 
-def _at(tile: Array) -> pl.Slice:
+def _tile_slice(tile: Array) -> pl.Slice:
   return pl.ds(pl.multiple_of(tile * _LANES, _LANES), _LANES)
 
 
 def _lanes(tile: Array, like: Int[Array, "R 128"]) -> Int[Array, "R 128"]:
-  """The number of each slot of a tile."""
+  """Returns the slot numbers of a tile."""
   lane = jax.lax.broadcasted_iota(jnp.int32, like.shape, 1)
   return lane + tile * _LANES

@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from kvjax.kernels.select.bisection import Count, Rows, is_chosen, limits
 from kvjax.kernels.select.keys import NEVER, ordered
 
-# A sort of so few compiles sooner; that it runs longer adds up slowly.
+# Rows up to this length are sorted: it compiles faster and is hardly slower.
 _SHORT = 2048
 
-# So many neighbors are counted side by side, in few bits.
+# Lanes of a partial count, whose numbers need few bits.
 _LANES = 128
 _WORD = 32
 
@@ -20,7 +20,7 @@ _WORD = 32
 def largest_xla(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"], size: int
 ) -> Int[Array, "*B M"]:
-  """See `kvjax.kernels.select.largest`."""
+  """Computes `kvjax.kernels.select.largest`."""
   counts = jnp.minimum(counts, size)
   if scores.shape[-1] <= _SHORT:
     return _ascending(_best_first(scores, counts[..., None]), size)
@@ -30,7 +30,7 @@ def largest_xla(
 def among_largest_xla(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"]
 ) -> Bool[Array, "*B T"]:
-  """See `kvjax.kernels.select.among_largest`."""
+  """Computes `kvjax.kernels.select.among_largest`."""
   slots, wanted = scores.shape[-1], counts[..., None]
   if slots <= _SHORT:
     return named_slots_xla(_best_first(scores, wanted), slots)
@@ -43,16 +43,16 @@ def within_limits(
   least: Int[Array, "*B 1"],
   end: Int[Array, "*B 1"],
 ) -> Bool[Array, "*B T"]:
-  """The slots that `kvjax.kernels.select.bisection.limits` mean."""
+  """Computes the mask of the slots within `bisection.limits`."""
   return is_chosen(ordered(scores), _slots(scores.shape), least, end)
 
 
 def true_slots_xla(mask: Bool[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
-  """See `kvjax.kernels.select.true_slots`."""
+  """Computes `kvjax.kernels.select.true_slots`."""
   if mask.shape[-1] <= _SHORT:
     slots = _slots(mask.shape)
     return _ascending(jnp.where(mask, slots, slots.shape[-1]), size)
-  mask = _padded(mask, False)
+  mask = _pad_lanes(mask, False)
   *rows, width = mask.shape
   bits = mask.reshape(*rows, width // _WORD, _WORD).astype(jnp.uint32)
   bits <<= _slots(bits.shape).astype(jnp.uint32)
@@ -60,20 +60,20 @@ def true_slots_xla(mask: Bool[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
   ones = jax.lax.population_count(words).astype(jnp.int32)
   ends = jnp.cumsum(ones, axis=-1)
   starts = ends - ones
-  # Every place of a list belongs to the last word that starts there or before.
-  found = _placed(jnp.where(ones > 0, starts, size), size)
-  found = jax.lax.cummax(found, axis=found.ndim - 1)
-  place = _slots(found.shape)
-  rank = place - jnp.take_along_axis(starts, found, axis=-1)
-  word = jnp.take_along_axis(words, found, axis=-1)
-  slots = found * _WORD + _nth_bit(word, rank)
+  # Each place of the list belongs to the last word that starts at or before it.
+  word_index = _scatter_words(jnp.where(ones > 0, starts, size), size)
+  word_index = jax.lax.cummax(word_index, axis=word_index.ndim - 1)
+  place = _slots(word_index.shape)
+  rank = place - jnp.take_along_axis(starts, word_index, axis=-1)
+  word = jnp.take_along_axis(words, word_index, axis=-1)
+  slots = word_index * _WORD + _nth_bit(word, rank)
   return jnp.where(place < ends[..., -1:], slots, -1)
 
 
 def kth_largest_xla(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"]
 ) -> Float[Array, "*B"]:
-  """See `kvjax.kernels.select.kth_largest`."""
+  """Computes `kvjax.kernels.select.kth_largest`."""
   among = among_largest_xla(scores, counts)
   return jnp.min(scores, axis=-1, initial=jnp.inf, where=among)
 
@@ -81,11 +81,11 @@ def kth_largest_xla(
 def named_slots_xla(
   lists: Int[Array, "*B M"], slots: int
 ) -> Bool[Array, "*B T"]:
-  """See `kvjax.kernels.select.named_slots`."""
+  """Computes `kvjax.kernels.select.named_slots`."""
 
-  def mark(named: Int[Array, " M"]) -> Bool[Array, " T"]:
-    # A negative index would count from the end.
-    at = jnp.where(named >= 0, named, slots)
+  def mark(listed: Int[Array, " M"]) -> Bool[Array, " T"]:
+    # Negative indices would count from the end; T is out of bounds and dropped.
+    at = jnp.where(listed >= 0, listed, slots)
     return jnp.zeros(slots, bool).at[at].set(True, mode="drop")
 
   marked: Array = jnp.vectorize(mark, signature="(m)->(t)")(lists)
@@ -95,7 +95,7 @@ def named_slots_xla(
 def _best_first(
   scores: Float[Array, "*B T"], wanted: Int[Array, "*B 1"]
 ) -> Int[Array, "*B T"]:
-  """The slots that are chosen, then T."""
+  """Lists the selected slots by descending score, padded with T."""
   keys = ordered(scores)
   slots = _slots(keys.shape)
   worst, best_first = jax.lax.sort((~keys, slots), num_keys=1, is_stable=True)
@@ -104,32 +104,32 @@ def _best_first(
 
 
 def _ascending(slots: Int[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
-  """The lower slots; -1 for T."""
+  """Lists the lowest slots in ascending order; -1 replaces T."""
   first = jnp.sort(slots, axis=-1)[..., :size]
   return jnp.where(first < slots.shape[-1], first, -1)
 
 
 def _counter(scores: Float[Array, "*B T"]) -> Count:
-  keys = _padded(ordered(scores), NEVER)
+  keys = _pad_lanes(ordered(scores), NEVER)
   *rows, width = keys.shape
   slots = _slots(keys.shape)
-  few_bits = jnp.int16 if width < 2**15 * _LANES else jnp.int32
+  count_dtype = jnp.int16 if width < 2**15 * _LANES else jnp.int32
 
-  def count(counted: Callable[[Array, Array], Array]) -> Rows:
-    lanes = counted(keys, slots).astype(few_bits)
+  def count(predicate: Callable[[Array, Array], Array]) -> Rows:
+    lanes = predicate(keys, slots).astype(count_dtype)
     lanes = lanes.reshape(*rows, width // _LANES, _LANES)
-    lanes = jnp.sum(lanes, axis=-2, dtype=few_bits).astype(jnp.int32)
+    lanes = jnp.sum(lanes, axis=-2, dtype=count_dtype).astype(jnp.int32)
     return jnp.sum(lanes, axis=-1, keepdims=True)
 
   return count
 
 
-def _placed(places: Int[Array, "*B W"], size: int) -> Int[Array, "*B M"]:
-  """The number of each word in its place, unless that is `size` or more."""
+def _scatter_words(places: Int[Array, "*B W"], size: int) -> Int[Array, "*B M"]:
+  """Scatters word numbers to their places, dropping places beyond `size`."""
 
   def put(places: Int[Array, " W"]) -> Int[Array, " M"]:
-    none = jnp.zeros(size, jnp.int32)
-    return none.at[places].set(_slots(places.shape), mode="drop")
+    zeros = jnp.zeros(size, jnp.int32)
+    return zeros.at[places].set(_slots(places.shape), mode="drop")
 
   placed: Array = jnp.vectorize(put, signature="(w)->(m)")(places)
   return placed
@@ -138,7 +138,7 @@ def _placed(places: Int[Array, "*B W"], size: int) -> Int[Array, "*B M"]:
 def _nth_bit(
   words: UInt[Array, "*B M"], rank: Int[Array, "*B M"]
 ) -> Int[Array, "*B M"]:
-  """Where the bit of a word is that so many ones precede."""
+  """Finds the one-bit of each word that has `rank` ones below it."""
   at = jnp.zeros_like(rank)
   half = _WORD // 2
   while half:
@@ -153,12 +153,12 @@ def _nth_bit(
 
 
 def _slots(shape: tuple[int, ...]) -> Int[Array, "*B T"]:
-  """The numbers of the last axis."""
+  """Returns the indices along the last axis."""
   return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
 
-def _padded(x: Array, value: int | bool) -> Array:
-  """Whole lanes of the last axis."""
-  missing = -x.shape[-1] % _LANES
-  widths = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
+def _pad_lanes(x: Array, value: int | bool) -> Array:
+  """Pads the last axis to a multiple of the lanes."""
+  padding = -x.shape[-1] % _LANES
+  widths = [(0, 0)] * (x.ndim - 1) + [(0, padding)]
   return jnp.pad(x, widths, constant_values=value)

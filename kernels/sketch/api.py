@@ -1,4 +1,4 @@
-"""Sketched keys with their Gram matrices, and leverage from them."""
+"""Sketches of keys with their Gram matrices, and leverage scores from them."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -21,15 +21,15 @@ def sketch(
 ) -> Sketch:
   """Multiplies keys by a factor and sums the outer products of the results.
 
-  Everything is float32 and as exact as that allows. Each chunk stands alone.
+  All arithmetic is float32 at full precision. Chunks are independent.
 
   Args:
-    keys: float32 or bfloat16; may be NaN where nothing is held.
-    valid: slots that hold a token; the others count for nothing.
-    factor: of each head, float32; None takes the keys as they are.
-    chunk: slots per chunk; 0, or more than there are, is all slots. The last
-      chunk may be shorter, with columns of zeros after it.
-    center: subtract the mean of a chunk's held keys from each.
+    keys: float32 or bfloat16; may be NaN in empty slots.
+    valid: slots with a token; all others are ignored.
+    factor: float32 matrix of each head; None means the identity.
+    chunk: slots per chunk; 0, or a number above T, means all slots. The last
+      chunk may be shorter and is padded with columns of zeros.
+    center: subtract the mean of a chunk's valid keys from each of them.
     implementation: see `kvjax.kernels.use`.
   """
   return dispatch(
@@ -50,16 +50,16 @@ def leverage_rows(
   chunk: int,
   implementation: Implementation | None = None,
 ) -> Float[Array, "B K T"]:
-  """Squared lengths of `whitener` times each sketched key.
+  """Computes the squared length of `whitener` times each sketched key.
 
-  They are leverages where the transpose of the whitener times the whitener is
+  These are leverage scores if the whitener's transpose times the whitener is
   the inverse of the Gram matrix.
 
   Args:
-    sketched: what `sketch` answered.
-    whitener: of each chunk, float32.
-    valid: as given to `sketch`; the others get zero.
-    chunk: likewise.
+    sketched: the result of `sketch`.
+    whitener: float32 matrix of each chunk.
+    valid: as given to `sketch`; all other slots get zero.
+    chunk: as given to `sketch`.
     implementation: see `kvjax.kernels.use`.
   """
   rows = dispatch(

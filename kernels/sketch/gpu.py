@@ -1,7 +1,7 @@
 """Sketches and leverage rows on Hopper GPUs, in one pass over keys or columns.
 
-Tensor cores multiply bfloat16 and add float32, so that float32 operands are cut
-into pieces whose products are exact.
+Tensor cores multiply bfloat16 and accumulate float32. Float32 operands are
+therefore split into bfloat16 pieces whose products are exact.
 """
 
 import functools
@@ -32,11 +32,11 @@ def sketch(
   chunk: int,
   center: bool,
 ) -> Sketch:
-  """See `kvjax.kernels.sketch.api.sketch`.
+  """Computes `kvjax.kernels.sketch.api.sketch`.
 
   Raises:
-    NotImplementedError: keys are neither float32 nor bfloat16, their size is
-      not a multiple of 64, or the factor has too many columns.
+    NotImplementedError: keys are neither float32 nor bfloat16, D is not a
+      multiple of 64, or the factor has too many columns.
   """
   if keys.dtype not in (jnp.float32, jnp.bfloat16):
     raise NotImplementedError(f"There is no sketch of {keys.dtype} on GPUs.")
@@ -44,27 +44,27 @@ def sketch(
     raise NotImplementedError(
       f"Sketches on GPUs are of 64 dims or a multiple, not {keys.shape[-1]}."
     )
-  there = by_chunk(valid, chunk)
-  *lead, slots = there.shape
+  chunk_valid = by_chunk(valid, chunk)
+  *lead, slots = chunk_valid.shape
   dim = keys.shape[-1]
   factor = identity(lead[1], dim) if factor is None else factor
   columns = factor.shape[-1]
-  width = _up(columns, 64)
-  # Float32 keys, or what a mean leaves of keys, are three pieces.
-  cut = center or keys.dtype == jnp.float32
-  per_slot = (
-    STAGES * (dim * keys.dtype.itemsize + 4) + 12 * width + 6 * dim * cut
+  width = _round_up(columns, 64)
+  # Float32 keys, and centered keys of any dtype, need three pieces.
+  in_pieces = center or keys.dtype == jnp.float32
+  slot_bytes = (
+    STAGES * (dim * keys.dtype.itemsize + 4) + 12 * width + 6 * dim * in_pieces
   )
-  once = 6 * width * dim + 4 * dim * cut
-  work = Work.of(math.prod(lead), slots, once, per_slot)
+  block_bytes = 6 * width * dim + 4 * dim * in_pieces
+  work = Work.of(math.prod(lead), slots, block_bytes, slot_bytes)
   if center:
-    shift = near_mean(by_chunk(keys, chunk), there)
+    shift = near_mean(by_chunk(keys, chunk), chunk_valid)
   else:
     shift = jnp.zeros((*lead, dim), jnp.float32)
   keys = jnp.pad(keys, ((0, 0), (0, 0), (0, -keys.shape[2] % 8), (0, 0)))
   factor = jnp.pad(factor, ((0, 0), (0, 0), (0, width - columns)))
   tiles = ((0, 0),) * 3 + ((0, -slots % TILE),)
-  use = jnp.pad(there.astype(jnp.int32), tiles)
+  use = jnp.pad(chunk_valid.astype(jnp.int32), tiles)
   groups = work.groups
   shared = {
     "factors": plgpu.SMEM((3 * width, dim), jnp.bfloat16),
@@ -74,19 +74,19 @@ def sketch(
     "columns": plgpu.SMEM((groups, width, TILE), jnp.float32),
     "sums": plgpu.SMEM((groups, width), jnp.float32),
   }
-  if cut:
+  if in_pieces:
     shared["origin"] = plgpu.SMEM((dim,), jnp.float32)
     shared["rests"] = plgpu.SMEM((groups, 3, TILE, dim), jnp.bfloat16)
-  each = (work.chunks * work.workers,)
+  per_worker = (work.chunks * work.workers,)
   projected, total, moment = work.run(
     functools.partial(sketch_tiles, per_row=(*lead[1:], slots)),
     [
-      (work.chunks, _up(columns, 8), _up(slots, 32)),
-      (*each, width),
-      (*each, width, width),
+      (work.chunks, _round_up(columns, 8), _round_up(slots, 32)),
+      (*per_worker, width),
+      (*per_worker, width, width),
     ],
     shared,
-    (1 + cut, 2),
+    (1 + in_pieces, 2),
     keys.reshape(-1, *keys.shape[2:]),
     use.reshape(work.chunks, -1),
     jnp.concatenate(list(pieces(jnp.swapaxes(factor, 1, 2))), axis=1),
@@ -99,7 +99,7 @@ def sketch(
   total, moment = total[..., :columns], moment[..., :columns, :columns]
   moment = (moment + jnp.swapaxes(moment, -1, -2)) / 2
   if center:
-    return centered(projected, total, moment, there)
+    return centered(projected, total, moment, chunk_valid)
   return Sketch(projected, jnp.zeros_like(total), moment)
 
 
@@ -108,24 +108,24 @@ def leverage_rows(
   mean: Float[Array, "B K C k"],
   whitener: Float[Array, "B K C k k"],
 ) -> Float[Array, "B K C W"]:
-  """See `kvjax.kernels.sketch.api.leverage_rows`; also where nothing is held.
+  """Computes `kvjax.kernels.sketch.api.leverage_rows`, without its mask.
 
   Raises:
     NotImplementedError: there are too many columns.
   """
   *lead, columns, slots = projected.shape
-  width = _up(columns, 64)
-  more = (0, width - columns)
-  whitener = jnp.pad(whitener, ((0, 0),) * 3 + (more, more))
-  per_slot = 4 * STAGES * width + 6 * width + 4
-  once = 6 * width * width + 4 * width
-  work = Work.of(math.prod(lead), slots, once, per_slot)
+  width = _round_up(columns, 64)
+  padding = (0, width - columns)
+  whitener = jnp.pad(whitener, ((0, 0),) * 3 + (padding, padding))
+  slot_bytes = 4 * STAGES * width + 6 * width + 4
+  block_bytes = 6 * width * width + 4 * width
+  work = Work.of(math.prod(lead), slots, block_bytes, slot_bytes)
   aligned = ((0, 0),) * 3 + ((0, -columns % 8), (0, -slots % 32))
   projected = jnp.pad(projected, aligned)
   groups = work.groups
   (rows,) = work.run(
     leverage_tiles,
-    [(work.chunks, _up(slots, 4))],
+    [(work.chunks, _round_up(slots, 4))],
     {
       "whiteners": plgpu.SMEM((3 * width, width), jnp.bfloat16),
       "origin": plgpu.SMEM((width,), jnp.float32),
@@ -135,7 +135,7 @@ def leverage_rows(
     },
     (2, 1),
     projected.reshape(work.chunks, *projected.shape[3:]),
-    jnp.pad(mean, ((0, 0),) * 3 + (more,)).reshape(work.chunks, -1),
+    jnp.pad(mean, ((0, 0),) * 3 + (padding,)).reshape(work.chunks, -1),
     jnp.concatenate(list(pieces(whitener)), axis=3).reshape(
       work.chunks, 3 * width, width
     ),
@@ -143,6 +143,6 @@ def leverage_rows(
   return rows.reshape(*lead, -1)[..., :slots]
 
 
-def _up(size: int, multiple: int) -> int:
-  """The next multiple."""
+def _round_up(size: int, multiple: int) -> int:
+  """Rounds up to the next multiple."""
   return size + -size % multiple

@@ -1,4 +1,4 @@
-"""The leverage of a chunk's tiles by a warpgroup."""
+"""Leverage scores of a chunk's tiles, on one warpgroup."""
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +23,19 @@ def leverage_tiles(
   cuts: Ref,
   lengths: Ref,
 ) -> None:
-  """Squared lengths of whitened columns.
+  """Computes the squared lengths of whitened columns.
 
   Args:
-    share: of the work.
+    share: this warpgroup's share of the work.
     projected: columns of all chunks.
-    mean: of a chunk, zeros behind its columns, as in the next.
-    whitener: pieces [3 k, k].
-    rows: what is answered, of all chunks.
-    whiteners: shared, the pieces.
-    origin: shared, the mean.
-    tiles: shared, columns.
-    cuts: shared, pieces of them.
-    lengths: shared, on their way out.
+    mean: mean of each chunk, padded with zeros.
+    whitener: bfloat16 pieces of each whitener [3 k, k], padded with zeros.
+    rows: output, the leverage scores of all chunks.
+    whiteners: shared memory for the pieces of the whitener.
+    origin: shared memory for the mean.
+    tiles: shared memory for columns.
+    cuts: shared memory for pieces of columns.
+    lengths: shared memory to stage the output.
   """
   group, width, valid = share.group, tiles.shape[2], projected.shape[1]
   if valid < width:
@@ -55,7 +55,7 @@ def leverage_tiles(
     x = x - jax.lax.broadcast_in_dim(origin[...], x.shape, (0,))
     for i, piece in enumerate(pieces(x)):
       cuts[group, i] = piece
-    # The last tile of lengths has left.
+    # Wait until the previous copy has read `lengths`.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.commit_smem()
 

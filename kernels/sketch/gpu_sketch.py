@@ -1,4 +1,4 @@
-"""The sketch of a chunk's tiles by a warpgroup."""
+"""The sketch of a chunk's tiles, on one warpgroup."""
 
 import functools
 
@@ -32,36 +32,36 @@ def sketch_tiles(
   origin: Ref | None = None,
   rests: Ref | None = None,
 ) -> None:
-  """Projects tiles, and sums what makes up the Gram matrix.
+  """Projects tiles of keys and accumulates the Gram matrix.
 
   Args:
-    share: of the work.
-    keys: of all heads [N, T, D].
-    valid: of all chunks, slots in tiles.
-    factor: pieces of the transposed factors [K, 3 k, D].
-    shift: to subtract from the keys of a chunk.
-    projected: columns of all chunks.
-    total: sums of columns by warpgroup.
-    moment: by warpgroup a matrix whose mean with its transpose is the Gram
-      matrix.
+    share: this warpgroup's share of the work.
+    keys: keys of all heads [N, T, D].
+    valid: validity of all slots, by chunk and tile.
+    factor: bfloat16 pieces of the transposed factors [K, 3 k, D].
+    shift: subtracted from the keys of a chunk.
+    projected: output, columns of all chunks.
+    total: output, sums of columns by warpgroup.
+    moment: output, a matrix by warpgroup; its mean with its transpose is the
+      Gram matrix.
     per_row: KV heads of a row, chunks of a head, slots of a chunk.
-    factors: shared, the pieces.
-    tiles: shared, keys.
-    uses: shared, whether they are held.
-    cuts: shared, pieces of columns.
-    columns: shared, a tile of columns on its way out.
-    sums: shared, on their way out.
-    origin: shared, the shift; None, as the next, where there is none and keys
-      are bfloat16.
-    rests: shared, pieces of keys.
+    factors: shared memory for the pieces of the factor.
+    tiles: shared memory for keys.
+    uses: shared memory for their validity.
+    cuts: shared memory for pieces of columns.
+    columns: shared memory to stage a tile of columns.
+    sums: shared memory to stage the sums.
+    origin: shared memory for the shift; None, like `rests`, if keys are
+      bfloat16 and there is no shift.
+    rests: shared memory for pieces of keys.
   """
   heads, chunks, slots = per_row
   group, width = share.group, sums.shape[1]
   head = share.chunk // chunks
-  once = [(factor.at[head % heads], factors)]
+  shared_copies = [(factor.at[head % heads], factors)]
   if origin is not None:
-    once.append((shift.at[share.chunk], origin))
-  share.load_once(*once)
+    shared_copies.append((shift.at[share.chunk], origin))
+  share.load_once(*shared_copies)
 
   def copies(start: Scalar, stage: Scalar) -> list[tuple[Ref, Ref]]:
     first = share.chunk % chunks * slots + start
@@ -71,7 +71,7 @@ def sketch_tiles(
     ]
 
   def operands(stage: Scalar) -> list[Ref]:
-    """Keys as bfloat16 pieces."""
+    """Returns keys as bfloat16 pieces."""
     if origin is None or rests is None:
       return [tiles.at[group, stage]]
     rest = tiles[group, stage].astype(jnp.float32)
@@ -96,11 +96,11 @@ def sketch_tiles(
     )
     use = jax.lax.broadcast_in_dim(uses[group, stage], x.shape, (1,))
     x = jnp.where(use != 0, x, 0.0)
-    # The last tile of columns has left.
+    # Wait until the previous copy has read `columns`.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     columns[group] = x
     near, middle, far = pieces(x)
-    # Products of different pieces count twice, as their transposes do.
+    # Mixed products count twice, for the transposed ones that are left out.
     for i, piece in enumerate((near, 2 * middle, 2 * far, middle / 2)):
       cuts[group, i] = piece
     plgpu.commit_smem()
@@ -116,18 +116,18 @@ def sketch_tiles(
     return summed
 
   def all_tiles(gram: Ref) -> None:
-    none = jnp.zeros((width,), jnp.float32)
-    none = plgpu.layout_cast(none, plgpu.Layout.WGMMA.reduce(1))
-    summed = share.over_tiles(copies, functools.partial(tile, gram), none)
+    zeros = jnp.zeros((width,), jnp.float32)
+    zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA.reduce(1))
+    summed = share.over_tiles(copies, functools.partial(tile, gram), zeros)
     sums[group] = summed
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(sums.at[group], total.at[share.mine])
-    found = gram[...]
+    plgpu.copy_smem_to_gmem(sums.at[group], total.at[share.index])
+    gram_values = gram[...]
     for first in range(0, width, TILE):
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-      columns[group] = found[:, first : first + TILE]
+      columns[group] = gram_values[:, first : first + TILE]
       plgpu.commit_smem()
-      part = moment.at[share.mine, :, pl.ds(first, TILE)]
+      part = moment.at[share.index, :, pl.ds(first, TILE)]
       plgpu.copy_smem_to_gmem(columns.at[group], part)
 
   pl.run_scoped(

@@ -1,4 +1,4 @@
-"""How warpgroups share the slots of chunks, and load them ahead."""
+"""Divides the slots of chunks among warpgroups and prefetches them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -10,28 +10,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-# Slots per step of a warpgroup, and steps whose slots are loaded ahead.
+# Slots per step of a warpgroup, and the number of prefetched steps.
 TILE, STAGES = 64, 2
 
-# Blocks that keep all processors busy.
+# Blocks that keep all multiprocessors busy.
 _BLOCKS = 256
-# Shared memory that a block may have, but for its barriers.
+# Shared memory available to a block, without its barriers.
 _SHARED_BYTES = 225 * 1024
 
-# References to memory, of global arrays or shared by a block.
+# References to global or shared memory.
 Ref = Any
 Scalar = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """The shares of a grid.
+  """The division of the work over a grid.
 
   Attributes:
-    chunks: of all heads of all rows.
-    slots: W, of a chunk.
-    blocks: of threads, for each chunk.
-    groups: warpgroups in a block.
+    chunks: number of chunks of all heads and rows.
+    slots: W, slots per chunk.
+    blocks: thread blocks per chunk.
+    groups: warpgroups per block.
   """
 
   chunks: int
@@ -41,16 +41,16 @@ class Work:
 
   @classmethod
   def of(cls, chunks: int, slots: int, once: int, per_slot: int) -> "Work":
-    """Shares for a kernel.
+    """Divides the work by the shared memory that a kernel needs.
 
     Args:
-      chunks: of all heads of all rows.
-      slots: of a chunk.
-      once: bytes of shared memory for a block.
-      per_slot: bytes of it for each slot of a step of a warpgroup.
+      chunks: number of chunks of all heads and rows.
+      slots: slots per chunk.
+      once: bytes of shared memory per block.
+      per_slot: additional bytes per slot of a warpgroup's step.
 
     Raises:
-      NotImplementedError: there is too little shared memory.
+      NotImplementedError: the shared memory is too small.
     """
     groups = min(2, (_SHARED_BYTES - once) // (TILE * per_slot))
     if groups < 1:
@@ -60,7 +60,7 @@ class Work:
 
   @property
   def workers(self) -> int:
-    """Warpgroups for each chunk."""
+    """Warpgroups per chunk."""
     return self.blocks * self.groups
 
   def run(
@@ -71,13 +71,14 @@ class Work:
     loads: tuple[int, int],
     *operands: Array,
   ) -> list[Array]:
-    """Runs a kernel on a share of the work in every warpgroup.
+    """Runs a kernel on every warpgroup's share of the work.
 
     Args:
-      kernel: of a `Share`, references to operands and outputs, and scratch.
+      kernel: a function of a `Share`, references to operands and outputs, and
+        scratch.
       out: shapes of the float32 outputs.
-      shared: scratch in shared memory, by the names that the kernel gives it.
-      loads: copies that `Share.load_once` makes, and those for a tile.
+      shared: scratch in shared memory, by the kernel's argument names.
+      loads: number of copies of `Share.load_once`, and per tile.
       *operands: arrays.
     """
 
@@ -91,7 +92,7 @@ class Work:
       grid_names=("chunk", "block"),
       num_threads=self.groups,
       thread_name="group",
-      # Nothing is reduced over warps.
+      # No reduction crosses warps, so it needs no scratch.
       compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
       scratch_types={
         **shared,
@@ -105,12 +106,12 @@ class Work:
 
 
 class Share:
-  """What one warpgroup does of the work.
+  """One warpgroup's share of the work.
 
   Attributes:
-    chunk: its chunk.
+    chunk: the chunk it works on.
     group: its number in its block.
-    worker: its number among those of its chunk.
+    worker: its number among the warpgroups of its chunk.
   """
 
   def __init__(self, work: Work, once: Ref, loaded: Ref) -> None:
@@ -120,12 +121,12 @@ class Share:
     self._work, self._once, self._loaded = work, once, loaded
 
   @property
-  def mine(self) -> Scalar:
-    """Its number among all."""
+  def index(self) -> Scalar:
+    """Its number among all warpgroups."""
     return self.chunk * self._work.workers + self.worker
 
   def load_once(self, *copies: tuple[Ref, Ref]) -> None:
-    """Loads what the warpgroups of a block use together."""
+    """Loads the data that all warpgroups of a block share."""
 
     @pl.when(self.group == 0)
     def _() -> None:
@@ -140,13 +141,14 @@ class Share:
     body: Callable[[Scalar, Scalar, Any], Any],
     carry: Any,
   ) -> Any:
-    """Goes over its tiles, every so many of the chunk's.
+    """Loops over its tiles, which are interleaved with those of other workers.
 
     Args:
-      copies: what to load where, of a tile's first slot and its stage.
-      body: of the first slot, the stage where it lies, and the carry, which it
-        returns; all that it reads of the stage it has read by then.
-      carry: at first.
+      copies: returns the sources and targets to load, given a tile's first slot
+        and its stage.
+      body: updates the carry, given a tile's first slot, its stage and the
+        carry. It must have read the stage when it returns.
+      carry: the initial carry.
     """
     workers = self._work.workers
     tiles = pl.cdiv(self._work.slots, TILE)

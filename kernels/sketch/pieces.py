@@ -1,4 +1,4 @@
-"""Float32 numbers as sums of bfloat16 numbers."""
+"""Splits float32 numbers into sums of bfloat16 numbers."""
 
 from collections.abc import Iterator
 
@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# Of three pieces on either side, the pairs whose product float32 does not
-# round away.
+# The pairs of three pieces on either side whose products are not below float32
+# precision.
 PAIRS = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))
 
 
 def pieces(x: Float[Array, "*A"], count: int = 3) -> Iterator[Array]:
-  """Yields bfloat16 pieces, each of what those before have left of `x`.
+  """Yields bfloat16 pieces, each the rounded remainder of the previous ones.
 
-  Three of them add up to every float32 number.
+  Three pieces add up to any float32 number exactly.
   """
   for _ in range(count):
     near = nearest(x)
@@ -23,9 +23,9 @@ def pieces(x: Float[Array, "*A"], count: int = 3) -> Iterator[Array]:
 
 
 def nearest(x: Float[Array, "*A"]) -> Float[Array, "*A"]:
-  """The bfloat16 number next to each float32 one, in float32.
+  """Rounds float32 numbers to the nearest bfloat16 numbers, kept in float32.
 
-  By bits: compilers may take two conversions in a row for none.
+  It works on bits, since compilers may remove a pair of conversions.
   """
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   return jax.lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)

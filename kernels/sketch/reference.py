@@ -1,4 +1,4 @@
-"""Sketches and leverage rows, one chunk of one head after the other."""
+"""Reference sketches and leverage scores, one chunk and head at a time."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -13,16 +13,16 @@ def sketch_reference(
   chunk: int,
   center: bool,
 ) -> Sketch:
-  """See `kvjax.kernels.sketch.api.sketch`; nothing is left to subtract."""
-  parts, there = by_chunk(keys, chunk), by_chunk(valid, chunk)
+  """Computes `kvjax.kernels.sketch.api.sketch`, with a mean of zero."""
+  parts, chunk_valid = by_chunk(keys, chunk), by_chunk(valid, chunk)
   batch, heads, chunks, _, dim = parts.shape
   columns, grams = [], []
   for b in range(batch):
     for k in range(heads):
       for c in range(chunks):
-        mask = there[b, k, c, :, None]
+        mask = chunk_valid[b, k, c, :, None]
         x = jnp.where(mask, parts[b, k, c].astype(jnp.float32), 0.0)
-        # The second time for what the rounding of the first has left.
+        # The second pass removes the rounding error of the first.
         for _ in range(2 if center else 0):
           count = jnp.maximum(jnp.sum(mask.astype(jnp.float32)), 1.0)
           mean = jnp.sum(x, axis=0) / count
@@ -46,7 +46,7 @@ def leverage_rows_reference(
   valid: Bool[Array, "B K T"],
   chunk: int,
 ) -> Float[Array, "B K T"]:
-  """See `kvjax.kernels.sketch.api.leverage_rows`."""
+  """Computes `kvjax.kernels.sketch.api.leverage_rows`."""
   rows = sketched.rows(valid, chunk)
   whitened = jnp.einsum(
     "bkcwe,bkcfe->bkcwf", rows, whitener, precision="highest"

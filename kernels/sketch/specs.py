@@ -1,4 +1,4 @@
-"""Sketches of the keys of Llama-3.1-8B, as Compactor takes them."""
+"""Sketches of the keys of Llama-3.1-8B, as Compactor uses them."""
 
 import functools
 import math
@@ -44,7 +44,7 @@ def _leverage(batch: int, length: int, width: int) -> Spec:
     return columns, jnp.zeros(shape), whitener, valid
 
   def run(columns: Array, mean: Array, whitener: Array, valid: Array) -> Array:
-    # The Gram matrix has no part in it.
+    # Leverage scores do not read the Gram matrix, so any array will do.
     sketched = Sketch(columns, mean, whitener)
     return leverage_rows(sketched, whitener, valid, chunk=0)
 

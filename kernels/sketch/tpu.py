@@ -16,8 +16,8 @@ from kvjax.kernels.sketch.sketched import (
   near_mean,
 )
 
-# Float32 numbers of a step's slots, keys and columns together: 1.5 MiB, which
-# leaves room for what they are cut into and for the next step's.
+# Float32 numbers per step, keys and columns together: 1.5 MiB, which leaves
+# space for bfloat16 pieces and for the next step's buffers.
 _STEP = 3 * 2**17
 
 
@@ -29,19 +29,19 @@ def sketch(
   chunk: int,
   center: bool,
 ) -> Sketch:
-  """See `kvjax.kernels.sketch.api.sketch`.
+  """Computes `kvjax.kernels.sketch.api.sketch`.
 
   Raises:
     NotImplementedError: keys are neither float32 nor bfloat16.
   """
   if keys.dtype not in (jnp.float32, jnp.bfloat16):
     raise NotImplementedError(f"There is no sketch of {keys.dtype} on TPUs.")
-  parts, there = by_chunk(keys, chunk), by_chunk(valid, chunk)
+  parts, chunk_valid = by_chunk(keys, chunk), by_chunk(valid, chunk)
   *lead, slots, dim = parts.shape
   factor = identity(lead[1], dim) if factor is None else factor
   width = factor.shape[-1]
   if center:
-    shift = near_mean(parts, there)
+    shift = near_mean(parts, chunk_valid)
   else:
     shift = jnp.zeros((*lead, dim), jnp.float32)
   tile = _tile(slots, dim + width)
@@ -50,11 +50,15 @@ def sketch(
     grid=(*lead, pl.cdiv(slots, tile)),
     in_specs=[
       pl.BlockSpec((1, 1, 1, tile, dim), lambda b, k, c, t: (b, k, c, t, 0)),
-      _lanes(1, tile),
+      _slots_block(1, tile),
       pl.BlockSpec((1, width, dim), lambda b, k, c, t: (k, 0, 0)),
-      _whole(1, dim),
+      _chunk_block(1, dim),
     ],
-    out_specs=[_lanes(width, tile), _whole(1, width), _whole(width, width)],
+    out_specs=[
+      _slots_block(width, tile),
+      _chunk_block(1, width),
+      _chunk_block(width, width),
+    ],
     out_shape=[
       jax.ShapeDtypeStruct((*lead, width, slots), jnp.float32),
       jax.ShapeDtypeStruct((*lead, 1, width), jnp.float32),
@@ -67,7 +71,7 @@ def sketch(
     name="sketch",
   )(
     parts,
-    there[..., None, :].astype(jnp.int32),
+    chunk_valid[..., None, :].astype(jnp.int32),
     jnp.swapaxes(factor, 1, 2),
     shift[..., None, :],
   )
@@ -87,9 +91,9 @@ def _sketch_tile(
   slots: int,
   center: bool,
 ) -> None:
-  """Projects a tile of keys and adds it to what is summed over its chunk.
+  """Projects a tile of keys and adds it to the sums over its chunk.
 
-  The mean is a sum until the last tile, and zero where nothing is centered.
+  `mean` is a sum until the last tile, and zero without centering.
   """
   step = pl.program_id(3)
 
@@ -101,22 +105,22 @@ def _sketch_tile(
   rows = keys[0, 0, 0].astype(jnp.float32) - shift[0, 0, 0]
   columns = _product(factor[0], rows, 1, 1)
   tile = columns.shape[1]
-  # What lies behind the last slot is anything.
+  # The last tile may be undefined beyond the last slot.
   slot = jax.lax.broadcasted_iota(jnp.int32, (1, tile), 1) + step * tile
-  use = (valid[0, 0, 0] != 0) & (slot < slots)
-  columns = jnp.where(use, columns, 0.0)
+  is_valid = (valid[0, 0, 0] != 0) & (slot < slots)
+  columns = jnp.where(is_valid, columns, 0.0)
   projected[0, 0, 0] = columns
   gram[0, 0, 0] += _product(columns, columns, 1, 1)
   if center:
-    ones = use.astype(jnp.float32)
-    mean[0, 0, 0] += _product(ones, columns, 1, 1)
-    count[...] += jnp.sum(ones, axis=1, keepdims=True)
+    weights = is_valid.astype(jnp.float32)
+    mean[0, 0, 0] += _product(weights, columns, 1, 1)
+    count[...] += jnp.sum(weights, axis=1, keepdims=True)
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _() -> None:
-      found = mean[0, 0, 0] / jnp.maximum(count[...], 1.0)
-      mean[0, 0, 0] = found
-      outer = _product(found, found, 0, 0)
+      final_mean = mean[0, 0, 0] / jnp.maximum(count[...], 1.0)
+      mean[0, 0, 0] = final_mean
+      outer = _product(final_mean, final_mean, 0, 0)
       gram[0, 0, 0] -= count[...] * outer
 
 
@@ -125,14 +129,18 @@ def leverage_rows(
   mean: Float[Array, "B K C k"],
   whitener: Float[Array, "B K C k k"],
 ) -> Float[Array, "B K C W"]:
-  """See `kernels.sketch.api.leverage_rows`; also where nothing is held."""
+  """Computes `kernels.sketch.api.leverage_rows`, without its mask."""
   *lead, width, slots = projected.shape
   tile = _tile(slots, 2 * width)
   rows = pl.pallas_call(
     _leverage_tile,
     grid=(*lead, pl.cdiv(slots, tile)),
-    in_specs=[_lanes(width, tile), _whole(1, width), _whole(width, width)],
-    out_specs=_lanes(1, tile),
+    in_specs=[
+      _slots_block(width, tile),
+      _chunk_block(1, width),
+      _chunk_block(width, width),
+    ],
+    out_specs=_slots_block(1, tile),
     out_shape=jax.ShapeDtypeStruct((*lead, 1, slots), jnp.float32),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",) * 4,
@@ -152,7 +160,7 @@ def _leverage_tile(projected: Any, mean: Any, whitener: Any, rows: Any) -> None:
 def _product(
   left: Float[Array, "..."], right: Float[Array, "..."], over: int, by: int
 ) -> Float[Array, "..."]:
-  """Sums, in float32, over the one's axis `over` and the other's axis `by`."""
+  """Contracts axis `over` of left with axis `by` of right, in float32."""
   return jax.lax.dot_general(
     left,
     right,
@@ -163,15 +171,15 @@ def _product(
 
 
 def _tile(slots: int, numbers: int) -> int:
-  """Slots per step, a multiple of 128 or all."""
+  """Returns the slots per step, a multiple of 128 or all."""
   return min(slots, max(_STEP // numbers // 128, 1) * 128)
 
 
-def _lanes(rows: int, tile: int) -> pl.BlockSpec:
-  """A tile of slots, which are the last axis."""
+def _slots_block(rows: int, tile: int) -> pl.BlockSpec:
+  """Describes a block of a tile of slots, which are the last axis."""
   return pl.BlockSpec((1, 1, 1, rows, tile), lambda b, k, c, t: (b, k, c, 0, t))
 
 
-def _whole(*shape: int) -> pl.BlockSpec:
-  """All there is of a chunk."""
+def _chunk_block(*shape: int) -> pl.BlockSpec:
+  """Describes a block with all of a chunk."""
   return pl.BlockSpec((1, 1, 1, *shape), lambda b, k, c, t: (b, k, c, 0, 0))

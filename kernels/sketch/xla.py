@@ -14,22 +14,25 @@ def sketch(
   chunk: int,
   center: bool,
 ) -> Sketch:
-  """See `kvjax.kernels.sketch.api.sketch`."""
-  parts, there = by_chunk(keys, chunk), by_chunk(valid, chunk)[..., None, :]
+  """Computes `kvjax.kernels.sketch.api.sketch`."""
+  parts, chunk_valid = (
+    by_chunk(keys, chunk),
+    by_chunk(valid, chunk)[..., None, :],
+  )
   x = parts.astype(jnp.float32)
   if center:
-    x = x - near_mean(parts, there[..., 0, :])[..., None, :]
+    x = x - near_mean(parts, chunk_valid[..., 0, :])[..., None, :]
   if factor is None:
     x = jnp.swapaxes(x, -1, -2)
   else:
-    # One for each row, so that keys need not be moved.
+    # One factor per row, so that einsum does not transpose the keys.
     factor = jnp.broadcast_to(factor, (x.shape[0], *factor.shape))
     x = jnp.einsum("bkde,bkcwd->bkcew", factor, x, precision="highest")
-  x = jnp.where(there, x, 0.0)
+  x = jnp.where(chunk_valid, x, 0.0)
   if center:
-    count = jnp.sum(there.astype(jnp.float32), axis=-1, keepdims=True)
+    count = jnp.sum(chunk_valid.astype(jnp.float32), axis=-1, keepdims=True)
     mean = jnp.sum(x, axis=-1, keepdims=True) / jnp.maximum(count, 1.0)
-    x = jnp.where(there, x - mean, 0.0)
+    x = jnp.where(chunk_valid, x - mean, 0.0)
   gram = jnp.einsum("bkcew,bkcfw->bkcef", x, x, precision="highest")
   return Sketch(x, jnp.zeros(x.shape[:-1], jnp.float32), gram)
 
@@ -39,7 +42,7 @@ def leverage_rows(
   mean: Float[Array, "B K C k"],
   whitener: Float[Array, "B K C k k"],
 ) -> Float[Array, "B K C W"]:
-  """See `kernels.sketch.api.leverage_rows`; also where nothing is held."""
+  """Computes `kernels.sketch.api.leverage_rows`, without its mask."""
   columns = projected - mean[..., None]
   whitened = jnp.einsum(
     "bkcfe,bkcew->bkcfw", whitener, columns, precision="highest"

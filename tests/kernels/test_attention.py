@@ -83,7 +83,7 @@ def eighths(x, places, dtype):
 
 @pytest.mark.parametrize(("S", "small"), [(1, "float8_e4m3fn"), (70, "int8")])
 def test_eight_bits_are_made_whole_a_chunk_at_a_time(monkeypatch, S, small):
-  monkeypatch.setattr(chunked, "WHOLE", 32)
+  monkeypatch.setattr(chunked, "DEQUANTIZED", 32)
   q, k, v, queries, places = block(6, 2, 4, 2, S, 101, 8)
   (k, whole_k), (v, whole_v) = (eighths(x, places, small) for x in (k, v))
   ours = jax.jit(lambda *args: attention(*args))(q, k, v, queries, places)

@@ -209,7 +209,7 @@ def small_chunks(monkeypatch):
   """Several chunks of queries, of slots and of pages."""
   monkeypatch.setattr(chunked, "QUERY_CHUNK", 16)
   monkeypatch.setattr(chunked, "LOGITS", 16 * 13)
-  monkeypatch.setattr(chunked, "WHOLE", 11)
+  monkeypatch.setattr(chunked, "DEQUANTIZED", 11)
   monkeypatch.setattr(paged_xla, "WHOLE", 16)
   monkeypatch.setattr(mass_xla, "_LOGITS", 61 * 11)
 
