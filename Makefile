@@ -1,9 +1,9 @@
-# Every target sets itself up: it needs git, make and Python >= 3.12 only.
+# Every target sets itself up and needs only git, make and Python >= 3.12.
 #   make demo     compare the methods on the bundled model
 #   make test     run the tests
-#   make lint     style, types and the floors that imports may not climb
-#   make format   rewrite the code in the house style
-#   make tpu-compile  compile everything for TPUs, with none at hand
+#   make lint     check style, types and the layering of imports
+#   make format   format the code
+#   make tpu-compile  compile everything for TPUs, without one attached
 #   make test-tpu run the tests that compile for TPUs
 #   make clean    remove .venv and the caches
 # ARGS is passed on: make demo ARGS="--samples=2", make test ARGS="-k cache".
@@ -11,7 +11,7 @@
 BIN := .venv/bin
 READY := .venv/.ready
 
-# True for a Python that can make and fill the environment.
+# Exits with 0 for a Python that can create and fill the environment.
 CHECK := import sys, ensurepip; sys.exit(sys.version_info < (3, 12))
 PYTHONS := $(PYTHON) python3 python3.12 python3.13 python3.14
 FOUND = $(shell for python in $(BIN)/python $(PYTHONS); do \
@@ -38,7 +38,7 @@ format: $(READY)
 	@$(BIN)/ruff check --quiet --fix
 	@$(BIN)/ruff format --quiet
 
-# libtpu stands apart: beside JAX, it would look for a TPU in every program.
+# libtpu has its own folder: in .venv, every program would look for a TPU.
 tpu-compile: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
 	  $(BIN)/python -m kvjax.experiments.tpu_compile $(ARGS)
@@ -51,7 +51,7 @@ clean:
 	@rm -rf .venv .libtpu .mypy_cache .pytest_cache .ruff_cache \
 	  .import_linter_cache
 
-# An environment whose Python still works is kept and only brought up to date.
+# If the Python of an existing environment works, it is only updated.
 $(READY): pyproject.toml
 	$(eval python := $(FOUND))
 	$(if $(python),,$(error $(MISSING)))
@@ -61,7 +61,7 @@ $(READY): pyproject.toml
 	  --no-compile --editable '.[dev]'
 	@touch $@
 
-# The libtpu that the installed JAX asks for.
+# The libtpu version that the installed JAX requires.
 WANTED := from importlib.metadata import requires; \
   print(*(name.split(";")[0] for name in requires("jax") if "libtpu" in name))
 .libtpu/.ready: $(READY)

@@ -33,7 +33,7 @@ from kvjax.errors import InputError
 from kvjax.experiments import (
   cli,
   inputs,
-  lookup_quality,
+  retrieval_quality,
   needle_inputs,
   reports,
   results,
@@ -41,7 +41,7 @@ from kvjax.experiments import (
 )
 from kvjax.experiments.answering import QUERY_AWARE, Prompt, Shape, check_room
 from kvjax.experiments.candidates import Candidate, candidates, parse_budgets
-from kvjax.experiments.lookup_quality import Quality
+from kvjax.experiments.retrieval_quality import Quality
 from kvjax.registry.registry import RETRIEVALS
 
 flags.adopt_module_key_flags(inputs)
@@ -155,13 +155,13 @@ def _measure(
     rows = prompts[start : start + shape.rows]
     contexts = kvjax.Prompts.of([p.prefilled for p in rows], shape.context)
     plans = [candidate.plan for candidate in chosen]
-    qualities, cosine = lookup_quality.measure(
+    qualities, cosine = retrieval_quality.measure(
       lm.model, lm.params, contexts, plans, _STEPS.value
     )
     cosines.append(cosine)
     sizes.append(len(rows))
     for own, per_layer in zip(found, qualities, strict=True):
-      own.append(lookup_quality.mean(per_layer))
+      own.append(retrieval_quality.mean(per_layer))
   return [_mean(own, sizes) for own in found], [
     statistics.fmean(layer, sizes) for layer in zip(*cosines, strict=True)
   ]

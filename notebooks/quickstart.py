@@ -14,15 +14,15 @@
 # ---
 
 # %% [markdown]
-# # kvjax: what is left of a context
+# # kvjax: compress a context and query it
 #
-# Loads a small model, compresses the keys and values of a text with three
-# methods, asks questions about what is left, plots how much of the text each
-# method still knows, and shows which tokens it kept. Runs as it is on CPU, GPU
-# and TPU runtimes, on a CPU in about a minute.
+# This notebook loads a small model, compresses the KV cache of a text with
+# three methods, asks questions about the text, plots how many answers each
+# method still finds, and shows the tokens it kept. It runs on CPU, GPU and TPU
+# runtimes; a CPU takes about a minute.
 #
-# The first cell installs kvjax where it is missing, as on Colab: tell it where
-# to clone from.
+# The first cell installs kvjax if it is missing, as on Colab. Set `REPOSITORY`
+# to the address to clone from.
 
 # %%
 import glob
@@ -44,7 +44,7 @@ if importlib.util.find_spec("kvjax") is None:
     subprocess.run(
       ["git", "clone", "--depth=1", REPOSITORY, source], check=True
     )
-  # JAX comes in a build for each kind of device.
+  # JAX has a build for each kind of device.
   tpu = glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*")
   build = "cuda12" if shutil.which("nvidia-smi") else "tpu" if tpu else "cpu"
   subprocess.run(
@@ -58,11 +58,11 @@ if importlib.util.find_spec("kvjax") is None:
       raise RuntimeError("Restart the session and run all cells once more.")
 
 # %% [markdown]
-# ## A model and a text
+# ## Load a model and a text
 #
-# The model that comes with kvjax finds needles in a haystack and knows nothing
-# else; `kvjax.models.load` takes the Hugging Face directory of a real one too.
-# The text is English prose with eight numbers hidden in it.
+# The bundled model finds needles in a haystack and knows nothing else.
+# `kvjax.models.load` also loads real models from a Hugging Face directory. The
+# text is English prose with eight hidden numbers.
 
 # %%
 import random
@@ -88,8 +88,8 @@ for turn in turns[:3]:
 # %% [markdown]
 # ## Compress
 #
-# One forward pass serves all methods at all budgets. Nobody knows the questions
-# yet.
+# One forward pass serves all methods at all budgets. The methods do not see the
+# questions.
 
 # %%
 METHODS = ("snapkv", "compactor", "keydiff")
@@ -98,7 +98,7 @@ SHARES = (0.5, 0.25, 0.1)
 names = [("full", 1.0)] + [(name, s) for name in METHODS for s in SHARES]
 plans = [kvjax.get_plan(name, kvjax.Retention(s)) for name, s in names]
 
-# A chat template stands around the text, half of it behind the question.
+# The chat template surrounds the text; its second half follows the question.
 before, after = lm.tokenizer.split_chat(text)
 context = kvjax.Prompts.of([lm.tokenizer.encode(before)])
 caches, _ = kvjax.sweep(lm.model, lm.params, context, plans)
@@ -106,8 +106,8 @@ caches, _ = kvjax.sweep(lm.model, lm.params, context, plans)
 # %% [markdown]
 # ## Ask
 #
-# A cache is left as it was when it is asked: here a batch asks all questions of
-# copies of it.
+# Generating answers does not change the cache. Here, one batch answers all
+# questions from copies of it.
 
 # %%
 questions = kvjax.Prompts.of(
@@ -119,8 +119,8 @@ questions = kvjax.Prompts.of(
 decoding = kvjax.Decoding(task.max_new_tokens, stop_ids=lm.tokenizer.eos_ids)
 
 
-def ask(cache):
-  """The answers to all questions."""
+def answer_all(cache):
+  """Generates the answers to all questions."""
   copies = kvjax.stack([cache] * len(turns))
   answers = kvjax.generate(lm.model, lm.params, copies, questions, decoding)
   return [lm.tokenizer.decode(tokens) for tokens in answers.rows()]
@@ -128,11 +128,11 @@ def ask(cache):
 
 scores = {}
 for (name, share), cache in zip(names, caches, strict=True):
-  found = [
+  correct = [
     turn.answers[0] in answer
-    for turn, answer in zip(turns, ask(cache), strict=True)
+    for turn, answer in zip(turns, answer_all(cache), strict=True)
   ]
-  scores[name, share] = 100 * sum(found) / len(found)
+  scores[name, share] = 100 * sum(correct) / len(correct)
   print(
     f"{name:10}{share:5.0%}{cache.nbytes / 2**20:7.2f} MiB"
     f"{scores[name, share]:7.1f} % of the numbers found"
@@ -166,11 +166,11 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# ## See what was kept
+# ## Show the kept tokens
 #
-# A token is the darker, or on a dark page the brighter, the more heads kept it.
-# The slider goes through the layers; point at a token for its numbers.
-# `python -m kvjax.experiments.show_kept` writes this page for a text of yours.
+# A token is darker (on a dark page, brighter) the more heads kept it. The
+# slider selects a layer; hover over a token for its counts.
+# `python -m kvjax.experiments.show_kept` writes this page for your own text.
 
 # %%
 from kvjax.experiments.candidates import candidates

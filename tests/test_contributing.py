@@ -86,9 +86,7 @@ def test_a_method_takes_a_file_and_a_line(tmp_path):
 
 
 def test_the_entry_point_is_where_ours_look():
-  ((_, lines),) = blocks(
-    section("Ship a method in a package of your own"), "toml"
-  )
+  ((_, lines),) = blocks(section("Ship a method in your own package"), "toml")
   group = lines.splitlines()[0]
   example = (ROOT / "tests" / "plugins" / "pyproject.toml").read_text()
   assert group in example.splitlines()

@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.engine.forward import hidden_states
-from kvjax.experiments import lookup_quality
+from kvjax.experiments import retrieval_quality
 from kvjax.testing import TinyModel
 
 MODEL = TinyModel()
@@ -26,7 +26,7 @@ def measured():
     "ctkvr:sinks=2:local=4:probes=3:centroids=3:list_ratio=20:dense_layers=0",
   ]
   plans = [kvjax.get_plan(name, FEW) for name in names]
-  return lookup_quality.measure(MODEL, PARAMS, PROMPTS, plans, 5)
+  return retrieval_quality.measure(MODEL, PARAMS, PROMPTS, plans, 5)
 
 
 def test_exact_search_misses_nothing_and_reads_what_it_may(measured):
@@ -48,7 +48,7 @@ def test_more_centroids_miss_less(measured):
 def test_layers_without_an_index_are_left_out(measured):
   found, _ = measured
   assert found[2][0] is None
-  assert lookup_quality.mean(found[2]) == found[2][1]
+  assert retrieval_quality.mean(found[2]) == found[2][1]
 
 
 def test_cosines_are_those_of_neighboring_queries(measured):
