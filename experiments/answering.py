@@ -1,4 +1,4 @@
-"""Answers from every candidate's cache, after one prefill per batch."""
+"""Generates answers from each candidate's cache, after one prefill per batch."""
 
 import dataclasses
 import time
@@ -25,23 +25,23 @@ from kvjax.prompts import bucket
 Protocol = Literal["query-agnostic", "query-aware", "first-query-aware"]
 QUERY_AGNOSTIC: Protocol = "query-agnostic"
 QUERY_AWARE: Protocol = "query-aware"
-# Of a conversation, whose context ends with the first question.
+# For conversations: the context ends with the first question.
 FIRST_QUERY_AWARE: Protocol = "first-query-aware"
 
-# Widths are multiples of this, so that other seeds find the same shapes.
+# Widths are multiples of this, so that other seeds reuse the compiled shapes.
 _WIDTH = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-  """Token ids of a prompt, whose two parts are encoded apart.
+  """Token ids of a prompt, whose two parts are encoded separately.
 
   Attributes:
-    context: what is prefilled and compressed.
-    question: what follows: question, end of turn, start of the answer.
-    max_new_tokens: most tokens of the answer.
+    context: the part to prefill and compress.
+    question: the rest: question, end of turn, start of the answer.
+    max_new_tokens: the maximum number of answer tokens.
     stays: see `Sample`.
-    key_token: first token of the right answer, where a metric looks for it.
+    key_token: first token of the correct answer, if a metric needs it.
   """
 
   context: list[int]
@@ -61,23 +61,23 @@ class Prompt:
     chat: bool = True,
     key: str | None = None,
   ) -> "Prompt":
-    """Encodes the texts, by default in the model's own chat form."""
+    """Encodes the texts, by default with the model's chat template."""
     before, after = (
       tokenizer.split_chat(context) if chat else (tokenizer.bos + context, "")
     )
-    asked = question + after + prefix
+    question = question + after + prefix
     return cls(
       tokenizer.encode(before),
-      tokenizer.encode(asked),
+      tokenizer.encode(question),
       max_new_tokens,
       key_token=None
       if key is None
-      else passkey.first_key_token(tokenizer, asked, key),
+      else passkey.first_key_token(tokenizer, question, key),
     )
 
   @classmethod
   def of_sample(cls, tokenizer: Tokenizer, sample: Sample) -> "Prompt":
-    """The prompt of a task's sample."""
+    """Encodes a sample of a task."""
     prompt = cls.of(
       tokenizer,
       sample.context,
@@ -91,27 +91,27 @@ class Prompt:
 
   @property
   def prefilled(self) -> list[int]:
-    """Context and question, where they are prefilled together."""
+    """Context and question, to prefill them together."""
     return self.context + self.question
 
   @property
   def total(self) -> int:
-    """Tokens of prompt and longest answer."""
+    """Number of tokens of the prompt and the longest answer."""
     return len(self.context) + len(self.question) + self.max_new_tokens
 
 
-# The prompts of one context, whose questions are asked one after another.
+# The prompts of one context, whose questions follow one another.
 Prompted = Sequence[Prompt]
 
 
 class Shape(NamedTuple):
-  """What batches are padded to, so that they compile once.
+  """The padded shape of all batches, so that programs compile once.
 
   Attributes:
-    rows: prompts of a batch.
-    context: tokens that are prefilled.
-    question: tokens that are fed afterwards; 0 where the question is prefilled
-      too, before anything is evicted or indexed.
+    rows: prompts per batch.
+    context: tokens to prefill.
+    question: tokens to feed after compression; 0 if the question is prefilled
+      with the context.
   """
 
   rows: int
@@ -125,7 +125,7 @@ class Shape(NamedTuple):
     rows: int,
     protocol: Protocol = QUERY_AGNOSTIC,
   ) -> "Shape":
-    """The least shape that holds all prompts."""
+    """Returns the smallest shape that fits all prompts."""
     if protocol == QUERY_AWARE:
       both = max(len(prompt.prefilled) for prompt in prompts)
       return cls(rows, _round_up(both), 0)
@@ -134,13 +134,13 @@ class Shape(NamedTuple):
     return cls(rows, _round_up(contexts), _round_up(questions))
 
 
-class _Held(NamedTuple):
-  """What a cache holds of each row.
+class _TokenCounts(NamedTuple):
+  """Token counts of each row of a cache.
 
   Attributes:
-    seen: tokens that the row has had.
-    kept: those held, mean over layers and KV heads.
-    read: those that the next token attends to, likewise.
+    seen: tokens processed so far.
+    kept: tokens in the cache, mean over layers and KV heads.
+    read: tokens that the next token attends to, likewise.
   """
 
   seen: Int[np.ndarray, " R"]
@@ -148,31 +148,30 @@ class _Held(NamedTuple):
   read: Float[np.ndarray, " R"]
 
   @classmethod
-  def of(cls, cache: kvjax.Cache) -> "_Held":
+  def of(cls, cache: kvjax.Cache) -> "_TokenCounts":
     seen, kept, read = jax.device_get(
       (cache.next_positions, cache.lengths, cache.reads)
     )
     kept, read = (
-      np.mean(valid, axis=(0, 2), dtype=np.float64) for valid in (kept, read)
+      np.mean(tokens, axis=(0, 2), dtype=np.float64) for tokens in (kept, read)
     )
     return cls(seen, kept, read)
 
 
 class Reply(NamedTuple):
-  """What a candidate's cache makes the model answer.
+  """An answer generated from a candidate's cache.
 
   Attributes:
-    candidate: whose cache.
+    candidate: the candidate.
     row: number of the context in its batch.
-    turn: number of the question among those of the context.
-    context_tokens: tokens of what was prefilled and, where turns stay in the
-      cache, of all turns so far.
-    retention: share of them that the budget allows, or that its calibration
-      has told.
-    kept_tokens: tokens held, mean over layers and KV heads.
+    turn: number of the question in its context.
+    context_tokens: prefilled tokens and, if turns stay in the cache, tokens of
+      all turns so far.
+    retention: share of these that the budget, or its calibration, allows.
+    kept_tokens: tokens in the cache, mean over layers and KV heads.
     read_tokens: tokens that the next token attends to, likewise.
     cache_bytes: bytes allocated for the row after the prefill.
-    host_bytes: those of them that live with the host.
+    host_bytes: the part of these in host memory.
     tokens: ids of the answer.
     text: the answer.
   """
@@ -192,14 +191,14 @@ class Reply(NamedTuple):
 
 @dataclasses.dataclass
 class Seconds:
-  """Where the time went, compilation included."""
+  """Time spent per phase, compilation included."""
 
   prefill: float = 0.0
   answer: float = 0.0
 
 
-def check_room(lm: Pretrained, prompts: Sequence[Prompt]) -> None:
-  """Refuses prompts that are longer than the model's context.
+def check_context_length(lm: Pretrained, prompts: Sequence[Prompt]) -> None:
+  """Rejects prompts that are longer than the model's context.
 
   Raises:
     InputError: prompt and answer together do not fit.
@@ -221,25 +220,23 @@ def replies(
   shape: Shape,
   seconds: Seconds,
 ) -> Iterator[list[Reply]]:
-  """Prefills a batch once and answers from each candidate's cache.
+  """Prefills a batch once and generates answers from each candidate's cache.
 
-  Caches of equal sizes are asked as one batch. A candidate that works in blocks
-  has a prefill, and one that evicts while decoding a batch, of its own. Each
-  question sees the cache that its context has left, or, where turns stay in it,
-  the one that the turn before has left.
+  Caches of equal sizes decode as one batch. A candidate that prefills in blocks
+  has its own prefill; one that evicts while decoding has its own batch. Each
+  question sees the compressed context or, if turns stay in the cache, the cache
+  after the previous turn.
 
   Args:
     lm: the model.
     candidates: methods and budgets.
-    contexts: at most `shape.rows`, each with its prompts, all of which have the
-      same `max_new_tokens`. Where questions are prefilled too, a context has
-      one.
+    contexts: at most `shape.rows` contexts with their prompts, all with the
+      same `max_new_tokens`. If questions are prefilled, each context has one.
     shape: see `Shape`.
-    seconds: the time taken is added to it.
+    seconds: the elapsed time is added to it.
 
   Yields:
-    The replies to one question per context of each such batch, when they are
-    there.
+    The replies of a batch to one question per context.
   """
   rows = [*contexts, *[contexts[-1]] * (shape.rows - len(contexts))]
   began = time.monotonic()
@@ -247,44 +244,46 @@ def replies(
     prompts[0].context if shape.question else prompts[0].prefilled
     for prompts in rows
   ]
-  prefilled = prefilling.prefilled(
+  prefilled = prefilling.prefill_all(
     lm,
     [candidate.plan for candidate in candidates],
     kvjax.Prompts.of(texts, shape.context),
   )
-  caches = [one.cache for one in prefilled]
+  caches = [result.cache for result in prefilled]
   jax.block_until_ready(prefilled)
   seconds.prefill += time.monotonic() - began
 
   turns = max(len(prompts) for prompts in contexts)
-  stay = contexts[0][0].stays
+  stays = contexts[0][0].stays
   for group in groups(caches):
     cache = kvjax.stack([caches[i] for i in group])
     logits = jnp.concatenate([prefilled[i].logits for i in group])
     places = range(0, len(logits), shape.rows)
-    valid = _Held.of(cache)
-    if stay:
-      cache = _with_room(cache, rows[0], shape)
+    counts = _TokenCounts.of(cache)
+    if stays:
+      cache = _with_capacity(cache, rows[0], shape)
     for turn in range(turns):
       began = time.monotonic()
-      asked = [prompts[min(turn, len(prompts) - 1)] for prompts in rows]
-      if stay:
-        answers, cache = _turn(lm, cache, asked, shape)
-        valid = _Held.of(cache)
+      prompts_of_turn = [
+        prompts[min(turn, len(prompts) - 1)] for prompts in rows
+      ]
+      if stays:
+        answers, cache = _turn(lm, cache, prompts_of_turn, shape)
+        counts = _TokenCounts.of(cache)
       else:
-        answers = _answers(lm, cache, logits, asked, shape)
+        answers = _answers(lm, cache, logits, prompts_of_turn, shape)
       seconds.answer += time.monotonic() - began
       yield [
         Reply(
           candidates[index],
           row,
           turn,
-          seen := int(valid.seen[place + row]),
+          seen := int(counts.seen[place + row]),
           candidates[index].retention(seen)
-          if (told := prefilled[index].retentions) is None
-          else float(told[row]),
-          float(valid.kept[place + row]),
-          float(valid.read[place + row]),
+          if (calibrated := prefilled[index].retentions) is None
+          else float(calibrated[row]),
+          float(counts.kept[place + row]),
+          float(counts.read[place + row]),
           caches[index].nbytes // shape.rows,
           caches[index].nbytes_by_memory[HOST] // shape.rows,
           ids := answers[place + row],
@@ -300,21 +299,21 @@ def _answers(
   lm: Pretrained,
   cache: kvjax.Cache,
   logits: Float[Array, "B V"],
-  asked: Sequence[Prompt],
+  prompts: Sequence[Prompt],
   shape: Shape,
 ) -> list[list[int]]:
-  """The answers of a cache whose rows are those of `asked` again and again."""
-  decoding = kvjax.Decoding(asked[0].max_new_tokens, lm.tokenizer.eos_ids)
-  prompts = _questions(cache, asked, shape) if shape.question else logits
+  """Generates answers from a cache whose rows repeat those of `prompts`."""
+  decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.tokenizer.eos_ids)
+  inputs = _questions(cache, prompts, shape) if shape.question else logits
   return kvjax.generate(lm.model, lm.params, cache, prompts, decoding).rows()
 
 
 def _turn(
-  lm: Pretrained, cache: kvjax.Cache, asked: Sequence[Prompt], shape: Shape
+  lm: Pretrained, cache: kvjax.Cache, prompts: Sequence[Prompt], shape: Shape
 ) -> tuple[list[list[int]], kvjax.Cache]:
-  """As `_answers`, and the cache with the turn; the one given is consumed."""
-  decoding = kvjax.Decoding(asked[0].max_new_tokens, lm.tokenizer.eos_ids)
-  questions = _questions(cache, asked, shape)
+  """Generates answers and keeps the turn in the cache; donates the old cache."""
+  decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.tokenizer.eos_ids)
+  questions = _questions(cache, prompts, shape)
   turn = kvjax.generate(
     lm.model, lm.params, cache, questions, decoding, keep=True
   )
@@ -323,35 +322,35 @@ def _turn(
 
 
 def _questions(
-  cache: kvjax.Cache, asked: Sequence[Prompt], shape: Shape
+  cache: kvjax.Cache, prompts: Sequence[Prompt], shape: Shape
 ) -> kvjax.Prompts:
-  """One for each row of the cache."""
-  one = kvjax.Prompts.of([p.question for p in asked], shape.question)
-  return one.repeated(cache.next_positions.shape[0] // len(asked))
+  """Pads the questions and repeats them for each row of the cache."""
+  questions = kvjax.Prompts.of([p.question for p in prompts], shape.question)
+  return questions.repeated(cache.next_positions.shape[0] // len(prompts))
 
 
-def _with_room(
+def _with_capacity(
   cache: kvjax.Cache, turns: Prompted, shape: Shape
 ) -> kvjax.Cache:
-  """A copy of the cache with room for turns that stay in it."""
-  most = shape.question + turns[0].max_new_tokens
-  every = len(turns) * most
-  cache = kvjax.reserve(cache, every)
+  """Copies the cache with capacity for the turns that stay in it."""
+  per_turn = shape.question + turns[0].max_new_tokens
+  all_turns = len(turns) * per_turn
+  cache = kvjax.reserve(cache, all_turns)
   plan = cache.plan
   if plan is None:
     return cache
-  # What may be kept grows with what has been said.
-  padded = bucket(shape.context + every)
-  lasting = plan.spread.capacity_between(plan.fixed_budget, padded)
-  return cache.grown([lasting + most] * len(cache.stacks))
+  # A retention budget grows with the conversation.
+  padded = bucket(shape.context + all_turns)
+  kept = plan.spread.capacity_between(plan.fixed_budget, padded)
+  return cache.grown([kept + per_turn] * len(cache.stacks))
 
 
 def groups(caches: Sequence[kvjax.Cache]) -> list[list[int]]:
-  """Numbers of the caches that can be asked together (`kvjax.stack`)."""
-  found: dict[Any, list[int]] = {}
+  """Groups the indices of caches that `kvjax.stack` can join."""
+  by_key: dict[Any, list[int]] = {}
   for index, cache in enumerate(caches):
-    found.setdefault(join_key(cache), []).append(index)
-  return list(found.values())
+    by_key.setdefault(join_key(cache), []).append(index)
+  return list(by_key.values())
 
 
 def _round_up(length: int) -> int:

@@ -1,4 +1,4 @@
-"""Flags that say which benchmark is asked, and the samples they name."""
+"""Flags for the benchmark, and the samples they select."""
 
 import contextlib
 import dataclasses
@@ -41,55 +41,56 @@ BENCHMARK = flags.DEFINE_enum(
   "benchmark",
   "ruler",
   ["ruler", "longbench", "needle", "passkey", "multiturn"],
-  "What is asked.",
+  "Benchmark to run.",
 )
 _TASKS = flags.DEFINE_list(
-  "tasks", None, "Tasks of RULER or sets of LongBench; by default all."
+  "tasks", None, "Tasks of RULER or datasets of LongBench; the default is all."
 )
 _LENGTH = flags.DEFINE_list(
   "length",
   None,
-  "Tokens of prompt and answer, chat template aside; by default 2,048 for "
-  "RULER and 1,024 for what else is made here. Of LongBench's prompts the "
-  "most, the middle being cut out; by default what the context has room for.",
+  "Tokens of prompt and answer, without the chat template; the default is "
+  "2,048 for RULER and 1,024 for other generated benchmarks. For LongBench, the "
+  "maximum prompt length, reached by cutting out the middle; the default is "
+  "the longest that fits the model's context.",
 )
 _SAMPLES = flags.DEFINE_integer(
   "samples",
   None,
   "Samples per task and length, or per length and depth, or conversations per "
-  "length; by default 20, 3 and 10, and all of LongBench.",
+  "length; the defaults are 20, 3 and 10, and all samples of LongBench.",
   lower_bound=1,
 )
 _DEPTHS = flags.DEFINE_integer(
-  "depths", 10, "Depths of needle and passkey.", lower_bound=1
+  "depths", 10, "Number of depths of needle and passkey.", lower_bound=1
 )
 _TURNS = flags.DEFINE_integer(
-  "turns", 8, "Questions of a conversation.", lower_bound=1
+  "turns", 8, "Questions per conversation.", lower_bound=1
 )
 _HISTORY = flags.DEFINE_enum(
   "history",
   "shared",
   multiturn.HISTORIES,
-  "What a question of a conversation sees: the cache as the context left it, "
-  "the earlier questions and their right answers as well, or a cache that "
-  "holds them and the model's own answers. This is compressed again in every "
-  "turn, after the question and after the answer, where --every says so.",
+  "What a question of a conversation sees. shared: the compressed context only; "
+  "conversation: also the earlier questions and their correct answers; own: "
+  "the cache with the earlier questions and the model's own answers, which "
+  "--every compresses again in every turn, after question and answer.",
 )
 _CHAT = flags.DEFINE_enum(
   "chat",
   "always",
   ["always", "official"],
-  "Whether prompts that a benchmark's own code asks without the chat template "
-  "have it too.",
+  "Whether prompts have the chat template even if the benchmark's own code uses "
+  "none.",
 )
 _STRICT_OFFICIAL = flags.DEFINE_bool(
   "strict_official",
   False,
-  "Scores LongBench with the faults of its own code, as official tables do; "
-  "by default they are mended.",
+  "Scores LongBench with the bugs of its own code, as official tables do; the "
+  "default fixes them.",
 )
 _DATA = flags.DEFINE_string(
-  "data", None, "File or folder of published samples of RULER or LongBench."
+  "data", None, "File or folder with published samples of RULER or LongBench."
 )
 
 _DEFAULT_LENGTH = {
@@ -100,7 +101,7 @@ _DEFAULT_LENGTH = {
   "multiturn": [1024],
 }
 
-# Flags that not every benchmark reads.
+# Flags that only some benchmarks read.
 _OWNERS = {
   "tasks": ("ruler", "longbench"),
   "depths": ("needle", "passkey"),
@@ -114,13 +115,13 @@ _OWNERS = {
 
 
 class Drawn(NamedTuple):
-  """What is asked.
+  """The samples of a run.
 
   Attributes:
-    samples: of each task and length.
-    data: where their texts come from, as all answers of a run share it.
-    notes: a line each about what is left out.
-    about: what else a report says about the samples.
+    samples: samples of each task and length.
+    data: sources of their texts, a setting that all answers share.
+    notes: one line for each omission.
+    about: more facts about the samples for reports.
   """
 
   samples: results.Samples
@@ -168,12 +169,12 @@ def _ruler_tasks() -> Sequence[str]:
 
 
 def _longbench(lm: Pretrained) -> Drawn:
-  room = longbench.usual_limit(lm.config.geometry.max_positions)
-  (limit,) = lengths() if _LENGTH.present else [room]
+  default = longbench.usual_limit(lm.config.geometry.max_positions)
+  (limit,) = lengths() if _LENGTH.present else [default]
   path = pathlib.Path(_DATA.value or "")
-  there = longbench_files.find(path, longbench_sets.NAMES)
+  available = longbench_files.find(path, longbench_sets.NAMES)
   names = _TASKS.value or [
-    name for name in longbench_sets.SETS if name in there
+    name for name in longbench_sets.SETS if name in available
   ]
   with _drawing(None) as on_draw:
     samples = longbench.samples(
@@ -231,30 +232,30 @@ _DRAW: dict[str, Callable[[Pretrained], Drawn]] = {
 def _drawing(
   total: int | None,
 ) -> contextlib.AbstractContextManager[OnDraw]:
-  """A bar that goes when all samples are there."""
+  """Shows a progress bar that disappears when all samples are drawn."""
   return runs.progress_bar(total, "drawing", transient=True)
 
 
 def _numbers(samples: int) -> tuple[int, int]:
-  """Samples, so many by default, and their seed."""
+  """Returns the number of samples, by default this one, and the seed."""
   return _SAMPLES.value or samples, inputs.SEED.value
 
 
 def protocol() -> Protocol:
-  """What is known when the context is compressed."""
-  own = method_inputs.protocol()
-  if BENCHMARK.value == "multiturn" and own == QUERY_AWARE:
+  """Returns whether the question is known before compression."""
+  chosen = method_inputs.protocol()
+  if BENCHMARK.value == "multiturn" and chosen == QUERY_AWARE:
     return FIRST_QUERY_AWARE
-  return own
+  return chosen
 
 
 def check_flags() -> None:
-  """Refuses flags that do not suit the benchmark.
+  """Rejects flags that do not suit the benchmark.
 
   Raises:
-    InputError: a flag is not of this benchmark, a length is no whole number, a
-      task does not exist, or a first question is to be known that others do
-      not follow.
+    InputError: a flag belongs to another benchmark, a length is no integer, a
+      task does not exist, or the first question is prefilled but the others do
+      not see it.
   """
   lengths()
   benchmark = BENCHMARK.value
@@ -293,10 +294,10 @@ def _check_longbench() -> None:
 
 
 def lengths() -> list[int]:
-  """What --length asks for; nothing for LongBench's default.
+  """Parses --length; empty for LongBench's default.
 
   Raises:
-    InputError: it holds something else than whole numbers above 0.
+    InputError: a value is not a positive integer.
   """
   if _LENGTH.value is None:
     return _DEFAULT_LENGTH[BENCHMARK.value]
@@ -310,7 +311,7 @@ def lengths() -> list[int]:
 
 
 def draw(lm: Pretrained) -> Drawn:
-  """The samples that the flags name.
+  """Draws the samples that the flags select.
 
   Raises:
     InputError: a length is too short for a task or longer than the model's
@@ -325,8 +326,8 @@ def draw(lm: Pretrained) -> Drawn:
   samples = drawn.samples
   if _CHAT.value == "always":
     samples = {
-      part: [dataclasses.replace(sample, chat=True) for sample in own]
-      for part, own in samples.items()
+      part: [dataclasses.replace(sample, chat=True) for sample in drawn_samples]
+      for part, drawn_samples in samples.items()
     }
   if BENCHMARK.value == "longbench":
     drawn = drawn._replace(about=longbench.provenance(samples))

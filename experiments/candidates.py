@@ -1,4 +1,4 @@
-"""What a comparison compares: methods, each at several budgets."""
+"""The candidates of a comparison: methods, each at several budgets."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from kvjax.options.schedules import WHOLE
 from kvjax.registry.registry import METHODS
 
 FULL = "full"
-# LagKV's own default, a lag of 1,024, keeps all of so short a context.
+# LagKV's default, a lag of 1,024, would keep all of a context this short.
 DEFAULT = [{"lagkv": "lagkv:lag=128"}.get(name, name) for name in METHODS]
 
 
@@ -19,8 +19,8 @@ class Candidate:
   """A method at a budget.
 
   Attributes:
-    method: its name as the user gave it.
-    plan: what the name and the budget stand for.
+    method: the name as the user wrote it.
+    plan: the plan for the name and the budget.
   """
 
   method: str
@@ -28,7 +28,7 @@ class Candidate:
 
   @property
   def full_at_one(self) -> bool:
-    """Whether the method is the full cache at a retention of 1."""
+    """Whether the method equals the full cache at a retention of 1."""
     sparse = self.plan.sparse
     if self.plan.kv_dtype is not None:
       return False
@@ -38,16 +38,16 @@ class Candidate:
 
   @property
   def options(self) -> str:
-    """The method with all its hyper-parameters.
+    """The method with all its hyperparameters.
 
-    With it, what it looks up in, or how it was calibrated.
+    It includes the cache that a retrieval method reads, or the calibration.
     """
     plan = self.plan
     if isinstance(plan.budget, kvjax.Calibrated):
       line = plan.budget.calibration
-      asked = line.asked(plan.budget.tau)
+      quality = line.quality(plan.budget.tau)
       return (
-        f"{plan.label}, kc = {line.alpha:g} NLL + {line.beta:g} at {asked:g}"
+        f"{plan.label}, kc = {line.alpha:g} NLL + {line.beta:g} at {quality:g}"
       )
     if plan.sparse is None:
       return plan.label
@@ -60,14 +60,14 @@ class Candidate:
 
   @property
   def _budget(self) -> kvjax.Budget | kvjax.Calibrated:
-    """What may be kept, or looked up per token."""
+    """The number of keys to keep, or to retrieve per token."""
     sparse = self.plan.sparse
     return self.plan.budget if sparse is None else sparse.budget
 
   def retention(self, context_tokens: int) -> float:
-    """Share of a context that the budget allows to keep, or to look up.
+    """Computes the share of a context that the budget keeps or retrieves.
 
-    What a calibration allows is known when the context has been read.
+    A calibrated budget depends on the context's likelihood instead.
     """
     budget = self._budget
     assert not isinstance(budget, kvjax.Calibrated)
@@ -83,17 +83,17 @@ def candidates(
   per_query_head: bool = False,
   kv_dtype: str | None = None,
 ) -> tuple[Candidate, ...]:
-  """Every method at every budget, the full cache first: the yardstick.
+  """Lists every method at every budget, the full cache first as the baseline.
 
-  At a retention of 1 methods are the full cache, and are left out, unless they
+  Methods at a retention of 1 equal the full cache and are left out, unless they
   store it in another dtype.
 
   Args:
     methods: names as `kvjax.get_plan` reads them.
-    budgets: what the methods may keep, or look up per token.
+    budgets: how much the methods keep, or retrieve per token.
     schedule: when they evict.
     per_query_head: see `kvjax.Plan`.
-    kv_dtype: see `kvjax.Plan`; the full cache stays as it was computed.
+    kv_dtype: see `kvjax.Plan`; the full cache is not quantized.
 
   Raises:
     InputError: a name stands for no method, a method is not defined for the
@@ -102,22 +102,24 @@ def candidates(
   names = dict.fromkeys(name.strip() for name in methods)
   if not names or not budgets:
     raise InputError("There is nothing to compare; name a method and a budget.")
-  whole = kvjax.Retention(1.0)
+  everything = kvjax.Retention(1.0)
   for name in names:
-    kvjax.get_plan(name, whole)
-  full = kvjax.get_plan(FULL, whole, per_query_head=per_query_head)
-  chosen = [Candidate(FULL, full)]
+    kvjax.get_plan(name, everything)
+  full = kvjax.get_plan(FULL, everything, per_query_head=per_query_head)
+  result = [Candidate(FULL, full)]
   for name in names:
     if name == FULL:
       continue
-    found = [
+    of_method = [
       Candidate(name, _plan(name, budget, schedule, per_query_head, kv_dtype))
       for budget in dict.fromkeys(budgets)
     ]
-    # Some say themselves how much they look up, whatever the budget.
-    each = {c.budget: c for c in found if kv_dtype or c.budget != str(whole)}
-    chosen.extend(each.values())
-  return tuple(chosen)
+    # Some retrieval methods have a fixed budget: list each budget once.
+    distinct = {
+      c.budget: c for c in of_method if kv_dtype or c.budget != str(everything)
+    }
+    result.extend(distinct.values())
+  return tuple(result)
 
 
 def parse_budgets(
@@ -125,15 +127,15 @@ def parse_budgets(
   tokens: Sequence[str] | None,
   auto: Auto | None = None,
 ) -> list[kvjax.Budget | Auto]:
-  """What --retention, or --budget in its place, asks for.
+  """Parses --retention, or --budget in its place.
 
   Args:
     retention: shares, or "auto".
     tokens: numbers of tokens.
-    auto: what "auto" stands for, if anything.
+    auto: the budget for "auto", if it is allowed.
 
   Raises:
-    InputError: they hold something else than numbers in range.
+    InputError: a value is not a number in range.
   """
   try:
     if tokens is not None:
@@ -163,8 +165,10 @@ def _plan(
   try:
     if not isinstance(budget, Auto):
       return kvjax.get_plan(name, budget, schedule, per_query_head, kv_dtype)
-    whole = kvjax.get_plan(name, kvjax.Retention(1.0), WHOLE, per_query_head)
-    calibrated = budget.of(name, whole)
+    everything = kvjax.get_plan(
+      name, kvjax.Retention(1.0), WHOLE, per_query_head
+    )
+    calibrated = budget.of(name, everything)
     return kvjax.get_plan(name, calibrated, schedule, per_query_head, kv_dtype)
   except InputError as error:
     raise InputError(f"--methods has {name}: {error}") from error

@@ -1,4 +1,4 @@
-"""How binaries start, and how they tell a user what was wrong."""
+"""Starts programs and reports user errors."""
 
 import os
 import pathlib
@@ -12,31 +12,31 @@ from kvjax.errors import InputError
 
 _WRONG_INPUT = 2
 _INTERRUPTED = 130
-_KEPT_BYTES = 2**31
+_CACHE_BYTES = 2**31
 
 
 def run(main: Callable[[], None]) -> None:
   """Parses the flags and calls `main`.
 
-  What the user can mend, wrong flags included, becomes one sentence on stderr
-  and exit code 2.
+  A user error, such as a wrong flag, prints one sentence to stderr and exits
+  with code 2.
   """
 
-  def alone(arguments: Sequence[str]) -> None:
+  def without_arguments(arguments: Sequence[str]) -> None:
     if arguments:
       raise InputError(
         f"There is no argument {arguments[0]!r}; flags look like --name=value."
       )
     main()
 
-  run_on_arguments(alone)
+  run_on_arguments(without_arguments)
 
 
 def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
-  """The same with what stands on the command line beside the flags."""
-  # JAX's notes on the machine are for --verbosity=0.
+  """Parses the flags and calls `main` with the remaining arguments."""
+  # Hide JAX's messages about the machine; --verbosity=0 shows them.
   logging.set_verbosity(logging.WARNING)
-  _keep_programs()
+  _cache_programs()
 
   def guarded(argv: Sequence[str]) -> None:
     try:
@@ -51,7 +51,7 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
 
 
 def refuse_together(one: str, others: Sequence[str], reason: str) -> None:
-  """Refuses flags that were given although another makes them void.
+  """Rejects flags that another given flag makes meaningless.
 
   Raises:
     InputError: flag `one` and at least one of `others` were given.
@@ -63,22 +63,22 @@ def refuse_together(one: str, others: Sequence[str], reason: str) -> None:
       raise InputError(f"--{one} and --{other} do not go together: {reason}.")
 
 
-def _keep_programs() -> None:
-  """Keeps what takes long to compile for later runs, if JAX is not told where.
+def _cache_programs() -> None:
+  """Caches compiled programs for later runs, unless JAX already has a cache.
 
-  In the user's cache folder, least recently used programs go first.
+  The cache is in the user's cache folder and evicts the least recently used.
   """
   if jax.config.jax_compilation_cache_dir is None:
     caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = pathlib.Path(caches) / "kvjax" / "programs"
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", _KEPT_BYTES)
+    jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
-  except SystemExit:  # --help has been printed, which absl calls a failure
+  except SystemExit:  # absl exits with 1 after printing --help
     sys.exit(0)
   except flags.Error as error:
     sentence = " ".join(str(error).split()).removesuffix(".").removesuffix(" ?")

@@ -4,19 +4,20 @@
 
 asks the bundled model about needles hidden in English prose (RULER's single,
 multi-key, multi-value and multi-query tasks at 1,024 tokens), with the full
-cache and with what each method keeps of it. Only the context is prefilled and
-compressed; the question comes afterwards. Ends with a table and writes
+cache and with each method's compressed cache. Only the context is prefilled and
+compressed; the question comes afterwards. The program prints a table and writes
 samples.jsonl, processes.json, summary.json, table.md and score_vs_retention.png
-to results/demo. A run that was stopped goes on where it stopped.
+to results/demo. An interrupted run resumes where it stopped.
 
-Expect 97 % of the needles found with the full cache, and at a quarter of it
-98 % with KeyDiff, 47 % with Compactor, 23 % with StreamingLLM, 7 % with SnapKV
-and none at random. It takes two to two and a half minutes on two cores, and
-half as long the next time, as compiled programs are kept.
+Expect 97 % of the needles with the full cache, and with a quarter of it 98 %
+with KeyDiff, 47 % with Compactor, 23 % with StreamingLLM, 7 % with SnapKV and
+none at random. A run takes two to two and a half minutes on two cores. The next
+run takes half as long, because compiled programs are cached.
 
   python -m kvjax.experiments.compare --text=notes.txt --question="Who called?"
 
-answers about a text side by side and writes nothing.
+answers a question about a text with every cache side by side and writes no
+files.
 """
 
 import pathlib
@@ -46,15 +47,15 @@ from kvjax.experiments.tasks import prose
 for module in (inputs, needle_inputs, method_inputs):
   flags.adopt_module_key_flags(module)
 
-_OUTPUT = flags.DEFINE_string("output", "results/demo", "Folder to write to.")
-_TEXT = flags.DEFINE_string("text", None, "File to answer a question about.")
-_QUESTION = flags.DEFINE_string("question", None, "Asked about --text.")
+_OUTPUT = flags.DEFINE_string("output", "results/demo", "Output folder.")
+_TEXT = flags.DEFINE_string("text", None, "Text file to ask about.")
+_QUESTION = flags.DEFINE_string("question", None, "Question about --text.")
 
 _NEEDLES_ONLY = ("tasks", "samples", "length", "seed", "batch", "output")
 
 
 def main() -> None:
-  """Checks what can be checked first, then loads the model and asks it."""
+  """Checks all flags, then loads the model and runs it."""
   method_inputs.check_flags()
   cli.refuse_together(
     "text", _NEEDLES_ONLY, "a text is asked one question and nothing is written"

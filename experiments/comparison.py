@@ -1,4 +1,4 @@
-"""Every candidate on every sample; what is already answered is not asked."""
+"""Runs every candidate on every sample that has no answer yet."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from kvjax.experiments.answering import (
   Reply,
   Seconds,
   Shape,
-  check_room,
+  check_context_length,
   replies,
 )
 from kvjax.experiments.candidates import Candidate
@@ -22,13 +22,13 @@ from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained
 from kvjax.models.tokenizer import Tokenizer
 
-# Told of the task and of the number of answers that are new.
+# Called with the task and the number of new answers.
 OnAnswers = Callable[[str, int], None]
 
-# Contexts are padded alike where the shortest has this share of the longest's
-# tokens, or lacks no more than so many.
-_ALIKE = 0.75
-_ALIKE_TOKENS = 256
+# Contexts share a padded length if the shortest has this share of the longest's
+# tokens, or at most this many fewer.
+_SIMILAR = 0.75
+_SIMILAR_TOKENS = 256
 
 
 def compare(
@@ -41,20 +41,20 @@ def compare(
   protocol: Protocol = QUERY_AGNOSTIC,
   seconds: Seconds | None = None,
 ) -> None:
-  """Answers what `results` does not hold yet, and adds it there.
+  """Generates the answers that `results` lacks and adds them.
 
   Samples of one part that have the same context are prefilled once.
 
   Args:
     lm: the model.
     candidates: methods and budgets.
-    samples: of each task and length, in the order of their numbers; those with
-      the same context have the same `max_new_tokens`.
-    results: old answers; new ones are written as they come.
+    samples: samples of each task and length, in the order of their numbers;
+      those with the same context have the same `max_new_tokens`.
+    results: previous answers; new ones are written as they come.
     batch: contexts per prefill.
-    on_answers: told of progress.
-    protocol: whether the question is known before anything is compressed.
-    seconds: the time spent is added to it.
+    on_answers: called on progress.
+    protocol: whether the question is known before compression.
+    seconds: the elapsed time is added to it.
 
   Raises:
     InputError: a sample is longer than the model's context, or the answers
@@ -64,12 +64,14 @@ def compare(
   unfinished = {(key.method, key.budget) for key in missing}
   candidates = [c for c in candidates if (c.method, c.budget) in unfinished]
   contexts = list(_contexts(lm, samples, protocol))
-  check_room(lm, [whole for c in contexts for whole in _whole(c.prompts)])
+  check_context_length(
+    lm, [prompt for c in contexts for prompt in _join_turns(c.prompts)]
+  )
   unanswered = {(key.part, key.asked) for key in missing}
   spent = Seconds() if seconds is None else seconds
   for shape, rows in _batches(contexts, unanswered, batch, protocol):
-    asked = [context.prompts for context in rows]
-    for group in replies(lm, candidates, asked, shape, spent):
+    prompts = [context.prompts for context in rows]
+    for group in replies(lm, candidates, prompts, shape, spent):
       answers = [
         _answer(rows[reply.row], reply, lm.tokenizer) for reply in group
       ]
@@ -79,7 +81,7 @@ def compare(
 
 
 def wanted(candidates: Sequence[Candidate], samples: Samples) -> list[Key]:
-  """What a comparison asks: every sample of every candidate."""
+  """Lists the keys of a comparison: every sample of every candidate."""
   return [
     Key(
       part, sample.digest, candidate.method, candidate.options, candidate.budget
@@ -95,10 +97,10 @@ class _Context:
   """Samples that share a context.
 
   Attributes:
-    part: whose samples.
-    numbers: of the samples.
-    samples: with the questions.
-    prompts: of the samples.
+    part: the part of the samples.
+    numbers: numbers of the samples.
+    samples: the samples.
+    prompts: their prompts.
   """
 
   part: Part
@@ -113,16 +115,16 @@ def _contexts(
   for part, drawn in samples.items():
     groups: dict[object, list[int]] = {}
     for number, sample in enumerate(drawn):
-      own = number if protocol == QUERY_AWARE else sample.context
-      groups.setdefault(own, []).append(number)
+      key = number if protocol == QUERY_AWARE else sample.context
+      groups.setdefault(key, []).append(number)
     for numbers in groups.values():
       same = [drawn[number] for number in numbers]
       prompts = [Prompt.of_sample(lm.tokenizer, sample) for sample in same]
       yield _Context(part, numbers, same, prompts)
 
 
-def _whole(prompts: Prompted) -> Prompted:
-  """What must fit into the model's context: turns that stay do so together."""
+def _join_turns(prompts: Prompted) -> Prompted:
+  """Joins turns that stay in the cache, which must fit the context together."""
   first = prompts[0]
   if not first.stays:
     return prompts
@@ -137,17 +139,18 @@ def _batches(
   batch: int,
   protocol: Protocol,
 ) -> Iterator[tuple[Shape, list[_Context]]]:
-  """Contexts of one part and about one length, with what they are padded to.
+  """Batches contexts of one part and similar length, with their padded shape.
 
-  Shapes depend on all contexts, so that a run that goes on finds its programs.
+  Shapes depend on all contexts, including answered ones, so that a resumed run
+  reuses its compiled programs.
   """
   shapes: dict[int, Shape] = {}
-  for alike in _by_length(contexts):
-    parts = [context.part for context in alike]
+  for similar in _by_length(contexts):
+    parts = [context.part for context in similar]
     rows = min(batch, max(parts.count(part) for part in set(parts)))
-    prompts = [prompt for context in alike for prompt in context.prompts]
+    prompts = [prompt for context in similar for prompt in context.prompts]
     shape = Shape.of(prompts, rows, protocol)
-    shapes |= {id(context): shape for context in alike}
+    shapes |= {id(context): shape for context in similar}
   groups: dict[tuple[Part, Shape, int], list[_Context]] = {}
   for context in contexts:
     if any((context.part, s.digest) in unanswered for s in context.samples):
@@ -160,7 +163,7 @@ def _batches(
 
 
 def _by_length(contexts: Sequence[_Context]) -> Iterator[list[_Context]]:
-  """Contexts that are padded alike, the longest first."""
+  """Groups contexts that share a padded length, the longest first."""
 
   def tokens(context: _Context) -> int:
     return len(context.prompts[0].context)
@@ -168,7 +171,7 @@ def _by_length(contexts: Sequence[_Context]) -> Iterator[list[_Context]]:
   left = sorted(contexts, key=tokens, reverse=True)
   while left:
     longest = tokens(left[0])
-    least = min(_ALIKE * longest, longest - _ALIKE_TOKENS)
+    least = min(_SIMILAR * longest, longest - _SIMILAR_TOKENS)
     yield [context for context in left if tokens(context) >= least]
     left = [context for context in left if tokens(context) < least]
 
@@ -178,8 +181,8 @@ def _answer(context: _Context, reply: Reply, tokenizer: Tokenizer) -> Answer:
   scores = registry.score(sample, reply.text)
   key_token = context.prompts[reply.turn].key_token
   if key_token is not None:
-    said = passkey.first_said(tokenizer, reply.tokens)
-    scores["first_key_token"] = float(said == key_token)
+    first = passkey.first_said(tokenizer, reply.tokens)
+    scores["first_key_token"] = float(first == key_token)
   return Answer(
     task=context.part.task,
     length=context.part.length,

@@ -60,7 +60,7 @@ def measure(
   """
   console = rich.console.Console(stderr=True)
   with console.status("prefilling"):
-    found = prefilling.prefilled(lm, [c.plan for c in chosen], contexts)
+    found = prefilling.prefill_all(lm, [c.plan for c in chosen], contexts)
     jax.block_until_ready(found)
   decoding = kvjax.Decoding(tokens)
 

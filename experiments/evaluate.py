@@ -2,18 +2,17 @@
 
   python -m kvjax.experiments.evaluate --benchmark=ruler --length=2048,3072
 
-asks the bundled model RULER's tasks, made here, with the full cache and with
-what each method keeps of it at each retention. `--benchmark=needle` and
-`passkey` ask at every length and depth, `multiturn` several questions about one
-context, and `longbench --data=DIR` reads LongBench from disk. `--model=DIR`
-takes any model that kvjax reads.
+runs RULER's tasks, generated locally, on the bundled model with the full cache
+and with each method at each retention. `--benchmark=needle` and `passkey` cover
+every length and depth, `multiturn` asks several questions about one context,
+and `longbench --data=DIR` reads LongBench from disk. `--model=DIR` loads any
+model that kvjax supports.
 
-All methods and budgets are answered from one prefill per context. A run that
-was stopped goes on where it stopped; each combination of model, benchmark,
-protocol, schedule and seed has a folder of its own in --output, with its
-answers, tables, plots and an HTML page.
-`python -m kvjax.experiments.report DIR...`
-puts runs into one leaderboard.
+All methods and budgets share one prefill per context. An interrupted run
+resumes where it stopped. Each combination of model, benchmark, protocol,
+schedule and seed has its own folder in --output, with answers, tables, plots
+and an HTML page. `python -m kvjax.experiments.report DIR...` merges runs into
+one leaderboard.
 """
 
 import hashlib
@@ -37,12 +36,12 @@ for module in (benchmark_inputs, inputs, method_inputs):
   flags.adopt_module_key_flags(module)
 
 _OUTPUT = flags.DEFINE_string(
-  "output", "results", "Folder for the folders of runs."
+  "output", "results", "Parent folder of the run folders."
 )
 
 
 def main() -> None:
-  """Checks what can be checked first, then loads the model and asks it."""
+  """Checks all flags, then loads the model and runs it."""
   began = time.monotonic()
   method_inputs.check_flags()
   chosen = method_inputs.chosen()
@@ -68,7 +67,7 @@ def main() -> None:
 
 
 def folder_name(settings: results.Settings) -> str:
-  """Of runs with these settings, readable and unlike that of any others."""
+  """Names the folder of runs with these settings, readable and unique."""
   digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
   parts = (settings.benchmark, settings.model, settings.protocol, digest)
   return "__".join(part.replace("/", "--") for part in parts)

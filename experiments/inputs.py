@@ -1,4 +1,4 @@
-"""Flags that say which model runs, on what and how, and what they name."""
+"""Flags for the model, its devices and its dtype, and their values."""
 
 import contextlib
 import pathlib
@@ -19,28 +19,26 @@ _HUB = "models--"
 _MODEL = flags.DEFINE_string(
   "model", str(_BUNDLED), "Hugging Face directory of a model."
 )
-SEED = flags.DEFINE_integer(
-  "seed", 0, "Seed of all that is drawn.", lower_bound=0
-)
+SEED = flags.DEFINE_integer("seed", 0, "Random seed.", lower_bound=0)
 BATCH = flags.DEFINE_integer(
-  "batch", 12, "Contexts per prefill; less needs less memory.", lower_bound=1
+  "batch", 12, "Contexts per prefill; fewer need less memory.", lower_bound=1
 )
-_MESH = flags.DEFINE_string("mesh", None, "Devices, as in data:2,model:2.")
+_MESH = flags.DEFINE_string("mesh", None, "Device mesh, as in data:2,model:2.")
 _KERNELS = flags.DEFINE_enum(
   "kernels",
   "auto",
   ["auto", "xla"],
-  "Pallas kernels where the device has them and they serve, or XLA's programs "
-  "alone.",
+  "auto: Pallas kernels where the device supports them; xla: XLA's programs "
+  "only.",
 )
 _DTYPE = flags.DEFINE_enum(
-  "dtype", None, DTYPES, "By default float32 on CPU, else bfloat16."
+  "dtype", None, DTYPES, "Default: float32 on CPU, otherwise bfloat16."
 )
 
 
 @contextlib.contextmanager
 def loaded() -> Iterator[tuple[models.Pretrained, int]]:
-  """The model, on the mesh if there is one, and its number of devices."""
+  """Loads the model, on the mesh if given; yields it and the device count."""
   with kernels.use("xla" if _KERNELS.value == "xla" else None):
     if _MESH.value is None:
       yield models.load(_MODEL.value, dtype()), 1
@@ -51,11 +49,11 @@ def loaded() -> Iterator[tuple[models.Pretrained, int]]:
 
 
 def check_lengths(lm: models.Pretrained, lengths: Sequence[int]) -> None:
-  """Refuses lengths for which the model's context has no room.
+  """Rejects lengths that exceed the model's context.
 
   Args:
     lm: the model.
-    lengths: tokens of prompt and answer, chat template aside.
+    lengths: tokens of prompt and answer, without the chat template.
 
   Raises:
     InputError: the longest, with the template, is longer than the context.
@@ -70,23 +68,23 @@ def check_lengths(lm: models.Pretrained, lengths: Sequence[int]) -> None:
 
 
 def dtype() -> str:
-  """Of weights and cache."""
+  """Returns the dtype of weights and cache."""
   if _DTYPE.value is not None:
     return str(_DTYPE.value)
   return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def model_directory() -> pathlib.Path:
-  """Where the model is."""
+  """Returns the model's directory."""
   return pathlib.Path(_MODEL.value).resolve()
 
 
 def model_name() -> str:
-  """What tables call the model."""
+  """Returns the model's name in tables."""
   directory = model_directory()
   if directory == _BUNDLED:
     return "kvjax-ref"
-  # The cache of the Hugging Face hub: models--ORG--NAME/snapshots/COMMIT.
+  # The layout of the Hugging Face hub's cache: models--ORG--NAME/snapshots/COMMIT.
   hub = directory.parent.parent.name
   if directory.parent.name == "snapshots" and hub.startswith(_HUB):
     return hub.removeprefix(_HUB).replace("--", "/")

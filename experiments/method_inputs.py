@@ -1,4 +1,4 @@
-"""Flags that say what is compared: methods, budgets, schedule, protocol."""
+"""Flags for methods, budgets, schedule and protocol, and their values."""
 
 import pathlib
 from collections.abc import Mapping
@@ -18,70 +18,70 @@ from kvjax.registry.names import get_recipe
 _METHODS = flags.DEFINE_list(
   "methods",
   candidates.DEFAULT,
-  "Methods or presets, with options as in keydiff:anchor=median_unit; by "
-  "default those that are defined for --block and --every.",
+  "Methods or presets, with options as in keydiff:anchor=median_unit; the "
+  "default is all that support --block and --every.",
 )
 _RETENTION = flags.DEFINE_list(
   "retention",
   ["1", "0.5", "0.25", "0.1"],
-  "Shares of the context to keep, or to look up per token; auto is what a "
-  "context can bear at --tau.",
+  "Shares of the context to keep, or to retrieve per token; auto chooses the "
+  "share of each context by --tau.",
 )
 _TAU = flags.DEFINE_float(
   "tau",
   0.95,
-  "Share of quality that --retention=auto leaves; see "
+  "Share of quality that --retention=auto preserves; see "
   "kvjax.experiments.calibrate.",
 )
 _CALIBRATIONS = flags.DEFINE_string(
   "calibrations",
   None,
-  "Folder of records that kvjax.experiments.calibrate has written; by default "
+  "Folder of records written by kvjax.experiments.calibrate; the default is "
   f"{FOLDER} in the model's directory.",
 )
 _BUDGET = flags.DEFINE_list(
-  "budget", None, "Tokens to keep or to look up, in place of --retention."
+  "budget", None, "Tokens to keep or to retrieve, instead of --retention."
 )
 _BLOCK = flags.DEFINE_integer(
   "block",
   None,
-  "Tokens per block of the prompt, evicting after each; by default the whole.",
+  "Tokens per prompt block, with eviction after each; the default is one block.",
   lower_bound=1,
 )
 _EVERY = flags.DEFINE_integer(
   "every",
   None,
-  "Evict while decoding too, after every so many tokens.",
+  "Also evict while decoding, after this many tokens each.",
   lower_bound=1,
 )
 _HEADS = flags.DEFINE_enum(
   "heads",
   "kv",
   ["kv", "query"],
-  "Whether each KV head decides, or each query head, with keys and values of "
-  "its own.",
+  "Whether each KV head selects tokens, or each query head with its own copy of "
+  "keys and values.",
 )
 _KV_DTYPE = flags.DEFINE_enum(
   "kv_dtype",
   None,
   list(KV_DTYPES),
-  "Holds what is kept in eight bits; by default as it was computed.",
+  "Stores the cache in eight bits; the default is the computed dtype.",
 )
 _PROTOCOL = flags.DEFINE_enum(
   "protocol",
   QUERY_AGNOSTIC,
   [QUERY_AGNOSTIC, QUERY_AWARE],
-  "Whether the question comes after the context has been compressed, or is "
-  "prefilled with it; of a conversation, the first question.",
+  "Whether the question follows the compressed context, or is prefilled with "
+  "the context; for conversations, the first question.",
 )
 
 
 def check_flags() -> None:
-  """Refuses flags that make others void.
+  """Rejects flags that contradict each other.
 
   Raises:
-    InputError: --retention stands beside --budget or --every beside --kv_dtype,
-      or nothing is automatic and --tau or --calibrations is given.
+    InputError: --retention is combined with --budget, --every with --kv_dtype,
+      or --tau or --calibrations is given without --retention=auto.
   """
   cli.refuse_together("retention", ["budget"], "both say how much to keep")
   cli.refuse_together(
@@ -95,10 +95,10 @@ def check_flags() -> None:
 
 
 def chosen() -> tuple[Candidate, ...]:
-  """What is compared; see `candidates.candidates`."""
-  own = _HEADS.value == "query"
+  """Returns the candidates; see `candidates.candidates`."""
+  per_query_head = _HEADS.value == "query"
   return candidates.candidates(
-    _names(), budgets(), schedule(), own, _KV_DTYPE.value
+    _names(), budgets(), schedule(), per_query_head, _KV_DTYPE.value
   )
 
 
@@ -106,18 +106,18 @@ def _names() -> list[str]:
   names: list[str] = _METHODS.value
   if _METHODS.present or schedule().whole:
     return names
-  return [name for name in names if _recurs(name)]
+  return [name for name in names if _supports_repeated_eviction(name)]
 
 
-def _recurs(name: str) -> bool:
-  """Whether a method is defined for evicting again and again."""
+def _supports_repeated_eviction(name: str) -> bool:
+  """Returns whether a method supports repeated eviction."""
   recipe = get_recipe(name)
   refused = recipe.allocation or recipe.method.traits.whole_prompts_only
   return not refused
 
 
 def budgets() -> list[kvjax.Budget | Auto]:
-  """What --retention, or --budget in its place, asks for."""
+  """Returns the budgets of --retention, or of --budget in its place."""
   auto = _auto() if _automatic() else None
   return candidates.parse_budgets(_RETENTION.value, _BUDGET.value, auto)
 
@@ -133,24 +133,24 @@ def _auto() -> Auto:
 
 
 def schedule() -> kvjax.Schedule:
-  """When is evicted."""
+  """Returns the eviction schedule."""
   return kvjax.Schedule(block=_BLOCK.value, every=_EVERY.value)
 
 
 def protocol() -> Protocol:
-  """Whether the question is known when the context is compressed."""
+  """Returns whether the question is known before compression."""
   return cast(Protocol, _PROTOCOL.value)
 
 
 def settings(
   benchmark: str, data: Mapping[str, str], protocol: Protocol
 ) -> results.Settings:
-  """What all answers of the run share.
+  """Returns the settings that all answers of the run share.
 
   Args:
-    benchmark: its name.
-    data: where its texts come from, and other choices in words.
-    protocol: what is known when a context is compressed.
+    benchmark: name of the benchmark.
+    data: sources of its texts, and other choices in words.
+    protocol: whether the question is known before compression.
   """
   return results.Settings(
     model=inputs.model_name(),

@@ -1,4 +1,4 @@
-"""Flags that say which needles are asked for, and the samples they name."""
+"""Flags for needle tasks, and the samples they select."""
 
 from absl import flags
 
@@ -14,13 +14,13 @@ SAMPLES = flags.DEFINE_integer(
 LENGTH = flags.DEFINE_integer(
   "length",
   1024,
-  "Tokens of prompt and answer, chat template aside.",
+  "Tokens of prompt and answer, without the chat template.",
   lower_bound=1,
 )
 
 
 def samples(lm: models.Pretrained) -> results.Samples:
-  """What --tasks, --samples, --length and --seed ask for.
+  """Draws the samples for --tasks, --samples, --length and --seed.
 
   Raises:
     InputError: they are longer than the model's context.

@@ -1,4 +1,4 @@
-"""A batch of prompts under many plans, in as few passes as it takes."""
+"""Prefills a batch of prompts for many plans, in as few passes as possible."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from kvjax.models.pretrained import Pretrained
 
 
 class Prefilled(NamedTuple):
-  """What is left of a batch's prompts.
+  """The result of prefilling a batch for one plan.
 
   Attributes:
-    cache: of a plan.
-    logits: after the prompts.
-    retentions: of the rows, where a calibration has told them.
+    cache: the compressed cache.
+    logits: logits after the prompts.
+    retentions: retention of each row, if a calibration chose it.
   """
 
   cache: kvjax.Cache
@@ -24,29 +24,32 @@ class Prefilled(NamedTuple):
   retentions: Float[np.ndarray, " B"] | None = None
 
 
-def prefilled(
+def prefill_all(
   lm: Pretrained, plans: Sequence[kvjax.Plan], contexts: kvjax.Prompts
 ) -> list[Prefilled]:
-  """A cache and logits per plan; plans for whole prompts share a pass."""
+  """Prefills for every plan; plans for whole prompts share a pass."""
   model, params = lm.model, lm.params
   shared = [plan for plan in plans if plan.schedule.block is None]
-  swept = iter(_swept(lm, shared, contexts) if shared else ())
+  shared_results = iter(_prefill_shared(lm, shared, contexts) if shared else ())
   return [
-    next(swept)
+    next(shared_results)
     if plan.schedule.block is None
     else Prefilled(*kvjax.prefill(model, params, contexts, plan))
     for plan in plans
   ]
 
 
-def _swept(
+def _prefill_shared(
   lm: Pretrained, plans: Sequence[kvjax.Plan], contexts: kvjax.Prompts
 ) -> list[Prefilled]:
-  """From one pass, which tells likelihoods only if a plan asks for them."""
+  """Prefills in one pass, with likelihoods only if a plan needs them."""
   model, params = lm.model, lm.params
   if any(isinstance(plan.budget, kvjax.Calibrated) for plan in plans):
-    found = kvjax.measured_sweep(model, params, contexts, plans)
-    pairs = zip(found.caches, found.retentions, strict=True)
-    return [Prefilled(cache, found.logits, told) for cache, told in pairs]
+    measured = kvjax.measured_sweep(model, params, contexts, plans)
+    pairs = zip(measured.caches, measured.retentions, strict=True)
+    return [
+      Prefilled(cache, measured.logits, retentions)
+      for cache, retentions in pairs
+    ]
   caches, logits = kvjax.sweep(model, params, contexts, plans)
   return [Prefilled(cache, logits) for cache in caches]

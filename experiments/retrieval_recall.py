@@ -33,13 +33,18 @@ from kvjax.errors import InputError
 from kvjax.experiments import (
   cli,
   inputs,
-  retrieval_quality,
   needle_inputs,
   reports,
   results,
+  retrieval_quality,
   suite,
 )
-from kvjax.experiments.answering import QUERY_AWARE, Prompt, Shape, check_room
+from kvjax.experiments.answering import (
+  QUERY_AWARE,
+  Prompt,
+  Shape,
+  check_context_length,
+)
 from kvjax.experiments.candidates import Candidate, candidates, parse_budgets
 from kvjax.experiments.retrieval_quality import Quality
 from kvjax.registry.registry import RETRIEVALS
@@ -145,7 +150,7 @@ def _measure(
     for drawn in needle_inputs.samples(lm).values()
     for sample in drawn
   ]
-  check_room(lm, prompts)
+  check_context_length(lm, prompts)
   shape = Shape.of(prompts, inputs.BATCH.value, QUERY_AWARE)
   found: list[list[Quality]] = [[] for _ in chosen]
   cosines, sizes = [], []

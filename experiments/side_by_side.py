@@ -16,7 +16,7 @@ from kvjax.experiments.answering import (
   Reply,
   Seconds,
   Shape,
-  check_room,
+  check_context_length,
   replies,
 )
 from kvjax.experiments.candidates import Candidate
@@ -56,7 +56,7 @@ def ask(
     InputError: text, question and answer are longer than the model's context.
   """
   prompt = Prompt.of(lm.tokenizer, text, question, "", _MAX_NEW_TOKENS)
-  check_room(lm, [prompt])
+  check_context_length(lm, [prompt])
   shape = Shape.of([prompt], 1, protocol)
   groups = replies(lm, candidates, [[prompt]], shape, Seconds())
   found = {reply.candidate: reply for group in groups for reply in group}

@@ -1,4 +1,4 @@
-"""Flags of the texts that RULER's tasks are made of, and what they name."""
+"""Flags for the texts of RULER's tasks, and their content."""
 
 import functools
 import pathlib
@@ -23,7 +23,7 @@ _HOTPOTQA = flags.DEFINE_string(
 
 @functools.cache
 def texts() -> ruler.Texts:
-  """What the flags name, read once.
+  """Reads the texts that the flags name, once.
 
   Raises:
     InputError: see `ruler.Texts.read`.

@@ -13,7 +13,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.answering import (
   Prompt,
   Shape,
-  check_room,
+  check_context_length,
   groups,
 )
 from kvjax.experiments.candidates import FULL, Candidate
@@ -116,7 +116,7 @@ def measure(
     for number, sample in enumerate(drawn)
   ]
   prompts = [one.prompt for one in every]
-  check_room(lm, prompts)
+  check_context_length(lm, prompts)
   shape = Shape.of(prompts, min(batch, max(map(len, samples.values()))))
   for part in samples:
     due = [

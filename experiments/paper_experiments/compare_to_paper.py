@@ -1,4 +1,4 @@
-"""Our numbers beside the paper's."""
+"""Compares our numbers with the paper's."""
 
 import itertools
 import statistics
@@ -21,23 +21,23 @@ from kvjax.experiments.reporting.formats import Table
 from kvjax.experiments.reporting.means import Row, mean_of
 from kvjax.experiments.reporting.wording import NOTHING
 
-# Scores that differ by less are equal, to a reader of one decimal.
+# Scores with a smaller difference look equal at one decimal.
 _EQUAL = 0.05
 
-# The candidate of a line in a column; None where it does not run.
+# The candidate of a line in a column; None if it does not run.
 Cells = Mapping[tuple[Line, Column], Candidate | None]
 
 
-class Beside(NamedTuple):
-  """A comparison's numbers.
+class PaperComparison(NamedTuple):
+  """The numbers of a comparison.
 
   Attributes:
-    comparison: what was compared.
-    scale: how.
-    averages: over the tasks that were asked, of scores that all rows have; see
-      `averages_of`.
-    ours: our numbers, of averages and tasks.
-    here: what a line in a column kept or looked up here.
+    comparison: the comparison.
+    scale: the scale of its setup.
+    averages: averages over the tasks that ran, of scores that all rows have;
+      see `averages_of`.
+    ours: our numbers, for averages and tasks.
+    here: the budget that a line in a column had here.
   """
 
   comparison: Comparison
@@ -47,17 +47,17 @@ class Beside(NamedTuple):
   here: Mapping[tuple[str, str], str]
 
 
-def beside(
+def compare_to_paper(
   comparison: Comparison, scale: Scale, cells: Cells, rows: Sequence[Row]
-) -> Beside:
+) -> PaperComparison:
   """Averages the rows of a summary as the paper does.
 
   Args:
-    comparison: what was compared.
-    scale: how.
-    cells: which candidate stands where.
-    rows: of the summary; averages of scores that older answers are without
-      are left out.
+    comparison: the comparison.
+    scale: the scale of its setup.
+    cells: the candidate of each cell.
+    rows: rows of the summary. Averages of scores that older answers lack are
+      left out.
   """
   tasks = list(dict.fromkeys(row["task"] for row in rows))
   averages = {
@@ -65,42 +65,45 @@ def beside(
     for name, average in averages_of(comparison, tasks).items()
     if all(average.score in ("score", *row["scores"]) for row in rows)
   }
-  whats = [*averages.values(), *_alone(averages, tasks)]
+  quantities = [*averages.values(), *_single_tasks(averages, tasks)]
   ours, here = {}, {}
   for (line, column), candidate in cells.items():
     place = column.at(scale)
     if candidate is None or place is None:
       continue
-    own = [row for row in rows if _matches(row, candidate, place)]
-    here[line.name, column.name] = _shown(candidate)
-    for what in whats:
-      ours[Key(line.name, column.name, what.name)] = mean(what, own)
-  return Beside(comparison, scale, averages, ours, here)
+    matching = [row for row in rows if _matches(row, candidate, place)]
+    here[line.name, column.name] = _describe(candidate)
+    for quantity in quantities:
+      ours[Key(line.name, column.name, quantity.name)] = mean(
+        quantity, matching
+      )
+  return PaperComparison(comparison, scale, averages, ours, here)
 
 
 def averages_of(
-  comparison: Comparison, asked: Sequence[str]
+  comparison: Comparison, tasks_run: Sequence[str]
 ) -> dict[str, Average]:
-  """The paper's averages over the tasks that were asked, by the paper's names.
+  """Restricts the paper's averages to the tasks that ran.
 
-  Of an average none of whose tasks was asked only the headline remains, as the
-  mean of all tasks that were.
+  An average without any of these tasks is dropped. The headline average becomes
+  the mean of all tasks that ran instead.
   """
-  found = {}
+  kept = {}
   for number, average in enumerate(comparison.averages):
     groups = [
-      tuple(task for task in group if task in asked) for group in average.groups
+      tuple(task for task in group if task in tasks_run)
+      for group in average.groups
     ]
     groups = [group for group in groups if group]
     if not groups and number == 0:
-      groups = [tuple(asked)]
+      groups = [tuple(tasks_run)]
     if groups:
-      found[average.name] = Average(average.name, tuple(groups), average.score)
-  return found
+      kept[average.name] = Average(average.name, tuple(groups), average.score)
+  return kept
 
 
 def mean(average: Average, rows: Sequence[Row]) -> float:
-  """The mean of the means of its groups, 0 to 100."""
+  """Computes the mean of the means of the groups, 0 to 100."""
 
   def score(row: Row) -> float:
     if average.score == "score":
@@ -113,41 +116,41 @@ def mean(average: Average, rows: Sequence[Row]) -> float:
   )
 
 
-def tables(found: Beside) -> list[Table]:
-  """A table per average, and one per line whose tasks the paper prints."""
-  shown = [_of_average(found, name) for name in found.averages]
-  return [*shown, *_by_task(found)]
+def tables(compared: PaperComparison) -> list[Table]:
+  """Builds a table per average, and one per line printed by task."""
+  shown = [_of_average(compared, name) for name in compared.averages]
+  return [*shown, *_by_task(compared)]
 
 
-def orders(found: Beside) -> list[str]:
-  """How methods are ordered at each column, here and in the paper: a line.
+def orders(compared: PaperComparison) -> list[str]:
+  """Describes the order of methods at each column, here and in the paper.
 
-  The full cache and doubtful numbers are left out. Where all score the same
-  here, that is said.
+  The full cache and doubtful numbers are left out. A line says so if all
+  methods score the same here.
   """
-  headline = next(iter(found.averages))
+  headline = next(iter(compared.averages))
   lines = []
   equal: dict[str, list[str]] = {}
-  for column in found.comparison.columns:
-    own = {
-      line.name: found.ours[key]
-      for line in found.comparison.lines
+  for column in compared.comparison.columns:
+    scores = {
+      line.name: compared.ours[key]
+      for line in compared.comparison.lines
       if line.paper.method != FULL
-      and (key := Key(line.name, column.name, headline)) in found.ours
+      and (key := Key(line.name, column.name, headline)) in compared.ours
     }
-    if len(own) > 1 and max(own.values()) - min(own.values()) < _EQUAL:
-      equal.setdefault(f"{max(own.values()):.1f}", []).append(column.name)
+    if len(scores) > 1 and max(scores.values()) - min(scores.values()) < _EQUAL:
+      equal.setdefault(f"{max(scores.values()):.1f}", []).append(column.name)
       continue
     ranked: dict[str, list[str]] = {}
-    for targets in found.comparison.targets:
+    for targets in compared.comparison.targets:
       theirs = {
         name: targets.numbers[key]
-        for name in own
+        for name in scores
         if (key := Key(name, column.name, headline)) in targets.numbers
         and name not in targets.doubts
       }
       if len(theirs) > 1:
-        ours = order({name: own[name] for name in theirs})
+        ours = order({name: scores[name] for name in theirs})
         text = f"{targets.model} {order(theirs)}"
         ranked.setdefault(ours, []).append(text)
     lines += [
@@ -162,7 +165,7 @@ def orders(found: Beside) -> list[str]:
 
 
 def order(scores: Mapping[str, float]) -> str:
-  """Names from the best to the worst, as in `a > b = c`."""
+  """Lists names from best to worst, as in `a > b = c`."""
   ranked = sorted(scores, key=lambda name: -scores[name])
   text = ranked[0]
   for better, name in itertools.pairwise(ranked):
@@ -171,21 +174,21 @@ def order(scores: Mapping[str, float]) -> str:
   return text
 
 
-def as_data(found: Beside) -> list[dict[str, Any]]:
-  """A line per cell, for other programs."""
-  keys = dict.fromkeys(found.ours)
-  for targets in found.comparison.targets:
+def as_data(compared: PaperComparison) -> list[dict[str, Any]]:
+  """Returns one record per cell, for other programs."""
+  keys = dict.fromkeys(compared.ours)
+  for targets in compared.comparison.targets:
     keys |= dict.fromkeys(targets.numbers)
   return [
     {
       "line": key.line,
       "column": key.column,
       "what": key.what,
-      "here": found.here.get((key.line, key.column)),
-      "ours": found.ours.get(key),
+      "here": compared.here.get((key.line, key.column)),
+      "ours": compared.ours.get(key),
       "paper": {
         targets.model: targets.numbers[key]
-        for targets in found.comparison.targets
+        for targets in compared.comparison.targets
         if key in targets.numbers
       },
     }
@@ -193,10 +196,10 @@ def as_data(found: Beside) -> list[dict[str, Any]]:
   ]
 
 
-def _alone(
+def _single_tasks(
   averages: Mapping[str, Average], tasks: Sequence[str]
 ) -> Iterator[Average]:
-  """Each task by itself, where there is more than one."""
+  """Yields each task as its own average, if there are several."""
   if len(tasks) > 1:
     yield from (Average(t, ((t,),)) for t in tasks if t not in averages)
 
@@ -209,110 +212,114 @@ def _matches(row: Row, candidate: Candidate, place: Place) -> bool:
   )
 
 
-def _shown(candidate: Candidate) -> str:
-  """What it keeps or looks up."""
+def _describe(candidate: Candidate) -> str:
+  """Describes what a candidate keeps or retrieves."""
   return wording.budget(candidate.method, candidate.budget)
 
 
-def methods(found: Beside) -> str:
-  """What the paper's names are here."""
-  scale = found.scale
+def methods(compared: PaperComparison) -> str:
+  """Lists the methods that the paper's names stand for here."""
+  scale = compared.scale
   names = [
     f"{line.name} is {way.method}"
-    for line in found.comparison.lines
+    for line in compared.comparison.lines
     if (way := line.at(scale)) is not None
   ]
   return f"{'; '.join(names)}."
 
 
-def _of_average(found: Beside, name: str) -> Table:
-  small = found.scale == "small"
-  full = _full(found.comparison)
+def _of_average(compared: PaperComparison, name: str) -> Table:
+  small = compared.scale == "small"
+  full = _full(compared.comparison)
   lines = []
-  for line in _names(found.comparison):
-    own = (
-      (line, column.name, *_here(found, line, column.name, small), *cells)
-      for column in found.comparison.columns
-      if set(cells := _cells(found, Key(line, column.name, name))) != {NOTHING}
+  for line in _names(compared.comparison):
+    cell_lines = (
+      (line, column.name, *_here(compared, line, column.name, small), *cells)
+      for column in compared.comparison.columns
+      if set(cells := _cells(compared, Key(line, column.name, name)))
+      != {NOTHING}
     )
-    lines += _compact(own, line in full)
-  header = ["method", "at", *(["here"] if small else []), *_models(found)]
-  return Table(_title(found, name), header, lines, names=3 if small else 2)
+    lines += _compact(cell_lines, line in full)
+  header = ["method", "at", *(["here"] if small else []), *_models(compared)]
+  return Table(_title(compared, name), header, lines, names=3 if small else 2)
 
 
 def _full(comparison: Comparison) -> set[str]:
-  """What the full cache is called."""
+  """Returns the names of the full cache."""
   return {x.name for x in comparison.lines if x.paper.method == FULL}
 
 
 def _here(
-  found: Beside, line: str, column: str, small: bool
+  compared: PaperComparison, line: str, column: str, small: bool
 ) -> tuple[str, ...]:
-  """What a cell is at the small scale; the paper's own is not repeated."""
-  return (found.here.get((line, column), NOTHING),) if small else ()
+  """Describes a cell at the small scale; nothing at the paper's scale."""
+  return (compared.here.get((line, column), NOTHING),) if small else ()
 
 
-def _cells(found: Beside, key: Key) -> list[str]:
-  """Our number and those of the paper's models."""
-  ours = series.number(found.ours.get(key))
-  return [ours, *(_printed(t, key) for t in found.comparison.targets)]
+def _cells(compared: PaperComparison, key: Key) -> list[str]:
+  """Formats our number and those of the paper's models."""
+  ours = series.number(compared.ours.get(key))
+  return [ours, *(_printed(t, key) for t in compared.comparison.targets)]
 
 
-def _models(found: Beside) -> list[str]:
-  return ["ours", *(targets.model for targets in found.comparison.targets)]
+def _models(compared: PaperComparison) -> list[str]:
+  return ["ours", *(targets.model for targets in compared.comparison.targets)]
 
 
 def _compact(lines: Iterable[Sequence[str]], full: bool) -> list[Sequence[str]]:
-  """Lines that differ in the column alone, once.
+  """Merges lines that differ only in the column.
 
   Args:
-    lines: what a method comes to, a line per column.
-    full: of the full cache, which is the same where it was not asked again.
+    lines: the results of a method, a line per column.
+    full: whether the method is the full cache, whose missing results equal the
+      others.
   """
   lines = list(lines)
   values = [
     {cell for cell in cells if not full or cell != NOTHING} or {NOTHING}
     for cells in zip(*lines, strict=True)
   ]
-  names, _, *others = values or [set(), set()]
-  if len(lines) > 1 and all(len(own) == 1 for own in (names, *others)):
-    return [(*names, "all", *(own.pop() for own in others))]
+  names, _, *numbers = values or [set(), set()]
+  if len(lines) > 1 and all(len(column) == 1 for column in (names, *numbers)):
+    return [(*names, "all", *(column.pop() for column in numbers))]
   return lines
 
 
-def _title(found: Beside, name: str) -> str:
-  """The average, with what of it was asked."""
-  wanted = next(a for a in found.comparison.averages if a.name == name).tasks
-  asked = found.averages[name].tasks
-  title = f"{found.comparison.name}: {name}"
-  if set(asked) == set(wanted):
+def _title(compared: PaperComparison, name: str) -> str:
+  """Names the average and the tasks of it that ran."""
+  wanted = next(a for a in compared.comparison.averages if a.name == name).tasks
+  tasks_run = compared.averages[name].tasks
+  title = f"{compared.comparison.name}: {name}"
+  if set(tasks_run) == set(wanted):
     return title
-  if set(asked) <= set(wanted):
-    return f"{title} (ours: {len(asked)} of {len(wanted)} tasks)"
-  return f"{title} (ours: mean of {', '.join(asked)})"
+  if set(tasks_run) <= set(wanted):
+    return f"{title} (ours: {len(tasks_run)} of {len(wanted)} tasks)"
+  return f"{title} (ours: mean of {', '.join(tasks_run)})"
 
 
-def _by_task(found: Beside) -> Iterator[Table]:
-  """Lines whose tasks the paper prints and we have asked."""
-  asked = {key.what for key in found.ours} - set(found.averages)
-  tasks = [task for task in found.comparison.paper.tasks if task in asked]
+def _by_task(compared: PaperComparison) -> Iterator[Table]:
+  """Yields tables of lines whose tasks the paper prints and we ran."""
+  tasks_run = {key.what for key in compared.ours} - set(compared.averages)
+  tasks = [
+    task for task in compared.comparison.paper.tasks if task in tasks_run
+  ]
   printed = {
-    key for targets in found.comparison.targets for key in targets.numbers
+    key for targets in compared.comparison.targets for key in targets.numbers
   }
-  full = _full(found.comparison)
-  for line in _names(found.comparison):
+  full = _full(compared.comparison)
+  for line in _names(compared.comparison):
     lines: list[Sequence[str]] = []
     for task in tasks:
-      keys = [Key(line, c.name, task) for c in found.comparison.columns]
-      own = (
-        (task, key.column, *_cells(found, key))
+      keys = [Key(line, c.name, task) for c in compared.comparison.columns]
+      cell_lines = (
+        (task, key.column, *_cells(compared, key))
         for key in keys
         if key in printed
       )
-      lines += _compact(own, line in full)
+      lines += _compact(cell_lines, line in full)
     if lines:
-      title = f"{found.comparison.name}: {line} by task"
-      yield Table(title, ["task", "at", *_models(found)], lines, names=2)
+      title = f"{compared.comparison.name}: {line} by task"
+      yield Table(title, ["task", "at", *_models(compared)], lines, names=2)
 
 
 def _names(comparison: Comparison) -> list[str]:
@@ -320,7 +327,7 @@ def _names(comparison: Comparison) -> list[str]:
 
 
 def _printed(targets: Targets, key: Key) -> str:
-  """As the paper has it; what is doubtful gets a question mark."""
+  """Formats a paper's number; doubtful ones get a question mark."""
   if key not in targets.numbers:
     return NOTHING
   doubt = "?" if key.line in targets.doubts else ""

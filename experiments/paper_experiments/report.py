@@ -9,7 +9,11 @@ from typing import Any
 import rich.console
 
 from kvjax.experiments import reports
-from kvjax.experiments.paper_experiments import beside, programs, running
+from kvjax.experiments.paper_experiments import (
+  compare_to_paper,
+  programs,
+  running,
+)
 from kvjax.experiments.paper_experiments.findings import Findings, Scale
 from kvjax.experiments.paper_experiments.records import (
   Analysis,
@@ -175,12 +179,12 @@ def _comparison(
   if compared is None:
     report.say(f"{part.name} is left out: only the paper's models reach it.")
     return []
-  found = compared.found
-  for table in beside.tables(found):
+  found = compared.comparison
+  for table in compare_to_paper.tables(found):
     report.show(table)
-  for line in beside.orders(found):
+  for line in compare_to_paper.orders(found):
     report.say(line)
-  report.say(beside.methods(found))
+  report.say(compare_to_paper.methods(found))
   if found.scale == "small" and part.scaling:
     report.say(part.scaling)
   doubts = {
@@ -190,7 +194,9 @@ def _comparison(
   }
   for text in [*sorted(doubts), *compared.notes]:
     report.say(text)
-  return [{"part": part.name, **cell} for cell in beside.as_data(found)]
+  return [
+    {"part": part.name, **cell} for cell in compare_to_paper.as_data(found)
+  ]
 
 
 def _analysis(

@@ -11,7 +11,11 @@ from kvjax.errors import InputError
 from kvjax.experiments import inputs, reports, results, runs
 from kvjax.experiments.benchmarks import longbench
 from kvjax.experiments.candidates import FULL, Candidate, candidates
-from kvjax.experiments.paper_experiments.beside import Beside, Cells, beside
+from kvjax.experiments.paper_experiments.compare_to_paper import (
+  Cells,
+  PaperComparison,
+  compare_to_paper,
+)
 from kvjax.experiments.paper_experiments.findings import (
   Findings,
   Scale,
@@ -58,11 +62,11 @@ class Compared(NamedTuple):
   """What a comparison has come to.
 
   Attributes:
-    found: the numbers.
+    comparison: our numbers and the paper's.
     notes: what was left out, settings, and how long it took.
   """
 
-  found: Beside
+  comparison: PaperComparison
   notes: Sequence[str]
 
 
@@ -139,7 +143,7 @@ def compare(
   )
   run.summary["about"] = dict(drawn.about)
   reports.write_run(own, run.summary)
-  found = beside(comparison, scale, cells, run.summary["rows"])
+  found = compare_to_paper(comparison, scale, cells, run.summary["rows"])
   notes += [
     *drawn.notes,
     f"{wording.title(run.summary)}. {wording.circumstances(run.summary)}",

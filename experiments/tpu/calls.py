@@ -141,7 +141,7 @@ def measure_calls(calls: Calls, awaited: str) -> Footprint:
     host=max(x.host for x in footprints),
     copied=max(x.copied for x in footprints),
     moved=sum(x.footprint.moved for x in calls.calls),
-    meanwhile=sum(x.footprint.meanwhile for x in calls.calls),
+    overlap=sum(x.footprint.overlap for x in calls.calls),
     kernels=tuple(sorted({name for x in footprints for name in x.kernels})),
     vmem=max(x.vmem for x in footprints),
   )

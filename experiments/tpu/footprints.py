@@ -1,4 +1,4 @@
-"""What a compiled program takes of a chip."""
+"""The resources that a compiled program needs on a chip."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ import jax
 from kvjax.experiments.tpu.hlo import Module
 from kvjax.experiments.tpu.host_arrays import copied_from_host
 from kvjax.experiments.tpu.kernel_traffic import kernels_in
-from kvjax.experiments.tpu.meanwhile import meanwhile
+from kvjax.experiments.tpu.overlap import overlap
 from kvjax.experiments.tpu.traffic import traffic
 
 
@@ -17,15 +17,16 @@ class Footprint:
   """Bytes that a program takes on each of its devices.
 
   Attributes:
-    arguments: in the device's memory.
-    results: the same, where they do not take an argument's place.
-    temporary: the same, for intermediate results, and the program itself.
+    arguments: arguments in the device's memory.
+    results: results in the device's memory that reuse no argument's buffer.
+    temporary: intermediate results in the device's memory, and the program.
     host: arguments, results and intermediate results in the host's memory.
-    copied: the largest of them that is copied whole to the device.
-    moved: between the device's memory and its cores; see `of`.
-    meanwhile: fusions and kernels (not bytes) that run beside the host's work.
-    kernels: names of the Pallas kernels in it.
-    vmem: what the one of them that takes most has of VMEM; 0 without any.
+    copied: the largest array in host memory that is copied to the device in
+      full.
+    moved: traffic between the device's memory and its cores; see `of`.
+    overlap: fusions and kernels (not bytes) that run while the host works.
+    kernels: names of the program's Pallas kernels.
+    vmem: the largest VMEM size of a kernel; 0 without kernels.
   """
 
   arguments: int
@@ -34,7 +35,7 @@ class Footprint:
   host: int
   copied: int
   moved: int
-  meanwhile: int
+  overlap: int
   kernels: tuple[str, ...]
   vmem: int
 
@@ -42,12 +43,12 @@ class Footprint:
   def of(
     cls, compiled: jax.stages.Compiled, jaxpr: Any, turn: bool = False
   ) -> "Footprint":
-    """Reads it off a program that was compiled from a jaxpr.
+    """Measures a program that was compiled from a jaxpr.
 
     Args:
       compiled: the program.
-      jaxpr: what it was compiled from.
-      turn: only what its loop moves counts as moved.
+      jaxpr: the jaxpr it was compiled from.
+      turn: count only the traffic of one turn of its loop.
     """
     memory: Any = compiled.memory_analysis()
     module = Module.of(compiled.as_text() or "")
@@ -62,12 +63,12 @@ class Footprint:
       + memory.host_temp_size_in_bytes,
       copied=copied_from_host(module),
       moved=traffic(module, kernels_in(jaxpr), turn=turn),
-      meanwhile=meanwhile(module),
+      overlap=overlap(module),
       kernels=tuple(sorted({each.kernel for each in kernels})),
       vmem=max((each.vmem for each in kernels), default=0),
     )
 
   @property
   def hbm(self) -> int:
-    """All that is in the device's memory at once, at most."""
+    """The maximum size of all data in the device's memory at once."""
     return self.arguments + self.results + self.temporary

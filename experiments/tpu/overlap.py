@@ -1,35 +1,41 @@
-"""What a device does while its host works for it."""
+"""Counts the device work that overlaps the host's work."""
 
 from kvjax.experiments.tpu.hlo import Computation, Instruction, Module
 from kvjax.experiments.tpu.loops import turns
 
 
-def meanwhile(module: Module) -> int:
-  """Fusions and kernels between the start of a host's work and its end.
+def overlap(module: Module) -> int:
+  """Counts fusions and kernels between the start and end of host work.
 
-  They stand in the text in the order in which they are run. Of a loop of the
-  program one turn counts, and of a loop within that all of its turns.
+  The text of the module lists instructions in the order of execution. A loop of
+  the program counts as one turn, a loop inside it with all of its turns.
   """
   entry = module.computations[module.entry]
-  return _own(entry) + sum(
-    _within(module, name) for each in entry.values() for name in _parts(each)
+  return _direct(entry) + sum(
+    _nested(module, name)
+    for instruction in entry.values()
+    for name in _parts(instruction)
   )
 
 
-def _within(module: Module, name: str) -> int:
-  """Those of a computation and of what it runs."""
-  own = module.computations[name]
-  found = _own(own)
-  for each in own.values():
-    times = (turns(module, own, each) or 1) if each.opcode == "while" else 1
-    found += times * sum(_within(module, part) for part in _parts(each))
-  return found
+def _nested(module: Module, name: str) -> int:
+  """Counts those of a computation and of the computations it runs."""
+  computation = module.computations[name]
+  count = _direct(computation)
+  for instruction in computation.values():
+    times = (
+      (turns(module, computation, instruction) or 1)
+      if instruction.opcode == "while"
+      else 1
+    )
+    count += times * sum(_nested(module, part) for part in _parts(instruction))
+  return count
 
 
-def _parts(each: Instruction) -> list[str]:
-  """Names of the computations that an instruction runs, fusions aside."""
-  kinds = _KINDS.get(each.opcode, ())
-  return [name for kind in kinds for name in each.called(kind)]
+def _parts(instruction: Instruction) -> list[str]:
+  """Returns names of the computations an instruction runs, without fusions."""
+  kinds = _KINDS.get(instruction.opcode, ())
+  return [name for kind in kinds for name in instruction.called(kind)]
 
 
 _KINDS = {
@@ -39,14 +45,15 @@ _KINDS = {
 }
 
 
-def _own(computation: Computation) -> int:
-  found = 0
+def _direct(computation: Computation) -> int:
+  """Counts those of a computation itself."""
+  count = 0
   awaited: set[str] = set()
-  for each in computation.values():
-    if each.opcode.endswith("-done"):
-      awaited -= set(each.operands)
-    elif each.opcode.endswith("-start") and each.is_on_host:
-      awaited.add(each.name)
-    elif awaited and (each.opcode == "fusion" or each.is_kernel):
-      found += 1
-  return found
+  for instruction in computation.values():
+    if instruction.opcode.endswith("-done"):
+      awaited -= set(instruction.operands)
+    elif instruction.opcode.endswith("-start") and instruction.is_on_host:
+      awaited.add(instruction.name)
+    elif awaited and (instruction.opcode == "fusion" or instruction.is_kernel):
+      count += 1
+  return count

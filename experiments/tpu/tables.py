@@ -1,4 +1,4 @@
-"""What compiling came to, as tables for terminals and Markdown."""
+"""Compilation results as tables for terminals and Markdown."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ _HEAD = (
   "temporary",
   "arguments",
   "host",
-  "meanwhile",
+  "overlap",
   "HBM %",
   "moved",
   "ideal",
   "× ideal",
   "at best µs",
 )
-# What a terminal has room for.
+# The columns that fit on a terminal.
 _SHORT = {
   "program": "program",
   "VMEM": "VMEM",
@@ -44,31 +44,32 @@ devices along the mesh axis "model"; a kernel runs on one device."""
 _LEGEND = f"""\
 {_MEANING}
 
-- VMEM: what the kernel that takes most of it has to itself.
+- VMEM: the largest VMEM size of one kernel.
 - temporary: intermediate results and the program itself, in HBM. Keys and
-  values in heads of 64 are laid out anew first where they come from outside. On
-  tpu7x the MLP weights and the output projection are held once more: its matrix
-  products want bfloat16 in tiles of (16, 128), arguments arrive in XLA's own of
-  (8, 128), and XLA lays them out anew once before the loop, whatever layout is
-  asked for. A prefill of whole prompts calls a program for each layer, and some
-  more for each plan, which are compiled once each: of it this is what they
-  leave for one another at most, two layers at a time, and the intermediate
-  results of the program that has most.
-- arguments: weights, tokens and caches in HBM; host: what of them, and of
-  results, is in the host's memory.
-- meanwhile: fusions and kernels, of all layers, that the device runs while the
-  host gathers what a token looks up; XLA's scheduler for the chip decides.
-- HBM %: arguments, temporary and new results, of the device's HBM.
-- moved: bytes that instructions and kernels read from HBM and write to it; of
-  decoding, for a token, without what happens once before the first. Loops count
-  as often as they run, those that data end once. Blocks that a kernel chooses
-  by data, and what it copies by itself, count as its cost estimate says;
-  without one as if all were different, and whole.
-- ideal: what must move. For a kernel its `specs.py` counts it; a token reads
-  every weight and every slot once, but of the embedding one row. Attention of
-  whole prompts, and its mass, read keys once for every tile of queries:
-  operations limit them. `sparse_decode` copies words, which are two rows of
-  bfloat16 or four of int8.
+  values in heads of 64 first change their layout if they come from outside. On
+  tpu7x there is a second copy of the MLP weights and the output projection: the
+  matrix products need bfloat16 in tiles of (16, 128), arguments arrive in XLA's
+  tiles of (8, 128), and XLA converts them once before the loop, whatever layout
+  is requested. A prefill of whole prompts calls one program per layer and some
+  more per plan, each compiled once. Its number here is the maximum that these
+  programs leave for one another, two layers at a time, plus the intermediate
+  results of the largest program.
+- arguments: weights, tokens and caches in HBM; host: the part of these, and of
+  results, in the host's memory.
+- overlap: fusions and kernels, of all layers, that the device runs while the
+  host gathers the keys and values a token retrieves; XLA's scheduler for the
+  chip decides.
+- HBM %: arguments, temporary and new results, as a share of the device's HBM.
+- moved: bytes that instructions and kernels read from HBM and write to it; for
+  decoding, per token, without the work before the first token. Loops count as
+  often as they run, loops with a data-dependent end once. Blocks that a kernel
+  selects by data, and its own copies, count by its cost estimate; without one,
+  as if all were different and complete.
+- ideal: the bytes that must move. For a kernel, its `specs.py` counts them. A
+  token reads every weight and every slot once, but only one row of the
+  embedding. Attention of whole prompts, and its mass, read keys once per tile
+  of queries: they are compute-bound. `sparse_decode` copies words, which are
+  two rows of bfloat16 or four of int8.
 - at best µs: the ideal at the full bandwidth of HBM.
 """
 
@@ -76,7 +77,7 @@ _LEGEND = f"""\
 def to_markdown(
   outcomes: Sequence[Outcome], command: str, versions: Mapping[str, str]
 ) -> str:
-  """The tables of all chips, with what they mean and how they were made."""
+  """Formats the tables of all chips, with a legend and the command."""
   parts = [
     "# What compiling for TPUs says\n",
     f"    {command}\n",
@@ -94,7 +95,7 @@ def to_markdown(
 
 
 def to_terminal(outcomes: Sequence[Outcome]) -> rich.console.Group:
-  """The most of it for a terminal of 80 columns."""
+  """Formats the main columns for a terminal of 80 columns."""
   shown: list[rich.console.RenderableType] = []
   for chip, group in _by_chip(outcomes):
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
@@ -111,7 +112,7 @@ def to_terminal(outcomes: Sequence[Outcome]) -> rich.console.Group:
 
 
 def faults(outcomes: Sequence[Outcome]) -> str:
-  """A line for each program that does not serve."""
+  """Lists the programs that failed, one per line."""
   return "".join(
     f"{outcome.chip.name}, {title(outcome)}: {outcome.fault}\n"
     for outcome in outcomes
@@ -120,7 +121,7 @@ def faults(outcomes: Sequence[Outcome]) -> str:
 
 
 def title(outcome: Outcome) -> str:
-  """What was compiled, in words."""
+  """Names the compiled program."""
   program = outcome.program
   kind = "" if program.kind == "kernel" else f"{program.kind}, "
   return f"{kind}{program.name}, {program.shapes}"
@@ -152,7 +153,7 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     _mib(footprint.temporary),
     _mib(footprint.arguments),
     _mib(footprint.host) if footprint.host else _NONE,
-    str(footprint.meanwhile) if footprint.host else _NONE,
+    str(footprint.overlap) if footprint.host else _NONE,
     f"{100 * footprint.hbm / outcome.chip.hbm_bytes:.1f}",
   )
   if ideal is None:
@@ -167,7 +168,7 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
 
 
 def _contents(outcomes: Sequence[Outcome]) -> str:
-  """Shapes and dtypes of kernels' operands, and kernels of programs."""
+  """Formats the operands of kernels, and the kernels of programs."""
   listed: dict[str, str] = {}
   for outcome in outcomes:
     program, footprint = outcome.program, outcome.footprint

@@ -50,7 +50,7 @@ def footprint(**changed):
     host=0,
     copied=0,
     moved=8 * MIB,
-    meanwhile=3,
+    overlap=3,
     kernels=("twice",),
     vmem=5 * MIB,
   )
@@ -416,7 +416,7 @@ def test_a_token_moves_little_more_than_it_must():
   assert stored <= found.host < 1.001 * stored  # tiles are whole
   assert found.temporary < found.host
   assert 0.8 < found.moved / outcome.ideal < 1.2
-  assert found.meanwhile > 0
+  assert found.overlap > 0
   assert found.copied == 0
 
 

@@ -12,7 +12,7 @@ from kvjax.experiments.tpu.hlo import Module
 from kvjax.experiments.tpu.host_arrays import copied_from_host
 from kvjax.experiments.tpu.kernel_traffic import KernelTraffic, kernels_in
 from kvjax.experiments.tpu.loops import turns
-from kvjax.experiments.tpu.meanwhile import meanwhile
+from kvjax.experiments.tpu.overlap import overlap
 from kvjax.experiments.tpu.traffic import traffic
 from kvjax.kernels.sparse_decode.tpu import sparse_decode_tpu
 
@@ -240,8 +240,8 @@ def test_a_program_is_read(module):
 
 
 def test_what_runs_beside_the_host_is_counted(module):
-  assert meanwhile(Module.of(HOST)) == 2
-  assert meanwhile(module) == 0
+  assert overlap(Module.of(HOST)) == 2
+  assert overlap(module) == 0
 
 
 def test_traffic_is_what_passes_between_hbm_and_cores(module):
@@ -325,8 +325,8 @@ custom_call_target="HostExecute", called_computations={%gather}
   %found = bf16[8]{0} custom-call-done(%go)
   %row = """
   text = LAYERS.replace("  %new = ", beside).replace("  %row = ", done)
-  assert meanwhile(Module.of(text)) == 4
-  assert meanwhile(Module.of(LAYERS)) == 0
+  assert overlap(Module.of(text)) == 4
+  assert overlap(Module.of(LAYERS)) == 0
 
 
 def test_a_known_kernel_counts_as_its_blocks_do(module):

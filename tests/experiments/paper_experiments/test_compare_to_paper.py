@@ -1,10 +1,10 @@
-"""Our numbers beside the paper's: averages, tables, orders."""
+"""Comparison of our numbers with the paper's: averages, tables, orders."""
 
 import dataclasses
 
 import pytest
 
-from kvjax.experiments.paper_experiments import beside, running
+from kvjax.experiments.paper_experiments import compare_to_paper, running
 from kvjax.experiments.paper_experiments.records import Average, Key
 
 SCORES = {"trec": 80.0, "lsht": 40.0, "lcc": 10.0}
@@ -36,7 +36,7 @@ def found(invented):
   def make(scale, scores, lengths=(7500,)):
     cells = running.cells_of(invented, scale, invented.setup(scale))
     rows = rows_of(running.chosen(cells), scores, lengths)
-    return beside.beside(invented, scale, cells, rows)
+    return compare_to_paper.compare_to_paper(invented, scale, cells, rows)
 
   return make
 
@@ -60,7 +60,9 @@ def test_other_scores_are_averaged_alike(invented):
     )[:1],
     SCORES,
   )
-  assert beside.mean(Average("p", (("trec",),), "partial"), rows) == 5.0
+  assert (
+    compare_to_paper.mean(Average("p", (("trec",),), "partial"), rows) == 5.0
+  )
 
 
 def test_averages_of_scores_that_older_answers_lack_are_left_out(invented):
@@ -71,17 +73,17 @@ def test_averages_of_scores_that_older_answers_lack_are_left_out(invented):
     Average("p", (("trec",),), "partial"),
   )
   comparison = dataclasses.replace(invented, averages=averages)
-  found = beside.beside(comparison, "paper", cells, rows)
+  found = compare_to_paper.compare_to_paper(comparison, "paper", cells, rows)
   assert list(found.averages) == ["p"]
   rows = [row | {"scores": {"first_key_token": 1.0}} for row in rows]
-  found = beside.beside(comparison, "paper", cells, rows)
+  found = compare_to_paper.compare_to_paper(comparison, "paper", cells, rows)
   assert list(found.averages) == ["new"]
 
 
 def test_missing_tasks_are_left_out_and_said(found):
   two = found("paper", {"trec": 80.0, "lcc": 10.0})
   assert two.ours[Key("Full", "short", "of two kinds")] == 45.0
-  titles = [table.title for table in beside.tables(two)]
+  titles = [table.title for table in compare_to_paper.tables(two)]
   assert titles[0] == "Invented: of two kinds (ours: 2 of 3 tasks)"
   assert titles[1] == "Invented: code"
 
@@ -89,7 +91,7 @@ def test_missing_tasks_are_left_out_and_said(found):
 def test_what_stands_in_goes_beside_the_headline_alone(found):
   scores = {"niah_single_1": 90.0, "niah_single_2": 70.0}
   small = found("small", scores, lengths=(256, 288))
-  (table,) = beside.tables(small)
+  (table,) = compare_to_paper.tables(small)
   assert table.title == (
     "Invented: of two kinds (ours: mean of niah_single_1, niah_single_2)"
   )
@@ -108,7 +110,7 @@ def test_what_stands_in_goes_beside_the_headline_alone(found):
 
 
 def test_lines_that_are_the_same_in_all_columns_stand_once(found):
-  table = beside.tables(found("paper", SCORES))[1]
+  table = compare_to_paper.tables(found("paper", SCORES))[1]
   assert [tuple(line) for line in table.lines] == [
     ("Full", "all", "10.0", "–"),
     ("Sinks", "short", "9.0", "–"),
@@ -119,14 +121,14 @@ def test_lines_that_are_the_same_in_all_columns_stand_once(found):
 
 
 def test_tasks_that_the_paper_prints_have_a_table_of_their_own(found):
-  table = beside.tables(found("paper", SCORES))[2]
+  table = compare_to_paper.tables(found("paper", SCORES))[2]
   assert table.title == "Invented: Ours by task"
   assert table.header == ["task", "at", "ours", "A model"]
   assert list(table.lines) == [("lcc", "short", "7.0", "7")]
 
 
 def test_orders_name_what_both_have_and_doubt_nobody(found):
-  lines = beside.orders(found("paper", SCORES))
+  lines = compare_to_paper.orders(found("paper", SCORES))
   # Only where the paper has two numbers beside the full cache's.
   assert lines == ["Order at short: ours Sinks > Ours; A model Ours > Sinks."]
 
@@ -135,18 +137,20 @@ def test_equal_scores_are_no_order(found):
   flat = {"niah_single_1": 0.0}
   small = found("small", flat, (256, 288))
   equal = small._replace(ours=dict.fromkeys(small.ours, 0.0))
-  assert beside.orders(equal) == [
+  assert compare_to_paper.orders(equal) == [
     "At short, long all methods score 0.0 here, which tells nothing about "
     "their order."
   ]
 
 
 def test_an_order_says_what_is_equal():
-  assert beside.order({"a": 1.0, "b": 3.0, "c": 1.02}) == "b > c = a"
+  assert compare_to_paper.order({"a": 1.0, "b": 3.0, "c": 1.02}) == "b > c = a"
 
 
 def test_data_has_every_number(found):
-  data = beside.as_data(found("small", {"niah_single_1": 9.0}, (256, 288)))
+  data = compare_to_paper.as_data(
+    found("small", {"niah_single_1": 9.0}, (256, 288))
+  )
   cells = {(d["line"], d["column"], d["what"]): d for d in data}
   assert len(cells) == len(data)
   one = cells["Sinks", "short", "of two kinds"]

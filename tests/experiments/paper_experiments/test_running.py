@@ -86,7 +86,7 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
   (cell,) = [
     c for c in cells if (c.get("line"), c.get("column"), c.get("what")) == key
   ]
-  assert cell["ours"] == again.found.ours[key]
+  assert cell["ours"] == again.comparison.ours[key]
 
 
 def test_the_papers_scale_needs_model_and_data(invented, tmp_path):

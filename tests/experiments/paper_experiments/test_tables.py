@@ -4,7 +4,7 @@ import pytest
 
 from kvjax.experiments.benchmarks import longbench_sets, ruler
 from kvjax.experiments.paper_experiments import running
-from kvjax.experiments.paper_experiments.beside import mean
+from kvjax.experiments.paper_experiments.compare_to_paper import mean
 from kvjax.experiments.paper_experiments.records import Comparison
 from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
 
