@@ -1,4 +1,4 @@
-"""Generates answers from each candidate's cache, after one prefill per batch."""
+"""Generates answers from every candidate's cache, one prefill per batch."""
 
 import dataclasses
 import time
@@ -305,13 +305,13 @@ def _answers(
   """Generates answers from a cache whose rows repeat those of `prompts`."""
   decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.tokenizer.eos_ids)
   inputs = _questions(cache, prompts, shape) if shape.question else logits
-  return kvjax.generate(lm.model, lm.params, cache, prompts, decoding).rows()
+  return kvjax.generate(lm.model, lm.params, cache, inputs, decoding).rows()
 
 
 def _turn(
   lm: Pretrained, cache: kvjax.Cache, prompts: Sequence[Prompt], shape: Shape
 ) -> tuple[list[list[int]], kvjax.Cache]:
-  """Generates answers and keeps the turn in the cache; donates the old cache."""
+  """Generates answers and keeps the turn in the cache, which is donated."""
   decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.tokenizer.eos_ids)
   questions = _questions(cache, prompts, shape)
   turn = kvjax.generate(

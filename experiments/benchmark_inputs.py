@@ -44,15 +44,15 @@ BENCHMARK = flags.DEFINE_enum(
   "Benchmark to run.",
 )
 _TASKS = flags.DEFINE_list(
-  "tasks", None, "Tasks of RULER or datasets of LongBench; the default is all."
+  "tasks", None, "Tasks of RULER or datasets of LongBench; default: all."
 )
 _LENGTH = flags.DEFINE_list(
   "length",
   None,
   "Tokens of prompt and answer, without the chat template; the default is "
-  "2,048 for RULER and 1,024 for other generated benchmarks. For LongBench, the "
-  "maximum prompt length, reached by cutting out the middle; the default is "
-  "the longest that fits the model's context.",
+  "2,048 for RULER and 1,024 for other generated benchmarks. For LongBench, "
+  "the maximum prompt length, reached by cutting out the middle; the default "
+  "is the longest that fits the model's context.",
 )
 _SAMPLES = flags.DEFINE_integer(
   "samples",
@@ -71,17 +71,17 @@ _HISTORY = flags.DEFINE_enum(
   "history",
   "shared",
   multiturn.HISTORIES,
-  "What a question of a conversation sees. shared: the compressed context only; "
-  "conversation: also the earlier questions and their correct answers; own: "
-  "the cache with the earlier questions and the model's own answers, which "
-  "--every compresses again in every turn, after question and answer.",
+  "What a question of a conversation sees. shared: the compressed context "
+  "only; conversation: also the earlier questions and their correct answers; "
+  "own: the cache with the earlier questions and the model's own answers, "
+  "which --every compresses again in every turn, after question and answer.",
 )
 _CHAT = flags.DEFINE_enum(
   "chat",
   "always",
   ["always", "official"],
-  "Whether prompts have the chat template even if the benchmark's own code uses "
-  "none.",
+  "Whether prompts have the chat template even if the benchmark's own code "
+  "uses none.",
 )
 _STRICT_OFFICIAL = flags.DEFINE_bool(
   "strict_official",

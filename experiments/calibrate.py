@@ -229,7 +229,7 @@ class _Run(NamedTuple):
     store = Measurements(
       self.folder / file, settings, Measurement, "measurement"
     )
-    new = len(set(wanted(chosen, samples)) - store.found.keys())
+    new = len(set(wanted(chosen, samples)) - store.records.keys())
     with runs.progress_bar(new) as advance:
       return measuring.measure(
         self.lm, chosen, samples, store, inputs.BATCH.value, advance

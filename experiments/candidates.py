@@ -45,7 +45,7 @@ class Candidate:
     plan = self.plan
     if isinstance(plan.budget, kvjax.Calibrated):
       line = plan.budget.calibration
-      quality = line.quality(plan.budget.tau)
+      quality = line.asked(plan.budget.tau)
       return (
         f"{plan.label}, kc = {line.alpha:g} NLL + {line.beta:g} at {quality:g}"
       )

@@ -67,7 +67,9 @@ def main() -> None:
   elif text is None or question is None:
     raise InputError("--text=FILE and --question=... need each other.")
   else:
-    _ask(chosen, side_by_side.read_text(pathlib.Path(text)), question)
+    _answer_question(
+      chosen, side_by_side.read_text(pathlib.Path(text)), question
+    )
 
 
 def _compare(chosen: Sequence[Candidate]) -> None:
@@ -94,14 +96,18 @@ def _compare(chosen: Sequence[Candidate]) -> None:
   console.print(f"{run}; all in {folder}")
 
 
-def _ask(chosen: Sequence[Candidate], text: str, question: str) -> None:
+def _answer_question(
+  chosen: Sequence[Candidate], text: str, question: str
+) -> None:
   protocol = method_inputs.protocol()
   with (
     inputs.loaded() as (lm, _),
-    rich.console.Console(stderr=True).status("asking"),
+    rich.console.Console(stderr=True).status("generating answers"),
   ):
-    prompt, found = side_by_side.ask(lm, chosen, text, question, protocol)
-  table = side_by_side.to_terminal(prompt, question, found)
+    prompt, replies = side_by_side.answer_question(
+      lm, chosen, text, question, protocol
+    )
+  table = side_by_side.to_terminal(prompt, question, replies)
   rich.console.Console().print(table)
 
 

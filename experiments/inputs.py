@@ -84,7 +84,7 @@ def model_name() -> str:
   directory = model_directory()
   if directory == _BUNDLED:
     return "kvjax-ref"
-  # The layout of the Hugging Face hub's cache: models--ORG--NAME/snapshots/COMMIT.
+  # In the Hugging Face hub's cache: models--ORG--NAME/snapshots/COMMIT.
   hub = directory.parent.parent.name
   if directory.parent.name == "snapshots" and hub.startswith(_HUB):
     return hub.removeprefix(_HUB).replace("--", "/")

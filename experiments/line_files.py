@@ -1,4 +1,4 @@
-"""A file of records: written line by line and resumed."""
+"""A resumable file of records, one per line."""
 
 import abc
 import dataclasses
@@ -14,23 +14,23 @@ from kvjax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Line(abc.ABC):
-  """A record, of what JSON can hold."""
+  """A record that JSON can represent."""
 
   @property
   @abc.abstractmethod
   def key(self) -> Hashable:
-    """Tells it from all others of its file."""
+    """Identifies the record in its file."""
 
 
 class LineFile[Record: Line]:
-  """The records in a file, old and new, one a line with what all share.
+  """The records of a file, one per line with the fields that all share.
 
-  File and folder are made with the first record. A line that a killed run left
-  unfinished is dropped, and what it held is to be made again.
+  The first record creates file and folder. An incomplete last line of a killed
+  run is dropped and has to be computed again.
 
   Attributes:
-    folder: where the file is.
-    found: the records by their keys.
+    folder: folder of the file.
+    records: the records by their keys.
   """
 
   def __init__(
@@ -40,34 +40,34 @@ class LineFile[Record: Line]:
     kind: type[Record],
     name: str,
   ):
-    """Reads what the file holds.
+    """Reads the existing records.
 
     Args:
       path: the file.
-      shared: a dataclass of what all records share.
+      shared: a dataclass of the fields that all records share.
       kind: the class of the records.
-      name: what a record is called, as in "answer".
+      name: name of a record in messages, such as "answer".
 
     Raises:
-      InputError: the folder cannot be written to, or the file holds records
-        that share something else or lines that no run has written.
+      InputError: the folder is not writable, or the file has records with other
+        shared fields or malformed lines.
     """
     check_writable(path.parent)
     self.folder = path.parent
-    self.found: dict[Hashable, Record] = {}
+    self.records: dict[Hashable, Record] = {}
     self._shared = dataclasses.asdict(shared)
     self._path = path
     self._kind = kind
     self._name = name
-    self._whole_bytes = self._bytes = 0
+    self._complete_bytes = self._bytes = 0
     if self._path.exists():
       text = self._read()
       self._bytes = len(text)
-      self._whole_bytes = text.rfind(b"\n") + 1
-      lines = text[: self._whole_bytes].splitlines()
+      self._complete_bytes = text.rfind(b"\n") + 1
+      lines = text[: self._complete_bytes].splitlines()
       for number, line in enumerate(lines, start=1):
         record = self._parse(line, number)
-        self.found[record.key] = record
+        self.records[record.key] = record
 
   def _read(self) -> bytes:
     try:
@@ -79,7 +79,7 @@ class LineFile[Record: Line]:
       ) from error
 
   def add(self, records: Iterable[Record]) -> None:
-    """Appends records, each a line of what is shared and of its own.
+    """Appends records, each as a line with the shared fields.
 
     Raises:
       InputError: the disk is full, the folder has become read-only, or another
@@ -96,7 +96,7 @@ class LineFile[Record: Line]:
             f"Another run writes to {self._path}; wait until it is done, or "
             "choose another --output."
           )
-        file.truncate(self._whole_bytes)
+        file.truncate(self._complete_bytes)
         try:
           file.write(lines)
           file.flush()
@@ -107,8 +107,8 @@ class LineFile[Record: Line]:
         f"{self._path} cannot be written: {error.strerror}; what it holds is "
         "kept, and the same command goes on from there."
       ) from error
-    self._whole_bytes += len(lines)
-    self.found |= {record.key: record for record in records}
+    self._complete_bytes += len(lines)
+    self.records |= {record.key: record for record in records}
 
   def _line(self, record: Record) -> bytes:
     fields = self._shared | dataclasses.asdict(record)
@@ -136,10 +136,10 @@ class LineFile[Record: Line]:
 
 
 def check_writable(folder: pathlib.Path) -> None:
-  """Refuses a folder that cannot be made or written to; makes nothing.
+  """Rejects a folder that cannot be created or written to; creates nothing.
 
   Raises:
-    InputError: the nearest folder that exists does not admit new files.
+    InputError: the nearest existing folder is not writable.
   """
   nearest = folder.absolute()
   while not nearest.exists() and nearest != nearest.parent:

@@ -1,10 +1,10 @@
-"""The command `kvjax`, which lists the programs and starts them.
+"""The command `kvjax`, which lists and starts the programs.
 
   kvjax
   kvjax compare --methods=keydiff,snapkv --retention=0.25
 
-`kvjax compare` is `python -m kvjax.experiments.compare`; with `--help` it lists
-its flags.
+`kvjax compare` runs `python -m kvjax.experiments.compare`; `--help` lists its
+flags.
 """
 
 import ast
@@ -37,7 +37,7 @@ _WRONG_INPUT = 2
 
 
 def main() -> None:
-  """Starts the program that the first argument names; lists all without one."""
+  """Starts the program in the first argument, or lists all programs."""
   name, *arguments = sys.argv[1:] or ["--help"]
   if name in ("--help", "-h", "help"):
     print(listing())
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def listing() -> str:
-  """The programs with a line each."""
+  """Lists the programs, one per line."""
   width = max(map(len, PROGRAMS))
   lines = [f"  {name:{width}}  {_summary(name)}" for name in PROGRAMS]
   head = (
@@ -68,7 +68,7 @@ def _module(name: str) -> str:
 
 
 def _summary(name: str) -> str:
-  """The first line of a program's docstring; importing it would take long."""
+  """Returns the first line of a program's docstring, without a slow import."""
   spec = importlib.util.find_spec(_module(name))
   assert spec is not None
   assert spec.origin is not None

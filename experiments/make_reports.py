@@ -1,9 +1,11 @@
-"""Writes documents of one kind: `python -m kvjax.experiments.make_reports`.
+"""Writes generated documents to fine-tune a model on.
 
-They are lists of findings in a few set phrases, as inspections and logs are.
-In OUTPUT/learnt are those to finetune a model on, in OUTPUT/other as many that
-it never sees, of the same kind: what it has learnt holds for them too. The
-words are known to the bundled model, the phrases are not.
+  python -m kvjax.experiments.make_reports
+
+writes lists of findings in a few fixed phrases, like those of inspections and
+logs. OUTPUT/learnt has the documents to fine-tune on, OUTPUT/other as many of
+the same kind that the model never sees. The bundled model knows the words but
+not the phrases.
 """
 
 import pathlib
@@ -14,7 +16,7 @@ from absl import flags
 from kvjax.experiments import cli, reports, results
 
 _OUTPUT = flags.DEFINE_string(
-  "output", "results/reports", "Folder for the two folders of documents."
+  "output", "results/reports", "Parent folder of the two document folders."
 )
 
 _DOCUMENTS, _FINDINGS = 12, 50
@@ -30,7 +32,7 @@ _RESULTS = (
 
 
 def document(rng: random.Random) -> str:
-  """The findings of a report, two sentences each."""
+  """Draws a report: findings of two sentences each."""
   return " ".join(_finding(rng) for _ in range(_FINDINGS))
 
 

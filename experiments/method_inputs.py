@@ -45,7 +45,7 @@ _BUDGET = flags.DEFINE_list(
 _BLOCK = flags.DEFINE_integer(
   "block",
   None,
-  "Tokens per prompt block, with eviction after each; the default is one block.",
+  "Tokens per prompt block, with eviction after each; default: one block.",
   lower_bound=1,
 )
 _EVERY = flags.DEFINE_integer(
@@ -58,8 +58,8 @@ _HEADS = flags.DEFINE_enum(
   "heads",
   "kv",
   ["kv", "query"],
-  "Whether each KV head selects tokens, or each query head with its own copy of "
-  "keys and values.",
+  "Whether each KV head selects tokens, or each query head with its own copy "
+  "of keys and values.",
 )
 _KV_DTYPE = flags.DEFINE_enum(
   "kv_dtype",

@@ -1,4 +1,4 @@
-"""Runs the experiments of the five papers, their numbers beside ours.
+"""Runs the experiments of five papers and compares our numbers with theirs.
 
   python -m kvjax.experiments.papers
 
@@ -6,13 +6,13 @@ lists them, and
 
   python -m kvjax.experiments.papers E5.1 --model=DIR --data=DIR
 
-runs one, or several, on a model and on data of yours: LongBench's files, or
-RULER's where these are not to be made here. Without them the bundled model
-answers generated prompts at budgets scaled down to its size. It is not the
-papers' model: the order of methods may be compared, their numbers not.
+runs one or more of them on your model and data: LongBench's files, or RULER's
+if they should not be generated. Without model and data, the bundled model
+answers generated prompts at scaled-down budgets. It is not the papers' model:
+compare the order of methods, not the numbers.
 
-Writes results/papers/ID/MODEL/paper.md and paper.json, beside a folder for each
-run with all of its answers. A run that was stopped goes on where it stopped.
+The output is results/papers/ID/MODEL/paper.md and paper.json, and a folder with
+all answers for each run. An interrupted run resumes where it stopped.
 """
 
 import pathlib
@@ -35,29 +35,29 @@ for module in (inputs, text_inputs):
   flags.adopt_module_key_flags(module)
 
 _DATA = flags.DEFINE_string(
-  "data", None, "File or folder of published samples of LongBench or RULER."
+  "data", None, "File or folder with published samples of LongBench or RULER."
 )
 _SAMPLES = flags.DEFINE_integer(
   "samples",
   None,
-  "Samples per task and length, and depth or round; by default the paper's, or "
-  "few without its model.",
+  "Samples per task and length, and depth or round; the default is the paper's "
+  "number, or a few without its model.",
   lower_bound=1,
 )
 _LENGTH = flags.DEFINE_integer(
   "length",
   None,
-  "Tokens of prompt and answer in place of an experiment's own; of LongBench's "
-  "prompts the most.",
+  "Tokens of prompt and answer instead of the experiment's; for LongBench, the "
+  "maximum prompt length.",
   lower_bound=1,
 )
 _OUTPUT = flags.DEFINE_string(
-  "output", "results/papers", "Folder for the folders of experiments."
+  "output", "results/papers", "Parent folder of the experiment folders."
 )
 
 
 def main(ids: Sequence[str]) -> None:
-  """Lists all experiments, or runs those that are named."""
+  """Lists all experiments, or runs the given ones."""
   console = rich.console.Console(highlight=False)
   if not ids:
     console.print(catalogue.terminal())
@@ -72,18 +72,18 @@ def main(ids: Sequence[str]) -> None:
   sources = _sources()
   output = pathlib.Path(_OUTPUT.value)
   results.check_writable(output)
-  name = inputs.model_name().replace("/", "--")  # org/name of a hub's model
+  name = inputs.model_name().replace("/", "--")  # the hub's org/name
   folders = {e.id: output / e.id / name for e in chosen}
   for experiment in chosen:
     if experiment.why_not:
       report.refuse(experiment, console)
-  # Before the model is loaded here: a device has hardly room for two.
+  # Run programs before loading the model: a device rarely fits two models.
   for experiment in chosen:
     if experiment.programs:
-      own = folders[experiment.id]
-      report.call(experiment, inputs.model_name(), given, own, console)
-  left = [e for e in chosen if e.parts and not e.programs]
-  if not left:
+      target = folders[experiment.id]
+      report.call(experiment, inputs.model_name(), given, target, console)
+  remaining = [e for e in chosen if e.parts and not e.programs]
+  if not remaining:
     return
   with inputs.loaded() as (lm, devices):
     session = running.Session(
@@ -96,14 +96,18 @@ def main(ids: Sequence[str]) -> None:
       _SAMPLES.value,
       _LENGTH.value,
     )
-    for experiment in left:
+    for experiment in remaining:
       report.run(experiment, session, folders[experiment.id], console)
 
 
 def _given() -> dict[str, str]:
-  """The flags that stand on the command line."""
-  every = flags.FLAGS
-  return {name: str(every[name].value) for name in every if every[name].present}
+  """Returns the flags given on the command line."""
+  all_flags = flags.FLAGS
+  return {
+    name: str(all_flags[name].value)
+    for name in all_flags
+    if all_flags[name].present
+  }
 
 
 def _settings() -> results.Settings:

@@ -1,7 +1,7 @@
-"""What the processes behind a folder's answers say of themselves.
+"""Records the processes that produced the answers of a folder.
 
-A run that was stopped goes on in another process, other methods are added in a
-third, and each may have another machine and other versions.
+An interrupted run resumes in another process, and later processes may add
+methods. Each may have its own machine and package versions.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from kvjax.models.json_files import read_json_if_present
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-  """One of them.
+  """A process.
 
   Attributes:
-    device: what it ran on.
-    versions: of Python and packages.
-    seconds: that its parts have taken, by name.
+    device: the device it ran on.
+    versions: versions of Python and packages.
+    seconds: time spent per phase.
   """
 
   device: str
@@ -30,16 +30,16 @@ class Process:
 
 
 class Processes:
-  """Those in `processes.json` of a folder, the one that runs now the last.
+  """The processes in `processes.json` of a folder, the current one last.
 
-  It is written with every few answers, so that a killed one is known too.
+  The file is updated with every few answers, so it also covers killed runs.
   """
 
   def __init__(self, folder: pathlib.Path):
-    """Reads what others have written.
+    """Reads the earlier processes.
 
     Raises:
-      InputError: the file holds something else.
+      InputError: the file has another format.
     """
     self._path = folder / "processes.json"
     content = read_json_if_present(self._path)
@@ -52,37 +52,46 @@ class Processes:
         ) from error
       self._earlier = []
 
-  def note(self, own: Process) -> None:
-    """Writes down what this process says so far, in place of what it said."""
-    every = [dataclasses.asdict(each) for each in (*self._earlier, own)]
-    reports.write_json(self._path, {"processes": every}, reports.ANSWERS)
+  def note(self, current: Process) -> None:
+    """Writes or updates the record of the current process."""
+    processes = [
+      dataclasses.asdict(process) for process in (*self._earlier, current)
+    ]
+    reports.write_json(self._path, {"processes": processes}, reports.ANSWERS)
 
-  def summary(self, own: Process, answered: bool) -> dict[str, Any]:
-    """Device, versions and seconds of all that have answered something.
+  def summary(self, current: Process, answered: bool) -> dict[str, Any]:
+    """Merges the records of all processes that generated answers.
 
-    What differs is listed, seconds are added up.
+    Different values are listed, times are added up.
 
     Args:
-      own: what this process says.
-      answered: whether it has answered anything.
+      current: record of the current process.
+      answered: whether the current process generated answers.
     """
-    every = [*self._earlier, *([own] if answered or not self._earlier else [])]
+    processes = [
+      *self._earlier,
+      *([current] if answered or not self._earlier else []),
+    ]
     return {
-      "device": _listed(each.device for each in every),
+      "device": _join_distinct(process.device for process in processes),
       "versions": {
-        name: _listed(each.versions.get(name, "none") for each in every)
-        for name in _names([each.versions for each in every])
+        name: _join_distinct(
+          process.versions.get(name, "none") for process in processes
+        )
+        for name in _names([process.versions for process in processes])
       },
       "seconds": {
-        name: round(sum(each.seconds.get(name, 0.0) for each in every), 1)
-        for name in _names([each.seconds for each in every])
+        name: round(
+          sum(process.seconds.get(name, 0.0) for process in processes), 1
+        )
+        for name in _names([process.seconds for process in processes])
       },
     }
 
 
-def _listed(values: Iterable[str]) -> str:
+def _join_distinct(values: Iterable[str]) -> str:
   return " and ".join(dict.fromkeys(values))
 
 
-def _names(several: Sequence[Mapping[str, object]]) -> list[str]:
-  return list(dict.fromkeys(name for each in several for name in each))
+def _names(mappings: Sequence[Mapping[str, object]]) -> list[str]:
+  return list(dict.fromkeys(name for process in mappings for name in process))

@@ -1,17 +1,16 @@
-"""Puts runs into one leaderboard.
+"""Merges runs into one leaderboard.
 
   python -m kvjax.experiments.report results
 
-reads every run in and below the folders that are named, as
-`kvjax.experiments.evaluate` and `kvjax.experiments.compare` leave them, prints
-a table for
-each kind of settings and writes leaderboard.csv, leaderboard.md and
-leaderboard.html to --output. Runs with other models, protocols, schedules,
-seeds, texts or tasks stand apart; of two runs of the same the newer counts, and
-runs that are not finished are named and left out.
+reads every run of `kvjax.experiments.evaluate` and `kvjax.experiments.compare`
+in and below the given folders, prints a table for each combination of settings
+and writes leaderboard.csv, leaderboard.md and leaderboard.html to --output.
+Runs with different models, protocols, schedules, seeds, texts or tasks have separate
+tables. Of two equal runs the newer one counts. Unfinished runs are listed and
+left out.
 
-`--kvpress=DIR` also writes folders like those of NVIDIA/kvpress's evaluation,
-so that both can stand side by side.
+`--kvpress=DIR` also writes folders in the layout of NVIDIA/kvpress's
+evaluation, so that both results can be compared.
 """
 
 import pathlib
@@ -24,52 +23,52 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli, reports, results
 from kvjax.experiments.reporting import kvpress, leaderboard, records, wording
 
-_OUTPUT = flags.DEFINE_string(
-  "output", "results/leaderboard", "Folder to write to."
-)
+_OUTPUT = flags.DEFINE_string("output", "results/leaderboard", "Output folder.")
 _KVPRESS = flags.DEFINE_string(
-  "kvpress", None, "Folder for folders such as kvpress writes."
+  "kvpress", None, "Parent folder of output in kvpress's layout."
 )
 
 
 def main(directories: Sequence[str]) -> None:
-  """Reads all runs before anything is written."""
+  """Reads all runs, then writes the leaderboard."""
   if not directories:
     raise InputError(
       "Name the folders that hold runs, as in kvjax.experiments.report results."
     )
   folder = pathlib.Path(_OUTPUT.value)
-  beside = None if _KVPRESS.value is None else pathlib.Path(_KVPRESS.value)
-  for place in (folder, beside):
-    if place is not None:
-      results.check_writable(place)
-  named = [pathlib.Path(name) for name in directories]
-  found = records.find(named)
-  board = leaderboard.merge(found, records.unfinished(named))
+  export_folder = (
+    None if _KVPRESS.value is None else pathlib.Path(_KVPRESS.value)
+  )
+  for target in (folder, export_folder):
+    if target is not None:
+      results.check_writable(target)
+  sources = [pathlib.Path(name) for name in directories]
+  runs = records.find(sources)
+  board = leaderboard.merge(runs, records.unfinished(sources))
   console = rich.console.Console(highlight=False)
   console.print(board.to_terminal())
   folder.mkdir(parents=True, exist_ok=True)
   reports.write_text(folder / "leaderboard.csv", board.to_csv())
   reports.write_text(folder / "leaderboard.md", board.to_markdown())
   reports.write_text(folder / "leaderboard.html", board.to_html())
-  count = wording.count(len(found), "run")
+  count = wording.count(len(runs), "run")
   console.print(f"{count}; leaderboard.csv, .md and .html in {folder}")
-  if beside is not None:
-    _export(found, beside, console)
+  if export_folder is not None:
+    _export(runs, export_folder, console)
 
 
 def _export(
-  found: Sequence[records.Record],
+  runs: Sequence[records.Record],
   root: pathlib.Path,
   console: rich.console.Console,
 ) -> None:
   count = 0
-  for record in found:
+  for record in runs:
     for folder in kvpress.folders(record):
-      place = folder.place(root)
-      place.mkdir(parents=True, exist_ok=True)
+      target = folder.place(root)
+      target.mkdir(parents=True, exist_ok=True)
       for name, text in folder.files.items():
-        reports.write_text(place / name, text)
+        reports.write_text(target / name, text)
       count += 1
   folders = wording.count(count, "folder")
   console.print(f"{folders} in kvpress's layout in {root}")

@@ -1,4 +1,4 @@
-"""What runs leave behind, written when all answers are there."""
+"""Writes the files of a finished run."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from kvjax.experiments.reporting import (
   run,
 )
 
-# What a run's folder keeps when something beside it cannot be written.
+# The records that survive if another file of the run cannot be written.
 ANSWERS = "answers"
 _PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 
@@ -32,7 +32,7 @@ _PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 def write_comparison(
   folder: pathlib.Path, summary: Mapping[str, Any]
 ) -> rich.console.Group:
-  """Writes summary.json, table.md and score_vs_retention.png, each at once.
+  """Writes summary.json, table.md and score_vs_retention.png atomically.
 
   Returns:
     The table for a terminal.
@@ -47,12 +47,12 @@ def write_comparison(
 def write_run(
   folder: pathlib.Path, summary: Mapping[str, Any]
 ) -> rich.console.Group:
-  """Writes summary.json, beside the answers, and all that shows it.
+  """Writes summary.json and the reports made from it.
 
-  That is report.md, report.html, rows.csv and PNG files.
+  These are report.md, report.html, rows.csv and PNG files.
 
   Returns:
-    The tables that a terminal has room for.
+    The tables that fit on a terminal.
 
   Raises:
     InputError: the folder's samples.jsonl cannot be read.
@@ -69,7 +69,7 @@ def write_run(
   }
   for name, text in texts.items():
     write_text(folder / name, text, ANSWERS)
-  # Those of lengths or turns that the run no longer has.
+  # Remove plots of lengths or turns that the run no longer has.
   for path in folder.glob("*.png"):
     if pictures.is_picture(path.name) and path.name not in plots:
       path.unlink()
@@ -77,17 +77,17 @@ def write_run(
 
 
 def versions() -> dict[str, str]:
-  """Of Python and of the packages that shape the numbers."""
-  found = {"python": platform.python_version()}
+  """Returns the versions of Python and of relevant packages."""
+  by_name = {"python": platform.python_version()}
   for name in _PACKAGES:
-    # Run from a checkout, kvjax itself need not be installed.
+    # kvjax need not be installed when it runs from a checkout.
     with contextlib.suppress(metadata.PackageNotFoundError):
-      found[name] = metadata.version(name)
-  return found
+      by_name[name] = metadata.version(name)
+  return by_name
 
 
 def device(count: int = 1) -> str:
-  """In words: `CPU, 2 cores` or `4 x NVIDIA H100`."""
+  """Describes the device, as `CPU, 2 cores` or `4 x NVIDIA H100`."""
   kind = jax.devices()[0].device_kind
   if jax.default_backend() == "cpu":
     kind = f"CPU, {os.cpu_count()} cores"
@@ -97,27 +97,27 @@ def device(count: int = 1) -> str:
 def write_json(
   path: pathlib.Path, value: Mapping[str, Any], kept: str = ""
 ) -> None:
-  """Writes a file at once; see `write_text`."""
+  """Writes a JSON file atomically; see `write_text`."""
   text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
   write_text(path, text, kept)
 
 
 def write_text(path: pathlib.Path, text: str, kept: str = "") -> None:
-  """Writes a file at once.
+  """Writes a text file atomically.
 
   Args:
     path: the file.
-    text: all of it.
-    kept: what is not lost if it cannot be written, such as `ANSWERS`.
+    text: its content.
+    kept: the records that are not lost on failure, such as `ANSWERS`.
 
   Raises:
-    InputError: it cannot be written.
+    InputError: the file cannot be written.
   """
   _write(path, text.encode(), kept)
 
 
 def _write(path: pathlib.Path, content: bytes, kept: str) -> None:
-  """Writes beside the file and moves it in whole."""
+  """Writes a temporary file and renames it."""
   part = path.with_name(f".{path.name}.part")
   try:
     path.parent.mkdir(parents=True, exist_ok=True)

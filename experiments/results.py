@@ -1,4 +1,4 @@
-"""A folder of answers: written line by line and resumed."""
+"""A resumable folder of answers, written line by line."""
 
 import dataclasses
 import hashlib
@@ -21,34 +21,34 @@ class Part(NamedTuple):
   """The samples of one task at one length.
 
   Attributes:
-    task: its name.
-    length: bound on the tokens of a prompt, in the benchmark's own measure.
+    task: name of the task.
+    length: maximum number of prompt tokens, as the benchmark counts them.
   """
 
   task: str
   length: int
 
 
-# A sample's number is its place in its part.
+# A sample's number is its index in its part.
 Samples = Mapping[Part, Sequence[Sample]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What answers must share to stand in one folder.
+  """The settings that all answers of a folder share.
 
   Attributes:
     model: name of the model's directory.
     weights: digest of the model's files, see `digest`.
-    dtype: of weights and computation.
-    seed: of the samples.
-    benchmark: what the samples belong to.
-    data: where their texts come from, and other choices in words.
-    python: version, whose own documentation is the prose of the samples.
-    protocol: what is compressed, before or after the question is known.
-    schedule: when it is compressed.
-    heads: what decides by itself: each "kv head" or each "query head".
-    kv_dtype: what keys and values are rounded to; empty for as computed.
+    dtype: dtype of weights and computation.
+    seed: seed of the samples.
+    benchmark: benchmark of the samples.
+    data: sources of their texts, and other choices in words.
+    python: Python version, whose documentation is the prose of the samples.
+    protocol: whether the question is known before compression.
+    schedule: when the cache is compressed.
+    heads: the heads that select tokens: each "kv head" or each "query head".
+    kv_dtype: dtype of quantized keys and values; empty if not quantized.
   """
 
   model: str
@@ -74,24 +74,24 @@ class Answer(Line):
     sample: number of the sample.
     asked: digest of the sample.
     method: name of the method.
-    options: the method with all its hyper-parameters.
-    budget: what it might keep, in words.
-    retention: share of the context it might keep.
-    context_tokens: tokens of the context; query-aware, with the question, and
-      where turns stay in the cache, with all turns so far.
-    kept_tokens: tokens of them kept, mean over layers and KV heads.
-    read_tokens: tokens that a token attends to, likewise; of what is looked
-      up, as many as the prompt's last token has found.
-    cache_bytes: allocated for what the context has left.
-    host_bytes: those of them that live with the host.
-    question: what was asked.
-    answer_prefix: how the model's turn began.
+    options: the method with all its hyperparameters.
+    budget: the budget in words.
+    retention: share of the context that the budget allows.
+    context_tokens: tokens of the context; includes the question if it is
+      prefilled, and all turns so far if they stay in the cache.
+    kept_tokens: tokens kept of these, mean over layers and KV heads.
+    read_tokens: tokens that a token attends to, likewise; for retrieval, it
+      counts the keys that the last prompt token retrieved.
+    cache_bytes: bytes allocated for the compressed context.
+    host_bytes: the part of these in host memory.
+    question: the question.
+    answer_prefix: start of the model's turn.
     answers: references.
-    prediction: what the model said.
-    first_token: id of the first token of it; None where it said nothing.
-    depth: where the answer stands in the context, 0 to 1, if in one place.
-    turn: number of the question in its conversation, if there is one.
-    scores: by the sample's metric, 0 to 100; the main one is "score".
+    prediction: the model's answer.
+    first_token: id of its first token; None if the answer is empty.
+    depth: position of the answer in the context, 0 to 1, if it has one.
+    turn: number of the question in its conversation, if it has one.
+    scores: scores by the sample's metric, 0 to 100; the main one is "score".
   """
 
   task: str
@@ -123,20 +123,20 @@ class Answer(Line):
 
   @property
   def part(self) -> Part:
-    """The part that the sample belongs to."""
+    """The part of the sample."""
     return Part(self.task, self.length)
 
   @property
   def key(self) -> "Key":
-    """What the answer is the answer to."""
+    """The question and cache that the answer belongs to."""
     return Key(self.part, self.asked, self.method, self.options, self.budget)
 
 
 class Key(NamedTuple):
   """One question to one cache.
 
-  Samples go by their digests: a number may be another sample's in a run that
-  asks for more of them, or has other files.
+  Digests identify samples, since a number may belong to another sample in a run
+  with more samples or other files.
   """
 
   part: Part
@@ -147,16 +147,16 @@ class Key(NamedTuple):
 
 
 class Results(LineFile[Answer]):
-  """The answers in `samples.jsonl` of a folder, old and new.
+  """The answers in `samples.jsonl` of a folder.
 
-  A question whose line a killed run left unfinished is asked again.
+  A question whose line is incomplete is answered again.
 
   Attributes:
-    settings: what the answers share.
+    settings: the settings that the answers share.
   """
 
   def __init__(self, folder: pathlib.Path, settings: Settings):
-    """Reads what the folder holds.
+    """Reads the existing answers.
 
     Raises:
       InputError: see `LineFile`.
@@ -166,28 +166,28 @@ class Results(LineFile[Answer]):
 
   @property
   def answers(self) -> dict[Hashable, Answer]:
-    """By what they answer."""
-    return self.found
+    """The answers by their keys."""
+    return self.records
 
 
 def digest(directory: pathlib.Path) -> str:
-  """Tells models apart: hashes the files that shape answers."""
+  """Hashes the files of a model that affect answers."""
   names = ("*.safetensors", "*.json", "*.jinja")
   return _digest(sorted(p for name in names for p in directory.glob(name)))
 
 
 def data_name(path: pathlib.Path) -> str:
-  """What tables call a file or folder of samples; tells it from others."""
+  """Names a file or folder of samples, with a digest, for tables."""
   files = [path] if path.is_file() else sorted(path.rglob("*"))
-  found = _digest([file for file in files if file.is_file()])
-  return f"{path.resolve().name} (sha256 {found})"
+  content = _digest([file for file in files if file.is_file()])
+  return f"{path.resolve().name} (sha256 {content})"
 
 
 def _digest(paths: Iterable[pathlib.Path]) -> str:
-  """Of the names and contents of files.
+  """Hashes the names and contents of files.
 
-  Of files over 4 MiB evenly spaced blocks; all of a large model would take
-  minutes.
+  For files over 4 MiB, it reads evenly spaced blocks only, since hashing all of
+  a large model would take minutes.
   """
   digest = hashlib.sha256()
   for path in paths:

@@ -1,4 +1,4 @@
-"""A run: candidates answer samples into a folder, under a progress bar."""
+"""Runs candidates on samples into a folder, with a progress bar."""
 
 import contextlib
 import dataclasses
@@ -21,13 +21,13 @@ from kvjax.models.pretrained import Pretrained
 
 
 class Run(NamedTuple):
-  """What a run has come to.
+  """The result of a run.
 
   Attributes:
-    summary: what summary.json holds.
-    new: answers that are new.
-    old: answers that the folder held before.
-    seconds: that the new ones have taken, by what they were spent on.
+    summary: content of summary.json.
+    new: number of new answers.
+    old: number of answers that the folder already had.
+    seconds: time of the new answers by phase.
   """
 
   summary: dict[str, Any]
@@ -53,17 +53,17 @@ def answer(
   batch: int,
   began: float,
 ) -> Run:
-  """Answers what the folder does not hold yet, and sums everything up.
+  """Generates the answers that the folder lacks, and summarizes all.
 
   Args:
     lm: the model.
-    devices: how many it runs on.
+    devices: number of its devices.
     chosen: methods and budgets.
-    samples: what is asked.
-    settings: what the answers share.
-    folder: of the run.
+    samples: the samples.
+    settings: the settings that the answers share.
+    folder: folder of the run.
     batch: contexts per prefill.
-    began: when the program started, by `time.monotonic`.
+    began: start of the program, by `time.monotonic`.
 
   Raises:
     InputError: see `Results`, `Processes` and `comparison.compare`.
@@ -91,20 +91,22 @@ def answer(
     comparison.compare(
       lm, chosen, samples, store, batch, on_answers, settings.protocol, spent
     )
-  own = process()
-  uncut = first_is_uncut(settings.protocol, chosen)
+  current = process()
+  first_from_full = first_token_from_full_prompt(settings.protocol, chosen)
   summary = dataclasses.asdict(settings) | {
     "decoding": "greedy",
-    **processes.summary(own, answered=new > 0),
-    "rows": summaries.summarize(_shown(store, wanted), uncut),
+    **processes.summary(current, answered=new > 0),
+    "rows": summaries.summarize(_sort_answers(store, wanted), first_from_full),
   }
-  return Run(summary, new, len(wanted) - new, own.seconds)
+  return Run(summary, new, len(wanted) - new, current.seconds)
 
 
-def first_is_uncut(protocol: Protocol, chosen: Sequence[Candidate]) -> bool:
-  """Whether all see the whole prompt when they choose an answer's first token.
+def first_token_from_full_prompt(
+  protocol: Protocol, chosen: Sequence[Candidate]
+) -> bool:
+  """Returns whether first answer tokens come from the uncompressed prompt.
 
-  Where the question is prefilled too they do, but for what works in blocks.
+  They do if the question is prefilled, unless a candidate prefills in blocks.
   """
   blocks = any(candidate.plan.schedule.block for candidate in chosen)
   return protocol == QUERY_AWARE and not blocks
@@ -114,12 +116,12 @@ def first_is_uncut(protocol: Protocol, chosen: Sequence[Candidate]) -> bool:
 def progress_bar(
   total: int | None, doing: str = "compiling", transient: bool = False
 ) -> Iterator[Callable[[str, int], None]]:
-  """A bar on stderr; yields what tells it of a task and of what is new.
+  """Shows a progress bar on stderr; yields a function that advances it.
 
   Args:
-    total: of what is to come, if that is known.
-    doing: what it says before it is told of a task.
-    transient: whether it goes in the end, and is for terminals alone.
+    total: number of steps, if known.
+    doing: description before the first task.
+    transient: remove the bar in the end, and show it on terminals only.
   """
   console = rich.console.Console(stderr=True)
   with rich.progress.Progress(
@@ -141,17 +143,20 @@ def progress_bar(
     yield advance
 
 
-def _shown(store: results.Results, wanted: Sequence[Key]) -> list[Answer]:
-  """What is wanted, in order, and what earlier runs have asked beside it.
+def _sort_answers(
+  store: results.Results, wanted: Sequence[Key]
+) -> list[Answer]:
+  """Sorts wanted answers first, followed by those of earlier runs.
 
-  That is other methods and samples, but not those of another calibration.
+  Earlier runs may have other methods and samples. Answers of another
+  calibration are left out.
   """
-  order = {key: place for place, key in enumerate(wanted)}
+  rank = {key: place for place, key in enumerate(wanted)}
   return sorted(
     (
       answer
       for answer in store.answers.values()
-      if answer.key in order or not answer.budget.startswith(AUTO)
+      if answer.key in rank or not answer.budget.startswith(AUTO)
     ),
-    key=lambda answer: order.get(answer.key, len(order)),
+    key=lambda answer: rank.get(answer.key, len(rank)),
   )

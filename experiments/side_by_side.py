@@ -1,4 +1,4 @@
-"""One question about one text, answered from full and compressed caches."""
+"""Answers a question about a text from full and compressed caches."""
 
 import pathlib
 from collections.abc import Sequence
@@ -17,7 +17,9 @@ from kvjax.experiments.answering import (
   Seconds,
   Shape,
   check_context_length,
-  replies,
+)
+from kvjax.experiments.answering import (
+  replies as generate_replies,
 )
 from kvjax.experiments.candidates import Candidate
 from kvjax.experiments.metrics.string_match import clean
@@ -27,10 +29,10 @@ _MAX_NEW_TOKENS = 128
 
 
 def read_text(path: pathlib.Path) -> str:
-  """The text of a file, ended by a line break as a prompt wants it.
+  """Reads the text of a file, ending in one line break.
 
   Raises:
-    InputError: there is no such file, or it holds no text.
+    InputError: the file does not exist or has no text.
   """
   try:
     text = path.read_text(encoding="utf-8")
@@ -43,14 +45,14 @@ def read_text(path: pathlib.Path) -> str:
   return text.rstrip("\n") + "\n"
 
 
-def ask(
+def answer_question(
   lm: Pretrained,
   candidates: Sequence[Candidate],
   text: str,
   question: str,
   protocol: Protocol = QUERY_AGNOSTIC,
 ) -> tuple[Prompt, list[Reply]]:
-  """Each candidate's answer to a question about a text.
+  """Generates each candidate's answer to a question about a text.
 
   Raises:
     InputError: text, question and answer are longer than the model's context.
@@ -58,21 +60,21 @@ def ask(
   prompt = Prompt.of(lm.tokenizer, text, question, "", _MAX_NEW_TOKENS)
   check_context_length(lm, [prompt])
   shape = Shape.of([prompt], 1, protocol)
-  groups = replies(lm, candidates, [[prompt]], shape, Seconds())
-  found = {reply.candidate: reply for group in groups for reply in group}
-  return prompt, [found[candidate] for candidate in candidates]
+  groups = generate_replies(lm, candidates, [[prompt]], shape, Seconds())
+  by_candidate = {r.candidate: r for group in groups for r in group}
+  return prompt, [by_candidate[candidate] for candidate in candidates]
 
 
 def to_terminal(
-  prompt: Prompt, question: str, found: Sequence[Reply]
+  prompt: Prompt, question: str, replies: Sequence[Reply]
 ) -> rich.console.Group:
-  """The question and a line per reply."""
+  """Formats the question and a line per reply."""
   table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
   table.add_column("method", overflow="fold")
   for name in ("budget", "kept", "read", "KiB"):
     table.add_column(name, justify="right", no_wrap=True)
   table.add_column("answer", overflow="fold")
-  for reply in found:
+  for reply in replies:
     table.add_row(
       reply.candidate.method,
       f"{100 * reply.retention:.3g} %",
@@ -82,5 +84,5 @@ def to_terminal(
       rich.text.Text(clean(reply.text) or "(nothing)"),
       end_section=True,
     )
-  asked = f"{question} ({len(prompt.context)} tokens of context, greedy)"
-  return rich.console.Group(rich.text.Text(asked), table)
+  title = f"{question} ({len(prompt.context)} tokens of context, greedy)"
+  return rich.console.Group(rich.text.Text(title), table)

@@ -1,4 +1,4 @@
-"""The progress bar of a training."""
+"""The progress bar of a training run."""
 
 import contextlib
 import sys
@@ -10,11 +10,11 @@ from rich import progress
 
 @contextlib.contextmanager
 def step_bar(name: str, left: range) -> Iterator[Callable[[int, float], None]]:
-  """A progress bar; it yields what is told of a step and its loss.
+  """Shows a progress bar; yields a function of step and loss that updates it.
 
   Args:
-    name: what stands before it.
-    left: the steps to do, of all up to its stop.
+    name: description of the bar.
+    left: the remaining steps; its stop is the total.
   """
   with progress.Progress(
     progress.TextColumn(name),

@@ -21,14 +21,14 @@ TASKS = (*needles.TASKS, PASSKEY)
 
 
 def check_tasks(names: Sequence[str], tasks: Sequence[str] = TASKS) -> None:
-  """Refuses names that are no task.
+  """Rejects names that are not tasks.
 
   Args:
-    names: what the user asks for.
-    tasks: what there is.
+    names: requested tasks.
+    tasks: available tasks.
 
   Raises:
-    InputError: a name is not in `tasks`, or there is none.
+    InputError: a name is not in `tasks`, or there are no names.
   """
   if not names:
     raise InputError(f"Name a task; the tasks are {', '.join(tasks)}.")
@@ -41,7 +41,7 @@ def check_tasks(names: Sequence[str], tasks: Sequence[str] = TASKS) -> None:
 
 
 def draws(task: str, number: int, seed: int) -> random.Random:
-  """Where all that is drawn for a sample comes from."""
+  """Returns the random generator of a sample."""
   return random.Random(f"{seed} {task} {number}")
 
 
@@ -53,15 +53,15 @@ def draw(
   count: Callable[[str], int],
   essay: prose.Essay = "heldout",
 ) -> Sample:
-  """A sample that depends on these arguments only.
+  """Draws a sample that depends only on these arguments.
 
   Args:
     task: one of `TASKS`.
-    number: which of the task's samples.
-    seed: of all samples.
-    length: bound on the tokens of prompt and answer.
-    count: number of tokens of a text.
-    essay: what needles are hidden in, where that is prose.
+    number: number of the sample.
+    seed: seed of all samples.
+    length: maximum number of tokens of prompt and answer.
+    count: counts the tokens of a text.
+    essay: the prose in which needles are hidden.
 
   Raises:
     InputError: `length` is too short for the task.

@@ -1,4 +1,4 @@
-"""What the answers of a run come to: means over samples."""
+"""Summarizes the answers of a run: means over samples."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -20,25 +20,25 @@ _Group = tuple[str, str, str, Part, float | None, int | None]
 
 
 def summarize(
-  answers: Sequence[Answer], first_is_uncut: bool = False
+  answers: Sequence[Answer], first_token_from_full_prompt: bool = False
 ) -> list[dict[str, Any]]:
-  """One row per method, budget, task, length, depth and turn.
+  """Builds one row per method, budget, task, length, depth and turn.
 
-  A row's fields are named as those of `Answer`; `score` and the other `scores`
-  are means over the samples, `interval` is that of the first, see `intervals`.
-  Scores that not all of them have, older ones being without, are left out.
-  Where the full cache has answered the same samples, the scores tell how many
-  of the first tokens are the same.
+  The fields of a row have the names of those of `Answer`. `score` and the other
+  `scores` are means over the samples; `interval` is the confidence interval of
+  `score`, see `intervals`. Scores that some older answers lack are left out. If
+  the full cache has answers to the same samples, the scores include the share
+  of equal first tokens.
 
   Args:
-    answers: of a run.
-    first_is_uncut: whether first tokens are chosen before anything is
-      compressed; then they are not compared.
+    answers: the answers of a run.
+    first_token_from_full_prompt: whether first tokens are generated before
+      compression; then they are not compared.
   """
   full = {
     (answer.part, answer.asked): answer.first_token
     for answer in answers
-    if answer.method == FULL and not first_is_uncut
+    if answer.method == FULL and not first_token_from_full_prompt
   }
   groups: dict[_Group, list[Answer]] = {}
   for answer in answers:
@@ -57,11 +57,11 @@ def summarize(
 def at_retention_one(
   rows: Sequence[dict[str, Any]], methods: Sequence[str]
 ) -> list[dict[str, Any]]:
-  """The full cache's rows under other names: with everything kept, all agree.
+  """Copies the full cache's rows for methods that equal it at retention 1.
 
   Args:
-    rows: as `summarize` gives them.
-    methods: names that the rows are wanted under, the full cache's aside.
+    rows: rows of `summarize`.
+    methods: names for the copies.
   """
   full = [row for row in rows if row["method"] == FULL]
   return [row | {"method": method} for method in methods for row in full]
@@ -81,13 +81,13 @@ def _row(
 
   shared = [n for n in first.scores if all(n in a.scores for a in group)]
   scores = {name: mean_score(name) for name in shared}
-  found = [
+  same_first_token = [
     100.0 * (answer.first_token == full[answer.part, answer.asked])
     for answer in group
     if (answer.part, answer.asked) in full
   ]
-  if len(found) == len(group):
-    scores["same_first_token"] = round(statistics.fmean(found), 2)
+  if len(same_first_token) == len(group):
+    scores["same_first_token"] = round(statistics.fmean(same_first_token), 2)
   return {
     "method": first.method,
     "options": first.options,

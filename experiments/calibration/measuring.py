@@ -106,7 +106,7 @@ def measure(
       measurements cannot be written.
   """
   keys = wanted(chosen, samples)
-  missing = set(keys) - store.found.keys()
+  missing = set(keys) - store.records.keys()
   unfinished = {(key.method, key.options, key.budget) for key in missing}
   left = [c for c in chosen if (c.method, c.options, c.budget) in unfinished]
   unmeasured = {(key.part, key.asked) for key in missing}
@@ -130,7 +130,7 @@ def measure(
       new = [measurement for measurement in found if measurement.key in missing]
       store.add(new)
       on_new(part.task, len(new))
-  return [store.found[key] for key in keys]
+  return [store.records[key] for key in keys]
 
 
 class _Asked(NamedTuple):

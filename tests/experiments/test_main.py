@@ -48,7 +48,7 @@ def test_a_program_is_started_with_its_flags(run_binary):
   assert "--help lists the flags" in done.stderr
   done = run_binary("kvjax.experiments.main", "report", "--help")
   assert done.returncode == 0
-  assert "Puts runs into one leaderboard" in done.stdout
+  assert "Merges runs into one leaderboard" in done.stdout
   assert "--kvpress" in done.stdout
 
 

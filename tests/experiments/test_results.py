@@ -195,19 +195,19 @@ def test_first_tokens_are_compared_with_the_full_cache():
     {"same_first_token": 50.0},
   ]
   assert summarize(answers[2:])[0]["scores"] == {}
-  (row, _) = summarize(answers, first_is_uncut=True)
+  (row, _) = summarize(answers, first_token_from_full_prompt=True)
   assert row["scores"] == {}
 
 
-def test_first_tokens_are_uncut_where_whole_prompts_hold_the_question():
+def test_first_tokens_come_from_whole_prompts_that_hold_the_question():
   blocks = kvjax.Schedule(block=8)
-  for protocol, schedule, uncut in (
+  for protocol, schedule, expected in (
     (QUERY_AWARE, kvjax.Schedule(every=1), True),
     (QUERY_AWARE, blocks, False),
     (QUERY_AGNOSTIC, kvjax.Schedule(), False),
   ):
     chosen = candidates(["streaming"], [kvjax.Tokens(8)], schedule)
-    assert runs.first_is_uncut(protocol, chosen) == uncut
+    assert runs.first_token_from_full_prompt(protocol, chosen) == expected
 
 
 def test_scores_that_older_answers_are_without_are_left_out():

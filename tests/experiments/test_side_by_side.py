@@ -16,7 +16,9 @@ def test_a_text_is_answered_side_by_side(tiny, tmp_path):
   path = tmp_path / "notes.txt"
   path.write_text("Ann called." + SENTENCE * 3)
   text = side_by_side.read_text(path)
-  prompt, found = side_by_side.ask(tiny, CHOSEN, text, "Who [called]?")
+  prompt, found = side_by_side.answer_question(
+    tiny, CHOSEN, text, "Who [called]?"
+  )
   assert text.endswith("blue.\n")
   assert [reply.candidate for reply in found] == list(CHOSEN)
   assert found[0].kept_tokens == len(prompt.context)
@@ -47,4 +49,4 @@ def test_a_file_without_text_is_refused(tmp_path, content, sentence):
 
 def test_a_text_longer_than_the_context_is_refused(tiny):
   with pytest.raises(InputError, match=r"Context \(\d+ tokens\).* is 512"):
-    side_by_side.ask(tiny, CHOSEN, SENTENCE * 80, "Why?")
+    side_by_side.answer_question(tiny, CHOSEN, SENTENCE * 80, "Why?")
