@@ -5,9 +5,9 @@
 reads every run of `kvjax.experiments.evaluate` and `kvjax.experiments.compare`
 in and below the given folders, prints a table for each combination of settings
 and writes leaderboard.csv, leaderboard.md and leaderboard.html to --output.
-Runs with different models, protocols, schedules, seeds, texts or tasks have separate
-tables. Of two equal runs the newer one counts. Unfinished runs are listed and
-left out.
+Runs with different models, protocols, schedules, seeds, texts or tasks have
+separate tables. Of two equal runs the newer one counts. Unfinished runs are
+listed and left out.
 
 `--kvpress=DIR` also writes folders in the layout of NVIDIA/kvpress's
 evaluation, so that both results can be compared.

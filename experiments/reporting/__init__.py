@@ -1,1 +1,1 @@
-"""What answers come to, shown: tables, plots and pages."""
+"""Reports of answers: tables, plots and pages."""

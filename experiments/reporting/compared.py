@@ -1,4 +1,4 @@
-"""The table of a comparison: few tasks at one length, side by side."""
+"""The table of a comparison: a few tasks at one length, side by side."""
 
 import rich.console
 import rich.text
@@ -9,36 +9,38 @@ from kvjax.experiments.reporting.means import Summary, means, reads_less
 
 
 def markdown(summary: Summary) -> str:
-  """The table, its title and its circumstances."""
+  """Formats the table with its title and settings."""
   table = to_markdown(_table(summary))
   about = wording.circumstances(summary)
   return f"**{wording.title(summary)}**\n\n{table}\n{about}\n"
 
 
 def terminal(summary: Summary) -> rich.console.Group:
-  """The same for a terminal of 80 columns."""
+  """Formats the table for a terminal of 80 columns."""
   about = rich.text.Text(wording.circumstances(summary), style="dim")
   title = rich.text.Text(wording.title(summary))
   return rich.console.Group(title, _table(summary), about)
 
 
 def _table(summary: Summary) -> Table:
-  found = means(summary["rows"])
+  averages = means(summary["rows"])
   tasks = list(dict.fromkeys(row["task"] for row in summary["rows"]))
   columns = {
-    "method": [mean.method for mean in found],
-    "budget": [wording.reached(mean) for mean in found],
+    "method": [mean.method for mean in averages],
+    "budget": [wording.reached(mean) for mean in averages],
     **{
-      task.removeprefix("niah_"): [f"{mean.tasks[task]:.1f}" for mean in found]
+      task.removeprefix("niah_"): [
+        f"{mean.tasks[task]:.1f}" for mean in averages
+      ]
       for task in tasks
     },
-    "mean": [f"{mean.score:.1f}" for mean in found],
-    "kept": [f"{mean.kept_tokens:.0f}" for mean in found],
+    "mean": [f"{mean.score:.1f}" for mean in averages],
+    "kept": [f"{mean.kept_tokens:.0f}" for mean in averages],
   }
-  if reads_less(found):
-    columns["read"] = [f"{mean.read_tokens:.0f}" for mean in found]
-  columns["KiB"] = [f"{mean.cache_bytes / 1024:.0f}" for mean in found]
-  if any(mean.host_bytes for mean in found):
-    columns["on host"] = [f"{mean.host_bytes / 1024:.0f}" for mean in found]
+  if reads_less(averages):
+    columns["read"] = [f"{mean.read_tokens:.0f}" for mean in averages]
+  columns["KiB"] = [f"{mean.cache_bytes / 1024:.0f}" for mean in averages]
+  if any(mean.host_bytes for mean in averages):
+    columns["on host"] = [f"{mean.host_bytes / 1024:.0f}" for mean in averages]
   lines = list(zip(*columns.values(), strict=True))
   return Table("", list(columns), lines, names=2)

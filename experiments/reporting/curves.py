@@ -1,4 +1,4 @@
-"""Scores against what they cost, one line per method."""
+"""Plots of score against cost, one line per method."""
 
 import math
 import textwrap
@@ -14,72 +14,74 @@ from kvjax.experiments.reporting import lines, wording
 from kvjax.experiments.reporting.lines import Line
 from kvjax.experiments.reporting.means import Mean, Summary, means, reads_less
 
-# Lines are shifted sideways so that no point covers another: natural logarithm
-# of the cost, from line to line and from the first to the last at most.
+# Lines are shifted sideways so that points do not overlap: the shift of the
+# natural logarithm of the cost between two lines, and its maximum in total.
 _SHIFT, _SHIFTS = 0.022, 0.16
-# Least distance of two ticks, as a share of the axis.
+# Minimum distance of two ticks, as a share of the axis.
 _TICKS = 0.09
-# Points of a title's letters, and how many of them an inch has room for.
+# Font size of the title in points, and its letters per inch.
 _TITLE, _LETTERS = 9, 15
 
 
 def score_vs_retention(summary: Summary) -> Figure:
-  """Draws the mean score over the tasks; retention falls to the right.
+  """Plots the mean score over the tasks; retention decreases to the right.
 
-  A point stands where the tokens are that were really kept, or are read of
-  what was kept, since some methods keep more or less than their budget.
+  The position of a point is the share that the method actually keeps, or reads,
+  since some methods keep more or less than their budget.
   """
-  found = means(summary["rows"])
-  kept = "read per token" if reads_less(found) else "kept"
-  fixed = [mean for mean in found if not mean.automatic]
-  named = fixed if any(mean.method != FULL for mean in fixed) else found
+  averages = means(summary["rows"])
+  kept = "read per token" if reads_less(averages) else "kept"
+  fixed = [mean for mean in averages if not mean.automatic]
+  named = fixed if any(mean.method != FULL for mean in fixed) else averages
   return _draw(
     summary,
-    _lines(found, lambda mean: mean.read_tokens / mean.context_tokens),
+    _lines(averages, lambda mean: mean.read_tokens / mean.context_tokens),
     f"keys and values {kept}",
     {mean.retention: wording.share(mean.retention) for mean in named},
   )
 
 
 def score_vs_bytes(summary: Summary) -> Figure:
-  """Draws the mean score over the tasks; the cache's bytes fall to the right.
+  """Plots the mean score over the tasks; cache bytes decrease to the right.
 
-  All that is allocated counts, the host's share too.
+  All allocated bytes count, including those in host memory.
   """
-  found = means(summary["rows"])
-  sizes = [mean.cache_bytes for mean in found]
+  averages = means(summary["rows"])
+  sizes = [mean.cache_bytes for mean in averages]
   unit, size = wording.unit(sizes)
   low, high = (math.log2(bound) for bound in (min(sizes), max(sizes)))
   powers = range(math.floor(low), math.ceil(high) + 1)
   return _draw(
     summary,
-    _lines(found, lambda mean: mean.cache_bytes),
+    _lines(averages, lambda mean: mean.cache_bytes),
     f"cache per sample ({unit})",
     {2.0**power: f"{2.0**power / size:g}" for power in powers},
   )
 
 
 def score_by_turn(summary: Summary) -> Figure:
-  """Draws the score of every turn of a conversation, for each budget."""
+  """Plots the score of every turn of a conversation, for each budget."""
   rows = summary["rows"]
   turns = sorted({row["turn"] for row in rows})
-  found = {turn: means(r for r in rows if r["turn"] == turn) for turn in turns}
+  averages = {
+    turn: means(r for r in rows if r["turn"] == turn) for turn in turns
+  }
   every = means(rows)
   methods = _methods(every)
   budgets = list(dict.fromkeys(m.budget for m in every if m.method != FULL))
   pictures = {}
   for budget in budgets or ["1"]:
-    own: dict[str, list[tuple[float, float]]] = {}
+    points: dict[str, list[tuple[float, float]]] = {}
     for turn in turns:
-      for mean in found[turn]:
+      for mean in averages[turn]:
         if mean.method == FULL or mean.budget == budget:
           place = (float(turn + 1), mean.score)
-          own.setdefault(mean.method, []).append(place)
+          points.setdefault(mean.method, []).append(place)
     pictures[budget] = [
       Line("full cache", places)
       if method == FULL
       else lines.styled(method, places, methods.index(method))
-      for method, places in own.items()
+      for method, places in points.items()
     ]
   sizes = [lines.size(drawn) for drawn in pictures.values()]
   figure = _figure(
@@ -96,24 +98,26 @@ def score_by_turn(summary: Summary) -> Figure:
   return figure
 
 
-def _lines(found: Sequence[Mean], cost: Callable[[Mean], float]) -> list[Line]:
-  """Of every method, from the full cache on, and of the full cache itself."""
-  full = [(cost(m), m.score) for m in found if m.method == FULL]
+def _lines(
+  averages: Sequence[Mean], cost: Callable[[Mean], float]
+) -> list[Line]:
+  """Builds a line per method, which starts at the full cache, and its level."""
+  full = [(cost(m), m.score) for m in averages if m.method == FULL]
   most = full[0][0] if full else math.inf
-  methods = _methods(found)
+  methods = _methods(averages)
   step = min(_SHIFT, _SHIFTS / max(len(methods), 1))
   drawn = []
   for index, method in enumerate(methods):
     shift = math.exp(-step * (index - (len(methods) - 1) / 2))
-    own = [(cost(m), m.score) for m in found if m.method == method]
-    own.sort(key=lambda place: -place[0])
-    places = [(x * shift if x < most else x, score) for x, score in own]
+    points = [(cost(m), m.score) for m in averages if m.method == method]
+    points.sort(key=lambda place: -place[0])
+    places = [(x * shift if x < most else x, score) for x, score in points]
     drawn.append(lines.styled(method, [*full, *places], index, len(full)))
   return [*drawn, *(Line("full cache", [place], level=True) for place in full)]
 
 
-def _methods(found: Sequence[Mean]) -> list[str]:
-  return list(dict.fromkeys(m.method for m in found if m.method != FULL))
+def _methods(averages: Sequence[Mean]) -> list[str]:
+  return list(dict.fromkeys(m.method for m in averages if m.method != FULL))
 
 
 def _draw(
@@ -122,7 +126,7 @@ def _draw(
   label: str,
   ticks: Mapping[float, str],
 ) -> Figure:
-  """Lines over a logarithmic axis that falls to the right."""
+  """Plots lines over a logarithmic axis that decreases to the right."""
   figure = _figure(summary, *lines.size(drawn))
   axes = figure.add_subplot()
   axes.set_xscale("log")
@@ -153,7 +157,7 @@ def _draw_lines(axes: Axes, drawn: Sequence[Line], label: str) -> None:
 
 
 def _apart(ticks: Sequence[float], gap: float) -> list[float]:
-  """Those of ascending ticks whose labels do not touch, the last among them."""
+  """Selects ticks whose labels do not touch, including the last one."""
   shown = [ticks[-1]]
   for tick in ticks[-2::-1]:
     if math.log(shown[-1] / tick) > gap:
@@ -162,7 +166,7 @@ def _apart(ticks: Sequence[float], gap: float) -> list[float]:
 
 
 def _figure(summary: Summary, width: float, height: float) -> Figure:
-  """With its title, in lines that fit; without pyplot, which would keep it."""
+  """Creates a figure with a wrapped title, without pyplot's global state."""
   figure = Figure(figsize=(width, height), layout="constrained")
   FigureCanvasAgg(figure)
   heading = textwrap.fill(wording.title(summary), int(width * _LETTERS))

@@ -1,4 +1,4 @@
-"""A few samples of a run with what each method said."""
+"""A few samples of a run with the answers of each method."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,9 +15,9 @@ class Excerpt(NamedTuple):
   """One sample.
 
   Attributes:
-    title: which it is.
-    question: what was asked, with the start of the answer.
-    references: what should be answered.
+    title: the title.
+    question: the question, with the start of the answer.
+    references: the correct answers.
     replies: method, budget, prediction and score, the full cache first.
   """
 
@@ -28,15 +28,15 @@ class Excerpt(NamedTuple):
 
 
 def excerpts(record: Record) -> list[Excerpt]:
-  """The first sample of each task and length, then the second, and so on."""
+  """Selects the first sample of each task and length, then the second, etc."""
   samples: dict[tuple[str, int, int], list[Answer]] = {}
   for answer in record.answers:
     key = (answer.task, answer.length, answer.sample)
     samples.setdefault(key, []).append(answer)
-  seen: dict[tuple[str, int], int] = {}
+  last_rank: dict[tuple[str, int], int] = {}
   rank: dict[tuple[str, int, int], int] = {}
   for key in sorted(samples):
-    rank[key] = seen[key[:2]] = seen.get(key[:2], -1) + 1
+    rank[key] = last_rank[key[:2]] = last_rank.get(key[:2], -1) + 1
   chosen = sorted(samples, key=lambda key: (rank[key], key))[:_SAMPLES]
   return [_excerpt(samples[key]) for key in chosen]
 

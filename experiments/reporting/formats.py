@@ -1,4 +1,4 @@
-"""A table, and how terminals, Markdown and CSV files show it."""
+"""Tables for terminals, Markdown and CSV files."""
 
 import csv
 import io
@@ -12,13 +12,13 @@ import rich.table
 import rich.text
 from rich.cells import cell_len
 
-# Between two columns of a terminal's table.
+# Spaces between two columns on a terminal.
 _GAP = 2
-# Longer names of columns and lines are folded.
+# Maximum width of column names and line names; longer ones are folded.
 _WORD, _NAME = 8, 32
 _WORDS = re.compile(r"multi|[^_: ]+[_: ]?|[_: ]")
 _OPTIONS = re.compile(r"[^: ]+[: ]?|[: ]")
-# What Markdown takes for markup within a cell.
+# Characters that Markdown interprets within a cell.
 _MARKUP = re.compile(r"[|<>&*`\[\]\\]")
 
 
@@ -26,11 +26,11 @@ class Table(NamedTuple):
   """Texts in rows and columns.
 
   Attributes:
-    title: what it is about.
+    title: the title.
     header: names of the columns.
-    lines: a text for each column.
-    names: how many of the first columns say what a line is about.
-    least: letters of the first column that are not broken.
+    lines: the cells of each line.
+    names: number of leading columns that identify a line.
+    least: minimum width of the first column.
   """
 
   title: str
@@ -42,7 +42,7 @@ class Table(NamedTuple):
   def __rich_console__(
     self, console: rich.console.Console, options: rich.console.ConsoleOptions
   ) -> Iterator[rich.console.RenderableType]:
-    """As many tables as it takes to show all columns, one below another."""
+    """Yields as many tables as needed to show all columns."""
     if self.title:
       yield rich.text.Text(self.title, style="bold")
     header = [_folded(name, _WORD, _WORDS) for name in self.header]
@@ -50,16 +50,16 @@ class Table(NamedTuple):
       _GAP + max(map(_width, cells))
       for cells in zip(header, *self.lines, strict=True)
     ]
-    room = options.max_width - 1 - _GAP - sum(widths[1:])
-    room = max(self.least, min(_NAME, room))
-    names = [at_options(line[0], room) for line in self.lines]
+    available = options.max_width - 1 - _GAP - sum(widths[1:])
+    available = max(self.least, min(_NAME, available))
+    names = [at_options(line[0], available) for line in self.lines]
     widths[0] = _GAP + max(map(_width, (header[0], *names)))
     for columns in _fitting(widths, self.names, options.max_width):
       yield _terminal(self, header, names, columns)
 
 
 def to_markdown(table: Table) -> str:
-  """The table, below its title in bold if it has one."""
+  """Formats the table below its title, which is bold."""
   rule = [":--"] + ["--:"] * (len(table.header) - 1)
   cells = [table.header, *table.lines]
   header, *lines = [[escaped(cell) for cell in line] for line in cells]
@@ -68,7 +68,7 @@ def to_markdown(table: Table) -> str:
 
 
 def to_csv(lines: Iterable[Mapping[str, object]]) -> str:
-  """One line each; columns are all names that occur, in order."""
+  """Formats one line per record; columns are all names in order."""
   lines = list(lines)
   names = list(dict.fromkeys(name for line in lines for name in line))
   text = io.StringIO()
@@ -79,17 +79,17 @@ def to_csv(lines: Iterable[Mapping[str, object]]) -> str:
 
 
 def escaped(text: str) -> str:
-  """A text that Markdown shows as it is, in one line."""
+  """Escapes a text for Markdown, in one line."""
   return _MARKUP.sub(r"\\\g<0>", text).replace("\n", " ")
 
 
 def at_options(name: str, width: int) -> str:
-  """A method's name in lines of about some width, broken at its options."""
+  """Folds a method's name to about a width, broken at its options."""
   return _folded(name, width, _OPTIONS)
 
 
 def _folded(name: str, width: int, parts: re.Pattern[str]) -> str:
-  """A name in lines of about some width, each of one or more of its parts."""
+  """Folds a name to lines of about a width, broken between parts."""
   lines = [""]
   for part in parts.findall(name):
     if lines[-1] and len(lines[-1] + part.rstrip()) > width:
@@ -105,7 +105,7 @@ def _width(text: str) -> int:
 def _fitting(
   widths: Sequence[int], names: int, width: int
 ) -> Iterator[list[int]]:
-  """The columns of tables that fit: names, and as many others as there can."""
+  """Splits columns into tables that fit, each with the name columns."""
   first = list(range(names))
   chosen = list(first)
   for column in range(names, len(widths)):
@@ -123,7 +123,7 @@ def _terminal(
   names: Sequence[str],
   columns: Sequence[int],
 ) -> rich.table.Table:
-  """Lines of one name stand together, and only the first shows it."""
+  """Builds a table; only the first of adjacent lines shows a shared name."""
   shown = rich.table.Table(
     box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
   )

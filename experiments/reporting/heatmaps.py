@@ -1,4 +1,4 @@
-"""Scores at every length and depth."""
+"""Heatmaps of scores by length and depth."""
 
 import itertools
 import textwrap
@@ -21,26 +21,26 @@ from kvjax.experiments.reporting.means import (
   score,
 )
 
-# Red, amber, green, and ever lighter, so that it serves color-blind readers.
+# Red to green with increasing lightness, for color-blind readers.
 COLORS = LinearSegmentedColormap.from_list(
   "found", ["#7A1616", "#BF3B12", "#E0861C", "#EFC04A", "#D0F0B4"]
 )
 _MISSING = "#E4E4E4"
 _DARK = 0.32
-# Inches: of a cell with and without its number, around a map and of a line of
-# its title; the least widths of a map and of all.
+# Sizes in inches: a cell with and without its number, the margins of a map, a
+# title line; the minimum widths of a map and of the figure.
 _CELL, _PLAIN = (0.36, 0.24), (0.14, 0.12)
 _AROUND, _LINE = (0.6, 0.6), 0.13
 _LEAST, _LEAST_ALL = 1.9, 3.6
-# More lengths or depths leave no room for numbers.
+# With more lengths or depths, cells have no numbers.
 _NUMBERED = 16
 _SMALL, _TITLE = 6, 7.5
 
 
 def heatmaps(summary: Summary) -> Figure:
-  """Draws a map per method and budget: a row per method, the full cache first.
+  """Plots a map per method and budget: a row per method, the full cache first.
 
-  A cell has the mean score of all tasks, 0 to 1.
+  A cell shows the mean score of all tasks, 0 to 1.
   """
   groups = grouped(summary["rows"])
   lengths = sorted({row["length"] for row in summary["rows"]})
@@ -79,12 +79,12 @@ def heatmaps(summary: Summary) -> Figure:
 
 
 def ink(share: float) -> str:
-  """The color of a number that can be read on its cell."""
+  """Chooses a readable color for the number in a cell."""
   return "white" if share < _DARK else "black"
 
 
 def _title(name: Name, rows: Sequence[Row], width: float) -> str:
-  """The method and what it comes to, in lines as wide as a map."""
+  """Formats the method and its mean, in lines as wide as a map."""
   method = formats.at_options(name[0], int(width * 13))
   mean = mean_of(rows, score) / 100
   return f"{method}\n{wording.budget(*name)}: mean {mean:.2f}"
@@ -93,7 +93,7 @@ def _title(name: Name, rows: Sequence[Row], width: float) -> str:
 def _grid(
   rows: Sequence[Row], lengths: Sequence[int], depths: Sequence[float]
 ) -> Float[np.ndarray, "Z X"]:
-  """Shares by depth and length, NaN where nothing was asked."""
+  """Computes scores by depth and length, NaN for missing cells."""
   cells: dict[tuple[float, int], list[Row]] = {}
   for row in rows:
     cells.setdefault((row["depth"], row["length"]), []).append(row)

@@ -1,9 +1,9 @@
-"""Results in the folders that NVIDIA/kvpress's `evaluation/evaluate.py` writes.
+"""Exports results in the layout of NVIDIA/kvpress's `evaluation/evaluate.py`.
 
-One folder per data set, model, method and share removed, with three files of
-the same names and keys: `predictions.csv`, `metrics.json` and `config.yaml`,
-which is JSON and thereby YAML. What kvpress does not know stands in the last
-one under `kvjax`.
+There is one folder per dataset, model, method and share removed, with three
+files of the same names and keys: `predictions.csv`, `metrics.json` and
+`config.yaml`, which is JSON and thereby YAML. Fields that kvpress does not have
+are in the last one under `kvjax`.
 """
 
 import json
@@ -30,9 +30,9 @@ from kvjax.experiments.results import Answer
 
 _CONFIG = "config.yaml"
 _DATASETS = {"needle": "needle_in_haystack"}
-# What a folder is about besides method and budget.
+# Fields with a folder for each value, besides method and budget.
 _APART = {"needle": ("length", "depth"), "longbench": ("length", "task")}
-# What tells results of one name apart, of all that stands under `kvjax`.
+# The fields under `kvjax` that distinguish results of one folder name.
 _OWN = (
   "method",
   "options",
@@ -46,28 +46,28 @@ class Folder(NamedTuple):
   """Results of a method at a budget.
 
   Attributes:
-    name: of the folder, as kvpress would call it.
-    files: their contents by name.
+    name: name of the folder in kvpress's scheme.
+    files: contents of the files by name.
   """
 
   name: str
   files: Mapping[str, str]
 
   def place(self, root: pathlib.Path) -> pathlib.Path:
-    """Where it belongs: kvpress numbers folders below one that is taken.
+    """Returns its path; kvpress adds numbered subfolders to an existing one.
 
-    A folder that holds the same run's results is not taken.
+    A folder with the same run's results is reused.
     """
-    own = _identity(self.files[_CONFIG])
+    identity = _identity(self.files[_CONFIG])
     place, number = root / self.name, 0
-    while place.exists() and _identity_of(place) != own:
+    while place.exists() and _identity_of(place) != identity:
       number += 1
       place = root / self.name / str(number)
     return place
 
 
 def folders(record: Record) -> Iterator[Folder]:
-  """All that a run comes to."""
+  """Yields all folders of a run."""
   names = _APART.get(record.summary["benchmark"], ("length",))
   apart = dict.fromkeys(
     tuple(row[name] for name in names) for row in record.summary["rows"]
@@ -92,7 +92,7 @@ def _folder(
     config["press_name"],
     f"{config['compression_ratio']:.2f}",
     _optional("max_context", config["max_context_length"]),
-    # kvpress leaves end of turn and answer prefix out of what it compresses.
+    # kvpress does not compress the end of turn and the answer prefix.
     "whole_prompt" if summary["protocol"] == QUERY_AWARE else None,
     _optional("needle_depth", config["needle_depth"]),
   ]
@@ -108,14 +108,14 @@ def _folder(
 
 
 def _config(summary: Summary, mean: Mean, row: Row) -> dict[str, Any]:
-  """The arguments that kvpress would have been given."""
+  """Builds the corresponding arguments of kvpress."""
   benchmark = summary["benchmark"]
   data_dir = {"needle": None, "longbench": row["task"]}
   names = _APART.get(benchmark, ())
   press = "no_press" if mean.method == FULL else mean.method
   removed = 1 - mean.retention
   if mean.read_tokens < mean.kept_tokens:
-    # It removes nothing, or something else than it reads.
+    # A retrieval method removes nothing, or not what it does not read.
     press, removed = f"{press}-reads-{mean.budget}", mean.removed
   return {
     "dataset": _DATASETS.get(benchmark, benchmark),
@@ -167,7 +167,7 @@ def _prediction(benchmark: str, answer: Answer) -> dict[str, object]:
 def _metrics(
   benchmark: str, rows: Sequence[Row], answers: Sequence[Answer]
 ) -> object:
-  """RULER by task, LongBench a number, needles one by one, others by task."""
+  """Returns a number for LongBench, a list for needles, else scores by task."""
   if benchmark == "longbench":
     return round(mean_of(rows, score), 2)
   if benchmark == "needle":
@@ -177,7 +177,8 @@ def _metrics(
     tasks.setdefault(row["task"], []).append(row)
   name = "string_match" if benchmark == "ruler" else "score"
   return {
-    task: {name: round(mean_of(own, score), 2)} for task, own in tasks.items()
+    task: {name: round(mean_of(identity, score), 2)}
+    for task, identity in tasks.items()
   }
 
 
@@ -190,7 +191,7 @@ def _needle(answer: Answer) -> dict[str, object]:
 
 
 def _identity_of(place: pathlib.Path) -> object:
-  """None of what kvjax has not written."""
+  """Returns None for folders that kvjax has not written."""
   try:
     return _identity((place / _CONFIG).read_text(encoding="utf-8"))
   except (OSError, ValueError, KeyError, TypeError):
@@ -198,8 +199,8 @@ def _identity_of(place: pathlib.Path) -> object:
 
 
 def _identity(config: str) -> object:
-  own = json.loads(config)["kvjax"]
-  return [own[name] for name in _OWN]
+  identity = json.loads(config)["kvjax"]
+  return [identity[name] for name in _OWN]
 
 
 def _optional(name: str, value: object) -> str | None:
@@ -207,10 +208,10 @@ def _optional(name: str, value: object) -> str | None:
 
 
 def _plain(text: str) -> str:
-  """What any file system takes in a name."""
+  """Replaces characters that some file systems reject in names."""
   return re.sub(r"[^\w.+=-]+", "-", text).strip("-")
 
 
 def _json(value: object) -> str:
-  # YAML knows no surrogate pairs: letters stand for themselves.
+  # YAML has no surrogate pairs, so non-ASCII letters are not escaped.
   return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

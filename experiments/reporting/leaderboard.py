@@ -1,4 +1,4 @@
-"""Many runs in one table for each kind of settings; nothing is averaged."""
+"""A leaderboard: one table of runs per combination of settings."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from kvjax.experiments.reporting.tables import overview, parts
 
 # Method, options and budget.
 _Key = tuple[str, str, str]
-# Benchmark, model, lengths, and all else.
+# Benchmark, model, lengths, and all other settings.
 _Identity = tuple[str, str, tuple[int, ...], str]
 _ASKED = ("task", "depth", "turn")
 _REST = ("weights", "dtype", "seed", "python", "decoding")
@@ -29,8 +29,8 @@ class Entry(NamedTuple):
   """A method at a budget.
 
   Attributes:
-    mean: what it comes to, compared with the full cache of its own run.
-    record: the run, or the part of it at one length.
+    mean: its result, compared with the full cache of the same run.
+    record: the run, or its part at one length.
   """
 
   mean: Mean
@@ -49,12 +49,12 @@ class Group:
 
   @property
   def first(self) -> Record:
-    """The run whose settings are those of all."""
+    """A run with the settings that all share."""
     return next(iter(self.entries.values())).record
 
   @property
   def title(self) -> str:
-    """What the entries have in common, in short."""
+    """A summary of the common settings."""
     summary = self.first.summary
     return (
       f"{summary['benchmark']}, {wording.lengths(summary)} tokens: "
@@ -63,7 +63,7 @@ class Group:
 
   @property
   def notes(self) -> list[str]:
-    """What else the entries have in common, and how each run came about."""
+    """The other common settings, and the circumstances of each run."""
     summary = self.first.summary
     about = (
       f"{wording.score_name(summary)}: "
@@ -79,50 +79,50 @@ class Group:
 
   @property
   def table(self) -> Table:
-    """The full cache first; methods that share a name are told by options."""
-    found = [entry.mean for entry in self.entries.values()]
-    found.sort(key=lambda mean: mean.method != FULL)
-    names = [mean.name for mean in found]
+    """The full cache first; methods that share a name show their options."""
+    averages = [entry.mean for entry in self.entries.values()]
+    averages.sort(key=lambda mean: mean.method != FULL)
+    names = [mean.name for mean in averages]
     shown = [
       mean
       if names.count(mean.name) == 1
       else dataclasses.replace(mean, method=mean.options)
-      for mean in found
+      for mean in averages
     ]
     name = wording.score_name(self.first.summary)
     return overview(shown, self.title, name)
 
 
 class Leaderboard(NamedTuple):
-  """All that runs have found.
+  """The results of several runs.
 
   Attributes:
-    groups: that cannot be compared with each other.
-    remarks: sentences on what is left out.
+    groups: groups of comparable entries.
+    remarks: sentences about omissions.
   """
 
   groups: Sequence[Group]
   remarks: Sequence[str]
 
   def to_csv(self) -> str:
-    """A line per entry."""
+    """Formats a line per entry."""
     return formats.to_csv(
       _line(entry) for group in self.groups for entry in group.entries.values()
     )
 
   def to_markdown(self) -> str:
-    """A section per group."""
+    """Formats a section per group."""
     sections = [
       f"## {formats.escaped(group.title)}\n\n"
       + formats.to_markdown(group.table._replace(title=""))
       + "".join(f"\n{formats.escaped(note)}\n" for note in group.notes)
       for group in self.groups
     ]
-    said = [f"{formats.escaped(sentence)}\n" for sentence in self.remarks]
-    return "\n".join(["# Leaderboard\n", *sections, *said])
+    remarks = [f"{formats.escaped(sentence)}\n" for sentence in self.remarks]
+    return "\n".join(["# Leaderboard\n", *sections, *remarks])
 
   def to_html(self) -> str:
-    """A page that needs nothing beside it."""
+    """Renders a self-contained page."""
     return page.render(
       "leaderboard",
       title="Leaderboard",
@@ -131,7 +131,7 @@ class Leaderboard(NamedTuple):
     )
 
   def to_terminal(self) -> rich.console.Group:
-    """The tables, for a terminal of 80 columns."""
+    """Formats the tables for a terminal of 80 columns."""
     shown: list[rich.console.RenderableType] = []
     for group in self.groups:
       shown.append(group.table)
@@ -143,14 +143,13 @@ class Leaderboard(NamedTuple):
 def merge(
   records: Sequence[Record], unfinished: Sequence[pathlib.Path] = ()
 ) -> Leaderboard:
-  """Puts together what has the same settings, samples aside.
+  """Groups runs with the same settings; sample counts may differ.
 
-  Where two runs have the same entry, the one whose summary was written later
-  counts.
+  If two runs have the same entry, the one with the newer summary counts.
 
   Args:
     records: the runs.
-    unfinished: folders of others, which are left out.
+    unfinished: folders of unfinished runs, which are left out.
   """
   groups: dict[_Identity, Group] = {}
   replaced: dict[tuple[str, str], int] = {}
@@ -159,13 +158,13 @@ def merge(
   )
   for record in by_age:
     for part in parts(record):
-      own = groups.setdefault(_identity(part), Group({})).entries
+      entries = groups.setdefault(_identity(part), Group({})).entries
       for mean in means(part.summary["rows"], part.answers):
         key = (mean.method, mean.options, mean.budget)
-        if key in own:
-          pair = (str(own[key].record.folder), str(record.folder))
+        if key in entries:
+          pair = (str(entries[key].record.folder), str(record.folder))
           replaced[pair] = replaced.get(pair, 0) + 1
-        own[key] = Entry(mean, part)
+        entries[key] = Entry(mean, part)
   sentences = [
     f"{wording.count(number, 'line')} of {old} gave way to those of {new}, "
     "which is newer."

@@ -1,4 +1,4 @@
-"""Lines that are named at their right ends, told apart in any eyes."""
+"""Plot lines with labels at their right ends, for color-blind readers too."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
-# From the palettes of Okabe and Ito and of Tol, which color-blind readers tell
-# apart. Markers and dashes differ as well, and no two lines share all three.
+# From the color-blind palettes of Okabe and Ito and of Tol. Markers and dashes
+# differ as well, and no two lines share all three.
 _COLORS = (
   "#332288",
   "#D55E00",
@@ -26,23 +26,23 @@ _COLORS = (
 _MARKERS = "osD^vXp*<>h"
 _DASHES = ((), (7, 1.5), (3, 1), (5, 1, 1.5, 1), (1.5, 0.8))
 _GREY = "#666666"
-# Least distance of two labels in points of score, on axes of usual height.
+# Minimum distance of two labels in score points, at the default height.
 _LABEL_GAP = 5.4
 _LABELS = 18
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """A method's points, its end last.
+  """The points of a method, from left to right.
 
   Attributes:
-    name: what the line is labelled.
-    places: x and a score of each point.
-    color: of line and markers.
-    marker: of the points.
-    dashes: lengths in points; none for a whole line.
-    shared: how many of the first points belong to all lines, and get no marker.
-    level: whether the line is there to measure others by its score.
+    name: label of the line.
+    places: x and score of each point.
+    color: color of line and markers.
+    marker: marker of the points.
+    dashes: lengths in points; empty for a solid line.
+    shared: number of leading points that all lines share, which get no marker.
+    level: draw a horizontal reference line at its score instead.
   """
 
   name: str
@@ -57,7 +57,7 @@ class Line:
 def styled(
   name: str, places: Sequence[tuple[float, float]], index: int, shared: int = 0
 ) -> Line:
-  """The line of the method with this index, in its color and dashes."""
+  """Creates the line of a method with the style of its index."""
   return Line(
     name,
     places,
@@ -69,13 +69,13 @@ def styled(
 
 
 def size(lines: Sequence[Line]) -> tuple[float, float]:
-  """Width and height in inches that leave room for all labels."""
+  """Computes a width and height in inches that fit all labels."""
   longest = max(len(line.name) for line in lines)
   return 6.6 + 0.085 * max(0, longest - _LABELS), 4.2 * _crowd(len(lines))
 
 
 def draw(axes: Axes, lines: Sequence[Line]) -> None:
-  """The lines, from end to end, and levels through the whole picture."""
+  """Draws the lines, and reference levels over the full width."""
   for line in lines:
     if line.level:
       y = line.places[-1][1]
@@ -98,7 +98,7 @@ def draw(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def draw_labels(axes: Axes, lines: Sequence[Line]) -> None:
-  """Names the lines at the right, each as near to its end as there is room."""
+  """Labels the lines at the right, each as close to its end as possible."""
   lines = sorted(lines, key=lambda line: [y for _, y in line.places[::-1]])
   heights = spread([line.places[-1][1] for line in lines])
   for height, line in zip(heights, lines, strict=True):
@@ -132,7 +132,7 @@ def draw_labels(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def spread(heights: Sequence[float]) -> list[float]:
-  """Ascending heights between 0 and 100, moved apart so that labels fit."""
+  """Moves ascending heights in 0 to 100 apart so that labels do not overlap."""
   spread = np.array(heights, float)
   gap = _LABEL_GAP / _crowd(len(spread))
   for _ in range(50 * len(spread)):
@@ -145,5 +145,5 @@ def spread(heights: Sequence[float]) -> list[float]:
 
 
 def _crowd(count: int) -> float:
-  """How much higher a picture must be for so many labels."""
+  """Computes the height factor that this many labels need."""
   return max(1.0, count / _LABELS)

@@ -1,4 +1,4 @@
-"""Means over tasks and samples, and how far they are from the full cache's."""
+"""Means over tasks and samples, and differences from the full cache."""
 
 import dataclasses
 import statistics
@@ -12,7 +12,7 @@ from kvjax.experiments.results import Answer
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]
-# What the rows of one line in a table share.
+# Method and budget, which the rows of a table line share.
 Name = tuple[str, str]
 
 
@@ -20,24 +20,25 @@ Name = tuple[str, str]
 class Mean:
   """A method at a budget.
 
-  Scores are 0 to 100; of a task's rows each counts as often as it has samples,
-  and all tasks count alike.
+  Scores are 0 to 100. A task's rows are weighted by their samples, and all
+  tasks have equal weight.
 
   Attributes:
-    method: its name.
-    options: the method with all its hyper-parameters.
-    budget: what it might keep, in words.
-    retention: share of the context it might keep, mean over the tasks.
+    method: name of the method.
+    options: the method with all its hyperparameters.
+    budget: the budget in words.
+    retention: share of the context that the budget allows, mean over the tasks.
     score: mean over the tasks.
     tasks: the score of each task.
-    interval: of the score, see `intervals.interval`; None without answers.
-    delta: score less the full cache's, if it is there.
-    samples: answers that were averaged.
+    interval: confidence interval of the score, see `intervals.interval`; None
+      without answers.
+    delta: difference from the full cache's score, if known.
+    samples: number of answers.
     context_tokens: tokens of the context.
-    kept_tokens: those kept, mean over layers and KV heads.
-    read_tokens: those that a token attends to.
-    cache_bytes: allocated per sample.
-    host_bytes: those of them that live with the host.
+    kept_tokens: tokens kept of these, mean over layers and KV heads.
+    read_tokens: tokens that a token attends to.
+    cache_bytes: bytes allocated per sample.
+    host_bytes: the part of these in host memory.
   """
 
   method: str
@@ -57,25 +58,25 @@ class Mean:
 
   @property
   def name(self) -> Name:
-    """What a line of a table is named by."""
+    """The name of its table line."""
     return self.method, self.budget
 
   @property
   def automatic(self) -> bool:
-    """Whether each context had a retention of its own."""
+    """Whether each context had its own retention."""
     return self.budget.startswith(AUTO)
 
   @property
   def removed(self) -> float:
-    """Share of the context's keys and values that is gone."""
+    """Share of the context's keys and values that was evicted."""
     return max(0.0, 1 - self.kept_tokens / self.context_tokens)
 
 
 def grouped(rows: Iterable[Row]) -> dict[Name, list[Row]]:
-  """Rows by method and budget, the full cache first.
+  """Groups rows by method and budget, the full cache first.
 
-  At a retention of 1 it stands for all methods: where its rows have their
-  names too, these are left out.
+  Copies of the full cache's rows under the names of methods at a retention of 1
+  are left out.
   """
   rows = list(rows)
   full = {row["options"] for row in rows if row["method"] == FULL}
@@ -87,36 +88,37 @@ def grouped(rows: Iterable[Row]) -> dict[Name, list[Row]]:
 
 
 def means(rows: Iterable[Row], answers: Iterable[Answer] = ()) -> list[Mean]:
-  """One for each method and budget, in order.
+  """Computes the mean of each method and budget, in order.
 
   Args:
-    rows: of a summary.
-    answers: that the rows were averaged from, for the intervals.
+    rows: rows of a summary.
+    answers: the answers behind the rows, for the intervals.
   """
   groups = grouped(rows)
-  own: dict[Name, list[Answer]] = {}
+  answers_of: dict[Name, list[Answer]] = {}
   for answer in answers:
-    own.setdefault((answer.method, answer.budget), []).append(answer)
+    answers_of.setdefault((answer.method, answer.budget), []).append(answer)
   full = next((g for (name, _), g in groups.items() if name == FULL), None)
-  yardstick = None if full is None else mean_of(full, score)
+  baseline = None if full is None else mean_of(full, score)
   return [
-    _mean(group, own.get(name, ()), yardstick) for name, group in groups.items()
+    _mean(group, answers_of.get(name, ()), baseline)
+    for name, group in groups.items()
   ]
 
 
 def score(row: Row) -> float:
-  """A row's main score, 0 to 100."""
+  """Returns a row's main score, 0 to 100."""
   return row["score"]
 
 
 def mean_of(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
-  """Over the tasks, each of which is weighted by samples within."""
+  """Averages over tasks; within a task, rows are weighted by samples."""
   return statistics.fmean(_by_task(rows, value).values())
 
 
-def reads_less(found: Iterable[Mean]) -> bool:
-  """Whether tokens attend to less than what is kept."""
-  return any(mean.read_tokens != mean.kept_tokens for mean in found)
+def reads_less(averages: Iterable[Mean]) -> bool:
+  """Returns whether tokens attend to less than what is kept."""
+  return any(mean.read_tokens != mean.kept_tokens for mean in averages)
 
 
 def _by_task(
@@ -134,14 +136,14 @@ def _by_task(
 
 
 def _mean(
-  rows: Sequence[Row], answers: Sequence[Answer], yardstick: float | None
+  rows: Sequence[Row], answers: Sequence[Answer], baseline: float | None
 ) -> Mean:
   first = rows[0]
   tasks = _by_task(rows, score)
   mean = statistics.fmean(tasks.values())
   delta = None
-  if yardstick is not None and first["method"] != FULL:
-    delta = mean - yardstick
+  if baseline is not None and first["method"] != FULL:
+    delta = mean - baseline
 
   def over_tasks(name: str) -> float:
     return mean_of(rows, lambda row: row[name])

@@ -1,4 +1,4 @@
-"""HTML pages that need nothing beside them."""
+"""Self-contained HTML pages."""
 
 import base64
 from collections.abc import Mapping
@@ -27,16 +27,16 @@ _CAPTIONS = {
 
 
 def render(name: str, **values: object) -> str:
-  """A page from a template of this package; all values are escaped."""
+  """Renders a template of this package; all values are escaped."""
   return _TEMPLATES.get_template(f"{name}.html.jinja").render(values)
 
 
 def of_run(record: Record, pictures: Mapping[str, bytes]) -> str:
-  """All about a run: settings, tables, plots and some samples.
+  """Renders the page of a run: settings, tables, plots and some samples.
 
   Args:
     record: the run.
-    pictures: PNG files by their names.
+    pictures: contents of PNG files by name.
   """
   return render(
     "run",
@@ -52,7 +52,7 @@ def of_run(record: Record, pictures: Mapping[str, bytes]) -> str:
 
 
 def facts(summary: Summary) -> dict[str, str]:
-  """What a run's numbers depend on, by name."""
+  """Lists the settings that affect a run's numbers, by name."""
   seconds = summary["seconds"].items()
   return {
     "Model": f"{summary['model']} (weights {summary['weights']})",
@@ -70,12 +70,12 @@ def facts(summary: Summary) -> dict[str, str]:
 
 
 def _source(png: bytes) -> str:
-  """A picture in its own address."""
+  """Encodes a picture as a data URL."""
   return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _caption(name: str, record: Record) -> str:
-  """`score_vs_bytes_1024.png` in words."""
+  """Describes a file such as `score_vs_bytes_1024.png`."""
   stem = name.removesuffix(".png")
   start = next(start for start in _CAPTIONS if stem.startswith(start))
   length = stem.removeprefix(start).removeprefix("_")

@@ -18,29 +18,29 @@ _NAMES = re.compile(
 
 
 def pictures(record: Record) -> Mapping[str, bytes]:
-  """The content of all files by their names."""
-  own = parts(record)
+  """Draws all plots; returns file contents by name."""
+  run_parts = parts(record)
   figures: dict[str, Figure] = {}
-  for part in own:
-    end = f"_{part.values('length')[0]}" if len(own) > 1 else ""
-    figures[f"score_vs_retention{end}"] = curves.score_vs_retention(
+  for part in run_parts:
+    suffix = f"_{part.values('length')[0]}" if len(run_parts) > 1 else ""
+    figures[f"score_vs_retention{suffix}"] = curves.score_vs_retention(
       part.summary
     )
-    figures[f"score_vs_bytes{end}"] = curves.score_vs_bytes(part.summary)
+    figures[f"score_vs_bytes{suffix}"] = curves.score_vs_bytes(part.summary)
     if None not in part.values("turn"):
-      figures[f"score_by_turn{end}"] = curves.score_by_turn(part.summary)
+      figures[f"score_by_turn{suffix}"] = curves.score_by_turn(part.summary)
   if has_depths(record):
     figures["heatmap"] = heatmaps(record.summary)
   return {f"{name}.png": png(figure) for name, figure in figures.items()}
 
 
 def is_picture(name: str) -> bool:
-  """Whether `pictures` may have named a file so."""
+  """Returns whether `pictures` uses a file name."""
   return _NAMES.fullmatch(name) is not None
 
 
 def png(figure: Figure) -> bytes:
-  """A figure as a file holds it."""
+  """Encodes a figure as PNG."""
   content = io.BytesIO()
   figure.savefig(content, dpi=_DPI, format="png")
   return content.getvalue()

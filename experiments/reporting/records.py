@@ -1,4 +1,4 @@
-"""Runs as they lie on disk: a summary, and the answers that it sums up."""
+"""Reads runs from disk: a summary and its answers."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ _ROW: _Kinds = {
   "turn": (int, type(None)),
 }
 
-# What rows and their answers share.
+# The fields that a row shares with its answers.
 _KEY = ("method", "options", "budget", "task", "length", "depth", "turn")
 
 
@@ -47,9 +47,9 @@ class Record(NamedTuple):
   """A run.
 
   Attributes:
-    folder: where it is.
-    summary: what `summary.json` holds.
-    answers: those of `samples.jsonl` that the summary's rows are means of.
+    folder: folder of the run.
+    summary: content of `summary.json`.
+    answers: the answers of `samples.jsonl` that the summary averages.
   """
 
   folder: pathlib.Path
@@ -57,7 +57,7 @@ class Record(NamedTuple):
   answers: Sequence[Answer] = ()
 
   def at(self, **fields: object) -> "Record":
-    """What is about rows and answers with such fields, as in `length=1024`."""
+    """Selects rows and answers by field values, as in `length=1024`."""
     rows = [
       row
       for row in self.summary["rows"]
@@ -71,15 +71,15 @@ class Record(NamedTuple):
     return Record(self.folder, {**self.summary, "rows": rows}, answers)
 
   def values(self, name: str) -> list[Any]:
-    """The different values of a field of the rows, in order."""
+    """Returns the distinct values of a field of the rows, in order."""
     return list(dict.fromkeys(row[name] for row in self.summary["rows"]))
 
 
 def find(directories: Sequence[pathlib.Path]) -> list[Record]:
-  """The runs in and below directories, each once.
+  """Finds the runs in and below directories, each once.
 
   Raises:
-    InputError: a directory has no run in it, or what it has is malformed.
+    InputError: a directory has no run or a malformed one.
   """
   folders: dict[pathlib.Path, pathlib.Path] = {}
   for directory in directories:
@@ -93,7 +93,7 @@ def find(directories: Sequence[pathlib.Path]) -> list[Record]:
 
 
 def unfinished(directories: Sequence[pathlib.Path]) -> list[pathlib.Path]:
-  """Folders in and below directories whose answers nobody has summed up."""
+  """Finds folders in and below directories with answers but no summary."""
   found = {
     path.parent.resolve(): path.parent
     for directory in directories
@@ -107,7 +107,7 @@ def read(folder: pathlib.Path) -> Record:
   """Reads a run.
 
   Raises:
-    InputError: a file cannot be read, or is not what a run writes.
+    InputError: a file cannot be read or is malformed.
   """
   summary = _summary(folder / SUMMARY)
   answers = _answers(folder / SAMPLES)
@@ -153,7 +153,7 @@ def _check(fields: object, kinds: _Kinds) -> None:
 
 
 def _answers(path: pathlib.Path) -> list[Answer]:
-  """A line that a killed run left unfinished is passed over."""
+  """Reads answers; skips an incomplete last line of a killed run."""
   text = read_text(path)
   answers = []
   for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1]):
@@ -171,7 +171,7 @@ def _answers(path: pathlib.Path) -> list[Answer]:
 
 
 def _averaged(rows: Sequence[Row], answers: Sequence[Answer]) -> list[Answer]:
-  """A folder may hold more answers than its last run has asked for."""
+  """Selects the answers behind the rows; a folder may contain others."""
   of_row, of_answer = operator.itemgetter(*_KEY), operator.attrgetter(*_KEY)
   groups: dict[object, list[Answer]] = {}
   for answer in answers:

@@ -1,4 +1,4 @@
-"""The rows of a run with all that identifies them, for other programs."""
+"""The rows of a run with all identifying settings, for other programs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from kvjax.experiments.reporting import wording
 from kvjax.experiments.reporting.means import Row, Summary, grouped
 from kvjax.experiments.reporting.records import Record
 
-# Of a summary: what rows must share to be compared.
+# Fields of a summary that comparable rows share.
 SETTINGS = (
   "benchmark",
   "model",
@@ -34,10 +34,10 @@ _COUNTS = (
 
 
 def identified(record: Record) -> list[dict[str, Any]]:
-  """One line per row, the full cache first.
+  """Builds one record per row, the full cache first.
 
-  `compression_ratio` is the share of the context that was removed, `delta` the
-  score less the full cache's on the same samples.
+  `compression_ratio` is the share of the context that was evicted, `delta` the
+  difference from the full cache's score on the same samples.
   """
   groups = grouped(record.summary["rows"])
   full = {
@@ -54,7 +54,7 @@ def identified(record: Record) -> list[dict[str, Any]]:
 
 
 def settings_of(summary: Summary) -> dict[str, Any]:
-  """The settings of a run by their names."""
+  """Returns the settings of a run by name."""
   return {name: summary[name] for name in SETTINGS}
 
 
@@ -66,7 +66,7 @@ def _fields(
   row: Row, full: Mapping[tuple[object, ...], float]
 ) -> dict[str, Any]:
   low, high = row["interval"]
-  yardstick = full.get(_place(row))
+  baseline = full.get(_place(row))
   return {
     **{name: row[name] for name in ("method", "options", "budget")},
     "retention": row["retention"],
@@ -77,7 +77,7 @@ def _fields(
     "score": row["score"],
     "interval_low": low,
     "interval_high": high,
-    "delta": None if yardstick is None else round(row["score"] - yardstick, 2),
+    "delta": None if baseline is None else round(row["score"] - baseline, 2),
     **row["scores"],
     "samples": row["samples"],
     **{name: row[name] for name in _COUNTS},

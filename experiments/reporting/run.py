@@ -1,4 +1,4 @@
-"""A run as Markdown and for a terminal."""
+"""Formats a run as Markdown and for a terminal."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from kvjax.experiments.reporting.tables import tables
 
 
 def markdown(record: Record, plots: Sequence[str]) -> str:
-  """Settings, all tables, and the plots.
+  """Formats settings, all tables, and links to the plots.
 
   Args:
     record: the run.
-    plots: files beside the text.
+    plots: file names of the plots.
   """
   lines = [
     f"# {formats.escaped(wording.title(record.summary))}",
@@ -28,7 +28,7 @@ def markdown(record: Record, plots: Sequence[str]) -> str:
 
 
 def terminal(record: Record) -> rich.console.Group:
-  """Settings, and the tables that 80 columns have room for."""
+  """Formats settings and the tables that fit in 80 columns."""
   return rich.console.Group(
     rich.text.Text(wording.title(record.summary)),
     *tables(record, brief=True),

@@ -1,4 +1,4 @@
-"""Tables that follow a score, or what is kept, along the rows of a run."""
+"""Tables of scores, or tokens kept, by length or turn."""
 
 import functools
 import statistics
@@ -12,12 +12,12 @@ from kvjax.experiments.reporting.means import Name, Row, grouped, mean_of, score
 from kvjax.experiments.reporting.records import Record
 
 _Value = Callable[[Row], float]
-# Every run with a full cache has it, beside the scores of its benchmark.
+# Runs with a full cache have this score besides those of the benchmark.
 _SAME = "same_first_token"
 
 
 def by_length(record: Record) -> list[Table]:
-  """A table per score: a line per method and budget, a column per length."""
+  """Builds a table per score, with a column per length."""
   return [
     _across(record, "length", f"{name} by length", value)
     for name, value in _scores(record).items()
@@ -25,10 +25,10 @@ def by_length(record: Record) -> list[Table]:
 
 
 def weighted_by_length(record: Record) -> list[Table]:
-  """RULER's two weighted means over lengths, and the effective length.
+  """Builds a table of RULER's two length-weighted means and effective length.
 
-  Of the tasks that were asked at every length, and with a line per method and
-  budget that has them all. Empty for other benchmarks, and for one length.
+  It covers tasks that ran at every length, and methods and budgets that ran all
+  of these. It is empty for other benchmarks and for a single length.
   """
   lengths = sorted(record.values("length"))
   if record.summary["benchmark"] != "ruler" or len(lengths) == 1:
@@ -39,20 +39,22 @@ def weighted_by_length(record: Record) -> list[Table]:
     for task in record.values("task")
     if all(task in part.values("task") for part in at.values())
   ]
-  whole = {(task, length) for task in tasks for length in lengths}
+  required = {(task, length) for task in tasks for length in lengths}
   cells = {}
   for name, rows in grouped(record.summary["rows"]).items():
-    own = [row for row in rows if row["task"] in tasks]
-    if not whole or {(row["task"], row["length"]) for row in own} != whole:
+    rows = [row for row in rows if row["task"] in tasks]
+    if (
+      not required or {(row["task"], row["length"]) for row in rows} != required
+    ):
       continue
-    found = averages(
+    weighted = averages(
       {
-        length: mean_of([row for row in own if row["length"] == length], score)
+        length: mean_of([row for row in rows if row["length"] == length], score)
         for length in lengths
       }
     )
-    longest = str(found.effective or f"< {lengths[0]}")
-    cells[name] = [number(found.rising), number(found.falling), longest]
+    longest = str(weighted.effective or f"< {lengths[0]}")
+    cells[name] = [number(weighted.rising), number(weighted.falling), longest]
   if not cells:
     return []
   title = f"weighted by length, {wording.averaged(tasks)}"
@@ -61,9 +63,9 @@ def weighted_by_length(record: Record) -> list[Table]:
 
 
 def by_turn(record: Record) -> list[Table]:
-  """A column per turn of a conversation: scores, and tokens kept if they vary.
+  """Builds tables with a column per turn: scores, and tokens kept if they vary.
 
-  The mean counts every turn alike. Empty without turns.
+  All turns have equal weight in the mean. The result is empty without turns.
   """
   if len(record.values("turn")) == 1:
     return []
@@ -76,9 +78,9 @@ def by_turn(record: Record) -> list[Table]:
 
 
 def other_scores(record: Record) -> list[Table]:
-  """A line per method and budget, a column for each score.
+  """Builds a table with a line per method and budget, a column per score.
 
-  Empty where no benchmark has other scores than its main one.
+  The result is empty if the benchmark has only its main score.
   """
   values = _scores(record)
   if set(values) <= {wording.score_name(record.summary), _named(_SAME)}:
@@ -91,18 +93,18 @@ def other_scores(record: Record) -> list[Table]:
 
 
 def number(value: float | None) -> str:
-  """A score in a table."""
+  """Formats a score for a table."""
   return wording.NOTHING if value is None else f"{value:.1f}"
 
 
 def _scores(record: Record) -> dict[str, _Value]:
-  """How scores that all rows have are read off one; the main one first."""
+  """Returns accessors for the scores that all rows have, the main one first."""
   rows = record.summary["rows"]
-  found: dict[str, _Value] = {wording.score_name(record.summary): score}
+  accessors: dict[str, _Value] = {wording.score_name(record.summary): score}
   for name in rows[0]["scores"]:
     if all(name in row["scores"] for row in rows):
-      found[_named(name)] = functools.partial(_other, name)
-  return found
+      accessors[_named(name)] = functools.partial(_other, name)
+  return accessors
 
 
 def _named(name: str) -> str:
@@ -118,21 +120,21 @@ def _kept(row: Row) -> float:
 
 
 def _across(record: Record, field: str, title: str, value: _Value) -> Table:
-  """A column for each value of a field, and the mean that counts all alike."""
+  """Builds a table with a column per value of a field, and their plain mean."""
   columns = sorted(record.values(field))
   cells: dict[Name, dict[object, float]] = {}
   for column in columns:
-    own = grouped(record.at(**{field: column}).summary["rows"])
-    for name, rows in own.items():
+    groups = grouped(record.at(**{field: column}).summary["rows"])
+    for name, rows in groups.items():
       cells.setdefault(name, {})[column] = mean_of(rows, value)
-  # Turns are counted from 0 and named from 1.
+  # Turns count from 0, their names from 1.
   header = [str(column + (field == "turn")) for column in columns]
   lines = {
     name: [
-      *(number(own.get(column)) for column in columns),
-      number(statistics.fmean(own.values())),
+      *(number(by_column.get(column)) for column in columns),
+      number(statistics.fmean(by_column.values())),
     ]
-    for name, own in cells.items()
+    for name, by_column in cells.items()
   }
   return _table(title, [*header, "mean"], lines)
 
@@ -140,12 +142,12 @@ def _across(record: Record, field: str, title: str, value: _Value) -> Table:
 def _table(
   title: str, header: list[str], cells: Mapping[Name, list[str]]
 ) -> Table:
-  """A line per method and budget; one budget for all goes into the title."""
+  """Builds a table; a budget that all lines share moves to the title."""
   budgets = {wording.budget(*name) for name in cells if name[0] != FULL}
   if len(budgets) == 1:
-    lines = [[method, *own] for (method, _), own in cells.items()]
+    lines = [[method, *texts] for (method, _), texts in cells.items()]
     return Table(f"{title} at {budgets.pop()}", ["method", *header], lines)
   lines = [
-    [name[0], wording.budget(*name), *own] for name, own in cells.items()
+    [name[0], wording.budget(*name), *texts] for name, texts in cells.items()
   ]
   return Table(title, ["method", "budget", *header], lines, names=2)

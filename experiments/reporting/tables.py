@@ -1,4 +1,4 @@
-"""The tables of a run, as data; `formats` shows them."""
+"""The tables of a run as data; `formats` formats them."""
 
 from collections.abc import Sequence
 
@@ -14,27 +14,28 @@ _SET = 32
 
 
 def tables(record: Record, brief: bool = False) -> list[Table]:
-  """All of a run's tables, or in brief those that a terminal has room for."""
-  own = parts(record)
-  found: list[Table] = []
-  for part in own:
-    start = f"{wording.lengths(part.summary)} tokens: " if len(own) > 1 else ""
-    found += [
+  """Builds all tables of a run, or in brief those that fit on a terminal."""
+  run_parts = parts(record)
+  result: list[Table] = []
+  for part in run_parts:
+    tokens = f"{wording.lengths(part.summary)} tokens: "
+    start = tokens if len(run_parts) > 1 else ""
+    result += [
       table._replace(title=start + table.title)
       for table in (_in_brief(part) if brief else _in_full(part))
     ]
   if len(record.values("length")) > 1:
     shown = _at(record, _middle(record)) if brief else record
-    if not brief or len(own) == 1:
-      found += series.by_length(shown)
-    found += series.weighted_by_length(shown)
-  return found
+    if not brief or len(run_parts) == 1:
+      result += series.by_length(shown)
+    result += series.weighted_by_length(shown)
+  return result
 
 
 def parts(record: Record) -> list[Record]:
-  """What has tables and plots of its own: each length.
+  """Splits a run into parts with their own tables and plots, one per length.
 
-  Where answers stand at all depths, lengths belong together.
+  A run with depths is one part, since its heatmap covers all lengths.
   """
   if has_depths(record):
     return [record]
@@ -61,7 +62,7 @@ def overview(found: Sequence[Mean], title: str, name: str = "score") -> Table:
     **_tokens(found),
   }
   for mean in found:
-    for column, text in _sureness(mean, name).items():
+    for column, text in _uncertainty(mean, name).items():
       columns.setdefault(column, []).append(text)
   columns |= _bytes(found)
   lines = list(zip(*columns.values(), strict=True))
@@ -78,7 +79,7 @@ def by_budget(record: Record) -> Table:
   for mean in found:
     own = cells.setdefault(mean.method, {})
     reached = f" at {wording.share(mean.retention)}" if mean.automatic else ""
-    own[wording.budget(*mean.name)] = wording.give_or_take(mean) + reached
+    own[wording.budget(*mean.name)] = wording.with_uncertainty(mean) + reached
   names = list(dict.fromkeys(name for own in cells.values() for name in own))
   lines = [
     [method, *(own.get(name, "") for name in names)]
@@ -179,7 +180,7 @@ def _tasks(part: Record) -> list[Table]:
 
 
 def _at(record: Record, budget: str) -> Record:
-  """The full cache, and what is at a budget."""
+  """Selects the full cache and the rows of a budget."""
   rows = [
     row
     for row in record.summary["rows"]
@@ -189,19 +190,19 @@ def _at(record: Record, budget: str) -> Record:
 
 
 def _budgets(record: Record) -> list[str]:
-  """Those that methods were given; the full cache's if there are no others."""
+  """Returns the methods' budgets, or else the full cache's."""
   names = grouped(record.summary["rows"])
-  found = dict.fromkeys(budget for method, budget in names if method != FULL)
-  return list(found) or [budget for _, budget in names]
+  budgets = dict.fromkeys(budget for method, budget in names if method != FULL)
+  return list(budgets) or [budget for _, budget in names]
 
 
 def _middle(record: Record) -> str:
-  found = _budgets(record)
-  return found[len(found) // 2]
+  budgets = _budgets(record)
+  return budgets[len(budgets) // 2]
 
 
-def _sureness(mean: Mean, name: str) -> dict[str, str]:
-  """A score and what says how sure it is, by names of columns."""
+def _uncertainty(mean: Mean, name: str) -> dict[str, str]:
+  """Formats a score with its uncertainty, by column name."""
   return {
     name: f"{mean.score:.1f}",
     "95 %": wording.interval(mean.interval),
@@ -211,7 +212,7 @@ def _sureness(mean: Mean, name: str) -> dict[str, str]:
 
 
 def _tokens(found: Sequence[Mean]) -> dict[str, list[str]]:
-  """Columns of tokens: those kept and, where it is less, those read."""
+  """Builds columns of tokens kept and, if fewer, tokens read."""
   columns = {"kept": [f"{mean.kept_tokens:.0f}" for mean in found]}
   if reads_less(found):
     columns["read"] = [f"{mean.read_tokens:.0f}" for mean in found]
@@ -219,7 +220,7 @@ def _tokens(found: Sequence[Mean]) -> dict[str, list[str]]:
 
 
 def _bytes(found: Sequence[Mean]) -> dict[str, list[str]]:
-  """Columns of sizes: all that is allocated, and what of it the host has."""
+  """Builds columns of allocated bytes and the part in host memory."""
   unit, size = wording.unit(mean.cache_bytes for mean in found)
   columns = {unit: [_size(mean.cache_bytes / size) for mean in found]}
   if any(mean.host_bytes for mean in found):

@@ -1,18 +1,18 @@
-"""Numbers and settings in words, the same in every table, plot and page."""
+"""Describes numbers and settings in words, for tables, plots and pages."""
 
 from collections.abc import Iterable, Sequence
 
 from kvjax.experiments.candidates import FULL
 from kvjax.experiments.reporting.means import Mean, Summary
 
-# More lengths than these are named by the first and the last, more tasks by
-# their number.
+# Above these numbers, lengths are named by the first and last one, and tasks by
+# their count.
 _LENGTHS, _TASKS = 3, 4
 NOTHING = "–"
 
 
 def title(summary: Summary) -> str:
-  """What a table or a plot of the summary is about."""
+  """Describes the run of a summary, as a title."""
   return (
     f"{summary['model']}, {lengths(summary)} tokens, {summary['protocol']}, "
     f"{keeping(summary)}, {count(samples(summary), 'sample')} per task"
@@ -20,41 +20,41 @@ def title(summary: Summary) -> str:
 
 
 def keeping(summary: Summary) -> str:
-  """When, by which heads and how methods keep, in words."""
+  """Describes the schedule, the selecting heads and the dtype."""
   kv_dtype = summary["kv_dtype"] and f", kept in {summary['kv_dtype']}"
   return f"{summary['schedule']}, per {summary['heads']}{kv_dtype}"
 
 
 def lengths(summary: Summary) -> str:
-  """The lengths of the contexts, in words."""
-  found = sorted({row["length"] for row in summary["rows"]})
-  if len(found) > _LENGTHS:
-    return f"{found[0]} to {found[-1]}"
-  return ", ".join(str(length) for length in found)
+  """Describes the lengths of the contexts."""
+  distinct = sorted({row["length"] for row in summary["rows"]})
+  if len(distinct) > _LENGTHS:
+    return f"{distinct[0]} to {distinct[-1]}"
+  return ", ".join(str(length) for length in distinct)
 
 
 def samples(summary: Summary) -> int:
-  """The least that any task has, at one length; turns are samples too."""
-  found: dict[tuple[object, ...], int] = {}
+  """Returns the minimum samples of a task and length; turns count."""
+  counts: dict[tuple[object, ...], int] = {}
   for row in summary["rows"]:
     key = (row["method"], row["budget"], row["task"], row["length"])
-    found[key] = found.get(key, 0) + row["samples"]
-  return min(found.values())
+    counts[key] = counts.get(key, 0) + row["samples"]
+  return min(counts.values())
 
 
 def data(summary: Summary) -> str:
-  """Where the texts come from, and what else is said about the samples."""
-  found = {**summary["data"], **summary.get("about", {})}
-  return "; ".join(f"{name}: {text}" for name, text in found.items())
+  """Describes the sources of the texts and other facts about the samples."""
+  facts = {**summary["data"], **summary.get("about", {})}
+  return "; ".join(f"{name}: {text}" for name, text in facts.items())
 
 
 def count(number: int, thing: str) -> str:
-  """So many things: `1 sample`, `2 samples`."""
+  """Formats a count: `1 sample`, `2 samples`."""
   return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def circumstances(summary: Summary) -> str:
-  """How the numbers came about."""
+  """Describes seed, decoding, device and versions."""
   return (
     f"Seed {summary['seed']}, {summary['decoding']}, {summary['dtype']} on "
     f"{summary['device']}; {versions(summary)}."
@@ -62,13 +62,13 @@ def circumstances(summary: Summary) -> str:
 
 
 def versions(summary: Summary) -> str:
-  """Of Python and packages: `python 3.12.1, jax 0.12.0`."""
-  found = summary["versions"].items()
-  return ", ".join(f"{name} {version}" for name, version in found)
+  """Lists the versions of Python and packages: `python 3.12.1, jax 0.12.0`."""
+  items = summary["versions"].items()
+  return ", ".join(f"{name} {version}" for name, version in items)
 
 
 def averaged(tasks: Sequence[str], every: bool = False) -> str:
-  """What a mean is over; of few tasks, or of every one, it says which."""
+  """Describes what a mean is over; lists the tasks if few, or on request."""
   if len(tasks) == 1:
     return tasks[0]
   names = f": {', '.join(tasks)}" if every or len(tasks) <= _TASKS else ""
@@ -76,12 +76,12 @@ def averaged(tasks: Sequence[str], every: bool = False) -> str:
 
 
 def share(value: float) -> str:
-  """A share as a percentage: `12.5 %`."""
+  """Formats a share as a percentage: `12.5 %`."""
   return f"{100 * value:.3g} %"
 
 
 def budget(method: str, words: str) -> str:
-  """What a method might keep: `25 %` or `128 tokens`."""
+  """Formats a budget: `25 %` or `128 tokens`."""
   if method == FULL:
     return share(1)
   try:
@@ -91,13 +91,13 @@ def budget(method: str, words: str) -> str:
 
 
 def reached(mean: Mean) -> str:
-  """A method's retention: `25 %`, or `auto at 0.95: 38 %` where it varies."""
+  """Formats a retention: `25 %`, or `auto at 0.95: 38 %` if automatic."""
   words = f"{mean.budget}: " if mean.automatic else ""
   return f"{words}{share(mean.retention)}"
 
 
 def signed(delta: float | None) -> str:
-  """A difference: `+1.2` or `−3.4`."""
+  """Formats a difference: `+1.2` or `−3.4`."""
   if delta is None:
     return NOTHING
   text = f"{delta:+.1f}".replace("-", "−")
@@ -105,16 +105,16 @@ def signed(delta: float | None) -> str:
 
 
 def interval(bounds: tuple[float, float] | None) -> str:
-  """Two bounds: `93.1–99.0`."""
+  """Formats two bounds: `93.1–99.0`."""
   if bounds is None:
     return NOTHING
   return "–".join(f"{bound:.1f}" for bound in bounds)
 
 
-def give_or_take(mean: Mean) -> str:
-  """A score and half its interval, the longer half: `97.4 ±1.2`.
+def with_uncertainty(mean: Mean) -> str:
+  """Formats a score and the longer half of its interval: `97.4 ±1.2`.
 
-  Where there is nothing beyond the score, the other half: `100.0 −5.6`.
+  If the score is an end of its interval, the sign shows the side: `100.0 −5.6`.
   """
   text = f"{mean.score:.1f}"
   if mean.interval is None:
@@ -126,23 +126,23 @@ def give_or_take(mean: Mean) -> str:
 
 
 def score_name(summary: Summary) -> str:
-  """What the main score is called."""
+  """Returns the name of the main score."""
   return {"passkey": "exact"}.get(summary["benchmark"], "score")
 
 
 def scored(summary: Summary) -> str:
-  """What the main score is the share of."""
-  own = {"passkey": "exact answers", "longbench": "score"}
-  return own.get(summary["benchmark"], "answers found")
+  """Returns what the main score is a share of."""
+  names = {"passkey": "exact answers", "longbench": "score"}
+  return names.get(summary["benchmark"], "answers found")
 
 
 def score_axis(summary: Summary) -> str:
-  """What the main score is, beside a plot."""
+  """Returns the axis label of the main score."""
   return f"{scored(summary)}, mean over tasks (%)"
 
 
 def unit(sizes: Iterable[float]) -> tuple[str, float]:
-  """The unit that shows sizes in few digits, and its bytes."""
+  """Chooses the unit with the fewest digits; returns its name and bytes."""
   largest = max(sizes, default=0)
   for name, size in (("GiB", 2**30), ("MiB", 2**20)):
     if largest >= 10 * size:

@@ -68,11 +68,11 @@ def test_a_conversation_has_room_for_a_retention_of_all_that_is_said():
   (one,) = candidates(["streaming"], [kvjax.Retention(0.75)], going_on)[1:]
   turns = [answering.Prompt([0] * 64, [0] * 32, 4, stays=True)] * 2
   shape = answering.Shape(1, 64, 32)
-  cache = answering._with_room(a_cache(48, plan=one.plan), turns, shape)
+  cache = answering._with_capacity(a_cache(48, plan=one.plan), turns, shape)
   assert [layer.capacity for layer in cache.layers] == [144 + 32 + 4]
   tokens = candidates(["streaming"], [kvjax.Tokens(48)], going_on)[1].plan
   for plan in (None, tokens):
-    cache = answering._with_room(a_cache(48, plan=plan), turns, shape)
+    cache = answering._with_capacity(a_cache(48, plan=plan), turns, shape)
     assert [layer.capacity for layer in cache.layers] == [48 + 2 * (32 + 4)]
 
 

@@ -20,20 +20,20 @@ def test_programs_are_kept_in_the_users_cache_folder(
   settings, monkeypatch, tmp_path
 ):
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-  cli._keep_programs()
+  cli._cache_programs()
   kept = tmp_path / "kvjax" / "programs"
   assert settings.jax_compilation_cache_dir == str(kept)
   assert settings.jax_compilation_cache_max_size == 2**31
   monkeypatch.delenv("XDG_CACHE_HOME")
   monkeypatch.setenv("HOME", "/home/ann")
   settings.jax_compilation_cache_dir = None
-  cli._keep_programs()
+  cli._cache_programs()
   kept = "/home/ann/.cache/kvjax/programs"
   assert settings.jax_compilation_cache_dir == kept
 
 
 def test_where_jax_is_told_it_stays(settings):
   settings.jax_compilation_cache_dir = "gs://bucket/programs"
-  cli._keep_programs()
+  cli._cache_programs()
   assert settings.jax_compilation_cache_dir == "gs://bucket/programs"
   assert not hasattr(settings, "jax_compilation_cache_max_size")

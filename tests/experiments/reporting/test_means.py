@@ -97,4 +97,4 @@ def test_a_score_is_given_or_taken_where_there_is_room(
 ):
   (any_mean,) = found_by(record([answer("full")])).values()
   found = dataclasses.replace(any_mean, score=score, interval=bounds)
-  assert wording.give_or_take(found) == text
+  assert wording.with_uncertainty(found) == text
