@@ -2,20 +2,21 @@
 
   make tpu-compile
 
-fetches libtpu into .libtpu and compiles for chips that are not there: every
-kernel at the sizes that its specs.py names, and for Llama-3.1-8B the prefill of
-a long prompt and the loop that decodes from what it keeps. Prints for every
-chip what programs take of VMEM and HBM and how many bytes they move, and writes
-docs/tpu_compile.md when all is compiled and well. Takes half an hour on an idle
-core and 6 GB.
+fetches libtpu into .libtpu and compiles for chips that need not be attached:
+every kernel at the sizes of its specs.py, and for Llama-3.1-8B the prefill of a
+long prompt and the decoding loop over the compressed cache. The program prints
+the VMEM, HBM and memory traffic of every compiled program per chip, and writes
+docs/tpu_compile.md if all succeed. It takes half an hour on an idle core, and
+6 GB.
 
-Exit code 1, and a line for each: a program does not compile, a kernel declines,
-something does not fit into a chip, or is not with the host where it should be.
+It exits with code 1, and a line for each failure, if a program does not
+compile, a kernel declines, a program does not fit on a chip, or data that
+belong in host memory are not there.
 
     make tpu-compile ARGS=--quick
 
-compiles one use of each kernel's functions, and decoding in a model of two
-layers, for v5e.
+compiles each kernel function once, and decoding in a model of two layers, for
+v5e.
 """
 
 import pathlib
@@ -62,7 +63,7 @@ _OUTPUT = flags.DEFINE_string(
 
 
 def main() -> None:
-  """Checks what can be checked first, then compiles."""
+  """Checks all flags, then compiles."""
   for other in ("chips", "only", "layers"):
     cli.refuse_together("quick", [other], "it chooses for itself")
   wanted = _wanted()
@@ -78,15 +79,15 @@ def main() -> None:
 def _wanted() -> list[Program]:
   if _QUICK.value:
     return quick([*kernel_programs(), *engine_programs(_QUICK_LAYERS)])
-  found = [*kernel_programs(), *engine_programs(_LAYERS.value)]
-  return chosen(found, _ONLY.value)
+  candidates = [*kernel_programs(), *engine_programs(_LAYERS.value)]
+  return chosen(candidates, _ONLY.value)
 
 
 def _chip_names() -> list[str]:
-  """What --chips says.
+  """Parses --chips.
 
   Raises:
-    InputError: a chip that is not known, or none.
+    InputError: a chip is unknown, or there is none.
   """
   known = ", ".join(chips.TOPOLOGIES)
   for name in _CHIPS.value:
@@ -98,12 +99,12 @@ def _chip_names() -> list[str]:
 
 
 def _output() -> pathlib.Path | None:
-  """Where to write, if anywhere."""
+  """Returns the file to write, if any."""
   if _OUTPUT.value is not None:
     return pathlib.Path(_OUTPUT.value)
   parts = ("chips", "only", "layers", "quick")
-  whole = not any(flags.FLAGS[name].present for name in parts)
-  return _PAGE if whole else None
+  complete = not any(flags.FLAGS[name].present for name in parts)
+  return _PAGE if complete else None
 
 
 def _compiled(wanted: Sequence[Program], names: Sequence[str]) -> list[Outcome]:
@@ -122,7 +123,7 @@ def _compiled(wanted: Sequence[Program], names: Sequence[str]) -> list[Outcome]:
         about = f"{name}, {program.kind} {program.name}"
         progress.update(bar, description=about)
         outcomes.append(programs.compiled(program, chip))
-        jax.clear_caches()  # what was traced is large and of no more use
+        jax.clear_caches()  # traced programs are large and not needed again
         progress.advance(bar)
   return outcomes
 

@@ -1,4 +1,4 @@
-"""What experiments there are, a line each."""
+"""The list of experiments, one per line."""
 
 import rich.box
 import rich.console
@@ -8,7 +8,7 @@ from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
 
 
 def terminal() -> rich.console.Group:
-  """A table per paper."""
+  """Formats a table per paper."""
   papers = dict.fromkeys(e.paper for e in EXPERIMENTS.values())
   return rich.console.Group(
     *map(_table, papers),

@@ -1,4 +1,4 @@
-"""What analyses are given, and what they find."""
+"""The inputs and outputs of analyses."""
 
 import types
 from collections.abc import Mapping, Sequence
@@ -10,21 +10,21 @@ from kvjax.experiments.reporting.formats import Table
 from kvjax.experiments.reporting.wording import count
 from kvjax.models.pretrained import Pretrained
 
-# As the paper did, or so that a small model on generated data can follow.
+# The paper's setup, or one for a small model on generated data.
 Scale = Literal["paper", "small"]
 
 _NONE: Mapping[str, Figure] = types.MappingProxyType({})
 
 
 class Subject(NamedTuple):
-  """What is looked at.
+  """The input of an analysis.
 
   Attributes:
     lm: the model.
-    prompts: tokens of each, with its question, by task.
-    lengths: of what is drawn at random, in tokens.
+    prompts: tokens of each prompt, with its question, by task.
+    lengths: lengths of random data in tokens.
     scale: whether budgets are the paper's.
-    seed: of all draws.
+    seed: random seed.
   """
 
   lm: Pretrained
@@ -40,7 +40,7 @@ class Subject(NamedTuple):
 
   @property
   def described(self) -> str:
-    """How many prompts there are, and of how many tokens."""
+    """The number of prompts and their lengths, in words."""
     lengths = [len(row) for row in self.rows]
     span = dict.fromkeys((min(lengths), max(lengths)))
     tokens = " to ".join(f"{length:,}" for length in span)
@@ -48,12 +48,12 @@ class Subject(NamedTuple):
 
 
 class Findings(NamedTuple):
-  """What was found.
+  """The output of an analysis.
 
   Attributes:
-    tables: to be shown.
-    notes: what a reader must know, a sentence each.
-    pictures: by the names of their files.
+    tables: the tables.
+    notes: sentences that a reader needs.
+    pictures: figures by file name.
   """
 
   tables: Sequence[Table]

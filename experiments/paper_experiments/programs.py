@@ -1,4 +1,4 @@
-"""Programs of their own that make experiments."""
+"""Runs other programs as parts of experiments."""
 
 import pathlib
 import subprocess
@@ -11,7 +11,7 @@ from kvjax.experiments.paper_experiments.records import Program
 def chosen(
   programs: Sequence[Program], given: Mapping[str, str]
 ) -> list[Program]:
-  """Those that run, given the user's flags by their names."""
+  """Selects the programs to run for the user's flags."""
   return [
     program
     for program in programs
@@ -21,15 +21,15 @@ def chosen(
 
 
 def folder_of(program: Program, folder: pathlib.Path) -> pathlib.Path:
-  """Where a program writes to, in the folder of its experiment."""
+  """Returns the output folder of a program in that of its experiment."""
   return folder / program.name
 
 
 def command(
   program: Program, folder: pathlib.Path, given: Mapping[str, str]
 ) -> list[str]:
-  """Module and flags; what the user has given goes before what is set here."""
-  own = [
+  """Builds module and flags; the user's flags override those set here."""
+  user_flags = [
     f"--{name}={given[flag]}"
     for flag, name in program.takes.items()
     if flag in given
@@ -38,17 +38,17 @@ def command(
     f"kvjax.experiments.{program.module}",
     f"--output={folder_of(program, folder)}",
     *(argument.format(folder=folder) for argument in program.arguments),
-    *own,
+    *user_flags,
   ]
 
 
 def call(
   program: Program, folder: pathlib.Path, given: Mapping[str, str]
 ) -> None:
-  """Starts it, on the same terminal.
+  """Runs a program on the same terminal.
 
   Raises:
-    SystemExit: it has failed, and said why.
+    SystemExit: the program failed, with its own message.
   """
   run = [sys.executable, "-m", *command(program, folder, given)]
   code = subprocess.run(run).returncode

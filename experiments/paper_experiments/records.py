@@ -1,8 +1,8 @@
-"""What an experiment of a paper is.
+"""The data model of a paper's experiments.
 
-Most compare methods on a benchmark and are data alone: the paper's setup, what
-stands in for it where there is no such model or data, and the numbers that the
-paper prints. The others name a function or a program.
+Most experiments compare methods on a benchmark and are pure data: the paper's
+setup, a substitute without its model or data, and the paper's numbers. The
+others refer to a function or a program.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ Benchmark = Literal["longbench", "ruler", "needle", "passkey", "multiturn"]
 
 
 class Way(NamedTuple):
-  """A method as `kvjax.get_plan` reads it, and its budget unless columns do."""
+  """A method name for `kvjax.get_plan`, and a budget unless columns have it."""
 
   method: str
   budget: Budget | None = None
 
 
 class Place(NamedTuple):
-  """What a column holds fixed; None for what it does not."""
+  """The values that a column fixes; None for those that it does not."""
 
   budget: Budget | None = None
   length: int | None = None
@@ -41,8 +41,8 @@ class Line:
   """A method of a table.
 
   Attributes:
-    name: as the paper has it.
-    paper: what it is here.
+    name: the name in the paper.
+    paper: the method here.
     small: the same with options in tokens scaled down; None leaves it out.
   """
 
@@ -51,7 +51,7 @@ class Line:
   small: Way | None
 
   def at(self, scale: Scale) -> Way | None:
-    """What runs."""
+    """Returns the version for a scale."""
     return self.paper if scale == "paper" else self.small
 
 
@@ -64,7 +64,7 @@ class Column:
   small: Place | None
 
   def at(self, scale: Scale) -> Place | None:
-    """What runs."""
+    """Returns the version for a scale."""
     return self.paper if scale == "paper" else self.small
 
 
@@ -73,9 +73,9 @@ class Average:
   """A mean of the means of groups of tasks; one group is the plain mean.
 
   Attributes:
-    name: what it is called.
-    groups: the tasks.
-    score: which score is averaged.
+    name: the name.
+    groups: the tasks of each group.
+    score: the score to average.
   """
 
   name: str
@@ -84,12 +84,12 @@ class Average:
 
   @property
   def tasks(self) -> list[str]:
-    """Those of all groups."""
+    """The tasks of all groups."""
     return [task for group in self.groups for task in group]
 
 
 class Key(NamedTuple):
-  """What a number is the number of: `what` is an average or a task."""
+  """The place of a number; `what` is an average or a task."""
 
   line: str
   column: str
@@ -98,12 +98,12 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-  """What a paper prints for one of its models, 0 to 100.
+  """A paper's numbers for one of its models, 0 to 100.
 
   Attributes:
-    model: its name.
-    numbers: as printed.
-    doubts: lines whose numbers are misprints or no targets, and why.
+    model: name of the model.
+    numbers: numbers as printed.
+    doubts: lines whose numbers are misprints or no targets, with reasons.
   """
 
   model: str
@@ -113,15 +113,16 @@ class Targets:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-  """What is asked, and when is compressed.
+  """The samples of an experiment, and its schedule.
 
   Attributes:
     benchmark: see `kvjax.experiments.evaluate`.
-    tasks: of RULER or LongBench.
-    lengths: tokens of prompt and answer; of LongBench's prompts the most, or
-      nothing, and none is cut.
-    samples: per task and length, and depth or turn; None for all of LongBench.
-    depths: of needle and passkey.
+    tasks: tasks of RULER or datasets of LongBench.
+    lengths: tokens of prompt and answer; for LongBench, the maximum prompt
+      length, or nothing for no truncation.
+    samples: samples per task and length, and depth or turn; None for all of
+      LongBench.
+    depths: number of depths of needle and passkey.
     schedule: when methods evict.
   """
 
@@ -135,19 +136,19 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """Methods on a benchmark, beside the paper's numbers.
+  """A comparison of methods on a benchmark, with the paper's numbers.
 
   Attributes:
-    name: of the folder and above the table.
+    name: name of the folder and of the table.
     paper: the paper's setup.
-    small: what stands in for it; None leaves the comparison out.
-    protocol: whether the question is known when is compressed.
-    lines: methods.
-    columns: what they are compared at.
-    averages: the paper's own; the first is its headline.
+    small: its substitute; None leaves the comparison out.
+    protocol: whether the question is known before compression.
+    lines: the methods.
+    columns: budgets, lengths or turns to compare at.
+    averages: the paper's averages; the first is its headline.
     targets: its numbers, a record per model.
     quoted: lines of the targets that do not run here.
-    heads: whether each KV head decides, or each query head.
+    heads: whether each KV head selects tokens, or each query head.
     scaling: how `small` follows from `paper`, in words.
   """
 
@@ -164,20 +165,20 @@ class Comparison:
   scaling: str = ""
 
   def setup(self, scale: Scale) -> Setup | None:
-    """What runs."""
+    """Returns the version for a scale."""
     return self.paper if scale == "paper" else self.small
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-  """A measurement that no benchmark makes.
+  """A measurement that no benchmark covers.
 
   Attributes:
-    name: of the folder.
-    run: measures.
-    paper: whose prompts the paper took.
-    small: whose prompts stand in for them. Where there are no tasks, only the
-      lengths count, and all is drawn at random.
+    name: name of the folder.
+    run: the measurement.
+    paper: setup of the paper's prompts.
+    small: setup of substitute prompts. Without tasks, only the lengths count,
+      and the data are random.
     model: whether the model runs.
   """
 
@@ -188,21 +189,20 @@ class Analysis:
   model: bool = True
 
   def setup(self, scale: Scale) -> Setup:
-    """Whose prompts are taken."""
+    """Returns the setup for a scale."""
     return self.paper if scale == "paper" else self.small
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A program of its own that makes a part of an experiment.
+  """A program that runs a part of an experiment.
 
   Attributes:
-    name: of the folder.
-    module: in `experiments`.
-    arguments: what it is called with, beside --output; in them {folder} is that
-      of the experiment.
-    takes: flags that it is called with where the user has given them, and what
-      they are called there.
+    name: name of the folder.
+    module: module in `experiments`.
+    arguments: its arguments besides --output, where {folder} stands for the
+      folder of the experiment.
+    takes: user flags that it accepts, and their names there.
     needs: a flag without which it is left out, or none.
     unless: a flag with which it is left out, or none.
   """
@@ -221,16 +221,16 @@ class Experiment:
 
   Attributes:
     id: such as E5.1.
-    paper: whose.
+    paper: the paper.
     title: what it shows.
-    models: that the paper ran.
-    needs: data beside the model, or nothing.
+    models: the paper's models.
+    needs: data besides the model, or nothing.
     instead: what runs without model and data.
-    minutes: that this takes on two cores, roughly.
-    parts: what runs, either programs alone or none.
-    claims: what the paper says in words.
-    remarks: what a reader of its numbers must know.
-    why_not: why it cannot be run, where it has no parts.
+    minutes: approximate time of this on two cores.
+    parts: its parts, either all programs or none.
+    claims: the paper's statements in words.
+    remarks: facts that a reader of its numbers needs.
+    why_not: why it cannot run, if it has no parts.
   """
 
   id: str

@@ -21,10 +21,10 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 
 
 def find(ids: Sequence[str]) -> list[Experiment]:
-  """The experiments of some ids.
+  """Looks up experiments by id.
 
   Raises:
-    InputError: an id is none.
+    InputError: an id is unknown.
   """
   for name in ids:
     if name not in EXPERIMENTS:

@@ -1,4 +1,4 @@
-"""Runs an experiment and tells what it came to, beside the paper."""
+"""Runs an experiment and reports the results next to the paper's."""
 
 import json
 import pathlib
@@ -29,7 +29,7 @@ _Data = list[dict[str, Any]]
 
 
 class _Report:
-  """Text that goes to a terminal and, as Markdown, into a file."""
+  """A report that goes to the terminal and, as Markdown, to a file."""
 
   def __init__(self, experiment: Experiment, console: rich.console.Console):
     self._console = console
@@ -51,13 +51,13 @@ class _Report:
   def conclude(
     self, experiment: Experiment, folder: pathlib.Path, data: _Data
   ) -> None:
-    """Tells what the paper says, and writes paper.md and paper.json."""
+    """Quotes the paper, and writes paper.md and paper.json."""
     self.quote(experiment)
     folder.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join(self._parts) + "\n"
     reports.write_text(folder / "paper.md", text)
-    found = json.dumps(data, indent=2, ensure_ascii=False)
-    reports.write_text(folder / "paper.json", f"{found}\n")
+    content = json.dumps(data, indent=2, ensure_ascii=False)
+    reports.write_text(folder / "paper.json", f"{content}\n")
     self._console.print(
       f"Written to {folder / 'paper.md'}", markup=False, soft_wrap=True
     )
@@ -70,7 +70,7 @@ class _Report:
 
 
 def refuse(experiment: Experiment, console: rich.console.Console) -> None:
-  """Tells why an experiment cannot be run, and what the paper found."""
+  """Reports why an experiment cannot run, and quotes the paper."""
   report = _Report(experiment, console)
   report.say(f"This cannot be run. {experiment.why_not}")
   report.quote(experiment)
@@ -83,24 +83,28 @@ def call(
   folder: pathlib.Path,
   console: rich.console.Console,
 ) -> None:
-  """Calls the programs that make an experiment, and writes down which.
+  """Runs the programs of an experiment and records their commands.
 
   Args:
-    experiment: all of whose parts are programs.
-    model: what the model is called.
-    given: the user's flags, by their names.
-    folder: to write to.
-    console: told as it goes.
+    experiment: an experiment whose parts are all programs.
+    model: name of the model.
+    given: the user's flags by name.
+    folder: output folder.
+    console: for progress output.
 
   Raises:
-    SystemExit: a program has failed, and said why.
+    SystemExit: a program failed, with its own message.
   """
   report = _Report(experiment, console)
-  own = "model" in given
-  complete = own and (not experiment.needs or {"data", "essay"} & {*given})
+  own_model = "model" in given
+  complete = own_model and (
+    not experiment.needs or {"data", "essay"} & {*given}
+  )
   runs = any("model" in program.takes for program in experiment.programs)
   scale: Scale = "paper" if complete else "small"
-  report.say(circumstances(experiment, model if runs else None, own, scale))
+  report.say(
+    circumstances(experiment, model if runs else None, own_model, scale)
+  )
   data: _Data = []
   for program in programs.chosen(experiment.programs, given):
     line = shlex.join(programs.command(program, folder, given))
@@ -119,10 +123,10 @@ def run(
   """Runs all parts, shows them, and writes paper.md and paper.json.
 
   Args:
-    experiment: none of whose parts is a program.
-    session: with what.
-    folder: to write to.
-    console: told as it goes.
+    experiment: an experiment without programs.
+    session: model, data and settings.
+    folder: output folder.
+    console: for progress output.
 
   Raises:
     InputError: see `running`.
@@ -139,21 +143,21 @@ def run(
       data += _comparison(part, session, folder, report)
     else:
       with console.status(f"Measuring {part.name}"):
-        found = running.analyze(part, session, folder)
-      data += _analysis(part, found, session, report)
+        findings = running.analyze(part, session, folder)
+      data += _analysis(part, findings, session, report)
   report.conclude(experiment, folder, data)
 
 
 def circumstances(
   experiment: Experiment, model: str | None, own_model: bool, scale: Scale
 ) -> str:
-  """Whose model and data these are, and what may be compared.
+  """Describes the model and data, and what may be compared.
 
   Args:
-    experiment: what is run.
-    model: what the model is called; None where none runs.
-    own_model: whether the user has named it.
-    scale: at which it runs.
+    experiment: the experiment.
+    model: name of the model; None if no model runs.
+    own_model: whether the user chose the model.
+    scale: scale of the experiment.
   """
   ran = f"The paper ran {experiment.models}"
   if experiment.needs:
@@ -175,48 +179,48 @@ def circumstances(
 def _comparison(
   part: Comparison, session: Session, folder: pathlib.Path, report: _Report
 ) -> _Data:
-  compared = running.compare(part, session, folder)
-  if compared is None:
+  result = running.compare(part, session, folder)
+  if result is None:
     report.say(f"{part.name} is left out: only the paper's models reach it.")
     return []
-  found = compared.comparison
-  for table in compare_to_paper.tables(found):
+  compared = result.comparison
+  for table in compare_to_paper.tables(compared):
     report.show(table)
-  for line in compare_to_paper.orders(found):
+  for line in compare_to_paper.orders(compared):
     report.say(line)
-  report.say(compare_to_paper.methods(found))
-  if found.scale == "small" and part.scaling:
+  report.say(compare_to_paper.methods(compared))
+  if compared.scale == "small" and part.scaling:
     report.say(part.scaling)
   doubts = {
     f"{line}?: {why}."
     for targets in part.targets
     for line, why in targets.doubts.items()
   }
-  for text in [*sorted(doubts), *compared.notes]:
+  for text in [*sorted(doubts), *result.notes]:
     report.say(text)
   return [
-    {"part": part.name, **cell} for cell in compare_to_paper.as_data(found)
+    {"part": part.name, **cell} for cell in compare_to_paper.as_data(compared)
   ]
 
 
 def _analysis(
   part: Analysis,
-  found: Findings,
+  findings: Findings,
   session: Session,
   report: _Report,
 ) -> _Data:
-  for table in found.tables:
+  for table in findings.tables:
     report.show(table)
-  for name in found.pictures:
+  for name in findings.pictures:
     report.picture(name)
   settings = session.settings
   device = reports.device(session.devices)
   versions = wording.versions({"versions": reports.versions()})
   how = f"Seed {settings.seed}, {settings.dtype} on {device}; {versions}."
-  for note in [*found.notes, how]:
+  for note in [*findings.notes, how]:
     report.say(note)
   return [
     {"part": part.name, "title": table.title}
     | {"header": list(table.header), "lines": [list(x) for x in table.lines]}
-    for table in found.tables
+    for table in findings.tables
   ]

@@ -35,17 +35,17 @@ from kvjax.models.pretrained import Pretrained
 
 
 class Session(NamedTuple):
-  """What all parts share.
+  """The model, data and settings that all parts share.
 
   Attributes:
     lm: the model.
-    devices: how many it runs on.
-    own_model: whether the user has named it.
+    devices: number of its devices.
+    own_model: whether the user chose the model.
     settings: model, dtype and seed, as all answers share them.
     batch: contexts per prefill.
     sources: the user's data.
-    samples: per task and length, in place of a setup's.
-    length: of prompts, likewise.
+    samples: samples per task and length, instead of the setup's.
+    length: prompt length, instead of the setup's.
   """
 
   lm: Pretrained
@@ -59,7 +59,7 @@ class Session(NamedTuple):
 
 
 class Compared(NamedTuple):
-  """What a comparison has come to.
+  """The result of a comparison.
 
   Attributes:
     comparison: our numbers and the paper's.
@@ -73,16 +73,16 @@ class Compared(NamedTuple):
 def scale_of(
   part: Comparison | Analysis, own_model: bool, sources: Sources
 ) -> Scale:
-  """The paper's only with a model of the user's, and with what it is asked."""
+  """Returns the paper's scale only if the user provides model and data."""
   missing = part.paper.benchmark == "longbench" and sources.data is None
   return "small" if missing or not own_model else "paper"
 
 
 def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
-  """What a part asks, with what the user wants in its place.
+  """Returns the setup of a part, with the user's overrides.
 
   Raises:
-    InputError: the part's columns are lengths, and the user names one.
+    InputError: the part compares lengths, and the user chose one.
   """
   scale = scale_of(part, session.own_model, session.sources)
   setup = part.setup(scale)
@@ -105,10 +105,10 @@ def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
 def compare(
   comparison: Comparison, session: Session, folder: pathlib.Path
 ) -> Compared | None:
-  """Answers the comparison's samples into a folder, or goes on there.
+  """Runs the comparison's samples into a folder, or resumes there.
 
   Returns:
-    None where nothing stands in for the paper's setup.
+    None if there is no substitute for the paper's setup.
 
   Raises:
     InputError: see `draw` and `runs.answer`.
@@ -130,37 +130,37 @@ def compare(
     schedule=str(setup.schedule),
     heads=f"{comparison.heads} head",
   )
-  own = folder / folder_name(f"{comparison.name} {setup.benchmark}")
+  run_folder = folder / folder_name(f"{comparison.name} {setup.benchmark}")
   run = runs.answer(
     session.lm,
     session.devices,
     chosen(cells),
     drawn.samples,
     settings,
-    own,
+    run_folder,
     session.batch,
     began,
   )
   run.summary["about"] = dict(drawn.about)
-  reports.write_run(own, run.summary)
-  found = compare_to_paper(comparison, scale, cells, run.summary["rows"])
+  reports.write_run(run_folder, run.summary)
+  compared = compare_to_paper(comparison, scale, cells, run.summary["rows"])
   notes += [
     *drawn.notes,
     f"{wording.title(run.summary)}. {wording.circumstances(run.summary)}",
-    f"{run}; all in {own}.",
+    f"{run}; all in {run_folder}.",
   ]
-  return Compared(found, notes)
+  return Compared(compared, notes)
 
 
 def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:
-  """Leaves out lengths that the model's context has no room for, and says so.
+  """Drops lengths that exceed the model's context, with a note.
 
-  LongBench's prompts are cut to what there is room for. Where there is room for
-  no length, or the user has named one, all stay, to be refused; so they do
-  where nothing is asked.
+  LongBench's prompts are truncated instead. If no length fits, or the user
+  chose one, all remain and are rejected later. They also remain if there are no
+  tasks.
   """
-  left = [n for n in setup.lengths if not _has_room(session.lm, n)]
-  if not left or session.length is not None or not setup.tasks:
+  too_long = [n for n in setup.lengths if not _fits_context(session.lm, n)]
+  if not too_long or session.length is not None or not setup.tasks:
     return setup, []
   context = session.lm.config.geometry.max_positions
   longer = f"longer than the context of this model, {context} tokens"
@@ -168,12 +168,12 @@ def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:
     limit = longbench.usual_limit(context)
     note = f"Prompts are cut to {limit} tokens; the experiment's are {longer}."
     return dataclasses.replace(setup, lengths=(limit,)), [note]
-  kept = tuple(n for n in setup.lengths if n not in left)
+  kept = tuple(n for n in setup.lengths if n not in too_long)
   if not kept:
     return setup, []
   note = (
-    f"{', '.join(map(str, left))} tokens are left out: with the chat template "
-    f"they are {longer}."
+    f"{', '.join(map(str, too_long))} tokens are left out: with the chat "
+    f"template they are {longer}."
   )
   return dataclasses.replace(setup, lengths=kept), [note]
 
@@ -181,46 +181,48 @@ def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:
 def analyze(
   analysis: Analysis, session: Session, folder: pathlib.Path
 ) -> Findings:
-  """Measures, and writes the pictures."""
+  """Runs an analysis and writes its plots."""
   scale = scale_of(analysis, session.own_model, session.sources)
   setup = setup_of(analysis, session)
   assert setup is not None
   setup, notes = within_context(setup, session)
   seed, sources = session.settings.seed, session.sources
   rows = prompts(setup, scale, session.lm, sources, seed)
-  found = analysis.run(Subject(session.lm, rows, setup.lengths, scale, seed))
-  found = found._replace(notes=[*notes, *found.notes])
-  for name, figure in found.pictures.items():
+  findings = analysis.run(Subject(session.lm, rows, setup.lengths, scale, seed))
+  findings = findings._replace(notes=[*notes, *findings.notes])
+  for name, figure in findings.pictures.items():
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(png(figure))
-  return found
+  return findings
 
 
 def cells_of(comparison: Comparison, scale: Scale, setup: Setup) -> Cells:
-  """The candidate of every line in every column that the setup has.
+  """Builds the candidate of every cell that the setup includes.
 
   Raises:
     InputError: a method is not defined for the schedule or the budget.
   """
-  own = comparison.heads == "query"
+  per_query_head = comparison.heads == "query"
   return {
-    (line, column): _candidate(line, column, scale, setup, own)
+    (line, column): _candidate(line, column, scale, setup, per_query_head)
     for line in comparison.lines
     for column in comparison.columns
   }
 
 
 def chosen(cells: Cells) -> list[Candidate]:
-  """The candidates of all cells, each once, the full cache first."""
-  found: dict[tuple[str, str], Candidate] = {}
+  """Lists the distinct candidates of all cells, the full cache first."""
+  distinct: dict[tuple[str, str], Candidate] = {}
   for candidate in cells.values():
     if candidate is not None:
-      found[candidate.method, candidate.budget] = candidate
-  return sorted(found.values(), key=lambda candidate: candidate.method != FULL)
+      distinct[candidate.method, candidate.budget] = candidate
+  return sorted(
+    distinct.values(), key=lambda candidate: candidate.method != FULL
+  )
 
 
 def folder_name(name: str) -> str:
-  """A part's name as a folder's."""
+  """Converts the name of a part to a folder name."""
   return name.lower().replace(",", "").replace(" ", "_")
 
 
@@ -229,7 +231,7 @@ def _candidate(
   column: Column,
   scale: Scale,
   setup: Setup,
-  own: bool,
+  per_query_head: bool,
 ) -> Candidate | None:
   way, place = line.at(scale), column.at(scale)
   if way is None or place is None:
@@ -237,10 +239,10 @@ def _candidate(
   if place.length not in (None, *setup.lengths):
     return None
   budget = way.budget or place.budget or kvjax.Retention(1.0)
-  return candidates([way.method], [budget], setup.schedule, own)[-1]
+  return candidates([way.method], [budget], setup.schedule, per_query_head)[-1]
 
 
-def _has_room(lm: Pretrained, length: int) -> bool:
+def _fits_context(lm: Pretrained, length: int) -> bool:
   try:
     inputs.check_lengths(lm, [length])
   except InputError:

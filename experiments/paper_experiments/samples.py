@@ -30,11 +30,11 @@ _TURNS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-  """What the user has.
+  """The user's data.
 
   Attributes:
     data: files of LongBench or RULER.
-    texts: what RULER's tasks are made of.
+    texts: texts of RULER's tasks.
   """
 
   data: pathlib.Path | None = None
@@ -42,13 +42,13 @@ class Sources:
 
 
 class Drawn(NamedTuple):
-  """What is asked.
+  """The samples of a setup.
 
   Attributes:
-    samples: of each task and length.
-    data: where their texts come from.
-    notes: a line each about what is left out.
-    about: what else a report says about them.
+    samples: samples of each task and length.
+    data: sources of their texts.
+    notes: one line for each omission.
+    about: more facts about the samples for reports.
   """
 
   samples: Samples
@@ -60,10 +60,10 @@ class Drawn(NamedTuple):
 def draw(
   setup: Setup, scale: Scale, lm: Pretrained, sources: Sources, seed: int
 ) -> Drawn:
-  """The samples that a setup names.
+  """Draws the samples of a setup.
 
-  At the small scale every prompt has the chat template around it, which is
-  what the bundled model knows; else each benchmark's own rule holds.
+  At the small scale every prompt has the chat template, which the bundled model
+  needs. Otherwise each benchmark's own rule applies.
 
   Raises:
     InputError: a length is too short for a task or longer than the model's
@@ -86,14 +86,14 @@ def draw(
 def prompts(
   setup: Setup, scale: Scale, lm: Pretrained, sources: Sources, seed: int
 ) -> dict[str, list[list[int]]]:
-  """Tokens of a setup's prompts with their questions, by task."""
-  found: dict[str, list[list[int]]] = {}
+  """Encodes the prompts of a setup with their questions, by task."""
+  by_task: dict[str, list[list[int]]] = {}
   if not setup.tasks:
-    return found
+    return by_task
   for part, drawn in draw(setup, scale, lm, sources, seed).samples.items():
     rows = [Prompt.of_sample(lm.tokenizer, s).prefilled for s in drawn]
-    found.setdefault(part.task, []).extend(rows)
-  return found
+    by_task.setdefault(part.task, []).extend(rows)
+  return by_task
 
 
 def _draw(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
@@ -105,7 +105,7 @@ def _draw(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
     case "ruler":
       return _ruler(setup, lm, sources, seed)
     case "multiturn":
-      found = multiturn.samples(
+      drawn = multiturn.samples(
         lengths, _TURNS, number, seed, lm.tokenizer, "conversation"
       )
     case "needle" | "passkey":
@@ -114,27 +114,28 @@ def _draw(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
         "passkey": grids.passkey_samples,
       }[setup.benchmark]
       depths = grids.even_depths(setup.depths)
-      found = draw(lengths, depths, number, seed, count)
-  return Drawn(found, {"essay": prose.SOURCE})
+      drawn = draw(lengths, depths, number, seed, count)
+  return Drawn(drawn, {"essay": prose.SOURCE})
 
 
 def _longbench(setup: Setup, lm: Pretrained, sources: Sources) -> Drawn:
-  """The sets that there are.
+  """Draws the available datasets of LongBench.
 
   Raises:
-    InputError: there is none, or see `longbench.samples`.
+    InputError: none is available, or see `longbench.samples`.
   """
   path = sources.data
   assert path is not None
-  valid = longbench_files.find(path, longbench_sets.NAMES)
-  there = [name for name in setup.tasks if name in valid]
-  if not there:
+  available = longbench_files.find(path, longbench_sets.NAMES)
+  chosen = [name for name in setup.tasks if name in available]
+  if not chosen:
     raise InputError(
-      f"{path} has no {' or '.join(setup.tasks)}; it holds {', '.join(valid)}."
+      f"{path} has no {' or '.join(setup.tasks)}; it holds "
+      f"{', '.join(available)}."
     )
   limit = setup.lengths[0] if setup.lengths else sys.maxsize
-  drawn = longbench.samples(path, there, limit, lm.tokenizer, setup.samples)
-  missing = [name for name in setup.tasks if name not in there]
+  drawn = longbench.samples(path, chosen, limit, lm.tokenizer, setup.samples)
+  missing = [name for name in setup.tasks if name not in chosen]
   notes = [f"{path} has no {', '.join(missing)}; left out."] if missing else []
   about = longbench.provenance(drawn)
   return Drawn(drawn, {"files": data_name(path)}, notes, about)
@@ -147,7 +148,7 @@ def _ruler(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
     )
     return Drawn(drawn, {"files": data_name(sources.data)})
   choice = ruler.choose(setup.tasks, sources.texts)
-  made = ruler.samples(
+  drawn = ruler.samples(
     choice.tasks,
     setup.lengths,
     setup.samples or 0,
@@ -155,4 +156,4 @@ def _ruler(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
     lm.tokenizer.count,
     sources.texts,
   )
-  return Drawn(made, choice.data, choice.notes)
+  return Drawn(drawn, choice.data, choice.notes)

@@ -17,25 +17,25 @@ from kvjax.experiments.tasks import needles
 from kvjax.options.budgets import Budget
 from kvjax.options.schedules import WHOLE, Schedule
 
-# In LongBench's order, which is that of the papers' tables.
+# In LongBench's order, like the papers' tables.
 ALL_21 = tuple(SETS)
 ENGLISH_16 = tuple(s for s in SETS if SETS[s].language == "English")
 
-# What the bundled model can answer of RULER.
+# The tasks of RULER that the bundled model can answer.
 NEEDLES = tuple(needles.TASKS)
-# In prose; they stand in for LongBench.
+# Needle tasks in prose, the substitute for LongBench.
 FOUR_NEEDLES = suite.DEFAULT
 
 ON_NEEDLES = "four needle tasks of 1,024 tokens"
 
 
 def of_category(*categories: Category) -> tuple[str, ...]:
-  """English sets of LongBench."""
+  """Lists the English datasets of LongBench in some categories."""
   return tuple(s for s in ENGLISH_16 if SETS[s].category in categories)
 
 
 def plain(name: str, tasks: tuple[str, ...], score: str = "score") -> Average:
-  """The mean of all tasks."""
+  """Defines the mean of all tasks."""
   return Average(name, (tasks,), score)
 
 
@@ -45,14 +45,14 @@ def longbench(
   schedule: Schedule = WHOLE,
   samples: int | None = None,
 ) -> Setup:
-  """LongBench as a paper asks it; prompts have `limit` tokens at most."""
+  """Defines LongBench as in a paper, with prompts of at most `limit` tokens."""
   return Setup("longbench", tasks, (limit,), samples, schedule=schedule)
 
 
 def four_needles(
   schedule: Schedule = WHOLE, samples: int = 4, length: int = 1024
 ) -> Setup:
-  """What stands in for LongBench."""
+  """Defines the substitute for LongBench."""
   return Setup("ruler", FOUR_NEEDLES, (length,), samples, schedule=schedule)
 
 
@@ -61,27 +61,27 @@ def ruler(
   samples: int,
   tasks: tuple[str, ...] = TASKS,
 ) -> Setup:
-  """RULER as a paper asks it; by default all of its tasks."""
+  """Defines RULER as in a paper, by default with all tasks."""
   return Setup("ruler", tasks, lengths, samples)
 
 
 def prose(length: int, samples: int) -> Setup:
-  """Prompts of prose with a needle, for analyses."""
+  """Defines prompts of prose with a needle, for analyses."""
   return Setup("ruler", ("niah_single_2",), (length,), samples)
 
 
 def at_random(*lengths: int) -> Setup:
-  """Lengths alone, for analyses of what is drawn at random."""
+  """Defines lengths only, for analyses of random data."""
   return Setup("ruler", (), lengths, 0)
 
 
 def lines(methods: Mapping[str, Sequence[str]]) -> tuple[Line, ...]:
-  """Methods by the paper's names; of two names the second is the small one."""
-  found = []
+  """Defines lines by the paper's names; a second method is the small one."""
+  result = []
   for name, method in methods.items():
     paper, small = (method, method) if isinstance(method, str) else method
-    found.append(Line(name, Way(paper), Way(small)))
-  return tuple(found)
+    result.append(Line(name, Way(paper), Way(small)))
+  return tuple(result)
 
 
 def fixed(
@@ -91,15 +91,15 @@ def fixed(
   small: Budget | None = None,
   small_method: str | None = None,
 ) -> Line:
-  """A method with a budget of its own; without a small one it is left out."""
-  own = None if small is None else Way(small_method or method, small)
-  return Line(name, Way(method, budget), own)
+  """Defines a line with its own budget; without a small one it is left out."""
+  small_way = None if small is None else Way(small_method or method, small)
+  return Line(name, Way(method, budget), small_way)
 
 
 def budgets(
   columns: Mapping[str, tuple[Budget, Budget | None]],
 ) -> tuple[Column, ...]:
-  """Columns of budgets, the paper's and the small ones."""
+  """Defines columns of budgets, the paper's and the small ones."""
   return tuple(
     Column(name, Place(paper), None if small is None else Place(small))
     for name, (paper, small) in columns.items()
@@ -109,7 +109,7 @@ def budgets(
 def lengths(
   columns: Mapping[str, tuple[int, int | None]],
 ) -> tuple[Column, ...]:
-  """Columns of lengths, likewise."""
+  """Defines columns of lengths, the paper's and the small ones."""
   return tuple(
     Column(
       name,

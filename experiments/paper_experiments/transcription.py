@@ -1,4 +1,4 @@
-"""Tables of numbers as papers print them."""
+"""Parses tables of numbers as papers print them."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,12 @@ from kvjax.experiments.paper_experiments.records import Key
 
 
 def across(text: str, columns: Sequence[str], what: str) -> dict[Key, float]:
-  """A line per method, a number per column.
+  """Parses a table with a line per method and a number per column.
 
   Args:
-    text: lines such as `SnapKV | 39.60 45.18`, with - for what is missing.
-    columns: what the numbers of a line belong to.
-    what: the average or the task that they are.
+    text: lines such as `SnapKV | 39.60 45.18`, with - for missing numbers.
+    columns: names of the columns.
+    what: the average or task of the numbers.
   """
   return {
     Key(line, column, what): number
@@ -21,7 +21,7 @@ def across(text: str, columns: Sequence[str], what: str) -> dict[Key, float]:
 
 
 def by_task(text: str, line: str, whats: Sequence[str]) -> dict[Key, float]:
-  """One method: a line per column, a number per task or average."""
+  """Parses a method's table with a line per column, a number per task."""
   return {
     Key(line, column, what): number
     for column, numbers in _lines(text)
@@ -30,19 +30,19 @@ def by_task(text: str, line: str, whats: Sequence[str]) -> dict[Key, float]:
 
 
 def scaled(numbers: dict[Key, float], factor: float) -> dict[Key, float]:
-  """Numbers that are printed as shares, in per cent; to two places."""
+  """Converts shares to percent, rounded to two places."""
   return {key: round(value * factor, 2) for key, value in numbers.items()}
 
 
 def _lines(text: str) -> list[tuple[str, list[str]]]:
-  """Names and numbers; a line without a name goes on with the one before."""
-  found: list[tuple[str, list[str]]] = []
+  """Splits names and numbers; a line without a name continues the last one."""
+  named_lines: list[tuple[str, list[str]]] = []
   for row in text.strip().splitlines():
     name, bar, numbers = row.rpartition("|")
     if bar:
-      found.append((name.strip(), []))
-    found[-1][1].extend(numbers.split())
-  return found
+      named_lines.append((name.strip(), []))
+    named_lines[-1][1].extend(numbers.split())
+  return named_lines
 
 
 def _paired(

@@ -1,1 +1,1 @@
-"""Programs compiled for TPUs, and what the compiler says they take."""
+"""Compiles programs for TPUs and analyzes the compiled code."""

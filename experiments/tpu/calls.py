@@ -1,7 +1,7 @@
-"""A function that calls compiled programs one after another, measured whole.
+"""Measures a function that calls several compiled programs in sequence.
 
-Each different program is compiled once. What is in memory at the worst moment
-is counted from when arrays are made and last read.
+Each distinct program is compiled once. The peak memory follows from the times
+at which arrays are created and last read.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 from kvjax.experiments.tpu.footprints import Footprint
 from kvjax.placement import is_on_host
 
-# Opens contexts such as a mesh.
+# Opens contexts, such as a mesh.
 Within = Callable[[], AbstractContextManager[None]]
 
 
@@ -25,11 +25,11 @@ class Called(NamedTuple):
   """A call of a compiled program.
 
   Attributes:
-    name: of the function that was compiled.
-    footprint: what it takes by itself.
+    name: name of the compiled function.
+    footprint: footprint of the program itself.
     arguments: the arrays that it reads.
-    results: the arrays that it makes.
-    reused: for each result, the argument whose memory it takes, if any.
+    results: the arrays that it creates.
+    reused: for each result, the argument whose memory it reuses, if any.
   """
 
   name: str
@@ -40,13 +40,13 @@ class Called(NamedTuple):
 
 
 class Calls(NamedTuple):
-  """What a function calls.
+  """The calls of a function.
 
   Attributes:
-    calls: in their order.
-    shapes: of all arrays, with where they are.
-    given: the arrays that the function takes.
-    returned: those that it returns.
+    calls: the calls in order.
+    shapes: shapes of all arrays, with their sharding.
+    given: the arguments of the function.
+    returned: its results.
   """
 
   calls: tuple[Called, ...]
@@ -61,14 +61,13 @@ def compile_calls(
   place: Sharding,
   within: Within = contextlib.nullcontext,
 ) -> Calls:
-  """Compiles what a traced function calls, the result of one for the next.
+  """Compiles the calls of a traced function, from the results of earlier ones.
 
   Args:
-    jaxpr: the function, traced.
-    given: what it takes, with where that is.
-    place: where arrays are that the function makes itself, outside of all
-      programs.
-    within: opens the contexts that the function was traced in.
+    jaxpr: the traced function.
+    given: shapes and sharding of its arguments.
+    place: sharding of arrays that the function creates outside of all programs.
+    within: opens the contexts in which the function was traced.
   """
   shapes: dict[Var, jax.ShapeDtypeStruct] = {}
   program = jaxpr.jaxpr
@@ -101,13 +100,13 @@ def compile_calls(
 
 
 def measure_calls(calls: Calls, awaited: str) -> Footprint:
-  """What a function takes that calls programs one after another.
+  """Computes the footprint of a function that calls programs in sequence.
 
   Args:
     calls: the programs.
-    awaited: name of the program that the function waits for, each time: when it
-      is called again, what was called before it has been computed, and what was
-      called after it may not have been. Two such stretches can be in memory.
+    awaited: name of the program that the function waits for each time. When it
+      is called again, the programs before its last call have finished, while
+      those after it may still run. Two such stretches can be in memory.
   """
   stretch, numbers = 0, []
   for call in calls.calls:
@@ -117,7 +116,7 @@ def measure_calls(calls: Calls, awaited: str) -> Footprint:
   footprints = {id(x.footprint): x.footprint for x in calls.calls}.values()
 
   def peak(first: int) -> int:
-    """Of a stretch and the next: all arrays, and a program's temporary ones."""
+    """Computes the peak of a stretch and the next, with temporary arrays."""
     here = (first, first + 1)
     alive = sum(
       each.size
@@ -157,11 +156,11 @@ def _compile(equation: Any, inputs: Sequence[Any], within: Within) -> _Compiled:
   donated = equation.params.get("donated_invars", ())
 
   def alone(*arguments: Any) -> Any:
-    found = equation.primitive.bind(*arguments, **equation.params)
-    return found if equation.primitive.multiple_results else [found]
+    results = equation.primitive.bind(*arguments, **equation.params)
+    return results if equation.primitive.multiple_results else [results]
 
   run = alone if inner is None else jaxpr_as_fun(inner)
-  numbers = tuple(i for i, own in enumerate(donated) if own)
+  numbers = tuple(i for i, is_donated in enumerate(donated) if is_donated)
   with within():
     traced = jax.jit(run, donate_argnums=numbers).trace(*inputs)
     lowered = traced.lower()
@@ -171,7 +170,7 @@ def _compile(equation: Any, inputs: Sequence[Any], within: Within) -> _Compiled:
 
 
 def _key(equation: Any, inputs: Sequence[jax.ShapeDtypeStruct]) -> Any:
-  """What calls of one program have in common."""
+  """Returns the key that identifies a program."""
   places = tuple((x.shape, x.dtype, x.sharding) for x in inputs)
   inner = equation.params.get("jaxpr")
   if inner is None:
@@ -186,13 +185,13 @@ def _call(
 ) -> Called:
   invars = equation.invars
   donated = equation.params.get("donated_invars", (False,) * len(invars))
-  free = [x for x, own in zip(invars, donated, strict=True) if own]
+  free = [x for x, d in zip(invars, donated, strict=True) if d]
 
   def reuse(result: Var) -> Var | None:
     wanted = shapes[result]
     for each in free:
-      own = shapes[each]
-      if (own.shape, own.dtype) == (wanted.shape, wanted.dtype):
+      shape = shapes[each]
+      if (shape.shape, shape.dtype) == (wanted.shape, wanted.dtype):
         free.remove(each)
         return each
     return None
@@ -207,7 +206,7 @@ def _call(
 
 
 class _Buffer(NamedTuple):
-  """Memory that arrays take one after another, and when it is in use."""
+  """Memory that arrays use in sequence, and its lifetime."""
 
   size: int
   start: int
@@ -215,11 +214,11 @@ class _Buffer(NamedTuple):
 
 
 def _buffers(calls: Calls, numbers: Sequence[int]) -> Iterator[_Buffer]:
-  """All memory that outlives a program.
+  """Yields all memory that outlives a program.
 
   Args:
     calls: the programs.
-    numbers: the stretch that each is called in.
+    numbers: the stretch of each call.
   """
   last = max(numbers)
   owner = {variable: variable for variable in calls.given}
@@ -229,8 +228,8 @@ def _buffers(calls: Calls, numbers: Sequence[int]) -> Iterator[_Buffer]:
       owner[result] = result if reused is None else owner[reused]
       start.setdefault(owner[result], number)
     for variable in (*call.arguments, *call.results):
-      own = owner[variable]
-      end[own] = max(end.get(own, 0), number)
+      buffer = owner[variable]
+      end[buffer] = max(end.get(buffer, 0), number)
   for variable in calls.returned:
     end[owner[variable]] = last
   for variable in start:
@@ -238,7 +237,7 @@ def _buffers(calls: Calls, numbers: Sequence[int]) -> Iterator[_Buffer]:
 
 
 def _nbytes(calls: Calls, variables: Any) -> int:
-  """Bytes of a device's share of arrays in its memory."""
+  """Counts the bytes of a device's shard of arrays in its memory."""
   shapes = [calls.shapes[x] for x in variables]
   return sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

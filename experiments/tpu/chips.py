@@ -1,4 +1,4 @@
-"""TPU chips that programs are compiled for without having one."""
+"""TPU chips to compile for without attached hardware."""
 
 import dataclasses
 import importlib.util
@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh
 from kvjax.cache.layers import AXES
 from kvjax.errors import InputError
 
-# Smallest pieces of each kind that hold an 8B model in bfloat16 with room to
-# spare, as libtpu names them. Of tpu7x a chip is two devices.
+# The smallest topologies, by libtpu's names, that fit an 8B model in bfloat16
+# with memory to spare. A tpu7x chip is two devices.
 TOPOLOGIES = {
   "v5e": "v5e:2x4",
   "v5p": "v5p:2x2x1",
@@ -23,29 +23,29 @@ TOPOLOGIES = {
   "tpu7x": "tpu7x:1x1x1",
 }
 
-# libtpu takes these from the machine that it runs on, which is no TPU host.
+# libtpu reads these from its machine, which is no TPU host here.
 _ENVIRONMENT = {
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_ACCELERATOR_TYPE": "v5litepod-8",
   "TPU_WORKER_HOSTNAMES": "localhost",
-  # Compiling shares nothing that two processes could not use at once.
+  # Compiling uses no hardware, so several processes may load libtpu.
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """A kind of chip, and some of them joined.
+  """A kind of chip, and a topology of several.
 
-  Sizes are those of a device as JAX counts them: the two cores of a v5p are
-  one, those of a tpu7x are two.
+  Sizes are per JAX device: the two cores of a v5p are one device, those of a
+  tpu7x are two.
 
   Attributes:
     name: one of `TOPOLOGIES`.
-    devices: those of the topology; programs can be compiled for them alone.
+    devices: devices of the topology, which can only be compiled for.
     hbm_bytes: memory of a device.
     vmem_bytes: fast memory of a core.
-    bytes_per_second: between a device and its memory.
+    bytes_per_second: bandwidth between a device and its memory.
   """
 
   name: str
@@ -56,7 +56,7 @@ class Chip:
 
   @classmethod
   def load(cls, name: str) -> "Chip":
-    """The chip of that name, with the facts that JAX has about it."""
+    """Loads the chip of a name with JAX's facts about it."""
     topology = topologies.get_topology_desc(
       platform="tpu", topology_name=TOPOLOGIES[name]
     )
@@ -73,25 +73,25 @@ class Chip:
 
   @property
   def topology(self) -> str:
-    """What libtpu calls the devices."""
+    """Libtpu's name of the topology."""
     return TOPOLOGIES[self.name]
 
   @property
   def mesh(self) -> Mesh:
-    """All devices along "model"."""
+    """A mesh of all devices along "model"."""
     return _mesh(self.devices)
 
   @property
   def lone(self) -> Mesh:
-    """One device."""
+    """A mesh of one device."""
     return _mesh(self.devices[:1])
 
 
 def prepare_libtpu() -> None:
-  """Makes libtpu load where there is no TPU; to be called before `Chip.load`.
+  """Makes libtpu load without a TPU; call it before `Chip.load`.
 
   Raises:
-    InputError: there is no libtpu.
+    InputError: libtpu is not installed.
   """
   if importlib.util.find_spec("libtpu") is None:
     raise InputError(

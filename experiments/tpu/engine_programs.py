@@ -1,4 +1,4 @@
-"""The engine's prefill and decoding loop for an 8B model on joined chips."""
+"""The engine's prefill and decoding loop for an 8B model on several chips."""
 
 import contextlib
 import dataclasses
@@ -30,19 +30,20 @@ from kvjax.models.language_model import DecoderModel
 from kvjax.placement import DEVICE, HOST, is_on_host
 
 _DECODING = kvjax.Decoding(max_new_tokens=128)
-# What a prefill waits for in every layer; see `kvjax.engine.prefill`.
+# The program that a prefill waits for in every layer; see
+# `kvjax.engine.prefill`.
 LAYER = "_forward_layer"
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-  """A method at work.
+  """A method at a size.
 
   Attributes:
-    name: of the method.
-    shapes: how much of how much it keeps or reads.
-    plan: the method itself.
-    tokens: of the prompt, which is the only one.
+    name: name of the method.
+    shapes: how many of how many tokens it keeps or reads, in words.
+    plan: the plan.
+    tokens: length of the single prompt.
   """
 
   name: str
@@ -69,7 +70,7 @@ KEYDIFF_IN_INT8 = Use(
   kvjax.get_plan("keydiff", kvjax.Retention(0.25), kv_dtype="int8"),
   32_768,
 )
-# Heads keep different numbers: a cache in pages.
+# Heads with different numbers of tokens: a paged cache.
 ADAKV_IN_INT8 = Use(
   "ada/snapkv",
   "25 % of 32,768 tokens, in int8",
@@ -85,10 +86,10 @@ CTKVR = Use(
 
 
 def engine_programs(layers: int) -> Iterator[Program]:
-  """Prefills, and decoding from what they leave.
+  """Yields prefills, and decoding from their caches.
 
   Args:
-    layers: of the model.
+    layers: number of layers of the model.
   """
   for use in (COMPACTOR, KEYDIFF):
     yield _program("prefill", use, lower_prefill, layers)
@@ -108,19 +109,19 @@ def _program(
 
 
 def lower_prefill(use: Use, layers: int, chip: Chip) -> Lowered:
-  """The programs that `kvjax.prefill` calls, one after another.
+  """Traces the programs that `kvjax.prefill` calls in sequence.
 
-  They are traced now, and lowered when they are measured: where the results of
-  one are, which another takes, is known when it has been compiled.
+  They are lowered when they are measured, since the sharding of one program's
+  results, which the next one takes, is known only after its compilation.
   """
   model, params = llama.shapes(chip.mesh, layers)
   jaxpr, given = trace_prefill(model, params, use, chip)
 
   def measure() -> Footprint:
-    whole = NamedSharding(chip.mesh, PartitionSpec())
+    replicated = NamedSharding(chip.mesh, PartitionSpec())
     within = functools.partial(_compiling_for, chip)
-    found = compile_calls(jaxpr, given, whole, within)
-    return measure_calls(found, awaited=LAYER)
+    calls = compile_calls(jaxpr, given, replicated, within)
+    return measure_calls(calls, awaited=LAYER)
 
   return Lowered(measure)
 
@@ -128,7 +129,7 @@ def lower_prefill(use: Use, layers: int, chip: Chip) -> Lowered:
 def trace_prefill(
   model: DecoderModel, params: nnx.State, use: Use, chip: Chip
 ) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
-  """What `kvjax.prefill` calls, and the shapes of what it is given."""
+  """Traces `kvjax.prefill`; returns its jaxpr and argument shapes."""
   given = params, _tokens(chip, use)
   with _compiling_for(chip):
     jaxpr = jax.make_jaxpr(_prefill(model, use))(*given)
@@ -136,7 +137,7 @@ def trace_prefill(
 
 
 def lower_decode(use: Use, layers: int, chip: Chip) -> Lowered:
-  """The loop over tokens, its cache being what `kvjax.prefill` leaves."""
+  """Lowers the decoding loop for a cache of `kvjax.prefill`."""
   model, params = llama.shapes(chip.mesh, layers)
   with _compiling_for(chip):
     cache = cache_shapes(model, params, use, chip)
@@ -153,10 +154,10 @@ def lower_decode(use: Use, layers: int, chip: Chip) -> Lowered:
     traced = jax.jit(loop, donate_argnames="cache").trace(
       params,
       cache,
-      _whole(chip, (1, llama.VOCABULARY), jnp.float32),
-      _whole(chip, (1,), jnp.int32),
+      _replicated(chip, (1, llama.VOCABULARY), jnp.float32),
+      _replicated(chip, (1,), jnp.int32),
     )
-    # A token reads every weight and every slot, but of the embedding one row.
+    # A token reads every weight and every slot, but one row of the embedding.
     read = [x for x in jax.tree.leaves((params, cache)) if not is_on_host(x)]
     ideal = share_bytes(read) - share_bytes(params["embed_tokens"])
     host = share_bytes(offloaded(cache))
@@ -169,22 +170,22 @@ def _compiling_for(chip: Chip) -> Iterator[None]:
     yield
 
 
-def _whole(
+def _replicated(
   chip: Chip, shape: tuple[int, ...], dtype: Any
 ) -> jax.ShapeDtypeStruct:
-  """An array that every device holds."""
+  """Describes a replicated array."""
   place = NamedSharding(chip.mesh, PartitionSpec())
   return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 
 def _tokens(chip: Chip, use: Use) -> jax.ShapeDtypeStruct:
-  return _whole(chip, (1, use.tokens), jnp.int32)
+  return _replicated(chip, (1, use.tokens), jnp.int32)
 
 
 def _prefill(
   model: DecoderModel, use: Use
 ) -> Callable[..., tuple[Cache, Float[Array, "B V"]]]:
-  """A prefill of a row that fills its padding."""
+  """Builds a prefill of a row without padding."""
 
   def run(
     params: nnx.State, tokens: Int[Array, "B S"]
@@ -199,7 +200,7 @@ def _prefill(
 def cache_shapes(
   model: DecoderModel, params: nnx.State, use: Use, chip: Chip
 ) -> Cache:
-  """The shapes of a prefill's cache with room to decode, on the mesh."""
+  """Computes the shapes of a prefill's cache with capacity to decode."""
 
   def prefilled(params: nnx.State, tokens: Int[Array, "B S"]) -> Cache:
     cache, _ = _prefill(model, use)(params, tokens)
@@ -223,7 +224,7 @@ def cache_shapes(
 
 
 def offloaded(cache: Cache) -> PyTree:
-  """What has to be on the host, wherever it is."""
+  """Returns the arrays that belong in host memory."""
   return [
     (stack.stored.keys, stack.stored.values)
     for stack in cache.stacks
@@ -232,7 +233,7 @@ def offloaded(cache: Cache) -> PyTree:
 
 
 def share_bytes(tree: PyTree) -> int:
-  """Bytes of a device's share of some shapes."""
+  """Counts the bytes of a device's shard of some shapes."""
   return sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     for x in jax.tree.leaves(tree)

@@ -1,4 +1,4 @@
-"""The text of a program that XLA has compiled, taken apart."""
+"""Parses the text of a program that XLA has compiled."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-# A computation's first line, and one that computes something in it.
+# The first line of a computation, and a line of an instruction.
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>\S+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%(?P<name>\S+) = (?P<rest>.*)$")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -20,9 +20,9 @@ class Buffer:
   """An array.
 
   Attributes:
-    shape: its sizes.
-    nbytes: padding aside.
-    space: where it is: 0 the device's memory, 1 VMEM, 5 the host's memory.
+    shape: the sizes of its axes.
+    nbytes: bytes without padding.
+    space: memory space: 0 device memory, 1 VMEM, 5 host memory.
   """
 
   shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Buffer:
 
   @property
   def hbm(self) -> int:
-    """Its bytes, if they are in the device's memory."""
+    """Its bytes if it is in device memory, else 0."""
     return 0 if self.space else self.nbytes
 
 
@@ -40,12 +40,12 @@ class Instruction:
   """One line of a computation.
 
   Attributes:
-    name: without the leading %.
+    name: name without the leading %.
     opcode: such as `fusion`.
     results: one array, or those of a tuple in order.
-    operands: names of instructions; of a parameter its number.
+    operands: names of instructions; for a parameter, its number.
     attributes: the rest of the line.
-    root: whether it is what the computation answers.
+    root: whether it is the result of the computation.
   """
 
   name: str
@@ -62,12 +62,12 @@ class Instruction:
 
   @property
   def is_on_host(self) -> bool:
-    """Whether the host runs it, or what it starts."""
+    """Whether the host runs it or what it starts."""
     return 'async_execution_thread="host"' in self.attributes
 
   @property
   def is_free(self) -> bool:
-    """Whether it only joins what stands side by side."""
+    """Whether it only concatenates adjacent buffers."""
     return 'custom_call_target="ConcatBitcast"' in self.attributes
 
   @property
@@ -77,20 +77,20 @@ class Instruction:
 
   @property
   def vmem(self) -> int:
-    """Bytes of VMEM that it has to itself."""
-    found = re.search(
+    """Bytes of VMEM allocated to it."""
+    match = re.search(
       r'"used_scoped_memory_configs":(\[[^\]]*\])', self.attributes
     )
-    scoped = json.loads(found[1]) if found else []
+    scoped = json.loads(match[1]) if match else []
     return sum(int(x["size"]) for x in scoped if x["memory_space"] == _VMEM)
 
   def called(self, kind: str) -> list[str]:
-    """Names of the computations that stand under an attribute."""
-    found = re.search(rf"\b{kind}=(\{{[^}}]*\}}|%\S+)", self.attributes)
-    return re.findall(r"%([^\s,{}]+)", found[1]) if found else []
+    """Returns names of the computations of an attribute."""
+    match = re.search(rf"\b{kind}=(\{{[^}}]*\}}|%\S+)", self.attributes)
+    return re.findall(r"%([^\s,{}]+)", match[1]) if match else []
 
 
-# By name, in the order of the text.
+# Instructions by name, in the order of the text.
 Computation = Mapping[str, Instruction]
 
 
@@ -99,8 +99,8 @@ class Module:
   """A program.
 
   Attributes:
-    computations: by name.
-    entry: name of the one that is run.
+    computations: computations by name.
+    entry: name of the entry computation.
   """
 
   computations: Mapping[str, Computation]
@@ -108,17 +108,17 @@ class Module:
 
   @classmethod
   def of(cls, text: str) -> "Module":
-    """Reads what `jax.stages.Compiled.as_text` writes."""
+    """Parses the output of `jax.stages.Compiled.as_text`."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry = ""
-    own: dict[str, Instruction] = {}
+    instructions: dict[str, Instruction] = {}
     for line in text.splitlines():
       if head := _COMPUTATION.match(line):
-        own = computations.setdefault(head["name"], {})
+        instructions = computations.setdefault(head["name"], {})
         entry = head["name"] if head["entry"] else entry
-      elif found := _INSTRUCTION.match(line):
-        own[found["name"]] = _instruction(
-          found["name"], found["rest"], bool(found["root"])
+      elif match := _INSTRUCTION.match(line):
+        instructions[match["name"]] = _instruction(
+          match["name"], match["rest"], bool(match["root"])
         )
     return cls(computations, entry)
 
@@ -128,7 +128,7 @@ class Module:
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction:
-  """Reads `shape opcode(operands), attributes`."""
+  """Parses `shape opcode(operands), attributes`."""
   if text.startswith("("):
     shape, text = _bracketed(text)
   else:
@@ -146,7 +146,7 @@ def _instruction(name: str, text: str, root: bool) -> Instruction:
 
 
 def _bracketed(text: str) -> tuple[str, str]:
-  """Splits after the bracket that closes the first one."""
+  """Splits after the bracket that matches the first one."""
   depth = 0
   for place in re.finditer(r"[()]", text):
     depth += 1 if place[0] == "(" else -1
@@ -155,10 +155,10 @@ def _bracketed(text: str) -> tuple[str, str]:
   raise ValueError(f"Brackets do not close in {text[:80]!r}.")
 
 
-def _buffer(found: tuple[str, str, str]) -> Buffer:
-  dtype, sizes, layout = found
+def _buffer(match: tuple[str, str, str]) -> Buffer:
+  dtype, sizes, layout = match
   shape = tuple(int(size) for size in sizes.split(",") if size)
-  bits = re.search(r"\d+", dtype)  # there are none in `pred`
+  bits = re.search(r"\d+", dtype)  # `pred` has no digits
   space = _ELSEWHERE.search(layout)
   return Buffer(
     shape,

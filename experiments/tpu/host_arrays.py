@@ -1,17 +1,17 @@
-"""What a program brings whole from the host's memory."""
+"""Finds arrays that a program copies in full from host memory."""
 
 from kvjax.experiments.tpu.hlo import Buffer, Module
 
 _HOST = 5
-# They hand on what is there.
+# Instructions that pass a buffer on.
 _SAME = frozenset("parameter tuple get-tuple-element bitcast while".split())
 
 
 def copied_from_host(module: Module) -> int:
-  """Bytes of the largest array on the device such as those given on the host.
+  """Returns bytes of the largest device array that copies a host argument.
 
-  Such are arrays of the same shape and bytes: what is kept with the host is of
-  no use if all of it comes over for a step.
+  An array counts if it has the shape and bytes of a host argument. Offloading
+  is useless if a step copies the full array to the device.
   """
   given = {
     (each.shape, each.nbytes)

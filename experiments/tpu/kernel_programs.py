@@ -1,4 +1,4 @@
-"""The kernels at the sizes that their `specs.py` name."""
+"""The kernels at the sizes of their `specs.py`."""
 
 import functools
 import itertools
@@ -15,12 +15,12 @@ from kvjax.kernels.specs import Spec, named_specs
 
 
 def kernel_programs() -> Iterator[Program]:
-  """Every specification of every operation that has some."""
+  """Yields a program for each specification of each operation."""
   return itertools.starmap(of_spec, named_specs())
 
 
 def of_spec(operation: str, spec: Spec) -> Program:
-  """A use of an operation on one device; where a kernel declines is a fault."""
+  """Wraps a spec as a one-device program; a declining kernel is a fault."""
   function = getattr(spec.run, "func", spec.run)  # of a partial
   return Program(
     kind="kernel",
@@ -33,18 +33,19 @@ def of_spec(operation: str, spec: Spec) -> Program:
 
 
 def _lower(spec: Spec, chip: Chip) -> Lowered:
-  whole = NamedSharding(chip.lone, PartitionSpec())
+  replicated = NamedSharding(chip.lone, PartitionSpec())
   shapes = [
-    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in spec.shapes
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
+    for x in spec.shapes
   ]
   with jax.set_mesh(chip.lone), kernels.use("pallas", platform="tpu"):
-    # A function of its own: what was traced for another chip may not serve.
+    # Use a new function: a cached trace may be for another chip.
     traced = jax.jit(lambda *arrays: spec.run(*arrays)).trace(*shapes)
     return Lowered.of(traced, spec.ideal_bytes)
 
 
 def _operands(spec: Spec) -> str:
-  """Such as `2 bfloat16[1,8,32768,128], int32[1,8,32768]`."""
+  """Formats operands, as `2 bfloat16[1,8,32768,128], int32[1,8,32768]`."""
   counts = Counter(
     f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in spec.shapes
   )

@@ -1,7 +1,7 @@
-"""Bytes that Pallas kernels move, counted from how they cut up their arrays.
+"""Counts the bytes that Pallas kernels move, from their block specs.
 
-What data decide, which blocks follow one another or what a kernel copies by
-itself, is what its cost estimate leaves for it, where it has one.
+Data-dependent traffic (blocks chosen by data, or a kernel's own copies) is the
+remainder of the kernel's cost estimate, if it has one.
 """
 
 import math
@@ -14,14 +14,13 @@ from jax.extend.core import Var, jaxprs_in_params
 
 
 class KernelTraffic(NamedTuple):
-  """Bytes that a kernel moves, if its arrays are in the device's memory.
+  """Bytes that a kernel moves, if its arrays are in device memory.
 
   Attributes:
-    name: of the kernel.
-    results: sizes of the arrays that it computes; they tell kernels of one
-      name apart.
-    read: for each operand.
-    written: for each result.
+    name: name of the kernel.
+    results: sizes of its results, which distinguish kernels of one name.
+    read: bytes read of each operand.
+    written: bytes written of each result.
   """
 
   name: str
@@ -31,7 +30,7 @@ class KernelTraffic(NamedTuple):
 
 
 def kernels_in(jaxpr: Any) -> Iterator[KernelTraffic]:
-  """Every Pallas call in a traced program, in any part of it."""
+  """Yields all Pallas calls in a traced program, nested ones included."""
   for equation in jaxpr.eqns:
     if equation.primitive.name == "pallas_call":
       yield _traffic(equation)
@@ -46,7 +45,7 @@ def _traffic(equation: Any) -> KernelTraffic:
   )
   blocks = mapping.block_mappings
   moved = [_moved(block, mapping.grid) for block in blocks]
-  # Sizes of the grid and what blocks are chosen by come first.
+  # The grid sizes and the scalars that choose blocks come first.
   first = equation.invars[: len(equation.invars) - mapping.num_inputs]
   chosen_by = [_nbytes(x.aval) for x in first]
   decided = [
@@ -56,8 +55,8 @@ def _traffic(equation: Any) -> KernelTraffic:
   ]
   most = sum(moved[i] for i in decided)
   if most and cost is not None:
-    others = sum(moved) - most + sum(chosen_by)
-    rest = max(cost.bytes_accessed - others, 0)
+    known = sum(moved) - most + sum(chosen_by)
+    rest = max(cost.bytes_accessed - known, 0)
     for i in decided:
       moved[i] = rest * moved[i] // most
   return KernelTraffic(
@@ -69,12 +68,12 @@ def _traffic(equation: Any) -> KernelTraffic:
 
 
 def _is_left_to_kernel(block: Any) -> bool:
-  """Whether the kernel itself copies what it needs of an array."""
+  """Returns whether the kernel copies parts of an array itself."""
   return str(block.transformed_block_aval.memory_space) in ("any", "hbm")
 
 
 def _is_chosen(block: Any, grid: tuple[Any, ...]) -> bool:
-  """Whether data say which block is next."""
+  """Returns whether data choose the next block."""
   index_map = block.index_map_jaxpr
   chosen_by = set(index_map.invars[len(grid) :])
   return any(
@@ -85,12 +84,11 @@ def _is_chosen(block: Any, grid: tuple[Any, ...]) -> bool:
 
 
 def _moved(block: Any, grid: tuple[Any, ...]) -> int:
-  """Bytes of an operand or a result that a kernel's pipeline moves.
+  """Counts the bytes of an operand or result that the pipeline moves.
 
-  A block that stays the same from one step of the grid to the next is not moved
-  again; one that is chosen by data may be another at every step. An array that
-  is left to the kernel counts once, and so does every one where data say how
-  many steps there are.
+  A block that stays the same in the next grid step is not moved again. A block
+  chosen by data may change in every step. An array that the kernel copies
+  itself counts once, as do all arrays if data determine the number of steps.
   """
   known = all(isinstance(size, int) for size in grid)
   if _is_left_to_kernel(block) or not known:
@@ -102,19 +100,18 @@ def _moved(block: Any, grid: tuple[Any, ...]) -> int:
 
 
 def _changes(index_map: Any, grid: tuple[int, ...]) -> int:
-  """How many blocks follow one another as the grid is walked, last axis first.
+  """Counts the block changes over the grid, whose last axis is innermost.
 
   Args:
-    index_map: the block of a step; takes the step, and what others are chosen
-      by.
+    index_map: maps a step, and scalars that choose other blocks, to a block.
     grid: steps along each axis.
   """
   steps = math.prod(grid)
   unused = [None] * (len(index_map.invars) - len(grid))
 
   def block(*step: jax.Array) -> list[Any]:
-    found = jax.core.eval_jaxpr(index_map, index_map.consts, *step, *unused)
-    return list(found)
+    indices = jax.core.eval_jaxpr(index_map, index_map.consts, *step, *unused)
+    return list(indices)
 
   indices = np.indices(grid, np.int32).reshape(len(grid), steps)
   if not grid:

@@ -37,11 +37,11 @@ _FIELDS = {
 
 
 def shapes(mesh: Mesh, layers: int) -> tuple[DecoderModel, nnx.State]:
-  """The model's functions, and its bfloat16 weights as shapes on a mesh.
+  """Returns the model's functions, and its bfloat16 weights as shapes.
 
   Args:
-    mesh: has an axis "model".
-    layers: how many of its layers.
+    mesh: a mesh with an axis "model".
+    layers: number of layers.
   """
   config = DecoderConfig.from_hf(_FIELDS | {"num_hidden_layers": layers})
   model, params = from_decoder(

@@ -1,23 +1,25 @@
-"""How often the loops of a compiled program run."""
+"""Counts the turns of loops in a compiled program."""
 
 import re
 
 from kvjax.experiments.tpu.hlo import Computation, Instruction, Module
 
-# They answer the array that they are given, or one within it.
+# Instructions that return their operand or a part of it.
 _SAME = frozenset(["copy", "bitcast"])
 
 
-def turns(module: Module, own: Computation, loop: Instruction) -> int | None:
-  """How often a loop runs that counts up to a number; None for others.
+def turns(
+  module: Module, computation: Computation, loop: Instruction
+) -> int | None:
+  """Counts the turns of a loop with a constant number of them; None for others.
 
-  The compiler tells of no loop how often it runs. One that counts has a counter
-  in its tuple, which its condition compares with a constant, and its body adds
-  a constant to.
+  The compiler does not report turns. A counting loop has a counter in its tuple
+  that its condition compares with a constant and its body increments by a
+  constant.
 
   Args:
     module: the program.
-    own: where the loop stands.
+    computation: the computation of the loop.
     loop: an instruction `while`.
   """
   (condition,) = loop.called("condition")
@@ -30,10 +32,14 @@ def turns(module: Module, own: Computation, loop: Instruction) -> int | None:
   place = _place(counter)
   if place is None:
     return None
-  start = _constant(own, own[own[loop.operands[0]].operands[place]])
+  start = _constant(
+    computation, computation[computation[loop.operands[0]].operands[place]]
+  )
   bound = _constant(test, end)
   if bound is None and (other := _place(end)) is not None:
-    bound = _constant(own, own[own[loop.operands[0]].operands[other]])
+    bound = _constant(
+      computation, computation[computation[loop.operands[0]].operands[other]]
+    )
   step = _step(module.computations[body], place)
   if start is None or bound is None or not step:
     return None
@@ -41,7 +47,7 @@ def turns(module: Module, own: Computation, loop: Instruction) -> int | None:
 
 
 def _step(body: Computation, place: int) -> int | None:
-  """What a loop's body adds to an element of its tuple, if that is all."""
+  """Returns the increment of a tuple element in a loop's body, if constant."""
   (root,) = (x for x in body.values() if x.root)
   if root.opcode != "tuple":
     return None
@@ -55,17 +61,17 @@ def _step(body: Computation, place: int) -> int | None:
 
 
 def _place(each: Instruction) -> int | None:
-  """Which element of a tuple an instruction answers, if it answers one."""
-  found = re.search(r"\bindex=(\d+)", each.attributes)
-  if each.opcode != "get-tuple-element" or found is None:
+  """Returns the number of the tuple element that an instruction selects."""
+  match = re.search(r"\bindex=(\d+)", each.attributes)
+  if each.opcode != "get-tuple-element" or match is None:
     return None
-  return int(found[1])
+  return int(match[1])
 
 
-def _constant(own: Computation, each: Instruction) -> int | None:
-  """The number that an instruction answers, if it is written in the program."""
+def _constant(computation: Computation, each: Instruction) -> int | None:
+  """Returns the value of an instruction if it is a constant."""
   while each.opcode in _SAME:
-    each = own[each.operands[0]]
+    each = computation[each.operands[0]]
   if each.opcode != "constant" or not re.fullmatch(r"-?\d+", each.operands[0]):
     return None
   return int(each.operands[0])

@@ -1,4 +1,4 @@
-"""What is compiled, and what comes of it."""
+"""Programs to compile, and their outcomes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,13 +13,13 @@ KINDS = ("kernel", "prefill", "decode")
 
 
 class Lowered(NamedTuple):
-  """A program that only has to be compiled.
+  """A program that is ready to compile.
 
   Attributes:
     measure: compiles it for the devices of a chip.
-    ideal: the fewest bytes that must move between a device's memory and its
-      cores; None where that says nothing about the program.
-    host: bytes per device that must be in the host's memory.
+    ideal: the minimum number of bytes that must move between a device's memory
+      and its cores; None if that is no useful bound.
+    host: bytes per device that must be in host memory.
   """
 
   measure: Callable[[], Footprint]
@@ -35,13 +35,13 @@ class Lowered(NamedTuple):
     *,
     turn: bool = False,
   ) -> "Lowered":
-    """A function that was traced under `jax.jit`.
+    """Lowers a function that was traced under `jax.jit`.
 
     Args:
-      traced: the function; it is lowered now, in the contexts that are open.
-      ideal: see above.
-      host: likewise.
-      turn: only a turn of its loop counts as moved.
+      traced: the function; it is lowered now, in the current contexts.
+      ideal: see the class.
+      host: see the class.
+      turn: count only the traffic of one turn of its loop.
     """
     lowered = traced.lower()
 
@@ -53,15 +53,15 @@ class Lowered(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """Something to compile.
+  """A program to compile.
 
   Attributes:
     kind: one of `KINDS`.
-    name: of the operation or the method.
-    shapes: how large, in words.
-    operands: the shapes and dtypes themselves, where they are few.
-    lower: brings it as far as compiling, for a chip.
-    function: which of the operation's functions it calls.
+    name: name of the operation or method.
+    shapes: its size in words.
+    operands: returns shapes and dtypes, if they are few.
+    lower: lowers it for a chip.
+    function: the function of the operation that it calls.
   """
 
   kind: str
@@ -74,14 +74,14 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What came of compiling a program for a chip.
+  """The outcome of compiling a program for a chip.
 
   Attributes:
-    program: what was compiled.
-    chip: what for.
-    footprint: what it takes, if it compiled.
+    program: the program.
+    chip: the chip.
+    footprint: its footprint, if it compiled.
     ideal: see `Lowered`.
-    fault: why it does not serve; None if it does.
+    fault: the reason of a failure; None on success.
   """
 
   program: Program
@@ -92,11 +92,11 @@ class Outcome:
 
 
 def compiled(program: Program, chip: Chip) -> Outcome:
-  """Compiles a program; whatever goes wrong is a fault of the outcome."""
+  """Compiles a program; any error becomes the fault of the outcome."""
   try:
     lowered = program.lower(chip)
     footprint = lowered.measure()
-  except Exception as error:  # of tracing, of Mosaic or of XLA
+  except Exception as error:  # from tracing, Mosaic or XLA
     return Outcome(program, chip, fault=_first_line(error))
   fault = find_fault(program, chip, footprint, lowered.host)
   return Outcome(program, chip, footprint, lowered.ideal, fault)
@@ -105,13 +105,13 @@ def compiled(program: Program, chip: Chip) -> Outcome:
 def find_fault(
   program: Program, chip: Chip, footprint: Footprint, host: int
 ) -> str | None:
-  """Why a program that compiles does not serve, in a sentence.
+  """Describes why a compiled program fails its checks, in a sentence.
 
   Args:
-    program: what was compiled.
-    chip: what for.
-    footprint: what it takes.
-    host: bytes that must be in the host's memory.
+    program: the program.
+    chip: the chip.
+    footprint: its footprint.
+    host: bytes that must be in host memory.
   """
   if program.kind == "kernel" and not footprint.kernels:
     return "No kernel is in the program."

@@ -1,4 +1,4 @@
-"""What a run compiles, and how it ends."""
+"""Selects the programs of a run and reports its result."""
 
 import pathlib
 import sys
@@ -19,7 +19,7 @@ def finish(
   output: pathlib.Path | None,
   versions: Mapping[str, str],
 ) -> None:
-  """Prints what was found; then writes it, or exits with code 1."""
+  """Prints the outcomes, then writes the page or exits with code 1."""
   rich.console.Console(highlight=False).print(tables.to_terminal(outcomes))
   faults = tables.faults(outcomes)
   if faults:
@@ -32,27 +32,27 @@ def finish(
 
 
 def chosen(
-  found: Sequence[Program], only: Sequence[str] | None
+  programs: Sequence[Program], only: Sequence[str] | None
 ) -> list[Program]:
-  """Those of the kinds or names that are asked for.
+  """Selects programs by kinds or names.
 
   Raises:
-    InputError: nothing is of that kind or name.
+    InputError: no program has the kind or name.
   """
   if only is None:
-    return list(found)
+    return list(programs)
   for name in only:
-    if all(name not in (p.kind, p.name) for p in found):
-      known = dict.fromkeys([*KINDS, *(p.name for p in found)])
+    if all(name not in (p.kind, p.name) for p in programs):
+      known = dict.fromkeys([*KINDS, *(p.name for p in programs)])
       raise InputError(f"--only has {name!r}; there are {', '.join(known)}.")
-  return [p for p in found if p.kind in only or p.name in only]
+  return [p for p in programs if p.kind in only or p.name in only]
 
 
-def quick(found: Sequence[Program]) -> list[Program]:
-  """The first use of each kernel and decoding by each method: no prefill."""
+def quick(programs: Sequence[Program]) -> list[Program]:
+  """Selects the first use of each kernel and of decoding, without prefills."""
   firsts: dict[tuple[str, str, str], Program] = {}
-  for program in found:
+  for program in programs:
     if program.kind != "prefill":
-      own = (program.kind, program.name, program.function)
-      firsts.setdefault(own, program)
+      key = (program.kind, program.name, program.function)
+      firsts.setdefault(key, program)
   return list(firsts.values())

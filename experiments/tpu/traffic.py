@@ -1,7 +1,7 @@
-"""Bytes that a compiled program moves between HBM and the cores.
+"""Counts the bytes that a compiled program moves between HBM and the cores.
 
-The compiler's own estimate leaves kernels out and counts what it fetches ahead
-several times.
+The compiler's own estimate leaves out kernels and counts prefetches several
+times.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,14 +10,14 @@ from kvjax.experiments.tpu.hlo import Buffer, Computation, Instruction, Module
 from kvjax.experiments.tpu.kernel_traffic import KernelTraffic
 from kvjax.experiments.tpu.loops import turns
 
-# Moves nothing, or something that is counted elsewhere.
+# Instructions that move nothing, or whose traffic is counted elsewhere.
 _STILL = frozenset(
   "parameter constant tuple get-tuple-element bitcast after-all partition-id "
   "replica-id opt-barrier".split()
 )
-# Within a fusion they answer what they are given, as far as others read it.
+# Within a fusion, these pass on the part of their operand that is read.
 _SAME = frozenset(["bitcast", "copy"])
-# Read no more of their first operand than they answer.
+# These read no more of their first operand than they return.
 _PICKS = frozenset(["slice", "dynamic-slice", "gather"])
 
 _Kernels = Mapping[tuple[str, tuple[tuple[int, ...], ...]], KernelTraffic]
@@ -26,17 +26,17 @@ _Kernels = Mapping[tuple[str, tuple[tuple[int, ...], ...]], KernelTraffic]
 def traffic(
   module: Module, kernels: Iterable[KernelTraffic], *, turn: bool = False
 ) -> int:
-  """Bytes that instructions read from HBM and write to it.
+  """Counts the bytes that instructions read from HBM and write to it.
 
-  Of the branches of a condition the one that moves most counts; a loop's body
-  counts as often as it is run, and once where data decide.
+  For a condition, the branch with the most traffic counts. A loop's body counts
+  once per turn, or once if data determine the number of turns.
 
   Args:
     module: the program.
-    kernels: those that were traced into it. Of a kernel that is not among them
-      every operand counts once.
-    turn: count one turn of the program's loop alone, of several the one whose
-      turn moves most.
+    kernels: kernels that were traced into it. For other kernels, every operand
+      counts once.
+    turn: count only one turn of the program's loop; of several loops, the one
+      with the most traffic per turn.
   """
   known = {(kernel.name, kernel.results): kernel for kernel in kernels}
   if not turn:
@@ -49,7 +49,7 @@ def traffic(
 
 
 def _computation(module: Module, kernels: _Kernels, name: str) -> int:
-  own = module.computations[name]
+  computation = module.computations[name]
 
   def moved(each: Instruction) -> int:
     called = [
@@ -60,19 +60,19 @@ def _computation(module: Module, kernels: _Kernels, name: str) -> int:
     if each.opcode == "conditional":
       return max(called)
     if each.opcode == "while":
-      return (turns(module, own, each) or 1) * sum(called)
+      return (turns(module, computation, each) or 1) * sum(called)
     if called:
       return sum(called)
     if each.opcode == "fusion":
-      return _fusion(module, own, each)
+      return _fusion(module, computation, each)
     if each.is_kernel:
-      return _kernel(own, each, kernels)
-    return _alone(own, each)
+      return _kernel(computation, each, kernels)
+    return _plain(computation, each)
 
-  return sum(map(moved, own.values()))
+  return sum(map(moved, computation.values()))
 
 
-# Instructions that run other computations, and the attributes that name these.
+# Instructions that run other computations, and the attributes with their names.
 _CALLS = {
   "while": ("condition", "body"),
   "conditional": (
@@ -84,42 +84,44 @@ _CALLS = {
 }
 
 
-def _alone(own: Computation, each: Instruction) -> int:
-  """Bytes of an instruction that is no part of another."""
+def _plain(computation: Computation, each: Instruction) -> int:
+  """Counts the bytes of an instruction outside of fusions."""
   code = each.opcode
   result = sum(x.hbm for x in each.results)
   if code in _STILL or code.endswith(("-update", "-done")) or each.is_free:
     return 0
-  if code == "slice-start":  # answers what it picks from, then the part
+  if code == "slice-start":  # returns its source, then the slice
     source, part = each.results[:2]
     return part.hbm + (part.nbytes if source.hbm else 0)
-  if code.endswith("-start"):  # answers its operands as well
+  if code.endswith("-start"):  # also returns its operands
     return result
   if code in _PICKS:
-    return result + min(each.results[0].nbytes, _hbm(own, each.operands[:1]))
+    return result + min(
+      each.results[0].nbytes, _hbm(computation, each.operands[:1])
+    )
   if code == "dynamic-update-slice":
-    update = own[each.operands[1]].results[0]
+    update = computation[each.operands[1]].results[0]
     return update.hbm + (update.nbytes if result else 0)
-  return result + _hbm(own, each.operands)
+  return result + _hbm(computation, each.operands)
 
 
-def _fusion(module: Module, own: Computation, each: Instruction) -> int:
-  """Bytes that a fusion needs of its operands, and those that it makes."""
+def _fusion(module: Module, computation: Computation, each: Instruction) -> int:
+  """Counts the bytes that a fusion reads of its operands and writes."""
   read = sum(
-    min(needed, _hbm(own, [operand]))
+    min(needed, _hbm(computation, [operand]))
     for needed, operand in zip(
       _of_operands(module, each), each.operands, strict=True
     )
   )
   return read + sum(
-    _made(inner, root) if root else result.hbm
+    _written(inner, root) if root else result.hbm
     for inner, root, result in _roots(module, each)
     if result.hbm
   )
 
 
 def _of_operands(module: Module, each: Instruction) -> list[int]:
-  """Bytes that a fusion takes of each of its operands, wherever they are."""
+  """Counts the bytes that a fusion reads of each operand, in any memory."""
   inner = _fused(module, each)
   numbered = {
     int(x.operands[0]): x for x in inner.values() if x.opcode == "parameter"
@@ -131,27 +133,27 @@ def _of_operands(module: Module, each: Instruction) -> list[int]:
 
 
 def _needed(module: Module, inner: Computation, source: Instruction) -> int:
-  """Bytes that the rest of a fusion takes of what an instruction answers."""
-  whole = source.results[0].nbytes
+  """Counts the bytes of a result that the rest of a fusion reads."""
+  full_bytes = source.results[0].nbytes
   needed = 0
   for user in inner.values():
     if source.name not in user.operands:
       continue
     first = user.operands[0] == source.name
     if _is_same(module, user):
-      needed += whole if user.root else _needed(module, inner, user)
+      needed += full_bytes if user.root else _needed(module, inner, user)
     elif user.opcode == "fusion":
       taken = zip(_of_operands(module, user), user.operands, strict=True)
       needed += sum(size for size, name in taken if name == source.name)
     elif user.opcode in _PICKS and first:
       needed += user.results[0].nbytes
     elif not (user.opcode == "dynamic-update-slice" and first):
-      return whole
-  return min(needed, whole)
+      return full_bytes
+  return min(needed, full_bytes)
 
 
 def _is_same(module: Module, each: Instruction) -> bool:
-  """Whether an instruction only lays an array out anew."""
+  """Returns whether an instruction only changes an array's layout."""
   if each.opcode != "fusion":
     return each.opcode in _SAME
   opcodes = {x.opcode for x in _fused(module, each).values()}
@@ -166,7 +168,7 @@ def _fused(module: Module, each: Instruction) -> Computation:
 def _roots(
   module: Module, each: Instruction
 ) -> Iterator[tuple[Computation, Instruction | None, Buffer]]:
-  """What makes each array of a fusion, if that is an instruction's all."""
+  """Returns the instructions that produce the arrays of a fusion."""
   inner = _fused(module, each)
   (root,) = (x for x in inner.values() if x.root)
   roots: Sequence[Instruction | None]
@@ -178,26 +180,28 @@ def _roots(
     yield inner, made, result
 
 
-def _made(inner: Computation, root: Instruction) -> int:
-  """Bytes of an answer that are new: an update leaves the rest in its place."""
+def _written(inner: Computation, root: Instruction) -> int:
+  """Counts the bytes of a result that are written; updates are in place."""
   if root.opcode == "bitcast":
-    return _made(inner, inner[root.operands[0]])
+    return _written(inner, inner[root.operands[0]])
   if root.opcode == "dynamic-update-slice":
     return inner[root.operands[1]].results[0].nbytes
   return root.results[0].nbytes
 
 
-def _kernel(own: Computation, each: Instruction, kernels: _Kernels) -> int:
-  """Bytes of a kernel of ours, but for arrays that are in VMEM already."""
+def _kernel(
+  computation: Computation, each: Instruction, kernels: _Kernels
+) -> int:
+  """Counts the bytes of a Pallas kernel, without arrays in VMEM."""
   kernel = kernels.get((each.kernel, tuple(x.shape for x in each.results)))
   if kernel is None or len(kernel.read) != len(each.operands):
-    return _alone(own, each)
+    return _plain(computation, each)
   read = zip(kernel.read, each.operands, strict=True)
   written = zip(kernel.written, each.results, strict=True)
-  return sum(size for size, name in read if _hbm(own, [name])) + sum(
+  return sum(size for size, name in read if _hbm(computation, [name])) + sum(
     size for size, result in written if result.hbm
   )
 
 
-def _hbm(own: Computation, names: Sequence[str]) -> int:
-  return sum(x.hbm for name in names for x in own[name].results)
+def _hbm(computation: Computation, names: Sequence[str]) -> int:
+  return sum(x.hbm for name in names for x in computation[name].results)
