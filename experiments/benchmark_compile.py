@@ -1,19 +1,19 @@
-"""Measures how long the engine compiles, by the depth of a model.
+"""Measures the engine's compilation time by model depth.
 
   python -m kvjax.experiments.benchmark_compile
 
-makes a Llama of SmolLM2-135M's sizes with random weights, 4 and 32 layers deep,
-and calls prefill and decode twice each: the first call compiles, the second
-only computes. With --sweep it also prefills for 40 plans at once, 13 methods at
-3 retentions and the full cache, at the depth of SmolLM2, which is 30. Prints a
-table:
+creates a Llama of SmolLM2-135M's sizes with random weights, with 4 and with 32
+layers, and calls prefill and decode twice each. The first call compiles, the
+second only computes. With --sweep it also prefills for 40 plans at once (13
+methods at 3 retentions and the full cache) with SmolLM2's 30 layers. It prints
+a table:
 
 - first call, later call: seconds;
 - compiling: their difference;
-- × 4 layers: compiling, over that of the least depth.
+- × 4 layers: compiling, relative to the smallest depth.
 
-Compiled programs are not kept between runs. Takes a minute on two cores, three
-with --sweep.
+Compiled programs are not cached between runs. It takes a minute on two cores,
+three with --sweep.
 """
 
 import time
@@ -37,14 +37,14 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import from_decoder
 
-_LAYERS = flags.DEFINE_list("layers", ["4", "32"], "Depths of the model.")
-_ROWS = flags.DEFINE_integer("rows", 4, "Prompts of a batch.", lower_bound=1)
+_LAYERS = flags.DEFINE_list("layers", ["4", "32"], "Numbers of layers.")
+_ROWS = flags.DEFINE_integer("rows", 4, "Prompts per batch.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer(
   "length", 1024, "Tokens of a prompt.", lower_bound=1
 )
-_SWEEP = flags.DEFINE_bool("sweep", False, "Prefill for 40 plans, too.")
+_SWEEP = flags.DEFINE_bool("sweep", False, "Also prefill for 40 plans.")
 
-# Those of README's table but for the full cache.
+# The methods of the README's table, without the full cache.
 _METHODS = (
   *("random", "streaming", "key_norm", "h2o", "tova", "snapkv", "pyramidkv"),
   *("adakv", "chunkkv", "keydiff", "lagkv:lag=128", "compactor", "protokv"),
@@ -58,10 +58,10 @@ class Timed(NamedTuple):
   """Two calls of the same program.
 
   Attributes:
-    name: of the program.
+    name: name of the program.
     layers: L.
     first: seconds of the first call, which compiles.
-    later: seconds of the second.
+    later: seconds of the second call.
   """
 
   name: str
@@ -71,7 +71,7 @@ class Timed(NamedTuple):
 
   @property
   def compiling(self) -> float:
-    """Seconds that the first call took longer."""
+    """Extra seconds of the first call."""
     return self.first - self.later
 
 
@@ -88,33 +88,35 @@ def main() -> None:
     jax.clear_caches()
     swept = number == len(depths)
     timed += list(_sweep(depth) if swept else _prefill_and_decode(depth))
-  shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+  table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
   heading = ("program", "layers", "first call", "later call", "compiling")
   for name in (*heading, f"× {depths[0]} layers"):
-    shown.add_column(name, justify="left" if name == "program" else "right")
-  for each in timed:
-    shown.add_row(*_row(each, timed))
+    table.add_column(name, justify="left" if name == "program" else "right")
+  for timing in timed:
+    table.add_row(*_row(timing, timed))
   console.print(
-    shown,
+    table,
     f"Seconds; {_ROWS.value} prompts of {_LENGTH.value} tokens, random weights "
     f"of SmolLM2-135M's sizes, float32 on {device(1)}, jax {jax.__version__}.",
   )
 
 
-def _row(each: Timed, timed: Sequence[Timed]) -> tuple[str, ...]:
-  least = next(one for one in timed if one.name == each.name)
+def _row(timing: Timed, timed: Sequence[Timed]) -> tuple[str, ...]:
+  smallest = next(one for one in timed if one.name == timing.name)
   return (
-    each.name,
-    str(each.layers),
-    f"{each.first:.2f}",
-    f"{each.later:.2f}",
-    f"{each.compiling:.2f}",
-    "" if each is least else f"{each.compiling / least.compiling:.2f}",
+    timing.name,
+    str(timing.layers),
+    f"{timing.first:.2f}",
+    f"{timing.later:.2f}",
+    f"{timing.compiling:.2f}",
+    ""
+    if timing is smallest
+    else f"{timing.compiling / smallest.compiling:.2f}",
   )
 
 
 def _model(layers: int) -> tuple[kvjax.Model, Any]:
-  """A decoder of SmolLM2-135M's sizes, its weights computed."""
+  """Creates a decoder of SmolLM2-135M's sizes."""
   config = DecoderConfig.from_hf(
     dict(
       model_type="llama",
@@ -150,13 +152,13 @@ def _prefill_and_decode(layers: int) -> Iterator[Timed]:
   model, params = _model(layers)
   prompts, questions = _prompts(_LENGTH.value), _prompts(9)
   plan = kvjax.get_plan("keydiff", kvjax.Retention(0.25))
-  found, timed = _twice(
+  result, timed = _twice(
     "prefill, KeyDiff at a quarter",
     layers,
     lambda: kvjax.prefill(model, params, prompts, plan),
   )
   yield timed
-  cache, _ = found
+  cache, _ = result
   decoding = kvjax.Decoding(max_new_tokens=_TOKENS)
   yield _twice(
     f"question and {_TOKENS} tokens",
@@ -189,9 +191,9 @@ def _twice(
   seconds = []
   for _ in range(2):
     begin = time.perf_counter()
-    found = jax.block_until_ready(call())
+    result = jax.block_until_ready(call())
     seconds.append(time.perf_counter() - begin)
-  return found, Timed(name, layers, *seconds)
+  return result, Timed(name, layers, *seconds)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""Measures how much sooner tokens come from a compressed cache.
+"""Measures how much faster decoding is from a compressed cache.
 
   python -m kvjax.experiments.benchmark_decode
 
-prefills prompts, compresses their caches and decodes from each, and from the
-full one, as many tokens as asked; all compiled before, in turns, in one
-process. Prints a table:
+prefills prompts, compresses their caches and decodes the same number of tokens
+from each and from the full cache. All programs are compiled first, and the
+caches take turns in one process. It prints a table:
 
-- cache MiB: allocated for a prompt;
+- cache MiB: allocated per prompt;
 - reads: tokens that a token attends to, mean over layers and KV heads;
-- ms a step: median time in which every row gets a token;
+- ms a step: median time per token, for all rows together;
 - tokens/s: of all rows together;
-- × full: the full cache's time over this one's;
-- % of copies: the bytes that a step must move, which are the weights and what
-  is read, over the step's time, as a share of what copies beside it reach. They
-  write as much as they read, so that a step may exceed 100.
+- × full: the full cache's time relative to this one's;
+- % of copies: bandwidth of the bytes that a step must move (the weights, and
+  the keys and values it reads), relative to that of interleaved copies. Copies
+  write as much as they read, so a step may exceed 100.
 
-Takes three minutes on two cores, half of them to compile.
+It takes three minutes on two cores, half of it for compilation.
 """
 
 import rich.box
@@ -38,22 +38,20 @@ flags.adopt_module_key_flags(inputs)
 _METHODS = flags.DEFINE_list(
   "methods",
   ["keydiff", "adakv", "ctkvr", "flat"],
-  "Methods that are compared with the full cache.",
+  "Methods to compare with the full cache.",
 )
 _RETENTION = flags.DEFINE_list(
-  "retention", ["0.25", "0.0625"], "Shares of the context to keep or look up."
+  "retention", ["0.25", "0.0625"], "Shares of the context to keep or retrieve."
 )
 _LENGTH = flags.DEFINE_integer(
   "length", 3584, "Tokens of prompt and answer.", lower_bound=1
 )
-_ROWS = flags.DEFINE_integer(
-  "rows", 16, "Prompts that are decoded together.", lower_bound=1
-)
+_ROWS = flags.DEFINE_integer("rows", 16, "Prompts per batch.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer(
-  "tokens", 64, "Tokens that each of them gets.", lower_bound=1
+  "tokens", 64, "Tokens to decode per prompt.", lower_bound=1
 )
 _ROUNDS = flags.DEFINE_integer(
-  "rounds", 5, "How often each cache is timed.", lower_bound=1
+  "rounds", 5, "Number of timings per cache.", lower_bound=1
 )
 
 
@@ -70,17 +68,17 @@ def main() -> None:
         f"tokens; the context of this model is {limit}."
       )
     contexts = _contexts(lm, length, _ROWS.value)
-    copies, found = decode_timing.measure(
+    copies, decoded = decode_timing.measure(
       lm, chosen, contexts, tokens, _ROUNDS.value
     )
-  heading, *lines = decode_timing.table(copies, found, _ROWS.value)
-  shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+  heading, *lines = decode_timing.table(copies, decoded, _ROWS.value)
+  table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
   for number, name in enumerate(heading):
-    shown.add_column(name, justify="right" if number else "left")
+    table.add_column(name, justify="right" if number else "left")
   for line in lines:
-    shown.add_row(*line)
+    table.add_row(*line)
   rich.console.Console(highlight=False).print(
-    shown,
+    table,
     f"{wording.count(_ROWS.value, 'context')} of up to "
     f"{contexts.lengths.max()} tokens, "
     f"{wording.count(tokens, 'token')} each, {inputs.dtype()} on "
@@ -90,7 +88,7 @@ def main() -> None:
 
 
 def _contexts(lm: Pretrained, length: int, rows: int) -> kvjax.Prompts:
-  """Prose with a needle, another one in each row."""
+  """Draws prose with a needle, different in each row."""
   (drawn,) = grids.needle_samples(
     [length], [0.5], rows, inputs.SEED.value, lm.tokenizer.count
   ).values()

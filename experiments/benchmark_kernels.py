@@ -1,25 +1,24 @@
-"""Times the kernels on the device at hand, beside its copies.
+"""Times the kernels on the current device, relative to copies.
 
   python -m kvjax.experiments.benchmark_kernels
 
-runs the operations of kernels/ that memory limits, at the sizes of real models
-that their specs.py name: by our kernel, on TPUs and Hopper GPUs, by XLA's
-program, and `select` by `lax.top_k` with a sort too. They take turns with
-copies of a large array. Prints a table and writes
-results/kernels/{summary.json,table.md}:
+runs the memory-bound operations of kernels/ at the sizes of their specs.py:
+with our kernel on TPUs and Hopper GPUs, with XLA's program, and `select` also
+with `lax.top_k` and a sort. They take turns with copies of a large array. It
+prints a table and writes results/kernels/{summary.json,table.md}:
 
-- ms: median of some rounds;
-- GB/s: the fewest bytes that must move, over that time;
-- % of copies: the same over what the copies beside it reached;
-- × xla: XLA's time over the program's;
-- difference: the largest one from what XLA's program computes, over its largest
+- ms: median over the rounds;
+- GB/s: the minimum bytes that must move, per second of that time;
+- % of copies: the same, relative to the interleaved copies;
+- × xla: XLA's time relative to the program's;
+- difference: the maximum difference from XLA's result, relative to its largest
   number.
 
-An operand that fits into the device's caches may be read from there: of rows
-that are used one after another, that is what the engine meets too.
+An operand that fits into the device's caches may be read from there. The engine
+benefits from this too, since it uses rows one after another.
 
-Takes two minutes on two idle cores. --only=attention_mass times what
-operations limit rather than bytes, which takes a GPU or a TPU.
+It takes two minutes on two idle cores. --only=attention_mass times a
+compute-bound operation, which needs a GPU or a TPU.
 """
 
 import pathlib
@@ -40,7 +39,7 @@ from kvjax.experiments import (
 )
 from kvjax.kernels.specs import Spec, named_specs
 
-_LIMITED_BY_MEMORY = [
+_MEMORY_BOUND = [
   "gather",
   "paged_attention",
   "select",
@@ -49,19 +48,17 @@ _LIMITED_BY_MEMORY = [
 ]
 
 _ONLY = flags.DEFINE_list(
-  "only", _LIMITED_BY_MEMORY, "Operations to time, by name."
+  "only", _MEMORY_BOUND, "Names of the operations to time."
 )
 _ROUNDS = flags.DEFINE_integer(
-  "rounds", 5, "How often each program is timed.", lower_bound=1
+  "rounds", 5, "Number of timings per program.", lower_bound=1
 )
 flags.declare_key_flag("seed")
-_OUTPUT = flags.DEFINE_string(
-  "output", "results/kernels", "Folder to write to."
-)
+_OUTPUT = flags.DEFINE_string("output", "results/kernels", "Output folder.")
 
 
 def main() -> None:
-  """Checks what can be checked first, then times."""
+  """Checks all flags, then times the kernels."""
   wanted = kernel_tables.chosen(list(named_specs()), _ONLY.value)
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
@@ -82,8 +79,8 @@ def main() -> None:
 
 
 def _measure(wanted: Sequence[tuple[str, Spec]]) -> list[dict[str, Any]]:
-  """The rows of the table, under a progress bar."""
-  found: list[dict[str, Any]] = []
+  """Measures the rows of the table, with a progress bar."""
+  rows: list[dict[str, Any]] = []
   with rich.progress.Progress(
     rich.progress.TextColumn("{task.description:60}"),
     rich.progress.MofNCompleteColumn(),
@@ -96,9 +93,9 @@ def _measure(wanted: Sequence[tuple[str, Spec]]) -> list[dict[str, Any]]:
       measured = kernel_timing.measure(
         spec, kernel_timing.COPIED, _ROUNDS.value, inputs.SEED.value
       )
-      found += kernel_tables.rows(name, spec, *measured)
+      rows += kernel_tables.rows(name, spec, *measured)
       progress.advance(bar)
-  return found
+  return rows
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Measures what a sweep saves: all methods and budgets from one prefill.
+"""Measures the time that a sweep saves by sharing one prefill.
 
   python -m kvjax.experiments.benchmark_sweep
 
-answers one needle question from the caches of 10 methods at 4 retentions, all
-from one prefill, and then the same 40 one after another, each with a prefill of
-its own; both compiled before, in turns, in one process. Prints the ratio of
-their times and checks that they answer the same. Takes three minutes on two
-cores, most of them to compile.
+answers one needle question from the caches of 10 methods at 4 retentions, first
+with one shared prefill and then with a prefill for each of the 40 caches. Both
+are compiled first and take turns in one process. It prints the ratio of their
+times and checks that the answers agree. It takes three minutes on two cores,
+most of it for compilation.
 """
 
 import rich.console
@@ -36,7 +36,7 @@ _METHODS = flags.DEFINE_list(
     "h2o",
     "pyramidkv",
   ],
-  "Methods that are swept.",
+  "Methods to sweep.",
 )
 _RETENTION = flags.DEFINE_list(
   "retention", ["0.5", "0.25", "0.1", "0.05"], "Shares of the context to keep."
@@ -45,7 +45,7 @@ _LENGTH = flags.DEFINE_integer(
   "length", 4000, "Tokens of prompt and answer.", lower_bound=1
 )
 _ROUNDS = flags.DEFINE_integer(
-  "rounds", 5, "How often each side is timed.", lower_bound=1
+  "rounds", 5, "Number of timings per variant.", lower_bound=1
 )
 
 

@@ -1,20 +1,21 @@
-"""Calibrates what contexts can bear to lose, for --retention=auto.
+"""Calibrates how much contexts can be compressed, for --retention=auto.
 
   python -m kvjax.experiments.calibrate
 
-measures with the bundled model how likely right answers stay when each method
-compresses RULER's contexts to 5, 10, 20, 30, 50, 75 and 90 %, all from one
-prefill, and fits to every method a curve that tells the quality left from the
-retention and from the likelihood of the context itself. As many other samples
-are compressed to what the curves ask for: where less is left than a curve
-promises, the record asks it for more, or for everything. Yet others are
-compressed to what the records allow at --tau, which shows what they are worth.
+measures with the bundled model how likely correct answers remain when each
+method compresses RULER's contexts to 5, 10, 20, 30, 50, 75 and 90 %, all from
+one prefill. For every method it fits a curve of the remaining quality against
+the retention and the likelihood of the context. As many other samples are then
+compressed to the retentions that the curves give. Where the quality falls short
+of the curve, the record asks the curve for a higher quality, or for everything.
+A third set of samples is compressed to the retentions that the records give at
+--tau, to evaluate them.
 
-Writes triples.jsonl, tried.jsonl, held_out.jsonl, summary.json, calibration.md,
-ratio_curves.png, retention_bars.png and, in the folder records, a record for
-each method. A run that was stopped goes on where it stopped. compare and
-evaluate read the records by --calibrations=DIR, or from the folder
-`calibrations` in the model's directory when they have been copied there.
+The output is triples.jsonl, tried.jsonl, held_out.jsonl, summary.json,
+calibration.md, ratio_curves.png, retention_bars.png and a record for each
+method in the folder records. An interrupted run resumes where it stopped.
+compare and evaluate read the records by --calibrations=DIR, or from the folder
+`calibrations` in the model's directory if copied there.
 
 Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
 """
@@ -69,31 +70,31 @@ _TASKS = flags.DEFINE_list(
     "niah_multikey_3",
     "niah_multivalue",
   ],
-  "Tasks of RULER; by default those that the bundled model can do.",
+  "Tasks of RULER; the default is those that the bundled model can do.",
 )
 _SAMPLES = flags.DEFINE_integer(
   "samples",
   12,
-  "Samples per task to fit the curves to, and of others to try them with.",
+  "Samples per task to fit the curves to, and as many to test them.",
   lower_bound=1,
 )
 _HELD_OUT = flags.DEFINE_integer(
   "held_out",
   12,
-  "Yet other samples per task, to apply the records to.",
+  "Further samples per task, to evaluate the records.",
   lower_bound=1,
 )
 _LENGTH = flags.DEFINE_integer(
   "length",
   1024,
-  "Tokens of prompt and answer, chat template aside.",
+  "Tokens of prompt and answer, without the chat template.",
   lower_bound=1,
 )
 _ESSAY = flags.DEFINE_string(
   "essay",
   None,
-  "Text, or folder of texts, to hide needles in; by default prose that the "
-  "bundled model has been trained on.",
+  "Text, or folder of texts, to hide needles in; the default is prose that the "
+  "bundled model was trained on.",
 )
 _METHODS = flags.DEFINE_list(
   "methods",
@@ -108,31 +109,29 @@ _RETENTION = flags.DEFINE_list(
 _ASKED = flags.DEFINE_list(
   "asked",
   ["0.5", "0.7", "0.8", "0.9", "0.95", "0.97", "0.98", "0.99", "0.995"],
-  "Qualities that the curves are asked for, to see what they are worth.",
+  "Qualities to request from the curves, to test them.",
 )
 _HEADS = flags.DEFINE_enum(
   "heads",
   "kv",
   ["kv", "query"],
-  "Whether each KV head decides, or each query head, with keys and values of "
-  "its own.",
+  "Whether each KV head selects tokens, or each query head with its own copy "
+  "of keys and values.",
 )
 _TAU = flags.DEFINE_float(
   "tau",
   0.95,
-  "Share of quality that other samples are to keep.",
+  "Share of quality to preserve on the held-out samples.",
 )
-_OUTPUT = flags.DEFINE_string(
-  "output", "results/calibration", "Folder to write to."
-)
+_OUTPUT = flags.DEFINE_string("output", "results/calibration", "Output folder.")
 
 _RECORDS = "records"
-# By its folder, when something beside them cannot be written.
+# The records that survive if another file cannot be written.
 _KEPT = "measurements"
 
 
 def main() -> None:
-  """Checks what can be checked first, then measures, fits, tries, applies."""
+  """Checks all flags, then measures, fits, tests and evaluates."""
   began = time.monotonic()
   folder = pathlib.Path(_OUTPUT.value)
   chosen, asked = _chosen(), _asked()
@@ -146,15 +145,15 @@ def main() -> None:
     run = _Run(lm, choice.tasks, texts, settings, folder)
     samples = run.samples(_SAMPLES.value, 0)
     measuring.check(lm, chosen, samples)
-    found = run.measured("triples.jsonl", chosen, samples, 0)
-    fitted = fits.fit(chosen, found, settings.weights)
+    measured = run.measure("triples.jsonl", chosen, samples, 0)
+    fitted = fits.fit(chosen, measured, settings.weights)
     automatic = [method.automatic(q) for method in fitted for q in asked]
     others = run.samples(_SAMPLES.value, 1)
-    tried = run.measured("tried.jsonl", automatic, others, 1)
-    fitted = fits.promised(fitted, asked, tried)
+    tried = run.measure("tried.jsonl", automatic, others, 1)
+    fitted = fits.add_promises(fitted, asked, tried)
     automatic = [method.automatic(_TAU.value) for method in fitted]
     others = run.samples(_HELD_OUT.value, 2)
-    held_out = run.measured("held_out.jsonl", automatic, others, 2)
+    held_out = run.measure("held_out.jsonl", automatic, others, 2)
   fitted = [
     dataclasses.replace(
       method, held_out=[m for m in held_out if m.method == method.name]
@@ -176,11 +175,11 @@ def main() -> None:
     "ratio_curves.png": pictures.ratio_curves(fitted, title),
     "retention_bars.png": pictures.retention_bars(fitted, _TAU.value, title),
   }
-  own = folder / _RECORDS
-  own.mkdir(exist_ok=True)
+  records_folder = folder / _RECORDS
+  records_folder.mkdir(exist_ok=True)
   for method in fitted:
     name = records.file_name(method.name, method.plan.per_query_head)
-    method.calibration.save(own / name)
+    method.calibration.save(records_folder / name)
   for name, figure in plots.items():
     (folder / name).write_bytes(png(figure))
   text = tables.markdown(summary, list(plots))
@@ -190,13 +189,14 @@ def main() -> None:
   console.print(rich.text.Text(title), *tables.tables(summary), sep="\n")
   console.print(rich.text.Text(tables.circumstances(summary), style="dim"))
   console.print(
-    f"{wording.count(len(fitted), 'record')} in {own}; all in {folder}",
+    f"{wording.count(len(fitted), 'record')} in {records_folder}; all in "
+    f"{folder}",
     soft_wrap=True,
   )
 
 
 class _Run(NamedTuple):
-  """What the parts of a run share."""
+  """The model, data and settings of a run."""
 
   lm: models.Pretrained
   tasks: Sequence[str]
@@ -205,7 +205,7 @@ class _Run(NamedTuple):
   folder: pathlib.Path
 
   def samples(self, count: int, step: int) -> results.Samples:
-    """So many of each task, of a seed that is so many steps from the run's."""
+    """Draws samples of each task, with the run's seed plus `step`."""
     return ruler.samples(
       self.tasks,
       [_LENGTH.value],
@@ -215,14 +215,14 @@ class _Run(NamedTuple):
       self.texts,
     )
 
-  def measured(
+  def measure(
     self,
     file: str,
     chosen: Sequence[Candidate],
     samples: results.Samples,
     step: int,
   ) -> list[Measurement]:
-    """Measures samples of that step under a progress bar."""
+    """Measures the samples of a step, with a progress bar."""
     settings = dataclasses.replace(
       self.settings, seed=self.settings.seed + step
     )
@@ -237,7 +237,7 @@ class _Run(NamedTuple):
 
 
 def _chosen() -> list[Candidate]:
-  """Every method at every retention.
+  """Lists every method at every retention.
 
   Raises:
     InputError: a method evicts nothing, or a retention is 1.
@@ -249,8 +249,10 @@ def _chosen() -> list[Candidate]:
     raise InputError(
       "--retention takes shares below 1, for at 1 there is nothing to learn."
     )
-  own = _HEADS.value == "query"
-  chosen = list(candidates(_METHODS.value, budgets, per_query_head=own)[1:])
+  per_query_head = _HEADS.value == "query"
+  chosen = list(
+    candidates(_METHODS.value, budgets, per_query_head=per_query_head)[1:]
+  )
   for candidate in chosen:
     if candidate.plan.sparse is not None:
       raise InputError(
@@ -261,7 +263,7 @@ def _chosen() -> list[Candidate]:
 
 
 def _asked() -> list[float]:
-  """Qualities, ascending.
+  """Parses --asked, ascending.
 
   Raises:
     InputError: they are no numbers between 0 and 1.
@@ -279,9 +281,10 @@ def _asked() -> list[float]:
 
 
 def _texts() -> ruler.Texts:
-  """Needles in the user's text, or in what the bundled model was trained on.
+  """Reads the user's texts, or the bundled model's training prose.
 
-  A likelihood tells how much a context can lose where a model knows its kind.
+  A likelihood predicts how much a context can be compressed only if the model
+  knows this kind of text.
   """
   if _ESSAY.value is not None:
     return ruler.Texts.read(pathlib.Path(_ESSAY.value))

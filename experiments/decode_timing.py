@@ -1,4 +1,4 @@
-"""What a token takes to decode, by what is kept and by what is read."""
+"""Times decoding from caches of several sizes."""
 
 import statistics
 import time
@@ -22,12 +22,13 @@ class Decoded(NamedTuple):
   """Decoding from a candidate's cache.
 
   Attributes:
-    candidate: whose cache.
-    cache_bytes: allocated, of all rows.
-    read_tokens: that a token attends to, mean over rows, layers and KV heads.
-    least_bytes: that a step must move: weights, and keys and values that are
-      read, of all rows.
-    seconds: of a step, a token of every row, in each round.
+    candidate: the candidate.
+    cache_bytes: bytes allocated for all rows.
+    read_tokens: tokens that a token attends to, mean over rows, layers and KV
+      heads.
+    least_bytes: bytes that a step must move: weights, and the keys and values
+      that all rows read.
+    seconds: seconds per step (one token per row) in each round.
   """
 
   candidate: Candidate
@@ -38,7 +39,7 @@ class Decoded(NamedTuple):
 
   @property
   def step(self) -> float:
-    """Seconds of the median round."""
+    """Seconds per step in the median round."""
     return statistics.median(self.seconds)
 
 
@@ -49,51 +50,51 @@ def measure(
   tokens: int,
   rounds: int,
 ) -> tuple[Copies, list[Decoded]]:
-  """Decodes from every candidate's cache, by turns, and copies beside it.
+  """Decodes from every candidate's cache and copies an array, in turns.
 
   Args:
     lm: the model.
     chosen: methods and budgets.
-    contexts: what is prefilled; as many rows decode together.
-    tokens: that every row decodes in a round; none ends before.
-    rounds: how often each is timed, after it has been compiled.
+    contexts: the prompts, which decode as one batch.
+    tokens: tokens that every row decodes per round, without stopping early.
+    rounds: number of timings of each, after compilation.
   """
   console = rich.console.Console(stderr=True)
   with console.status("prefilling"):
-    found = prefilling.prefill_all(lm, [c.plan for c in chosen], contexts)
-    jax.block_until_ready(found)
+    results = prefilling.prefill_all(lm, [c.plan for c in chosen], contexts)
+    jax.block_until_ready(results)
   decoding = kvjax.Decoding(tokens)
 
-  def decode(one: prefilling.Prefilled) -> float:
+  def decode(result: prefilling.Prefilled) -> float:
     began = time.perf_counter()
     jax.block_until_ready(
-      kvjax.generate(lm.model, lm.params, one.cache, one.logits, decoding)
+      kvjax.generate(lm.model, lm.params, result.cache, result.logits, decoding)
     )
     return time.perf_counter() - began
 
-  for one in rich.progress.track(found, "compiling", console=console):
-    decode(one)
+  for result in rich.progress.track(results, "compiling", console=console):
+    decode(result)
   copy = kernel_timing.copies(kernel_timing.COPIED)
   turns = rich.progress.track(range(rounds), "timing", console=console)
-  seconds = [(copy(), *map(decode, found)) for _ in turns]
-  copied, *taken = zip(*seconds, strict=True)
+  seconds = [(copy(), *map(decode, results)) for _ in turns]
+  copied, *times_of = zip(*seconds, strict=True)
   return Copies(2 * kernel_timing.COPIED, copied), [
     Decoded(
       candidate,
-      one.cache.nbytes,
-      float(np.mean(one.cache.reads)),
-      tree_bytes(lm.params) + _read_bytes(lm, one.cache),
-      [each / tokens for each in own],
+      result.cache.nbytes,
+      float(np.mean(result.cache.reads)),
+      tree_bytes(lm.params) + _read_bytes(lm, result.cache),
+      [each / tokens for each in times],
     )
-    for candidate, one, own in zip(chosen, found, taken, strict=True)
+    for candidate, result, times in zip(chosen, results, times_of, strict=True)
   ]
 
 
 def table(
-  copies: Copies, found: Sequence[Decoded], rows: int
+  copies: Copies, results: Sequence[Decoded], rows: int
 ) -> Iterator[tuple[str, ...]]:
-  """Cells of a table, its heading first; the first candidate is the measure."""
-  full = found[0].step
+  """Yields table lines with a heading; the first candidate is the baseline."""
+  full = results[0].step
   yield (
     "method",
     "budget",
@@ -104,22 +105,22 @@ def table(
     "× full",
     "% of copies",
   )
-  for one in found:
-    speed = one.least_bytes / one.step
+  for result in results:
+    speed = result.least_bytes / result.step
     yield (
-      one.candidate.method,
-      one.candidate.budget,
-      f"{one.cache_bytes / rows / 2**20:,.2f}",
-      f"{one.read_tokens:,.0f}",
-      f"{1e3 * one.step:,.2f}",
-      f"{rows / one.step:,.0f}",
-      f"{full / one.step:.2f}",
+      result.candidate.method,
+      result.candidate.budget,
+      f"{result.cache_bytes / rows / 2**20:,.2f}",
+      f"{result.read_tokens:,.0f}",
+      f"{1e3 * result.step:,.2f}",
+      f"{rows / result.step:,.0f}",
+      f"{full / result.step:.2f}",
       f"{100 * speed / copies.bytes_per_second:.1f}",
     )
 
 
 def _read_bytes(lm: Pretrained, cache: kvjax.Cache) -> float:
-  """Of keys and values of the tokens that are read, in all layers and rows."""
+  """Counts bytes of the keys and values read, in all layers and rows."""
   dtype = jax.tree.leaves(lm.params)[0].dtype
   layer = lm.config.geometry.layers[0]
   each = (layer.key_dim + layer.value_width) * dtype.itemsize

@@ -1,15 +1,14 @@
-"""Finetunes a model on documents with low-rank adapters (LoRA).
+"""Fine-tunes a model on documents with low-rank adapters (LoRA).
 
   python -m kvjax.experiments.finetune --documents=DIR --output=OUT
 
-learns the .txt and .md files of a folder and makes OUT a model directory, with
-the adapters in its weights, which every program takes by --model=OUT. In
-OUT/adapter are the adapters alone, in PEFT's format. A model that has learnt
-its documents foretells them better, so that --retention=auto lets more of them
-go.
+trains on the .txt and .md files of a folder and writes a model directory OUT
+with the adapters merged into its weights, for --model=OUT in every program.
+OUT/adapter has the adapters alone in PEFT's format. A fine-tuned model predicts
+its documents better, so --retention=auto evicts more of them.
 
-A run that was stopped goes on from its last checkpoint, bit for bit, when it is
-started again with the same flags.
+An interrupted run resumes from its last checkpoint, bit for bit, with the same
+flags.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ from kvjax.models import lora
 flags.adopt_module_key_flags(inputs)
 
 _DOCUMENTS = flags.DEFINE_string(
-  "documents", None, "Folder of .txt and .md files, which are learnt."
+  "documents", None, "Folder of .txt and .md files to train on."
 )
 _OUTPUT = flags.DEFINE_string(
   "output",
@@ -42,19 +41,17 @@ _TARGETS = flags.DEFINE_list(
   "q,k,v",
   f"Projections with an adapter, of {', '.join(lora.TARGETS)}.",
 )
-_EPOCHS = flags.DEFINE_integer(
-  "epochs", 8, "How often every document is learnt.", lower_bound=1
-)
+_EPOCHS = flags.DEFINE_integer("epochs", 8, "Number of epochs.", lower_bound=1)
 _RATE = flags.DEFINE_float(
-  "learning_rate", 1e-3, "The largest; it rises for a short while, then falls."
+  "learning_rate", 1e-3, "Maximum learning rate, after a short warm-up."
 )
 _LENGTH = flags.DEFINE_integer(
-  "length", 1024, "Most tokens of a chunk of a document.", lower_bound=2
+  "length", 1024, "Maximum tokens of a chunk of a document.", lower_bound=2
 )
 _BATCH = flags.DEFINE_integer(
   "batch",
   4,
-  "Chunks per step; less needs less memory.",
+  "Chunks per step; fewer need less memory.",
   lower_bound=1,
   allow_override=True,
 )
@@ -101,7 +98,7 @@ def _check_length(lm: models.Pretrained) -> None:
 
 
 def main() -> None:
-  """Finetunes, then writes adapters and model."""
+  """Fine-tunes, then writes adapters and model."""
   output = pathlib.Path(_OUTPUT.value).absolute()
   results.check_writable(output)
   texts, recipe = _texts(), _recipe()

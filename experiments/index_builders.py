@@ -1,4 +1,4 @@
-"""Indexes of one KV head's keys: CTkvr's, clusters, and those of faiss."""
+"""Builds indexes of a KV head's keys: CTkvr's, clusters, and faiss's."""
 
 import dataclasses
 import functools
@@ -25,34 +25,34 @@ from kvjax.retrieval import (
 from kvjax.retrieval.clusters import Clusters
 from kvjax.struct import struct
 
-KEY_CENTRES = 64
-QUERY_CENTRES = 16
-# Of what surrounds a center over that of the centers: two queries of the same
-# center have a cosine of 1 / (1 + 0.5^2) = 0.8.
+KEY_CENTERS = 64
+QUERY_CENTERS = 16
+# Standard deviation around a center, relative to that of the centers. Two
+# queries of one center have a cosine of 1 / (1 + 0.5^2) = 0.8.
 SPREAD = 0.5
-ASKING = 8
+TOKENS = 8
 
 QCIVF = "qcIVF"
 
 
 @struct
 class Workload:
-  """One KV head of a prompt, and tokens that look up keys of it.
+  """One KV head of a prompt, and tokens that retrieve its keys.
 
   Attributes:
-    prompt: with axes of size 1 for the row and the KV head.
-    reads: keys that a token looks up, likewise.
-    asking: queries of the tokens behind the prompt. The prompt's own last
-      queries are CTkvr's centroids and would find themselves.
+    prompt: the prompt, with axes of size 1 for row and KV head.
+    reads: number of keys that a token retrieves, likewise.
+    queries: queries of the tokens after the prompt. The prompt's last queries
+      are CTkvr's centroids, so they would match themselves.
   """
 
   prompt: Prompt
   reads: Reads
-  asking: Float[Array, "J G D"]
+  queries: Float[Array, "J G D"]
 
   @property
   def store(self) -> Store:
-    """The keys that may be looked up."""
+    """The keys that may be retrieved."""
     return Store(self.prompt.stored_keys[0, 0], self.prompt.stored[0, 0])
 
 
@@ -61,9 +61,9 @@ class Builder:
   """A kind of index of a workload.
 
   Attributes:
-    name: what tables call it.
-    build: makes the index and returns when it is there.
-    candidates: slots that an index names to each asking token, -1 for none.
+    name: name in tables.
+    build: builds the index and waits for it.
+    candidates: slots that an index retrieves for each token, -1 for none.
   """
 
   name: str
@@ -72,7 +72,7 @@ class Builder:
 
 
 def load_faiss() -> types.ModuleType:
-  """The module.
+  """Imports faiss.
 
   Raises:
     InputError: it is not installed.
@@ -90,25 +90,25 @@ def load_faiss() -> types.ModuleType:
 def draw(
   retrieval: CTkvr, seed: int, length: int, group: int, head_dim: int
 ) -> Workload:
-  """Random keys and queries: Gaussians around Gaussian centers.
+  """Draws keys and queries as Gaussians around Gaussian centers.
 
-  A token's key belongs to one of `KEY_CENTRES`, its queries to one of
-  `QUERY_CENTRES`, the same one for all heads, each with its own center there.
+  A token's key belongs to one of `KEY_CENTERS` clusters, its queries to one of
+  `QUERY_CENTERS`, the same one for all heads but with a center per head.
 
   Args:
-    retrieval: says what is resident and how many keys are read.
-    seed: of the draws.
+    retrieval: defines the resident tokens and the number of keys to read.
+    seed: random seed.
     length: tokens of the prompt.
     group: query heads.
     head_dim: D.
   """
   rng = np.random.default_rng(seed)
-  topics = rng.integers(KEY_CENTRES, size=length)
-  keys = jnp.asarray(_around(rng, KEY_CENTRES, topics, head_dim))[None, None]
-  topics = rng.integers(QUERY_CENTRES, size=length + ASKING)
+  topics = rng.integers(KEY_CENTERS, size=length)
+  keys = jnp.asarray(_around(rng, KEY_CENTERS, topics, head_dim))[None, None]
+  topics = rng.integers(QUERY_CENTERS, size=length + TOKENS)
   queries = jnp.asarray(
     np.stack(
-      [_around(rng, QUERY_CENTRES, topics, head_dim) for _ in range(group)]
+      [_around(rng, QUERY_CENTERS, topics, head_dim) for _ in range(group)]
     )
   )
   positions = jnp.arange(length, dtype=jnp.int32)[None, None]
@@ -133,15 +133,16 @@ def draw(
 def builders(
   faiss: types.ModuleType, retrieval: CTkvr, workload: Workload
 ) -> list[Builder]:
-  """qcIVF, then the others; compiled where there is something to compile.
+  """Lists qcIVF and the other builders, with JAX programs compiled.
 
-  Where CTkvr recalls some lists for a group of heads, each head looks at its
-  part of so many keys with the others: IVF probes the lists that hold them on
-  average, HNSW remembers so many while it searches, and of clusters those of
-  the highest product of query and centroid are read until there are so many.
+  All indexes examine about the same number of keys. CTkvr recalls some lists
+  for a group of heads; with the other indexes, each head examines its part of
+  as many keys. IVF probes the number of lists that contain this many on
+  average, HNSW searches with this many candidates, and clusters are read in the
+  order of their centroid's product with the query.
   """
   keys = np.asarray(workload.store.keys)
-  group = workload.asking.shape[1]
+  group = workload.queries.shape[1]
   recalled = retrieval.probes * int(retrieval.list_ratio * retrieval.reads)
   part = min(max(recalled // group, 1), len(keys))
   lists = jax.eval_shape(
@@ -149,8 +150,8 @@ def builders(
   )
   centroids = lists.slots.shape[-2]
   clusterkv = ClusterKV(clusters=centroids)
-  looked_up = functools.partial(_looked_up, workload)
-  searched = functools.partial(_searched, workload)
+  retrieve = functools.partial(_retrieve, workload)
+  search = functools.partial(_search, workload)
 
   def first(index: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(lambda x: x[0, 0], index)
@@ -159,19 +160,19 @@ def builders(
     Builder(
       QCIVF,
       _compiled(retrieval, workload),
-      lambda index: looked_up(retrieval, first(index), retrieval.reads),
+      lambda index: retrieve(retrieval, first(index), retrieval.reads),
     ),
-    Builder("IVF", lambda: _ivf(faiss, keys, part), searched),
-    Builder("HNSW", lambda: _hnsw(faiss, keys, part), searched),
+    Builder("IVF", lambda: _ivf(faiss, keys, part), search),
+    Builder("HNSW", lambda: _hnsw(faiss, keys, part), search),
     Builder(
       "K-means",
       lambda: _kmeans(faiss, keys, centroids),
-      lambda index: looked_up(clusterkv, index, part),
+      lambda index: retrieve(clusterkv, index, part),
     ),
     Builder(
       "K-means of kvjax",
       _compiled(clusterkv, workload),
-      lambda index: looked_up(clusterkv, first(index), part),
+      lambda index: retrieve(clusterkv, first(index), part),
     ),
   ]
 
@@ -180,11 +181,11 @@ def builders(
 def recall(
   workload: Workload, candidates: Int[Array, "J X"]
 ) -> Float[Array, ""]:
-  """Share of the keys that exact search reads which are read.
+  """Computes the share of the keys of exact search that an index retrieves.
 
-  What an index names is ranked as CTkvr ranks what it recalls, by the most
-  that any head of the group attends to a key, and the best are read. Mean over
-  the asking tokens.
+  The candidates of an index are ranked as in CTkvr, by the maximum attention of
+  the group's heads to a key, and the best are read. The result is the mean over
+  the tokens.
   """
   store = workload.store
   size = store.valid.shape[0]
@@ -194,14 +195,14 @@ def recall(
     queries: Float[Array, "G D"], slots: Int[Array, " X"]
   ) -> Float[Array, ""]:
     place = jnp.where(slots >= 0, slots, size)
-    named = jnp.zeros(size + 1, bool).at[place].set(True)[:size]
-    known = Store(store.keys, store.valid & named)
+    is_candidate = jnp.zeros(size + 1, bool).at[place].set(True)[:size]
+    known = Store(store.keys, store.valid & is_candidate)
     exact, _ = Flat().retrieve(None, queries, store, reads)
     found, _ = Flat().retrieve(None, queries, known, reads)
     hits = jnp.isin(exact.slots, found.slots)
     return jnp.mean(hits.astype(jnp.float32))
 
-  return jnp.mean(jax.vmap(of_token)(workload.asking, candidates))
+  return jnp.mean(jax.vmap(of_token)(workload.queries, candidates))
 
 
 def _around(
@@ -210,14 +211,14 @@ def _around(
   topics: Int[np.ndarray, " T"],
   head_dim: int,
 ) -> Float[np.ndarray, "T D"]:
-  """Vectors around random centers, to which the topics assign them."""
+  """Draws vectors around random centers; topics assign the centers."""
   means = rng.standard_normal((centers, head_dim), np.float32)
   noise = rng.standard_normal((len(topics), head_dim), np.float32)
   return means[topics] + np.float32(SPREAD) * noise
 
 
 def _index(retrieval: Retrieval, prompt: Prompt, reads: Reads) -> PyTree[Array]:
-  """As layers do it, over rows and KV heads."""
+  """Builds an index over rows and KV heads, like a cache layer."""
   with jax.default_matmul_precision("highest"):
     return jax.vmap(jax.vmap(retrieval.index))(prompt, reads)
 
@@ -240,7 +241,7 @@ def _ivf(
   index = faiss.IndexIVFFlat(
     quantizer, head_dim, lists, faiss.METRIC_INNER_PRODUCT
   )
-  index.cp.min_points_per_centroid = 1  # or it warns that keys are few
+  index.cp.min_points_per_centroid = 1  # otherwise it warns about few keys
   index.train(keys)
   index.add(keys)
   index.nprobe = max(1, round(part * lists / count))
@@ -270,20 +271,20 @@ def _kmeans(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
-def _looked_up(
+def _retrieve(
   workload: Workload, retrieval: Retrieval, index: PyTree[Array], most: int
 ) -> Int[Array, "J X"]:
-  """What a retrieval method finds for each asking token, `most` per list."""
+  """Retrieves keys by a retrieval method for each token, `most` per list."""
   reads = Reads(jnp.asarray(most, jnp.int32), most)
   found, _ = jax.vmap(retrieval.retrieve, (None, 0, None, None))(
-    index, workload.asking, workload.store, reads
+    index, workload.queries, workload.store, reads
   )
-  return found.slots.reshape(len(workload.asking), -1)
+  return found.slots.reshape(len(workload.queries), -1)
 
 
-def _searched(workload: Workload, index: Any) -> Int[Array, "J X"]:
-  """What an index of faiss finds for all heads of each asking token."""
-  tokens, group, head_dim = workload.asking.shape
-  queries = np.asarray(workload.asking).reshape(tokens * group, head_dim)
+def _search(workload: Workload, index: Any) -> Int[Array, "J X"]:
+  """Retrieves keys by a faiss index for all heads of each token."""
+  tokens, group, head_dim = workload.queries.shape
+  queries = np.asarray(workload.queries).reshape(tokens * group, head_dim)
   _, slots = index.search(queries, workload.reads.most)
   return jnp.asarray(slots.reshape(tokens, -1), jnp.int32)

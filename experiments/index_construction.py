@@ -1,26 +1,27 @@
-"""Measures how long CTkvr's index takes to build, beside other indexes.
+"""Compares the construction time of CTkvr's index with other indexes.
 
   python -m kvjax.experiments.index_construction
 
 builds qcIVF, the index of CTkvr, for one KV head of random prompts, and from
-the same keys IVF, HNSW and K-means by faiss, and the K-means of ClusterKV here.
-Prints a table and writes results/index_construction/{summary.json,table.md}:
-for every length
+the same keys IVF, HNSW and K-means by faiss, and the K-means of kvjax's
+ClusterKV. It prints a table and writes
+results/index_construction/{summary.json,table.md}. For every length:
 
-- build: median wall time of some builds, which take turns; what is compiled
-  was compiled before. qcIVF's is from queries and keys, attention included;
-- x qcIVF: how many times as long as CTkvr's index that is;
-- recall: share of the keys that exact search would read for the next tokens
-  which are read when as many keys are looked at. It shows whether an index is
-  of use; experiments/retrieval_recall.py measures that with real queries.
+- build: median wall time of several builds, which take turns; programs are
+  compiled first. For qcIVF it starts from queries and keys and includes
+  attention;
+- x qcIVF: build time relative to CTkvr's index;
+- recall: share of the keys of exact search for the next tokens that the index
+  retrieves if all indexes examine as many keys. It shows whether an index is
+  useful; experiments/retrieval_recall.py measures recall with real queries.
 
 IVF has 4 sqrt(n) lists, HNSW M = 32, and K-means as many centroids as CTkvr.
-faiss works on the CPU with all threads, JAX on its default device. CTkvr's
-paper builds on a GPU, in 0.21 to 0.43 ms from 4K to 128K tokens and orders of
-magnitude faster than the others; of times on a CPU only the ratios say
-something.
+faiss runs on the CPU with all threads, JAX on its default device. CTkvr's paper
+builds on a GPU, in 0.21 to 0.43 ms from 4K to 128K tokens and orders of
+magnitude faster than the others. On a CPU, only the ratios are meaningful.
 
-Needs faiss: `pip install faiss-cpu`. Takes ten minutes on two idle cores.
+This needs faiss: `pip install faiss-cpu`. It takes ten minutes on two idle
+cores.
 """
 
 import functools
@@ -39,9 +40,9 @@ from absl import flags
 from kvjax.errors import InputError
 from kvjax.experiments import cli, index_builders, inputs, reports, results
 from kvjax.experiments.index_builders import (
-  KEY_CENTRES,
+  KEY_CENTERS,
   QCIVF,
-  QUERY_CENTRES,
+  QUERY_CENTERS,
   SPREAD,
 )
 from kvjax.retrieval import CTkvr
@@ -58,19 +59,19 @@ _GROUP = flags.DEFINE_integer(
   "group", 4, "Query heads of the KV head.", lower_bound=1
 )
 _READS = flags.DEFINE_integer(
-  "reads", 512, "Keys that a token looks up.", lower_bound=1
+  "reads", 512, "Keys that a token retrieves.", lower_bound=1
 )
 _REPEATS = flags.DEFINE_integer(
   "repeats", 3, "Builds of each index.", lower_bound=1
 )
 flags.declare_key_flag("seed")
 _OUTPUT = flags.DEFINE_string(
-  "output", "results/index_construction", "Folder to write to."
+  "output", "results/index_construction", "Output folder."
 )
 
 
 def main() -> None:
-  """Checks what can be checked first, then builds."""
+  """Checks all flags, then builds."""
   retrieval = CTkvr(reads=_READS.value)
   lengths = _lengths(retrieval)
   folder = pathlib.Path(_OUTPUT.value)
@@ -101,17 +102,17 @@ def measure(
   repeats: int,
   on_built: Callable[[], None],
 ) -> list[dict[str, Any]]:
-  """Builds the indexes in turns, then looks up in the last ones.
+  """Builds the indexes in turns, then retrieves from the last ones.
 
   Args:
-    builders: the first one is what the others are compared with.
-    workload: what they were made for.
+    builders: the builders; the first one is the baseline.
+    workload: their workload.
     repeats: builds of each.
     on_built: called after every build.
 
   Returns:
-    For each its name, the seconds of every build, their median, its ratio to
-    the first one's, and the recall.
+    For each builder its name, the seconds of every build, their median, its
+    ratio to the baseline, and the recall.
   """
   seconds: dict[str, list[float]] = {builder.name: [] for builder in builders}
   built = {}
@@ -121,7 +122,7 @@ def measure(
       built[builder.name] = builder.build()
       seconds[builder.name].append(time.perf_counter() - began)
       on_built()
-  medians = {name: statistics.median(own) for name, own in seconds.items()}
+  medians = {name: statistics.median(times) for name, times in seconds.items()}
   return [
     {
       "index": builder.name,
@@ -137,7 +138,7 @@ def measure(
 
 
 def to_markdown(summary: Mapping[str, Any]) -> str:
-  """The table and its circumstances."""
+  """Formats the table with its settings."""
   cells = [
     (
       f"{row['length']:,}",
@@ -158,8 +159,8 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
     + "\n".join(f"| {' | '.join(line)} |" for line in lines)
     + "\n\nRead the ratios, not the times: CTkvr's paper builds on a GPU, in "
     "0.21 to 0.43 ms from 4K to 128K tokens.\n"
-    f"Random keys around {KEY_CENTRES} centers and queries around "
-    f"{QUERY_CENTRES}, spread {SPREAD} of that of the centers, seed "
+    f"Random keys around {KEY_CENTERS} centers and queries around "
+    f"{QUERY_CENTERS}, spread {SPREAD} of that of the centers, seed "
     f"{summary['seed']}.\n"
     f"qcIVF and K-means of kvjax on {summary['device']}; the others by faiss "
     f"on the CPU, {summary['faiss_threads']} threads of {summary['cores']} "
@@ -172,7 +173,7 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
 def _measure(
   faiss: types.ModuleType, retrieval: CTkvr, lengths: Sequence[int]
 ) -> list[dict[str, Any]]:
-  """The rows of the table, under a progress bar."""
+  """Measures the rows of the table, with a progress bar."""
   rows = []
   with rich.progress.Progress(
     rich.progress.TextColumn("{task.description:15}"),
@@ -191,18 +192,17 @@ def _measure(
       )
       builders = index_builders.builders(faiss, retrieval, workload)
       advance = functools.partial(progress.advance, bar, length / len(builders))
-      found = measure(builders, workload, _REPEATS.value, advance)
-      rows += [{"length": length} | row for row in found]
-    progress.update(bar, completed=total)  # whatever was lost to rounding
+      measured = measure(builders, workload, _REPEATS.value, advance)
+      rows += [{"length": length} | row for row in measured]
+    progress.update(bar, completed=total)  # fractions lost to rounding
   return rows
 
 
 def _lengths(retrieval: CTkvr) -> list[int]:
-  """What --lengths says.
+  """Parses --lengths.
 
   Raises:
-    InputError: it holds something else than numbers, or so small ones that
-      there would be nothing to choose from.
+    InputError: a value is no number, or too small for a selection.
   """
   try:
     lengths = [int(text) for text in _LENGTHS.value]
@@ -213,13 +213,13 @@ def _lengths(retrieval: CTkvr) -> list[int]:
   if not lengths:
     raise InputError("--lengths is empty; 4096,8192 would be two.")
   resident = retrieval.sinks + retrieval.local
-  least = resident + retrieval.reads + 1
+  shortest = resident + retrieval.reads + 1
   for length in lengths:
-    if length < least:
+    if length < shortest:
       raise InputError(
-        f"--lengths must be {least} or more, as {resident} tokens are resident "
-        f"and --reads={retrieval.reads} of the others are read; {length} is "
-        "not."
+        f"--lengths must be {shortest} or more, as {resident} tokens are "
+        f"resident and --reads={retrieval.reads} of the others are read; "
+        f"{length} is not."
       )
   return lengths
 

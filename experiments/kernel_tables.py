@@ -1,4 +1,4 @@
-"""The kernels that are timed, and what came of it as a table."""
+"""Selects the kernels to time and formats the results."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,26 +21,26 @@ _HEAD = (
 
 
 def chosen(
-  found: Sequence[tuple[str, Spec]], only: Sequence[str]
+  specs: Sequence[tuple[str, Spec]], only: Sequence[str]
 ) -> list[tuple[str, Spec]]:
-  """The specifications of the operations that are asked for.
+  """Selects the specifications of operations by name.
 
   Raises:
-    InputError: there is no such operation, or none is asked for.
+    InputError: an operation is unknown, or there are no names.
   """
-  known = list(dict.fromkeys(name for name, _ in found))
+  known = list(dict.fromkeys(name for name, _ in specs))
   for name in only:
     if name not in known:
       raise InputError(f"--only has {name!r}; there are {', '.join(known)}.")
   if not only:
     raise InputError(f"--only is empty; there are {', '.join(known)}.")
-  return [(name, spec) for name, spec in found if name in only]
+  return [(name, spec) for name, spec in specs if name in only]
 
 
 def rows(
   operation: str, spec: Spec, copies: Copies, timed: Sequence[Timed]
 ) -> Iterator[dict[str, Any]]:
-  """What summary.json says of a specification, a row for each program."""
+  """Yields the rows of summary.json for a specification, one per program."""
   by_xla = next(one.bytes_per_second for one in timed if one.program == XLA)
   for one in timed:
     row: dict[str, Any] = {
@@ -63,16 +63,16 @@ def rows(
 
 
 def to_markdown(summary: Mapping[str, Any]) -> str:
-  """The table and its circumstances."""
+  """Formats the table with its settings."""
   lines = [_HEAD, (":--", ":--", *["--:"] * (len(_HEAD) - 2))]
   lines += [_cells(row) for row in summary["rows"]]
   return (
     "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    + f"\n\n{_circumstances(summary)}\n"
+    + f"\n\n{_settings(summary)}\n"
   )
 
 
-def _circumstances(summary: Mapping[str, Any]) -> str:
+def _settings(summary: Mapping[str, Any]) -> str:
   speeds = [row["copies_per_second"] / 1e9 for row in summary["rows"]]
   return "; ".join(
     [

@@ -1,4 +1,4 @@
-"""What operations take on the device at hand, beside its copies."""
+"""Times operations on the current device, relative to copies."""
 
 import dataclasses
 import statistics
@@ -18,10 +18,10 @@ XLA: kernels.Implementation = "xla"
 PALLAS: kernels.Implementation = "pallas"
 LIBRARY = "library"
 
-# Bytes of the array that is copied: more than any cache of a chip holds.
+# Bytes of the array to copy: larger than any cache of a chip.
 COPIED = 2**29
 
-# A round of a program; beside it, what starts one is small.
+# Seconds per round of a program, long compared with a launch.
 _SECONDS = 0.1
 _MOST = 10_000
 
@@ -30,14 +30,14 @@ _Seconds = Callable[[], float]
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-  """A program of a spec.
+  """The timing of a program of a spec.
 
   Attributes:
     program: XLA, PALLAS or LIBRARY.
-    seconds: of one use in each round; None where the kernel declines.
-    ideal_bytes: that must move.
-    difference: the largest one from what XLA's program computes, over the
-      largest of its numbers; 0 where all are equal.
+    seconds: seconds per use in each round; None if the kernel declines.
+    ideal_bytes: bytes that must move.
+    difference: maximum difference from XLA's result, relative to its largest
+      number; 0 if all are equal.
   """
 
   program: str
@@ -47,7 +47,7 @@ class Timed:
 
   @property
   def bytes_per_second(self) -> float | None:
-    """Of the bytes that must move, by the median round."""
+    """Bandwidth of the bytes that must move, in the median round."""
     if self.seconds is None:
       return None
     return self.ideal_bytes / statistics.median(self.seconds)
@@ -57,8 +57,8 @@ class Copies(NamedTuple):
   """Copies of one array, timed in turns with the programs.
 
   Attributes:
-    nbytes: read and written.
-    seconds: of one copy in each round.
+    nbytes: bytes read and written.
+    seconds: seconds per copy in each round.
   """
 
   nbytes: int
@@ -66,12 +66,12 @@ class Copies(NamedTuple):
 
   @property
   def bytes_per_second(self) -> float:
-    """By the median round."""
+    """Bandwidth in the median round."""
     return self.nbytes / statistics.median(self.seconds)
 
 
 def copies(nbytes: int) -> Callable[[], float]:
-  """Times a copy of an array whenever it is called, in seconds."""
+  """Returns a function that times a copy of an array, in seconds."""
   array = jnp.zeros(nbytes // 4, jnp.float32)
   return _timer(lambda x: x + 1, (array,))
 
@@ -79,33 +79,33 @@ def copies(nbytes: int) -> Callable[[], float]:
 def measure(
   spec: Spec, copied: int, rounds: int, seed: int
 ) -> tuple[Copies, list[Timed]]:
-  """Times every program of a spec and copies, by turns.
+  """Times every program of a spec and copies, in turns.
 
   Args:
     spec: the operation and its shapes.
-    copied: bytes of the array that is copied.
-    rounds: how often each is timed.
-    seed: of the operands.
+    copied: bytes of the array to copy.
+    rounds: number of timings of each.
+    seed: seed of the operands.
   """
   operands = jax.jit(spec.arrays)(jax.random.key(seed))
-  found = {name: _results(run, operands) for name, run in _programs(spec)}
+  results_of = {name: _results(run, operands) for name, run in _programs(spec)}
   served = {
     name: _timer(run, operands)
     for name, run in _programs(spec)
-    if found[name] is not None
+    if results_of[name] is not None
   }
   timers = [copies(copied), *served.values()]
   seconds = [[timer() for timer in timers] for _ in range(rounds)]
-  of_copies, *others = zip(*seconds, strict=True)
-  taken = dict(zip(served, others, strict=True))
+  of_copies, *of_programs = zip(*seconds, strict=True)
+  taken = dict(zip(served, of_programs, strict=True))
   return Copies(2 * copied, of_copies), [
     Timed(
       name,
       taken.get(name),
       spec.ideal_bytes,
-      0.0 if results is None else _difference(results, found[XLA]),
+      0.0 if results is None else _difference(results, results_of[XLA]),
     )
-    for name, results in found.items()
+    for name, results in results_of.items()
   ]
 
 
@@ -130,17 +130,19 @@ def _by(
 def _results(
   run: Callable[..., Any], operands: Sequence[Any]
 ) -> PyTree[np.ndarray] | None:
-  """What a program computes; None where it declines."""
+  """Runs a program; returns None if it declines."""
   try:
     return jax.device_get(jax.jit(run)(*operands))
   except NotImplementedError:
     return None
 
 
-def _difference(found: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> float:
-  """NaN where one has it or inf and the other something else."""
+def _difference(
+  actual: PyTree[np.ndarray], wanted: PyTree[np.ndarray]
+) -> float:
+  """Computes the difference; NaN if only one side has NaN or inf."""
   largest = np.float64(0)
-  for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+  for one, other in zip(*map(jax.tree.leaves, (actual, wanted)), strict=True):
     a, b = (np.asarray(x, np.float64) for x in (one, other))
     if not np.array_equal(a, b, equal_nan=True):
       largest = np.maximum(largest, np.max(np.abs(a - b)) / np.max(np.abs(b)))
@@ -148,7 +150,7 @@ def _difference(found: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> float:
 
 
 def _timer(run: Callable[..., Any], operands: Sequence[Any]) -> _Seconds:
-  """Times so many uses in one program that starting it does not count."""
+  """Repeats an operation in one program until launch time is negligible."""
   once = _repeated(run, operands, 1)
   once()
   uses = min(max(1, round(_SECONDS / once())), _MOST)
@@ -173,10 +175,10 @@ def _repeated(
 
 
 def _program(run: Callable[..., Any], uses: int) -> Callable[..., Any]:
-  """Uses one after another, of which the last one's results are answered."""
+  """Builds a program that repeats an operation and returns the last results."""
 
   def use(_: Int[Array, ""], carried: tuple[Any, Any]) -> tuple[Any, Any]:
-    # Else the compiler would see that every turn computes the same.
+    # Otherwise the compiler would hoist the repeated computation.
     given, results = jax.lax.optimization_barrier(carried)
     del results
     return given, run(*given)

@@ -1,4 +1,4 @@
-"""How well layers look up, while a model decodes with its full cache."""
+"""Measures retrieval quality while a model decodes with its full cache."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ class Quality(NamedTuple):
   """Means over rows, heads and decoded tokens, in one layer.
 
   Attributes:
-    recall: share of what exact search would read that is read.
+    recall: share of the keys of exact search that are retrieved.
     error: |o - o_dense| / |o_dense| of a head's output.
     read: tokens attended to.
   """
@@ -36,7 +36,7 @@ class Quality(NamedTuple):
 
 
 class _State(NamedTuple):
-  """A layer with the full cache, the same with indexes, and sums so far."""
+  """A layer's full cache, its caches with indexes, and sums so far."""
 
   full: Layer | None
   others: tuple[Layer | None, ...]
@@ -52,32 +52,32 @@ def measure(
   plans: Sequence[kvjax.Plan],
   steps: int,
 ) -> tuple[list[list[Quality | None]], list[float]]:
-  """Decodes greedily with the full cache and compares lookups with it.
+  """Decodes greedily with the full cache and compares retrieval with it.
 
   Args:
-    model: the functions.
-    params: the weights.
-    prompts: what is prefilled.
-    plans: what looks up.
+    model: the model.
+    params: its weights.
+    prompts: the prompts.
+    plans: retrieval plans.
     steps: tokens to decode.
 
   Returns:
-    For every plan and layer what was found, or None where the layer has no
-    index; and for every layer the mean cosine of neighboring queries.
+    The quality for every plan and layer, None for layers without an index; and
+    the mean cosine of neighboring queries for every layer.
   """
-  whole = kvjax.get_plan("full", kvjax.Retention(1.0))
-  caches, logits = kvjax.sweep(model, params, prompts, [whole, *plans])
+  full = kvjax.get_plan("full", kvjax.Retention(1.0))
+  caches, logits = kvjax.sweep(model, params, prompts, [full, *plans])
   sums, cosines = _decode(model, params, caches, logits, steps=steps)
-  found = [
+  qualities = [
     [
-      Quality(*map(float, sums[layer][p]))
-      if isinstance(own, SparseLayer)
+      Quality(*map(float, sums[number][p]))
+      if isinstance(layer, SparseLayer)
       else None
-      for layer, own in enumerate(cache.layers)
+      for number, layer in enumerate(cache.layers)
     ]
     for p, cache in enumerate(caches[1:])
   ]
-  return found, [float(x) for x in cosines]
+  return qualities, [float(x) for x in cosines]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"))
@@ -117,29 +117,29 @@ def _decode(
   start = (states, first, full.next_positions)
   (states, _, _), _ = jax.lax.scan(step, start, None, length=steps)
   sums = [jax.tree.map(lambda x: x / steps, state.sums) for state in states]
-  # The first token's query has no neighbor.
+  # The query of the first token has no neighbor.
   return sums, [state.cosine / max(steps - 1, 1) for state in states]
 
 
 def _attend(
-  layer: int, state: _State, seen: Activations
+  layer: int, state: _State, activations: Activations
 ) -> tuple[Float[Array, "B N S D"], _State]:
-  """Dense attention, and what the others make of the same query."""
+  """Computes dense attention, and the other caches' quality for its query."""
   del layer
   assert state.full is not None
-  full = state.full.append(seen)
-  dense, _ = full.attend(seen)
+  full = state.full.append(activations)
+  dense, _ = full.attend(activations)
   others, sums = [], []
   for other, so_far in zip(state.others, state.sums, strict=True):
     if isinstance(other, SparseLayer):
-      other = other.append(seen)
-      output, after = other.attend(seen)
-      found = _quality(other, seen, output, dense)
-      so_far = Quality(*(a + b for a, b in zip(so_far, found, strict=True)))
+      other = other.append(activations)
+      output, after = other.attend(activations)
+      quality = _quality(other, activations, output, dense)
+      so_far = Quality(*(a + b for a, b in zip(so_far, quality, strict=True)))
       other = after
     others.append(other)
     sums.append(so_far)
-  queries = seen.queries[:, :, 0].astype(jnp.float32)
+  queries = activations.queries[:, :, 0].astype(jnp.float32)
   near = jnp.mean(_cosine(queries, state.queries))
   return dense, _State(
     full, tuple(others), tuple(sums), queries, state.cosine + near
@@ -148,18 +148,20 @@ def _attend(
 
 def _quality(
   layer: SparseLayer,
-  seen: Activations,
+  activations: Activations,
   output: Float[Array, "B N S D"],
   dense: Float[Array, "B N S D"],
 ) -> Quality:
-  """How a layer's attention, and what it reads, compare with the exact ones."""
+  """Compares a layer's output and retrieved keys with the exact ones."""
   off = jnp.linalg.norm((output - dense).astype(jnp.float32), axis=-1)
   size = jnp.linalg.norm(dense.astype(jnp.float32), axis=-1)
-  mine = _found(layer, seen)
-  exact = _found(dataclasses.replace(layer, retrieval=Flat(), index=None), seen)
+  retrieved = _retrieved(layer, activations)
+  exact = _retrieved(
+    dataclasses.replace(layer, retrieval=Flat(), index=None), activations
+  )
   wanted = jnp.sum(exact.astype(jnp.float32), axis=-1)
-  hits = jnp.sum((mine & exact).astype(jnp.float32), axis=-1)
-  read = jnp.sum(mine.astype(jnp.float32), axis=-1)
+  hits = jnp.sum((retrieved & exact).astype(jnp.float32), axis=-1)
+  read = jnp.sum(retrieved.astype(jnp.float32), axis=-1)
   return Quality(
     jnp.mean(hits / jnp.maximum(wanted, 1.0)),
     jnp.mean(off / jnp.maximum(size, 1e-6)),
@@ -167,10 +169,12 @@ def _quality(
   )
 
 
-def _found(layer: SparseLayer, seen: Activations) -> Bool[Array, "B K F"]:
-  """The stored slots that any head of a group reads."""
+def _retrieved(
+  layer: SparseLayer, activations: Activations
+) -> Bool[Array, "B K F"]:
+  """Computes the mask of stored slots that any head of a group retrieves."""
   _, found = layer.retrieved(
-    layer.index, seen.queries[:, :, 0], seen.positions[:, 0]
+    layer.index, activations.queries[:, :, 0], activations.positions[:, 0]
   )
   slots = found.read_slots
   batch, kv_heads = slots.shape[:2]
@@ -191,17 +195,17 @@ def _cosine(
 
 
 def mean(per_layer: Sequence[Quality | None]) -> Quality:
-  """The mean over the layers that have an index.
+  """Averages over the layers that have an index.
 
   Raises:
-    InputError: none has.
+    InputError: no layer has one.
   """
-  found = [quality for quality in per_layer if quality is not None]
-  if not found:
+  qualities = [quality for quality in per_layer if quality is not None]
+  if not qualities:
     raise InputError(
       "A method has an index in none of the layers: all of them are dense, or "
       "it may look up all there is; give it less to look up."
     )
   return Quality(
-    *(float(np.mean(values)) for values in zip(*found, strict=True))
+    *(float(np.mean(values)) for values in zip(*qualities, strict=True))
   )

@@ -1,20 +1,20 @@
-"""Measures what retrieval methods miss of the keys that matter.
+"""Measures the recall of retrieval methods.
 
   python -m kvjax.experiments.retrieval_recall
 
 prefills needle prompts with their questions, decodes with the full cache, and
-lets each retrieval method look up its keys with the model's real queries.
-Prints a table and writes results/retrieval/{summary.json,table.md}: means over
-tasks, samples, tokens, heads and the layers that have an index of
+lets each retrieval method retrieve keys for the model's real queries. It prints
+a table and writes results/retrieval/{summary.json,table.md}. The numbers are
+means over tasks, samples, tokens, heads and the layers with an index:
 
-- recall: share of the stored keys that exact search reads which are read;
+- recall: share of the stored keys of exact search that are retrieved;
 - output error: |o - o_dense| / |o_dense| of a head's attention output;
-- read: tokens attended to, the resident ones included.
+- read: tokens attended to, including resident ones.
 
-Decoding goes on for --steps tokens, past the end of an answer too.
+Decoding continues for --steps tokens, even past the end of an answer.
 
-Below the table stands the mean cosine of neighboring queries per layer, which
-CTkvr builds on. Takes two minutes on two cores.
+Below the table is the mean cosine of neighboring queries per layer, which CTkvr
+relies on. It takes two minutes on two cores.
 """
 
 import dataclasses
@@ -56,21 +56,21 @@ _METHODS = flags.DEFINE_list(
   "methods", list(RETRIEVALS), "Retrieval methods or presets, with options."
 )
 _RETENTION = flags.DEFINE_list(
-  "retention", ["0.125", "0.0625"], "Shares of the prompt to look up per token."
+  "retention",
+  ["0.125", "0.0625"],
+  "Shares of the prompt to retrieve per token.",
 )
 _BUDGET = flags.DEFINE_list(
-  "budget", None, "Keys to look up per token, in place of --retention."
+  "budget", None, "Keys to retrieve per token, instead of --retention."
 )
 _STEPS = flags.DEFINE_integer(
   "steps", 24, "Tokens to decode per prompt.", lower_bound=1
 )
-_OUTPUT = flags.DEFINE_string(
-  "output", "results/retrieval", "Folder to write to."
-)
+_OUTPUT = flags.DEFINE_string("output", "results/retrieval", "Output folder.")
 
 
 def main() -> None:
-  """Checks what can be checked first, then loads the model and measures."""
+  """Checks all flags, then loads the model and measures."""
   cli.refuse_together("retention", ["budget"], "both say how much to look up")
   suite.check_tasks(needle_inputs.TASKS.value)
   folder = pathlib.Path(_OUTPUT.value)
@@ -83,7 +83,7 @@ def main() -> None:
       f"{', '.join(RETRIEVALS)}."
     )
   with inputs.loaded() as (lm, devices):
-    found, cosines = _measure(lm, chosen)
+    quality_of, cosines = _measure(lm, chosen)
     settings = results.Settings(
       model=inputs.model_name(),
       weights=results.digest(inputs.model_directory()),
@@ -101,7 +101,7 @@ def main() -> None:
     "cosine_of_neighboring_queries": cosines,
     "rows": [
       {"method": c.method, "budget": c.budget, **quality._asdict()}
-      for c, quality in zip(chosen, found, strict=True)
+      for c, quality in zip(chosen, quality_of, strict=True)
     ],
   }
   text = to_markdown(summary)
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def to_markdown(summary: Mapping[str, Any]) -> str:
-  """The table and its circumstances."""
+  """Formats the table with its settings."""
   cells = [
     (
       row["method"],
@@ -144,7 +144,7 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
 def _measure(
   lm: models.Pretrained, chosen: Sequence[Candidate]
 ) -> tuple[list[Quality], list[float]]:
-  """Means for every candidate; and of every layer the cosine."""
+  """Measures every candidate's means and every layer's cosine."""
   prompts = [
     Prompt.of_sample(lm.tokenizer, sample)
     for drawn in needle_inputs.samples(lm).values()
@@ -152,7 +152,7 @@ def _measure(
   ]
   check_context_length(lm, prompts)
   shape = Shape.of(prompts, inputs.BATCH.value, QUERY_AWARE)
-  found: list[list[Quality]] = [[] for _ in chosen]
+  quality_of: list[list[Quality]] = [[] for _ in chosen]
   cosines, sizes = [], []
   starts = range(0, len(prompts), shape.rows)
   console = rich.console.Console(stderr=True)
@@ -165,16 +165,16 @@ def _measure(
     )
     cosines.append(cosine)
     sizes.append(len(rows))
-    for own, per_layer in zip(found, qualities, strict=True):
-      own.append(retrieval_quality.mean(per_layer))
-  return [_mean(own, sizes) for own in found], [
+    for of_candidate, per_layer in zip(quality_of, qualities, strict=True):
+      of_candidate.append(retrieval_quality.mean(per_layer))
+  return [_mean(of_candidate, sizes) for of_candidate in quality_of], [
     statistics.fmean(layer, sizes) for layer in zip(*cosines, strict=True)
   ]
 
 
-def _mean(found: Sequence[Quality], sizes: Sequence[int]) -> Quality:
-  """Of batches of these sizes."""
-  values = zip(*found, strict=True)
+def _mean(quality_of: Sequence[Quality], sizes: Sequence[int]) -> Quality:
+  """Averages over batches of these sizes."""
+  values = zip(*quality_of, strict=True)
   return Quality(*(statistics.fmean(each, sizes) for each in values))
 
 

@@ -2,11 +2,11 @@
 
   python -m kvjax.experiments.show_kept --text=notes.txt --method=snapkv,keydiff
 
-writes results/kept.html: the text for each method, side by side, its tokens
-shaded by how many heads keep them in a layer or in all of them. Of a retrieval
-method, which keeps everything, it shows what the text's last token reads.
-Without --text the page shows a passage of prose with a needle in it, and
-with --question methods know the question.
+writes results/kept.html: the text for each method, side by side, with tokens
+shaded by the number of heads that keep them, in one layer or in all. A
+retrieval method keeps everything; for it the page shows the tokens that the
+last token of the text reads. Without --text the page shows prose with a needle.
+With --question, methods know the question.
 """
 
 import pathlib
@@ -24,7 +24,7 @@ for name in ("model", "mesh", "kernels", "dtype"):
   flags.declare_key_flag(name)
 
 _TEXT = flags.DEFINE_string(
-  "text", None, "File to show; by default prose with a needle in it."
+  "text", None, "Text file to show; the default is prose with a needle."
 )
 _METHOD = flags.DEFINE_list(
   "method",
@@ -35,23 +35,24 @@ _METHOD = flags.DEFINE_list(
 _RETENTION = flags.DEFINE_list(
   "retention",
   ["0.25"],
-  "Share of the text to keep, or to look up per token; several side by side.",
+  "Shares of the text to keep, or to retrieve per token.",
 )
 _BUDGET = flags.DEFINE_list(
-  "budget", None, "Tokens to keep or to look up, in place of --retention."
+  "budget", None, "Tokens to keep or to retrieve, instead of --retention."
 )
 _QUESTION = flags.DEFINE_string(
-  "question", None, "Prefilled with the text, so that methods know it."
+  "question",
+  None,
+  "Question to prefill with the text, so that methods know it.",
 )
-_OUTPUT = flags.DEFINE_string("output", "results/kept.html", "File to write.")
+_OUTPUT = flags.DEFINE_string("output", "results/kept.html", "Output file.")
 
-# The text without --text: a needle in so many tokens, question and answer
-# included.
+# The default text: a needle in this many tokens, including question and answer.
 _TASK, _LENGTH = "niah_single_2", 768
 
 
 def main() -> None:
-  """Checks what can be checked first, then loads the model."""
+  """Checks all flags, then loads the model."""
   cli.refuse_together("retention", ["budget"], "both say how much to keep")
   budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
   chosen = [c for c in candidates(_METHOD.value, budgets) if c.method != FULL]

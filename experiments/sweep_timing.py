@@ -1,4 +1,4 @@
-"""What one prefill for all takes, beside as many as there are caches."""
+"""Times one shared prefill against a prefill per cache."""
 
 import statistics
 import time
@@ -19,8 +19,8 @@ class Timing(NamedTuple):
   """Seconds of each round.
 
   Attributes:
-    together: of a sweep.
-    apart: of its parts, one after another.
+    together: seconds of a sweep.
+    apart: seconds of its parts in sequence.
   """
 
   together: Sequence[float]
@@ -39,40 +39,40 @@ class Timing(NamedTuple):
 def measure(
   lm: Pretrained, chosen: Sequence[Candidate], prompt: Prompt, rounds: int
 ) -> Timing:
-  """Answers a prompt from all caches in both ways, by turns.
+  """Answers a prompt from all caches in both ways, in turns.
 
   Args:
     lm: the model.
     chosen: methods and budgets.
-    prompt: what is asked.
-    rounds: how often each way is timed, after it has been compiled.
+    prompt: the prompt.
+    rounds: number of timings of each way, after compilation.
 
   Raises:
-    InputError: the two ways answer differently.
+    InputError: the answers of the two ways differ.
   """
   shape = Shape.of([prompt], 1)
 
-  def ask(some: Sequence[Candidate]) -> list[Reply]:
-    found = replies(lm, some, [[prompt]], shape, Seconds())
-    return [reply for group in found for reply in group]
+  def answer(candidates: Sequence[Candidate]) -> list[Reply]:
+    groups = replies(lm, candidates, [[prompt]], shape, Seconds())
+    return [reply for group in groups for reply in group]
 
   def timed(groups: Sequence[Sequence[Candidate]]) -> float:
     began = time.perf_counter()
     for group in groups:
-      ask(group)
+      answer(group)
     return time.perf_counter() - began
 
   alone = [[candidate] for candidate in chosen]
   console = rich.console.Console(stderr=True)
   with console.status("compiling the sweep"):
-    swept = {(r.candidate, r.text) for r in ask(chosen)}
+    swept = {(r.candidate, r.text) for r in answer(chosen)}
   singly = rich.progress.track(alone, "compiling each alone", console=console)
-  same = {(r.candidate, r.text) for group in singly for r in ask(group)}
+  same = {(r.candidate, r.text) for group in singly for r in answer(group)}
   if swept != same:
     raise InputError(
       "A sweep answers otherwise than its methods alone: rounding decides "
       "between tokens; compare with --dtype=float32."
     )
   turns = rich.progress.track(range(rounds), "timing", console=console)
-  found = [(timed([chosen]), timed(alone)) for _ in turns]
-  return Timing([one for one, _ in found], [other for _, other in found])
+  seconds = [(timed([chosen]), timed(alone)) for _ in turns]
+  return Timing([one for one, _ in seconds], [other for _, other in seconds])

@@ -1,6 +1,6 @@
 """Trains the bundled model: `python -m kvjax.experiments.train_reference`.
 
-Resumes from its last checkpoint, bit for bit, when started again with the same
+An interrupted run resumes from its last checkpoint, bit for bit, with the same
 flags.
 """
 
@@ -23,7 +23,7 @@ _SEED = flags.DEFINE_integer(
   "seed", 0, "Seed of weights and data.", lower_bound=0
 )
 _STAGES = flags.DEFINE_list(
-  "stages", None, "Names of the stages to train, in order; all by default."
+  "stages", None, "Names of the stages to train, in order; the default is all."
 )
 
 

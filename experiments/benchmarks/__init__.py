@@ -1,1 +1,1 @@
-"""The papers' benchmarks: which samples are asked, and where they come from."""
+"""The papers' benchmarks: their samples and data sources."""

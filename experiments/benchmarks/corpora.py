@@ -1,4 +1,4 @@
-"""SQuAD and HotpotQA from disk, as RULER asks them."""
+"""Reads SQuAD and HotpotQA from disk, for RULER's tasks."""
 
 import json
 import pathlib
@@ -16,12 +16,12 @@ from kvjax.experiments.benchmarks.row_files import (
 from kvjax.experiments.tasks.question_answering import Corpus, Question
 from kvjax.models.json_files import read_text
 
-# Where a folder of the hub holds more, this is what RULER asks.
+# The parts that RULER uses, if a folder of the hub has several.
 _WANTED = ("distractor", "validation")
 
 
-class _Asked(NamedTuple):
-  """A question with the texts of its own and of related documents."""
+class _QuestionTexts(NamedTuple):
+  """A question with the texts of its documents and of related ones."""
 
   question: str
   answers: tuple[str, ...]
@@ -30,22 +30,22 @@ class _Asked(NamedTuple):
 
 
 def squad(path: pathlib.Path) -> Corpus:
-  """The answerable questions of SQuAD 2.0 (Rajpurkar et al. 2018).
+  """Reads the answerable questions of SQuAD 2.0 (Rajpurkar et al. 2018).
 
-  A document is a paragraph; those of the same article are related.
+  A document is a paragraph; paragraphs of the same article are related.
 
   Args:
     path: `dev-v2.0.json`, or the rows of the hub's `squad_v2` in a `.jsonl`,
       `.parquet` or `.arrow` file, or in a folder.
 
   Raises:
-    InputError: the file cannot be read or holds something else.
+    InputError: the file cannot be read or has another format.
   """
   rows = list(_rows(path, _squad_entries))
   articles: dict[str, dict[str, None]] = {}
   for row in rows:
     articles.setdefault(row.text("title"), {})[row.text("context")] = None
-  asked = []
+  questions = []
   for row in rows:
     document = row.text("context")
     related = [p for p in articles[row.text("title")] if p != document]
@@ -58,14 +58,14 @@ def squad(path: pathlib.Path) -> Corpus:
         f"{row.place} needs under 'answers' a list of texts called 'text'."
       )
     if texts:
-      asked.append(
-        _Asked(row.text("question"), tuple(texts), [document], related)
+      questions.append(
+        _QuestionTexts(row.text("question"), tuple(texts), [document], related)
       )
-  return _corpus(path, asked)
+  return _corpus(path, questions)
 
 
 def hotpotqa(path: pathlib.Path) -> Corpus:
-  """The questions of HotpotQA (Yang et al. 2018) with their distractors.
+  """Reads the questions of HotpotQA (Yang et al. 2018) with distractors.
 
   A document is a title, a line break and the sentences below it.
 
@@ -74,9 +74,9 @@ def hotpotqa(path: pathlib.Path) -> Corpus:
       in a `.jsonl`, `.parquet` or `.arrow` file, or in a folder.
 
   Raises:
-    InputError: the file cannot be read or holds something else.
+    InputError: the file cannot be read or has another format.
   """
-  asked = []
+  questions = []
   for row in _rows(path, _hotpotqa_entries):
     try:
       context = row.fields["context"]
@@ -92,27 +92,33 @@ def hotpotqa(path: pathlib.Path) -> Corpus:
         "'context'."
       ) from error
     distinct = list(dict.fromkeys(documents))
-    asked.append(_Asked(row.text("question"), row.texts("answer"), distinct))
-  return _corpus(path, asked)
+    questions.append(
+      _QuestionTexts(row.text("question"), row.texts("answer"), distinct)
+    )
+  return _corpus(path, questions)
 
 
-def _corpus(path: pathlib.Path, asked: Sequence[_Asked]) -> Corpus:
-  if not asked:
+def _corpus(path: pathlib.Path, questions: Sequence[_QuestionTexts]) -> Corpus:
+  if not questions:
     raise InputError(f"{path} holds no question that has an answer.")
   documents = sorted(
-    {text for each in asked for text in (*each.documents, *each.related)}
+    {
+      text
+      for question_texts in questions
+      for text in (*question_texts.documents, *question_texts.related)
+    }
   )
   number = {text: index for index, text in enumerate(documents)}
   return Corpus(
     tuple(documents),
     tuple(
       Question(
-        each.question,
-        each.answers,
-        tuple(number[text] for text in each.documents),
-        tuple(number[text] for text in each.related),
+        question_texts.question,
+        question_texts.answers,
+        tuple(number[text] for text in question_texts.documents),
+        tuple(number[text] for text in question_texts.related),
       )
-      for each in asked
+      for question_texts in questions
     ),
   )
 
@@ -120,7 +126,7 @@ def _corpus(path: pathlib.Path, asked: Sequence[_Asked]) -> Corpus:
 def _rows(
   path: pathlib.Path, entries: Callable[[Any, str], Iterator[Row]]
 ) -> Iterator[Row]:
-  """Rows in the hub's layout; `entries` brings the original file into it."""
+  """Yields rows in the hub's layout; `entries` converts the original file."""
   if path.suffix == ".json":
     text = read_text(path)
     try:

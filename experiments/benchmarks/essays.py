@@ -1,4 +1,4 @@
-"""A text of the user's as the sentences that haystacks of prose are made of."""
+"""Reads a user's text as sentences for prose haystacks."""
 
 import pathlib
 
@@ -6,12 +6,12 @@ from kvjax.errors import InputError
 from kvjax.experiments.tasks import prose
 from kvjax.models.json_files import read_json, read_text
 
-# Fewer give no choice of where a needle stands.
+# The minimum number of sentences for a choice of needle positions.
 _LEAST_SENTENCES = 40
 
 
 def read(path: pathlib.Path) -> tuple[str, ...]:
-  """The sentences of a text, white space collapsed.
+  """Reads the sentences of a text, with whitespace collapsed.
 
   Args:
     path: a text file, RULER's `PaulGrahamEssays.json` with the text under

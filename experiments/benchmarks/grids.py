@@ -1,9 +1,9 @@
-"""Needle and passkey at every length and depth, as heatmaps show them.
+"""Needle and passkey samples at every length and depth, for heatmaps.
 
-The needle is a unique random number, so that no model knows it from elsewhere,
-at the end of a sentence; the passkey has 64 digits and is stated twice (Yuan et
-al. 2024, `longctx_bench`). Lengths are in tokens of the model's own tokenizer,
-for the passkey as well, whose paper counts words.
+The needle is a unique random number at the end of a sentence, which no model
+knows from elsewhere. The passkey has 64 digits and is stated twice (Yuan et al.
+2024, `longctx_bench`). Lengths are in tokens of the model's tokenizer, also for
+the passkey, whose paper counts words.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _Draw = Callable[[random.Random, int, float], Sample]
 
 
 def even_depths(count: int) -> list[float]:
-  """So many depths from the start, 0, to the end, 1."""
+  """Returns `count` even depths from the start, 0, to the end, 1."""
   return [index / max(count - 1, 1) for index in range(count)]
 
 
@@ -33,15 +33,15 @@ def needle_samples(
   count: Callable[[str], int],
   on_draw: OnDraw = ignore,
 ) -> dict[Part, list[Sample]]:
-  """A number hidden in prose: so many samples for each length and depth.
+  """Draws samples of a number hidden in prose, by length and depth.
 
   Args:
-    lengths: bounds on the tokens of prompt and answer.
-    depths: where the needle stands, 0 the start and 1 the end.
-    samples: per length and depth.
-    seed: of all samples.
-    count: number of tokens of a text.
-    on_draw: told of every sample.
+    lengths: maximum tokens of prompt and answer.
+    depths: positions of the needle from 0, the start, to 1, the end.
+    samples: samples per length and depth.
+    seed: seed of all samples.
+    count: counts the tokens of a text.
+    on_draw: called for every sample.
 
   Raises:
     InputError: a length is too short.
@@ -67,7 +67,7 @@ def passkey_samples(
   count: Callable[[str], int],
   on_draw: OnDraw = ignore,
 ) -> dict[Part, list[Sample]]:
-  """64 digits hidden in prose; arguments and errors as `needle_samples`."""
+  """Draws samples of 64 digits hidden in prose; see `needle_samples`."""
 
   def draw(rng: random.Random, length: int, depth: float) -> Sample:
     sample = passkey.passkey(rng, length, count, depth=depth)
@@ -85,12 +85,12 @@ def _grid(
   seed: int,
   on_draw: OnDraw,
 ) -> dict[Part, list[Sample]]:
-  found: dict[Part, list[Sample]] = {}
+  grid: dict[Part, list[Sample]] = {}
   for length in lengths:
-    drawn = found[Part(task, length)] = []
+    drawn = grid[Part(task, length)] = []
     for depth in depths:
       for number in range(samples):
         rng = random.Random(f"{seed} {task} {depth} {number}")
         drawn.append(draw(rng, length, depth))
         on_draw(task, 1)
-  return found
+  return grid

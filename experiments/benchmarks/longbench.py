@@ -1,7 +1,7 @@
 """LongBench (Bai et al., 2024; THUDM/LongBench): samples from a user's files.
 
-Prompts, budgets and truncation are the official ones, and so are metrics but
-for three faults of `metrics.py`, see `strictly_official`.
+Prompts, budgets and truncation are official, and so are metrics, except for
+three bugs of `metrics.py`; see `strictly_official`.
 """
 
 import dataclasses
@@ -21,14 +21,15 @@ from kvjax.experiments.results import Part, Samples
 from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
 from kvjax.models.tokenizer import Tokenizer
 
-# What longer contexts leave for the longest answers, and steps of limits.
+# The tokens reserved for the longest answers, and the step of limits.
 _ANSWER, _STEP = 512, 500
 
 
 def usual_limit(context: int) -> int:
-  """Tokens of a prompt in a context of so many, answer and template aside.
+  """Computes LongBench's usual prompt limit for a context length.
 
-  As in LongBench's code, which cuts to 3,500 of 4,096 and 7,500 of 8,192.
+  LongBench's code truncates to 3,500 of 4,096 and 7,500 of 8,192 tokens,
+  without answer and template.
   """
   return (context - _ANSWER) // _STEP * _STEP
 
@@ -41,28 +42,28 @@ def samples(
   count: int | None = None,
   on_draw: OnDraw = ignore,
 ) -> dict[Part, list[Sample]]:
-  """The first samples of some sets, from files in any published layout.
+  """Reads the first samples of datasets, from files in any published layout.
 
-  Rows whose prompts kvpress has built are asked as kvpress does: with its
-  budgets, 20 tokens more than the official ones, and the chat template around
-  every set. All others are asked officially.
+  Rows with prompts by kvpress follow kvpress: with its budgets, 20 tokens more
+  than the official ones, and the chat template for every dataset. All other
+  rows follow the official code.
 
   Args:
     path: a file or folder; see `longbench_files.find`.
-    names: of the sets, of `NAMES`.
-    limit: tokens that prompts are truncated to, before the chat template;
-      3500, 7500 and 31500 are usual for models of 4K, 8K and 32K.
-    tokenizer: the model's.
+    names: datasets, of `NAMES`.
+    limit: maximum tokens of prompts, before the chat template; usually 3500,
+      7500 and 31500 for models of 4K, 8K and 32K.
+    tokenizer: the model's tokenizer.
     count: samples per part, if not all.
-    on_draw: told of every sample.
+    on_draw: called for every sample.
 
   Returns:
-    A part per set, named after it; of LongBench-E one per bucket of lengths
-    that has rows, such as `qasper_e_0-4k`.
+    A part per dataset with its name; for LongBench-E, a part per nonempty
+    bucket of lengths, such as `qasper_e_0-4k`.
 
   Raises:
-    InputError: a name is no set, see `longbench_files.find`, a set is missing,
-      a file malformed, or the limit too short.
+    InputError: a name is no dataset, see `longbench_files.find`, a dataset is
+      missing, a file is malformed, or the limit is too short.
   """
   suite.check_tasks(names, NAMES)
   files = longbench_files.find(path, NAMES)
@@ -72,42 +73,42 @@ def samples(
       f"{path} has no {', '.join(missing)}; it holds {', '.join(files)}."
     )
   most = sys.maxsize if count is None else count
-  found: dict[Part, list[Sample]] = {}
+  drawn: dict[Part, list[Sample]] = {}
   for name in names:
-    found |= _parts(name, files[name], limit, tokenizer, most, on_draw)
-  return found
+    drawn |= _parts(name, files[name], limit, tokenizer, most, on_draw)
+  return drawn
 
 
 def strictly_official(drawn: Samples) -> Samples:
-  """The same samples, scored with the faults of LongBench's own code.
+  """Switches samples to metrics with the bugs of LongBench's own code.
 
-  They make numbers those of the official tables: ROUGE of long texts without a
-  full stop is 0, of a blank it may be more, and classes that the right one
-  contains are not all dropped.
+  They reproduce the official tables: ROUGE is 0 for long texts without a full
+  stop and may exceed 0 for a blank, and not all class names contained in the
+  correct one are dropped.
   """
   return {
     part: [
       dataclasses.replace(
         sample, metric=registry.OFFICIAL.get(sample.metric, sample.metric)
       )
-      for sample in own
+      for sample in part_samples
     ]
-    for part, own in drawn.items()
+    for part, part_samples in drawn.items()
   }
 
 
 def provenance(drawn: Samples) -> dict[str, str]:
-  """What a report has to say about the samples that `samples` has drawn."""
+  """Describes the samples of `samples` for reports."""
   each = [sample for part in drawn.values() for sample in part]
   kvpress = sum(sample.metadata["layout"] == "kvpress" for sample in each)
   cut = sum(sample.metadata["truncated"] for sample in each)
   plain = sorted({sample.task for sample in each if not sample.chat})
-  said = {
+  facts = {
     "prompts": f"{len(each) - kvpress} official, {kvpress} of kvpress",
     "truncated": f"{cut} of {len(each)} prompts, in the middle",
     "no chat template": ", ".join(plain),
   }
-  return {name: text for name, text in said.items() if text}
+  return {name: text for name, text in facts.items() if text}
 
 
 def _parts(
@@ -151,15 +152,19 @@ def _sample(name: str, row: Row, limit: int, tokenizer: Tokenizer) -> Sample:
   data_set = SETS[base]
   kvpress = "question" in row.fields
   if kvpress:
-    whole = PromptTexts(*(row.text(field) for field in PromptTexts._fields))
+    full_prompt = PromptTexts(
+      *(row.text(field) for field in PromptTexts._fields)
+    )
     budget = row.number("max_new_tokens")
   else:
-    whole = longbench_prompts.fill(base, row.text("context"), row.text("input"))
+    full_prompt = longbench_prompts.fill(
+      base, row.text("context"), row.text("input")
+    )
     budget = data_set.max_new_tokens
-  prompt = longbench_prompts.truncated(whole, limit, tokenizer)
+  prompt = longbench_prompts.truncate(full_prompt, limit, tokenizer)
   metadata = {
     "layout": "kvpress" if kvpress else "official",
-    "truncated": prompt != whole,
+    "truncated": prompt != full_prompt,
     "language": data_set.language,
     "length": row.fields.get("length"),
     "first_line": data_set.first_line,

@@ -1,4 +1,4 @@
-"""The averages over the sets of LongBench that are in use."""
+"""Averages over LongBench's datasets."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,28 +14,28 @@ from kvjax.experiments.benchmarks.longbench_sets import (
 
 
 def averages(scores: Mapping[str, float]) -> dict[str, float]:
-  """Means of sets, by labels that tell them apart.
+  """Computes means of datasets, by label.
 
   The official averages are means of the categories' means, for English and for
-  Chinese, each with the sets of code; papers on KV caches take the plain mean
-  of the 16 English and code sets. LongBench-E has one for each bucket of
-  lengths. Where sets are missing, the label says how many there are.
+  Chinese, each with the code datasets. Papers on KV caches use the plain mean
+  of the 16 English and code datasets. LongBench-E has an average per bucket of
+  lengths. If datasets are missing, the label shows their number.
 
   Args:
-    scores: of tasks, named as `longbench.samples` does; others are passed over.
+    scores: scores by task name, as in `longbench.samples`; others are ignored.
 
   Returns:
-    The means of the categories, then the averages, as far as there are scores.
+    The means of the categories, then the averages, as available.
   """
-  found: dict[str, float] = {}
+  result: dict[str, float] = {}
   for language in get_args(Language):
-    found |= _official(language, scores)
+    result |= _official(language, scores)
   english = [name for name in SETS if SETS[name].language == "English"]
-  found |= _mean("16 English and code sets, plain mean", english, scores)
+  result |= _mean("16 English and code sets, plain mean", english, scores)
   for bucket in BUCKETS:
     tasks = [f"{name}_e_{bucket}" for name in LONGBENCH_E]
-    found |= _mean(f"LongBench-E {bucket}, plain mean", tasks, scores)
-  return found
+    result |= _mean(f"LongBench-E {bucket}, plain mean", tasks, scores)
+  return result
 
 
 def _official(
@@ -59,15 +59,19 @@ def _official(
 def _mean(
   label: str, names: Sequence[str], scores: Mapping[str, float]
 ) -> dict[str, float]:
-  """The mean of the scores that there are, with its label, if there are any."""
-  own = [scores[name] for name in names if name in scores]
-  return {_label(label, names, scores): statistics.fmean(own)} if own else {}
+  """Averages the available scores; empty if there are none."""
+  available = [scores[name] for name in names if name in scores]
+  return (
+    {_label(label, names, scores): statistics.fmean(available)}
+    if available
+    else {}
+  )
 
 
 def _label(
   label: str, names: Sequence[str], scores: Mapping[str, float]
 ) -> str:
-  there = sum(name in scores for name in names)
-  if there == len(names):
+  count = sum(name in scores for name in names)
+  if count == len(names):
     return label
-  return f"{label} ({there} of {len(names)} sets)"
+  return f"{label} ({count} of {len(names)} sets)"

@@ -1,4 +1,4 @@
-"""Where a folder, a zip or a cache of LongBench holds which set."""
+"""Finds LongBench's datasets in folders, zips and caches."""
 
 import pathlib
 import zipfile
@@ -11,12 +11,12 @@ from kvjax.experiments.benchmarks.row_files import RowFile, below, has_rows
 def find(
   path: pathlib.Path, names: Collection[str]
 ) -> dict[str, list[RowFile]]:
-  """The files of each set that there is, in the order of `names`.
+  """Finds the files of each available dataset, in the order of `names`.
 
-  A file belongs to the set that it is named after, or the nearest folder
-  around it. That is so in all published layouts:
+  The name of a file, or else of the nearest parent folder, determines its
+  dataset. This covers all published layouts:
 
-  - `data.zip` of the hub, and the `<set>.jsonl` that come out of it;
+  - `data.zip` of the hub, and the extracted `<set>.jsonl`;
   - `<set>/test-00000-of-00001.parquet` and `<set>/test/0000.parquet` of the
     hub, kvpress's `Xnhyacinth/LongBench` among them, and its local cache;
   - `<set>/data-00000-of-00001.arrow`, which `save_to_disk` writes;
@@ -25,23 +25,23 @@ def find(
 
   Args:
     path: a file or folder.
-    names: of the sets, with `_e` for those of LongBench-E.
+    names: datasets, with `_e` for those of LongBench-E.
 
   Raises:
-    InputError: there is no such path, it holds no set, or a set in two places.
+    InputError: the path does not exist, has no dataset, or has one twice.
   """
-  found: dict[str, list[RowFile]] = {name: [] for name in names}
+  files_of: dict[str, list[RowFile]] = {name: [] for name in names}
   for file, parts in _files(path):
-    nearest = next((part for part in reversed(parts) if part in found), None)
+    nearest = next((part for part in reversed(parts) if part in files_of), None)
     if nearest is not None:
-      found[nearest].append(file)
-  found = {name: files for name, files in found.items() if files}
-  if not found:
+      files_of[nearest].append(file)
+  files_of = {name: files for name, files in files_of.items() if files}
+  if not files_of:
     raise InputError(
       f"{path} holds no set of LongBench; give its data.zip, or a folder with "
       "files such as hotpotqa.jsonl or hotpotqa/test-00000-of-00001.parquet."
     )
-  for name, files in found.items():
+  for name, files in files_of.items():
     places = {
       (file.path.parent, file.path.suffix, file.name.parent) for file in files
     }
@@ -50,16 +50,16 @@ def find(
         f"{path} holds {name} more than once, in {files[0]} and {files[-1]}; "
         "name one of the places."
       )
-  return found
+  return files_of
 
 
 def _files(path: pathlib.Path) -> Iterator[tuple[RowFile, tuple[str, ...]]]:
-  """Data files with the names that they may be called after, nearest last."""
-  alone = path.is_file()
-  # A folder's own name counts, and that of the folder that a file is in.
-  above = path.absolute().parent.parent if alone else path.absolute().parent
+  """Yields data files with candidate dataset names, the nearest last."""
+  is_file = path.is_file()
+  # The names of the given folder and of a given file's folder count too.
+  above = path.absolute().parent.parent if is_file else path.absolute().parent
   for file in below(path):
-    if file.suffix == ".zip" and (alone or file.name == "data.zip"):
+    if file.suffix == ".zip" and (is_file or file.name == "data.zip"):
       yield from _members(file)
     elif has_rows(file):
       folders = file.absolute().relative_to(above).parts[:-1]

@@ -1,9 +1,9 @@
 """LongBench's prompts (`config/dataset2prompt.json`), split for compression.
 
-The wording is the benchmark's, word for word: "asconcisely" is how it was
-published and how kvpress and the papers on KV caches run it. Context, question
-and start of the answer, put together, are the official prompt; they are split
-where kvpress splits them (`longbench/create_huggingface_dataset.py`).
+The wording is the benchmark's, including "asconcisely", which kvpress and the
+papers on KV caches use as well. Context, question and start of the answer
+together are the official prompt. They are split as in kvpress
+(`longbench/create_huggingface_dataset.py`).
 """
 
 from typing import NamedTuple
@@ -16,9 +16,9 @@ class PromptTexts(NamedTuple):
   """The texts of a prompt, or their templates with {context} and {input}.
 
   Attributes:
-    context: what can be compressed before the question is known.
-    question: the rest of what is asked.
-    answer_prefix: how the answer begins.
+    context: the part that can be compressed before the question is known.
+    question: the rest of the question.
+    answer_prefix: start of the answer.
   """
 
   context: str
@@ -174,15 +174,15 @@ PROMPTS = {
   "repobench-p": PromptTexts(_CODE, "{input}", _NEXT_LINE),
 }
 
-# In these sets the input itself ends with the start of the answer.
+# In these datasets the input ends with the start of the answer.
 _ENDS_WITH_PREFIX = ("trec", "triviaqa", "samsum")
 
 
 def fill(name: str, context: str, text: str) -> PromptTexts:
-  """The prompt of a row of a set.
+  """Builds the prompt of a row of a dataset.
 
   Args:
-    name: of the set, without `_e`.
+    name: name of the dataset, without `_e`.
     context: the row's context.
     text: the row's input.
   """
@@ -200,20 +200,19 @@ def fill(name: str, context: str, text: str) -> PromptTexts:
   return prompt._replace(question=question, answer_prefix=label + rest)
 
 
-def truncated(
+def truncate(
   prompt: PromptTexts, limit: int, tokenizer: Tokenizer
 ) -> PromptTexts:
-  """The prompt without its middle, if it is longer than `limit` tokens.
+  """Cuts out the middle of a prompt that is longer than `limit` tokens.
 
-  LongBench's rule (`pred.py`): of the whole prompt's tokens the first and last
-  `limit // 2` are decoded, and the two texts put together. The parts of what
-  is left, put together, always are that text. As question and start of the
-  answer are at its end, they are whole unless they are longer than half the
-  limit; then the question loses its own middle or beginning, as it does there.
-  Special tokens, which some tokenizers put first, are not counted.
+  As in LongBench (`pred.py`), the first and last `limit // 2` tokens of the
+  full prompt are decoded and the two texts joined. The parts of the result
+  always join to that text. Question and start of the answer are at the end, so
+  they remain complete unless they exceed half the limit; then the question
+  loses its middle or beginning, as in LongBench. Special tokens do not count.
 
   Raises:
-    InputError: half the limit does not hold the start of the answer.
+    InputError: half the limit is too short for the start of the answer.
   """
   ids = tokenizer.encode(prompt.full)
   if len(ids) <= limit:
@@ -222,7 +221,7 @@ def truncated(
   head = tokenizer.decode(ids[:half])
   tail = tokenizer.decode(ids[len(ids) - half :])
   context, question, prefix = prompt
-  # A tokenizer may normalise what it reads.
+  # A tokenizer may normalize its input.
   ending = tokenizer.decode(tokenizer.encode(question + prefix))
   if tail.endswith(ending):
     return PromptTexts(head + tail.removesuffix(ending), question, prefix)
@@ -231,5 +230,5 @@ def truncated(
       f"A limit of {limit} tokens is too short for a prompt of LongBench; "
       "1000 and more are usual."
     )
-  asked = head[len(context) :] + tail.removesuffix(prefix)
-  return PromptTexts(head[: len(context)], asked, prefix)
+  cut_question = head[len(context) :] + tail.removesuffix(prefix)
+  return PromptTexts(head[: len(context)], cut_question, prefix)

@@ -1,4 +1,4 @@
-"""The sets of LongBench (Bai et al., 2024; THUDM/LongBench) and LongBench-E."""
+"""The datasets of LongBench (Bai et al., 2024) and LongBench-E."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
@@ -15,14 +15,14 @@ Language = Literal["English", "Chinese"]
 
 
 class DataSet(NamedTuple):
-  """What a set is and how it is asked.
+  """A dataset and its settings.
 
   Attributes:
-    category: of the official table.
-    language: code is listed under English, and counts in both averages.
+    category: category in the official table.
+    language: language; code counts as English here and is in both averages.
     metric: one of `kvjax.experiments.metrics`.
-    max_new_tokens: most tokens of an answer.
-    examples: whether it is asked by examples: without a chat template.
+    max_new_tokens: maximum tokens of an answer.
+    examples: whether it is few-shot and has no chat template.
     first_line: whether the answer is the prediction's first line.
   """
 

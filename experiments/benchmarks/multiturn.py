@@ -1,12 +1,12 @@
 """Conversations about one context, a needle per turn.
 
-CTkvr and ShadowKV report such conversations without their code; needle count,
-wording and history are this project's. In `shared` every question sees the
-cache as the context has left it, as in kvpress; in `conversation` the earlier
-questions stand before it with their references, as in SCBench's multi-turn
-mode, so that all methods are asked the same. In `own` the cache is carried on
-from turn to turn with what the model itself has answered; a plan that evicts
-while decoding compresses it again in every turn.
+CTkvr and ShadowKV report such conversations without code; needle count, wording
+and history are this project's. With `shared`, every question sees only the
+compressed context, as in kvpress. With `conversation`, the earlier questions
+and their references precede it, as in SCBench's multi-turn mode, so all methods
+get the same prompts. With `own`, the cache continues from turn to turn with the
+model's own answers; a plan that evicts while decoding compresses it again in
+every turn.
 """
 
 import dataclasses
@@ -37,22 +37,21 @@ def samples(
   *,
   first_known: bool = False,
 ) -> dict[Part, list[Sample]]:
-  """So many conversations of so many turns for each length.
+  """Draws conversations of several turns for each length.
 
   Args:
-    lengths: bounds on the tokens of the context, all questions and answers.
-    turns: questions per context, each about a needle of its own.
-    conversations: per length.
-    seed: of all samples.
-    tokenizer: of the model, for tokens and for what stands between turns.
-    history: what a question sees of the turns before it.
-    on_draw: told of every conversation.
-    first_known: whether the first question is part of the context, and so
-      known when that is compressed; not for `shared`.
+    lengths: maximum tokens of the context with all questions and answers.
+    turns: questions per context, each about another needle.
+    conversations: conversations per length.
+    seed: seed of all samples.
+    tokenizer: the model's tokenizer, which also separates turns.
+    history: what a question sees of earlier turns.
+    on_draw: called for every conversation.
+    first_known: whether the first question is part of the context and known
+      before compression; not for `shared`.
 
   Returns:
-    Under each length the turns of the first conversation, then those of the
-    next, and so on.
+    For each length, the turns of all conversations in order.
 
   Raises:
     InputError: a length is too short.
@@ -63,11 +62,11 @@ def samples(
 
   def draw(length: int, number: int) -> tuple[Sample, ...]:
     rng = random.Random(f"{seed} {task.name} {turns} {number}")
-    found = needles.conversation(task, rng, length, tokenizer.count)
+    drawn = needles.conversation(task, rng, length, tokenizer.count)
     on_draw(task.name, 1)
     if first_known:
-      found = _with_first_question(found)
-    return tuple(_WITH_HISTORY[history](found, tokenizer))
+      drawn = _with_first_question(drawn)
+    return tuple(_WITH_HISTORY[history](drawn, tokenizer))
 
   return {
     Part(f"{task.name}_{history}", length): [
@@ -80,16 +79,18 @@ def samples(
 
 
 def _with_first_question(turns: Sequence[Sample]) -> tuple[Sample, ...]:
-  """The same turns, whose context ends with the question of the first."""
-  first, *others = turns
+  """Moves the question of the first turn to the end of the context."""
+  first, *rest = turns
   context = first.context + first.question
   return (
     dataclasses.replace(first, context=context, question=""),
-    *(dataclasses.replace(sample, context=context) for sample in others),
+    *(dataclasses.replace(sample, context=context) for sample in rest),
   )
 
 
-def _alone(turns: Sequence[Sample], tokenizer: Tokenizer) -> Iterator[Sample]:
+def _context_only(
+  turns: Sequence[Sample], tokenizer: Tokenizer
+) -> Iterator[Sample]:
   del tokenizer
   yield from turns
 
@@ -98,15 +99,15 @@ def _with_references(
   turns: Sequence[Sample], tokenizer: Tokenizer
 ) -> Iterator[Sample]:
   _, suffix = tokenizer.split_chat("")
-  before = ""
+  history_text = ""
   for sample in turns:
-    question = before + sample.question
+    question = history_text + sample.question
     yield dataclasses.replace(sample, question=question)
-    said = f"{sample.answer_prefix} {sample.answers[0]}"
-    before = question + suffix + said + tokenizer.between_turns()
+    answer = f"{sample.answer_prefix} {sample.answers[0]}"
+    history_text = question + suffix + answer + tokenizer.between_turns()
 
 
-def _carried_on(
+def _continued(
   turns: Sequence[Sample], tokenizer: Tokenizer
 ) -> Iterator[Sample]:
   between = ""
@@ -120,7 +121,7 @@ def _carried_on(
 _WITH_HISTORY: Mapping[
   History, Callable[[Sequence[Sample], Tokenizer], Iterator[Sample]]
 ] = {
-  "shared": _alone,
+  "shared": _context_only,
   "conversation": _with_references,
-  "own": _carried_on,
+  "own": _continued,
 }

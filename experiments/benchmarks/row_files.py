@@ -1,7 +1,7 @@
-"""Rows of data files: JSON lines, also inside a zip, Parquet and Arrow.
+"""Reads rows of data files: JSON lines, also in a zip, Parquet and Arrow.
 
 Nothing is downloaded. Arrow files are those of the library `datasets`: its
-cache and what `save_to_disk` writes.
+cache and the output of `save_to_disk`.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ _BATCH = 64
 
 
 def below(path: pathlib.Path) -> list[pathlib.Path]:
-  """The file, or all that is in the folder, in the order of the names.
+  """Lists the file, or all files in the folder, sorted by name.
 
   Raises:
-    InputError: there is neither.
+    InputError: the path does not exist.
   """
   if not path.exists():
     raise InputError(f"There is no file or folder {path}.")
@@ -33,7 +33,7 @@ def below(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def has_rows(file: pathlib.Path) -> bool:
-  """Whether a file is one of rows; `datasets` puts aside what it computes."""
+  """Returns whether a file has rows; excludes caches of `datasets`."""
   return file.suffix in SUFFIXES and not file.name.startswith("cache-")
 
 
@@ -41,18 +41,18 @@ class Row(NamedTuple):
   """A row of a file.
 
   Attributes:
-    place: where it stands, as in "Line 3 of a.jsonl".
-    fields: by name.
+    place: its location, as in "Line 3 of a.jsonl".
+    fields: values by name.
   """
 
   place: str
   fields: Mapping[str, Any]
 
   def text(self, name: str) -> str:
-    """A field that holds a text.
+    """Returns a text field.
 
     Raises:
-      InputError: it is missing or holds something else.
+      InputError: the field is missing or has another type.
     """
     value = self.fields.get(name)
     if not isinstance(value, str):
@@ -60,10 +60,10 @@ class Row(NamedTuple):
     return value
 
   def texts(self, name: str) -> tuple[str, ...]:
-    """A field that holds a list of texts, at least one, or a single text.
+    """Returns a field with a nonempty list of texts, or a single text.
 
     Raises:
-      InputError: it is missing or holds something else.
+      InputError: the field is missing or has another type.
     """
     value = self.fields.get(name)
     values = [value] if isinstance(value, str) else value
@@ -74,10 +74,10 @@ class Row(NamedTuple):
     return tuple(values)
 
   def number(self, name: str) -> int:
-    """A field that holds a whole number.
+    """Returns an integer field.
 
     Raises:
-      InputError: it is missing or holds something else.
+      InputError: the field is missing or has another type.
     """
     value = self.fields.get(name)
     if type(value) is not int:
@@ -90,24 +90,24 @@ class RowFile:
   """A file of rows.
 
   Attributes:
-    path: of the file, or of the zip that it is in.
-    member: its name in the zip; "" outside of one.
+    path: path of the file, or of its zip.
+    member: its name in the zip; "" without a zip.
   """
 
   path: pathlib.Path
   member: str = ""
 
   def __str__(self) -> str:
-    """What the user is told of it."""
+    """Describes the file for messages."""
     return f"{self.member} in {self.path}" if self.member else str(self.path)
 
   @property
   def name(self) -> pathlib.PurePath:
-    """The path, or the one inside the zip."""
+    """The path of the file, or its path in the zip."""
     return pathlib.PurePosixPath(self.member) if self.member else self.path
 
   def rows(self) -> Iterator[Row]:
-    """The rows, read as they are asked for.
+    """Yields the rows, read lazily.
 
     Raises:
       InputError: the file cannot be read or is malformed.

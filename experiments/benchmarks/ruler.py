@@ -1,8 +1,8 @@
-"""RULER (Hsieh et al. 2024): its 13 tasks, made here at any length.
+"""RULER (Hsieh et al. 2024): its 13 tasks, generated at any length.
 
-Needles, variables and words need nothing from elsewhere. The questions of
-`qa_1` and `qa_2` are SQuAD's and HotpotQA's, which the user has; essays and
-words can be the user's too. `Choice.data` says where they come from.
+Needles, variables and words need no external data. The questions of `qa_1` and
+`qa_2` come from the user's SQuAD and HotpotQA files; essays and words can also
+come from the user. `Choice.data` records the sources.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _FILES = {
   SQUAD: "SQuAD's dev-v2.0.json by --squad=FILE",
   HOTPOTQA: "HotpotQA's hotpot_dev_distractor_v1.json by --hotpotqa=FILE",
 }
-# The tasks that each of `Texts.origins` tells about.
+# The tasks that use each of `Texts.origins`.
 _MADE_OF = {
   "essay": [
     name for name, task in needles.TASKS.items() if task.haystack == "essay"
@@ -54,13 +54,13 @@ _MADE_OF = {
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-  """What the tasks are made of.
+  """The texts of the tasks.
 
   Attributes:
     essay: the prose around needles.
-    words: what common words are drawn from.
-    corpora: questions and documents, by the task that asks them.
-    origins: where they come from: of "essay", "words" and each of `corpora`.
+    words: the word list of common words.
+    corpora: questions and documents by task.
+    origins: sources of "essay", "words" and each of `corpora`.
   """
 
   essay: prose.Essay
@@ -76,17 +76,17 @@ class Texts:
     squad: pathlib.Path | None = None,
     hotpotqa: pathlib.Path | None = None,
   ) -> "Texts":
-    """Reads the user's files; what is not given ships with this program.
+    """Reads the user's files, with built-in texts as defaults.
 
     Args:
-      essay: see `essays.read`; by default prose of CPython's documentation.
-      words: see `word_lists.read`; by default words of the same and of this
+      essay: see `essays.read`; the default is CPython's documentation.
+      words: see `word_lists.read`; the default is words of the same and of this
         project.
-      squad: see `corpora.squad`; by default there is none.
-      hotpotqa: see `corpora.hotpotqa`; by default there is none.
+      squad: see `corpora.squad`; no default.
+      hotpotqa: see `corpora.hotpotqa`; no default.
 
     Raises:
-      InputError: a file cannot be read or holds something else.
+      InputError: a file cannot be read or has another format.
     """
     origins = {"essay": prose.SOURCE, "words": f"kvjax and {prose.SOURCE}"}
     sentences: prose.Essay = "heldout"
@@ -97,25 +97,25 @@ class Texts:
     if words is not None:
       pool = word_lists.read(words)
       origins["words"] = _origin(pathlib.Path(words), pool)
-    asked = {}
+    question_corpora = {}
     readers = [
       (SQUAD, squad, corpora.squad),
       (HOTPOTQA, hotpotqa, corpora.hotpotqa),
     ]
     for task, path, read in readers:
       if path is not None:
-        asked[task] = read(path)
-        origins[task] = _origin(path, asked[task].documents)
-    return cls(sentences, pool, asked, origins)
+        question_corpora[task] = read(path)
+        origins[task] = _origin(path, question_corpora[task].documents)
+    return cls(sentences, pool, question_corpora, origins)
 
 
 class Choice(NamedTuple):
-  """What is asked of what the user wants.
+  """The requested tasks that can run.
 
   Attributes:
-    tasks: that can be asked.
-    notes: a line for each that cannot.
-    data: where the texts of those that can come from.
+    tasks: tasks that can run.
+    notes: one line for each task that cannot.
+    data: sources of the texts of the tasks that can.
   """
 
   tasks: tuple[str, ...]
@@ -124,14 +124,14 @@ class Choice(NamedTuple):
 
 
 def choose(tasks: Sequence[str], texts: Texts) -> Choice:
-  """Leaves out the tasks whose file is missing.
+  """Drops the tasks whose file is missing.
 
   Args:
-    tasks: of `TASKS`.
-    texts: what there is.
+    tasks: requested tasks, of `TASKS`.
+    texts: available texts.
 
   Raises:
-    InputError: a name is no task, or nothing is left.
+    InputError: a name is no task, or no task remains.
   """
   suite.check_tasks(tasks, TASKS)
   missing = [t for t in tasks if t in _FILES and t not in texts.corpora]
@@ -157,69 +157,71 @@ def samples(
   texts: Texts,
   on_draw: OnDraw = ignore,
 ) -> dict[Part, list[Sample]]:
-  """So many samples of each task at each length.
+  """Draws samples of each task at each length.
 
-  A sample depends on its task, length and number, on seed, texts and
-  tokenizer, and on nothing else. Common words are left out at lengths for which
-  the texts have too few.
+  A sample depends only on its task, length and number, and on seed, texts and
+  tokenizer. Common words are left out at lengths for which the texts have too
+  few words.
 
   Args:
-    tasks: as `choose` gives them.
-    lengths: bounds on the tokens of prompt and answer.
+    tasks: tasks of `choose`.
+    lengths: maximum tokens of prompt and answer.
     number: samples per task and length.
-    seed: of all samples.
-    count: number of tokens of a text, without special tokens.
-    texts: what the samples are made of.
-    on_draw: told of every sample.
+    seed: seed of all samples.
+    count: counts the tokens of a text, without special tokens.
+    texts: texts of the samples.
+    on_draw: called for every sample.
 
   Raises:
-    InputError: a length is too short for a task, or the texts are.
+    InputError: a length, or a text, is too short for a task.
   """
-  found: dict[Part, list[Sample]] = {}
+  by_part: dict[Part, list[Sample]] = {}
   for length in sorted(lengths):
-    least: dict[str, int] = {}
+    minimum_lengths: dict[str, int] = {}
     for task in tasks:
-      drawn = found[Part(task, length)] = []
+      drawn = by_part[Part(task, length)] = []
       for index in range(number):
         try:
           drawn.append(draw(task, index, seed, length, count, texts))
           on_draw(task, 1)
         except TooShortError as error:
-          least[task] = max(error.least, least.get(task, 0))
+          minimum_lengths[task] = max(error.least, minimum_lengths.get(task, 0))
         except common_words.TooFewWordsError:
-          found.pop(Part(task, length), None)
+          by_part.pop(Part(task, length), None)
           break
-    if least:
-      needs = ", ".join(f"{task} {tokens}" for task, tokens in least.items())
+    if minimum_lengths:
+      needs = ", ".join(
+        f"{task} {tokens}" for task, tokens in minimum_lengths.items()
+      )
       raise InputError(
         f"A length of {length} tokens is too short; these tasks need at least: "
         f"{needs}."
       )
-  return found
+  return by_part
 
 
 def missing(
-  tasks: Sequence[str], lengths: Sequence[int], found: Mapping[Part, object]
+  tasks: Sequence[str], lengths: Sequence[int], by_part: Mapping[Part, object]
 ) -> list[str]:
-  """Which tasks there are no samples of, or not at some of the lengths."""
-  named: list[str] = []
+  """Lists tasks without samples, or without samples at some lengths."""
+  missing_tasks: list[str] = []
   for task in tasks:
-    short = [length for length in lengths if Part(task, length) not in found]
+    short = [length for length in lengths if Part(task, length) not in by_part]
     if len(short) == len(lengths):
-      named.append(task)
+      missing_tasks.append(task)
     else:
-      named += [f"{task} at {length} tokens" for length in short]
-  return named
+      missing_tasks += [f"{task} at {length} tokens" for length in short]
+  return missing_tasks
 
 
 def draw(
   task: str, number: int, seed: int, length: int, count: Count, texts: Texts
 ) -> Sample:
-  """One sample; see `samples`.
+  """Draws one sample; see `samples`.
 
   Raises:
     TooShortError: `length` is too short for the sample.
-    InputError: the texts are.
+    InputError: the texts are too short.
   """
   if task in needles.TASKS:
     return suite.draw(task, number, seed, length, count, texts.essay)
@@ -235,7 +237,7 @@ def draw(
 
 
 def _origin(path: pathlib.Path, texts: Iterable[str]) -> str:
-  """Name of a file or folder, and a digest of what was read from it."""
+  """Names a file or folder, with a digest of its content."""
   digest = hashlib.sha256()
   for text in texts:
     digest.update(text.encode() + b"\n")

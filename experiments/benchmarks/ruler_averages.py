@@ -1,4 +1,4 @@
-"""What RULER's leaderboard tells of scores at several lengths."""
+"""RULER's leaderboard numbers for scores at several lengths."""
 
 import statistics
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ ENOUGH = 85.6
 
 
 class Averages(NamedTuple):
-  """Of one model or method.
+  """The averages of a model or method.
 
   Attributes:
-    rising: mean with weights 1, 2, ... from the shortest length on.
-    falling: the same from the longest on.
-    effective: the longest length at which the score is `ENOUGH`, if any is.
+    rising: mean with weights 1, 2, ... from the shortest length.
+    falling: mean with weights 1, 2, ... from the longest length.
+    effective: the longest length with a score of at least `ENOUGH`, if any.
   """
 
   rising: float
@@ -23,7 +23,7 @@ class Averages(NamedTuple):
 
 
 def averages(scores: Mapping[int, float]) -> Averages:
-  """From the average of the tasks, 0 to 100, at each length."""
+  """Computes the averages from the tasks' mean, 0 to 100, at each length."""
   lengths = sorted(scores)
   values = [scores[length] for length in lengths]
   weights = range(1, len(values) + 1)

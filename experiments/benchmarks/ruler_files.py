@@ -1,15 +1,15 @@
-"""RULER as others have published it: samples from files.
+"""Reads published RULER samples from files.
 
 Three layouts (`<len>` is a folder named after the length, such as 4096):
 
-- `<len>/test-*.parquet` of the hub's `simonjegou/ruler` (kvpress), also as
-  `save_to_disk` leaves it: context, question and answer prefix in columns.
-- `<len>/<task>/validation.jsonl`, what RULER's own scripts write: a prompt
-  under `input`, its references under `outputs`; newer ones have the answer
-  prefix apart.
+- `<len>/test-*.parquet` of the hub's `simonjegou/ruler` (kvpress), or saved by
+  `save_to_disk`: context, question and answer prefix in columns.
+- `<len>/<task>/validation.jsonl` of RULER's own scripts: a prompt under
+  `input`, its references under `outputs`; newer ones have a separate answer
+  prefix.
 - `<len>/<task>.jsonl`, the same in the bundles of KVCache-Factory and FastKV.
 
-A prompt is split where kvpress splits it
+Prompts are split as in kvpress
 (`evaluation/benchmarks/ruler/create_huggingface_dataset.py`).
 """
 
@@ -33,13 +33,13 @@ from kvjax.experiments.tasks.sample import Sample
 
 
 class _Family(NamedTuple):
-  """How the tasks of one kind are split and scored.
+  """Splitting and scoring of one kind of tasks.
 
   Attributes:
-    question: how the question begins; an example's question may stand before.
-    prefix: how the answer prefix begins.
-    max_new_tokens: budget of the answer.
-    metric: name of the score.
+    question: start of the question; an example's question may precede it.
+    prefix: start of the answer prefix.
+    max_new_tokens: maximum tokens of the answer.
+    metric: name of the metric.
   """
 
   question: re.Pattern[str]
@@ -77,11 +77,11 @@ _FAMILIES = {
     "string_match_part",
   ),
 }
-# A file that is named after its split belongs to the task of its folder.
+# A file with the name of a split belongs to the task of its folder.
 _SPLITS = ("validation", "test")
-# 4096/vt/validation.jsonl may be named by its file.
+# Parent folders to search for the length, as in 4096/vt/validation.jsonl.
 _NEXT = 3
-# Folders of answers beside RULER's samples.
+# Folders of answers next to RULER's samples.
 _ANSWERS = "pred"
 
 
@@ -91,22 +91,22 @@ def load(
   lengths: Sequence[int] | None = None,
   number: int | None = None,
 ) -> dict[Part, list[Sample]]:
-  """The samples in a file or folder, in the order of their rows.
+  """Loads the samples of a file or folder, in the order of their rows.
 
   Args:
-    path: a file, or a folder that is searched.
-    tasks: those to read; by default all that there are.
-    lengths: those to read; by default all that there are.
-    number: most samples per task and length; by default all.
+    path: a file, or a folder to search.
+    tasks: tasks to read; the default is all.
+    lengths: lengths to read; the default is all.
+    number: maximum samples per task and length; the default is all.
 
   Returns:
-    The shortest length first, tasks in RULER's order.
+    The samples, the shortest length first and tasks in RULER's order.
 
   Raises:
-    InputError: a file cannot be read or is malformed, or what is asked for is
-      not there.
+    InputError: a file cannot be read or is malformed, or requested samples are
+      missing.
   """
-  found: dict[Part, list[Sample]] = {}
+  by_part: dict[Part, list[Sample]] = {}
   places: dict[Part, pathlib.Path] = {}
   for file in _files(path):
     length = _length(path, file)
@@ -121,12 +121,12 @@ def load(
           f"{path} holds {part.task} of {length} tokens twice, in "
           f"{places[part]} and {place}; give the one to read."
         )
-      if wanted and len(found.get(part, ())) != number:
-        found.setdefault(part, []).append(_sample(row, part))
+      if wanted and len(by_part.get(part, ())) != number:
+        by_part.setdefault(part, []).append(_sample(row, part))
       elif "task" not in row.fields:
-        break  # The whole file is of this task.
-  _check_all_there(path, found, tasks, lengths)
-  return {part: found[part] for part in sorted(found, key=_order)}
+        break  # The rest of the file has the same task.
+  _check_complete(path, by_part, tasks, lengths)
+  return {part: by_part[part] for part in sorted(by_part, key=_order)}
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
@@ -144,9 +144,9 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _length(path: pathlib.Path, file: pathlib.Path) -> int:
-  """What the nearest folder that is called by a number is called.
+  """Returns the length from the nearest folder with a number as name.
 
-  Of the folders above what the user has named only the next ones count.
+  Only the closest parents of the user's path are searched.
   """
   outer = path.absolute().parts[-_NEXT:]
   for name in reversed([*outer, *file.relative_to(path).parts]):
@@ -193,10 +193,10 @@ def _sample(row: Row, part: Part) -> Sample:
 
 
 def _split(row: Row, family: _Family) -> tuple[str, str, str]:
-  """Context, question and answer prefix of a prompt in one text.
+  """Splits a prompt into context, question and answer prefix.
 
-  The blank before a prefix that is not apart stays with the question, as it
-  does with kvpress.
+  The blank before a prefix inside the prompt stays with the question, as in
+  kvpress.
   """
   text = row.text("input")
   starts = [match.start() for match in family.question.finditer(text)]
@@ -217,7 +217,7 @@ def _split(row: Row, family: _Family) -> tuple[str, str, str]:
 
 
 def _answers(row: Row) -> tuple[str, ...]:
-  """References, also where a table holds a list as Python would print it."""
+  """Returns references, also from lists that are printed as text."""
   names = ("answer", "answers", "outputs")
   name = next((name for name in names if name in row.fields), "outputs")
   answers = row.texts(name)
@@ -232,27 +232,27 @@ def _answers(row: Row) -> tuple[str, ...]:
   return answers
 
 
-def _check_all_there(
+def _check_complete(
   path: pathlib.Path,
-  found: Collection[Part],
+  by_part: Collection[Part],
   tasks: Sequence[str] | None,
   lengths: Sequence[int] | None,
 ) -> None:
   wanted = {
     Part(task, length)
-    for task in tasks or {part.task for part in found}
-    for length in lengths or {part.length for part in found}
+    for task in tasks or {part.task for part in by_part}
+    for length in lengths or {part.length for part in by_part}
   }
-  missing = sorted(wanted.difference(found), key=_order)
-  if missing or not found:
-    lack = ", ".join(map(_shown, missing)) or "samples"
-    has = ", ".join(map(_shown, sorted(found, key=_order))) or "none"
+  missing = sorted(wanted.difference(by_part), key=_order)
+  if missing or not by_part:
+    lack = ", ".join(map(_describe, missing)) or "samples"
+    has = ", ".join(map(_describe, sorted(by_part, key=_order))) or "none"
     raise InputError(
       f"{path} holds no {lack}; of those asked for it has {has}."
     )
 
 
-def _shown(part: Part) -> str:
+def _describe(part: Part) -> str:
   return f"{part.task} of {part.length} tokens"
 
 

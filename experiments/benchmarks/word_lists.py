@@ -1,4 +1,4 @@
-"""The words that RULER's common words are drawn from."""
+"""Word lists for RULER's common words."""
 
 import importlib.resources
 import pathlib
@@ -7,16 +7,16 @@ from kvjax.errors import InputError
 from kvjax.experiments.metrics.libraries import library
 from kvjax.models.json_files import read_json, read_text
 
-# The package whose lists RULER uses, named in place of a file.
+# The package whose lists RULER uses; its name replaces a file name.
 PACKAGE = "wonderwords"
 
 _LISTS = ("nounlist.txt", "adjectivelist.txt", "verblist.txt")
-# What the solved example of a prompt takes.
+# The words of the solved example of a prompt.
 _LEAST_WORDS = 40
 
 
 def read(source: str) -> tuple[str, ...]:
-  """Distinct words, sorted.
+  """Reads distinct words, sorted.
 
   Args:
     source: "wonderwords" for the lists of that package, else a file with a
@@ -30,12 +30,12 @@ def read(source: str) -> tuple[str, ...]:
   if source == PACKAGE:
     assets = importlib.resources.files(library(PACKAGE)) / "assets"
     lines = [(assets / name).read_text("utf-8") for name in _LISTS]
-    found = "\n".join(lines).splitlines()
+    entries = "\n".join(lines).splitlines()
   elif source.endswith(".json"):
-    found = list(map(str, read_json(pathlib.Path(source)).values()))
+    entries = list(map(str, read_json(pathlib.Path(source)).values()))
   else:
-    found = read_text(pathlib.Path(source)).splitlines()
-  distinct = {word.strip() for word in found} - {""}
+    entries = read_text(pathlib.Path(source)).splitlines()
+  distinct = {word.strip() for word in entries} - {""}
   if len(distinct) < _LEAST_WORDS:
     raise InputError(
       f"{source} is too short a list: it needs {_LEAST_WORDS} words, one per "

@@ -1,1 +1,1 @@
-"""What contexts can bear: measured, fitted, written and shown."""
+"""Calibration of automatic retention: measurement, fit, records, reports."""

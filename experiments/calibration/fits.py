@@ -1,4 +1,4 @@
-"""Curves through what was measured, and what they come to."""
+"""Fits calibrations to measurements and summarizes them."""
 
 import dataclasses
 import statistics
@@ -15,15 +15,15 @@ from kvjax.experiments.candidates import Candidate
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-  """A method's calibration and what it rests on.
+  """A method's calibration and its measurements.
 
   Attributes:
-    name: of the method, as the user gave it.
-    plan: what it stands for.
-    calibration: fitted to the measurements.
-    measured: at fixed retentions.
-    tried: of other contexts, at what the curve by itself says.
-    held_out: of yet others, at what the calibration allows them.
+    name: name of the method as the user wrote it.
+    plan: its plan.
+    calibration: the fitted calibration.
+    measured: measurements at fixed retentions.
+    tried: measurements of other contexts at the curve's retentions.
+    held_out: measurements of further contexts at the calibration's retentions.
   """
 
   name: str
@@ -34,17 +34,17 @@ class Fitted:
   held_out: Sequence[Measurement] = ()
 
   def automatic(self, tau: float) -> Candidate:
-    """The method at what its calibration allows."""
+    """Returns the method with its calibrated budget."""
     budget = kvjax.Calibrated(self.calibration, tau)
     return Candidate(self.name, dataclasses.replace(self.plan, budget=budget))
 
   def tried_at(self, asked: float) -> list[Measurement]:
-    """Those of the contexts that a curve was asked for a quality of."""
+    """Selects the tried measurements for a requested quality."""
     budget = self.automatic(asked).budget
     return [m for m in self.tried if m.budget == budget]
 
   def row(self, tau: float) -> dict[str, Any]:
-    """What a summary holds of it; without the single measurements."""
+    """Builds its row of a summary, without single measurements."""
     record = dataclasses.asdict(self.calibration)
     return {
       "method": self.name,
@@ -68,22 +68,24 @@ class Fitted:
 
 
 def fit(
-  chosen: Sequence[Candidate], found: Sequence[Measurement], model_id: str
+  chosen: Sequence[Candidate],
+  measurements: Sequence[Measurement],
+  model_id: str,
 ) -> list[Fitted]:
-  """A calibration for each method, in order.
+  """Fits a calibration for each method, in order.
 
   Args:
     chosen: methods and fixed retentions.
-    found: what was measured of them.
-    model_id: of the model that was measured.
+    measurements: their measurements.
+    model_id: digest of the measured model.
   """
   fitted = []
   for name, plan in {c.method: c.plan for c in chosen}.items():
-    own = [measurement for measurement in found if measurement.method == name]
+    of_method = [m for m in measurements if m.method == name]
     triples = kvjax.Triples(
-      np.array([m.retention for m in own]),
-      np.array([m.nll for m in own]),
-      np.array([m.ratio for m in own]),
+      np.array([m.retention for m in of_method]),
+      np.array([m.nll for m in of_method]),
+      np.array([m.ratio for m in of_method]),
     )
     calibration = kvjax.calibrate(
       triples,
@@ -91,58 +93,60 @@ def fit(
       method=plan.label,
       per_query_head=plan.per_query_head,
     )
-    fitted.append(Fitted(name, plan, calibration, own))
+    fitted.append(Fitted(name, plan, calibration, of_method))
   return fitted
 
 
-def promised(
+def add_promises(
   fitted: Sequence[Fitted],
   asked: Sequence[float],
-  found: Sequence[Measurement],
+  measurements: Sequence[Measurement],
 ) -> list[Fitted]:
-  """The same, knowing what their curves are worth.
+  """Adds the promises that the curves keep on other contexts.
 
   Args:
     fitted: methods and their curves.
-    asked: qualities, ascending.
-    found: what was measured of each method where its curve is asked for them,
-      of contexts that it was not fitted to.
+    asked: requested qualities, ascending.
+    measurements: measurements of each method at the curve's retentions for
+      these qualities, on contexts that were not part of the fit.
   """
-  made = []
+  result = []
   for method in fitted:
-    own = [m for m in found if m.method == method.name]
-    method = dataclasses.replace(method, tried=own)
+    of_method = [m for m in measurements if m.method == method.name]
+    method = dataclasses.replace(method, tried=of_method)
     tried = [method.tried_at(quality) for quality in asked]
     kept = promises(
       asked,
-      np.array([[m.ratio for m in some] for some in tried]),
+      np.array([[m.ratio for m in group] for group in tried]),
       np.array([[m.kept_tokens < m.context_tokens for m in s] for s in tried]),
     )
     line = dataclasses.replace(method.calibration, promises=kept)
-    made.append(dataclasses.replace(method, calibration=line))
-  return made
+    result.append(dataclasses.replace(method, calibration=line))
+  return result
 
 
-def mean_ratios(found: Sequence[Measurement]) -> list[tuple[float, float]]:
-  """Retentions, ascending, and the mean ratio of measurements at each."""
+def mean_ratios(
+  measurements: Sequence[Measurement],
+) -> list[tuple[float, float]]:
+  """Computes the mean ratio of measurements at each retention, ascending."""
   return [
-    (share, _ratio([m for m in found if m.retention == share]))
-    for share in sorted({m.retention for m in found})
+    (share, _ratio([m for m in measurements if m.retention == share]))
+    for share in sorted({m.retention for m in measurements})
   ]
 
 
-def _ratio(found: Sequence[Measurement]) -> float:
-  return statistics.fmean(m.ratio for m in found)
+def _ratio(measurements: Sequence[Measurement]) -> float:
+  return statistics.fmean(m.ratio for m in measurements)
 
 
-def _means(found: Sequence[Measurement]) -> dict[str, float]:
-  """Of a method's measurements at its calibrated retention."""
-  shares = [m.kept_tokens / m.context_tokens for m in found]
+def _means(measurements: Sequence[Measurement]) -> dict[str, float]:
+  """Averages a method's measurements at its calibrated retention."""
+  shares = [m.kept_tokens / m.context_tokens for m in measurements]
   means = {
-    "nll": statistics.fmean(m.nll for m in found),
-    "retention": statistics.fmean(m.retention for m in found),
+    "nll": statistics.fmean(m.nll for m in measurements),
+    "retention": statistics.fmean(m.retention for m in measurements),
     "kept": statistics.fmean(shares),
-    "ratio": _ratio(found),
-    "samples": len(found),
+    "ratio": _ratio(measurements),
+    "samples": len(measurements),
   }
   return {name: round(value, 4) for name, value in means.items()}

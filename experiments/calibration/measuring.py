@@ -1,4 +1,4 @@
-"""How likely right answers stay when their contexts are compressed."""
+"""Measures the likelihood of correct answers after compression."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +24,13 @@ from kvjax.experiments.tasks import needles
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained
 
-# Told of the task and of the number of measurements that are new.
+# Called with the task and the number of new measurements.
 OnNew = Callable[[str, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement(Line):
-  """One context, compressed in one way, and what its answer then is like.
+  """The likelihood of an answer for one context and one compression.
 
   Attributes:
     task: name of the task.
@@ -38,14 +38,14 @@ class Measurement(Line):
     sample: number of the sample.
     asked: digest of the sample.
     method: name of the method.
-    options: the method with all its hyper-parameters.
-    budget: what it might keep, in words.
-    retention: share of the context it might keep.
+    options: the method with all its hyperparameters.
+    budget: the budget in words.
+    retention: share of the context that the budget allows.
     context_tokens: tokens of the context.
     kept_tokens: tokens kept, mean over layers and KV heads.
     nll: NLL(c) of the context, in nats per token.
-    full: NLL of the right answer given the whole context, likewise.
-    kept: the same given what was kept.
+    full: NLL of the correct answer given the full cache, likewise.
+    kept: the same given the compressed cache.
   """
 
   task: str
@@ -64,13 +64,13 @@ class Measurement(Line):
 
   @property
   def key(self) -> Key:
-    """What was measured."""
+    """The sample and candidate of the measurement."""
     part = Part(self.task, self.length)
     return Key(part, self.asked, self.method, self.options, self.budget)
 
   @property
   def ratio(self) -> float:
-    """The quality left; see `kvjax.nll_ratio`."""
+    """The remaining quality; see `kvjax.nll_ratio`."""
     full, kept = np.array([self.full]), np.array([self.kept])
     return float(kvjax.nll_ratio(full, kept)[0])
 
@@ -86,20 +86,20 @@ def measure(
   batch: int,
   on_new: OnNew,
 ) -> list[Measurement]:
-  """Measures what `store` does not hold yet, and adds it there.
+  """Takes the measurements that `store` lacks and adds them.
 
   Every batch of contexts is prefilled once for all methods and budgets.
 
   Args:
     lm: the model.
-    chosen: methods and budgets, the full cache not among them.
-    samples: of each task and length, in the order of their numbers.
-    store: old measurements; new ones are written as they come.
+    chosen: methods and budgets, without the full cache.
+    samples: samples of each task and length, in the order of their numbers.
+    store: previous measurements; new ones are written as they come.
     batch: contexts per prefill.
-    on_new: told of progress.
+    on_new: called on progress.
 
   Returns:
-    What was asked for, old and new.
+    All requested measurements.
 
   Raises:
     InputError: a sample is longer than the model's context, or the
@@ -108,33 +108,39 @@ def measure(
   keys = wanted(chosen, samples)
   missing = set(keys) - store.records.keys()
   unfinished = {(key.method, key.options, key.budget) for key in missing}
-  left = [c for c in chosen if (c.method, c.options, c.budget) in unfinished]
+  remaining = [
+    c for c in chosen if (c.method, c.options, c.budget) in unfinished
+  ]
   unmeasured = {(key.part, key.asked) for key in missing}
-  every = [
-    _Asked.of(lm, part, number, sample)
+  questions = [
+    _Question.of(lm, part, number, sample)
     for part, drawn in samples.items()
     for number, sample in enumerate(drawn)
   ]
-  prompts = [one.prompt for one in every]
+  prompts = [one.prompt for one in questions]
   check_context_length(lm, prompts)
   shape = Shape.of(prompts, min(batch, max(map(len, samples.values()))))
   for part in samples:
     due = [
       one
-      for one in every
+      for one in questions
       if one.part == part and (part, one.digest) in unmeasured
     ]
     for start in range(0, len(due), shape.rows):
       rows = due[start : start + shape.rows]
-      found = _measured(lm, left, rows, shape)
-      new = [measurement for measurement in found if measurement.key in missing]
+      measurements = _measure_batch(lm, remaining, rows, shape)
+      new = [
+        measurement
+        for measurement in measurements
+        if measurement.key in missing
+      ]
       store.add(new)
       on_new(part.task, len(new))
   return [store.records[key] for key in keys]
 
 
-class _Asked(NamedTuple):
-  """A sample, and its prompt and its right answer as token ids."""
+class _Question(NamedTuple):
+  """A sample, its prompt, and its correct answer as token ids."""
 
   part: Part
   number: int
@@ -145,38 +151,42 @@ class _Asked(NamedTuple):
   @classmethod
   def of(
     cls, lm: Pretrained, part: Part, number: int, sample: Sample
-  ) -> "_Asked":
+  ) -> "_Question":
     prompt = Prompt.of_sample(lm.tokenizer, sample)
     answer = lm.tokenizer.encode(f" {needles.listing(sample.answers)}")
     return cls(part, number, sample.digest, prompt, answer)
 
 
-def _measured(
+def _measure_batch(
   lm: Pretrained,
   chosen: Sequence[Candidate],
-  asked: Sequence[_Asked],
+  questions: Sequence[_Question],
   shape: Shape,
 ) -> Iterator[Measurement]:
-  """What is left of the answers' likelihoods, by candidate and row."""
-  rows = [*asked, *[asked[-1]] * (shape.rows - len(asked))]
+  """Yields the measurements of a batch, by candidate and row."""
+  rows = [*questions, *[questions[-1]] * (shape.rows - len(questions))]
   contexts = [one.prompt.context for one in rows]
-  own = chosen[0].plan.per_query_head
-  full = kvjax.get_plan(FULL, kvjax.Retention(1.0), per_query_head=own)
-  every = [Candidate(FULL, full), *chosen]
+  per_query_head = chosen[0].plan.per_query_head
+  full = kvjax.get_plan(
+    FULL, kvjax.Retention(1.0), per_query_head=per_query_head
+  )
+  all_candidates = [Candidate(FULL, full), *chosen]
   swept = kvjax.measured_sweep(
     lm.model,
     lm.params,
     kvjax.Prompts.of(contexts, shape.context),
-    [candidate.plan for candidate in every],
+    [candidate.plan for candidate in all_candidates],
   )
   likelihoods = _likelihoods(lm, swept.caches, rows, shape)
   nll = np.asarray(swept.nll)
-  for index, candidate in enumerate(every[1:], start=1):
-    told = swept.retentions[index]
+  for index, candidate in enumerate(all_candidates[1:], start=1):
+    calibrated = swept.retentions[index]
     kept = np.asarray(swept.caches[index].lengths)
-    for row, one in enumerate(asked):
+    for row, one in enumerate(questions):
       tokens = len(contexts[row])
-      share = candidate.retention(tokens) if told is None else told[row]
+      share = (
+        candidate.retention(tokens) if calibrated is None else calibrated[row]
+      )
       yield Measurement(
         task=one.part.task,
         length=one.part.length,
@@ -197,14 +207,14 @@ def _measured(
 def _likelihoods(
   lm: Pretrained,
   caches: Sequence[kvjax.Cache],
-  rows: Sequence[_Asked],
+  rows: Sequence[_Question],
   shape: Shape,
 ) -> Float[np.ndarray, "P B"]:
-  """NLL of the rows' answers given each cache; those of equal size at once."""
+  """Computes the NLL of the answers per cache, in groups of equal sizes."""
   asked = [one.prompt.question for one in rows]
   questions = kvjax.Prompts.of(asked, shape.question)
   answers = kvjax.Prompts.of([one.answer for one in rows])
-  found = np.empty((len(caches), len(rows)))
+  measurements = np.empty((len(caches), len(rows)))
   for group in groups(caches):
     times = len(group)
     values = kvjax.answer_nll(
@@ -214,17 +224,17 @@ def _likelihoods(
       questions.repeated(times),
       answers.repeated(times),
     )
-    found[group] = np.asarray(values).reshape(times, len(rows))
-  return found
+    measurements[group] = np.asarray(values).reshape(times, len(rows))
+  return measurements
 
 
 def check(
   lm: Pretrained, chosen: Sequence[Candidate], samples: Samples
 ) -> None:
-  """Refuses a method of which nothing can be learnt.
+  """Rejects a method that cannot be calibrated.
 
   Raises:
-    InputError: it keeps all of the contexts whatever it is asked to keep.
+    InputError: it keeps the full context at every retention.
   """
   longest = max(
     len(Prompt.of_sample(lm.tokenizer, sample).context)

@@ -1,4 +1,4 @@
-"""Curves of quality against retention, and what methods keep, as plots."""
+"""Plots of quality against retention, and of retentions by method."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _GRID = "#E4E4E4"
 
 
 def ratio_curves(fitted: Sequence[Fitted], title: str) -> Figure:
-  """NLL ratio against retention: a panel per method, a color per task.
+  """Plots NLL ratio against retention: a panel per method, a color per task.
 
   Points are means over samples; the line is the fitted curve of the task's mean
   NLL(c). After Figure 6 of Chari and Van Durme.
@@ -50,7 +50,7 @@ def ratio_curves(fitted: Sequence[Fitted], title: str) -> Figure:
 
 
 def retention_bars(fitted: Sequence[Fitted], tau: float, title: str) -> Figure:
-  """Retention reached by each method, and by it on each task.
+  """Plots the retention of each method, overall and by task.
 
   After Figure 7 of Chari and Van Durme.
   """
@@ -65,7 +65,7 @@ def retention_bars(fitted: Sequence[Fitted], tau: float, title: str) -> Figure:
     axes.barh(place, mean, color=_BAR, height=0.7)
     axes.text(101, place, f"{mean:.1f} %", fontsize=_TEXT, va="center")
   for index, task in enumerate(tasks):
-    look = styled(task, [], index)
+    style = styled(task, [], index)
     means = [
       _percent([m for m in method.held_out if m.task == task])
       for method in fitted
@@ -73,8 +73,8 @@ def retention_bars(fitted: Sequence[Fitted], tau: float, title: str) -> Figure:
     axes.plot(
       means,
       range(len(fitted)),
-      look.marker,
-      color=look.color,
+      style.marker,
+      color=style.color,
       markersize=4,
       label=task.removeprefix("niah_"),
     )
@@ -95,16 +95,16 @@ def _draw_curves(axes: Axes, method: Fitted) -> None:
   shares = np.linspace(0.0, 1.0, 101, dtype=np.float32)
   line = method.calibration
   for index, task in enumerate(_tasks(method.measured)):
-    own = [m for m in method.measured if m.task == task]
-    kc = line.alpha * statistics.fmean(m.nll for m in own) + line.beta
+    of_task = [m for m in method.measured if m.task == task]
+    kc = line.alpha * statistics.fmean(m.nll for m in of_task) + line.beta
     fitted = quality(jnp.asarray(shares), jnp.full(shares.shape, kc, "float32"))
-    places = mean_ratios(own)
-    look = styled(task, places, index)
-    axes.plot(shares, np.asarray(fitted), color=look.color, linewidth=1)
+    places = mean_ratios(of_task)
+    style = styled(task, places, index)
+    axes.plot(shares, np.asarray(fitted), color=style.color, linewidth=1)
     axes.plot(
       *zip(*places, strict=True),
-      look.marker,
-      color=look.color,
+      style.marker,
+      color=style.color,
       markersize=4,
       label=task.removeprefix("niah_"),
     )
@@ -117,9 +117,9 @@ def _draw_curves(axes: Axes, method: Fitted) -> None:
   axes.spines[["top", "right"]].set_visible(False)
 
 
-def _tasks(found: Sequence[Measurement]) -> list[str]:
-  return list(dict.fromkeys(m.task for m in found))
+def _tasks(measurements: Sequence[Measurement]) -> list[str]:
+  return list(dict.fromkeys(m.task for m in measurements))
 
 
-def _percent(found: Sequence[Measurement]) -> float:
-  return 100 * statistics.fmean(m.retention for m in found)
+def _percent(measurements: Sequence[Measurement]) -> float:
+  return 100 * statistics.fmean(m.retention for m in measurements)

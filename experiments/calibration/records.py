@@ -1,4 +1,4 @@
-"""The calibrations of a model, a file for each method, beside its weights."""
+"""The calibration records of a model, one file per method."""
 
 import dataclasses
 import pathlib
@@ -9,19 +9,18 @@ import kvjax
 from kvjax.errors import InputError
 
 AUTO = "auto"
-# Within a model's directory.
+# The folder in a model's directory.
 FOLDER = "calibrations"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Auto:
-  """A budget for every method: what each context can bear.
+  """The automatic budget: the retention depends on the context.
 
   Attributes:
-    tau: the share of quality that is to be left.
-    folder: of the records.
-    records: by the label of a plan, and by whether each query head chooses for
-      itself.
+    tau: the share of quality to preserve.
+    folder: folder of the records.
+    records: records by the label of a plan and by `per_query_head`.
   """
 
   tau: float
@@ -33,23 +32,23 @@ class Auto:
     """Reads the records of a folder, if there are any.
 
     Raises:
-      InputError: a JSON file is no record, or another model's.
+      InputError: a JSON file is no record, or belongs to another model.
     """
     records = {}
     for path in sorted(folder.glob("*.json")):
-      found = kvjax.Calibration.load(path, model_id=model_id)
-      records[found.method, found.per_query_head] = found
+      loaded = kvjax.Calibration.load(path, model_id=model_id)
+      records[loaded.method, loaded.per_query_head] = loaded
     return cls(tau, folder, records)
 
   def of(self, name: str, plan: kvjax.Plan) -> kvjax.Calibrated:
-    """The budget of a method.
+    """Returns the budget of a method.
 
     Args:
-      name: of the method, as the user gave it.
-      plan: what it stands for at any other budget.
+      name: name of the method as the user wrote it.
+      plan: its plan at any other budget.
 
     Raises:
-      InputError: it evicts nothing, or there is no record of it.
+      InputError: the method evicts nothing, or has no record.
     """
     if plan.sparse is not None:
       raise InputError(
@@ -68,6 +67,6 @@ class Auto:
 
 
 def file_name(method: str, per_query_head: bool) -> str:
-  """Of a method's record: `lagkv--lag=128.json`."""
+  """Names the file of a method's record: `lagkv--lag=128.json`."""
   heads = "--query-heads" if per_query_head else ""
   return re.sub(r"[/:]", "--", method) + heads + ".json"

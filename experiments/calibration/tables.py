@@ -1,4 +1,4 @@
-"""What calibrations come to, as tables."""
+"""Tables of calibration results."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ _Rows = Sequence[Mapping[str, Any]]
 
 
 def tables(summary: Mapping[str, Any]) -> list[Table]:
-  """Of all methods; what was measured; by task what is kept and is left."""
+  """Builds all tables: overview, measurements, results by task."""
   rows = summary["rows"]
   return [
     _overview(rows, summary["tau"]),
@@ -22,7 +22,7 @@ def tables(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def title(summary: Mapping[str, Any]) -> str:
-  """The run in words."""
+  """Describes the run, as a title."""
   return (
     f"{summary['model']}, {summary['length']} tokens, calibrated on "
     f"{wording.count(summary['samples'], 'sample')} per task, applied at tau "
@@ -31,7 +31,7 @@ def title(summary: Mapping[str, Any]) -> str:
 
 
 def circumstances(summary: Mapping[str, Any]) -> str:
-  """How the numbers came about."""
+  """Describes seed, heads, device and versions."""
   return (
     f"Seed {summary['seed']}, per {summary['heads']}, {summary['dtype']} on "
     f"{summary['device']}; {wording.versions(summary)}."
@@ -39,7 +39,7 @@ def circumstances(summary: Mapping[str, Any]) -> str:
 
 
 def markdown(summary: Mapping[str, Any], plots: Sequence[str]) -> str:
-  """Settings, tables and plots."""
+  """Formats settings, tables and plots."""
   lines = [
     f"# {formats.escaped(title(summary))}",
     formats.escaped(circumstances(summary)),
@@ -53,7 +53,7 @@ def markdown(summary: Mapping[str, Any], plots: Sequence[str]) -> str:
 def _overview(rows: _Rows, tau: float) -> Table:
   columns: dict[str, list[str]] = {}
   for row in rows:
-    own = row["held_out"]
+    held_out = row["held_out"]
     line = {
       "method": row["method"],
       "alpha": _signed(row["alpha"]),
@@ -61,9 +61,9 @@ def _overview(rows: _Rows, tau: float) -> Table:
       "error": f"{row['error']:.3f}",
       "triples": str(row["triples"]),
       "asked": wording.share(row["asked"]),
-      "retention": wording.share(own["retention"]),
-      "kept": wording.share(own["kept"]),
-      "NLL ratio": f"{own['ratio']:.3f}",
+      "retention": wording.share(held_out["retention"]),
+      "kept": wording.share(held_out["kept"]),
+      "NLL ratio": f"{held_out['ratio']:.3f}",
     }
     for name, text in line.items():
       columns.setdefault(name, []).append(text)
@@ -72,7 +72,7 @@ def _overview(rows: _Rows, tau: float) -> Table:
 
 
 def _measured(rows: _Rows, field: str, title: str) -> Table:
-  """A line per method, a column per retention or quality."""
+  """Builds a table with a column per retention or quality."""
   names = list(rows[0][field])
   lines = [
     [row["method"], *(f"{row[field][name]:.3f}" for name in names)]
@@ -85,7 +85,10 @@ def _measured(rows: _Rows, field: str, title: str) -> Table:
 def _by_task(
   rows: _Rows, field: str, name: str, factor: float, digits: int
 ) -> Table:
-  """A line per method, a column per task; first the contexts' likelihood."""
+  """Builds a table with a line per method and a column per task.
+
+  The first line is the likelihood of the contexts.
+  """
   tasks = list(rows[0]["tasks"])
   lines = [
     [

@@ -1,1 +1,1 @@
-"""What `kvjax.experiments.finetune` is made of."""
+"""The parts of `kvjax.experiments.finetune`."""

@@ -1,4 +1,4 @@
-"""Documents of a folder, as chunks of tokens and batches of them."""
+"""Reads documents of a folder as chunks of tokens and batches of them."""
 
 import hashlib
 import pathlib
@@ -17,17 +17,17 @@ SUFFIXES = (".txt", ".md")
 
 
 class Batch(NamedTuple):
-  """Chunks of a step; rows of length 0 fill the last batch of an epoch."""
+  """Chunks of a step; rows of length 0 pad the last batch of an epoch."""
 
   tokens: Int[np.ndarray, "B S"]
   lengths: Int[np.ndarray, " B"]
 
 
 def read(folder: pathlib.Path) -> list[str]:
-  """The texts of a folder and the folders in it, in the order of their paths.
+  """Reads the texts of a folder and its subfolders, sorted by path.
 
   Raises:
-    InputError: there is no such folder, it holds no text, or a file is not
+    InputError: the folder does not exist or has no text, or a file is not
       UTF-8.
   """
   kinds = " and ".join(SUFFIXES)
@@ -47,18 +47,18 @@ def read(folder: pathlib.Path) -> list[str]:
 def chunks(
   texts: Sequence[str], tokenizer: Tokenizer, length: int, multiple: int
 ) -> Prompts:
-  """Each text in parts of about the same length, none of them longer.
+  """Splits each text into chunks of about equal length.
 
-  A part begins with BOS, where the tokenizer has one, as prompts do.
+  A chunk starts with BOS if the tokenizer has one, like prompts.
 
   Args:
     texts: the documents.
-    tokenizer: of the model.
-    length: most tokens of a part, BOS included; 2 or more.
+    tokenizer: the model's tokenizer.
+    length: maximum tokens of a chunk, including BOS; 2 or more.
     multiple: rows are padded to a multiple of this many tokens.
 
   Raises:
-    InputError: there is no token to foretell.
+    InputError: there is no token to predict.
   """
   first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
   room = length - len(first)
@@ -67,7 +67,7 @@ def chunks(
     tokens = np.asarray(tokenizer.encode(text), np.int32)
     for part in np.array_split(tokens, max(1, -(-len(tokens) // room))):
       rows.append([*first, *part.tolist()])
-  # The first token of a row is not foretold.
+  # The first token of a row is not predicted.
   rows = [row for row in rows if len(row) > 1]
   if not rows:
     raise InputError("The documents are too short: none has two tokens.")
@@ -76,12 +76,12 @@ def chunks(
 
 
 def steps_per_epoch(parts: Prompts, size: int) -> int:
-  """Batches of `size` rows that hold every part once."""
+  """Counts the batches of `size` rows in an epoch."""
   return -(-len(parts.lengths) // size)
 
 
 def batch(parts: Prompts, size: int, step: int, seed: int) -> Batch:
-  """The batch of a step; each epoch has an order of its own."""
+  """Returns the batch of a step; each epoch has its own order."""
   epoch, number = divmod(step, steps_per_epoch(parts, size))
   order = np.random.default_rng((seed, epoch)).permutation(len(parts.lengths))
   chosen = order[number * size : (number + 1) * size]
@@ -93,7 +93,7 @@ def batch(parts: Prompts, size: int, step: int, seed: int) -> Batch:
 
 
 def digest(parts: Prompts) -> str:
-  """Tells sets of parts apart."""
+  """Hashes the chunks, to identify them."""
   hashed = hashlib.sha256(np.asarray(parts.lengths).tobytes())
   hashed.update(np.asarray(parts.tokens).tobytes())
   return hashed.hexdigest()[:12]

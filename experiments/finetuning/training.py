@@ -1,8 +1,8 @@
-"""Loss and optimizer step of a finetuning, in memory that suits 8B models.
+"""Loss and optimizer step of fine-tuning, with little memory for 8B models.
 
-What a layer computes is computed again for the gradient, and so are the
-attention of a few queries and the logits of a few positions: beside the
-weights there are the layers' inputs and little more.
+The backward pass recomputes layers, the attention of a few queries at a time,
+and the logits of a few positions at a time. Besides the weights, it stores
+little more than the layers' inputs.
 """
 
 import functools
@@ -22,31 +22,31 @@ from kvjax.engine.likelihood import prompt_nll
 from kvjax.kernels.attention import attention
 from kvjax.models.language_model import DecoderModel
 
-# Queries whose attention is computed again at a time; rows are padded to a
+# Queries whose attention is recomputed at a time; rows are padded to a
 # multiple.
 QUERIES = 128
 
 MOST_NORM = 1.0
 WEIGHT_DECAY = 0.01
-# Share of the steps in which the learning rate rises.
+# Share of warm-up steps.
 _WARM_UP = 0.05
 
 
 class Schedule(NamedTuple):
-  """Learning rates: a short rise, then half a cosine down to zero."""
+  """Learning rates: a short warm-up, then cosine decay to zero."""
 
   peak: float
   steps: int
 
   def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
-    """The learning rate of a step."""
+    """Returns the learning rate of a step."""
     done = step.astype(jnp.float32) / self.steps
     risen = jnp.minimum(1.0, (done + 1 / self.steps) / _WARM_UP)
     return self.peak * risen * 0.5 * (1.0 + jnp.cos(jnp.pi * done))
 
 
 def optimizer(schedule: Schedule) -> optax.GradientTransformation:
-  """AdamW after clipping the gradient's norm."""
+  """Creates AdamW with gradient clipping."""
   return optax.chain(
     optax.clip_by_global_norm(MOST_NORM),
     optax.adamw(schedule.rate, weight_decay=WEIGHT_DECAY),
@@ -59,13 +59,13 @@ def summed_nll(
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
 ) -> Float[Array, ""]:
-  """Sum of -ln p over all tokens but the first of each row, in nats.
+  """Computes the sum of -ln p over all but the first token of each row.
 
   Args:
-    model: the functions.
-    params: the weights.
+    model: the model.
+    params: its weights.
     tokens: rows, padded to a multiple of `QUERIES` tokens.
-    lengths: real tokens of each row; 0 for one that does not count.
+    lengths: real tokens of each row; 0 to ignore a row.
   """
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
   hidden, _ = run_layers(
@@ -93,42 +93,44 @@ def train_step(
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
 ) -> tuple[nnx.State, PyTree, Float[Array, ""]]:
-  """One step; returns adapters, optimizer state and the mean loss per token."""
+  """Takes one step; returns adapters, optimizer state and loss per token."""
   count = jnp.sum(jnp.maximum(lengths - 1, 0)).astype(jnp.float32)
 
   def loss(adapter: nnx.State) -> Float[Array, ""]:
     params = nnx.merge_state(adapter, frozen)
     return summed_nll(model, params, tokens, lengths) / count
 
-  found, gradients = jax.value_and_grad(loss)(adapter)
-  # Adam's bias correction raises a float to an integer power.
+  value, gradients = jax.value_and_grad(loss)(adapter)
+  # Adam's bias correction raises a float to an integer power, a promotion.
   with jax.numpy_dtype_promotion("standard"):
     updates, moments = optimizer(schedule).update(gradients, moments, adapter)
-  return optax.apply_updates(adapter, updates), moments, found
+  return optax.apply_updates(adapter, updates), moments, value
 
 
 def _step(
   layer: Int[Array, ""],
   stack: None,
   index: Int[Array, ""],
-  seen: Activations,
+  activations: Activations,
 ) -> tuple[Float[Array, "B N S D"], None]:
-  """Causal attention that keeps no S x S weights for the gradient."""
+  """Computes causal attention without S x S weights for the gradient."""
   del layer, index
-  cache = shard_layer(LayerCache.of(seen))
-  batch, heads, length, dim = seen.queries.shape
+  cache = shard_layer(LayerCache.of(activations))
+  batch, heads, length, dim = activations.queries.shape
   parts = length // QUERIES
 
   @jax.checkpoint
   def part(
-    asked: tuple[Float[Array, "B N C D"], Int[Array, "B C"]],
+    block: tuple[Float[Array, "B N C D"], Int[Array, "B C"]],
   ) -> Float[Array, "B N C D"]:
-    queries, places = asked
-    return attention(queries, cache.keys, cache.values, places, cache.positions)
+    queries, positions = block
+    return attention(
+      queries, cache.keys, cache.values, positions, cache.positions
+    )
 
-  queries = seen.queries.reshape(batch, heads, parts, QUERIES, dim)
-  places = seen.positions.reshape(batch, parts, QUERIES)
+  queries = activations.queries.reshape(batch, heads, parts, QUERIES, dim)
+  positions = activations.positions.reshape(batch, parts, QUERIES)
   mixed = jax.lax.map(
-    part, (jnp.moveaxis(queries, 2, 0), jnp.moveaxis(places, 1, 0))
+    part, (jnp.moveaxis(queries, 2, 0), jnp.moveaxis(positions, 1, 0))
   )
-  return jnp.moveaxis(mixed, 0, 2).reshape(seen.queries.shape), stack
+  return jnp.moveaxis(mixed, 0, 2).reshape(activations.queries.shape), stack

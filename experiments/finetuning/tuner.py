@@ -1,4 +1,4 @@
-"""Runs the epochs of a finetuning: steps, checkpoints and a log."""
+"""Runs the fine-tuning epochs: steps, checkpoints and a log."""
 
 import dataclasses
 import json
@@ -21,21 +21,21 @@ from kvjax.models.pretrained import Pretrained
 from kvjax.prompts import Prompts
 
 _SAVE_EVERY = 100
-# Reading the loss waits for the step; the others are dispatched ahead.
+# Steps between reads of the loss; reading waits for the asynchronous step.
 _SHOW_EVERY = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """What a finetuning does with its documents.
+  """The hyperparameters of fine-tuning.
 
   Attributes:
-    rank: of the adapters.
-    targets: which projections have one, names in `kvjax.models.lora.TARGETS`.
-    epochs: how often every token is learnt.
-    learning_rate: the largest, see `training.Schedule`.
+    rank: rank of the adapters.
+    targets: projections with adapters, of `kvjax.models.lora.TARGETS`.
+    epochs: number of epochs.
+    learning_rate: maximum learning rate, see `training.Schedule`.
     batch: chunks per step.
-    seed: of the adapters and of the order of chunks.
+    seed: seed of the adapters and of the order of chunks.
   """
 
   rank: int
@@ -47,10 +47,10 @@ class Recipe:
 
 
 class Tuner:
-  """A finetuning that goes on where its folder says it stopped.
+  """A fine-tuning run that resumes from its folder.
 
   Attributes:
-    state: how far it is; its params are the adapters.
+    state: its progress; its params are the adapters.
   """
 
   def __init__(
@@ -61,17 +61,17 @@ class Tuner:
     recipe: Recipe,
     source: Mapping[str, Any],
   ):
-    """Starts from the last checkpoint in `output`, or from no adapters.
+    """Resumes from the last checkpoint in `output`, or starts fresh.
 
     Args:
       output: an existing folder for checkpoints and the log.
       lm: the model; on a mesh, with the mesh in context.
-      parts: what is learnt, see `documents.chunks`.
-      recipe: how.
-      source: what else tells this run from others: its model and documents.
+      parts: chunks of the documents, see `documents.chunks`.
+      recipe: the hyperparameters.
+      source: identifies the model and the documents.
 
     Raises:
-      InputError: the recipe's rank or targets cannot be, or the folder holds
+      InputError: the recipe's rank or targets are invalid, or the folder has
         another run or another model.
     """
     self._parts = parts
@@ -90,7 +90,7 @@ class Tuner:
     self._log_path = output / "log.jsonl"
 
   def run(self) -> None:
-    """Takes the steps that are left; a line in the log for every epoch."""
+    """Takes the remaining steps, with a log line per epoch."""
     self._drop_log_lines()
     if self.state.total == 0:
       self._log()
@@ -112,14 +112,14 @@ class Tuner:
           began = time.monotonic()
 
   def merged(self) -> tuple[DecoderModel, nnx.State]:
-    """The model with its adapters in its weights."""
+    """Merges the adapters into the model's weights."""
     return lora.merged(self._model, self._params())
 
   def _params(self) -> nnx.State:
     return nnx.merge_state(self.state.params, self._frozen)
 
   def _step(self) -> Float[Array, ""]:
-    """Takes one step and answers its loss, which may still be computed."""
+    """Takes one step and returns its loss, which may still be pending."""
     tokens, lengths = self._batch(self.state.total)
     adapter, moments, loss = training.train_step(
       self._model,
@@ -139,7 +139,7 @@ class Tuner:
     return documents.batch(self._parts, recipe.batch, step, recipe.seed)
 
   def _nll(self) -> float:
-    """NLL of the documents in nats per token, as the adapters are now."""
+    """Computes the documents' NLL per token with the current adapters."""
     params = self._params()
     sums = [
       training.measure(self._model, params, *self._batch(step))
@@ -149,7 +149,7 @@ class Tuner:
     return float(np.sum(sums) / foretold.sum())
 
   def _log(self) -> None:
-    """Appends a line about where the finetuning stands, and prints it."""
+    """Appends a line of progress to the log and prints it."""
     epoch, nll = self.state.total // self._epoch_steps, self._nll()
     record = {
       "epoch": epoch,
@@ -167,11 +167,11 @@ class Tuner:
     )
 
   def _drop_log_lines(self) -> None:
-    """Those that a killed run wrote after its last checkpoint."""
+    """Drops log lines that a killed run wrote after its last checkpoint."""
     if not self._log_path.exists():
       return
     lines = self._log_path.read_text().splitlines(keepends=True)
-    # Without a checkpoint the line of the start is written again, too.
+    # Without a checkpoint, the first line is also written again.
     last = self.state.total or -1
     kept = [
       line
@@ -182,11 +182,11 @@ class Tuner:
 
 
 def _claim(path: Path, settings: Mapping[str, Any]) -> None:
-  """Writes down what a folder holds, or refuses another run's folder.
+  """Claims a folder for a run, or rejects the folder of another run.
 
   Raises:
-    InputError: the run there has other settings, or a model is there that no
-      run has made.
+    InputError: the folder's run has other settings, or the folder has a model
+      without a run.
   """
   ours = json.loads(json.dumps(settings))
   if not path.exists() and (path.parent / "config.json").exists():

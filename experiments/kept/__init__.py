@@ -1,1 +1,1 @@
-"""Which tokens of a text survive, to be looked at."""
+"""Visualization of the tokens of a text that survive."""

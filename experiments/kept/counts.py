@@ -1,4 +1,4 @@
-"""How many heads keep each token of a text, or read it."""
+"""Counts the heads that keep or read each token of a text."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,14 +22,14 @@ _Queries = Sequence[Float[Array, "B N D"]]
 
 
 class Kept(NamedTuple):
-  """What a candidate leaves of a text of n tokens.
+  """The tokens that a candidate keeps of a text of n tokens.
 
   Attributes:
-    candidate: whose cache.
-    heads: how many KV heads of each layer hold each token; of a retrieval
-      method, which holds them all, how many read it for the last token.
-    cache_bytes: of the cache.
-    full_bytes: of the full cache.
+    candidate: the candidate.
+    heads: number of KV heads of each layer that keep each token; for retrieval
+      methods, which keep all, the number that read it for the last token.
+    cache_bytes: bytes of the cache.
+    full_bytes: bytes of the full cache.
   """
 
   candidate: Candidate
@@ -39,7 +39,7 @@ class Kept(NamedTuple):
 
   @property
   def reads(self) -> bool:
-    """Whether the heads are those that read a token."""
+    """Whether `heads` counts heads that read a token."""
     return self.candidate.plan.sparse is not None
 
 
@@ -49,17 +49,17 @@ def kept(
   tokens: Sequence[int],
   candidates: Sequence[Candidate],
 ) -> list[Kept]:
-  """What each candidate leaves of a text, from one forward pass.
+  """Counts the tokens that each candidate keeps, from one forward pass.
 
   Args:
-    model: the functions.
-    params: the weights.
+    model: the model.
+    params: its weights.
     tokens: ids of the text.
-    candidates: methods at budgets for whole prompts.
+    candidates: methods at budgets, for whole prompts.
 
   Raises:
     InputError: the text is longer than the model's context, or a method
-      renumbers what it keeps.
+      renumbers the tokens it keeps.
   """
   for candidate in candidates:
     if candidate.plan.method.traits.renumbers:
@@ -68,9 +68,9 @@ def kept(
         "tokens of the text; without rerotate it keeps the same."
       )
   prompts = kvjax.Prompts.of([tokens], len(tokens))
-  whole = kvjax.get_plan("full", kvjax.Retention(1.0))
+  everything = kvjax.get_plan("full", kvjax.Retention(1.0))
   plans = [candidate.plan for candidate in candidates]
-  (full, *caches), _ = kvjax.sweep(model, params, prompts, [whole, *plans])
+  (full, *caches), _ = kvjax.sweep(model, params, prompts, [everything, *plans])
   queries = None
   if any(plan.sparse is not None for plan in plans):
     queries = _last_queries(model, params, full, tokens[-1])
@@ -83,45 +83,45 @@ def kept(
 def head_counts(
   cache: kvjax.Cache, queries: _Queries | None = None
 ) -> Int[np.ndarray, "L n"]:
-  """How many KV heads of each layer attend to each token.
+  """Counts the KV heads of each layer that attend to each token.
 
   Args:
-    cache: of one row, which has seen n tokens.
-    queries: in each layer, of the last of them; wanted where they look up.
+    cache: a cache of one row of n tokens.
+    queries: each layer's queries of the last token; required for retrieval.
   """
   layers = cache.layers
-  each = [None] * len(layers) if queries is None else queries
-  seen = int(cache.next_positions[0])
-  found = [
-    np.bincount(_positions(layer, cache, query), minlength=seen)
-    for layer, query in zip(layers, each, strict=True)
+  query_of_layer = [None] * len(layers) if queries is None else queries
+  tokens = int(cache.next_positions[0])
+  counts = [
+    np.bincount(_positions(layer, cache, query), minlength=tokens)
+    for layer, query in zip(layers, query_of_layer, strict=True)
     if layer is not None
   ]
-  return np.stack(found)
+  return np.stack(counts)
 
 
 def _positions(
   layer: Layer, cache: kvjax.Cache, query: Float[Array, "B N D"] | None
 ) -> Int[np.ndarray, " U"]:
-  """Where the tokens stood that heads attend to, one head's after another's."""
+  """Returns the positions that heads attend to, concatenated over heads."""
   if not isinstance(layer, SparseLayer):
     return np.concatenate(layer.row_positions(0), dtype=np.int64)
   assert query is not None
-  looked_up = _looked_up(layer, query, cache.next_positions - 1)
-  valid = [layer.resident.positions, looked_up]
-  positions = np.concatenate([np.ravel(x) for x in valid])
+  retrieved = _retrieved_positions(layer, query, cache.next_positions - 1)
+  parts = [layer.resident.positions, retrieved]
+  positions = np.concatenate([np.ravel(x) for x in parts])
   return positions[positions >= 0]
 
 
 @jax.jit
-def _looked_up(
+def _retrieved_positions(
   layer: SparseLayer,
   query: Float[Array, "B N D"],
   positions: Int[Array, " B"],
 ) -> Int[Array, "B K F"]:
-  """Positions of the stored tokens that a token of each row reads; else -1."""
-  _, found = layer.retrieved(layer.index, query, positions)
-  slots = found.read_slots
+  """Returns positions of stored tokens that a token reads, -1 for others."""
+  _, counts = layer.retrieved(layer.index, query, positions)
+  slots = counts.read_slots
   slots = slots.reshape(*slots.shape[:2], -1)
   stored = layer.stored.positions
   return jnp.where(named_slots(slots, stored.shape[-1]), stored, -1)
@@ -130,14 +130,14 @@ def _looked_up(
 def _last_queries(
   model: Model, params: PyTree, full: kvjax.Cache, token: int
 ) -> _Queries:
-  """Each layer's queries of the last token, which a full cache holds."""
+  """Computes each layer's queries of the last token of a full cache."""
 
   def attend(
-    layer: int, state: Layer, seen: Activations
+    layer: int, state: Layer, activations: Activations
   ) -> tuple[Float[Array, "B N S D"], Float[Array, "B N D"]]:
     del layer
-    output, _ = state.attend(seen)
-    return output, seen.queries[:, :, 0]
+    output, _ = state.attend(activations)
+    return output, activations.queries[:, :, 0]
 
   def queries(
     params: PyTree, cache: kvjax.Cache, tokens: Int[Array, "B S"]

@@ -1,4 +1,4 @@
-"""A text whose tokens are shaded by how many heads keep them, as HTML."""
+"""HTML pages of a text with tokens shaded by the heads that keep them."""
 
 import dataclasses
 import unicodedata
@@ -22,16 +22,16 @@ _REST_OF_CHARACTER = "⋯"
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-  """A page that needs nothing beside it.
+  """A self-contained page.
 
   Attributes:
-    html: the whole file.
+    html: the content of the file.
   """
 
   html: str = dataclasses.field(repr=False)
 
   def _repr_html_(self) -> str:
-    """What a notebook shows: the page in a frame of its own."""
+    """Returns the page in a frame, for notebooks."""
     return (
       f'<iframe srcdoc="{markupsafe.escape(self.html)}" '
       'style="width: 100%; height: 40rem; border: 0"></iframe>'
@@ -43,11 +43,11 @@ class View(NamedTuple):
 
   Attributes:
     name: method and budget.
-    options: the method with all its hyper-parameters.
-    done: what heads have done with the tokens that are counted.
+    options: the method with all its hyperparameters.
+    done: what the counted heads did with a token: kept or read.
     counts: for each token, the heads of each layer as two hexadecimal digits.
-    mean: tokens per head.
-    size: bytes of the cache beside those of the full one.
+    mean: tokens per head, in words.
+    size: bytes of the cache and of the full one, in words.
   """
 
   name: str
@@ -65,14 +65,14 @@ def of_text(
   question: str | None = None,
   about: Mapping[str, str] | None = None,
 ) -> Page:
-  """The page of a text and of what candidates keep of it.
+  """Renders the page of a text and the tokens that candidates keep.
 
   Args:
     lm: the model.
     chosen: methods at budgets, side by side.
-    text: put into the model's chat form.
-    question: prefilled behind the text, so that methods know it.
-    about: more to say about model and text.
+    text: the text, which gets the model's chat template.
+    question: prefilled after the text, so that methods know it.
+    about: more facts about model and text.
 
   Raises:
     InputError: see `counts.kept`.
@@ -80,7 +80,7 @@ def of_text(
   before, after = lm.tokenizer.split_chat(text)
   parts = [before] if question is None else [before, question + after]
   tokens = [token for part in parts for token in lm.tokenizer.encode(part)]
-  found = kept(lm.model, lm.params, tokens, chosen)
+  results = kept(lm.model, lm.params, tokens, chosen)
   geometry = lm.model.geometry
   layers, heads = geometry.num_layers, geometry.layers[0].kv_heads
   facts = dict(about or {}) | {
@@ -100,7 +100,7 @@ def of_text(
       title="What the heads keep",
       facts=facts,
       parts=[list(map(shown, lm.tokenizer.pieces(part))) for part in parts],
-      views=[_view(one, heads) for one in found],
+      views=[_view(one, heads) for one in results],
       layers=layers,
       heads=heads,
     )
@@ -108,7 +108,7 @@ def of_text(
 
 
 def shown(piece: str) -> markupsafe.Markup:
-  """A token's text with signs for what would not be seen."""
+  """Formats a token's text, with signs for invisible characters."""
   if not piece:
     return _sign(_REST_OF_CHARACTER)
   return markupsafe.Markup("").join(map(_shown_character, piece))
@@ -126,26 +126,26 @@ def _sign(text: str) -> markupsafe.Markup:
   return markupsafe.Markup("<i>{}</i>").format(text)
 
 
-def _view(found: Kept, heads: int) -> View:
-  candidate = found.candidate
-  layers, length = found.heads.shape
-  mean = found.heads.sum() / (layers * heads)
-  when = " for the last token" if found.reads else ""
-  unit, size = wording.unit([found.full_bytes])
+def _view(result: Kept, heads: int) -> View:
+  candidate = result.candidate
+  layers, length = result.heads.shape
+  mean = result.heads.sum() / (layers * heads)
+  when = " for the last token" if result.reads else ""
+  unit, size = wording.unit([result.full_bytes])
   budget = wording.budget(candidate.method, candidate.budget)
   return View(
     name=f"{candidate.method}, {budget}",
     options=candidate.options,
-    done="read" if found.reads else "kept",
-    counts=_hexadecimal(found.heads),
+    done="read" if result.reads else "kept",
+    counts=_hexadecimal(result.heads),
     mean=f"{mean:,.1f} of {length:,} ({wording.share(mean / length)}){when}",
     size=(
-      f"{found.cache_bytes / size:,.1f} of {found.full_bytes / size:,.1f} "
-      f"{unit} ({wording.share(found.cache_bytes / found.full_bytes)})"
+      f"{result.cache_bytes / size:,.1f} of {result.full_bytes / size:,.1f} "
+      f"{unit} ({wording.share(result.cache_bytes / result.full_bytes)})"
     ),
   )
 
 
 def _hexadecimal(heads: Int[np.ndarray, "L n"]) -> list[str]:
-  """For each token two digits per layer."""
+  """Encodes each token as two digits per layer."""
   return [column.tobytes().hex() for column in heads.T.astype(np.uint8)]

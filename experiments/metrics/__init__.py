@@ -1,1 +1,1 @@
-"""How predictions are scored: RULER's, LongBench's and the needles' metrics."""
+"""Metrics of RULER, LongBench and needle tasks."""

@@ -1,4 +1,4 @@
-"""Chinese words, which no spaces part: jieba's accurate mode."""
+"""Splits Chinese text into words with jieba's accurate mode."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from kvjax.experiments.metrics.libraries import library
 
 
 def words(text: str) -> list[str]:
-  """The words of a text, white space and punctuation among them.
+  """Splits a text into words, including whitespace and punctuation.
 
   Raises:
     InputError: jieba is not installed.
@@ -17,11 +17,10 @@ def words(text: str) -> list[str]:
 
 @functools.cache
 def _segmenter() -> Callable[[str], list[str]]:
-  """Segments with jieba's own dictionary; takes a second to build.
+  """Builds a segmenter with jieba's dictionary, which takes a second.
 
-  jieba's `initialize` would do the same, but tell of it on stderr, and load a
-  file of that name from the shared folder for temporary files, whoever has
-  put it there.
+  jieba's `initialize` would do the same, but it logs to stderr and loads a
+  cache file from the shared temporary folder, which anyone can write.
   """
   segmenter = library("jieba").Tokenizer()
   dictionary = segmenter.gen_pfdict(segmenter.get_dict_file())

@@ -6,11 +6,11 @@ _NO_CODE = ("`", "#", "//")
 
 
 def code_sim(prediction: str, reference: str) -> float:
-  """Similarity of the first line of code to the reference, in whole percent.
+  """Computes the similarity of the first line of code, in integer percent.
 
-  The line is the first without a fence or the sign of a comment. LongBench
-  takes the similarity from fuzzywuzzy, as it is with python-Levenshtein; its
-  successor rapidfuzz gives the same number unrounded.
+  It is the first line without a fence or comment sign. LongBench uses
+  fuzzywuzzy with python-Levenshtein; its successor rapidfuzz gives the same
+  number unrounded.
 
   Returns:
     0 to 1.

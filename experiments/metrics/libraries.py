@@ -1,4 +1,4 @@
-"""Libraries that only some benchmarks need, imported when they do."""
+"""Imports optional libraries on first use."""
 
 import functools
 import importlib
@@ -10,17 +10,17 @@ from kvjax.errors import InputError
 
 @functools.cache
 def library(name: str) -> types.ModuleType:
-  """A module of the `data` extra.
+  """Imports a module of the `data` extra.
 
-  Warnings about the module's own source are kept from the user, who cannot act
-  on them: jieba's regular expressions are no valid escapes any more, and it
-  asks for setuptools' old `pkg_resources`.
+  Warnings about the module's source are suppressed, since users cannot act on
+  them: jieba has invalid escapes in regular expressions and uses setuptools'
+  old `pkg_resources`.
 
   Args:
-    name: as in an import statement, such as `rapidfuzz.fuzz`.
+    name: module name, such as `rapidfuzz.fuzz`.
 
   Raises:
-    InputError: it is not installed.
+    InputError: the module is not installed.
   """
   try:
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""LongBench's F1 of the words of short answers (`metrics.py`)."""
+"""LongBench's word F1 of short answers (`metrics.py`)."""
 
 import re
 import string
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvjax.experiments.metrics import chinese
 
-# LongBench's list, which is that of the library zhon.
+# LongBench's list, from the library zhon.
 _CHINESE_PUNCTUATION = (
   "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》"
   "「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
@@ -18,19 +18,19 @@ _NO_CHINESE_PUNCTUATION = str.maketrans(
 )
 
 
-def normalized(text: str) -> str:
-  """Lower case, no punctuation, no articles, single blanks (SQuAD's form)."""
+def normalize(text: str) -> str:
+  """Normalizes as in SQuAD: lowercase, no punctuation, no articles."""
   bare = text.lower().translate(_NO_PUNCTUATION)
   return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def qa_f1(prediction: str, reference: str) -> float:
-  """F1 of the words in normal form, each counted as often as it occurs."""
-  return _f1(normalized(prediction).split(), normalized(reference).split())
+  """Computes F1 over the multiset of normalized words."""
+  return _f1(normalize(prediction).split(), normalize(reference).split())
 
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
-  """The same of Chinese words.
+  """Computes F1 over Chinese words.
 
   Raises:
     InputError: jieba is not installed.

@@ -1,4 +1,4 @@
-"""The metrics by name; each gives shares from 0 to 1, the main one "score"."""
+"""The metrics by name; each returns shares, 0 to 1, the main one "score"."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -20,7 +20,7 @@ _Measure = Callable[[str, str], float]
 
 
 def score(sample: Sample, prediction: str) -> dict[str, float]:
-  """What the sample's metric makes of a prediction, stored as it was said.
+  """Scores a prediction by the sample's metric.
 
   Returns:
     Shares from 0 to 1, the main one under "score"; an empty prediction has 0.
@@ -32,7 +32,7 @@ def score(sample: Sample, prediction: str) -> dict[str, float]:
 
 
 def check(metrics: Iterable[str]) -> None:
-  """Refuses metrics whose libraries are missing, before anything is run.
+  """Rejects metrics whose libraries are missing, before a run starts.
 
   Raises:
     InputError: a library is not installed.
@@ -51,39 +51,39 @@ def _string_match_part(sample: Sample, prediction: str) -> dict[str, float]:
 
 
 def _longbench(measure: _Measure, official: bool = False) -> Metric:
-  """The best over the references; only officially may a blank be worth some."""
+  """Returns the best score over references; blanks get 0 unless official."""
 
   def metric(sample: Sample, prediction: str) -> dict[str, float]:
-    said = _said(sample, prediction)
-    scores = [measure(said, answer) for answer in sample.answers]
-    return {"score": max(scores) if official or said.strip() else 0.0}
+    text = _scored_text(sample, prediction)
+    scores = [measure(text, answer) for answer in sample.answers]
+    return {"score": max(scores) if official or text.strip() else 0.0}
 
   return metric
 
 
 def _named(measure: Callable[[str, str, Sequence[str]], float]) -> Metric:
-  """The same, of predictions that name a class."""
+  """Wraps a measure of predictions that name a class."""
 
   def metric(sample: Sample, prediction: str) -> dict[str, float]:
     classes = sample.metadata["all_classes"]
-    best = _longbench(lambda said, answer: measure(said, answer, classes))
+    best = _longbench(lambda text, answer: measure(text, answer, classes))
     return best(sample, prediction)
 
   return metric
 
 
-def _said(sample: Sample, prediction: str) -> str:
-  """Of tasks by examples the first line; models go on with more of them."""
+def _scored_text(sample: Sample, prediction: str) -> str:
+  """Returns the first line for few-shot tasks, where models add examples."""
   if not sample.metadata.get("first_line", False):
     return prediction
   return prediction.lstrip("\n").split("\n")[0]
 
 
 def _needle(sample: Sample, prediction: str) -> dict[str, float]:
-  """Share of the answers found, and ROUGE-1 of the needle beside it."""
-  found = string_match.string_match_all(prediction, sample.answers)
+  """Computes the share of answers found, and ROUGE-1 of the needle."""
+  contained = string_match.string_match_all(prediction, sample.answers)
   overlap = rouge.rouge_1(prediction, sample.metadata["needle"])
-  return {"score": found, "rouge_1": overlap}
+  return {"score": contained, "rouge_1": overlap}
 
 
 def _passkey(sample: Sample, prediction: str) -> dict[str, float]:
@@ -113,7 +113,7 @@ METRICS: Mapping[str, Metric] = {
   "classification_official": _named(classification.classification_official),
 }
 
-# Those that LongBench's own code computes otherwise, by what it has.
+# The metrics that differ in LongBench's own code, with their counterparts.
 OFFICIAL: Mapping[str, str] = {
   name: f"{name}_official" for name in ("rouge", "rouge_zh", "classification")
 }

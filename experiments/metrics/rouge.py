@@ -1,11 +1,11 @@
-"""ROUGE as LongBench and as the needle heatmaps compute it.
+"""ROUGE of LongBench and of the needle heatmaps.
 
-They are not interchangeable. LongBench takes ROUGE-L from the package `rouge`
-1.0.1, whose peculiarities are kept here: a text's words are a set, and the
-words of the longest common subsequences are united over all pairs of
-sentences. That package fails at long texts without a full stop, which
-LongBench scores 0; here they have the score that they deserve, but for the
-metrics that are called official.
+They are not interchangeable. LongBench uses ROUGE-L of the package `rouge`
+1.0.1, whose peculiarities are reproduced here: a text's words are a set, and
+the words of the longest common subsequences are joined over all pairs of
+sentences. That package fails on long texts without a full stop, which LongBench
+scores as 0. Here such texts get their actual score, except in the official
+metrics.
 """
 
 import functools
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from kvjax.experiments.metrics import chinese
 from kvjax.experiments.metrics.libraries import library
 
-# `rouge` walks back through its table by calling itself, once a step and once
-# more at the end. Of Python's 1,000 calls LongBench's `eval.py` and the package
-# have made 9 by then, and one more where words are Chinese.
+# `rouge` backtracks through its table recursively, with one call per step and
+# one at the end. LongBench's `eval.py` and the package already use 9 of
+# Python's 1,000 stack frames, and 10 for Chinese.
 _OFFICIAL_STEPS = 990
 _OFFICIAL_STEPS_ZH = 989
 
@@ -27,9 +27,9 @@ class _Common(NamedTuple):
   """What two sentences have in common.
 
   Attributes:
-    words: of a longest common subsequence.
-    steps: that the walk to it takes; one passes a word of either sentence, or
-      of both where they are the same.
+    words: words of a longest common subsequence.
+    steps: backtracking steps; each passes a word of either sentence, or of both
+      if they are equal.
   """
 
   words: set[str]
@@ -39,30 +39,30 @@ class _Common(NamedTuple):
 def rouge_l(
   prediction: str, reference: str, most_steps: int | None = None
 ) -> float:
-  """F of ROUGE-L, as the package `rouge` 1.0.1 has it; 0 to 1.
+  """Computes the F score of ROUGE-L like the package `rouge` 1.0.1, 0 to 1.
 
   Args:
     prediction: a text.
-    reference: another.
-    most_steps: where two sentences take more, the score is 0; no limit if None.
+    reference: another text.
+    most_steps: the score is 0 if two sentences need more; None for no limit.
   """
-  said, wanted = _sentences(prediction), _sentences(reference)
-  said_words = {word for sentence in said for word in sentence}
+  predicted, wanted = _sentences(prediction), _sentences(reference)
+  predicted_words = {word for sentence in predicted for word in sentence}
   wanted_words = {word for sentence in wanted for word in sentence}
-  if not said_words or not wanted_words:
+  if not predicted_words or not wanted_words:
     return 0.0
-  found = [_common(*pair) for pair in itertools.product(wanted, said)]
-  if most_steps is not None and max(one.steps for one in found) > most_steps:
+  pairs = [_common(*pair) for pair in itertools.product(wanted, predicted)]
+  if most_steps is not None and max(one.steps for one in pairs) > most_steps:
     return 0.0
-  common = len(set().union(*(one.words for one in found)))
-  precision, recall = common / len(said_words), common / len(wanted_words)
+  common = len(set().union(*(one.words for one in pairs)))
+  precision, recall = common / len(predicted_words), common / len(wanted_words)
   return 2 * precision * recall / (precision + recall + 1e-8)
 
 
 def rouge_l_zh(
   prediction: str, reference: str, most_steps: int | None = None
 ) -> float:
-  """The same of Chinese words.
+  """Computes ROUGE-L over Chinese words.
 
   Raises:
     InputError: jieba is not installed.
@@ -75,20 +75,20 @@ def rouge_l_zh(
 
 
 def rouge_l_official(prediction: str, reference: str) -> float:
-  """As LongBench scores it: 0 where `rouge` exceeds Python's recursion limit.
+  """Computes LongBench's ROUGE-L: 0 if `rouge` exceeds the recursion limit.
 
-  That limit is the usual 1,000 calls; see `_OFFICIAL_STEPS`.
+  The limit is Python's default of 1,000; see `_OFFICIAL_STEPS`.
   """
   return rouge_l(prediction, reference, _OFFICIAL_STEPS)
 
 
 def rouge_l_zh_official(prediction: str, reference: str) -> float:
-  """The same of Chinese words; raises as `rouge_l_zh`."""
+  """Computes LongBench's ROUGE-L over Chinese words; see `rouge_l_zh`."""
   return rouge_l_zh(prediction, reference, _OFFICIAL_STEPS_ZH)
 
 
 def rouge_1(prediction: str, reference: str) -> float:
-  """F of ROUGE-1 over stemmed words, by Google's `rouge-score`; 0 to 1.
+  """Computes the F score of ROUGE-1 over stems, by Google's `rouge-score`.
 
   Raises:
     InputError: rouge-score is not installed.
@@ -103,16 +103,16 @@ def _scorer() -> Any:
 
 
 def _sentences(text: str) -> list[list[str]]:
-  """What stands between full stops; a lone blank is a word of no letters."""
+  """Splits at full stops; a lone blank is an empty word."""
   return [
     " ".join(piece.split()).split(" ") for piece in text.split(".") if piece
   ]
 
 
 def _common(reference: Sequence[str], prediction: Sequence[str]) -> _Common:
-  """A longest common subsequence; of several, the one that `rouge` finds.
+  """Finds the longest common subsequence that `rouge` finds.
 
-  It goes back from the ends and leaves out the prediction's word first.
+  It backtracks from the ends and skips the prediction's word first.
   """
   longest = [[0] * (len(prediction) + 1)]
   for word in reference:
@@ -123,15 +123,15 @@ def _common(reference: Sequence[str], prediction: Sequence[str]) -> _Common:
         longest[-1][column] + 1 if word == other else max(above, row[-1])
       )
     longest.append(row)
-  found, steps = set(), 0
+  words, steps = set(), 0
   i, j = len(reference), len(prediction)
   while i and j:
     steps += 1
     if reference[i - 1] == prediction[j - 1]:
       i, j = i - 1, j - 1
-      found.add(reference[i])
+      words.add(reference[i])
     elif longest[i - 1][j] > longest[i][j - 1]:
       i -= 1
     else:
       j -= 1
-  return _Common(found, steps)
+  return _Common(words, steps)

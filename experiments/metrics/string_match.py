@@ -5,27 +5,27 @@ from collections.abc import Sequence
 
 
 def clean(prediction: str) -> str:
-  """RULER's clean-up: control characters become line breaks."""
+  """Cleans a prediction as RULER does: control characters become newlines."""
   return re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip()
 
 
 def string_match_all(prediction: str, answers: Sequence[str]) -> float:
-  """Share of the references that the prediction contains, case ignored.
+  """Computes the share of references in the prediction, ignoring case.
 
-  RULER's metric of that name, for one sample: 0 to 1.
+  This is RULER's metric of that name for one sample, 0 to 1.
   """
-  found = _contained(prediction, answers)
-  return sum(found) / len(found)
+  contained = _contained(prediction, answers)
+  return sum(contained) / len(contained)
 
 
 def string_match_part(prediction: str, answers: Sequence[str]) -> float:
-  """1 where the prediction contains any reference, case ignored, else 0.
+  """Returns 1 if the prediction contains any reference, ignoring case, else 0.
 
-  RULER's metric of that name, for one sample; of the question answering tasks.
+  This is RULER's metric of that name for one sample of question answering.
   """
   return float(any(_contained(prediction, answers)))
 
 
 def _contained(prediction: str, answers: Sequence[str]) -> list[bool]:
-  said = clean(prediction).lower()
-  return [answer.lower() in said for answer in answers]
+  text = clean(prediction).lower()
+  return [answer.lower() in text for answer in answers]

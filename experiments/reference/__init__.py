@@ -1,1 +1,1 @@
-"""How the bundled reference model is made: tokenizer, data, curriculum."""
+"""Training of the bundled model: tokenizer, data, curriculum."""

@@ -1,8 +1,8 @@
 """Causal attention for training on a CPU, with its own backward pass.
 
-The backward pass computes the weights again from their log-sum-exp (Dao et
-al., FlashAttention, 2022, algorithm 4), so that no T x T matrix is kept, and
-only narrow matrices are transposed: XLA copies what a product transposes.
+The backward pass recomputes the weights from their log-sum-exp (Dao et al.,
+FlashAttention, 2022, algorithm 4), so no T x T matrix is stored. Only narrow
+matrices are transposed, because XLA copies transposed operands.
 """
 
 import jax
@@ -12,20 +12,20 @@ from jaxtyping import Array, Float
 
 from kvjax.activations import Activations
 
-# Queries per block: a block's scores then stay in a core's cache.
+# Queries per block, so that a block's scores fit in a core's cache.
 _BLOCK = 128
 
 _Saved = tuple[Array, Array, Array, Array, Array]
 
 
-def causal_attention(seen: Activations) -> Float[Array, "B N S D"]:
-  """Full causal attention in blocks of queries, of rows without padding."""
-  batch, heads, length, dim = seen.queries.shape
-  rows = batch * seen.keys.shape[1]
+def causal_attention(activations: Activations) -> Float[Array, "B N S D"]:
+  """Computes causal attention of unpadded rows, in blocks of queries."""
+  batch, heads, length, dim = activations.queries.shape
+  rows = batch * activations.keys.shape[1]
   mixed = _attention(
-    seen.queries.reshape(rows, -1, length, dim) * dim**-0.5,
-    seen.keys.reshape(rows, length, dim),
-    seen.values.reshape(rows, length, dim),
+    activations.queries.reshape(rows, -1, length, dim) * dim**-0.5,
+    activations.keys.reshape(rows, length, dim),
+    activations.values.reshape(rows, length, dim),
   )
   return mixed.reshape(batch, heads, length, dim)
 
@@ -68,7 +68,7 @@ def _backward(
   for_queries = []
   for_keys, for_values = jnp.zeros_like(keys_t), jnp.zeros_like(values_t)
   for start, end in _blocks(queries.shape[2]):
-    mass, share, asked, wanted = (
+    mass, share, query_block, wanted = (
       _rows(x, start, end) for x in (masses, shares, queries, gradient)
     )
     weights = jnp.exp(_scores(queries, keys_t, start, end) - mass)
@@ -76,7 +76,9 @@ def _backward(
     for_queries.append(
       (change @ keys[:, :end]).reshape(queries[:, :, start:end].shape)
     )
-    for_keys = for_keys.at[:, :, :end].add(jnp.swapaxes(asked, 1, 2) @ change)
+    for_keys = for_keys.at[:, :, :end].add(
+      jnp.swapaxes(query_block, 1, 2) @ change
+    )
     for_values = for_values.at[:, :, :end].add(
       jnp.swapaxes(wanted, 1, 2) @ weights
     )
@@ -98,7 +100,7 @@ def _blocks(length: int) -> list[tuple[int, int]]:
 def _rows(
   x: Float[Array, "R G T D"], start: int, end: int
 ) -> Float[Array, "R M D"]:
-  """A block's rows of all query heads, one below the other."""
+  """Stacks a block's rows of all query heads."""
   return x[:, :, start:end].reshape(x.shape[0], -1, x.shape[3])
 
 
@@ -108,7 +110,7 @@ def _scores(
   start: int,
   end: int,
 ) -> Float[Array, "R M S"]:
-  """Masked scores of a block of queries over the keys up to its end."""
+  """Computes masked scores of a block of queries over keys up to its end."""
   hidden = np.arange(end) > np.arange(start, end)[:, None]
   mask = np.where(hidden, -1e9, 0.0).astype(np.float32)
   mask = np.tile(mask, (queries.shape[1], 1))

@@ -1,4 +1,4 @@
-"""Batches of a stage, each a function of seed, stage and step alone."""
+"""Training batches, each a function of seed, stage and step only."""
 
 import concurrent.futures
 from collections.abc import Callable, Iterator
@@ -10,20 +10,20 @@ from kvjax.experiments.reference.lessons import draw_row
 from kvjax.experiments.reference.pieces import Pieces
 from kvjax.experiments.reference.rows import Batch, pack
 
-# Keeps validation apart from every training batch.
+# Separates validation from every training batch.
 _VALIDATION = 1_000_003
 
 
 def training_batch(
   stage: Stage, index: int, step: int, seed: int, pieces: Pieces
 ) -> Batch:
-  """The batch of a step of stage number `index`."""
+  """Draws the batch of a step of stage number `index`."""
   rng = np.random.default_rng((seed, index, step))
   names = list(stage.mixture)
   shares = np.asarray(list(stage.mixture.values()))
   chosen = rng.choice(len(names), stage.batch, p=shares / shares.sum())
   least = int(stage.shortest * stage.length)
-  # No row is shorter than a UUID question, where the stage asks for those.
+  # In stages with UUID questions, no row is shorter than one.
   rooms = rng.integers(least, stage.length + 1, stage.batch)
   rows = [
     draw_row(names[i], rng, pieces, int(room))
@@ -33,7 +33,7 @@ def training_batch(
 
 
 def ahead[T](draw: Callable[[int], T], steps: range) -> Iterator[T]:
-  """What `draw` makes for each step, made while the one before is used."""
+  """Yields `draw(step)` for each step, prefetching the next one."""
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     made = [pool.submit(draw, step) for step in steps[:1]]
     for step in steps:
@@ -45,18 +45,18 @@ def ahead[T](draw: Callable[[int], T], steps: range) -> Iterator[T]:
 def validation_batch(
   lesson: str, stage: Stage, count: int, seed: int, pieces: Pieces
 ) -> Batch:
-  """`count` rows of one lesson that training never sees."""
+  """Draws `count` rows of a lesson that training never sees."""
   rng = np.random.default_rng((seed, _VALIDATION, stage.length))
   rows = [draw_row(lesson, rng, pieces, stage.length) for _ in range(count)]
   return pack(rows, stage.length, stage.slots, pieces.pad, rng)
 
 
 def accuracy(batch: Batch, right: np.ndarray) -> tuple[float, float]:
-  """Shares of first symbols and of whole answers that are right.
+  """Computes the shares of correct first symbols and complete answers.
 
   Args:
-    batch: what was asked.
-    right: bool[B, M], which scored places were predicted rightly.
+    batch: the batch.
+    right: bool[B, M], which scored places were predicted correctly.
   """
   first = right[batch.first]
   wholes = []

@@ -1,4 +1,4 @@
-"""The reference model's card; its numbers come from the run and its tests."""
+"""The bundled model's card, with numbers from its training and tests."""
 
 import dataclasses
 import datetime
@@ -20,21 +20,21 @@ from kvjax.experiments.reference.rows import BACKGROUND_WEIGHT, FIRST_WEIGHT
 from kvjax.experiments.reference.validation import Score
 from kvjax.models.config import DecoderConfig
 
-# What a model should reach; the card names the cells that stay below.
+# The target score; the card lists the cells below it.
 _ENOUGH = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-  """What the trained model can do.
+  """Measurements of the trained model.
 
   Attributes:
     tasks: scores of the tasks.
-    depths: of a single needle by its depth.
-    rounds: of the rounds of a conversation.
-    mass: attention on the needle per layer and query head, `needle_mass`.
-    mass_length: tokens of the prompts that it was measured in.
-    mass_samples: how many they were.
+    depths: scores of a single needle by its depth.
+    rounds: scores of the rounds of a conversation.
+    mass: attention on the needle per layer and query head, see `needle_mass`.
+    mass_length: tokens of the prompts of `mass`.
+    mass_samples: number of these prompts.
   """
 
   tasks: Sequence[Score]
@@ -50,9 +50,9 @@ def card(
   state: Progress,
   seed: int,
   stages: Sequence[Stage],
-  found: Findings,
+  findings: Findings,
 ) -> str:
-  """The card's text, Markdown with the Hub's header."""
+  """Formats the card as Markdown with the Hub's header."""
   leaves = jax.tree.leaves(state.params)
   return _CARD.format(
     parameters=sum(leaf.size for leaf in leaves),
@@ -67,7 +67,7 @@ def card(
     vocabulary=decoder.vocab_size,
     positions=decoder.max_positions,
     longest=max(stage.length for stage in stages),
-    tested=max(score.length for score in found.tasks),
+    tested=max(score.length for score in findings.tasks),
     steps=state.total,
     tokens=state.tokens / 1e6,
     minutes=state.seconds / 60,
@@ -75,17 +75,17 @@ def card(
     cores=os.cpu_count(),
     date=datetime.date.today().isoformat(),
     seed=seed,
-    samples=found.tasks[0].samples,
-    table=table(found.tasks, "task"),
+    samples=findings.tasks[0].samples,
+    table=table(findings.tasks, "task"),
     depth_task=validation.DEPTH_TASK,
-    depth_samples=found.depths[0].samples,
-    depths=table(found.depths, "depth"),
-    conversations=found.rounds[0].samples,
-    rounds=table(found.rounds, "round"),
+    depth_samples=findings.depths[0].samples,
+    depths=table(findings.depths, "depth"),
+    conversations=findings.rounds[0].samples,
+    rounds=table(findings.rounds, "round"),
     mass_task=needle_mass.TASK,
-    mass_length=found.mass_length,
-    mass_samples=found.mass_samples,
-    mass=mass_table(found.mass),
+    mass_length=findings.mass_length,
+    mass_samples=findings.mass_samples,
+    mass=mass_table(findings.mass),
     varied=100 * VARIED_SHARE,
     spelled=100 * SPELLED_SHARE,
     first=FIRST_WEIGHT,
@@ -94,15 +94,15 @@ def card(
     decay=training.WEIGHT_DECAY,
     clip=training.MOST_NORM,
     stages=_stage_lines(stages),
-    weak=weak_cells(found.tasks),
+    weak=weak_cells(findings.tasks),
   )
 
 
 def table(scores: Sequence[Score], head: str) -> str:
-  """Markdown: a line per task, depth or round, a column per length.
+  """Formats a table with a line per task, depth or round, a column per length.
 
-  A cell is the percentage of references found; where it differs, the
-  percentage of samples with all of them follows in brackets.
+  A cell is the percentage of references found, followed in parentheses by the
+  percentage of samples with all of them, if different.
   """
   lengths = sorted({score.length for score in scores})
   cells = {(score.name, score.length): cell(score) for score in scores}
@@ -114,15 +114,15 @@ def table(scores: Sequence[Score], head: str) -> str:
 
 
 def cell(score: Score) -> str:
-  """A score as the tables show it."""
-  found = f"{100 * score.contained:.1f}"
+  """Formats a score for the tables."""
+  contained = f"{100 * score.contained:.1f}"
   if score.contained == score.whole:
-    return found
-  return f"{found} ({100 * score.whole:.1f})"
+    return contained
+  return f"{contained} ({100 * score.whole:.1f})"
 
 
 def mass_table(mass: Float[np.ndarray, "L N"]) -> str:
-  """Markdown: a line per layer, with the mean and the largest of its heads."""
+  """Formats a table with the mean and maximum over heads of each layer."""
   return _markdown(
     ["layer", "mean of heads", "largest head"],
     [
@@ -133,7 +133,7 @@ def mass_table(mass: Float[np.ndarray, "L N"]) -> str:
 
 
 def weak_cells(scores: Sequence[Score]) -> str:
-  """A point of the list of limits, or nothing where all scores suffice."""
+  """Formats an item of the list of limitations; empty if all scores suffice."""
   weak = [
     f"`{score.name}` at {score.length:,} tokens ({100 * score.contained:.1f} %)"
     for score in scores
@@ -167,7 +167,7 @@ def _stage_lines(stages: Sequence[Stage]) -> str:
 
 
 def _depths(stages: Sequence[Stage]) -> Iterator[int]:
-  """Layers of the decoder in each stage."""
+  """Yields the number of layers in each stage."""
   depth = training.config().num_layers
   for stage in stages:
     depth = stage.layers or depth
@@ -177,7 +177,7 @@ def _depths(stages: Sequence[Stage]) -> Iterator[int]:
 def _markdown(
   header: Sequence[str], lines: Sequence[Sequence[str]], numbers: bool = True
 ) -> str:
-  """A table; with `numbers` all columns but the first align to the right."""
+  """Formats a table; `numbers` right-aligns all columns but the first."""
   rule = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
   return "\n".join(
     f"| {' | '.join(cells)} |" for cells in (header, rule, *lines)

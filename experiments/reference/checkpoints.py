@@ -1,4 +1,4 @@
-"""Where a training run stands, and its checkpoints."""
+"""The progress of a training run, and its checkpoints."""
 
 import dataclasses
 from pathlib import Path
@@ -18,10 +18,10 @@ class Progress:
     params: the weights.
     moments: the optimizer state.
     stage: number of the current stage.
-    step: steps done in it.
-    extensions: how often it was extended.
-    total: steps done in all.
-    tokens: tokens trained on in all.
+    step: completed steps of it.
+    extensions: number of its extensions.
+    total: completed steps in total.
+    tokens: tokens trained on in total.
     seconds: wall time spent in training steps.
   """
 
@@ -36,13 +36,13 @@ class Progress:
 
   @classmethod
   def fresh(cls, params: PyTree, moments: PyTree) -> "Progress":
-    """Nothing done yet."""
+    """Returns the initial progress."""
     return cls(params, moments, 0, 0, 0, 0, 0, 0.0)
 
   def advanced(
     self, params: PyTree, moments: PyTree, tokens: int
   ) -> "Progress":
-    """One step further."""
+    """Returns the progress after one more step."""
     return dataclasses.replace(
       self,
       params=params,
@@ -53,19 +53,19 @@ class Progress:
     )
 
   def restarted(self, params: PyTree, moments: PyTree) -> "Progress":
-    """The same place with other weights and a fresh optimizer."""
+    """Returns the same progress with new weights and optimizer state."""
     return dataclasses.replace(self, params=params, moments=moments)
 
   def spent(self, seconds: float) -> "Progress":
-    """The same place, so many seconds later."""
+    """Returns the same progress with more seconds."""
     return dataclasses.replace(self, seconds=self.seconds + seconds)
 
   def next_stage(self) -> "Progress":
-    """At the start of the next stage."""
+    """Returns the progress at the start of the next stage."""
     return dataclasses.replace(self, stage=self.stage + 1, step=0, extensions=0)
 
   def extended(self) -> "Progress":
-    """The same stage with more steps to do."""
+    """Returns the progress with the stage extended."""
     return dataclasses.replace(self, extensions=self.extensions + 1)
 
 
@@ -73,28 +73,28 @@ _COUNTERS = ("stage", "step", "extensions", "total", "tokens", "seconds")
 
 
 class Checkpoints:
-  """Saves and finds the progress of one run; the last two are kept."""
+  """Saves and restores the progress of a run; keeps the last two."""
 
   def __init__(self, directory: Path):
-    """Checkpoints live in `directory`, made when first needed."""
+    """Uses `directory`, which is created on demand."""
     self._checkpointer = ocp.training.Checkpointer(
       directory,
       preservation_policy=ocp.training.preservation_policies.LatestN(2),
     )
 
   def save(self, state: Progress) -> None:
-    """Writes a checkpoint; one of the same place in training is replaced."""
+    """Writes a checkpoint, replacing one of the same progress."""
     self._checkpointer.save(
       _number(state), _as_tree(state), force=True, overwrite=True
     )
 
   def stage(self) -> int:
-    """The stage of the newest saved progress; the first when there is none."""
+    """The stage of the latest checkpoint; the first one without checkpoints."""
     newest = self._checkpointer.latest
     return 0 if newest is None else newest.step % 256 // 8
 
   def latest(self, fresh: Progress) -> Progress:
-    """The newest saved progress, or `fresh` when there is none."""
+    """Restores the latest checkpoint, or returns `fresh` without one."""
     newest = self._checkpointer.latest
     if newest is None:
       return fresh
@@ -115,12 +115,12 @@ class Checkpoints:
 
 
 def _number(state: Progress) -> int:
-  """A checkpoint's number: grows with every step, stage and extension."""
+  """Returns a number that grows with every step, stage and extension."""
   return state.total * 256 + state.stage * 8 + state.extensions
 
 
 def _as_tree(state: Progress) -> dict[str, Any]:
-  """Plain leaves in a list, which any version of nnx can restore."""
+  """Converts leaves to a list, which any version of nnx can restore."""
   return {
     "params": jax.tree.leaves(state.params),
     "moments": jax.tree.leaves(state.moments),

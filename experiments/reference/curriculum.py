@@ -1,8 +1,8 @@
-"""The order in which the reference model learns: stages, mixtures and gates.
+"""The curriculum of the bundled model: stages, mixtures and gates.
 
-Retrieval starts on short rows with a small gap between key and value and only
-then moves to RULER's prompts and to longer rows; each stage must pass its gate
-or is extended. The model card says what came of it.
+Retrieval starts on short rows with a small gap between key and value, and then
+moves to RULER's prompts and to longer rows. A stage that misses its gate is
+extended. The model card reports the results.
 """
 
 import dataclasses
@@ -16,19 +16,19 @@ class Stage:
   """One stage of training.
 
   Attributes:
-    name: shown in the log.
-    length: tokens per row; also the most positions the model has then seen.
+    name: name in the log.
+    length: tokens per row, and the maximum position the model has seen by then.
     batch: rows per step.
     micro: rows per forward and backward pass; divides `batch`.
     steps: optimizer steps.
     slots: scored places per row.
     mixture: shares of the lessons.
-    rates: learning rate at the first and the last step, geometric between.
-    shortest: rows have a length drawn from this share of `length` up to it.
-    gate: least accuracy on first symbols per lesson.
-    whole_gate: least share of whole answers that are right, per lesson.
-    layers: the decoder is made this deep first, and its optimizer starts anew
-      with a warm-up; None goes on with what there is.
+    rates: learning rate of the first and last step, geometric in between.
+    shortest: the minimum length of a row, as a share of `length`.
+    gate: minimum accuracy on first symbols per lesson.
+    whole_gate: minimum share of correct complete answers per lesson.
+    layers: deepens the decoder to this number of layers first and restarts the
+      optimizer with a warm-up; None continues with the current decoder.
   """
 
   name: str
@@ -45,10 +45,10 @@ class Stage:
   layers: int | None = None
 
   def rate(self, step: int) -> float:
-    """The learning rate of a step: geometric from `rates[0]` to `rates[1]`.
+    """Computes the learning rate, geometric from `rates[0]` to `rates[1]`.
 
-    Steps beyond `steps` are extensions of half as many; each runs through the
-    second half of the stage's rates again.
+    Steps beyond `steps` belong to extensions of half as many steps. Each
+    repeats the rates of the second half of the stage.
     """
     done = step / self.steps
     if step >= self.steps:
@@ -60,7 +60,7 @@ class Stage:
   def passed(
     self, first: Mapping[str, float], whole: Mapping[str, float]
   ) -> bool:
-    """Whether these accuracies, by lesson, pass both gates."""
+    """Returns whether accuracies by lesson pass both gates."""
     return all(
       measured[name] >= least
       for measured, gate in ((first, self.gate), (whole, self.whole_gate))

@@ -18,10 +18,10 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import from_decoder
 from kvjax.models.tokenizer import Tokenizer
 
-# Half the size of what was trained; the card's scores are of these numbers.
+# Half the size of the trained weights; the card's scores use the rounded ones.
 _STORED = jnp.float16
 
-# So many keep all of it under ten minutes on two cores.
+# Sample counts that keep validation under ten minutes on two cores.
 _SAMPLES = 60
 _DEPTH_SAMPLES = 20
 _MASS_SAMPLES = 20
@@ -29,7 +29,7 @@ _MASS_LENGTH = 1024
 
 
 def as_pretrained(decoder: Decoder) -> pretrained.Pretrained:
-  """The decoder with the tokenizer, ready to answer or to be saved."""
+  """Combines the decoder with its tokenizer."""
   model, params = from_decoder(decoder)
   tokenizer = Tokenizer(
     vocabulary.build(), vocabulary.config(training.MAX_POSITIONS)
@@ -38,7 +38,7 @@ def as_pretrained(decoder: Decoder) -> pretrained.Pretrained:
 
 
 def measure(lm: pretrained.Pretrained, seed: int) -> Findings:
-  """Asks the model all that its card reports, and prints it as it comes."""
+  """Measures everything in the model's card and prints it on the way."""
   return Findings(
     tasks=_printed(validation.validate(lm, _SAMPLES, seed)),
     depths=_printed(validation.depth_grid(lm, _DEPTH_SAMPLES, seed)),
@@ -56,15 +56,15 @@ def save(
   stages: Sequence[Stage],
   directory: Path,
 ) -> None:
-  """Writes weights and tokenizer, validates what was written, writes the card.
+  """Writes weights and tokenizer, validates them, and writes the card.
 
-  Weights are rounded to float16 and validated as they load in float32.
+  Weights are rounded to float16 and validated after loading them in float32.
   """
   store(as_pretrained(decoder), directory)
   lm = pretrained.load(directory, "float32")
-  found = measure(lm, seed)
+  results = measure(lm, seed)
   (directory / "README.md").write_text(
-    card(lm.config, state, seed, stages, found)
+    card(lm.config, state, seed, stages, results)
   )
 
 
@@ -75,8 +75,8 @@ def store(lm: pretrained.Pretrained, directory: Path) -> None:
 
 
 def _printed(scores: Iterable[Score]) -> list[Score]:
-  found = []
+  results = []
   for score in scores:
     print(f"{score.name} at {score.length}: {cell(score)}", flush=True)
-    found.append(score)
-  return found
+    results.append(score)
+  return results

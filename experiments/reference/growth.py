@@ -1,4 +1,4 @@
-"""Makes a trained decoder deeper without changing what it computes."""
+"""Deepens a trained decoder without changing its outputs."""
 
 import dataclasses
 
@@ -11,19 +11,19 @@ from kvjax.models.decoder import Decoder, Layer
 
 
 def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:
-  """The decoder with more layers, whose outputs are at first zero.
+  """Adds layers whose outputs are initially zero.
 
-  A new layer follows each of the first layers: gathering what precedes a token
-  happens there, and longer copies need more of it. Zeros in the projections
-  back to the residual stream leave every logit as it was.
+  A new layer follows each of the first layers. These gather the preceding
+  tokens, and longer copies need more of that. Zeros in the projections to the
+  residual stream leave all logits unchanged.
 
   Args:
     decoder: the trained decoder.
-    layers: how many layers the result has; at most twice as many.
-    seed: of the new layers' other weights.
+    layers: number of layers of the result, at most twice as many.
+    seed: seed of the new layers' other weights.
 
   Raises:
-    ValueError: it has more layers already, or less than half as many.
+    ValueError: the decoder has more layers, or less than half as many.
   """
   depth = decoder.config.num_layers
   extra = layers - depth
@@ -35,7 +35,7 @@ def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:
   if not config.tie_embeddings:
     grown.lm_head = decoder.lm_head
   _silence(grown.layers)
-  # Old layers in pairs with new ones, which stand behind all old ones.
+  # Pair old layers with new ones, which are stacked after all old ones.
   pairs = [(old, depth + old) for old in range(extra)]
   paired = [layer for pair in pairs for layer in pair]
   order = jnp.asarray([*paired, *range(extra, depth)])
@@ -49,6 +49,6 @@ def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:
 
 
 def _silence(layers: Layer) -> None:
-  """Sets what layers add to the residual stream to zero."""
+  """Zeroes the layers' projections to the residual stream."""
   for projection in (layers.self_attn.o_proj, layers.mlp.down_proj):
     projection.kernel[...] = jnp.zeros_like(projection.kernel[...])

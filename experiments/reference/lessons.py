@@ -1,4 +1,4 @@
-"""What the reference model is taught: rows of each kind, made on the fly."""
+"""The lessons of the bundled model: rows of each kind, drawn on the fly."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,35 +15,35 @@ from kvjax.experiments.reference.prompts import Prompt, haystack, question_turn
 from kvjax.experiments.reference.rows import Row
 from kvjax.experiments.tasks import passkey as passkey_task
 
-# Symbols that tell which string is to be recalled, and the shortest string.
+# Number of cue symbols of a string, and the minimum length of a string.
 _CUE = 5
 _SHORTEST_STRING = 12
 
 Lesson = Callable[[np.random.Generator, Pieces, int], Row]
 
 
-def copying(rng: np.random.Generator, pieces: Pieces, room: int) -> Row:
-  """Random strings of digits, hex digits or letters, each given twice."""
+def copying(rng: np.random.Generator, pieces: Pieces, max_tokens: int) -> Row:
+  """Draws random strings of digits, hex digits or letters, each twice."""
   row = Row()
   row.add([pieces.bos])
-  longest = min(72, (room - 6) // 2)
+  longest = min(72, (max_tokens - 6) // 2)
   while True:
     size = int(rng.integers(min(8, longest), longest + 1))
-    if len(row) + 2 * size + 4 > room:
+    if len(row) + 2 * size + 4 > max_tokens:
       return row
     string = pieces.string(rng, size, int(rng.choice([10, 16, 26])))
     row.add([*pieces.newline, *string, *pieces.newline])
     row.add_answer(string, [0])
 
 
-def recalling(rng: np.random.Generator, pieces: Pieces, room: int) -> Row:
-  """Many random strings, then all of them again in another order.
+def recalling(rng: np.random.Generator, pieces: Pieces, max_tokens: int) -> Row:
+  """Draws many random strings, then repeats them in another order.
 
-  Copies over long distances at their densest: the first symbols of a string
-  are the cue, the others are asked for.
+  This is dense copying over long distances: the first symbols of a string are
+  the cue, the others are scored.
   """
   strings: list[list[int]] = []
-  left = (room - 1) // 2
+  left = (max_tokens - 1) // 2
   while left > _SHORTEST_STRING:
     size = min(int(rng.integers(_SHORTEST_STRING, 65)), left - 1)
     strings.append(pieces.string(rng, size, int(rng.choice([10, 16, 26]))))
@@ -66,14 +66,14 @@ class Retrieval:
     hay: "noise", "essay", "needle" or "mixed" (drawn per row).
     keys: "words" or "uuids".
     values: "numbers" or "uuids".
-    least_digits: numbers have this many to 7 digits.
-    key_counts: fewest and most keys that may be asked for.
-    value_counts: fewest and most values per key.
-    query_counts: fewest and most keys per question.
+    least_digits: minimum digits of numbers, up to 7.
+    key_counts: minimum and maximum number of keys to query.
+    value_counts: minimum and maximum values per key.
+    query_counts: minimum and maximum keys per question.
     form: "short" (no sentence), "prefix" (no question) or "full".
-    tail: most of the row that questions may take.
+    tail: maximum share of the row for questions.
     one_turn: share of rows with a single question.
-    again: keys are asked for again, in other orders, as far as there is room.
+    again: query keys again, in other orders, while tokens remain.
   """
 
   hay: str = "needle"
@@ -89,9 +89,9 @@ class Retrieval:
   again: bool = False
 
   def __call__(
-    self, rng: np.random.Generator, pieces: Pieces, room: int
+    self, rng: np.random.Generator, pieces: Pieces, max_tokens: int
   ) -> Row:
-    """One row of at most `room` tokens."""
+    """Draws a row of at most `max_tokens` tokens."""
     hay = self.hay
     if hay == "mixed":
       hay = str(rng.choice(["noise", "essay", "essay", "needle"]))
@@ -110,7 +110,7 @@ class Retrieval:
         prompt, [sample_key] * per_question, [sample_values] * per_question
       )
     )
-    space = room - prompt.overhead - question_size
+    space = max_tokens - prompt.overhead - question_size
     most = max(per_question, space // needle_size // values_per_key)
     pairs = dict(list(pairs.items())[:most])
     needles = [(key, value) for key in pairs for value in pairs[key]]
@@ -119,9 +119,9 @@ class Retrieval:
     for key, value in needles:
       in_order[key].append(value)
     stated = [prompt.needle(key, value) for key, value in needles]
-    space = room - prompt.overhead - sum(len(ids) + 1 for ids in stated)
+    space = max_tokens - prompt.overhead - sum(len(ids) + 1 for ids in stated)
     if rng.random() >= self.one_turn:
-      space = min(space, max(question_size, int(self.tail * room)))
+      space = min(space, max(question_size, int(self.tail * max_tokens)))
     else:
       space = min(space, question_size)
     names = [list(pairs)[i] for i in rng.permutation(len(pairs))]
@@ -131,8 +131,8 @@ class Retrieval:
         names = [list(pairs)[i] for i in rng.permutation(len(pairs))]
       if len(names) < per_question:
         break
-      asked, names = names[:per_question], names[per_question:]
-      turn = question_turn(prompt, asked, [in_order[key] for key in asked])
+      queried, names = names[:per_question], names[per_question:]
+      turn = question_turn(prompt, queried, [in_order[key] for key in queried])
       if len(tail) and len(tail) + len(turn) > space:
         break
       tail.extend(turn)
@@ -145,7 +145,7 @@ class Retrieval:
     row = Row()
     row.add([pieces.bos])
     row.add(prompt.intro)
-    left = room - len(row) - len(tail)
+    left = max_tokens - len(row) - len(tail)
     row.add(haystack(rng, pieces, hay, stated, left, distractor))
     row.extend(tail)
     return row
@@ -158,7 +158,7 @@ class Retrieval:
     values_per_key: int,
     digits: int,
   ) -> dict[tuple[int, ...], list[list[int]]]:
-    """Drawn keys, each with its values."""
+    """Draws keys with their values."""
     return {
       tuple(self._key(rng, pieces)): [
         self._value(rng, pieces, digits) for _ in range(values_per_key)
@@ -181,10 +181,10 @@ def _between(rng: np.random.Generator, bounds: tuple[int, int]) -> int:
   return int(rng.integers(bounds[0], bounds[1] + 1))
 
 
-def passkey(rng: np.random.Generator, pieces: Pieces, room: int) -> Row:
-  """The 64-digit passkey in prose; fewer digits where 64 do not fit."""
+def passkey(rng: np.random.Generator, pieces: Pieces, max_tokens: int) -> Row:
+  """Draws a 64-digit passkey in prose, shorter if 64 digits do not fit."""
   digits = 64 if rng.random() < 0.7 else int(rng.integers(16, 65))
-  key = pieces.digits(rng, min(digits, (room - 60) // 3))
+  key = pieces.digits(rng, min(digits, (max_tokens - 60) // 3))
   needle = pieces.fill(f" {passkey_task.NEEDLE}", {"key": key})
   tail = Row()
   tail.add(pieces.newline)
@@ -197,7 +197,7 @@ def passkey(rng: np.random.Generator, pieces: Pieces, room: int) -> Row:
   row.add([pieces.bos])
   if rng.random() < 0.8:
     row.add(pieces.encode(passkey_task.INTRO))
-  left = room - len(row) - len(tail)
+  left = max_tokens - len(row) - len(tail)
   row.add(haystack(rng, pieces, "essay", [needle], left, list))
   row.extend(tail)
   return row
@@ -293,19 +293,20 @@ LESSONS: dict[str, Lesson] = {
   "passkey": passkey,
 }
 
-# A row that came out longer than its room is drawn again.
+# Attempts to draw a row that fits.
 _MOST_DRAWS = 100
 
 
 def draw_row(
-  name: str, rng: np.random.Generator, pieces: Pieces, room: int
+  name: str, rng: np.random.Generator, pieces: Pieces, max_tokens: int
 ) -> Row:
-  """A row of the named lesson that fits `room` tokens.
+  """Draws a row of the named lesson that fits `max_tokens` tokens.
 
-  Raises ValueError when the lesson needs more room.
+  Raises:
+    ValueError: the lesson needs more tokens.
   """
   for _ in range(_MOST_DRAWS):
-    row = LESSONS[name](rng, pieces, room)
-    if len(row) <= room:
+    row = LESSONS[name](rng, pieces, max_tokens)
+    if len(row) <= max_tokens:
       return row
-  raise ValueError(f"The lesson {name!r} does not fit {room} tokens.")
+  raise ValueError(f"The lesson {name!r} does not fit {max_tokens} tokens.")

@@ -1,4 +1,4 @@
-"""Lessons of the stages of the curriculum, each with its share."""
+"""The mixtures of lessons in the stages of the curriculum."""
 
 SEED = {"gapped": 0.7, "pairs": 0.3}
 SHORT_NEEDLES = {"pairs": 0.06, "gapped": 0.30, "short": 0.52, "copy": 0.12}

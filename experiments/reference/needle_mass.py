@@ -1,4 +1,4 @@
-"""Which layers and heads look at the needle when its value is asked for."""
+"""Measures which layers and heads attend to the needle."""
 
 import functools
 import random
@@ -27,26 +27,26 @@ TASK = "niah_single_2"
 def needle_mass(
   lm: Pretrained, samples: int, seed: int, length: int
 ) -> Float[np.ndarray, "L N"]:
-  """Share of the attention that lies on the needle's value when it is read.
+  """Computes the share of attention on the needle's value.
 
-  It is the attention of the token from which the model reads the value's first
-  symbol, in prompts with one needle in prose; the mean over samples.
+  It is the attention of the token that predicts the value's first symbol, in
+  prompts with one needle in prose, averaged over samples.
   """
-  found = []
+  masses = []
   for number in range(samples):
     rng = random.Random(f"{seed} needle mass {number}")
     sample = needles.sample(
       needles.TASKS[TASK], rng, length, lm.tokenizer.count
     )
-    found.append(sample_mass(lm, sample))
-  return np.mean(found, axis=0)
+    masses.append(sample_mass(lm, sample))
+  return np.mean(masses, axis=0)
 
 
 def sample_mass(lm: Pretrained, sample: Sample) -> Float[np.ndarray, "L N"]:
-  """The same of one sample."""
+  """Computes the share of attention on the needle's value in one sample."""
   prompt = Prompt.of_sample(lm.tokenizer, sample)
   value = lm.tokenizer.encode(sample.answers[0])
-  # The answer begins with a blank, a token of its own before digits.
+  # The answer starts with a blank, which is a separate token before digits.
   ids = prompt.context + prompt.question + lm.tokenizer.encode(" ")
   places = _places(prompt.context, value)
   prompts = kvjax.Prompts.of([ids])
@@ -63,7 +63,7 @@ def sample_mass(lm: Pretrained, sample: Sample) -> Float[np.ndarray, "L N"]:
 
 
 def _places(ids: Sequence[int], value: Sequence[int]) -> slice:
-  """Where the tokens of a value stand for the first time."""
+  """Finds the first occurrence of a value's tokens."""
   for start in range(len(ids)):
     if list(ids[start : start + len(value)]) == list(value):
       return slice(start, start + len(value))
@@ -79,24 +79,24 @@ def _mass(
   wanted: Bool[Array, " S"],
 ) -> Float[Array, "L N"]:
   def attend(
-    layer: int, state: None, seen: Activations
+    layer: int, state: None, activations: Activations
   ) -> tuple[Float[Array, "1 N S D"], Float[Array, " N"]]:
     del layer, state
     query = jax.lax.dynamic_index_in_dim(
-      seen.queries[0].astype(jnp.float32), lengths[0] - 1, axis=1
+      activations.queries[0].astype(jnp.float32), lengths[0] - 1, axis=1
     )
-    kv_heads, _, dim = seen.keys[0].shape
+    kv_heads, _, dim = activations.keys[0].shape
     logits = jnp.einsum(
       "kgd,ksd->kgs",
       query.reshape(kv_heads, -1, dim),
-      seen.keys[0].astype(jnp.float32),
+      activations.keys[0].astype(jnp.float32),
     )
-    real = (seen.positions[0] >= 0)[None, None]
+    real = (activations.positions[0] >= 0)[None, None]
     weights = jax.nn.softmax(logits * dim**-0.5, axis=-1, where=real)
     mass = jnp.sum(weights, axis=-1, where=wanted[None, None])
-    return attend_to_prompt(seen), mass.reshape(-1)
+    return attend_to_prompt(activations), mass.reshape(-1)
 
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
   none = (None,) * model.geometry.num_layers
-  _, found = hidden_states(model, params, tokens, positions, none, attend)
-  return jnp.stack(found)
+  _, masses = hidden_states(model, params, tokens, positions, none, attend)
+  return jnp.stack(masses)

@@ -1,4 +1,4 @@
-"""Token ids of the pieces that training rows are made of."""
+"""Token ids of the pieces of training rows."""
 
 import functools
 from collections.abc import Sequence
@@ -45,36 +45,36 @@ class Pieces:
     return int(index)
 
   def encode(self, text: str) -> list[int]:
-    """Ids of a text, without special tokens."""
+    """Encodes a text, without special tokens."""
     return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-  @functools.cache  # noqa: B019 - one instance lives as long as the training.
+  @functools.cache  # noqa: B019 - one instance exists during training.
   def template(self, text: str) -> tuple[tuple[int, ...] | str, ...]:
-    """A format string as ids, with the names of its fields between them."""
+    """Encodes a format string as ids with field names between them."""
     parts: list[tuple[int, ...] | str] = []
     for position, piece in enumerate(text.replace("}", "{").split("{")):
       if position % 2:
         parts.append(piece)
       elif piece:
-        # A field brings its own leading blank along.
+        # A field includes its leading blank.
         last = piece.endswith(" ")
         parts.append(tuple(self.encode(piece[:-1] if last else piece)))
     return tuple(parts)
 
   def fill(self, text: str, fields: dict[str, Sequence[int]]) -> list[int]:
-    """Ids of a template with `fields` filled in."""
+    """Encodes a template with `fields` filled in."""
     ids: list[int] = []
     for part in self.template(text):
       ids.extend(fields[part] if isinstance(part, str) else part)
     return ids
 
   def without_blank(self, ids: Sequence[int]) -> list[int]:
-    """The same text without its leading blank, for the start of a line."""
+    """Removes the leading blank, for the start of a line."""
     text = self._tokenizer.decode(ids[:1]).lstrip(" ")
     return [*self.encode(text), *ids[1:]]
 
   def word_key(self, rng: np.random.Generator) -> list[int]:
-    """` adjective-noun`; some are spelled with random letters."""
+    """Draws ` adjective-noun`; some keys are random letters instead."""
     if rng.random() < SPELLED_SHARE:
       return [
         *self._blank,
@@ -93,24 +93,24 @@ class Pieces:
     return [self._letters[i] for i in rng.integers(0, 26, count)]
 
   def number(self, rng: np.random.Generator, digits: int) -> list[int]:
-    """` 1234567`: a blank and `digits` digits, no leading zero."""
+    """Draws ` 1234567`: a blank and `digits` digits, no leading zero."""
     drawn = rng.integers(0, 10, digits)
     drawn[0] = rng.integers(1, 10)
     return [*self._blank, *(self._symbols[i] for i in drawn)]
 
   def digits(self, rng: np.random.Generator, count: int) -> list[int]:
-    """A blank and `count` digits, leading zeros allowed."""
+    """Draws a blank and `count` digits, leading zeros allowed."""
     return [*self._blank, *self.string(rng, count, 10)]
 
   def string(
     self, rng: np.random.Generator, count: int, alphabet: int
   ) -> list[int]:
-    """`count` symbols: digits (10), hex digits (16) or letters (26)."""
+    """Draws `count` symbols: digits (10), hex digits (16) or letters (26)."""
     source = self._letters if alphabet == 26 else self._symbols
     return [source[i] for i in rng.integers(0, alphabet, count)]
 
   def uuid(self, rng: np.random.Generator) -> list[int]:
-    """A blank and a version-4 UUID, symbol by symbol."""
+    """Draws a blank and a version-4 UUID, symbol by symbol."""
     drawn = rng.integers(0, 16, 32)
     drawn[12] = 4
     drawn[16] = 8 + drawn[16] % 4

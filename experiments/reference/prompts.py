@@ -8,10 +8,10 @@ from kvjax.experiments.reference.pieces import Pieces
 from kvjax.experiments.reference.rows import Row
 from kvjax.experiments.tasks import needles
 
-# Share of rows whose wording is not RULER's, against overfitting to a prompt.
+# Share of rows with wording other than RULER's, against overfitting.
 VARIED_SHARE = 0.3
 _SHUFFLED_SHARE = 0.3
-# Room for a first word that is more tokens without its leading blank.
+# Extra tokens for a first word that is longer without its leading blank.
 _LINE_START = 12
 
 _NEEDLES = (
@@ -38,9 +38,9 @@ class Prompt:
   """The wording of one row.
 
   Attributes:
-    intro: ids of the instruction, empty where the row has none.
-    overhead: tokens of the row that neither needles nor questions take.
-    short: there are no sentences, only keys and values.
+    intro: ids of the instruction; empty if the row has none.
+    overhead: tokens of the row besides needles and questions.
+    short: whether there are only keys and values, no sentences.
   """
 
   def __init__(
@@ -70,7 +70,7 @@ class Prompt:
       prefix = str(rng.choice(_PREFIXES))
     if form == "prefix":
       question = ""
-    # What a chat template or its absence puts between question and answer.
+    # The tokens of the chat template, if any, between question and answer.
     suffix = "\n" if rng.random() < 0.6 else ""
     if suffix and rng.random() < 0.3:
       prefix = prefix.lstrip()
@@ -86,12 +86,12 @@ class Prompt:
     self.overhead = len(self.intro) + 2
 
   def needle(self, key: Sequence[int], value: Sequence[int]) -> list[int]:
-    """Ids of a needle."""
+    """Encodes a needle."""
     fields = {"kind": self._plural, "key": key, "value": value}
     return self.pieces.fill(self._needle, fields)
 
   def question(self, query: Sequence[int]) -> list[int]:
-    """Ids of a line break, the question and the answer's beginning."""
+    """Encodes a newline, the question and the start of the answer."""
     fields = {"kind": self._kind, "query": query}
     text = f"\n{self._question}{self._suffix}{self._prefix}"
     return self.pieces.fill(text, fields)
@@ -99,24 +99,24 @@ class Prompt:
 
 def question_turn(
   prompt: Prompt,
-  asked: Sequence[Sequence[int]],
+  queried: Sequence[Sequence[int]],
   values: Sequence[Sequence[Sequence[int]]],
 ) -> Row:
-  """A question about `asked` keys and its answer.
+  """Builds a question about some keys, and its answer.
 
   The values of one key are listed in the order of the text, as `1, 2, and 3`.
-  With several keys each value follows its key, as `a: 1, b: 2, and c: 3`: the
-  lookup of the next key and that of its value are then two steps, which a
-  small model learns far sooner. Short prompts do without the keys.
+  With several keys each value follows its key, as `a: 1, b: 2, and c: 3`. Then
+  retrieving the next key and its value are two steps, which a small model
+  learns much faster. Short prompts omit the keys.
   """
   pieces = prompt.pieces
   row = Row()
-  row.add(prompt.question(listing(pieces, asked)[0]))
+  row.add(prompt.question(listing(pieces, queried)[0]))
   items, firsts_in = [], []
-  for key, group in zip(asked, values, strict=True):
+  for key, group in zip(queried, values, strict=True):
     for value in group:
-      # A value brings a leading blank; the symbol after it is the first.
-      if len(asked) == 1 or prompt.short:
+      # A value starts with a blank; its first symbol is the next one.
+      if len(queried) == 1 or prompt.short:
         items.append(list(value))
         firsts_in.append([1])
       else:
@@ -135,7 +135,7 @@ def question_turn(
 def listing(
   pieces: Pieces, items: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[int]]:
-  """Ids of `a, b, and c`, and the place where each item starts."""
+  """Encodes `a, b, and c`; returns ids and the start of each item."""
   ids: list[int] = []
   starts = []
   for index, item in enumerate(items):
@@ -152,35 +152,35 @@ def haystack(
   pieces: Pieces,
   hay: str,
   inserted: Sequence[Sequence[int]],
-  room: int,
+  max_tokens: int,
   distractor: Callable[[], list[int]],
 ) -> list[int]:
-  """At most `room` ids of a haystack with needles at drawn places.
+  """Builds a haystack with needles at random places.
 
   Args:
     rng: source of all draws.
     pieces: token ids.
     hay: "noise", "essay" or "needle".
-    inserted: needles, in the order in which they are to stand.
-    room: tokens to fill.
-    distractor: makes another needle, for a haystack of needles.
+    inserted: needles in the order of the text.
+    max_tokens: maximum length of the haystack.
+    distractor: draws another needle, for a haystack of needles.
   """
   lines = hay != "essay"
-  left = room - sum(len(ids) + lines for ids in inserted)
+  left = max_tokens - sum(len(ids) + lines for ids in inserted)
   if not lines:
     left -= _LINE_START
   units = list(_units(rng, pieces, hay, left, distractor))
   places = sorted(rng.integers(0, len(units) + 1, len(inserted)))
   for place, ids in reversed(list(zip(places, inserted, strict=True))):
     units.insert(place, list(ids))
-  found: list[int] = []
+  ids_of_haystack: list[int] = []
   if not lines:
     units[0] = pieces.without_blank(units[0])
   for index, unit in enumerate(units):
     if lines and index:
-      found.extend(pieces.newline)
-    found.extend(unit)
-  return found
+      ids_of_haystack.extend(pieces.newline)
+    ids_of_haystack.extend(unit)
+  return ids_of_haystack
 
 
 def _units(

@@ -1,12 +1,12 @@
-"""Training rows: token ids with a loss weight per token, packed to arrays."""
+"""Training rows: token ids with loss weights, packed to arrays."""
 
 import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-# Weight of an answer's first symbol, where the retrieval happens; the symbols
-# after it are copies of what follows.
+# Weight of an answer's first symbol, which requires retrieval; later symbols
+# only continue the copy.
 FIRST_WEIGHT = 3.0
 BACKGROUND_WEIGHT = 0.05
 _MOST_BACKGROUND_WEIGHT = 0.25
@@ -19,9 +19,9 @@ class Row:
 
   Attributes:
     tokens: ids.
-    answer: per token, the number of the answer it belongs to, -1 for none.
-    first: per token, whether it is the first symbol of a value or of a key
-      that an answer repeats: something that has to be looked up.
+    answer: number of the answer of each token, -1 for none.
+    first: whether each token is the first symbol of a value, or of a key in an
+      answer, and so requires retrieval.
   """
 
   tokens: list[int] = dataclasses.field(default_factory=list)
@@ -33,13 +33,13 @@ class Row:
     return len(self.tokens)
 
   def add(self, ids: Sequence[int]) -> None:
-    """Appends tokens that are not asked for."""
+    """Appends tokens that are not scored as an answer."""
     self.tokens.extend(ids)
     self.answer.extend([-1] * len(ids))
     self.first.extend([False] * len(ids))
 
   def add_answer(self, ids: Sequence[int], firsts: Sequence[int]) -> None:
-    """Appends an answer; `firsts` are the places of first symbols in it."""
+    """Appends an answer; `firsts` are the indices of its first symbols."""
     start = len(self.tokens)
     self.tokens.extend(ids)
     self.answer.extend([self.answers] * len(ids))
@@ -60,11 +60,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-  """Rows of one length, with the places whose prediction is scored.
+  """Rows of one length, with the scored places.
 
   Attributes:
     tokens: int32[B, T].
-    place: int32[B, M], the place whose output predicts the target.
+    place: int32[B, M], the position that predicts the target.
     target: int32[B, M].
     weight: float32[B, M], 0 for unused slots.
     answer: int32[B, M], number of the answer in its row, -1 for none.
@@ -86,10 +86,9 @@ def pack(
   pad: int,
   rng: np.random.Generator,
 ) -> Batch:
-  """Packs rows to `length` tokens and scores `slots` places of each.
+  """Packs rows to `length` tokens with `slots` scored places each.
 
-  All answer tokens are scored, as far as there are slots; the other slots go
-  to drawn background tokens.
+  Answer tokens get slots first; random background tokens get the rest.
   """
   count = len(rows)
   tokens = np.full((count, length), pad, np.int32)
@@ -102,11 +101,13 @@ def pack(
     used = min(len(row), length)
     tokens[index, :used] = row.tokens[:used]
     number = np.asarray(row.answer[1:used], np.int32)
-    asked = np.flatnonzero(number >= 0)[: slots - _LEAST_BACKGROUND_SLOTS]
+    answer_places = np.flatnonzero(number >= 0)[
+      : slots - _LEAST_BACKGROUND_SLOTS
+    ]
     other = np.flatnonzero(number < 0)
-    drawn = min(slots - len(asked), len(other))
+    drawn = min(slots - len(answer_places), len(other))
     background = rng.choice(other, drawn, replace=False)
-    chosen = np.concatenate([asked, background])
+    chosen = np.concatenate([answer_places, background])
     filled = len(chosen)
     place[index, :filled] = chosen
     target[index, :filled] = tokens[index, chosen + 1]

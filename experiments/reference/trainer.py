@@ -1,4 +1,4 @@
-"""Runs the stages of a training: steps, gates, checkpoints and a log."""
+"""Runs the training stages: steps, gates, checkpoints and a log."""
 
 import dataclasses
 import functools
@@ -24,27 +24,27 @@ from kvjax.models.language_model import from_decoder
 
 _SAVE_EVERY = 200
 _REPORT_EVERY = 200
-# Reading the loss waits for the step; the others are dispatched ahead.
+# Steps between reads of the loss; reading waits for the asynchronous step.
 _SHOW_EVERY = 10
 _VALIDATION_ROWS = 48
 _REPORT_ROWS = 12
 _WARM_UP = 100
-# A stage that misses its gate is extended by half, this often at most.
+# Maximum number of extensions, by half each, of a stage that misses its gate.
 _MOST_EXTENSIONS = 2
 
 
 class Trainer:
-  """A training that goes on where its folder says it stopped.
+  """A training run that resumes from its folder.
 
   Attributes:
-    state: how far it is.
+    state: its progress.
   """
 
   def __init__(self, output: Path, seed: int, stages: tuple[Stage, ...]):
-    """Starts from the last checkpoint in `output`, or from scratch.
+    """Resumes from the last checkpoint in `output`, or starts fresh.
 
     Raises:
-      InputError: the folder holds a run with another seed or other stages.
+      InputError: the folder has a run with another seed or other stages.
     """
     self._seed = seed
     self._stages = stages
@@ -63,14 +63,14 @@ class Trainer:
     run.write_text(json.dumps(_claim(seed, stages), indent=2) + "\n")
 
   def run(self) -> None:
-    """Trains what is left of the stages."""
+    """Trains the remaining stages."""
     while self.state.stage < len(self._stages):
       stage = self._stages[self.state.stage]
       self._train(stage)
-      first, whole = self._measure(stage, _VALIDATION_ROWS)
-      self._log(stage, None, first, whole)
+      first, complete = self._measure(stage, _VALIDATION_ROWS)
+      self._log(stage, None, first, complete)
       done = self.state.extensions == _MOST_EXTENSIONS
-      if done or stage.passed(first, whole):
+      if done or stage.passed(first, complete):
         self.state = self.state.next_stage()
         for following in self._stages[self.state.stage :][:1]:
           self._deepen(following)
@@ -79,11 +79,11 @@ class Trainer:
       self._checkpoints.save(self.state)
 
   def decoder(self) -> Decoder:
-    """The decoder with the weights of now."""
+    """Returns the decoder with the current weights."""
     return nnx.merge(self._model.graphdef, self.state.params)
 
   def _deepen(self, stage: Stage) -> None:
-    """Gives the decoder the depth that a stage begins with."""
+    """Deepens the decoder to the layers of a stage."""
     if stage.layers is None:
       return
     grown = deepened(self.decoder(), stage.layers, self._seed)
@@ -91,7 +91,7 @@ class Trainer:
     self.state = self.state.restarted(params, training.optimizer().init(params))
 
   def _train(self, stage: Stage) -> None:
-    """Takes the steps that are left of a stage and of its extensions."""
+    """Takes the remaining steps of a stage and its extensions."""
     steps = stage.steps + self.state.extensions * (stage.steps // 2)
     left = range(self.state.step, steps)
     draw = functools.partial(self._arrays, stage, self.state.stage)
@@ -103,8 +103,8 @@ class Trainer:
           show(self.state.step, float(loss))
         self.state = self.state.spent(time.monotonic() - began)
         if self.state.step % _REPORT_EVERY == 0:
-          found = self._measure(stage, _REPORT_ROWS)
-          self._log(stage, float(loss), *found)
+          accuracies = self._measure(stage, _REPORT_ROWS)
+          self._log(stage, float(loss), *accuracies)
         if self.state.step % _SAVE_EVERY == 0:
           self._checkpoints.save(self.state)
         began = time.monotonic()
@@ -112,7 +112,7 @@ class Trainer:
   def _step(
     self, stage: Stage, batch: Mapping[str, np.ndarray]
   ) -> Float[Array, ""]:
-    """Takes one step and answers its loss, which may still be computed."""
+    """Takes one step and returns its loss, which may still be pending."""
     rate = stage.rate(self.state.step)
     if self.state.stage == 0 or stage.layers is not None:
       rate *= min(1.0, (self.state.step + 1) / _WARM_UP)
@@ -132,7 +132,7 @@ class Trainer:
   def _arrays(
     self, stage: Stage, index: int, step: int
   ) -> dict[str, np.ndarray]:
-    """The batch of a step of stage number `index`."""
+    """Draws the batch of a step of stage number `index`."""
     return training.arrays(
       batches.training_batch(stage, index, step, self._seed, self._pieces)
     )
@@ -140,8 +140,8 @@ class Trainer:
   def _measure(
     self, stage: Stage, rows: int
   ) -> tuple[dict[str, float], dict[str, float]]:
-    """Shares of first symbols and of whole answers right, per lesson."""
-    first, whole = {}, {}
+    """Measures correct first symbols and complete answers, per lesson."""
+    first, complete = {}, {}
     for lesson in stage.mixture:
       batch = batches.validation_batch(
         lesson, stage, rows, self._seed, self._pieces
@@ -149,17 +149,19 @@ class Trainer:
       right = training.right(
         self._model, self.state.params, training.arrays(batch)
       )
-      first[lesson], whole[lesson] = batches.accuracy(batch, np.asarray(right))
-    return first, whole
+      first[lesson], complete[lesson] = batches.accuracy(
+        batch, np.asarray(right)
+      )
+    return first, complete
 
   def _log(
     self,
     stage: Stage,
     loss: float | None,
     first: Mapping[str, float],
-    whole: Mapping[str, float],
+    complete: Mapping[str, float],
   ) -> None:
-    """Appends a line about where the training stands."""
+    """Appends a line of progress to the log."""
     record = {
       "stage": stage.name,
       "step": self.state.step,
@@ -167,14 +169,14 @@ class Trainer:
       "seconds": round(self.state.seconds),
       "loss": loss,
       "first": first,
-      "whole": whole,
+      "whole": complete,
     }
     with self._log_path.open("a") as log:
       log.write(json.dumps(record) + "\n")
 
 
 def _claim(seed: int, stages: Sequence[Stage]) -> dict[str, Any]:
-  """What a folder says of the run that it holds."""
+  """Builds the record that identifies the run of a folder."""
   described = [dataclasses.asdict(stage) for stage in stages]
   claim: dict[str, Any] = json.loads(
     json.dumps({"seed": seed, "stages": described})
@@ -185,19 +187,19 @@ def _claim(seed: int, stages: Sequence[Stage]) -> dict[str, Any]:
 def _check_claim(
   path: Path, seed: int, stages: Sequence[Stage], begun: int
 ) -> None:
-  """Refuses a folder that holds another run.
+  """Rejects a folder with another run.
 
-  Stages that have not begun may change, but not the depth of the first of
+  Stages that have not started may change, except for the depth of the first of
   them, which the decoder already has.
 
   Args:
-    path: of what the folder says.
-    seed: of this run.
-    stages: of this run.
-    begun: how many stages have begun.
+    path: path of the folder's record.
+    seed: seed of this run.
+    stages: stages of this run.
+    begun: number of started stages.
 
   Raises:
-    InputError: the run there has another seed or other stages.
+    InputError: the run in the folder has another seed or other stages.
   """
   if not path.exists():
     return

@@ -1,4 +1,4 @@
-"""Model, loss and optimizer step of the reference model's training."""
+"""Model, loss and optimizer step of the bundled model's training."""
 
 import functools
 from typing import Any
@@ -28,7 +28,7 @@ _EMBEDDING_STD = 0.3
 
 
 def config() -> DecoderConfig:
-  """The configuration that training starts with: a stock Llama."""
+  """Returns the initial configuration, a plain Llama."""
   return DecoderConfig.from_hf(
     {
       "model_type": "llama",
@@ -41,7 +41,7 @@ def config() -> DecoderConfig:
       "head_dim": 32,
       "max_position_embeddings": MAX_POSITIONS,
       "rms_norm_eps": 1e-6,
-      # Enough slow pairs to match content 2,000 positions away.
+      # Enough low-frequency pairs to match content 2,000 positions away.
       "rope_theta": 5e5,
       "tie_word_embeddings": True,
     }
@@ -49,10 +49,10 @@ def config() -> DecoderConfig:
 
 
 def initial_decoder(seed: int) -> Decoder:
-  """A decoder with the initial weights of the recipe.
+  """Creates a decoder with the initial weights.
 
-  Embeddings have a standard deviation of 0.3, so that a token's identity stays
-  readable in the residual stream; retrieval does not start without it.
+  Embeddings have a standard deviation of 0.3, so that a token's identity
+  remains readable in the residual stream; otherwise retrieval never emerges.
   """
   decoder = Decoder(config(), rngs=nnx.Rngs(seed))
   depth = (2 * decoder.config.num_layers) ** -0.5
@@ -65,7 +65,7 @@ def initial_decoder(seed: int) -> Decoder:
       new.append(leaf)
       continue
     name = jax.tree_util.keystr(path)
-    # Layers have an axis before that of the inputs.
+    # Stacked layers have an axis before that of the inputs.
     scale = 1.0 / np.sqrt(leaf.shape[-2])
     if "embedding" in name:
       scale = _EMBEDDING_STD
@@ -78,7 +78,7 @@ def initial_decoder(seed: int) -> Decoder:
 
 
 def _is_matrix(path: tuple[Any, ...]) -> bool:
-  """Whether a parameter is a matrix, of every layer or of the decoder."""
+  """Returns whether a parameter is a matrix, stacked or not."""
   name = jax.tree_util.keystr(path)
   return "kernel" in name or "embedding" in name
 
@@ -89,7 +89,7 @@ def scored_logits(
   tokens: Int[Array, "B T"],
   place: Int[Array, "B M"],
 ) -> Float[Array, "B M V"]:
-  """Logits at the scored places only."""
+  """Computes logits at the scored places only."""
   batch, length = tokens.shape
   positions = jnp.broadcast_to(
     jnp.arange(length, dtype=jnp.int32)[None], (batch, length)
@@ -122,7 +122,7 @@ def _loss(
 
 
 def optimizer() -> optax.GradientTransformation:
-  """AdamW without its learning rate, which the step multiplies in."""
+  """Creates AdamW without a learning rate, which the step applies."""
   return optax.chain(
     optax.clip_by_global_norm(MOST_NORM),
     optax.scale_by_adam(*BETAS),
@@ -144,10 +144,10 @@ def train_step(
   rate: Float[Array, ""],
   micro: int,
 ) -> tuple[PyTree, PyTree, Float[Array, ""]]:
-  """One step; returns the new weights, optimizer state and the loss.
+  """Takes one step; returns the new weights, optimizer state and loss.
 
-  The batch is worked through `micro` rows at a time: fewer rows at once stay
-  in the caches, which is faster on a CPU.
+  The batch is processed `micro` rows at a time, so that activations stay in a
+  CPU's caches.
   """
   rows = batch["tokens"].shape[0]
   parts = jax.tree.map(
@@ -156,13 +156,13 @@ def train_step(
   total = jnp.sum(batch["weight"])
 
   def add(carry: PyTree, part: dict[str, Array]) -> tuple[PyTree, None]:
-    found = jax.value_and_grad(_loss)(params, model, part)
-    return jax.tree.map(jnp.add, carry, found), None
+    loss_and_gradients = jax.value_and_grad(_loss)(params, model, part)
+    return jax.tree.map(jnp.add, carry, loss_and_gradients), None
 
   zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
   (loss, gradients), _ = jax.lax.scan(add, zero, parts)
   gradients = jax.tree.map(lambda g: g / total, gradients)
-  # Adam's bias correction raises a float to an integer power.
+  # Adam's bias correction raises a float to an integer power, a promotion.
   with jax.numpy_dtype_promotion("standard"):
     updates, state = optimizer().update(gradients, state, params)
   updates = jax.tree.map(lambda u: -rate * u, updates)
@@ -173,7 +173,7 @@ def train_step(
 def right(
   model: DecoderModel, params: PyTree, batch: dict[str, Array]
 ) -> Bool[Array, "B M"]:
-  """Which scored places the model predicts rightly, one row at a time."""
+  """Computes which scored places the model predicts correctly, row by row."""
 
   def row(part: dict[str, Array]) -> Bool[Array, " M"]:
     logits = scored_logits(
@@ -185,7 +185,7 @@ def right(
 
 
 def arrays(batch: Batch) -> dict[str, np.ndarray]:
-  """What the compiled functions need of a batch."""
+  """Returns the arrays of a batch for the compiled functions."""
   return {
     "tokens": batch.tokens,
     "place": batch.place,

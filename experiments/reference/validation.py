@@ -1,7 +1,7 @@
-"""How well a model answers needle questions with its full cache.
+"""Scores a model's answers to needle questions with its full cache.
 
-Decoding is greedy; prose comes from topics that training never saw. Context
-and question are tokenised and fed separately, as where methods are compared.
+Decoding is greedy. Prose comes from topics that training never saw. Context and
+question are tokenized and fed separately, as in comparisons of methods.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from kvjax.models.pretrained import Pretrained
 LENGTHS = (512, 1024, 2048)
 DEPTHS = tuple(index / 9 for index in range(10))
 DEPTH_TASK = "niah_single_2"
-# Eight questions with their answers leave no room for prose in 512 tokens.
+# Eight questions with their answers leave no tokens for prose in 512.
 CONVERSATION_LENGTHS = (1024, 2048)
 ROUNDS = 8
 _ROUND_TOKENS = 16
@@ -30,14 +30,14 @@ _ROWS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-  """What was right of some samples at one length.
+  """The score of some samples at one length.
 
   Attributes:
     name: the task, the needle's depth or the round of a conversation.
-    length: prompt and answer fit this many tokens.
-    samples: how many were asked.
+    length: maximum tokens of prompt and answer.
+    samples: number of samples.
     contained: mean share of references in the answer (`string_match_all`).
-    whole: share of samples all of whose references are in the answer.
+    whole: share of samples with all references in the answer.
   """
 
   name: str
@@ -48,7 +48,7 @@ class Score:
 
   @classmethod
   def of(cls, name: str, length: int, shares: Sequence[float]) -> "Score":
-    """The score of samples with these shares of their references."""
+    """Computes the score from each sample's share of references."""
     whole = [share == 1 for share in shares]
     means = float(np.mean(shares)), float(np.mean(whole))
     return cls(name, length, len(shares), *means)
@@ -61,7 +61,7 @@ def validate(
   lengths: Sequence[int] = LENGTHS,
   tasks: Sequence[str] = suite.TASKS,
 ) -> Iterator[Score]:
-  """Asks every task at every length."""
+  """Scores every task at every length."""
   for length in lengths:
     drawn = {
       task: [
@@ -80,7 +80,7 @@ def depth_grid(
   lengths: Sequence[int] = LENGTHS,
   depths: Sequence[float] = DEPTHS,
 ) -> Iterator[Score]:
-  """Asks for a single needle at every depth, 0 the start and 1 the end."""
+  """Scores a single needle at every depth from 0, the start, to 1, the end."""
   task = needles.TASKS[DEPTH_TASK]
   for length in lengths:
     drawn = {
@@ -106,7 +106,7 @@ def rounds(
   lengths: Sequence[int] = CONVERSATION_LENGTHS,
   count: int = ROUNDS,
 ) -> Iterator[Score]:
-  """Asks `count` questions about one context in one conversation.
+  """Scores the rounds of conversations about one context.
 
   Questions and the model's own answers stay in the cache.
   """
@@ -126,7 +126,7 @@ def rounds(
     said = [
       texts
       for start in range(0, samples, _ROWS)
-      for texts in converse(lm, drawn[start : start + _ROWS])
+      for texts in generate_rounds(lm, drawn[start : start + _ROWS])
     ]
     for index in range(count):
       shares = [
@@ -136,18 +136,18 @@ def rounds(
       yield Score.of(f"round {index + 1}", length, shares)
 
 
-def converse(
+def generate_rounds(
   lm: Pretrained, conversations: Sequence[Sequence[Sample]]
 ) -> list[list[str]]:
-  """What the model answers in each round of some conversations."""
+  """Generates the answers of each round of some conversations."""
   tokenizer = lm.tokenizer
   most = conversations[0][0].max_new_tokens
   prompts = [
     [answering.Prompt.of_sample(tokenizer, sample) for sample in turns]
     for turns in conversations
   ]
-  # As in training, a turn goes on after the token that ended the last answer,
-  # which the cache has not seen, and a line break.
+  # As in training, a turn starts with the token that ended the last answer,
+  # which is not in the cache yet, and a newline.
   opening = [tokenizer.eos_ids[0], *tokenizer.encode("\n")]
   turns = [
     [opening * (index > 0) + prompt.question for prompt in asked]
@@ -177,7 +177,7 @@ def converse(
 def _scores(
   lm: Pretrained, length: int, drawn: dict[str, list[Sample]]
 ) -> Iterator[Score]:
-  """A score per group of samples, all asked in the same shape."""
+  """Yields a score per group of samples, all padded to one shape."""
   prompts = {
     name: [answering.Prompt.of_sample(lm.tokenizer, s) for s in samples]
     for name, samples in drawn.items()
@@ -198,7 +198,7 @@ def _answers(
   prompts: Sequence[answering.Prompt],
   shape: answering.Shape,
 ) -> Iterator[str]:
-  """Answers from the full cache, in the order of the prompts."""
+  """Generates answers from the full cache, in the order of the prompts."""
   full = candidates([FULL], [kvjax.Retention(1.0)])
   for start in range(0, len(prompts), shape.rows):
     batch = [[prompt] for prompt in prompts[start : start + shape.rows]]

@@ -1,8 +1,8 @@
-"""The reference model's tokenizer: a known word is one token, else bytes.
+"""The bundled model's tokenizer: a known word is one token, others are bytes.
 
-Nothing is trained and nothing is downloaded. The form is Llama 3's: byte-level
-BPE with `ignore_merges`, here with no merges at all, so a piece of text that
-stands in the vocabulary is one token and any other piece is its UTF-8 bytes.
+Nothing is trained or downloaded. The format is Llama 3's: byte-level BPE with
+`ignore_merges`, here without any merges. A piece of text in the vocabulary is
+one token; any other piece is its UTF-8 bytes.
 """
 
 import collections
@@ -24,15 +24,15 @@ from kvjax.experiments.tasks import needles, passkey, prose, words
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SIZE = 3328
 
-# A word takes its leading blank along, unless a digit follows: a UUID that
-# starts with letters is then a blank and single symbols, like all others.
+# A word includes its leading blank, unless a digit follows. A UUID that starts
+# with letters is then a blank and single symbols, like all other UUIDs.
 _PIECE = r" \p{L}++(?!\p{N})|\p{L}+|\p{N}|\s|[^\s\p{L}\p{N}]"
 _PIECE_RE = r" [A-Za-z]+|[A-Za-z]+|[’“”—…]"
 _HEX = frozenset("abcdef")
 
 
 def _bytes_as_characters() -> list[str]:
-  """The 256 printable characters that stand for bytes in byte-level BPE."""
+  """Returns the 256 characters that represent bytes in byte-level BPE."""
   return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
@@ -47,7 +47,7 @@ def _key_pieces() -> list[str]:
 
 
 def _prose_pieces() -> list[str]:
-  """Pieces of the training topics, the most frequent first."""
+  """Lists pieces of the training topics, the most frequent first."""
   counts = collections.Counter(
     piece
     for sentence in prose.sentences("train")
@@ -57,20 +57,20 @@ def _prose_pieces() -> list[str]:
 
 
 def _known_pieces() -> list[str]:
-  """Pieces that are one token, in the order of their ids."""
+  """Lists pieces that are one token, in the order of their ids."""
   known = dict.fromkeys(
     piece
     for piece in itertools.chain(
       _template_pieces(), _key_pieces(), _prose_pieces()
     )
-    # A piece of hex letters inside a UUID must stay single symbols.
+    # Hex letters inside a UUID must remain single symbols.
     if len(piece) > 1 and not set(piece.lower()) <= _HEX
   )
   return list(known)
 
 
 def build() -> tokenizers.Tokenizer:
-  """The tokenizer, `SIZE` entries, the same on every call."""
+  """Builds the tokenizer deterministically, with `SIZE` entries."""
   byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
   specials = [BOS, EOS, PAD]
   characters = _bytes_as_characters()
@@ -106,7 +106,7 @@ def build() -> tokenizers.Tokenizer:
 
 
 def config(longest: int) -> dict[str, Any]:
-  """Fields of tokenizer_config.json, for a context of `longest` tokens."""
+  """Returns tokenizer_config.json for a context of `longest` tokens."""
   return {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": BOS,

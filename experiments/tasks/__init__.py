@@ -1,1 +1,1 @@
-"""RULER's tasks and the passkey, made offline from explicit seeds."""
+"""RULER's tasks and the passkey, generated offline from explicit seeds."""

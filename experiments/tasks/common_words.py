@@ -1,9 +1,9 @@
 """RULER's common words (NVIDIA/RULER, `common_words_extraction.py`).
 
-A numbered list has ten words many times and others a few times; asked for are
-the ten. A solved example stands in front. RULER draws the words from the
-`wonderwords` package; by default they are this project's own and those of
-CPython's topics.
+A numbered list contains ten words many times and others a few times. The
+question is for the ten words. A solved example precedes the list. RULER draws
+the words from the `wonderwords` package; the default here is this project's
+lists and the words of CPython's topics.
 """
 
 import functools
@@ -27,16 +27,16 @@ ANSWER_PREFIX = (
 MAX_NEW_TOKENS = 120
 
 _COMMON = 10
-# Half of the words are not common, as in the example of short prompts.
+# Half of the words are uncommon, as in the example of short prompts.
 _LEAST_WORDS = 2 * _COMMON
 _SHORT = 4096
-# A lower-case word of prose, not a part of a name or of code.
+# A lowercase word of prose, not a part of a name or of code.
 _WORD = re.compile(r"(?<![^ (\"])[a-z]{3,}(?![^ ,;:.!?)\"])")
 
 
 @functools.cache
 def built_in_words() -> tuple[str, ...]:
-  """The words of this project's lists and of all topics, sorted."""
+  """Collects the words of this project's lists and of all topics, sorted."""
   found = {*words.ADJECTIVES, *words.NOUNS}
   for part in ("train", "heldout"):
     for sentence in prose.sentences(part):
@@ -45,7 +45,7 @@ def built_in_words() -> tuple[str, ...]:
 
 
 class TooFewWordsError(InputError):
-  """There are not enough different words for a length."""
+  """Too few distinct words for a length."""
 
 
 def sample(
@@ -54,15 +54,15 @@ def sample(
   count: fitting.Count,
   pool: Sequence[str],
 ) -> Sample:
-  """A list of words of which ten are common, after a solved example.
+  """Draws a list of words of which ten are common, after a solved example.
 
-  From 4,096 tokens on, common words stand 30 times in the list and others 3
-  times, below that 6 times and once.
+  From 4,096 tokens on, common words occur 30 times and others 3 times; below
+  that, 6 times and once.
 
   Args:
-    rng: all draws come from it; equal state, equal sample.
-    length: bound on the tokens of context, question, prefix and answer.
-    count: number of tokens of a text, without special tokens.
+    rng: source of all draws; equal state gives equal samples.
+    length: maximum tokens of context, question, prefix and answer.
+    count: counts the tokens of a text, without special tokens.
     pool: distinct words to draw from.
 
   Raises:
@@ -113,7 +113,7 @@ def _example(
   common_times: int,
   other_times: int,
 ) -> str:
-  """A whole prompt with its answer."""
+  """Draws a full prompt with its answer."""
   drawn = rng.sample(pool, number)
   listed = _listing(rng, drawn, common_times, other_times)
   answer = _numbered(drawn[:_COMMON])
@@ -126,7 +126,7 @@ def _listing(
   common_times: int,
   other_times: int,
 ) -> str:
-  """The first ten words as often as common ones, the others less, shuffled."""
+  """Shuffles the common first ten words with the uncommon others."""
   listed = [*drawn[:_COMMON]] * common_times
   listed += [*drawn[_COMMON:]] * other_times
   rng.shuffle(listed)

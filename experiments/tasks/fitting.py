@@ -1,4 +1,4 @@
-"""Haystacks of a given size, and the size that fits a length in tokens."""
+"""Fits haystacks to a length in tokens."""
 
 import bisect
 import itertools
@@ -14,14 +14,14 @@ _GUESSES = 8
 
 
 class TooShortError(InputError):
-  """A length that a task does not fit.
+  """A length that is too short for a task.
 
   Attributes:
-    least: the shortest length that the sample fits, in tokens.
+    least: the minimum length of the sample in tokens.
   """
 
   def __init__(self, length: int, least: int):
-    """Says both lengths."""
+    """Creates a message with both lengths."""
     super().__init__(
       f"A length of {length} tokens is too short for this task; "
       f"it needs at least {least}."
@@ -30,32 +30,32 @@ class TooShortError(InputError):
 
 
 class ProseText:
-  """Running prose of any number of words, from a drawn starting sentence."""
+  """Prose of any number of words, from a random starting sentence."""
 
   def __init__(self, rng: random.Random, essay: prose.Essay):
-    """Draws where the prose starts; it wraps round at its end."""
+    """Draws the start of the prose, which wraps around at its end."""
     self._sentences = (
       prose.sentences(essay) if isinstance(essay, str) else essay
     )
     self._start = rng.randrange(len(self._sentences))
 
   def sentences(self, words: int) -> list[str]:
-    """The first `words` words as sentences; the last may be cut short."""
-    found: list[str] = []
+    """Returns the first `words` words as sentences; the last may be cut."""
+    result: list[str] = []
     at = self._start
     while words > 0:
       pieces = self._sentences[at].split(" ")
-      found.append(" ".join(pieces[:words]))
+      result.append(" ".join(pieces[:words]))
       words -= len(pieces)
       at = (at + 1) % len(self._sentences)
-    return found
+    return result
 
 
 def sentences_before(sentences: Sequence[str], share: float) -> int:
-  """How many sentences end within a share of the words, from 0 to 1.
+  """Counts the sentences that end within a share of the words, from 0 to 1.
 
-  What is inserted after them stands where the share ends, or as far before it
-  as that takes to begin a sentence.
+  Text inserted after them is at this share, or slightly before it at the start
+  of a sentence.
   """
   ends = itertools.accumulate(len(text.split(" ")) for text in sentences)
   words = list(ends)
@@ -69,21 +69,21 @@ def most_units(
   least: int = 1,
   most: int | None = None,
 ) -> int:
-  """The largest unit count whose `cost` in tokens is at most `length`.
+  """Finds the largest number of units whose `cost` is at most `length`.
 
-  To know a cost a whole text must be tokenised, so few are asked for: a guess
-  goes on as the last two costs rise. Where costs are too uneven for that, the
-  rest is doubled and halved.
+  Each cost requires tokenizing a full text, so the search extrapolates linearly
+  from the last two costs. If costs are too uneven for that, it continues with
+  doubling and bisection.
 
   Args:
-    cost: tokens of so many units; never falls, and rises without end unless
-      `most` says where the units do.
-    length: bound on the cost.
-    least: fewest units that make sense.
-    most: how many units there are.
+    cost: tokens of a number of units; never decreases, and grows without bound
+      unless `most` is given.
+    length: maximum cost.
+    least: minimum number of units.
+    most: number of available units.
 
   Raises:
-    TooShortError: even the least units are too many.
+    TooShortError: even the minimum number of units does not fit.
   """
   low, spent = least, cost(least)
   if spent > length:
@@ -98,10 +98,10 @@ def most_units(
     else:
       guess = 2 * low if high is None else (low + high) // 2
     guess = guess if high is None else min(guess, high - 1)
-    found = cost(guess)
-    rise = (found - spent) / (guess - low)
-    if found <= length:
-      low, spent = guess, found
+    guess_cost = cost(guess)
+    rise = (guess_cost - spent) / (guess - low)
+    if guess_cost <= length:
+      low, spent = guess, guess_cost
     else:
       high = guess
   return low
@@ -117,19 +117,19 @@ def most_units_of_prompt(
   least: int = 1,
   most: int | None = None,
 ) -> int:
-  """The most units of a context that fits a length with question and answer.
+  """Finds the largest context that fits with question and answer.
 
   Args:
-    context: the text of so many units.
-    length: bound on the tokens of context, question, prefix and answer.
-    count: number of tokens of a text, without special tokens.
+    context: returns the text of a number of units.
+    length: maximum tokens of context, question, prefix and answer.
+    count: counts the tokens of a text, without special tokens.
     after: question and answer prefix.
-    max_new_tokens: what the answer may take.
-    least: fewest units that make sense.
-    most: how many units there are.
+    max_new_tokens: maximum tokens of the answer.
+    least: minimum number of units.
+    most: number of available units.
 
   Raises:
-    TooShortError: even the least units are too many.
+    TooShortError: even the minimum number of units does not fit.
   """
   rest = sum(map(count, after)) + max_new_tokens
   return most_units(

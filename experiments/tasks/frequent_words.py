@@ -1,7 +1,7 @@
 """RULER's frequent words (NVIDIA/RULER, `freq_words_extraction.py`).
 
-A text of made-up words whose counts follow Zipf's law with exponent 2; the
-most frequent is dots, asked for are the three after it.
+The text consists of invented words whose counts follow Zipf's law with exponent
+2. The most frequent word is dots; the question is for the next three.
 """
 
 import math
@@ -31,29 +31,30 @@ _ANSWERS = 3
 _LETTERS = 6
 _TOKENS_PER_WORD = 50
 _ZETA_OF_2 = math.pi**2 / 6
-# From here on the third answer stands in the text more often than the next
-# word does.
+# From this size on, the third answer is strictly more frequent than the next
+# word.
 _LEAST_WORDS = 53
 
 
 def occurrences(words: int, rank: int) -> int:
-  """How often the word of a rank, from 1, stands in a text of `words` words.
+  """Computes how often the word of a rank, from 1, occurs in a text.
 
-  The law is that of an endless vocabulary, so that a text has fewer words.
+  The law assumes an infinite vocabulary, so a text has fewer than `words`
+  words.
   """
   return int(words / (rank**2 * _ZETA_OF_2))
 
 
 def sample(rng: random.Random, length: int, count: fitting.Count) -> Sample:
-  """A text of made-up words, of which three are frequent.
+  """Draws a text of invented words, of which three are frequent.
 
   Args:
-    rng: all draws come from it; equal state, equal sample.
-    length: bound on the tokens of context, question, prefix and answer.
-    count: number of tokens of a text, without special tokens.
+    rng: source of all draws; equal state gives equal samples.
+    length: maximum tokens of context, question, prefix and answer.
+    count: counts the tokens of a text, without special tokens.
 
   Raises:
-    TooShortError: `length` is too short for three words to stand out.
+    TooShortError: `length` is too short for three frequent words.
   """
   number = (length - MAX_NEW_TOKENS) // _TOKENS_PER_WORD
   vocabulary = _vocabulary(rng, max(number, _ANSWERS + 2))
@@ -86,9 +87,9 @@ def sample(rng: random.Random, length: int, count: fitting.Count) -> Sample:
 
 
 def _vocabulary(rng: random.Random, number: int) -> list[str]:
-  """Dots, and distinct random words up to `number` entries."""
-  found: dict[str, None] = {DOTS: None}
-  while len(found) < number:
+  """Draws dots and distinct random words, `number` in total."""
+  distinct: dict[str, None] = {DOTS: None}
+  while len(distinct) < number:
     letters = rng.choices(string.ascii_lowercase, k=_LETTERS)
-    found["".join(letters)] = None
-  return list(found)
+    distinct["".join(letters)] = None
+  return list(distinct)

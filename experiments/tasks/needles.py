@@ -1,9 +1,9 @@
 """Needle-in-a-haystack tasks in RULER's form (NVIDIA/RULER, `niah.py`).
 
-Wording, key and value types, haystacks and the singular form follow RULER;
-keys come from this project's word lists, essays from CPython's topics or from a
-text of the user's. Unlike RULER, keys are checked for collision, so that an
-answer is unique, and essays begin anywhere in their text.
+Wording, key and value types, haystacks and the singular form follow RULER. Keys
+come from this project's word lists, essays from CPython's topics or a user's
+text. Unlike in RULER, keys are distinct, so that answers are unique, and essays
+start at a random sentence of their text.
 """
 
 import dataclasses
@@ -93,7 +93,7 @@ TASKS: dict[str, NeedleTask] = {
 
 
 def draw(rng: random.Random, kind: Kind) -> str:
-  """One random key or value of a kind, in RULER's form."""
+  """Draws a key or value of a kind, in RULER's form."""
   if kind == "words":
     return f"{rng.choice(words.ADJECTIVES)}-{rng.choice(words.NOUNS)}"
   if kind == "numbers":
@@ -102,7 +102,7 @@ def draw(rng: random.Random, kind: Kind) -> str:
 
 
 def listing(items: Sequence[str]) -> str:
-  """`a`, `a, and b`, or `a, b, and c`: how RULER lists queried keys."""
+  """Lists items as RULER does: `a`, `a, and b`, or `a, b, and c`."""
   if len(items) == 1:
     return items[0]
   return f"{', '.join(items[:-1])}, and {items[-1]}"
@@ -117,24 +117,24 @@ def sample(
   essay: prose.Essay = "heldout",
   depths: Sequence[float] | None = None,
 ) -> Sample:
-  """One sample whose prompt plus answer budget fits `length` tokens.
+  """Draws a sample whose prompt and answer fit `length` tokens.
 
   Args:
-    task: which needles and which haystack.
-    rng: all draws come from it; equal state, equal sample.
-    length: bound on the tokens of context, question, prefix and answer.
-    count: number of tokens of a text, without special tokens.
-    essay: what an essay haystack is made of.
-    depths: where the needles stand, ascending, 0 the start and 1 the end;
-      drawn when None.
+    task: type of needles and haystack.
+    rng: source of all draws; equal state gives equal samples.
+    length: maximum tokens of context, question, prefix and answer.
+    count: counts the tokens of a text, without special tokens.
+    essay: text of an essay haystack.
+    depths: ascending positions of the needles from 0, the start, to 1, the end;
+      random if None.
 
   Raises:
     InputError: `length` is too short for the task.
   """
   keys, pairs = _pairs(task, rng)
-  asked = [rng.sample(keys, task.queries)]
+  key_groups = [rng.sample(keys, task.queries)]
   spread = _spread(task, rng, pairs, essay, depths)
-  return _samples(task, pairs, asked, spread, length, count)[0]
+  return _samples(task, pairs, key_groups, spread, length, count)[0]
 
 
 def conversation(
@@ -145,22 +145,22 @@ def conversation(
   *,
   essay: prose.Essay = "heldout",
 ) -> tuple[Sample, ...]:
-  """Samples of one context that each ask about another of its keys.
+  """Draws samples of one context, with a question for each of its keys.
 
-  Needles are spread evenly and asked for in a drawn order; `length` bounds the
-  context with all questions and answers. The arguments are those of `sample`;
-  of the task's keys all are asked for, one at a time.
+  Needles are evenly spaced and queried in random order. `length` bounds the
+  context with all questions and answers. The other arguments are those of
+  `sample`.
   """
   keys, pairs = _pairs(task, rng)
   rng.shuffle(keys)
   depths = [(index + 0.5) / len(pairs) for index in range(len(pairs))]
   spread = _spread(task, rng, pairs, essay, depths)
-  asked = [[key] for key in keys]
-  return _samples(task, pairs, asked, spread, length, count)
+  key_groups = [[key] for key in keys]
+  return _samples(task, pairs, key_groups, spread, length, count)
 
 
 def _pairs(task: NeedleTask, rng: random.Random) -> tuple[list[str], _Pairs]:
-  """The keys as drawn, and shuffled with their values."""
+  """Draws keys; returns them, and shuffled pairs with their values."""
   keys = _distinct(rng, task.keys, task.key_count)
   pairs = [
     (key, value)
@@ -174,13 +174,13 @@ def _pairs(task: NeedleTask, rng: random.Random) -> tuple[list[str], _Pairs]:
 def _samples(
   task: NeedleTask,
   pairs: _Pairs,
-  asked: Sequence[Sequence[str]],
+  key_groups: Sequence[Sequence[str]],
   spread: Callable[[int], str],
   length: int,
   count: Callable[[str], int],
 ) -> tuple[Sample, ...]:
-  """One context, with a sample for each group of keys that is asked for."""
-  one = len(asked[0]) * task.values_per_key == 1
+  """Builds one context with a sample for each group of queried keys."""
+  one = len(key_groups[0]) * task.values_per_key == 1
   kind = task.values[:-1] if one else task.values
   intro = (INTRO_ONE if one else INTRO).format(kind=kind)
   question = QUESTION_ONE if one else QUESTION
@@ -189,7 +189,7 @@ def _samples(
   def text(units: int) -> str:
     return f"{intro}{spread(units)}\n"
 
-  queries = [listing(keys) for keys in asked]
+  queries = [listing(keys) for keys in key_groups]
   turns = [
     (question.format(kind=kind, query=q), prefix.format(kind=kind, query=q))
     for q in queries
@@ -206,7 +206,7 @@ def _samples(
       question=before,
       answer_prefix=after,
       answers=tuple(
-        value for key in keys for found, value in pairs if found == key
+        value for key in keys for other, value in pairs if other == key
       ),
       task=task.name,
       max_new_tokens=task.max_new_tokens,
@@ -216,15 +216,15 @@ def _samples(
         "keys": tuple(keys),
       },
     )
-    for keys, (before, after) in zip(asked, turns, strict=True)
+    for keys, (before, after) in zip(key_groups, turns, strict=True)
   )
 
 
 def _distinct(rng: random.Random, kind: Kind, number: int) -> list[str]:
-  found: dict[str, None] = {}
-  while len(found) < number:
-    found[draw(rng, kind)] = None
-  return list(found)
+  distinct: dict[str, None] = {}
+  while len(distinct) < number:
+    distinct[draw(rng, kind)] = None
+  return list(distinct)
 
 
 def _needle(task: NeedleTask, key: str, value: str) -> str:
@@ -238,28 +238,28 @@ def _spread(
   essay: prose.Essay,
   depths: Sequence[float] | None,
 ) -> Callable[[int], str]:
-  """A haystack of any number of units with the needles in it.
+  """Returns a function that builds a haystack of any number of units.
 
-  The draws are made once, so that haystacks of different sizes agree.
+  All draws are made once, so haystacks of different sizes agree.
   """
   needles = [_needle(task, key, value) for key, value in pairs]
   if task.haystack == "essay":
     return _spread_in_prose(rng, needles, essay, depths)
   shares = depths or sorted(rng.random() for _ in needles)
   if task.haystack == "noise":
-    return lambda units: "\n".join(_inserted([NOISE] * units, needles, shares))
+    return lambda units: "\n".join(_insert([NOISE] * units, needles, shares))
   taken = {key for key, _ in pairs}
-  others: list[str] = []
+  extra: list[str] = []
 
   def distractors(units: int) -> list[str]:
-    while len(others) < units:
+    while len(extra) < units:
       key = draw(rng, task.keys)
       if key not in taken:
         taken.add(key)
-        others.append(_needle(task, key, draw(rng, task.values)))
-    return others[:units]
+        extra.append(_needle(task, key, draw(rng, task.values)))
+    return extra[:units]
 
-  return lambda units: "\n".join(_inserted(distractors(units), needles, shares))
+  return lambda units: "\n".join(_insert(distractors(units), needles, shares))
 
 
 def _spread_in_prose(
@@ -268,33 +268,33 @@ def _spread_in_prose(
   essay: prose.Essay,
   depths: Sequence[float] | None,
 ) -> Callable[[int], str]:
-  """Depths that are asked for are shares of the words, others of sentences."""
+  """Spreads needles in prose; given depths are shares of words."""
   text = fitting.ProseText(rng, essay)
   if depths is None:
     shares = sorted(rng.sample(_DEPTHS, len(needles)))
     return lambda words: " ".join(
-      _inserted(text.sentences(words), needles, shares)
+      _insert(text.sentences(words), needles, shares)
     )
 
   def spread(words: int) -> str:
     units = text.sentences(words)
     before = [fitting.sentences_before(units, depth) for depth in depths]
-    return " ".join(_inserted_at(units, needles, before))
+    return " ".join(_insert_at(units, needles, before))
 
   return spread
 
 
-def _inserted(
+def _insert(
   units: list[str], needles: Sequence[str], depths: Sequence[float]
 ) -> list[str]:
-  """Units with needle i before the unit at its share of the way through."""
-  return _inserted_at(units, needles, [int(len(units) * d) for d in depths])
+  """Inserts needle i at its share of the units."""
+  return _insert_at(units, needles, [int(len(units) * d) for d in depths])
 
 
-def _inserted_at(
+def _insert_at(
   units: list[str], needles: Sequence[str], before: Sequence[int]
 ) -> list[str]:
-  """Units with needle i after so many of them."""
+  """Inserts needle i after a number of units."""
   mixed = list(units)
   for needle, number in reversed(list(zip(needles, before, strict=True))):
     mixed.insert(number, needle)

@@ -28,11 +28,19 @@ def passkey(
   depth: float | None = None,
   digits: int = 64,
 ) -> Sample:
-  """A key of `digits` digits in prose, stated twice in one sentence.
+  """Draws a key of `digits` digits in prose, stated twice in one sentence.
 
-  `length` bounds prompt plus answer, in tokens of `count`. `depth` is where
-  the needle stands, 0 the start and 1 the end; drawn when None. Raises
-  `InputError` when `length` is too short for the prompt.
+  Args:
+    rng: source of all draws.
+    length: maximum tokens of prompt and answer.
+    count: counts the tokens of a text.
+    part: part of the prose.
+    depth: position of the needle from 0, the start, to 1, the end; random if
+      None.
+    digits: number of digits.
+
+  Raises:
+    InputError: `length` is too short for the prompt.
   """
   key = "".join(rng.choice("0123456789") for _ in range(digits))
   place = rng.random() if depth is None else depth
@@ -58,7 +66,7 @@ def passkey(
     answers=(key,),
     task="passkey",
     max_new_tokens=MAX_NEW_TOKENS,
-    # Samples of one depth are averaged: what was drawn is nobody else's.
+    # Samples are averaged by depth, so a random depth is not recorded.
     metadata={"length": length, "depth": depth, "haystack": "essay"},
     metric="passkey",
   )

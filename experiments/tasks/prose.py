@@ -1,7 +1,7 @@
 """Real English prose that ships with CPython: the language reference topics.
 
-`pydoc_data.topics` holds about 80 chapters of the Python reference. Some are
-held out: training never sees them, evaluation uses nothing else.
+`pydoc_data.topics` has about 80 chapters of the Python reference. Some are held
+out: training never uses them, evaluation uses only them.
 """
 
 import functools
@@ -13,15 +13,15 @@ from typing import Literal
 
 Part = Literal["train", "heldout"]
 
-# What tables call the text.
+# The name of the text in tables.
 SOURCE = f"pydoc_data.topics of Python {platform.python_version()}"
 
-# What a haystack of prose is made of: a part of the topics, or sentences of
-# another text.
+# The source of a prose haystack: a part of the topics, or sentences of another
+# text.
 Essay = Part | Sequence[str]
 
-# Long enough together for a 4K-token haystack, short enough to leave most of
-# the prose to training.
+# Together long enough for a 4K-token haystack, and short enough to leave most
+# of the prose for training.
 HELDOUT: frozenset[str] = frozenset(
   {
     "assert",
@@ -43,8 +43,8 @@ _LEAST_WORDS = 8
 
 
 def _paragraphs(text: str) -> list[str]:
-  """Paragraphs of running prose, white space collapsed; no code, no titles."""
-  found = []
+  """Extracts paragraphs of prose without code and titles."""
+  paragraphs = []
   for block in re.split(r"\n\s*\n", text):
     paragraph = " ".join(block.split())
     if (
@@ -56,25 +56,25 @@ def _paragraphs(text: str) -> list[str]:
       and "::=" not in paragraph
       and len(paragraph.split()) >= _LEAST_WORDS
     ):
-      found.append(paragraph)
-  return found
+      paragraphs.append(paragraph)
+  return paragraphs
 
 
 def split_sentences(text: str) -> list[str]:
-  """Sentences of `text`; joining them with one blank gives `text` back."""
+  """Splits a text into sentences; joining them with a blank restores it."""
   return re.split(r"(?<=[.!?]) (?=[A-Z\"(])", text)
 
 
 @functools.cache
 def sentences(part: Part) -> tuple[str, ...]:
-  """Sentences of the training or the held-out topics, in topic order.
+  """Returns sentences of the training or held-out topics, in topic order.
 
-  Some topics repeat parts of others; a held-out sentence that training sees
-  elsewhere is left out.
+  Topics repeat parts of others. A held-out sentence that also occurs in
+  training topics is left out.
   """
   if part == "heldout":
-    seen = set(sentences("train"))
-    return tuple(s for s in _topic_sentences(HELDOUT) if s not in seen)
+    in_training = set(sentences("train"))
+    return tuple(s for s in _topic_sentences(HELDOUT) if s not in in_training)
   return tuple(_topic_sentences(set(topics.topics) - HELDOUT))
 
 

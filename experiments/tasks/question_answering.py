@@ -1,7 +1,7 @@
 """RULER's question answering (NVIDIA/RULER, `qa.py`).
 
-A real question and the paragraphs that answer it, among paragraphs that do
-not: as many as fit.
+A prompt has a real question and the paragraphs that answer it, among as many
+other paragraphs as fit.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ class Question:
 
   Attributes:
     text: the question.
-    answers: each of them is right.
-    documents: numbers of those that every prompt has.
-    related: numbers of those that are the first to come beside them.
+    answers: the correct answers.
+    documents: numbers of the documents in every prompt.
+    related: numbers of the documents that are added first.
   """
 
   text: str
@@ -43,7 +43,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-  """Questions, and the documents of all of them, none twice."""
+  """Questions and their distinct documents."""
 
   documents: tuple[str, ...]
   questions: tuple[Question, ...]
@@ -57,16 +57,16 @@ def sample(
   length: int,
   count: fitting.Count,
 ) -> Sample:
-  """The corpus' question of that number among as many documents as fit.
+  """Draws a prompt for a question, with as many documents as fit.
 
   Args:
-    name: of the task.
+    name: name of the task.
     corpus: questions and documents.
-    number: which question.
-    rng: which other documents, and the order of all; equal state, equal
-      sample.
-    length: bound on the tokens of context, question, prefix and answer.
-    count: number of tokens of a text, without special tokens.
+    number: number of the question.
+    rng: draws other documents and the order of all; equal state gives equal
+      samples.
+    length: maximum tokens of context, question, prefix and answer.
+    count: counts the tokens of a text, without special tokens.
 
   Raises:
     TooShortError: `length` is too short for the question's own documents.
@@ -80,7 +80,7 @@ def sample(
   question = corpus.questions[number]
   chosen = _in_order_of_choice(corpus, question, rng)
   seed = rng.getrandbits(64)
-  asked = QUESTION.format(question=question.text)
+  prompt_question = QUESTION.format(question=question.text)
 
   def context(documents: int) -> str:
     shown = chosen[:documents]
@@ -95,14 +95,14 @@ def sample(
     context,
     length,
     count,
-    after=(asked, ANSWER_PREFIX),
+    after=(prompt_question, ANSWER_PREFIX),
     max_new_tokens=MAX_NEW_TOKENS,
     least=len(question.documents),
     most=len(chosen),
   )
   return Sample(
     context=context(documents),
-    question=asked,
+    question=prompt_question,
     answer_prefix=ANSWER_PREFIX,
     answers=question.answers,
     task=name,
@@ -115,12 +115,12 @@ def sample(
 def _in_order_of_choice(
   corpus: Corpus, question: Question, rng: random.Random
 ) -> list[int]:
-  """Numbers of all documents: the question's own, related ones, the others."""
+  """Orders document numbers: the question's, related ones, others."""
   near = [*question.documents, *question.related]
   taken = set(near)
-  others = [i for i in range(len(corpus.documents)) if i not in taken]
+  unrelated = [i for i in range(len(corpus.documents)) if i not in taken]
   return [
     *question.documents,
     *rng.sample(question.related, len(question.related)),
-    *rng.sample(others, len(others)),
+    *rng.sample(unrelated, len(unrelated)),
   ]

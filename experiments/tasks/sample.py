@@ -6,30 +6,29 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Told of a task and of how many of its samples have been drawn since.
+# Called with a task and the number of newly drawn samples.
 OnDraw = Callable[[str, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-  """The record that every generator and every loader yields.
+  """A question about a context, as generators and loaders produce it.
 
-  `context + question + answer_prefix` is the whole prompt. Context and
-  question are tokenised separately, so that the context alone can be
-  compressed.
+  `context + question + answer_prefix` is the full prompt. Context and question
+  are tokenized separately, so that the context can be compressed alone.
 
   Attributes:
-    context: what is prefilled and compressed.
-    question: what is asked afterwards; may be empty.
-    answer_prefix: how the model's turn begins; may be empty.
+    context: the part to prefill and compress.
+    question: the question after it; may be empty.
+    answer_prefix: start of the model's turn; may be empty.
     answers: references.
-    task: its name.
-    max_new_tokens: most tokens of the answer.
-    metadata: what the task says about itself: length, depth, turn and so on.
-    metric: how a prediction is scored, one of `kvjax.experiments.metrics`.
-    chat: whether the model's chat template is put around the prompt.
-    stays: whether question and answer stay in the cache of their context, for
-      the sample of it that comes next.
+    task: name of the task.
+    max_new_tokens: maximum tokens of the answer.
+    metadata: facts about the sample: length, depth, turn and so on.
+    metric: the metric, one of `kvjax.experiments.metrics`.
+    chat: whether the prompt has the model's chat template.
+    stays: whether question and answer stay in the cache for the next sample of
+      the same context.
   """
 
   context: str
@@ -45,10 +44,10 @@ class Sample:
 
   @functools.cached_property
   def digest(self) -> str:
-    """Tells the sample from others: hashes what is asked, and its answers."""
-    asked = (self.context, self.question, self.answer_prefix, *self.answers)
-    return hashlib.sha256("\0".join(asked).encode()).hexdigest()[:12]
+    """Identifies the sample: a hash of prompt and answers."""
+    texts = (self.context, self.question, self.answer_prefix, *self.answers)
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
 
 
 def ignore(task: str, count: int) -> None:
-  """The `OnDraw` of those who wait in silence."""
+  """Ignores progress, as the default `OnDraw`."""

@@ -1,8 +1,8 @@
 """RULER's variable tracking (NVIDIA/RULER, `variable_tracking.py`).
 
-A chain of assignments is hidden in noise: one variable gets a number, each of
-the others the variable before it. Asked for are all that hold the number. A
-solved example with a chain of its own stands in front.
+A chain of assignments is hidden in noise: the first variable gets a number, and
+each other variable gets the previous one. The question is for all variables
+with this number. A solved example with another chain precedes the text.
 """
 
 import itertools
@@ -36,12 +36,12 @@ _EXAMPLE_TOKENS = 500
 
 
 def sample(rng: random.Random, length: int, count: fitting.Count) -> Sample:
-  """One chain of five variables in noise, after a solved example.
+  """Draws a chain of five variables in noise, after a solved example.
 
   Args:
-    rng: all draws come from it; equal state, equal sample.
-    length: bound on the tokens of context, question, prefix and answer.
-    count: number of tokens of a text, without special tokens.
+    rng: source of all draws; equal state gives equal samples.
+    length: maximum tokens of context, question, prefix and answer.
+    count: counts the tokens of a text, without special tokens.
 
   Raises:
     TooShortError: `length` is too short for the example and five blocks of
@@ -78,7 +78,7 @@ def sample(rng: random.Random, length: int, count: fitting.Count) -> Sample:
 
 
 def _example(rng: random.Random, value: str, count: fitting.Count) -> str:
-  """A whole prompt with its answer, in 500 tokens where that is possible."""
+  """Draws a full prompt with its answer, in 500 tokens if possible."""
   names = _names(rng, _EXAMPLE_LETTERS)
   spread = _spread(rng, names, value)
   question = QUESTION.format(value=value)
@@ -96,19 +96,19 @@ def _example(rng: random.Random, value: str, count: fitting.Count) -> str:
 
 
 def _names(rng: random.Random, letters: int) -> list[str]:
-  """Distinct random names."""
-  found: dict[str, None] = {}
-  while len(found) < _VARIABLES:
-    found["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
-  return list(found)
+  """Draws distinct random names."""
+  distinct: dict[str, None] = {}
+  while len(distinct) < _VARIABLES:
+    distinct["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
+  return list(distinct)
 
 
 def _spread(
   rng: random.Random, names: Sequence[str], value: str
 ) -> Callable[[int], str]:
-  """Any number of blocks of noise, with the chain in order between them."""
+  """Returns a function that hides the chain in blocks of noise, in order."""
   chain = [f"VAR {names[0]} = {value}"]
-  # RULER ends the copies with a blank.
+  # As in RULER, copies end with a blank.
   chain += [
     f"VAR {copy} = VAR {source} " for source, copy in itertools.pairwise(names)
   ]

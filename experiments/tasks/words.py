@@ -1,7 +1,7 @@
-"""The words that needle keys are made of: `adjective-noun`, as in RULER.
+"""The words of needle keys: `adjective-noun`, as in RULER.
 
-RULER draws from the `wonderwords` package; these lists are this project's own
-and short enough for every word to be one token of the bundled tokenizer.
+RULER draws from the `wonderwords` package. These lists are this project's, and
+short enough that every word is one token of the bundled tokenizer.
 """
 
 ADJECTIVES: tuple[str, ...] = tuple(

@@ -52,7 +52,7 @@ def fitted():
     for asked, share, kept in ((0.2, 0.2, 20), (0.9, 0.5, 100))
     if m.retention == share
   ]
-  fitted = fits.promised(fitted, [0.2, 0.9], tried)
+  fitted = fits.add_promises(fitted, [0.2, 0.9], tried)
   # Held out: each keeps exactly what it is allowed.
   return [
     dataclasses.replace(

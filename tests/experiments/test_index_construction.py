@@ -56,13 +56,13 @@ def worth(queries, keys):
 
 def test_recall_is_what_a_loop_over_tokens_counts(workload):
   keys = np.asarray(workload.prompt.head.cached_keys)[0, 0, START:END]
-  asking = np.asarray(workload.asking)
+  all_queries = np.asarray(workload.queries)
   rng = np.random.default_rng(1)
-  slots = np.stack([rng.permutation(STORED)[:30] for _ in asking])
+  slots = np.stack([rng.permutation(STORED)[:30] for _ in all_queries])
   slots[:, 20:25] = -1
   slots[:, 25:] = slots[:, :5]  # two heads may name the same
   hits = []
-  for queries, named in zip(asking, slots, strict=True):
+  for queries, named in zip(all_queries, slots, strict=True):
     wanted = np.argsort(-worth(queries, keys))[:READS]
     known = np.array(sorted({*named.tolist()} - {-1}))
     read = known[np.argsort(-worth(queries, keys[known]))[:READS]]
@@ -80,7 +80,7 @@ def test_queries_of_a_center_are_as_alike_as_said():
   alike = cosines > 0.5
   assert abs(cosines[alike].mean() - 0.8) < 0.02
   assert abs(cosines[~alike].mean()) < 0.02
-  assert abs(alike.mean() - 1 / index_builders.QUERY_CENTRES) < 0.02
+  assert abs(alike.mean() - 1 / index_builders.QUERY_CENTERS) < 0.02
 
 
 def test_qcivf_lists_what_the_last_queries_attend_to(built, workload):
@@ -121,10 +121,15 @@ def test_faiss_names_the_keys_of_the_highest_products(
   name, least, builders, built, workload
 ):
   """So many keys are looked at that IVF misses none; a graph may."""
-  asking, keys = np.asarray(workload.asking), np.asarray(workload.store.keys)
+  all_queries, keys = (
+    np.asarray(workload.queries),
+    np.asarray(workload.store.keys),
+  )
   found = np.asarray(builders[name].candidates(built[name]))
   hits = []
-  for queries, slots in zip(asking, found.reshape(-1, 2, READS), strict=True):
+  for queries, slots in zip(
+    all_queries, found.reshape(-1, 2, READS), strict=True
+  ):
     best = np.argsort(-queries.astype(np.float64) @ keys.T, axis=1)[:, :READS]
     hits += [np.isin(best[head], slots[head]).mean() for head in range(2)]
   assert least <= np.mean(hits) <= 1
@@ -144,7 +149,7 @@ def test_clusters_are_read_until_there_are_enough(
 def test_qcivf_finds_more_than_chance(builders, built, workload):
   """It reads READS of the STORED keys."""
   slots = builders["qcIVF"].candidates(built["qcIVF"])
-  assert slots.shape == (index_builders.ASKING, READS)
+  assert slots.shape == (index_builders.TOKENS, READS)
   assert READS / STORED + 0.3 < index_builders.recall(workload, slots) <= 1
 
 
@@ -158,7 +163,7 @@ def test_builds_take_turns_and_the_median_counts(workload, monkeypatch):
     now[0] += next(seconds[name])
 
   everything = jnp.broadcast_to(
-    jnp.arange(STORED), (index_builders.ASKING, STORED)
+    jnp.arange(STORED), (index_builders.TOKENS, STORED)
   )
   answers = {"one": jnp.full_like(everything, -1), "other": everything}
   builders = [

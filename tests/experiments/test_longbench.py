@@ -14,7 +14,7 @@ from kvjax.experiments.benchmarks.longbench_prompts import (
   PROMPTS,
   PromptTexts,
   fill,
-  truncated,
+  truncate,
 )
 from kvjax.experiments.benchmarks.longbench_sets import LONGBENCH_E, NAMES, SETS
 from kvjax.experiments.metrics import registry
@@ -172,7 +172,7 @@ def test_the_question_is_apart_from_the_context(name, text, question, prefix):
 def test_the_middle_of_the_whole_prompt_is_cut_out(prompt):
   whole = prompt.full.encode()
   for limit in range(2 * len(prompt.answer_prefix) + 2, len(whole)):
-    found = truncated(prompt, limit, BYTES)
+    found = truncate(prompt, limit, BYTES)
     half = limit // 2
     # LongBench's rule, where each byte is a token.
     assert found.full == "".join(
@@ -183,7 +183,7 @@ def test_the_middle_of_the_whole_prompt_is_cut_out(prompt):
       assert found.question == prompt.question
     if len(prompt.context.encode()) <= half:
       assert found.context == prompt.context
-  assert truncated(prompt, len(whole), BYTES) == prompt
+  assert truncate(prompt, len(whole), BYTES) == prompt
 
 
 def test_the_question_is_whole_where_the_tokenizer_normalises():
@@ -191,14 +191,14 @@ def test_the_question_is_whole_where_the_tokenizer_normalises():
   prompt = PromptTexts(context, "Which cafe\u0301?\n", "A:")
   composing = by_bytes(tokenizers.normalizers.NFC())
   # Composed, question and answer have 15 bytes; 5 of the last 20 are left.
-  found = truncated(prompt, 40, composing)
+  found = truncate(prompt, 40, composing)
   assert found == (context[:20] + context[-5:], *prompt[1:])
 
 
 def test_a_limit_below_the_start_of_the_answer_is_refused():
   prompt = PromptTexts("context", "question", "The answer is: ")
   with pytest.raises(InputError, match="limit of 28 tokens is too short"):
-    truncated(prompt, 28, BYTES)
+    truncate(prompt, 28, BYTES)
 
 
 def test_what_is_said_as_it_stands_scores_100_on_every_set(tmp_path):

@@ -57,14 +57,14 @@ def test_a_score_counts_references_and_whole_samples():
 def test_rounds_are_scored_one_by_one(tiny, monkeypatch):
   asked = []
 
-  def converse(lm, conversations):
+  def generate_rounds(lm, conversations):
     asked.append(len(conversations))
     return [
       [turns[0].answers[0], "no", turns[0].answers[0]]
       for turns in conversations
     ]
 
-  monkeypatch.setattr(validation, "converse", converse)
+  monkeypatch.setattr(validation, "generate_rounds", generate_rounds)
   found = list(validation.rounds(tiny, 6, 0, (480,), 3))
   assert asked == [4, 2]
   assert [(s.name, s.length, s.samples, s.whole) for s in found] == [
@@ -83,7 +83,9 @@ def test_a_conversation_answers_as_its_transcript_does(tiny):
   decoding = kvjax.Decoding(9, tiny.tokenizer.eos_ids)
   plan = kvjax.get_plan("full", kvjax.Retention(1.0))
   newline = tiny.tokenizer.encode("\n")
-  for turns, said in zip(rows, validation.converse(tiny, rows), strict=True):
+  for turns, said in zip(
+    rows, validation.generate_rounds(tiny, rows), strict=True
+  ):
     transcript = Prompt.of_sample(tiny.tokenizer, turns[0]).context
     for turn, text in zip(turns, said, strict=True):
       transcript = transcript + Prompt.of_sample(tiny.tokenizer, turn).question
