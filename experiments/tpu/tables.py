@@ -79,7 +79,7 @@ def to_markdown(
 ) -> str:
   """Formats the tables of all chips, with a legend and the command."""
   parts = [
-    "# What compiling for TPUs says\n",
+    "# Compiling for TPUs\n",
     f"    {command}\n",
     "compiles without a TPU, by libtpu, and writes this page: "
     + ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -182,7 +182,7 @@ def _contents(outcomes: Sequence[Outcome]) -> str:
     *((name, f"`{text}`") for name, text in listed.items()),
   ]
   table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-  return f"## What they are made of\n\n{table}\n"
+  return f"## Operands and kernels\n\n{table}\n"
 
 
 def _mib(size: int) -> str:
