@@ -45,7 +45,7 @@ _MEAN_13 = plain("mean of 13", RULER)
 _NIAH = plain("NIAH", NEEDLES)
 _QA = plain("QA", ("qa_1", "qa_2"))
 _SAME = "Retentions are the paper's; prompts are a quarter as long."
-# The paper runs its own post-processing on all that look at attention.
+# The paper applies its post-processing to all attention-based methods.
 _OTHERS = {
   "SnapKV": "snapkv.compactor",
   "H2O": "h2o.compactor",
@@ -114,16 +114,18 @@ _MEAN_14 = Average("mean of 14", (_FOURTEEN,))
 
 
 def _by_category(text: str) -> dict[Key, float]:
-  """Compactor's lines of the categories; 100 % is the full cache."""
-  found: dict[Key, float] = {}
+  """Parses Compactor's lines by category; 100 % is the full cache."""
+  numbers_by_key: dict[Key, float] = {}
   for number, category in enumerate(_CATEGORIES):
     rows = [row.split() for row in text.strip().splitlines()]
-    full, *others = [row[number] for row in rows]
+    full, *compressed = [row[number] for row in rows]
     names = _NAMES[1:]
-    found |= across(f"Compactor | {' '.join(others)}", names, category.name)
-    every = " ".join([full] * len(names))
-    found |= across(f"Full | {every}", names, category.name)
-  return found
+    numbers_by_key |= across(
+      f"Compactor | {' '.join(compressed)}", names, category.name
+    )
+    full_line = " ".join([full] * len(names))
+    numbers_by_key |= across(f"Full | {full_line}", names, category.name)
+  return numbers_by_key
 
 
 _E3_3 = Comparison(
@@ -206,7 +208,7 @@ _E3_3 = Comparison(
   scaling="Retentions are the paper's.",
 )
 
-# Leverage alone: next to it, attention only tells what is equal apart.
+# Leverage only: attention would merely break ties.
 _NO_ATTENTION = "compactor:blend=1000000"
 _E3_4 = Comparison(
   "ablations",

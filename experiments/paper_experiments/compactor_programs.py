@@ -1,4 +1,4 @@
-"""The programs that make Compactor's E3.5 to E3.7: calibrated retention."""
+"""The programs of Compactor's E3.5 to E3.7: calibrated retention."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from kvjax.experiments.paper_experiments.shared import (
   FOUR_NEEDLES,
 )
 
-# Flags of all that runs a model.
+# Flags of all programs that run a model.
 _FLAGS = {
   name: name for name in ("model", "seed", "dtype", "mesh", "kernels", "batch")
 }
@@ -58,8 +58,10 @@ ZERO_SHOT = (_REPORTS, _CALIBRATION, _ON_REPORTS, _ON_LONGBENCH)
 
 
 def _of_tuned(program: Program, *more: str) -> Program:
-  """The same with the finetuned model."""
-  takes = {name: own for name, own in program.takes.items() if name != "model"}
+  """Returns the program with the fine-tuned model."""
+  takes = {
+    name: flag for name, flag in program.takes.items() if name != "model"
+  }
   arguments = [*program.arguments, "--model={folder}/tuned", *more]
   return dataclasses.replace(program, arguments=arguments, takes=takes)
 
@@ -72,7 +74,7 @@ FINETUNED = (
     ["--documents={folder}/reports/learnt"],
     {**_FLAGS, "essay": "documents"},
   ),
-  # A likelihood tells what can go where a model knows the kind of text.
+  # A likelihood predicts the retention only for text that a model knows.
   _of_tuned(_CALIBRATION, "--essay={folder}/reports/learnt"),
   _of_tuned(_ON_REPORTS),
 )

@@ -42,7 +42,8 @@ _CTKVR = (
   fixed("CTkvr 512", "ctkvr.512", None, Tokens(32), "ctkvr"),
   fixed("CTkvr 1024", "ctkvr.1024", None, Tokens(64), "ctkvr"),
 )
-# What the others look up is not said; here as much as the larger CTkvr.
+# The paper does not state the other methods' budgets; here that of the larger
+# CTkvr.
 _OTHERS = (
   fixed("Quest", "quest", _1024, Tokens(64)),
   fixed("MagicPIG", "magicpig.8x75", _1024, Tokens(64)),
@@ -106,11 +107,11 @@ _NEEDLE = plain("needles found", ("needle",))
 def _heatmap(
   name: str, least: int, most: int, small: Setup | None
 ) -> Comparison:
-  """Fifteen lengths from the least to the most, ten depths."""
-  every = tuple(least + (most - least) * i // 14 for i in range(15))
+  """Defines a heatmap of fifteen lengths and ten depths."""
+  lengths_of_grid = tuple(least + (most - least) * i // 14 for i in range(15))
   return Comparison(
     name,
-    Setup("needle", ("needle",), every, 1, 10),
+    Setup("needle", ("needle",), lengths_of_grid, 1, 10),
     small,
     QUERY_AWARE,
     (_FULL, *_CTKVR),
@@ -192,7 +193,7 @@ _TURNS = ("niah_multiturn_conversation",)
 
 
 def _updating(name: str, method: str) -> Line:
-  """As many centroids as the paper has at 8K; see the comparison's scaling."""
+  """Defines a line with as many centroids as the paper has at 8K."""
   return fixed(name, method, _512, Tokens(32), f"{method}:centroids=512")
 
 

@@ -112,10 +112,10 @@ _SCORE = ("score",)
 
 
 def _off(full: float, differences: str) -> dict[Key, float]:
-  """Lines that are printed as differences from the full cache's number."""
-  found = across(differences, _SCORE, FIVE.name)
-  own = {key: round(full + less, 2) for key, less in found.items()}
-  return {Key("Full", *_SCORE, FIVE.name): full} | own
+  """Parses lines printed as differences from the full cache's number."""
+  parsed = across(differences, _SCORE, FIVE.name)
+  absolute = {key: round(full + less, 2) for key, less in parsed.items()}
+  return {Key("Full", *_SCORE, FIVE.name): full} | absolute
 
 
 def _per_task(line: str, numbers: str) -> dict[Key, float]:

@@ -34,7 +34,7 @@ _PAPER = "KeyDiff"
 _MODELS = "Llama-3.1-8B, Llama-3.2-3B, Qwen2.5-7B and Qwen2.5-3B Instruct"
 _UNNAMED = "a model that is not named"
 _SMALL_MODEL = "Llama-3.2-3B-Instruct"
-# The paper does not say where prompts are cut; this is usual for long models.
+# The paper does not state its truncation; this is usual for long models.
 _LIMIT = 31500
 
 _METHODS = {
@@ -46,7 +46,7 @@ _METHODS = {
   "KeyL2Norm": "key_norm",
   "KeyDiff": "keydiff",
 }
-# What the paper's budgets keep of LongBench's prompts on average.
+# The mean share of LongBench's prompts that the paper's budgets keep.
 _BUDGETS = budgets(
   {
     "N = 2K": (Tokens(2048), Retention(0.31)),
@@ -55,7 +55,7 @@ _BUDGETS = budgets(
     "N = 8K": (Tokens(8192), Retention(0.77)),
   }
 )
-# Every one of these has a prefill of its own, which four would make too long.
+# Each of these has its own prefill, so four would take too long.
 _TWO = tuple(
   dataclasses.replace(column, small=column.small if index < 2 else None)
   for index, column in enumerate(_BUDGETS)
@@ -81,7 +81,7 @@ def _in_blocks(size: int) -> Schedule:
 
 
 def _compared(name: str, block: int, methods: dict[str, str]) -> Comparison:
-  """LongBench in blocks, and without the model in blocks of an eighth."""
+  """Defines LongBench in blocks; the small setup has blocks of an eighth."""
   return Comparison(
     name,
     longbench(ALL_21, _LIMIT, _in_blocks(block)),

@@ -1,8 +1,8 @@
 """The numbers of KeyDiff's tables (arXiv 2504.15364): averages and tasks.
 
-Budgets are N = 2K to 8K tokens. Where [21] stands in the paper's table the mean
-is over all sets of LongBench, else over the 16 English and code sets; without
-blocks it is over all but narrativeqa.
+Budgets are N = 2K to 8K tokens. Means marked [21] in the paper's table are over
+all datasets of LongBench, others over the 16 English and code datasets; without
+blocks they are over all but narrativeqa.
 """
 
 from kvjax.experiments.paper_experiments.records import Key, Targets
@@ -14,7 +14,7 @@ COLUMNS = ("N = 2K", "N = 4K", "N = 6K", "N = 8K")
 
 
 def _table(full: str, text: str, what: str) -> dict[Key, float]:
-  """A table's lines, and the full cache's number in every column."""
+  """Parses a table, with the full cache's number in every column."""
   numbers = across(text, COLUMNS, what)
   if not full:
     return numbers
@@ -22,9 +22,9 @@ def _table(full: str, text: str, what: str) -> dict[Key, float]:
 
 
 def _tasks(full: str, text: str) -> dict[Key, float]:
-  """What each task has come to with the full cache and KeyDiff."""
-  every = "\n".join(f"{column} | {full}" for column in COLUMNS)
-  return by_task(every, "Full", ENGLISH_16) | by_task(
+  """Parses the tasks' numbers for the full cache and KeyDiff."""
+  full_lines = "\n".join(f"{column} | {full}" for column in COLUMNS)
+  return by_task(full_lines, "Full", ENGLISH_16) | by_task(
     text, "KeyDiff", ENGLISH_16
   )
 

@@ -29,7 +29,7 @@ from kvjax.options.schedules import Schedule
 _PAPER = "LagKV"
 _MODELS = "Llama-3.1-8B-Instruct, Qwen2.5-7B-Instruct"
 _LIMIT = 31500
-# It goes on while decoding.
+# Compression continues while decoding.
 _RECURSIVE = Schedule(every=1)
 
 _REMOVED = budgets(
@@ -68,7 +68,7 @@ _TIMES = budgets(
     )
   }
 )
-# 4x alone, where every budget has a prefill or a decoder of its own.
+# Only 4x, since every budget has its own prefill or decoder.
 _LAGS = {
   f"L = {lag}": (f"lagkv:lag={lag}", f"lagkv:lag={lag // 8}")
   for lag in (1024, 512, 128)
@@ -89,7 +89,7 @@ _E5_2 = Comparison(
   scaling=f"{_SCALING}Here nothing is evicted while decoding.",
 )
 
-# 512 to 20,480 words, which are about 4/3 as many tokens.
+# 512 to 20,480 words, with about 4/3 tokens per word.
 _GRID = tuple(round(words * 4 / 3) for words in range(512, 20481, 2218))
 _PASSKEY = ("passkey",)
 _PARTIAL = plain(printed.PARTIAL, _PASSKEY, "partial")
@@ -112,7 +112,7 @@ _KEY = plain("first key token", _PASSKEY, "first_key_token")
 
 
 def _chunked(lag: int) -> Schedule:
-  """The first chunk holds the sinks and two lags, every other one lag."""
+  """Defines chunks: the first has the sinks and two lags, others one lag."""
   return Schedule(block=lag, first=16 + 2 * lag, every=1)
 
 
@@ -127,7 +127,7 @@ _E5_4 = Comparison(
   (Targets("about", across("LagKV | 80", [printed.TIMES[3]], _SAME.name)),),
   scaling="Retentions are the paper's; the lag is 128 in place of 1,024.",
 )
-# All first tokens are the same: they are chosen before anything is evicted.
+# All first tokens are equal, since they are generated before any eviction.
 _E5_4_PLAIN = Comparison(
   "plain prefill",
   Setup("passkey", _PASSKEY, _GRID, 3, schedule=_RECURSIVE),

@@ -27,8 +27,8 @@ def _full(number: str, columns: tuple[str, ...], what: str) -> dict[Key, float]:
 
 
 def _tasks(full: str, text: str) -> dict[Key, float]:
-  every = "\n".join(f"{column} | {full}" for column in REMOVED)
-  return by_task(every, "Full", RULER) | by_task(text, "LagKV", RULER)
+  full_lines = "\n".join(f"{column} | {full}" for column in REMOVED)
+  return by_task(full_lines, "Full", RULER) | by_task(text, "LagKV", RULER)
 
 
 RULER_16K = (
@@ -88,15 +88,15 @@ RULER_16K = (
 
 
 def _categories(full: str, text: str) -> dict[Key, float]:
-  """The categories' means; text has lines such as `L = 1024 2x | 39.42 ...`."""
+  """Parses category means from lines such as `L = 1024 2x | 39.42 ...`."""
   names = [category.name for category in CATEGORIES]
-  every = "\n".join(f"{column} | {full}" for column in TIMES)
-  found = by_task(every, "Full", names)
+  full_lines = "\n".join(f"{column} | {full}" for column in TIMES)
+  parsed = by_task(full_lines, "Full", names)
   for row in text.strip().splitlines():
     setting, _, numbers = row.partition("|")
     line, _, column = setting.strip().rpartition(" ")
-    found |= by_task(f"{column} | {numbers}", line, names)
-  return found
+    parsed |= by_task(f"{column} | {numbers}", line, names)
+  return parsed
 
 
 LONGBENCH = (

@@ -1,8 +1,8 @@
 """The experiments of ProtoKV (ICLR 2026, OpenReview kXhPkDaFbJ).
 
-The paper itself was not to be had: what is known are a review note, the public
-reviews and the authors' notebooks. Window, sign and cut are this project's
-choices, and the score of a cluster is reported in all four forms.
+The paper was not available. The sources are a review note, the public reviews
+and the authors' notebooks. Window, sign and truncation are this project's
+choices, and all four forms of a cluster's score are reported.
 """
 
 from kvjax.experiments.paper_experiments.analyses import deviations, stages

@@ -1,4 +1,4 @@
-"""What ProtoKV is compared on, and the numbers that are known of it."""
+"""The setups of ProtoKV's comparisons, and its known numbers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from kvjax.experiments.paper_experiments.transcription import across
 from kvjax.options.budgets import Retention, Tokens
 
 LLAMA = "LLaMA-3-8B-Instruct"
-# Of LLaMA-3-8B; 3950 is that of LLaMA-2-7B and 31500 that of Mistral-7B.
+# The limit of LLaMA-3-8B; LLaMA-2-7B has 3950 and Mistral-7B 31500.
 LIMIT = 7950
 
 
 def _clusters(method: str) -> Sequence[str]:
-  """With 500 prototypes, and with the 62 that 1,024 tokens get instead."""
+  """Returns the method with 500 prototypes, and with 62 for 1,024 tokens."""
   return method, f"{method}:prototypes=62"
 
 
@@ -38,7 +38,7 @@ _SCORES = {
   "ProtoKV, attn_sum": _clusters("protokv:score=attn_sum"),
   "ProtoKV, attn_mean": _clusters("protokv:score=attn_mean"),
 }
-# As KVCache-Factory runs them, whose harness the paper's seems to be.
+# As in KVCache-Factory, whose harness the paper seems to use.
 _BASELINES = {
   "StreamingLLM": "streaming",
   "H2O": "h2o",
@@ -65,9 +65,9 @@ _OVER_16 = plain("mean of 16", ENGLISH_16)
 
 
 def per_query_head(one: Comparison) -> Comparison:
-  """The same where query heads decide, as in the original codes.
+  """Switches a comparison to selection per query head, as in the original code.
 
-  What looks keys up does not choose what is kept, and is only quoted.
+  Retrieval methods do not select what to keep, so they are only quoted.
   """
   looks_up = ("clusterkv", "squeezed")
   kept = [line for line in one.lines if line.paper.method not in looks_up]
@@ -95,7 +95,7 @@ E1_1 = Comparison(
       **_SCORES,
     }
   ),
-  # All four would not end in minutes.
+  # All four would take too long.
   (
     dataclasses.replace(_BUDGETS[0], small=None),
     _B128,

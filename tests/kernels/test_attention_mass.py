@@ -63,20 +63,24 @@ def layer(B, N, K, S, T, D, dtype, shuffled=False):
   places = np.tile(np.arange(T), (B, K, 1))
   if shuffled:
     places = rng.permuted(places, axis=-1)
-  asked = np.tile(np.arange(T - S, T), (B, 1))
+  query_positions = np.tile(np.arange(T - S, T), (B, 1))
   for row in range(B):
     end = T if B == 1 else (T - S // 2) * row
     places[row][(rng.random((K, T)) < 0.25) | (places[row] >= end)] = -1
-    asked[row][(rng.random(S) < 0.2 * (S > 1)) | (asked[row] >= end)] = -1
+    query_positions[row][
+      (rng.random(S) < 0.2 * (S > 1)) | (query_positions[row] >= end)
+    ] = -1
   keys = rng.normal(size=(B, K, T, D)) * 2
   keys[:, 0] = keys[:, 0, :1]
   keys[places < 0] = np.nan
   queries = rng.normal(size=(B, N, S, D))
-  queries[np.broadcast_to((asked < 0)[:, None], (B, N, S))] = np.nan
+  queries[np.broadcast_to((query_positions < 0)[:, None], (B, N, S))] = np.nan
   queries, keys = queries.astype(dtype), keys.astype(dtype)
   # Cast by NumPy: JAX would compile a program for each shape.
   return tuple(
-    map(jnp.asarray, (queries, keys, np.int32(asked), np.int32(places)))
+    map(
+      jnp.asarray, (queries, keys, np.int32(query_positions), np.int32(places))
+    )
   )
 
 
@@ -104,8 +108,8 @@ def by_hand(queries, keys, sees, scale):
   return mass
 
 
-def causal_by_hand(queries, keys, asked, places):
-  of, at = np.asarray(asked), np.asarray(places)
+def causal_by_hand(queries, keys, query_positions, places):
+  of, at = np.asarray(query_positions), np.asarray(places)
   return by_hand(
     queries,
     keys,
@@ -125,21 +129,21 @@ def chunks_by_hand(queries, keys, valid, size, scale):
   )
 
 
-def assert_close(found, expected):
+def assert_close(actual, expected):
   """To 1e-5 of the largest, which is 1 at least."""
-  assert found.dtype == jnp.float32
+  assert actual.dtype == jnp.float32
   most = max(1.0, np.abs(expected).max())
-  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * most)
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * most)
 
 
 def test_the_references_equal_loops():
-  given = layer(2, 4, 2, 19, 31, 8, "float32")
-  found = jax.jit(causal_mass_reference)(*given)
-  assert_close(found, causal_by_hand(*given))
+  operands = layer(2, 4, 2, 19, 31, 8, "float32")
+  actual = jax.jit(causal_mass_reference)(*operands)
+  assert_close(actual, causal_by_hand(*operands))
 
-  given = *prompt(2, 4, 2, 31, 8, "float32"), 7, 0.3
-  found = jax.jit(chunk_mass_reference, static_argnums=(3, 4))(*given)
-  assert_close(found, chunks_by_hand(*given))
+  operands = *prompt(2, 4, 2, 31, 8, "float32"), 7, 0.3
+  actual = jax.jit(chunk_mass_reference, static_argnums=(3, 4))(*operands)
+  assert_close(actual, chunks_by_hand(*operands))
 
 
 # B, N, K, S, T, D, the dtype, and whether slots are out of order.
@@ -185,20 +189,22 @@ def test_causal_mass(name, platform):
   # Logits of any size stay finite. There must be few, and a power of two times
   # larger, lest rounding decides which is the largest.
   for factor in (1, 256) if name == "out of order" else (1,):
-    given = (jnp.asarray(np.asarray(queries) * factor), *rest)
+    operands = (jnp.asarray(np.asarray(queries) * factor), *rest)
     with on(platform):
-      found = run(*given)
-    assert_close(found, causal_by_hand(*given))
+      actual = run(*operands)
+    assert_close(actual, causal_by_hand(*operands))
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("name", "platform"), with_kernels(PROMPTS))
 def test_chunk_mass(name, platform):
   *sizes, chunk = PROMPTS[name]
-  given = prompt(*sizes)
+  operands = prompt(*sizes)
   with on(platform):
-    found = jax.jit(lambda *given: chunk_mass(*given, chunk, 0.3))(*given)
-  assert_close(found, chunks_by_hand(*given, chunk, 0.3))
+    actual = jax.jit(lambda *operands: chunk_mass(*operands, chunk, 0.3))(
+      *operands
+    )
+  assert_close(actual, chunks_by_hand(*operands, chunk, 0.3))
 
 
 @pytest.mark.slow
@@ -209,55 +215,57 @@ def test_chunk_mass(name, platform):
 )
 def test_kernels_at_heads_of_every_size(platform, dtype, head_sizes):
   D, G = head_sizes
-  given = layer(2, 2 * G, 2, 35, 147, D, dtype)
+  operands = layer(2, 2 * G, 2, 35, 147, D, dtype)
   of_chunks = prompt(2, 2 * G, 2, 147, D, dtype)
   with on(platform):
-    causal = jax.jit(causal_mass)(*given)
-    chunks = jax.jit(lambda *given: chunk_mass(*given, 128, 0.3))(*of_chunks)
-  assert_close(causal, causal_by_hand(*given))
+    causal = jax.jit(causal_mass)(*operands)
+    chunks = jax.jit(lambda *operands: chunk_mass(*operands, 128, 0.3))(
+      *of_chunks
+    )
+  assert_close(causal, causal_by_hand(*operands))
   assert_close(chunks, chunks_by_hand(*of_chunks, 128, 0.3))
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 41, 64])
 def test_chunks_of_any_size(chunk):
-  given = *prompt(1, 4, 2, 41, 8, "float32"), chunk, 0.3
-  found = jax.jit(chunk_mass, static_argnums=(3, 4))(*given)
-  assert_close(found, chunks_by_hand(*given))
+  operands = *prompt(1, 4, 2, 41, 8, "float32"), chunk, 0.3
+  actual = jax.jit(chunk_mass, static_argnums=(3, 4))(*operands)
+  assert_close(actual, chunks_by_hand(*operands))
 
 
 @pytest.mark.parametrize("logits", [1, 53 * 11, 2**19])
 def test_the_size_of_the_tiles_does_not_matter(monkeypatch, logits):
-  given = layer(1, 2, 1, 51, 53, 8, "float32")
+  operands = layer(1, 2, 1, 51, 53, 8, "float32")
   monkeypatch.setattr(xla, "_LOGITS", logits)
-  found = jax.jit(lambda *given: causal_mass(*given))(*given)
-  assert_close(found, causal_by_hand(*given))
+  actual = jax.jit(lambda *operands: causal_mass(*operands))(*operands)
+  assert_close(actual, causal_by_hand(*operands))
 
 
 def test_the_masses_sum_to_the_queries_that_see_a_key():
   queries, keys, *where = layer(1, 3, 1, 29, 31, 8, "float32")
-  asked, places = map(np.array, where)
-  asked[0, :2] = 0
+  query_positions, places = map(np.array, where)
+  query_positions[0, :2] = 0
   places[places < 2] = -1
-  given = queries, keys, jnp.asarray(asked), jnp.asarray(places)
-  mass = np.asarray(jax.jit(causal_mass)(*given))
+  operands = queries, keys, jnp.asarray(query_positions), jnp.asarray(places)
+  mass = np.asarray(jax.jit(causal_mass)(*operands))
   first = min(p for p in places.ravel().tolist() if p >= 0)
-  some = np.sum(asked >= first)
-  assert 0 < some < np.sum(asked >= 0)
+  some = np.sum(query_positions >= first)
+  assert 0 < some < np.sum(query_positions >= 0)
   np.testing.assert_allclose(mass.sum(axis=-1), some, rtol=1e-5)
   assert not np.any(mass[0][:, places[0, 0] < 0])
 
 
 def test_every_device_of_a_mesh_sums_its_rows_and_heads():
   mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2)
-  given = layer(2, 2, 2, 10, 20, 64, "float32")
+  operands = layer(2, 2, 2, 10, 20, 64, "float32")
   of_chunks = prompt(2, 2, 2, 20, 64, "float32")
 
-  def both(given, of_chunks):
-    return causal_mass(*given), chunk_mass(*of_chunks, 128, 0.3)
+  def both(operands, of_chunks):
+    return causal_mass(*operands), chunk_mass(*of_chunks, 128, 0.3)
 
   with on("tpu"), jax.set_mesh(mesh):
-    causal, chunks = jax.jit(both)(given, of_chunks)
-  assert_close(causal, causal_by_hand(*given))
+    causal, chunks = jax.jit(both)(operands, of_chunks)
+  assert_close(causal, causal_by_hand(*operands))
   assert_close(chunks, chunks_by_hand(*of_chunks, 128, 0.3))
 
 
@@ -284,11 +292,11 @@ def test_what_a_kernel_declines(platform, dim, slots, dtype, chunk):
   uses = [(of_chunks, (keys, keys, shape(slots, dtype="bool")))]
   if chunk != 96:
     uses.append((causal_mass, causal))
-  for run, given in uses:
+  for run, operands in uses:
     with kernels.use(platform=platform):
-      assert jax.eval_shape(run, *given).dtype == jnp.float32
+      assert jax.eval_shape(run, *operands).dtype == jnp.float32
     with kernels.use("pallas", platform), pytest.raises(NotImplementedError):
-      jax.eval_shape(run, *given)
+      jax.eval_shape(run, *operands)
 
 
 @pytest.mark.parametrize(
@@ -311,6 +319,6 @@ def test_tpus_multiply_exactly(dtype, precision):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_real_sizes_are_lowered_for_gpus(spec):
   with kernels.use("pallas", "gpu"):
-    traced = jax.jit(lambda *given: spec.run(*given)).trace(*spec.shapes)
+    traced = jax.jit(lambda *operands: spec.run(*operands)).trace(*spec.shapes)
     lowered = traced.lower(lowering_platforms=("cuda",))
   assert "mosaic_gpu" in lowered.as_text()

@@ -69,13 +69,13 @@ def layer(B, N, K, S, T, D, W, dtype="float32", seed=0):
   """
   rng = np.random.default_rng(seed + S)
   places = rng.permuted(np.tile(np.arange(T), (B, K, 1)), axis=-1)
-  asked = np.tile(np.arange(T - S, T), (B, 1))
+  query_positions = np.tile(np.arange(T - S, T), (B, 1))
   for row in range(1, B):
     end = T - 3 * row
     places[row][places[row] >= end] = -1
-    asked[row] = np.arange(end - S, end)
+    query_positions[row] = np.arange(end - S, end)
     if S > 1:
-      asked[row] = np.append(asked[row][2:], [-1, -1])
+      query_positions[row] = np.append(query_positions[row][2:], [-1, -1])
   places[rng.random(places.shape) < 0.25] = -1
   queries, keys, values = (
     rng.normal(size=(B, heads, length, width))
@@ -83,7 +83,7 @@ def layer(B, N, K, S, T, D, W, dtype="float32", seed=0):
   )
   keys[places < 0] = values[places < 0] = np.nan
   queries, keys, values = (x.astype(dtype) for x in (queries, keys, values))
-  arrays = queries, keys, values, np.int32(asked), np.int32(places)
+  arrays = queries, keys, values, np.int32(query_positions), np.int32(places)
   return tuple(map(jnp.asarray, arrays))
 
 
@@ -92,18 +92,21 @@ def sinks_of(N):
   return jnp.asarray(np.linspace(-3, 2.5, N), jnp.float32)
 
 
-def weights_of(queries, keys, asked, places, options, sinks=None):
+def weights_of(queries, keys, query_positions, places, options, sinks=None):
   """What every query gives to every slot, and its log-sum-exp without sinks."""
   queries, keys = (np.asarray(x).astype(np.float64) for x in (queries, keys))
-  asked, places = np.asarray(asked), np.asarray(places)
+  query_positions, places = np.asarray(query_positions), np.asarray(places)
   B, N, S, D = queries.shape
   K, T = keys.shape[1:3]
   weights, lse = np.zeros((B, N, S, T)), np.full((B, N, S), -np.inf)
   for b, n, s, t in np.ndindex(B, N, S, T):
     key, place = keys[b, n // (N // K), t], places[b, n // (N // K), t]
-    if place < 0 or place > asked[b, s]:
+    if place < 0 or place > query_positions[b, s]:
       continue
-    if options.window is not None and not asked[b, s] - place < options.window:
+    if (
+      options.window is not None
+      and not query_positions[b, s] - place < options.window
+    ):
       continue
     logit = np.sum(queries[b, n, s] * key)
     logit = (
@@ -126,8 +129,12 @@ def weighted(weights, values):
   return np.einsum("bnst,bntd->bnsd", weights, values.repeat(group, axis=1))
 
 
-def by_hand(queries, keys, values, asked, places, options, sinks=None):
-  weights, lse = weights_of(queries, keys, asked, places, options, sinks)
+def by_hand(
+  queries, keys, values, query_positions, places, options, sinks=None
+):
+  weights, lse = weights_of(
+    queries, keys, query_positions, places, options, sinks
+  )
   return weighted(weights, values), lse
 
 
@@ -136,16 +143,16 @@ def most_of(values):
   return float(np.nanmax(np.abs(np.asarray(values).astype(np.float64))))
 
 
-def assert_close(found, expected, tolerance=1e-5):
+def assert_close(actual, expected, tolerance=1e-5):
   np.testing.assert_allclose(
-    np.asarray(found).astype(np.float64), expected, rtol=0, atol=tolerance
+    np.asarray(actual).astype(np.float64), expected, rtol=0, atol=tolerance
   )
 
 
-def assert_partial(found, expected, tolerance=1e-5):
-  assert found.lse.dtype == jnp.float32
-  assert_close(found.output, expected[0], tolerance)
-  assert_close(found.lse, expected[1], 1e-5)
+def assert_partial(actual, expected, tolerance=1e-5):
+  assert actual.lse.dtype == jnp.float32
+  assert_close(actual.output, expected[0], tolerance)
+  assert_close(actual.lse, expected[1], 1e-5)
 
 
 @contextlib.contextmanager
@@ -175,9 +182,9 @@ def test_options_without_meaning_are_refused(name, value):
 
 def test_equal_options_share_compiled_programs():
   compiled = jax.jit(attention, static_argnames="options")
-  given = layer(*SHAPES["a few"])
-  first = compiled(*given, options=AttentionOptions(window=4))
-  again = compiled(*given, options=AttentionOptions(window=4))
+  operands = layer(*SHAPES["a few"])
+  first = compiled(*operands, options=AttentionOptions(window=4))
+  again = compiled(*operands, options=AttentionOptions(window=4))
   np.testing.assert_array_equal(first, again)
   assert compiled._cache_size() == 1
 
@@ -185,12 +192,12 @@ def test_equal_options_share_compiled_programs():
 def whole_and_parts(options, implementation):
   """Attention with sinks, without, and of two halves of the slots, merged."""
 
-  def run(queries, keys, values, asked, places, sinks):
+  def run(queries, keys, values, query_positions, places, sinks):
     def of(part):
       return partial_attention(
         queries,
         *(x[:, :, part] for x in (keys, values)),
-        asked,
+        query_positions,
         places[:, :, part],
         implementation,
         options,
@@ -198,8 +205,20 @@ def whole_and_parts(options, implementation):
 
     half = keys.shape[2] // 2
     merged = merge(of(slice(half)), of(slice(half, None)))
-    given = queries, keys, values, asked, places, implementation, options
-    return attention(*given, sinks), of(slice(None)), with_sinks(merged, sinks)
+    operands = (
+      queries,
+      keys,
+      values,
+      query_positions,
+      places,
+      implementation,
+      options,
+    )
+    return (
+      attention(*operands, sinks),
+      of(slice(None)),
+      with_sinks(merged, sinks),
+    )
 
   return jax.jit(run)
 
@@ -223,13 +242,13 @@ def small_chunks(monkeypatch):
   + [(name, "a few", "reference") for name in OPTIONS],
 )
 def test_attention(name, shape, implementation):
-  options, given = OPTIONS[name], layer(*SHAPES[shape])
-  sinks = sinks_of(given[0].shape[1])
+  options, operands = OPTIONS[name], layer(*SHAPES[shape])
+  sinks = sinks_of(operands[0].shape[1])
   run = whole_and_parts(options, implementation)
-  output, without, merged = run(*given, sinks)
-  expected, lse = by_hand(*given, options, sinks)
+  output, without, merged = run(*operands, sinks)
+  expected, lse = by_hand(*operands, options, sinks)
   assert_close(output, expected)
-  assert_partial(without, by_hand(*given, options))
+  assert_partial(without, by_hand(*operands, options))
   assert_partial(
     merged, (expected, np.logaddexp(lse, np.asarray(sinks)[:, None]))
   )
@@ -241,20 +260,20 @@ def test_attention(name, shape, implementation):
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("shape", ["one query", "query chunks"])
 def test_attention_in_bfloat16(shape):
-  given = layer(*SHAPES[shape], "bfloat16")
-  sinks = sinks_of(given[0].shape[1])
+  operands = layer(*SHAPES[shape], "bfloat16")
+  sinks = sinks_of(operands[0].shape[1])
   run = whole_and_parts(EVERYTHING, "chunked")
-  output, without, merged = run(*given, sinks)
+  output, without, merged = run(*operands, sinks)
   assert {x.dtype for x in (output, without.output, merged.output)} == {
     jnp.dtype("bfloat16")
   }
   # Products are exact; rounded, each by 2^-9 of it at most, are the weights,
   # then the output: of a part, of the merged parts, and with the sinks.
-  most = most_of(given[2])
-  expected, _ = by_hand(*given, EVERYTHING, sinks)
+  most = most_of(operands[2])
+  expected, _ = by_hand(*operands, EVERYTHING, sinks)
   assert_close(output, expected, 3 * 2**-9 * most)
   assert_close(merged.output, expected, 4 * 2**-9 * most)
-  assert_partial(without, by_hand(*given, EVERYTHING), 2 * 2**-9 * most)
+  assert_partial(without, by_hand(*operands, EVERYTHING), 2 * 2**-9 * most)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -263,7 +282,9 @@ def test_attention_to_eight_bits():
   sinks = sinks_of(6)
   small = [quantize(jnp.nan_to_num(x), "int8") for x in (k, v)]
   whole = [np.float64(x.qvalue) * np.float64(x.scale) for x in small]
-  run = jax.jit(lambda *given: attention(*given, "chunked", EVERYTHING, sinks))
+  run = jax.jit(
+    lambda *operands: attention(*operands, "chunked", EVERYTHING, sinks)
+  )
   expected, _ = by_hand(q, *whole, *where, EVERYTHING, sinks)
   assert_close(run(q, *small, *where), expected)
 
@@ -276,11 +297,11 @@ def test_a_sink_of_nothing_changes_nothing(S):
   lse = rng.normal(size=axes)
   lse[0, 0] = -np.inf
   output = np.where(np.isneginf(lse)[..., None], 0, rng.normal(size=(*axes, 5)))
-  given = Partial(*(jnp.asarray(x, jnp.float32) for x in (output, lse)))
-  none = with_sinks(given, jnp.full(4, -jnp.inf))
-  np.testing.assert_allclose(none.output, given.output, rtol=1e-6)
-  np.testing.assert_allclose(none.lse, given.lse, rtol=1e-6)
-  some = with_sinks(given, jnp.zeros(4, jnp.bfloat16))
+  operands = Partial(*(jnp.asarray(x, jnp.float32) for x in (output, lse)))
+  none = with_sinks(operands, jnp.full(4, -jnp.inf))
+  np.testing.assert_allclose(none.output, operands.output, rtol=1e-6)
+  np.testing.assert_allclose(none.lse, operands.lse, rtol=1e-6)
+  some = with_sinks(operands, jnp.zeros(4, jnp.bfloat16))
   share = 1 / (1 + np.exp(-lse))
   np.testing.assert_allclose(some.output, output * share[..., None], rtol=1e-5)
   np.testing.assert_allclose(some.lse, np.log1p(np.exp(lse)), rtol=1e-5)
@@ -297,9 +318,9 @@ def test_chunks_outside_the_window_are_skipped(monkeypatch, window, visits):
   monkeypatch.setattr(chunked, "LOGITS", 64)
   count, update = [], chunked._update
 
-  def counted(*given):
+  def counted(*operands):
     jax.debug.callback(lambda: count.append(None))
-    return update(*given)
+    return update(*operands)
 
   monkeypatch.setattr(chunked, "_update", counted)
   options = AttentionOptions(window=window)
@@ -307,9 +328,9 @@ def test_chunks_outside_the_window_are_skipped(monkeypatch, window, visits):
   q, k, v = rng.normal(size=(3, 2, 1, 64, 4)).astype("float32")
   places = np.tile(np.arange(64, dtype=np.int32), (2, 1))
   places[1, 40:] = -1
-  given = (*map(jnp.asarray, (q, k, v, places, places[:, None])),)
-  found = jax.jit(lambda *x: attention(*x, options=options))(*given)
-  assert_close(found, by_hand(*given, options)[0])
+  operands = (*map(jnp.asarray, (q, k, v, places, places[:, None])),)
+  actual = jax.jit(lambda *x: attention(*x, options=options))(*operands)
+  assert_close(actual, by_hand(*operands, options)[0])
   jax.effects_barrier()
   assert len(count) == visits
 
@@ -340,9 +361,9 @@ def paged(keys, values, places, P=8):
 def run_paged(program, options, K):
   """From what `layer` gives."""
 
-  def run(queries, keys, values, asked, pages, heads):
+  def run(queries, keys, values, query_positions, pages, heads):
     return program(
-      queries, keys, values, asked, pages, heads, K, options=options
+      queries, keys, values, query_positions, pages, heads, K, options=options
     )
 
   return jax.jit(run)
@@ -357,30 +378,30 @@ def run_paged(program, options, K):
   + [(name, "a few", paged_attention_reference) for name in SOME],
 )
 def test_paged_attention(name, shape, program):
-  options, given = OPTIONS[name], layer(*SHAPES[shape])
-  q, k, v, asked, places = given
+  options, operands = OPTIONS[name], layer(*SHAPES[shape])
+  q, k, v, query_positions, places = operands
   keys, values, pages, heads = paged(k, v, places)
   run = run_paged(program, options, k.shape[1])
-  found = run(q, keys, values, asked, pages, heads)
-  assert_partial(found, by_hand(*given, options))
+  actual = run(q, keys, values, query_positions, pages, heads)
+  assert_partial(actual, by_hand(*operands, options))
   if program is paged_attention and name == "everything":
     small = [quantize(jnp.nan_to_num(x), "int8") for x in (keys, values)]
     whole = (x.qvalue.astype("float32") * x.scale for x in small)
-    expected = run(q, *whole, asked, pages, heads)
-    found = run(q, *small, asked, pages, heads)
-    assert_partial(found, expected)
+    expected = run(q, *whole, query_positions, pages, heads)
+    actual = run(q, *small, query_positions, pages, heads)
+    assert_partial(actual, expected)
 
 
 def test_paged_attention_in_bfloat16():
-  given = layer(*SHAPES["one query"], "bfloat16")
-  q, k, v, asked, places = given
+  operands = layer(*SHAPES["one query"], "bfloat16")
+  q, k, v, query_positions, places = operands
   keys, values, pages, heads = paged(k, v, places)
   run = run_paged(paged_attention, EVERYTHING, k.shape[1])
-  found = run(q, keys, values, asked, pages, heads)
+  actual = run(q, keys, values, query_positions, pages, heads)
   # Rounded are the weights and the output.
-  assert found.output.dtype == jnp.bfloat16
+  assert actual.output.dtype == jnp.bfloat16
   tolerance = 2 * 2**-9 * most_of(v)
-  assert_partial(found, by_hand(*given, EVERYTHING), tolerance)
+  assert_partial(actual, by_hand(*operands, EVERYTHING), tolerance)
 
 
 def listed(B, N, K, H, M, T, D, W, bias):
@@ -435,18 +456,18 @@ def listed_by_hand(queries, keys, values, slots, bias, options, sinks):
 )
 def test_sparse_decode(name, H, bias, program):
   options = dataclasses.replace(OPTIONS[name], window=None)
-  given, sinks = listed(2, 4, 2, H, 11, 30, 8, 6, bias), sinks_of(4)
+  operands, sinks = listed(2, 4, 2, H, 11, 30, 8, 6, bias), sinks_of(4)
   run = jax.jit(
     lambda *x: with_sinks(program(*x, options=options), sinks_of(4))
   )
-  assert_partial(run(*given), listed_by_hand(*given, options, sinks))
+  assert_partial(run(*operands), listed_by_hand(*operands, options, sinks))
 
 
 def test_lists_have_no_windows():
-  given = listed(2, 4, 2, 2, 11, 30, 8, 8, False)
+  operands = listed(2, 4, 2, 2, 11, 30, 8, 8, False)
   for implementation in (None, "xla", "pallas"):
     with pytest.raises(NotImplementedError, match="where tokens stand"):
-      sparse_decode(*given, implementation, AttentionOptions(window=5))
+      sparse_decode(*operands, implementation, AttentionOptions(window=5))
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -459,24 +480,26 @@ def test_lists_have_no_windows():
 )
 def test_causal_mass(name, shape, program, sinks):
   options = OPTIONS[name]
-  queries, keys, _, asked, places = layer(*SHAPES[shape])
+  queries, keys, _, query_positions, places = layer(*SHAPES[shape])
   sinks = sinks_of(queries.shape[1]) if sinks else None
-  queries = jnp.where((asked < 0)[:, None, :, None], jnp.nan, queries)
-  given = queries, keys, asked, places
+  queries = jnp.where((query_positions < 0)[:, None, :, None], jnp.nan, queries)
+  operands = queries, keys, query_positions, places
   run = jax.jit(lambda *x: program(*x, options=options, sinks=sinks))
-  weights, _ = weights_of(jnp.nan_to_num(queries), *given[1:], options, sinks)
-  found, expected = run(*given), weights.sum(axis=2)
-  assert_close(found, expected, 1e-5 * max(1, expected.max()))
+  weights, _ = weights_of(
+    jnp.nan_to_num(queries), *operands[1:], options, sinks
+  )
+  actual, expected = run(*operands), weights.sum(axis=2)
+  assert_close(actual, expected, 1e-5 * max(1, expected.max()))
 
 
 def test_causal_mass_of_bfloat16_is_exact():
   queries, keys, _, *where = layer(*SHAPES["a few"], "bfloat16")
   sinks = sinks_of(3)
   run = functools.partial(causal_mass, options=EVERYTHING, sinks=sinks)
-  found = jax.jit(run)(queries, keys, *where)
+  actual = jax.jit(run)(queries, keys, *where)
   weights, _ = weights_of(queries, keys, *where, EVERYTHING, sinks)
-  assert found.dtype == jnp.float32
-  assert_close(found, weights.sum(axis=2))
+  assert actual.dtype == jnp.float32
+  assert_close(actual, weights.sum(axis=2))
 
 
 def prompts(N, K, S, D, W, dtype="float32", lengths=(101, 147)):
@@ -493,24 +516,24 @@ def prompts(N, K, S, D, W, dtype="float32", lengths=(101, 147)):
   return tuple(map(jnp.asarray, arrays))
 
 
-def assert_prompts(found, given, options, sinks=None, tolerance=1e-5):
+def assert_prompts(actual, operands, options, sinks=None, tolerance=1e-5):
   """What comes out for tokens."""
-  *arrays, places = given
+  *arrays, places = operands
   slots = np.broadcast_to(np.asarray(places)[:, None], arrays[1].shape[:3])
   expected, _ = by_hand(*arrays, places, slots, options, sinks)
   for row, length in enumerate((np.asarray(places) >= 0).sum(axis=1)):
-    ours = found[row, :, :length]
+    ours = actual[row, :, :length]
     assert_close(ours, expected[row, :, :length], tolerance)
 
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("name", SOME)
 def test_prompt_attention(name):
-  given, sinks = prompts(4, 2, 47, 8, 12, lengths=(20, 47)), sinks_of(4)
+  operands, sinks = prompts(4, 2, 47, 8, 12, lengths=(20, 47)), sinks_of(4)
   run = functools.partial(
     prompt_attention, options=OPTIONS[name], sinks=sinks_of(4)
   )
-  assert_prompts(jax.jit(run)(*given), given, OPTIONS[name], sinks)
+  assert_prompts(jax.jit(run)(*operands), operands, OPTIONS[name], sinks)
 
 
 @pytest.mark.parametrize(
@@ -524,26 +547,26 @@ def test_prompt_attention(name):
 )
 def test_splash_attention(monkeypatch, options, sinks, dtype, W):
   monkeypatch.setattr(tpu, "BLOCK", 128)
-  given = prompts(4, 2, 147, 64, W, dtype)
+  operands = prompts(4, 2, 147, 64, W, dtype)
   sinks = sinks_of(4) if sinks else None
   run = functools.partial(prompt_attention, options=options, sinks=sinks)
   with on_tpu():
-    found = jax.jit(run)(*given)
-  assert found.dtype == dtype
+    actual = jax.jit(run)(*operands)
+  assert actual.dtype == dtype
   # In bfloat16 scaled queries are rounded besides weights and output: a logit,
   # below 5 in size, by 5 * 2^-9, and a weight by twice as much.
   tolerance = 3e-2 if dtype == "bfloat16" else 1e-5
-  assert_prompts(found, given, options, sinks, tolerance)
+  assert_prompts(actual, operands, options, sinks, tolerance)
 
 
 def test_every_device_of_a_mesh_has_the_sinks_of_its_heads():
   mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2)
-  given = prompts(4, 2, 20, 64, 64, lengths=(9, 20))
+  operands = prompts(4, 2, 20, 64, 64, lengths=(9, 20))
   sinks, options = sinks_of(4), AttentionOptions(window=6)
   run = functools.partial(prompt_attention, options=options)
   with on_tpu(), jax.set_mesh(mesh):
-    found = jax.jit(lambda *x: run(*x[:-1], sinks=x[-1]))(*given, sinks)
-  assert_prompts(found, given, options, sinks)
+    actual = jax.jit(lambda *x: run(*x[:-1], sinks=x[-1]))(*operands, sinks)
+  assert_prompts(actual, operands, options, sinks)
 
 
 @pytest.mark.parametrize("window", [1, 2, 128, 129, 130, 257, 600, 5000])
@@ -552,8 +575,8 @@ def test_blocks_of_windows_are_what_splash_attention_finds(window):
   wanted, _ = mask_info.process_mask(
     masks.MultiHeadMask([mask] * 2), (128, 128)
   )
-  found = tpu.causal_blocks(5, 128, window)
-  for ours, theirs in zip(found, wanted, strict=True):
+  actual = tpu.causal_blocks(5, 128, window)
+  for ours, theirs in zip(actual, wanted, strict=True):
     assert (ours is None) == (theirs is None)
     if ours is not None:
       np.testing.assert_array_equal(ours, theirs)
@@ -568,11 +591,11 @@ def cudnn_there(monkeypatch):
 
 @pytest.mark.usefixtures("cudnn_there")
 def test_cudnn_is_told_scale_and_window():
-  given = prompts(4, 2, 139, 64, 64, "bfloat16")
+  operands = prompts(4, 2, 139, 64, 64, "bfloat16")
   options = AttentionOptions(window=17, scale=0.3)
   run = functools.partial(prompt_attention, options=options)
   with kernels.use("pallas", "gpu"):
-    traced = jax.jit(run).trace(*given)
+    traced = jax.jit(run).trace(*operands)
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
   (call,) = re.findall(r"custom_call @__cudnn\$fmha.*", lowered)
   assert re.search(r"mask_type\\22: \\22CAUSAL\\22", call)
@@ -607,19 +630,19 @@ def assert_declined(platform, reason, run, check):
 @pytest.mark.parametrize("reason", DECLINED)
 def test_cudnn_declines_what_it_does_not_know(reason):
   options, sinks, W = DECLINED[reason]
-  given = prompts(2, 1, 20, 64, W, "bfloat16", lengths=(9, 20))
+  operands = prompts(2, 1, 20, 64, W, "bfloat16", lengths=(9, 20))
   sinks = sinks_of(2) if sinks else None
   run = jax.jit(lambda *x: prompt_attention(*x, options=options, sinks=sinks))
   if options.window or options.scale:
     with kernels.use("pallas", "gpu"):
-      assert jax.eval_shape(run, *given).shape == (2, 2, 20, 64)
+      assert jax.eval_shape(run, *operands).shape == (2, 2, 20, 64)
     return
   assert_declined(
     "gpu",
     reason,
-    lambda: run(*given),
-    lambda found: assert_prompts(
-      found, given, options, sinks, 3 * 2**-9 * most_of(given[2])
+    lambda: run(*operands),
+    lambda actual: assert_prompts(
+      actual, operands, options, sinks, 3 * 2**-9 * most_of(operands[2])
     ),
   )
 
@@ -628,16 +651,16 @@ def test_cudnn_declines_what_it_does_not_know(reason):
 @pytest.mark.parametrize("reason", DECLINED)
 def test_kernels_of_plain_attention_decline_the_rest(reason, platform):
   options, sinks, W = DECLINED[reason]
-  given = layer(2, 4, 2, 1, 37, 64, W)
-  q, k, v, asked, places = given
+  operands = layer(2, 4, 2, 1, 37, 64, W)
+  q, k, v, query_positions, places = operands
   if not sinks:
     keys, values, pages, heads = paged(k, v, places, P=32)
     paging = run_paged(paged_attention, options, 2)
     assert_declined(
       platform,
       reason,
-      lambda: paging(q, keys, values, asked, pages, heads),
-      lambda found: assert_partial(found, by_hand(*given, options)),
+      lambda: paging(q, keys, values, query_positions, pages, heads),
+      lambda actual: assert_partial(actual, by_hand(*operands, options)),
     )
   if not sinks and options.window is None:
     lists = listed(2, 4, 2, 2, 11, 37, 64, W, False)
@@ -647,38 +670,41 @@ def test_kernels_of_plain_attention_decline_the_rest(reason, platform):
       platform,
       reason,
       lambda: decoding(*lists),
-      lambda found: assert_partial(
-        found, listed_by_hand(*lists, options, none)
+      lambda actual: assert_partial(
+        actual, listed_by_hand(*lists, options, none)
       ),
     )
   if W == 64:
     sinks = sinks_of(4) if sinks else None
     mass = jax.jit(lambda *x: causal_mass(*x, options=options, sinks=sinks))
-    weights, _ = weights_of(q, k, asked, places, options, sinks)
+    weights, _ = weights_of(q, k, query_positions, places, options, sinks)
     assert_declined(
       platform,
       reason,
-      lambda: mass(q, k, asked, places),
-      lambda found: assert_close(found, weights.sum(axis=2)),
+      lambda: mass(q, k, query_positions, places),
+      lambda actual: assert_close(actual, weights.sum(axis=2)),
     )
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_a_scale_that_is_the_default_is_plain(platform):
   options = AttentionOptions(scale=1 / math.sqrt(128))
-  q, k, v, asked, places = layer(1, 2, 1, 1, 37, 128, 128, "bfloat16")
+  q, k, v, query_positions, places = layer(1, 2, 1, 1, 37, 128, 128, "bfloat16")
   keys, values, pages, heads = paged(k, v, places, P=32)
   lists = jnp.zeros((1, 1, 40), jnp.int32)
   with kernels.use("pallas", platform):
-    for run, given in (
-      (functools.partial(causal_mass, options=options), (q, k, asked, places)),
+    for run, operands in (
+      (
+        functools.partial(causal_mass, options=options),
+        (q, k, query_positions, places),
+      ),
       (
         functools.partial(sparse_decode, options=options),
         (q[:, :, 0], k, v, lists),
       ),
       (
         functools.partial(paged_attention, kv_heads=1, options=options),
-        (q, keys, values, asked, pages, heads),
+        (q, keys, values, query_positions, pages, heads),
       ),
     ):
-      assert jax.eval_shape(run, *given) is not None
+      assert jax.eval_shape(run, *operands) is not None

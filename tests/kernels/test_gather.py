@@ -56,9 +56,9 @@ def drawn(
   )
 
 
-def assert_same_bits(found, wanted):
-  assert isinstance(found, Compacted)
-  for name, a, b in zip(Compacted._fields, found, wanted, strict=True):
+def assert_same_bits(actual, wanted):
+  assert isinstance(actual, Compacted)
+  for name, a, b in zip(Compacted._fields, actual, wanted, strict=True):
     if b is None:
       assert a is None
       continue
@@ -74,10 +74,10 @@ def by_hand(keys, values, positions, received, slots):
     if x is None:
       return None
     x, at = np.asarray(x), np.asarray(slots)
-    found = np.full((*at.shape, *x.shape[3:]), none, x.dtype)
+    actual = np.full((*at.shape, *x.shape[3:]), none, x.dtype)
     for b, k, m in np.argwhere(at >= 0):
-      found[b, k, m] = x[b, k, at[b, k, m]]
-    return found
+      actual[b, k, m] = x[b, k, at[b, k, m]]
+    return actual
 
   return listed(keys), listed(values), listed(positions, -1), listed(received)
 
@@ -93,8 +93,8 @@ def by_hand(keys, values, positions, received, slots):
   ids=["bfloat16", "float32", "int8"],
 )
 def test_xla_copies_every_bit(run, sizes, holes):
-  given = drawn(*sizes, holes=holes)
-  assert_same_bits(jax.jit(run)(*given), by_hand(*given))
+  operands = drawn(*sizes, holes=holes)
+  assert_same_bits(jax.jit(run)(*operands), by_hand(*operands))
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_xla_copies_every_bit(run, sizes, holes):
   ids=["bfloat16", "float32", "int8"],
 )
 def test_tpu_copies_every_bit(sizes, options, holes):
-  given = drawn(*sizes, received=holes, holes=holes)
+  operands = drawn(*sizes, received=holes, holes=holes)
   with TPU():
-    found = jax.jit(functools.partial(compact_tpu, **options))(*given)
-  assert_same_bits(found, by_hand(*given))
+    actual = jax.jit(functools.partial(compact_tpu, **options))(*operands)
+  assert_same_bits(actual, by_hand(*operands))
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def test_tpu_copies_every_bit(sizes, options, holes):
   ids=["bfloat16", "float32", "int8"],
 )
 def test_gpu_copies_every_bit(sizes, received):
-  given = drawn(*sizes, received=received, holes=received)
+  operands = drawn(*sizes, received=received, holes=received)
   with GPU():
-    found = jax.jit(compact_gpu)(*given)
-  assert_same_bits(found, by_hand(*given))
+    actual = jax.jit(compact_gpu)(*operands)
+  assert_same_bits(actual, by_hand(*operands))
 
 
 @pytest.mark.slow
@@ -136,15 +136,15 @@ def test_gpu_copies_every_bit(sizes, received):
   ("kernels", "length"), [(TPU, 2099), (GPU, 83)], ids=["tpu", "gpu"]
 )
 def test_kernels_copy_rows_of_every_size(kernels, length, dim, dtype):
-  given = drawn(1, 4, length, 37, dim, dtype, holes=True)
+  operands = drawn(1, 4, length, 37, dim, dtype, holes=True)
   run = jax.jit(compact_tpu if kernels is TPU else compact_gpu)
   if kernels is GPU and dim == 64:
     with kernels(), pytest.raises(NotImplementedError, match="multiple of 128"):
-      run(*given)
+      run(*operands)
     return
   with kernels():
-    found = run(*given)
-  assert_same_bits(found, by_hand(*given))
+    actual = run(*operands)
+  assert_same_bits(actual, by_hand(*operands))
 
 
 def test_a_tpu_reads_only_tiles_of_which_something_is_kept():
@@ -165,11 +165,11 @@ def test_a_tpu_reads_only_tiles_of_which_something_is_kept():
 
 def test_every_device_of_a_mesh_copies_its_rows_and_heads():
   # Two heads for each, of one tile: half and all of it, no slot and one.
-  given = drawn(2, 4, 37, 20, 64, jnp.bfloat16)
+  operands = drawn(2, 4, 37, 20, 64, jnp.bfloat16)
   mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2)
   with TPU(), jax.set_mesh(mesh), use("pallas", "tpu"):
-    found = jax.jit(compact)(*given)
-  assert_same_bits(found, by_hand(*given))
+    actual = jax.jit(compact)(*operands)
+  assert_same_bits(actual, by_hand(*operands))
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_every_device_of_a_mesh_copies_its_rows_and_heads():
   ids=["tpu, no slots", "tpu, wide", "gpu, no slots", "gpu, narrow"],
 )
 def test_what_a_kernel_declines_xla_copies(platform, sizes):
-  given = drawn(*sizes)
+  operands = drawn(*sizes)
   run = jax.jit(compact)
   with use("pallas", platform), pytest.raises(NotImplementedError):
-    run(*given)
+    run(*operands)
   with use(platform=platform):
-    found = run(*given)
-  assert_same_bits(found, by_hand(*given))
+    actual = run(*operands)
+  assert_same_bits(actual, by_hand(*operands))

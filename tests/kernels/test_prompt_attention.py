@@ -59,13 +59,13 @@ def assert_splash_attends(arrays, real):
   """To every weight, of rows up to their lengths."""
   params = pltpu.InterpretParams(detect_races=True)
   with pltpu.force_tpu_interpret_mode(params), kernels.use("pallas", "tpu"):
-    found = jax.jit(lambda *given: prompt_attention(*given))(*arrays)
+    actual = jax.jit(lambda *operands: prompt_attention(*operands))(*arrays)
   dtype = arrays[0].dtype
-  assert found.dtype == dtype
+  assert actual.dtype == dtype
   tolerance = 2e-2 if dtype == jnp.bfloat16 else 1e-5
   for row, length in enumerate(real.sum(axis=1)):
     np.testing.assert_allclose(
-      np.asarray(found[row, :, :length], np.float64),
+      np.asarray(actual[row, :, :length], np.float64),
       expected(*arrays[:3], row, length),
       rtol=tolerance,
       atol=tolerance,
@@ -96,8 +96,8 @@ def test_splash_attention_at_heads_of_every_size(
 def test_blocks_are_what_splash_attention_finds(blocks):
   mask = masks.MultiHeadMask([masks.CausalMask((blocks * 128,) * 2)] * 2)
   wanted, _ = mask_info.process_mask(mask, (128, 128))
-  found = tpu.causal_blocks(blocks, 128)
-  for ours, theirs in zip(found, wanted, strict=True):
+  actual = tpu.causal_blocks(blocks, 128)
+  for ours, theirs in zip(actual, wanted, strict=True):
     assert (ours is None) == (theirs is None)
     if ours is not None:
       np.testing.assert_array_equal(ours, theirs)
@@ -121,7 +121,9 @@ def cudnn_call(monkeypatch):
 
   def of(*arrays):
     with kernels.use("pallas", "gpu"):
-      traced = jax.jit(lambda *given: prompt_attention(*given)).trace(*arrays)
+      traced = jax.jit(lambda *operands: prompt_attention(*operands)).trace(
+        *arrays
+      )
       lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
     (call,) = re.findall(r"custom_call @__cudnn\$fmha.*", lowered)
     return call

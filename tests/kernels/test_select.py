@@ -93,8 +93,8 @@ CASES = [
 def test_largest_equals_a_sort(platform, slots, size):
   scores, counts = draw(slots, size)
   with on(platform):
-    found = jax.jit(functools.partial(largest, size=size))(scores, counts)
-  np.testing.assert_array_equal(found, largest_reference(scores, counts, size))
+    actual = jax.jit(functools.partial(largest, size=size))(scores, counts)
+  np.testing.assert_array_equal(actual, largest_reference(scores, counts, size))
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_true_slots_equal_a_sort(platform, slots, size):
   rng = np.random.default_rng(slots)
   mask = rng.random((*ROWS, slots)) < np.linspace(0, 1, 5)[None, :, None]
   with on(platform):
-    found = jax.jit(functools.partial(true_slots, size=size))(mask)
-  np.testing.assert_array_equal(found, true_slots_reference(mask, size))
+    actual = jax.jit(functools.partial(true_slots, size=size))(mask)
+  np.testing.assert_array_equal(actual, true_slots_reference(mask, size))
 
 
 @pytest.mark.parametrize("slots", [40, 700])
@@ -126,17 +126,17 @@ def test_masks_and_thresholds_agree_with_lists(slots):
       kth_largest(scores, counts),
     )
 
-  mask, named, found = map(np.asarray, run(scores, counts, listed))
+  mask, named, actual = map(np.asarray, run(scores, counts, listed))
   np.testing.assert_array_equal(true_slots_reference(mask, slots), listed)
   np.testing.assert_array_equal(named, mask)
   least = np.where(mask, scores, np.inf).min(axis=-1)
   # What is not normal may be taken for zero.
-  np.testing.assert_allclose(found, least, rtol=0, atol=1e-37)
+  np.testing.assert_allclose(actual, least, rtol=0, atol=1e-37)
 
 
 def test_a_list_longer_than_the_row_is_filled_up():
-  found = largest(jnp.asarray([2.0, 1.0, 3.0]), jnp.asarray(2), 5)
-  np.testing.assert_array_equal(found, [0, 2, -1, -1, -1])
+  actual = largest(jnp.asarray([2.0, 1.0, 3.0]), jnp.asarray(2), 5)
+  np.testing.assert_array_equal(actual, [0, 2, -1, -1, -1])
 
 
 def per_head(scores, counts):
@@ -172,9 +172,9 @@ def test_devices_of_a_mesh_select_from_their_shares():
   )
   mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2)
   with on("tpu"), jax.set_mesh(mesh):
-    found = jax.jit(functools.partial(largest, size=60))(scores, counts)
-  assert {x.data.shape for x in found.addressable_shards} == {(1, 3, 60)}
-  np.testing.assert_array_equal(found, largest_reference(scores, counts, 60))
+    actual = jax.jit(functools.partial(largest, size=60))(scores, counts)
+  assert {x.data.shape for x in actual.addressable_shards} == {(1, 3, 60)}
+  np.testing.assert_array_equal(actual, largest_reference(scores, counts, 60))
 
 
 def test_rows_too_long_for_vmem_are_declined():
@@ -190,6 +190,6 @@ def test_rows_too_long_for_vmem_are_declined():
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_specs_are_of_their_shapes(spec):
   with kernels.use("pallas", "tpu"):
-    found = jax.eval_shape(spec.run, *spec.shapes)
+    actual = jax.eval_shape(spec.run, *spec.shapes)
   read = sum(x.size * x.dtype.itemsize for x in spec.shapes)
-  assert spec.ideal_bytes == read + found.size * 4
+  assert spec.ideal_bytes == read + actual.size * 4

@@ -124,16 +124,16 @@ def assert_right(case, sketch, leverage_rows):
 
   @jax.jit
   def run(keys, valid, factor, whitener):
-    found = sketch(keys, valid, factor, chunk, center)
-    lengths = leverage_rows(found, whitener, valid, chunk)
-    return found.rows(valid, chunk), found.gram, lengths
+    actual = sketch(keys, valid, factor, chunk, center)
+    lengths = leverage_rows(actual, whitener, valid, chunk)
+    return actual.rows(valid, chunk), actual.gram, lengths
 
-  found = jax.tree.map(np.asarray, run(keys, valid, factor, whitener))
+  actual = jax.tree.map(np.asarray, run(keys, valid, factor, whitener))
   expected = by_hand(keys, valid, factor, chunk, center, whitener)
-  for ours, theirs in zip(found, expected, strict=True):
+  for ours, theirs in zip(actual, expected, strict=True):
     assert_close(ours, theirs)
-  assert not np.any(found[1][1, 0])
-  assert not np.any(np.where(valid, 0.0, found[2]))
+  assert not np.any(actual[1][1, 0])
+  assert not np.any(np.where(valid, 0.0, actual[2]))
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -171,8 +171,8 @@ def test_a_mean_of_a_hundred_spreads_does_not_drown_them(platform):
 
   @jax.jit
   def run(keys):
-    found = sketch(keys, valid, factor, 0, center=True)
-    return found.rows(valid, 0), found.gram
+    actual = sketch(keys, valid, factor, 0, center=True)
+    return actual.rows(valid, 0), actual.gram
 
   with on(platform):
     rows, gram = map(np.asarray, run(jnp.asarray(keys)))
@@ -212,8 +212,8 @@ def test_kernels_decline_what_they_do_not_serve(
   with on(platform), pytest.raises(NotImplementedError, match=r"GPU|TPU"):
     jax.eval_shape(run, keys, valid, factor)
   with kernels.use(platform=platform):
-    found = jax.eval_shape(run, keys, valid, factor)
-  assert found.gram.shape == (B, K, 1, columns, columns)
+    actual = jax.eval_shape(run, keys, valid, factor)
+  assert actual.gram.shape == (B, K, 1, columns, columns)
 
 
 def test_pieces_add_up():

@@ -1,1 +1,1 @@
-"""What papers measure beside benchmarks, each by a small function."""
+"""Analyses of papers that are not benchmarks, one small function each."""

@@ -1,4 +1,4 @@
-"""E1.9 (a), (b): how deviating tokens lie, and what attention they get."""
+"""E1.9 (a), (b): similarity and attention of tokens by their deviation."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,13 +18,13 @@ from kvjax.methods.heads import window_mass
 
 _BETAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 _REACH = 5
-# The queries whose attention counts, and first tokens that do not.
-_ASKING, _SINKS = 10, 5
+# Number of last queries whose attention counts, and of ignored first tokens.
+_QUERIES, _SINKS = 10, 5
 _DECILES = 10
 
 
 class _Head(NamedTuple):
-  """One KV head: of every token but the last, its key, deviation and mass."""
+  """Keys, deviations and masses of a KV head, without the last tokens."""
 
   units: Float[np.ndarray, "T D"]
   deviation: Float[np.ndarray, " T"]
@@ -32,7 +32,7 @@ class _Head(NamedTuple):
 
 
 def measure(subject: Subject) -> Findings:
-  """Gamma by beta over all heads, and attention by decile in each layer."""
+  """Measures gamma by beta over heads, and attention by decile per layer."""
   layers: list[list[_Head]] = []
   for row in subject.rows:
     for number, heads in enumerate(_heads(subject, row)):
@@ -53,48 +53,48 @@ def measure(subject: Subject) -> Findings:
 def likeness(
   units: Float[np.ndarray, "T D"], chosen: Bool[np.ndarray, " T"]
 ) -> tuple[float, float]:
-  """Mean cosine among the chosen keys, and of these with the others.
+  """Computes mean cosines among the chosen keys, and with the other keys.
 
-  NaN where there are fewer than two, or no others.
+  The result is NaN if fewer than two keys are chosen, or all of them.
   """
   inside, outside = units[chosen].sum(axis=0), units[~chosen].sum(axis=0)
-  many, others = int(chosen.sum()), int((~chosen).sum())
-  if many < 2 or not others:
+  count, other_count = int(chosen.sum()), int((~chosen).sum())
+  if count < 2 or not other_count:
     return float("nan"), float("nan")
-  # A key's cosine with itself, 1 unless it is zero, does not count.
+  # Exclude a key's cosine with itself, which is 1 unless the key is zero.
   itself = (units[chosen] ** 2).sum()
-  among = (inside @ inside - itself) / (many * (many - 1))
-  return float(among), float(inside @ outside / (many * others))
+  among = (inside @ inside - itself) / (count * (count - 1))
+  return float(among), float(inside @ outside / (count * other_count))
 
 
 def by_decile(
   order: Float[np.ndarray, " T"], mass: Float[np.ndarray, " T"]
 ) -> Float[np.ndarray, " 10"]:
-  """Shares of the mass of each tenth of the tokens, the highest order last."""
+  """Computes the share of mass of each decile of tokens, the highest last."""
   tenths = np.array_split(mass[np.argsort(order, kind="stable")], _DECILES)
   return np.array([part.sum() for part in tenths]) / mass.sum()
 
 
 def _heads(subject: Subject, row: Sequence[int]) -> list[list[_Head]]:
-  found = []
-  for seen in activations(subject.lm.model, subject.lm.params, row):
-    last = seen.keys.shape[2] - _ASKING
-    parts = [np.asarray(part, np.float64) for part in _looked_at(seen)]
+  layers = []
+  for layer in activations(subject.lm.model, subject.lm.params, row):
+    last = layer.keys.shape[2] - _QUERIES
+    parts = [np.asarray(part, np.float64) for part in _statistics_of(layer)]
     heads = zip(*parts, strict=True)
-    found.append([_Head(*(part[:last] for part in head)) for head in heads])
-  return found
+    layers.append([_Head(*(part[:last] for part in head)) for head in heads])
+  return layers
 
 
 @jax.jit
-def _looked_at(
-  seen: Activations,
+def _statistics_of(
+  layer: Activations,
 ) -> tuple[Float[Array, "K T D"], Float[Array, "K T"], Float[Array, "K T"]]:
-  """Unit keys, deviations and masses of the first row's KV heads."""
-  keys = seen.keys[0].astype("float32")
+  """Computes unit keys, deviations and masses of the first row's heads."""
+  keys = layer.keys[0].astype("float32")
   length = keys.shape[1]
-  prefix = jnp.arange(length) < length - _ASKING
-  deviations = [deviation(own, prefix, _REACH, True) for own in keys]
-  mass = window_mass(LayerCache.of(seen), seen, _ASKING)[0]
+  prefix = jnp.arange(length) < length - _QUERIES
+  deviations = [deviation(of_head, prefix, _REACH, True) for of_head in keys]
+  mass = window_mass(LayerCache.of(layer), layer, _QUERIES)[0]
   return unit(keys), jnp.stack(deviations), jnp.sum(mass, axis=1)
 
 
@@ -104,14 +104,15 @@ def _by_beta(layers: list[list[_Head]], title: str) -> Table:
   for beta in _BETAS:
     chosen = [head.deviation > beta for head in heads]
     pairs = [
-      likeness(head.units, own) for head, own in zip(heads, chosen, strict=True)
+      likeness(head.units, mask)
+      for head, mask in zip(heads, chosen, strict=True)
     ]
     known = np.array([pair for pair in pairs if np.isfinite(pair).all()])
     among, between = known.mean(axis=0) if len(known) else (np.nan, np.nan)
     lines.append(
       [
         f"{beta:g}",
-        f"{100 * np.mean([own.mean() for own in chosen]):.1f} %",
+        f"{100 * np.mean([mask.mean() for mask in chosen]):.1f} %",
         f"{among:.3f}",
         f"{between:.3f}",
         f"{among / between:.2f}",

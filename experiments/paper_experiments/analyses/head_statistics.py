@@ -1,4 +1,4 @@
-"""E2.8: how keys, their mean and the attention they get hang together."""
+"""E2.8: correlation of keys, their mean, and the attention they receive."""
 
 import functools
 from typing import NamedTuple
@@ -18,13 +18,13 @@ from kvjax.kernels.attention_mass import causal_mass
 
 
 class Statistics(NamedTuple):
-  """Of every query head of a layer.
+  """Statistics of every query head of a layer.
 
   Attributes:
-    correlation: over keys, of the cosine with the mean key and the mean
-      attention received from the queries that see the key.
+    correlation: correlation over keys of the cosine with the mean key and the
+      mean attention from the queries after the key.
     apart: cosine of mean key and mean query.
-    variation: standard deviation of the norms of keys over their mean.
+    variation: standard deviation of the norms of keys, relative to their mean.
   """
 
   correlation: Float[Array, "B N"]
@@ -33,17 +33,17 @@ class Statistics(NamedTuple):
 
 
 def measure(subject: Subject) -> Findings:
-  """A line per layer, means over heads and prompts."""
-  found = []
+  """Measures a line per layer, with means over heads and prompts."""
+  rows = []
   for row in subject.rows:
-    seen = activations(subject.lm.model, subject.lm.params, row)
-    found.append([statistics(layer) for layer in seen])
+    layer_activations = activations(subject.lm.model, subject.lm.params, row)
+    rows.append([statistics(layer) for layer in layer_activations])
   lines = []
-  for layer in range(len(found[0])):
-    own = [
-      np.stack(x) for x in zip(*(row[layer] for row in found), strict=True)
+  for layer in range(len(rows[0])):
+    values = [
+      np.stack(x) for x in zip(*(row[layer] for row in rows), strict=True)
     ]
-    correlation, apart, variation = own
+    correlation, apart, variation = values
     lines.append(
       [
         str(layer),
@@ -66,17 +66,22 @@ def measure(subject: Subject) -> Findings:
 
 
 @jax.jit
-def statistics(seen: Activations) -> Statistics:
-  """See `Statistics`; in float32."""
-  cache = LayerCache.of(seen)
-  group = seen.queries.shape[1] // seen.keys.shape[1]
-  length = seen.keys.shape[2]
-  mass = causal_mass(seen.queries, seen.keys, seen.positions, cache.positions)
+def statistics(layer_activations: Activations) -> Statistics:
+  """Computes the statistics of a layer in float32."""
+  cache = LayerCache.of(layer_activations)
+  group = layer_activations.queries.shape[1] // layer_activations.keys.shape[1]
+  length = layer_activations.keys.shape[2]
+  mass = causal_mass(
+    layer_activations.queries,
+    layer_activations.keys,
+    layer_activations.positions,
+    cache.positions,
+  )
   seen_by = length - jnp.arange(length, dtype=jnp.int32)
   attention = mass / seen_by.astype(jnp.float32)[None, None]
-  keys = jnp.repeat(seen.keys.astype(jnp.float32), group, axis=1)
+  keys = jnp.repeat(layer_activations.keys.astype(jnp.float32), group, axis=1)
   mean_key = jnp.mean(keys, axis=2)
-  mean_query = jnp.mean(seen.queries.astype(jnp.float32), axis=2)
+  mean_query = jnp.mean(layer_activations.queries.astype(jnp.float32), axis=2)
   alike = jnp.einsum("bntd,bnd->bnt", unit(keys), unit(mean_key))
   norms = jnp.linalg.norm(keys, axis=-1)
   return Statistics(
@@ -89,6 +94,6 @@ def statistics(seen: Activations) -> Statistics:
 def _correlation(
   x: Float[Array, "*B T"], y: Float[Array, "*B T"]
 ) -> Float[Array, "*B"]:
-  """Pearson's; 0 where either does not vary."""
+  """Computes Pearson's correlation; 0 if either side is constant."""
   center = functools.partial(jnp.mean, axis=-1, keepdims=True)
   return jnp.sum(unit(x - center(x)) * unit(y - center(y)), axis=-1)

@@ -1,4 +1,4 @@
-"""E3.8: how long scorers take in one layer of Llama-3.1-8B."""
+"""E3.8: latency of scorers in one layer of Llama-3.1-8B."""
 
 from collections.abc import Callable
 
@@ -17,16 +17,16 @@ from kvjax.methods.leverage import draw_factors, leverage
 from kvjax.testing import random_activations
 
 _HEADS, _KV_HEADS, _DIM, _SKETCH = 32, 8, 128, 64
-_YARDSTICK = "SnapKV"
+_BASELINE = "SnapKV"
 
 _Scorer = Callable[[LayerCache, Activations], PyTree[Array]]
 
 
 def scorers(subject: Subject) -> Findings:
-  """Median milliseconds, and how many times those of SnapKV they are."""
+  """Measures median milliseconds, and ratios to SnapKV."""
   lines = []
   for length in subject.lengths:
-    seen = random_activations(
+    activations = random_activations(
       subject.seed,
       [length],
       length,
@@ -35,39 +35,44 @@ def scorers(subject: Subject) -> Findings:
       head_dim=_DIM,
       dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
     )
-    cache = LayerCache.of(seen)
+    cache = LayerCache.of(activations)
     seconds = {
-      name: _seconds(scorer, cache, seen) for name, scorer in _SCORERS.items()
+      name: _seconds(scorer, cache, activations)
+      for name, scorer in _SCORERS.items()
     }
     lines += [
       [
         f"{length:,}",
         name,
-        f"{1000 * own:.1f}",
-        f"{own / seconds[_YARDSTICK]:.2f}",
+        f"{1000 * median:.1f}",
+        f"{median / seconds[_BASELINE]:.2f}",
       ]
-      for name, own in seconds.items()
+      for name, median in seconds.items()
     ]
   title = f"{_HEADS} query heads, {_KV_HEADS} KV heads, D = {_DIM}, batch 1"
-  header = ["tokens", "scorer", "ms", f"× {_YARDSTICK}"]
+  header = ["tokens", "scorer", "ms", f"× {_BASELINE}"]
   return Findings([Table(title, header, lines, names=2)])
 
 
-def _seconds(scorer: _Scorer, cache: LayerCache, seen: Activations) -> float:
+def _seconds(
+  scorer: _Scorer, cache: LayerCache, activations: Activations
+) -> float:
   compiled = jax.jit(scorer)
-  return median_seconds(lambda: compiled(cache, seen))
+  return median_seconds(lambda: compiled(cache, activations))
 
 
 def _method(name: str) -> _Scorer:
   method, layer = kvjax.get_method(name), jnp.zeros((), jnp.int32)
-  return lambda cache, seen: method.evaluate(layer, cache, seen)
+  return lambda cache, activations: method.evaluate(layer, cache, activations)
 
 
-def _leverage(cache: LayerCache, seen: Activations) -> PyTree[Array]:
+def _leverage(cache: LayerCache, activations: Activations) -> PyTree[Array]:
   key = jax.random.key(0)
   factors = draw_factors("gaussian", key, _KV_HEADS, _DIM, _SKETCH)
-  assert seen.keys_unrotated is not None
-  return leverage(seen.keys_unrotated, cache.valid, factors, "svd", False)
+  assert activations.keys_unrotated is not None
+  return leverage(
+    activations.keys_unrotated, cache.valid, factors, "svd", False
+  )
 
 
 _SCORERS: dict[str, _Scorer] = {
@@ -75,5 +80,5 @@ _SCORERS: dict[str, _Scorer] = {
   "Compactor without a": _leverage,
   "SnapKV": _method("snapkv.compactor"),
   "H2O": _method("h2o.compactor"),
-  "dense attention": lambda _, seen: attend_to_prompt(seen),
+  "dense attention": lambda _, activations: attend_to_prompt(activations),
 }

@@ -1,4 +1,4 @@
-"""What the layers of a model see of a prompt."""
+"""Collects the activations of a model's layers for a prompt."""
 
 import functools
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from kvjax.model import Model
 def activations(
   model: Model, params: PyTree, tokens: Sequence[int]
 ) -> tuple[Activations, ...]:
-  """Queries, keys and values of every layer, and no more, for one prompt.
+  """Computes queries, keys and values of every layer for one prompt.
 
   Args:
-    model: the functions.
-    params: the weights.
-    tokens: of the prompt.
+    model: the model.
+    params: its weights.
+    tokens: tokens of the prompt.
   """
   return _activations(model, params, jnp.asarray([tokens], jnp.int32))
 
@@ -30,11 +30,11 @@ def _activations(
   model: Model, params: PyTree, tokens: Int[Array, "B S"]
 ) -> tuple[Activations, ...]:
   def attend(
-    layer: int, state: None, seen: Activations
+    layer: int, state: None, layer_activations: Activations
   ) -> tuple[Float[Array, "B N S D"], Activations]:
     del layer, state
-    # The others would be computed for nothing.
-    return attend_to_prompt(seen), seen.only(())
+    # Drop optional activations, so that they are not computed.
+    return attend_to_prompt(layer_activations), layer_activations.only(())
 
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(index[None], tokens.shape)

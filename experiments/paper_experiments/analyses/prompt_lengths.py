@@ -1,4 +1,4 @@
-"""E2.9: how long prompts are, and what budgets keep of them."""
+"""E2.9: prompt lengths, and the share that budgets keep."""
 
 import statistics
 
@@ -9,7 +9,7 @@ _BUDGETS = {"2K": 2048, "4K": 4096, "6K": 6144, "8K": 8192}
 
 
 def measure(subject: Subject) -> Findings:
-  """Mean tokens per task, and the mean of min(1, N / tokens)."""
+  """Measures mean tokens per task, and the mean of min(1, N / tokens)."""
   divisor = 1 if subject.scale == "paper" else 8
   budgets = [count // divisor for count in _BUDGETS.values()]
   groups = {**subject.prompts, "all": subject.rows}

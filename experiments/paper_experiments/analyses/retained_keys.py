@@ -1,4 +1,4 @@
-"""E2.6 and E2.7: how far apart the keys lie that methods retain."""
+"""E2.6 and E2.7: diversity of the keys that methods retain."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ _METHODS = {
   "KeyDiff": "keydiff",
 }
 _OURS = "KeyDiff"
-# Budget and block of the paper, and of prompts an eighth as long.
+# Budget and block size of the paper, and those for prompts an eighth as long.
 _SIZES = {"paper": (2048, 128), "small": (256, 16)}
 _RIDGE = 1e-6
 
@@ -33,18 +33,18 @@ _Heads = Mapping[tuple[int, int], Float[np.ndarray, "T D"]]
 
 
 def determinants(subject: Subject) -> Findings:
-  """Log det of the cosines of retained keys, over layers, heads and prompts."""
-  found: dict[str, list[dict[tuple[int, int], float]]] = {}
+  """Measures log det of retained keys' cosines over layers, heads, prompts."""
+  by_method: dict[str, list[dict[tuple[int, int], float]]] = {}
   for row in subject.rows:
     for name, heads in _retained(subject, row).items():
-      own = {place: log_determinant(keys) for place, keys in heads.items()}
-      found.setdefault(name, []).append(own)
+      log_dets = {place: log_determinant(keys) for place, keys in heads.items()}
+      by_method.setdefault(name, []).append(log_dets)
   lines = []
-  for name, rows in found.items():
+  for name, rows in by_method.items():
     values = [value for row in rows for value in row.values()]
     below = [
       row[place] < best[place]
-      for row, best in zip(rows, found[_OURS], strict=True)
+      for row, best in zip(rows, by_method[_OURS], strict=True)
       for place in row
     ]
     lines.append(
@@ -72,13 +72,13 @@ def determinants(subject: Subject) -> Findings:
 
 
 def components(subject: Subject) -> Findings:
-  """Retained keys in the plane of the first two components of all keys."""
+  """Projects retained keys to the first two components of all keys."""
   row = subject.rows[0]
   geometry = subject.lm.model.geometry
   layer = geometry.num_layers // 2
   kv_heads = geometry.layers[layer].kv_heads
-  whole = kvjax.get_plan("full", kvjax.Retention(1.0))
-  everything = _keys(subject, row, whole)
+  full = kvjax.get_plan("full", kvjax.Retention(1.0))
+  everything = _keys(subject, row, full)
   retained = _retained(subject, row)
   lines = []
   for name, heads in retained.items():
@@ -89,9 +89,9 @@ def components(subject: Subject) -> Findings:
     lines.append([name, *(f"{share:.2f}" for share in shares)])
   names = [f"KV head {head}" for head in range(kv_heads)]
   title = f"spread of retained keys over that of all keys, layer {layer}"
-  picture = _drawn(
+  picture = _draw(
     everything[layer, 0],
-    {name: own[layer, 0] for name, own in retained.items()},
+    {name: heads[layer, 0] for name, heads in retained.items()},
   )
   return Findings(
     [Table(title, ["method", *names], lines)],
@@ -105,35 +105,37 @@ def components(subject: Subject) -> Findings:
 
 
 def log_determinant(keys: Float[np.ndarray, "T D"]) -> float:
-  """Log det(U U^T + 1e-6 I) of the unit keys U, from the D x D matrix."""
+  """Computes log det(U U^T + 1e-6 I) of unit keys U, from a D x D matrix."""
   norms = np.linalg.norm(keys, axis=1, keepdims=True)
   units = keys / np.maximum(norms, 1e-12)
   count, dim = units.shape
   gram = units.T @ units + _RIDGE * np.eye(dim)
-  # det(I + A B) = det(I + B A), with the ridge drawn out of both.
+  # det(I + A B) = det(I + B A), after factoring out the ridge.
   return float(np.linalg.slogdet(gram)[1] + (count - dim) * math.log(_RIDGE))
 
 
 def spread(
   everything: Float[np.ndarray, "T D"], retained: Float[np.ndarray, "M D"]
 ) -> float:
-  """Mean square in the plane of `plane`, over that of all keys."""
+  """Computes the mean square in the plane, relative to that of all keys."""
   mean, axes = plane(everything)
-  own = ((retained - mean) @ axes.T) ** 2
-  every = ((everything - mean) @ axes.T) ** 2
-  return float(own.sum(axis=1).mean() / every.sum(axis=1).mean())
+  retained_squares = ((retained - mean) @ axes.T) ** 2
+  all_squares = ((everything - mean) @ axes.T) ** 2
+  return float(
+    retained_squares.sum(axis=1).mean() / all_squares.sum(axis=1).mean()
+  )
 
 
 def plane(
   keys: Float[np.ndarray, "T D"],
 ) -> tuple[Float[np.ndarray, " D"], Float[np.ndarray, "2 D"]]:
-  """The mean of keys, and their first two principal components."""
+  """Computes the mean of keys and their first two principal components."""
   mean = keys.mean(axis=0)
   return mean, np.linalg.svd(keys - mean, full_matrices=False)[2][:2]
 
 
 def _retained(subject: Subject, row: Sequence[int]) -> dict[str, _Heads]:
-  """What each method retains of a prompt that it reads in blocks."""
+  """Computes the keys that each method retains with block-wise prefill."""
   budget, block = _SIZES[subject.scale]
   schedule = kvjax.Schedule(block=block)
   return {
@@ -147,23 +149,23 @@ def _retained(subject: Subject, row: Sequence[int]) -> dict[str, _Heads]:
 def _keys(subject: Subject, row: Sequence[int], plan: kvjax.Plan) -> _Heads:
   prompts = kvjax.Prompts.of([row])
   cache, _ = kvjax.prefill(subject.lm.model, subject.lm.params, prompts, plan)
-  found = {}
+  by_head = {}
   for number, layer in enumerate(cache.layers):
     assert isinstance(layer, LayerCache)
     keys, valid = (
       np.asarray(layer.keys[0], np.float64),
       np.asarray(layer.valid[0]),
     )
-    for head, own in enumerate(keys):
-      found[number, head] = own[valid[head]]
-  return found
+    for head, head_keys in enumerate(keys):
+      by_head[number, head] = head_keys[valid[head]]
+  return by_head
 
 
-def _drawn(
+def _draw(
   everything: Float[np.ndarray, "T D"],
   retained: Mapping[str, Float[np.ndarray, "M D"]],
 ) -> Figure:
-  """A panel per method: all keys in grey, the retained ones in color."""
+  """Plots a panel per method: all keys in gray, retained ones in color."""
   mean, axes = plane(everything)
   figure = Figure(figsize=(9, 6.2), layout="constrained")
   FigureCanvasAgg(figure)

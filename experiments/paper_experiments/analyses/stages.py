@@ -1,4 +1,4 @@
-"""E1.8: how long the stages of ProtoKV take, by number of prototypes."""
+"""E1.8: latency of ProtoKV's stages by number of prototypes."""
 
 from collections.abc import Callable
 
@@ -23,27 +23,27 @@ _GROUP, _DIM = 4, 128
 
 
 def measure(subject: Subject) -> Findings:
-  """Milliseconds of each stage, and of whole scorers, for one KV head."""
+  """Measures milliseconds of each stage and of full scorers, for a KV head."""
   (length,) = subject.lengths
-  seen = random_activations(
+  activations = random_activations(
     subject.seed, [length], length, heads=_GROUP, kv_heads=1, head_dim=_DIM
   )
-  cache = LayerCache.of(seen)
+  cache = LayerCache.of(activations)
   columns = {
-    count: _stages(seen, count) | {"ProtoKV": _scorer("protokv", count)}
+    count: _stages(activations, count) | {"ProtoKV": _scorer("protokv", count)}
     for count in _PROTOTYPES
   }
   names = list(columns[_PROTOTYPES[0]])
-  found = {
+  lines_by_name = {
     name: [
-      f"{1000 * _seconds(columns[count][name], cache, seen):.1f}"
+      f"{1000 * _seconds(columns[count][name], cache, activations):.1f}"
       for count in _PROTOTYPES
     ]
     for name in names
   }
   snapkv = kvjax.get_method("snapkv.factory")
-  alone = f"{1000 * _seconds(_evaluated(snapkv), cache, seen):.1f}"
-  lines = [[name, *times] for name, times in found.items()]
+  alone = f"{1000 * _seconds(_evaluated(snapkv), cache, activations):.1f}"
+  lines = [[name, *times] for name, times in lines_by_name.items()]
   lines.append(["SnapKV", *[alone] * len(_PROTOTYPES)])
   header = ["ms of a KV head", *(f"P_tot = {count}" for count in _PROTOTYPES)]
   return Findings(
@@ -63,29 +63,31 @@ _Centers = tuple[Float[Array, "P D"], Bool[Array, " P"]]
 _Timed = Callable[[LayerCache, Activations], PyTree[Array]]
 
 
-def _seconds(stage: _Timed, cache: LayerCache, seen: Activations) -> float:
+def _seconds(
+  stage: _Timed, cache: LayerCache, activations: Activations
+) -> float:
   compiled = jax.jit(stage)
-  return median_seconds(lambda: compiled(cache, seen))
+  return median_seconds(lambda: compiled(cache, activations))
 
 
 def _evaluated(method: Method) -> _Timed:
   layer = jnp.zeros((), jnp.int32)
-  return lambda cache, seen: method.evaluate(layer, cache, seen)
+  return lambda cache, activations: method.evaluate(layer, cache, activations)
 
 
 def _scorer(name: str, count: int) -> _Timed:
   return _evaluated(kvjax.get_method(f"{name}:prototypes={count}"))
 
 
-def _stages(seen: Activations, count: int) -> dict[str, _Timed]:
-  """The stages of one head's scoring; each is given what comes before it."""
-  keys = seen.keys[0, 0]
+def _stages(activations: Activations, count: int) -> dict[str, _Timed]:
+  """Returns the stages of scoring a head, each with precomputed inputs."""
+  keys = activations.keys[0, 0]
   length = len(keys)
   prefix = jnp.arange(length) < length - 8
   rng = jax.random.key(0)
   slots = jnp.arange(32, dtype=jnp.int32)
   centers, cluster = jax.jit(_clusters, static_argnums=2)(keys, prefix, count)
-  own = keys @ keys[-1]
+  products = keys @ keys[-1]
   valid = jnp.ones(len(slots), bool)
 
   def keys_of(cache: LayerCache) -> Array:
@@ -104,9 +106,11 @@ def _stages(seen: Activations, count: int) -> dict[str, _Timed]:
     "assignment": lambda cache, _: proto.nearest(keys_of(cache), *centers),
     "worth and order": lambda cache, _: ranked(
       cluster,
-      cluster_worth(own + keys_of(cache)[:, 0], cluster, prefix, count, False),
+      cluster_worth(
+        products + keys_of(cache)[:, 0], cluster, prefix, count, False
+      ),
       prefix,
-      own,
+      products,
     ),
     "K-means, 10 iterations": lambda cache, _: proto.kmeans(
       keys_of(cache), prefix, rng, count, 10
@@ -117,7 +121,7 @@ def _stages(seen: Activations, count: int) -> dict[str, _Timed]:
 def _centers(
   keys: Float[Array, "T D"], prefix: Bool[Array, " T"], count: int
 ) -> _Centers:
-  """Prototypes of chunks, all but four."""
+  """Computes the prototypes of chunks, all but four."""
   chunk = proto.chunks(prefix, jnp.asarray(count - 4), "balanced")
   return proto.prototypes(keys, chunk, count)
 
@@ -125,6 +129,6 @@ def _centers(
 def _clusters(
   keys: Float[Array, "T D"], prefix: Bool[Array, " T"], count: int
 ) -> tuple[_Centers, Int[Array, " T"]]:
-  """The same, and the nearest to every key."""
+  """Computes prototypes and the nearest one of every key."""
   centers = _centers(keys, prefix, count)
   return centers, proto.nearest(keys, *centers)

@@ -1,4 +1,4 @@
-"""E4.5: how many tokens are decoded in a second, by batch."""
+"""E4.5: decoding throughput by batch size."""
 
 import time
 
@@ -16,7 +16,7 @@ _FULL = "full"
 
 
 def measure(subject: Subject) -> Findings:
-  """Tokens per second of dense attention and CTkvr, whose ratio counts."""
+  """Measures tokens per second of dense attention and CTkvr, and the ratio."""
   reads = kvjax.Tokens(512 if subject.scale == "paper" else 32)
   plans = {
     _FULL: kvjax.get_plan(_FULL, kvjax.Retention(1.0)),
@@ -55,7 +55,7 @@ def measure(subject: Subject) -> Findings:
 def _seconds(
   lm: Pretrained, cache: kvjax.Cache, logits: Float[Array, "B V"]
 ) -> float:
-  """The least time of some decodings, after one that compiles."""
+  """Measures the minimum time of several decodings, after compilation."""
   decoding = kvjax.Decoding(_STEPS)
   seconds = []
   for _ in range(1 + _ROUNDS):

@@ -1,4 +1,4 @@
-"""How long something takes."""
+"""Timing helpers."""
 
 import statistics
 import time
@@ -9,11 +9,11 @@ from jaxtyping import Array, PyTree
 
 
 def median_seconds(run: Callable[[], PyTree[Array]], rounds: int = 5) -> float:
-  """Median wall time of some calls, after one that compiles.
+  """Measures the median wall time of calls, after one that compiles.
 
   Args:
-    run: what is timed, till its results are there.
-    rounds: how many calls.
+    run: the function to time, until its results are ready.
+    rounds: number of calls.
   """
   jax.block_until_ready(run())
   seconds = []
