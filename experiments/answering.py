@@ -138,24 +138,24 @@ class _TokenCounts(NamedTuple):
   """Token counts of each row of a cache.
 
   Attributes:
-    seen: tokens processed so far.
+    tokens: tokens processed so far.
     kept: tokens in the cache, mean over layers and KV heads.
     read: tokens that the next token attends to, likewise.
   """
 
-  seen: Int[np.ndarray, " R"]
+  tokens: Int[np.ndarray, " R"]
   kept: Float[np.ndarray, " R"]
   read: Float[np.ndarray, " R"]
 
   @classmethod
   def of(cls, cache: kvjax.Cache) -> "_TokenCounts":
-    seen, kept, read = jax.device_get(
+    tokens, kept, read = jax.device_get(
       (cache.next_positions, cache.lengths, cache.reads)
     )
     kept, read = (
-      np.mean(tokens, axis=(0, 2), dtype=np.float64) for tokens in (kept, read)
+      np.mean(counts, axis=(0, 2), dtype=np.float64) for counts in (kept, read)
     )
-    return cls(seen, kept, read)
+    return cls(tokens, kept, read)
 
 
 class Reply(NamedTuple):
@@ -278,8 +278,8 @@ def replies(
           candidates[index],
           row,
           turn,
-          seen := int(counts.seen[place + row]),
-          candidates[index].retention(seen)
+          tokens := int(counts.tokens[place + row]),
+          candidates[index].retention(tokens)
           if (calibrated := prefilled[index].retentions) is None
           else float(calibrated[row]),
           float(counts.kept[place + row]),

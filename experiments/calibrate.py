@@ -134,7 +134,7 @@ def main() -> None:
   """Checks all flags, then measures, fits, tests and evaluates."""
   began = time.monotonic()
   folder = pathlib.Path(_OUTPUT.value)
-  chosen, asked = _chosen(), _asked()
+  chosen, qualities = _chosen(), _qualities()
   check_tau(_TAU.value)
   texts = _texts()
   choice = ruler.choose(_TASKS.value, texts)
@@ -147,13 +147,13 @@ def main() -> None:
     measuring.check(lm, chosen, samples)
     measured = run.measure("triples.jsonl", chosen, samples, 0)
     fitted = fits.fit(chosen, measured, settings.weights)
-    automatic = [method.automatic(q) for method in fitted for q in asked]
-    others = run.samples(_SAMPLES.value, 1)
-    tried = run.measure("tried.jsonl", automatic, others, 1)
-    fitted = fits.add_promises(fitted, asked, tried)
+    automatic = [method.automatic(q) for method in fitted for q in qualities]
+    new_samples = run.samples(_SAMPLES.value, 1)
+    tried = run.measure("tried.jsonl", automatic, new_samples, 1)
+    fitted = fits.add_promises(fitted, qualities, tried)
     automatic = [method.automatic(_TAU.value) for method in fitted]
-    others = run.samples(_HELD_OUT.value, 2)
-    held_out = run.measure("held_out.jsonl", automatic, others, 2)
+    new_samples = run.samples(_HELD_OUT.value, 2)
+    held_out = run.measure("held_out.jsonl", automatic, new_samples, 2)
   fitted = [
     dataclasses.replace(
       method, held_out=[m for m in held_out if m.method == method.name]
@@ -262,22 +262,22 @@ def _chosen() -> list[Candidate]:
   return chosen
 
 
-def _asked() -> list[float]:
+def _qualities() -> list[float]:
   """Parses --asked, ascending.
 
   Raises:
-    InputError: they are no numbers between 0 and 1.
+    InputError: a value is not between 0 and 1.
   """
   try:
-    asked = sorted({float(text) for text in _ASKED.value})
+    qualities = sorted({float(text) for text in _ASKED.value})
   except ValueError:
-    asked = []
-  if not asked or not all(0 < quality < 1 for quality in asked):
+    qualities = []
+  if not qualities or not all(0 < quality < 1 for quality in qualities):
     raise InputError(
       "--asked takes numbers between 0 and 1, such as 0.9,0.95; "
       f"{','.join(_ASKED.value)!r} is not that."
     )
-  return asked
+  return qualities
 
 
 def _texts() -> ruler.Texts:

@@ -50,15 +50,15 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
   app.run(guarded, flags_parser=_parse)
 
 
-def refuse_together(one: str, others: Sequence[str], reason: str) -> None:
+def refuse_together(one: str, excluded: Sequence[str], reason: str) -> None:
   """Rejects flags that another given flag makes meaningless.
 
   Raises:
-    InputError: flag `one` and at least one of `others` were given.
+    InputError: flag `one` and at least one of `excluded` were given.
   """
   if not flags.FLAGS[one].present:
     return
-  for other in others:
+  for other in excluded:
     if flags.FLAGS[other].present:
       raise InputError(f"--{one} and --{other} do not go together: {reason}.")
 

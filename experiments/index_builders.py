@@ -198,8 +198,8 @@ def recall(
     is_candidate = jnp.zeros(size + 1, bool).at[place].set(True)[:size]
     known = Store(store.keys, store.valid & is_candidate)
     exact, _ = Flat().retrieve(None, queries, store, reads)
-    found, _ = Flat().retrieve(None, queries, known, reads)
-    hits = jnp.isin(exact.slots, found.slots)
+    retrieved, _ = Flat().retrieve(None, queries, known, reads)
+    hits = jnp.isin(exact.slots, retrieved.slots)
     return jnp.mean(hits.astype(jnp.float32))
 
   return jnp.mean(jax.vmap(of_token)(workload.queries, candidates))
@@ -276,10 +276,10 @@ def _retrieve(
 ) -> Int[Array, "J X"]:
   """Retrieves keys by a retrieval method for each token, `most` per list."""
   reads = Reads(jnp.asarray(most, jnp.int32), most)
-  found, _ = jax.vmap(retrieval.retrieve, (None, 0, None, None))(
+  result, _ = jax.vmap(retrieval.retrieve, (None, 0, None, None))(
     index, workload.queries, workload.store, reads
   )
-  return found.slots.reshape(len(workload.queries), -1)
+  return result.slots.reshape(len(workload.queries), -1)
 
 
 def _search(workload: Workload, index: Any) -> Int[Array, "J X"]:

@@ -39,7 +39,7 @@ class _State(NamedTuple):
   """A layer's full cache, its caches with indexes, and sums so far."""
 
   full: Layer | None
-  others: tuple[Layer | None, ...]
+  sparse: tuple[Layer | None, ...]
   sums: tuple[Quality, ...]
   queries: Float[Array, "B N D"]
   cosine: Float[Array, ""]
@@ -89,7 +89,7 @@ def _decode(
   *,
   steps: int,
 ) -> tuple[list[tuple[Quality, ...]], list[Float[Array, ""]]]:
-  full, *others = [
+  full, *sparse = [
     cache.grown([s.capacity and s.capacity + steps for s in cache.stacks])
     for cache in caches
   ]
@@ -97,8 +97,8 @@ def _decode(
   states = tuple(
     _State(
       full.layer(layer),
-      tuple(other.layer(layer) for other in others),
-      (Quality(zero, zero, zero),) * len(others),
+      tuple(other.layer(layer) for other in sparse),
+      (Quality(zero, zero, zero),) * len(sparse),
       jnp.zeros((logits.shape[0], spec.heads, spec.key_dim)),
       zero,
     )
@@ -129,20 +129,20 @@ def _attend(
   assert state.full is not None
   full = state.full.append(activations)
   dense, _ = full.attend(activations)
-  others, sums = [], []
-  for other, so_far in zip(state.others, state.sums, strict=True):
+  sparse, sums = [], []
+  for other, so_far in zip(state.sparse, state.sums, strict=True):
     if isinstance(other, SparseLayer):
       other = other.append(activations)
       output, after = other.attend(activations)
       quality = _quality(other, activations, output, dense)
       so_far = Quality(*(a + b for a, b in zip(so_far, quality, strict=True)))
       other = after
-    others.append(other)
+    sparse.append(other)
     sums.append(so_far)
   queries = activations.queries[:, :, 0].astype(jnp.float32)
   near = jnp.mean(_cosine(queries, state.queries))
   return dense, _State(
-    full, tuple(others), tuple(sums), queries, state.cosine + near
+    full, tuple(sparse), tuple(sums), queries, state.cosine + near
   )
 
 
@@ -173,10 +173,10 @@ def _retrieved(
   layer: SparseLayer, activations: Activations
 ) -> Bool[Array, "B K F"]:
   """Computes the mask of stored slots that any head of a group retrieves."""
-  _, found = layer.retrieved(
+  _, result = layer.retrieved(
     layer.index, activations.queries[:, :, 0], activations.positions[:, 0]
   )
-  slots = found.read_slots
+  slots = result.read_slots
   batch, kv_heads = slots.shape[:2]
   capacity = layer.stored.capacity
 

@@ -58,12 +58,12 @@ class Stage:
     return first * (last / first) ** done
 
   def passed(
-    self, first: Mapping[str, float], whole: Mapping[str, float]
+    self, first: Mapping[str, float], complete: Mapping[str, float]
   ) -> bool:
     """Returns whether accuracies by lesson pass both gates."""
     return all(
       measured[name] >= least
-      for measured, gate in ((first, self.gate), (whole, self.whole_gate))
+      for measured, gate in ((first, self.gate), (complete, self.whole_gate))
       for name, least in gate.items()
     )
 

@@ -150,28 +150,28 @@ def generate_rounds(
   # which is not in the cache yet, and a newline.
   opening = [tokenizer.eos_ids[0], *tokenizer.encode("\n")]
   turns = [
-    [opening * (index > 0) + prompt.question for prompt in asked]
-    for index, asked in enumerate(zip(*prompts, strict=True))
+    [opening * (index > 0) + prompt.question for prompt in round_prompts]
+    for index, round_prompts in enumerate(zip(*prompts, strict=True))
   ]
   width = max(len(ids) for rows in turns for ids in rows)
   cache, _ = kvjax.prefill(
     lm.model,
     lm.params,
-    kvjax.Prompts.of([asked[0].context for asked in prompts]),
+    kvjax.Prompts.of([turn_prompts[0].context for turn_prompts in prompts]),
     kvjax.get_plan(FULL, kvjax.Retention(1.0)),
   )
   cache = kvjax.reserve(cache, len(turns) * (width + most))
   decoding = kvjax.Decoding(most, tokenizer.eos_ids)
-  said = []
+  answers = []
   for rows in turns:
-    asked = kvjax.Prompts.of(rows, width)
+    questions = kvjax.Prompts.of(rows, width)
     turn = kvjax.generate(
-      lm.model, lm.params, cache, asked, decoding, keep=True
+      lm.model, lm.params, cache, questions, decoding, keep=True
     )
     assert turn.cache is not None
     cache = turn.cache
-    said.append([tokenizer.decode(ids) for ids in turn.rows()])
-  return [list(texts) for texts in zip(*said, strict=True)]
+    answers.append([tokenizer.decode(ids) for ids in turn.rows()])
+  return [list(texts) for texts in zip(*answers, strict=True)]
 
 
 def _scores(

@@ -137,9 +137,9 @@ def _terminal(
   grouped = table.names > 1 and len(set(firsts)) < len(firsts)
   for index, line in enumerate(table.lines):
     cells = [rich.text.Text(line[column]) for column in columns]
-    own = firsts[index]
-    again = grouped and firsts[index - 1 : index] == [own]
-    more = grouped and firsts[index + 1 : index + 2] == [own]
+    first = firsts[index]
+    again = grouped and firsts[index - 1 : index] == [first]
+    more = grouped and firsts[index + 1 : index + 2] == [first]
     cells[0] = rich.text.Text("" if again else names[index])
     shown.add_row(*cells, end_section=grouped and not more)
   return shown

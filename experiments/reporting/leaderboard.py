@@ -180,8 +180,8 @@ def merge(
 
 def _identity(part: Record) -> _Identity:
   summary = part.summary
-  asked = [sorted(map(str, part.values(name))) for name in _ASKED]
-  rest = [settings_of(summary), *asked]
+  samples = [sorted(map(str, part.values(name))) for name in _ASKED]
+  rest = [settings_of(summary), *samples]
   lengths = tuple(part.values("length"))
   return (
     summary["benchmark"],

@@ -83,24 +83,24 @@ def find(directories: Sequence[pathlib.Path]) -> list[Record]:
   """
   folders: dict[pathlib.Path, pathlib.Path] = {}
   for directory in directories:
-    found = list(_folders(directory))
-    if not found:
+    folders_found = list(_folders(directory))
+    if not folders_found:
       raise InputError(
         f"{directory} holds no run; a run's folder has {SUMMARY} and {SAMPLES}."
       )
-    folders |= {folder.resolve(): folder for folder in found}
+    folders |= {folder.resolve(): folder for folder in folders_found}
   return [read(folder) for folder in folders.values()]
 
 
 def unfinished(directories: Sequence[pathlib.Path]) -> list[pathlib.Path]:
   """Finds folders in and below directories with answers but no summary."""
-  found = {
+  without_summary = {
     path.parent.resolve(): path.parent
     for directory in directories
     for path in sorted(directory.rglob(SAMPLES))
     if not (path.parent / SUMMARY).is_file()
   }
-  return list(found.values())
+  return list(without_summary.values())
 
 
 def read(folder: pathlib.Path) -> Record:

@@ -43,58 +43,60 @@ def parts(record: Record) -> list[Record]:
 
 
 def has_depths(record: Record) -> bool:
-  """Whether all that was asked stands at a depth."""
+  """Returns whether all samples have a depth."""
   return None not in record.values("depth")
 
 
-def overview(found: Sequence[Mean], title: str, name: str = "score") -> Table:
-  """A line per method and budget, with all that says how sure it is.
+def overview(
+  summary_means: Sequence[Mean], title: str, name: str = "score"
+) -> Table:
+  """Builds a table with a line per method and budget, with uncertainties.
 
   Args:
-    found: the lines.
-    title: what they are about.
-    name: what the score is called.
+    summary_means: the lines.
+    title: title of the table.
+    name: name of the score.
   """
   columns: dict[str, list[str]] = {
-    "method": [mean.method for mean in found],
-    "budget": [wording.budget(*mean.name) for mean in found],
-    "removed": [f"{mean.removed:.3g}" for mean in found],
-    **_tokens(found),
+    "method": [mean.method for mean in summary_means],
+    "budget": [wording.budget(*mean.name) for mean in summary_means],
+    "removed": [f"{mean.removed:.3g}" for mean in summary_means],
+    **_tokens(summary_means),
   }
-  for mean in found:
+  for mean in summary_means:
     for column, text in _uncertainty(mean, name).items():
       columns.setdefault(column, []).append(text)
-  columns |= _bytes(found)
+  columns |= _bytes(summary_means)
   lines = list(zip(*columns.values(), strict=True))
   return Table(title, list(columns), lines, names=2)
 
 
 def by_budget(record: Record) -> Table:
-  """A line per method, a column per budget: scores and half their intervals.
+  """Builds a table of scores with half intervals, with a column per budget.
 
-  Beside them, where each context had its own retention, the mean of these.
+  For automatic budgets, cells also show the mean retention.
   """
-  found = means(record.summary["rows"], record.answers)
+  summary_means = means(record.summary["rows"], record.answers)
   cells: dict[str, dict[str, str]] = {}
-  for mean in found:
-    own = cells.setdefault(mean.method, {})
+  for mean in summary_means:
+    row = cells.setdefault(mean.method, {})
     reached = f" at {wording.share(mean.retention)}" if mean.automatic else ""
-    own[wording.budget(*mean.name)] = wording.with_uncertainty(mean) + reached
-  names = list(dict.fromkeys(name for own in cells.values() for name in own))
+    row[wording.budget(*mean.name)] = wording.with_uncertainty(mean) + reached
+  names = list(dict.fromkeys(name for row in cells.values() for name in row))
   lines = [
-    [method, *(own.get(name, "") for name in names)]
-    for method, own in cells.items()
+    [method, *(row.get(name, "") for name in names)]
+    for method, row in cells.items()
   ]
   tasks = wording.averaged(record.values("task"))
-  least = min(mean.samples for mean in found)
+  least = min(mean.samples for mean in summary_means)
   name = wording.score_name(record.summary)
   title = f"{name}, {tasks}, n = {least}, ± at 95 %"
   return Table(title, ["method", *names], lines)
 
 
 def by_task(record: Record) -> Table:
-  """A line per method at one budget, a column per task."""
-  found = means(record.summary["rows"], record.answers)
+  """Builds a table for one budget: a line per method, a column per task."""
+  summary_means = means(record.summary["rows"], record.answers)
   tasks = record.values("task")
   lines = [
     [
@@ -103,71 +105,85 @@ def by_task(record: Record) -> Table:
       f"{mean.score:.1f}",
       wording.signed(mean.delta),
     ]
-    for mean in found
+    for mean in summary_means
   ]
   names = [task.removeprefix("niah_") for task in tasks]
-  title = f"tasks at {wording.budget(*found[-1].name)}"
+  title = f"tasks at {wording.budget(*summary_means[-1].name)}"
   return Table(title, ["method", *names, "mean", "Δ full"], lines)
 
 
 def by_set(record: Record) -> Table:
-  """LongBench at one budget: a line per set and average, a column per method.
+  """Builds LongBench's table for one budget, with a column per method.
 
-  The difference is that of the plain mean of all sets there are.
+  Lines are datasets and averages. The difference from the full cache is that of
+  the plain mean of all available datasets.
   """
-  found = means(record.summary["rows"], record.answers)
+  summary_means = means(record.summary["rows"], record.answers)
   sets = record.values("task")
   lines = [
-    [name, *(series.number(mean.tasks.get(name)) for mean in found)]
+    [name, *(series.number(mean.tasks.get(name)) for mean in summary_means)]
     for name in sets
   ]
-  every = [averages(mean.tasks) for mean in found]
+  method_averages = [averages(mean.tasks) for mean in summary_means]
   lines += [
-    [name, *(series.number(own.get(name)) for own in every)]
-    for name in dict.fromkeys(name for own in every for name in own)
+    [
+      name,
+      *(
+        series.number(averages_of_method.get(name))
+        for averages_of_method in method_averages
+      ),
+    ]
+    for name in dict.fromkeys(
+      name
+      for averages_of_method in method_averages
+      for name in averages_of_method
+    )
   ]
   lines += [
-    [f"all {len(sets)} sets", *(series.number(mean.score) for mean in found)],
-    ["Δ full", *(wording.signed(mean.delta) for mean in found)],
+    [
+      f"all {len(sets)} sets",
+      *(series.number(mean.score) for mean in summary_means),
+    ],
+    ["Δ full", *(wording.signed(mean.delta) for mean in summary_means)],
   ]
-  title = f"sets at {wording.budget(*found[-1].name)}"
-  # The first, the full cache if it is there, stands beside each of the others.
-  header = ["set", *(mean.method for mean in found)]
+  title = f"sets at {wording.budget(*summary_means[-1].name)}"
+  # If columns are split over tables, each has the first method, the full cache.
+  header = ["set", *(mean.method for mean in summary_means)]
   return Table(title, header, lines, names=2, least=_SET)
 
 
 def costs(record: Record) -> Table:
-  """A line per method at one budget: what it keeps, reads and allocates."""
-  found = means(record.summary["rows"])
+  """Builds a table for one budget: tokens kept and read, and bytes."""
+  summary_means = means(record.summary["rows"])
   columns = {
-    "method": [mean.method for mean in found],
-    **_tokens(found),
-    **_bytes(found),
+    "method": [mean.method for mean in summary_means],
+    **_tokens(summary_means),
+    **_bytes(summary_means),
   }
-  title = f"caches at {wording.budget(*found[-1].name)}"
+  title = f"caches at {wording.budget(*summary_means[-1].name)}"
   return Table(title, list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def _in_full(part: Record) -> list[Table]:
   name = wording.score_name(part.summary)
   title = wording.averaged(part.values("task"))
-  found = means(part.summary["rows"], part.answers)
-  shown = [by_budget(part), overview(found, title, name)]
+  summary_means = means(part.summary["rows"], part.answers)
+  shown = [by_budget(part), overview(summary_means, title, name)]
   for budget in _budgets(part):
     shown += _tasks(_at(part, budget))
   return [*shown, *series.other_scores(part), *series.by_turn(part)]
 
 
 def _in_brief(part: Record) -> list[Table]:
-  """All budgets in one table, and the middle one in others."""
-  own = _at(part, _middle(part))
-  lookups = reads_less(means(own.summary["rows"]))
+  """Builds a table of all budgets, and others for the middle one."""
+  at_middle = _at(part, _middle(part))
+  lookups = reads_less(means(at_middle.summary["rows"]))
   return [
     by_budget(part),
-    *([costs(own)] if lookups else []),
-    *_tasks(own),
-    *series.other_scores(own),
-    *series.by_turn(own),
+    *([costs(at_middle)] if lookups else []),
+    *_tasks(at_middle),
+    *series.other_scores(at_middle),
+    *series.by_turn(at_middle),
   ]
 
 
@@ -211,20 +227,22 @@ def _uncertainty(mean: Mean, name: str) -> dict[str, str]:
   }
 
 
-def _tokens(found: Sequence[Mean]) -> dict[str, list[str]]:
+def _tokens(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
   """Builds columns of tokens kept and, if fewer, tokens read."""
-  columns = {"kept": [f"{mean.kept_tokens:.0f}" for mean in found]}
-  if reads_less(found):
-    columns["read"] = [f"{mean.read_tokens:.0f}" for mean in found]
+  columns = {"kept": [f"{mean.kept_tokens:.0f}" for mean in summary_means]}
+  if reads_less(summary_means):
+    columns["read"] = [f"{mean.read_tokens:.0f}" for mean in summary_means]
   return columns
 
 
-def _bytes(found: Sequence[Mean]) -> dict[str, list[str]]:
+def _bytes(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
   """Builds columns of allocated bytes and the part in host memory."""
-  unit, size = wording.unit(mean.cache_bytes for mean in found)
-  columns = {unit: [_size(mean.cache_bytes / size) for mean in found]}
-  if any(mean.host_bytes for mean in found):
-    columns["on host"] = [_size(mean.host_bytes / size) for mean in found]
+  unit, size = wording.unit(mean.cache_bytes for mean in summary_means)
+  columns = {unit: [_size(mean.cache_bytes / size) for mean in summary_means]}
+  if any(mean.host_bytes for mean in summary_means):
+    columns["on host"] = [
+      _size(mean.host_bytes / size) for mean in summary_means
+    ]
   return columns
 
 

@@ -37,11 +37,11 @@ _WORD = re.compile(r"(?<![^ (\"])[a-z]{3,}(?![^ ,;:.!?)\"])")
 @functools.cache
 def built_in_words() -> tuple[str, ...]:
   """Collects the words of this project's lists and of all topics, sorted."""
-  found = {*words.ADJECTIVES, *words.NOUNS}
+  distinct = {*words.ADJECTIVES, *words.NOUNS}
   for part in ("train", "heldout"):
     for sentence in prose.sentences(part):
-      found.update(_WORD.findall(sentence))
-  return tuple(sorted(found))
+      distinct.update(_WORD.findall(sentence))
+  return tuple(sorted(distinct))
 
 
 class TooFewWordsError(InputError):
