@@ -181,7 +181,7 @@ def _answer(context: _Context, reply: Reply, tokenizer: Tokenizer) -> Answer:
   scores = registry.score(sample, reply.text)
   key_token = context.prompts[reply.turn].key_token
   if key_token is not None:
-    first = passkey.first_said(tokenizer, reply.tokens)
+    first = passkey.first_nonblank_token(tokenizer, reply.tokens)
     scores["first_key_token"] = float(first == key_token)
   return Answer(
     task=context.part.task,

@@ -46,7 +46,7 @@ _ONLY = flags.DEFINE_list(
   "only",
   None,
   f"What to compile: {', '.join(programs.KINDS)}, or operations and methods "
-  "by name. Everything by default.",
+  "by name; the default is everything.",
 )
 _LAYERS = flags.DEFINE_integer(
   "layers", llama.LAYERS, "Layers of the model.", lower_bound=1
@@ -57,8 +57,8 @@ _QUICK = flags.DEFINE_bool(
 _OUTPUT = flags.DEFINE_string(
   "output",
   None,
-  "File to write. By default docs/tpu_compile.md if everything is compiled, "
-  "and none if it is a part.",
+  "Output file; the default is docs/tpu_compile.md if everything is compiled, "
+  "otherwise none.",
 )
 
 

@@ -61,11 +61,11 @@ def chunks(
     InputError: there is no token to predict.
   """
   first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-  room = length - len(first)
+  limit = length - len(first)
   rows = []
   for text in texts:
     tokens = np.asarray(tokenizer.encode(text), np.int32)
-    for part in np.array_split(tokens, max(1, -(-len(tokens) // room))):
+    for part in np.array_split(tokens, max(1, -(-len(tokens) // limit))):
       rows.append([*first, *part.tolist()])
   # The first token of a row is not predicted.
   rows = [row for row in rows if len(row) > 1]

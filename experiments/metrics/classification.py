@@ -1,4 +1,4 @@
-"""LongBench's metrics of classes and numbers (`metrics.py`)."""
+"""LongBench's metrics for classes and numbers (`metrics.py`)."""
 
 import re
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 def classification(
   prediction: str, reference: str, classes: Sequence[str]
 ) -> float:
-  """One over the number of classes that are named, if the right one is.
+  """Scores a prediction of a class: 1 / number of named classes, if correct.
 
-  A class whose name is part of the reference's is not held against the
-  prediction. All such names are dropped, unlike in `classification_official`.
+  Class names that are part of the reference's name do not count. All of them
+  are dropped, unlike in `classification_official`.
   """
   named = [
     name
@@ -23,10 +23,10 @@ def classification(
 def classification_official(
   prediction: str, reference: str, classes: Sequence[str]
 ) -> float:
-  """The same as LongBench's own code has it.
+  """Scores a prediction of a class with the bug of LongBench's own code.
 
-  It drops names from the list that it is going through, and so passes over the
-  one that follows.
+  That code removes names from the list during iteration, which skips the name
+  after each removed one.
   """
   named = [name for name in classes if name in prediction]
   for name in named:
@@ -36,25 +36,25 @@ def classification_official(
 
 
 def count(prediction: str, reference: str) -> float:
-  """Share of the prediction's whole numbers that are the reference."""
+  """Computes the share of the prediction's integers equal to the reference."""
   numbers = re.findall(r"\d+", prediction)
   return numbers.count(reference) / max(len(numbers), 1)
 
 
 def retrieval(prediction: str, reference: str) -> float:
-  """The same, where the reference is `Paragraph N`."""
-  return _numbered("Paragraph ", prediction, reference)
+  """Computes `count` for a reference `Paragraph N`."""
+  return _count_number("Paragraph ", prediction, reference)
 
 
 def retrieval_zh(prediction: str, reference: str) -> float:
-  """The same, where the reference is `段落N`."""
-  return _numbered("段落", prediction, reference)
+  """Computes `count` for a reference `段落N`."""
+  return _count_number("段落", prediction, reference)
 
 
 def _share(named: Sequence[str], reference: str) -> float:
   return 1 / len(named) if reference in named else 0.0
 
 
-def _numbered(label: str, prediction: str, reference: str) -> float:
+def _count_number(label: str, prediction: str, reference: str) -> float:
   number = re.search(rf"{label}(\d+)", reference)
   return 0.0 if number is None else count(prediction, number[1])

@@ -37,11 +37,13 @@ def first_key_token(tokenizer: Tokenizer, prompt: str, key: str) -> int | None:
   prompt_ids = tokenizer.encode(prompt)
   full_ids = tokenizer.encode(prompt + blank + key)
   if full_ids[: len(prompt_ids)] != prompt_ids:
-    return first_said(tokenizer, tokenizer.encode(key))
-  return first_said(tokenizer, full_ids[len(prompt_ids) :])
+    return first_nonblank_token(tokenizer, tokenizer.encode(key))
+  return first_nonblank_token(tokenizer, full_ids[len(prompt_ids) :])
 
 
-def first_said(tokenizer: Tokenizer, ids: Sequence[int]) -> int | None:
+def first_nonblank_token(
+  tokenizer: Tokenizer, ids: Sequence[int]
+) -> int | None:
   """Returns the first token that is not blank; None if there is none."""
   return next(
     (token for token in ids if tokenizer.decode([token]).strip()), None

@@ -24,10 +24,10 @@ def training_batch(
   chosen = rng.choice(len(names), stage.batch, p=shares / shares.sum())
   least = int(stage.shortest * stage.length)
   # In stages with UUID questions, no row is shorter than one.
-  rooms = rng.integers(least, stage.length + 1, stage.batch)
+  lengths = rng.integers(least, stage.length + 1, stage.batch)
   rows = [
-    draw_row(names[i], rng, pieces, int(room))
-    for i, room in zip(chosen, rooms, strict=True)
+    draw_row(names[i], rng, pieces, int(length))
+    for i, length in zip(chosen, lengths, strict=True)
   ]
   return pack(rows, stage.length, stage.slots, pieces.pad, rng)
 

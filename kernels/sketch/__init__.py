@@ -1,4 +1,4 @@
-"""Keys times a narrow factor, their Gram matrix, and leverage from the two."""
+"""Sketches of keys (keys times a narrow factor), and leverage scores."""
 
 from kvjax.kernels.sketch.api import leverage_rows as leverage_rows
 from kvjax.kernels.sketch.api import sketch as sketch

@@ -58,7 +58,7 @@ ANSWERS = {
 }
 
 
-def by_bytes(normaliser=None):
+def by_bytes(normalizer_model=None):
   """A tokenizer with a token for each byte of UTF-8."""
   letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
   vocabulary = {letter: number for number, letter in enumerate(letters)}
@@ -67,8 +67,8 @@ def by_bytes(normaliser=None):
     add_prefix_space=False, use_regex=False
   )
   backend.decoder = tokenizers.decoders.ByteLevel()
-  if normaliser is not None:
-    backend.normalizer = normaliser
+  if normalizer_model is not None:
+    backend.normalizer = normalizer_model
   return Tokenizer(backend, {})
 
 
@@ -186,7 +186,7 @@ def test_the_middle_of_the_whole_prompt_is_cut_out(prompt):
   assert truncate(prompt, len(whole), BYTES) == prompt
 
 
-def test_the_question_is_whole_where_the_tokenizer_normalises():
+def test_the_question_is_whole_where_the_tokenizer_normalizes():
   context = "A context of ASCII, again and again."
   prompt = PromptTexts(context, "Which cafe\u0301?\n", "A:")
   composing = by_bytes(tokenizers.normalizers.NFC())

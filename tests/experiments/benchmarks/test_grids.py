@@ -125,12 +125,12 @@ def test_every_turn_of_a_conversation_asks_for_another_needle(history):
       for sample in one:
         check_oracle(sample)
     if history == "shared":
-      asked = sum(map(tokenised, drawn[:5]))
+      asked = sum(map(tokenized, drawn[:5]))
       total = TOKENIZER.count(drawn[0].context) + asked
       assert part.length - 40 < total <= part.length
 
 
-def tokenised(sample):
+def tokenized(sample):
   asked = (
     TOKENIZER.count(sample.question),
     TOKENIZER.count(sample.answer_prefix),

@@ -103,8 +103,8 @@ def test_the_first_token_of_a_key_is_what_a_reply_would_say(
   assert passkey.first_key_token(tokenizer, prompt, "01234") == expected
   blank, *_ = tokenizer.encode(" ")
   for said in ([expected], [blank, expected, expected]):
-    assert passkey.first_said(tokenizer, said) == expected
-  assert passkey.first_said(tokenizer, [blank]) is None
+    assert passkey.first_nonblank_token(tokenizer, said) == expected
+  assert passkey.first_nonblank_token(tokenizer, [blank]) is None
 
 
 def test_needles_are_found_and_overlap():
