@@ -44,9 +44,6 @@ class Layer(abc.ABC):
   and `kvjax.cache.window.WindowLayer` is the ring of a local layer.
   """
 
-  # Whether layers of one kind are worth a loop over their stack: reading one of
-  # them must not copy more than attention reads.
-  stackable: ClassVar[bool] = True
   # Whether methods may choose among its slots.
   compressible: ClassVar[bool] = False
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.heads import heads_of
-from kvjax.cache.layers import Index, Layer, LayerCache
+from kvjax.cache.layers import Arrange, Index, Layer, LayerCache
 from kvjax.cache.ring import Ring
+from kvjax.cache.rows import Rows
 from kvjax.errors import InputError
 from kvjax.kernels.attention import (
   AttentionOptions,
@@ -23,8 +24,9 @@ from kvjax.kernels.attention import (
 )
 from kvjax.kernels.select import named_slots, true_slots
 from kvjax.kernels.sparse_decode import sparse_decode
-from kvjax.placement import gather_rows, is_on_host, to_device, to_host
+from kvjax.placement import to_host
 from kvjax.retrieval.base import (
+  Candidates,
   Found,
   Prompt,
   Reads,
@@ -51,9 +53,6 @@ class SparseLayer(Layer):
     retrieval: the method.
     spare: slots at the end of `stored` for tokens that cease to be resident.
   """
-
-  # A layer's stored keys would be copied whole out of a stack, to read a few.
-  stackable: ClassVar[bool] = False
 
   resident: LayerCache
   stored: LayerCache
@@ -198,10 +197,36 @@ class SparseLayer(Layer):
       )
     kv_heads = self.resident.positions.shape[-2]
     block = LayerCache.of(seen.with_kv_heads(kv_heads))
-    layer = self.at(index)
-    ring = layer._ring.after(block)
+    rest, rows = self._apart(index)
+    layer = rest.at(index)
+    ring, moved = layer._ring.after(block)
+    rows = rows.write(moved.keys, moved.values, moved.start)
     after = updated(layer, resident=ring.resident, stored=ring.stored)
-    return self.put(index, layer, after)
+    return rest.put(index, layer, after)._joined(rows)
+
+  def step(
+    self,
+    index: Index,
+    activations: Activations,
+    arrange: Arrange | None = None,
+  ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
+    """See `Layer.step`; nothing is arranged, as nothing is evicted."""
+    assert arrange is None
+    rest, rows = self.append(activations, index)._apart(index)
+    layer = rest.at(index)
+    output, after = layer._attend(activations, rows)
+    return output, rest.put(index, layer, after)._joined(rows)
+
+  def _apart(self, index: Index) -> tuple["SparseLayer", Rows]:
+    """Everything but the stored keys and values, and these."""
+    stored = self.stored
+    rest = updated(self, stored=updated(stored, keys=None, values=None))
+    return rest, Rows(stored.keys, stored.values, index)
+
+  def _joined(self, rows: Rows) -> "SparseLayer":
+    """The inverse of `_apart`."""
+    stored = updated(self.stored, keys=rows.keys, values=rows.values)
+    return updated(self, stored=stored)
 
   @property
   def _ring(self) -> Ring:
@@ -211,20 +236,31 @@ class SparseLayer(Layer):
     self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
     """Attention to the resident tokens and to what each query looks up."""
+    rest, rows = self._apart(None)
+    output, after = rest._attend(activations, rows)
+    return output, after._joined(rows)
+
+  def _attend(
+    self, activations: Activations, rows: Rows
+  ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
     near = _attend(self.resident, activations)
     lone = activations.queries.shape[2] == 1
     if not lone and self.retrieval.turn == "dense":
-      index, far = self.index, _attend(to_device(self.stored), activations)
+      keys, values = rows.copy()
+      stored = updated(self.stored, keys=keys, values=values)
+      index, far = self.index, _attend(stored, activations)
     elif lone:
-      index, far = self._look_up(activations)
+      index, far = self._look_up(activations, rows)
     else:
-      index, far = self._look_up_each(activations)
+      index, far = self._look_up_each(activations, rows)
     found = merge(near, far)
     if activations.sinks is not None:
       found = with_sinks(found, activations.sinks)
     return found.output, updated(self, index=index)
 
-  def _look_up(self, activations: Activations) -> tuple[PyTree[Array], Partial]:
+  def _look_up(
+    self, activations: Activations, rows: Rows
+  ) -> tuple[PyTree[Array], Partial]:
     """The index after a token of each row, and what it looks up.
 
     There is no branch in it: while the host gathers, the device is free for the
@@ -234,16 +270,17 @@ class SparseLayer(Layer):
       self.index,
       activations.queries[:, :, 0],
       activations.positions[:, 0],
-      activations.attention,
+      rows=rows,
+      options=activations.attention,
     )
     return index, Partial(far.output[:, :, None], far.lse[:, :, None])
 
   def _look_up_each(
-    self, activations: Activations
+    self, activations: Activations, rows: Rows
   ) -> tuple[PyTree[Array], Partial]:
     """The same for several tokens, one after another."""
     queries = activations.queries
-    width = self.stored.values.shape[-1]
+    width = rows.values.shape[-1]
 
     def pass_over(
       index: PyTree[Array], query: Array, position: Array
@@ -258,7 +295,7 @@ class SparseLayer(Layer):
     ) -> tuple[PyTree[Array], Partial]:
       some = jnp.any(token[1] >= 0)  # else padding of all rows
       look_up = functools.partial(
-        self._attend_to_found, options=activations.attention
+        self._attend_to_found, rows=rows, options=activations.attention
       )
       return jax.lax.cond(some, look_up, pass_over, index, *token)
 
@@ -271,32 +308,25 @@ class SparseLayer(Layer):
     index: PyTree[Array],
     queries: Float[Array, "B N D"],
     positions: Int[Array, " B"],
+    *,
+    rows: Rows,
     options: AttentionOptions,
   ) -> tuple[PyTree[Array], Partial]:
     """The index after a token of each row, and attention to what it finds."""
-    index, found = self.retrieved(index, queries, positions)
-    keys, values, slots = self._read(found.slots)
+    index, found = self._retrieved(index, queries, positions, rows)
+    rows, slots = _on_device(rows, found.slots)
     bias = found.bias
     if bias is not None:
       bias = bias.reshape(bias.shape[0], -1, bias.shape[-1])
     return index, sparse_decode(
-      queries, keys, values, slots, bias, options=options
+      queries,
+      rows.keys,
+      rows.values,
+      slots,
+      bias,
+      options=options,
+      layer=rows.layer,
     )
-
-  def _read(
-    self, slots: Int[Array, "B K J M"]
-  ) -> tuple[
-    Float[Array, "B K F D"], Float[Array, "B K F D"], Int[Array, "B H M"]
-  ]:
-    """Keys and values on the device and, among them, what the lists name."""
-    batch, kv_heads, lists, most = slots.shape
-    keys, values = self.stored.keys, self.stored.values
-    if is_on_host(keys):
-      every = slots.reshape(batch, kv_heads, lists * most)
-      keys, values = gather_rows((keys, values), every)
-      place = jnp.arange(lists * most, dtype=jnp.int32).reshape(lists, most)
-      slots = jnp.where(slots >= 0, place[None, None], -1)
-    return keys, values, slots.reshape(batch, kv_heads * lists, most)
 
   def _count_found(self, seen: Activations) -> Int[Array, "B K"]:
     """How many slots the last token of each row of a prompt looks up."""
@@ -317,21 +347,38 @@ class SparseLayer(Layer):
     positions: Int[Array, " B"],
   ) -> tuple[PyTree[Array], Found]:
     """What a token of each row looks up, and the index after it."""
-    store = self._store(positions)
+    rest, rows = self._apart(None)
+    return rest._retrieved(index, queries, positions, rows)
+
+  def _retrieved(
+    self,
+    index: PyTree[Array],
+    queries: Float[Array, "B N D"],
+    positions: Int[Array, " B"],
+    rows: Rows,
+  ) -> tuple[PyTree[Array], Found]:
+    retrieval, store = self.retrieval, self._store(positions)
     batch, kv_heads = store.valid.shape[:2]
     grouped = queries.reshape(batch, kv_heads, -1, queries.shape[-1])
+    grouped = grouped.astype(jnp.float32)
     reads = _reads(self.count, kv_heads, self.most)
     real = jnp.broadcast_to((positions >= 0)[:, None], (batch, kv_heads))
     with jax.default_matmul_precision("highest"):
+      if retrieval.reads_keys == "all":
+        store = updated(store, keys=rows.copy_keys())
+      elif retrieval.reads_keys == "candidates":
+        slots = jax.vmap(jax.vmap(retrieval.candidates))(index, grouped, store)
+        keys = rows.gather_keys(slots).astype(jnp.float32)
+        store = updated(store, candidates=Candidates(slots, keys))
       found, news = jax.vmap(jax.vmap(self._found))(
-        index, grouped.astype(jnp.float32), store, reads
+        index, grouped, store, reads
       )
-      index = jax.vmap(jax.vmap(self.retrieval.updated))(index, news, real)
+      index = jax.vmap(jax.vmap(retrieval.updated))(index, news, real)
     return index, found
 
   def _store(self, positions: Int[Array, " B"]) -> Store:
     """What tokens of these positions look up in, or will."""
-    store = Store(self.stored.keys, self.stored.valid)
+    store = Store(None, self.stored.valid)
     if not self.retrieval.ring:
       return store
     ring = self._ring
@@ -363,6 +410,19 @@ class SparseLayer(Layer):
     if bias is not None:
       bias = jnp.where(whole, 0.0, bias)
     return Found(jnp.where(whole, everything[None], found.slots), bias), news
+
+
+def _on_device(
+  rows: Rows, slots: Int[Array, "B K J M"]
+) -> tuple[Rows, Int[Array, "B H M"]]:
+  """Rows on the device and, among them, what the lists name."""
+  batch, kv_heads, lists, most = slots.shape
+  if rows.on_host:
+    every = slots.reshape(batch, kv_heads, lists * most)
+    rows = Rows(*rows.gather(every))
+    place = jnp.arange(lists * most, dtype=jnp.int32).reshape(lists, most)
+    slots = jnp.where(slots >= 0, place[None, None], -1)
+  return rows, slots.reshape(batch, kv_heads * lists, most)
 
 
 def _attend(cache: LayerCache, activations: Activations) -> Partial:

@@ -182,7 +182,7 @@ def keep_layer(
   program: LayerProgram,
 ) -> Layer:
   """Writes a compressed layer into its stack, which is consumed."""
-  layer = compress_layer(model, program, kept)
+  layer = compress_layer(model, program, kept).offloaded()
   write = jax.lax.dynamic_update_index_in_dim
   stack = jax.tree.map(lambda x, y: write(x, y, index, 0), stack, layer)
   return shard_stack(stack)

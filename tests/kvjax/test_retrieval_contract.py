@@ -17,7 +17,7 @@ from kvjax.kernels.attention import attention
 from kvjax.placement import nbytes_by_memory
 from kvjax.registry.names import get_retrieval
 from kvjax.registry.registry import RETRIEVALS
-from kvjax.retrieval import Reads, Store
+from kvjax.retrieval import Candidates, Reads, Store
 from kvjax.testing import (
   TinyModel,
   layer_positions,
@@ -208,6 +208,10 @@ def test_asked_for_as_much_as_there_is_it_finds_it_all(name):
   reads = Reads(jnp.full((1, 3), valid, jnp.int32), valid)
 
   def retrieve(index, queries, store, reads):
+    if method.reads_keys == "candidates":
+      named = method.candidates(index, queries, store)
+      keys = jnp.where(named[:, None] >= 0, store.keys[named], 0.0)
+      store = dataclasses.replace(store, candidates=Candidates(named, keys))
     return method.retrieve(index, queries, store, reads)[0]
 
   index = jax.tree.map(lambda x: x[:1], layer.index)
