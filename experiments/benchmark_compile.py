@@ -3,8 +3,8 @@
   python -m kvjax.experiments.benchmark_compile
 
 makes a Llama of SmolLM2-135M's sizes with random weights, 4 and 32 layers deep,
-and calls prefill and decode twice each: the first call compiles, the second
-only computes. With --sweep it also prefills for 40 plans at once, 13 methods at
+and calls prefill and decode twice each for every method: the first call
+compiles, the second only computes. With --sweep it also prefills for 40 plans at once, 13 methods at
 3 retentions and the full cache, at the depth of SmolLM2, which is 30. Prints a
 table:
 
@@ -12,10 +12,11 @@ table:
 - compiling: their difference;
 - × 4 layers: compiling, over that of the least depth.
 
-Compiled programs are not kept between runs. Takes a minute on two cores, three
-with --sweep.
+Compiled programs are not kept between runs. Takes four minutes on two cores,
+five with --sweep.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -41,6 +42,11 @@ _LAYERS = flags.DEFINE_list("layers", ["4", "32"], "Depths of the model.")
 _ROWS = flags.DEFINE_integer("rows", 4, "Prompts of a batch.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer(
   "length", 1024, "Tokens of a prompt.", lower_bound=1
+)
+_NAMES = flags.DEFINE_list(
+  "methods",
+  ["keydiff", "pyramidkv", "adakv", "ctkvr"],
+  "Methods, at a quarter of the tokens.",
 )
 _SWEEP = flags.DEFINE_bool("sweep", False, "Prefill for 40 plans, too.")
 
@@ -149,20 +155,24 @@ def _prompts(length: int) -> kvjax.Prompts:
 def _prefill_and_decode(layers: int) -> Iterator[Timed]:
   model, params = _model(layers)
   prompts, questions = _prompts(_LENGTH.value), _prompts(9)
-  plan = kvjax.get_plan("keydiff", kvjax.Retention(0.25))
-  found, timed = _twice(
-    "prefill, KeyDiff at a quarter",
-    layers,
-    lambda: kvjax.prefill(model, params, prompts, plan),
-  )
-  yield timed
-  cache, _ = found
   decoding = kvjax.Decoding(max_new_tokens=_TOKENS)
-  yield _twice(
-    f"question and {_TOKENS} tokens",
-    layers,
-    lambda: kvjax.generate(model, params, cache, questions, decoding).tokens,
-  )[1]
+  for name in _NAMES.value:
+    # Methods share what does not depend on them.
+    jax.clear_caches()
+    plan = kvjax.get_plan(name, kvjax.Retention(0.25))
+    found, timed = _twice(
+      f"{name}: prefill",
+      layers,
+      functools.partial(kvjax.prefill, model, params, prompts, plan),
+    )
+    yield timed
+    yield _twice(
+      f"{name}: question and {_TOKENS} tokens",
+      layers,
+      functools.partial(
+        kvjax.generate, model, params, found[0], questions, decoding
+      ),
+    )[1]
 
 
 def _sweep(layers: int) -> Iterator[Timed]:
@@ -189,7 +199,8 @@ def _twice(
   seconds = []
   for _ in range(2):
     begin = time.perf_counter()
-    found = jax.block_until_ready(call())
+    found = call()
+    jax.block_until_ready(jax.tree.leaves(found))
     seconds.append(time.perf_counter() - begin)
   return found, Timed(name, layers, *seconds)
 
