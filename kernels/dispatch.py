@@ -49,6 +49,11 @@ def use(
     yield
 
 
+def target_platform() -> str:
+  """What is compiled for: "cpu", "gpu" or "tpu"."""
+  return _platform.value or jax.default_backend()
+
+
 def dispatch(
   programs: Programs,
   implementation: Implementation | None,
@@ -76,7 +81,7 @@ def dispatch(
     NotImplementedError: "pallas" is asked for and the kernel declines.
   """
   chosen = implementation or _implementation.value
-  platform = _platform.value or jax.default_backend()
+  platform = target_platform()
   run = functools.partial(programs.xla, **options)
   if chosen == "xla" or (chosen is None and platform == "cpu"):
     return run(*operands)

@@ -16,6 +16,7 @@ from kvjax.cache.observation import ObservationWindow
 from kvjax.kernels.attention import attention
 from kvjax.kernels.gather import compact
 from kvjax.kernels.quantized import Quantized, quantize
+from kvjax.kernels.stacks import index_stack
 from kvjax.struct import struct, tree_bytes, updated
 
 # An index into the leading axis of a stack; None where there is no such axis.
@@ -225,16 +226,39 @@ class Slots(Layer):
     self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], Self]:
     """Attention to all slots; see `kvjax.kernels.attention.attention`."""
-    output = attention(
+    return self._attend(activations, self.positions, None), self
+
+  def step(
+    self,
+    index: Index,
+    activations: Activations,
+    arrange: Arrange | None = None,
+  ) -> tuple[Float[Array, "B N S Dv"], Self]:
+    """See `Layer.step`; slots are read where they are, in the stack."""
+    if arrange is not None:
+      return super().step(index, activations, arrange)
+    stack = self.append(activations, index)
+    positions = stack.positions
+    if index is not None:
+      positions = index_stack(positions, index)
+    return stack._attend(activations, positions, index), stack
+
+  def _attend(
+    self,
+    activations: Activations,
+    positions: Int[Array, "B K T"],
+    layer: Index,
+  ) -> Float[Array, "B N S Dv"]:
+    return attention(
       activations.queries,
       self.keys,
       self.values,
       activations.positions,
-      self.positions,
+      positions,
       options=activations.attention,
       sinks=activations.sinks,
+      layer=layer,
     )
-    return output, self
 
   def grown(self, extra: int) -> Self:
     """The same tokens with `extra` more empty slots at the end."""

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sparse import SparseLayer
 from kvjax.cache.window import WindowLayer
 from kvjax.registry.names import get_retrieval
-from kvjax.testing import random_activations
+from kvjax.testing import TinyModel, random_activations
 
 LENGTHS, PADDED, STEPS = [40, 33], 40, 3
 RETRIEVALS = {
@@ -108,3 +109,22 @@ def same(found, expected):
   for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
     one, other = (np.asarray(x, np.float64) for x in (one, other))
     np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("plan", "most"),
+  [("adakv", 1), ("ctkvr", 1), ("ctkvr:offload=true", 1), ("pyramidkv", 8)],
+)
+def test_layers_of_a_deep_model_are_in_few_stacks(plan, most):
+  """What a decoding step compiles follows them, not the depth."""
+  depth = 24
+  model = TinyModel(kvjax.Geometry.uniform(depth, 4, 2, 8, 4096))
+  prompts = kvjax.Prompts.of([[n % 64 for n in range(400)]])
+  kept = kvjax.get_plan(plan, kvjax.Tokens(100))
+  cache, _ = kvjax.prefill(model, model.init(), prompts, kept)
+  assert len(cache.order) == depth
+  assert len(cache.stacks) == len({*cache.order}) <= most
+  held = np.asarray(cache.lengths).sum(axis=(1, 2))
+  total = 400 if kept.sparse else 100
+  assert held.sum() == 2 * total * depth
+  assert (len(set(held.tolist())) > most) == (plan == "pyramidkv")
