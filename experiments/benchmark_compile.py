@@ -4,9 +4,9 @@
 
 makes a Llama of SmolLM2-135M's sizes with random weights, 4 and 32 layers deep,
 and calls prefill and decode twice each for every method: the first call
-compiles, the second only computes. With --sweep it also prefills for 40 plans at once, 13 methods at
-3 retentions and the full cache, at the depth of SmolLM2, which is 30. Prints a
-table:
+compiles, the second only computes. With --sweep it also prefills for 40 plans
+at once, 13 methods at 3 retentions and the full cache, at the depth of SmolLM2,
+which is 30. Prints a table:
 
 - first call, later call: seconds;
 - compiling: their difference;

@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh
 
-from kvjax.cache.layers import AXES
+from kvjax.cache.base import AXES
 from kvjax.errors import InputError
 
 # Smallest pieces of each kind that hold an 8B model in bfloat16 with room to

@@ -8,15 +8,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.layers import (
-  AXES,
-  KV_DTYPES,
-  Arrange,
-  Index,
-  Layer,
-  LayerCache,
-  Slots,
-)
+from kvjax.cache.base import AXES, Arrange, Index, Layer
+from kvjax.cache.layers import KV_DTYPES, LayerCache, Slots
 from kvjax.kernels.attention import merge, partial_attention, with_sinks
 from kvjax.kernels.gather import compact
 from kvjax.kernels.paged_attention import paged_attention

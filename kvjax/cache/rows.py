@@ -30,6 +30,22 @@ class Rows:
     """Whether the host holds them."""
     return is_on_host(self.keys)
 
+  def on_device(
+    self, slots: Int[Array, "B K J M"]
+  ) -> tuple["Rows", Int[Array, "B H M"]]:
+    """Rows on the device and, among them, the slots of J lists per KV head.
+
+    The host's rows come over: those that are listed, and no others.
+    """
+    batch, kv_heads, lists, most = slots.shape
+    rows = self
+    if self.on_host:
+      every = slots.reshape(batch, kv_heads, lists * most)
+      rows = Rows(*self.gather(every))
+      place = jnp.arange(lists * most, dtype=jnp.int32).reshape(lists, most)
+      slots = jnp.where(slots >= 0, place[None, None], -1)
+    return rows, slots.reshape(batch, kv_heads * lists, most)
+
   def gather_keys(self, slots: Int[Array, "B K M"]) -> Float[Array, "B K M D"]:
     """Copies keys of some slots to the device; zeros for slot -1."""
     keys: Array = gather_rows(self.keys, slots, self.layer)

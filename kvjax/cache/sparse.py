@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.cache.base import Arrange, Index, Layer
 from kvjax.cache.heads import heads_of
-from kvjax.cache.layers import Arrange, Index, Layer, LayerCache
+from kvjax.cache.layers import LayerCache
 from kvjax.cache.ring import Ring
 from kvjax.cache.rows import Rows
+from kvjax.cache.splitting import split_tokens
 from kvjax.errors import InputError
 from kvjax.kernels.attention import (
   AttentionOptions,
@@ -87,49 +89,27 @@ class SparseLayer(Layer):
       The layer itself where so many keys are read that nothing is left out,
       now or later.
     """
-    slots = cache.capacity
-    fewest, latest = retrieval.latest_range
-    start, end = min(retrieval.sinks, slots), max(slots - fewest, 0)
-    if retrieval.ring:  # all sinks, and a slot to look up in
-      start, end = retrieval.sinks, max(end, retrieval.sinks + 1)
-      cache = cache.grown(max(end - slots, 0))
-      slots = cache.capacity
-    elif most >= end - start:
+    split = split_tokens(retrieval, cache, most)
+    if split is None:
       return cache
-    cache = cache.forgetful()
     lengths = cache.lengths
-    number = jnp.arange(slots, dtype=jnp.int32)[None, None]
-    border = jnp.maximum(lengths - retrieval.latest(lengths), 0)[..., None]
-    lookup = (number >= start) & (number < border)
     heads = jnp.arange(lengths.shape[1], dtype=jnp.int32)
-    heads = jnp.broadcast_to(heads[None], lengths.shape)
-    whole = heads_of(cache, seen)
-    layers = jnp.broadcast_to(layer, lengths.shape)
-    prompt = Prompt(whole, lookup, heads, layers, start, end)
+    prompt = Prompt(
+      heads_of(split.cache, seen),
+      split.lookup,
+      jnp.broadcast_to(heads[None], lengths.shape),
+      jnp.broadcast_to(layer, lengths.shape),
+      split.start,
+      split.end,
+    )
     reads = _reads(count, lengths.shape[1], most)
     with jax.default_matmul_precision("highest"):
       index = jax.vmap(jax.vmap(retrieval.index))(prompt, reads)
-    last = jnp.arange(latest, dtype=jnp.int32)[None, None]
-    last = jnp.maximum(border, start) + last
-    last = jnp.where(last < lengths[..., None], last, -1)
-    first = jnp.broadcast_to(number[..., :start], (*lengths.shape, start))
-    first = jnp.where(first < lengths[..., None], first, -1)
-    resident = cache.take(jnp.concatenate([first, last], axis=-1))
-    if retrieval.ring:
-      resident = resident.grown(start + retrieval.ring - resident.capacity)
-      cursor = jnp.maximum(resident.cursor, start)
-      resident = dataclasses.replace(resident, cursor=cursor)
-    stored = dataclasses.replace(
-      cache,
-      keys=cache.keys[:, :, start:end],
-      values=cache.values[:, :, start:end],
-      positions=jnp.where(lookup, cache.positions, -1)[:, :, start:end],
-      cursor=jnp.asarray(end - start, jnp.int32),
-    )
+    resident, stored = split.resident(retrieval), split.stored()
     none = jnp.zeros_like(lengths)
-    made = cls(resident, stored, index, count, none, most, retrieval)
-    made = dataclasses.replace(made, looked_up=made._count_found(seen))
-    return made
+    indexed = cls(resident, stored, index, count, none, most, retrieval)
+    looked_up = indexed._count_found(seen)
+    return dataclasses.replace(indexed, looked_up=looked_up)
 
   @property
   def capacity(self) -> int:
@@ -314,7 +294,7 @@ class SparseLayer(Layer):
   ) -> tuple[PyTree[Array], Partial]:
     """The index after a token of each row, and attention to what it finds."""
     index, found = self._retrieved(index, queries, positions, rows)
-    rows, slots = _on_device(rows, found.slots)
+    rows, slots = rows.on_device(found.slots)
     bias = found.bias
     if bias is not None:
       bias = bias.reshape(bias.shape[0], -1, bias.shape[-1])
@@ -410,19 +390,6 @@ class SparseLayer(Layer):
     if bias is not None:
       bias = jnp.where(whole, 0.0, bias)
     return Found(jnp.where(whole, everything[None], found.slots), bias), news
-
-
-def _on_device(
-  rows: Rows, slots: Int[Array, "B K J M"]
-) -> tuple[Rows, Int[Array, "B H M"]]:
-  """Rows on the device and, among them, what the lists name."""
-  batch, kv_heads, lists, most = slots.shape
-  if rows.on_host:
-    every = slots.reshape(batch, kv_heads, lists * most)
-    rows = Rows(*rows.gather(every))
-    place = jnp.arange(lists * most, dtype=jnp.int32).reshape(lists, most)
-    slots = jnp.where(slots >= 0, place[None, None], -1)
-  return rows, slots.reshape(batch, kv_heads * lists, most)
 
 
 def _attend(cache: LayerCache, activations: Activations) -> Partial:

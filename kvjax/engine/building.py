@@ -11,8 +11,8 @@ from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Int
 
 from kvjax.activations import Activations
+from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
-from kvjax.cache.layers import Layer
 from kvjax.cache.sharding import shard_stack
 from kvjax.engine.compress import (
   Evaluated,

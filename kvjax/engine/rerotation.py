@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.layers import Layer, LayerCache
+from kvjax.cache.base import Layer
+from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.model import Model
 
