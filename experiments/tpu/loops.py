@@ -48,7 +48,8 @@ def _step(body: Computation, place: int) -> int | None:
   new = body[root.operands[place]]
   if new.opcode != "add":
     return None
-  first, second = (body[x] for x in new.operands)
+  # Where a kernel is told the counter, what is added to is a copy of it.
+  first, second = (_source(body, body[x]) for x in new.operands)
   if _place(second) == place:
     first, second = second, first
   return _constant(body, second) if _place(first) == place else None
@@ -62,10 +63,16 @@ def _place(each: Instruction) -> int | None:
   return int(found[1])
 
 
-def _constant(own: Computation, each: Instruction) -> int | None:
-  """The number that an instruction answers, if it is written in the program."""
+def _source(own: Computation, each: Instruction) -> Instruction:
+  """What made the array that an instruction passes on."""
   while each.opcode in _SAME:
     each = own[each.operands[0]]
+  return each
+
+
+def _constant(own: Computation, each: Instruction) -> int | None:
+  """The number that an instruction answers, if it is written in the program."""
+  each = _source(own, each)
   if each.opcode != "constant" or not re.fullmatch(r"-?\d+", each.operands[0]):
     return None
   return int(each.operands[0])
