@@ -4,7 +4,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvjax.errors import InputError
 from kvjax.models import catalog
@@ -20,6 +20,7 @@ from kvjax.models.weights import Tensors, open_tensors
 _CONFIG = "config.json"
 
 
+@runtime_checkable
 class Source(Protocol):
   """All parts of a model, each read when it is asked for.
 

@@ -151,6 +151,7 @@ def _under_a_bar(
       rich.progress.TransferSpeedColumn(),
       rich.progress.TimeRemainingColumn(),
       console=rich.console.Console(stderr=True),
+      transient=True,
     ) as progress:
       bar = progress.add_task(f"fetching {wheel.package}", total=wheel.nbytes)
       while process.poll() is None:
