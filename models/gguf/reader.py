@@ -140,9 +140,9 @@ class _Header:
     version = self._number(_U32)
     if version not in _VERSIONS:
       swapped = version & 0xFFFF == 0
-      what = "big-endian" if swapped else f"of version {version}"
+      what = "big-endian" if swapped else f"version {version}"
       raise InputError(
-        f"{self._path} is a GGUF file {what}; only little-endian files of "
+        f"{self._path} is a {what} GGUF file; only little-endian files of "
         f"versions {' and '.join(map(str, _VERSIONS))} are read."
       )
     return self._number(_U64), self._number(_U64)
