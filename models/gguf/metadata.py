@@ -83,6 +83,12 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
   for name in ("attention.value_length", "rope.dimension_count"):
     own.only(name, head_dim, f"where heads have {head_dim} dimensions")
   own.only("attention.causal", True, "for a decoder")
+  layers = own.count("block_count")
+  if layers > len(file.tensors):
+    raise InputError(
+      f"{file.path} has {layers} for {architecture}.block_count, but not as "
+      "many tensors."
+    )
   if EMBEDDING not in file.tensors:
     raise InputError(f"The weights in {file.path} lack the tensor {EMBEDDING}.")
   return {
@@ -90,7 +96,7 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     "vocab_size": file.tensors[EMBEDDING].shape[0],
     "hidden_size": width,
     "intermediate_size": own.count("feed_forward_length"),
-    "num_hidden_layers": own.count("block_count"),
+    "num_hidden_layers": layers,
     "num_attention_heads": heads,
     "num_key_value_heads": own.count("attention.head_count_kv", heads),
     "head_dim": head_dim,
@@ -204,10 +210,10 @@ class _Fields:
     return name in self._fields
 
   def count(self, name: str, default: int | None = None) -> int:
-    """A whole number of 1 or more."""
+    """A whole number of 1 or more, and of 31 bits."""
     value = self._get(name, default)
-    if type(value) is not int or value < 1:
-      raise self._wrong(name, value, "a whole number of 1 or more")
+    if type(value) is not int or not 1 <= value < 2**31:
+      raise self._wrong(name, value, f"a whole number from 1 to {2**31 - 1}")
     return value
 
   def number(self, name: str, default: float | None = None) -> float:
