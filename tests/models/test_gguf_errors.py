@@ -31,6 +31,8 @@ def _refused(path, sentence):
       {"llama.block_count": 0},
       r"has 0 for llama\.block_count, which must be a",
     ),
+    ({"llama.block_count": 2**30}, r"block_count, but not as many tensors"),
+    ({"llama.context_length": 2**31}, "must be a whole number from 1 to 2147"),
     (
       {"llama.attention.head_count_kv": [2, 2]},
       "has a list for llama.attentio",
