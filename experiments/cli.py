@@ -1,13 +1,12 @@
 """How binaries start, and how they tell a user what was wrong."""
 
-import os
-import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
 import jax
 from absl import app, flags, logging
 
+from kvjax import user_cache
 from kvjax.errors import InputError
 
 _WRONG_INPUT = 2
@@ -69,9 +68,8 @@ def _keep_programs() -> None:
   In the user's cache folder, least recently used programs go first.
   """
   if jax.config.jax_compilation_cache_dir is None:
-    caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    folder = pathlib.Path(caches) / "kvjax" / "programs"
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    folder = str(user_cache.folder("programs"))
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_compilation_cache_max_size", _KEPT_BYTES)
 
 

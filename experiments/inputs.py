@@ -10,6 +10,7 @@ from absl import flags
 from kvjax import kernels, models
 from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
+from kvjax.models import catalog
 from kvjax.models.pretrained import DTYPES
 
 _BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
@@ -17,7 +18,10 @@ _BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
 _HUB = "models--"
 
 _MODEL = flags.DEFINE_string(
-  "model", str(_BUNDLED), "Hugging Face directory of a model."
+  "model",
+  str(_BUNDLED),
+  "Hugging Face directory or GGUF file of a model, or a name, which is fetched "
+  f"once: {', '.join(catalog.NAMED)}.",
 )
 SEED = flags.DEFINE_integer(
   "seed", 0, "Seed of all that is drawn.", lower_bound=0
@@ -77,8 +81,12 @@ def dtype() -> str:
 
 
 def model_directory() -> pathlib.Path:
-  """Where the model is."""
-  return pathlib.Path(_MODEL.value).resolve()
+  """Where the model is: a directory, or a GGUF file.
+
+  Raises:
+    InputError: a named model is not there yet and cannot be fetched.
+  """
+  return catalog.locate(_MODEL.value).resolve()
 
 
 def model_name() -> str:

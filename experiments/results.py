@@ -170,10 +170,18 @@ class Results(LineFile[Answer]):
     return self.found
 
 
-def digest(directory: pathlib.Path) -> str:
-  """Tells models apart: hashes the files that shape answers."""
-  names = ("*.safetensors", "*.json", "*.jinja")
-  return _digest(sorted(p for name in names for p in directory.glob(name)))
+def digest(model: pathlib.Path) -> str:
+  """Tells models apart: hashes the files that shape answers.
+
+  Args:
+    model: a directory, or a GGUF file.
+  """
+  if model.is_file():
+    return _digest([model])
+  names = ["*.safetensors", "*.json", "*.jinja"]
+  if not (model / "config.json").is_file():
+    names.append("*.gguf")
+  return _digest(sorted(p for name in names for p in model.glob(name)))
 
 
 def data_name(path: pathlib.Path) -> str:
