@@ -95,7 +95,7 @@ class SparseLayer(Layer):
     lengths = cache.lengths
     heads = jnp.arange(lengths.shape[1], dtype=jnp.int32)
     prompt = Prompt(
-      heads_of(split.cache, seen),
+      heads_of(split.cache, _rescaled(seen)),
       split.lookup,
       jnp.broadcast_to(heads[None], lengths.shape),
       jnp.broadcast_to(layer, lengths.shape),
@@ -293,7 +293,9 @@ class SparseLayer(Layer):
     options: AttentionOptions,
   ) -> tuple[PyTree[Array], Partial]:
     """The index after a token of each row, and attention to what it finds."""
-    index, found = self._retrieved(index, queries, positions, rows)
+    index, found = self._retrieved(
+      index, options.rescale(queries), positions, rows
+    )
     rows, slots = rows.on_device(found.slots)
     bias = found.bias
     if bias is not None:
@@ -312,7 +314,7 @@ class SparseLayer(Layer):
     """How many slots the last token of each row of a prompt looks up."""
     last = jnp.max(seen.positions, axis=1)
     queries = jnp.take_along_axis(
-      seen.queries, last[:, None, None, None], axis=2
+      _rescaled(seen).queries, last[:, None, None, None], axis=2
     )
     _, found = self.retrieved(self.index, queries[:, :, 0], last)
     slots = found.read_slots
@@ -326,7 +328,14 @@ class SparseLayer(Layer):
     queries: Float[Array, "B N D"],
     positions: Int[Array, " B"],
   ) -> tuple[PyTree[Array], Found]:
-    """What a token of each row looks up, and the index after it."""
+    """What a token of each row looks up, and the index after it.
+
+    Args:
+      index: before the token.
+      queries: of the token; their products with keys, times D^-1/2, are what
+        the layer's softmax takes.
+      positions: of the token, -1 for padding.
+    """
     rest, rows = self._apart(None)
     return rest._retrieved(index, queries, positions, rows)
 
@@ -390,6 +399,12 @@ class SparseLayer(Layer):
     if bias is not None:
       bias = jnp.where(whole, 0.0, bias)
     return Found(jnp.where(whole, everything[None], found.slots), bias), news
+
+
+def _rescaled(activations: Activations) -> Activations:
+  """The same for methods that scale logits by D^-1/2."""
+  queries = activations.attention.rescale(activations.queries)
+  return updated(activations, queries=queries)
 
 
 def _attend(cache: LayerCache, activations: Activations) -> Partial:
