@@ -35,12 +35,14 @@ LLAMA3 = {
     ({"num_key_value_heads": 3}, "4 query heads for 3 KV heads"),
     ({"head_dim": 15}, "need an even number"),
     ({"hidden_act": "gelu"}, "only 'silu' is supported"),
-    ({"pretraining_tp": 2}, "pretraining_tp"),
     ({"quantization_config": {"bits": 4}}, "load the unquantized model"),
     ({"rms_norm_eps": None}, "must be a number"),
     ({"tie_word_embeddings": "false"}, "must be true or false"),
-    ({"logit_softcapping": 30.0}, "'logit_softcapping', which this decoder"),
-    ({"model_type": "mistral"}, "sliding-window attention"),
+    ({"logit_softcapping": 30.0}, "'logit_softcapping', which is not"),
+    (
+      {"model_type": "mistral", "max_position_embeddings": 8192},
+      "sliding-window attention",
+    ),
     ({"model_type": "mistral", "sliding_window": 64}, "sliding-window"),
     (
       {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True},
