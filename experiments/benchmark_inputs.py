@@ -143,7 +143,7 @@ def _ruler(lm: Pretrained) -> Drawn:
       lengths(),
       number,
       seed,
-      lm.tokenizer.count,
+      lm.text.count,
       texts,
       on_draw,
     )
@@ -177,7 +177,7 @@ def _longbench(lm: Pretrained) -> Drawn:
   ]
   with _drawing(None) as on_draw:
     samples = longbench.samples(
-      path, names, limit, lm.tokenizer, _SAMPLES.value, on_draw
+      path, names, limit, lm.text, _SAMPLES.value, on_draw
     )
   data = {"files": results.data_name(path)}
   if not _STRICT_OFFICIAL.value:
@@ -198,7 +198,7 @@ def _grid(lm: Pretrained, draw: Callable[..., results.Samples]) -> Drawn:
   depths = grids.even_depths(_DEPTHS.value)
   number, seed = _numbers(3)
   with _drawing(len(lengths()) * len(depths) * number) as on_draw:
-    samples = draw(lengths(), depths, number, seed, lm.tokenizer.count, on_draw)
+    samples = draw(lengths(), depths, number, seed, lm.text.count, on_draw)
   return Drawn(samples, {"essay": prose.SOURCE})
 
 
@@ -211,7 +211,7 @@ def _multiturn(lm: Pretrained) -> Drawn:
       _TURNS.value,
       number,
       seed,
-      lm.tokenizer,
+      lm.text,
       history,
       on_draw,
       first_known=protocol() == FIRST_QUERY_AWARE,

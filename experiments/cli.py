@@ -3,16 +3,18 @@
 import os
 import pathlib
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 import jax
 from absl import app, flags, logging
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, InputWarning
 
 _WRONG_INPUT = 2
 _INTERRUPTED = 130
 _KEPT_BYTES = 2**31
+_FORMATTED = warnings.formatwarning
 
 
 def run(main: Callable[[], None]) -> None:
@@ -36,6 +38,7 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
   """The same with what stands on the command line beside the flags."""
   # JAX's notes on the machine are for --verbosity=0.
   logging.set_verbosity(logging.WARNING)
+  warnings.formatwarning = _formatted
   _keep_programs()
 
   def guarded(argv: Sequence[str]) -> None:
@@ -73,6 +76,19 @@ def _keep_programs() -> None:
     folder = pathlib.Path(caches) / "kvjax" / "programs"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", _KEPT_BYTES)
+
+
+def _formatted(
+  message: Warning | str,
+  category: type[Warning],
+  filename: str,
+  lineno: int,
+  line: str | None = None,
+) -> str:
+  """Warnings about the user's input as sentences, others with their place."""
+  if issubclass(category, InputWarning):
+    return f"{message}\n"
+  return _FORMATTED(message, category, filename, lineno, line)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

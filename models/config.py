@@ -19,6 +19,9 @@ ARCHITECTURES = {
   "qwen3": "Qwen3ForCausalLM",
 }
 
+# A list of all their tensors is made before any is looked for.
+_MOST_LAYERS = 10_000
+
 _QUANTIZATION = ("quantization_config", "quantization", "compression_config")
 
 # What transformers takes where a file names no such field at all; where it is
@@ -122,7 +125,7 @@ class DecoderConfig:
     heads = read.count("num_attention_heads")
     hidden = read.count("hidden_size")
     head_dim = read.count("head_dim", hidden // heads)
-    layers = read.count("num_hidden_layers")
+    layers = read.count("num_hidden_layers", most=_MOST_LAYERS)
     max_positions = read.count("max_position_embeddings")
     rope = _rope(read, head_dim, max_positions)
     bias = model_type != "mistral" and read.flag("attention_bias")

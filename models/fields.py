@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvjax.errors import InputError
 
@@ -41,7 +41,9 @@ class Fields:
     """A field of any type; `default` where there is none."""
     return self.rest.pop(name, default)
 
-  def count(self, name: str, default: int | None = None) -> int:
+  def count(
+    self, name: str, default: int | None = None, most: int = LARGEST
+  ) -> int:
     """A positive whole number; `default` also where it is null."""
     value = self.take(name)
     value = default if value is None else value
@@ -49,8 +51,8 @@ class Fields:
       self.faults.append(f"lacks the field {name!r}")
     elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
       self._wrong(name, value, "a whole number of 1 or more")
-    elif value > LARGEST:
-      self._wrong(name, value, f"at most {LARGEST}")
+    elif value > most:
+      self._wrong(name, value, f"at most {most}")
     else:
       return value
     return 1
@@ -104,7 +106,7 @@ class Fields:
     )
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
   """Whether a value is a finite number that a float can hold."""
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     return False

@@ -32,15 +32,29 @@ class Pretrained:
     model: the pure functions that the engine calls.
     params: the weights.
     config: sizes and options.
-    tokenizer: text to ids and back.
+    tokenizer: text to ids and back, if the directory has one.
     generation: fields of generation_config.json, kept for `save`.
   """
 
   model: DecoderModel
   params: nnx.State
   config: DecoderConfig
-  tokenizer: Tokenizer
+  tokenizer: Tokenizer | None
   generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def text(self) -> Tokenizer:
+    """The tokenizer, for what works on text.
+
+    Raises:
+      InputError: there is none.
+    """
+    if self.tokenizer is None:
+      raise InputError(
+        "This model has no tokenizer, which texts need; put its tokenizer.json "
+        "into its directory."
+      )
+    return self.tokenizer
 
   @property
   def sampling(self) -> Sampling:
@@ -63,7 +77,7 @@ def load(
   dtype: str = "bfloat16",
   mesh: jax.sharding.Mesh | None = None,
 ) -> Pretrained:
-  """Loads a model, its tokenizer and its generation defaults.
+  """Loads a model, its generation defaults, and its tokenizer if it has one.
 
   Args:
     directory: Hugging Face directory: config.json, safetensors weights,
@@ -78,13 +92,11 @@ def load(
   """
   directory = pathlib.Path(directory)
   config = _read_config(directory)
-  tokenizer = Tokenizer.load(directory)
-  if tokenizer.vocab_size > config.vocab_size:
-    raise InputError(
-      f"The tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1}, "
-      f"but the model embeds {config.vocab_size} tokens only."
-    )
-  model, params = load_decoder(directory, dtype, mesh)
+  tokenizer = None
+  if (directory / "tokenizer.json").exists():
+    tokenizer = Tokenizer.load(directory, config.vocab_size)
+    _check_eos(directory, tokenizer, config)
+  model, params = _load_decoder(directory, config, dtype, mesh)
   generation = read_json_if_present(directory / "generation_config.json")
   return Pretrained(model, params, config, tokenizer, generation)
 
@@ -100,10 +112,18 @@ def load_decoder(
     InputError: the directory, its config.json or its weights are missing,
       broken or not supported.
   """
+  directory = pathlib.Path(directory)
+  return _load_decoder(directory, _read_config(directory), dtype, mesh)
+
+
+def _load_decoder(
+  directory: pathlib.Path,
+  config: DecoderConfig,
+  dtype: str,
+  mesh: jax.sharding.Mesh | None,
+) -> tuple[DecoderModel, nnx.State]:
   if dtype not in DTYPES:
     raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
-  directory = pathlib.Path(directory)
-  config = _read_config(directory)
   model, template = from_decoder(
     nnx.eval_shape(
       lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
@@ -138,7 +158,8 @@ def save(
   ) as scratch:
     whole = pathlib.Path(scratch)
     write_weights(pretrained.params, whole, max_shard_bytes)
-    pretrained.tokenizer.save(whole)
+    if pretrained.tokenizer is not None:
+      pretrained.tokenizer.save(whole)
     write_json(whole / "config.json", _config_fields(pretrained))
     write_json(
       whole / "generation_config.json",
@@ -154,7 +175,7 @@ def save(
 
 def _read_config(directory: pathlib.Path) -> DecoderConfig:
   path = directory / "config.json"
-  if not path.is_file():
+  if not path.exists():
     raise InputError(
       f"{directory} has no config.json; a model directory holds config.json, "
       "safetensors weights and tokenizer.json."
@@ -171,7 +192,20 @@ def _config_fields(pretrained: Pretrained) -> dict[str, Any]:
   )
 
 
-def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+def _check_eos(
+  directory: pathlib.Path, tokenizer: Tokenizer, config: DecoderConfig
+) -> None:
+  for token_id in tokenizer.eos_ids:
+    if not 0 <= token_id < config.vocab_size:
+      raise InputError(
+        f"In {directory} an answer ends with the id {token_id} "
+        f"(eos_token_id), but the model embeds {config.vocab_size} tokens only."
+      )
+
+
+def _token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+  if tokenizer is None:
+    return {}
   ids = {
     "bos_token_id": tokenizer.bos_id,
     "eos_token_id": list(tokenizer.eos_ids),

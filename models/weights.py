@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -53,8 +54,8 @@ def read_weights(
     A state like `template`, with arrays.
 
   Raises:
-    InputError: a file or a tensor is missing, broken, of the wrong shape, or
-      not known to the decoder.
+    InputError: a file or a tensor is missing, broken, of the wrong shape, not
+      known to the decoder, or holds what is no finite number.
   """
   files = _open(directory)
   leaves, structure = jax.tree_util.tree_flatten_with_path(template)
@@ -67,6 +68,8 @@ def read_weights(
     _read(files, tensors, leaf.shape, place)
     for tensors, (_, leaf), place in zip(wanted, leaves, places, strict=True)
   ]
+  for array, tensors in zip(arrays, wanted, strict=True):
+    _check_finite(directory, array, tensors)
   return jax.tree_util.tree_unflatten(structure, arrays)
 
 
@@ -246,6 +249,29 @@ def _check(
       f"The weights in {directory} hold the tensor {min(unknown)}, which the "
       "model of config.json does not have."
     )
+
+
+def _check_finite(
+  directory: pathlib.Path, array: jax.Array, tensors: Sequence[_Tensor]
+) -> None:
+  """Refuses what would make every logit NaN; looked at where the array is."""
+  if bool(_all_finite(array)):
+    return
+  layered = tensors[0].layer is not None
+  broken = next(
+    tensor
+    for layer, tensor in enumerate(tensors)
+    if not _all_finite(array[layer] if layered else array)
+  )
+  raise InputError(
+    f"The tensor {broken.name} in {directory} holds NaN or infinite values; "
+    "fetch it or save it again."
+  )
+
+
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+  return jnp.isfinite(array).all()
 
 
 def _same(files: Mapping[str, Any], one: str, other: str) -> bool:

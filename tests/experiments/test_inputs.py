@@ -1,9 +1,11 @@
-"""What tables call a model."""
+"""What tables call a model, and what programs need of one."""
 
+import dataclasses
 import pathlib
 
 import pytest
 
+from kvjax import InputError
 from kvjax.experiments import inputs
 
 
@@ -22,3 +24,9 @@ def test_a_model_of_the_hubs_cache_has_its_own_name(
   place = pathlib.Path("/some/where") / directory
   monkeypatch.setattr(inputs, "model_directory", lambda: place)
   assert inputs.model_name() == name
+
+
+def test_what_works_on_text_needs_a_tokenizer(tiny):
+  mute = dataclasses.replace(tiny, tokenizer=None)
+  with pytest.raises(InputError, match="no tokenizer, which texts need"):
+    inputs.check_lengths(mute, [64])
