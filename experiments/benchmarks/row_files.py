@@ -126,15 +126,18 @@ class RowFile:
       InputError: the file cannot be read or is malformed.
     """
     try:
-      if self.name.suffix == ".jsonl":
-        yield from self._lines()
-      else:
-        yield from self._table()
+      match self.name.suffix:
+        case ".jsonl":
+          yield from self._lines()
+        case ".json":
+          yield from self._json()
+        case _:
+          yield from self._table()
     except (OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
       raise InputError(f"{self} cannot be read: {error}.") from error
 
   def _lines(self) -> Iterator[Row]:
-    for number, text in enumerate(self._texts(), start=1):
+    for number, text in enumerate(self._texts("line"), start=1):
       if not text.strip():
         continue
       place = f"Line {number} of {self}"
@@ -142,20 +145,31 @@ class RowFile:
         fields = json.loads(text)
       except (ValueError, RecursionError) as error:
         raise InputError(f"{place} is not valid JSON: {error}.") from error
-      if not isinstance(fields, dict):
-        raise InputError(f"{place} must hold a JSON object.")
-      yield Row(place, fields)
+      yield _row(place, fields)
 
-  def _texts(self) -> Iterator[str | bytes]:
+  def _json(self) -> Iterator[Row]:
+    """Rows of an array; a file that begins otherwise is one of lines."""
+    whole = b"".join(self._texts("document"))
+    if not whole.lstrip().startswith(b"["):
+      yield from self._lines()
+      return
+    try:
+      rows = json.loads(whole)
+    except (ValueError, RecursionError) as error:
+      raise InputError(f"{self} is not valid JSON: {error}.") from error
+    for number, fields in enumerate(rows, start=1):
+      yield _row(f"Row {number} of {self}", fields)
+
+  def _texts(self, sample_by: str) -> Iterator[bytes]:
+    """Lines, or the whole document: JSON's own reader would change types."""
     # Latin-1 keeps every byte, so that only the line is refused that is no
     # UTF-8. In a zip `datasets` reads UTF-8, whatever it is told.
     lines = _datasets().IterableDataset.from_text(
-      self._source, encoding="latin-1"
+      self._source, encoding="latin-1", sample_by=sample_by
     )
     try:
       for line in lines:
-        text = line["text"]
-        yield text if self.member else text.encode("latin-1")
+        yield line["text"].encode("utf-8" if self.member else "latin-1")
     except UnicodeDecodeError as error:
       raise InputError(
         f"Line {self._first_undecodable()} of {self} is not valid JSON: it is "
@@ -180,17 +194,13 @@ class RowFile:
 
   def _dataset(self) -> Any:
     table = _datasets().IterableDataset
-    match self.name.suffix:
-      case ".parquet":
-        return table.from_parquet(self._source)
-      case ".arrow":
-        return table.from_file(str(self.path))
-      case _:
-        return table.from_json(self._source)
+    if self.name.suffix == ".parquet":
+      return table.from_parquet(self._source)
+    return table.from_file(str(self.path))
 
   @property
   def _source(self) -> str:
-    """What `datasets` calls the file; elsewhere than in zips it may be many."""
+    """What `datasets` calls the file: a pattern, but not where it is in a zip."""
     if self.member:
       return f"zip://{self.member}::{self.path}"
     return glob.escape(str(self.path))
@@ -200,6 +210,12 @@ class RowFile:
     return InputError(
       f"{self} is no {self.name.suffix[1:]} file, or is cut short: {said}."
     )
+
+
+def _row(place: str, fields: Any) -> Row:
+  if not isinstance(fields, dict):
+    raise InputError(f"{place} must hold a JSON object.")
+  return Row(place, fields)
 
 
 def _is_utf8(line: bytes) -> bool:

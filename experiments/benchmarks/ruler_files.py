@@ -7,7 +7,8 @@ Three layouts (`<len>` is a folder named after the length, such as 4096):
 - `<len>/<task>/validation.jsonl`, what RULER's own scripts write: a prompt
   under `input`, its references under `outputs`; newer ones have the answer
   prefix apart.
-- `<len>/<task>.jsonl`, the same in the bundles of KVCache-Factory and FastKV.
+- `<len>/<task>.jsonl`, the same in the bundles of KVCache-Factory and FastKV;
+  both may be `.json` too.
 
 A prompt is split where kvpress splits it
 (`evaluation/benchmarks/ruler/create_huggingface_dataset.py`).

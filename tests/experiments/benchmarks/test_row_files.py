@@ -76,7 +76,8 @@ def test_all_kinds_hold_the_same_rows(layout, folder, tmp_path):
   file = layout(place)
   rows = list(file.rows())
   assert [dict(row.fields) for row in rows] == ROWS
-  word = "Line" if file.name.suffix == ".jsonl" else "Row"
+  lines = layout in (as_lines, as_json_lines, as_zip)
+  word = "Line" if lines else "Row"
   assert [row.place for row in rows] == [
     f"{word} {number} of {file}" for number in range(1, 6)
   ]
@@ -92,8 +93,7 @@ def test_what_a_set_says_of_itself_is_no_row(tmp_path):
 @pytest.mark.parametrize(
   ("name", "content", "complaint"),
   [
-    ("rows.json", b'[{"a": 1}, {"a": ', "is no json file, or is cut short"),
-    ("rows.json", b"text", "is no json file, or is cut short"),
+    ("rows.json", b'[{"a": 1}, {"a": ', "is not valid JSON: Expecting value"),
     ("rows.parquet", b"PAR1 cut", "is no parquet file, or is cut short"),
     ("rows.arrow", b"", "is no arrow file, or is cut short"),
     ("rows.arrow", b"text", "is no arrow file, or is cut short"),
@@ -115,6 +115,31 @@ def test_the_line_that_is_no_utf8_is_named_in_a_zip_too(tmp_path):
   for file in (plain, zipped(tmp_path, plain.path)):
     with pytest.raises(InputError, match=r"^Line 2 of .* is not valid JSON"):
       list(file.rows())
+
+
+@pytest.mark.parametrize(
+  ("content", "wrong"),
+  [
+    ('[{"a": 1}, [2]]', r"^Row 2 of \S+rows\.json must hold a JSON object"),
+    ('{"a": 1}\n{"a"', r"^Line 2 of \S+rows\.json is not valid JSON"),
+    ('{"a": 1}\n[]', r"^Line 2 of \S+rows\.json must hold a JSON object"),
+  ],
+)
+def test_the_row_of_a_json_file_that_is_wrong_is_named(
+  content, wrong, tmp_path
+):
+  (tmp_path / "rows.json").write_text(content)
+  with pytest.raises(InputError, match=wrong):
+    list(RowFile(tmp_path / "rows.json").rows())
+
+
+def test_what_json_says_is_not_taken_for_something_else(tmp_path):
+  rows = [{"a": "2020-01-01"}, {"a": 7, "b": None}, {"a": ["2020-01-01"]}]
+  (tmp_path / "rows.json").write_text(json.dumps(rows))
+  (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  for name in ("rows.json", "rows.jsonl"):
+    found = RowFile(tmp_path / name).rows()
+    assert [row.fields for row in found] == rows
 
 
 def test_a_missing_file_is_named(tmp_path):
