@@ -200,7 +200,7 @@ class RowFile:
 
   @property
   def _source(self) -> str:
-    """What `datasets` calls the file: a pattern, except where it is in a zip."""
+    """What `datasets` calls the file: a pattern, unless it is in a zip."""
     if self.member:
       return f"zip://{self.member}::{self.path}"
     return glob.escape(str(self.path))
