@@ -288,7 +288,7 @@ def replies(
           caches[index].nbytes // shape.rows,
           caches[index].nbytes_by_memory[HOST] // shape.rows,
           ids := answers[place + row],
-          lm.tokenizer.decode(ids),
+          lm.text.decode(ids),
         )
         for place, index in zip(places, group, strict=True)
         for row, prompts in enumerate(contexts)
@@ -304,7 +304,7 @@ def _answers(
   shape: Shape,
 ) -> list[list[int]]:
   """The answers of a cache whose rows are those of `asked` again and again."""
-  decoding = kvjax.Decoding(asked[0].max_new_tokens, lm.tokenizer.eos_ids)
+  decoding = kvjax.Decoding(asked[0].max_new_tokens, lm.text.eos_ids)
   prompts = _questions(cache, asked, shape) if shape.question else logits
   return kvjax.generate(lm.model, lm.params, cache, prompts, decoding).rows()
 
@@ -313,7 +313,7 @@ def _turn(
   lm: Pretrained, cache: kvjax.Cache, asked: Sequence[Prompt], shape: Shape
 ) -> tuple[list[list[int]], kvjax.Cache]:
   """As `_answers`, and the cache with the turn; the one given is consumed."""
-  decoding = kvjax.Decoding(asked[0].max_new_tokens, lm.tokenizer.eos_ids)
+  decoding = kvjax.Decoding(asked[0].max_new_tokens, lm.text.eos_ids)
   questions = _questions(cache, asked, shape)
   turn = kvjax.generate(
     lm.model, lm.params, cache, questions, decoding, keep=True

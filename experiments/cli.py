@@ -1,17 +1,19 @@
 """How binaries start, and how they tell a user what was wrong."""
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 import jax
 from absl import app, flags, logging
 
 from kvjax import user_cache
-from kvjax.errors import InputError
+from kvjax.errors import InputError, InputWarning
 
 _WRONG_INPUT = 2
 _INTERRUPTED = 130
 _KEPT_BYTES = 2**31
+_FORMATTED = warnings.formatwarning
 
 
 def run(main: Callable[[], None]) -> None:
@@ -35,6 +37,7 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
   """The same with what stands on the command line beside the flags."""
   # JAX's notes on the machine are for --verbosity=0.
   logging.set_verbosity(logging.WARNING)
+  warnings.formatwarning = _formatted
   _keep_programs()
 
   def guarded(argv: Sequence[str]) -> None:
@@ -71,6 +74,19 @@ def _keep_programs() -> None:
     folder = str(user_cache.folder("programs"))
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_compilation_cache_max_size", _KEPT_BYTES)
+
+
+def _formatted(
+  message: Warning | str,
+  category: type[Warning],
+  filename: str,
+  lineno: int,
+  line: str | None = None,
+) -> str:
+  """Warnings about the user's input as sentences, others with their place."""
+  if issubclass(category, InputWarning):
+    return f"{message}\n"
+  return _FORMATTED(message, category, filename, lineno, line)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

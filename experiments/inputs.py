@@ -65,7 +65,7 @@ def check_lengths(lm: models.Pretrained, lengths: Sequence[int]) -> None:
     InputError: the longest, with the template, is longer than the context.
   """
   limit = lm.config.geometry.max_positions
-  template = sum(map(lm.tokenizer.count, lm.tokenizer.split_chat("")))
+  template = sum(map(lm.text.count, lm.text.split_chat("")))
   if max(lengths) + template > limit:
     raise InputError(
       f"--length={max(lengths)} and {template} tokens of chat template are "

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvjax.experiments.answering import QUERY_AGNOSTIC, Protocol
+from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.line_files import Line, LineFile
 from kvjax.experiments.line_files import check_writable as check_writable
 from kvjax.experiments.tasks.sample import Sample
@@ -186,6 +187,9 @@ def digest(model: pathlib.Path) -> str:
 
 def data_name(path: pathlib.Path) -> str:
   """What tables call a file or folder of samples; tells it from others."""
+  published = hub.name_of(path)
+  if published is not None:
+    return published
   files = [path] if path.is_file() else sorted(path.rglob("*"))
   found = _digest([file for file in files if file.is_file()])
   return f"{path.resolve().name} (sha256 {found})"

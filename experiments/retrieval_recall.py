@@ -141,7 +141,7 @@ def _measure(
 ) -> tuple[list[Quality], list[float]]:
   """Means for every candidate; and of every layer the cosine."""
   prompts = [
-    Prompt.of_sample(lm.tokenizer, sample)
+    Prompt.of_sample(lm.text, sample)
     for drawn in needle_inputs.samples(lm).values()
     for sample in drawn
   ]

@@ -55,7 +55,7 @@ def ask(
   Raises:
     InputError: text, question and answer are longer than the model's context.
   """
-  prompt = Prompt.of(lm.tokenizer, text, question, "", _MAX_NEW_TOKENS)
+  prompt = Prompt.of(lm.text, text, question, "", _MAX_NEW_TOKENS)
   check_room(lm, [prompt])
   shape = Shape.of([prompt], 1, protocol)
   groups = replies(lm, candidates, [[prompt]], shape, Seconds())

@@ -33,15 +33,29 @@ class Pretrained:
     model: the pure functions that the engine calls.
     params: the weights.
     config: sizes and options.
-    tokenizer: text to ids and back.
+    tokenizer: text to ids and back, if the directory has one.
     generation: fields of generation_config.json, kept for `save`.
   """
 
   model: DecoderModel
   params: nnx.State
   config: DecoderConfig
-  tokenizer: Tokenizer
+  tokenizer: Tokenizer | None
   generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def text(self) -> Tokenizer:
+    """The tokenizer, for what works on text.
+
+    Raises:
+      InputError: there is none.
+    """
+    if self.tokenizer is None:
+      raise InputError(
+        "This model has no tokenizer, which texts need; put its tokenizer.json "
+        "into its directory."
+      )
+    return self.tokenizer
 
   @property
   def sampling(self) -> Sampling:
@@ -64,7 +78,7 @@ def load(
   dtype: str | None = None,
   mesh: jax.sharding.Mesh | None = None,
 ) -> Pretrained:
-  """Loads a model, its tokenizer and its generation defaults.
+  """Loads a model, its generation defaults, and its tokenizer if it has one.
 
   Args:
     model: a Hugging Face directory (config.json, safetensors weights,
@@ -80,13 +94,8 @@ def load(
       cannot be fetched; see `load_decoder` and `Tokenizer.load`.
   """
   source = find(model)
-  config, tokenizer = source.config(), source.tokenizer()
-  if tokenizer.vocab_size > config.vocab_size:
-    raise InputError(
-      f"The tokenizer in {source.place} has ids up to "
-      f"{tokenizer.vocab_size - 1}, but the model embeds {config.vocab_size} "
-      "tokens only."
-    )
+  config = source.config()
+  tokenizer = source.tokenizer(config)
   decoder, params = _read_decoder(source, config, dtype, mesh)
   return Pretrained(decoder, params, config, tokenizer, source.generation())
 
@@ -129,7 +138,8 @@ def save(
   ) as scratch:
     whole = pathlib.Path(scratch)
     write_weights(pretrained.params, whole, max_shard_bytes)
-    pretrained.tokenizer.save(whole)
+    if pretrained.tokenizer is not None:
+      pretrained.tokenizer.save(whole)
     write_json(whole / "config.json", _config_fields(pretrained))
     write_json(
       whole / "generation_config.json",
@@ -172,7 +182,9 @@ def _config_fields(pretrained: Pretrained) -> dict[str, Any]:
   )
 
 
-def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+def _token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+  if tokenizer is None:
+    return {}
   ids = {
     "bos_token_id": tokenizer.bos_id,
     "eos_token_id": list(tokenizer.eos_ids),

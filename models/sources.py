@@ -38,8 +38,8 @@ class Source(Protocol):
   def config(self) -> DecoderConfig:
     """Sizes and options."""
 
-  def tokenizer(self) -> Tokenizer:
-    """Text to ids and back."""
+  def tokenizer(self, config: DecoderConfig) -> Tokenizer | None:
+    """Text to ids and back, if it is there."""
 
   def tensors(self, config: DecoderConfig) -> Tensors:
     """The weights, of which nothing is read yet."""
@@ -61,7 +61,7 @@ def find(model: str | os.PathLike[str]) -> Source:
   place = catalog.locate(pathlib.Path(model))
   if place.is_file():
     return _Gguf(GgufFile.open(place))
-  if not (place / _CONFIG).is_file():
+  if not (place / _CONFIG).exists():
     files = sorted(place.glob("*.gguf"))
     if len(files) == 1:
       return _Gguf(GgufFile.open(files[0]))
@@ -86,8 +86,18 @@ class _HuggingFace:
   def config(self) -> DecoderConfig:
     return DecoderConfig.from_hf(read_json(self.place / _CONFIG))
 
-  def tokenizer(self) -> Tokenizer:
-    return Tokenizer.load(self.place)
+  def tokenizer(self, config: DecoderConfig) -> Tokenizer | None:
+    if not (self.place / "tokenizer.json").exists():
+      return None
+    tokenizer = Tokenizer.load(self.place, config.vocab_size)
+    for token_id in tokenizer.eos_ids:
+      if not 0 <= token_id < config.vocab_size:
+        raise InputError(
+          f"In {self.place} an answer ends with the id {token_id} "
+          f"(eos_token_id), but the model embeds {config.vocab_size} tokens "
+          "only."
+        )
+    return tokenizer
 
   def tensors(self, config: DecoderConfig) -> Tensors:
     del config
@@ -109,8 +119,8 @@ class _Gguf:
   def config(self) -> DecoderConfig:
     return read_config(self.file)
 
-  def tokenizer(self) -> Tokenizer:
-    return read_tokenizer(self.file)
+  def tokenizer(self, config: DecoderConfig) -> Tokenizer:
+    return read_tokenizer(self.file, config.vocab_size)
 
   def tensors(self, config: DecoderConfig) -> Tensors:
     return open_gguf_tensors(self.file, config)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -83,8 +84,8 @@ def read_weights(
     A state like `template`, with arrays.
 
   Raises:
-    InputError: a tensor is missing, of the wrong shape or dtype, or not known
-      to the decoder.
+    InputError: a tensor is missing, of the wrong shape or dtype, not known to
+      the decoder, or holds what is no finite number.
   """
   leaves, structure = jax.tree_util.tree_flatten_with_path(template)
   wanted = [_tensors(path, leaf) for path, leaf in leaves]
@@ -96,6 +97,8 @@ def read_weights(
     _read(tensors.files, parts, leaf.shape, place)
     for parts, (_, leaf), place in zip(wanted, leaves, places, strict=True)
   ]
+  for array, parts in zip(arrays, wanted, strict=True):
+    _check_finite(tensors, array, parts)
   return jax.tree_util.tree_unflatten(structure, arrays)
 
 
@@ -273,6 +276,29 @@ def _check(tensors: Tensors, wanted: Sequence[_Tensor]) -> None:
       f"The weights in {place} hold the tensor {spelled(min(unknown))}, which "
       f"the model of {tensors.described} does not have."
     )
+
+
+def _check_finite(
+  tensors: Tensors, array: jax.Array, parts: Sequence[_Tensor]
+) -> None:
+  """Refuses what would make every logit NaN; looked at where the array is."""
+  if bool(_all_finite(array)):
+    return
+  layered = parts[0].layer is not None
+  broken = next(
+    tensor
+    for layer, tensor in enumerate(parts)
+    if not _all_finite(array[layer] if layered else array)
+  )
+  raise InputError(
+    f"The tensor {tensors.spelled(broken.name)} in {tensors.place} holds NaN "
+    "or infinite values; fetch it or save it again."
+  )
+
+
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+  return jnp.isfinite(array).all()
 
 
 def _same(files: Mapping[str, Any], one: str, other: str) -> bool:

@@ -146,8 +146,8 @@ class _Asked(NamedTuple):
   def of(
     cls, lm: Pretrained, part: Part, number: int, sample: Sample
   ) -> "_Asked":
-    prompt = Prompt.of_sample(lm.tokenizer, sample)
-    answer = lm.tokenizer.encode(f" {needles.listing(sample.answers)}")
+    prompt = Prompt.of_sample(lm.text, sample)
+    answer = lm.text.encode(f" {needles.listing(sample.answers)}")
     return cls(part, number, sample.digest, prompt, answer)
 
 
@@ -227,7 +227,7 @@ def check(
     InputError: it keeps all of the contexts whatever it is asked to keep.
   """
   longest = max(
-    len(Prompt.of_sample(lm.tokenizer, sample).context)
+    len(Prompt.of_sample(lm.text, sample).context)
     for drawn in samples.values()
     for sample in drawn
   )

@@ -10,7 +10,7 @@ from kvjax.errors import InputError
 
 @functools.cache
 def library(name: str) -> types.ModuleType:
-  """A module of the `data` extra.
+  """A module that takes long to import, or is one of the `data` extra.
 
   Warnings about the module's own source are kept from the user, who cannot act
   on them: jieba's regular expressions are no valid escapes any more, and it

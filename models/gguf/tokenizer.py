@@ -33,8 +33,12 @@ _SPECIAL = {
 _ENDS = (_KEYS.EOS_ID, _KEYS.EOT_ID, _KEYS.EOM_ID)
 
 
-def read_tokenizer(file: GgufFile) -> Tokenizer:
+def read_tokenizer(file: GgufFile, embedded: int | None = None) -> Tokenizer:
   """Rebuilds the tokenizer from the metadata.
+
+  Args:
+    file: has the metadata.
+    embedded: how many ids the model embeds; by default all.
 
   Raises:
     InputError: the tokenizer is not byte-level BPE, splits texts in a way that
@@ -62,7 +66,7 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
     config.pop("bos_token", None)
   ends = [_id(file, key, backend) for key in _ENDS]
   eos_ids = dict.fromkeys(number for number in ends if number is not None)
-  return Tokenizer(backend, config, eos_ids=tuple(eos_ids))
+  return Tokenizer(backend, config, eos_ids=tuple(eos_ids), embedded=embedded)
 
 
 def _split_and_merged(

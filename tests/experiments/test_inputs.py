@@ -1,10 +1,12 @@
-"""What tables call a model."""
+"""What tables call a model, and what programs need of one."""
 
+import dataclasses
 import pathlib
 import types
 
 import pytest
 
+from kvjax import InputError
 from kvjax.experiments import inputs
 from kvjax.models import catalog
 
@@ -35,3 +37,9 @@ def test_a_model_by_name_is_where_it_was_fetched_to(monkeypatch, tmp_path):
   monkeypatch.setattr(inputs, "_MODEL", types.SimpleNamespace(value=name))
   assert inputs.model_directory() == folder
   assert inputs.model_name() == name
+
+
+def test_what_works_on_text_needs_a_tokenizer(tiny):
+  mute = dataclasses.replace(tiny, tokenizer=None)
+  with pytest.raises(InputError, match="no tokenizer, which texts need"):
+    inputs.check_lengths(mute, [64])

@@ -112,13 +112,14 @@ def test_a_token_that_is_there_twice(maker):
   _refused(made.write(), "has a token twice in tokenizer.ggml.tokens")
 
 
-def test_more_tokens_than_the_model_embeds(maker):
+def test_tokens_beyond_the_embedding_are_refused_where_a_text_has_them(maker):
   made = maker()
-  made.fields["tokenizer.ggml.tokens"] += ["x1", "x2"]
-  made.fields["tokenizer.ggml.token_type"] += [1, 1]
-  _refused(
-    made.write(), r"model\.gguf has ids up to 81, but the model embeds 80"
-  )
+  made.fields["tokenizer.ggml.tokens"] += ["<x1>", "<x2>"]
+  made.fields["tokenizer.ggml.token_type"] += [1, gguf.TokenType.USER_DEFINED]
+  tokenizer = load(made.write()).text
+  assert max(tokenizer.encode("ab")) < 80
+  with pytest.raises(InputError, match="'<x2>', whose id is 81, but the model"):
+    tokenizer.encode("ab <x2>")
 
 
 def test_fields_that_llama_cpp_does_not_know_are_passed_over(maker):
