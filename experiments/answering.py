@@ -287,7 +287,7 @@ def replies(
           caches[index].nbytes // shape.rows,
           caches[index].nbytes_by_memory[HOST] // shape.rows,
           ids := answers[place + row],
-          lm.tokenizer.decode(ids),
+          lm.text.decode(ids),
         )
         for place, index in zip(places, group, strict=True)
         for row, prompts in enumerate(contexts)
@@ -303,7 +303,7 @@ def _answers(
   shape: Shape,
 ) -> list[list[int]]:
   """Generates answers from a cache whose rows repeat those of `prompts`."""
-  decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.tokenizer.eos_ids)
+  decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.text.eos_ids)
   inputs = _questions(cache, prompts, shape) if shape.question else logits
   return kvjax.generate(lm.model, lm.params, cache, inputs, decoding).rows()
 
@@ -312,7 +312,7 @@ def _turn(
   lm: Pretrained, cache: kvjax.Cache, prompts: Sequence[Prompt], shape: Shape
 ) -> tuple[list[list[int]], kvjax.Cache]:
   """Generates answers and keeps the turn in the cache, which is donated."""
-  decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.tokenizer.eos_ids)
+  decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.text.eos_ids)
   questions = _questions(cache, prompts, shape)
   turn = kvjax.generate(
     lm.model, lm.params, cache, questions, decoding, keep=True

@@ -3,19 +3,20 @@
   python -m kvjax.experiments.benchmark_compile
 
 creates a Llama of SmolLM2-135M's sizes with random weights, with 4 and with 32
-layers, and calls prefill and decode twice each. The first call compiles, the
-second only computes. With --sweep it also prefills for 40 plans at once (13
-methods at 3 retentions and the full cache) with SmolLM2's 30 layers. It prints
-a table:
+layers, and calls prefill and decode twice each for every method. The first call
+compiles, the second only computes. With --sweep it also prefills for 40 plans
+at once (13 methods at 3 retentions and the full cache) with SmolLM2's 30
+layers. It prints a table:
 
 - first call, later call: seconds;
 - compiling: their difference;
 - × 4 layers: compiling, relative to the smallest depth.
 
-Compiled programs are not cached between runs. It takes a minute on two cores,
-three with --sweep.
+Compiled programs are not cached between runs. It takes four minutes on two
+cores, five with --sweep.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -41,6 +42,11 @@ _LAYERS = flags.DEFINE_list("layers", ["4", "32"], "Numbers of layers.")
 _ROWS = flags.DEFINE_integer("rows", 4, "Prompts per batch.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer(
   "length", 1024, "Tokens of a prompt.", lower_bound=1
+)
+_NAMES = flags.DEFINE_list(
+  "methods",
+  ["keydiff", "pyramidkv", "adakv", "ctkvr"],
+  "Methods, at a quarter of the tokens.",
 )
 _SWEEP = flags.DEFINE_bool("sweep", False, "Also prefill for 40 plans.")
 
@@ -151,20 +157,24 @@ def _prompts(length: int) -> kvjax.Prompts:
 def _prefill_and_decode(layers: int) -> Iterator[Timed]:
   model, params = _model(layers)
   prompts, questions = _prompts(_LENGTH.value), _prompts(9)
-  plan = kvjax.get_plan("keydiff", kvjax.Retention(0.25))
-  result, timed = _twice(
-    "prefill, KeyDiff at a quarter",
-    layers,
-    lambda: kvjax.prefill(model, params, prompts, plan),
-  )
-  yield timed
-  cache, _ = result
   decoding = kvjax.Decoding(max_new_tokens=_TOKENS)
-  yield _twice(
-    f"question and {_TOKENS} tokens",
-    layers,
-    lambda: kvjax.generate(model, params, cache, questions, decoding).tokens,
-  )[1]
+  for name in _NAMES.value:
+    # Methods share what does not depend on them.
+    jax.clear_caches()
+    plan = kvjax.get_plan(name, kvjax.Retention(0.25))
+    found, timed = _twice(
+      f"{name}: prefill",
+      layers,
+      functools.partial(kvjax.prefill, model, params, prompts, plan),
+    )
+    yield timed
+    yield _twice(
+      f"{name}: question and {_TOKENS} tokens",
+      layers,
+      functools.partial(
+        kvjax.generate, model, params, found[0], questions, decoding
+      ),
+    )[1]
 
 
 def _sweep(layers: int) -> Iterator[Timed]:
@@ -191,7 +201,8 @@ def _twice(
   seconds = []
   for _ in range(2):
     begin = time.perf_counter()
-    result = jax.block_until_ready(call())
+    result = call()
+    jax.block_until_ready(jax.tree.leaves(result))
     seconds.append(time.perf_counter() - begin)
   return result, Timed(name, layers, *seconds)
 

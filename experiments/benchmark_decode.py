@@ -90,9 +90,9 @@ def main() -> None:
 def _contexts(lm: Pretrained, length: int, rows: int) -> kvjax.Prompts:
   """Draws prose with a needle, different in each row."""
   (drawn,) = grids.needle_samples(
-    [length], [0.5], rows, inputs.SEED.value, lm.tokenizer.count
+    [length], [0.5], rows, inputs.SEED.value, lm.text.count
   ).values()
-  prompts = [Prompt.of_sample(lm.tokenizer, sample) for sample in drawn]
+  prompts = [Prompt.of_sample(lm.text, sample) for sample in drawn]
   return kvjax.Prompts.of([prompt.context for prompt in prompts])
 
 

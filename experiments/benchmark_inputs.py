@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, cast
@@ -23,6 +22,7 @@ from kvjax.experiments import (
 from kvjax.experiments.answering import FIRST_QUERY_AWARE, QUERY_AWARE, Protocol
 from kvjax.experiments.benchmarks import (
   grids,
+  hub,
   longbench,
   longbench_files,
   longbench_sets,
@@ -90,7 +90,10 @@ _STRICT_OFFICIAL = flags.DEFINE_bool(
   "default fixes them.",
 )
 _DATA = flags.DEFINE_string(
-  "data", None, "File or folder with published samples of RULER or LongBench."
+  "data",
+  None,
+  "File or folder with published samples of RULER or LongBench, or the name of "
+  "such a dataset on the Hugging Face hub, such as simonjegou/ruler.",
 )
 
 _DEFAULT_LENGTH = {
@@ -132,7 +135,7 @@ class Drawn(NamedTuple):
 
 def _ruler(lm: Pretrained) -> Drawn:
   if _DATA.value is not None:
-    path = pathlib.Path(_DATA.value)
+    path = hub.resolved(_DATA.value)
     wanted = lengths() if _LENGTH.present else None
     samples = ruler_files.load(path, _TASKS.value, wanted, _SAMPLES.value)
     return Drawn(samples, {"files": results.data_name(path)})
@@ -144,7 +147,7 @@ def _ruler(lm: Pretrained) -> Drawn:
       lengths(),
       number,
       seed,
-      lm.tokenizer.count,
+      lm.text.count,
       texts,
       on_draw,
     )
@@ -171,14 +174,14 @@ def _ruler_tasks() -> Sequence[str]:
 def _longbench(lm: Pretrained) -> Drawn:
   default = longbench.usual_limit(lm.config.geometry.max_positions)
   (limit,) = lengths() if _LENGTH.present else [default]
-  path = pathlib.Path(_DATA.value or "")
+  path = hub.resolved(_DATA.value or "")
   available = longbench_files.find(path, longbench_sets.NAMES)
   names = _TASKS.value or [
     name for name in longbench_sets.SETS if name in available
   ]
   with _drawing(None) as on_draw:
     samples = longbench.samples(
-      path, names, limit, lm.tokenizer, _SAMPLES.value, on_draw
+      path, names, limit, lm.text, _SAMPLES.value, on_draw
     )
   data = {"files": results.data_name(path)}
   if not _STRICT_OFFICIAL.value:
@@ -199,7 +202,7 @@ def _grid(lm: Pretrained, draw: Callable[..., results.Samples]) -> Drawn:
   depths = grids.even_depths(_DEPTHS.value)
   number, seed = _numbers(3)
   with _drawing(len(lengths()) * len(depths) * number) as on_draw:
-    samples = draw(lengths(), depths, number, seed, lm.tokenizer.count, on_draw)
+    samples = draw(lengths(), depths, number, seed, lm.text.count, on_draw)
   return Drawn(samples, {"essay": prose.SOURCE})
 
 
@@ -212,7 +215,7 @@ def _multiturn(lm: Pretrained) -> Drawn:
       _TURNS.value,
       number,
       seed,
-      lm.tokenizer,
+      lm.text,
       history,
       on_draw,
       first_known=protocol() == FIRST_QUERY_AWARE,
@@ -287,7 +290,8 @@ def check_flags() -> None:
 def _check_longbench() -> None:
   if _DATA.value is None:
     raise InputError(
-      "LongBench is read from disk; give its folder or data.zip by --data."
+      "LongBench is read from disk; give its folder or data.zip by --data, or "
+      "its name on the Hugging Face hub."
     )
   if len(lengths()) > 1:
     raise InputError("--length takes one limit for LongBench, such as 7500.")

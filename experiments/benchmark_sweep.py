@@ -58,10 +58,10 @@ def main() -> None:
   with inputs.loaded() as (lm, devices):
     inputs.check_lengths(lm, [_LENGTH.value])
     (drawn,) = grids.needle_samples(
-      [_LENGTH.value], [0.5], 1, inputs.SEED.value, lm.tokenizer.count
+      [_LENGTH.value], [0.5], 1, inputs.SEED.value, lm.text.count
     ).values()
     (sample,) = drawn
-    prompt = Prompt.of_sample(lm.tokenizer, sample)
+    prompt = Prompt.of_sample(lm.text, sample)
     timing = sweep_timing.measure(lm, chosen, prompt, _ROUNDS.value)
   console = rich.console.Console(highlight=False)
   console.print(

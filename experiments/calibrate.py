@@ -211,7 +211,7 @@ class _Run(NamedTuple):
       [_LENGTH.value],
       count,
       self.settings.seed + step,
-      self.lm.tokenizer.count,
+      self.lm.text.count,
       self.texts,
     )
 

@@ -1,18 +1,19 @@
 """Starts programs and reports user errors."""
 
-import os
-import pathlib
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 import jax
 from absl import app, flags, logging
 
-from kvjax.errors import InputError
+from kvjax import user_cache
+from kvjax.errors import InputError, InputWarning
 
 _WRONG_INPUT = 2
 _INTERRUPTED = 130
 _CACHE_BYTES = 2**31
+_FORMATTED = warnings.formatwarning
 
 
 def run(main: Callable[[], None]) -> None:
@@ -36,6 +37,7 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
   """Parses the flags and calls `main` with the remaining arguments."""
   # Hide JAX's messages about the machine; --verbosity=0 shows them.
   logging.set_verbosity(logging.WARNING)
+  warnings.formatwarning = _formatted
   _cache_programs()
 
   def guarded(argv: Sequence[str]) -> None:
@@ -69,10 +71,22 @@ def _cache_programs() -> None:
   The cache is in the user's cache folder and evicts the least recently used.
   """
   if jax.config.jax_compilation_cache_dir is None:
-    caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    folder = pathlib.Path(caches) / "kvjax" / "programs"
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    folder = str(user_cache.folder("programs"))
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
+
+
+def _formatted(
+  message: Warning | str,
+  category: type[Warning],
+  filename: str,
+  lineno: int,
+  line: str | None = None,
+) -> str:
+  """Warnings about the user's input as sentences, others with their place."""
+  if issubclass(category, InputWarning):
+    return f"{message}\n"
+  return _FORMATTED(message, category, filename, lineno, line)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

@@ -72,9 +72,7 @@ def compare(
   for shape, rows in _batches(contexts, unanswered, batch, protocol):
     prompts = [context.prompts for context in rows]
     for group in replies(lm, candidates, prompts, shape, spent):
-      answers = [
-        _answer(rows[reply.row], reply, lm.tokenizer) for reply in group
-      ]
+      answers = [_answer(rows[reply.row], reply, lm.text) for reply in group]
       new = [answer for answer in answers if answer.key in missing]
       results.add(new)
       on_answers(rows[0].part.task, len(new))
@@ -119,7 +117,7 @@ def _contexts(
       groups.setdefault(key, []).append(number)
     for numbers in groups.values():
       same = [drawn[number] for number in numbers]
-      prompts = [Prompt.of_sample(lm.tokenizer, sample) for sample in same]
+      prompts = [Prompt.of_sample(lm.text, sample) for sample in same]
       yield _Context(part, numbers, same, prompts)
 
 

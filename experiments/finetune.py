@@ -104,9 +104,7 @@ def main() -> None:
   texts, recipe = _texts(), _recipe()
   with inputs.loaded() as (lm, _):
     _check_length(lm)
-    parts = documents.chunks(
-      texts, lm.tokenizer, _LENGTH.value, training.QUERIES
-    )
+    parts = documents.chunks(texts, lm.text, _LENGTH.value, training.QUERIES)
     print(
       f"{wording.count(len(texts), 'document')} of {sum(parts.lengths):,} "
       f"tokens in {wording.count(len(parts.lengths), 'chunk')}"

@@ -10,6 +10,7 @@ from absl import flags
 from kvjax import kernels, models
 from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
+from kvjax.models import catalog
 from kvjax.models.pretrained import DTYPES
 
 _BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
@@ -17,7 +18,10 @@ _BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
 _HUB = "models--"
 
 _MODEL = flags.DEFINE_string(
-  "model", str(_BUNDLED), "Hugging Face directory of a model."
+  "model",
+  str(_BUNDLED),
+  "Hugging Face directory or GGUF file of a model, or a name, which is fetched "
+  f"once: {', '.join(catalog.NAMED)}.",
 )
 SEED = flags.DEFINE_integer("seed", 0, "Random seed.", lower_bound=0)
 BATCH = flags.DEFINE_integer(
@@ -59,7 +63,7 @@ def check_lengths(lm: models.Pretrained, lengths: Sequence[int]) -> None:
     InputError: the longest, with the template, is longer than the context.
   """
   limit = lm.config.geometry.max_positions
-  template = sum(map(lm.tokenizer.count, lm.tokenizer.split_chat("")))
+  template = sum(map(lm.text.count, lm.text.split_chat("")))
   if max(lengths) + template > limit:
     raise InputError(
       f"--length={max(lengths)} and {template} tokens of chat template are "
@@ -75,8 +79,12 @@ def dtype() -> str:
 
 
 def model_directory() -> pathlib.Path:
-  """Returns the model's directory."""
-  return pathlib.Path(_MODEL.value).resolve()
+  """Returns the model's directory, or its GGUF file.
+
+  Raises:
+    InputError: a named model is missing and cannot be fetched.
+  """
+  return catalog.locate(_MODEL.value).resolve()
 
 
 def model_name() -> str:

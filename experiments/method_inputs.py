@@ -128,7 +128,8 @@ def _automatic() -> bool:
 
 def _auto() -> Auto:
   model = inputs.model_directory()
-  folder = _CALIBRATIONS.value or model / FOLDER
+  beside = model.parent if model.is_file() else model
+  folder = _CALIBRATIONS.value or beside / FOLDER
   return Auto.read(_TAU.value, pathlib.Path(folder), results.digest(model))
 
 

@@ -26,7 +26,7 @@ def samples(lm: models.Pretrained) -> results.Samples:
     InputError: they are longer than the model's context.
   """
   inputs.check_lengths(lm, [LENGTH.value])
-  count = lm.tokenizer.count
+  count = lm.text.count
   return {
     results.Part(task, LENGTH.value): [
       suite.draw(task, number, inputs.SEED.value, LENGTH.value, count)

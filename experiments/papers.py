@@ -23,6 +23,7 @@ from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli, inputs, results, text_inputs
+from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.paper_experiments import (
   catalogue,
   registry,
@@ -35,7 +36,10 @@ for module in (inputs, text_inputs):
   flags.adopt_module_key_flags(module)
 
 _DATA = flags.DEFINE_string(
-  "data", None, "File or folder with published samples of LongBench or RULER."
+  "data",
+  None,
+  "File or folder with published samples of LongBench or RULER, or the name of "
+  "such a dataset on the Hugging Face hub.",
 )
 _SAMPLES = flags.DEFINE_integer(
   "samples",
@@ -120,9 +124,7 @@ def _settings() -> results.Settings:
 
 
 def _sources() -> Sources:
-  data = None if _DATA.value is None else pathlib.Path(_DATA.value)
-  if data is not None and not data.exists():
-    raise InputError(f"--data={data} does not exist; give a file or folder.")
+  data = None if _DATA.value is None else hub.resolved(_DATA.value)
   return Sources(data, text_inputs.texts())
 
 

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvjax.experiments.answering import QUERY_AGNOSTIC, Protocol
+from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.line_files import Line, LineFile
 from kvjax.experiments.line_files import check_writable as check_writable
 from kvjax.experiments.tasks.sample import Sample
@@ -170,14 +171,25 @@ class Results(LineFile[Answer]):
     return self.records
 
 
-def digest(directory: pathlib.Path) -> str:
-  """Hashes the files of a model that affect answers."""
-  names = ("*.safetensors", "*.json", "*.jinja")
-  return _digest(sorted(p for name in names for p in directory.glob(name)))
+def digest(model: pathlib.Path) -> str:
+  """Hashes the files of a model that affect answers.
+
+  Args:
+    model: a directory, or a GGUF file.
+  """
+  if model.is_file():
+    return _digest([model])
+  names = ["*.safetensors", "*.json", "*.jinja"]
+  if not (model / "config.json").is_file():
+    names.append("*.gguf")
+  return _digest(sorted(p for name in names for p in model.glob(name)))
 
 
 def data_name(path: pathlib.Path) -> str:
   """Names a file or folder of samples, with a digest, for tables."""
+  published = hub.name_of(path)
+  if published is not None:
+    return published
   files = [path] if path.is_file() else sorted(path.rglob("*"))
   content = _digest([file for file in files if file.is_file()])
   return f"{path.resolve().name} (sha256 {content})"

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import kvjax
 from kvjax.activations import Activations
+from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
-from kvjax.cache.layers import Layer
 from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError

@@ -146,7 +146,7 @@ def _measure(
 ) -> tuple[list[Quality], list[float]]:
   """Measures every candidate's means and every layer's cosine."""
   prompts = [
-    Prompt.of_sample(lm.tokenizer, sample)
+    Prompt.of_sample(lm.text, sample)
     for drawn in needle_inputs.samples(lm).values()
     for sample in drawn
   ]

@@ -76,7 +76,7 @@ def main() -> None:
       "Text": _TEXT.value or f"{_TASK} in {prose.SOURCE}",
     }
     if text is None:
-      text = suite.draw(_TASK, 0, 0, _LENGTH, lm.tokenizer.count).context
+      text = suite.draw(_TASK, 0, 0, _LENGTH, lm.text.count).context
     shown = page.of_text(lm, chosen, text, _QUESTION.value, about)
   output.parent.mkdir(parents=True, exist_ok=True)
   reports.write_text(output, shown.html)

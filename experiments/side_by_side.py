@@ -57,7 +57,7 @@ def answer_question(
   Raises:
     InputError: text, question and answer are longer than the model's context.
   """
-  prompt = Prompt.of(lm.tokenizer, text, question, "", _MAX_NEW_TOKENS)
+  prompt = Prompt.of(lm.text, text, question, "", _MAX_NEW_TOKENS)
   check_context_length(lm, [prompt])
   shape = Shape.of([prompt], 1, protocol)
   groups = generate_replies(lm, candidates, [[prompt]], shape, Seconds())

@@ -5,7 +5,7 @@ import pathlib
 
 from absl import flags
 
-from kvjax.experiments.benchmarks import ruler
+from kvjax.experiments.benchmarks import hub, ruler
 
 NAMES = ("essay", "words", "squad", "hotpotqa")
 
@@ -15,9 +15,16 @@ _ESSAY = flags.DEFINE_string(
 _WORDS = flags.DEFINE_string(
   "words", None, "File of words for RULER's cwe, or wonderwords for its lists."
 )
-_SQUAD = flags.DEFINE_string("squad", None, "SQuAD's dev-v2.0.json, for qa_1.")
+_SQUAD = flags.DEFINE_string(
+  "squad",
+  None,
+  "SQuAD's dev-v2.0.json, for qa_1, or rajpurkar/squad_v2 of the hub.",
+)
 _HOTPOTQA = flags.DEFINE_string(
-  "hotpotqa", None, "HotpotQA's hotpot_dev_distractor_v1.json, for qa_2."
+  "hotpotqa",
+  None,
+  "HotpotQA's hotpot_dev_distractor_v1.json, for qa_2, or hotpotqa/hotpot_qa "
+  "of the hub.",
 )
 
 
@@ -28,9 +35,12 @@ def texts() -> ruler.Texts:
   Raises:
     InputError: see `ruler.Texts.read`.
   """
-  essay, squad, hotpotqa = map(_path, (_ESSAY, _SQUAD, _HOTPOTQA))
+  essay = None if _ESSAY.value is None else pathlib.Path(_ESSAY.value)
+  squad, hotpotqa = map(_questions, (_SQUAD, _HOTPOTQA))
   return ruler.Texts.read(essay, _WORDS.value, squad, hotpotqa)
 
 
-def _path(flag: flags.FlagHolder[str | None]) -> pathlib.Path | None:
-  return None if flag.value is None else pathlib.Path(flag.value)
+def _questions(flag: flags.FlagHolder[str | None]) -> pathlib.Path | None:
+  return (
+    None if flag.value is None else hub.resolved(flag.value, "*validation*")
+  )

@@ -50,6 +50,11 @@ def use(
     yield
 
 
+def target_platform() -> str:
+  """What is compiled for: "cpu", "gpu" or "tpu"."""
+  return _platform.value or jax.default_backend()
+
+
 def dispatch(
   programs: Programs,
   implementation: Implementation | None,
@@ -78,7 +83,7 @@ def dispatch(
     NotImplementedError: the implementation is "pallas" and the kernel declines.
   """
   chosen = implementation or _implementation.value
-  platform = _platform.value or jax.default_backend()
+  platform = target_platform()
   run = functools.partial(programs.xla, **options)
   if chosen == "xla" or (chosen is None and platform == "cpu"):
     return run(*operands)

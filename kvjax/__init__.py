@@ -34,6 +34,7 @@ from kvjax.engine.prefill import prefill as prefill
 from kvjax.engine.prefill import sweep as sweep
 from kvjax.engine.sampling import Sampling as Sampling
 from kvjax.errors import InputError as InputError
+from kvjax.errors import InputWarning as InputWarning
 from kvjax.model import Geometry as Geometry
 from kvjax.model import LayerSpec as LayerSpec
 from kvjax.model import Model as Model

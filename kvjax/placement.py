@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Int, PyTree, Shaped
 
+from kvjax.kernels.stacks import Layer, gather_slots
 from kvjax.struct import tree_bytes
 
 DEVICE, HOST = "device", "pinned_host"
@@ -32,9 +33,9 @@ def has_host_memory() -> bool:
 
 def _trial() -> Array:
   # Without arguments it fits every mesh that is in context.
-  rows = jax.device_put(jnp.zeros((2, 1)), jax.memory.Space.Host)
-  found: Array = gather_rows(rows, jnp.zeros(1, jnp.int32))
-  return found
+  rows = jax.device_put(jnp.zeros((1, 1, 2, 1)), jax.memory.Space.Host)
+  gathered: Array = gather_rows(rows, jnp.zeros((1, 1, 1), jnp.int32))
+  return gathered
 
 
 def is_on_host(array: Array | jax.ShapeDtypeStruct) -> bool:
@@ -68,8 +69,10 @@ def to_device[Tree](tree: Tree) -> Tree:
 
 
 def gather_rows(
-  rows: PyTree[Shaped[Array, "*B F D"]], slots: Int[Array, "*B M"]
-) -> PyTree[Shaped[Array, "*B M D"]]:
+  rows: PyTree[Shaped[Array, "*L B K F D"]],
+  slots: Int[Array, "B K M"],
+  layer: Layer = None,
+) -> PyTree[Shaped[Array, "B K M D"]]:
   """Copies rows to the device from where they live.
 
   From the host this is one call for all arrays, which the device need not wait
@@ -78,38 +81,39 @@ def gather_rows(
   Args:
     rows: arrays that live together, on the host or on the device.
     slots: which rows of each to copy; -1 for none.
+    layer: of stacks of layers, which have one more axis in front, the layer
+      to copy from.
 
   Returns:
-    Arrays [*B, M, D] on the device; zeros for slot -1.
+    Arrays [B, K, M, D] on the device; zeros for slot -1.
   """
   named = (slots >= 0)[..., None]
   slots = jnp.maximum(slots, 0)
+  layer = jnp.zeros((), jnp.int32) if layer is None else layer
   if any(is_on_host(x) for x in jax.tree.leaves(rows)):
     gather = compute_on(
       _gather,
       compute_type="device_host",
       out_memory_spaces=jax.memory.Space.Device,
     )
-    found = gather(rows, jax.device_put(slots, jax.memory.Space.Host))
+    where = jax.device_put((slots, layer), jax.memory.Space.Host)
+    found = gather(rows, *where)
   else:
-    found = _gather(rows, slots)
+    found = _gather(rows, slots, layer)
   return jax.tree.map(
     lambda x: jnp.where(named, x, jnp.zeros((), x.dtype)), found
   )
 
 
-def _gather(rows: PyTree, slots: Int[Array, "*B M"]) -> PyTree:
+def _gather(
+  rows: PyTree, slots: Int[Array, "B K M"], layer: Int[Array, ""]
+) -> PyTree:
   # The host may not see a constant, so that nothing is checked or wrapped.
-  return jax.tree.map(
-    lambda x: jnp.take_along_axis(
-      x,
-      slots[..., None],
-      axis=-2,
-      mode="promise_in_bounds",
-      wrap_negative_indices=False,
-    ),
-    rows,
-  )
+  def gather(x: Shaped[Array, "*L B K F D"]) -> Shaped[Array, "B K M D"]:
+    stack = x if x.ndim > slots.ndim + 1 else x[None]
+    return gather_slots(stack, layer, slots)
+
+  return jax.tree.map(gather, rows)
 
 
 def nbytes_by_memory(tree: PyTree) -> dict[str, int]:

@@ -1,11 +1,14 @@
 """Decoder configurations, read from and written to Hugging Face config.json."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, InputWarning
 from kvjax.model import Geometry
+from kvjax.models.fields import ConfigError, Fields, shown
+from kvjax.models.other_fields import sort_out
 from kvjax.models.rope import Rope
 
 # The classes that `transformers` would load, by model type.
@@ -16,24 +19,10 @@ ARCHITECTURES = {
   "qwen3": "Qwen3ForCausalLM",
 }
 
-# Fields that describe training, generation or the file itself and change
-# nothing in a forward pass.
-_WITHOUT_EFFECT = frozenset(
-  "_attn_implementation_autoset _name_or_path architectures "
-  "attention_dropout auto_map bos_token_id chunk_size_feed_forward dtype "
-  "eos_token_id id2label initializer_range is_encoder_decoder "
-  "is_llama_config label2id max_window_layers output_attentions "
-  "output_hidden_states pad_token_id problem_type return_dict "
-  "torch_dtype transformers_version unsloth_fixed use_cache".split()
-)
+# A list of all their tensors is made before any is looked for.
+_MOST_LAYERS = 10_000
 
-# Fields that are known and may only be false, for all types or for some.
-_ONLY_FALSE = {
-  "use_mrope": tuple(ARCHITECTURES),
-  "rope_interleaved": tuple(ARCHITECTURES),
-  "attention_bias": ("mistral",),
-  "mlp_bias": ("mistral", "qwen2", "qwen3"),
-}
+_QUANTIZATION = ("quantization_config", "quantization", "compression_config")
 
 # What transformers takes where a file names no such field at all; where it is
 # null, and for other types, sizes follow from the query heads.
@@ -113,51 +102,63 @@ class DecoderConfig:
   def from_hf(cls, fields: Mapping[str, Any]) -> "DecoderConfig":
     """Reads the fields of a config.json.
 
+    Fields that cannot change a result are passed over. Where others remain
+    that nothing is known of, a warning names them.
+
     Raises:
-      InputError: the architecture is unknown, a field is missing, or a field
-        asks for something that this decoder does not do.
+      ConfigError: the architecture is unknown, fields are missing, or fields
+        ask for something that this decoder does not do.
     """
-    rest = dict(fields)
-    model_type = rest.pop("model_type", None)
+    model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-      raise InputError(
-        f"config.json has model_type {model_type!r}, which is not supported; "
-        f"supported are {', '.join(sorted(ARCHITECTURES))}."
+      raise ConfigError(
+        [
+          f"has model_type {shown(model_type)}, which is not supported; "
+          f"supported are {', '.join(sorted(ARCHITECTURES))}"
+        ]
       )
-    _refuse_unsupported(rest, model_type)
-    for (kind, name), size in _ABSENT.items():
-      if kind == model_type:
-        rest.setdefault(name, size)
-    heads = _count(rest, "num_attention_heads")
-    hidden = _count(rest, "hidden_size")
-    head_dim = _count(rest, "head_dim", hidden // heads)
-    max_positions = _count(rest, "max_position_embeddings")
-    attention_bias = _flag(rest, "attention_bias")
-    config = cls(
-      model_type=model_type,
-      vocab_size=_count(rest, "vocab_size"),
+    absent = {
+      name: size for (kind, name), size in _ABSENT.items() if kind == model_type
+    }
+    read = Fields(absent | dict(fields))
+    read.take("model_type")
+    heads = read.count("num_attention_heads")
+    hidden = read.count("hidden_size")
+    head_dim = read.count("head_dim", hidden // heads)
+    layers = read.count("num_hidden_layers", most=_MOST_LAYERS)
+    max_positions = read.count("max_position_embeddings")
+    rope = _rope(read, head_dim, max_positions)
+    bias = model_type != "mistral" and read.flag("attention_bias")
+    values: dict[str, Any] = dict(
+      vocab_size=read.count("vocab_size"),
       hidden_size=hidden,
-      intermediate_size=_count(rest, "intermediate_size"),
-      num_layers=_count(rest, "num_hidden_layers"),
+      intermediate_size=read.count("intermediate_size"),
+      num_layers=layers,
       num_heads=heads,
-      num_kv_heads=_count(rest, "num_key_value_heads", heads),
+      num_kv_heads=read.count("num_key_value_heads", heads),
       head_dim=head_dim,
       max_positions=max_positions,
-      rms_norm_eps=_epsilon(rest),
-      rope=Rope.from_hf(_take_rope(rest), head_dim, max_positions),
-      tie_embeddings=_flag(rest, "tie_word_embeddings"),
-      qkv_bias=attention_bias or model_type == "qwen2",
-      output_bias=attention_bias and model_type != "qwen2",
-      mlp_bias=_flag(rest, "mlp_bias"),
+      rms_norm_eps=read.epsilon("rms_norm_eps", 1e-6),
+      rope=rope,
+      tie_embeddings=read.flag("tie_word_embeddings"),
+      qkv_bias=bias or model_type == "qwen2",
+      output_bias=bias and model_type != "qwen2",
+      mlp_bias=model_type == "llama" and read.flag("mlp_bias"),
       qk_norm=model_type == "qwen3",
     )
-    unknown = sorted(set(rest) - _WITHOUT_EFFECT)
-    if unknown:
-      raise InputError(
-        f"config.json has the field {unknown[0]!r}, which this decoder does "
-        f"not know for {model_type}; remove it if it has no effect."
+    _note_unsupported(read)
+    _note_windows(read, model_type, layers, rope.longest_context(max_positions))
+    others = sort_out(read.rest, model_type)
+    read.faults += others.faults
+    read.refuse_faults()
+    if others.unknown:
+      warnings.warn(
+        "config.json has fields that kvjax does not know and passes over: "
+        f"{', '.join(others.unknown)}.",
+        InputWarning,
+        stacklevel=2,
       )
-    return config
+    return cls(model_type, **values)
 
   def to_hf(self) -> dict[str, Any]:
     """The fields of a config.json that `from_hf` reads back."""
@@ -185,84 +186,68 @@ class DecoderConfig:
     return fields
 
 
-def _count(
-  fields: dict[str, Any], name: str, default: int | None = None
-) -> int:
-  """Takes a positive whole number out of `fields`."""
-  value = fields.pop(name, None)
-  value = default if value is None else value
-  if value is None:
-    raise InputError(f"config.json lacks the field {name!r}.")
-  if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-    raise InputError(
-      f"config.json has {value!r} for {name!r}, which must be a whole number "
-      "of 1 or more."
-    )
-  return value
-
-
-def _epsilon(fields: dict[str, Any]) -> float:
-  value = fields.pop("rms_norm_eps", 1e-6)
-  if isinstance(value, bool) or not isinstance(value, (int, float)):
-    raise InputError(
-      f"config.json has {value!r} for 'rms_norm_eps', which must be a number."
-    )
-  return float(value)
-
-
-def _flag(fields: dict[str, Any], name: str) -> bool:
-  """Takes true or false out of `fields`; absent is false."""
-  value = fields.pop(name, None)
-  if value is None or isinstance(value, bool):
-    return bool(value)
-  raise InputError(
-    f"config.json has {value!r} for {name!r}, which must be true or false."
-  )
-
-
-def _take_rope(fields: dict[str, Any]) -> dict[str, Any]:
-  """RoPE fields, from `rope_parameters` or the older pair of fields."""
-  theta = fields.pop("rope_theta", None)
-  rope: dict[str, Any] = {}
-  for name in ("rope_scaling", "rope_parameters"):
-    given = fields.pop(name, None) or {}
-    if not isinstance(given, dict):
-      raise InputError(
-        f"config.json has {given!r} for {name!r}, which must be an object."
-      )
-    rope |= given
+def _rope(read: Fields, head_dim: int, max_positions: int) -> Rope:
+  """From `rope_parameters` or the older pair of fields, or from both."""
+  theta = read.take("rope_theta")
+  original = read.take("original_max_position_embeddings")
+  rope = read.object("rope_scaling") | read.object("rope_parameters")
   if theta is not None:
     rope.setdefault("rope_theta", theta)
-  return rope
+  # As in transformers 5; it is nothing to other kinds.
+  kind = rope.get("rope_type") or rope.get("type")
+  if original is not None and kind in ("llama3", "yarn"):
+    rope.setdefault("original_max_position_embeddings", original)
+  try:
+    return Rope.from_hf(rope, head_dim, max_positions)
+  except ConfigError as error:
+    read.faults += error.faults
+    return Rope.from_hf({}, head_dim, max_positions)
 
 
-def _refuse_unsupported(fields: dict[str, Any], model_type: str) -> None:
-  """Takes the fields that have one supported value out of `fields`."""
-  activation = fields.pop("hidden_act", "silu")
+def _note_unsupported(read: Fields) -> None:
+  """Takes the fields that have one supported value."""
+  activation = read.take("hidden_act", "silu")
   if activation not in ("silu", "swish"):
-    raise InputError(
-      f"config.json has hidden_act {activation!r}; only 'silu' is supported."
+    read.faults.append(
+      f"has hidden_act {shown(activation)}; only 'silu' is supported"
     )
-  for name, types in _ONLY_FALSE.items():
-    if model_type in types and fields.pop(name, False):
-      raise InputError(
-        f"config.json sets {name!r}, which is not supported for {model_type}."
-      )
-  if fields.pop("pretraining_tp", 1) != 1:
-    raise InputError(
-      "config.json has pretraining_tp other than 1, which is not supported."
+  described = [read.take(name) for name in _QUANTIZATION]
+  if any(described):
+    read.faults.append(
+      "describes quantized weights; load the unquantized model"
     )
-  if fields.pop("quantization_config", None):
-    raise InputError(
-      "config.json describes quantized weights; load the unquantized model."
-    )
+
+
+def _note_windows(
+  read: Fields, model_type: str, layers: int, context: int
+) -> None:
+  """Takes the fields that say which layers see a part of the context only."""
+  kinds = read.names("layer_types")
+  mistral = model_type == "mistral"
   # transformers' own default where a Mistral file names no window.
-  default = 4096 if model_type == "mistral" else None
-  window = fields.pop("sliding_window", default)
-  uses_window = fields.pop("use_sliding_window", model_type == "mistral")
-  kinds = fields.pop("layer_types", None) or []
-  if (window and uses_window) or any(k != "full_attention" for k in kinds):
-    raise InputError(
-      "config.json asks for sliding-window attention, which is not supported "
-      "yet; use a model whose layers all attend to the whole context."
+  window = read.take("sliding_window", 4096 if mistral else None)
+  used = read.flag("use_sliding_window") or mistral
+  first = read.take("max_window_layers", 0)
+  if window is not None and (type(window) is not int or window < 0):
+    read.faults.append(
+      f"has {shown(window)} for 'sliding_window', which must be a whole number "
+      "or null"
+    )
+    return
+  others = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+  if others:
+    read.faults.append(
+      f"has layers of the type {others[0]!r}, which is not supported; "
+      "'full_attention' is"
+    )
+  if kinds:
+    windows = "sliding_attention" in kinds
+  else:
+    # Qwen's layers have a window from this one on.
+    all_full = type(first) is int and first >= layers and not mistral
+    windows = used and bool(window) and not all_full
+  if windows and not (window and window >= context):
+    read.faults.append(
+      "asks for sliding-window attention, which is not supported yet; use a "
+      "model whose layers all attend to the whole context"
     )

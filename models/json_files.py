@@ -40,7 +40,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 def read_json_if_present(path: pathlib.Path) -> dict[str, Any]:
   """Reads a JSON object, or an empty one where there is no file."""
-  return read_json(path) if path.is_file() else {}
+  return read_json(path) if path.exists() else {}
 
 
 def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Loads and saves models in the layout of Hugging Face directories."""
+"""Loads models, and saves them in the layout of Hugging Face directories."""
 
 import dataclasses
 import os
@@ -15,9 +15,10 @@ from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
-from kvjax.models.json_files import read_json, read_json_if_present, write_json
+from kvjax.models.json_files import write_json
 from kvjax.models.language_model import DecoderModel, from_decoder
 from kvjax.models.sharding import param_shardings
+from kvjax.models.sources import Source, find
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.weights import read_weights, write_weights
 
@@ -26,21 +27,35 @@ DTYPES = ("bfloat16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-  """A model with all that its directory holds.
+  """A model with all that its directory or file holds.
 
   Attributes:
     model: the pure functions that the engine calls.
     params: the weights.
     config: sizes and options.
-    tokenizer: text to ids and back.
+    tokenizer: text to ids and back, if the directory has one.
     generation: fields of generation_config.json, kept for `save`.
   """
 
   model: DecoderModel
   params: nnx.State
   config: DecoderConfig
-  tokenizer: Tokenizer
+  tokenizer: Tokenizer | None
   generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def text(self) -> Tokenizer:
+    """The tokenizer, for what works on text.
+
+    Raises:
+      InputError: there is none.
+    """
+    if self.tokenizer is None:
+      raise InputError(
+        "This model has no tokenizer, which texts need; put its tokenizer.json "
+        "into its directory."
+      )
+    return self.tokenizer
 
   @property
   def sampling(self) -> Sampling:
@@ -59,60 +74,45 @@ class Pretrained:
 
 
 def load(
-  directory: str | os.PathLike[str],
-  dtype: str = "bfloat16",
+  model: str | os.PathLike[str],
+  dtype: str | None = None,
   mesh: jax.sharding.Mesh | None = None,
 ) -> Pretrained:
-  """Loads a model, its tokenizer and its generation defaults.
+  """Loads a model, its generation defaults, and its tokenizer if it has one.
 
   Args:
-    directory: Hugging Face directory: config.json, safetensors weights,
-      tokenizer.json and what goes with them.
-    dtype: one of `DTYPES`, for the weights and the computation.
+    model: a Hugging Face directory (config.json, safetensors weights,
+      tokenizer.json and what goes with them), a GGUF file, a directory with
+      one, or a name of `kvjax.models.catalog.NAMED`, which is fetched first.
+    dtype: one of `DTYPES`, for the weights and the computation; by default
+      bfloat16, and float32 for what is dequantized from a GGUF file.
     mesh: has an axis "model" over which the weights are sharded (see
       `kvjax.models.sharding`); without it they go to the default device.
 
   Raises:
-    InputError: something is missing, broken or not supported; see
-      `load_decoder` and `Tokenizer.load`.
+    InputError: something is missing, broken or not supported, or a named model
+      cannot be fetched; see `load_decoder` and `Tokenizer.load`.
   """
-  directory = pathlib.Path(directory)
-  config = _read_config(directory)
-  tokenizer = Tokenizer.load(directory)
-  if tokenizer.vocab_size > config.vocab_size:
-    raise InputError(
-      f"The tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1}, "
-      f"but the model embeds {config.vocab_size} tokens only."
-    )
-  model, params = load_decoder(directory, dtype, mesh)
-  generation = read_json_if_present(directory / "generation_config.json")
-  return Pretrained(model, params, config, tokenizer, generation)
+  source = find(model)
+  config = source.config()
+  tokenizer = source.tokenizer(config)
+  decoder, params = _read_decoder(source, config, dtype, mesh)
+  return Pretrained(decoder, params, config, tokenizer, source.generation())
 
 
 def load_decoder(
-  directory: str | os.PathLike[str],
-  dtype: str = "bfloat16",
+  model: str | os.PathLike[str],
+  dtype: str | None = None,
   mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[DecoderModel, nnx.State]:
   """Loads a model's functions and weights alone; arguments as for `load`.
 
   Raises:
-    InputError: the directory, its config.json or its weights are missing,
-      broken or not supported.
+    InputError: the model, its configuration or its weights are missing, broken
+      or not supported.
   """
-  if dtype not in DTYPES:
-    raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
-  directory = pathlib.Path(directory)
-  config = _read_config(directory)
-  model, template = from_decoder(
-    nnx.eval_shape(
-      lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
-    )
-  )
-  shardings = None
-  if mesh is not None:
-    shardings = param_shardings(template, model.geometry, mesh)
-  return model, read_weights(directory, template, shardings)
+  source = find(model)
+  return _read_decoder(source, source.config(), dtype, mesh)
 
 
 def save(
@@ -138,7 +138,8 @@ def save(
   ) as scratch:
     whole = pathlib.Path(scratch)
     write_weights(pretrained.params, whole, max_shard_bytes)
-    pretrained.tokenizer.save(whole)
+    if pretrained.tokenizer is not None:
+      pretrained.tokenizer.save(whole)
     write_json(whole / "config.json", _config_fields(pretrained))
     write_json(
       whole / "generation_config.json",
@@ -152,14 +153,24 @@ def save(
       (directory / name).unlink(missing_ok=True)
 
 
-def _read_config(directory: pathlib.Path) -> DecoderConfig:
-  path = directory / "config.json"
-  if not path.is_file():
-    raise InputError(
-      f"{directory} has no config.json; a model directory holds config.json, "
-      "safetensors weights and tokenizer.json."
+def _read_decoder(
+  source: Source,
+  config: DecoderConfig,
+  dtype: str | None,
+  mesh: jax.sharding.Mesh | None,
+) -> tuple[DecoderModel, nnx.State]:
+  dtype = source.dtype if dtype is None else dtype
+  if dtype not in DTYPES:
+    raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
+  model, template = from_decoder(
+    nnx.eval_shape(
+      lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
     )
-  return DecoderConfig.from_hf(read_json(path))
+  )
+  shardings = None
+  if mesh is not None:
+    shardings = param_shardings(template, model.geometry, mesh)
+  return model, read_weights(source.tensors(config), template, shardings)
 
 
 def _config_fields(pretrained: Pretrained) -> dict[str, Any]:
@@ -171,7 +182,9 @@ def _config_fields(pretrained: Pretrained) -> dict[str, Any]:
   )
 
 
-def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+def _token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+  if tokenizer is None:
+    return {}
   ids = {
     "bos_token_id": tokenizer.bos_id,
     "eos_token_id": list(tokenizer.eos_ids),

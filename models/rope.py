@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import InputError
+from kvjax.models.fields import LARGEST, ConfigError, is_number, shown
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -27,8 +28,8 @@ _REQUIRED = {
   "yarn": ("factor",),
 }
 _OPTIONAL = {
-  "default": (),
-  "linear": (),
+  "default": ("original_max_position_embeddings",),
+  "linear": ("original_max_position_embeddings",),
   "dynamic": (),
   "llama3": (),
   "yarn": (
@@ -41,6 +42,13 @@ _OPTIONAL = {
     "truncate",
   ),
 }
+_NUMBERS = {"rope_theta", "partial_rotary_factor"}.union(
+  *_REQUIRED.values(), *_OPTIONAL.values()
+)
+# Frequencies are float32.
+_HUGE = 1e30
+# How the file came about.
+_WITHOUT_EFFECT = ("finetuned",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,41 +76,32 @@ class Rope:
     """Reads `rope_parameters` (or rope_scaling with rope_theta).
 
     Raises:
-      InputError: the kind is unknown, or a field is missing or unknown.
+      ConfigError: the kind is unknown, or fields are missing or not what they
+        must be.
     """
-    rest = dict(fields)
+    rest = {k: v for k, v in fields.items() if v is not None}
     kind = rest.pop("rope_type", None) or rest.get("type", "default")
-    rest.pop("type", None)
-    if kind not in KINDS:
-      raise InputError(
-        f"config.json has rope type {kind!r}, which is not supported; "
-        f"supported are {', '.join(KINDS)}."
+    for name in ("type", *_WITHOUT_EFFECT):
+      rest.pop(name, None)
+    if not isinstance(kind, str) or kind not in KINDS:
+      raise ConfigError(
+        [
+          f"has rope type {shown(kind)}, which is not supported; supported "
+          f"are {', '.join(KINDS)}"
+        ]
       )
+    faults = _faults(kind, rest)
+    if faults:
+      raise ConfigError(faults)
     theta = rest.pop("rope_theta", 10000.0)
-    _refuse_other_types({"rope_theta": theta})
-    if rest.pop("partial_rotary_factor", 1.0) != 1.0:
-      raise InputError(
-        "config.json rotates a part of each head only "
-        "(partial_rotary_factor), which is not supported."
-      )
-    rest = {k: v for k, v in rest.items() if v is not None}
-    _refuse_other_types(rest)
-    missing = [name for name in _REQUIRED[kind] if name not in rest]
-    if missing:
-      raise InputError(
-        f"config.json lacks {missing[0]!r}, which rope type {kind!r} needs."
-      )
-    known = set(_REQUIRED[kind]) | set(_OPTIONAL[kind])
-    unknown = sorted(set(rest) - known)
-    if unknown:
-      raise InputError(
-        f"config.json has the rope field {unknown[0]!r}, which rope type "
-        f"{kind!r} does not use."
-      )
+    rest.pop("partial_rotary_factor", None)
     original = rest.get("original_max_position_embeddings", max_positions)
-    return cls(
-      kind, float(theta), head_dim, original, tuple(sorted(rest.items()))
-    )
+    if original * rest.get("factor", 1.0) > LARGEST:
+      raise ConfigError(
+        [f"scales {original} positions by {rest['factor']}, which is too much"]
+      )
+    scaling = () if kind == "default" else tuple(sorted(rest.items()))
+    return cls(kind, float(theta), head_dim, original, scaling)
 
   def to_hf(self) -> dict[str, Any]:
     """The fields that `from_hf` reads back, in both spellings in use."""
@@ -151,25 +150,51 @@ class Rope:
     return rotate(flat, jnp.cos(angles), jnp.sin(angles)).reshape(keys.shape)
 
 
-def _refuse_other_types(fields: Mapping[str, Any]) -> None:
-  """Refuses values that no rotary embedding can have."""
+def _faults(kind: str, fields: Mapping[str, Any]) -> list[str]:
+  """What is wrong with the fields of a kind."""
+  found = []
   for name, value in fields.items():
-    if name == "truncate":
-      right, wanted = isinstance(value, bool), "true or false"
-    else:
-      number = isinstance(value, (int, float)) and not isinstance(value, bool)
-      right, wanted = number and value > 0, "a number above 0"
-    if not right:
-      raise InputError(
-        f"config.json has {value!r} for the rope field {name!r}, which must "
-        f"be {wanted}."
+    wanted = _wanted(name, value)
+    if wanted:
+      found.append(
+        f"has {shown(value)} for the rope field {name!r}, which must be "
+        f"{wanted}"
       )
-  low, high = fields.get("low_freq_factor"), fields.get("high_freq_factor")
-  if low is not None and high is not None and low >= high:
-    raise InputError(
-      f"config.json has low_freq_factor {low} and high_freq_factor {high}; "
-      "the first must be the smaller."
+  if fields.get("partial_rotary_factor", 1) != 1:
+    found.append(
+      "rotates a part of each head only (partial_rotary_factor), which is not "
+      "supported"
     )
+  known = {"rope_theta", "partial_rotary_factor"}
+  known |= {*_REQUIRED[kind], *_OPTIONAL[kind]}
+  found += [
+    f"has the rope field {name!r}, which rope type {kind!r} does not use"
+    for name in sorted(set(fields) - known)
+  ]
+  found += [
+    f"lacks {name!r}, which rope type {kind!r} needs"
+    for name in _REQUIRED[kind]
+    if name not in fields
+  ]
+  low, high = fields.get("low_freq_factor"), fields.get("high_freq_factor")
+  if is_number(low) and is_number(high) and low >= high:
+    found.append(
+      f"has low_freq_factor {low} and high_freq_factor {high}; the first must "
+      "be the smaller"
+    )
+  return found
+
+
+def _wanted(name: str, value: Any) -> str | None:
+  """What a known field must be, where its value is something else."""
+  if name == "truncate":
+    return None if isinstance(value, bool) else "true or false"
+  if name == "original_max_position_embeddings":
+    right = type(value) is int and 0 < value <= LARGEST
+    return None if right else "a whole number of 1 or more, and no huge one"
+  if name in _NUMBERS and not (is_number(value) and 0 < value < _HUGE):
+    return "a number above 0, and no huge one"
+  return None
 
 
 def rotate(

@@ -41,6 +41,7 @@ class Tokenizer:
     *,
     chat_template: str | None = None,
     eos_ids: Sequence[int] = (),
+    embedded: int | None = None,
   ) -> None:
     """Wraps a tokenizer.
 
@@ -50,6 +51,7 @@ class Tokenizer:
         pad_token are used, and all of them are kept for `save`.
       chat_template: Jinja source that takes precedence over the config's own.
       eos_ids: in place of the config's eos_token alone.
+      embedded: how many ids the model embeds; by default all.
 
     Raises:
       InputError: a special token is not in the vocabulary, or the chat
@@ -67,19 +69,26 @@ class Tokenizer:
     eos_id = self._special_id("eos_token")
     self.eos_ids = tuple(eos_ids) or (() if eos_id is None else (eos_id,))
     self.pad_id = self._special_id("pad_token")
+    self._embedded = self.vocab_size if embedded is None else embedded
 
   @classmethod
-  def load(cls, directory: pathlib.Path) -> "Tokenizer":
+  def load(
+    cls, directory: pathlib.Path, embedded: int | None = None
+  ) -> "Tokenizer":
     """Reads tokenizer.json and the files about it from a model directory.
 
     The ids that end an answer are those of generation_config.json, else of
     config.json, else the tokenizer's own.
 
+    Args:
+      directory: of the model.
+      embedded: see `__init__`.
+
     Raises:
       InputError: tokenizer.json is missing or broken, or see `__init__`.
     """
     path = directory / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
       raise InputError(
         f"{directory} has no tokenizer.json; save the model with its fast "
         "tokenizer."
@@ -94,6 +103,7 @@ class Tokenizer:
       read_json_if_present(directory / "tokenizer_config.json"),
       chat_template=(read_text(template) if template.is_file() else None),
       eos_ids=_read_eos_ids(directory),
+      embedded=embedded,
     )
 
   def save(self, directory: pathlib.Path) -> None:
@@ -113,8 +123,19 @@ class Tokenizer:
     return max(self._backend.get_vocab().values(), default=-1) + 1
 
   def encode(self, text: str) -> list[int]:
-    """Ids of a text, without adding special tokens."""
-    return self._backend.encode(text, add_special_tokens=False).ids
+    """Ids of a text, without adding special tokens.
+
+    Raises:
+      InputError: the model does not embed one of them.
+    """
+    ids = self._backend.encode(text, add_special_tokens=False).ids
+    if max(ids, default=-1) >= self._embedded:
+      raise InputError(
+        f"The text holds {self._backend.id_to_token(max(ids))!r}, whose id is "
+        f"{max(ids)}, but the model embeds {self._embedded} tokens only; leave "
+        "it out."
+      )
+    return ids
 
   def count(self, text: str) -> int:
     """Number of a text's tokens."""

@@ -1,4 +1,4 @@
-"""Decoder weights in Hugging Face safetensors files.
+"""Decoder weights under Hugging Face's names, and its safetensors files.
 
 A parameter's path in the decoder is its name in the file, but for four things:
 everything save the output matrix stands under `model.`, the last part is always
@@ -11,10 +11,11 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -31,19 +32,49 @@ _OUTPUT = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
 
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+  """Tensors that a decoder's weights are read from.
+
+  Attributes:
+    files: by Hugging Face's names of tensors, each with the file that has it:
+      an object with `get_slice` and `get_tensor`, as of safetensors.
+    place: what holds them, for errors.
+    described: by what they should be, for errors.
+    spelled: gives the name that a tensor has in the place itself.
+  """
+
+  files: Mapping[str, Any]
+  place: pathlib.Path
+  described: str = "config.json"
+  spelled: Callable[[str], str] = str
+
+
+def open_tensors(directory: pathlib.Path) -> Tensors:
+  """The tensors of a Hugging Face directory.
+
+  Args:
+    directory: holds model.safetensors, or several files and their index.
+
+  Raises:
+    InputError: a file is missing or broken.
+  """
+  return Tensors(_open(directory), directory)
+
+
 def read_weights(
-  directory: pathlib.Path,
+  tensors: Tensors,
   template: nnx.State,
   shardings: PyTree[jax.sharding.Sharding] | None = None,
 ) -> nnx.State:
-  """Reads the weights of a Hugging Face directory.
+  """Reads the weights of a decoder.
 
   Names, shapes and dtypes are checked before anything is read. Parameters are
   then read one at a time, so the host never holds more than one, of all layers;
   with shardings a process reads only the parts that its own devices hold.
 
   Args:
-    directory: holds model.safetensors, or several files and their index.
+    tensors: what they are read from.
     template: the decoder's state with `jax.ShapeDtypeStruct` leaves, as
       `nnx.eval_shape` gives it; float files of any width become its dtypes.
     shardings: a tree like `template` with each parameter's sharding; without
@@ -53,20 +84,21 @@ def read_weights(
     A state like `template`, with arrays.
 
   Raises:
-    InputError: a file or a tensor is missing, broken, of the wrong shape, or
-      not known to the decoder.
+    InputError: a tensor is missing, of the wrong shape or dtype, not known to
+      the decoder, or holds what is no finite number.
   """
-  files = _open(directory)
   leaves, structure = jax.tree_util.tree_flatten_with_path(template)
   wanted = [_tensors(path, leaf) for path, leaf in leaves]
-  _check(directory, files, [tensor for each in wanted for tensor in each])
+  _check(tensors, [tensor for each in wanted for tensor in each])
   places = (
     [None] * len(wanted) if shardings is None else jax.tree.leaves(shardings)
   )
   arrays = [
-    _read(files, tensors, leaf.shape, place)
-    for tensors, (_, leaf), place in zip(wanted, leaves, places, strict=True)
+    _read(tensors.files, parts, leaf.shape, place)
+    for parts, (_, leaf), place in zip(wanted, leaves, places, strict=True)
   ]
+  for array, parts in zip(arrays, wanted, strict=True):
+    _check_finite(tensors, array, parts)
   return jax.tree_util.tree_unflatten(structure, arrays)
 
 
@@ -215,25 +247,23 @@ def _shard_names(index: pathlib.Path) -> list[str]:
   return sorted(set(names))
 
 
-def _check(
-  directory: pathlib.Path, files: Mapping[str, Any], wanted: Sequence[_Tensor]
-) -> None:
+def _check(tensors: Tensors, wanted: Sequence[_Tensor]) -> None:
+  files, place, spelled = tensors.files, tensors.place, tensors.spelled
   for tensor in wanted:
+    name = spelled(tensor.name)
     if tensor.name not in files:
-      raise InputError(
-        f"The weights in {directory} lack the tensor {tensor.name}."
-      )
+      raise InputError(f"The weights in {place} lack the tensor {name}.")
     source = files[tensor.name].get_slice(tensor.name)
     shape = tuple(source.get_shape())
     if shape != tensor.file_shape:
       raise InputError(
-        f"The tensor {tensor.name} in {directory} has shape {shape}; "
-        f"config.json asks for {tensor.file_shape}."
+        f"The tensor {name} in {place} has shape {shape}; "
+        f"{tensors.described} asks for {tensor.file_shape}."
       )
     if source.get_dtype() not in _SOURCE_DTYPES:
       raise InputError(
-        f"The tensor {tensor.name} in {directory} is stored as "
-        f"{source.get_dtype()}; only {', '.join(_SOURCE_DTYPES)} are read."
+        f"The tensor {name} in {place} is stored as {source.get_dtype()}; only "
+        f"{', '.join(_SOURCE_DTYPES)} are read."
       )
   unknown = set(files) - {tensor.name for tensor in wanted}
   # Old checkpoints store RoPE frequencies, which config.json determines.
@@ -243,9 +273,32 @@ def _check(
     unknown.remove(_OUTPUT)
   if unknown:
     raise InputError(
-      f"The weights in {directory} hold the tensor {min(unknown)}, which the "
-      "model of config.json does not have."
+      f"The weights in {place} hold the tensor {spelled(min(unknown))}, which "
+      f"the model of {tensors.described} does not have."
     )
+
+
+def _check_finite(
+  tensors: Tensors, array: jax.Array, parts: Sequence[_Tensor]
+) -> None:
+  """Refuses what would make every logit NaN; looked at where the array is."""
+  if bool(_all_finite(array)):
+    return
+  layered = parts[0].layer is not None
+  broken = next(
+    tensor
+    for layer, tensor in enumerate(parts)
+    if not _all_finite(array[layer] if layered else array)
+  )
+  raise InputError(
+    f"The tensor {tensors.spelled(broken.name)} in {tensors.place} holds NaN "
+    "or infinite values; fetch it or save it again."
+  )
+
+
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+  return jnp.isfinite(array).all()
 
 
 def _same(files: Mapping[str, Any], one: str, other: str) -> bool:

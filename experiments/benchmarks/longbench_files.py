@@ -74,5 +74,5 @@ def _members(path: pathlib.Path) -> Iterator[tuple[RowFile, tuple[str, ...]]]:
     raise InputError(f"{path} is no zip file: {error}.") from error
   for name in names:
     member = pathlib.PurePosixPath(name)
-    if member.suffix == ".jsonl":
+    if member.suffix in (".jsonl", ".json"):
       yield RowFile(path, name), (*member.parts[:-1], member.stem)

@@ -1,24 +1,34 @@
-"""Reads rows of data files: JSON lines, also in a zip, Parquet and Arrow.
+"""Reads rows of data files with the library `datasets`.
 
-Nothing is downloaded. Arrow files are those of the library `datasets`: its
-cache and the output of `save_to_disk`.
+The formats are JSON, JSON lines, Parquet and Arrow, and JSON also in a zip.
+Arrow files are those of `datasets` itself: its cache and the output of
+`save_to_disk`. Rows are streamed: nothing is converted, and only the requested
+rows are read.
 """
 
-import contextlib
 import dataclasses
+import functools
+import glob
 import json
 import pathlib
+import types
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvjax.errors import InputError
 from kvjax.experiments.metrics.libraries import library
 
-SUFFIXES = (".jsonl", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 
-_BATCH = 64
+# What `datasets` and the hub say of a set in a file of its own.
+_ABOUT = (
+  "dataset_dict.json",
+  "dataset_info.json",
+  "dataset_infos.json",
+  "state.json",
+)
 
 
 def below(path: pathlib.Path) -> list[pathlib.Path]:
@@ -34,7 +44,11 @@ def below(path: pathlib.Path) -> list[pathlib.Path]:
 
 def has_rows(file: pathlib.Path) -> bool:
   """Returns whether a file has rows; excludes caches of `datasets`."""
-  return file.suffix in SUFFIXES and not file.name.startswith("cache-")
+  return (
+    file.suffix in SUFFIXES
+    and file.name not in _ABOUT
+    and not file.name.startswith("cache-")
+  )
 
 
 class Row(NamedTuple):
@@ -113,57 +127,110 @@ class RowFile:
       InputError: the file cannot be read or is malformed.
     """
     try:
-      if self.name.suffix == ".jsonl":
-        yield from self._lines()
-      else:
-        yield from self._table()
+      match self.name.suffix:
+        case ".jsonl":
+          yield from self._lines()
+        case ".json":
+          yield from self._json()
+        case _:
+          yield from self._table()
     except (OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
       raise InputError(f"{self} cannot be read: {error}.") from error
 
   def _lines(self) -> Iterator[Row]:
-    with self._opened() as file:
-      for number, line in enumerate(file, start=1):
-        if not line.strip():
-          continue
-        place = f"Line {number} of {self}"
-        try:
-          fields = json.loads(line)
-        except (ValueError, RecursionError) as error:
-          raise InputError(f"{place} is not valid JSON: {error}.") from error
-        if not isinstance(fields, dict):
-          raise InputError(f"{place} must hold a JSON object.")
-        yield Row(place, fields)
+    for number, text in enumerate(self._texts("line"), start=1):
+      if not text.strip():
+        continue
+      place = f"Line {number} of {self}"
+      try:
+        fields = json.loads(text)
+      except (ValueError, RecursionError) as error:
+        raise InputError(f"{place} is not valid JSON: {error}.") from error
+      yield _row(place, fields)
 
-  @contextlib.contextmanager
-  def _opened(self) -> Iterator[IO[bytes]]:
-    if self.member:
-      with (
-        zipfile.ZipFile(self.path) as archive,
-        archive.open(self.member) as file,
-      ):
-        yield file
-    else:
-      with self.path.open("rb") as file:
-        yield file
-
-  def _table(self) -> Iterator[Row]:
-    arrow = library("pyarrow")
-    number = 0
+  def _json(self) -> Iterator[Row]:
+    """Rows of an array; a file that begins otherwise is one of lines."""
+    whole = b"".join(self._texts("document"))
+    if not whole.lstrip().startswith(b"["):
+      yield from self._lines()
+      return
     try:
-      for batch in self._batches():
-        for fields in batch.to_pylist():
-          number += 1
-          yield Row(f"Row {number} of {self}", fields)
-    except arrow.ArrowInvalid as error:
+      rows = json.loads(whole)
+    except (ValueError, RecursionError) as error:
+      raise InputError(f"{self} is not valid JSON: {error}.") from error
+    for number, fields in enumerate(rows, start=1):
+      yield _row(f"Row {number} of {self}", fields)
+
+  def _texts(self, sample_by: str) -> Iterator[bytes]:
+    """Lines, or the whole document: JSON's own reader would change types."""
+    # Latin-1 keeps every byte, so that only the line is refused that is no
+    # UTF-8. In a zip `datasets` reads UTF-8, whatever it is told.
+    lines = _datasets().IterableDataset.from_text(
+      self._source, encoding="latin-1", sample_by=sample_by
+    )
+    try:
+      for line in lines:
+        yield line["text"].encode("utf-8" if self.member else "latin-1")
+    except UnicodeDecodeError as error:
       raise InputError(
-        f"{self} is no {self.path.suffix[1:]} file, or is cut short: {error}."
+        f"Line {self._first_undecodable()} of {self} is not valid JSON: it is "
+        "no UTF-8."
       ) from error
 
-  def _batches(self) -> Iterator[Any]:
-    if self.path.suffix == ".parquet":
-      with library("pyarrow.parquet").ParquetFile(self.path) as file:
-        yield from file.iter_batches(_BATCH)
-    else:
-      ipc = library("pyarrow.ipc")
-      with self.path.open("rb") as file, ipc.open_stream(file) as batches:
-        yield from batches
+  def _first_undecodable(self) -> int:
+    with zipfile.ZipFile(self.path) as archive:
+      lines = archive.read(self.member).split(b"\n")
+    return next(
+      n for n, line in enumerate(lines, start=1) if not _is_utf8(line)
+    )
+
+  def _table(self) -> Iterator[Row]:
+    try:
+      for number, fields in enumerate(self._dataset(), start=1):
+        yield Row(f"Row {number} of {self}", fields)
+    except _datasets().exceptions.DatasetsError as error:
+      raise self._unlike(error) from error
+    except ValueError as error:  # Arrow's own errors among them.
+      raise self._unlike(error) from error
+
+  def _dataset(self) -> Any:
+    table = _datasets().IterableDataset
+    if self.name.suffix == ".parquet":
+      return table.from_parquet(self._source)
+    return table.from_file(str(self.path))
+
+  @property
+  def _source(self) -> str:
+    """What `datasets` calls the file: a pattern, unless it is in a zip."""
+    if self.member:
+      return f"zip://{self.member}::{self.path}"
+    return glob.escape(str(self.path))
+
+  def _unlike(self, error: Exception) -> InputError:
+    said = " ".join(str(error).split()).removesuffix(".")
+    return InputError(
+      f"{self} is no {self.name.suffix[1:]} file, or is cut short: {said}."
+    )
+
+
+def _row(place: str, fields: Any) -> Row:
+  if not isinstance(fields, dict):
+    raise InputError(f"{place} must hold a JSON object.")
+  return Row(place, fields)
+
+
+def _is_utf8(line: bytes) -> bool:
+  try:
+    line.decode()
+  except UnicodeDecodeError:
+    return False
+  return True
+
+
+@functools.cache
+def _datasets() -> types.ModuleType:
+  """The library, imported when first needed: that takes seconds."""
+  module = library("datasets")
+  # It logs what it then raises.
+  module.logging.set_verbosity(module.logging.CRITICAL)
+  return module

@@ -7,7 +7,8 @@ Three layouts (`<len>` is a folder named after the length, such as 4096):
 - `<len>/<task>/validation.jsonl` of RULER's own scripts: a prompt under
   `input`, its references under `outputs`; newer ones have a separate answer
   prefix.
-- `<len>/<task>.jsonl`, the same in the bundles of KVCache-Factory and FastKV.
+- `<len>/<task>.jsonl`, the same in the bundles of KVCache-Factory and FastKV;
+  both may also be `.json`.
 
 Prompts are split as in kvpress
 (`evaluation/benchmarks/ruler/create_huggingface_dataset.py`).
@@ -112,7 +113,7 @@ def load(
     length = _length(path, file)
     if lengths is not None and length not in lengths:
       continue
-    place = file if file.suffix == ".jsonl" else file.parent
+    place = file if file.suffix in (".jsonl", ".json") else file.parent
     for row in RowFile(file).rows():
       part = Part(_task(row, file), length)
       wanted = tasks is None or part.task in tasks
@@ -133,7 +134,9 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
   files = [
     file
     for file in below(path)
-    if has_rows(file) and _ANSWERS not in file.relative_to(path).parts
+    if has_rows(file)
+    and _ANSWERS not in file.relative_to(path).parts
+    and (file.suffix != ".json" or file == path or _named(file))
   ]
   if not files:
     raise InputError(
@@ -141,6 +144,11 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
       "4096/test-00000-of-00001.parquet or 4096/vt/validation.jsonl."
     )
   return files
+
+
+def _named(file: pathlib.Path) -> bool:
+  """Whether it is called as files of samples are: others may be anything."""
+  return file.stem in (*TASKS, *_SPLITS)
 
 
 def _length(path: pathlib.Path, file: pathlib.Path) -> int:

@@ -152,8 +152,8 @@ class _Question(NamedTuple):
   def of(
     cls, lm: Pretrained, part: Part, number: int, sample: Sample
   ) -> "_Question":
-    prompt = Prompt.of_sample(lm.tokenizer, sample)
-    answer = lm.tokenizer.encode(f" {needles.listing(sample.answers)}")
+    prompt = Prompt.of_sample(lm.text, sample)
+    answer = lm.text.encode(f" {needles.listing(sample.answers)}")
     return cls(part, number, sample.digest, prompt, answer)
 
 
@@ -237,7 +237,7 @@ def check(
     InputError: it keeps the full context at every retention.
   """
   longest = max(
-    len(Prompt.of_sample(lm.tokenizer, sample).context)
+    len(Prompt.of_sample(lm.text, sample).context)
     for drawn in samples.values()
     for sample in drawn
   )

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 import kvjax
 from kvjax.activations import Activations
-from kvjax.cache.layers import Layer
+from kvjax.cache.base import Layer
 from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError

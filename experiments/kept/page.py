@@ -77,9 +77,9 @@ def of_text(
   Raises:
     InputError: see `counts.kept`.
   """
-  before, after = lm.tokenizer.split_chat(text)
+  before, after = lm.text.split_chat(text)
   parts = [before] if question is None else [before, question + after]
-  tokens = [token for part in parts for token in lm.tokenizer.encode(part)]
+  tokens = [token for part in parts for token in lm.text.encode(part)]
   results = kept(lm.model, lm.params, tokens, chosen)
   geometry = lm.model.geometry
   layers, heads = geometry.num_layers, geometry.layers[0].kv_heads
@@ -99,7 +99,7 @@ def of_text(
       "kept",
       title="What the heads keep",
       facts=facts,
-      parts=[list(map(shown, lm.tokenizer.pieces(part))) for part in parts],
+      parts=[list(map(shown, lm.text.pieces(part))) for part in parts],
       views=[_view(one, heads) for one in results],
       layers=layers,
       heads=heads,

@@ -10,7 +10,7 @@ from kvjax.errors import InputError
 
 @functools.cache
 def library(name: str) -> types.ModuleType:
-  """Imports a module of the `data` extra.
+  """Imports a module that is slow to import or in the `data` extra.
 
   Warnings about the module's source are suppressed, since users cannot act on
   them: jieba has invalid escapes in regular expressions and uses setuptools'

@@ -91,13 +91,13 @@ def prompts(
   if not setup.tasks:
     return by_task
   for part, drawn in draw(setup, scale, lm, sources, seed).samples.items():
-    rows = [Prompt.of_sample(lm.tokenizer, s).prefilled for s in drawn]
+    rows = [Prompt.of_sample(lm.text, s).prefilled for s in drawn]
     by_task.setdefault(part.task, []).extend(rows)
   return by_task
 
 
 def _draw(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
-  lengths, count = list(setup.lengths), lm.tokenizer.count
+  lengths, count = list(setup.lengths), lm.text.count
   number = setup.samples or 0
   match setup.benchmark:
     case "longbench":
@@ -106,7 +106,7 @@ def _draw(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
       return _ruler(setup, lm, sources, seed)
     case "multiturn":
       drawn = multiturn.samples(
-        lengths, _TURNS, number, seed, lm.tokenizer, "conversation"
+        lengths, _TURNS, number, seed, lm.text, "conversation"
       )
     case "needle" | "passkey":
       draw = {
@@ -134,7 +134,7 @@ def _longbench(setup: Setup, lm: Pretrained, sources: Sources) -> Drawn:
       f"{', '.join(available)}."
     )
   limit = setup.lengths[0] if setup.lengths else sys.maxsize
-  drawn = longbench.samples(path, chosen, limit, lm.tokenizer, setup.samples)
+  drawn = longbench.samples(path, chosen, limit, lm.text, setup.samples)
   missing = [name for name in setup.tasks if name not in chosen]
   notes = [f"{path} has no {', '.join(missing)}; left out."] if missing else []
   about = longbench.provenance(drawn)
@@ -153,7 +153,7 @@ def _ruler(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
     setup.lengths,
     setup.samples or 0,
     seed,
-    lm.tokenizer.count,
+    lm.text.count,
     sources.texts,
   )
   return Drawn(drawn, choice.data, choice.notes)

@@ -35,19 +35,17 @@ def needle_mass(
   masses = []
   for number in range(samples):
     rng = random.Random(f"{seed} needle mass {number}")
-    sample = needles.sample(
-      needles.TASKS[TASK], rng, length, lm.tokenizer.count
-    )
+    sample = needles.sample(needles.TASKS[TASK], rng, length, lm.text.count)
     masses.append(sample_mass(lm, sample))
   return np.mean(masses, axis=0)
 
 
 def sample_mass(lm: Pretrained, sample: Sample) -> Float[np.ndarray, "L N"]:
   """Computes the share of attention on the needle's value in one sample."""
-  prompt = Prompt.of_sample(lm.tokenizer, sample)
-  value = lm.tokenizer.encode(sample.answers[0])
+  prompt = Prompt.of_sample(lm.text, sample)
+  value = lm.text.encode(sample.answers[0])
   # The answer starts with a blank, which is a separate token before digits.
-  ids = prompt.context + prompt.question + lm.tokenizer.encode(" ")
+  ids = prompt.context + prompt.question + lm.text.encode(" ")
   places = _places(prompt.context, value)
   prompts = kvjax.Prompts.of([ids])
   wanted = np.zeros(prompts.tokens.shape[1], bool)

@@ -65,7 +65,7 @@ def validate(
   for length in lengths:
     drawn = {
       task: [
-        suite.draw(task, number, seed, length, lm.tokenizer.count)
+        suite.draw(task, number, seed, length, lm.text.count)
         for number in range(samples)
       ]
       for task in tasks
@@ -89,7 +89,7 @@ def depth_grid(
           task,
           random.Random(f"{seed} depth {depth} {number}"),
           length,
-          lm.tokenizer.count,
+          lm.text.count,
           depths=[depth],
         )
         for number in range(samples)
@@ -119,7 +119,7 @@ def rounds(
         task,
         random.Random(f"{seed} {task.name} {number}"),
         length,
-        lm.tokenizer.count,
+        lm.text.count,
       )
       for number in range(samples)
     ]
@@ -140,7 +140,7 @@ def generate_rounds(
   lm: Pretrained, conversations: Sequence[Sequence[Sample]]
 ) -> list[list[str]]:
   """Generates the answers of each round of some conversations."""
-  tokenizer = lm.tokenizer
+  tokenizer = lm.text
   most = conversations[0][0].max_new_tokens
   prompts = [
     [answering.Prompt.of_sample(tokenizer, sample) for sample in turns]
@@ -179,7 +179,7 @@ def _scores(
 ) -> Iterator[Score]:
   """Yields a score per group of samples, all padded to one shape."""
   prompts = {
-    name: [answering.Prompt.of_sample(lm.tokenizer, s) for s in samples]
+    name: [answering.Prompt.of_sample(lm.text, s) for s in samples]
     for name, samples in drawn.items()
   }
   everything = [prompt for group in prompts.values() for prompt in group]

@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh
 
-from kvjax.cache.layers import AXES
+from kvjax.cache.base import AXES
 from kvjax.errors import InputError
 
 # The smallest topologies, by libtpu's names, that fit an 8B model in bfloat16

@@ -54,7 +54,8 @@ def _step(body: Computation, place: int) -> int | None:
   new = body[root.operands[place]]
   if new.opcode != "add":
     return None
-  first, second = (body[x] for x in new.operands)
+  # Where a kernel is told the counter, what is added to is a copy of it.
+  first, second = (_source(body, body[x]) for x in new.operands)
   if _place(second) == place:
     first, second = second, first
   return _constant(body, second) if _place(first) == place else None
@@ -68,10 +69,16 @@ def _place(each: Instruction) -> int | None:
   return int(match[1])
 
 
-def _constant(computation: Computation, each: Instruction) -> int | None:
-  """Returns the value of an instruction if it is a constant."""
+def _source(computation: Computation, each: Instruction) -> Instruction:
+  """Returns the instruction that produced the array passed on."""
   while each.opcode in _SAME:
     each = computation[each.operands[0]]
+  return each
+
+
+def _constant(computation: Computation, each: Instruction) -> int | None:
+  """Returns the value of an instruction if it is a constant."""
+  each = _source(computation, each)
   if each.opcode != "constant" or not re.fullmatch(r"-?\d+", each.operands[0]):
     return None
   return int(each.operands[0])

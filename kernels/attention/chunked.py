@@ -1,20 +1,25 @@
 """Attention by online softmax over chunks of slots, in XLA."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.kernels.attention.options import PLAIN, AttentionOptions
+from kvjax.kernels.attention.options import AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.attention.query_chunks import in_query_chunks
+from kvjax.kernels.dispatch import target_platform
 from kvjax.kernels.quantized import Quantized, dequantize
 
 QUERY_CHUNK = 256
 # Logits per head in memory at once: a single query reads all its slots in one
 # chunk, a chunk of 256 queries reads 512 slots at a time.
 LOGITS = 2**17
+# Entries that a CPU copies at a time out of a stack of layers. Its matrix
+# products take no slices, so a full layer would otherwise be in memory twice.
+COPIED = 2**18
 # Slots whose quantized keys and values are restored at once.
 DEQUANTIZED = 2**12
 
@@ -29,11 +34,12 @@ class _Running(NamedTuple):
 
 def attention_chunked(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B K T D"] | Quantized,
-  values: Float[Array, "B K T Dv"] | Quantized,
+  keys: Float[Array, "L B K T D"] | Quantized,
+  values: Float[Array, "L B K T Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
-  options: AttentionOptions = PLAIN,
+  options: AttentionOptions,
+  layer: Int[Array, ""],
 ) -> Partial:
   """Computes `api.partial_attention` in O(S + T) memory."""
 
@@ -41,26 +47,30 @@ def attention_chunked(
     queries: Float[Array, "B K G C D"], query_positions: Int[Array, "B C"]
   ) -> Partial:
     return _attend(
-      queries, keys, values, query_positions, key_positions, options
+      queries, keys, values, query_positions, key_positions, options, layer
     )
 
   return in_query_chunks(
-    attend, queries, query_positions, keys.shape[1], QUERY_CHUNK
+    attend, queries, query_positions, keys.shape[2], QUERY_CHUNK
   )
 
 
 def _attend(
   queries: Float[Array, "B K G S D"],
-  keys: Float[Array, "B K T D"] | Quantized,
-  values: Float[Array, "B K T Dv"] | Quantized,
+  keys: Float[Array, "L B K T D"] | Quantized,
+  values: Float[Array, "L B K T Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
   options: AttentionOptions,
+  layer: Int[Array, ""],
 ) -> Partial:
-  slots = keys.shape[2]
+  slots = keys.shape[3]
   size = min(slots, LOGITS // queries.shape[3])
   if isinstance(keys, Quantized) or isinstance(values, Quantized):
     size = min(size, DEQUANTIZED)
+  if keys.shape[0] > 1 and target_platform() == "cpu":
+    slot = keys.shape[1] * keys.shape[2] * keys.shape[4]
+    size = min(size, max(1, COPIED // slot))
   shape = queries.shape[:-1]
   last_query = jnp.max(query_positions)
   before_window = None
@@ -76,11 +86,9 @@ def _attend(
     valid = (positions >= 0) & is_new[None, None]
 
     def chunk(
-      x: Float[Array, "B K T D"] | Quantized,
+      x: Float[Array, "L B K T D"] | Quantized,
     ) -> Float[Array, "B K C D"]:
-      part = jax.tree.map(
-        lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, 2), x
-      )
+      part = jax.tree.map(functools.partial(_slice, layer, start, size), x)
       return dequantize(part, queries.dtype)
 
     def update(running: _Running) -> _Running:
@@ -113,6 +121,19 @@ def _attend(
   )
   running, _ = jax.lax.scan(visit, running, jnp.arange(-(-slots // size)))
   return Partial.of(*running, queries.dtype)
+
+
+def _slice(
+  layer: Int[Array, ""],
+  start: Int[Array, ""],
+  size: int,
+  x: Shaped[Array, "L B K T D"],
+) -> Shaped[Array, "B K C D"]:
+  """Slots of a layer; one slice, of which XLA makes at most one copy."""
+  zero = jnp.zeros((), jnp.int32)
+  where = (layer, zero, zero, start, zero)
+  sizes = (1, *x.shape[1:3], size, x.shape[4])
+  return jax.lax.dynamic_slice(x, where, sizes)[0]
 
 
 def _first(query_positions: Int[Array, "B S"]) -> Int[Array, " B"]:

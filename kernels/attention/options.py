@@ -39,6 +39,13 @@ class AttentionOptions:
     """
     return dim**-0.5 if self.scale is None else self.scale
 
+  def rescale(self, queries: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """Queries whose products with keys, times D^-1/2, are the scaled logits."""
+    dim = queries.shape[-1]
+    if self.scale is None:
+      return queries
+    return queries * (self.scale_of(dim) * dim**0.5)
+
   def capped(self, logits: Float[Array, "*B"]) -> Float[Array, "*B"]:
     """Applies the softcap, if there is one, to scaled logits."""
     if self.softcap is None:

@@ -4,20 +4,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.kernels.attention.options import PLAIN, AttentionOptions
+from kvjax.kernels.attention.options import AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.quantized import Quantized, dequantize
+from kvjax.kernels.stacks import index_stack
 
 
 def attention_reference(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B K T D"] | Quantized,
-  values: Float[Array, "B K T Dv"] | Quantized,
+  keys: Float[Array, "L B K T D"] | Quantized,
+  values: Float[Array, "L B K T Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
-  options: AttentionOptions = PLAIN,
+  options: AttentionOptions,
+  layer: Int[Array, ""],
 ) -> Partial:
   """Computes `api.partial_attention` in O(S T) memory."""
+  keys, values = index_stack((keys, values), layer)
   keys, values = (dequantize(x, jnp.float32) for x in (keys, values))
   batch, heads, length, dim = queries.shape
   kv_heads = keys.shape[1]

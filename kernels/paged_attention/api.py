@@ -9,6 +9,7 @@ from kvjax.kernels.paged_attention.gpu import paged_attention_gpu
 from kvjax.kernels.paged_attention.tpu import paged_attention_tpu
 from kvjax.kernels.paged_attention.xla import paged_attention_xla
 from kvjax.kernels.quantized import Quantized
+from kvjax.kernels.stacks import Layer, as_stack
 
 _PROGRAMS = Programs(
   paged_attention_xla, paged_attention_tpu, paged_attention_gpu
@@ -17,16 +18,17 @@ _PROGRAMS = Programs(
 
 def paged_attention(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B R P D"] | Quantized,
-  values: Float[Array, "B R P Dv"] | Quantized,
+  keys: Float[Array, "*L B R P D"] | Quantized,
+  values: Float[Array, "*L B R P Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
   kv_heads: int,
   implementation: Implementation | None = None,
   options: AttentionOptions = PLAIN,
+  layer: Layer = None,
 ) -> Partial:
-  """As `kernels.attention.partial_attention`, over R pages of P slots a row.
+  """Softmax attention to R pages of P slots per row, causal by positions.
 
   A KV head may have any number of the pages, wherever they stand, so that time
   and memory follow R P: heads that hold more cost what others hold less.
@@ -34,6 +36,7 @@ def paged_attention(
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
     keys: rotated keys; what empty slots and unused pages hold has no effect.
+      Stacks of layers have one more axis in front.
     values: values, likewise.
     query_positions: place of each query in its row, -1 for padding.
     key_positions: place of each slot's token in its row, -1 for empty.
@@ -41,15 +44,17 @@ def paged_attention(
     kv_heads: K.
     implementation: the kernels are for single tokens and plain attention.
     options: a window, another scale, a cap of the logits.
+    layer: of stacks, the layer to read.
 
   Returns:
     The attention output in the dtype of the queries, and its log-sum-exp.
   """
+  (keys, values), layer = as_stack((keys, values), layer)
   return dispatch(
     _PROGRAMS,
     implementation,
-    (queries, keys, values, query_positions, key_positions, heads),
-    ("B",) * 6,
+    (queries, keys, values, query_positions, key_positions, heads, layer),
+    ("B", "LB", "LB", "B", "B", "B", ""),
     "B",
     kv_heads=kv_heads,
     options=options,

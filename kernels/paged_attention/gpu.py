@@ -18,21 +18,24 @@ from kvjax.kernels.attention.options import (
 from kvjax.kernels.attention.warpgroup import ROWS, Found, Tiles
 from kvjax.kernels.paged_attention.owners import owners_of
 from kvjax.kernels.quantized import Quantized, stored
+from kvjax.kernels.stacks import index_stack
 
 
 class _Operands(NamedTuple):
   """What the kernel reads: arrays or refs, T = R P slots in C chunks a row.
 
   Attributes:
+    layer: of the stacks, [1].
     counts: chunks of each row up to the last of which anything is seen, [B].
     queries: of the token, 64 with padding, [B, 64, D].
     owners: head of each slot that the token sees, else -1, [B, C, 64].
     key_scales: of the keys if they are quantized, [B, C, 64].
     value_scales: of the values, likewise.
-    keys: of all pages, [B, T, D].
+    keys: of all pages of all layers, [L, B, T, D].
     values: likewise.
   """
 
+  layer: Any
   counts: Any
   queries: Any
   owners: Any
@@ -44,11 +47,12 @@ class _Operands(NamedTuple):
 
 def paged_attention_gpu(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B R P D"] | Quantized,
-  values: Float[Array, "B R P Dv"] | Quantized,
+  keys: Float[Array, "L B R P D"] | Quantized,
+  values: Float[Array, "L B R P Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
+  layer: Int[Array, ""],
   kv_heads: int,
   options: AttentionOptions = PLAIN,
 ) -> Partial:
@@ -81,11 +85,17 @@ def paged_attention_gpu(
     return jnp.pad(x, wide, constant_values=fill).reshape(batch, -1, ROWS)
 
   def scales(
-    x: Float[Array, "B R P D"] | Quantized,
+    x: Float[Array, "L B R P D"] | Quantized,
   ) -> Float[Array, "B C c"] | None:
     if not isinstance(x, Quantized):
       return None
-    return cut(x.scale[..., 0].astype(jnp.float32))
+    scale = index_stack(x.scale, layer)
+    return cut(scale[..., 0].astype(jnp.float32))
+
+  def rows(
+    x: Float[Array, "L B R P D"] | Quantized,
+  ) -> Shaped[Array, "L B T D"]:
+    return stored(x).reshape(-1, batch, key_positions[0].size, dim)
 
   owners = cut(owners_of(query_positions, key_positions, heads), -1)
   chunks = owners.shape[1]
@@ -93,13 +103,14 @@ def paged_attention_gpu(
   some = jnp.any(owners >= 0, axis=-1)
   wide = ((0, 0), (0, ROWS - query_heads), (0, 0))
   operands = _Operands(
+    layer[None],
     jnp.max(jnp.where(some, numbers[None], 0), axis=-1),
     jnp.pad(queries[:, :, 0], wide),
     owners,
     scales(keys),
     scales(values),
-    stored(keys).reshape(batch, -1, dim),
-    stored(values).reshape(batch, -1, dim),
+    rows(keys),
+    rows(values),
   )
   splits = max(1, min(chunks, warpgroup.WARPGROUPS // batch))
   each = -(-chunks // splits)
@@ -134,6 +145,7 @@ def _kernel(*refs: Any, tree: Any, each: int, group: int) -> None:
   row, split = jax.lax.axis_index("row"), jax.lax.axis_index("split")
   first = split * each
   used = jnp.clip(read.counts[row] - first, 0, each)
+  layer = read.layer[0]
   plgpu.copy_gmem_to_smem(read.queries.at[row], tiles.queries, tiles.ready)
   plgpu.barrier_wait(tiles.ready)
 
@@ -147,7 +159,7 @@ def _kernel(*refs: Any, tree: Any, each: int, group: int) -> None:
       (read.values, value_rows),
     ):
       plgpu.copy_gmem_to_smem(
-        whole.at[row, slots], rows.at[buffer], tiles.arrived.at[buffer]
+        whole.at[layer, row, slots], rows.at[buffer], tiles.arrived.at[buffer]
       )
 
   def attend(number: Array, found: Found) -> Found:

@@ -19,6 +19,7 @@ from kvjax.kernels.attention.options import (
 from kvjax.kernels.attention.running import Running
 from kvjax.kernels.paged_attention.owners import owners_of
 from kvjax.kernels.quantized import Quantized, stored
+from kvjax.kernels.stacks import index_stack
 
 # Slots of a block.
 BLOCK = 2048
@@ -36,7 +37,7 @@ class _Operands(NamedTuple):
     owners: head of each slot that the token sees, else -1, [B, 1, T].
     key_scales: of the keys if they are quantized, [B, 1, T].
     value_scales: of the values, likewise.
-    keys: of all pages, [B, T, D].
+    keys: of all pages of all layers, [L, B, T, D].
     values: likewise.
   """
 
@@ -50,11 +51,12 @@ class _Operands(NamedTuple):
 
 def paged_attention_tpu(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B R P D"] | Quantized,
-  values: Float[Array, "B R P Dv"] | Quantized,
+  keys: Float[Array, "L B R P D"] | Quantized,
+  values: Float[Array, "L B R P Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
+  layer: Int[Array, ""],
   kv_heads: int,
   options: AttentionOptions = PLAIN,
 ) -> Partial:
@@ -80,16 +82,18 @@ def paged_attention_tpu(
     raise NotImplementedError(f"No pages of {dtypes} are read.")
 
   owners = owners_of(query_positions, key_positions, heads)
-  operands = _operands(queries, keys, values, owners)
-  largest, total, weighted = _call(operands, queries.shape[1] // kv_heads)
+  operands = _operands(queries, keys, values, owners, layer)
+  group = queries.shape[1] // kv_heads
+  largest, total, weighted = _call(operands, layer, group)
   return Partial.of(largest, total, weighted[:, :, None], queries.dtype)
 
 
 def _operands(
   queries: Float[Array, "B N 1 D"],
-  keys: Float[Array, "B R P D"] | Quantized,
-  values: Float[Array, "B R P D"] | Quantized,
+  keys: Float[Array, "L B R P D"] | Quantized,
+  values: Float[Array, "L B R P D"] | Quantized,
   owners: Int[Array, "B R P"],
+  layer: Int[Array, ""],
 ) -> _Operands:
   batch = owners.shape[0]
   block = min(BLOCK, -(-owners[0].size // LANES) * LANES)
@@ -100,23 +104,32 @@ def _operands(
     return jnp.pad(x, ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
   def scales(
-    x: Float[Array, "B R P D"] | Quantized,
+    x: Float[Array, "L B R P D"] | Quantized,
   ) -> Float[Array, "B 1 T"] | None:
     if not isinstance(x, Quantized):
       return None
-    return flat(x.scale[..., 0].astype(jnp.float32), 0.0)
+    scale = index_stack(x.scale, layer)
+    return flat(scale[..., 0].astype(jnp.float32), 0.0)
+
+  def rows(
+    x: Float[Array, "L B R P D"] | Quantized,
+  ) -> Shaped[Array, "L B T D"]:
+    x = stored(x)
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
   return _Operands(
     queries[:, :, 0],
     flat(owners, -1),
     scales(keys),
     scales(values),
-    stored(keys).reshape(batch, -1, queries.shape[-1]),
-    stored(values).reshape(batch, -1, queries.shape[-1]),
+    rows(keys),
+    rows(values),
   )
 
 
-def _call(operands: _Operands, group: int) -> tuple[Float[Array, "B N _"], ...]:
+def _call(
+  operands: _Operands, layer: Int[Array, ""], group: int
+) -> tuple[Float[Array, "B N _"], ...]:
   batch, query_heads, dim = operands.queries.shape
   slots = operands.owners.shape[-1]
   block = min(BLOCK, slots)
@@ -131,10 +144,11 @@ def _call(operands: _Operands, group: int) -> tuple[Float[Array, "B N _"], ...]:
 
   # After the last block that is seen nothing is fetched.
   row = pl.BlockSpec(
-    (1, 1, block), lambda b, i, last, _: (b, 0, jnp.minimum(i, last[b]))
+    (1, 1, block), lambda b, i, last, *_: (b, 0, jnp.minimum(i, last[b]))
   )
   rows = pl.BlockSpec(
-    (1, block, dim), lambda b, i, last, _: (b, jnp.minimum(i, last[b]), 0)
+    (None, 1, block, dim),
+    lambda b, i, last, _, layer: (layer[0], b, jnp.minimum(i, last[b]), 0),
   )
   specs = _Operands(
     of_row(operands.queries),
@@ -152,7 +166,7 @@ def _call(operands: _Operands, group: int) -> tuple[Float[Array, "B N _"], ...]:
     functools.partial(_kernel, group=group),
     out_shape=shapes,
     grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=2,
+      num_scalar_prefetch=3,
       grid=(batch, blocks),
       in_specs=(specs,),
       out_specs=tuple(map(of_row, shapes)),
@@ -162,12 +176,13 @@ def _call(operands: _Operands, group: int) -> tuple[Float[Array, "B N _"], ...]:
     ),
     name="paged_attention",
   )
-  return tuple(call(last, counts.reshape(-1), operands))
+  return tuple(call(last, counts.reshape(-1), layer[None], operands))
 
 
 def _kernel(
   last: Any,
   counts: Any,
+  layer: Any,
   read: _Operands,
   largest: Any,
   total: Any,
@@ -176,7 +191,7 @@ def _kernel(
   group: int,
 ) -> None:
   """Attends to a block of slots."""
-  del last
+  del last, layer
   number = pl.program_id(1)
   count = counts[pl.program_id(0) * pl.num_programs(1) + number]
   block = read.owners.shape[-1]

@@ -10,6 +10,7 @@ from kvjax.kernels.attention import Partial, merge
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.query_chunks import in_query_chunks
 from kvjax.kernels.quantized import Quantized, dequantize
+from kvjax.kernels.stacks import index_stack
 
 # Slots whose keys and values are made whole at once, if they are quantized.
 WHOLE = 2**12
@@ -26,11 +27,12 @@ class Pages(NamedTuple):
 
 def paged_attention_xla(
   queries: Float[Array, "B N S D"],
-  keys: Float[Array, "B R P D"] | Quantized,
-  values: Float[Array, "B R P Dv"] | Quantized,
+  keys: Float[Array, "L B R P D"] | Quantized,
+  values: Float[Array, "L B R P Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
+  layer: Int[Array, ""],
   kv_heads: int,
   options: AttentionOptions = PLAIN,
 ) -> Partial:
@@ -40,6 +42,7 @@ def paged_attention_xla(
   and no more of them at a time than it has slots. Quantized pages are made
   whole a few at a time.
   """
+  keys, values = index_stack((keys, values), layer)
   pages = Pages(keys, values, key_positions, heads)
   some = isinstance(keys, Quantized) or isinstance(values, Quantized)
 

@@ -30,12 +30,14 @@ class _Operands(NamedTuple):
   """What the kernel reads: arrays or refs.
 
   Attributes:
+    layer: of the stacks, [1].
     queries: of each list, 64 with padding, [B, H, 64, D].
     lists: cut into chunks of 64.
-    keys: all of them, [B, K, T, D].
+    keys: all of them, [L, B, K, T, D].
     values: likewise.
   """
 
+  layer: Any
   queries: Any
   lists: Lists
   keys: Any
@@ -44,10 +46,11 @@ class _Operands(NamedTuple):
 
 def sparse_decode_gpu(
   queries: Float[Array, "B N D"],
-  keys: Float[Array, "B K T D"] | Quantized,
-  values: Float[Array, "B K T Dv"] | Quantized,
+  keys: Float[Array, "L B K T D"] | Quantized,
+  values: Float[Array, "L B K T Dv"] | Quantized,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
+  layer: Int[Array, ""],
   options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.sparse_decode.api.sparse_decode`.
@@ -85,15 +88,16 @@ def sparse_decode_gpu(
   grouped = queries.reshape(batch, lists, group, dim)
   padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, ROWS - group), (0, 0)))
   operands = _Operands(
+    layer[None],
     padded,
-    Lists.of(keys, values, slots, bias, ROWS, each * splits),
+    Lists.of(keys, values, layer, slots, bias, ROWS, each * splits),
     stored(keys),
     stored(values),
   )
   types = Tiles.types(dim, queries.dtype, dtype, False, 2 * ROWS, 2)
   leaves, tree = jax.tree.flatten(operands)
   found = plgpu.kernel(
-    functools.partial(_kernel, tree=tree, share=lists // keys.shape[1]),
+    functools.partial(_kernel, tree=tree, share=lists // keys.shape[2]),
     out_type=Found.shapes((batch, lists, splits), group, dim),
     grid=(batch, lists, splits),
     grid_names=("row", "list", "split"),
@@ -119,6 +123,7 @@ def _kernel(*refs: Any, tree: Any, share: int) -> None:
   numbers = refs[-1]
   row, head, split = map(jax.lax.axis_index, ("row", "list", "split"))
   kv_head = jax.lax.div(head, share)
+  layer = read.layer[0]
   each = numbers.shape[0]
   first = split * each
   entries = read.lists.counts[row, head]
@@ -144,7 +149,7 @@ def _kernel(*refs: Any, tree: Any, share: int) -> None:
         (read.values, value_rows),
       ):
         plgpu.copy_gmem_to_smem(
-          whole.at[row, kv_head, slot],
+          whole.at[layer, row, kv_head, slot],
           rows.at[buffer, entry],
           tiles.arrived.at[buffer],
         )

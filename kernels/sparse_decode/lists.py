@@ -30,8 +30,9 @@ class Lists(NamedTuple):
   @classmethod
   def of(
     cls,
-    keys: Float[Array, "B K T D"] | Quantized,
-    values: Float[Array, "B K T D"] | Quantized,
+    keys: Float[Array, "L B K T D"] | Quantized,
+    values: Float[Array, "L B K T D"] | Quantized,
+    layer: Int[Array, ""],
     slots: Int[Array, "B H M"],
     bias: Float[Array, "B N M"] | None,
     chunk: int,
@@ -42,6 +43,7 @@ class Lists(NamedTuple):
     Args:
       keys: to which they belong.
       values: likewise.
+      layer: of both, which is meant.
       slots: the lists.
       bias: of their entries.
       chunk: c.
@@ -57,12 +59,13 @@ class Lists(NamedTuple):
       return jnp.swapaxes(x.reshape(batch, lists, -1, chunks, chunk), 2, 3)
 
     def scales(
-      x: Float[Array, "B K T D"] | Quantized,
+      x: Float[Array, "L B K T D"] | Quantized,
     ) -> Float[Array, "B H C 1 c"] | None:
       if not isinstance(x, Quantized):
         return None
-      rows, kv_heads, length, _ = x.shape
+      rows, kv_heads, length = x.shape[1:4]
       first = jnp.arange(rows * kv_heads, dtype=jnp.int32) * length
+      first = first + layer * (rows * kv_heads * length)
       index = jnp.clip(slots, 0, length - 1).reshape(rows * kv_heads, -1)
       index = (index + first[:, None]).reshape(slots.shape)
       # Compilers leave one long vector where it is.
@@ -72,7 +75,7 @@ class Lists(NamedTuple):
     named = jnp.where(slots >= 0, numbers[None, None], 0)
     return cls(
       jnp.max(named, axis=-1, initial=0),
-      cut(jnp.clip(slots, 0, keys.shape[2] - 1)),
+      cut(jnp.clip(slots, 0, keys.shape[3] - 1)),
       cut(slots, -1),
       None if bias is None else cut(bias.astype(jnp.float32)),
       scales(keys),

@@ -36,14 +36,16 @@ class _Operands(NamedTuple):
   """What the kernel reads: arrays or refs.
 
   Attributes:
-    counts: entries of each list, known before the kernel starts, [B H].
+    layer: of the stacks, known before the kernel starts, [1].
+    counts: entries of each list, likewise, [B H].
     queries: of each list, [B, H, G, D].
     numbers: slots to fetch, for the scalar unit, [B H, 1, M].
     lists: the rest of `Lists`, for the vector units.
-    keys: all of them, where they are, [B, K, T, D].
+    keys: all of them, where they are, [L, B, K, T, D].
     values: likewise.
   """
 
+  layer: Any
   counts: Any
   queries: Any
   numbers: Any
@@ -54,10 +56,11 @@ class _Operands(NamedTuple):
 
 def sparse_decode_tpu(
   queries: Float[Array, "B N D"],
-  keys: Float[Array, "B K T D"] | Quantized,
-  values: Float[Array, "B K T Dv"] | Quantized,
+  keys: Float[Array, "L B K T D"] | Quantized,
+  values: Float[Array, "L B K T Dv"] | Quantized,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
+  layer: Int[Array, ""],
   options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.sparse_decode.api.sparse_decode`.
@@ -86,13 +89,14 @@ def sparse_decode_tpu(
   dtypes = {stored(x).dtype for x in (keys, values)}
   if len(dtypes) > 1 or not dtypes.issubset(DTYPES):
     raise NotImplementedError(f"No rows of {dtypes} are read.")
-  if keys.shape[2] < ROWS:
-    raise NotImplementedError(f"{keys.shape[2]} rows do not fill a tile.")
+  if keys.shape[3] < ROWS:
+    raise NotImplementedError(f"{keys.shape[3]} rows do not fill a tile.")
 
   chunk = min(CHUNK, -(-most // LANES) * LANES)
-  cut = Lists.of(keys, values, slots, bias, chunk, -(-most // chunk))
+  cut = Lists.of(keys, values, layer, slots, bias, chunk, -(-most // chunk))
   found = _call(
     _Operands(
+      layer[None],
       cut.counts.reshape(-1),
       queries.reshape(batch, lists, heads // lists, dim),
       cut.numbers.reshape(batch * lists, 1, -1),
@@ -113,13 +117,13 @@ def _call(operands: _Operands) -> tuple[Float[Array, "B H G _"], ...]:
   def of_list(x: Any) -> pl.BlockSpec:
     rest = x.shape[2:]
     return pl.BlockSpec(
-      (1, 1, *rest), lambda b, h, _: (b, h, *(0 for _ in rest))
+      (1, 1, *rest), lambda b, h, *_: (b, h, *(0 for _ in rest))
     )
 
   everything = pl.BlockSpec(memory_space=pltpu.HBM)
   numbers = pl.BlockSpec(
     (1, *operands.numbers.shape[1:]),
-    lambda b, h, _: (b * lists + h, 0, 0),
+    lambda b, h, *_: (b * lists + h, 0, 0),
     memory_space=pltpu.SMEM,
   )
   shapes = tuple(
@@ -128,10 +132,10 @@ def _call(operands: _Operands) -> tuple[Float[Array, "B H G _"], ...]:
   )
   rows = pltpu.VMEM((2, chunk * _packed(dtype), dim), dtype)
   call = pl.pallas_call(
-    functools.partial(_kernel, share=lists // operands.keys.shape[1]),
+    functools.partial(_kernel, share=lists // operands.keys.shape[2]),
     out_shape=shapes,
     grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=1,
+      num_scalar_prefetch=2,
       grid=(batch, lists),
       in_specs=(
         of_list(operands.queries),
@@ -160,7 +164,7 @@ def _cost(
   """What the compiler plans with: all entries name slots."""
   _, _, group, dim = operands.queries.shape
   entries = operands.numbers.size
-  blocks = jax.tree.leaves((operands[:4], results))
+  blocks = jax.tree.leaves((operands[:5], results))
   row = operands.keys.dtype.itemsize * -(-dim // LANES) * LANES
   copied = 2 * entries * _packed(operands.keys.dtype) * row
   return pl.CostEstimate(
@@ -183,8 +187,9 @@ def _kernel(*refs: Any, share: int) -> None:
       buffers and the semaphores of the buffers.
     share: lists that read the same KV head.
   """
-  read, found = _Operands(*refs[:6]), refs[6:9]
-  *rows, arrived = refs[9:]
+  read, found = _Operands(*refs[:7]), refs[7:10]
+  *rows, arrived = refs[10:]
+  layer = read.layer[0]
   batch, head = pl.program_id(0), pl.program_id(1)
   count = read.counts[batch * pl.num_programs(1) + head]
   kv_head = jax.lax.div(head, share)
@@ -207,7 +212,7 @@ def _kernel(*refs: Any, share: int) -> None:
         target = pl.ds(entry * packed, packed)
         for whole, to in zip((read.keys, read.values), rows, strict=True):
           pltpu.make_async_copy(
-            whole.at[batch, kv_head, source],
+            whole.at[layer, batch, kv_head, source],
             part(to, number, group).at[target],
             arrived.at[number & 1],
           ).start()

@@ -7,14 +7,16 @@ from jaxtyping import Array, Float, Int, Shaped
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.quantized import Quantized, dequantize
+from kvjax.kernels.stacks import gather_slots
 
 
 def sparse_decode_xla(
   queries: Float[Array, "B N D"],
-  keys: Float[Array, "B K T D"] | Quantized,
-  values: Float[Array, "B K T Dv"] | Quantized,
+  keys: Float[Array, "L B K T D"] | Quantized,
+  values: Float[Array, "L B K T Dv"] | Quantized,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
+  layer: Int[Array, ""],
   options: AttentionOptions = PLAIN,
 ) -> Partial:
   """See `kvjax.kernels.sparse_decode.api.sparse_decode`."""
@@ -22,15 +24,17 @@ def sparse_decode_xla(
   lists, most = slots.shape[1:]
   named = slots >= 0
 
-  def take(x: Shaped[Array, "B K T D"]) -> Shaped[Array, "B H M D"]:
-    index = jnp.maximum(slots, 0).reshape(batch, x.shape[1], -1, 1)
-    found = jnp.take_along_axis(x, index, axis=2)
-    return found.reshape(batch, lists, most, -1)
+  def take(x: Shaped[Array, "L B K T D"]) -> Shaped[Array, "B H M D"]:
+    index = jnp.maximum(slots, 0).reshape(batch, x.shape[2], -1)
+    rows = gather_slots(x, layer, index)
+    return rows.reshape(batch, lists, most, -1)
 
-  def gather(x: Float[Array, "B K T D"] | Quantized) -> Float[Array, "B H M D"]:
-    found = dequantize(jax.tree.map(take, x), queries.dtype)
+  def gather(
+    x: Float[Array, "L B K T D"] | Quantized,
+  ) -> Float[Array, "B H M D"]:
+    rows = dequantize(jax.tree.map(take, x), queries.dtype)
     # Slot 0 stands in for none, and may hold NaN.
-    return jnp.where(named[..., None], found, jnp.zeros((), found.dtype))
+    return jnp.where(named[..., None], rows, jnp.zeros((), rows.dtype))
 
   grouped = queries.reshape(batch, lists, heads // lists, dim)
   logits = jnp.einsum(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache.layers import Layer
+from kvjax.cache.base import Layer
 from kvjax.cache.sharding import shard_stack
 from kvjax.errors import InputError
 from kvjax.model import ranks

@@ -1,21 +1,15 @@
 """A layer's cache whose KV heads hold different numbers of tokens."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.layers import (
-  AXES,
-  KV_DTYPES,
-  Index,
-  Layer,
-  LayerCache,
-  Slots,
-)
+from kvjax.cache.base import AXES, Arrange, Index, Layer
+from kvjax.cache.layers import KV_DTYPES, LayerCache, Slots
 from kvjax.kernels.attention import merge, partial_attention, with_sinks
 from kvjax.kernels.gather import compact
 from kvjax.kernels.paged_attention import paged_attention
@@ -89,10 +83,6 @@ class PackedLayer(Layer):
     pages: what was kept.
     tail: tokens appended since, for all heads alike.
   """
-
-  # The kernel that reads pages cannot be told which layer's: it would be given
-  # a copy.
-  stackable: ClassVar[bool] = False
 
   pages: Pages
   tail: Slots
@@ -174,7 +164,30 @@ class PackedLayer(Layer):
     self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], "PackedLayer"]:
     """Attention to pages and tail; see `kvjax.kernels.attention.attention`."""
-    pages, tail, options = self.pages, self.tail, activations.attention
+    return self._attend(activations, self.pages, None), self
+
+  def step(
+    self,
+    index: Index,
+    activations: Activations,
+    arrange: Arrange | None = None,
+  ) -> tuple[Float[Array, "B N S Dv"], "PackedLayer"]:
+    """See `Layer.step`; nothing is arranged, as nothing is evicted."""
+    assert arrange is None
+    stack = self.append(activations, index)
+    # Pages are read where they are: a layer's would be copied out of the stack.
+    empty = updated(stack.pages, keys=None, values=None)
+    layer = updated(stack, pages=empty).at(index)
+    pages = updated(
+      layer.pages, keys=stack.pages.keys, values=stack.pages.values
+    )
+    return layer._attend(activations, pages, index), stack
+
+  def _attend(
+    self, activations: Activations, pages: Pages, layer: Index
+  ) -> Float[Array, "B N S Dv"]:
+    """Attention to pages, whose rows may be a stack's, and to the tail."""
+    tail, options = self.tail, activations.attention
     queries, query_positions = activations.queries, activations.positions
     found = paged_attention(
       queries,
@@ -185,6 +198,7 @@ class PackedLayer(Layer):
       pages.heads,
       tail.positions.shape[1],
       options=options,
+      layer=layer,
     )
     if tail.capacity:
       new = partial_attention(
@@ -198,7 +212,7 @@ class PackedLayer(Layer):
       found = merge(found, new)
     if activations.sinks is not None:
       found = with_sinks(found, activations.sinks)
-    return found.output, self
+    return found.output
 
 
 def page_count(total: int, kv_heads: int, page: int) -> int:

@@ -7,14 +7,29 @@ the same slots for all rows, and those that move fewer tokens leave some empty.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache.layers import LayerCache
 from kvjax.placement import gather_rows
-from kvjax.struct import static, struct
+from kvjax.struct import static, struct, updated
+
+
+class Moved(NamedTuple):
+  """Tokens that leave a ring.
+
+  Attributes:
+    keys: of the tokens.
+    values: likewise.
+    start: the stored slot of the first.
+  """
+
+  keys: Float[Array, "B K M D"]
+  values: Float[Array, "B K M Dv"]
+  start: Int[Array, ""]
 
 
 @struct
@@ -24,7 +39,8 @@ class Ring:
   Attributes:
     resident: the sinks, which stay, then the W places of the ring. `cursor`
       goes on counting behind them.
-    stored: where tokens move to; `cursor` is the next slot to write.
+    stored: where tokens move to, without keys and values; `cursor` is the
+      next slot to write.
     width: W.
     spare: E, how many slots at its end are for them.
   """
@@ -64,7 +80,7 @@ class Ring:
     """Which token each spare slot holds; what holds none may say anything."""
     return jnp.maximum(jnp.cumsum(self.moved.astype(jnp.int32), axis=-1) - 1, 0)
 
-  def after(self, block: LayerCache) -> "Ring":
+  def after(self, block: LayerCache) -> tuple["Ring", "Moved"]:
     """Writes a block of W slots at most, whose padding is at its end.
 
     There must be room: the block's slots go, as far as `cursor` counts, to what
@@ -72,9 +88,9 @@ class Ring:
     """
     came = self.came[..., None]
     real = jnp.sum(block.valid.astype(jnp.int32), axis=-1, keepdims=True)
-    stored = self._pushed_out(block.capacity, came, real)
+    stored, moved = self._pushed_out(block.capacity, came, real)
     resident = self._written(block, came, real)
-    return dataclasses.replace(self, resident=resident, stored=stored)
+    return updated(self, resident=resident, stored=stored), moved
 
   def _written(
     self,
@@ -107,8 +123,8 @@ class Ring:
 
   def _pushed_out(
     self, size: int, came: Int[Array, "B K 1"], real: Int[Array, "B K 1"]
-  ) -> LayerCache:
-    """The stored tokens and those that so many new ones push out."""
+  ) -> tuple[LayerCache, "Moved"]:
+    """The stored positions, and what so many new tokens push out."""
     free = jnp.maximum(self.resident.capacity - self.resident.cursor, 0)
     step = jnp.arange(min(size, self.spare), dtype=jnp.int32)[None, None] + free
     leaves = (step < real) & (came + step >= self.width)
@@ -119,11 +135,11 @@ class Ring:
     positions = jnp.where(leaves, positions, -1)
     first = self.stored.capacity - self.spare - old.capacity
     start = first + jnp.maximum(old.cursor, old.capacity)
-    update = jax.lax.dynamic_update_slice_in_dim
-    return dataclasses.replace(
+    stored = updated(
       self.stored,
-      keys=update(self.stored.keys, keys, start, axis=2),
-      values=update(self.stored.values, values, start, axis=2),
-      positions=update(self.stored.positions, positions, start, axis=2),
+      positions=jax.lax.dynamic_update_slice_in_dim(
+        self.stored.positions, positions, start, axis=2
+      ),
       cursor=first + jnp.maximum(old.cursor + size, old.capacity),
     )
+    return stored, Moved(keys, values, start)

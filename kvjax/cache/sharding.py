@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from kvjax.cache.layers import AXES, Layer
+from kvjax.cache.base import AXES, Layer
 from kvjax.errors import InputError
 from kvjax.placement import is_on_host
 

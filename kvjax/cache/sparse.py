@@ -3,16 +3,19 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.cache.base import Arrange, Index, Layer
 from kvjax.cache.heads import heads_of
-from kvjax.cache.layers import Index, Layer, LayerCache
+from kvjax.cache.layers import LayerCache
 from kvjax.cache.ring import Ring
+from kvjax.cache.rows import Rows
+from kvjax.cache.splitting import split_tokens
 from kvjax.errors import InputError
 from kvjax.kernels.attention import (
   AttentionOptions,
@@ -23,8 +26,9 @@ from kvjax.kernels.attention import (
 )
 from kvjax.kernels.select import named_slots, true_slots
 from kvjax.kernels.sparse_decode import sparse_decode
-from kvjax.placement import gather_rows, is_on_host, to_device, to_host
+from kvjax.placement import to_host
 from kvjax.retrieval.base import (
+  Candidates,
   Found,
   Prompt,
   Reads,
@@ -51,9 +55,6 @@ class SparseLayer(Layer):
     retrieval: the method.
     spare: slots at the end of `stored` for tokens that cease to be resident.
   """
-
-  # A layer's stored keys would be copied whole out of a stack, to read a few.
-  stackable: ClassVar[bool] = False
 
   resident: LayerCache
   stored: LayerCache
@@ -88,49 +89,27 @@ class SparseLayer(Layer):
       The layer itself where so many keys are read that nothing is left out,
       now or later.
     """
-    slots = cache.capacity
-    fewest, latest = retrieval.latest_range
-    start, end = min(retrieval.sinks, slots), max(slots - fewest, 0)
-    if retrieval.ring:  # all sinks, and a slot to look up in
-      start, end = retrieval.sinks, max(end, retrieval.sinks + 1)
-      cache = cache.grown(max(end - slots, 0))
-      slots = cache.capacity
-    elif most >= end - start:
+    split = split_tokens(retrieval, cache, most)
+    if split is None:
       return cache
-    cache = cache.forgetful()
     lengths = cache.lengths
-    number = jnp.arange(slots, dtype=jnp.int32)[None, None]
-    border = jnp.maximum(lengths - retrieval.latest(lengths), 0)[..., None]
-    lookup = (number >= start) & (number < border)
     heads = jnp.arange(lengths.shape[1], dtype=jnp.int32)
-    heads = jnp.broadcast_to(heads[None], lengths.shape)
-    whole = heads_of(cache, seen)
-    layers = jnp.broadcast_to(layer, lengths.shape)
-    prompt = Prompt(whole, lookup, heads, layers, start, end)
+    prompt = Prompt(
+      heads_of(split.cache, _rescaled(seen)),
+      split.lookup,
+      jnp.broadcast_to(heads[None], lengths.shape),
+      jnp.broadcast_to(layer, lengths.shape),
+      split.start,
+      split.end,
+    )
     reads = _reads(count, lengths.shape[1], most)
     with jax.default_matmul_precision("highest"):
       index = jax.vmap(jax.vmap(retrieval.index))(prompt, reads)
-    last = jnp.arange(latest, dtype=jnp.int32)[None, None]
-    last = jnp.maximum(border, start) + last
-    last = jnp.where(last < lengths[..., None], last, -1)
-    first = jnp.broadcast_to(number[..., :start], (*lengths.shape, start))
-    first = jnp.where(first < lengths[..., None], first, -1)
-    resident = cache.take(jnp.concatenate([first, last], axis=-1))
-    if retrieval.ring:
-      resident = resident.grown(start + retrieval.ring - resident.capacity)
-      cursor = jnp.maximum(resident.cursor, start)
-      resident = dataclasses.replace(resident, cursor=cursor)
-    stored = dataclasses.replace(
-      cache,
-      keys=cache.keys[:, :, start:end],
-      values=cache.values[:, :, start:end],
-      positions=jnp.where(lookup, cache.positions, -1)[:, :, start:end],
-      cursor=jnp.asarray(end - start, jnp.int32),
-    )
+    resident, stored = split.resident(retrieval), split.stored()
     none = jnp.zeros_like(lengths)
-    made = cls(resident, stored, index, count, none, most, retrieval)
-    made = dataclasses.replace(made, looked_up=made._count_found(seen))
-    return made
+    indexed = cls(resident, stored, index, count, none, most, retrieval)
+    looked_up = indexed._count_found(seen)
+    return dataclasses.replace(indexed, looked_up=looked_up)
 
   @property
   def capacity(self) -> int:
@@ -198,10 +177,36 @@ class SparseLayer(Layer):
       )
     kv_heads = self.resident.positions.shape[-2]
     block = LayerCache.of(seen.with_kv_heads(kv_heads))
-    layer = self.at(index)
-    ring = layer._ring.after(block)
+    rest, rows = self._apart(index)
+    layer = rest.at(index)
+    ring, moved = layer._ring.after(block)
+    rows = rows.write(moved.keys, moved.values, moved.start)
     after = updated(layer, resident=ring.resident, stored=ring.stored)
-    return self.put(index, layer, after)
+    return rest.put(index, layer, after)._joined(rows)
+
+  def step(
+    self,
+    index: Index,
+    activations: Activations,
+    arrange: Arrange | None = None,
+  ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
+    """See `Layer.step`; nothing is arranged, as nothing is evicted."""
+    assert arrange is None
+    rest, rows = self.append(activations, index)._apart(index)
+    layer = rest.at(index)
+    output, after = layer._attend(activations, rows)
+    return output, rest.put(index, layer, after)._joined(rows)
+
+  def _apart(self, index: Index) -> tuple["SparseLayer", Rows]:
+    """Everything but the stored keys and values, and these."""
+    stored = self.stored
+    rest = updated(self, stored=updated(stored, keys=None, values=None))
+    return rest, Rows(stored.keys, stored.values, index)
+
+  def _joined(self, rows: Rows) -> "SparseLayer":
+    """The inverse of `_apart`."""
+    stored = updated(self.stored, keys=rows.keys, values=rows.values)
+    return updated(self, stored=stored)
 
   @property
   def _ring(self) -> Ring:
@@ -211,20 +216,31 @@ class SparseLayer(Layer):
     self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
     """Attention to the resident tokens and to what each query looks up."""
+    rest, rows = self._apart(None)
+    output, after = rest._attend(activations, rows)
+    return output, after._joined(rows)
+
+  def _attend(
+    self, activations: Activations, rows: Rows
+  ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
     near = _attend(self.resident, activations)
     lone = activations.queries.shape[2] == 1
     if not lone and self.retrieval.turn == "dense":
-      index, far = self.index, _attend(to_device(self.stored), activations)
+      keys, values = rows.copy()
+      stored = updated(self.stored, keys=keys, values=values)
+      index, far = self.index, _attend(stored, activations)
     elif lone:
-      index, far = self._look_up(activations)
+      index, far = self._look_up(activations, rows)
     else:
-      index, far = self._look_up_each(activations)
+      index, far = self._look_up_each(activations, rows)
     found = merge(near, far)
     if activations.sinks is not None:
       found = with_sinks(found, activations.sinks)
     return found.output, updated(self, index=index)
 
-  def _look_up(self, activations: Activations) -> tuple[PyTree[Array], Partial]:
+  def _look_up(
+    self, activations: Activations, rows: Rows
+  ) -> tuple[PyTree[Array], Partial]:
     """The index after a token of each row, and what it looks up.
 
     There is no branch in it: while the host gathers, the device is free for the
@@ -234,16 +250,17 @@ class SparseLayer(Layer):
       self.index,
       activations.queries[:, :, 0],
       activations.positions[:, 0],
-      activations.attention,
+      rows=rows,
+      options=activations.attention,
     )
     return index, Partial(far.output[:, :, None], far.lse[:, :, None])
 
   def _look_up_each(
-    self, activations: Activations
+    self, activations: Activations, rows: Rows
   ) -> tuple[PyTree[Array], Partial]:
     """The same for several tokens, one after another."""
     queries = activations.queries
-    width = self.stored.values.shape[-1]
+    width = rows.values.shape[-1]
 
     def pass_over(
       index: PyTree[Array], query: Array, position: Array
@@ -258,7 +275,7 @@ class SparseLayer(Layer):
     ) -> tuple[PyTree[Array], Partial]:
       some = jnp.any(token[1] >= 0)  # else padding of all rows
       look_up = functools.partial(
-        self._attend_to_found, options=activations.attention
+        self._attend_to_found, rows=rows, options=activations.attention
       )
       return jax.lax.cond(some, look_up, pass_over, index, *token)
 
@@ -271,38 +288,33 @@ class SparseLayer(Layer):
     index: PyTree[Array],
     queries: Float[Array, "B N D"],
     positions: Int[Array, " B"],
+    *,
+    rows: Rows,
     options: AttentionOptions,
   ) -> tuple[PyTree[Array], Partial]:
     """The index after a token of each row, and attention to what it finds."""
-    index, found = self.retrieved(index, queries, positions)
-    keys, values, slots = self._read(found.slots)
+    index, found = self._retrieved(
+      index, options.rescale(queries), positions, rows
+    )
+    rows, slots = rows.on_device(found.slots)
     bias = found.bias
     if bias is not None:
       bias = bias.reshape(bias.shape[0], -1, bias.shape[-1])
     return index, sparse_decode(
-      queries, keys, values, slots, bias, options=options
+      queries,
+      rows.keys,
+      rows.values,
+      slots,
+      bias,
+      options=options,
+      layer=rows.layer,
     )
-
-  def _read(
-    self, slots: Int[Array, "B K J M"]
-  ) -> tuple[
-    Float[Array, "B K F D"], Float[Array, "B K F D"], Int[Array, "B H M"]
-  ]:
-    """Keys and values on the device and, among them, what the lists name."""
-    batch, kv_heads, lists, most = slots.shape
-    keys, values = self.stored.keys, self.stored.values
-    if is_on_host(keys):
-      every = slots.reshape(batch, kv_heads, lists * most)
-      keys, values = gather_rows((keys, values), every)
-      place = jnp.arange(lists * most, dtype=jnp.int32).reshape(lists, most)
-      slots = jnp.where(slots >= 0, place[None, None], -1)
-    return keys, values, slots.reshape(batch, kv_heads * lists, most)
 
   def _count_found(self, seen: Activations) -> Int[Array, "B K"]:
     """How many slots the last token of each row of a prompt looks up."""
     last = jnp.max(seen.positions, axis=1)
     queries = jnp.take_along_axis(
-      seen.queries, last[:, None, None, None], axis=2
+      _rescaled(seen).queries, last[:, None, None, None], axis=2
     )
     _, found = self.retrieved(self.index, queries[:, :, 0], last)
     slots = found.read_slots
@@ -316,22 +328,46 @@ class SparseLayer(Layer):
     queries: Float[Array, "B N D"],
     positions: Int[Array, " B"],
   ) -> tuple[PyTree[Array], Found]:
-    """What a token of each row looks up, and the index after it."""
-    store = self._store(positions)
+    """What a token of each row looks up, and the index after it.
+
+    Args:
+      index: before the token.
+      queries: of the token; their products with keys, times D^-1/2, are what
+        the layer's softmax takes.
+      positions: of the token, -1 for padding.
+    """
+    rest, rows = self._apart(None)
+    return rest._retrieved(index, queries, positions, rows)
+
+  def _retrieved(
+    self,
+    index: PyTree[Array],
+    queries: Float[Array, "B N D"],
+    positions: Int[Array, " B"],
+    rows: Rows,
+  ) -> tuple[PyTree[Array], Found]:
+    retrieval, store = self.retrieval, self._store(positions)
     batch, kv_heads = store.valid.shape[:2]
     grouped = queries.reshape(batch, kv_heads, -1, queries.shape[-1])
+    grouped = grouped.astype(jnp.float32)
     reads = _reads(self.count, kv_heads, self.most)
     real = jnp.broadcast_to((positions >= 0)[:, None], (batch, kv_heads))
     with jax.default_matmul_precision("highest"):
+      if retrieval.reads_keys == "all":
+        store = updated(store, keys=rows.copy_keys())
+      elif retrieval.reads_keys == "candidates":
+        slots = jax.vmap(jax.vmap(retrieval.candidates))(index, grouped, store)
+        keys = rows.gather_keys(slots).astype(jnp.float32)
+        store = updated(store, candidates=Candidates(slots, keys))
       found, news = jax.vmap(jax.vmap(self._found))(
-        index, grouped.astype(jnp.float32), store, reads
+        index, grouped, store, reads
       )
-      index = jax.vmap(jax.vmap(self.retrieval.updated))(index, news, real)
+      index = jax.vmap(jax.vmap(retrieval.updated))(index, news, real)
     return index, found
 
   def _store(self, positions: Int[Array, " B"]) -> Store:
     """What tokens of these positions look up in, or will."""
-    store = Store(self.stored.keys, self.stored.valid)
+    store = Store(None, self.stored.valid)
     if not self.retrieval.ring:
       return store
     ring = self._ring
@@ -363,6 +399,12 @@ class SparseLayer(Layer):
     if bias is not None:
       bias = jnp.where(whole, 0.0, bias)
     return Found(jnp.where(whole, everything[None], found.slots), bias), news
+
+
+def _rescaled(activations: Activations) -> Activations:
+  """The same for methods that scale logits by D^-1/2."""
+  queries = activations.attention.rescale(activations.queries)
+  return updated(activations, queries=queries)
 
 
 def _attend(cache: LayerCache, activations: Activations) -> Partial:

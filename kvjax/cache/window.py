@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.layers import Index, Layer
+from kvjax.cache.base import Index, Layer
 from kvjax.kernels.attention import merge, partial_attention, with_sinks
 from kvjax.struct import struct
 

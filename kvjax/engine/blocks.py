@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
-from kvjax.cache.layers import Layer, LayerCache
+from kvjax.cache.layers import LayerCache
 from kvjax.cache.sharding import shard_stack
 from kvjax.cache.window import WindowLayer
 from kvjax.engine.compress import finalize_cache, finalize_layer

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Int
 
 from kvjax.activations import Activations
+from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
-from kvjax.cache.layers import Layer
 from kvjax.cache.sharding import shard_stack
 from kvjax.engine.compress import (
   Evaluated,
@@ -25,6 +26,7 @@ from kvjax.engine.compress import (
 )
 from kvjax.engine.prepared import LayerProgram, PreparedPlan
 from kvjax.model import LayerSpec, Model
+from kvjax.placement import is_on_host
 
 
 class CacheBuilder:
@@ -91,7 +93,7 @@ class CacheBuilder:
       stack, index = self._filled[kind]
     else:
       shape = _shape(self._model, program, kept)
-      count = self._kinds.count(kind) if shape.stackable else 1
+      count = self._kinds.count(kind)
       if count == 1:
         self._order[layer] = len(self._stacks)
         self._stacks.append(
@@ -140,11 +142,22 @@ class CacheBuilder:
 def _empty_stack(*, shape: Any, count: int) -> Layer:
   """Zeros for so many layers, spread over the mesh in context.
 
-  As one program: no device ever holds all heads.
+  As one program: no device ever holds all heads, nor what the host is to hold.
   """
-  stack: Layer = jax.tree.map(
-    lambda x: jnp.zeros((count, *x.shape), x.dtype), shape
-  )
+
+  def zeros(x: Any) -> Array:
+    make = functools.partial(jnp.zeros, (count, *x.shape), x.dtype)
+    if not is_on_host(x):
+      return make()
+    host = compute_on(
+      make,
+      compute_type="device_host",
+      out_memory_spaces=jax.memory.Space.Host,
+    )
+    there: Array = host()
+    return there
+
+  stack: Layer = jax.tree.map(zeros, shape)
   return shard_stack(stack)
 
 
@@ -164,4 +177,5 @@ def _compressed_shape(
 ) -> Any:
   leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
   kept = jax.tree.unflatten(structure, leaves)
-  return jax.eval_shape(functools.partial(compress_layer, model, program), kept)
+  compress = functools.partial(compress_layer, model, program)
+  return jax.eval_shape(lambda kept: compress(kept).offloaded(), kept)

@@ -10,8 +10,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.allocation.base import Allocation, LayerBudget, Uniform
+from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
-from kvjax.cache.layers import Layer, LayerCache
+from kvjax.cache.layers import LayerCache
 from kvjax.cache.observation import ObservationWindow
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sharding import shard_layer, shard_stack
@@ -151,23 +152,29 @@ def compress_layer(model: Model, program: LayerProgram, kept: Kept) -> Layer:
   cache, activations = _candidates(program.per_query_head, kept.activations)
   if kept.evaluated is not None:
     cache = _remember(cache, kept.evaluated)
-  left: Layer = cache
+  if program.ragged:
+    assert kept.slots is not None
+    heads = cache.positions.shape[1]
+    packed = PackedLayer.of(cache, kept.slots, heads * program.capacity)
+    return shard_layer(_quantize(packed, program.kv_dtype))
   if kept.slots is not None:
-    left = take_slots(cache, kept.slots, program.capacity, program.ragged)
-  if not program.recursive:
-    left = finalize_layer(model, program.renumbers, program.kv_dtype, left)
+    cache = cache.take(kept.slots[..., : program.capacity])
+  if program.recursive:
+    return shard_layer(cache)
   if program.retrieval is not None:
     assert kept.num_keys is not None
-    assert isinstance(left, LayerCache)
-    left = SparseLayer.of(
+    sparse = SparseLayer.of(
       program.retrieval,
       kept.layer,
-      left,
+      cache,
       activations,
       kept.num_keys,
       program.max_keys,
     )
-  return shard_layer(left)
+    return shard_layer(sparse)
+  return shard_layer(
+    finalize_layer(model, program.renumbers, program.kv_dtype, cache)
+  )
 
 
 @functools.partial(
@@ -182,7 +189,7 @@ def keep_layer(
   program: LayerProgram,
 ) -> Layer:
   """Writes a compressed layer into its stack, which is consumed."""
-  layer = compress_layer(model, program, kept)
+  layer = compress_layer(model, program, kept).offloaded()
   write = jax.lax.dynamic_update_index_in_dim
   stack = jax.tree.map(lambda x, y: write(x, y, index, 0), stack, layer)
   return shard_stack(stack)
@@ -196,29 +203,8 @@ def keep_alone(kept: Kept, *, model: Model, program: LayerProgram) -> Layer:
   return shard_stack(stack).offloaded()
 
 
-def take_slots(
-  cache: LayerCache,
-  slots: Int[Array, "B K M"],
-  capacity: int,
-  ragged: bool = False,
-) -> Layer:
-  """A layer with the slots that a method has selected.
-
-  Args:
-    cache: the candidates.
-    slots: ascending, then -1.
-    capacity: slots of the new cache per head, on average where heads keep
-      different numbers.
-    ragged: whether they do.
-  """
-  if ragged:
-    heads = cache.positions.shape[1]
-    return PackedLayer.of(cache, slots, heads * capacity)
-  return cache.take(slots[..., :capacity])
-
-
 def finalize_layer(
-  model: Model, renumbers: bool, kv_dtype: str | None, layer: Layer
+  model: Model, renumbers: bool, kv_dtype: str | None, layer: LayerCache
 ) -> Layer:
   """A layer as it lasts, its method having chosen for the last time.
 
@@ -230,9 +216,11 @@ def finalize_layer(
   """
   if renumbers:
     layer = rerotate(model, layer)
-  if kv_dtype is not None:
-    layer = layer.quantized(kv_dtype)
-  return layer
+  return _quantize(layer, kv_dtype)
+
+
+def _quantize(layer: Layer, kv_dtype: str | None) -> Layer:
+  return layer if kv_dtype is None else layer.quantized(kv_dtype)
 
 
 def finalize_cache(
@@ -279,8 +267,7 @@ def evict_layer(
   with jax.default_matmul_precision("highest"):
     scores = plan.method.evaluate(layer, cache, activations)
   slots = plan.spread.select(plan.method, scores, cache, budget)
-  kept = take_slots(cache, slots, budget.capacity)
-  assert isinstance(kept, LayerCache)
+  kept = cache.take(slots[..., : budget.capacity])
   return kept.grown(cache.capacity - kept.capacity)
 
 

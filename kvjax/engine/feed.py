@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
-from kvjax.cache.layers import Layer, LayerCache
+from kvjax.cache.layers import LayerCache
 from kvjax.engine.compress import arrange_for, evict_layer, padding_like
 from kvjax.engine.forward import States, block_positions, run_layers
 from kvjax.engine.prepared import Limits

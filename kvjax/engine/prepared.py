@@ -112,6 +112,8 @@ class PreparedPlan:
 
 
 _ANY = Retention(1.0)
+# Different capacities of the layers of a model.
+_MOST_SIZES = 8
 
 
 def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
@@ -128,7 +130,8 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
   totals = plan.spread.totals(budget, lengths, sizes)
   slots = plan.spread.capacities(budget, padded, sizes)
   whole = (slots >= padded) & np.all(counts >= lengths, axis=1)
-  slots = np.minimum(np.maximum(slots, counts.max(axis=1)), padded)
+  slots = _few_sizes(np.maximum(slots, counts.max(axis=1)))
+  slots = np.minimum(slots, padded)
   return _by_layer(plan, prompts, geometry, counts, totals, (slots, whole))
 
 
@@ -274,6 +277,18 @@ def _sizes(plan: Plan, geometry: Geometry) -> Sizes:
   return Sizes(
     tuple(kv_heads(plan, s) for s in geometry.layers if s.compressible)
   )
+
+
+def _few_sizes(slots: Int[np.ndarray, " C"]) -> Int[np.ndarray, " C"]:
+  """Rounds capacities up to a few, so that few programs are compiled.
+
+  That of a pyramid over many layers costs a fourteenth of its range on average.
+  """
+  if len(np.unique(slots)) <= _MOST_SIZES:
+    return slots
+  least, most = slots.min(), slots.max()
+  step = -(-(most - least) // (_MOST_SIZES - 1))
+  return np.minimum(least + -(-(slots - least) // step) * step, most)
 
 
 def _by_layer(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.layers import Layer, LayerCache
+from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.model import Model
 
@@ -46,9 +46,8 @@ def check_rotary(model: Model) -> None:
   )
 
 
-def rerotate(model: Model, layer: Layer) -> LayerCache:
+def rerotate(model: Model, layer: LayerCache) -> LayerCache:
   """Numbers and rotates tokens by their order in the cache."""
-  assert isinstance(layer, LayerCache)
   return _turned(model, layer, _order(layer))
 
 

@@ -1,5 +1,6 @@
 """Retrieval methods, one file each: keep everything, read a little."""
 
+from kvjax.retrieval.base import Candidates as Candidates
 from kvjax.retrieval.base import Found as Found
 from kvjax.retrieval.base import Prompt as Prompt
 from kvjax.retrieval.base import Reads as Reads

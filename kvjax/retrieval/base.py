@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from kvjax.heads import Head
 from kvjax.kernels.select import largest, named_slots, true_slots
 from kvjax.options.bounds import check_choices, check_least
 from kvjax.options.budgets import Budget
-from kvjax.placement import gather_rows
 from kvjax.struct import static, struct
 
 Turn = Literal["decode", "dense"]
+KeysRead = Literal["all", "candidates", "none"]
 
 
 @struct
@@ -85,6 +85,19 @@ class Waiting:
 
 
 @struct
+class Candidates:
+  """Keys that a method may choose among.
+
+  Attributes:
+    slots: where they are stored; -1 for none.
+    keys: float32 keys; zero where there is none.
+  """
+
+  slots: Int[Array, "*B U"]
+  keys: Float[Array, "*B U D"]
+
+
+@struct
 class Store:
   """One KV head's keys that may be looked up.
 
@@ -92,19 +105,20 @@ class Store:
   numbers that they have before they are stored.
 
   Attributes:
-    keys: rotated keys in the cache's dtype; what is not held holds anything.
-      They may live on the host, where `gathered` and
-      `kvjax.placement.to_device` read them.
+    keys: rotated keys in the cache's dtype, of a method that reads all of
+      them; an empty slot holds anything.
     valid: which slots hold a token.
     later: the numbers of the last E slots, where tokens come to them after the
       prompt; of a slot before them the number is its place.
     waiting: tokens that will come.
+    candidates: keys of the slots that the method has named as such.
   """
 
-  keys: Float[Array, "*B F D"]
+  keys: Float[Array, "*B F D"] | None
   valid: Bool[Array, "*B F"]
   later: Int[Array, "*B E"] | None = None
   waiting: Waiting | None = None
+  candidates: Candidates | None = None
 
   def slots(self, numbers: Int[Array, " M"]) -> Int[Array, " U"]:
     """Slots of what is stored of these numbers: ascending, once each, then -1.
@@ -126,11 +140,6 @@ class Store:
     first = self.valid.shape[0] - self.later.shape[0]
     later = self.later[jnp.maximum(slots - first, 0)]
     return jnp.where(slots < first, slots, later)
-
-  def gathered(self, slots: Int[Array, " M"]) -> Float[Array, "M D"]:
-    """Float32 keys of some slots; zero for slot -1."""
-    keys: Array = gather_rows(self.keys, slots)
-    return keys.astype(jnp.float32)
 
 
 @struct
@@ -177,6 +186,10 @@ class Retrieval(abc.ABC):
       backend has such; see `kvjax.placement`.
   """
 
+  # Which stored keys `retrieve` is given: every one of them, those that
+  # `candidates` names, or none, where the index says enough.
+  reads_keys: ClassVar[KeysRead] = "all"
+
   sinks: int = 4
   local: int = 64
   turn: Turn = "decode"
@@ -219,6 +232,23 @@ class Retrieval(abc.ABC):
   def index(self, prompt: Prompt, reads: Reads) -> PyTree[Array]:
     """What looking up takes, besides the keys."""
 
+  def candidates(
+    self, index: PyTree[Array], queries: Float[Array, "G D"], store: Store
+  ) -> Int[Array, " U"]:
+    """Slots whose keys `retrieve` is given, if it reads "candidates".
+
+    They are copied from where the keys live, the host maybe, and no others.
+
+    Args:
+      index: see `retrieve`.
+      queries: likewise.
+      store: what holds tokens; without keys.
+
+    Returns:
+      Slots; -1 for none.
+    """
+    raise NotImplementedError(f"{type(self).__name__} names no candidates.")
+
   @abc.abstractmethod
   def retrieve(
     self,
@@ -232,7 +262,7 @@ class Retrieval(abc.ABC):
     Args:
       index: what `index` prepared or `updated` made of it.
       queries: the token's float32 queries of the heads that read this KV head.
-      store: the keys.
+      store: the keys that `reads_keys` asks for.
       reads: how many to look up.
 
     Returns:

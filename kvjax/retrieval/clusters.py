@@ -1,6 +1,7 @@
 """Clusters of keys, of which whole ones are read."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.clustering import kmeans, nearest
 from kvjax.options.bounds import check_least
-from kvjax.retrieval.base import Prompt, Reads, Retrieval
+from kvjax.retrieval.base import KeysRead, Prompt, Reads, Retrieval
 from kvjax.struct import struct
 
 
@@ -63,6 +64,8 @@ class Clustered(Retrieval):
     iterations: of K-means, at most.
     seed: of its start, another one for every layer and KV head.
   """
+
+  reads_keys: ClassVar[KeysRead] = "none"
 
   clusters: int = 0
   cluster_tokens: int = 80

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from kvjax.kernels.select import largest
 from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import (
   Found,
+  KeysRead,
   Prompt,
   Reads,
   Retrieval,
@@ -91,6 +92,8 @@ class CTkvr(Retrieval):
       for no limit.
     seed: of the random choice.
   """
+
+  reads_keys: ClassVar[KeysRead] = "candidates"
 
   centroids: int = 0
   probes: int = 4
@@ -178,6 +181,12 @@ class CTkvr(Retrieval):
       jnp.zeros((), jnp.int32),
     )
 
+  def candidates(
+    self, index: Lists, queries: Float[Array, "G D"], store: Store
+  ) -> Int[Array, " U"]:
+    """What the nearest centroids list, once each."""
+    return store.slots(self._recalled(index, unit(queries)))
+
   def retrieve(
     self,
     index: Lists,
@@ -185,10 +194,10 @@ class CTkvr(Retrieval):
     store: Store,
     reads: Reads,
   ) -> tuple[Found, tuple[Float[Array, "G D"], Int[Array, " R"]]]:
-    """Recall, then rerank; the news are a centroid and its list."""
-    direction = unit(queries)
-    recalled = store.slots(self._recalled(index, direction))
-    keys, numbers = store.gathered(recalled), store.numbers(recalled)
+    """Reranks what is recalled; the news are a centroid and its list."""
+    assert store.candidates is not None
+    recalled, keys = store.candidates.slots, store.candidates.keys
+    numbers = store.numbers(recalled)
     worth = attention_worth(queries, keys, recalled >= 0)
 
     def best(
@@ -205,7 +214,10 @@ class CTkvr(Retrieval):
       numbers = jnp.concatenate([numbers, store.waiting.numbers])
       worth = attention_worth(queries, keys, numbers >= 0)
     news = best(numbers, self._list_length(reads), index.slots.shape[-1])
-    return Found(read[None]), (direction.astype(index.centroids.dtype), news)
+    return Found(read[None]), (
+      unit(queries).astype(index.centroids.dtype),
+      news,
+    )
 
   def updated(
     self,

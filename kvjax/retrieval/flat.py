@@ -5,7 +5,6 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.placement import to_device
 from kvjax.retrieval.base import (
   Found,
   Prompt,
@@ -36,7 +35,8 @@ class Flat(Retrieval):
     reads: Reads,
   ) -> tuple[Found, PyTree[Array]]:
     """The best of all stored keys."""
-    keys = to_device(store.keys).astype(jnp.float32)
+    assert store.keys is not None
+    keys = store.keys.astype(jnp.float32)
     keys = jnp.where(store.valid[:, None], keys, 0.0)
     worth = attention_worth(queries, keys, store.valid)
     return Found(best_slots(worth, store.valid, reads)[None]), None

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, UInt
 from kvjax.clustering import unit
 from kvjax.errors import InputError
 from kvjax.options.bounds import check_least
-from kvjax.placement import to_device
 from kvjax.retrieval.base import Found, Prompt, Reads, Retrieval, Store
 from kvjax.struct import struct
 
@@ -107,7 +106,8 @@ class MagicPIG(Retrieval):
     same = mine[:, :, None] == index.codes[:, None]
     met = jnp.sum(same.astype(jnp.int32), axis=0) >= 2
     sampled = met & store.valid[None]
-    keys = to_device(store.keys).astype(jnp.float32) - index.mean[None]
+    assert store.keys is not None
+    keys = store.keys.astype(jnp.float32) - index.mean[None]
     keys = jnp.where(store.valid[:, None], keys, 0.0)
     share = sampled_share(unit(queries) @ unit(keys).T, self.bits, self.tables)
     bias = jnp.where(sampled, -jnp.log(share + _FLOOR), -jnp.inf)

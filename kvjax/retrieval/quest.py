@@ -1,7 +1,7 @@
 """Quest: pages of keys, ranked by a bound on what they hold."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from kvjax.kernels.select import largest
 from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import (
   Found,
+  KeysRead,
   Prompt,
   Reads,
   Retrieval,
@@ -32,6 +33,8 @@ class Paged(Retrieval):
       are as leave whole pages to be stored.
     page: tokens of a page.
   """
+
+  reads_keys: ClassVar[KeysRead] = "none"
 
   sinks: int = 0
   local: int = 1

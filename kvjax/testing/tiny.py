@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
-from kvjax.cache.layers import Layer
 from kvjax.errors import InputError
 from kvjax.model import Attend, Geometry, LayerSpec
 from kvjax.struct import updated

@@ -1,9 +1,12 @@
 """What binaries set up before they parse their flags."""
 
 import types
+import warnings
 
 import pytest
+from absl import app
 
+from kvjax import InputWarning
 from kvjax.experiments import cli
 
 
@@ -37,3 +40,17 @@ def test_where_jax_is_told_it_stays(settings):
   cli._cache_programs()
   assert settings.jax_compilation_cache_dir == "gs://bucket/programs"
   assert not hasattr(settings, "jax_compilation_cache_max_size")
+
+
+def test_a_warning_about_the_input_is_shown_as_a_sentence(
+  settings, monkeypatch
+):
+  monkeypatch.setattr(app, "run", lambda main, flags_parser: main(["program"]))
+  monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+  cli.run(lambda: None)
+  place = ("program.py", 3, "code")
+  odd = InputWarning("A field is odd.")
+  shown = warnings.formatwarning(odd, InputWarning, *place)
+  assert shown == "A field is odd.\n"
+  other = warnings.formatwarning(UserWarning("Ouch."), UserWarning, *place)
+  assert other.startswith("program.py:3: UserWarning: Ouch.")

@@ -1,10 +1,14 @@
-"""What tables call a model."""
+"""What tables call a model, and what programs need of one."""
 
+import dataclasses
 import pathlib
+import types
 
 import pytest
 
+from kvjax import InputError
 from kvjax.experiments import inputs
+from kvjax.models import catalog
 
 
 @pytest.mark.parametrize(
@@ -22,3 +26,20 @@ def test_a_model_of_the_hubs_cache_has_its_own_name(
   place = pathlib.Path("/some/where") / directory
   monkeypatch.setattr(inputs, "model_directory", lambda: place)
   assert inputs.model_name() == name
+
+
+def test_a_model_by_name_is_where_it_was_fetched_to(monkeypatch, tmp_path):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  name = "smollm2-135m-instruct"
+  folder = tmp_path / "kvjax" / "models" / name
+  folder.mkdir(parents=True)
+  (folder / catalog.NAMED[name].file_name).touch()
+  monkeypatch.setattr(inputs, "_MODEL", types.SimpleNamespace(value=name))
+  assert inputs.model_directory() == folder
+  assert inputs.model_name() == name
+
+
+def test_what_works_on_text_needs_a_tokenizer(tiny):
+  mute = dataclasses.replace(tiny, tokenizer=None)
+  with pytest.raises(InputError, match="no tokenizer, which texts need"):
+    inputs.check_lengths(mute, [64])

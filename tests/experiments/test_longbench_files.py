@@ -45,6 +45,10 @@ def as_lines(folder, name):
   folder.joinpath("data", f"{name}.jsonl").write_text(lines(name), "utf-8")
 
 
+def as_json(folder, name):
+  folder.joinpath(f"{name}.json").write_text(json.dumps(rows(name), indent=1))
+
+
 def as_zip(folder, name):
   with zipfile.ZipFile(folder / "data.zip", "a") as archive:
     archive.writestr(f"data/{name}.jsonl", lines(name))
@@ -86,7 +90,15 @@ def as_cache(folder, name):
 
 @pytest.mark.parametrize(
   "layout",
-  [as_lines, as_zip, as_parquet, as_converted_parquet, as_saved, as_cache],
+  [
+    as_lines,
+    as_json,
+    as_zip,
+    as_parquet,
+    as_converted_parquet,
+    as_saved,
+    as_cache,
+  ],
 )
 def test_every_layout_gives_the_same_samples(layout, tmp_path):
   for name in ("hotpotqa", "lcc", "qasper_e"):

@@ -44,7 +44,7 @@ def test_an_analysis_runs_and_what_cannot_be_says_why(
     (["E9.1"], "There is no experiment 'E9.1' (did you mean "),
     (["e5.1"], "There is no experiment 'e5.1' (did you mean E5.1"),
     (["E5.2", "--data=files"], "--data needs a --model that can answer it"),
-    (["E5.2", "--model=x", "--data=/nope"], "--data=/nope does not exist"),
+    (["E5.2", "--model=x", "--data=/nope"], "There is no file or folder /nope"),
     (["E5.1", "--essay=/nope"], "/nope cannot be read"),
     (["E1.1", "--samples=0"], "--samples=0"),
     (["E4.1", "--length=512"], "--length does not go with an experiment that"),

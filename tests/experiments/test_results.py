@@ -139,6 +139,20 @@ def test_a_digest_tells_models_apart(tmp_path):
     (tmp_path / name).write_text(name)
 
 
+def test_a_digest_of_a_gguf_file_is_that_of_its_folder(tmp_path):
+  path = tmp_path / "model.gguf"
+  path.write_text("GGUF")
+  first = digest(path)
+  assert digest(tmp_path) == first
+  path.write_text("other")
+  assert digest(path) != first
+  # Beside a Hugging Face model it is not what is loaded.
+  (tmp_path / "config.json").write_text("{}")
+  before = digest(tmp_path)
+  path.unlink()
+  assert digest(tmp_path) == before
+
+
 def test_a_summary_has_the_means_of_every_method_budget_and_task():
   rows = summarize(
     [

@@ -425,8 +425,7 @@ def test_a_token_moves_little_more_than_it_must():
   ("use", "layers", "most"),
   [
     (engine_programs.COMPACTOR, 4, 1.01),
-    # Layers that are no loop; so few of them are fetched ahead as a whole.
-    (engine_programs.ADAKV_IN_INT8, 2, 1.2),
+    (engine_programs.ADAKV_IN_INT8, 4, 1.01),
   ],
   ids=["stacked", "packed"],
 )

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax.allocation import Adaptive, Middle, Pyramid, Sizes, Uniform
 from kvjax.cache.layers import LayerCache
-from kvjax.engine.compress import take_slots
+from kvjax.cache.packed import PackedLayer
 from kvjax.errors import InputError
 from kvjax.methods import LayerBudget
 from kvjax.prompts import bucket_lengths
@@ -189,7 +189,9 @@ def run(recipe, seen, counts, total, capacity):
     found = spread.evaluate(method, jnp.int32(LAYER), cache, seen)
   budget = LayerBudget(counts, seen.positions.shape[1], total=total)
   slots = spread.select(method, found, cache, budget)
-  return take_slots(cache, slots, capacity, spread.ragged)
+  if spread.ragged:
+    return PackedLayer.of(cache, slots, seen.keys.shape[1] * capacity)
+  return cache.take(slots[..., :capacity])
 
 
 compiled = functools.partial(jax.jit, static_argnums=(0, 4))(run)

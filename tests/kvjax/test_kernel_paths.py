@@ -56,6 +56,8 @@ def ran(model, plan):
 @pytest.fixture
 def served(monkeypatch):
   """Names of operations that a kernel has served."""
+  # Methods share programs, and what was traced before is not seen here.
+  jax.clear_caches()
   names = set()
 
   def spy(kernel, *arguments):

@@ -14,10 +14,11 @@ from kvjax.cache.layers import LayerCache
 from kvjax.cache.sharding import parse_mesh
 from kvjax.cache.sparse import SparseLayer
 from kvjax.kernels.attention import attention
+from kvjax.kernels.attention.options import AttentionOptions
 from kvjax.placement import nbytes_by_memory
 from kvjax.registry.names import get_retrieval
 from kvjax.registry.registry import RETRIEVALS
-from kvjax.retrieval import Reads, Store
+from kvjax.retrieval import Candidates, Reads, Store
 from kvjax.testing import (
   TinyModel,
   layer_positions,
@@ -208,6 +209,10 @@ def test_asked_for_as_much_as_there_is_it_finds_it_all(name):
   reads = Reads(jnp.full((1, 3), valid, jnp.int32), valid)
 
   def retrieve(index, queries, store, reads):
+    if method.reads_keys == "candidates":
+      named = method.candidates(index, queries, store)
+      keys = jnp.where(named[:, None] >= 0, store.keys[named], 0.0)
+      store = dataclasses.replace(store, candidates=Candidates(named, keys))
     return method.retrieve(index, queries, store, reads)[0]
 
   index = jax.tree.map(lambda x: x[:1], layer.index)
@@ -234,6 +239,29 @@ def test_what_the_host_holds_is_read_alike(name):
     assert found["pinned_host"] == there
     assert found["device"] == state.nbytes - there
     np.testing.assert_array_equal(state.stored.keys, here.stored.keys)
+
+
+@pytest.mark.parametrize("name", ["ctkvr", "shadowkv"])
+def test_looking_up_takes_the_scale_of_the_layer(name):
+  """As if the queries were so much longer."""
+  scale = 3 * 8**-0.5
+  counts = jnp.asarray(COUNTS, jnp.int32)
+  scaled, longer = (
+    [
+      dataclasses.replace(seen, attention=AttentionOptions(scale=scale)),
+      dataclasses.replace(seen, queries=3 * seen.queries),
+    ]
+    for seen in (activations(0), block_after(LENGTHS))
+  )
+  one, other = (
+    compiled_decode(compiled_index(small(name), prompt, counts)[1], block)
+    for prompt, block in zip(scaled, longer, strict=True)
+  )
+  np.testing.assert_allclose(one[0], other[0], atol=2e-6)
+  for after, expected in zip(
+    jax.tree.leaves(one[1].index), jax.tree.leaves(other[1].index), strict=True
+  ):
+    np.testing.assert_allclose(after, expected, rtol=1e-5)
 
 
 def primitives(jaxpr):

@@ -1,8 +1,10 @@
-"""Every field of a config.json is used or refused."""
+"""Every field of a config.json is used, refused, named or without effect."""
+
+import warnings
 
 import pytest
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, InputWarning
 from kvjax.models.config import DecoderConfig
 
 FIELDS = {
@@ -35,12 +37,32 @@ LLAMA3 = {
     ({"num_key_value_heads": 3}, "4 query heads for 3 KV heads"),
     ({"head_dim": 15}, "need an even number"),
     ({"hidden_act": "gelu"}, "only 'silu' is supported"),
-    ({"pretraining_tp": 2}, "pretraining_tp"),
     ({"quantization_config": {"bits": 4}}, "load the unquantized model"),
     ({"rms_norm_eps": None}, "must be a number"),
+    ({"rms_norm_eps": -1e-6}, "must be a number of 0 or more"),
+    ({"rms_norm_eps": float("nan")}, "must be a number of 0 or more"),
+    ({"rms_norm_eps": float("inf")}, "must be a number of 0 or more"),
+    ({"rms_norm_eps": 10**400}, r"10+ \.\.\. 0+ for 'rms_norm_eps'"),
+    ({"hidden_size": 2**31}, "'hidden_size', which must be at most 2147483647"),
+    ({"vocab_size": 10**5000}, "thousands of digits for 'vocab_size'"),
+    ({"num_hidden_layers": 10**6}, "which must be at most 10000"),
+    ({"hidden_act": ["silu"]}, "only 'silu' is supported"),
+    ({"layer_types": "full_attention"}, "'layer_types', which must be a list"),
+    ({"layer_types": [1, 1]}, "'layer_types', which must be a list of names"),
+    ({"layer_types": ["linear_attention"]}, "type 'linear_attention', which"),
+    ({"sliding_window": "64"}, "'sliding_window', which must be a whole"),
+    ({"quantization": {"bits": 4}}, "load the unquantized model"),
+    ({"embedding_multiplier": 12.0}, "'embedding_multiplier', which is not"),
+    ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor', which is not"),
+    ({"num_local_experts": 8}, "'num_local_experts', which is not supported"),
+    ({"is_causal": False}, "'is_causal', which is not supported for llama"),
+    ({"attention_sinks": 4}, "'attention_sinks', which is not supported"),
     ({"tie_word_embeddings": "false"}, "must be true or false"),
-    ({"logit_softcapping": 30.0}, "'logit_softcapping', which this decoder"),
-    ({"model_type": "mistral"}, "sliding-window attention"),
+    ({"logit_softcapping": 30.0}, "'logit_softcapping', which is not"),
+    (
+      {"model_type": "mistral", "max_position_embeddings": 8192},
+      "sliding-window attention",
+    ),
     ({"model_type": "mistral", "sliding_window": 64}, "sliding-window"),
     (
       {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True},
@@ -69,6 +91,16 @@ LLAMA3 = {
       {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1}},
       "'beta_fast', which rope type 'linear' does not use",
     ),
+    ({"rope_scaling": {"type": "linear", "factor": 1e40}}, "no huge one"),
+    ({"rope_scaling": {"type": "linear", "factor": 1e29}}, "is too much"),
+    (
+      {
+        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64.5},
+      },
+      "'original_max_position_embeddings', which must be a whole number",
+    ),
+    ({"rope_theta": float("inf")}, "a number above 0"),
+    ({"rope_theta": 10**400}, "a number above 0"),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "the smaller"),
     ({"rope_theta": 0}, "a number above 0"),
     (
@@ -141,3 +173,138 @@ def test_sizes_that_no_field_names_are_those_of_transformers(
   for given, expected in ((fields, absent), (fields | nulls, null)):
     config = DecoderConfig.from_hf(given)
     assert (config.num_kv_heads, config.head_dim) == expected
+
+
+INERT = {
+  "_attn_implementation": "sdpa",
+  "_flash_attn_2_enabled": True,
+  "_name_or_path": "/home/ann/model",
+  "architectures": ["LlamaForCausalLM"],
+  "attention_dropout": 0.1,
+  "decoder_start_token_id": 3,
+  "dtype": "bfloat16",
+  "id2label": {"0": "no", "1": "yes"},
+  "is_decoder": True,
+  "max_length": 20,
+  "model_max_length": 4096,
+  "num_labels": 2,
+  "pretraining_tp": 2,
+  "problem_type": "single_label_classification",
+  "repetition_penalty": 1.1,
+  "resid_pdrop": 0.1,
+  "task_specific_params": {"summary": {"num_beams": 4}},
+  "temperature": 0.6,
+  "tokenizer_class": "LlamaTokenizer",
+  "torch_dtype": "float16",
+  "transformers.js_config": {"dtype": "q4"},
+  "unk_token_id": 0,
+  "unsloth_fixed": True,
+  "unsloth_version": "2025.9.1",
+  "use_flash_attn": True,
+}
+NEUTRAL = {
+  "attn_logit_softcapping": None,
+  "attention_multiplier": 1.0,
+  "bias": False,
+  "embedding_multiplier": 1,
+  "is_causal": True,
+  "mlp_only_layers": [],
+  "never_heard_of": None,
+  "num_experts": 0,
+  "partial_rotary_factor": 1.0,
+  "position_embedding_type": "rope",
+  "pruned_heads": {},
+  "quantization_config": None,
+  "sliding_window": 4096,
+  "use_never_heard_of": False,
+  "use_qk_norm": False,
+}
+
+
+@pytest.mark.parametrize("fields", [INERT, NEUTRAL])
+def test_what_cannot_change_a_result_is_passed_over(fields):
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    config = DecoderConfig.from_hf(FIELDS | fields)
+  assert config == DecoderConfig.from_hf(FIELDS)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+  wrong = {
+    "hidden_act": "gelu",
+    "vocab_size": 0,
+    "rope_scaling": {"type": "linear", "factor": -1, "beta_fast": 2},
+    "quantization_config": {"bits": 4},
+    "final_logit_softcapping": 30.0,
+  }
+  with pytest.raises(InputError) as caught:
+    DecoderConfig.from_hf(FIELDS | INERT | wrong | {"never_heard_of": 1})
+  assert str(caught.value) == (
+    "config.json has -1 for the rope field 'factor', which must be a number "
+    "above 0, and no huge one; it has the rope field 'beta_fast', which rope "
+    "type 'linear' does not use; it has 0 for 'vocab_size', which must be a "
+    "whole number of 1 or more; it has hidden_act 'gelu'; only 'silu' is "
+    "supported; it describes quantized weights; load the unquantized model; it "
+    "has 30.0 for 'final_logit_softcapping', which is not supported for llama."
+  )
+
+
+def test_what_is_not_known_is_named_in_one_warning():
+  fields = FIELDS | INERT | {"zeal": 3, "flavor": {"sweet": True}}
+  with pytest.warns(InputWarning) as said:
+    config = DecoderConfig.from_hf(fields)
+  (warning,) = said
+  assert str(warning.message) == (
+    "config.json has fields that kvjax does not know and passes over: flavor, "
+    "zeal."
+  )
+  assert config == DecoderConfig.from_hf(FIELDS)
+
+
+@pytest.mark.parametrize(
+  "spelling",
+  [
+    {"rope_scaling": LLAMA3, "rope_theta": 5e5},
+    {"rope_scaling": LLAMA3 | {"type": "llama3"}, "rope_theta": 5e5},
+    {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+    {
+      "rope_parameters": {
+        name: value
+        for name, value in LLAMA3.items()
+        if name != "original_max_position_embeddings"
+      },
+      "rope_theta": 500000,
+      "original_max_position_embeddings": 64,
+    },
+  ],
+)
+def test_every_spelling_of_a_rotary_embedding_is_the_same(spelling):
+  config = DecoderConfig.from_hf(FIELDS | spelling)
+  assert config.rope.kind == "llama3"
+  assert config.rope.theta == 5e5
+  assert config.rope.original_context == 64
+  same = {"rope_scaling": LLAMA3, "rope_theta": 5e5}
+  assert config == DecoderConfig.from_hf(FIELDS | same)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"model_type": "mistral", "sliding_window": 128},
+    {
+      "model_type": "qwen2",
+      "use_sliding_window": True,
+      "sliding_window": 64,
+      "max_window_layers": 2,
+    },
+    {
+      "model_type": "qwen3",
+      "use_sliding_window": True,
+      "sliding_window": 64,
+      "layer_types": ["full_attention"] * 2,
+    },
+  ],
+)
+def test_a_window_that_hides_nothing_is_none(changes):
+  config = DecoderConfig.from_hf(FIELDS | changes)
+  assert config.geometry.layers[0].window is None

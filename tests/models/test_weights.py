@@ -332,12 +332,47 @@ def _damage_quantized(directory):
   _edit(directory / WHOLE, quantize)
 
 
-def _damage_no_tokenizer(directory):
+def _damage_config_is_a_directory(directory):
+  (directory / "config.json").unlink()
+  (directory / "config.json").mkdir()
+
+
+def _damage_config_digits(directory):
+  (directory / "config.json").write_text('{"vocab_size": ' + "9" * 5000 + "}")
+
+
+def _damage_huge_size(directory):
+  _edit_config(directory, intermediate_size=2**31 - 1)
+
+
+def _damage_nan(directory):
+  def spoil(tensors):
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].copy()
+    tensors[name][2, 3] = np.nan
+
+  _edit(directory / WHOLE, spoil)
+
+
+def _damage_infinite(directory):
+  def spoil(tensors):
+    tensors[NORM] = np.full_like(tensors[NORM], -np.inf)
+
+  _edit(directory / WHOLE, spoil)
+
+
+def _damage_eos_beyond(directory):
+  (directory / "generation_config.json").write_text('{"eos_token_id": [2, 80]}')
+
+
+def _damage_eos_below(directory):
+  (directory / "generation_config.json").unlink()
+  _edit_config(directory, eos_token_id=-1)
+
+
+def _damage_tokenizer_is_a_directory(directory):
   (directory / "tokenizer.json").unlink()
-
-
-def _damage_tokenizer_too_large(directory):
-  _tokenizer(81).save(directory)
+  (directory / "tokenizer.json").mkdir()
 
 
 @pytest.mark.parametrize(
@@ -360,8 +395,14 @@ def _damage_tokenizer_too_large(directory):
     (_damage_unexpected, r"tensor model\.layers\.0\.self_attn\.q_proj\.bias,"),
     (_damage_shape, r"shape \(32, 48\); config\.json asks for \(32, 40\)"),
     (_damage_quantized, r"stored as I8; only F32, F16, BF16 are read"),
-    (_damage_no_tokenizer, r"has no tokenizer\.json; save the model"),
-    (_damage_tokenizer_too_large, r"up to 80, but the model embeds 80 tokens"),
+    (_damage_config_is_a_directory, r"config\.json cannot be read: Is a dir"),
+    (_damage_config_digits, r"config\.json is not valid JSON"),
+    (_damage_huge_size, r"config\.json asks for \(32, 2147483647\)"),
+    (_damage_nan, r"layers\.1\.mlp\.up_proj\.weight in .* holds NaN or inf"),
+    (_damage_infinite, r"model\.norm\.weight in .* holds NaN or infinite"),
+    (_damage_eos_beyond, r"ends with the id 80 .* embeds 80 tokens only"),
+    (_damage_eos_below, r"ends with the id -1 .* embeds 80 tokens only"),
+    (_damage_tokenizer_is_a_directory, r"tokenizer\.json is not a tokenizer"),
   ],
 )
 def test_a_damaged_directory_gets_one_sentence(directory, damage, sentence):
@@ -371,6 +412,41 @@ def test_a_damaged_directory_gets_one_sentence(directory, damage, sentence):
     load(directory, "float32")
   assert "\n" not in str(caught.value)
   assert str(caught.value).endswith(".")
+
+
+def test_what_is_not_finite_is_found_on_a_mesh(directory):
+  _damage_nan(directory)
+  with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj\.weight in"):
+    load_decoder(directory, "float32", parse_mesh("data:2,model:2"))
+
+
+def test_ids_that_are_not_embedded_may_be_there_but_not_in_a_prompt(directory):
+  _tokenizer(83).save(directory)
+  lm = load(directory, "float32")
+  assert lm.tokenizer.encode("w7 w79") == [7, 79]
+  with pytest.raises(InputError) as caught:
+    lm.tokenizer.encode("w7 <s> w8")
+  assert str(caught.value) == (
+    "The text holds '<s>', whose id is 80, but the model embeds 80 tokens "
+    "only; leave it out."
+  )
+
+
+def test_a_model_needs_no_tokenizer(directory, tmp_path):
+  whole = load(directory, "float32")
+  for path in directory.glob("tokenizer*"):
+    path.unlink()
+  fields = {"temperature": 0.5, "eos_token_id": [5]}
+  (directory / "generation_config.json").write_text(json.dumps(fields))
+  lm = load(directory, "float32")
+  assert lm.tokenizer is None
+  with pytest.raises(InputError, match=r"no tokenizer, which texts need; put"):
+    _ = lm.text
+  save(lm, tmp_path / "saved")
+  again = load(tmp_path / "saved", "float32")
+  assert again.tokenizer is None
+  assert again.generation == fields
+  _assert_equal_trees(again.params, whole.params)
 
 
 def test_only_the_two_dtypes_are_offered():

@@ -25,7 +25,7 @@ def measure(subject: Subject) -> Findings:
   }
   (length,) = subject.lengths
   rng = np.random.default_rng(subject.seed)
-  words = subject.lm.tokenizer.encode("The sky is blue and the grass is green.")
+  words = subject.lm.text.encode("The sky is blue and the grass is green.")
   lines = []
   for batch in _BATCHES:
     rows = rng.choice(words, (batch, length - _STEPS)).tolist()

@@ -128,6 +128,16 @@ def test_tables_of_kvpress_give_the_samples_that_were_written(
   assert ruler_files.load(tmp_path / "lines/2048/all.jsonl") == expected
 
 
+def test_json_that_is_called_after_a_task_holds_its_rows(samples, tmp_path):
+  (tmp_path / "2048").mkdir()
+  rows = [old(samples["vt"], number) for number in range(2)]
+  (tmp_path / "2048" / "vt.json").write_text(json.dumps(rows, indent=1))
+  (tmp_path / "2048" / "summary.json").write_text('{"vt": 1.0}')
+  found = ruler_files.load(tmp_path)
+  assert list(found) == [Part("vt", LENGTH)]
+  assert found["vt", LENGTH] == [core(as_kvpress(samples["vt"]))] * 2
+
+
 def test_only_what_is_asked_for_is_read(samples, tmp_path):
   names = ("fwe", "vt")
   for length in (1024, 2048, 10_000):

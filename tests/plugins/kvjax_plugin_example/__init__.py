@@ -7,7 +7,6 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import kvjax
 from kvjax.methods.heads import window_mass
-from kvjax.placement import to_device
 from kvjax.retrieval.base import best_slots
 
 
@@ -62,7 +61,7 @@ class MeanQuery(kvjax.retrieval.Retrieval):
     reads: kvjax.retrieval.Reads,
   ) -> tuple[kvjax.retrieval.Found, PyTree[Array]]:
     """The largest products."""
-    keys = to_device(store.keys).astype(jnp.float32)
+    keys = store.keys.astype(jnp.float32)
     keys = jnp.where(store.valid[:, None], keys, 0.0)
     slots = best_slots(keys @ jnp.mean(queries, axis=0), store.valid, reads)
     return kvjax.retrieval.Found(slots[None]), None

@@ -1,0 +1,57 @@
+"""Layers that stand in stacks: programs read one without copying it out."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree, Shaped
+
+# Which layer of a stack; None for arrays that are those of one layer.
+Layer = Int[Array, ""] | None
+
+
+def as_stack(tree: PyTree, layer: Layer) -> tuple[PyTree, Int[Array, ""]]:
+  """Arrays with a leading axis of layers, and the index of the layer there.
+
+  Args:
+    tree: arrays of one layer, or stacks of layers.
+    layer: which layer of the stacks is meant.
+  """
+  if layer is not None:
+    return tree, jnp.asarray(layer, jnp.int32)
+  return jax.tree.map(lambda x: x[None], tree), jnp.zeros((), jnp.int32)
+
+
+def index_stack(tree: PyTree, layer: Int[Array, ""]) -> PyTree:
+  """The arrays of one layer; XLA fuses the slices into what reads them."""
+
+  def index(x: Shaped[Array, "L *B"]) -> Shaped[Array, "*B"]:
+    if x.shape[0] == 1:
+      return x[0]
+    return jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+
+  return jax.tree.map(index, tree)
+
+
+def gather_slots(
+  stack: Shaped[Array, "L B K T D"],
+  layer: Int[Array, ""],
+  slots: Int[Array, "B K M"],
+) -> Shaped[Array, "B K M D"]:
+  """Copies slots of a layer.
+
+  The slots must be there: nothing is checked, nor is a negative one wrapped.
+  """
+  # A gather of x[layer] would copy the layer first.
+  index = jnp.stack([jnp.broadcast_to(layer, slots.shape), slots], axis=-1)
+  return jax.lax.gather(
+    stack,
+    index,
+    jax.lax.GatherDimensionNumbers(
+      offset_dims=(3,),
+      collapsed_slice_dims=(0, 3),
+      start_index_map=(0, 3),
+      operand_batching_dims=(1, 2),
+      start_indices_batching_dims=(0, 1),
+    ),
+    slice_sizes=(1, 1, 1, 1, stack.shape[-1]),
+    mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+  )

@@ -1,0 +1,172 @@
+"""What the caches of an eviction method must hold."""
+
+import numpy as np
+
+from kvjax.allocation.base import Sizes, Uniform
+from kvjax.cache.cache import Cache
+from kvjax.engine.generate import generate, reserve
+from kvjax.engine.plans import Plan
+from kvjax.engine.prefill import prefill, sweep
+from kvjax.errors import InputError
+from kvjax.options.budgets import Budget, Retention, Tokens
+from kvjax.options.schedules import Schedule
+from kvjax.prompts import Prompts
+from kvjax.testing import checks
+from kvjax.testing.checks import explained, require
+from kvjax.testing.subject import Subject
+from kvjax.testing.tiny import kept_positions
+
+_BUDGETS: tuple[Budget, ...] = (Tokens(12), Retention(0.5))
+_PROTECTED = (1, 2, 7)
+_SCHEDULE = Schedule(block=16, every=4)
+_FREE = 64
+
+
+def check_whole_prompts(subject: Subject) -> None:
+  """Refuses caches of whole prompts that break the contract."""
+  name, model, params = subject.name, subject.model, subject.params
+  plans = [Plan(subject.method, budget) for budget in _BUDGETS]
+  with explained(f"A sweep with {name} fails"):
+    caches, _ = sweep(model, params, subject.prompts, plans)
+    alone, _ = prefill(model, params, subject.prompts, plans[0])
+  require(
+    checks.same(alone, caches[0]),
+    f"A sweep must keep with {name} what a prefill keeps; it does not.",
+  )
+  for plan, cache in zip(plans, caches, strict=True):
+    _check_cache(subject, cache, plan.fixed_budget)
+  row, _ = prefill(model, params, Prompts.of(subject.rows[1:2]), plans[0])
+  require(
+    kept_positions(row, 0) == kept_positions(caches[0], 1),
+    f"What {name} keeps of a prompt must not depend on its batch mates; it "
+    "does.",
+  )
+  checks.check_asked(name, model, caches[0])
+  checks.check_saved(name, model, caches[0])
+  guarded, _ = prefill(model, params, _guarded(subject), plans[1])
+  _check_cache(subject, guarded, plans[1].fixed_budget)
+  _check_guarded(subject, guarded, "of a whole prompt")
+
+
+def _guarded(subject: Subject, rows: slice = slice(None)) -> Prompts:
+  """Some of the rows with protected tokens."""
+  own = subject.rows[rows]
+  masks = [[n in _PROTECTED for n in range(len(row))] for row in own]
+  return Prompts.of(own, protected=masks)
+
+
+def _check_guarded(subject: Subject, cache: Cache, where: str) -> None:
+  if subject.traits.renumbers:
+    return
+  for row in range(len(subject.rows)):
+    for heads in kept_positions(cache, row):
+      for places in heads:
+        lost = sorted({*_PROTECTED} - {*places})
+        require(
+          not lost,
+          f"{subject.name} must keep what the user protects; it evicts "
+          f"{lost} {where}: select what budget.must_keep(cache) names first.",
+        )
+
+
+def _check_cache(subject: Subject, cache: Cache, budget: Budget) -> None:
+  """Refuses a cache that holds more or less than its budget."""
+  layers = subject.model.geometry.num_layers
+  sizes = Sizes((2,) * layers)
+  lengths = np.array(subject.lengths)
+  counts = subject.spread.counts(budget, lengths, sizes)
+  totals = subject.spread.totals(budget, lengths, sizes)
+  for row, length in enumerate(subject.lengths):
+    for layer, heads in enumerate(kept_positions(cache, row)):
+      where = f"layer {layer} at {budget} of {length}"
+      for places in heads:
+        require(
+          len({*places}) == len(places) and {*places} <= {*range(length)},
+          f"A cache of {subject.name} must hold tokens of the prompt, each "
+          f"once; {where} it holds {places}.",
+        )
+      if subject.traits.keeps_layer(layer):
+        require(
+          all(len(places) == length for places in heads),
+          f"The traits of {subject.name} keep layer {layer} whole; it is not.",
+        )
+        continue
+      count, total = int(counts[layer, row]), int(totals[layer, row])
+      subject.check_held(heads, length, count, total, where)
+
+
+def check_blocks(subject: Subject) -> None:
+  """Refuses caches of blocks that break the contract.
+
+  A method that works on whole prompts alone must say so to the user.
+  """
+  method, name = subject.method, subject.name
+  reason = subject.traits.whole_prompts_only
+  plans = []
+  for budget in _BUDGETS:
+    try:
+      plans.append(Plan(method, budget, _SCHEDULE))
+    except InputError as error:
+      require(
+        not reason or reason in str(error),
+        f"Where {name} cannot evict in blocks, the error must give the reason "
+        f"{reason!r}; it is {str(error)!r}.",
+      )
+  require(
+    bool(plans) != bool(reason),
+    f"{name} evicts in blocks for no budget and its traits do not say why; "
+    "give the reason as traits.whole_prompts_only.",
+  )
+  if plans:
+    with explained(f"Evicting in blocks with {name} fails"):
+      _check_recursive_plan(subject, plans[0])
+
+
+def _check_recursive_plan(subject: Subject, plan: Plan) -> None:
+  name, model, params = subject.name, subject.model, subject.params
+  cache, _ = prefill(model, params, _guarded(subject), plan)
+  _check_guarded(subject, cache, f"in blocks at {plan.budget}")
+  budget = plan.fixed_budget
+  limits = _limits(subject, budget)
+  for row, limit in enumerate(limits):
+    _check_limit(subject, cache, row, limit, f"in blocks at {budget}")
+  loaded = checks.check_saved(name, model, cache)
+  roomy = reserve(loaded, _FREE)
+  after = generate(
+    model, params, roomy, checks.QUESTIONS, checks.DECODING, keep=True
+  ).cache
+  assert after is not None
+  _check_guarded(subject, after, f"while decoding at {budget}")
+  assert plan.schedule.every is not None
+  for row, limit in enumerate(limits):
+    most = limit and limit + plan.schedule.every
+    _check_limit(subject, after, row, most, f"while decoding at {budget}")
+  alone, _ = prefill(model, params, _guarded(subject, slice(1, 2)), plan)
+  require(
+    kept_positions(alone, 0) == kept_positions(cache, 1),
+    f"What {name} keeps of a row in blocks must not depend on its batch mates; "
+    "it does.",
+  )
+
+
+def _limits(subject: Subject, budget: Budget) -> list[int | None]:
+  """What rows may hold after a block; None where a law of its own says it."""
+  if not isinstance(subject.spread, Uniform):
+    return [None] * len(subject.lengths)
+  return [budget.kept(length) for length in subject.lengths]
+
+
+def _check_limit(
+  subject: Subject, cache: Cache, row: int, limit: int | None, where: str
+) -> None:
+  if limit is None:
+    return
+  for layer, heads in enumerate(kept_positions(cache, row)):
+    if subject.traits.keeps_layer(layer):
+      continue
+    valid = max(map(len, heads))
+    require(
+      valid <= limit,
+      f"{subject.name} holds {valid} tokens where {limit} may stay ({where}); "
+      "select at most the budget's counts.",
+    )

@@ -1,0 +1,111 @@
+"""What a method is tried on, when its contract is checked."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.activations import Activations
+from kvjax.allocation.base import Allocation, LayerBudget, Sizes
+from kvjax.methods.base import Method, ScoringMethod
+from kvjax.methods.traits import Traits
+from kvjax.options.budgets import Budget
+from kvjax.prompts import Prompts
+from kvjax.testing import checks
+from kvjax.testing.checks import require
+
+# Methods whose first layers keep everything choose in one of these.
+_LAYERS = 3
+_MOST_LAYERS = 64
+
+
+class Subject:
+  """A method, and what it is tried on.
+
+  Attributes:
+    method: the method.
+    exact: whether it keeps as many tokens as it may.
+    name: of its class.
+    traits: its traits.
+    spread: its allocation.
+    layer: the first layer in which it chooses; None if there is none.
+    lengths: of the rows.
+    padded: width of their batch.
+    model: has layers for it to choose in.
+    params: the weights.
+    prompts: the rows.
+  """
+
+  def __init__(self, method: Method, exact: bool) -> None:
+    self.method = method
+    self.exact = exact or isinstance(method, ScoringMethod)
+    self.name = type(method).__name__
+    self.traits, self.spread = method.traits, method.allocation
+    require(
+      isinstance(self.traits, Traits) and isinstance(self.spread, Allocation),
+      f"The traits of {self.name} must be a kvjax.methods.Traits and its "
+      "allocation a kvjax.allocation.Allocation; they are "
+      f"{self.traits!r} and {self.spread!r}.",
+    )
+    chosen = (n for n in range(_MOST_LAYERS) if not self.traits.keeps_layer(n))
+    self.layer = next(chosen, None)
+    longest = max(56, 3 * max(self.traits.window, self.traits.protects))
+    self.lengths = [longest, longest // 2, longest * 2 // 3]
+    self.padded = longest + 8
+    self.model = checks.model_for(max(_LAYERS, (self.layer or 0) + 1), longest)
+    self.params = self.model.init()
+    self.rows = checks.tokens(self.lengths)
+    self.prompts = Prompts.of(self.rows)
+
+  def activations(self, seed: int = 0) -> Activations:
+    """Random projections with every optional one."""
+    return checks.all_activations(seed, self.lengths, self.padded)
+
+  def budget(
+    self,
+    budget: Budget,
+    lengths: Sequence[int] | None = None,
+    padded: int | None = None,
+  ) -> LayerBudget:
+    """What rows may keep of the layer in which the method is tried."""
+    assert self.layer is not None
+    sizes = Sizes((checks.KV_HEADS,) * (self.layer + 1))
+    of = np.array(lengths or self.lengths)
+    counts = self.spread.counts(budget, of, sizes)[self.layer]
+    totals = self.spread.totals(budget, of, sizes)[self.layer]
+    return LayerBudget(
+      jnp.asarray(counts), padded or self.padded, total=jnp.asarray(totals)
+    )
+
+  def check_held(
+    self,
+    heads: Sequence[Sequence[int]],
+    length: int,
+    count: int,
+    total: int,
+    where: str,
+  ) -> None:
+    """Refuses heads of a row that hold too much or too little.
+
+    Args:
+      heads: places of what each holds.
+      length: of the row.
+      count: what each may hold, or all of them on average.
+      total: what all may hold together.
+      where: for the message.
+    """
+    valid = [len(places) for places in heads]
+    who, most = "a head", min(count, length)
+    if self.spread.ragged:
+      who, most, valid = "all heads together", total, [sum(valid)]
+    require(
+      max(valid) <= most,
+      f"{self.name} keeps {max(valid)} tokens where {who} may keep {most} "
+      f"({where}); select at most the budget's counts.",
+    )
+    require(
+      min(valid) == most if self.exact else min(valid) >= 1,
+      f"{self.name} keeps {min(valid)} tokens where {who} may keep {most} "
+      f"({where}); keep as many as that, or check with exact=False if it is "
+      "meant to leave room.",
+    )

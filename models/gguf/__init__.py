@@ -1,0 +1,1 @@
+"""Models in single GGUF files, as llama.cpp writes them."""

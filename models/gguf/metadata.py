@@ -1,0 +1,270 @@
+"""The metadata of a GGUF file as the fields of a Hugging Face config.json."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import gguf
+import numpy as np
+
+from kvjax.errors import InputError
+from kvjax.models.config import DecoderConfig
+from kvjax.models.gguf.reader import GgufFile
+
+# Those of `DecoderConfig`'s model types that llama.cpp calls the same.
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+EMBEDDING = "token_embd.weight"
+OUTPUT = "output.weight"
+ROPE_FACTORS = "rope_freqs.weight"
+
+# What Llama 3.1 and its successors have in common; the file has what follows
+# from it and from the factor.
+_LLAMA3 = {
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 8192,
+}
+
+# Fields of the architecture that are read below, or change nothing.
+_KNOWN = frozenset(
+  "vocab_size context_length embedding_length block_count feed_forward_length "
+  "attention.head_count attention.head_count_kv attention.key_length "
+  "attention.value_length attention.layer_norm_rms_epsilon "
+  "rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor "
+  "rope.scaling.attn_factor rope.scaling.original_context_length "
+  "rope.scaling.finetuned rope.scaling.yarn_beta_fast "
+  "rope.scaling.yarn_beta_slow rope.scale_linear tensor_data_layout "
+  "pooling_type attention.causal".split()
+)
+
+
+def read_config(file: GgufFile) -> DecoderConfig:
+  """The decoder that the metadata describe.
+
+  Raises:
+    InputError: the architecture is not supported, a field is missing, has a
+      value that it cannot have, or asks for something that the decoder does
+      not do.
+  """
+  fields = config_fields(file)
+  try:
+    return DecoderConfig.from_hf(fields)
+  except InputError as error:
+    # The same sentence about the file that is there.
+    sentence = str(error).replace("config.json", str(file.path))
+    raise InputError(sentence) from error
+
+
+def config_fields(file: GgufFile) -> dict[str, Any]:
+  """What the model's config.json says, as far as the decoder reads it.
+
+  Raises:
+    InputError: as for `read_config`.
+  """
+  architecture = file.fields.get(gguf.Keys.General.ARCHITECTURE)
+  if architecture not in ARCHITECTURES:
+    raise InputError(
+      f"{file.path} is of the architecture {architecture!r}, which is not "
+      f"supported; supported are {', '.join(ARCHITECTURES)}."
+    )
+  parts = file.fields.get(gguf.Keys.Split.LLM_KV_SPLIT_COUNT, 1)
+  if parts != 1:
+    raise InputError(
+      f"{file.path} is one of {parts} parts of a model; merge them to one file "
+      "with llama.cpp's gguf-split."
+    )
+  own = _Fields(file, architecture)
+  own.refuse_unknown()
+  heads = own.count("attention.head_count")
+  width = own.count("embedding_length")
+  head_dim = own.count("attention.key_length", width // heads)
+  for name in ("attention.value_length", "rope.dimension_count"):
+    own.only(name, head_dim, f"where heads have {head_dim} dimensions")
+  own.only("attention.causal", True, "for a decoder")
+  layers = own.count("block_count")
+  if layers > len(file.tensors):
+    raise InputError(
+      f"{file.path} has {layers} for {architecture}.block_count, but not as "
+      "many tensors."
+    )
+  if EMBEDDING not in file.tensors:
+    raise InputError(f"The weights in {file.path} lack the tensor {EMBEDDING}.")
+  return {
+    "model_type": architecture,
+    "vocab_size": file.tensors[EMBEDDING].shape[0],
+    "hidden_size": width,
+    "intermediate_size": own.count("feed_forward_length"),
+    "num_hidden_layers": layers,
+    "num_attention_heads": heads,
+    "num_key_value_heads": own.count("attention.head_count_kv", heads),
+    "head_dim": head_dim,
+    "max_position_embeddings": own.count("context_length"),
+    "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon"),
+    "rope_parameters": _rope(own, file, head_dim),
+    "tie_word_embeddings": OUTPUT not in file.tensors,
+    "use_sliding_window": False,
+  } | _biases(file, architecture)
+
+
+def _biases(file: GgufFile, architecture: str) -> dict[str, bool]:
+  """Llama's may have biases; that they are there is all that tells."""
+  if architecture != "llama":
+    return {}
+  return {
+    "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+    "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+  }
+
+
+def _rope(own: "_Fields", file: GgufFile, head_dim: int) -> dict[str, Any]:
+  """As config.json's `rope_parameters`."""
+  theta = own.number("rope.freq_base", 10000.0)
+  rope: dict[str, Any] = {"rope_theta": theta}
+  older = own.number("rope.scale_linear", 1.0)
+  kind = own.text("rope.scaling.type", "none" if older == 1.0 else "linear")
+  factor = own.number("rope.scaling.factor", older)
+  if ROPE_FACTORS in file.tensors:
+    if kind != "none":
+      raise InputError(
+        f"{file.path} has both rope.scaling.type {kind!r} and the tensor "
+        f"{ROPE_FACTORS}; only one of them can be."
+      )
+    return rope | _llama3(file, theta, head_dim)
+  if kind == "none":
+    return rope
+  if kind == "linear":
+    return rope | {"rope_type": kind, "factor": factor}
+  if kind != "yarn":
+    raise InputError(
+      f"{file.path} has rope.scaling.type {kind!r}, which is not supported; "
+      "supported are none, linear and yarn."
+    )
+  rope |= {"rope_type": kind, "factor": factor}
+  original = "rope.scaling.original_context_length"
+  rope["original_max_position_embeddings"] = own.count(original)
+  for name in ("beta_fast", "beta_slow"):
+    if own.has(f"rope.scaling.yarn_{name}"):
+      rope[name] = own.number(f"rope.scaling.yarn_{name}")
+  warmth = own.number("rope.scaling.attn_factor", 1.0)
+  if warmth != 1.0:
+    # llama.cpp multiplies what YaRN's paper says by this.
+    rope["attention_factor"] = warmth * (0.1 * math.log(factor) + 1.0)
+  return rope
+
+
+def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
+  """Llama 3's scaling out of what it divides each frequency by."""
+  stored = file.tensors[ROPE_FACTORS]
+  found = gguf.dequantize(stored.data, stored.kind).astype(np.float64)
+  factor = _shortest(np.max(found, initial=1.0, where=np.isfinite(found)))
+  low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+  exponents = np.arange(0, head_dim, 2) / head_dim
+  turns = theta**-exponents / (2 * math.pi)
+  turns *= _LLAMA3["original_max_position_embeddings"]
+  kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+  wanted = 1 / ((1 - kept) / factor + kept)
+  if found.shape != wanted.shape or not np.allclose(found, wanted, rtol=1e-4):
+    raise InputError(
+      f"The tensor {ROPE_FACTORS} in {file.path} is not that of Llama 3.1 to "
+      "3.3, whose scaling of rotary embeddings alone is supported."
+    )
+  return {"rope_type": "llama3", "factor": factor} | _LLAMA3
+
+
+def _shortest(value: float) -> float:
+  """The number of fewest digits that float32 stores as this one.
+
+  A file has 9.9999997e-06 where config.json had 1e-05.
+  """
+  return float(str(np.float32(value)))
+
+
+class _Fields:
+  """Fields of the architecture, with checks of their types."""
+
+  def __init__(self, file: GgufFile, architecture: str) -> None:
+    self._path = file.path
+    self._start = f"{architecture}."
+    self._fields: Mapping[str, Any] = {
+      name.removeprefix(self._start): value
+      for name, value in file.fields.items()
+      if name.startswith(self._start)
+    }
+
+  def refuse_unknown(self) -> None:
+    """Refuses what llama.cpp computes otherwise for, and this decoder not.
+
+    Fields that are not the library's own are nothing to llama.cpp either.
+    """
+    for name, value in self._fields.items():
+      if name not in _KNOWN and name in _library_names() and _is_set(value):
+        raise InputError(
+          f"{self._path} sets {self._start}{name} to {value!r}, which is not "
+          "supported."
+        )
+
+  def has(self, name: str) -> bool:
+    """Whether the file has the field."""
+    return name in self._fields
+
+  def count(self, name: str, default: int | None = None) -> int:
+    """A whole number of 1 or more, and of 31 bits."""
+    value = self._get(name, default)
+    if type(value) is not int or not 1 <= value < 2**31:
+      raise self._wrong(name, value, f"a whole number from 1 to {2**31 - 1}")
+    return value
+
+  def number(self, name: str, default: float | None = None) -> float:
+    """A finite number above 0."""
+    value = self._get(name, default)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+      raise self._wrong(name, value, "a number above 0")
+    return _shortest(value) if isinstance(value, float) else value
+
+  def text(self, name: str, default: str) -> str:
+    """A text."""
+    value = self._get(name, default)
+    if not isinstance(value, str):
+      raise self._wrong(name, value, "a text")
+    return value
+
+  def only(self, name: str, value: Any, why: str) -> None:
+    """Refuses any other value."""
+    found = self._get(name, value)
+    if found != value:
+      raise InputError(
+        f"{self._path} has {found!r} for {self._start}{name}; only {value!r} "
+        f"is supported {why}."
+      )
+
+  def _get(self, name: str, default: Any) -> Any:
+    value = self._fields.get(name, default)
+    if value is None:
+      raise InputError(f"{self._path} lacks the field {self._start}{name}.")
+    return value
+
+  def _wrong(self, name: str, value: Any, wanted: str) -> InputError:
+    shown = "a list" if isinstance(value, list) else repr(value)
+    return InputError(
+      f"{self._path} has {shown} for {self._start}{name}, which must be "
+      f"{wanted}."
+    )
+
+
+@functools.cache
+def _library_names() -> frozenset[str]:
+  """The fields of architectures that the gguf library names."""
+  start = "{arch}."
+  groups = (gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope, gguf.Keys.SSM)
+  return frozenset(
+    value.removeprefix(start)
+    for group in groups
+    for value in vars(group).values()
+    if isinstance(value, str) and value.startswith(start)
+  )
+
+
+def _is_set(value: Any) -> bool:
+  return any(value) if isinstance(value, list) else bool(value)

@@ -1,0 +1,173 @@
+"""The tokenizer of a GGUF file, as the model's tokenizer.json has it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gguf
+import tokenizers
+from gguf import TokenType
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers.pre_tokenizers import PreTokenizer
+
+from kvjax.errors import InputError
+from kvjax.models.gguf.reader import GgufFile
+from kvjax.models.tokenizer import Tokenizer
+
+_KEYS = gguf.Keys.Tokenizer
+_BYTE_PAIRS = "gpt2"
+
+# How Llama 3 and Qwen2 split a text; they differ in the digits of a piece.
+_PATTERN = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
+  r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# The tokens that have a part to play, as tokenizer_config.json names them.
+_SPECIAL = {
+  "bos_token": _KEYS.BOS_ID,
+  "eos_token": _KEYS.EOS_ID,
+  "pad_token": _KEYS.PAD_ID,
+  "unk_token": _KEYS.UNK_ID,
+}
+# Tokens after which a model says nothing more: of a text, a turn, a message.
+_ENDS = (_KEYS.EOS_ID, _KEYS.EOT_ID, _KEYS.EOM_ID)
+
+
+def read_tokenizer(file: GgufFile, embedded: int | None = None) -> Tokenizer:
+  """Rebuilds the tokenizer from the metadata.
+
+  Args:
+    file: has the metadata.
+    embedded: how many ids the model embeds; by default all.
+
+  Raises:
+    InputError: the tokenizer is not byte-level BPE, splits texts in a way that
+      is not known here, or something is missing or not what it should be.
+  """
+  tokens = _texts(file, _KEYS.LIST)
+  kinds = file.fields.get(_KEYS.TOKEN_TYPE, [TokenType.NORMAL] * len(tokens))
+  if not isinstance(kinds, list) or len(kinds) != len(tokens):
+    raise InputError(
+      f"{file.path} must have a {_KEYS.TOKEN_TYPE} for each of {_KEYS.LIST}."
+    )
+  backend = _split_and_merged(file, tokens, kinds)
+  backend.add_special_tokens(_added(tokens, kinds, TokenType.CONTROL))
+  backend.add_tokens(_added(tokens, kinds, TokenType.USER_DEFINED))
+  config: dict[str, Any] = {
+    name: tokens[number]
+    for name, key in _SPECIAL.items()
+    if (number := _id(file, key, backend)) is not None
+  }
+  template = file.fields.get(_KEYS.CHAT_TEMPLATE)
+  if isinstance(template, str):
+    config["chat_template"] = template
+  elif file.fields.get(_KEYS.ADD_BOS) is False:
+    # Texts without a template begin without it, though it has a name.
+    config.pop("bos_token", None)
+  ends = [_id(file, key, backend) for key in _ENDS]
+  eos_ids = dict.fromkeys(number for number in ends if number is not None)
+  return Tokenizer(backend, config, eos_ids=tuple(eos_ids), embedded=embedded)
+
+
+def _split_and_merged(
+  file: GgufFile, tokens: Sequence[str], kinds: Sequence[int]
+) -> tokenizers.Tokenizer:
+  """The tokenizer without what is known of single tokens."""
+  model, split = file.fields.get(_KEYS.MODEL), file.fields.get(_KEYS.PRE)
+  if model != _BYTE_PAIRS:
+    raise InputError(
+      f"{file.path} has a tokenizer of the kind {model!r}; only "
+      f"{_BYTE_PAIRS!r}, byte-level BPE, is supported."
+    )
+  if not isinstance(split, str) or split not in _PRE_TOKENIZERS:
+    raise InputError(
+      f"{file.path} has the pre-tokenizer {split!r}, which is not supported; "
+      f"supported are {', '.join(_PRE_TOKENIZERS)}."
+    )
+  # Unused tokens fill the vocabulary up to the model's; no text has them.
+  used = [
+    (token, number)
+    for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+    if kind != TokenType.UNUSED
+  ]
+  vocabulary = dict(used)
+  if len(vocabulary) < len(used):
+    raise InputError(f"{file.path} has a token twice in {_KEYS.LIST}.")
+  merges = [merge.split(" ") for merge in _texts(file, _KEYS.MERGES)]
+  if any(len(parts) != 2 for parts in merges):
+    raise InputError(
+      f"Each of {_KEYS.MERGES} in {file.path} must be two tokens and a blank."
+    )
+  pairs = [(parts[0], parts[1]) for parts in merges]
+  ignore_merges = split == _LLAMA
+  try:
+    bpe = models.BPE(vocabulary, pairs, ignore_merges=ignore_merges)
+  except Exception as error:  # The only type that `tokenizers` raises.
+    raise InputError(
+      f"The tokens and merges in {file.path} make no tokenizer: {error}."
+    ) from error
+  backend = tokenizers.Tokenizer(bpe)
+  if split == _QWEN:
+    backend.normalizer = normalizers.NFC()
+  backend.pre_tokenizer = _PRE_TOKENIZERS[split]
+  backend.decoder = decoders.ByteLevel()
+  return backend
+
+
+def _by_pattern(digits: str) -> PreTokenizer:
+  return pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(tokenizers.Regex(_PATTERN % digits), "isolated"),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+
+
+def _digits_alone() -> PreTokenizer:
+  return pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Digits(individual_digits=True),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ]
+  )
+
+
+_SMOLLM, _LLAMA, _QWEN = "smollm", "llama-bpe", "qwen2"
+# What tokenizer.json has of the models that llama.cpp's names are those of.
+_PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+  _SMOLLM: _digits_alone(),
+  _LLAMA: _by_pattern("{1,3}"),
+  _QWEN: _by_pattern(""),
+}
+
+
+def _added(
+  tokens: Sequence[str], kinds: Sequence[int], wanted: TokenType
+) -> list[tokenizers.AddedToken]:
+  """Tokens of a kind, which are found in a text before it is split."""
+  special = wanted == TokenType.CONTROL
+  return [
+    tokenizers.AddedToken(token, special=special, normalized=False)
+    for token, kind in zip(tokens, kinds, strict=True)
+    if kind == wanted
+  ]
+
+
+def _texts(file: GgufFile, key: str) -> list[str]:
+  texts = file.fields.get(key)
+  if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts):
+    raise InputError(f"{file.path} lacks the texts of {key}.")
+  return texts
+
+
+def _id(file: GgufFile, key: str, backend: tokenizers.Tokenizer) -> int | None:
+  """The id of a token that has a part to play, if there is one."""
+  number = file.fields.get(key)
+  if number is None:
+    return None
+  known = type(number) is int and 0 <= number < 2**32
+  if not known or backend.id_to_token(number) is None:
+    raise InputError(
+      f"{file.path} has {number!r} for {key}, which is the id of no token."
+    )
+  return number

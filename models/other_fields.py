@@ -1,0 +1,142 @@
+"""What other fields of a config.json mean to a decoder that does not read them.
+
+Some cannot change a result, some surely would, and of the rest nothing is
+known.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kvjax.models.fields import shown
+
+# What these describe is the file, training, generation or a head that does
+# something else than predict the next token; or it is another name for what
+# has been read.
+_WITHOUT_EFFECT = frozenset(
+  # The file and where it comes from.
+  "architectures auto_map author base_model base_model_name_or_path bf16 "
+  "chat_template custom_pipelines datasets device device_map dtype fp16 "
+  "is_llama_config library_name license max_seq_len max_seq_length "
+  "max_sequence_length model_max_length model_name n_ctx n_positions "
+  "name_or_path num_parameters onnx padding_side seed seq_len seq_length tags "
+  "tokenizer_class tokenizer_model_max_length torch_dtype torchscript "
+  "trust_remote_code use_bfloat16 use_safetensors "
+  # How transformers computes it.
+  "attn_implementation chunk_size_feed_forward device_mesh flash_attention "
+  "gradient_checkpointing low_cpu_mem_usage pretraining_tp return_dict "
+  "tensor_parallel_size tf_legacy_loss tp_plan use_cache use_flash_attention "
+  "use_flash_attention_2 use_flash_attn use_kernels "
+  # Training and other heads.
+  "finetuning_task id2label initializer_range is_decoder is_encoder_decoder "
+  "keys_to_ignore_at_inference label2id label_smoothing loss_type "
+  "neftune_noise_alpha num_labels output_attentions output_hidden_states "
+  "problem_type std task_specific_params tie_encoder_decoder "
+  # Generation.
+  "bad_words_ids begin_suppress_tokens diversity_penalty do_sample "
+  "early_stopping encoder_no_repeat_ngram_size "
+  "exponential_decay_length_penalty length_penalty max_length max_new_tokens "
+  "min_length min_p no_repeat_ngram_size num_beam_groups num_beams "
+  "num_return_sequences output_logits output_scores prefix "
+  "remove_invalid_values repetition_penalty return_dict_in_generate "
+  "suppress_tokens temperature top_k top_p typical_p".split()
+)
+_BEGINNINGS = ("_", "transformers", "unsloth", "initializer_", "training_")
+_ENDINGS = (
+  "_dropout",
+  "_dropout_prob",
+  "_init",
+  "_loss_coef",
+  "_pdrop",
+  "_token",
+  "_token_id",
+  "_token_ids",
+  "_token_index",
+  "_version",
+)
+
+# Words in the names of fields that ask for other arithmetic.
+_TELLING = frozenset(
+  "act activation alibi bias bidirectional clip expert experts gate gated moe "
+  "mrope multiplier pruned qk quant quantization quantized residual rope "
+  "rotary scalar scale scaled scaling sink sinks sliding softcap softcapping "
+  "window windows".split()
+)
+# Of these words the ones of factors, which ask for nothing at 1.
+_FACTORS = frozenset("multiplier rotary scalar scale scaling".split())
+
+# What else is telling, with the values that ask for nothing else.
+_ONLY: dict[str, tuple[Any, ...]] = {
+  "add_cross_attention": (False,),
+  "attention_chunk_size": (),
+  "is_causal": (True,),
+  "kv_lora_rank": (),
+  "no_bias": (True,),
+  "norm_type": ("rms_norm", "rmsnorm", "RMSNorm"),
+  "parallel_attn": (False,),
+  "position_embedding_type": ("rope", "rotary"),
+  "use_rope": (True,),
+  "v_head_dim": (),
+}
+
+
+class Sorted(NamedTuple):
+  """Fields that a decoder does not read.
+
+  Attributes:
+    faults: what is wrong with those that would change a result; see
+      `kvjax.models.fields.ConfigError`.
+    unknown: names of those whose meaning is not known, in order.
+  """
+
+  faults: list[str]
+  unknown: list[str]
+
+
+def sort_out(rest: Mapping[str, Any], model_type: str) -> Sorted:
+  """Says what fields mean that have not been read.
+
+  Those that cannot change a result, and any field at the value where it asks
+  for nothing, are in neither list.
+
+  Args:
+    rest: the fields.
+    model_type: of the decoder.
+  """
+  found = Sorted([], [])
+  for name, value in sorted(rest.items()):
+    if _without_effect(name) or _asks_for_nothing(name, value):
+      continue
+    if name in _ONLY or _words(name) & _TELLING:
+      found.faults.append(
+        f"has {shown(value)} for {name!r}, which is not supported for "
+        f"{model_type}"
+      )
+    else:
+      found.unknown.append(name)
+  return found
+
+
+def _without_effect(name: str) -> bool:
+  return (
+    name in _WITHOUT_EFFECT
+    or name.startswith(_BEGINNINGS)
+    or name.endswith(_ENDINGS)
+  )
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+  if value is None:
+    return True
+  if name in _ONLY:
+    return value in _ONLY[name]
+  if isinstance(value, (int, float)) and not isinstance(value, bool):
+    words = _words(name)
+    if words & _FACTORS:
+      return value == 1
+    return value == 0 and bool(words & _TELLING)
+  return value is False or value in ("", [], {})
+
+
+def _words(name: str) -> frozenset[str]:
+  return frozenset(re.split(r"[^a-z0-9]+", name.lower()))

@@ -1,0 +1,129 @@
+"""What a model is loaded from: a Hugging Face directory or a GGUF file."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from kvjax.errors import InputError
+from kvjax.models import catalog
+from kvjax.models.config import DecoderConfig
+from kvjax.models.gguf.metadata import read_config
+from kvjax.models.gguf.reader import GgufFile
+from kvjax.models.gguf.tokenizer import read_tokenizer
+from kvjax.models.gguf.weights import open_gguf_tensors
+from kvjax.models.json_files import read_json, read_json_if_present
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.weights import Tensors, open_tensors
+
+_CONFIG = "config.json"
+
+
+@runtime_checkable
+class Source(Protocol):
+  """All parts of a model, each read when it is asked for.
+
+  A part that is missing, broken or not supported is an InputError.
+  """
+
+  @property
+  def place(self) -> pathlib.Path:
+    """Where it is."""
+
+  @property
+  def dtype(self) -> str:
+    """What the weights are loaded as by default."""
+
+  def config(self) -> DecoderConfig:
+    """Sizes and options."""
+
+  def tokenizer(self, config: DecoderConfig) -> Tokenizer | None:
+    """Text to ids and back, if it is there."""
+
+  def tensors(self, config: DecoderConfig) -> Tensors:
+    """The weights, of which nothing is read yet."""
+
+  def generation(self) -> Mapping[str, Any]:
+    """Fields of generation_config.json."""
+
+
+def find(model: str | os.PathLike[str]) -> Source:
+  """Opens what a model is loaded from.
+
+  Args:
+    model: see `kvjax.models.load`.
+
+  Raises:
+    InputError: nothing is there, a GGUF file cannot be read, or a named model
+      cannot be fetched.
+  """
+  place = catalog.locate(pathlib.Path(model))
+  if place.is_file():
+    return _Gguf(GgufFile.open(place))
+  if not (place / _CONFIG).exists():
+    files = sorted(place.glob("*.gguf"))
+    if len(files) == 1:
+      return _Gguf(GgufFile.open(files[0]))
+    if files:
+      raise InputError(
+        f"{place} has {len(files)} GGUF files; name the one to load."
+      )
+    names = ", ".join(catalog.NAMED)
+    raise InputError(
+      f"{place} has no {_CONFIG}; a model directory holds {_CONFIG}, "
+      "safetensors weights and tokenizer.json, or a GGUF file, and models "
+      f"that are fetched by name are {names}."
+    )
+  return _HuggingFace(place)
+
+
+@dataclasses.dataclass(frozen=True)
+class _HuggingFace:
+  place: pathlib.Path
+  dtype: str = "bfloat16"
+
+  def config(self) -> DecoderConfig:
+    return DecoderConfig.from_hf(read_json(self.place / _CONFIG))
+
+  def tokenizer(self, config: DecoderConfig) -> Tokenizer | None:
+    if not (self.place / "tokenizer.json").exists():
+      return None
+    tokenizer = Tokenizer.load(self.place, config.vocab_size)
+    for token_id in tokenizer.eos_ids:
+      if not 0 <= token_id < config.vocab_size:
+        raise InputError(
+          f"In {self.place} an answer ends with the id {token_id} "
+          f"(eos_token_id), but the model embeds {config.vocab_size} tokens "
+          "only."
+        )
+    return tokenizer
+
+  def tensors(self, config: DecoderConfig) -> Tensors:
+    del config
+    return open_tensors(self.place)
+
+  def generation(self) -> Mapping[str, Any]:
+    return read_json_if_present(self.place / "generation_config.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gguf:
+  file: GgufFile
+  dtype: str = "float32"
+
+  @property
+  def place(self) -> pathlib.Path:
+    return self.file.path
+
+  def config(self) -> DecoderConfig:
+    return read_config(self.file)
+
+  def tokenizer(self, config: DecoderConfig) -> Tokenizer:
+    return read_tokenizer(self.file, config.vocab_size)
+
+  def tensors(self, config: DecoderConfig) -> Tensors:
+    return open_gguf_tensors(self.file, config)
+
+  def generation(self) -> Mapping[str, Any]:
+    return {}

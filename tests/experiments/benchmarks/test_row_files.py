@@ -1,0 +1,177 @@
+"""Rows of every kind of file, and what reading them costs."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import datasets
+import pytest
+
+from kvjax.errors import InputError
+from kvjax.experiments.benchmarks.row_files import RowFile, has_rows
+
+ROOT = pathlib.Path(__file__).parents[3]
+ROWS = [{"a": f"x\u2028{number}", "b": [number]} for number in range(5)]
+
+
+def as_lines(folder):
+  path = folder / "rows.jsonl"
+  lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+  path.write_text("\n".join(lines), "utf-8")
+  return RowFile(path)
+
+
+def as_json(folder):
+  (folder / "rows.json").write_text(json.dumps(ROWS, indent=2))
+  return RowFile(folder / "rows.json")
+
+
+def as_json_lines(folder):
+  return RowFile(as_lines(folder).path.rename(folder / "rows.json"))
+
+
+def as_parquet(folder):
+  datasets.Dataset.from_list(ROWS).to_parquet(str(folder / "rows.parquet"))
+  return RowFile(folder / "rows.parquet")
+
+
+def as_arrow(folder):
+  datasets.Dataset.from_list(ROWS).save_to_disk(str(folder))
+  return RowFile(folder / "data-00000-of-00001.arrow")
+
+
+def as_zip(folder):
+  return zipped(folder, as_lines(folder).path)
+
+
+def as_zipped_json(folder):
+  return zipped(folder, as_json(folder).path)
+
+
+def zipped(folder, path):
+  with zipfile.ZipFile(folder / "data.zip", "w") as archive:
+    archive.write(path, f"data/{path.name}")
+  return RowFile(folder / "data.zip", f"data/{path.name}")
+
+
+LAYOUTS = [
+  as_lines,
+  as_json,
+  as_json_lines,
+  as_parquet,
+  as_arrow,
+  as_zip,
+  as_zipped_json,
+]
+
+
+@pytest.mark.parametrize("folder", ["plain", "a [1] * b"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_kinds_hold_the_same_rows(layout, folder, tmp_path):
+  place = tmp_path / folder
+  place.mkdir()
+  file = layout(place)
+  rows = list(file.rows())
+  assert [dict(row.fields) for row in rows] == ROWS
+  lines = layout in (as_lines, as_json_lines, as_zip)
+  word = "Line" if lines else "Row"
+  assert [row.place for row in rows] == [
+    f"{word} {number} of {file}" for number in range(1, 6)
+  ]
+
+
+def test_what_a_set_says_of_itself_is_no_row(tmp_path):
+  as_arrow(tmp_path)
+  files = sorted(path.name for path in tmp_path.iterdir() if has_rows(path))
+  assert files == ["data-00000-of-00001.arrow"]
+  assert (tmp_path / "dataset_info.json").exists()
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "complaint"),
+  [
+    ("rows.json", b'[{"a": 1}, {"a": ', "is not valid JSON: Expecting value"),
+    ("rows.parquet", b"PAR1 cut", "is no parquet file, or is cut short"),
+    ("rows.arrow", b"", "is no arrow file, or is cut short"),
+    ("rows.arrow", b"text", "is no arrow file, or is cut short"),
+  ],
+)
+def test_a_broken_file_is_named_in_one_sentence(
+  name, content, complaint, tmp_path, capfd
+):
+  (tmp_path / name).write_bytes(content)
+  with pytest.raises(InputError, match=rf"{name} {complaint}") as caught:
+    list(RowFile(tmp_path / name).rows())
+  assert "\n" not in str(caught.value)
+  assert capfd.readouterr() == ("", "")
+
+
+def test_the_line_that_is_no_utf8_is_named_in_a_zip_too(tmp_path):
+  (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
+  plain = RowFile(tmp_path / "rows.jsonl")
+  for file in (plain, zipped(tmp_path, plain.path)):
+    with pytest.raises(InputError, match=r"^Line 2 of .* is not valid JSON"):
+      list(file.rows())
+
+
+@pytest.mark.parametrize(
+  ("content", "wrong"),
+  [
+    ('[{"a": 1}, [2]]', r"^Row 2 of \S+rows\.json must hold a JSON object"),
+    ('{"a": 1}\n{"a"', r"^Line 2 of \S+rows\.json is not valid JSON"),
+    ('{"a": 1}\n[]', r"^Line 2 of \S+rows\.json must hold a JSON object"),
+  ],
+)
+def test_the_row_of_a_json_file_that_is_wrong_is_named(
+  content, wrong, tmp_path
+):
+  (tmp_path / "rows.json").write_text(content)
+  with pytest.raises(InputError, match=wrong):
+    list(RowFile(tmp_path / "rows.json").rows())
+
+
+def test_what_json_says_is_not_taken_for_something_else(tmp_path):
+  rows = [{"a": "2020-01-01"}, {"a": 7, "b": None}, {"a": ["2020-01-01"]}]
+  (tmp_path / "rows.json").write_text(json.dumps(rows))
+  (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  for name in ("rows.json", "rows.jsonl"):
+    found = RowFile(tmp_path / name).rows()
+    assert [row.fields for row in found] == rows
+
+
+def test_a_missing_file_is_named(tmp_path):
+  with pytest.raises(InputError, match=r"none\.jsonl cannot be read"):
+    list(RowFile(tmp_path / "none.jsonl").rows())
+
+
+def test_the_library_is_imported_for_rows_alone_and_copies_none(tmp_path):
+  """Programs that read no data do not wait for it."""
+  home = tmp_path / "home"
+  home.mkdir()
+  names = []
+  for layout in (as_lines, as_parquet, as_zip):
+    folder = tmp_path / layout.__name__
+    folder.mkdir()
+    file = layout(folder)
+    names.append((str(file.path), file.member))
+  code = (
+    "import pathlib, sys, kvjax.experiments.evaluate\n"
+    "from kvjax.experiments.benchmarks.row_files import RowFile\n"
+    "assert not {'datasets', 'pyarrow', 'huggingface_hub'} & {*sys.modules}\n"
+    f"for path, member in {names!r}:\n"
+    "  assert len(list(RowFile(pathlib.Path(path), member).rows())) == 5\n"
+    "assert 'datasets' in sys.modules"
+  )
+  done = subprocess.run(
+    [sys.executable, "-W", "error", "-c", code],
+    cwd=ROOT,
+    env=os.environ | {"HF_HOME": str(home)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  files = [path for path in home.rglob("*") if path.is_file()]
+  assert sum(path.stat().st_size for path in files) == 0  # Locks.
