@@ -159,10 +159,10 @@ def _prefill_and_decode(layers: int) -> Iterator[Timed]:
   prompts, questions = _prompts(_LENGTH.value), _prompts(9)
   decoding = kvjax.Decoding(max_new_tokens=_TOKENS)
   for name in _NAMES.value:
-    # Methods share what does not depend on them.
+    # Methods share some programs: time each from an empty cache.
     jax.clear_caches()
     plan = kvjax.get_plan(name, kvjax.Retention(0.25))
-    found, timed = _twice(
+    prefilled, timed = _twice(
       f"{name}: prefill",
       layers,
       functools.partial(kvjax.prefill, model, params, prompts, plan),
@@ -172,7 +172,7 @@ def _prefill_and_decode(layers: int) -> Iterator[Timed]:
       f"{name}: question and {_TOKENS} tokens",
       layers,
       functools.partial(
-        kvjax.generate, model, params, found[0], questions, decoding
+        kvjax.generate, model, params, prefilled[0], questions, decoding
       ),
     )[1]
 

@@ -135,7 +135,7 @@ class Drawn(NamedTuple):
 
 def _ruler(lm: Pretrained) -> Drawn:
   if _DATA.value is not None:
-    path = hub.resolved(_DATA.value)
+    path = hub.resolve(_DATA.value)
     wanted = lengths() if _LENGTH.present else None
     samples = ruler_files.load(path, _TASKS.value, wanted, _SAMPLES.value)
     return Drawn(samples, {"files": results.data_name(path)})
@@ -174,7 +174,7 @@ def _ruler_tasks() -> Sequence[str]:
 def _longbench(lm: Pretrained) -> Drawn:
   default = longbench.usual_limit(lm.config.geometry.max_positions)
   (limit,) = lengths() if _LENGTH.present else [default]
-  path = hub.resolved(_DATA.value or "")
+  path = hub.resolve(_DATA.value or "")
   available = longbench_files.find(path, longbench_sets.NAMES)
   names = _TASKS.value or [
     name for name in longbench_sets.SETS if name in available

@@ -83,7 +83,7 @@ def _formatted(
   lineno: int,
   line: str | None = None,
 ) -> str:
-  """Warnings about the user's input as sentences, others with their place."""
+  """Formats input warnings as sentences, others with their location."""
   if issubclass(category, InputWarning):
     return f"{message}\n"
   return _FORMATTED(message, category, filename, lineno, line)

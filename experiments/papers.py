@@ -124,7 +124,7 @@ def _settings() -> results.Settings:
 
 
 def _sources() -> Sources:
-  data = None if _DATA.value is None else hub.resolved(_DATA.value)
+  data = None if _DATA.value is None else hub.resolve(_DATA.value)
   return Sources(data, text_inputs.texts())
 
 

@@ -81,8 +81,8 @@ class Answer(Line):
     context_tokens: tokens of the context; includes the question if it is
       prefilled, and all turns so far if they stay in the cache.
     kept_tokens: tokens kept of these, mean over layers and KV heads.
-    read_tokens: tokens that a token attends to, likewise; for retrieval, it
-      counts the keys that the last prompt token retrieved.
+    read_tokens: tokens that a token attends to, likewise; for retrieval, the
+      resident tokens and the keys that the last prompt token retrieved.
     cache_bytes: bytes allocated for the compressed context.
     host_bytes: the part of these in host memory.
     question: the question.

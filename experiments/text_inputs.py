@@ -41,6 +41,4 @@ def texts() -> ruler.Texts:
 
 
 def _questions(flag: flags.FlagHolder[str | None]) -> pathlib.Path | None:
-  return (
-    None if flag.value is None else hub.resolved(flag.value, "*validation*")
-  )
+  return None if flag.value is None else hub.resolve(flag.value, "*validation*")

@@ -51,7 +51,7 @@ def use(
 
 
 def target_platform() -> str:
-  """What is compiled for: "cpu", "gpu" or "tpu"."""
+  """Returns the platform to compile for: "cpu", "gpu" or "tpu"."""
   return _platform.value or jax.default_backend()
 
 

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, fetched where a user names one."""
+"""Downloads datasets of the Hugging Face hub by name."""
 
 import functools
 import pathlib
@@ -12,43 +12,42 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FOLDER = "datasets--"
 
 
-def resolved(name: str, only: str = "*") -> pathlib.Path:
-  """The file or folder that is meant, fetched if it is a data set of the hub.
+def resolve(name: str, only: str = "*") -> pathlib.Path:
+  """Returns a file or folder, after downloading it if it is a dataset's name.
 
-  What is fetched stays in the user's cache of the hub, where it is found
-  without a network too.
+  Downloads stay in the user's cache of the hub, which also works offline.
 
   Args:
-    name: of a file or folder, else of a data set, as in `simonjegou/ruler`.
-    only: what the names of the files to fetch are like, up to their suffix.
+    name: a file or folder, or the name of a dataset, as in `simonjegou/ruler`.
+    only: pattern of the file names to download, without suffix.
 
   Raises:
-    InputError: there is no such file or folder, and no data set of that name
-      that the hub gives.
+    InputError: there is no such file or folder, and the hub has no accessible
+      dataset of that name.
   """
   path = pathlib.Path(name)
   if path.exists():
     return path
   if not _NAME.fullmatch(name):
     raise InputError(f"There is no file or folder {name}.")
-  return _fetched(name, only)
+  return _download(name, only)
 
 
 def name_of(path: pathlib.Path) -> str | None:
-  """What the hub calls a data set in its cache, with the revision."""
-  kept = path.parent.parent.name
-  if path.parent.name != "snapshots" or not kept.startswith(_FOLDER):
+  """Returns the name and revision of a dataset in the hub's cache, or None."""
+  cache_folder = path.parent.parent.name
+  if path.parent.name != "snapshots" or not cache_folder.startswith(_FOLDER):
     return None
-  name = kept.removeprefix(_FOLDER).replace("--", "/")
+  name = cache_folder.removeprefix(_FOLDER).replace("--", "/")
   return f"{name} (revision {path.name[:12]})"
 
 
 @functools.cache
-def _fetched(name: str, only: str) -> pathlib.Path:
+def _download(name: str, only: str) -> pathlib.Path:
   hub = library("huggingface_hub")
   patterns = [only + suffix for suffix in (*SUFFIXES, ".zip")]
   try:
-    found = hub.snapshot_download(
+    folder = hub.snapshot_download(
       name, repo_type="dataset", allow_patterns=patterns
     )
   except (hub.errors.RepositoryNotFoundError, ValueError) as error:
@@ -61,4 +60,4 @@ def _fetched(name: str, only: str) -> pathlib.Path:
       f"There is no file or folder {name}, and the Hugging Face hub cannot be "
       "reached for a data set of that name."
     ) from error
-  return pathlib.Path(found)
+  return pathlib.Path(folder)

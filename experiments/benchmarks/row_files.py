@@ -22,7 +22,7 @@ from kvjax.experiments.metrics.libraries import library
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 
-# What `datasets` and the hub say of a set in a file of its own.
+# Metadata files of `datasets` and the hub.
 _ABOUT = (
   "dataset_dict.json",
   "dataset_info.json",
@@ -149,22 +149,22 @@ class RowFile:
       yield _row(place, fields)
 
   def _json(self) -> Iterator[Row]:
-    """Rows of an array; a file that begins otherwise is one of lines."""
-    whole = b"".join(self._texts("document"))
-    if not whole.lstrip().startswith(b"["):
+    """Yields rows of a JSON array, or else of JSON lines."""
+    document = b"".join(self._texts("document"))
+    if not document.lstrip().startswith(b"["):
       yield from self._lines()
       return
     try:
-      rows = json.loads(whole)
+      rows = json.loads(document)
     except (ValueError, RecursionError) as error:
       raise InputError(f"{self} is not valid JSON: {error}.") from error
     for number, fields in enumerate(rows, start=1):
       yield _row(f"Row {number} of {self}", fields)
 
   def _texts(self, sample_by: str) -> Iterator[bytes]:
-    """Lines, or the whole document: JSON's own reader would change types."""
-    # Latin-1 keeps every byte, so that only the line is refused that is no
-    # UTF-8. In a zip `datasets` reads UTF-8, whatever it is told.
+    """Yields lines or the full document; the JSON reader would change types."""
+    # Latin-1 preserves every byte, so that only lines with invalid UTF-8 are
+    # rejected. In a zip, `datasets` always reads UTF-8.
     lines = _datasets().IterableDataset.from_text(
       self._source, encoding="latin-1", sample_by=sample_by
     )
@@ -190,7 +190,7 @@ class RowFile:
         yield Row(f"Row {number} of {self}", fields)
     except _datasets().exceptions.DatasetsError as error:
       raise self._unlike(error) from error
-    except ValueError as error:  # Arrow's own errors among them.
+    except ValueError as error:  # includes Arrow's errors
       raise self._unlike(error) from error
 
   def _dataset(self) -> Any:
@@ -201,7 +201,7 @@ class RowFile:
 
   @property
   def _source(self) -> str:
-    """What `datasets` calls the file: a pattern, unless it is in a zip."""
+    """Returns the file's address for `datasets`, a pattern unless in a zip."""
     if self.member:
       return f"zip://{self.member}::{self.path}"
     return glob.escape(str(self.path))
@@ -229,8 +229,8 @@ def _is_utf8(line: bytes) -> bool:
 
 @functools.cache
 def _datasets() -> types.ModuleType:
-  """The library, imported when first needed: that takes seconds."""
+  """Imports `datasets` on first use, since that takes seconds."""
   module = library("datasets")
-  # It logs what it then raises.
+  # It logs errors before it raises them.
   module.logging.set_verbosity(module.logging.CRITICAL)
   return module

@@ -129,7 +129,7 @@ def _slice(
   size: int,
   x: Shaped[Array, "L B K T D"],
 ) -> Shaped[Array, "B K C D"]:
-  """Slots of a layer; one slice, of which XLA makes at most one copy."""
+  """Slices slots of a layer at once, so that XLA makes at most one copy."""
   zero = jnp.zeros((), jnp.int32)
   where = (layer, zero, zero, start, zero)
   sizes = (1, *x.shape[1:3], size, x.shape[4])

@@ -40,7 +40,7 @@ class AttentionOptions:
     return dim**-0.5 if self.scale is None else self.scale
 
   def rescale(self, queries: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """Queries whose products with keys, times D^-1/2, are the scaled logits."""
+    """Scales queries whose products get a factor of D^-1/2 later."""
     dim = queries.shape[-1]
     if self.scale is None:
       return queries

@@ -26,9 +26,9 @@ def cache(monkeypatch, tmp_path):
   """The hub's cache of a user without a network."""
   monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
   monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-  hub._fetched.cache_clear()
+  hub._download.cache_clear()
   yield tmp_path
-  hub._fetched.cache_clear()
+  hub._download.cache_clear()
 
 
 def keep(cache, owner, name):
@@ -44,7 +44,7 @@ def keep(cache, owner, name):
 
 def test_a_set_in_the_cache_is_read_without_a_network(cache):
   kept = keep(cache, "someone", "ruler")
-  path = hub.resolved("someone/ruler")
+  path = hub.resolve("someone/ruler")
   assert path == kept
   found = ruler_files.load(path)
   assert list(found) == [Part("niah_single_1", 4096)]
@@ -57,20 +57,20 @@ def test_what_is_on_disk_goes_before_the_hub(cache, monkeypatch, tmp_path):
   folder = tmp_path / "work"
   (folder / "someone" / "ruler").mkdir(parents=True)
   monkeypatch.chdir(folder)
-  assert not hub.resolved("someone/ruler").is_absolute()
-  assert hub.name_of(hub.resolved("someone/ruler")) is None
+  assert not hub.resolve("someone/ruler").is_absolute()
+  assert hub.name_of(hub.resolve("someone/ruler")) is None
 
 
 @pytest.mark.parametrize("name", ["nothing", "/no/where", "a/b/c", "no/x.y/"])
 def test_what_no_set_can_be_called_is_a_path(cache, name):
   with pytest.raises(InputError) as caught:
-    hub.resolved(name)
+    hub.resolve(name)
   assert str(caught.value) == f"There is no file or folder {name}."
 
 
 def test_a_hub_that_cannot_be_reached_gets_one_sentence(cache):
   with pytest.raises(InputError) as caught:
-    hub.resolved("someone/else")
+    hub.resolve("someone/else")
   assert str(caught.value) == (
     "There is no file or folder someone/else, and the Hugging Face hub cannot "
     "be reached for a data set of that name."
@@ -89,7 +89,7 @@ def test_a_set_that_the_hub_does_not_have_gets_one_sentence(cache, monkeypatch):
 
   monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
   with pytest.raises(InputError) as caught:
-    hub.resolved("someone/squad", "*validation*")
+    hub.resolve("someone/squad", "*validation*")
   assert str(caught.value) == (
     "There is no file or folder someone/squad, and the Hugging Face hub gives "
     "no data set of that name."
