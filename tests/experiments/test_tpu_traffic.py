@@ -387,12 +387,13 @@ def test_blocks_that_data_choose_and_copies_of_the_kernel(cost, decided):
 @pytest.mark.parametrize("length", [512, 4096])
 def test_of_a_cache_the_listed_rows_count_with_their_words(length):
   lists, most, dim = 2, 256, 128
-  shape = jax.ShapeDtypeStruct((1, lists, length, dim), jnp.bfloat16)
+  shape = jax.ShapeDtypeStruct((1, 1, lists, length, dim), jnp.bfloat16)
   traced = jax.jit(functools.partial(sparse_decode_tpu, bias=None)).trace(
     jax.ShapeDtypeStruct((1, 4 * lists, dim), jnp.bfloat16),
     shape,
     shape,
     jax.ShapeDtypeStruct((1, lists, most), jnp.int32),
+    layer=jax.ShapeDtypeStruct((), jnp.int32),
   )
   (found,) = kernels_in(traced.jaxpr)
   keys_and_values, rows_in_a_word = 2, 2
