@@ -28,8 +28,9 @@ QUERY_AWARE: Protocol = "query-aware"
 # For conversations: the context ends with the first question.
 FIRST_QUERY_AWARE: Protocol = "first-query-aware"
 
-# Widths are multiples of this, so that other seeds reuse the compiled shapes.
-_WIDTH = 32
+# Widths are multiples of these, so that other seeds reuse the compiled shapes.
+# A question is fed to the caches of all candidates, so that padding costs more.
+_CONTEXT_WIDTH, _QUESTION_WIDTH = 32, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +129,14 @@ class Shape(NamedTuple):
     """Returns the smallest shape that fits all prompts."""
     if protocol == QUERY_AWARE:
       both = max(len(prompt.prefilled) for prompt in prompts)
-      return cls(rows, _round_up(both), 0)
+      return cls(rows, _round_up(both, _CONTEXT_WIDTH), 0)
     contexts = max(len(prompt.context) for prompt in prompts)
     questions = max(len(prompt.question) for prompt in prompts)
-    return cls(rows, _round_up(contexts), _round_up(questions))
+    return cls(
+      rows,
+      _round_up(contexts, _CONTEXT_WIDTH),
+      _round_up(questions, _QUESTION_WIDTH),
+    )
 
 
 class _TokenCounts(NamedTuple):
@@ -353,5 +358,5 @@ def groups(caches: Sequence[kvjax.Cache]) -> list[list[int]]:
   return list(by_key.values())
 
 
-def _round_up(length: int) -> int:
-  return -(-length // _WIDTH) * _WIDTH
+def _round_up(length: int, width: int) -> int:
+  return -(-length // width) * width

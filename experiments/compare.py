@@ -46,6 +46,9 @@ from kvjax.experiments.tasks import prose
 
 for module in (inputs, needle_inputs, method_inputs):
   flags.adopt_module_key_flags(module)
+flags.set_default(inputs.MODEL, "smollm2-135m-instruct")
+flags.set_default(needle_inputs.SAMPLES, 4)
+flags.set_default(needle_inputs.TASKS, ["niah_single_2", "niah_multikey_1"])
 
 _OUTPUT = flags.DEFINE_string("output", "results/demo", "Output folder.")
 _TEXT = flags.DEFINE_string("text", None, "Text file to ask about.")

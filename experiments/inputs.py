@@ -13,15 +13,17 @@ from kvjax.errors import InputError
 from kvjax.models import catalog
 from kvjax.models.pretrained import DTYPES
 
+REFERENCE = "reference"
 _BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
 
 _HUB = "models--"
 
-_MODEL = flags.DEFINE_string(
+MODEL = flags.DEFINE_string(
   "model",
-  str(_BUNDLED),
+  REFERENCE,
   "Hugging Face directory or GGUF file of a model, or a name, which is fetched "
-  f"once: {', '.join(catalog.NAMED)}.",
+  f"once: {', '.join(catalog.NAMED)}; {REFERENCE} is the small one that comes "
+  "with kvjax.",
 )
 SEED = flags.DEFINE_integer("seed", 0, "Random seed.", lower_bound=0)
 BATCH = flags.DEFINE_integer(
@@ -45,11 +47,11 @@ def loaded() -> Iterator[tuple[models.Pretrained, int]]:
   """Loads the model, on the mesh if given; yields it and the device count."""
   with kernels.use("xla" if _KERNELS.value == "xla" else None):
     if _MESH.value is None:
-      yield models.load(_MODEL.value, dtype()), 1
+      yield models.load(_model(), dtype()), 1
       return
     mesh = parse_mesh(_MESH.value)
     with jax.set_mesh(mesh):
-      yield models.load(_MODEL.value, dtype(), mesh), mesh.size
+      yield models.load(_model(), dtype(), mesh), mesh.size
 
 
 def check_lengths(lm: models.Pretrained, lengths: Sequence[int]) -> None:
@@ -84,7 +86,14 @@ def model_directory() -> pathlib.Path:
   Raises:
     InputError: a named model is missing and cannot be fetched.
   """
-  return catalog.locate(_MODEL.value).resolve()
+  return catalog.locate(_model()).resolve()
+
+
+def _model() -> str:
+  """What --model names; a path that exists is taken as one."""
+  if MODEL.value == REFERENCE and not pathlib.Path(REFERENCE).exists():
+    return str(_BUNDLED)
+  return str(MODEL.value)
 
 
 def model_name() -> str:

@@ -29,7 +29,9 @@ def samples(lm: models.Pretrained) -> results.Samples:
   count = lm.text.count
   return {
     results.Part(task, LENGTH.value): [
-      suite.draw(task, number, inputs.SEED.value, LENGTH.value, count)
+      suite.bound_answer(
+        suite.draw(task, number, inputs.SEED.value, LENGTH.value, count), count
+      )
       for number in range(SAMPLES.value)
     ]
     for task in dict.fromkeys(TASKS.value)

@@ -1,5 +1,6 @@
 """The tasks of a comparison, by name, and their numbered samples."""
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,9 @@ DEFAULT = (
   "niah_multiquery",
 )
 PASSKEY = "passkey"
+# Tokens of an answer beside the values that it lists, and what its length is
+# rounded up to: samples of a task decode together.
+_MARGIN, _MULTIPLE = 4, 4
 TASKS = (*needles.TASKS, PASSKEY)
 
 
@@ -43,6 +47,23 @@ def check_tasks(names: Sequence[str], tasks: Sequence[str] = TASKS) -> None:
 def draws(task: str, number: int, seed: int) -> random.Random:
   """Returns the random generator of a sample."""
   return random.Random(f"{seed} {task} {number}")
+
+
+def bound_answer(sample: Sample, count: Callable[[str], int]) -> Sample:
+  """Gives a sample as many answer tokens as the right answer needs.
+
+  RULER allows 128 tokens, in which a model that has lost the needle repeats
+  itself. A right answer comes first and needs few.
+
+  Args:
+    sample: whose answers are listed in its prediction.
+    count: number of tokens of a text.
+  """
+  needed = count(needles.listing(sample.answers)) + _MARGIN
+  most = -(-needed // _MULTIPLE) * _MULTIPLE
+  return dataclasses.replace(
+    sample, max_new_tokens=min(sample.max_new_tokens, most)
+  )
 
 
 def draw(

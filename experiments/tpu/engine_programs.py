@@ -148,7 +148,7 @@ def lower_decode(use: Use, layers: int, chip: Chip) -> Lowered:
       logits: Float[Array, "B V"],
       seeds: Int[Array, " B"],
     ) -> tuple[Answers, Cache]:
-      run = Run(seeds, None, None)
+      run = Run(seeds, None, None, jnp.int32(_DECODING.max_new_tokens))
       return decode(model, params, cache, logits, _DECODING, run)
 
     traced = jax.jit(loop, donate_argnames="cache").trace(

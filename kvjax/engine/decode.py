@@ -25,6 +25,10 @@ from kvjax.struct import struct
 OnToken = Callable[[int, np.ndarray], None]
 
 
+# Programs are compiled for answers of multiples of so many tokens.
+_TOKENS = 32
+
+
 @dataclasses.dataclass(frozen=True)
 class Decoding:
   """When and how decoding goes on.
@@ -46,6 +50,12 @@ class Decoding:
       raise InputError(
         f"max_new_tokens must be 1 or more; {self.max_new_tokens} is not."
       )
+
+  @property
+  def rounded(self) -> "Decoding":
+    """The same with room for so many tokens that few programs are compiled."""
+    most = -(-self.max_new_tokens // _TOKENS) * _TOKENS
+    return dataclasses.replace(self, max_new_tokens=most)
 
 
 class Answers(NamedTuple):
@@ -73,11 +83,14 @@ class Run:
     seeds: of each row's draws.
     listener: number of who is told of the tokens.
     limits: what the layers may hold, where they go on evicting.
+    max_new_tokens: most tokens per answer, if they are fewer than those of
+      `Decoding`, which the program is compiled for.
   """
 
   seeds: Int[Array, " B"]
   listener: Int[Array, ""] | None
   limits: Limits | None
+  max_new_tokens: Int[Array, ""]
 
 
 class _Loop(NamedTuple):
@@ -123,7 +136,7 @@ def decode(
     )
 
   def goes_on(loop: _Loop) -> Bool[Array, ""]:
-    return (loop.step < decoding.max_new_tokens) & ~jnp.all(loop.ended)
+    return (loop.step < run.max_new_tokens) & ~jnp.all(loop.ended)
 
   def one_token(loop: _Loop) -> _Loop:
     tokens = emit(loop)

@@ -150,12 +150,14 @@ def _generate(
   if keep:
     check_room(cache, limits, width, decoding)
   with listening(on_token) as listener:
-    run = Run(_seeds(seeds, cache), listener, limits)
+    most = jnp.asarray(decoding.max_new_tokens, jnp.int32)
+    run = Run(_seeds(seeds, cache), listener, limits, most)
     program = _go_on if keep else _answer
     answers, after = program(
-      model, params, cache, logits, feeds, run, decoding=decoding
+      model, params, cache, logits, feeds, run, decoding=decoding.rounded
     )
-  return Generated(answers.tokens, answers.lengths, after)
+  tokens = answers.tokens[:, : decoding.max_new_tokens]
+  return Generated(tokens, answers.lengths, after)
 
 
 def generate_all(

@@ -55,7 +55,7 @@ def test_who_evicts_while_decoding_is_asked_alone():
 
 def test_widths_are_shared_by_neighboring_lengths():
   prompts = [answering.Prompt([0] * n, [0] * 5, 1) for n in (33, 60)]
-  assert answering.Shape.of(prompts, 4) == (4, 64, 32)
+  assert answering.Shape.of(prompts, 4) == (4, 64, 8)
 
 
 def test_a_conversation_has_room_for_a_retention_of_all_that_is_said():

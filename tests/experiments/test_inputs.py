@@ -34,7 +34,7 @@ def test_a_model_by_name_is_where_it_was_fetched_to(monkeypatch, tmp_path):
   folder = tmp_path / "kvjax" / "models" / name
   folder.mkdir(parents=True)
   (folder / catalog.NAMED[name].file_name).touch()
-  monkeypatch.setattr(inputs, "_MODEL", types.SimpleNamespace(value=name))
+  monkeypatch.setattr(inputs, "MODEL", types.SimpleNamespace(value=name))
   assert inputs.model_directory() == folder
   assert inputs.model_name() == name
 

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import kvjax
 from kvjax.cache.cache import Cache
@@ -96,7 +97,9 @@ def test_tokens_are_written_into_the_cache_that_is_given():
       cache,
       None,
       (numbers((rows, width)), numbers((rows,))),
-      jax.eval_shape(lambda: Run(jnp.zeros(rows, "int32"), None, None)),
+      jax.eval_shape(
+        lambda: Run(jnp.zeros(rows, "int32"), None, None, jnp.int32(20))
+      ),
       decoding=kvjax.Decoding(20),
     )
     used = program.compile().memory_analysis()
@@ -110,3 +113,21 @@ def test_tokens_are_written_into_the_cache_that_is_given():
   assert used < 0.9 * keys + logits
   more, _ = compiled(8)
   assert more - used < 0.01 * keys
+
+
+def test_answers_of_other_lengths_take_no_new_program():
+  model = TinyModel()
+  params = model.init()
+  prompts = kvjax.Prompts.of([[1, 2, 3, 4, 5], [6, 7, 8]])
+  plan = kvjax.Plan(KeyDiff(), kvjax.Tokens(3))
+  cache, logits = kvjax.prefill(model, params, prompts, plan)
+
+  def tokens(most):
+    decoding = kvjax.Decoding(most)
+    return kvjax.generate(model, params, cache, logits, decoding).tokens
+
+  longest = tokens(20)
+  programs = generate._answer._cache_size()
+  for most in (5, 1, 20):
+    np.testing.assert_array_equal(tokens(most), longest[:, :most])
+  assert generate._answer._cache_size() == programs
