@@ -18,8 +18,8 @@ DEFAULT = (
   "niah_multiquery",
 )
 PASSKEY = "passkey"
-# Tokens of an answer beside the values that it lists, and what its length is
-# rounded up to: samples of a task decode together.
+# Tokens of an answer beside what it lists. Lengths are multiples, as samples of
+# a task decode together.
 _MARGIN, _MULTIPLE = 4, 4
 TASKS = (*needles.TASKS, PASSKEY)
 
@@ -53,13 +53,16 @@ def bound_answer(sample: Sample, count: Callable[[str], int]) -> Sample:
   """Gives a sample as many answer tokens as the right answer needs.
 
   RULER allows 128 tokens, in which a model that has lost the needle repeats
-  itself. A right answer comes first and needs few.
+  itself. A right answer comes first and needs few: the values, and their keys
+  if there are several.
 
   Args:
-    sample: whose answers are listed in its prediction.
+    sample: of a needle task.
     count: number of tokens of a text.
   """
-  needed = count(needles.listing(sample.answers)) + _MARGIN
+  keys = sample.metadata.get("keys", ())
+  listed = [*sample.answers, *(keys if len(keys) > 1 else ())]
+  needed = count(", and ".join(listed)) + _MARGIN
   most = -(-needed // _MULTIPLE) * _MULTIPLE
   return dataclasses.replace(
     sample, max_new_tokens=min(sample.max_new_tokens, most)
