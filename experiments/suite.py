@@ -53,8 +53,8 @@ def bound_answer(sample: Sample, count: Callable[[str], int]) -> Sample:
   """Gives a sample as many answer tokens as the right answer needs.
 
   RULER allows 128 tokens, in which a model that has lost the needle repeats
-  itself. A right answer comes first and needs few: the values, and their keys
-  if there are several.
+  itself. A right answer needs few: the values, and their keys if there are
+  several. Half as many again are for values that are listed twice.
 
   Args:
     sample: of a needle task.
@@ -62,7 +62,7 @@ def bound_answer(sample: Sample, count: Callable[[str], int]) -> Sample:
   """
   keys = sample.metadata.get("keys", ())
   listed = [*sample.answers, *(keys if len(keys) > 1 else ())]
-  needed = count(", and ".join(listed)) + _MARGIN
+  needed = count(", and ".join(listed)) * 3 // 2 + _MARGIN
   most = -(-needed // _MULTIPLE) * _MULTIPLE
   return dataclasses.replace(
     sample, max_new_tokens=min(sample.max_new_tokens, most)
