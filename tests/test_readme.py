@@ -9,6 +9,7 @@ import pytest
 import safetensors.numpy
 
 import kvjax
+from kvjax.models import catalog
 from kvjax.registry.registry import METHODS, RETRIEVALS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -42,7 +43,13 @@ def test_the_code_runs(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "notes.txt").write_text("The sky is blue. Ann called.\n" * 20)
   shutil.copytree(ROOT / "models" / "reference", "models/reference")
-  _keep_layers(pathlib.Path("models/reference"), 2)
+  # A small model stands in for the one that is fetched.
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  name = "smollm2-135m-instruct"
+  fetched = tmp_path / "cache" / "kvjax" / "models" / name
+  shutil.copytree(ROOT / "models" / "reference", fetched)
+  (fetched / catalog.NAMED[name].file_name).touch()
+  _keep_layers(fetched, 2)
   names = {}
   for code in CODE:
     exec(code, names)
