@@ -150,7 +150,7 @@ class _Held(NamedTuple):
   @classmethod
   def of(cls, cache: kvjax.Cache) -> "_Held":
     seen, kept, read = jax.device_get(
-      (cache.next_positions, cache.lengths, cache.reads)
+      (cache.next_positions, cache.lengths, cache.num_attended)
     )
     kept, read = (
       np.mean(valid, axis=(0, 2), dtype=np.float64) for valid in (kept, read)
@@ -343,7 +343,7 @@ def _with_room(
   # What may be kept grows with what has been said.
   padded = bucket(shape.context + every)
   lasting = plan.spread.capacity_between(plan.fixed_budget, padded)
-  return cache.grown([lasting + most] * len(cache.stacks))
+  return cache.grow([lasting + most] * len(cache.stacks))
 
 
 def groups(caches: Sequence[kvjax.Cache]) -> list[list[int]]:

@@ -81,7 +81,7 @@ def measure(
     Decoded(
       candidate,
       one.cache.nbytes,
-      float(np.mean(one.cache.reads)),
+      float(np.mean(one.cache.num_attended)),
       tree_bytes(lm.params) + _read_bytes(lm, one.cache),
       [each / tokens for each in own],
     )
@@ -123,4 +123,4 @@ def _read_bytes(lm: Pretrained, cache: kvjax.Cache) -> float:
   dtype = jax.tree.leaves(lm.params)[0].dtype
   layer = lm.config.geometry.layers[0]
   each = (layer.key_dim + layer.value_width) * dtype.itemsize
-  return float(np.sum(cache.reads)) * each
+  return float(np.sum(cache.num_attended)) * each

@@ -17,8 +17,8 @@ from kvjax.retrieval import (
   ClusterKV,
   CTkvr,
   Flat,
+  KeyBudget,
   Prompt,
-  Reads,
   Retrieval,
   Store,
 )
@@ -47,7 +47,7 @@ class Workload:
   """
 
   prompt: Prompt
-  reads: Reads
+  reads: KeyBudget
   asking: Float[Array, "J G D"]
 
   @property
@@ -125,7 +125,7 @@ def draw(
   count = jnp.full((1, 1), retrieval.reads, jnp.int32)
   return Workload(
     Prompt(head, lookup, number, 0, start, end),
-    Reads(count, retrieval.reads),
+    KeyBudget(count, retrieval.reads),
     jnp.swapaxes(queries[:, length:], 0, 1),
   )
 
@@ -188,7 +188,7 @@ def recall(
   """
   store = workload.store
   size = store.valid.shape[0]
-  reads = Reads(workload.reads.count[0, 0], workload.reads.most)
+  reads = KeyBudget(workload.reads.num_keys[0, 0], workload.reads.max_keys)
 
   def of_token(
     queries: Float[Array, "G D"], slots: Int[Array, " X"]
@@ -216,7 +216,9 @@ def _around(
   return means[topics] + np.float32(SPREAD) * noise
 
 
-def _index(retrieval: Retrieval, prompt: Prompt, reads: Reads) -> PyTree[Array]:
+def _index(
+  retrieval: Retrieval, prompt: Prompt, reads: KeyBudget
+) -> PyTree[Array]:
   """As layers do it, over rows and KV heads."""
   with jax.default_matmul_precision("highest"):
     return jax.vmap(jax.vmap(retrieval.index))(prompt, reads)
@@ -274,7 +276,7 @@ def _looked_up(
   workload: Workload, retrieval: Retrieval, index: PyTree[Array], most: int
 ) -> Int[Array, "J X"]:
   """What a retrieval method finds for each asking token, `most` per list."""
-  reads = Reads(jnp.asarray(most, jnp.int32), most)
+  reads = KeyBudget(jnp.asarray(most, jnp.int32), most)
   found, _ = jax.vmap(retrieval.retrieve, (None, 0, None, None))(
     index, workload.asking, workload.store, reads
   )
@@ -285,5 +287,5 @@ def _searched(workload: Workload, index: Any) -> Int[Array, "J X"]:
   """What an index of faiss finds for all heads of each asking token."""
   tokens, group, head_dim = workload.asking.shape
   queries = np.asarray(workload.asking).reshape(tokens * group, head_dim)
-  _, slots = index.search(queries, workload.reads.most)
+  _, slots = index.search(queries, workload.reads.max_keys)
   return jnp.asarray(slots.reshape(tokens, -1), jnp.int32)

@@ -90,7 +90,7 @@ def _decode(
   steps: int,
 ) -> tuple[list[tuple[Quality, ...]], list[Float[Array, ""]]]:
   full, *others = [
-    cache.grown([s.capacity and s.capacity + steps for s in cache.stacks])
+    cache.grow([s.capacity and s.capacity + steps for s in cache.stacks])
     for cache in caches
   ]
   zero = jnp.zeros(())
@@ -169,10 +169,10 @@ def _quality(
 
 def _found(layer: SparseLayer, seen: Activations) -> Bool[Array, "B K F"]:
   """The stored slots that any head of a group reads."""
-  _, found = layer.retrieved(
+  _, found = layer.retrieve(
     layer.index, seen.queries[:, :, 0], seen.positions[:, 0]
   )
-  slots = found.read_slots
+  slots = found.visible_slots
   batch, kv_heads = slots.shape[:2]
   capacity = layer.stored.capacity
 

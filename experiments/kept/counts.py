@@ -120,8 +120,8 @@ def _looked_up(
   positions: Int[Array, " B"],
 ) -> Int[Array, "B K F"]:
   """Positions of the stored tokens that a token of each row reads; else -1."""
-  _, found = layer.retrieved(layer.index, query, positions)
-  slots = found.read_slots
+  _, found = layer.retrieve(layer.index, query, positions)
+  slots = found.visible_slots
   slots = slots.reshape(*slots.shape[:2], -1)
   stored = layer.stored.positions
   return jnp.where(named_slots(slots, stored.shape[-1]), stored, -1)

@@ -113,7 +113,7 @@ def restored(saved: Any, arrays: Arrays) -> Any:
     )
   made = _made(cls, fields)
   if isinstance(made, Cache):
-    stacks = tuple(shard_stack(stack).offloaded() for stack in made.stacks)
+    stacks = tuple(shard_stack(stack).offload() for stack in made.stacks)
     return dataclasses.replace(made, stacks=stacks)
   return made
 

@@ -171,23 +171,23 @@ def _empty_stack(
     cache = LayerCache.of(activations)
     if kind.evicts:
       cache = plan.method.observe(jnp.int32(0), cache, activations)
-    return cache.grown(kind.room - 1)
+    return cache.grow(kind.room - 1)
 
   shapes = jax.eval_shape(first_token, params)
   stack: Layer = jax.tree.map(
     lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes
   )
-  return shard_stack(stack.cleared())
+  return shard_stack(stack.clear())
 
 
 def _finalize(model: Model, plan: Plan, stack: Any, capacity: int) -> Layer:
   """Layers without room for a block, nor memory if it has no more use."""
   if not stack.compressible:
     return shard_stack(stack)
-  stack = stack.shrunk(capacity)
+  stack = stack.shrink(capacity)
   if plan.schedule.every is not None:
     return shard_stack(stack)
   renumbers = plan.method.traits.renumbers
   finalize = functools.partial(finalize_layer, model, renumbers, plan.kv_dtype)
-  layers: Layer = jax.vmap(finalize)(stack.forgetful())
+  layers: Layer = jax.vmap(finalize)(stack.without_memory())
   return shard_stack(layers)

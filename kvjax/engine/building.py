@@ -178,4 +178,4 @@ def _compressed_shape(
   leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
   kept = jax.tree.unflatten(structure, leaves)
   compress = functools.partial(compress_layer, model, program)
-  return jax.eval_shape(lambda kept: compress(kept).offloaded(), kept)
+  return jax.eval_shape(lambda kept: compress(kept).offload(), kept)

@@ -80,7 +80,7 @@ def grow_for(
   Arguments are those of `check_room`.
   """
   used = [stack.capacity or 0 for stack in cache.stacks]
-  return cache.grown(_slots_needed(cache, used, limits, width, decoding))
+  return cache.grow(_slots_needed(cache, used, limits, width, decoding))
 
 
 def _check_reach(

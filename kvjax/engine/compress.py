@@ -189,7 +189,7 @@ def keep_layer(
   program: LayerProgram,
 ) -> Layer:
   """Writes a compressed layer into its stack, which is consumed."""
-  layer = compress_layer(model, program, kept).offloaded()
+  layer = compress_layer(model, program, kept).offload()
   write = jax.lax.dynamic_update_index_in_dim
   stack = jax.tree.map(lambda x, y: write(x, y, index, 0), stack, layer)
   return shard_stack(stack)
@@ -200,7 +200,7 @@ def keep_alone(kept: Kept, *, model: Model, program: LayerProgram) -> Layer:
   """A compressed layer as a stack of its own."""
   layer = compress_layer(model, program, kept)
   stack: Layer = jax.tree.map(lambda x: x[None], layer)
-  return shard_stack(stack).offloaded()
+  return shard_stack(stack).offload()
 
 
 def finalize_layer(
@@ -220,7 +220,7 @@ def finalize_layer(
 
 
 def _quantize(layer: Layer, kv_dtype: str | None) -> Layer:
-  return layer if kv_dtype is None else layer.quantized(kv_dtype)
+  return layer if kv_dtype is None else layer.quantize(kv_dtype)
 
 
 def finalize_cache(
@@ -268,7 +268,7 @@ def evict_layer(
     scores = plan.method.evaluate(layer, cache, activations)
   slots = plan.spread.select(plan.method, scores, cache, budget)
   kept = cache.take(slots[..., : budget.capacity])
-  return kept.grown(cache.capacity - kept.capacity)
+  return kept.grow(cache.capacity - kept.capacity)
 
 
 def arrange_for(model: Model, plan: Plan | None) -> Any:

@@ -40,7 +40,7 @@ _TOGETHER = "What the cache has seen, with question and answer,"
 
 def reserve(cache: Cache, tokens: int) -> Cache:
   """The same cache with room for so many more tokens in every layer."""
-  grown = cache.grown(wider_capacities(cache, tokens))
+  grown = cache.grow(wider_capacities(cache, tokens))
   old = {id(leaf) for leaf in jax.tree.leaves(cache)}
   # A conversation may consume one cache and not the other.
   return jax.tree.map(lambda x: jnp.copy(x) if id(x) in old else x, grown)

@@ -163,7 +163,7 @@ def _answer_nll(
     None if stack.capacity is None else stack.capacity + width
     for stack in cache.stacks
   ]
-  cache = cache.grown(room)
+  cache = cache.grow(room)
   hidden, _ = append_block(model, params, cache, tokens, asked + said)
   index = jnp.arange(width, dtype=jnp.int32)[None]
   foretold = (index >= asked[:, None] - 1) & (

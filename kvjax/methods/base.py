@@ -54,7 +54,7 @@ class Method(abc.ABC):
     if not width:
       return cache
     window = cache.window or ObservationWindow.empty(activations, width)
-    return dataclasses.replace(cache, window=window.after(activations))
+    return dataclasses.replace(cache, window=window.append(activations))
 
   @abc.abstractmethod
   def evaluate(

@@ -236,7 +236,7 @@ def _checked_head(
   require(
     not empty,
     f"{name} selects slot {empty[:1]}, which holds no token; only slots of "
-    "cache.held may be kept.",
+    "cache.valid may be kept.",
   )
   return filled
 
@@ -269,7 +269,7 @@ def _check_choice(subject: Subject) -> None:
     require(
       choose(spoiled) == kept,
       f"What empty slots and padding hold must not change what {name} keeps; "
-      "it does: mask by cache.held and by positions.",
+      "it does: mask by cache.valid and by positions.",
     )
     backwards = subject.lengths[::-1]
     turned = choose(swapped, subject.budget(budget, backwards), backwards)

@@ -98,8 +98,8 @@ def _looked_up(
   queries: Float[Array, "B N D"],
   positions: Int[Array, " B"],
 ) -> _LookedUp:
-  after, found = cache.retrieved(cache.index, queries, positions)
-  return _LookedUp(found.slots, found.read_slots, cache.index, after)
+  after, found = cache.retrieve(cache.index, queries, positions)
+  return _LookedUp(found.slots, found.visible_slots, cache.index, after)
 
 
 def _check_lookups(retrieval: Retrieval, layer: int) -> None:
@@ -136,7 +136,7 @@ def _check_lookups(retrieval: Retrieval, layer: int) -> None:
   require(
     found == spoiled,
     f"What empty slots hold must not change what {name} looks up; NaN does: "
-    "mask by store.held.",
+    "mask by store.valid.",
   )
   places = ((2, one), (1, other), (0, one))
   swapped = checks.rows_of([(source, row) for row, source in places], padded)
@@ -166,7 +166,7 @@ def _check_lookups(retrieval: Retrieval, layer: int) -> None:
 
 def _lengths(retrieval: Retrieval) -> list[int]:
   """Rows with so much to look up, or somewhat less."""
-  resident = retrieval.sinks + retrieval.latest_range[1]
+  resident = retrieval.sinks + retrieval.local_range[1]
   return [resident + _STORED - cut for cut in (0, 24, 12)]
 
 
@@ -178,7 +178,7 @@ def _check_index(name: str, found: _LookedUp) -> None:
   ]
   require(
     kinds[0] == kinds[1],
-    f"{name}.updated must return an index of the same shapes and dtypes; it "
+    f"{name}.update_index must return an index of the same shapes and dtypes; it "
     f"makes {kinds[1]} of {kinds[0]}.",
   )
   for leaf in jax.tree.leaves((found.before, found.after)):
@@ -186,7 +186,7 @@ def _check_index(name: str, found: _LookedUp) -> None:
       not np.issubdtype(leaf.dtype, np.inexact)
       or bool(jnp.all(jnp.isfinite(leaf))),
       f"The index of {name} must hold finite numbers, whatever empty slots "
-      "hold; mask by prompt.lookup.",
+      "hold; mask by prompt.retrievable.",
     )
 
 
@@ -213,7 +213,7 @@ def _checked(
       require(
         not empty,
         f"{name} looks up slot {empty[:1]}, which holds no token; only slots "
-        "of store.held may be named.",
+        "of store.valid may be named.",
       )
   return [
     [

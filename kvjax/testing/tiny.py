@@ -14,7 +14,7 @@ from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.errors import InputError
 from kvjax.model import Attend, Geometry, LayerSpec
-from kvjax.struct import updated
+from kvjax.struct import replace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +207,7 @@ def poisoned_layer[L: Layer](layer: L) -> L:
       return jnp.where(valid, x, jnp.asarray(99 if whole else jnp.nan, x.dtype))
 
     keys, values = jax.tree.map(spoil, (part.keys, part.values))
-    return updated(part, keys=keys, values=values)
+    return replace(part, keys=keys, values=values)
 
   return layer.map_slots(fill)
 

@@ -126,7 +126,7 @@ def test_answers_are_those_of_attention_written_out(retention):
   asked, _ = feed(
     MODEL,
     PARAMS,
-    cache.grown([s.capacity and s.capacity + 64 for s in cache.stacks]),
+    cache.grow([s.capacity and s.capacity + 64 for s in cache.stacks]),
     jnp.asarray(questions.tokens),
     jnp.asarray(questions.lengths),
   )

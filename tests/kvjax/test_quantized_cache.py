@@ -355,7 +355,7 @@ def test_every_way_to_a_cache_ends_in_rounding():
     layers = []
     for layer, rounded in zip(whole.layers, small.layers, strict=True):
       assert type(rounded) is Slots
-      layers.append(layer.quantized("int8"))
+      layers.append(layer.quantize("int8"))
       assert np.array_equal(layer.positions, rounded.positions)
       assert int(layer.cursor) == int(rounded.cursor)
     assert_alike(small.layers, layers)

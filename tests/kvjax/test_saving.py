@@ -22,7 +22,7 @@ from kvjax.checkpoint.saving import load_cache, save_cache
 from kvjax.errors import InputError
 from kvjax.methods import HeadwiseMethod
 from kvjax.registry.registry import METHODS
-from kvjax.struct import STRUCTS, class_name, make, static, struct, updated
+from kvjax.struct import STRUCTS, class_name, make, replace, static, struct
 from kvjax.testing import TinyModel, kept_positions, poisoned
 
 GEOMETRY = kvjax.Geometry.uniform(
@@ -165,14 +165,14 @@ def test_any_layer_is_stored_field_by_field(cache, tmp_path, monkeypatch):
   batch, kv_heads, slots = first.positions.shape[1:]
   queries = jnp.full((batch, 4, 3, 8), jnp.nan, jnp.bfloat16)
   places = jnp.full((batch, 3), -1, jnp.int32)
-  remembering = updated(
+  remembering = replace(
     first,
     received=jnp.ones((1, batch, kv_heads, slots)),
     window=jax.tree.map(lambda x: x[None], ObservationWindow(queries, places)),
   )
   fields = {field.name: None for field in dataclasses.fields(Pair)}
   own = {f.name: getattr(second, f.name) for f in dataclasses.fields(second)}
-  own |= {"inner": second.shrunk(0), "extra": jnp.zeros((1, 2, 0), jnp.int32)}
+  own |= {"inner": second.shrink(0), "extra": jnp.zeros((1, 2, 0), jnp.int32)}
   pair = make(Pair, fields | own | {"size": 7})
   mixed = dataclasses.replace(cache, stacks=(remembering, pair))
   save(mixed, tmp_path)

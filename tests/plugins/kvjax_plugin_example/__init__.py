@@ -49,7 +49,7 @@ class MeanQuery(kvjax.retrieval.Retrieval):
   """Reads the keys nearest to the mean of a group's queries."""
 
   def index(
-    self, prompt: kvjax.retrieval.Prompt, reads: kvjax.retrieval.Reads
+    self, prompt: kvjax.retrieval.Prompt, reads: kvjax.retrieval.KeyBudget
   ) -> None:
     """Nothing is prepared."""
 
@@ -58,13 +58,13 @@ class MeanQuery(kvjax.retrieval.Retrieval):
     index: None,
     queries: Float[Array, "G D"],
     store: kvjax.retrieval.Store,
-    reads: kvjax.retrieval.Reads,
-  ) -> tuple[kvjax.retrieval.Found, PyTree[Array]]:
+    reads: kvjax.retrieval.KeyBudget,
+  ) -> tuple[kvjax.retrieval.Selection, PyTree[Array]]:
     """The largest products."""
     keys = store.keys.astype(jnp.float32)
     keys = jnp.where(store.valid[:, None], keys, 0.0)
     slots = best_slots(keys @ jnp.mean(queries, axis=0), store.valid, reads)
-    return kvjax.retrieval.Found(slots[None]), None
+    return kvjax.retrieval.Selection(slots[None]), None
 
 
 def register() -> None:
