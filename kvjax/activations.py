@@ -27,7 +27,7 @@ class Activations:
   """Projections of a block of S tokens in one layer, as attention uses them.
 
   The engine keeps those of `OPTIONAL` only where a method's traits ask for
-  them (`Traits.reads`); elsewhere they are None, and nothing is computed.
+  them (`Traits.activations`); elsewhere they are None, and nothing is computed.
 
   Attributes:
     queries: rotated queries; query head j reads KV head j // G.
@@ -53,9 +53,9 @@ class Activations:
   sinks: Float[Array, " N"] | None = None
   attention: AttentionOptions = static(default=PLAIN)
 
-  def only(self, reads: Collection[str]) -> "Activations":
+  def only(self, names: Collection[str]) -> "Activations":
     """The same with those of `OPTIONAL` alone that are named."""
-    dropped: dict[str, Any] = dict.fromkeys({*OPTIONAL} - {*reads})
+    dropped: dict[str, Any] = dict.fromkeys({*OPTIONAL} - {*names})
     return dataclasses.replace(self, **dropped)
 
   def with_kv_heads(self, count: int) -> "Activations":

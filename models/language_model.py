@@ -67,7 +67,7 @@ class DecoderModel:
     """See `kvjax.model.Model.logits`."""
     return nnx.merge(self.graphdef, params).logits(hidden)
 
-  def rerotated(
+  def rerotate(
     self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
   ) -> Float[Array, "B K T D"]:
     """See `kvjax.engine.rerotation.RotaryModel`.

@@ -105,7 +105,7 @@ class Compactor(Method):
         "its leverage and its attention are those of a whole prompt"
       ),
       stochastic=self.sketch != "none",
-      reads=frozenset({"keys_unrotated"}),
+      activations=frozenset({"keys_unrotated"}),
     )
 
   @property

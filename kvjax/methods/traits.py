@@ -26,7 +26,7 @@ class Traits:
     keeps_layers: layers that keep everything.
     reuse: so many layers, one after another, keep what the first of them
       chose.
-    reads: activations of `kvjax.activations.OPTIONAL` that scores depend on.
+    activations: those of `kvjax.activations.OPTIONAL` that scores depend on.
   """
 
   whole_prompts_only: str = ""
@@ -39,7 +39,7 @@ class Traits:
   keeps_all: bool = False
   keeps_layers: tuple[int, ...] = ()
   reuse: int = 1
-  reads: frozenset[str] = frozenset()
+  activations: frozenset[str] = frozenset()
 
   def __post_init__(self) -> None:
     for name, least in (("window", 0), ("protects", 0), ("reuse", 1)):
@@ -48,7 +48,7 @@ class Traits:
           f"{name} of a method's traits must be {least} or more; "
           f"{getattr(self, name)} is not."
         )
-    unknown = sorted(self.reads - {*OPTIONAL})
+    unknown = sorted(self.activations - {*OPTIONAL})
     if unknown:
       raise InputError(
         f"A method can read {', '.join(OPTIONAL)} besides queries, keys and "

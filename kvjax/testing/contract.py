@@ -66,7 +66,7 @@ def _choose(
   budget: LayerBudget,
 ) -> Int[Array, "B K M"]:
   """What a method keeps of a prompt, as the engine asks it."""
-  activations = activations.only(method.traits.reads)
+  activations = activations.only(method.traits.activations)
   cache = LayerCache.of(activations)
   spread = method.allocation
   with jax.default_matmul_precision("highest"):
@@ -110,9 +110,9 @@ _chosen_later = jax.jit(_choose_later, static_argnums=0)
 def _check_evaluation(subject: Subject) -> None:
   """Refuses what cannot be compiled, undeclared reads and odd scores."""
   try:
-    found = _traced(subject, subject.traits.reads)
+    found = _traced(subject, subject.traits.activations)
   except Exception as error:
-    _explain_reads(subject, error)
+    _explain_missing(subject, error)
     raise InputError(
       f"{subject.name} must evaluate a layer as the engine asks it, compiled "
       "and with the layer's number not known then; it fails with "
@@ -121,7 +121,10 @@ def _check_evaluation(subject: Subject) -> None:
   if not isinstance(subject.method, ScoringMethod):
     return
   shape = (len(subject.lengths), checks.KV_HEADS, subject.padded)
-  for scores in (found, _traced(subject, subject.traits.reads, "bfloat16")):
+  for scores in (
+    found,
+    _traced(subject, subject.traits.activations, "bfloat16"),
+  ):
     require(
       scores.shape == shape and scores.dtype == jnp.float32,
       f"{subject.name} must give every slot a score in float32, {shape} of "
@@ -131,7 +134,7 @@ def _check_evaluation(subject: Subject) -> None:
 
 
 def _traced(
-  subject: Subject, reads: frozenset[str], dtype: str = "float32"
+  subject: Subject, names: frozenset[str], dtype: str = "float32"
 ) -> Any:
   """Shapes of the scores, or of what else the method evaluates to."""
   method = subject.method
@@ -146,15 +149,15 @@ def _traced(
     lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x,
     subject.activations(),
   )
-  return jax.eval_shape(run, jnp.int32(0), activations.only(reads))
+  return jax.eval_shape(run, jnp.int32(0), activations.only(names))
 
 
-def _explain_reads(subject: Subject, error: Exception) -> None:
+def _explain_missing(subject: Subject, error: Exception) -> None:
   """Names the activations whose absence is the cause, if they are."""
 
-  def works(reads: frozenset[str]) -> bool:
+  def works(names: frozenset[str]) -> bool:
     try:
-      _traced(subject, reads)
+      _traced(subject, names)
     except Exception:
       return False
     return True
@@ -163,14 +166,17 @@ def _explain_reads(subject: Subject, error: Exception) -> None:
   if not works(everything):
     return
   needed = [name for name in OPTIONAL if not works(everything - {name})]
-  missing = [name for name in needed if name not in subject.traits.reads]
+  missing = [name for name in needed if name not in subject.traits.activations]
   if not missing:
     return
   fields = " and ".join(f"activations.{name}" for name in missing)
-  names = ", ".join(f'"{n}"' for n in sorted({*needed, *subject.traits.reads}))
+  names = ", ".join(
+    f'"{n}"' for n in sorted({*needed, *subject.traits.activations})
+  )
   raise InputError(
     f"{subject.name} reads {fields} without saying so, and the engine leaves "
-    f"out what nobody asks for; its traits need reads=frozenset({{{names}}})."
+    "out what nobody asks for; its traits need "
+    f"activations=frozenset({{{names}}})."
   ) from error
 
 

@@ -178,8 +178,8 @@ def _check_index(name: str, found: _LookedUp) -> None:
   ]
   require(
     kinds[0] == kinds[1],
-    f"{name}.update_index must return an index of the same shapes and dtypes; it "
-    f"makes {kinds[1]} of {kinds[0]}.",
+    f"{name}.update_index must return an index of the same shapes and dtypes; "
+    f"it makes {kinds[1]} of {kinds[0]}.",
   )
   for leaf in jax.tree.leaves((found.before, found.after)):
     require(

@@ -125,7 +125,7 @@ class TinyModel:
     embedding = params["embedding"].T
     return jnp.matmul(hidden, embedding, preferred_element_type=jnp.float32)
 
-  def rerotated(
+  def rerotate(
     self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
   ) -> Float[Array, "B K T D"]:
     """See `kvjax.engine.rerotation.RotaryModel`."""

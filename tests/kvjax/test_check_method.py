@@ -47,7 +47,7 @@ class Silent(ScoringMethod):
 class HalfSilent(Silent):
   @property
   def traits(self):
-    return Traits(reads=frozenset({"inputs"}))
+    return Traits(activations=frozenset({"inputs"}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ WRONG = {
   "reads what it does not declare": (
     Silent(),
     "activations.keys_unrotated and activations.inputs .*"
-    r'reads=frozenset\({"inputs", "keys_unrotated"}\)',
+    r'activations=frozenset\({"inputs", "keys_unrotated"}\)',
   ),
   "declares a half of it": (HalfSilent(), "activations.keys_unrotated without"),
   "narrow scores": (Narrow(), "float32.*bfloat16"),

@@ -9,7 +9,7 @@ import kvjax
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
 from kvjax.engine import generate, prefill
-from kvjax.engine.decode import Run
+from kvjax.engine.decode import DecodingInputs
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.model import Geometry
 from kvjax.prompts import bucket, bucket_lengths
@@ -90,13 +90,15 @@ def test_tokens_are_written_into_the_cache_that_is_given():
       return Cache((stack,), jnp.zeros(rows, "int32"), order=(0,) * layers)
 
     cache = jax.eval_shape(empty)
-    program = generate._go_on.lower(
+    program = generate._generate_and_keep.lower(
       model,
       jax.eval_shape(model.init),
       cache,
       None,
       (numbers((rows, width)), numbers((rows,))),
-      jax.eval_shape(lambda: Run(jnp.zeros(rows, "int32"), None, None)),
+      jax.eval_shape(
+        lambda: DecodingInputs(jnp.zeros(rows, "int32"), None, None)
+      ),
       decoding=kvjax.Decoding(20),
     )
     used = program.compile().memory_analysis()
