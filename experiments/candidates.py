@@ -73,7 +73,7 @@ class Candidate:
     assert not isinstance(budget, kvjax.Calibrated)
     if isinstance(budget, kvjax.Retention):
       return budget.share
-    return budget.kept(context_tokens) / context_tokens
+    return budget.num_kept(context_tokens) / context_tokens
 
 
 def candidates(

@@ -206,7 +206,7 @@ class Retrieval(abc.ABC):
 
   def num_keys(self, budget: Budget, length: int) -> int:
     """Keys that a token retrieves in a row of `length` tokens."""
-    return min(self.reads, length) if self.reads else budget.kept(length)
+    return min(self.reads, length) if self.reads else budget.num_kept(length)
 
   def is_dense(self, layer: int) -> bool:
     """Whether a layer attends to everything."""

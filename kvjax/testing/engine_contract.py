@@ -153,7 +153,7 @@ def _limits(subject: Subject, budget: Budget) -> list[int | None]:
   """What rows may hold after a block; None where a law of its own says it."""
   if not isinstance(subject.spread, Uniform):
     return [None] * len(subject.lengths)
-  return [budget.kept(length) for length in subject.lengths]
+  return [budget.num_kept(length) for length in subject.lengths]
 
 
 def _check_limit(
