@@ -327,7 +327,7 @@ def _questions(
 ) -> kvjax.Prompts:
   """One for each row of the cache."""
   one = kvjax.Prompts.of([p.question for p in asked], shape.question)
-  return one.repeated(cache.next_positions.shape[0] // len(asked))
+  return one.repeat(cache.next_positions.shape[0] // len(asked))
 
 
 def _with_room(

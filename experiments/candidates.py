@@ -45,7 +45,7 @@ class Candidate:
     plan = self.plan
     if isinstance(plan.budget, kvjax.Calibrated):
       line = plan.budget.calibration
-      asked = line.asked(plan.budget.tau)
+      asked = line.curve_target(plan.budget.tau)
       return (
         f"{plan.label}, kc = {line.alpha:g} NLL + {line.beta:g} at {asked:g}"
       )

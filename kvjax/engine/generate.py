@@ -195,7 +195,7 @@ def generate_all(
       model,
       params,
       joined,
-      prompts.repeated(len(group)),
+      prompts.repeat(len(group)),
       decoding,
       seeds=None if seeds is None else jnp.tile(jnp.asarray(seeds), len(group)),
     )

@@ -17,7 +17,7 @@ from kvjax.engine.sampling import Sampling, sample
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.model import Geometry
-from kvjax.testing import TinyModel, kept_positions, poisoned
+from kvjax.testing import TinyModel, kept_positions, poison_cache
 
 # Half the time to compile, where one layer shows it all.
 MODEL = TinyModel(Geometry.uniform(1, 4, 2, 8, 4096))
@@ -275,7 +275,7 @@ def test_nan_in_empty_slots_changes_no_conversation():
   plan = kvjax.Plan(KeyDiff(), kvjax.Retention(0.5))
   cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
   clean, dirty = (
-    turn(kvjax.reserve(x, 64))[0] for x in (cache, poisoned(cache))
+    turn(kvjax.reserve(x, 64))[0] for x in (cache, poison_cache(cache))
   )
   assert clean == dirty
 

@@ -14,7 +14,7 @@ from kvjax.cache.packed import PAGE as DEFAULT_PAGE
 from kvjax.cache.packed import PackedLayer, page_count
 from kvjax.cache.sharding import parse_mesh
 from kvjax.kernels.attention import attention
-from kvjax.testing import TinyModel, poisoned_layer, random_activations
+from kvjax.testing import TinyModel, poison_layer, random_activations
 
 LENGTHS = [37, 61]
 PADDED = 64
@@ -110,7 +110,7 @@ def test_attends_as_a_masked_dense_cache(K, G, S, dtype):
 
   @jax.jit
   def run(cache, slots, block):
-    packed = poisoned_layer(PackedLayer.of(cache, slots, total, PAGE))
+    packed = poison_layer(PackedLayer.of(cache, slots, total, PAGE))
     return packed.attend(block)[0]
 
   ours = run(cache, slots, block)

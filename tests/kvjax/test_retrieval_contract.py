@@ -22,7 +22,7 @@ from kvjax.retrieval import Candidates, KeyBudget, Store
 from kvjax.testing import (
   TinyModel,
   layer_positions,
-  poisoned_layer,
+  poison_layer,
   random_activations,
 )
 
@@ -155,7 +155,7 @@ class TestRetrieval:
 
   def test_what_is_empty_has_no_effect(self, name):
     _, roomy, output, _ = of_all_rows(name)
-    found, after = compiled_decode(poisoned_layer(roomy), block_after(LENGTHS))
+    found, after = compiled_decode(poison_layer(roomy), block_after(LENGTHS))
     np.testing.assert_allclose(found, output, atol=2e-6)
     for leaf in jax.tree.leaves(after.index):
       assert np.isfinite(np.asarray(leaf, np.float32)).all()
