@@ -1,19 +1,19 @@
-"""Layers that stand in stacks: programs read one without copying it out."""
+"""Stacks of layers, from which programs read one layer without a copy."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree, Shaped
 
-# Which layer of a stack; None for arrays that are those of one layer.
+# Index of a layer in a stack; None for arrays of a single layer.
 Layer = Int[Array, ""] | None
 
 
 def as_stack(tree: PyTree, layer: Layer) -> tuple[PyTree, Int[Array, ""]]:
-  """Arrays with a leading axis of layers, and the index of the layer there.
+  """Returns stacks of layers and the index of a layer in them.
 
   Args:
-    tree: arrays of one layer, or stacks of layers.
-    layer: which layer of the stacks is meant.
+    tree: arrays of one layer, which become stacks of one, or stacks of layers.
+    layer: index of the layer in the stacks; None for arrays of one layer.
   """
   if layer is not None:
     return tree, jnp.asarray(layer, jnp.int32)
@@ -21,7 +21,7 @@ def as_stack(tree: PyTree, layer: Layer) -> tuple[PyTree, Int[Array, ""]]:
 
 
 def index_stack(tree: PyTree, layer: Int[Array, ""]) -> PyTree:
-  """The arrays of one layer; XLA fuses the slices into what reads them."""
+  """Slices one layer out of stacks; XLA fuses the slices into their readers."""
 
   def index(x: Shaped[Array, "L *B"]) -> Shaped[Array, "*B"]:
     if x.shape[0] == 1:
@@ -38,7 +38,7 @@ def gather_slots(
 ) -> Shaped[Array, "B K M D"]:
   """Copies slots of a layer.
 
-  The slots must be there: nothing is checked, nor is a negative one wrapped.
+  All slots must be valid indices; they are not checked, clipped or wrapped.
   """
   # A gather of x[layer] would copy the layer first.
   index = jnp.stack([jnp.broadcast_to(layer, slots.shape), slots], axis=-1)

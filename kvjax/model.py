@@ -40,6 +40,13 @@ class LayerSpec:
     cache: whether the layer has a KV cache at all.
     weights: index of the stack in `Model.layer_weights` with the layer's
       weights.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.LayerSpec(
+    ...   heads=8, kv_heads=2, key_dim=64, window=128
+    ... ).compressible
+    False
   """
 
   heads: int
@@ -91,6 +98,13 @@ class Geometry:
   Attributes:
     layers: one spec per layer, in order.
     max_positions: maximum context length in tokens.
+
+  Example:
+    >>> import kvjax
+    >>> local = kvjax.LayerSpec(heads=8, kv_heads=2, key_dim=64, window=128)
+    >>> full = kvjax.LayerSpec(heads=8, kv_heads=2, key_dim=64)
+    >>> kvjax.Geometry((local, local, full), max_positions=4096).num_layers
+    3
   """
 
   layers: tuple[LayerSpec, ...]
@@ -131,6 +145,7 @@ def ranks(ids: Sequence[int]) -> tuple[int, ...]:
   """Counts the equal ids before each id.
 
   Example:
+    >>> from kvjax.model import ranks
     >>> ranks([0, 0, 1, 0, 1])
     (0, 1, 0, 2, 1)
   """

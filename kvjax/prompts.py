@@ -38,6 +38,14 @@ class Prompts:
     tokens: token ids; arbitrary after the end of a row.
     lengths: number of tokens of each row.
     protected: mask of the tokens that no method may evict, if there are any.
+
+  Example:
+    >>> import kvjax
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> prompts.lengths.tolist()
+    [4, 2]
+    >>> prompts.tokens.shape
+    (2, 32)
   """
 
   tokens: Int[Array, "B S"] | Int[np.ndarray, "B S"]

@@ -134,8 +134,8 @@ class Tokenizer:
     if max(ids, default=-1) >= self._num_embedded:
       raise InputError(
         f"The text holds {self._backend.id_to_token(max(ids))!r}, whose id is "
-        f"{max(ids)}, but the model embeds {self._num_embedded} tokens only; leave "
-        "it out."
+        f"{max(ids)}, but the model embeds {self._num_embedded} tokens only; "
+        "leave it out."
       )
     return ids
 

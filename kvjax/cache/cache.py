@@ -32,6 +32,19 @@ class Cache:
       its layers in the order of the model; -1 for a layer without a cache.
     plan: the `kvjax.Plan` that made the cache if it evicts while decoding, else
       None.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> cache.next_positions.tolist()
+    [4, 2]
+    >>> cache.lengths.shape  # layers, rows, KV heads
+    (2, 2, 2)
   """
 
   stacks: tuple[Layer, ...]
@@ -129,6 +142,17 @@ def stack(caches: Sequence[Cache]) -> Cache:
 
   Raises:
     InputError: there is none, or their layers differ in kind or size.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> kvjax.stack([cache, cache]).next_positions.tolist()
+    [4, 2, 4, 2]
   """
   if not caches or any(join_key(c) != join_key(caches[0]) for c in caches):
     raise InputError(

@@ -68,6 +68,13 @@ def nll_ratio(
   Args:
     full: NLL per token of an answer, in nats, given the full context.
     kept: NLL per token of the same answer, given the compressed context.
+
+  Example:
+    >>> import numpy as np
+    >>> import kvjax
+    >>> full, kept = np.array([1.0, 1.0]), np.array([1.0, 2.0])
+    >>> kvjax.nll_ratio(full, kept).round(2).tolist()
+    [1.0, 0.5]
   """
   full, kept = np.asarray(full, np.float64), np.asarray(kept, np.float64)
   return np.clip((full + _FLOOR) / (kept + _FLOOR), 0.0, _MOST)
@@ -128,6 +135,19 @@ def calibrate(
 
   Raises:
     InputError: see `fit`.
+
+  Example:
+    >>> import numpy as np
+    >>> import kvjax
+    >>> triples = kvjax.Triples(
+    ...   retention=np.array([0.2, 0.5, 0.2, 0.5]),
+    ...   nll=np.array([1.0, 1.0, 2.0, 2.0]),
+    ...   ratio=np.array([0.5, 0.9, 0.3, 0.7]),
+    ... )
+    >>> method = kvjax.get_method("keydiff")
+    >>> calibration = kvjax.calibrate(triples, model_id="tiny", method=method)
+    >>> calibration.triples
+    4
   """
   fitted = fit(triples)
   return Calibration(

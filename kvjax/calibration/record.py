@@ -93,6 +93,23 @@ class Calibration:
     promises: pairs of a target of the curve, ascending, and of the mean quality
       that contexts then keep, from `kvjax.calibration.fitting.promises`; empty
       if not measured.
+
+  Example:
+    >>> import numpy as np
+    >>> import kvjax
+    >>> calibration = kvjax.Calibration(
+    ...   alpha=0.5,
+    ...   beta=-3.0,
+    ...   model_id="tiny",
+    ...   method="KeyDiff",
+    ...   per_query_head=False,
+    ...   tau_range=(0.2, 1.0),
+    ...   error=0.05,
+    ...   triples=100,
+    ... )
+    >>> nll, lengths = np.array([2.0]), np.array([100])
+    >>> calibration.retentions(nll, lengths, tau=0.9).round(2).tolist()
+    [0.75]
   """
 
   alpha: float
@@ -240,6 +257,21 @@ class Calibrated:
     calibration: calibration of the model and the method.
     tau: share of quality to keep, as a ratio of likelihoods; 1 keeps
       everything.
+
+  Example:
+    >>> import kvjax
+    >>> calibration = kvjax.Calibration(
+    ...   alpha=0.5,
+    ...   beta=-3.0,
+    ...   model_id="tiny",
+    ...   method="KeyDiff",
+    ...   per_query_head=False,
+    ...   tau_range=(0.2, 1.0),
+    ...   error=0.05,
+    ...   triples=100,
+    ... )
+    >>> print(kvjax.Calibrated(calibration, tau=0.9))
+    auto at 0.9
   """
 
   calibration: Calibration

@@ -52,6 +52,22 @@ def save_cache(
   Raises:
     InputError: the directory contains something else, or the cache does not fit
       the model.
+
+  Example:
+    >>> import tempfile
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   path = f"{folder}/cache"
+    ...   kvjax.save_cache(cache, path, model=model, model_id="tiny")
+    ...   loaded = kvjax.load_cache(path, model=model, model_id="tiny")
+    >>> bool((loaded.lengths == cache.lengths).all())
+    True
   """
   directory = pathlib.Path(directory).absolute()
   layers = model.geometry.num_layers
@@ -101,6 +117,22 @@ def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
   Raises:
     InputError: there is no such cache, it belongs to another model or has
       another layout, or it is damaged.
+
+  Example:
+    >>> import tempfile
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   path = f"{folder}/cache"
+    ...   kvjax.save_cache(cache, path, model=model, model_id="tiny")
+    ...   loaded = kvjax.load_cache(path, model=model, model_id="tiny")
+    >>> loaded.next_positions.tolist()
+    [4, 2]
   """
   directory = pathlib.Path(directory).absolute()
   saved = _read_description(directory)

@@ -33,6 +33,11 @@ class Decoding:
     max_new_tokens: maximum number of tokens to generate per row.
     stop_ids: a row ends before the first of these tokens.
     sampling: how a token is drawn.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.Decoding(max_new_tokens=8, stop_ids=[2]).stop_ids
+    (2,)
   """
 
   max_new_tokens: int

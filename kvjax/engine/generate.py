@@ -37,7 +37,21 @@ Seeds = Int[Array, " B"] | Int[np.ndarray, " B"]
 
 
 def reserve(cache: Cache, tokens: int) -> Cache:
-  """Grows a cache by room for `tokens` more tokens in every layer."""
+  """Grows a cache by room for `tokens` more tokens in every layer.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> cache.layer(0).capacity
+    3
+    >>> kvjax.reserve(cache, 8).layer(0).capacity
+    11
+  """
   larger = cache.grow(wider_capacities(cache, tokens))
   existing = {id(leaf) for leaf in jax.tree.leaves(cache)}
   # One of the caches may be donated, so they must not share arrays.
@@ -183,6 +197,20 @@ def generate_all(
 
   Raises:
     InputError: as in `generate`.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plans = [kvjax.get_plan("keydiff", kvjax.Tokens(n)) for n in (2, 3)]
+    >>> caches, _ = kvjax.sweep(model, params, prompts, plans)
+    >>> questions = kvjax.Prompts.of([[7], [8, 9]])
+    >>> decoding = kvjax.Decoding(max_new_tokens=2)
+    >>> answers = kvjax.generate_all(model, params, caches, questions, decoding)
+    >>> [answer.tokens.shape for answer in answers]
+    [(2, 2), (2, 2)]
   """
   groups: dict[Any, list[int]] = {}
   for index, cache in enumerate(caches):
@@ -218,6 +246,21 @@ def stream(
 
   Arguments and errors are those of `generate`. Decoding is one compiled program
   nevertheless, which continues whether or not its tokens are consumed.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> questions = kvjax.Prompts.of([[7], [8, 9]])
+    >>> decoding = kvjax.Decoding(max_new_tokens=2)
+    >>> for tokens in kvjax.stream(model, params, cache, questions, decoding):
+    ...   print(tokens.shape)
+    (2,)
+    (2,)
   """
   request = _Request(prompts, decoding, seeds=seeds)
   tokens: queue.SimpleQueue[Int[np.ndarray, " B"] | BaseException | None] = (

@@ -29,6 +29,15 @@ def negative_log_likelihood(
 
   Raises:
     InputError: a prompt is longer than the model's context.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> kvjax.negative_log_likelihood(model, params, prompts).shape
+    (2,)
   """
   lengths = np.asarray(prompts.lengths)
   check_context(model, lengths)
@@ -57,6 +66,19 @@ def answer_nll(
   Raises:
     InputError: rows, questions and answers differ in number, the cache evicts
       while decoding, or all together are longer than the model's context.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> questions = kvjax.Prompts.of([[7], [8, 9]])
+    >>> answers = kvjax.Prompts.of([[3, 4], [5]])
+    >>> kvjax.answer_nll(model, params, cache, questions, answers).shape
+    (2,)
   """
   rows = len(cache.next_positions)
   if not rows == questions.tokens.shape[0] == answers.tokens.shape[0]:

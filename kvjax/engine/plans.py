@@ -36,6 +36,13 @@ class Plan:
       selects before quantization, so its selection does not change.
     allocation: how the budget is spread over layers and heads; None for the
       method's default, which for most methods is uniform.
+
+  Example:
+    >>> import kvjax
+    >>> method = kvjax.get_method("snapkv:window=4")
+    >>> plan = kvjax.Plan(method, kvjax.Retention(0.25), kv_dtype="int8")
+    >>> plan.budget
+    Retention(share=0.25)
   """
 
   method: Method

@@ -71,6 +71,17 @@ def prefill(
   Raises:
     InputError: a prompt is longer than the model's context or protects more
       tokens than are kept, or the method rerotates keys and the model cannot.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> cache.lengths[0].tolist()  # of the first layer, per row and KV head
+    [[3, 3], [2, 2]]
   """
   if plan.schedule.block is None:
     (cache,), logits = sweep(model, params, prompts, [plan])
@@ -100,6 +111,17 @@ def sweep(
   Raises:
     InputError: a prompt is longer than the model's context, there is no plan,
       or one works in blocks, which needs its own forward pass.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plans = [kvjax.get_plan("keydiff", kvjax.Tokens(n)) for n in (2, 3)]
+    >>> caches, logits = kvjax.sweep(model, params, prompts, plans)
+    >>> [int(cache.lengths.max()) for cache in caches]
+    [2, 3]
   """
   swept = _sweep(model, params, prompts, plans, _needs_likelihood(plans))
   return swept.caches, swept.logits
@@ -128,6 +150,17 @@ def measured_sweep(
   """Sweeps, and measures the likelihood of the prompts in the same pass.
 
   Arguments and errors are those of `sweep`.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> measured = kvjax.measured_sweep(model, params, prompts, [plan])
+    >>> measured.nll.shape
+    (2,)
   """
   return _sweep(model, params, prompts, plans, measured=True)
 

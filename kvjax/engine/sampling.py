@@ -19,6 +19,11 @@ class Sampling:
     top_p: draws among the most likely tokens that together reach this
       probability.
     top_k: draws among this many most likely tokens, before `top_p`; 0 for all.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.Sampling(temperature=0.7, top_p=0.9)
+    Sampling(temperature=0.7, top_p=0.9, top_k=0)
   """
 
   temperature: float = 0.0

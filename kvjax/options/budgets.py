@@ -12,6 +12,11 @@ class Tokens:
 
   Attributes:
     count: number of tokens.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.Tokens(512).num_kept(100)
+    100
   """
 
   count: int
@@ -41,6 +46,11 @@ class Retention:
 
   Attributes:
     share: above 0, at most 1.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.Retention(0.25).num_kept(10)
+    3
   """
 
   share: float

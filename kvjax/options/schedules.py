@@ -24,6 +24,11 @@ class Schedule:
     first: tokens of the first block, if it has another size.
     every: decoded tokens between evictions; None for no eviction while
       decoding.
+
+  Example:
+    >>> import kvjax
+    >>> print(kvjax.Schedule(block=256, every=16))
+    blocks of 256, every 16 while decoding
   """
 
   block: int | None = None

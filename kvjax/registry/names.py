@@ -110,6 +110,11 @@ def get_method(name: str) -> Method:
   Raises:
     InputError: no such method, preset or option, a value out of range, or a
       name that spreads a budget over layers or heads too.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.get_method("streaming:sinks=8")
+    StreamingLLM(sinks=8, rerotate=False)
   """
   recipe = get_recipe(name)
   if recipe.allocation is not None:
@@ -128,6 +133,11 @@ def get_retrieval(name: str) -> Retrieval:
 
   Raises:
     InputError: no such method, preset or option, or a value out of range.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.get_retrieval("ctkvr:probes=8").probes
+    8
   """
   made: Retrieval = make_named(name.strip(), RETRIEVALS)
   return made
@@ -161,7 +171,8 @@ def get_plan(
       the schedule, the budget or the dtype.
 
   Example:
-    >>> plan = get_plan("keydiff", Retention(0.25))
+    >>> import kvjax
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Retention(0.25))
     >>> plan.method.anchor
     'mean_unit'
   """

@@ -17,6 +17,14 @@ class SparseAttention:
     retrieval: the method that selects the keys.
     budget: keys that each KV head retrieves per token, in addition to the
       resident tokens; a retention is a share of the prompt.
+
+  Example:
+    >>> import numpy as np
+    >>> import kvjax
+    >>> retrieval = kvjax.get_retrieval("quest")
+    >>> sparse = kvjax.SparseAttention(retrieval, kvjax.Tokens(64))
+    >>> sparse.num_keys(np.array([100, 50])).tolist()
+    [64, 50]
   """
 
   retrieval: Retrieval

@@ -47,6 +47,7 @@ def check_method(method: Method, *, exact: bool = True) -> None:
 
   Example:
     >>> import kvjax
+    >>> from kvjax.testing import check_method
     >>> check_method(kvjax.get_method("tova"))
   """
   checks.check_value(method, Method)

@@ -48,6 +48,7 @@ def check_retrieval(retrieval: Retrieval) -> None:
 
   Example:
     >>> import kvjax
+    >>> from kvjax.testing import check_retrieval
     >>> check_retrieval(kvjax.get_retrieval("flat"))
   """
   checks.check_value(retrieval, Retrieval)
