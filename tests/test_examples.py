@@ -38,12 +38,17 @@ def modules():
       yield importlib.import_module(module.name)
 
 
-def members(value):
-  """A function or a class, and what a class defines."""
-  yield value
-  if inspect.isclass(value):
-    for member in vars(value).values():
-      yield getattr(member, "__func__", member)
+def documented(module):
+  """Functions and classes of a module, and the methods of these, by name."""
+  for name, value in vars(module).items():
+    own = getattr(value, "__module__", None) == module.__name__
+    if not own or not (inspect.isclass(value) or inspect.isroutine(value)):
+      continue
+    yield f"{module.__name__}.{name}", value
+    for key, member in vars(value).items() if inspect.isclass(value) else ():
+      member = getattr(member, "__func__", member)
+      if inspect.isroutine(member) or isinstance(member, property):
+        yield f"{module.__name__}.{name}.{key}", member
 
 
 def examples():
@@ -55,13 +60,9 @@ def examples():
   finder = doctest.DocTestFinder(recurse=False)
   found = {}
   for module in modules():
-    for name, value in vars(module).items():
-      if getattr(value, "__module__", None) != module.__name__:
-        continue
-      for member in members(value):
-        if ">>>" in (getattr(member, "__doc__", None) or ""):
-          label = f"{module.__name__}.{name}"
-          (found[label],) = finder.find(member, label, module=False, globs={})
+    for name, value in documented(module):
+      if ">>>" in (value.__doc__ or ""):
+        (found[name],) = finder.find(value, name, module=False, globs={})
   return found
 
 

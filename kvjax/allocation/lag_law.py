@@ -65,7 +65,7 @@ class LagLaw(Allocation):
   def is_due(self, cache: LayerCache, budget: LayerBudget) -> Bool[Array, ""]:
     """Whether any row has a partition that a complete one follows."""
     del budget
-    return jnp.any(Partitions.of(cache, self.sinks, self.lag).whole > 1)
+    return jnp.any(Partitions.of(cache, self.sinks, self.lag).num_complete > 1)
 
   def check_recursive(self, budget: Budget) -> None:
     """Refuses a budget in tokens.

@@ -57,8 +57,8 @@ class Middle(Allocation):
     return np.full(sizes.layers, self._kept(budget, padded), np.int32)
 
   def _kept(self, budget: Budget, length: int) -> int:
-    whole = not isinstance(budget, Retention) or budget.share == 1
-    if not self.ends or whole:
+    full = not isinstance(budget, Retention) or budget.share == 1
+    if not self.ends or full:
       return budget.num_kept(length)
     return min(
       length, max(self.ends, budget.num_kept(max(length - self.ends, 0)))

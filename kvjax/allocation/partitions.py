@@ -19,14 +19,14 @@ class Partitions:
     index: index of each slot's token among the tokens of the head.
     count: number of tokens.
     start: index of the first token of the first complete partition.
-    whole: number of complete partitions; below 2 there is nothing to score.
+    num_complete: number of complete partitions; below 2, none is scored.
     lag: L.
   """
 
   index: Int[Array, "B K T"]
   count: Int[Array, "B K"]
   start: Int[Array, "B K"]
-  whole: Int[Array, "B K"]
+  num_complete: Int[Array, "B K"]
   lag: int = static()
 
   @classmethod
@@ -46,7 +46,7 @@ class Partitions:
       index=index,
       count=count,
       start=count - (total - begin),
-      whole=(total - begin) // lag,
+      num_complete=(total - begin) // lag,
       lag=lag,
     )
 
@@ -69,7 +69,7 @@ class Partitions:
   @property
   def fixed(self) -> Bool[Array, "B K T"]:
     """Mask of the sinks, earlier kept tokens, and the sliding window."""
-    window = self.start + jnp.maximum(self.whole - 1, 0) * self.lag
+    window = self.start + jnp.maximum(self.num_complete - 1, 0) * self.lag
     before = self.index < self.start[..., None]
     return before | (self.index >= window[..., None])
 

@@ -80,7 +80,7 @@ def run_layers(
     model: the functions.
     params: the weights.
     tokens: token ids.
-    positions: each token's place in its own row, -1 for padding.
+    positions: position of each token in its row, -1 for padding.
     states: of the layers.
     step: the attention.
     remat: recompute activations for the gradient.
@@ -177,7 +177,7 @@ def hidden_states(
     model: the functions.
     params: the weights.
     tokens: token ids.
-    positions: each token's place in its own row, -1 for padding.
+    positions: position of each token in its row, -1 for padding.
     states: one per layer.
     attend: the attention of every layer.
 

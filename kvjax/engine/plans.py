@@ -59,7 +59,7 @@ class Plan:
       self._check_allocation(self.allocation)
     if isinstance(self.budget, Calibrated):
       self._check_calibrated(self.budget)
-    elif not self.schedule.whole:
+    elif not self.schedule.is_whole_prompt:
       self._check_schedule()
     if self.sparse is not None:
       self._check_sparse(type(self.sparse.retrieval).__name__)
@@ -123,7 +123,7 @@ class Plan:
         "Heads compete by the scores of slots or the votes of an observation "
         f"window; {name} has neither."
       )
-    if not self.schedule.whole:
+    if not self.schedule.is_whole_prompt:
       raise InputError(
         f"{type(allocation).__name__} cannot spread a budget block by block or "
         "while decoding: it shares it out once, when the prompt is known."
@@ -140,7 +140,7 @@ class Plan:
 
   def _check_calibrated(self, budget: Calibrated) -> None:
     budget.calibration.check(self.label, self.per_query_head)
-    if not self.schedule.whole:
+    if not self.schedule.is_whole_prompt:
       raise InputError(
         "A calibrated retention is known when the whole prompt has been read; "
         f"it cannot work with {self.schedule}."
@@ -153,7 +153,7 @@ class Plan:
       )
 
   def _check_sparse(self, name: str) -> None:
-    if not self.schedule.whole:
+    if not self.schedule.is_whole_prompt:
       raise InputError(
         f"{name} indexes a whole prompt once; it cannot work with "
         f"{self.schedule}."

@@ -129,10 +129,12 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
   counts = plan.spread.counts(budget, lengths, sizes)
   totals = plan.spread.totals(budget, lengths, sizes)
   slots = plan.spread.capacities(budget, padded, sizes)
-  whole = (slots >= padded) & np.all(counts >= lengths, axis=1)
+  keeps_all = (slots >= padded) & np.all(counts >= lengths, axis=1)
   slots = _round_capacities(np.maximum(slots, counts.max(axis=1)))
   slots = np.minimum(slots, padded)
-  return _assign_layers(plan, prompts, geometry, counts, totals, (slots, whole))
+  return _assign_layers(
+    plan, prompts, geometry, counts, totals, (slots, keeps_all)
+  )
 
 
 def prepare_calibrated(
@@ -167,14 +169,14 @@ def prepare_calibrated(
     totals.append(row_plan.spread.totals(row_plan.fixed_budget, length, sizes))
   kept = np.concatenate(counts, axis=1)
   slots = [min(bucket(int(most)), padded) for most in kept.max(axis=1)]
-  whole = np.all(kept >= lengths, axis=1)
+  keeps_all = np.all(kept >= lengths, axis=1)
   return _assign_layers(
     dataclasses.replace(plan, budget=_UNUSED),
     prompts,
     geometry,
     kept,
     np.concatenate(totals, axis=1),
-    (np.array(slots), whole),
+    (np.array(slots), keeps_all),
   )
 
 
@@ -253,7 +255,7 @@ def max_span(
   With a method that renumbers tokens repeatedly, positions span at most the
   kept tokens and a block, and the length of a stream has no limit.
   """
-  if plan.schedule.whole or not plan.method.traits.renumbers:
+  if plan.schedule.is_whole_prompt or not plan.method.traits.renumbers:
     return lengths
   counts = plan.spread.counts(plan.fixed_budget, lengths, Sizes((1,)))[0]
   return np.minimum(lengths, counts + block)
@@ -310,7 +312,7 @@ def _assign_layers(
     uncompressed = (lengths, lengths * kv_heads(plan, spec), padded, True)
     share = next(shares) if spec.compressible else uncompressed
     layers.append(share if chosen else uncompressed)
-  kept, totals_by_layer, slots, whole = zip(*layers, strict=True)
+  kept, totals_by_layer, slots, keeps_all = zip(*layers, strict=True)
   sparse = plan.sparse
   return PreparedPlan(
     np.array(kept, np.int32),
@@ -318,7 +320,7 @@ def _assign_layers(
     None if sparse is None else sparse.num_keys(lengths),
     plan,
     tuple(int(n) for n in slots),
-    tuple(bool(w) for w in whole),
+    tuple(bool(w) for w in keeps_all),
     compressed,
     0 if sparse is None else sparse.max_keys(padded, lengths),
   )

@@ -137,9 +137,9 @@ class LagKV(Method):
     """Number of tokens to keep of each partition."""
     if isinstance(budget.budget, Retention):
       return jnp.full_like(
-        parts.whole, LagLaw(self.sinks, self.lag).share(budget.budget, 0)
+        parts.num_complete, LagLaw(self.sinks, self.lag).share(budget.budget, 0)
       )
-    scored = parts.whole - 1
+    scored = parts.num_complete - 1
     spare = budget.per_head - (parts.count - scored * self.lag)
     return spare // jnp.maximum(scored, 1)
 
@@ -175,7 +175,7 @@ class LagKV(Method):
     """
     if not self.cross_scoring:
       scores = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1)
-    short = (parts.whole < 2)[..., None]
+    short = (parts.num_complete < 2)[..., None]
     spread = parts.spread(scores).astype(jnp.float32)
     return top_slots(
       jnp.where(short, parts.index.astype(jnp.float32), spread),

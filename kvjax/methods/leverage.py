@@ -96,10 +96,10 @@ def _row_leverage(
 ) -> tuple[Float[Array, "*B S"], Float[Array, "*B"]]:
   """Squared row norms of a basis of the rows, and their relative rounding."""
   basis, triangle = jnp.linalg.qr(rows)
-  left, values, _ = jnp.linalg.svd(triangle, full_matrices=False)
+  vectors, values, _ = jnp.linalg.svd(triangle, full_matrices=False)
   real = values > _noise(values)
-  left = jnp.where(real[..., None, :], left, 0.0)
-  basis = jnp.matmul(basis, left, precision="highest")
+  vectors = jnp.where(real[..., None, :], vectors, 0.0)
+  basis = jnp.matmul(basis, vectors, precision="highest")
   return jnp.sum(basis * basis, axis=-1), _rounding(values)
 
 

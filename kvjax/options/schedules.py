@@ -44,7 +44,7 @@ class Schedule:
       raise InputError("first is the size of the first block; give block too.")
 
   @property
-  def whole(self) -> bool:
+  def is_whole_prompt(self) -> bool:
     """Whether there is only one compression, after the whole prompt."""
     return self.block is None and self.every is None
 

@@ -92,8 +92,8 @@ def _option_names(part: Any) -> list[str]:
 
 
 def _all_options(made: Any) -> list[str]:
-  found = [name for _, part in _parts(made) for name in _option_names(part)]
-  return list(dict.fromkeys(found))
+  names = [name for _, part in _parts(made) for name in _option_names(part)]
+  return list(dict.fromkeys(names))
 
 
 def _find(made: Any, name: str) -> _Path | None:

@@ -150,16 +150,16 @@ def load_plugins() -> None:
   for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
     package = point.dist.name if point.dist else "a package"
     try:
-      found = point.load()
+      loaded = point.load()
     except Exception as error:
       raise InputError(
         f"The method {point.name!r} of {package} cannot be imported ({error}); "
         "mend or uninstall that package."
       ) from error
-    if isinstance(found, type):
-      register(point.name, found)
+    if isinstance(loaded, type):
+      register(point.name, loaded)
     else:
-      found()
+      loaded()
 
 
 def recipe_of(made: Method | Recipe) -> Recipe:

@@ -111,7 +111,7 @@ _choose_later_compiled = jax.jit(_choose_later, static_argnums=0)
 def _check_evaluation(subject: Subject) -> None:
   """Refuses failures to compile, undeclared activations and wrong scores."""
   try:
-    found = _trace(subject, subject.traits.activations)
+    scores_f32 = _trace(subject, subject.traits.activations)
   except Exception as error:
     _explain_missing(subject, error)
     raise InputError(
@@ -123,7 +123,7 @@ def _check_evaluation(subject: Subject) -> None:
     return
   shape = (len(subject.lengths), checks.KV_HEADS, subject.padded)
   for scores in (
-    found,
+    scores_f32,
     _trace(subject, subject.traits.activations, "bfloat16"),
   ):
     require(

@@ -114,7 +114,7 @@ def _check_retrieval(retrieval: Retrieval, layer: int) -> None:
     activations: Activations,
     queries: Activations,
     lengths: Sequence[int],
-    spoil: bool = False,
+    poison: bool = False,
   ) -> tuple[SparseLayer, list[list[list[int]]]]:
     row_lengths = jnp.asarray(lengths, jnp.int32)
     with explain(f"{name} fails to index a prompt"):
@@ -124,17 +124,17 @@ def _check_retrieval(retrieval: Retrieval, layer: int) -> None:
       f"{name} leaves nothing to look up in {max(lengths)} tokens; check it "
       "with fewer sinks and local tokens.",
     )
-    if spoil:
+    if poison:
       cache = poison_layer(cache)
     with explain(f"{name} fails to look up"):
       result = retrieve_compiled(cache, queries.queries[:, :, 0], row_lengths)
     _check_index(name, result)
     return cache, _check_slots(name, cache, result)
 
-  cache, found = run(one, other, lengths)
-  _, spoiled = run(one, other, lengths, spoil=True)
+  cache, slots = run(one, other, lengths)
+  _, poisoned = run(one, other, lengths, poison=True)
   require(
-    found == spoiled,
+    slots == poisoned,
     f"What empty slots hold must not change what {name} looks up; NaN does: "
     "mask by store.valid.",
   )
@@ -143,23 +143,23 @@ def _check_retrieval(retrieval: Retrieval, layer: int) -> None:
   swapped_queries = checks.rows_of([(other, row) for row in (2, 1, 0)], padded)
   _, swapped_slots = run(swapped, swapped_queries, lengths[::-1])
   require(
-    swapped_slots[0] == found[2] and swapped_slots[2] == found[0],
+    swapped_slots[0] == slots[2] and swapped_slots[2] == slots[0],
     f"What {name} looks up for a row must not depend on its batch mates nor on "
     "its place among them; it does.",
   )
   short = lengths[1]
   alone = checks.rows_of([(one, 1)], short + 3)
-  swapped_queries = checks.rows_of([(other, 1)], short + 3)
-  _, single = run(alone, swapped_queries, [short])
+  alone_queries = checks.rows_of([(other, 1)], short + 3)
+  _, single = run(alone, alone_queries, [short])
   require(
-    single[0] == found[1],
+    single[0] == slots[1],
     f"What {name} looks up for a row must not depend on its padding; it does.",
   )
   eager = _retrieve(
     cache, other.queries[:, :, 0], jnp.asarray(lengths, jnp.int32)
   )
   require(
-    _check_slots(name, cache, eager) == found,
+    _check_slots(name, cache, eager) == slots,
     f"{name} must look up the same compiled or not; it does not.",
   )
 
