@@ -6,7 +6,7 @@ kind share these programs, and so do sweeps with common methods or plans.
 """
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,12 @@ from kvjax.cache.cache import Cache
 from kvjax.calibration.record import Calibrated
 from kvjax.engine.blocks import prefill_blocks
 from kvjax.engine.building import CacheBuilder
-from kvjax.engine.compress import Evaluated, Evaluation, evaluate_layer
+from kvjax.engine.evaluate import (
+  Evaluations,
+  evaluate_all,
+  find_evaluated,
+  list_evaluations,
+)
 from kvjax.engine.forward import (
   attach_spec,
   attend_to_prompt,
@@ -30,20 +35,14 @@ from kvjax.engine.forward import (
 from kvjax.engine.likelihood import prompt_nll
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import (
-  PreparedPlan,
-  compressed_layers,
   max_span,
   prepare,
   prepare_calibrated,
 )
 from kvjax.engine.rerotation import check_rotary
 from kvjax.errors import InputError
-from kvjax.model import Geometry, LayerSpec, Model, check_context
+from kvjax.model import LayerSpec, Model, check_context
 from kvjax.prompts import Prompts
-
-# Results of the evaluations of a layer, with the number of the layer that was
-# evaluated.
-_Evaluations = Mapping[Evaluation, tuple[int, Evaluated]]
 
 
 def prefill(
@@ -195,8 +194,8 @@ def _sweep(
   positions = _positions(lengths, tokens.shape[1])
   hidden, shared = _embed(model, params, tokens, positions)
   weights, optional = layer_stacks(model, params), _optional_activations(plans)
-  deferred: list[tuple[int, Activations, _Evaluations]] = []
-  evaluations: _Evaluations = {}
+  deferred: list[tuple[int, Activations, Evaluations]] = []
+  evaluations: Evaluations = {}
   for layer, spec in enumerate(geometry.layers):
     hidden, activations = _forward_layer(
       weights[spec.weights],
@@ -209,11 +208,11 @@ def _sweep(
     )
     if activations is None:
       continue
-    requests = _list_evaluations(layer, plans, prepared, geometry)
-    evaluations = _evaluate(layer, activations, requests, evaluations)
+    requests = list_evaluations(layer, plans, prepared, geometry)
+    evaluations = evaluate_all(layer, activations, requests, evaluations)
     for plan, builder in zip(plans, builders, strict=True):
       if builder is not None:
-        builder.keep(layer, activations, _find_evaluated(plan, evaluations))
+        builder.keep(layer, activations, find_evaluated(plan, evaluations))
     _wait_for(hidden)
     if None in prepared:
       # Scores are computed, so optional activations are no longer needed.
@@ -239,7 +238,7 @@ def _sweep(
       builder = builders[index]
       assert builder is not None
       builder.keep(
-        layer, activations, _find_evaluated(plans[index], evaluations)
+        layer, activations, find_evaluated(plans[index], evaluations)
       )
   caches = tuple(builder.cache(lengths) for builder in builders if builder)
   return Measured(caches, logits, nll, retentions)
@@ -258,54 +257,6 @@ def _wait_for(hidden: Float[Array, "B S E"]) -> None:
 def _optional_activations(plans: Sequence[Plan]) -> frozenset[str]:
   """Returns the optional activations that any plan depends on."""
   return frozenset[str]().union(*(plan.activations for plan in plans))
-
-
-def _list_evaluations(
-  layer: int,
-  plans: Sequence[Plan],
-  prepared: Sequence[PreparedPlan | None],
-  geometry: Geometry,
-) -> Mapping[Evaluation, bool]:
-  """Lists the evaluations of a layer, and whether each needs scores."""
-  requests: dict[Evaluation, bool] = {}
-  for plan, ready in zip(plans, prepared, strict=True):
-    evaluation = Evaluation.of(plan)
-    chosen = compressed_layers(plan, geometry)[layer]
-    scored = chosen and (ready is None or not ready.keeps_all[layer])
-    if scored or evaluation.recursive:
-      requests[evaluation] = requests.get(evaluation, False) or scored
-  return requests
-
-
-def _evaluate(
-  layer: int,
-  activations: Activations,
-  requests: Mapping[Evaluation, bool],
-  previous: _Evaluations,
-) -> _Evaluations:
-  """Evaluates a layer, or reuses the evaluation of the layer it copies."""
-  evaluations = {}
-  for evaluation, scored in requests.items():
-    traits = evaluation.method.traits
-    source = traits.source_layer(layer)
-    if evaluation in previous and previous[evaluation][0] == source:
-      evaluations[evaluation] = previous[evaluation]
-      continue
-    evaluations[evaluation] = (
-      source,
-      evaluate_layer(
-        evaluation,
-        np.int32(layer),
-        activations.only(traits.activations),
-        scored=scored,
-      ),
-    )
-  return evaluations
-
-
-def _find_evaluated(plan: Plan, evaluations: _Evaluations) -> Evaluated | None:
-  """Returns the evaluation by a plan's method, if there is one."""
-  return evaluations.get(Evaluation.of(plan), (0, None))[1]
 
 
 @functools.partial(jax.jit, static_argnames=("length",))
