@@ -99,10 +99,10 @@ def decode(
   cache: Cache,
   logits: Float[Array, "B V"],
   decoding: Decoding,
-  run: DecodingInputs,
+  inputs: DecodingInputs,
 ) -> tuple[DecodedTokens, Cache]:
   """Decodes until every row has ended; the cache must have room."""
-  seeds, listener, limits = run.seeds, run.listener, run.limits
+  seeds, listener, limits = inputs.seeds, inputs.listener, inputs.limits
   rows = seeds.shape[0]
   # Tokens between evictions; all tokens if there are none.
   every = (limits.plan.schedule.every if limits else None) or (

@@ -163,10 +163,10 @@ def _generate(
   if keep:
     check_room(cache, limits, width, decoding)
   with listening(on_token) as listener:
-    run = DecodingInputs(_seeds(seeds, cache), listener, limits)
+    inputs = DecodingInputs(_seeds(seeds, cache), listener, limits)
     program = _generate_and_keep if keep else _generate_and_discard
     tokens, new_cache = program(
-      model, params, cache, logits, feeds, run, decoding=decoding
+      model, params, cache, logits, feeds, inputs, decoding=decoding
     )
   return Generated(tokens.tokens, tokens.lengths, new_cache)
 
@@ -304,13 +304,13 @@ def _generate_and_discard(
   cache: Cache,
   logits: Float[Array, "B V"] | None,
   feeds: _Feeds | None,
-  run: DecodingInputs,
+  inputs: DecodingInputs,
   *,
   decoding: Decoding,
 ) -> tuple[DecodedTokens, None]:
   width = 0 if feeds is None else feeds[0].shape[1]
-  cache = grow_for(cache, run.limits, width, decoding)
-  return _run(model, params, cache, logits, feeds, run, decoding)[0], None
+  cache = grow_for(cache, inputs.limits, width, decoding)
+  return _run(model, params, cache, logits, feeds, inputs, decoding)[0], None
 
 
 @functools.partial(
@@ -322,11 +322,11 @@ def _generate_and_keep(
   cache: Cache,
   logits: Float[Array, "B V"] | None,
   feeds: _Feeds | None,
-  run: DecodingInputs,
+  inputs: DecodingInputs,
   *,
   decoding: Decoding,
 ) -> tuple[DecodedTokens, Cache]:
-  return _run(model, params, cache, logits, feeds, run, decoding)
+  return _run(model, params, cache, logits, feeds, inputs, decoding)
 
 
 def _run(
@@ -335,13 +335,13 @@ def _run(
   cache: Cache,
   logits: Float[Array, "B V"] | None,
   feeds: _Feeds | None,
-  run: DecodingInputs,
+  inputs: DecodingInputs,
   decoding: Decoding,
 ) -> tuple[DecodedTokens, Cache]:
   """Feeds the prompts, evicts if due, and decodes."""
   if feeds is not None:
-    logits, cache = feed(model, params, cache, *feeds, run.limits)
-    if run.limits is not None:
-      cache = evict_all(model, run.limits, cache)
+    logits, cache = feed(model, params, cache, *feeds, inputs.limits)
+    if inputs.limits is not None:
+      cache = evict_all(model, inputs.limits, cache)
   assert logits is not None
-  return decode(model, params, cache, logits, decoding, run)
+  return decode(model, params, cache, logits, decoding, inputs)
