@@ -258,8 +258,8 @@ def test_prompts_of_one_bucket_share_a_program():
       compress.evaluate_layer,
       compress.select_layer,
       compress.keep_layer,
-      compress.keep_alone,
-      generating._answer,
+      compress.keep_single,
+      generating._generate_and_discard,
     ]
     return [program._cache_size() for program in programs]
 
@@ -298,9 +298,9 @@ def test_another_listener_needs_no_other_program(full):
     return len(list(kvjax.stream(MODEL, PARAMS, cache, prompts, decoding)))
 
   assert listen() == 5
-  programs = generating._answer._cache_size()
+  programs = generating._generate_and_discard._cache_size()
   assert listen() == 5
-  assert generating._answer._cache_size() == programs
+  assert generating._generate_and_discard._cache_size() == programs
 
 
 @pytest.mark.parametrize("padded", [61, 96])
