@@ -155,7 +155,7 @@ class _TokenCounts(NamedTuple):
   @classmethod
   def of(cls, cache: kvjax.Cache) -> "_TokenCounts":
     tokens, kept, read = jax.device_get(
-      (cache.next_positions, cache.lengths, cache.reads)
+      (cache.next_positions, cache.lengths, cache.num_attended)
     )
     kept, read = (
       np.mean(counts, axis=(0, 2), dtype=np.float64) for counts in (kept, read)
@@ -331,7 +331,7 @@ def _questions(
 ) -> kvjax.Prompts:
   """Pads the questions and repeats them for each row of the cache."""
   questions = kvjax.Prompts.of([p.question for p in prompts], shape.question)
-  return questions.repeated(cache.next_positions.shape[0] // len(prompts))
+  return questions.repeat(cache.next_positions.shape[0] // len(prompts))
 
 
 def _with_capacity(
@@ -347,7 +347,7 @@ def _with_capacity(
   # A retention budget grows with the conversation.
   padded = bucket(shape.context + all_turns)
   kept = plan.spread.capacity_between(plan.fixed_budget, padded)
-  return cache.grown([kept + per_turn] * len(cache.stacks))
+  return cache.grow([kept + per_turn] * len(cache.stacks))
 
 
 def groups(caches: Sequence[kvjax.Cache]) -> list[list[int]]:

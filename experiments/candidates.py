@@ -45,7 +45,7 @@ class Candidate:
     plan = self.plan
     if isinstance(plan.budget, kvjax.Calibrated):
       line = plan.budget.calibration
-      quality = line.asked(plan.budget.tau)
+      quality = line.curve_target(plan.budget.tau)
       return (
         f"{plan.label}, kc = {line.alpha:g} NLL + {line.beta:g} at {quality:g}"
       )
@@ -73,7 +73,7 @@ class Candidate:
     assert not isinstance(budget, kvjax.Calibrated)
     if isinstance(budget, kvjax.Retention):
       return budget.share
-    return budget.kept(context_tokens) / context_tokens
+    return budget.num_kept(context_tokens) / context_tokens
 
 
 def candidates(

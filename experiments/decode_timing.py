@@ -82,7 +82,7 @@ def measure(
     Decoded(
       candidate,
       result.cache.nbytes,
-      float(np.mean(result.cache.reads)),
+      float(np.mean(result.cache.num_attended)),
       tree_bytes(lm.params) + _read_bytes(lm, result.cache),
       [each / tokens for each in times],
     )
@@ -124,4 +124,4 @@ def _read_bytes(lm: Pretrained, cache: kvjax.Cache) -> float:
   dtype = jax.tree.leaves(lm.params)[0].dtype
   layer = lm.config.geometry.layers[0]
   each = (layer.key_dim + layer.value_width) * dtype.itemsize
-  return float(np.sum(cache.reads)) * each
+  return float(np.sum(cache.num_attended)) * each

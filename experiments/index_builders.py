@@ -17,8 +17,8 @@ from kvjax.retrieval import (
   ClusterKV,
   CTkvr,
   Flat,
+  KeyBudget,
   Prompt,
-  Reads,
   Retrieval,
   Store,
 )
@@ -41,13 +41,13 @@ class Workload:
 
   Attributes:
     prompt: the prompt, with axes of size 1 for row and KV head.
-    reads: number of keys that a token retrieves, likewise.
+    key_budget: number of keys that a token retrieves, likewise.
     queries: queries of the tokens after the prompt. The prompt's last queries
       are CTkvr's centroids, so they would match themselves.
   """
 
   prompt: Prompt
-  reads: Reads
+  key_budget: KeyBudget
   queries: Float[Array, "J G D"]
 
   @property
@@ -125,7 +125,7 @@ def draw(
   count = jnp.full((1, 1), retrieval.reads, jnp.int32)
   return Workload(
     Prompt(head, lookup, number, 0, start, end),
-    Reads(count, retrieval.reads),
+    KeyBudget(count, retrieval.reads),
     jnp.swapaxes(queries[:, length:], 0, 1),
   )
 
@@ -146,7 +146,7 @@ def builders(
   recalled = retrieval.probes * int(retrieval.list_ratio * retrieval.reads)
   part = min(max(recalled // group, 1), len(keys))
   lists = jax.eval_shape(
-    functools.partial(_index, retrieval), workload.prompt, workload.reads
+    functools.partial(_index, retrieval), workload.prompt, workload.key_budget
   )
   centroids = lists.slots.shape[-2]
   clusterkv = ClusterKV(clusters=centroids)
@@ -189,7 +189,9 @@ def recall(
   """
   store = workload.store
   size = store.valid.shape[0]
-  reads = Reads(workload.reads.count[0, 0], workload.reads.most)
+  key_budget = KeyBudget(
+    workload.key_budget.num_keys[0, 0], workload.key_budget.max_keys
+  )
 
   def of_token(
     queries: Float[Array, "G D"], slots: Int[Array, " X"]
@@ -197,8 +199,8 @@ def recall(
     place = jnp.where(slots >= 0, slots, size)
     is_candidate = jnp.zeros(size + 1, bool).at[place].set(True)[:size]
     known = Store(store.keys, store.valid & is_candidate)
-    exact, _ = Flat().retrieve(None, queries, store, reads)
-    retrieved, _ = Flat().retrieve(None, queries, known, reads)
+    exact, _ = Flat().retrieve(None, queries, store, key_budget)
+    retrieved, _ = Flat().retrieve(None, queries, known, key_budget)
     hits = jnp.isin(exact.slots, retrieved.slots)
     return jnp.mean(hits.astype(jnp.float32))
 
@@ -217,19 +219,21 @@ def _around(
   return means[topics] + np.float32(SPREAD) * noise
 
 
-def _index(retrieval: Retrieval, prompt: Prompt, reads: Reads) -> PyTree[Array]:
+def _index(
+  retrieval: Retrieval, prompt: Prompt, key_budget: KeyBudget
+) -> PyTree[Array]:
   """Builds an index over rows and KV heads, like a cache layer."""
   with jax.default_matmul_precision("highest"):
-    return jax.vmap(jax.vmap(retrieval.index))(prompt, reads)
+    return jax.vmap(jax.vmap(retrieval.index))(prompt, key_budget)
 
 
 def _compiled(
   retrieval: Retrieval, workload: Workload
 ) -> Callable[[], PyTree[Array]]:
-  prompt, reads = workload.prompt, workload.reads
-  build = jax.jit(_index, static_argnums=0).lower(retrieval, prompt, reads)
+  prompt, key_budget = workload.prompt, workload.key_budget
+  build = jax.jit(_index, static_argnums=0).lower(retrieval, prompt, key_budget)
   run = build.compile()
-  return lambda: jax.block_until_ready(run(prompt, reads))
+  return lambda: jax.block_until_ready(run(prompt, key_budget))
 
 
 def _ivf(
@@ -275,9 +279,9 @@ def _retrieve(
   workload: Workload, retrieval: Retrieval, index: PyTree[Array], most: int
 ) -> Int[Array, "J X"]:
   """Retrieves keys by a retrieval method for each token, `most` per list."""
-  reads = Reads(jnp.asarray(most, jnp.int32), most)
+  key_budget = KeyBudget(jnp.asarray(most, jnp.int32), most)
   result, _ = jax.vmap(retrieval.retrieve, (None, 0, None, None))(
-    index, workload.queries, workload.store, reads
+    index, workload.queries, workload.store, key_budget
   )
   return result.slots.reshape(len(workload.queries), -1)
 
@@ -286,5 +290,5 @@ def _search(workload: Workload, index: Any) -> Int[Array, "J X"]:
   """Retrieves keys by a faiss index for all heads of each token."""
   tokens, group, head_dim = workload.queries.shape
   queries = np.asarray(workload.queries).reshape(tokens * group, head_dim)
-  _, slots = index.search(queries, workload.reads.most)
+  _, slots = index.search(queries, workload.key_budget.max_keys)
   return jnp.asarray(slots.reshape(tokens, -1), jnp.int32)

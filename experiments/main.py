@@ -13,7 +13,7 @@ import pathlib
 import runpy
 import sys
 
-from kvjax.registry.naming import near
+from kvjax.registry.naming import suggest
 
 PROGRAMS = (
   "compare",
@@ -46,8 +46,8 @@ def main() -> None:
     runpy.run_module(_module(name), run_name="__main__", alter_sys=True)
   else:
     print(
-      f"There is no program {name!r}{near(name, PROGRAMS)}; kvjax alone lists "
-      "them.",
+      f"There is no program {name!r}{suggest(name, PROGRAMS)}; kvjax alone "
+      "lists them.",
       file=sys.stderr,
     )
     sys.exit(_WRONG_INPUT)

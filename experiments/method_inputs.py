@@ -104,7 +104,7 @@ def chosen() -> tuple[Candidate, ...]:
 
 def _names() -> list[str]:
   names: list[str] = _METHODS.value
-  if _METHODS.present or schedule().whole:
+  if _METHODS.present or schedule().is_whole_prompt:
     return names
   return [name for name in names if _supports_repeated_eviction(name)]
 

@@ -90,7 +90,7 @@ def _decode(
   steps: int,
 ) -> tuple[list[tuple[Quality, ...]], list[Float[Array, ""]]]:
   full, *sparse = [
-    cache.grown([s.capacity and s.capacity + steps for s in cache.stacks])
+    cache.grow([s.capacity and s.capacity + steps for s in cache.stacks])
     for cache in caches
   ]
   zero = jnp.zeros(())
@@ -173,10 +173,10 @@ def _retrieved(
   layer: SparseLayer, activations: Activations
 ) -> Bool[Array, "B K F"]:
   """Computes the mask of stored slots that any head of a group retrieves."""
-  _, result = layer.retrieved(
+  _, result = layer.retrieve(
     layer.index, activations.queries[:, :, 0], activations.positions[:, 0]
   )
-  slots = result.read_slots
+  slots = result.visible_slots
   batch, kv_heads = slots.shape[:2]
   capacity = layer.stored.capacity
 

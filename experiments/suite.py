@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvjax.errors import InputError
 from kvjax.experiments.tasks import needles, passkey, prose
 from kvjax.experiments.tasks.sample import Sample
-from kvjax.registry.naming import near
+from kvjax.registry.naming import suggest
 
 # RULER's needle tasks in prose: one needle, four keys, four values, four
 # questions at once.
@@ -39,7 +39,7 @@ def check_tasks(names: Sequence[str], tasks: Sequence[str] = TASKS) -> None:
   for name in names:
     if name not in tasks:
       raise InputError(
-        f"There is no task {name!r}{near(name, tasks)}; the tasks are "
+        f"There is no task {name!r}{suggest(name, tasks)}; the tasks are "
         f"{', '.join(tasks)}."
       )
 

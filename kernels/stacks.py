@@ -21,7 +21,7 @@ def as_stack(tree: PyTree, layer: Layer) -> tuple[PyTree, Int[Array, ""]]:
 
 
 def index_stack(tree: PyTree, layer: Int[Array, ""]) -> PyTree:
-  """Returns the arrays of a layer; XLA fuses the slices into their readers."""
+  """Slices one layer out of stacks; XLA fuses the slices into their readers."""
 
   def index(x: Shaped[Array, "L *B"]) -> Shaped[Array, "*B"]:
     if x.shape[0] == 1:

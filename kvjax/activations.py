@@ -1,4 +1,4 @@
-"""What a layer projects of a block of tokens."""
+"""The projections of a block of tokens in one layer."""
 
 import dataclasses
 from collections.abc import Collection
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.struct import static, struct
 
-# What a method may ask for besides queries, keys and values.
+# Activations that a method can request besides queries, keys and values.
 Optional = Literal[
   "keys_unrotated", "queries_unrotated", "inputs", "output_projection"
 ]
@@ -26,19 +26,19 @@ OPTIONAL: tuple[Optional, ...] = (
 class Activations:
   """Projections of a block of S tokens in one layer, as attention uses them.
 
-  The engine keeps those of `OPTIONAL` only where a method's traits ask for
-  them (`Traits.reads`); elsewhere they are None, and nothing is computed.
+  The engine keeps those of `OPTIONAL` only if the method's traits request them
+  (`Traits.activations`). Otherwise they are None and are not computed.
 
   Attributes:
     queries: rotated queries; query head j reads KV head j // G.
     keys: rotated keys, as the cache stores them.
     values: values.
-    positions: each token's place in its own row; -1 marks padding.
-    keys_unrotated: keys before RoPE, after the model's own key norm if any.
-    queries_unrotated: queries before RoPE, likewise.
-    inputs: the layer's normed input, which all projections read.
+    positions: position of each token in its row; -1 for padding.
+    keys_unrotated: keys before RoPE, after the model's key norm if any.
+    queries_unrotated: queries before RoPE, after the model's query norm if any.
+    inputs: the layer's normalized input, which all projections read.
     output_projection: W_O, from each head's attention output to the residual.
-    sinks: a logit per query head that joins the softmax's denominator.
+    sinks: a logit per query head that is added to the softmax's denominator.
     attention: window, scale and softcap of the layer; set by the engine.
   """
 
@@ -53,13 +53,13 @@ class Activations:
   sinks: Float[Array, " N"] | None = None
   attention: AttentionOptions = static(default=PLAIN)
 
-  def only(self, reads: Collection[str]) -> "Activations":
-    """The same with those of `OPTIONAL` alone that are named."""
-    dropped: dict[str, Any] = dict.fromkeys({*OPTIONAL} - {*reads})
+  def only(self, names: Collection[str]) -> "Activations":
+    """Drops the activations of `OPTIONAL` that are not named."""
+    dropped: dict[str, Any] = dict.fromkeys({*OPTIONAL} - {*names})
     return dataclasses.replace(self, **dropped)
 
   def with_kv_heads(self, count: int) -> "Activations":
-    """Keys and values repeated for `count` heads, each for fewer queries."""
+    """Repeats keys and values for `count` KV heads."""
     times = count // self.keys.shape[1]
     if times == 1:
       return self

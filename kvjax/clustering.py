@@ -1,4 +1,4 @@
-"""Prototypes of keys and the clusters that gather around them."""
+"""Clustering of keys: prototypes, hashes and K-means."""
 
 from typing import Literal
 
@@ -15,12 +15,12 @@ _Fit = tuple[Array, Array, Array, tuple[Array, Array]]
 
 _TILE = 1024
 _EPSILON = 1e-6
-# Mean cosines that differ by less than this share of the largest are equal.
+# Mean cosines that differ by less than this share of the largest are ties.
 _ROUNDING = 1e-5
 
 
 def unit(x: Float[Array, "*A D"]) -> Float[Array, "*A D"]:
-  """Rows of length 1; zero rows stay zero."""
+  """Scales rows to length 1; zero rows stay zero."""
   length = jnp.linalg.norm(x, axis=-1, keepdims=True)
   return x / jnp.where(length > 0, length, 1.0)
 
@@ -31,27 +31,26 @@ def deviation(
   reach: int,
   include_self: bool,
 ) -> Float[Array, " T"]:
-  """How little a key resembles its neighbors, standardized over the prefix.
+  """Computes the dissimilarity of keys to their neighbors.
 
-  The mean cosine with the keys at most `reach` places away, which at the
-  borders are fewer, negated and scaled to zero mean and unit variance; 0 where
-  no more than rounding sets it apart from the mean.
+  It is the negative mean cosine with the keys at most `reach` places away,
+  standardized over the prefix. Deviations that may be rounding are set to 0.
   """
   units = unit(jnp.where(prefix[:, None], keys, 0.0))
   total = jnp.sum(units * units, axis=1) if include_self else 0.0
   count = prefix.astype(jnp.float32) if include_self else 0.0
   for offset in range(1, min(reach, len(keys) - 1) + 1):
     cosine = jnp.sum(units[offset:] * units[:-offset], axis=1)
-    both = (prefix[offset:] & prefix[:-offset]).astype(jnp.float32)
+    pairs = (prefix[offset:] & prefix[:-offset]).astype(jnp.float32)
     after, before = (0, offset), (offset, 0)
     total = total + jnp.pad(cosine, after) + jnp.pad(cosine, before)
-    count = count + jnp.pad(both, after) + jnp.pad(both, before)
+    count = count + jnp.pad(pairs, after) + jnp.pad(pairs, before)
   likeness = total / jnp.maximum(count, 1.0)
   size = jnp.maximum(jnp.sum(prefix.astype(jnp.float32)), 1.0)
   mean = jnp.sum(jnp.where(prefix, likeness, 0.0)) / size
   centered = jnp.where(prefix, likeness - mean, 0.0)
-  # Where all keys are alike only rounding tells them apart. It must not choose
-  # the anchors: with none of it all are equal, and the first come first.
+  # If all keys are equal, they differ by rounding only, which must not choose
+  # the anchors. Without it, ties prefer the first keys.
   noise = _ROUNDING * jnp.max(jnp.abs(likeness), where=prefix, initial=0.0)
   centered = jnp.where(jnp.abs(centered) <= noise, 0.0, centered)
   spread = jnp.sqrt(jnp.sum(centered * centered) / size)
@@ -67,18 +66,18 @@ def buckets(
   kind: Hash,
   sigma: Sigma,
 ) -> Int[Array, " T"]:
-  """Locality-sensitive hash of every key to `2**bits` buckets.
+  """Hashes every key to one of `2**bits` buckets, locality-sensitively.
 
-  Random Fourier features with the bandwidth sigma, or random hyperplanes; a
-  bit says on which side of zero a feature lies, the first being the highest.
+  It uses random Fourier features with bandwidth sigma, or random hyperplanes. A
+  bit is the sign of a feature; the first feature is the highest bit.
 
   Args:
     keys: float32 keys.
-    candidates: slots among which the median distance is taken.
-    valid: which of them count.
-    rng: of the directions and phases.
+    candidates: slots for the median distance.
+    valid: mask of the candidates that count.
+    rng: random key for directions and phases.
     bits: r.
-    kind: of the hash.
+    kind: kind of the hash.
     sigma: bandwidth: median distance of the candidates, sqrt(D) or 1.
   """
   dim = keys.shape[1]
@@ -103,42 +102,42 @@ def buckets(
 def _median_distance(
   points: Float[Array, "p D"], valid: Bool[Array, " p"]
 ) -> Float[Array, ""]:
-  """Median distance of all pairs; 1 where there is none or it is 0."""
-  apart = jnp.linalg.norm(points[:, None] - points[None], axis=-1)
+  """Median distance of all pairs; 1 if there is none or it is 0."""
+  distances = jnp.linalg.norm(points[:, None] - points[None], axis=-1)
   pairs = jnp.triu(valid[:, None] & valid[None], 1)
-  median = jnp.nanmedian(jnp.where(pairs, apart, jnp.nan))
+  median = jnp.nanmedian(jnp.where(pairs, distances, jnp.nan))
   return jnp.where(jnp.isfinite(median) & (median > 0), median, 1.0)
 
 
 def chunks(
-  members: Bool[Array, " T"], wanted: Int[Array, ""], split: Split
+  members: Bool[Array, " T"], num_chunks: Int[Array, ""], split: Split
 ) -> Int[Array, " T"]:
-  """Cuts the members, in order, into `wanted` contiguous chunks.
+  """Splits the members, in order, into `num_chunks` contiguous chunks.
 
-  "balanced" sizes differ by at most one; "ceil_len" chunks are all of the
-  rounded-up mean size but for the last. Others than members get -1.
+  "balanced" sizes differ by at most one. "ceil_len" chunks have the rounded-up
+  mean size, except for the last. Slots that are not members get -1.
   """
   rank = jnp.cumsum(members.astype(jnp.int32)) - 1
   size = jnp.maximum(jnp.sum(members.astype(jnp.int32)), 1)
-  wanted = jnp.maximum(wanted, 1)
+  num_chunks = jnp.maximum(num_chunks, 1)
   if split == "balanced":
-    # rank * wanted / size without overflowing 32 bits.
-    quotient, rest = wanted // size, wanted % size
-    chunk = rank * quotient + rank * rest // size
+    # rank * num_chunks / size without overflowing 32 bits.
+    quotient, remainder = num_chunks // size, num_chunks % size
+    chunk = rank * quotient + rank * remainder // size
   else:
-    chunk = rank // -(-size // wanted)
+    chunk = rank // -(-size // num_chunks)
   return jnp.where(members, chunk, -1)
 
 
 def prototypes(
   keys: Float[Array, "T D"], groups: Int[Array, " T"], count: int
 ) -> tuple[Float[Array, "P D"], Bool[Array, " P"]]:
-  """The direction of each group's summed raw keys, and which groups exist.
+  """Computes the direction of each group's sum of keys, and which exist.
 
   Args:
     keys: float32 keys.
-    groups: prototype of every key, -1 for none.
-    count: P.
+    groups: group of every key, -1 for none.
+    count: P, number of groups.
   """
   target = jnp.where(groups >= 0, groups, count)
   sums = jax.ops.segment_sum(keys, target, count + 1)[:count]
@@ -153,9 +152,10 @@ def nearest(
   centers: Float[Array, "P D"],
   exists: Bool[Array, " P"],
 ) -> Int[Array, " T"]:
-  """The center of highest cosine with every key; of equals the lowest.
+  """Finds the center with the highest cosine for every key.
 
-  Works by tiles of keys: the T x P cosines are never held at once.
+  Ties prefer the lowest center. It works in tiles of keys, so that the T x P
+  cosines never exist at once.
   """
   length = len(keys)
   tile = min(_TILE, length)
@@ -181,12 +181,12 @@ def kmeans(
   """Spherical K-means with a K-means++ start; centers from raw members.
 
   Args:
-    keys: float32 keys; those outside of the prefix do not count.
-    prefix: the keys that do.
-    rng: of the start.
-    count: P.
-    iterations: at most; it ends when no key changes its cluster.
-    wanted: how many centers there are, the first ones; None is all of them.
+    keys: float32 keys.
+    prefix: mask of the keys that count.
+    rng: random key for the start.
+    count: P, number of centers.
+    iterations: maximum number; it stops when no key changes its cluster.
+    wanted: number of centers to use, the first ones; None for all of them.
 
   Returns:
     The directions of the centers, and which have members.
@@ -203,13 +203,13 @@ def kmeans(
   ) -> tuple[Float[Array, " T"], Float[Array, " D"]]:
     center = units[pick(rng, farthest)]
     # Squared distance of unit vectors, to the nearest center so far.
-    apart = jnp.maximum(2.0 - 2.0 * (units @ center), 0.0)
-    return jnp.minimum(farthest, apart), center
+    distances = jnp.maximum(2.0 - 2.0 * (units @ center), 0.0)
+    return jnp.minimum(farthest, distances), center
 
   start = units[pick(first_key, jnp.ones(len(keys)))]
-  apart = jnp.maximum(2.0 - 2.0 * (units @ start), 0.0)
-  _, others = jax.lax.scan(seed, apart, jax.random.split(rest_key, count - 1))
-  centers = jnp.concatenate([start[None], others])
+  distances = jnp.maximum(2.0 - 2.0 * (units @ start), 0.0)
+  _, rest = jax.lax.scan(seed, distances, jax.random.split(rest_key, count - 1))
+  centers = jnp.concatenate([start[None], rest])
   exists = jnp.ones(count, bool)
   if wanted is not None:
     exists = jnp.arange(count) < wanted
@@ -219,8 +219,8 @@ def kmeans(
     return moved & (step < iterations)
 
   def refine(state: _Fit) -> _Fit:
-    step, _, before, found = state
-    groups = jnp.where(prefix, nearest(keys, *found), -1)
+    step, _, before, centers = state
+    groups = jnp.where(prefix, nearest(keys, *centers), -1)
     moved = jnp.any(groups != before)
     return step + 1, moved, groups, prototypes(keys, groups, count)
 

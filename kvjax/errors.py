@@ -1,16 +1,16 @@
-"""What a user is told of what they gave: errors and warnings."""
+"""Errors and warnings about a user's input."""
 
 
 class InputError(ValueError):
-  """A mistake in what the caller gave.
+  """An error in what the caller passed.
 
-  Its message is one sentence that says what was wrong and what would be right;
-  the binaries print it and exit with code 2.
+  Its message is one sentence that says what is wrong and how to fix it. The
+  command line prints it and exits with code 2.
   """
 
 
 class InputWarning(UserWarning):
-  """Something in what the caller gave that may or may not be a mistake.
+  """A possible mistake in what the caller passed.
 
-  Its message is one sentence; the binaries print it and go on.
+  Its message is one sentence. The command line prints it and continues.
   """

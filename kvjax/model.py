@@ -1,4 +1,4 @@
-"""What the engine asks of a language model."""
+"""The interface of language models."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,33 +11,42 @@ from kvjax.activations import Activations
 from kvjax.errors import InputError
 from kvjax.kernels.attention import AttentionOptions
 
-# Given what a layer projects of a block of tokens; returns the attention
-# output, before the output projection, and the layer's new state.
+# Maps the projections of a block of tokens to the attention output, before the
+# output projection, and the layer's new state.
 Attend = Callable[[Activations], tuple[Float[Array, "B N S Dv"], Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-  """How one layer attends, and what its KV cache holds.
+  """How one layer attends, and the sizes of its KV cache.
 
-  Layers of equal specs are of one kind: they share compiled programs.
+  Layers with equal specs share compiled programs.
 
-  Raises InputError where a size is below 1 or the heads do not divide.
+  Raises InputError if a size is below 1 or `heads` is not a multiple of
+  `kv_heads`.
 
   Attributes:
     heads: N, query heads.
     kv_heads: K, key/value heads; N is a multiple of K.
     key_dim: D, width of a query and of a key.
     value_dim: width of a value; None for D.
-    window: most recent tokens that a query sees, itself included; None for
-      all. Such a layer keeps a ring of that many tokens, which no method
-      compresses.
-    scale: of the logits; None for D^-1/2.
-    softcap: c, where logits become c tanh(logits / c).
-    sinks: whether every head has a learned logit that only adds to the
-      softmax's denominator (`Activations.sinks`).
-    cache: whether the layer keeps keys and values at all.
-    weights: which of `Model.layer_weights` holds the layer's weights.
+    window: number of most recent tokens that a query attends to, including
+      itself; None for all. The cache of such a layer is a ring of that many
+      tokens, which no method compresses.
+    scale: scale of the logits; None for D^-1/2.
+    softcap: c; logits become c tanh(logits / c). None for no cap.
+    sinks: whether every head has a learned logit that is added to the softmax's
+      denominator (`Activations.sinks`).
+    cache: whether the layer has a KV cache at all.
+    weights: index of the stack in `Model.layer_weights` with the layer's
+      weights.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.LayerSpec(
+    ...   heads=8, kv_heads=2, key_dim=64, window=128
+    ... ).compressible
+    False
   """
 
   heads: int
@@ -73,12 +82,12 @@ class LayerSpec:
 
   @property
   def attention(self) -> AttentionOptions:
-    """What attention kernels are told."""
+    """Options of the attention kernels."""
     return AttentionOptions(self.window, self.scale, self.softcap)
 
   @property
   def compressible(self) -> bool:
-    """Whether methods choose among the layer's keys and values."""
+    """Whether methods may evict from the layer."""
     return self.cache and self.window is None
 
 
@@ -88,7 +97,14 @@ class Geometry:
 
   Attributes:
     layers: one spec per layer, in order.
-    max_positions: longest context in tokens that the model was made for.
+    max_positions: maximum context length in tokens.
+
+  Example:
+    >>> import kvjax
+    >>> local = kvjax.LayerSpec(heads=8, kv_heads=2, key_dim=64, window=128)
+    >>> full = kvjax.LayerSpec(heads=8, kv_heads=2, key_dim=64)
+    >>> kvjax.Geometry((local, local, full), max_positions=4096).num_layers
+    3
   """
 
   layers: tuple[LayerSpec, ...]
@@ -103,14 +119,14 @@ class Geometry:
     head_dim: int,
     max_positions: int,
   ) -> "Geometry":
-    """L equal layers with full causal attention.
+    """Makes the geometry of L equal layers with full causal attention.
 
     Args:
       layers: L.
       heads: N.
       kv_heads: K.
       head_dim: D, of keys and values.
-      max_positions: longest context in tokens.
+      max_positions: maximum context length in tokens.
     """
     return cls((LayerSpec(heads, kv_heads, head_dim),) * layers, max_positions)
 
@@ -126,26 +142,28 @@ class Geometry:
 
 
 def ranks(ids: Sequence[int]) -> tuple[int, ...]:
-  """How many equal ids come before each.
+  """Counts the equal ids before each id.
 
   Example:
+    >>> from kvjax.model import ranks
     >>> ranks([0, 0, 1, 0, 1])
     (0, 1, 0, 2, 1)
   """
   counts: dict[int, int] = {}
-  found = []
-  for each in ids:
-    found.append(counts.get(each, 0))
-    counts[each] = found[-1] + 1
-  return tuple(found)
+  result = []
+  for item in ids:
+    result.append(counts.get(item, 0))
+    counts[item] = result[-1] + 1
+  return tuple(result)
 
 
 @runtime_checkable
 class Model(Protocol):
   """A decoder-only language model as pure functions.
 
-  A model is hashable and holds no arrays: its weights are the pytree `params`
-  that every call is given, so that one compiled program serves all of them.
+  A model is hashable and contains no arrays. Its weights are the pytree
+  `params`, an argument of every function, so that compiled programs do not
+  depend on them.
   """
 
   @property
@@ -159,24 +177,24 @@ class Model(Protocol):
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
   ) -> tuple[Float[Array, "B S E"], PyTree]:
-    """Embeds tokens, and computes what all layers share.
+    """Embeds tokens and computes what all layers share.
 
     Args:
       params: the weights.
       tokens: token ids.
-      positions: each token's place in its own row; -1 marks padding, whose
-        outputs mean nothing.
+      positions: position of each token in its row; -1 for padding, whose
+        outputs are arbitrary.
 
     Returns:
-      The hidden states, and arrays that every layer is given: RoPE tables, say.
+      The hidden states, and arrays for every layer, such as RoPE tables.
     """
     ...
 
   def layer_weights(self, params: PyTree) -> tuple[PyTree, ...]:
-    """Weights of the layers, stacked along a leading axis.
+    """Returns the weights of the layers, stacked along a leading axis.
 
     Layers whose weights have the same shapes are one pytree with leaves
-    [L', ...]; `LayerSpec.weights` says which of them a layer's are in.
+    [L', ...]. `LayerSpec.weights` is the index of a layer's pytree.
     """
     ...
 
@@ -192,11 +210,11 @@ class Model(Protocol):
     """Runs one layer over a block of tokens.
 
     Args:
-      weights: of this layer, without the leading axis.
-      spec: of this layer.
-      hidden: what the layer before returned.
-      shared: what `embed` returned.
-      positions: as `embed` was given.
+      weights: weights of this layer, without the leading axis.
+      spec: spec of this layer.
+      hidden: hidden states after the previous layer.
+      shared: the shared arrays that `embed` returned.
+      positions: positions of the tokens, as in `embed`.
       attend: the attention; called once, unless the layer has none.
 
     Returns:
@@ -207,13 +225,13 @@ class Model(Protocol):
   def normalize(
     self, params: PyTree, hidden: Float[Array, "B S E"]
   ) -> Float[Array, "B S E"]:
-    """The final norm."""
+    """Applies the final norm."""
     ...
 
   def logits(
     self, params: PyTree, hidden: Float[Array, "*B E"]
   ) -> Float[Array, "*B V"]:
-    """Next-token logits in float32, of normalized hidden states."""
+    """Computes float32 next-token logits of normalized hidden states."""
     ...
 
 

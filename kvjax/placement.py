@@ -1,8 +1,8 @@
-"""Where the stored part of a cache lives: with the host, if that is possible.
+"""Placement of the stored part of a cache in host memory.
 
-A host has far more memory than its accelerators. What tokens only look up can
-wait there, in the memory kind `pinned_host`; the few rows that a token reads
-are gathered by the host and copied to the device, inside the compiled program.
+A host has far more memory than its accelerators. Stored keys and values can
+stay there, in the memory kind `pinned_host`. The host gathers the few rows that
+a token reads and copies them to the device, inside the compiled program.
 """
 
 import functools
@@ -20,7 +20,7 @@ DEVICE, HOST = "device", "pinned_host"
 
 @functools.cache
 def has_host_memory() -> bool:
-  """Whether programs of the default backend can read what the host holds."""
+  """Whether programs of the default backend can read host memory."""
   device = jax.local_devices()[0]
   if HOST not in {memory.kind for memory in device.addressable_memories()}:
     return False
@@ -32,23 +32,23 @@ def has_host_memory() -> bool:
 
 
 def _trial() -> Array:
-  # Without arguments it fits every mesh that is in context.
+  # Without arguments, so that it works with any mesh in context.
   rows = jax.device_put(jnp.zeros((1, 1, 2, 1)), jax.memory.Space.Host)
   gathered: Array = gather_rows(rows, jnp.zeros((1, 1, 1), jnp.int32))
   return gathered
 
 
 def is_on_host(array: Array | jax.ShapeDtypeStruct) -> bool:
-  """Whether an array, which may be traced or a mere shape, lives there."""
+  """Whether an array, a tracer or a shape is in host memory."""
   space = jax.typeof(array).memory_space
   return bool(space == jax.memory.Space.Host)
 
 
 def to_host[Tree](tree: Tree) -> Tree:
-  """Moves arrays to the host, where that is possible; in programs or outside.
+  """Moves arrays to the host if possible, inside or outside of programs.
 
-  They keep their sharding. What is there takes no part in computations, except
-  by `gather_rows` and `to_device`.
+  They keep their sharding. Only `gather_rows` and `to_device` can read them
+  there.
   """
   if not has_host_memory():
     return tree
@@ -57,15 +57,15 @@ def to_host[Tree](tree: Tree) -> Tree:
 
 
 def to_device[Tree](tree: Tree) -> Tree:
-  """The whole arrays on the device, wherever they live."""
+  """Moves whole arrays to the device, wherever they are."""
 
-  def moved(array: Array) -> Array:
-    # A move, even to where an array is, commits a program to its devices.
+  def move(array: Array) -> Array:
+    # `device_put`, even without a move, commits a program to its devices.
     if not is_on_host(array):
       return array
     return jax.device_put(array, jax.memory.Space.Device)
 
-  return jax.tree.map(moved, tree)
+  return jax.tree.map(move, tree)
 
 
 def gather_rows(
@@ -73,21 +73,21 @@ def gather_rows(
   slots: Int[Array, "B K M"],
   layer: Layer = None,
 ) -> PyTree[Shaped[Array, "B K M D"]]:
-  """Copies rows to the device from where they live.
+  """Gathers rows and copies them to the device.
 
-  From the host this is one call for all arrays, which the device need not wait
-  for before it needs the rows.
+  From host memory this is one call for all arrays, which runs concurrently with
+  the device until the rows are needed.
 
   Args:
-    rows: arrays that live together, on the host or on the device.
-    slots: which rows of each to copy; -1 for none.
-    layer: of stacks of layers, which have one more axis in front, the layer
-      to copy from.
+    rows: arrays, all on the host or all on the device.
+    slots: rows of each array to copy; -1 for none.
+    layer: for stacks of layers, with an additional leading axis, the layer to
+      copy from.
 
   Returns:
     Arrays [B, K, M, D] on the device; zeros for slot -1.
   """
-  named = (slots >= 0)[..., None]
+  mask = (slots >= 0)[..., None]
   slots = jnp.maximum(slots, 0)
   layer = jnp.zeros((), jnp.int32) if layer is None else layer
   if any(is_on_host(x) for x in jax.tree.leaves(rows)):
@@ -97,18 +97,18 @@ def gather_rows(
       out_memory_spaces=jax.memory.Space.Device,
     )
     where = jax.device_put((slots, layer), jax.memory.Space.Host)
-    found = gather(rows, *where)
+    gathered = gather(rows, *where)
   else:
-    found = _gather(rows, slots, layer)
+    gathered = _gather(rows, slots, layer)
   return jax.tree.map(
-    lambda x: jnp.where(named, x, jnp.zeros((), x.dtype)), found
+    lambda x: jnp.where(mask, x, jnp.zeros((), x.dtype)), gathered
   )
 
 
 def _gather(
   rows: PyTree, slots: Int[Array, "B K M"], layer: Int[Array, ""]
 ) -> PyTree:
-  # The host may not see a constant, so that nothing is checked or wrapped.
+  # No constants are allowed on the host, so indices are not checked or wrapped.
   def gather(x: Shaped[Array, "*L B K F D"]) -> Shaped[Array, "B K M D"]:
     stack = x if x.ndim > slots.ndim + 1 else x[None]
     return gather_slots(stack, layer, slots)
@@ -117,9 +117,9 @@ def _gather(
 
 
 def nbytes_by_memory(tree: PyTree) -> dict[str, int]:
-  """Bytes of the arrays of a tree (or of their shapes), by where they live.
+  """Bytes of the arrays of a tree (or of their shapes) by kind of memory.
 
-  Padding aside; over all devices of a mesh.
+  They are without padding and summed over all devices of a mesh.
   """
   leaves = jax.tree.leaves(tree)
   return {

@@ -1,4 +1,4 @@
-"""Batches of unequal prompts, padded to few shapes."""
+"""Batches of prompts of unequal lengths, padded to few shapes."""
 
 import reprlib
 from collections.abc import Sequence
@@ -14,9 +14,10 @@ _SMALLEST_BUCKET = 32
 
 
 def bucket(length: int) -> int:
-  """The padded length: the next of 32, 48, 64, 96, 128, 192, 256, ...
+  """Returns the padded length: the next of 32, 48, 64, 96, 128, 192, 256, ...
 
-  Prompts of one bucket share a compiled program; padding is at most half.
+  Prompts of one bucket share a compiled program. Above 32, padding is at most
+  half of the length.
   """
   size = _SMALLEST_BUCKET
   while size < length:
@@ -25,18 +26,26 @@ def bucket(length: int) -> int:
 
 
 def bucket_lengths(padded: int) -> range:
-  """Lengths that are padded to `padded`: no bucket is below two thirds."""
+  """Lengths that are padded to `padded`, or a superset of them."""
   return range(max(1, padded * 2 // 3), padded + 1)
 
 
 @struct
 class Prompts:
-  """Token rows, padded on the right.
+  """A batch of token rows, padded on the right.
 
   Attributes:
-    tokens: token ids; what stands after a row's end has no effect.
-    lengths: real tokens of each row.
-    protected: true for tokens that no method may evict, if there are any.
+    tokens: token ids; arbitrary after the end of a row.
+    lengths: number of tokens of each row.
+    protected: mask of the tokens that no method may evict, if there are any.
+
+  Example:
+    >>> import kvjax
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> prompts.lengths.tolist()
+    [4, 2]
+    >>> prompts.tokens.shape
+    (2, 32)
   """
 
   tokens: Int[Array, "B S"] | Int[np.ndarray, "B S"]
@@ -62,9 +71,9 @@ class Prompts:
 
     Args:
       rows: token ids.
-      padded: the width, if the rows fit it.
-      protected: for each token of each row, whether it must be kept: those of a
-        system prompt, say, or of the last turn.
+      padded: width of the batch; at least the longest row.
+      protected: for each token of each row, whether it must be kept, such as
+        the tokens of a system prompt or of the last turn.
 
     Raises:
       InputError: there is no row, one is empty or a text, or `protected` has
@@ -81,22 +90,22 @@ class Prompts:
     lengths = np.array([len(row) for row in rows], np.int32)
     width = max(padded or bucket(int(lengths.max())), int(lengths.max()))
     if protected is None:
-      return cls(_padded(rows, width, np.int32), lengths)
+      return cls(_pad(rows, width, np.int32), lengths)
     if [len(row) for row in protected] != lengths.tolist():
       raise InputError(
         "What is protected is said of every token: give as many values as each "
         f"row has tokens, {lengths.tolist()}."
       )
-    mask = _padded(protected, width, np.bool_)
-    return cls(_padded(rows, width, np.int32), lengths, mask)
+    mask = _pad(protected, width, np.bool_)
+    return cls(_pad(rows, width, np.int32), lengths, mask)
 
   def rows(self) -> list[list[int]]:
-    """The tokens as lists."""
+    """Returns the tokens as lists."""
     tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
     return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
-  def repeated(self, times: int) -> "Prompts":
-    """All rows so many times, one batch after another."""
+  def repeat(self, times: int) -> "Prompts":
+    """Repeats the batch, one copy after another."""
     mask = self.protected
     return Prompts(
       np.tile(np.asarray(self.tokens), (times, 1)),
@@ -105,14 +114,14 @@ class Prompts:
     )
 
   def row(self, index: int) -> "Prompts":
-    """One row alone, padded as before."""
-    own = slice(index, index + 1)
-    protected = None if self.protected is None else self.protected[own]
-    return Prompts(self.tokens[own], self.lengths[own], protected)
+    """Returns a batch of one row, with the same padding."""
+    rows = slice(index, index + 1)
+    protected = None if self.protected is None else self.protected[rows]
+    return Prompts(self.tokens[rows], self.lengths[rows], protected)
 
 
 def _check_rows(rows: Any) -> None:
-  """Of `Any`, as it is those that check no types who need to be told."""
+  """Checks types, for callers without a static type checker."""
   for row in rows:
     if isinstance(row, str) or not hasattr(row, "__len__"):
       raise InputError(
@@ -121,7 +130,7 @@ def _check_rows(rows: Any) -> None:
       )
 
 
-def _padded(
+def _pad(
   rows: Sequence[Sequence[int]], width: int, dtype: type
 ) -> Shaped[np.ndarray, "B S"]:
   filled: np.ndarray = np.zeros((len(rows), width), dtype)

@@ -1,4 +1,4 @@
-"""From scores to the slots that are kept."""
+"""Selection of slots by scores."""
 
 from fractions import Fraction
 
@@ -20,31 +20,31 @@ def top_slots(
   capacity: int,
   must_keep: Bool[Array, "B K T"] | None = None,
 ) -> Int[Array, "B K M"]:
-  """Slots of the highest scores, in ascending order.
+  """Selects the slots with the highest scores, in ascending order.
 
-  What must be kept comes first, then protected slots, then all others; where
-  protected slots are too many, the newest of them are kept. Equal scores keep
-  the lower slot; a score that is not finite counts as the lowest.
+  Slots in `must_keep` come first, then protected slots, then all others. If
+  there are too many protected slots, the newest of them are kept. Ties prefer
+  the lower slot. A score that is not finite counts as the lowest.
 
   Args:
     scores: one score per slot.
-    valid: slots that hold a token; no other slot is ever chosen.
-    protected: slots that must stay.
-    counts: slots to keep per row or per head, or all that are held where
-      fewer are.
+    valid: slots that contain a token; no other slot is selected.
+    protected: slots to keep whatever their score.
+    counts: slots to keep per row or per head; all valid ones if there are
+      fewer.
     capacity: M, static; at least every count.
-    must_keep: slots that stay before the protected ones.
+    must_keep: slots to keep before the protected ones.
 
   Returns:
-    Slot indices, then -1 for what is not filled.
+    Slot indices, then -1.
   """
   counts = counts.reshape(scores.shape[0], -1, 1)
   scores = finite(scores)
   if must_keep is None:
     must_keep = jnp.zeros(valid.shape, bool)
   protected = protected & valid & ~must_keep
-  taken = jnp.sum(must_keep.astype(jnp.int32), axis=-1, keepdims=True)
-  fits = age(protected) <= counts - taken
+  num_must_keep = jnp.sum(must_keep.astype(jnp.int32), axis=-1, keepdims=True)
+  fits = age(protected) <= counts - num_must_keep
   scores = jnp.where(protected, jnp.where(fits, _HIGHEST, _LOWEST), scores)
   scores = jnp.where(must_keep, jnp.inf, scores)
   scores = jnp.where(valid, scores, -jnp.inf)
@@ -57,16 +57,16 @@ def head_counts(
   candidates: Bool[Array, "B K T"],
   total: Int[Array, " B"],
 ) -> Int[Array, "B K"]:
-  """How many slots of each head are among the best of all heads together.
+  """Counts the slots of each head among the best of all heads together.
 
-  Equal scores prefer the lower slot, then the lower head; a score that is not
-  finite counts as the lowest. `top_slots` with these counts keeps the best.
+  Ties prefer the lower slot, then the lower head. A score that is not finite
+  counts as the lowest. `top_slots` with these counts selects the best slots.
 
   Args:
     scores: one score per slot, comparable between heads.
     candidates: slots that compete.
-    total: how many slots win in a row, over all its heads; all candidates
-      where they are fewer.
+    total: number of best slots of a row, over all its heads; all candidates if
+      there are fewer.
   """
   scores = jnp.where(candidates, finite(scores), -jnp.inf)
   by_slot = jnp.swapaxes(scores, 1, 2)
@@ -76,15 +76,15 @@ def head_counts(
 
 
 def finite(scores: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
-  """Float32 scores; the lowest there is for those that are not finite."""
+  """Replaces scores that are not finite by the lowest float32."""
   scores = scores.astype(jnp.float32)
   return jnp.where(jnp.isfinite(scores), scores, _LOWEST)
 
 
 def age(valid: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
-  """1 for the newest held slot, 2 for the one before it, and so on.
+  """Ages of slots: 1 for the newest valid one, 2 for the one before, and so on.
 
-  Slots that hold nothing share the age of the held slot after them, or 0.
+  Empty slots have the age of the valid slot after them, or 0.
   """
   newest_first = valid.astype(jnp.int32)[..., ::-1]
   return jnp.cumsum(newest_first, axis=-1)[..., ::-1]
@@ -96,23 +96,26 @@ def newest(
   counts: Int[Array, "B #K"],
   window: int,
 ) -> Bool[Array, "B K T"]:
-  """The last `window` tokens, or as many as fit beside what must be kept."""
+  """Mask of the last `window` tokens, or of as many as `counts` allows."""
   ages = age(valid)
   needed = must_keep.astype(jnp.int32)
-  outside = jnp.sum(jnp.where(ages > window, needed, 0), axis=-1)
-  room = counts - outside
-  fewer = jnp.maximum(counts - jnp.sum(needed, axis=-1), 0)
-  size = jnp.where(room >= window, window, fewer)
+  num_outside = jnp.sum(jnp.where(ages > window, needed, 0), axis=-1)
+  remaining = counts - num_outside
+  fallback = jnp.maximum(counts - jnp.sum(needed, axis=-1), 0)
+  size = jnp.where(remaining >= window, window, fallback)
   return valid & (ages <= size[..., None])
 
 
 def exact_share(share: float) -> Fraction:
-  """The decimal of up to three places that a float stands for."""
+  """The decimal of up to three places that a float approximates."""
   return Fraction(share).limit_denominator(1000)
 
 
 def floor_share(counts: Int[Array, "*B"], share: float) -> Int[Array, "*B"]:
   """floor(share * counts), exact for shares of up to three decimals."""
   exact = exact_share(share)
-  whole, rest = jnp.divmod(counts, exact.denominator)
-  return whole * exact.numerator + rest * exact.numerator // exact.denominator
+  quotient, remainder = jnp.divmod(counts, exact.denominator)
+  return (
+    quotient * exact.numerator
+    + remainder * exact.numerator // exact.denominator
+  )

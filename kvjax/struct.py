@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 
 def static(**kwargs: Any) -> Any:
-  """A field that is part of the tree's structure instead of a child."""
+  """Declares a field that is part of the tree's structure, not a child."""
   return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
@@ -51,28 +51,28 @@ def struct[T](cls: type[T]) -> type[T]:
   return cls
 
 
-# All of them, by name: what a saved cache may be made of.
+# All structs by name: the classes that a saved cache may contain.
 STRUCTS: dict[str, type] = {}
 
 
 def class_name(cls: type) -> str:
-  """The name of a class in saved files: its module and its own."""
+  """Name of a class in saved files: its module and its qualified name."""
   return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def make[T](cls: type[T], fields: Mapping[str, Any]) -> T:
-  """An instance with these fields, whose shapes nobody checks."""
+  """Creates an instance with these fields, without shape checks."""
   made: T = object.__new__(cls)
   for name, value in fields.items():
     object.__setattr__(made, name, value)
   return made
 
 
-def updated[T](tree: T, **changes: Any) -> T:
-  """A copy with some fields replaced, whose shapes nobody checks.
+def replace[T](tree: T, **changes: Any) -> T:
+  """Copies a struct with some fields replaced, without shape checks.
 
-  `dataclasses.replace` calls the constructor, which in the tests refuses what
-  the annotations do not say: a stack of layers, with one more axis in front.
+  `dataclasses.replace` calls the constructor, whose shapes the tests check at
+  run time. A stack of layers, with its additional leading axis, would fail.
   """
   names = [field.name for field in dataclasses.fields(tree)]  # type: ignore[arg-type]
   old = {name: getattr(tree, name) for name in names}
@@ -80,7 +80,7 @@ def updated[T](tree: T, **changes: Any) -> T:
 
 
 def tree_bytes(tree: PyTree) -> int:
-  """Bytes that the arrays of a tree (or their shapes) take, padding aside."""
+  """Bytes of the arrays of a tree (or of their shapes), without padding."""
   return sum(
     leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
   )

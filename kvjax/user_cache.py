@@ -1,14 +1,13 @@
-"""Where the user's machine keeps what was made or fetched once."""
+"""The user's cache directory."""
 
 import os
 import pathlib
 
 
 def folder(name: str) -> pathlib.Path:
-  """A folder for one kind of things: `~/.cache/kvjax/NAME`.
+  """Returns the path `~/.cache/kvjax/NAME`, which need not exist.
 
-  XDG_CACHE_HOME, where it is set, stands for `~/.cache`. The folder need not
-  be there.
+  XDG_CACHE_HOME, if set, replaces `~/.cache`.
   """
   caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
   return pathlib.Path(caches) / "kvjax" / name

@@ -1,4 +1,4 @@
-"""Decoders of the Llama kind in Flax nnx, with weights and tokenizers."""
+"""Llama-like decoders in Flax nnx, with weights and tokenizers."""
 
 from kvjax.models.pretrained import Pretrained as Pretrained
 from kvjax.models.pretrained import load as load

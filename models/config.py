@@ -1,4 +1,4 @@
-"""Decoder configurations, read from and written to Hugging Face config.json."""
+"""Decoder configurations in the format of Hugging Face's config.json."""
 
 import dataclasses
 import warnings
@@ -7,8 +7,8 @@ from typing import Any
 
 from kvjax.errors import InputError, InputWarning
 from kvjax.model import Geometry
-from kvjax.models.fields import ConfigError, Fields, shown
-from kvjax.models.other_fields import sort_out
+from kvjax.models.fields import ConfigError, Fields, format_value
+from kvjax.models.other_fields import classify_fields
 from kvjax.models.rope import Rope
 
 # The classes that `transformers` would load, by model type.
@@ -19,13 +19,13 @@ ARCHITECTURES = {
   "qwen3": "Qwen3ForCausalLM",
 }
 
-# A list of all their tensors is made before any is looked for.
-_MOST_LAYERS = 10_000
+# A list of the tensors of all layers is made before any tensor is read.
+_MAX_LAYERS = 10_000
 
 _QUANTIZATION = ("quantization_config", "quantization", "compression_config")
 
-# What transformers takes where a file names no such field at all; where it is
-# null, and for other types, sizes follow from the query heads.
+# Defaults of transformers for absent fields. If a field is null, and for other
+# model types, sizes follow from the query heads.
 _ABSENT = {
   ("mistral", "num_key_value_heads"): 8,
   ("qwen2", "num_key_value_heads"): 32,
@@ -36,7 +36,7 @@ _ABSENT = {
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-  """One decoder of the Llama kind.
+  """Configuration of a Llama-like decoder.
 
   Attributes:
     model_type: the Hugging Face model type, one of `ARCHITECTURES`.
@@ -47,14 +47,14 @@ class DecoderConfig:
     num_heads: N.
     num_kv_heads: K.
     head_dim: D.
-    max_positions: `max_position_embeddings` of the file.
-    rms_norm_eps: epsilon of every norm.
+    max_positions: the field `max_position_embeddings`.
+    rms_norm_eps: epsilon of all norms.
     rope: rotary position embedding.
-    tie_embeddings: the output matrix is the embedding matrix.
-    qkv_bias: query, key and value projections have a bias.
-    output_bias: the attention's output projection has a bias.
-    mlp_bias: the MLP projections have a bias.
-    qk_norm: queries and keys are RMS-normalized per head before RoPE.
+    tie_embeddings: whether the output matrix is the embedding matrix.
+    qkv_bias: whether query, key and value projections have a bias.
+    output_bias: whether the attention's output projection has a bias.
+    mlp_bias: whether the MLP projections have a bias.
+    qk_norm: whether queries and keys are RMS-normalized per head before RoPE.
   """
 
   model_type: str
@@ -95,25 +95,25 @@ class DecoderConfig:
       heads=self.num_heads,
       kv_heads=self.num_kv_heads,
       head_dim=self.head_dim,
-      max_positions=self.rope.longest_context(self.max_positions),
+      max_positions=self.rope.max_context(self.max_positions),
     )
 
   @classmethod
   def from_hf(cls, fields: Mapping[str, Any]) -> "DecoderConfig":
     """Reads the fields of a config.json.
 
-    Fields that cannot change a result are passed over. Where others remain
-    that nothing is known of, a warning names them.
+    Fields that cannot change a result are ignored. A warning lists unknown
+    fields.
 
     Raises:
       ConfigError: the architecture is unknown, fields are missing, or fields
-        ask for something that this decoder does not do.
+        require something that this decoder does not support.
     """
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
       raise ConfigError(
         [
-          f"has model_type {shown(model_type)}, which is not supported; "
+          f"has model_type {format_value(model_type)}, which is not supported; "
           f"supported are {', '.join(sorted(ARCHITECTURES))}"
         ]
       )
@@ -125,7 +125,7 @@ class DecoderConfig:
     heads = read.count("num_attention_heads")
     hidden = read.count("hidden_size")
     head_dim = read.count("head_dim", hidden // heads)
-    layers = read.count("num_hidden_layers", most=_MOST_LAYERS)
+    layers = read.count("num_hidden_layers", limit=_MAX_LAYERS)
     max_positions = read.count("max_position_embeddings")
     rope = _rope(read, head_dim, max_positions)
     bias = model_type != "mistral" and read.flag("attention_bias")
@@ -146,22 +146,22 @@ class DecoderConfig:
       mlp_bias=model_type == "llama" and read.flag("mlp_bias"),
       qk_norm=model_type == "qwen3",
     )
-    _note_unsupported(read)
-    _note_windows(read, model_type, layers, rope.longest_context(max_positions))
-    others = sort_out(read.rest, model_type)
-    read.faults += others.faults
+    _check_supported(read)
+    _check_windows(read, model_type, layers, rope.max_context(max_positions))
+    other_fields = classify_fields(read.rest, model_type)
+    read.faults += other_fields.faults
     read.refuse_faults()
-    if others.unknown:
+    if other_fields.unknown:
       warnings.warn(
         "config.json has fields that kvjax does not know and passes over: "
-        f"{', '.join(others.unknown)}.",
+        f"{', '.join(other_fields.unknown)}.",
         InputWarning,
         stacklevel=2,
       )
     return cls(model_type, **values)
 
   def to_hf(self) -> dict[str, Any]:
-    """The fields of a config.json that `from_hf` reads back."""
+    """Returns the fields of a config.json that `from_hf` reads."""
     fields: dict[str, Any] = {
       "architectures": [ARCHITECTURES[self.model_type]],
       "model_type": self.model_type,
@@ -186,68 +186,68 @@ class DecoderConfig:
     return fields
 
 
-def _rope(read: Fields, head_dim: int, max_positions: int) -> Rope:
-  """From `rope_parameters` or the older pair of fields, or from both."""
-  theta = read.take("rope_theta")
-  original = read.take("original_max_position_embeddings")
-  rope = read.object("rope_scaling") | read.object("rope_parameters")
+def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
+  """Reads `rope_parameters`, or the older pair of fields, or both."""
+  theta = fields.take("rope_theta")
+  original = fields.take("original_max_position_embeddings")
+  rope = fields.object("rope_scaling") | fields.object("rope_parameters")
   if theta is not None:
     rope.setdefault("rope_theta", theta)
-  # As in transformers 5; it is nothing to other kinds.
+  # As in transformers 5; other kinds do not use it.
   kind = rope.get("rope_type") or rope.get("type")
   if original is not None and kind in ("llama3", "yarn"):
     rope.setdefault("original_max_position_embeddings", original)
   try:
     return Rope.from_hf(rope, head_dim, max_positions)
   except ConfigError as error:
-    read.faults += error.faults
+    fields.faults += error.faults
     return Rope.from_hf({}, head_dim, max_positions)
 
 
-def _note_unsupported(read: Fields) -> None:
-  """Takes the fields that have one supported value."""
-  activation = read.take("hidden_act", "silu")
+def _check_supported(fields: Fields) -> None:
+  """Checks the fields that have one supported value."""
+  activation = fields.take("hidden_act", "silu")
   if activation not in ("silu", "swish"):
-    read.faults.append(
-      f"has hidden_act {shown(activation)}; only 'silu' is supported"
+    fields.faults.append(
+      f"has hidden_act {format_value(activation)}; only 'silu' is supported"
     )
-  described = [read.take(name) for name in _QUANTIZATION]
-  if any(described):
-    read.faults.append(
+  quantization = [fields.take(name) for name in _QUANTIZATION]
+  if any(quantization):
+    fields.faults.append(
       "describes quantized weights; load the unquantized model"
     )
 
 
-def _note_windows(
-  read: Fields, model_type: str, layers: int, context: int
+def _check_windows(
+  fields: Fields, model_type: str, layers: int, context: int
 ) -> None:
-  """Takes the fields that say which layers see a part of the context only."""
-  kinds = read.names("layer_types")
+  """Checks the fields that describe sliding-window attention."""
+  kinds = fields.names("layer_types")
   mistral = model_type == "mistral"
-  # transformers' own default where a Mistral file names no window.
-  window = read.take("sliding_window", 4096 if mistral else None)
-  used = read.flag("use_sliding_window") or mistral
-  first = read.take("max_window_layers", 0)
+  # The default of transformers for Mistral.
+  window = fields.take("sliding_window", 4096 if mistral else None)
+  enabled = fields.flag("use_sliding_window") or mistral
+  first = fields.take("max_window_layers", 0)
   if window is not None and (type(window) is not int or window < 0):
-    read.faults.append(
-      f"has {shown(window)} for 'sliding_window', which must be a whole number "
-      "or null"
+    fields.faults.append(
+      f"has {format_value(window)} for 'sliding_window', which must be a whole "
+      "number or null"
     )
     return
-  others = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-  if others:
-    read.faults.append(
-      f"has layers of the type {others[0]!r}, which is not supported; "
+  unsupported = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+  if unsupported:
+    fields.faults.append(
+      f"has layers of the type {unsupported[0]!r}, which is not supported; "
       "'full_attention' is"
     )
   if kinds:
     windows = "sliding_attention" in kinds
   else:
-    # Qwen's layers have a window from this one on.
+    # In Qwen models, layers from this one on have a window.
     all_full = type(first) is int and first >= layers and not mistral
-    windows = used and bool(window) and not all_full
+    windows = enabled and bool(window) and not all_full
   if windows and not (window and window >= context):
-    read.faults.append(
+    fields.faults.append(
       "asks for sliding-window attention, which is not supported yet; use a "
       "model whose layers all attend to the whole context"
     )

@@ -1,4 +1,4 @@
-"""One decoder for Llama 3.x, Qwen2.5, Qwen3, Mistral and Yi."""
+"""The decoder of Llama 3.x, Qwen2.5, Qwen3, Mistral and Yi."""
 
 import functools
 from typing import Any
@@ -18,9 +18,9 @@ Tables = tuple[Float[Array, "B S R"], Float[Array, "B S R"]]
 
 
 class RMSNorm(nnx.Module):
-  """RMS norm computed in float32.
+  """RMS norm, computed in float32.
 
-  nnx.RMSNorm cannot take bfloat16 under strict dtype promotion.
+  nnx.RMSNorm does not support bfloat16 under strict dtype promotion.
   """
 
   def __init__(self, width: int, epsilon: float, dtype: Any) -> None:
@@ -44,17 +44,17 @@ def _linear(
   )
 
 
-def kernel_of(projection: nnx.Linear | nnx.LoRA) -> Float[Array, "*L I O"]:
-  """The matrix of a projection W: W + A B in the dtype of W with an adapter."""
+def get_kernel(projection: nnx.Linear | nnx.LoRA) -> Float[Array, "*L I O"]:
+  """Returns the matrix W of a projection, or W + A B with an adapter."""
   if isinstance(projection, nnx.Linear):
     return projection.kernel[...]
-  base = base_of(projection).kernel[...]
+  base = get_base(projection).kernel[...]
   update = projection.lora_a[...] @ projection.lora_b[...]
   return (base.astype(jnp.float32) + update).astype(base.dtype)
 
 
-def base_of(projection: nnx.Linear | nnx.LoRA) -> nnx.Linear:
-  """The projection without its adapter, if it has one."""
+def get_base(projection: nnx.Linear | nnx.LoRA) -> nnx.Linear:
+  """Returns a projection without its adapter, if it has one."""
   if isinstance(projection, nnx.Linear):
     return projection
   assert isinstance(projection.base_module, nnx.Linear)
@@ -62,7 +62,7 @@ def base_of(projection: nnx.Linear | nnx.LoRA) -> nnx.Linear:
 
 
 class Attention(nnx.Module):
-  """Projections around an attention that the caller provides."""
+  """The projections of attention; the caller computes the attention itself."""
 
   def __init__(self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs) -> None:
     self.config = config
@@ -81,7 +81,7 @@ class Attention(nnx.Module):
   def activations(
     self, x: Float[Array, "B S E"], positions: Int[Array, "B S"], rope: Tables
   ) -> Activations:
-    """All that a layer projects of a block, from its normed input."""
+    """Computes the projections of a block from its normalized input."""
     queries = self._heads(self.q_proj(x))
     keys = self._heads(self.k_proj(x))
     if self.config.qk_norm:
@@ -94,13 +94,13 @@ class Attention(nnx.Module):
       keys_unrotated=keys,
       queries_unrotated=queries,
       inputs=x,
-      output_projection=kernel_of(self.o_proj).reshape(
+      output_projection=get_kernel(self.o_proj).reshape(
         self.config.num_heads, self.config.head_dim, self.config.hidden_size
       ),
     )
 
   def output(self, x: Float[Array, "B N S D"]) -> Float[Array, "B S E"]:
-    """Joins the heads and projects them back."""
+    """Concatenates the heads and applies the output projection."""
     batch, heads, length, dim = x.shape
     joined = jnp.swapaxes(x, 1, 2).reshape(batch, length, heads * dim)
     return self.o_proj(joined)
@@ -112,7 +112,7 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-  """SwiGLU."""
+  """The SwiGLU MLP."""
 
   def __init__(self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs) -> None:
     width, inner = config.hidden_size, config.intermediate_size
@@ -122,12 +122,12 @@ class Mlp(nnx.Module):
     self.down_proj = _linear(inner, width, bias, dtype, rngs)
 
   def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-    """Transforms every token by itself."""
+    """Transforms every token independently."""
     return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nnx.Module):
-  """Attention and MLP, each behind its norm and a residual."""
+  """Attention and MLP, each with a pre-norm and a residual connection."""
 
   def __init__(self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs) -> None:
     width = config.hidden_size
@@ -167,8 +167,8 @@ class Decoder(nnx.Module):
 
     Args:
       config: sizes and options.
-      dtype: of the weights and of the computation; norms, RoPE and logits are
-        computed in float32.
+      dtype: dtype of the weights and of the computation; norms, RoPE and logits
+        are computed in float32.
       rngs: source of the random weights.
     """
 
@@ -197,7 +197,7 @@ class Decoder(nnx.Module):
     return self.embed_tokens(tokens), self.config.rope.tables(positions)
 
   def logits(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
-    """Next-token logits in float32."""
+    """Computes next-token logits in float32."""
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     if not self.config.tie_embeddings:
       return product(hidden, self.lm_head.kernel[...])

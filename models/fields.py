@@ -1,4 +1,4 @@
-"""Fields of a config.json, read one by one; what is wrong is gathered."""
+"""Reading of the fields of a config.json; errors are collected."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,15 +6,15 @@ from typing import Any, TypeGuard
 
 from kvjax.errors import InputError
 
-# Of what sizes and counts may be.
+# Maximum of sizes and counts.
 LARGEST = 2**31 - 1
 
 
 class ConfigError(InputError):
-  """What is wrong with a config.json, all in one sentence.
+  """All errors of a config.json, in one sentence.
 
   Attributes:
-    faults: what is wrong; each follows the words "config.json".
+    faults: the errors; each follows the words "config.json".
   """
 
   def __init__(self, faults: Sequence[str]) -> None:
@@ -23,14 +23,14 @@ class ConfigError(InputError):
 
 
 class Fields:
-  """Fields that are taken out as they are read.
+  """Fields of a file, which are removed as they are read.
 
-  A value that cannot be is noted among the faults, and another stands in for
-  it until `refuse_faults` ends the reading.
+  An invalid value is added to the faults and replaced by a valid one, until
+  `refuse_faults` raises an error.
 
   Attributes:
-    rest: what has not been read yet.
-    faults: what is wrong; see `ConfigError`.
+    rest: fields that have not been read yet.
+    faults: the errors; see `ConfigError`.
   """
 
   def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -38,76 +38,76 @@ class Fields:
     self.faults: list[str] = []
 
   def take(self, name: str, default: Any = None) -> Any:
-    """A field of any type; `default` where there is none."""
+    """Reads a field of any type; `default` if it is absent."""
     return self.rest.pop(name, default)
 
   def count(
-    self, name: str, default: int | None = None, most: int = LARGEST
+    self, name: str, default: int | None = None, limit: int = LARGEST
   ) -> int:
-    """A positive whole number; `default` also where it is null."""
+    """Reads a positive integer; `default` if it is absent or null."""
     value = self.take(name)
     value = default if value is None else value
     if value is None:
       self.faults.append(f"lacks the field {name!r}")
     elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-      self._wrong(name, value, "a whole number of 1 or more")
-    elif value > most:
-      self._wrong(name, value, f"at most {most}")
+      self._add_fault(name, value, "a whole number of 1 or more")
+    elif value > limit:
+      self._add_fault(name, value, f"at most {limit}")
     else:
       return value
     return 1
 
   def epsilon(self, name: str, default: float) -> float:
-    """A number of 0 or more."""
+    """Reads a non-negative number."""
     value = self.take(name, default)
     if not is_number(value) or value < 0:
-      self._wrong(name, value, "a number of 0 or more")
+      self._add_fault(name, value, "a number of 0 or more")
       return default
     return float(value)
 
   def flag(self, name: str) -> bool:
-    """True or false; absent or null is false."""
+    """Reads a Boolean; absent or null is false."""
     value = self.take(name)
     if value is None or isinstance(value, bool):
       return bool(value)
-    self._wrong(name, value, "true or false")
+    self._add_fault(name, value, "true or false")
     return False
 
   def names(self, name: str) -> list[str]:
-    """A list of names; absent or null is an empty one."""
+    """Reads a list of names; absent or null is an empty list."""
     value = self.take(name)
     value = [] if value is None else value
     if isinstance(value, list) and all(isinstance(v, str) for v in value):
       return value
-    self._wrong(name, value, "a list of names")
+    self._add_fault(name, value, "a list of names")
     return []
 
   def object(self, name: str) -> dict[str, Any]:
-    """An object; absent or null is an empty one."""
+    """Reads an object; absent or null is an empty object."""
     value = self.take(name)
     value = {} if value is None else value
     if isinstance(value, dict):
       return value
-    self._wrong(name, value, "an object")
+    self._add_fault(name, value, "an object")
     return {}
 
   def refuse_faults(self) -> None:
-    """Ends the reading.
+    """Raises an error if there were any faults.
 
     Raises:
-      ConfigError: something was wrong.
+      ConfigError: there were.
     """
     if self.faults:
       raise ConfigError(self.faults)
 
-  def _wrong(self, name: str, value: Any, wanted: str) -> None:
+  def _add_fault(self, name: str, value: Any, expected: str) -> None:
     self.faults.append(
-      f"has {shown(value)} for {name!r}, which must be {wanted}"
+      f"has {format_value(value)} for {name!r}, which must be {expected}"
     )
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-  """Whether a value is a finite number that a float can hold."""
+  """Whether a value is a finite number that a float can represent."""
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     return False
   try:
@@ -116,8 +116,8 @@ def is_number(value: Any) -> TypeGuard[float]:
     return False
 
 
-def shown(value: Any) -> str:
-  """A value as a sentence shows it, the middle of a long one left out."""
+def format_value(value: Any) -> str:
+  """Formats a value for a message, without the middle of a long one."""
   try:
     text = repr(value)
   except ValueError:  # Python writes no whole number of so many digits.

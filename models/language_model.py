@@ -1,4 +1,4 @@
-"""The decoder as the pure functions that the engine calls."""
+"""The decoder as a `kvjax.Model` of pure functions."""
 
 import dataclasses
 from typing import Any
@@ -8,17 +8,17 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.errors import InputError
 from kvjax.model import Attend, Geometry, LayerSpec
-from kvjax.models.decoder import Decoder, Layer, Tables, base_of
+from kvjax.models.decoder import Decoder, Layer, Tables, get_base
 from kvjax.models.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderModel:
-  """A `kvjax.model.Model`: hashable, its weights live in `params`.
+  """A decoder as a `kvjax.Model`; its weights are the argument `params`.
 
   Attributes:
-    graphdef: of the whole decoder, which `params` completes.
-    layer: of one layer, which the weights of one layer complete.
+    graphdef: graph of the whole decoder, to merge with `params`.
+    layer: graph of one layer, to merge with the weights of one layer.
     geometry: the sizes that a KV cache depends on.
     rope: the rotary embedding.
   """
@@ -34,11 +34,11 @@ class DecoderModel:
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
   ) -> tuple[Float[Array, "B S E"], Tables]:
-    """See `kvjax.model.Model.embed`."""
+    """Embeds tokens and computes the RoPE tables."""
     return nnx.merge(self.graphdef, params).embed(tokens, positions)
 
   def layer_weights(self, params: PyTree) -> tuple[PyTree, ...]:
-    """See `kvjax.model.Model.layer_weights`: all layers are in one stack."""
+    """Returns the layers' weights, which are in one stack."""
     return (params["layers"],)
 
   def block(
@@ -50,7 +50,7 @@ class DecoderModel:
     positions: Int[Array, "B S"],
     attend: Attend,
   ) -> tuple[Float[Array, "B S E"], Any]:
-    """See `kvjax.model.Model.block`."""
+    """Runs one layer over a block of tokens."""
     del spec
     layer = nnx.merge(self.layer, weights)
     return layer(hidden, positions, shared, attend)
@@ -58,24 +58,24 @@ class DecoderModel:
   def normalize(
     self, params: PyTree, hidden: Float[Array, "B S E"]
   ) -> Float[Array, "B S E"]:
-    """See `kvjax.model.Model.normalize`."""
+    """Applies the final norm."""
     return nnx.merge(self.graphdef, params).norm(hidden)
 
   def logits(
     self, params: PyTree, hidden: Float[Array, "*B E"]
   ) -> Float[Array, "*B V"]:
-    """See `kvjax.model.Model.logits`."""
+    """Computes float32 logits of normalized hidden states."""
     return nnx.merge(self.graphdef, params).logits(hidden)
 
-  def rerotated(
+  def rerotate(
     self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
   ) -> Float[Array, "B K T D"]:
-    """See `kvjax.engine.rerotation.RotaryModel`.
+    """Moves keys that were rotated at positions p to p + `by`.
 
     Raises:
       InputError: the rotary embedding depends on the length of the row.
     """
-    return self.rope.turned(keys, by)
+    return self.rope.rerotate(keys, by)
 
 
 def from_decoder(decoder: Decoder) -> tuple[DecoderModel, nnx.State]:
@@ -93,10 +93,10 @@ def from_decoder(decoder: Decoder) -> tuple[DecoderModel, nnx.State]:
 
 
 def _check_layers(layers: Layer, geometry: Geometry) -> None:
-  """Refuses stacked weights that the layers' specs do not describe."""
+  """Refuses stacked weights that do not match the layers' specs."""
   attention = layers.self_attn
   stacked = {
-    name: base_of(getattr(attention, f"{name}_proj")).kernel.shape
+    name: get_base(getattr(attention, f"{name}_proj")).kernel.shape
     for name in ("q", "k", "v")
   }
   for shape in stacked.values():
@@ -106,12 +106,12 @@ def _check_layers(layers: Layer, geometry: Geometry) -> None:
         f"{shape[0]}."
       )
   for layer, spec in enumerate(geometry.layers):
-    wanted = {
+    expected = {
       "q": spec.heads * spec.key_dim,
       "k": spec.kv_heads * spec.key_dim,
       "v": spec.kv_heads * spec.value_width,
     }
-    for name, width in wanted.items():
+    for name, width in expected.items():
       if stacked[name][-1] != width:
         raise InputError(
           f"The config asks for a {name}_proj of width {width} in layer "

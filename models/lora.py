@@ -1,8 +1,8 @@
 """Low-rank adapters of a decoder: LoRA (Hu et al. 2021, arXiv 2106.09685).
 
-A projection x W becomes x W + x A B, where A is [in, rank] and B [rank, out].
-W stays as it is. A is drawn (He et al. 2015, uniform) and B is zero, so that at
-first nothing changes. The paper's factor alpha / rank is 1.
+A projection x W becomes x W + x A B, where A is [in, rank] and B [rank, out]. W
+is frozen. A is random (He et al. 2015, uniform) and B is zero, so that the
+initial adapter has no effect. The paper's factor alpha / rank is 1.
 """
 
 import pathlib
@@ -16,11 +16,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.errors import InputError
-from kvjax.models.decoder import Decoder, kernel_of
+from kvjax.models.decoder import Decoder, get_kernel
 from kvjax.models.json_files import write_json
 from kvjax.models.language_model import DecoderModel, from_decoder
 
-# Where in a layer the projections are.
+# The module and the attribute of each projection of a layer.
 TARGETS = {
   "q": ("self_attn", "q_proj"),
   "k": ("self_attn", "k_proj"),
@@ -33,7 +33,7 @@ TARGETS = {
 
 
 def check(rank: int, targets: Sequence[str]) -> None:
-  """Refuses adapters that cannot be made.
+  """Checks the rank and the targets of adapters.
 
   Raises:
     InputError: the rank is below 1, there is no target, or one is not in
@@ -51,26 +51,25 @@ def check(rank: int, targets: Sequence[str]) -> None:
       )
 
 
-def adapted(
+def add_adapters(
   model: DecoderModel,
   params: nnx.State,
   rank: int,
   targets: Sequence[str],
   seed: int = 0,
 ) -> tuple[DecoderModel, nnx.State]:
-  """Puts adapters beside the projections of every layer.
+  """Adds adapters to projections of every layer.
 
   Args:
     model: the functions.
     params: the weights, which are shared with the result, not copied.
-    rank: of A B; more than the projection has changes nothing but the cost.
+    rank: rank of A B; a rank above that of the projection has no benefit.
     targets: names in `TARGETS`.
-    seed: of the matrices A.
+    seed: seed of the matrices A.
 
   Returns:
-    A model that computes the same, and its weights: those given, and the
-    adapters in float32, split on a mesh as the projections are. `split` tells
-    them apart.
+    A model that computes the same, and its weights: the given ones, and the
+    adapters in float32, sharded like the projections. `split` separates them.
 
   Raises:
     InputError: see `check`.
@@ -78,33 +77,33 @@ def adapted(
   check(rank, targets)
   decoder = nnx.merge(model.graphdef, params)
   rngs = nnx.Rngs(seed)
-  for module, name in _places(decoder, targets):
+  for module, name in _find_modules(decoder, targets):
     base = getattr(module, name)
-    lora = _stacked(base, rank, rngs)
-    _place(lora, base.kernel[...].sharding)
+    lora = _stack_adapters(base, rank, rngs)
+    _shard_like(lora, base.kernel[...].sharding)
     setattr(module, name, lora)
   return from_decoder(decoder)
 
 
 def split(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-  """The adapters, and the weights below them."""
+  """Splits weights into those of the adapters and the frozen ones."""
   adapter, frozen = nnx.split_state(params, nnx.LoRAParam, ...)
   return adapter, frozen
 
 
-def merged(
+def merge_adapters(
   model: DecoderModel, params: nnx.State
 ) -> tuple[DecoderModel, nnx.State]:
-  """The plain decoder with the weights W + A B, in the dtype of W."""
+  """Merges adapters into a plain decoder with the weights W + A B."""
   decoder = nnx.merge(model.graphdef, params)
-  for module, name in _places(decoder, tuple(TARGETS)):
+  for module, name in _find_modules(decoder, tuple(TARGETS)):
     lora = getattr(module, name)
     if isinstance(lora, nnx.LoRA):
       linear = lora.base_module
       assert isinstance(linear, nnx.Linear)
-      # In place it would change the weights that were given.
-      old = linear.kernel[...].sharding
-      linear.kernel = nnx.Param(jax.device_put(kernel_of(lora), old))
+      # A new parameter, so that the given weights do not change.
+      sharding = linear.kernel[...].sharding
+      linear.kernel = nnx.Param(jax.device_put(get_kernel(lora), sharding))
       setattr(module, name, linear)
   return from_decoder(decoder)
 
@@ -112,12 +111,12 @@ def merged(
 def write_adapter(
   adapter: nnx.State, directory: pathlib.Path, base: str
 ) -> None:
-  """Writes adapters alone, as PEFT's `PeftModel.from_pretrained` reads them.
+  """Saves adapters in the format of PEFT's `PeftModel.from_pretrained`.
 
   Args:
-    adapter: the first part of what `split` returns.
+    adapter: the first result of `split`.
     directory: an existing directory.
-    base: name or directory of the model that they belong to.
+    base: name or directory of the base model.
   """
   tensors = {}
   modules, rank = set(), 0
@@ -128,7 +127,7 @@ def write_adapter(
     name = {"lora_a": "lora_A", "lora_b": "lora_B"}[kind]
     for layer, matrix in enumerate(np.asarray(leaf)):
       place = ".".join([stack, str(layer), *names, name])
-      # It is stored as what multiplies from the left.
+      # PEFT stores matrices that multiply from the left.
       tensors[f"base_model.model.model.{place}.weight"] = np.ascontiguousarray(
         matrix.T
       )
@@ -152,17 +151,17 @@ def write_adapter(
   )
 
 
-def _places(
+def _find_modules(
   decoder: Decoder, targets: Sequence[str]
 ) -> Iterator[tuple[nnx.Module, str]]:
-  """Modules and their attributes, however the targets are ordered."""
+  """Yields modules and attributes of targets, in a fixed order."""
   for target, (module, name) in TARGETS.items():
     if target in targets:
       yield getattr(decoder.layers, module), name
 
 
-def _stacked(base: nnx.Linear, rank: int, rngs: nnx.Rngs) -> nnx.LoRA:
-  """Adapters of a projection, with its leading axis of layers."""
+def _stack_adapters(base: nnx.Linear, rank: int, rngs: nnx.Rngs) -> nnx.LoRA:
+  """Makes the adapters of a projection, with its leading axis of layers."""
 
   def adapter(rngs: nnx.Rngs) -> nnx.LoRA:
     return nnx.LoRA(
@@ -179,10 +178,10 @@ def _stacked(base: nnx.Linear, rank: int, rngs: nnx.Rngs) -> nnx.LoRA:
   return lora
 
 
-def _place(lora: nnx.LoRA, kernel: jax.sharding.Sharding) -> None:
-  """Splits A as the kernel's inputs are split, and B as its outputs."""
+def _shard_like(lora: nnx.LoRA, kernel: jax.sharding.Sharding) -> None:
+  """Shards A like the kernel's inputs, and B like its outputs."""
   if isinstance(kernel, NamedSharding):
-    # A specification may leave out what is whole.
+    # A specification may omit trailing axes that are not sharded.
     layers, inputs, outputs = (*kernel.spec, None, None, None)[:3]
     for matrix, spec in (
       (lora.lora_a, PartitionSpec(layers, inputs, None)),

@@ -1,20 +1,18 @@
-"""What other fields of a config.json mean to a decoder that does not read them.
+"""Classification of the fields of a config.json that the decoder does not read.
 
-Some cannot change a result, some surely would, and of the rest nothing is
-known.
+Some cannot change a result, some would, and the others are unknown.
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvjax.models.fields import shown
+from kvjax.models.fields import format_value
 
-# What these describe is the file, training, generation or a head that does
-# something else than predict the next token; or it is another name for what
-# has been read.
+# Fields about the file, training, generation or heads other than next-token
+# prediction, and other names of fields that have been read.
 _WITHOUT_EFFECT = frozenset(
-  # The file and where it comes from.
+  # The file and its origin.
   "architectures auto_map author base_model base_model_name_or_path bf16 "
   "chat_template custom_pipelines datasets device device_map dtype fp16 "
   "is_llama_config library_name license max_seq_len max_seq_length "
@@ -22,7 +20,7 @@ _WITHOUT_EFFECT = frozenset(
   "name_or_path num_parameters onnx padding_side seed seq_len seq_length tags "
   "tokenizer_class tokenizer_model_max_length torch_dtype torchscript "
   "trust_remote_code use_bfloat16 use_safetensors "
-  # How transformers computes it.
+  # Implementation options of transformers.
   "attn_implementation chunk_size_feed_forward device_mesh flash_attention "
   "gradient_checkpointing low_cpu_mem_usage pretraining_tp return_dict "
   "tensor_parallel_size tf_legacy_loss tp_plan use_cache use_flash_attention "
@@ -41,8 +39,8 @@ _WITHOUT_EFFECT = frozenset(
   "remove_invalid_values repetition_penalty return_dict_in_generate "
   "suppress_tokens temperature top_k top_p typical_p".split()
 )
-_BEGINNINGS = ("_", "transformers", "unsloth", "initializer_", "training_")
-_ENDINGS = (
+_PREFIXES = ("_", "transformers", "unsloth", "initializer_", "training_")
+_SUFFIXES = (
   "_dropout",
   "_dropout_prob",
   "_init",
@@ -55,18 +53,18 @@ _ENDINGS = (
   "_version",
 )
 
-# Words in the names of fields that ask for other arithmetic.
-_TELLING = frozenset(
+# Words in the names of fields that change the computation.
+_SIGNIFICANT = frozenset(
   "act activation alibi bias bidirectional clip expert experts gate gated moe "
   "mrope multiplier pruned qk quant quantization quantized residual rope "
   "rotary scalar scale scaled scaling sink sinks sliding softcap softcapping "
   "window windows".split()
 )
-# Of these words the ones of factors, which ask for nothing at 1.
+# Those of them that are factors, for which 1 is neutral.
 _FACTORS = frozenset("multiplier rotary scalar scale scaling".split())
 
-# What else is telling, with the values that ask for nothing else.
-_ONLY: dict[str, tuple[Any, ...]] = {
+# Other fields that change the computation, with their neutral values.
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
   "add_cross_attention": (False,),
   "attention_chunk_size": (),
   "is_causal": (True,),
@@ -80,61 +78,61 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Sorted(NamedTuple):
+class FieldKinds(NamedTuple):
   """Fields that a decoder does not read.
 
   Attributes:
-    faults: what is wrong with those that would change a result; see
+    faults: errors about fields that would change a result; see
       `kvjax.models.fields.ConfigError`.
-    unknown: names of those whose meaning is not known, in order.
+    unknown: names of fields whose meaning is unknown, sorted.
   """
 
   faults: list[str]
   unknown: list[str]
 
 
-def sort_out(rest: Mapping[str, Any], model_type: str) -> Sorted:
-  """Says what fields mean that have not been read.
+def classify_fields(rest: Mapping[str, Any], model_type: str) -> FieldKinds:
+  """Classifies the fields that have not been read.
 
-  Those that cannot change a result, and any field at the value where it asks
-  for nothing, are in neither list.
+  Fields that cannot change a result, or have a neutral value, are in neither
+  list.
 
   Args:
     rest: the fields.
-    model_type: of the decoder.
+    model_type: model type of the decoder.
   """
-  found = Sorted([], [])
+  result = FieldKinds([], [])
   for name, value in sorted(rest.items()):
-    if _without_effect(name) or _asks_for_nothing(name, value):
+    if _has_no_effect(name) or _is_neutral(name, value):
       continue
-    if name in _ONLY or _words(name) & _TELLING:
-      found.faults.append(
-        f"has {shown(value)} for {name!r}, which is not supported for "
+    if name in _SUPPORTED_VALUES or _words(name) & _SIGNIFICANT:
+      result.faults.append(
+        f"has {format_value(value)} for {name!r}, which is not supported for "
         f"{model_type}"
       )
     else:
-      found.unknown.append(name)
-  return found
+      result.unknown.append(name)
+  return result
 
 
-def _without_effect(name: str) -> bool:
+def _has_no_effect(name: str) -> bool:
   return (
     name in _WITHOUT_EFFECT
-    or name.startswith(_BEGINNINGS)
-    or name.endswith(_ENDINGS)
+    or name.startswith(_PREFIXES)
+    or name.endswith(_SUFFIXES)
   )
 
 
-def _asks_for_nothing(name: str, value: Any) -> bool:
+def _is_neutral(name: str, value: Any) -> bool:
   if value is None:
     return True
-  if name in _ONLY:
-    return value in _ONLY[name]
+  if name in _SUPPORTED_VALUES:
+    return value in _SUPPORTED_VALUES[name]
   if isinstance(value, (int, float)) and not isinstance(value, bool):
     words = _words(name)
     if words & _FACTORS:
       return value == 1
-    return value == 0 and bool(words & _TELLING)
+    return value == 0 and bool(words & _SIGNIFICANT)
   return value is False or value in ("", [], {})
 
 

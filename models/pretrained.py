@@ -1,4 +1,4 @@
-"""Loads models, and saves them in the layout of Hugging Face directories."""
+"""Loading of models, and saving in the layout of Hugging Face directories."""
 
 import dataclasses
 import os
@@ -27,14 +27,14 @@ DTYPES = ("bfloat16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-  """A model with all that its directory or file holds.
+  """A model with everything that its directory or file contains.
 
   Attributes:
     model: the pure functions that the engine calls.
     params: the weights.
     config: sizes and options.
     tokenizer: text to ids and back, if the directory has one.
-    generation: fields of generation_config.json, kept for `save`.
+    generation: fields of generation_config.json, preserved for `save`.
   """
 
   model: DecoderModel
@@ -45,7 +45,7 @@ class Pretrained:
 
   @property
   def text(self) -> Tokenizer:
-    """The tokenizer, for what works on text.
+    """The tokenizer, or an error if there is none.
 
     Raises:
       InputError: there is none.
@@ -59,9 +59,9 @@ class Pretrained:
 
   @property
   def sampling(self) -> Sampling:
-    """How the model's makers sample from it; greedy unless they say so.
+    """The model's default sampling; greedy if it defines none.
 
-    Of their settings temperature, top_k and top_p count; penalties do not.
+    It uses temperature, top_k and top_p, but no penalties.
     """
     given = {k: v for k, v in self.generation.items() if v is not None}
     if not given.get("do_sample", False):
@@ -81,17 +81,17 @@ def load(
   """Loads a model, its generation defaults, and its tokenizer if it has one.
 
   Args:
-    model: a Hugging Face directory (config.json, safetensors weights,
-      tokenizer.json and what goes with them), a GGUF file, a directory with
-      one, or a name of `kvjax.models.catalog.NAMED`, which is fetched first.
+    model: a Hugging Face directory (with config.json, safetensors weights and
+      tokenizer.json), a GGUF file, a directory with one, or a name of
+      `kvjax.models.catalog.NAMED`, which is fetched first.
     dtype: one of `DTYPES`, for the weights and the computation; by default
-      bfloat16, and float32 for what is dequantized from a GGUF file.
-    mesh: has an axis "model" over which the weights are sharded (see
-      `kvjax.models.sharding`); without it they go to the default device.
+      bfloat16, and float32 for GGUF files.
+    mesh: a mesh with an axis "model" over which the weights are sharded (see
+      `kvjax.models.sharding`); by default they are on the default device.
 
   Raises:
-    InputError: something is missing, broken or not supported, or a named model
-      cannot be fetched; see `load_decoder` and `Tokenizer.load`.
+    InputError: a file is missing, broken or not supported, or a named model
+      cannot be fetched.
   """
   source = find(model)
   config = source.config()
@@ -105,7 +105,7 @@ def load_decoder(
   dtype: str | None = None,
   mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[DecoderModel, nnx.State]:
-  """Loads a model's functions and weights alone; arguments as for `load`.
+  """Loads a model's functions and weights only; arguments as for `load`.
 
   Raises:
     InputError: the model, its configuration or its weights are missing, broken
@@ -120,34 +120,33 @@ def save(
   directory: str | os.PathLike[str],
   max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-  """Writes a directory that `load` and transformers read.
+  """Saves a model to a directory that `load` and transformers can read.
 
-  Everything is written beside the directory first and moved in when whole.
-  Files that the directory already holds under these names, and its old
-  weights, are replaced; others stay.
+  All files are written to a temporary directory first and then moved. Existing
+  files with these names, and old weights, are replaced; other files stay.
 
   Args:
-    pretrained: what to write; weights keep their dtype.
-    directory: made if need be.
-    max_shard_bytes: larger weights become several files.
+    pretrained: the model; weights keep their dtype.
+    directory: the directory, which is created if it does not exist.
+    max_shard_bytes: maximum size of a file of weights.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(
     prefix=f"{directory.name}.", dir=directory.parent
   ) as scratch:
-    whole = pathlib.Path(scratch)
-    write_weights(pretrained.params, whole, max_shard_bytes)
+    complete = pathlib.Path(scratch)
+    write_weights(pretrained.params, complete, max_shard_bytes)
     if pretrained.tokenizer is not None:
-      pretrained.tokenizer.save(whole)
-    write_json(whole / "config.json", _config_fields(pretrained))
+      pretrained.tokenizer.save(complete)
+    write_json(complete / "config.json", _config_fields(pretrained))
     write_json(
-      whole / "generation_config.json",
+      complete / "generation_config.json",
       dict(pretrained.generation) | _token_ids(pretrained.tokenizer),
     )
-    new = {path.name for path in whole.iterdir()}
+    new = {path.name for path in complete.iterdir()}
     for name in new:
-      (whole / name).replace(directory / name)
+      (complete / name).replace(directory / name)
     stale = {path.name for path in directory.glob("model*.safetensors*")}
     for name in (stale | {"chat_template.jinja"}) - new:
       (directory / name).unlink(missing_ok=True)

@@ -10,11 +10,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import InputError
-from kvjax.models.fields import LARGEST, ConfigError, is_number, shown
+from kvjax.models.fields import LARGEST, ConfigError, format_value, is_number
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
-# What each kind reads, and which of it must be there.
+# Fields that each kind requires, and those that it may have.
 _REQUIRED = {
   "default": (),
   "linear": ("factor",),
@@ -47,20 +47,20 @@ _NUMBERS = {"rope_theta", "partial_rotary_factor"}.union(
 )
 # Frequencies are float32.
 _HUGE = 1e30
-# How the file came about.
+# Fields about the origin of the file.
 _WITHOUT_EFFECT = ("finetuned",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-  """Rotary embedding of one model.
+  """The rotary embedding of a model.
 
   Attributes:
     kind: one of `KINDS`.
     theta: base of the frequencies.
     head_dim: D, even.
     original_context: context in tokens before any scaling.
-    scaling: the other fields of the file, as sorted pairs.
+    scaling: the other fields, as sorted pairs.
   """
 
   kind: str
@@ -76,8 +76,7 @@ class Rope:
     """Reads `rope_parameters` (or rope_scaling with rope_theta).
 
     Raises:
-      ConfigError: the kind is unknown, or fields are missing or not what they
-        must be.
+      ConfigError: the kind is unknown, or fields are missing or invalid.
     """
     rest = {k: v for k, v in fields.items() if v is not None}
     kind = rest.pop("rope_type", None) or rest.get("type", "default")
@@ -86,11 +85,11 @@ class Rope:
     if not isinstance(kind, str) or kind not in KINDS:
       raise ConfigError(
         [
-          f"has rope type {shown(kind)}, which is not supported; supported "
-          f"are {', '.join(KINDS)}"
+          f"has rope type {format_value(kind)}, which is not supported; "
+          f"supported are {', '.join(KINDS)}"
         ]
       )
-    faults = _faults(kind, rest)
+    faults = _find_faults(kind, rest)
     if faults:
       raise ConfigError(faults)
     theta = rest.pop("rope_theta", 10000.0)
@@ -104,14 +103,14 @@ class Rope:
     return cls(kind, float(theta), head_dim, original, scaling)
 
   def to_hf(self) -> dict[str, Any]:
-    """The fields that `from_hf` reads back, in both spellings in use."""
+    """Returns the fields that `from_hf` reads."""
     if self.kind == "default":
       return {"rope_theta": self.theta}
     scaling = {"rope_type": self.kind, **dict(self.scaling)}
     return {"rope_theta": self.theta, "rope_scaling": scaling}
 
-  def longest_context(self, max_positions: int) -> int:
-    """Tokens that the scaling was made for."""
+  def max_context(self, max_positions: int) -> int:
+    """Maximum context length with scaling."""
     if self.kind in ("default", "llama3"):
       return max_positions
     factor = dict(self.scaling)["factor"]
@@ -120,20 +119,20 @@ class Rope:
   def tables(
     self, positions: Int[Array, "B S"]
   ) -> tuple[Float[Array, "B S R"], Float[Array, "B S R"]]:
-    """Float32 cosines and sines of every position's angles.
+    """Computes float32 cosines and sines of every position's angles.
 
-    Padding (position -1) gets finite values that mean nothing. The dynamic
-    kind stretches each row by that row's own length.
+    Those of padding (position -1) are finite and arbitrary. The dynamic kind
+    scales each row by its length.
     """
-    place = jnp.maximum(positions, 0)
-    frequencies, scale = _FREQUENCIES[self.kind](self, place)
-    angles = place.astype(jnp.float32)[:, :, None] * frequencies[:, None, :]
+    clipped = jnp.maximum(positions, 0)
+    frequencies, scale = _FREQUENCIES[self.kind](self, clipped)
+    angles = clipped.astype(jnp.float32)[:, :, None] * frequencies[:, None, :]
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
-  def turned(
+  def rerotate(
     self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
   ) -> Float[Array, "B K T D"]:
-    """Keys rotated at positions p as if they had been at p + `by`.
+    """Moves keys that were rotated at positions p to p + `by`.
 
     Raises:
       InputError: the dynamic kind, whose angles depend on the row's length.
@@ -150,48 +149,48 @@ class Rope:
     return rotate(flat, jnp.cos(angles), jnp.sin(angles)).reshape(keys.shape)
 
 
-def _faults(kind: str, fields: Mapping[str, Any]) -> list[str]:
-  """What is wrong with the fields of a kind."""
-  found = []
+def _find_faults(kind: str, fields: Mapping[str, Any]) -> list[str]:
+  """Lists the errors in the fields of a kind."""
+  faults = []
   for name, value in fields.items():
-    wanted = _wanted(name, value)
-    if wanted:
-      found.append(
-        f"has {shown(value)} for the rope field {name!r}, which must be "
-        f"{wanted}"
+    expected = _describe_expected(name, value)
+    if expected:
+      faults.append(
+        f"has {format_value(value)} for the rope field {name!r}, which must be "
+        f"{expected}"
       )
   if fields.get("partial_rotary_factor", 1) != 1:
-    found.append(
+    faults.append(
       "rotates a part of each head only (partial_rotary_factor), which is not "
       "supported"
     )
   known = {"rope_theta", "partial_rotary_factor"}
   known |= {*_REQUIRED[kind], *_OPTIONAL[kind]}
-  found += [
+  faults += [
     f"has the rope field {name!r}, which rope type {kind!r} does not use"
     for name in sorted(set(fields) - known)
   ]
-  found += [
+  faults += [
     f"lacks {name!r}, which rope type {kind!r} needs"
     for name in _REQUIRED[kind]
     if name not in fields
   ]
   low, high = fields.get("low_freq_factor"), fields.get("high_freq_factor")
   if is_number(low) and is_number(high) and low >= high:
-    found.append(
+    faults.append(
       f"has low_freq_factor {low} and high_freq_factor {high}; the first must "
       "be the smaller"
     )
-  return found
+  return faults
 
 
-def _wanted(name: str, value: Any) -> str | None:
-  """What a known field must be, where its value is something else."""
+def _describe_expected(name: str, value: Any) -> str | None:
+  """Describes what a field must be if its value is invalid, else None."""
   if name == "truncate":
     return None if isinstance(value, bool) else "true or false"
   if name == "original_max_position_embeddings":
-    right = type(value) is int and 0 < value <= LARGEST
-    return None if right else "a whole number of 1 or more, and no huge one"
+    valid = type(value) is int and 0 < value <= LARGEST
+    return None if valid else "a whole number of 1 or more, and no huge one"
   if name in _NUMBERS and not (is_number(value) and 0 < value < _HUGE):
     return "a number above 0, and no huge one"
   return None
@@ -205,10 +204,10 @@ def rotate(
   """Rotates the pairs (i, i + D/2) of every head; computed in float32."""
   low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   cos, sin = cos[:, None], sin[:, None]
-  turned = jnp.concatenate(
+  rotated = jnp.concatenate(
     [low * cos - high * sin, high * cos + low * sin], axis=-1
   )
-  return turned.astype(x.dtype)
+  return rotated.astype(x.dtype)
 
 
 def _inverse_frequencies(theta: float, head_dim: int) -> np.ndarray:
@@ -228,11 +227,11 @@ def _linear(rope: Rope, _: Array) -> tuple[Array, float]:
 
 
 def _dynamic(rope: Rope, place: Array) -> tuple[Array, float]:
-  """NTK-aware base that grows with the row, once past the original context.
+  """NTK-aware base that grows with the row beyond the original context.
 
-  The length is that up to the end of the block at hand. Keys that are cached
-  already keep the base they were rotated with, as in transformers: work in
-  blocks differs from work on the whole prompt.
+  The length is that up to the end of the current block. Keys in the cache keep
+  the base that they were rotated with, as in transformers. Therefore results in
+  blocks differ from those of whole prompts.
   """
   factor = dict(rope.scaling)["factor"]
   original = rope.original_context
@@ -246,7 +245,7 @@ def _dynamic(rope: Rope, place: Array) -> tuple[Array, float]:
 
 
 def _llama3(rope: Rope, _: Array) -> tuple[Array, float]:
-  """Llama 3.1: slow frequencies divided, fast ones kept, a ramp between."""
+  """Llama 3.1: low frequencies scaled, high ones kept, a ramp in between."""
   fields = dict(rope.scaling)
   factor = fields["factor"]
   low, high = fields["low_freq_factor"], fields["high_freq_factor"]
@@ -259,7 +258,7 @@ def _llama3(rope: Rope, _: Array) -> tuple[Array, float]:
 
 
 def _yarn(rope: Rope, _: Array) -> tuple[Array, float]:
-  """YaRN (arXiv 2309.00071): interpolation by parts and a warmer softmax."""
+  """YaRN (arXiv 2309.00071): interpolation by parts and a scaled softmax."""
   fields = dict(rope.scaling)
   factor = fields["factor"]
   half = rope.head_dim // 2

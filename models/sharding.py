@@ -1,4 +1,4 @@
-"""Where weights live on a mesh of the axes "data" and "model"."""
+"""Sharding of weights over a mesh with the axes "data" and "model"."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from jaxtyping import PyTree
 
 from kvjax.model import Geometry
 
-# Logical axes of every parameter, by the last two parts of its path. Those of
-# the layers have an axis of layers before them, which stays whole.
+# Logical axes of every parameter by the last two parts of its path. Parameters
+# of the layers also have a leading axis of layers, which is not sharded.
 LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
   "embed_tokens.embedding": ("vocab", "embed"),
   "lm_head.kernel": ("embed", "vocab"),
@@ -35,7 +35,7 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
   "norm.scale": ("embed",),
 }
 
-# The mesh axis of each logical axis; the others are whole on every device.
+# The mesh axis of each logical axis; the others are replicated.
 RULES = {
   "vocab": "model",
   "heads": "model",
@@ -47,21 +47,20 @@ RULES = {
 def param_shardings(
   template: nnx.State, geometry: Geometry, mesh: Mesh
 ) -> PyTree[NamedSharding]:
-  """A sharding for every parameter: heads, MLP and vocabulary over "model".
+  """Shards heads, MLP and vocabulary of every parameter over "model".
 
-  An axis that the mesh does not divide evenly stays whole; heads are never
-  split within.
+  An axis that does not divide evenly is replicated. A head is never split.
 
   Args:
     template: the decoder's state; only paths and shapes are read.
-    geometry: the model's numbers of heads.
-    mesh: has an axis "model".
+    geometry: sizes of the model.
+    mesh: a mesh with an axis "model".
   """
-  # One stack of weights: all layers have as many heads.
+  # All layers are in one stack, so they have the same number of heads.
   layer = geometry.layers[0]
   units = {"heads": layer.heads, "kv_heads": layer.kv_heads}
 
-  def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+  def shard(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
     names = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
     logical = LOGICAL_AXES[".".join(str(name) for name in names[-2:])]
     if names[0] == "layers":
@@ -70,8 +69,8 @@ def param_shardings(
     for axis, size in zip(logical, leaf.shape, strict=True):
       target = RULES.get(axis or "")
       parts = units.get(axis or "", size)
-      whole = target is None or parts % mesh.shape[target]
-      spec.append(None if whole else target)
+      replicated = target is None or parts % mesh.shape[target]
+      spec.append(None if replicated else target)
     return NamedSharding(mesh, PartitionSpec(*spec))
 
-  return jax.tree_util.tree_map_with_path(place, template)
+  return jax.tree_util.tree_map_with_path(shard, template)

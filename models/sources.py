@@ -1,4 +1,4 @@
-"""What a model is loaded from: a Hugging Face directory or a GGUF file."""
+"""Sources of models: Hugging Face directories and GGUF files."""
 
 import dataclasses
 import os
@@ -22,41 +22,41 @@ _CONFIG = "config.json"
 
 @runtime_checkable
 class Source(Protocol):
-  """All parts of a model, each read when it is asked for.
+  """The parts of a model, which are read on demand.
 
-  A part that is missing, broken or not supported is an InputError.
+  A missing, broken or unsupported part raises an InputError.
   """
 
   @property
   def place(self) -> pathlib.Path:
-    """Where it is."""
+    """The path of the file or directory."""
 
   @property
   def dtype(self) -> str:
-    """What the weights are loaded as by default."""
+    """Default dtype of the weights."""
 
   def config(self) -> DecoderConfig:
-    """Sizes and options."""
+    """Reads the configuration."""
 
   def tokenizer(self, config: DecoderConfig) -> Tokenizer | None:
-    """Text to ids and back, if it is there."""
+    """Reads the tokenizer, if there is one."""
 
   def tensors(self, config: DecoderConfig) -> Tensors:
-    """The weights, of which nothing is read yet."""
+    """Opens the weights without reading them."""
 
   def generation(self) -> Mapping[str, Any]:
-    """Fields of generation_config.json."""
+    """Reads the fields of generation_config.json."""
 
 
 def find(model: str | os.PathLike[str]) -> Source:
-  """Opens what a model is loaded from.
+  """Opens the source of a model.
 
   Args:
-    model: see `kvjax.models.load`.
+    model: a path or a name, as for `kvjax.models.load`.
 
   Raises:
-    InputError: nothing is there, a GGUF file cannot be read, or a named model
-      cannot be fetched.
+    InputError: the path does not exist, a GGUF file cannot be read, or a named
+      model cannot be fetched.
   """
   place = catalog.locate(pathlib.Path(model))
   if place.is_file():

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the model's own chat template."""
+"""Tokenization, with the model's chat template."""
 
 import datetime
 import itertools
@@ -24,14 +24,14 @@ _CHATS = {
 class Tokenizer:
   """A fast tokenizer, its special tokens and its chat template.
 
-  Nothing adds special tokens to a text: `split_chat` has already put them
-  into it, as the chat template says. Special tokens spelled out in a text are
-  encoded as such, as transformers does too.
+  Encoding adds no special tokens, since `split_chat` inserts them according to
+  the chat template. Special tokens in the text are encoded as such, as in
+  transformers.
 
   Attributes:
     bos_id: id of the token that begins a sequence, if there is one.
     eos_ids: ids that end an answer.
-    pad_id: id of the token for padding, if there is one.
+    pad_id: id of the padding token, if there is one.
   """
 
   def __init__(
@@ -41,17 +41,17 @@ class Tokenizer:
     *,
     chat_template: str | None = None,
     eos_ids: Sequence[int] = (),
-    embedded: int | None = None,
+    num_embedded: int | None = None,
   ) -> None:
     """Wraps a tokenizer.
 
     Args:
-      backend: as `tokenizers` reads it from tokenizer.json.
+      backend: tokenizer that `tokenizers` reads from tokenizer.json.
       config: fields of tokenizer_config.json; bos_token, eos_token and
-        pad_token are used, and all of them are kept for `save`.
-      chat_template: Jinja source that takes precedence over the config's own.
-      eos_ids: in place of the config's eos_token alone.
-      embedded: how many ids the model embeds; by default all.
+        pad_token are used, and all fields are preserved for `save`.
+      chat_template: Jinja source, which takes precedence over the config's.
+      eos_ids: ids that end an answer; by default that of the eos_token.
+      num_embedded: number of ids that the model embeds; by default all.
 
     Raises:
       InputError: a special token is not in the vocabulary, or the chat
@@ -69,23 +69,25 @@ class Tokenizer:
     eos_id = self._special_id("eos_token")
     self.eos_ids = tuple(eos_ids) or (() if eos_id is None else (eos_id,))
     self.pad_id = self._special_id("pad_token")
-    self._embedded = self.vocab_size if embedded is None else embedded
+    self._num_embedded = (
+      self.vocab_size if num_embedded is None else num_embedded
+    )
 
   @classmethod
   def load(
-    cls, directory: pathlib.Path, embedded: int | None = None
+    cls, directory: pathlib.Path, num_embedded: int | None = None
   ) -> "Tokenizer":
-    """Reads tokenizer.json and the files about it from a model directory.
+    """Loads the tokenizer of a model directory.
 
     The ids that end an answer are those of generation_config.json, else of
-    config.json, else the tokenizer's own.
+    config.json, else of the tokenizer.
 
     Args:
-      directory: of the model.
-      embedded: see `__init__`.
+      directory: the model directory.
+      num_embedded: number of ids that the model embeds; by default all.
 
     Raises:
-      InputError: tokenizer.json is missing or broken, or see `__init__`.
+      InputError: a file is missing or broken.
     """
     path = directory / "tokenizer.json"
     if not path.exists():
@@ -103,7 +105,7 @@ class Tokenizer:
       read_json_if_present(directory / "tokenizer_config.json"),
       chat_template=(read_text(template) if template.is_file() else None),
       eos_ids=_read_eos_ids(directory),
-      embedded=embedded,
+      num_embedded=num_embedded,
     )
 
   def save(self, directory: pathlib.Path) -> None:
@@ -119,62 +121,62 @@ class Tokenizer:
 
   @property
   def vocab_size(self) -> int:
-    """One more than the largest id."""
+    """The largest id plus one."""
     return max(self._backend.get_vocab().values(), default=-1) + 1
 
   def encode(self, text: str) -> list[int]:
-    """Ids of a text, without adding special tokens.
+    """Encodes a text, without adding special tokens.
 
     Raises:
       InputError: the model does not embed one of them.
     """
     ids = self._backend.encode(text, add_special_tokens=False).ids
-    if max(ids, default=-1) >= self._embedded:
+    if max(ids, default=-1) >= self._num_embedded:
       raise InputError(
         f"The text holds {self._backend.id_to_token(max(ids))!r}, whose id is "
-        f"{max(ids)}, but the model embeds {self._embedded} tokens only; leave "
-        "it out."
+        f"{max(ids)}, but the model embeds {self._num_embedded} tokens only; "
+        "leave it out."
       )
     return ids
 
   def count(self, text: str) -> int:
-    """Number of a text's tokens."""
+    """Counts the tokens of a text."""
     return len(self.encode(text))
 
   def pieces(self, text: str) -> list[str]:
-    """What each of a text's tokens stands for; joined they are the text.
+    """Splits a text at its tokens; the pieces joined are the text.
 
-    A character that is spread over tokens stands with the first of them.
+    A character that spans several tokens is in the piece of the first.
     """
     encoding = self._backend.encode(text, add_special_tokens=False)
     if not encoding.ids:
       return []
-    # Where a token ends is certain; its start may leave out a blank before it.
+    # Use the ends of tokens: their starts may skip a preceding space.
     ends = itertools.accumulate((end for _, end in encoding.offsets[:-1]), max)
     borders = (0, *ends, len(text))
     return [text[start:end] for start, end in itertools.pairwise(borders)]
 
   def decode(self, ids: Sequence[int]) -> str:
-    """Text of some ids, without special tokens.
+    """Decodes ids to text, without special tokens.
 
-    The text is exact: transformers' clean_up_tokenization_spaces, which joins
-    punctuation to the word before it, is not applied.
+    The text is exact: clean_up_tokenization_spaces of transformers, which joins
+    punctuation to the preceding word, is not applied.
     """
     return self._backend.decode([int(i) for i in ids])
 
   @property
   def bos(self) -> str:
-    """The text that prompts without a chat template begin with."""
+    """The prefix of prompts without a chat template."""
     return self._special.get("bos_token", "")
 
   def split_chat(self, context: str) -> tuple[str, str]:
-    """Puts a context into the user's turn and splits the chat after it.
+    """Formats a chat with a context and splits it after the context.
 
-    As kvpress 0.5 does (`pipeline.py`), but with a separator that no context
-    can run into. Thinking is off where the template can switch it.
+    This follows kvpress 0.5 (`pipeline.py`), but the separator never occurs in
+    the context. Thinking is disabled if the template supports it.
 
     Args:
-      context: what the user's message holds before any question.
+      context: the user's message before any question.
 
     Returns:
       The text to prefill, which ends with the context, and the text that
@@ -199,9 +201,9 @@ class Tokenizer:
     return parts[0], parts[1]
 
   def between_turns(self) -> str:
-    """What a chat holds between an answer and the user's next message.
+    """Returns the text between an answer and the user's next message.
 
-    Without a chat template it is the token that ends an answer, and a newline.
+    Without a chat template it is the end-of-answer token and a newline.
 
     Raises:
       InputError: the chat template refuses an answer between two messages, or
@@ -220,7 +222,7 @@ class Tokenizer:
     return after.split(message)[0]
 
   def _render(self, *contents: str) -> str:
-    """A chat that user and assistant take turns in."""
+    """Renders a chat in which user and assistant alternate."""
     assert self._template is not None
     roles = itertools.cycle(("user", "assistant"))
     try:
@@ -254,7 +256,7 @@ class Tokenizer:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-  """Fields such as bos_token, each a string or an object with its content."""
+  """Reads fields such as bos_token, which are strings or objects."""
   tokens = {}
   for name, value in config.items():
     content = value.get("content") if isinstance(value, dict) else value
@@ -267,9 +269,11 @@ def _default_template(config: Mapping[str, Any]) -> str | None:
   template = config.get("chat_template")
   if isinstance(template, list):
     fields = [entry if isinstance(entry, dict) else {} for entry in template]
-    named = [(entry.get("name"), entry.get("template")) for entry in fields]
-    if all(isinstance(part, str) for pair in named for part in pair):
-      return dict(named).get("default")
+    pairs_by_name = [
+      (entry.get("name"), entry.get("template")) for entry in fields
+    ]
+    if all(isinstance(part, str) for pair in pairs_by_name for part in pair):
+      return dict(pairs_by_name).get("default")
   elif template is None or isinstance(template, str):
     return template
   raise InputError(
@@ -294,7 +298,7 @@ def _read_eos_ids(directory: pathlib.Path) -> list[int]:
 
 
 def _compile(source: str) -> jinja2.Template:
-  """Compiles a chat template in the environment that transformers gives it."""
+  """Compiles a chat template in the same environment as transformers."""
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
@@ -310,7 +314,7 @@ def _compile(source: str) -> jinja2.Template:
 
 
 class _Generation(jinja2.ext.Extension):
-  """`{% generation %}` blocks, which mark answers and change nothing here."""
+  """Support of `{% generation %}` blocks, which have no effect here."""
 
   tags = {"generation"}  # noqa: RUF012
 
@@ -326,7 +330,7 @@ def _to_json(
   separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
-  """Unlike Jinja's own filter: no HTML escapes."""
+  """Formats JSON without the HTML escapes of Jinja's filter."""
   return json.dumps(
     value,
     ensure_ascii=ensure_ascii,

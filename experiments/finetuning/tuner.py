@@ -76,7 +76,7 @@ class Tuner:
     """
     self._parts = parts
     self._recipe = recipe
-    self._model, params = lora.adapted(
+    self._model, params = lora.add_adapters(
       lm.model, lm.params, recipe.rank, recipe.targets, recipe.seed
     )
     adapter, self._frozen = lora.split(params)
@@ -113,7 +113,7 @@ class Tuner:
 
   def merged(self) -> tuple[DecoderModel, nnx.State]:
     """Merges the adapters into the model's weights."""
-    return lora.merged(self._model, self._params())
+    return lora.merge_adapters(self._model, self._params())
 
   def _params(self) -> nnx.State:
     return nnx.merge_state(self.state.params, self._frozen)

@@ -120,8 +120,8 @@ def _retrieved_positions(
   positions: Int[Array, " B"],
 ) -> Int[Array, "B K F"]:
   """Returns positions of stored tokens that a token reads, -1 for others."""
-  _, counts = layer.retrieved(layer.index, query, positions)
-  slots = counts.read_slots
+  _, counts = layer.retrieve(layer.index, query, positions)
+  slots = counts.visible_slots
   slots = slots.reshape(*slots.shape[:2], -1)
   stored = layer.stored.positions
   return jnp.where(named_slots(slots, stored.shape[-1]), stored, -1)

@@ -11,7 +11,7 @@ from kvjax.experiments.paper_experiments import (
   protokv,
 )
 from kvjax.experiments.paper_experiments.records import Experiment
-from kvjax.registry.naming import near
+from kvjax.registry.naming import suggest
 
 EXPERIMENTS: Mapping[str, Experiment] = {
   experiment.id: experiment
@@ -29,7 +29,7 @@ def find(ids: Sequence[str]) -> list[Experiment]:
   for name in ids:
     if name not in EXPERIMENTS:
       raise InputError(
-        f"There is no experiment {name!r}{near(name, EXPERIMENTS)}; "
+        f"There is no experiment {name!r}{suggest(name, EXPERIMENTS)}; "
         "python -m kvjax.experiments.papers lists them."
       )
   return [EXPERIMENTS[name] for name in dict.fromkeys(ids)]

@@ -20,7 +20,7 @@ from kvjax import kernels
 from kvjax.cache.cache import Cache
 from kvjax.cache.sharding import shard_stack
 from kvjax.cache.sparse import SparseLayer
-from kvjax.engine.decode import Answers, Run, decode
+from kvjax.engine.decode import DecodedTokens, DecodingInputs, decode
 from kvjax.experiments.tpu import llama
 from kvjax.experiments.tpu.calls import compile_calls, measure_calls
 from kvjax.experiments.tpu.chips import Chip
@@ -147,8 +147,9 @@ def lower_decode(use: Use, layers: int, chip: Chip) -> Lowered:
       cache: Cache,
       logits: Float[Array, "B V"],
       seeds: Int[Array, " B"],
-    ) -> tuple[Answers, Cache]:
-      run = Run(seeds, None, None, jnp.int32(_DECODING.max_new_tokens))
+    ) -> tuple[DecodedTokens, Cache]:
+      most = jnp.int32(_DECODING.max_new_tokens)
+      run = DecodingInputs(seeds, None, None, most)
       return decode(model, params, cache, logits, _DECODING, run)
 
     traced = jax.jit(loop, donate_argnames="cache").trace(

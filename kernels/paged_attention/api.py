@@ -1,4 +1,4 @@
-"""The attention over a packed cache that the engine calls."""
+"""Attention over a packed cache, as the engine calls it."""
 
 from jaxtyping import Array, Float, Int
 
@@ -30,21 +30,21 @@ def paged_attention(
 ) -> Partial:
   """Softmax attention to R pages of P slots per row, causal by positions.
 
-  A KV head may have any number of the pages, wherever they stand, so that time
-  and memory follow R P: heads that hold more cost what others hold less.
+  A KV head may have any number of the pages, in any order. Time and memory are
+  proportional to R P, whatever the heads' shares of the pages are.
 
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
-    keys: rotated keys; what empty slots and unused pages hold has no effect.
-      Stacks of layers have one more axis in front.
-    values: values, likewise.
-    query_positions: place of each query in its row, -1 for padding.
-    key_positions: place of each slot's token in its row, -1 for empty.
+    keys: rotated keys; arbitrary in empty slots and unused pages. Stacks of
+      layers have an additional leading axis.
+    values: values; arbitrary where the keys are.
+    query_positions: position of each query in its row, -1 for padding.
+    key_positions: position of each slot's token in its row, -1 for empty.
     heads: KV head of each page, -1 for an unused page.
     kv_heads: K.
-    implementation: the kernels are for single tokens and plain attention.
-    options: a window, another scale, a cap of the logits.
-    layer: of stacks, the layer to read.
+    implementation: kernels support single tokens and plain attention only.
+    options: window, scale and softcap.
+    layer: index of the layer in stacks.
 
   Returns:
     The attention output in the dtype of the queries, and its log-sum-exp.

@@ -1,4 +1,4 @@
-"""Attention over pages on Hopper GPUs: all heads look at 64 slots at a time."""
+"""Attention over pages on Hopper GPUs: all heads read 64 slots at a time."""
 
 import functools
 from typing import Any, NamedTuple
@@ -22,17 +22,17 @@ from kvjax.kernels.stacks import index_stack
 
 
 class _Operands(NamedTuple):
-  """What the kernel reads: arrays or refs, T = R P slots in C chunks a row.
+  """Inputs of the kernel, as arrays or refs; a row has T = R P slots, C chunks.
 
   Attributes:
-    layer: of the stacks, [1].
-    counts: chunks of each row up to the last of which anything is seen, [B].
-    queries: of the token, 64 with padding, [B, 64, D].
-    owners: head of each slot that the token sees, else -1, [B, C, 64].
-    key_scales: of the keys if they are quantized, [B, C, 64].
-    value_scales: of the values, likewise.
-    keys: of all pages of all layers, [L, B, T, D].
-    values: likewise.
+    layer: index of the layer in the stacks, [1].
+    counts: chunks of each row up to the last with a visible slot, [B].
+    queries: queries of the token, padded to 64, [B, 64, D].
+    owners: head of each slot that is visible to the token, else -1, [B, C, 64].
+    key_scales: scales of quantized keys, [B, C, 64].
+    value_scales: scales of quantized values, [B, C, 64].
+    keys: keys of all pages of all layers, [L, B, T, D].
+    values: values of all pages of all layers, [L, B, T, D].
   """
 
   layer: Any
@@ -56,15 +56,16 @@ def paged_attention_gpu(
   kv_heads: int,
   options: AttentionOptions = PLAIN,
 ) -> Partial:
-  """See `kvjax.kernels.paged_attention.api.paged_attention`.
+  """Pallas kernel for `kvjax.kernels.paged_attention.paged_attention`.
 
-  Every page is read once, as far as any is seen in its row. Blocks of threads
-  share a row, and XLA joins what they find.
+  Every page is read once, up to the last visible one of its row. Several thread
+  blocks share a row, and XLA merges their results.
 
   Raises:
-    NotImplementedError: more than one token or than 64 query heads; no page;
-      queries are not of 16 bits, keys and values neither of the same dtype nor
-      int8; D is not 128, or 64 in 16 bits; attention is not plain.
+    NotImplementedError: there is more than one token, more than 64 query heads
+      or no page; queries do not have 16 bits, or keys and values have neither
+      their dtype nor int8; D is not 128, or 64 in 16 bits; attention is not
+      plain.
   """
   decline_unless_plain(options, keys.shape[-1], values.shape[-1])
   batch, query_heads, length, dim = queries.shape
@@ -79,10 +80,12 @@ def paged_attention_gpu(
   if dim not in (64, 128) or dim * dtype.itemsize % 128:
     raise NotImplementedError(f"No rows of {dim} {dtype} are read.")
 
-  def cut(x: Shaped[Array, "B R P"], fill: float = 0) -> Shaped[Array, "B C c"]:
+  def to_chunks(
+    x: Shaped[Array, "B R P"], fill: float = 0
+  ) -> Shaped[Array, "B C c"]:
     x = x.reshape(batch, -1)
-    wide = ((0, 0), (0, -x.shape[-1] % ROWS))
-    return jnp.pad(x, wide, constant_values=fill).reshape(batch, -1, ROWS)
+    padding = ((0, 0), (0, -x.shape[-1] % ROWS))
+    return jnp.pad(x, padding, constant_values=fill).reshape(batch, -1, ROWS)
 
   def scales(
     x: Float[Array, "L B R P D"] | Quantized,
@@ -90,22 +93,22 @@ def paged_attention_gpu(
     if not isinstance(x, Quantized):
       return None
     scale = index_stack(x.scale, layer)
-    return cut(scale[..., 0].astype(jnp.float32))
+    return to_chunks(scale[..., 0].astype(jnp.float32))
 
   def rows(
     x: Float[Array, "L B R P D"] | Quantized,
   ) -> Shaped[Array, "L B T D"]:
     return stored(x).reshape(-1, batch, key_positions[0].size, dim)
 
-  owners = cut(owners_of(query_positions, key_positions, heads), -1)
+  owners = to_chunks(owners_of(query_positions, key_positions, heads), -1)
   chunks = owners.shape[1]
   numbers = jnp.arange(1, chunks + 1, dtype=jnp.int32)
-  some = jnp.any(owners >= 0, axis=-1)
-  wide = ((0, 0), (0, ROWS - query_heads), (0, 0))
+  any_visible = jnp.any(owners >= 0, axis=-1)
+  padding = ((0, 0), (0, ROWS - query_heads), (0, 0))
   operands = _Operands(
     layer[None],
-    jnp.max(jnp.where(some, numbers[None], 0), axis=-1),
-    jnp.pad(queries[:, :, 0], wide),
+    jnp.max(jnp.where(any_visible, numbers[None], 0), axis=-1),
+    jnp.pad(queries[:, :, 0], padding),
     owners,
     scales(keys),
     scales(values),
@@ -113,12 +116,15 @@ def paged_attention_gpu(
     rows(values),
   )
   splits = max(1, min(chunks, warpgroup.WARPGROUPS // batch))
-  each = -(-chunks // splits)
-  splits = -(-chunks // each)
+  chunks_per_split = -(-chunks // splits)
+  splits = -(-chunks // chunks_per_split)
   leaves, tree = jax.tree.flatten(operands)
-  found = plgpu.kernel(
+  partial = plgpu.kernel(
     functools.partial(
-      _kernel, tree=tree, each=each, group=query_heads // kv_heads
+      _kernel,
+      tree=tree,
+      chunks_per_split=chunks_per_split,
+      group=query_heads // kv_heads,
     ),
     out_type=Found.shapes((batch, splits), query_heads, dim),
     grid=(batch, splits),
@@ -126,25 +132,28 @@ def paged_attention_gpu(
     scratch_types=Tiles.types(dim, queries.dtype, dtype, True, 2, 1),
     compiler_params=warpgroup.PARAMS,
   )(*leaves)
-  output, lse = Found(*found).joined(queries.dtype)
+  output, lse = Found(*partial).joined(queries.dtype)
   return Partial(output[:, :, None], lse[..., None])
 
 
-def _kernel(*refs: Any, tree: Any, each: int, group: int) -> None:
-  """Attends to a part of a row; its chunks are fetched one ahead.
+def _kernel(*refs: Any, tree: Any, chunks_per_split: int, group: int) -> None:
+  """Attends to a part of a row, prefetching one chunk.
 
   Args:
     *refs: leaves of `_Operands`, `Found` and `Tiles`.
-    tree: of the operands.
-    each: chunks of a part.
-    group: query heads that read a KV head.
+    tree: tree structure of the operands.
+    chunks_per_split: number of chunks of a part.
+    group: query heads per KV head.
   """
   count = tree.num_leaves
   read = jax.tree.unflatten(tree, refs[:count])
-  to, tiles = Found(*refs[count : count + 3]), Tiles(*refs[count + 3 :])
+  output_refs, tiles = (
+    Found(*refs[count : count + 3]),
+    Tiles(*refs[count + 3 :]),
+  )
   row, split = jax.lax.axis_index("row"), jax.lax.axis_index("split")
-  first = split * each
-  used = jnp.clip(read.counts[row] - first, 0, each)
+  first = split * chunks_per_split
+  used = jnp.clip(read.counts[row] - first, 0, chunks_per_split)
   layer = read.layer[0]
   plgpu.copy_gmem_to_smem(read.queries.at[row], tiles.queries, tiles.ready)
   plgpu.barrier_wait(tiles.ready)
@@ -154,28 +163,30 @@ def _kernel(*refs: Any, tree: Any, each: int, group: int) -> None:
   def fetch(number: Array) -> None:
     buffer = number & 1
     slots = pl.ds((first + number) * ROWS, ROWS)
-    for whole, rows in (
+    for source, rows in (
       (read.keys, key_rows),
       (read.values, value_rows),
     ):
       plgpu.copy_gmem_to_smem(
-        whole.at[layer, row, slots], rows.at[buffer], tiles.arrived.at[buffer]
+        source.at[layer, row, slots], rows.at[buffer], tiles.arrived.at[buffer]
       )
 
-  def attend(number: Array, found: Found) -> Found:
+  def attend(number: Array, partial: Found) -> Found:
     pl.when(number + 1 < used)(lambda: fetch(number + 1))
     plgpu.barrier_wait(tiles.arrived.at[number & 1])
     at = (row, first + number)
-    return _attend(found, tiles, number & 1, read, at, group)
+    return _attend(partial, tiles, number & 1, read, at, group)
 
   pl.when(used > 0)(lambda: fetch(jnp.int32(0)))
-  found = Found.none(tiles.queries.shape[1])
-  found = jax.lax.fori_loop(0, used, attend, found)
-  warpgroup.write(found, tiles, Found(*(x.at[row, split] for x in to)))
+  partial = Found.none(tiles.queries.shape[1])
+  partial = jax.lax.fori_loop(0, used, attend, partial)
+  warpgroup.write(
+    partial, tiles, Found(*(x.at[row, split] for x in output_refs))
+  )
 
 
 def _attend(
-  found: Found,
+  partial: Found,
   tiles: Tiles,
   buffer: Array,
   read: _Operands,
@@ -197,12 +208,12 @@ def _attend(
       jnp.int32, logits.shape, 0, layout=warpgroup.MATRIX
     )
     owner = along(vector(read.owners))
-    own = (owner * group <= query) & (query < (owner + 1) * group)
-    return jnp.where(own, logits, -jnp.inf)
+    reads_head = (owner * group <= query) & (query < (owner + 1) * group)
+    return jnp.where(reads_head, logits, -jnp.inf)
 
   scales = read.value_scales
   return warpgroup.attend(
-    found,
+    partial,
     tiles,
     buffer,
     valid,

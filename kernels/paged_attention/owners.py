@@ -1,4 +1,4 @@
-"""Who sees which slot of the pages."""
+"""The visibility of the slots of pages."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -9,13 +9,13 @@ def owners_of(
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
 ) -> Int[Array, "B R P"]:
-  """The KV head of each slot that a token sees, -1 for what it does not see.
+  """Computes the KV head of each slot that is visible to a token, else -1.
 
   Args:
-    query_positions: place of the token in each row, -1 for padding.
-    key_positions: place of each slot's token in its row, -1 for empty.
+    query_positions: position of the token in each row, -1 for padding.
+    key_positions: position of each slot's token in its row, -1 for empty.
     heads: KV head of each page, -1 for an unused page.
   """
-  seen = (key_positions >= 0) & (heads >= 0)[..., None]
-  seen = seen & (key_positions <= query_positions[..., None])
-  return jnp.where(seen, heads[..., None], -1)
+  visible = (key_positions >= 0) & (heads >= 0)[..., None]
+  visible = visible & (key_positions <= query_positions[..., None])
+  return jnp.where(visible, heads[..., None], -1)

@@ -1,4 +1,4 @@
-"""Every head looks at all pages, in float32, and masks those of others."""
+"""Reference in float32: every head reads all pages and masks the others."""
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,12 @@ def paged_attention_reference(
   kv_heads: int,
   options: AttentionOptions = PLAIN,
 ) -> Partial:
-  """See `kvjax.kernels.paged_attention.api.paged_attention`; O(N S R P)."""
+  """Reference of `kvjax.kernels.paged_attention`, in O(N S R P) time."""
   keys, values = (dequantize(x, jnp.float32) for x in (keys, values))
   batch, query_heads, _, dim = queries.shape
   owner = jnp.repeat(heads, keys.shape[2], axis=1)
-  places = key_positions.reshape(batch, -1)
-  valid = (places >= 0) & (owner >= 0)
+  positions = key_positions.reshape(batch, -1)
+  valid = (positions >= 0) & (owner >= 0)
 
   def flat(x: Float[Array, "B R P D"]) -> Float[Array, "B T D"]:
     x = x.astype(jnp.float32).reshape(batch, -1, x.shape[-1])
@@ -32,12 +32,12 @@ def paged_attention_reference(
 
   logits = jnp.einsum("bnsd,btd->bnst", queries.astype(jnp.float32), flat(keys))
   logits = options.capped(logits * options.scale_of(dim))
-  reads = jnp.arange(query_heads) // (query_heads // kv_heads)
-  own = valid[:, None] & (owner[:, None] == reads[None, :, None])
-  causal = options.visible(query_positions[..., None], places[:, None])
-  seen = own[:, :, None] & causal[:, None]
-  weights = jax.nn.softmax(logits, axis=-1, where=seen)
-  weights = jnp.where(seen, weights, 0.0)
+  kv_head = jnp.arange(query_heads) // (query_heads // kv_heads)
+  same_head = valid[:, None] & (owner[:, None] == kv_head[None, :, None])
+  causal = options.visible(query_positions[..., None], positions[:, None])
+  visible = same_head[:, :, None] & causal[:, None]
+  weights = jax.nn.softmax(logits, axis=-1, where=visible)
+  weights = jnp.where(visible, weights, 0.0)
   output = jnp.einsum("bnst,btd->bnsd", weights, flat(values))
-  lse = jax.nn.logsumexp(logits, axis=-1, where=seen)
+  lse = jax.nn.logsumexp(logits, axis=-1, where=visible)
   return Partial(output.astype(queries.dtype), lse)

@@ -1,6 +1,6 @@
-"""Packed caches of Llama-3.1-8B at a quarter of their tokens.
+"""Benchmark shapes: packed caches of Llama-3.1-8B with a quarter of the tokens.
 
-Those of Llama-3.2-1B differ in the width of their heads alone.
+Those of Llama-3.2-1B differ only in the width of the heads.
 """
 
 import functools
@@ -19,7 +19,7 @@ _HEADS, _KV_HEADS, _PAGE = 32, 8, 32
 
 
 def _decoding(batch: int, length: int, bits: int, dim: int = 128) -> Spec:
-  """One token; head j holds 2 j + 1 of 64 parts of the pages."""
+  """Decoding of one token; head j has 2 j + 1 of 64 parts of the pages."""
   pages = length // 4 // _PAGE * _KV_HEADS
 
   def arrays(key: Array) -> tuple[Array, ...]:
@@ -31,13 +31,13 @@ def _decoding(batch: int, length: int, bits: int, dim: int = 128) -> Spec:
     number = jnp.arange(pages, dtype=jnp.int32)
     heads = jnp.sqrt(number.astype(jnp.float32) / pages) * _KV_HEADS
     heads = jnp.broadcast_to(heads.astype(jnp.int32)[None], (batch, pages))
-    places = jnp.arange(pages * _PAGE, dtype=jnp.int32) % length
-    places = jnp.broadcast_to(places.reshape(1, pages, _PAGE), shape[:-1])
+    positions = jnp.arange(pages * _PAGE, dtype=jnp.int32) % length
+    positions = jnp.broadcast_to(positions.reshape(1, pages, _PAGE), shape[:-1])
     last = jnp.full((batch, 1), length, jnp.int32)
     if bits == 8:
-      small = (quantize(x, jnp.int8) for x in (keys, values))
-      return queries, *itertools.chain(*small), last, places, heads
-    return queries, keys, values, last, places, heads
+      quantized = (quantize(x, jnp.int8) for x in (keys, values))
+      return queries, *itertools.chain(*quantized), last, positions, heads
+    return queries, keys, values, last, positions, heads
 
   per_slot = 2 * dim * bits // 8 + (8 if bits == 8 else 0) + 4
   return Spec(
@@ -57,10 +57,10 @@ def _of_eight_bits(
   key_scales: Array,
   values: Array,
   value_scales: Array,
-  *places: Array,
+  *positions: Array,
 ) -> Partial:
-  small = Quantized(keys, key_scales), Quantized(values, value_scales)
-  return _of_sixteen_bits(queries, *small, *places)
+  quantized = Quantized(keys, key_scales), Quantized(values, value_scales)
+  return _of_sixteen_bits(queries, *quantized, *positions)
 
 
 SPECS = (

@@ -1,4 +1,4 @@
-"""Attention over pages on TPUs: every head looks at all slots of a block."""
+"""Attention over pages on TPUs: every head reads all slots of a block."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from kvjax.kernels.paged_attention.owners import owners_of
 from kvjax.kernels.quantized import Quantized, stored
 from kvjax.kernels.stacks import index_stack
 
-# Slots of a block.
+# Slots per block.
 BLOCK = 2048
 LANES = 128
 # Slots in a tile of the widest packing, int8.
@@ -30,15 +30,15 @@ DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "int8")))
 
 
 class _Operands(NamedTuple):
-  """What the kernel reads: arrays or refs, T = R P slots a row.
+  """Inputs of the kernel, as arrays or refs; a row has T = R P slots.
 
   Attributes:
-    queries: of the token, [B, N, D].
-    owners: head of each slot that the token sees, else -1, [B, 1, T].
-    key_scales: of the keys if they are quantized, [B, 1, T].
-    value_scales: of the values, likewise.
-    keys: of all pages of all layers, [L, B, T, D].
-    values: likewise.
+    queries: queries of the token, [B, N, D].
+    owners: head of each slot that is visible to the token, else -1, [B, 1, T].
+    key_scales: scales of quantized keys, [B, 1, T].
+    value_scales: scales of quantized values, [B, 1, T].
+    keys: keys of all pages of all layers, [L, B, T, D].
+    values: values of all pages of all layers, [L, B, T, D].
   """
 
   queries: Any
@@ -60,17 +60,17 @@ def paged_attention_tpu(
   kv_heads: int,
   options: AttentionOptions = PLAIN,
 ) -> Partial:
-  """See `kvjax.kernels.paged_attention.api.paged_attention`.
+  """Pallas kernel for `kvjax.kernels.paged_attention.paged_attention`.
 
-  Every page is read once, as far as any is seen in its row: with T = R P slots
-  2 T D entries, which is the least where D is a multiple of 128 (lanes are read
-  up to the next), and 8 or 12 bytes more per slot for its owner and scales. The
-  matrix units have queries of other heads to spare.
+  Every page is read once, up to the last visible one of its row. With T = R P
+  slots these are 2 T D entries, which is optimal if D is a multiple of 128, and
+  8 or 12 bytes per slot for its owner and scales. Queries are multiplied with
+  the keys of all heads, because the matrix units are not the bottleneck.
 
   Raises:
-    NotImplementedError: more than one token; no page; P is not a multiple of
-      32; keys and values are of other dtypes than float32, bfloat16 and int8;
-      attention is not plain.
+    NotImplementedError: there is more than one token or no page; P is not a
+      multiple of 32; the dtype is not float32, bfloat16 or int8; attention is
+      not plain.
   """
   decline_unless_plain(options, keys.shape[-1], values.shape[-1])
   if queries.shape[2] != 1 or not heads.size:
@@ -134,15 +134,15 @@ def _call(
   slots = operands.owners.shape[-1]
   block = min(BLOCK, slots)
   blocks = slots // block
-  seen = operands.owners.reshape(batch, blocks, block) >= 0
-  counts = jnp.sum(seen.astype(jnp.int32), axis=-1)
+  visible = operands.owners.reshape(batch, blocks, block) >= 0
+  counts = jnp.sum(visible.astype(jnp.int32), axis=-1)
   numbers = jnp.arange(blocks, dtype=jnp.int32)
   last = jnp.max(jnp.where(counts > 0, numbers[None], 0), axis=-1)
 
   def of_row(x: Any) -> pl.BlockSpec:
     return pl.BlockSpec((1, *x.shape[1:]), lambda b, i, *_: (b, 0, 0))
 
-  # After the last block that is seen nothing is fetched.
+  # Nothing is fetched after the last visible block.
   row = pl.BlockSpec(
     (1, 1, block), lambda b, i, last, *_: (b, 0, jnp.minimum(i, last[b]))
   )
@@ -195,20 +195,24 @@ def _kernel(
   number = pl.program_id(1)
   count = counts[pl.program_id(0) * pl.num_programs(1) + number]
   block = read.owners.shape[-1]
-  found = (largest, total, weighted)
+  running_refs = (largest, total, weighted)
 
   @pl.when(number == 0)
   def _() -> None:
-    _write(found, Running.none(*weighted.shape[1:]))
+    _write(running_refs, Running.none(*weighted.shape[1:]))
 
-  # Few blocks have slots that hold nothing, and it takes long to clear them.
+  # Masking is slow, and only few blocks have slots that are not visible.
   @pl.when(count == block)
   def _() -> None:
-    _write(found, _attend(read, Running(*_values(found)), group, False))
+    _write(
+      running_refs, _attend(read, Running(*_values(running_refs)), group, False)
+    )
 
   @pl.when((count > 0) & (count < block))
   def _() -> None:
-    _write(found, _attend(read, Running(*_values(found)), group, True))
+    _write(
+      running_refs, _attend(read, Running(*_values(running_refs)), group, True)
+    )
 
 
 def _values(refs: Sequence[Any]) -> Iterator[Array]:
@@ -228,8 +232,8 @@ def _attend(
   # Quantized rows are multiplied in the precision of the queries.
   dtype = queries.dtype if keys.dtype == jnp.int8 else keys.dtype
   if ragged and values.dtype != jnp.int8:
-    seen = jnp.transpose(owners) >= 0
-    values = jnp.where(seen, values, jnp.zeros((), values.dtype))
+    visible = jnp.transpose(owners) >= 0
+    values = jnp.where(visible, values, jnp.zeros((), values.dtype))
   head = jax.lax.broadcasted_iota(jnp.int32, (queries.shape[0], 1), 0)
   first = owners * group
   return running.after(

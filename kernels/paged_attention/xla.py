@@ -1,4 +1,4 @@
-"""Attention page by page, combined per KV head, in XLA."""
+"""Attention page by page, merged per KV head, in XLA."""
 
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ from kvjax.kernels.attention.query_chunks import in_query_chunks
 from kvjax.kernels.quantized import Quantized, dequantize
 from kvjax.kernels.stacks import index_stack
 
-# Slots whose keys and values are made whole at once, if they are quantized.
-WHOLE = 2**12
+# Maximum number of slots that are dequantized at a time.
+MAX_DEQUANTIZED = 2**12
 
 
 class Pages(NamedTuple):
-  """R pages of P slots; see `kvjax.kernels.paged_attention.api`."""
+  """R pages of P slots, as the arguments of `paged_attention`."""
 
   keys: Float[Array, "B R P D"] | Quantized
   values: Float[Array, "B R P Dv"] | Quantized
@@ -36,20 +36,20 @@ def paged_attention_xla(
   kv_heads: int,
   options: AttentionOptions = PLAIN,
 ) -> Partial:
-  """See `kvjax.kernels.paged_attention.api.paged_attention`; O(G S R P) time.
+  """XLA version of `kvjax.kernels.paged_attention.paged_attention`.
 
-  Queries come to the pages: a page gets copies of those that read its head,
-  and no more of them at a time than it has slots. Quantized pages are made
-  whole a few at a time.
+  It takes O(G S R P) time. Every page gets a copy of the queries of its head,
+  at most as many at a time as it has slots. Quantized pages are dequantized a
+  few at a time.
   """
   keys, values = index_stack((keys, values), layer)
   pages = Pages(keys, values, key_positions, heads)
-  some = isinstance(keys, Quantized) or isinstance(values, Quantized)
+  quantized = isinstance(keys, Quantized) or isinstance(values, Quantized)
 
   def attend(
     queries: Float[Array, "B K G C D"], query_positions: Int[Array, "B C"]
   ) -> Partial:
-    run = _attend_in_turn if some else _attend
+    run = _attend_in_parts if quantized else _attend
     return run(queries, query_positions, pages, options)
 
   group = queries.shape[1] // kv_heads
@@ -57,34 +57,34 @@ def paged_attention_xla(
   return in_query_chunks(attend, queries, query_positions, kv_heads, size)
 
 
-def _attend_in_turn(
+def _attend_in_parts(
   queries: Float[Array, "B K G S D"],
   query_positions: Int[Array, "B S"],
   pages: Pages,
   options: AttentionOptions,
 ) -> Partial:
   count = pages.heads.shape[1]
-  size = min(count, max(1, WHOLE // pages.positions.shape[2]))
+  size = min(count, max(1, MAX_DEQUANTIZED // pages.positions.shape[2]))
 
-  def visit(found: Partial, index: Int[Array, ""]) -> tuple[Partial, None]:
-    # The last pages start early enough to be as many; those that were there
-    # before have no head now.
+  def visit(partial: Partial, index: Int[Array, ""]) -> tuple[Partial, None]:
+    # All parts have the same size, so the last one may overlap the one before;
+    # pages that were read before are masked.
     start = jnp.minimum(index * size, count - size)
     part = jax.tree.map(
       lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, 1), pages
     )
-    fresh = start + jnp.arange(size) >= index * size
-    part = part._replace(heads=jnp.where(fresh[None], part.heads, -1))
-    some = _attend(whole, query_positions, part, options)
-    return merge(found, some), None
+    unread = start + jnp.arange(size) >= index * size
+    part = part._replace(heads=jnp.where(unread[None], part.heads, -1))
+    update = _attend(queries_f32, query_positions, part, options)
+    return merge(partial, update), None
 
-  whole = queries.astype(jnp.float32)
-  none = Partial(
-    jnp.zeros((*whole.shape[:-1], pages.values.shape[-1]), jnp.float32),
-    jnp.full(whole.shape[:-1], -jnp.inf, jnp.float32),
+  queries_f32 = queries.astype(jnp.float32)
+  empty = Partial(
+    jnp.zeros((*queries_f32.shape[:-1], pages.values.shape[-1]), jnp.float32),
+    jnp.full(queries_f32.shape[:-1], -jnp.inf, jnp.float32),
   )
-  found, _ = jax.lax.scan(visit, none, jnp.arange(-(-count // size)))
-  return Partial(found.output.astype(queries.dtype), found.lse)
+  partial, _ = jax.lax.scan(visit, empty, jnp.arange(-(-count // size)))
+  return Partial(partial.output.astype(queries.dtype), partial.lse)
 
 
 def _attend(
@@ -96,20 +96,20 @@ def _attend(
   keys, values = (dequantize(x, queries.dtype) for x in pages[:2])
   positions, heads = pages[2:]
   valid = (positions >= 0) & (heads >= 0)[..., None]
-  # A slot that holds nothing may hold NaN, and 0 * NaN is NaN.
+  # Empty slots may contain NaN, and 0 * NaN is NaN.
   values = jnp.where(valid[..., None], values, jnp.zeros((), values.dtype))
-  places = jnp.where(valid, positions, -1)
+  valid_positions = jnp.where(valid, positions, -1)
   logits = jnp.einsum(
     "brgsd,brpd->brgsp",
     _of_pages(queries, heads),
     keys,
     preferred_element_type=jnp.float32,
   )
-  seen = (places[:, :, None] >= 0) & options.visible(
-    query_positions[:, None, :, None], places[:, :, None]
+  visible = (valid_positions[:, :, None] >= 0) & options.visible(
+    query_positions[:, None, :, None], valid_positions[:, :, None]
   )
   logits = options.capped(logits * options.scale_of(queries.shape[-1]))
-  logits = jnp.where(seen[:, :, None], logits, -jnp.inf)
+  logits = jnp.where(visible[:, :, None], logits, -jnp.inf)
 
   owns = heads[..., None] == jnp.arange(queries.shape[1])[None, None]
   largest = jnp.where(
@@ -126,7 +126,7 @@ def _attend(
   )
 
   def of_heads(x: Float[Array, "B R G S *D"]) -> Float[Array, "B K G S *D"]:
-    """Sums over the pages of each head, in an order that is always the same."""
+    """Sums over the pages of each head, deterministically."""
     return jnp.einsum(
       "brk,brgs...->bkgs...",
       owns.astype(jnp.float32),
@@ -145,5 +145,5 @@ def _attend(
 def _of_pages(
   x: Float[Array, "B K *S"], heads: Int[Array, "B R"]
 ) -> Float[Array, "B R *S"]:
-  """For every page what belongs to its head; an unused page gets anything."""
-  return jax.vmap(lambda row, own: row[own])(x, jnp.maximum(heads, 0))
+  """Gathers the values of every page's head; arbitrary for unused pages."""
+  return jax.vmap(lambda row, head: row[head])(x, jnp.maximum(heads, 0))

@@ -1,3 +1,3 @@
-"""Attention of one token to the slots that a list names."""
+"""Attention of one token to listed slots."""
 
 from kvjax.kernels.sparse_decode.api import sparse_decode as sparse_decode

@@ -1,4 +1,4 @@
-"""Attention of one token to the slots that a list names."""
+"""Attention of one token to listed slots."""
 
 from jaxtyping import Array, Float, Int
 
@@ -24,23 +24,23 @@ def sparse_decode(
   options: AttentionOptions = PLAIN,
   layer: Layer = None,
 ) -> Partial:
-  """Softmax attention, scaled by D^-1/2, to listed slots alone.
+  """Softmax attention, scaled by D^-1/2, to listed slots only.
 
-  Where tokens stand is not known here: what lies outside a window must not be
-  listed, and a window is declined.
+  Positions are not known here, so windows are not supported.
 
   Args:
     queries: one rotated query per head; head j reads KV head j // (N / K).
-    keys: rotated keys. Stacks of layers have one more axis in front.
-    values: values; slots that no list names may hold anything, as in keys.
-    slots: what each list names, at most once, in any order; -1 for nothing.
-      There is a list for each KV head (H = K) or for each of the groups of
-      query heads that H, a multiple of K that divides N, makes.
+    keys: rotated keys; arbitrary in slots that are not listed. Stacks of layers
+      have an additional leading axis.
+    values: values; arbitrary in slots that are not listed.
+    slots: slots of each list, unique, in any order; -1 for none. There is one
+      list for each KV head (H = K), or for each of H groups of query heads,
+      where H is a multiple of K and divides N.
     bias: added to the scaled, capped logits; -inf hides a slot from a head.
-    implementation: XLA gathers the slots; the kernels do not, and are for
-      plain attention.
-    options: another scale, a cap of the logits.
-    layer: of stacks, the layer to read.
+    implementation: XLA gathers the slots; kernels read them in place and
+      support plain attention only.
+    options: scale and softcap.
+    layer: index of the layer in stacks.
 
   Returns:
     The output in the dtype of the queries, and its float32 log-sum-exp, for

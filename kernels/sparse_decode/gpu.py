@@ -1,4 +1,4 @@
-"""Attention to listed slots on Hopper GPUs: each row by a copy of its own."""
+"""Attention to listed slots on Hopper GPUs: every row is copied separately."""
 
 import functools
 from typing import Any, NamedTuple
@@ -20,21 +20,21 @@ from kvjax.kernels.attention.warpgroup import ROWS, Found, Tiles
 from kvjax.kernels.quantized import Quantized, stored
 from kvjax.kernels.sparse_decode.lists import Lists
 
-# Each biased query of a list costs a pass over its logits.
-BIASED = 8
-# Chunks of a part of a list, whose slots must fit into shared memory.
-MOST = 64
+# Maximum number of biased queries per list: each takes a pass over its logits.
+MAX_BIASED = 8
+# Maximum number of chunks of a part of a list; its slots are in shared memory.
+MAX_CHUNKS = 64
 
 
 class _Operands(NamedTuple):
-  """What the kernel reads: arrays or refs.
+  """Inputs of the kernel, as arrays or refs.
 
   Attributes:
-    layer: of the stacks, [1].
-    queries: of each list, 64 with padding, [B, H, 64, D].
-    lists: cut into chunks of 64.
-    keys: all of them, [L, B, K, T, D].
-    values: likewise.
+    layer: index of the layer in the stacks, [1].
+    queries: queries of each list, padded to 64, [B, H, 64, D].
+    lists: lists in chunks of 64.
+    keys: all keys, [L, B, K, T, D].
+    values: all values, [L, B, K, T, D].
   """
 
   layer: Any
@@ -53,18 +53,18 @@ def sparse_decode_gpu(
   layer: Int[Array, ""],
   options: AttentionOptions = PLAIN,
 ) -> Partial:
-  """See `kvjax.kernels.sparse_decode.api.sparse_decode`.
+  """Pallas kernel for `kvjax.kernels.sparse_decode.sparse_decode`.
 
-  Moves the rows that are listed and no other bytes of keys and values, one row
-  at a time; nothing for chunks of 64 entries after the last that names a slot.
-  Blocks of threads share a list where lists are few, and XLA joins what they
-  find. XLA gathers the scales.
+  It copies only the listed rows of keys and values, one at a time, and skips
+  chunks of 64 entries after the last listed slot. Several thread blocks share a
+  list if there are few lists, and XLA merges their results. XLA gathers the
+  scales.
 
   Raises:
-    NotImplementedError: queries are not of 16 bits, keys and values neither of
-      the same dtype nor int8; D is not 128, or 64 in 16 bits; a list is empty,
-      is for more than 64 query heads, or for more than 8 with a bias; attention
-      is not plain.
+    NotImplementedError: queries do not have 16 bits, or keys and values have
+      neither their dtype nor int8; D is not 128, or 64 in 16 bits; a list is
+      empty, is for more than 64 query heads, or for more than 8 with a bias;
+      attention is not plain.
   """
   decline_unless_plain(options, keys.shape[-1], values.shape[-1])
   batch, heads, dim = queries.shape
@@ -78,63 +78,65 @@ def sparse_decode_gpu(
   (dtype,) = dtypes
   if dim not in (64, 128) or dim * dtype.itemsize % 128 or not most:
     raise NotImplementedError(f"No {most} rows of {dim} {dtype} are read.")
-  if group > (ROWS if bias is None else BIASED):
+  if group > (ROWS if bias is None else MAX_BIASED):
     raise NotImplementedError(f"{group} query heads read a list.")
 
   chunks = -(-most // ROWS)
   splits = max(1, min(chunks, warpgroup.WARPGROUPS // (batch * lists)))
-  each = min(-(-chunks // splits), MOST)
-  splits = -(-chunks // each)
+  chunks_per_split = min(-(-chunks // splits), MAX_CHUNKS)
+  splits = -(-chunks // chunks_per_split)
   grouped = queries.reshape(batch, lists, group, dim)
   padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, ROWS - group), (0, 0)))
   operands = _Operands(
     layer[None],
     padded,
-    Lists.of(keys, values, layer, slots, bias, ROWS, each * splits),
+    Lists.of(keys, values, layer, slots, bias, ROWS, chunks_per_split * splits),
     stored(keys),
     stored(values),
   )
   types = Tiles.types(dim, queries.dtype, dtype, False, 2 * ROWS, 2)
   leaves, tree = jax.tree.flatten(operands)
-  found = plgpu.kernel(
+  partial = plgpu.kernel(
     functools.partial(_kernel, tree=tree, share=lists // keys.shape[2]),
     out_type=Found.shapes((batch, lists, splits), group, dim),
     grid=(batch, lists, splits),
     grid_names=("row", "list", "split"),
-    scratch_types=(*types, plgpu.SMEM((each, ROWS), jnp.int32)),
+    scratch_types=(*types, plgpu.SMEM((chunks_per_split, ROWS), jnp.int32)),
     compiler_params=warpgroup.PARAMS,
   )(*leaves)
-  output, lse = Found(*found).joined(queries.dtype)
+  output, lse = Found(*partial).joined(queries.dtype)
   return Partial(output.reshape(queries.shape), lse.reshape(batch, heads))
 
 
 def _kernel(*refs: Any, tree: Any, share: int) -> None:
-  """Attends to a part of a list; its chunks are fetched one ahead.
+  """Attends to a part of a list, prefetching one chunk.
 
   Args:
-    *refs: leaves of `_Operands`, `Found`, `Tiles` and the numbers of all slots
-      of the part.
-    tree: of the operands.
-    share: lists that read the same KV head.
+    *refs: leaves of `_Operands`, `Found`, `Tiles` and the slots of the part.
+    tree: tree structure of the operands.
+    share: number of lists per KV head.
   """
   count = tree.num_leaves
   read = jax.tree.unflatten(tree, refs[:count])
-  to, tiles = Found(*refs[count : count + 3]), Tiles(*refs[count + 3 : -1])
+  output_refs, tiles = (
+    Found(*refs[count : count + 3]),
+    Tiles(*refs[count + 3 : -1]),
+  )
   numbers = refs[-1]
   row, head, split = map(jax.lax.axis_index, ("row", "list", "split"))
   kv_head = jax.lax.div(head, share)
   layer = read.layer[0]
-  each = numbers.shape[0]
-  first = split * each
+  chunks_per_split = numbers.shape[0]
+  first = split * chunks_per_split
   entries = read.lists.counts[row, head]
   used = jax.lax.div(entries + ROWS - 1, ROWS) - first
-  used = jnp.clip(used, 0, each)
+  used = jnp.clip(used, 0, chunks_per_split)
 
   plgpu.copy_gmem_to_smem(
     read.queries.at[row, head], tiles.queries, tiles.ready
   )
-  own = read.lists.numbers.at[row, head, pl.ds(first, each), 0]
-  plgpu.copy_gmem_to_smem(own, numbers, tiles.ready)
+  part = read.lists.numbers.at[row, head, pl.ds(first, chunks_per_split), 0]
+  plgpu.copy_gmem_to_smem(part, numbers, tiles.ready)
   plgpu.barrier_wait(tiles.ready)
 
   (key_rows, value_rows), _ = tiles.rows
@@ -142,35 +144,35 @@ def _kernel(*refs: Any, tree: Any, share: int) -> None:
   def fetch(number: Array) -> None:
     buffer = number & 1
 
-    def one(entry: Array, _: None) -> None:
+    def fetch_row(entry: Array, _: None) -> None:
       slot = numbers[number, entry]
-      for whole, rows in (
+      for source, rows in (
         (read.keys, key_rows),
         (read.values, value_rows),
       ):
         plgpu.copy_gmem_to_smem(
-          whole.at[layer, row, kv_head, slot],
+          source.at[layer, row, kv_head, slot],
           rows.at[buffer, entry],
           tiles.arrived.at[buffer],
         )
 
-    jax.lax.fori_loop(0, ROWS, one, None)
+    jax.lax.fori_loop(0, ROWS, fetch_row, None)
 
-  def attend(number: Array, found: Found) -> Found:
+  def attend(number: Array, partial: Found) -> Found:
     pl.when(number + 1 < used)(lambda: fetch(number + 1))
     plgpu.barrier_wait(tiles.arrived.at[number & 1])
     at = (row, head, first + number)
-    return _attend(found, tiles, number & 1, read.lists, at)
+    return _attend(partial, tiles, number & 1, read.lists, at)
 
   pl.when(used > 0)(lambda: fetch(jnp.int32(0)))
-  found = Found.none(tiles.queries.shape[1])
-  found = jax.lax.fori_loop(0, used, attend, found)
+  partial = Found.none(tiles.queries.shape[1])
+  partial = jax.lax.fori_loop(0, used, attend, partial)
   at = (row, head, split)
-  warpgroup.write(found, tiles, Found(*(x.at[at] for x in to)))
+  warpgroup.write(partial, tiles, Found(*(x.at[at] for x in output_refs)))
 
 
 def _attend(
-  found: Found, tiles: Tiles, buffer: Array, lists: Lists, at: tuple[Any, ...]
+  partial: Found, tiles: Tiles, buffer: Array, lists: Lists, at: tuple[Any, ...]
 ) -> Found:
   def vector(ref: Any, layout: Any = warpgroup.OF_COLUMNS) -> Array:
     return plgpu.load(ref, layout=layout, optimized=False)
@@ -188,13 +190,13 @@ def _attend(
         jnp.int32, logits.shape, 0, layout=warpgroup.MATRIX
       )
       for number in range(lists.bias.shape[3]):
-        own = along(vector(lists.bias.at[(*at, number)]))
-        logits = jnp.where(query == number, logits + own, logits)
+        query_bias = along(vector(lists.bias.at[(*at, number)]))
+        logits = jnp.where(query == number, logits + query_bias, logits)
     return jnp.where(along(valid(warpgroup.OF_COLUMNS)), logits, -jnp.inf)
 
   scales = lists.value_scales
   return warpgroup.attend(
-    found,
+    partial,
     tiles,
     buffer,
     valid,

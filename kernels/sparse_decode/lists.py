@@ -1,4 +1,4 @@
-"""Lists of slots, cut into chunks for the kernels."""
+"""Lists of slots, split into chunks for the kernels."""
 
 from typing import NamedTuple
 
@@ -9,15 +9,15 @@ from kvjax.kernels.quantized import Quantized
 
 
 class Lists(NamedTuple):
-  """Lists in C chunks of c entries, the last padded with entries for nothing.
+  """Lists in C chunks of c entries, the last of which is padded.
 
   Attributes:
-    counts: entries of each list up to the last that names a slot.
-    numbers: slots to fetch; some slot for nothing.
-    slots: the same; -1 for nothing.
+    counts: entries of each list up to the last slot.
+    numbers: slots to fetch; an arbitrary valid slot where there is none.
+    slots: slots to attend to; -1 for none.
     bias: added to the logits of the query heads of a list.
-    key_scales: of the listed keys, if they are quantized.
-    value_scales: of the listed values, likewise.
+    key_scales: scales of the listed keys, if they are quantized.
+    value_scales: scales of the listed values, if they are quantized.
   """
 
   counts: Int[Array, "B H"]
@@ -38,24 +38,24 @@ class Lists(NamedTuple):
     chunk: int,
     chunks: int,
   ) -> "Lists":
-    """Cuts lists.
+    """Splits lists into chunks.
 
     Args:
-      keys: to which they belong.
-      values: likewise.
-      layer: of both, which is meant.
+      keys: the keys.
+      values: the values.
+      layer: index of the layer in both.
       slots: the lists.
-      bias: of their entries.
+      bias: bias of their entries.
       chunk: c.
       chunks: C, enough for all entries.
     """
-    batch, lists, most = slots.shape
+    batch, lists, length = slots.shape
 
-    def cut(
+    def to_chunks(
       x: Shaped[Array, "B A M"], fill: float = 0
     ) -> Shaped[Array, "B H C G c"]:
-      wide = ((0, 0), (0, 0), (0, chunks * chunk - most))
-      x = jnp.pad(x, wide, constant_values=fill)
+      padding = ((0, 0), (0, 0), (0, chunks * chunk - length))
+      x = jnp.pad(x, padding, constant_values=fill)
       return jnp.swapaxes(x.reshape(batch, lists, -1, chunks, chunk), 2, 3)
 
     def scales(
@@ -68,16 +68,16 @@ class Lists(NamedTuple):
       first = first + layer * (rows * kv_heads * length)
       index = jnp.clip(slots, 0, length - 1).reshape(rows * kv_heads, -1)
       index = (index + first[:, None]).reshape(slots.shape)
-      # Compilers leave one long vector where it is.
-      return cut(x.scale.reshape(-1)[index].astype(jnp.float32))
+      # XLA gathers from one flat vector without copying it.
+      return to_chunks(x.scale.reshape(-1)[index].astype(jnp.float32))
 
-    numbers = jnp.arange(1, most + 1, dtype=jnp.int32)
+    numbers = jnp.arange(1, length + 1, dtype=jnp.int32)
     named = jnp.where(slots >= 0, numbers[None, None], 0)
     return cls(
       jnp.max(named, axis=-1, initial=0),
-      cut(jnp.clip(slots, 0, keys.shape[3] - 1)),
-      cut(slots, -1),
-      None if bias is None else cut(bias.astype(jnp.float32)),
+      to_chunks(jnp.clip(slots, 0, keys.shape[3] - 1)),
+      to_chunks(slots, -1),
+      None if bias is None else to_chunks(bias.astype(jnp.float32)),
       scales(keys),
       scales(values),
     )

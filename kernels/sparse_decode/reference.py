@@ -1,4 +1,4 @@
-"""Attention to listed slots, head by head over all slots, in float32."""
+"""Reference in float32: attention head by head over all slots."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def sparse_decode_reference(
   bias: Float[Array, "B N M"] | None = None,
   options: AttentionOptions = PLAIN,
 ) -> Partial:
-  """See `kvjax.kernels.sparse_decode.api.sparse_decode`."""
+  """Reference of `kvjax.kernels.sparse_decode.sparse_decode`."""
   keys, values = (dequantize(x, jnp.float32) for x in (keys, values))
   _, heads, dim = queries.shape
   kv_heads, capacity = keys.shape[1:3]

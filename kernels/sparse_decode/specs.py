@@ -1,6 +1,6 @@
-"""Lists of slots, as retrieval names them, of the cache of Llama-3.1-8B.
+"""Benchmark shapes: lists of retrieved slots of the cache of Llama-3.1-8B.
 
-That of Llama-3.2-1B differs in the width of its heads alone.
+That of Llama-3.2-1B differs only in the width of the heads.
 """
 
 import itertools
@@ -18,9 +18,9 @@ _HEADS, _KV_HEADS = 32, 8
 
 
 def _decoding(
-  batch: int, length: int, lists: int, most: int, bits: int, dim: int = 128
+  batch: int, length: int, lists: int, num_slots: int, bits: int, dim: int = 128
 ) -> Spec:
-  """A list for every KV head or every query head, at random slots."""
+  """Decoding with one list of random slots per KV head or query head."""
 
   def arrays(key: Array) -> tuple[Array, ...]:
     drawn = jax.random.split(key, 4)
@@ -28,22 +28,22 @@ def _decoding(
     queries = jax.random.normal(drawn[0], (batch, _HEADS, dim), jnp.bfloat16)
     keys = jax.random.normal(drawn[1], shape, jnp.bfloat16)
     values = jax.random.normal(drawn[2], shape, jnp.bfloat16)
-    # Every list has one slot of each of as many equal parts of the cache.
-    part = length // most
-    slots = jax.random.randint(drawn[3], (batch, lists, most), 0, part)
-    slots = slots + jnp.arange(most, dtype=jnp.int32)[None, None] * part
+    # A list has one slot from each of as many equal parts of the cache.
+    part = length // num_slots
+    slots = jax.random.randint(drawn[3], (batch, lists, num_slots), 0, part)
+    slots = slots + jnp.arange(num_slots, dtype=jnp.int32)[None, None] * part
     if bits == 8:
-      small = (quantize(x, jnp.int8) for x in (keys, values))
-      return queries, *itertools.chain(*small), slots
+      quantized = (quantize(x, jnp.int8) for x in (keys, values))
+      return queries, *itertools.chain(*quantized), slots
     return queries, keys, values, slots
 
   per_slot = 2 * dim * bits // 8 + (8 if bits == 8 else 0) + 4
   return Spec(
-    f"{batch} x {lists} lists of {most:,} of {length:,} slots, "
+    f"{batch} x {lists} lists of {num_slots:,} of {length:,} slots, "
     f"{dim} times {bits} bits",
     sparse_decode if bits == 16 else _of_eight_bits,
     arrays,
-    batch * lists * most * per_slot + 4 * batch * _HEADS * dim,
+    batch * lists * num_slots * per_slot + 4 * batch * _HEADS * dim,
   )
 
 
@@ -55,8 +55,8 @@ def _of_eight_bits(
   value_scales: Array,
   slots: Array,
 ) -> Partial:
-  small = Quantized(keys, key_scales), Quantized(values, value_scales)
-  return sparse_decode(queries, *small, slots)
+  quantized = Quantized(keys, key_scales), Quantized(values, value_scales)
+  return sparse_decode(queries, *quantized, slots)
 
 
 SPECS = (

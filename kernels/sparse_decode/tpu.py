@@ -1,4 +1,4 @@
-"""Attention to listed slots on TPUs: each is fetched by a copy of its own."""
+"""Attention to listed slots on TPUs: every slot is copied separately."""
 
 import functools
 from typing import Any, NamedTuple
@@ -20,29 +20,29 @@ from kvjax.kernels.attention.running import Running
 from kvjax.kernels.quantized import Quantized, stored
 from kvjax.kernels.sparse_decode.lists import Lists
 
-# Slots that are fetched while those before them are attended to.
+# Slots that are prefetched while the previous ones are attended to.
 CHUNK = 256
-# Copies started in a row, so that the scalar work of one hides another's.
+# Copies started per iteration, so that their scalar work overlaps.
 UNROLL = 8
 LANES = 128
-# Of a tile of the widest packing, int8.
+# Rows in a tile of the widest packing, int8.
 ROWS = 32
-# Two lists must fit into scalar memory.
-MOST = 2**15
+# Maximum length of a list: two lists must fit into scalar memory.
+MAX_SLOTS = 2**15
 DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "int8")))
 
 
 class _Operands(NamedTuple):
-  """What the kernel reads: arrays or refs.
+  """Inputs of the kernel, as arrays or refs.
 
   Attributes:
-    layer: of the stacks, known before the kernel starts, [1].
-    counts: entries of each list, likewise, [B H].
-    queries: of each list, [B, H, G, D].
+    layer: index of the layer in the stacks, prefetched, [1].
+    counts: entries of each list, prefetched, [B H].
+    queries: queries of each list, [B, H, G, D].
     numbers: slots to fetch, for the scalar unit, [B H, 1, M].
-    lists: the rest of `Lists`, for the vector units.
-    keys: all of them, where they are, [L, B, K, T, D].
-    values: likewise.
+    lists: the other fields of `Lists`, for the vector units.
+    keys: all keys, in HBM, [L, B, K, T, D].
+    values: all values, in HBM, [L, B, K, T, D].
   """
 
   layer: Any
@@ -63,49 +63,51 @@ def sparse_decode_tpu(
   layer: Int[Array, ""],
   options: AttentionOptions = PLAIN,
 ) -> Partial:
-  """See `kvjax.kernels.sparse_decode.api.sparse_decode`.
+  """Pallas kernel for `kvjax.kernels.sparse_decode.sparse_decode`.
 
-  The least that can be copied is a row of 32-bit words: one row of float32,
-  two neighboring rows of bfloat16 or four of int8. So the kernel moves twice
-  the bytes that bfloat16 slots hold and four times those of int8, whatever T
-  is (their tiles would be 8 and 32 times as many), and nothing for entries
-  after the last that names a slot. XLA gathers the scales.
+  The smallest copy is a row of 32-bit words: one row of float32, two adjacent
+  rows of bfloat16 or four of int8. The kernel therefore copies twice the bytes
+  of bfloat16 slots and four times those of int8, for every T. Whole tiles would
+  be 8 and 32 times as many bytes. Entries after the last listed slot are
+  skipped. XLA gathers the scales.
 
-  Rows are kept, and copied, with lanes up to a multiple of 128: 64 entries take
-  the place and the time of 128. Where T is odd, the last word ends in the
-  padding of the last tile. Keys and values that come from outside the compiled
-  program are copied once before if T is no multiple of 8 or D none of 128,
-  since such arrays come in another order; XLA's gather copies narrow ones too.
+  Rows are padded to a multiple of 128 lanes, so that D = 64 takes the memory
+  and time of 128. If T is odd, the last word ends in the padding of the last
+  tile. Keys and values that are arguments of the compiled program are copied
+  once if T is not a multiple of 8 or D not of 128, since their layout differs;
+  XLA's gather also copies narrow ones.
 
   Raises:
-    NotImplementedError: T is less than 32; a list is empty or too long; keys
-      and values are of other dtypes than the above; attention is not plain.
+    NotImplementedError: T is less than 32; a list is empty or too long; the
+      dtype is not float32, bfloat16 or int8; attention is not plain.
   """
   decline_unless_plain(options, keys.shape[-1], values.shape[-1])
   batch, heads, dim = queries.shape
-  lists, most = slots.shape[1:]
-  if not 0 < most <= MOST:
-    raise NotImplementedError(f"Lists of {most} slots do not fit.")
+  lists, num_slots = slots.shape[1:]
+  if not 0 < num_slots <= MAX_SLOTS:
+    raise NotImplementedError(f"Lists of {num_slots} slots do not fit.")
   dtypes = {stored(x).dtype for x in (keys, values)}
   if len(dtypes) > 1 or not dtypes.issubset(DTYPES):
     raise NotImplementedError(f"No rows of {dtypes} are read.")
   if keys.shape[3] < ROWS:
     raise NotImplementedError(f"{keys.shape[3]} rows do not fill a tile.")
 
-  chunk = min(CHUNK, -(-most // LANES) * LANES)
-  cut = Lists.of(keys, values, layer, slots, bias, chunk, -(-most // chunk))
-  found = _call(
+  chunk = min(CHUNK, -(-num_slots // LANES) * LANES)
+  chunked = Lists.of(
+    keys, values, layer, slots, bias, chunk, -(-num_slots // chunk)
+  )
+  results = _call(
     _Operands(
       layer[None],
-      cut.counts.reshape(-1),
+      chunked.counts.reshape(-1),
       queries.reshape(batch, lists, heads // lists, dim),
-      cut.numbers.reshape(batch * lists, 1, -1),
-      cut[2:],
+      chunked.numbers.reshape(batch * lists, 1, -1),
+      chunked[2:],
       stored(keys),
       stored(values),
     )
   )
-  largest, total, weighted = (x.reshape(batch, heads, -1) for x in found)
+  largest, total, weighted = (x.reshape(batch, heads, -1) for x in results)
   return Partial.of(largest[..., 0], total[..., 0], weighted, queries.dtype)
 
 
@@ -149,7 +151,7 @@ def _call(operands: _Operands) -> tuple[Float[Array, "B H G _"], ...]:
     ),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "parallel"),
-      # They take longer than starting a copy does, and no slot is outside.
+      # Bounds checks take longer than starting a copy; all slots are valid.
       disable_bounds_checks=True,
     ),
     cost_estimate=_cost(operands, shapes),
@@ -161,7 +163,7 @@ def _call(operands: _Operands) -> tuple[Float[Array, "B H G _"], ...]:
 def _cost(
   operands: _Operands, results: tuple[jax.ShapeDtypeStruct, ...]
 ) -> pl.CostEstimate:
-  """What the compiler plans with: all entries name slots."""
+  """Cost estimate for the compiler, if all entries are slots."""
   _, _, group, dim = operands.queries.shape
   entries = operands.numbers.size
   blocks = jax.tree.leaves((operands[:5], results))
@@ -175,19 +177,19 @@ def _cost(
 
 
 def _packed(dtype: DTypeLike) -> int:
-  """Rows that share 32-bit words."""
+  """Number of rows that share 32-bit words."""
   return 4 // jnp.dtype(dtype).itemsize
 
 
 def _kernel(*refs: Any, share: int) -> None:
-  """Attends to a list; its chunks are fetched one ahead.
+  """Attends to a list, prefetching one chunk.
 
   Args:
     *refs: `_Operands`, then `Running`, then rows of keys and of values in two
       buffers and the semaphores of the buffers.
-    share: lists that read the same KV head.
+    share: number of lists per KV head.
   """
-  read, found = _Operands(*refs[:7]), refs[7:10]
+  read, running_refs = _Operands(*refs[:7]), refs[7:10]
   *rows, arrived = refs[10:]
   layer = read.layer[0]
   batch, head = pl.program_id(0), pl.program_id(1)
@@ -196,37 +198,39 @@ def _kernel(*refs: Any, share: int) -> None:
   packed = _packed(read.keys.dtype)
   chunk = read.lists[0].shape[-1]
 
-  def groups(number: Array) -> Array:
-    left = jnp.clip(count - number * chunk, 0, chunk)
-    return jax.lax.div(left + UNROLL - 1, UNROLL)
+  def num_groups(number: Array) -> Array:
+    remaining = jnp.clip(count - number * chunk, 0, chunk)
+    return jax.lax.div(remaining + UNROLL - 1, UNROLL)
 
   def part(of: Any, number: Array, group: Array) -> Any:
     size = UNROLL * packed
     return of.at[number & 1, pl.ds(pl.multiple_of(group * size, size), size)]
 
   def fetch(number: Array) -> None:
-    def some(group: Array, _: None) -> None:
+    def start_copies(group: Array, _: None) -> None:
       for entry in range(UNROLL):
         slot = read.numbers[0, 0, number * chunk + group * UNROLL + entry]
         source = pl.ds(pl.multiple_of(slot & -packed, packed), packed)
         target = pl.ds(entry * packed, packed)
-        for whole, to in zip((read.keys, read.values), rows, strict=True):
+        for source_rows, buffer in zip(
+          (read.keys, read.values), rows, strict=True
+        ):
           pltpu.make_async_copy(
-            whole.at[layer, batch, kv_head, source],
-            part(to, number, group).at[target],
+            source_rows.at[layer, batch, kv_head, source],
+            part(buffer, number, group).at[target],
             arrived.at[number & 1],
           ).start()
 
-    jax.lax.fori_loop(0, groups(number), some, None)
+    jax.lax.fori_loop(0, num_groups(number), start_copies, None)
 
   def wait(number: Array) -> None:
-    def some(group: Array, _: None) -> None:
-      for to in rows:
+    def wait_for_copies(group: Array, _: None) -> None:
+      for buffer in rows:
         # A semaphore counts bytes, so that one wait serves many copies.
-        same = part(to, number, group)
-        pltpu.make_async_copy(same, same, arrived.at[number & 1]).wait()
+        copied = part(buffer, number, group)
+        pltpu.make_async_copy(copied, copied, arrived.at[number & 1]).wait()
 
-    jax.lax.fori_loop(0, groups(number), some, None)
+    jax.lax.fori_loop(0, num_groups(number), wait_for_copies, None)
 
   def attend(number: Array, running: Running) -> Running:
     fetch(number + 1)
@@ -241,7 +245,7 @@ def _kernel(*refs: Any, share: int) -> None:
   running = Running.none(*read.queries.shape[2:])
   chunks = jax.lax.div(count + chunk - 1, chunk)
   running = jax.lax.fori_loop(0, chunks, attend, running)
-  for ref, value in zip(found, running, strict=True):
+  for ref, value in zip(running_refs, running, strict=True):
     ref[0, 0] = value
 
 
@@ -257,24 +261,24 @@ def _attend(
   dtype = queries.dtype if keys.dtype == jnp.int8 else keys.dtype
   return running.after(
     queries,
-    _own(keys, slots, dtype),
-    _own(values, slots, dtype),
+    _unpack_rows(keys, slots, dtype),
+    _unpack_rows(values, slots, dtype),
     slots >= 0,
     *adjustments,
   )
 
 
-def _own(
+def _unpack_rows(
   rows: Shaped[Array, "R D"], slots: Int[Array, "1 c"], dtype: DTypeLike
 ) -> Float[Array, "c D"]:
-  """Of rows that came together those that are listed; zeros for nothing."""
+  """Unpacks the listed rows from words that several rows share."""
   slot = jnp.transpose(slots)
   if rows.dtype == jnp.float32:
     return jnp.where(slot >= 0, rows, 0.0)
   words = pltpu.bitcast(rows, jnp.int32)
   rest = 32 - 8 * rows.dtype.itemsize
   before = (slot & (_packed(rows.dtype) - 1)) * (32 - rest)
-  # To the top of the word, and what is below it cut off.
+  # Shift the row to the top of the word, then back to drop the others.
   words = jnp.where(slot >= 0, words << (rest - before), 0) >> rest
   if rows.dtype == jnp.int8:
     return words.astype(jnp.float32).astype(dtype)

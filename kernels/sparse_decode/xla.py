@@ -1,4 +1,4 @@
-"""Attention to listed slots over a gathered copy of them."""
+"""Attention to listed slots in XLA, over a gathered copy of them."""
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +19,22 @@ def sparse_decode_xla(
   layer: Int[Array, ""],
   options: AttentionOptions = PLAIN,
 ) -> Partial:
-  """See `kvjax.kernels.sparse_decode.api.sparse_decode`."""
+  """XLA version of `kvjax.kernels.sparse_decode.sparse_decode`."""
   batch, heads, dim = queries.shape
-  lists, most = slots.shape[1:]
-  named = slots >= 0
+  lists, num_slots = slots.shape[1:]
+  valid = slots >= 0
 
   def take(x: Shaped[Array, "L B K T D"]) -> Shaped[Array, "B H M D"]:
     index = jnp.maximum(slots, 0).reshape(batch, x.shape[2], -1)
     rows = gather_slots(x, layer, index)
-    return rows.reshape(batch, lists, most, -1)
+    return rows.reshape(batch, lists, num_slots, -1)
 
   def gather(
     x: Float[Array, "L B K T D"] | Quantized,
   ) -> Float[Array, "B H M D"]:
     rows = dequantize(jax.tree.map(take, x), queries.dtype)
-    # Slot 0 stands in for none, and may hold NaN.
-    return jnp.where(named[..., None], rows, jnp.zeros((), rows.dtype))
+    # Slot 0 replaces -1, and may contain NaN.
+    return jnp.where(valid[..., None], rows, jnp.zeros((), rows.dtype))
 
   grouped = queries.reshape(batch, lists, heads // lists, dim)
   logits = jnp.einsum(
@@ -46,7 +46,7 @@ def sparse_decode_xla(
   logits = options.capped(logits * options.scale_of(dim))
   if bias is not None:
     logits = logits + bias.reshape(logits.shape)
-  logits = jnp.where(named[:, :, None], logits, -jnp.inf)
+  logits = jnp.where(valid[:, :, None], logits, -jnp.inf)
   largest = jnp.max(logits, axis=-1, initial=-jnp.inf)
   finite = jnp.where(jnp.isfinite(largest), largest, 0.0)
   weights = jnp.exp(logits - finite[..., None])
@@ -57,10 +57,10 @@ def sparse_decode_xla(
     listed,
     preferred_element_type=jnp.float32,
   )
-  found = Partial.of(
+  partial = Partial.of(
     largest, jnp.sum(weights, axis=-1), weighted, queries.dtype
   )
   return Partial(
-    found.output.reshape(batch, heads, values.shape[-1]),
-    found.lse.reshape(batch, heads),
+    partial.output.reshape(batch, heads, values.shape[-1]),
+    partial.lse.reshape(batch, heads),
   )

@@ -1,4 +1,4 @@
-"""How many tokens each layer and head may keep."""
+"""Allocations: how many tokens each layer and head keeps."""
 
 from kvjax.allocation.adaptive import Adaptive as Adaptive
 from kvjax.allocation.base import Allocation as Allocation

@@ -1,4 +1,4 @@
-"""AdaKV: heads with much to remember keep more, the others less."""
+"""AdaKV: the heads of a layer share its budget by their scores."""
 
 import dataclasses
 import math
@@ -20,27 +20,27 @@ from kvjax.selection import exact_share, head_counts, top_slots
 class Adaptive(Allocation):
   """Spreads the budget of a layer over its KV heads.
 
-  With W slots protected by the method and a budget of B per head, n_j is what
-  head j has among the g (B - W) best slots of all g heads of a layer. It keeps
-  its window and its best (1 - alpha) n_j + alpha (B - W) slots. These are
-  rounded down, and what that leaves over goes, a slot each, to the heads of the
-  largest remainder; where remainders are equal, to the one whose next slot has
-  the higher score, then to the lower head. So a layer keeps exactly g B, and
-  each head its share rounded down or up.
+  The method protects W slots per head, and B is the budget per head. n_j is the
+  number of slots of head j among the g (B - W) best slots of all g heads of a
+  layer. Head j keeps its window and its best (1 - alpha) n_j + alpha (B - W)
+  slots. Shares are rounded down, and the remaining slots go to the heads with
+  the largest remainders, one slot each. Ties prefer the head whose next slot
+  has the higher score, then the lower head. A layer keeps exactly g B tokens,
+  and each head its share rounded down or up.
 
-  A method that ranks more than single slots (ProtoKV's clusters, ChunkKV's
-  chunks) shares out by the votes of SnapKV with its window (`Method.votes`),
-  and then chooses within each head's share.
+  For a method that does not rank single slots (ProtoKV's clusters, ChunkKV's
+  chunks), heads compete by the votes of SnapKV with its window
+  (`Method.votes`). The method then selects within each head's share.
 
   Source: Feng et al., arXiv 2407.11550, Algorithm 1, with the safeguard of the
   authors' code.
 
   Attributes:
-    over: what each layer keeps per head on average.
-    alpha: share of the budget that is spread evenly, to three decimals; with 1
-      all heads keep the same.
-    normalize: scale a head's scores, where heads are compared, by the share of
-      their sum that its own B - W best have; for scores that are not negative.
+    over: allocation that gives the mean over the heads of each layer.
+    alpha: share of the budget that is spread evenly, to three decimals; with 1,
+      all heads keep the same number of tokens.
+    normalize: before comparing heads, scale each head's scores by the share of
+      their sum in its B - W best; for non-negative scores.
   """
 
   over: Allocation
@@ -52,24 +52,24 @@ class Adaptive(Allocation):
 
   @property
   def ragged(self) -> bool:
-    """Heads keep different numbers."""
+    """True: heads keep different numbers of tokens."""
     return True
 
   @property
   def votes(self) -> bool:
-    """Heads compete."""
+    """True: heads compete by scores."""
     return True
 
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
-    """B: what the heads of a layer keep on average."""
+    """B, the mean number of tokens of the heads of a layer."""
     return self.over.counts(budget, lengths, sizes)
 
   def capacities(
     self, budget: Budget, padded: int, sizes: Sizes
   ) -> Int[np.ndarray, " L"]:
-    """Most that the heads of a row of the bucket keep on average."""
+    """Maximum of B over the rows of a bucket."""
     return self.over.capacities(budget, padded, sizes)
 
   def evaluate(
@@ -79,7 +79,7 @@ class Adaptive(Allocation):
     cache: LayerCache,
     activations: Activations,
   ) -> tuple[Float[Array, "B K T"], PyTree[Array]]:
-    """The scores that heads compete with, and what the method finds."""
+    """Computes the scores that heads compete by, and those of the method."""
     votes = method.votes
     assert votes is not None
     scores = votes.evaluate(layer, cache, activations)
@@ -94,32 +94,36 @@ class Adaptive(Allocation):
     cache: LayerCache,
     budget: LayerBudget,
   ) -> Int[Array, "B K M"]:
-    """What the method chooses of each head, as much as it is due.
+    """Selects the slots of each head within its share.
 
-    The heads of a row have `budget.counts` slots on average; M is the most
-    that one of them can have.
+    The mean share of the heads of a row is `budget.counts`, and M is the
+    maximum share that one head can have.
     """
     votes = method.votes
     assert votes is not None
-    competing, found = scores
+    competing, method_scores = scores
     valid = cache.valid
     must_keep = budget.must_keep(cache)
     protected = votes.protected(cache, budget.per_head) & valid
     protected |= must_keep
     mean = budget.per_head
-    always = jnp.minimum(_count(protected), mean)
-    counts = always + self._shares(
-      competing, valid & ~protected, jnp.minimum(_count(valid), mean) - always
+    num_protected = jnp.minimum(_count(protected), mean)
+    counts = num_protected + self._shares(
+      competing,
+      valid & ~protected,
+      jnp.minimum(_count(valid), mean) - num_protected,
     )
     _, kv_heads, slots = valid.shape
-    most = min(self._most(kv_heads, budget.capacity), slots)
+    capacity = min(self._most(kv_heads, budget.capacity), slots)
     if votes is method:
-      return top_slots(competing, valid, protected, counts, most, must_keep)
-    own = dataclasses.replace(budget, counts=counts, capacity=most)
-    return method.select(found, cache, own)
+      return top_slots(competing, valid, protected, counts, capacity, must_keep)
+    method_budget = dataclasses.replace(
+      budget, counts=counts, capacity=capacity
+    )
+    return method.select(method_scores, cache, method_budget)
 
   def _most(self, kv_heads: int, capacity: int) -> int:
-    """Most slots of a head: all winners are its own."""
+    """Maximum slots of a head, which it has if it wins all slots."""
     alpha = exact_share(self.alpha)
     return math.ceil(capacity * (alpha + (1 - alpha) * kv_heads))
 
@@ -129,25 +133,27 @@ class Adaptive(Allocation):
     candidates: Bool[Array, "B K T"],
     even: Int[Array, "B K"],
   ) -> Int[Array, "B K"]:
-    """Slots of each head beside its protected ones.
+    """Number of slots of each head besides its protected ones.
 
     Args:
-      scores: of the inner method.
+      scores: scores that the heads compete by.
       candidates: slots that compete.
-      even: B - W, what each head would have by itself.
+      even: B - W, the even share of each head.
     """
     if self.normalize:
       scores = scores * _mass_of_best(scores, candidates, even)[..., None]
-    wanted = head_counts(scores, candidates, jnp.sum(even, axis=1))
-    # Integers: equal remainders must be equal.
+    num_best = head_counts(scores, candidates, jnp.sum(even, axis=1))
+    # In integers, so that equal remainders compare as equal.
     alpha = exact_share(self.alpha)
-    steps, rest = jnp.divmod(even - wanted, alpha.denominator)
-    whole, rest = jnp.divmod(rest * alpha.numerator, alpha.denominator)
-    shares = wanted + steps * alpha.numerator + whole
-    left = jnp.sum(even - shares, axis=1, keepdims=True)
-    following = _best_after(scores, candidates, shares)
-    order = jnp.lexsort((-following, -rest))
-    return shares + (jnp.argsort(order, axis=-1) < left).astype(jnp.int32)
+    quotients, remainders = jnp.divmod(even - num_best, alpha.denominator)
+    floors, remainders = jnp.divmod(
+      remainders * alpha.numerator, alpha.denominator
+    )
+    shares = num_best + quotients * alpha.numerator + floors
+    remaining = jnp.sum(even - shares, axis=1, keepdims=True)
+    next_scores = _best_after(scores, candidates, shares)
+    order = jnp.lexsort((-next_scores, -remainders))
+    return shares + (jnp.argsort(order, axis=-1) < remaining).astype(jnp.int32)
 
 
 def _count(slots: Bool[Array, "B K T"]) -> Int[Array, "B K"]:
@@ -170,7 +176,7 @@ def _mass_of_best(
   candidates: Bool[Array, "B K T"],
   counts: Int[Array, "B K"],
 ) -> Float[Array, "B K"]:
-  """Share of the sum of a head's scores that its `counts` best have."""
+  """Share of the sum of a head's scores in its `counts` best."""
   known = candidates & jnp.isfinite(scores)
   among = among_largest(jnp.where(known, scores, -jnp.inf), counts)
   total = jnp.sum(scores, axis=-1, where=known)

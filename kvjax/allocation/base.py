@@ -1,4 +1,4 @@
-"""How many tokens each layer and head may keep."""
+"""The interface of allocations, and the uniform one."""
 
 import abc
 import dataclasses
@@ -18,53 +18,53 @@ from kvjax.struct import static, struct
 
 @runtime_checkable
 class Chooser(Protocol):
-  """What an allocation asks of a method; see `kvjax.methods.Method`."""
+  """The part of `kvjax.methods.Method` that an allocation uses."""
 
   @property
   def votes(self) -> Any:
-    """What heads compete by where they share a budget; None if they cannot."""
+    """Method whose scores heads compete by for a budget; None for no scores."""
     ...
 
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> PyTree[Array]:
-    """What the choice depends on, for every budget alike."""
+    """Computes what the selection depends on, for all budgets."""
     ...
 
   def select(
     self, scores: PyTree[Array], cache: LayerCache, budget: "LayerBudget"
   ) -> Int[Array, "B K M"]:
-    """Slots to keep, ascending, then -1."""
+    """Selects the slots to keep, ascending, then -1."""
     ...
 
 
 class Sizes(NamedTuple):
-  """What a budget is spread over.
+  """The layers and heads that a budget is spread over.
 
   Attributes:
-    heads: of each layer that methods compress, the heads that hold keys and
-      values.
+    heads: number of heads that store keys and values, for each layer that
+      methods compress.
   """
 
   heads: tuple[int, ...]
 
   @property
   def layers(self) -> int:
-    """How many layers there are."""
+    """Number of layers."""
     return len(self.heads)
 
 
 @struct
 class LayerBudget:
-  """What the rows of a batch may keep of a layer.
+  """The number of tokens that the rows of a batch keep of a layer.
 
   Attributes:
-    counts: tokens per row and KV head, the same for all heads or for each.
+    counts: tokens per row, or per row and KV head.
     capacity: M, slots of the new cache; at least every count.
-    budget: what every eviction may keep, where there are many: the counts are
-      those of the whole row.
-    total: tokens that all heads of a row keep together, where they share them
-      out; None for as many as their counts are.
+    budget: the budget of every eviction, if there are several; `counts` are
+      those of the whole row then.
+    total: tokens that all heads of a row keep together, if they share them;
+      None for the sum of their counts.
     protected: by position, tokens that the user protects, if there are any.
   """
 
@@ -76,66 +76,68 @@ class LayerBudget:
 
   @property
   def per_head(self) -> Int[Array, "B #K"]:
-    """The counts with an axis for the heads."""
+    """The counts with an axis of heads."""
     return self.counts.reshape(self.counts.shape[0], -1)
 
   def must_keep(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     """Slots of the tokens that the user protects."""
-    places = cache.positions
+    positions = cache.positions
     if self.protected is None:
-      return jnp.zeros(places.shape, bool)
+      return jnp.zeros(positions.shape, bool)
     batch, width = self.protected.shape
     mask = jnp.broadcast_to(
-      self.protected[:, None], (batch, places.shape[1], width)
+      self.protected[:, None], (batch, positions.shape[1], width)
     )
-    found = jnp.take_along_axis(mask, jnp.clip(places, 0, width - 1), axis=-1)
-    return found & (places >= 0) & (places < width)
+    protected = jnp.take_along_axis(
+      mask, jnp.clip(positions, 0, width - 1), axis=-1
+    )
+    return protected & (positions >= 0) & (positions < width)
 
 
 @dataclasses.dataclass(frozen=True)
 class Allocation(abc.ABC):
   """Spreads a budget over layers and heads.
 
-  An allocation is a hashable value; what it counts depends on budget and
-  lengths alone and is computed on the host, before anything is compiled.
+  An allocation is a hashable value. Its counts depend on the budget and the
+  lengths alone and are computed on the host, before compilation.
   """
 
   @property
   def ragged(self) -> bool:
-    """Whether the heads of a layer may keep different numbers."""
+    """Whether the heads of a layer may keep different numbers of tokens."""
     return False
 
   @property
   def votes(self) -> bool:
-    """Whether heads share out a layer's budget by what `Method.votes` says."""
+    """Whether heads compete for a layer's budget by `Method.votes`."""
     return False
 
   @abc.abstractmethod
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
-    """Tokens that rows of these lengths keep per head in each layer.
+    """Number of tokens that rows of these lengths keep per head and layer.
 
-    Where heads share out what a layer keeps, this is their mean, rounded up.
+    If heads share the budget of a layer, this is their mean, rounded up.
     """
 
   def totals(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
-    """Tokens that all heads of a row keep together in each layer."""
+    """Number of tokens that all heads of a row keep together in each layer."""
     heads = np.array(sizes.heads, np.int32)[:, None]
     return heads * self.counts(budget, lengths, sizes)
 
   def capacities(
     self, budget: Budget, padded: int, sizes: Sizes
   ) -> Int[np.ndarray, " L"]:
-    """Most tokens per head that a row of the bucket keeps in each layer."""
+    """Maximum tokens per head that rows of a bucket keep in each layer."""
     lengths = np.array(bucket_lengths(padded))
     return self.counts(budget, lengths, sizes).max(axis=1)
 
   def capacity_between(self, budget: Budget, padded: int) -> int:
-    """Most tokens that a row of up to `padded` holds between evictions."""
-    return budget.kept(padded)
+    """Maximum tokens of a row of up to `padded` after an eviction."""
+    return budget.num_kept(padded)
 
   def evaluate(
     self,
@@ -144,7 +146,7 @@ class Allocation(abc.ABC):
     cache: LayerCache,
     activations: Activations,
   ) -> PyTree[Array]:
-    """What the choice of a layer's slots depends on, for every budget alike."""
+    """Computes what the selection in a layer depends on, for all budgets."""
     return method.evaluate(layer, cache, activations)
 
   def select(
@@ -154,30 +156,30 @@ class Allocation(abc.ABC):
     cache: LayerCache,
     budget: LayerBudget,
   ) -> Int[Array, "B K M"]:
-    """Slots to keep, by what `evaluate` has found."""
+    """Selects the slots to keep, given the result of `evaluate`."""
     return method.select(scores, cache, budget)
 
   def is_due(self, cache: LayerCache, budget: LayerBudget) -> Bool[Array, ""]:
-    """Whether any row holds more than it may."""
+    """Whether any row exceeds its budget."""
     return jnp.any(cache.lengths > budget.per_head)
 
   def check_recursive(self, budget: Budget) -> None:
-    """Refuses a budget that cannot be kept in blocks or while decoding.
+    """Refuses a budget that does not support repeated eviction.
 
     Raises:
-      InputError: there is no such law for it.
+      InputError: the allocation is not defined for it.
     """
     del budget
 
   def check_protected(
     self, protected: Bool[np.ndarray, " n"], budget: Budget, sizes: Sizes
   ) -> None:
-    """Refuses to protect more tokens of a row than it keeps.
+    """Refuses a row that protects more tokens than it keeps.
 
     Args:
       protected: for each token of the row.
-      budget: what the row may keep.
-      sizes: what it is spread over.
+      budget: budget of the row.
+      sizes: layers and heads that it is spread over.
 
     Raises:
       InputError: they are too many.
@@ -193,17 +195,17 @@ class Allocation(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Uniform(Allocation):
-  """Every layer and head keeps the budget."""
+  """Gives every layer and head the whole budget."""
 
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
-    """The budget of each row, for all layers alike."""
-    kept = [budget.kept(int(n)) for n in lengths]
+    """The budget of each row, the same for all layers."""
+    kept = [budget.num_kept(int(n)) for n in lengths]
     return np.tile(np.array(kept, np.int32), (sizes.layers, 1))
 
   def capacities(
     self, budget: Budget, padded: int, sizes: Sizes
   ) -> Int[np.ndarray, " L"]:
     """The budget of the longest row."""
-    return np.full(sizes.layers, budget.kept(padded), np.int32)
+    return np.full(sizes.layers, budget.num_kept(padded), np.int32)

@@ -18,10 +18,10 @@ from kvjax.prompts import bucket_lengths
 class LagLaw(Allocation):
   """Keeps a share of every partition that another one follows.
 
-  With retention r each scored partition keeps floor(r L) tokens, so a row of n
+  With retention r, each scored partition keeps floor(r L) tokens. A row of n
   tokens keeps S + floor(r L) (P - 1) + L + (n - S) mod L of them, where
-  P = floor((n - S) / L), and all n where n < S + 2 L. A budget in tokens is
-  met as nearly as that law allows.
+  P = floor((n - S) / L), and all n if n < S + 2 L. A budget in tokens is met as
+  closely as that law allows.
 
   Source: Liang et al., arXiv 2504.04704, equations 1, 2 and 13.
 
@@ -36,39 +36,39 @@ class LagLaw(Allocation):
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
-    """The law, for all layers alike."""
+    """The law, the same for all layers."""
     kept = [self._kept(budget, int(n)) for n in lengths]
     return np.tile(np.array(kept, np.int32), (sizes.layers, 1))
 
   def share(self, budget: Budget, length: int) -> int:
-    """Tokens kept of each scored partition of a row."""
+    """Number of tokens kept of each scored partition of a row."""
     if isinstance(budget, Retention):
       return int(budget.share * self.lag + 1e-9)
     scored = (length - self.sinks) // self.lag - 1
     fixed = length - scored * self.lag
-    each = round((budget.kept(length) - fixed) / scored)
-    return min(max(each, 0), self.lag)
+    per_partition = round((budget.num_kept(length) - fixed) / scored)
+    return min(max(per_partition, 0), self.lag)
 
   def capacities(
     self, budget: Budget, padded: int, sizes: Sizes
   ) -> Int[np.ndarray, " L"]:
-    """The most of any length: the law falls with every whole partition."""
+    """Maximum over all lengths; the law is not monotonic."""
     most = max(self._kept(budget, n) for n in bucket_lengths(padded))
     return np.full(sizes.layers, most, np.int32)
 
   def capacity_between(self, budget: Budget, padded: int) -> int:
-    """Most tokens held between evictions by any row of up to `padded`."""
+    """Maximum tokens of a row of up to `padded` after an eviction."""
     before = min(padded, self.sinks + 2 * self.lag - 1)
     after = range(max(before, padded - 2 * self.lag), padded + 1)
     return max(self._kept(budget, n) for n in after)
 
   def is_due(self, cache: LayerCache, budget: LayerBudget) -> Bool[Array, ""]:
-    """Whether any row has a partition that another whole one follows."""
+    """Whether any row has a partition that a complete one follows."""
     del budget
-    return jnp.any(Partitions.of(cache, self.sinks, self.lag).whole > 1)
+    return jnp.any(Partitions.of(cache, self.sinks, self.lag).num_complete > 1)
 
   def check_recursive(self, budget: Budget) -> None:
-    """Refuses a number of tokens.
+    """Refuses a budget in tokens.
 
     Raises:
       InputError: the budget is no retention.
@@ -82,22 +82,23 @@ class LagLaw(Allocation):
   def check_protected(
     self, protected: Bool[np.ndarray, " n"], budget: Budget, sizes: Sizes
   ) -> None:
-    """Refuses to protect more tokens of a partition than it keeps.
+    """Refuses a partition that protects more tokens than it keeps.
 
     Raises:
       InputError: they are too many.
     """
     super().check_protected(protected, budget, sizes)
-    whole = len(protected) < self.sinks + 2 * self.lag
-    if whole and not isinstance(budget, Retention):
+    unscored = len(protected) < self.sinks + 2 * self.lag
+    if unscored and not isinstance(budget, Retention):
       return
-    each = self.share(budget, len(protected))
+    per_partition = self.share(budget, len(protected))
     for start in range(self.sinks, len(protected), self.lag):
       count = protected[start : start + self.lag].sum()
-      if count > each:
+      if count > per_partition:
         raise InputError(
           f"{count} tokens of a partition of {self.lag} are protected and "
-          f"{each} of it are kept; protect fewer or give a larger budget."
+          f"{per_partition} of it are kept; protect fewer or give a larger "
+          "budget."
         )
 
   def _kept(self, budget: Budget, length: int) -> int:

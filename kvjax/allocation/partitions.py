@@ -1,4 +1,4 @@
-"""Rows cut into partitions of equal length, some of them already thinned."""
+"""Rows split into partitions, some of which have been evicted from."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
@@ -10,34 +10,34 @@ from kvjax.struct import static, struct
 
 @struct
 class Partitions:
-  """Where the partitions of every head lie that are still whole.
+  """The complete partitions of every head.
 
-  They end a head's tokens: from the first of them on no position is missing,
-  while of every partition before them one at least is gone.
+  They are the last tokens of a head: no position is missing after the start of
+  the first of them, and at least one is missing in every partition before.
 
   Attributes:
-    index: number of each slot's token among those held.
-    count: tokens held.
-    start: number of the token that the first whole partition begins with.
-    whole: whole partitions from there on; below 2 there is nothing to score.
+    index: index of each slot's token among the tokens of the head.
+    count: number of tokens.
+    start: index of the first token of the first complete partition.
+    num_complete: number of complete partitions; below 2, none is scored.
     lag: L.
   """
 
   index: Int[Array, "B K T"]
   count: Int[Array, "B K"]
   start: Int[Array, "B K"]
-  whole: Int[Array, "B K"]
+  num_complete: Int[Array, "B K"]
   lag: int = static()
 
   @classmethod
   def of(cls, cache: LayerCache, sinks: int, lag: int) -> "Partitions":
-    """Finds them by the positions alone, after any number of evictions."""
+    """Finds the partitions by positions, after any number of evictions."""
     valid = cache.valid
     index = jnp.cumsum(valid.astype(jnp.int32), axis=-1) - 1
-    gone = jnp.where(valid, cache.positions - index, -1)
-    all_gone = jnp.max(gone, axis=-1, keepdims=True)
+    num_evicted = jnp.where(valid, cache.positions - index, -1)
+    max_evicted = jnp.max(num_evicted, axis=-1, keepdims=True)
     total = jnp.max(cache.positions, axis=-1) + 1
-    last_run = valid & (gone == all_gone)
+    last_run = valid & (num_evicted == max_evicted)
     run = jnp.where(last_run, cache.positions, total[..., None])
     first = jnp.maximum(jnp.min(run, axis=-1) - sinks, 0)
     begin = sinks + (first + lag - 1) // lag * lag
@@ -46,20 +46,20 @@ class Partitions:
       index=index,
       count=count,
       start=count - (total - begin),
-      whole=(total - begin) // lag,
+      num_complete=(total - begin) // lag,
       lag=lag,
     )
 
   def collect(
     self, x: Shaped[Array, "B K T"], cache: LayerCache, count: int
   ) -> Shaped[Array, "B K P L"]:
-    """Values of the slots of the first `count` partitions' tokens."""
+    """Gathers the values of slots in the first `count` partitions."""
     slots = self.slots(cache, count)
     flat = slots.reshape(*slots.shape[:2], -1)
     return jnp.take_along_axis(x, flat, axis=-1).reshape(slots.shape)
 
   def slots(self, cache: LayerCache, count: int) -> Int[Array, "B K P L"]:
-    """Slots of the tokens of the first `count` partitions, where there are."""
+    """Slots of the first `count` partitions; arbitrary beyond the last."""
     order = true_slots(cache.valid, cache.capacity)
     index = self.start[..., None] + jnp.arange(count * self.lag)[None, None]
     index = jnp.minimum(index, cache.capacity - 1)
@@ -68,13 +68,13 @@ class Partitions:
 
   @property
   def fixed(self) -> Bool[Array, "B K T"]:
-    """Sinks, what earlier evictions kept, and the sliding window."""
-    window = self.start + jnp.maximum(self.whole - 1, 0) * self.lag
+    """Mask of the sinks, earlier kept tokens, and the sliding window."""
+    window = self.start + jnp.maximum(self.num_complete - 1, 0) * self.lag
     before = self.index < self.start[..., None]
     return before | (self.index >= window[..., None])
 
   def spread(self, x: Shaped[Array, "B K P L"]) -> Shaped[Array, "B K T"]:
-    """Values of the partitions' tokens at their slots; elsewhere anything."""
+    """Scatters values of partitions to their slots; arbitrary elsewhere."""
     flat = x.reshape(*x.shape[:2], -1)
     if not flat.shape[-1]:
       return jnp.zeros(self.index.shape, x.dtype)

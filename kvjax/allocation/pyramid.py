@@ -1,4 +1,4 @@
-"""PyramidKV: lower layers keep more, higher layers less."""
+"""PyramidKV: lower layers keep more tokens, higher layers fewer."""
 
 import dataclasses
 
@@ -16,23 +16,23 @@ from kvjax.options.budgets import Budget, Tokens
 class Pyramid(Allocation):
   """Spreads a budget over the layers as a pyramid.
 
-  With W protected by the method's window and base = B - W, the lowest layer
-  keeps max = 2 base - base / beta, the highest base / beta, those between by a
-  straight line, and each its window besides; no layer keeps more than the
-  prompt. What rounding leaves over goes to the lowest layers, so that the
-  layers together keep exactly B tokens per layer.
+  W is the method's window and base = B - W. The lowest layer keeps
+  max = 2 base - base / beta tokens, the highest base / beta, and the numbers in
+  between are on a straight line. Each layer also keeps its window, and no layer
+  keeps more than the prompt. Tokens that rounding leaves over go to the lowest
+  layers, so that the mean over the layers is exactly B.
 
-  A retention r means base = r n, and a layer's value includes its window; where
-  it then could not hold the window, all layers keep the same. In both forms max
-  is at most n - W, and what it lacks goes to the highest layer.
+  A retention r means base = r n, and a layer's number includes its window. If a
+  layer could then not keep the window, all layers keep the same number. In both
+  forms max is at most n - W, and the difference goes to the highest layer.
 
   Source: Cai et al., arXiv 2406.02069; the retention form follows kvpress.
 
   Attributes:
-    over: what the layers keep on average.
-    window: W, last tokens that the method always keeps; no option, as the
-      method's traits say it.
-    beta: how steep the pyramid is.
+    over: allocation that gives the mean over the layers.
+    window: W, number of last tokens that the method always keeps. It follows
+      from the method's traits and is not an option.
+    beta: steepness of the pyramid.
   """
 
   over: Allocation
@@ -44,12 +44,12 @@ class Pyramid(Allocation):
 
   @property
   def ragged(self) -> bool:
-    """As what is spread."""
+    """Whether the inner allocation is ragged."""
     return self.over.ragged
 
   @property
   def votes(self) -> bool:
-    """As what is spread."""
+    """Whether heads compete in the inner allocation."""
     return self.over.votes
 
   def evaluate(
@@ -59,7 +59,7 @@ class Pyramid(Allocation):
     cache: LayerCache,
     activations: Activations,
   ) -> PyTree[Array]:
-    """As what is spread."""
+    """Evaluates by the inner allocation."""
     return self.over.evaluate(method, layer, cache, activations)
 
   def select(
@@ -69,30 +69,30 @@ class Pyramid(Allocation):
     cache: LayerCache,
     budget: LayerBudget,
   ) -> Int[Array, "B K M"]:
-    """As what is spread, with this layer's share."""
+    """Selects by the inner allocation, with this layer's share."""
     return self.over.select(method, scores, cache, budget)
 
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
-    """Tokens that rows of these lengths keep in each layer."""
+    """Number of tokens that rows of these lengths keep in each layer."""
     total = self.over.counts(budget, lengths, sizes)[0]
-    # In tokens, the window comes on top of each layer's share of the prefix.
-    beside, within = (
+    # With a budget in tokens, a layer's share does not include the window.
+    outside, inside = (
       (self.window, 0) if isinstance(budget, Tokens) else (0, self.window)
     )
-    base = total - beside
-    most = np.minimum(2 * base - base / self.beta, lengths - self.window)
-    least = 2 * base - most
-    step = (most - least) / max(sizes.layers - 1, 1)
+    base = total - outside
+    bottom = np.minimum(2 * base - base / self.beta, lengths - self.window)
+    top = 2 * base - bottom
+    step = (bottom - top) / max(sizes.layers - 1, 1)
     depth = np.arange(sizes.layers)[:, None]
-    line = np.rint(most - depth * step).astype(int)
-    # Rounding moves each layer by at most a half: a token each mends it.
-    left = sizes.layers * base - line.sum(axis=0)
-    roomy = (line + beside < lengths) | (left < 0)
-    place = np.cumsum(roomy, axis=0) - 1
-    line += (roomy & (place < np.abs(left))) * np.sign(left)
-    # Above n - W on average there is nothing to spread.
+    shares = np.rint(bottom - depth * step).astype(int)
+    # Rounding changes each layer by at most 1/2, so one token each corrects it.
+    remaining = sizes.layers * base - shares.sum(axis=0)
+    adjustable = (shares + outside < lengths) | (remaining < 0)
+    place = np.cumsum(adjustable, axis=0) - 1
+    shares += (adjustable & (place < np.abs(remaining))) * np.sign(remaining)
+    # With a mean above n - W there is nothing to spread.
     uneven = (total < lengths) & (base > 0) & (sizes.layers > 1)
-    uneven &= (least >= within) & (most >= least)
-    return np.where(uneven, line + beside, total).astype(np.int32)
+    uneven &= (top >= inside) & (bottom >= top)
+    return np.where(uneven, shares + outside, total).astype(np.int32)

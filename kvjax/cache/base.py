@@ -1,4 +1,4 @@
-"""What the engine asks of a layer's cache."""
+"""The interface of a layer's cache."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -9,72 +9,76 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.struct import tree_bytes, updated
+from kvjax.struct import replace, tree_bytes
 
 # An index into the leading axis of a stack; None where there is no such axis.
 Index = Int[Array, ""] | None
 # The axes of a mesh that rows and KV heads are spread over.
 AXES = ("data", "model")
-# What attention reads in place of a layer: keys turned elsewhere, say.
+# Maps a layer to what attention reads in its place: rerotated keys, say.
 Arrange = Callable[[Any], Any]
 
 
 class Layer(abc.ABC):
-  """What the engine asks of a layer's cache.
+  """Base class of the cache of one layer.
 
-  A layer is a pytree. Layers of one kind are joined to a stack, the same class
-  with one more axis in front of every leaf, in which the engine addresses a
-  layer by its index: what it appends is written in place, whatever the number
+  A layer is a pytree. Layers of one kind are joined to a stack: the same class
+  with an additional leading axis of every leaf. The engine addresses a layer of
+  a stack by its index and writes appended tokens in place, whatever the number
   of layers.
 
-  `Slots` are as many for every head, `kvjax.cache.packed.PackedLayer` has as
-  many as each needs, `kvjax.cache.sparse.SparseLayer` reads only some of them,
-  and `kvjax.cache.window.WindowLayer` is the ring of a local layer.
+  `kvjax.cache.layers.Slots` has the same number of slots for every head,
+  `kvjax.cache.packed.PackedLayer` as many as each head needs,
+  `kvjax.cache.sparse.SparseLayer` reads only some of its slots, and
+  `kvjax.cache.window.WindowLayer` is the ring of a sliding-window layer.
   """
 
-  # Whether methods may choose among its slots.
+  # Whether methods may evict from its slots.
   compressible: ClassVar[bool] = False
 
   @property
   @abc.abstractmethod
   def capacity(self) -> int | None:
-    """Slots that `append` can reach, filled or not; None for no limit."""
+    """Number of slots for appended tokens, filled or not; None for no limit."""
 
   @property
   @abc.abstractmethod
   def next_slot(self) -> Int[Array, "*L"]:
-    """The next of them to write."""
+    """The next slot to write."""
 
   @property
   @abc.abstractmethod
   def lengths(self) -> Int[Array, "*L B K"]:
-    """Tokens held per row and KV head."""
+    """Number of tokens per row and KV head."""
 
   @property
-  def reads(self) -> Int[Array, "*L B K"]:
-    """Tokens that a token attends to, for a start."""
+  def num_attended(self) -> Int[Array, "*L B K"]:
+    """Number of tokens that the next token attends to."""
     return self.lengths
 
   @property
   def nbytes(self) -> int:
-    """Bytes allocated."""
+    """Allocated bytes."""
     return tree_bytes(self)
 
   @abc.abstractmethod
-  def grown(self, extra: int) -> Self:
-    """The same tokens with so many more slots to write."""
+  def grow(self, extra: int) -> Self:
+    """Adds `extra` empty slots for appended tokens."""
 
   @abc.abstractmethod
   def append(self, activations: Activations, index: Index = None) -> Self:
-    """Writes a block at the cursor; there must be room for it."""
+    """Appends a block; there must be room for it."""
 
   @abc.abstractmethod
   def attend(
     self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], Self]:
-    """Attention of a block's queries, causal by positions; the layer then.
+    """Computes the attention of a block, causal by positions.
 
-    The block's own keys and values are in the layer already.
+    The layer already contains the block's keys and values.
+
+    Returns:
+      The attention output, and the layer after it.
     """
 
   def step(
@@ -83,78 +87,81 @@ class Layer(abc.ABC):
     activations: Activations,
     arrange: Arrange | None = None,
   ) -> tuple[Float[Array, "B N S Dv"], Self]:
-    """Appends a block to a layer of a stack, and attends to both.
+    """Appends a block to a layer of a stack and attends to the layer.
 
     Args:
-      index: of the layer.
-      activations: the block.
-      arrange: makes of the layer what attention reads.
+      index: index of the layer in the stack.
+      activations: activations of the block.
+      arrange: maps the layer to what attention reads in its place.
+
+    Returns:
+      The attention output, and the stack.
     """
     stack = self.append(activations, index)
     layer = stack.at(index)
     if arrange is not None:
       return arrange(layer).attend(activations)[0], stack
-    output, after = layer.attend(activations)
-    return output, stack.put(index, layer, after)
+    output, updated = layer.attend(activations)
+    return output, stack.put(index, layer, updated)
 
-  def placed(self, place: Callable[[Any, Sequence[str]], Any]) -> Self:
-    """The layer with its arrays placed on a mesh.
+  def place(self, place_tree: Callable[[Any, Sequence[str]], Any]) -> Self:
+    """Places the arrays of the layer on a mesh.
 
     Args:
-      place: given a tree and the mesh axes of its leading axes, places it.
+      place_tree: places a tree, given the mesh axes of its leading axes.
     """
-    layer: Self = place(self, AXES)
+    layer: Self = place_tree(self, AXES)
     return layer
 
-  def quantized(self, kv_dtype: str) -> "Layer":
-    """The same tokens in eight bits, once no method chooses among them.
+  def quantize(self, kv_dtype: str) -> "Layer":
+    """Quantizes keys and values to eight bits, also those appended later.
 
-    What is appended later is rounded too.
+    Called once no method evicts from the layer any more.
 
     Args:
-      kv_dtype: one of `KV_DTYPES`.
+      kv_dtype: one of `kvjax.cache.layers.KV_DTYPES`.
     """
-    raise NotImplementedError(f"{type(self).__name__} is not rounded.")
+    raise NotImplementedError(f"{type(self).__name__} cannot be quantized.")
 
   @abc.abstractmethod
   def map_slots(self, change: Callable[[Any], Any]) -> Self:
-    """The layer with every part changed that has keys, values and positions.
+    """Changes every part of the layer with keys, values and positions.
 
     Args:
-      change: given a part with these fields, returns another.
+      change: maps a part with these fields to its replacement.
     """
 
   @abc.abstractmethod
   def row_positions(self, row: int) -> list[list[int]]:
-    """Positions of the tokens that a row holds, per KV head; on the host."""
+    """Positions of the tokens of a row, per KV head; on the host."""
 
-  def cleared(self) -> Self:
-    """As many slots, with nothing in them and nothing remembered."""
+  def clear(self) -> Self:
+    """Empties all slots."""
     return self.map_slots(
-      lambda part: updated(part, positions=jnp.full_like(part.positions, -1))
+      lambda part: replace(part, positions=jnp.full_like(part.positions, -1))
     )
 
-  def offloaded(self) -> Self:
-    """The same tokens where they are to live: some may, with the host."""
+  def offload(self) -> Self:
+    """Moves to the host what is meant to live there; by default nothing."""
     return self
 
   def at(self, index: Index | int) -> Self:
-    """One layer of a stack."""
+    """Returns one layer of a stack."""
     if index is None:
       return self
     take = jax.lax.dynamic_index_in_dim
 
-    def one(x: Array) -> Array:
-      # What lives with the host takes no part in computations.
+    def select(x: Array) -> Array:
+      # Host arrays cannot be sliced by a computation, but can be reshaped.
       if x.shape[0] == 1:
         return x.reshape(x.shape[1:])
       return x[index] if isinstance(index, int) else take(x, index, 0, False)
 
-    layer: Self = jax.tree.map(one, self)
+    layer: Self = jax.tree.map(select, self)
     return layer
 
   def put(self, index: Index, old: Self, new: Self) -> Self:
-    """The stack with a layer replaced; what is the same is not written."""
+    """Replaces a layer of a stack; unchanged arrays are not written."""
     if index is None:
       return new
 

@@ -1,4 +1,4 @@
-"""The KV cache of a model: a plain pytree of layers."""
+"""The KV cache of a model, a pytree of layers."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,21 +18,33 @@ from kvjax.struct import static, struct, tree_bytes
 
 @struct
 class Cache:
-  """The cache of a whole model.
+  """The KV cache of a whole model.
 
-  Layers whose caches have the same sizes are joined to stacks, one class with
-  a leading axis of layers, so that a decoding step loops over them.
+  Layers whose caches have the same sizes share a stack, with a leading axis of
+  layers, so that a decoding step loops over them.
 
   Attributes:
-    stacks: of layers.
-    next_positions: the position of each row's next token, which is the number
-      of tokens the row has seen, kept or not.
-    protected: by position, tokens that must still be kept while decoding.
-    order: for each layer of the model, the stack that it is in; those of one
-      stack lie there in the order of the model. -1 for a layer that keeps no
-      keys and values.
-    plan: the `kvjax.Plan` that it was made by, if that goes on evicting while
-      decoding; else None.
+    stacks: stacks of layers.
+    next_positions: position of each row's next token: the number of tokens that
+      the row has processed, kept or evicted.
+    protected: by position, tokens that must not be evicted while decoding.
+    order: for each layer of the model, the index of its stack, which contains
+      its layers in the order of the model; -1 for a layer without a cache.
+    plan: the `kvjax.Plan` that made the cache if it evicts while decoding, else
+      None.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> cache.next_positions.tolist()
+    [4, 2]
+    >>> cache.lengths.shape  # layers, rows, KV heads
+    (2, 2, 2)
   """
 
   stacks: tuple[Layer, ...]
@@ -55,51 +67,54 @@ class Cache:
 
   @property
   def nbytes(self) -> int:
-    """Bytes allocated."""
+    """Allocated bytes."""
     return tree_bytes(self)
 
   @property
   def nbytes_by_memory(self) -> dict[str, int]:
-    """The same for each kind of memory: "device" and "pinned_host"."""
+    """Allocated bytes by kind of memory: "device" and "pinned_host"."""
     return nbytes_by_memory(self)
 
-  def grown(self, capacities: Sequence[int | None]) -> "Cache":
-    """The same tokens in stacks of at least so many slots per layer each.
+  def grow(self, capacities: Sequence[int | None]) -> "Cache":
+    """Grows the stacks to at least the given capacities.
 
     Args:
-      capacities: one for each stack; None leaves it as it is.
+      capacities: slots per layer, for each stack; None leaves a stack as it is.
     """
     stacks = tuple(
       stack
       if capacity is None
       or stack.capacity is None
       or capacity <= stack.capacity
-      else shard_stack(stack.grown(capacity - stack.capacity))
+      else shard_stack(stack.grow(capacity - stack.capacity))
       for stack, capacity in zip(self.stacks, capacities, strict=True)
     )
     return dataclasses.replace(self, stacks=stacks)
 
   @property
   def lengths(self) -> Int[Array, "L B K"]:
-    """Tokens held per layer with a cache, row and KV head.
+    """Number of tokens per layer with a cache, row and KV head.
 
     Raises:
-      InputError: layers have different numbers of KV heads; `cache.layer(i)`
-        tells of one.
+      InputError: layers have different numbers of KV heads; use
+        `cache.layer(i)` then.
     """
     return self._by_layer(lambda stack: stack.lengths)
 
   @property
-  def reads(self) -> Int[Array, "L B K"]:
-    """Tokens that a token attends to, per layer, row and KV head.
+  def num_attended(self) -> Int[Array, "L B K"]:
+    """Number of tokens that the next token attends to.
 
-    Of what is looked up, as many as the prompt's last token has found.
+    It is given per layer, row and KV head. For retrieval layers, it counts the
+    keys that the prompt's last token retrieved.
     """
-    return self._by_layer(lambda stack: stack.reads)
+    return self._by_layer(lambda stack: stack.num_attended)
 
-  def _by_layer(self, count: Callable[[Layer], Array]) -> Int[Array, "L B K"]:
-    counts = [count(stack) for stack in self.stacks]
-    if len({own.shape[1:] for own in counts}) > 1:
+  def _by_layer(
+    self, count_tokens: Callable[[Layer], Array]
+  ) -> Int[Array, "L B K"]:
+    counts = [count_tokens(stack) for stack in self.stacks]
+    if len({count.shape[1:] for count in counts}) > 1:
       raise InputError(
         "Layers of this cache have different numbers of KV heads; count one "
         "at a time, as in cache.layer(0).lengths."
@@ -109,7 +124,7 @@ class Cache:
 
 
 def join_key(cache: Cache) -> Any:
-  """What caches must have in common to be joined by `stack`; hashable."""
+  """A hashable key that is equal for caches that `stack` can join."""
 
   def shape(leaf: Array, axis: int) -> Any:
     return leaf.shape[:axis], leaf.shape[axis + 1 :], jnp.dtype(leaf.dtype)
@@ -127,6 +142,17 @@ def stack(caches: Sequence[Cache]) -> Cache:
 
   Raises:
     InputError: there is none, or their layers differ in kind or size.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> kvjax.stack([cache, cache]).next_positions.tolist()
+    [4, 2, 4, 2]
   """
   if not caches or any(join_key(c) != join_key(caches[0]) for c in caches):
     raise InputError(
@@ -135,19 +161,19 @@ def stack(caches: Sequence[Cache]) -> Cache:
     )
 
   def join(*leaves: Array) -> Array:
-    if leaves[0].ndim == 1:  # cursors: every row starts after the fullest
+    if leaves[0].ndim == 1:  # cursors: all rows continue after the fullest
       return jnp.max(jnp.stack(leaves), axis=0)
     return jnp.concatenate(leaves, axis=1)
 
   def join_rows(*leaves: Array) -> Array:
     return jnp.concatenate(leaves, axis=0)
 
-  first, *others = caches
+  first, *rest = caches
   return dataclasses.replace(
     first,
-    stacks=jax.tree.map(join, first.stacks, *(c.stacks for c in others)),
+    stacks=jax.tree.map(join, first.stacks, *(c.stacks for c in rest)),
     next_positions=join_rows(*(c.next_positions for c in caches)),
     protected=jax.tree.map(
-      join_rows, first.protected, *(c.protected for c in others)
+      join_rows, first.protected, *(c.protected for c in rest)
     ),
   )

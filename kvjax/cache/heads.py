@@ -1,4 +1,4 @@
-"""The heads of a layer's cache, one by one."""
+"""The view of a layer's cache by KV head."""
 
 import jax.numpy as jnp
 
@@ -8,7 +8,7 @@ from kvjax.heads import Head, by_kv_head
 
 
 def heads_of(cache: LayerCache, activations: Activations) -> Head:
-  """All heads of a layer as one tree with leading axes B and K."""
+  """Returns all heads of a layer as one tree with leading axes B and K."""
   batch, length = activations.positions.shape
   kv_heads = cache.positions.shape[1]
   return Head(

@@ -1,4 +1,4 @@
-"""The KV cache of a layer: slots for keys and values."""
+"""The KV cache of a layer, as slots for keys and values."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,13 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.activations import Activations
 from kvjax.cache.base import Arrange, Index, Layer
 from kvjax.cache.observation import ObservationWindow
-from kvjax.kernels.attention import attention
+from kvjax.kernels.attention import Partial, attention, partial_attention
 from kvjax.kernels.gather import compact
 from kvjax.kernels.quantized import Quantized, quantize
 from kvjax.kernels.stacks import index_stack
-from kvjax.struct import struct, updated
+from kvjax.struct import replace, struct
 
-# What plans and flags call the dtypes of a cache in eight bits.
+# The dtypes of an eight-bit cache by their names in plans and flags.
 KV_DTYPES: Mapping[str, DTypeLike] = {
   "int8": jnp.int8,
   "fp8": jnp.float8_e4m3fn,
@@ -30,15 +30,15 @@ KV_DTYPES: Mapping[str, DTypeLike] = {
 class Slots(Layer):
   """Keys and values of one layer in T slots per row and KV head.
 
-  A slot whose position is -1 is empty, whatever its key and value hold. Tokens
-  stand in the order of their positions. New tokens of all rows and heads go to
-  the slots from `cursor` on, so that a write is one slice update; rows and
-  heads that hold less have empty slots before it.
+  A slot with position -1 is empty, whatever its key and value are. Tokens are
+  in the order of their positions. New tokens of all rows and heads are written
+  from slot `cursor` on, so that a write is one slice update. Rows and heads
+  with fewer tokens have empty slots before it.
 
   Attributes:
-    keys: rotated keys; in eight bits where the plan has a `kv_dtype`.
-    values: values, likewise.
-    positions: each token's place in its uncompressed row; -1 for empty.
+    keys: rotated keys; quantized if the plan has a `kv_dtype`.
+    values: values, quantized like the keys.
+    positions: position of each token in its uncompressed row; -1 for empty.
     cursor: the next slot to write.
   """
 
@@ -59,18 +59,18 @@ class Slots(Layer):
 
   @property
   def lengths(self) -> Int[Array, "*L B K"]:
-    """Tokens held per row and KV head."""
+    """Number of tokens per row and KV head."""
     return jnp.sum(self.valid.astype(jnp.int32), axis=-1)
 
   @property
   def valid(self) -> Bool[Array, "*L B K T"]:
-    """Slots that hold a token."""
+    """Mask of the slots that contain a token."""
     return self.positions >= 0
 
   def attend(
     self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], Self]:
-    """Attention to all slots; see `kvjax.kernels.attention.attention`."""
+    """Attends to all slots."""
     return self._attend(activations, self.positions, None), self
 
   def step(
@@ -79,7 +79,7 @@ class Slots(Layer):
     activations: Activations,
     arrange: Arrange | None = None,
   ) -> tuple[Float[Array, "B N S Dv"], Self]:
-    """See `Layer.step`; slots are read where they are, in the stack."""
+    """Appends a block and attends; slots are read in place, in the stack."""
     if arrange is not None:
       return super().step(index, activations, arrange)
     stack = self.append(activations, index)
@@ -105,28 +105,29 @@ class Slots(Layer):
       layer=layer,
     )
 
-  def grown(self, extra: int) -> Self:
-    """The same tokens with `extra` more empty slots at the end."""
+  def grow(self, extra: int) -> Self:
+    """Adds `extra` empty slots at the end."""
 
     def pad(x: Array, axis: int, fill: int = 0) -> Array:
-      wide = [(0, 0)] * x.ndim
-      wide[axis] = (0, extra)
-      return jnp.pad(x, wide, constant_values=fill)
+      padding = [(0, 0)] * x.ndim
+      padding[axis] = (0, extra)
+      return jnp.pad(x, padding, constant_values=fill)
 
     keys, values = jax.tree.map(lambda x: pad(x, -2), (self.keys, self.values))
     positions = pad(self.positions, -1, -1)
-    return updated(self, keys=keys, values=values, positions=positions)
+    return replace(self, keys=keys, values=values, positions=positions)
 
   def append(self, activations: Activations, index: Index = None) -> Self:
-    """Writes a block at the cursor, in eight bits where the rest is.
+    """Writes a block at the cursor, quantized if the layer is.
 
-    There must be room for it: without, the block would overwrite the newest
-    tokens (a slice update is moved to fit), so that callers check first, as
-    `kvjax.generate` does.
+    There must be room for it, which callers check first, as `kvjax.generate`
+    does. Otherwise the block would overwrite the newest tokens, because JAX
+    moves a slice update to fit.
     """
     kv_heads = self.positions.shape[-2]
     block = LayerCache.of(activations.with_kv_heads(kv_heads))
-    # Else XLA writes once more in what reads the slots, out of a copy of all.
+    # Without the barrier, XLA fuses the write into the reads of the slots and
+    # copies all slots.
     keys, values, positions = jax.lax.optimization_barrier(
       (
         self._write(self.keys, block.keys, index),
@@ -137,22 +138,22 @@ class Slots(Layer):
     cursor = self.cursor + block.cursor
     if index is not None:
       cursor = self.cursor.at[index].add(block.cursor)
-    return updated(
+    return replace(
       self, keys=keys, values=values, positions=positions, cursor=cursor
     )
 
   def map_slots(self, change: Callable[[Any], Any]) -> Self:
-    """See `Layer.map_slots`."""
+    """Changes every part that has keys, values and positions."""
     changed: Self = change(self)
     return changed
 
   def row_positions(self, row: int) -> list[list[int]]:
-    """See `Layer.row_positions`."""
+    """Positions of the tokens of a row, per KV head; on the host."""
     heads = np.asarray(self.positions)[row]
     return [[int(p) for p in head if p >= 0] for head in heads]
 
-  def quantized(self, kv_dtype: str) -> "Slots":
-    """See `Layer.quantized`."""
+  def quantize(self, kv_dtype: str) -> "Slots":
+    """Quantizes keys and values to eight bits."""
     assert not isinstance(self.keys, Quantized)
     assert not isinstance(self.values, Quantized)
     dtype = KV_DTYPES[kv_dtype]
@@ -160,7 +161,7 @@ class Slots(Layer):
     return Slots(keys, values, self.positions, self.cursor)
 
   def _write(self, old: Any, new: Any, index: Index) -> Any:
-    """Puts the block of a layer at its cursor."""
+    """Writes the block of a layer at its cursor."""
     zero = jnp.zeros((), jnp.int32)
     start: tuple[Any, ...] = (zero, zero, self.cursor)
     if index is not None:
@@ -178,12 +179,12 @@ class Slots(Layer):
 
 @struct
 class LayerCache(Slots):
-  """Slots as they were computed, among which a method may choose.
+  """Unquantized slots, which a method may evict from.
 
   Attributes:
-    received: attention that each token has received so far, where a method
-      remembers it between evictions.
-    window: the last queries, likewise.
+    received: attention that each token has received so far, if a method
+      accumulates it between evictions.
+    window: the last queries, if a method needs them between evictions.
   """
 
   compressible: ClassVar[bool] = True
@@ -195,7 +196,7 @@ class LayerCache(Slots):
 
   @classmethod
   def of(cls, activations: Activations) -> "LayerCache":
-    """The block itself as a cache."""
+    """Makes a cache of a block alone."""
     batch, kv_heads, length, _ = activations.keys.shape
     positions = jnp.broadcast_to(
       activations.positions[:, None], (batch, kv_heads, length)
@@ -203,17 +204,17 @@ class LayerCache(Slots):
     cursor = jnp.asarray(length, jnp.int32)
     return cls(activations.keys, activations.values, positions, cursor)
 
-  def grown(self, extra: int) -> "LayerCache":
-    """The same tokens with `extra` more empty slots at the end."""
+  def grow(self, extra: int) -> "LayerCache":
+    """Adds `extra` empty slots at the end."""
     received = jax.tree.map(
       lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)]),
       self.received,
     )
-    return updated(super().grown(extra), received=received)
+    return replace(super().grow(extra), received=received)
 
-  def shrunk(self, capacity: int) -> "LayerCache":
-    """The first slots alone; the others must be empty."""
-    return updated(
+  def shrink(self, capacity: int) -> "LayerCache":
+    """Cuts off all slots after the first `capacity`, which must be empty."""
+    return replace(
       self,
       keys=self.keys[..., :capacity, :],
       values=self.values[..., :capacity, :],
@@ -222,35 +223,47 @@ class LayerCache(Slots):
       received=jax.tree.map(lambda x: x[..., :capacity], self.received),
     )
 
-  def cleared(self) -> "LayerCache":
-    """As many slots, with nothing in them and nothing remembered."""
+  def clear(self) -> "LayerCache":
+    """Empties all slots and what a method remembers."""
     window = self.window
     if window is not None:
-      window = updated(window, positions=jnp.full_like(window.positions, -1))
-    return updated(
-      super().cleared(),
+      window = replace(window, positions=jnp.full_like(window.positions, -1))
+    return replace(
+      super().clear(),
       cursor=jnp.zeros_like(self.cursor),
       received=jax.tree.map(jnp.zeros_like, self.received),
       window=window,
     )
 
-  def forgetful(self) -> "LayerCache":
-    """The same tokens without what a method remembers."""
-    return updated(self, received=None, window=None)
+  def without_memory(self) -> "LayerCache":
+    """Drops what a method remembers between evictions."""
+    return replace(self, received=None, window=None)
 
   def append(
     self, activations: Activations, index: Index = None
   ) -> "LayerCache":
-    """See `Slots.append`; of new tokens no attention is known."""
+    """Writes a block at the cursor; it has received no attention yet."""
     received = self.received
     if received is not None:
       batch, length = activations.positions.shape
       none = jnp.zeros((batch, self.positions.shape[-2], length))
       received = self._write(received, none, index)
-    return updated(super().append(activations, index), received=received)
+    return replace(super().append(activations, index), received=received)
 
   def take(self, slots: Int[Array, "B K M"]) -> "LayerCache":
-    """The given slots, ascending, then -1, which makes an empty slot."""
+    """Gathers the given slots, ascending, then -1 for empty slots."""
     kept = compact(self.keys, self.values, self.positions, self.received, slots)
     counts = jnp.sum((kept.positions >= 0).astype(jnp.int32), axis=-1)
     return dataclasses.replace(self, cursor=jnp.max(counts), **kept._asdict())
+
+
+def attend_partially(cache: LayerCache, activations: Activations) -> Partial:
+  """Attends to slots, without sinks, for `kvjax.kernels.attention.merge`."""
+  return partial_attention(
+    activations.queries,
+    cache.keys,
+    cache.values,
+    activations.positions,
+    cache.positions,
+    options=activations.attention,
+  )

@@ -1,4 +1,4 @@
-"""A layer's cache whose KV heads hold different numbers of tokens."""
+"""A layer's cache whose KV heads have different numbers of tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ from kvjax.kernels.attention import merge, partial_attention, with_sinks
 from kvjax.kernels.gather import compact
 from kvjax.kernels.paged_attention import paged_attention
 from kvjax.kernels.quantized import Quantized, quantize
-from kvjax.struct import struct, updated
+from kvjax.struct import replace, struct
 
-# Slots per page. Up to P - 1 slots per head stay empty; with smaller pages a
-# question takes more passes over them (`paged_attention`).
+# Slots per page. Up to P - 1 slots per head stay empty. With smaller pages,
+# `paged_attention` processes a question in more passes.
 PAGE = 32
 
 
@@ -25,15 +25,15 @@ PAGE = 32
 class Pages:
   """Keys and values in R pages of P slots per row, each page of one KV head.
 
-  A row's pages are those of its head 0, then of head 1, and so on, then unused
-  ones; a head's tokens fill its pages in the order of their positions, and
-  only its last page has empty slots. R is the same for all rows: no axis but B
-  can be spread over a mesh.
+  A row has the pages of head 0, then those of head 1, and so on, then unused
+  pages. A head's tokens fill its pages in the order of their positions; only
+  its last page has empty slots. R is the same for all rows. Only the axis B can
+  be sharded over a mesh.
 
   Attributes:
-    keys: rotated keys; empty slots and unused pages hold anything.
-    values: values, likewise.
-    positions: each token's place in its uncompressed row; -1 for empty.
+    keys: rotated keys; arbitrary in empty slots and unused pages.
+    values: values; arbitrary where the keys are.
+    positions: position of each token in its uncompressed row; -1 for empty.
     heads: KV head of each page; -1 for an unused page.
   """
 
@@ -46,10 +46,10 @@ class Pages:
   def of(
     cls, cache: LayerCache, slots: Int[Array, "B K M"], total: int, page: int
   ) -> "Pages":
-    """Gathers slots into pages; see `PackedLayer.of`."""
+    """Gathers slots into pages, as `PackedLayer.of` describes them."""
     heads, chosen = _layout(slots, total, page)
     batch, kv_heads, capacity, _ = cache.keys.shape
-    # A row's heads one after the other are one long head, and so are its pages.
+    # The heads of a row, concatenated, are treated as one long head.
     place = heads[..., None] * capacity + chosen
     place = jnp.where(chosen >= 0, place, -1).reshape(batch, 1, -1)
     keys, values, positions = (
@@ -65,7 +65,7 @@ class Pages:
     )
 
   def lengths(self, kv_heads: int) -> Int[Array, "*L B K"]:
-    """Tokens held per row and KV head."""
+    """Number of tokens per row and KV head."""
     valid = jnp.sum((self.positions >= 0).astype(jnp.int32), axis=-1)
     heads = jnp.arange(kv_heads).reshape((1,) * self.heads.ndim + (-1,))
     owns = self.heads[..., None] == heads
@@ -74,14 +74,14 @@ class Pages:
 
 @struct
 class PackedLayer(Layer):
-  """What was kept of a layer, in pages, and what came after it.
+  """The kept tokens of a layer in pages, and the tokens appended since.
 
-  The memory of the pages follows the tokens that are kept over all heads, not
-  the fullest head.
+  The memory of the pages is proportional to the number of tokens that all heads
+  keep together, not to the largest head.
 
   Attributes:
-    pages: what was kept.
-    tail: tokens appended since, for all heads alike.
+    pages: tokens that were kept.
+    tail: tokens appended since, in the same slots for all heads.
   """
 
   pages: Pages
@@ -95,20 +95,20 @@ class PackedLayer(Layer):
     total: int,
     page: int = PAGE,
   ) -> "PackedLayer":
-    """The given slots of a cache; the tail has no room yet.
+    """Packs the given slots of a cache; the tail has no room yet.
 
     Args:
-      cache: where they are.
-      slots: of each head, ascending, then -1; heads hold different numbers.
-      total: most slots that a row has over all its heads.
+      cache: the cache.
+      slots: slots of each head, ascending, then -1.
+      total: maximum number of slots of a row over all its heads.
       page: P, slots per page.
     """
-    empty = cache.forgetful().shrunk(0)
+    empty = cache.without_memory().shrink(0)
     return cls(Pages.of(cache, slots, total, page), empty)
 
   @property
   def capacity(self) -> int:
-    """Slots of the tail, where new tokens go."""
+    """Slots of the tail, where new tokens are written."""
     return self.tail.capacity
 
   @property
@@ -118,52 +118,54 @@ class PackedLayer(Layer):
 
   @property
   def lengths(self) -> Int[Array, "*L B K"]:
-    """Tokens held per row and KV head."""
+    """Number of tokens per row and KV head."""
     kept = self.pages.lengths(self.tail.positions.shape[-2])
     return kept + self.tail.lengths
 
-  def placed(self, place: Callable[[Any, Sequence[str]], Any]) -> "PackedLayer":
-    """See `Layer.placed`; pages have no axis of heads."""
-    pages = place(self.pages, AXES[:1])
-    return updated(self, pages=pages, tail=self.tail.placed(place))
+  def place(
+    self, place_tree: Callable[[Any, Sequence[str]], Any]
+  ) -> "PackedLayer":
+    """Places the arrays on a mesh; pages have no axis of heads."""
+    pages = place_tree(self.pages, AXES[:1])
+    return replace(self, pages=pages, tail=self.tail.place(place_tree))
 
-  def grown(self, extra: int) -> "PackedLayer":
-    """The same tokens with `extra` more empty slots in the tail."""
-    return updated(self, tail=self.tail.grown(extra))
+  def grow(self, extra: int) -> "PackedLayer":
+    """Adds `extra` empty slots to the tail."""
+    return replace(self, tail=self.tail.grow(extra))
 
   def append(
     self, activations: Activations, index: Index = None
   ) -> "PackedLayer":
     """Writes a block to the tail; there must be room for it."""
-    return updated(self, tail=self.tail.append(activations, index))
+    return replace(self, tail=self.tail.append(activations, index))
 
   def map_slots(self, change: Callable[[Any], Any]) -> "PackedLayer":
-    """See `Layer.map_slots`."""
+    """Changes every part that has keys, values and positions."""
     tail = self.tail.map_slots(change)
-    return updated(self, pages=change(self.pages), tail=tail)
+    return replace(self, pages=change(self.pages), tail=tail)
 
   def row_positions(self, row: int) -> list[list[int]]:
-    """See `Layer.row_positions`."""
-    found = self.tail.row_positions(row)
+    """Positions of the tokens of a row, per KV head; on the host."""
+    positions = self.tail.row_positions(row)
     pages, heads = self.pages.positions[row], self.pages.heads[row]
     for page, head in zip(np.asarray(pages), np.asarray(heads), strict=True):
       if head >= 0:
-        found[head] += [int(p) for p in page if p >= 0]
-    return found
+        positions[head] += [int(p) for p in page if p >= 0]
+    return positions
 
-  def quantized(self, kv_dtype: str) -> "PackedLayer":
-    """See `Layer.quantized`."""
+  def quantize(self, kv_dtype: str) -> "PackedLayer":
+    """Quantizes keys and values to eight bits."""
     pages, dtype = self.pages, KV_DTYPES[kv_dtype]
     assert not isinstance(pages.keys, Quantized)
     assert not isinstance(pages.values, Quantized)
     keys, values = quantize(pages.keys, dtype), quantize(pages.values, dtype)
-    tail = self.tail.quantized(kv_dtype)
-    return PackedLayer(updated(pages, keys=keys, values=values), tail)
+    tail = self.tail.quantize(kv_dtype)
+    return PackedLayer(replace(pages, keys=keys, values=values), tail)
 
   def attend(
     self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], "PackedLayer"]:
-    """Attention to pages and tail; see `kvjax.kernels.attention.attention`."""
+    """Attends to the pages and the tail."""
     return self._attend(activations, self.pages, None), self
 
   def step(
@@ -172,13 +174,13 @@ class PackedLayer(Layer):
     activations: Activations,
     arrange: Arrange | None = None,
   ) -> tuple[Float[Array, "B N S Dv"], "PackedLayer"]:
-    """See `Layer.step`; nothing is arranged, as nothing is evicted."""
+    """Appends a block and attends; keys are never rerotated here."""
     assert arrange is None
     stack = self.append(activations, index)
-    # Pages are read where they are: a layer's would be copied out of the stack.
-    empty = updated(stack.pages, keys=None, values=None)
-    layer = updated(stack, pages=empty).at(index)
-    pages = updated(
+    # Pages are read in place: slicing a layer would copy them out of the stack.
+    empty = replace(stack.pages, keys=None, values=None)
+    layer = replace(stack, pages=empty).at(index)
+    pages = replace(
       layer.pages, keys=stack.pages.keys, values=stack.pages.values
     )
     return layer._attend(activations, pages, index), stack
@@ -186,10 +188,10 @@ class PackedLayer(Layer):
   def _attend(
     self, activations: Activations, pages: Pages, layer: Index
   ) -> Float[Array, "B N S Dv"]:
-    """Attention to pages, whose rows may be a stack's, and to the tail."""
+    """Attends to pages, which may be those of a stack, and to the tail."""
     tail, options = self.tail, activations.attention
     queries, query_positions = activations.queries, activations.positions
-    found = paged_attention(
+    partial = paged_attention(
       queries,
       pages.keys,
       pages.values,
@@ -209,16 +211,16 @@ class PackedLayer(Layer):
         tail.positions,
         options=options,
       )
-      found = merge(found, new)
+      partial = merge(partial, new)
     if activations.sinks is not None:
-      found = with_sinks(found, activations.sinks)
-    return found.output
+      partial = with_sinks(partial, activations.sinks)
+    return partial.output
 
 
 def page_count(total: int, kv_heads: int, page: int) -> int:
-  """R: pages that `total` tokens need, however the heads share them.
+  """R, the number of pages that `total` tokens need at most.
 
-  n_j tokens take ceil(n_j / P) <= (n_j + P - 1) / P pages.
+  The n_j tokens of head j take ceil(n_j / P) <= (n_j + P - 1) / P pages.
   """
   return (total + kv_heads * (page - 1)) // page
 
@@ -226,8 +228,8 @@ def page_count(total: int, kv_heads: int, page: int) -> int:
 def _layout(
   slots: Int[Array, "B K M"], total: int, page: int
 ) -> tuple[Int[Array, "B R"], Int[Array, "B R P"]]:
-  """The head of each page, and the slots that fill it; -1 for none."""
-  batch, kv_heads, most = slots.shape
+  """Assigns a head and its slots to every page; -1 for none."""
+  batch, kv_heads, length = slots.shape
   counts = jnp.sum((slots >= 0).astype(jnp.int32), axis=-1)
   needed = (counts + page - 1) // page
   ends = jnp.cumsum(needed, axis=-1)
@@ -240,9 +242,9 @@ def _layout(
   first = jnp.take_along_axis(ends - needed, heads, axis=1)
   inside = jnp.arange(page, dtype=jnp.int32)[None, None]
   place = ((number[None] - first) * page)[..., None] + inside
-  flat = heads[..., None] * most + jnp.minimum(place, most - 1)
+  flat = heads[..., None] * length + jnp.minimum(place, length - 1)
   chosen = jnp.take_along_axis(
     slots.reshape(batch, -1), flat.reshape(batch, -1), axis=1
   ).reshape(flat.shape)
-  filled = used[..., None] & (place < most)
+  filled = used[..., None] & (place < length)
   return jnp.where(used, heads, -1), jnp.where(filled, chosen, -1)

@@ -1,9 +1,10 @@
-"""Resident tokens in a ring: where a new one has no room, the oldest moves on.
+"""A ring of resident tokens: a new token replaces the oldest one.
 
-Every row and KV head numbers the tokens that come to its ring, so that neither
-padding nor other rows make them move sooner; token i sits in place i modulo W.
-Tokens move to the spare slots at the end of another cache. There a step writes
-the same slots for all rows, and those that move fewer tokens leave some empty.
+Every row and KV head numbers the tokens that arrive in its ring, and token i is
+in place i modulo W. Neither padding nor other rows affect when a token moves.
+Replaced tokens move to spare slots at the end of another cache. A step writes
+the same spare slots for all rows, and rows that move fewer tokens leave some of
+them empty.
 """
 
 import dataclasses
@@ -15,16 +16,16 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache.layers import LayerCache
 from kvjax.placement import gather_rows
-from kvjax.struct import static, struct, updated
+from kvjax.struct import replace, static, struct
 
 
 class Moved(NamedTuple):
   """Tokens that leave a ring.
 
   Attributes:
-    keys: of the tokens.
-    values: likewise.
-    start: the stored slot of the first.
+    keys: keys of the tokens.
+    values: values of the tokens.
+    start: stored slot of the first token.
   """
 
   keys: Float[Array, "B K M D"]
@@ -34,15 +35,15 @@ class Moved(NamedTuple):
 
 @struct
 class Ring:
-  """Resident tokens and where the oldest of them go.
+  """Resident tokens, and the cache that the oldest of them move to.
 
   Attributes:
     resident: the sinks, which stay, then the W places of the ring. `cursor`
-      goes on counting behind them.
-    stored: where tokens move to, without keys and values; `cursor` is the
-      next slot to write.
+      keeps counting beyond them.
+    stored: the cache that tokens move to, without keys and values; `cursor` is
+      the next slot to write.
     width: W.
-    spare: E, how many slots at its end are for them.
+    spare: E, number of slots at the end of `stored` for moved tokens.
   """
 
   resident: LayerCache
@@ -52,90 +53,97 @@ class Ring:
 
   @property
   def sinks(self) -> int:
-    """Slots before the ring."""
+    """Number of slots before the ring."""
     return self.resident.capacity - self.width
 
   @property
-  def moved(self) -> Bool[Array, "B K E"]:
-    """The spare slots that hold a token."""
+  def spare_valid(self) -> Bool[Array, "B K E"]:
+    """Mask of the spare slots that contain a token."""
     return self.stored.valid[..., self.stored.capacity - self.spare :]
 
   @property
-  def came(self) -> Int[Array, "B K"]:
-    """How many tokens have come to the ring so far."""
-    here = self.resident.valid[..., self.sinks :]
-    valid = jnp.concatenate([here, self.moved], axis=-1)
+  def num_arrived(self) -> Int[Array, "B K"]:
+    """Number of tokens that have arrived in the ring so far."""
+    ring_valid = self.resident.valid[..., self.sinks :]
+    valid = jnp.concatenate([ring_valid, self.spare_valid], axis=-1)
     return jnp.sum(valid.astype(jnp.int32), axis=-1)
 
   @property
-  def waiting(self) -> Int[Array, "B K W"]:
-    """Which token each place of the ring holds; -1 for none."""
-    last = self.came[..., None] - 1
+  def ring_tokens(self) -> Int[Array, "B K W"]:
+    """Number of the token in each place of the ring; -1 for none."""
+    last = self.num_arrived[..., None] - 1
     place = jnp.arange(self.width, dtype=jnp.int32)[None, None]
     number = last - (last - place) % self.width
     return jnp.where(self.resident.valid[..., self.sinks :], number, -1)
 
   @property
-  def gone(self) -> Int[Array, "B K E"]:
-    """Which token each spare slot holds; what holds none may say anything."""
-    return jnp.maximum(jnp.cumsum(self.moved.astype(jnp.int32), axis=-1) - 1, 0)
+  def moved_tokens(self) -> Int[Array, "B K E"]:
+    """Number of the token in each spare slot; arbitrary for empty slots."""
+    return jnp.maximum(
+      jnp.cumsum(self.spare_valid.astype(jnp.int32), axis=-1) - 1, 0
+    )
 
-  def after(self, block: LayerCache) -> tuple["Ring", "Moved"]:
-    """Writes a block of W slots at most, whose padding is at its end.
+  def append(self, block: LayerCache) -> tuple["Ring", "Moved"]:
+    """Appends a block of at most W slots, whose padding is at its end.
 
-    There must be room: the block's slots go, as far as `cursor` counts, to what
-    is left of the ring and then to spare slots.
+    There must be room: the block's slots count first towards the free places of
+    the ring and then towards the spare slots.
+
+    Returns:
+      The ring without the keys and values of the tokens that left, and these.
     """
-    came = self.came[..., None]
+    num_arrived = self.num_arrived[..., None]
     real = jnp.sum(block.valid.astype(jnp.int32), axis=-1, keepdims=True)
-    stored, moved = self._pushed_out(block.capacity, came, real)
-    resident = self._written(block, came, real)
-    return updated(self, resident=resident, stored=stored), moved
+    stored, moved = self._evict(block.capacity, num_arrived, real)
+    resident = self._write(block, num_arrived, real)
+    return replace(self, resident=resident, stored=stored), moved
 
-  def _written(
+  def _write(
     self,
     block: LayerCache,
-    came: Int[Array, "B K 1"],
+    num_arrived: Int[Array, "B K 1"],
     real: Int[Array, "B K 1"],
   ) -> LayerCache:
-    """The residents, new tokens in the places of the oldest."""
+    """Writes new tokens over the oldest residents."""
     old = self.resident
     place = jnp.arange(old.capacity, dtype=jnp.int32)[None, None] - self.sinks
-    order = (place - came) % self.width
+    order = (place - num_arrived) % self.width
     new = (place >= 0) & (order < real)
     order = jnp.where(new, order, -1)
 
-    def over(
+    def overwrite(
       old: Shaped[Array, "B K R D"], rows: Shaped[Array, "B K S D"]
     ) -> Shaped[Array, "B K R D"]:
-      if block.capacity > 1:  # else one for all places
+      if block.capacity > 1:  # a single token broadcasts to all places
         rows = gather_rows(rows, order)
       return jnp.where(new[..., None], rows.astype(old.dtype), old)
 
-    positions = over(old.positions[..., None], block.positions[..., None])
+    positions = overwrite(old.positions[..., None], block.positions[..., None])
     return dataclasses.replace(
       old,
-      keys=over(old.keys, block.keys),
-      values=over(old.values, block.values),
+      keys=overwrite(old.keys, block.keys),
+      values=overwrite(old.values, block.values),
       positions=positions[..., 0],
       cursor=old.cursor + block.capacity,
     )
 
-  def _pushed_out(
-    self, size: int, came: Int[Array, "B K 1"], real: Int[Array, "B K 1"]
+  def _evict(
+    self, size: int, num_arrived: Int[Array, "B K 1"], real: Int[Array, "B K 1"]
   ) -> tuple[LayerCache, "Moved"]:
-    """The stored positions, and what so many new tokens push out."""
+    """Moves the tokens that `size` new ones replace to the stored ones."""
     free = jnp.maximum(self.resident.capacity - self.resident.cursor, 0)
     step = jnp.arange(min(size, self.spare), dtype=jnp.int32)[None, None] + free
-    leaves = (step < real) & (came + step >= self.width)
-    slots = jnp.where(leaves, self.sinks + (came + step) % self.width, -1)
+    evicted = (step < real) & (num_arrived + step >= self.width)
+    slots = jnp.where(
+      evicted, self.sinks + (num_arrived + step) % self.width, -1
+    )
     old = self.resident
     keys, values = gather_rows((old.keys, old.values), slots)
     positions = gather_rows(old.positions[..., None], slots)[..., 0]
-    positions = jnp.where(leaves, positions, -1)
+    positions = jnp.where(evicted, positions, -1)
     first = self.stored.capacity - self.spare - old.capacity
     start = first + jnp.maximum(old.cursor, old.capacity)
-    stored = updated(
+    stored = replace(
       self.stored,
       positions=jax.lax.dynamic_update_slice_in_dim(
         self.stored.positions, positions, start, axis=2

@@ -1,4 +1,4 @@
-"""Stored keys and values of a layer, read where they are."""
+"""Stored keys and values of a layer, read in place."""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ from kvjax.struct import struct
 
 @struct
 class Rows:
-  """Keys and values of a layer, which may stand in a stack, with the host.
+  """Keys and values of a layer, possibly in a stack and on the host.
 
-  They are many and few are read, so that no layer is copied out of its stack.
+  Only a few of them are read, so the layer is never copied out of its stack.
 
   Attributes:
-    keys: of the layer, or of a stack of layers.
-    values: likewise.
-    layer: which layer of the stack is meant; None where there is no stack.
+    keys: keys of the layer, or of a stack of layers.
+    values: values of the layer, or of a stack of layers.
+    layer: index of the layer in the stack; None without a stack.
   """
 
   keys: Float[Array, "*L B K F D"]
@@ -27,24 +27,30 @@ class Rows:
 
   @property
   def on_host(self) -> bool:
-    """Whether the host holds them."""
+    """Whether they are in host memory."""
     return is_on_host(self.keys)
 
   def on_device(
     self, slots: Int[Array, "B K J M"]
   ) -> tuple["Rows", Int[Array, "B H M"]]:
-    """Rows on the device and, among them, the slots of J lists per KV head.
+    """Brings listed rows to the device.
 
-    The host's rows come over: those that are listed, and no others.
+    Rows that are in host memory are copied, but only those that are listed.
+
+    Args:
+      slots: J lists per KV head; -1 for none.
+
+    Returns:
+      Rows on the device, and the slots of the lists among them.
     """
-    batch, kv_heads, lists, most = slots.shape
+    batch, kv_heads, lists, length = slots.shape
     rows = self
     if self.on_host:
-      every = slots.reshape(batch, kv_heads, lists * most)
-      rows = Rows(*self.gather(every))
-      place = jnp.arange(lists * most, dtype=jnp.int32).reshape(lists, most)
+      all_slots = slots.reshape(batch, kv_heads, lists * length)
+      rows = Rows(*self.gather(all_slots))
+      place = jnp.arange(lists * length, dtype=jnp.int32).reshape(lists, length)
       slots = jnp.where(slots >= 0, place[None, None], -1)
-    return rows, slots.reshape(batch, kv_heads * lists, most)
+    return rows, slots.reshape(batch, kv_heads * lists, length)
 
   def gather_keys(self, slots: Int[Array, "B K M"]) -> Float[Array, "B K M D"]:
     """Copies keys of some slots to the device; zeros for slot -1."""
@@ -61,11 +67,11 @@ class Rows:
     return rows
 
   def copy_keys(self) -> Float[Array, "B K F D"]:
-    """All keys of the layer, on the device."""
+    """Returns all keys of the layer, on the device."""
     return self._copy(self.keys)
 
   def copy(self) -> tuple[Float[Array, "B K F D"], Float[Array, "B K F Dv"]]:
-    """All keys and values of the layer, on the device."""
+    """Returns all keys and values of the layer, on the device."""
     return self._copy(self.keys), self._copy(self.values)
 
   def write(
@@ -91,11 +97,11 @@ class Rows:
 
   def _copy(self, rows: Shaped[Array, "*L B K F D"]) -> Array:
     if self.on_host:
-      # The host gathers: a slice of a stack would bring all layers over.
+      # Gathered on the host: slicing the stack would copy all of its layers.
       *lead, slots, _ = rows.shape
-      every = jnp.arange(slots, dtype=jnp.int32)[None, None]
-      every = jnp.broadcast_to(every, (*lead[-2:], slots))
-      copied: Array = gather_rows(rows, every, self.layer)
+      all_slots = jnp.arange(slots, dtype=jnp.int32)[None, None]
+      all_slots = jnp.broadcast_to(all_slots, (*lead[-2:], slots))
+      copied: Array = gather_rows(rows, all_slots, self.layer)
       return copied
     if self.layer is None:
       return rows

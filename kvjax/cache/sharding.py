@@ -1,4 +1,4 @@
-"""Where caches live on a mesh of the axes "data" and "model"."""
+"""Sharding of caches over a mesh with the axes "data" and "model"."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from kvjax.placement import is_on_host
 
 
 def parse_mesh(text: str) -> jax.sharding.Mesh:
-  """The mesh that a flag such as `data:2,model:2` asks for.
+  """Makes the mesh that a flag such as `data:2,model:2` describes.
 
   Raises:
     InputError: an unknown axis, a size that is no number, or more devices
@@ -41,17 +41,17 @@ def parse_mesh(text: str) -> jax.sharding.Mesh:
 
 
 def shard_layer[L: Layer](layer: L) -> L:
-  """Asks for batch over "data" and KV heads over "model".
+  """Shards the batch over "data" and the KV heads over "model".
 
-  Without a mesh in context (`jax.set_mesh`) nothing happens; an axis that does
-  not divide evenly stays whole.
+  Without a mesh in context (`jax.set_mesh`) nothing happens. An axis that does
+  not divide evenly is not sharded.
   """
-  return layer.placed(functools.partial(_constrain, leading=0))
+  return layer.place(functools.partial(_constrain, leading=0))
 
 
 def shard_stack[L: Layer](stack: L) -> L:
-  """The same for a stack of layers, which is never split between them."""
-  return stack.placed(functools.partial(_constrain, leading=1))
+  """Shards a stack of layers, whose leading axis is never sharded."""
+  return stack.place(functools.partial(_constrain, leading=1))
 
 
 def _constrain[Tree](tree: Tree, axes: Sequence[str], leading: int) -> Tree:
@@ -60,7 +60,7 @@ def _constrain[Tree](tree: Tree, axes: Sequence[str], leading: int) -> Tree:
     return tree
 
   def constrain(leaf: jax.Array) -> jax.Array:
-    # Outside of programs a constraint would bring it to the devices.
+    # Outside of programs a constraint would move a host array to the devices.
     stays = is_on_host(leaf) and not isinstance(leaf, jax.core.Tracer)
     if leaf.ndim < 2 + leading or stays:
       return leaf

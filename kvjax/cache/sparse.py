@@ -1,4 +1,4 @@
-"""A layer's cache that keeps everything and reads what a method looks up."""
+"""A layer's cache that keeps all tokens and reads what a method retrieves."""
 
 import dataclasses
 import functools
@@ -11,8 +11,13 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.base import Arrange, Index, Layer
-from kvjax.cache.heads import heads_of
-from kvjax.cache.layers import LayerCache
+from kvjax.cache.layers import LayerCache, attend_partially
+from kvjax.cache.retrieve import (
+  broadcast_budget,
+  index_all,
+  rescale_queries,
+  retrieve_all,
+)
 from kvjax.cache.ring import Ring
 from kvjax.cache.rows import Rows
 from kvjax.cache.splitting import split_tokens
@@ -21,39 +26,36 @@ from kvjax.kernels.attention import (
   AttentionOptions,
   Partial,
   merge,
-  partial_attention,
   with_sinks,
 )
-from kvjax.kernels.select import named_slots, true_slots
+from kvjax.kernels.select import named_slots
 from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.placement import to_host
 from kvjax.retrieval.base import (
-  Candidates,
-  Found,
-  Prompt,
-  Reads,
+  PendingKeys,
   Retrieval,
+  Selection,
   Store,
-  Waiting,
 )
-from kvjax.struct import static, struct, updated
+from kvjax.struct import replace, static, struct
 
 
 @struct
 class SparseLayer(Layer):
-  """The tokens that all others attend to, and those that are looked up.
+  """Resident tokens, which every token attends to, and retrievable tokens.
 
   Attributes:
-    resident: first and last tokens of the prompt, and what came after it. Where
-      the method limits their number, `kvjax.cache.ring` says how they stand.
-    stored: the tokens in between.
-    index: what the method looks up with.
-    count: keys to look up per token, of each row.
-    looked_up: keys that the prompt's last token looks up: those that any of
-      the heads which read a KV head reads.
-    most: the largest count of the batch.
+    resident: first and last tokens of the prompt, and the tokens after it. If
+      the method limits their number, they are laid out as a
+      `kvjax.cache.ring.Ring`.
+    stored: the other tokens, which are retrieved.
+    index: index of the method.
+    count: keys to retrieve per token, for each row.
+    looked_up: keys that the prompt's last token retrieves for each KV head,
+      counted once if several query heads read them.
+    most: maximum of `count` over the batch.
     retrieval: the method.
-    spare: slots at the end of `stored` for tokens that cease to be resident.
+    spare: slots at the end of `stored` for tokens that leave the ring.
   """
 
   resident: LayerCache
@@ -71,118 +73,117 @@ class SparseLayer(Layer):
     retrieval: Retrieval,
     layer: Int[Array, ""],
     cache: LayerCache,
-    seen: Activations,
+    activations: Activations,
     count: Int[Array, " B"],
     most: int,
   ) -> Layer:
-    """Indexes a layer, its prompt having just been prefilled.
+    """Indexes a layer after the prefill of its prompt.
 
     Args:
       retrieval: the method.
-      layer: its number.
-      cache: what is kept of the layer: the first slots of each head.
-      seen: the prompt.
-      count: keys to look up per token.
-      most: of any row.
+      layer: index of the layer in the model.
+      cache: the tokens that are kept, in the first slots of each head.
+      activations: activations of the prompt.
+      count: keys to retrieve per token, for each row.
+      most: maximum of `count`.
 
     Returns:
-      The layer itself where so many keys are read that nothing is left out,
-      now or later.
+      The indexed layer; `cache` itself if every token will always read all
+      keys.
     """
     split = split_tokens(retrieval, cache, most)
     if split is None:
       return cache
-    lengths = cache.lengths
-    heads = jnp.arange(lengths.shape[1], dtype=jnp.int32)
-    prompt = Prompt(
-      heads_of(split.cache, _rescaled(seen)),
-      split.lookup,
-      jnp.broadcast_to(heads[None], lengths.shape),
-      jnp.broadcast_to(layer, lengths.shape),
-      split.start,
-      split.end,
+    kv_heads = cache.positions.shape[1]
+    budget = broadcast_budget(count, kv_heads, most)
+    index = index_all(
+      retrieval, layer, split, rescale_queries(activations), budget
     )
-    reads = _reads(count, lengths.shape[1], most)
-    with jax.default_matmul_precision("highest"):
-      index = jax.vmap(jax.vmap(retrieval.index))(prompt, reads)
     resident, stored = split.resident(retrieval), split.stored()
-    none = jnp.zeros_like(lengths)
-    indexed = cls(resident, stored, index, count, none, most, retrieval)
-    looked_up = indexed._count_found(seen)
+    zeros = jnp.zeros_like(cache.lengths)
+    indexed = cls(resident, stored, index, count, zeros, most, retrieval)
+    looked_up = indexed._count_retrieved(activations)
     return dataclasses.replace(indexed, looked_up=looked_up)
 
   @property
   def capacity(self) -> int:
-    """Slots that new tokens can go to, filled or not."""
+    """Slots for appended tokens, filled or not."""
     return self.resident.capacity + self.spare
 
   @property
   def next_slot(self) -> Int[Array, "*L"]:
-    """The next of them to write."""
+    """The next slot to write."""
     return self.resident.cursor
 
   @property
   def lengths(self) -> Int[Array, "*L B K"]:
-    """Tokens held per row and KV head."""
+    """Number of tokens per row and KV head."""
     return self.resident.lengths + self.stored.lengths
 
   @property
-  def reads(self) -> Int[Array, "*L B K"]:
-    """Tokens that a token attends to, if it looks up as `looked_up` says."""
+  def num_attended(self) -> Int[Array, "*L B K"]:
+    """Tokens that a token attends to; see `looked_up`."""
     return self.resident.lengths + self.looked_up
 
-  def offloaded(self) -> "SparseLayer":
-    """Those that are looked up on the host, if asked for and possible."""
+  def offload(self) -> "SparseLayer":
+    """Moves the stored tokens to the host, if requested and possible."""
     if not self.retrieval.offload:
       return self
     keys, values = to_host((self.stored.keys, self.stored.values))
-    return updated(self, stored=updated(self.stored, keys=keys, values=values))
+    return replace(self, stored=replace(self.stored, keys=keys, values=values))
 
   def map_slots(self, change: Callable[[Any], Any]) -> "SparseLayer":
-    """See `Layer.map_slots`."""
-    return updated(
+    """Changes the resident and the stored slots."""
+    return replace(
       self,
       resident=self.resident.map_slots(change),
       stored=self.stored.map_slots(change),
     )
 
   def row_positions(self, row: int) -> list[list[int]]:
-    """See `Layer.row_positions`."""
-    near, far = self.resident.row_positions(row), self.stored.row_positions(row)
-    return [one + other for one, other in zip(near, far, strict=True)]
+    """Positions of the tokens of a row, per KV head; on the host."""
+    resident, stored = (
+      self.resident.row_positions(row),
+      self.stored.row_positions(row),
+    )
+    return [
+      first + second for first, second in zip(resident, stored, strict=True)
+    ]
 
-  def grown(self, extra: int) -> "SparseLayer":
-    """The same tokens with room for `extra` more."""
-    if not self.retrieval.ring:
-      return updated(self, resident=self.resident.grown(extra))
-    return updated(
-      self, stored=self.stored.grown(extra), spare=self.spare + extra
+  def grow(self, extra: int) -> "SparseLayer":
+    """Adds `extra` empty slots for appended tokens."""
+    if not self.retrieval.ring_size:
+      return replace(self, resident=self.resident.grow(extra))
+    return replace(
+      self, stored=self.stored.grow(extra), spare=self.spare + extra
     )
 
-  def append(self, seen: Activations, index: Index = None) -> "SparseLayer":
-    """Writes a block to the resident tokens; there must be room for it.
+  def append(
+    self, activations: Activations, index: Index = None
+  ) -> "SparseLayer":
+    """Appends a block to the resident tokens, which must have room for it.
 
     Raises:
-      InputError: the method keeps fewer tokens resident than the block has.
+      InputError: the block is longer than the ring of resident tokens.
     """
-    places = self.retrieval.ring
-    if not places:
-      return updated(self, resident=self.resident.append(seen, index))
-    size = seen.positions.shape[1]
-    if size > places:
+    ring_size = self.retrieval.ring_size
+    if not ring_size:
+      return replace(self, resident=self.resident.append(activations, index))
+    length = activations.positions.shape[1]
+    if length > ring_size:
       raise InputError(
-        f"A turn of {size} tokens, padding included, does not fit into the "
-        f"{places} places that are resident beside the sinks; raise "
+        f"A turn of {length} tokens, padding included, does not fit into the "
+        f"{ring_size} places that are resident beside the sinks; raise "
         "max_resident."
       )
     kv_heads = self.resident.positions.shape[-2]
-    block = LayerCache.of(seen.with_kv_heads(kv_heads))
-    rest, rows = self._apart(index)
-    layer = rest.at(index)
-    ring, moved = layer._ring.after(block)
+    block = LayerCache.of(activations.with_kv_heads(kv_heads))
+    layers, rows = self._split_rows(index)
+    layer = layers.at(index)
+    ring, moved = layer._ring.append(block)
     rows = rows.write(moved.keys, moved.values, moved.start)
-    after = updated(layer, resident=ring.resident, stored=ring.stored)
-    return rest.put(index, layer, after)._joined(rows)
+    updated = replace(layer, resident=ring.resident, stored=ring.stored)
+    return layers.put(index, layer, updated)._join_rows(rows)
 
   def step(
     self,
@@ -190,100 +191,105 @@ class SparseLayer(Layer):
     activations: Activations,
     arrange: Arrange | None = None,
   ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
-    """See `Layer.step`; nothing is arranged, as nothing is evicted."""
+    """Appends a block and attends; keys are never rerotated here."""
     assert arrange is None
-    rest, rows = self.append(activations, index)._apart(index)
-    layer = rest.at(index)
-    output, after = layer._attend(activations, rows)
-    return output, rest.put(index, layer, after)._joined(rows)
+    layers, rows = self.append(activations, index)._split_rows(index)
+    layer = layers.at(index)
+    output, updated = layer._attend(activations, rows)
+    return output, layers.put(index, layer, updated)._join_rows(rows)
 
-  def _apart(self, index: Index) -> tuple["SparseLayer", Rows]:
-    """Everything but the stored keys and values, and these."""
+  def _split_rows(self, index: Index) -> tuple["SparseLayer", Rows]:
+    """Splits off the stored keys and values, which stay in their stack."""
     stored = self.stored
-    rest = updated(self, stored=updated(stored, keys=None, values=None))
-    return rest, Rows(stored.keys, stored.values, index)
+    layer = replace(self, stored=replace(stored, keys=None, values=None))
+    return layer, Rows(stored.keys, stored.values, index)
 
-  def _joined(self, rows: Rows) -> "SparseLayer":
-    """The inverse of `_apart`."""
-    stored = updated(self.stored, keys=rows.keys, values=rows.values)
-    return updated(self, stored=stored)
+  def _join_rows(self, rows: Rows) -> "SparseLayer":
+    """Puts the stored keys and values back."""
+    stored = replace(self.stored, keys=rows.keys, values=rows.values)
+    return replace(self, stored=stored)
 
   @property
   def _ring(self) -> Ring:
-    return Ring(self.resident, self.stored, self.retrieval.ring, self.spare)
+    return Ring(
+      self.resident, self.stored, self.retrieval.ring_size, self.spare
+    )
 
   def attend(
     self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
-    """Attention to the resident tokens and to what each query looks up."""
-    rest, rows = self._apart(None)
-    output, after = rest._attend(activations, rows)
-    return output, after._joined(rows)
+    """Attends to the resident tokens and to the retrieved ones."""
+    layer, rows = self._split_rows(None)
+    output, updated = layer._attend(activations, rows)
+    return output, updated._join_rows(rows)
 
   def _attend(
     self, activations: Activations, rows: Rows
   ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
-    near = _attend(self.resident, activations)
-    lone = activations.queries.shape[2] == 1
-    if not lone and self.retrieval.turn == "dense":
+    resident = attend_partially(self.resident, activations)
+    single = activations.queries.shape[2] == 1
+    if not single and self.retrieval.turn == "dense":
       keys, values = rows.copy()
-      stored = updated(self.stored, keys=keys, values=values)
-      index, far = self.index, _attend(stored, activations)
-    elif lone:
-      index, far = self._look_up(activations, rows)
+      stored = replace(self.stored, keys=keys, values=values)
+      index, retrieved = self.index, attend_partially(stored, activations)
+    elif single:
+      index, retrieved = self._retrieve_once(activations, rows)
     else:
-      index, far = self._look_up_each(activations, rows)
-    found = merge(near, far)
+      index, retrieved = self._retrieve_each(activations, rows)
+    partial = merge(resident, retrieved)
     if activations.sinks is not None:
-      found = with_sinks(found, activations.sinks)
-    return found.output, updated(self, index=index)
+      partial = with_sinks(partial, activations.sinks)
+    return partial.output, replace(self, index=index)
 
-  def _look_up(
+  def _retrieve_once(
     self, activations: Activations, rows: Rows
   ) -> tuple[PyTree[Array], Partial]:
-    """The index after a token of each row, and what it looks up.
+    """Retrieves for one token per row and attends to the retrieved keys.
 
-    There is no branch in it: while the host gathers, the device is free for the
-    resident tokens.
+    It has no branch, so that the device can attend to the resident tokens while
+    the host gathers.
+
+    Returns:
+      The index after the tokens, and the attention.
     """
-    index, far = self._attend_to_found(
+    index, partial = self._attend_to_retrieved(
       self.index,
       activations.queries[:, :, 0],
       activations.positions[:, 0],
       rows=rows,
       options=activations.attention,
     )
-    return index, Partial(far.output[:, :, None], far.lse[:, :, None])
+    return index, Partial(partial.output[:, :, None], partial.lse[:, :, None])
 
-  def _look_up_each(
+  def _retrieve_each(
     self, activations: Activations, rows: Rows
   ) -> tuple[PyTree[Array], Partial]:
-    """The same for several tokens, one after another."""
+    """Retrieves for several tokens per row, one after another."""
     queries = activations.queries
     width = rows.values.shape[-1]
 
-    def pass_over(
+    def skip(
       index: PyTree[Array], query: Array, position: Array
     ) -> tuple[PyTree[Array], Partial]:
       del position
-      nothing = jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
+      lse = jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
       output = jnp.zeros((*query.shape[:2], width), query.dtype)
-      return index, Partial(output, nothing)
+      return index, Partial(output, lse)
 
-    def one(
+    def scan_token(
       index: PyTree[Array], token: tuple[Array, Array]
     ) -> tuple[PyTree[Array], Partial]:
-      some = jnp.any(token[1] >= 0)  # else padding of all rows
-      look_up = functools.partial(
-        self._attend_to_found, rows=rows, options=activations.attention
+      any_real = jnp.any(token[1] >= 0)  # skip padding of all rows
+      attend = functools.partial(
+        self._attend_to_retrieved, rows=rows, options=activations.attention
       )
-      return jax.lax.cond(some, look_up, pass_over, index, *token)
+      return jax.lax.cond(any_real, attend, skip, index, *token)
 
     tokens = (jnp.moveaxis(queries, 2, 0), activations.positions.T)
-    index, far = jax.lax.scan(one, self.index, tokens)
-    return index, Partial(*(jnp.moveaxis(x, 0, 2) for x in far))
+    index, partial = jax.lax.scan(scan_token, self.index, tokens)
+    return index, Partial(*(jnp.moveaxis(x, 0, 2) for x in partial))
 
-  def _attend_to_found(
+  def _attend_to_retrieved(
     self,
     index: PyTree[Array],
     queries: Float[Array, "B N D"],
@@ -292,12 +298,12 @@ class SparseLayer(Layer):
     rows: Rows,
     options: AttentionOptions,
   ) -> tuple[PyTree[Array], Partial]:
-    """The index after a token of each row, and attention to what it finds."""
-    index, found = self._retrieved(
+    """Retrieves for a token and attends to the keys, without an axis S."""
+    index, selection = self._retrieve(
       index, options.rescale(queries), positions, rows
     )
-    rows, slots = rows.on_device(found.slots)
-    bias = found.bias
+    rows, slots = rows.on_device(selection.slots)
+    bias = selection.bias
     if bias is not None:
       bias = bias.reshape(bias.shape[0], -1, bias.shape[-1])
     return index, sparse_decode(
@@ -310,114 +316,78 @@ class SparseLayer(Layer):
       layer=rows.layer,
     )
 
-  def _count_found(self, seen: Activations) -> Int[Array, "B K"]:
-    """How many slots the last token of each row of a prompt looks up."""
-    last = jnp.max(seen.positions, axis=1)
+  def _count_retrieved(self, activations: Activations) -> Int[Array, "B K"]:
+    """Number of slots that the last token of each prompt retrieves."""
+    last = jnp.max(activations.positions, axis=1)
     queries = jnp.take_along_axis(
-      _rescaled(seen).queries, last[:, None, None, None], axis=2
+      rescale_queries(activations).queries, last[:, None, None, None], axis=2
     )
-    _, found = self.retrieved(self.index, queries[:, :, 0], last)
-    slots = found.read_slots
+    _, selection = self.retrieve(self.index, queries[:, :, 0], last)
+    slots = selection.visible_slots
     slots = slots.reshape(*slots.shape[:2], -1)
-    read = named_slots(slots, self.stored.capacity)
-    return jnp.sum(read.astype(jnp.int32), axis=-1)
+    visible = named_slots(slots, self.stored.capacity)
+    return jnp.sum(visible.astype(jnp.int32), axis=-1)
 
-  def retrieved(
+  def retrieve(
     self,
     index: PyTree[Array],
     queries: Float[Array, "B N D"],
     positions: Int[Array, " B"],
-  ) -> tuple[PyTree[Array], Found]:
-    """What a token of each row looks up, and the index after it.
+  ) -> tuple[PyTree[Array], Selection]:
+    """Retrieves for a token of each row.
 
     Args:
-      index: before the token.
-      queries: of the token; their products with keys, times D^-1/2, are what
-        the layer's softmax takes.
-      positions: of the token, -1 for padding.
-    """
-    rest, rows = self._apart(None)
-    return rest._retrieved(index, queries, positions, rows)
+      index: the index before the token.
+      queries: queries of the token, scaled such that their products with keys,
+        times D^-1/2, are the layer's logits.
+      positions: position of the token, -1 for padding.
 
-  def _retrieved(
+    Returns:
+      The index after the token, and what each KV head retrieves.
+    """
+    layer, rows = self._split_rows(None)
+    return layer._retrieve(index, queries, positions, rows)
+
+  def _retrieve(
     self,
     index: PyTree[Array],
     queries: Float[Array, "B N D"],
     positions: Int[Array, " B"],
     rows: Rows,
-  ) -> tuple[PyTree[Array], Found]:
-    retrieval, store = self.retrieval, self._store(positions)
-    batch, kv_heads = store.valid.shape[:2]
+  ) -> tuple[PyTree[Array], Selection]:
+    batch, kv_heads = self.stored.positions.shape[:2]
     grouped = queries.reshape(batch, kv_heads, -1, queries.shape[-1])
-    grouped = grouped.astype(jnp.float32)
-    reads = _reads(self.count, kv_heads, self.most)
-    real = jnp.broadcast_to((positions >= 0)[:, None], (batch, kv_heads))
-    with jax.default_matmul_precision("highest"):
-      if retrieval.reads_keys == "all":
-        store = updated(store, keys=rows.copy_keys())
-      elif retrieval.reads_keys == "candidates":
-        slots = jax.vmap(jax.vmap(retrieval.candidates))(index, grouped, store)
-        keys = rows.gather_keys(slots).astype(jnp.float32)
-        store = updated(store, candidates=Candidates(slots, keys))
-      found, news = jax.vmap(jax.vmap(self._found))(
-        index, grouped, store, reads
-      )
-      index = jax.vmap(jax.vmap(retrieval.updated))(index, news, real)
-    return index, found
+    return retrieve_all(
+      self.retrieval,
+      index,
+      grouped.astype(jnp.float32),
+      positions >= 0,
+      self._store(positions),
+      rows,
+      broadcast_budget(self.count, kv_heads, self.most),
+    )
 
   def _store(self, positions: Int[Array, " B"]) -> Store:
-    """What tokens of these positions look up in, or will."""
+    """The stored tokens, and the resident ones that will be stored later.
+
+    Args:
+      positions: of the token that retrieves; it sees no later token.
+    """
     store = Store(None, self.stored.valid)
-    if not self.retrieval.ring:
+    if not self.retrieval.ring_size:
       return store
     ring = self._ring
     first = self.stored.capacity - self.spare
-    places = self.resident.positions[..., ring.sinks :]
-    seen = (places >= 0) & (places <= positions[:, None, None])
+    ring_positions = self.resident.positions[..., ring.sinks :]
+    visible = (ring_positions >= 0) & (
+      ring_positions <= positions[:, None, None]
+    )
     keys = self.resident.keys[:, :, ring.sinks :].astype(jnp.float32)
     return dataclasses.replace(
       store,
-      later=first + ring.gone if self.spare else None,
-      waiting=Waiting(
-        jnp.where(seen[..., None], keys, 0.0),
-        jnp.where(seen, first + ring.waiting, -1),
+      late_numbers=first + ring.moved_tokens if self.spare else None,
+      pending=PendingKeys(
+        jnp.where(visible[..., None], keys, 0.0),
+        jnp.where(visible, first + ring.ring_tokens, -1),
       ),
     )
-
-  def _found(
-    self,
-    index: PyTree[Array],
-    queries: Float[Array, "G D"],
-    store: Store,
-    reads: Reads,
-  ) -> tuple[Found, PyTree[Array]]:
-    """As `Retrieval.retrieve`; everything where so much may be read."""
-    found, news = self.retrieval.retrieve(index, queries, store, reads)
-    everything = true_slots(store.valid, found.slots.shape[-1])
-    whole = jnp.sum(store.valid.astype(jnp.int32)) <= reads.count
-    bias = found.bias
-    if bias is not None:
-      bias = jnp.where(whole, 0.0, bias)
-    return Found(jnp.where(whole, everything[None], found.slots), bias), news
-
-
-def _rescaled(activations: Activations) -> Activations:
-  """The same for methods that scale logits by D^-1/2."""
-  queries = activations.attention.rescale(activations.queries)
-  return updated(activations, queries=queries)
-
-
-def _attend(cache: LayerCache, activations: Activations) -> Partial:
-  return partial_attention(
-    activations.queries,
-    cache.keys,
-    cache.values,
-    activations.positions,
-    cache.positions,
-    options=activations.attention,
-  )
-
-
-def _reads(count: Int[Array, " B"], kv_heads: int, most: int) -> Reads:
-  each = jnp.broadcast_to(count[:, None], (count.shape[0], kv_heads))
-  return Reads(each, most)

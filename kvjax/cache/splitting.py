@@ -1,4 +1,4 @@
-"""Which tokens of a prompt every token attends to, and which are looked up."""
+"""The split of a prompt into resident and retrievable tokens."""
 
 import dataclasses
 from typing import NamedTuple
@@ -11,73 +11,73 @@ from kvjax.retrieval.base import Retrieval
 
 
 class Split(NamedTuple):
-  """A layer whose tokens are told apart.
+  """A layer whose tokens are split into resident and retrievable ones.
 
   Attributes:
     cache: the layer.
-    lookup: slots of the tokens that may be looked up.
-    border: the first slot after them, of each head.
-    start: the first slot that any row stores.
-    end: behind the last.
+    retrievable: slots of the tokens that may be retrieved.
+    border: first slot after them, for each head.
+    start: first retrievable slot of any row.
+    end: one past the last retrievable slot of any row.
   """
 
   cache: LayerCache
-  lookup: Bool[Array, "B K T"]
+  retrievable: Bool[Array, "B K T"]
   border: Int[Array, "B K 1"]
   start: int
   end: int
 
   def stored(self) -> LayerCache:
-    """The tokens that may be looked up."""
+    """Cuts out the tokens that may be retrieved."""
     cache, part = self.cache, slice(self.start, self.end)
     return dataclasses.replace(
       cache,
       keys=cache.keys[:, :, part],
       values=cache.values[:, :, part],
-      positions=jnp.where(self.lookup, cache.positions, -1)[:, :, part],
+      positions=jnp.where(self.retrievable, cache.positions, -1)[:, :, part],
       cursor=jnp.asarray(self.end - self.start, jnp.int32),
     )
 
   def resident(self, retrieval: Retrieval) -> LayerCache:
-    """The first and the last tokens, which every token attends to."""
+    """Gathers the first and the last tokens, which every token attends to."""
     lengths = self.cache.lengths[..., None]
     first = jnp.arange(self.start, dtype=jnp.int32)[None, None]
     first = jnp.broadcast_to(first, (*lengths.shape[:2], self.start))
-    latest = jnp.arange(retrieval.latest_range[1], dtype=jnp.int32)
-    last = jnp.maximum(self.border, self.start) + latest[None, None]
+    local = jnp.arange(retrieval.local_range[1], dtype=jnp.int32)
+    last = jnp.maximum(self.border, self.start) + local[None, None]
     slots = jnp.concatenate([first, last], axis=-1)
     resident = self.cache.take(jnp.where(slots < lengths, slots, -1))
-    if not retrieval.ring:
+    if not retrieval.ring_size:
       return resident
-    extra = self.start + retrieval.ring - resident.capacity
+    extra = self.start + retrieval.ring_size - resident.capacity
     cursor = jnp.maximum(resident.cursor, self.start)
-    return dataclasses.replace(resident.grown(extra), cursor=cursor)
+    return dataclasses.replace(resident.grow(extra), cursor=cursor)
 
 
 def split_tokens(
-  retrieval: Retrieval, cache: LayerCache, most: int
+  retrieval: Retrieval, cache: LayerCache, max_keys: int
 ) -> Split | None:
-  """Tells the tokens of a layer apart.
+  """Splits the tokens of a layer into resident and retrievable ones.
 
   Args:
-    retrieval: says which are resident.
+    retrieval: the method, which defines the resident tokens.
     cache: the layer.
-    most: keys that any row looks up.
+    max_keys: maximum number of keys that any row retrieves.
 
   Returns:
-    None where so many keys are read that nothing is left out, now or later.
+    The split; None if every token will always read all keys.
   """
   slots = cache.capacity
   start = min(retrieval.sinks, slots)
-  end = max(slots - retrieval.latest_range[0], 0)
-  if retrieval.ring:  # all sinks, and a slot to look up in
+  end = max(slots - retrieval.local_range[0], 0)
+  if retrieval.ring_size:  # all sinks and at least one slot to retrieve from
     start, end = retrieval.sinks, max(end, retrieval.sinks + 1)
-    cache = cache.grown(max(end - slots, 0))
-  elif most >= end - start:
+    cache = cache.grow(max(end - slots, 0))
+  elif max_keys >= end - start:
     return None
-  cache = cache.forgetful()
+  cache = cache.without_memory()
   lengths = cache.lengths
   number = jnp.arange(cache.capacity, dtype=jnp.int32)[None, None]
-  border = jnp.maximum(lengths - retrieval.latest(lengths), 0)[..., None]
-  lookup = (number >= start) & (number < border)
-  return Split(cache, lookup, border, start, end)
+  border = jnp.maximum(lengths - retrieval.num_local(lengths), 0)[..., None]
+  retrievable = (number >= start) & (number < border)
+  return Split(cache, retrievable, border, start, end)

@@ -1,4 +1,4 @@
-"""The ring of a local layer, which sees a window of recent tokens."""
+"""The cache of a layer with sliding-window attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +17,13 @@ from kvjax.struct import struct
 class WindowLayer(Layer):
   """The last W tokens of every row; the token at position p is in slot p mod W.
 
-  No method chooses among them. Rows go on by themselves: what one has seen
-  leaves no holes in the ring of another.
+  No method evicts from it. Rows advance independently: padding of one row
+  leaves no empty slots in another.
 
   Attributes:
     keys: rotated keys.
     values: values.
-    positions: each token's place in its row; -1 for an empty slot.
+    positions: position of each token in its row; -1 for an empty slot.
   """
 
   keys: Float[Array, "B K W D"]
@@ -32,10 +32,10 @@ class WindowLayer(Layer):
 
   @classmethod
   def of(cls, activations: Activations, window: int) -> "WindowLayer":
-    """The last tokens of a prompt.
+    """Caches the last tokens of a prompt.
 
     Args:
-      activations: of rows that begin with the block.
+      activations: activations of the prompt.
       window: W.
     """
     batch, kv_heads, _, dim = activations.keys.shape
@@ -49,69 +49,71 @@ class WindowLayer(Layer):
 
   @property
   def capacity(self) -> None:
-    """Any number of tokens can be appended."""
+    """None: any number of tokens can be appended."""
     return
 
   @property
   def next_slot(self) -> Int[Array, "*L"]:
-    """No slot is ever the last."""
+    """Zero: a ring never runs out of slots."""
     return jnp.zeros(self.positions.shape[:-3], jnp.int32)
 
   @property
   def lengths(self) -> Int[Array, "*L B K"]:
-    """Tokens held per row and KV head."""
+    """Number of tokens per row and KV head."""
     return jnp.sum((self.positions >= 0).astype(jnp.int32), axis=-1)
 
-  def grown(self, extra: int) -> "WindowLayer":
-    """The same: a ring has room for ever."""
+  def grow(self, extra: int) -> "WindowLayer":
+    """Returns the layer itself, as a ring needs no more room."""
     del extra
     return self
 
   def map_slots(self, change: Callable[[Any], Any]) -> "WindowLayer":
-    """See `Layer.map_slots`."""
+    """Changes every part that has keys, values and positions."""
     changed: WindowLayer = change(self)
     return changed
 
   def row_positions(self, row: int) -> list[list[int]]:
-    """See `Layer.row_positions`."""
+    """Positions of the tokens of a row, per KV head; on the host."""
     heads = np.asarray(self.positions)[row]
     return [sorted(int(p) for p in head if p >= 0) for head in heads]
 
   def append(
     self, activations: Activations, index: Index = None
   ) -> "WindowLayer":
-    """Writes the last tokens of a block over those that have left the window.
+    """Overwrites tokens that have left the window with those of a block.
 
-    A row's tokens in the block follow each other, its padding is at their end.
+    A row's tokens in the block are contiguous, with its padding at the end.
     """
     layer = self.at(index)
-    places, window = activations.positions, layer.positions.shape[-1]
-    count = jnp.sum((places >= 0).astype(jnp.int32), axis=1)
-    first, last = places[:, 0], jnp.max(places, axis=1)
+    block_positions, window = activations.positions, layer.positions.shape[-1]
+    count = jnp.sum((block_positions >= 0).astype(jnp.int32), axis=1)
+    first, last = block_positions[:, 0], jnp.max(block_positions, axis=1)
     slot = jnp.arange(window, dtype=jnp.int32)[None]
-    # The newest position that belongs into each slot.
+    # The newest position that belongs in each slot.
     newest = last[:, None] - (last[:, None] - slot) % window
-    fresh = (count[:, None] > 0) & (newest >= first[:, None])
-    source = jnp.where(fresh, newest - first[:, None], 0)
+    written = (count[:, None] > 0) & (newest >= first[:, None])
+    source = jnp.where(written, newest - first[:, None], 0)
 
     def write(
       old: Float[Array, "B K W D"], new: Float[Array, "B K S D"]
     ) -> Float[Array, "B K W D"]:
-      own = jnp.take_along_axis(new, source[:, None, :, None], axis=2)
-      return jnp.where(fresh[:, None, :, None], own.astype(old.dtype), old)
+      gathered = jnp.take_along_axis(new, source[:, None, :, None], axis=2)
+      return jnp.where(
+        written[:, None, :, None], gathered.astype(old.dtype), old
+      )
 
-    after = WindowLayer(
+    updated = WindowLayer(
       write(layer.keys, activations.keys),
       write(layer.values, activations.values),
-      jnp.where(fresh[:, None], newest[:, None], layer.positions),
+      jnp.where(written[:, None], newest[:, None], layer.positions),
     )
-    return self.put(index, layer, after)
+    return self.put(index, layer, updated)
 
   def attend(
     self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], "WindowLayer"]:
-    """Attention to the ring, in which the block is."""
-    found = partial_attention(
+    """Attends to the ring, which already contains the block."""
+    partial = partial_attention(
       activations.queries,
       self.keys,
       self.values,
@@ -120,8 +122,8 @@ class WindowLayer(Layer):
       options=activations.attention,
     )
     if activations.sinks is not None:
-      found = with_sinks(found, activations.sinks)
-    return found.output, self
+      partial = with_sinks(partial, activations.sinks)
+    return partial.output, self
 
   def step(
     self,
@@ -129,18 +131,19 @@ class WindowLayer(Layer):
     activations: Activations,
     arrange: Callable[[Any], Any] | None = None,
   ) -> tuple[Float[Array, "B N S Dv"], "WindowLayer"]:
-    """Attends to the ring and the block, and then writes the block.
+    """Attends to the ring and the block, then appends the block.
 
-    The first tokens of a block see what its last ones take the place of.
+    In this order, because the first tokens of a block see tokens that its last
+    ones overwrite.
     """
     del arrange
     layer, options = self.at(index), activations.attention
     batch, length = activations.positions.shape
     kv_heads = activations.keys.shape[1]
-    places = jnp.broadcast_to(
+    block_positions = jnp.broadcast_to(
       activations.positions[:, None], (batch, kv_heads, length)
     )
-    before, own = (
+    ring, block = (
       partial_attention(
         activations.queries,
         keys,
@@ -151,10 +154,10 @@ class WindowLayer(Layer):
       )
       for keys, values, positions in (
         (layer.keys, layer.values, layer.positions),
-        (activations.keys, activations.values, places),
+        (activations.keys, activations.values, block_positions),
       )
     )
-    found = merge(before, own)
+    partial = merge(ring, block)
     if activations.sinks is not None:
-      found = with_sinks(found, activations.sinks)
-    return found.output, self.append(activations, index)
+      partial = with_sinks(partial, activations.sinks)
+    return partial.output, self.append(activations, index)

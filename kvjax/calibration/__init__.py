@@ -1,1 +1,1 @@
-"""The retention that a context can bear."""
+"""Calibration of the retention of each context."""

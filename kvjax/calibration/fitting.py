@@ -1,4 +1,4 @@
-"""Calibrations from measurements: how quality fell with retention."""
+"""Fitting of calibrations to measurements of quality and retention."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,30 +12,30 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.calibration.record import Calibration, quality
 from kvjax.errors import InputError
 
-# A guess at more than is left costs answers, one at less only memory.
+# Overestimated quality costs answers; underestimated quality only memory.
 _TOO_HIGH = 4.0
 _FLOOR = 1e-3
 _MOST = 1.5
-# Where bisection looks for kc: beyond it the curves are steps.
+# Range of the bisection for kc: beyond it the curves are step functions.
 _BEND = 60.0
 _HALVINGS = 50
 _STEPS = 300
 _FLAT = 1e-9
-# alpha and beta to begin with, beside those of a straight line.
+# Initial alpha and beta, in addition to those of the regression.
 _STARTS = ((0.0, -3.0), (1.0, -5.0))
 
 _Line = Float[Array, "2"]
-# Steps taken, the line, the solver's state, and whether it is still steep.
+# Number of steps, the line, the solver's state, and whether it is still steep.
 _Carry = tuple[Int[Array, ""], _Line, Any, Bool[Array, ""]]
 
 
 class Triples(NamedTuple):
-  """What was measured, one element for each context and retention.
+  """Measurements, one element per context and retention.
 
   Attributes:
-    retention: r, above 0 and below 1; at 1 there is nothing to learn.
+    retention: r, above 0 and below 1.
     nll: NLL(c) of the whole context, in nats.
-    ratio: y, the quality left; see `nll_ratio`.
+    ratio: y, the remaining quality; see `nll_ratio`.
   """
 
   retention: Float[np.ndarray, " M"]
@@ -47,8 +47,8 @@ class Fit(NamedTuple):
   """The line kc = alpha NLL(c) + beta, and its error.
 
   Attributes:
-    alpha: per nat.
-    beta: the rest.
+    alpha: slope, per nat.
+    beta: intercept.
     error: root mean square of f - y.
   """
 
@@ -60,11 +60,21 @@ class Fit(NamedTuple):
 def nll_ratio(
   full: Float[np.ndarray, "*M"], kept: Float[np.ndarray, "*M"]
 ) -> Float[np.ndarray, "*M"]:
-  """y: how likely an answer still is; 1 for as likely as with everything.
+  """Computes y, the ratio of an answer's NLL with full and compressed context.
+
+  It is 1 if compression does not change the likelihood, and smaller if the
+  answer becomes less likely.
 
   Args:
-    full: NLL per token of an answer, in nats, given the whole context.
-    kept: the same, given what was kept of it.
+    full: NLL per token of an answer, in nats, given the full context.
+    kept: NLL per token of the same answer, given the compressed context.
+
+  Example:
+    >>> import numpy as np
+    >>> import kvjax
+    >>> full, kept = np.array([1.0, 1.0]), np.array([1.0, 2.0])
+    >>> kvjax.nll_ratio(full, kept).round(2).tolist()
+    [1.0, 0.5]
   """
   full, kept = np.asarray(full, np.float64), np.asarray(kept, np.float64)
   return np.clip((full + _FLOOR) / (kept + _FLOOR), 0.0, _MOST)
@@ -76,9 +86,9 @@ def asymmetric_loss(
   nll: Float[Array, " M"],
   ratio: Float[Array, " M"],
 ) -> Float[Array, ""]:
-  """Mean square of e = f - y, four times as heavy where f promises too much.
+  """Mean square of e = f - y, with four times the weight where f is too high.
 
-  The paper asks for an asymmetry and does not say how much.
+  The paper requires an asymmetry and does not specify it.
   """
   error = quality(retention, line[0] * nll + line[1]) - ratio
   weight = jnp.where(error > 0, _TOO_HIGH, 1.0)
@@ -86,12 +96,11 @@ def asymmetric_loss(
 
 
 def fit(triples: Triples) -> Fit:
-  """The line of the least loss that L-BFGS finds from three starts.
+  """Fits the line of minimum loss by L-BFGS from three starts.
 
-  They are (0, -3), (1, -5), and the straight line through what each triple by
-  itself says of kc. A few thousand numbers are a moment's work for any
-  processor, so they are fitted in float64 on the CPU: accelerators have none,
-  and in float32 the line search stops where the loss is flat.
+  The starts are (0, -3), (1, -5), and the regression on the kc of each single
+  triple. The fit runs in float64 on the CPU, because most accelerators lack
+  float64 and the line search stops early in float32 where the loss is flat.
 
   Raises:
     InputError: there is no triple, one has a retention that is not between 0
@@ -120,17 +129,30 @@ def calibrate(
 
   Args:
     triples: measured with the model and the method.
-    model_id: tells the weights from others: a name, a digest.
+    model_id: identifies the weights: a name or a digest.
     method: a method, or the label of a plan (`kvjax.Plan.label`).
-    per_query_head: whether each query head chose for itself.
+    per_query_head: whether each query head selected its own tokens.
 
   Raises:
     InputError: see `fit`.
+
+  Example:
+    >>> import numpy as np
+    >>> import kvjax
+    >>> triples = kvjax.Triples(
+    ...   retention=np.array([0.2, 0.5, 0.2, 0.5]),
+    ...   nll=np.array([1.0, 1.0, 2.0, 2.0]),
+    ...   ratio=np.array([0.5, 0.9, 0.3, 0.7]),
+    ... )
+    >>> method = kvjax.get_method("keydiff")
+    >>> calibration = kvjax.calibrate(triples, model_id="tiny", method=method)
+    >>> calibration.triples
+    4
   """
-  found = fit(triples)
+  fitted = fit(triples)
   return Calibration(
-    alpha=found.alpha,
-    beta=found.beta,
+    alpha=fitted.alpha,
+    beta=fitted.beta,
     model_id=model_id,
     method=str(method),
     per_query_head=per_query_head,
@@ -138,45 +160,48 @@ def calibrate(
       min(float(triples.ratio.min()), 1.0),
       min(float(triples.ratio.max()), 1.0),
     ),
-    error=found.error,
+    error=fitted.error,
     triples=len(triples.ratio),
   )
 
 
 def promises(
-  asked: Sequence[float],
+  targets: Sequence[float],
   ratios: Float[np.ndarray, "Q M"],
-  cut: Bool[np.ndarray, "Q M"],
+  evicts: Bool[np.ndarray, "Q M"],
 ) -> tuple[tuple[float, float], ...]:
-  """What contexts keep on average where a curve is asked for a quality.
+  """Lower bounds of the mean quality of contexts for each target of a curve.
 
-  A curve may promise too much: it is one of a family, and near r = 1, where one
-  token can be the needle, it is extrapolated. So contexts that it was not
-  fitted to are compressed to what it asks for. With their qualities q, at most
-  1, the promise is sum(q) / (n + 1), as if there were one more that lost
-  everything. Whoever takes, for any tau, the least quality asked for with a
-  promise of tau or more, or else keeps everything, leaves contexts drawn like
-  those tau on average, however wrong the curve is.
+  A curve may overestimate quality: it is one of a family, and near r = 1, where
+  a single token can matter, it is extrapolated. Therefore held-out contexts are
+  compressed to what the curve predicts for a target. With their qualities q, at
+  most 1, the promise is sum(q) / (n + 1), as if one more context had lost
+  everything. For any tau, use the smallest target with a promise of at least
+  tau, or keep everything if there is none. The mean quality of contexts from
+  the same distribution is then at least tau, however wrong the curve is.
 
   Source: Theorem 1 of conformal risk control, Angelopoulos et al., arXiv
-  2208.02814, with losses 1 - q of at most 1. It wants losses that never rise as
-  more is asked for: a context has no more than the least that it keeps wherever
-  more is asked for. A context of which no token had to go for being too short
-  tells nothing of a longer one: it has what it kept where less was asked for.
+  2208.02814, with losses 1 - q of at most 1. It requires losses that never rise
+  with the target. Therefore a context's quality is replaced by its minimum over
+  all higher targets. A context that is too short to evict any token has the
+  quality of the previous target.
 
   Args:
-    asked: qualities below 1, ascending.
-    ratios: y of each context at each of them; see `nll_ratio`.
-    cut: where a token at least had to go.
+    targets: qualities below 1, ascending.
+    ratios: y of each context at each target; see `nll_ratio`.
+    evicts: whether at least one token was evicted.
+
+  Returns:
+    Pairs of a target and its promise.
   """
   kept = np.zeros(ratios.shape[1])
-  found = []
-  for ratio, some in zip(ratios, cut, strict=True):
-    kept = np.where(some, np.minimum(ratio, 1.0), kept)
-    found.append(kept)
-  least = np.minimum.accumulate(found[::-1])[::-1]
+  kept_by_target = []
+  for ratio, any_evicted in zip(ratios, evicts, strict=True):
+    kept = np.where(any_evicted, np.minimum(ratio, 1.0), kept)
+    kept_by_target.append(kept)
+  least = np.minimum.accumulate(kept_by_target[::-1])[::-1]
   means = least.sum(axis=1) / (least.shape[1] + 1)
-  return tuple(zip(asked, means.tolist(), strict=True))
+  return tuple(zip(targets, means.tolist(), strict=True))
 
 
 def _check(triples: Triples) -> None:
@@ -201,25 +226,25 @@ def _fit(
   def loss(line: _Line) -> Float[Array, ""]:
     return asymmetric_loss(line, retention, nll, ratio)
 
-  def minimized(start: _Line) -> tuple[_Line, Float[Array, ""]]:
-    line = _minimized(loss, start)
+  def minimize(start: _Line) -> tuple[_Line, Float[Array, ""]]:
+    line = _minimize(loss, start)
     return line, loss(line)
 
   given = jnp.asarray(_STARTS, nll.dtype)
-  starts = jnp.concatenate([_straight(retention, nll, ratio)[None], given])
-  lines, losses = jax.lax.map(minimized, starts)
+  starts = jnp.concatenate([_regress(retention, nll, ratio)[None], given])
+  lines, losses = jax.lax.map(minimize, starts)
   best = jnp.argmin(jnp.where(jnp.isfinite(losses), losses, jnp.inf))
   line = lines[best]
   error = quality(retention, line[0] * nll + line[1]) - ratio
   return line, jnp.sqrt(jnp.mean(error**2))
 
 
-def _straight(
+def _regress(
   retention: Float[Array, " M"],
   nll: Float[Array, " M"],
   ratio: Float[Array, " M"],
 ) -> _Line:
-  """The regression on NLL(c) of the kc of each triple, found by bisection."""
+  """Regresses the kc of each triple, found by bisection, on NLL(c)."""
 
   def halve(
     _: Int[Array, ""], ends: Float[Array, "2 M"]
@@ -233,16 +258,14 @@ def _straight(
 
   ends = jnp.stack([jnp.full_like(nll, -_BEND), jnp.full_like(nll, _BEND)])
   kc = jnp.mean(jax.lax.fori_loop(0, _HALVINGS, halve, ends), axis=0)
-  away = nll - jnp.mean(nll)
-  spread = jnp.sum(away**2)
-  # Contexts that are all alike say nothing of the slope.
-  slope = jnp.sum(away * kc) / jnp.where(spread > 0, spread, 1.0)
+  centered = nll - jnp.mean(nll)
+  spread = jnp.sum(centered**2)
+  # Equal contexts do not determine the slope.
+  slope = jnp.sum(centered * kc) / jnp.where(spread > 0, spread, 1.0)
   return jnp.stack([slope, jnp.mean(kc) - slope * jnp.mean(nll)])
 
 
-def _minimized(
-  loss: Callable[[_Line], Float[Array, ""]], start: _Line
-) -> _Line:
+def _minimize(loss: Callable[[_Line], Float[Array, ""]], start: _Line) -> _Line:
   solver = optax.lbfgs()
   evaluate = optax.value_and_grad_from_state(loss)
 
@@ -254,10 +277,10 @@ def _minimized(
     )
     return count + 1, line + change, state, jnp.linalg.norm(slope) > _FLAT
 
-  def go_on(carry: _Carry) -> Bool[Array, ""]:
+  def unfinished(carry: _Carry) -> Bool[Array, ""]:
     count, _, _, steep = carry
     return steep & (count < _STEPS)
 
   zero = jnp.zeros((), jnp.int32)
   first = (zero, start, solver.init(start), jnp.asarray(True))
-  return jax.lax.while_loop(go_on, step, first)[1]
+  return jax.lax.while_loop(unfinished, step, first)[1]

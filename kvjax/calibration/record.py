@@ -1,4 +1,4 @@
-"""How much of its cache a context can lose: the calibrated retention."""
+"""Calibrations, which set the retention of each context."""
 
 import dataclasses
 import itertools
@@ -16,8 +16,8 @@ from kvjax.errors import InputError
 
 Path = str | os.PathLike[str]
 
-# Below this kc the curve is its own series to 1e-9.
-_STRAIGHT = 1e-4
+# For smaller kc, the series of the curve is exact to 1e-9.
+_NEAR_ZERO = 1e-4
 
 
 def quality(
@@ -25,74 +25,91 @@ def quality(
 ) -> Float[Array, "*M"]:
   """f(r, kc) = expm1(r kc) / expm1(kc): the quality that a retention leaves.
 
-  It rises with r from f(0) = 0 to f(1) = 1; kc < 0 bends it upwards, so that
-  little is lost at first, and kc = 0 is the diagonal. Every branch is finite
-  and so are its derivatives, whatever kc is.
+  It increases with r from f(0) = 0 to f(1) = 1. For kc < 0 it is concave, so
+  that little quality is lost at first; kc = 0 is the diagonal. All branches and
+  their derivatives are finite for every kc.
 
   Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
 
   Args:
     retention: r, between 0 and 1.
-    kc: how the curve bends.
+    kc: curvature.
   """
-  straight = jnp.abs(kc) < _STRAIGHT
-  below = jnp.where(straight | (kc > 0), -1.0, kc)
-  above = jnp.where(straight | (kc < 0), 1.0, kc)
-  bent_up = jnp.expm1(retention * below) / jnp.expm1(below)
-  bent_down = jnp.exp((retention - 1.0) * above) * (
-    jnp.expm1(-retention * above) / jnp.expm1(-above)
+  near_zero = jnp.abs(kc) < _NEAR_ZERO
+  negative = jnp.where(near_zero | (kc > 0), -1.0, kc)
+  positive = jnp.where(near_zero | (kc < 0), 1.0, kc)
+  bent_up = jnp.expm1(retention * negative) / jnp.expm1(negative)
+  bent_down = jnp.exp((retention - 1.0) * positive) * (
+    jnp.expm1(-retention * positive) / jnp.expm1(-positive)
   )
   series = retention + retention * (retention - 1.0) * kc / 2.0
-  return jnp.where(straight, series, jnp.where(kc < 0, bent_up, bent_down))
+  return jnp.where(near_zero, series, jnp.where(kc < 0, bent_up, bent_down))
 
 
 def least_retention(
   tau: float, kc: Float[np.ndarray, "*M"]
 ) -> Float[np.ndarray, "*M"]:
-  """The smallest r with f(r, kc) >= tau; float64, on the host.
+  """Computes the smallest r with f(r, kc) >= tau, in float64 on the host.
 
   The paper writes the largest such r, which would always be 1.
 
   Args:
-    tau: the quality wanted, above 0 and at most 1.
-    kc: how the curve bends; see `quality`.
+    tau: target quality, above 0 and at most 1.
+    kc: curvature; see `quality`.
   """
   kc = np.asarray(kc, np.float64)
   if tau >= 1:
     return np.ones_like(kc)
-  straight = np.abs(kc) < _STRAIGHT
-  below = np.where(straight | (kc > 0), -1.0, kc)
-  above = np.where(straight | (kc < 0), 1.0, kc)
-  bent_up = np.log1p(tau * np.expm1(below)) / below
-  bent_down = 1 + np.log(tau + (1 - tau) * np.exp(-above)) / above
+  near_zero = np.abs(kc) < _NEAR_ZERO
+  negative = np.where(near_zero | (kc > 0), -1.0, kc)
+  positive = np.where(near_zero | (kc < 0), 1.0, kc)
+  bent_up = np.log1p(tau * np.expm1(negative)) / negative
+  bent_down = 1 + np.log(tau + (1 - tau) * np.exp(-positive)) / positive
   series = tau + tau * (1 - tau) * kc / 2
-  return np.where(straight, series, np.where(kc < 0, bent_up, bent_down))
+  return np.where(near_zero, series, np.where(kc < 0, bent_up, bent_down))
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-  """What a context's likelihood says about the retention that it can bear.
+  """A fitted relation between a context's likelihood and its retention.
 
-  A context c bends the curve of `quality` by kc = alpha NLL(c) + beta, where
-  NLL(c) is the mean of -ln p over its tokens but the first: what is easily
-  foretold can lose much.
+  For a context c, the curve of `quality` has kc = alpha NLL(c) + beta, where
+  NLL(c) is the mean of -ln p over its tokens but the first. A predictable
+  context can be compressed more.
 
   Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
 
   Attributes:
-    alpha: per nat.
-    beta: the rest.
-    model_id: tells the weights from others: a name, a digest.
-    method: with all its options and its allocation (`kvjax.Plan.label`).
-    per_query_head: whether each query head chooses for itself.
-    tau_range: the least and the greatest quality that the triples measured,
-      the latter 1 at most; what lies outside is extrapolated.
-    error: root mean square of the fitted quality against the measured one.
-    triples: how many it was fitted to.
-    promises: pairs of a quality that the curve is asked for, ascending, and of
-      what contexts then keep on average, as
-      `kvjax.calibration.fitting.promises` finds it;
-      empty where nobody has looked.
+    alpha: slope, per nat.
+    beta: intercept.
+    model_id: identifies the weights: a name or a digest.
+    method: the method with all its options and its allocation
+      (`kvjax.Plan.label`).
+    per_query_head: whether each query head selects its own tokens.
+    tau_range: minimum and maximum quality of the triples, the latter at most 1;
+      outside of it the curve is extrapolated.
+    error: root mean square of the fitted minus the measured quality.
+    triples: number of triples that it was fitted to.
+    promises: pairs of a target of the curve, ascending, and of the mean quality
+      that contexts then keep, from `kvjax.calibration.fitting.promises`; empty
+      if not measured.
+
+  Example:
+    >>> import numpy as np
+    >>> import kvjax
+    >>> calibration = kvjax.Calibration(
+    ...   alpha=0.5,
+    ...   beta=-3.0,
+    ...   model_id="tiny",
+    ...   method="KeyDiff",
+    ...   per_query_head=False,
+    ...   tau_range=(0.2, 1.0),
+    ...   error=0.05,
+    ...   triples=100,
+    ... )
+    >>> nll, lengths = np.array([2.0]), np.array([100])
+    >>> calibration.retentions(nll, lengths, tau=0.9).round(2).tolist()
+    [0.75]
   """
 
   alpha: float
@@ -108,14 +125,14 @@ class Calibration:
   def __post_init__(self) -> None:
     numbers = (self.alpha, self.beta, *self.tau_range, self.error)
     low, high = self.tau_range
-    asked = [0.0, *(pair[0] for pair in self.promises), 1.0]
+    targets = [0.0, *(pair[0] for pair in self.promises), 1.0]
     if (
       not all(map(math.isfinite, numbers))
       or not 0 <= low <= high <= 1
       or self.error < 0
       or self.triples < 1
       or not all(0 <= kept <= 1 for _, kept in self.promises)
-      or not all(a < b for a, b in itertools.pairwise(asked))
+      or not all(a < b for a, b in itertools.pairwise(targets))
     ):
       raise InputError(
         "A calibration has finite numbers, a tau_range and promises within 0 "
@@ -123,10 +140,10 @@ class Calibration:
       )
 
   def check(self, method: object, per_query_head: bool) -> None:
-    """Refuses to speak for anything but what was calibrated.
+    """Refuses any method but the calibrated one.
 
     Raises:
-      InputError: it is another method, or heads choose in another way.
+      InputError: the method or `per_query_head` differ.
     """
     if (str(method), per_query_head) == (self.method, self.per_query_head):
       return
@@ -143,29 +160,31 @@ class Calibration:
     lengths: Int[np.ndarray, " B"],
     tau: float,
   ) -> Float[np.ndarray, " B"]:
-    """The least r with f(r, c) >= tau; 1 where the likelihood is not known.
+    """Computes the least r with f(r, c) >= tau; 1 for an unknown likelihood.
 
     Args:
-      nll: NLL(c); not finite for a context of one token.
-      lengths: tokens.
-      tau: the quality asked of the curve.
+      nll: NLL(c) of each context; not finite for a single token.
+      lengths: number of tokens of each context.
+      tau: target quality of the curve.
     """
     known = np.isfinite(nll)
     kc = self.alpha * np.where(known, nll, 0.0).astype(np.float64) + self.beta
     least = np.clip(least_retention(tau, kc), 1 / lengths, 1.0)
     return np.where(known, least, 1.0)
 
-  def asked(self, tau: float) -> float:
-    """What to ask of the curve so that contexts keep tau on average.
+  def curve_target(self, tau: float) -> float:
+    """Target of the curve with which contexts keep the quality tau on average.
 
-    That is tau itself where the curve can be taken at its word, or where nobody
-    has looked; else the least quality that was tried whose promise is tau or
-    more; else 1, which keeps everything.
+    It is tau if that is sufficient or was not measured, else the smallest
+    measured target whose promise is at least tau, else 1, which keeps
+    everything.
     """
     if not self.promises:
       return tau
-    enough = (max(asked, tau) for asked, kept in self.promises if kept >= tau)
-    return next(enough, 1.0)
+    sufficient = (
+      max(target, tau) for target, kept in self.promises if kept >= tau
+    )
+    return next(sufficient, 1.0)
 
   def save(self, path: Path) -> None:
     """Writes the record as JSON.
@@ -187,11 +206,11 @@ class Calibration:
 
     Args:
       path: the file.
-      model_id: the model's that it is to be used with.
+      model_id: identifies the weights that it will be used with.
 
     Raises:
-      InputError: there is no such file, it is no such record, or it is another
-        model's.
+      InputError: there is no such file, or it is not a calibration of this
+        model.
     """
     try:
       saved = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
@@ -213,7 +232,7 @@ class Calibration:
 
 
 def check_tau(tau: float) -> None:
-  """Refuses what is no share of quality.
+  """Refuses a tau that is not a share of quality.
 
   Raises:
     InputError: it is not above 0 and at most 1.
@@ -227,17 +246,32 @@ def check_tau(tau: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Calibrated:
-  """A budget that each prompt sets for itself: what keeps the quality tau.
+  """A budget that adapts to each prompt so that it keeps the quality tau.
 
-  It is a retention r* as `Retention` means it, known when the prompt has been
-  read: the least r with f(r, c) >= tau, or a higher one where the calibration
-  knows that its curve promises too much. A prompt of one token, of which
-  nothing was foretold, is kept whole.
+  The budget is a retention r*, as in `Retention`, which is known after the
+  forward pass over the prompt. It is the least r with f(r, c) >= tau, or a
+  higher one if the calibration knows that its curve overestimates quality. A
+  prompt of one token, which has no likelihood, is kept whole.
 
   Attributes:
-    calibration: of the model and the method.
-    tau: the share of quality that is to be left, by the ratio of likelihoods;
-      1 keeps everything.
+    calibration: calibration of the model and the method.
+    tau: share of quality to keep, as a ratio of likelihoods; 1 keeps
+      everything.
+
+  Example:
+    >>> import kvjax
+    >>> calibration = kvjax.Calibration(
+    ...   alpha=0.5,
+    ...   beta=-3.0,
+    ...   model_id="tiny",
+    ...   method="KeyDiff",
+    ...   per_query_head=False,
+    ...   tau_range=(0.2, 1.0),
+    ...   error=0.05,
+    ...   triples=100,
+    ... )
+    >>> print(kvjax.Calibrated(calibration, tau=0.9))
+    auto at 0.9
   """
 
   calibration: Calibration
@@ -249,9 +283,9 @@ class Calibrated:
   def retentions(
     self, nll: Float[np.ndarray, " B"], lengths: Int[np.ndarray, " B"]
   ) -> Float[np.ndarray, " B"]:
-    """r* of prompts; see `Calibration.retentions` and `Calibration.asked`."""
-    asked = self.calibration.asked(self.tau)
-    return self.calibration.retentions(nll, lengths, asked)
+    """Computes r* of prompts."""
+    target = self.calibration.curve_target(self.tau)
+    return self.calibration.retentions(nll, lengths, target)
 
   def __str__(self) -> str:
     return f"auto at {self.tau:g}"
@@ -272,7 +306,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def _checked(saved: Any, path: Path) -> dict[str, Any]:
-  """The fields of a record as its class wants them.
+  """Checks and converts the fields of a saved calibration.
 
   Raises:
     InputError: one is missing, unknown, or of another kind.

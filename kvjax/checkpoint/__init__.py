@@ -1,1 +1,1 @@
-"""Caches on disk."""
+"""Saving and loading of caches."""

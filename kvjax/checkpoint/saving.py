@@ -1,4 +1,4 @@
-"""Compressed caches on disk: saved once, asked many times."""
+"""Saving and loading of compressed caches."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from orbax.checkpoint import v1 as ocp
 
 from kvjax.cache.cache import Cache
-from kvjax.checkpoint.trees import Arrays, described, empty_arrays, restored
+from kvjax.checkpoint.trees import Arrays, describe, empty_arrays, restore
 from kvjax.errors import InputError
 from kvjax.model import Model
 
@@ -34,23 +34,40 @@ def save_cache(
   made_by: str = "",
   overwrite: bool = False,
 ) -> None:
-  """Writes a cache to a directory, whole or not at all.
+  """Saves a cache to a directory, atomically.
 
-  The arrays go beside what is there; the cache is saved at the moment when
-  `cache.json`, which names them, takes its place. A save that was cut short
-  leaves what was saved before, or nothing that `load_cache` accepts. One
-  process writes; arrays of a mesh are gathered on the host.
+  The arrays are written to new files first; then `cache.json`, which names
+  them, is replaced. An interrupted save leaves the previous cache, or nothing
+  that `load_cache` accepts. One process writes; arrays that are sharded over a
+  mesh are gathered on the host.
 
   Args:
-    cache: what to save.
-    directory: where; made if need be.
-    model: whose cache it is.
-    model_id: tells its weights from others of the same sizes: a name, a digest.
-    made_by: what it was compressed by, in words of your own.
-    overwrite: replace the cache that is saved there.
+    cache: the cache to save.
+    directory: the directory, which is created if it does not exist.
+    model: the model of the cache.
+    model_id: identifies the weights: a name or a digest.
+    made_by: free-form description of how the cache was made.
+    overwrite: whether to replace a cache that is saved there.
 
   Raises:
-    InputError: the directory holds something, or the cache is no such model's.
+    InputError: the directory contains something else, or the cache does not fit
+      the model.
+
+  Example:
+    >>> import tempfile
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   path = f"{folder}/cache"
+    ...   kvjax.save_cache(cache, path, model=model, model_id="tiny")
+    ...   loaded = kvjax.load_cache(path, model=model, model_id="tiny")
+    >>> bool((loaded.lengths == cache.lengths).all())
+    True
   """
   directory = pathlib.Path(directory).absolute()
   layers = model.geometry.num_layers
@@ -67,19 +84,19 @@ def save_cache(
     "model": _identity(model, model_id),
     "made_by": made_by,
     "arrays": name,
-    "cache": described(cache, "cache", arrays),
+    "cache": describe(cache, "cache", arrays),
   }
   directory.mkdir(parents=True, exist_ok=True)
-  beside = directory / f"{name}.json"
+  temporary = directory / f"{name}.json"
   try:
-    # Orbax refuses arrays without elements; their shapes say it all.
+    # Orbax refuses arrays without elements, which the description restores.
     filled = {path: array for path, array in arrays.items() if array.size}
     ocp.save(directory / name, filled)
     description["files"] = _checksums(directory / name)
     description["checksum"] = _checksum(description)
     text = json.dumps(description, indent=2)
-    beside.write_text(text + "\n", encoding="utf-8")
-    beside.replace(directory / DESCRIPTION)
+    temporary.write_text(text + "\n", encoding="utf-8")
+    temporary.replace(directory / DESCRIPTION)
   except BaseException:
     _remove(path for path in directory.iterdir() if path.name.startswith(name))
     raise
@@ -87,19 +104,35 @@ def save_cache(
 
 
 def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
-  """Reads a cache that `save_cache` wrote, bit by bit the same.
+  """Loads a cache that `save_cache` saved, bit for bit.
 
-  On a mesh in context (`jax.set_mesh`) its layers are spread as `prefill`
-  spreads them, whatever they were saved from.
+  With a mesh in context (`jax.set_mesh`), layers are sharded as by `prefill`,
+  however they were sharded when they were saved.
 
   Args:
-    directory: where it is.
-    model: whose cache it is to be.
-    model_id: as given when it was saved.
+    directory: directory of the cache.
+    model: the model of the cache.
+    model_id: the identifier given when it was saved.
 
   Raises:
-    InputError: there is no such cache, it is another model's or of another
-      layout, or it is damaged.
+    InputError: there is no such cache, it belongs to another model or has
+      another layout, or it is damaged.
+
+  Example:
+    >>> import tempfile
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   path = f"{folder}/cache"
+    ...   kvjax.save_cache(cache, path, model=model, model_id="tiny")
+    ...   loaded = kvjax.load_cache(path, model=model, model_id="tiny")
+    >>> loaded.next_positions.tolist()
+    [4, 2]
   """
   directory = pathlib.Path(directory).absolute()
   saved = _read_description(directory)
@@ -117,7 +150,7 @@ def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
   arrays = empty_arrays(saved["cache"])
   filled = {path: array for path, array in arrays.items() if array.size}
   arrays |= ocp.load(directory / saved["arrays"], filled)
-  return restored(saved["cache"], arrays)
+  return restore(saved["cache"], arrays)
 
 
 def _damaged(directory: pathlib.Path) -> InputError:
@@ -127,8 +160,8 @@ def _damaged(directory: pathlib.Path) -> InputError:
 
 
 def _identity(model: Model, model_id: str) -> dict[str, Any]:
-  described = {"id": model_id, **dataclasses.asdict(model.geometry)}
-  identity: dict[str, Any] = json.loads(json.dumps(described))
+  description = {"id": model_id, **dataclasses.asdict(model.geometry)}
+  identity: dict[str, Any] = json.loads(json.dumps(description))
   return identity
 
 
@@ -136,17 +169,17 @@ def _check_identity(
   directory: pathlib.Path, saved: dict[str, Any], expected: dict[str, Any]
 ) -> None:
   """Refuses the cache of another model."""
-  theirs = _sizes(saved["model"])
-  for name, ours in _sizes(expected).items():
-    if theirs.get(name) != ours:
+  saved_sizes = _sizes(saved["model"])
+  for name, expected_size in _sizes(expected).items():
+    if saved_sizes.get(name) != expected_size:
       raise InputError(
         f"The cache in {directory} is of another model: its {name} is "
-        f"{theirs.get(name)!r}, not {ours!r}."
+        f"{saved_sizes.get(name)!r}, not {expected_size!r}."
       )
 
 
 def _sizes(identity: dict[str, Any]) -> dict[str, Any]:
-  """What tells a model from others, one by one."""
+  """Properties that identify a model, with a name for each."""
   layers = identity["layers"]
   single = {name: x for name, x in identity.items() if name != "layers"}
   return {
@@ -161,7 +194,7 @@ def _sizes(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_free(directory: pathlib.Path, overwrite: bool) -> None:
-  """Refuses to replace what is there, but for remains of a killed save."""
+  """Refuses to replace files, except those of an interrupted save."""
   if not directory.exists():
     return
   if not directory.is_dir():
@@ -202,15 +235,15 @@ def _checksum(description: dict[str, Any]) -> int:
 
 
 def _checksums(directory: pathlib.Path) -> dict[str, int]:
-  """CRC-32 of every file in a directory and those below it."""
-  found = {}
+  """CRC-32 of every file in a directory and its subdirectories."""
+  checksums = {}
   for path in sorted(p for p in directory.rglob("*") if p.is_file()):
     checksum = 0
     with path.open("rb") as file:
       while block := file.read(_BLOCK):
         checksum = zlib.crc32(block, checksum)
-    found[path.relative_to(directory).as_posix()] = checksum
-  return found
+    checksums[path.relative_to(directory).as_posix()] = checksum
+  return checksums
 
 
 def _remove(paths: Iterable[pathlib.Path]) -> None:

@@ -1,4 +1,4 @@
-"""A cache as JSON that describes it and arrays that fill it."""
+"""Conversion of a cache to a JSON description and arrays, and back."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,25 +19,25 @@ from kvjax.options.schedules import Schedule
 from kvjax.registry.registry import METHODS, RETRIEVALS, recipe_of
 from kvjax.struct import STRUCTS, class_name, make
 
-# What is stored by its fields, besides `STRUCTS` and registered methods: the
-# plan that a cache goes on evicting by, and rounded keys and values.
+# Classes that are saved by their fields, besides `STRUCTS` and registered
+# methods: plans that evict while decoding, and quantized keys and values.
 _PARTS: tuple[type, ...] = (Plan, Schedule, Retention, Tokens, Quantized)
 
 Arrays = dict[str, Shaped[np.ndarray, "..."]]
 
 
-def described(value: Any, path: str, arrays: Arrays) -> Any:
-  """A tree as JSON that names its arrays; they are added to `arrays`.
+def describe(value: Any, path: str, arrays: Arrays) -> Any:
+  """Describes a tree as JSON and adds its arrays to `arrays`.
 
-  Classes are stored by name with all their fields, whatever those are.
+  Classes are stored by name, with all their fields.
 
   Args:
     value: the tree, or a part of it.
-    path: of the part, in front of its arrays' names.
-    arrays: gathers the arrays, on the host.
+    path: path of the part, which prefixes the names of its arrays.
+    arrays: collects the arrays, on the host.
 
   Raises:
-    InputError: the tree holds something that is not known here.
+    InputError: the tree contains something of an unknown class.
   """
   if isinstance(value, jax.Array):
     arrays[path] = array = np.asarray(value)
@@ -48,12 +48,12 @@ def described(value: Any, path: str, arrays: Arrays) -> Any:
     }
   if class_name(type(value)) in _known():
     fields = {
-      name: described(getattr(value, name), f"{path}.{name}", arrays)
+      name: describe(getattr(value, name), f"{path}.{name}", arrays)
       for name in _field_names(value)
     }
     return {"class": class_name(type(value)), "fields": fields}
   if isinstance(value, tuple):
-    return [described(x, f"{path}.{i}", arrays) for i, x in enumerate(value)]
+    return [describe(x, f"{path}.{i}", arrays) for i, x in enumerate(value)]
   if value is None or isinstance(value, (bool, int, float, str)):
     return value
   raise InputError(
@@ -63,7 +63,7 @@ def described(value: Any, path: str, arrays: Arrays) -> Any:
 
 
 def _known() -> Mapping[str, type]:
-  """Classes by their names in files; of methods, those that are registered."""
+  """Classes by their names in files, including registered methods."""
   recipes = [recipe_of(entry.make()) for entry in METHODS.values()]
   classes = [*_PARTS, *(type(recipe.method) for recipe in recipes)]
   classes += [type(entry.make()) for entry in RETRIEVALS.values()]
@@ -77,7 +77,7 @@ def _field_names(value: Any) -> Sequence[str]:
 
 
 def empty_arrays(saved: Any) -> Arrays:
-  """Arrays of the shapes and dtypes that a described tree names."""
+  """Makes arrays with the shapes and dtypes of a described tree."""
   if isinstance(saved, dict) and "array" in saved:
     dtype = jnp.dtype(saved["dtype"])
     return {saved["array"]: np.empty(saved["shape"], dtype)}
@@ -89,20 +89,20 @@ def empty_arrays(saved: Any) -> Arrays:
   return arrays
 
 
-def restored(saved: Any, arrays: Arrays) -> Any:
-  """The tree that was described, each layer placed as soon as it is whole.
+def restore(saved: Any, arrays: Arrays) -> Any:
+  """Restores a tree from its description and arrays; shards its layers.
 
   Raises:
-    InputError: it holds a class that is not known here.
+    InputError: it contains an unknown class.
   """
   if isinstance(saved, list):
-    return tuple(restored(child, arrays) for child in saved)
+    return tuple(restore(child, arrays) for child in saved)
   if not isinstance(saved, dict):
     return saved
   if "array" in saved:
     return jnp.asarray(arrays[saved["array"]])
   fields = {
-    name: restored(child, arrays) for name, child in saved["fields"].items()
+    name: restore(child, arrays) for name, child in saved["fields"].items()
   }
   cls = _known().get(saved["class"])
   if cls is None:
@@ -111,15 +111,15 @@ def restored(saved: Any, arrays: Arrays) -> Any:
       "saved by another version of kvjax, or with a method that is not "
       "registered."
     )
-  made = _made(cls, fields)
+  made = _make(cls, fields)
   if isinstance(made, Cache):
-    stacks = tuple(shard_stack(stack).offloaded() for stack in made.stacks)
+    stacks = tuple(shard_stack(stack).offload() for stack in made.stacks)
     return dataclasses.replace(made, stacks=stacks)
   return made
 
 
-def _made(cls: type, fields: dict[str, Any]) -> Any:
-  """An instance, if these are its fields."""
+def _make(cls: type, fields: dict[str, Any]) -> Any:
+  """Makes an instance if these are its fields."""
   if class_name(cls) in STRUCTS:
     names = {field.name for field in dataclasses.fields(cls)}
     if names == fields.keys():

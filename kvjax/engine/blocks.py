@@ -1,4 +1,4 @@
-"""Prompts that are worked through block by block in a fixed memory."""
+"""Prefill block by block, in a fixed amount of memory."""
 
 import functools
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from kvjax.cache.window import WindowLayer
 from kvjax.engine.compress import finalize_cache, finalize_layer
 from kvjax.engine.feed import append_block, evict_all
 from kvjax.engine.forward import (
+  attach_spec,
   attend_to_prompt,
-  described,
   index_layer,
   layer_stacks,
 )
@@ -31,9 +31,10 @@ from kvjax.prompts import Prompts
 def prefill_blocks(
   model: Model, params: PyTree, prompts: Prompts, plan: Plan
 ) -> tuple[Cache, Float[Array, "B V"]]:
-  """Prefills with `plan.schedule.block`; see `kvjax.prefill`.
+  """Prefills prompts in blocks of `plan.schedule.block` tokens.
 
-  A layer never holds more than its budget and a block.
+  A layer never contains more tokens than its budget and one block. Arguments
+  and results are those of `kvjax.prefill`.
   """
   lengths = np.asarray(prompts.lengths)
   limits = prepare_limits(plan, lengths, prompts.tokens.shape[1])
@@ -67,10 +68,10 @@ def _prefill_blocks(
   def run(
     cache: Cache, start: Int[Array, ""], width: int
   ) -> tuple[Cache, Float[Array, "B E"]]:
-    """A block; the hidden state of each row's last token if it is in there."""
-    own = jax.lax.dynamic_slice_in_dim(tokens, start, width, axis=1)
+    """Runs a block; returns the hidden state of each row's last token."""
+    part = jax.lax.dynamic_slice_in_dim(tokens, start, width, axis=1)
     real = jnp.clip(lengths - start, 0, width)
-    hidden, cache = append_block(model, params, cache, own, real, limits)
+    hidden, cache = append_block(model, params, cache, part, real, limits)
     last = jnp.maximum(real - 1, 0)[:, None, None]
     last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
     return evict_all(model, limits, cache), last
@@ -80,11 +81,11 @@ def _prefill_blocks(
   ) -> tuple[Cache, Float[Array, "B E"]]:
     cache, last = carry
     start = first + index * block
-    cache, found = run(cache, start, block)
-    return cache, jnp.where((lengths > start)[:, None], found, last)
+    cache, block_last = run(cache, start, block)
+    return cache, jnp.where((lengths > start)[:, None], block_last, last)
 
-  room = max(limits.capacity + block, first)
-  kinds = _kinds(model.geometry, plan, (room, padded + block))
+  capacity = max(limits.capacity + block, first)
+  kinds = _kinds(model.geometry, plan, (capacity, padded + block))
   order = tuple(list(dict.fromkeys(kinds)).index(kind) for kind in kinds)
   rows = lengths.shape[0]
   empty = Cache(
@@ -108,26 +109,32 @@ def _prefill_blocks(
 
 
 class _Kind(NamedTuple):
-  """What layers that share a stack have in common.
+  """The properties that layers of one stack have in common.
 
   Attributes:
-    spec: of the layers.
+    spec: spec of the layers.
     evicts: whether the method compresses them.
-    room: slots while the prompt is read.
+    capacity: slots during prefill.
   """
 
   spec: LayerSpec
   evicts: bool
-  room: int
+  capacity: int
 
 
 def _kinds(
-  geometry: Geometry, plan: Plan, rooms: tuple[int, int]
+  geometry: Geometry, plan: Plan, capacities: tuple[int, int]
 ) -> list[_Kind]:
-  """For each layer its kind, given the room of those that evict or do not."""
+  """Returns the kind of each layer.
+
+  Args:
+    geometry: sizes of the model.
+    plan: the plan.
+    capacities: slots of layers that evict, and of those that do not.
+  """
   compressed = compressed_layers(plan, geometry)
   return [
-    _Kind(spec, evicts, rooms[0] if evicts else rooms[1])
+    _Kind(spec, evicts, capacities[0] if evicts else capacities[1])
     for spec, evicts in zip(geometry.layers, compressed, strict=True)
   ]
 
@@ -139,19 +146,19 @@ def _empty_stack(
   kind: _Kind,
   sizes: tuple[int, int],
 ) -> Layer:
-  """Layers that hold nothing, with all that the method will remember.
+  """Makes a stack of empty layers, including what the method will remember.
 
   Args:
     model: the functions.
     params: the weights.
     plan: the plan.
-    kind: of the layers.
-    sizes: the number of layers, and of rows.
+    kind: kind of the layers.
+    sizes: number of layers and of rows.
   """
   count, rows = sizes
 
   def first_token(params: PyTree) -> Layer:
-    """What a layer's cache is after a token, for its shapes."""
+    """A layer's cache after one token; only its shapes are used."""
     token = jnp.zeros((rows, 1), jnp.int32)
     hidden, shared = model.embed(params, token, token)
     weights = index_layer(layer_stacks(model, params)[kind.spec.weights], 0)
@@ -159,7 +166,7 @@ def _empty_stack(
     def attend(
       activations: Activations,
     ) -> tuple[Float[Array, "B N S Dv"], Activations]:
-      activations = described(kind.spec, activations)
+      activations = attach_spec(kind.spec, activations)
       return attend_to_prompt(activations), activations
 
     _, activations = model.block(
@@ -171,23 +178,23 @@ def _empty_stack(
     cache = LayerCache.of(activations)
     if kind.evicts:
       cache = plan.method.observe(jnp.int32(0), cache, activations)
-    return cache.grown(kind.room - 1)
+    return cache.grow(kind.capacity - 1)
 
   shapes = jax.eval_shape(first_token, params)
   stack: Layer = jax.tree.map(
     lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes
   )
-  return shard_stack(stack.cleared())
+  return shard_stack(stack.clear())
 
 
 def _finalize(model: Model, plan: Plan, stack: Any, capacity: int) -> Layer:
-  """Layers without room for a block, nor memory if it has no more use."""
+  """Cuts off the room for a block, and what the method no longer needs."""
   if not stack.compressible:
     return shard_stack(stack)
-  stack = stack.shrunk(capacity)
+  stack = stack.shrink(capacity)
   if plan.schedule.every is not None:
     return shard_stack(stack)
   renumbers = plan.method.traits.renumbers
   finalize = functools.partial(finalize_layer, model, renumbers, plan.kv_dtype)
-  layers: Layer = jax.vmap(finalize)(stack.forgetful())
+  layers: Layer = jax.vmap(finalize)(stack.without_memory())
   return shard_stack(layers)

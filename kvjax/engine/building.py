@@ -1,4 +1,4 @@
-"""A plan's cache, filled layer by layer."""
+"""Builds the cache of a plan layer by layer."""
 
 import functools
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from kvjax.cache.sharding import shard_stack
 from kvjax.engine.compress import (
   Evaluated,
   Evaluation,
-  Kept,
+  LayerInputs,
   compress_layer,
   finalize_cache,
-  keep_alone,
   keep_layer,
+  keep_single,
   select_layer,
 )
 from kvjax.engine.prepared import LayerProgram, PreparedPlan
@@ -30,10 +30,10 @@ from kvjax.placement import is_on_host
 
 
 class CacheBuilder:
-  """Fills the cache of one plan.
+  """Builds the cache of one plan.
 
-  Layers with equal specs and programs share a stack, which is allocated with
-  the first of them; the others are written in place.
+  Layers with equal specs and programs share a stack. It is allocated with the
+  first of them, and the others are written in place.
   """
 
   def __init__(
@@ -42,10 +42,10 @@ class CacheBuilder:
     prepared: PreparedPlan,
     protected: Bool[Array, "B P"] | None,
   ) -> None:
-    """Begins with no layer.
+    """Starts without any layer.
 
     Args:
-      model: turns keys where the method renumbers them.
+      model: the model, which rerotates keys if the method renumbers tokens.
       prepared: the plan.
       protected: by position, tokens that must be kept, if there are any.
     """
@@ -53,7 +53,7 @@ class CacheBuilder:
     self._prepared = prepared
     self._protected = protected
     specs = model.geometry.layers
-    # What stacks hold: layers that evict apart from those that never do.
+    # Layers that evict and layers that never do are in different stacks.
     self._kinds = [
       (spec, prepared.program(layer, spec), prepared.evicts[layer])
       if spec.cache
@@ -62,7 +62,7 @@ class CacheBuilder:
     ]
     self._stacks: list[Layer] = []
     self._order = [-1] * len(specs)
-    # For each kind, its stack and how many layers that holds.
+    # For each kind, the index of its stack and the number of layers in it.
     self._filled: dict[
       tuple[LayerSpec, LayerProgram, bool], tuple[int, int]
     ] = {}
@@ -73,31 +73,31 @@ class CacheBuilder:
     """Compresses a layer and writes it into its stack.
 
     Args:
-      layer: its number in the model.
-      activations: of the prompt.
-      evaluated: what the plan's method found and remembers, if anything.
+      layer: index of the layer in the model.
+      activations: activations of the prompt.
+      evaluated: evaluation by the plan's method, if there is one.
     """
     kind = self._kinds[layer]
     assert kind is not None
     program = kind[1]
     num_keys = self._prepared.num_keys
     activations = activations.only(())
-    kept = Kept(
+    inputs = LayerInputs(
       jnp.asarray(layer, jnp.int32),
       activations,
-      evaluated and evaluated.remembered(),
+      evaluated and evaluated.drop_scores(),
       self._select(layer, activations, evaluated),
       None if program.retrieval is None else jnp.asarray(num_keys),
     )
     if kind in self._filled:
       stack, index = self._filled[kind]
     else:
-      shape = _shape(self._model, program, kept)
+      shape = _shape(self._model, program, inputs)
       count = self._kinds.count(kind)
       if count == 1:
         self._order[layer] = len(self._stacks)
         self._stacks.append(
-          keep_alone(kept, model=self._model, program=program)
+          keep_single(inputs, model=self._model, program=program)
         )
         return
       stack, index = len(self._stacks), 0
@@ -105,7 +105,7 @@ class CacheBuilder:
     self._stacks[stack] = keep_layer(
       self._stacks[stack],
       np.int32(index),
-      kept,
+      inputs,
       model=self._model,
       program=program,
     )
@@ -115,8 +115,8 @@ class CacheBuilder:
   def _select(
     self, layer: int, activations: Activations, evaluated: Evaluated | None
   ) -> Int[Array, "B K T"] | None:
-    """Slots to keep; None where nobody loses anything."""
-    if self._prepared.whole[layer]:
+    """Selects slots to keep; None if no row evicts anything."""
+    if self._prepared.keeps_all[layer]:
       return None
     assert evaluated is not None
     slots = activations.positions.shape[1]
@@ -128,7 +128,7 @@ class CacheBuilder:
     )
 
   def cache(self, lengths: Int[Array, " B"]) -> Cache:
-    """The cache, when all layers have been kept."""
+    """Returns the cache once all layers have been kept."""
     return finalize_cache(
       self._prepared.plan,
       tuple(self._stacks),
@@ -140,9 +140,10 @@ class CacheBuilder:
 
 @functools.partial(jax.jit, static_argnames=("shape", "count"))
 def _empty_stack(*, shape: Any, count: int) -> Layer:
-  """Zeros for so many layers, spread over the mesh in context.
+  """Makes zeros for `count` layers, sharded over the mesh in context.
 
-  As one program: no device ever holds all heads, nor what the host is to hold.
+  It is one program, so that no device ever allocates all heads, nor arrays that
+  belong on the host.
   """
 
   def zeros(x: Any) -> Array:
@@ -154,16 +155,16 @@ def _empty_stack(*, shape: Any, count: int) -> Layer:
       compute_type="device_host",
       out_memory_spaces=jax.memory.Space.Host,
     )
-    there: Array = host()
-    return there
+    zeros_on_host: Array = host()
+    return zeros_on_host
 
   stack: Layer = jax.tree.map(zeros, shape)
   return shard_stack(stack)
 
 
-def _shape(model: Any, program: LayerProgram, kept: Kept) -> Any:
-  """What a layer is compressed to, with shapes in place of arrays."""
-  leaves, structure = jax.tree.flatten(kept)
+def _shape(model: Any, program: LayerProgram, inputs: LayerInputs) -> Any:
+  """Shapes of a layer after compression."""
+  leaves, structure = jax.tree.flatten(inputs)
   shapes = tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves)
   return _compressed_shape(model, program, structure, shapes)
 
@@ -176,6 +177,6 @@ def _compressed_shape(
   shapes: Sequence[tuple[Any, Any]],
 ) -> Any:
   leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-  kept = jax.tree.unflatten(structure, leaves)
+  inputs = jax.tree.unflatten(structure, leaves)
   compress = functools.partial(compress_layer, model, program)
-  return jax.eval_shape(lambda kept: compress(kept).offloaded(), kept)
+  return jax.eval_shape(lambda inputs: compress(inputs).offload(), inputs)

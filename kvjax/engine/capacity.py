@@ -1,4 +1,4 @@
-"""How many slots a prompt and its answer need, and whether they are there."""
+"""Number of slots that a prompt and its answer need, and checks of it."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from kvjax.cache.cache import Cache
 from kvjax.engine.decode import (
   Decoding,
 )
-from kvjax.engine.prepared import Limits, farthest, prepare_limits
+from kvjax.engine.prepared import Limits, max_span, prepare_limits
 from kvjax.errors import InputError
 from kvjax.model import Model, check_context
 from kvjax.options.budgets import Retention
@@ -23,7 +23,7 @@ _TOGETHER = "What the cache has seen, with question and answer,"
 
 
 def wider_capacities(cache: Cache, tokens: int) -> list[int | None]:
-  """Capacities of the stacks with room for so many more tokens."""
+  """Capacities of the stacks with room for `tokens` more tokens."""
   return [
     None if stack.capacity is None else stack.capacity + tokens
     for stack in cache.stacks
@@ -31,14 +31,14 @@ def wider_capacities(cache: Cache, tokens: int) -> list[int | None]:
 
 
 def find_limits(
-  cache: Cache, seen: Int[np.ndarray, " B"], width: int, decoding: Decoding
+  cache: Cache, processed: Int[np.ndarray, " B"], width: int, decoding: Decoding
 ) -> Limits | None:
-  """What the layers may hold while they are asked, if they evict then."""
+  """Limits of the layers during generation, if they evict then."""
   plan = cache.plan
   if plan is None or plan.budget == Retention(1.0):
     return None
-  most = bucket(int(seen.max()) + width + decoding.max_new_tokens)
-  return prepare_limits(plan, seen, most)
+  longest = bucket(int(processed.max()) + width + decoding.max_new_tokens)
+  return prepare_limits(plan, processed, longest)
 
 
 def _slots_needed(
@@ -48,49 +48,49 @@ def _slots_needed(
   width: int,
   decoding: Decoding,
 ) -> list[int]:
-  """Slots that the layers of each stack need, so many of them being used.
+  """Number of slots that the layers of each stack need.
 
   Args:
-    cache: whose stacks they are.
-    used: per stack.
-    limits: what the layers may hold after the block and every few tokens.
+    cache: the cache.
+    used: used slots of each stack.
+    limits: limits of the layers after each eviction, if they evict.
     width: tokens of the block that is fed first; 0 for none.
     decoding: how many tokens follow.
   """
-  everything = [slots + width + decoding.max_new_tokens for slots in used]
+  full = [slots + width + decoding.max_new_tokens for slots in used]
   if limits is None:
-    return everything
+    return full
   plan = limits.plan
   step = min(plan.schedule.every or 1, decoding.max_new_tokens)
   first = [cache.order.index(number) for number in range(len(used))]
   return [
-    # A layer that keeps everything keeps the gaps between rows as well.
-    most
+    # A layer that never evicts never closes the gaps between rows either.
+    total
     if plan.method.traits.keeps_layer(layer)
     else max(slots + (width or step), limits.capacity + step)
-    for layer, slots, most in zip(first, used, everything, strict=True)
+    for layer, slots, total in zip(first, used, full, strict=True)
   ]
 
 
 def grow_for(
   cache: Cache, limits: Limits | None, width: int, decoding: Decoding
 ) -> Cache:
-  """The cache with room for a block and what is decoded after it.
+  """Grows a cache for a block and the tokens decoded after it.
 
   Arguments are those of `check_room`.
   """
   used = [stack.capacity or 0 for stack in cache.stacks]
-  return cache.grown(_slots_needed(cache, used, limits, width, decoding))
+  return cache.grow(_slots_needed(cache, used, limits, width, decoding))
 
 
-def _check_reach(
+def _check_lengths(
   model: Model, cache: Cache, lengths: Int[np.ndarray, " B"], width: int
 ) -> None:
-  """Refuses rows of these lengths in the end, fed by so many at a time."""
+  """Refuses rows whose final lengths exceed the model's context."""
   plan = cache.plan
   if plan is not None:
     block = max(width, plan.schedule.every or 1)
-    lengths = farthest(plan, lengths, block)
+    lengths = max_span(plan, lengths, block)
   check_context(model, lengths, _TOGETHER)
 
 
@@ -100,35 +100,35 @@ def check_prompts(
   prompts: Prompts | Float[Array, "B V"],
   decoding: Decoding,
 ) -> int:
-  """Refuses prompts that do not suit a cache; tokens that are fed otherwise."""
-  seen = np.asarray(cache.next_positions)
+  """Refuses prompts that do not fit a cache; returns their padded width."""
+  processed = np.asarray(cache.next_positions)
   if not isinstance(prompts, Prompts):
-    _check_reach(model, cache, seen + decoding.max_new_tokens, 0)
+    _check_lengths(model, cache, processed + decoding.max_new_tokens, 0)
     return 0
   if prompts.protected is not None:
     raise InputError(
       "Tokens can be protected in what is prefilled only; give the question "
       "without a mask."
     )
-  rows, asked = len(seen), prompts.tokens.shape[0]
-  if rows != asked:
+  rows, questions = len(processed), prompts.tokens.shape[0]
+  if rows != questions:
     raise InputError(
-      f"The cache has {rows} rows and {asked} questions; give one for each."
+      f"The cache has {rows} rows and {questions} questions; give one for each."
     )
   width = prompts.tokens.shape[1]
-  total = seen + np.asarray(prompts.lengths) + decoding.max_new_tokens
-  _check_reach(model, cache, total, width)
+  total = processed + np.asarray(prompts.lengths) + decoding.max_new_tokens
+  _check_lengths(model, cache, total, width)
   return width
 
 
 def check_room(
   cache: Cache, limits: Limits | None, width: int, decoding: Decoding
 ) -> None:
-  """Refuses a cache without room for what is to stay.
+  """Refuses a cache that lacks room for the tokens that will stay in it.
 
   Args:
-    cache: what a block is appended to.
-    limits: what its layers may hold, if they evict.
+    cache: the cache.
+    limits: limits of its layers, if they evict.
     width: tokens of the block, padding included; 0 for none.
     decoding: how many tokens follow.
 
@@ -138,9 +138,9 @@ def check_room(
   cursors = jax.device_get([stack.next_slot for stack in cache.stacks])
   used = [int(cursor.max()) for cursor in cursors]
   needed = _slots_needed(cache, used, limits, width, decoding)
-  for layers, start, most in zip(cache.stacks, used, needed, strict=True):
-    if layers.capacity is not None and most > layers.capacity:
+  for layers, start, total in zip(cache.stacks, used, needed, strict=True):
+    if layers.capacity is not None and total > layers.capacity:
       raise InputError(
-        f"Turn and answer need {most - start} free slots and the cache has "
+        f"Turn and answer need {total - start} free slots and the cache has "
         f"{layers.capacity - start}; give it more with kvjax.reserve."
       )

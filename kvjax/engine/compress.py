@@ -1,4 +1,4 @@
-"""What happens to a layer's cache: evaluate, select, keep, finalize."""
+"""Compression of a layer's cache: evaluate, select, keep, finalize."""
 
 import dataclasses
 import functools
@@ -20,20 +20,20 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.cache.window import WindowLayer
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import LayerProgram, Limits
-from kvjax.engine.rerotation import close_up, rerotate
+from kvjax.engine.rerotation import close_gaps, rerotate
 from kvjax.methods.base import Method
 from kvjax.model import LayerSpec, Model
 from kvjax.struct import struct
 
 
 class Evaluation(NamedTuple):
-  """What is evaluated once, whatever the number of plans that need it.
+  """An evaluation that all plans with equal values share.
 
   Attributes:
-    method: whose scores they are.
-    allocation: what heads compete by, where they do.
-    per_query_head: whether each query head holds keys of its own.
-    recursive: whether the method must remember what it saw, to go on.
+    method: the method whose scores are computed.
+    allocation: the allocation, if its heads compete by scores.
+    per_query_head: whether each query head stores its own keys.
+    recursive: whether the method evicts again later and must remember state.
   """
 
   method: Method
@@ -43,7 +43,7 @@ class Evaluation(NamedTuple):
 
   @classmethod
   def of(cls, plan: Plan) -> "Evaluation":
-    """What a plan needs."""
+    """Returns the evaluation that a plan needs."""
     spread = plan.spread
     return cls(
       plan.method,
@@ -55,20 +55,20 @@ class Evaluation(NamedTuple):
 
 @struct
 class Evaluated:
-  """What a method found in a layer, and what it remembers of it.
+  """The result of an evaluation of one layer.
 
   Attributes:
-    scores: what the choice depends on.
-    received: see `LayerCache`.
-    window: likewise.
+    scores: scores that the selection depends on.
+    received: attention that each token received; see `LayerCache`.
+    window: the last queries; see `LayerCache`.
   """
 
   scores: PyTree[Array]
   received: Float[Array, "B K T"] | None
   window: ObservationWindow | None
 
-  def remembered(self) -> "Evaluated | None":
-    """What is remembered alone, if anything is."""
+  def drop_scores(self) -> "Evaluated | None":
+    """Keeps only what the method remembers; None if that is nothing."""
     if self.received is None and self.window is None:
       return None
     return dataclasses.replace(self, scores=None)
@@ -82,13 +82,13 @@ def evaluate_layer(
   *,
   scored: bool = True,
 ) -> Evaluated:
-  """What a method finds in a prompt; in float32 on every backend.
+  """Evaluates a layer of a prompt, in float32 on every backend.
 
   Args:
     evaluation: the method.
-    layer: number of the layer in the model.
-    activations: the prompt.
-    scored: whether anybody chooses by it; else it only remembers.
+    layer: index of the layer in the model.
+    activations: activations of the prompt.
+    scored: whether to compute scores; if not, the method only remembers.
   """
   cache, activations = _candidates(evaluation.per_query_head, activations)
   method, scores = evaluation.method, None
@@ -107,13 +107,13 @@ def select_layer(
   evaluated: Evaluated,
   budget: LayerBudget,
 ) -> Int[Array, "B K T"]:
-  """Slots of a prompt that a method keeps, ascending, then -1.
+  """Selects the slots of a prompt that a method keeps, ascending, then -1.
 
   Args:
     evaluation: the method.
-    activations: the prompt.
-    evaluated: what the method has found in it.
-    budget: how many; its capacity is T.
+    activations: activations of the prompt.
+    evaluated: result of the evaluation.
+    budget: how many slots to keep; its capacity is T.
   """
   cache, _ = _candidates(evaluation.per_query_head, activations)
   cache = _remember(cache, evaluated)
@@ -121,15 +121,15 @@ def select_layer(
   return allocation.select(method, evaluated.scores, cache, budget)
 
 
-class Kept(NamedTuple):
-  """What a layer of a prompt becomes a cache of; arrays alone.
+class LayerInputs(NamedTuple):
+  """The arrays that the cache of a layer is made from.
 
   Attributes:
-    layer: number of the layer in the model.
-    activations: of the prompt.
+    layer: index of the layer in the model.
+    activations: activations of the prompt.
     evaluated: what the method remembers, if anything.
-    slots: those to keep, ascending, then -1; None for all.
-    num_keys: keys that the rows look up, if any.
+    slots: slots to keep, ascending, then -1; None for all.
+    num_keys: keys that each row retrieves, for retrieval methods.
   """
 
   layer: Int[Array, ""]
@@ -139,36 +139,38 @@ class Kept(NamedTuple):
   num_keys: Int[Array, " B"] | None
 
 
-def compress_layer(model: Model, program: LayerProgram, kept: Kept) -> Layer:
-  """A layer of a prompt as its plan keeps it, in its final form.
+def compress_layer(
+  model: Model, program: LayerProgram, inputs: LayerInputs
+) -> Layer:
+  """Makes the cache of a layer of a prompt, in its final form.
 
   Args:
-    model: turns keys where the method renumbers them.
-    program: what is compiled.
-    kept: the layer.
+    model: the model, which rerotates keys if the method renumbers tokens.
+    program: what the compiled program depends on.
+    inputs: the layer.
   """
   if program.window is not None:
-    return shard_layer(WindowLayer.of(kept.activations, program.window))
-  cache, activations = _candidates(program.per_query_head, kept.activations)
-  if kept.evaluated is not None:
-    cache = _remember(cache, kept.evaluated)
+    return shard_layer(WindowLayer.of(inputs.activations, program.window))
+  cache, activations = _candidates(program.per_query_head, inputs.activations)
+  if inputs.evaluated is not None:
+    cache = _remember(cache, inputs.evaluated)
   if program.ragged:
-    assert kept.slots is not None
+    assert inputs.slots is not None
     heads = cache.positions.shape[1]
-    packed = PackedLayer.of(cache, kept.slots, heads * program.capacity)
+    packed = PackedLayer.of(cache, inputs.slots, heads * program.capacity)
     return shard_layer(_quantize(packed, program.kv_dtype))
-  if kept.slots is not None:
-    cache = cache.take(kept.slots[..., : program.capacity])
+  if inputs.slots is not None:
+    cache = cache.take(inputs.slots[..., : program.capacity])
   if program.recursive:
     return shard_layer(cache)
   if program.retrieval is not None:
-    assert kept.num_keys is not None
+    assert inputs.num_keys is not None
     sparse = SparseLayer.of(
       program.retrieval,
-      kept.layer,
+      inputs.layer,
       cache,
       activations,
-      kept.num_keys,
+      inputs.num_keys,
       program.max_keys,
     )
     return shard_layer(sparse)
@@ -183,36 +185,38 @@ def compress_layer(model: Model, program: LayerProgram, kept: Kept) -> Layer:
 def keep_layer(
   stack: Layer,
   index: Int[Array, ""],
-  kept: Kept,
+  inputs: LayerInputs,
   *,
   model: Model,
   program: LayerProgram,
 ) -> Layer:
-  """Writes a compressed layer into its stack, which is consumed."""
-  layer = compress_layer(model, program, kept).offloaded()
+  """Compresses a layer and writes it into its stack, which is donated."""
+  layer = compress_layer(model, program, inputs).offload()
   write = jax.lax.dynamic_update_index_in_dim
   stack = jax.tree.map(lambda x, y: write(x, y, index, 0), stack, layer)
   return shard_stack(stack)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "program"))
-def keep_alone(kept: Kept, *, model: Model, program: LayerProgram) -> Layer:
-  """A compressed layer as a stack of its own."""
-  layer = compress_layer(model, program, kept)
+def keep_single(
+  inputs: LayerInputs, *, model: Model, program: LayerProgram
+) -> Layer:
+  """Compresses a layer and makes a stack of it alone."""
+  layer = compress_layer(model, program, inputs)
   stack: Layer = jax.tree.map(lambda x: x[None], layer)
-  return shard_stack(stack).offloaded()
+  return shard_stack(stack).offload()
 
 
 def finalize_layer(
   model: Model, renumbers: bool, kv_dtype: str | None, layer: LayerCache
 ) -> Layer:
-  """A layer as it lasts, its method having chosen for the last time.
+  """Finalizes a layer after its method has evicted for the last time.
 
   Args:
-    model: turns keys.
-    renumbers: whether it does.
-    kv_dtype: what keys and values are rounded to, if they are.
-    layer: what is left, as it was computed.
+    model: the model.
+    renumbers: whether to number and rotate tokens by their place in the cache.
+    kv_dtype: dtype to quantize keys and values to, if any.
+    layer: the layer after eviction.
   """
   if renumbers:
     layer = rerotate(model, layer)
@@ -220,7 +224,7 @@ def finalize_layer(
 
 
 def _quantize(layer: Layer, kv_dtype: str | None) -> Layer:
-  return layer if kv_dtype is None else layer.quantized(kv_dtype)
+  return layer if kv_dtype is None else layer.quantize(kv_dtype)
 
 
 def finalize_cache(
@@ -230,11 +234,11 @@ def finalize_cache(
   lengths: Int[Array, " B"],
   protected: Bool[Array, "B P"] | None,
 ) -> Cache:
-  """The cache of rows of these lengths.
+  """Makes the cache of rows of these lengths from its stacks.
 
-  It goes on evicting only if its plan does. Where the method has renumbered
-  tokens for good the next one follows the last that is kept; all heads of all
-  layers keep as many then.
+  The cache contains the plan only if that evicts while decoding. If the method
+  has renumbered tokens, the next position follows the last kept token; all
+  heads of all layers keep the same number of tokens then.
   """
   if plan.schedule.every is not None:
     return Cache(stacks, lengths, protected, order, plan)
@@ -250,32 +254,32 @@ def evict_layer(
   activations: Activations,
   budget: LayerBudget,
 ) -> LayerCache:
-  """Compresses a layer to its limits; its tokens come first then.
+  """Evicts from a layer down to its limits.
 
   Args:
-    limits: what it may hold.
-    layer: number of the layer in the model.
-    cache: the candidates.
-    activations: a block of padding: what the method needs of what it saw, it
-      remembers in the cache.
-    budget: what `limits` say of one layer.
+    limits: limits of the layers.
+    layer: index of the layer in the model.
+    cache: the layer's cache.
+    activations: a block of padding; the method remembers in the cache what it
+      needs of earlier blocks.
+    budget: budget of one layer under `limits`.
 
   Returns:
-    A cache of the same capacity.
+    A cache of the same capacity, with its tokens in the first slots.
   """
   plan = limits.plan
   with jax.default_matmul_precision("highest"):
     scores = plan.method.evaluate(layer, cache, activations)
   slots = plan.spread.select(plan.method, scores, cache, budget)
   kept = cache.take(slots[..., : budget.capacity])
-  return kept.grown(cache.capacity - kept.capacity)
+  return kept.grow(cache.capacity - kept.capacity)
 
 
 def arrange_for(model: Model, plan: Plan | None) -> Any:
-  """What attention reads in place of a layer that evicts; None for itself."""
+  """Maps a layer to what attention reads instead; None for the layer itself."""
   if plan is None or not plan.method.traits.renumbers:
     return None
-  return functools.partial(close_up, model)
+  return functools.partial(close_gaps, model)
 
 
 def _candidates(
@@ -298,7 +302,7 @@ def _remember(cache: LayerCache, evaluated: Evaluated) -> LayerCache:
 
 
 def padding_like(cache: LayerCache, spec: LayerSpec) -> Activations:
-  """A block of one token of padding, as a layer would project it."""
+  """Makes activations of one padding token for a layer."""
   batch, kv_heads, _, dim = cache.keys.shape
   keys = jnp.zeros((batch, kv_heads, 1, dim), cache.keys.dtype)
   width = cache.values.shape[-1]

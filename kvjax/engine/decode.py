@@ -31,12 +31,17 @@ _TOKENS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-  """When and how decoding goes on.
+  """Options of decoding.
 
   Attributes:
-    max_new_tokens: most tokens per answer.
+    max_new_tokens: maximum number of tokens to generate per row.
     stop_ids: a row ends before the first of these tokens.
     sampling: how a token is drawn.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.Decoding(max_new_tokens=8, stop_ids=[2]).stop_ids
+    (2,)
   """
 
   max_new_tokens: int
@@ -58,12 +63,12 @@ class Decoding:
     return dataclasses.replace(self, max_new_tokens=most)
 
 
-class Answers(NamedTuple):
-  """What was decoded.
+class DecodedTokens(NamedTuple):
+  """Decoded tokens.
 
   Attributes:
-    tokens: each row's tokens, then -1.
-    lengths: tokens of each row, the stop token not counted.
+    tokens: tokens of each row, then -1.
+    lengths: number of tokens of each row, without the stop token.
   """
 
   tokens: Int[Array, "B M"]
@@ -76,15 +81,15 @@ class Answers(NamedTuple):
 
 
 @struct
-class Run:
-  """What decoding takes besides a model, its cache and how to decode.
+class DecodingInputs:
+  """Inputs of decoding besides the model, the cache and the options.
 
   Attributes:
-    seeds: of each row's draws.
-    listener: number of who is told of the tokens.
-    limits: what the layers may hold, where they go on evicting.
-    max_new_tokens: most tokens per answer, if they are fewer than those of
-      `Decoding`, which the program is compiled for.
+    seeds: seeds of each row's draws.
+    listener: number of the callback that receives tokens, if there is one.
+    limits: limits of the layers, if they evict while decoding.
+    max_new_tokens: maximum number of tokens to generate per row; the program
+      is compiled for a `Decoding` that may allow more.
   """
 
   seeds: Int[Array, " B"]
@@ -107,12 +112,12 @@ def decode(
   cache: Cache,
   logits: Float[Array, "B V"],
   decoding: Decoding,
-  run: Run,
-) -> tuple[Answers, Cache]:
-  """Decodes into the room that the cache has, until every row has ended."""
-  seeds, listener, limits = run.seeds, run.listener, run.limits
+  inputs: DecodingInputs,
+) -> tuple[DecodedTokens, Cache]:
+  """Decodes until every row has ended; the cache must have room."""
+  seeds, listener, limits = inputs.seeds, inputs.listener, inputs.limits
   rows = seeds.shape[0]
-  # Tokens between evictions; without any, all of them.
+  # Tokens between evictions; all tokens if there are none.
   every = (limits.plan.schedule.every if limits else None) or (
     decoding.max_new_tokens
   )
@@ -128,21 +133,21 @@ def decode(
     return token, ended
 
   def emit(loop: _Loop) -> Int[Array, "B M"]:
-    shown = jnp.where(loop.ended, -1, loop.token)
+    emitted = jnp.where(loop.ended, -1, loop.token)
     if listener is not None:
-      io_callback(_tell, None, listener, loop.step, shown, ordered=True)
+      io_callback(_notify, None, listener, loop.step, emitted, ordered=True)
     return jax.lax.dynamic_update_slice_in_dim(
-      loop.tokens, shown[:, None], loop.step, axis=1
+      loop.tokens, emitted[:, None], loop.step, axis=1
     )
 
-  def goes_on(loop: _Loop) -> Bool[Array, ""]:
-    return (loop.step < run.max_new_tokens) & ~jnp.all(loop.ended)
+  def unfinished(loop: _Loop) -> Bool[Array, ""]:
+    return (loop.step < inputs.max_new_tokens) & ~jnp.all(loop.ended)
 
   def one_token(loop: _Loop) -> _Loop:
     tokens = emit(loop)
-    alive = (~loop.ended).astype(jnp.int32)
+    active = (~loop.ended).astype(jnp.int32)
     logits, cache = feed(
-      model, params, loop.cache, loop.token[:, None], alive, limits
+      model, params, loop.cache, loop.token[:, None], active, limits
     )
     token, ended = draw(logits, cache.next_positions, loop.ended)
     return _Loop(loop.step + 1, token, ended, tokens, cache)
@@ -150,29 +155,29 @@ def decode(
   def until_eviction(loop: _Loop) -> _Loop:
     end = loop.step + every
     return jax.lax.while_loop(
-      lambda now: goes_on(now) & (now.step < end), one_token, loop
+      lambda now: unfinished(now) & (now.step < end), one_token, loop
     )
 
   def with_eviction(loop: _Loop) -> _Loop:
-    # Also after the last tokens, if they are fewer: a row that ended early is
-    # left as it is when it decodes alone.
+    # Also after a last, shorter run of tokens: a row must end in the same state
+    # whether it decodes alone or in a batch.
     loop = until_eviction(loop)
     assert limits is not None
     return loop._replace(cache=evict_all(model, limits, loop.cache))
 
   token, ended = draw(logits, cache.next_positions, jnp.zeros(rows, bool))
-  blank = jnp.full((rows, decoding.max_new_tokens), -1, jnp.int32)
-  loop = _Loop(jnp.zeros((), jnp.int32), token, ended, blank, cache)
+  no_tokens = jnp.full((rows, decoding.max_new_tokens), -1, jnp.int32)
+  loop = _Loop(jnp.zeros((), jnp.int32), token, ended, no_tokens, cache)
   if limits is None:
     loop = until_eviction(loop)
   else:
-    loop = jax.lax.while_loop(goes_on, with_eviction, loop)
+    loop = jax.lax.while_loop(unfinished, with_eviction, loop)
   lengths = jnp.sum((loop.tokens >= 0).astype(jnp.int32), axis=1)
-  return Answers(loop.tokens, lengths), loop.cache
+  return DecodedTokens(loop.tokens, lengths), loop.cache
 
 
-# Who listens to the decoding that runs, by number: programs are compiled with
-# a number to fill in, not with a function.
+# Callbacks of running decodings by number. A compiled program takes the number
+# as an argument, so that it does not depend on a function.
 _LISTENERS: dict[int, OnToken] = {}
 _numbers = itertools.count()
 
@@ -181,9 +186,9 @@ _numbers = itertools.count()
 def listening(
   on_token: OnToken | None,
 ) -> Iterator[Int[Array, ""] | None]:
-  """A number under which `decode` tells `on_token` of every token.
+  """Registers a callback for every decoded token; yields its number.
 
-  All calls have been made when the context ends.
+  All calls have returned when the context ends.
   """
   if on_token is None:
     yield None
@@ -197,5 +202,5 @@ def listening(
     del _LISTENERS[number]
 
 
-def _tell(listener: Any, step: Any, tokens: Any) -> None:
+def _notify(listener: Any, step: Any, tokens: Any) -> None:
   _LISTENERS[int(listener)](int(step), np.asarray(tokens))

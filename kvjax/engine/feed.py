@@ -1,4 +1,4 @@
-"""One step for everything: a block joins the cache, and layers may evict."""
+"""The step of prefill and decoding: append a block, then evict if due."""
 
 import dataclasses
 from typing import Any
@@ -25,7 +25,7 @@ def feed(
   lengths: Int[Array, " B"],
   limits: Limits | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
-  """Appends a block, and returns the logits after each row's last token.
+  """Appends a block and returns the logits after each row's last token.
 
   Arguments are those of `append_block`.
   """
@@ -51,8 +51,8 @@ def append_block(
     cache: has room for the block.
     tokens: right-padded rows.
     lengths: tokens of each row, 0 for none.
-    limits: where layers go on evicting: what the method needs of the block it
-      then remembers.
+    limits: limits of the layers, if they evict later; the method then remembers
+      what it needs of the block.
 
   Returns:
     Hidden states of the block, and the cache.
@@ -86,18 +86,18 @@ def append_block(
 
 
 def evict_all(model: Model, limits: Limits, cache: Cache) -> Cache:
-  """Compresses every layer that holds more than it may.
+  """Evicts from every layer that exceeds its limits.
 
   Args:
     model: the model.
-    limits: what layers may hold.
-    cache: of the same capacity afterwards.
+    limits: limits of the layers.
+    cache: the cache; its capacity stays the same.
   """
   traits = limits.plan.method.traits
   budget = limits.budget(cache.protected)
   stacks = list(cache.stacks)
   for number, stack in enumerate(stacks):
-    layers = [n for n, own in enumerate(cache.order) if own == number]
+    layers = [n for n, index in enumerate(cache.order) if index == number]
     kept = {traits.keeps_layer(layer) for layer in layers}
     if not stack.compressible or kept == {True}:
       continue
@@ -112,14 +112,14 @@ def evict_all(model: Model, limits: Limits, cache: Cache) -> Cache:
     ) -> Any:
       layer: LayerCache = stack.at(index)
       padding = padding_like(layer, spec)
-      own = dataclasses.replace(
+      layer_budget = dataclasses.replace(
         budget, capacity=min(budget.capacity, layer.capacity)
       )
 
       def evict(layer: LayerCache) -> LayerCache:
-        return evict_layer(limits, numbers[index], layer, padding, own)
+        return evict_layer(limits, numbers[index], layer, padding, layer_budget)
 
-      due = limits.is_due(layer, own)
+      due = limits.is_due(layer, layer_budget)
       after = jax.lax.cond(due, evict, lambda same: same, layer)
       return stack.put(index, layer, after)
 

@@ -1,4 +1,4 @@
-"""The model's layers, one after another: compiled once per kind of layer."""
+"""The forward pass over the layers, compiled once per kind of layer."""
 
 import collections
 import dataclasses
@@ -15,25 +15,26 @@ from kvjax.errors import InputError
 from kvjax.kernels.prompt_attention import prompt_attention
 from kvjax.model import LayerSpec, Model, ranks
 
-# Given a layer's number, the stack that its state is in, its index there and
-# its activations; returns the attention output and the stack.
+# Maps a layer's number, the stack of its state, its index in the stack and its
+# activations to the attention output and the stack.
 Step = Callable[
   [Int[Array, ""], Any, Int[Array, ""], Activations],
   tuple[Float[Array, "B N S Dv"], Any],
 ]
-# The same with a state of the layer's own, and the layer's number as an int.
+# Maps a layer's number as an int, its state and its activations to the
+# attention output and the state.
 LayerStep = Callable[
   [int, Any, Activations], tuple[Float[Array, "B N S Dv"], Any]
 ]
 
 
 class States(NamedTuple):
-  """What the layers of a model carry along.
+  """States of the layers of a model, joined to stacks.
 
   Attributes:
     stacks: states of several layers each, with a leading axis.
-    order: for each layer, the stack that its state is in, where states of the
-      same stack lie in the order of their layers; -1 for a layer without any.
+    order: for each layer, the index of its stack, which contains states in the
+      order of their layers; -1 for a layer without a state.
   """
 
   stacks: tuple[Any, ...]
@@ -41,19 +42,19 @@ class States(NamedTuple):
 
   @classmethod
   def none(cls, model: Model) -> "States":
-    """Of layers that carry nothing."""
+    """Makes the states of layers that have none."""
     return cls((None,), (0,) * model.geometry.num_layers)
 
 
 class _Kind(NamedTuple):
-  """What layers that share a program have in common."""
+  """The properties that layers of one program have in common."""
 
   spec: LayerSpec
   stack: int
 
 
 class _Run(NamedTuple):
-  """So many layers of one kind, one after another."""
+  """A run of consecutive layers of one kind."""
 
   kind: _Kind
   length: int
@@ -69,20 +70,20 @@ def run_layers(
   *,
   remat: bool = False,
 ) -> tuple[Float[Array, "B S E"], tuple[Any, ...]]:
-  """Runs a block of tokens through all layers, as loops over their kinds.
+  """Runs a block of tokens through all layers, with a loop per kind.
 
-  Layers with equal specs whose states are in the same stack are one loop, so
-  that the time to compile does not grow with depth. A pattern that repeats,
-  such as five local layers and a global one, is a loop of loops.
+  Consecutive layers with equal specs and a common stack form one loop, so that
+  compile time does not grow with depth. A repeating pattern, such as five local
+  layers and a global one, is a loop of loops.
 
   Args:
     model: the functions.
     params: the weights.
     tokens: token ids.
-    positions: each token's place in its own row, -1 for padding.
+    positions: position of each token in its row, -1 for padding.
     states: of the layers.
     step: the attention.
-    remat: compute activations again for the gradient.
+    remat: recompute activations for the gradient.
 
   Returns:
     The hidden states after the final norm, and the new stacks.
@@ -96,23 +97,23 @@ def run_layers(
 
   def run(carry: Any, kind: _Kind, start: Any, length: int) -> Any:
     stack = weights[kind.spec.weights]
-    # Slices that a scan makes of its inputs are what gradients flow through
-    # best, but they must be all there are.
-    whole = length == jax.tree.leaves(stack)[0].shape[0]
+    # Gradients flow best through slices that a scan makes of its inputs, which
+    # requires that the loop covers the whole stack.
+    covers_stack = length == jax.tree.leaves(stack)[0].shape[0]
 
     def one_layer(carry: Any, xs: Any) -> tuple[Any, None]:
       hidden, states = carry
-      layer, own = xs
-      if not whole:
-        own = index_layer(stack, weight_index[layer])
+      layer, layer_weights = xs
+      if not covers_stack:
+        layer_weights = index_layer(stack, weight_index[layer])
 
       def attend(activations: Activations) -> Any:
-        activations = described(kind.spec, activations)
+        activations = attach_spec(kind.spec, activations)
         state = states[kind.stack]
         return step(layer, state, state_index[layer], activations)
 
       hidden, state = model.block(
-        own, kind.spec, hidden, shared, positions, attend
+        layer_weights, kind.spec, hidden, shared, positions, attend
       )
       if kind.stack < 0:
         return (hidden, states), None
@@ -121,15 +122,17 @@ def run_layers(
 
     body = jax.checkpoint(one_layer) if remat else one_layer
     layers = start + jnp.arange(length, dtype=jnp.int32)
-    if length == 1 and whole:
+    if length == 1 and covers_stack:
       return body(carry, (layers[0], index_layer(stack, 0)))[0]
     if length == 1:
-      # The layer's number must not be a constant: XLA would slice the weights
-      # out of their stack, once and for all tokens, and compile for longer.
+      # The barrier hides that the layer's number is constant. Otherwise XLA
+      # slices the weights out of their stack, and takes longer to compile.
       hidden, states = carry
       layer, hidden = jax.lax.optimization_barrier((layers[0], hidden))
       return body((hidden, states), (layer, None))[0]
-    return jax.lax.scan(body, carry, (layers, stack if whole else None))[0]
+    return jax.lax.scan(body, carry, (layers, stack if covers_stack else None))[
+      0
+    ]
 
   runs = _runs(
     [_Kind(s, i) for s, i in zip(geometry.layers, order, strict=True)]
@@ -137,8 +140,8 @@ def run_layers(
   period, repeats = _repetition(runs)
   carry: Any = (hidden, tuple(stacks))
 
-  def one_period(start: Any, carry: Any, which: Sequence[_Run]) -> Any:
-    for kind, length in which:
+  def one_period(start: Any, carry: Any, runs: Sequence[_Run]) -> Any:
+    for kind, length in runs:
       carry = run(carry, kind, start, length)
       start = start + length
     return carry
@@ -165,16 +168,16 @@ def hidden_states(
   states: Sequence[Any],
   attend: LayerStep,
 ) -> tuple[Float[Array, "B S E"], tuple[Any, ...]]:
-  """Runs a block through the layers, each written out by itself.
+  """Runs a block through the layers, unrolled.
 
-  For analyses whose states differ from layer to layer; what is compiled grows
-  with depth.
+  It is for analyses whose states differ between layers. The size of the program
+  grows with depth.
 
   Args:
     model: the functions.
     params: the weights.
     tokens: token ids.
-    positions: each token's place in its own row, -1 for padding.
+    positions: position of each token in its row, -1 for padding.
     states: one per layer.
     attend: the attention of every layer.
 
@@ -188,10 +191,10 @@ def hidden_states(
   places = zip(geometry.layers, geometry.weight_index, strict=True)
   for layer, (spec, index) in enumerate(places):
 
-    def own(
+    def attend_layer(
       activations: Activations, layer: int = layer, spec: LayerSpec = spec
     ) -> Any:
-      return attend(layer, states[layer], described(spec, activations))
+      return attend(layer, states[layer], attach_spec(spec, activations))
 
     hidden, state = model.block(
       index_layer(weights[spec.weights], index),
@@ -199,7 +202,7 @@ def hidden_states(
       hidden,
       shared,
       positions,
-      own,
+      attend_layer,
     )
     new.append(state)
   return model.normalize(params, hidden), tuple(new)
@@ -213,14 +216,14 @@ def prompt_hidden(
   *,
   remat: bool = False,
 ) -> Float[Array, "B S E"]:
-  """Hidden states of whole prompts, which nothing is kept of.
+  """Computes the hidden states of whole prompts, without a cache.
 
   Args:
     model: the functions.
     params: the weights.
     tokens: right-padded rows.
     lengths: tokens of each row.
-    remat: compute activations again for the gradient.
+    remat: recompute activations for the gradient.
   """
 
   def step(
@@ -240,10 +243,11 @@ def prompt_hidden(
 
 
 def layer_stacks(model: Model, params: PyTree) -> tuple[PyTree, ...]:
-  """`Model.layer_weights`, if they are those of as many layers as have specs.
+  """Returns `Model.layer_weights` after checking them against the specs.
 
   Raises:
-    InputError: they are not, or a spec names a stack that is not there.
+    InputError: a stack has another number of layers than its specs, or a spec
+      names a stack that does not exist.
   """
   stacks = model.layer_weights(params)
   specs = collections.Counter(spec.weights for spec in model.geometry.layers)
@@ -263,20 +267,20 @@ def layer_stacks(model: Model, params: PyTree) -> tuple[PyTree, ...]:
   return stacks
 
 
-def described(spec: LayerSpec, activations: Activations) -> Activations:
-  """Activations that know how their layer attends.
+def attach_spec(spec: LayerSpec, activations: Activations) -> Activations:
+  """Attaches the attention options of a layer after checking the shapes.
 
   Raises:
-    InputError: the model gives sinks where the spec has none, or none where it
-      has, or heads of other sizes.
+    InputError: the sizes of the heads, or the presence of sinks, contradict the
+      spec.
   """
   queries, keys = activations.queries.shape, activations.keys.shape
   sizes = (queries[1], keys[1], keys[3], activations.values.shape[3])
-  wanted = (spec.heads, spec.kv_heads, spec.key_dim, spec.value_width)
-  if sizes != wanted or queries[3] != keys[3]:
+  expected = (spec.heads, spec.kv_heads, spec.key_dim, spec.value_width)
+  if sizes != expected or queries[3] != keys[3]:
     raise InputError(
       "A layer projects what its spec says; this one has query heads, KV "
-      f"heads, key and value widths {sizes}, and its spec {wanted}."
+      f"heads, key and value widths {sizes}, and its spec {expected}."
     )
   if (activations.sinks is not None) != spec.sinks:
     raise InputError(
@@ -287,7 +291,7 @@ def described(spec: LayerSpec, activations: Activations) -> Activations:
 
 
 def attend_to_prompt(activations: Activations) -> Float[Array, "B N S Dv"]:
-  """Attention of rows that begin with the block, padded on the right."""
+  """Computes the attention of whole prompts, padded on the right."""
   return prompt_attention(
     activations.queries,
     activations.keys,
@@ -301,14 +305,14 @@ def attend_to_prompt(activations: Activations) -> Float[Array, "B N S Dv"]:
 def block_positions(
   start: Int[Array, " B"], length: int, lengths: Int[Array, " B"]
 ) -> Int[Array, "B S"]:
-  """Positions of a right-padded block, -1 where it is padding."""
+  """Positions of a right-padded block, -1 for padding."""
   index = jnp.arange(length, dtype=jnp.int32)
   real = index[None] < lengths[:, None]
   return jnp.where(real, start[:, None] + index[None], -1)
 
 
 def index_layer(stack: PyTree, layer: Int[Array, ""] | int) -> PyTree:
-  """One layer of a stack, whose leaves lose their leading axis."""
+  """Returns one layer of a stack, without the leading axis."""
   return jax.tree.map(
     lambda x: (
       jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
@@ -326,9 +330,12 @@ def _runs(kinds: Sequence[_Kind]) -> list[_Run]:
 
 
 def _repetition(runs: Sequence[_Run]) -> tuple[int, int]:
-  """The length of the pattern that runs begin with, and how often it comes.
+  """Finds the repeating pattern at the start that covers the most runs.
 
-  Of all patterns it is the one that covers most runs, and the shortest such.
+  Ties prefer the shortest pattern.
+
+  Returns:
+    The number of runs of the pattern, and the number of its repetitions.
   """
   best = (len(runs), 1)
   covered = 0

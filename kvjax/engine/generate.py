@@ -1,4 +1,4 @@
-"""Asking caches: feed a question, then decode; all compiled."""
+"""Generation from caches: feed a prompt, then decode, all compiled."""
 
 import contextvars
 import functools
@@ -21,10 +21,10 @@ from kvjax.engine.capacity import (
   wider_capacities,
 )
 from kvjax.engine.decode import (
-  Answers,
+  DecodedTokens,
   Decoding,
+  DecodingInputs,
   OnToken,
-  Run,
   decode,
   listening,
 )
@@ -35,24 +35,36 @@ from kvjax.prompts import Prompts
 # One seed for each row's draws.
 Seeds = Int[Array, " B"] | Int[np.ndarray, " B"]
 
-_TOGETHER = "What the cache has seen, with question and answer,"
-
 
 def reserve(cache: Cache, tokens: int) -> Cache:
-  """The same cache with room for so many more tokens in every layer."""
-  grown = cache.grown(wider_capacities(cache, tokens))
-  old = {id(leaf) for leaf in jax.tree.leaves(cache)}
-  # A conversation may consume one cache and not the other.
-  return jax.tree.map(lambda x: jnp.copy(x) if id(x) in old else x, grown)
+  """Grows a cache by room for `tokens` more tokens in every layer.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> cache.layer(0).capacity
+    3
+    >>> kvjax.reserve(cache, 8).layer(0).capacity
+    11
+  """
+  larger = cache.grow(wider_capacities(cache, tokens))
+  existing = {id(leaf) for leaf in jax.tree.leaves(cache)}
+  # One of the caches may be donated, so they must not share arrays.
+  return jax.tree.map(lambda x: jnp.copy(x) if id(x) in existing else x, larger)
 
 
 class Generated(NamedTuple):
-  """What a cache has answered.
+  """Generated tokens.
 
   Attributes:
-    tokens: each row's tokens, then -1.
-    lengths: tokens of each row, the stop token not counted.
-    cache: with prompt and answer in it, where they stay; else None.
+    tokens: tokens of each row, then -1.
+    lengths: number of tokens of each row, without the stop token.
+    cache: the cache with prompt and answer if they stay in it, else None.
   """
 
   tokens: Int[Array, "B M"]
@@ -77,25 +89,26 @@ def generate(
 ) -> Generated:
   """Feeds a prompt to each row of a cache and decodes what follows.
 
-  By default the cache is left as it was: ask it again, and the next question
-  sees the same. With `keep`, prompt and answer stay in the cache for the next
-  turn; the cache that is given is consumed, and needs room for both
-  (`kvjax.reserve`). Where it goes on evicting to a budget in tokens, room for
-  the padded prompt and `every` lasts for any number of turns.
+  By default the cache is left unchanged and can be used again. With `keep`,
+  prompt and answer stay in the cache for the next turn. The given cache is
+  donated then, and needs room for both (`kvjax.reserve`). If it evicts to a
+  budget in tokens while decoding, room for the padded prompt and `every` tokens
+  is sufficient for any number of turns.
 
-  Where the cache's plan evicts while decoding, it does so after the prompt and
-  after every so many tokens; a retention is then a share of what the row had
-  seen before the prompt.
+  If the cache's plan evicts while decoding, it does so after the prompt and
+  after every `every` tokens. A retention is then a share of the row's length
+  before the prompt.
 
   Args:
     model: the functions.
     params: the weights.
-    cache: what is left of each row's context.
-    prompts: one for each row; their positions follow the uncompressed context.
-      The logits that a prefill returned, in their place, go on right after it.
-    decoding: when and how.
-    keep: whether prompt and answer stay.
-    seeds: of each row's draws; zeros if not given.
+    cache: the cache of each row's context.
+    prompts: one prompt per row; their positions follow the uncompressed
+      context. The logits that a prefill returned, given instead, continue the
+      context directly.
+    decoding: options of decoding.
+    keep: whether prompt and answer stay in the cache.
+    seeds: seeds of each row's draws; zeros by default.
 
   Raises:
     InputError: rows and prompts differ in number, context, prompt and answer
@@ -122,7 +135,7 @@ def generate(
 
 
 class _Request(NamedTuple):
-  """What is asked of a cache; see `generate`."""
+  """Arguments of `generate`."""
 
   prompts: Prompts | Float[Array, "B V"]
   decoding: Decoding
@@ -137,7 +150,7 @@ def _generate(
   request: _Request,
   on_token: OnToken | None = None,
 ) -> Generated:
-  """Answers a request, and tells `on_token` of every token as it is made."""
+  """Generates, and passes every token to `on_token` as it is made."""
   prompts, decoding, keep, seeds = request
   logits, feeds = None, None
   if isinstance(prompts, Prompts):
@@ -145,19 +158,19 @@ def _generate(
   else:
     logits = prompts
   width = check_prompts(model, cache, prompts, decoding)
-  seen = np.asarray(cache.next_positions)
-  limits = find_limits(cache, seen, width, decoding)
+  lengths = np.asarray(cache.next_positions)
+  limits = find_limits(cache, lengths, width, decoding)
   if keep:
     check_room(cache, limits, width, decoding)
   with listening(on_token) as listener:
-    most = jnp.asarray(decoding.max_new_tokens, jnp.int32)
-    run = Run(_seeds(seeds, cache), listener, limits, most)
-    program = _go_on if keep else _answer
-    answers, after = program(
-      model, params, cache, logits, feeds, run, decoding=decoding.rounded
+    limit = jnp.asarray(decoding.max_new_tokens, jnp.int32)
+    inputs = DecodingInputs(_seeds(seeds, cache), listener, limits, limit)
+    program = _generate_and_keep if keep else _generate_and_discard
+    decoded, new_cache = program(
+      model, params, cache, logits, feeds, inputs, decoding=decoding.rounded
     )
-  tokens = answers.tokens[:, : decoding.max_new_tokens]
-  return Generated(tokens, answers.lengths, after)
+  tokens = decoded.tokens[:, : decoding.max_new_tokens]
+  return Generated(tokens, decoded.lengths, new_cache)
 
 
 def generate_all(
@@ -169,28 +182,42 @@ def generate_all(
   *,
   seeds: Seeds | None = None,
 ) -> tuple[Generated, ...]:
-  """Asks many caches of the same rows the same questions.
+  """Generates from many caches of the same rows, with the same prompts.
 
   Caches of equal sizes are joined (`kvjax.stack`) and decode together.
 
   Args:
     model: the functions.
     params: the weights.
-    caches: of a sweep, say; they are left as they were.
-    prompts: one for each row.
-    decoding: when and how.
-    seeds: of each row's draws, the same for all caches.
+    caches: the caches, of a sweep for example; they are left unchanged.
+    prompts: one prompt per row.
+    decoding: options of decoding.
+    seeds: seeds of each row's draws, the same for all caches.
 
   Returns:
-    The answers of each cache.
+    The generated tokens of each cache.
 
   Raises:
-    InputError: see `generate`.
+    InputError: as in `generate`.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plans = [kvjax.get_plan("keydiff", kvjax.Tokens(n)) for n in (2, 3)]
+    >>> caches, _ = kvjax.sweep(model, params, prompts, plans)
+    >>> questions = kvjax.Prompts.of([[7], [8, 9]])
+    >>> decoding = kvjax.Decoding(max_new_tokens=2)
+    >>> answers = kvjax.generate_all(model, params, caches, questions, decoding)
+    >>> [answer.tokens.shape for answer in answers]
+    [(2, 2), (2, 2)]
   """
   groups: dict[Any, list[int]] = {}
   for index, cache in enumerate(caches):
     groups.setdefault(join_key(cache), []).append(index)
-  found: dict[int, Generated] = {}
+  results: dict[int, Generated] = {}
   rows = prompts.tokens.shape[0]
   for group in groups.values():
     joined = stack([caches[index] for index in group])
@@ -198,14 +225,14 @@ def generate_all(
       model,
       params,
       joined,
-      prompts.repeated(len(group)),
+      prompts.repeat(len(group)),
       decoding,
       seeds=None if seeds is None else jnp.tile(jnp.asarray(seeds), len(group)),
     )
     for place, index in enumerate(group):
-      own = slice(place * rows, (place + 1) * rows)
-      found[index] = Generated(answers.tokens[own], answers.lengths[own])
-  return tuple(found[index] for index in range(len(caches)))
+      part = slice(place * rows, (place + 1) * rows)
+      results[index] = Generated(answers.tokens[part], answers.lengths[part])
+  return tuple(results[index] for index in range(len(caches)))
 
 
 def stream(
@@ -217,10 +244,25 @@ def stream(
   *,
   seeds: Seeds | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
-  """Yields every row's next token as soon as it is made; -1 once it has ended.
+  """Yields every row's next token as soon as it is decoded; -1 after its end.
 
-  Arguments and errors are those of `generate`. Decoding is one compiled
-  program all the same: it goes on whether or not its tokens are taken.
+  Arguments and errors are those of `generate`. Decoding is one compiled program
+  nevertheless, which continues whether or not its tokens are consumed.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> questions = kvjax.Prompts.of([[7], [8, 9]])
+    >>> decoding = kvjax.Decoding(max_new_tokens=2)
+    >>> for tokens in kvjax.stream(model, params, cache, questions, decoding):
+    ...   print(tokens.shape)
+    (2,)
+    (2,)
   """
   request = _Request(prompts, decoding, seeds=seeds)
   tokens: queue.SimpleQueue[Int[np.ndarray, " B"] | BaseException | None] = (
@@ -233,10 +275,10 @@ def stream(
         model, params, cache, request, lambda _, token: tokens.put(token)
       )
       tokens.put(None)
-    except BaseException as error:  # handed to who takes the tokens
+    except BaseException as error:  # raised again in the consumer's thread
       tokens.put(error)
 
-  # The mesh and the kernels that are chosen here hold there too.
+  # The mesh and the selected kernels are context variables: pass them on.
   context = contextvars.copy_context()
   thread = threading.Thread(target=context.run, args=(run,), daemon=True)
   thread.start()
@@ -253,40 +295,40 @@ def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
   return jnp.zeros(cache.next_positions.shape, jnp.int32)
 
 
-# Tokens and lengths of what is fed.
+# Tokens and lengths of the prompts to feed.
 _Feeds = tuple[Int[Array, "B S"], Int[Array, " B"]]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "decoding"))
-def _answer(
+def _generate_and_discard(
   model: Model,
   params: PyTree,
   cache: Cache,
   logits: Float[Array, "B V"] | None,
   feeds: _Feeds | None,
-  run: Run,
+  inputs: DecodingInputs,
   *,
   decoding: Decoding,
-) -> tuple[Answers, None]:
+) -> tuple[DecodedTokens, None]:
   width = 0 if feeds is None else feeds[0].shape[1]
-  cache = grow_for(cache, run.limits, width, decoding)
-  return _run(model, params, cache, logits, feeds, run, decoding)[0], None
+  cache = grow_for(cache, inputs.limits, width, decoding)
+  return _run(model, params, cache, logits, feeds, inputs, decoding)[0], None
 
 
 @functools.partial(
   jax.jit, static_argnames=("model", "decoding"), donate_argnames=("cache",)
 )
-def _go_on(
+def _generate_and_keep(
   model: Model,
   params: PyTree,
   cache: Cache,
   logits: Float[Array, "B V"] | None,
   feeds: _Feeds | None,
-  run: Run,
+  inputs: DecodingInputs,
   *,
   decoding: Decoding,
-) -> tuple[Answers, Cache]:
-  return _run(model, params, cache, logits, feeds, run, decoding)
+) -> tuple[DecodedTokens, Cache]:
+  return _run(model, params, cache, logits, feeds, inputs, decoding)
 
 
 def _run(
@@ -295,13 +337,13 @@ def _run(
   cache: Cache,
   logits: Float[Array, "B V"] | None,
   feeds: _Feeds | None,
-  run: Run,
+  inputs: DecodingInputs,
   decoding: Decoding,
-) -> tuple[Answers, Cache]:
-  """Feeds what is to be fed, evicts where that is due, and decodes."""
+) -> tuple[DecodedTokens, Cache]:
+  """Feeds the prompts, evicts if due, and decodes."""
   if feeds is not None:
-    logits, cache = feed(model, params, cache, *feeds, run.limits)
-    if run.limits is not None:
-      cache = evict_all(model, run.limits, cache)
+    logits, cache = feed(model, params, cache, *feeds, inputs.limits)
+    if inputs.limits is not None:
+      cache = evict_all(model, inputs.limits, cache)
   assert logits is not None
-  return decode(model, params, cache, logits, decoding, run)
+  return decode(model, params, cache, logits, decoding, inputs)

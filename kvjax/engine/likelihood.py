@@ -1,4 +1,4 @@
-"""How likely a model finds texts: prompts, and answers given a cache."""
+"""Likelihood of prompts, and of answers given a cache."""
 
 import functools
 
@@ -15,20 +15,29 @@ from kvjax.errors import InputError
 from kvjax.model import Model, check_context
 from kvjax.prompts import Prompts
 
-# Positions, of all rows together, whose logits there are at a time.
+# Maximum number of positions, over all rows, whose logits exist at a time.
 _AT_ONCE = 256
 
 
 def negative_log_likelihood(
   model: Model, params: PyTree, prompts: Prompts
 ) -> Float[Array, " B"]:
-  """NLL(c): the mean of -ln p over each prompt's tokens but the first.
+  """Computes NLL(c), the mean of -ln p over each prompt's tokens but the first.
 
-  In nats, in float32, and NaN for a prompt of one token. It takes a forward
-  pass of its own; `kvjax.measured_sweep` has it from the pass that prefills.
+  It is in nats, in float32, and NaN for a prompt of one token. This runs its
+  own forward pass; `kvjax.measured_sweep` computes the same during prefill.
 
   Raises:
     InputError: a prompt is longer than the model's context.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> kvjax.negative_log_likelihood(model, params, prompts).shape
+    (2,)
   """
   lengths = np.asarray(prompts.lengths)
   check_context(model, lengths)
@@ -43,20 +52,33 @@ def answer_nll(
   questions: Prompts,
   answers: Prompts,
 ) -> Float[Array, " B"]:
-  """Mean of -ln p over the tokens of given answers, after their questions.
+  """Computes the mean of -ln p over given answers, after their questions.
 
-  In nats, in float32. The cache itself is left as it was.
+  It is in nats, in float32. The cache is left unchanged.
 
   Args:
     model: the functions.
     params: the weights.
-    cache: what is left of each row's context.
-    questions: one for each row, with what stands before the answer.
-    answers: one for each row.
+    cache: the cache of each row's context.
+    questions: one question per row, with everything before the answer.
+    answers: one answer per row.
 
   Raises:
-    InputError: rows, questions and answers differ in number, the cache goes on
-      evicting, or all together are longer than the model's context.
+    InputError: rows, questions and answers differ in number, the cache evicts
+      while decoding, or all together are longer than the model's context.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> questions = kvjax.Prompts.of([[7], [8, 9]])
+    >>> answers = kvjax.Prompts.of([[3, 4], [5]])
+    >>> kvjax.answer_nll(model, params, cache, questions, answers).shape
+    (2,)
   """
   rows = len(cache.next_positions)
   if not rows == questions.tokens.shape[0] == answers.tokens.shape[0]:
@@ -69,13 +91,16 @@ def answer_nll(
       "Answers are judged by a cache that stays as it is; this one goes on "
       f"evicting {cache.plan.schedule}."
     )
-  asked, said = np.asarray(questions.lengths), np.asarray(answers.lengths)
+  question_lengths, answer_lengths = (
+    np.asarray(questions.lengths),
+    np.asarray(answers.lengths),
+  )
   pairs = zip(questions.rows(), answers.rows(), strict=True)
   both = Prompts.of([question + answer for question, answer in pairs])
-  seen = np.asarray(cache.next_positions)
+  context_lengths = np.asarray(cache.next_positions)
   check_context(
     model,
-    seen + asked + said,
+    context_lengths + question_lengths + answer_lengths,
     "What the cache has seen, with all that follows,",
   )
   return _answer_nll(
@@ -83,8 +108,8 @@ def answer_nll(
     params,
     cache,
     jnp.asarray(both.tokens),
-    jnp.asarray(asked, jnp.int32),
-    jnp.asarray(said, jnp.int32),
+    jnp.asarray(question_lengths, jnp.int32),
+    jnp.asarray(answer_lengths, jnp.int32),
   )
 
 
@@ -95,10 +120,10 @@ def prompt_nll(
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
 ) -> Float[Array, " B"]:
-  """As `negative_log_likelihood`, from the hidden states of a forward pass."""
+  """Computes NLL(c) of prompts from the hidden states of a forward pass."""
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-  foretold = index < lengths[:, None] - 1
-  return _mean_nll(model, params, hidden, tokens, foretold)
+  predicted = index < lengths[:, None] - 1
+  return _mean_nll(model, params, hidden, tokens, predicted)
 
 
 def _mean_nll(
@@ -106,35 +131,35 @@ def _mean_nll(
   params: PyTree,
   hidden: Float[Array, "B S E"],
   tokens: Int[Array, "B S"],
-  foretold: Bool[Array, "B S"],
+  predicted: Bool[Array, "B S"],
 ) -> Float[Array, " B"]:
-  """Mean of -ln p of the tokens that follow those marked; NaN for none.
+  """Mean of -ln p of the tokens after the positions in `predicted`.
 
-  The logits of all positions would take V / E times the memory of the hidden
-  states; there are only those of a few positions at a time, for the gradient
-  too, which computes them again.
+  It is NaN for a row without such positions. The logits of all positions would
+  take V / E times the memory of the hidden states. Therefore they are computed
+  for a few positions at a time, and again for the gradient.
   """
   rows, length, _ = hidden.shape
   width = min(max(_AT_ONCE // rows, 1), length)
-  # What the last position foretells is not there, and never marked.
+  # The label of the last position wraps around; it is never in the mask.
   targets = jnp.roll(tokens, -1, axis=1)
 
   @jax.checkpoint
   def part(start: Int[Array, ""]) -> Float[Array, " B"]:
-    # The last part may begin within the one before.
+    # The last part may overlap the one before.
     begin = jnp.minimum(start, length - width)
-    own, wanted, marked = (
+    part_hidden, labels, mask = (
       jax.lax.dynamic_slice_in_dim(x, begin, width, axis=1)
-      for x in (hidden, targets, foretold)
+      for x in (hidden, targets, predicted)
     )
-    marked &= (begin + jnp.arange(width, dtype=jnp.int32) >= start)[None]
-    logits = model.logits(params, own)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
-    return jnp.sum(jnp.where(marked, losses, 0.0), axis=1)
+    mask &= (begin + jnp.arange(width, dtype=jnp.int32) >= start)[None]
+    logits = model.logits(params, part_hidden)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(jnp.where(mask, losses, 0.0), axis=1)
 
   starts = jnp.arange(0, length, width, dtype=jnp.int32)
   total = jnp.sum(jax.lax.map(part, starts), axis=0)
-  count = jnp.sum(foretold.astype(jnp.float32), axis=1)
+  count = jnp.sum(predicted.astype(jnp.float32), axis=1)
   return jnp.where(count > 0, total / jnp.maximum(count, 1.0), jnp.nan)
 
 
@@ -155,18 +180,20 @@ def _answer_nll(
   params: PyTree,
   cache: Cache,
   tokens: Int[Array, "B S"],
-  asked: Int[Array, " B"],
-  said: Int[Array, " B"],
+  question_lengths: Int[Array, " B"],
+  answer_lengths: Int[Array, " B"],
 ) -> Float[Array, " B"]:
   width = tokens.shape[1]
-  room = [
+  capacities = [
     None if stack.capacity is None else stack.capacity + width
     for stack in cache.stacks
   ]
-  cache = cache.grown(room)
-  hidden, _ = append_block(model, params, cache, tokens, asked + said)
-  index = jnp.arange(width, dtype=jnp.int32)[None]
-  foretold = (index >= asked[:, None] - 1) & (
-    index < (asked + said)[:, None] - 1
+  cache = cache.grow(capacities)
+  hidden, _ = append_block(
+    model, params, cache, tokens, question_lengths + answer_lengths
   )
-  return _mean_nll(model, params, hidden, tokens, foretold)
+  index = jnp.arange(width, dtype=jnp.int32)[None]
+  predicted = (index >= question_lengths[:, None] - 1) & (
+    index < (question_lengths + answer_lengths)[:, None] - 1
+  )
+  return _mean_nll(model, params, hidden, tokens, predicted)

@@ -1,4 +1,4 @@
-"""A method, what it may keep, and when: what one cache is made by."""
+"""Plans: a method, its budget and its schedule."""
 
 import dataclasses
 from typing import Any
@@ -18,25 +18,31 @@ from kvjax.retrieval.sparse_attention import SparseAttention
 class Plan:
   """A method, its budget, and when it compresses.
 
-  Raises InputError where a name stands for the method or a number for the
-  budget, where the method is not defined for the schedule, where the budget
-  cannot be spread as asked, where what it keeps cannot be looked up, or where a
-  calibration is another method's or the plan does not wait for the whole
-  prompt.
+  Raises InputError if the method or the budget has the wrong type, or if the
+  parts cannot be combined: the method does not support the schedule or the
+  allocation, the kept tokens cannot be retrieved, or a calibration belongs to
+  another method or the schedule does not wait for the whole prompt.
 
   Attributes:
-    method: what to keep.
-    budget: how much to keep; `Calibrated` is what each prompt can bear.
+    method: selects the tokens to keep.
+    budget: how many tokens to keep; `Calibrated` adapts to each prompt.
     schedule: when to evict.
-    per_query_head: store keys and values once for every query head, which then
-      chooses for itself and has the budget to itself, as the original code of
-      SnapKV, H2O and PyramidKV does: G times the memory of grouped heads.
-    sparse: reads only some of what is kept; None attends to all of it.
-    kv_dtype: "int8" or "fp8" holds what is kept, and what comes after it, in
-      eight bits and a scale for each token of a head; None as it was computed.
-      The method chooses before anything is rounded, so that it keeps the same.
+    per_query_head: store keys and values once per query head. Each query head
+      then selects its own tokens and has its own budget, as in the original
+      code of SnapKV, H2O and PyramidKV. This takes G times the memory.
+    sparse: retrieval among the kept tokens; None attends to all of them.
+    kv_dtype: "int8" or "fp8" stores kept and appended tokens in eight bits,
+      with a scale per token and head; None does not quantize. The method
+      selects before quantization, so its selection does not change.
     allocation: how the budget is spread over layers and heads; None for the
-      method's own law, which for most is the same everywhere.
+      method's default, which for most methods is uniform.
+
+  Example:
+    >>> import kvjax
+    >>> method = kvjax.get_method("snapkv:window=4")
+    >>> plan = kvjax.Plan(method, kvjax.Retention(0.25), kv_dtype="int8")
+    >>> plan.budget
+    Retention(share=0.25)
   """
 
   method: Method
@@ -53,7 +59,7 @@ class Plan:
       self._check_allocation(self.allocation)
     if isinstance(self.budget, Calibrated):
       self._check_calibrated(self.budget)
-    elif not self.schedule.whole:
+    elif not self.schedule.is_whole_prompt:
       self._check_schedule()
     if self.sparse is not None:
       self._check_sparse(type(self.sparse.retrieval).__name__)
@@ -62,36 +68,36 @@ class Plan:
 
   @property
   def spread(self) -> Allocation:
-    """The allocation, the method's own if there is no other."""
+    """The allocation; the method's default if none is given."""
     return self.allocation or self.method.allocation
 
   @property
   def label(self) -> str:
-    """The method with all its options, and its allocation if there is one."""
+    """The method with all its options, and the allocation if one is given."""
     if self.allocation is None:
       return str(self.method)
     return f"{self.method} by {self.allocation}"
 
   @property
   def fixed_budget(self) -> Budget:
-    """The budget of a plan that does not wait for the prompt to be read."""
+    """The budget, which must not be a calibrated one."""
     assert not isinstance(self.budget, Calibrated)
     return self.budget
 
   @property
-  def reads(self) -> frozenset[str]:
+  def activations(self) -> frozenset[str]:
     """Optional activations that the plan depends on."""
-    return self.method.traits.reads
+    return self.method.traits.activations
 
   def candidates(self, activations: Activations) -> Activations:
-    """A block as the plan's caches hold it."""
+    """Repeats keys and values as the plan's caches store them."""
     if not self.per_query_head:
       return activations
     return activations.with_kv_heads(activations.queries.shape[1])
 
   @staticmethod
   def _check_kinds(method: Any, budget: Any) -> None:
-    """Of `Any`, as it is those that check no types who need to be told."""
+    """Checks types, for callers without a static type checker."""
     if not isinstance(method, Method):
       raise InputError(
         "A plan's method is one that kvjax.get_method has made; "
@@ -117,7 +123,7 @@ class Plan:
         "Heads compete by the scores of slots or the votes of an observation "
         f"window; {name} has neither."
       )
-    if not self.schedule.whole:
+    if not self.schedule.is_whole_prompt:
       raise InputError(
         f"{type(allocation).__name__} cannot spread a budget block by block or "
         "while decoding: it shares it out once, when the prompt is known."
@@ -134,7 +140,7 @@ class Plan:
 
   def _check_calibrated(self, budget: Calibrated) -> None:
     budget.calibration.check(self.label, self.per_query_head)
-    if not self.schedule.whole:
+    if not self.schedule.is_whole_prompt:
       raise InputError(
         "A calibrated retention is known when the whole prompt has been read; "
         f"it cannot work with {self.schedule}."
@@ -147,7 +153,7 @@ class Plan:
       )
 
   def _check_sparse(self, name: str) -> None:
-    if not self.schedule.whole:
+    if not self.schedule.is_whole_prompt:
       raise InputError(
         f"{name} indexes a whole prompt once; it cannot work with "
         f"{self.schedule}."

@@ -1,13 +1,12 @@
-"""Whole prompts: one forward pass, compressed layer by layer as it goes.
+"""Prefill of whole prompts: one forward pass, compressed layer by layer.
 
 The host calls one compiled program per layer for the forward pass, one per
-method for its scores and one per plan for what is kept. Layers of one kind call
-the same programs, and so do other sweeps that have a method or a plan in
-common.
+method for its scores and one per plan to keep what it selects. Layers of one
+kind share these programs, and so do sweeps with common methods or plans.
 """
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,62 +19,74 @@ from kvjax.cache.cache import Cache
 from kvjax.calibration.record import Calibrated
 from kvjax.engine.blocks import prefill_blocks
 from kvjax.engine.building import CacheBuilder
-from kvjax.engine.compress import Evaluated, Evaluation, evaluate_layer
+from kvjax.engine.evaluate import (
+  Evaluations,
+  evaluate_all,
+  find_evaluated,
+  list_evaluations,
+)
 from kvjax.engine.forward import (
+  attach_spec,
   attend_to_prompt,
   block_positions,
-  described,
   index_layer,
   layer_stacks,
 )
 from kvjax.engine.likelihood import prompt_nll
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import (
-  PreparedPlan,
-  compressed_layers,
-  farthest,
+  max_span,
   prepare,
   prepare_calibrated,
 )
 from kvjax.engine.rerotation import check_rotary
 from kvjax.errors import InputError
-from kvjax.model import Geometry, LayerSpec, Model, check_context
+from kvjax.model import LayerSpec, Model, check_context
 from kvjax.prompts import Prompts
-
-# What methods have found in a layer, each asked once, with the number of the
-# layer where it was.
-_Found = Mapping[Evaluation, tuple[int, Evaluated]]
 
 
 def prefill(
   model: Model, params: PyTree, prompts: Prompts, plan: Plan
 ) -> tuple[Cache, Float[Array, "B V"]]:
-  """Runs prompts and keeps of each layer what the method chooses.
+  """Runs prompts and keeps the tokens of each layer that the method selects.
 
-  With whole prompts a layer's full keys and values live only until the layer
-  is done; in blocks they never exist. With a `Calibrated` budget those of all
-  layers, and the method's scores, live until the prompt has been read: what is
-  kept is known then.
+  With whole prompts, a layer's full keys and values exist only until the layer
+  is done; in blocks they never exist. With a `Calibrated` budget, those of all
+  layers and the method's scores exist until the end of the forward pass, when
+  the budget is known.
 
   Args:
     model: the functions.
     params: the weights.
-    prompts: rows of unequal lengths; each is treated as if it were alone.
+    prompts: rows of unequal lengths; the result of a row does not depend on the
+      other rows.
     plan: what to keep, how much, and when to evict.
 
   Returns:
-    The compressed cache, and the logits after each row's last token. Whole
-    prompts are compressed after these; blocks have attended to what was left.
+    The compressed cache, and the logits after each row's last token. With whole
+    prompts, the logits are those of the uncompressed model; with blocks, each
+    block attended to the compressed cache.
 
   Raises:
     InputError: a prompt is longer than the model's context or protects more
-      tokens than are kept, or the method turns keys and the model cannot.
+      tokens than are kept, or the method rerotates keys and the model cannot.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> cache.lengths[0].tolist()  # of the first layer, per row and KV head
+    [[3, 3], [2, 2]]
   """
   if plan.schedule.block is None:
     (cache,), logits = sweep(model, params, prompts, [plan])
     return cache, logits
   block = max(plan.schedule.block, plan.schedule.first or 0)
-  check_context(model, farthest(plan, np.asarray(prompts.lengths), block))
+  check_context(model, max_span(plan, np.asarray(prompts.lengths), block))
   _check_rotary(model, plan)
   return prefill_blocks(model, params, prompts, plan)
 
@@ -85,7 +96,7 @@ def sweep(
 ) -> tuple[tuple[Cache, ...], Float[Array, "B V"]]:
   """Runs prompts once and keeps a cache for each of many plans.
 
-  A method's scores are computed once, whatever the number of its budgets.
+  A method's scores are computed once, however many budgets it is given.
 
   Args:
     model: the functions.
@@ -98,21 +109,32 @@ def sweep(
 
   Raises:
     InputError: a prompt is longer than the model's context, there is no plan,
-      or one works in blocks, which takes a forward pass of its own.
+      or one works in blocks, which needs its own forward pass.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plans = [kvjax.get_plan("keydiff", kvjax.Tokens(n)) for n in (2, 3)]
+    >>> caches, logits = kvjax.sweep(model, params, prompts, plans)
+    >>> [int(cache.lengths.max()) for cache in caches]
+    [2, 3]
   """
-  swept = _sweep(model, params, prompts, plans, _measures(plans))
+  swept = _sweep(model, params, prompts, plans, _needs_likelihood(plans))
   return swept.caches, swept.logits
 
 
 class Measured(NamedTuple):
-  """What a sweep has found, and what the prompts are like.
+  """The result of a sweep, with the likelihood of the prompts.
 
   Attributes:
-    caches: one for each plan.
-    logits: after each row's last token.
+    caches: one cache for each plan.
+    logits: logits after each row's last token.
     nll: NLL(c) of each row; see `kvjax.negative_log_likelihood`.
     retentions: r* of each row for plans with a `Calibrated` budget, None for
-      others.
+      other plans.
   """
 
   caches: tuple[Cache, ...]
@@ -124,14 +146,25 @@ class Measured(NamedTuple):
 def measured_sweep(
   model: Model, params: PyTree, prompts: Prompts, plans: Sequence[Plan]
 ) -> Measured:
-  """Sweeps, and measures by the same pass how likely the prompts are.
+  """Sweeps, and measures the likelihood of the prompts in the same pass.
 
   Arguments and errors are those of `sweep`.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> measured = kvjax.measured_sweep(model, params, prompts, [plan])
+    >>> measured.nll.shape
+    (2,)
   """
   return _sweep(model, params, prompts, plans, measured=True)
 
 
-def _measures(plans: Sequence[Plan]) -> bool:
+def _needs_likelihood(plans: Sequence[Plan]) -> bool:
   return any(isinstance(plan.budget, Calibrated) for plan in plans)
 
 
@@ -142,7 +175,7 @@ def _sweep(
   plans: Sequence[Plan],
   measured: bool,
 ) -> Measured:
-  """See `measured_sweep`; likelihoods that are not asked for are NaN."""
+  """Sweeps; likelihoods are NaN unless they are to be `measured`."""
   _check_sweep(model, prompts, plans)
   geometry, mask = model.geometry, prompts.protected
   protected = None if mask is None else jnp.asarray(mask)
@@ -160,9 +193,9 @@ def _sweep(
   lengths = jnp.asarray(prompts.lengths, jnp.int32)
   positions = _positions(lengths, tokens.shape[1])
   hidden, shared = _embed(model, params, tokens, positions)
-  weights, reads = layer_stacks(model, params), _reads(plans)
-  deferred: list[tuple[int, Activations, _Found]] = []
-  found: _Found = {}
+  weights, optional = layer_stacks(model, params), _optional_activations(plans)
+  deferred: list[tuple[int, Activations, Evaluations]] = []
+  evaluations: Evaluations = {}
   for layer, spec in enumerate(geometry.layers):
     hidden, activations = _forward_layer(
       weights[spec.weights],
@@ -171,19 +204,19 @@ def _sweep(
       shared,
       positions,
       model=model,
-      how=(spec, reads),
+      how=(spec, optional),
     )
     if activations is None:
       continue
-    demands = _demands(layer, plans, prepared, geometry)
-    found = _evaluate(layer, activations, demands, found)
+    requests = list_evaluations(layer, plans, prepared, geometry)
+    evaluations = evaluate_all(layer, activations, requests, evaluations)
     for plan, builder in zip(plans, builders, strict=True):
       if builder is not None:
-        builder.keep(layer, activations, _of(plan, found))
+        builder.keep(layer, activations, find_evaluated(plan, evaluations))
     _wait_for(hidden)
     if None in prepared:
-      # Scores have been computed: what they alone read is let go.
-      deferred.append((layer, activations.only(()), found))
+      # Scores are computed, so optional activations are no longer needed.
+      deferred.append((layer, activations.only(()), evaluations))
   logits, nll = _head(
     params, hidden, tokens, lengths, model=model, measured=measured
   )
@@ -195,81 +228,35 @@ def _sweep(
   )
   for index, (plan, shares) in enumerate(zip(plans, retentions, strict=True)):
     if shares is not None:
-      late = prepare_calibrated(plan, shares, prompts, geometry)
-      builders[index] = CacheBuilder(model, late, protected)
-  waiting = [i for i, shares in enumerate(retentions) if shares is not None]
+      ready = prepare_calibrated(plan, shares, prompts, geometry)
+      builders[index] = CacheBuilder(model, ready, protected)
+  calibrated = [i for i, shares in enumerate(retentions) if shares is not None]
   while deferred:
-    # No layer outlives its turn.
-    layer, activations, found = deferred.pop(0)
-    for index in waiting:
+    # Each layer is freed as soon as its cache is made.
+    layer, activations, evaluations = deferred.pop(0)
+    for index in calibrated:
       builder = builders[index]
       assert builder is not None
-      builder.keep(layer, activations, _of(plans[index], found))
+      builder.keep(
+        layer, activations, find_evaluated(plans[index], evaluations)
+      )
   caches = tuple(builder.cache(lengths) for builder in builders if builder)
   return Measured(caches, logits, nll, retentions)
 
 
 def _wait_for(hidden: Float[Array, "B S E"]) -> None:
-  """Lets the host go on when a layer's forward pass has been computed.
+  """Blocks the host until a layer's forward pass has been computed.
 
-  What is kept of the layer is still being computed then, so that the device
-  does not idle; but no activations of a third layer are allocated.
+  The device still compresses the layer then, so that it does not idle. Without
+  this, the host would run ahead and allocate activations of many layers.
   """
   if not isinstance(hidden, jax.core.Tracer):
     hidden.block_until_ready()
 
 
-def _reads(plans: Sequence[Plan]) -> frozenset[str]:
-  """Optional activations that any plan depends on."""
-  return frozenset[str]().union(*(plan.reads for plan in plans))
-
-
-def _demands(
-  layer: int,
-  plans: Sequence[Plan],
-  prepared: Sequence[PreparedPlan | None],
-  geometry: Geometry,
-) -> Mapping[Evaluation, bool]:
-  """What is asked about a layer, and whether anybody chooses by it."""
-  demands: dict[Evaluation, bool] = {}
-  for plan, ready in zip(plans, prepared, strict=True):
-    evaluation = Evaluation.of(plan)
-    chosen = compressed_layers(plan, geometry)[layer]
-    scored = chosen and (ready is None or not ready.whole[layer])
-    if scored or evaluation.recursive:
-      demands[evaluation] = demands.get(evaluation, False) or scored
-  return demands
-
-
-def _evaluate(
-  layer: int,
-  activations: Activations,
-  demands: Mapping[Evaluation, bool],
-  before: _Found,
-) -> _Found:
-  """What methods find in a layer, or have found in the one that it copies."""
-  found = {}
-  for evaluation, scored in demands.items():
-    traits = evaluation.method.traits
-    source = traits.source_layer(layer)
-    if evaluation in before and before[evaluation][0] == source:
-      found[evaluation] = before[evaluation]
-      continue
-    found[evaluation] = (
-      source,
-      evaluate_layer(
-        evaluation,
-        np.int32(layer),
-        activations.only(traits.reads),
-        scored=scored,
-      ),
-    )
-  return found
-
-
-def _of(plan: Plan, found: _Found) -> Evaluated | None:
-  """What a plan's method has found, if it was asked."""
-  return found.get(Evaluation.of(plan), (0, None))[1]
+def _optional_activations(plans: Sequence[Plan]) -> frozenset[str]:
+  """Returns the optional activations that any plan depends on."""
+  return frozenset[str]().union(*(plan.activations for plan in plans))
 
 
 @functools.partial(jax.jit, static_argnames=("length",))
@@ -303,24 +290,24 @@ def _forward_layer(
   """Runs a layer over whole prompts.
 
   Args:
-    stack: weights of the layers of its shapes.
-    index: of the layer among them.
-    hidden: what the layer before returned; it is consumed.
-    shared: what all layers share.
-    positions: of the tokens.
+    stack: stack of weights that contains the layer.
+    index: index of the layer in the stack.
+    hidden: hidden states after the previous layer; donated.
+    shared: arrays that all layers share.
+    positions: positions of the tokens.
     model: the functions.
     how: the layer's spec, and the optional activations to return.
 
   Returns:
     The hidden states, and the activations; None if the layer has no cache.
   """
-  spec, reads = how
+  spec, optional = how
 
   def attend(
     activations: Activations,
   ) -> tuple[Float[Array, "B N S Dv"], Activations]:
-    activations = described(spec, activations)
-    return attend_to_prompt(activations), activations.only(reads)
+    activations = attach_spec(spec, activations)
+    return attend_to_prompt(activations), activations.only(optional)
 
   hidden, activations = model.block(
     index_layer(stack, jnp.asarray(index)),
@@ -343,7 +330,7 @@ def _head(
   model: Model,
   measured: bool,
 ) -> tuple[Float[Array, "B V"], Float[Array, " B"]]:
-  """Logits after each row's last token, and NLL(c) if it is asked for."""
+  """Logits after each row's last token, and NLL(c) if requested."""
   last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
   logits = model.logits(params, model.normalize(params, last)[:, 0])
   if not measured:
@@ -353,7 +340,7 @@ def _head(
 
 
 def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:
-  """Refuses what `sweep` refuses."""
+  """Checks the arguments of `sweep`."""
   if not plans:
     raise InputError("There is nothing to keep; give at least one plan.")
   for plan in plans:

@@ -1,4 +1,4 @@
-"""A plan made ready: how many tokens and slots each layer and row gets."""
+"""Preparation of a plan: the tokens and slots of each layer and row."""
 
 import dataclasses
 
@@ -18,20 +18,20 @@ from kvjax.struct import static, struct
 
 @dataclasses.dataclass(frozen=True)
 class LayerProgram:
-  """What writing a compressed layer depends on when it is compiled.
+  """The static arguments of the program that compresses a layer.
 
   Methods and budgets that need the same sizes share a compiled program.
 
   Attributes:
     capacity: slots of the new cache per head.
-    ragged: heads keep different numbers.
-    per_query_head: every query head has keys of its own.
-    recursive: the method goes on choosing while decoding.
-    renumbers: tokens are numbered and rotated by their place in the cache.
-    kv_dtype: what keys and values are rounded to, if they are.
-    window: tokens of a local layer's ring; None for a global layer.
-    retrieval: what indexes the layer, if anything does.
-    max_keys: the most that any row looks up.
+    ragged: whether heads keep different numbers of tokens.
+    per_query_head: whether every query head stores its own keys.
+    recursive: whether the method evicts while decoding.
+    renumbers: whether tokens are renumbered by their place in the cache.
+    kv_dtype: dtype to quantize keys and values to, if any.
+    window: window of a sliding-window layer; None for a global layer.
+    retrieval: retrieval method of the layer, if any.
+    max_keys: maximum number of keys that any row retrieves.
   """
 
   capacity: int
@@ -50,15 +50,15 @@ class PreparedPlan:
   """A plan's budget, spread over the layers and rows of a batch.
 
   Attributes:
-    counts: tokens that each head keeps, per layer of the model and row; where
-      heads share out what a layer keeps, their mean.
+    counts: tokens that each head keeps, per layer of the model and row; the
+      mean over the heads if they share the budget of a layer.
     totals: tokens that all heads of a layer keep together.
-    num_keys: keys that rows look up per token, if any.
+    num_keys: keys that rows retrieve per token, for retrieval methods.
     plan: the plan.
-    capacities: per layer, the most that any row keeps per head.
-    whole: per layer, whether no row has to lose anything.
-    evicts: per layer, whether the method chooses there.
-    max_keys: the most keys that any row looks up.
+    capacities: per layer, the maximum that any row keeps per head.
+    keeps_all: per layer, whether no row has to evict anything.
+    evicts: per layer, whether the method evicts there.
+    max_keys: maximum number of keys that any row retrieves.
   """
 
   counts: Int[Array, "L B"] | Int[np.ndarray, "L B"]
@@ -66,18 +66,18 @@ class PreparedPlan:
   num_keys: Int[Array, " B"] | Int[np.ndarray, " B"] | None
   plan: Plan = static()
   capacities: tuple[int, ...] = static()
-  whole: tuple[bool, ...] = static()
+  keeps_all: tuple[bool, ...] = static()
   evicts: tuple[bool, ...] = static()
   max_keys: int = static(default=0)
 
   def program(self, layer: int, spec: LayerSpec) -> LayerProgram:
-    """What writing the layer is compiled for."""
+    """Returns the static arguments of a layer's program."""
     plan, capacity = self.plan, self.capacities[layer]
     if spec.window is not None:
       return LayerProgram(spec.window, window=spec.window)
     program = LayerProgram(
       capacity,
-      ragged=plan.spread.ragged and not self.whole[layer],
+      ragged=plan.spread.ragged and not self.keeps_all[layer],
       per_query_head=plan.per_query_head,
       recursive=plan.schedule.every is not None,
       renumbers=plan.method.traits.renumbers,
@@ -93,12 +93,12 @@ class PreparedPlan:
   def budget(
     self, layer: int, slots: int, protected: Bool[Array, "B P"] | None
   ) -> LayerBudget:
-    """What the rows may keep of a layer.
+    """Returns the budget of a layer.
 
     Args:
-      layer: its number in the model.
-      slots: T, of the prompt: choosing among them is compiled once, for
-        whatever capacity is left.
+      layer: index of the layer in the model.
+      slots: T, slots of the prompt. It serves as the capacity, so that one
+        compiled program selects for all budgets.
       protected: by position, tokens that must be kept, if there are any.
     """
     plan = self.plan
@@ -111,8 +111,8 @@ class PreparedPlan:
     )
 
 
-_ANY = Retention(1.0)
-# Different capacities of the layers of a model.
+_UNUSED = Retention(1.0)
+# Maximum number of different capacities of the layers of a model.
 _MOST_SIZES = 8
 
 
@@ -129,10 +129,12 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
   counts = plan.spread.counts(budget, lengths, sizes)
   totals = plan.spread.totals(budget, lengths, sizes)
   slots = plan.spread.capacities(budget, padded, sizes)
-  whole = (slots >= padded) & np.all(counts >= lengths, axis=1)
-  slots = _few_sizes(np.maximum(slots, counts.max(axis=1)))
+  keeps_all = (slots >= padded) & np.all(counts >= lengths, axis=1)
+  slots = _round_capacities(np.maximum(slots, counts.max(axis=1)))
   slots = np.minimum(slots, padded)
-  return _by_layer(plan, prompts, geometry, counts, totals, (slots, whole))
+  return _assign_layers(
+    plan, prompts, geometry, counts, totals, (slots, keeps_all)
+  )
 
 
 def prepare_calibrated(
@@ -141,16 +143,16 @@ def prepare_calibrated(
   prompts: Prompts,
   geometry: Geometry,
 ) -> PreparedPlan:
-  """The same for a budget that every row has its own retention of.
+  """Spreads a calibrated budget, with a different retention for every row.
 
-  Each row keeps what it would keep alone if its retention were asked for. The
-  capacity is one of few, so that few programs are compiled.
+  Each row keeps what it would keep alone with its retention. Capacities are
+  rounded up to buckets, so that few programs are compiled.
 
   Args:
-    plan: whose budget has been found.
-    retentions: of the rows.
+    plan: the plan.
+    retentions: retention of each row.
     prompts: the rows.
-    geometry: the model's.
+    geometry: sizes of the model.
 
   Raises:
     InputError: a row protects more tokens than it keeps.
@@ -160,32 +162,32 @@ def prepare_calibrated(
   sizes = _sizes(plan, geometry)
   counts, totals = [], []
   for row, share in enumerate(retentions):
-    own = dataclasses.replace(plan, budget=Retention(float(share)))
-    check_protected(own, prompts.row(row), geometry)
+    row_plan = dataclasses.replace(plan, budget=Retention(float(share)))
+    check_protected(row_plan, prompts.row(row), geometry)
     length = lengths[row : row + 1]
-    counts.append(own.spread.counts(own.fixed_budget, length, sizes))
-    totals.append(own.spread.totals(own.fixed_budget, length, sizes))
-  each = np.concatenate(counts, axis=1)
-  slots = [min(bucket(int(most)), padded) for most in each.max(axis=1)]
-  whole = np.all(each >= lengths, axis=1)
-  return _by_layer(
-    dataclasses.replace(plan, budget=_ANY),
+    counts.append(row_plan.spread.counts(row_plan.fixed_budget, length, sizes))
+    totals.append(row_plan.spread.totals(row_plan.fixed_budget, length, sizes))
+  kept = np.concatenate(counts, axis=1)
+  slots = [min(bucket(int(most)), padded) for most in kept.max(axis=1)]
+  keeps_all = np.all(kept >= lengths, axis=1)
+  return _assign_layers(
+    dataclasses.replace(plan, budget=_UNUSED),
     prompts,
     geometry,
-    each,
+    kept,
     np.concatenate(totals, axis=1),
-    (np.array(slots), whole),
+    (np.array(slots), keeps_all),
   )
 
 
 @struct
 class Limits:
-  """What layers may hold from one eviction to the next.
+  """The number of tokens that layers may have after an eviction.
 
   Attributes:
-    counts: tokens that each head may hold, per row.
+    counts: tokens per head, for each row.
     plan: the method, its budget and schedule.
-    capacity: the most that any row may hold.
+    capacity: maximum over the rows.
   """
 
   counts: Int[Array, " B"]
@@ -193,7 +195,7 @@ class Limits:
   capacity: int = static()
 
   def budget(self, protected: Bool[Array, "B P"] | None) -> LayerBudget:
-    """The same for one layer: they all have equal shares."""
+    """Returns the budget of one layer; all layers have the same."""
     return LayerBudget(
       self.counts,
       self.capacity,
@@ -202,9 +204,9 @@ class Limits:
     )
 
   def is_due(self, layer: LayerCache, budget: LayerBudget) -> Bool[Array, ""]:
-    """Whether a layer holds more than it may.
+    """Whether a layer exceeds its limits.
 
-    Holes, of rows that had less to append, take room too.
+    Empty slots between tokens, of rows that had less to append, count as well.
     """
     due = self.plan.spread.is_due(layer, budget)
     return due | (layer.cursor > budget.capacity)
@@ -213,14 +215,14 @@ class Limits:
 def prepare_limits(
   plan: Plan, lengths: Int[np.ndarray, " B"], longest: int
 ) -> Limits:
-  """What layers may hold while rows are fed block by block, or decoded.
+  """Computes the limits of layers during block-wise prefill or decoding.
 
-  A budget in tokens is what it says, however short the row is so far.
+  A budget in tokens does not depend on the current length of a row.
 
   Args:
-    plan: evicts more than once.
-    lengths: tokens of the rows that a retention is a share of.
-    longest: bound of what any row will have seen.
+    plan: a plan that evicts more than once.
+    lengths: lengths of the rows, of which a retention is a share.
+    longest: upper bound of the final length of any row.
   """
   budget, sizes = plan.fixed_budget, Sizes((1,))
   counts = plan.spread.counts(budget, lengths, sizes)[0]
@@ -245,27 +247,27 @@ def check_protected(plan: Plan, prompts: Prompts, geometry: Geometry) -> None:
     )
 
 
-def farthest(
+def max_span(
   plan: Plan, lengths: Int[np.ndarray, " B"], block: int
 ) -> Int[np.ndarray, " B"]:
-  """How far apart the tokens of rows of these lengths stand at most.
+  """Maximum distance between positions in rows of these lengths.
 
-  What is rotated again and again stands no farther apart than what is held and
-  a block: such a stream has no end.
+  With a method that renumbers tokens repeatedly, positions span at most the
+  kept tokens and a block, and the length of a stream has no limit.
   """
-  if plan.schedule.whole or not plan.method.traits.renumbers:
+  if plan.schedule.is_whole_prompt or not plan.method.traits.renumbers:
     return lengths
   counts = plan.spread.counts(plan.fixed_budget, lengths, Sizes((1,)))[0]
   return np.minimum(lengths, counts + block)
 
 
 def kv_heads(plan: Plan, spec: LayerSpec) -> int:
-  """Heads that hold keys and values in a plan's cache."""
+  """Number of heads that store keys and values in a plan's cache."""
   return spec.heads if plan.per_query_head else spec.kv_heads
 
 
 def compressed_layers(plan: Plan, geometry: Geometry) -> tuple[bool, ...]:
-  """For each layer, whether the plan's method chooses in it."""
+  """For each layer, whether the plan's method evicts from it."""
   return tuple(
     spec.compressible and not plan.method.traits.keeps_layer(layer)
     for layer, spec in enumerate(geometry.layers)
@@ -279,10 +281,11 @@ def _sizes(plan: Plan, geometry: Geometry) -> Sizes:
   )
 
 
-def _few_sizes(slots: Int[np.ndarray, " C"]) -> Int[np.ndarray, " C"]:
-  """Rounds capacities up to a few, so that few programs are compiled.
+def _round_capacities(slots: Int[np.ndarray, " C"]) -> Int[np.ndarray, " C"]:
+  """Rounds capacities up to few values, so that few programs are compiled.
 
-  That of a pyramid over many layers costs a fourteenth of its range on average.
+  For a pyramid over many layers, this adds a fourteenth of the range of its
+  capacities on average.
   """
   if len(np.unique(slots)) <= _MOST_SIZES:
     return slots
@@ -291,33 +294,33 @@ def _few_sizes(slots: Int[np.ndarray, " C"]) -> Int[np.ndarray, " C"]:
   return np.minimum(least + -(-(slots - least) // step) * step, most)
 
 
-def _by_layer(
+def _assign_layers(
   plan: Plan,
   prompts: Prompts,
   geometry: Geometry,
   counts: Int[np.ndarray, "C B"],
   totals: Int[np.ndarray, "C B"],
-  room: tuple[Int[np.ndarray, " C"], Bool[np.ndarray, " C"]],
+  capacities: tuple[Int[np.ndarray, " C"], Bool[np.ndarray, " C"]],
 ) -> PreparedPlan:
-  """Gives each layer of the model its share; the others keep everything."""
+  """Assigns budgets to the layers; uncompressed ones keep everything."""
   lengths = np.asarray(prompts.lengths, np.int32)
   padded = prompts.tokens.shape[1]
-  shares = iter(zip(counts, totals, *room, strict=True))
-  rows = []
+  shares = iter(zip(counts, totals, *capacities, strict=True))
+  layers = []
   compressed = compressed_layers(plan, geometry)
   for spec, chosen in zip(geometry.layers, compressed, strict=True):
-    everything = (lengths, lengths * kv_heads(plan, spec), padded, True)
-    share = next(shares) if spec.compressible else everything
-    rows.append(share if chosen else everything)
-  each, together, slots, whole = zip(*rows, strict=True)
+    uncompressed = (lengths, lengths * kv_heads(plan, spec), padded, True)
+    share = next(shares) if spec.compressible else uncompressed
+    layers.append(share if chosen else uncompressed)
+  kept, totals_by_layer, slots, keeps_all = zip(*layers, strict=True)
   sparse = plan.sparse
   return PreparedPlan(
-    np.array(each, np.int32),
-    np.array(together, np.int32),
+    np.array(kept, np.int32),
+    np.array(totals_by_layer, np.int32),
     None if sparse is None else sparse.num_keys(lengths),
     plan,
     tuple(int(n) for n in slots),
-    tuple(bool(w) for w in whole),
+    tuple(bool(w) for w in keeps_all),
     compressed,
     0 if sparse is None else sparse.max_keys(padded, lengths),
   )

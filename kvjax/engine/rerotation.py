@@ -1,4 +1,4 @@
-"""Keys turned to their places in the cache, as StreamingLLM does."""
+"""Rerotation of keys to their places in the cache, as in StreamingLLM."""
 
 import dataclasses
 from typing import Protocol, runtime_checkable
@@ -14,33 +14,33 @@ from kvjax.model import Model
 
 @runtime_checkable
 class RotaryModel(Protocol):
-  """A model whose rotary embedding depends on differences of positions alone.
+  """A model whose rotary embedding depends on position differences alone.
 
-  Methods that renumber what they keep need one.
+  Methods that renumber tokens need one.
   """
 
-  def rerotated(
+  def rerotate(
     self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
   ) -> Float[Array, "B K T D"]:
-    """Keys rotated at positions p as if they had been at p + `by`."""
+    """Moves keys that were rotated at positions p to p + `by`."""
     ...
 
 
 def check_rotary(model: Model) -> None:
-  """Refuses a model that cannot turn keys.
+  """Refuses a model that cannot rerotate keys.
 
   Raises:
-    InputError: it has no `rerotated`, or refuses itself.
+    InputError: it has no `rerotate`, or refuses itself.
   """
   if not isinstance(model, RotaryModel):
     raise InputError(
       f"rerotate needs a model that turns keys; {type(model).__name__} has no "
-      "`rerotated` (see kvjax.engine.rerotation.RotaryModel)."
+      "`rerotate` (see kvjax.engine.rerotation.RotaryModel)."
     )
   spec = model.geometry.layers[0]
   shape = (1, spec.kv_heads, 1)
   jax.eval_shape(
-    model.rerotated,
+    model.rerotate,
     jax.ShapeDtypeStruct((*shape, spec.key_dim), "float32"),
     jax.ShapeDtypeStruct(shape, "int32"),
   )
@@ -48,18 +48,18 @@ def check_rotary(model: Model) -> None:
 
 def rerotate(model: Model, layer: LayerCache) -> LayerCache:
   """Numbers and rotates tokens by their order in the cache."""
-  return _turned(model, layer, _order(layer))
+  return _move_to(model, layer, _order(layer))
 
 
-def close_up(model: Model, layer: LayerCache) -> LayerCache:
-  """Turns a layer to what a block at its end sees when no token is missing.
+def close_gaps(model: Model, layer: LayerCache) -> LayerCache:
+  """Moves the tokens of a layer such that their positions have no gaps.
 
-  The last token stays where it is and those before it move up to it. Keys are
-  turned from what is stored, each time anew, so that rounding does not add up.
+  The last token stays in place and those before it move up to it. Keys are
+  always rerotated from the stored ones, so that rounding does not accumulate.
   """
   order = _order(layer)
   last = jnp.max(layer.positions, axis=-1, keepdims=True)
-  return _turned(model, layer, last + 1 + order - layer.lengths[..., None])
+  return _move_to(model, layer, last + 1 + order - layer.lengths[..., None])
 
 
 def _order(layer: LayerCache) -> Int[Array, "B K T"]:
@@ -67,15 +67,15 @@ def _order(layer: LayerCache) -> Int[Array, "B K T"]:
   return jnp.cumsum(valid.astype(jnp.int32), axis=-1) - 1
 
 
-def _turned(
-  model: Model, layer: LayerCache, places: Int[Array, "B K T"]
+def _move_to(
+  model: Model, layer: LayerCache, positions: Int[Array, "B K T"]
 ) -> LayerCache:
-  """The tokens as if they had stood at `places`."""
+  """Rerotates tokens to the given positions."""
   assert isinstance(model, RotaryModel)
   valid = layer.valid
-  by = jnp.where(valid, places - layer.positions, 0)
+  by = jnp.where(valid, positions - layer.positions, 0)
   return dataclasses.replace(
     layer,
-    keys=model.rerotated(layer.keys, by),
-    positions=jnp.where(valid, places, -1),
+    keys=model.rerotate(layer.keys, by),
+    positions=jnp.where(valid, positions, -1),
   )

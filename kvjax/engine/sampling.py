@@ -1,4 +1,4 @@
-"""The next token from its logits."""
+"""Sampling of the next token from its logits."""
 
 import dataclasses
 
@@ -14,9 +14,16 @@ class Sampling:
   """How the next token is drawn.
 
   Attributes:
-    temperature: 0 takes the likeliest token; above 0 divides the logits.
-    top_p: draws among the likeliest tokens that together reach this share.
-    top_k: draws among so many likeliest tokens, before `top_p`; 0 for all.
+    temperature: 0 takes the most likely token; a positive value divides the
+      logits.
+    top_p: draws among the most likely tokens that together reach this
+      probability.
+    top_k: draws among this many most likely tokens, before `top_p`; 0 for all.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.Sampling(temperature=0.7, top_p=0.9)
+    Sampling(temperature=0.7, top_p=0.9, top_k=0)
   """
 
   temperature: float = 0.0
@@ -47,7 +54,7 @@ def sample(
 ) -> Int[Array, " B"]:
   """Draws one token per row.
 
-  A row's draw depends on its own seed and position only.
+  A row's draw depends on its seed and position only.
 
   Args:
     logits: float32 logits.
@@ -74,9 +81,9 @@ def sample(
 
 
 def _nucleus(logits: Float[Array, " V"], top_p: float) -> Float[Array, " V"]:
-  """Lets the smallest set of likeliest tokens live whose sum reaches top_p."""
+  """Masks all but the fewest most likely tokens that reach `top_p`."""
   order = jnp.argsort(logits, descending=True)
   share = jax.nn.softmax(logits[order])
   before = jnp.cumsum(share) - share
-  alive = jnp.zeros(logits.shape, bool).at[order].set(before < top_p)
-  return jnp.where(alive, logits, -jnp.inf)
+  kept = jnp.zeros(logits.shape, bool).at[order].set(before < top_p)
+  return jnp.where(kept, logits, -jnp.inf)

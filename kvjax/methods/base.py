@@ -1,4 +1,4 @@
-"""What every eviction method is made of."""
+"""The base classes of eviction methods."""
 
 import abc
 import dataclasses
@@ -22,9 +22,9 @@ from kvjax.selection import top_slots
 class Method(abc.ABC):
   """Decides which tokens of a layer's cache are kept.
 
-  A method is a hashable value: its fields are its hyper-parameters. It sees
-  the cache with the new block already in it, and the block's activations. What
-  it finds there is computed once, whatever the number of budgets.
+  A method is a hashable value: its fields are its hyperparameters. It is given
+  the cache, which already contains the new block, and the block's activations.
+  Its scores are computed once, however many budgets there are.
   """
 
   def __post_init__(self) -> None:
@@ -32,63 +32,63 @@ class Method(abc.ABC):
 
   @property
   def traits(self) -> Traits:
-    """What the method needs and refuses; by default nothing."""
+    """What the method requires and does not support; by default nothing."""
     return Traits()
 
   @property
   def allocation(self) -> Allocation:
-    """How many tokens it keeps of a budget; a plan may say otherwise."""
+    """Default allocation of its budget, which a plan may replace."""
     return Uniform()
 
   @property
   def votes(self) -> "ScoringMethod | None":
-    """What heads compete by where they share a budget; None if they cannot."""
+    """Method whose scores heads compete by for a budget; None for no scores."""
     return None
 
   def observe(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> LayerCache:
-    """Remembers of a block, which is in the cache, what later choices need."""
+    """Stores in the cache what later selections need of a block."""
     del layer
     width = self.traits.window
     if not width:
       return cache
     window = cache.window or ObservationWindow.empty(activations, width)
-    return dataclasses.replace(cache, window=window.after(activations))
+    return dataclasses.replace(cache, window=window.append(activations))
 
   @abc.abstractmethod
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> PyTree[Array]:
-    """What the choice depends on, for every budget alike."""
+    """Computes what the selection depends on, for all budgets."""
 
   @abc.abstractmethod
   def select(
     self, scores: PyTree[Array], cache: LayerCache, budget: LayerBudget
   ) -> Int[Array, "B K M"]:
-    """Slots to keep, ascending, then -1.
+    """Selects the slots to keep, ascending, then -1.
 
     Args:
-      scores: what `evaluate` returned.
+      scores: result of `evaluate`.
       cache: the candidates.
-      budget: how many to keep.
+      budget: how many slots to keep.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoringMethod(Method):
-  """A method that keeps the slots of the highest scores."""
+  """A method that keeps the slots with the highest scores."""
 
   @abc.abstractmethod
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
-    """Float32 score of every slot; what empty slots get has no effect."""
+    """Computes a float32 score per slot; those of empty slots are ignored."""
 
   def protected(
     self, cache: LayerCache, counts: Int[Array, "B #K"]
   ) -> Bool[Array, "B K T"]:
-    """Slots that stay whatever their score.
+    """Slots that are kept whatever their score.
 
     Args:
       cache: the candidates.
@@ -99,21 +99,21 @@ class ScoringMethod(Method):
 
   @property
   def votes(self) -> "ScoringMethod":
-    """Its own scores."""
+    """The method itself."""
     return self
 
   @final
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
-    """The scores."""
+    """Computes the scores."""
     return self.scores(layer, cache, activations)
 
   @final
   def select(
     self, scores: Float[Array, "B K T"], cache: LayerCache, budget: LayerBudget
   ) -> Int[Array, "B K M"]:
-    """The highest scores beside the protected slots."""
+    """Selects the protected slots and the highest scores."""
     return top_slots(
       scores,
       cache.valid,

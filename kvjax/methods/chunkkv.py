@@ -1,4 +1,4 @@
-"""ChunkKV: whole chunks of the prefix are kept or dropped."""
+"""ChunkKV: the prefix is kept or evicted in whole chunks."""
 
 import dataclasses
 from typing import Literal
@@ -24,18 +24,19 @@ class ChunkKV(Method):
   """Ranks contiguous chunks by the window's attention to them.
 
   The votes of the observation window are summed per chunk and, by default,
-  over all heads of the layer, whose heads then keep the same tokens. The short
-  last chunk competes by its mean times the chunk size. Of the budget B,
-  floor((B - W) / c) chunks and the window are kept.
+  over all heads of the layer, which then keep the same tokens. An incomplete
+  last chunk competes with its mean times the chunk size. With budget B, the
+  window and floor((B - W) / c) chunks are kept.
 
   Source: Liu et al., arXiv 2502.00299.
 
   Attributes:
-    window: W, the last tokens, which always stay.
+    window: W, number of last tokens, which are always kept.
     chunk: c, tokens per chunk.
-    scope: whether the heads of a "layer" choose together.
-    layer_reuse: so many layers, one after another, keep what the first of them
-      chose (the paper's layer-wise index reuse; 2 there).
+    scope: "layer" selects the same chunks for all heads of a layer; "head"
+      selects per head.
+    layer_reuse: number of consecutive layers that share the selection of the
+      first of them (the paper's layer-wise index reuse; 2 there).
   """
 
   window: int = 32
@@ -49,7 +50,7 @@ class ChunkKV(Method):
 
   @property
   def traits(self) -> Traits:
-    """It reads the last W queries, whose tokens stay."""
+    """It reads the last W queries and keeps their tokens."""
     return Traits(
       whole_prompts_only="its chunks are those of a whole prompt",
       window=self.window,
@@ -59,37 +60,37 @@ class ChunkKV(Method):
 
   @property
   def votes(self) -> SnapKV:
-    """SnapKV's, with the same window."""
+    """SnapKV with the same window."""
     return SnapKV(window=self.window, kernel=7, pooling="max")
 
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K C"]:
-    """The worth of every chunk; those outside the prefix get -inf."""
+    """Scores every chunk; those outside the prefix get -inf."""
     del layer
     per_token = jnp.mean(window_mass(cache, activations, self.window), axis=2)
     prefix = self._prefix(cache)
-    worth = self._chunks(jnp.where(prefix, per_token, 0.0)).sum(axis=-1)
+    scores = self._chunks(jnp.where(prefix, per_token, 0.0)).sum(axis=-1)
     sizes = self._chunks(prefix.astype(jnp.float32)).sum(axis=-1)
-    worth = worth * self.chunk / jnp.maximum(sizes, 1.0)
+    scores = scores * self.chunk / jnp.maximum(sizes, 1.0)
     if self.scope == "layer":
-      total = jnp.sum(worth, axis=1, keepdims=True)
-      worth = jnp.broadcast_to(total, worth.shape)
-    return jnp.where(sizes > 0, worth, -jnp.inf)
+      total = jnp.sum(scores, axis=1, keepdims=True)
+      scores = jnp.broadcast_to(total, scores.shape)
+    return jnp.where(sizes > 0, scores, -jnp.inf)
 
   def select(
     self, scores: Float[Array, "B K C"], cache: LayerCache, budget: LayerBudget
   ) -> Int[Array, "B K M"]:
-    """The best chunks that fit beside the window."""
+    """Selects the window and the best chunks that fit."""
     valid = cache.valid
     must_keep = budget.must_keep(cache)
     window = newest(valid, must_keep, budget.per_head, self.window)
     must_keep &= ~window
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
-    room = jnp.maximum(budget.per_head - taken, 0) // self.chunk
-    # A row that fits keeps its short last chunk too.
+    num_chunks = jnp.maximum(budget.per_head - taken, 0) // self.chunk
+    # A row that fits the budget also keeps its incomplete last chunk.
     fits = jnp.sum(valid.astype(jnp.int32), axis=-1) <= budget.per_head
-    chosen = among_largest(scores, room) | fits[..., None]
+    chosen = among_largest(scores, num_chunks) | fits[..., None]
     slots = cache.capacity
     per_token = jnp.repeat(chosen, self.chunk, axis=-1)[..., :slots]
     kept = window | must_keep | (per_token & self._prefix(cache))

@@ -13,7 +13,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.leverage import Factor, Solver, draw_factors, leverage
 from kvjax.methods.noncausal import Scale, ValueNorm, noncausal_attention
-from kvjax.methods.standardize import Scope, standardized
+from kvjax.methods.standardize import Scope, standardize
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
 from kvjax.selection import age, head_counts, top_slots
@@ -25,7 +25,7 @@ Whole = Literal["row", "middle"]
 
 @struct
 class Parts:
-  """The two standardized scores of every slot, zero where none is needed."""
+  """The two standardized scores of every slot, zero for unscored slots."""
 
   attention: Float[Array, "B K T"]
   outlier: Float[Array, "B K T"]
@@ -33,43 +33,46 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Compactor(Method):
-  """Keeps keys that stand apart and keys that their neighborhood attends to.
+  """Keeps outlier keys and keys that their neighborhood attends to.
 
-  The score is z(a) + blend z(o). o is the leverage of the keys before RoPE,
-  from a random sketch of them; a the attention that a key receives from its
-  own chunk of the prompt, later tokens included, times the norm of its value
-  and averaged with its neighbors. Query-agnostic; whole prompts only.
+  The score is z(a) + blend z(o), with z the standardization. o is the leverage
+  of the keys before RoPE, from a random sketch of them. a is the attention that
+  a key receives from its chunk of the prompt, including later tokens, times the
+  norm of its value and averaged with its neighbors. The method is
+  query-agnostic and works on whole prompts only.
 
   Source: Chari and Van Durme, arXiv 2507.08143, Section 3.
 
   Attributes:
-    blend: weight of the leverage; 0 leaves attention alone.
-    blend_removed: use the share of tokens removed as the weight instead.
-    sketch: "gaussian", "srht" (randomized Hadamard), or "none": exact.
-    sketch_dim: k, columns of the sketch. Keys of k dimensions or fewer are
-      taken as they are, as a sketch that wide has the leverage of the keys
-      themselves. Solver "chol" sketches them all the same: what its jitter
-      does depends on the sketch, and kvpress, whose solver it is, does so.
+    blend: weight of the leverage; 0 uses attention alone.
+    blend_removed: use the share of evicted tokens as the weight instead.
+    sketch: "gaussian", "srht" (randomized Hadamard), or "none" for exact
+      leverage.
+    sketch_dim: k, columns of the sketch. Keys of at most k dimensions are not
+      sketched, since a sketch that wide does not change the leverage. Solver
+      "chol" sketches them nevertheless, as in kvpress: the effect of its jitter
+      depends on the sketch.
     solver: how leverage is computed; see `kvjax.methods.leverage`.
     center: subtract the mean key first.
-    leverage_chunk: tokens that a leverage is relative to; 0 is all.
+    leverage_chunk: tokens per chunk of the leverage; 0 for a single chunk.
     chunk: C, tokens per chunk of attention.
     scale: of the logits: 1, or "rsqrt_d".
     value_norm: "l2", "l1", or "none".
     pool: odd width of the average over neighbors; 1 is none.
     z_scope: standardize per "head", or over all heads of a "layer", or of each
       "chunk" of the leverage, the attention then over the layer.
-    first: first tokens that always stay.
-    last: last tokens, likewise.
-    score_ends: first and last tokens are part of the chunks and statistics of
-      the scores; else the tokens between them are scored as if alone.
+    first: number of first tokens that are always kept.
+    last: number of last tokens that are always kept.
+    score_ends: include the first and last tokens in the chunks and statistics
+      of the scores; if not, the tokens between them are scored alone.
     retention_of: what a retention is a share of: the whole "row", or its
-      "middle" between the first and last tokens, which are then among the
-      tokens kept even where they are more than that.
-    spread: every "head" keeps as many, or the best of all heads of a "layer"
-      are kept, as many as one head's budget times their number; a retention is
-      then rounded once, to the nearest, for all heads together.
-    seed: of the sketches, one per layer and KV head.
+      "middle" between the first and last tokens. With "middle", the first and
+      last tokens are kept even if they exceed that share.
+    spread: "head" keeps the same number of tokens in every head. "layer" keeps
+      the best slots over all heads of a layer, as many as one head's budget
+      times the number of heads; a retention is then rounded once, to the
+      nearest integer, for all heads together.
+    seed: seed of the sketches, which differ between layers and KV heads.
   """
 
   blend: float = 0.3
@@ -99,29 +102,29 @@ class Compactor(Method):
 
   @property
   def traits(self) -> Traits:
-    """It reads keys before RoPE; its sketches are random."""
+    """It needs keys before RoPE, and its sketches are random."""
     return Traits(
       whole_prompts_only=(
         "its leverage and its attention are those of a whole prompt"
       ),
       stochastic=self.sketch != "none",
-      reads=frozenset({"keys_unrotated"}),
+      activations=frozenset({"keys_unrotated"}),
     )
 
   @property
   def allocation(self) -> Middle:
-    """See `retention_of` and `spread`."""
+    """The allocation that `retention_of` and `spread` define."""
     ends = self.first + self.last if self.retention_of == "middle" else 0
     return Middle(ends, joint=self.spread == "layer")
 
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Parts:
-    """Both scores, standardized."""
+    """Computes both scores, standardized."""
     scored, start = cache.valid, 0
     if not self.score_ends:
       scored &= ~self._ends(cache)
-      # Chunks begin after the first tokens, if there is anything.
+      # Chunks begin after the first tokens, if there are any tokens then.
       start = self.first if self.first < cache.capacity else 0
     valid = scored[:, :, start:]
     values = cache.values[:, :, start:].astype(jnp.float32)
@@ -145,14 +148,14 @@ class Compactor(Method):
     before = ((0, 0), (0, 0), (start, 0))
     attention, outlier = jnp.pad(attention, before), jnp.pad(outlier, before)
     return Parts(
-      standardized(attention, scored, self.z_scope),
-      standardized(outlier, scored, self.z_scope, size, start),
+      standardize(attention, scored, self.z_scope),
+      standardize(outlier, scored, self.z_scope, size, start),
     )
 
   def select(
     self, scores: Parts, cache: LayerCache, budget: LayerBudget
   ) -> Int[Array, "B K M"]:
-    """The highest blended scores beside the protected ends."""
+    """Selects the protected ends and the highest blended scores."""
     valid, must_keep = cache.valid, budget.must_keep(cache)
     ends = self._ends(cache) | must_keep
     counts, capacity = budget.counts, budget.capacity
@@ -162,23 +165,23 @@ class Compactor(Method):
       blend = 1.0 - counts.astype(jnp.float32) / length.astype(jnp.float32)
     blended = scores.attention + blend[:, None, None] * scores.outlier
     if self.spread == "layer":
-      always = jnp.sum(ends.astype(jnp.int32), axis=-1)
-      always = jnp.minimum(always, counts[:, None])
+      protected = jnp.sum(ends.astype(jnp.int32), axis=-1)
+      protected = jnp.minimum(protected, counts[:, None])
       kv_heads = valid.shape[1]
       total = budget.total
       if total is None:
         total = kv_heads * counts
-      free = jnp.maximum(total - jnp.sum(always, axis=-1), 0)
-      counts = always + head_counts(blended, valid & ~ends, free)
+      free = jnp.maximum(total - jnp.sum(protected, axis=-1), 0)
+      counts = protected + head_counts(blended, valid & ~ends, free)
       capacity = min(kv_heads * capacity, cache.capacity)
     return top_slots(blended, valid, ends, counts, capacity, must_keep)
 
   def _sketch_of(self, dim: int) -> Factor:
-    """How keys of `dim` dimensions are sketched; see `sketch_dim`."""
+    """The kind of sketch for keys of `dim` dimensions; see `sketch_dim`."""
     wide = self.sketch_dim >= dim and self.solver != "chol"
     return "none" if wide else self.sketch
 
   def _ends(self, cache: LayerCache) -> Bool[Array, "B K T"]:
-    """The first and last tokens, which always stay."""
+    """The first and last tokens, which are always kept."""
     ends = (cache.positions < self.first) | (age(cache.valid) <= self.last)
     return cache.valid & ends

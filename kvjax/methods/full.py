@@ -1,4 +1,4 @@
-"""FullKV: nothing is evicted."""
+"""FullKV: the uncompressed cache."""
 
 import dataclasses
 
@@ -13,16 +13,16 @@ from kvjax.methods.traits import Traits
 
 @dataclasses.dataclass(frozen=True)
 class FullKV(ScoringMethod):
-  """The uncompressed cache, whatever the budget: the yardstick."""
+  """Keeps everything, whatever the budget, as the baseline."""
 
   @property
   def traits(self) -> Traits:
-    """Nothing is evicted, and there is no budget to spread."""
+    """It keeps everything, so there is no budget to spread."""
     return Traits(keeps_all=True, even="it keeps everything")
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
-    """Every token is worth the same."""
+    """Gives every token the same score."""
     del layer, activations
     return jnp.zeros(cache.positions.shape, jnp.float32)

@@ -1,4 +1,4 @@
-"""H2O: keep the heavy hitters of all attention so far, and recent tokens."""
+"""H2O: keep the heavy hitters of all attention so far and recent tokens."""
 
 import dataclasses
 
@@ -20,16 +20,18 @@ from kvjax.selection import age, floor_share
 class H2O(ScoringMethod):
   """Scores a token by the attention of all queries, averaged over the group.
 
-  Source: Zhang et al., arXiv 2306.14048. The weights are summed by tiles of
-  queries: memory grows with the prompt, not with its square.
+  The weights are summed in tiles of queries, so that memory grows linearly with
+  the prompt, not quadratically.
+
+  Source: Zhang et al., arXiv 2306.14048.
 
   Attributes:
-    recent_frac: share of the budget that protects the newest tokens; 0 in
-      KeyDiff's comparison.
-    recent: newest tokens to protect, in place of a share, where not 0.
-    normalize: divide by the number of queries that could see the token.
+    recent_frac: share of the budget for the newest tokens; 0 in KeyDiff's
+      comparison.
+    recent: number of newest tokens to protect; replaces the share if not 0.
+    normalize: divide by the number of queries that could attend to the token.
     paper_postproc: scale by |v_i| and pool with kernel 3, as Compactor's paper
-      does to all attention scorers.
+      does for all attention scores.
   """
 
   recent_frac: float = 0.5
@@ -44,13 +46,13 @@ class H2O(ScoringMethod):
 
   @property
   def traits(self) -> Traits:
-    """It sums up attention from block to block."""
+    """It accumulates attention from block to block."""
     return Traits(accumulates=True)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
-    """Accumulated attention."""
+    """Computes the accumulated attention."""
     del layer
     scores = cache.received
     if scores is None:
@@ -69,7 +71,7 @@ class H2O(ScoringMethod):
   def observe(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> LayerCache:
-    """Adds the attention that the block's queries pay to every token."""
+    """Accumulates the attention that each token receives from the block."""
     del layer
     received = _received(cache, activations)
     if cache.received is not None:
@@ -92,7 +94,7 @@ class H2O(ScoringMethod):
 def _received(
   cache: LayerCache, activations: Activations
 ) -> Float[Array, "B K T"]:
-  """Attention that the block's queries pay to every slot, group mean."""
+  """Attention of the block's queries to every slot, mean over the group."""
   mass = causal_mass(
     activations.queries,
     cache.keys,

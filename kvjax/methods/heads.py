@@ -1,4 +1,4 @@
-"""What a KV head, and the last queries of a layer, offer to methods."""
+"""Methods that score one head, and the attention of the last queries."""
 
 import abc
 import dataclasses
@@ -19,11 +19,11 @@ from kvjax.methods.base import ScoringMethod
 
 @dataclasses.dataclass(frozen=True)
 class HeadwiseMethod(ScoringMethod):
-  """A method whose score is a function of one head, vmapped over the rest."""
+  """A method whose score is a function of one KV head."""
 
   @abc.abstractmethod
   def score_head(self, head: Head) -> Float[Array, " T"]:
-    """Float32 worth of every slot of one head."""
+    """Computes a float32 score for every slot of one head."""
 
   @final
   def scores(
@@ -37,13 +37,13 @@ class HeadwiseMethod(ScoringMethod):
 def window_queries(
   cache: LayerCache, activations: Activations, window: int
 ) -> tuple[Float[Array, "B N W D"], Int[Array, "B W"]]:
-  """The last real queries of every row, and their positions.
+  """Returns the last real queries of every row, and their positions.
 
   Args:
-    cache: what it remembers goes before what the block holds.
-    activations: the block.
-    window: how many; all of the block's where it is shorter. Where the row is
-      shorter, the rest may be anything, with position -1.
+    cache: the cache; if it has an observation window, that is returned.
+    activations: activations of the block.
+    window: number of queries; at most those of the block. If a row has fewer,
+      the remaining ones are arbitrary, with position -1.
   """
   if cache.window is not None:
     return cache.window.queries, cache.window.positions
@@ -63,15 +63,15 @@ def window_queries(
 def window_mass(
   cache: LayerCache, activations: Activations, window: int
 ) -> Float[Array, "B K G T"]:
-  """Attention that the last queries pay to every slot, summed over them.
+  """Computes the attention of the last queries to every slot, summed over them.
 
-  Float32; see `window_queries` and `kvjax.kernels.attention_mass.causal_mass`.
+  It is in float32; see `window_queries` for the arguments.
   """
-  queries, places = window_queries(cache, activations, window)
+  queries, positions = window_queries(cache, activations, window)
   mass = causal_mass(
     queries,
     cache.keys,
-    places,
+    positions,
     cache.positions,
     options=activations.attention,
     sinks=activations.sinks,

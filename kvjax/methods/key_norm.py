@@ -1,4 +1,4 @@
-"""KeyL2Norm: keys of small norm attract attention."""
+"""KeyL2Norm: keep keys of small norm, which attract attention."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from kvjax.methods.traits import Traits
 
 @dataclasses.dataclass(frozen=True)
 class KeyL2Norm(HeadwiseMethod):
-  """Keeps the keys of lowest L2 norm, which RoPE does not change.
+  """Keeps the keys with the smallest L2 norm, which RoPE does not change.
 
   Source: Devoto et al., arXiv 2406.11430.
 
@@ -24,10 +24,10 @@ class KeyL2Norm(HeadwiseMethod):
 
   @property
   def traits(self) -> Traits:
-    """Skipped layers keep everything and take no share."""
+    """Skipped layers keep everything and have no share of the budget."""
     even = "it leaves layers whole" if self.skip_layers else ""
     return Traits(keeps_layers=self.skip_layers, even=even)
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
-    """The negative norm."""
+    """Scores keys by their negative norm."""
     return -jnp.linalg.norm(head.keys, axis=-1)

@@ -1,4 +1,4 @@
-"""KeyDiff: evict the keys most alike the mean key."""
+"""KeyDiff: evict the keys most similar to the mean key."""
 
 import dataclasses
 from typing import Literal
@@ -24,17 +24,17 @@ _TINY = 1e-12
 class KeyDiff(HeadwiseMethod):
   """Keeps the keys least similar to an anchor of all keys.
 
-  With unit keys u_i and mu = mean u_i the score is -cos(mu, k_i). No sink and
-  no recent token is protected.
+  With unit keys u_i and mu = mean u_i, the score is -cos(mu, k_i). Neither
+  sinks nor recent tokens are protected.
 
   Source: arXiv 2504.15364, Section 3 and its ablations of anchor, metric and
   recent tokens.
 
   Attributes:
     anchor: mean or channel-wise median of unit or raw keys; "pairwise" sums
-      the cosines with every key, which ranks as "mean_unit" does.
+      the cosines with all keys, which ranks keys like "mean_unit".
     metric: "cosine"; "dot" is -mu.k_i; "euclid" is +|mu - k_i|.
-    recent_frac: share of the budget that protects the newest tokens.
+    recent_frac: share of the budget for the newest tokens.
   """
 
   anchor: Anchor = "mean_unit"
@@ -48,7 +48,7 @@ class KeyDiff(HeadwiseMethod):
       raise InputError("anchor=pairwise is defined for metric=cosine only.")
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
-    """Dissimilarity of every key to the anchor."""
+    """Computes the dissimilarity of every key to the anchor."""
     keys = head.keys
     norms = jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), _TINY)
     units = keys / norms

@@ -32,19 +32,19 @@ _EPSILON = 1e-6
 class LagKV(Method):
   """Keeps the sinks, the best tokens of each partition, and a sliding window.
 
-  After S sinks the row is cut into partitions of L tokens. Keys and values of
-  partition p are scaled, channel by channel, to the range of partition p + 1;
-  a token's score is the softmax over its partition of the deviation of its
-  scaled channels, keys plus values. The last whole partition and the rest
-  after it stay as they are.
+  After S sinks, the row is split into partitions of L tokens. Keys and values
+  of partition p are scaled, channel by channel, to the range of partition
+  p + 1. A token's score is the softmax, over its partition, of the standard
+  deviation of its scaled channels, keys plus values. The last complete
+  partition and the tokens after it are kept.
 
-  With retention r each scored partition keeps floor(r L) tokens, so a row of n
+  With retention r, each scored partition keeps floor(r L) tokens. A row of n
   tokens keeps S + floor(r L) (P - 1) + L + (n - S) mod L of them, where
-  P = floor((n - S) / L), and all n where n < S + 2 L. A budget in tokens is
-  met as nearly as that law allows.
+  P = floor((n - S) / L), and all n if n < S + 2 L. A budget in tokens is met as
+  closely as that law allows.
 
-  Evicting again and again, in blocks or while decoding, follows the same law:
-  what was once kept stays, only partitions that are still whole are scored.
+  Repeated eviction, in blocks or while decoding, follows the same law: tokens
+  that were kept once are always kept, and only complete partitions are scored.
 
   Source: Liang et al., arXiv 2504.04704, equations 1 to 8 and 13.
 
@@ -52,12 +52,13 @@ class LagKV(Method):
     sinks: S.
     lag: L.
     mode: "kvpress" ranks the tokens of each partition and keeps the highest
-      ranks of the whole row, exactly to the budget, as the paper's RULER runs.
+      ranks of the whole row, exactly to the budget, as in the paper's RULER
+      runs.
     cross_scoring: in mode "kvpress", compare scores instead of ranks.
-    value_weight: of the values' score; 0 looks at keys only.
+    value_weight: weight of the values' score; 0 uses keys only.
     ddof: 1 divides the channels' variance by D - 1.
     reference: "own" scales a partition to its own range (LocalKV).
-    score: "key_norm" prefers small keys instead (the paper's L2Norm).
+    score: "key_norm" prefers keys of small norm instead (the paper's L2Norm).
     skip_layers: layers that keep everything.
   """
 
@@ -79,20 +80,24 @@ class LagKV(Method):
 
   @property
   def traits(self) -> Traits:
-    """In the paper's form a law gives every layer and head its length."""
-    even, whole = "", ""
+    """In mode "paper", a fixed law gives the length of every head."""
+    even, whole_prompts_only = "", ""
     if self.mode == "paper":
       even = 'it keeps the same share of every partition (mode="kvpress" ranks)'
     else:
-      whole = 'mode="kvpress" ranks a whole prompt at once; mode="paper" can'
+      whole_prompts_only = (
+        'mode="kvpress" ranks a whole prompt at once; mode="paper" can'
+      )
       even = "it leaves layers whole" if self.skip_layers else ""
     return Traits(
-      whole_prompts_only=whole, even=even, keeps_layers=self.skip_layers
+      whole_prompts_only=whole_prompts_only,
+      even=even,
+      keeps_layers=self.skip_layers,
     )
 
   @property
   def allocation(self) -> Allocation:
-    """The paper's law; in mode "kvpress" exactly the budget."""
+    """The paper's law; in mode "kvpress", exactly the budget."""
     if self.mode == "kvpress":
       return Uniform()
     return LagLaw(self.sinks, self.lag)
@@ -100,7 +105,7 @@ class LagKV(Method):
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K P L"]:
-    """Scores of the tokens of every partition that another one follows."""
+    """Scores the tokens of every partition that another one follows."""
     del layer
     parts = Partitions.of(cache, self.sinks, self.lag)
     count = max((cache.capacity - self.sinks) // self.lag, 1)
@@ -115,24 +120,26 @@ class LagKV(Method):
     cache: LayerCache,
     budget: LayerBudget,
   ) -> Int[Array, "B K M"]:
-    """The best of each partition, or of the whole row in mode "kvpress"."""
+    """Selects the best of each partition, or of the row in mode "kvpress"."""
     parts = Partitions.of(cache, self.sinks, self.lag)
     if self.mode == "kvpress":
       return self._best_of_row(parts, scores, cache, budget)
     must_keep = parts.collect(budget.must_keep(cache), cache, scores.shape[2])
     scores = jnp.where(must_keep, jnp.inf, finite(scores))
-    each = self._each(parts, budget)[..., None]
-    each = jnp.broadcast_to(each, scores.shape[:-1])
-    best = parts.spread(among_largest(scores, each))
+    per_partition = self._per_partition(parts, budget)[..., None]
+    per_partition = jnp.broadcast_to(per_partition, scores.shape[:-1])
+    best = parts.spread(among_largest(scores, per_partition))
     return true_slots(cache.valid & (parts.fixed | best), budget.capacity)
 
-  def _each(self, parts: Partitions, budget: LayerBudget) -> Int[Array, "B K"]:
-    """Tokens to keep of each partition."""
+  def _per_partition(
+    self, parts: Partitions, budget: LayerBudget
+  ) -> Int[Array, "B K"]:
+    """Number of tokens to keep of each partition."""
     if isinstance(budget.budget, Retention):
       return jnp.full_like(
-        parts.whole, LagLaw(self.sinks, self.lag).share(budget.budget, 0)
+        parts.num_complete, LagLaw(self.sinks, self.lag).share(budget.budget, 0)
       )
-    scored = parts.whole - 1
+    scored = parts.num_complete - 1
     spare = budget.per_head - (parts.count - scored * self.lag)
     return spare // jnp.maximum(scored, 1)
 
@@ -157,20 +164,21 @@ class LagKV(Method):
   def _best_of_row(
     self,
     parts: Partitions,
-    found: Float[Array, "B K P L"],
+    scores: Float[Array, "B K P L"],
     cache: LayerCache,
     budget: LayerBudget,
   ) -> Int[Array, "B K M"]:
-    """Sinks, window and the best of all partitions; of a short row the newest.
+    """Selects sinks, window and the best of all partitions.
 
-    Partitions compare by rank, or by score with `cross_scoring`.
+    Tokens compete by rank, or by score with `cross_scoring`. A short row keeps
+    its newest tokens.
     """
     if not self.cross_scoring:
-      found = jnp.argsort(jnp.argsort(found, axis=-1), axis=-1)
-    short = (parts.whole < 2)[..., None]
-    worth = parts.spread(found).astype(jnp.float32)
+      scores = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1)
+    short = (parts.num_complete < 2)[..., None]
+    spread = parts.spread(scores).astype(jnp.float32)
     return top_slots(
-      jnp.where(short, parts.index.astype(jnp.float32), worth),
+      jnp.where(short, parts.index.astype(jnp.float32), spread),
       cache.valid,
       jnp.where(short, parts.index < self.sinks, parts.fixed),
       budget.counts,

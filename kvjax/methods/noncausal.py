@@ -1,4 +1,4 @@
-"""Attention without a causal mask inside chunks of the prompt, as a score."""
+"""Scores by attention without a causal mask inside chunks of the prompt."""
 
 from typing import Literal
 
@@ -24,22 +24,22 @@ def noncausal_attention(
   value_norm: ValueNorm,
   width: int,
 ) -> Float[Array, "B K T"]:
-  """Attention that a key receives from all queries of its own chunk.
+  """Computes the attention that each key receives from its chunk's queries.
 
-  Column sums of softmax(scale q.k), group mean, times the norm of the value,
-  averaged over `width` neighbors with zeros beyond the ends.
+  It is the column sum of softmax(scale q.k), mean over the group, times the
+  norm of the value, averaged over `width` neighbors with zeros beyond the ends.
 
   Source: Chari and Van Durme, arXiv 2507.08143, Section 3.
 
   Args:
     queries: rotated queries, one for every key.
     keys: rotated keys.
-    values: float32, zero where nothing is held.
-    valid: slots that ask and receive; other queries and keys may hold anything.
+    values: float32 values, zero in empty slots.
+    valid: slots whose queries and keys count; the others are arbitrary.
     chunk: C, tokens per chunk; the last one may be shorter.
     scale: of the logits: 1, or 1 / sqrt(D).
     value_norm: "l2", "l1", or "none".
-    width: odd; 1 averages nothing.
+    width: odd width of the average; 1 for none.
   """
   factor = 1.0 if scale == "one" else queries.shape[-1] ** -0.5
   mass = chunk_mass(queries, keys, valid, chunk, factor)

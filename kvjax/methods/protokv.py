@@ -1,4 +1,4 @@
-"""ProtoKV: clusters around prototypes are kept or dropped as a whole."""
+"""ProtoKV: clusters around prototypes are kept or evicted as a whole."""
 
 import dataclasses
 import functools
@@ -24,9 +24,9 @@ from kvjax.methods.heads import (
 from kvjax.methods.ranking import (
   Cut,
   Ranking,
-  cluster_worth,
-  fitting,
-  ranked,
+  rank_clusters,
+  score_clusters,
+  select_fitting,
 )
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.traits import Traits
@@ -42,34 +42,34 @@ Sign = Literal["deviation", "literal"]
 class ProtoKV(Method):
   """Keeps whole clusters of keys, best first, and the observation window.
 
-  The keys that resemble their neighbors least are hashed to a few anchor
-  prototypes, the others are cut into contiguous chunks, one prototype each.
-  Every token of the prefix joins its nearest prototype, and a cluster is worth
-  what the window's queries give its members. The first cluster that does not
-  fit is cut by its members' own worth.
+  The keys least similar to their neighbors are hashed to a few anchor
+  prototypes. The others are split into contiguous chunks, with one prototype
+  each. Every token of the prefix joins its nearest prototype. A cluster's score
+  combines the scores that the window's queries give its members. The first
+  cluster that does not fit is cut by the scores of its members.
 
   Source: ProtoKV, ICLR 2026 (OpenReview kXhPkDaFbJ).
 
   Attributes:
-    window: W, the last tokens, which always stay.
-    neighbors: kappa, the reach of the neighborhood.
-    include_self: a token is its own neighbor.
-    sign: "literal" takes the tokens most like their neighbors as anchors.
+    window: W, number of last tokens, which are always kept.
+    neighbors: kappa, radius of the neighborhood.
+    include_self: whether a token is its own neighbor.
+    sign: "literal" takes the tokens most similar to their neighbors as anchors.
     anchors: p, tokens hashed to anchor prototypes; 0 is Chunk-Clustering.
     bits: r; there are 2^r anchor prototypes.
     hash: random "fourier" features or a "hyperplane" per bit.
     sigma: bandwidth of the features.
-    prototypes: all prototypes together.
+    prototypes: total number of prototypes.
     split: how chunks are cut.
     clusters: "lsh" hashes every token, "kmeans" replaces prototypes by K-means
       centers; "none" is SATKV: single tokens by deviation.
-    iterations: of K-means.
-    score: raw inner products or attention weights, summed over a cluster's
-      members or averaged.
-    cut: what becomes of the first cluster that does not fit: its best members
-      by "score", its first by "position", "skip" it and try the next, or
-      "none": stop there.
-    seed: of hashes and K-means, one per layer and KV head.
+    iterations: maximum number of iterations of K-means.
+    score: raw inner products or attention weights, summed or averaged over a
+      cluster's members.
+    cut: how the first cluster that does not fit is treated: keep its best
+      members by "score", keep its first by "position", "skip" it and try the
+      next, or "none" to stop there.
+    seed: seed of hashes and K-means, which differ between layers and KV heads.
   """
 
   window: int = 8
@@ -109,7 +109,7 @@ class ProtoKV(Method):
 
   @property
   def traits(self) -> Traits:
-    """It reads the last W queries, whose tokens stay."""
+    """It reads the last W queries and keeps their tokens."""
     return Traits(
       whole_prompts_only="its clusters are those of a whole prompt",
       window=self.window,
@@ -119,38 +119,38 @@ class ProtoKV(Method):
 
   @property
   def votes(self) -> SnapKV:
-    """SnapKV's, with the same window."""
+    """SnapKV with the same window."""
     return SnapKV(window=self.window, kernel=7, pooling="max")
 
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Ranking:
-    """The order of every head's prefix tokens."""
+    """Ranks the prefix tokens of every head."""
     heads = heads_of(cache, activations)
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
     index = jnp.arange(heads.positions.shape[1])
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
-    given = self._given(heads, cache, activations)
+    token_scores = self._score_tokens(heads, cache, activations)
     per_head = jax.vmap(self._rank_head)
-    return jax.vmap(per_head, in_axes=(0, 0, None))(heads, given, keys)
+    return jax.vmap(per_head, in_axes=(0, 0, None))(heads, token_scores, keys)
 
   def select(
     self, scores: Ranking, cache: LayerCache, budget: LayerBudget
   ) -> Int[Array, "B K M"]:
-    """Whole clusters while they fit, the cut one, and the window."""
+    """Selects clusters while they fit, the cut one, and the window."""
     valid = cache.valid
     must_keep = budget.must_keep(cache)
     window = newest(valid, must_keep, budget.per_head, self.window)
     must_keep &= ~window
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
-    room = jnp.maximum(budget.per_head - taken, 0)
+    remaining = jnp.maximum(budget.per_head - taken, 0)
     prefix = valid & (age(valid) > self.window)
-    fit = functools.partial(fitting, cut=self.cut)
-    kept = jax.vmap(jax.vmap(fit))(scores, room)
+    select_head = functools.partial(select_fitting, cut=self.cut)
+    kept = jax.vmap(jax.vmap(select_head))(scores, remaining)
     return true_slots(window | must_keep | (prefix & kept), budget.capacity)
 
   def _rank_head(
-    self, head: Head, given: Float[Array, " T"], rng: Array
+    self, head: Head, token_scores: Float[Array, " T"], rng: Array
   ) -> Ranking:
     keys = head.keys
     prefix = head.valid & (age(head.valid) > self.window)
@@ -158,14 +158,14 @@ class ProtoKV(Method):
     dev = dev if self.sign == "deviation" else -dev
     if self.clusters == "none":
       alone = jnp.zeros_like(head.positions)
-      return ranked(alone, jnp.zeros(1), prefix, dev)
+      return rank_clusters(alone, jnp.zeros(1), prefix, dev)
     centers, exists = self._centers(keys, prefix, dev, rng)
     cluster = proto.nearest(keys, centers, exists)
     mean = self.score.endswith("mean")
-    worth = cluster_worth(given, cluster, prefix, len(centers), mean)
-    index = jnp.arange(len(given), dtype=jnp.float32)
-    inside = -index if self.cut == "position" else given
-    return ranked(cluster, worth, prefix, inside)
+    scores = score_clusters(token_scores, cluster, prefix, len(centers), mean)
+    index = jnp.arange(len(token_scores), dtype=jnp.float32)
+    inside = -index if self.cut == "position" else token_scores
+    return rank_clusters(cluster, scores, prefix, inside)
 
   def _centers(
     self,
@@ -195,15 +195,15 @@ class ProtoKV(Method):
     groups = jnp.where(anchor, plain + hashed, chunk)
     return proto.prototypes(keys, groups, self.prototypes)
 
-  def _given(
+  def _score_tokens(
     self, heads: Head, cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
-    """What the window's queries of a whole group give each token."""
+    """Scores each token by the window's queries of the whole group."""
     if self.score.startswith("attn"):
       return jnp.sum(window_mass(cache, activations, self.window), axis=2)
     queries, places = window_queries(cache, activations, self.window)
-    asked = (places >= 0)[:, None, :, None]
-    queries = jnp.where(asked, queries.astype(jnp.float32), 0.0)
+    real = (places >= 0)[:, None, :, None]
+    queries = jnp.where(real, queries.astype(jnp.float32), 0.0)
     queries = by_kv_head(queries, cache.keys.shape[1])
     total = jnp.sum(queries, axis=(2, 3))
     return jnp.einsum("bktd,bkd->bkt", heads.keys, total)

@@ -14,26 +14,26 @@ from kvjax.methods.traits import Traits
 
 @dataclasses.dataclass(frozen=True)
 class Random(ScoringMethod):
-  """Scores are uniform and independent per layer, KV head and position.
+  """Draws independent uniform scores per layer, KV head and position.
 
-  A token's score depends on nothing else, so that neither padding nor batch
-  mates nor the schedule change what a seed keeps.
+  A token's score depends on nothing else. Neither padding nor the other rows
+  nor the schedule change what is kept.
 
   Attributes:
-    seed: of all scores.
+    seed: seed of all scores.
   """
 
   seed: int = 0
 
   @property
   def traits(self) -> Traits:
-    """By chance."""
+    """Its selection is random."""
     return Traits(stochastic=True)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
-    """Uniform in [0, 1)."""
+    """Draws scores in [0, 1)."""
     del activations
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
     kv_heads = cache.positions.shape[1]

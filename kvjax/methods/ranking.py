@@ -1,4 +1,4 @@
-"""Clusters of tokens in the order of their worth, and how many of them fit."""
+"""Ranking of clusters of tokens, and selection of those that fit."""
 
 from typing import Literal
 
@@ -18,8 +18,8 @@ class Ranking:
   """The order in which clusters, and the tokens of a cluster, are kept.
 
   Attributes:
-    inside: a token's worth inside its cluster; -inf outside the prefix.
-    cluster: the place of each token's cluster among the clusters.
+    inside: score of each token in its cluster; -inf outside the prefix.
+    cluster: rank of each token's cluster.
     sizes: tokens of each cluster, best cluster first.
   """
 
@@ -28,81 +28,81 @@ class Ranking:
   sizes: Int[Array, "*B P"]
 
 
-def cluster_worth(
-  own: Float[Array, " T"],
+def score_clusters(
+  token_scores: Float[Array, " T"],
   cluster: Int[Array, " T"],
   prefix: Bool[Array, " T"],
   count: int,
   mean: bool,
 ) -> Float[Array, " P"]:
-  """Sum or mean of the members' own worth; 0 for an empty cluster.
+  """Sums or averages the scores of each cluster's members; 0 if it is empty.
 
   Args:
-    own: worth of every token.
-    cluster: of every token.
+    token_scores: score of every token.
+    cluster: cluster of every token.
     prefix: the tokens that count.
-    count: P, clusters.
+    count: P, number of clusters.
     mean: divide by the number of members.
   """
   target = jnp.where(prefix, cluster, count)
-  worth = jax.ops.segment_sum(own, target, count + 1)[:-1]
+  scores = jax.ops.segment_sum(token_scores, target, count + 1)[:-1]
   if not mean:
-    return worth
-  ones = jnp.ones(own.shape, jnp.float32)
+    return scores
+  ones = jnp.ones(token_scores.shape, jnp.float32)
   sizes = jax.ops.segment_sum(ones, target, count + 1)[:-1]
-  return worth / jnp.maximum(sizes, 1.0)
+  return scores / jnp.maximum(sizes, 1.0)
 
 
-def ranked(
+def rank_clusters(
   cluster: Int[Array, " T"],
-  worth: Float[Array, " P"],
+  scores: Float[Array, " P"],
   prefix: Bool[Array, " T"],
   inside: Float[Array, " T"],
 ) -> Ranking:
-  """Clusters by their worth, and tokens by `inside` in each of them.
+  """Ranks clusters by their scores, and tokens by `inside` in each of them.
 
-  Where either is equal, the first comes first.
+  Ties prefer the earlier cluster or token.
   """
-  best_first = jnp.argsort(-worth, stable=True)
+  best_first = jnp.argsort(-scores, stable=True)
   rank = (
     jnp.zeros_like(best_first)
     .at[best_first]
-    .set(jnp.arange(len(worth), dtype=best_first.dtype))
+    .set(jnp.arange(len(scores), dtype=best_first.dtype))
   )
-  mine = jnp.where(prefix, rank[cluster].astype(jnp.int32), len(worth))
+  token_rank = jnp.where(prefix, rank[cluster].astype(jnp.int32), len(scores))
   ones = prefix.astype(jnp.int32)
-  sizes = jax.ops.segment_sum(ones, mine, len(worth) + 1)[:-1]
+  sizes = jax.ops.segment_sum(ones, token_rank, len(scores) + 1)[:-1]
   return Ranking(
     jnp.where(prefix, finite(inside), -jnp.inf),
-    jnp.minimum(mine, len(worth) - 1),
+    jnp.minimum(token_rank, len(scores) - 1),
     sizes,
   )
 
 
-def fitting(
-  found: Ranking, room: Int[Array, ""], cut: Cut
+def select_fitting(
+  ranking: Ranking, budget: Int[Array, ""], cut: Cut
 ) -> Bool[Array, " T"]:
-  """Tokens of the whole clusters that fit, best first, and of the cut one.
+  """Selects the tokens of the best clusters that fit, and of the cut one.
 
   Args:
-    found: the order of one head's tokens.
-    room: how many may be kept.
-    cut: what becomes of the first cluster that does not fit; see `ProtoKV`.
+    ranking: ranking of one head's tokens.
+    budget: how many tokens may be kept.
+    cut: how the first cluster that does not fit is treated; see `ProtoKV`.
   """
-  ends = jnp.cumsum(found.sizes)
+  ends = jnp.cumsum(ranking.sizes)
   if cut == "none":
-    return ends[found.cluster] <= room
+    return ends[ranking.cluster] <= budget
   if cut in ("score", "position"):
-    whole = jnp.sum((ends <= room).astype(jnp.int32))
-    full = jnp.max(ends, initial=0, where=ends <= room)
-    of_cut = jnp.where(found.cluster == whole, found.inside, -jnp.inf)
-    return (found.cluster < whole) | among_largest(of_cut, room - full)
+    num_whole = jnp.sum((ends <= budget).astype(jnp.int32))
+    full = jnp.max(ends, initial=0, where=ends <= budget)
+    of_cut = jnp.where(ranking.cluster == num_whole, ranking.inside, -jnp.inf)
+    return (ranking.cluster < num_whole) | among_largest(of_cut, budget - full)
 
   def visit(
-    left: Int[Array, ""], size: Int[Array, ""]
+    remaining: Int[Array, ""], size: Int[Array, ""]
   ) -> tuple[Int[Array, ""], Bool[Array, ""]]:
-    fits = size <= left
-    return left - jnp.where(fits, size, 0), fits
+    fits = size <= remaining
+    return remaining - jnp.where(fits, size, 0), fits
 
-  _, fits = jax.lax.scan(visit, room, found.sizes)
-  return fits[found.cluster]
+  _, fits = jax.lax.scan(visit, budget, ranking.sizes)
+  return fits[ranking.cluster]

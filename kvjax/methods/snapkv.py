@@ -1,4 +1,4 @@
-"""SnapKV: the last queries vote for the prefix."""
+"""SnapKV: the last queries vote for tokens of the prefix."""
 
 import dataclasses
 import functools
@@ -25,20 +25,20 @@ Group = Literal["mean", "max"]
 class SnapKV(ScoringMethod):
   """Keeps the observation window and the prefix tokens that it attends to.
 
-  vote_i is the attention that the last W queries pay to prefix token i, summed
+  The vote for a prefix token is its attention from the last W queries, summed
   over the window, reduced over the group's query heads, and pooled along the
-  prefix so that neighbors stay together.
+  prefix, which favors runs of neighbors.
 
   Source: Li et al., arXiv 2404.14469. Presets follow the code or paper that
   they are named after.
 
   Attributes:
-    window: W, the last tokens, which always stay.
-    kernel: odd width of the pooling, stride 1; 1 is none.
+    window: W, number of last tokens, which are always kept.
+    kernel: odd width of the pooling, with stride 1; 1 for none.
     pooling: "avg" divides by the kernel at the borders too; "max".
     group: how the group's query heads are reduced.
-    paper_postproc: scale votes by |v_i| and pool with kernel 3 before the
-      rest, as Compactor's paper does to all attention scorers.
+    paper_postproc: first scale votes by |v_i| and pool with kernel 3, as
+      Compactor's paper does for all attention scores.
   """
 
   window: int = 32
@@ -54,13 +54,13 @@ class SnapKV(ScoringMethod):
 
   @property
   def traits(self) -> Traits:
-    """It reads the last W queries, whose tokens stay."""
+    """It reads the last W queries and keeps their tokens."""
     return Traits(window=self.window, protects=self.window)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
-    """Pooled votes; the window itself gets none."""
+    """Computes pooled votes; those of the window are zero."""
     del layer
     valid = cache.valid
     votes = window_mass(cache, activations, self.window)
@@ -82,7 +82,7 @@ class SnapKV(ScoringMethod):
 
 
 def value_norms(cache: LayerCache) -> Float[Array, "B K T"]:
-  """Float32 |v_i| of every slot, 0 where it is empty."""
+  """Computes float32 |v_i| of every slot, 0 for empty slots."""
   norms = jnp.linalg.norm(cache.values.astype(jnp.float32), axis=-1)
   return jnp.where(cache.valid, norms, 0.0)
 
@@ -97,7 +97,7 @@ def pool(
 
   Args:
     votes: one per slot.
-    valid: slots that hold a token; neighbors may have empty slots between them.
+    valid: slots that contain a token; the others are skipped.
     kernel: width, odd.
     pooling: "avg" always divides by the kernel.
   """

@@ -1,4 +1,4 @@
-"""StreamingLLM: attention sinks and the most recent tokens."""
+"""StreamingLLM: keep attention sinks and the most recent tokens."""
 
 import dataclasses
 
@@ -18,10 +18,10 @@ class StreamingLLM(HeadwiseMethod):
   Source: Xiao et al., arXiv 2309.17453.
 
   Attributes:
-    sinks: first tokens of the row that always stay.
-    rerotate: number and rotate what is kept by its place in the cache, as the
-      paper does; else it keeps the positions of the text. In blocks and while
-      decoding every step turns all keys once more.
+    sinks: number of first tokens that are always kept.
+    rerotate: renumber and rerotate tokens by their place in the cache, as the
+      paper does; if not, they keep their positions in the text. In blocks and
+      while decoding, every step rerotates all keys.
   """
 
   sinks: int = 4
@@ -33,14 +33,14 @@ class StreamingLLM(HeadwiseMethod):
 
   @property
   def traits(self) -> Traits:
-    """What is renumbered must be as much everywhere."""
+    """With `rerotate`, all heads must keep the same number of tokens."""
     if not self.rerotate:
       return Traits()
     even = "with rerotate the next token follows the last that is kept"
     return Traits(renumbers=True, even=even)
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
-    """Recency."""
+    """Scores tokens by their position."""
     return head.positions.astype(jnp.float32)
 
   def protected(

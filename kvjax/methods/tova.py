@@ -1,4 +1,4 @@
-"""TOVA: evict what the newest token attends to least."""
+"""TOVA: evict the tokens that the newest query attends to least."""
 
 import dataclasses
 from typing import Literal
@@ -18,7 +18,7 @@ Scope = Literal["layer", "group"]
 
 @dataclasses.dataclass(frozen=True)
 class Tova(ScoringMethod):
-  """Scores a token by the attention that the last query pays it.
+  """Scores tokens by the attention of the last query.
 
   Source: Oren et al., arXiv 2401.06104.
 
@@ -26,7 +26,7 @@ class Tova(ScoringMethod):
     scope: "layer" averages over all query heads, so that every head of a layer
       keeps the same tokens; "group" averages per KV head, as in KeyDiff's
       comparison.
-    protect_last: the last token always stays.
+    protect_last: whether the last token is always kept.
   """
 
   scope: Scope = "layer"
@@ -34,13 +34,13 @@ class Tova(ScoringMethod):
 
   @property
   def traits(self) -> Traits:
-    """It reads the last query."""
+    """It needs the last query."""
     return Traits(window=1)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
-    """Attention weights of the last query, averaged over heads."""
+    """Computes attention weights of the last query, averaged over heads."""
     del layer
     scores = jnp.mean(window_mass(cache, activations, 1), axis=2)
     if self.scope == "group":
@@ -51,7 +51,7 @@ class Tova(ScoringMethod):
   def protected(
     self, cache: LayerCache, counts: Int[Array, "B #K"]
   ) -> Bool[Array, "B K T"]:
-    """The last token, if asked for."""
+    """The last token, if `protect_last`."""
     del counts
     valid = cache.valid
     return valid & (age(valid) <= int(self.protect_last))

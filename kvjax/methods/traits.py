@@ -1,4 +1,4 @@
-"""What a method needs and refuses, declared once."""
+"""Declarations of what a method requires and does not support."""
 
 import dataclasses
 
@@ -8,25 +8,25 @@ from kvjax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-  """What the engine, the checks and the tests go by.
+  """Properties of a method that the engine and the checks rely on.
 
   Raises InputError where a number is negative or an activation unknown.
 
   Attributes:
-    whole_prompts_only: why the method cannot evict block by block or while
-      decoding, as the end of a sentence; empty if it can.
-    even: why layers and heads must get equal shares of a budget, likewise.
-    window: W, last queries that the method reads, which the engine remembers
-      from one block to the next; 0 for none.
-    protects: last tokens that always stay, whatever the budget.
-    accumulates: the cache remembers the attention that every token receives.
-    renumbers: what is kept is numbered and rotated by its place in the cache.
-    stochastic: the choice depends on a seed.
-    keeps_all: nothing is ever evicted.
+    whole_prompts_only: why the method cannot evict in blocks or while decoding,
+      as the end of a sentence; empty if it can.
+    even: why layers and heads must have equal shares of a budget, as the end of
+      a sentence; empty if they need not.
+    window: W, number of last queries that the method reads, which the engine
+      carries from block to block; 0 for none.
+    protects: number of last tokens that are kept whatever the budget.
+    accumulates: whether the cache stores the attention each token receives.
+    renumbers: whether kept tokens are renumbered by their place in the cache.
+    stochastic: whether the selection depends on a seed.
+    keeps_all: whether nothing is ever evicted.
     keeps_layers: layers that keep everything.
-    reuse: so many layers, one after another, keep what the first of them
-      chose.
-    reads: activations of `kvjax.activations.OPTIONAL` that scores depend on.
+    reuse: number of consecutive layers that share the selection of the first.
+    activations: those of `kvjax.activations.OPTIONAL` that scores depend on.
   """
 
   whole_prompts_only: str = ""
@@ -39,7 +39,7 @@ class Traits:
   keeps_all: bool = False
   keeps_layers: tuple[int, ...] = ()
   reuse: int = 1
-  reads: frozenset[str] = frozenset()
+  activations: frozenset[str] = frozenset()
 
   def __post_init__(self) -> None:
     for name, least in (("window", 0), ("protects", 0), ("reuse", 1)):
@@ -48,7 +48,7 @@ class Traits:
           f"{name} of a method's traits must be {least} or more; "
           f"{getattr(self, name)} is not."
         )
-    unknown = sorted(self.reads - {*OPTIONAL})
+    unknown = sorted(self.activations - {*OPTIONAL})
     if unknown:
       raise InputError(
         f"A method can read {', '.join(OPTIONAL)} besides queries, keys and "
@@ -56,9 +56,9 @@ class Traits:
       )
 
   def keeps_layer(self, layer: int) -> bool:
-    """Whether this layer's cache is never compressed."""
+    """Whether a layer is never compressed."""
     return self.keeps_all or layer in self.keeps_layers
 
   def source_layer(self, layer: int) -> int:
-    """The layer, this one or one before, whose choice this layer copies."""
+    """The layer whose selection a layer copies; itself if it copies none."""
     return layer - layer % self.reuse

@@ -1,4 +1,4 @@
-"""Bounds of a method's options; NaN is outside of all of them."""
+"""Checks of a method's options; NaN fails all of them."""
 
 import dataclasses
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -7,10 +7,10 @@ from kvjax.errors import InputError
 
 
 def check_least(method: Any, **least: float) -> None:
-  """Refuses options of a method that are below their least values.
+  """Refuses options of a method that are below their minimum.
 
   Raises:
-    InputError: names the first that is.
+    InputError: one is; the message names it.
   """
   for name, bound in least.items():
     value = getattr(method, name)
@@ -19,7 +19,7 @@ def check_least(method: Any, **least: float) -> None:
 
 
 def check_odd(method: Any, name: str) -> None:
-  """Refuses a width that has no middle.
+  """Refuses a width that is not odd.
 
   Raises:
     InputError: it is even, or below 1.
@@ -30,7 +30,7 @@ def check_odd(method: Any, name: str) -> None:
 
 
 def check_share(method: Any, name: str) -> None:
-  """Refuses what is no share of a whole.
+  """Refuses a value that is not a share.
 
   Raises:
     InputError: it is not between 0 and 1.
@@ -41,16 +41,16 @@ def check_share(method: Any, name: str) -> None:
 
 
 def check_choices(method: Any) -> None:
-  """Refuses values of `Literal` fields that are not among theirs."""
+  """Refuses values of `Literal` fields that are not among the choices."""
   for field in dataclasses.fields(method):
     check_choice(type(method), field.name, getattr(method, field.name))
 
 
 def check_choice(method: type, option: str, value: object) -> None:
-  """Refuses a value that is not among those of a `Literal` field.
+  """Refuses a value that is not among the choices of a `Literal` field.
 
   Raises:
-    InputError: names those that are.
+    InputError: the value is not; the message names the choices.
   """
   hint = get_type_hints(method)[option]
   if get_origin(hint) is Literal and value not in get_args(hint):

@@ -1,4 +1,4 @@
-"""How much a cache may keep, in tokens or as a share of the prompt."""
+"""Budgets: how much a cache keeps, in tokens or as a share of the prompt."""
 
 import dataclasses
 import math
@@ -8,7 +8,16 @@ from kvjax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-  """At most `count` tokens per KV head and layer."""
+  """A budget of at most `count` tokens per KV head and layer.
+
+  Attributes:
+    count: number of tokens.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.Tokens(512).num_kept(100)
+    100
+  """
 
   count: int
 
@@ -18,12 +27,12 @@ class Tokens:
         f"A budget of {self.count} tokens keeps nothing; give 1 or more."
       )
 
-  def kept(self, length: int) -> int:
-    """Tokens kept of a row of `length` tokens."""
+  def num_kept(self, length: int) -> int:
+    """Number of tokens kept of a row of `length` tokens."""
     return min(self.count, length)
 
   def limit(self, length: int) -> int:
-    """Tokens that a row may hold while it grows on from `length` tokens."""
+    """Limit of a row that keeps growing from `length` tokens."""
     del length
     return self.count
 
@@ -33,7 +42,16 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-  """A share of the row's tokens, rounded up, per KV head and layer."""
+  """A budget of a share of the row's tokens per KV head and layer, rounded up.
+
+  Attributes:
+    share: above 0, at most 1.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.Retention(0.25).num_kept(10)
+    3
+  """
 
   share: float
 
@@ -44,17 +62,17 @@ class Retention:
         f"most 1; {self.share:g} is not."
       )
 
-  def kept(self, length: int) -> int:
-    """Tokens kept of a row of `length` tokens."""
+  def num_kept(self, length: int) -> int:
+    """Number of tokens kept of a row of `length` tokens."""
     # 0.1 * 70 is 7.000000000000001: that must not round up to 8.
     return max(1, math.ceil(self.share * length - 1e-9))
 
   def limit(self, length: int) -> int:
-    """Tokens that a row may hold while it grows on from `length` tokens."""
-    return self.kept(length)
+    """Limit of a row that keeps growing from `length` tokens."""
+    return self.num_kept(length)
 
   def nearest(self, count: int) -> int:
-    """The share of so many tokens, rounded to the nearest, a half upwards."""
+    """The share of `count` tokens, rounded to nearest, halves up."""
     return math.floor(self.share * count + 0.5 + 1e-9)
 
   def __str__(self) -> str:

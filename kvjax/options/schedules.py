@@ -9,20 +9,26 @@ from kvjax.errors import InputError
 class Schedule:
   """When a method compresses; by default once, after the whole prompt.
 
-  With a `block` the prompt is worked through in blocks: each attends to the
-  cache and to itself, joins it, and then the method evicts, so that no layer
-  ever holds more than its budget and a block. Later blocks attend to what was
-  left of the earlier ones. KeyDiff's paper (arXiv 2504.15364) calls this block
-  prompt processing; with LagKV (arXiv 2504.04704), a first block of S + 2 L
-  and blocks of L, it is the paper's chunked prefill.
+  With `block`, the prompt is processed in blocks. Each block attends to the
+  cache and to itself and is appended to the cache, then the method evicts. No
+  layer ever contains more tokens than its budget and one block. Later blocks
+  attend to what the earlier evictions kept. KeyDiff's paper (arXiv 2504.15364)
+  calls this block prompt processing. With LagKV (arXiv 2504.04704), a first
+  block of S + 2 L and blocks of L, it is the paper's chunked prefill.
 
-  With `every` the method goes on while decoding: what is fed to the cache
-  joins it, and after every so many tokens the method evicts.
+  With `every`, the method also evicts while decoding, after every `every`
+  tokens that are appended to the cache.
 
   Attributes:
     block: tokens per block of the prompt; None for the whole prompt at once.
-    first: tokens of the first block, where it is another size.
-    every: decoded tokens between evictions; None for no eviction then.
+    first: tokens of the first block, if it has another size.
+    every: decoded tokens between evictions; None for no eviction while
+      decoding.
+
+  Example:
+    >>> import kvjax
+    >>> print(kvjax.Schedule(block=256, every=16))
+    blocks of 256, every 16 while decoding
   """
 
   block: int | None = None
@@ -38,8 +44,8 @@ class Schedule:
       raise InputError("first is the size of the first block; give block too.")
 
   @property
-  def whole(self) -> bool:
-    """True where there is one compression, after the whole prompt."""
+  def is_whole_prompt(self) -> bool:
+    """Whether there is only one compression, after the whole prompt."""
     return self.block is None and self.every is None
 
   def __str__(self) -> str:

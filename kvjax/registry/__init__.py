@@ -1,1 +1,1 @@
-"""Methods by name, those of other packages among them."""
+"""Methods by name, including those of other packages."""

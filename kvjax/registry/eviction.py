@@ -1,4 +1,4 @@
-"""The eviction methods of this package, by name: a line each."""
+"""Registration of the eviction methods of this package."""
 
 from kvjax.allocation.adaptive import Adaptive
 from kvjax.allocation.base import Uniform
@@ -28,7 +28,7 @@ def _adakv() -> Recipe:
 
 
 def register_methods() -> None:
-  """Enters all of them; called once, when kvjax is imported."""
+  """Registers all of them; called once, when kvjax is imported."""
   register("full", FullKV, summary="nothing is evicted")
   register("random", Random, summary="chance")
   register(

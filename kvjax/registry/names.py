@@ -1,4 +1,4 @@
-"""Methods and plans by name, for eviction and retrieval alike."""
+"""Methods and plans by name, for eviction and retrieval."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ from kvjax.methods.base import Method
 from kvjax.methods.full import FullKV
 from kvjax.options.budgets import Budget, Retention, Tokens
 from kvjax.options.schedules import WHOLE, Schedule
-from kvjax.registry.naming import named, near, with_options
+from kvjax.registry.naming import make_named, suggest, with_options
 from kvjax.registry.registry import METHODS, RETRIEVALS, Recipe, recipe_of
 from kvjax.retrieval.base import Retrieval
 from kvjax.retrieval.sparse_attention import SparseAttention
 
-# In front of a name they spread its budget over layers or heads.
+# Prefixes of a name, which spread its budget over layers or heads.
 _PREFIXES: Mapping[str, Callable[[Method, Allocation], Allocation]] = {
   "pyramid": lambda method, over: Pyramid(over, method.traits.protects),
   "ada": lambda method, over: Adaptive(over),
@@ -26,12 +26,12 @@ _PREFIXES: Mapping[str, Callable[[Method, Allocation], Allocation]] = {
 
 
 def get_recipe(name: str) -> Recipe:
-  """The method that a name stands for, and how it spreads its budget.
+  """Makes the recipe that a name stands for: a method and an allocation.
 
-  A name is a method or a preset, then its options, each after a colon:
+  A name is a method or a preset, followed by options, each after a colon:
   `keydiff:anchor=median_unit:recent_frac=0.1`. The values of a list are joined
-  by plus signs: `key_norm:skip_layers=0+1`. In front, `pyramid/` spreads the
-  budget over the layers and `ada/` over the heads, and have options too:
+  by plus signs: `key_norm:skip_layers=0+1`. The prefix `pyramid/` spreads the
+  budget over the layers and `ada/` over the heads. Prefixes have options too:
   `pyramid/keydiff:beta=10`, `pyramid/ada/snapkv:alpha=0.1`.
 
   Raises:
@@ -40,12 +40,12 @@ def get_recipe(name: str) -> Recipe:
   name = name.strip()
   prefix, slash, rest = name.partition("/")
   if not slash:
-    plain = recipe_of(named(name.partition(":")[0], METHODS))
-    return _fitted(recipe_of(named(name, METHODS)), plain.method.allocation)
+    plain = recipe_of(make_named(name.partition(":")[0], METHODS))
+    return _refit(recipe_of(make_named(name, METHODS)), plain.method.allocation)
   if prefix not in _PREFIXES:
     raise InputError(
       f"There is no {prefix!r} to put before a method"
-      f"{near(prefix, _PREFIXES)}; there are {', '.join(_PREFIXES)}."
+      f"{suggest(prefix, _PREFIXES)}; there are {', '.join(_PREFIXES)}."
     )
   base, *options = rest.split(":")
   inner = get_recipe(base)
@@ -54,33 +54,39 @@ def get_recipe(name: str) -> Recipe:
   over = inner.allocation or method.allocation
   recipe = Recipe(method, _PREFIXES[prefix](method, over))
   made: Recipe = with_options(name.partition(":")[0], recipe, options)
-  return _fitted(made, method.allocation)
+  return _refit(made, method.allocation)
 
 
-def _fitted(recipe: Recipe, before: Allocation) -> Recipe:
-  """A recipe that spreads its budget by what its method has become.
+def _refit(recipe: Recipe, default: Allocation) -> Recipe:
+  """Updates the allocation of a recipe to the final options of its method.
 
   Args:
-    recipe: with the options that its name gives.
-    before: the method's own law without them.
+    recipe: the recipe, with the options that its name gives.
+    default: the method's default allocation without these options.
   """
   method = recipe.method
 
-  def fitted(law: Allocation) -> Allocation:
-    if isinstance(law, Pyramid):
+  def refit_allocation(allocation: Allocation) -> Allocation:
+    if isinstance(allocation, Pyramid):
       window = method.traits.protects
-      return dataclasses.replace(law, over=fitted(law.over), window=window)
-    if isinstance(law, Adaptive):
-      return dataclasses.replace(law, over=fitted(law.over))
-    return method.allocation if law == before else law
+      return dataclasses.replace(
+        allocation, over=refit_allocation(allocation.over), window=window
+      )
+    if isinstance(allocation, Adaptive):
+      return dataclasses.replace(
+        allocation, over=refit_allocation(allocation.over)
+      )
+    return method.allocation if allocation == default else allocation
 
   if recipe.allocation is None:
     return recipe
-  return dataclasses.replace(recipe, allocation=fitted(recipe.allocation))
+  return dataclasses.replace(
+    recipe, allocation=refit_allocation(recipe.allocation)
+  )
 
 
 def _check_prefix(prefix: str, inner: Recipe) -> None:
-  """Refuses to spread what cannot be spread, or is spread already."""
+  """Refuses a prefix whose budget cannot be spread, or is already."""
   name = type(inner.method).__name__
   over = inner.allocation
   if isinstance(over, Pyramid):
@@ -96,11 +102,19 @@ def _check_prefix(prefix: str, inner: Recipe) -> None:
 
 
 def get_method(name: str) -> Method:
-  """The eviction method that a name stands for; see `get_recipe`.
+  """Makes the eviction method that a name stands for.
+
+  A name is a method or a preset, followed by options, each after a colon:
+  `keydiff:anchor=median_unit:recent_frac=0.1`.
 
   Raises:
     InputError: no such method, preset or option, a value out of range, or a
       name that spreads a budget over layers or heads too.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.get_method("streaming:sinks=8")
+    StreamingLLM(sinks=8, rerotate=False)
   """
   recipe = get_recipe(name)
   if recipe.allocation is not None:
@@ -112,15 +126,20 @@ def get_method(name: str) -> Method:
 
 
 def get_retrieval(name: str) -> Retrieval:
-  """The retrieval method that a name stands for.
+  """Makes the retrieval method that a name stands for.
 
-  A name is a method or a preset, then its options, each after a colon:
+  A name is a method or a preset, followed by options, each after a colon:
   `ctkvr:choice=equi:update=false`, `quest:dense_layers=0+1`.
 
   Raises:
     InputError: no such method, preset or option, or a value out of range.
+
+  Example:
+    >>> import kvjax
+    >>> kvjax.get_retrieval("ctkvr:probes=8").probes
+    8
   """
-  made: Retrieval = named(name.strip(), RETRIEVALS)
+  made: Retrieval = make_named(name.strip(), RETRIEVALS)
   return made
 
 
@@ -131,16 +150,18 @@ def get_plan(
   per_query_head: bool = False,
   kv_dtype: str | None = None,
 ) -> Plan:
-  """The plan that the name of a method stands for at a budget.
+  """Makes the plan that the name of a method stands for.
 
   Args:
-    name: as `get_recipe` and `get_retrieval` read it. A retrieval method may
-      be followed by what is kept in the first place, and how much of it:
+    name: name of an eviction method, as in `get_method`, possibly with the
+      prefixes `pyramid/` and `ada/`, which spread the budget over layers and
+      heads; or of a retrieval method, as in `get_retrieval`. A retrieval method
+      may be combined with an eviction method and its budget:
       `ctkvr/compactor@0.5` indexes the half that Compactor keeps,
-      `flat/keydiff@256` the 256 tokens of KeyDiff.
-    budget: what an eviction method may keep, or how many keys a retrieval
-      method looks up per token, if it does not say so itself (`ctkvr.512`);
-      `Calibrated` is for eviction methods.
+      `flat/keydiff@256` the 256 tokens that KeyDiff keeps.
+    budget: tokens that an eviction method keeps, or keys that a retrieval
+      method retrieves per token, unless its name sets them (`ctkvr.512`);
+      `Calibrated` is for eviction methods only.
     schedule: when an eviction method evicts.
     per_query_head: see `Plan`.
     kv_dtype: see `Plan`; eviction methods only.
@@ -150,17 +171,18 @@ def get_plan(
       the schedule, the budget or the dtype.
 
   Example:
-    >>> plan = get_plan("keydiff", Retention(0.25))
+    >>> import kvjax
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Retention(0.25))
     >>> plan.method.anchor
     'mean_unit'
   """
   name = name.strip()
-  first, slash, kept = name.partition("/")
+  first, slash, kept_name = name.partition("/")
   base = first.partition(":")[0]
-  looks_up = "@" in kept or base in {*RETRIEVALS, *RETRIEVALS.presets}
-  if not looks_up:
+  is_retrieval = "@" in kept_name or base in {*RETRIEVALS, *RETRIEVALS.presets}
+  if not is_retrieval:
     if not slash and base not in {*METHODS, *METHODS.presets}:
-      _refuse(base)
+      _raise_unknown(base)
     recipe = get_recipe(name)
     return Plan(
       recipe.method,
@@ -178,10 +200,12 @@ def get_plan(
     )
   if retrieval.reads:
     budget = Tokens(retrieval.reads)
-  recipe, share = _kept(kept) if slash else (Recipe(FullKV()), Retention(1.0))
+  recipe, kept_budget = (
+    _kept(kept_name) if slash else (Recipe(FullKV()), Retention(1.0))
+  )
   return Plan(
     recipe.method,
-    share,
+    kept_budget,
     schedule,
     per_query_head,
     SparseAttention(retrieval, budget),
@@ -190,17 +214,17 @@ def get_plan(
   )
 
 
-def _refuse(base: str) -> None:
-  """Names all that might have been meant."""
+def _raise_unknown(base: str) -> None:
+  """Raises an error that lists the known names."""
   known = [*METHODS, *METHODS.presets, *RETRIEVALS, *RETRIEVALS.presets]
   raise InputError(
-    f"There is no method {base!r}{near(base, known)}; the methods are "
+    f"There is no method {base!r}{suggest(base, known)}; the methods are "
     f"{', '.join([*METHODS, *RETRIEVALS])}."
   )
 
 
 def _kept(text: str) -> tuple[Recipe, Budget]:
-  """What is kept in the first place, and how much of it."""
+  """Parses the eviction method and the budget of a retrieval plan."""
   name, _, amount = text.rpartition("@")
   try:
     share: Budget = (

@@ -1,4 +1,4 @@
-"""Methods by name: a method or a preset, then its options after colons."""
+"""Parsing of names: a method or a preset, then options after colons."""
 
 import dataclasses
 import difflib
@@ -11,14 +11,14 @@ from kvjax.options.bounds import check_choice
 from kvjax.registry.registry import Names
 
 
-def named(name: str, names: Names) -> Any:
-  """What a name such as `keydiff:anchor=median_unit` stands for.
+def make_named(name: str, names: Names) -> Any:
+  """Makes what a name such as `keydiff:anchor=median_unit` stands for.
 
   Args:
-    name: of a method or a preset, then options, each after a colon. The values
-      of a list are joined by plus signs: `skip_layers=0+1`; `skip_layers=` is
-      the empty list.
-    names: those that are known.
+    name: a method or a preset, followed by options, each after a colon. The
+      values of a list are joined by plus signs: `skip_layers=0+1`;
+      `skip_layers=` is the empty list.
+    names: the known names.
 
   Raises:
     InputError: no such method, preset or option, or a value out of range.
@@ -31,19 +31,19 @@ def named(name: str, names: Names) -> Any:
     made = names[base].make()
   else:
     raise InputError(
-      f"There is no method {base!r}{near(base, [*names, *presets])}; the "
+      f"There is no method {base!r}{suggest(base, [*names, *presets])}; the "
       f"methods are {', '.join(names)}."
     )
   return with_options(base, made, options)
 
 
 def with_options(base: str, made: Any, options: Iterable[str]) -> Any:
-  """A method, or a recipe of several parts, with some options changed.
+  """Changes options of a method, or of a recipe of several parts.
 
   Args:
-    base: how it is called, for messages.
-    made: what has the options, or parts that have them.
-    options: `name=value` each.
+    base: its name, for messages.
+    made: the method or the recipe.
+    options: options of the form `name=value`.
 
   Raises:
     InputError: no such option, one that is given twice, or a value out of
@@ -54,9 +54,9 @@ def with_options(base: str, made: Any, options: Iterable[str]) -> Any:
     name, equals, value = text.partition("=")
     path = _find(made, name)
     if path is None:
-      known = _options(made)
+      known = _all_options(made)
       raise InputError(
-        f"Method {base!r} has no option {name!r}{near(name, known)}; it has "
+        f"Method {base!r} has no option {name!r}{suggest(name, known)}; it has "
         f"{', '.join(known) or 'none'}."
       )
     if not equals:
@@ -64,16 +64,16 @@ def with_options(base: str, made: Any, options: Iterable[str]) -> Any:
     if name in given:
       raise InputError(f"Option {name!r} of {base!r} is given twice.")
     given.add(name)
-    made = _changed(made, path, functools.partial(_read, base, name, value))
+    made = _change(made, path, functools.partial(_read, base, name, value))
   return made
 
 
-# Names of the fields that lead to a part.
+# Names of the nested fields that lead to a part.
 _Path = tuple[str, ...]
 
 
 def _parts(made: Any, path: _Path = ()) -> Iterable[tuple[_Path, Any]]:
-  """What has options: the method first, then what spreads its budget."""
+  """Parts with options: first the method, then its allocation."""
   yield path, made
   for field in dataclasses.fields(made):
     value = getattr(made, field.name)
@@ -81,7 +81,7 @@ def _parts(made: Any, path: _Path = ()) -> Iterable[tuple[_Path, Any]]:
       yield from _parts(value, (*path, field.name))
 
 
-def _own_options(part: Any) -> list[str]:
+def _option_names(part: Any) -> list[str]:
   return [
     field.name
     for field in dataclasses.fields(part)
@@ -91,27 +91,27 @@ def _own_options(part: Any) -> list[str]:
   ]
 
 
-def _options(made: Any) -> list[str]:
-  found = [name for _, part in _parts(made) for name in _own_options(part)]
-  return list(dict.fromkeys(found))
+def _all_options(made: Any) -> list[str]:
+  names = [name for _, part in _parts(made) for name in _option_names(part)]
+  return list(dict.fromkeys(names))
 
 
 def _find(made: Any, name: str) -> _Path | None:
-  """The first part that has the option."""
-  places = (path for path, part in _parts(made) if name in _own_options(part))
+  """Path of the first part that has the option."""
+  places = (path for path, part in _parts(made) if name in _option_names(part))
   return next(places, None)
 
 
-def _changed(made: Any, path: _Path, change: Callable[[Any], Any]) -> Any:
+def _change(made: Any, path: _Path, change: Callable[[Any], Any]) -> Any:
   if not path:
     return change(made)
   first, *rest = path
-  part = _changed(getattr(made, first), tuple(rest), change)
+  part = _change(getattr(made, first), tuple(rest), change)
   return dataclasses.replace(made, **{first: part})
 
 
 def _read(base: str, name: str, value: str, part: Any) -> Any:
-  """A part with an option, read as the type of its present value."""
+  """Changes an option, parsed as the type of its current value."""
   read = _value(base, name, value, getattr(part, name))
   check_choice(type(part), name, read)
   return dataclasses.replace(part, **{name: read})
@@ -136,14 +136,14 @@ def _value(base: str, name: str, value: str, present: Any) -> Any:
 
 
 def _number(kind: type[int] | type[float], text: str) -> int | float:
-  """A number that fits an array's int32 or float32."""
+  """Parses a number that fits an int32 or float32 array."""
   number = kind(text)
-  if not abs(number) < 2**31:  # infinite and NaN do not either
+  if not abs(number) < 2**31:  # also refuses infinity and NaN
     raise ValueError
   return number
 
 
-def near(word: str, known: Iterable[str]) -> str:
-  """What may have been meant, in brackets; empty if nothing is alike."""
+def suggest(word: str, known: Iterable[str]) -> str:
+  """Suggests similar words, in parentheses; empty if there are none."""
   close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
   return f" (did you mean {' or '.join(close)}?)" if close else ""

@@ -1,4 +1,4 @@
-"""Names of methods, those of other packages among them."""
+"""The registry of methods, including those of other packages."""
 
 import dataclasses
 import functools
@@ -12,17 +12,17 @@ from kvjax.errors import InputError
 from kvjax.methods.base import Method
 from kvjax.retrieval.base import Retrieval
 
-# Where installed packages name their methods.
+# Group of the entry points by which packages register methods.
 ENTRY_POINTS = "kvjax.methods"
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """A method and how its budget is spread.
+  """A method and the allocation of its budget.
 
   Attributes:
-    method: what chooses.
-    allocation: how many it may keep; None for its own law.
+    method: the method.
+    allocation: its allocation; None for the method's default.
   """
 
   method: Method
@@ -31,13 +31,13 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """What a name stands for.
+  """A registered method.
 
   Attributes:
-    make: the method with its defaults.
-    presets: by what follows the name and a dot.
-    summary: a line for tables.
-    paper: number of its arXiv paper; empty if it has none there.
+    make: makes the method with its defaults.
+    presets: presets by the suffix that follows the name and a dot.
+    summary: a one-line description for tables.
+    paper: number of its arXiv paper; empty if there is none.
   """
 
   make: Callable[[], Any]
@@ -47,7 +47,7 @@ class Entry:
 
 
 class Names(Mapping[str, Entry]):
-  """Registered names of one kind, in the order of their registration."""
+  """Registered methods of one kind by name, in order of registration."""
 
   def __init__(self) -> None:
     self._entries: dict[str, Entry] = {}
@@ -65,12 +65,12 @@ class Names(Mapping[str, Entry]):
     return len(self._entries)
 
   def add(self, name: str, entry: Entry) -> None:
-    """Enters a name."""
+    """Adds an entry."""
     self._entries[name] = entry
 
   @property
   def presets(self) -> Mapping[str, Any]:
-    """All presets, by their whole names."""
+    """All presets by their full names."""
     return {
       f"{name}.{preset}": made
       for name, entry in self.items()
@@ -91,13 +91,13 @@ def register(
   summary: str = "",
   paper: str = "",
 ) -> None:
-  """Gives a method a name, for the command line, saved caches and tables.
+  """Registers a method under a name, for the command line and saved caches.
 
   Args:
     name: lower-case letters, digits and underscores.
-    make: returns the method with its defaults: its class, for most.
-    presets: methods with other options, by what follows `name` and a dot.
-    summary: a line for tables.
+    make: makes the method with its defaults; usually its class.
+    presets: methods with other options, by the suffix after `name` and a dot.
+    summary: a one-line description for tables.
     paper: number of its arXiv paper.
 
   Raises:
@@ -139,10 +139,10 @@ def register(
 
 @functools.cache
 def load_plugins() -> None:
-  """Registers what installed packages name as entry points.
+  """Registers the methods of installed packages by their entry points.
 
-  An entry point is a class, registered under its name, or a function that
-  calls `register` itself.
+  An entry point is a class, which is registered under the entry point's name,
+  or a function that calls `register` itself.
 
   Raises:
     InputError: one cannot be imported, or its name is taken.
@@ -150,18 +150,18 @@ def load_plugins() -> None:
   for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
     package = point.dist.name if point.dist else "a package"
     try:
-      found = point.load()
+      loaded = point.load()
     except Exception as error:
       raise InputError(
         f"The method {point.name!r} of {package} cannot be imported ({error}); "
         "mend or uninstall that package."
       ) from error
-    if isinstance(found, type):
-      register(point.name, found)
+    if isinstance(loaded, type):
+      register(point.name, loaded)
     else:
-      found()
+      loaded()
 
 
 def recipe_of(made: Method | Recipe) -> Recipe:
-  """A method as a recipe."""
+  """Wraps a method in a recipe, if it is not one already."""
   return made if isinstance(made, Recipe) else Recipe(made)

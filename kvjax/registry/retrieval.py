@@ -1,4 +1,4 @@
-"""The retrieval methods of this package, by name: a line each."""
+"""Registration of the retrieval methods of this package."""
 
 from kvjax.registry.registry import register
 from kvjax.retrieval.clusterkv import ClusterKV
@@ -11,7 +11,7 @@ from kvjax.retrieval.squeezed import SqueezedAttention
 
 
 def register_retrievals() -> None:
-  """Enters all of them; called once, when kvjax is imported."""
+  """Registers all of them; called once, when kvjax is imported."""
   register(
     "ctkvr",
     CTkvr,

@@ -1,10 +1,10 @@
-"""Retrieval methods, one file each: keep everything, read a little."""
+"""Retrieval methods, one file each: they keep all keys and read a few."""
 
 from kvjax.retrieval.base import Candidates as Candidates
-from kvjax.retrieval.base import Found as Found
+from kvjax.retrieval.base import KeyBudget as KeyBudget
 from kvjax.retrieval.base import Prompt as Prompt
-from kvjax.retrieval.base import Reads as Reads
 from kvjax.retrieval.base import Retrieval as Retrieval
+from kvjax.retrieval.base import Selection as Selection
 from kvjax.retrieval.base import Store as Store
 from kvjax.retrieval.clusterkv import ClusterKV as ClusterKV
 from kvjax.retrieval.ctkvr import CTkvr as CTkvr

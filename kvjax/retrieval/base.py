@@ -1,4 +1,4 @@
-"""What a retrieval method is: everything is kept and a little of it is read."""
+"""The interface of retrieval methods, which keep all keys and read a few."""
 
 import abc
 import dataclasses
@@ -16,68 +16,68 @@ from kvjax.options.budgets import Budget
 from kvjax.struct import static, struct
 
 Turn = Literal["decode", "dense"]
-KeysRead = Literal["all", "candidates", "none"]
+KeyAccess = Literal["all", "candidates", "none"]
 
 
 @struct
-class Reads:
-  """How many keys one KV head looks up per token.
+class KeyBudget:
+  """How many keys one KV head retrieves per token.
 
   Attributes:
-    count: of this row.
-    most: of any row of the batch.
+    num_keys: for this row.
+    max_keys: for any row of the batch.
   """
 
-  count: Int[Array, "*B"]
-  most: int = static()
+  num_keys: Int[Array, "*B"]
+  max_keys: int = static()
 
 
 @struct
 class Prompt:
-  """One KV head of a prompt, some of whose tokens are to be looked up.
+  """One KV head of a prompt that is to be indexed.
 
   Attributes:
-    head: all tokens that the cache holds, and the prompt's queries.
-    lookup: slots of the tokens that may be looked up; all of them lie from
-      `start` up to `end`, and an index numbers them from `start` on.
-    number: of the KV head in its layer.
-    layer: number of the layer.
-    start: the first such slot.
-    end: behind the last.
+    head: all tokens in the cache, and the prompt's queries.
+    retrievable: slots of the tokens that may be retrieved. All of them lie
+      between `start` and `end`; an index numbers them from `start` on.
+    number: index of the KV head in its layer.
+    layer: index of the layer.
+    start: first retrievable slot.
+    end: one past the last retrievable slot.
   """
 
   head: Head
-  lookup: Bool[Array, "*B T"]
+  retrievable: Bool[Array, "*B T"]
   number: Int[Array, "*B"]
   layer: Int[Array, "*B"] | int
   start: int = static()
   end: int = static()
 
   def key(self, seed: int) -> PRNGKeyArray:
-    """For random draws; its own for every layer and KV head."""
+    """A random key that differs between layers and KV heads."""
     layer = jax.random.fold_in(jax.random.key(seed), self.layer)
     return jax.random.fold_in(layer, self.number)
 
   @property
   def stored_keys(self) -> Float[Array, "*B F D"]:
-    """Float32 keys that may be looked up; zero where there is none."""
+    """Float32 keys that may be retrieved; zero where a slot is empty."""
     keys = self.head.keys[..., self.start : self.end, :]
     return jnp.where(self.stored[..., None], keys, 0.0)
 
   @property
   def stored(self) -> Bool[Array, "*B F"]:
-    """Which of the numbered slots may be looked up."""
-    return self.lookup[..., self.start : self.end]
+    """Mask of the numbered slots that may be retrieved."""
+    return self.retrievable[..., self.start : self.end]
 
 
 @struct
-class Waiting:
-  """One KV head's resident tokens that will be looked up one day.
+class PendingKeys:
+  """Resident tokens of one KV head that will be stored later.
 
   Attributes:
     keys: float32 keys; zero where there is none.
-    numbers: which number each has, here and as long as it is stored; -1 for
-      none, or one that the query does not see.
+    numbers: number of each token, now and once it is stored; -1 for none, or
+      for a token that is not visible to the query.
   """
 
   keys: Float[Array, "*B W D"]
@@ -86,10 +86,10 @@ class Waiting:
 
 @struct
 class Candidates:
-  """Keys that a method may choose among.
+  """Keys that a method may select from.
 
   Attributes:
-    slots: where they are stored; -1 for none.
+    slots: stored slot of each key; -1 for none.
     keys: float32 keys; zero where there is none.
   """
 
@@ -99,96 +99,97 @@ class Candidates:
 
 @struct
 class Store:
-  """One KV head's keys that may be looked up.
+  """The stored keys of one KV head.
 
-  An index may name a slot of the prompt, and those tokens that come later by
-  numbers that they have before they are stored.
+  An index refers to tokens by number. The number of a prompt token is its
+  slot. A token that is stored after the prompt gets its number earlier, while
+  it is still resident.
 
   Attributes:
-    keys: rotated keys in the cache's dtype, of a method that reads all of
-      them; an empty slot holds anything.
-    valid: which slots hold a token.
-    later: the numbers of the last E slots, where tokens come to them after the
-      prompt; of a slot before them the number is its place.
-    waiting: tokens that will come.
-    candidates: keys of the slots that the method has named as such.
+    keys: rotated keys in the cache's dtype, for methods that read all of them;
+      the contents of empty slots are arbitrary.
+    valid: mask of the slots that contain a token.
+    late_numbers: numbers of the last E slots, which are filled after the
+      prompt; None if there are no such slots.
+    pending: resident tokens that will be stored later.
+    candidates: keys of the slots that `Retrieval.candidates` returned.
   """
 
   keys: Float[Array, "*B F D"] | None
   valid: Bool[Array, "*B F"]
-  later: Int[Array, "*B E"] | None = None
-  waiting: Waiting | None = None
+  late_numbers: Int[Array, "*B E"] | None = None
+  pending: PendingKeys | None = None
   candidates: Candidates | None = None
 
   def slots(self, numbers: Int[Array, " M"]) -> Int[Array, " U"]:
-    """Slots of what is stored of these numbers: ascending, once each, then -1.
+    """Returns the stored slots with these numbers.
 
-    U is M, or F where that is less.
+    They are unique and ascending, then -1. U is min(M, F).
     """
     slots = self.valid.shape[0]
     named = named_slots(numbers, slots)
-    if self.later is not None:
-      first = slots - self.later.shape[0]
-      later = named[self.later] & self.valid[first:]
-      named = jnp.concatenate([named[:first], later])
+    if self.late_numbers is not None:
+      first = slots - self.late_numbers.shape[0]
+      late = named[self.late_numbers] & self.valid[first:]
+      named = jnp.concatenate([named[:first], late])
     return true_slots(named, min(numbers.shape[0], slots))
 
   def numbers(self, slots: Int[Array, " M"]) -> Int[Array, " M"]:
-    """The inverse, for each slot; -1 for slot -1."""
-    if self.later is None:
+    """Returns the number of each slot; -1 for slot -1."""
+    if self.late_numbers is None:
       return slots
-    first = self.valid.shape[0] - self.later.shape[0]
-    later = self.later[jnp.maximum(slots - first, 0)]
-    return jnp.where(slots < first, slots, later)
+    first = self.valid.shape[0] - self.late_numbers.shape[0]
+    late = self.late_numbers[jnp.maximum(slots - first, 0)]
+    return jnp.where(slots < first, slots, late)
 
 
 @struct
-class Found:
-  """What a KV head's queries look up.
+class Selection:
+  """The slots that the queries of one KV head retrieve.
 
   Attributes:
-    slots: one list for all of them, or one for each; no slot twice in a list,
-      -1 for none.
-    bias: added to the scaled logits of what is listed, where it is not zero.
+    slots: one list shared by all queries, or one list per query; slots are
+      unique within a list, -1 for none.
+    bias: added to the scaled logits of the listed slots; None for zero.
   """
 
   slots: Int[Array, "*B J M"]
   bias: Float[Array, "*B G M"] | None = None
 
   @property
-  def read_slots(self) -> Int[Array, "*B J M"]:
-    """The slots, but -1 for what the bias hides from all heads."""
+  def visible_slots(self) -> Int[Array, "*B J M"]:
+    """The slots, with -1 for those that the bias hides from all heads."""
     if self.bias is None:
       return self.slots
-    read = jnp.any(jnp.isfinite(self.bias), axis=-2, keepdims=True)
-    return jnp.where(read, self.slots, -1)
+    visible = jnp.any(jnp.isfinite(self.bias), axis=-2, keepdims=True)
+    return jnp.where(visible, self.slots, -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Retrieval(abc.ABC):
-  """Keeps a whole prompt and reads for each token what it looks up.
+  """Keeps the whole prompt and retrieves a few of its keys for each token.
 
-  A retrieval method is a hashable value: its fields are its hyper-parameters.
-  The first and the last tokens of the prompt and all that comes after it, or
-  the newest of both, are resident: every token attends to them. The others are
-  stored; `index`
-  prepares them when the prompt is known, and `retrieve` names those that a
-  token reads. Both are functions of one KV head of one row.
+  A retrieval method is a hashable value: its fields are its hyperparameters.
+  Every token attends to the resident tokens: the first and the last tokens of
+  the prompt, and the tokens after it (or only the newest of these). All other
+  tokens are stored. `index` builds the index once the prompt is known, and
+  `retrieve` selects the stored keys that a token attends to. Both are functions
+  of one KV head of one row.
 
   Attributes:
     sinks: first tokens of the prompt that are resident.
     local: last tokens of the prompt that are resident.
-    turn: whether the tokens of a question look up one by one, as "decode"d
-      tokens do, or attend "dense"ly to everything.
+    turn: "decode" retrieves for the tokens of a question one by one, as for
+      decoded tokens; "dense" lets them attend to everything.
     dense_layers: layers without an index, which attend to everything.
-    reads: keys looked up per token, whatever the budget says; 0 for the budget.
-    offload: stored keys and values live in the host's memory, where the
-      backend has such; see `kvjax.placement`.
+    reads: keys retrieved per token, whatever the budget; 0 uses the budget.
+    offload: keep stored keys and values in host memory, if the backend
+      supports it; see `kvjax.placement`.
   """
 
-  # Which stored keys `retrieve` is given: every one of them, those that
-  # `candidates` names, or none, where the index says enough.
-  reads_keys: ClassVar[KeysRead] = "all"
+  # Stored keys that `retrieve` is given: all of them, those that `candidates`
+  # returns, or none, where the index is sufficient.
+  key_access: ClassVar[KeyAccess] = "all"
 
   sinks: int = 4
   local: int = 64
@@ -203,46 +204,56 @@ class Retrieval(abc.ABC):
     if any(layer < 0 for layer in self.dense_layers):
       raise InputError("dense_layers are numbers of layers, 0 for the first.")
 
-  def count(self, budget: Budget, length: int) -> int:
-    """Keys that a token looks up in a row of `length` tokens."""
-    return min(self.reads, length) if self.reads else budget.kept(length)
+  def num_keys(self, budget: Budget, length: int) -> int:
+    """Keys that a token retrieves in a row of `length` tokens."""
+    return min(self.reads, length) if self.reads else budget.num_kept(length)
 
   def is_dense(self, layer: int) -> bool:
     """Whether a layer attends to everything."""
     return layer in self.dense_layers
 
   @property
-  def latest_range(self) -> tuple[int, int]:
-    """The fewest and the most that `latest` answers."""
+  def local_range(self) -> tuple[int, int]:
+    """Lower and upper bound of `num_local`."""
     return self.local, self.local
 
-  def latest(self, length: Int[Array, "*B"]) -> Int[Array, "*B"]:
-    """How many of the last tokens of a prompt of this length are resident."""
+  def num_local(self, length: Int[Array, "*B"]) -> Int[Array, "*B"]:
+    """Number of resident last tokens in a prompt of this length."""
     return jnp.full(length.shape, self.local, jnp.int32)
 
   @property
-  def ring(self) -> int:
-    """Places of resident tokens beside the sinks; 0 for as many as come.
+  def ring_size(self) -> int:
+    """Places for resident tokens besides the sinks; 0 for no limit.
 
-    The oldest is stored when a new one comes and all places are taken.
+    With a limit, a new token moves the oldest one to the stored tokens once all
+    places are taken.
     """
     return 0
 
   @abc.abstractmethod
-  def index(self, prompt: Prompt, reads: Reads) -> PyTree[Array]:
-    """What looking up takes, besides the keys."""
+  def index(self, prompt: Prompt, budget: KeyBudget) -> PyTree[Array]:
+    """Builds the index of a prompt.
+
+    Args:
+      prompt: one KV head of it.
+      budget: how many keys `retrieve` will return.
+
+    Returns:
+      Whatever `retrieve` needs besides the keys.
+    """
 
   def candidates(
     self, index: PyTree[Array], queries: Float[Array, "G D"], store: Store
   ) -> Int[Array, " U"]:
-    """Slots whose keys `retrieve` is given, if it reads "candidates".
+    """Selects the slots whose keys `retrieve` needs.
 
-    They are copied from where the keys live, the host maybe, and no others.
+    Only called if `key_access` is "candidates". No other keys are copied from
+    where they live, which may be the host.
 
     Args:
-      index: see `retrieve`.
-      queries: likewise.
-      store: what holds tokens; without keys.
+      index: as for `retrieve`.
+      queries: as for `retrieve`.
+      store: the stored tokens, without keys.
 
     Returns:
       Slots; -1 for none.
@@ -255,58 +266,59 @@ class Retrieval(abc.ABC):
     index: PyTree[Array],
     queries: Float[Array, "G D"],
     store: Store,
-    reads: Reads,
-  ) -> tuple[Found, PyTree[Array]]:
-    """What a token reads.
+    budget: KeyBudget,
+  ) -> tuple[Selection, PyTree[Array]]:
+    """Selects the stored keys that a token attends to.
 
     Args:
-      index: what `index` prepared or `updated` made of it.
-      queries: the token's float32 queries of the heads that read this KV head.
-      store: the keys that `reads_keys` asks for.
-      reads: how many to look up.
+      index: from `index` or `update_index`.
+      queries: float32 queries of the token, one per query head of the group.
+      store: the stored tokens, with the keys that `key_access` requests.
+      budget: how many keys to select.
 
     Returns:
-      What is found, and what `updated` makes of it.
+      The selection, and an update for `update_index`.
     """
 
-  def updated(
+  def update_index(
     self,
     index: PyTree[Array],
-    news: PyTree[Array],
+    update: PyTree[Array],
     real: Bool[Array, ""],
   ) -> PyTree[Array]:
-    """The index after a token, whose lookup answered `news`.
+    """Returns the index after a token; by default it never changes.
 
     Args:
-      index: as it was.
-      news: what `retrieve` answered beside what it found.
-      real: false for padding, which changes nothing.
+      index: the index before the token.
+      update: the update that `retrieve` returned for the token.
+      real: false for padding, which must not change the index.
     """
-    del news, real
+    del update, real
     return index
 
 
 def best_slots(
-  scores: Float[Array, "*B F"], valid: Bool[Array, "*B F"], reads: Reads
+  scores: Float[Array, "*B F"], valid: Bool[Array, "*B F"], budget: KeyBudget
 ) -> Int[Array, "*B M"]:
-  """The held slots of the highest scores, in ascending order, then -1.
+  """Valid slots with the highest scores, in ascending order, then -1.
 
   Equal scores prefer the lower slot.
   """
-  most = min(reads.most, scores.shape[-1])
+  most = min(budget.max_keys, scores.shape[-1])
   scores = jnp.where(valid, scores, -jnp.inf)
-  return largest(scores, reads.count, most)
+  return largest(scores, budget.num_keys, most)
 
 
-def attention_worth(
+def max_attention(
   queries: Float[Array, "G D"],
   keys: Float[Array, "T D"],
-  seen: Bool[Array, " T"],
+  visible: Bool[Array, " T"],
 ) -> Float[Array, " T"]:
-  """The most that any head attends to each key; -inf for keys not seen.
+  """Maximum attention weight of each key over the heads; -inf if not visible.
 
-  Softmax of the scaled logits over the keys that are seen, all in float32.
+  The weights are the softmax of the scaled logits over the visible keys, all in
+  float32.
   """
   logits = queries @ keys.T * queries.shape[-1] ** -0.5
-  weights = jax.nn.softmax(logits, axis=-1, where=seen)
-  return jnp.where(seen, jnp.max(weights, axis=0), -jnp.inf)
+  weights = jax.nn.softmax(logits, axis=-1, where=visible)
+  return jnp.where(visible, jnp.max(weights, axis=0), -jnp.inf)

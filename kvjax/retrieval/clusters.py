@@ -1,4 +1,4 @@
-"""Clusters of keys, of which whole ones are read."""
+"""Retrieval of whole clusters of keys."""
 
 import dataclasses
 from typing import ClassVar
@@ -9,63 +9,65 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.clustering import kmeans, nearest
 from kvjax.options.bounds import check_least
-from kvjax.retrieval.base import KeysRead, Prompt, Reads, Retrieval
+from kvjax.retrieval.base import KeyAccess, KeyBudget, Prompt, Retrieval
 from kvjax.struct import struct
 
 
 @struct
 class Clusters:
-  """The stored keys of one KV head, cluster by cluster.
+  """The stored keys of one KV head, grouped into clusters.
 
   Attributes:
-    centroids: mean key of each cluster; zero where it has none.
-    sizes: how many keys it has.
-    slots: of the first cluster's keys, ascending, then of the second's and so
-      on; then the slots that hold none.
+    centroids: mean key of each cluster; zero for an empty cluster.
+    sizes: number of keys of each cluster.
+    slots: slots of the first cluster's keys, ascending, then those of the
+      second and so on, then the empty slots.
   """
 
   centroids: Float[Array, "*B C D"]
   sizes: Int[Array, "*B C"]
   slots: Int[Array, "*B F"]
 
-  def best(self, worth: Float[Array, "G C"], reads: Reads) -> Int[Array, "G M"]:
-    """The keys of each head's best clusters, until there are enough.
+  def select_best(
+    self, scores: Float[Array, "G C"], budget: KeyBudget
+  ) -> Int[Array, "G M"]:
+    """Selects the keys of each head's best clusters until the budget is full.
 
-    Of the first cluster that has too many the lower slots are read; of equal
-    clusters the first is the better one. A cluster without a finite worth is
-    read last, an empty one not at all.
+    The cluster that overflows the budget contributes its lowest slots. Ties
+    prefer the earlier cluster. Clusters whose score is not finite come last;
+    empty clusters are never read.
     """
-    most = min(reads.most, self.slots.shape[0])
-    place = jnp.arange(most, dtype=jnp.int32)
+    max_keys = min(budget.max_keys, self.slots.shape[0])
+    rank = jnp.arange(max_keys, dtype=jnp.int32)
     starts = jnp.cumsum(self.sizes) - self.sizes
 
-    def listed(worth: Float[Array, " C"]) -> Int[Array, " M"]:
-      # The best first: the last that is read may be read in part.
-      order = jnp.argsort(-jnp.where(jnp.isfinite(worth), worth, -jnp.inf))
+    def select(scores: Float[Array, " C"]) -> Int[Array, " M"]:
+      # Best first: only the last cluster that is read may be cut.
+      order = jnp.argsort(-jnp.where(jnp.isfinite(scores), scores, -jnp.inf))
       sizes = self.sizes[order]
       ends = jnp.cumsum(sizes)
-      # The first cluster in this order that ends behind the place; the last
-      # one for places behind all of them.
-      which = jnp.searchsorted(ends[:-1], place, side="right")
-      inside = place - (ends - sizes)[which]
+      # The first cluster in this order that ends after the rank; the last
+      # cluster for ranks after all of them.
+      which = jnp.searchsorted(ends[:-1], rank, side="right")
+      inside = rank - (ends - sizes)[which]
       slots = self.slots[starts[order][which] + inside]
-      return jnp.where(place < jnp.minimum(reads.count, ends[-1]), slots, -1)
+      return jnp.where(rank < jnp.minimum(budget.num_keys, ends[-1]), slots, -1)
 
-    return jax.vmap(listed)(worth)
+    return jax.vmap(select)(scores)
 
 
 @dataclasses.dataclass(frozen=True)
-class Clustered(Retrieval):
-  """Stores clusters of keys, made by K-means with a K-means++ start.
+class ClusterRetrieval(Retrieval):
+  """Base of methods that cluster keys by K-means with a K-means++ start.
 
   Attributes:
-    clusters: of a KV head; 0 for one per `cluster_tokens`.
+    clusters: clusters per KV head; 0 for one per `cluster_tokens`.
     cluster_tokens: tokens of the prompt per cluster.
-    iterations: of K-means, at most.
-    seed: of its start, another one for every layer and KV head.
+    iterations: maximum number of iterations of K-means.
+    seed: seed of the start, which differs between layers and KV heads.
   """
 
-  reads_keys: ClassVar[KeysRead] = "none"
+  key_access: ClassVar[KeyAccess] = "none"
 
   clusters: int = 0
   cluster_tokens: int = 80
@@ -76,36 +78,50 @@ class Clustered(Retrieval):
     super().__post_init__()
     check_least(self, clusters=0, cluster_tokens=1, iterations=1)
 
-  def clustered(self, prompt: Prompt, points: Float[Array, "F D"]) -> Clusters:
-    """Clusters of the keys that may be looked up.
+  def cluster_keys(
+    self, prompt: Prompt, points: Float[Array, "F D"]
+  ) -> Clusters:
+    """Clusters the keys that may be retrieved.
 
     Args:
-      prompt: whose keys.
-      points: what K-means sees of each key: the key itself, or its direction.
+      prompt: one KV head of the prompt.
+      points: what K-means is run on: the keys themselves or their directions.
     """
     stored = prompt.stored
     slots = stored.shape[0]
-    most, wanted = self.clusters, jnp.full((), self.clusters, jnp.int32)
+    max_clusters, num_clusters = (
+      self.clusters,
+      jnp.full((), self.clusters, jnp.int32),
+    )
     if not self.clusters:
       valid = prompt.head.valid
-      most = valid.shape[0] // self.cluster_tokens
-      wanted = jnp.sum(valid.astype(jnp.int32)) // self.cluster_tokens
-    most = min(max(most, 1), slots)
-    # A row's own number, not that of the padded prompt.
+      max_clusters = valid.shape[0] // self.cluster_tokens
+      num_clusters = jnp.sum(valid.astype(jnp.int32)) // self.cluster_tokens
+    max_clusters = min(max(max_clusters, 1), slots)
+    # The number of clusters follows the row's length, not the padded length.
     keys_stored = jnp.sum(stored.astype(jnp.int32))
-    wanted = jnp.clip(wanted, 1, jnp.maximum(keys_stored, 1))
+    num_clusters = jnp.clip(num_clusters, 1, jnp.maximum(keys_stored, 1))
     centers, exists = kmeans(
-      points, stored, prompt.key(self.seed), most, self.iterations, wanted
+      points,
+      stored,
+      prompt.key(self.seed),
+      max_clusters,
+      self.iterations,
+      num_clusters,
     )
-    cluster = jnp.where(stored, nearest(points, centers, exists), most)
-    ones = jnp.ones(slots, jnp.int32)
-    sizes = jax.ops.segment_sum(ones, cluster, most + 1)[:most]
-    sums = jax.ops.segment_sum(prompt.stored_keys, cluster, most + 1)[:most]
+    cluster = jnp.where(stored, nearest(points, centers, exists), max_clusters)
+    counts = jnp.ones(slots, jnp.int32)
+    sizes = jax.ops.segment_sum(counts, cluster, max_clusters + 1)[
+      :max_clusters
+    ]
+    sums = jax.ops.segment_sum(prompt.stored_keys, cluster, max_clusters + 1)[
+      :max_clusters
+    ]
     means = sums / jnp.maximum(sizes, 1).astype(jnp.float32)[:, None]
     return Clusters(
       means.astype(prompt.head.cached_keys.dtype),
       sizes,
-      # What belongs together side by side; to list the slots of each cluster
-      # for itself would look at all of them for every cluster.
+      # One sort groups the slots by cluster; listing the slots of each cluster
+      # separately would scan all slots once per cluster.
       jnp.argsort(cluster).astype(jnp.int32),
     )

@@ -14,21 +14,21 @@ from kvjax.heads import Head
 from kvjax.kernels.select import largest
 from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import (
-  Found,
-  KeysRead,
+  KeyAccess,
+  KeyBudget,
   Prompt,
-  Reads,
   Retrieval,
+  Selection,
   Store,
-  attention_worth,
+  max_attention,
 )
 from kvjax.selection import exact_share, floor_share
 from kvjax.struct import struct
 
-_MOST_CENTROIDS = 2048
-# Logits per query head that are alive at once while the lists are made.
+_MAX_CENTROIDS = 2048
+# Maximum number of logits per query head in memory while lists are built.
 _LOGITS = 2**17
-_MOST_RATIO = 1000
+_MAX_RATIO = 1000
 
 Choice = Literal["final", "init", "random", "equi"]
 
@@ -38,11 +38,11 @@ class Lists:
   """The inverted file of one KV head: a ring of centroids with their keys.
 
   Attributes:
-    centroids: queries of norm 1, one for each head that reads the KV head.
-    slots: of each centroid, the keys that it attends to most, once each; -1
-      for none. What comes to be stored later has a number before; see `Store`.
-    size: how many centroids the ring has; the others are empty.
-    oldest: the one to be replaced next.
+    centroids: queries of norm 1, one per query head of the group.
+    slots: numbers of the keys that each centroid attends to most, unique; -1
+      for none. Tokens that are stored later already have numbers; see `Store`.
+    size: number of centroids in the ring; the remaining places are empty.
+    oldest: the centroid that is replaced next.
   """
 
   centroids: Float[Array, "*B G C D"]
@@ -53,47 +53,46 @@ class Lists:
 
 @dataclasses.dataclass(frozen=True)
 class CTkvr(Retrieval):
-  """Finds keys by way of the most similar of the prompt's last queries.
+  """Retrieves keys through the most similar of the prompt's last queries.
 
-  Neighboring queries attend to much the same keys. So the last C queries q_c
-  of the prompt become centroids, and each lists the rho keys that it attends
-  to most: max over the group's heads of softmax(q_c K^T / sqrt(D)), over all
-  keys of the prompt, resident ones left out afterwards. A token
+  Neighboring queries attend to similar keys. The last C queries q_c of the
+  prompt become centroids, and each lists the rho keys that it attends to most:
+  maximum over the group's heads of softmax(q_c K^T / sqrt(D)), over all keys of
+  the prompt; resident keys are removed afterwards. A token
 
-  1. recalls the lists of the `probes` centroids of the highest cosine with its
-     query, max over the group's heads, and drops what is in them twice;
-  2. reranks these keys by its own softmax(q K^T / sqrt(D)), max over the
+  1. recalls the lists of the `probes` centroids with the highest cosine with
+     its query, maximum over the group's heads, and removes duplicates;
+  2. reranks these keys by its own softmax(q K^T / sqrt(D)), maximum over the
      group's heads, and reads the best rho' of them;
-  3. takes the place of the oldest centroid, with the best rho of what it
-     recalled as its list.
+  3. replaces the oldest centroid, with the best rho of the recalled keys as its
+     list.
 
-  With `max_resident`, the oldest resident token but the sinks is stored when
-  it must make room for a new one. So that it is found then, lists name resident
-  keys before: no keys but the sinks are left out of those of the prompt, and a
-  token lists the best rho of what it recalled and of the resident ones up to
-  itself. What is still resident is not recalled.
+  With `max_resident`, the oldest resident token except the sinks is stored when
+  a new token needs its place. To make it retrievable then, lists contain
+  resident keys in advance: the prompt's lists exclude only the sinks, and a
+  token lists the best rho of the recalled keys and of the resident keys up to
+  itself. Keys that are still resident are not recalled.
 
-  Source: CTkvr, sections 4.1-4.3; the ring is its dynamic centroid update. Of
-  what happens to resident tokens in the long run it says nothing.
+  Source: CTkvr, sections 4.1-4.3; the ring is its dynamic centroid update. The
+  paper does not say what happens to resident tokens in the long run.
 
   Attributes:
-    centroids: C; 0 is a sixteenth of the prompt, at most 2,048.
-    probes: C', lists that a token recalls.
-    list_ratio: rho / rho', the length of a list over the keys to be read, to
+    centroids: C; 0 means a sixteenth of the prompt, at most 2,048.
+    probes: C', number of lists that a token recalls.
+    list_ratio: rho / rho', length of a list over the number of keys read, to
       three decimals.
     choice: centroids are the "final" queries of the prompt, its "init"ial
       ones, "random" ones or "equi"distant ones.
-    rerank: without it all keys are read that were recalled.
+    rerank: whether to rerank; if not, all recalled keys are read.
     update: whether decoded tokens become centroids.
-    causal: centroids list keys of their own past only.
-    mask: resident keys leave the lists "before" they are cut to rho keys, or
-      "after".
-    max_resident: most resident tokens of a row and KV head, sinks included; 0
-      for no limit.
-    seed: of the random choice.
+    causal: whether centroids list only keys of their own past.
+    mask: remove resident keys "before" or "after" lists are cut to rho keys.
+    max_resident: maximum number of resident tokens per row and KV head,
+      including the sinks; 0 for no limit.
+    seed: seed of the random choice.
   """
 
-  reads_keys: ClassVar[KeysRead] = "candidates"
+  key_access: ClassVar[KeyAccess] = "candidates"
 
   centroids: int = 0
   probes: int = 4
@@ -109,9 +108,9 @@ class CTkvr(Retrieval):
   def __post_init__(self) -> None:
     super().__post_init__()
     check_least(self, centroids=0, probes=1, list_ratio=1)
-    if self.list_ratio > _MOST_RATIO:
+    if self.list_ratio > _MAX_RATIO:
       raise InputError(
-        f"list_ratio must be {_MOST_RATIO} or less; {self.list_ratio:g} is not."
+        f"list_ratio must be {_MAX_RATIO} or less; {self.list_ratio:g} is not."
       )
     if self.max_resident:
       self._check_max_resident()
@@ -135,44 +134,50 @@ class CTkvr(Retrieval):
       )
 
   @property
-  def ring(self) -> int:
-    """What `max_resident` leaves beside the sinks."""
+  def ring_size(self) -> int:
+    """Places that `max_resident` leaves after the sinks."""
     return self.max_resident - self.sinks if self.max_resident else 0
 
-  def index(self, prompt: Prompt, reads: Reads) -> Lists:
-    """Centroids and their lists."""
+  def index(self, prompt: Prompt, budget: KeyBudget) -> Lists:
+    """Chooses the centroids and builds their lists."""
     head = prompt.head
     length = head.query_positions.shape[0]
     tokens = jnp.sum((head.query_positions >= 0).astype(jnp.int32))
-    most = self.centroids or min(_MOST_CENTROIDS, length // 16)
+    max_centroids = self.centroids or min(_MAX_CENTROIDS, length // 16)
     size = jnp.full((), self.centroids, jnp.int32)
     if not self.centroids:
-      size = jnp.minimum(_MOST_CENTROIDS, tokens // 16)
+      size = jnp.minimum(_MAX_CENTROIDS, tokens // 16)
     size = jnp.clip(size, 1, jnp.maximum(tokens, 1))
-    most = min(max(most, 1), length)
-    chosen = self._chosen(prompt, length, tokens, size)[:most]
-    real = jnp.arange(most) < size
-    queries = head.queries[:, chosen].astype(jnp.float32)
+    max_centroids = min(max(max_centroids, 1), length)
+    indices = self._choose(prompt, length, tokens, size)[:max_centroids]
+    real = jnp.arange(max_centroids) < size
+    queries = head.queries[:, indices].astype(jnp.float32)
     queries = jnp.where(real[None, :, None], queries, 0.0)
-    longest = math.floor(exact_share(self.list_ratio) * reads.most)
-    rho = longest if self.ring else min(longest, prompt.end - prompt.start)
+    max_length = math.floor(exact_share(self.list_ratio) * budget.max_keys)
+    rho = (
+      max_length
+      if self.ring_size
+      else min(max_length, prompt.end - prompt.start)
+    )
     tile = max(1, _LOGITS // head.positions.shape[0])
-    wanted = self._list_length(reads)
+    list_length = self._list_length(budget)
 
     keys, numbers = head.keys, self._numbers(prompt)
 
-    def listed(
-      pair: tuple[Float[Array, "G D"], Int[Array, ""]],
+    def rank_keys(
+      centroid: tuple[Float[Array, "G D"], Int[Array, ""]],
     ) -> Int[Array, " R"]:
-      query, position = pair
-      worth = attention_worth(query, keys, self._seen(head, position))
+      query, position = centroid
+      scores = max_attention(query, keys, self._rankable(head, position))
       if self.mask == "before":
-        worth = jnp.where(numbers >= 0, worth, -jnp.inf)
-      slots = largest(worth, wanted, rho)
+        scores = jnp.where(numbers >= 0, scores, -jnp.inf)
+      slots = largest(scores, list_length, rho)
       return jnp.where(slots >= 0, numbers[slots], -1)
 
     slots = jax.lax.map(
-      listed, (jnp.swapaxes(queries, 0, 1), chosen), batch_size=min(tile, most)
+      rank_keys,
+      (jnp.swapaxes(queries, 0, 1), indices),
+      batch_size=min(tile, max_centroids),
     )
     return Lists(
       unit(queries).astype(head.queries.dtype),
@@ -184,83 +189,83 @@ class CTkvr(Retrieval):
   def candidates(
     self, index: Lists, queries: Float[Array, "G D"], store: Store
   ) -> Int[Array, " U"]:
-    """What the nearest centroids list, once each."""
-    return store.slots(self._recalled(index, unit(queries)))
+    """Recalls the lists of the nearest centroids, without duplicates."""
+    return store.slots(self._recall(index, unit(queries)))
 
   def retrieve(
     self,
     index: Lists,
     queries: Float[Array, "G D"],
     store: Store,
-    reads: Reads,
-  ) -> tuple[Found, tuple[Float[Array, "G D"], Int[Array, " R"]]]:
-    """Reranks what is recalled; the news are a centroid and its list."""
+    budget: KeyBudget,
+  ) -> tuple[Selection, tuple[Float[Array, "G D"], Int[Array, " R"]]]:
+    """Reranks the recalled keys; the update is a centroid and its list."""
     assert store.candidates is not None
     recalled, keys = store.candidates.slots, store.candidates.keys
     numbers = store.numbers(recalled)
-    worth = attention_worth(queries, keys, recalled >= 0)
+    scores = max_attention(queries, keys, recalled >= 0)
 
-    def best(
-      names: Int[Array, " U"], count: Int[Array, ""], most: int
+    def select(
+      candidates: Int[Array, " U"], count: Int[Array, ""], limit: int
     ) -> Int[Array, " R"]:
-      places = largest(worth, count, most)
-      return jnp.where(places >= 0, names[places], -1)
+      order = largest(scores, count, limit)
+      return jnp.where(order >= 0, candidates[order], -1)
 
-    read = recalled
+    slots = recalled
     if self.rerank:
-      read = best(recalled, reads.count, reads.most)
-    if store.waiting is not None:
-      keys = jnp.concatenate([keys, store.waiting.keys])
-      numbers = jnp.concatenate([numbers, store.waiting.numbers])
-      worth = attention_worth(queries, keys, numbers >= 0)
-    news = best(numbers, self._list_length(reads), index.slots.shape[-1])
-    return Found(read[None]), (
+      slots = select(recalled, budget.num_keys, budget.max_keys)
+    if store.pending is not None:
+      keys = jnp.concatenate([keys, store.pending.keys])
+      numbers = jnp.concatenate([numbers, store.pending.numbers])
+      scores = max_attention(queries, keys, numbers >= 0)
+    update = select(numbers, self._list_length(budget), index.slots.shape[-1])
+    return Selection(slots[None]), (
       unit(queries).astype(index.centroids.dtype),
-      news,
+      update,
     )
 
-  def updated(
+  def update_index(
     self,
     index: Lists,
-    news: tuple[Float[Array, "G D"], Int[Array, " R"]],
+    update: tuple[Float[Array, "G D"], Int[Array, " R"]],
     real: Bool[Array, ""],
   ) -> Lists:
-    """The news in the place of the oldest centroid."""
+    """Replaces the oldest centroid by the new one."""
     if not self.update:
       return index
-    direction, slots = news
-    at = index.oldest
+    direction, slots = update
+    place = index.oldest
 
-    def put(ring: Array, new: Array, axis: int) -> Array:
-      old = jax.lax.dynamic_index_in_dim(ring, at, axis, keepdims=False)
-      new = jnp.where(real, new, old)
-      return jax.lax.dynamic_update_index_in_dim(ring, new, at, axis)
+    def write(ring: Array, value: Array, axis: int) -> Array:
+      old = jax.lax.dynamic_index_in_dim(ring, place, axis, keepdims=False)
+      value = jnp.where(real, value, old)
+      return jax.lax.dynamic_update_index_in_dim(ring, value, place, axis)
 
     return Lists(
-      put(index.centroids, direction, 1),
-      put(index.slots, slots, 0),
+      write(index.centroids, direction, 1),
+      write(index.slots, slots, 0),
       index.size,
-      jnp.where(real, (at + 1) % index.size, at),
+      jnp.where(real, (place + 1) % index.size, place),
     )
 
-  def _list_length(self, reads: Reads) -> Int[Array, ""]:
-    """How long this row's lists are: rho."""
-    return floor_share(reads.count, self.list_ratio)
+  def _list_length(self, budget: KeyBudget) -> Int[Array, ""]:
+    """Length of this row's lists: rho."""
+    return floor_share(budget.num_keys, self.list_ratio)
 
-  def _chosen(
+  def _choose(
     self,
     prompt: Prompt,
     length: int,
     tokens: Int[Array, ""],
     size: Int[Array, ""],
   ) -> Int[Array, " S"]:
-    """Numbers of the queries that become centroids, ascending.
+    """Indices of the queries that become centroids, ascending.
 
     Args:
-      prompt: whose queries.
-      length: S, of the padded prompt.
-      tokens: of the row.
-      size: how many are chosen; what follows them means nothing.
+      prompt: one KV head of the prompt.
+      length: S, length of the padded prompt.
+      tokens: length of the row.
+      size: number of centroids; later entries of the result are arbitrary.
     """
     number = jnp.arange(length, dtype=jnp.int32)
     if self.choice == "final":
@@ -279,28 +284,32 @@ class CTkvr(Retrieval):
       chosen = largest(lowest, size, length)
     return jnp.clip(chosen, 0, length - 1)
 
-  def _seen(self, head: Head, position: Int[Array, ""]) -> Bool[Array, " T"]:
-    """The slots that a centroid ranks."""
+  def _rankable(
+    self, head: Head, position: Int[Array, ""]
+  ) -> Bool[Array, " T"]:
+    """Mask of the slots that a centroid ranks."""
     return (
       head.valid & (head.positions <= position) if self.causal else head.valid
     )
 
   def _numbers(self, prompt: Prompt) -> Int[Array, " T"]:
-    """What lists call each slot; -1 for what they must not name."""
-    slots = prompt.lookup.shape[0]
+    """Number of each slot in the lists; -1 for slots that are not listed."""
+    slots = prompt.retrievable.shape[0]
     number = jnp.arange(slots, dtype=jnp.int32) - prompt.start
-    stored = jnp.where(prompt.lookup, number, -1)
-    if not self.ring:
+    stored = jnp.where(prompt.retrievable, number, -1)
+    if not self.ring_size:
       return stored
-    # The resident ones behind them are numbered from where the stored end.
-    empty = prompt.end - prompt.start - jnp.sum(prompt.lookup.astype(jnp.int32))
-    waiting = prompt.head.valid & (number >= 0) & ~prompt.lookup
-    return jnp.where(waiting, number + empty, stored)
+    # Resident tokens after them continue the numbers of the stored tokens.
+    empty = (
+      prompt.end - prompt.start - jnp.sum(prompt.retrievable.astype(jnp.int32))
+    )
+    pending = prompt.head.valid & (number >= 0) & ~prompt.retrievable
+    return jnp.where(pending, number + empty, stored)
 
-  def _recalled(
+  def _recall(
     self, index: Lists, direction: Float[Array, "G D"]
   ) -> Int[Array, " M"]:
-    """What the nearest centroids list."""
+    """Returns the lists of the nearest centroids, concatenated."""
     centroids = index.centroids.astype(jnp.float32)
     near = jnp.max(jnp.einsum("gcd,gd->gc", centroids, direction), axis=0)
     real = jnp.arange(near.shape[0]) < index.size

@@ -1,4 +1,4 @@
-"""Exact search: what every index approximates."""
+"""Exact search, which every index approximates."""
 
 import dataclasses
 
@@ -6,37 +6,38 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from kvjax.retrieval.base import (
-  Found,
+  KeyBudget,
   Prompt,
-  Reads,
   Retrieval,
+  Selection,
   Store,
-  attention_worth,
   best_slots,
+  max_attention,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Flat(Retrieval):
-  """Reads the keys that the token attends to most, found by looking at all.
+  """Reads the keys that the token attends to most, by exhaustive search.
 
-  The worth of a key is the maximum over the group's heads of
-  softmax(q K^T / sqrt(D)) over the stored keys. The upper bound of `CTkvr`.
+  The score of a key is the maximum over the group's heads of
+  softmax(q K^T / sqrt(D)) over the stored keys. This is the upper bound of
+  `CTkvr`.
   """
 
-  def index(self, prompt: Prompt, reads: Reads) -> None:
-    """Nothing is prepared."""
+  def index(self, prompt: Prompt, budget: KeyBudget) -> None:
+    """Builds no index: exact search needs the keys alone."""
 
   def retrieve(
     self,
     index: None,
     queries: Float[Array, "G D"],
     store: Store,
-    reads: Reads,
-  ) -> tuple[Found, PyTree[Array]]:
-    """The best of all stored keys."""
+    budget: KeyBudget,
+  ) -> tuple[Selection, PyTree[Array]]:
+    """Selects the stored keys with the highest attention weights."""
     assert store.keys is not None
     keys = store.keys.astype(jnp.float32)
     keys = jnp.where(store.valid[:, None], keys, 0.0)
-    worth = attention_worth(queries, keys, store.valid)
-    return Found(best_slots(worth, store.valid, reads)[None]), None
+    scores = max_attention(queries, keys, store.valid)
+    return Selection(best_slots(scores, store.valid, budget)[None]), None

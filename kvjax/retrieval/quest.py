@@ -1,4 +1,4 @@
-"""Quest: pages of keys, ranked by a bound on what they hold."""
+"""Quest: pages of keys, ranked by an upper bound of their logits."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -10,11 +10,11 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.kernels.select import largest
 from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import (
-  Found,
-  KeysRead,
+  KeyAccess,
+  KeyBudget,
   Prompt,
-  Reads,
   Retrieval,
+  Selection,
   Store,
 )
 from kvjax.struct import struct
@@ -26,15 +26,15 @@ Group = Literal["head", "max"]
 
 @dataclasses.dataclass(frozen=True)
 class Paged(Retrieval):
-  """Stores pages of consecutive keys and reads whole ones.
+  """Base of methods that read whole pages of consecutive keys.
 
   Attributes:
-    local: last tokens of the prompt that are resident, at least; as many more
-      are as leave whole pages to be stored.
-    page: tokens of a page.
+    local: minimum number of resident last tokens of the prompt; more are
+      resident where that leaves whole pages to be stored.
+    page: tokens per page.
   """
 
-  reads_keys: ClassVar[KeysRead] = "none"
+  key_access: ClassVar[KeyAccess] = "none"
 
   sinks: int = 0
   local: int = 1
@@ -45,97 +45,97 @@ class Paged(Retrieval):
     check_least(self, page=1)
 
   @property
-  def latest_range(self) -> tuple[int, int]:
-    """From `local` to less than a page more."""
+  def local_range(self) -> tuple[int, int]:
+    """From `local` to `local` plus an incomplete page."""
     return self.local, self.local + self.page - 1
 
-  def latest(self, length: Int[Array, "*B"]) -> Int[Array, "*B"]:
-    """What whole pages leave over, with `local` tokens at least."""
+  def num_local(self, length: Int[Array, "*B"]) -> Int[Array, "*B"]:
+    """The tokens after the last whole page, but at least `local`."""
     return self.local + (length - self.sinks - self.local) % self.page
 
-  def pages(self, x: Shaped[Array, "F *A"]) -> Shaped[Array, "P C *A"]:
-    """Slots by pages of C; zeros fill up the last."""
-    wide = ((0, -x.shape[0] % self.page), *((0, 0) for _ in x.shape[1:]))
-    return jnp.pad(x, wide).reshape(-1, self.page, *x.shape[1:])
+  def to_pages(self, x: Shaped[Array, "F *A"]) -> Shaped[Array, "P C *A"]:
+    """Reshapes slots to pages of C, padding the last with zeros."""
+    padding = ((0, -x.shape[0] % self.page), *((0, 0) for _ in x.shape[1:]))
+    return jnp.pad(x, padding).reshape(-1, self.page, *x.shape[1:])
 
   def filled(self, valid: Bool[Array, " F"]) -> Bool[Array, " P"]:
-    """Which pages hold a key."""
-    return jnp.any(self.pages(valid), axis=1)
+    """Mask of the pages that contain a key."""
+    return jnp.any(self.to_pages(valid), axis=1)
 
-  def best(
+  def select_best(
     self,
     scores: Float[Array, "J P"],
     valid: Bool[Array, " F"],
-    most: int,
-    count: Int[Array, ""],
+    max_pages: int,
+    num_pages: Int[Array, ""],
   ) -> Int[Array, "J M"]:
-    """The slots of the pages of the highest scores, then -1.
+    """Selects the slots of the pages with the highest scores, then -1.
 
     Args:
-      scores: a row for each list; pages of score -inf are not read.
-      valid: slots that hold a key.
-      most: pages that any row of the batch reads.
-      count: pages that this one reads.
+      scores: one row per list; pages of score -inf are not read.
+      valid: slots that contain a key.
+      max_pages: pages that any row of the batch reads.
+      num_pages: pages that this row reads.
     """
-    most = min(most, scores.shape[1])
+    max_pages = min(max_pages, scores.shape[1])
     filled = self.filled(valid)
     slots = jnp.arange(filled.shape[0] * self.page, dtype=jnp.int32)
-    table = jnp.where(self.pages(valid), slots.reshape(-1, self.page), -1)
+    table = jnp.where(self.to_pages(valid), slots.reshape(-1, self.page), -1)
 
-    def listed(scores: Float[Array, " P"]) -> Int[Array, " M"]:
-      pages = largest(jnp.where(filled, scores, -jnp.inf), count, most)
+    def select(scores: Float[Array, " P"]) -> Int[Array, " M"]:
+      pages = largest(jnp.where(filled, scores, -jnp.inf), num_pages, max_pages)
       return jnp.where((pages >= 0)[:, None], table[pages], -1).reshape(-1)
 
-    return jax.vmap(listed)(scores)
+    return jax.vmap(select)(scores)
 
 
 @struct
 class Bounds:
-  """The box around the keys of each page; zero where a page holds none.
+  """Bounding box of the keys of each page; zero for an empty page.
 
   Attributes:
-    low: their least value in every channel.
-    high: their greatest.
+    low: minimum of every channel.
+    high: maximum of every channel.
   """
 
   low: Float[Array, "*B P D"]
   high: Float[Array, "*B P D"]
 
-  def largest(self, queries: Float[Array, "G D"]) -> Float[Array, "G P"]:
-    """What the product of a query with any key of a page is at most."""
+  def upper_bound(self, queries: Float[Array, "G D"]) -> Float[Array, "G P"]:
+    """Upper bound of the product of a query with any key of a page."""
     low, high = self.low.astype(jnp.float32), self.high.astype(jnp.float32)
-    # The product with M_d is the larger one where q_d is positive.
+    # q_d M_d is the larger product where q_d is positive, q_d m_d elsewhere.
     positive, negative = jnp.maximum(queries, 0.0), jnp.minimum(queries, 0.0)
     return positive @ high.T + negative @ low.T
 
 
 @dataclasses.dataclass(frozen=True)
 class Quest(Paged):
-  """Reads the pages that may hold the keys a head attends to most.
+  """Reads the pages that may contain the keys a head attends to most.
 
-  A page keeps the least value m_d and the greatest value M_d that its keys
-  have in each channel d. Its score,
+  A page stores the minimum m_d and the maximum M_d of its keys in each channel
+  d. Its score
 
-    sum_d max(q_d m_d, q_d M_d),
+    sum_d max(q_d m_d, q_d M_d)
 
-  is what q k is at most for any key k of it. Every query head reads the
-  floor(budget / page) pages of the highest scores, three at least. The newest
-  page, which may be a part of one, is resident.
+  is an upper bound of q k for all keys k of the page. Every query head reads
+  the floor(budget / page) pages with the highest scores, but at least three.
+  The newest page, which may be incomplete, is resident.
 
   Source: Tang et al., arXiv 2406.10774, Section 3.
 
   Attributes:
-    group: every query "head" chooses its own pages, or all heads of a KV head
-      read those whose scores have the greatest "max"imum over them.
+    group: "head" selects pages for every query head separately; "max" selects
+      the same pages for all heads of a KV head, by their maximum score.
   """
 
   dense_layers: tuple[int, ...] = (0, 1)
   group: Group = "head"
 
-  def index(self, prompt: Prompt, reads: Reads) -> Bounds:
-    """The bounds of every page."""
-    valid = self.pages(prompt.stored)[..., None]
-    keys = self.pages(prompt.stored_keys)
+  def index(self, prompt: Prompt, budget: KeyBudget) -> Bounds:
+    """Computes the bounds of every page."""
+    valid = self.to_pages(prompt.stored)[..., None]
+    keys = self.to_pages(prompt.stored_keys)
     filled = self.filled(prompt.stored)[:, None]
     low = jnp.min(keys, axis=1, where=valid, initial=jnp.inf)
     high = jnp.max(keys, axis=1, where=valid, initial=-jnp.inf)
@@ -150,13 +150,15 @@ class Quest(Paged):
     index: Bounds,
     queries: Float[Array, "G D"],
     store: Store,
-    reads: Reads,
-  ) -> tuple[Found, None]:
-    """The slots of the best pages."""
-    scores = index.largest(queries)
+    budget: KeyBudget,
+  ) -> tuple[Selection, None]:
+    """Selects the slots of the best pages."""
+    scores = index.upper_bound(queries)
     if self.group == "max":
       scores = jnp.max(scores, axis=0, keepdims=True)
-    # Rounded up, so that a row that may read all of its keys has the places.
-    most = max(-(-reads.most // self.page), _LEAST_PAGES)
-    count = jnp.maximum(reads.count // self.page, _LEAST_PAGES)
-    return Found(self.best(scores, store.valid, most, count)), None
+    # Rounded up, so that a row that may read all of its keys can do so.
+    max_pages = max(-(-budget.max_keys // self.page), _LEAST_PAGES)
+    num_pages = jnp.maximum(budget.num_keys // self.page, _LEAST_PAGES)
+    return Selection(
+      self.select_best(scores, store.valid, max_pages, num_pages)
+    ), None

@@ -9,11 +9,11 @@ from kvjax.clustering import unit
 from kvjax.kernels.select import among_largest
 from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import (
-  Found,
+  KeyBudget,
   Prompt,
-  Reads,
+  Selection,
   Store,
-  attention_worth,
+  max_attention,
 )
 from kvjax.retrieval.quest import Paged
 from kvjax.struct import struct
@@ -21,11 +21,11 @@ from kvjax.struct import struct
 
 @struct
 class Landmarks:
-  """What stands for the keys of each chunk.
+  """Summary of the keys of each chunk.
 
   Attributes:
-    means: of the keys; zero where a chunk holds none.
-    outliers: chunks that are always read, as their means do not tell of them.
+    means: mean keys; zero for an empty chunk.
+    outliers: chunks that are always read, as their means describe them badly.
   """
 
   means: Float[Array, "*B P D"]
@@ -36,22 +36,22 @@ class Landmarks:
 class ShadowKV(Paged):
   """Reads the chunks whose mean keys the token attends to most.
 
-  The landmark of a chunk is the mean of its rotated keys. The chunks that it
-  describes worst, those of the lowest min over their keys of cos(key,
-  landmark), are outliers: every token reads them, beside its budget. Of the
-  others it reads the floor(budget / page) chunks of the highest
-  softmax(q landmark / sqrt(D)) over them, max over the group's heads. The last
-  four chunks and what is left over behind them are resident.
+  The landmark of a chunk is the mean of its rotated keys. Outliers are the
+  chunks that their landmark describes worst, by the minimum over their keys of
+  cos(key, landmark). Every token reads the outliers, in addition to its budget.
+  It also reads the floor(budget / page) other chunks with the highest
+  softmax(q landmark / sqrt(D)), maximum over the group's heads. The last four
+  chunks and the incomplete one after them are resident.
 
-  The paper also holds the keys as a product of low rank, made before they are
-  rotated. That saves memory and chooses nothing; here they are held as they
-  are.
+  The paper also stores the keys as a low-rank product, computed before RoPE.
+  That saves memory and does not affect the selection; here the keys are stored
+  unchanged.
 
   Source: Sun et al., arXiv 2410.21465, Section 4.
 
   Attributes:
-    page: tokens of a chunk.
-    outliers: chunks that are always read.
+    page: tokens per chunk.
+    outliers: number of chunks that are always read.
   """
 
   local: int = 32
@@ -62,19 +62,19 @@ class ShadowKV(Paged):
     super().__post_init__()
     check_least(self, outliers=0)
 
-  def index(self, prompt: Prompt, reads: Reads) -> Landmarks:
-    """Means and outliers."""
-    valid = self.pages(prompt.stored)
-    keys = self.pages(prompt.stored_keys)
+  def index(self, prompt: Prompt, budget: KeyBudget) -> Landmarks:
+    """Computes the means and the outliers."""
+    valid = self.to_pages(prompt.stored)
+    keys = self.to_pages(prompt.stored_keys)
     filled = self.filled(prompt.stored)
-    count = jnp.maximum(jnp.sum(valid.astype(jnp.float32), axis=1), 1.0)
-    means = jnp.sum(keys, axis=1) / count[:, None]
+    sizes = jnp.maximum(jnp.sum(valid.astype(jnp.float32), axis=1), 1.0)
+    means = jnp.sum(keys, axis=1) / sizes[:, None]
     cosine = jnp.einsum("pcd,pd->pc", unit(keys), unit(means))
     least = jnp.min(cosine, axis=1, where=valid, initial=jnp.inf)
-    unlike = jnp.where(filled, -least, -jnp.inf)
+    dissimilarity = jnp.where(filled, -least, -jnp.inf)
     return Landmarks(
       means.astype(prompt.head.cached_keys.dtype),
-      among_largest(unlike, jnp.asarray(self.outliers)),
+      among_largest(dissimilarity, jnp.asarray(self.outliers)),
     )
 
   def retrieve(
@@ -82,16 +82,18 @@ class ShadowKV(Paged):
     index: Landmarks,
     queries: Float[Array, "G D"],
     store: Store,
-    reads: Reads,
-  ) -> tuple[Found, None]:
-    """The slots of the outliers and of the best other chunks."""
-    others = self.filled(store.valid) & ~index.outliers
+    budget: KeyBudget,
+  ) -> tuple[Selection, None]:
+    """Selects the slots of the outliers and of the best other chunks."""
+    regular = self.filled(store.valid) & ~index.outliers
     means = index.means.astype(jnp.float32)
-    worth = attention_worth(queries, means, others)
+    scores = max_attention(queries, means, regular)
     # No softmax weight is above 1: outliers come first.
-    worth = jnp.where(index.outliers, 2.0, worth)
+    scores = jnp.where(index.outliers, 2.0, scores)
     outliers = jnp.sum(index.outliers.astype(jnp.int32))
-    # Rounded up, so that a row that may read all of its keys has the places.
-    most = self.outliers + -(-reads.most // self.page)
-    count = outliers + reads.count // self.page
-    return Found(self.best(worth[None], store.valid, most, count)), None
+    # Rounded up, so that a row that may read all of its keys can do so.
+    max_pages = self.outliers + -(-budget.max_keys // self.page)
+    num_pages = outliers + budget.num_keys // self.page
+    return Selection(
+      self.select_best(scores[None], store.valid, max_pages, num_pages)
+    ), None

@@ -1,4 +1,4 @@
-"""A retrieval method and how many keys it reads per token."""
+"""A retrieval method and its number of keys per token."""
 
 import dataclasses
 
@@ -11,12 +11,20 @@ from kvjax.retrieval.base import Retrieval
 
 @dataclasses.dataclass(frozen=True)
 class SparseAttention:
-  """Reads a few of the keys that a cache holds.
+  """Attention to the resident tokens and to a few retrieved keys.
 
   Attributes:
-    retrieval: finds them.
-    budget: how many keys each KV head looks up per token, beside the resident
-      ones; a retention is a share of the prompt.
+    retrieval: the method that selects the keys.
+    budget: keys that each KV head retrieves per token, in addition to the
+      resident tokens; a retention is a share of the prompt.
+
+  Example:
+    >>> import numpy as np
+    >>> import kvjax
+    >>> retrieval = kvjax.get_retrieval("quest")
+    >>> sparse = kvjax.SparseAttention(retrieval, kvjax.Tokens(64))
+    >>> sparse.num_keys(np.array([100, 50])).tolist()
+    [64, 50]
   """
 
   retrieval: Retrieval
@@ -24,15 +32,15 @@ class SparseAttention:
 
   @property
   def fixed(self) -> bool:
-    """Whether the method itself says how much it looks up."""
+    """Whether the method sets the number of keys itself."""
     return self.retrieval.reads > 0
 
   def num_keys(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-    """Keys that rows of these lengths look up per token."""
-    count = self.retrieval.count
-    return np.array([count(self.budget, int(n)) for n in lengths], np.int32)
+    """Keys that rows of these lengths retrieve per token."""
+    num_keys = self.retrieval.num_keys
+    return np.array([num_keys(self.budget, int(n)) for n in lengths], np.int32)
 
   def max_keys(self, padded: int, lengths: Int[np.ndarray, " B"]) -> int:
-    """Most that any row looks up; the same for most rows of a bucket."""
-    most = self.retrieval.count(self.budget, padded)
-    return max(most, int(self.num_keys(lengths).max()))
+    """Bound of the keys of any row, the same for most rows of a bucket."""
+    bound = self.retrieval.num_keys(self.budget, padded)
+    return max(bound, int(self.num_keys(lengths).max()))

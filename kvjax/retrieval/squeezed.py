@@ -8,32 +8,32 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.clustering import unit
 from kvjax.options.bounds import check_least
-from kvjax.retrieval.base import Found, Prompt, Reads, Store
-from kvjax.retrieval.clusters import Clustered, Clusters
+from kvjax.retrieval.base import KeyBudget, Prompt, Selection, Store
+from kvjax.retrieval.clusters import ClusterRetrieval, Clusters
 from kvjax.struct import struct
 
 
 @struct
 class Squeezed:
-  """The clusters of one KV head and the last queries that asked for them.
+  """The clusters and the last queries of one KV head.
 
   Attributes:
-    clusters: of the stored keys.
-    queries: a ring of the last W; that of token i of the row is in place i % W.
-    tokens: that the row has had so far.
+    clusters: clusters of the stored keys.
+    queries: ring of the last W queries; token i of the row is in place i % W.
+    tokens: number of tokens of the row so far.
   """
 
   clusters: Clusters
   queries: Float[Array, "*B G W D"]
   tokens: Int[Array, "*B"]
 
-  def after(
+  def append_queries(
     self, queries: Float[Array, "G D"], real: Bool[Array, ""]
   ) -> "Squeezed":
-    """The same with a token's queries in the place of the oldest.
+    """Replaces the oldest queries by those of a token.
 
     Args:
-      queries: of the heads that read this KV head.
+      queries: queries of the token, one per query head of the group.
       real: false for padding, which changes nothing.
     """
     place = self.tokens % self.queries.shape[1]
@@ -46,30 +46,30 @@ class Squeezed:
 
 
 @dataclasses.dataclass(frozen=True)
-class SqueezedAttention(Clustered):
-  """Reads whole clusters of keys, by the attention that they would receive.
+class SqueezedAttention(ClusterRetrieval):
+  """Reads whole clusters of keys by their estimated attention.
 
-  K-means gathers the directions of the keys. A cluster c of N_c keys has the
-  mean of its raw keys as its centroid, and each of its keys would receive
+  K-means clusters the directions of the keys. The centroid c of a cluster of
+  N_c keys is the mean of its raw keys, and the estimated attention of a key is
 
     est_c = exp(q c / sqrt(D)) / sum_j N_j exp(q c_j / sqrt(D)).
 
-  Every query head reads the clusters of the highest est, on average over its
-  last W queries, until the budget is full; of the one that overflows it reads
-  the first tokens.
+  Every query head reads the clusters with the highest est, averaged over its
+  last W queries, until the budget is full. It reads only the first tokens of
+  the cluster that overflows the budget.
 
-  The paper reads every cluster whose est exceeds a threshold. It is set once,
-  on the prompt's last 100 queries, so that all heads of all layers together
-  read a wanted share; what one of them reads has no bound then, and no static
-  shape. So each has a budget here. The search by two levels of clusters, which
-  saves time, is left out.
+  The paper reads every cluster whose est exceeds a threshold. The threshold is
+  set once, on the prompt's last 100 queries, such that all heads of all layers
+  together read a given share. The number of keys of one head then has no bound
+  and no static shape, so every head has a budget here instead. The hierarchical
+  search over two levels of clusters, which saves time, is not implemented.
 
-  Source: Hooper et al., arXiv 2411.09688. The tokens that are resident are
-  those that the authors' code does not cluster.
+  Source: Hooper et al., arXiv 2411.09688. The resident tokens are those that
+  the authors' code does not cluster.
 
   Attributes:
-    cluster_tokens: 20 make as many clusters as 5 % of the tokens.
-    window: W; 1 asks with the present query alone.
+    cluster_tokens: 20 means one cluster per 20 tokens, or 5 %.
+    window: W; 1 uses the current query alone.
   """
 
   sinks: int = 0
@@ -82,16 +82,16 @@ class SqueezedAttention(Clustered):
     super().__post_init__()
     check_least(self, window=1)
 
-  def index(self, prompt: Prompt, reads: Reads) -> Squeezed:
-    """The clusters, and the prompt's last queries."""
+  def index(self, prompt: Prompt, budget: KeyBudget) -> Squeezed:
+    """Clusters the keys and stores the prompt's last queries."""
     head = prompt.head
     tokens = jnp.sum((head.query_positions >= 0).astype(jnp.int32))
     place = jnp.arange(self.window, dtype=jnp.int32)
-    # The last token whose number leaves this rest; there may be none.
+    # The last token with this place in the ring; negative if there is none.
     number = tokens - 1 - (tokens - 1 - place) % self.window
     queries = head.queries[:, jnp.maximum(number, 0)]
     queries = jnp.where((number >= 0)[None, :, None], queries, 0.0)
-    clusters = self.clustered(prompt, unit(prompt.stored_keys))
+    clusters = self.cluster_keys(prompt, unit(prompt.stored_keys))
     return Squeezed(clusters, queries, tokens)
 
   def retrieve(
@@ -99,20 +99,22 @@ class SqueezedAttention(Clustered):
     index: Squeezed,
     queries: Float[Array, "G D"],
     store: Store,
-    reads: Reads,
-  ) -> tuple[Found, Float[Array, "G D"]]:
-    """The keys of the best clusters; the news are the queries."""
-    now = index.after(queries, jnp.ones((), bool))
-    return Found(now.clusters.best(_log_shares(now), reads)), queries
+    budget: KeyBudget,
+  ) -> tuple[Selection, Float[Array, "G D"]]:
+    """Selects the keys of the best clusters; the update is the queries."""
+    current = index.append_queries(queries, jnp.ones((), bool))
+    return Selection(
+      current.clusters.select_best(_log_shares(current), budget)
+    ), queries
 
-  def updated(
+  def update_index(
     self,
     index: Squeezed,
-    news: Float[Array, "G D"],
+    update: Float[Array, "G D"],
     real: Bool[Array, ""],
   ) -> Squeezed:
-    """The queries in the ring."""
-    return index.after(news, real)
+    """Appends the queries to the ring."""
+    return index.append_queries(update, real)
 
 
 def _log_shares(index: Squeezed) -> Float[Array, "G C"]:
@@ -123,5 +125,5 @@ def _log_shares(index: Squeezed) -> Float[Array, "G C"]:
   logits = logits * queries.shape[-1] ** -0.5
   sizes = jnp.log(index.clusters.sizes.astype(jnp.float32))
   total = jax.nn.logsumexp(logits + sizes[None, None], axis=-1, keepdims=True)
-  asked = jnp.arange(queries.shape[1]) < index.tokens
-  return jax.nn.logsumexp(logits - total, axis=1, where=asked[None, :, None])
+  filled = jnp.arange(queries.shape[1]) < index.tokens
+  return jax.nn.logsumexp(logits - total, axis=1, where=filled[None, :, None])

@@ -1,4 +1,4 @@
-"""What the contracts of methods have in common."""
+"""Helpers of the checks of methods."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from kvjax.engine.generate import generate
 from kvjax.errors import InputError
 from kvjax.model import Geometry, Model
 from kvjax.prompts import Prompts
-from kvjax.testing.tiny import TinyModel, poisoned, random_activations
+from kvjax.testing.tiny import TinyModel, poison_cache, random_activations
 
 KV_HEADS = 3
 DECODING = Decoding(8)
@@ -29,18 +29,18 @@ _HEADS = 6
 
 
 def require(holds: bool, sentence: str) -> None:
-  """Refuses what does not hold.
+  """Raises an error if a condition is false.
 
   Raises:
-    InputError: it does not; the sentence is the message.
+    InputError: `holds` is false; the sentence is the message.
   """
   if not holds:
     raise InputError(sentence)
 
 
 @contextlib.contextmanager
-def explained(sentence: str) -> Iterator[None]:
-  """Says what failed, in front of an error of any kind but our own.
+def explain(sentence: str) -> Iterator[None]:
+  """Turns errors of other kinds into an `InputError` that begins so.
 
   Raises:
     InputError: the error, in one sentence.
@@ -54,17 +54,17 @@ def explained(sentence: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-  """The kind of an error, and the first line of what it says."""
+  """Returns the class of an error and the first line of its message."""
   said = str(error).strip().partition("\n")[0].rstrip(".:")
   name = type(error).__name__
   return f"{name}, {said}." if said else f"{name}."
 
 
 def check_value(given: Any, kind: type) -> None:
-  """Refuses what is no hashable value of this kind.
+  """Refuses anything but a hashable value of this class.
 
   Raises:
-    InputError: see there.
+    InputError: it has another class, or is not hashable or comparable.
   """
   name = type(given).__name__
   require(
@@ -72,9 +72,7 @@ def check_value(given: Any, kind: type) -> None:
     f"What is checked is a {kind.__module__.rpartition('.')[0]}."
     f"{kind.__name__}; {given!r} is not.",
   )
-  with explained(
-    f"{name} must be a frozen dataclass whose fields are hashable"
-  ):
+  with explain(f"{name} must be a frozen dataclass whose fields are hashable"):
     same = dataclasses.replace(given)
     require(
       hash(same) == hash(given) and same == given,
@@ -86,10 +84,12 @@ def check_value(given: Any, kind: type) -> None:
 def all_activations(
   seed: int, lengths: Sequence[int], padded: int
 ) -> Activations:
-  """Random projections with every optional one; the padding holds NaN."""
+  """Draws random activations with all optional ones; padding is NaN."""
   one, other = (
-    random_activations(own, lengths, padded, heads=_HEADS, kv_heads=KV_HEADS)
-    for own in (seed, seed + 1000)
+    random_activations(
+      draw_seed, lengths, padded, heads=_HEADS, kv_heads=KV_HEADS
+    )
+    for draw_seed in (seed, seed + 1000)
   )
   rows, _, _, width = other.values.shape
   inputs = other.values.swapaxes(1, 2).reshape(rows, padded, -1)
@@ -106,7 +106,7 @@ def all_activations(
 def rows_of(
   places: Sequence[tuple[Activations, int]], padded: int
 ) -> Activations:
-  """A batch of rows of others, padded to another width."""
+  """Makes a batch from rows of other batches, with another padding."""
 
   def cut(x: Any, axis: int) -> Any:
     return x[(slice(None),) * axis + (slice(padded),)]
@@ -125,16 +125,16 @@ def rows_of(
 
 
 def tokens(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-  """Rows of tokens, none of which comes twice in a row.
+  """Draws rows of tokens without duplicates within a row.
 
-  Equal keys would tie, and ties fall as rounding falls.
+  Equal keys would tie, and rounding would then decide.
   """
   draw = np.random.default_rng(seed)
   return [draw.permutation(max(lengths))[:n].tolist() for n in lengths]
 
 
 def model_for(layers: int, longest: int) -> TinyModel:
-  """A model with a token for each of so many places."""
+  """Makes a tiny model with at least `longest` different tokens."""
   geometry = Geometry.uniform(
     layers=layers, heads=4, kv_heads=2, head_dim=8, max_positions=longest + 512
   )
@@ -142,42 +142,42 @@ def model_for(layers: int, longest: int) -> TinyModel:
 
 
 def same(one: PyTree, other: PyTree) -> bool:
-  """Whether two trees are equal, bit by bit; NaN equals NaN."""
+  """Whether two trees are equal bit for bit; NaN equals NaN."""
   leaves, structure = jax.tree.flatten(one)
-  others, other_structure = jax.tree.flatten(other)
+  other_leaves, other_structure = jax.tree.flatten(other)
   return operator.eq(structure, other_structure) and all(
     np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)
-    for a, b in zip(leaves, others, strict=True)
+    for a, b in zip(leaves, other_leaves, strict=True)
   )
 
 
-def check_asked(name: str, model: TinyModel, cache: Cache) -> None:
-  """Refuses answers that empty slots change, or asking before.
+def check_repeatable(name: str, model: TinyModel, cache: Cache) -> None:
+  """Refuses answers that depend on empty slots or earlier generation.
 
   Raises:
     InputError: they do.
   """
   params = model.init()
-  once, again, dirty = (
-    generate(model, params, asked, QUESTIONS, DECODING).rows()
-    for asked in (cache, cache, poisoned(cache))
+  first, second, poisoned = (
+    generate(model, params, given, QUESTIONS, DECODING).rows()
+    for given in (cache, cache, poison_cache(cache))
   )
   require(
-    once == again,
+    first == second,
     f"A cache of {name} must answer alike when it is asked again; it does not.",
   )
   require(
-    once == dirty,
+    first == poisoned,
     f"What empty slots hold must not change an answer; in a cache of {name} "
     "NaN does.",
   )
 
 
 def check_saved(name: str, model: Model, cache: Cache) -> Cache:
-  """The cache after it has been saved and loaded.
+  """Saves and loads a cache.
 
   Raises:
-    InputError: it cannot be saved, or is not the same.
+    InputError: it cannot be saved, or differs after loading.
   """
   with tempfile.TemporaryDirectory() as folder:
     save_cache(cache, f"{folder}/cache", model=model, model_id="tiny")

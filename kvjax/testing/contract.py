@@ -1,4 +1,4 @@
-"""The contract of eviction methods, for the tests of any package."""
+"""The checks of eviction methods, for the tests of any package."""
 
 import functools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from kvjax.errors import InputError
 from kvjax.methods.base import Method, ScoringMethod
 from kvjax.options.budgets import Budget, Retention, Tokens
 from kvjax.testing import checks
-from kvjax.testing.checks import explained, require
+from kvjax.testing.checks import explain, require
 from kvjax.testing.engine_contract import check_blocks, check_whole_prompts
 from kvjax.testing.subject import Subject
 
@@ -28,25 +28,26 @@ _Slots = list[list[list[int]]]
 
 
 def check_method(method: Method, *, exact: bool = True) -> None:
-  """Checks that a method does what the engine expects and its traits say.
+  """Checks that a method meets the engine's requirements and its traits.
 
-  It chooses from random projections and from the prompts of a tiny model: as a
-  whole and in blocks, alone and in a batch, at several budgets, with protected
-  tokens, and with NaN wherever there is no token. It goes on while decoding,
-  and its caches are saved and loaded, for which its class must be registered
+  The method selects from random activations and from the prompts of a tiny
+  model: whole prompts and blocks, single rows and batches, several budgets,
+  protected tokens, and NaN in all empty slots. It evicts while decoding, and
+  its caches are saved and loaded, for which its class must be registered
   (`kvjax.register`). This takes seconds on a CPU.
 
   Args:
-    method: with options that leave something to choose in a row of 56 tokens,
-      or of three times its window.
-    exact: whether it keeps as many tokens as it may; False for one of whole
-      chunks, say, that may leave room.
+    method: a method whose options let it evict from a row of 56 tokens, or of
+      three times its window.
+    exact: whether it always uses the whole budget; False for methods such as
+      those that keep whole chunks.
 
   Raises:
-    InputError: says in a sentence what is wrong and what would be right.
+    InputError: a check fails; the message says what is wrong and how to fix it.
 
   Example:
     >>> import kvjax
+    >>> from kvjax.testing import check_method
     >>> check_method(kvjax.get_method("tova"))
   """
   checks.check_value(method, Method)
@@ -65,8 +66,8 @@ def _choose(
   activations: Activations,
   budget: LayerBudget,
 ) -> Int[Array, "B K M"]:
-  """What a method keeps of a prompt, as the engine asks it."""
-  activations = activations.only(method.traits.reads)
+  """Selects slots of a prompt as the engine does."""
+  activations = activations.only(method.traits.activations)
   cache = LayerCache.of(activations)
   spread = method.allocation
   with jax.default_matmul_precision("highest"):
@@ -80,7 +81,7 @@ def _choose_later(
   activations: Activations,
   budget: LayerBudget,
 ) -> Int[Array, "B K M"]:
-  """The same when the prompt is gone but for what was remembered of it."""
+  """Selects slots from what `observe` stored, without the prompt's queries."""
   cache = LayerCache.of(activations)
   spread = method.allocation
   with jax.default_matmul_precision("highest"):
@@ -90,7 +91,7 @@ def _choose_later(
 
 
 def _padding_like(activations: Activations) -> Activations:
-  """A block of a token of padding, without optional activations."""
+  """A block of one padding token, without optional activations."""
 
   def blank(x: Array) -> Array:
     return jnp.zeros((*x.shape[:2], 1, x.shape[-1]), x.dtype)
@@ -103,16 +104,16 @@ def _padding_like(activations: Activations) -> Activations:
   )
 
 
-_chosen = jax.jit(_choose, static_argnums=0)
-_chosen_later = jax.jit(_choose_later, static_argnums=0)
+_choose_compiled = jax.jit(_choose, static_argnums=0)
+_choose_later_compiled = jax.jit(_choose_later, static_argnums=0)
 
 
 def _check_evaluation(subject: Subject) -> None:
-  """Refuses what cannot be compiled, undeclared reads and odd scores."""
+  """Refuses failures to compile, undeclared activations and wrong scores."""
   try:
-    found = _traced(subject, subject.traits.reads)
+    scores_f32 = _trace(subject, subject.traits.activations)
   except Exception as error:
-    _explain_reads(subject, error)
+    _explain_missing(subject, error)
     raise InputError(
       f"{subject.name} must evaluate a layer as the engine asks it, compiled "
       "and with the layer's number not known then; it fails with "
@@ -121,7 +122,10 @@ def _check_evaluation(subject: Subject) -> None:
   if not isinstance(subject.method, ScoringMethod):
     return
   shape = (len(subject.lengths), checks.KV_HEADS, subject.padded)
-  for scores in (found, _traced(subject, subject.traits.reads, "bfloat16")):
+  for scores in (
+    scores_f32,
+    _trace(subject, subject.traits.activations, "bfloat16"),
+  ):
     require(
       scores.shape == shape and scores.dtype == jnp.float32,
       f"{subject.name} must give every slot a score in float32, {shape} of "
@@ -130,10 +134,10 @@ def _check_evaluation(subject: Subject) -> None:
     )
 
 
-def _traced(
-  subject: Subject, reads: frozenset[str], dtype: str = "float32"
+def _trace(
+  subject: Subject, names: frozenset[str], dtype: str = "float32"
 ) -> Any:
-  """Shapes of the scores, or of what else the method evaluates to."""
+  """Shapes of the scores, or of the result of `evaluate`."""
   method = subject.method
   evaluate = (
     method.scores if isinstance(method, ScoringMethod) else method.evaluate
@@ -146,15 +150,15 @@ def _traced(
     lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x,
     subject.activations(),
   )
-  return jax.eval_shape(run, jnp.int32(0), activations.only(reads))
+  return jax.eval_shape(run, jnp.int32(0), activations.only(names))
 
 
-def _explain_reads(subject: Subject, error: Exception) -> None:
-  """Names the activations whose absence is the cause, if they are."""
+def _explain_missing(subject: Subject, error: Exception) -> None:
+  """Raises an error that names missing activations, if they are the cause."""
 
-  def works(reads: frozenset[str]) -> bool:
+  def works(names: frozenset[str]) -> bool:
     try:
-      _traced(subject, reads)
+      _trace(subject, names)
     except Exception:
       return False
     return True
@@ -163,25 +167,28 @@ def _explain_reads(subject: Subject, error: Exception) -> None:
   if not works(everything):
     return
   needed = [name for name in OPTIONAL if not works(everything - {name})]
-  missing = [name for name in needed if name not in subject.traits.reads]
+  missing = [name for name in needed if name not in subject.traits.activations]
   if not missing:
     return
   fields = " and ".join(f"activations.{name}" for name in missing)
-  names = ", ".join(f'"{n}"' for n in sorted({*needed, *subject.traits.reads}))
+  names = ", ".join(
+    f'"{n}"' for n in sorted({*needed, *subject.traits.activations})
+  )
   raise InputError(
     f"{subject.name} reads {fields} without saying so, and the engine leaves "
-    f"out what nobody asks for; its traits need reads=frozenset({{{names}}})."
+    "out what nobody asks for; its traits need "
+    f"activations=frozenset({{{names}}})."
   ) from error
 
 
-def _checked(
+def _check_slots(
   subject: Subject,
   slots: Any,
   budget: LayerBudget,
   lengths: Sequence[int],
   padded: int,
 ) -> _Slots:
-  """Slots as lists, if they are such.
+  """Checks slots and converts them to lists.
 
   Raises:
     InputError: they are out of range, empty, unsorted, too many or too few.
@@ -194,13 +201,13 @@ def _checked(
     f"{name} must select whole numbers of slots, a list for each row and KV "
     f"head; it gives {slots.dtype} {slots.shape}.",
   )
-  found = []
+  all_heads = []
   counts, totals = np.asarray(budget.counts), np.asarray(budget.total)
   rows = zip(slots, lengths, counts.tolist(), totals.tolist(), strict=True)
   for row, length, count, total in rows:
-    heads = [_checked_head(name, head, length, padded) for head in row]
+    heads = [_check_head(name, head, length, padded) for head in row]
     where = f"of {length}"
-    subject.check_held(heads, length, count, total, where)
+    subject.check_counts(heads, length, count, total, where)
     for places in heads:
       window = min(
         subject.traits.protects,
@@ -213,11 +220,11 @@ def _checked(
         f"tokens always stay (protects); it evicts "
         f"{sorted(newest - {*places})} {where}.",
       )
-    found.append(heads)
-  return found
+    all_heads.append(heads)
+  return all_heads
 
 
-def _checked_head(
+def _check_head(
   name: str, slots: Int[np.ndarray, " M"], length: int, padded: int
 ) -> list[int]:
   outside = slots[(slots < -1) | (slots >= padded)]
@@ -236,13 +243,13 @@ def _checked_head(
   require(
     not empty,
     f"{name} selects slot {empty[:1]}, which holds no token; only slots of "
-    "cache.held may be kept.",
+    "cache.valid may be kept.",
   )
   return filled
 
 
 def _check_choice(subject: Subject) -> None:
-  """Refuses slots that do not follow from a row's own tokens alone."""
+  """Refuses selections that depend on padding or on other rows."""
   method, name = subject.method, subject.name
   layer = jnp.int32(subject.layer)
   one, other = subject.activations(), subject.activations(7)
@@ -253,23 +260,23 @@ def _check_choice(subject: Subject) -> None:
     lambda x: jnp.nan_to_num(x, nan=7.0) if x.dtype == jnp.float32 else x, one
   )
   for budget in _BUDGETS:
-    own = subject.budget(budget)
+    layer_budget = subject.budget(budget)
 
     def choose(
       activations: Activations,
-      own: LayerBudget = own,
+      layer_budget: LayerBudget = layer_budget,
       lengths: Sequence[int] = subject.lengths,
       padded: int = subject.padded,
     ) -> _Slots:
-      with explained(f"{name} fails to select slots"):
-        slots = _chosen(method, layer, activations, own)
-      return _checked(subject, slots, own, lengths, padded)
+      with explain(f"{name} fails to select slots"):
+        slots = _choose_compiled(method, layer, activations, layer_budget)
+      return _check_slots(subject, slots, layer_budget, lengths, padded)
 
     kept = choose(one)
     require(
       choose(spoiled) == kept,
       f"What empty slots and padding hold must not change what {name} keeps; "
-      "it does: mask by cache.held and by positions.",
+      "it does: mask by cache.valid and by positions.",
     )
     backwards = subject.lengths[::-1]
     turned = choose(swapped, subject.budget(budget, backwards), backwards)
@@ -285,15 +292,18 @@ def _check_choice(subject: Subject) -> None:
       lone[0] == kept[1],
       f"What {name} keeps of a row must not depend on its padding; it does.",
     )
-  with explained(f"{name} fails where it is not compiled"):
-    eager = _choose(method, layer, one, own)
+  with explain(f"{name} fails where it is not compiled"):
+    eager = _choose(method, layer, one, layer_budget)
   require(
-    _checked(subject, eager, own, subject.lengths, subject.padded) == kept,
+    _check_slots(subject, eager, layer_budget, subject.lengths, subject.padded)
+    == kept,
     f"{name} must keep the same compiled or not; it does not.",
   )
-  with explained(f"{name} fails where every query head holds keys of its own"):
+  with explain(f"{name} fails where every query head holds keys of its own"):
     wide = one.with_kv_heads(one.queries.shape[1])
-    slots = jax.eval_shape(functools.partial(_choose, method), layer, wide, own)
+    slots = jax.eval_shape(
+      functools.partial(_choose, method), layer, wide, layer_budget
+    )
   require(
     slots.shape[1] == wide.keys.shape[1],
     f"{name} must choose for every head that holds keys (per_query_head=True), "
@@ -302,7 +312,7 @@ def _check_choice(subject: Subject) -> None:
 
 
 def _check_memory(subject: Subject) -> None:
-  """Refuses a method that evicts in blocks and reads what is gone by then."""
+  """Refuses a method that evicts in blocks but reads earlier blocks."""
   if subject.traits.whole_prompts_only:
     return
   method, name = subject.method, subject.name
@@ -314,15 +324,17 @@ def _check_memory(subject: Subject) -> None:
     "why it needs a whole prompt."
   )
   for budget in _BUDGETS:
-    own = subject.budget(budget)
-    with explained(
+    layer_budget = subject.budget(budget)
+    with explain(
       f"{name} fails where a block has gone and only what observe remembers "
       f"of it is left; {remedy.removesuffix('.')}"
     ):
-      later = _chosen_later(method, layer, activations, own)
-    now = _chosen(method, layer, activations, own)
+      remembered = _choose_later_compiled(
+        method, layer, activations, layer_budget
+      )
+    current = _choose_compiled(method, layer, activations, layer_budget)
     require(
-      checks.same(now, later),
+      checks.same(current, remembered),
       f"{name} chooses otherwise when the queries of a block have gone, as "
       f"they have where it evicts in blocks; {remedy}",
     )

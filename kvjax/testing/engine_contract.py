@@ -1,4 +1,4 @@
-"""What the caches of an eviction method must hold."""
+"""The checks of the caches that eviction methods make."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from kvjax.options.budgets import Budget, Retention, Tokens
 from kvjax.options.schedules import Schedule
 from kvjax.prompts import Prompts
 from kvjax.testing import checks
-from kvjax.testing.checks import explained, require
+from kvjax.testing.checks import explain, require
 from kvjax.testing.subject import Subject
 from kvjax.testing.tiny import kept_positions
 
@@ -23,10 +23,10 @@ _FREE = 64
 
 
 def check_whole_prompts(subject: Subject) -> None:
-  """Refuses caches of whole prompts that break the contract."""
+  """Checks the caches of whole prompts."""
   name, model, params = subject.name, subject.model, subject.params
   plans = [Plan(subject.method, budget) for budget in _BUDGETS]
-  with explained(f"A sweep with {name} fails"):
+  with explain(f"A sweep with {name} fails"):
     caches, _ = sweep(model, params, subject.prompts, plans)
     alone, _ = prefill(model, params, subject.prompts, plans[0])
   require(
@@ -41,21 +41,21 @@ def check_whole_prompts(subject: Subject) -> None:
     f"What {name} keeps of a prompt must not depend on its batch mates; it "
     "does.",
   )
-  checks.check_asked(name, model, caches[0])
+  checks.check_repeatable(name, model, caches[0])
   checks.check_saved(name, model, caches[0])
-  guarded, _ = prefill(model, params, _guarded(subject), plans[1])
-  _check_cache(subject, guarded, plans[1].fixed_budget)
-  _check_guarded(subject, guarded, "of a whole prompt")
+  protected, _ = prefill(model, params, _protect(subject), plans[1])
+  _check_cache(subject, protected, plans[1].fixed_budget)
+  _check_protected(subject, protected, "of a whole prompt")
 
 
-def _guarded(subject: Subject, rows: slice = slice(None)) -> Prompts:
-  """Some of the rows with protected tokens."""
-  own = subject.rows[rows]
-  masks = [[n in _PROTECTED for n in range(len(row))] for row in own]
-  return Prompts.of(own, protected=masks)
+def _protect(subject: Subject, rows: slice = slice(None)) -> Prompts:
+  """Prompts of some of the rows, with protected tokens."""
+  selected = subject.rows[rows]
+  masks = [[n in _PROTECTED for n in range(len(row))] for row in selected]
+  return Prompts.of(selected, protected=masks)
 
 
-def _check_guarded(subject: Subject, cache: Cache, where: str) -> None:
+def _check_protected(subject: Subject, cache: Cache, where: str) -> None:
   if subject.traits.renumbers:
     return
   for row in range(len(subject.rows)):
@@ -70,7 +70,7 @@ def _check_guarded(subject: Subject, cache: Cache, where: str) -> None:
 
 
 def _check_cache(subject: Subject, cache: Cache, budget: Budget) -> None:
-  """Refuses a cache that holds more or less than its budget."""
+  """Refuses a cache with more or fewer tokens than its budget."""
   layers = subject.model.geometry.num_layers
   sizes = Sizes((2,) * layers)
   lengths = np.array(subject.lengths)
@@ -92,13 +92,13 @@ def _check_cache(subject: Subject, cache: Cache, budget: Budget) -> None:
         )
         continue
       count, total = int(counts[layer, row]), int(totals[layer, row])
-      subject.check_held(heads, length, count, total, where)
+      subject.check_counts(heads, length, count, total, where)
 
 
 def check_blocks(subject: Subject) -> None:
-  """Refuses caches of blocks that break the contract.
+  """Checks the caches of block-wise prefill.
 
-  A method that works on whole prompts alone must say so to the user.
+  A method that works on whole prompts only must say so in its error message.
   """
   method, name = subject.method, subject.name
   reason = subject.traits.whole_prompts_only
@@ -118,14 +118,14 @@ def check_blocks(subject: Subject) -> None:
     "give the reason as traits.whole_prompts_only.",
   )
   if plans:
-    with explained(f"Evicting in blocks with {name} fails"):
+    with explain(f"Evicting in blocks with {name} fails"):
       _check_recursive_plan(subject, plans[0])
 
 
 def _check_recursive_plan(subject: Subject, plan: Plan) -> None:
   name, model, params = subject.name, subject.model, subject.params
-  cache, _ = prefill(model, params, _guarded(subject), plan)
-  _check_guarded(subject, cache, f"in blocks at {plan.budget}")
+  cache, _ = prefill(model, params, _protect(subject), plan)
+  _check_protected(subject, cache, f"in blocks at {plan.budget}")
   budget = plan.fixed_budget
   limits = _limits(subject, budget)
   for row, limit in enumerate(limits):
@@ -136,12 +136,12 @@ def _check_recursive_plan(subject: Subject, plan: Plan) -> None:
     model, params, roomy, checks.QUESTIONS, checks.DECODING, keep=True
   ).cache
   assert after is not None
-  _check_guarded(subject, after, f"while decoding at {budget}")
+  _check_protected(subject, after, f"while decoding at {budget}")
   assert plan.schedule.every is not None
   for row, limit in enumerate(limits):
     most = limit and limit + plan.schedule.every
     _check_limit(subject, after, row, most, f"while decoding at {budget}")
-  alone, _ = prefill(model, params, _guarded(subject, slice(1, 2)), plan)
+  alone, _ = prefill(model, params, _protect(subject, slice(1, 2)), plan)
   require(
     kept_positions(alone, 0) == kept_positions(cache, 1),
     f"What {name} keeps of a row in blocks must not depend on its batch mates; "
@@ -150,10 +150,10 @@ def _check_recursive_plan(subject: Subject, plan: Plan) -> None:
 
 
 def _limits(subject: Subject, budget: Budget) -> list[int | None]:
-  """What rows may hold after a block; None where a law of its own says it."""
+  """Limits of the rows after a block; None for a special allocation."""
   if not isinstance(subject.spread, Uniform):
     return [None] * len(subject.lengths)
-  return [budget.kept(length) for length in subject.lengths]
+  return [budget.num_kept(length) for length in subject.lengths]
 
 
 def _check_limit(

@@ -1,4 +1,4 @@
-"""The contract of retrieval methods, for the tests of any package."""
+"""The checks of retrieval methods, for the tests of any package."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from kvjax.prompts import Prompts
 from kvjax.retrieval.base import Retrieval
 from kvjax.retrieval.sparse_attention import SparseAttention
 from kvjax.testing import checks
-from kvjax.testing.checks import explained, require
-from kvjax.testing.tiny import kept_positions, poisoned_layer
+from kvjax.testing.checks import explain, require
+from kvjax.testing.tiny import kept_positions, poison_layer
 
 _READS = 10
 _STORED = 60
@@ -33,22 +33,22 @@ _MOST_LAYERS = 64
 
 
 def check_retrieval(retrieval: Retrieval) -> None:
-  """Checks that a retrieval method does what the engine expects.
+  """Checks that a retrieval method meets the engine's requirements.
 
-  It indexes and looks up in random projections and in the prompts of a tiny
-  model: alone and in a batch, with NaN wherever there is no token, while
-  decoding, and after its caches, which keep everything, have been saved and
-  loaded; for that its class must be registered (`kvjax.register`). This takes
-  seconds on a CPU.
+  The method indexes and retrieves from random activations and from the prompts
+  of a tiny model: single rows and batches, NaN in all empty slots, and
+  decoding. Its caches, which keep everything, are saved and loaded, for which
+  its class must be registered (`kvjax.register`). This takes seconds on a CPU.
 
   Args:
-    retrieval: the method; it is asked for ten keys, whatever its `reads`.
+    retrieval: the method; it retrieves ten keys, whatever its `reads`.
 
   Raises:
-    InputError: says in a sentence what is wrong and what would be right.
+    InputError: a check fails; the message says what is wrong and how to fix it.
 
   Example:
     >>> import kvjax
+    >>> from kvjax.testing import check_retrieval
     >>> check_retrieval(kvjax.get_retrieval("flat"))
   """
   checks.check_value(retrieval, Retrieval)
@@ -62,27 +62,27 @@ def check_retrieval(retrieval: Retrieval) -> None:
     "is nothing to check; leave one to look up in.",
   )
   assert layer is not None
-  _check_lookups(retrieval, layer)
+  _check_retrieval(retrieval, layer)
   _check_caches(retrieval, layer)
 
 
-class _LookedUp(NamedTuple):
-  """What a token of each row looked up in a layer.
+class _Retrieved(NamedTuple):
+  """What a token of each row retrieved in a layer.
 
   Attributes:
-    slots: the lists.
-    read: the same without what the bias hides.
-    before: the index.
+    slots: the lists of slots.
+    visible: the lists without slots that the bias hides.
+    before: the index before the token.
     after: the index after the token.
   """
 
   slots: Int[Array, "B K J M"]
-  read: Int[Array, "B K J M"]
+  visible: Int[Array, "B K J M"]
   before: Any
   after: Any
 
 
-def _indexed(
+def _index(
   retrieval: Retrieval,
   layer: Int[Array, ""],
   activations: Activations,
@@ -93,109 +93,109 @@ def _indexed(
   return SparseLayer.of(retrieval, layer, cache, activations, counts, _READS)
 
 
-def _looked_up(
+def _retrieve(
   cache: SparseLayer,
   queries: Float[Array, "B N D"],
   positions: Int[Array, " B"],
-) -> _LookedUp:
-  after, found = cache.retrieved(cache.index, queries, positions)
-  return _LookedUp(found.slots, found.read_slots, cache.index, after)
+) -> _Retrieved:
+  after, result = cache.retrieve(cache.index, queries, positions)
+  return _Retrieved(result.slots, result.visible_slots, cache.index, after)
 
 
-def _check_lookups(retrieval: Retrieval, layer: int) -> None:
-  """Refuses lookups that break the contract in a layer by itself."""
+def _check_retrieval(retrieval: Retrieval, layer: int) -> None:
+  """Checks retrieval in a single layer."""
   name = type(retrieval).__name__
   lengths, padded = _lengths(retrieval), max(_lengths(retrieval)) + 8
   one, other = (checks.all_activations(s, lengths, padded) for s in (0, 7))
-  index = jax.jit(_indexed, static_argnums=0)
-  look_up = jax.jit(_looked_up)
+  index = jax.jit(_index, static_argnums=0)
+  retrieve_compiled = jax.jit(_retrieve)
 
   def run(
     activations: Activations,
     queries: Activations,
     lengths: Sequence[int],
-    spoil: bool = False,
+    poison: bool = False,
   ) -> tuple[SparseLayer, list[list[list[int]]]]:
-    own = jnp.asarray(lengths, jnp.int32)
-    with explained(f"{name} fails to index a prompt"):
-      cache = index(retrieval, jnp.int32(layer), activations, own)
+    row_lengths = jnp.asarray(lengths, jnp.int32)
+    with explain(f"{name} fails to index a prompt"):
+      cache = index(retrieval, jnp.int32(layer), activations, row_lengths)
     require(
       isinstance(cache, SparseLayer),
       f"{name} leaves nothing to look up in {max(lengths)} tokens; check it "
       "with fewer sinks and local tokens.",
     )
-    if spoil:
-      cache = poisoned_layer(cache)
-    with explained(f"{name} fails to look up"):
-      found = look_up(cache, queries.queries[:, :, 0], own)
-    _check_index(name, found)
-    return cache, _checked(name, cache, found)
+    if poison:
+      cache = poison_layer(cache)
+    with explain(f"{name} fails to look up"):
+      result = retrieve_compiled(cache, queries.queries[:, :, 0], row_lengths)
+    _check_index(name, result)
+    return cache, _check_slots(name, cache, result)
 
-  cache, found = run(one, other, lengths)
-  _, spoiled = run(one, other, lengths, spoil=True)
+  cache, slots = run(one, other, lengths)
+  _, poisoned = run(one, other, lengths, poison=True)
   require(
-    found == spoiled,
+    slots == poisoned,
     f"What empty slots hold must not change what {name} looks up; NaN does: "
-    "mask by store.held.",
+    "mask by store.valid.",
   )
   places = ((2, one), (1, other), (0, one))
   swapped = checks.rows_of([(source, row) for row, source in places], padded)
-  asked = checks.rows_of([(other, row) for row in (2, 1, 0)], padded)
-  _, turned = run(swapped, asked, lengths[::-1])
+  swapped_queries = checks.rows_of([(other, row) for row in (2, 1, 0)], padded)
+  _, swapped_slots = run(swapped, swapped_queries, lengths[::-1])
   require(
-    turned[0] == found[2] and turned[2] == found[0],
+    swapped_slots[0] == slots[2] and swapped_slots[2] == slots[0],
     f"What {name} looks up for a row must not depend on its batch mates nor on "
     "its place among them; it does.",
   )
   short = lengths[1]
   alone = checks.rows_of([(one, 1)], short + 3)
-  asked = checks.rows_of([(other, 1)], short + 3)
-  _, lone = run(alone, asked, [short])
+  alone_queries = checks.rows_of([(other, 1)], short + 3)
+  _, single = run(alone, alone_queries, [short])
   require(
-    lone[0] == found[1],
+    single[0] == slots[1],
     f"What {name} looks up for a row must not depend on its padding; it does.",
   )
-  eager = _looked_up(
+  eager = _retrieve(
     cache, other.queries[:, :, 0], jnp.asarray(lengths, jnp.int32)
   )
   require(
-    _checked(name, cache, eager) == found,
+    _check_slots(name, cache, eager) == slots,
     f"{name} must look up the same compiled or not; it does not.",
   )
 
 
 def _lengths(retrieval: Retrieval) -> list[int]:
-  """Rows with so much to look up, or somewhat less."""
-  resident = retrieval.sinks + retrieval.latest_range[1]
+  """Lengths of rows with at most `_STORED` retrievable tokens."""
+  resident = retrieval.sinks + retrieval.local_range[1]
   return [resident + _STORED - cut for cut in (0, 24, 12)]
 
 
-def _check_index(name: str, found: _LookedUp) -> None:
-  """Refuses an index that a token makes another kind of thing."""
+def _check_index(name: str, result: _Retrieved) -> None:
+  """Refuses an index whose shapes or dtypes change, or that is not finite."""
   kinds = [
     jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
-    for tree in (found.before, found.after)
+    for tree in (result.before, result.after)
   ]
   require(
     kinds[0] == kinds[1],
-    f"{name}.updated must return an index of the same shapes and dtypes; it "
-    f"makes {kinds[1]} of {kinds[0]}.",
+    f"{name}.update_index must return an index of the same shapes and dtypes; "
+    f"it makes {kinds[1]} of {kinds[0]}.",
   )
-  for leaf in jax.tree.leaves((found.before, found.after)):
+  for leaf in jax.tree.leaves((result.before, result.after)):
     require(
       not np.issubdtype(leaf.dtype, np.inexact)
       or bool(jnp.all(jnp.isfinite(leaf))),
       f"The index of {name} must hold finite numbers, whatever empty slots "
-      "hold; mask by prompt.lookup.",
+      "hold; mask by prompt.retrievable.",
     )
 
 
-def _checked(
-  name: str, cache: SparseLayer, found: _LookedUp
+def _check_slots(
+  name: str, cache: SparseLayer, result: _Retrieved
 ) -> list[list[list[int]]]:
-  """For each row and list, the sorted slots that are read, if they are such."""
+  """Checks slots; returns the sorted visible ones for each row and list."""
   size, valid = cache.stored.capacity, np.asarray(cache.stored.valid)
-  slots = np.asarray(found.slots)
+  slots = np.asarray(result.slots)
   outside = slots[(slots < -1) | (slots >= size)]
   require(
     not outside.size,
@@ -213,28 +213,28 @@ def _checked(
       require(
         not empty,
         f"{name} looks up slot {empty[:1]}, which holds no token; only slots "
-        "of store.held may be named.",
+        "of store.valid may be named.",
       )
   return [
     [
       sorted(listed[listed >= 0].tolist())
       for listed in row.reshape(-1, row.shape[-1])
     ]
-    for row in np.asarray(found.read)
+    for row in np.asarray(result.visible)
   ]
 
 
 def _check_caches(retrieval: Retrieval, layer: int) -> None:
-  """Refuses caches of a model that break the contract."""
+  """Checks the caches of a model."""
   name, lengths = type(retrieval).__name__, _lengths(retrieval)
   model = checks.model_for(max(_LAYERS, layer + 1), max(lengths))
   params, rows = model.init(), checks.tokens(lengths)
-  whole = Retention(1.0)
+  everything = Retention(1.0)
   plans = [
-    Plan(FullKV(), whole, sparse=SparseAttention(retrieval, Tokens(count)))
+    Plan(FullKV(), everything, sparse=SparseAttention(retrieval, Tokens(count)))
     for count in (_READS, 2 * _READS)
   ]
-  with explained(f"A sweep with {name} fails"):
+  with explain(f"A sweep with {name} fails"):
     caches, _ = sweep(model, params, Prompts.of(rows), plans)
     alone, _ = prefill(model, params, Prompts.of(rows), plans[0])
   cache = caches[0]
@@ -243,8 +243,8 @@ def _check_caches(retrieval: Retrieval, layer: int) -> None:
     f"A sweep must index with {name} as a prefill does; it does not.",
   )
   _check_whole(name, cache, lengths)
-  with explained(f"Asking a cache of {name} fails"):
-    checks.check_asked(name, model, cache)
+  with explain(f"Asking a cache of {name} fails"):
+    checks.check_repeatable(name, model, cache)
   loaded = checks.check_saved(name, model, cache)
   after = generate(
     model,

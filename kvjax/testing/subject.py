@@ -1,4 +1,4 @@
-"""What a method is tried on, when its contract is checked."""
+"""The method under test and its test data."""
 
 from collections.abc import Sequence
 
@@ -20,18 +20,18 @@ _MOST_LAYERS = 64
 
 
 class Subject:
-  """A method, and what it is tried on.
+  """A method under test, and its test data.
 
   Attributes:
     method: the method.
-    exact: whether it keeps as many tokens as it may.
-    name: of its class.
+    exact: whether it always uses the whole budget.
+    name: name of its class.
     traits: its traits.
     spread: its allocation.
-    layer: the first layer in which it chooses; None if there is none.
-    lengths: of the rows.
-    padded: width of their batch.
-    model: has layers for it to choose in.
+    layer: the first layer from which it evicts; None if there is none.
+    lengths: lengths of the rows.
+    padded: width of the batch.
+    model: a model with enough layers.
     params: the weights.
     prompts: the rows.
   """
@@ -58,7 +58,7 @@ class Subject:
     self.prompts = Prompts.of(self.rows)
 
   def activations(self, seed: int = 0) -> Activations:
-    """Random projections with every optional one."""
+    """Draws random activations with all optional ones."""
     return checks.all_activations(seed, self.lengths, self.padded)
 
   def budget(
@@ -67,7 +67,7 @@ class Subject:
     lengths: Sequence[int] | None = None,
     padded: int | None = None,
   ) -> LayerBudget:
-    """What rows may keep of the layer in which the method is tried."""
+    """Returns the budget of the layer under test."""
     assert self.layer is not None
     sizes = Sizes((checks.KV_HEADS,) * (self.layer + 1))
     of = np.array(lengths or self.lengths)
@@ -77,7 +77,7 @@ class Subject:
       jnp.asarray(counts), padded or self.padded, total=jnp.asarray(totals)
     )
 
-  def check_held(
+  def check_counts(
     self,
     heads: Sequence[Sequence[int]],
     length: int,
@@ -85,14 +85,14 @@ class Subject:
     total: int,
     where: str,
   ) -> None:
-    """Refuses heads of a row that hold too much or too little.
+    """Refuses heads of a row with too many or too few tokens.
 
     Args:
-      heads: places of what each holds.
-      length: of the row.
-      count: what each may hold, or all of them on average.
-      total: what all may hold together.
-      where: for the message.
+      heads: positions of the tokens of each head.
+      length: length of the row.
+      count: limit of each head, or of the mean over the heads.
+      total: limit of all heads together.
+      where: context for the message.
     """
     valid = [len(places) for places in heads]
     who, most = "a head", min(count, length)

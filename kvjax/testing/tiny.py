@@ -1,4 +1,4 @@
-"""Small things to test methods and models with, in this project and others."""
+"""A tiny model and test data for methods, in this project and others."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.errors import InputError
 from kvjax.model import Attend, Geometry, LayerSpec
-from kvjax.struct import updated
+from kvjax.struct import replace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +22,10 @@ class TinyModel:
   """A random attention-only model of the `kvjax.Model` protocol.
 
   Attributes:
-    geometry: its sizes, of any layers; equal ones share a stack of weights.
+    geometry: sizes of the layers.
     vocab_size: V.
     width: E.
-    dtype: of weights, activations and cache.
+    dtype: dtype of weights, activations and cache.
   """
 
   geometry: Geometry = Geometry.uniform(
@@ -36,7 +36,7 @@ class TinyModel:
   dtype: str = "float32"
 
   def init(self, seed: int = 0) -> PyTree:
-    """Random weights."""
+    """Draws random weights."""
     draw = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> np.ndarray:
@@ -72,12 +72,12 @@ class TinyModel:
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
   ) -> tuple[Float[Array, "B S E"], PyTree]:
-    """See `kvjax.Model.embed`; layers share nothing."""
+    """Embeds tokens; layers share nothing."""
     del positions
     return params["embedding"][tokens], None
 
   def layer_weights(self, params: PyTree) -> tuple[PyTree, ...]:
-    """See `kvjax.Model.layer_weights`."""
+    """Returns the stacks of the layers' weights."""
     return tuple(params["layers"])
 
   def block(
@@ -89,14 +89,14 @@ class TinyModel:
     positions: Int[Array, "B S"],
     attend: Attend,
   ) -> tuple[Float[Array, "B S E"], Any]:
-    """See `kvjax.Model.block`."""
+    """Runs one layer: attention and a residual connection."""
     del shared
     queries = _heads(hidden @ weights["query"], spec.heads, spec.key_dim)
     keys = _heads(hidden @ weights["key"], spec.kv_heads, spec.key_dim)
     values = _heads(hidden @ weights["value"], spec.kv_heads, spec.value_width)
     activations = Activations(
-      queries=_rotated(queries, positions),
-      keys=_rotated(keys, positions),
+      queries=_rotate(queries, positions),
+      keys=_rotate(keys, positions),
       values=values,
       positions=positions,
       keys_unrotated=keys,
@@ -114,25 +114,25 @@ class TinyModel:
   def normalize(
     self, params: PyTree, hidden: Float[Array, "B S E"]
   ) -> Float[Array, "B S E"]:
-    """See `kvjax.Model.normalize`; there is no norm."""
+    """Returns the hidden states, as there is no norm."""
     del params
     return hidden
 
   def logits(
     self, params: PyTree, hidden: Float[Array, "*B E"]
   ) -> Float[Array, "*B V"]:
-    """See `kvjax.Model.logits`."""
+    """Computes logits with the tied embedding."""
     embedding = params["embedding"].T
     return jnp.matmul(hidden, embedding, preferred_element_type=jnp.float32)
 
-  def rerotated(
+  def rerotate(
     self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
   ) -> Float[Array, "B K T D"]:
-    """See `kvjax.engine.rerotation.RotaryModel`."""
-    turned = _rotated(
+    """Moves keys that were rotated at positions p to p + `by`."""
+    rotated = _rotate(
       keys.reshape(-1, 1, *keys.shape[2:]), by.reshape(-1, by.shape[2])
     )
-    return turned.reshape(keys.shape)
+    return rotated.reshape(keys.shape)
 
 
 def _heads(
@@ -147,7 +147,7 @@ def _heads(
   return jnp.swapaxes(x.reshape(batch, length, heads, dim), 1, 2)
 
 
-def _rotated(
+def _rotate(
   x: Float[Array, "B H S D"], positions: Int[Array, "B S"]
 ) -> Float[Array, "B H S D"]:
   half = x.shape[-1] // 2
@@ -156,8 +156,8 @@ def _rotated(
   angles = places * speed[None, None, None]
   low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   cos, sin = jnp.cos(angles), jnp.sin(angles)
-  turned = (low * cos - high * sin, high * cos + low * sin)
-  return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+  rotated = (low * cos - high * sin, high * cos + low * sin)
+  return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def random_activations(
@@ -170,7 +170,7 @@ def random_activations(
   head_dim: int = 8,
   dtype: str = "float32",
 ) -> Activations:
-  """A right-padded block of random projections; the padding holds NaN."""
+  """Draws activations of a right-padded block; the padding is NaN."""
   rows = len(lengths)
   index = np.arange(padded)[None]
   real = index < np.asarray(lengths)[:, None]
@@ -190,34 +190,36 @@ def random_activations(
   )
 
 
-def poisoned(cache: Cache) -> Cache:
-  """The same cache with NaN wherever it holds no token."""
-  stacks = tuple(poisoned_layer(stack) for stack in cache.stacks)
+def poison_cache(cache: Cache) -> Cache:
+  """Fills all empty slots of a cache with NaN."""
+  stacks = tuple(poison_layer(stack) for stack in cache.stacks)
   return dataclasses.replace(cache, stacks=stacks)
 
 
-def poisoned_layer[L: Layer](layer: L) -> L:
-  """The same layer, or stack of layers, with NaN where it holds no token."""
+def poison_layer[L: Layer](layer: L) -> L:
+  """Fills all empty slots of a layer, or of a stack of layers, with NaN."""
 
   def fill(part: Any) -> Any:
     valid = (part.positions >= 0)[..., None]
 
     def spoil(x: Array) -> Array:
-      whole = jnp.issubdtype(x.dtype, jnp.integer)
-      return jnp.where(valid, x, jnp.asarray(99 if whole else jnp.nan, x.dtype))
+      is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+      return jnp.where(
+        valid, x, jnp.asarray(99 if is_integer else jnp.nan, x.dtype)
+      )
 
     keys, values = jax.tree.map(spoil, (part.keys, part.values))
-    return updated(part, keys=keys, values=values)
+    return replace(part, keys=keys, values=values)
 
   return layer.map_slots(fill)
 
 
 def kept_positions(cache: Cache, row: int) -> list[list[list[int]]]:
-  """Positions of the tokens that a row holds, per layer and KV head."""
+  """Returns the positions of a row's tokens, per layer and KV head."""
   layers = [layer for layer in cache.layers if layer is not None]
   return [layer_positions(layer, row) for layer in layers]
 
 
 def layer_positions(layer: Layer, row: int) -> list[list[int]]:
-  """Positions of the tokens that a row holds in a layer, per KV head."""
+  """Returns the positions of a row's tokens in a layer, per KV head."""
   return [sorted(head) for head in layer.row_positions(row)]

@@ -1,1 +1,1 @@
-"""Models in single GGUF files, as llama.cpp writes them."""
+"""Models in GGUF files, the format of llama.cpp."""

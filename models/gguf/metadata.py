@@ -12,22 +12,22 @@ from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.gguf.reader import GgufFile
 
-# Those of `DecoderConfig`'s model types that llama.cpp calls the same.
+# Model types of `DecoderConfig` with the same name in llama.cpp.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"
 
-# What Llama 3.1 and its successors have in common; the file has what follows
-# from it and from the factor.
+# The scaling that Llama 3.1 and its successors share. The file contains only
+# the frequency divisors that follow from it and from the factor.
 _LLAMA3 = {
   "low_freq_factor": 1.0,
   "high_freq_factor": 4.0,
   "original_max_position_embeddings": 8192,
 }
 
-# Fields of the architecture that are read below, or change nothing.
+# Fields of the architecture that are read below or have no effect.
 _KNOWN = frozenset(
   "vocab_size context_length embedding_length block_count feed_forward_length "
   "attention.head_count attention.head_count_kv attention.key_length "
@@ -41,24 +41,23 @@ _KNOWN = frozenset(
 
 
 def read_config(file: GgufFile) -> DecoderConfig:
-  """The decoder that the metadata describe.
+  """Reads the configuration of the decoder from the metadata.
 
   Raises:
-    InputError: the architecture is not supported, a field is missing, has a
-      value that it cannot have, or asks for something that the decoder does
-      not do.
+    InputError: the architecture is not supported, or a field is missing,
+      invalid or not supported.
   """
   fields = config_fields(file)
   try:
     return DecoderConfig.from_hf(fields)
   except InputError as error:
-    # The same sentence about the file that is there.
+    # Name the actual file in the message.
     sentence = str(error).replace("config.json", str(file.path))
     raise InputError(sentence) from error
 
 
 def config_fields(file: GgufFile) -> dict[str, Any]:
-  """What the model's config.json says, as far as the decoder reads it.
+  """Converts the metadata to the fields of a config.json.
 
   Raises:
     InputError: as for `read_config`.
@@ -75,15 +74,15 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
       f"{file.path} is one of {parts} parts of a model; merge them to one file "
       "with llama.cpp's gguf-split."
     )
-  own = _Fields(file, architecture)
-  own.refuse_unknown()
-  heads = own.count("attention.head_count")
-  width = own.count("embedding_length")
-  head_dim = own.count("attention.key_length", width // heads)
+  fields = _Fields(file, architecture)
+  fields.refuse_unknown()
+  heads = fields.count("attention.head_count")
+  width = fields.count("embedding_length")
+  head_dim = fields.count("attention.key_length", width // heads)
   for name in ("attention.value_length", "rope.dimension_count"):
-    own.only(name, head_dim, f"where heads have {head_dim} dimensions")
-  own.only("attention.causal", True, "for a decoder")
-  layers = own.count("block_count")
+    fields.only(name, head_dim, f"where heads have {head_dim} dimensions")
+  fields.only("attention.causal", True, "for a decoder")
+  layers = fields.count("block_count")
   if layers > len(file.tensors):
     raise InputError(
       f"{file.path} has {layers} for {architecture}.block_count, but not as "
@@ -95,21 +94,21 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     "model_type": architecture,
     "vocab_size": file.tensors[EMBEDDING].shape[0],
     "hidden_size": width,
-    "intermediate_size": own.count("feed_forward_length"),
+    "intermediate_size": fields.count("feed_forward_length"),
     "num_hidden_layers": layers,
     "num_attention_heads": heads,
-    "num_key_value_heads": own.count("attention.head_count_kv", heads),
+    "num_key_value_heads": fields.count("attention.head_count_kv", heads),
     "head_dim": head_dim,
-    "max_position_embeddings": own.count("context_length"),
-    "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon"),
-    "rope_parameters": _rope(own, file, head_dim),
+    "max_position_embeddings": fields.count("context_length"),
+    "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+    "rope_parameters": _rope(fields, file, head_dim),
     "tie_word_embeddings": OUTPUT not in file.tensors,
     "use_sliding_window": False,
   } | _biases(file, architecture)
 
 
 def _biases(file: GgufFile, architecture: str) -> dict[str, bool]:
-  """Llama's may have biases; that they are there is all that tells."""
+  """Detects biases of Llama models, which no field describes."""
   if architecture != "llama":
     return {}
   return {
@@ -118,13 +117,13 @@ def _biases(file: GgufFile, architecture: str) -> dict[str, bool]:
   }
 
 
-def _rope(own: "_Fields", file: GgufFile, head_dim: int) -> dict[str, Any]:
-  """As config.json's `rope_parameters`."""
-  theta = own.number("rope.freq_base", 10000.0)
+def _rope(fields: "_Fields", file: GgufFile, head_dim: int) -> dict[str, Any]:
+  """Converts to the field `rope_parameters` of config.json."""
+  theta = fields.number("rope.freq_base", 10000.0)
   rope: dict[str, Any] = {"rope_theta": theta}
-  older = own.number("rope.scale_linear", 1.0)
-  kind = own.text("rope.scaling.type", "none" if older == 1.0 else "linear")
-  factor = own.number("rope.scaling.factor", older)
+  older = fields.number("rope.scale_linear", 1.0)
+  kind = fields.text("rope.scaling.type", "none" if older == 1.0 else "linear")
+  factor = fields.number("rope.scaling.factor", older)
   if ROPE_FACTORS in file.tensors:
     if kind != "none":
       raise InputError(
@@ -143,29 +142,33 @@ def _rope(own: "_Fields", file: GgufFile, head_dim: int) -> dict[str, Any]:
     )
   rope |= {"rope_type": kind, "factor": factor}
   original = "rope.scaling.original_context_length"
-  rope["original_max_position_embeddings"] = own.count(original)
+  rope["original_max_position_embeddings"] = fields.count(original)
   for name in ("beta_fast", "beta_slow"):
-    if own.has(f"rope.scaling.yarn_{name}"):
-      rope[name] = own.number(f"rope.scaling.yarn_{name}")
-  warmth = own.number("rope.scaling.attn_factor", 1.0)
-  if warmth != 1.0:
-    # llama.cpp multiplies what YaRN's paper says by this.
-    rope["attention_factor"] = warmth * (0.1 * math.log(factor) + 1.0)
+    if fields.has(f"rope.scaling.yarn_{name}"):
+      rope[name] = fields.number(f"rope.scaling.yarn_{name}")
+  attention_factor = fields.number("rope.scaling.attn_factor", 1.0)
+  if attention_factor != 1.0:
+    # llama.cpp multiplies the attention factor of YaRN's paper by this one.
+    rope["attention_factor"] = attention_factor * (0.1 * math.log(factor) + 1.0)
   return rope
 
 
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
-  """Llama 3's scaling out of what it divides each frequency by."""
+  """Recovers the scaling of Llama 3 from its frequency divisors."""
   stored = file.tensors[ROPE_FACTORS]
-  found = gguf.dequantize(stored.data, stored.kind).astype(np.float64)
-  factor = _shortest(np.max(found, initial=1.0, where=np.isfinite(found)))
+  divisors = gguf.dequantize(stored.data, stored.kind).astype(np.float64)
+  factor = _round_float32(
+    np.max(divisors, initial=1.0, where=np.isfinite(divisors))
+  )
   low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
   exponents = np.arange(0, head_dim, 2) / head_dim
   turns = theta**-exponents / (2 * math.pi)
   turns *= _LLAMA3["original_max_position_embeddings"]
-  kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-  wanted = 1 / ((1 - kept) / factor + kept)
-  if found.shape != wanted.shape or not np.allclose(found, wanted, rtol=1e-4):
+  ramp = np.clip((turns - low) / (high - low), 0.0, 1.0)
+  expected = 1 / ((1 - ramp) / factor + ramp)
+  if divisors.shape != expected.shape or not np.allclose(
+    divisors, expected, rtol=1e-4
+  ):
     raise InputError(
       f"The tensor {ROPE_FACTORS} in {file.path} is not that of Llama 3.1 to "
       "3.3, whose scaling of rotary embeddings alone is supported."
@@ -173,8 +176,8 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
   return {"rope_type": "llama3", "factor": factor} | _LLAMA3
 
 
-def _shortest(value: float) -> float:
-  """The number of fewest digits that float32 stores as this one.
+def _round_float32(value: float) -> float:
+  """Rounds to the fewest digits that give the same float32.
 
   A file has 9.9999997e-06 where config.json had 1e-05.
   """
@@ -182,7 +185,7 @@ def _shortest(value: float) -> float:
 
 
 class _Fields:
-  """Fields of the architecture, with checks of their types."""
+  """Fields of the architecture, with type checks."""
 
   def __init__(self, file: GgufFile, architecture: str) -> None:
     self._path = file.path
@@ -194,9 +197,9 @@ class _Fields:
     }
 
   def refuse_unknown(self) -> None:
-    """Refuses what llama.cpp computes otherwise for, and this decoder not.
+    """Refuses fields that change the computation in llama.cpp but not here.
 
-    Fields that are not the library's own are nothing to llama.cpp either.
+    Fields that the gguf library does not define have no effect in llama.cpp.
     """
     for name, value in self._fields.items():
       if name not in _KNOWN and name in _library_names() and _is_set(value):
@@ -210,21 +213,21 @@ class _Fields:
     return name in self._fields
 
   def count(self, name: str, default: int | None = None) -> int:
-    """A whole number of 1 or more, and of 31 bits."""
+    """Reads an integer from 1 to 2^31 - 1."""
     value = self._get(name, default)
     if type(value) is not int or not 1 <= value < 2**31:
       raise self._wrong(name, value, f"a whole number from 1 to {2**31 - 1}")
     return value
 
   def number(self, name: str, default: float | None = None) -> float:
-    """A finite number above 0."""
+    """Reads a positive finite number."""
     value = self._get(name, default)
     if type(value) not in (int, float) or not 0 < value < math.inf:
       raise self._wrong(name, value, "a number above 0")
-    return _shortest(value) if isinstance(value, float) else value
+    return _round_float32(value) if isinstance(value, float) else value
 
   def text(self, name: str, default: str) -> str:
-    """A text."""
+    """Reads a string."""
     value = self._get(name, default)
     if not isinstance(value, str):
       raise self._wrong(name, value, "a text")
@@ -232,10 +235,10 @@ class _Fields:
 
   def only(self, name: str, value: Any, why: str) -> None:
     """Refuses any other value."""
-    found = self._get(name, value)
-    if found != value:
+    actual = self._get(name, value)
+    if actual != value:
       raise InputError(
-        f"{self._path} has {found!r} for {self._start}{name}; only {value!r} "
+        f"{self._path} has {actual!r} for {self._start}{name}; only {value!r} "
         f"is supported {why}."
       )
 
@@ -245,17 +248,17 @@ class _Fields:
       raise InputError(f"{self._path} lacks the field {self._start}{name}.")
     return value
 
-  def _wrong(self, name: str, value: Any, wanted: str) -> InputError:
+  def _wrong(self, name: str, value: Any, expected: str) -> InputError:
     shown = "a list" if isinstance(value, list) else repr(value)
     return InputError(
       f"{self._path} has {shown} for {self._start}{name}, which must be "
-      f"{wanted}."
+      f"{expected}."
     )
 
 
 @functools.cache
 def _library_names() -> frozenset[str]:
-  """The fields of architectures that the gguf library names."""
+  """The architecture fields that the gguf library defines."""
   start = "{arch}."
   groups = (gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope, gguf.Keys.SSM)
   return frozenset(

@@ -1,8 +1,8 @@
-"""What a GGUF file holds: its metadata, and its tensors where they lie.
+"""Reader of GGUF files: metadata and memory-mapped tensors.
 
-The gguf library names the formats and dequantizes. Its own reader makes several
-objects of each token, which takes seconds for a large vocabulary, and does not
-look where the file ends: the header is read here.
+The gguf library defines the formats and dequantizes. The header is parsed here,
+because the library's reader takes seconds for a large vocabulary and does not
+detect truncated files.
 """
 
 import dataclasses
@@ -23,9 +23,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
-_MOST_DIMENSIONS = 4
-# Numbers of the metadata by the code of their type, as numpy and struct know
-# them.
+_MAX_DIMENSIONS = 4
+# Format characters of metadata numbers, for numpy and struct, by type code.
 _NUMBERS: Mapping[int, str] = {
   gguf.GGUFValueType.UINT8: "<B",
   gguf.GGUFValueType.INT8: "<b",
@@ -43,12 +42,12 @@ _U32, _U64 = "<I", "<Q"
 
 
 class StoredTensor(NamedTuple):
-  """A tensor as it lies in the file.
+  """A tensor in the format of the file.
 
   Attributes:
-    kind: the format of its numbers.
-    shape: in numpy's order, rows first.
-    data: the bytes of each row, uint8, along the last axis.
+    kind: quantization format.
+    shape: shape in numpy's order, rows first.
+    data: bytes of each row along the last axis, uint8.
   """
 
   kind: gguf.GGMLQuantizationType
@@ -58,12 +57,12 @@ class StoredTensor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GgufFile:
-  """A GGUF file that is open.
+  """An open GGUF file.
 
   Attributes:
-    path: where it is.
+    path: path of the file.
     fields: the metadata; arrays are lists.
-    tensors: by the file's own names.
+    tensors: tensors by their names in the file.
   """
 
   path: pathlib.Path
@@ -72,11 +71,11 @@ class GgufFile:
 
   @classmethod
   def open(cls, path: pathlib.Path) -> "GgufFile":
-    """Reads the header, and maps the rest into memory.
+    """Reads the header and memory-maps the rest.
 
     Raises:
       InputError: the file cannot be read, is not GGUF, is not complete, or
-        holds tensors in a format that cannot be dequantized.
+        contains tensors in a format that cannot be dequantized.
     """
     try:
       with path.open("rb") as file:
@@ -109,7 +108,7 @@ class GgufFile:
 
 @functools.cache
 def can_dequantize(kind: gguf.GGMLQuantizationType) -> bool:
-  """Whether the gguf library makes float32 of this format."""
+  """Whether the gguf library can dequantize this format."""
   _, size = gguf.GGML_QUANT_SIZES[kind]
   try:
     gguf.dequantize(np.zeros((1, size), np.uint8), kind)
@@ -119,7 +118,7 @@ def can_dequantize(kind: gguf.GGMLQuantizationType) -> bool:
 
 
 class _Entry(NamedTuple):
-  """What the header says of a tensor."""
+  """Description of a tensor in the header."""
 
   name: str
   shape: tuple[int, ...]
@@ -128,7 +127,7 @@ class _Entry(NamedTuple):
 
 
 class _Header:
-  """Reads one thing after the other, and never past the end of the file."""
+  """Sequential reader of the header, which never reads past the end."""
 
   def __init__(self, path: pathlib.Path, content: mmap.mmap) -> None:
     self._path = path
@@ -136,7 +135,7 @@ class _Header:
     self.place = len(_MAGIC)
 
   def counts(self) -> tuple[int, int]:
-    """Number of tensors and of metadata fields, after the version."""
+    """Reads the version, and the number of tensors and of fields."""
     version = self._number(_U32)
     if version not in _VERSIONS:
       swapped = version & 0xFFFF == 0
@@ -148,7 +147,7 @@ class _Header:
     return self._number(_U64), self._number(_U64)
 
   def text(self) -> str:
-    """A text: its length in bytes, and UTF-8."""
+    """Reads a string: its length in bytes, then UTF-8."""
     size = self._number(_U64)
     begin = self._take(size)
     try:
@@ -157,7 +156,7 @@ class _Header:
       raise self.broken("it has text that is not UTF-8") from error
 
   def value(self) -> Any:
-    """A value of the metadata, after the code of its type."""
+    """Reads a type code and a value of that type."""
     kind = self._number(_U32)
     if kind in _NUMBERS:
       return self._number(_NUMBERS[kind])
@@ -168,10 +167,10 @@ class _Header:
     raise self.broken(f"it has metadata of the unknown type {kind}")
 
   def tensor(self) -> _Entry:
-    """What the header says of the next tensor."""
+    """Reads the description of the next tensor."""
     name = self.text()
     dimensions = self._number(_U32)
-    if dimensions > _MOST_DIMENSIONS:
+    if dimensions > _MAX_DIMENSIONS:
       raise self.broken(f"the tensor {name} has {dimensions} dimensions")
     shape = [self._number(_U64) for _ in range(dimensions)]
     if not shape or not all(shape):
@@ -180,11 +179,11 @@ class _Header:
     return _Entry(name, tuple(shape[::-1]), kind, offset)
 
   def stored(self, entry: _Entry, begin: int) -> StoredTensor:
-    """A tensor of which the header says this.
+    """Returns the tensor of an entry.
 
     Args:
-      entry: what the header says.
-      begin: of the first tensor, in bytes.
+      entry: description of the tensor.
+      begin: offset of the first tensor, in bytes.
     """
     kind = self._format(entry)
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -198,12 +197,12 @@ class _Header:
     count = math.prod(rows)
     begin += entry.offset
     if begin + count > len(self._content):
-      raise self._cut(f"the tensor {entry.name}")
+      raise self._truncated(f"the tensor {entry.name}")
     data = np.frombuffer(self._content, np.uint8, count, begin)
     return StoredTensor(kind, entry.shape, data.reshape(rows))
 
   def broken(self, what: str) -> InputError:
-    """The error for what no GGUF file may hold."""
+    """Makes the error for invalid contents."""
     return InputError(
       f"{self._path} is not a whole GGUF file, as {what}; fetch it again."
     )
@@ -232,9 +231,9 @@ class _Header:
     raise self.broken(f"it has an array of the unknown type {kind}")
 
   def _texts(self, count: int) -> list[str]:
-    # A text takes eight bytes at least, whatever the count claims.
+    # A string takes at least eight bytes; a wrong count must not allocate.
     if count * 8 > len(self._content) - self.place:
-      raise self._cut("its metadata")
+      raise self._truncated("its metadata")
     return [self.text() for _ in range(count)]
 
   def _number(self, form: str) -> Any:
@@ -242,14 +241,14 @@ class _Header:
     return struct.unpack_from(form, self._content, begin)[0]
 
   def _take(self, size: int) -> int:
-    """Where the next `size` bytes begin."""
+    """Skips `size` bytes; returns where they begin."""
     begin = self.place
     if begin + size > len(self._content):
-      raise self._cut("its metadata")
+      raise self._truncated("its metadata")
     self.place += size
     return begin
 
-  def _cut(self, what: str) -> InputError:
+  def _truncated(self, what: str) -> InputError:
     return InputError(
       f"{self._path} is not complete: it ends before {what} does; fetch it "
       "again."

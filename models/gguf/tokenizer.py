@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as the model's tokenizer.json has it."""
+"""The tokenizer of a GGUF file, equal to the model's tokenizer.json."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,33 +16,35 @@ from kvjax.models.tokenizer import Tokenizer
 _KEYS = gguf.Keys.Tokenizer
 _BYTE_PAIRS = "gpt2"
 
-# How Llama 3 and Qwen2 split a text; they differ in the digits of a piece.
+# The split pattern of Llama 3 and Qwen2, which differ in the number of digits.
 _PATTERN = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
   r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The tokens that have a part to play, as tokenizer_config.json names them.
+# Special tokens by their names in tokenizer_config.json.
 _SPECIAL = {
   "bos_token": _KEYS.BOS_ID,
   "eos_token": _KEYS.EOS_ID,
   "pad_token": _KEYS.PAD_ID,
   "unk_token": _KEYS.UNK_ID,
 }
-# Tokens after which a model says nothing more: of a text, a turn, a message.
+# Tokens that end an answer: end of text, of turn, of message.
 _ENDS = (_KEYS.EOS_ID, _KEYS.EOT_ID, _KEYS.EOM_ID)
 
 
-def read_tokenizer(file: GgufFile, embedded: int | None = None) -> Tokenizer:
+def read_tokenizer(
+  file: GgufFile, num_embedded: int | None = None
+) -> Tokenizer:
   """Rebuilds the tokenizer from the metadata.
 
   Args:
-    file: has the metadata.
-    embedded: how many ids the model embeds; by default all.
+    file: the file.
+    num_embedded: number of ids that the model embeds; by default all.
 
   Raises:
-    InputError: the tokenizer is not byte-level BPE, splits texts in a way that
-      is not known here, or something is missing or not what it should be.
+    InputError: the tokenizer is not byte-level BPE, its pre-tokenizer is not
+      supported, or a field is missing or invalid.
   """
   tokens = _texts(file, _KEYS.LIST)
   kinds = file.fields.get(_KEYS.TOKEN_TYPE, [TokenType.NORMAL] * len(tokens))
@@ -50,9 +52,9 @@ def read_tokenizer(file: GgufFile, embedded: int | None = None) -> Tokenizer:
     raise InputError(
       f"{file.path} must have a {_KEYS.TOKEN_TYPE} for each of {_KEYS.LIST}."
     )
-  backend = _split_and_merged(file, tokens, kinds)
-  backend.add_special_tokens(_added(tokens, kinds, TokenType.CONTROL))
-  backend.add_tokens(_added(tokens, kinds, TokenType.USER_DEFINED))
+  backend = _make_backend(file, tokens, kinds)
+  backend.add_special_tokens(_select_tokens(tokens, kinds, TokenType.CONTROL))
+  backend.add_tokens(_select_tokens(tokens, kinds, TokenType.USER_DEFINED))
   config: dict[str, Any] = {
     name: tokens[number]
     for name, key in _SPECIAL.items()
@@ -62,17 +64,19 @@ def read_tokenizer(file: GgufFile, embedded: int | None = None) -> Tokenizer:
   if isinstance(template, str):
     config["chat_template"] = template
   elif file.fields.get(_KEYS.ADD_BOS) is False:
-    # Texts without a template begin without it, though it has a name.
+    # Then prompts without a template do not begin with it.
     config.pop("bos_token", None)
   ends = [_id(file, key, backend) for key in _ENDS]
   eos_ids = dict.fromkeys(number for number in ends if number is not None)
-  return Tokenizer(backend, config, eos_ids=tuple(eos_ids), embedded=embedded)
+  return Tokenizer(
+    backend, config, eos_ids=tuple(eos_ids), num_embedded=num_embedded
+  )
 
 
-def _split_and_merged(
+def _make_backend(
   file: GgufFile, tokens: Sequence[str], kinds: Sequence[int]
 ) -> tokenizers.Tokenizer:
-  """The tokenizer without what is known of single tokens."""
+  """Makes the tokenizer without special and added tokens."""
   model, split = file.fields.get(_KEYS.MODEL), file.fields.get(_KEYS.PRE)
   if model != _BYTE_PAIRS:
     raise InputError(
@@ -84,7 +88,7 @@ def _split_and_merged(
       f"{file.path} has the pre-tokenizer {split!r}, which is not supported; "
       f"supported are {', '.join(_PRE_TOKENIZERS)}."
     )
-  # Unused tokens fill the vocabulary up to the model's; no text has them.
+  # Unused tokens only pad the vocabulary; they never occur in texts.
   used = [
     (token, number)
     for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
@@ -133,7 +137,7 @@ def _digits_alone() -> PreTokenizer:
 
 
 _SMOLLM, _LLAMA, _QWEN = "smollm", "llama-bpe", "qwen2"
-# What tokenizer.json has of the models that llama.cpp's names are those of.
+# The pre-tokenizer in tokenizer.json for each of llama.cpp's names.
 _PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
   _SMOLLM: _digits_alone(),
   _LLAMA: _by_pattern("{1,3}"),
@@ -141,15 +145,15 @@ _PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 }
 
 
-def _added(
-  tokens: Sequence[str], kinds: Sequence[int], wanted: TokenType
+def _select_tokens(
+  tokens: Sequence[str], kinds: Sequence[int], selected_kind: TokenType
 ) -> list[tokenizers.AddedToken]:
-  """Tokens of a kind, which are found in a text before it is split."""
-  special = wanted == TokenType.CONTROL
+  """Selects tokens of a kind, which match before the text is split."""
+  special = selected_kind == TokenType.CONTROL
   return [
     tokenizers.AddedToken(token, special=special, normalized=False)
     for token, kind in zip(tokens, kinds, strict=True)
-    if kind == wanted
+    if kind == selected_kind
   ]
 
 
@@ -161,7 +165,7 @@ def _texts(file: GgufFile, key: str) -> list[str]:
 
 
 def _id(file: GgufFile, key: str, backend: tokenizers.Tokenizer) -> int | None:
-  """The id of a token that has a part to play, if there is one."""
+  """Reads the id of a special token, if there is one."""
   number = file.fields.get(key)
   if number is None:
     return None

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under the names that Hugging Face gives them."""
+"""The tensors of a GGUF file under Hugging Face's names."""
 
 import dataclasses
 import re
@@ -36,28 +36,30 @@ _LAYER = re.compile(r"blk\.(0|[1-9]\d*)\.(\w+)\.(weight|bias)")
 
 
 def open_gguf_tensors(file: GgufFile, config: DecoderConfig) -> Tensors:
-  """The tensors by the names of Hugging Face; unknown ones keep their own.
+  """Opens the tensors by Hugging Face's names; unknown ones keep theirs.
 
-  llama.cpp rotates neighbors in place of the pairs (i, i + D/2) where the
-  architecture is llama, and stores the rows of queries and keys in that order;
-  they are put back.
+  For the architecture llama, llama.cpp rotates neighboring pairs instead of the
+  pairs (i, i + D/2) and stores the rows of queries and keys in that order. The
+  original order is restored.
 
   Args:
-    file: what has them. The factors of the rotary embedding are left out: the
-      config is what they say.
-    config: of the model.
+    file: the file. The factors of the rotary embedding are omitted, as the
+      config already contains them.
+    config: configuration of the model.
   """
-  found = {
-    _name(own): _Dequantized(stored, _rotated_heads(own, config))
-    for own, stored in file.tensors.items()
-    if own != ROPE_FACTORS
+  dequantized = {
+    _hugging_face_name(name): _Dequantized(
+      stored, _num_reordered_heads(name, config)
+    )
+    for name, stored in file.tensors.items()
+    if name != ROPE_FACTORS
   }
-  files = dict.fromkeys(found, _Files(found))
-  return Tensors(files, file.path, "its metadata", _own_name)
+  files = dict.fromkeys(dequantized, _Files(dequantized))
+  return Tensors(files, file.path, "its metadata", _gguf_name)
 
 
-def _own_name(name: str) -> str:
-  """What a GGUF file calls the tensor that Hugging Face calls so."""
+def _gguf_name(name: str) -> str:
+  """Converts a name of Hugging Face to that in a GGUF file."""
   parts = {new: old for old, new in _IN_LAYER.items()}
   outside = {new: old for old, new in _OUTSIDE.items()}
   module, _, kind = name.rpartition(".")
@@ -69,18 +71,18 @@ def _own_name(name: str) -> str:
   return name
 
 
-def _name(own: str) -> str:
-  if own in _OUTSIDE:
-    return f"{_OUTSIDE[own]}.weight"
-  match = _LAYER.fullmatch(own)
+def _hugging_face_name(name: str) -> str:
+  if name in _OUTSIDE:
+    return f"{_OUTSIDE[name]}.weight"
+  match = _LAYER.fullmatch(name)
   if match and match[2] in _IN_LAYER:
     return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
-  return own
+  return name
 
 
-def _rotated_heads(own: str, config: DecoderConfig) -> int | None:
-  """Heads of a tensor whose rows llama.cpp has reordered."""
-  match = _LAYER.fullmatch(own)
+def _num_reordered_heads(name: str, config: DecoderConfig) -> int | None:
+  """Number of heads of a tensor if llama.cpp reorders its rows, else None."""
+  match = _LAYER.fullmatch(name)
   if config.model_type != "llama" or match is None:
     return None
   return {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(
@@ -90,15 +92,15 @@ def _rotated_heads(own: str, config: DecoderConfig) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Dequantized:
-  """A tensor whose rows are dequantized where they are asked for.
+  """A tensor whose rows are dequantized on demand.
 
   Attributes:
-    stored: in the file.
-    rotated_heads: heads whose rows are to be put back in order, if any.
+    stored: the tensor in the file.
+    reordered_heads: number of heads whose rows must be reordered, if any.
   """
 
   stored: StoredTensor
-  rotated_heads: int | None
+  reordered_heads: int | None
 
   def get_shape(self) -> tuple[int, ...]:
     return self.stored.shape
@@ -107,19 +109,19 @@ class _Dequantized:
     return "F32"
 
   def __getitem__(self, index: tuple[slice, ...]) -> Float[np.ndarray, "..."]:
-    rows, *others = index
+    rows, *rest = index
     order: Any = rows
-    if self.rotated_heads is not None:
-      order = _in_halves(self.stored.shape[0], self.rotated_heads)[rows]
+    if self.reordered_heads is not None:
+      order = _restore_order(self.stored.shape[0], self.reordered_heads)[rows]
     kind, data = self.stored.kind, self.stored.data
-    if not others:
+    if not rest:
       return gguf.dequantize(data, kind)[order]
-    return gguf.dequantize(data[order], kind)[:, *others]
+    return gguf.dequantize(data[order], kind)[:, *rest]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Files:
-  """Has all tensors, as an open safetensors file has those of its own."""
+  """All tensors, with the interface of an open safetensors file."""
 
   tensors: Mapping[str, _Dequantized]
 
@@ -127,7 +129,7 @@ class _Files:
     return self.tensors[name]
 
 
-def _in_halves(rows: int, heads: int) -> Int[np.ndarray, " R"]:
-  """Where each row of heads (i, i + D/2) is among those of neighbors."""
+def _restore_order(rows: int, heads: int) -> Int[np.ndarray, " R"]:
+  """Indices that restore the order of pairs (i, i + D/2)."""
   pairs = np.arange(rows).reshape(heads, -1, 2)
   return np.swapaxes(pairs, 1, 2).reshape(-1)

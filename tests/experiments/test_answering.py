@@ -19,7 +19,7 @@ def a_layer(capacity, kv_dtype):
     jnp.zeros((1, 1, capacity), jnp.int32),
     jnp.zeros((), jnp.int32),
   )
-  return layer if kv_dtype is None else layer.quantized(kv_dtype)
+  return layer if kv_dtype is None else layer.quantize(kv_dtype)
 
 
 def a_cache(*capacities, plan=None, kv_dtype=None):

@@ -301,7 +301,7 @@ def test_a_question_may_be_prefilled_too(tiny, tmp_path):
       ).rows()
       said = clean(tiny.tokenizer.decode(ids))
       assert clean(found[key].prediction) == said
-      assert found[key].read_tokens == np.mean(np.asarray(cache.reads))
+      assert found[key].read_tokens == np.mean(np.asarray(cache.num_attended))
       assert found[key].kept_tokens == len(prompt.prefilled)
 
 

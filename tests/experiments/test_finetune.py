@@ -112,7 +112,7 @@ def shallow(tiny):
 
 def adapted(model, params, targets=("q", "v", "down")):
   """With adapters that already do something."""
-  model, params = lora.adapted(model, params, 2, targets)
+  model, params = lora.add_adapters(model, params, 2, targets)
   adapter, frozen = lora.split(params)
   return model, jax.tree.map(lambda x: x + 0.02, adapter), frozen
 

@@ -76,7 +76,7 @@ def test_retrieval_methods_show_what_the_last_token_reads(tiny, kept):
   _, _, *caches, _ = _caches(tiny, kept)
   found = kept[1:3]
   for one, cache in zip(found, caches, strict=True):
-    reads = np.asarray(cache.reads).sum(axis=(1, 2))
+    reads = np.asarray(cache.num_attended).sum(axis=(1, 2))
     assert one.heads.sum(axis=1).tolist() == reads.tolist()
     assert (one.heads[:, [0, 1, -5, -1]] == HEADS).all()
     assert reads[-1] < one.heads.shape[1] * HEADS

@@ -229,7 +229,7 @@ def small_chunks(monkeypatch):
   monkeypatch.setattr(chunked, "QUERY_CHUNK", 16)
   monkeypatch.setattr(chunked, "LOGITS", 16 * 13)
   monkeypatch.setattr(chunked, "DEQUANTIZED", 11)
-  monkeypatch.setattr(paged_xla, "WHOLE", 16)
+  monkeypatch.setattr(paged_xla, "MAX_DEQUANTIZED", 16)
   monkeypatch.setattr(mass_xla, "_LOGITS", 61 * 11)
 
 

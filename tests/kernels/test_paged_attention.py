@@ -286,7 +286,7 @@ def close(found, expected, tolerance):
 
 @pytest.mark.parametrize("S", [1, 5])
 def test_pages_of_eight_bits_are_made_whole_a_few_at_a_time(monkeypatch, S):
-  monkeypatch.setattr(xla, "WHOLE", 3 * PAGE)
+  monkeypatch.setattr(xla, "MAX_DEQUANTIZED", 3 * PAGE)
   q, k, v, places, kept = block(11, 3, 2, S)
   k, v, pages = eighths(k, v, paged(k, v, kept, unused=2))
   # The last three were partly there before, a page that is used among them.

@@ -307,7 +307,7 @@ def test_head_counts_equal_a_sort(K, T):
 def test_budgets_are_the_inner_methods():
   allocation, sizes = Adaptive(Uniform()), Sizes((3, 5))
   for budget in (kvjax.Tokens(20), kvjax.Retention(0.3)):
-    count, most = budget.kept(90), budget.kept(96)
+    count, most = budget.num_kept(90), budget.num_kept(96)
     length = np.array([90])
     assert allocation.counts(budget, length, sizes).tolist() == [[count]] * 2
     totals = allocation.totals(budget, length, sizes)

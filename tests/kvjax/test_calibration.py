@@ -136,8 +136,8 @@ def test_more_is_asked_of_a_curve_that_promises_too_much():
   record = dataclasses.replace(RECORD, promises=kept)
   taus = [0.4, 0.55, 0.65, 0.95, 0.96, 0.97]
   asked = [0.5, 0.55, 0.9, 0.95, 0.96, 1.0]
-  assert [record.asked(tau) for tau in taus] == asked
-  assert [RECORD.asked(tau) for tau in taus] == taus
+  assert [record.curve_target(tau) for tau in taus] == asked
+  assert [RECORD.curve_target(tau) for tau in taus] == taus
   nll, lengths = np.array([0.5, 3.0]), np.array([100, 100])
   for tau, more in zip(taus, asked, strict=True):
     found = kvjax.Calibrated(record, tau).retentions(nll, lengths)
@@ -167,7 +167,7 @@ def test_contexts_keep_tau_on_average_however_wrong_the_curve_is(tau):
     needs = rng.integers(0, 22, others)
     ratios = (np.arange(20)[:, None] >= needs).astype(float)
     found = promises(asked.tolist(), ratios, np.ones((20, others), bool))
-    level = dataclasses.replace(RECORD, promises=found).asked(tau)
+    level = dataclasses.replace(RECORD, promises=found).curve_target(tau)
     # How many of the 22 a new context may draw.
     good = 22 if level == 1 else np.sum(asked <= level + 1e-9)
     expected.append(good / 22)

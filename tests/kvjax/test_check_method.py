@@ -9,7 +9,7 @@ import kvjax
 from kvjax.methods import HeadwiseMethod, Method, ScoringMethod, Traits
 from kvjax.methods.heads import window_mass
 from kvjax.registry.registry import METHODS, RETRIEVALS
-from kvjax.retrieval import Flat, Found, Retrieval
+from kvjax.retrieval import Flat, Retrieval, Selection
 from kvjax.testing import check_method, check_retrieval, checks
 
 
@@ -47,7 +47,7 @@ class Silent(ScoringMethod):
 class HalfSilent(Silent):
   @property
   def traits(self):
-    return Traits(reads=frozenset({"inputs"}))
+    return Traits(activations=frozenset({"inputs"}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ WRONG = {
   "reads what it does not declare": (
     Silent(),
     "activations.keys_unrotated and activations.inputs .*"
-    r'reads=frozenset\({"inputs", "keys_unrotated"}\)',
+    r'activations=frozenset\({"inputs", "keys_unrotated"}\)',
   ),
   "declares a half of it": (HalfSilent(), "activations.keys_unrotated without"),
   "narrow scores": (Narrow(), "float32.*bfloat16"),
@@ -238,7 +238,7 @@ class Reading(Flat):
 
   def retrieve(self, index, queries, store, reads):
     found, news = super().retrieve(index, queries, store, reads)
-    return Found(self.changed(found.slots, store)), news
+    return Selection(self.changed(found.slots, store)), news
 
 
 class BeyondTheStore(Reading):
@@ -266,7 +266,7 @@ class Growing(Reading):
   def retrieve(self, index, queries, store, reads):
     return Flat.retrieve(self, None, queries, store, reads)
 
-  def updated(self, index, news, real):
+  def update_index(self, index, update, real):
     return jnp.concatenate([index, index])
 
 

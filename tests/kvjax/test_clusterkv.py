@@ -15,7 +15,7 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.clustering import kmeans, nearest
 from kvjax.errors import InputError
 from kvjax.kernels.attention import attention
-from kvjax.retrieval import ClusterKV, Reads, Store
+from kvjax.retrieval import ClusterKV, KeyBudget, Store
 from kvjax.testing import random_activations
 
 LENGTHS = [96, 61, 40, 13]
@@ -57,7 +57,7 @@ BLOCK = dataclasses.replace(
 @functools.partial(jax.jit, static_argnums=0)
 def indexed(method, seen, counts):
   layer, cache = jnp.int32(1), LayerCache.of(seen)
-  return SparseLayer.of(method, layer, cache, seen, counts, MOST).grown(STEPS)
+  return SparseLayer.of(method, layer, cache, seen, counts, MOST).grow(STEPS)
 
 
 @jax.jit
@@ -160,7 +160,7 @@ def test_the_budget_is_filled_with_whole_clusters():
   store = Store(layer.stored.keys[1, 2], layer.stored.valid[1, 2])
   queries = jax.random.normal(jax.random.key(7), (GROUP, DIM))
   retrieve = jax.jit(
-    lambda count: SMALL.retrieve(index, queries, store, Reads(count, 60))[0]
+    lambda count: SMALL.retrieve(index, queries, store, KeyBudget(count, 60))[0]
   )
   stored = len(stored_places(LENGTHS[1]))
   for count in range(62):
@@ -185,7 +185,7 @@ def test_a_budget_for_everything_is_dense_attention():
   counts = jnp.full(len(LENGTHS), 60, jnp.int32)
   # The index does not depend on how much is read.
   output, _ = decoded(dataclasses.replace(layer, count=counts, most=60), BLOCK)
-  cache = LayerCache.of(PROMPT).grown(STEPS).append(BLOCK)
+  cache = LayerCache.of(PROMPT).grow(STEPS).append(BLOCK)
   expected = attention(
     BLOCK.queries, cache.keys, cache.values, BLOCK.positions, cache.positions
   )

@@ -181,7 +181,7 @@ def layer_total(name, budget, n, count, heads):
 
 def run(recipe, seen, counts, total, capacity):
   method, spread = recipe.method, spread_of(recipe)
-  seen = seen.only(method.traits.reads)
+  seen = seen.only(method.traits.activations)
   cache = LayerCache.of(seen)
   if method.traits.keeps_layer(LAYER):
     return cache

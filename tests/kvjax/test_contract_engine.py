@@ -10,7 +10,7 @@ from kvjax.cache.sharding import parse_mesh
 from kvjax.methods import FullKV
 from kvjax.model import Geometry
 from kvjax.registry.registry import METHODS, recipe_of
-from kvjax.testing import TinyModel, kept_positions, poisoned
+from kvjax.testing import TinyModel, kept_positions, poison_cache
 
 # Half the time to compile, where one layer shows it all.
 SHALLOW = TinyModel(Geometry.uniform(1, 4, 2, 8, 4096))
@@ -135,7 +135,7 @@ class TestMethodInTheEngine:
 
   def test_empty_slots_may_hold_nan(self, name, swept):
     cache = swept[0][plan_of(name)]
-    dirty = poisoned(cache)
+    dirty = poison_cache(cache)
     leaves = [
       x
       for x in jax.tree.leaves(dirty.stacks)

@@ -15,7 +15,7 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.kernels.attention import attention
 from kvjax.retrieval import CTkvr, ctkvr
-from kvjax.retrieval.base import attention_worth
+from kvjax.retrieval.base import max_attention
 from kvjax.testing import random_activations
 
 LENGTHS = [96, 61, 40, 13]
@@ -114,7 +114,7 @@ BLOCK = dataclasses.replace(
 @functools.partial(jax.jit, static_argnums=0)
 def indexed(method, seen, counts):
   layer, cache = jnp.int32(1), LayerCache.of(seen)
-  return SparseLayer.of(method, layer, cache, seen, counts, MOST).grown(STEPS)
+  return SparseLayer.of(method, layer, cache, seen, counts, MOST).grow(STEPS)
 
 
 @jax.jit
@@ -217,7 +217,7 @@ def test_all_lists_together_are_dense_attention():
 
 
 def dense():
-  cache = LayerCache.of(PROMPT).grown(STEPS).append(BLOCK)
+  cache = LayerCache.of(PROMPT).grow(STEPS).append(BLOCK)
   return attention(
     BLOCK.queries, cache.keys, cache.values, BLOCK.positions, cache.positions
   )
@@ -263,7 +263,7 @@ def ranking(query, keys):
   """All keys as a query ranks them, by the worth that the lists go by."""
   seen = jnp.ones(len(keys), bool)
   query, keys = (jnp.asarray(x, jnp.float32) for x in (query[None], keys))
-  worth = np.asarray(attention_worth(query, keys, seen))
+  worth = np.asarray(max_attention(query, keys, seen))
   return np.argsort(-worth, kind="stable")
 
 

@@ -17,7 +17,7 @@ from kvjax.engine.sampling import Sampling, sample
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.model import Geometry
-from kvjax.testing import TinyModel, kept_positions, poisoned
+from kvjax.testing import TinyModel, kept_positions, poison_cache
 
 # Half the time to compile, where one layer shows it all.
 MODEL = TinyModel(Geometry.uniform(1, 4, 2, 8, 4096))
@@ -258,8 +258,8 @@ def test_prompts_of_one_bucket_share_a_program():
       compress.evaluate_layer,
       compress.select_layer,
       compress.keep_layer,
-      compress.keep_alone,
-      generating._answer,
+      compress.keep_single,
+      generating._generate_and_discard,
     ]
     return [program._cache_size() for program in programs]
 
@@ -275,7 +275,7 @@ def test_nan_in_empty_slots_changes_no_conversation():
   plan = kvjax.Plan(KeyDiff(), kvjax.Retention(0.5))
   cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
   clean, dirty = (
-    turn(kvjax.reserve(x, 64))[0] for x in (cache, poisoned(cache))
+    turn(kvjax.reserve(x, 64))[0] for x in (cache, poison_cache(cache))
   )
   assert clean == dirty
 
@@ -298,9 +298,9 @@ def test_another_listener_needs_no_other_program(full):
     return len(list(kvjax.stream(MODEL, PARAMS, cache, prompts, decoding)))
 
   assert listen() == 5
-  programs = generating._answer._cache_size()
+  programs = generating._generate_and_discard._cache_size()
   assert listen() == 5
-  assert generating._answer._cache_size() == programs
+  assert generating._generate_and_discard._cache_size() == programs
 
 
 @pytest.mark.parametrize("padded", [61, 96])

@@ -10,7 +10,7 @@ import kvjax
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
 from kvjax.engine import generate, prefill
-from kvjax.engine.decode import Run
+from kvjax.engine.decode import DecodingInputs
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.model import Geometry
 from kvjax.prompts import bucket, bucket_lengths
@@ -91,14 +91,16 @@ def test_tokens_are_written_into_the_cache_that_is_given():
       return Cache((stack,), jnp.zeros(rows, "int32"), order=(0,) * layers)
 
     cache = jax.eval_shape(empty)
-    program = generate._go_on.lower(
+    program = generate._generate_and_keep.lower(
       model,
       jax.eval_shape(model.init),
       cache,
       None,
       (numbers((rows, width)), numbers((rows,))),
       jax.eval_shape(
-        lambda: Run(jnp.zeros(rows, "int32"), None, None, jnp.int32(20))
+        lambda: DecodingInputs(
+          jnp.zeros(rows, "int32"), None, None, jnp.int32(20)
+        )
       ),
       decoding=kvjax.Decoding(20),
     )
@@ -127,7 +129,7 @@ def test_answers_of_other_lengths_take_no_new_program():
     return kvjax.generate(model, params, cache, logits, decoding).tokens
 
   longest = tokens(20)
-  programs = generate._answer._cache_size()
+  programs = generate._generate_and_discard._cache_size()
   for most in (5, 1, 20):
     np.testing.assert_array_equal(tokens(most), longest[:, :most])
-  assert generate._answer._cache_size() == programs
+  assert generate._generate_and_discard._cache_size() == programs

@@ -126,7 +126,7 @@ def test_answers_are_those_of_attention_written_out(retention):
   asked, _ = feed(
     MODEL,
     PARAMS,
-    cache.grown([s.capacity and s.capacity + 64 for s in cache.stacks]),
+    cache.grow([s.capacity and s.capacity + 64 for s in cache.stacks]),
     jnp.asarray(questions.tokens),
     jnp.asarray(questions.lengths),
   )
@@ -135,7 +135,7 @@ def test_answers_are_those_of_attention_written_out(retention):
     expected = reference.feed(tokens)
     np.testing.assert_allclose(logits[row], expected, atol=2e-4)
     if retention < 1:
-      reference.evict(budget.kept(len(tokens)))
+      reference.evict(budget.num_kept(len(tokens)))
     kept = kept_positions(cache, row)
     for layer, spec in enumerate(LAYERS):
       own = [[t[0] for t in head] for head in reference.kept[layer]]

@@ -13,7 +13,7 @@ from kvjax.methods.leverage import (
   hadamard_sketch,
   leverage,
 )
-from kvjax.methods.standardize import standardized
+from kvjax.methods.standardize import standardize
 
 D = 8
 SOLVERS = ("svd", "qr", "eig", "chol")
@@ -217,7 +217,7 @@ def test_equal_leverage_does_not_stand_out(solver, count, copies, center):
     rank = count - center
     np.testing.assert_allclose(ours.sum(), rank, rtol=1e-3)
     scores = jnp.asarray(ours)[None, None]
-    z = standardized(scores, jnp.ones(scores.shape, bool), "head")
+    z = standardize(scores, jnp.ones(scores.shape, bool), "head")
     np.testing.assert_array_equal(z, 0.0)
 
 
@@ -226,9 +226,9 @@ def test_scores_of_any_size_are_standardized():
   where = jnp.ones(scores.shape, bool)
   expected = (scores - scores.mean()) / scores.std()
   for scale in (1e-15, 1.0, 1e15):
-    ours = standardized(jnp.asarray(scores * scale), where, "head")
+    ours = standardize(jnp.asarray(scores * scale), where, "head")
     np.testing.assert_allclose(ours, expected, atol=1e-4)
-    same = standardized(jnp.full(scores.shape, scale), where, "head")
+    same = standardize(jnp.full(scores.shape, scale), where, "head")
     np.testing.assert_array_equal(same, 0.0)
 
 

@@ -13,7 +13,7 @@ from kvjax.engine.feed import feed
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
 from kvjax.methods import KeyDiff
-from kvjax.testing import TinyModel, poisoned
+from kvjax.testing import TinyModel, poison_cache
 
 MODEL = TinyModel()
 PARAMS = MODEL.init()
@@ -115,7 +115,7 @@ def test_memory_does_not_grow_with_the_logits_of_a_prompt():
 @pytest.mark.parametrize("poison", [False, True])
 def test_answers_are_as_likely_as_float64_says(poison):
   cache = prefilled("full")
-  found = answer_nll(poisoned(cache) if poison else cache)
+  found = answer_nll(poison_cache(cache) if poison else cache)
   expected = [
     losses([*row, *question, *answer])[-len(answer) :].mean()
     for row, question, answer in zip(ROWS, QUESTIONS, ANSWERS, strict=True)

@@ -15,7 +15,7 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.methods.heads import Head
 from kvjax.registry.names import get_retrieval
-from kvjax.retrieval import MagicPIG, Prompt, Reads, Store
+from kvjax.retrieval import KeyBudget, MagicPIG, Prompt, Store
 from kvjax.retrieval.magicpig import sampled_share
 from kvjax.testing import random_activations
 
@@ -71,7 +71,7 @@ def looked_up(method, seen, queries):
   each = jnp.broadcast_to(counts[:, None], (len(LENGTHS), KV_HEADS))
   grouped = queries.reshape(len(LENGTHS), KV_HEADS, GROUP, DIM)
   found, _ = jax.vmap(jax.vmap(method.retrieve))(
-    layer.index, grouped.astype(jnp.float32), store, Reads(each, MOST)
+    layer.index, grouped.astype(jnp.float32), store, KeyBudget(each, MOST)
   )
   return output[:, :, 0], found, layer.index
 
@@ -143,7 +143,7 @@ def drawn(keys, queries):
   tokens = jnp.arange(len(keys), dtype=jnp.int32)
   valid = jnp.ones(len(keys), bool)
   head = Head(keys, keys, tokens, keys[None], tokens)
-  reads = Reads(jnp.asarray(1), 1)
+  reads = KeyBudget(jnp.asarray(1), 1)
 
   def bias(number):
     prompt = Prompt(head, valid, number, 1, 0, len(keys))
@@ -199,7 +199,7 @@ def test_a_query_along_a_centered_key_finds_it():
   method = dataclasses.replace(SMALL, bits=20, tables=2)
   tokens, valid = jnp.arange(30), jnp.ones(30, bool)
   head = Head(keys, keys, tokens, keys[None], tokens)
-  reads = Reads(jnp.asarray(1), 1)
+  reads = KeyBudget(jnp.asarray(1), 1)
   index = method.index(Prompt(head, valid, tokens[0], 1, 0, 30), reads)
   queries = 5 * (keys - jnp.mean(keys, axis=0, keepdims=True))
   sides = np.asarray(queries) @ np.asarray(index.planes) >= 0
@@ -217,7 +217,7 @@ def test_the_seed_fixes_the_draw():
   def planes(seed, layer, number):
     prompt = Prompt(head, keys[:, 0] > 0, jnp.asarray(number), layer, 0, 4)
     method = dataclasses.replace(SMALL, seed=seed)
-    return np.asarray(method.index(prompt, Reads(jnp.asarray(1), 1)).planes)
+    return np.asarray(method.index(prompt, KeyBudget(jnp.asarray(1), 1)).planes)
 
   first = planes(0, 1, 0)
   np.testing.assert_array_equal(first, planes(0, 1, 0))

@@ -176,7 +176,7 @@ def test_blocks_and_tokens_equal_the_loop(name):
     for head in range(KV_HEADS)
   }
   same_state(layer, loops)
-  layer = layer.grown(SLOTS - FREE)
+  layer = layer.grow(SLOTS - FREE)
   assert int(layer.capacity - layer.next_slot) == SLOTS
   size = layer.resident.nbytes
   for lengths, block in zip(BLOCKS, blocks(), strict=True):
@@ -233,8 +233,8 @@ def test_who_may_read_everything_attends_to_everything(first, dtype, atol):
   most = PADDED + SLOTS
   prompt = cut(activations(0, LENGTHS, PADDED, dtype), PADDED)
   counts = jnp.full(len(LENGTHS) - first, most, jnp.int32)
-  layer = indexed(SMALL, prompt, counts, most=most).grown(SLOTS)
-  dense = LayerCache.of(prompt).grown(SLOTS)
+  layer = indexed(SMALL, prompt, counts, most=most).grow(SLOTS)
+  dense = LayerCache.of(prompt).grow(SLOTS)
   for lengths, block in zip(BLOCKS, blocks(dtype), strict=True):
     block = cut(block, max(lengths[first:]))
     output, layer = fed(layer, block)
@@ -310,4 +310,4 @@ def test_a_turn_must_fit_into_the_ring():
   layer = indexed(SMALL, prompt, jnp.asarray(COUNTS, jnp.int32))
   block = activations(1, [1] * len(LENGTHS), RING + 1)
   with pytest.raises(InputError, match="A turn of 7 tokens, padding included"):
-    jax.eval_shape(fed, layer.grown(9), block)
+    jax.eval_shape(fed, layer.grow(9), block)

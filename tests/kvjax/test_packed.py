@@ -14,7 +14,7 @@ from kvjax.cache.packed import PAGE as DEFAULT_PAGE
 from kvjax.cache.packed import PackedLayer, page_count
 from kvjax.cache.sharding import parse_mesh
 from kvjax.kernels.attention import attention
-from kvjax.testing import TinyModel, poisoned_layer, random_activations
+from kvjax.testing import TinyModel, poison_layer, random_activations
 
 LENGTHS = [37, 61]
 PADDED = 64
@@ -110,7 +110,7 @@ def test_attends_as_a_masked_dense_cache(K, G, S, dtype):
 
   @jax.jit
   def run(cache, slots, block):
-    packed = poisoned_layer(PackedLayer.of(cache, slots, total, PAGE))
+    packed = poison_layer(PackedLayer.of(cache, slots, total, PAGE))
     return packed.attend(block)[0]
 
   ours = run(cache, slots, block)
@@ -128,7 +128,7 @@ def test_appended_tokens_are_seen_too(K, dtype):
 
   @jax.jit
   def run(cache, slots, block):
-    packed = PackedLayer.of(cache, slots, total, PAGE).grown(9).append(block)
+    packed = PackedLayer.of(cache, slots, total, PAGE).grow(9).append(block)
     return packed, packed.attend(block)[0]
 
   block = following(seen, 5)
@@ -186,7 +186,7 @@ def test_bytes_follow_the_budgets():
   assert packed.nbytes == pages * (page * (2 * D * 4 + 4) + 4) + tail_cursor
   assert packed.nbytes == sum(x.nbytes for x in jax.tree.leaves(packed))
   assert packed.nbytes < 0.6 * cache.take(jnp.asarray(slots)).nbytes
-  grown = packed.grown(10)
+  grown = packed.grow(10)
   assert grown.nbytes - packed.nbytes == 10 * K * (2 * D * 4 + 4)
 
 
@@ -194,7 +194,7 @@ def test_nothing_as_large_as_the_fullest_head_times_heads_is_made():
   K, T, M, D, total = 8, 4096, 2048, 64, 2048 + 7 * 8
   shape = jax.ShapeDtypeStruct
   seen = random_activations(0, [1], 1, kv_heads=K, head_dim=D)
-  cache = jax.eval_shape(lambda: LayerCache.of(seen).grown(T - 1))
+  cache = jax.eval_shape(lambda: LayerCache.of(seen).grow(T - 1))
   slots = shape((1, K, M), "int32")
   build = jax.jit(lambda cache, slots: PackedLayer.of(cache, slots, total, 64))
   memory = build.lower(cache, slots).compile().memory_analysis()
@@ -234,7 +234,7 @@ def test_four_devices_equal_one():
   @jax.jit
   def run(seen, slots, block):
     packed = PackedLayer.of(LayerCache.of(seen), slots, total, PAGE)
-    packed = packed.grown(5).append(block)
+    packed = packed.grow(5).append(block)
     return packed.attend(block)[0]
 
   one = run(seen, slots, block)

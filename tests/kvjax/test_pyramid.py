@@ -59,7 +59,7 @@ def test_layers_keep_every_budget_together():
     for length in range(9, 300, 7):
       for budget in budgets:
         kept = layer_kept(budget, length, layers)
-        assert sum(kept) == layers * budget.kept(length)
+        assert sum(kept) == layers * budget.num_kept(length)
         assert length >= kept[0]
         assert list(kept) == sorted(kept, reverse=True)
 
@@ -110,7 +110,7 @@ def test_retention_too_small_for_the_window_is_even():
 
 @pytest.mark.parametrize("budget", [kvjax.Tokens(3), kvjax.Tokens(200)])
 def test_even_where_there_is_nothing_to_spread(budget):
-  assert layer_kept(budget, 150, 4) == (budget.kept(150),) * 4
+  assert layer_kept(budget, 150, 4) == (budget.num_kept(150),) * 4
 
 
 @pytest.mark.parametrize("budget", [kvjax.Tokens(20), kvjax.Retention(0.3)])

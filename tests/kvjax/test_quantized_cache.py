@@ -20,7 +20,7 @@ from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.kernels.quantized import Quantized
 from kvjax.registry.names import get_method
-from kvjax.testing import TinyModel, kept_positions, poisoned
+from kvjax.testing import TinyModel, kept_positions, poison_cache
 
 GEOMETRY = kvjax.Geometry.uniform(
   layers=2, heads=4, kv_heads=2, head_dim=16, max_positions=4096
@@ -177,7 +177,7 @@ def test_answers_equal_a_plain_loop_over_the_stored_numbers(
   caches, method, kv_dtype
 ):
   """Question and answer are stored in eight bits too, before they are read."""
-  cache = poisoned(kvjax.reserve(caches[method, kv_dtype], 10))
+  cache = poison_cache(kvjax.reserve(caches[method, kv_dtype], 10))
   block, lengths = np.asarray(QUESTIONS.tokens), np.asarray(QUESTIONS.lengths)
   own, said = cache, []
   for _ in range(4):
@@ -229,7 +229,7 @@ def test_attention_is_to_the_stored_numbers(caches, method, kv_dtype, dtype):
   rng = np.random.default_rng(1)
   queries = jnp.asarray(rng.normal(size=(4, 4, 3, 16)) * 2, dtype)
   places = np.asarray([[70, 71, 72], [50, 51, -1], [30, 31, 32], [60, -1, -1]])
-  layer = poisoned(caches[method, kv_dtype]).layers[1]
+  layer = poison_cache(caches[method, kv_dtype]).layers[1]
   keys = jnp.zeros((4, KV_HEADS, 3, 16), dtype)
   ours, after = layer.attend(
     Activations(queries, keys, keys, jnp.asarray(places, jnp.int32))
@@ -294,7 +294,7 @@ def test_a_row_stands_alone(caches):
   ("method", "kv_dtype"), [(DENSE, "fp8"), (PACKED, "int8")]
 )
 def test_saved_and_loaded_bit_by_bit(caches, method, kv_dtype, tmp_path):
-  cache = poisoned(caches[method, kv_dtype])
+  cache = poison_cache(caches[method, kv_dtype])
   save_cache(cache, tmp_path, model=MODEL, model_id="tiny")
   again = load_cache(tmp_path, model=MODEL, model_id="tiny")
   assert jax.tree.structure(again) == jax.tree.structure(cache)
@@ -355,7 +355,7 @@ def test_every_way_to_a_cache_ends_in_rounding():
     layers = []
     for layer, rounded in zip(whole.layers, small.layers, strict=True):
       assert type(rounded) is Slots
-      layers.append(layer.quantized("int8"))
+      layers.append(layer.quantize("int8"))
       assert np.array_equal(layer.positions, rounded.positions)
       assert int(layer.cursor) == int(rounded.cursor)
     assert_alike(small.layers, layers)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax.engine.compress import Kept, compress_layer, keep_layer
+from kvjax.engine.compress import LayerInputs, compress_layer, keep_layer
 from kvjax.engine.feed import feed
 from kvjax.engine.prepared import LayerProgram
 from kvjax.struct import tree_bytes
@@ -73,7 +73,9 @@ def test_a_prefill_holds_no_layer_longer_because_it_is_rounded():
   activations = jax.eval_shape(
     lambda: random_activations(0, [length], length, head_dim=32).only(())
   )
-  kept = Kept(jax.ShapeDtypeStruct((), "int32"), activations, None, None, None)
+  kept = LayerInputs(
+    jax.ShapeDtypeStruct((), "int32"), activations, None, None, None
+  )
 
   def memory(kv_dtype):
     program = LayerProgram(length, kv_dtype=kv_dtype)

@@ -14,7 +14,7 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.methods.heads import Head
 from kvjax.registry.names import get_retrieval
-from kvjax.retrieval import Prompt, Quest, Reads, Store
+from kvjax.retrieval import KeyBudget, Prompt, Quest, Store
 from kvjax.testing import random_activations
 
 LENGTHS = [100, 67, 40, 5]
@@ -86,7 +86,7 @@ def looked_up(method, seen, queries):
   each = jnp.broadcast_to(counts[:, None], (len(LENGTHS), KV_HEADS))
   grouped = queries.reshape(len(LENGTHS), KV_HEADS, GROUP, DIM)
   found, _ = jax.vmap(jax.vmap(method.retrieve))(
-    layer.index, grouped.astype(jnp.float32), store, Reads(each, MOST)
+    layer.index, grouped.astype(jnp.float32), store, KeyBudget(each, MOST)
   )
   return output[:, :, 0], found.slots, layer
 
@@ -134,7 +134,7 @@ def test_the_score_bounds_every_key_of_its_page():
   for row, n in enumerate(LENGTHS):
     for head in range(KV_HEADS):
       bounds = jax.tree.map(lambda x, at=(row, head): x[at], layer.index)
-      largest = np.asarray(bounds.largest(queries[row]))
+      largest = np.asarray(bounds.upper_bound(queries[row]))
       assert np.isfinite(largest).all()
       keys = np.asarray(seen.keys[row, head, :n], np.float64)
       products = np.asarray(queries[row], np.float64) @ keys.T
@@ -158,7 +158,7 @@ def test_a_ragged_page_uses_its_real_tokens():
   )
   method = Quest(page=8)
   number = jnp.asarray(0)
-  reads = Reads(jnp.asarray(3), 3)
+  reads = KeyBudget(jnp.asarray(3), 3)
   bounds = method.index(Prompt(head, valid, number, 0, 0, 22), reads)
   np.testing.assert_array_equal(bounds.low[2], keys[16:19].min(axis=0))
   np.testing.assert_array_equal(bounds.high[2], keys[16:19].max(axis=0))

@@ -166,7 +166,7 @@ def test_rerotation_needs_a_model_that_can():
     logits = MODEL.logits
 
   method = get_method("streaming:rerotate=true")
-  with pytest.raises(InputError, match="Plain has no `rerotated`"):
+  with pytest.raises(InputError, match="Plain has no `rerotate`"):
     kvjax.prefill(Plain(), PARAMS, PROMPTS, Plan(method, BUDGET))
 
 
@@ -197,7 +197,7 @@ def test_a_stream_has_no_end(schedule):
 
 def test_a_model_that_refuses_to_turn_keys_is_refused_at_once():
   class Dynamic(type(MODEL)):
-    def rerotated(self, keys, by):
+    def rerotate(self, keys, by):
       raise InputError("It depends on the length.")
 
   method = get_method("streaming:rerotate=true")

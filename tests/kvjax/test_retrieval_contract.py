@@ -18,11 +18,11 @@ from kvjax.kernels.attention.options import AttentionOptions
 from kvjax.placement import nbytes_by_memory
 from kvjax.registry.names import get_retrieval
 from kvjax.registry.registry import RETRIEVALS
-from kvjax.retrieval import Candidates, Reads, Store
+from kvjax.retrieval import Candidates, KeyBudget, Store
 from kvjax.testing import (
   TinyModel,
   layer_positions,
-  poisoned_layer,
+  poison_layer,
   random_activations,
 )
 
@@ -68,8 +68,8 @@ def block_after(lengths, seed=1, **options):
 def indexed(method, prompt, counts):
   cache = LayerCache.of(prompt)
   layer = SparseLayer.of(method, jnp.int32(LAYER), cache, prompt, counts, MOST)
-  layer = layer.offloaded()
-  return layer, layer.grown(STEPS)
+  layer = layer.offload()
+  return layer, layer.grow(STEPS)
 
 
 def decoded(layer, block):
@@ -120,7 +120,7 @@ class TestRetrieval:
     )
     assert (layer.resident.cursor >= layer.resident.lengths).all()
     assert (layer.looked_up[:3] > 0).all()
-    reads, lengths = np.asarray(layer.reads), np.asarray(layer.lengths)
+    reads, lengths = np.asarray(layer.num_attended), np.asarray(layer.lengths)
     assert (reads[1] == lengths[1]).all()
     assert (reads[[0, 2]] < lengths[[0, 2]]).any(axis=1).all()
     leaves = jax.tree.leaves((layer.resident, layer.stored, layer.index))
@@ -145,7 +145,7 @@ class TestRetrieval:
   def test_a_row_that_may_read_everything_is_dense(self, name):
     _, _, output, _ = of_all_rows(name)
     block = block_after(LENGTHS)
-    cache = LayerCache.of(activations(0)).grown(STEPS).append(block)
+    cache = LayerCache.of(activations(0)).grow(STEPS).append(block)
     dense = attention(
       block.queries, cache.keys, cache.values, block.positions, cache.positions
     )
@@ -155,7 +155,7 @@ class TestRetrieval:
 
   def test_what_is_empty_has_no_effect(self, name):
     _, roomy, output, _ = of_all_rows(name)
-    found, after = compiled_decode(poisoned_layer(roomy), block_after(LENGTHS))
+    found, after = compiled_decode(poison_layer(roomy), block_after(LENGTHS))
     np.testing.assert_allclose(found, output, atol=2e-6)
     for leaf in jax.tree.leaves(after.index):
       assert np.isfinite(np.asarray(leaf, np.float32)).all()
@@ -206,10 +206,10 @@ def test_asked_for_as_much_as_there_is_it_finds_it_all(name):
   valid = int(store.valid[0, 0].sum())
   assert valid > COUNTS[0]
   queries = activations(1).queries[:1, :, 0].reshape(1, 3, 2, 8)
-  reads = Reads(jnp.full((1, 3), valid, jnp.int32), valid)
+  reads = KeyBudget(jnp.full((1, 3), valid, jnp.int32), valid)
 
   def retrieve(index, queries, store, reads):
-    if method.reads_keys == "candidates":
+    if method.key_access == "candidates":
       named = method.candidates(index, queries, store)
       keys = jnp.where(named[:, None] >= 0, store.keys[named], 0.0)
       store = dataclasses.replace(store, candidates=Candidates(named, keys))
@@ -383,4 +383,4 @@ def test_what_an_eviction_method_kept_is_looked_up_in():
   for row in range(len(ROWS)):
     for layer, evicted in zip(cache.layers, only.layers, strict=True):
       assert layer_positions(layer, row) == layer_positions(evicted, row)
-  assert (cache.reads < cache.lengths).all()
+  assert (cache.num_attended < cache.lengths).all()

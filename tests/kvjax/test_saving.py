@@ -22,8 +22,8 @@ from kvjax.checkpoint.saving import load_cache, save_cache
 from kvjax.errors import InputError
 from kvjax.methods import HeadwiseMethod
 from kvjax.registry.registry import METHODS
-from kvjax.struct import STRUCTS, class_name, make, static, struct, updated
-from kvjax.testing import TinyModel, kept_positions, poisoned
+from kvjax.struct import STRUCTS, class_name, make, replace, static, struct
+from kvjax.testing import TinyModel, kept_positions, poison_cache
 
 GEOMETRY = kvjax.Geometry.uniform(
   layers=2, heads=4, kv_heads=2, head_dim=8, max_positions=512
@@ -42,7 +42,7 @@ def prefilled(model=MODEL, method="pyramidkv:beta=5.0"):
 
 @pytest.fixture(scope="module")
 def cache():
-  return poisoned(prefilled())
+  return poison_cache(prefilled())
 
 
 def save(cache, directory, **options):
@@ -75,7 +75,7 @@ def assert_same_bits(ours, theirs):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_cache_comes_back_bit_by_bit(dtype, tmp_path):
   model = TinyModel(GEOMETRY, dtype=dtype)
-  cache = poisoned(prefilled(model))
+  cache = poison_cache(prefilled(model))
   assert len({layer.capacity for layer in cache.layers}) > 1
   assert any(bool(jnp.any(jnp.isnan(layer.keys))) for layer in cache.layers)
   assert {layer.keys.dtype for layer in cache.layers} == {jnp.dtype(dtype)}
@@ -86,7 +86,7 @@ def test_a_cache_comes_back_bit_by_bit(dtype, tmp_path):
 
 
 def test_heads_of_unequal_length_come_back(tmp_path):
-  cache = poisoned(prefilled(method="ada/keydiff"))
+  cache = poison_cache(prefilled(method="ada/keydiff"))
   assert {type(layer) for layer in cache.layers} == {PackedLayer}
   assert np.ptp(cache.lengths, axis=-1).max() > 0
   save(cache, tmp_path)
@@ -165,14 +165,14 @@ def test_any_layer_is_stored_field_by_field(cache, tmp_path, monkeypatch):
   batch, kv_heads, slots = first.positions.shape[1:]
   queries = jnp.full((batch, 4, 3, 8), jnp.nan, jnp.bfloat16)
   places = jnp.full((batch, 3), -1, jnp.int32)
-  remembering = updated(
+  remembering = replace(
     first,
     received=jnp.ones((1, batch, kv_heads, slots)),
     window=jax.tree.map(lambda x: x[None], ObservationWindow(queries, places)),
   )
   fields = {field.name: None for field in dataclasses.fields(Pair)}
   own = {f.name: getattr(second, f.name) for f in dataclasses.fields(second)}
-  own |= {"inner": second.shrunk(0), "extra": jnp.zeros((1, 2, 0), jnp.int32)}
+  own |= {"inner": second.shrink(0), "extra": jnp.zeros((1, 2, 0), jnp.int32)}
   pair = make(Pair, fields | own | {"size": 7})
   mixed = dataclasses.replace(cache, stacks=(remembering, pair))
   save(mixed, tmp_path)
@@ -414,4 +414,4 @@ def test_a_method_with_other_fields_is_refused():
   fields = {"anchor": "mean_raw", "power": 2}
   saved = {"class": "kvjax.methods.keydiff:KeyDiff", "fields": fields}
   with pytest.raises(InputError, match="a KeyDiff with other fields than are"):
-    saved_trees.restored(saved, {})
+    saved_trees.restore(saved, {})

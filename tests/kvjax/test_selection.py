@@ -67,15 +67,15 @@ def test_age_counts_from_the_newest():
   ],
 )
 def test_retention_rounds_up(share, length, kept):
-  assert Retention(share).kept(length) == kept
+  assert Retention(share).num_kept(length) == kept
 
 
 def test_retention_is_exact_at_a_million_tokens():
-  assert Retention(0.1).kept(1_000_000) == 100_000
+  assert Retention(0.1).num_kept(1_000_000) == 100_000
 
 
 def test_tokens_keep_at_most_the_row():
-  assert [Tokens(5).kept(n) for n in (3, 5, 9)] == [3, 5, 5]
+  assert [Tokens(5).num_kept(n) for n in (3, 5, 9)] == [3, 5, 5]
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.01, 1.7, float("nan")])

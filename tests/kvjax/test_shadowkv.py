@@ -14,7 +14,7 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.methods.heads import Head
 from kvjax.registry.names import get_retrieval
-from kvjax.retrieval import Prompt, Reads, ShadowKV, Store
+from kvjax.retrieval import KeyBudget, Prompt, ShadowKV, Store
 from kvjax.testing import random_activations
 
 LENGTHS = [150, 101, 60, 20]
@@ -85,7 +85,7 @@ def looked_up(method, seen, queries):
   each = jnp.broadcast_to(counts[:, None], (len(LENGTHS), KV_HEADS))
   grouped = queries.reshape(len(LENGTHS), KV_HEADS, GROUP, DIM)
   found, _ = jax.vmap(jax.vmap(method.retrieve))(
-    layer.index, grouped.astype(jnp.float32), store, Reads(each, MOST)
+    layer.index, grouped.astype(jnp.float32), store, KeyBudget(each, MOST)
   )
   return output[:, :, 0], found.slots[:, :, 0], layer.resident.positions
 
@@ -146,7 +146,7 @@ def test_a_chunk_with_a_key_unlike_the_others_is_always_read():
   queries = np.concatenate([rng.normal(size=(20, 16)), -9 * keys.mean(axis=1)])
 
   def read(count):
-    reads = Reads(jnp.asarray(count), 9)
+    reads = KeyBudget(jnp.asarray(count), 9)
     index = method.index(prompt, reads)
     return jax.vmap(
       lambda query: method.retrieve(

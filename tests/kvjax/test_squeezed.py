@@ -14,7 +14,7 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.kernels.attention import attention
 from kvjax.registry.names import get_retrieval
-from kvjax.retrieval import Reads, SqueezedAttention, Store
+from kvjax.retrieval import KeyBudget, SqueezedAttention, Store
 from kvjax.retrieval.clusters import Clusters
 from kvjax.retrieval.squeezed import Squeezed
 from kvjax.testing import random_activations
@@ -43,7 +43,7 @@ BLOCK = dataclasses.replace(
 def indexed(method, seen, counts):
   return SparseLayer.of(
     method, jnp.int32(1), LayerCache.of(seen), seen, counts, MOST
-  ).grown(STEPS)
+  ).grow(STEPS)
 
 
 @jax.jit
@@ -193,7 +193,7 @@ def test_a_budget_for_everything_is_dense_attention():
   counts = jnp.full(len(LENGTHS), 60, jnp.int32)
   # The index does not depend on how much is read.
   output, *_ = decoded(dataclasses.replace(layer, count=counts, most=60), BLOCK)
-  cache = LayerCache.of(PROMPT).grown(STEPS).append(BLOCK)
+  cache = LayerCache.of(PROMPT).grow(STEPS).append(BLOCK)
   expected = attention(
     BLOCK.queries, cache.keys, cache.values, BLOCK.positions, cache.positions
   )
@@ -234,7 +234,7 @@ def test_large_logits_and_empty_clusters():
       dataclasses.replace(index, queries=index.queries.at[:, 3].set(0.0)),
       jnp.asarray(asked[3:], jnp.float32),
       store,
-      Reads(jnp.asarray(20, jnp.int32), 20),
+      KeyBudget(jnp.asarray(20, jnp.int32), 20),
     )
     best = int(sizes[order[0]])
     slots = np.asarray(found.slots[0])

@@ -32,7 +32,7 @@ def whole(prompt):
 
 
 def in_eight_bits(prompt):
-  return LayerCache.of(prompt).quantized("int8")
+  return LayerCache.of(prompt).quantize("int8")
 
 
 def packed(prompt, kv_dtype=None):
@@ -40,7 +40,7 @@ def packed(prompt, kv_dtype=None):
   limits = jnp.asarray([[30, 5], [12, 20]])[..., None]
   slots = jnp.where(number < limits, number, -1).astype(jnp.int32)
   layer = PackedLayer.of(LayerCache.of(prompt), slots, 40, page=8)
-  return layer.quantized(kv_dtype) if kv_dtype else layer
+  return layer.quantize(kv_dtype) if kv_dtype else layer
 
 
 def local(prompt):
@@ -85,10 +85,10 @@ PROJECTED = ("queries", "keys", "values")
 @pytest.mark.parametrize("steps", [1, STEPS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_steps_as_it_does_alone(kind, steps):
-  make = jax.jit(lambda prompt: KINDS[kind](prompt).grown(STEPS).offloaded())
+  make = jax.jit(lambda prompt: KINDS[kind](prompt).grow(STEPS).offload())
   layers = [make(random_activations(s, LENGTHS, PADDED)) for s in range(3)]
   stack = jax.tree.map(lambda *x: jnp.stack(x), *map(on_device, layers))
-  stack = stack.offloaded()
+  stack = stack.offload()
   step = jax.jit(type(stack).step)
   new = block(9, steps)
   expected, alone = step(layers[1], None, new)

@@ -45,7 +45,7 @@ def drawn(params):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_new_adapters_change_nothing_and_are_float32(dtype):
   model, params = load_decoder(QWEN, dtype)
-  changed, with_adapters = lora.adapted(model, params, 3, ALL, 5)
+  changed, with_adapters = lora.add_adapters(model, params, 3, ALL, 5)
   np.testing.assert_array_equal(
     logits_of(model, params), logits_of(changed, with_adapters)
   )
@@ -65,7 +65,9 @@ def test_the_seed_decides_and_the_order_of_targets_does_not():
   model, params = load_decoder(QWEN, "float32")
 
   def made(targets, seed):
-    adapter, _ = lora.split(lora.adapted(model, params, 2, targets, seed)[1])
+    adapter, _ = lora.split(
+      lora.add_adapters(model, params, 2, targets, seed)[1]
+    )
     return [np.asarray(leaf) for leaf in jax.tree.leaves(adapter)]
 
   one = made(("q", "v"), 5)
@@ -77,9 +79,9 @@ def test_the_seed_decides_and_the_order_of_targets_does_not():
 def test_merged_weights_compute_what_the_adapters_do():
   model, params = load_decoder(QWEN, "float32")
   before = jax.tree.map(np.asarray, params)
-  changed, with_adapters = lora.adapted(model, params, 3, ALL)
+  changed, with_adapters = lora.add_adapters(model, params, 3, ALL)
   with_adapters = drawn(with_adapters)
-  plain, merged = lora.merged(changed, with_adapters)
+  plain, merged = lora.merge_adapters(changed, with_adapters)
   assert plain == model
   assert jax.tree.structure(merged) == jax.tree.structure(params)
   wanted = logits_of(changed, with_adapters)
@@ -92,10 +94,10 @@ def test_merged_weights_compute_what_the_adapters_do():
 
 def test_the_adapter_file_says_what_was_added_to_the_weights(tmp_path):
   model, params = load_decoder(QWEN, "float32")
-  changed, with_adapters = lora.adapted(model, params, 3, ("k", "down"))
+  changed, with_adapters = lora.add_adapters(model, params, 3, ("k", "down"))
   with_adapters = drawn(with_adapters)
   lora.write_adapter(lora.split(with_adapters)[0], tmp_path, "some/model")
-  write_weights(lora.merged(changed, with_adapters)[1], tmp_path)
+  write_weights(lora.merge_adapters(changed, with_adapters)[1], tmp_path)
   config = json.loads((tmp_path / "adapter_config.json").read_text())
   assert config["target_modules"] == ["down_proj", "k_proj"]
   assert config["r"] == 3
@@ -119,9 +121,9 @@ def test_the_adapter_file_says_what_was_added_to_the_weights(tmp_path):
 
 def test_methods_read_an_output_projection_with_its_adapter():
   model, params = load_decoder(QWEN, "float32")
-  changed, with_adapters = lora.adapted(model, params, 3, ("o",))
+  changed, with_adapters = lora.add_adapters(model, params, 3, ("o",))
   with_adapters = drawn(with_adapters)
-  plain, merged = lora.merged(changed, with_adapters)
+  plain, merged = lora.merge_adapters(changed, with_adapters)
 
   def projections(model, params):
     def attend(layer, state, seen):
@@ -143,9 +145,9 @@ def test_methods_read_an_output_projection_with_its_adapter():
 
 def test_bfloat16_weights_are_rounded_once():
   model, params = load_decoder(QWEN, "bfloat16")
-  changed, with_adapters = lora.adapted(model, params, 3, ("q",))
+  changed, with_adapters = lora.add_adapters(model, params, 3, ("q",))
   with_adapters = drawn(with_adapters)
-  _, merged = lora.merged(changed, with_adapters)
+  _, merged = lora.merge_adapters(changed, with_adapters)
   lora_q = nnx.merge(changed.graphdef, with_adapters).layers.self_attn.q_proj
   kernel = lora_q.base_module.kernel[...].astype(jnp.float32)
   exact = kernel + lora_q.lora_a[...] @ lora_q.lora_b[...]
@@ -157,7 +159,7 @@ def test_on_a_mesh_adapters_are_split_as_their_weights():
   mesh = parse_mesh("data:2,model:2")
   with jax.set_mesh(mesh):
     model, params = load_decoder(QWEN, "float32", mesh)
-    changed, with_adapters = lora.adapted(model, params, 3, ("q", "down"))
+    changed, with_adapters = lora.add_adapters(model, params, 3, ("q", "down"))
     layers = lora.split(with_adapters)[0]["layers"]
     depth = model.geometry.num_layers
     valid = {
@@ -172,7 +174,7 @@ def test_on_a_mesh_adapters_are_split_as_their_weights():
       "down_projlora_a": (depth, 48 // 2, 3),
       "down_projlora_b": (depth, 3, 32),
     }
-    _, merged = lora.merged(changed, with_adapters)
+    _, merged = lora.merge_adapters(changed, with_adapters)
   for new, old in zip(
     jax.tree.leaves(merged), jax.tree.leaves(params), strict=True
   ):
@@ -190,5 +192,5 @@ def test_on_a_mesh_adapters_are_split_as_their_weights():
 def test_adapters_that_cannot_be_are_refused(rank, targets, sentence):
   model, params = load_decoder(QWEN, "float32")
   with pytest.raises(InputError) as raised:
-    lora.adapted(model, params, rank, targets)
+    lora.add_adapters(model, params, rank, targets)
   assert str(raised.value).startswith(sentence)

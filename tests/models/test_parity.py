@@ -215,14 +215,14 @@ def test_keys_move_to_other_positions(family):
   by = jnp.asarray(np.broadcast_to(by, (2, 3, 20)))
   if name == "llama_dynamic":
     with pytest.raises(InputError, match="depend on the length of the row"):
-      model.rerotated(x, by)
+      model.rerotate(x, by)
     return
 
   @jax.jit
   def rotated(x, places):
     return rotate(x, *model.rope.tables(places))
 
-  got = jax.jit(model.rerotated)(rotated(x, places), by)
+  got = jax.jit(model.rerotate)(rotated(x, places), by)
   for head in range(3):
     # All heads by as much: those of others are not looked at.
     there = rotated(x, places + np.asarray(by)[:, head])

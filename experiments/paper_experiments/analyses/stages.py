@@ -14,7 +14,7 @@ from kvjax.experiments.paper_experiments.analyses.timing import median_seconds
 from kvjax.experiments.paper_experiments.findings import Findings, Subject
 from kvjax.experiments.reporting.formats import Table
 from kvjax.methods.base import Method
-from kvjax.methods.ranking import cluster_worth, ranked
+from kvjax.methods.ranking import rank_clusters, score_clusters
 from kvjax.testing import random_activations
 
 _PROTOTYPES = (100, 250, 500, 1000)
@@ -104,9 +104,9 @@ def _stages(activations: Activations, count: int) -> dict[str, _Timed]:
       keys_of(cache), prefix, count
     ),
     "assignment": lambda cache, _: proto.nearest(keys_of(cache), *centers),
-    "worth and order": lambda cache, _: ranked(
+    "worth and order": lambda cache, _: rank_clusters(
       cluster,
-      cluster_worth(
+      score_clusters(
         products + keys_of(cache)[:, 0], cluster, prefix, count, False
       ),
       prefix,

@@ -1,4 +1,4 @@
-"""Methods that another package brings: one evicts, one retrieves."""
+"""An eviction method and a retrieval method of another package."""
 
 import dataclasses
 
@@ -12,17 +12,17 @@ from kvjax.retrieval.base import best_slots
 
 @dataclasses.dataclass(frozen=True)
 class LastVotes(kvjax.methods.ScoringMethod):
-  """Keeps the last tokens and those that any head of a group looks at then.
+  """Keeps the last tokens and those that any of their queries attends to.
 
   Attributes:
-    window: how many are last.
+    window: number of last tokens.
   """
 
   window: int = 8
 
   @property
   def traits(self) -> kvjax.methods.Traits:
-    """It reads the last queries, whose tokens stay."""
+    """It reads the last queries and keeps their tokens."""
     return kvjax.methods.Traits(window=self.window, protects=self.window)
 
   def scores(
@@ -31,7 +31,7 @@ class LastVotes(kvjax.methods.ScoringMethod):
     cache: kvjax.LayerCache,
     activations: kvjax.Activations,
   ) -> Float[Array, "B K T"]:
-    """The most attention that a query head of the group pays."""
+    """Computes the maximum attention over the query heads of the group."""
     del layer
     return jnp.max(window_mass(cache, activations, self.window), axis=2)
 
@@ -49,26 +49,26 @@ class MeanQuery(kvjax.retrieval.Retrieval):
   """Reads the keys nearest to the mean of a group's queries."""
 
   def index(
-    self, prompt: kvjax.retrieval.Prompt, reads: kvjax.retrieval.Reads
+    self, prompt: kvjax.retrieval.Prompt, budget: kvjax.retrieval.KeyBudget
   ) -> None:
-    """Nothing is prepared."""
+    """Builds no index."""
 
   def retrieve(
     self,
     index: None,
     queries: Float[Array, "G D"],
     store: kvjax.retrieval.Store,
-    reads: kvjax.retrieval.Reads,
-  ) -> tuple[kvjax.retrieval.Found, PyTree[Array]]:
-    """The largest products."""
+    budget: kvjax.retrieval.KeyBudget,
+  ) -> tuple[kvjax.retrieval.Selection, PyTree[Array]]:
+    """Selects the keys with the largest products."""
     keys = store.keys.astype(jnp.float32)
     keys = jnp.where(store.valid[:, None], keys, 0.0)
-    slots = best_slots(keys @ jnp.mean(queries, axis=0), store.valid, reads)
-    return kvjax.retrieval.Found(slots[None]), None
+    slots = best_slots(keys @ jnp.mean(queries, axis=0), store.valid, budget)
+    return kvjax.retrieval.Selection(slots[None]), None
 
 
 def register() -> None:
-  """Gives the retrieval method its name, and a preset."""
+  """Registers the retrieval method under its name, with a preset."""
   kvjax.register(
     "mean_query",
     MeanQuery,

@@ -1,0 +1,135 @@
+"""Indexing and retrieval for all rows and KV heads of a layer."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from kvjax.activations import Activations
+from kvjax.cache.heads import heads_of
+from kvjax.cache.rows import Rows
+from kvjax.cache.splitting import Split
+from kvjax.kernels.select import true_slots
+from kvjax.retrieval.base import (
+  Candidates,
+  KeyBudget,
+  Prompt,
+  Retrieval,
+  Selection,
+  Store,
+)
+from kvjax.struct import replace
+
+
+def index_all(
+  retrieval: Retrieval,
+  layer: Int[Array, ""],
+  split: Split,
+  activations: Activations,
+  budget: KeyBudget,
+) -> PyTree[Array]:
+  """Indexes all rows and KV heads of a prompt.
+
+  Args:
+    retrieval: the method.
+    layer: index of the layer in the model.
+    split: the tokens of the layer.
+    activations: activations of the prompt, with rescaled queries.
+    budget: how many keys each head will retrieve.
+  """
+  shape = split.cache.positions.shape[:2]
+  heads = jnp.arange(shape[1], dtype=jnp.int32)
+  prompt = Prompt(
+    heads_of(split.cache, activations),
+    split.retrievable,
+    jnp.broadcast_to(heads[None], shape),
+    jnp.broadcast_to(layer, shape),
+    split.start,
+    split.end,
+  )
+  with jax.default_matmul_precision("highest"):
+    index: PyTree[Array] = jax.vmap(jax.vmap(retrieval.index))(prompt, budget)
+  return index
+
+
+def retrieve_all(
+  retrieval: Retrieval,
+  index: PyTree[Array],
+  queries: Float[Array, "B K G D"],
+  real: Bool[Array, " B"],
+  store: Store,
+  rows: Rows,
+  budget: KeyBudget,
+) -> tuple[PyTree[Array], Selection]:
+  """Retrieves the keys of one token of each row.
+
+  Args:
+    retrieval: the method.
+    index: the index before the token.
+    queries: float32 queries of the token.
+    real: false for padding.
+    store: the stored tokens of every head, without keys.
+    rows: the stored keys and values.
+    budget: how many keys each head retrieves.
+
+  Returns:
+    The index after the token, and what each head retrieves.
+  """
+  batch, kv_heads = store.valid.shape[:2]
+  real = jnp.broadcast_to(real[:, None], (batch, kv_heads))
+
+  def retrieve_head(
+    index: PyTree[Array],
+    queries: Float[Array, "G D"],
+    store: Store,
+    budget: KeyBudget,
+  ) -> tuple[Selection, PyTree[Array]]:
+    selection, update = retrieval.retrieve(index, queries, store, budget)
+    return _or_everything(selection, store, budget), update
+
+  with jax.default_matmul_precision("highest"):
+    if retrieval.key_access == "all":
+      store = replace(store, keys=rows.copy_keys())
+    elif retrieval.key_access == "candidates":
+      slots = jax.vmap(jax.vmap(retrieval.candidates))(index, queries, store)
+      keys = rows.gather_keys(slots).astype(jnp.float32)
+      store = replace(store, candidates=Candidates(slots, keys))
+    selection, update = jax.vmap(jax.vmap(retrieve_head))(
+      index, queries, store, budget
+    )
+    index = jax.vmap(jax.vmap(retrieval.update_index))(index, update, real)
+  return index, selection
+
+
+def _or_everything(
+  selection: Selection, store: Store, budget: KeyBudget
+) -> Selection:
+  """Selects all stored keys of a head if the budget allows that many.
+
+  Short rows of a batch then attend to everything, as they would alone.
+  """
+  all_slots = true_slots(store.valid, selection.slots.shape[-1])
+  fits = jnp.sum(store.valid.astype(jnp.int32)) <= budget.num_keys
+  bias = selection.bias
+  if bias is not None:
+    bias = jnp.where(fits, 0.0, bias)
+  return Selection(jnp.where(fits, all_slots[None], selection.slots), bias)
+
+
+def broadcast_budget(
+  num_keys: Int[Array, " B"], kv_heads: int, max_keys: int
+) -> KeyBudget:
+  """The same number of keys for all KV heads of a row.
+
+  Args:
+    num_keys: keys that each row retrieves.
+    kv_heads: number of KV heads.
+    max_keys: maximum over the rows.
+  """
+  shape = (num_keys.shape[0], kv_heads)
+  return KeyBudget(jnp.broadcast_to(num_keys[:, None], shape), max_keys)
+
+
+def rescale_queries(activations: Activations) -> Activations:
+  """Scales queries for methods that scale logits by D^-1/2."""
+  queries = activations.attention.rescale(activations.queries)
+  return replace(activations, queries=queries)

@@ -1,0 +1,63 @@
+"""Evaluation of a layer by the methods of several plans."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvjax.activations import Activations
+from kvjax.engine.compress import Evaluated, Evaluation, evaluate_layer
+from kvjax.engine.plans import Plan
+from kvjax.engine.prepared import PreparedPlan, compressed_layers
+from kvjax.model import Geometry
+
+# Results of the evaluations of a layer, with the number of the layer that was
+# evaluated.
+Evaluations = Mapping[Evaluation, tuple[int, Evaluated]]
+
+
+def list_evaluations(
+  layer: int,
+  plans: Sequence[Plan],
+  prepared: Sequence[PreparedPlan | None],
+  geometry: Geometry,
+) -> Mapping[Evaluation, bool]:
+  """Lists the evaluations of a layer, and whether each needs scores."""
+  requests: dict[Evaluation, bool] = {}
+  for plan, ready in zip(plans, prepared, strict=True):
+    evaluation = Evaluation.of(plan)
+    chosen = compressed_layers(plan, geometry)[layer]
+    scored = chosen and (ready is None or not ready.keeps_all[layer])
+    if scored or evaluation.recursive:
+      requests[evaluation] = requests.get(evaluation, False) or scored
+  return requests
+
+
+def evaluate_all(
+  layer: int,
+  activations: Activations,
+  requests: Mapping[Evaluation, bool],
+  previous: Evaluations,
+) -> Evaluations:
+  """Evaluates a layer, or reuses the evaluation of the layer it copies."""
+  evaluations = {}
+  for evaluation, scored in requests.items():
+    traits = evaluation.method.traits
+    source = traits.source_layer(layer)
+    if evaluation in previous and previous[evaluation][0] == source:
+      evaluations[evaluation] = previous[evaluation]
+      continue
+    evaluations[evaluation] = (
+      source,
+      evaluate_layer(
+        evaluation,
+        np.int32(layer),
+        activations.only(traits.activations),
+        scored=scored,
+      ),
+    )
+  return evaluations
+
+
+def find_evaluated(plan: Plan, evaluations: Evaluations) -> Evaluated | None:
+  """Returns the evaluation by a plan's method, if there is one."""
+  return evaluations.get(Evaluation.of(plan), (0, None))[1]
