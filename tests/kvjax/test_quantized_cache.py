@@ -325,7 +325,7 @@ def test_a_mesh_equals_one_device(caches):
   for leaf in (*stack.keys, *stack.values):
     assert leaf.sharding.shard_shape(leaf.shape)[:3] == (2, 2, 1)
   for leaf in packed.stacks[0].pages.keys:
-    assert leaf.sharding.shard_shape(leaf.shape)[:2] == (1, 2)
+    assert leaf.sharding.shard_shape(leaf.shape)[:2] == (2, 2)
   assert_alike(dense.layers, caches[DENSE, "int8"].layers)
   assert_alike(packed.layers, caches[PACKED, "int8"].layers)
   alone = kvjax.reserve(caches[DENSE, "int8"], 10)
