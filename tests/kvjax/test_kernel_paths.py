@@ -73,11 +73,11 @@ def served(monkeypatch):
 @pytest.mark.parametrize(
   ("platform", "plan"),
   [
-    *(("tpu", plan) for plan in ("compactor:chunk=128", "adakv", "ctkvr")),
+    *(("tpu", plan) for plan in ("compactor:chunk=128", "adakv")),
     ("gpu", "keydiff"),
     *(
       pytest.param("tpu", plan, marks=pytest.mark.slow)
-      for plan in ("h2o", "keydiff")
+      for plan in ("h2o", "keydiff", "ctkvr")
     ),
     *(
       pytest.param("gpu", plan, marks=pytest.mark.slow)
