@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.cache.cache import join_key
 from kvjax.errors import InputError
 from kvjax.experiments import prefilling
 from kvjax.experiments.candidates import Candidate
@@ -260,7 +259,7 @@ def replies(
 
   turns = max(len(prompts) for prompts in contexts)
   stays = contexts[0][0].stays
-  for group in groups(caches):
+  for group in kvjax.group_caches(caches):
     cache = kvjax.stack([caches[i] for i in group])
     logits = jnp.concatenate([prefilled[i].logits for i in group])
     places = range(0, len(logits), shape.rows)
@@ -348,14 +347,6 @@ def _with_capacity(
   padded = bucket(shape.context + all_turns)
   kept = plan.spread.capacity_between(plan.fixed_budget, padded)
   return cache.grow([kept + per_turn] * len(cache.stacks))
-
-
-def groups(caches: Sequence[kvjax.Cache]) -> list[list[int]]:
-  """Groups the indices of caches that `kvjax.stack` can join."""
-  by_key: dict[Any, list[int]] = {}
-  for index, cache in enumerate(caches):
-    by_key.setdefault(join_key(cache), []).append(index)
-  return list(by_key.values())
 
 
 def _round_up(length: int, width: int) -> int:

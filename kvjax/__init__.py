@@ -8,6 +8,7 @@ from kvjax import methods as methods
 from kvjax import retrieval as retrieval
 from kvjax.activations import Activations as Activations
 from kvjax.cache.cache import Cache as Cache
+from kvjax.cache.cache import group_caches as group_caches
 from kvjax.cache.cache import stack as stack
 from kvjax.cache.layers import LayerCache as LayerCache
 from kvjax.calibration.fitting import Triples as Triples

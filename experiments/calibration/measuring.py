@@ -14,7 +14,6 @@ from kvjax.experiments.answering import (
   Prompt,
   Shape,
   check_context_length,
-  groups,
 )
 from kvjax.experiments.candidates import FULL, Candidate
 from kvjax.experiments.comparison import wanted
@@ -215,7 +214,7 @@ def _likelihoods(
   questions = kvjax.Prompts.of(asked, shape.question)
   answers = kvjax.Prompts.of([one.answer for one in rows])
   measurements = np.empty((len(caches), len(rows)))
-  for group in groups(caches):
+  for group in kvjax.group_caches(caches):
     times = len(group)
     values = kvjax.answer_nll(
       lm.model,

@@ -123,7 +123,7 @@ class Cache:
     return jnp.stack([counts[s][i] for s, i in places if s >= 0])
 
 
-def join_key(cache: Cache) -> Any:
+def _join_key(cache: Cache) -> Any:
   """A hashable key that is equal for caches that `stack` can join."""
 
   def shape(leaf: Array, axis: int) -> Any:
@@ -135,6 +135,26 @@ def join_key(cache: Cache) -> Any:
     tuple(shape(leaf, 0) for leaf in jax.tree.leaves(rows)),
     jax.tree.structure(cache),
   )
+
+
+def group_caches(caches: Sequence[Cache]) -> list[list[int]]:
+  """Groups caches that `stack` can join, and returns their indices.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4]])
+    >>> budgets = kvjax.Tokens(3), kvjax.Tokens(2), kvjax.Tokens(3)
+    >>> plans = [kvjax.get_plan("keydiff", budget) for budget in budgets]
+    >>> caches, _ = kvjax.sweep(model, model.init(), prompts, plans)
+    >>> kvjax.group_caches(caches)
+    [[0, 2], [1]]
+  """
+  groups: dict[Any, list[int]] = {}
+  for index, cache in enumerate(caches):
+    groups.setdefault(_join_key(cache), []).append(index)
+  return list(groups.values())
 
 
 def stack(caches: Sequence[Cache]) -> Cache:
@@ -154,7 +174,7 @@ def stack(caches: Sequence[Cache]) -> Cache:
     >>> kvjax.stack([cache, cache]).next_positions.tolist()
     [4, 2, 4, 2]
   """
-  if not caches or any(join_key(c) != join_key(caches[0]) for c in caches):
+  if not caches or any(_join_key(c) != _join_key(caches[0]) for c in caches):
     raise InputError(
       "Only caches whose layers have equal capacities, remember the same and "
       "go on by the same plan can be joined; give one or more such."

@@ -5,14 +5,14 @@ import functools
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.cache.cache import Cache, join_key, stack
+from kvjax.cache.cache import Cache, group_caches, stack
 from kvjax.engine.capacity import (
   check_prompts,
   check_room,
@@ -214,12 +214,9 @@ def generate_all(
     >>> [answer.tokens.shape for answer in answers]
     [(2, 2), (2, 2)]
   """
-  groups: dict[Any, list[int]] = {}
-  for index, cache in enumerate(caches):
-    groups.setdefault(join_key(cache), []).append(index)
   results: dict[int, Generated] = {}
   rows = prompts.tokens.shape[0]
-  for group in groups.values():
+  for group in group_caches(caches):
     joined = stack([caches[index] for index in group])
     answers = generate(
       model,

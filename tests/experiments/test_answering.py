@@ -38,19 +38,19 @@ def a_cache(*capacities, plan=None, kv_dtype=None):
 
 def test_caches_of_equal_sizes_are_asked_together():
   caches = [a_cache(*n) for n in ((8, 8), (4, 4), (8, 4), (4, 4), (4, 8))]
-  assert answering.groups(caches) == [[0], [1, 3], [2], [4]]
+  assert kvjax.group_caches(caches) == [[0], [1, 3], [2], [4]]
 
 
 def test_only_what_is_stored_alike_is_asked_together():
   dtypes = [None, "int8", None, "int8", "fp8"]
   caches = [a_cache(8, 8, kv_dtype=dtype) for dtype in dtypes]
-  assert answering.groups(caches) == [[0, 2], [1, 3], [4]]
+  assert kvjax.group_caches(caches) == [[0, 2], [1, 3], [4]]
 
 
 def test_who_evicts_while_decoding_is_asked_alone():
   plan = kvjax.get_plan("keydiff", kvjax.Tokens(4), kvjax.Schedule(every=2))
   caches = [a_cache(4, 4), a_cache(4, 4), a_cache(4, 4, plan=plan)]
-  assert answering.groups(caches) == [[0, 1], [2]]
+  assert kvjax.group_caches(caches) == [[0, 1], [2]]
 
 
 def test_widths_are_shared_by_neighboring_lengths():
