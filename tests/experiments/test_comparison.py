@@ -135,6 +135,7 @@ def test_a_batch_is_prefilled_once_and_equal_caches_asked_together(
   assert counted == {"sweep": 4, "generate": 12}
 
 
+@pytest.mark.slow
 def test_a_sweep_answers_as_each_of_its_methods_does_alone(
   tiny, tmp_path, whole
 ):

@@ -208,6 +208,7 @@ def log_of(output):
   return [json.loads(line) | {"seconds": 0} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(shallow, tmp_path, monkeypatch):
   monkeypatch.setattr(tuner, "_SAVE_EVERY", 3)
   before = jax.tree.map(np.asarray, shallow.params)
@@ -274,6 +275,7 @@ def test_a_model_that_no_run_has_made_is_not_overwritten(shallow, tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+@pytest.mark.slow
 def test_a_mesh_learns_what_one_device_does(shallow):
   # Shapes of the test before, whose program is there.
   rows = documents.batch(PARTS, RECIPE.batch, 1, 0)

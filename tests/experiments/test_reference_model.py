@@ -27,6 +27,7 @@ def test_it_answers_with_its_full_cache(bundled):
   assert np.mean([score.contained for score in scores]) >= 0.9, scores
 
 
+@pytest.mark.slow
 def test_it_shows_methods_falling_apart(bundled, tmp_path):
   """What the demo is for: a good model, a bad method and a good one."""
   chosen = (

@@ -149,6 +149,7 @@ def test_a_deeper_decoder_computes_the_same_and_can_learn(monkeypatch):
       deepened(decoder, layers, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_training_resumes_bit_for_bit_after_each_stop(tmp_path, monkeypatch):
   """Also in a stage that deepens the decoder."""

@@ -281,6 +281,7 @@ def conversation(tmp_path=None):
   return np.stack(answers), np.asarray(cache.lengths)
 
 
+@pytest.mark.slow
 def test_conversations_go_on_saved_or_on_a_mesh(tmp_path):
   answers, lengths = conversation()
   assert lengths[0, :, 0].tolist() == [60 + 11, 44 + 18, 3 + 41, 52 + 10]
