@@ -1,0 +1,277 @@
+"""Makes tests/golden/kvpress_smollm2/: kvpress on SmolLM2-135M-Instruct.
+
+The files are stored in the repository, so no test needs torch. To make them
+again, in an environment of their own with torch 2.13 (CPU), transformers 5.2,
+kvpress 0.5.5, gguf and numpy, with the file that
+`kvjax.models.load("smollm2-135m-instruct")` keeps in `~/.cache/kvjax/models`:
+
+  python tests/golden/make_kvpress_smollm2.py SmolLM2-135M-Instruct.Q4_1.gguf
+
+The prompts are those of prompts.json, which draw_kvpress_smollm2.py makes. The
+context is prefilled and compressed, then the question is appended at the
+positions after the whole context and answered greedily, by the code of
+kvpress's pipeline.
+
+  kept_<prompt>.npz  for each press and share removed (in percent):
+                     <press>_<percent>, the kept tokens as bits, uint8
+                     [L, K, n / 8]; prompts are numbered in their order, the
+                     first `SETS` of each task have such a file
+  answers.json       for each press, <press>_<percent>: per prompt the ids of
+                     the answer, without the token that ends it; `full_0` is
+                     without a press
+  sketches.npz       the sketch [K, D, k] that kvpress would have drawn, here
+                     the same in all layers
+  versions.json      what made it all
+
+What a press does follows the attention of a layer, so one forward pass serves
+many: each press gets the layer's keys and values in a cache of its own, through
+its own hook. For the first prompt every press also runs as users run it, and
+must keep the same. Everything runs with scaled-dot-product attention, but for
+ObservedAttentionPress, which takes the model's own attention weights.
+transformers masks a block of tokens in all layers alike, which fails after
+PyramidKVPress: there the question is fed token by token.
+
+Contexts have 1,036 tokens. Both shares of them are whole, so that nothing is
+rounded, and so are both shares of the seven partitions of LagKV, so that no
+equal ranks compete; less Compactor's 12 protected tokens they are four of its
+chunks: kvpress lets the padding of a shorter one into its scores. For the same
+reason the chunks of NonCausalAttnPress have 259 tokens here. ChunkKVPress
+scores with SnapKV without pooling and with a window of 36 tokens, which is its
+last two chunks.
+"""
+
+import importlib.metadata
+import json
+import pathlib
+import sys
+import types
+from unittest import mock
+
+import kvpress
+import numpy as np
+import torch
+import transformers
+
+OUTPUT = pathlib.Path(__file__).parent / "kvpress_smollm2"
+PERCENTS = (50, 75)
+SETS = 2
+MOST_TOKENS = 12
+SKETCH_DIM = 48
+HEADS, DIM = 3, 64
+FULL = "full_0"
+
+
+def snapkv_in_chunks(compression_ratio: float):
+  press = kvpress.SnapKVPress(compression_ratio, window_size=36, kernel_size=1)
+  return kvpress.ChunkKVPress(press, chunk_length=20)
+
+
+# By name, from the share removed to the press.
+PRESSES = {
+  "knorm": kvpress.KnormPress,
+  "keydiff": kvpress.KeyDiffPress,
+  "snapkv": kvpress.SnapKVPress,
+  "tova": kvpress.TOVAPress,
+  "observed": kvpress.ObservedAttentionPress,
+  "streaming": kvpress.StreamingLLMPress,
+  "rerotated": lambda c: kvpress.KeyRerotationPress(
+    kvpress.StreamingLLMPress(c)
+  ),
+  "lagkv": kvpress.LagKVPress,
+  "lagkv_cross": lambda c: kvpress.LagKVPress(c, cross_scoring=True),
+  "pyramidkv": kvpress.PyramidKVPress,
+  "pyramidkv_2": lambda c: kvpress.PyramidKVPress(c, beta=2),
+  "adakv": lambda c: kvpress.AdaKVPress(
+    kvpress.SnapKVPress(c), alpha_safeguard=0.0
+  ),
+  "adakv_keydiff": lambda c: kvpress.AdaKVPress(
+    kvpress.KeyDiffPress(c), alpha_safeguard=0.0
+  ),
+  "chunkkv": snapkv_in_chunks,
+  "leverage": kvpress.LeverageScorePress,
+  "noncausal": lambda c: kvpress.NonCausalAttnPress(c, chunk_size=259),
+  "compactor": kvpress.CompactorPress,
+}
+EAGER = ("observed",)
+# It turns keys, by which the kept tokens are found; they are StreamingLLM's.
+REROTATED = "rerotated"
+
+
+class Pass:
+  """A forward pass over a context, compressed by many presses.
+
+  Attributes:
+    context: the token ids.
+    presses: by case.
+    full: the cache without compression.
+    caches: by case.
+    masked: by case, for AdaKVPress, the tokens hidden in each layer.
+  """
+
+  def __init__(self, model, context, presses):
+    self.model, self.context, self.presses = model, context, presses
+    self.full = transformers.DynamicCache()
+    self.caches = {case: transformers.DynamicCache() for case in presses}
+    self.masked = {case: [] for case in presses}
+    hooks = []
+    for layer in model.model.layers:
+      layer.self_attn.rotary_emb = model.model.rotary_emb
+      hook = layer.self_attn.register_forward_hook(self.hook, with_kwargs=True)
+      hooks.append(hook)
+    model.model(input_ids=context, past_key_values=self.full)
+    for hook in hooks:
+      hook.remove()
+
+  def hook(self, module, inputs, kwargs, output):
+    layer = self.full.layers[module.layer_idx]
+    for case, press in self.presses.items():
+      cache = self.caches[case]
+      cache.update(layer.keys, layer.values, module.layer_idx)
+      module.masked_key_indices = None
+      own = {**kwargs, "past_key_values": cache}
+      press.forward_hook(module, inputs, own, output)
+      self.masked[case].append(module.masked_key_indices)
+    return output
+
+  def kept(self, case):
+    """The kept tokens of a press, bool [L, K, n]."""
+    return kept(self.full, self.caches[case], self.masked[case])
+
+  def answer(self, case, question):
+    """The ids that kvpress's pipeline answers with; the cache is used up."""
+    cache = self.full if case == FULL else self.caches[case]
+    length = self.context.shape[1]
+    if isinstance(self.presses.get(case), kvpress.KeyRerotationPress):
+      length = cache.get_seq_length()
+    for index, layer in enumerate(self.model.model.layers):
+      masked = None if case == FULL else self.masked[case][index]
+      layer.self_attn.masked_key_indices = masked
+    if len({layer.keys.shape[2] for layer in cache.layers}) > 1:
+      for token in question[:, :-1].T:
+        self.model(
+          input_ids=token[None],
+          past_key_values=cache,
+          position_ids=torch.tensor([[length]]),
+        )
+        length += 1
+      question = question[:, -1:]
+    found = []
+    tokenizer = types.SimpleNamespace(
+      decode=lambda ids, **options: found.extend(ids.tolist())
+    )
+    pipeline = types.SimpleNamespace(model=self.model, tokenizer=tokenizer)
+    kvpress.KVPressTextGenerationPipeline.generate_answer(
+      pipeline, question, cache, length, MOST_TOKENS
+    )
+    end = self.model.generation_config.eos_token_id
+    return found[:-1] if found[-1] == end else found
+
+
+def kept(full, cache, masked):
+  """Which tokens of a full cache another one has, bool [L, K, n]."""
+  found = []
+  for layer, own, hidden in zip(full.layers, cache.layers, masked, strict=True):
+    keys, survivors = layer.keys[0].numpy(), own.keys[0].numpy()
+    bits = np.zeros(keys.shape[:2], bool)
+    for head, every, left in zip(bits, keys, survivors, strict=True):
+      places = {key.tobytes(): place for place, key in enumerate(every)}
+      assert len(places) == len(every)
+      head[[places[key.tobytes()] for key in left]] = True
+      assert head.sum() == len(left)
+    if hidden is not None:
+      _, heads, tokens = hidden
+      bits[heads, tokens] = False
+    found.append(bits)
+  return np.stack(found)
+
+
+def check(made: Pass) -> None:
+  """Every press, as users run it, keeps what it kept beside the others."""
+  model = made.model
+  for case, press in made.presses.items():
+    if case.startswith(REROTATED):
+      continue
+    cache = transformers.DynamicCache()
+    with press(model):
+      model.model(input_ids=made.context, past_key_values=cache)
+    hidden = [
+      layer.self_attn.masked_key_indices for layer in model.model.layers
+    ]
+    again = kept(made.full, cache, hidden)
+    np.testing.assert_array_equal(again, made.kept(case), err_msg=case)
+
+
+def sketch():
+  """Stands for the normal numbers that kvpress draws, [K, D, k]."""
+  random = np.random.default_rng(SKETCH_DIM)
+  drawn = random.standard_normal((HEADS, DIM, SKETCH_DIM))
+  return drawn.astype(np.float32)
+
+
+def drawn(*size, **options):
+  return torch.from_numpy(sketch())[None].reshape(size)
+
+
+def make(model, samples) -> dict:
+  """Writes the kept tokens and returns the answers."""
+  answers: dict = {}
+  seen: dict = {}
+  for number, sample in enumerate(samples):
+    context = torch.tensor([sample["context"]])
+    question = torch.tensor([sample["question"]])
+    seen[sample["task"]] = seen.get(sample["task"], 0) + 1
+    stored = seen[sample["task"]] <= SETS
+    sets = {}
+    for eager in (False, True):
+      model.set_attn_implementation("eager" if eager else "sdpa")
+      presses = {
+        f"{name}_{percent}": make_press(percent / 100)
+        for name, make_press in PRESSES.items()
+        for percent in PERCENTS
+        if (name in EAGER) == eager
+      }
+      made = Pass(model, context, presses)
+      if number == 0:
+        check(made)
+      for case in presses:
+        if stored and not case.startswith(REROTATED):
+          sets[case] = np.packbits(made.kept(case), axis=-1)
+        answers.setdefault(case, []).append(made.answer(case, question))
+      if not eager:
+        answers.setdefault(FULL, []).append(made.answer(FULL, question))
+    if stored:
+      np.savez_compressed(OUTPUT / f"kept_{number}.npz", **sets)
+    print(f"{number + 1} of {len(samples)} prompts", flush=True)
+  return answers
+
+
+def main() -> None:
+  if len(sys.argv) != 2:
+    sys.exit("make_kvpress_smollm2.py needs the GGUF file")
+  torch.set_num_threads(1)
+  path = pathlib.Path(sys.argv[1]).resolve()
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    path.parent, gguf_file=path.name, dtype=torch.float32
+  ).eval()
+  prompts = json.loads((OUTPUT / "prompts.json").read_text(encoding="utf-8"))
+  with torch.no_grad(), mock.patch.object(torch, "randn", drawn):
+    answers = make(model, prompts["samples"])
+  lines = ",\n".join(
+    f"{json.dumps(case)}: {json.dumps(ids)}" for case, ids in answers.items()
+  )
+  text = f"{{\n{lines}\n}}\n"
+  (OUTPUT / "answers.json").write_text(text, encoding="utf-8")
+  np.savez_compressed(
+    OUTPUT / "sketches.npz",
+    **{str(SKETCH_DIM): sketch() / np.float32(np.sqrt(SKETCH_DIM))},
+  )
+  versions = {
+    name: importlib.metadata.version(name)
+    for name in ("gguf", "kvpress", "numpy", "torch", "transformers")
+  }
+  text = json.dumps(versions, indent=2, sort_keys=True)
+  (OUTPUT / "versions.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,68 @@
+"""SmolLM2-135M-Instruct keeps and answers what it does with kvpress 0.5.5.
+
+The goldens and all comparisons are in tests/golden; docs/kvpress.md explains
+them. Float32 sums in another order give other last digits, so tokens whose
+scores agree up to these may be exchanged.
+"""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+from kvjax.errors import InputError
+from kvjax.models import catalog
+from kvjax.models.pretrained import load
+
+SCRIPT = (
+  pathlib.Path(__file__).parents[1] / "golden" / "compare_kvpress_smollm2.py"
+)
+
+
+def loaded_script():
+  spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+  assert spec is not None
+  assert spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[SCRIPT.stem] = module
+  spec.loader.exec_module(module)
+  return module
+
+
+compare = loaded_script()
+
+
+@pytest.fixture(scope="module")
+def lm():
+  try:
+    catalog.locate(compare.MODEL)
+  except InputError as error:
+    pytest.skip(str(error))
+  return load(compare.MODEL)
+
+
+def assert_ties(differences):
+  assert all(each.gap <= each.rounding for each in differences), differences
+
+
+def test_every_golden_has_a_counterpart():
+  cases = {compare.FULL, *compare.cases()}
+  assert set(compare.their_answers()) == cases
+  unknown = {compare.FULL, *compare.cases(compare.RENUMBERED)}
+  for prompt in compare.stored_prompts():
+    assert set(compare.their_kept(prompt)) == cases - unknown
+
+
+def test_keydiff_keeps_the_same(lm):
+  case = "keydiff_50"
+  ours = compare.compress(lm, [case], [0], answer=False).kept[case][0]
+  assert_ties(list(compare.Judge(lm).differences(case, 0, ours)))
+
+
+@pytest.mark.slow
+def test_all_presses_keep_and_answer_the_same(lm):
+  for row in compare.compared(lm):
+    assert_ties(row.differences)
+    for theirs, ours in row.scores.values():
+      assert theirs == ours, row
