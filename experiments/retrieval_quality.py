@@ -204,7 +204,7 @@ def mean(per_layer: Sequence[Quality | None]) -> Quality:
   if not qualities:
     raise InputError(
       "A method has an index in none of the layers: all of them are dense, or "
-      "it may look up all there is; give it less to look up."
+      "it may retrieve all there is; give it less to retrieve."
     )
   return Quality(
     *(float(np.mean(values)) for values in zip(*qualities, strict=True))

@@ -71,7 +71,7 @@ _OUTPUT = flags.DEFINE_string("output", "results/retrieval", "Output folder.")
 
 def main() -> None:
   """Checks all flags, then loads the model and measures."""
-  cli.refuse_together("retention", ["budget"], "both say how much to look up")
+  cli.refuse_together("retention", ["budget"], "both say how much to retrieve")
   suite.check_tasks(needle_inputs.TASKS.value)
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
@@ -123,7 +123,7 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
     )
     for row in summary["rows"]
   ]
-  head = ("method", "looks up", "recall %", "output error %", "read")
+  head = ("method", "retrieves", "recall %", "output error %", "read")
   lines = [head, (":--", *["--:"] * (len(head) - 1)), *cells]
   cosines = summary["cosine_of_neighboring_queries"]
   layers = ", ".join(f"{cosine:.2f}" for cosine in cosines)

@@ -46,4 +46,5 @@ def by_kv_head(
   x: Float[Array, "B N *D"], kv_heads: int
 ) -> Float[Array, "B K G *D"]:
   """Groups query heads by the KV head that they read."""
-  return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
+  batch, heads, *rest = x.shape
+  return x.reshape(batch, kv_heads, heads // kv_heads, *rest)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.select import among_largest, largest
-from kvjax.kernels.select import true_slots as true_slots
+from kvjax.kernels.select import mask_to_slots as mask_to_slots
 
 _HIGHEST = float(jnp.finfo(jnp.float32).max)
 _LOWEST = float(jnp.finfo(jnp.float32).min)

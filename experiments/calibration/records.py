@@ -53,7 +53,7 @@ class Auto:
     if plan.sparse is not None:
       raise InputError(
         f"{AUTO} is the share that a context can bear to keep, and this keeps "
-        "everything; give the share that is looked up."
+        "everything; give the share that is retrieved."
       )
     record = self.records.get((plan.label, plan.per_query_head))
     if record is None:

@@ -15,7 +15,7 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
 from kvjax.experiments.candidates import Candidate
-from kvjax.kernels.select import named_slots
+from kvjax.kernels.select import slots_to_mask
 from kvjax.model import Model
 
 _Queries = Sequence[Float[Array, "B N D"]]
@@ -124,7 +124,7 @@ def _retrieved_positions(
   slots = counts.visible_slots
   slots = slots.reshape(*slots.shape[:2], -1)
   stored = layer.stored.positions
-  return jnp.where(named_slots(slots, stored.shape[-1]), stored, -1)
+  return jnp.where(slots_to_mask(slots, stored.shape[-1]), stored, -1)
 
 
 def _last_queries(

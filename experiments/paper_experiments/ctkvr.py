@@ -52,7 +52,7 @@ _OTHERS = (
 )
 _SHARE = fixed("CTkvr, 4 % of n", "ctkvr", Retention(0.04), Retention(0.04))
 _SCALING = (
-  "Prompts and keys looked up are a sixteenth of the paper's: 64 keys for "
+  "Prompts and keys retrieved are a sixteenth of the paper's: 64 keys for "
   "1,024. Resident tokens, pages and hashes are not scaled."
 )
 
@@ -213,7 +213,7 @@ _E4_8 = Comparison(
   ),
   (plain("needles found", _TURNS),),
   (printed.ROUNDS,),
-  scaling="Prompts are a thirty-second of the paper's, keys looked up a "
+  scaling="Prompts are a thirty-second of the paper's, keys retrieved a "
   "sixteenth: 32 for 512. There are 512 centroids, not the 103 that are a "
   "sixteenth of the tokens: questions are as long as the paper's, and two of "
   "them would push all of these out.",
@@ -246,7 +246,7 @@ EXPERIMENTS = (
     remarks=(
       "The numbers lie on a grid of 1/96: most likely 96 samples per task, "
       "with ShadowKV's metric for questions, which accepts more.",
-      "What the baselines look up is not said; here it is 1,024 keys.",
+      "What the baselines retrieve is not said; here it is 1,024 keys.",
     ),
   ),
   Experiment(

@@ -1,7 +1,6 @@
 """The setups of ProtoKV's comparisons, and its known numbers."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from kvjax.experiments.answering import QUERY_AWARE
 from kvjax.experiments.paper_experiments.records import (
@@ -27,16 +26,12 @@ LLAMA = "LLaMA-3-8B-Instruct"
 LIMIT = 7950
 
 
-def _clusters(method: str) -> Sequence[str]:
-  """Returns the method with 500 prototypes, and with 62 for 1,024 tokens."""
-  return method, f"{method}:prototypes=62"
-
-
 _SCORES = {
-  "ProtoKV": _clusters("protokv"),
-  "ProtoKV, qk_mean": _clusters("protokv:score=qk_mean"),
-  "ProtoKV, attn_sum": _clusters("protokv:score=attn_sum"),
-  "ProtoKV, attn_mean": _clusters("protokv:score=attn_mean"),
+  "ProtoKV": "protokv",
+  "ProtoKV, literal": "protokv.paper",
+  "ProtoKV, qk_sum": "protokv:score=qk_sum",
+  "ProtoKV, qk_mean": "protokv:score=qk_mean",
+  "ProtoKV, attn_mean": "protokv:score=attn_mean",
 }
 # As in KVCache-Factory, whose harness the paper seems to use.
 _BASELINES = {
@@ -50,7 +45,8 @@ _BASELINES = {
 _SCALING = (
   "Budgets keep their ratios but begin at a sixteenth of the prompt, where the "
   "paper's begin at less than a hundredth: less leaves no needle whole in "
-  "1,024 tokens. There are 62 prototypes in place of 500."
+  "1,024 tokens. ProtoKV has 500 prototypes from 8,000 tokens on, and one for "
+  "16 tokens of shorter prompts."
 )
 _BUDGETS = budgets(
   {
@@ -69,8 +65,8 @@ def per_query_head(one: Comparison) -> Comparison:
 
   Retrieval methods do not select what to keep, so they are only quoted.
   """
-  looks_up = ("clusterkv", "squeezed")
-  kept = [line for line in one.lines if line.paper.method not in looks_up]
+  retrieval = ("clusterkv", "squeezed")
+  kept = [line for line in one.lines if line.paper.method not in retrieval]
   quoted = [line.name for line in one.lines if line not in kept]
   return dataclasses.replace(
     one,
@@ -213,12 +209,12 @@ E1_5 = Comparison(
   lines(
     {
       "FullKV": "full",
-      "ProtoKV": _clusters("protokv"),
-      "Chunk-Clustering": _clusters("protokv.chunk"),
+      "ProtoKV": "protokv",
+      "Chunk-Clustering": "protokv.chunk",
       # 512 buckets, and 64.
       "LSH-Clustering": ("protokv.lsh", "protokv.lsh:bits=6"),
-      "ProtoKV + LA": _clusters("pyramid/protokv"),
-      "ProtoKV + HA": _clusters("ada/protokv"),
+      "ProtoKV + LA": "pyramid/protokv",
+      "ProtoKV + HA": "ada/protokv",
     }
   ),
   (_B256, _B512),
@@ -230,19 +226,18 @@ _SWEEPS = {
   "FullKV": "full",
   **{
     f"P_tot = {count}": (
-      f"protokv:prototypes={count}",
-      f"protokv:prototypes={count // 8}",
+      f"protokv:prototypes={count}:tokens_per_prototype=1",
+      f"protokv:prototypes={count // 8}:tokens_per_prototype=1",
     )
     for count in (100, 200, 500, 1000)
   },
-  **{f"u = {2**bits}": _clusters(f"protokv:bits={bits}") for bits in range(5)},
+  **{f"u = {2**bits}": f"protokv:bits={bits}" for bits in range(5)},
   **{
-    f"p = {count}": _clusters(f"protokv:anchors={count}")
+    f"p = {count}": f"protokv:anchors={count}"
     for count in (10, 20, 40, 70, 100)
   },
   **{
-    f"kappa = {reach}": _clusters(f"protokv:neighbors={reach}")
-    for reach in (1, 2, 5, 10)
+    f"kappa = {reach}": f"protokv:neighbors={reach}" for reach in (1, 2, 5, 10)
   },
 }
 E1_6 = Comparison(
@@ -265,11 +260,9 @@ E1_7 = Comparison(
     {
       "FullKV": "full",
       "SnapKV": "snapkv.factory",
-      "ProtoKV": _clusters("protokv"),
+      "ProtoKV": "protokv",
       **{
-        f"K-means, {count} iterations": _clusters(
-          f"protokv.kmeans:iterations={count}"
-        )
+        f"K-means, {count} iterations": f"protokv.kmeans:iterations={count}"
         for count in (1, 5, 10, 20, 50)
       },
     }

@@ -154,7 +154,7 @@ def _update(
   logits = jnp.einsum(
     "bkgsd,bkcd->bkgsc", queries, keys, preferred_element_type=jnp.float32
   )
-  logits = options.capped(logits * options.scale_of(queries.shape[-1]))
+  logits = options.cap(logits * options.scale_of(queries.shape[-1]))
   logits = jnp.where(visible, logits, -jnp.inf)
   largest = jnp.maximum(running.largest, jnp.max(logits, axis=-1))
   finite = jnp.where(jnp.isfinite(largest), largest, 0.0)

@@ -46,7 +46,7 @@ class AttentionOptions:
       return queries
     return queries * (self.scale_of(dim) * dim**0.5)
 
-  def capped(self, logits: Float[Array, "*B"]) -> Float[Array, "*B"]:
+  def cap(self, logits: Float[Array, "*B"]) -> Float[Array, "*B"]:
     """Applies the softcap, if there is one, to scaled logits."""
     if self.softcap is None:
       return logits

@@ -31,7 +31,7 @@ def attention_reference(
   keys = jnp.where(valid[..., None], keys.astype(jnp.float32), 0.0)
   values = jnp.where(valid[..., None], values.astype(jnp.float32), 0.0)
   products = jnp.einsum("bkgsd,bktd->bkgst", grouped, keys)
-  logits = options.capped(products * options.scale_of(dim))
+  logits = options.cap(products * options.scale_of(dim))
   visible = valid[:, :, None] & options.visible(
     query_positions[:, None, :, None], key_positions[:, :, None]
   )

@@ -29,7 +29,7 @@ OF_COLUMNS = MATRIX.reduce(0)
 PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
-class Found(NamedTuple):
+class PartialSums(NamedTuple):
   """The state of an online softmax, as refs or as float32 arrays.
 
   Attributes:
@@ -43,7 +43,7 @@ class Found(NamedTuple):
   total: Any
 
   @classmethod
-  def none(cls, dim: int) -> "Found":
+  def none(cls, dim: int) -> "PartialSums":
     """Returns the state before the first key, in registers."""
 
     def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
@@ -56,7 +56,9 @@ class Found(NamedTuple):
     )
 
   @classmethod
-  def shapes(cls, lead: tuple[int, ...], queries: int, dim: int) -> "Found":
+  def shapes(
+    cls, lead: tuple[int, ...], queries: int, dim: int
+  ) -> "PartialSums":
     """Returns the output shapes for a grid of `lead` thread blocks."""
     return cls(
       jax.ShapeDtypeStruct((*lead, queries, dim), jnp.float32),
@@ -92,8 +94,8 @@ class Tiles(NamedTuple):
       reused at the end for the weighted output.
     tile: keys, then values, in the layout of the matrix units.
     weights: attention weights in the same layout.
-    largest: staging buffer for `Found.largest`.
-    total: staging buffer for `Found.total`.
+    largest: staging buffer for `PartialSums.largest`.
+    total: staging buffer for `PartialSums.total`.
     arrived: barrier for the copies of a chunk.
     ready: barrier for the copies before the first chunk.
   """
@@ -164,13 +166,13 @@ def along_columns(x: Array) -> Array:
 
 
 def attend(
-  state: Found,
+  state: PartialSums,
   tiles: Tiles,
   buffer: Int[Array, ""],
   valid: Callable[[Any], Array],
   adjust: Callable[[Float[Array, "S C"]], Float[Array, "S C"]],
   value_scales: Float[Array, " C"] | None,
-) -> Found:
+) -> PartialSums:
   """Updates the online softmax with a chunk that has arrived.
 
   Args:
@@ -216,7 +218,7 @@ def attend(
     rescale, (ROWS, dim), (0,)
   )
   weighted = rescaled + _product(tiles.weights, tiles.tile, dim)
-  return Found(weighted, largest, total)
+  return PartialSums(weighted, largest, total)
 
 
 def _product(left: Any, right: Any, columns: int) -> Array:
@@ -228,10 +230,10 @@ def _product(left: Any, right: Any, columns: int) -> Array:
   return pl.run_scoped(run, accumulator)
 
 
-def write(state: Found, tiles: Tiles, to: Found) -> None:
+def write(state: PartialSums, tiles: Tiles, to: PartialSums) -> None:
   """Writes the state to global memory, without the padding queries."""
   _, weighted = tiles.rows
-  staged = Found(weighted, tiles.largest, tiles.total)
+  staged = PartialSums(weighted, tiles.largest, tiles.total)
   for value, ref in zip(state, staged, strict=True):
     plgpu.store(ref, value, optimized=False)
   plgpu.commit_smem()

@@ -59,7 +59,7 @@ def _mass(
     keys,
     precision=jax.lax.Precision.HIGHEST,
   )
-  logits = jnp.where(visible, options.capped(logits), -jnp.inf)
+  logits = jnp.where(visible, options.cap(logits), -jnp.inf)
   if sinks is not None:
     sink = sinks.astype(jnp.float32)[None, :, None, None]
     sink = jnp.broadcast_to(sink, (*logits.shape[:-1], 1))

@@ -97,7 +97,7 @@ def _mass(
     columns = key_positions[:, :, None]
     visible = (columns >= 0) & options.visible(positions[..., None], columns)
     # Masked logits may be NaN; a query without visible keys adds nothing.
-    logits = jnp.where(visible[:, :, None], options.capped(logits), -jnp.inf)
+    logits = jnp.where(visible[:, :, None], options.cap(logits), -jnp.inf)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     if sinks is not None:
       largest = jnp.maximum(largest, sinks)

@@ -15,7 +15,7 @@ from kvjax.kernels.attention.options import (
   AttentionOptions,
   decline_unless_plain,
 )
-from kvjax.kernels.attention.warpgroup import ROWS, Found, Tiles
+from kvjax.kernels.attention.warpgroup import ROWS, PartialSums, Tiles
 from kvjax.kernels.paged_attention.owners import owners_of
 from kvjax.kernels.quantized import Quantized, stored
 from kvjax.kernels.stacks import index_stack
@@ -126,13 +126,13 @@ def paged_attention_gpu(
       chunks_per_split=chunks_per_split,
       group=query_heads // kv_heads,
     ),
-    out_type=Found.shapes((batch, splits), query_heads, dim),
+    out_type=PartialSums.shapes((batch, splits), query_heads, dim),
     grid=(batch, splits),
     grid_names=("row", "split"),
     scratch_types=Tiles.types(dim, queries.dtype, dtype, True, 2, 1),
     compiler_params=warpgroup.PARAMS,
   )(*leaves)
-  output, lse = Found(*partial).joined(queries.dtype)
+  output, lse = PartialSums(*partial).joined(queries.dtype)
   return Partial(output[:, :, None], lse[..., None])
 
 
@@ -140,7 +140,7 @@ def _kernel(*refs: Any, tree: Any, chunks_per_split: int, group: int) -> None:
   """Attends to a part of a row, prefetching one chunk.
 
   Args:
-    *refs: leaves of `_Operands`, `Found` and `Tiles`.
+    *refs: leaves of `_Operands`, `PartialSums` and `Tiles`.
     tree: tree structure of the operands.
     chunks_per_split: number of chunks of a part.
     group: query heads per KV head.
@@ -148,7 +148,7 @@ def _kernel(*refs: Any, tree: Any, chunks_per_split: int, group: int) -> None:
   count = tree.num_leaves
   read = jax.tree.unflatten(tree, refs[:count])
   output_refs, tiles = (
-    Found(*refs[count : count + 3]),
+    PartialSums(*refs[count : count + 3]),
     Tiles(*refs[count + 3 :]),
   )
   row, split = jax.lax.axis_index("row"), jax.lax.axis_index("split")
@@ -171,28 +171,28 @@ def _kernel(*refs: Any, tree: Any, chunks_per_split: int, group: int) -> None:
         source.at[layer, row, slots], rows.at[buffer], tiles.arrived.at[buffer]
       )
 
-  def attend(number: Array, partial: Found) -> Found:
+  def attend(number: Array, partial: PartialSums) -> PartialSums:
     pl.when(number + 1 < used)(lambda: fetch(number + 1))
     plgpu.barrier_wait(tiles.arrived.at[number & 1])
     at = (row, first + number)
     return _attend(partial, tiles, number & 1, read, at, group)
 
   pl.when(used > 0)(lambda: fetch(jnp.int32(0)))
-  partial = Found.none(tiles.queries.shape[1])
+  partial = PartialSums.none(tiles.queries.shape[1])
   partial = jax.lax.fori_loop(0, used, attend, partial)
   warpgroup.write(
-    partial, tiles, Found(*(x.at[row, split] for x in output_refs))
+    partial, tiles, PartialSums(*(x.at[row, split] for x in output_refs))
   )
 
 
 def _attend(
-  partial: Found,
+  partial: PartialSums,
   tiles: Tiles,
   buffer: Array,
   read: _Operands,
   at: tuple[Array, Array],
   group: int,
-) -> Found:
+) -> PartialSums:
   def vector(ref: Any, layout: Any = warpgroup.OF_COLUMNS) -> Array:
     return plgpu.load(ref.at[at], layout=layout, optimized=False)
 

@@ -31,7 +31,7 @@ def paged_attention_reference(
     return jnp.where(valid[..., None], x, 0.0)
 
   logits = jnp.einsum("bnsd,btd->bnst", queries.astype(jnp.float32), flat(keys))
-  logits = options.capped(logits * options.scale_of(dim))
+  logits = options.cap(logits * options.scale_of(dim))
   kv_head = jnp.arange(query_heads) // (query_heads // kv_heads)
   same_head = valid[:, None] & (owner[:, None] == kv_head[None, :, None])
   causal = options.visible(query_positions[..., None], positions[:, None])

@@ -108,7 +108,7 @@ def _attend(
   visible = (valid_positions[:, :, None] >= 0) & options.visible(
     query_positions[:, None, :, None], valid_positions[:, :, None]
   )
-  logits = options.capped(logits * options.scale_of(queries.shape[-1]))
+  logits = options.cap(logits * options.scale_of(queries.shape[-1]))
   logits = jnp.where(visible[:, :, None], logits, -jnp.inf)
 
   owns = heads[..., None] == jnp.arange(queries.shape[1])[None, None]

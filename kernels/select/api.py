@@ -17,7 +17,9 @@ from kvjax.kernels.dispatch import Implementation, Programs, dispatch
 from kvjax.kernels.select import gpu, tpu, xla
 
 _LARGEST = Programs(xla.largest_xla, tpu.largest_tpu, gpu.largest_gpu)
-_TRUE = Programs(xla.true_slots_xla, tpu.true_slots_tpu, gpu.true_slots_gpu)
+_TRUE = Programs(
+  xla.mask_to_slots_xla, tpu.mask_to_slots_tpu, gpu.mask_to_slots_gpu
+)
 
 
 def largest(
@@ -46,7 +48,7 @@ def largest(
   )
 
 
-def true_slots(
+def mask_to_slots(
   mask: Bool[Array, "*B T"],
   size: int,
   implementation: Implementation | None = None,
@@ -86,14 +88,14 @@ def kth_largest(
   return _run_unmapped(xla.kth_largest_xla, _to_float32(scores), counts)
 
 
-def named_slots(lists: Int[Array, "*B M"], slots: int) -> Bool[Array, "*B T"]:
-  """Computes the mask of the listed slots; the inverse of `true_slots`.
+def slots_to_mask(lists: Int[Array, "*B M"], slots: int) -> Bool[Array, "*B T"]:
+  """Computes the mask of the listed slots; the inverse of `mask_to_slots`.
 
   Args:
     lists: slots in any order, duplicates allowed; negative numbers are ignored.
     slots: T, static.
   """
-  return xla.named_slots_xla(lists, slots)
+  return xla.slots_to_mask_xla(lists, slots)
 
 
 def _to_float32(scores: Float[Array, "*B T"]) -> Float[Array, "*B T"]:

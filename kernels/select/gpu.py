@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.select.bisection import limits
 from kvjax.kernels.select.keys import ordered
-from kvjax.kernels.select.xla import true_slots_xla, within_limits
+from kvjax.kernels.select.xla import mask_to_slots_xla, within_limits
 
 # Scores per step of a warpgroup: at least 16 bytes per thread, and at most what
 # fits in registers.
@@ -39,12 +39,14 @@ def largest_gpu(
   )(padded, jnp.minimum(counts, size).reshape(rows))
   per_row = (*counts.shape, 1)
   chosen = within_limits(scores, least.reshape(per_row), end.reshape(per_row))
-  return true_slots_xla(chosen, size)
+  return mask_to_slots_xla(chosen, size)
 
 
-def true_slots_gpu(mask: Bool[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
-  """Computes `kernels.select.true_slots` by XLA, which reads the mask once."""
-  return true_slots_xla(mask, size)
+def mask_to_slots_gpu(
+  mask: Bool[Array, "*B T"], size: int
+) -> Int[Array, "*B M"]:
+  """Computes `kvjax.kernels.select.mask_to_slots` by XLA, in one pass."""
+  return mask_to_slots_xla(mask, size)
 
 
 def _kernel(

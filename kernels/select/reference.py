@@ -17,10 +17,10 @@ def largest_reference(
   return np.where(chosen < slots, chosen, -1).astype(np.int32)[..., :size]
 
 
-def true_slots_reference(
+def mask_to_slots_reference(
   mask: Bool[np.ndarray, "*B T"], size: int
 ) -> Int[np.ndarray, "*B M"]:
-  """Computes `kvjax.kernels.select.true_slots`."""
+  """Computes `kvjax.kernels.select.mask_to_slots`."""
   slots = np.where(mask, np.arange(mask.shape[-1]), mask.shape[-1])
   first = np.sort(slots, axis=-1)[..., :size]
   return np.where(first < mask.shape[-1], first, -1).astype(np.int32)

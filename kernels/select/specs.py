@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.kernels.select.api import largest, true_slots
+from kvjax.kernels.select.api import largest, mask_to_slots
 from kvjax.kernels.specs import Spec
 
 _KV_HEADS = 8
@@ -41,8 +41,8 @@ def _true(batch: int, slots: int, size: int) -> Spec:
     return (jax.random.bernoulli(key, share, (batch, _KV_HEADS, slots)),)
 
   return Spec(
-    f"true slots: {size:,} of {batch} x {slots:,}",
-    functools.partial(true_slots, size=size),
+    f"mask to slots: {size:,} of {batch} x {slots:,}",
+    functools.partial(mask_to_slots, size=size),
     arrays,
     batch * _KV_HEADS * (slots + 4 * size),
   )
@@ -52,6 +52,6 @@ SPECS: tuple[Spec, ...] = (
   _largest("keep", 1, 32_768, 8_192),
   _largest("keep", 4, 32_768, 8_192),
   _largest("keep", 1, 131_072, 32_768),
-  _largest("look up", 4, 131_072, 2_048),
+  _largest("retrieve", 4, 131_072, 2_048),
   _true(1, 131_072, 32_768),
 )

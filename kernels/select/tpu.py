@@ -59,8 +59,10 @@ def largest_tpu(
   return selected.reshape(*counts.shape, size)
 
 
-def true_slots_tpu(mask: Bool[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
-  """Computes `kvjax.kernels.select.true_slots`."""
+def mask_to_slots_tpu(
+  mask: Bool[Array, "*B T"], size: int
+) -> Int[Array, "*B M"]:
+  """Computes `kvjax.kernels.select.mask_to_slots`."""
   return largest_tpu(
     jnp.where(mask, 0.0, -jnp.inf), jnp.full(mask.shape[:-1], size), size
   )

@@ -24,7 +24,7 @@ def largest_xla(
   counts = jnp.minimum(counts, size)
   if scores.shape[-1] <= _SHORT:
     return _ascending(_best_first(scores, counts[..., None]), size)
-  return true_slots_xla(among_largest_xla(scores, counts), size)
+  return mask_to_slots_xla(among_largest_xla(scores, counts), size)
 
 
 def among_largest_xla(
@@ -33,7 +33,7 @@ def among_largest_xla(
   """Computes `kvjax.kernels.select.among_largest`."""
   slots, wanted = scores.shape[-1], counts[..., None]
   if slots <= _SHORT:
-    return named_slots_xla(_best_first(scores, wanted), slots)
+    return slots_to_mask_xla(_best_first(scores, wanted), slots)
   least, end = limits(_counter(scores), wanted, slots)
   return within_limits(scores, least, end)
 
@@ -47,8 +47,10 @@ def within_limits(
   return is_chosen(ordered(scores), _slots(scores.shape), least, end)
 
 
-def true_slots_xla(mask: Bool[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
-  """Computes `kvjax.kernels.select.true_slots`."""
+def mask_to_slots_xla(
+  mask: Bool[Array, "*B T"], size: int
+) -> Int[Array, "*B M"]:
+  """Computes `kvjax.kernels.select.mask_to_slots`."""
   if mask.shape[-1] <= _SHORT:
     slots = _slots(mask.shape)
     return _ascending(jnp.where(mask, slots, slots.shape[-1]), size)
@@ -78,10 +80,10 @@ def kth_largest_xla(
   return jnp.min(scores, axis=-1, initial=jnp.inf, where=among)
 
 
-def named_slots_xla(
+def slots_to_mask_xla(
   lists: Int[Array, "*B M"], slots: int
 ) -> Bool[Array, "*B T"]:
-  """Computes `kvjax.kernels.select.named_slots`."""
+  """Computes `kvjax.kernels.select.slots_to_mask`."""
 
   def mark(listed: Int[Array, " M"]) -> Bool[Array, " T"]:
     # Negative indices would count from the end; T is out of bounds and dropped.

@@ -16,7 +16,7 @@ from kvjax.kernels.attention.options import (
   decline_unless_plain,
 )
 from kvjax.kernels.attention.partial import Partial
-from kvjax.kernels.attention.warpgroup import ROWS, Found, Tiles
+from kvjax.kernels.attention.warpgroup import ROWS, PartialSums, Tiles
 from kvjax.kernels.quantized import Quantized, stored
 from kvjax.kernels.sparse_decode.lists import Lists
 
@@ -98,13 +98,13 @@ def sparse_decode_gpu(
   leaves, tree = jax.tree.flatten(operands)
   partial = plgpu.kernel(
     functools.partial(_kernel, tree=tree, share=lists // keys.shape[2]),
-    out_type=Found.shapes((batch, lists, splits), group, dim),
+    out_type=PartialSums.shapes((batch, lists, splits), group, dim),
     grid=(batch, lists, splits),
     grid_names=("row", "list", "split"),
     scratch_types=(*types, plgpu.SMEM((chunks_per_split, ROWS), jnp.int32)),
     compiler_params=warpgroup.PARAMS,
   )(*leaves)
-  output, lse = Found(*partial).joined(queries.dtype)
+  output, lse = PartialSums(*partial).joined(queries.dtype)
   return Partial(output.reshape(queries.shape), lse.reshape(batch, heads))
 
 
@@ -112,14 +112,15 @@ def _kernel(*refs: Any, tree: Any, share: int) -> None:
   """Attends to a part of a list, prefetching one chunk.
 
   Args:
-    *refs: leaves of `_Operands`, `Found`, `Tiles` and the slots of the part.
+    *refs: leaves of `_Operands`, `PartialSums` and `Tiles`, and the slots of
+      the part.
     tree: tree structure of the operands.
     share: number of lists per KV head.
   """
   count = tree.num_leaves
   read = jax.tree.unflatten(tree, refs[:count])
   output_refs, tiles = (
-    Found(*refs[count : count + 3]),
+    PartialSums(*refs[count : count + 3]),
     Tiles(*refs[count + 3 : -1]),
   )
   numbers = refs[-1]
@@ -158,22 +159,26 @@ def _kernel(*refs: Any, tree: Any, share: int) -> None:
 
     jax.lax.fori_loop(0, ROWS, fetch_row, None)
 
-  def attend(number: Array, partial: Found) -> Found:
+  def attend(number: Array, partial: PartialSums) -> PartialSums:
     pl.when(number + 1 < used)(lambda: fetch(number + 1))
     plgpu.barrier_wait(tiles.arrived.at[number & 1])
     at = (row, head, first + number)
     return _attend(partial, tiles, number & 1, read.lists, at)
 
   pl.when(used > 0)(lambda: fetch(jnp.int32(0)))
-  partial = Found.none(tiles.queries.shape[1])
+  partial = PartialSums.none(tiles.queries.shape[1])
   partial = jax.lax.fori_loop(0, used, attend, partial)
   at = (row, head, split)
-  warpgroup.write(partial, tiles, Found(*(x.at[at] for x in output_refs)))
+  warpgroup.write(partial, tiles, PartialSums(*(x.at[at] for x in output_refs)))
 
 
 def _attend(
-  partial: Found, tiles: Tiles, buffer: Array, lists: Lists, at: tuple[Any, ...]
-) -> Found:
+  partial: PartialSums,
+  tiles: Tiles,
+  buffer: Array,
+  lists: Lists,
+  at: tuple[Any, ...],
+) -> PartialSums:
   def vector(ref: Any, layout: Any = warpgroup.OF_COLUMNS) -> Array:
     return plgpu.load(ref, layout=layout, optimized=False)
 

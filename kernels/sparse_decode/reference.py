@@ -31,7 +31,7 @@ def sparse_decode_reference(
     place = jnp.where(listed >= 0, listed, capacity)
     query = queries[row, head].astype(jnp.float32)
     products = keys[row, kv_head].astype(jnp.float32) @ query
-    all_logits = options.capped(products * options.scale_of(dim))
+    all_logits = options.cap(products * options.scale_of(dim))
     listed_logits = jnp.append(all_logits, 0.0)[place] + extra
     logits = logits.at[place].set(listed_logits)[:capacity]
     named = jnp.isfinite(logits)

@@ -43,7 +43,7 @@ def sparse_decode_xla(
     gather(keys),
     preferred_element_type=jnp.float32,
   )
-  logits = options.capped(logits * options.scale_of(dim))
+  logits = options.cap(logits * options.scale_of(dim))
   if bias is not None:
     logits = logits + bias.reshape(logits.shape)
   logits = jnp.where(valid[:, :, None], logits, -jnp.inf)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.cache.layers import LayerCache
-from kvjax.selection import true_slots
+from kvjax.selection import mask_to_slots
 from kvjax.struct import static, struct
 
 
@@ -60,7 +60,7 @@ class Partitions:
 
   def slots(self, cache: LayerCache, count: int) -> Int[Array, "B K P L"]:
     """Slots of the first `count` partitions; arbitrary beyond the last."""
-    order = true_slots(cache.valid, cache.capacity)
+    order = mask_to_slots(cache.valid, cache.capacity)
     index = self.start[..., None] + jnp.arange(count * self.lag)[None, None]
     index = jnp.minimum(index, cache.capacity - 1)
     slots = jnp.maximum(jnp.take_along_axis(order, index, axis=-1), 0)

@@ -189,6 +189,8 @@ def stack(caches: Sequence[Cache]) -> Cache:
     return jnp.concatenate(leaves, axis=0)
 
   first, *rest = caches
+  if not rest:
+    return first
   return dataclasses.replace(
     first,
     stacks=jax.tree.map(join, first.stacks, *(c.stacks for c in rest)),

@@ -16,10 +16,12 @@ class ObservationWindow:
     queries: rotated queries in the order of their positions. In a row with
       fewer than W, they are at the end, after arbitrary values.
     positions: positions of the queries; -1 where there is no query yet.
+    sinks: the layer's attention sinks, if it has any, for every row.
   """
 
   queries: Float[Array, "B N W D"]
   positions: Int[Array, "B W"]
+  sinks: Float[Array, "B N"] | None = None
 
   @classmethod
   def empty(cls, activations: Activations, width: int) -> "ObservationWindow":
@@ -28,6 +30,7 @@ class ObservationWindow:
     return cls(
       jnp.zeros((batch, heads, width, dim), activations.queries.dtype),
       jnp.full((batch, width), -1, jnp.int32),
+      _sinks_of(activations),
     )
 
   def append(self, activations: Activations) -> "ObservationWindow":
@@ -41,4 +44,11 @@ class ObservationWindow:
     return ObservationWindow(
       jax.vmap(lambda x, at: take(x, at, width, axis=1))(queries, start),
       jax.vmap(lambda x, at: take(x, at, width))(positions, start),
+      _sinks_of(activations),
     )
+
+
+def _sinks_of(activations: Activations) -> Float[Array, "B N"] | None:
+  if activations.sinks is None:
+    return None
+  return jnp.broadcast_to(activations.sinks, activations.queries.shape[:2])

@@ -8,7 +8,7 @@ from kvjax.activations import Activations
 from kvjax.cache.heads import heads_of
 from kvjax.cache.rows import Rows
 from kvjax.cache.splitting import Split
-from kvjax.kernels.select import true_slots
+from kvjax.kernels.select import mask_to_slots
 from kvjax.retrieval.base import (
   Candidates,
   KeyBudget,
@@ -107,7 +107,7 @@ def _or_everything(
 
   Short rows of a batch then attend to everything, as they would alone.
   """
-  all_slots = true_slots(store.valid, selection.slots.shape[-1])
+  all_slots = mask_to_slots(store.valid, selection.slots.shape[-1])
   fits = jnp.sum(store.valid.astype(jnp.int32)) <= budget.num_keys
   bias = selection.bias
   if bias is not None:

@@ -28,7 +28,7 @@ from kvjax.kernels.attention import (
   merge,
   with_sinks,
 )
-from kvjax.kernels.select import named_slots
+from kvjax.kernels.select import slots_to_mask
 from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.placement import to_host
 from kvjax.retrieval.base import (
@@ -325,7 +325,7 @@ class SparseLayer(Layer):
     _, selection = self.retrieve(self.index, queries[:, :, 0], last)
     slots = selection.visible_slots
     slots = slots.reshape(*slots.shape[:2], -1)
-    visible = named_slots(slots, self.stored.capacity)
+    visible = slots_to_mask(slots, self.stored.capacity)
     return jnp.sum(visible.astype(jnp.int32), axis=-1)
 
   def retrieve(

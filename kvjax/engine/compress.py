@@ -260,8 +260,8 @@ def evict_layer(
     limits: limits of the layers.
     layer: index of the layer in the model.
     cache: the layer's cache.
-    activations: a block of padding; the method remembers in the cache what it
-      needs of earlier blocks.
+    activations: a block without tokens; the method remembers in the cache what
+      it needs of earlier blocks.
     budget: budget of one layer under `limits`.
 
   Returns:
@@ -301,15 +301,17 @@ def _remember(cache: LayerCache, evaluated: Evaluated) -> LayerCache:
   )
 
 
-def padding_like(cache: LayerCache, spec: LayerSpec) -> Activations:
-  """Makes activations of one padding token for a layer."""
+def empty_block(cache: LayerCache, spec: LayerSpec) -> Activations:
+  """Makes activations of a layer for a block without tokens."""
   batch, kv_heads, _, dim = cache.keys.shape
-  keys = jnp.zeros((batch, kv_heads, 1, dim), cache.keys.dtype)
+  keys = jnp.zeros((batch, kv_heads, 0, dim), cache.keys.dtype)
   width = cache.values.shape[-1]
+  sinks = None if cache.window is None else cache.window.sinks
   return Activations(
-    queries=jnp.zeros((batch, spec.heads, 1, dim), cache.keys.dtype),
+    queries=jnp.zeros((batch, spec.heads, 0, dim), cache.keys.dtype),
     keys=keys,
-    values=jnp.zeros((batch, kv_heads, 1, width), cache.values.dtype),
-    positions=jnp.full((batch, 1), -1, jnp.int32),
+    values=jnp.zeros((batch, kv_heads, 0, width), cache.values.dtype),
+    positions=jnp.zeros((batch, 0), jnp.int32),
+    sinks=None if sinks is None else sinks[0],
     attention=spec.attention,
   )

@@ -11,7 +11,7 @@ from kvjax.activations import Activations
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
-from kvjax.engine.compress import arrange_for, evict_layer, padding_like
+from kvjax.engine.compress import arrange_for, empty_block, evict_layer
 from kvjax.engine.forward import States, block_positions, run_layers
 from kvjax.engine.prepared import Limits
 from kvjax.model import LayerSpec, Model
@@ -111,13 +111,13 @@ def evict_all(model: Model, limits: Limits, cache: Cache) -> Cache:
       spec: LayerSpec = spec,
     ) -> Any:
       layer: LayerCache = stack.at(index)
-      padding = padding_like(layer, spec)
+      block = empty_block(layer, spec)
       layer_budget = dataclasses.replace(
         budget, capacity=min(budget.capacity, layer.capacity)
       )
 
       def evict(layer: LayerCache) -> LayerCache:
-        return evict_layer(limits, numbers[index], layer, padding, layer_budget)
+        return evict_layer(limits, numbers[index], layer, block, layer_budget)
 
       due = limits.is_due(layer, layer_budget)
       after = jax.lax.cond(due, evict, lambda same: same, layer)

@@ -185,6 +185,6 @@ class Plan:
     if self.sparse is not None:
       name = type(self.sparse.retrieval).__name__
       raise InputError(
-        f"{name} looks up keys as they were computed; it cannot work with "
+        f"{name} retrieves keys as they were computed; it cannot work with "
         f"keys in {kv_dtype}, so leave out one of the two."
       )

@@ -14,7 +14,7 @@ from kvjax.methods.heads import window_mass
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
-from kvjax.selection import age, newest, true_slots
+from kvjax.selection import age, mask_to_slots, newest
 
 Scope = Literal["layer", "head"]
 
@@ -94,7 +94,7 @@ class ChunkKV(Method):
     slots = cache.capacity
     per_token = jnp.repeat(chosen, self.chunk, axis=-1)[..., :slots]
     kept = window | must_keep | (per_token & self._prefix(cache))
-    return true_slots(kept, budget.capacity)
+    return mask_to_slots(kept, budget.capacity)
 
   def _prefix(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     valid = cache.valid

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.activations import Activations
 from kvjax.cache.heads import heads_of as heads_of
 from kvjax.cache.layers import LayerCache
+from kvjax.errors import InputError
 from kvjax.heads import Head as Head
 from kvjax.heads import by_kv_head as by_kv_head
 from kvjax.kernels.attention_mass import causal_mass
@@ -44,10 +45,19 @@ def window_queries(
     activations: activations of the block.
     window: number of queries; at most those of the block. If a row has fewer,
       the remaining ones are arbitrary, with position -1.
+
+  Raises:
+    InputError: the queries have gone, as the method's traits do not declare
+      that it reads them.
   """
   if cache.window is not None:
     return cache.window.queries, cache.window.positions
   length = activations.positions.shape[1]
+  if not length:
+    raise InputError(
+      f"A method that reads the last {window} queries must declare them as "
+      f"Traits(window={window}) to evict in blocks or while decoding."
+    )
   size = min(window, length)
   real = jnp.sum((activations.positions >= 0).astype(jnp.int32), axis=1)
   start = jnp.clip(real - size, 0, length - size)

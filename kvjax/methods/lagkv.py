@@ -19,7 +19,7 @@ from kvjax.methods.heads import Head, heads_of
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
 from kvjax.options.budgets import Retention
-from kvjax.selection import finite, top_slots, true_slots
+from kvjax.selection import finite, mask_to_slots, top_slots
 
 Mode = Literal["paper", "kvpress"]
 Reference = Literal["next", "own"]
@@ -129,7 +129,7 @@ class LagKV(Method):
     per_partition = self._per_partition(parts, budget)[..., None]
     per_partition = jnp.broadcast_to(per_partition, scores.shape[:-1])
     best = parts.spread(among_largest(scores, per_partition))
-    return true_slots(cache.valid & (parts.fixed | best), budget.capacity)
+    return mask_to_slots(cache.valid & (parts.fixed | best), budget.capacity)
 
   def _per_partition(
     self, parts: Partitions, budget: LayerBudget

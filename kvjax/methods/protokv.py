@@ -12,7 +12,7 @@ from kvjax import clustering as proto
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.kernels.select import largest, named_slots
+from kvjax.kernels.select import largest, slots_to_mask
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.heads import (
   Head,
@@ -31,7 +31,7 @@ from kvjax.methods.ranking import (
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
-from kvjax.selection import age, newest, true_slots
+from kvjax.selection import age, mask_to_slots, newest
 
 Clusters = Literal["prototypes", "lsh", "kmeans", "none"]
 Score = Literal["qk_sum", "qk_mean", "attn_sum", "attn_mean"]
@@ -48,7 +48,10 @@ class ProtoKV(Method):
   combines the scores that the window's queries give its members. The first
   cluster that does not fit is cut by the scores of its members.
 
-  Source: ProtoKV, ICLR 2026 (OpenReview kXhPkDaFbJ).
+  Source: ProtoKV, ICLR 2026 (OpenReview kXhPkDaFbJ). Its formulas say 500
+  prototypes for any prompt and raw inner products, which is the preset `paper`.
+  At 1,024 tokens that leaves no clusters to speak of, and raw products are
+  mostly negative, so that large clusters come last.
 
   Attributes:
     window: W, number of last tokens, which are always kept.
@@ -59,7 +62,8 @@ class ProtoKV(Method):
     bits: r; there are 2^r anchor prototypes.
     hash: random "fourier" features or a "hyperplane" per bit.
     sigma: bandwidth of the features.
-    prototypes: total number of prototypes.
+    prototypes: maximum number of prototypes, anchors' included.
+    tokens_per_prototype: shorter prompts have one prototype for so many tokens.
     split: how chunks are cut.
     clusters: "lsh" hashes every token, "kmeans" replaces prototypes by K-means
       centers; "none" is SATKV: single tokens by deviation.
@@ -81,10 +85,11 @@ class ProtoKV(Method):
   hash: proto.Hash = "fourier"
   sigma: proto.Sigma = "median"
   prototypes: int = 500
+  tokens_per_prototype: int = 16
   split: proto.Split = "balanced"
   clusters: Clusters = "prototypes"
   iterations: int = 10
-  score: Score = "qk_sum"
+  score: Score = "attn_sum"
   cut: Cut = "score"
   seed: int = 0
 
@@ -97,6 +102,7 @@ class ProtoKV(Method):
       anchors=0,
       bits=0,
       prototypes=2,
+      tokens_per_prototype=1,
       iterations=1,
     )
     if self._anchor_prototypes >= self.prototypes and (
@@ -147,7 +153,7 @@ class ProtoKV(Method):
     prefix = valid & (age(valid) > self.window)
     select_head = functools.partial(select_fitting, cut=self.cut)
     kept = jax.vmap(jax.vmap(select_head))(scores, remaining)
-    return true_slots(window | must_keep | (prefix & kept), budget.capacity)
+    return mask_to_slots(window | must_keep | (prefix & kept), budget.capacity)
 
   def _rank_head(
     self, head: Head, token_scores: Float[Array, " T"], rng: Array
@@ -175,7 +181,10 @@ class ProtoKV(Method):
     rng: Array,
   ) -> tuple[Float[Array, "P D"], Bool[Array, " P"]]:
     if self.clusters == "kmeans":
-      return proto.kmeans(keys, prefix, rng, self.prototypes, self.iterations)
+      wanted = self._limit(prefix)
+      return proto.kmeans(
+        keys, prefix, rng, self.prototypes, self.iterations, wanted
+      )
     most = min(max(self.anchors, 1), len(keys))
     masked = jnp.where(prefix, dev, -jnp.inf)
     slots = largest(masked, jnp.asarray(most), most)
@@ -187,11 +196,11 @@ class ProtoKV(Method):
       return proto.prototypes(keys, groups, 2**self.bits)
     anchor = jnp.zeros(prefix.shape, bool)
     if self.anchors:
-      anchor = named_slots(slots, len(keys))
+      anchor = slots_to_mask(slots, len(keys))
     rest = prefix & ~anchor
     plain = self.prototypes - self._anchor_prototypes
-    size = jnp.sum(rest.astype(jnp.int32))
-    chunk = proto.chunks(rest, jnp.minimum(plain, size), self.split)
+    num_chunks = jnp.minimum(plain, self._limit(rest))
+    chunk = proto.chunks(rest, num_chunks, self.split)
     groups = jnp.where(anchor, plain + hashed, chunk)
     return proto.prototypes(keys, groups, self.prototypes)
 
@@ -207,6 +216,11 @@ class ProtoKV(Method):
     queries = by_kv_head(queries, cache.keys.shape[1])
     total = jnp.sum(queries, axis=(2, 3))
     return jnp.einsum("bktd,bkd->bkt", heads.keys, total)
+
+  def _limit(self, tokens: Bool[Array, " T"]) -> Int[Array, ""]:
+    """Number of prototypes that so many tokens have."""
+    count = jnp.sum(tokens.astype(jnp.int32))
+    return -(-count // self.tokens_per_prototype)
 
   @property
   def _anchor_prototypes(self) -> int:

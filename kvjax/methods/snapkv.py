@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
-from kvjax.kernels.select import true_slots
+from kvjax.kernels.select import mask_to_slots
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import window_mass
 from kvjax.methods.traits import Traits
@@ -103,7 +103,7 @@ def pool(
   """
   if kernel == 1:
     return votes
-  order = true_slots(valid, valid.shape[-1])
+  order = mask_to_slots(valid, valid.shape[-1])
   take = functools.partial(jnp.take_along_axis, axis=-1)
   in_order = jnp.where(order >= 0, take(votes, jnp.maximum(order, 0)), 0.0)
   start, operation = (

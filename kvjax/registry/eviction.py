@@ -135,7 +135,7 @@ def register_methods() -> None:
     "protokv",
     ProtoKV,
     presets={
-      "paper": ProtoKV(),
+      "paper": ProtoKV(tokens_per_prototype=1, score="qk_sum"),
       "sat": ProtoKV(clusters="none"),
       "chunk": ProtoKV(anchors=0),
       "lsh": ProtoKV(clusters="lsh", bits=9),

@@ -196,7 +196,7 @@ def get_plan(
   if isinstance(budget, Calibrated):
     raise InputError(
       f"A calibration says what a context can lose; {first} loses nothing, so "
-      "give it the number of keys to look up."
+      "give it the number of keys to retrieve."
     )
   if retrieval.reads:
     budget = Tokens(retrieval.reads)

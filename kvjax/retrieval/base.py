@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from kvjax.errors import InputError
 from kvjax.heads import Head
-from kvjax.kernels.select import largest, named_slots, true_slots
+from kvjax.kernels.select import largest, mask_to_slots, slots_to_mask
 from kvjax.options.bounds import check_choices, check_least
 from kvjax.options.budgets import Budget
 from kvjax.struct import static, struct
@@ -127,12 +127,12 @@ class Store:
     They are unique and ascending, then -1. U is min(M, F).
     """
     slots = self.valid.shape[0]
-    named = named_slots(numbers, slots)
+    named = slots_to_mask(numbers, slots)
     if self.late_numbers is not None:
       first = slots - self.late_numbers.shape[0]
       late = named[self.late_numbers] & self.valid[first:]
       named = jnp.concatenate([named[:first], late])
-    return true_slots(named, min(numbers.shape[0], slots))
+    return mask_to_slots(named, min(numbers.shape[0], slots))
 
   def numbers(self, slots: Int[Array, " M"]) -> Int[Array, " M"]:
     """Returns the number of each slot; -1 for slot -1."""

@@ -164,7 +164,7 @@ def check_repeatable(name: str, model: TinyModel, cache: Cache) -> None:
   )
   require(
     first == second,
-    f"A cache of {name} must answer alike when it is asked again; it does not.",
+    f"A cache of {name} must give the same answer twice; it does not.",
   )
   require(
     first == poisoned,

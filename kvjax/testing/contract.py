@@ -86,21 +86,21 @@ def _choose_later(
   spread = method.allocation
   with jax.default_matmul_precision("highest"):
     cache = method.observe(layer, cache, activations)
-    scores = spread.evaluate(method, layer, cache, _padding_like(activations))
+    scores = spread.evaluate(method, layer, cache, _empty_block(activations))
   return spread.select(method, scores, cache, budget)
 
 
-def _padding_like(activations: Activations) -> Activations:
-  """A block of one padding token, without optional activations."""
+def _empty_block(activations: Activations) -> Activations:
+  """A block without tokens and optional activations."""
 
   def blank(x: Array) -> Array:
-    return jnp.zeros((*x.shape[:2], 1, x.shape[-1]), x.dtype)
+    return jnp.zeros((*x.shape[:2], 0, x.shape[-1]), x.dtype)
 
   return Activations(
     blank(activations.queries),
     blank(activations.keys),
     blank(activations.values),
-    jnp.full((activations.positions.shape[0], 1), -1, jnp.int32),
+    jnp.zeros((activations.positions.shape[0], 0), jnp.int32),
   )
 
 

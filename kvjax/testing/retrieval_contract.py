@@ -59,7 +59,7 @@ def check_retrieval(retrieval: Retrieval) -> None:
   require(
     layer is not None,
     f"{name} attends to everything in all layers (dense_layers), so that there "
-    "is nothing to check; leave one to look up in.",
+    "is nothing to check; leave one to retrieve from.",
   )
   assert layer is not None
   _check_retrieval(retrieval, layer)
@@ -121,12 +121,12 @@ def _check_retrieval(retrieval: Retrieval, layer: int) -> None:
       cache = index(retrieval, jnp.int32(layer), activations, row_lengths)
     require(
       isinstance(cache, SparseLayer),
-      f"{name} leaves nothing to look up in {max(lengths)} tokens; check it "
+      f"{name} leaves nothing to retrieve from {max(lengths)} tokens; check it "
       "with fewer sinks and local tokens.",
     )
     if poison:
       cache = poison_layer(cache)
-    with explain(f"{name} fails to look up"):
+    with explain(f"{name} fails to retrieve"):
       result = retrieve_compiled(cache, queries.queries[:, :, 0], row_lengths)
     _check_index(name, result)
     return cache, _check_slots(name, cache, result)
@@ -135,7 +135,7 @@ def _check_retrieval(retrieval: Retrieval, layer: int) -> None:
   _, poisoned = run(one, other, lengths, poison=True)
   require(
     slots == poisoned,
-    f"What empty slots hold must not change what {name} looks up; NaN does: "
+    f"What empty slots hold must not change what {name} retrieves; NaN does: "
     "mask by store.valid.",
   )
   places = ((2, one), (1, other), (0, one))
@@ -144,7 +144,7 @@ def _check_retrieval(retrieval: Retrieval, layer: int) -> None:
   _, swapped_slots = run(swapped, swapped_queries, lengths[::-1])
   require(
     swapped_slots[0] == slots[2] and swapped_slots[2] == slots[0],
-    f"What {name} looks up for a row must not depend on its batch mates nor on "
+    f"What {name} retrieves for a row must not depend on its batch mates or "
     "its place among them; it does.",
   )
   short = lengths[1]
@@ -153,14 +153,14 @@ def _check_retrieval(retrieval: Retrieval, layer: int) -> None:
   _, single = run(alone, alone_queries, [short])
   require(
     single[0] == slots[1],
-    f"What {name} looks up for a row must not depend on its padding; it does.",
+    f"What {name} retrieves for a row must not depend on its padding; it does.",
   )
   eager = _retrieve(
     cache, other.queries[:, :, 0], jnp.asarray(lengths, jnp.int32)
   )
   require(
     _check_slots(name, cache, eager) == slots,
-    f"{name} must look up the same compiled or not; it does not.",
+    f"{name} must retrieve the same compiled or not; it does not.",
   )
 
 
@@ -199,8 +199,8 @@ def _check_slots(
   outside = slots[(slots < -1) | (slots >= size)]
   require(
     not outside.size,
-    f"{name} looks up slot {outside[:1].sum()} of {size} that are stored; give "
-    f"0 to {size - 1}, and -1 for none.",
+    f"{name} retrieves slot {outside[:1].sum()} of {size} that are stored; "
+    f"give 0 to {size - 1}, and -1 for none.",
   )
   for row, head in np.ndindex(*valid.shape[:2]):
     for listed in slots[row, head]:
@@ -212,7 +212,7 @@ def _check_slots(
       empty = [slot for slot in filled if not valid[row, head, slot]]
       require(
         not empty,
-        f"{name} looks up slot {empty[:1]}, which holds no token; only slots "
+        f"{name} retrieves slot {empty[:1]}, which holds no token; only slots "
         "of store.valid may be named.",
       )
   return [

@@ -122,7 +122,7 @@ def test_a_text_is_answered_side_by_side(binary, tiny_directory, tmp_path):
     (["--budget=0"], "A budget of 0 tokens keeps nothing"),
     (["--budget=64", "--retention=.5"], "--retention and --budget do not go"),
     (["--kv_dtype=int8", "--every=4"], "--every and --kv_dtype do not go"),
-    (["--kv_dtype=fp8", "--methods=flat"], "has flat: Flat looks up keys as"),
+    (["--kv_dtype=fp8", "--methods=flat"], "has flat: Flat retrieves keys as"),
     (["--tasks=niah"], "There is no task 'niah'; the tasks are niah_single_1"),
     (["--samples=0"], "--samples=0"),
     (["--lenght=512"], "flag 'lenght'. Did you mean: length; --help"),

@@ -139,7 +139,7 @@ def test_a_batch_is_prefilled_once_and_equal_caches_asked_together(
 def test_a_sweep_answers_as_each_of_its_methods_does_alone(
   tiny, tmp_path, whole
 ):
-  """Two caches that are joined, a packed one and one that is looked up in.
+  """Two caches that are joined, a packed one and one that is retrieved from.
 
   All that is written of an answer is the same. So it is, but for what padding
   takes, among other methods and samples; and by hand.

@@ -32,7 +32,7 @@ def measured():
 def test_exact_search_misses_nothing_and_reads_what_it_may(measured):
   flat = measured[0][0]
   assert [quality.recall for quality in flat] == [1.0, 1.0]
-  # 2 + 4 resident ones, 6 looked up, and 1 to 5 decoded.
+  # 2 + 4 resident ones, 6 retrieved, and 1 to 5 decoded.
   assert [quality.read for quality in flat] == [15.0, 15.0]
 
 

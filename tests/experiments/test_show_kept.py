@@ -84,7 +84,7 @@ def test_retrieval_methods_show_what_the_last_token_reads(tiny, kept):
 
 
 def test_all_but_one_token_is_read(tiny, kept):
-  # 2 sinks and 5 last tokens are read beside what is looked up.
+  # 2 sinks and 5 last tokens are read beside what is retrieved.
   length, found = len(_tokens(tiny)), kept[3]
   assert found.heads.max() == HEADS
   assert found.heads.sum(axis=1).tolist() == [HEADS * (length - 1)] * LAYERS

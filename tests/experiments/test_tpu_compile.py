@@ -405,7 +405,7 @@ def test_a_kernel_is_measured():
 
 @pytest.mark.libtpu
 def test_a_token_moves_little_more_than_it_must():
-  """What it looks up stays with the host, on each of eight chips."""
+  """What it retrieves stays with the host, on each of eight chips."""
   chips.prepare_libtpu()
   use, v5e = engine_programs.CTKVR, chips.Chip.load("v5e")
   lower = functools.partial(engine_programs.lower_decode, use, 1)

@@ -16,12 +16,12 @@ from kvjax.kernels.select import (
   among_largest,
   kth_largest,
   largest,
-  named_slots,
-  true_slots,
+  mask_to_slots,
+  slots_to_mask,
 )
 from kvjax.kernels.select.reference import (
   largest_reference,
-  true_slots_reference,
+  mask_to_slots_reference,
 )
 from kvjax.kernels.select.specs import SPECS
 
@@ -105,12 +105,12 @@ def test_largest_equals_a_sort(platform, slots, size):
     pytest.param("gpu", 1337, 700, marks=pytest.mark.slow),
   ],
 )
-def test_true_slots_equal_a_sort(platform, slots, size):
+def test_mask_to_slots_equal_a_sort(platform, slots, size):
   rng = np.random.default_rng(slots)
   mask = rng.random((*ROWS, slots)) < np.linspace(0, 1, 5)[None, :, None]
   with on(platform):
-    actual = jax.jit(functools.partial(true_slots, size=size))(mask)
-  np.testing.assert_array_equal(actual, true_slots_reference(mask, size))
+    actual = jax.jit(functools.partial(mask_to_slots, size=size))(mask)
+  np.testing.assert_array_equal(actual, mask_to_slots_reference(mask, size))
 
 
 @pytest.mark.parametrize("slots", [40, 700])
@@ -122,12 +122,12 @@ def test_masks_and_thresholds_agree_with_lists(slots):
   def run(scores, counts, listed):
     return (
       among_largest(scores, counts),
-      named_slots(listed, slots),
+      slots_to_mask(listed, slots),
       kth_largest(scores, counts),
     )
 
   mask, named, actual = map(np.asarray, run(scores, counts, listed))
-  np.testing.assert_array_equal(true_slots_reference(mask, slots), listed)
+  np.testing.assert_array_equal(mask_to_slots_reference(mask, slots), listed)
   np.testing.assert_array_equal(named, mask)
   least = np.where(mask, scores, np.inf).min(axis=-1)
   # What is not normal may be taken for zero.

@@ -157,7 +157,7 @@ class Mutable(Norm):
 WRONG = {
   "asks for a window it does not declare": (
     Undeclared(),
-    r"traits\.window \(it is 0\)",
+    r"must declare them as Traits\(window=4\)",
   ),
   "asks for a larger window than it declares": (
     Undeclared(window=2),
@@ -271,11 +271,14 @@ class Growing(Reading):
 
 
 NOT_RETRIEVING = {
-  "out of range": (BeyondTheStore(), "looks up slot .* that are stored"),
+  "out of range": (BeyondTheStore(), "retrieves slot .* that are stored"),
   "twice": (Twice(), "once in a list"),
   "empty": (EmptyReads(), "holds no token"),
   "grows": (Growing(), "same shapes"),
-  "dense": (Reading(dense_layers=tuple(range(64))), "leave one to look up in"),
+  "dense": (
+    Reading(dense_layers=tuple(range(64))),
+    "leave one to retrieve from",
+  ),
 }
 
 

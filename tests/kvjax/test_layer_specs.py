@@ -199,6 +199,21 @@ def test_evicting_goes_on_in_global_layers_alone():
     _ = after.lengths
 
 
+def test_eviction_between_blocks_sees_the_sinks():
+  # One block is the whole prompt, of which only the window is left by then.
+  method = kvjax.methods.SnapKV(window=5, kernel=1)
+  budget = kvjax.Tokens(8)
+  plan = kvjax.Plan(method, budget, kvjax.Schedule(block=32))
+  strong = jax.tree.map(lambda x: x, PARAMS)
+  strong["layers"][1]["sinks"] = 6 * PARAMS["layers"][1]["sinks"]
+  whole, blocks = (
+    kvjax.prefill(MODEL, strong, PROMPTS, each)[0]
+    for each in (kvjax.Plan(method, budget), plan)
+  )
+  for row in range(len(ROWS)):
+    assert kept_positions(blocks, row) == kept_positions(whole, row)
+
+
 def test_bytes_are_those_of_rings_and_kept_tokens():
   cache, _ = prefilled(kvjax.get_plan("keydiff", kvjax.Tokens(7)))
   rows, expected = len(ROWS), 0

@@ -77,7 +77,7 @@ def own_scores(seen, head, attention):
   "score", ["qk_sum", "qk_mean", "attn_sum", "attn_mean"]
 )
 def test_clusters_are_kept_best_first_and_the_last_is_cut(seen, score):
-  method = ProtoKV(anchors=0, prototypes=9, score=score)
+  method = ProtoKV(anchors=0, prototypes=9, tokens_per_prototype=1, score=score)
   budget = 40
   kept = select(seen, method, budget)
   for head in range(K):
@@ -132,7 +132,9 @@ def kept_by_hand(seen, method, head, candidates, budget):
   )
   total = method.prototypes
   rest = [i for i in range(PREFIX) if i not in candidates]
-  plain = total - 2**method.bits
+  # The last of them is short.
+  enough = -(-len(rest) // method.tokens_per_prototype)
+  plain = min(total - 2**method.bits, enough)
   groups = [[] for _ in range(total)]
   for rank, i in enumerate(rest):
     groups[rank * plain // len(rest)].append(i)
@@ -143,7 +145,7 @@ def kept_by_hand(seen, method, head, candidates, budget):
     if members:
       cosines[:, group] = unit(k) @ unit(k[members].sum(axis=0))
   cluster = cosines.argmax(axis=1)
-  own = own_scores(seen, head, attention=False)
+  own = own_scores(seen, head, method.score == "attn_sum")
   worth = [own[cluster == c].sum() for c in range(total)]
   order = [
     i
@@ -155,10 +157,21 @@ def kept_by_hand(seen, method, head, candidates, budget):
 
 @pytest.mark.parametrize("sign", ["deviation", "literal"])
 @pytest.mark.parametrize("bits", [0, 2])
-@pytest.mark.parametrize("budget", [9, 30, 50])
-def test_anchors_and_chunks_together(seen, bits, budget, sign):
+@pytest.mark.parametrize(
+  ("budget", "score", "tokens"),
+  [(9, "qk_sum", 1), (30, "attn_sum", 6), (50, "qk_sum", 16)],
+)
+def test_anchors_and_chunks_together(seen, bits, budget, sign, score, tokens):
   """The least like their neighbors are anchors; literally the most like."""
-  method = ProtoKV(anchors=6, bits=bits, prototypes=12, seed=4, sign=sign)
+  method = ProtoKV(
+    anchors=6,
+    bits=bits,
+    prototypes=12,
+    tokens_per_prototype=tokens,
+    seed=4,
+    sign=sign,
+    score=score,
+  )
   kept = select(seen, method, budget)
   for head in range(K):
     alike = likeness_of(seen, head)
@@ -198,7 +211,7 @@ def test_a_budget_within_the_window_keeps_the_newest(seen, budget):
 
 @pytest.mark.parametrize("cut", ["position", "skip", "none"])
 def test_cuts(seen, cut):
-  method = ProtoKV(anchors=0, prototypes=9, cut=cut)
+  method = ProtoKV(anchors=0, prototypes=9, tokens_per_prototype=1, cut=cut)
   budget = 40
   kept = select(seen, method, budget)
   found = ranking(seen, method)
@@ -233,6 +246,23 @@ def test_every_prefix_token_is_of_one_cluster(seen, name):
     assert [len(head) for head in select(seen, method, budget)] == [budget] * K
 
 
+@pytest.mark.parametrize(
+  ("method", "most"),
+  [
+    # 62 tokens of the prefix, of which 32 are candidates.
+    (ProtoKV(), 4 + 2),
+    (ProtoKV(anchors=0), 4),
+    (ProtoKV(clusters="kmeans"), 4),
+    (ProtoKV(anchors=0, prototypes=3), 3),
+    (ProtoKV(anchors=0, tokens_per_prototype=1), 62),
+  ],
+)
+def test_a_short_prompt_has_a_prototype_for_16_tokens(seen, method, most):
+  sizes = np.asarray(ranking(seen, method).sizes)[0]
+  found = np.sum(sizes > 0, axis=1)
+  assert np.all((most - 2 <= found) & (found <= most))
+
+
 @pytest.mark.parametrize("sign", ["deviation", "literal"])
 def test_sat_ranks_tokens_by_deviation(seen, sign):
   kept = select(seen, get_method(f"protokv.sat:sign={sign}"), 20)
@@ -252,7 +282,7 @@ def test_sat_of_equal_keys_keeps_the_first(seen):
 
 def test_assignment_ignores_the_scale_of_keys(seen):
   scaled = dataclasses.replace(seen, keys=seen.keys * 3)
-  method = ProtoKV(prototypes=12)
+  method = ProtoKV(prototypes=12, tokens_per_prototype=1, score="qk_sum")
   one, two = (ranking(x, method).cluster for x in (seen, scaled))
   np.testing.assert_array_equal(one, two)
 

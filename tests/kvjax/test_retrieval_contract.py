@@ -26,7 +26,7 @@ from kvjax.testing import (
   random_activations,
 )
 
-# In sizes that leave much to look up in rows this short.
+# In sizes that leave much to retrieve from rows this short.
 SMALL = {
   "ctkvr": "ctkvr:sinks=2:local=5:probes=2",
   "ctkvr.host": "ctkvr:sinks=2:local=5:probes=2:offload=true",
@@ -226,7 +226,7 @@ def test_asked_for_as_much_as_there_is_it_finds_it_all(name):
 # One that gathers what it looks at on the host, one that needs all of it.
 @pytest.mark.parametrize("name", ["ctkvr", "flat"])
 def test_what_the_host_holds_is_read_alike(name):
-  """Bit by bit, and all that is looked up stays there."""
+  """Bit by bit, and all that is retrieved stays there."""
   method = dataclasses.replace(small(name), offload=True)
   counts = jnp.asarray(COUNTS, jnp.int32)
   layer, roomy = compiled_index(method, activations(0), counts)
@@ -271,7 +271,7 @@ def primitives(jaxpr):
       yield from primitives(part)
 
 
-def test_a_lone_token_looks_up_as_the_first_of_several_does():
+def test_a_lone_token_retrieval_as_the_first_of_several_does():
   """Without a branch in which the device would only wait for the host."""
   _, roomy, output, _ = of_all_rows("ctkvr.host")
   first = jax.tree.map(

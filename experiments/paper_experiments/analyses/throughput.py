@@ -47,7 +47,7 @@ def measure(subject: Subject) -> Findings:
       ]
       for (name, rate), cache in zip(rates.items(), caches, strict=True)
     ]
-  title = f"prompts of {length:,} tokens, {_STEPS} decoded, {reads} looked up"
+  title = f"prompts of {length:,} tokens, {_STEPS} decoded, {reads} retrieved"
   header = ["batch", "method", "tokens/s", "× full", "MiB"]
   return Findings([Table(title, header, lines, names=2)])
 
