@@ -4,8 +4,11 @@ The settings are environment variables, so that the binaries that tests start
 run under them too. They must be set before JAX is imported.
 """
 
+import collections
 import gc
 import os
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,38 @@ install_import_hook(
   "is_pep484_tower=True, hint_overrides=beartype.FrozenDict("
   "{beartype.typing.Self: object})))",
 )
+
+
+_HERE = Path(__file__).parent
+_QUICK_CASES = tomllib.loads((_HERE / "quick_cases.toml").read_text())
+_counts = collections.Counter()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+  """Marks as slow the cases that `quick_cases.toml` does not name."""
+  for item in items:
+    file = item.path.relative_to(_HERE).as_posix()
+    name = item.cls.__name__ if item.cls else item.originalname
+    quick = _QUICK_CASES.get(file, {}).get(name)
+    if quick is None or not hasattr(item, "callspec"):
+      continue
+    is_quick = bool(re.fullmatch(quick, item.callspec.id))
+    _counts[file, name, is_quick] += 1
+    if not is_quick:
+      item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def case_counts():
+  """Collected cases by file, test, and whether `quick_cases.toml` has them."""
+  return _counts
+
+
+@pytest.fixture
+def quick_cases():
+  """The contents of `quick_cases.toml`."""
+  return _QUICK_CASES
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,5 +1,6 @@
 """The strictness that every other test relies on is really on."""
 
+import pathlib
 import subprocess
 import sys
 import warnings
@@ -10,6 +11,8 @@ import pytest
 from jaxtyping import TypeCheckError
 
 from kvjax.activations import Activations
+
+ROOT = pathlib.Path(__file__).parent
 
 
 def test_there_are_four_devices():
@@ -44,3 +47,17 @@ def test_programs_that_tests_start_are_strict_too():
   )
   printed = subprocess.check_output([sys.executable, "-c", code], text=True)
   assert printed.split() == ["4", "strict"]
+
+
+def test_quick_cases_name_some_cases_of_tests_that_there_are(
+  quick_cases, case_counts, request
+):
+  """Of the files that were collected as a whole."""
+  if any("::" in argument for argument in request.config.args):
+    pytest.skip("single tests were asked for")
+  collected = {file for file, _, _ in case_counts}
+  for file, tests in quick_cases.items():
+    assert (ROOT / file).is_file()
+    for name in tests if file in collected else ():
+      assert case_counts[file, name, True] > 0, (file, name)
+      assert case_counts[file, name, False] > 0, (file, name)

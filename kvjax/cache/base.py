@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
@@ -132,8 +133,15 @@ class Layer(abc.ABC):
     """
 
   @abc.abstractmethod
-  def row_positions(self, row: int) -> list[list[int]]:
-    """Positions of the tokens of a row, per KV head; on the host."""
+  def row_positions(
+    self, row: int, index: int | None = None
+  ) -> list[list[int]]:
+    """Positions of the tokens of a row, per KV head; on the host.
+
+    Args:
+      row: the row.
+      index: the layer, if this is a stack.
+    """
 
   def clear(self) -> Self:
     """Empties all slots."""
@@ -173,3 +181,11 @@ class Layer(abc.ABC):
 
     stack: Self = jax.tree.map(write, self, old, new)
     return stack
+
+
+def host_copy(
+  x: Int[Array, "..."], index: int | None
+) -> Int[np.ndarray, "..."]:
+  """Copies an array to the host; of a stack's array, only the given layer."""
+  host = np.asarray(x)
+  return host if index is None else host[index]

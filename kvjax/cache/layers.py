@@ -6,12 +6,11 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import Arrange, Index, Layer
+from kvjax.cache.base import Arrange, Index, Layer, host_copy
 from kvjax.cache.observation import ObservationWindow
 from kvjax.kernels.attention import Partial, attention, partial_attention
 from kvjax.kernels.gather import compact
@@ -147,9 +146,11 @@ class Slots(Layer):
     changed: Self = change(self)
     return changed
 
-  def row_positions(self, row: int) -> list[list[int]]:
+  def row_positions(
+    self, row: int, index: int | None = None
+  ) -> list[list[int]]:
     """Positions of the tokens of a row, per KV head; on the host."""
-    heads = np.asarray(self.positions)[row]
+    heads = host_copy(self.positions, index)[row]
     return [[int(p) for p in head if p >= 0] for head in heads]
 
   def quantize(self, kv_dtype: str) -> "Slots":

@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import AXES, Arrange, Index, Layer
+from kvjax.cache.base import AXES, Arrange, Index, Layer, host_copy
 from kvjax.cache.layers import KV_DTYPES, LayerCache, Slots
 from kvjax.kernels.attention import merge, partial_attention, with_sinks
 from kvjax.kernels.gather import compact
@@ -144,11 +143,14 @@ class PackedLayer(Layer):
     tail = self.tail.map_slots(change)
     return replace(self, pages=change(self.pages), tail=tail)
 
-  def row_positions(self, row: int) -> list[list[int]]:
+  def row_positions(
+    self, row: int, index: int | None = None
+  ) -> list[list[int]]:
     """Positions of the tokens of a row, per KV head; on the host."""
-    positions = self.tail.row_positions(row)
-    pages, heads = self.pages.positions[row], self.pages.heads[row]
-    for page, head in zip(np.asarray(pages), np.asarray(heads), strict=True):
+    positions = self.tail.row_positions(row, index)
+    pages = host_copy(self.pages.positions, index)[row]
+    heads = host_copy(self.pages.heads, index)[row]
+    for page, head in zip(pages, heads, strict=True):
       if head >= 0:
         positions[head] += [int(p) for p in page if p >= 0]
     return positions

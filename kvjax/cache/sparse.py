@@ -140,11 +140,13 @@ class SparseLayer(Layer):
       stored=self.stored.map_slots(change),
     )
 
-  def row_positions(self, row: int) -> list[list[int]]:
+  def row_positions(
+    self, row: int, index: int | None = None
+  ) -> list[list[int]]:
     """Positions of the tokens of a row, per KV head; on the host."""
     resident, stored = (
-      self.resident.row_positions(row),
-      self.stored.row_positions(row),
+      self.resident.row_positions(row, index),
+      self.stored.row_positions(row, index),
     )
     return [
       first + second for first, second in zip(resident, stored, strict=True)

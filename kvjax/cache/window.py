@@ -4,11 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import Index, Layer
+from kvjax.cache.base import Index, Layer, host_copy
 from kvjax.kernels.attention import merge, partial_attention, with_sinks
 from kvjax.struct import struct
 
@@ -72,9 +71,11 @@ class WindowLayer(Layer):
     changed: WindowLayer = change(self)
     return changed
 
-  def row_positions(self, row: int) -> list[list[int]]:
+  def row_positions(
+    self, row: int, index: int | None = None
+  ) -> list[list[int]]:
     """Positions of the tokens of a row, per KV head; on the host."""
-    heads = np.asarray(self.positions)[row]
+    heads = host_copy(self.positions, index)[row]
     return [sorted(int(p) for p in head if p >= 0) for head in heads]
 
   def append(

@@ -1,6 +1,8 @@
 """Checks of a method's options; NaN fails all of them."""
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvjax.errors import InputError
@@ -52,8 +54,19 @@ def check_choice(method: type, option: str, value: object) -> None:
   Raises:
     InputError: the value is not; the message names the choices.
   """
-  hint = get_type_hints(method)[option]
-  if get_origin(hint) is Literal and value not in get_args(hint):
+  choices = _choices(method).get(option)
+  if choices is not None and value not in choices:
     raise InputError(
-      f"{option} must be one of {', '.join(get_args(hint))}; {value!r} is not."
+      f"{option} must be one of {', '.join(choices)}; {value!r} is not."
     )
+
+
+@functools.cache
+def _choices(method: type) -> Mapping[str, tuple[str, ...]]:
+  """The choices of each `Literal` field."""
+  hints = get_type_hints(method)
+  return {
+    name: get_args(hint)
+    for name, hint in hints.items()
+    if get_origin(hint) is Literal
+  }

@@ -13,7 +13,7 @@ from kvjax.activations import Activations
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.errors import InputError
-from kvjax.model import Attend, Geometry, LayerSpec
+from kvjax.model import Attend, Geometry, LayerSpec, ranks
 from kvjax.struct import replace
 
 
@@ -216,8 +216,11 @@ def poison_layer[L: Layer](layer: L) -> L:
 
 def kept_positions(cache: Cache, row: int) -> list[list[list[int]]]:
   """Returns the positions of a row's tokens, per layer and KV head."""
-  layers = [layer for layer in cache.layers if layer is not None]
-  return [layer_positions(layer, row) for layer in layers]
+  return [
+    [sorted(head) for head in cache.stacks[stack].row_positions(row, index)]
+    for stack, index in zip(cache.order, ranks(cache.order), strict=True)
+    if stack >= 0
+  ]
 
 
 def layer_positions(layer: Layer, row: int) -> list[list[int]]:

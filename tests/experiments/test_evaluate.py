@@ -87,6 +87,7 @@ def test_a_killed_run_loses_and_doubles_nothing_and_others_join_it(
   assert len(places) == len(answers) == 4 * (9 + 9 + 8)
 
 
+@pytest.mark.slow
 def test_longbench_is_asked_with_and_without_the_template(
   binary, tiny_directory, tmp_path
 ):

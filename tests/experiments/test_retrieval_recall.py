@@ -89,6 +89,7 @@ def test_cosines_are_those_of_neighboring_queries(measured):
     np.testing.assert_allclose(cosines[layer], np.mean(found), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_binary_prints_and_writes_a_table(
   run_binary, tiny_directory, tmp_path
 ):

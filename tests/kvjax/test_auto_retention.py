@@ -68,10 +68,11 @@ def curve_inverse(tau, kc):
 
 def valid(layer, row):
   """Keys and values of a row by head, in the order of their positions."""
-  heads = np.arange(layer.lengths.shape[1])[:, None]
   if isinstance(layer, PackedLayer):
     layer = layer.pages
     heads = np.asarray(layer.heads[row])[:, None]
+  else:
+    heads = np.arange(layer.positions.shape[1])[:, None]
   filled = np.asarray(layer.positions[row]) >= 0
   return [
     np.asarray(x[row])[filled & (heads == head)]
@@ -120,7 +121,8 @@ def test_a_row_keeps_what_its_retention_asks_for(swept):
     ours, theirs = swept.caches[index], swept.caches[count + index]
     assert kept_positions(ours, row) == kept_positions(theirs, row), plan
     assert ours.next_positions[row] == theirs.next_positions[row]
-    for one, other in zip(ours.layers, theirs.layers, strict=True):
+    layers = jax.device_get((ours.layers, theirs.layers))
+    for one, other in zip(*layers, strict=True):
       jax.tree.map(
         np.testing.assert_array_equal, valid(one, row), valid(other, row)
       )

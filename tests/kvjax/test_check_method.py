@@ -290,6 +290,7 @@ def test_a_retrieval_that_breaks_its_word_is_told_so_in_a_sentence(case):
   assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_retrieval_of_ours_passes():
   check_retrieval(kvjax.get_retrieval("quest"))
 

@@ -35,17 +35,12 @@ NAMES = [
   "ada/snapkv:window=5",
   "ada/keydiff",
   "pyramid/ada/snapkv:window=5",
-  "ada/protokv:window=5:prototypes=20",
-  "ada/chunkkv:window=5:chunk=4",
   "chunkkv:window=5:chunk=4",
   "lagkv:sinks=2:lag=6",
-  "lagkv.kvpress:sinks=2:lag=6",
   "compactor:chunk=16",
   "compactor.vllm:first=2:last=3:chunk=16:leverage_chunk=20",
-  "pyramid/compactor.vllm:first=2:last=3:chunk=16:leverage_chunk=20",
   "protokv:window=5:prototypes=20",
   "protokv.sat:window=5",
-  "protokv.kmeans:window=5:prototypes=9:iterations=2",
 ]
 
 

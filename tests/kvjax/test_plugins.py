@@ -61,6 +61,7 @@ def test_the_command_line_knows_them(run, tmp_path):
     *("-m", "kvjax.experiments.main", "compare"),
     *(f"--methods={','.join(methods)}", "--retention=0.5", "--tasks=passkey"),
     *("--samples=1", "--length=288", f"--output={tmp_path}"),
+    "--model=reference",
   )
   assert done.returncode == 0, done.stderr
   lines = (tmp_path / "samples.jsonl").read_text().splitlines()

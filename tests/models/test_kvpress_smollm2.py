@@ -54,6 +54,7 @@ def test_every_golden_has_a_counterpart():
     assert set(compare.their_kept(prompt)) == cases - unknown
 
 
+@pytest.mark.slow
 def test_keydiff_keeps_the_same(lm):
   case = "keydiff_50"
   ours = compare.compress(lm, [case], [0], answer=False).kept[case][0]
