@@ -99,7 +99,7 @@ class Cache:
       InputError: layers have different numbers of KV heads; use
         `cache.layer(i)` then.
     """
-    return self._by_layer(lambda stack: stack.lengths)
+    return self._by_layer(_lengths)
 
   @property
   def num_attended(self) -> Int[Array, "L B K"]:
@@ -108,7 +108,7 @@ class Cache:
     It is given per layer, row and KV head. For retrieval layers, it counts the
     keys that the prompt's last token retrieved.
     """
-    return self._by_layer(lambda stack: stack.num_attended)
+    return self._by_layer(_num_attended)
 
   def _by_layer(
     self, count_tokens: Callable[[Layer], Array]
@@ -121,6 +121,11 @@ class Cache:
       )
     places = zip(self.order, ranks(self.order), strict=True)
     return jnp.stack([counts[s][i] for s, i in places if s >= 0])
+
+
+# Compiled, since operations one by one would each be a program.
+_lengths = jax.jit(lambda stack: stack.lengths)
+_num_attended = jax.jit(lambda stack: stack.num_attended)
 
 
 def _join_key(cache: Cache) -> Any:

@@ -179,14 +179,15 @@ def random_activations(
 
   def normal(count: int) -> Array:
     x = draw.standard_normal((rows, count, padded, head_dim))
-    return jnp.asarray(np.where(real[:, None, :, None], x, np.nan), dtype)
+    x = np.where(real[:, None, :, None], x, np.nan)
+    return jnp.asarray(x.astype(jnp.dtype(dtype)))
 
   return Activations(
     queries=normal(heads),
     keys=normal(kv_heads),
     values=normal(kv_heads),
     keys_unrotated=normal(kv_heads),
-    positions=jnp.asarray(np.where(real, index, -1), jnp.int32),
+    positions=jnp.asarray(np.where(real, index, -1).astype(np.int32)),
   )
 
 

@@ -70,6 +70,7 @@ def pair_nll(lm):
   return np.asarray(found).tolist()
 
 
+@pytest.mark.slow
 def test_an_automatic_answer_is_that_at_the_retention_it_reaches(
   tiny, tmp_path
 ):

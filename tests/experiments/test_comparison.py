@@ -261,6 +261,7 @@ def test_turns_that_stay_must_fit_the_context_together(tiny, tmp_path):
   assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_no_answer(tiny_directory, tmp_path, whole):
   mesh = parse_mesh("data:2,model:2")
   with jax.set_mesh(mesh):
@@ -377,6 +378,7 @@ def test_lookups_are_candidates_too():
     candidates(["ctkvr"], budgets, kvjax.Schedule(block=8))
 
 
+@pytest.mark.slow
 def test_query_heads_decide_and_store_for_themselves(tiny, tmp_path, whole):
   """Two query heads share a KV head of the tiny model: twice the bytes."""
   half = [kvjax.Retention(0.5)]

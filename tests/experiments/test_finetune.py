@@ -170,6 +170,7 @@ def test_loss_and_gradient_are_those_of_the_plain_computation(tiny):
   assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_bfloat16_is_tuned_in_float32_and_never_holds_all_logits(shallow):
   decoder = Decoder(shallow.config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
   model, adapter, frozen = adapted(*from_decoder(decoder), ("v",))

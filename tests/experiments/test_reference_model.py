@@ -20,6 +20,7 @@ def bundled():
   return models.load(directory, "float32")
 
 
+@pytest.mark.slow
 def test_it_answers_with_its_full_cache(bundled):
   tasks = ("niah_single_2", "niah_multikey_2", "niah_multikey_3", "passkey")
   scores = list(validate(bundled, 4, 1, (1024,), tasks))

@@ -133,6 +133,7 @@ def logits_of(decoder):
   )
 
 
+@pytest.mark.slow
 def test_a_deeper_decoder_computes_the_same_and_can_learn(monkeypatch):
   config = dataclasses.replace(training.config(), num_layers=3)
   monkeypatch.setattr(training, "config", lambda: config)

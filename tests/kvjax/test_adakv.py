@@ -243,6 +243,7 @@ def test_a_row_stands_alone(inner):
     assert slots_of(recipe, alone, [count], 30) == [together[row]]
 
 
+@pytest.mark.slow
 def test_jit_equals_eager():
   recipe = ada(SnapKV(window=8), normalize=True)
   seen = random_activations(8, LENGTHS, PADDED, heads=6, kv_heads=3)

@@ -1,7 +1,9 @@
 """Compactor against plain loops."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,6 +26,16 @@ LAYER = jnp.int32(0)
 @pytest.fixture(scope="module")
 def seen():
   return random_activations(11, [LENGTH], PADDED)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def evaluate(method, seen, layer=LAYER):
+  return method.evaluate(layer, LayerCache.of(seen), seen)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def select(method, found, seen, budget):
+  return method.select(found, LayerCache.of(seen), budget)
 
 
 def exact(keys):
@@ -75,7 +87,7 @@ def standard(x):
   ids=["paper", "one chunk", "attention", "ends", "chunked leverage"],
 )
 def test_scores(seen, method):
-  found = method.evaluate(LAYER, LayerCache.of(seen), seen)
+  found = evaluate(method, seen)
   a, b = method.first, LENGTH - method.last
   attention, outlier = [], []
   for head in range(K):
@@ -134,9 +146,9 @@ def test_scores_that_include_the_ends_and_are_standardized_by_chunk(seen):
     last=9,
     score_ends=True,
   )
-  found = method.evaluate(LAYER, LayerCache.of(seen), seen)
+  found = evaluate(method, seen)
   alone = dataclasses.replace(method, first=0, last=0, z_scope="layer")
-  whole = alone.evaluate(LAYER, LayerCache.of(seen), seen)
+  whole = evaluate(alone, seen)
   np.testing.assert_array_equal(found.attention, whole.attention)
   for start in range(0, LENGTH, 20):
     part = slice(start, min(start + 20, LENGTH))
@@ -151,9 +163,7 @@ def test_scores_that_include_the_ends_and_are_standardized_by_chunk(seen):
       found.outlier[0, :, part], standard(np.array(expected)), atol=2e-4
     )
   allowance = LayerBudget(jnp.asarray([20]), 20)
-  for head in np.asarray(method.select(found, LayerCache.of(seen), allowance))[
-    0
-  ]:
+  for head in np.asarray(select(method, found, seen, allowance))[0]:
     assert set(range(5)) | set(range(LENGTH - 9, LENGTH)) <= set(head.tolist())
 
 
@@ -161,7 +171,7 @@ def test_chunks_of_the_middle_begin_after_the_first_tokens(seen):
   method = Compactor(
     sketch="none", leverage_chunk=15, z_scope="chunk", first=6, last=4
   )
-  found = method.evaluate(LAYER, LayerCache.of(seen), seen)
+  found = evaluate(method, seen)
   for start in (6, 21, 36):
     part = slice(start, min(start + 15, LENGTH - 4))
     expected = [exact(wide(seen.keys_unrotated, h)[part]) for h in range(K)]
@@ -178,8 +188,8 @@ def test_chunks_of_the_middle_begin_after_the_first_tokens(seen):
 
 
 def test_where_all_tokens_are_among_the_first_nothing_is_scored(seen):
-  cache = LayerCache.of(seen)
-  found = Compactor(first=PADDED).evaluate(LAYER, cache, seen)
+  LayerCache.of(seen)
+  found = evaluate(Compactor(first=PADDED), seen)
   assert not np.any(np.asarray(found.attention))
   assert not np.any(np.asarray(found.outlier))
 
@@ -228,9 +238,9 @@ def test_a_layers_heads_share_one_rounding():
   """round(r n g), not g ceil(r n): 12 of 61 tokens at 0.1, not 14."""
   method = Compactor(spread="layer")
   seen = random_activations(3, [61, 44], 64)
-  cache = LayerCache.of(seen)
+  LayerCache.of(seen)
   counts = jnp.asarray([7, 5])
-  found = method.evaluate(LAYER, cache, seen)
+  found = evaluate(method, seen)
   for budget, kept in (
     (kvjax.Retention(0.1), [12, 9]),
     (kvjax.Tokens(7), [14, 14]),
@@ -239,20 +249,19 @@ def test_a_layers_heads_share_one_rounding():
     total = method.allocation.totals(budget, lengths, sizes)[0]
     assert total.tolist() == kept
     allowance = LayerBudget(counts, 7, total=jnp.asarray(total))
-    slots = method.select(found, cache, allowance)
-    assert jnp.sum(slots >= 0, axis=(1, 2)).tolist() == kept
-  slots = method.select(found, cache, LayerBudget(counts, 7))
-  assert jnp.sum(slots >= 0, axis=(1, 2)).tolist() == [14, 10]
+    slots = select(method, found, seen, allowance)
+    assert np.sum(np.asarray(slots) >= 0, axis=(1, 2)).tolist() == kept
+  slots = select(method, found, seen, LayerBudget(counts, 7))
+  assert np.sum(np.asarray(slots) >= 0, axis=(1, 2)).tolist() == [14, 10]
 
 
 def test_blend_is_the_share_removed_where_asked(seen):
-  cache = LayerCache.of(seen)
+  LayerCache.of(seen)
   allowance = LayerBudget(jnp.asarray([9]), 9)
   removed = Compactor(sketch="none", blend_removed=True)
   fixed = dataclasses.replace(removed, blend_removed=False, blend=1 - 9 / 45)
   slots = [
-    m.select(m.evaluate(LAYER, cache, seen), cache, allowance)
-    for m in (removed, fixed)
+    select(m, evaluate(m, seen), seen, allowance) for m in (removed, fixed)
   ]
   np.testing.assert_array_equal(*slots)
 
@@ -261,36 +270,32 @@ def test_blend_is_the_share_removed_where_asked(seen):
 def test_constant_leverage_leaves_the_choice_to_attention(solver):
   seen = random_activations(12, [6], 8)  # fewer tokens than dimensions
   method = Compactor(sketch="none", solver=solver)
-  found = method.evaluate(LAYER, LayerCache.of(seen), seen)
+  found = evaluate(method, seen)
   assert not np.any(np.asarray(found.outlier))
   assert np.any(np.asarray(found.attention))
 
 
 def test_sketch_depends_on_layer_head_and_seed_only(seen):
   method = Compactor(sketch_dim=4)
-  cache = LayerCache.of(seen)
-  one = method.evaluate(LAYER, cache, seen).outlier
-  np.testing.assert_array_equal(
-    one, method.evaluate(LAYER, cache, seen).outlier
-  )
-  assert np.any(one != method.evaluate(jnp.int32(1), cache, seen).outlier)
-  other = (
-    dataclasses.replace(method, seed=1).evaluate(LAYER, cache, seen).outlier
-  )
+  LayerCache.of(seen)
+  one = evaluate(method, seen).outlier
+  np.testing.assert_array_equal(one, evaluate(method, seen).outlier)
+  assert np.any(one != evaluate(method, seen, jnp.int32(1)).outlier)
+  other = evaluate(dataclasses.replace(method, seed=1), seen).outlier
   assert np.any(one != other)
 
 
 @pytest.mark.parametrize("sketch", ["gaussian", "srht"])
 @pytest.mark.parametrize("solver", ["svd", "qr", "eig"])
 def test_keys_are_taken_as_they_are_by_a_sketch_as_wide(seen, solver, sketch):
-  cache = LayerCache.of(seen)
-  exact = Compactor(sketch="none", solver=solver).evaluate(LAYER, cache, seen)
+  LayerCache.of(seen)
+  exact = evaluate(Compactor(sketch="none", solver=solver), seen)
   for columns in (D, D + 5, 64):
     method = Compactor(sketch=sketch, sketch_dim=columns, solver=solver)
-    found = method.evaluate(LAYER, cache, seen).outlier
+    found = evaluate(method, seen).outlier
     np.testing.assert_array_equal(found, exact.outlier)
   narrow = Compactor(sketch=sketch, sketch_dim=D - 1, solver=solver)
-  assert np.any(narrow.evaluate(LAYER, cache, seen).outlier != exact.outlier)
+  assert np.any(evaluate(narrow, seen).outlier != exact.outlier)
 
 
 @pytest.mark.parametrize("preset", ["compactor.kvpress", "compactor.vllm"])
@@ -303,7 +308,8 @@ def test_a_wide_sketch_and_the_solver_of_kvpress(seen, monkeypatch, preset):
     return draw_factors(kind, *args)
 
   monkeypatch.setattr("kvjax.methods.compactor.draw_factors", draw)
-  kvjax.get_method(preset).evaluate(LAYER, LayerCache.of(seen), seen)
+  method = kvjax.get_method(preset)
+  jax.eval_shape(method.evaluate, LAYER, LayerCache.of(seen), seen)
   assert drawn == ["gaussian" if preset == "compactor.kvpress" else "none"]
 
 

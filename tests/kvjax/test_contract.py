@@ -384,6 +384,7 @@ def test_neither_padding_nor_a_cache_in_bfloat16_changes_anything(name):
 
 
 # Step by step everything compiles by itself: few of them.
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   [

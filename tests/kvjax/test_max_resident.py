@@ -221,6 +221,7 @@ def same_state(layer, loops):
 
 
 # All rows, and the one alone whose prompt does not fill the sinks.
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("first", "dtype", "atol"), [(0, "float32", 1e-5), (4, "bfloat16", 2e-2)]
 )

@@ -72,6 +72,7 @@ def test_four_devices_equal_one():
   np.testing.assert_allclose(own, logits, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", ["h2o", pytest.param("snapkv:window=4", marks=pytest.mark.slow)]
 )

@@ -55,6 +55,14 @@ def test_everything_works_with_them(run, tmp_path):
     kvjax.get_plan("last_votes", kvjax.Tokens(9))
 
 
+@pytest.mark.slow
+def test_they_pass_the_checks(run):
+  done = run(PLUGINS / "check_all.py")
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == "all checked\n"
+
+
+@pytest.mark.slow
 def test_the_command_line_knows_them(run, tmp_path):
   methods = ["last_votes:window=4", "mean_query.near"]
   done = run(

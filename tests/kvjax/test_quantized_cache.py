@@ -317,6 +317,7 @@ def test_rows_are_joined_with_their_like(caches):
       kvjax.stack([int8, other])
 
 
+@pytest.mark.slow
 def test_a_mesh_equals_one_device(caches):
   with jax.set_mesh(parse_mesh("data:2,model:2")):
     dense, packed = swept([plan(DENSE, "int8"), plan(PACKED, "int8")])

@@ -80,6 +80,7 @@ def test_a_budget_that_holds_everything_changes_nothing(name):
   np.testing.assert_array_equal(got.tokens, expected.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", ["h2o", "snapkv:window=4", "lagkv:sinks=2:lag=5"]
 )

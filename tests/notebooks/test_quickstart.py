@@ -26,6 +26,7 @@ def test_both_forms_hold_the_same_cells_and_no_outputs():
     assert cell.get("execution_count") is None
 
 
+@pytest.mark.slow
 def test_it_answers_plots_and_shows(monkeypatch, tmp_path):
   """All methods at one budget: each budget compiles programs of its own."""
   script, folder = tmp_path / "script.py", tmp_path / "empty"

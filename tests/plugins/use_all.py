@@ -10,12 +10,7 @@ import sys
 import numpy as np
 
 import kvjax
-from kvjax.testing import (
-  TinyModel,
-  check_method,
-  check_retrieval,
-  kept_positions,
-)
+from kvjax.testing import TinyModel, kept_positions
 
 MODEL = TinyModel()
 PARAMS = MODEL.init()
@@ -66,9 +61,6 @@ def main(folder: str) -> None:
   measured = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [plan])
   assert all(0 < share < 1 for share in measured.retentions[0])
   assert 4 < lengths(measured.caches[0])[0] < 60
-
-  check_method(kvjax.get_method("last_votes:window=4"))
-  check_retrieval(kvjax.get_retrieval("mean_query.near"))
   print("all done")
 
 
