@@ -1,4 +1,4 @@
-"""Stacks of layers, from which programs read a layer without copying it."""
+"""Stacks of layers, which programs read and write without copying a layer."""
 
 import jax
 import jax.numpy as jnp
@@ -54,4 +54,38 @@ def gather_slots(
     ),
     slice_sizes=(1, 1, 1, 1, stack.shape[-1]),
     mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+  )
+
+
+def scatter_entries(
+  stack: Shaped[Array, "L B K *T"],
+  layer: Int[Array, ""],
+  places: Int[Array, "B K"],
+  entries: Shaped[Array, "B K *E"],
+  axis: int,
+) -> Shaped[Array, "L B K *T"]:
+  """Writes an entry of each head of a layer; the rest stays where it is.
+
+  Args:
+    stack: arrays of several layers.
+    layer: the layer.
+    places: where the entries go along the axis; nothing is written beyond it.
+    entries: the entries, without the axis.
+    axis: axis of a head's array, 0 for the first after K.
+  """
+  index = jnp.stack([jnp.broadcast_to(layer, places.shape), places], axis=-1)
+  return jax.lax.scatter(
+    stack,
+    index,
+    entries.astype(stack.dtype),
+    jax.lax.ScatterDimensionNumbers(
+      update_window_dims=tuple(range(2, entries.ndim)),
+      inserted_window_dims=(0, axis + 3),
+      scatter_dims_to_operand_dims=(0, axis + 3),
+      operand_batching_dims=(1, 2),
+      scatter_indices_batching_dims=(0, 1),
+    ),
+    indices_are_sorted=True,
+    unique_indices=True,
+    mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
   )

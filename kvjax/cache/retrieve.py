@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.heads import heads_of
+from kvjax.cache.index import LayerIndex
 from kvjax.cache.rows import Rows
 from kvjax.cache.splitting import Split
 from kvjax.kernels.select import mask_to_slots
@@ -53,13 +54,13 @@ def index_all(
 
 def retrieve_all(
   retrieval: Retrieval,
-  index: PyTree[Array],
+  index: LayerIndex,
   queries: Float[Array, "B K G D"],
   real: Bool[Array, " B"],
   store: Store,
   rows: Rows,
   budget: KeyBudget,
-) -> tuple[PyTree[Array], Selection]:
+) -> tuple[LayerIndex, Selection]:
   """Retrieves the keys of one token of each row.
 
   Args:
@@ -86,18 +87,19 @@ def retrieve_all(
     selection, update = retrieval.retrieve(index, queries, store, budget)
     return _or_everything(selection, store, budget), update
 
+  arrays = index.read()
   with jax.default_matmul_precision("highest"):
     if retrieval.key_access == "all":
       store = replace(store, keys=rows.copy_keys())
     elif retrieval.key_access == "candidates":
-      slots = jax.vmap(jax.vmap(retrieval.candidates))(index, queries, store)
+      slots = jax.vmap(jax.vmap(retrieval.candidates))(arrays, queries, store)
       keys = rows.gather_keys(slots).astype(jnp.float32)
       store = replace(store, candidates=Candidates(slots, keys))
     selection, update = jax.vmap(jax.vmap(retrieve_head))(
-      index, queries, store, budget
+      arrays, queries, store, budget
     )
-    index = jax.vmap(jax.vmap(retrieval.update_index))(index, update, real)
-  return index, selection
+    changes = jax.vmap(jax.vmap(retrieval.update_index))(arrays, update, real)
+  return index.write(changes), selection
 
 
 def _or_everything(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.base import Arrange, Index, Layer
+from kvjax.cache.index import LayerIndex
 from kvjax.cache.layers import LayerCache, attend_partially
 from kvjax.cache.retrieve import (
   broadcast_budget,
@@ -196,9 +197,11 @@ class SparseLayer(Layer):
     """Appends a block and attends; keys are never rerotated here."""
     assert arrange is None
     layers, rows = self.append(activations, index)._split_rows(index)
-    layer = layers.at(index)
-    output, updated = layer._attend(activations, rows)
-    return output, layers.put(index, layer, updated)._join_rows(rows)
+    layer_index = LayerIndex(layers.index, index)
+    layer = replace(layers, index=None).at(index)
+    output, layer_index = layer._attend(activations, rows, layer_index)
+    layers = replace(layers, index=layer_index.arrays)
+    return output, layers._join_rows(rows)
 
   def _split_rows(self, index: Index) -> tuple["SparseLayer", Rows]:
     """Splits off the stored keys and values, which stay in their stack."""
@@ -222,30 +225,30 @@ class SparseLayer(Layer):
   ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
     """Attends to the resident tokens and to the retrieved ones."""
     layer, rows = self._split_rows(None)
-    output, updated = layer._attend(activations, rows)
-    return output, updated._join_rows(rows)
+    output, index = layer._attend(activations, rows, LayerIndex(self.index))
+    return output, replace(self, index=index.arrays)
 
   def _attend(
-    self, activations: Activations, rows: Rows
-  ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
+    self, activations: Activations, rows: Rows, index: LayerIndex
+  ) -> tuple[Float[Array, "B N S Dv"], LayerIndex]:
     resident = attend_partially(self.resident, activations)
     single = activations.queries.shape[2] == 1
     if not single and self.retrieval.turn == "dense":
       keys, values = rows.copy()
       stored = replace(self.stored, keys=keys, values=values)
-      index, retrieved = self.index, attend_partially(stored, activations)
+      retrieved = attend_partially(stored, activations)
     elif single:
-      index, retrieved = self._retrieve_once(activations, rows)
+      index, retrieved = self._retrieve_once(activations, rows, index)
     else:
-      index, retrieved = self._retrieve_each(activations, rows)
+      index, retrieved = self._retrieve_each(activations, rows, index)
     partial = merge(resident, retrieved)
     if activations.sinks is not None:
       partial = with_sinks(partial, activations.sinks)
-    return partial.output, replace(self, index=index)
+    return partial.output, index
 
   def _retrieve_once(
-    self, activations: Activations, rows: Rows
-  ) -> tuple[PyTree[Array], Partial]:
+    self, activations: Activations, rows: Rows, index: LayerIndex
+  ) -> tuple[LayerIndex, Partial]:
     """Retrieves for one token per row and attends to the retrieved keys.
 
     It has no branch, so that the device can attend to the resident tokens while
@@ -255,7 +258,7 @@ class SparseLayer(Layer):
       The index after the tokens, and the attention.
     """
     index, partial = self._attend_to_retrieved(
-      self.index,
+      index,
       activations.queries[:, :, 0],
       activations.positions[:, 0],
       rows=rows,
@@ -264,23 +267,23 @@ class SparseLayer(Layer):
     return index, Partial(partial.output[:, :, None], partial.lse[:, :, None])
 
   def _retrieve_each(
-    self, activations: Activations, rows: Rows
-  ) -> tuple[PyTree[Array], Partial]:
+    self, activations: Activations, rows: Rows, index: LayerIndex
+  ) -> tuple[LayerIndex, Partial]:
     """Retrieves for several tokens per row, one after another."""
     queries = activations.queries
     width = rows.values.shape[-1]
 
     def skip(
-      index: PyTree[Array], query: Array, position: Array
-    ) -> tuple[PyTree[Array], Partial]:
+      index: LayerIndex, query: Array, position: Array
+    ) -> tuple[LayerIndex, Partial]:
       del position
       lse = jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
       output = jnp.zeros((*query.shape[:2], width), query.dtype)
       return index, Partial(output, lse)
 
     def scan_token(
-      index: PyTree[Array], token: tuple[Array, Array]
-    ) -> tuple[PyTree[Array], Partial]:
+      index: LayerIndex, token: tuple[Array, Array]
+    ) -> tuple[LayerIndex, Partial]:
       any_real = jnp.any(token[1] >= 0)  # skip padding of all rows
       attend = functools.partial(
         self._attend_to_retrieved, rows=rows, options=activations.attention
@@ -288,18 +291,18 @@ class SparseLayer(Layer):
       return jax.lax.cond(any_real, attend, skip, index, *token)
 
     tokens = (jnp.moveaxis(queries, 2, 0), activations.positions.T)
-    index, partial = jax.lax.scan(scan_token, self.index, tokens)
+    index, partial = jax.lax.scan(scan_token, index, tokens)
     return index, Partial(*(jnp.moveaxis(x, 0, 2) for x in partial))
 
   def _attend_to_retrieved(
     self,
-    index: PyTree[Array],
+    index: LayerIndex,
     queries: Float[Array, "B N D"],
     positions: Int[Array, " B"],
     *,
     rows: Rows,
     options: AttentionOptions,
-  ) -> tuple[PyTree[Array], Partial]:
+  ) -> tuple[LayerIndex, Partial]:
     """Retrieves for a token and attends to the keys, without an axis S."""
     index, selection = self._retrieve(
       index, options.rescale(queries), positions, rows
@@ -348,15 +351,18 @@ class SparseLayer(Layer):
       The index after the token, and what each KV head retrieves.
     """
     layer, rows = self._split_rows(None)
-    return layer._retrieve(index, queries, positions, rows)
+    after, selection = layer._retrieve(
+      LayerIndex(index), queries, positions, rows
+    )
+    return after.arrays, selection
 
   def _retrieve(
     self,
-    index: PyTree[Array],
+    index: LayerIndex,
     queries: Float[Array, "B N D"],
     positions: Int[Array, " B"],
     rows: Rows,
-  ) -> tuple[PyTree[Array], Selection]:
+  ) -> tuple[LayerIndex, Selection]:
     batch, kv_heads = self.stored.positions.shape[:2]
     grouped = queries.reshape(batch, kv_heads, -1, queries.shape[-1])
     return retrieve_all(

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
 from kvjax.errors import InputError
 from kvjax.heads import Head
@@ -141,6 +141,21 @@ class Store:
     first = self.valid.shape[0] - self.late_numbers.shape[0]
     late = self.late_numbers[jnp.maximum(slots - first, 0)]
     return jnp.where(slots < first, slots, late)
+
+
+@struct
+class Entry:
+  """A new entry of an array of an index.
+
+  Attributes:
+    place: where it goes along the axis; nothing is written beyond its end.
+    value: the entry, without the axis.
+    axis: the axis, 0 for the first of the array of one KV head.
+  """
+
+  place: Int[Array, "*B"]
+  value: Shaped[Array, "*E"]
+  axis: int = static(default=0)
 
 
 @struct
@@ -285,16 +300,21 @@ class Retrieval(abc.ABC):
     index: PyTree[Array],
     update: PyTree[Array],
     real: Bool[Array, ""],
-  ) -> PyTree[Array]:
-    """Returns the index after a token; by default it never changes.
+  ) -> PyTree[Array | Entry | None]:
+    """Returns how a token changes the index; by default not at all.
 
     Args:
       index: the index before the token.
       update: the update that `retrieve` returned for the token.
       real: false for padding, which must not change the index.
+
+    Returns:
+      A tree like the index. In place of an array it has an `Entry`, which is
+      written without copying the array, or a new array of the same shape and
+      dtype; None is for arrays, or whole branches, that do not change.
     """
-    del update, real
-    return index
+    del index, update, real
+    return None
 
 
 def best_slots(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from kvjax.heads import Head
 from kvjax.kernels.select import largest
 from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import (
+  Entry,
   KeyAccess,
   KeyBudget,
   Prompt,
@@ -23,7 +24,7 @@ from kvjax.retrieval.base import (
   max_attention,
 )
 from kvjax.selection import exact_share, floor_share
-from kvjax.struct import struct
+from kvjax.struct import replace, struct
 
 _MAX_CENTROIDS = 2048
 # Maximum number of logits per query head in memory while lists are built.
@@ -229,23 +230,19 @@ class CTkvr(Retrieval):
     index: Lists,
     update: tuple[Float[Array, "G D"], Int[Array, " R"]],
     real: Bool[Array, ""],
-  ) -> Lists:
+  ) -> Any:
     """Replaces the oldest centroid by the new one."""
     if not self.update:
-      return index
+      return None
     direction, slots = update
-    place = index.oldest
-
-    def write(ring: Array, value: Array, axis: int) -> Array:
-      old = jax.lax.dynamic_index_in_dim(ring, place, axis, keepdims=False)
-      value = jnp.where(real, value, old)
-      return jax.lax.dynamic_update_index_in_dim(ring, value, place, axis)
-
-    return Lists(
-      write(index.centroids, direction, 1),
-      write(index.slots, slots, 0),
-      index.size,
-      jnp.where(real, (place + 1) % index.size, place),
+    oldest = index.oldest
+    place = jnp.where(real, oldest, index.slots.shape[0])
+    return replace(
+      index,
+      centroids=Entry(place, direction, axis=1),
+      slots=Entry(place, slots),
+      size=None,
+      oldest=jnp.where(real, (oldest + 1) % index.size, oldest),
     )
 
   def _list_length(self, budget: KeyBudget) -> Int[Array, ""]:

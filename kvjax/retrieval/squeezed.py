@@ -1,6 +1,7 @@
 """Squeezed Attention: clusters of keys, ranked by their estimated attention."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.clustering import unit
 from kvjax.options.bounds import check_least
-from kvjax.retrieval.base import KeyBudget, Prompt, Selection, Store
+from kvjax.retrieval.base import Entry, KeyBudget, Prompt, Selection, Store
 from kvjax.retrieval.clusters import ClusterRetrieval, Clusters
-from kvjax.struct import struct
+from kvjax.struct import replace, struct
 
 
 @struct
@@ -27,22 +28,11 @@ class Squeezed:
   queries: Float[Array, "*B G W D"]
   tokens: Int[Array, "*B"]
 
-  def append_queries(
-    self, queries: Float[Array, "G D"], real: Bool[Array, ""]
-  ) -> "Squeezed":
-    """Replaces the oldest queries by those of a token.
-
-    Args:
-      queries: queries of the token, one per query head of the group.
-      real: false for padding, which changes nothing.
-    """
+  def append_queries(self, queries: Float[Array, "G D"]) -> "Squeezed":
+    """Replaces the oldest queries by those of a token, one per query head."""
     place = self.tokens % self.queries.shape[1]
     ring = self.queries.at[:, place].set(queries.astype(self.queries.dtype))
-    return dataclasses.replace(
-      self,
-      queries=jnp.where(real, ring, self.queries),
-      tokens=self.tokens + real.astype(jnp.int32),
-    )
+    return replace(self, queries=ring, tokens=self.tokens + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +92,7 @@ class SqueezedAttention(ClusterRetrieval):
     budget: KeyBudget,
   ) -> tuple[Selection, Float[Array, "G D"]]:
     """Selects the keys of the best clusters; the update is the queries."""
-    current = index.append_queries(queries, jnp.ones((), bool))
+    current = index.append_queries(queries)
     return Selection(
       current.clusters.select_best(_log_shares(current), budget)
     ), queries
@@ -112,9 +102,16 @@ class SqueezedAttention(ClusterRetrieval):
     index: Squeezed,
     update: Float[Array, "G D"],
     real: Bool[Array, ""],
-  ) -> Squeezed:
+  ) -> Any:
     """Appends the queries to the ring."""
-    return index.append_queries(update, real)
+    window = index.queries.shape[1]
+    place = jnp.where(real, index.tokens % window, window)
+    return replace(
+      index,
+      clusters=None,
+      queries=Entry(place, update, axis=1),
+      tokens=index.tokens + real.astype(jnp.int32),
+    )
 
 
 def _log_shares(index: Squeezed) -> Float[Array, "G C"]:

@@ -1,0 +1,58 @@
+"""The index of a layer's retrieval method, changed in place."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from kvjax.kernels.stacks import Layer, as_stack, index_stack, scatter_entries
+from kvjax.retrieval.base import Entry
+from kvjax.struct import replace, struct
+
+
+@struct
+class LayerIndex:
+  """The index of a layer, possibly in a stack.
+
+  Attributes:
+    arrays: arrays of the layer, or of a stack of layers.
+    layer: index of the layer in the stack; None without a stack.
+  """
+
+  arrays: PyTree[Array]
+  layer: Layer = None
+
+  def read(self) -> PyTree[Array]:
+    """Returns the layer's arrays, sliced out of the stack."""
+    if self.layer is None:
+      return self.arrays
+    arrays: PyTree[Array] = index_stack(self.arrays, self.layer)
+    return arrays
+
+  def write(self, changes: PyTree[Array | Entry | None]) -> "LayerIndex":
+    """Applies changes of all heads; see `Retrieval.update_index`."""
+    if changes is None:
+      return self
+    arrays = jax.tree.map(
+      self._write,
+      changes,
+      self.arrays,
+      is_leaf=lambda x: x is None or isinstance(x, Entry),
+    )
+    return replace(self, arrays=arrays)
+
+  def _write(self, change: Array | Entry | None, old: Any) -> Any:
+    if change is None:
+      return old
+    if isinstance(change, Entry):
+      stack, layer = as_stack(old, self.layer)
+      new: Array = scatter_entries(
+        stack, layer, change.place, change.value, change.axis
+      )
+      return new if self.layer is not None else new[0]
+    change = change.astype(old.dtype)
+    if self.layer is None:
+      return change
+    update = jax.lax.dynamic_update_index_in_dim
+    return update(old, change, jnp.asarray(self.layer), 0)
