@@ -9,8 +9,8 @@ and compressed; the question comes afterwards. Ends with a table and writes
 samples.jsonl, processes.json, summary.json, table.md and score_vs_retention.png
 to results/demo. An interrupted run resumes where it stopped.
 
-Expect 79 % of the needles with the full cache (--samples=12), and at half of it
-62 % with Compactor and TOVA, 54 % with KeyDiff, 33 % with StreamingLLM, 17 %
+Expect 88 % of the needles with the full cache (--samples=24), and at half of it
+60 % with KeyDiff, 54 % with Compactor and TOVA, 31 % with StreamingLLM, 19 %
 with SnapKV and none at random. It takes three minutes on two cores, and two
 the next time, as compiled programs are cached. --model=reference asks the small
 model that comes with kvjax.

@@ -5,7 +5,12 @@ import rich.text
 
 from kvjax.experiments.reporting import wording
 from kvjax.experiments.reporting.formats import Table, to_markdown
-from kvjax.experiments.reporting.means import Summary, means, reads_less
+from kvjax.experiments.reporting.means import (
+  Summary,
+  complete,
+  means,
+  reads_less,
+)
 
 
 def markdown(summary: Summary) -> str:
@@ -24,17 +29,20 @@ def terminal(summary: Summary) -> rich.console.Group:
 
 def _table(summary: Summary) -> Table:
   averages = means(summary["rows"])
+  comparable = complete(averages)
   tasks = list(dict.fromkeys(row["task"] for row in summary["rows"]))
   columns = {
     "method": [mean.method for mean in averages],
     "budget": [wording.reached(mean) for mean in averages],
     **{
       task.removeprefix("niah_"): [
-        f"{mean.tasks[task]:.1f}" for mean in averages
+        _score(mean.tasks.get(task)) for mean in averages
       ]
       for task in tasks
     },
-    "mean": [f"{mean.score:.1f}" for mean in averages],
+    "mean": [
+      _score(mean.score if mean in comparable else None) for mean in averages
+    ],
     "kept": [f"{mean.kept_tokens:.0f}" for mean in averages],
   }
   if reads_less(averages):
@@ -44,3 +52,7 @@ def _table(summary: Summary) -> Table:
     columns["on host"] = [f"{mean.host_bytes / 1024:.0f}" for mean in averages]
   lines = list(zip(*columns.values(), strict=True))
   return Table("", list(columns), lines, names=2)
+
+
+def _score(score: float | None) -> str:
+  return "–" if score is None else f"{score:.1f}"

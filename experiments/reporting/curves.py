@@ -12,7 +12,13 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 from kvjax.experiments.candidates import FULL
 from kvjax.experiments.reporting import lines, wording
 from kvjax.experiments.reporting.lines import Line
-from kvjax.experiments.reporting.means import Mean, Summary, means, reads_less
+from kvjax.experiments.reporting.means import (
+  Mean,
+  Summary,
+  complete,
+  means,
+  reads_less,
+)
 
 # Lines are shifted sideways so that points do not overlap: the shift of the
 # natural logarithm of the cost between two lines, and its maximum in total.
@@ -29,7 +35,7 @@ def score_vs_retention(summary: Summary) -> Figure:
   The position of a point is the share that the method actually keeps, or reads,
   since some methods keep more or less than their budget.
   """
-  averages = means(summary["rows"])
+  averages = complete(means(summary["rows"]))
   kept = "read per token" if reads_less(averages) else "kept"
   fixed = [mean for mean in averages if not mean.automatic]
   named = fixed if any(mean.method != FULL for mean in fixed) else averages

@@ -106,6 +106,12 @@ def means(rows: Iterable[Row], answers: Iterable[Answer] = ()) -> list[Mean]:
   ]
 
 
+def complete(averages: Sequence[Mean]) -> list[Mean]:
+  """Drops means over fewer tasks than others, which cannot be compared."""
+  most = max((len(mean.tasks) for mean in averages), default=0)
+  return [mean for mean in averages if len(mean.tasks) == most]
+
+
 def score(row: Row) -> float:
   """Returns a row's main score, 0 to 100."""
   return row["score"]

@@ -30,6 +30,15 @@ def titled(record, start, brief=False):
   return table
 
 
+def test_a_comparison_shows_what_other_runs_have_not_answered(crowd):
+  text = compared.markdown(crowd.summary)
+  header, _, full, first, *_ = [x for x in text.splitlines() if "|" in x]
+  assert header.count("|") == full.count("|") == first.count("|")
+  assert "–" not in full
+  # 50 % has one task of thirteen.
+  assert first.count("–") == 13
+
+
 def test_thirteen_tasks_and_twelve_methods_fit_a_terminal(crowd):
   text = shown(run.terminal(crowd))
   lines = text.splitlines()
