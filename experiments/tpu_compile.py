@@ -72,6 +72,8 @@ def main() -> None:
   if output is not None:
     results.check_writable(output.parent)
   chips.prepare_libtpu()
+  # Without a TPU, programs for one can be written to the cache but not read.
+  jax.config.update("jax_enable_compilation_cache", False)
   versions = {name: metadata.version(name) for name in _PACKAGES}
   finish(_compiled(wanted, names), output, versions)
 
