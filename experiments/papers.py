@@ -9,7 +9,8 @@ lists them, and
 runs one or more of them on your model and data: LongBench's files, or RULER's
 if they should not be generated. Without model and data, the bundled model
 answers generated prompts at scaled-down budgets. It is not the papers' model:
-compare the order of methods, not the numbers.
+do not compare the numbers. Orders of methods are shown as far as the samples
+decide them.
 
 The output is results/papers/ID/MODEL/paper.md and paper.json, and a folder with
 all answers for each run. An interrupted run resumes where it stopped.

@@ -6,7 +6,8 @@ others refer to a function or a program.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from kvjax.experiments.answering import Protocol
@@ -86,6 +87,26 @@ class Average:
   def tasks(self) -> list[str]:
     """The tasks of all groups."""
     return [task for group in self.groups for task in group]
+
+  @property
+  def weights(self) -> dict[str, float]:
+    """The weight of each task, with a sum of 1."""
+    weights = dict.fromkeys(self.tasks, 0.0)
+    for group in self.groups:
+      for task in group:
+        weights[task] += 1 / len(group) / len(self.groups)
+    return weights
+
+  def over(self, tasks: Collection[str]) -> "Average":
+    """Restricts the groups to some tasks; empty groups are dropped."""
+    groups = (tuple(t for t in group if t in tasks) for group in self.groups)
+    return dataclasses.replace(self, groups=tuple(filter(None, groups)))
+
+  def mean(self, scores: Mapping[str, float]) -> float:
+    """Computes the mean of the means of the groups."""
+    return statistics.fmean(
+      statistics.fmean(scores[task] for task in group) for group in self.groups
+    )
 
 
 class Key(NamedTuple):

@@ -143,7 +143,7 @@ def compare(
   )
   run.summary["about"] = dict(drawn.about)
   reports.write_run(run_folder, run.summary)
-  compared = compare_to_paper(comparison, scale, cells, run.summary["rows"])
+  compared = compare_to_paper(comparison, scale, cells, run.answers)
   notes += [
     *drawn.notes,
     f"{wording.title(run.summary)}. {wording.circumstances(run.summary)}",

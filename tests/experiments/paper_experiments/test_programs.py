@@ -62,7 +62,7 @@ def test_what_needs_a_flag_or_its_absence_is_left_out(tmp_path, monkeypatch):
   modules = [line[2] for line in lines]
   assert modules == ["kvjax.experiments.nowhere", "kvjax.experiments.wherever"]
   assert (
-    "ref on generated data: not the paper's model; orders may be"
+    "ref on generated data: not the paper's model; its numbers are not"
     in (tmp_path / "paper.md").read_text()
   )
 
