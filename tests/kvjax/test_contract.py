@@ -57,6 +57,7 @@ FORMULAS = [
   "keydiff:anchor=pairwise",
   "lagkv.key_norm:skip_layers=0",
   "compactor:sketch=srht:value_norm=l1:pool=5",
+  "compactor:attention=none",
   "compactor:solver=eig:center=true",
   "protokv:cut=position:split=ceil_len:sign=literal",
   "protokv:hash=hyperplane:include_self=false",
