@@ -49,6 +49,17 @@ _SAMPLES = flags.DEFINE_integer(
   "number, or a few without its model.",
   lower_bound=1,
 )
+_TASKS = flags.DEFINE_list(
+  "tasks",
+  None,
+  "Only these of the experiment's tasks or datasets; for E3.5 to E3.7, tasks "
+  "of RULER to calibrate on.",
+)
+_TAU = flags.DEFINE_float(
+  "tau",
+  None,
+  "Share of quality that E3.5 to E3.7 preserve; the default is the paper's.",
+)
 _LENGTH = flags.DEFINE_integer(
   "length",
   None,
@@ -100,6 +111,7 @@ def main(ids: Sequence[str]) -> None:
       sources,
       _SAMPLES.value,
       _LENGTH.value,
+      _TASKS.value,
     )
     for experiment in remaining:
       report.run(experiment, session, folders[experiment.id], console)
@@ -108,10 +120,12 @@ def main(ids: Sequence[str]) -> None:
 def _given() -> dict[str, str]:
   """Returns the flags given on the command line."""
   all_flags = flags.FLAGS
+  given = {
+    name: all_flags[name].value for name in all_flags if all_flags[name].present
+  }
   return {
-    name: str(all_flags[name].value)
-    for name in all_flags
-    if all_flags[name].present
+    name: ",".join(value) if isinstance(value, list) else str(value)
+    for name, value in given.items()
   }
 
 

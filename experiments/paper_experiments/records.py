@@ -222,18 +222,22 @@ class Program:
     name: name of the folder.
     module: module in `experiments`.
     arguments: its arguments besides --output, where {folder} stands for the
-      folder of the experiment.
+      folder of the experiment and {tau} for the paper's quality for the model.
     takes: user flags that it accepts, and their names there.
+    paper: more arguments for a model of the user's.
+    small: more arguments without.
     needs: a flag without which it is left out, or none.
-    unless: a flag with which it is left out, or none.
+    unless: flags with which it is left out.
   """
 
   name: str
   module: str
   arguments: Sequence[str] = ()
   takes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  paper: Sequence[str] = ()
+  small: Sequence[str] = ()
   needs: str = ""
-  unless: str = ""
+  unless: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)

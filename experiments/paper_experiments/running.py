@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import inputs, reports, results, runs
+from kvjax.experiments import inputs, reports, results, runs, suite
 from kvjax.experiments.benchmarks import longbench
 from kvjax.experiments.candidates import FULL, Candidate, candidates
 from kvjax.experiments.paper_experiments.compare_to_paper import (
@@ -46,6 +46,7 @@ class Session(NamedTuple):
     sources: the user's data.
     samples: samples per task and length, instead of the setup's.
     length: prompt length, instead of the setup's.
+    tasks: the only tasks to run, if not all of the setup.
   """
 
   lm: Pretrained
@@ -56,6 +57,7 @@ class Session(NamedTuple):
   sources: Sources
   samples: int | None = None
   length: int | None = None
+  tasks: Sequence[str] | None = None
 
 
 class Compared(NamedTuple):
@@ -82,7 +84,8 @@ def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
   """Returns the setup of a part, with the user's overrides.
 
   Raises:
-    InputError: the part compares lengths, and the user chose one.
+    InputError: the part compares lengths, and the user chose one, or it lacks
+      a task that the user chose.
   """
   scale = scale_of(part, session.own_model, session.sources)
   setup = part.setup(scale)
@@ -90,6 +93,9 @@ def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
     return None
   if session.samples is not None:
     setup = dataclasses.replace(setup, samples=session.samples)
+  if session.tasks is not None and setup.tasks:
+    suite.check_tasks(session.tasks, setup.tasks)
+    setup = dataclasses.replace(setup, tasks=tuple(session.tasks))
   if session.length is None:
     return setup
   if isinstance(part, Comparison):

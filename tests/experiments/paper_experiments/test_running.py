@@ -114,6 +114,14 @@ def test_the_user_may_ask_for_more_samples_and_other_lengths(session, invented):
   assert running.setup_of(one, longer).lengths == (300,)
 
 
+def test_the_user_may_choose_some_of_the_tasks(session, invented):
+  one = session._replace(tasks=["niah_single_2"])
+  assert running.setup_of(invented, one).tasks == ("niah_single_2",)
+  other = session._replace(tasks=["qasper"])
+  with pytest.raises(InputError, match="There is no task 'qasper'"):
+    running.setup_of(invented, other)
+
+
 def test_lengths_beyond_the_models_context_are_left_out(session, invented):
   """The tiny model's is 512 tokens."""
   far = dataclasses.replace(invented.small, lengths=(256, 600))
