@@ -14,11 +14,13 @@ from kvjax.experiments.paper_experiments.records import (
   Targets,
 )
 from kvjax.experiments.paper_experiments.shared import (
+  CODE_SCORES,
   ENGLISH_16,
   NEEDLES,
   ON_NEEDLES,
   at_random,
   budgets,
+  code_by_difflib,
   four_needles,
   lines,
   longbench,
@@ -143,7 +145,7 @@ _E3_3 = Comparison(
     }
   ),
   _COLUMNS[1:],
-  (_MEAN_14, *_CATEGORIES, _CODE),
+  (_MEAN_14, *_CATEGORIES, _CODE, code_by_difflib()),
   (
     Targets(
       _LLAMA,
@@ -300,6 +302,7 @@ EXPERIMENTS = (
       "are printed identical and are no targets; they are not listed.",
       "Compactor's categories on Qwen at 50 % come to 48.8, where its mean is "
       "printed as 48.5.",
+      CODE_SCORES,
     ),
   ),
   Experiment(

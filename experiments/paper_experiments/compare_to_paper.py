@@ -79,7 +79,11 @@ def compare_to_paper(
   averages = {
     name: average
     for name, average in averages_of(comparison, tasks).items()
-    if all(average.score in answer.scores for answer in answers)
+    if all(
+      average.score in answer.scores
+      for answer in answers
+      if answer.task in average.tasks
+    )
   }
   quantities = [*averages.values(), *_single_tasks(averages, tasks)]
   matching, ours, here = {}, {}, {}

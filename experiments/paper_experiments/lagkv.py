@@ -12,10 +12,12 @@ from kvjax.experiments.paper_experiments.records import (
   Way,
 )
 from kvjax.experiments.paper_experiments.shared import (
+  CODE_SCORES,
   ENGLISH_16,
   NEEDLES,
   ON_NEEDLES,
   budgets,
+  code_by_difflib,
   four_needles,
   lines,
   longbench,
@@ -84,7 +86,11 @@ _E5_2 = Comparison(
   QUERY_AWARE,
   lines({"Full": "full", **_LAGS}),
   _TIMES,
-  (plain(printed.MEAN_15, _FIFTEEN), *printed.CATEGORIES),
+  (
+    plain(printed.MEAN_15, _FIFTEEN),
+    *printed.CATEGORIES,
+    code_by_difflib(),
+  ),
   printed.LONGBENCH,
   scaling=f"{_SCALING}Here nothing is evicted while decoding.",
 )
@@ -206,6 +212,7 @@ EXPERIMENTS = (
     ON_NEEDLES,
     4,
     (_E5_2,),
+    remarks=(CODE_SCORES,),
   ),
   Experiment(
     "E5.3",

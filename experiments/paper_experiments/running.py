@@ -126,7 +126,9 @@ def compare(
     return None
   seed = session.settings.seed
   setup, notes = within_context(setup, session)
-  drawn = draw(setup, scale, session.lm, session.sources, seed)
+  drawn = draw(
+    setup, scale, session.lm, session.sources, seed, comparison.protocol
+  )
   cells = cells_of(comparison, scale, setup)
   settings = dataclasses.replace(
     session.settings,

@@ -16,7 +16,7 @@ from kvjax.experiments.paper_experiments.records import (
   Setup,
 )
 from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
-from kvjax.experiments.paper_experiments.samples import Sources
+from kvjax.experiments.paper_experiments.samples import Sources, draw
 
 
 def experiment(*parts, **fields):
@@ -165,6 +165,28 @@ def test_prompt_lengths_are_those_of_whole_prompts(session, tmp_path):
   (other, *_) = EXPERIMENTS["E2.7"].parts
   with pytest.raises(InputError, match="has no narrativeqa; it holds qasper"):
     running.analyze(other, own._replace(length=400), tmp_path)
+
+
+def test_longbench_is_asked_and_scored_as_by_its_own_code(session, tmp_path):
+  row = {"context": "word " * 90, "input": "Why?", "answers": ["So."]}
+  for name in ("qasper", "qmsum"):
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+  setup = Setup("longbench", ("qasper", "qmsum"), (400,), None)
+  sources = Sources(data=tmp_path)
+
+  def drawn(protocol):
+    found = draw(setup, "paper", session.lm, sources, 0, protocol)
+    return [s for part in found.samples.values() for s in part], found.data
+
+  (paper, meeting), data = drawn("query-aware")
+  assert meeting.metric == "rouge_official"
+  assert paper.question.endswith("Answer:")
+  assert not paper.answer_prefix
+  assert data["metrics"] == "LongBench's own code, faults included"
+  assert data["start of the answer"] == "in the user's turn"
+  (paper, _), data = drawn("query-agnostic")
+  assert paper.answer_prefix == "Answer:"
+  assert "start of the answer" not in data
 
 
 def test_what_cannot_be_run_says_why():
