@@ -95,15 +95,23 @@ _E5_2 = Comparison(
   scaling=f"{_SCALING}Here nothing is evicted while decoding.",
 )
 
-# 512 to 20,480 words, with about 4/3 tokens per word.
-_GRID = tuple(round(words * 4 / 3) for words in range(512, 20481, 2218))
 _PASSKEY = ("passkey",)
+_WORDS = tuple(512 + (20480 - 512) * step // 9 for step in range(10))
 _PARTIAL = plain(printed.PARTIAL, _PASSKEY, "partial")
 _EXACT = plain(printed.EXACT, _PASSKEY)
-_ONCE = Setup("passkey", _PASSKEY, (512, 1024), 1, 5)
+# Answers may have 256 tokens, so prompts have at most 416 and 928.
+_SHORT = (672, 1184)
+_ONCE = Setup("passkey", _PASSKEY, _SHORT, 1, 5)
+
+
+def _grid(schedule: Schedule) -> Setup:
+  """Defines the paper's 10 lengths and 10 depths, with three samples each."""
+  return Setup("passkey", _PASSKEY, _WORDS, 3, schedule=schedule, in_words=True)
+
+
 _E5_3 = Comparison(
   "passkey",
-  Setup("passkey", _PASSKEY, _GRID, 3, schedule=_RECURSIVE),
+  _grid(_RECURSIVE),
   _ONCE,
   QUERY_AWARE,
   lines({"Full": "full", **_LAGS}),
@@ -124,8 +132,8 @@ def _chunked(lag: int) -> Schedule:
 
 _E5_4 = Comparison(
   "chunked prefill",
-  Setup("passkey", _PASSKEY, _GRID, 3, schedule=_chunked(1024)),
-  Setup("passkey", _PASSKEY, (512, 1024), 1, 5, schedule=_chunked(128)),
+  _grid(_chunked(1024)),
+  Setup("passkey", _PASSKEY, _SHORT, 1, 5, schedule=_chunked(128)),
   QUERY_AWARE,
   lines({"Full, plain prefill": "full", "LagKV": _LAGS["L = 1024"]}),
   _TIMES,
@@ -136,7 +144,7 @@ _E5_4 = Comparison(
 # All first tokens are equal, since they are generated before any eviction.
 _E5_4_PLAIN = Comparison(
   "plain prefill",
-  Setup("passkey", _PASSKEY, _GRID, 3, schedule=_RECURSIVE),
+  _grid(_RECURSIVE),
   _ONCE,
   QUERY_AWARE,
   lines({"Full": "full", "LagKV": _LAGS["L = 1024"]}),
@@ -147,7 +155,7 @@ _E5_4_PLAIN = Comparison(
 
 _E5_5 = Comparison(
   "scores",
-  Setup("passkey", _PASSKEY, _GRID, 3, schedule=_RECURSIVE),
+  _grid(_RECURSIVE),
   _ONCE,
   QUERY_AWARE,
   (
@@ -220,7 +228,7 @@ EXPERIMENTS = (
     "64-digit passkey: partial and exact, heatmaps",
     _MODELS,
     "",
-    "512 and 1,024 tokens, five depths",
+    "672 and 1,184 tokens, five depths",
     5,
     (_E5_3,),
     ("Scores fall where fewer than 64 to 128 tokens of a lag (r L) are kept.",),
@@ -231,7 +239,7 @@ EXPERIMENTS = (
     "chunked against plain prefill: the first token, L = 1024",
     "Llama-3.1-8B-Instruct",
     "",
-    "512 and 1,024 tokens, five depths, L = 128",
+    "672 and 1,184 tokens, five depths, L = 128",
     6,
     (_E5_4, _E5_4_PLAIN),
     ("Chunked, 8x keeps about 80 % of the first tokens.",),
@@ -242,7 +250,7 @@ EXPERIMENTS = (
     "LagKV against LocalKV and L2Norm",
     "Llama-3.1-8B-Instruct",
     "",
-    "512 and 1,024 tokens, five depths, L = 128",
+    "672 and 1,184 tokens, five depths, L = 128",
     4,
     (_E5_5,),
     ("LocalKV is near LagKV at 2x and worse later.",),

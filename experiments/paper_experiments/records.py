@@ -145,6 +145,7 @@ class Setup:
       LongBench.
     depths: number of depths of needle and passkey.
     schedule: when methods evict.
+    in_words: for the passkey, whether lengths are words of prose instead.
   """
 
   benchmark: Benchmark
@@ -153,6 +154,7 @@ class Setup:
   samples: int | None
   depths: int = 10
   schedule: Schedule = WHOLE
+  in_words: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

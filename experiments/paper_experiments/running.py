@@ -31,6 +31,7 @@ from kvjax.experiments.paper_experiments.records import (
 from kvjax.experiments.paper_experiments.samples import Sources, draw, prompts
 from kvjax.experiments.reporting import wording
 from kvjax.experiments.reporting.pictures import png
+from kvjax.experiments.tasks import passkey
 from kvjax.models.pretrained import Pretrained
 
 
@@ -97,7 +98,11 @@ def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
     suite.check_tasks(session.tasks, setup.tasks)
     setup = dataclasses.replace(setup, tasks=tuple(session.tasks))
   if session.length is None:
-    return setup
+    if not setup.in_words:
+      return setup
+    count = session.lm.text.count
+    tokens = tuple(passkey.length_of_words(n, count) for n in setup.lengths)
+    return dataclasses.replace(setup, lengths=tokens, in_words=False)
   if isinstance(part, Comparison):
     places = [column.at(scale) for column in part.columns]
     if any(place is not None and place.length for place in places):
@@ -105,7 +110,8 @@ def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
         "--length does not go with an experiment that compares lengths; leave "
         "it out."
       )
-  return dataclasses.replace(setup, lengths=(session.length,))
+  lengths = (session.length,)
+  return dataclasses.replace(setup, lengths=lengths, in_words=False)
 
 
 def compare(

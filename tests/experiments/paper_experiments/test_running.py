@@ -122,6 +122,16 @@ def test_the_user_may_choose_some_of_the_tasks(session, invented):
     running.setup_of(invented, other)
 
 
+def test_lengths_in_words_become_those_of_the_tokenizer(session, invented):
+  words = Setup("passkey", ("passkey",), (20, 40), 1, in_words=True)
+  one = dataclasses.replace(invented, small=words, columns=())
+  short, long = running.setup_of(one, session).lengths
+  # A word has at least a token; an answer has 256.
+  assert 256 + 64 + 40 < short < long - 20
+  asked = session._replace(length=700)
+  assert running.setup_of(one, asked).lengths == (700,)
+
+
 def test_lengths_beyond_the_models_context_are_left_out(session, invented):
   """The tiny model's is 512 tokens."""
   far = dataclasses.replace(invented.small, lengths=(256, 600))
