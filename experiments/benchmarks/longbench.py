@@ -191,7 +191,7 @@ def _sample(name: str, row: Row, limit: int, tokenizer: Tokenizer) -> Sample:
     "layout": "kvpress" if kvpress else "official",
     "truncated": prompt != full_prompt,
     "language": data_set.language,
-    "length": row.fields.get("length"),
+    "words": row.fields.get("length"),
     "first_line": data_set.first_line,
   }
   if data_set.metric == "classification":

@@ -294,7 +294,7 @@ def test_longbench_e_is_parted_by_length(tmp_path):
   def drawn(**options):
     found = longbench.samples(tmp_path, ["qasper_e"], 3500, BYTES, **options)
     return {
-      part.task: [sample.metadata["length"] for sample in samples]
+      part.task: [sample.metadata["words"] for sample in samples]
       for part, samples in found.items()
     }
 

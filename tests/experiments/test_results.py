@@ -377,3 +377,13 @@ def test_two_runs_do_not_write_over_each_other(tmp_path):
     other.add([an_answer(2)])
   one.add([an_answer(3)])
   assert len(lines(tmp_path)) == 3
+
+
+def test_answers_of_older_runs_lack_what_metrics_read(tmp_path):
+  Results(tmp_path, SETTINGS).add([an_answer()])
+  path = tmp_path / "samples.jsonl"
+  fields = json.loads(path.read_text())
+  assert fields.pop("scored_by") == {}
+  path.write_text(json.dumps(fields) + "\n")
+  (answer,) = Results(tmp_path, SETTINGS).answers.values()
+  assert answer == an_answer()
