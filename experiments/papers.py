@@ -60,6 +60,11 @@ _TAU = flags.DEFINE_float(
   None,
   "Share of quality that E3.5 to E3.7 preserve; the default is the paper's.",
 )
+flags.DEFINE_bool(
+  "trials",
+  False,
+  "Also repeats E3.6 and E3.7 on LongBench in 20 trials with other sketches.",
+)
 _LENGTH = flags.DEFINE_integer(
   "length",
   None,
@@ -126,6 +131,7 @@ def _given() -> dict[str, str]:
   return {
     name: ",".join(value) if isinstance(value, list) else str(value)
     for name, value in given.items()
+    if value is not False
   }
 
 

@@ -75,9 +75,18 @@ _ON_LONGBENCH = Program(
     "--strict_official",
   ],
   {**_SAMPLED, **_same("tau", "data")},
-  needs="data",
+  needs=("data",),
 )
-ZERO_SHOT = (_REPORTS, _CALIBRATION, _ON_REPORTS, _ON_LONGBENCH)
+# The same with twenty sketches, as in the paper. Seeds are the trials' own.
+_TRIALS = dataclasses.replace(
+  _ON_LONGBENCH,
+  name="trials",
+  module="trials",
+  arguments=["--trials=20", "--", *_ON_LONGBENCH.arguments],
+  takes={n: f for n, f in _ON_LONGBENCH.takes.items() if n != "seed"},
+  needs=("data", "trials"),
+)
+ZERO_SHOT = (_REPORTS, _CALIBRATION, _ON_REPORTS, _ON_LONGBENCH, _TRIALS)
 
 
 def _of_tuned(program: Program, *more: str) -> Program:
@@ -104,13 +113,14 @@ FINETUNED = (
     "finetune",
     [f"--tasks={_SETS}"],
     {**_SAMPLED, "data": "data"},
-    needs="data",
+    needs=("data",),
   ),
   # A likelihood predicts the retention only for text that a model knows.
   dataclasses.replace(
     _of_tuned(_CALIBRATION, f"--essay={_LEARNT}"), unless=("data",)
   ),
-  dataclasses.replace(_of_tuned(_CALIBRATION), needs="data"),
+  dataclasses.replace(_of_tuned(_CALIBRATION), needs=("data",)),
   _of_tuned(_ON_REPORTS),
   _of_tuned(_ON_LONGBENCH),
+  _of_tuned(_TRIALS),
 )

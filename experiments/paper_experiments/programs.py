@@ -15,7 +15,7 @@ def chosen(
   return [
     program
     for program in programs
-    if (not program.needs or program.needs in given)
+    if all(flag in given for flag in program.needs)
     and not any(flag in given for flag in program.unless)
   ]
 

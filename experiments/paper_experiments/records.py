@@ -228,7 +228,7 @@ class Program:
     takes: user flags that it accepts, and their names there.
     paper: more arguments for a model of the user's.
     small: more arguments without.
-    needs: a flag without which it is left out, or none.
+    needs: flags without which it is left out.
     unless: flags with which it is left out.
   """
 
@@ -238,7 +238,7 @@ class Program:
   takes: Mapping[str, str] = dataclasses.field(default_factory=dict)
   paper: Sequence[str] = ()
   small: Sequence[str] = ()
-  needs: str = ""
+  needs: Sequence[str] = ()
   unless: Sequence[str] = ()
 
 

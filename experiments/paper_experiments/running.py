@@ -135,7 +135,7 @@ def compare(
   drawn = draw(
     setup, scale, session.lm, session.sources, seed, comparison.protocol
   )
-  cells = cells_of(comparison, scale, setup)
+  cells = cells_of(comparison, scale, setup, seed)
   settings = dataclasses.replace(
     session.settings,
     benchmark=setup.benchmark,
@@ -210,15 +210,23 @@ def analyze(
   return findings
 
 
-def cells_of(comparison: Comparison, scale: Scale, setup: Setup) -> Cells:
+def cells_of(
+  comparison: Comparison, scale: Scale, setup: Setup, seed: int = 0
+) -> Cells:
   """Builds the candidate of every cell that the setup includes.
+
+  Args:
+    comparison: the comparison.
+    scale: the scale of the setup.
+    setup: the setup.
+    seed: seed of random methods and sketches.
 
   Raises:
     InputError: a method is not defined for the schedule or the budget.
   """
   per_query_head = comparison.heads == "query"
   return {
-    (line, column): _candidate(line, column, scale, setup, per_query_head)
+    (line, column): _candidate(line, column, scale, setup, per_query_head, seed)
     for line in comparison.lines
     for column in comparison.columns
   }
@@ -246,6 +254,7 @@ def _candidate(
   scale: Scale,
   setup: Setup,
   per_query_head: bool,
+  seed: int,
 ) -> Candidate | None:
   way, place = line.at(scale), column.at(scale)
   if way is None or place is None:
@@ -253,7 +262,9 @@ def _candidate(
   if place.length not in (None, *setup.lengths):
     return None
   budget = way.budget or place.budget or kvjax.Retention(1.0)
-  return candidates([way.method], [budget], setup.schedule, per_query_head)[-1]
+  return candidates(
+    [way.method], [budget], setup.schedule, per_query_head, seed=seed
+  )[-1]
 
 
 def _fits_context(lm: Pretrained, length: int) -> bool:

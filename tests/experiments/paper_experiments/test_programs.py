@@ -14,7 +14,7 @@ from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
 FIRST = Program(
   "first", "nowhere", ["--x={folder}/y"], {"model": "model", "essay": "text"}
 )
-SECOND = Program("second", "elsewhere", takes={"data": "data"}, needs="data")
+SECOND = Program("second", "elsewhere", takes={"data": "data"}, needs=("data",))
 THIRD = Program(
   "third",
   "wherever",
@@ -103,6 +103,15 @@ def test_documents_are_those_of_longbench_if_they_are_given(tmp_path):
   assert "--benchmark=longbench" in zero_shot[1]
   # The last one counts.
   assert [flag for flag in zero_shot[1] if "--tau" in flag][-1] == "--tau=0.8"
+  trials = commands("E3.6", tmp_path, trials="True", seed="3", **given)[-1]
+  assert trials[:4] == [
+    "kvjax.experiments.trials",
+    f"--output={tmp_path}/trials",
+    "--trials=20",
+    "--",
+  ]
+  assert "--data=b.zip" in trials[4:]
+  assert "--seed=3" not in trials
   tuned = commands("E3.7", tmp_path, **given)
   assert modules(tuned) == ["finetune", "calibrate", "evaluate"]
   assert "--data=b.zip" in tuned[0]
@@ -143,4 +152,6 @@ def test_programs_know_the_flags_that_they_are_called_with(
       given = dict.fromkeys(program.takes, "1")
       if program.module == module:
         for flag in programs.command(program, tmp_path, given)[1:]:
+          if flag == "--":
+            break  # The rest are flags of evaluate, as those of E3.6.
           assert flag[2:].partition("=")[0] in known, (module, flag)
