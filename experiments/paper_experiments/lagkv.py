@@ -206,9 +206,9 @@ EXPERIMENTS = (
     4,
     (_E5_1,),
     remarks=(
-      "The grid of the printed values shows 70 to 140 samples per task: a "
-      "random 15 to 20 % of the 6,500.",
-      "LagKV's sinks were 4 in these runs, as in kvpress.",
+      "Inferred: the grid of the printed values shows 70 to 140 samples per "
+      "task, a random 15 to 20 % of the 6,500.",
+      "Inferred: LagKV's sinks were 4 in these runs, as in kvpress.",
     ),
   ),
   Experiment(
@@ -237,7 +237,7 @@ EXPERIMENTS = (
     "E5.4",
     _PAPER,
     "chunked against plain prefill: the first token, L = 1024",
-    "Llama-3.1-8B-Instruct",
+    _MODELS,
     "",
     "672 and 1,184 tokens, five depths, L = 128",
     6,
@@ -248,7 +248,7 @@ EXPERIMENTS = (
     "E5.5",
     _PAPER,
     "LagKV against LocalKV and L2Norm",
-    "Llama-3.1-8B-Instruct",
+    _MODELS,
     "",
     "672 and 1,184 tokens, five depths, L = 128",
     4,

@@ -9,7 +9,7 @@ from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
 
 IDS = [
   f"E{paper}.{number}"
-  for paper, last in ((1, 9), (2, 9), (3, 8), (4, 10), (5, 5))
+  for paper, last in ((1, 9), (2, 10), (3, 8), (4, 10), (5, 5))
   for number in range(1, last + 1)
 ]
 COMPARISONS = {
