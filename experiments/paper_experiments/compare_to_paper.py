@@ -53,6 +53,7 @@ class PaperComparison(NamedTuple):
     answers: the answers of a line in a column.
     ours: our numbers, for averages and tasks.
     here: the budget that a line in a column had here.
+    sizes: the comparison's size of a line in a column, if it has one.
   """
 
   comparison: Comparison
@@ -61,6 +62,7 @@ class PaperComparison(NamedTuple):
   answers: Mapping[tuple[str, str], Sequence[Answer]]
   ours: Mapping[Key, Number]
   here: Mapping[tuple[str, str], str]
+  sizes: Mapping[tuple[str, str], int]
 
 
 def compare_to_paper(
@@ -86,7 +88,7 @@ def compare_to_paper(
     )
   }
   quantities = [*averages.values(), *_single_tasks(averages, tasks)]
-  matching, ours, here = {}, {}, {}
+  matching, ours, here, sizes = {}, {}, {}, {}
   for (line, column), candidate in cells.items():
     place = column.at(scale)
     if candidate is None or place is None:
@@ -94,11 +96,16 @@ def compare_to_paper(
     cell = line.name, column.name
     matching[cell] = [a for a in answers if _matches(a, candidate, place)]
     here[cell] = wording.budget(candidate.method, candidate.budget)
+    size = comparison.size and comparison.size.of(candidate)
+    if size is not None:
+      sizes[cell] = size
     for quantity in quantities:
       number = _number(quantity, matching[cell])
       if number is not None:
         ours[Key(*cell, quantity.name)] = number
-  return PaperComparison(comparison, scale, averages, matching, ours, here)
+  return PaperComparison(
+    comparison, scale, averages, matching, ours, here, sizes
+  )
 
 
 def averages_of(

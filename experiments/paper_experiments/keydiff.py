@@ -323,8 +323,6 @@ EXPERIMENTS = (
         model=False,
       ),
     ),
-    (
-      "Time and memory of KeyDiff grow with N and the block, not their product.",
-    ),
+    ("Time and memory of an eviction grow with N plus the block.",),
   ),
 )

@@ -2,12 +2,14 @@
 
 from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.experiments.benchmarks.ruler import TASKS as RULER
+from kvjax.experiments.candidates import Candidate
 from kvjax.experiments.paper_experiments import lagkv_numbers as printed
 from kvjax.experiments.paper_experiments.records import (
   Comparison,
   Experiment,
   Line,
   Setup,
+  Size,
   Targets,
   Way,
 )
@@ -25,6 +27,7 @@ from kvjax.experiments.paper_experiments.shared import (
   ruler,
 )
 from kvjax.experiments.paper_experiments.transcription import across
+from kvjax.methods.lagkv import LagKV
 from kvjax.options.budgets import Retention
 from kvjax.options.schedules import Schedule
 
@@ -95,6 +98,15 @@ _E5_2 = Comparison(
   scaling=f"{_SCALING}Here nothing is evicted while decoding.",
 )
 
+
+def _kept_of_a_lag(candidate: Candidate) -> int | None:
+  """Computes r L, by which the paper explains the scores."""
+  method, budget = candidate.plan.method, candidate.plan.budget
+  if not isinstance(method, LagKV) or not isinstance(budget, Retention):
+    return None
+  return int(budget.share * method.lag)
+
+
 _PASSKEY = ("passkey",)
 _WORDS = tuple(512 + (20480 - 512) * step // 9 for step in range(10))
 _PARTIAL = plain(printed.PARTIAL, _PASSKEY, "partial")
@@ -119,6 +131,7 @@ _E5_3 = Comparison(
   (_PARTIAL, _EXACT),
   printed.PASSKEY,
   scaling=f"{_SCALING}Here nothing is evicted while decoding.",
+  size=Size("r L", _kept_of_a_lag),
 )
 
 _SAME = plain("same first token", _PASSKEY, "same_first_token")

@@ -15,9 +15,9 @@ from kvjax.experiments.reporting.wording import NOTHING
 
 
 def tables(compared: PaperComparison) -> list[Table]:
-  """Builds a table per average, and one per line printed by task."""
+  """Builds tables per average, by size, and per line printed by task."""
   shown = [_of_average(compared, name) for name in compared.averages]
-  return [*shown, *_by_task(compared)]
+  return [*shown, *_by_size(compared), *_by_task(compared)]
 
 
 def _of_average(compared: PaperComparison, name: str) -> Table:
@@ -34,6 +34,20 @@ def _of_average(compared: PaperComparison, name: str) -> Table:
     lines += _compact(cell_lines, line in full)
   header = ["method", "at", *(["here"] if small else []), *_models(compared)]
   return Table(_title(compared, name), header, lines, names=3 if small else 2)
+
+
+def _by_size(compared: PaperComparison) -> Iterator[Table]:
+  """Yields the headline sorted by the comparison's size, if it has one."""
+  size = compared.comparison.size
+  if size is None:
+    return
+  name = next(iter(compared.averages))
+  lines = [
+    [str(number), *place, *_cells(compared, Key(*place, name))]
+    for place, number in sorted(compared.sizes.items(), key=lambda x: x[1])
+  ]
+  header = [size.name, "method", "at", *_models(compared)]
+  yield Table(f"{_title(compared, name)}, by size", header, lines, names=3)
 
 
 def _full(comparison: Comparison) -> set[str]:

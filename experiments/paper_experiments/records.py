@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from kvjax.experiments.answering import Protocol
+from kvjax.experiments.candidates import Candidate
 from kvjax.experiments.paper_experiments.findings import (
   Findings,
   Scale,
@@ -157,6 +158,13 @@ class Setup:
   in_words: bool = False
 
 
+class Size(NamedTuple):
+  """A quantity that candidates have; None for candidates without it."""
+
+  name: str
+  of: Callable[[Candidate], int | None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Comparison:
   """A comparison of methods on a benchmark, with the paper's numbers.
@@ -173,6 +181,8 @@ class Comparison:
     quoted: lines of the targets that do not run here.
     heads: whether each KV head selects tokens, or each query head.
     scaling: how `small` follows from `paper`, in words.
+    size: a quantity of a candidate by which the headline average is also
+      sorted, or None.
   """
 
   name: str
@@ -186,6 +196,7 @@ class Comparison:
   quoted: tuple[str, ...] = ()
   heads: Literal["kv", "query"] = "kv"
   scaling: str = ""
+  size: Size | None = None
 
   def setup(self, scale: Scale) -> Setup | None:
     """Returns the version for a scale."""

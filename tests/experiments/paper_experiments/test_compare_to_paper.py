@@ -9,7 +9,8 @@ from kvjax.experiments.paper_experiments import (
   paper_tables,
   running,
 )
-from kvjax.experiments.paper_experiments.records import Average, Key
+from kvjax.experiments.paper_experiments.records import Average, Key, Size
+from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
 from kvjax.experiments.results import Answer
 
 SCORES = {"trec": 80.0, "lsht": 40.0, "lcc": 10.0}
@@ -176,6 +177,31 @@ def test_tasks_that_the_paper_prints_have_a_table_of_their_own(found):
   ((task, column, ours, number, paper),) = table.lines
   assert (task, column, number, paper) == ("lcc", "short", "1", "7")
   assert ours.startswith("7.0 ")
+
+
+def test_scores_may_be_sorted_by_a_size(invented, cells):
+  answers = answers_of(running.chosen(cells), SCORES)
+  size = Size("kept", lambda candidate: candidate.plan.budget.num_kept(9999))
+  sized = dataclasses.replace(invented, size=size)
+  found = compare_to_paper.compare_to_paper(sized, "paper", cells, answers)
+  table = paper_tables.tables(found)[2]
+  assert table.header == ["kept", "method", "at", "ours", "n", "A model"]
+  assert [line[0] for line in table.lines] == sorted(
+    (line[0] for line in table.lines), key=int
+  )
+  assert table.lines[0][:2] == ["64", "Ours"]
+
+
+def test_a_lag_keeps_its_share():
+  experiment = EXPERIMENTS["E5.3"].parts[0]
+  cells = running.cells_of(experiment, "paper", experiment.paper)
+  sizes = {
+    (line.name, column.name): experiment.size.of(candidate)
+    for (line, column), candidate in cells.items()
+  }
+  assert sizes["L = 1024", "8x"] == 128
+  assert sizes["L = 128", "6x"] == 21
+  assert sizes["Full", "2x"] is None
 
 
 def test_orders_name_what_both_have_and_doubt_nobody(found):
