@@ -17,6 +17,9 @@ method in the folder records. An interrupted run resumes where it stopped.
 compare and evaluate read the records by --calibrations=DIR, or from the folder
 `calibrations` in the model's directory if copied there.
 
+Without --essay, needles are hidden in prose that the bundled model was trained
+on. Tasks whose texts are missing are left out.
+
 Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
 """
 
@@ -34,7 +37,14 @@ import kvjax
 from kvjax import models
 from kvjax.calibration.record import check_tau
 from kvjax.errors import InputError
-from kvjax.experiments import cli, inputs, reports, results, runs
+from kvjax.experiments import (
+  cli,
+  inputs,
+  reports,
+  results,
+  runs,
+  text_inputs,
+)
 from kvjax.experiments.benchmarks import ruler
 from kvjax.experiments.calibration import (
   fits,
@@ -57,7 +67,8 @@ from kvjax.experiments.reporting import wording
 from kvjax.experiments.reporting.pictures import png
 from kvjax.experiments.tasks import prose
 
-flags.adopt_module_key_flags(inputs)
+for module in (inputs, text_inputs):
+  flags.adopt_module_key_flags(module)
 
 _TASKS = flags.DEFINE_list(
   "tasks",
@@ -89,12 +100,6 @@ _LENGTH = flags.DEFINE_integer(
   1024,
   "Tokens of prompt and answer, without the chat template.",
   lower_bound=1,
-)
-_ESSAY = flags.DEFINE_string(
-  "essay",
-  None,
-  "Text, or folder of texts, to hide needles in; the default is prose that the "
-  "bundled model was trained on.",
 )
 _METHODS = flags.DEFINE_list(
   "methods",
@@ -139,6 +144,9 @@ def main() -> None:
   texts = _texts()
   choice = ruler.choose(_TASKS.value, texts)
   check_writable(folder)
+  console = rich.console.Console(highlight=False)
+  for note in choice.notes:
+    console.print(note)
   settings = _settings(choice.data)
   with inputs.loaded() as (lm, devices):
     inputs.check_lengths(lm, [_LENGTH.value])
@@ -185,7 +193,6 @@ def main() -> None:
   text = tables.markdown(summary, list(plots))
   reports.write_json(folder / "summary.json", summary, _KEPT)
   reports.write_text(folder / "calibration.md", text, _KEPT)
-  console = rich.console.Console(highlight=False)
   console.print(rich.text.Text(title), *tables.tables(summary), sep="\n")
   console.print(rich.text.Text(tables.circumstances(summary), style="dim"))
   console.print(
@@ -286,9 +293,9 @@ def _texts() -> ruler.Texts:
   A likelihood predicts how much a context can be compressed only if the model
   knows this kind of text.
   """
-  if _ESSAY.value is not None:
-    return ruler.Texts.read(pathlib.Path(_ESSAY.value))
-  texts = ruler.Texts.read()
+  texts = text_inputs.texts()
+  if flags.FLAGS["essay"].present:
+    return texts
   origins = {**texts.origins, "essay": f"{prose.SOURCE}, chapters of training"}
   return dataclasses.replace(texts, essay="train", origins=origins)
 

@@ -2,12 +2,15 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.calibration.records import AUTO, Auto
+from kvjax.methods.base import Method
 from kvjax.options.schedules import WHOLE
 from kvjax.registry.registry import METHODS
+from kvjax.retrieval.base import Retrieval
 
 FULL = "full"
 # LagKV's default, a lag of 1,024, would keep all of a context this short.
@@ -82,6 +85,7 @@ def candidates(
   schedule: kvjax.Schedule = WHOLE,
   per_query_head: bool = False,
   kv_dtype: str | None = None,
+  seed: int = 0,
 ) -> tuple[Candidate, ...]:
   """Lists every method at every budget, the full cache first as the baseline.
 
@@ -94,6 +98,8 @@ def candidates(
     schedule: when they evict.
     per_query_head: see `kvjax.Plan`.
     kv_dtype: see `kvjax.Plan`; the full cache is not quantized.
+    seed: seed of random methods, sketches and hashes whose names have none. A
+      calibration holds for all seeds.
 
   Raises:
     InputError: a name stands for no method, a method is not defined for the
@@ -111,7 +117,12 @@ def candidates(
     if name == FULL:
       continue
     of_method = [
-      Candidate(name, _plan(name, budget, schedule, per_query_head, kv_dtype))
+      Candidate(
+        name,
+        _seeded(
+          name, _plan(name, budget, schedule, per_query_head, kv_dtype), seed
+        ),
+      )
       for budget in dict.fromkeys(budgets)
     ]
     # Some retrieval methods have a fixed budget: list each budget once.
@@ -172,3 +183,28 @@ def _plan(
     return kvjax.get_plan(name, calibrated, schedule, per_query_head, kv_dtype)
   except InputError as error:
     raise InputError(f"--methods has {name}: {error}") from error
+
+
+def _seeded(name: str, plan: kvjax.Plan, seed: int) -> kvjax.Plan:
+  """Gives a plan's random choices a seed, unless its name has one."""
+  if seed == 0 or "seed=" in name:
+    return plan
+  method, sparse = _with_seed(plan.method, seed), plan.sparse
+  if sparse is not None:
+    retrieval = _with_seed(sparse.retrieval, seed)
+    sparse = dataclasses.replace(sparse, retrieval=retrieval)
+  if not isinstance(plan.budget, kvjax.Calibrated):
+    return dataclasses.replace(plan, method=method, sparse=sparse)
+  everything = kvjax.Retention(1.0)
+  uncalibrated = dataclasses.replace(plan, method=method, budget=everything)
+  calibration = dataclasses.replace(
+    plan.budget.calibration, method=uncalibrated.label
+  )
+  budget = dataclasses.replace(plan.budget, calibration=calibration)
+  return dataclasses.replace(uncalibrated, budget=budget)
+
+
+def _with_seed[Drawn: Method | Retrieval](drawn: Drawn, seed: int) -> Drawn:
+  names = {field.name for field in dataclasses.fields(drawn)}
+  changes: dict[str, Any] = {"seed": seed} if "seed" in names else {}
+  return dataclasses.replace(drawn, **changes)

@@ -25,6 +25,9 @@ from kvjax.models.tokenizer import Tokenizer
 # Called with the task and the number of new answers.
 OnAnswers = Callable[[str, int], None]
 
+# Metadata of samples that metrics need.
+_SCORED_BY = ("needle", "all_classes", "words")
+
 # Contexts share a padded length if the shortest has this share of the longest's
 # tokens, or at most this many fewer.
 _SIMILAR = 0.75
@@ -203,4 +206,9 @@ def _answer(context: _Context, reply: Reply, tokenizer: Tokenizer) -> Answer:
     depth=sample.metadata.get("depth"),
     turn=sample.metadata.get("turn"),
     scores={name: 100 * share for name, share in scores.items()},
+    scored_by={
+      name: sample.metadata[name]
+      for name in _SCORED_BY
+      if name in sample.metadata
+    },
   )

@@ -5,7 +5,8 @@
 trains on the .txt and .md files of a folder and writes a model directory OUT
 with the adapters merged into its weights, for --model=OUT in every program.
 OUT/adapter has the adapters alone in PEFT's format. A fine-tuned model predicts
-its documents better, so --retention=auto evicts more of them.
+its documents better, so --retention=auto evicts more of them. --data=DIR trains
+on the contexts of LongBench instead.
 
 An interrupted run resumes from its last checkpoint, bit for bit, with the same
 flags.
@@ -19,7 +20,8 @@ from absl import flags
 
 from kvjax import models
 from kvjax.errors import InputError
-from kvjax.experiments import cli, inputs, results
+from kvjax.experiments import cli, inputs, results, suite
+from kvjax.experiments.benchmarks import hub, longbench_sets
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.finetuning.tuner import Recipe, Tuner
 from kvjax.experiments.reporting import wording
@@ -29,6 +31,18 @@ flags.adopt_module_key_flags(inputs)
 
 _DOCUMENTS = flags.DEFINE_string(
   "documents", None, "Folder of .txt and .md files to train on."
+)
+_DATA = flags.DEFINE_string(
+  "data",
+  None,
+  "File or folder with LongBench, or its name on the Hugging Face hub, whose "
+  "contexts are the documents.",
+)
+_TASKS = flags.DEFINE_list(
+  "tasks", list(longbench_sets.SETS), "Datasets of LongBench; default: all."
+)
+_SAMPLES = flags.DEFINE_integer(
+  "samples", None, "Documents per dataset; default: all.", lower_bound=1
 )
 _OUTPUT = flags.DEFINE_string(
   "output",
@@ -65,6 +79,11 @@ _SEED = flags.DEFINE_integer(
 
 
 def _texts() -> list[str]:
+  cli.refuse_together("documents", ["data"], "both are what is learnt")
+  if _DATA.value is not None:
+    suite.check_tasks(_TASKS.value, longbench_sets.NAMES)
+    path = hub.resolve(_DATA.value)
+    return documents.read_longbench(path, _TASKS.value, _SAMPLES.value)
   if _DOCUMENTS.value is None:
     raise InputError(
       "Name a folder of .txt and .md files to learn: --documents=DIR."

@@ -25,7 +25,13 @@ MODEL = flags.DEFINE_string(
   f"once: {', '.join(catalog.NAMED)}; {REFERENCE} is the small one that comes "
   "with kvjax.",
 )
-SEED = flags.DEFINE_integer("seed", 0, "Random seed.", lower_bound=0)
+SEED = flags.DEFINE_integer(
+  "seed",
+  0,
+  "Seed of samples, and of random methods, sketches and hashes that are named "
+  "without one.",
+  lower_bound=0,
+)
 BATCH = flags.DEFINE_integer(
   "batch", 12, "Contexts per prefill; fewer need less memory.", lower_bound=1
 )

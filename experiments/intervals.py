@@ -1,8 +1,8 @@
-"""Confidence intervals of mean scores."""
+"""Confidence intervals of mean scores, and of their differences."""
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -14,10 +14,19 @@ _RESAMPLES = 1000
 _DEVIATIONS = statistics.NormalDist().inv_cdf(0.975)
 # Smaller differences of resampled means are rounding errors.
 _EQUAL = 1e-6
+# With fewer samples of a task, resampled differences vary too little.
+_ENOUGH_PAIRS = 10
+
+# Scores of each task by sample. Those of a sample were drawn together.
+_Scores = Mapping[str, Mapping[int, Sequence[float]]]
 
 
-def interval(answers: Sequence[Answer]) -> tuple[float, float]:
-  """Computes the 95 % interval of a mean score over equally weighted tasks.
+def interval(
+  answers: Sequence[Answer],
+  weights: Mapping[str, float] | None = None,
+  score: str = "score",
+) -> tuple[float, float]:
+  """Computes the 95 % interval of a mean score over tasks.
 
   It is a deterministic percentile bootstrap. Each task is resampled separately,
   and answers that were drawn together stay together: the turns of a
@@ -30,34 +39,90 @@ def interval(answers: Sequence[Answer]) -> tuple[float, float]:
 
   Args:
     answers: answers of one method at one budget, scored 0 to 100.
+    weights: weight of each task, with a sum of 1; equal if None.
+    score: name of the score.
   """
+  scores = _by_sample((answer, answer.scores[score]) for answer in answers)
+  return _interval(scores, weights, 2, 0.0)
+
+
+def difference(
+  answers: Sequence[Answer],
+  others: Sequence[Answer],
+  weights: Mapping[str, float] | None = None,
+  score: str = "score",
+) -> tuple[float, float]:
+  """Computes the 95 % interval of a mean score minus that of other answers.
+
+  It is the interval of the mean of the differences on samples that both
+  answered; see `interval`. The Wilson interval, here from -100 to 100, also
+  applies if a task has fewer than ten samples.
+
+  Args:
+    answers: answers of one method at one budget, scored 0 to 100.
+    others: answers of another one.
+    weights: see `interval`.
+    score: see `interval`.
+  """
+  paired = {(other.part, other.asked): other.scores[score] for other in others}
+  scores = _by_sample(
+    (answer, answer.scores[score] - paired[answer.part, answer.asked])
+    for answer in answers
+    if (answer.part, answer.asked) in paired
+  )
+  return _interval(scores, weights, _ENOUGH_PAIRS, -100.0)
+
+
+def count_samples(answers: Sequence[Answer]) -> int:
+  """Counts the samples of all tasks; those drawn together count once."""
+  scores = _by_sample((answer, 0.0) for answer in answers)
+  return sum(map(len, scores.values()))
+
+
+def _by_sample(
+  scores: Iterable[tuple[Answer, float]],
+) -> dict[str, dict[int, list[float]]]:
   tasks: dict[str, dict[int, list[float]]] = {}
-  for answer in answers:
+  for answer, score in scores:
     # The turns of a conversation have consecutive sample numbers.
     first = answer.sample - (answer.turn or 0)
     samples = tasks.setdefault(answer.task, {})
-    samples.setdefault(first, []).append(answer.score)
+    samples.setdefault(first, []).append(score)
+  return tasks
+
+
+def _interval(
+  scores: _Scores,
+  weights: Mapping[str, float] | None,
+  fewest: int,
+  lowest: float,
+) -> tuple[float, float]:
+  """Computes the interval of a weighted mean over tasks.
+
+  Args:
+    scores: the scores, from `lowest` to 100.
+    weights: weight of each task; equal if None.
+    fewest: samples that each task needs for resampling.
+    lowest: the lowest possible score.
+  """
+  if weights is None:
+    weights = dict.fromkeys(scores, 1 / len(scores))
   rng = np.random.default_rng(0)
-  means = np.mean(
-    [
-      _resampled_means(list(samples_of_task.values()), rng)
-      for samples_of_task in tasks.values()
-    ],
-    axis=0,
+  samples = {task: list(scores[task].values()) for task in weights}
+  means = sum(
+    weight * _resampled_means(samples[task], rng)
+    for task, weight in weights.items()
   )
   low, high = np.percentile(means, [2.5, 97.5])
-  numbers = [len(samples_of_task) for samples_of_task in tasks.values()]
-  if min(numbers) > 1 and high - low > _EQUAL:
+  if min(map(len, samples.values())) >= fewest and high - low > _EQUAL:
     return float(low), float(high)
-  # The effective number of trials of an unweighted mean over tasks.
-  trials = len(numbers) ** 2 / sum(1 / number for number in numbers)
-  mean = statistics.fmean(
-    statistics.fmean(
-      score for scores in samples_of_task.values() for score in scores
-    )
-    for samples_of_task in tasks.values()
+  # The effective number of trials of a weighted mean over tasks.
+  trials = 1 / sum(w**2 / len(samples[task]) for task, w in weights.items())
+  mean = sum(
+    weight * statistics.fmean(x for sample in samples[task] for x in sample)
+    for task, weight in weights.items()
   )
-  return _wilson(mean, trials)
+  return _wilson(mean, trials, lowest)
 
 
 def _resampled_means(
@@ -70,10 +135,13 @@ def _resampled_means(
   return sums[picks].sum(axis=1) / sizes[picks].sum(axis=1)
 
 
-def _wilson(mean: float, trials: float) -> tuple[float, float]:
-  """Computes the Wilson interval of a share, in percent."""
-  share, square = mean / 100, _DEVIATIONS**2 / trials
+def _wilson(mean: float, trials: float, lowest: float) -> tuple[float, float]:
+  """Computes the Wilson interval of a mean between `lowest` and 100."""
+  span = 100.0 - lowest
+  share, square = (mean - lowest) / span, _DEVIATIONS**2 / trials
   middle = share + square / 2
   half = math.sqrt(square * (share * (1 - share) + square / 4))
-  low, high = (100 * (middle + sign * half) / (1 + square) for sign in (-1, 1))
-  return max(0.0, low), min(100.0, high)
+  low, high = (
+    lowest + span * (middle + sign * half) / (1 + square) for sign in (-1, 1)
+  )
+  return max(lowest, low), min(100.0, high)

@@ -117,9 +117,9 @@ class LineFile[Record: Line]:
   def _parse(self, line: bytes, number: int) -> Record:
     try:
       fields = json.loads(line)
-      record = self._kind(
-        **{f.name: fields.pop(f.name) for f in dataclasses.fields(self._kind)}
-      )
+      # Fields with a default may be missing in older files.
+      names = {f.name for f in dataclasses.fields(self._kind)} & fields.keys()
+      record = self._kind(**{name: fields.pop(name) for name in names})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
       raise InputError(
         f"Line {number} of {self._path} is no {self._name}; remove the "

@@ -18,6 +18,7 @@ from kvjax.registry.naming import suggest
 PROGRAMS = (
   "compare",
   "evaluate",
+  "trials",
   "papers",
   "report",
   "show_kept",

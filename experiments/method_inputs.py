@@ -98,7 +98,12 @@ def chosen() -> tuple[Candidate, ...]:
   """Returns the candidates; see `candidates.candidates`."""
   per_query_head = _HEADS.value == "query"
   return candidates.candidates(
-    _names(), budgets(), schedule(), per_query_head, _KV_DTYPE.value
+    _names(),
+    budgets(),
+    schedule(),
+    per_query_head,
+    _KV_DTYPE.value,
+    inputs.SEED.value,
   )
 
 

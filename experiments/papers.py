@@ -9,7 +9,8 @@ lists them, and
 runs one or more of them on your model and data: LongBench's files, or RULER's
 if they should not be generated. Without model and data, the bundled model
 answers generated prompts at scaled-down budgets. It is not the papers' model:
-compare the order of methods, not the numbers.
+do not compare the numbers. Orders of methods are shown as far as the samples
+decide them.
 
 The output is results/papers/ID/MODEL/paper.md and paper.json, and a folder with
 all answers for each run. An interrupted run resumes where it stopped.
@@ -47,6 +48,22 @@ _SAMPLES = flags.DEFINE_integer(
   "Samples per task and length, and depth or round; the default is the paper's "
   "number, or a few without its model.",
   lower_bound=1,
+)
+_TASKS = flags.DEFINE_list(
+  "tasks",
+  None,
+  "Only these of the experiment's tasks or datasets; for E3.5 to E3.7, tasks "
+  "of RULER to calibrate on.",
+)
+_TAU = flags.DEFINE_float(
+  "tau",
+  None,
+  "Share of quality that E3.5 to E3.7 preserve; the default is the paper's.",
+)
+flags.DEFINE_bool(
+  "trials",
+  False,
+  "Also repeats E3.6 and E3.7 on LongBench in 20 trials with other sketches.",
 )
 _LENGTH = flags.DEFINE_integer(
   "length",
@@ -99,6 +116,7 @@ def main(ids: Sequence[str]) -> None:
       sources,
       _SAMPLES.value,
       _LENGTH.value,
+      _TASKS.value,
     )
     for experiment in remaining:
       report.run(experiment, session, folders[experiment.id], console)
@@ -107,10 +125,13 @@ def main(ids: Sequence[str]) -> None:
 def _given() -> dict[str, str]:
   """Returns the flags given on the command line."""
   all_flags = flags.FLAGS
+  given = {
+    name: all_flags[name].value for name in all_flags if all_flags[name].present
+  }
   return {
-    name: str(all_flags[name].value)
-    for name in all_flags
-    if all_flags[name].present
+    name: ",".join(value) if isinstance(value, list) else str(value)
+    for name, value in given.items()
+    if value is not False
   }
 
 

@@ -5,7 +5,7 @@ import hashlib
 import pathlib
 import platform
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvjax.experiments.answering import QUERY_AGNOSTIC, Protocol
 from kvjax.experiments.benchmarks import hub
@@ -93,6 +93,7 @@ class Answer(Line):
     depth: position of the answer in the context, 0 to 1, if it has one.
     turn: number of the question in its conversation, if it has one.
     scores: scores by the sample's metric, 0 to 100; the main one is "score".
+    scored_by: what a metric needs besides prediction and references.
   """
 
   task: str
@@ -116,6 +117,7 @@ class Answer(Line):
   depth: float | None
   turn: int | None
   scores: dict[str, float]
+  scored_by: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def score(self) -> float:

@@ -25,12 +25,14 @@ class Run(NamedTuple):
 
   Attributes:
     summary: content of summary.json.
+    answers: answers to the samples, without others in the folder.
     new: number of new answers.
     old: number of answers that the folder already had.
     seconds: time of the new answers by phase.
   """
 
   summary: dict[str, Any]
+  answers: Sequence[Answer]
   new: int
   old: int
   seconds: Mapping[str, float]
@@ -98,7 +100,10 @@ def answer(
     **processes.summary(current, answered=new > 0),
     "rows": summaries.summarize(_sort_answers(store, wanted), first_from_full),
   }
-  return Run(summary, new, len(wanted) - new, current.seconds)
+  answers = [store.answers[key] for key in dict.fromkeys(wanted)]
+  if not first_from_full:
+    answers = summaries.with_same_first_token(answers)
+  return Run(summary, answers, new, len(wanted) - new, current.seconds)
 
 
 def first_token_from_full_prompt(

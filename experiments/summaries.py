@@ -1,7 +1,8 @@
 """Summarizes the answers of a run: means over samples."""
 
+import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvjax.experiments.candidates import FULL
@@ -35,11 +36,8 @@ def summarize(
     first_token_from_full_prompt: whether first tokens are generated before
       compression; then they are not compared.
   """
-  full = {
-    (answer.part, answer.asked): answer.first_token
-    for answer in answers
-    if answer.method == FULL and not first_token_from_full_prompt
-  }
+  if not first_token_from_full_prompt:
+    answers = with_same_first_token(answers)
   groups: dict[_Group, list[Answer]] = {}
   for answer in answers:
     key = (
@@ -51,7 +49,26 @@ def summarize(
       answer.turn,
     )
     groups.setdefault(key, []).append(answer)
-  return [_row(group, full) for group in groups.values()]
+  return [_row(group) for group in groups.values()]
+
+
+def with_same_first_token(answers: Sequence[Answer]) -> list[Answer]:
+  """Adds whether the first token equals the full cache's, where it is known."""
+  full = {
+    (answer.part, answer.asked): answer.first_token
+    for answer in answers
+    if answer.method == FULL
+  }
+
+  def compared(answer: Answer) -> Answer:
+    question = (answer.part, answer.asked)
+    if question not in full:
+      return answer
+    same = 100.0 * (answer.first_token == full[question])
+    scores = answer.scores | {"same_first_token": same}
+    return dataclasses.replace(answer, scores=scores)
+
+  return [compared(answer) for answer in answers]
 
 
 def at_retention_one(
@@ -67,9 +84,7 @@ def at_retention_one(
   return [row | {"method": method} for method in methods for row in full]
 
 
-def _row(
-  group: Sequence[Answer], full: Mapping[tuple[Part, str], int | None]
-) -> dict[str, Any]:
+def _row(group: Sequence[Answer]) -> dict[str, Any]:
   first = group[0]
 
   def mean(name: str, digits: int) -> float:
@@ -81,13 +96,6 @@ def _row(
 
   shared = [n for n in first.scores if all(n in a.scores for a in group)]
   scores = {name: mean_score(name) for name in shared}
-  same_first_token = [
-    100.0 * (answer.first_token == full[answer.part, answer.asked])
-    for answer in group
-    if (answer.part, answer.asked) in full
-  ]
-  if len(same_first_token) == len(group):
-    scores["same_first_token"] = round(statistics.fmean(same_first_token), 2)
   return {
     "method": first.method,
     "options": first.options,

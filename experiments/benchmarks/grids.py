@@ -3,7 +3,7 @@
 The needle is a unique random number at the end of a sentence, which no model
 knows from elsewhere. The passkey has 64 digits and is stated twice (Yuan et al.
 2024, `longctx_bench`). Lengths are in tokens of the model's tokenizer, also for
-the passkey, whose paper counts words.
+the passkey, whose paper counts words: see `passkey.length_of_words`.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def passkey_samples(
   """Draws samples of 64 digits hidden in prose; see `needle_samples`."""
 
   def draw(rng: random.Random, length: int, depth: float) -> Sample:
-    sample = passkey.passkey(rng, length, count, depth=depth)
+    sample = passkey.passkey(rng, length, count, depth=depth, official=True)
     return dataclasses.replace(sample, chat=False)
 
   return _grid(PASSKEY, draw, lengths, depths, samples, seed, on_draw)

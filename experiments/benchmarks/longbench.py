@@ -21,6 +21,9 @@ from kvjax.experiments.results import Part, Samples
 from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
 from kvjax.models.tokenizer import Tokenizer
 
+# The metrics of `strictly_official` in words.
+FAULTS_INCLUDED = "LongBench's own code, faults included"
+
 # The tokens reserved for the longest answers, and the step of limits.
 _ANSWER, _STEP = 512, 500
 
@@ -97,6 +100,28 @@ def strictly_official(drawn: Samples) -> Samples:
   }
 
 
+def officially_ordered(drawn: Samples) -> Samples:
+  """Moves starts of answers into the user's turn, as LongBench's code does.
+
+  There, the chat template encloses the full prompt. Otherwise the start of the
+  answer follows the template, as in kvpress, whose prompts stay as they are.
+  The question must be prefilled with the context.
+  """
+  return {
+    part: [
+      dataclasses.replace(
+        sample,
+        question=sample.question + sample.answer_prefix,
+        answer_prefix="",
+      )
+      if sample.metadata["layout"] == "official"
+      else sample
+      for sample in part_samples
+    ]
+    for part, part_samples in drawn.items()
+  }
+
+
 def provenance(drawn: Samples) -> dict[str, str]:
   """Describes the samples of `samples` for reports."""
   each = [sample for part in drawn.values() for sample in part]
@@ -166,7 +191,7 @@ def _sample(name: str, row: Row, limit: int, tokenizer: Tokenizer) -> Sample:
     "layout": "kvpress" if kvpress else "official",
     "truncated": prompt != full_prompt,
     "language": data_set.language,
-    "length": row.fields.get("length"),
+    "words": row.fields.get("length"),
     "first_line": data_set.first_line,
   }
   if data_set.metric == "classification":

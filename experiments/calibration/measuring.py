@@ -152,7 +152,10 @@ class _Question(NamedTuple):
     cls, lm: Pretrained, part: Part, number: int, sample: Sample
   ) -> "_Question":
     prompt = Prompt.of_sample(lm.text, sample)
-    answer = lm.text.encode(f" {needles.listing(sample.answers)}")
+    # Of alternatives, such as those of several annotators, the first counts.
+    alternatives = sample.metric == "string_match_part"
+    answers = sample.answers[:1] if alternatives else sample.answers
+    answer = lm.text.encode(f" {needles.listing(answers)}")
     return cls(part, number, sample.digest, prompt, answer)
 
 

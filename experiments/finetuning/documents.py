@@ -1,6 +1,7 @@
-"""Reads documents of a folder as chunks of tokens and batches of them."""
+"""Reads documents as chunks of tokens and batches of them."""
 
 import hashlib
+import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.errors import InputError
+from kvjax.experiments.benchmarks import longbench_files
 from kvjax.models.json_files import read_text
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.prompts import Prompts
@@ -42,6 +44,29 @@ def read(folder: pathlib.Path) -> list[str]:
   if not texts:
     raise InputError(f"{folder} holds no text in {kinds} files.")
   return texts
+
+
+def read_longbench(
+  path: pathlib.Path, names: Sequence[str], count: int | None = None
+) -> list[str]:
+  """Reads the contexts of datasets of LongBench.
+
+  Args:
+    path: a file or folder; see `longbench_files.find`.
+    names: datasets; those that are missing are left out.
+    count: contexts per dataset, if not all.
+
+  Raises:
+    InputError: no dataset is there, or a file is malformed.
+  """
+  files = longbench_files.find(path, names)
+  rows = (
+    itertools.islice(
+      itertools.chain.from_iterable(file.rows() for file in of_set), count
+    )
+    for of_set in files.values()
+  )
+  return [row.text("context") for of_set in rows for row in of_set]
 
 
 def chunks(

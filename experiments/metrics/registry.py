@@ -72,6 +72,15 @@ def _named(measure: Callable[[str, str, Sequence[str]], float]) -> Metric:
   return metric
 
 
+def _code(sample: Sample, prediction: str) -> dict[str, float]:
+  """Computes both similarities of fuzzywuzzy, the main one by Levenshtein."""
+  names = {"score": code.code_sim, "difflib": code.code_sim_difflib}
+  return {
+    name: _longbench(measure)(sample, prediction)["score"]
+    for name, measure in names.items()
+  }
+
+
 def _scored_text(sample: Sample, prediction: str) -> str:
   """Returns the first line for few-shot tasks, where models add examples."""
   if not sample.metadata.get("first_line", False):
@@ -105,7 +114,7 @@ METRICS: Mapping[str, Metric] = {
   "count": _longbench(classification.count),
   "retrieval": _longbench(classification.retrieval),
   "retrieval_zh": _longbench(classification.retrieval_zh),
-  "code_sim": _longbench(code.code_sim),
+  "code_sim": _code,
   "needle": _needle,
   "passkey": _passkey,
   "rouge_official": _longbench(rouge.rouge_l_official, official=True),

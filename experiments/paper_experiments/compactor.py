@@ -14,11 +14,13 @@ from kvjax.experiments.paper_experiments.records import (
   Targets,
 )
 from kvjax.experiments.paper_experiments.shared import (
+  CODE_SCORES,
   ENGLISH_16,
   NEEDLES,
   ON_NEEDLES,
   at_random,
   budgets,
+  code_by_difflib,
   four_needles,
   lines,
   longbench,
@@ -143,7 +145,7 @@ _E3_3 = Comparison(
     }
   ),
   _COLUMNS[1:],
-  (_MEAN_14, *_CATEGORIES, _CODE),
+  (_MEAN_14, *_CATEGORIES, _CODE, code_by_difflib()),
   (
     Targets(
       _LLAMA,
@@ -208,8 +210,14 @@ _E3_3 = Comparison(
   scaling="Retentions are the paper's.",
 )
 
-# Leverage only: attention would merely break ties.
-_NO_ATTENTION = "compactor:blend=1000000"
+_BLEND = "compactor:blend=0.35"
+
+
+def _sketched(method: str) -> tuple[str, str]:
+  """Sketches to half a head's dimensions, as the paper: 64 of 128, 16 of 32."""
+  return method, f"{method}:sketch_dim=16"
+
+
 _E3_4 = Comparison(
   "ablations",
   ruler((4096,), 500),
@@ -218,15 +226,15 @@ _E3_4 = Comparison(
   lines(
     {
       "Full": "full",
-      "svd, lambda .35": "compactor:blend=0.35",
-      "exact leverage": "compactor:blend=0.35:sketch=none",
-      "lambda .15": "compactor:blend=0.15",
-      "lambda .2": "compactor:blend=0.2",
-      "lambda .4": "compactor:blend=0.4",
-      "no a": _NO_ATTENTION,
-      "qr": "compactor:blend=0.35:solver=qr",
-      "eig": "compactor:blend=0.35:solver=eig",
-      "srht": "compactor:blend=0.35:sketch=srht",
+      "svd, lambda .35": _sketched(_BLEND),
+      "exact leverage": f"{_BLEND}:sketch=none",
+      "lambda .15": _sketched("compactor:blend=0.15"),
+      "lambda .2": _sketched("compactor:blend=0.2"),
+      "lambda .4": _sketched("compactor:blend=0.4"),
+      "no a": _sketched("compactor:attention=none"),
+      "qr": _sketched(f"{_BLEND}:solver=qr"),
+      "eig": _sketched(f"{_BLEND}:solver=eig"),
+      "srht": _sketched(f"{_BLEND}:sketch=srht"),
     }
   ),
   _COLUMNS,
@@ -251,7 +259,8 @@ _E3_4 = Comparison(
       ),
     ),
   ),
-  scaling=_SAME,
+  scaling=f"{_SAME} Sketches have 16 columns in place of 64, half a head's "
+  "dimensions.",
 )
 
 EXPERIMENTS = (
@@ -293,6 +302,7 @@ EXPERIMENTS = (
       "are printed identical and are no targets; they are not listed.",
       "Compactor's categories on Qwen at 50 % come to 48.8, where its mean is "
       "printed as 48.5.",
+      CODE_SCORES,
     ),
   ),
   Experiment(
@@ -310,7 +320,7 @@ EXPERIMENTS = (
     _PAPER,
     "how likely answers stay, by retention, per RULER task",
     _MODELS,
-    "",
+    "SQuAD and HotpotQA for QA",
     "seven needle tasks of 1,024 tokens",
     5,
     (programs.CURVES,),
@@ -330,13 +340,17 @@ EXPERIMENTS = (
       "SnapKV, 75 % with PyramidKV and 90 % at random, as good as the full "
       "cache (ANOVA p = .53, 20 trials); the order is what counts.",
     ),
+    (
+      "tau is .95, and .90 for Qwen, unless --tau is given. --trials repeats "
+      "LongBench with 20 sketches and tests the difference by ANOVA.",
+    ),
   ),
   Experiment(
     "E3.7",
     _PAPER,
     "the same after LoRA finetuning on the documents",
     _MODELS,
-    "LongBench's documents as a folder of texts (--essay)",
+    "LongBench",
     "the same after LoRA on other reports of that kind",
     15,
     programs.FINETUNED,
@@ -345,9 +359,9 @@ EXPERIMENTS = (
       "22 %, SnapKV 44 %, PyramidKV 51 % and Random 76 %.",
     ),
     (
-      "E3.6 is the same before. Curves are fitted to text that the model "
-      "knows: without --essay, before to prose of the bundled model's "
-      "training, after to the reports that it has learnt.",
+      "E3.6 is the same before. Without --data, curves are fitted to text that "
+      "the model knows: before to prose of the bundled model's training, after "
+      "to the reports that it has learnt, or to the documents of --essay.",
     ),
   ),
   Experiment(

@@ -244,8 +244,9 @@ EXPERIMENTS = (
     8,
     (_E4_1,),
     remarks=(
-      "The numbers lie on a grid of 1/96: most likely 96 samples per task, "
-      "with ShadowKV's metric for questions, which accepts more.",
+      "Inferred: the numbers lie on a grid of 1/96, so most likely there were "
+      "96 samples per task, with ShadowKV's metric for questions, which "
+      "accepts more.",
       "What the baselines retrieve is not said; here it is 1,024 keys.",
     ),
   ),
@@ -259,8 +260,9 @@ EXPERIMENTS = (
     4,
     (_E4_2,),
     remarks=(
-      "The second block of the paper's table per task is Yi-9B; methods are "
-      "printed as differences from the full cache, here added to it.",
+      "Inferred: the second block of the paper's table per task is Yi-9B. "
+      "Methods are printed as differences from the full cache, here added to "
+      "it.",
     ),
   ),
   Experiment(
@@ -358,8 +360,9 @@ EXPERIMENTS = (
     (_E4_9,),
     remarks=(
       "The paper's rows (10,150) and (9,120) print their mean first; here the "
-      "numbers stand in their own columns. Its main table's MagicPIG is the "
-      "(8,75) row although the text says (9,120).",
+      "numbers stand in their own columns. Inferred: its main table's "
+      "MagicPIG, with the same numbers, is the (8,75) row although the text "
+      "says (9,120).",
     ),
   ),
   Experiment(

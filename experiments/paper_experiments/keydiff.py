@@ -5,6 +5,7 @@ import dataclasses
 from kvjax.experiments.answering import QUERY_AWARE
 from kvjax.experiments.paper_experiments import keydiff_numbers as printed
 from kvjax.experiments.paper_experiments.analyses import (
+  costs,
   head_statistics,
   prompt_lengths,
   retained_keys,
@@ -20,6 +21,7 @@ from kvjax.experiments.paper_experiments.shared import (
   ENGLISH_16,
   NEEDLES,
   ON_NEEDLES,
+  at_random,
   budgets,
   four_needles,
   lines,
@@ -32,7 +34,6 @@ from kvjax.options.schedules import Schedule
 
 _PAPER = "KeyDiff"
 _MODELS = "Llama-3.1-8B, Llama-3.2-3B, Qwen2.5-7B and Qwen2.5-3B Instruct"
-_UNNAMED = "a model that is not named"
 _SMALL_MODEL = "Llama-3.2-3B-Instruct"
 # The paper does not state its truncation; this is usual for long models.
 _LIMIT = 31500
@@ -180,7 +181,7 @@ EXPERIMENTS = (
     6,
     (_E2_2,),
     remarks=(
-      "The rows of Llama-3.1-8B seem to cover only prompts that fitted in "
+      "Inferred: the rows of Llama-3.1-8B cover only prompts that fitted in "
       "memory (musique is 0.00 and 11.11): loose targets.",
     ),
   ),
@@ -194,8 +195,8 @@ EXPERIMENTS = (
     6,
     _E2_3,
     remarks=(
-      "The two tables have no label in our copy; which is which is inferred "
-      "from H2O and KeyDiff, which rise with the block.",
+      "Inferred: the two tables have no label in our copy; which is which "
+      "follows from H2O and KeyDiff, which rise with the block.",
     ),
   ),
   Experiment(
@@ -208,8 +209,8 @@ EXPERIMENTS = (
     5,
     (_E2_4,),
     remarks=(
-      "The rows of the metrics have lost their names; their order is that of "
-      "the text.",
+      "Inferred: the rows of the metrics have lost their names in our copy; "
+      "their order is that of the text.",
     ),
   ),
   Experiment(
@@ -230,7 +231,7 @@ EXPERIMENTS = (
     "E2.6",
     _PAPER,
     "how far apart the retained keys are: log determinants",
-    _UNNAMED,
+    _SMALL_MODEL,
     "LongBench (qasper, 100 prompts)",
     "two prompts of 1,024 tokens",
     3,
@@ -248,7 +249,7 @@ EXPERIMENTS = (
     "E2.7",
     _PAPER,
     "retained keys among all keys: principal components",
-    _UNNAMED,
+    _SMALL_MODEL,
     "LongBench (narrativeqa, first sample)",
     "one prompt of 1,024 tokens",
     3,
@@ -266,7 +267,7 @@ EXPERIMENTS = (
     "E2.8",
     _PAPER,
     "why: keys unlike the mean key get the attention",
-    _UNNAMED,
+    _SMALL_MODEL,
     "LongBench (narrativeqa)",
     "two prompts of 1,024 tokens",
     1,
@@ -304,5 +305,24 @@ EXPERIMENTS = (
       "N = 2K, 4K, 6K and 8K keep 0.31, 0.53, 0.67 and 0.77 of the prompts, "
       "as means of min(1, N / length).",
     ),
+  ),
+  Experiment(
+    "E2.10",
+    _PAPER,
+    "operations and memory of an eviction",
+    _MODELS,
+    "",
+    "the same: counts for random keys of one head",
+    1,
+    (
+      Analysis(
+        "costs",
+        costs.measure,
+        at_random(2048, 4096, 6144, 8192),
+        at_random(2048, 4096, 6144, 8192),
+        model=False,
+      ),
+    ),
+    ("Time and memory of an eviction grow with N plus the block.",),
   ),
 )

@@ -2,20 +2,24 @@
 
 from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.experiments.benchmarks.ruler import TASKS as RULER
+from kvjax.experiments.candidates import Candidate
 from kvjax.experiments.paper_experiments import lagkv_numbers as printed
 from kvjax.experiments.paper_experiments.records import (
   Comparison,
   Experiment,
   Line,
   Setup,
+  Size,
   Targets,
   Way,
 )
 from kvjax.experiments.paper_experiments.shared import (
+  CODE_SCORES,
   ENGLISH_16,
   NEEDLES,
   ON_NEEDLES,
   budgets,
+  code_by_difflib,
   four_needles,
   lines,
   longbench,
@@ -23,6 +27,7 @@ from kvjax.experiments.paper_experiments.shared import (
   ruler,
 )
 from kvjax.experiments.paper_experiments.transcription import across
+from kvjax.methods.lagkv import LagKV
 from kvjax.options.budgets import Retention
 from kvjax.options.schedules import Schedule
 
@@ -84,20 +89,41 @@ _E5_2 = Comparison(
   QUERY_AWARE,
   lines({"Full": "full", **_LAGS}),
   _TIMES,
-  (plain(printed.MEAN_15, _FIFTEEN), *printed.CATEGORIES),
+  (
+    plain(printed.MEAN_15, _FIFTEEN),
+    *printed.CATEGORIES,
+    code_by_difflib(),
+  ),
   printed.LONGBENCH,
   scaling=f"{_SCALING}Here nothing is evicted while decoding.",
 )
 
-# 512 to 20,480 words, with about 4/3 tokens per word.
-_GRID = tuple(round(words * 4 / 3) for words in range(512, 20481, 2218))
+
+def _kept_of_a_lag(candidate: Candidate) -> int | None:
+  """Computes r L, by which the paper explains the scores."""
+  method, budget = candidate.plan.method, candidate.plan.budget
+  if not isinstance(method, LagKV) or not isinstance(budget, Retention):
+    return None
+  return int(budget.share * method.lag)
+
+
 _PASSKEY = ("passkey",)
+_WORDS = tuple(512 + (20480 - 512) * step // 9 for step in range(10))
 _PARTIAL = plain(printed.PARTIAL, _PASSKEY, "partial")
 _EXACT = plain(printed.EXACT, _PASSKEY)
-_ONCE = Setup("passkey", _PASSKEY, (512, 1024), 1, 5)
+# Answers may have 256 tokens, so prompts have at most 416 and 928.
+_SHORT = (672, 1184)
+_ONCE = Setup("passkey", _PASSKEY, _SHORT, 1, 5)
+
+
+def _grid(schedule: Schedule) -> Setup:
+  """Defines the paper's 10 lengths and 10 depths, with three samples each."""
+  return Setup("passkey", _PASSKEY, _WORDS, 3, schedule=schedule, in_words=True)
+
+
 _E5_3 = Comparison(
   "passkey",
-  Setup("passkey", _PASSKEY, _GRID, 3, schedule=_RECURSIVE),
+  _grid(_RECURSIVE),
   _ONCE,
   QUERY_AWARE,
   lines({"Full": "full", **_LAGS}),
@@ -105,6 +131,7 @@ _E5_3 = Comparison(
   (_PARTIAL, _EXACT),
   printed.PASSKEY,
   scaling=f"{_SCALING}Here nothing is evicted while decoding.",
+  size=Size("r L", _kept_of_a_lag),
 )
 
 _SAME = plain("same first token", _PASSKEY, "same_first_token")
@@ -118,8 +145,8 @@ def _chunked(lag: int) -> Schedule:
 
 _E5_4 = Comparison(
   "chunked prefill",
-  Setup("passkey", _PASSKEY, _GRID, 3, schedule=_chunked(1024)),
-  Setup("passkey", _PASSKEY, (512, 1024), 1, 5, schedule=_chunked(128)),
+  _grid(_chunked(1024)),
+  Setup("passkey", _PASSKEY, _SHORT, 1, 5, schedule=_chunked(128)),
   QUERY_AWARE,
   lines({"Full, plain prefill": "full", "LagKV": _LAGS["L = 1024"]}),
   _TIMES,
@@ -130,7 +157,7 @@ _E5_4 = Comparison(
 # All first tokens are equal, since they are generated before any eviction.
 _E5_4_PLAIN = Comparison(
   "plain prefill",
-  Setup("passkey", _PASSKEY, _GRID, 3, schedule=_RECURSIVE),
+  _grid(_RECURSIVE),
   _ONCE,
   QUERY_AWARE,
   lines({"Full": "full", "LagKV": _LAGS["L = 1024"]}),
@@ -141,7 +168,7 @@ _E5_4_PLAIN = Comparison(
 
 _E5_5 = Comparison(
   "scores",
-  Setup("passkey", _PASSKEY, _GRID, 3, schedule=_RECURSIVE),
+  _grid(_RECURSIVE),
   _ONCE,
   QUERY_AWARE,
   (
@@ -192,9 +219,9 @@ EXPERIMENTS = (
     4,
     (_E5_1,),
     remarks=(
-      "The grid of the printed values shows 70 to 140 samples per task: a "
-      "random 15 to 20 % of the 6,500.",
-      "LagKV's sinks were 4 in these runs, as in kvpress.",
+      "Inferred: the grid of the printed values shows 70 to 140 samples per "
+      "task, a random 15 to 20 % of the 6,500.",
+      "Inferred: LagKV's sinks were 4 in these runs, as in kvpress.",
     ),
   ),
   Experiment(
@@ -206,6 +233,7 @@ EXPERIMENTS = (
     ON_NEEDLES,
     4,
     (_E5_2,),
+    remarks=(CODE_SCORES,),
   ),
   Experiment(
     "E5.3",
@@ -213,7 +241,7 @@ EXPERIMENTS = (
     "64-digit passkey: partial and exact, heatmaps",
     _MODELS,
     "",
-    "512 and 1,024 tokens, five depths",
+    "672 and 1,184 tokens, five depths",
     5,
     (_E5_3,),
     ("Scores fall where fewer than 64 to 128 tokens of a lag (r L) are kept.",),
@@ -222,9 +250,9 @@ EXPERIMENTS = (
     "E5.4",
     _PAPER,
     "chunked against plain prefill: the first token, L = 1024",
-    "Llama-3.1-8B-Instruct",
+    _MODELS,
     "",
-    "512 and 1,024 tokens, five depths, L = 128",
+    "672 and 1,184 tokens, five depths, L = 128",
     6,
     (_E5_4, _E5_4_PLAIN),
     ("Chunked, 8x keeps about 80 % of the first tokens.",),
@@ -233,9 +261,9 @@ EXPERIMENTS = (
     "E5.5",
     _PAPER,
     "LagKV against LocalKV and L2Norm",
-    "Llama-3.1-8B-Instruct",
+    _MODELS,
     "",
-    "512 and 1,024 tokens, five depths, L = 128",
+    "672 and 1,184 tokens, five depths, L = 128",
     4,
     (_E5_5,),
     ("LocalKV is near LagKV at 2x and worse later.",),

@@ -15,8 +15,8 @@ def chosen(
   return [
     program
     for program in programs
-    if (not program.needs or program.needs in given)
-    and program.unless not in given
+    if all(flag in given for flag in program.needs)
+    and not any(flag in given for flag in program.unless)
   ]
 
 
@@ -25,10 +25,21 @@ def folder_of(program: Program, folder: pathlib.Path) -> pathlib.Path:
   return folder / program.name
 
 
+def tau_of(model: str) -> float:
+  """Returns the quality that Compactor preserves for a model.
+
+  It is 0.90 for Qwen and 0.95 for Llama, here for all others.
+  """
+  return 0.9 if "qwen" in model.lower() else 0.95
+
+
 def command(
   program: Program, folder: pathlib.Path, given: Mapping[str, str]
 ) -> list[str]:
   """Builds module and flags; the user's flags override those set here."""
+  model = given.get("model")
+  scaled = program.small if model is None else program.paper
+  names = {"folder": folder, "tau": tau_of(model or "")}
   user_flags = [
     f"--{name}={given[flag]}"
     for flag, name in program.takes.items()
@@ -37,7 +48,7 @@ def command(
   return [
     f"kvjax.experiments.{program.module}",
     f"--output={folder_of(program, folder)}",
-    *(argument.format(folder=folder) for argument in program.arguments),
+    *(argument.format(**names) for argument in (*program.arguments, *scaled)),
     *user_flags,
   ]
 

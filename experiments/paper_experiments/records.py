@@ -6,10 +6,12 @@ others refer to a function or a program.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from kvjax.experiments.answering import Protocol
+from kvjax.experiments.candidates import Candidate
 from kvjax.experiments.paper_experiments.findings import (
   Findings,
   Scale,
@@ -87,6 +89,26 @@ class Average:
     """The tasks of all groups."""
     return [task for group in self.groups for task in group]
 
+  @property
+  def weights(self) -> dict[str, float]:
+    """The weight of each task, with a sum of 1."""
+    weights = dict.fromkeys(self.tasks, 0.0)
+    for group in self.groups:
+      for task in group:
+        weights[task] += 1 / len(group) / len(self.groups)
+    return weights
+
+  def over(self, tasks: Collection[str]) -> "Average":
+    """Restricts the groups to some tasks; empty groups are dropped."""
+    groups = (tuple(t for t in group if t in tasks) for group in self.groups)
+    return dataclasses.replace(self, groups=tuple(filter(None, groups)))
+
+  def mean(self, scores: Mapping[str, float]) -> float:
+    """Computes the mean of the means of the groups."""
+    return statistics.fmean(
+      statistics.fmean(scores[task] for task in group) for group in self.groups
+    )
+
 
 class Key(NamedTuple):
   """The place of a number; `what` is an average or a task."""
@@ -124,6 +146,7 @@ class Setup:
       LongBench.
     depths: number of depths of needle and passkey.
     schedule: when methods evict.
+    in_words: for the passkey, whether lengths are words of prose instead.
   """
 
   benchmark: Benchmark
@@ -132,6 +155,14 @@ class Setup:
   samples: int | None
   depths: int = 10
   schedule: Schedule = WHOLE
+  in_words: bool = False
+
+
+class Size(NamedTuple):
+  """A quantity that candidates have; None for candidates without it."""
+
+  name: str
+  of: Callable[[Candidate], int | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +181,8 @@ class Comparison:
     quoted: lines of the targets that do not run here.
     heads: whether each KV head selects tokens, or each query head.
     scaling: how `small` follows from `paper`, in words.
+    size: a quantity of a candidate by which the headline average is also
+      sorted, or None.
   """
 
   name: str
@@ -163,6 +196,7 @@ class Comparison:
   quoted: tuple[str, ...] = ()
   heads: Literal["kv", "query"] = "kv"
   scaling: str = ""
+  size: Size | None = None
 
   def setup(self, scale: Scale) -> Setup | None:
     """Returns the version for a scale."""
@@ -201,18 +235,22 @@ class Program:
     name: name of the folder.
     module: module in `experiments`.
     arguments: its arguments besides --output, where {folder} stands for the
-      folder of the experiment.
+      folder of the experiment and {tau} for the paper's quality for the model.
     takes: user flags that it accepts, and their names there.
-    needs: a flag without which it is left out, or none.
-    unless: a flag with which it is left out, or none.
+    paper: more arguments for a model of the user's.
+    small: more arguments without.
+    needs: flags without which it is left out.
+    unless: flags with which it is left out.
   """
 
   name: str
   module: str
   arguments: Sequence[str] = ()
   takes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  needs: str = ""
-  unless: str = ""
+  paper: Sequence[str] = ()
+  small: Sequence[str] = ()
+  needs: Sequence[str] = ()
+  unless: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import rich.console
 from kvjax.experiments import reports
 from kvjax.experiments.paper_experiments import (
   compare_to_paper,
+  paper_tables,
   programs,
   running,
 )
@@ -98,7 +99,7 @@ def call(
   report = _Report(experiment, console)
   own_model = "model" in given
   complete = own_model and (
-    not experiment.needs or {"data", "essay"} & {*given}
+    "LongBench" not in experiment.needs or "data" in given
   )
   runs = any("model" in program.takes for program in experiment.programs)
   scale: Scale = "paper" if complete else "small"
@@ -171,8 +172,8 @@ def circumstances(
     )
   whose = "data" if own_model else "model"
   return (
-    f"{model} on generated data: not the paper's {whose}; orders may be "
-    f"compared, numbers not. {ran}."
+    f"{model} on generated data: not the paper's {whose}; its numbers are not "
+    f"to be compared. {ran}."
   )
 
 
@@ -184,10 +185,13 @@ def _comparison(
     report.say(f"{part.name} is left out: only the paper's models reach it.")
     return []
   compared = result.comparison
-  for table in compare_to_paper.tables(compared):
+  for table in paper_tables.tables(compared):
     report.show(table)
-  for line in compare_to_paper.orders(compared):
+  orders = compare_to_paper.orders(compared)
+  for line in orders:
     report.say(line)
+  if any(">" in line for line in orders):
+    report.say(compare_to_paper.MEANING)
   report.say(compare_to_paper.methods(compared))
   if compared.scale == "small" and part.scaling:
     report.say(part.scaling)

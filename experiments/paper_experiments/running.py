@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import inputs, reports, results, runs
+from kvjax.experiments import inputs, reports, results, runs, suite
 from kvjax.experiments.benchmarks import longbench
 from kvjax.experiments.candidates import FULL, Candidate, candidates
 from kvjax.experiments.paper_experiments.compare_to_paper import (
@@ -31,6 +31,7 @@ from kvjax.experiments.paper_experiments.records import (
 from kvjax.experiments.paper_experiments.samples import Sources, draw, prompts
 from kvjax.experiments.reporting import wording
 from kvjax.experiments.reporting.pictures import png
+from kvjax.experiments.tasks import passkey
 from kvjax.models.pretrained import Pretrained
 
 
@@ -46,6 +47,7 @@ class Session(NamedTuple):
     sources: the user's data.
     samples: samples per task and length, instead of the setup's.
     length: prompt length, instead of the setup's.
+    tasks: the only tasks to run, if not all of the setup.
   """
 
   lm: Pretrained
@@ -56,6 +58,7 @@ class Session(NamedTuple):
   sources: Sources
   samples: int | None = None
   length: int | None = None
+  tasks: Sequence[str] | None = None
 
 
 class Compared(NamedTuple):
@@ -82,7 +85,8 @@ def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
   """Returns the setup of a part, with the user's overrides.
 
   Raises:
-    InputError: the part compares lengths, and the user chose one.
+    InputError: the part compares lengths, and the user chose one, or it lacks
+      a task that the user chose.
   """
   scale = scale_of(part, session.own_model, session.sources)
   setup = part.setup(scale)
@@ -90,8 +94,15 @@ def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
     return None
   if session.samples is not None:
     setup = dataclasses.replace(setup, samples=session.samples)
+  if session.tasks is not None and setup.tasks:
+    suite.check_tasks(session.tasks, setup.tasks)
+    setup = dataclasses.replace(setup, tasks=tuple(session.tasks))
   if session.length is None:
-    return setup
+    if not setup.in_words:
+      return setup
+    count = session.lm.text.count
+    tokens = tuple(passkey.length_of_words(n, count) for n in setup.lengths)
+    return dataclasses.replace(setup, lengths=tokens, in_words=False)
   if isinstance(part, Comparison):
     places = [column.at(scale) for column in part.columns]
     if any(place is not None and place.length for place in places):
@@ -99,7 +110,8 @@ def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
         "--length does not go with an experiment that compares lengths; leave "
         "it out."
       )
-  return dataclasses.replace(setup, lengths=(session.length,))
+  lengths = (session.length,)
+  return dataclasses.replace(setup, lengths=lengths, in_words=False)
 
 
 def compare(
@@ -120,8 +132,10 @@ def compare(
     return None
   seed = session.settings.seed
   setup, notes = within_context(setup, session)
-  drawn = draw(setup, scale, session.lm, session.sources, seed)
-  cells = cells_of(comparison, scale, setup)
+  drawn = draw(
+    setup, scale, session.lm, session.sources, seed, comparison.protocol
+  )
+  cells = cells_of(comparison, scale, setup, seed)
   settings = dataclasses.replace(
     session.settings,
     benchmark=setup.benchmark,
@@ -143,7 +157,7 @@ def compare(
   )
   run.summary["about"] = dict(drawn.about)
   reports.write_run(run_folder, run.summary)
-  compared = compare_to_paper(comparison, scale, cells, run.summary["rows"])
+  compared = compare_to_paper(comparison, scale, cells, run.answers)
   notes += [
     *drawn.notes,
     f"{wording.title(run.summary)}. {wording.circumstances(run.summary)}",
@@ -196,15 +210,23 @@ def analyze(
   return findings
 
 
-def cells_of(comparison: Comparison, scale: Scale, setup: Setup) -> Cells:
+def cells_of(
+  comparison: Comparison, scale: Scale, setup: Setup, seed: int = 0
+) -> Cells:
   """Builds the candidate of every cell that the setup includes.
+
+  Args:
+    comparison: the comparison.
+    scale: the scale of the setup.
+    setup: the setup.
+    seed: seed of random methods and sketches.
 
   Raises:
     InputError: a method is not defined for the schedule or the budget.
   """
   per_query_head = comparison.heads == "query"
   return {
-    (line, column): _candidate(line, column, scale, setup, per_query_head)
+    (line, column): _candidate(line, column, scale, setup, per_query_head, seed)
     for line in comparison.lines
     for column in comparison.columns
   }
@@ -232,6 +254,7 @@ def _candidate(
   scale: Scale,
   setup: Setup,
   per_query_head: bool,
+  seed: int,
 ) -> Candidate | None:
   way, place = line.at(scale), column.at(scale)
   if way is None or place is None:
@@ -239,7 +262,9 @@ def _candidate(
   if place.length not in (None, *setup.lengths):
     return None
   budget = way.budget or place.budget or kvjax.Retention(1.0)
-  return candidates([way.method], [budget], setup.schedule, per_query_head)[-1]
+  return candidates(
+    [way.method], [budget], setup.schedule, per_query_head, seed=seed
+  )[-1]
 
 
 def _fits_context(lm: Pretrained, length: int) -> bool:

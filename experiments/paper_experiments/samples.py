@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvjax.errors import InputError
 from kvjax.experiments import inputs
-from kvjax.experiments.answering import Prompt
+from kvjax.experiments.answering import QUERY_AWARE, Prompt, Protocol
 from kvjax.experiments.benchmarks import (
   grids,
   longbench,
@@ -58,12 +58,18 @@ class Drawn(NamedTuple):
 
 
 def draw(
-  setup: Setup, scale: Scale, lm: Pretrained, sources: Sources, seed: int
+  setup: Setup,
+  scale: Scale,
+  lm: Pretrained,
+  sources: Sources,
+  seed: int,
+  protocol: Protocol = QUERY_AWARE,
 ) -> Drawn:
   """Draws the samples of a setup.
 
   At the small scale every prompt has the chat template, which the bundled model
-  needs. Otherwise each benchmark's own rule applies.
+  needs. Otherwise each benchmark's own rule applies. LongBench is scored as by
+  its own code; if questions are prefilled, prompts have its order as well.
 
   Raises:
     InputError: a length is too short for a task or longer than the model's
@@ -71,7 +77,7 @@ def draw(
   """
   if setup.lengths:
     inputs.check_lengths(lm, setup.lengths)
-  drawn = _draw(setup, lm, sources, seed)
+  drawn = _draw(setup, lm, sources, seed, protocol)
   registry.check({s.metric for part in drawn.samples.values() for s in part})
   if scale == "paper":
     return drawn._replace(data={**drawn.data, "chat template": "official"})
@@ -96,12 +102,18 @@ def prompts(
   return by_task
 
 
-def _draw(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
+def _draw(
+  setup: Setup,
+  lm: Pretrained,
+  sources: Sources,
+  seed: int,
+  protocol: Protocol,
+) -> Drawn:
   lengths, count = list(setup.lengths), lm.text.count
   number = setup.samples or 0
   match setup.benchmark:
     case "longbench":
-      return _longbench(setup, lm, sources)
+      return _longbench(setup, lm, sources, protocol)
     case "ruler":
       return _ruler(setup, lm, sources, seed)
     case "multiturn":
@@ -118,7 +130,9 @@ def _draw(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
   return Drawn(drawn, {"essay": prose.SOURCE})
 
 
-def _longbench(setup: Setup, lm: Pretrained, sources: Sources) -> Drawn:
+def _longbench(
+  setup: Setup, lm: Pretrained, sources: Sources, protocol: Protocol
+) -> Drawn:
   """Draws the available datasets of LongBench.
 
   Raises:
@@ -134,11 +148,18 @@ def _longbench(setup: Setup, lm: Pretrained, sources: Sources) -> Drawn:
       f"{', '.join(available)}."
     )
   limit = setup.lengths[0] if setup.lengths else sys.maxsize
-  drawn = longbench.samples(path, chosen, limit, lm.text, setup.samples)
+  drawn: Samples = longbench.samples(
+    path, chosen, limit, lm.text, setup.samples
+  )
   missing = [name for name in setup.tasks if name not in chosen]
   notes = [f"{path} has no {', '.join(missing)}; left out."] if missing else []
   about = longbench.provenance(drawn)
-  return Drawn(drawn, {"files": data_name(path)}, notes, about)
+  data = {"files": data_name(path), "metrics": longbench.FAULTS_INCLUDED}
+  drawn = longbench.strictly_official(drawn)
+  if protocol == QUERY_AWARE:
+    data["start of the answer"] = "in the user's turn"
+    drawn = longbench.officially_ordered(drawn)
+  return Drawn(drawn, data, notes, about)
 
 
 def _ruler(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:

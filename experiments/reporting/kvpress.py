@@ -3,7 +3,9 @@
 There is one folder per dataset, model, method and share removed, with three
 files of the same names and keys: `predictions.csv`, `metrics.json` and
 `config.yaml`, which is JSON and thereby YAML. Fields that kvpress does not have
-are in the last one under `kvjax`.
+are in the last one under `kvjax`. The predictions have the columns that
+kvpress's scorers read. A benchmark has its official name only if its samples
+are published ones; those made here are `kvjax_ruler` and so on.
 """
 
 import json
@@ -29,9 +31,8 @@ from kvjax.experiments.reporting.rows import settings_of
 from kvjax.experiments.results import Answer
 
 _CONFIG = "config.yaml"
-_DATASETS = {"needle": "needle_in_haystack"}
 # Fields with a folder for each value, besides method and budget.
-_APART = {"needle": ("length", "depth"), "longbench": ("length", "task")}
+_APART = {"needle": ("length", "depth")}
 # The fields under `kvjax` that distinguish results of one folder name.
 _OWN = (
   "method",
@@ -68,17 +69,36 @@ class Folder(NamedTuple):
 
 def folders(record: Record) -> Iterator[Folder]:
   """Yields all folders of a run."""
-  names = _APART.get(record.summary["benchmark"], ("length",))
-  apart = dict.fromkeys(
-    tuple(row[name] for name in names) for row in record.summary["rows"]
-  )
-  for values in apart:
-    part = record.at(**dict(zip(names, values, strict=True)))
+  for part in _parts(record):
     groups = grouped(part.summary["rows"])
     for mean in means(part.summary["rows"]):
       method, budget = mean.name
       answers = part.at(method=method, budget=budget).answers
       yield _folder(part.summary, mean, groups[mean.name], answers)
+
+
+def _parts(record: Record) -> Iterator[Record]:
+  """Yields the parts of a run that have folders of their own."""
+  benchmark = record.summary["benchmark"]
+  names = _APART.get(benchmark, ("length",))
+  apart = dict.fromkeys(
+    tuple(row[name] for name in names) for row in record.summary["rows"]
+  )
+  for values in apart:
+    part = record.at(**dict(zip(names, values, strict=True)))
+    if benchmark != "longbench":
+      yield part
+      continue
+    data_sets: dict[str, list[str]] = {}
+    for task in part.values("task"):
+      data_sets.setdefault(_data_set(task)[0], []).append(task)
+    yield from map(part.of_tasks, data_sets.values())
+
+
+def _data_set(task: str) -> tuple[str, str]:
+  """Returns a dataset and, for LongBench-E, a bucket: `qasper_e`, `0-4k`."""
+  base, separator, bucket = task.rpartition("_e_")
+  return (f"{base}_e", bucket) if separator else (task, "")
 
 
 def _folder(
@@ -110,15 +130,16 @@ def _folder(
 def _config(summary: Summary, mean: Mean, row: Row) -> dict[str, Any]:
   """Builds the corresponding arguments of kvpress."""
   benchmark = summary["benchmark"]
-  data_dir = {"needle": None, "longbench": row["task"]}
-  names = _APART.get(benchmark, ())
+  data_set, bucket = _data_set(row["task"])
+  data_dir = {"needle": None, "longbench": data_set}
+  is_cut = benchmark in ("needle", "longbench")
   press = "no_press" if mean.method == FULL else mean.method
   removed = 1 - mean.retention
   if mean.read_tokens < mean.kept_tokens:
     # A retrieval method removes nothing, or not what it does not read.
     press, removed = f"{press}-reads-{mean.budget}", mean.removed
   return {
-    "dataset": _DATASETS.get(benchmark, benchmark),
+    "dataset": _dataset(summary, bucket),
     "data_dir": data_dir.get(benchmark, str(row["length"])),
     "model": summary["model"],
     "device": summary["device"],
@@ -129,9 +150,11 @@ def _config(summary: Summary, mean: Mean, row: Row) -> dict[str, Any]:
     # Of the samples that there were, not of kvpress's own data.
     "fraction": 1.0,
     "max_new_tokens": None,
-    "max_context_length": row["length"] if "length" in names else None,
+    "max_context_length": row["length"] if is_cut else None,
     "query_aware": False,
-    "needle_depth": round(100 * row["depth"]) if "depth" in names else None,
+    "needle_depth": (
+      round(100 * row["depth"]) if benchmark == "needle" else None
+    ),
     "model_kwargs": {"dtype": summary["dtype"]},
     "press_init_command": mean.options,
     "seed": summary["seed"],
@@ -151,25 +174,53 @@ def _config(summary: Summary, mean: Mean, row: Row) -> dict[str, Any]:
   }
 
 
+def _dataset(summary: Summary, bucket: str) -> str:
+  """Returns the name of the benchmark, with kvjax's if we make its samples."""
+  name = summary["benchmark"]
+  if "files" not in summary["data"]:
+    return f"kvjax_{name}"
+  return f"{name}-e" if bucket else name
+
+
 def _prediction(benchmark: str, answer: Answer) -> dict[str, object]:
-  references = "answers" if benchmark == "longbench" else "answer"
   removed = 1 - answer.kept_tokens / answer.context_tokens
   return {
-    "task": answer.task,
+    **_scored(benchmark, answer),
     "question": answer.question,
     "answer_prefix": answer.answer_prefix,
-    references: str(answer.answers),
     "predicted_answer": answer.prediction,
     "compression_ratio": round(removed, 4),
+  }
+
+
+def _scored(benchmark: str, answer: Answer) -> dict[str, object]:
+  """Returns the columns, besides the prediction, that a scorer reads."""
+  needed = answer.scored_by
+  references = str(answer.answers)
+  if benchmark == "needle":
+    needle = needed.get("needle", "")
+    return {"task": answer.task, "answer": references, "needle": needle}
+  if benchmark != "longbench":
+    return {"task": answer.task, "answer": references}
+  data_set, bucket = _data_set(answer.task)
+  return {
+    "task": f"{data_set.removesuffix('_e')}-e" if bucket else data_set,
+    "answers": references,
+    "all_classes": str(list(needed.get("all_classes", ()))),
+    "length": needed.get("words", ""),
   }
 
 
 def _metrics(
   benchmark: str, rows: Sequence[Row], answers: Sequence[Answer]
 ) -> object:
-  """Returns a number for LongBench, a list for needles, else scores by task."""
+  """Returns LongBench's number, or one per bucket of LongBench-E.
+
+  It is a list for needles, and a dictionary of tasks for others.
+  """
   if benchmark == "longbench":
-    return round(mean_of(rows, score), 2)
+    buckets = {_data_set(row["task"])[1]: round(score(row), 2) for row in rows}
+    return buckets.get("", buckets)
   if benchmark == "needle":
     return [_needle(answer) for answer in answers]
   tasks: dict[str, list[Row]] = {}

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import operator
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.errors import InputError
@@ -68,6 +68,12 @@ class Record(NamedTuple):
       for answer in self.answers
       if all(getattr(answer, name) == value for name, value in fields.items())
     ]
+    return Record(self.folder, {**self.summary, "rows": rows}, answers)
+
+  def of_tasks(self, tasks: Collection[str]) -> "Record":
+    """Selects rows and answers of some tasks."""
+    rows = [row for row in self.summary["rows"] if row["task"] in tasks]
+    answers = [answer for answer in self.answers if answer.task in tasks]
     return Record(self.folder, {**self.summary, "rows": rows}, answers)
 
   def values(self, name: str) -> list[Any]:
@@ -159,9 +165,8 @@ def _answers(path: pathlib.Path) -> list[Answer]:
   for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1]):
     try:
       fields = json.loads(line)
-      answers.append(
-        Answer(**{f.name: fields[f.name] for f in dataclasses.fields(Answer)})
-      )
+      names = {f.name for f in dataclasses.fields(Answer)} & fields.keys()
+      answers.append(Answer(**{name: fields[name] for name in names}))
     except (ValueError, KeyError, TypeError) as error:
       raise InputError(
         f"Line {number + 1} of {path} is not an answer; remove the file, or "

@@ -81,7 +81,8 @@ def by_budget(record: Record) -> Table:
   for mean in summary_means:
     row = cells.setdefault(mean.method, {})
     reached = f" at {wording.share(mean.retention)}" if mean.automatic else ""
-    row[wording.budget(*mean.name)] = wording.with_uncertainty(mean) + reached
+    score = wording.with_uncertainty(mean.score, mean.interval)
+    row[wording.budget(*mean.name)] = score + reached
   names = list(dict.fromkeys(name for row in cells.values() for name in row))
   lines = [
     [method, *(row.get(name, "") for name in names)]

@@ -111,16 +111,16 @@ def interval(bounds: tuple[float, float] | None) -> str:
   return "–".join(f"{bound:.1f}" for bound in bounds)
 
 
-def with_uncertainty(mean: Mean) -> str:
+def with_uncertainty(score: float, bounds: tuple[float, float] | None) -> str:
   """Formats a score and the longer half of its interval: `97.4 ±1.2`.
 
   If the score is an end of its interval, the sign shows the side: `100.0 −5.6`.
   """
-  text = f"{mean.score:.1f}"
-  if mean.interval is None:
+  text = f"{score:.1f}"
+  if bounds is None:
     return text
-  low, high = mean.interval
-  below, above = round(mean.score - low, 1), round(high - mean.score, 1)
+  low, high = bounds
+  below, above = round(score - low, 1), round(high - score, 1)
   sign = "±" if below and above else "−" if below else "+"
   return f"{text} {sign}{max(below, above):.1f}"
 

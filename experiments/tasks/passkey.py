@@ -17,6 +17,7 @@ ANSWER_PREFIX = " The pass key is"
 TEMPLATE_TEXT = (INTRO, NEEDLE, QUESTION, ANSWER_PREFIX)
 
 MAX_NEW_TOKENS = 96
+OFFICIAL_MAX_NEW_TOKENS = 256
 
 
 def passkey(
@@ -27,6 +28,7 @@ def passkey(
   part: prose.Part = "heldout",
   depth: float | None = None,
   digits: int = 64,
+  official: bool = False,
 ) -> Sample:
   """Draws a key of `digits` digits in prose, stated twice in one sentence.
 
@@ -38,6 +40,9 @@ def passkey(
     depth: position of the needle from 0, the start, to 1, the end; random if
       None.
     digits: number of digits.
+    official: give the answer as many tokens as `longctx_bench` does, end the
+      start of the answer with a blank, and begin the question with the line
+      break before it.
 
   Raises:
     InputError: `length` is too short for the prompt.
@@ -45,28 +50,47 @@ def passkey(
   key = "".join(rng.choice("0123456789") for _ in range(digits))
   place = rng.random() if depth is None else depth
   text = fitting.ProseText(rng, part)
+  end, question, prefix = "\n", QUESTION, ANSWER_PREFIX
+  max_new_tokens = MAX_NEW_TOKENS
+  if official:
+    end, question, prefix = "", f"\n{QUESTION}", f"{ANSWER_PREFIX} "
+    max_new_tokens = OFFICIAL_MAX_NEW_TOKENS
 
   def context(words: int) -> str:
     sentences = text.sentences(words)
     before = fitting.sentences_before(sentences, place)
     sentences.insert(before, NEEDLE.format(key=key))
-    return f"{INTRO}{' '.join(sentences)}\n"
+    return f"{INTRO}{' '.join(sentences)}{end}"
 
   words = fitting.most_units_of_prompt(
     context,
     length,
     count,
-    after=(QUESTION, ANSWER_PREFIX),
-    max_new_tokens=MAX_NEW_TOKENS,
+    after=(question, prefix),
+    max_new_tokens=max_new_tokens,
   )
   return Sample(
     context=context(words),
-    question=QUESTION,
-    answer_prefix=ANSWER_PREFIX,
+    question=question,
+    answer_prefix=prefix,
     answers=(key,),
     task="passkey",
-    max_new_tokens=MAX_NEW_TOKENS,
+    max_new_tokens=max_new_tokens,
     # Samples are averaged by depth, so a random depth is not recorded.
     metadata={"length": length, "depth": depth, "haystack": "essay"},
     metric="passkey",
   )
+
+
+def length_of_words(words: int, count: Callable[[str], int]) -> int:
+  """Computes the tokens of an official sample with so many words of prose.
+
+  `longctx_bench` counts words. The tokenizer determines how many tokens they
+  are, here on average over all of the prose.
+  """
+  text = " ".join(prose.sentences("heldout"))
+  tokens_per_word = count(text) / len(text.split())
+  needle = NEEDLE.format(key="0123456789" * 6 + "0123")
+  around = f"{INTRO}{needle}\n{QUESTION}{ANSWER_PREFIX} "
+  tokens = count(around) + round(tokens_per_word * words)
+  return tokens + OFFICIAL_MAX_NEW_TOKENS

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.activations import Activations
 from kvjax.allocation.middle import Middle
 from kvjax.cache.layers import LayerCache
+from kvjax.errors import InputError
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.leverage import Factor, Solver, draw_factors, leverage
 from kvjax.methods.noncausal import Scale, ValueNorm, noncausal_attention
@@ -19,6 +20,7 @@ from kvjax.options.bounds import check_least, check_odd
 from kvjax.selection import age, head_counts, top_slots
 from kvjax.struct import struct
 
+Attention = Literal["noncausal", "none"]
 Spread = Literal["head", "layer"]
 Whole = Literal["row", "middle"]
 
@@ -46,6 +48,7 @@ class Compactor(Method):
   Attributes:
     blend: weight of the leverage; 0 uses attention alone.
     blend_removed: use the share of evicted tokens as the weight instead.
+    attention: "noncausal", or "none" to score by leverage alone.
     sketch: "gaussian", "srht" (randomized Hadamard), or "none" for exact
       leverage.
     sketch_dim: k, columns of the sketch. Keys of at most k dimensions are not
@@ -77,6 +80,7 @@ class Compactor(Method):
 
   blend: float = 0.3
   blend_removed: bool = False
+  attention: Attention = "noncausal"
   sketch: Factor = "gaussian"
   sketch_dim: int = 64
   solver: Solver = "svd"
@@ -98,6 +102,11 @@ class Compactor(Method):
     super().__post_init__()
     check_least(self, sketch_dim=1, chunk=1, leverage_chunk=0, first=0, last=0)
     check_least(self, blend=0)
+    if self.attention == "none" and not (self.blend or self.blend_removed):
+      raise InputError(
+        "Compactor needs a blend above 0 if its attention is none; nothing "
+        "would be scored."
+      )
     check_odd(self, "pool")
 
   @property
@@ -127,17 +136,9 @@ class Compactor(Method):
       # Chunks begin after the first tokens, if there are any tokens then.
       start = self.first if self.first < cache.capacity else 0
     valid = scored[:, :, start:]
-    values = cache.values[:, :, start:].astype(jnp.float32)
-    attention = noncausal_attention(
-      activations.queries[:, :, start:],
-      cache.keys[:, :, start:],
-      jnp.where(valid[..., None], values, 0.0),
-      valid,
-      chunk=self.chunk,
-      scale=self.scale,
-      value_norm=self.value_norm,
-      width=self.pool,
-    )
+    attention = jnp.zeros(valid.shape, jnp.float32)
+    if self.attention == "noncausal":
+      attention = self._attention(cache, activations, valid, start)
     assert activations.keys_unrotated is not None
     keys, size = activations.keys_unrotated[:, :, start:], self.leverage_chunk
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
@@ -175,6 +176,26 @@ class Compactor(Method):
       counts = protected + head_counts(blended, valid & ~ends, free)
       capacity = min(kv_heads * capacity, cache.capacity)
     return top_slots(blended, valid, ends, counts, capacity, must_keep)
+
+  def _attention(
+    self,
+    cache: LayerCache,
+    activations: Activations,
+    valid: Bool[Array, "B K M"],
+    start: int,
+  ) -> Float[Array, "B K M"]:
+    """The attention that slots receive from `start` on."""
+    values = cache.values[:, :, start:].astype(jnp.float32)
+    return noncausal_attention(
+      activations.queries[:, :, start:],
+      cache.keys[:, :, start:],
+      jnp.where(valid[..., None], values, 0.0),
+      valid,
+      chunk=self.chunk,
+      scale=self.scale,
+      value_norm=self.value_norm,
+      width=self.pool,
+    )
 
   def _sketch_of(self, dim: int) -> Factor:
     """The kind of sketch for keys of `dim` dimensions; see `sketch_dim`."""

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
@@ -14,10 +14,11 @@ from kvjax.methods.traits import Traits
 
 @dataclasses.dataclass(frozen=True)
 class Random(ScoringMethod):
-  """Draws independent uniform scores per layer, KV head and position.
+  """Draws independent uniform scores per layer, KV head and token.
 
-  A token's score depends on nothing else. Neither padding nor the other rows
-  nor the schedule change what is kept.
+  The seed of a token's score is its position and the signs of its key. Prompts
+  thus have scores of their own from where they differ, and neither padding nor
+  the other rows nor the schedule change what is kept.
 
   Attributes:
     seed: seed of all scores.
@@ -39,10 +40,18 @@ class Random(ScoringMethod):
     kv_heads = cache.positions.shape[1]
     heads = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(kv_heads))
 
-    def score(head: Array, position: Int[Array, ""]) -> Float[Array, ""]:
-      return jax.random.uniform(jax.random.fold_in(head, position))
+    dim = cache.keys.shape[-1]
+    factors = jax.random.bits(key, (1, 1, 1, dim), jnp.uint32)
+    signs = (cache.keys > 0).astype(jnp.uint32)
+    hashes = jnp.sum(signs * factors, axis=-1, dtype=jnp.uint32)
 
-    per_head = jax.vmap(score, in_axes=(None, 0))
-    return jax.vmap(jax.vmap(per_head), in_axes=(None, 0))(
-      heads, jnp.maximum(cache.positions, 0)
+    def score(
+      head: Array, position: Int[Array, ""], hashed: UInt[Array, ""]
+    ) -> Float[Array, ""]:
+      token = jax.random.fold_in(jax.random.fold_in(head, position), hashed)
+      return jax.random.uniform(token)
+
+    per_head = jax.vmap(score, in_axes=(None, 0, 0))
+    return jax.vmap(jax.vmap(per_head), in_axes=(None, 0, 0))(
+      heads, jnp.maximum(cache.positions, 0), hashes
     )

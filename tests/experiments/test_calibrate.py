@@ -99,6 +99,39 @@ def test_an_automatic_answer_is_that_at_the_retention_it_reaches(
   assert same.retention == min(shares)
 
 
+@pytest.mark.parametrize(
+  ("name", "seeds"),
+  [
+    ("random", (3, 3)),
+    ("compactor", (3, 3)),
+    ("magicpig", (3, 3)),
+    ("random:seed=5", (5, 5)),
+    ("keydiff", (None, None)),
+  ],
+)
+def test_a_seed_reaches_what_is_random(name, seeds, tmp_path):
+  def seed(candidate):
+    plan = candidate.plan
+    drawn = plan.method if plan.sparse is None else plan.sparse.retrieval
+    return getattr(drawn, "seed", None)
+
+  budgets = [kvjax.Retention(0.5), kvjax.Retention(0.25)]
+  assert tuple(map(seed, candidates([name], budgets, seed=3)[1:])) == seeds
+  assert candidates([name], budgets, seed=0) == candidates([name], budgets)
+
+
+def test_a_calibration_holds_for_all_seeds(tmp_path):
+  auto = automatic(tmp_path, a_record("compactor"))
+  plan = candidates(["compactor"], [auto], seed=3)[1].plan
+  assert plan.method.seed == 3
+  assert (
+    plan.budget.calibration.alpha
+    == auto.records[
+      kvjax.get_plan("compactor", kvjax.Retention(1.0)).label, False
+    ].alpha
+  )
+
+
 def test_another_calibration_is_asked_anew(tmp_path):
   """Its answers are not taken for those of the first."""
   one, other = (

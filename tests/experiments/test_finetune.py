@@ -49,6 +49,19 @@ def test_texts_are_read_in_order(folder):
   assert documents.read(folder) == [TEXT * 2, f"# A title\n\n{TEXT}"]
 
 
+def test_contexts_of_longbench_are_documents(tmp_path):
+  for name in ("hotpotqa", "qasper", "trec"):
+    rows = [
+      {"context": f"{name} {number}", "input": "Why?", "answers": ["So."]}
+      for number in range(3)
+    ]
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (tmp_path / f"{name}.jsonl").write_text(lines)
+  found = documents.read_longbench(tmp_path, ["qasper", "hotpotqa", "lcc"], 2)
+  assert found == ["qasper 0", "qasper 1", "hotpotqa 0", "hotpotqa 1"]
+  assert len(documents.read_longbench(tmp_path, ["trec"])) == 3
+
+
 def test_what_is_no_folder_of_texts_is_refused(folder, tmp_path):
   with pytest.raises(InputError, match=r"nothing is no folder; documents are"):
     documents.read(tmp_path / "nothing")

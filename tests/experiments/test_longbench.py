@@ -259,6 +259,24 @@ def test_samples_are_scored_with_official_faults_on_demand(tmp_path):
   assert registry.score(blank, " ")["score"] > 0
 
 
+def test_starts_of_answers_stand_in_the_users_turn_as_in_the_official_code(
+  tmp_path,
+):
+  write(tmp_path, "qasper", [row("qasper")])
+  drawn = longbench.samples(tmp_path, ["qasper"], 3500, BYTES)
+  ((after,),) = drawn.values()
+  ((before,),) = longbench.officially_ordered(drawn).values()
+  assert after.answer_prefix == "Answer:"
+  assert (before.question, before.answer_prefix) == (
+    f"{after.question}Answer:",
+    "",
+  )
+  assert before.context == after.context
+  kvpress = dataclasses.replace(after, metadata={"layout": "kvpress"})
+  part = Part("qasper", 3500)
+  assert longbench.officially_ordered({part: [kvpress]}) == {part: [kvpress]}
+
+
 def test_the_first_line_is_what_counts_after_examples(tmp_path):
   for name in ("trec", "narrativeqa"):
     write(tmp_path, name, [row(name, answers=["Color"])])
@@ -276,7 +294,7 @@ def test_longbench_e_is_parted_by_length(tmp_path):
   def drawn(**options):
     found = longbench.samples(tmp_path, ["qasper_e"], 3500, BYTES, **options)
     return {
-      part.task: [sample.metadata["length"] for sample in samples]
+      part.task: [sample.metadata["words"] for sample in samples]
       for part, samples in found.items()
     }
 

@@ -66,8 +66,8 @@ def test_runs_become_one_leaderboard(run_binary, tmp_path):
   assert (output / "leaderboard.md").read_text().count("| full |") == 2
   assert (output / "leaderboard.html").read_text().count("</table>") == 2
   assert {path.name for path in kvpress.iterdir()} == {
-    "ruler__512__tiny__no_press__0.00",
-    "ruler__512__tiny__no_press__0.00__whole_prompt",
+    "kvjax_ruler__512__tiny__no_press__0.00",
+    "kvjax_ruler__512__tiny__no_press__0.00__whole_prompt",
   }
   assert all(len(list(path.iterdir())) == 3 for path in kvpress.iterdir())
 

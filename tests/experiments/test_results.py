@@ -14,7 +14,7 @@ from kvjax.errors import InputError
 from kvjax.experiments import runs
 from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.experiments.candidates import candidates
-from kvjax.experiments.intervals import interval
+from kvjax.experiments.intervals import count_samples, difference, interval
 from kvjax.experiments.results import (
   Answer,
   Results,
@@ -284,6 +284,54 @@ def test_where_resampling_tells_nothing_the_interval_is_wilsons(
   assert interval(answers) == pytest.approx([100 * b for b in expected])
 
 
+def test_a_difference_is_paired_by_sample():
+  """What varies between samples, but not between methods, does not count."""
+  rng = np.random.default_rng(5)
+  scores = rng.uniform(20, 80, 40)
+  better = scored(scores + rng.uniform(2, 8, 40), method="tova")
+  low, high = difference(better, scored(scores))
+  assert 0 < low < 5 < high < 7
+  assert np.ptp(interval(better)) > 5 * (high - low)
+  # Samples that only one of them answered do not count.
+  more = [*scored(scores), an_answer(99, score=0.0)]
+  assert difference(better, more) == pytest.approx((low, high))
+  flipped = difference(scored(scores), better)
+  assert flipped == pytest.approx((-high, -low), abs=0.2)
+
+
+@pytest.mark.parametrize(
+  ("wins", "losses", "of", "decided"),
+  [
+    (1, 0, 1, False),
+    (4, 0, 8, False),
+    (8, 0, 8, True),
+    (2, 0, 30, False),
+    (9, 0, 30, True),
+    (9, 6, 30, False),
+    (0, 0, 500, False),
+  ],
+)
+def test_few_samples_show_no_difference(wins, losses, of, decided):
+  scores = [100.0] * wins + [0.0] * (of - wins)
+  others = [0.0] * (of - losses) + [100.0] * losses
+  low, high = difference(scored(scores), scored(others))
+  assert (low > 0) == decided
+  assert -100 <= low <= 100 * (wins - losses) / of <= high + 1e-9
+
+
+def test_tasks_have_the_weights_of_the_average():
+  answers = [
+    *scored([0.0] * 20, task="a"),
+    *scored(np.linspace(0, 100, 20), task="b"),
+  ]
+  alone = interval([answer for answer in answers if answer.task == "b"])
+  low, high = interval(answers, {"a": 0.75, "b": 0.25})
+  np.testing.assert_allclose((low, high), np.array(alone) / 4, atol=1)
+  assert count_samples(answers) == 40
+  turns = [an_answer(turn, turn=turn) for turn in range(8)]
+  assert count_samples(turns) == 1
+
+
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path):
   (tmp_path / "samples.jsonl").mkdir()
   with pytest.raises(InputError, match=r"samples\.jsonl cannot be written"):
@@ -329,3 +377,13 @@ def test_two_runs_do_not_write_over_each_other(tmp_path):
     other.add([an_answer(2)])
   one.add([an_answer(3)])
   assert len(lines(tmp_path)) == 3
+
+
+def test_answers_of_older_runs_lack_what_metrics_read(tmp_path):
+  Results(tmp_path, SETTINGS).add([an_answer()])
+  path = tmp_path / "samples.jsonl"
+  fields = json.loads(path.read_text())
+  assert fields.pop("scored_by") == {}
+  path.write_text(json.dumps(fields) + "\n")
+  (answer,) = Results(tmp_path, SETTINGS).answers.values()
+  assert answer == an_answer()

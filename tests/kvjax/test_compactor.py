@@ -75,6 +75,19 @@ def standard(x):
   return (x - x.mean()) / x.std()
 
 
+def test_without_attention_leverage_alone_decides(seen):
+  cache = LayerCache.of(seen)
+  alone = Compactor(attention="none", sketch="none", blend=0.1)
+  found = alone.evaluate(LAYER, cache, seen)
+  assert not np.any(found.attention)
+  both = dataclasses.replace(alone, attention="noncausal")
+  np.testing.assert_array_equal(
+    found.outlier, both.evaluate(LAYER, cache, seen).outlier
+  )
+  with pytest.raises(InputError, match="a blend above 0"):
+    Compactor(attention="none", blend=0.0)
+
+
 @pytest.mark.parametrize(
   "method",
   [

@@ -57,6 +57,7 @@ FORMULAS = [
   "keydiff:anchor=pairwise",
   "lagkv.key_norm:skip_layers=0",
   "compactor:sketch=srht:value_norm=l1:pool=5",
+  "compactor:attention=none",
   "compactor:solver=eig:center=true",
   "protokv:cut=position:split=ceil_len:sign=literal",
   "protokv:hash=hyperplane:include_self=false",
@@ -118,7 +119,7 @@ BUDGETS = (kvjax.Tokens(1), kvjax.Tokens(20), kvjax.Retention(0.5))
 # In the middle of a pyramid.
 LAYER, LAYERS = 2, 5
 # They look at positions alone.
-BLIND = ["full", "random", "streaming"]
+BLIND = ["full", "streaming"]
 # They keep whole chunks or clusters and may leave room.
 COARSE = ["chunkkv", "cut=skip", "cut=none"]
 
@@ -408,6 +409,21 @@ def test_another_seed_keeps_other_tokens():
     kept(get_recipe(f"random:seed={seed}"), activations(5)) for seed in (0, 1)
   )
   assert one != two
+
+
+def test_chance_is_another_for_every_sample():
+  """But the same for what samples have in common, as for their first tokens."""
+  one, other = activations(5), activations(6)
+  first = np.arange(PADDED)[:, None] < 30
+  other = dataclasses.replace(
+    other, keys=jnp.where(first, one.keys, other.keys)
+  )
+  method, layer = get_recipe("random").method, jnp.int32(0)
+  scores, others = (
+    method.evaluate(layer, LayerCache.of(seen), seen) for seen in (one, other)
+  )
+  np.testing.assert_array_equal(scores[..., :30], others[..., :30])
+  assert not np.any(scores[1, :, 30:] == others[1, :, 30:])
 
 
 @pytest.mark.parametrize("name", METHODS)

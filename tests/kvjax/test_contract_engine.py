@@ -22,10 +22,11 @@ QUESTIONS = kvjax.Prompts.of([[5, 6], [7], [1, 2, 3], [9]])
 BUDGET = kvjax.Retention(0.5)
 DECODING = kvjax.Decoding(6)
 # They look at positions alone.
-BLIND = ["full", "random", "streaming"]
+BLIND = ["full", "streaming"]
 # Every method, and presets and wrappers of every kind, in sizes that bite.
 NAMES = [
   *BLIND,
+  "random",
   "key_norm",
   "keydiff",
   "h2o.kvpress",

@@ -86,7 +86,8 @@ def test_a_grid_has_answers_at_every_length_and_depth(task):
       assert abs(share - sample.metadata["depth"]) < LONGEST / len(
         after + before
       )
-      assert {0.0: before == INTRO[task], 1.0: after == "\n"}.get(
+      end = "" if task == "passkey" else "\n"
+      assert {0.0: before == INTRO[task], 1.0: after == end}.get(
         sample.metadata["depth"], before[-2:] == ". "
       )
 
@@ -102,6 +103,26 @@ def test_a_cell_is_the_same_in_every_grid(task):
 def test_a_passkey_is_asked_for_without_the_chat_template():
   assert not any(s.chat for part in grid("passkey").values() for s in part)
   assert all(s.chat for part in grid("needle").values() for s in part)
+
+
+def test_a_passkey_is_asked_for_in_the_official_words():
+  drawn = grid("passkey", lengths=[640], depths=[0.3])[Part("passkey", 640)]
+  for sample in drawn:
+    assert sample.question + sample.answer_prefix == (
+      "\nWhat is the pass key? The pass key is "
+    )
+    assert not sample.context.endswith("\n")
+    assert sample.max_new_tokens == 256
+
+
+def test_words_of_a_passkey_are_counted_in_tokens():
+  length = passkey.length_of_words(20_000, count)
+  (sample,) = grid("passkey", lengths=[length], depths=[1.0], samples=1)[
+    Part("passkey", length)
+  ]
+  before = sample.context.removeprefix(passkey.INTRO)
+  words = before[: find(sample).start() - len(passkey.INTRO)].split()
+  assert len(words) == pytest.approx(20_000, rel=0.05)
 
 
 def test_even_depths_go_from_end_to_end():

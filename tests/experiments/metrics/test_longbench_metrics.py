@@ -17,7 +17,7 @@ from kvjax.experiments.metrics.classification import (
   retrieval,
   retrieval_zh,
 )
-from kvjax.experiments.metrics.code import code_sim
+from kvjax.experiments.metrics.code import code_sim, code_sim_difflib
 from kvjax.experiments.metrics.question_answering import qa_f1, qa_f1_zh
 from kvjax.experiments.metrics.rouge import (
   rouge_1,
@@ -272,9 +272,16 @@ def test_code_is_compared_by_its_first_line(prediction, line, reference):
   # Both find the longest matching blocks in these; no text is 200 long.
   ratio = difflib.SequenceMatcher(None, line, reference).ratio()
   assert code_sim(prediction, reference) == round(100 * ratio) / 100
+  assert code_sim_difflib(prediction, reference) == round(100 * ratio) / 100
 
 
 def test_code_similarity_by_hand():
   # 2 * 4 common characters of 5 + 8: 61.5 %, in whole percent.
   assert code_sim("abcd!", "abcd1234") == 0.62
   assert code_sim("# only a comment", "x") == 0
+  # difflib begins with "ab", the longest block; "a", "a" and "b" are more.
+  assert code_sim("aaab", "abab") == 0.75
+  assert code_sim_difflib("aaab", "abab") == 0.5
+  # Frequent characters of a long line are junk.
+  assert code_sim("b" + "a" * 200, "a" * 200) == 1
+  assert code_sim_difflib("b" + "a" * 200, "a" * 200) == 0

@@ -107,6 +107,13 @@ def test_the_first_token_of_a_key_is_what_a_reply_would_say(
   assert passkey.first_nonblank_token(tokenizer, [blank]) is None
 
 
+def test_code_has_both_scores_of_fuzzywuzzy():
+  asked = sample("code_sim", ["a" * 200])
+  scores = registry.score(asked, "b" + "a" * 200)
+  assert scores == {"score": 1.0, "difflib": 0.0}
+  assert registry.score(asked, " ") == {"score": 0.0, "difflib": 0.0}
+
+
 def test_needles_are_found_and_overlap():
   needle = "The magic number of Paris is 1234567."
   asked = sample("needle", ["1234567"], needle=needle)

@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.experiments.paper_experiments.analyses import (
+  costs,
   deviations,
   head_statistics,
   latency,
@@ -190,6 +191,20 @@ def test_deviations_are_shown_for_every_layer(subject):
 def test_heads_are_shown_for_every_layer(subject):
   (table,) = head_statistics.measure(subject).tables
   assert [line[0] for line in table.lines] == ["0", "1"]
+
+
+def test_operations_are_those_of_the_formula(subject, monkeypatch):
+  for n, d in ((3, 2), (2176, 128)):
+    assert costs.operations(n, d) == 6 * n * d + d + 18 * n + 12
+  monkeypatch.setattr(costs, "_BLOCK", 8)
+  operations, memory = costs.measure(subject._replace(lengths=(56,))).tables
+  ((budget, formula, compiled, per_number),) = operations.lines
+  assert (budget, per_number) == ("56", "6.16")
+  assert int(formula.replace(",", "")) == costs.operations(64, 128)
+  # XLA has no other weights for most of them.
+  ratio = int(compiled.replace(",", "")) / costs.operations(64, 128)
+  assert 0.3 < ratio < 3
+  assert list(memory.lines) == [["56", "64", "64", "56", "2,048", "512"]]
 
 
 def test_a_median_leaves_out_the_call_that_compiles(monkeypatch):

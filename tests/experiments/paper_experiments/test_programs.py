@@ -14,8 +14,15 @@ from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
 FIRST = Program(
   "first", "nowhere", ["--x={folder}/y"], {"model": "model", "essay": "text"}
 )
-SECOND = Program("second", "elsewhere", takes={"data": "data"}, needs="data")
-THIRD = Program("third", "wherever", unless="essay")
+SECOND = Program("second", "elsewhere", takes={"data": "data"}, needs=("data",))
+THIRD = Program(
+  "third",
+  "wherever",
+  ["--tau={tau}"],
+  paper=["--length=4096"],
+  small=["--samples=6"],
+  unless=("essay", "data"),
+)
 OWN = Experiment(
   *("E9.9", "A paper", "nothing", "A model", "LongBench", "needles", 1),
   (FIRST, SECOND, THIRD),
@@ -62,9 +69,64 @@ def test_what_needs_a_flag_or_its_absence_is_left_out(tmp_path, monkeypatch):
   modules = [line[2] for line in lines]
   assert modules == ["kvjax.experiments.nowhere", "kvjax.experiments.wherever"]
   assert (
-    "ref on generated data: not the paper's model; orders may be"
+    "ref on generated data: not the paper's model; its numbers are not"
     in (tmp_path / "paper.md").read_text()
   )
+
+
+@pytest.mark.parametrize(
+  ("given", "flags"),
+  [
+    ({}, ["--tau=0.95", "--samples=6"]),
+    ({"model": "Llama-3.1-8B"}, ["--tau=0.95", "--length=4096"]),
+    ({"model": "Qwen2.5-14B"}, ["--tau=0.9", "--length=4096"]),
+  ],
+)
+def test_a_model_of_the_users_brings_the_papers_scale(tmp_path, given, flags):
+  assert programs.command(THIRD, tmp_path, given)[2:] == flags
+
+
+def commands(name, tmp_path, **given):
+  chosen = programs.chosen(EXPERIMENTS[name].programs, given)
+  return [programs.command(program, tmp_path, given) for program in chosen]
+
+
+def modules(lines):
+  return [line[0].rpartition(".")[2] for line in lines]
+
+
+def test_documents_are_those_of_longbench_if_they_are_given(tmp_path):
+  given = {"model": "Qwen2.5", "data": "b.zip", "tau": "0.8"}
+  zero_shot = commands("E3.6", tmp_path, **given)
+  assert modules(zero_shot) == ["calibrate", "evaluate"]
+  assert any(flag.endswith("qa_1,qa_2") for flag in zero_shot[0])
+  assert "--benchmark=longbench" in zero_shot[1]
+  # The last one counts.
+  assert [flag for flag in zero_shot[1] if "--tau" in flag][-1] == "--tau=0.8"
+  trials = commands("E3.6", tmp_path, trials="True", seed="3", **given)[-1]
+  assert trials[:4] == [
+    "kvjax.experiments.trials",
+    f"--output={tmp_path}/trials",
+    "--trials=20",
+    "--",
+  ]
+  assert "--data=b.zip" in trials[4:]
+  assert "--seed=3" not in trials
+  tuned = commands("E3.7", tmp_path, **given)
+  assert modules(tuned) == ["finetune", "calibrate", "evaluate"]
+  assert "--data=b.zip" in tuned[0]
+  assert {"--benchmark=longbench", f"--model={tmp_path}/tuned"} < {*tuned[2]}
+  assert not any("reports" in flag for line in tuned for flag in line)
+
+
+def test_documents_are_reports_otherwise(tmp_path):
+  expected = ["make_reports", "calibrate", "evaluate"]
+  assert modules(commands("E3.6", tmp_path)) == expected
+  tuned = commands("E3.7", tmp_path)
+  assert modules(tuned) == ["make_reports", "finetune", *expected[1:]]
+  (curves,) = commands("E3.5", tmp_path, tasks="vt,cwe")
+  assert "--tasks=vt,cwe" in curves
+  assert "--length=4096" not in curves
 
 
 def test_a_program_that_fails_ends_it_all(tmp_path, monkeypatch):
@@ -90,4 +152,6 @@ def test_programs_know_the_flags_that_they_are_called_with(
       given = dict.fromkeys(program.takes, "1")
       if program.module == module:
         for flag in programs.command(program, tmp_path, given)[1:]:
+          if flag == "--":
+            break  # The rest are flags of evaluate, as those of E3.6.
           assert flag[2:].partition("=")[0] in known, (module, flag)

@@ -16,7 +16,7 @@ from kvjax.experiments.paper_experiments.records import (
   Setup,
 )
 from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
-from kvjax.experiments.paper_experiments.samples import Sources
+from kvjax.experiments.paper_experiments.samples import Sources, draw
 
 
 def experiment(*parts, **fields):
@@ -60,7 +60,7 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
   text = (tmp_path / "paper.md").read_text()
   for part in (
     "# E9.9 A paper: nothing",
-    "tiny on generated data: not the paper's model; orders may be compared, ",
+    "tiny on generated data: not the paper's model; its numbers are not ",
     "The paper ran A model and used LongBench.",
     "**Invented: of two kinds (ours: mean of niah_single_1, niah_single_2)**",
     "Full is full; Ours is keydiff.",
@@ -86,7 +86,7 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
   (cell,) = [
     c for c in cells if (c.get("line"), c.get("column"), c.get("what")) == key
   ]
-  assert cell["ours"] == again.comparison.ours[key]
+  assert cell["ours"] == again.comparison.ours[key].score
 
 
 def test_the_papers_scale_needs_model_and_data(invented, tmp_path):
@@ -112,6 +112,24 @@ def test_the_user_may_ask_for_more_samples_and_other_lengths(session, invented):
   )
   one = dataclasses.replace(invented, columns=budgets)
   assert running.setup_of(one, longer).lengths == (300,)
+
+
+def test_the_user_may_choose_some_of_the_tasks(session, invented):
+  one = session._replace(tasks=["niah_single_2"])
+  assert running.setup_of(invented, one).tasks == ("niah_single_2",)
+  other = session._replace(tasks=["qasper"])
+  with pytest.raises(InputError, match="There is no task 'qasper'"):
+    running.setup_of(invented, other)
+
+
+def test_lengths_in_words_become_those_of_the_tokenizer(session, invented):
+  words = Setup("passkey", ("passkey",), (20, 40), 1, in_words=True)
+  one = dataclasses.replace(invented, small=words, columns=())
+  short, long = running.setup_of(one, session).lengths
+  # A word has at least a token; an answer has 256.
+  assert 256 + 64 + 40 < short < long - 20
+  asked = session._replace(length=700)
+  assert running.setup_of(one, asked).lengths == (700,)
 
 
 def test_lengths_beyond_the_models_context_are_left_out(session, invented):
@@ -157,6 +175,28 @@ def test_prompt_lengths_are_those_of_whole_prompts(session, tmp_path):
   (other, *_) = EXPERIMENTS["E2.7"].parts
   with pytest.raises(InputError, match="has no narrativeqa; it holds qasper"):
     running.analyze(other, own._replace(length=400), tmp_path)
+
+
+def test_longbench_is_asked_and_scored_as_by_its_own_code(session, tmp_path):
+  row = {"context": "word " * 90, "input": "Why?", "answers": ["So."]}
+  for name in ("qasper", "qmsum"):
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+  setup = Setup("longbench", ("qasper", "qmsum"), (400,), None)
+  sources = Sources(data=tmp_path)
+
+  def drawn(protocol):
+    found = draw(setup, "paper", session.lm, sources, 0, protocol)
+    return [s for part in found.samples.values() for s in part], found.data
+
+  (paper, meeting), data = drawn("query-aware")
+  assert meeting.metric == "rouge_official"
+  assert paper.question.endswith("Answer:")
+  assert not paper.answer_prefix
+  assert data["metrics"] == "LongBench's own code, faults included"
+  assert data["start of the answer"] == "in the user's turn"
+  (paper, _), data = drawn("query-agnostic")
+  assert paper.answer_prefix == "Answer:"
+  assert "start of the answer" not in data
 
 
 def test_what_cannot_be_run_says_why():

@@ -13,6 +13,8 @@ import yaml
 
 from kvjax.experiments.reporting import kvpress
 
+FILES = {"files": "data (sha256 abc)"}
+
 
 def exported(record):
   return {folder.name: folder.files for folder in kvpress.folders(record)}
@@ -22,32 +24,38 @@ def exported(record):
   ("settings", "fields", "name"),
   [
     (
-      {"model": "Qwen/Qwen3-8B"},
+      {"model": "Qwen/Qwen3-8B", "data": FILES},
       {},
       "ruler__1024__Qwen--Qwen3-8B__keydiff__0.75",
     ),
-    ({}, {"method": "full"}, "ruler__1024__tiny__no_press__0.00"),
-    ({}, {"retention": 0.125}, "ruler__1024__tiny__keydiff__0.88"),
+    # Published samples have the official name, ours have not.
+    ({"data": FILES}, {"method": "full"}, "ruler__1024__tiny__no_press__0.00"),
+    ({}, {"retention": 0.125}, "kvjax_ruler__1024__tiny__keydiff__0.88"),
     (
       {"protocol": "query-aware"},
       {"method": "a:b=1/2"},
-      "ruler__1024__tiny__a-b=1-2__0.75__whole_prompt",
+      "kvjax_ruler__1024__tiny__a-b=1-2__0.75__whole_prompt",
     ),
     (
-      {"benchmark": "longbench"},
+      {"benchmark": "longbench", "data": FILES},
       {"task": "qasper"},
       "longbench__qasper__tiny__keydiff__0.75__max_context1024",
     ),
     (
+      {"benchmark": "longbench", "data": FILES},
+      {"task": "qasper_e_4-8k"},
+      "longbench-e__qasper_e__tiny__keydiff__0.75__max_context1024",
+    ),
+    (
       {"benchmark": "needle"},
       {"depth": 1 / 9},
-      "needle_in_haystack__tiny__keydiff__0.75__max_context1024__needle_depth11",
+      "kvjax_needle__tiny__keydiff__0.75__max_context1024__needle_depth11",
     ),
     # What reads less than it keeps removes nothing.
     (
       {},
       {"method": "quest", "kept_tokens": 800.0},
-      "ruler__1024__tiny__quest-reads-0.25__0.00",
+      "kvjax_ruler__1024__tiny__quest-reads-0.25__0.00",
     ),
   ],
 )
@@ -86,7 +94,7 @@ def test_the_configuration_is_yaml_with_keys_of_its_own(answer, record):
     name: config[name]
     for name in ("dataset", "data_dir", "press_name", "compression_ratio")
   } == {
-    "dataset": "ruler",
+    "dataset": "kvjax_ruler",
     "data_dir": "1024",
     "press_name": "é:😀",
     "compression_ratio": 0.75,
@@ -98,14 +106,47 @@ def test_the_configuration_is_yaml_with_keys_of_its_own(answer, record):
   assert config["kvjax"]["data"] == {"essay": "texts of Python"}
 
 
-def test_other_benchmarks_have_kvpress_metrics_of_theirs(answer, record):
-  (files,) = exported(record([answer()], benchmark="longbench")).values()
+def predictions(files):
+  return list(csv.DictReader(io.StringIO(files["predictions.csv"])))
+
+
+def test_longbench_has_the_columns_that_kvpress_scores(answer, record):
+  one = answer(
+    task="trec", scored_by={"all_classes": ["City", "Date"], "words": 5210}
+  )
+  run = record([one], benchmark="longbench", data=FILES)
+  (files,) = exported(run).values()
   assert json.loads(files["metrics.json"]) == 100
-  needle = answer(depth=0.5, scores={"score": 100.0, "rouge_1": 25.0})
+  (line,) = predictions(files)
+  assert line["task"] == "trec"
+  assert line["length"] == "5210"
+  assert ast.literal_eval(line["answers"]) == ["1234567"]
+  assert ast.literal_eval(line["all_classes"]) == ["City", "Date"]
+
+
+def test_buckets_of_longbench_e_share_a_folder(answer, record):
+  answers = [
+    answer(task=f"trec_e_{bucket}", score=score, sample=0)
+    for bucket, score in (("0-4k", 100.0), ("8k+", 0.0))
+  ]
+  run = record(answers, benchmark="longbench", data=FILES)
+  (files,) = exported(run).values()
+  assert json.loads(files["metrics.json"]) == {"0-4k": 100, "8k+": 0}
+  assert {line["task"] for line in predictions(files)} == {"trec-e"}
+
+
+def test_needles_have_the_needle_that_kvpress_scores(answer, record):
+  needle = answer(
+    depth=0.5,
+    scores={"score": 100.0, "rouge_1": 25.0},
+    scored_by={"needle": "It is 1234567."},
+  )
   (files,) = exported(record([needle], benchmark="needle")).values()
   assert json.loads(files["metrics.json"]) == [
     {"rouge-1": {"f": 0.25}, "score": 1.0}
   ]
+  (line,) = predictions(files)
+  assert line["needle"] == "It is 1234567."
 
 
 def test_taken_folders_are_numbered_and_own_ones_written_again(

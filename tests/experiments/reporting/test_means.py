@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from kvjax.errors import InputError
+from kvjax.experiments import trials
 from kvjax.experiments.reporting import wording
 from kvjax.experiments.reporting.means import means
 
@@ -92,9 +94,16 @@ def test_there_is_no_interval_without_answers(answer, record):
     (50.0, None, "50.0"),
   ],
 )
-def test_a_score_is_given_or_taken_where_there_is_room(
-  answer, record, score, bounds, text
-):
-  (any_mean,) = found_by(record([answer("full")])).values()
-  found = dataclasses.replace(any_mean, score=score, interval=bounds)
-  assert wording.with_uncertainty(found) == text
+def test_a_score_is_given_or_taken_where_there_is_room(score, bounds, text):
+  assert wording.with_uncertainty(score, bounds) == text
+
+
+def test_trials_are_the_means_of_runs(answer, record):
+  runs = [
+    record([answer(score=score), answer(task="b", score=0.0)], seed=seed)
+    for seed, score in enumerate((100.0, 50.0))
+  ]
+  assert trials.scores_of(runs) == {("keydiff", "0.25"): [50.0, 25.0]}
+  other = record([answer(method="tova")])
+  with pytest.raises(InputError, match="the same methods and budgets"):
+    trials.scores_of([*runs, other])
