@@ -35,7 +35,8 @@ from kvjax.experiments.tpu.kernel_programs import kernel_programs
 from kvjax.experiments.tpu.programs import Outcome, Program
 from kvjax.experiments.tpu.runs import chosen, finish, quick
 
-_PAGE = pathlib.Path(__file__).parents[1] / "docs" / "tpu_compile.md"
+# From the root of the checkout, where make runs.
+_PAGE = pathlib.Path("docs", "tpu_compile.md")
 _PACKAGES = ("kvjax", "jax", "jaxlib", "libtpu")
 _QUICK_LAYERS = 2
 

@@ -1,18 +1,16 @@
 """Trials: runs with other seeds, and whether their methods differ."""
 
-import subprocess
-
 import pytest
 import scipy.stats
 
-from kvjax.experiments import trials
+from kvjax.experiments.reporting import anova
 
 FULL, SAME, WORSE = [50.0, 52.0, 51.0], [51.0, 50.0, 52.5], [40.0, 42.0, 41.0]
 SCORES = {("full", "1"): FULL, ("a", "0.5"): SAME, ("b", "0.5"): WORSE}
 
 
 def test_a_difference_is_that_of_the_analysis_of_variance():
-  table = trials.compare(SCORES)
+  table = anova.compare(SCORES)
   assert table.title == "3 trials; ANOVA with the full cache"
   full, same, worse, together = table.lines
   assert list(full) == ["full", "100 %", "51.00", "1.00", "–", "–"]
@@ -25,26 +23,12 @@ def test_a_difference_is_that_of_the_analysis_of_variance():
 @pytest.mark.parametrize("groups", [[FULL, SAME, WORSE], [FULL, [3.0, 99.0]]])
 def test_the_analysis_is_that_of_scipy(groups):
   expected = scipy.stats.f_oneway(*groups)
-  assert trials.anova(groups) == pytest.approx(tuple(expected), rel=1e-3)
+  assert anova.anova(groups) == pytest.approx(tuple(expected), rel=1e-3)
 
 
 def test_trials_that_do_not_vary_show_no_difference():
-  assert trials.anova([[1.0, 1.0], [2.0, 2.0]]) == (None, None)
-  assert trials.anova([[1.0, 1.0], [2.0, 2.5]]).p < 0.2
-
-
-def test_an_evaluation_is_repeated_with_other_seeds(monkeypatch):
-  calls = []
-
-  def run(command):
-    calls.append(command[2:])
-    return subprocess.CompletedProcess(command, len(calls) - 1)
-
-  monkeypatch.setattr(trials.subprocess, "run", run)
-  trials._evaluate(["--seed=0"])
-  assert calls == [["kvjax.experiments.evaluate", "--seed=0"]]
-  with pytest.raises(SystemExit, match="1"):
-    trials._evaluate(["--seed=1"])
+  assert anova.anova([[1.0, 1.0], [2.0, 2.0]]) == (None, None)
+  assert anova.anova([[1.0, 1.0], [2.0, 2.5]]).p < 0.2
 
 
 @pytest.mark.parametrize("flag", ["--seed=3", "--output=x"])
