@@ -7,8 +7,7 @@ import pytest
 import scipy.stats
 
 from kvjax.errors import InputError
-from kvjax.experiments import trials
-from kvjax.experiments.reporting import wording
+from kvjax.experiments.reporting import anova, wording
 from kvjax.experiments.reporting.means import means
 
 
@@ -103,7 +102,7 @@ def test_trials_are_the_means_of_runs(answer, record):
     record([answer(score=score), answer(task="b", score=0.0)], seed=seed)
     for seed, score in enumerate((100.0, 50.0))
   ]
-  assert trials.scores_of(runs) == {("keydiff", "0.25"): [50.0, 25.0]}
+  assert anova.scores_of(runs) == {("keydiff", "0.25"): [50.0, 25.0]}
   other = record([answer(method="tova")])
   with pytest.raises(InputError, match="the same methods and budgets"):
-    trials.scores_of([*runs, other])
+    anova.scores_of([*runs, other])
