@@ -272,6 +272,7 @@ def test_a_mesh_changes_no_answer(tiny_directory, tmp_path, whole):
     assert answer == whole.answers[key]
 
 
+@pytest.mark.slow
 def test_a_question_may_be_prefilled_too(tiny, tmp_path):
   """As by hand, row by row: the whole prompt, then what follows it."""
   chosen = candidates(["flat:sinks=1:local=4"], [kvjax.Tokens(6)])

@@ -1,5 +1,7 @@
 """What a token takes to decode from caches of several sizes."""
 
+import pytest
+
 import kvjax
 from kvjax.experiments import decode_timing, kernel_timing
 from kvjax.experiments.candidates import candidates
@@ -9,6 +11,7 @@ from kvjax.experiments.kernel_timing import Copies
 FULL, KEYDIFF, FLAT = candidates(["keydiff", "flat"], [kvjax.Retention(0.25)])
 
 
+@pytest.mark.slow
 def test_every_cache_decodes_and_says_what_it_reads(tiny, monkeypatch):
   monkeypatch.setattr(kernel_timing, "COPIED", 4096)
   contexts = kvjax.Prompts.of([[5] * 200, [6, 7] * 100])

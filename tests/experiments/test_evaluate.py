@@ -18,6 +18,7 @@ def samples_file(output):
   return next(iter(output.glob("*/samples.jsonl")), None)
 
 
+@pytest.mark.slow
 def test_a_killed_run_loses_and_doubles_nothing_and_others_join_it(
   binary, tiny_directory, tmp_path
 ):

@@ -317,6 +317,7 @@ def test_a_mesh_learns_what_one_device_does(shallow):
   assert up.addressable_shards[0].data.shape == (1, 2, up.shape[2] // 2)
 
 
+@pytest.mark.slow
 def test_the_program_writes_a_model_that_is_loaded_and_goes_on(
   run_binary, tiny_directory, tiny, folder, tmp_path
 ):

@@ -29,6 +29,7 @@ def measured():
   return retrieval_quality.measure(MODEL, PARAMS, PROMPTS, plans, 5)
 
 
+@pytest.mark.slow
 def test_exact_search_misses_nothing_and_reads_what_it_may(measured):
   flat = measured[0][0]
   assert [quality.recall for quality in flat] == [1.0, 1.0]

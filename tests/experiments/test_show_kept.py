@@ -38,6 +38,7 @@ def _caches(tiny, found):
   return kvjax.sweep(tiny.model, tiny.params, prompts, plans)[0]
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_the_positions_that_heads_hold(tiny):
   names = ["h2o", "ada/snapkv:window=4", "pyramid/keydiff"]
   found = _kept(tiny, names, kvjax.Tokens(20), "int8")

@@ -109,6 +109,7 @@ def test_stages_are_consistent_and_their_batches_repeat(index):
   assert (one.tokens != other.tokens).any()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_folder_of_another_run_is_refused(tmp_path):
   later = dataclasses.replace(STAGE, name="later")

@@ -163,6 +163,7 @@ def test_a_tpu_reads_only_tiles_of_which_something_is_kept():
   assert ended[-1] == slots.shape[-1]
 
 
+@pytest.mark.slow
 def test_every_device_of_a_mesh_copies_its_rows_and_heads():
   # Two heads for each, of one tile: half and all of it, no slot and one.
   operands = drawn(2, 4, 37, 20, 64, jnp.bfloat16)

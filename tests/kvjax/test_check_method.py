@@ -206,6 +206,7 @@ def registry(monkeypatch):
     monkeypatch.setattr(names, "_entries", dict(names._entries))
 
 
+@pytest.mark.slow
 def test_a_method_without_a_name_cannot_be_saved(registry):
   with pytest.raises(kvjax.InputError, match=r"A Norm cannot be saved.*regist"):
     check_method(Norm())

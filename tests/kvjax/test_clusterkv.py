@@ -193,6 +193,7 @@ def test_a_budget_for_everything_is_dense_attention():
   assert np.abs(before[1] - expected[1]).max() > 0.01
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
   layer, output = run()
   row, n = 1, LENGTHS[1]

@@ -258,6 +258,7 @@ def test_all_of_everything_stays_all_while_decoding():
   np.testing.assert_array_equal(went_on.tokens, dense.tokens)
 
 
+@pytest.mark.slow
 def test_a_row_that_ends_early_is_left_as_it_would_be_alone():
   schedule = kvjax.Schedule(every=4)
   plan = kvjax.get_plan("keydiff", BUDGET, schedule)
@@ -330,6 +331,7 @@ def test_h2o_accumulates_across_blocks_and_steps():
   np.testing.assert_allclose(sums, [[61, 61], [40, 40], [17, 17]], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_remembered_is_dropped_where_nothing_asks_for_it():
   for name in ("h2o", "snapkv:window=4"):
     for schedule in (kvjax.Schedule(), kvjax.Schedule(block=8)):

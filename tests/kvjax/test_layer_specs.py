@@ -159,6 +159,7 @@ def test_blocks_attend_as_the_whole_prompt_does(block):
     assert kept_positions(cache, row) == kept_positions(whole, row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   [
@@ -240,6 +241,7 @@ def test_a_saved_cache_answers_the_same(tmp_path):
     kvjax.load_cache(tmp_path / "c", model=other, model_id="tiny")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "mesh",
   [

@@ -76,6 +76,7 @@ def looked_up(method, seen, queries):
   return output[:, :, 0], found, layer.index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_samples_and_weighs_what_a_loop_does(dtype):
   seen = random_activations(

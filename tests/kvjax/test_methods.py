@@ -168,16 +168,26 @@ def test_streaming_keeps_sinks_and_the_newest(seen):
   assert np.all(np.diff(scored(method, seen)) > 0)
 
 
-def test_random_is_uniform_and_independent_of_the_padding(seen):
+def test_random_is_uniform_and_independent_of_what_follows(seen):
   long = random_activations(0, [4000], 4000)
   scores = np.asarray(Random().scores(jnp.int32(1), LayerCache.of(long), long))
   assert abs(scores.mean() - 0.5) < 0.02
   assert abs(np.corrcoef(scores[0, 0], scores[0, 1])[0, 1]) < 0.05
-  # The same positions in another padding get the same scores.
-  short = np.asarray(Random().scores(jnp.int32(1), LayerCache.of(seen), seen))
-  np.testing.assert_array_equal(short[:, :, :LENGTH], scores[:, :, :LENGTH])
-  other = np.asarray(Random().scores(jnp.int32(0), LayerCache.of(seen), seen))
-  assert np.any(other != short)
+  # The same tokens get the same scores, other tokens or layers get others.
+  cut = dataclasses.replace(
+    long,
+    queries=long.queries[:, :, :LENGTH],
+    keys=long.keys[:, :, :LENGTH],
+    values=long.values[:, :, :LENGTH],
+    keys_unrotated=None,
+    positions=long.positions[:, :LENGTH],
+  )
+  short = np.asarray(Random().scores(jnp.int32(1), LayerCache.of(cut), cut))
+  np.testing.assert_array_equal(short, scores[:, :, :LENGTH])
+  for layer, prompt in ((0, cut), (1, seen)):
+    cache = LayerCache.of(prompt)
+    other = np.asarray(Random().scores(jnp.int32(layer), cache, prompt))
+    assert not np.any(other[:, :, :LENGTH] == short)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def widened():
   }
 
 
+@pytest.mark.slow
 def test_whole_prompts_are_those_of_a_model_without_groups():
   names = ("keydiff", "snapkv:window=4", "h2o", "ada/snapkv:window=4")
   plans = [kvjax.get_plan(name, BUDGET) for name in names]

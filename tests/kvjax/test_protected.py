@@ -29,10 +29,7 @@ PLAIN = kvjax.Prompts.of(ROWS, 64, [[False] * len(row) for row in ROWS])
 NAMES = [
   *(name for name in METHODS if name not in ("full", "lagkv")),
   "lagkv:sinks=2:lag=6",
-  "lagkv.kvpress:sinks=2:lag=6",
   "snapkv:window=16",
-  "chunkkv:window=4:chunk=3",
-  "compactor.vllm:sketch_dim=6:chunk=16:first=2:last=3",
   "protokv:prototypes=20:window=4",
   "ada/keydiff",
 ]

@@ -282,6 +282,7 @@ def assert_alike(ours, theirs, row=...):
         assert np.sum(off > 0.1 * scale) <= 0.01 * off.size
 
 
+@pytest.mark.slow
 def test_a_row_stands_alone(caches):
   names = [(DENSE, "int8"), (PACKED, "fp8")]
   alone = swept([plan(*name) for name in names], prompts=PROMPTS.row(1))

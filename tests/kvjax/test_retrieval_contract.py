@@ -311,6 +311,7 @@ def swept(name):
 KINDS = ["ctkvr.host", "quest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_cache_is_asked_again_and_talked_to(name):
   """Answers leave it as it was; a conversation carries the index on."""

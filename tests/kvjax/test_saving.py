@@ -383,6 +383,7 @@ save_cache(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("at", "before"),
   [

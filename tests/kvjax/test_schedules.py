@@ -185,6 +185,7 @@ def test_a_sweep_shares_no_pass_with_blocks():
     kvjax.sweep(MODEL, PARAMS, PROMPTS, [plan])
 
 
+@pytest.mark.slow
 def test_rows_of_unequal_budgets_pool_their_own_neighbors():
   """The shorter row has gaps where the longer one has tokens."""
   method = get_method("snapkv:window=2:kernel=5")

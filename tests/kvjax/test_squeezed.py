@@ -167,6 +167,7 @@ def test_padding_of_a_block_does_not_move_the_ring():
   assert moved.sum(axis=1).tolist() == lengths.tolist()
 
 
+@pytest.mark.slow
 def test_padding_of_a_prompt_changes_nothing():
   """Not even where the prompt alone is shorter than the ring."""
   layer, output, _ = run("window")

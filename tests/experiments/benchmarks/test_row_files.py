@@ -147,6 +147,7 @@ def test_a_missing_file_is_named(tmp_path):
     list(RowFile(tmp_path / "none.jsonl").rows())
 
 
+@pytest.mark.slow
 def test_the_library_is_imported_for_rows_alone_and_copies_none(tmp_path):
   """Programs that read no data do not wait for it."""
   home = tmp_path / "home"

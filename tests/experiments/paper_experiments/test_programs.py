@@ -139,6 +139,7 @@ def test_a_program_that_fails_ends_it_all(tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_programs_know_the_flags_that_they_are_called_with(
   run_binary, tmp_path
 ):
