@@ -23,21 +23,11 @@ from kvjax.cache.ring import Ring
 from kvjax.cache.rows import Rows
 from kvjax.cache.splitting import split_tokens
 from kvjax.errors import InputError
-from kvjax.kernels.attention import (
-  AttentionOptions,
-  Partial,
-  merge,
-  with_sinks,
-)
+from kvjax.kernels.attention import AttentionOptions, Partial, merge, with_sinks
 from kvjax.kernels.select import slots_to_mask
 from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.placement import to_host
-from kvjax.retrieval.base import (
-  PendingKeys,
-  Retrieval,
-  Selection,
-  Store,
-)
+from kvjax.retrieval.base import PendingKeys, Retrieval, Selection, Store
 from kvjax.struct import replace, static, struct
 
 
