@@ -264,6 +264,7 @@ def test_a_method_that_keeps_all_teaches_nothing(tiny):
     measuring.check(tiny, chosen, SAMPLES)
 
 
+@pytest.mark.slow
 def test_the_program_writes_records_that_compare_reads(
   run_binary, tiny_directory, tmp_path
 ):

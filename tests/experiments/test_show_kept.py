@@ -66,6 +66,7 @@ def kept(tiny):
   return counts.kept(tiny.model, tiny.params, _tokens(tiny), chosen)
 
 
+@pytest.mark.slow
 def test_streaming_keeps_the_first_and_the_last(tiny, kept):
   found = kept[0]
   length = len(_tokens(tiny))

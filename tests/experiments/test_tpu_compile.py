@@ -325,6 +325,7 @@ def test_a_prefill_is_measured_layer_by_layer():
   assert len(bodies) == 1
 
 
+@pytest.mark.slow
 def test_what_is_looked_up_has_to_be_with_the_host():
   """Of 65,536 tokens all but the first 4 and last 64, of 2 of 8 heads."""
   here = chip(jax.devices()[:4])

@@ -171,6 +171,7 @@ def test_only_weak_cells_are_among_the_limits():
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tasks", [FINE, POOR])
 def test_the_card_says_what_the_run_was(tasks):
   _, params = nnx.split(training.initial_decoder(0))

@@ -32,6 +32,7 @@ NAMES = [
   "h2o.kvpress",
   "tova",
   "snapkv:window=5",
+  "pyramid/snapkv:window=5",
   "ada/snapkv:window=5",
   "pyramid/ada/snapkv:window=5",
   "chunkkv:window=5:chunk=4",

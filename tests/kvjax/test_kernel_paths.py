@@ -70,6 +70,7 @@ def served(monkeypatch):
   return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("platform", "plan"),
   [

@@ -20,6 +20,7 @@ ASKED = [[5, 3], [8], [9, 7, 9]]
 QUESTIONS = kvjax.Prompts.of(ASKED, 8)
 
 
+@pytest.mark.slow
 def test_lagkv_keeps_its_frozen_part_bit_for_bit():
   schedule = kvjax.Schedule(every=1)
   plan = Plan(LagKV(sinks=2, lag=5), kvjax.Retention(0.4), schedule)

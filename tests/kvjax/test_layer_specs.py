@@ -182,6 +182,7 @@ def test_a_row_stands_alone(name):
   assert answer == answers[1:2]
 
 
+@pytest.mark.slow
 def test_evicting_goes_on_in_global_layers_alone():
   schedule = kvjax.Schedule(block=4, every=2)
   plan = kvjax.get_plan("keydiff", kvjax.Tokens(7), schedule)

@@ -158,6 +158,7 @@ def float64(x, row, heads):
   return np.asarray(x[row, heads], np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_and_tokens_equal_the_loop(name):
   prompt = activations(0, LENGTHS, PADDED)

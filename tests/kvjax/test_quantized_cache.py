@@ -334,6 +334,7 @@ def test_a_mesh_equals_one_device(caches):
   assert said == conversed(alone).rows()
 
 
+@pytest.mark.slow
 def test_every_way_to_a_cache_ends_in_rounding():
   """With keys that turn, by what each row can bear, and in blocks."""
   turned, keydiff = get_method("streaming:rerotate=true"), get_method("keydiff")

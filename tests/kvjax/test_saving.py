@@ -95,6 +95,7 @@ def test_heads_of_unequal_length_come_back(tmp_path):
   assert answers(again) == answers(cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("method", "budget"),
   [
