@@ -117,7 +117,9 @@ def write_text(path: pathlib.Path, text: str, kept: str = "") -> None:
 
 
 def _write(path: pathlib.Path, content: bytes, kept: str) -> None:
-  """Writes a temporary file and renames it."""
+  """Writes a temporary file and renames it, but never over a device."""
+  if path.exists() and not path.is_file():
+    raise InputError(f"{path} is no file; name one to write.")
   part = path.with_name(f".{path.name}.part")
   try:
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -62,8 +62,8 @@ def main() -> None:
       "in --method=keydiff --retention=0.25."
     )
   output = pathlib.Path(_OUTPUT.value)
-  if output.is_dir():
-    raise InputError(f"{output} is a folder; name the HTML file to write.")
+  if output.exists() and not output.is_file():
+    raise InputError(f"{output} is no file; name the HTML file to write.")
   results.check_writable(output.parent)
   text = _TEXT.value and side_by_side.read_text(pathlib.Path(_TEXT.value))
   console = rich.console.Console(highlight=False)

@@ -1,6 +1,7 @@
 """What runs leave behind, and a comparison's table and plot."""
 
 import json
+import os
 
 import pytest
 import rich.console
@@ -12,6 +13,16 @@ from kvjax.experiments.reporting.means import means
 from kvjax.experiments.results import Answer, Results, Settings
 
 TASKS = ("niah_single_2", "niah_multikey_1")
+
+
+def test_what_is_no_file_is_never_replaced(tmp_path):
+  """A device, which `root` may replace; a pipe stands for it here."""
+  pipe = tmp_path / "pipe"
+  os.mkfifo(pipe)
+  with pytest.raises(InputError, match="pipe is no file; name one to write"):
+    reports.write_text(pipe, "text")
+  assert pipe.is_fifo()
+  assert [*tmp_path.iterdir()] == [pipe]
 
 
 def a_row(method, retention, task, score):
