@@ -1,7 +1,6 @@
 """Programs that make experiments are called as they want to be called."""
 
 import re
-import subprocess
 import sys
 
 import pytest
@@ -29,9 +28,9 @@ def called(monkeypatch, codes):
 
   def run(command):
     lines.append(command)
-    return subprocess.CompletedProcess(command, codes.pop(0))
+    return codes.pop(0)
 
-  monkeypatch.setattr(programs.subprocess, "run", run)
+  monkeypatch.setattr(programs, "_run", run)
   return lines
 
 
