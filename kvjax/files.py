@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ Path = str | os.PathLike[str]
 _MOST_BYTES = 2**31
 # Of a path in a message; longer ones are no paths.
 _LONGEST_PATH = 400
+# Of an error of a library in a message.
+_SAID = 200
 
 
 def check_regular(path: Path) -> None:
@@ -157,6 +160,19 @@ def append(path: Path, content: bytes) -> None:
     raise _unwritten(path, error) from error
 
 
+def reason(error: Exception) -> str:
+  """Says why a file cannot be written or read, in the system's words.
+
+  Args:
+    error: an OSError, or the ValueError that orbax raises in its place.
+  """
+  if isinstance(error, OSError) and error.strerror:
+    return error.strerror
+  said = " ".join(str(error).split())
+  # Tensorstore: "Failed to write 95 bytes to file 19: File too large [...".
+  match = re.search(r" file \d+: ([\w ]+)", said)
+  return match[1].strip() if match else said[:_SAID].removesuffix(".")
+
+
 def _unwritten(path: Path, error: OSError, kept: str = "") -> InputError:
-  said = error.strerror or error
-  return InputError(f"{path} cannot be written: {said}{kept}.")
+  return InputError(f"{path} cannot be written: {reason(error)}{kept}.")

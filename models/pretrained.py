@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from kvjax import files
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
@@ -156,7 +157,7 @@ def save(
     _save(pretrained, directory, max_shard_bytes)
   except OSError as error:
     raise InputError(
-      f"The model cannot be written to {directory}: {error.strerror or error}."
+      f"The model cannot be written to {directory}: {files.reason(error)}."
     ) from error
 
 

@@ -235,10 +235,13 @@ class Tokenizer:
   def _encode(self, text: str) -> tokenizers.Encoding:
     try:
       return self._backend.encode(text, add_special_tokens=False)
-    except UnicodeEncodeError as error:
+    except TypeError as error:  # What `tokenizers` says of it is misleading.
+      half = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+      if half is None:
+        raise
       raise InputError(
         "The text has half of a surrogate pair, which is no character; remove "
-        f"{text[error.start]!r}."
+        f"{half!r}."
       ) from error
 
   def _render(self, *contents: str) -> str:

@@ -23,8 +23,8 @@ import safetensors.numpy
 from flax import nnx
 from jaxtyping import PyTree
 
+from kvjax import files
 from kvjax.errors import InputError
-from kvjax.files import replacing
 from kvjax.models.json_files import read_json, write_json
 
 # Of a name in a message.
@@ -364,7 +364,7 @@ def _shards(parts: Iterable[_Part], max_bytes: int) -> Iterator[list[_Part]]:
 
 def _write_shard(shard: Sequence[_Part], path: pathlib.Path) -> None:
   tensors = {part.tensor.name: part.value() for part in shard}
-  with replacing(path) as unfinished:
+  with files.replacing(path) as unfinished:
     unfinished.touch()
     permissions = unfinished.stat().st_mode
     try:
@@ -373,6 +373,8 @@ def _write_shard(shard: Sequence[_Part], path: pathlib.Path) -> None:
         tensors, unfinished, metadata={"format": "pt"}
       )
     except safetensors.SafetensorError as error:
-      raise InputError(f"{path} cannot be written: {error}.") from error
+      raise InputError(
+        f"{path} cannot be written: {files.reason(error)}."
+      ) from error
     # safetensors creates a file that only its owner can read.
     unfinished.chmod(permissions)

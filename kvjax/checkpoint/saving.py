@@ -22,6 +22,8 @@ LAYOUT = 3
 DESCRIPTION = "cache.json"
 _ARRAYS = "arrays-"
 _BLOCK = 2**20
+# What orbax raises if a disk is full.
+_UNWRITTEN = (OSError, ValueError)
 # What a description raises whose fields are other than `save_cache` writes.
 _UNLIKE = (
   AttributeError,
@@ -107,12 +109,11 @@ def save_cache(
     files.write_text(directory / DESCRIPTION, text + "\n")
   except BaseException as error:
     _remove(directory.glob(f"{name}*"))
-    if isinstance(error, OSError):
-      raise InputError(
-        f"The cache cannot be written to {directory}: "
-        f"{error.strerror or error}."
-      ) from error
-    raise
+    if isinstance(error, InputError) or not isinstance(error, _UNWRITTEN):
+      raise
+    raise InputError(
+      f"The cache cannot be written to {directory}: {files.reason(error)}."
+    ) from error
   _remove(p for p in directory.glob(f"{_ARRAYS}*") if p.name != name)
 
 
