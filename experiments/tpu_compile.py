@@ -27,6 +27,7 @@ import jax
 import rich.progress
 from absl import flags
 
+from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli, results
 from kvjax.experiments.tpu import chips, llama, programs
@@ -70,6 +71,7 @@ def main() -> None:
   names = ["v5e"] if _QUICK.value else _chip_names()
   output = _output()
   if output is not None:
+    files.check_replaceable(output)
     results.check_writable(output.parent)
   chips.prepare_libtpu()
   versions = {name: metadata.version(name) for name in _PACKAGES}

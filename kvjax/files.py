@@ -88,6 +88,19 @@ def parse_json(text: str | bytes) -> Any:
   return value
 
 
+def check_replaceable(path: Path) -> None:
+  """Refuses to write where something else than a file is.
+
+  A program of root's could otherwise remove /dev/null.
+
+  Raises:
+    InputError: the path is a folder, a device, a pipe or a loop of links.
+  """
+  target = os.path.realpath(path)
+  if os.path.lexists(target) and not os.path.isfile(target):
+    raise InputError(f"{path} cannot be written: it is no regular file.")
+
+
 @contextlib.contextmanager
 def replacing(path: Path, kept: str = "") -> Iterator[pathlib.Path]:
   """Yields a path beside `path`; the file written there replaces it.
@@ -104,8 +117,7 @@ def replacing(path: Path, kept: str = "") -> Iterator[pathlib.Path]:
       as a folder or a device.
   """
   target = pathlib.Path(os.path.realpath(path))
-  if os.path.lexists(target) and not target.is_file():
-    raise InputError(f"{path} cannot be written: it is no regular file.")
+  check_replaceable(path)
   part = part_of(target)
   try:
     yield part
@@ -143,8 +155,7 @@ def append(path: Path, content: bytes) -> None:
     InputError: the file cannot be written, or is no regular file.
   """
   place = pathlib.Path(path)
-  if os.path.lexists(place) and not place.is_file():
-    raise InputError(f"{path} cannot be written: it is no regular file.")
+  check_replaceable(place)
   try:
     # Without a buffer, nothing is left for when the file is closed.
     with place.open("ab", buffering=0) as file:
