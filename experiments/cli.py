@@ -15,6 +15,7 @@ from kvjax.errors import InputError, InputWarning
 
 _WRONG_INPUT = 2
 _INTERRUPTED = 130
+_AGAIN_SECONDS = 0.02
 _CACHE_BYTES = 2**31
 # Of numbers, and of texts in messages.
 _LARGEST = 2**31 - 1
@@ -50,7 +51,7 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
 
   def guarded(argv: Sequence[str]) -> None:
     try:
-      with _terminated_as_interrupted():
+      with _interruptible():
         _check_values()
         main(argv[1:])
     except InputError as error:
@@ -61,9 +62,9 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
       path = _shorten(str(error.filename or "A file"))
       _refuse(f"{path} cannot be used: {error.strerror}.")
     except KeyboardInterrupt:
-      # Neither a second one nor the signal of another program spoils the exit.
+      # A second one ends the program at once, without a traceback either.
       for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_DFL)
       print("Stopped.", file=sys.stderr)
       sys.exit(_INTERRUPTED)
 
@@ -71,20 +72,37 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-  """Lets SIGTERM raise KeyboardInterrupt, as SIGINT does.
+def _interruptible() -> Iterator[None]:
+  """Lets SIGTERM raise KeyboardInterrupt, as SIGINT does, and neither get lost.
 
-  Schedulers of batch systems send it before they kill.
+  Schedulers of batch systems send SIGTERM before they kill. Python drops what
+  is raised while it collects garbage, where JAX has a callback, so that an
+  interrupt there would only be reported. It is repeated a moment later.
   """
   # Only the main thread can say what signals do.
   if threading.current_thread() is not threading.main_thread():
     yield
     return
-  before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+  report = sys.unraisablehook
+
+  def repeat(dropped: "sys.UnraisableHookArgs") -> None:
+    if dropped.exc_type is KeyboardInterrupt:
+      signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+    else:
+      report(dropped)
+
+  numbers = (signal.SIGTERM, signal.SIGALRM)
+  before = [
+    signal.signal(number, signal.default_int_handler) for number in numbers
+  ]
+  sys.unraisablehook = repeat
   try:
     yield
   finally:
-    signal.signal(signal.SIGTERM, before)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    sys.unraisablehook = report
+    for number, handler in zip(numbers, before, strict=True):
+      signal.signal(number, handler)
 
 
 def _check_values() -> None:
