@@ -88,17 +88,23 @@ def parse_json(text: str | bytes) -> Any:
   return value
 
 
-def check_replaceable(path: Path) -> None:
+def check_replaceable(path: Path, kept: str = "") -> None:
   """Refuses to write where something else than a file is.
 
   A program of root's could otherwise remove /dev/null.
+
+  Args:
+    path: the file to write.
+    kept: see `replacing`.
 
   Raises:
     InputError: the path is a folder, a device, a pipe or a loop of links.
   """
   target = os.path.realpath(path)
   if os.path.lexists(target) and not os.path.isfile(target):
-    raise InputError(f"{path} cannot be written: it is no regular file.")
+    folder = os.path.isdir(target)
+    said = "Is a directory" if folder else "it is no regular file"
+    raise InputError(f"{path} cannot be written: {said}{kept}.")
 
 
 @contextlib.contextmanager
@@ -117,7 +123,7 @@ def replacing(path: Path, kept: str = "") -> Iterator[pathlib.Path]:
       as a folder or a device.
   """
   target = pathlib.Path(os.path.realpath(path))
-  check_replaceable(path)
+  check_replaceable(path, kept)
   part = part_of(target)
   try:
     yield part

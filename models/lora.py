@@ -43,9 +43,11 @@ def check(rank: int, targets: Sequence[str]) -> None:
     InputError: the rank is below 1 or huge, there is no target, or one is not
       in `TARGETS`.
   """
-  if not 1 <= rank <= _MOST_RANK:
+  if rank < 1:
+    raise InputError(f"The rank of an adapter is 1 or more; it is {rank}.")
+  if rank > _MOST_RANK:
     raise InputError(
-      f"The rank of an adapter is from 1 to {_MOST_RANK}; it is {rank}."
+      f"The rank of an adapter is at most {_MOST_RANK}; it is {rank}."
     )
   if not targets:
     raise InputError(f"Name a projection to adapt: {', '.join(TARGETS)}.")

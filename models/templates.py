@@ -6,14 +6,15 @@ operators, filters, methods of texts and constants that are folded while it
 compiles can all do so in one call, which nothing within Python interrupts. A
 list of the dangerous ones would never be complete. Therefore templates are
 compiled and rendered by another process, `template_worker`, which the system
-limits in memory and which is killed when its time is up. One process serves all
-templates, as starting it takes longer than rendering.
+limits in memory and ends when its time is up. One process serves all templates,
+as starting it takes longer than rendering.
 """
 
 import atexit
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -23,8 +24,12 @@ from typing import Any
 import jinja2
 import markupsafe
 
-# A chat takes a thousandth of this.
+# Of computing; a chat takes a thousandth of this.
 SECONDS = 2.0
+# A busy machine may take so many times longer. Without a timer of the system,
+# the limit is by the clock.
+_TIMER = hasattr(signal, "setitimer")
+_PATIENCE = 5.0 if _TIMER else 1.0
 _START_SECONDS = 60.0
 _WORKER = pathlib.Path(__file__).with_name("template_worker.py")
 
@@ -74,11 +79,10 @@ class _Worker:
     Raises:
       ChatTemplateError: the answer is an error, or there is none in time.
     """
-    line = json.dumps(request, ensure_ascii=False) + "\n"
     with self._lock:
       if self._process is None or self._process.poll() is not None:
         self._start()
-      content = self._exchange(line.encode("utf-8", "surrogatepass"))
+      content = self._exchange(request, SECONDS)
     reply = json.loads(content.decode("utf-8", "surrogatepass"))
     if "error" in reply:
       raise ChatTemplateError(reply["error"])
@@ -116,26 +120,27 @@ class _Worker:
         f"the process that renders it cannot be started ({error.strerror})"
       ) from error
     # It takes a moment to start, which is not the template's.
-    hello = {"source": "", "variables": None}
-    self._exchange(f"{json.dumps(hello)}\n".encode(), _START_SECONDS)
+    self._exchange({"source": "", "variables": None}, _START_SECONDS)
 
-  def _exchange(self, line: bytes, seconds: float | None = None) -> bytes:
-    """Sends a line and returns the one that answers it."""
+  def _exchange(self, request: Mapping[str, Any], seconds: float) -> bytes:
+    """Sends a request and returns the line that answers it."""
+    line = (
+      json.dumps({**request, "seconds": seconds}, ensure_ascii=False) + "\n"
+    )
     process = self._process
     assert process is not None
     assert process.stdin is not None
     assert process.stdout is not None
-    seconds = SECONDS if seconds is None else seconds
     late = threading.Event()
 
     def kill() -> None:
       late.set()
       process.kill()
 
-    timer = threading.Timer(seconds, kill)
+    timer = threading.Timer(seconds * _PATIENCE, kill)
     timer.start()
     try:
-      process.stdin.write(line)
+      process.stdin.write(line.encode("utf-8", "surrogatepass"))
       process.stdin.flush()
       content = process.stdout.readline()
     except OSError:  # It was killed while this side wrote.
@@ -150,7 +155,8 @@ class _Worker:
         process.wait()
     if content.endswith(b"\n"):
       return content
-    if late.is_set():
+    code = process.wait()
+    if late.is_set() or (_TIMER and code == -signal.SIGPROF):
       raise ChatTemplateError(f"it takes more than {seconds:g} seconds")
     raise ChatTemplateError("it crashes the process that renders it")
 

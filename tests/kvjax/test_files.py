@@ -107,7 +107,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path, kind):
   ODD[kind](path)
   before = path.lstat()
   for write in (files.write_bytes, files.append):
-    with pytest.raises(InputError, match="odd cannot be written: it is no reg"):
+    with pytest.raises(InputError, match=r"odd cannot be written: (it i|I)s "):
       write(path, b"a")
   assert path.lstat().st_ino == before.st_ino
   assert pathlib.Path("/dev/null").is_char_device()

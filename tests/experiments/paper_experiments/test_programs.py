@@ -1,7 +1,11 @@
 """Programs that make experiments are called as they want to be called."""
 
+import os
 import re
+import signal
 import sys
+import threading
+import time
 
 import pytest
 import rich.console
@@ -74,6 +78,16 @@ def test_a_program_that_fails_ends_it_all(tmp_path, monkeypatch):
     )
   assert len(lines) == 1
   assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_ends_the_program_that_runs():
+  sleep = "import time; print(flush=True); time.sleep(60)"
+  timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+  timer.start()
+  began = time.monotonic()
+  with pytest.raises(KeyboardInterrupt):
+    programs._run([sys.executable, "-S", "-c", sleep])
+  assert time.monotonic() - began < 30
 
 
 def test_programs_know_the_flags_that_they_are_called_with(
