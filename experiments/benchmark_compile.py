@@ -17,6 +17,7 @@ cores, five with --sweep.
 """
 
 import functools
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from absl import flags
 from flax import nnx
 
 import kvjax
+from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.reports import device
 from kvjax.models.config import DecoderConfig
@@ -55,6 +57,7 @@ _METHODS = (
   *("random", "streaming", "key_norm", "h2o", "tova", "snapkv", "pyramidkv"),
   *("adakv", "chunkkv", "keydiff", "lagkv:lag=128", "compactor", "protokv"),
 )
+_DEPTH = re.compile("[1-9][0-9]{0,3}")
 _RETENTIONS = (0.5, 0.25, 0.1)
 _SWEEP_LAYERS = 30
 _TOKENS = 128
@@ -84,7 +87,9 @@ class Timed(NamedTuple):
 def main() -> None:
   """Times first and later calls."""
   jax.config.update("jax_enable_compilation_cache", False)
-  depths = sorted({int(depth) for depth in _LAYERS.value})
+  depths = _depths()
+  if not _NAMES.value:
+    raise InputError("--methods is empty; keydiff,adakv would be two.")
   jobs = [*depths, *([_SWEEP_LAYERS] if _SWEEP.value else [])]
   timed: list[Timed] = []
   console = rich.console.Console(highlight=False)
@@ -105,6 +110,20 @@ def main() -> None:
     f"Seconds; {_ROWS.value} prompts of {_LENGTH.value} tokens, random weights "
     f"of SmolLM2-135M's sizes, float32 on {device(1)}, jax {jax.__version__}.",
   )
+
+
+def _depths() -> list[int]:
+  """Parses --layers, ascending.
+
+  Raises:
+    InputError: a value is no number of layers.
+  """
+  if not _LAYERS.value or not all(map(_DEPTH.fullmatch, _LAYERS.value)):
+    raise InputError(
+      "--layers takes numbers of layers such as 4,32; "
+      f"{','.join(_LAYERS.value)[:60]!r} is not."
+    )
+  return sorted({int(depth) for depth in _LAYERS.value})
 
 
 def _row(timing: Timed, timed: Sequence[Timed]) -> tuple[str, ...]:

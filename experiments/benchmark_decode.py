@@ -57,6 +57,8 @@ _ROUNDS = flags.DEFINE_integer(
 
 def main() -> None:
   """Times decoding from each cache in turns."""
+  if not _METHODS.value:
+    raise InputError("--methods is empty; keydiff,flat would be two.")
   budgets = parse_budgets(_RETENTION.value, None)
   chosen = candidates([FULL, *_METHODS.value], budgets)
   with inputs.loaded() as (lm, devices):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, cast
@@ -60,12 +61,21 @@ _SAMPLES = flags.DEFINE_integer(
   "Samples per task and length, or per length and depth, or conversations per "
   "length; the defaults are 20, 3 and 10, and all samples of LongBench.",
   lower_bound=1,
+  upper_bound=inputs.MOST_SAMPLES,
 )
 _DEPTHS = flags.DEFINE_integer(
-  "depths", 10, "Number of depths of needle and passkey.", lower_bound=1
+  "depths",
+  10,
+  "Number of depths of needle and passkey.",
+  lower_bound=1,
+  upper_bound=1000,
 )
 _TURNS = flags.DEFINE_integer(
-  "turns", 8, "Questions per conversation.", lower_bound=1
+  "turns",
+  8,
+  "Questions per conversation.",
+  lower_bound=1,
+  upper_bound=1000,
 )
 _HISTORY = flags.DEFINE_enum(
   "history",
@@ -96,6 +106,7 @@ _DATA = flags.DEFINE_string(
   "such a dataset on the Hugging Face hub, such as simonjegou/ruler.",
 )
 
+_NUMBER = re.compile("[1-9][0-9]{0,8}")
 _DEFAULT_LENGTH = {
   "ruler": [2048],
   "longbench": [],
@@ -306,10 +317,10 @@ def lengths() -> list[int]:
   if _LENGTH.value is None:
     return _DEFAULT_LENGTH[BENCHMARK.value]
   texts = dict.fromkeys(text.strip() for text in _LENGTH.value)
-  if not texts or not all(text.isdecimal() and int(text) for text in texts):
+  if not texts or not all(map(_NUMBER.fullmatch, texts)):
     raise InputError(
       f"--length takes numbers of tokens such as 1024,2048; "
-      f"{','.join(_LENGTH.value)!r} is not."
+      f"{','.join(_LENGTH.value)[:60]!r} is not."
     )
   return [int(text) for text in texts]
 

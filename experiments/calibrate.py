@@ -88,12 +88,14 @@ _SAMPLES = flags.DEFINE_integer(
   12,
   "Samples per task to fit the curves to, and as many to test them.",
   lower_bound=1,
+  upper_bound=inputs.MOST_SAMPLES,
 )
 _HELD_OUT = flags.DEFINE_integer(
   "held_out",
   12,
   "Further samples per task, to evaluate the records.",
   lower_bound=1,
+  upper_bound=inputs.MOST_SAMPLES,
 )
 _LENGTH = flags.DEFINE_integer(
   "length",
@@ -189,7 +191,7 @@ def main() -> None:
     name = records.file_name(method.name, method.plan.per_query_head)
     method.calibration.save(records_folder / name)
   for name, figure in plots.items():
-    (folder / name).write_bytes(png(figure))
+    reports.write_bytes(folder / name, png(figure), _KEPT)
   text = tables.markdown(summary, list(plots))
   reports.write_json(folder / "summary.json", summary, _KEPT)
   reports.write_text(folder / "calibration.md", text, _KEPT)

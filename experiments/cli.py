@@ -1,8 +1,11 @@
 """Starts programs and reports user errors."""
 
+import contextlib
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from absl import app, flags, logging
@@ -12,7 +15,12 @@ from kvjax.errors import InputError, InputWarning
 
 _WRONG_INPUT = 2
 _INTERRUPTED = 130
+_AGAIN_SECONDS = 0.02
 _CACHE_BYTES = 2**31
+# Of numbers, and of texts in messages.
+_LARGEST = 2**31 - 1
+_LONGEST = 300
+_LONGEST_SENTENCE = 3000
 _FORMATTED = warnings.formatwarning
 
 
@@ -20,7 +28,8 @@ def run(main: Callable[[], None]) -> None:
   """Parses the flags and calls `main`.
 
   A user error, such as a wrong flag, prints one sentence to stderr and exits
-  with code 2.
+  with code 2. So does a full disk or a path that cannot be used. SIGINT and
+  SIGTERM end the program with code 130.
   """
 
   def without_arguments(arguments: Sequence[str]) -> None:
@@ -42,14 +51,78 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
 
   def guarded(argv: Sequence[str]) -> None:
     try:
-      main(argv[1:])
+      with _interruptible():
+        _check_values()
+        main(argv[1:])
     except InputError as error:
       _refuse(str(error))
+    except OSError as error:
+      if error.strerror is None:
+        raise
+      path = _shorten(str(error.filename or "A file"))
+      _refuse(f"{path} cannot be used: {error.strerror}.")
     except KeyboardInterrupt:
+      # A second one ends the program at once, without a traceback either.
+      for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
       print("Stopped.", file=sys.stderr)
       sys.exit(_INTERRUPTED)
 
   app.run(guarded, flags_parser=_parse)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+  """Lets SIGTERM raise KeyboardInterrupt, as SIGINT does, and neither get lost.
+
+  Schedulers of batch systems send SIGTERM before they kill. Python drops what
+  is raised while it collects garbage, where JAX has a callback, so that an
+  interrupt there would only be reported. It is repeated a moment later.
+  """
+  # Only the main thread can say what signals do.
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  report = sys.unraisablehook
+
+  def repeat(dropped: "sys.UnraisableHookArgs") -> None:
+    if dropped.exc_type is KeyboardInterrupt:
+      signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+    else:
+      report(dropped)
+
+  numbers = (signal.SIGTERM, signal.SIGALRM)
+  before = [
+    signal.signal(number, signal.default_int_handler) for number in numbers
+  ]
+  sys.unraisablehook = repeat
+  try:
+    yield
+  finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    sys.unraisablehook = report
+    for number, handler in zip(numbers, before, strict=True):
+      signal.signal(number, handler)
+
+
+def _check_values() -> None:
+  """Refuses values that no flag of any program can mean.
+
+  Raises:
+    InputError: a text is given as an empty one, or a number does not fit into
+      32 bits.
+  """
+  for flag in (flags.FLAGS[name] for name in flags.FLAGS):
+    value = flag.value
+    if flag.present and isinstance(value, str) and not value.strip():
+      raise InputError(
+        f"--{flag.name} is empty; give it a value, or leave it out."
+      )
+    if type(value) is int and abs(value) > _LARGEST:
+      raise InputError(
+        f"--{flag.name} is {_shorten(str(value))}; the largest number is "
+        f"{_LARGEST}."
+      )
 
 
 def refuse_together(one: str, excluded: Sequence[str], reason: str) -> None:
@@ -96,10 +169,17 @@ def _parse(argv: Sequence[str]) -> list[str]:
     sys.exit(0)
   except flags.Error as error:
     sentence = " ".join(str(error).split()).removesuffix(".").removesuffix(" ?")
-    _refuse(f"{sentence}; --help lists the flags.")
+    _refuse(f"{_shorten(sentence)}; --help lists the flags.")
   return rest
 
 
+def _shorten(text: str, longest: int = _LONGEST) -> str:
+  """Leaves out the middle of a long text."""
+  if len(text) <= longest:
+    return text
+  return f"{text[: longest // 2]} ... {text[-longest // 4 :]}"
+
+
 def _refuse(sentence: str) -> None:
-  print(sentence, file=sys.stderr)
+  print(_shorten(sentence, _LONGEST_SENTENCE), file=sys.stderr)
   sys.exit(_WRONG_INPUT)

@@ -13,7 +13,6 @@ flags.
 """
 
 import dataclasses
-import math
 import pathlib
 
 from absl import flags
@@ -55,7 +54,9 @@ _TARGETS = flags.DEFINE_list(
   "q,k,v",
   f"Projections with an adapter, of {', '.join(lora.TARGETS)}.",
 )
-_EPOCHS = flags.DEFINE_integer("epochs", 8, "Number of epochs.", lower_bound=1)
+_EPOCHS = flags.DEFINE_integer(
+  "epochs", 8, "Number of epochs.", lower_bound=1, upper_bound=100_000
+)
 _RATE = flags.DEFINE_float(
   "learning_rate", 1e-3, "Maximum learning rate, after a short warm-up."
 )
@@ -92,9 +93,9 @@ def _texts() -> list[str]:
 
 
 def _recipe() -> Recipe:
-  if not 0 < _RATE.value < math.inf:
+  if not 0 < _RATE.value <= 1:
     raise InputError(
-      f"--learning_rate is a number above 0; it is {_RATE.value}."
+      f"--learning_rate is a number above 0 and at most 1; it is {_RATE.value}."
     )
   lora.check(_RANK.value, _TARGETS.value)
   return Recipe(

@@ -70,6 +70,9 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 
+_LONGEST = 2**24
+
+
 def main() -> None:
   """Checks all flags, then builds."""
   retrieval = CTkvr(reads=_READS.value)
@@ -219,6 +222,11 @@ def _lengths(retrieval: CTkvr) -> list[int]:
       raise InputError(
         f"--lengths must be {shortest} or more, as {resident} tokens are "
         f"resident and --reads={retrieval.reads} of the others are read; "
+        f"{length} is not."
+      )
+    if length > _LONGEST:
+      raise InputError(
+        f"--lengths must be at most {_LONGEST}, whose keys take gigabytes; "
         f"{length} is not."
       )
   return lengths

@@ -25,6 +25,8 @@ MODEL = flags.DEFINE_string(
   f"once: {', '.join(catalog.NAMED)}; {REFERENCE} is the small one that comes "
   "with kvjax.",
 )
+# More than this are never answered, and do not fit into memory.
+MOST_SAMPLES = 100_000
 SEED = flags.DEFINE_integer(
   "seed",
   0,

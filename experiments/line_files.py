@@ -2,14 +2,18 @@
 
 import abc
 import dataclasses
+import errno
 import fcntl
 import json
+import os
 import pathlib
 import tempfile
 from collections.abc import Hashable, Iterable
 from typing import Any
 
+from kvjax import files
 from kvjax.errors import InputError
+from kvjax.experiments import typed_records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +30,8 @@ class LineFile[Record: Line]:
   """The records of a file, one per line with the fields that all share.
 
   The first record creates file and folder. An incomplete last line of a killed
-  run is dropped and has to be computed again.
+  run is dropped and has to be computed again. Nothing else is dropped: a last
+  line that this run cannot have begun is refused.
 
   Attributes:
     folder: folder of the file.
@@ -60,7 +65,7 @@ class LineFile[Record: Line]:
     self._kind = kind
     self._name = name
     self._complete_bytes = self._bytes = 0
-    if self._path.exists():
+    if os.path.lexists(self._path):
       text = self._read()
       self._bytes = len(text)
       self._complete_bytes = text.rfind(b"\n") + 1
@@ -68,8 +73,10 @@ class LineFile[Record: Line]:
       for number, line in enumerate(lines, start=1):
         record = self._parse(line, number)
         self.records[record.key] = record
+      self._check_rest(text[self._complete_bytes :])
 
   def _read(self) -> bytes:
+    files.check_whole(self._path)
     try:
       with self._path.open("r+b") as file:
         return file.read()
@@ -110,17 +117,24 @@ class LineFile[Record: Line]:
     self._complete_bytes += len(lines)
     self.records |= {record.key: record for record in records}
 
+  def _check_rest(self, rest: bytes) -> None:
+    """Refuses an incomplete last line unless a run like this one began it."""
+    # All lines begin with the shared fields.
+    start = _encode(self._shared).removesuffix(b"}")
+    if not (start.startswith(rest) or rest.startswith(start)):
+      raise InputError(
+        f"The last line of {self._path} has no line break, and is not of a run "
+        "with these settings; remove the line or choose another --output."
+      )
+
   def _line(self, record: Record) -> bytes:
-    fields = self._shared | dataclasses.asdict(record)
-    return f"{json.dumps(fields, ensure_ascii=False)}\n".encode()
+    return _encode(self._shared | dataclasses.asdict(record)) + b"\n"
 
   def _parse(self, line: bytes, number: int) -> Record:
     try:
-      fields = json.loads(line)
-      # Fields with a default may be missing in older files.
-      names = {f.name for f in dataclasses.fields(self._kind)} & fields.keys()
-      record = self._kind(**{name: fields.pop(name) for name in names})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      fields = files.parse_json(line)
+      record = typed_records.make(self._kind, fields)
+    except ValueError as error:
       raise InputError(
         f"Line {number} of {self._path} is no {self._name}; remove the "
         "file or choose another --output."
@@ -135,16 +149,29 @@ class LineFile[Record: Line]:
     return record
 
 
+def _encode(fields: dict[str, Any]) -> bytes:
+  return json.dumps(fields, ensure_ascii=False).encode()
+
+
 def check_writable(folder: pathlib.Path) -> None:
   """Rejects a folder that cannot be created or written to; creates nothing.
 
   Raises:
-    InputError: the nearest existing folder is not writable.
+    InputError: the nearest existing folder is not writable, or the name is too
+      long.
   """
+  try:
+    os.lstat(folder)
+  except OSError as error:
+    if error.errno == errno.ENAMETOOLONG:
+      raise InputError(
+        f"{str(folder)[:40]}... is too long for the name of a folder; choose a "
+        "shorter one."
+      ) from error
   nearest = folder.absolute()
-  while not nearest.exists() and nearest != nearest.parent:
+  while not os.path.lexists(nearest) and nearest != nearest.parent:
     nearest = nearest.parent
-  if not nearest.is_dir():
+  if not os.path.isdir(nearest):
     raise InputError(f"{folder} cannot be written: {nearest} is no folder.")
   try:
     with tempfile.TemporaryFile(dir=nearest):

@@ -9,7 +9,11 @@ TASKS = flags.DEFINE_list(
   "tasks", list(suite.DEFAULT), f"Any of {', '.join(suite.TASKS)}."
 )
 SAMPLES = flags.DEFINE_integer(
-  "samples", 12, "Samples per task.", lower_bound=1
+  "samples",
+  12,
+  "Samples per task.",
+  lower_bound=1,
+  upper_bound=inputs.MOST_SAMPLES,
 )
 LENGTH = flags.DEFINE_integer(
   "length",

@@ -48,6 +48,7 @@ _SAMPLES = flags.DEFINE_integer(
   "Samples per task and length, and depth or round; the default is the paper's "
   "number, or a few without its model.",
   lower_bound=1,
+  upper_bound=inputs.MOST_SAMPLES,
 )
 _TASKS = flags.DEFINE_list(
   "tasks",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvjax.errors import InputError
-from kvjax.experiments import reports
+from kvjax.experiments import reports, typed_records
 from kvjax.models.json_files import read_json_if_present
 
 
@@ -42,15 +42,18 @@ class Processes:
       InputError: the file has another format.
     """
     self._path = folder / "processes.json"
+    self._earlier: list[Process] = []
     content = read_json_if_present(self._path)
+    if not content:
+      return
     try:
-      self._earlier = [Process(**fields) for fields in content["processes"]]
-    except (KeyError, TypeError) as error:
-      if content:
-        raise InputError(
-          f"{self._path} is not what a run writes; remove it."
-        ) from error
-      self._earlier = []
+      typed_records.check(content, {"processes": list[dict[str, Any]]})
+      for fields in content["processes"]:
+        self._earlier.append(typed_records.make(Process, fields))
+    except ValueError as error:
+      raise InputError(
+        f"{self._path} is not what a run writes ({error}); remove it."
+      ) from error
 
   def note(self, current: Process) -> None:
     """Writes or updates the record of the current process."""

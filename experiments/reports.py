@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import rich.console
 
+from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.reporting import (
   compared,
@@ -40,7 +41,7 @@ def write_comparison(
   write_json(folder / records.SUMMARY, summary, ANSWERS)
   write_text(folder / "table.md", compared.markdown(summary), ANSWERS)
   plot = pictures.png(curves.score_vs_retention(summary))
-  _write(folder / "score_vs_retention.png", plot, ANSWERS)
+  write_bytes(folder / "score_vs_retention.png", plot, ANSWERS)
   return compared.terminal(summary)
 
 
@@ -61,7 +62,7 @@ def write_run(
   record = records.read(folder)
   plots = pictures.pictures(record)
   for name, png in plots.items():
-    _write(folder / name, png, ANSWERS)
+    write_bytes(folder / name, png, ANSWERS)
   texts = {
     "rows.csv": formats.to_csv(rows.identified(record)),
     "report.md": run.markdown(record, list(plots)),
@@ -113,22 +114,16 @@ def write_text(path: pathlib.Path, text: str, kept: str = "") -> None:
   Raises:
     InputError: the file cannot be written.
   """
-  _write(path, text.encode(), kept)
+  write_bytes(path, text.encode(), kept)
 
 
-def _write(path: pathlib.Path, content: bytes, kept: str) -> None:
-  """Writes a temporary file and renames it, but never over a device."""
-  if path.exists() and not path.is_file():
-    raise InputError(f"{path} is no file; name one to write.")
-  part = path.with_name(f".{path.name}.part")
+def write_bytes(path: pathlib.Path, content: bytes, kept: str = "") -> None:
+  """Writes a file atomically, and its folder if needed; see `write_text`."""
+  again = f"; the {kept} are kept, and the same command goes on from there"
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part.write_bytes(content)
-    part.replace(path)
   except OSError as error:
-    with contextlib.suppress(OSError):
-      part.unlink(missing_ok=True)
-    again = f"; the {kept} are kept, and the same command goes on from there"
     raise InputError(
       f"{path} cannot be written: {error.strerror}{again if kept else ''}."
     ) from error
+  files.write_bytes(path, content, again if kept else "")

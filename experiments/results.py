@@ -119,6 +119,12 @@ class Answer(Line):
   scores: dict[str, float]
   scored_by: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+  def __post_init__(self) -> None:
+    if "score" not in self.scores:
+      raise ValueError("'scores' has no 'score'")
+    if self.context_tokens < 1:
+      raise ValueError("'context_tokens' is below 1")
+
   @property
   def score(self) -> float:
     """The main score, 0 to 100."""
@@ -184,7 +190,9 @@ def digest(model: pathlib.Path) -> str:
   names = ["*.safetensors", "*.json", "*.jinja"]
   if not (model / "config.json").is_file():
     names.append("*.gguf")
-  return _digest(sorted(p for name in names for p in model.glob(name)))
+  paths = sorted(path for name in names for path in model.glob(name))
+  # Loading says what is wrong with the others.
+  return _digest(path for path in paths if path.is_file())
 
 
 def data_name(path: pathlib.Path) -> str:

@@ -64,7 +64,11 @@ _BUDGET = flags.DEFINE_list(
   "budget", None, "Keys to retrieve per token, instead of --retention."
 )
 _STEPS = flags.DEFINE_integer(
-  "steps", 24, "Tokens to decode per prompt.", lower_bound=1
+  "steps",
+  24,
+  "Tokens to decode per prompt.",
+  lower_bound=1,
+  upper_bound=100_000,
 )
 _OUTPUT = flags.DEFINE_string("output", "results/retrieval", "Output folder.")
 

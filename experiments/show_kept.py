@@ -14,6 +14,7 @@ import pathlib
 import rich.console
 from absl import flags
 
+from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli, inputs, reports, results, side_by_side, suite
 from kvjax.experiments.candidates import FULL, candidates, parse_budgets
@@ -62,8 +63,9 @@ def main() -> None:
       "in --method=keydiff --retention=0.25."
     )
   output = pathlib.Path(_OUTPUT.value)
-  if output.exists() and not output.is_file():
-    raise InputError(f"{output} is no file; name the HTML file to write.")
+  if output.is_dir():
+    raise InputError(f"{output} is a folder; name the HTML file to write.")
+  files.check_replaceable(output)
   results.check_writable(output.parent)
   text = _TEXT.value and side_by_side.read_text(pathlib.Path(_TEXT.value))
   console = rich.console.Console(highlight=False)

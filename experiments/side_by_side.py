@@ -8,6 +8,7 @@ import rich.console
 import rich.table
 import rich.text
 
+from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.answering import (
   QUERY_AGNOSTIC,
@@ -34,12 +35,7 @@ def read_text(path: pathlib.Path) -> str:
   Raises:
     InputError: the file does not exist or has no text.
   """
-  try:
-    text = path.read_text(encoding="utf-8")
-  except UnicodeDecodeError as error:
-    raise InputError(f"{path} is not a text file in UTF-8.") from error
-  except OSError as error:
-    raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+  text = files.read_text(path)
   if not text.strip():
     raise InputError(f"{path} is empty; give a file with some text.")
   return text.rstrip("\n") + "\n"

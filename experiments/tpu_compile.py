@@ -27,6 +27,7 @@ import jax
 import rich.progress
 from absl import flags
 
+from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli, results
 from kvjax.experiments.tpu import chips, llama, programs
@@ -71,6 +72,7 @@ def main() -> None:
   names = ["v5e"] if _QUICK.value else _chip_names()
   output = _output()
   if output is not None:
+    files.check_replaceable(output)
     results.check_writable(output.parent)
   chips.prepare_libtpu()
   # Without a TPU, programs for one can be written to the cache but not read.

@@ -31,6 +31,10 @@ def _chosen_stages(names: list[str] | None) -> tuple[curriculum.Stage, ...]:
   if names is None:
     return curriculum.STAGES
   known = {stage.name: stage for stage in curriculum.STAGES}
+  if not names:
+    raise InputError(
+      f"--stages is empty; name training stages, of {', '.join(known)}."
+    )
   for name in names:
     if name not in known:
       raise InputError(

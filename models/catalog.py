@@ -1,5 +1,6 @@
 """Models that are loaded by name and cached on the user's machine."""
 
+import os
 import pathlib
 from collections.abc import Mapping
 
@@ -35,7 +36,7 @@ def locate(model: str | pathlib.Path) -> pathlib.Path:
   """
   path = pathlib.Path(model)
   name = str(model)
-  if name not in NAMED or path.exists():
+  if name not in NAMED or os.path.exists(path):
     return path
   folder = user_cache.folder("models") / name
   fetch(NAMED[name], folder)

@@ -227,18 +227,26 @@ def _check_windows(
   # The default of transformers for Mistral.
   window = fields.take("sliding_window", 4096 if mistral else None)
   enabled = fields.flag("use_sliding_window") or mistral
-  first = fields.take("max_window_layers", 0)
-  if window is not None and (type(window) is not int or window < 0):
-    fields.faults.append(
-      f"has {format_value(window)} for 'sliding_window', which must be a whole "
-      "number or null"
-    )
+  first = fields.take("max_window_layers")
+  wrong = False
+  for name, value in (("sliding_window", window), ("max_window_layers", first)):
+    if value is not None and (type(value) is not int or value < 0):
+      fields.faults.append(
+        f"has {format_value(value)} for {name!r}, which must be a whole number "
+        "or null"
+      )
+      wrong = True
+  if wrong:
     return
   unsupported = sorted(set(kinds) - {"full_attention", "sliding_attention"})
   if unsupported:
     fields.faults.append(
       f"has layers of the type {unsupported[0]!r}, which is not supported; "
       "'full_attention' is"
+    )
+  if kinds and len(kinds) != layers:
+    fields.faults.append(
+      f"has {len(kinds)} layer_types for {layers} layers; give one for each"
     )
   if kinds:
     windows = "sliding_attention" in kinds

@@ -58,12 +58,15 @@ class Fields:
     return 1
 
   def epsilon(self, name: str, default: float) -> float:
-    """Reads a non-negative number."""
+    """Reads a number from 0 to 1."""
     value = self.take(name, default)
     if not is_number(value) or value < 0:
       self._add_fault(name, value, "a number of 0 or more")
-      return default
-    return float(value)
+    elif value > 1:
+      self._add_fault(name, value, "at most 1")
+    else:
+      return float(value)
+    return default
 
   def flag(self, name: str) -> bool:
     """Reads a Boolean; absent or null is false."""

@@ -15,10 +15,14 @@ import safetensors.numpy
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from kvjax import files
 from kvjax.errors import InputError
 from kvjax.models.decoder import Decoder, get_kernel
 from kvjax.models.json_files import write_json
 from kvjax.models.language_model import DecoderModel, from_decoder
+
+# No projection is as wide.
+_MOST_RANK = 2**16
 
 # The module and the attribute of each projection of a layer.
 TARGETS = {
@@ -36,11 +40,15 @@ def check(rank: int, targets: Sequence[str]) -> None:
   """Checks the rank and the targets of adapters.
 
   Raises:
-    InputError: the rank is below 1, there is no target, or one is not in
-      `TARGETS`.
+    InputError: the rank is below 1 or huge, there is no target, or one is not
+      in `TARGETS`.
   """
   if rank < 1:
     raise InputError(f"The rank of an adapter is 1 or more; it is {rank}.")
+  if rank > _MOST_RANK:
+    raise InputError(
+      f"The rank of an adapter is at most {_MOST_RANK}; it is {rank}."
+    )
   if not targets:
     raise InputError(f"Name a projection to adapt: {', '.join(TARGETS)}.")
   for target in targets:
@@ -134,8 +142,9 @@ def write_adapter(
     modules.add(names[-1])
     rank = leaf.shape[-1] if name == "lora_A" else rank
   metadata = {"format": "pt"}
-  (directory / "adapter_model.safetensors").write_bytes(
-    safetensors.numpy.save(tensors, metadata)
+  files.write_bytes(
+    directory / "adapter_model.safetensors",
+    safetensors.numpy.save(tensors, metadata),
   )
   write_json(
     directory / "adapter_config.json",

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from kvjax import files
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
+from kvjax.models.fields import format_value, is_number
 from kvjax.models.json_files import write_json
 from kvjax.models.language_model import DecoderModel, from_decoder
 from kvjax.models.sharding import param_shardings
@@ -23,6 +25,7 @@ from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.weights import read_weights, write_weights
 
 DTYPES = ("bfloat16", "float32")
+_CONFIG = "config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +65,29 @@ class Pretrained:
     """The model's default sampling; greedy if it defines none.
 
     It uses temperature, top_k and top_p, but no penalties.
+
+    Raises:
+      InputError: one of them is no number, or out of range.
     """
     given = {k: v for k, v in self.generation.items() if v is not None}
-    if not given.get("do_sample", False):
+    do_sample = given.get("do_sample", False)
+    if do_sample is False:
       return GREEDY
+    numbers = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    numbers |= {name: given[name] for name in numbers if name in given}
+    wrong = [name for name in numbers if not is_number(numbers[name])]
+    if do_sample is not True:
+      wrong.append("do_sample")
+    if wrong or numbers["top_k"] != int(numbers["top_k"]):
+      name = (*wrong, "top_k")[0]
+      raise InputError(
+        f"generation_config.json has {format_value(given[name])} for {name!r}, "
+        "which is no value of it; correct it or leave it out."
+      )
     return Sampling(
-      temperature=float(given.get("temperature", 1.0)),
-      top_k=int(given.get("top_k", 0)),
-      top_p=float(given.get("top_p", 1.0)),
+      temperature=float(numbers["temperature"]),
+      top_k=int(numbers["top_k"]),
+      top_p=float(numbers["top_p"]),
     )
 
 
@@ -122,15 +140,30 @@ def save(
 ) -> None:
   """Saves a model to a directory that `load` and transformers can read.
 
-  All files are written to a temporary directory first and then moved. Existing
-  files with these names, and old weights, are replaced; other files stay.
+  All files are written to a temporary directory first and then moved,
+  config.json last, so that what is half moved is no model. Existing files with
+  these names, and old weights, are replaced; other files stay.
 
   Args:
     pretrained: the model; weights keep their dtype.
     directory: the directory, which is created if it does not exist.
     max_shard_bytes: maximum size of a file of weights.
+
+  Raises:
+    InputError: a file cannot be written.
   """
   directory = pathlib.Path(directory)
+  try:
+    _save(pretrained, directory, max_shard_bytes)
+  except OSError as error:
+    raise InputError(
+      f"The model cannot be written to {directory}: {files.reason(error)}."
+    ) from error
+
+
+def _save(
+  pretrained: Pretrained, directory: pathlib.Path, max_shard_bytes: int
+) -> None:
   directory.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(
     prefix=f"{directory.name}.", dir=directory.parent
@@ -139,13 +172,14 @@ def save(
     write_weights(pretrained.params, complete, max_shard_bytes)
     if pretrained.tokenizer is not None:
       pretrained.tokenizer.save(complete)
-    write_json(complete / "config.json", _config_fields(pretrained))
+    write_json(complete / _CONFIG, _config_fields(pretrained))
     write_json(
       complete / "generation_config.json",
       dict(pretrained.generation) | _token_ids(pretrained.tokenizer),
     )
     new = {path.name for path in complete.iterdir()}
-    for name in new:
+    (directory / _CONFIG).unlink(missing_ok=True)
+    for name in sorted(new, key=lambda name: name == _CONFIG):
       (complete / name).replace(directory / name)
     stale = {path.name for path in directory.glob("model*.safetensors*")}
     for name in (stale | {"chat_template.jinja"}) - new:

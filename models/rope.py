@@ -45,8 +45,8 @@ _OPTIONAL = {
 _NUMBERS = {"rope_theta", "partial_rotary_factor"}.union(
   *_REQUIRED.values(), *_OPTIONAL.values()
 )
-# Frequencies are float32.
-_HUGE = 1e30
+# Frequencies are float32, and so are their products with positions.
+_TINY, _HUGE = 1e-6, 1e30
 # Fields about the origin of the file.
 _WITHOUT_EFFECT = ("finetuned",)
 
@@ -93,6 +93,17 @@ class Rope:
     if faults:
       raise ConfigError(faults)
     theta = rest.pop("rope_theta", 10000.0)
+    if kind == "yarn" and theta <= 1:
+      raise ConfigError(
+        [f"has rope_theta {theta}, which rope type 'yarn' needs above 1"]
+      )
+    if kind == "dynamic" and head_dim < 4:
+      raise ConfigError(
+        [
+          f"has heads of {head_dim} dimensions; rope type 'dynamic' needs 4 or "
+          "more"
+        ]
+      )
     rest.pop("partial_rotary_factor", None)
     original = rest.get("original_max_position_embeddings", max_positions)
     if original * rest.get("factor", 1.0) > LARGEST:
@@ -193,6 +204,8 @@ def _describe_expected(name: str, value: Any) -> str | None:
     return None if valid else "a whole number of 1 or more, and no huge one"
   if name in _NUMBERS and not (is_number(value) and 0 < value < _HUGE):
     return "a number above 0, and no huge one"
+  if name in _NUMBERS and value < _TINY:
+    return "a number above 0, and no tiny one"
   return None
 
 

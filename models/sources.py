@@ -13,7 +13,11 @@ from kvjax.models.gguf.metadata import read_config
 from kvjax.models.gguf.reader import GgufFile
 from kvjax.models.gguf.tokenizer import read_tokenizer
 from kvjax.models.gguf.weights import open_gguf_tensors
-from kvjax.models.json_files import read_json, read_json_if_present
+from kvjax.models.json_files import (
+  is_present,
+  read_json,
+  read_json_if_present,
+)
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.weights import Tensors, open_tensors
 
@@ -59,10 +63,10 @@ def find(model: str | os.PathLike[str]) -> Source:
       model cannot be fetched.
   """
   place = catalog.locate(pathlib.Path(model))
-  if place.is_file():
+  if os.path.isfile(place):
     return _Gguf(GgufFile.open(place))
-  if not (place / _CONFIG).exists():
-    files = sorted(place.glob("*.gguf"))
+  if not is_present(place / _CONFIG):
+    files = sorted(place.glob("*.gguf")) if os.path.isdir(place) else []
     if len(files) == 1:
       return _Gguf(GgufFile.open(files[0]))
     if files:
@@ -87,16 +91,10 @@ class _HuggingFace:
     return DecoderConfig.from_hf(read_json(self.place / _CONFIG))
 
   def tokenizer(self, config: DecoderConfig) -> Tokenizer | None:
-    if not (self.place / "tokenizer.json").exists():
+    if not is_present(self.place / "tokenizer.json"):
       return None
     tokenizer = Tokenizer.load(self.place, config.vocab_size)
-    for token_id in tokenizer.eos_ids:
-      if not 0 <= token_id < config.vocab_size:
-        raise InputError(
-          f"In {self.place} an answer ends with the id {token_id} "
-          f"(eos_token_id), but the model embeds {config.vocab_size} tokens "
-          "only."
-        )
+    _check_ids(tokenizer, self.place, config)
     return tokenizer
 
   def tensors(self, config: DecoderConfig) -> Tensors:
@@ -120,10 +118,24 @@ class _Gguf:
     return read_config(self.file)
 
   def tokenizer(self, config: DecoderConfig) -> Tokenizer:
-    return read_tokenizer(self.file, config.vocab_size)
+    tokenizer = read_tokenizer(self.file, config.vocab_size)
+    _check_ids(tokenizer, self.place, config)
+    return tokenizer
 
   def tensors(self, config: DecoderConfig) -> Tensors:
     return open_gguf_tensors(self.file, config)
 
   def generation(self) -> Mapping[str, Any]:
     return {}
+
+
+def _check_ids(
+  tokenizer: Tokenizer, place: pathlib.Path, config: DecoderConfig
+) -> None:
+  """Refuses ids that end an answer and are not embedded."""
+  for token_id in tokenizer.eos_ids:
+    if not 0 <= token_id < config.vocab_size:
+      raise InputError(
+        f"In {place} an answer ends with the id {token_id} (eos_token_id), but "
+        f"the model embeds {config.vocab_size} tokens only."
+      )

@@ -1,19 +1,24 @@
 """Tokenization, with the model's chat template."""
 
-import datetime
 import itertools
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import tokenizers
 
+from kvjax import files
 from kvjax.errors import InputError
-from kvjax.models.json_files import read_json_if_present, read_text, write_json
+from kvjax.models.fields import format_value
+from kvjax.models.json_files import (
+  is_present,
+  read_json_if_present,
+  read_text,
+  write_json,
+)
+from kvjax.models.templates import ChatTemplate, ChatTemplateError
+
+_READ = ("bos_token", "eos_token", "pad_token")
 
 _CHATS = {
   1: "a single user message",
@@ -54,8 +59,8 @@ class Tokenizer:
       num_embedded: number of ids that the model embeds; by default all.
 
     Raises:
-      InputError: a special token is not in the vocabulary, or the chat
-        template is not valid Jinja.
+      InputError: a special token is not in the vocabulary or no text, or the
+        chat template is not valid Jinja.
     """
     # A tokenizer.json may carry the truncation and padding of its training.
     backend.no_truncation()
@@ -63,8 +68,8 @@ class Tokenizer:
     self._backend = backend
     self._config = dict(config)
     self._special = _special_tokens(config)
-    self._source = chat_template or _default_template(config)
-    self._template = None if self._source is None else _compile(self._source)
+    source = chat_template or _default_template(config)
+    self._template = None if source is None else _compile(source)
     self.bos_id = self._special_id("bos_token")
     eos_id = self._special_id("eos_token")
     self.eos_ids = tuple(eos_ids) or (() if eos_id is None else (eos_id,))
@@ -90,33 +95,38 @@ class Tokenizer:
       InputError: a file is missing or broken.
     """
     path = directory / "tokenizer.json"
-    if not path.exists():
+    if not is_present(path):
       raise InputError(
         f"{directory} has no tokenizer.json; save the model with its fast "
         "tokenizer."
       )
+    text = read_text(path)
     try:
-      backend = tokenizers.Tokenizer.from_file(str(path))
+      backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # The only type that `tokenizers` raises.
       raise InputError(f"{path} is not a tokenizer: {error}.") from error
     template = directory / "chat_template.jinja"
     return cls(
       backend,
       read_json_if_present(directory / "tokenizer_config.json"),
-      chat_template=(read_text(template) if template.is_file() else None),
+      chat_template=read_text(template) if is_present(template) else None,
       eos_ids=_read_eos_ids(directory),
       num_embedded=num_embedded,
     )
 
   def save(self, directory: pathlib.Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and the chat template."""
-    self._backend.save(str(directory / "tokenizer.json"))
+    """Writes tokenizer.json, tokenizer_config.json and the chat template.
+
+    Raises:
+      InputError: a file cannot be written.
+    """
+    files.write_text(
+      directory / "tokenizer.json", self._backend.to_str(pretty=True)
+    )
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | self._config
     config.pop("chat_template", None)
-    if self._source is not None:
-      (directory / "chat_template.jinja").write_text(
-        self._source, encoding="utf-8"
-      )
+    if self._template is not None:
+      files.write_text(directory / "chat_template.jinja", self._template.source)
     write_json(directory / "tokenizer_config.json", config)
 
   @property
@@ -128,9 +138,10 @@ class Tokenizer:
     """Encodes a text, without adding special tokens.
 
     Raises:
-      InputError: the model does not embed one of them.
+      InputError: the model does not embed one of them, or the text has half of
+        a surrogate pair.
     """
-    ids = self._backend.encode(text, add_special_tokens=False).ids
+    ids = self._encode(text).ids
     if max(ids, default=-1) >= self._num_embedded:
       raise InputError(
         f"The text holds {self._backend.id_to_token(max(ids))!r}, whose id is "
@@ -148,7 +159,7 @@ class Tokenizer:
 
     A character that spans several tokens is in the piece of the first.
     """
-    encoding = self._backend.encode(text, add_special_tokens=False)
+    encoding = self._encode(text)
     if not encoding.ids:
       return []
     # Use the ends of tokens: their starts may skip a preceding space.
@@ -221,25 +232,38 @@ class Tokenizer:
       )
     return after.split(message)[0]
 
+  def _encode(self, text: str) -> tokenizers.Encoding:
+    try:
+      return self._backend.encode(text, add_special_tokens=False)
+    except TypeError as error:  # What `tokenizers` says of it is misleading.
+      half = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+      if half is None:
+        raise
+      raise InputError(
+        "The text has half of a surrogate pair, which is no character; remove "
+        f"{half!r}."
+      ) from error
+
   def _render(self, *contents: str) -> str:
     """Renders a chat in which user and assistant alternate."""
     assert self._template is not None
     roles = itertools.cycle(("user", "assistant"))
+    variables = self._special | {
+      "messages": [
+        {"role": role, "content": content}
+        for role, content in zip(roles, contents, strict=False)
+      ],
+      "tools": None,
+      "documents": None,
+      "add_generation_prompt": True,
+      "enable_thinking": False,
+    }
     try:
-      return self._template.render(
-        messages=[
-          {"role": role, "content": content}
-          for role, content in zip(roles, contents, strict=False)
-        ],
-        tools=None,
-        documents=None,
-        add_generation_prompt=True,
-        enable_thinking=False,
-        **self._special,
-      )
-    except jinja2.TemplateError as error:
+      return self._template.render(variables)
+    except ChatTemplateError as error:
       raise InputError(
-        f"The chat template refuses {_CHATS[len(contents)]}: {error}."
+        f"The chat template fails for {_CHATS[len(contents)]}: {error}; "
+        "correct the template."
       ) from error
 
   def _special_id(self, name: str) -> int | None:
@@ -262,6 +286,12 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     content = value.get("content") if isinstance(value, dict) else value
     if name.endswith("_token") and isinstance(content, str):
       tokens[name] = content
+    # Others, such as add_bos_token, may be anything.
+    elif name in _READ and value is not None:
+      raise InputError(
+        f"tokenizer_config.json has {format_value(value)} for {name!r}, which "
+        "must be a token, or an object with its content."
+      )
   return tokens
 
 
@@ -291,58 +321,16 @@ def _read_eos_ids(directory: pathlib.Path) -> list[int]:
     if all(type(token_id) is int for token_id in ids):
       return ids
     raise InputError(
-      f"{directory / name} has {eos!r} for 'eos_token_id', which must be a "
-      "whole number or a list of them."
+      f"{directory / name} has {format_value(eos)} for 'eos_token_id', which "
+      "must be a whole number or a list of them."
     )
   return []
 
 
-def _compile(source: str) -> jinja2.Template:
-  """Compiles a chat template in the same environment as transformers."""
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True,
-    lstrip_blocks=True,
-    extensions=[_Generation, jinja2.ext.loopcontrols],
-  )
-  environment.filters["tojson"] = _to_json
-  environment.globals["raise_exception"] = _raise_exception
-  environment.globals["strftime_now"] = _strftime_now
+def _compile(source: str) -> ChatTemplate:
   try:
-    return environment.from_string(source)
-  except jinja2.TemplateError as error:
-    raise InputError(f"The chat template is not valid: {error}.") from error
-
-
-class _Generation(jinja2.ext.Extension):
-  """Support of `{% generation %}` blocks, which have no effect here."""
-
-  tags = {"generation"}  # noqa: RUF012
-
-  def parse(self, parser: Any) -> Any:
-    next(parser.stream)
-    return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(
-  value: Any,
-  ensure_ascii: bool = False,
-  indent: int | None = None,
-  separators: tuple[str, str] | None = None,
-  sort_keys: bool = False,
-) -> str:
-  """Formats JSON without the HTML escapes of Jinja's filter."""
-  return json.dumps(
-    value,
-    ensure_ascii=ensure_ascii,
-    indent=indent,
-    separators=separators,
-    sort_keys=sort_keys,
-  )
-
-
-def _raise_exception(message: str) -> None:
-  raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-  return datetime.datetime.now().strftime(form)
+    return ChatTemplate(source)
+  except ChatTemplateError as error:
+    raise InputError(
+      f"The chat template is not valid: {error}; correct it."
+    ) from error

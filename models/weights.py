@@ -10,6 +10,7 @@ parameter with an axis of layers is stored as one tensor per layer, under
 import dataclasses
 import functools
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,9 +23,12 @@ import safetensors.numpy
 from flax import nnx
 from jaxtyping import PyTree
 
+from kvjax import files
 from kvjax.errors import InputError
 from kvjax.models.json_files import read_json, write_json
 
+# Of a name in a message.
+_LONGEST = 100
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SOURCE_DTYPES = ("F32", "F16", "BF16")
@@ -222,13 +226,13 @@ def _open(directory: pathlib.Path) -> dict[str, Any]:
     )
   files: dict[str, Any] = {}
   for name in names:
-    if not (directory / name).is_file():
+    if not os.path.isfile(directory / name):
       raise InputError(
-        f"{directory} lacks the shard {name} that {_INDEX} names."
+        f"{directory} lacks the shard {name[:_LONGEST]} that {_INDEX} names."
       )
     try:
       file = safetensors.safe_open(directory / name, framework="numpy")
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, OSError, MemoryError) as error:
       raise InputError(
         f"{directory / name} is not a complete safetensors file ({error}); "
         "fetch it again."
@@ -240,12 +244,17 @@ def _open(directory: pathlib.Path) -> dict[str, Any]:
 def _shard_names(index: pathlib.Path) -> list[str]:
   weight_map = read_json(index).get("weight_map")
   names = weight_map.values() if isinstance(weight_map, dict) else [None]
-  if not all(isinstance(name, str) for name in names):
+  if not all(_is_name(name) for name in names):
     raise InputError(
       f"{index} must have a weight_map that gives each tensor the name of its "
       "file."
     )
   return sorted(set(names))
+
+
+def _is_name(value: object) -> bool:
+  """Whether a value names a file in the folder of the index."""
+  return isinstance(value, str) and pathlib.PurePath(value).name == value
 
 
 def _check(tensors: Tensors, wanted: Sequence[_Tensor]) -> None:
@@ -355,9 +364,17 @@ def _shards(parts: Iterable[_Part], max_bytes: int) -> Iterator[list[_Part]]:
 
 def _write_shard(shard: Sequence[_Part], path: pathlib.Path) -> None:
   tensors = {part.tensor.name: part.value() for part in shard}
-  path.touch()
-  permissions = path.stat().st_mode
-  # Without this entry transformers refuses the file.
-  safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
-  # safetensors creates a file that only its owner can read.
-  path.chmod(permissions)
+  with files.replacing(path) as unfinished:
+    unfinished.touch()
+    permissions = unfinished.stat().st_mode
+    try:
+      # Without this entry transformers refuses the file.
+      safetensors.numpy.save_file(
+        tensors, unfinished, metadata={"format": "pt"}
+      )
+    except safetensors.SafetensorError as error:
+      raise InputError(
+        f"{path} cannot be written: {files.reason(error)}."
+      ) from error
+    # safetensors creates a file that only its owner can read.
+    unfinished.chmod(permissions)

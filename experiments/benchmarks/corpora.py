@@ -1,10 +1,10 @@
 """Reads SQuAD and HotpotQA from disk, for RULER's tasks."""
 
-import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.row_files import (
   SUFFIXES,
@@ -130,8 +130,8 @@ def _rows(
   if path.suffix == ".json":
     text = read_text(path)
     try:
-      content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+      content = files.parse_json(text)
+    except ValueError as error:
       raise InputError(f"{path} is not valid JSON: {error}.") from error
     yield from entries(content, str(path))
     return

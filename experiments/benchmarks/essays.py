@@ -1,5 +1,6 @@
 """Reads a user's text as sentences for prose haystacks."""
 
+import os
 import pathlib
 
 from kvjax.errors import InputError
@@ -32,7 +33,7 @@ def read(path: pathlib.Path) -> tuple[str, ...]:
 
 
 def _text(path: pathlib.Path) -> str:
-  if path.is_dir():
+  if os.path.isdir(path):
     files = sorted(path.glob("*.txt"))
     if not files:
       raise InputError(f"The folder {path} holds no .txt file.")

@@ -1,6 +1,7 @@
 """Downloads datasets of the Hugging Face hub by name."""
 
 import functools
+import os
 import pathlib
 import re
 
@@ -26,10 +27,10 @@ def resolve(name: str, only: str = "*") -> pathlib.Path:
       dataset of that name.
   """
   path = pathlib.Path(name)
-  if path.exists():
+  if os.path.exists(path):
     return path
   if not _NAME.fullmatch(name):
-    raise InputError(f"There is no file or folder {name}.")
+    raise InputError(f"There is no file or folder {name[:200]}.")
   return _download(name, only)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.row_files import RowFile, below, has_rows
+from kvjax.files import check_regular
 
 
 def find(
@@ -67,6 +68,7 @@ def _files(path: pathlib.Path) -> Iterator[tuple[RowFile, tuple[str, ...]]]:
 
 
 def _members(path: pathlib.Path) -> Iterator[tuple[RowFile, tuple[str, ...]]]:
+  check_regular(path)
   try:
     with zipfile.ZipFile(path) as archive:
       names = sorted(archive.namelist())

@@ -9,7 +9,7 @@ rows are read.
 import dataclasses
 import functools
 import glob
-import json
+import os
 import pathlib
 import types
 import zipfile
@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.metrics.libraries import library
 
@@ -37,8 +38,8 @@ def below(path: pathlib.Path) -> list[pathlib.Path]:
   Raises:
     InputError: the path does not exist.
   """
-  if not path.exists():
-    raise InputError(f"There is no file or folder {path}.")
+  if not os.path.exists(path):
+    raise InputError(f"There is no file or folder {str(path)[:200]}.")
   return sorted(path.rglob("*")) if path.is_dir() else [path]
 
 
@@ -126,6 +127,7 @@ class RowFile:
     Raises:
       InputError: the file cannot be read or is malformed.
     """
+    files.check_regular(self.path)
     try:
       match self.name.suffix:
         case ".jsonl":
@@ -143,8 +145,8 @@ class RowFile:
         continue
       place = f"Line {number} of {self}"
       try:
-        fields = json.loads(text)
-      except (ValueError, RecursionError) as error:
+        fields = files.parse_json(text)
+      except ValueError as error:
         raise InputError(f"{place} is not valid JSON: {error}.") from error
       yield _row(place, fields)
 
@@ -155,8 +157,8 @@ class RowFile:
       yield from self._lines()
       return
     try:
-      rows = json.loads(document)
-    except (ValueError, RecursionError) as error:
+      rows = files.parse_json(document)
+    except ValueError as error:
       raise InputError(f"{self} is not valid JSON: {error}.") from error
     for number, fields in enumerate(rows, start=1):
       yield _row(f"Row {number} of {self}", fields)

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,7 +34,7 @@ def read(folder: pathlib.Path) -> list[str]:
       UTF-8.
   """
   kinds = " and ".join(SUFFIXES)
-  if not folder.is_dir():
+  if not os.path.isdir(folder):
     raise InputError(f"{folder} is no folder; documents are its {kinds} files.")
   paths = sorted(
     path
@@ -83,9 +84,10 @@ def chunks(
     multiple: rows are padded to a multiple of this many tokens.
 
   Raises:
-    InputError: there is no token to predict.
+    InputError: there is no token to predict, or the model does not embed BOS.
   """
   first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+  tokenizer.encode(tokenizer.bos)  # refuses one that the model does not embed
   limit = length - len(first)
   rows = []
   for text in texts:

@@ -11,11 +11,20 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from kvjax import files
 from kvjax.errors import InputError
+from kvjax.experiments import typed_records
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.reference.checkpoints import Checkpoints, Progress
 from kvjax.experiments.step_bar import step_bar
 from kvjax.models import lora
+from kvjax.models.fields import format_value
+from kvjax.models.json_files import (
+  is_present,
+  read_json,
+  read_text,
+  write_json,
+)
 from kvjax.models.language_model import DecoderModel
 from kvjax.models.pretrained import Pretrained
 from kvjax.prompts import Prompts
@@ -158,8 +167,7 @@ class Tuner:
       "seconds": round(self.state.seconds, 1),
       "nll": nll,
     }
-    with self._log_path.open("a") as log:
-      log.write(json.dumps(record) + "\n")
+    files.append(self._log_path, f"{json.dumps(record)}\n".encode())
     print(
       f"epoch {epoch} of {self._recipe.epochs}: {nll:.3f} nats per token, "
       f"{self.state.seconds:.0f} s",
@@ -167,39 +175,57 @@ class Tuner:
     )
 
   def _drop_log_lines(self) -> None:
-    """Drops log lines that a killed run wrote after its last checkpoint."""
-    if not self._log_path.exists():
+    """Drops log lines that a killed run wrote after its last checkpoint.
+
+    Raises:
+      InputError: the log has lines that no run has written.
+    """
+    if not is_present(self._log_path):
       return
-    lines = self._log_path.read_text().splitlines(keepends=True)
+    lines = read_text(self._log_path).splitlines(keepends=True)
     # Without a checkpoint, the first line is also written again.
     last = self.state.total or -1
     kept = [
       line
-      for line in lines
-      if line.endswith("\n") and json.loads(line)["steps"] <= last
+      for number, line in enumerate(lines, start=1)
+      if line.endswith("\n") and self._steps(line, number) <= last
     ]
-    self._log_path.write_text("".join(kept))
+    files.write_text(self._log_path, "".join(kept))
+
+  def _steps(self, line: str, number: int) -> int:
+    try:
+      fields = files.parse_json(line)
+      typed_records.check(fields, {"steps": int})
+    except ValueError as error:
+      raise InputError(
+        f"Line {number} of {self._log_path} is not what a run writes; remove "
+        "the file."
+      ) from error
+    steps: int = fields["steps"]
+    return steps
 
 
 def _claim(path: Path, settings: Mapping[str, Any]) -> None:
   """Claims a folder for a run, or rejects the folder of another run.
 
   Raises:
-    InputError: the folder's run has other settings, or the folder has a model
-      without a run.
+    InputError: the folder's run has other settings or cannot be read, or the
+      folder has a model without a run.
   """
   ours = json.loads(json.dumps(settings))
-  if not path.exists() and (path.parent / "config.json").exists():
+  claimed = is_present(path)
+  if not claimed and is_present(path.parent / "config.json"):
     raise InputError(
       f"{path.parent} holds a model, which would be overwritten; choose "
       "another --output."
     )
-  if path.exists():
-    theirs = json.loads(path.read_text())
+  if claimed:
+    theirs = read_json(path)
     for name, value in ours.items():
       if theirs.get(name) != value:
+        said = format_value(theirs.get(name))
         raise InputError(
-          f"{path.parent} holds a run with {name} {theirs.get(name)}, and this "
-          f"one has {name} {value}; choose another --output."
+          f"{path.parent} holds a run with {name} {said}, and this one has "
+          f"{name} {value}; choose another --output."
         )
-  path.write_text(json.dumps(ours, indent=2) + "\n")
+  write_json(path, ours)

@@ -61,7 +61,20 @@ def call(
   Raises:
     SystemExit: the program failed, with its own message.
   """
-  run = [sys.executable, "-m", *command(program, folder, given)]
-  code = subprocess.run(run).returncode
+  code = _run([sys.executable, "-m", *command(program, folder, given)])
   if code:
     raise SystemExit(code)
+
+
+def _run(command: Sequence[str]) -> int:
+  """Runs a command; returns its exit code.
+
+  An interrupt ends it as it ends this program. `subprocess.run` would kill it.
+  """
+  with subprocess.Popen(command) as process:
+    try:
+      return process.wait()
+    except KeyboardInterrupt:
+      process.terminate()
+      process.wait()
+      raise

@@ -205,8 +205,7 @@ def analyze(
   findings = analysis.run(Subject(session.lm, rows, setup.lengths, scale, seed))
   findings = findings._replace(notes=[*notes, *findings.notes])
   for name, figure in findings.pictures.items():
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_bytes(png(figure))
+    reports.write_bytes(folder / name, png(figure))
   return findings
 
 

@@ -1,13 +1,19 @@
 """The progress of a training run, and its checkpoints."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
+
+from kvjax import files
+from kvjax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +83,29 @@ class Checkpoints:
 
   def __init__(self, directory: Path):
     """Uses `directory`, which is created on demand."""
+    self._directory = directory
     self._checkpointer = ocp.training.Checkpointer(
       directory,
       preservation_policy=ocp.training.preservation_policies.LatestN(2),
     )
 
   def save(self, state: Progress) -> None:
-    """Writes a checkpoint, replacing one of the same progress."""
-    self._checkpointer.save(
-      _number(state), _as_tree(state), force=True, overwrite=True
-    )
+    """Writes a checkpoint, replacing one of the same progress.
+
+    Raises:
+      InputError: it cannot be written; the one before is kept.
+    """
+    try:
+      with _without_tracebacks():
+        self._checkpointer.save(
+          _number(state), _as_tree(state), force=True, overwrite=True
+        )
+    except (OSError, ValueError) as error:
+      raise InputError(
+        f"The checkpoint cannot be written to {self._directory}: "
+        f"{files.reason(error)}; the one before is kept, and the same command "
+        "goes on from there."
+      ) from error
 
   def stage(self) -> int:
     """The stage of the latest checkpoint; the first one without checkpoints."""
@@ -94,11 +113,22 @@ class Checkpoints:
     return 0 if newest is None else newest.step % 256 // 8
 
   def latest(self, fresh: Progress) -> Progress:
-    """Restores the latest checkpoint, or returns `fresh` without one."""
+    """Restores the latest checkpoint, or returns `fresh` without one.
+
+    Raises:
+      InputError: it is damaged.
+    """
     newest = self._checkpointer.latest
     if newest is None:
       return fresh
-    tree = self._checkpointer.load(newest, _as_tree(fresh))
+    try:
+      with _without_tracebacks():
+        tree = self._checkpointer.load(newest, _as_tree(fresh))
+    except (KeyError, OSError, ValueError) as error:
+      raise InputError(
+        f"The checkpoint {self._directory / str(newest.step)} is damaged; "
+        "remove it, so that the same command goes on from the one before."
+      ) from error
     structure = jax.tree.structure
     return Progress(
       params=jax.tree.unflatten(
@@ -112,6 +142,17 @@ class Checkpoints:
         for name in _COUNTERS
       },
     )
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+  """Hides orbax's log of errors, which it raises as well."""
+  before = logging.get_verbosity()
+  logging.set_verbosity(logging.FATAL)
+  try:
+    yield
+  finally:
+    logging.set_verbosity(before)
 
 
 def _number(state: Progress) -> int:

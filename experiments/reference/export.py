@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from kvjax import files
 from kvjax.experiments.reference import training, validation, vocabulary
 from kvjax.experiments.reference.card import Findings, card, cell
 from kvjax.experiments.reference.checkpoints import Progress
@@ -63,8 +64,8 @@ def save(
   store(as_pretrained(decoder), directory)
   lm = pretrained.load(directory, "float32")
   results = measure(lm, seed)
-  (directory / "README.md").write_text(
-    card(lm.config, state, seed, stages, results)
+  files.write_text(
+    directory / "README.md", card(lm.config, state, seed, stages, results)
   )
 
 

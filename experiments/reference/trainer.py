@@ -13,13 +13,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from kvjax import files
 from kvjax.errors import InputError
+from kvjax.experiments import typed_records
 from kvjax.experiments.reference import batches, pieces, training, vocabulary
 from kvjax.experiments.reference.checkpoints import Checkpoints, Progress
 from kvjax.experiments.reference.curriculum import Stage
 from kvjax.experiments.reference.growth import deepened
 from kvjax.experiments.step_bar import step_bar
 from kvjax.models.decoder import Decoder
+from kvjax.models.json_files import is_present, read_json, write_json
 from kvjax.models.language_model import from_decoder
 
 _SAVE_EVERY = 200
@@ -60,7 +63,7 @@ class Trainer:
       self._deepen(begun)
     self.state = self._checkpoints.latest(self.state)
     _check_claim(run, seed, stages, stage + (self.state.step > 0))
-    run.write_text(json.dumps(_claim(seed, stages), indent=2) + "\n")
+    write_json(run, _claim(seed, stages))
 
   def run(self) -> None:
     """Trains the remaining stages."""
@@ -171,8 +174,7 @@ class Trainer:
       "first": first,
       "whole": complete,
     }
-    with self._log_path.open("a") as log:
-      log.write(json.dumps(record) + "\n")
+    files.append(self._log_path, f"{json.dumps(record)}\n".encode())
 
 
 def _claim(seed: int, stages: Sequence[Stage]) -> dict[str, Any]:
@@ -182,6 +184,24 @@ def _claim(seed: int, stages: Sequence[Stage]) -> dict[str, Any]:
     json.dumps({"seed": seed, "stages": described})
   )
   return claim
+
+
+def _read_claim(path: Path) -> dict[str, Any]:
+  """Reads the record of a folder's run.
+
+  Raises:
+    InputError: it is not what `_claim` builds.
+  """
+  earlier = read_json(path)
+  try:
+    typed_records.check(earlier, {"seed": int, "stages": list[dict[str, Any]]})
+    for stage in earlier["stages"]:
+      typed_records.check(stage, {"name": str, "layers": int | None})
+  except ValueError as error:
+    raise InputError(
+      f"{path} is not what a run writes ({error}); choose another --output."
+    ) from error
+  return earlier
 
 
 def _check_claim(
@@ -199,11 +219,12 @@ def _check_claim(
     begun: number of started stages.
 
   Raises:
-    InputError: the run in the folder has another seed or other stages.
+    InputError: the run in the folder has another seed or other stages, or its
+      record cannot be read.
   """
-  if not path.exists():
+  if not is_present(path):
     return
-  earlier, run = json.loads(path.read_text()), _claim(seed, stages)
+  earlier, run = _read_claim(path), _claim(seed, stages)
   if earlier["seed"] != seed:
     raise InputError(
       f"{path.parent} holds a run with seed {earlier['seed']}, not {seed}: "

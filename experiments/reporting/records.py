@@ -1,13 +1,13 @@
 """Reads runs from disk: a summary and its answers."""
 
-import dataclasses
-import json
 import operator
 import pathlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvjax import files
 from kvjax.errors import InputError
+from kvjax.experiments import typed_records
 from kvjax.experiments.reporting.means import Row, Summary
 from kvjax.experiments.results import Answer
 from kvjax.models.json_files import read_text
@@ -15,28 +15,26 @@ from kvjax.models.json_files import read_text
 SUMMARY = "summary.json"
 SAMPLES = "samples.jsonl"
 
-_Kinds = Mapping[str, type | tuple[type, ...]]
-_NUMBER = (int, float)
+_Kinds = Mapping[str, Any]
 _SETTINGS: _Kinds = {
   **dict.fromkeys(
     ("benchmark", "model", "weights", "dtype", "python", "protocol"), str
   ),
   **dict.fromkeys(("schedule", "heads", "kv_dtype", "decoding", "device"), str),
   "seed": int,
-  **dict.fromkeys(("data", "versions", "seconds"), dict),
-  "rows": list,
+  **dict.fromkeys(("data", "versions"), dict[str, str]),
+  "seconds": dict[str, float],
+  "rows": list[Any],
 }
 _ROW: _Kinds = {
   **dict.fromkeys(("method", "options", "budget", "task"), str),
-  **dict.fromkeys(
-    ("retention", "score", "kept_tokens", "read_tokens"), _NUMBER
-  ),
-  **dict.fromkeys(("context_tokens", "cache_bytes", "host_bytes"), _NUMBER),
+  **dict.fromkeys(("retention", "score", "kept_tokens", "read_tokens"), float),
+  **dict.fromkeys(("context_tokens", "cache_bytes", "host_bytes"), float),
   **dict.fromkeys(("length", "samples"), int),
-  "interval": list,
-  "scores": dict,
-  "depth": (*_NUMBER, type(None)),
-  "turn": (int, type(None)),
+  "interval": list[float],
+  "scores": dict[str, float],
+  "depth": float | None,
+  "turn": int | None,
 }
 
 # The fields that a row shares with its answers.
@@ -127,35 +125,23 @@ def _folders(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _summary(path: pathlib.Path) -> dict[str, Any]:
+  text = read_text(path)
   try:
-    summary = json.loads(read_text(path), parse_constant=_refuse_constant)
-    _check(summary, _SETTINGS)
+    summary = files.parse_json(text)
+    typed_records.check(summary, _SETTINGS)
+    typed_records.check({"about": {}} | summary, {"about": dict[str, str]})
     if not summary["rows"]:
       raise ValueError("it has no rows")
     for row in summary["rows"]:
-      _check(row, _ROW)
+      typed_records.check(row, _ROW)
       low, high = row["interval"]
       if row["samples"] < 1 or row["context_tokens"] <= 0 or low > high:
         raise ValueError(f"the numbers of {row['task']} cannot be")
-  except (ValueError, TypeError, RecursionError) as error:
+  except ValueError as error:
     raise InputError(
       f"{path} is not a run's summary: {error}; remove it or run it again."
     ) from error
-  return summary
-
-
-def _refuse_constant(name: str) -> None:
-  raise ValueError(f"it holds {name}")
-
-
-def _check(fields: object, kinds: _Kinds) -> None:
-  if not isinstance(fields, dict):
-    raise ValueError(f"{fields!r:.40} is no object")
-  for name, kind in kinds.items():
-    if name not in fields:
-      raise ValueError(f"{name!r} is missing")
-    if not isinstance(fields[name], kind):
-      raise ValueError(f"{name!r} is {fields[name]!r:.40}")
+  return dict(summary)
 
 
 def _answers(path: pathlib.Path) -> list[Answer]:
@@ -164,10 +150,8 @@ def _answers(path: pathlib.Path) -> list[Answer]:
   answers = []
   for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1]):
     try:
-      fields = json.loads(line)
-      names = {f.name for f in dataclasses.fields(Answer)} & fields.keys()
-      answers.append(Answer(**{name: fields[name] for name in names}))
-    except (ValueError, KeyError, TypeError) as error:
+      answers.append(typed_records.make(Answer, files.parse_json(line)))
+    except ValueError as error:
       raise InputError(
         f"Line {number + 1} of {path} is not an answer; remove the file, or "
         "the line."

@@ -1,6 +1,7 @@
 """Sharding of caches over a mesh with the axes "data" and "model"."""
 
 import functools
+import re
 from collections.abc import Sequence
 
 import jax
@@ -10,22 +11,31 @@ from kvjax.cache.base import AXES, Layer
 from kvjax.errors import InputError
 from kvjax.placement import is_on_host
 
+_SIZE = re.compile("[1-9][0-9]{0,8}")
+# Characters of a flag that a message repeats.
+_SHOWN = 60
+
 
 def parse_mesh(text: str) -> jax.sharding.Mesh:
   """Makes the mesh that a flag such as `data:2,model:2` describes.
 
   Raises:
-    InputError: an unknown axis, a size that is no number, or more devices
-      than there are.
+    InputError: an unknown axis or one that is given twice, a size that is no
+      number, or more devices than there are.
   """
-  sizes = dict.fromkeys(AXES, 1)
+  given: dict[str, int] = {}
   for part in text.split(","):
     axis, _, size = part.partition(":")
-    if axis not in sizes or not size.isdigit() or int(size) < 1:
+    if axis not in AXES or not _SIZE.fullmatch(size):
       raise InputError(
-        f"A mesh is written as data:2,model:2; {part!r} does not fit."
+        f"A mesh is written as data:2,model:2; {part[:_SHOWN]!r} does not fit."
       )
-    sizes[axis] = int(size)
+    if axis in given:
+      raise InputError(
+        f"The mesh {text[:_SHOWN]} has the axis {axis!r} twice; give it once."
+      )
+    given[axis] = int(size)
+  sizes = {axis: given.get(axis, 1) for axis in AXES}
   count = sizes["data"] * sizes["model"]
   devices = jax.devices()
   if count > len(devices):

@@ -5,13 +5,13 @@ import itertools
 import json
 import math
 import os
-import pathlib
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax import files
 from kvjax.errors import InputError
 
 Path = str | os.PathLike[str]
@@ -187,18 +187,13 @@ class Calibration:
     return next(sufficient, 1.0)
 
   def save(self, path: Path) -> None:
-    """Writes the record as JSON.
+    """Writes the record as JSON, atomically.
 
     Raises:
       InputError: the file cannot be written.
     """
     text = json.dumps(dataclasses.asdict(self), indent=2)
-    try:
-      pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-      raise InputError(
-        f"The calibration cannot be written to {path}: {error.strerror}."
-      ) from error
+    files.write_text(path, text + "\n")
 
   @classmethod
   def load(cls, path: Path, *, model_id: str) -> "Calibration":
@@ -212,12 +207,9 @@ class Calibration:
       InputError: there is no such file, or it is not a calibration of this
         model.
     """
+    text = files.read_text(path)
     try:
-      saved = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-      raise InputError(
-        f"The calibration {path} cannot be read: {error.strerror}."
-      ) from error
+      saved = files.parse_json(text)
     except ValueError as error:
       raise InputError(
         f"{path} is no JSON; give a file that Calibration.save has written."
@@ -291,18 +283,21 @@ class Calibrated:
     return f"auto at {self.tau:g}"
 
 
-_NUMBER = (int, float)
-_KINDS: dict[str, type | tuple[type, ...]] = {
-  "alpha": _NUMBER,
-  "beta": _NUMBER,
+# A float stands for any number.
+_KINDS: dict[str, type] = {
+  "alpha": float,
+  "beta": float,
   "model_id": str,
   "method": str,
   "per_query_head": bool,
   "tau_range": list,
-  "error": _NUMBER,
+  "error": float,
   "triples": int,
   "promises": list,
 }
+_LARGEST = 2**63
+# Shown of a wrong value.
+_LONGEST = 60
 
 
 def _checked(saved: Any, path: Path) -> dict[str, Any]:
@@ -315,16 +310,18 @@ def _checked(saved: Any, path: Path) -> dict[str, Any]:
   if not isinstance(saved, dict):
     wrong = "it holds no fields"
   elif saved.keys() != _KINDS.keys():
-    wrong = f"its fields are {', '.join(saved)}, not {', '.join(_KINDS)}"
+    names = ", ".join(saved)[: 3 * _LONGEST]
+    wrong = f"its fields are {names}, not {', '.join(_KINDS)}"
   else:
     for name, kind in _KINDS.items():
-      truth = isinstance(saved[name], bool) and kind is not bool
-      if truth or not isinstance(saved[name], kind):
-        wrong = f"{name} is {saved[name]!r}"
-  if not wrong and not _is_pair(saved["tau_range"]):
-    wrong = f"tau_range is {saved['tau_range']!r}"
-  if not wrong and not all(map(_is_pair, saved["promises"])):
-    wrong = f"promises is {saved['promises']!r}"
+      value = saved[name]
+      right = _is_number(value) if kind is float else type(value) is kind
+      if name == "tau_range":
+        right = _is_pair(value)
+      elif name == "promises" and right:
+        right = all(map(_is_pair, value))
+      if not right:
+        wrong = f"{name} is {repr(value)[:_LONGEST]}"
   if wrong:
     raise InputError(
       f"{path} is no calibration, for {wrong}; give a file that "
@@ -338,7 +335,10 @@ def _checked(saved: Any, path: Path) -> dict[str, Any]:
 
 def _is_pair(value: Any) -> bool:
   return (
-    isinstance(value, list)
-    and len(value) == 2
-    and all(type(x) in _NUMBER for x in value)
+    isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
   )
+
+
+def _is_number(value: Any) -> bool:
+  """Whether a float can represent it; NaN and infinity are refused later."""
+  return type(value) is float or (type(value) is int and abs(value) < _LARGEST)

@@ -12,6 +12,7 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
+from kvjax import files
 from kvjax.cache.cache import Cache
 from kvjax.checkpoint.trees import Arrays, describe, empty_arrays, restore
 from kvjax.errors import InputError
@@ -21,6 +22,17 @@ LAYOUT = 3
 DESCRIPTION = "cache.json"
 _ARRAYS = "arrays-"
 _BLOCK = 2**20
+# What orbax raises if a disk is full.
+_UNWRITTEN = (OSError, ValueError)
+# What a description raises whose fields are other than `save_cache` writes.
+_UNLIKE = (
+  AttributeError,
+  KeyError,
+  OSError,
+  RecursionError,
+  TypeError,
+  ValueError,
+)
 
 Path = str | os.PathLike[str]
 
@@ -50,8 +62,8 @@ def save_cache(
     overwrite: whether to replace a cache that is saved there.
 
   Raises:
-    InputError: the directory contains something else, or the cache does not fit
-      the model.
+    InputError: the directory contains something else or cannot be written, or
+      the cache does not fit the model.
 
   Example:
     >>> import tempfile
@@ -86,20 +98,22 @@ def save_cache(
     "arrays": name,
     "cache": describe(cache, "cache", arrays),
   }
-  directory.mkdir(parents=True, exist_ok=True)
-  temporary = directory / f"{name}.json"
   try:
+    directory.mkdir(parents=True, exist_ok=True)
     # Orbax refuses arrays without elements, which the description restores.
     filled = {path: array for path, array in arrays.items() if array.size}
     ocp.save(directory / name, filled)
     description["files"] = _checksums(directory / name)
     description["checksum"] = _checksum(description)
     text = json.dumps(description, indent=2)
-    temporary.write_text(text + "\n", encoding="utf-8")
-    temporary.replace(directory / DESCRIPTION)
-  except BaseException:
-    _remove(path for path in directory.iterdir() if path.name.startswith(name))
-    raise
+    files.write_text(directory / DESCRIPTION, text + "\n")
+  except BaseException as error:
+    _remove(directory.glob(f"{name}*"))
+    if isinstance(error, InputError) or not isinstance(error, _UNWRITTEN):
+      raise
+    raise InputError(
+      f"The cache cannot be written to {directory}: {files.reason(error)}."
+    ) from error
   _remove(p for p in directory.glob(f"{_ARRAYS}*") if p.name != name)
 
 
@@ -141,16 +155,29 @@ def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
       f"{directory} was saved in layout {saved.get('layout')!r}; this version "
       f"of kvjax reads layout {LAYOUT}."
     )
+  try:
+    return _restored(directory, saved, _identity(model, model_id))
+  except InputError:
+    raise
+  except _UNLIKE as error:
+    raise _damaged(directory) from error
+
+
+def _restored(
+  directory: pathlib.Path, saved: dict[str, Any], identity: dict[str, Any]
+) -> Cache:
+  """Checks and loads what a description describes."""
   if saved.pop("checksum", None) != _checksum(saved):
     raise _damaged(directory)
-  _check_identity(directory, saved, _identity(model, model_id))
+  _check_identity(directory, saved, identity)
   # Orbax does not notice elements whose bits have changed.
   if _checksums(directory / saved["arrays"]) != saved["files"]:
     raise _damaged(directory)
   arrays = empty_arrays(saved["cache"])
   filled = {path: array for path, array in arrays.items() if array.size}
   arrays |= ocp.load(directory / saved["arrays"], filled)
-  return restore(saved["cache"], arrays)
+  cache: Cache = restore(saved["cache"], arrays)
+  return cache
 
 
 def _damaged(directory: pathlib.Path) -> InputError:
@@ -195,11 +222,12 @@ def _sizes(identity: dict[str, Any]) -> dict[str, Any]:
 
 def _check_free(directory: pathlib.Path, overwrite: bool) -> None:
   """Refuses to replace files, except those of an interrupted save."""
-  if not directory.exists():
+  if not os.path.lexists(directory):
     return
-  if not directory.is_dir():
+  if not os.path.isdir(directory):
     raise InputError(f"{directory} is a file; give a directory.")
   names = {path.name for path in directory.iterdir()}
+  names.discard(files.part_of(directory / DESCRIPTION).name)
   if any(n != DESCRIPTION and not n.startswith(_ARRAYS) for n in names):
     raise InputError(
       f"{directory} holds something other than a saved cache; give a new or "
@@ -212,7 +240,7 @@ def _check_free(directory: pathlib.Path, overwrite: bool) -> None:
 
 
 def _read_description(directory: pathlib.Path) -> dict[str, Any]:
-  if not directory.exists():
+  if not os.path.exists(directory):
     raise InputError(
       f"There is no {directory}; give a directory that save_cache has written."
     )
@@ -222,8 +250,8 @@ def _read_description(directory: pathlib.Path) -> dict[str, Any]:
       "directory that save_cache has written."
     )
   try:
-    saved = json.loads((directory / DESCRIPTION).read_text(encoding="utf-8"))
-  except ValueError as error:
+    saved = files.parse_json(files.read_text(directory / DESCRIPTION))
+  except ValueError as error:  # An InputError is one, too.
     raise _damaged(directory) from error
   if not isinstance(saved, dict):
     raise _damaged(directory)

@@ -1,6 +1,7 @@
 """Sampling of the next token from its logits."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,10 @@ class Sampling:
   top_k: int = 0
 
   def __post_init__(self) -> None:
-    if self.temperature < 0:
+    if not 0 <= self.temperature < math.inf:
       raise InputError(
-        f"temperature must be 0 or more; {self.temperature:g} is not."
+        "temperature must be a finite number of 0 or more; "
+        f"{self.temperature:g} is not."
       )
     if not 0 < self.top_p <= 1:
       raise InputError(

@@ -26,6 +26,11 @@ class Tokens:
       raise InputError(
         f"A budget of {self.count} tokens keeps nothing; give 1 or more."
       )
+    if self.count >= 2**31:
+      raise InputError(
+        f"A budget of {self.count:.3g} tokens is more than any cache holds; "
+        f"give at most {2**31 - 1}."
+      )
 
   def num_kept(self, length: int) -> int:
     """Number of tokens kept of a row of `length` tokens."""

@@ -42,6 +42,11 @@ def get_recipe(name: str) -> Recipe:
   if not slash:
     plain = recipe_of(make_named(name.partition(":")[0], METHODS))
     return _refit(recipe_of(make_named(name, METHODS)), plain.method.allocation)
+  if rest.count("/") >= len(_PREFIXES):
+    raise InputError(
+      f"{name[:60]} has more than {len(_PREFIXES)} parts before a method; "
+      "write pyramid/ada/NAME for both."
+    )
   if prefix not in _PREFIXES:
     raise InputError(
       f"There is no {prefix!r} to put before a method"

@@ -22,7 +22,7 @@ def samples_file(output):
 def test_a_killed_run_loses_and_doubles_nothing_and_others_join_it(
   binary, tiny_directory, tmp_path
 ):
-  """Killed between two batches, or while it writes one.
+  """Killed between two batches, or while it writes one; then terminated.
 
   Then another method and more samples join what is there; nothing is mixed up.
   """
@@ -41,22 +41,30 @@ def test_a_killed_run_loses_and_doubles_nothing_and_others_join_it(
       **others,
     )
 
-  def kill(process):
-    while True:
-      path = samples_file(tmp_path)
-      if path is not None and path.read_bytes().count(b"\n") >= 2:
-        os.kill(process, signal.SIGKILL)
-        break
+  def send(number, process):
+    before = lines()
+    while lines() < before + 2:
       time.sleep(0.01)
+    os.kill(process, number)
 
+  def lines():
+    path = samples_file(tmp_path)
+    return 0 if path is None else path.read_bytes().count(b"\n")
+
+  kill = functools.partial(send, signal.SIGKILL)
   killed = run("streaming:sinks=2", 8, meanwhile=kill)
   assert killed.returncode == -signal.SIGKILL, killed.stderr
+  terminate = functools.partial(send, signal.SIGTERM)
+  ended = run("streaming:sinks=2", 8, meanwhile=terminate)
+  assert ended.returncode == 130, ended.stderr
+  assert ended.stderr.endswith("Stopped.\n")
+  assert "Traceback" not in ended.stderr
   path = samples_file(tmp_path)
   before = path.read_bytes()
   kept = before[: before.rfind(b"\n") + 1]
   assert 2 <= kept.count(b"\n") < 64
   processes = path.with_name("processes.json")
-  (first,) = json.loads(processes.read_text())["processes"]
+  first, second = json.loads(processes.read_text())["processes"]
 
   again = run("streaming:sinks=2", 8)
   assert again.returncode == 0, again.stderr
@@ -69,14 +77,15 @@ def test_a_killed_run_loses_and_doubles_nothing_and_others_join_it(
   assert {sample for _, _, sample in places} == set(range(32))
   summary = json.loads(path.with_name("summary.json").read_text())
   assert summary["device"] == first["device"]
-  assert summary["seconds"]["total"] > first["seconds"]["total"]
+  earlier = first["seconds"]["total"] + second["seconds"]["total"]
+  assert summary["seconds"]["total"] > earlier
 
   # It reads a part, from the host.
   lookup = "flat:sinks=2:local=5:offload=true"
   other = run(lookup, 9)
   assert other.returncode == 0, other.stderr
   summary = json.loads(path.with_name("summary.json").read_text())
-  assert len(json.loads(processes.read_text())["processes"]) == 3
+  assert len(json.loads(processes.read_text())["processes"]) == 4
   found = {(r["method"], r["turn"]): r["samples"] for r in summary["rows"]}
   samples = {"full": 9, lookup: 9, "streaming:sinks=2": 8}
   assert found == {(m, t): n for m, n in samples.items() for t in range(4)}

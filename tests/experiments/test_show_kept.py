@@ -189,7 +189,7 @@ def test_the_binary_writes_a_page_and_nothing_else(
     (["--method=streaming:rerotate=true"], "renumbers what it keeps"),
     (["--text=none.txt"], "none.txt cannot be read: No such file"),
     ([], "tokens; this model's context is 512."),
-    (["--output=."], ". is no file; name the HTML file to write."),
+    (["--output=."], ". is a folder; name the HTML file to write."),
   ],
   ids=str,
 )

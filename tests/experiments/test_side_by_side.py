@@ -36,7 +36,7 @@ def test_a_text_is_answered_side_by_side(tiny, tmp_path):
     (None, "cannot be read: No such file"),
     (b"", "is empty"),
     (b" \n\t", "is empty"),
-    (b"\xff\xfe", "is not a text file in UTF-8"),
+    (b"\xff\xfe", "is not text in UTF-8"),
   ],
 )
 def test_a_file_without_text_is_refused(tmp_path, content, sentence):

@@ -297,7 +297,7 @@ def test_a_damaged_record_is_refused(tmp_path, change, said):
 
 
 def test_a_record_that_cannot_be_written_is_said(tmp_path):
-  with pytest.raises(InputError, match="cannot be written to"):
+  with pytest.raises(InputError, match=r"record\.json cannot be written: No"):
     RECORD.save(tmp_path / "none" / "record.json")
 
 

@@ -122,6 +122,17 @@ def test_tokens_beyond_the_embedding_are_refused_where_a_text_has_them(maker):
     tokenizer.encode("ab <x2>")
 
 
+@pytest.mark.parametrize("name", ["eos_token_id", "eot_token_id"])
+def test_answers_that_end_with_what_is_not_embedded(maker, name):
+  made = maker()
+  made.fields["tokenizer.ggml.tokens"] += ["<x1>"]
+  made.fields["tokenizer.ggml.token_type"] += [gguf.TokenType.CONTROL]
+  made.fields[f"tokenizer.ggml.{name}"] = 80
+  _refused(
+    made.write(), "ends with the id 80 .*the model embeds 80 tokens only"
+  )
+
+
 def test_fields_that_llama_cpp_does_not_know_are_passed_over(maker):
   made = maker()
   made.fields |= {"llama.own": 1, "llama.expert_count": 0, "other.thing": "x"}

@@ -402,7 +402,7 @@ def _damage_tokenizer_is_a_directory(directory):
     (_damage_infinite, r"model\.norm\.weight in .* holds NaN or infinite"),
     (_damage_eos_beyond, r"ends with the id 80 .* embeds 80 tokens only"),
     (_damage_eos_below, r"ends with the id -1 .* embeds 80 tokens only"),
-    (_damage_tokenizer_is_a_directory, r"tokenizer\.json is not a tokenizer"),
+    (_damage_tokenizer_is_a_directory, r"tokenizer\.json cannot be read: Is"),
   ],
 )
 def test_a_damaged_directory_gets_one_sentence(directory, damage, sentence):

@@ -1,8 +1,11 @@
 """Programs that make experiments are called as they want to be called."""
 
+import os
 import re
-import subprocess
+import signal
 import sys
+import threading
+import time
 
 import pytest
 import rich.console
@@ -36,9 +39,9 @@ def called(monkeypatch, codes):
 
   def run(command):
     lines.append(command)
-    return subprocess.CompletedProcess(command, codes.pop(0))
+    return codes.pop(0)
 
-  monkeypatch.setattr(programs.subprocess, "run", run)
+  monkeypatch.setattr(programs, "_run", run)
   return lines
 
 
@@ -137,6 +140,16 @@ def test_a_program_that_fails_ends_it_all(tmp_path, monkeypatch):
     )
   assert len(lines) == 1
   assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_ends_the_program_that_runs():
+  sleep = "import time; print(flush=True); time.sleep(60)"
+  timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+  timer.start()
+  began = time.monotonic()
+  with pytest.raises(KeyboardInterrupt):
+    programs._run([sys.executable, "-S", "-c", sleep])
+  assert time.monotonic() - began < 30
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def test_only_answers_that_the_rows_are_means_of_are_read(
     (lambda s: json.dumps([]), "is no object"),
     (lambda s: s.replace('"seed"', '"sead"'), "'seed' is missing"),
     (lambda s: s.replace('"options"', '"option"'), "'options' is missing"),
-    (lambda s: s.replace('"score": 100.0', '"score": NaN'), "it holds NaN"),
+    (lambda s: s.replace('"score": 100.0', '"score": NaN'), "'score' is nan"),
     (lambda s: s.replace('"score": 100.0', '"score": "1"'), "'score' is '1'"),
     (lambda s: s.replace('"samples": 1', '"samples": 0'), "cannot be"),
     (lambda s: json.dumps(json.loads(s) | {"rows": []}), "no rows"),
