@@ -303,7 +303,6 @@ def test_a_conversation_uses_the_buffers_of_pages(prefilled):
   params, (cache, _) = prefilled
   cache = kvjax.reserve(cache, 40)
   given = [leaf for leaf in jax.tree.leaves(cache.stacks) if leaf.ndim > 2]
-  assert isinstance(cache.layers[0], PackedLayer)
   places = {leaf.unsafe_buffer_pointer() for leaf in given}
   question = kvjax.Prompts.of([[1, 2], [3]])
   decoding = kvjax.Decoding(4)

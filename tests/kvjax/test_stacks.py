@@ -56,7 +56,6 @@ def sparse(name, prompt):
     jnp.asarray([8, 8], jnp.int32),
     8,
   )
-  assert isinstance(layer, SparseLayer)
   return layer
 
 
