@@ -57,7 +57,6 @@ def drawn(
 
 
 def assert_same_bits(actual, wanted):
-
   for name, a, b in zip(Compacted._fields, actual, wanted, strict=True):
     if b is None:
       assert a is None
