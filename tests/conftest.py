@@ -8,6 +8,7 @@ import collections
 import gc
 import os
 import re
+import signal
 import tomllib
 from pathlib import Path
 
@@ -38,6 +39,9 @@ os.environ.update(
   TOKENIZERS_PARALLELISM="false",
   MPLBACKEND="agg",
 )
+
+# A shell lets its background jobs ignore interrupts, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tracing makes many objects and little garbage, which is collected after each
 # file: looking for it at Python's own pace takes a twentieth of the time.
