@@ -15,7 +15,7 @@ from kvjax.experiments.reporting.formats import Table
 from kvjax.experiments.reporting.means import Mean, means
 from kvjax.experiments.reporting.records import SUMMARY, Record
 from kvjax.experiments.reporting.rows import settings_of
-from kvjax.experiments.reporting.tables import overview, parts
+from kvjax.experiments.reporting.tables import grid, overview, parts
 
 # Method, options and budget.
 _Key = tuple[str, str, str]
@@ -78,19 +78,28 @@ class Group:
     return [about, *(f"{run}: {text}" for run, text in runs.items())]
 
   @property
+  def scores(self) -> Table:
+    """A line per method and a column per budget."""
+    return grid(self._means, "")
+
+  @property
   def table(self) -> Table:
+    """A line per method and budget."""
+    name = wording.score_name(self.first.summary)
+    return overview(self._means, self.title, name)
+
+  @property
+  def _means(self) -> list[Mean]:
     """The full cache first; methods that share a name show their options."""
     averages = [entry.mean for entry in self.entries.values()]
     averages.sort(key=lambda mean: mean.method != FULL)
     names = [mean.name for mean in averages]
-    shown = [
+    return [
       mean
       if names.count(mean.name) == 1
       else dataclasses.replace(mean, method=mean.options)
       for mean in averages
     ]
-    name = wording.score_name(self.first.summary)
-    return overview(shown, self.title, name)
 
 
 class Leaderboard(NamedTuple):
@@ -111,9 +120,11 @@ class Leaderboard(NamedTuple):
     )
 
   def to_markdown(self) -> str:
-    """Formats a section per group."""
+    """Formats a section per group: scores by budget, then every number."""
     sections = [
       f"## {formats.escaped(group.title)}\n\n"
+      + formats.to_markdown(group.scores)
+      + "\n"
       + formats.to_markdown(group.table._replace(title=""))
       + "".join(f"\n{formats.escaped(note)}\n" for note in group.notes)
       for group in self.groups

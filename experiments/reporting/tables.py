@@ -77,6 +77,19 @@ def by_budget(record: Record) -> Table:
   For automatic budgets, cells also show the mean retention.
   """
   summary_means = means(record.summary["rows"], record.answers)
+  tasks = wording.averaged(record.values("task"))
+  least = min(mean.samples for mean in summary_means)
+  name = wording.score_name(record.summary)
+  return grid(summary_means, f"{name}, {tasks}, n = {least}, ± at 95 %")
+
+
+def grid(summary_means: Sequence[Mean], title: str) -> Table:
+  """Builds a table with a line per method and a column per budget.
+
+  Args:
+    summary_means: the cells; a score has the longer half of its interval.
+    title: title of the table.
+  """
   cells: dict[str, dict[str, str]] = {}
   for mean in summary_means:
     row = cells.setdefault(mean.method, {})
@@ -88,10 +101,6 @@ def by_budget(record: Record) -> Table:
     [method, *(row.get(name, "") for name in names)]
     for method, row in cells.items()
   ]
-  tasks = wording.averaged(record.values("task"))
-  least = min(mean.samples for mean in summary_means)
-  name = wording.score_name(record.summary)
-  title = f"{name}, {tasks}, n = {least}, ± at 95 %"
   return Table(title, ["method", *names], lines)
 
 

@@ -145,3 +145,20 @@ def test_methods_of_one_name_are_told_apart_by_their_options(
     "KeyDiff(a=1)",
     "KeyDiff(a=2)",
   }
+
+
+def test_scores_have_a_column_per_budget(answer, record, tmp_path):
+  answers = [answer("full", score=100.0)]
+  answers += [
+    answer(method, budget=budget, retention=float(budget), score=score)
+    for method, score in (("keydiff", 60.0), ("snapkv", 40.0))
+    for budget in ("0.5", "0.25")
+  ]
+  (group,) = leaderboard.merge([record(answers, tmp_path / "a")]).groups
+  assert group.scores.header == ["method", "100 %", "50 %", "25 %"]
+  lines = [[cell.split(" ")[0] for cell in row] for row in group.scores.lines]
+  assert lines == [
+    ["full", "100.0", "", ""],
+    ["keydiff", "", "60.0", "60.0"],
+    ["snapkv", "", "40.0", "40.0"],
+  ]
