@@ -37,6 +37,7 @@ def test_exact_search_misses_nothing_and_reads_what_it_may(measured):
   assert [quality.read for quality in flat] == [15.0, 15.0]
 
 
+@pytest.mark.slow
 def test_more_centroids_miss_less(measured):
   found, _ = measured
   few, all_lists = found[1], found[2]

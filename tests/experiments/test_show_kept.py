@@ -74,6 +74,7 @@ def test_streaming_keeps_the_first_and_the_last(tiny, kept):
   assert found.heads.tolist() == [expected] * LAYERS
 
 
+@pytest.mark.slow
 def test_retrieval_methods_show_what_the_last_token_reads(tiny, kept):
   _, _, *caches, _ = _caches(tiny, kept)
   found = kept[1:3]

@@ -199,6 +199,7 @@ def test_rates_fall_within_a_stage_and_extensions_repeat_its_second_half():
   assert rates[:8] == sorted(rates[:8], reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_whole_answers_are_gated_too(tmp_path):
   stage = dataclasses.replace(STAGE, whole_gate={"gapped": 1.1})
