@@ -37,7 +37,8 @@ class LayerSpec:
     softcap: c; logits become c tanh(logits / c). None for no cap.
     sinks: whether every head has a learned logit that is added to the softmax's
       denominator (`Activations.sinks`).
-    cache: whether the layer has a KV cache at all.
+    cache: whether the layer attends, and so has a KV cache; others, such as
+      one with an MLP alone, must not call `attend`.
     weights: index of the stack in `Model.layer_weights` with the layer's
       weights.
 
@@ -65,6 +66,10 @@ class LayerSpec:
     for size in sizes:
       if size is not None and size < 1:
         raise InputError(f"Sizes of a layer must be 1 or more; {size} is not.")
+    if self.weights < 0:
+      raise InputError(
+        f"A layer's weights are the index of a stack; {self.weights} is none."
+      )
     try:
       _ = self.attention
     except ValueError as error:
@@ -78,7 +83,7 @@ class LayerSpec:
   @property
   def value_width(self) -> int:
     """Width of a value."""
-    return self.value_dim or self.key_dim
+    return self.key_dim if self.value_dim is None else self.value_dim
 
   @property
   def attention(self) -> AttentionOptions:
@@ -95,6 +100,8 @@ class LayerSpec:
 class Geometry:
   """The sizes that a KV cache depends on.
 
+  Raises InputError if no layer has a cache.
+
   Attributes:
     layers: one spec per layer, in order.
     max_positions: maximum context length in tokens.
@@ -109,6 +116,13 @@ class Geometry:
 
   layers: tuple[LayerSpec, ...]
   max_positions: int
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "layers", tuple(self.layers))
+    if not any(spec.cache for spec in self.layers):
+      raise InputError(
+        "A model's geometry needs at least one layer that has a cache."
+      )
 
   @classmethod
   def uniform(

@@ -86,12 +86,13 @@ def _prefill_blocks(
 
   capacity = max(limits.capacity + block, first)
   kinds = _kinds(model.geometry, plan, (capacity, padded + block))
-  order = tuple(list(dict.fromkeys(kinds)).index(kind) for kind in kinds)
+  unique = [kind for kind in dict.fromkeys(kinds) if kind is not None]
+  order = tuple(-1 if kind is None else unique.index(kind) for kind in kinds)
   rows = lengths.shape[0]
   empty = Cache(
     tuple(
       _empty_stack(model, params, plan, kind, (kinds.count(kind), rows))
-      for kind in dict.fromkeys(kinds)
+      for kind in unique
     ),
     jnp.zeros_like(lengths),
     protected,
@@ -102,7 +103,7 @@ def _prefill_blocks(
   cache, last = jax.lax.fori_loop(0, jnp.maximum(blocks, 0), next_block, carry)
   stacks = tuple(
     _finalize(model, plan, stack, limits.capacity if kind.evicts else padded)
-    for stack, kind in zip(cache.stacks, dict.fromkeys(kinds), strict=True)
+    for stack, kind in zip(cache.stacks, unique, strict=True)
   )
   logits = model.logits(params, last)
   return finalize_cache(plan, stacks, order, lengths, protected), logits
@@ -124,8 +125,8 @@ class _Kind(NamedTuple):
 
 def _kinds(
   geometry: Geometry, plan: Plan, capacities: tuple[int, int]
-) -> list[_Kind]:
-  """Returns the kind of each layer.
+) -> list[_Kind | None]:
+  """Returns the kind of each layer; None for a layer without a cache.
 
   Args:
     geometry: sizes of the model.
@@ -135,6 +136,8 @@ def _kinds(
   compressed = compressed_layers(plan, geometry)
   return [
     _Kind(spec, evicts, capacities[0] if evicts else capacities[1])
+    if spec.cache
+    else None
     for spec, evicts in zip(geometry.layers, compressed, strict=True)
   ]
 

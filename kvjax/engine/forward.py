@@ -271,9 +271,14 @@ def attach_spec(spec: LayerSpec, activations: Activations) -> Activations:
   """Attaches the attention options of a layer after checking the shapes.
 
   Raises:
-    InputError: the sizes of the heads, or the presence of sinks, contradict the
-      spec.
+    InputError: the layer has no cache, or the sizes of its heads or the
+      presence of sinks contradict the spec.
   """
+  if not spec.cache:
+    raise InputError(
+      "A layer whose spec says cache=False has nothing to attend to; its block "
+      "must not call attend."
+    )
   queries, keys = activations.queries.shape, activations.keys.shape
   sizes = (queries[1], keys[1], keys[3], activations.values.shape[3])
   expected = (spec.heads, spec.kv_heads, spec.key_dim, spec.value_width)
@@ -285,7 +290,7 @@ def attach_spec(spec: LayerSpec, activations: Activations) -> Activations:
   if (activations.sinks is not None) != spec.sinks:
     raise InputError(
       "A layer has sinks where its spec says so; this one "
-      f"{'lacks them' if spec.sinks else 'has them unsaid'}."
+      f"{'has none' if spec.sinks else 'has some, and its spec says none'}."
     )
   return dataclasses.replace(activations, attention=spec.attention)
 

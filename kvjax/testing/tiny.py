@@ -19,7 +19,9 @@ from kvjax.struct import replace
 
 @dataclasses.dataclass(frozen=True)
 class TinyModel:
-  """A random attention-only model of the `kvjax.Model` protocol.
+  """A random model of the `kvjax.Model` protocol.
+
+  Layers attend, or add a nonlinear projection if their spec has no cache.
 
   Attributes:
     geometry: sizes of the layers.
@@ -46,6 +48,10 @@ class TinyModel:
     stacks: dict[int, list[dict[str, np.ndarray]]] = {}
     for spec in self.geometry.layers:
       values = spec.value_width
+      if not spec.cache:
+        square = matrix(self.width, self.width)
+        stacks.setdefault(spec.weights, []).append({"square": square})
+        continue
       weights = {
         "query": matrix(self.width, spec.heads * spec.key_dim),
         "key": matrix(self.width, spec.kv_heads * spec.key_dim),
@@ -89,8 +95,10 @@ class TinyModel:
     positions: Int[Array, "B S"],
     attend: Attend,
   ) -> tuple[Float[Array, "B S E"], Any]:
-    """Runs one layer: attention and a residual connection."""
+    """Runs one layer: a residual connection around attention or tanh."""
     del shared
+    if not spec.cache:
+      return hidden + jnp.tanh(hidden @ weights["square"]), None
     queries = _heads(hidden @ weights["query"], spec.heads, spec.key_dim)
     keys = _heads(hidden @ weights["key"], spec.kv_heads, spec.key_dim)
     values = _heads(hidden @ weights["value"], spec.kv_heads, spec.value_width)

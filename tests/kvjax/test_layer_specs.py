@@ -20,8 +20,11 @@ LOCAL = LayerSpec(4, 2, 8, window=WINDOW, sinks=True, weights=0)
 GLOBAL = LayerSpec(
   6, 3, 4, value_dim=10, scale=0.4, softcap=2.0, sinks=True, weights=1
 )
+# It does not attend.
+DENSE = LayerSpec(1, 1, 1, cache=False, weights=2)
 # A pattern that repeats, and an end that does not fit it.
-LAYERS = (LOCAL, GLOBAL, LOCAL, GLOBAL, LOCAL)
+LAYERS = (LOCAL, GLOBAL, DENSE, LOCAL, GLOBAL, DENSE, LOCAL)
+CACHED = [spec for spec in LAYERS if spec.cache]
 MODEL = TinyModel(geometry=kvjax.Geometry(LAYERS, 4096))
 PARAMS = MODEL.init(seed=4)
 LENGTHS = (21, 13, 3)
@@ -63,7 +66,11 @@ class Reference:
     for token in tokens:
       x = self.params["embedding"][token]
       for layer in range(len(self.layers)):
-        x = x + self.attend(layer, x)
+        x = x + (
+          self.attend(layer, x)
+          if self.layers[layer].cache
+          else np.tanh(x @ self.weights(layer)["square"])
+        )
       self.length += 1
     return x @ self.params["embedding"].T
 
@@ -96,7 +103,7 @@ class Reference:
   def evict(self, count):
     """KeyDiff on the global layers."""
     for layer, spec in enumerate(self.layers):
-      if spec.window:
+      if not spec.compressible:
         continue
       for head, tokens in enumerate(self.kept[layer]):
         units = np.array([k / np.linalg.norm(k) for _, k, _ in tokens])
@@ -136,11 +143,13 @@ def test_answers_are_those_of_attention_written_out(retention):
     np.testing.assert_allclose(logits[row], expected, atol=2e-4)
     if retention < 1:
       reference.evict(budget.num_kept(len(tokens)))
-    kept = kept_positions(cache, row)
-    for layer, spec in enumerate(LAYERS):
-      own = [[t[0] for t in head] for head in reference.kept[layer]]
-      last = slice(-WINDOW, None) if spec.window else slice(None)
-      assert kept[layer] == [head[last] for head in own]
+    tokens_kept = zip(LAYERS, reference.kept, strict=True)
+    expected_kept = [
+      [[t[0] for t in head][-WINDOW if spec.window else None :] for head in own]
+      for spec, own in tokens_kept
+      if spec.cache
+    ]
+    assert kept_positions(cache, row) == expected_kept
     expected = reference.feed(QUESTIONS[row])
     np.testing.assert_allclose(asked[row], expected, atol=2e-4)
     decoded = reference.decode(expected, DECODING.max_new_tokens)
@@ -159,14 +168,13 @@ def test_blocks_attend_as_the_whole_prompt_does(block):
     assert kept_positions(cache, row) == kept_positions(whole, row)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   [
-    *("snapkv:window=4", "ada/snapkv:window=4", "compactor"),
+    "ada/snapkv:window=4",
     *(
       pytest.param(name, marks=pytest.mark.slow)
-      for name in ("pyramidkv", "h2o", "ctkvr")
+      for name in ("snapkv:window=4", "compactor", "pyramidkv", "h2o", "ctkvr")
     ),
   ],
 )
@@ -182,7 +190,6 @@ def test_a_row_stands_alone(name):
   assert answer == answers[1:2]
 
 
-@pytest.mark.slow
 def test_evicting_goes_on_in_global_layers_alone():
   schedule = kvjax.Schedule(block=4, every=2)
   plan = kvjax.get_plan("keydiff", kvjax.Tokens(7), schedule)
@@ -194,6 +201,9 @@ def test_evicting_goes_on_in_global_layers_alone():
   ).cache
   total = np.asarray(LENGTHS) + 1 + DECODING.max_new_tokens
   for layer, spec in zip(after.layers, LAYERS, strict=True):
+    if not spec.cache:
+      assert layer is None
+      continue
     most = np.minimum(total, WINDOW if spec.window else 7)
     expected = np.tile(most[:, None], (1, spec.kv_heads))
     assert np.array_equal(layer.lengths, expected)
@@ -219,7 +229,7 @@ def test_eviction_between_blocks_sees_the_sinks():
 def test_bytes_are_those_of_rings_and_kept_tokens():
   cache, _ = prefilled(kvjax.get_plan("keydiff", kvjax.Tokens(7)))
   rows, expected = len(ROWS), 0
-  for spec in LAYERS:
+  for spec in CACHED:
     slots = WINDOW if spec.window else 7
     token = 4 * (spec.key_dim + (spec.value_dim or spec.key_dim)) + 4
     expected += rows * spec.kv_heads * slots * token
@@ -242,7 +252,6 @@ def test_a_saved_cache_answers_the_same(tmp_path):
     kvjax.load_cache(tmp_path / "c", model=other, model_id="tiny")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "mesh",
   [
@@ -270,6 +279,13 @@ def test_a_spec_that_does_not_fit_is_refused():
     LayerSpec(4, 3, 8)
   with pytest.raises(kvjax.InputError, match="window must be at least 1"):
     LayerSpec(4, 2, 8, window=0)
+  with pytest.raises(kvjax.InputError, match="must be 1 or more; 0 is not"):
+    LayerSpec(4, 2, 8, value_dim=0)
+  with pytest.raises(kvjax.InputError, match="index of a stack; -1 is none"):
+    LayerSpec(4, 2, 8, weights=-1)
+  for none in ((), (DENSE,)):
+    with pytest.raises(kvjax.InputError, match="one layer that has a cache"):
+      kvjax.Geometry(none, 64)
   unsaid = tuple(dataclasses.replace(spec, sinks=False) for spec in LAYERS)
 
   @dataclasses.dataclass(frozen=True)
@@ -280,10 +296,28 @@ def test_a_spec_that_does_not_fit_is_refused():
       )
 
   wrong = Unsaid(geometry=kvjax.Geometry(unsaid, 64))
-  with pytest.raises(kvjax.InputError, match="has them unsaid"):
+  with pytest.raises(
+    kvjax.InputError, match="has some, and its spec says none"
+  ):
     kvjax.prefill(
       wrong, PARAMS, PROMPTS, kvjax.get_plan("full", kvjax.Retention(1.0))
     )
+
+
+@pytest.mark.parametrize("block", [None, 8])
+def test_a_layer_without_a_cache_that_attends_is_refused(block):
+  @dataclasses.dataclass(frozen=True)
+  class Attends(TinyModel):
+    def block(self, weights, spec, *rest):
+      spec = dataclasses.replace(spec, cache=True)
+      return super().block(weights, spec, *rest)
+
+  spec = LayerSpec(4, 2, 8)
+  geometry = kvjax.Geometry((spec, dataclasses.replace(spec, cache=False)), 64)
+  params = TinyModel(kvjax.Geometry((spec, spec), 64)).init()
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(4), kvjax.Schedule(block=block))
+  with pytest.raises(kvjax.InputError, match="must not call attend"):
+    kvjax.prefill(Attends(geometry), params, PROMPTS, plan)
 
 
 def test_layers_of_one_kind_are_compiled_once():
