@@ -21,7 +21,6 @@ from kvjax.checkpoint.saving import save_cache as save_cache
 from kvjax.engine.decode import Decoding as Decoding
 from kvjax.engine.generate import Generated as Generated
 from kvjax.engine.generate import generate as generate
-from kvjax.engine.generate import generate_all as generate_all
 from kvjax.engine.generate import reserve as reserve
 from kvjax.engine.generate import stream as stream
 from kvjax.engine.likelihood import answer_nll as answer_nll

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.errors import InputError
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.struct import static, struct
 
@@ -54,9 +55,25 @@ class Activations:
   attention: AttentionOptions = static(default=PLAIN)
 
   def only(self, names: Collection[str]) -> "Activations":
-    """Drops the activations of `OPTIONAL` that are not named."""
+    """Drops the activations of `OPTIONAL` that are not named.
+
+    Raises:
+      InputError: the model does not supply one that is.
+    """
+    missing = [
+      name for name in OPTIONAL if name in names and not self.has(name)
+    ]
+    if missing:
+      raise InputError(
+        f"A method reads {', '.join(missing)}, which this model's block does "
+        "not pass to attend."
+      )
     dropped: dict[str, Any] = dict.fromkeys({*OPTIONAL} - {*names})
     return dataclasses.replace(self, **dropped)
+
+  def has(self, name: Optional) -> bool:
+    """Whether an activation of `OPTIONAL` is there."""
+    return vars(self)[name] is not None
 
   def with_kv_heads(self, count: int) -> "Activations":
     """Repeats keys and values for `count` KV heads."""

@@ -16,9 +16,6 @@ from kvjax.model import Model, check_context
 from kvjax.options.budgets import Retention
 from kvjax.prompts import Prompts, bucket
 
-# One seed for each row's draws.
-Seeds = Int[Array, " B"] | Int[np.ndarray, " B"]
-
 _TOGETHER = "What the cache has seen, with question and answer,"
 
 
@@ -102,7 +99,13 @@ def check_prompts(
 ) -> int:
   """Refuses prompts that do not fit a cache; returns their padded width."""
   processed = np.asarray(cache.next_positions)
+  rows = len(processed)
   if not isinstance(prompts, Prompts):
+    if len(prompts) != rows:
+      raise InputError(
+        f"The cache has {rows} rows and the logits {len(prompts)}; give those "
+        "that its prefill returned."
+      )
     _check_lengths(model, cache, processed + decoding.max_new_tokens, 0)
     return 0
   if prompts.protected is not None:
@@ -110,7 +113,7 @@ def check_prompts(
       "Tokens can be protected in what is prefilled only; give the question "
       "without a mask."
     )
-  rows, questions = len(processed), prompts.tokens.shape[0]
+  questions = prompts.tokens.shape[0]
   if rows != questions:
     raise InputError(
       f"The cache has {rows} rows and {questions} questions; give one for each."

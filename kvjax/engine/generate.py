@@ -5,7 +5,7 @@ import functools
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from kvjax.engine.decode import (
   listening,
 )
 from kvjax.engine.feed import evict_all, feed
+from kvjax.errors import InputError
 from kvjax.model import Model
 from kvjax.prompts import Prompts
 
@@ -77,6 +78,7 @@ class Generated(NamedTuple):
     return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
 
+@overload
 def generate(
   model: Model,
   params: PyTree,
@@ -86,7 +88,31 @@ def generate(
   *,
   keep: bool = False,
   seeds: Seeds | None = None,
-) -> Generated:
+) -> Generated: ...
+
+
+@overload
+def generate(
+  model: Model,
+  params: PyTree,
+  cache: Sequence[Cache],
+  prompts: Prompts | Float[Array, "B V"],
+  decoding: Decoding,
+  *,
+  seeds: Seeds | None = None,
+) -> tuple[Generated, ...]: ...
+
+
+def generate(
+  model: Model,
+  params: PyTree,
+  cache: Cache | Sequence[Cache],
+  prompts: Prompts | Float[Array, "B V"],
+  decoding: Decoding,
+  *,
+  keep: bool = False,
+  seeds: Seeds | None = None,
+) -> Generated | tuple[Generated, ...]:
   """Feeds a prompt to each row of a cache and decodes what follows.
 
   By default the cache is left unchanged and can be used again. With `keep`,
@@ -99,21 +125,28 @@ def generate(
   after every `every` tokens. A retention is then a share of the row's length
   before the prompt.
 
+  Given many caches of the same rows, such as those of a sweep, it generates
+  from each of them with the same prompts. Caches of equal sizes are joined
+  (`kvjax.stack`) and decode together.
+
   Args:
     model: the functions.
     params: the weights.
-    cache: the cache of each row's context.
+    cache: the cache of each row's context, or many of them.
     prompts: one prompt per row; their positions follow the uncompressed
       context. The logits that a prefill returned, given instead, continue the
       context directly.
     decoding: options of decoding.
     keep: whether prompt and answer stay in the cache.
-    seeds: seeds of each row's draws; zeros by default.
+    seeds: seeds of each row's draws, the same for all caches; zeros by default.
+
+  Returns:
+    The generated tokens; a tuple of them for many caches.
 
   Raises:
-    InputError: rows and prompts differ in number, context, prompt and answer
-      together are longer than the model's context, or the cache has too little
-      room.
+    InputError: rows, prompts and seeds differ in number, context, prompt and
+      answer together are longer than the model's context, the cache has too
+      little room, or the turns of many caches are to stay in them.
 
   Example:
     >>> import kvjax
@@ -128,10 +161,20 @@ def generate(
     >>> answers = kvjax.generate(model, params, cache, questions, decoding)
     >>> answers.tokens.shape
     (2, 2)
+    >>> smaller = kvjax.get_plan("keydiff", kvjax.Tokens(2))
+    >>> caches, _ = kvjax.sweep(model, params, prompts, [plan, smaller])
+    >>> answers = kvjax.generate(model, params, caches, questions, decoding)
+    >>> [answer.tokens.shape for answer in answers]
+    [(2, 2), (2, 2)]
   """
-  return _generate(
-    model, params, cache, _Request(prompts, decoding, keep, seeds)
-  )
+  request = _Request(prompts, decoding, keep, seeds)
+  if isinstance(cache, Cache):
+    return _generate(model, params, cache, request)
+  if keep:
+    raise InputError(
+      "Turns stay in a single cache; join many with kvjax.stack first."
+    )
+  return _generate_from_all(model, params, cache, request)
 
 
 class _Request(NamedTuple):
@@ -141,6 +184,16 @@ class _Request(NamedTuple):
   decoding: Decoding
   keep: bool = False
   seeds: Seeds | None = None
+
+  def repeat(self, times: int) -> "_Request":
+    """The request for the rows of so many caches in turn."""
+    prompts, seeds = self.prompts, self.seeds
+    return self._replace(
+      prompts=prompts.repeat(times)
+      if isinstance(prompts, Prompts)
+      else jnp.tile(prompts, (times, 1)),
+      seeds=None if seeds is None else jnp.tile(jnp.asarray(seeds), times),
+    )
 
 
 def _generate(
@@ -173,59 +226,15 @@ def _generate(
   return Generated(tokens, decoded.lengths, new_cache)
 
 
-def generate_all(
-  model: Model,
-  params: PyTree,
-  caches: Sequence[Cache],
-  prompts: Prompts,
-  decoding: Decoding,
-  *,
-  seeds: Seeds | None = None,
+def _generate_from_all(
+  model: Model, params: PyTree, caches: Sequence[Cache], request: _Request
 ) -> tuple[Generated, ...]:
-  """Generates from many caches of the same rows, with the same prompts.
-
-  Caches of equal sizes are joined (`kvjax.stack`) and decode together.
-
-  Args:
-    model: the functions.
-    params: the weights.
-    caches: the caches, of a sweep for example; they are left unchanged.
-    prompts: one prompt per row.
-    decoding: options of decoding.
-    seeds: seeds of each row's draws, the same for all caches.
-
-  Returns:
-    The generated tokens of each cache.
-
-  Raises:
-    InputError: as in `generate`.
-
-  Example:
-    >>> import kvjax
-    >>> from kvjax.testing import TinyModel
-    >>> model = TinyModel()
-    >>> params = model.init()
-    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
-    >>> plans = [kvjax.get_plan("keydiff", kvjax.Tokens(n)) for n in (2, 3)]
-    >>> caches, _ = kvjax.sweep(model, params, prompts, plans)
-    >>> questions = kvjax.Prompts.of([[7], [8, 9]])
-    >>> decoding = kvjax.Decoding(max_new_tokens=2)
-    >>> answers = kvjax.generate_all(model, params, caches, questions, decoding)
-    >>> [answer.tokens.shape for answer in answers]
-    [(2, 2), (2, 2)]
-  """
+  """Generates from many caches, those of equal sizes together."""
   results: dict[int, Generated] = {}
-  rows = prompts.tokens.shape[0]
   for group in group_caches(caches):
     joined = stack([caches[index] for index in group])
-    answers = generate(
-      model,
-      params,
-      joined,
-      prompts.repeat(len(group)),
-      decoding,
-      seeds=None if seeds is None else jnp.tile(jnp.asarray(seeds), len(group)),
-    )
+    rows = caches[group[0]].next_positions.shape[0]
+    answers = _generate(model, params, joined, request.repeat(len(group)))
     for place, index in enumerate(group):
       part = slice(place * rows, (place + 1) * rows)
       results[index] = Generated(answers.tokens[part], answers.lengths[part])
@@ -243,8 +252,9 @@ def stream(
 ) -> Iterator[Int[np.ndarray, " B"]]:
   """Yields every row's next token as soon as it is decoded; -1 after its end.
 
-  Arguments and errors are those of `generate`. Decoding is one compiled program
-  nevertheless, which continues whether or not its tokens are consumed.
+  Arguments and errors are those of `generate` for a single cache. Decoding is
+  one compiled program nevertheless, which continues whether or not its tokens
+  are consumed.
 
   Example:
     >>> import kvjax
@@ -287,9 +297,14 @@ def stream(
 
 
 def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
-  if seeds is not None:
-    return jnp.asarray(seeds, jnp.int32)
-  return jnp.zeros(cache.next_positions.shape, jnp.int32)
+  rows = cache.next_positions.shape
+  if seeds is None:
+    return jnp.zeros(rows, jnp.int32)
+  if seeds.shape != rows:
+    raise InputError(
+      f"The cache has {rows[0]} rows and {len(seeds)} seeds; give one for each."
+    )
+  return jnp.asarray(seeds, jnp.int32)
 
 
 # Tokens and lengths of the prompts to feed.

@@ -213,7 +213,7 @@ def compress(
     if not answer:
       continue
     questions = [samples()[prompt]["question"] for prompt in batch]
-    generated = kvjax.generate_all(
+    generated = kvjax.generate(
       lm.model, lm.params, caches, kvjax.Prompts.of(questions), decoding
     )
     for case, found in zip(chosen, generated, strict=True):

@@ -202,7 +202,7 @@ def test_many_caches_answer_as_each_alone():
   joined = ask(kvjax.stack([caches[0], caches[2]]), QUESTIONS * 2).rows()
   assert joined == alone[0] + alone[2]
   questions, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
-  together = kvjax.generate_all(MODEL, PARAMS, caches, questions, decoding)
+  together = kvjax.generate(MODEL, PARAMS, caches, questions, decoding)
   assert [answers.rows() for answers in together] == alone
 
 

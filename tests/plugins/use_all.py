@@ -34,7 +34,7 @@ def main(folder: str) -> None:
   caches, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
   assert [lengths(cache) for cache in caches] == [[12, 12], [60, 41]]
   identity = {"model": MODEL, "model_id": "tiny"}
-  found = kvjax.generate_all(MODEL, PARAMS, caches, QUESTIONS, DECODING)
+  found = kvjax.generate(MODEL, PARAMS, caches, QUESTIONS, DECODING)
   for number, (cache, answer) in enumerate(zip(caches, found, strict=True)):
     kvjax.save_cache(cache, f"{folder}/{number}", **identity)
     loaded = kvjax.load_cache(f"{folder}/{number}", **identity)
