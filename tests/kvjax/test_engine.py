@@ -1,5 +1,6 @@
 """Prefill, sweep and decoding on a tiny model."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -204,6 +205,53 @@ def test_many_caches_answer_as_each_alone():
   questions, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
   together = kvjax.generate(MODEL, PARAMS, caches, questions, decoding)
   assert [answers.rows() for answers in together] == alone
+
+
+def test_many_caches_go_on_from_logits():
+  plans = [kvjax.Plan(KeyDiff(), kvjax.Tokens(n)) for n in (4, 3, 4)]
+  caches, logits = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plans)
+  seeds = jnp.arange(3)
+  decoding = kvjax.Decoding(5, sampling=Sampling(temperature=1.0))
+  go_on = functools.partial(
+    kvjax.generate,
+    MODEL,
+    PARAMS,
+    prompts=logits,
+    decoding=decoding,
+    seeds=seeds,
+  )
+  alone = [go_on(cache=cache).rows() for cache in caches]
+  assert [answers.rows() for answers in go_on(cache=caches)] == alone
+  assert alone[0] == alone[2]
+
+
+def test_what_does_not_belong_to_a_cache_is_refused():
+  plan = kvjax.Plan(KeyDiff(), kvjax.Tokens(4))
+  cache, logits = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
+  decoding = kvjax.Decoding(2)
+  go_on = functools.partial(kvjax.generate, MODEL, PARAMS)
+  with pytest.raises(InputError, match="3 rows and the logits 2"):
+    go_on(cache, logits[:2], decoding)
+  with pytest.raises(InputError, match="3 rows and 2 seeds; give one for each"):
+    questions = kvjax.Prompts.of(QUESTIONS)
+    go_on(cache, questions, decoding, seeds=jnp.arange(2))
+  with pytest.raises(InputError, match="join many with kvjax"):
+    go_on([cache], logits, decoding, keep=True)
+
+
+def test_activations_that_a_model_lacks_are_named():
+  class Terse(TinyModel):
+    def block(self, *arguments):
+      *rest, attend = arguments
+
+      def attend_to_less(activations):
+        return attend(dataclasses.replace(activations, keys_unrotated=None))
+
+      return super().block(*rest, attend_to_less)
+
+  plan = kvjax.get_plan("compactor", kvjax.Tokens(4))
+  with pytest.raises(InputError, match="A method reads keys_unrotated, which"):
+    kvjax.prefill(Terse(MODEL.geometry), PARAMS, kvjax.Prompts.of(ROWS), plan)
 
 
 @pytest.mark.parametrize("name", ["full", "snapkv"])
