@@ -297,7 +297,8 @@ class SparseLayer(Layer):
     index, selection = self._retrieve(
       index, options.rescale(queries), positions, rows
     )
-    rows, slots = rows.on_device(selection.slots)
+    batch, kv_heads, lists, length = selection.slots.shape
+    slots = selection.slots.reshape(batch, kv_heads * lists, length)
     bias = selection.bias
     if bias is not None:
       bias = bias.reshape(bias.shape[0], -1, bias.shape[-1])
