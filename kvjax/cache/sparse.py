@@ -241,8 +241,8 @@ class SparseLayer(Layer):
   ) -> tuple[LayerIndex, Partial]:
     """Retrieves for one token per row and attends to the retrieved keys.
 
-    It has no branch, so that the device can attend to the resident tokens while
-    the host gathers.
+    With rows on the host it has no branch, so that the device can attend to the
+    resident tokens while the host works.
 
     Returns:
       The index after the tokens, and the attention.

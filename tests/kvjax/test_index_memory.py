@@ -86,6 +86,6 @@ def test_no_array_of_an_index_is_copied(name, width):
 def test_unordered_reads_and_writes_would_copy_it(monkeypatch):
   """What the test above looks for does happen."""
   monkeypatch.setattr("kvjax.cache.index.after", lambda place, read: place)
-  program, index = compiled(7, "ctkvr", 1)
+  program, index = compiled(7, "squeezed", 1)
   assert copies(program, index)
   assert temporary(program) > tree_bytes(index) / 2
