@@ -219,6 +219,7 @@ def test_operations_are_those_of_the_formula(subject, monkeypatch):
   assert list(memory.lines) == [["56", "64", "64", "56", "2,048", "512"]]
 
 
+@pytest.mark.slow
 def test_throughput_fills_the_memory_of_the_full_cache(subject, monkeypatch):
   """Nothing is timed here."""
   monkeypatch.setattr(throughput, "_seconds", lambda lm, cache, logits: 0.5)
