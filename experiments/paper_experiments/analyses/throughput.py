@@ -86,7 +86,8 @@ def _at_equal_memory(
   }
   del caches
   budget = _FULL_ROWS * of_row[_FULL][DEVICE]
-  lines, full = [], 0.0
+  lines = []
+  full = 0.0
   for name, plan in plans.items():
     batch = largest_batch(of_row[name][DEVICE], budget)
     (cache,), logits = _prefilled(subject, [plan], batch)
