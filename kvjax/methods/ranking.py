@@ -81,7 +81,9 @@ def score_centers(
   logits = queries @ means.T * queries.shape[-1] ** -0.5
   total = jax.nn.logsumexp(logits, axis=-1, b=sizes[None], keepdims=True)
   real = jnp.any(queries != 0, axis=-1, keepdims=True)
-  return jnp.sum(jnp.exp(logits - total), axis=0, where=real & (sizes > 0)[None])
+  return jnp.sum(
+    jnp.exp(logits - total), axis=0, where=real & (sizes > 0)[None]
+  )
 
 
 def rank_clusters(
