@@ -58,7 +58,11 @@ def sparse_decode(
       "be applied to them."
     )
   (keys, values), layer = as_stack((keys, values), layer)
-  if not isinstance(keys, Quantized) and is_on_host(keys):
+  if (
+    not isinstance(keys, Quantized)
+    and not isinstance(values, Quantized)
+    and is_on_host(keys)
+  ):
     return sparse_decode_host(
       queries, keys, values, slots, bias, layer, options
     )

@@ -31,8 +31,9 @@ def sparse_decode_host(
     layer: Int[Array, ""],
     empty: Empty,
   ) -> Sums:
-    listed = [take_listed(x, layer, slots) for x in (keys, values)]
-    return sum_listed(queries, *listed, slots >= 0, bias, empty, options)
+    keys = take_listed(keys, layer, slots)
+    values = take_listed(values, layer, slots)
+    return sum_listed(queries, keys, values, slots >= 0, bias, empty, options)
 
   empty = Empty.of(values.dtype)
   operands = queries, keys, values, slots, bias, layer, empty
