@@ -200,7 +200,7 @@ def attending(rows, slots):
 
 @pytest.mark.libtpu
 @pytest.mark.parametrize(
-  ("read", "listed"), [(gathering, 256), (attending, 2048)]
+  ("read", "listed"), [(gathering, 256), (attending, 4096)]
 )
 def test_tpus_leave_it_with_the_host(monkeypatch, read, listed):
   """Compiled for eight chips: none holds a copy, and none asks another."""
