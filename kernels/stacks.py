@@ -57,6 +57,26 @@ def gather_slots(
   )
 
 
+def after(
+  value: Int[Array, "B K *A"], *reads: Shaped[Array, "B K *R"]
+) -> Int[Array, "B K *A"]:
+  """Returns `value`, which depends on the reads from then on.
+
+  A program that reads and writes an array must do so in this order, or XLA
+  copies all layers of it. XLA sees the order only if what is written, or where,
+  depends on what is read; it drops barriers before it decides.
+  """
+  for read in reads:
+    axes = tuple(range(2, read.ndim))
+    # Never true, but the compiler cannot know.
+    integer = jnp.issubdtype(read.dtype, jnp.integer)
+    info = jnp.iinfo(read.dtype) if integer else jnp.finfo(read.dtype)
+    never = jnp.max(read, axis=axes, initial=info.min) == info.max
+    never = never.reshape(*never.shape, *[1] * (value.ndim - 2))
+    value = jnp.where(never, -1, value)
+  return value
+
+
 def scatter_entries(
   stack: Shaped[Array, "L B K *T"],
   layer: Int[Array, ""],

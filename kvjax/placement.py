@@ -1,17 +1,20 @@
 """Placement of the stored part of a cache in host memory.
 
 A host has far more memory than its accelerators. Stored keys and values can
-stay there, in the memory kind `pinned_host`. The host gathers the few rows that
-a token reads and copies them to the device, inside the compiled program.
+stay there, in the memory kind `pinned_host`. Inside the compiled program, the
+host compares some of them with a token's queries and attends to the few that
+the token reads; see `kvjax.kernels.host`. Where the device needs rows
+themselves, the host gathers them.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Int, PyTree, Shaped
 
+from kvjax.kernels.host import is_on_host as is_on_host
+from kvjax.kernels.host import run_on_host
 from kvjax.kernels.stacks import Layer, gather_slots
 from kvjax.struct import tree_bytes
 
@@ -38,17 +41,11 @@ def _trial() -> Array:
   return gathered
 
 
-def is_on_host(array: Array | jax.ShapeDtypeStruct) -> bool:
-  """Whether an array, a tracer or a shape is in host memory."""
-  space = jax.typeof(array).memory_space
-  return bool(space == jax.memory.Space.Host)
-
-
 def to_host[Tree](tree: Tree) -> Tree:
   """Moves arrays to the host if possible, inside or outside of programs.
 
-  They keep their sharding. Only `gather_rows` and `to_device` can read them
-  there.
+  They keep their sharding. Only `kvjax.kernels.host.run_on_host`, and functions
+  that call it, can read them there.
   """
   if not has_host_memory():
     return tree
@@ -91,13 +88,7 @@ def gather_rows(
   slots = jnp.maximum(slots, 0)
   layer = jnp.zeros((), jnp.int32) if layer is None else layer
   if any(is_on_host(x) for x in jax.tree.leaves(rows)):
-    gather = compute_on(
-      _gather,
-      compute_type="device_host",
-      out_memory_spaces=jax.memory.Space.Device,
-    )
-    where = jax.device_put((slots, layer), jax.memory.Space.Host)
-    gathered = gather(rows, *where)
+    gathered = run_on_host(_gather, rows, slots, layer)
   else:
     gathered = _gather(rows, slots, layer)
   return jax.tree.map(
@@ -108,7 +99,6 @@ def gather_rows(
 def _gather(
   rows: PyTree, slots: Int[Array, "B K M"], layer: Int[Array, ""]
 ) -> PyTree:
-  # No constants are allowed on the host, so indices are not checked or wrapped.
   def gather(x: Shaped[Array, "*L B K F D"]) -> Shaped[Array, "B K M D"]:
     stack = x if x.ndim > slots.ndim + 1 else x[None]
     return gather_slots(stack, layer, slots)

@@ -55,7 +55,7 @@ RULER_LENGTHS = (
       "28.90",
     ),
     {
-      "SnapKV": "its setting is unknown; no target",
+      "SnapKV": "its window and pooling are unknown",
       "MagicPIG": "the (8,75) setting, although the text says (9,120)",
     },
   ),
@@ -76,7 +76,7 @@ RULER_LENGTHS = (
       MEAN_13,
     ),
     {
-      "SnapKV": "its setting is unknown; no target",
+      "SnapKV": "its window and pooling are unknown",
       "MagicPIG": "the (8,75) setting, although the text says (9,120)",
     },
   ),
@@ -122,7 +122,7 @@ def _per_task(line: str, numbers: str) -> dict[Key, float]:
   return by_task(f"score | {numbers}", line, ENGLISH_13)
 
 
-_UNKNOWN = {"SnapKV": "its setting is unknown; no target"}
+_UNKNOWN = {"SnapKV": "its window and pooling are unknown"}
 LONGBENCH = (
   Targets(
     _LLAMA,

@@ -45,7 +45,10 @@ EXPERIMENTS = (
       "baseline, 2.11 on average.",
     ),
     (
-      "The numbers of B = 512 are those of clustering at prefill.",
+      "The numbers of B = 512 are those of clustering at prefill. Therefore "
+      "ClusterKV and SqueezeAtt evict after the prefill here: they rank their "
+      "clusters by the queries of ProtoKV's window instead of a decoded "
+      "token's. Inferred: these forms are not described.",
       "Prompts are cut to 7,950 tokens, as for LLaMA-3; --length=3950 is "
       "LLaMA-2's limit and 31500 Mistral's.",
     ),
@@ -162,6 +165,10 @@ EXPERIMENTS = (
       "Gamma rises with beta.",
       "The most deviating tenth gets more than 60 % of the attention in deep "
       "layers; ordinary tokens together get about 40 %.",
+    ),
+    (
+      "The last eight tokens are never deleted, except at random. Sinks are "
+      "the first five, as in the attention by deviation.",
     ),
   ),
 )

@@ -61,19 +61,9 @@ _OVER_16 = plain("mean of 16", ENGLISH_16)
 
 
 def per_query_head(one: Comparison) -> Comparison:
-  """Switches a comparison to selection per query head, as in the original code.
-
-  Retrieval methods do not select what to keep, so they are only quoted.
-  """
-  retrieval = ("clusterkv", "squeezed")
-  kept = [line for line in one.lines if line.paper.method not in retrieval]
-  quoted = [line.name for line in one.lines if line not in kept]
+  """Lets each query head select tokens, as in the original code."""
   return dataclasses.replace(
-    one,
-    name=f"{one.name}, each query head",
-    heads="query",
-    lines=tuple(kept),
-    quoted=(*quoted, *one.quoted),
+    one, name=f"{one.name}, each query head", heads="query"
   )
 
 
@@ -86,8 +76,8 @@ E1_1 = Comparison(
     {
       "FullKV": "full",
       **_BASELINES,
-      "ClusterKV": "clusterkv",
-      "SqueezeAtt": "squeezed",
+      "ClusterKV": "protokv.clusterkv",
+      "SqueezeAtt": "protokv.squeezed",
       **_SCORES,
     }
   ),
@@ -272,6 +262,9 @@ E1_7 = Comparison(
   scaling=_SCALING,
 )
 
+# What is kept when these are deleted.
+_DEVIATING, _ATTENDED = "protokv.sat:sign=literal", "snapkv.factory:keep=least"
+_NO_SINKS = "sinks=5"
 E1_9 = Comparison(
   "deletion",
   longbench(("narrativeqa",), LIMIT),
@@ -280,8 +273,11 @@ E1_9 = Comparison(
   lines(
     {
       "full": "full",
-      "the most deviating are deleted": "protokv.sat:sign=literal",
+      "the most deviating are deleted": _DEVIATING,
+      "the most deviating, no sinks": f"{_DEVIATING}:{_NO_SINKS}",
       "the least deviating are deleted": "protokv.sat",
+      "the most attended are deleted": _ATTENDED,
+      "the most attended, no sinks": f"{_ATTENDED}:{_NO_SINKS}",
       "the least attended are deleted": "snapkv.factory",
       "at random": "random",
     }

@@ -57,8 +57,8 @@ _LEGEND = f"""\
 - arguments: weights, tokens and caches in HBM; host: the part of these, and of
   results, in the host's memory.
 - overlap: fusions and kernels, of all layers, that the device runs while the
-  host gathers the keys and values a token retrieves; XLA's scheduler for the
-  chip decides.
+  host compares a token's queries with keys and attends to those it retrieves;
+  XLA's scheduler for the chip decides.
 - HBM %: arguments, temporary and new results, as a share of the device's HBM.
 - moved: bytes that instructions and kernels read from HBM and write to it; for
   decoding, per token, without the work before the first token. Loops count as

@@ -5,8 +5,10 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.host import is_on_host
 from kvjax.kernels.quantized import Quantized
 from kvjax.kernels.sparse_decode.gpu import sparse_decode_gpu
+from kvjax.kernels.sparse_decode.host import sparse_decode_host
 from kvjax.kernels.sparse_decode.tpu import sparse_decode_tpu
 from kvjax.kernels.sparse_decode.xla import sparse_decode_xla
 from kvjax.kernels.stacks import Layer, as_stack
@@ -31,7 +33,8 @@ def sparse_decode(
   Args:
     queries: one rotated query per head; head j reads KV head j // (N / K).
     keys: rotated keys; arbitrary in slots that are not listed. Stacks of layers
-      have an additional leading axis.
+      have an additional leading axis. If keys and values are in host memory,
+      the host attends to them.
     values: values; arbitrary in slots that are not listed.
     slots: slots of each list, unique, in any order; -1 for none. There is one
       list for each KV head (H = K), or for each of H groups of query heads,
@@ -55,6 +58,14 @@ def sparse_decode(
       "be applied to them."
     )
   (keys, values), layer = as_stack((keys, values), layer)
+  if (
+    not isinstance(keys, Quantized)
+    and not isinstance(values, Quantized)
+    and is_on_host(keys)
+  ):
+    return sparse_decode_host(
+      queries, keys, values, slots, bias, layer, options
+    )
   return dispatch(
     _PROGRAMS,
     implementation,

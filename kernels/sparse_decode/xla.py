@@ -1,13 +1,48 @@
 """Attention to listed slots in XLA, over a gathered copy of them."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.quantized import Quantized, dequantize
 from kvjax.kernels.stacks import gather_slots
+
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+class Empty(NamedTuple):
+  """What replaces empty places of a list, as arrays.
+
+  Attributes:
+    logit: -inf.
+    value: zero, in the dtype of the values.
+  """
+
+  logit: Float[Array, ""]
+  value: Float[Array, ""]
+
+  @classmethod
+  def of(cls, dtype: DTypeLike) -> "Empty":
+    """Makes the replacements for values of a dtype."""
+    return cls(jnp.full((), -jnp.inf, jnp.float32), jnp.zeros((), dtype))
+
+
+class Sums(NamedTuple):
+  """Final state of a softmax; see `Partial.of`."""
+
+  largest: Float[Array, "B N"]
+  total: Float[Array, "B N"]
+  weighted: Float[Array, "B N Dv"]
+
+  def finish(self, dtype: DTypeLike) -> Partial:
+    """Divides by the total; queries without slots get zeros and -inf."""
+    largest = jnp.where(self.total > 0, self.largest, -jnp.inf)
+    return Partial.of(largest, self.total, self.weighted, dtype)
 
 
 def sparse_decode_xla(
@@ -20,47 +55,78 @@ def sparse_decode_xla(
   options: AttentionOptions = PLAIN,
 ) -> Partial:
   """XLA version of `kvjax.kernels.sparse_decode.sparse_decode`."""
-  batch, heads, dim = queries.shape
-  lists, num_slots = slots.shape[1:]
-  valid = slots >= 0
-
-  def take(x: Shaped[Array, "L B K T D"]) -> Shaped[Array, "B H M D"]:
-    index = jnp.maximum(slots, 0).reshape(batch, x.shape[2], -1)
-    rows = gather_slots(x, layer, index)
-    return rows.reshape(batch, lists, num_slots, -1)
 
   def gather(
     x: Float[Array, "L B K T D"] | Quantized,
   ) -> Float[Array, "B H M D"]:
-    rows = dequantize(jax.tree.map(take, x), queries.dtype)
-    # Slot 0 replaces -1, and may contain NaN.
-    return jnp.where(valid[..., None], rows, jnp.zeros((), rows.dtype))
+    rows = jax.tree.map(lambda each: take_listed(each, layer, slots), x)
+    listed: Array = dequantize(rows, queries.dtype)
+    return listed
 
+  listed = gather(values)
+  empty = Empty.of(listed.dtype)
+  sums = sum_listed(
+    queries, gather(keys), listed, slots >= 0, bias, empty, options
+  )
+  return sums.finish(queries.dtype)
+
+
+def take_listed(
+  x: Shaped[Array, "L B K T D"],
+  layer: Int[Array, ""],
+  slots: Int[Array, "B H M"],
+) -> Shaped[Array, "B H M D"]:
+  """Copies the slots of each list; slot 0 for -1, which may contain NaN."""
+  batch, lists, num_slots = slots.shape
+  index = jnp.maximum(slots, 0).reshape(batch, x.shape[2], -1)
+  rows = gather_slots(x, layer, index)
+  return rows.reshape(batch, lists, num_slots, x.shape[-1])
+
+
+def sum_listed(
+  queries: Float[Array, "B N D"],
+  keys: Float[Array, "B H M D"],
+  values: Float[Array, "B H M Dv"],
+  valid: Bool[Array, "B H M"],
+  bias: Float[Array, "B N M"] | None,
+  empty: Empty,
+  options: AttentionOptions,
+) -> Sums:
+  """Computes the sums of the softmax over listed rows.
+
+  It creates no arrays, so that the host can run it; see
+  `kvjax.kernels.host.run_on_host`.
+
+  Args:
+    queries: as for `sparse_decode`.
+    keys: the listed keys; arbitrary where the list is empty.
+    values: the listed values; arbitrary where the list is empty.
+    valid: mask of the places that list a slot.
+    bias: as for `sparse_decode`.
+    empty: replacements where the list is empty.
+    options: scale and softcap.
+  """
+  batch, heads, dim = queries.shape
+  lists = valid.shape[1]
   grouped = queries.reshape(batch, lists, heads // lists, dim)
   logits = jnp.einsum(
-    "bhgd,bhmd->bhgm",
-    grouped,
-    gather(keys),
-    preferred_element_type=jnp.float32,
+    "bhgd,bhmd->bhgm", grouped, keys, preferred_element_type=jnp.float32
   )
   logits = options.cap(logits * options.scale_of(dim))
   if bias is not None:
     logits = logits + bias.reshape(logits.shape)
-  logits = jnp.where(valid[:, :, None], logits, -jnp.inf)
-  largest = jnp.max(logits, axis=-1, initial=-jnp.inf)
-  finite = jnp.where(jnp.isfinite(largest), largest, 0.0)
-  weights = jnp.exp(logits - finite[..., None])
-  listed = gather(values)
+  logits = jnp.where(valid[:, :, None], logits, empty.logit)
+  largest = jax.lax.reduce_max(logits, (logits.ndim - 1,))
+  weights = jnp.exp(logits - jnp.maximum(largest, _LOWEST)[..., None])
+  values = jnp.where(valid[..., None], values, empty.value)
   weighted = jnp.einsum(
     "bhgm,bhmd->bhgd",
-    weights.astype(listed.dtype),
-    listed,
+    weights.astype(values.dtype),
+    values,
     preferred_element_type=jnp.float32,
   )
-  partial = Partial.of(
-    largest, jnp.sum(weights, axis=-1), weighted, queries.dtype
-  )
-  return Partial(
-    partial.output.reshape(batch, heads, values.shape[-1]),
-    partial.lse.reshape(batch, heads),
+  return Sums(
+    largest.reshape(batch, heads),
+    jnp.sum(weights, axis=-1).reshape(batch, heads),
+    weighted.reshape(batch, heads, values.shape[-1]),
   )

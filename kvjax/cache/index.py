@@ -1,12 +1,19 @@
 """The index of a layer's retrieval method, changed in place."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int, PyTree
 
-from kvjax.kernels.stacks import Layer, as_stack, index_stack, scatter_entries
+from kvjax.kernels.stacks import (
+  Layer,
+  after,
+  as_stack,
+  index_stack,
+  scatter_entries,
+)
 from kvjax.retrieval.base import Entry
 from kvjax.struct import replace, struct
 
@@ -30,25 +37,38 @@ class LayerIndex:
     arrays: PyTree[Array] = index_stack(self.arrays, self.layer)
     return arrays
 
-  def write(self, changes: PyTree[Array | Entry | None]) -> "LayerIndex":
-    """Applies changes of all heads; see `Retrieval.update_index`."""
+  def write(
+    self, changes: PyTree[Array | Entry | None], read: Int[Array, "B K J M"]
+  ) -> "LayerIndex":
+    """Applies changes of all heads; see `Retrieval.update_index`.
+
+    Args:
+      changes: the changes.
+      read: the slots that were retrieved, for which the index had to be read.
+    """
     if changes is None:
       return self
     arrays = jax.tree.map(
-      self._write,
+      functools.partial(self._write, read),
       changes,
       self.arrays,
       is_leaf=lambda x: x is None or isinstance(x, Entry),
     )
     return replace(self, arrays=arrays)
 
-  def _write(self, change: Array | Entry | None, old: Any) -> Any:
+  def _write(
+    self,
+    read: Int[Array, "B K J M"],
+    change: Array | Entry | None,
+    old: Any,
+  ) -> Any:
     if change is None:
       return old
     if isinstance(change, Entry):
       stack, layer = as_stack(old, self.layer)
+      place = after(change.place, read)
       new: Array = scatter_entries(
-        stack, layer, change.place, change.value, change.axis
+        stack, layer, place, change.value, change.axis
       )
       return new if self.layer is not None else new[0]
     change = change.astype(old.dtype)

@@ -1,5 +1,9 @@
 """Indexing and retrieval for all rows and KV heads of a layer."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
@@ -9,7 +13,7 @@ from kvjax.cache.heads import heads_of
 from kvjax.cache.index import LayerIndex
 from kvjax.cache.rows import Rows
 from kvjax.cache.splitting import Split
-from kvjax.kernels.select import mask_to_slots
+from kvjax.kernels.dispatch import target_platform
 from kvjax.retrieval.base import (
   Candidates,
   KeyBudget,
@@ -78,28 +82,64 @@ def retrieve_all(
   batch, kv_heads = store.valid.shape[:2]
   real = jnp.broadcast_to(real[:, None], (batch, kv_heads))
 
-  def retrieve_head(
-    index: PyTree[Array],
-    queries: Float[Array, "G D"],
+  def retrieve_with(
     store: Store,
-    budget: KeyBudget,
   ) -> tuple[Selection, PyTree[Array]]:
-    selection, update = retrieval.retrieve(index, queries, store, budget)
-    return _or_everything(selection, store, budget), update
+    return jax.vmap(jax.vmap(functools.partial(_retrieve_head, retrieval)))(
+      arrays, queries, store, budget
+    )
+
+  def retrieve_among(
+    slots: Int[Array, "B K U"],
+  ) -> tuple[Selection, PyTree[Array]]:
+    candidates = Candidates(slots, rows.logits(slots, queries))
+    return retrieve_with(replace(store, candidates=candidates))
 
   arrays = index.read()
   with jax.default_matmul_precision("highest"):
     if retrieval.key_access == "all":
-      store = replace(store, keys=rows.copy_keys())
+      retrieved = retrieve_with(replace(store, keys=rows.copy_keys()))
     elif retrieval.key_access == "candidates":
       slots = jax.vmap(jax.vmap(retrieval.candidates))(arrays, queries, store)
-      keys = rows.gather_keys(slots).astype(jnp.float32)
-      store = replace(store, candidates=Candidates(slots, keys))
-    selection, update = jax.vmap(jax.vmap(retrieve_head))(
-      arrays, queries, store, budget
-    )
+      retrieved = _among_few(retrieve_among, slots, rows)
+    else:
+      retrieved = retrieve_with(store)
+    selection, update = retrieved
     changes = jax.vmap(jax.vmap(retrieval.update_index))(arrays, update, real)
-  return index.write(changes), selection
+  return index.write(changes, selection.slots), selection
+
+
+def _among_few(
+  retrieve_among: Callable[[Int[Array, "B K U"]], Any],
+  slots: Int[Array, "B K U"],
+  rows: Rows,
+) -> Any:
+  """Retrieves among the first half of the candidates if there are no others.
+
+  Lists of neighboring queries overlap: CTkvr's paper finds that at most half of
+  the recalled keys are different ones. The result is the same either way.
+  """
+  half = slots.shape[-1] // 2
+  # A branch would make the device wait: for the host's work to end where the
+  # rows are on the host, and for the host to read the condition on a GPU.
+  if not half or rows.on_host or target_platform() == "gpu":
+    return retrieve_among(slots)
+  return jax.lax.cond(
+    jnp.all(slots[..., half:] < 0),
+    lambda: retrieve_among(slots[..., :half]),
+    lambda: retrieve_among(slots),
+  )
+
+
+def _retrieve_head(
+  retrieval: Retrieval,
+  index: PyTree[Array],
+  queries: Float[Array, "G D"],
+  store: Store,
+  budget: KeyBudget,
+) -> tuple[Selection, PyTree[Array]]:
+  selection, update = retrieval.retrieve(index, queries, store, budget)
+  return _or_everything(selection, store, budget), update
 
 
 def _or_everything(
@@ -109,7 +149,7 @@ def _or_everything(
 
   Short rows of a batch then attend to everything, as they would alone.
   """
-  all_slots = mask_to_slots(store.valid, selection.slots.shape[-1])
+  all_slots = store.list_all(selection.slots.shape[-1])
   fits = jnp.sum(store.valid.astype(jnp.int32)) <= budget.num_keys
   bias = selection.bias
   if bias is not None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache.layers import LayerCache
+from kvjax.kernels.stacks import after
 from kvjax.placement import gather_rows
 from kvjax.struct import replace, static, struct
 
@@ -95,6 +96,7 @@ class Ring:
     num_arrived = self.num_arrived[..., None]
     real = jnp.sum(block.valid.astype(jnp.int32), axis=-1, keepdims=True)
     stored, moved = self._evict(block.capacity, num_arrived, real)
+    real = after(real, moved.keys, moved.values)
     resident = self._write(block, num_arrived, real)
     return replace(self, resident=resident, stored=stored), moved
 

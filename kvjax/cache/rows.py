@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.kernels.stacks import Layer, index_stack
-from kvjax.placement import gather_rows, is_on_host
+from kvjax.kernels.host import is_on_host, run_on_host
+from kvjax.kernels.stacks import Layer, as_stack, gather_slots, index_stack
+from kvjax.placement import gather_rows
+from kvjax.retrieval.base import scaled_logits
 from kvjax.struct import struct
 
 
@@ -30,41 +32,27 @@ class Rows:
     """Whether they are in host memory."""
     return is_on_host(self.keys)
 
-  def on_device(
-    self, slots: Int[Array, "B K J M"]
-  ) -> tuple["Rows", Int[Array, "B H M"]]:
-    """Brings listed rows to the device.
+  def logits(
+    self,
+    slots: Int[Array, "B K U"],
+    queries: Float[Array, "B K G D"],
+  ) -> Float[Array, "B K G U"]:
+    """Computes products of queries and listed keys, times D^-1/2.
 
-    Rows that are in host memory are copied, but only those that are listed.
+    Keys that are in host memory stay there: the host multiplies.
 
     Args:
-      slots: J lists per KV head; -1 for none.
-
-    Returns:
-      Rows on the device, and the slots of the lists among them.
+      slots: slots of the keys; -1 for none, whose logits are -inf.
+      queries: float32 queries.
     """
-    batch, kv_heads, lists, length = slots.shape
-    rows = self
-    if self.on_host:
-      all_slots = slots.reshape(batch, kv_heads, lists * length)
-      rows = Rows(*self.gather(all_slots))
-      place = jnp.arange(lists * length, dtype=jnp.int32).reshape(lists, length)
-      slots = jnp.where(slots >= 0, place[None, None], -1)
-    return rows, slots.reshape(batch, kv_heads * lists, length)
-
-  def gather_keys(self, slots: Int[Array, "B K M"]) -> Float[Array, "B K M D"]:
-    """Copies keys of some slots to the device; zeros for slot -1."""
-    keys: Array = gather_rows(self.keys, slots, self.layer)
-    return keys
-
-  def gather(
-    self, slots: Int[Array, "B K M"]
-  ) -> tuple[Float[Array, "B K M D"], Float[Array, "B K M Dv"]]:
-    """Copies keys and values of some slots to the device."""
-    rows: tuple[Array, Array] = gather_rows(
-      (self.keys, self.values), slots, self.layer
+    keys, layer = as_stack(self.keys, self.layer)
+    operands = keys, layer, jnp.maximum(slots, 0), queries
+    products: Array = (
+      run_on_host(_products, *operands)
+      if self.on_host
+      else _products(*operands)
     )
-    return rows
+    return jnp.where(slots[:, :, None] >= 0, products, -jnp.inf)
 
   def copy_keys(self) -> Float[Array, "B K F D"]:
     """Returns all keys of the layer, on the device."""
@@ -107,3 +95,14 @@ class Rows:
       return rows
     layer: Array = index_stack(rows, self.layer)
     return layer
+
+
+def _products(
+  keys: Float[Array, "L B K F D"],
+  layer: Int[Array, ""],
+  slots: Int[Array, "B K U"],
+  queries: Float[Array, "B K G D"],
+) -> Float[Array, "B K G U"]:
+  """Products of queries and keys of listed slots, times D^-1/2."""
+  listed = gather_slots(keys, layer, slots).astype(jnp.float32)
+  return scaled_logits(queries, listed)

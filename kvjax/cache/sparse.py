@@ -241,8 +241,8 @@ class SparseLayer(Layer):
   ) -> tuple[LayerIndex, Partial]:
     """Retrieves for one token per row and attends to the retrieved keys.
 
-    It has no branch, so that the device can attend to the resident tokens while
-    the host gathers.
+    With rows on the host it has no branch, so that the device can attend to the
+    resident tokens while the host works.
 
     Returns:
       The index after the tokens, and the attention.
@@ -297,7 +297,8 @@ class SparseLayer(Layer):
     index, selection = self._retrieve(
       index, options.rescale(queries), positions, rows
     )
-    rows, slots = rows.on_device(selection.slots)
+    batch, kv_heads, lists, length = selection.slots.shape
+    slots = selection.slots.reshape(batch, kv_heads * lists, length)
     bias = selection.bias
     if bias is not None:
       bias = bias.reshape(bias.shape[0], -1, bias.shape[-1])

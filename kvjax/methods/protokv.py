@@ -25,6 +25,7 @@ from kvjax.methods.ranking import (
   Cut,
   Ranking,
   rank_clusters,
+  score_centers,
   score_clusters,
   select_fitting,
 )
@@ -34,7 +35,7 @@ from kvjax.options.bounds import check_least
 from kvjax.selection import age, mask_to_slots, newest
 
 Clusters = Literal["prototypes", "lsh", "kmeans", "none"]
-Score = Literal["qk_sum", "qk_mean", "attn_sum", "attn_mean"]
+Score = Literal["qk_sum", "qk_mean", "attn_sum", "attn_mean", "attn_center"]
 Sign = Literal["deviation", "literal"]
 
 
@@ -55,6 +56,7 @@ class ProtoKV(Method):
 
   Attributes:
     window: W, number of last tokens, which are always kept.
+    sinks: number of first tokens that are always kept.
     neighbors: kappa, radius of the neighborhood.
     include_self: whether a token is its own neighbor.
     sign: "literal" takes the tokens most similar to their neighbors as anchors.
@@ -69,7 +71,8 @@ class ProtoKV(Method):
       centers; "none" is SATKV: single tokens by deviation.
     iterations: maximum number of iterations of K-means.
     score: raw inner products or attention weights, summed or averaged over a
-      cluster's members.
+      cluster's members; "attn_center" is the attention that every member would
+      get if its key were the mean of the members' keys.
     cut: how the first cluster that does not fit is treated: keep its best
       members by "score", keep its first by "position", "skip" it and try the
       next, or "none" to stop there.
@@ -77,6 +80,7 @@ class ProtoKV(Method):
   """
 
   window: int = 8
+  sinks: int = 0
   neighbors: int = 5
   include_self: bool = True
   sign: Sign = "deviation"
@@ -98,6 +102,7 @@ class ProtoKV(Method):
     check_least(
       self,
       window=1,
+      sinks=0,
       neighbors=1,
       anchors=0,
       bits=0,
@@ -137,15 +142,21 @@ class ProtoKV(Method):
     index = jnp.arange(heads.positions.shape[1])
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
     token_scores = self._score_tokens(heads, cache, activations)
+    queries = self._queries(cache, activations)
     per_head = jax.vmap(self._rank_head)
-    return jax.vmap(per_head, in_axes=(0, 0, None))(heads, token_scores, keys)
+    return jax.vmap(per_head, in_axes=(0, 0, 0, None))(
+      heads, token_scores, queries, keys
+    )
 
   def select(
     self, scores: Ranking, cache: LayerCache, budget: LayerBudget
   ) -> Int[Array, "B K M"]:
     """Selects clusters while they fit, the cut one, and the window."""
     valid = cache.valid
-    must_keep = budget.must_keep(cache)
+    first = (
+      cache.positions < jnp.minimum(self.sinks, budget.per_head)[..., None]
+    )
+    must_keep = budget.must_keep(cache) | (valid & first)
     window = newest(valid, must_keep, budget.per_head, self.window)
     must_keep &= ~window
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
@@ -156,7 +167,11 @@ class ProtoKV(Method):
     return mask_to_slots(window | must_keep | (prefix & kept), budget.capacity)
 
   def _rank_head(
-    self, head: Head, token_scores: Float[Array, " T"], rng: Array
+    self,
+    head: Head,
+    token_scores: Float[Array, " T"],
+    queries: Float[Array, "Q D"],
+    rng: Array,
   ) -> Ranking:
     keys = head.keys
     prefix = head.valid & (age(head.valid) > self.window)
@@ -167,8 +182,11 @@ class ProtoKV(Method):
       return rank_clusters(alone, jnp.zeros(1), prefix, dev)
     centers, exists = self._centers(keys, prefix, dev, rng)
     cluster = proto.nearest(keys, centers, exists)
-    mean = self.score.endswith("mean")
-    scores = score_clusters(token_scores, cluster, prefix, len(centers), mean)
+    if self.score == "attn_center":
+      scores = score_centers(queries, keys, cluster, prefix, len(centers))
+    else:
+      mean = self.score.endswith("mean")
+      scores = score_clusters(token_scores, cluster, prefix, len(centers), mean)
     index = jnp.arange(len(token_scores), dtype=jnp.float32)
     inside = -index if self.cut == "position" else token_scores
     return rank_clusters(cluster, scores, prefix, inside)
@@ -210,12 +228,18 @@ class ProtoKV(Method):
     """Scores each token by the window's queries of the whole group."""
     if self.score.startswith("attn"):
       return jnp.sum(window_mass(cache, activations, self.window), axis=2)
+    total = jnp.sum(self._queries(cache, activations), axis=2)
+    return jnp.einsum("bktd,bkd->bkt", heads.keys, total)
+
+  def _queries(
+    self, cache: LayerCache, activations: Activations
+  ) -> Float[Array, "B K Q D"]:
+    """The window's queries of all heads of a group; zero for padding."""
     queries, places = window_queries(cache, activations, self.window)
     real = (places >= 0)[:, None, :, None]
     queries = jnp.where(real, queries.astype(jnp.float32), 0.0)
     queries = by_kv_head(queries, cache.keys.shape[1])
-    total = jnp.sum(queries, axis=(2, 3))
-    return jnp.einsum("bktd,bkd->bkt", heads.keys, total)
+    return queries.reshape(*queries.shape[:2], -1, queries.shape[-1])
 
   def _limit(self, tokens: Bool[Array, " T"]) -> Int[Array, ""]:
     """Number of prototypes that so many tokens have."""

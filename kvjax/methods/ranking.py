@@ -53,6 +53,39 @@ def score_clusters(
   return scores / jnp.maximum(sizes, 1.0)
 
 
+def score_centers(
+  queries: Float[Array, "Q D"],
+  keys: Float[Array, "T D"],
+  cluster: Int[Array, " T"],
+  prefix: Bool[Array, " T"],
+  count: int,
+) -> Float[Array, " P"]:
+  """Estimates the attention of a key of each cluster by the cluster's mean key.
+
+  It is the sum over the queries of exp(q c / sqrt(D)) / sum_j N_j exp(q c_j /
+  sqrt(D)), where c is the mean of a cluster's N_c keys. Source: Squeezed
+  Attention, arXiv 2411.09688.
+
+  Args:
+    queries: float32 queries; those that are zero do not count.
+    keys: float32 keys.
+    cluster: cluster of every token.
+    prefix: the tokens that count.
+    count: P, number of clusters; empty ones get 0.
+  """
+  target = jnp.where(prefix, cluster, count)
+  sums = jax.ops.segment_sum(keys, target, count + 1)[:-1]
+  ones = jnp.ones(cluster.shape, jnp.float32)
+  sizes = jax.ops.segment_sum(ones, target, count + 1)[:-1]
+  means = sums / jnp.maximum(sizes, 1.0)[:, None]
+  logits = queries @ means.T * queries.shape[-1] ** -0.5
+  total = jax.nn.logsumexp(logits, axis=-1, b=sizes[None], keepdims=True)
+  real = jnp.any(queries != 0, axis=-1, keepdims=True)
+  return jnp.sum(
+    jnp.exp(logits - total), axis=0, where=real & (sizes > 0)[None]
+  )
+
+
 def rank_clusters(
   cluster: Int[Array, " T"],
   scores: Float[Array, " P"],

@@ -34,6 +34,9 @@ class SnapKV(ScoringMethod):
 
   Attributes:
     window: W, number of last tokens, which are always kept.
+    sinks: number of first tokens that are always kept.
+    keep: the prefix tokens with the "most" votes or, to measure what they are
+      worth, those with the "least".
     kernel: odd width of the pooling, with stride 1; 1 for none.
     pooling: "avg" divides by the kernel at the borders too; "max".
     group: how the group's query heads are reduced.
@@ -42,6 +45,8 @@ class SnapKV(ScoringMethod):
   """
 
   window: int = 32
+  sinks: int = 0
+  keep: Literal["most", "least"] = "most"
   kernel: int = 5
   pooling: Pooling = "avg"
   group: Group = "mean"
@@ -49,7 +54,7 @@ class SnapKV(ScoringMethod):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    check_least(self, window=1)
+    check_least(self, window=1, sinks=0)
     check_odd(self, "kernel")
 
   @property
@@ -70,15 +75,17 @@ class SnapKV(ScoringMethod):
     if self.paper_postproc:
       votes = pool(votes * value_norms(cache), valid, 3, "avg")
       votes = jnp.where(prefix, votes, 0.0)
-    return pool(votes, valid, self.kernel, self.pooling)
+    votes = pool(votes, valid, self.kernel, self.pooling)
+    return votes if self.keep == "most" else -votes
 
   def protected(
     self, cache: LayerCache, counts: Int[Array, "B #K"]
   ) -> Bool[Array, "B K T"]:
-    """The observation window."""
+    """The observation window and the sinks."""
     del counts
     valid = cache.valid
-    return valid & (age(valid) <= self.window)
+    kept = (age(valid) <= self.window) | (cache.positions < self.sinks)
+    return valid & kept
 
 
 def value_norms(cache: LayerCache) -> Float[Array, "B K T"]:

@@ -140,6 +140,25 @@ def register_methods() -> None:
       "chunk": ProtoKV(anchors=0),
       "lsh": ProtoKV(clusters="lsh", bits=9),
       "kmeans": ProtoKV(clusters="kmeans"),
+      # The retrieval methods of these names, as they would evict after a
+      # prefill.
+      "clusterkv": ProtoKV(
+        sinks=16,
+        clusters="kmeans",
+        prototypes=400,
+        tokens_per_prototype=80,
+        iterations=20,
+        score="qk_mean",
+        cut="position",
+      ),
+      "squeezed": ProtoKV(
+        clusters="kmeans",
+        prototypes=1600,
+        tokens_per_prototype=20,
+        iterations=300,
+        score="attn_center",
+        cut="position",
+      ),
     },
     summary="ProtoKV",
   )

@@ -90,11 +90,13 @@ class Candidates:
 
   Attributes:
     slots: stored slot of each key; -1 for none.
-    keys: float32 keys; zero where there is none.
+    logits: float32 products of the keys with the token's queries, times D^-1/2;
+      -inf where there is no key. They are computed where the keys are, which
+      may be the host.
   """
 
   slots: Int[Array, "*B U"]
-  keys: Float[Array, "*B U D"]
+  logits: Float[Array, "*B G U"]
 
 
 @struct
@@ -108,11 +110,12 @@ class Store:
   Attributes:
     keys: rotated keys in the cache's dtype, for methods that read all of them;
       the contents of empty slots are arbitrary.
-    valid: mask of the slots that contain a token.
+    valid: mask of the slots that contain a token: the first ones, and any of
+      the last E.
     late_numbers: numbers of the last E slots, which are filled after the
       prompt; None if there are no such slots.
     pending: resident tokens that will be stored later.
-    candidates: keys of the slots that `Retrieval.candidates` returned.
+    candidates: the slots that `Retrieval.candidates` returned.
   """
 
   keys: Float[Array, "*B F D"] | None
@@ -120,6 +123,14 @@ class Store:
   late_numbers: Int[Array, "*B E"] | None = None
   pending: PendingKeys | None = None
   candidates: Candidates | None = None
+
+  def list_all(self, size: int) -> Int[Array, "*B M"]:
+    """Lists the first `size` slots that contain a token, then -1."""
+    if self.late_numbers is not None:
+      return mask_to_slots(self.valid, size)
+    count = jnp.sum(self.valid.astype(jnp.int32), axis=-1, keepdims=True)
+    slots = jnp.arange(size, dtype=jnp.int32)
+    return jnp.where(slots < count, slots, -1)
 
   def slots(self, numbers: Int[Array, " M"]) -> Int[Array, " U"]:
     """Returns the stored slots with these numbers.
@@ -202,8 +213,8 @@ class Retrieval(abc.ABC):
       supports it; see `kvjax.placement`.
   """
 
-  # Stored keys that `retrieve` is given: all of them, those that `candidates`
-  # returns, or none, where the index is sufficient.
+  # Stored keys that `retrieve` compares with the queries: all of them, those
+  # that `candidates` returns, or none, where the index is sufficient.
   key_access: ClassVar[KeyAccess] = "all"
 
   sinks: int = 4
@@ -260,10 +271,9 @@ class Retrieval(abc.ABC):
   def candidates(
     self, index: PyTree[Array], queries: Float[Array, "G D"], store: Store
   ) -> Int[Array, " U"]:
-    """Selects the slots whose keys `retrieve` needs.
+    """Selects the slots whose keys `retrieve` compares with the queries.
 
-    Only called if `key_access` is "candidates". No other keys are copied from
-    where they live, which may be the host.
+    Only called if `key_access` is "candidates". No other keys are read.
 
     Args:
       index: as for `retrieve`.
@@ -271,7 +281,9 @@ class Retrieval(abc.ABC):
       store: the stored tokens, without keys.
 
     Returns:
-      Slots; -1 for none.
+      Slots, unique, then -1. Trailing ones that are -1 for all heads may be cut
+      off before `retrieve`, whose results must have the same shapes without
+      them.
     """
     raise NotImplementedError(f"{type(self).__name__} names no candidates.")
 
@@ -288,7 +300,7 @@ class Retrieval(abc.ABC):
     Args:
       index: from `index` or `update_index`.
       queries: float32 queries of the token, one per query head of the group.
-      store: the stored tokens, with the keys that `key_access` requests.
+      store: the stored tokens, with what `key_access` requests.
       budget: how many keys to select.
 
     Returns:
@@ -336,9 +348,25 @@ def max_attention(
 ) -> Float[Array, " T"]:
   """Maximum attention weight of each key over the heads; -inf if not visible.
 
-  The weights are the softmax of the scaled logits over the visible keys, all in
-  float32.
+  The weights are those of `max_weights` for `scaled_logits`.
   """
-  logits = queries @ keys.T * queries.shape[-1] ** -0.5
+  return max_weights(scaled_logits(queries, keys), visible)
+
+
+def scaled_logits(
+  queries: Float[Array, "*B G D"], keys: Float[Array, "*B T D"]
+) -> Float[Array, "*B G T"]:
+  """Products of queries and keys, times D^-1/2."""
+  scale: float = queries.shape[-1] ** -0.5
+  return jnp.einsum("...gd,...td->...gt", queries, keys) * scale
+
+
+def max_weights(
+  logits: Float[Array, "G T"], visible: Bool[Array, " T"]
+) -> Float[Array, " T"]:
+  """Maximum weight of each key over the heads; -inf if it is not visible.
+
+  The weights are the softmax of the logits over the visible keys.
+  """
   weights = jax.nn.softmax(logits, axis=-1, where=visible)
   return jnp.where(visible, jnp.max(weights, axis=0), -jnp.inf)

@@ -22,6 +22,8 @@ from kvjax.retrieval.base import (
   Selection,
   Store,
   max_attention,
+  max_weights,
+  scaled_logits,
 )
 from kvjax.selection import exact_share, floor_share
 from kvjax.struct import replace, struct
@@ -202,9 +204,9 @@ class CTkvr(Retrieval):
   ) -> tuple[Selection, tuple[Float[Array, "G D"], Int[Array, " R"]]]:
     """Reranks the recalled keys; the update is a centroid and its list."""
     assert store.candidates is not None
-    recalled, keys = store.candidates.slots, store.candidates.keys
+    recalled, logits = store.candidates.slots, store.candidates.logits
     numbers = store.numbers(recalled)
-    scores = max_attention(queries, keys, recalled >= 0)
+    scores = max_weights(logits, recalled >= 0)
 
     def select(
       candidates: Int[Array, " U"], count: Int[Array, ""], limit: int
@@ -212,13 +214,17 @@ class CTkvr(Retrieval):
       order = largest(scores, count, limit)
       return jnp.where(order >= 0, candidates[order], -1)
 
-    slots = recalled
     if self.rerank:
       slots = select(recalled, budget.num_keys, budget.max_keys)
+    else:
+      most = min(self._max_recalled(index), store.valid.shape[0])
+      padding = (0, most - recalled.shape[0])
+      slots = jnp.pad(recalled, padding, constant_values=-1)
     if store.pending is not None:
-      keys = jnp.concatenate([keys, store.pending.keys])
+      others = scaled_logits(queries, store.pending.keys)
+      logits = jnp.concatenate([logits, others], axis=-1)
       numbers = jnp.concatenate([numbers, store.pending.numbers])
-      scores = max_attention(queries, keys, numbers >= 0)
+      scores = max_weights(logits, numbers >= 0)
     update = select(numbers, self._list_length(budget), index.slots.shape[-1])
     return Selection(slots[None]), (
       unit(queries).astype(index.centroids.dtype),
@@ -303,6 +309,14 @@ class CTkvr(Retrieval):
     pending = prompt.head.valid & (number >= 0) & ~prompt.retrievable
     return jnp.where(pending, number + empty, stored)
 
+  def _num_probed(self, index: Lists) -> int:
+    """Number of lists that a token recalls."""
+    return min(self.probes, index.slots.shape[0])
+
+  def _max_recalled(self, index: Lists) -> int:
+    """Length of the lists that a token recalls, with duplicates."""
+    return self._num_probed(index) * index.slots.shape[1]
+
   def _recall(
     self, index: Lists, direction: Float[Array, "G D"]
   ) -> Int[Array, " M"]:
@@ -310,7 +324,7 @@ class CTkvr(Retrieval):
     centroids = index.centroids.astype(jnp.float32)
     near = jnp.max(jnp.einsum("gcd,gd->gc", centroids, direction), axis=0)
     real = jnp.arange(near.shape[0]) < index.size
-    probes = min(self.probes, near.shape[0])
+    probes = self._num_probed(index)
     near = jnp.where(real, near, -jnp.inf)
     lists = largest(near, jnp.asarray(probes), probes)
     return jnp.where(lists[:, None] >= 0, index.slots[lists], -1).reshape(-1)

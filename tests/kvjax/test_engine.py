@@ -232,8 +232,8 @@ def test_what_does_not_belong_to_a_cache_is_refused():
   go_on = functools.partial(kvjax.generate, MODEL, PARAMS)
   with pytest.raises(InputError, match="3 rows and the logits 2"):
     go_on(cache, logits[:2], decoding)
+  questions = kvjax.Prompts.of(QUESTIONS)
   with pytest.raises(InputError, match="3 rows and 2 seeds; give one for each"):
-    questions = kvjax.Prompts.of(QUESTIONS)
     go_on(cache, questions, decoding, seeds=jnp.arange(2))
   with pytest.raises(InputError, match="join many with kvjax"):
     go_on([cache], logits, decoding, keep=True)

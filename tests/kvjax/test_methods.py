@@ -9,7 +9,15 @@ import pytest
 
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods import KeyDiff, KeyL2Norm, Random, SnapKV, StreamingLLM, Tova
+from kvjax.methods import (
+  KeyDiff,
+  KeyL2Norm,
+  LayerBudget,
+  Random,
+  SnapKV,
+  StreamingLLM,
+  Tova,
+)
 from kvjax.registry.names import get_method
 from kvjax.testing import random_activations
 
@@ -159,6 +167,22 @@ def test_snapkv_window_longer_than_the_row_protects_the_row(seen):
   guarded = SnapKV(window=64).protected(cache, jnp.asarray([[10]]))
   assert np.flatnonzero(guarded[0, 0]).tolist() == list(range(LENGTH))
   assert np.all(np.isfinite(scored(SnapKV(window=64), seen)))
+
+
+def test_snapkv_may_delete_the_most_attended_but_sinks(seen):
+  cache = LayerCache.of(seen)
+  most, least = (
+    SnapKV(window=8, kernel=1, keep=keep, sinks=3) for keep in ("most", "least")
+  )
+  budget = LayerBudget(jnp.asarray([21], jnp.int32), 21)
+  votes = scored(most, seen)[:, 3 : LENGTH - 8]
+  ends = {0, 1, 2, *range(LENGTH - 8, LENGTH)}
+  for method, sign in ((most, -1), (least, 1)):
+    scores = method.evaluate(jnp.int32(0), cache, seen)
+    slots = np.asarray(method.select(scores, cache, budget))
+    for head in range(K):
+      best = np.argsort(sign * votes[head])[:10] + 3
+      assert set(slots[0, head].tolist()) == ends | set(best.tolist())
 
 
 def test_streaming_keeps_sinks_and_the_newest(seen):

@@ -9,8 +9,10 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax import placement
+from kvjax import kernels, placement
+from kvjax.cache.rows import Rows
 from kvjax.cache.sharding import parse_mesh
+from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.placement import (
   gather_rows,
   has_host_memory,
@@ -176,8 +178,31 @@ def test_without_host_memory_everything_stays(monkeypatch):
   np.testing.assert_array_equal(found, by_hand(KEYS, SLOTS))
 
 
+def gathering(rows, slots):
+  """Compares rows that are gathered with each other."""
+  found = gather_rows(rows, slots)
+  worth = jnp.einsum("bkmd,bkmd->bkm", *found)
+  return jnp.argsort(worth, axis=-1).astype(jnp.int32)
+
+
+def attending(rows, slots):
+  """Ranks keys by a query, and attends to the better half."""
+  half = slots.shape[-1] // 2
+  query = slots[..., :1, None].astype(jnp.float32)
+  query = jnp.broadcast_to(query, (*slots.shape[:2], 1, 128))
+  logits = Rows(*rows).logits(slots, query)[:, :, 0]
+  order = jnp.argsort(logits, axis=-1).astype(jnp.int32)
+  best = jnp.take_along_axis(slots, order[..., half:], axis=-1)
+  attended = sparse_decode(query[:, :, 0].astype(rows[0].dtype), *rows, best)
+  lowest = jnp.argmin(attended.lse, axis=1).astype(jnp.int32)
+  return (slots + lowest[:, None, None]) % rows[0].shape[2]
+
+
 @pytest.mark.libtpu
-def test_tpus_leave_it_with_the_host(monkeypatch):
+@pytest.mark.parametrize(
+  ("read", "listed"), [(gathering, 256), (attending, 4096)]
+)
+def test_tpus_leave_it_with_the_host(monkeypatch, read, listed):
   """Compiled for eight chips: none holds a copy, and none asks another."""
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
   monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
@@ -198,16 +223,14 @@ def test_tpus_leave_it_with_the_host(monkeypatch):
   def loop(rows, slots):
     def turn(state):
       rows, slots, step = state
-      found = gather_rows(rows, slots)
-      worth = jnp.einsum("bkmd,bkmd->bkm", *found)
-      return rows, jnp.argsort(worth, axis=-1).astype(jnp.int32), step + 1
+      return rows, read(rows, slots), step + 1
 
     start = (rows, slots, jnp.int32(0))
     return jax.lax.while_loop(lambda state: state[2] < 9, turn, start)
 
   rows = (shape(jnp.bfloat16, "pinned_host", 1, 8, 16384, 128),) * 2
-  slots = shape(jnp.int32, "device", 1, 8, 256)
-  with jax.set_mesh(mesh):
+  slots = shape(jnp.int32, "device", 1, 8, listed)
+  with jax.set_mesh(mesh), kernels.use(platform="tpu"):
     program = jax.jit(loop, donate_argnums=0).lower(rows, slots).compile()
   memory = program.memory_analysis()
   valid = nbytes_by_memory(rows)["pinned_host"] // len(chips)
@@ -217,4 +240,6 @@ def test_tpus_leave_it_with_the_host(monkeypatch):
   assert memory.host_temp_size_in_bytes == 0
   on_device = memory.argument_size_in_bytes + memory.temp_size_in_bytes
   assert on_device < valid // 8
+  if read is attending:  # not even the listed rows
+    assert on_device < listed * 128 * 2
   assert "all-gather" not in program.as_text()

@@ -73,8 +73,23 @@ def own_scores(seen, head, attention):
   return total
 
 
+def attention_of_means(seen, head, cluster, count):
+  """What the queries would give a key that is the mean of its cluster."""
+  k = keys_of(seen, head)[:PREFIX]
+  sizes = np.bincount(cluster, minlength=count)
+  means = np.zeros((count, D))
+  for c in np.flatnonzero(sizes):
+    means[c] = k[cluster == c].mean(axis=0)
+  total = np.zeros(count)
+  for j in range(head * N // K, (head + 1) * N // K):
+    for q in np.asarray(seen.queries, np.float64)[0, j, PREFIX:LENGTH]:
+      weights = np.exp(means @ q / np.sqrt(D))
+      total += weights / (sizes * weights).sum()
+  return np.where(sizes > 0, total, 0.0)
+
+
 @pytest.mark.parametrize(
-  "score", ["qk_sum", "qk_mean", "attn_sum", "attn_mean"]
+  "score", ["qk_sum", "qk_mean", "attn_sum", "attn_mean", "attn_center"]
 )
 def test_clusters_are_kept_best_first_and_the_last_is_cut(seen, score):
   method = ProtoKV(anchors=0, prototypes=9, tokens_per_prototype=1, score=score)
@@ -92,6 +107,8 @@ def test_clusters_are_kept_best_first_and_the_last_is_cut(seen, score):
       reduce(own[cluster == c]) if np.any(cluster == c) else 0.0
       for c in range(9)
     ]
+    if score == "attn_center":
+      worth = attention_of_means(seen, head, cluster, 9)
     expected = []
     for c in np.argsort(-np.array(worth)):
       members = np.flatnonzero(cluster == c)
@@ -270,6 +287,21 @@ def test_sat_ranks_tokens_by_deviation(seen, sign):
     alike = likeness_of(seen, head)
     best = np.argsort(alike if sign == "deviation" else -alike)[:12]
     assert kept[head] == sorted(best.tolist()) + list(range(PREFIX, LENGTH))
+
+
+@pytest.mark.parametrize("budget", [3, 12, 20])
+def test_sinks_are_kept_as_far_as_the_budget_goes(seen, budget):
+  """First the sinks, then the window, then the best of the others."""
+  kept = select(seen, get_method("protokv.sat:sinks=5"), budget)
+  sinks = min(5, budget)
+  last = min(WINDOW, budget - sinks)
+  for head in range(K):
+    best = np.argsort(likeness_of(seen, head)[5:])[: budget - sinks - last] + 5
+    assert kept[head] == [
+      *range(sinks),
+      *sorted(best.tolist()),
+      *range(LENGTH - last, LENGTH),
+    ]
 
 
 def test_sat_of_equal_keys_keeps_the_first(seen):

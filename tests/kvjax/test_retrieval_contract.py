@@ -19,6 +19,7 @@ from kvjax.placement import nbytes_by_memory
 from kvjax.registry.names import get_retrieval
 from kvjax.registry.registry import RETRIEVALS
 from kvjax.retrieval import Candidates, KeyBudget, Store
+from kvjax.retrieval.base import scaled_logits
 from kvjax.testing import (
   TinyModel,
   layer_positions,
@@ -211,7 +212,8 @@ def test_asked_for_as_much_as_there_is_it_finds_it_all(name):
     if method.key_access == "candidates":
       named = method.candidates(index, queries, store)
       keys = jnp.where(named[:, None] >= 0, store.keys[named], 0.0)
-      store = dataclasses.replace(store, candidates=Candidates(named, keys))
+      logits = scaled_logits(queries, keys)
+      store = dataclasses.replace(store, candidates=Candidates(named, logits))
     return method.retrieve(index, queries, store, reads)[0]
 
   index = jax.tree.map(lambda x: x[:1], layer.index)

@@ -13,12 +13,15 @@ from kvjax.experiments.reporting.formats import Table
 # Number of last queries of a prompt to compare in pairs, and the share of the
 # earlier keys that count as top keys of a query: 5K of 96K.
 _QUERIES, _TOP = 64, 0.05
+# CTkvr's centroids: one for so many tokens, at most so many.
+_TOKENS_PER_CENTROID, _MAX_CENTROIDS = 16, 2048
 _BINS = (-1.0, 0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
 
 
 def measure(subject: Subject) -> Findings:
   """Measures cosines by distance, and overlaps of top keys by cosine."""
   by_layer: list[list[dict[int, float]]] = []
+  nearest: list[list[float]] = []
   pairs = []
   for row in subject.rows:
     for number, layer_activations in enumerate(
@@ -26,11 +29,32 @@ def measure(subject: Subject) -> Findings:
     ):
       if number == len(by_layer):
         by_layer.append([])
+        nearest.append([])
       queries = np.asarray(layer_activations.queries[0], np.float64)
       by_layer[number].append(cosines_by_distance(queries))
+      nearest[number].append(cosine_of_nearest(queries))
       pairs.append(_pairs(layer_activations))
   all_pairs = np.concatenate(pairs, axis=1)
-  return Findings([_distances(by_layer), _overlaps(all_pairs)])
+  return Findings(
+    [_distances(by_layer), _nearest(nearest), _overlaps(all_pairs)]
+  )
+
+
+def cosine_of_nearest(queries: Float[np.ndarray, "N S D"]) -> float:
+  """Computes the mean cosine of a query with CTkvr's nearest centroid.
+
+  The last queries of the prompt stand for decoded tokens. The centroids of each
+  are the queries before it.
+  """
+  units = queries / np.linalg.norm(queries, axis=-1, keepdims=True)
+  length = units.shape[1]
+  centroids = min(max(length // _TOKENS_PER_CENTROID, 1), _MAX_CENTROIDS)
+  first = max(length - _QUERIES, centroids)
+  best = [
+    np.einsum("nd,ncd->nc", units[:, at], units[:, at - centroids : at]).max(1)
+    for at in range(first, length)
+  ]
+  return float(np.mean(best))
 
 
 def cosines_by_distance(
@@ -96,6 +120,16 @@ def _distances(by_layer: list[list[dict[int, float]]]) -> Table:
     "cosine of two queries of a head, by their distance",
     ["tokens apart", "mean", "lowest layer", "highest layer"],
     lines,
+  )
+
+
+def _nearest(by_layer: list[list[float]]) -> Table:
+  layers = [float(np.mean(layer)) for layer in by_layer]
+  numbers = [np.mean(layers), min(layers), max(layers)]
+  return Table(
+    "cosine of a query with the nearest of CTkvr's centroids",
+    ["", "mean", "lowest layer", "highest layer"],
+    [["nearest centroid", *(f"{number:.2f}" for number in numbers)]],
   )
 
 

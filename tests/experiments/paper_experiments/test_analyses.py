@@ -18,6 +18,7 @@ from kvjax.experiments.paper_experiments.analyses import (
   prompt_lengths,
   retained_keys,
   stages,
+  throughput,
   timing,
 )
 from kvjax.experiments.paper_experiments.findings import Subject
@@ -131,6 +132,17 @@ def test_cosines_by_distance_are_means_over_pairs():
     assert value == pytest.approx(np.mean(pairs))
 
 
+def test_the_nearest_centroid_is_the_most_similar_query_before():
+  queries = RNG.normal(size=(2, 80, 5))
+  best = [
+    max(cosine(head[at], head[at - back]) for back in range(1, 6))
+    for head in queries
+    for at in range(16, 80)
+  ]
+  found = neighbors.cosine_of_nearest(queries)
+  assert found == pytest.approx(np.mean(best))
+
+
 def test_top_keys_are_those_of_the_highest_products():
   queries, keys = RNG.normal(size=(3, 4)), RNG.normal(size=(10, 4))
   chosen = neighbors.top_keys(queries, keys, 3)
@@ -205,6 +217,40 @@ def test_operations_are_those_of_the_formula(subject, monkeypatch):
   ratio = int(compiled.replace(",", "")) / costs.operations(64, 128)
   assert 0.3 < ratio < 3
   assert list(memory.lines) == [["56", "64", "64", "56", "2,048", "512"]]
+
+
+@pytest.mark.slow
+def test_throughput_fills_the_memory_of_the_full_cache(subject, monkeypatch):
+  """Nothing is timed here."""
+  monkeypatch.setattr(throughput, "_seconds", lambda lm, cache, logits: 0.5)
+  monkeypatch.setattr(throughput, "_BATCHES", (1, 2))
+  monkeypatch.setattr(throughput, "_FULL_ROWS", 3)
+  small = subject._replace(lengths=(256,))
+  by_batch, at_equal_memory = throughput.measure(small).tables
+  names = ["full", *throughput._METHODS]
+  assert [list(line[:2]) for line in by_batch.lines] == [
+    [batch, name] for batch in "12" for name in names
+  ]
+  found = {line[0]: line[1:] for line in at_equal_memory.lines}
+  assert list(found) == names
+  batch, device, host, rate, ratio = found["full"]
+  assert (batch, host, rate, ratio) == ("3", "0.0", "96", "1.00")
+  budget = 3 * float(device)
+  for batch, device, _, rate, _ in found.values():
+    assert int(rate) == int(batch) * throughput._STEPS / 0.5
+    assert int(batch) * float(device) < budget + 0.1 * int(batch)
+  batch, device, host, *_ = found["ctkvr:offload=true"]
+  assert int(batch) > int(found["ctkvr"][0])
+  assert float(host) > 0
+
+
+def test_a_batch_has_at_least_a_row():
+  assert [throughput.largest_batch(n, 10) for n in (11, 10, 5, 3)] == [
+    1,
+    1,
+    2,
+    3,
+  ]
 
 
 def test_a_median_leaves_out_the_call_that_compiles(monkeypatch):

@@ -1,0 +1,41 @@
+"""Attention to listed slots of arrays in host memory, by the host."""
+
+from jaxtyping import Array, Float, Int
+
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
+from kvjax.kernels.attention.partial import Partial
+from kvjax.kernels.host import run_on_host
+from kvjax.kernels.sparse_decode.xla import Empty, Sums, sum_listed, take_listed
+
+
+def sparse_decode_host(
+  queries: Float[Array, "B N D"],
+  keys: Float[Array, "L B K T D"],
+  values: Float[Array, "L B K T Dv"],
+  slots: Int[Array, "B H M"],
+  bias: Float[Array, "B N M"] | None,
+  layer: Int[Array, ""],
+  options: AttentionOptions = PLAIN,
+) -> Partial:
+  """Host version of `kvjax.kernels.sparse_decode.sparse_decode`.
+
+  Only queries and lists go to the host, and only the attention comes back.
+  """
+
+  def attend(
+    queries: Float[Array, "B N D"],
+    keys: Float[Array, "L B K T D"],
+    values: Float[Array, "L B K T Dv"],
+    slots: Int[Array, "B H M"],
+    bias: Float[Array, "B N M"] | None,
+    layer: Int[Array, ""],
+    empty: Empty,
+  ) -> Sums:
+    keys = take_listed(keys, layer, slots)
+    values = take_listed(values, layer, slots)
+    return sum_listed(queries, keys, values, slots >= 0, bias, empty, options)
+
+  empty = Empty.of(values.dtype)
+  operands = queries, keys, values, slots, bias, layer, empty
+  sums: Sums = run_on_host(attend, *operands)
+  return sums.finish(queries.dtype)
