@@ -13,7 +13,8 @@ from kvjax.cache.sharding import parse_mesh
 from kvjax.engine.feed import feed
 from kvjax.engine.forward import States, run_layers
 from kvjax.model import LayerSpec
-from kvjax.testing import TinyModel, kept_positions
+from kvjax.registry.registry import METHODS, RETRIEVALS
+from kvjax.testing import TinyModel, kept_positions, poison_cache
 
 WINDOW = 6
 LOCAL = LayerSpec(4, 2, 8, window=WINDOW, sinks=True, weights=0)
@@ -120,6 +121,23 @@ class Reference:
     return found
 
 
+# Every method, in sizes that fit prompts this short.
+SIZES = {
+  "snapkv": ":window=4",
+  "pyramidkv": ":window=2",
+  "adakv": ":window=4",
+  "chunkkv": ":window=4:chunk=3:layer_reuse=2",
+  "lagkv": ":sinks=2:lag=5",
+  "compactor": ":chunk=8",
+  "protokv": ":window=4:prototypes=5",
+}
+NAMES = [f"{name}{SIZES.get(name, '')}" for name in (*METHODS, *RETRIEVALS)]
+
+
+def plan_of(name):
+  return kvjax.get_plan(name, kvjax.Retention(0.5))
+
+
 def prefilled(plan, prompts=PROMPTS):
   return kvjax.prefill(MODEL, PARAMS, prompts, plan)
 
@@ -168,21 +186,15 @@ def test_blocks_attend_as_the_whole_prompt_does(block):
     assert kept_positions(cache, row) == kept_positions(whole, row)
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    "ada/snapkv:window=4",
-    *(
-      pytest.param(name, marks=pytest.mark.slow)
-      for name in ("snapkv:window=4", "compactor", "pyramidkv", "h2o", "ctkvr")
-    ),
-  ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_row_stands_alone(name):
-  plan = kvjax.get_plan(name, kvjax.Tokens(9))
+  plan = plan_of(name)
   cache, _ = prefilled(plan)
   questions = kvjax.Prompts.of(QUESTIONS)
   answers = kvjax.generate(MODEL, PARAMS, cache, questions, DECODING).rows()
+  spoiled = poison_cache(cache)
+  again = kvjax.generate(MODEL, PARAMS, spoiled, questions, DECODING).rows()
+  assert again == answers
   alone, _ = prefilled(plan, PROMPTS.row(1))
   question = kvjax.Prompts.of(QUESTIONS[1:2], padded=questions.tokens.shape[1])
   answer = kvjax.generate(MODEL, PARAMS, alone, question, DECODING).rows()
@@ -252,18 +264,13 @@ def test_a_saved_cache_answers_the_same(tmp_path):
     kvjax.load_cache(tmp_path / "c", model=other, model_id="tiny")
 
 
-@pytest.mark.parametrize(
-  "mesh",
-  [
-    "data:2,model:2",
-    *(pytest.param(m, marks=pytest.mark.slow) for m in ("data:2", "model:2")),
-  ],
-)
-def test_a_mesh_changes_nothing(mesh):
+@pytest.mark.parametrize("mesh", ["data:2,model:2", "data:2", "model:2"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mesh_changes_nothing(name, mesh):
   rows = [*ROWS, ROWS[0][:9]]
   questions = kvjax.Prompts.of([*QUESTIONS, [5, 6]])
   prompts = kvjax.Prompts.of(rows)
-  plan = kvjax.get_plan("keydiff", kvjax.Tokens(8))
+  plan = plan_of(name)
   cache, _ = prefilled(plan, prompts)
   alone = kvjax.generate(MODEL, PARAMS, cache, questions, DECODING).rows()
   with jax.set_mesh(parse_mesh(mesh)):
