@@ -1,5 +1,5 @@
 # Every target sets itself up and needs only git, make and Python >= 3.12.
-#   make demo     compare the methods on the bundled model
+#   make demo     compare the methods on SmolLM2, which is fetched once
 #   make test     run the tests
 #   make lint     check style, types and the layering of imports
 #   make format   format the code

@@ -13,6 +13,7 @@ import pathlib
 import runpy
 import sys
 
+import kvjax
 from kvjax.registry.naming import suggest
 
 PROGRAMS = (
@@ -42,6 +43,8 @@ def main() -> None:
   name, *arguments = sys.argv[1:] or ["--help"]
   if name in ("--help", "-h", "help"):
     print(listing())
+  elif name == "--version":
+    print(f"kvjax {kvjax.__version__}")
   elif name in PROGRAMS:
     sys.argv[1:] = arguments
     runpy.run_module(_module(name), run_name="__main__", alter_sys=True)

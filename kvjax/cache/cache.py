@@ -181,8 +181,9 @@ def stack(caches: Sequence[Cache]) -> Cache:
   """
   if not caches or any(_join_key(c) != _join_key(caches[0]) for c in caches):
     raise InputError(
-      "Only caches whose layers have equal capacities, remember the same and "
-      "go on by the same plan can be joined; give one or more such."
+      "Only caches whose layers have equal capacities, and that evict by the "
+      "same plan while decoding, can be joined; group them with "
+      "kvjax.group_caches."
     )
 
   def join(*leaves: Array) -> Array:

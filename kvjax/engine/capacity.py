@@ -16,7 +16,7 @@ from kvjax.model import Model, check_context
 from kvjax.options.budgets import Retention
 from kvjax.prompts import Prompts, bucket
 
-_TOGETHER = "What the cache has seen, with question and answer,"
+_TOGETHER = "The context, with question and answer,"
 
 
 def wider_capacities(cache: Cache, tokens: int) -> list[int | None]:

@@ -101,7 +101,7 @@ def answer_nll(
   check_context(
     model,
     context_lengths + question_lengths + answer_lengths,
-    "What the cache has seen, with all that follows,",
+    "The context, with all that follows,",
   )
   return _answer_nll(
     model,

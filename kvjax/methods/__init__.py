@@ -9,6 +9,7 @@ from kvjax.methods.full import FullKV as FullKV
 from kvjax.methods.h2o import H2O as H2O
 from kvjax.methods.heads import Head as Head
 from kvjax.methods.heads import HeadwiseMethod as HeadwiseMethod
+from kvjax.methods.heads import window_mass as window_mass
 from kvjax.methods.key_norm import KeyL2Norm as KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.lagkv import LagKV as LagKV

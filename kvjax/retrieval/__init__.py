@@ -6,6 +6,7 @@ from kvjax.retrieval.base import Prompt as Prompt
 from kvjax.retrieval.base import Retrieval as Retrieval
 from kvjax.retrieval.base import Selection as Selection
 from kvjax.retrieval.base import Store as Store
+from kvjax.retrieval.base import best_slots as best_slots
 from kvjax.retrieval.clusterkv import ClusterKV as ClusterKV
 from kvjax.retrieval.ctkvr import CTkvr as CTkvr
 from kvjax.retrieval.flat import Flat as Flat

@@ -7,6 +7,7 @@ import tomllib
 
 import pytest
 
+import kvjax
 from kvjax.experiments import main as command
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -56,3 +57,8 @@ def test_the_package_installs_it():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   module, _, function = project["scripts"]["kvjax"].partition(":")
   assert getattr(importlib.import_module(module), function) is command.main
+
+
+def test_it_says_its_version(monkeypatch, capsys):
+  run(monkeypatch, "--version")
+  assert capsys.readouterr().out == f"kvjax {kvjax.__version__}\n"

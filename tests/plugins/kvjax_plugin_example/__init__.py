@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import kvjax
-from kvjax.methods.heads import window_mass
-from kvjax.retrieval.base import best_slots
+from kvjax.methods import window_mass
+from kvjax.retrieval import best_slots
 
 
 @dataclasses.dataclass(frozen=True)
