@@ -17,7 +17,7 @@ class Stage:
 
   Attributes:
     name: name in the log.
-    length: tokens per row, and the largest position that the model was trained on by then.
+    length: tokens per row, and the largest position trained on.
     batch: rows per step.
     micro: rows per forward and backward pass; divides `batch`.
     steps: optimizer steps.

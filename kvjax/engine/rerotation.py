@@ -34,7 +34,8 @@ def check_rotary(model: Model) -> None:
   """
   if not isinstance(model, RotaryModel):
     raise InputError(
-      f"rerotate needs a model that can rotate keys; {type(model).__name__} has no "
+      "rerotate needs a model that can rotate keys; "
+      f"{type(model).__name__} has no "
       "`rerotate` (see kvjax.engine.rerotation.RotaryModel)."
     )
   spec = model.geometry.layers[0]
