@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.calibration.fitting import Triples, asymmetric_loss, fit, promises
-from kvjax.calibration.record import Calibration, least_retention, quality
+from kvjax.calibration.conformal import TARGETS, promises
+from kvjax.calibration.curve import least_retention, quality
+from kvjax.calibration.features import Features, concentration
+from kvjax.calibration.fields import to_json
+from kvjax.calibration.fitting import PAPER, Rule, Triples, asymmetric_loss, fit
+from kvjax.calibration.record import Calibration
+from kvjax.calibration.rules import choose, cross_validate, r2
 from kvjax.errors import InputError
 from kvjax.methods import KeyDiff, SnapKV
 
@@ -115,7 +120,8 @@ def test_it_is_the_smallest_retention_of_enough_quality():
 def test_retentions_of_contexts():
   nll = np.array([0.0, 4.0, 4.7, 1.0, np.nan, np.inf, 2.0], np.float32)
   lengths = np.array([10_000, 500, 500, 20, 9, 9, 1])
-  found = RECORD.retentions(nll, lengths, 0.5)
+  features = Features(nll, lengths)
+  found = RECORD.retentions(features, 0.5)
   kc = 1.5 * nll[:4].astype(float) - 7
   expected = [
     np.log1p(0.5 * np.expm1(k)) / k
@@ -125,25 +131,125 @@ def test_retentions_of_contexts():
   ]
   np.testing.assert_allclose(found[:4], expected, rtol=1e-12)
   assert found[4:].tolist() == [1, 1, 1]
-  assert RECORD.retentions(nll, lengths, 1.0).tolist() == [1] * 7
+  assert RECORD.retentions(features, 1.0).tolist() == [1] * 7
   least = dataclasses.replace(RECORD, alpha=0.0, beta=-800.0)
-  assert least.retentions(nll[:1], np.array([100]), 0.5).tolist() == [0.01]
+  one = Features(nll[:1], np.array([100]))
+  assert least.retentions(one, 0.5).tolist() == [0.01]
   assert type(kvjax.Retention(float(found[0]))) is kvjax.Retention
 
 
-def test_more_is_asked_of_a_curve_that_promises_too_much():
-  kept = ((0.5, 0.6), (0.9, 0.7), (0.95, 0.96))
+def test_a_curve_is_asked_for_as_much_as_it_takes():
+  """More if it promises too much, and less if it is too cautious."""
+  kept = ((0.3, 0.6), (0.9, 0.7), (0.95, 0.96))
   record = dataclasses.replace(RECORD, promises=kept)
   taus = [0.4, 0.55, 0.65, 0.95, 0.96, 0.97]
-  asked = [0.5, 0.55, 0.9, 0.95, 0.96, 1.0]
+  asked = [0.3, 0.3, 0.9, 0.95, 0.95, 1.0]
   assert [record.curve_target(tau) for tau in taus] == asked
   assert [RECORD.curve_target(tau) for tau in taus] == taus
-  nll, lengths = np.array([0.5, 3.0]), np.array([100, 100])
-  for tau, more in zip(taus, asked, strict=True):
-    found = kvjax.Calibrated(record, tau).retentions(nll, lengths)
-    expected = kvjax.Calibrated(RECORD, more).retentions(nll, lengths)
+  features = Features(np.array([0.5, 3.0]), np.array([100, 100]))
+  for tau, target in zip(taus, asked, strict=True):
+    found = kvjax.Calibrated(record, tau).retentions(features)
+    expected = kvjax.Calibrated(RECORD, target).retentions(features)
     np.testing.assert_array_equal(found, expected)
-    assert np.all(found >= RECORD.retentions(nll, lengths, tau))
+
+
+PREFILL = dataclasses.replace(
+  RECORD, preset="prefill", power=0.5, grid=(0.1, 0.25, 0.5, 0.9)
+)
+
+
+def test_a_retention_is_rounded_up_to_a_measured_one():
+  nll = np.linspace(0, 9, 200)
+  features = Features(nll, np.full(200, 1000))
+  for target in (0.05, 0.5, 0.9):
+    exact = least_retention(target, 1.5 * nll - 7) ** 2
+    expected = [
+      min((r for r in (*PREFILL.grid, 1.0) if r >= x - 1e-9), default=1.0)
+      for x in exact
+    ]
+    found = PREFILL.retentions(features, target)
+    assert found.tolist() == expected
+    assert len(set(found)) > 1
+  assert PREFILL.retentions(features, 1.0).tolist() == [1] * 200
+
+
+def test_the_curve_of_the_paper_warns_where_it_extrapolates():
+  record = dataclasses.replace(RECORD, grid=(0.1, 0.5, 0.9))
+  inside = Features(np.array([3.0]), np.array([100]))
+  assert 0.1 < record.retentions(inside, 0.5)[0] < 0.9
+  outside = Features(np.array([9.0]), np.array([100]))
+  with pytest.warns(kvjax.InputWarning, match=r"0\.9\d+, and was measured f"):
+    found = record.retentions(outside, 0.7)
+  np.testing.assert_array_equal(found, RECORD.retentions(outside, 0.7))
+  assert record.retentions(outside, 1.0).tolist() == [1]
+
+
+def test_features_out_of_range_are_clamped_with_a_warning():
+  ranges = (("nll", 1.0, 4.0), ("length", 500.0, 1000.0))
+  slopes = (("log_length", 0.5),)
+  record = dataclasses.replace(RECORD, ranges=ranges, slopes=slopes)
+  free = dataclasses.replace(record, ranges=())
+  nll, length = np.array([0.2, 3.0, 9.0, 4.1]), np.array([700, 90, 2000, 500])
+  with pytest.warns(
+    kvjax.InputWarning, match="nll of 1 to 4 and length of 500"
+  ):
+    found = record.retentions(Features(nll, length), 0.7)
+  clamped = Features(np.clip(nll, 1, 4), np.clip(length, 500, 1000))
+  np.testing.assert_array_equal(found, free.retentions(clamped, 0.7))
+  # Within a tenth of the range's ends, nothing is said.
+  near = Features(np.array([0.95, 4.3]), np.array([480, 1050]))
+  clamped = Features(np.array([1.0, 4.0]), np.array([500, 1000]))
+  found = record.retentions(near, 0.7)
+  np.testing.assert_array_equal(found, free.retentions(clamped, 0.7))
+
+
+def test_a_rule_on_more_features():
+  slopes = (("tail_nll", 0.5), ("concentration", -2.0), ("log_length", 0.25))
+  record = dataclasses.replace(RECORD, slopes=slopes)
+  features = Features(
+    np.array([2.0, 3.0, 1.0]),
+    np.array([100, 200, 300]),
+    np.array([1.0, 4.0, 2.0]),
+    np.array([0.1, 0.7, np.nan]),
+  )
+  kc = [
+    1.5 * 2 - 7 + 0.5 - 0.2 + 0.25 * np.log(100),
+    1.5 * 3 - 7 + 2 - 1.4 + 0.25 * np.log(200),
+  ]
+  found = record.retentions(features, 0.8)
+  np.testing.assert_allclose(found[:2], least_retention(0.8, np.array(kc)))
+  assert found[2] == 1
+  assert record.depends_on == {"nll", *(name for name, _ in slopes)}
+  missing = features._replace(concentration=None)
+  assert record.retentions(missing, 0.8).tolist() == [1, 1, 1]
+
+
+def test_concentration_equals_the_participation_ratio():
+  rng = np.random.default_rng(0)
+  scores = rng.gamma(0.3, size=(3, 2, 50)).astype(np.float32)
+  scored = rng.random(scores.shape) < 0.7
+  scores[0, 0, :3] = -np.inf, np.nan, np.inf
+  expected = []
+  for row, mask in zip(scores, scored, strict=True):
+    heads = []
+    for head, part in zip(row, mask, strict=True):
+      x = head[part & np.isfinite(head)].astype(float)
+      w = (x - x.min()) / (x - x.min()).sum()
+      heads.append(np.log(len(w) * np.sum(w**2)))
+    expected.append(np.mean(heads))
+  np.testing.assert_allclose(concentration(scores, scored), expected, rtol=1e-5)
+  finite = np.where(np.isfinite(scores), scores, 0.5)
+  moved = concentration(1e4 * finite - 3e3, scored)
+  np.testing.assert_allclose(moved, concentration(finite, scored), rtol=1e-3)
+
+
+def test_concentration_from_none_to_all():
+  one = np.zeros((1, 1, 64), np.float32)
+  every = np.ones(one.shape, bool)
+  assert concentration(one, every).tolist() == [0]
+  assert concentration(one, ~every).tolist() == [0]
+  one[..., 5] = 3.0
+  np.testing.assert_allclose(concentration(one, every), [np.log(64)], rtol=1e-6)
 
 
 def test_promises_by_hand():
@@ -187,7 +293,8 @@ def triples(alpha, beta, noise=0.0, contexts=80):
 )
 def test_a_fit_recovers_what_made_the_triples(alpha, beta):
   found = fit(triples(alpha, beta))
-  np.testing.assert_allclose(found, (alpha, beta, 0), atol=1e-6)
+  np.testing.assert_allclose(found[:3], (alpha, beta, 0), atol=1e-6)
+  assert found[3:] == ((), 1.0)
 
 
 def test_a_fit_sees_through_noise():
@@ -214,8 +321,14 @@ def test_a_fit_is_no_worse_than_any_line_tried():
   )
   best = loss(found.alpha, found.beta)
   assert best <= least
-  line = np.array(found[:2])
-  np.testing.assert_allclose(wide(asymmetric_loss, line, *data), best)
+  predicted = found.predict(data)
+  np.testing.assert_allclose(
+    predicted, plain(r, found.alpha * nll + found.beta)
+  )
+  weight = np.full(len(y), 0.3)
+  np.testing.assert_allclose(
+    wide(asymmetric_loss, predicted, y, 4.0, weight), best
+  )
 
 
 def test_promising_too_much_weighs_four_times():
@@ -242,7 +355,177 @@ def test_what_cannot_be_fitted_is_refused(data, said):
     fit(Triples(*map(np.array, data)))
 
 
+FEATURES = ("nll", "tail_nll", "concentration", "log_length")
+
+
+def wide_triples(power=0.5, noise=0.0, contexts=60):
+  """Triples of two tasks whose curves depend on all features."""
+  rng = np.random.default_rng(2)
+  context = np.repeat(np.arange(contexts), len(RETENTIONS))
+  features = Features(
+    rng.uniform(0.3, 4, contexts)[context],
+    rng.integers(100, 2000, contexts)[context],
+    rng.uniform(0.3, 4, contexts)[context],
+    rng.uniform(0, 2, contexts)[context],
+  )
+  r = np.tile(RETENTIONS, contexts)
+  kc = -6 + features.column("nll") - features.column("tail_nll") / 2
+  kc += 2 * features.column("concentration") + features.column("log_length") / 4
+  y = plain(r**power, kc) + noise * rng.normal(size=r.shape)
+  return Triples(
+    r,
+    features.nll,
+    np.clip(y, 0, 1.5),
+    features.length,
+    features.tail_nll,
+    features.concentration,
+    context,
+    [("one", "two")[c % 2] for c in context],
+  )
+
+
+def test_a_fit_of_all_features_recovers_what_made_the_triples():
+  data = wide_triples()
+  found = fit(data, Rule(FEATURES, powered=True, too_high=1.0))
+  assert [name for name, _ in found.slopes] == [*FEATURES[1:]]
+  slopes = [slope for _, slope in found.slopes]
+  np.testing.assert_allclose(slopes, (-0.5, 2, 0.25), atol=1e-5)
+  np.testing.assert_allclose(
+    (found.alpha, found.beta, found.power), (1, -6, 0.5), atol=1e-5
+  )
+  np.testing.assert_allclose(found.predict(data), data.ratio, atol=1e-6)
+
+
+def test_triples_of_weight_zero_do_not_count():
+  data = triples(2, -9)
+  weight = np.arange(len(data.ratio)) < 280
+  spoiled = data._replace(ratio=np.where(weight, data.ratio, 0.3))
+  found = fit(spoiled, PAPER, weight.astype(float))
+  np.testing.assert_allclose(found[:2], (2, -9), atol=1e-6)
+
+
+def test_a_context_is_predicted_by_others():
+  data = wide_triples(noise=0.05, contexts=12)
+  rule = Rule(("nll", "tail_nll"), powered=False, too_high=1.0)
+  found = cross_validate(data, rule)
+  fifth = data.context % 5 == 2
+  rest = Triples(*(None if x is None else np.array(x)[~fifth] for x in data))
+  expected = fit(rest, rule).predict(data)[fifth]
+  np.testing.assert_allclose(found[fifth], expected, atol=1e-5)
+  with pytest.raises(InputError, match="at least two contexts"):
+    cross_validate(data._replace(context=np.zeros_like(data.context)), rule)
+
+
+def test_the_rule_is_chosen_that_predicts_other_contexts_best():
+  assert choose(wide_triples(noise=0.01)) == Rule(FEATURES, True, 1.0)
+  # Only the likelihood is known, and the paper's curve made the triples.
+  chosen = choose(triples(2, -9, noise=0.02))
+  assert chosen.features == ("nll",)
+  assert chosen.too_high == 1
+
+
+def test_a_rule_needs_its_features():
+  with pytest.raises(InputError, match="depends on tail_nll, log_length"):
+    fit(triples(2, -9), Rule(("nll", "tail_nll", "log_length"), False, 1.0))
+
+
+def test_r2_by_hand():
+  y = np.array([0.0, 0.5, 1.0])
+  assert r2(y, y) == 1
+  assert r2(np.full(3, 0.5), y) == 0
+  assert r2(np.array([1.0, 0.5, 0.0]), y) == -3
+  assert r2(np.ones(2), np.ones(2)) == 1
+  assert r2(np.zeros(2), np.ones(2)) == 0
+
+
+def calibrated(data, others, **options):
+  return kvjax.calibrate(
+    data,
+    model_id="tiny",
+    method=KeyDiff(),
+    preset="prefill",
+    others=others,
+    **options,
+  )
+
+
+def shuffled_contexts(data, seed, count):
+  """Other contexts: each of `data` may be drawn several times."""
+  rng = np.random.default_rng(seed)
+  picks = rng.integers(0, data.context.max() + 1, count)
+  index = np.concatenate([np.flatnonzero(data.context == c) for c in picks])
+  drawn = Triples(*(None if x is None else np.array(x)[index] for x in data))
+  return drawn._replace(
+    context=np.repeat(np.arange(count), len(RETENTIONS)),
+    task=[data.task[i] for i in index],
+  )
+
+
+def test_a_calibration_keeps_tau_on_other_contexts():
+  """With curves half as good as they should be, and twice as good."""
+  noisy = wide_triples(noise=0.1, contexts=100)
+  for power in (0.5, 2.0):
+    others = noisy._replace(ratio=np.clip(noisy.ratio, 0, 1) ** power)
+    kept = []
+    for seed in range(6):
+      record = calibrated(noisy, shuffled_contexts(others, seed, 60))
+      assert len(record.promises) > 20
+      targets, means = np.transpose(record.promises)
+      assert np.all(np.diff(targets) > 0)
+      assert np.all(np.diff(means) > 0)
+      assert set(targets) <= {*TARGETS}
+      budget = kvjax.Calibrated(record, 0.8)
+      shares = budget.retentions(others.features)
+      kept.append(quality_at(others, shares))
+    assert 0.79 < np.mean(kept) < 0.86
+    # A curve that is too cautious is asked for less.
+    assert (record.curve_target(0.8) < 0.8) == (power < 1)
+
+
+def quality_at(data, shares):
+  at = np.where(shares == 1, 1.0, 0.0)
+  chosen = data.retention == shares
+  values = np.concatenate(
+    [np.minimum(data.ratio, 1)[chosen], at[shares == 1][::7]]
+  )
+  assert len(values) == data.context.max() + 1
+  return values.mean()
+
+
+def test_a_calibration_tells_r2_by_task_and_where_it_comes_from():
+  data = wide_triples(noise=0.05)
+  others = shuffled_contexts(data, 1, 40)
+  record = calibrated(data, others, data="two tasks", seed=5)
+  predicted = fit(data, choose(data)).predict(others)
+  task = np.array(others.task)
+  expected = {"all": r2(predicted, others.ratio)} | {
+    name: r2(predicted[task == name], others.ratio[task == name])
+    for name in ("one", "two")
+  }
+  assert dict(record.r2) == pytest.approx(expected)
+  assert (record.data, record.seed) == ("two tasks", 5)
+  assert [name for name, *_ in record.ranges] == [*Features._fields]
+  assert record.ranges[1][1:] == (data.length.min(), data.length.max())
+
+
+def test_promises_need_contexts_at_every_retention():
+  data = wide_triples(noise=0.05, contexts=20)
+  part = Triples(*(np.array(x)[3:] if x is not None else None for x in data))
+  with pytest.raises(InputError, match=r"each measured once at 0\.05, 0\.1"):
+    calibrated(data, part)
+
+
 def test_the_ratio_of_likelihoods():
+  full, kept = (
+    np.array([1e-5, 1.0, 2.0, 0.5]),
+    np.array([1e-5, 1.7, 1.0, np.inf]),
+  )
+  np.testing.assert_allclose(
+    kvjax.likelihood_ratio(full, kept), [1, np.exp(-0.7), 1.5, 0]
+  )
+
+
+def test_the_ratio_of_negative_log_likelihoods():
   full, kept = np.array([1.0, 0.0, 2.0, 0.5]), np.array([2.0, 0.0, 1.0, np.inf])
   np.testing.assert_allclose(
     kvjax.nll_ratio(full, kept), [1.001 / 2.001, 1, 1.5, 0]
@@ -253,11 +536,22 @@ def test_a_record_is_saved_and_loaded(tmp_path):
   data = triples(2, -9, noise=0.1)
   made = kvjax.calibrate(data, model_id="tiny", method=SnapKV(window=5))
   found = fit(data)
-  assert (made.alpha, made.beta, made.error) == found
+  assert (made.alpha, made.beta, made.error) == found[:3]
   assert made.triples == 80 * 7
   assert made.tau_range == (data.ratio.min(), 1.0)
-  assert made.promises == ()
-  made = dataclasses.replace(made, promises=((0.5, 0.25), (0.9, 0.75)))
+  assert made.grid == tuple(RETENTIONS)
+  assert made.ranges == (("nll", data.nll.min(), data.nll.max()),)
+  assert (made.promises, made.preset, made.slopes) == ((), "paper", ())
+  made = dataclasses.replace(
+    made,
+    promises=((0.5, 0.25), (0.9, 0.75)),
+    preset="prefill",
+    slopes=(("tail_nll", 0.5), ("concentration", -1.0)),
+    power=0.75,
+    r2=(("all", 0.5), ("one", -0.25)),
+    data="RULER",
+    seed=3,
+  )
   path = tmp_path / "snapkv.json"
   made.save(path)
   assert Calibration.load(path, model_id="tiny") == made
@@ -271,7 +565,17 @@ def test_a_record_is_saved_and_loaded(tmp_path):
     ("{", "is no JSON"),
     ("[1]", "it holds no fields"),
     ({"alpha": None}, "its fields are beta"),
-    ({"gamma": 1.0}, "promises, gamma, not alpha"),
+    ({"gamma": 1.0}, "seed, gamma, not alpha"),
+    ({"preset": "other"}, 'preset "paper" or "prefill"'),
+    ({"preset": "prefill", "grid": []}, "measured retentions ascending"),
+    ({"grid": [0.5, 0.2]}, "measured retentions ascending"),
+    ({"slopes": [["nll", 1.0]]}, r"slopes is \[\['nll', 1.0\]\]"),
+    ({"slopes": {"other": 1.0}}, "slopes of nll, tail_nll"),
+    ({"ranges": {"nll": [2.0, 1.0]}}, "ranges of nll, length"),
+    ({"ranges": {"nll": 2.0}}, "ranges is"),
+    ({"power": 0.0}, "a power above 0"),
+    ({"r2": {"all": float("nan")}}, "finite numbers"),
+    ({"seed": 0.5}, "seed is 0.5"),
     ({"alpha": "1"}, "alpha is '1'"),
     ({"triples": True}, "triples is True"),
     ({"per_query_head": 0}, "per_query_head is 0"),
@@ -288,7 +592,7 @@ def test_a_record_is_saved_and_loaded(tmp_path):
 def test_a_damaged_record_is_refused(tmp_path, change, said):
   path = tmp_path / "record.json"
   if isinstance(change, dict):
-    fields = dataclasses.asdict(RECORD) | change
+    fields = to_json(dataclasses.asdict(RECORD)) | change
     change = json.dumps({k: v for k, v in fields.items() if v is not None})
   if change != "nothing":
     path.write_text(change)
