@@ -81,12 +81,13 @@ def _rules(rows: _Rows) -> Table:
   tasks = list(rows[0]["tasks"])
   lines = []
   for row in rows:
-    terms = [("NLL", row["alpha"]), *row["slopes"], ("", row["beta"])]
+    terms = [(" NLL", row["alpha"]), ("", row["beta"])]
+    terms += [(f" {name}", slope) for name, slope in row["slopes"]]
     r2 = dict(row["r2"])
     lines.append(
       [
         row["method"],
-        " ".join(f"{_signed(slope)} {name}".strip() for name, slope in terms),
+        " ".join(f"{_signed(slope)}{name}" for name, slope in terms),
         f"{row['power']:.2f}",
         f"{row['error']:.3f}",
         *(_r2(r2.get(task)) for task in tasks),

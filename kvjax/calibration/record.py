@@ -161,6 +161,18 @@ class Calibration:
     """Names of the features that retentions depend on."""
     return frozenset({"nll", *(name for name, _ in self.slopes)})
 
+  @property
+  def formula(self) -> str:
+    """The rule in words, as `kc = 2 NLL - 6 + 0.5 tail_nll, power 0.8`."""
+    terms = [(self.alpha, " NLL"), (self.beta, "")]
+    terms += [(slope, f" {name}") for name, slope in self.slopes]
+    text = "".join(
+      f" {'-' if value < 0 else '+'} {abs(value):g}{name}"
+      for value, name in terms
+    )
+    power = "" if self.power == 1 else f", power {self.power:g}"
+    return f"kc ={text.removeprefix(' +')}{power}"
+
   def curvature(self, features: Features) -> Float[np.ndarray, " B"]:
     """Computes kc of contexts; NaN if a feature is unknown."""
     kc = self.alpha * features.column("nll") + self.beta

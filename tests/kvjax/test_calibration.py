@@ -220,6 +220,10 @@ def test_a_rule_on_more_features():
   np.testing.assert_allclose(found[:2], least_retention(0.8, np.array(kc)))
   assert found[2] == 1
   assert record.depends_on == {"nll", *(name for name, _ in slopes)}
+  assert record.formula == (
+    "kc = 1.5 NLL - 7 + 0.5 tail_nll - 2 concentration + 0.25 log_length"
+  )
+  assert PREFILL.formula == "kc = 1.5 NLL - 7, power 0.5"
   missing = features._replace(concentration=None)
   assert record.retentions(missing, 0.8).tolist() == [1, 1, 1]
 
