@@ -91,8 +91,16 @@ _TASKS = flags.DEFINE_list(
 _SAMPLES = flags.DEFINE_integer(
   "samples",
   12,
-  "Samples per task and length to fit the curves to, and as many to test them.",
+  "Samples per task and length to fit the curves to.",
   lower_bound=1,
+  upper_bound=inputs.MOST_SAMPLES,
+)
+_OTHERS = flags.DEFINE_integer(
+  "others",
+  12,
+  "Other samples per task and length, to test what the curves of "
+  "--rule=prefill keep; 0: test them by cross-validation.",
+  lower_bound=0,
   upper_bound=inputs.MOST_SAMPLES,
 )
 _HELD_OUT = flags.DEFINE_integer(
@@ -162,8 +170,8 @@ def main() -> None:
     measuring.check(lm, chosen, samples)
     triples = run.measure("triples.jsonl", chosen, samples, 0)
     others = []
-    if _RULE.value == PREFILL:
-      samples = run.samples(_SAMPLES.value, 1)
+    if _RULE.value == PREFILL and _OTHERS.value:
+      samples = run.samples(_OTHERS.value, 1)
       others = run.measure("others.jsonl", chosen, samples, 1)
     held_out_samples = run.samples(_HELD_OUT.value, 2)
     held_out = run.measure("held_out.jsonl", chosen, held_out_samples, 2)
@@ -182,6 +190,7 @@ def main() -> None:
     "length": lengths,
     "rule": _RULE.value,
     "samples": _SAMPLES.value,
+    "others": _OTHERS.value if others else 0,
     "held_out": _HELD_OUT.value,
     "tau": _TAU.value,
     "device": reports.device(devices),

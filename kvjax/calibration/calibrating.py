@@ -1,12 +1,15 @@
 """Calibration from measurements."""
 
+import dataclasses
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from kvjax.calibration.conformal import add_promises
 from kvjax.calibration.features import Features
-from kvjax.calibration.fitting import PAPER, Triples, fit
+from kvjax.calibration.fitting import PAPER, Rule, Triples, fit
 from kvjax.calibration.record import Calibration, Preset
-from kvjax.calibration.rules import choose, cross_validate, r2_by_task
+from kvjax.calibration.rules import choose, cross_validate, folds, r2_by_task
 
 
 def calibrate(
@@ -33,8 +36,8 @@ def calibrate(
     per_query_head: whether each query head selected its own tokens.
     preset: the rule; see `Calibration`.
     others: measurements of other contexts at the same retentions. They tell R2
-      and, for preset "prefill", the promises of the curve. Without them, R2 is
-      cross-validated, or unknown for a single context.
+      and, for preset "prefill", the promises of the curve. Without them, both
+      are cross-validated, or unknown for a single context.
     data: the measured tasks and texts in words.
     seed: seed of the measured samples.
 
@@ -57,10 +60,12 @@ def calibrate(
   rule = PAPER if preset == "paper" else choose(triples)
   fitted = fit(triples, rule)
   r2: tuple[tuple[str, float], ...] = ()
+  several = len(np.unique(triples.contexts)) > 1
   if others is not None:
     r2 = r2_by_task(fitted.predict(others), others)
-  elif len(np.unique(triples.contexts)) > 1:
+  elif several:
     r2 = r2_by_task(cross_validate(triples, rule), triples)
+  measured = [x for x in (triples, others) if x is not None]
   calibration = Calibration(
     alpha=fitted.alpha,
     beta=fitted.beta,
@@ -76,18 +81,37 @@ def calibrate(
     preset=preset,
     slopes=fitted.slopes,
     power=fitted.power,
-    ranges=_ranges(*(x for x in (triples, others) if x is not None)),
+    ranges=_ranges(measured),
     grid=tuple(np.unique(triples.retention).tolist()),
     r2=r2,
     data=data,
     seed=seed,
   )
-  if preset == "paper" or others is None:
+  if preset == "paper" or (others is None and not several):
     return calibration
-  return add_promises(calibration, others)
+  if others is not None:
+    return add_promises(calibration, [(calibration, others)])
+  return add_promises(calibration, list(_folds(calibration, triples, rule)))
 
 
-def _ranges(*measured: Triples) -> tuple[tuple[str, float, float], ...]:
+def _folds(
+  calibration: Calibration, triples: Triples, rule: Rule
+) -> Iterator[tuple[Calibration, Triples]]:
+  """Yields curves, and the triples of contexts they were not fitted to."""
+  for fitted, held_out in folds(triples, rule):
+    curve = dataclasses.replace(
+      calibration,
+      alpha=fitted.alpha,
+      beta=fitted.beta,
+      slopes=fitted.slopes,
+      power=fitted.power,
+    )
+    yield curve, triples.select(held_out)
+
+
+def _ranges(
+  measured: Sequence[Triples],
+) -> tuple[tuple[str, float, float], ...]:
   """Minimum and maximum of the features that were measured for all triples."""
   ranges = []
   for name in Features._fields:

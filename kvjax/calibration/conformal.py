@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float
 
+from kvjax.calibration.features import Features
 from kvjax.calibration.fitting import Triples
 from kvjax.calibration.record import Calibration
 from kvjax.errors import InputError
@@ -56,7 +57,10 @@ def promises(
   return tuple(zip(targets, means.tolist(), strict=True))
 
 
-def add_promises(calibration: Calibration, triples: Triples) -> Calibration:
+def add_promises(
+  calibration: Calibration,
+  tests: Sequence[tuple[Calibration, Triples]],
+) -> Calibration:
   """Adds what a curve of preset "prefill" promises for a fine grid of targets.
 
   The curve's retentions are measured ones, so that contexts which were measured
@@ -65,21 +69,32 @@ def add_promises(calibration: Calibration, triples: Triples) -> Calibration:
 
   Args:
     calibration: the curve.
-    triples: measurements at the retentions of `calibration.grid`, on contexts
-      that it was not fitted to.
+    tests: pairs of a curve and measurements, at the retentions of the grid, of
+      contexts that it was not fitted to. For the theorem to hold exactly, the
+      curve is `calibration`. In cross-validation, each is fitted to the other
+      contexts, and almost equals `calibration`.
 
   Raises:
     InputError: a context was not measured at exactly these retentions.
   """
+  ratios, evicts = zip(*(_test(*pair) for pair in tests), strict=True)
+  tested = promises(TARGETS, np.hstack(ratios), np.hstack(evicts))
+  # A target is of use only if it promises more than all lower ones.
+  best = itertools.accumulate((kept for _, kept in tested), max, initial=-1.0)
+  useful = tuple(
+    pair for pair, before in zip(tested, best, strict=False) if pair[1] > before
+  )
+  return dataclasses.replace(calibration, promises=useful)
+
+
+def _test(
+  calibration: Calibration, triples: Triples
+) -> tuple[Float[np.ndarray, "Q C"], Bool[np.ndarray, "Q C"]]:
+  """Returns the quality of contexts, and whether tokens go, at each target."""
   ratios, evicts = _by_retention(calibration, triples)
   first = np.unique(triples.contexts, return_index=True)[1]
-  features = triples.features
-  features = features._replace(
-    **{
-      name: np.asarray(values)[first]
-      for name, values in features._asdict().items()
-      if values is not None
-    }
+  features = Features(
+    *(None if x is None else np.asarray(x)[first] for x in triples.features)
   )
   grid = np.array([*calibration.grid, 1.0])
   contexts = np.arange(len(first))
@@ -87,17 +102,10 @@ def add_promises(calibration: Calibration, triples: Triples) -> Calibration:
     np.searchsorted(grid, calibration.retentions(features, target))
     for target in TARGETS
   ]
-  tested = promises(
-    TARGETS,
+  return (
     np.array([ratios[contexts, place] for place in places]),
     np.array([evicts[contexts, place] for place in places]),
   )
-  # A target is of use only if it promises more than all lower ones.
-  best = itertools.accumulate((kept for _, kept in tested), max, initial=-1.0)
-  useful = tuple(
-    pair for pair, before in zip(tested, best, strict=False) if pair[1] > before
-  )
-  return dataclasses.replace(calibration, promises=useful)
 
 
 def _by_retention(

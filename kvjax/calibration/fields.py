@@ -6,6 +6,7 @@ from typing import Any
 
 from kvjax.errors import InputError
 
+PRESETS = ("paper", "prefill")
 _LARGEST = 2**63
 # Shown of a wrong value.
 _LONGEST = 60
@@ -52,7 +53,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
   "error": _is_number,
   "triples": _is_integer,
   "promises": _is_list(_is_pair),
-  "preset": _is_string,
+  "preset": lambda value: value in PRESETS,
   "slopes": _is_object(_is_number),
   "power": _is_number,
   "ranges": _is_object(_is_pair),

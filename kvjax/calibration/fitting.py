@@ -52,8 +52,14 @@ class Triples(NamedTuple):
   tail_nll: Float[np.ndarray, " M"] | None = None
   concentration: Float[np.ndarray, " M"] | None = None
   context: Int[np.ndarray, " M"] | None = None
-  task: Sequence[str] | None = None
+  task: Sequence[str] | np.ndarray | None = None
   evicts: Bool[np.ndarray, " M"] | None = None
+
+  def select(self, chosen: Bool[np.ndarray, " M"]) -> "Triples":
+    """Returns some of the triples."""
+    return Triples(
+      *(None if field is None else np.array(field)[chosen] for field in self)
+    )
 
   @property
   def contexts(self) -> Int[np.ndarray, " M"]:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from kvjax import files
 from kvjax.calibration.curve import least_retention
 from kvjax.calibration.features import NAMES, Features
-from kvjax.calibration.fields import checked, to_json
+from kvjax.calibration.fields import PRESETS, checked, to_json
 from kvjax.errors import InputError, InputWarning
 
 Path = str | os.PathLike[str]
@@ -128,7 +128,7 @@ class Calibration:
       )
     grid = [0.0, *self.grid, 1.0]
     if (
-      self.preset not in ("paper", "prefill")
+      self.preset not in PRESETS
       or not {name for name, _ in self.slopes} <= {*NAMES}
       or not {name for name, *_ in self.ranges} <= {*Features._fields}
       or not all(low <= high for _, low, high in self.ranges)

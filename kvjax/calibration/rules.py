@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
-from kvjax.calibration.fitting import Rule, Triples, fit
+from kvjax.calibration.fitting import Fit, Rule, Triples, fit
 from kvjax.errors import InputError
 
 # Parts that contexts are split into for cross-validation.
@@ -42,8 +42,10 @@ def r2_by_task(
   return tuple(result)
 
 
-def cross_validate(triples: Triples, rule: Rule) -> Float[np.ndarray, " M"]:
-  """Predicts each triple by a fit to other contexts.
+def folds(
+  triples: Triples, rule: Rule
+) -> Iterator[tuple[Fit, Bool[np.ndarray, " M"]]]:
+  """Yields fits, and which triples each was not fitted to.
 
   Contexts are split into five parts, every fifth in their order; with fewer
   contexts, each is a part.
@@ -57,10 +59,15 @@ def cross_validate(triples: Triples, rule: Rule) -> Float[np.ndarray, " M"]:
     raise InputError(
       "Held-out contexts need at least two contexts; the triples have one."
     )
-  predicted = np.empty(len(triples.ratio))
   for part in range(min(_FOLDS, count)):
     held_out = contexts % _FOLDS == part
-    fitted = fit(triples, rule, (~held_out).astype(np.float64))
+    yield fit(triples, rule, (~held_out).astype(np.float64)), held_out
+
+
+def cross_validate(triples: Triples, rule: Rule) -> Float[np.ndarray, " M"]:
+  """Predicts each triple by a fit to other contexts; see `folds`."""
+  predicted = np.empty(len(triples.ratio))
+  for fitted, held_out in folds(triples, rule):
     predicted[held_out] = fitted.predict(triples)[held_out]
   return predicted
 

@@ -183,10 +183,11 @@ def _mean_nll(
       for x in (hidden, targets)
     )
     masks = jax.lax.dynamic_slice_in_dim(predicted, begin, width, axis=2)
-    masks &= begin + jnp.arange(width, dtype=jnp.int32) >= start
+    index = begin + jnp.arange(width, dtype=jnp.int32)
+    masks &= (index >= start)[None, None]
     logits = model.logits(params, part_hidden)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.sum(jnp.where(masks, losses, 0.0), axis=2)
+    return jnp.sum(jnp.where(masks, losses[None], 0.0), axis=2)
 
   starts = jnp.arange(0, length, width, dtype=jnp.int32)
   total = jnp.sum(jax.lax.map(part, starts), axis=0)

@@ -241,18 +241,19 @@ def test_concentration_equals_the_participation_ratio():
       w = (x - x.min()) / (x - x.min()).sum()
       heads.append(np.log(len(w) * np.sum(w**2)))
     expected.append(np.mean(heads))
+  scores, scored = jnp.asarray(scores), jnp.asarray(scored)
   np.testing.assert_allclose(concentration(scores, scored), expected, rtol=1e-5)
-  finite = np.where(np.isfinite(scores), scores, 0.5)
+  finite = jnp.where(jnp.isfinite(scores), scores, 0.5)
   moved = concentration(1e4 * finite - 3e3, scored)
   np.testing.assert_allclose(moved, concentration(finite, scored), rtol=1e-3)
 
 
 def test_concentration_from_none_to_all():
-  one = np.zeros((1, 1, 64), np.float32)
-  every = np.ones(one.shape, bool)
+  one = jnp.zeros((1, 1, 64))
+  every = jnp.ones(one.shape, bool)
   assert concentration(one, every).tolist() == [0]
   assert concentration(one, ~every).tolist() == [0]
-  one[..., 5] = 3.0
+  one = one.at[..., 5].set(3.0)
   np.testing.assert_allclose(concentration(one, every), [np.log(64)], rtol=1e-6)
 
 
@@ -313,7 +314,7 @@ def test_a_fit_sees_through_noise():
 def test_a_fit_is_no_worse_than_any_line_tried():
   data = triples(2, -9, noise=0.15)
   found = fit(data)
-  r, nll, y = data
+  r, nll, y = data[:3]
 
   def loss(alpha, beta):
     error = plain(r, alpha * nll + beta) - y
@@ -413,7 +414,7 @@ def test_a_context_is_predicted_by_others():
   rule = Rule(("nll", "tail_nll"), powered=False, too_high=1.0)
   found = cross_validate(data, rule)
   fifth = data.context % 5 == 2
-  rest = Triples(*(None if x is None else np.array(x)[~fifth] for x in data))
+  rest = data.select(~fifth)
   expected = fit(rest, rule).predict(data)[fifth]
   np.testing.assert_allclose(found[fifth], expected, atol=1e-5)
   with pytest.raises(InputError, match="at least two contexts"):
@@ -442,9 +443,9 @@ def test_r2_by_hand():
   assert r2(np.zeros(2), np.ones(2)) == 0
 
 
-def calibrated(data, others, **options):
+def calibrated(measured, others, **options):
   return kvjax.calibrate(
-    data,
+    measured,
     model_id="tiny",
     method=KeyDiff(),
     preset="prefill",
@@ -458,7 +459,7 @@ def shuffled_contexts(data, seed, count):
   rng = np.random.default_rng(seed)
   picks = rng.integers(0, data.context.max() + 1, count)
   index = np.concatenate([np.flatnonzero(data.context == c) for c in picks])
-  drawn = Triples(*(None if x is None else np.array(x)[index] for x in data))
+  drawn = data.select(index)
   return drawn._replace(
     context=np.repeat(np.arange(count), len(RETENTIONS)),
     task=[data.task[i] for i in index],
@@ -514,7 +515,7 @@ def test_a_calibration_tells_r2_by_task_and_where_it_comes_from():
 
 def test_promises_need_contexts_at_every_retention():
   data = wide_triples(noise=0.05, contexts=20)
-  part = Triples(*(np.array(x)[3:] if x is not None else None for x in data))
+  part = data.select(np.arange(len(data.ratio)) >= 3)
   with pytest.raises(InputError, match=r"each measured once at 0\.05, 0\.1"):
     calibrated(data, part)
 
@@ -570,7 +571,7 @@ def test_a_record_is_saved_and_loaded(tmp_path):
     ("[1]", "it holds no fields"),
     ({"alpha": None}, "its fields are beta"),
     ({"gamma": 1.0}, "seed, gamma, not alpha"),
-    ({"preset": "other"}, 'preset "paper" or "prefill"'),
+    ({"preset": "other"}, "preset is 'other'"),
     ({"preset": "prefill", "grid": []}, "measured retentions ascending"),
     ({"grid": [0.5, 0.2]}, "measured retentions ascending"),
     ({"slopes": [["nll", 1.0]]}, r"slopes is \[\['nll', 1.0\]\]"),
@@ -644,3 +645,35 @@ def test_tau_outside_its_range_is_refused(tau):
 def test_plans_that_a_calibration_does_not_suit_are_refused(make, said):
   with pytest.raises(InputError, match=said):
     make(kvjax.Calibrated(RECORD, 0.9))
+
+
+def test_promises_without_other_contexts_are_cross_validated():
+  """Each context is tested on the curve that was fitted to the others."""
+  data = wide_triples(noise=0.1, contexts=15)
+  record = calibrated(data, None)
+  chosen = choose(data)
+  ratios = []
+  for context in range(15):
+    rest = data.select(data.context % 5 != context % 5)
+    own = data.select(data.context == context)
+    found = fit(rest, chosen)
+    curve = dataclasses.replace(
+      record,
+      alpha=found.alpha,
+      beta=found.beta,
+      slopes=found.slopes,
+      power=found.power,
+      promises=(),
+    )
+    first = Features(*(None if x is None else x[:1] for x in own.features))
+    shares = [curve.retentions(first, target)[0] for target in TARGETS]
+    quality_of = dict(zip(own.retention, own.ratio, strict=True)) | {1.0: 1.0}
+    ratios.append([quality_of[share] for share in shares])
+  ratios = np.transpose(ratios)
+  expected = dict(promises(TARGETS, ratios, np.ones(ratios.shape, bool)))
+  assert len(record.promises) > 5
+  for target, kept in record.promises:
+    assert kept == pytest.approx(expected[target], abs=1e-6)
+  assert dict(record.r2)["all"] == pytest.approx(
+    r2(cross_validate(data, chosen), data.ratio)
+  )
