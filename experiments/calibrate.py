@@ -31,7 +31,7 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import rich.console
 import rich.text
@@ -39,7 +39,7 @@ from absl import flags
 
 import kvjax
 from kvjax import models
-from kvjax.calibration.record import check_tau
+from kvjax.calibration.record import Preset, check_tau
 from kvjax.errors import InputError
 from kvjax.experiments import (
   cli,
@@ -178,7 +178,7 @@ def main() -> None:
     fitted = fits.fit(
       chosen,
       fits.Sets(triples, others, held_out),
-      _RULE.value,
+      cast(Preset, _RULE.value),
       fits.Origin(settings.weights, run.data, settings.seed),
     )
     if _RULE.value == PAPER:

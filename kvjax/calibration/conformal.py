@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvjax.calibration.features import Features
 from kvjax.calibration.fitting import Triples
 from kvjax.calibration.record import Calibration
 from kvjax.errors import InputError
@@ -93,9 +92,7 @@ def _test(
   """Returns the quality of contexts, and whether tokens go, at each target."""
   ratios, evicts = _by_retention(calibration, triples)
   first = np.unique(triples.contexts, return_index=True)[1]
-  features = Features(
-    *(None if x is None else np.asarray(x)[first] for x in triples.features)
-  )
+  features = triples.select(first).features
   grid = np.array([*calibration.grid, 1.0])
   contexts = np.arange(len(first))
   places = [

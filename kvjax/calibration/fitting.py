@@ -55,10 +55,16 @@ class Triples(NamedTuple):
   task: Sequence[str] | np.ndarray | None = None
   evicts: Bool[np.ndarray, " M"] | None = None
 
-  def select(self, chosen: Bool[np.ndarray, " M"]) -> "Triples":
+  def select(
+    self, chosen: Bool[np.ndarray, " M"] | Int[np.ndarray, " Z"]
+  ) -> "Triples":
     """Returns some of the triples."""
-    return Triples(
-      *(None if field is None else np.array(field)[chosen] for field in self)
+    return self._replace(
+      **{
+        name: np.array(field)[chosen]
+        for name, field in self._asdict().items()
+        if field is not None
+      }
     )
 
   @property
@@ -73,7 +79,8 @@ class Triples(NamedTuple):
     """Features of the context of each triple."""
     length = self.length
     if length is None:
-      length = np.ones(len(self.nll), int)
+      # So long that no retention is less than a token.
+      length = np.full(len(self.nll), np.iinfo(np.int64).max)
     return Features(self.nll, length, self.tail_nll, self.concentration)
 
   @property

@@ -298,7 +298,9 @@ def _features(
 
   Concentrations are means over the layers that a method scores.
   """
-  nll, by_layer = jax.device_get((nll, list(concentrations.values())))
+  (of_prompts, of_tails), by_layer = jax.device_get(
+    (nll, list(concentrations.values()))
+  )
   means = {
     evaluation: np.mean(values, axis=0)
     for evaluation, values in zip(concentrations, by_layer, strict=True)
@@ -306,7 +308,7 @@ def _features(
   }
   lengths = np.asarray(prompts.lengths)
   return tuple(
-    Features(nll[0], lengths, nll[1], means.get(Evaluation.of(plan)))
+    Features(of_prompts, lengths, of_tails, means.get(Evaluation.of(plan)))
     for plan in plans
   )
 
