@@ -39,12 +39,12 @@ def _keep_layers(folder, count):
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-# The small model's likelihoods are not those that the record was measured on.
+# The record was measured on longer contexts.
 @pytest.mark.filterwarnings("ignore::kvjax.InputWarning")
 def test_the_code_runs(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "notes.txt").write_text("The sky is blue. Ann called.\n" * 20)
-  shutil.copytree(ROOT / "models" / "calibrations", "models/calibrations")
+  shutil.copytree(ROOT / "models" / "reference", "models/reference")
   # A small model stands in for the one that is fetched.
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
   name = "smollm2-135m-instruct"

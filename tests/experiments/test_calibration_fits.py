@@ -109,7 +109,7 @@ def test_contexts_keep_what_is_promised_and_little_more_than_they_need(fitted):
 
 def test_what_keeps_everything_loses_nothing(fitted):
   (method, _) = fitted
-  # No target promises more than 60 of 61.
+  # No target promises more than 120 of 121.
   for whole in method.reached_at(0.999):
     assert (whole.retention, whole.likelihood_ratio) == (1, 1)
     assert whole.kept_tokens == whole.context_tokens == 100

@@ -1,6 +1,5 @@
-"""The records that come with kvjax, of SmolLM2-135M-Instruct."""
+"""The records that come with kvjax."""
 
-import json
 import pathlib
 
 import numpy as np
@@ -17,93 +16,126 @@ from kvjax.experiments.candidates import candidates
 from kvjax.experiments.results import Settings, digest
 from kvjax.models import catalog
 
-MODEL = "smollm2-135m-instruct"
-SHIPPED = pathlib.Path(models.__file__).parent / FOLDER / MODEL
-METHODS = ["compactor", "keydiff", "lagkv:lag=128", "snapkv", "random"]
+MODELS = pathlib.Path(models.__file__).parent
+# The folders of records, by the model that each is of.
+FOLDERS = {"reference": MODELS / "reference" / FOLDER} | {
+  name: MODELS / FOLDER / name
+  for name in catalog.NAMED
+  if (MODELS / FOLDER / name).is_dir()
+}
 TAU = 0.95
 
 
-PATHS = {
-  file_name(name, False): SHIPPED / file_name(name, False) for name in METHODS
-}
-(DIGEST,) = {
-  json.loads(path.read_text())["model_id"] for path in PATHS.values()
-}
+def located(name):
+  if name == "reference":
+    return MODELS / name
+  try:
+    return catalog.locate(name).resolve()
+  except InputError as error:
+    pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module")
-def shipped():
-  return Auto.read(TAU, SHIPPED, DIGEST)
+def read(name):
+  """The records of a model, which must have been measured on its weights."""
+  return Auto.read(TAU, FOLDERS[name], digest(located(name)))
 
 
-def test_no_record_is_used_with_other_weights():
-  assert {path.name for path in SHIPPED.iterdir()} == PATHS.keys()
-  with pytest.raises(InputError, match=f"of the model '{DIGEST}'"):
-    Auto.read(TAU, SHIPPED, "0d5efa85493b")
+@pytest.fixture(
+  scope="module",
+  params=[
+    pytest.param(name, marks=[] if name == "reference" else pytest.mark.slow)
+    for name in FOLDERS
+  ],
+)
+def shipped(request):
+  records = read(request.param).records
+  assert records
+  return request.param, records
 
 
-@pytest.mark.slow
-def test_records_have_the_digest_of_the_model():
-  assert digest(located().resolve()) == DIGEST
+def test_records_have_the_digest_of_the_weights(shipped):
+  """Those of any other weights are refused."""
+  name, records = shipped
+  assert {record.model_id for record in records.values()} == {
+    digest(located(name))
+  }
+  with pytest.raises(InputError, match="needs one of its own"):
+    Auto.read(TAU, FOLDERS[name], "0")
 
 
 def test_records_are_those_of_todays_methods(shipped):
-  assert len(candidates(METHODS, [shipped])) == 1 + len(METHODS)
+  name, _ = shipped
+  files = {path.stem for path in FOLDERS[name].glob("*.json")}
+  names = [stem.replace("--", ":") for stem in files]
+  assert {f"{file_name(name, False)}" for name in names} == {
+    f"{stem}.json" for stem in files
+  }
+  assert len(candidates(names, [read(name)])) == 1 + len(names)
 
 
 def test_records_say_what_they_hold_for(shipped):
-  for record in shipped.records.values():
+  _, records = shipped
+  for record in records.values():
     ranges = {name: (low, high) for name, low, high in record.ranges}
     assert {"nll", "length"} <= ranges.keys()
+    assert {feature for feature, _ in record.slopes} <= ranges.keys() | {
+      "log_length"
+    }
     assert all(low < high for low, high in ranges.values())
     assert record.preset == "prefill"
     assert len(record.grid) >= 7
-    assert {"all"} < dict(record.r2).keys()
-    assert all(task in record.data for task in dict(record.r2) if task != "all")
+    assert len(record.promises) > 1
+    tasks = dict(record.r2).keys() - {"all"}
+    assert tasks
+    assert all(task in record.data for task in tasks)
 
 
 def test_more_quality_never_keeps_less(shipped):
   """At the ends and in the middle of the measured ranges."""
-  for record in shipped.records.values():
+  for record in shipped[1].values():
     ends = {
       name: np.linspace(low, high, 3) for name, low, high in record.ranges
     }
     features = kvjax.Features(**ends)
     shares = [
       kvjax.Calibrated(record, tau).retentions(features)
-      for tau in (0.5, 0.8, 0.9, TAU, 1.0)
+      for tau in (record.promises[0][1], 0.9, TAU, 1.0)
     ]
     assert np.all(np.diff(shares, axis=0) >= 0)
     assert np.all(shares[-1] == 1)
-
-
-def located():
-  try:
-    return catalog.locate(MODEL)
-  except InputError as error:
-    pytest.skip(str(error))
+    assert np.all(shares[0] < 1)
 
 
 @pytest.mark.slow
 def test_other_contexts_keep_their_quality(shipped, tmp_path):
   """At what their calibration allows them, as tau = 0.95 asks."""
-  located()
-  lm = models.load(MODEL, "float32")
+  name, records = shipped
+  lm = models.load(located(name), "float32")
   tasks = ["niah_single_1", "niah_single_2", "niah_multikey_1"]
-  samples = ruler.samples(tasks, [512], 4, 5, lm.text.count, ruler.Texts.read())
-  settings = Settings(MODEL, DIGEST, "float32", 5)
+  (length,) = {
+    high
+    for record in records.values()
+    for n, _, high in record.ranges
+    if n == "length"
+  }
+  texts = ruler.Texts.read()
+  samples = ruler.samples(tasks, [int(length)], 4, 5, lm.text.count, texts)
+  settings = Settings(name, digest(located(name)), "float32", 5)
   store = Measurements(
     tmp_path / "held_out.jsonl", settings, Measurement, "measurement"
   )
-  chosen = candidates(["compactor", "keydiff", "snapkv"], [shipped])[1:]
+  names = [
+    path.stem.replace("--", ":") for path in FOLDERS[name].glob("*.json")
+  ]
   found = measuring.measure(
-    lm, chosen, samples, store, 2, lambda task, new: None
+    lm,
+    candidates(names, [read(name)])[1:],
+    samples,
+    store,
+    2,
+    lambda task, new: None,
   )
-  kept = {}
-  for method in ("compactor", "keydiff", "snapkv"):
+  for method in names:
     own = [m for m in found if m.method == method]
-    mean = np.mean([fits.ratio("prefill", m) for m in own])
-    # Of 12 contexts: two standard errors of a mean that may be 0.95.
-    assert mean >= 0.85, method
-    kept[method] = np.mean([m.retention for m in own])
-  assert kept["compactor"] < kept["snapkv"]
+    # Of 12 contexts: two standard errors below a mean that may be 0.95.
+    assert np.mean([fits.ratio("prefill", m) for m in own]) >= 0.85, method
