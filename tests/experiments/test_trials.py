@@ -35,7 +35,7 @@ def test_trials_that_do_not_vary_show_no_difference():
 
 
 @pytest.mark.parametrize("margin", [0.5, 2.0, 4.0, 12.0])
-@pytest.mark.parametrize("others", [SAME, WORSE, [49.0, 53.5, 51.5]])
+@pytest.mark.parametrize("others", [SAME, [41.0, 40.5, 43.0]])
 def test_equality_within_a_margin_is_two_one_sided_t_tests(others, margin):
   """Those of scipy on the paired differences."""
   below, above = (
