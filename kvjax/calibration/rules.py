@@ -88,9 +88,13 @@ def candidates(triples: Triples) -> Iterator[Rule]:
 def choose(triples: Triples) -> Rule:
   """Returns the rule with the highest R2 on held-out contexts.
 
+  For a single context, it is that of NLL(c) with a power of 1.
+
   Raises:
-    InputError: see `cross_validate`.
+    InputError: see `fit`.
   """
+  if len(np.unique(triples.contexts)) < 2:
+    return next(candidates(triples))
   return max(
     candidates(triples),
     key=lambda rule: r2(cross_validate(triples, rule), triples.ratio),

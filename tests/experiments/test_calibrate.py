@@ -282,6 +282,7 @@ def test_the_program_writes_records_that_compare_reads(
     "kvjax.experiments.calibrate",
     model,
     *asked,
+    "--others=1",
     "--held_out=1",
     "--retention=0.5",
     f"--output={folder}",

@@ -197,6 +197,8 @@ def test_the_rule_is_chosen_that_predicts_other_contexts_best():
   chosen = choose(triples(2, -9, noise=0.02))
   assert chosen.features == ("nll",)
   assert chosen.too_high == 1
+  one = wide_triples().select(np.arange(len(RETENTIONS)))
+  assert choose(one) == Rule(("nll",), False, 1.0)
 
 
 def test_a_rule_needs_its_features():
