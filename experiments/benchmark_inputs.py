@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, cast
@@ -106,7 +105,6 @@ _DATA = flags.DEFINE_string(
   "such a dataset on the Hugging Face hub, such as simonjegou/ruler.",
 )
 
-_NUMBER = re.compile("[1-9][0-9]{0,8}")
 _DEFAULT_LENGTH = {
   "ruler": [2048],
   "longbench": [],
@@ -316,13 +314,7 @@ def lengths() -> list[int]:
   """
   if _LENGTH.value is None:
     return _DEFAULT_LENGTH[BENCHMARK.value]
-  texts = dict.fromkeys(text.strip() for text in _LENGTH.value)
-  if not texts or not all(map(_NUMBER.fullmatch, texts)):
-    raise InputError(
-      f"--length takes numbers of tokens such as 1024,2048; "
-      f"{','.join(_LENGTH.value)[:60]!r} is not."
-    )
-  return [int(text) for text in texts]
+  return inputs.parse_lengths(_LENGTH.value)
 
 
 def draw(lm: Pretrained) -> Drawn:

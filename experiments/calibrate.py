@@ -3,17 +3,21 @@
   python -m kvjax.experiments.calibrate
 
 measures with the bundled model how likely correct answers remain when each
-method compresses RULER's contexts to 5, 10, 20, 30, 50, 75 and 90 %, all from
-one prefill. For every method it fits a curve of the remaining quality against
-the retention and the likelihood of the context. As many other samples are then
-compressed to the retentions that the curves give. Where the quality falls short
-of the curve, the record asks the curve for a higher quality, or for everything.
-A third set of samples is compressed to the retentions that the records give at
---tau, to evaluate them.
+method compresses RULER's contexts to 13 retentions from 5 to 98 %, all from one
+prefill. For every method it fits a curve of the remaining quality against the
+retention and what the prefill tells about the context. As many other samples,
+measured at the same retentions, tell what quality the curve's retentions leave
+on average. A third set of samples evaluates the records at --tau, next to the
+least retention that each context needs.
 
-The output is triples.jsonl, tried.jsonl, held_out.jsonl, summary.json,
+--rule=prefill chooses among NLL of the context and of its tail, concentration
+of the method's scores, and length by how well they predict other contexts.
+--rule=paper is Compactor's rule of two parameters.
+
+The output is triples.jsonl, others.jsonl, held_out.jsonl, summary.json,
 calibration.md, ratio_curves.png, retention_bars.png and a record for each
-method in the folder records. An interrupted run resumes where it stopped.
+method in the folder records; --rule=paper writes reached.jsonl instead of
+others.jsonl. An interrupted run resumes where it stopped.
 compare and evaluate read the records by --calibrations=DIR, or from the folder
 `calibrations` in the model's directory if copied there.
 
@@ -27,7 +31,7 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import rich.console
 import rich.text
@@ -35,7 +39,7 @@ from absl import flags
 
 import kvjax
 from kvjax import models
-from kvjax.calibration.record import check_tau
+from kvjax.calibration.record import Preset, check_tau
 from kvjax.errors import InputError
 from kvjax.experiments import (
   cli,
@@ -53,6 +57,7 @@ from kvjax.experiments.calibration import (
   records,
   tables,
 )
+from kvjax.experiments.calibration.fits import PAPER, PREFILL
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
 from kvjax.experiments.candidates import (
   DEFAULT,
@@ -86,22 +91,29 @@ _TASKS = flags.DEFINE_list(
 _SAMPLES = flags.DEFINE_integer(
   "samples",
   12,
-  "Samples per task to fit the curves to, and as many to test them.",
+  "Samples per task and length to fit the curves to.",
   lower_bound=1,
+  upper_bound=inputs.MOST_SAMPLES,
+)
+_OTHERS = flags.DEFINE_integer(
+  "others",
+  12,
+  "Other samples per task and length, to test what the curves of "
+  "--rule=prefill keep; 0: test them by cross-validation.",
+  lower_bound=0,
   upper_bound=inputs.MOST_SAMPLES,
 )
 _HELD_OUT = flags.DEFINE_integer(
   "held_out",
   12,
-  "Further samples per task, to evaluate the records.",
+  "Further samples per task and length, to evaluate the records.",
   lower_bound=1,
   upper_bound=inputs.MOST_SAMPLES,
 )
-_LENGTH = flags.DEFINE_integer(
+_LENGTH = flags.DEFINE_list(
   "length",
-  1024,
+  ["1024"],
   "Tokens of prompt and answer, without the chat template.",
-  lower_bound=1,
 )
 _METHODS = flags.DEFINE_list(
   "methods",
@@ -110,13 +122,14 @@ _METHODS = flags.DEFINE_list(
 )
 _RETENTION = flags.DEFINE_list(
   "retention",
-  ["0.05", "0.1", "0.2", "0.3", "0.5", "0.75", "0.9"],
+  "0.05 0.1 0.15 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 0.95 0.98".split(),
   "Shares of the context to keep.",
 )
-_ASKED = flags.DEFINE_list(
-  "asked",
-  ["0.5", "0.7", "0.8", "0.9", "0.95", "0.97", "0.98", "0.99", "0.995"],
-  "Qualities to request from the curves, to test them.",
+_RULE = flags.DEFINE_enum(
+  "rule",
+  PREFILL,
+  [PREFILL, PAPER],
+  "paper: Compactor's rule; prefill: a rule on more of what the prefill tells.",
 )
 _HEADS = flags.DEFINE_enum(
   "heads",
@@ -141,7 +154,7 @@ def main() -> None:
   """Checks all flags, then measures, fits, tests and evaluates."""
   began = time.monotonic()
   folder = pathlib.Path(_OUTPUT.value)
-  chosen, qualities = _chosen(), _qualities()
+  chosen, lengths = _chosen(), inputs.parse_lengths(_LENGTH.value)
   check_tau(_TAU.value)
   texts = _texts()
   choice = ruler.choose(_TASKS.value, texts)
@@ -151,28 +164,33 @@ def main() -> None:
     console.print(note)
   settings = _settings(choice.data)
   with inputs.loaded() as (lm, devices):
-    inputs.check_lengths(lm, [_LENGTH.value])
-    run = _Run(lm, choice.tasks, texts, settings, folder)
+    inputs.check_lengths(lm, lengths)
+    run = _Run(lm, choice.tasks, lengths, texts, settings, folder)
     samples = run.samples(_SAMPLES.value, 0)
     measuring.check(lm, chosen, samples)
-    measured = run.measure("triples.jsonl", chosen, samples, 0)
-    fitted = fits.fit(chosen, measured, settings.weights)
-    automatic = [method.automatic(q) for method in fitted for q in qualities]
-    new_samples = run.samples(_SAMPLES.value, 1)
-    tried = run.measure("tried.jsonl", automatic, new_samples, 1)
-    fitted = fits.add_promises(fitted, qualities, tried)
-    automatic = [method.automatic(_TAU.value) for method in fitted]
-    new_samples = run.samples(_HELD_OUT.value, 2)
-    held_out = run.measure("held_out.jsonl", automatic, new_samples, 2)
-  fitted = [
-    dataclasses.replace(
-      method, held_out=[m for m in held_out if m.method == method.name]
+    triples = run.measure("triples.jsonl", chosen, samples, 0)
+    others = []
+    if _RULE.value == PREFILL and _OTHERS.value:
+      samples = run.samples(_OTHERS.value, 1)
+      others = run.measure("others.jsonl", chosen, samples, 1)
+    held_out_samples = run.samples(_HELD_OUT.value, 2)
+    held_out = run.measure("held_out.jsonl", chosen, held_out_samples, 2)
+    fitted = fits.fit(
+      chosen,
+      fits.Sets(triples, others, held_out),
+      cast(Preset, _RULE.value),
+      fits.Origin(settings.weights, run.data, settings.seed),
     )
-    for method in fitted
-  ]
+    if _RULE.value == PAPER:
+      # Its retentions are not among the measured ones.
+      automatic = [method.automatic(_TAU.value) for method in fitted]
+      reached = run.measure("reached.jsonl", automatic, held_out_samples, 2)
+      fitted = fits.add_reached(fitted, reached)
   summary = dataclasses.asdict(settings) | {
-    "length": _LENGTH.value,
+    "length": lengths,
+    "rule": _RULE.value,
     "samples": _SAMPLES.value,
+    "others": _OTHERS.value if others else 0,
     "held_out": _HELD_OUT.value,
     "tau": _TAU.value,
     "device": reports.device(devices),
@@ -209,6 +227,7 @@ class _Run(NamedTuple):
 
   lm: models.Pretrained
   tasks: Sequence[str]
+  lengths: Sequence[int]
   texts: ruler.Texts
   settings: results.Settings
   folder: pathlib.Path
@@ -217,12 +236,19 @@ class _Run(NamedTuple):
     """Draws samples of each task, with the run's seed plus `step`."""
     return ruler.samples(
       self.tasks,
-      [_LENGTH.value],
+      self.lengths,
       count,
       self.settings.seed + step,
       self.lm.text.count,
       self.texts,
     )
+
+  @property
+  def data(self) -> str:
+    """The tasks, lengths and texts in words."""
+    lengths = ", ".join(map(str, self.lengths))
+    texts = "; ".join(f"{k}: {v}" for k, v in self.settings.data.items())
+    return f"RULER's {', '.join(self.tasks)} of {lengths} tokens; {texts}"
 
   def measure(
     self,
@@ -269,24 +295,6 @@ def _chosen() -> list[Candidate]:
         "that evict."
       )
   return chosen
-
-
-def _qualities() -> list[float]:
-  """Parses --asked, ascending.
-
-  Raises:
-    InputError: a value is not between 0 and 1.
-  """
-  try:
-    qualities = sorted({float(text) for text in _ASKED.value})
-  except ValueError:
-    qualities = []
-  if not qualities or not all(0 < quality < 1 for quality in qualities):
-    raise InputError(
-      "--asked takes numbers between 0 and 1, such as 0.9,0.95; "
-      f"{','.join(_ASKED.value)!r} is not that."
-    )
-  return qualities
 
 
 def _texts() -> ruler.Texts:

@@ -49,9 +49,7 @@ class Candidate:
     if isinstance(plan.budget, kvjax.Calibrated):
       line = plan.budget.calibration
       quality = line.curve_target(plan.budget.tau)
-      return (
-        f"{plan.label}, kc = {line.alpha:g} NLL + {line.beta:g} at {quality:g}"
-      )
+      return f"{plan.label}, {line.formula} at {quality:g}"
     if plan.sparse is None:
       return plan.label
     return f"{plan.sparse.retrieval} on {plan.label}, {plan.budget}"

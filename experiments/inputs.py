@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -17,6 +18,7 @@ REFERENCE = "reference"
 _BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
 
 _HUB = "models--"
+_NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 MODEL = flags.DEFINE_string(
   "model",
@@ -79,6 +81,21 @@ def check_lengths(lm: models.Pretrained, lengths: Sequence[int]) -> None:
       f"--length={max(lengths)} and {template} tokens of chat template are "
       f"longer than the context of this model, {limit} tokens."
     )
+
+
+def parse_lengths(texts: Sequence[str]) -> list[int]:
+  """Parses the values of --length, without repetitions.
+
+  Raises:
+    InputError: a value is not a positive integer.
+  """
+  distinct = dict.fromkeys(text.strip() for text in texts)
+  if not distinct or not all(map(_NUMBER.fullmatch, distinct)):
+    raise InputError(
+      f"--length takes numbers of tokens such as 1024,2048; "
+      f"{','.join(texts)[:60]!r} is not."
+    )
+  return [int(text) for text in distinct]
 
 
 def dtype() -> str:

@@ -7,6 +7,7 @@ from typing import cast
 from absl import flags
 
 import kvjax
+from kvjax import models
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.errors import InputError
 from kvjax.experiments import candidates, cli, inputs, results
@@ -37,7 +38,7 @@ _CALIBRATIONS = flags.DEFINE_string(
   "calibrations",
   None,
   "Folder of records written by kvjax.experiments.calibrate; the default is "
-  f"{FOLDER} in the model's directory.",
+  f"{FOLDER} in the model's directory, or those that come with kvjax.",
 )
 _BUDGET = flags.DEFINE_list(
   "budget", None, "Tokens to keep or to retrieve, instead of --retention."
@@ -133,9 +134,16 @@ def _automatic() -> bool:
 
 def _auto() -> Auto:
   model = inputs.model_directory()
+  folder = pathlib.Path(_CALIBRATIONS.value or _records_of(model))
+  return Auto.read(_TAU.value, folder, results.digest(model))
+
+
+def _records_of(model: pathlib.Path) -> pathlib.Path:
+  """Returns the records in a model's directory, or else those of kvjax."""
   beside = model.parent if model.is_file() else model
-  folder = _CALIBRATIONS.value or beside / FOLDER
-  return Auto.read(_TAU.value, pathlib.Path(folder), results.digest(model))
+  folder = beside / FOLDER
+  shipped = pathlib.Path(models.__file__).parent / FOLDER / inputs.model_name()
+  return shipped if shipped.is_dir() and not folder.is_dir() else folder
 
 
 def schedule() -> kvjax.Schedule:

@@ -6,8 +6,11 @@ runs `kvjax.experiments.evaluate` with the flags after `--` and a seed for each
 trial, from 0 on. Sketches and random choices differ between trials; of
 generated benchmarks, the samples do as well. Then it prints the mean score of
 each method and budget over the trials and a one-way analysis of variance of
-their means (ANOVA): of all methods, and of each with the full cache. It writes
-DIR/trials.md and DIR/trials.json.
+their means (ANOVA): of all methods, and of each with the full cache. A large
+p-value of it does not show that scores are equal; the last column does if it is
+small: it is the p-value of two one-sided tests that the mean difference from
+the full cache is --margin points or more. The program writes DIR/trials.md and
+DIR/trials.json.
 
 An observation is the mean score of a trial over its tasks. This is an
 inference: Chari and Van Durme (arXiv 2507.08143) report a p-value of 20 trials
@@ -28,6 +31,11 @@ from kvjax.experiments.reporting import formats, records
 from kvjax.experiments.reporting.anova import compare, scores_of
 
 _TRIALS = flags.DEFINE_integer("trials", 20, "Number of trials.", lower_bound=2)
+_MARGIN = flags.DEFINE_float(
+  "margin",
+  5.0,
+  "Difference of scores, in points of 100, that counts as none.",
+)
 _OUTPUT = flags.DEFINE_string(
   "output", "results/trials", "Parent folder of the trials."
 )
@@ -36,6 +44,11 @@ _OUTPUT = flags.DEFINE_string(
 def main(arguments: Sequence[str]) -> None:
   """Runs the trials, then compares the methods."""
   output = pathlib.Path(_OUTPUT.value)
+  if not 0 < _MARGIN.value < 100:
+    raise InputError(
+      f"--margin is a difference of scores above 0 and below 100; "
+      f"{_MARGIN.value:g} is not."
+    )
   for argument in arguments:
     if argument.lstrip("-").partition("=")[0] in ("seed", "output"):
       raise InputError(
@@ -47,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
   for seed, folder in enumerate(folders):
     _evaluate([*arguments, f"--seed={seed}", f"--output={folder}"])
   scores = scores_of(records.find(folders))
-  table = compare(scores)
+  table = compare(scores, _MARGIN.value)
   console = rich.console.Console(highlight=False)
   console.print(table)
   reports.write_text(output / "trials.md", formats.to_markdown(table))

@@ -11,8 +11,10 @@ from kvjax.cache.cache import Cache as Cache
 from kvjax.cache.cache import group_caches as group_caches
 from kvjax.cache.cache import stack as stack
 from kvjax.cache.layers import LayerCache as LayerCache
+from kvjax.calibration.calibrating import calibrate as calibrate
+from kvjax.calibration.features import Features as Features
 from kvjax.calibration.fitting import Triples as Triples
-from kvjax.calibration.fitting import calibrate as calibrate
+from kvjax.calibration.fitting import likelihood_ratio as likelihood_ratio
 from kvjax.calibration.fitting import nll_ratio as nll_ratio
 from kvjax.calibration.record import Calibrated as Calibrated
 from kvjax.calibration.record import Calibration as Calibration

@@ -39,6 +39,8 @@ def _keep_layers(folder, count):
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+# The record was measured on longer contexts.
+@pytest.mark.filterwarnings("ignore::kvjax.InputWarning")
 def test_the_code_runs(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "notes.txt").write_text("The sky is blue. Ann called.\n" * 20)

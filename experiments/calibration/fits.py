@@ -2,15 +2,50 @@
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import kvjax
-from kvjax.calibration.fitting import promises
+from kvjax.calibration.record import Preset
 from kvjax.experiments.calibration.measuring import Measurement
 from kvjax.experiments.candidates import Candidate
+
+PAPER: Preset = "paper"
+PREFILL: Preset = "prefill"
+
+
+class Sets(NamedTuple):
+  """Measurements of three sets of contexts.
+
+  Attributes:
+    triples: those that curves are fitted to.
+    others: those that tell what the curves leave; empty for rule "paper".
+    held_out: those that evaluate the records.
+  """
+
+  triples: Sequence[Measurement]
+  others: Sequence[Measurement]
+  held_out: Sequence[Measurement]
+
+  def of(self, method: str) -> "Sets":
+    """Selects the measurements of a method."""
+    return Sets(*([m for m in part if m.method == method] for part in self))
+
+
+class Origin(NamedTuple):
+  """Where measurements come from.
+
+  Attributes:
+    model_id: digest of the measured model.
+    data: tasks and texts in words.
+    seed: seed of the samples.
+  """
+
+  model_id: str
+  data: str
+  seed: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,132 +56,215 @@ class Fitted:
     name: name of the method as the user wrote it.
     plan: its plan.
     calibration: the fitted calibration.
-    measured: measurements at fixed retentions.
-    tried: measurements of other contexts at the curve's retentions.
-    held_out: measurements of further contexts at the calibration's retentions.
+    sets: its measurements at fixed retentions.
+    reached: held-out contexts at the calibration's retentions, if these are not
+      among the fixed ones.
   """
 
   name: str
   plan: kvjax.Plan
   calibration: kvjax.Calibration
-  measured: Sequence[Measurement]
-  tried: Sequence[Measurement] = ()
-  held_out: Sequence[Measurement] = ()
+  sets: Sets
+  reached: Sequence[Measurement] = ()
 
   def automatic(self, tau: float) -> Candidate:
     """Returns the method with its calibrated budget."""
     budget = kvjax.Calibrated(self.calibration, tau)
     return Candidate(self.name, dataclasses.replace(self.plan, budget=budget))
 
-  def tried_at(self, asked: float) -> list[Measurement]:
-    """Selects the tried measurements for a requested quality."""
-    budget = self.automatic(asked).budget
-    return [m for m in self.tried if m.budget == budget]
+  def ratio(self, measurement: Measurement) -> float:
+    """Returns the quality that the rule is fitted to."""
+    return ratio(self.calibration.preset, measurement)
+
+  def reached_at(self, tau: float) -> list[Measurement]:
+    """Returns the held-out contexts at the calibration's retentions."""
+    if self.calibration.preset == PAPER:
+      return list(self.reached)
+    budget = kvjax.Calibrated(self.calibration, tau)
+    result = []
+    for of_context in by_context(self.sets.held_out):
+      (share,) = budget.retentions(features(of_context[:1]))
+      result.append(_at(of_context, float(share)))
+    return result
+
+  def needed_at(self, tau: float) -> list[Measurement]:
+    """Returns the held-out contexts at the least retention that leaves tau.
+
+    It is the least of the measured retentions, or the whole context.
+    """
+    result = []
+    for of_context in by_context(self.sets.held_out):
+      enough = [m.retention for m in of_context if self.ratio(m) >= tau]
+      result.append(_at(of_context, min(enough, default=1.0)))
+    return result
 
   def row(self, tau: float) -> dict[str, Any]:
     """Builds its row of a summary, without single measurements."""
     record = dataclasses.asdict(self.calibration)
+    reached, needed = self.reached_at(tau), self.needed_at(tau)
     return {
       "method": self.name,
       "options": record.pop("method"),
       **record,
       "measured": {
         f"{share:g}": round(ratio, 4)
-        for share, ratio in mean_ratios(self.measured)
-      },
-      "tried": {
-        f"{asked:g}": round(_ratio(self.tried_at(asked)), 4)
-        for asked, _ in self.calibration.promises
+        for share, ratio in self.mean_ratios(self.sets.triples)
       },
       "asked": self.calibration.curve_target(tau),
-      "held_out": _means(self.held_out),
+      "held_out": self._means(reached, needed),
       "tasks": {
-        task: _means([m for m in self.held_out if m.task == task])
-        for task in dict.fromkeys(m.task for m in self.held_out)
+        task: self._means(
+          [m for m in reached if m.task == task],
+          [m for m in needed if m.task == task],
+        )
+        for task in dict.fromkeys(m.task for m in reached)
       },
     }
 
+  def mean_ratios(
+    self, measurements: Sequence[Measurement]
+  ) -> list[tuple[float, float]]:
+    """Computes the mean quality at each retention, ascending."""
+    return [
+      (
+        share,
+        statistics.fmean(
+          self.ratio(m) for m in measurements if m.retention == share
+        ),
+      )
+      for share in sorted({m.retention for m in measurements})
+    ]
+
+  def _means(
+    self, reached: Sequence[Measurement], needed: Sequence[Measurement]
+  ) -> dict[str, float]:
+    """Averages contexts at the calibration's retentions and the least ones."""
+    mean = statistics.fmean
+    # LagKV keeps more than its retention says, so that shares are compared.
+    kept, least = (
+      mean(m.kept_tokens / m.context_tokens for m in measured)
+      for measured in (reached, needed)
+    )
+    means = {
+      "nll": mean(m.nll for m in reached),
+      "retention": mean(m.retention for m in reached),
+      "kept": kept,
+      "needed": least,
+      "times": kept / least,
+      "ratio": mean(map(self.ratio, reached)),
+      # Ratios above 1 do not make up for answers that were lost.
+      "capped": mean(min(self.ratio(m), 1.0) for m in reached),
+      "nll_ratio": mean(m.nll_ratio for m in reached),
+      "samples": len(reached),
+    }
+    return {name: round(value, 4) for name, value in means.items()}
+
+
+def ratio(preset: Preset, measurement: Measurement) -> float:
+  """Returns the quality of a measurement that a rule is fitted to."""
+  if preset == PAPER:
+    return measurement.nll_ratio
+  return measurement.likelihood_ratio
+
 
 def fit(
-  chosen: Sequence[Candidate],
-  measurements: Sequence[Measurement],
-  model_id: str,
+  chosen: Sequence[Candidate], sets: Sets, preset: Preset, origin: Origin
 ) -> list[Fitted]:
   """Fits a calibration for each method, in order.
 
   Args:
     chosen: methods and fixed retentions.
-    measurements: their measurements.
-    model_id: digest of the measured model.
+    sets: their measurements.
+    preset: the rule.
+    origin: where the measurements come from.
   """
   fitted = []
   for name, plan in {c.method: c.plan for c in chosen}.items():
-    of_method = [m for m in measurements if m.method == name]
-    triples = kvjax.Triples(
-      np.array([m.retention for m in of_method]),
-      np.array([m.nll for m in of_method]),
-      np.array([m.ratio for m in of_method]),
-    )
+    of_method = sets.of(name)
+    others = of_method.others
     calibration = kvjax.calibrate(
-      triples,
-      model_id=model_id,
+      triples(preset, of_method.triples),
+      model_id=origin.model_id,
       method=plan.label,
       per_query_head=plan.per_query_head,
+      preset=preset,
+      others=triples(preset, others) if others else None,
+      data=origin.data,
+      seed=origin.seed,
     )
     fitted.append(Fitted(name, plan, calibration, of_method))
   return fitted
 
 
-def add_promises(
-  fitted: Sequence[Fitted],
-  asked: Sequence[float],
-  measurements: Sequence[Measurement],
+def add_reached(
+  fitted: Sequence[Fitted], measurements: Sequence[Measurement]
 ) -> list[Fitted]:
-  """Adds the promises that the curves keep on other contexts.
-
-  Args:
-    fitted: methods and their curves.
-    asked: requested qualities, ascending.
-    measurements: measurements of each method at the curve's retentions for
-      these qualities, on contexts that were not part of the fit.
-  """
-  result = []
-  for method in fitted:
-    of_method = [m for m in measurements if m.method == method.name]
-    method = dataclasses.replace(method, tried=of_method)
-    tried = [method.tried_at(quality) for quality in asked]
-    kept = promises(
-      asked,
-      np.array([[m.ratio for m in group] for group in tried]),
-      np.array([[m.kept_tokens < m.context_tokens for m in s] for s in tried]),
-    )
-    line = dataclasses.replace(method.calibration, promises=kept)
-    result.append(dataclasses.replace(method, calibration=line))
-  return result
-
-
-def mean_ratios(
-  measurements: Sequence[Measurement],
-) -> list[tuple[float, float]]:
-  """Computes the mean ratio of measurements at each retention, ascending."""
+  """Adds measurements at the calibrations' own retentions."""
   return [
-    (share, _ratio([m for m in measurements if m.retention == share]))
-    for share in sorted({m.retention for m in measurements})
+    dataclasses.replace(
+      method, reached=[m for m in measurements if m.method == method.name]
+    )
+    for method in fitted
   ]
 
 
-def _ratio(measurements: Sequence[Measurement]) -> float:
-  return statistics.fmean(m.ratio for m in measurements)
+def triples(
+  preset: Preset, measurements: Sequence[Measurement]
+) -> kvjax.Triples:
+  """Converts the measurements of a method to triples."""
+  numbers = {key: n for n, key in enumerate(_groups(measurements))}
+  concentrations = [m.concentration for m in measurements]
+  known = [value for value in concentrations if value is not None]
+  return kvjax.Triples(
+    np.array([m.retention for m in measurements]),
+    np.array([m.nll for m in measurements]),
+    np.array([ratio(preset, m) for m in measurements]),
+    np.array([m.context_tokens for m in measurements]),
+    np.array([m.tail_nll for m in measurements]),
+    np.array(known) if len(known) == len(measurements) else None,
+    np.array([numbers[_context(m)] for m in measurements]),
+    [m.task for m in measurements],
+    np.array([m.kept_tokens < m.context_tokens for m in measurements]),
+  )
 
 
-def _means(measurements: Sequence[Measurement]) -> dict[str, float]:
-  """Averages a method's measurements at its calibrated retention."""
-  shares = [m.kept_tokens / m.context_tokens for m in measurements]
-  means = {
-    "nll": statistics.fmean(m.nll for m in measurements),
-    "retention": statistics.fmean(m.retention for m in measurements),
-    "kept": statistics.fmean(shares),
-    "ratio": _ratio(measurements),
-    "samples": len(measurements),
-  }
-  return {name: round(value, 4) for name, value in means.items()}
+def features(measurements: Sequence[Measurement]) -> kvjax.Features:
+  """Returns what the prefill told about the contexts of measurements."""
+  return kvjax.Features(
+    np.array([m.nll for m in measurements]),
+    np.array([m.context_tokens for m in measurements]),
+    np.array([m.tail_nll for m in measurements]),
+    np.array([m.concentration for m in measurements], np.float64),
+  )
+
+
+def by_context(
+  measurements: Sequence[Measurement],
+) -> Iterable[list[Measurement]]:
+  """Groups measurements by context, in order."""
+  return _groups(measurements).values()
+
+
+def _groups(
+  measurements: Sequence[Measurement],
+) -> dict[tuple[str, int, str], list[Measurement]]:
+  groups: dict[tuple[str, int, str], list[Measurement]] = {}
+  for measurement in measurements:
+    groups.setdefault(_context(measurement), []).append(measurement)
+  return groups
+
+
+def _context(measurement: Measurement) -> tuple[str, int, str]:
+  return measurement.task, measurement.length, measurement.asked
+
+
+def _at(of_context: Sequence[Measurement], share: float) -> Measurement:
+  """Returns the measurement of a context at a retention, which may be 1."""
+  whole = dataclasses.replace(
+    of_context[0],
+    budget="1",
+    retention=1.0,
+    kept_tokens=float(of_context[0].context_tokens),
+    kept=of_context[0].full,
+  )
+  return next(m for m in (*of_context, whole) if m.retention == share)

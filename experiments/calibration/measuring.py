@@ -43,6 +43,8 @@ class Measurement(Line):
     context_tokens: tokens of the context.
     kept_tokens: tokens kept, mean over layers and KV heads.
     nll: NLL(c) of the context, in nats per token.
+    tail_nll: the same of its last tokens; see `kvjax.Features`.
+    concentration: of the method's scores, likewise; None without scores.
     full: NLL of the correct answer given the full cache, likewise.
     kept: the same given the compressed cache.
   """
@@ -58,6 +60,8 @@ class Measurement(Line):
   context_tokens: int
   kept_tokens: float
   nll: float
+  tail_nll: float
+  concentration: float | None
   full: float
   kept: float
 
@@ -68,10 +72,16 @@ class Measurement(Line):
     return Key(part, self.asked, self.method, self.options, self.budget)
 
   @property
-  def ratio(self) -> float:
-    """The remaining quality; see `kvjax.nll_ratio`."""
+  def nll_ratio(self) -> float:
+    """The remaining quality as the paper measures it; see `kvjax.nll_ratio`."""
     full, kept = np.array([self.full]), np.array([self.kept])
     return float(kvjax.nll_ratio(full, kept)[0])
+
+  @property
+  def likelihood_ratio(self) -> float:
+    """The remaining quality; see `kvjax.likelihood_ratio`."""
+    full, kept = np.array([self.full]), np.array([self.kept])
+    return float(kvjax.likelihood_ratio(full, kept)[0])
 
 
 Measurements = LineFile[Measurement]
@@ -116,10 +126,17 @@ def measure(
     for part, drawn in samples.items()
     for number, sample in enumerate(drawn)
   ]
-  prompts = [one.prompt for one in questions]
-  check_context_length(lm, prompts)
-  shape = Shape.of(prompts, min(batch, max(map(len, samples.values()))))
+  check_context_length(lm, [one.prompt for one in questions])
+  rows_per_batch = min(batch, max(map(len, samples.values())))
+  shapes = {
+    length: Shape.of(
+      [one.prompt for one in questions if one.part.length == length],
+      rows_per_batch,
+    )
+    for length in {part.length for part in samples}
+  }
   for part in samples:
+    shape = shapes[part.length]
     due = [
       one
       for one in questions
@@ -180,8 +197,9 @@ def _measure_batch(
     [candidate.plan for candidate in all_candidates],
   )
   likelihoods = _likelihoods(lm, swept.caches, rows, shape)
-  nll = np.asarray(swept.nll)
   for index, candidate in enumerate(all_candidates[1:], start=1):
+    nll, _, tail_nll, concentration = swept.features[index]
+    assert tail_nll is not None
     calibrated = swept.retentions[index]
     kept = np.asarray(swept.caches[index].lengths)
     for row, one in enumerate(questions):
@@ -201,9 +219,18 @@ def _measure_batch(
         context_tokens=tokens,
         kept_tokens=float(np.mean(kept[:, row], dtype=np.float64)),
         nll=float(nll[row]),
+        tail_nll=float(tail_nll[row]),
+        concentration=_finite(concentration, row),
         full=float(likelihoods[0][row]),
         kept=float(likelihoods[index][row]),
       )
+
+
+def _finite(values: Float[np.ndarray, " B"] | None, row: int) -> float | None:
+  """Returns the value of a row; None if there is none."""
+  if values is None or not np.isfinite(values[row]):
+    return None
+  return float(values[row])
 
 
 def _likelihoods(

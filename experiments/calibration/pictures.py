@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from kvjax.calibration.record import quality
-from kvjax.experiments.calibration.fits import Fitted, mean_ratios
+from kvjax.calibration.curve import quality
+from kvjax.experiments.calibration.fits import Fitted, features
 from kvjax.experiments.calibration.measuring import Measurement
 from kvjax.experiments.reporting import formats
 from kvjax.experiments.reporting.lines import styled
@@ -23,10 +23,10 @@ _GRID = "#E4E4E4"
 
 
 def ratio_curves(fitted: Sequence[Fitted], title: str) -> Figure:
-  """Plots NLL ratio against retention: a panel per method, a color per task.
+  """Plots quality against retention: a panel per method, a color per task.
 
   Points are means over samples; the line is the fitted curve of the task's mean
-  NLL(c). After Figure 6 of Chari and Van Durme.
+  kc. After Figure 6 of Chari and Van Durme.
   """
   columns = min(_COLUMNS, len(fitted))
   rows = -(-len(fitted) // columns)
@@ -41,7 +41,7 @@ def ratio_curves(fitted: Sequence[Fitted], title: str) -> Figure:
     _draw_curves(axes, method)
   for axes in panels[len(fitted) :]:
     axes.set_axis_off()
-  figure.supylabel("NLL ratio", fontsize=_TEXT)
+  figure.supylabel("remaining quality", fontsize=_TEXT)
   handles, labels = panels[0].get_legend_handles_labels()
   figure.legend(
     handles, labels, loc="outside lower center", ncols=4, fontsize=_SMALL
@@ -59,16 +59,17 @@ def retention_bars(fitted: Sequence[Fitted], tau: float, title: str) -> Figure:
   FigureCanvasAgg(figure)
   axes = figure.add_subplot()
   axes.set_title(title, fontsize=_TEXT, loc="left", parse_math=False)
-  tasks = _tasks(fitted[0].held_out)
-  for place, method in enumerate(fitted):
-    mean = _percent(method.held_out)
+  reached = [method.reached_at(tau) for method in fitted]
+  tasks = _tasks(reached[0])
+  for place, of_method in enumerate(reached):
+    mean = _percent(of_method)
     axes.barh(place, mean, color=_BAR, height=0.7)
     axes.text(101, place, f"{mean:.1f} %", fontsize=_TEXT, va="center")
   for index, task in enumerate(tasks):
     style = styled(task, [], index)
     means = [
-      _percent([m for m in method.held_out if m.task == task])
-      for method in fitted
+      _percent([m for m in of_method if m.task == task])
+      for of_method in reached
     ]
     axes.plot(
       means,
@@ -94,11 +95,12 @@ def retention_bars(fitted: Sequence[Fitted], tau: float, title: str) -> Figure:
 def _draw_curves(axes: Axes, method: Fitted) -> None:
   shares = np.linspace(0.0, 1.0, 101, dtype=np.float32)
   line = method.calibration
-  for index, task in enumerate(_tasks(method.measured)):
-    of_task = [m for m in method.measured if m.task == task]
-    kc = line.alpha * statistics.fmean(m.nll for m in of_task) + line.beta
-    fitted = quality(jnp.asarray(shares), jnp.full(shares.shape, kc, "float32"))
-    places = mean_ratios(of_task)
+  for index, task in enumerate(_tasks(method.sets.triples)):
+    of_task = [m for m in method.sets.triples if m.task == task]
+    kc = np.float32(np.mean(line.curvature(features(of_task))))
+    powers = jnp.asarray(shares) ** np.float32(line.power)
+    fitted = quality(powers, jnp.full(shares.shape, kc))
+    places = method.mean_ratios(of_task)
     style = styled(task, places, index)
     axes.plot(shares, np.asarray(fitted), color=style.color, linewidth=1)
     axes.plot(

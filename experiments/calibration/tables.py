@@ -14,17 +14,20 @@ def tables(summary: Mapping[str, Any]) -> list[Table]:
   rows = summary["rows"]
   return [
     _overview(rows, summary["tau"]),
-    _measured(rows, "measured", "NLL ratio by retention, mean over tasks"),
-    _measured(rows, "tried", "NLL ratio by quality asked of the curve"),
-    _by_task(rows, "retention", "retention reached (%)", 100, 1),
-    _by_task(rows, "ratio", "NLL ratio", 1, 3),
+    _measured(rows),
+    _rules(rows),
+    _by_task(rows, "kept", "kept (%)", 100, 1),
+    _by_task(rows, "needed", "least needed (%)", 100, 1),
+    _by_task(rows, "ratio", "quality", 1, 3),
   ]
 
 
 def title(summary: Mapping[str, Any]) -> str:
   """Describes the run, as a title."""
+  lengths = " and ".join(map(str, summary["length"]))
   return (
-    f"{summary['model']}, {summary['length']} tokens, calibrated on "
+    f"{summary['model']}, {lengths} tokens, rule {summary['rule']}, calibrated "
+    "on "
     f"{wording.count(summary['samples'], 'sample')} per task, applied at tau "
     f"{summary['tau']:g} to {wording.count(summary['held_out'], 'other')}"
   )
@@ -51,19 +54,21 @@ def markdown(summary: Mapping[str, Any], plots: Sequence[str]) -> str:
 
 
 def _overview(rows: _Rows, tau: float) -> Table:
+  """Builds a line per method: its record, and held-out contexts at tau."""
   columns: dict[str, list[str]] = {}
   for row in rows:
     held_out = row["held_out"]
     line = {
       "method": row["method"],
-      "alpha": _signed(row["alpha"]),
-      "beta": _signed(row["beta"]),
-      "error": f"{row['error']:.3f}",
-      "triples": str(row["triples"]),
+      "R2": _r2(dict(row["r2"]).get("all")),
       "asked": wording.share(row["asked"]),
       "retention": wording.share(held_out["retention"]),
       "kept": wording.share(held_out["kept"]),
-      "NLL ratio": f"{held_out['ratio']:.3f}",
+      "needed": wording.share(held_out["needed"]),
+      "times": f"{held_out['times']:.2f}",
+      "quality": f"{held_out['ratio']:.3f}",
+      "capped": f"{held_out['capped']:.3f}",
+      "NLL ratio": f"{held_out['nll_ratio']:.3f}",
     }
     for name, text in line.items():
       columns.setdefault(name, []).append(text)
@@ -71,15 +76,46 @@ def _overview(rows: _Rows, tau: float) -> Table:
   return Table(f"calibrations, and others at tau {tau:g}", [*columns], lines)
 
 
-def _measured(rows: _Rows, field: str, title: str) -> Table:
-  """Builds a table with a column per retention or quality."""
-  names = list(rows[0][field])
+def _rules(rows: _Rows) -> Table:
+  """Builds a line per method: the numbers of its rule, and R2 by task."""
+  tasks = list(rows[0]["tasks"])
+  lines = []
+  for row in rows:
+    terms = [(" NLL", row["alpha"]), ("", row["beta"])]
+    terms += [(f" {name}", slope) for name, slope in row["slopes"]]
+    r2 = dict(row["r2"])
+    lines.append(
+      [
+        row["method"],
+        " ".join(f"{_signed(slope)}{name}" for name, slope in terms),
+        f"{row['power']:.2f}",
+        f"{row['error']:.3f}",
+        *(_r2(r2.get(task)) for task in tasks),
+      ]
+    )
+  names = [task.removeprefix("niah_") for task in tasks]
+  header = ["method", "kc", "power", "error", *names]
+  return Table("rules, and R2 by task", header, lines)
+
+
+def _r2(value: float | None) -> str:
+  if value is None:
+    return wording.NOTHING
+  return f"{value:.2f}".replace("-", "−")
+
+
+def _measured(rows: _Rows) -> Table:
+  """Builds a table of qualities with a column per retention."""
+  names = list(rows[0]["measured"])
   lines = [
-    [row["method"], *(f"{row[field][name]:.3f}" for name in names)]
+    [
+      row["method"],
+      *(f"{row['measured'][name]:.3f}" for name in names),
+    ]
     for row in rows
   ]
   header = ["method", *(wording.share(float(name)) for name in names)]
-  return Table(title, header, lines)
+  return Table("quality by retention, mean over tasks", header, lines)
 
 
 def _by_task(

@@ -30,16 +30,17 @@ _MORE = f"{_METHODS},pyramid/snapkv.compactor,random"
 _SETS = ",".join(name for name in ENGLISH_16 if SETS[name].category != "code")
 _RULER = (f"--tasks={','.join(TASKS)}", "--length=4096")
 _TAU = "--tau={tau}"
+_RULE = "--rule=paper"
 
 CURVES = Program(
-  "curves", "calibrate", [_METHODS, _TAU], _CALIBRATED, paper=_RULER
+  "curves", "calibrate", [_METHODS, _TAU, _RULE], _CALIBRATED, paper=_RULER
 )
 
 _REPORTS = Program("reports", "make_reports", unless=("essay", "data"))
 _CALIBRATION = Program(
   "calibration",
   "calibrate",
-  [_MORE, _TAU],
+  [_MORE, _TAU, _RULE],
   _CALIBRATED,
   paper=_RULER,
   small=("--samples=6", "--held_out=6"),

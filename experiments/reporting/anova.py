@@ -9,6 +9,7 @@ from jax.scipy.special import betainc
 from kvjax.errors import InputError
 from kvjax.experiments.candidates import FULL
 from kvjax.experiments.reporting import wording
+from kvjax.experiments.reporting.equivalence import equivalence
 from kvjax.experiments.reporting.formats import Table
 from kvjax.experiments.reporting.means import Name, means
 from kvjax.experiments.reporting.records import Record
@@ -39,14 +40,21 @@ def scores_of(runs: Sequence[Record]) -> dict[Name, list[float]]:
   return scores
 
 
-def compare(scores: Mapping[Name, Sequence[float]]) -> Table:
-  """Builds a table with a line per method, and one for all together."""
+def compare(scores: Mapping[Name, Sequence[float]], margin: float) -> Table:
+  """Builds a table with a line per method, and one for all together.
+
+  Args:
+    scores: score of each method and budget in each trial.
+    margin: difference from the full cache that counts as none; see
+      `kvjax.experiments.reporting.equivalence.equivalence`.
+  """
   full = next((x for name, x in scores.items() if name[0] == FULL), None)
   lines = []
   for name, trials in scores.items():
-    against = Anova(None, None)
+    against, equal = Anova(None, None), wording.NOTHING
     if full is not None and name[0] != FULL:
       against = anova([full, trials])
+      equal = f"{equivalence(trials, full, margin):.3g}"
     lines.append(
       [
         name[0],
@@ -54,14 +62,19 @@ def compare(scores: Mapping[Name, Sequence[float]]) -> Table:
         f"{statistics.fmean(trials):.2f}",
         f"{statistics.stdev(trials):.2f}",
         *_formatted(against),
+        equal,
       ]
     )
   together = anova(list(scores.values())) if len(scores) > 1 else against
   nothing = [wording.NOTHING] * 3
-  lines.append(["all", *nothing, *_formatted(together)])
+  lines.append(["all", *nothing, *_formatted(together), wording.NOTHING])
   count = len(next(iter(scores.values())))
-  header = ["method", "budget", "mean", "deviation", "F", "p"]
-  title = f"{wording.count(count, 'trial')}; ANOVA with the full cache"
+  within = f"p of ±{margin:g}"
+  header = ["method", "budget", "mean", "deviation", "F", "p", within]
+  title = (
+    f"{wording.count(count, 'trial')}; ANOVA with the full cache, and p of "
+    f"equality within {margin:g} points"
+  )
   return Table(title, header, lines, names=2)
 
 

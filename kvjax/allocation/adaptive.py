@@ -122,6 +122,16 @@ class Adaptive(Allocation):
     )
     return method.select(method_scores, cache, method_budget)
 
+  def token_scores(
+    self,
+    method: Chooser,
+    scores: tuple[Float[Array, "B K T"], PyTree[Array]],
+    cache: LayerCache,
+  ) -> Float[Array, "B K T"]:
+    """Returns the scores that the heads compete by."""
+    del method, cache
+    return scores[0]
+
   def _most(self, kv_heads: int, capacity: int) -> int:
     """Maximum slots of a head, which it has if it wins all slots."""
     alpha = exact_share(self.alpha)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
@@ -35,6 +35,12 @@ class Chooser(Protocol):
     self, scores: PyTree[Array], cache: LayerCache, budget: "LayerBudget"
   ) -> Int[Array, "B K M"]:
     """Selects the slots to keep, ascending, then -1."""
+    ...
+
+  def token_scores(
+    self, scores: PyTree[Array], cache: LayerCache
+  ) -> Float[Array, "B K T"] | None:
+    """Returns the score of each slot; None if the method does not score."""
     ...
 
 
@@ -158,6 +164,12 @@ class Allocation(abc.ABC):
   ) -> Int[Array, "B K M"]:
     """Selects the slots to keep, given the result of `evaluate`."""
     return method.select(scores, cache, budget)
+
+  def token_scores(
+    self, method: Chooser, scores: PyTree[Array], cache: LayerCache
+  ) -> Float[Array, "B K T"] | None:
+    """Returns the score of each slot, given the result of `evaluate`."""
+    return method.token_scores(scores, cache)
 
   def is_due(self, cache: LayerCache, budget: LayerBudget) -> Bool[Array, ""]:
     """Whether any row exceeds its budget."""

@@ -3,7 +3,7 @@
 import dataclasses
 
 import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.allocation.base import Allocation, Chooser, LayerBudget, Sizes
@@ -71,6 +71,12 @@ class Pyramid(Allocation):
   ) -> Int[Array, "B K M"]:
     """Selects by the inner allocation, with this layer's share."""
     return self.over.select(method, scores, cache, budget)
+
+  def token_scores(
+    self, method: Chooser, scores: PyTree[Array], cache: LayerCache
+  ) -> Float[Array, "B K T"] | None:
+    """Returns those of the inner allocation."""
+    return self.over.token_scores(method, scores, cache)
 
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes

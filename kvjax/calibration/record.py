@@ -5,94 +5,71 @@ import itertools
 import json
 import math
 import os
-from typing import Any
+import warnings
+from typing import Literal
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float
 
 from kvjax import files
-from kvjax.errors import InputError
+from kvjax.calibration.curve import least_retention
+from kvjax.calibration.features import NAMES, Features
+from kvjax.calibration.fields import PRESETS, checked, to_json
+from kvjax.errors import InputError, InputWarning
 
 Path = str | os.PathLike[str]
+Preset = Literal["paper", "prefill"]
 
-# For smaller kc, the series of the curve is exact to 1e-9.
-_NEAR_ZERO = 1e-4
-
-
-def quality(
-  retention: Float[Array, "*M"], kc: Float[Array, "*M"]
-) -> Float[Array, "*M"]:
-  """f(r, kc) = expm1(r kc) / expm1(kc): the quality that a retention leaves.
-
-  It increases with r from f(0) = 0 to f(1) = 1. For kc < 0 it is concave, so
-  that little quality is lost at first; kc = 0 is the diagonal. All branches and
-  their derivatives are finite for every kc.
-
-  Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
-
-  Args:
-    retention: r, between 0 and 1.
-    kc: curvature.
-  """
-  near_zero = jnp.abs(kc) < _NEAR_ZERO
-  negative = jnp.where(near_zero | (kc > 0), -1.0, kc)
-  positive = jnp.where(near_zero | (kc < 0), 1.0, kc)
-  bent_up = jnp.expm1(retention * negative) / jnp.expm1(negative)
-  bent_down = jnp.exp((retention - 1.0) * positive) * (
-    jnp.expm1(-retention * positive) / jnp.expm1(-positive)
-  )
-  series = retention + retention * (retention - 1.0) * kc / 2.0
-  return jnp.where(near_zero, series, jnp.where(kc < 0, bent_up, bent_down))
-
-
-def least_retention(
-  tau: float, kc: Float[np.ndarray, "*M"]
-) -> Float[np.ndarray, "*M"]:
-  """Computes the smallest r with f(r, kc) >= tau, in float64 on the host.
-
-  The paper writes the largest such r, which would always be 1.
-
-  Args:
-    tau: target quality, above 0 and at most 1.
-    kc: curvature; see `quality`.
-  """
-  kc = np.asarray(kc, np.float64)
-  if tau >= 1:
-    return np.ones_like(kc)
-  near_zero = np.abs(kc) < _NEAR_ZERO
-  negative = np.where(near_zero | (kc > 0), -1.0, kc)
-  positive = np.where(near_zero | (kc < 0), 1.0, kc)
-  bent_up = np.log1p(tau * np.expm1(negative)) / negative
-  bent_down = 1 + np.log(tau + (1 - tau) * np.exp(-positive)) / positive
-  series = tau + tau * (1 - tau) * kc / 2
-  return np.where(near_zero, series, np.where(kc < 0, bent_up, bent_down))
+# A feature may exceed its measured range by this share before a warning.
+_SLACK = 0.1
+# A retention this much above a measured one is a rounding error.
+_EQUAL = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-  """A fitted relation between a context's likelihood and its retention.
+  """A fitted relation between what a prefill tells and the retention.
 
-  For a context c, the curve of `quality` has kc = alpha NLL(c) + beta, where
-  NLL(c) is the mean of -ln p over its tokens but the first. A predictable
-  context can be compressed more.
+  For a context c, the curve of `quality` at r^power has kc = alpha NLL(c) +
+  beta + the sum of the slopes times their features. A predictable context can
+  be compressed more.
 
-  Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
+  Preset "paper" is the rule of Compactor: kc = alpha NLL(c) + beta, a power of
+  1, and the retention at which the curve meets tau. A warning says if that is
+  outside the measured retentions. Preset "prefill" rounds the retention up to
+  a measured one, and keeps everything above the highest: it neither
+  interpolates nor extrapolates.
+
+  Features outside their measured ranges are replaced by the nearest value in
+  range; a warning says so if they are outside by more than a tenth.
+
+  Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4; the power, the
+  further features and the rounding are ours.
 
   Attributes:
-    alpha: slope, per nat.
+    alpha: slope of NLL(c), per nat.
     beta: intercept.
-    model_id: identifies the weights: a name or a digest.
+    model_id: digest of the weights that it was measured with, or a name.
     method: the method with all its options and its allocation
       (`kvjax.Plan.label`).
     per_query_head: whether each query head selects its own tokens.
-    tau_range: minimum and maximum quality of the triples, the latter at most 1;
-      outside of it the curve is extrapolated.
+    tau_range: minimum and maximum quality of the triples, the latter at most 1.
     error: root mean square of the fitted minus the measured quality.
     triples: number of triples that it was fitted to.
     promises: pairs of a target of the curve, ascending, and of the mean quality
-      that contexts then keep, from `kvjax.calibration.fitting.promises`; empty
-      if not measured.
+      that contexts then keep, from `kvjax.calibration.conformal.promises`;
+      empty if not measured.
+    preset: the rule, "paper" or "prefill".
+    slopes: pairs of a further feature of `kvjax.calibration.features.NAMES` and
+      its slope.
+    power: exponent of the retention.
+    ranges: minimum and maximum of measured features, as triples of a field of
+      `Features` and two numbers.
+    grid: measured retentions, ascending.
+    r2: R2 of the curves on contexts that they were not fitted to: pairs of a
+      task and its R2, and "all" for all tasks together.
+    data: the measured tasks and texts in words.
+    seed: seed of the measured samples.
 
   Example:
     >>> import numpy as np
@@ -107,8 +84,8 @@ class Calibration:
     ...   error=0.05,
     ...   triples=100,
     ... )
-    >>> nll, lengths = np.array([2.0]), np.array([100])
-    >>> calibration.retentions(nll, lengths, tau=0.9).round(2).tolist()
+    >>> features = kvjax.Features(nll=np.array([2.0]), length=np.array([100]))
+    >>> calibration.retentions(features, tau=0.9).round(2).tolist()
     [0.75]
   """
 
@@ -121,22 +98,47 @@ class Calibration:
   error: float
   triples: int
   promises: tuple[tuple[float, float], ...] = ()
+  preset: Preset = "paper"
+  slopes: tuple[tuple[str, float], ...] = ()
+  power: float = 1.0
+  ranges: tuple[tuple[str, float, float], ...] = ()
+  grid: tuple[float, ...] = ()
+  r2: tuple[tuple[str, float], ...] = ()
+  data: str = ""
+  seed: int = 0
 
   def __post_init__(self) -> None:
-    numbers = (self.alpha, self.beta, *self.tau_range, self.error)
+    numbers = (self.alpha, self.beta, *self.tau_range, self.error, self.power)
+    further = [value for _, value in (*self.slopes, *self.r2)]
     low, high = self.tau_range
     targets = [0.0, *(pair[0] for pair in self.promises), 1.0]
     if (
-      not all(map(math.isfinite, numbers))
+      not all(map(math.isfinite, (*numbers, *further)))
       or not 0 <= low <= high <= 1
       or self.error < 0
+      or self.power <= 0
       or self.triples < 1
       or not all(0 <= kept <= 1 for _, kept in self.promises)
       or not all(a < b for a, b in itertools.pairwise(targets))
     ):
       raise InputError(
         "A calibration has finite numbers, a tau_range and promises within 0 "
-        f"and 1, the latter ascending, and at least one triple; {self} has not."
+        "and 1, the latter ascending, a power above 0 and at least one triple; "
+        f"{self} has not."
+      )
+    grid = [0.0, *self.grid, 1.0]
+    if (
+      self.preset not in PRESETS
+      or not {name for name, _ in self.slopes} <= {*NAMES}
+      or not {name for name, *_ in self.ranges} <= {*Features._fields}
+      or not all(low <= high for _, low, high in self.ranges)
+      or not all(a < b for a, b in itertools.pairwise(grid))
+      or (self.preset == "prefill" and not self.grid)
+    ):
+      raise InputError(
+        'A calibration has preset "paper" or "prefill", slopes of '
+        f"{', '.join(NAMES)}, ranges of {', '.join(Features._fields)}, and the "
+        f"measured retentions ascending within 0 and 1; {self} has not."
       )
 
   def check(self, method: object, per_query_head: bool) -> None:
@@ -154,37 +156,96 @@ class Calibration:
       "needs one of its own."
     )
 
+  @property
+  def depends_on(self) -> frozenset[str]:
+    """Names of the features that retentions depend on."""
+    return frozenset({"nll", *(name for name, _ in self.slopes)})
+
+  @property
+  def formula(self) -> str:
+    """The rule in words, as `kc = 2 NLL - 6 + 0.5 tail_nll, power 0.8`."""
+    terms = [(self.alpha, " NLL"), (self.beta, "")]
+    terms += [(slope, f" {name}") for name, slope in self.slopes]
+    text = "".join(
+      f" {'-' if value < 0 else '+'} {abs(value):g}{name}"
+      for value, name in terms
+    )
+    power = "" if self.power == 1 else f", power {self.power:g}"
+    return f"kc ={text.removeprefix(' +')}{power}"
+
+  def curvature(self, features: Features) -> Float[np.ndarray, " B"]:
+    """Computes kc of contexts; NaN if a feature is unknown."""
+    kc = self.alpha * features.column("nll") + self.beta
+    for name, slope in self.slopes:
+      kc = kc + slope * features.column(name)
+    return kc
+
   def retentions(
-    self,
-    nll: Float[np.ndarray, " B"],
-    lengths: Int[np.ndarray, " B"],
-    tau: float,
+    self, features: Features, tau: float
   ) -> Float[np.ndarray, " B"]:
-    """Computes the least r with f(r, c) >= tau; 1 for an unknown likelihood.
+    """Computes the retention of contexts; 1 if a feature is not finite.
 
     Args:
-      nll: NLL(c) of each context; not finite for a single token.
-      lengths: number of tokens of each context.
+      features: what the prefill tells about the contexts.
       tau: target quality of the curve.
     """
-    known = np.isfinite(nll)
-    kc = self.alpha * np.where(known, nll, 0.0).astype(np.float64) + self.beta
-    least = np.clip(least_retention(tau, kc), 1 / lengths, 1.0)
+    kc = self.curvature(self._in_range(features))
+    known = np.isfinite(kc)
+    least = least_retention(tau, np.where(known, kc, 0.0)) ** (1 / self.power)
+    if self.preset == "prefill":
+      grid = np.array([*self.grid, 1.0])
+      least = np.minimum(least, 1.0)
+      least = grid[np.searchsorted(grid, least - _EQUAL)]
+    elif tau < 1:
+      self._warn_of_extrapolation(least[known])
+    least = np.clip(least, 1 / np.asarray(features.length), 1.0)
     return np.where(known, least, 1.0)
 
   def curve_target(self, tau: float) -> float:
     """Target of the curve with which contexts keep the quality tau on average.
 
-    It is tau if that is sufficient or was not measured, else the smallest
-    measured target whose promise is at least tau, else 1, which keeps
-    everything.
+    It is the least target whose promise is at least tau, be it lower or higher
+    than tau; 1, which keeps everything, if there is none; and tau if no promise
+    was measured.
     """
     if not self.promises:
       return tau
-    sufficient = (
-      max(target, tau) for target, kept in self.promises if kept >= tau
-    )
-    return next(sufficient, 1.0)
+    return next((t for t, kept in self.promises if kept >= tau), 1.0)
+
+  def _in_range(self, features: Features) -> Features:
+    """Replaces features outside of their ranges by the nearest in range."""
+    clamped, outside = {}, []
+    for name, low, high in self.ranges:
+      values = getattr(features, name)
+      if values is None:
+        continue
+      clamped[name] = np.clip(values, low, high)  # NaN stays NaN.
+      slack = _SLACK * max(abs(low), abs(high))
+      if np.any((values < low - slack) | (values > high + slack)):
+        outside.append(f"{name} of {low:g} to {high:g}")
+    if outside:
+      warnings.warn(
+        f"The calibration of {self.method} was measured on contexts with "
+        f"{' and '.join(outside)}; others are taken for the nearest of these, "
+        "so calibrate on contexts like them.",
+        InputWarning,
+        stacklevel=3,
+      )
+    return features._replace(**clamped)
+
+  def _warn_of_extrapolation(self, found: Float[np.ndarray, " M"]) -> None:
+    if not self.grid:
+      return
+    low, high = self.grid[0], self.grid[-1]
+    outside = found[(found < low - _EQUAL) | (found > high + _EQUAL)]
+    if len(outside):
+      warnings.warn(
+        f"The curve of {self.method} gives a retention of {outside[0]:.4g}, "
+        f"and was measured from {low:g} to {high:g}; preset prefill does not "
+        "extrapolate.",
+        InputWarning,
+        stacklevel=3,
+      )
 
   def save(self, path: Path) -> None:
     """Writes the record as JSON, atomically.
@@ -192,7 +253,7 @@ class Calibration:
     Raises:
       InputError: the file cannot be written.
     """
-    text = json.dumps(dataclasses.asdict(self), indent=2)
+    text = json.dumps(to_json(dataclasses.asdict(self)), indent=2)
     files.write_text(path, text + "\n")
 
   @classmethod
@@ -214,7 +275,7 @@ class Calibration:
       raise InputError(
         f"{path} is no JSON; give a file that Calibration.save has written."
       ) from error
-    made = cls(**_checked(saved, path))
+    made = cls(**checked(saved, path))
     if made.model_id != model_id:
       raise InputError(
         f"The calibration {path} is that of the model {made.model_id!r}; "
@@ -241,14 +302,13 @@ class Calibrated:
   """A budget that adapts to each prompt so that it keeps the quality tau.
 
   The budget is a retention r*, as in `Retention`, which is known after the
-  forward pass over the prompt. It is the least r with f(r, c) >= tau, or a
-  higher one if the calibration knows that its curve overestimates quality. A
-  prompt of one token, which has no likelihood, is kept whole.
+  forward pass over the prompt; see `Calibration`. If the calibration knows what
+  quality its curve leaves on average, the curve is asked for as much as that
+  needs. A prompt of one token, which has no likelihood, is kept whole.
 
   Attributes:
     calibration: calibration of the model and the method.
-    tau: share of quality to keep, as a ratio of likelihoods; 1 keeps
-      everything.
+    tau: share of quality to keep; 1 keeps everything.
 
   Example:
     >>> import kvjax
@@ -272,73 +332,10 @@ class Calibrated:
   def __post_init__(self) -> None:
     check_tau(self.tau)
 
-  def retentions(
-    self, nll: Float[np.ndarray, " B"], lengths: Int[np.ndarray, " B"]
-  ) -> Float[np.ndarray, " B"]:
+  def retentions(self, features: Features) -> Float[np.ndarray, " B"]:
     """Computes r* of prompts."""
     target = self.calibration.curve_target(self.tau)
-    return self.calibration.retentions(nll, lengths, target)
+    return self.calibration.retentions(features, target)
 
   def __str__(self) -> str:
     return f"auto at {self.tau:g}"
-
-
-# A float stands for any number.
-_KINDS: dict[str, type] = {
-  "alpha": float,
-  "beta": float,
-  "model_id": str,
-  "method": str,
-  "per_query_head": bool,
-  "tau_range": list,
-  "error": float,
-  "triples": int,
-  "promises": list,
-}
-_LARGEST = 2**63
-# Shown of a wrong value.
-_LONGEST = 60
-
-
-def _checked(saved: Any, path: Path) -> dict[str, Any]:
-  """Checks and converts the fields of a saved calibration.
-
-  Raises:
-    InputError: one is missing, unknown, or of another kind.
-  """
-  wrong = ""
-  if not isinstance(saved, dict):
-    wrong = "it holds no fields"
-  elif saved.keys() != _KINDS.keys():
-    names = ", ".join(saved)[: 3 * _LONGEST]
-    wrong = f"its fields are {names}, not {', '.join(_KINDS)}"
-  else:
-    for name, kind in _KINDS.items():
-      value = saved[name]
-      right = _is_number(value) if kind is float else type(value) is kind
-      if name == "tau_range":
-        right = _is_pair(value)
-      elif name == "promises" and right:
-        right = all(map(_is_pair, value))
-      if not right:
-        wrong = f"{name} is {repr(value)[:_LONGEST]}"
-  if wrong:
-    raise InputError(
-      f"{path} is no calibration, for {wrong}; give a file that "
-      "Calibration.save has written."
-    )
-  return saved | {
-    "tau_range": tuple(saved["tau_range"]),
-    "promises": tuple(map(tuple, saved["promises"])),
-  }
-
-
-def _is_pair(value: Any) -> bool:
-  return (
-    isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
-  )
-
-
-def _is_number(value: Any) -> bool:
-  """Whether a float can represent it; NaN and infinity are refused later."""
-  return type(value) is float or (type(value) is int and abs(value) < _LARGEST)

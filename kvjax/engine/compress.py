@@ -18,6 +18,7 @@ from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sharding import shard_layer, shard_stack
 from kvjax.cache.sparse import SparseLayer
 from kvjax.cache.window import WindowLayer
+from kvjax.calibration.features import concentration
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import LayerProgram, Limits
 from kvjax.engine.rerotation import close_gaps, rerotate
@@ -119,6 +120,28 @@ def select_layer(
   cache = _remember(cache, evaluated)
   allocation, method = evaluation.allocation, evaluation.method
   return allocation.select(method, evaluated.scores, cache, budget)
+
+
+@functools.partial(jax.jit, static_argnames=("evaluation",))
+def score_concentration(
+  evaluation: Evaluation, activations: Activations, evaluated: Evaluated
+) -> Float[Array, " B"]:
+  """Computes how few tokens of a layer the scores prefer; NaN without scores.
+
+  See `kvjax.calibration.features.concentration`.
+
+  Args:
+    evaluation: the method.
+    activations: activations of the prompt.
+    evaluated: result of the evaluation, with scores.
+  """
+  cache, _ = _candidates(evaluation.per_query_head, activations)
+  scores = evaluation.allocation.token_scores(
+    evaluation.method, evaluated.scores, cache
+  )
+  if scores is None:
+    return jnp.full(cache.positions.shape[:1], jnp.nan)
+  return concentration(scores.astype(jnp.float32), cache.valid)
 
 
 class LayerInputs(NamedTuple):

@@ -1,6 +1,6 @@
 """Evaluation of a layer by the methods of several plans."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -20,13 +20,23 @@ def list_evaluations(
   plans: Sequence[Plan],
   prepared: Sequence[PreparedPlan | None],
   geometry: Geometry,
+  measured: Collection[Evaluation] = (),
 ) -> Mapping[Evaluation, bool]:
-  """Lists the evaluations of a layer, and whether each needs scores."""
+  """Lists the evaluations of a layer, and whether each needs scores.
+
+  Args:
+    layer: index of the layer in the model.
+    plans: the plans.
+    prepared: the prepared plans; None for those with a calibrated budget.
+    geometry: sizes of the model.
+    measured: evaluations whose scores are needed even if nothing is evicted.
+  """
   requests: dict[Evaluation, bool] = {}
   for plan, ready in zip(plans, prepared, strict=True):
     evaluation = Evaluation.of(plan)
     chosen = compressed_layers(plan, geometry)[layer]
-    scored = chosen and (ready is None or not ready.keeps_all[layer])
+    evicts = ready is None or not ready.keeps_all[layer]
+    scored = chosen and (evicts or evaluation in measured)
     if scored or evaluation.recursive:
       requests[evaluation] = requests.get(evaluation, False) or scored
   return requests

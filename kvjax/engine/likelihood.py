@@ -109,6 +109,7 @@ def answer_nll(
     cache,
     jnp.asarray(both.tokens),
     jnp.asarray(question_lengths, jnp.int32),
+    jnp.asarray(answers.tokens),
     jnp.asarray(answer_lengths, jnp.int32),
   )
 
@@ -121,19 +122,50 @@ def prompt_nll(
   lengths: Int[Array, " B"],
 ) -> Float[Array, " B"]:
   """Computes NLL(c) of prompts from the hidden states of a forward pass."""
+  masks = _predicted(tokens, lengths)[None]
+  return _mean_nll(model, params, hidden, _following(tokens), masks)[0]
+
+
+def prompt_and_tail_nll(
+  model: Model,
+  params: PyTree,
+  hidden: Float[Array, "B S E"],
+  tokens: Int[Array, "B S"],
+  lengths: Int[Array, " B"],
+  tail: int,
+) -> Float[Array, "2 B"]:
+  """Computes NLL(c) of prompts, and the same of their last `tail` tokens.
+
+  The last tokens of a prompt of fewer are all but the first.
+  """
+  predicted = _predicted(tokens, lengths)
   index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-  predicted = index < lengths[:, None] - 1
-  return _mean_nll(model, params, hidden, tokens, predicted)
+  last = predicted & (index >= lengths[:, None] - 1 - tail)
+  masks = jnp.stack([predicted, last])
+  return _mean_nll(model, params, hidden, _following(tokens), masks)
+
+
+def _following(tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
+  """The token after each position; the last one wraps around."""
+  return jnp.roll(tokens, -1, axis=1)
+
+
+def _predicted(
+  tokens: Int[Array, "B S"], lengths: Int[Array, " B"]
+) -> Bool[Array, "B S"]:
+  """Positions whose next token belongs to the prompt."""
+  index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+  return index < lengths[:, None] - 1
 
 
 def _mean_nll(
   model: Model,
   params: PyTree,
   hidden: Float[Array, "B S E"],
-  tokens: Int[Array, "B S"],
-  predicted: Bool[Array, "B S"],
-) -> Float[Array, " B"]:
-  """Mean of -ln p of the tokens after the positions in `predicted`.
+  targets: Int[Array, "B S"],
+  predicted: Bool[Array, "M B S"],
+) -> Float[Array, "M B"]:
+  """Mean of -ln p of the targets at the positions in each mask.
 
   It is NaN for a row without such positions. The logits of all positions would
   take V / E times the memory of the hidden states. Therefore they are computed
@@ -141,25 +173,25 @@ def _mean_nll(
   """
   rows, length, _ = hidden.shape
   width = min(max(_AT_ONCE // rows, 1), length)
-  # The label of the last position wraps around; it is never in the mask.
-  targets = jnp.roll(tokens, -1, axis=1)
 
   @jax.checkpoint
-  def part(start: Int[Array, ""]) -> Float[Array, " B"]:
+  def part(start: Int[Array, ""]) -> Float[Array, "M B"]:
     # The last part may overlap the one before.
     begin = jnp.minimum(start, length - width)
-    part_hidden, labels, mask = (
+    part_hidden, labels = (
       jax.lax.dynamic_slice_in_dim(x, begin, width, axis=1)
-      for x in (hidden, targets, predicted)
+      for x in (hidden, targets)
     )
-    mask &= (begin + jnp.arange(width, dtype=jnp.int32) >= start)[None]
+    masks = jax.lax.dynamic_slice_in_dim(predicted, begin, width, axis=2)
+    index = begin + jnp.arange(width, dtype=jnp.int32)
+    masks &= (index >= start)[None, None]
     logits = model.logits(params, part_hidden)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.sum(jnp.where(mask, losses, 0.0), axis=1)
+    return jnp.sum(jnp.where(masks, losses[None], 0.0), axis=2)
 
   starts = jnp.arange(0, length, width, dtype=jnp.int32)
   total = jnp.sum(jax.lax.map(part, starts), axis=0)
-  count = jnp.sum(predicted.astype(jnp.float32), axis=1)
+  count = jnp.sum(predicted.astype(jnp.float32), axis=2)
   return jnp.where(count > 0, total / jnp.maximum(count, 1.0), jnp.nan)
 
 
@@ -181,6 +213,7 @@ def _answer_nll(
   cache: Cache,
   tokens: Int[Array, "B S"],
   question_lengths: Int[Array, " B"],
+  answers: Int[Array, "B A"],
   answer_lengths: Int[Array, " B"],
 ) -> Float[Array, " B"]:
   width = tokens.shape[1]
@@ -192,8 +225,9 @@ def _answer_nll(
   hidden, _ = append_block(
     model, params, cache, tokens, question_lengths + answer_lengths
   )
-  index = jnp.arange(width, dtype=jnp.int32)[None]
-  predicted = (index >= question_lengths[:, None] - 1) & (
-    index < (question_lengths + answer_lengths)[:, None] - 1
-  )
-  return _mean_nll(model, params, hidden, tokens, predicted)
+  # Logits are needed where the next token belongs to the answer.
+  index = jnp.arange(answers.shape[1], dtype=jnp.int32)[None]
+  places = jnp.minimum(question_lengths[:, None] - 1 + index, width - 1)
+  hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
+  masks = (index < answer_lengths[:, None])[None]
+  return _mean_nll(model, params, hidden, answers, masks)[0]

@@ -6,7 +6,7 @@ kind share these programs, and so do sweeps with common methods or plans.
 """
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,9 +16,11 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
+from kvjax.calibration.features import TAIL, Features
 from kvjax.calibration.record import Calibrated
 from kvjax.engine.blocks import prefill_blocks
 from kvjax.engine.building import CacheBuilder
+from kvjax.engine.compress import Evaluation, score_concentration
 from kvjax.engine.evaluate import (
   Evaluations,
   evaluate_all,
@@ -32,7 +34,7 @@ from kvjax.engine.forward import (
   index_layer,
   layer_stacks,
 )
-from kvjax.engine.likelihood import prompt_nll
+from kvjax.engine.likelihood import prompt_and_tail_nll
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import (
   max_span,
@@ -122,7 +124,7 @@ def sweep(
     >>> [int(cache.lengths.max()) for cache in caches]
     [2, 3]
   """
-  swept = _sweep(model, params, prompts, plans, _needs_likelihood(plans))
+  swept = _sweep(model, params, prompts, plans, _required(plans))
   return swept.caches, swept.logits
 
 
@@ -133,6 +135,7 @@ class Measured(NamedTuple):
     caches: one cache for each plan.
     logits: logits after each row's last token.
     nll: NLL(c) of each row; see `kvjax.negative_log_likelihood`.
+    features: what the prefill tells about each row, for each plan.
     retentions: r* of each row for plans with a `Calibrated` budget, None for
       other plans.
   """
@@ -140,13 +143,14 @@ class Measured(NamedTuple):
   caches: tuple[Cache, ...]
   logits: Float[Array, "B V"]
   nll: Float[Array, " B"]
+  features: tuple[Features, ...]
   retentions: tuple[Float[np.ndarray, " B"] | None, ...]
 
 
 def measured_sweep(
   model: Model, params: PyTree, prompts: Prompts, plans: Sequence[Plan]
 ) -> Measured:
-  """Sweeps, and measures the likelihood of the prompts in the same pass.
+  """Sweeps, and measures in the same pass what a calibration may depend on.
 
   Arguments and errors are those of `sweep`.
 
@@ -161,11 +165,35 @@ def measured_sweep(
     >>> measured.nll.shape
     (2,)
   """
-  return _sweep(model, params, prompts, plans, measured=True)
+  evaluations = frozenset(map(Evaluation.of, plans))
+  requested = _Requested(likelihood=True, concentrations=evaluations)
+  return _sweep(model, params, prompts, plans, requested)
 
 
-def _needs_likelihood(plans: Sequence[Plan]) -> bool:
-  return any(isinstance(plan.budget, Calibrated) for plan in plans)
+class _Requested(NamedTuple):
+  """The features to measure in a sweep.
+
+  Attributes:
+    likelihood: whether to compute likelihoods; if not, they are NaN.
+    concentrations: evaluations whose scores' concentration is computed.
+  """
+
+  likelihood: bool
+  concentrations: frozenset[Evaluation]
+
+
+def _required(plans: Sequence[Plan]) -> _Requested:
+  """Returns the features that the budgets of plans depend on."""
+  calibrated = [p for p in plans if isinstance(p.budget, Calibrated)]
+  return _Requested(
+    bool(calibrated),
+    frozenset(
+      Evaluation.of(plan)
+      for plan in calibrated
+      if isinstance(plan.budget, Calibrated)
+      and "concentration" in plan.budget.calibration.depends_on
+    ),
+  )
 
 
 def _sweep(
@@ -173,9 +201,9 @@ def _sweep(
   params: PyTree,
   prompts: Prompts,
   plans: Sequence[Plan],
-  measured: bool,
+  requested: _Requested,
 ) -> Measured:
-  """Sweeps; likelihoods are NaN unless they are to be `measured`."""
+  """Sweeps, and measures the requested features."""
   _check_sweep(model, prompts, plans)
   geometry, mask = model.geometry, prompts.protected
   protected = None if mask is None else jnp.asarray(mask)
@@ -196,6 +224,9 @@ def _sweep(
   weights, optional = layer_stacks(model, params), _optional_activations(plans)
   deferred: list[tuple[int, Activations, Evaluations]] = []
   evaluations: Evaluations = {}
+  concentrations: dict[Evaluation, list[Float[Array, " B"]]] = {
+    evaluation: [] for evaluation in requested.concentrations
+  }
   for layer, spec in enumerate(geometry.layers):
     hidden, activations = _forward_layer(
       weights[spec.weights],
@@ -208,8 +239,17 @@ def _sweep(
     )
     if activations is None:
       continue
-    requests = list_evaluations(layer, plans, prepared, geometry)
+    requests = list_evaluations(
+      layer, plans, prepared, geometry, requested.concentrations
+    )
     evaluations = evaluate_all(layer, activations, requests, evaluations)
+    for evaluation, found in concentrations.items():
+      if requests.get(evaluation):
+        found.append(
+          score_concentration(
+            evaluation, activations.only(()), evaluations[evaluation][1]
+          )
+        )
     for plan, builder in zip(plans, builders, strict=True):
       if builder is not None:
         builder.keep(layer, activations, find_evaluated(plan, evaluations))
@@ -218,14 +258,18 @@ def _sweep(
       # Scores are computed, so optional activations are no longer needed.
       deferred.append((layer, activations.only(()), evaluations))
   logits, nll = _head(
-    params, hidden, tokens, lengths, model=model, measured=measured
+    params, hidden, tokens, lengths, model=model, measured=requested.likelihood
   )
-  retentions = tuple(
-    plan.budget.retentions(np.asarray(nll), np.asarray(prompts.lengths))
-    if isinstance(plan.budget, Calibrated)
-    else None
-    for plan in plans
-  )
+  features: tuple[Features, ...] = ()
+  retentions: tuple[Float[np.ndarray, " B"] | None, ...] = (None,) * len(plans)
+  if requested.likelihood:
+    features = _features(prompts, plans, nll, concentrations)
+    retentions = tuple(
+      plan.budget.retentions(of_plan)
+      if isinstance(plan.budget, Calibrated)
+      else None
+      for plan, of_plan in zip(plans, features, strict=True)
+    )
   for index, (plan, shares) in enumerate(zip(plans, retentions, strict=True)):
     if shares is not None:
       ready = prepare_calibrated(plan, shares, prompts, geometry)
@@ -241,7 +285,32 @@ def _sweep(
         layer, activations, find_evaluated(plans[index], evaluations)
       )
   caches = tuple(builder.cache(lengths) for builder in builders if builder)
-  return Measured(caches, logits, nll, retentions)
+  return Measured(caches, logits, nll[0], features, retentions)
+
+
+def _features(
+  prompts: Prompts,
+  plans: Sequence[Plan],
+  nll: Float[Array, "2 B"],
+  concentrations: Mapping[Evaluation, Sequence[Float[Array, " B"]]],
+) -> tuple[Features, ...]:
+  """Collects the features for each plan, on the host.
+
+  Concentrations are means over the layers that a method scores.
+  """
+  (of_prompts, of_tails), by_layer = jax.device_get(
+    (nll, list(concentrations.values()))
+  )
+  means = {
+    evaluation: np.mean(values, axis=0)
+    for evaluation, values in zip(concentrations, by_layer, strict=True)
+    if values
+  }
+  lengths = np.asarray(prompts.lengths)
+  return tuple(
+    Features(of_prompts, lengths, of_tails, means.get(Evaluation.of(plan)))
+    for plan in plans
+  )
 
 
 def _wait_for(hidden: Float[Array, "B S E"]) -> None:
@@ -329,14 +398,15 @@ def _head(
   *,
   model: Model,
   measured: bool,
-) -> tuple[Float[Array, "B V"], Float[Array, " B"]]:
-  """Logits after each row's last token, and NLL(c) if requested."""
+) -> tuple[Float[Array, "B V"], Float[Array, "2 B"]]:
+  """Logits after each row's last token; NLL(c) and tail NLL if requested."""
   last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
   logits = model.logits(params, model.normalize(params, last)[:, 0])
   if not measured:
-    return logits, jnp.full(lengths.shape, jnp.nan)
+    return logits, jnp.full((2, *lengths.shape), jnp.nan)
   hidden = model.normalize(params, hidden)
-  return logits, prompt_nll(model, params, hidden, tokens, lengths)
+  nll = prompt_and_tail_nll(model, params, hidden, tokens, lengths, TAIL)
+  return logits, nll
 
 
 def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:

@@ -74,6 +74,21 @@ class Method(abc.ABC):
       budget: how many slots to keep.
     """
 
+  def token_scores(
+    self, scores: PyTree[Array], cache: LayerCache
+  ) -> Float[Array, "B K T"] | None:
+    """Returns the score of each slot, from which a calibration may learn.
+
+    Slots that are not scored have -inf; empty slots may have any value. None,
+    the default, means that the method does not score tokens.
+
+    Args:
+      scores: result of `evaluate`.
+      cache: the candidates.
+    """
+    del scores, cache
+    return None
+
 
 @dataclasses.dataclass(frozen=True)
 class ScoringMethod(Method):
@@ -108,6 +123,14 @@ class ScoringMethod(Method):
   ) -> Float[Array, "B K T"]:
     """Computes the scores."""
     return self.scores(layer, cache, activations)
+
+  @final
+  def token_scores(
+    self, scores: Float[Array, "B K T"], cache: LayerCache
+  ) -> Float[Array, "B K T"]:
+    """Returns the scores."""
+    del cache
+    return scores
 
   @final
   def select(

@@ -96,6 +96,15 @@ class ChunkKV(Method):
     kept = window | must_keep | (per_token & self._prefix(cache))
     return mask_to_slots(kept, budget.capacity)
 
+  def token_scores(
+    self, scores: Float[Array, "B K C"], cache: LayerCache
+  ) -> Float[Array, "B K T"]:
+    """Gives each token the score of its chunk."""
+    per_token = jnp.repeat(scores, self.chunk, axis=-1)
+    return jnp.where(
+      self._prefix(cache), per_token[..., : cache.capacity], -jnp.inf
+    )
+
   def _prefix(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     valid = cache.valid
     return valid & (age(valid) > self.window)

@@ -177,6 +177,14 @@ class Compactor(Method):
       capacity = min(kv_heads * capacity, cache.capacity)
     return top_slots(blended, valid, ends, counts, capacity, must_keep)
 
+  def token_scores(
+    self, scores: Parts, cache: LayerCache
+  ) -> Float[Array, "B K T"]:
+    """Blends the scores; with `blend_removed`, as if half were removed."""
+    del cache
+    blend = 0.5 if self.blend_removed else self.blend
+    return scores.attention + blend * scores.outlier
+
   def _attention(
     self,
     cache: LayerCache,

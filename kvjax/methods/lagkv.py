@@ -131,6 +131,14 @@ class LagKV(Method):
     best = parts.spread(among_largest(scores, per_partition))
     return mask_to_slots(cache.valid & (parts.fixed | best), budget.capacity)
 
+  def token_scores(
+    self, scores: Float[Array, "B K P L"], cache: LayerCache
+  ) -> Float[Array, "B K T"]:
+    """Scatters the scores of the partitions to their slots."""
+    parts = Partitions.of(cache, self.sinks, self.lag)
+    scored = (parts.num_complete >= 2)[..., None] & ~parts.fixed
+    return jnp.where(scored, parts.spread(scores), -jnp.inf)
+
   def _per_partition(
     self, parts: Partitions, budget: LayerBudget
   ) -> Int[Array, "B K"]:

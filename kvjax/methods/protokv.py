@@ -166,6 +166,13 @@ class ProtoKV(Method):
     kept = jax.vmap(jax.vmap(select_head))(scores, remaining)
     return mask_to_slots(window | must_keep | (prefix & kept), budget.capacity)
 
+  def token_scores(
+    self, scores: Ranking, cache: LayerCache
+  ) -> Float[Array, "B K T"] | None:
+    """Returns the scores of tokens in their clusters, unless by position."""
+    del cache
+    return None if self.cut == "position" else scores.inside
+
   def _rank_head(
     self,
     head: Head,

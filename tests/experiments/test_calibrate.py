@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.calibration.record import least_retention
+from kvjax.calibration.curve import least_retention
 from kvjax.errors import InputError
 from kvjax.experiments import comparison
 from kvjax.experiments.calibration import measuring
@@ -227,7 +227,13 @@ def test_triples_are_those_of_a_context_alone(tiny, tmp_path):
   assert own.context_tokens == context.lengths[0]
   assert own.kept_tokens == -(-own.context_tokens // 2)
   expected = (own.full + 1e-3) / (own.kept + 1e-3)
-  assert own.ratio == pytest.approx(expected)
+  assert own.nll_ratio == pytest.approx(expected)
+  expected = min(math.exp(own.full - own.kept), 1.5)
+  assert own.likelihood_ratio == pytest.approx(expected)
+  swept = kvjax.measured_sweep(tiny.model, tiny.params, context, [plan])
+  (features,) = swept.features
+  assert own.tail_nll == pytest.approx(features.tail_nll[0], rel=1e-4)
+  assert own.concentration == pytest.approx(features.concentration[0], rel=1e-3)
 
 
 def test_a_cut_line_is_measured_again_and_nothing_else(
@@ -276,14 +282,14 @@ def test_the_program_writes_records_that_compare_reads(
     "kvjax.experiments.calibrate",
     model,
     *asked,
+    "--others=1",
     "--held_out=1",
     "--retention=0.5",
-    "--asked=0.9",
     f"--output={folder}",
   )
   assert done.returncode == 0, done.stderr
   assert {path.name for path in folder.iterdir()} == {
-    *("triples.jsonl", "tried.jsonl", "held_out.jsonl", "summary.json"),
+    *("triples.jsonl", "others.jsonl", "held_out.jsonl", "summary.json"),
     *("calibration.md", "ratio_curves.png", "retention_bars.png", "records"),
   }
   assert matplotlib.image.imread(folder / "ratio_curves.png").std() > 0.01
@@ -294,9 +300,11 @@ def test_the_program_writes_records_that_compare_reads(
   record = json.loads((folder / "records" / "streaming.json").read_text())
   for field, name in (("alpha", "alpha"), ("method", "options")):
     assert record[field] == one[name]
-  ((level, kept),) = record["promises"]
-  assert level == 0.9
-  assert 0 <= kept <= 0.5
+  assert record["preset"] == "prefill"
+  assert record["grid"] == [0.5]
+  # One context cannot promise more than half.
+  assert max(kept for _, kept in record["promises"]) <= 0.5
+  assert "niah_single_1 of 256 tokens" in record["data"]
 
   auto = ["--retention=auto", "--tau=0.9"]
   missing = run_binary("kvjax.experiments.evaluate", model, *asked, *auto)

@@ -12,6 +12,7 @@ from kvjax.experiments.candidates import candidates
 
 METHODS = ["keydiff", "snapkv:window=4"]
 TAU = 0.9
+ORIGIN = fits.Origin("abc", "two tasks", 4)
 
 
 def made(task, sample, share, nll, kc, name="keydiff"):
@@ -29,61 +30,89 @@ def made(task, sample, share, nll, kc, name="keydiff"):
     context_tokens=100,
     kept_tokens=100 * share,
     nll=nll,
+    tail_nll=nll,
+    concentration=None,
     full=1.0,
-    kept=float(1.001 / ratio - 0.001),
+    kept=1.0 - float(np.log(ratio)),
   )
+
+
+SHARES = (0.2, 0.5, 0.8)
+# kc falls with the likelihood, and every context is a little different.
+ALPHAS = {"keydiff": 2.0, "snapkv:window=4": 1.0}
+TASKS = {"easy": 0.5, "hard": 2.5}
+
+
+def measurements(first, count, worse=0.0):
+  """Measurements of both methods; `worse` bends the curves."""
+  return [
+    made(task, sample, share, nll, alpha * nll - 6 + worse, name)
+    for name, alpha in ALPHAS.items()
+    for task, mean in TASKS.items()
+    for sample in range(first, first + count)
+    for nll in [mean + 0.1 * (sample % 5)]
+    for share in SHARES
+  ]
 
 
 @pytest.fixture(scope="module")
 def fitted():
-  chosen = candidates(METHODS, [kvjax.Retention(0.2), kvjax.Retention(0.5)])
-  found = [
-    made(task, sample, share, nll, alpha * nll - 6, name)
-    for name, alpha in zip(METHODS, (2, 1), strict=True)
-    for task, nll in (("easy", 0.5), ("hard", 2.5))
-    for share in (0.2, 0.5)
-    for sample in range(2)
-  ]
-  fitted = fits.fit(chosen[1:], found, "abc")
-  # Tried: at 0.2 as the curve has it, at 0.9 whole.
-  tried = [
-    dataclasses.replace(m, kept_tokens=kept, budget=f"auto at {asked:g}")
-    for m in found
-    for asked, share, kept in ((0.2, 0.2, 20), (0.9, 0.5, 100))
-    if m.retention == share
-  ]
-  fitted = fits.add_promises(fitted, [0.2, 0.9], tried)
-  # Held out: each keeps exactly what it is allowed.
-  return [
-    dataclasses.replace(
-      method, held_out=[m for m in method.measured if m.retention == 0.5]
-    )
-    for method in fitted
-  ]
+  chosen = candidates(METHODS, [kvjax.Retention(s) for s in SHARES])[1:]
+  sets = fits.Sets(
+    measurements(0, 10), measurements(10, 60), measurements(70, 5)
+  )
+  return fits.fit(chosen, sets, "prefill", ORIGIN)
 
 
 def test_a_record_reloads_and_says_the_same(fitted, tmp_path):
   path = tmp_path / "record.json"
-  nll, lengths = np.array([0.5, 2.5]), np.array([100, 100])
-  for method, alpha in zip(fitted, (2, 1), strict=True):
+  features = kvjax.Features(
+    np.array([0.5, 2.5]), np.array([100, 100]), np.array([0.5, 2.5])
+  )
+  for method, alpha in zip(fitted, ALPHAS.values(), strict=True):
     line = method.calibration
-    assert (line.alpha, line.beta) == pytest.approx((alpha, -6), rel=1e-3)
+    kc = alpha * np.array([0.5, 2.5]) - 6
+    np.testing.assert_allclose(line.curvature(features), kc, atol=0.05)
     assert line.method == str(kvjax.get_method(method.name))
-    assert line.triples == 8
+    assert line.triples == 2 * 10 * 3
+    assert line.grid == SHARES
+    assert (line.model_id, line.data, line.seed) == ORIGIN
+    assert dict(line.r2) == pytest.approx(
+      {"all": 1, "easy": 1, "hard": 1}, abs=1e-2
+    )
     line.save(path)
     again = kvjax.Calibration.load(path, model_id="abc")
     np.testing.assert_array_equal(
-      again.retentions(nll, lengths, TAU), line.retentions(nll, lengths, TAU)
+      again.retentions(features, TAU), line.retentions(features, TAU)
     )
 
 
-def test_a_record_knows_what_its_curve_is_worth(fitted):
-  """What was kept whole tells nothing, so that 0.9 is no better than 0.2."""
-  for method, alpha in zip(fitted, (2, 1), strict=True):
-    bent = alpha * np.array([0.5, 2.5]) - 6
-    easy, hard = np.expm1(0.2 * bent) / np.expm1(bent)
-    kept = pytest.approx((2 * easy + 2 * hard) / 5, rel=1e-3)
-    assert method.calibration.promises == ((0.2, kept), (0.9, kept))
+def test_contexts_keep_what_is_promised_and_little_more_than_they_need(fitted):
+  for method in fitted:
+    budget = kvjax.Calibrated(method.calibration, TAU)
+    reached, needed = method.reached_at(TAU), method.needed_at(TAU)
+    assert len(reached) == len(needed) == 2 * 5
+    for own, least in zip(reached, needed, strict=True):
+      assert (own.task, own.sample) == (least.task, least.sample)
+      (share,) = budget.retentions(fits.features([own]))
+      assert own.retention == share
+      same = [
+        m
+        for m in method.sets.held_out
+        if (m.task, m.sample) == (own.task, own.sample)
+      ]
+      enough = [m.retention for m in same if m.likelihood_ratio >= TAU]
+      assert least.retention == min([*enough, 1.0])
+    mean = np.mean([min(m.likelihood_ratio, 1) for m in reached])
+    assert mean >= TAU
+
+
+def test_what_keeps_everything_loses_nothing(fitted):
+  (method, _) = fitted
+  # No target promises more than 120 of 121.
+  for whole in method.reached_at(0.999):
+    assert (whole.retention, whole.likelihood_ratio) == (1, 1)
+    assert whole.kept_tokens == whole.context_tokens == 100
 
 
 def test_pictures_show_the_curves_and_the_means(fitted):
@@ -92,29 +121,63 @@ def test_pictures_show_the_curves_and_the_means(fitted):
   assert axes.get_title(loc="left") == METHODS[1]
   curve, points = axes.get_lines()[2:4]
   x, y = curve.get_data()
-  kc = 1 * 2.5 - 6
-  np.testing.assert_allclose(y, np.expm1(x * kc) / np.expm1(kc), atol=2e-3)
-  expected = np.expm1(np.array([0.2, 0.5]) * kc) / np.expm1(kc)
-  np.testing.assert_allclose(points.get_ydata(), expected, atol=1e-6)
+  line = fitted[1].calibration
+  hard = [m for m in fitted[1].sets.triples if m.task == "hard"]
+  kc = np.mean(line.curvature(fits.features(hard)))
+  expected = np.expm1(x**line.power * kc) / np.expm1(kc)
+  np.testing.assert_allclose(y, expected, atol=1e-5)
+  means = [
+    np.mean([m.likelihood_ratio for m in hard if m.retention == share])
+    for share in SHARES
+  ]
+  np.testing.assert_allclose(points.get_ydata(), means, atol=1e-6)
   bars = pictures.retention_bars(fitted, TAU, "title").axes[0]
-  assert [bar.get_width() for bar in bars.patches] == [50.0, 50.0]
+  widths = [
+    100 * np.mean([m.retention for m in method.reached_at(TAU)])
+    for method in fitted
+  ]
+  assert [bar.get_width() for bar in bars.patches] == pytest.approx(widths)
 
 
 def test_the_summary_holds_means_by_task(fitted):
   row = fitted[0].row(TAU)
   assert row["method"] == "keydiff"
   assert row["options"] == str(kvjax.get_method("keydiff"))
-  assert row["asked"] == 1
-  assert row["tried"]["0.9"] > row["tried"]["0.2"]
-  assert row["tasks"]["hard"]["nll"] == 2.5
-  assert row["tasks"]["hard"]["samples"] == 2
-  assert row["held_out"]["retention"] == 0.5
-  assert row["tasks"]["easy"]["ratio"] > row["held_out"]["ratio"]
+  assert row["asked"] == fitted[0].calibration.curve_target(TAU)
+  held_out = row["held_out"]
+  assert held_out["samples"] == 10
+  assert held_out["times"] == pytest.approx(
+    held_out["kept"] / held_out["needed"], rel=1e-3
+  )
+  assert row["tasks"]["hard"]["nll"] == pytest.approx(2.7)
+  assert row["tasks"]["hard"]["samples"] == 5
+  assert row["tasks"]["hard"]["needed"] > row["tasks"]["easy"]["needed"]
   summary = {"rows": [method.row(TAU) for method in fitted], "tau": TAU}
-  first, by_share, by_asked, reached, _ = tables.tables(summary)
-  assert first.lines[0][:3] == ("keydiff", "+2", "−6")
-  assert first.lines[0][5] == "100 %"
-  assert by_share.header == ["method", "20 %", "50 %"]
-  assert by_asked.header == ["method", "20 %", "90 %"]
-  assert reached.lines[0] == ["NLL of the context", "0.50", "2.50"]
-  assert reached.lines[1] == ["keydiff", "50.0", "50.0"]
+  first, by_share, rules, kept, needed, quality = tables.tables(summary)
+  assert first.lines[0][0] == "keydiff"
+  assert first.header[1] == "R2"
+  assert by_share.header == ["method", "20 %", "50 %", "80 %"]
+  assert rules.header[-2:] == ["easy", "hard"]
+  assert rules.lines[0][-1] == "1.00"
+  assert kept.lines[0] == ["NLL of the context", "0.70", "2.70"]
+  assert needed.lines[1][0] == quality.lines[1][0] == "keydiff"
+
+
+def test_the_papers_rule_needs_no_other_contexts():
+  chosen = candidates(METHODS, [kvjax.Retention(s) for s in SHARES])[1:]
+  sets = fits.Sets(measurements(0, 10), [], measurements(70, 5))
+  fitted = fits.fit(chosen, sets, "paper", ORIGIN)
+  reached = [
+    dataclasses.replace(m, budget="auto at 0.9", retention=0.7)
+    for m in sets.held_out
+    if m.retention == 0.8
+  ]
+  for method in fits.add_reached(fitted, reached):
+    line = method.calibration
+    assert (line.preset, line.promises, line.slopes) == ("paper", (), ())
+    of_method = [m for m in reached if m.method == method.name]
+    assert method.reached_at(TAU) == of_method
+    expected = np.mean([m.nll_ratio for m in of_method])
+    assert method.row(TAU)["held_out"]["ratio"] == pytest.approx(
+      expected, abs=1e-4
+    )

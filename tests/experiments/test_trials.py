@@ -4,19 +4,22 @@ import pytest
 import scipy.stats
 
 from kvjax.experiments.reporting import anova
+from kvjax.experiments.reporting.equivalence import equivalence
 
 FULL, SAME, WORSE = [50.0, 52.0, 51.0], [51.0, 50.0, 52.5], [40.0, 42.0, 41.0]
 SCORES = {("full", "1"): FULL, ("a", "0.5"): SAME, ("b", "0.5"): WORSE}
 
 
 def test_a_difference_is_that_of_the_analysis_of_variance():
-  table = anova.compare(SCORES)
-  assert table.title == "3 trials; ANOVA with the full cache"
+  table = anova.compare(SCORES, margin=4.0)
+  assert table.title == (
+    "3 trials; ANOVA with the full cache, and p of equality within 4 points"
+  )
   full, same, worse, together = table.lines
-  assert list(full) == ["full", "100 %", "51.00", "1.00", "–", "–"]
+  assert list(full) == ["full", "100 %", "51.00", "1.00", "–", "–", "–"]
   # F is that of two samples: the square of t.
   t, p = scipy.stats.ttest_ind(FULL, WORSE)
-  assert list(worse[4:]) == [f"{t**2:.2f}", f"{p:.3g}"]
+  assert list(worse[4:6]) == [f"{t**2:.2f}", f"{p:.3g}"]
   assert float(same[5]) > 0.5 > 0.01 > float(together[5])
 
 
@@ -29,6 +32,45 @@ def test_the_analysis_is_that_of_scipy(groups):
 def test_trials_that_do_not_vary_show_no_difference():
   assert anova.anova([[1.0, 1.0], [2.0, 2.0]]) == (None, None)
   assert anova.anova([[1.0, 1.0], [2.0, 2.5]]).p < 0.2
+
+
+@pytest.mark.parametrize("margin", [0.5, 2.0, 4.0, 12.0])
+@pytest.mark.parametrize("others", [SAME, [41.0, 40.5, 43.0]])
+def test_equality_within_a_margin_is_two_one_sided_t_tests(others, margin):
+  """Those of scipy on the paired differences."""
+  below, above = (
+    scipy.stats.ttest_1samp(
+      [a - b for a, b in zip(others, FULL, strict=True)],
+      sign * margin,
+      alternative=alternative,
+    ).pvalue
+    for sign, alternative in ((-1, "greater"), (1, "less"))
+  )
+  found = equivalence(others, FULL, margin)
+  assert found == pytest.approx(max(below, above), abs=1e-6)
+
+
+def test_equal_differences_are_certain():
+  assert equivalence([1.0, 2.0], [1.0, 2.0], 0.1) == 0
+  assert equivalence([3.0, 4.0], [1.0, 2.0], 2.0) == 1
+
+
+def test_equality_is_shown_where_a_difference_is_not():
+  """With few trials, no difference is found even where there may be one."""
+  table = anova.compare(SCORES, margin=4.0)
+  _, same, worse, _ = table.lines
+  assert float(same[6]) < 0.05 < float(worse[6])
+  assert float(anova.compare(SCORES, margin=0.5).lines[1][6]) > 0.05
+  assert float(same[5]) > 0.05
+
+
+@pytest.mark.parametrize("margin", ["0", "nan"])
+def test_a_margin_is_a_difference_of_scores(run_binary, tmp_path, margin):
+  result = run_binary(
+    "kvjax.experiments.trials", f"--output={tmp_path}", f"--margin={margin}"
+  )
+  assert result.returncode == 2
+  assert "--margin is a difference of scores above 0" in result.stderr
 
 
 @pytest.mark.parametrize("flag", ["--seed=3", "--output=x"])

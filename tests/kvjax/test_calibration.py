@@ -1,4 +1,4 @@
-"""The curve of quality, its inverse, the fit, and the record of it."""
+"""The curve of quality, its inverse, and the record of it."""
 
 import dataclasses
 import decimal
@@ -10,14 +10,19 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.calibration.fitting import Triples, asymmetric_loss, fit, promises
-from kvjax.calibration.record import Calibration, least_retention, quality
+from kvjax.calibration.curve import least_retention, quality
+from kvjax.calibration.features import Features, concentration
+from kvjax.calibration.fields import to_json
+from kvjax.calibration.record import Calibration
 from kvjax.errors import InputError
 from kvjax.methods import KeyDiff, SnapKV
 
 BENDS = [-800, -60, -40, -3, -1e-5, 0, 1e-5, 3, 40, 60, 800]
+
+
 TAUS = [0.5, 0.9, 0.95, 0.999]
-RETENTIONS = [0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 0.9]
+
+
 RECORD = Calibration(
   alpha=1.5,
   beta=-7.0,
@@ -38,11 +43,6 @@ def exact(retention, kc):
     r, k = decimal.Decimal(float(retention)), decimal.Decimal(float(kc))
     lost = (-k).exp()
     return float(((r * k - k).exp() - lost) / (1 - lost))
-
-
-def plain(retention, kc):
-  """The same in float64, where that is well conditioned."""
-  return np.expm1(retention * kc) / np.expm1(kc)
 
 
 def wide(function, *args):
@@ -115,7 +115,8 @@ def test_it_is_the_smallest_retention_of_enough_quality():
 def test_retentions_of_contexts():
   nll = np.array([0.0, 4.0, 4.7, 1.0, np.nan, np.inf, 2.0], np.float32)
   lengths = np.array([10_000, 500, 500, 20, 9, 9, 1])
-  found = RECORD.retentions(nll, lengths, 0.5)
+  features = Features(nll, lengths)
+  found = RECORD.retentions(features, 0.5)
   kc = 1.5 * nll[:4].astype(float) - 7
   expected = [
     np.log1p(0.5 * np.expm1(k)) / k
@@ -125,143 +126,130 @@ def test_retentions_of_contexts():
   ]
   np.testing.assert_allclose(found[:4], expected, rtol=1e-12)
   assert found[4:].tolist() == [1, 1, 1]
-  assert RECORD.retentions(nll, lengths, 1.0).tolist() == [1] * 7
+  assert RECORD.retentions(features, 1.0).tolist() == [1] * 7
   least = dataclasses.replace(RECORD, alpha=0.0, beta=-800.0)
-  assert least.retentions(nll[:1], np.array([100]), 0.5).tolist() == [0.01]
+  one = Features(nll[:1], np.array([100]))
+  assert least.retentions(one, 0.5).tolist() == [0.01]
   assert type(kvjax.Retention(float(found[0]))) is kvjax.Retention
 
 
-def test_more_is_asked_of_a_curve_that_promises_too_much():
-  kept = ((0.5, 0.6), (0.9, 0.7), (0.95, 0.96))
+def test_a_curve_is_asked_for_as_much_as_it_takes():
+  """More if it promises too much, and less if it is too cautious."""
+  kept = ((0.3, 0.6), (0.9, 0.7), (0.95, 0.96))
   record = dataclasses.replace(RECORD, promises=kept)
   taus = [0.4, 0.55, 0.65, 0.95, 0.96, 0.97]
-  asked = [0.5, 0.55, 0.9, 0.95, 0.96, 1.0]
+  asked = [0.3, 0.3, 0.9, 0.95, 0.95, 1.0]
   assert [record.curve_target(tau) for tau in taus] == asked
   assert [RECORD.curve_target(tau) for tau in taus] == taus
-  nll, lengths = np.array([0.5, 3.0]), np.array([100, 100])
-  for tau, more in zip(taus, asked, strict=True):
-    found = kvjax.Calibrated(record, tau).retentions(nll, lengths)
-    expected = kvjax.Calibrated(RECORD, more).retentions(nll, lengths)
+  features = Features(np.array([0.5, 3.0]), np.array([100, 100]))
+  for tau, target in zip(taus, asked, strict=True):
+    found = kvjax.Calibrated(record, tau).retentions(features)
+    expected = kvjax.Calibrated(RECORD, target).retentions(features)
     np.testing.assert_array_equal(found, expected)
-    assert np.all(found >= RECORD.retentions(nll, lengths, tau))
 
 
-def test_promises_by_hand():
-  ratios = [[0.4, 0.8, 0.6], [0.9, 0.3, 1.0], [1.2, 0.7, 1.0]]
-  cut = [[True] * 3, [True, True, False], [True, True, False]]
-  # The second keeps 0.3 somewhere; nothing of the third is cut after 0.6.
-  least = [0.4 + 0.3 + 0.6, 0.9 + 0.3 + 0.6, 1.0 + 0.7 + 0.6]
-  asked = (0.5, 0.9, 0.99)
-  found = promises(asked, np.array(ratios), np.array(cut))
-  assert [q for q, _ in found] == [*asked]
-  np.testing.assert_allclose([kept for _, kept in found], np.divide(least, 4))
+PREFILL = dataclasses.replace(
+  RECORD, preset="prefill", power=0.5, grid=(0.1, 0.25, 0.5, 0.9)
+)
 
 
-@pytest.mark.parametrize("tau", [0.8, 0.9])
-def test_contexts_keep_tau_on_average_however_wrong_the_curve_is(tau):
-  """Each is as good as lost below one of 22 qualities, the last two above 1."""
-  rng = np.random.default_rng(3)
-  asked, others = np.linspace(0.5, 0.975, 20), 20
+def test_a_retention_is_rounded_up_to_a_measured_one():
+  nll = np.linspace(0, 9, 200)
+  features = Features(nll, np.full(200, 1000))
+  for target in (0.05, 0.5, 0.9):
+    exact = least_retention(target, 1.5 * nll - 7) ** 2
+    expected = [
+      min((r for r in (*PREFILL.grid, 1.0) if r >= x - 1e-9), default=1.0)
+      for x in exact
+    ]
+    found = PREFILL.retentions(features, target)
+    assert found.tolist() == expected
+    assert len(set(found)) > 1
+  assert PREFILL.retentions(features, 1.0).tolist() == [1] * 200
+
+
+def test_the_curve_of_the_paper_warns_where_it_extrapolates():
+  record = dataclasses.replace(RECORD, grid=(0.1, 0.5, 0.9))
+  inside = Features(np.array([3.0]), np.array([100]))
+  assert 0.1 < record.retentions(inside, 0.5)[0] < 0.9
+  outside = Features(np.array([9.0]), np.array([100]))
+  with pytest.warns(kvjax.InputWarning, match=r"0\.9\d+, and was measured f"):
+    found = record.retentions(outside, 0.7)
+  np.testing.assert_array_equal(found, RECORD.retentions(outside, 0.7))
+  assert record.retentions(outside, 1.0).tolist() == [1]
+
+
+def test_features_out_of_range_are_clamped_with_a_warning():
+  ranges = (("nll", 1.0, 4.0), ("length", 500.0, 1000.0))
+  slopes = (("log_length", 0.5),)
+  record = dataclasses.replace(RECORD, ranges=ranges, slopes=slopes)
+  free = dataclasses.replace(record, ranges=())
+  nll, length = np.array([0.2, 3.0, 9.0, 4.1]), np.array([700, 90, 2000, 500])
+  with pytest.warns(
+    kvjax.InputWarning, match="nll of 1 to 4 and length of 500"
+  ):
+    found = record.retentions(Features(nll, length), 0.7)
+  clamped = Features(np.clip(nll, 1, 4), np.clip(length, 500, 1000))
+  np.testing.assert_array_equal(found, free.retentions(clamped, 0.7))
+  # Within a tenth of the range's ends, nothing is said.
+  near = Features(np.array([0.95, 4.3]), np.array([480, 1050]))
+  clamped = Features(np.array([1.0, 4.0]), np.array([500, 1000]))
+  found = record.retentions(near, 0.7)
+  np.testing.assert_array_equal(found, free.retentions(clamped, 0.7))
+
+
+def test_a_rule_on_more_features():
+  slopes = (("tail_nll", 0.5), ("concentration", -2.0), ("log_length", 0.25))
+  record = dataclasses.replace(RECORD, slopes=slopes)
+  features = Features(
+    np.array([2.0, 3.0, 1.0]),
+    np.array([100, 200, 300]),
+    np.array([1.0, 4.0, 2.0]),
+    np.array([0.1, 0.7, np.nan]),
+  )
+  kc = [
+    1.5 * 2 - 7 + 0.5 - 0.2 + 0.25 * np.log(100),
+    1.5 * 3 - 7 + 2 - 1.4 + 0.25 * np.log(200),
+  ]
+  found = record.retentions(features, 0.8)
+  np.testing.assert_allclose(found[:2], least_retention(0.8, np.array(kc)))
+  assert found[2] == 1
+  assert record.depends_on == {"nll", *(name for name, _ in slopes)}
+  assert record.formula == (
+    "kc = 1.5 NLL - 7 + 0.5 tail_nll - 2 concentration + 0.25 log_length"
+  )
+  assert PREFILL.formula == "kc = 1.5 NLL - 7, power 0.5"
+  missing = features._replace(concentration=None)
+  assert record.retentions(missing, 0.8).tolist() == [1, 1, 1]
+
+
+def test_concentration_equals_the_participation_ratio():
+  rng = np.random.default_rng(0)
+  scores = rng.gamma(0.3, size=(3, 2, 50)).astype(np.float32)
+  scored = rng.random(scores.shape) < 0.7
+  scores[0, 0, :3] = -np.inf, np.nan, np.inf
   expected = []
-  for _ in range(600):
-    needs = rng.integers(0, 22, others)
-    ratios = (np.arange(20)[:, None] >= needs).astype(float)
-    found = promises(asked.tolist(), ratios, np.ones((20, others), bool))
-    level = dataclasses.replace(RECORD, promises=found).curve_target(tau)
-    # How many of the 22 a new context may draw.
-    good = 22 if level == 1 else np.sum(asked <= level + 1e-9)
-    expected.append(good / 22)
-  assert tau < np.mean(expected) < tau + 0.06
+  for row, mask in zip(scores, scored, strict=True):
+    heads = []
+    for head, part in zip(row, mask, strict=True):
+      x = head[part & np.isfinite(head)].astype(float)
+      w = (x - x.min()) / (x - x.min()).sum()
+      heads.append(np.log(len(w) * np.sum(w**2)))
+    expected.append(np.mean(heads))
+  scores, scored = jnp.asarray(scores), jnp.asarray(scored)
+  np.testing.assert_allclose(concentration(scores, scored), expected, rtol=1e-5)
+  finite = jnp.where(jnp.isfinite(scores), scores, 0.5)
+  moved = concentration(1e4 * finite - 3e3, scored)
+  np.testing.assert_allclose(moved, concentration(finite, scored), rtol=1e-3)
 
 
-def triples(alpha, beta, noise=0.0, contexts=80):
-  rng = np.random.default_rng(1)
-  nll = np.repeat(rng.uniform(0.3, 4, contexts), len(RETENTIONS))
-  r = np.tile(RETENTIONS, contexts)
-  y = plain(r, alpha * nll + beta) + noise * rng.normal(size=r.shape)
-  return Triples(r, nll, np.clip(y, 0, 1.5))
-
-
-@pytest.mark.parametrize(
-  ("alpha", "beta"), [(2, -9), (0.5, -20), (3, -2), (-1, 4), (0, 3), (8, -12)]
-)
-def test_a_fit_recovers_what_made_the_triples(alpha, beta):
-  found = fit(triples(alpha, beta))
-  np.testing.assert_allclose(found, (alpha, beta, 0), atol=1e-6)
-
-
-def test_a_fit_sees_through_noise():
-  found = fit(triples(2, -9, noise=0.03, contexts=400))
-  nll = np.linspace(0.3, 4, 20)
-  r = np.array(RETENTIONS)[:, None]
-  curves = [plain(r, a * nll + b) for a, b in (found[:2], (2, -9))]
-  assert np.abs(np.subtract(*curves)).max() < 0.03
-  np.testing.assert_allclose(found.error, 0.03, rtol=0.2)
-
-
-def test_a_fit_is_no_worse_than_any_line_tried():
-  data = triples(2, -9, noise=0.15)
-  found = fit(data)
-  r, nll, y = data
-
-  def loss(alpha, beta):
-    error = plain(r, alpha * nll + beta) - y
-    return np.mean(np.where(error > 0, 4, 1) * error**2)
-
-  near = np.linspace(-0.5, 0.5, 41)
-  least = min(
-    loss(found.alpha + a, found.beta + b) for a in near for b in 3 * near
-  )
-  best = loss(found.alpha, found.beta)
-  assert best <= least
-  line = np.array(found[:2])
-  np.testing.assert_allclose(wide(asymmetric_loss, line, *data), best)
-
-
-def test_promising_too_much_weighs_four_times():
-  """Alike contexts: the curve passes through the expectile of 1/5."""
-  y = np.array([0.2, 0.3, 0.5, 0.6, 0.9])
-  found = fit(Triples(np.full(5, 0.4), np.full(5, 2.0), y))
-  grid = np.linspace(0, 1, 100_001)[:, None]
-  error = grid - y
-  losses = np.mean(np.where(error > 0, 4, 1) * error**2, axis=1)
-  through = exact(0.4, found.alpha * 2 + found.beta)
-  np.testing.assert_allclose(through, grid[losses.argmin(), 0], atol=2e-5)
-
-
-@pytest.mark.parametrize(
-  ("data", "said"),
-  [
-    (([], [], []), "at least one triple"),
-    (([0.5, 1.0], [1.0, 1.0], [1.0, 1.0]), "below 1; 1 is not"),
-    (([0.5], [np.nan], [1.0]), "finite"),
-  ],
-)
-def test_what_cannot_be_fitted_is_refused(data, said):
-  with pytest.raises(InputError, match=said):
-    fit(Triples(*map(np.array, data)))
-
-
-def test_the_ratio_of_likelihoods():
-  full, kept = np.array([1.0, 0.0, 2.0, 0.5]), np.array([2.0, 0.0, 1.0, np.inf])
-  np.testing.assert_allclose(
-    kvjax.nll_ratio(full, kept), [1.001 / 2.001, 1, 1.5, 0]
-  )
-
-
-def test_a_record_is_saved_and_loaded(tmp_path):
-  data = triples(2, -9, noise=0.1)
-  made = kvjax.calibrate(data, model_id="tiny", method=SnapKV(window=5))
-  found = fit(data)
-  assert (made.alpha, made.beta, made.error) == found
-  assert made.triples == 80 * 7
-  assert made.tau_range == (data.ratio.min(), 1.0)
-  assert made.promises == ()
-  made = dataclasses.replace(made, promises=((0.5, 0.25), (0.9, 0.75)))
-  path = tmp_path / "snapkv.json"
-  made.save(path)
-  assert Calibration.load(path, model_id="tiny") == made
-  assert kvjax.Plan(SnapKV(window=5), kvjax.Calibrated(made, 0.9))
+def test_concentration_from_none_to_all():
+  one = jnp.zeros((1, 1, 64))
+  every = jnp.ones(one.shape, bool)
+  assert concentration(one, every).tolist() == [0]
+  assert concentration(one, ~every).tolist() == [0]
+  one = one.at[..., 5].set(3.0)
+  np.testing.assert_allclose(concentration(one, every), [np.log(64)], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +259,17 @@ def test_a_record_is_saved_and_loaded(tmp_path):
     ("{", "is no JSON"),
     ("[1]", "it holds no fields"),
     ({"alpha": None}, "its fields are beta"),
-    ({"gamma": 1.0}, "promises, gamma, not alpha"),
+    ({"gamma": 1.0}, "seed, gamma, not alpha"),
+    ({"preset": "other"}, "preset is 'other'"),
+    ({"preset": "prefill", "grid": []}, "measured retentions ascending"),
+    ({"grid": [0.5, 0.2]}, "measured retentions ascending"),
+    ({"slopes": [["nll", 1.0]]}, r"slopes is \[\['nll', 1.0\]\]"),
+    ({"slopes": {"other": 1.0}}, "slopes of nll, tail_nll"),
+    ({"ranges": {"nll": [2.0, 1.0]}}, "ranges of nll, length"),
+    ({"ranges": {"nll": 2.0}}, "ranges is"),
+    ({"power": 0.0}, "a power above 0"),
+    ({"r2": {"all": float("nan")}}, "finite numbers"),
+    ({"seed": 0.5}, "seed is 0.5"),
     ({"alpha": "1"}, "alpha is '1'"),
     ({"triples": True}, "triples is True"),
     ({"per_query_head": 0}, "per_query_head is 0"),
@@ -288,7 +286,7 @@ def test_a_record_is_saved_and_loaded(tmp_path):
 def test_a_damaged_record_is_refused(tmp_path, change, said):
   path = tmp_path / "record.json"
   if isinstance(change, dict):
-    fields = dataclasses.asdict(RECORD) | change
+    fields = to_json(dataclasses.asdict(RECORD)) | change
     change = json.dumps({k: v for k, v in fields.items() if v is not None})
   if change != "nothing":
     path.write_text(change)

@@ -1,0 +1,105 @@
+"""The fields of a calibration's JSON file."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvjax.errors import InputError
+
+PRESETS = ("paper", "prefill")
+_LARGEST = 2**63
+# Shown of a wrong value.
+_LONGEST = 60
+
+
+def _is_number(value: Any) -> bool:
+  """Whether a float can represent it; NaN and infinity are refused later."""
+  return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
+
+
+def _is_integer(value: Any) -> bool:
+  return type(value) is int and _is_number(value)
+
+
+def _is_string(value: Any) -> bool:
+  return type(value) is str
+
+
+def _is_truth(value: Any) -> bool:
+  return type(value) is bool
+
+
+def _is_pair(value: Any) -> bool:
+  return (
+    isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+  )
+
+
+def _is_list(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+  return lambda value: isinstance(value, list) and all(map(of, value))
+
+
+def _is_object(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+  return lambda value: isinstance(value, dict) and all(map(of, value.values()))
+
+
+_KINDS: Mapping[str, Callable[[Any], bool]] = {
+  "alpha": _is_number,
+  "beta": _is_number,
+  "model_id": _is_string,
+  "method": _is_string,
+  "per_query_head": _is_truth,
+  "tau_range": _is_pair,
+  "error": _is_number,
+  "triples": _is_integer,
+  "promises": _is_list(_is_pair),
+  "preset": lambda value: value in PRESETS,
+  "slopes": _is_object(_is_number),
+  "power": _is_number,
+  "ranges": _is_object(_is_pair),
+  "grid": _is_list(_is_number),
+  "r2": _is_object(_is_number),
+  "data": _is_string,
+  "seed": _is_integer,
+}
+
+
+def to_json(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """Converts the fields of a calibration to those of its file."""
+  return {
+    **fields,
+    "slopes": dict(fields["slopes"]),
+    "ranges": {name: [low, high] for name, low, high in fields["ranges"]},
+    "r2": dict(fields["r2"]),
+  }
+
+
+def checked(saved: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
+  """Checks the fields of a file and converts them to those of a calibration.
+
+  Raises:
+    InputError: one is missing, unknown, or of another kind.
+  """
+  wrong = ""
+  if not isinstance(saved, dict):
+    wrong = "it holds no fields"
+  elif saved.keys() != _KINDS.keys():
+    names = ", ".join(saved)[: 4 * _LONGEST]
+    wrong = f"its fields are {names}, not {', '.join(_KINDS)}"
+  else:
+    for name, is_right in _KINDS.items():
+      if not is_right(saved[name]):
+        wrong = f"{name} is {repr(saved[name])[:_LONGEST]}"
+  if wrong:
+    raise InputError(
+      f"{path} is no calibration, for {wrong}; give a file that "
+      "Calibration.save has written."
+    )
+  return saved | {
+    "tau_range": tuple(saved["tau_range"]),
+    "promises": tuple(map(tuple, saved["promises"])),
+    "slopes": tuple(saved["slopes"].items()),
+    "ranges": tuple((name, *pair) for name, pair in saved["ranges"].items()),
+    "grid": tuple(saved["grid"]),
+    "r2": tuple(saved["r2"].items()),
+  }

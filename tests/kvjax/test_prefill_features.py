@@ -1,0 +1,155 @@
+"""What a prefill tells about prompts: tail likelihood and concentration."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.calibration.features import TAIL
+from kvjax.engine import compress
+from kvjax.engine import prefill as prefilling
+from kvjax.testing import TinyModel
+
+MODEL = TinyModel()
+PARAMS = MODEL.init()
+RNG = np.random.default_rng(1)
+ROWS = [RNG.integers(0, 64, n).tolist() for n in (150, 97, 40)]
+PROMPTS = kvjax.Prompts.of(ROWS)
+NAMES = [
+  "key_norm",
+  "snapkv:window=4",
+  "pyramid/ada/keydiff",
+  "chunkkv:window=5:chunk=4",
+  "lagkv:sinks=2:lag=6",
+  "compactor",
+  "protokv:window=5:prototypes=20",
+]
+
+
+HALF = kvjax.Retention(0.5)
+
+
+def plan_of(name, budget=HALF):
+  return kvjax.get_plan(name, budget)
+
+
+@pytest.fixture(scope="module")
+def measured():
+  plans = [*map(plan_of, NAMES), plan_of("full")]
+  return kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, plans)
+
+
+def test_the_tail_is_what_a_shorter_prompt_lacks(measured):
+  """Sums of -ln p: that of a prompt less that of its beginning."""
+  beginnings = kvjax.Prompts.of([row[:-TAIL] for row in ROWS[:2]])
+  before = kvjax.negative_log_likelihood(MODEL, PARAMS, beginnings)
+  nll, length, tail_nll, _ = measured.features[0]
+  assert length.tolist() == [150, 97, 40]
+  whole = np.float64(nll[:2]) * (length[:2] - 1)
+  rest = np.float64(before) * (length[:2] - TAIL - 1)
+  np.testing.assert_allclose(tail_nll[:2], (whole - rest) / TAIL, rtol=1e-4)
+  assert abs(tail_nll[0] - nll[0]) > 1e-3
+  # All of a short prompt is its tail.
+  np.testing.assert_allclose(tail_nll[2], nll[2], rtol=1e-6)
+  np.testing.assert_array_equal(nll, measured.nll)
+
+
+def test_concentration_is_that_of_the_scores(measured):
+  """Written out for key norms, which the full cache holds."""
+  cache = measured.caches[-1]
+  expected = []
+  for row, tokens in enumerate(ROWS):
+    heads = []
+    for layer in cache.layers:
+      norms = np.linalg.norm(
+        np.float64(layer.keys[row, :, : len(tokens)]), axis=-1
+      )
+      w = norms.max(axis=-1, keepdims=True) - norms
+      shares = w / w.sum(axis=-1, keepdims=True)
+      heads.append(np.log(len(tokens) * np.sum(shares**2, axis=-1)))
+    expected.append(np.mean(heads))
+  np.testing.assert_allclose(
+    measured.features[0].concentration, expected, rtol=1e-4
+  )
+
+
+def test_a_row_stands_alone(measured):
+  plans = [*map(plan_of, NAMES), plan_of("full")]
+  alone = kvjax.measured_sweep(
+    MODEL, PARAMS, kvjax.Prompts.of(ROWS[1:2]), plans
+  )
+  for name, ours, theirs in zip(
+    [*NAMES, "full"], measured.features, alone.features, strict=True
+  ):
+    if name == "full":
+      assert ours.concentration is None
+      continue
+    assert np.all(ours.concentration > 0), name
+    np.testing.assert_allclose(
+      ours.concentration[1:2], theirs.concentration, rtol=1e-4, err_msg=name
+    )
+    assert ours.tail_nll[1] == pytest.approx(theirs.tail_nll[0], rel=1e-5)
+
+
+def test_a_method_that_ranks_by_position_has_no_concentration():
+  plan = plan_of("protokv:window=5:prototypes=20:cut=position")
+  swept = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [plan])
+  assert np.all(np.isnan(swept.features[0].concentration))
+
+
+def test_every_budget_of_a_method_has_the_same_features():
+  """Also where nothing is evicted, so that calibrations see what they learn."""
+  plans = [plan_of("keydiff", kvjax.Tokens(n)) for n in (5, 1000)]
+  some = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, plans).features
+  np.testing.assert_array_equal(some[0].concentration, some[1].concentration)
+  whole = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, plans[1:]).features
+  np.testing.assert_array_equal(some[1].concentration, whole[0].concentration)
+
+
+def automatic(name, **fields):
+  plan = plan_of(name, kvjax.Retention(1.0))
+  record = kvjax.Calibration(
+    0.0, -3.0, "tiny", plan.label, False, (0.1, 1.0), 0.0, 1, **fields
+  )
+  return dataclasses.replace(plan, budget=kvjax.Calibrated(record, 0.9))
+
+
+def test_a_rule_on_all_features_sets_the_retention_of_each_row(measured):
+  slopes = (("tail_nll", 0.4), ("concentration", -2.0), ("log_length", 0.1))
+  for name in ("snapkv:window=4", "lagkv:sinks=2:lag=6"):
+    plan = automatic(name, slopes=slopes)
+    swept = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [plan])
+    features = measured.features[NAMES.index(name)]
+    expected = plan.budget.retentions(features)
+    assert len(set(expected)) == 3
+    np.testing.assert_allclose(swept.retentions[0], expected, rtol=1e-4)
+    # The same in a prefill, of which nothing is measured besides.
+    cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+    jax.tree.map(np.testing.assert_array_equal, cache, swept.caches[0])
+
+
+def test_other_prompts_run_the_same_programs():
+  plan = automatic("snapkv:window=4", slopes=(("concentration", -2.0),))
+  programs = [
+    compress.score_concentration,
+    compress.evaluate_layer,
+    prefilling._head,
+  ]
+  found = []
+  for seed in range(2):
+    rows = [np.random.default_rng(seed).permutation(64)[:60].tolist()]
+    swept = kvjax.measured_sweep(MODEL, PARAMS, kvjax.Prompts.of(rows), [plan])
+    found.append(
+      (swept.retentions[0].item(), [f._cache_size() for f in programs])
+    )
+  assert found[0][0] != found[1][0]
+  assert found[0][1] == found[1][1]
+
+
+def test_scores_are_concentrated_on_demand(monkeypatch):
+  monkeypatch.setattr(prefilling, "score_concentration", None)
+  plans = [automatic("keydiff", slopes=(("tail_nll", 0.1),)), plan_of("tova")]
+  caches, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
+  assert len(caches) == 2
