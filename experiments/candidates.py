@@ -198,7 +198,7 @@ def _seeded(name: str, plan: kvjax.Plan, seed: int) -> kvjax.Plan:
   everything = kvjax.Retention(1.0)
   uncalibrated = dataclasses.replace(plan, method=method, budget=everything)
   calibration = dataclasses.replace(
-    plan.budget.calibration, method=uncalibrated.label
+    plan.budget.calibration, method=uncalibrated.prompt_label
   )
   budget = dataclasses.replace(plan.budget, calibration=calibration)
   return dataclasses.replace(uncalibrated, budget=budget)

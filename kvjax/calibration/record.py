@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import files
 from kvjax.errors import InputError
+from kvjax.options.bounds import check_choices
+from kvjax.options.budgets import Rounding
 
 Path = str | os.PathLike[str]
 
@@ -249,6 +251,7 @@ class Calibrated:
     calibration: calibration of the model and the method.
     tau: share of quality to keep, as a ratio of likelihoods; 1 keeps
       everything.
+    rounding: how r* of a prompt's tokens are rounded; see `Retention`.
 
   Example:
     >>> import kvjax
@@ -268,8 +271,10 @@ class Calibrated:
 
   calibration: Calibration
   tau: float
+  rounding: Rounding = "up"
 
   def __post_init__(self) -> None:
+    check_choices(self)
     check_tau(self.tau)
 
   def retentions(

@@ -1,6 +1,8 @@
 """Preparation of a plan: the tokens and slots of each layer and row."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.allocation.base import LayerBudget, Sizes
 from kvjax.cache.layers import LayerCache
+from kvjax.calibration.record import Calibrated
 from kvjax.engine.plans import Plan
+from kvjax.errors import InputError
 from kvjax.model import Geometry, LayerSpec
-from kvjax.options.budgets import Retention, Tokens
+from kvjax.options.budgets import Budget, PerLayer, Retention, Tokens
 from kvjax.prompts import Prompts, bucket
 from kvjax.retrieval.base import Retrieval
 from kvjax.struct import static, struct
@@ -54,21 +58,32 @@ class PreparedPlan:
       mean over the heads if they share the budget of a layer.
     totals: tokens that all heads of a layer keep together.
     num_keys: keys that rows retrieve per token, for retrieval methods.
+    parts: tokens that each head keeps of the parts of a row, if the allocation
+      counts by parts.
     plan: the plan.
     capacities: per layer, the maximum that any row keeps per head.
     keeps_all: per layer, whether no row has to evict anything.
-    evicts: per layer, whether the method evicts there.
+    compressed: per layer, whether the method evicts there.
     max_keys: maximum number of keys that any row retrieves.
   """
 
   counts: Int[Array, "L B"] | Int[np.ndarray, "L B"]
   totals: Int[Array, "L B"] | Int[np.ndarray, "L B"]
   num_keys: Int[Array, " B"] | Int[np.ndarray, " B"] | None
+  parts: Int[Array, "B C"] | Int[np.ndarray, "B C"] | None
   plan: Plan = static()
   capacities: tuple[int, ...] = static()
   keeps_all: tuple[bool, ...] = static()
-  evicts: tuple[bool, ...] = static()
+  compressed: tuple[bool, ...] = static()
   max_keys: int = static(default=0)
+
+  def evicts(self, layer: int) -> tuple[bool, bool]:
+    """Whether a layer evicts from the prompt, and while decoding."""
+    later = self.plan.while_decoding
+    return (
+      self.compressed[layer],
+      later is not None and not later.method.traits.keeps_layer(layer),
+    )
 
   def program(self, layer: int, spec: LayerSpec) -> LayerProgram:
     """Returns the static arguments of a layer's program."""
@@ -79,7 +94,7 @@ class PreparedPlan:
       capacity,
       ragged=plan.spread.ragged and not self.keeps_all[layer],
       per_query_head=plan.per_query_head,
-      recursive=plan.schedule.every is not None,
+      recursive=plan.while_decoding is not None,
       renumbers=plan.method.traits.renumbers,
       kv_dtype=plan.kv_dtype,
     )
@@ -108,6 +123,7 @@ class PreparedPlan:
       plan.fixed_budget if plan.schedule.every is not None else None,
       jnp.asarray(self.totals[layer]),
       protected,
+      None if self.parts is None else jnp.asarray(self.parts),
     )
 
 
@@ -120,21 +136,67 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
   """Spreads a plan's budget over prompts that are compressed as a whole.
 
   Raises:
-    InputError: a prompt protects more tokens than are kept.
+    InputError: a prompt protects more tokens than are kept, or a budget per
+      layer has another number of layers than the model.
   """
   lengths = np.asarray(prompts.lengths)
   padded = prompts.tokens.shape[1]
   check_protected(plan, prompts, geometry)
-  budget, sizes = plan.fixed_budget, _sizes(plan, geometry)
-  counts = plan.spread.counts(budget, lengths, sizes)
-  totals = plan.spread.totals(budget, lengths, sizes)
-  slots = plan.spread.capacities(budget, padded, sizes)
+  spread, sizes = plan.spread, _sizes(plan, geometry)
+  budgets = _layer_budgets(plan, geometry)
+  counts = _by_layer(budgets, lambda b: spread.counts(b, lengths, sizes))
+  totals = _by_layer(budgets, lambda b: spread.totals(b, lengths, sizes))
+  slots = _by_layer(budgets, lambda b: spread.capacities(b, padded, sizes))
+  parts = spread.parts(budgets[0], lengths, padded)
   keeps_all = (slots >= padded) & np.all(counts >= lengths, axis=1)
   slots = _round_capacities(np.maximum(slots, counts.max(axis=1)))
   slots = np.minimum(slots, padded)
   return _assign_layers(
-    plan, prompts, geometry, counts, totals, (slots, keeps_all)
+    plan, prompts, geometry, _Spread(counts, totals, slots, keeps_all, parts)
   )
+
+
+class _Spread(NamedTuple):
+  """A budget, spread over the compressible layers and the rows.
+
+  Attributes:
+    counts: tokens that each head keeps.
+    totals: tokens that all heads keep together.
+    slots: capacity of each layer.
+    keeps_all: whether no row of a layer has to evict anything.
+    parts: tokens that each head keeps of each part of a row, if counted so.
+  """
+
+  counts: Int[np.ndarray, "C B"]
+  totals: Int[np.ndarray, "C B"]
+  slots: Int[np.ndarray, " C"]
+  keeps_all: Bool[np.ndarray, " C"]
+  parts: Int[np.ndarray, "B P"] | None
+
+
+def _layer_budgets(plan: Plan, geometry: Geometry) -> list[Budget]:
+  """The budget of each layer that methods compress; one if all have the same."""
+  budget, layers = plan.budget, geometry.layers
+  if not isinstance(budget, PerLayer):
+    return [plan.fixed_budget]
+  if len(budget.layers) != len(layers):
+    raise InputError(
+      f"The budget lists {len(budget.layers)} layers and the model has "
+      f"{len(layers)}; give one budget for each."
+    )
+  pairs = zip(budget.layers, layers, strict=True)
+  return [own for own, spec in pairs if spec.compressible]
+
+
+def _by_layer(
+  budgets: Sequence[Budget], law: Callable[[Budget], Int[np.ndarray, "C *n"]]
+) -> Int[np.ndarray, "C *n"]:
+  """Applies a law of an allocation to the budget of each layer."""
+  if len(budgets) == 1:
+    return law(budgets[0])
+  spread = {budget: law(budget) for budget in dict.fromkeys(budgets)}
+  rows = [spread[budget][layer] for layer, budget in enumerate(budgets)]
+  return np.array(rows, np.int32)
 
 
 def prepare_calibrated(
@@ -160,13 +222,16 @@ def prepare_calibrated(
   lengths = np.asarray(prompts.lengths)
   padded = prompts.tokens.shape[1]
   sizes = _sizes(plan, geometry)
-  counts, totals = [], []
+  assert isinstance(plan.budget, Calibrated)
+  counts, totals, parts = [], [], []
   for row, share in enumerate(retentions):
-    row_plan = dataclasses.replace(plan, budget=Retention(float(share)))
+    budget = Retention(float(share), plan.budget.rounding)
+    row_plan = dataclasses.replace(plan, budget=budget)
     check_protected(row_plan, prompts.row(row), geometry)
     length = lengths[row : row + 1]
-    counts.append(row_plan.spread.counts(row_plan.fixed_budget, length, sizes))
-    totals.append(row_plan.spread.totals(row_plan.fixed_budget, length, sizes))
+    counts.append(row_plan.spread.counts(budget, length, sizes))
+    totals.append(row_plan.spread.totals(budget, length, sizes))
+    parts.append(row_plan.spread.parts(budget, length, padded))
   kept = np.concatenate(counts, axis=1)
   slots = [min(bucket(int(most)), padded) for most in kept.max(axis=1)]
   keeps_all = np.all(kept >= lengths, axis=1)
@@ -174,9 +239,13 @@ def prepare_calibrated(
     dataclasses.replace(plan, budget=_UNUSED),
     prompts,
     geometry,
-    kept,
-    np.concatenate(totals, axis=1),
-    (np.array(slots), keeps_all),
+    _Spread(
+      kept,
+      np.concatenate(totals, axis=1),
+      np.array(slots),
+      keeps_all,
+      None if parts[0] is None else np.concatenate(parts),
+    ),
   )
 
 
@@ -240,11 +309,13 @@ def check_protected(plan: Plan, prompts: Prompts, geometry: Geometry) -> None:
   """
   if prompts.protected is None or plan.method.traits.keeps_all:
     return
+  budgets = dict.fromkeys(_layer_budgets(plan, geometry))
   rows = zip(prompts.protected, np.asarray(prompts.lengths), strict=True)
   for protected, length in rows:
-    plan.spread.check_protected(
-      protected[:length], plan.fixed_budget, _sizes(plan, geometry)
-    )
+    for budget in budgets:
+      plan.spread.check_protected(
+        protected[:length], budget, _sizes(plan, geometry)
+      )
 
 
 def max_span(
@@ -298,14 +369,12 @@ def _assign_layers(
   plan: Plan,
   prompts: Prompts,
   geometry: Geometry,
-  counts: Int[np.ndarray, "C B"],
-  totals: Int[np.ndarray, "C B"],
-  capacities: tuple[Int[np.ndarray, " C"], Bool[np.ndarray, " C"]],
+  spread: _Spread,
 ) -> PreparedPlan:
   """Assigns budgets to the layers; uncompressed ones keep everything."""
   lengths = np.asarray(prompts.lengths, np.int32)
   padded = prompts.tokens.shape[1]
-  shares = iter(zip(counts, totals, *capacities, strict=True))
+  shares = iter(zip(*spread[:4], strict=True))
   layers = []
   compressed = compressed_layers(plan, geometry)
   for spec, chosen in zip(geometry.layers, compressed, strict=True):
@@ -318,6 +387,7 @@ def _assign_layers(
     np.array(kept, np.int32),
     np.array(totals_by_layer, np.int32),
     None if sparse is None else sparse.num_keys(lengths),
+    spread.parts,
     plan,
     tuple(int(n) for n in slots),
     tuple(bool(w) for w in keeps_all),

@@ -25,7 +25,7 @@ Group = Literal["mean", "max"]
 class SnapKV(ScoringMethod):
   """Keeps the observation window and the prefix tokens that it attends to.
 
-  The vote for a prefix token is its attention from the last W queries, summed
+  The vote for a prefix token is its attention from the last W queries, averaged
   over the window, reduced over the group's query heads, and pooled along the
   prefix, which favors runs of neighbors.
 
@@ -63,7 +63,7 @@ class SnapKV(ScoringMethod):
     """Computes pooled votes; those of the window are zero."""
     del layer
     valid = cache.valid
-    votes = window_mass(cache, activations, self.window)
+    votes = window_mass(cache, activations, self.window) / self.window
     reduce = jnp.mean if self.group == "mean" else jnp.max
     prefix = valid & (age(valid) > self.window)
     votes = jnp.where(prefix, reduce(votes, axis=2), 0.0)
