@@ -161,7 +161,6 @@ class Adaptive(Allocation):
     order = jnp.lexsort((-next_scores, -remainders))
     return shares + (jnp.argsort(order, axis=-1) < remaining).astype(jnp.int32)
 
-
   def _normalized(
     self,
     scores: Float[Array, "B K T"],

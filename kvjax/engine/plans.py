@@ -168,7 +168,9 @@ class Plan:
     name, traits = type(self.method).__name__, self.method.traits
     reason = traits.even
     if self.spread.spreads_layers:
-      reason = f"{type(self.spread).__name__} spreads one over the layers itself"
+      reason = (
+        f"{type(self.spread).__name__} spreads one over the layers itself"
+      )
     if not self.schedule.is_whole_prompt:
       reason = "block by block and while decoding, all layers have the same"
     if reason:

@@ -175,7 +175,7 @@ class _Spread(NamedTuple):
 
 
 def _layer_budgets(plan: Plan, geometry: Geometry) -> list[Budget]:
-  """The budget of each layer that methods compress; one if all have the same."""
+  """The budgets of the layers that methods compress; one if all are equal."""
   budget, layers = plan.budget, geometry.layers
   if not isinstance(budget, PerLayer):
     return [plan.fixed_budget]

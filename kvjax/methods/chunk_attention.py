@@ -49,7 +49,7 @@ class ChunkAttention(ScoringMethod):
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
-    """Computes the attention that each key receives, averaged over neighbors."""
+    """Computes the attention that keys receive, averaged over neighbors."""
     del layer
     values = cache.values.astype(jnp.float32)
     return noncausal_attention(

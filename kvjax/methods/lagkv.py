@@ -188,7 +188,10 @@ class LagKV(Method):
     )
 
   def token_scores(
-    self, scores: Float[Array, "B K P L"], cache: LayerCache, budget: LayerBudget
+    self,
+    scores: Float[Array, "B K P L"],
+    cache: LayerCache,
+    budget: LayerBudget,
   ) -> Float[Array, "B K T"]:
     """Ranks over L, or half of the scores with `cross_scoring`; fixed ones 1.
 

@@ -124,9 +124,7 @@ class WholeChunks(Method):
     sizes = self._sum(valid[:, :1].astype(jnp.float32))
     means = self._sum(total) / jnp.maximum(sizes, 1.0)
     means = jnp.where(sizes > 0, means, -jnp.inf)
-    return jnp.broadcast_to(
-      means, (*per_token.shape[:2], means.shape[-1])
-    )
+    return jnp.broadcast_to(means, (*per_token.shape[:2], means.shape[-1]))
 
   def _sum(self, x: Float[Array, "B #K T"]) -> Float[Array, "B #K C"]:
     batch, heads, slots = x.shape

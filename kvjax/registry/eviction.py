@@ -23,7 +23,6 @@ from kvjax.methods.tova import Tova
 from kvjax.methods.whole_chunks import WholeChunks
 from kvjax.registry.registry import Recipe, register
 
-
 _SNAPKV = SnapKV(window=64, kernel=5, pooling="avg")
 
 

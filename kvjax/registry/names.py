@@ -1,5 +1,6 @@
 """Methods and plans by name, for eviction and retrieval."""
 
+import collections
 import dataclasses
 
 from kvjax.allocation.adaptive import Adaptive
@@ -37,10 +38,12 @@ def get_recipe(name: str) -> Recipe:
   """
   *before, last = name.strip().split("/")
   names = [text.partition(":")[0] for text in before]
-  kinds = [text.partition(".")[0] for text in names]
-  twice = next((n for n in names if kinds.count(n.partition(".")[0]) > 1), None)
-  if twice is not None:
-    raise InputError(f"{twice[:60]} stands twice before a method; leave out one.")
+  kinds = collections.Counter(text.partition(".")[0] for text in names)
+  for kind, count in kinds.items():
+    if count > 1:
+      raise InputError(
+        f"{kind[:60]} stands {count} times before a method; leave it there once."
+      )
   base, *options = last.split(":")
   recipe = recipe_of(make_named(base, METHODS))
   for text in reversed(before):
@@ -134,10 +137,10 @@ def get_plan(
   Args:
     name: name of an eviction method, as in `get_method`, possibly with prefixes
       such as `pyramid/`, which spreads the budget over the layers (see
-      `kvjax.registry.names.get_recipe`); or of a retrieval method, as in `get_retrieval`. A retrieval method
-      may be combined with an eviction method and its budget:
-      `ctkvr/compactor@0.5` indexes the half that Compactor keeps,
-      `flat/keydiff@256` the 256 tokens that KeyDiff keeps.
+      `kvjax.registry.names.get_recipe`); or of a retrieval method, as in
+      `get_retrieval`. A retrieval method may be combined with an eviction
+      method and its budget: `ctkvr/compactor@0.5` indexes the half that
+      Compactor keeps, `flat/keydiff@256` the 256 tokens that KeyDiff keeps.
     budget: tokens that an eviction method keeps, or keys that a retrieval
       method retrieves per token, unless its name sets them (`ctkvr.512`);
       `Calibrated` is for eviction methods only.
@@ -226,6 +229,19 @@ def _raise_unknown(base: str) -> None:
 
 def _kept(text: str) -> tuple[Recipe, Budget]:
   """Parses the eviction method and the budget of a retrieval plan."""
+  name, budget = split_budget(text)
+  return get_recipe(name), budget
+
+
+def split_budget(text: str) -> tuple[str, Budget]:
+  """Splits a name with a budget, as in `compactor@0.5` or `keydiff@256`.
+
+  Returns:
+    The name, which may be of no method, and the budget.
+
+  Raises:
+    InputError: there is no budget, or it is out of range.
+  """
   name, _, amount = text.rpartition("@")
   try:
     share: Budget = (
@@ -236,4 +252,4 @@ def _kept(text: str) -> tuple[Recipe, Budget]:
       f"What is kept is written as compactor@0.5 or keydiff@256; {text!r} does "
       "not fit."
     ) from error
-  return get_recipe(name), share
+  return name, share

@@ -4,11 +4,11 @@ Where kvpress differs from the specification, on purpose or by accident, the
 difference is stated here and taken out; no method imitates it.
 
 - Tokens kept: kvpress rounds n (1 - c) down in floating point, so that
-  c = 0.9 keeps 5 of 60; kvjax rounds the share kept up. The goldens' counts
-  are given to the methods.
+  c = 0.9 keeps 5 of 60; kvjax rounds the share kept up, but for presets. The
+  goldens' counts are given to the methods.
 - Protected tokens get the highest score or more there. Where they alone are
   too many, its choice among them is arbitrary; kvjax keeps the newest.
-- SnapKV averages over the window, LagKV over keys and values; kvjax sums.
+- LagKV averages over keys and values; kvjax sums.
 - LagKV's ranks are divided by the lag, and equal ranks of different partitions
   are decided arbitrarily; kvjax keeps the earlier token.
 - Compactor's parts are standardized over the heads of a layer (and over a
@@ -58,8 +58,8 @@ def as_is(found, method, n, c):
   return found[:, :n].copy()
 
 
-def window_mean(found, method, n, c):
-  votes = as_is(found, method, n, c) / method.window
+def outside_the_window(found, method, n, c):
+  votes = as_is(found, method, n, c)
   votes[:, -method.window :] = np.nan
   return votes
 
@@ -127,8 +127,8 @@ _LEVERAGE = "compactor:z_scope=layer:solver=chol:center=true:blend=1e9"
 TABLE = [
   Parity("knorm", "default", "key_norm"),
   Parity("keydiff", "default", "keydiff"),
-  Parity("snapkv", "default", "snapkv.kvpress", window_mean),
-  Parity("snapkv", "window16", "snapkv:window=16:kernel=7", window_mean),
+  Parity("snapkv", "default", "snapkv.kvpress", outside_the_window),
+  Parity("snapkv", "window16", "snapkv:window=16:kernel=7", outside_the_window),
   Parity("tova", "default", "tova.kvpress", but_the_last),
   Parity("observed", "default", "h2o.kvpress"),
   Parity("streaming", "default", "streaming", not_comparable),
@@ -172,7 +172,7 @@ def activations():
 def _sketches_of_kvpress(monkeypatch):
   sketches = stored("sketches")
   monkeypatch.setattr(
-    "kvjax.methods.compactor.draw_factors",
+    "kvjax.methods.leverage_scores.draw_factors",
     lambda *args: jnp.asarray(sketches[str(args[-1])]),
   )
 
