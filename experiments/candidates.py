@@ -13,8 +13,14 @@ from kvjax.registry.registry import METHODS
 from kvjax.retrieval.base import Retrieval
 
 FULL = "full"
+# Compactor is compared as a whole.
+_PARTS = ("leverage", "noncausal")
 # LagKV's default, a lag of 1,024, would keep all of a context this short.
-DEFAULT = [{"lagkv": "lagkv:lag=128"}.get(name, name) for name in METHODS]
+DEFAULT = [
+  {"lagkv": "lagkv:lag=128"}.get(name, name)
+  for name in METHODS
+  if name not in _PARTS
+]
 
 # Budgets of the command line.
 Given = kvjax.Budget | kvjax.PerLayer | Auto

@@ -26,7 +26,8 @@ _RETENTION = flags.DEFINE_list(
   "retention",
   ["1", "0.5", "0.25", "0.1"],
   "Shares of the context to keep, or to retrieve per token; 0.5+0.25 is a "
-  "share for each of two layers; auto chooses the share of each context by --tau.",
+  "share for each of two layers; auto chooses the share of each context by "
+  "--tau.",
 )
 _TAU = flags.DEFINE_float(
   "tau",
@@ -103,7 +104,7 @@ def check_flags() -> None:
     "another method evicts while decoding only from prompts read as a whole",
   )
   if _DECODING.present and not _EVERY.present:
-    raise InputError("--decoding evicts while decoding; say when with --every.")
+    raise InputError("--decoding says what evicts; give --every for when.")
   for flag in (_TAU, _CALIBRATIONS):
     if flag.present and not _automatic():
       raise InputError(f"--{flag.name} is for --retention={AUTO}.")

@@ -42,7 +42,7 @@ def get_recipe(name: str) -> Recipe:
   for kind, count in kinds.items():
     if count > 1:
       raise InputError(
-        f"{kind[:60]} stands {count} times before a method; leave it there once."
+        f"{kind[:60]} stands {count} times before a method; write it once."
       )
   base, *options = last.split(":")
   recipe = recipe_of(make_named(base, METHODS))
