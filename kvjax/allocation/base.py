@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
@@ -68,6 +68,8 @@ class LayerBudget:
     protected: by position, tokens that the user protects, if there are any.
     parts: tokens that each head keeps of each of C parts of a row, if the
       allocation counts by parts.
+    share: share of its tokens that a row is to keep, before rounding; None for
+      that of its counts.
   """
 
   counts: Int[Array, " B"] | Int[Array, "B K"]
@@ -76,6 +78,7 @@ class LayerBudget:
   total: Int[Array, " B"] | None = None
   protected: Bool[Array, "B P"] | None = None
   parts: Int[Array, "B C"] | None = None
+  share: Float[Array, " B"] | None = None
 
   @property
   def per_head(self) -> Int[Array, "B #K"]:

@@ -60,6 +60,7 @@ class PreparedPlan:
     num_keys: keys that rows retrieve per token, for retrieval methods.
     parts: tokens that each head keeps of the parts of a row, if the allocation
       counts by parts.
+    shares: share of the tokens that rows are to keep, before rounding.
     plan: the plan.
     capacities: per layer, the maximum that any row keeps per head.
     keeps_all: per layer, whether no row has to evict anything.
@@ -71,6 +72,7 @@ class PreparedPlan:
   totals: Int[Array, "L B"] | Int[np.ndarray, "L B"]
   num_keys: Int[Array, " B"] | Int[np.ndarray, " B"] | None
   parts: Int[Array, "B C"] | Int[np.ndarray, "B C"] | None
+  shares: Float[Array, "L B"] | Float[np.ndarray, "L B"]
   plan: Plan = static()
   capacities: tuple[int, ...] = static()
   keeps_all: tuple[bool, ...] = static()
@@ -124,6 +126,7 @@ class PreparedPlan:
       jnp.asarray(self.totals[layer]),
       protected,
       None if self.parts is None else jnp.asarray(self.parts),
+      jnp.asarray(self.shares[layer]),
     )
 
 
@@ -148,11 +151,19 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
   totals = _by_layer(budgets, lambda b: spread.totals(b, lengths, sizes))
   slots = _by_layer(budgets, lambda b: spread.capacities(b, padded, sizes))
   parts = spread.parts(budgets[0], lengths, padded)
+  shares = counts / lengths
+  if not spread.spreads_layers:
+    asked = [b.share if isinstance(b, Retention) else np.nan for b in budgets]
+    given = np.array(asked)[:, None]
+    shares = np.where(np.isnan(given), shares, given)
   keeps_all = (slots >= padded) & np.all(counts >= lengths, axis=1)
   slots = _round_capacities(np.maximum(slots, counts.max(axis=1)))
   slots = np.minimum(slots, padded)
   return _assign_layers(
-    plan, prompts, geometry, _Spread(counts, totals, slots, keeps_all, parts)
+    plan,
+    prompts,
+    geometry,
+    _Spread(counts, totals, slots, keeps_all, shares, parts),
   )
 
 
@@ -164,6 +175,7 @@ class _Spread(NamedTuple):
     totals: tokens that all heads keep together.
     slots: capacity of each layer.
     keeps_all: whether no row of a layer has to evict anything.
+    shares: share of its tokens that a row is to keep, before rounding.
     parts: tokens that each head keeps of each part of a row, if counted so.
   """
 
@@ -171,6 +183,7 @@ class _Spread(NamedTuple):
   totals: Int[np.ndarray, "C B"]
   slots: Int[np.ndarray, " C"]
   keeps_all: Bool[np.ndarray, " C"]
+  shares: Float[np.ndarray, "C B"]
   parts: Int[np.ndarray, "B P"] | None
 
 
@@ -235,6 +248,9 @@ def prepare_calibrated(
   kept = np.concatenate(counts, axis=1)
   slots = [min(bucket(int(most)), padded) for most in kept.max(axis=1)]
   keeps_all = np.all(kept >= lengths, axis=1)
+  shares = kept / lengths
+  if not plan.spread.spreads_layers:
+    shares = np.broadcast_to(retentions, kept.shape)
   return _assign_layers(
     dataclasses.replace(plan, budget=_UNUSED),
     prompts,
@@ -244,6 +260,7 @@ def prepare_calibrated(
       np.concatenate(totals, axis=1),
       np.array(slots),
       keeps_all,
+      shares,
       None if parts[0] is None else np.concatenate(parts),
     ),
   )
@@ -374,20 +391,22 @@ def _assign_layers(
   """Assigns budgets to the layers; uncompressed ones keep everything."""
   lengths = np.asarray(prompts.lengths, np.int32)
   padded = prompts.tokens.shape[1]
-  shares = iter(zip(*spread[:4], strict=True))
+  spread_layers = iter(zip(*spread[:5], strict=True))
   layers = []
   compressed = compressed_layers(plan, geometry)
   for spec, chosen in zip(geometry.layers, compressed, strict=True):
-    uncompressed = (lengths, lengths * kv_heads(plan, spec), padded, True)
-    share = next(shares) if spec.compressible else uncompressed
+    heads, whole = kv_heads(plan, spec), np.ones(lengths.shape)
+    uncompressed = (lengths, lengths * heads, padded, True, whole)
+    share = next(spread_layers) if spec.compressible else uncompressed
     layers.append(share if chosen else uncompressed)
-  kept, totals_by_layer, slots, keeps_all = zip(*layers, strict=True)
+  kept, totals_by_layer, slots, keeps_all, shares = zip(*layers, strict=True)
   sparse = plan.sparse
   return PreparedPlan(
     np.array(kept, np.int32),
     np.array(totals_by_layer, np.int32),
     None if sparse is None else sparse.num_keys(lengths),
     spread.parts,
+    np.array(shares, np.float32),
     plan,
     tuple(int(n) for n in slots),
     tuple(bool(w) for w in keeps_all),

@@ -87,6 +87,9 @@ class Chunked(Method):
         protected=None
         if budget.protected is None
         else self._split(budget.protected[:, None, : cache.capacity])[:, 0],
+        share=None
+        if budget.share is None
+        else jnp.repeat(budget.share, budget.parts.shape[1]),
       ),
     )
     kept = slots_to_mask(slots, self.length) & chunks.valid

@@ -47,7 +47,7 @@ class Compactor(Method):
 
   Attributes:
     blend: weight of the leverage; 0 uses attention alone.
-    blend_removed: use the share of evicted tokens as the weight instead.
+    blend_removed: use the share of tokens to evict as the weight instead.
     attention: "noncausal", or "none" to score by leverage alone.
     sketch: "gaussian", "srht" (randomized Hadamard), or "none" for exact
       leverage.
@@ -192,7 +192,10 @@ class Compactor(Method):
     length = jnp.sum(valid[:, 0].astype(jnp.int32), axis=-1)
     blend = jnp.full(counts.shape, self.blend, jnp.float32)
     if self.blend_removed:
-      blend = 1.0 - counts.astype(jnp.float32) / length.astype(jnp.float32)
+      share = budget.share
+      if share is None:
+        share = counts.astype(jnp.float32) / length.astype(jnp.float32)
+      blend = 1.0 - share
     return scores.attention + blend[:, None, None] * scores.outlier
 
   def _attention(

@@ -99,5 +99,5 @@ def test_decoding_needs_every_and_no_blocks(parsed, given, said):
 
 def test_a_budget_follows_a_name():
   assert split_budget("ctkvr@0.5") == ("ctkvr", kvjax.Retention(0.5))
-  with pytest.raises(InputError, match="compactor@0.5 or keydiff@256"):
+  with pytest.raises(InputError, match=r"compactor@0\.5 or keydiff@256"):
     split_budget("keydiff")

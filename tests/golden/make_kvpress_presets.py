@@ -45,7 +45,7 @@ import tiny_llama  # noqa: E402
 
 OUTPUT = HERE / "kvpress_presets"
 # An even and an odd length; no whole number of chunks of 20, 32 or 7.
-LENGTHS = (150, 197)
+LENGTHS = (170, 197)
 LONG = 901
 PERCENTS = (30, 50, 90)
 DECODED = 24
@@ -96,6 +96,7 @@ PRESSES = {
   "keydiff": kvpress.KeyDiffPress,
   "tova": kvpress.TOVAPress,
   "streaming": kvpress.StreamingLLMPress,
+  "observed": kvpress.ObservedAttentionPress,
   # Ranks of different partitions tie, and kvpress chooses among them as torch
   # does; scores do not.
   "lagkv_cross": lambda c: kvpress.LagKVPress(
@@ -145,7 +146,7 @@ PRESSES = {
     kvpress.LeverageScorePress(c, sketch_dimension=8), 50
   ),
   "mended_chunk_snapkv": lambda c: in_chunks(
-    kvpress.SnapKVPress(c, window_size=4, kernel_size=3), 40
+    kvpress.SnapKVPress(c, window_size=2, kernel_size=3), 40
   ),
 }
 # At the length of 901 tokens, which is no whole number of chunks.
@@ -208,6 +209,8 @@ class Checkpoint:
 
   def kept(self, length, press):
     """The tokens that a press keeps, bool [L, K, n]."""
+    observed = isinstance(press, kvpress.ObservedAttentionPress)
+    self.model.set_attn_implementation("eager" if observed else "sdpa")
     full, _ = self.prefill(length)
     cache, masked = self.prefill(length, press)
     bits = []
@@ -248,7 +251,7 @@ class Followed:
 
 def decoded(checkpoint, length):
   """Generated tokens, and the positions that are left after them."""
-  prefilling = kvpress.KnormPress(0.5)
+  prefilling = kvpress.SnapKVPress(0.5, window_size=16)
   decoding = kvpress.DecodingPress(
     kvpress.KeyDiffPress(), compression_interval=8, target_size=48
   )
