@@ -85,9 +85,7 @@ class Candidate:
     """
     budget = self._budget
     assert not isinstance(budget, kvjax.Calibrated)
-    layers = [budget]
-    if isinstance(budget, kvjax.PerLayer):
-      layers = [*budget.layers]
+    layers = budget.layers if isinstance(budget, kvjax.PerLayer) else [budget]
     shares = [
       own.share
       if isinstance(own, kvjax.Retention)

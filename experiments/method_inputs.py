@@ -19,8 +19,9 @@ from kvjax.registry.names import get_recipe, split_budget
 _METHODS = flags.DEFINE_list(
   "methods",
   candidates.DEFAULT,
-  "Methods or presets, with options as in keydiff:anchor=median_unit; the "
-  "default is all that support --block and --every.",
+  "Methods or presets, with options as in keydiff:anchor=median_unit, and "
+  "prefixes as in ada/snapkv; the default is all that support --block and "
+  "--every.",
 )
 _RETENTION = flags.DEFINE_list(
   "retention",

@@ -1,6 +1,7 @@
 """Chunk-wise selection: every chunk of the prompt is compressed by itself."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree, Shaped
@@ -110,7 +111,7 @@ class Chunked(Method):
   def _activations(self, activations: Activations) -> Activations:
     """The activations with a row for each chunk."""
     inputs = activations.inputs
-    parts = {
+    parts: dict[str, Any] = {
       name: self._split(part)
       for name in ("keys_unrotated", "queries_unrotated")
       if (part := getattr(activations, name)) is not None
@@ -126,13 +127,13 @@ class Chunked(Method):
       **parts,
     )
 
-  def _positions(self, x: Int[Array, "B H T"]) -> Int[Array, "B*C H c"]:
+  def _positions(self, x: Int[Array, "B H T"]) -> Int[Array, "R H c"]:
     """Positions in each chunk, -1 for empty slots."""
     shifted = self._split(x + 1) - 1
     return jnp.where(shifted >= 0, shifted % self.length, -1)
 
-  def _split(self, x: Shaped[Array, "B H T *D"]) -> Shaped[Array, "B*C H c *D"]:
-    """Cuts the slots of all rows into chunks, the last filled with zeros."""
+  def _split(self, x: Shaped[Array, "B H T *D"]) -> Shaped[Array, "R H c *D"]:
+    """Cuts the slots of all rows into R = B C chunks, filled with zeros."""
     batch, heads, slots, *rest = x.shape
     padding = [(0, 0), (0, 0), (0, -slots % self.length), *[(0, 0)] * len(rest)]
     chunks = jnp.pad(x, padding).reshape(batch, heads, -1, self.length, *rest)

@@ -11,7 +11,13 @@ from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.methods.base import Method
 from kvjax.methods.full import FullKV
-from kvjax.options.budgets import Budget, PerLayer, Retention, Tokens
+from kvjax.options.budgets import (
+  Budget,
+  PerLayer,
+  Retention,
+  Rounding,
+  Tokens,
+)
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.registry.naming import make_named, suggest, with_options
 from kvjax.registry.registry import METHODS, RETRIEVALS, Recipe, recipe_of
@@ -86,7 +92,8 @@ def get_method(name: str) -> Method:
   """Makes the eviction method that a name stands for.
 
   A name is a method or a preset, followed by options, each after a colon:
-  `keydiff:anchor=median_unit:recent_frac=0.1`.
+  `keydiff:anchor=median_unit:recent_frac=0.1`. How a preset rounds a retention
+  is no part of the method; `get_plan` knows it.
 
   Raises:
     InputError: no such method, preset or option, a value out of range, or a
@@ -204,17 +211,23 @@ def get_plan(
   )
 
 
-def _rounded[Given: Budget | PerLayer | Calibrated](
-  budget: Given, recipe: Recipe
-) -> Given:
+def _rounded(
+  budget: Budget | PerLayer | Calibrated, recipe: Recipe
+) -> Budget | PerLayer | Calibrated:
   """The budget, with its retentions rounded as the recipe says."""
-  if recipe.rounding is None:
+  rounding = recipe.rounding
+  if rounding is None:
     return budget
   if isinstance(budget, PerLayer):
-    layers = [_rounded(own, recipe) for own in budget.layers]
-    return dataclasses.replace(budget, layers=layers)
-  if isinstance(budget, Retention | Calibrated):
-    return dataclasses.replace(budget, rounding=recipe.rounding)
+    return PerLayer([_rounded_layer(own, rounding) for own in budget.layers])
+  if isinstance(budget, Calibrated):
+    return dataclasses.replace(budget, rounding=rounding)
+  return _rounded_layer(budget, rounding)
+
+
+def _rounded_layer(budget: Budget, rounding: Rounding) -> Budget:
+  if isinstance(budget, Retention):
+    return dataclasses.replace(budget, rounding=rounding)
   return budget
 
 
