@@ -45,11 +45,11 @@ class PerChunk(Allocation):
     ends = np.minimum(ends, np.asarray(lengths)[:, None])
     if not isinstance(budget, Retention):
       # Python's integers do not overflow.
-      ends = [
+      kept_before = [
         [budget.num_kept(int(n)) * int(end) // int(n) for end in row]
         for n, row in zip(lengths, ends, strict=True)
       ]
-      return np.diff(np.array(ends, np.int32), axis=1, prepend=0)
+      return np.diff(np.array(kept_before, np.int32), axis=1, prepend=0)
     spans = np.diff(ends, axis=1, prepend=0)
     kept = [
       [budget.num_kept(int(size)) if size else 0 for size in row]

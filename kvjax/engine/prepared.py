@@ -236,7 +236,8 @@ def prepare_calibrated(
   padded = prompts.tokens.shape[1]
   sizes = _sizes(plan, geometry)
   assert isinstance(plan.budget, Calibrated)
-  counts, totals, parts = [], [], []
+  counts, totals = [], []
+  parts: list[Int[np.ndarray, "1 P"]] = []
   for row, share in enumerate(retentions):
     budget = Retention(float(share), plan.budget.rounding)
     row_plan = dataclasses.replace(plan, budget=budget)
@@ -244,7 +245,8 @@ def prepare_calibrated(
     length = lengths[row : row + 1]
     counts.append(row_plan.spread.counts(budget, length, sizes))
     totals.append(row_plan.spread.totals(budget, length, sizes))
-    parts.append(row_plan.spread.parts(budget, length, padded))
+    row_parts = row_plan.spread.parts(budget, length, padded)
+    parts += [] if row_parts is None else [row_parts]
   kept = np.concatenate(counts, axis=1)
   slots = [min(bucket(int(most)), padded) for most in kept.max(axis=1)]
   keeps_all = np.all(kept >= lengths, axis=1)
@@ -261,7 +263,7 @@ def prepare_calibrated(
       np.array(slots),
       keeps_all,
       shares,
-      None if parts[0] is None else np.concatenate(parts),
+      np.concatenate(parts) if parts else None,
     ),
   )
 
