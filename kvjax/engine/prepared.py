@@ -1,7 +1,6 @@
 """Preparation of a plan: the tokens and slots of each layer and row."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,10 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.allocation.base import LayerBudget, Sizes
 from kvjax.cache.layers import LayerCache
 from kvjax.calibration.record import Calibrated
+from kvjax.engine.layer_budgets import by_layer, layer_budgets
 from kvjax.engine.plans import Plan
-from kvjax.errors import InputError
 from kvjax.model import Geometry, LayerSpec
-from kvjax.options.budgets import Budget, PerLayer, Retention, Tokens
+from kvjax.options.budgets import Retention, Tokens
 from kvjax.prompts import Prompts, bucket
 from kvjax.retrieval.base import Retrieval
 from kvjax.struct import static, struct
@@ -146,10 +145,10 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
   padded = prompts.tokens.shape[1]
   check_protected(plan, prompts, geometry)
   spread, sizes = plan.spread, _sizes(plan, geometry)
-  budgets = _layer_budgets(plan, geometry)
-  counts = _by_layer(budgets, lambda b: spread.counts(b, lengths, sizes))
-  totals = _by_layer(budgets, lambda b: spread.totals(b, lengths, sizes))
-  slots = _by_layer(budgets, lambda b: spread.capacities(b, padded, sizes))
+  budgets = layer_budgets(plan, geometry)
+  counts = by_layer(budgets, lambda b: spread.counts(b, lengths, sizes))
+  totals = by_layer(budgets, lambda b: spread.totals(b, lengths, sizes))
+  slots = by_layer(budgets, lambda b: spread.capacities(b, padded, sizes))
   parts = spread.parts(budgets[0], lengths, padded)
   shares = counts / lengths
   if not spread.spreads_layers:
@@ -185,31 +184,6 @@ class _Spread(NamedTuple):
   keeps_all: Bool[np.ndarray, " C"]
   shares: Float[np.ndarray, "C B"]
   parts: Int[np.ndarray, "B P"] | None
-
-
-def _layer_budgets(plan: Plan, geometry: Geometry) -> list[Budget]:
-  """The budgets of the layers that methods compress; one if all are equal."""
-  budget, layers = plan.budget, geometry.layers
-  if not isinstance(budget, PerLayer):
-    return [plan.fixed_budget]
-  if len(budget.layers) != len(layers):
-    raise InputError(
-      f"The budget lists {len(budget.layers)} layers and the model has "
-      f"{len(layers)}; give one budget for each."
-    )
-  pairs = zip(budget.layers, layers, strict=True)
-  return [own for own, spec in pairs if spec.compressible]
-
-
-def _by_layer(
-  budgets: Sequence[Budget], law: Callable[[Budget], Int[np.ndarray, "C *n"]]
-) -> Int[np.ndarray, "C *n"]:
-  """Applies a law of an allocation to the budget of each layer."""
-  if len(budgets) == 1:
-    return law(budgets[0])
-  spread = {budget: law(budget) for budget in dict.fromkeys(budgets)}
-  rows = [spread[budget][layer] for layer, budget in enumerate(budgets)]
-  return np.array(rows, np.int32)
 
 
 def prepare_calibrated(
@@ -328,7 +302,7 @@ def check_protected(plan: Plan, prompts: Prompts, geometry: Geometry) -> None:
   """
   if prompts.protected is None or plan.method.traits.keeps_all:
     return
-  budgets = dict.fromkeys(_layer_budgets(plan, geometry))
+  budgets = dict.fromkeys(layer_budgets(plan, geometry))
   rows = zip(prompts.protected, np.asarray(prompts.lengths), strict=True)
   for protected, length in rows:
     for budget in budgets:
