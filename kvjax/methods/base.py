@@ -109,13 +109,13 @@ class ScoringMethod(Method):
     """Computes the scores."""
     return self.scores(layer, cache, activations)
 
-  @final
   def token_scores(
     self, scores: Float[Array, "B K T"], cache: LayerCache, budget: LayerBudget
   ) -> Float[Array, "B K T"]:
     """The scores; protected slots have the highest of the row and 1 more.
 
-    This is how kvpress's scorers protect tokens.
+    This is how kvpress's scorers protect tokens. It is for methods that rank
+    groups of tokens by these scores, such as `WholeChunks`.
     """
     scores = finite(scores)
     protected = self.protected(cache, budget.per_head)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.select import mask_to_slots
-from kvjax.methods.base import ScoringMethod
+from kvjax.methods.base import LayerBudget, ScoringMethod
 from kvjax.methods.heads import window_mass
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
@@ -25,7 +25,7 @@ Group = Literal["mean", "max"]
 class SnapKV(ScoringMethod):
   """Keeps the observation window and the prefix tokens that it attends to.
 
-  The vote for a prefix token is its attention from the last W queries, averaged
+  The vote for a prefix token is its attention from the last W queries, summed
   over the window, reduced over the group's query heads, and pooled along the
   prefix, which favors runs of neighbors.
 
@@ -63,7 +63,7 @@ class SnapKV(ScoringMethod):
     """Computes pooled votes; those of the window are zero."""
     del layer
     valid = cache.valid
-    votes = window_mass(cache, activations, self.window) / self.window
+    votes = window_mass(cache, activations, self.window)
     reduce = jnp.mean if self.group == "mean" else jnp.max
     prefix = valid & (age(valid) > self.window)
     votes = jnp.where(prefix, reduce(votes, axis=2), 0.0)
@@ -71,6 +71,12 @@ class SnapKV(ScoringMethod):
       votes = pool(votes * value_norms(cache), valid, 3, "avg")
       votes = jnp.where(prefix, votes, 0.0)
     return pool(votes, valid, self.kernel, self.pooling)
+
+  def token_scores(
+    self, scores: Float[Array, "B K T"], cache: LayerCache, budget: LayerBudget
+  ) -> Float[Array, "B K T"]:
+    """The mean votes; the window has the highest of the row and 1 more."""
+    return super().token_scores(scores / self.window, cache, budget)
 
   def protected(
     self, cache: LayerCache, counts: Int[Array, "B #K"]

@@ -8,7 +8,7 @@ difference is stated here and taken out; no method imitates it.
   goldens' counts are given to the methods.
 - Protected tokens get the highest score or more there. Where they alone are
   too many, its choice among them is arbitrary; kvjax keeps the newest.
-- LagKV averages over keys and values; kvjax sums.
+- SnapKV averages over the window, LagKV over keys and values; kvjax sums.
 - LagKV's ranks are divided by the lag, and equal ranks of different partitions
   are decided arbitrarily; kvjax keeps the earlier token.
 - Compactor's parts are standardized over the heads of a layer (and over a
@@ -58,8 +58,8 @@ def as_is(found, method, n, c):
   return found[:, :n].copy()
 
 
-def outside_the_window(found, method, n, c):
-  votes = as_is(found, method, n, c)
+def window_mean(found, method, n, c):
+  votes = as_is(found, method, n, c) / method.window
   votes[:, -method.window :] = np.nan
   return votes
 
@@ -127,8 +127,8 @@ _LEVERAGE = "compactor:z_scope=layer:solver=chol:center=true:blend=1e9"
 TABLE = [
   Parity("knorm", "default", "key_norm"),
   Parity("keydiff", "default", "keydiff"),
-  Parity("snapkv", "default", "snapkv.kvpress", outside_the_window),
-  Parity("snapkv", "window16", "snapkv:window=16:kernel=7", outside_the_window),
+  Parity("snapkv", "default", "snapkv.kvpress", window_mean),
+  Parity("snapkv", "window16", "snapkv:window=16:kernel=7", window_mean),
   Parity("tova", "default", "tova.kvpress", but_the_last),
   Parity("observed", "default", "h2o.kvpress"),
   Parity("streaming", "default", "streaming", not_comparable),
