@@ -59,10 +59,7 @@ def parsed():
 
 def test_the_flags_name_another_method_while_decoding(parsed):
   with flagsaver.as_parsed(
-    ("methods", "snapkv"),
-    ("retention", "0.5"),
-    ("every", "16"),
-    ("decoding", "keydiff@64"),
+    methods="snapkv", retention="0.5", every="16", decoding="keydiff@64"
   ):
     method_inputs.check_flags()
     assert method_inputs.chosen()[1].plan.decoding == LATER
@@ -71,9 +68,7 @@ def test_the_flags_name_another_method_while_decoding(parsed):
 
 
 def test_all_methods_whose_heads_keep_as_many_may_come_first(parsed):
-  with flagsaver.as_parsed(
-    ("every", "16"), ("decoding", "keydiff@64"), ("retention", "0.5")
-  ):
+  with flagsaver.as_parsed(every="16", decoding="keydiff@64", retention="0.5"):
     names = {c.method for c in method_inputs.chosen()}
   assert {"compactor", "chunkkv", "pyramidkv"} <= names
   assert "adakv" not in names
@@ -82,16 +77,16 @@ def test_all_methods_whose_heads_keep_as_many_may_come_first(parsed):
 @pytest.mark.parametrize(
   ("given", "said"),
   [
-    ([("decoding", "keydiff@64")], "give --every for when"),
+    ({"decoding": "keydiff@64"}, "give --every for when"),
     (
-      [("decoding", "keydiff@64"), ("every", "1"), ("block", "8")],
+      {"decoding": "keydiff@64", "every": "1", "block": "8"},
       "--decoding and --block do not go together",
     ),
   ],
 )
 def test_decoding_needs_every_and_no_blocks(parsed, given, said):
   with (
-    flagsaver.as_parsed(*given),
+    flagsaver.as_parsed(**given),
     pytest.raises(InputError, match=said),
   ):
     method_inputs.check_flags()
