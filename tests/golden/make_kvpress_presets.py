@@ -231,21 +231,22 @@ class Followed:
 
   def __init__(self, press, positions):
     self.compress, press.compress = press.compress, self.followed
+    # By layer, those that are kept, and how many tokens there have been.
     self.positions = positions
 
   def followed(self, module, hidden, keys, values, attentions, kwargs):
     after = self.compress(module, hidden, keys, values, attentions, kwargs)
-    before = self.positions.get(module.layer_idx)
     count, length = keys.shape[1:3]
-    if before is None:
-      before = np.tile(np.arange(length), (count, 1))
+    nothing = np.zeros((count, 0), int), 0
+    before, seen = self.positions.get(module.layer_idx, nothing)
     added = length - before.shape[1]
-    new = np.tile(before.max() + 1 + np.arange(added), (count, 1))
+    # The last token may be gone, so that the next follows none of the kept.
+    new = np.tile(seen + np.arange(added), (count, 1))
     before = np.concatenate([before, new], axis=1)
     same = (after[0][0][:, :, None] == keys[0][:, None]).all(-1).numpy()
     assert (same.sum(-1) == 1).all()
     kept = [row[of.argmax(-1)] for row, of in zip(before, same, strict=True)]
-    self.positions[module.layer_idx] = np.stack(kept)
+    self.positions[module.layer_idx] = np.stack(kept), seen + added
     return after
 
 
@@ -269,7 +270,7 @@ def decoded(checkpoint, length):
         past_key_values=cache,
         position_ids=torch.tensor([[length + step]]),
       ).logits
-  kept = np.stack([np.sort(positions[n], -1) for n in sorted(positions)])
+  kept = np.stack([np.sort(positions[n][0], -1) for n in sorted(positions)])
   return np.array(tokens, np.int16), kept.astype(np.int16)
 
 
