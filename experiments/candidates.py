@@ -1,7 +1,7 @@
 """The candidates of a comparison: methods, each at several budgets."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import kvjax
@@ -13,8 +13,17 @@ from kvjax.registry.registry import METHODS
 from kvjax.retrieval.base import Retrieval
 
 FULL = "full"
+# Compactor is compared as a whole.
+_PARTS = ("leverage", "noncausal")
 # LagKV's default, a lag of 1,024, would keep all of a context this short.
-DEFAULT = [{"lagkv": "lagkv:lag=128"}.get(name, name) for name in METHODS]
+DEFAULT = [
+  {"lagkv": "lagkv:lag=128"}.get(name, name)
+  for name in METHODS
+  if name not in _PARTS
+]
+
+# Budgets of the command line.
+Given = kvjax.Budget | kvjax.PerLayer | Auto
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Candidate:
   def full_at_one(self) -> bool:
     """Whether the method equals the full cache at a retention of 1."""
     sparse = self.plan.sparse
-    if self.plan.kv_dtype is not None:
+    if self.plan.kv_dtype is not None or self.plan.decoding is not None:
       return False
     if sparse is None:
       return True
@@ -43,24 +52,28 @@ class Candidate:
   def options(self) -> str:
     """The method with all its hyperparameters.
 
-    It includes the cache that a retrieval method reads, or the calibration.
+    It includes the cache that a retrieval method reads, the calibration, and a
+    rounding other than up.
     """
     plan = self.plan
+    label = plan.label
+    if _rounding(plan.budget) != "up":
+      label = f"{label}, rounded as {_rounding(plan.budget)}"
     if isinstance(plan.budget, kvjax.Calibrated):
       line = plan.budget.calibration
       quality = line.curve_target(plan.budget.tau)
-      return f"{plan.label}, {line.formula} at {quality:g}"
+      return f"{label}, {line.formula} at {quality:g}"
     if plan.sparse is None:
-      return plan.label
-    return f"{plan.sparse.retrieval} on {plan.label}, {plan.budget}"
+      return label
+    return f"{plan.sparse.retrieval} on {label}, {plan.budget}"
 
   @property
   def budget(self) -> str:
-    """The budget in words: `0.25`, `128 tokens` or `auto at 0.95`."""
+    """The budget in words: `0.25`, `0.5+0.1`, `128 tokens`, `auto at 0.95`."""
     return str(self._budget)
 
   @property
-  def _budget(self) -> kvjax.Budget | kvjax.Calibrated:
+  def _budget(self) -> kvjax.Budget | kvjax.PerLayer | kvjax.Calibrated:
     """The number of keys to keep, or to retrieve per token."""
     sparse = self.plan.sparse
     return self.plan.budget if sparse is None else sparse.budget
@@ -72,18 +85,32 @@ class Candidate:
     """
     budget = self._budget
     assert not isinstance(budget, kvjax.Calibrated)
-    if isinstance(budget, kvjax.Retention):
-      return budget.share
-    return budget.num_kept(context_tokens) / context_tokens
+    layers = budget.layers if isinstance(budget, kvjax.PerLayer) else [budget]
+    shares = [
+      own.share
+      if isinstance(own, kvjax.Retention)
+      else own.num_kept(context_tokens) / context_tokens
+      for own in layers
+    ]
+    return sum(shares) / len(shares)
+
+
+def _rounding(budget: kvjax.Budget | kvjax.PerLayer | kvjax.Calibrated) -> str:
+  """How a budget rounds its retention."""
+  if isinstance(budget, kvjax.PerLayer):
+    roundings = map(_rounding, budget.layers)
+    return next((name for name in roundings if name != "up"), "up")
+  return "up" if isinstance(budget, kvjax.Tokens) else budget.rounding
 
 
 def candidates(
   methods: Sequence[str],
-  budgets: Sequence[kvjax.Budget | Auto],
+  budgets: Sequence[Given],
   schedule: kvjax.Schedule = WHOLE,
   per_query_head: bool = False,
   kv_dtype: str | None = None,
   seed: int = 0,
+  decoding: kvjax.Plan | None = None,
 ) -> tuple[Candidate, ...]:
   """Lists every method at every budget, the full cache first as the baseline.
 
@@ -98,6 +125,7 @@ def candidates(
     kv_dtype: see `kvjax.Plan`; the full cache is not quantized.
     seed: seed of random methods, sketches and hashes whose names have none. A
       calibration holds for all seeds.
+    decoding: see `kvjax.Plan`; the full cache does not evict while decoding.
 
   Raises:
     InputError: a name stands for no method, a method is not defined for the
@@ -118,14 +146,18 @@ def candidates(
       Candidate(
         name,
         _seeded(
-          name, _plan(name, budget, schedule, per_query_head, kv_dtype), seed
+          name,
+          _plan(name, budget, schedule, per_query_head, kv_dtype, decoding),
+          seed,
         ),
       )
       for budget in dict.fromkeys(budgets)
     ]
     # Some retrieval methods have a fixed budget: list each budget once.
     distinct = {
-      c.budget: c for c in of_method if kv_dtype or c.budget != str(everything)
+      c.budget: c
+      for c in of_method
+      if kv_dtype or decoding or c.budget != str(everything)
     }
     result.extend(distinct.values())
   return tuple(result)
@@ -135,8 +167,10 @@ def parse_budgets(
   retention: Sequence[str],
   tokens: Sequence[str] | None,
   auto: Auto | None = None,
-) -> list[kvjax.Budget | Auto]:
+) -> list[Given]:
   """Parses --retention, or --budget in its place.
+
+  Numbers that are joined by plus signs are those of the layers of a model.
 
   Args:
     retention: shares, or "auto".
@@ -148,9 +182,9 @@ def parse_budgets(
   """
   try:
     if tokens is not None:
-      return [kvjax.Tokens(int(text)) for text in tokens]
+      return [_parse(text, lambda x: kvjax.Tokens(int(x))) for text in tokens]
     return [
-      kvjax.Retention(float(text))
+      _parse(text, lambda x: kvjax.Retention(float(x)))
       if auto is None or text.strip() != AUTO
       else auto
       for text in retention
@@ -164,21 +198,34 @@ def parse_budgets(
     ) from error
 
 
+def _parse(
+  text: str, parse: Callable[[str], kvjax.Budget]
+) -> kvjax.Budget | kvjax.PerLayer:
+  """Parses a budget for all layers, or one for each."""
+  layers = [parse(part) for part in text.split("+")]
+  return layers[0] if len(layers) == 1 else kvjax.PerLayer(layers)
+
+
 def _plan(
   name: str,
-  budget: kvjax.Budget | Auto,
+  budget: Given,
   schedule: kvjax.Schedule,
   per_query_head: bool,
   kv_dtype: str | None,
+  decoding: kvjax.Plan | None,
 ) -> kvjax.Plan:
   try:
     if not isinstance(budget, Auto):
-      return kvjax.get_plan(name, budget, schedule, per_query_head, kv_dtype)
+      return kvjax.get_plan(
+        name, budget, schedule, per_query_head, kv_dtype, decoding
+      )
     everything = kvjax.get_plan(
       name, kvjax.Retention(1.0), WHOLE, per_query_head
     )
     calibrated = budget.of(name, everything)
-    return kvjax.get_plan(name, calibrated, schedule, per_query_head, kv_dtype)
+    return kvjax.get_plan(
+      name, calibrated, schedule, per_query_head, kv_dtype, decoding
+    )
   except InputError as error:
     raise InputError(f"--methods has {name}: {error}") from error
 
@@ -196,7 +243,7 @@ def _seeded(name: str, plan: kvjax.Plan, seed: int) -> kvjax.Plan:
   everything = kvjax.Retention(1.0)
   uncalibrated = dataclasses.replace(plan, method=method, budget=everything)
   calibration = dataclasses.replace(
-    plan.budget.calibration, method=uncalibrated.label
+    plan.budget.calibration, method=uncalibrated.prompt_label
   )
   budget = dataclasses.replace(plan.budget, calibration=calibration)
   return dataclasses.replace(uncalibrated, budget=budget)

@@ -13,20 +13,23 @@ from kvjax.errors import InputError
 from kvjax.experiments import candidates, cli, inputs, results
 from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE, Protocol
 from kvjax.experiments.calibration.records import AUTO, FOLDER, Auto
-from kvjax.experiments.candidates import Candidate
-from kvjax.registry.names import get_recipe
+from kvjax.experiments.candidates import Candidate, Given
+from kvjax.options.schedules import WHOLE
+from kvjax.registry.names import get_recipe, split_budget
 
 _METHODS = flags.DEFINE_list(
   "methods",
   candidates.DEFAULT,
-  "Methods or presets, with options as in keydiff:anchor=median_unit; the "
-  "default is all that support --block and --every.",
+  "Methods or presets, with options as in keydiff:anchor=median_unit, and "
+  "prefixes as in ada/snapkv; the default is all that support --block and "
+  "--every.",
 )
 _RETENTION = flags.DEFINE_list(
   "retention",
   ["1", "0.5", "0.25", "0.1"],
-  "Shares of the context to keep, or to retrieve per token; auto chooses the "
-  "share of each context by --tau.",
+  "Shares of the context to keep, or to retrieve per token; 0.5+0.25 is a "
+  "share for each of two layers; auto chooses the share of each context by "
+  "--tau.",
 )
 _TAU = flags.DEFINE_float(
   "tau",
@@ -55,6 +58,12 @@ _EVERY = flags.DEFINE_integer(
   "Also evict while decoding, after this many tokens each.",
   lower_bound=1,
 )
+_DECODING = flags.DEFINE_string(
+  "decoding",
+  None,
+  "Method and budget of the evictions while decoding, as in keydiff@512, if "
+  "they are others than for the prompt; --every says when.",
+)
 _HEADS = flags.DEFINE_enum(
   "heads",
   "kv",
@@ -82,7 +91,8 @@ def check_flags() -> None:
 
   Raises:
     InputError: --retention is combined with --budget, --every with --kv_dtype,
-      or --tau or --calibrations is given without --retention=auto.
+      or --block with --decoding; or --tau or --calibrations is given without
+      --retention=auto, or --decoding without --every.
   """
   cli.refuse_together("retention", ["budget"], "both say how much to keep")
   cli.refuse_together(
@@ -90,6 +100,13 @@ def check_flags() -> None:
     ["kv_dtype"],
     "a method chooses among keys as they were computed, not as they are stored",
   )
+  cli.refuse_together(
+    "decoding",
+    ["block"],
+    "another method evicts while decoding only from prompts read as a whole",
+  )
+  if _DECODING.present and not _EVERY.present:
+    raise InputError("--decoding says what evicts; give --every for when.")
   for flag in (_TAU, _CALIBRATIONS):
     if flag.present and not _automatic():
       raise InputError(f"--{flag.name} is for --retention={AUTO}.")
@@ -101,11 +118,20 @@ def chosen() -> tuple[Candidate, ...]:
   return candidates.candidates(
     _names(),
     budgets(),
-    schedule(),
+    schedule() if _DECODING.value is None else WHOLE,
     per_query_head,
     _KV_DTYPE.value,
     inputs.SEED.value,
+    _decoding(per_query_head),
   )
+
+
+def _decoding(per_query_head: bool) -> kvjax.Plan | None:
+  """The plan of --decoding."""
+  if _DECODING.value is None:
+    return None
+  name, budget = split_budget(_DECODING.value)
+  return kvjax.get_plan(name, budget, schedule(), per_query_head)
 
 
 def _names() -> list[str]:
@@ -116,13 +142,15 @@ def _names() -> list[str]:
 
 
 def _supports_repeated_eviction(name: str) -> bool:
-  """Returns whether a method supports repeated eviction."""
+  """Returns whether a method supports repeated eviction as the flags say."""
   recipe = get_recipe(name)
+  if _DECODING.value is not None:
+    return not (recipe.allocation or recipe.method.allocation).ragged
   refused = recipe.allocation or recipe.method.traits.whole_prompts_only
   return not refused
 
 
-def budgets() -> list[kvjax.Budget | Auto]:
+def budgets() -> list[Given]:
   """Returns the budgets of --retention, or of --budget in its place."""
   auto = _auto() if _automatic() else None
   return candidates.parse_budgets(_RETENTION.value, _BUDGET.value, auto)
@@ -151,6 +179,11 @@ def schedule() -> kvjax.Schedule:
   return kvjax.Schedule(block=_BLOCK.value, every=_EVERY.value)
 
 
+def _schedule_words() -> str:
+  by = f" by {_DECODING.value}" if _DECODING.value is not None else ""
+  return f"{schedule()}{by}"
+
+
 def protocol() -> Protocol:
   """Returns whether the question is known before compression."""
   return cast(Protocol, _PROTOCOL.value)
@@ -174,7 +207,7 @@ def settings(
     benchmark=benchmark,
     data=data,
     protocol=protocol,
-    schedule=str(schedule()),
+    schedule=_schedule_words(),
     heads=f"{_HEADS.value} head",
     kv_dtype=_KV_DTYPE.value or "",
   )

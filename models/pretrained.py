@@ -20,7 +20,7 @@ from kvjax.models.fields import format_value, is_number
 from kvjax.models.json_files import write_json
 from kvjax.models.language_model import DecoderModel, from_decoder
 from kvjax.models.sharding import param_shardings
-from kvjax.models.sources import Source, find
+from kvjax.models.sources import TOKEN_IDS, Source, find
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.weights import read_weights, write_weights
 
@@ -37,7 +37,8 @@ class Pretrained:
     params: the weights.
     config: sizes and options.
     tokenizer: text to ids and back, if the directory has one.
-    generation: fields of generation_config.json, preserved for `save`.
+    generation: fields of generation_config.json, and the ids of special tokens
+      from config.json, preserved for `save`.
   """
 
   model: DecoderModel
@@ -175,7 +176,7 @@ def _save(
     write_json(complete / _CONFIG, _config_fields(pretrained))
     write_json(
       complete / "generation_config.json",
-      dict(pretrained.generation) | _token_ids(pretrained.tokenizer),
+      dict(pretrained.generation) | _token_ids(pretrained),
     )
     new = {path.name for path in complete.iterdir()}
     (directory / _CONFIG).unlink(missing_ok=True)
@@ -211,13 +212,16 @@ def _config_fields(pretrained: Pretrained) -> dict[str, Any]:
   return (
     pretrained.config.to_hf()
     | {"torch_dtype": str(dtype)}
-    | _token_ids(pretrained.tokenizer)
+    | _token_ids(pretrained)
   )
 
 
-def _token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _token_ids(pretrained: Pretrained) -> dict[str, Any]:
+  """The ids of special tokens, as the tokenizer or the files name them."""
+  tokenizer = pretrained.tokenizer
   if tokenizer is None:
-    return {}
+    given = pretrained.generation
+    return {name: given[name] for name in TOKEN_IDS if name in given}
   ids = {
     "bos_token_id": tokenizer.bos_id,
     "eos_token_id": list(tokenizer.eos_ids),

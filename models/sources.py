@@ -22,6 +22,8 @@ from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.weights import Tensors, open_tensors
 
 _CONFIG = "config.json"
+# Special tokens, which both of a directory's configurations may name.
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @runtime_checkable
@@ -49,7 +51,7 @@ class Source(Protocol):
     """Opens the weights without reading them."""
 
   def generation(self) -> Mapping[str, Any]:
-    """Reads the fields of generation_config.json."""
+    """Reads generation_config.json, and the token ids of config.json."""
 
 
 def find(model: str | os.PathLike[str]) -> Source:
@@ -102,7 +104,9 @@ class _HuggingFace:
     return open_tensors(self.place)
 
   def generation(self) -> Mapping[str, Any]:
-    return read_json_if_present(self.place / "generation_config.json")
+    fields = read_json(self.place / _CONFIG)
+    ids = {name: fields[name] for name in TOKEN_IDS if name in fields}
+    return ids | read_json_if_present(self.place / "generation_config.json")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,8 +32,10 @@ class Adaptive(Allocation):
   chunks), heads compete by the votes of SnapKV with its window
   (`Method.votes`). The method then selects within each head's share.
 
-  Source: Feng et al., arXiv 2407.11550, Algorithm 1, with the safeguard of the
-  authors' code.
+  Source: Feng et al., arXiv 2407.11550, Algorithm 1, with the mixture of the
+  authors' code. That rounds alpha (B - W) down and each head's sum to nearest,
+  so that a layer may keep a few tokens more or fewer than g B. For the floor of
+  kvpress, see `Floored`.
 
   Attributes:
     over: allocation that gives the mean over the heads of each layer.
@@ -112,6 +114,7 @@ class Adaptive(Allocation):
       competing,
       valid & ~protected,
       jnp.minimum(_count(valid), mean) - num_protected,
+      num_protected,
     )
     _, kv_heads, slots = valid.shape
     capacity = min(self._most(kv_heads, budget.capacity), slots)
@@ -142,6 +145,7 @@ class Adaptive(Allocation):
     scores: Float[Array, "B K T"],
     candidates: Bool[Array, "B K T"],
     even: Int[Array, "B K"],
+    protected: Int[Array, "B K"],
   ) -> Int[Array, "B K"]:
     """Number of slots of each head besides its protected ones.
 
@@ -149,9 +153,11 @@ class Adaptive(Allocation):
       scores: scores that the heads compete by.
       candidates: slots that compete.
       even: B - W, the even share of each head.
+      protected: W, number of protected slots of each head.
     """
+    del protected
     if self.normalize:
-      scores = scores * _mass_of_best(scores, candidates, even)[..., None]
+      scores = self._normalized(scores, candidates, even)
     num_best = head_counts(scores, candidates, jnp.sum(even, axis=1))
     # In integers, so that equal remainders compare as equal.
     alpha = exact_share(self.alpha)
@@ -164,6 +170,14 @@ class Adaptive(Allocation):
     next_scores = _best_after(scores, candidates, shares)
     order = jnp.lexsort((-next_scores, -remainders))
     return shares + (jnp.argsort(order, axis=-1) < remaining).astype(jnp.int32)
+
+  def _normalized(
+    self,
+    scores: Float[Array, "B K T"],
+    candidates: Bool[Array, "B K T"],
+    even: Int[Array, "B K"],
+  ) -> Float[Array, "B K T"]:
+    return scores * _mass_of_best(scores, candidates, even)[..., None]
 
 
 def _count(slots: Bool[Array, "B K T"]) -> Int[Array, "B K"]:

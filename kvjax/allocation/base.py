@@ -72,6 +72,10 @@ class LayerBudget:
     total: tokens that all heads of a row keep together, if they share them;
       None for the sum of their counts.
     protected: by position, tokens that the user protects, if there are any.
+    parts: tokens that each head keeps of each of C parts of a row, if the
+      allocation counts by parts.
+    share: share of its tokens that a row is to keep, before rounding; None for
+      that of its counts.
   """
 
   counts: Int[Array, " B"] | Int[Array, "B K"]
@@ -79,6 +83,8 @@ class LayerBudget:
   budget: Budget | None = static(default=None)
   total: Int[Array, " B"] | None = None
   protected: Bool[Array, "B P"] | None = None
+  parts: Int[Array, "B C"] | None = None
+  share: Float[Array, " B"] | None = None
 
   @property
   def per_head(self) -> Int[Array, "B #K"]:
@@ -114,6 +120,11 @@ class Allocation(abc.ABC):
     return False
 
   @property
+  def spreads_layers(self) -> bool:
+    """Whether layers get different shares of a budget."""
+    return False
+
+  @property
   def votes(self) -> bool:
     """Whether heads compete for a layer's budget by `Method.votes`."""
     return False
@@ -133,6 +144,19 @@ class Allocation(abc.ABC):
     """Number of tokens that all heads of a row keep together in each layer."""
     heads = np.array(sizes.heads, np.int32)[:, None]
     return heads * self.counts(budget, lengths, sizes)
+
+  def parts(
+    self, budget: Budget, lengths: Int[np.ndarray, " n"], padded: int
+  ) -> Int[np.ndarray, "n C"] | None:
+    """Number of tokens kept of each part of rows; None for rows as a whole.
+
+    Args:
+      budget: the budget.
+      lengths: lengths of the rows.
+      padded: length of their bucket, which sets C.
+    """
+    del budget, lengths, padded
+    return None
 
   def capacities(
     self, budget: Budget, padded: int, sizes: Sizes

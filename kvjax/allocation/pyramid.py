@@ -48,6 +48,11 @@ class Pyramid(Allocation):
     return self.over.ragged
 
   @property
+  def spreads_layers(self) -> bool:
+    """True: lower layers get more."""
+    return True
+
+  @property
   def votes(self) -> bool:
     """Whether heads compete in the inner allocation."""
     return self.over.votes

@@ -16,6 +16,8 @@ from kvjax.calibration.curve import least_retention
 from kvjax.calibration.features import NAMES, Features
 from kvjax.calibration.fields import PRESETS, checked, to_json
 from kvjax.errors import InputError, InputWarning
+from kvjax.options.bounds import check_choices
+from kvjax.options.budgets import Rounding
 
 Path = str | os.PathLike[str]
 Preset = Literal["paper", "prefill"]
@@ -308,7 +310,9 @@ class Calibrated:
 
   Attributes:
     calibration: calibration of the model and the method.
-    tau: share of quality to keep; 1 keeps everything.
+    tau: share of quality to keep, as a ratio of likelihoods; 1 keeps
+      everything.
+    rounding: how r* of a prompt's tokens are rounded; see `Retention`.
 
   Example:
     >>> import kvjax
@@ -328,8 +332,10 @@ class Calibrated:
 
   calibration: Calibration
   tau: float
+  rounding: Rounding = "up"
 
   def __post_init__(self) -> None:
+    check_choices(self)
     check_tau(self.tau)
 
   def retentions(self, features: Features) -> Float[np.ndarray, " B"]:

@@ -14,14 +14,23 @@ from kvjax.cache.sharding import shard_stack
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.kernels.quantized import Quantized
+from kvjax.methods.rerotated import Rerotated
 from kvjax.options.budgets import Retention, Tokens
 from kvjax.options.schedules import Schedule
 from kvjax.registry.registry import METHODS, RETRIEVALS, recipe_of
 from kvjax.struct import STRUCTS, class_name, make
 
 # Classes that are saved by their fields, besides `STRUCTS` and registered
-# methods: plans that evict while decoding, and quantized keys and values.
-_PARTS: tuple[type, ...] = (Plan, Schedule, Retention, Tokens, Quantized)
+# methods: plans that evict while decoding, their wrapped methods, and quantized
+# keys and values.
+_PARTS: tuple[type, ...] = (
+  Plan,
+  Schedule,
+  Retention,
+  Tokens,
+  Quantized,
+  Rerotated,
+)
 
 Arrays = dict[str, Shaped[np.ndarray, "..."]]
 

@@ -55,7 +55,7 @@ class CacheBuilder:
     specs = model.geometry.layers
     # Layers that evict and layers that never do are in different stacks.
     self._kinds = [
-      (spec, prepared.program(layer, spec), prepared.evicts[layer])
+      (spec, prepared.program(layer, spec), prepared.evicts(layer))
       if spec.cache
       else None
       for layer, spec in enumerate(specs)
@@ -64,7 +64,7 @@ class CacheBuilder:
     self._order = [-1] * len(specs)
     # For each kind, the index of its stack and the number of layers in it.
     self._filled: dict[
-      tuple[LayerSpec, LayerProgram, bool], tuple[int, int]
+      tuple[LayerSpec, LayerProgram, tuple[bool, bool]], tuple[int, int]
     ] = {}
 
   def keep(

@@ -13,7 +13,6 @@ from kvjax.engine.decode import (
 from kvjax.engine.prepared import Limits, max_span, prepare_limits
 from kvjax.errors import InputError
 from kvjax.model import Model, check_context
-from kvjax.options.budgets import Retention
 from kvjax.prompts import Prompts, bucket
 
 _TOGETHER = "The context, with question and answer,"
@@ -32,7 +31,7 @@ def find_limits(
 ) -> Limits | None:
   """Limits of the layers during generation, if they evict then."""
   plan = cache.plan
-  if plan is None or plan.budget == Retention(1.0):
+  if plan is None or plan.keeps_prompts:
     return None
   longest = bucket(int(processed.max()) + width + decoding.max_new_tokens)
   return prepare_limits(plan, processed, longest)

@@ -34,23 +34,24 @@ class Evaluation(NamedTuple):
     method: the method whose scores are computed.
     allocation: the allocation, if its heads compete by scores.
     per_query_head: whether each query head stores its own keys.
-    recursive: whether the method evicts again later and must remember state.
+    observer: the method that evicts while decoding, for which state must be
+      remembered; None if there is none.
   """
 
   method: Method
   allocation: Allocation
   per_query_head: bool
-  recursive: bool
+  observer: Method | None
 
   @classmethod
   def of(cls, plan: Plan) -> "Evaluation":
     """Returns the evaluation that a plan needs."""
-    spread = plan.spread
+    spread, later = plan.spread, plan.while_decoding
     return cls(
       plan.method,
       spread if spread.votes else Uniform(),
       plan.per_query_head,
-      plan.schedule.every is not None,
+      None if later is None else later.method,
     )
 
 
@@ -92,13 +93,15 @@ def evaluate_layer(
     scored: whether to compute scores; if not, the method only remembers.
   """
   cache, activations = _candidates(evaluation.per_query_head, activations)
-  method, scores = evaluation.method, None
+  method, scores, after = evaluation.method, None, cache
   with jax.default_matmul_precision("highest"):
-    if evaluation.recursive:
-      cache = method.observe(layer, cache, activations)
+    if evaluation.observer is not None:
+      after = evaluation.observer.observe(layer, cache, activations)
+    if evaluation.observer == method:
+      cache = after
     if scored:
       scores = evaluation.allocation.evaluate(method, layer, cache, activations)
-  return Evaluated(scores, cache.received, cache.window)
+  return Evaluated(scores, after.received, after.window)
 
 
 @functools.partial(jax.jit, static_argnames=("evaluation",))
@@ -117,7 +120,8 @@ def select_layer(
     budget: how many slots to keep; its capacity is T.
   """
   cache, _ = _candidates(evaluation.per_query_head, activations)
-  cache = _remember(cache, evaluated)
+  if evaluation.observer == evaluation.method:
+    cache = _remember(cache, evaluated)
   allocation, method = evaluation.allocation, evaluation.method
   return allocation.select(method, evaluated.scores, cache, budget)
 
@@ -259,12 +263,13 @@ def finalize_cache(
 ) -> Cache:
   """Makes the cache of rows of these lengths from its stacks.
 
-  The cache contains the plan only if that evicts while decoding. If the method
+  The cache contains the plan of evictions while decoding, if any. If the method
   has renumbered tokens, the next position follows the last kept token; all
   heads of all layers keep the same number of tokens then.
   """
-  if plan.schedule.every is not None:
-    return Cache(stacks, lengths, protected, order, plan)
+  later = plan.while_decoding
+  if later is not None:
+    return Cache(stacks, lengths, protected, order, later)
   if plan.method.traits.renumbers:
     lengths = stacks[0].lengths[0, :, 0]
   return Cache(stacks, lengths, None, order)

@@ -1,5 +1,6 @@
 """Evaluation of a layer by the methods of several plans."""
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -37,7 +38,7 @@ def list_evaluations(
     chosen = compressed_layers(plan, geometry)[layer]
     evicts = ready is None or not ready.keeps_all[layer]
     scored = chosen and (evicts or evaluation in measured)
-    if scored or evaluation.recursive:
+    if scored or evaluation.observer is not None:
       requests[evaluation] = requests.get(evaluation, False) or scored
   return requests
 
@@ -53,18 +54,21 @@ def evaluate_all(
   for evaluation, scored in requests.items():
     traits = evaluation.method.traits
     source = traits.source_layer(layer)
-    if evaluation in previous and previous[evaluation][0] == source:
+    copies = evaluation in previous and previous[evaluation][0] == source
+    if copies and evaluation.observer is None:
       evaluations[evaluation] = previous[evaluation]
       continue
-    evaluations[evaluation] = (
-      source,
-      evaluate_layer(
-        evaluation,
-        np.int32(layer),
-        activations.only(traits.activations),
-        scored=scored,
-      ),
+    evaluated = evaluate_layer(
+      evaluation,
+      np.int32(layer),
+      activations.only(traits.activations),
+      scored=scored and not copies,
     )
+    if copies:
+      # What is remembered for decoding is the layer's own.
+      scores = previous[evaluation][1].scores
+      evaluated = dataclasses.replace(evaluated, scores=scores)
+    evaluations[evaluation] = source, evaluated
   return evaluations
 
 

@@ -9,7 +9,7 @@ from kvjax.cache.layers import KV_DTYPES
 from kvjax.calibration.record import Calibrated
 from kvjax.errors import InputError
 from kvjax.methods.base import Method
-from kvjax.options.budgets import Budget
+from kvjax.options.budgets import Budget, PerLayer, Retention
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.retrieval.sparse_attention import SparseAttention
 
@@ -20,12 +20,14 @@ class Plan:
 
   Raises InputError if the method or the budget has the wrong type, or if the
   parts cannot be combined: the method does not support the schedule or the
-  allocation, the kept tokens cannot be retrieved, or a calibration belongs to
-  another method or the schedule does not wait for the whole prompt.
+  allocation, the kept tokens cannot be retrieved, a calibration belongs to
+  another method or the schedule does not wait for the whole prompt, or the
+  prompt and the decoding need methods that cannot follow each other.
 
   Attributes:
     method: selects the tokens to keep.
-    budget: how many tokens to keep; `Calibrated` adapts to each prompt.
+    budget: how many tokens to keep; `PerLayer` gives each layer its own, and
+      `Calibrated` adapts to each prompt.
     schedule: when to evict.
     per_query_head: store keys and values once per query head. Each query head
       then selects its own tokens and has its own budget, as in the original
@@ -36,6 +38,8 @@ class Plan:
       selects before quantization, so its selection does not change.
     allocation: how the budget is spread over layers and heads; None for the
       method's default, which for most methods is uniform.
+    decoding: plan of the evictions while decoding, if their method or budget is
+      another; its schedule says when. None if the schedule of this plan does.
 
   Example:
     >>> import kvjax
@@ -46,12 +50,13 @@ class Plan:
   """
 
   method: Method
-  budget: Budget | Calibrated
+  budget: Budget | PerLayer | Calibrated
   schedule: Schedule = WHOLE
   per_query_head: bool = False
   sparse: SparseAttention | None = None
   kv_dtype: str | None = None
   allocation: Allocation | None = None
+  decoding: "Plan | None" = None
 
   def __post_init__(self) -> None:
     self._check_kinds(self.method, self.budget)
@@ -59,12 +64,16 @@ class Plan:
       self._check_allocation(self.allocation)
     if isinstance(self.budget, Calibrated):
       self._check_calibrated(self.budget)
+    elif isinstance(self.budget, PerLayer):
+      self._check_per_layer()
     elif not self.schedule.is_whole_prompt:
       self._check_schedule()
     if self.sparse is not None:
       self._check_sparse(type(self.sparse.retrieval).__name__)
     if self.kv_dtype is not None:
       self._check_kv_dtype(self.kv_dtype)
+    if self.decoding is not None:
+      self._check_decoding(self.decoding)
 
   @property
   def spread(self) -> Allocation:
@@ -72,17 +81,43 @@ class Plan:
     return self.allocation or self.method.allocation
 
   @property
-  def label(self) -> str:
+  def while_decoding(self) -> "Plan | None":
+    """The plan of the evictions while decoding, if there are any."""
+    if self.schedule.every is not None:
+      return self
+    return self.decoding
+
+  @property
+  def prompt_label(self) -> str:
     """The method with all its options, and the allocation if one is given."""
     if self.allocation is None:
       return str(self.method)
     return f"{self.method} by {self.allocation}"
 
   @property
+  def label(self) -> str:
+    """What compresses the prompt, and what evicts while decoding if it differs.
+
+    It has all options.
+    """
+    later = self.decoding
+    if later is None:
+      return self.prompt_label
+    return (
+      f"{self.prompt_label}, then {later.label} at {later.budget}, "
+      f"{later.schedule}"
+    )
+
+  @property
   def fixed_budget(self) -> Budget:
-    """The budget, which must not be a calibrated one."""
-    assert not isinstance(self.budget, Calibrated)
+    """The budget, which must be the same for all layers and prompts."""
+    assert not isinstance(self.budget, Calibrated | PerLayer)
     return self.budget
+
+  @property
+  def keeps_prompts(self) -> bool:
+    """Whether the budget is all of every prompt."""
+    return isinstance(self.budget, Retention) and self.budget.share == 1
 
   @property
   def activations(self) -> frozenset[str]:
@@ -104,10 +139,10 @@ class Plan:
         f"{method!r} is no such method: kvjax.get_plan takes names, those of "
         "retrieval methods too."
       )
-    if not isinstance(budget, Budget | Calibrated):
+    if not isinstance(budget, Budget | PerLayer | Calibrated):
       raise InputError(
-        "A plan's budget is kvjax.Retention(0.25), kvjax.Tokens(512) or a "
-        f"kvjax.Calibrated; {budget!r} is none of them."
+        "A plan's budget is kvjax.Retention(0.25), kvjax.Tokens(512), a "
+        f"kvjax.PerLayer or a kvjax.Calibrated; {budget!r} is none of them."
       )
 
   def _check_allocation(self, allocation: Allocation) -> None:
@@ -129,6 +164,49 @@ class Plan:
         "while decoding: it shares it out once, when the prompt is known."
       )
 
+  def _check_per_layer(self) -> None:
+    name, traits = type(self.method).__name__, self.method.traits
+    reason = traits.even
+    if self.spread.spreads_layers:
+      reason = (
+        f"{type(self.spread).__name__} spreads one over the layers itself"
+      )
+    if not self.schedule.is_whole_prompt:
+      reason = "block by block and while decoding, all layers have the same"
+    if reason:
+      raise InputError(
+        f"{name} cannot have a budget for each layer: {reason}; give one "
+        "budget for all layers."
+      )
+
+  def _check_decoding(self, later: "Plan") -> None:
+    reason = ""
+    if not self.schedule.is_whole_prompt:
+      reason = (
+        "this plan compresses the whole prompt once; leave out its schedule"
+      )
+    elif later.schedule.every is None or later.schedule.block is not None:
+      reason = "its schedule is kvjax.Schedule(every=...), and no blocks"
+    elif self.spread.ragged:
+      reason = (
+        f"the heads of {type(self.allocation or self.method).__name__} keep "
+        "different numbers of tokens, which cannot be evicted from again"
+      )
+    elif self.sparse is not None or self.kv_dtype is not None:
+      reason = (
+        "it chooses among keys as they were computed, not those of an index "
+        "or of eight bits"
+      )
+    elif self.per_query_head != later.per_query_head:
+      reason = "both plans need the same per_query_head"
+    elif self.method.traits.renumbers != later.method.traits.renumbers:
+      reason = "either both methods renumber the kept tokens or neither does"
+    if reason:
+      raise InputError(
+        f"{type(later.method).__name__} cannot evict while decoding what "
+        f"{type(self.method).__name__} kept of the prompt: {reason}."
+      )
+
   def _check_schedule(self) -> None:
     traits = self.method.traits
     if traits.whole_prompts_only:
@@ -139,7 +217,7 @@ class Plan:
     self.spread.check_recursive(self.fixed_budget)
 
   def _check_calibrated(self, budget: Calibrated) -> None:
-    budget.calibration.check(self.label, self.per_query_head)
+    budget.calibration.check(self.prompt_label, self.per_query_head)
     if not self.schedule.is_whole_prompt:
       raise InputError(
         "A calibrated retention is known when the whole prompt has been read; "

@@ -1,6 +1,7 @@
 """Preparation of a plan: the tokens and slots of each layer and row."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.allocation.base import LayerBudget, Sizes
 from kvjax.cache.layers import LayerCache
+from kvjax.calibration.record import Calibrated
+from kvjax.engine.layer_budgets import by_layer, layer_budgets
 from kvjax.engine.plans import Plan
 from kvjax.model import Geometry, LayerSpec
 from kvjax.options.budgets import Retention, Tokens
@@ -54,21 +57,34 @@ class PreparedPlan:
       mean over the heads if they share the budget of a layer.
     totals: tokens that all heads of a layer keep together.
     num_keys: keys that rows retrieve per token, for retrieval methods.
+    parts: tokens that each head keeps of the parts of a row, if the allocation
+      counts by parts.
+    shares: share of the tokens that rows are to keep, before rounding.
     plan: the plan.
     capacities: per layer, the maximum that any row keeps per head.
     keeps_all: per layer, whether no row has to evict anything.
-    evicts: per layer, whether the method evicts there.
+    compressed: per layer, whether the method evicts there.
     max_keys: maximum number of keys that any row retrieves.
   """
 
   counts: Int[Array, "L B"] | Int[np.ndarray, "L B"]
   totals: Int[Array, "L B"] | Int[np.ndarray, "L B"]
   num_keys: Int[Array, " B"] | Int[np.ndarray, " B"] | None
+  parts: Int[Array, "B C"] | Int[np.ndarray, "B C"] | None
+  shares: Float[Array, "L B"] | Float[np.ndarray, "L B"]
   plan: Plan = static()
   capacities: tuple[int, ...] = static()
   keeps_all: tuple[bool, ...] = static()
-  evicts: tuple[bool, ...] = static()
+  compressed: tuple[bool, ...] = static()
   max_keys: int = static(default=0)
+
+  def evicts(self, layer: int) -> tuple[bool, bool]:
+    """Whether a layer evicts from the prompt, and while decoding."""
+    later = self.plan.while_decoding
+    return (
+      self.compressed[layer],
+      later is not None and not later.method.traits.keeps_layer(layer),
+    )
 
   def program(self, layer: int, spec: LayerSpec) -> LayerProgram:
     """Returns the static arguments of a layer's program."""
@@ -79,7 +95,7 @@ class PreparedPlan:
       capacity,
       ragged=plan.spread.ragged and not self.keeps_all[layer],
       per_query_head=plan.per_query_head,
-      recursive=plan.schedule.every is not None,
+      recursive=plan.while_decoding is not None,
       renumbers=plan.method.traits.renumbers,
       kv_dtype=plan.kv_dtype,
     )
@@ -108,6 +124,8 @@ class PreparedPlan:
       plan.fixed_budget if plan.schedule.every is not None else None,
       jnp.asarray(self.totals[layer]),
       protected,
+      None if self.parts is None else jnp.asarray(self.parts),
+      jnp.asarray(self.shares[layer]),
     )
 
 
@@ -120,21 +138,52 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
   """Spreads a plan's budget over prompts that are compressed as a whole.
 
   Raises:
-    InputError: a prompt protects more tokens than are kept.
+    InputError: a prompt protects more tokens than are kept, or a budget per
+      layer has another number of layers than the model.
   """
   lengths = np.asarray(prompts.lengths)
   padded = prompts.tokens.shape[1]
   check_protected(plan, prompts, geometry)
-  budget, sizes = plan.fixed_budget, _sizes(plan, geometry)
-  counts = plan.spread.counts(budget, lengths, sizes)
-  totals = plan.spread.totals(budget, lengths, sizes)
-  slots = plan.spread.capacities(budget, padded, sizes)
+  spread, sizes = plan.spread, _sizes(plan, geometry)
+  budgets = layer_budgets(plan, geometry)
+  counts = by_layer(budgets, lambda b: spread.counts(b, lengths, sizes))
+  totals = by_layer(budgets, lambda b: spread.totals(b, lengths, sizes))
+  slots = by_layer(budgets, lambda b: spread.capacities(b, padded, sizes))
+  parts = spread.parts(budgets[0], lengths, padded)
+  shares = counts / lengths
+  if not spread.spreads_layers:
+    asked = [b.share if isinstance(b, Retention) else np.nan for b in budgets]
+    given = np.array(asked)[:, None]
+    shares = np.where(np.isnan(given), shares, given)
   keeps_all = (slots >= padded) & np.all(counts >= lengths, axis=1)
   slots = _round_capacities(np.maximum(slots, counts.max(axis=1)))
   slots = np.minimum(slots, padded)
   return _assign_layers(
-    plan, prompts, geometry, counts, totals, (slots, keeps_all)
+    plan,
+    prompts,
+    geometry,
+    _Spread(counts, totals, slots, keeps_all, shares, parts),
   )
+
+
+class _Spread(NamedTuple):
+  """A budget, spread over the compressible layers and the rows.
+
+  Attributes:
+    counts: tokens that each head keeps.
+    totals: tokens that all heads keep together.
+    slots: capacity of each layer.
+    keeps_all: whether no row of a layer has to evict anything.
+    shares: share of its tokens that a row is to keep, before rounding.
+    parts: tokens that each head keeps of each part of a row, if counted so.
+  """
+
+  counts: Int[np.ndarray, "C B"]
+  totals: Int[np.ndarray, "C B"]
+  slots: Int[np.ndarray, " C"]
+  keeps_all: Bool[np.ndarray, " C"]
+  shares: Float[np.ndarray, "C B"]
+  parts: Int[np.ndarray, "B P"] | None
 
 
 def prepare_calibrated(
@@ -160,23 +209,36 @@ def prepare_calibrated(
   lengths = np.asarray(prompts.lengths)
   padded = prompts.tokens.shape[1]
   sizes = _sizes(plan, geometry)
+  assert isinstance(plan.budget, Calibrated)
   counts, totals = [], []
+  parts: list[Int[np.ndarray, "1 P"]] = []
   for row, share in enumerate(retentions):
-    row_plan = dataclasses.replace(plan, budget=Retention(float(share)))
+    budget = Retention(float(share), plan.budget.rounding)
+    row_plan = dataclasses.replace(plan, budget=budget)
     check_protected(row_plan, prompts.row(row), geometry)
     length = lengths[row : row + 1]
-    counts.append(row_plan.spread.counts(row_plan.fixed_budget, length, sizes))
-    totals.append(row_plan.spread.totals(row_plan.fixed_budget, length, sizes))
+    counts.append(row_plan.spread.counts(budget, length, sizes))
+    totals.append(row_plan.spread.totals(budget, length, sizes))
+    row_parts = row_plan.spread.parts(budget, length, padded)
+    parts += [] if row_parts is None else [row_parts]
   kept = np.concatenate(counts, axis=1)
   slots = [min(bucket(int(most)), padded) for most in kept.max(axis=1)]
   keeps_all = np.all(kept >= lengths, axis=1)
+  shares = kept / lengths
+  if not plan.spread.spreads_layers:
+    shares = np.broadcast_to(retentions, kept.shape)
   return _assign_layers(
     dataclasses.replace(plan, budget=_UNUSED),
     prompts,
     geometry,
-    kept,
-    np.concatenate(totals, axis=1),
-    (np.array(slots), keeps_all),
+    _Spread(
+      kept,
+      np.concatenate(totals, axis=1),
+      np.array(slots),
+      keeps_all,
+      shares,
+      np.concatenate(parts) if parts else None,
+    ),
   )
 
 
@@ -240,11 +302,13 @@ def check_protected(plan: Plan, prompts: Prompts, geometry: Geometry) -> None:
   """
   if prompts.protected is None or plan.method.traits.keeps_all:
     return
+  budgets = dict.fromkeys(layer_budgets(plan, geometry))
   rows = zip(prompts.protected, np.asarray(prompts.lengths), strict=True)
   for protected, length in rows:
-    plan.spread.check_protected(
-      protected[:length], plan.fixed_budget, _sizes(plan, geometry)
-    )
+    for budget in budgets:
+      plan.spread.check_protected(
+        protected[:length], budget, _sizes(plan, geometry)
+      )
 
 
 def max_span(
@@ -298,26 +362,27 @@ def _assign_layers(
   plan: Plan,
   prompts: Prompts,
   geometry: Geometry,
-  counts: Int[np.ndarray, "C B"],
-  totals: Int[np.ndarray, "C B"],
-  capacities: tuple[Int[np.ndarray, " C"], Bool[np.ndarray, " C"]],
+  spread: _Spread,
 ) -> PreparedPlan:
   """Assigns budgets to the layers; uncompressed ones keep everything."""
   lengths = np.asarray(prompts.lengths, np.int32)
   padded = prompts.tokens.shape[1]
-  shares = iter(zip(counts, totals, *capacities, strict=True))
+  spread_layers = iter(zip(*spread[:5], strict=True))
   layers = []
   compressed = compressed_layers(plan, geometry)
   for spec, chosen in zip(geometry.layers, compressed, strict=True):
-    uncompressed = (lengths, lengths * kv_heads(plan, spec), padded, True)
-    share = next(shares) if spec.compressible else uncompressed
+    heads, whole = kv_heads(plan, spec), np.ones(lengths.shape)
+    uncompressed = (lengths, lengths * heads, padded, True, whole)
+    share = next(spread_layers) if spec.compressible else uncompressed
     layers.append(share if chosen else uncompressed)
-  kept, totals_by_layer, slots, keeps_all = zip(*layers, strict=True)
+  kept, totals_by_layer, slots, keeps_all, shares = zip(*layers, strict=True)
   sparse = plan.sparse
   return PreparedPlan(
     np.array(kept, np.int32),
     np.array(totals_by_layer, np.int32),
     None if sparse is None else sparse.num_keys(lengths),
+    spread.parts,
+    np.array(shares, np.float32),
     plan,
     tuple(int(n) for n in slots),
     tuple(bool(w) for w in keeps_all),

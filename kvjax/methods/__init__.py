@@ -3,6 +3,8 @@
 from kvjax.methods.base import LayerBudget as LayerBudget
 from kvjax.methods.base import Method as Method
 from kvjax.methods.base import ScoringMethod as ScoringMethod
+from kvjax.methods.chunk_attention import ChunkAttention as ChunkAttention
+from kvjax.methods.chunked import Chunked as Chunked
 from kvjax.methods.chunkkv import ChunkKV as ChunkKV
 from kvjax.methods.compactor import Compactor as Compactor
 from kvjax.methods.full import FullKV as FullKV
@@ -13,9 +15,12 @@ from kvjax.methods.heads import window_mass as window_mass
 from kvjax.methods.key_norm import KeyL2Norm as KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.lagkv import LagKV as LagKV
+from kvjax.methods.leverage_scores import LeverageScores as LeverageScores
 from kvjax.methods.protokv import ProtoKV as ProtoKV
 from kvjax.methods.random import Random as Random
+from kvjax.methods.rerotated import Rerotated as Rerotated
 from kvjax.methods.snapkv import SnapKV as SnapKV
 from kvjax.methods.streaming import StreamingLLM as StreamingLLM
 from kvjax.methods.tova import Tova as Tova
 from kvjax.methods.traits import Traits as Traits
+from kvjax.methods.whole_chunks import WholeChunks as WholeChunks

@@ -15,7 +15,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.cache.observation import ObservationWindow
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_choices
-from kvjax.selection import top_slots
+from kvjax.selection import finite, top_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +123,23 @@ class ScoringMethod(Method):
   ) -> Float[Array, "B K T"]:
     """Computes the scores."""
     return self.scores(layer, cache, activations)
+
+  def group_scores(
+    self, scores: Float[Array, "B K T"], cache: LayerCache, budget: LayerBudget
+  ) -> Float[Array, "B K T"]:
+    """The scores; protected slots have the highest of the row and 1 more.
+
+    This is how kvpress's scorers protect tokens. It is for methods that rank
+    groups of tokens by these scores, such as `WholeChunks`.
+    """
+    scores = finite(scores)
+    protected = self.protected(cache, budget.per_head)
+    free = cache.valid & ~protected
+    highest = jnp.max(
+      scores, axis=(1, 2), keepdims=True, initial=-jnp.inf, where=free
+    )
+    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    return jnp.where(protected, highest + 1.0, scores)
 
   @final
   def token_scores(

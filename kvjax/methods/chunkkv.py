@@ -53,6 +53,7 @@ class ChunkKV(Method):
     """It reads the last W queries and keeps their tokens."""
     return Traits(
       whole_prompts_only="its chunks are those of a whole prompt",
+      coarse="it keeps whole chunks",
       window=self.window,
       protects=self.window,
       reuse=self.layer_reuse,

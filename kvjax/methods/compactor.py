@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -12,7 +11,8 @@ from kvjax.allocation.middle import Middle
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.base import LayerBudget, Method
-from kvjax.methods.leverage import Factor, Solver, draw_factors, leverage
+from kvjax.methods.leverage import Factor, Solver
+from kvjax.methods.leverage_scores import LeverageScores
 from kvjax.methods.noncausal import Scale, ValueNorm, noncausal_attention
 from kvjax.methods.standardize import Scope, standardize
 from kvjax.methods.traits import Traits
@@ -47,7 +47,7 @@ class Compactor(Method):
 
   Attributes:
     blend: weight of the leverage; 0 uses attention alone.
-    blend_removed: use the share of evicted tokens as the weight instead.
+    blend_removed: use the share of tokens to evict as the weight instead.
     attention: "noncausal", or "none" to score by leverage alone.
     sketch: "gaussian", "srht" (randomized Hadamard), or "none" for exact
       leverage.
@@ -141,11 +141,9 @@ class Compactor(Method):
       attention = self._attention(cache, activations, valid, start)
     assert activations.keys_unrotated is not None
     keys, size = activations.keys_unrotated[:, :, start:], self.leverage_chunk
-    key = jax.random.fold_in(jax.random.key(self.seed), layer)
-    heads, dim = keys.shape[1], keys.shape[3]
-    kind = self._sketch_of(dim)
-    factors = draw_factors(kind, key, heads, dim, self.sketch_dim)
-    outlier = leverage(keys, valid, factors, self.solver, self.center, size)
+    outlier = LeverageScores(
+      self.sketch, self.sketch_dim, self.solver, self.center, size, self.seed
+    ).of_keys(layer, keys, valid)
     before = ((0, 0), (0, 0), (start, 0))
     attention, outlier = jnp.pad(attention, before), jnp.pad(outlier, before)
     return Parts(
@@ -160,11 +158,7 @@ class Compactor(Method):
     valid, must_keep = cache.valid, budget.must_keep(cache)
     ends = self._ends(cache) | must_keep
     counts, capacity = budget.counts, budget.capacity
-    length = jnp.sum(valid[:, 0].astype(jnp.int32), axis=-1)
-    blend = jnp.full(counts.shape, self.blend, jnp.float32)
-    if self.blend_removed:
-      blend = 1.0 - counts.astype(jnp.float32) / length.astype(jnp.float32)
-    blended = scores.attention + blend[:, None, None] * scores.outlier
+    blended = self._blend(scores, valid, budget)
     if self.spread == "layer":
       protected = jnp.sum(ends.astype(jnp.int32), axis=-1)
       protected = jnp.minimum(protected, counts[:, None])
@@ -185,6 +179,33 @@ class Compactor(Method):
     blend = 0.5 if self.blend_removed else self.blend
     return scores.attention + blend * scores.outlier
 
+  def group_scores(
+    self, scores: Parts, cache: LayerCache, budget: LayerBudget
+  ) -> Float[Array, "B K T"]:
+    """The blended scores; the ends have the highest of the row."""
+    blended = self._blend(scores, cache.valid, budget)
+    ends = self._ends(cache)
+    scored = cache.valid & ~ends
+    highest = jnp.max(
+      blended, axis=(1, 2), keepdims=True, initial=-jnp.inf, where=scored
+    )
+    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    return jnp.where(ends, highest, blended)
+
+  def _blend(
+    self, scores: Parts, valid: Bool[Array, "B K T"], budget: LayerBudget
+  ) -> Float[Array, "B K T"]:
+    """Adds both scores, with the weight that the options define."""
+    counts = budget.counts
+    length = jnp.sum(valid[:, 0].astype(jnp.int32), axis=-1)
+    blend = jnp.full(counts.shape, self.blend, jnp.float32)
+    if self.blend_removed:
+      share = budget.share
+      if share is None:
+        share = counts.astype(jnp.float32) / length.astype(jnp.float32)
+      blend = 1.0 - share
+    return scores.attention + blend[:, None, None] * scores.outlier
+
   def _attention(
     self,
     cache: LayerCache,
@@ -204,11 +225,6 @@ class Compactor(Method):
       value_norm=self.value_norm,
       width=self.pool,
     )
-
-  def _sketch_of(self, dim: int) -> Factor:
-    """The kind of sketch for keys of `dim` dimensions; see `sketch_dim`."""
-    wide = self.sketch_dim >= dim and self.solver != "chol"
-    return "none" if wide else self.sketch
 
   def _ends(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     """The first and last tokens, which are always kept."""

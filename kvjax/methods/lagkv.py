@@ -181,15 +181,47 @@ class LagKV(Method):
     Tokens compete by rank, or by score with `cross_scoring`. A short row keeps
     its newest tokens.
     """
-    if not self.cross_scoring:
-      scores = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1)
     short = (parts.num_complete < 2)[..., None]
-    spread = parts.spread(scores).astype(jnp.float32)
     return top_slots(
-      jnp.where(short, parts.index.astype(jnp.float32), spread),
+      jnp.where(
+        short,
+        parts.index.astype(jnp.float32),
+        parts.spread(self._compared(scores)),
+      ),
       cache.valid,
       jnp.where(short, parts.index < self.sinks, parts.fixed),
       budget.counts,
       budget.capacity,
       budget.must_keep(cache),
     )
+
+  def group_scores(
+    self,
+    scores: Float[Array, "B K P L"],
+    cache: LayerCache,
+    budget: LayerBudget,
+  ) -> Float[Array, "B K T"]:
+    """Ranks over L, or half of the scores with `cross_scoring`; fixed ones 1.
+
+    In a row of less than S + 2 L tokens, which has no scores, later ones are
+    higher after the sinks.
+    """
+    del budget
+    parts = Partitions.of(cache, self.sinks, self.lag)
+    scale = 2.0 if self.cross_scoring else float(self.lag)
+    compared = parts.spread(self._compared(scores)) / scale
+    order = (parts.index - self.sinks).astype(jnp.float32)
+    after = jnp.maximum(parts.count - self.sinks, 1).astype(jnp.float32)
+    short = (parts.num_complete < 2)[..., None]
+    ranked = jnp.where(short, order / after[..., None], compared)
+    fixed = jnp.where(short, parts.index < self.sinks, parts.fixed)
+    return jnp.where(fixed, 1.0, ranked)
+
+  def _compared(
+    self, scores: Float[Array, "B K P L"]
+  ) -> Float[Array, "B K P L"]:
+    """What tokens compete by: their scores, or their ranks as floats."""
+    if self.cross_scoring:
+      return scores
+    ranks = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1)
+    return ranks.astype(jnp.float32)

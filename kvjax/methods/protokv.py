@@ -123,6 +123,7 @@ class ProtoKV(Method):
     """It reads the last W queries and keeps their tokens."""
     return Traits(
       whole_prompts_only="its clusters are those of a whole prompt",
+      coarse="it keeps whole clusters" if self.cut in ("skip", "none") else "",
       window=self.window,
       protects=self.window,
       stochastic=True,

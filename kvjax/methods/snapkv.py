@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.select import mask_to_slots
-from kvjax.methods.base import ScoringMethod
+from kvjax.methods.base import LayerBudget, ScoringMethod
 from kvjax.methods.heads import window_mass
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
@@ -77,6 +77,12 @@ class SnapKV(ScoringMethod):
       votes = jnp.where(prefix, votes, 0.0)
     votes = pool(votes, valid, self.kernel, self.pooling)
     return votes if self.keep == "most" else -votes
+
+  def group_scores(
+    self, scores: Float[Array, "B K T"], cache: LayerCache, budget: LayerBudget
+  ) -> Float[Array, "B K T"]:
+    """The mean votes; the window has the highest of the row and 1 more."""
+    return super().group_scores(scores / self.window, cache, budget)
 
   def protected(
     self, cache: LayerCache, counts: Int[Array, "B #K"]

@@ -17,6 +17,8 @@ class Traits:
       as the end of a sentence; empty if it can.
     even: why layers and heads must have equal shares of a budget, as the end of
       a sentence; empty if they need not.
+    coarse: why heads may keep fewer tokens than their budget, as the end of a
+      sentence; empty if they never do.
     window: W, number of last queries that the method reads, which the engine
       carries from block to block; 0 for none.
     protects: number of last tokens that are kept whatever the budget.
@@ -31,6 +33,7 @@ class Traits:
 
   whole_prompts_only: str = ""
   even: str = ""
+  coarse: str = ""
   window: int = 0
   protects: int = 0
   accumulates: bool = False

@@ -2,8 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Literal
 
 from kvjax.errors import InputError
+from kvjax.options.bounds import check_choices
+
+Rounding = Literal["up", "kvpress"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +52,25 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-  """A budget of a share of the row's tokens per KV head and layer, rounded up.
+  """A budget of a share of the row's tokens per KV head and layer.
 
   Attributes:
     share: above 0, at most 1.
+    rounding: "up" to the next whole token; "kvpress" down to the number that
+      kvpress keeps at the ratio 1 - share, n (1 - ratio) in floating point, but
+      at least 1: at a ratio of 0.9, 5 of 60 tokens. Presets named after
+      kvpress use the latter.
 
   Example:
     >>> import kvjax
     >>> kvjax.Retention(0.25).num_kept(10)
     3
+    >>> kvjax.Retention(0.25, rounding="kvpress").num_kept(10)
+    2
   """
 
   share: float
+  rounding: Rounding = "up"
 
   def __post_init__(self) -> None:
     if not 0 < self.share <= 1:
@@ -66,9 +78,12 @@ class Retention:
         f"Retention is the share of the prompt that is kept, above 0 and at "
         f"most 1; {self.share:g} is not."
       )
+    check_choices(self)
 
   def num_kept(self, length: int) -> int:
     """Number of tokens kept of a row of `length` tokens."""
+    if self.rounding == "kvpress":
+      return max(1, int(length * (1 - (1 - self.share))))
     # 0.1 * 70 is 7.000000000000001: that must not round up to 8.
     return max(1, math.ceil(self.share * length - 1e-9))
 
@@ -85,3 +100,38 @@ class Retention:
 
 
 Budget = Tokens | Retention
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayer:
+  """A budget of its own for every layer.
+
+  Attributes:
+    layers: the budget of each layer of the model, the lowest first; those of
+      layers that methods do not compress are not used.
+
+  Example:
+    >>> import kvjax
+    >>> print(kvjax.PerLayer([kvjax.Retention(0.5), kvjax.Retention(0.25)]))
+    0.5+0.25
+  """
+
+  layers: Sequence[Budget]
+
+  def __post_init__(self) -> None:
+    # Lists are not hashable, and plans are.
+    object.__setattr__(self, "layers", tuple(self.layers))
+    if not self.layers:
+      raise InputError("A budget per layer needs one for each layer.")
+    for budget in self.layers:
+      if not isinstance(budget, Budget):
+        raise InputError(
+          "The budget of a layer is kvjax.Retention(0.25) or "
+          f"kvjax.Tokens(512); {budget!r} is neither."
+        )
+
+  def __str__(self) -> str:
+    if all(isinstance(budget, Tokens) for budget in self.layers):
+      counts = (str(budget).removesuffix(" tokens") for budget in self.layers)
+      return f"{'+'.join(counts)} tokens"
+    return "+".join(map(str, self.layers))

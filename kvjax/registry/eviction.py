@@ -1,8 +1,12 @@
 """Registration of the eviction methods of this package."""
 
 from kvjax.allocation.adaptive import Adaptive
-from kvjax.allocation.base import Uniform
+from kvjax.allocation.base import Allocation, Uniform
+from kvjax.allocation.floored import Floored
 from kvjax.allocation.pyramid import Pyramid
+from kvjax.allocation.rounded_pyramid import RoundedPyramid
+from kvjax.methods.base import Method
+from kvjax.methods.chunk_attention import ChunkAttention
 from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.compactor import Compactor
 from kvjax.methods.full import FullKV
@@ -10,12 +14,16 @@ from kvjax.methods.h2o import H2O
 from kvjax.methods.key_norm import KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff
 from kvjax.methods.lagkv import LagKV
+from kvjax.methods.leverage_scores import LeverageScores
 from kvjax.methods.protokv import ProtoKV
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming import StreamingLLM
 from kvjax.methods.tova import Tova
+from kvjax.methods.whole_chunks import WholeChunks
 from kvjax.registry.registry import Recipe, register
+
+_SNAPKV = SnapKV(window=64, kernel=5, pooling="avg")
 
 
 def _pyramidkv() -> Recipe:
@@ -27,17 +35,29 @@ def _adakv() -> Recipe:
   return Recipe(SnapKV(window=32, kernel=7, pooling="max"), Adaptive(Uniform()))
 
 
+def _kvpress(method: Method, allocation: Allocation | None = None) -> Recipe:
+  """A recipe that rounds retentions as kvpress does."""
+  return Recipe(method, allocation, "kvpress")
+
+
 def register_methods() -> None:
   """Registers all of them; called once, when kvjax is imported."""
   register("full", FullKV, summary="nothing is evicted")
   register("random", Random, summary="chance")
   register(
-    "streaming", StreamingLLM, summary="StreamingLLM", paper="2309.17453"
+    "streaming",
+    StreamingLLM,
+    presets={"kvpress": _kvpress(StreamingLLM())},
+    summary="StreamingLLM",
+    paper="2309.17453",
   )
   register(
     "key_norm",
     KeyL2Norm,
-    presets={"lagkv": KeyL2Norm(skip_layers=(0, 1))},
+    presets={
+      "lagkv": KeyL2Norm(skip_layers=(0, 1)),
+      "kvpress": _kvpress(KeyL2Norm()),
+    },
     summary="small key norm (L2)",
     paper="2406.11430",
   )
@@ -46,7 +66,7 @@ def register_methods() -> None:
     H2O,
     presets={
       "keydiff": H2O(recent_frac=0.0),
-      "kvpress": H2O(recent_frac=0.0, normalize=True),
+      "kvpress": _kvpress(H2O(recent_frac=0.0, normalize=True)),
       "compactor": H2O(paper_postproc=True),
     },
     summary="H2O",
@@ -57,7 +77,7 @@ def register_methods() -> None:
     Tova,
     presets={
       "keydiff": Tova(scope="group"),
-      "kvpress": Tova(protect_last=True),
+      "kvpress": _kvpress(Tova(protect_last=True)),
     },
     summary="TOVA",
     paper="2401.06104",
@@ -70,19 +90,45 @@ def register_methods() -> None:
       "longbench": SnapKV(window=32, kernel=7, pooling="max"),
       "factory": SnapKV(window=8, kernel=7, pooling="max"),
       "keydiff": SnapKV(window=32, kernel=7, pooling="avg"),
-      "kvpress": SnapKV(window=64, kernel=5, pooling="avg"),
+      "kvpress": _kvpress(_SNAPKV),
       "compactor": SnapKV(window=32, kernel=1, paper_postproc=True),
     },
     summary="SnapKV",
     paper="2404.14469",
   )
-  register("pyramidkv", _pyramidkv, summary="PyramidKV", paper="2406.02069")
-  register("adakv", _adakv, summary="AdaKV", paper="2407.11550")
-  register("chunkkv", ChunkKV, summary="ChunkKV", paper="2502.00299")
+  register(
+    "pyramidkv",
+    _pyramidkv,
+    presets={
+      "kvpress": _kvpress(
+        _SNAPKV, RoundedPyramid(Uniform(), _SNAPKV.traits.protects)
+      )
+    },
+    summary="PyramidKV",
+    paper="2406.02069",
+  )
+  register(
+    "adakv",
+    _adakv,
+    presets={"kvpress": _kvpress(_SNAPKV, Floored(Uniform()))},
+    summary="AdaKV",
+    paper="2407.11550",
+  )
+  register(
+    "chunkkv",
+    ChunkKV,
+    presets={"kvpress": _kvpress(WholeChunks(_SNAPKV))},
+    summary="ChunkKV",
+    paper="2502.00299",
+  )
   register(
     "keydiff",
     KeyDiff,
-    presets={"paper": KeyDiff(), "noblock": KeyDiff()},
+    presets={
+      "paper": KeyDiff(),
+      "noblock": KeyDiff(),
+      "kvpress": _kvpress(KeyDiff()),
+    },
     summary="KeyDiff",
     paper="2504.15364",
   )
@@ -91,7 +137,7 @@ def register_methods() -> None:
     LagKV,
     presets={
       "paper": LagKV(),
-      "kvpress": LagKV(sinks=4, lag=128, mode="kvpress"),
+      "kvpress": _kvpress(LagKV(sinks=4, lag=128, mode="kvpress")),
       "local": LagKV(reference="own"),
       "key_norm": LagKV(score="key_norm", skip_layers=(0, 1)),
     },
@@ -103,14 +149,16 @@ def register_methods() -> None:
     Compactor,
     presets={
       "paper": Compactor(),
-      "kvpress": Compactor(
-        blend_removed=True,
-        sketch_dim=48,
-        solver="chol",
-        center=True,
-        z_scope="layer",
-        first=8,
-        last=4,
+      "kvpress": _kvpress(
+        Compactor(
+          blend_removed=True,
+          sketch_dim=48,
+          solver="chol",
+          center=True,
+          z_scope="layer",
+          first=8,
+          last=4,
+        )
       ),
       "vllm": Compactor(
         blend=0.5,
@@ -129,6 +177,24 @@ def register_methods() -> None:
       ),
     },
     summary="Compactor",
+    paper="2507.08143",
+  )
+  register(
+    "leverage",
+    LeverageScores,
+    presets={
+      "kvpress": _kvpress(
+        LeverageScores(sketch_dim=48, solver="chol", center=True)
+      )
+    },
+    summary="Compactor's leverage alone",
+    paper="2507.08143",
+  )
+  register(
+    "noncausal",
+    ChunkAttention,
+    presets={"kvpress": _kvpress(ChunkAttention())},
+    summary="Compactor's attention alone",
     paper="2507.08143",
   )
   register(

@@ -1,7 +1,7 @@
 """Methods and plans by name, for eviction and retrieval."""
 
+import collections
 import dataclasses
-from collections.abc import Callable, Mapping
 
 from kvjax.allocation.adaptive import Adaptive
 from kvjax.allocation.base import Allocation
@@ -11,18 +11,19 @@ from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.methods.base import Method
 from kvjax.methods.full import FullKV
-from kvjax.options.budgets import Budget, Retention, Tokens
+from kvjax.options.budgets import (
+  Budget,
+  PerLayer,
+  Retention,
+  Rounding,
+  Tokens,
+)
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.registry.naming import make_named, suggest, with_options
 from kvjax.registry.registry import METHODS, RETRIEVALS, Recipe, recipe_of
+from kvjax.registry.wrappers import wrap
 from kvjax.retrieval.base import Retrieval
 from kvjax.retrieval.sparse_attention import SparseAttention
-
-# Prefixes of a name, which spread its budget over layers or heads.
-_PREFIXES: Mapping[str, Callable[[Method, Allocation], Allocation]] = {
-  "pyramid": lambda method, over: Pyramid(over, method.traits.protects),
-  "ada": lambda method, over: Adaptive(over),
-}
 
 
 def get_recipe(name: str) -> Recipe:
@@ -30,36 +31,33 @@ def get_recipe(name: str) -> Recipe:
 
   A name is a method or a preset, followed by options, each after a colon:
   `keydiff:anchor=median_unit:recent_frac=0.1`. The values of a list are joined
-  by plus signs: `key_norm:skip_layers=0+1`. The prefix `pyramid/` spreads the
-  budget over the layers and `ada/` over the heads. Prefixes have options too:
-  `pyramid/keydiff:beta=10`, `pyramid/ada/snapkv:alpha=0.1`.
+  by plus signs: `key_norm:skip_layers=0+1`. Names of
+  `kvjax.registry.wrappers.WRAPPERS` may be put before it: `pyramid/` spreads
+  the budget over the layers and `ada/` over the heads, `rerotate/`, `chunked/`
+  and `chunkkv.kvpress/` change what the method keeps. Their options follow
+  their own name, or the last name: `pyramid:beta=10/keydiff` is
+  `pyramid/keydiff:beta=10`. If several parts have an option of that name, it
+  is then the method's.
 
   Raises:
     InputError: no such method, preset or option, or a value out of range.
   """
-  name = name.strip()
-  prefix, slash, rest = name.partition("/")
-  if not slash:
-    plain = recipe_of(make_named(name.partition(":")[0], METHODS))
-    return _refit(recipe_of(make_named(name, METHODS)), plain.method.allocation)
-  if rest.count("/") >= len(_PREFIXES):
-    raise InputError(
-      f"{name[:60]} has more than {len(_PREFIXES)} parts before a method; "
-      "write pyramid/ada/NAME for both."
-    )
-  if prefix not in _PREFIXES:
-    raise InputError(
-      f"There is no {prefix!r} to put before a method"
-      f"{suggest(prefix, _PREFIXES)}; there are {', '.join(_PREFIXES)}."
-    )
-  base, *options = rest.split(":")
-  inner = get_recipe(base)
-  method = inner.method
-  _check_prefix(prefix, inner)
-  over = inner.allocation or method.allocation
-  recipe = Recipe(method, _PREFIXES[prefix](method, over))
-  made: Recipe = with_options(name.partition(":")[0], recipe, options)
-  return _refit(made, method.allocation)
+  *before, last = name.strip().split("/")
+  names = [text.partition(":")[0] for text in before]
+  kinds = collections.Counter(text.partition(".")[0] for text in names)
+  for kind, count in kinds.items():
+    if count > 1:
+      raise InputError(
+        f"{kind[:60]} stands {count} times before a method; write it once."
+      )
+  base, *options = last.split(":")
+  recipe = recipe_of(make_named(base, METHODS))
+  for text in reversed(before):
+    recipe = wrap(text, recipe)
+  default = recipe.method.allocation
+  label = "/".join([*names, base])
+  changed: Recipe = with_options(label, recipe, options)
+  return _refit(changed, default)
 
 
 def _refit(recipe: Recipe, default: Allocation) -> Recipe:
@@ -90,27 +88,12 @@ def _refit(recipe: Recipe, default: Allocation) -> Recipe:
   )
 
 
-def _check_prefix(prefix: str, inner: Recipe) -> None:
-  """Refuses a prefix whose budget cannot be spread, or is already."""
-  name = type(inner.method).__name__
-  over = inner.allocation
-  if isinstance(over, Pyramid):
-    raise InputError(
-      f"The budget of {name} cannot be spread unevenly over layers or heads: "
-      "its layers have their shares; write pyramid/ada/NAME for both."
-    )
-  if prefix == "ada" and (over or inner.method.allocation).ragged:
-    raise InputError(
-      f"The heads of {name} have unequal shares already; give ada/ a method "
-      "whose heads keep as many."
-    )
-
-
 def get_method(name: str) -> Method:
   """Makes the eviction method that a name stands for.
 
   A name is a method or a preset, followed by options, each after a colon:
-  `keydiff:anchor=median_unit:recent_frac=0.1`.
+  `keydiff:anchor=median_unit:recent_frac=0.1`. How a preset rounds a retention
+  is no part of the method; `get_plan` knows it.
 
   Raises:
     InputError: no such method, preset or option, a value out of range, or a
@@ -150,26 +133,28 @@ def get_retrieval(name: str) -> Retrieval:
 
 def get_plan(
   name: str,
-  budget: Budget | Calibrated,
+  budget: Budget | PerLayer | Calibrated,
   schedule: Schedule = WHOLE,
   per_query_head: bool = False,
   kv_dtype: str | None = None,
+  decoding: Plan | None = None,
 ) -> Plan:
   """Makes the plan that the name of a method stands for.
 
   Args:
-    name: name of an eviction method, as in `get_method`, possibly with the
-      prefixes `pyramid/` and `ada/`, which spread the budget over layers and
-      heads; or of a retrieval method, as in `get_retrieval`. A retrieval method
-      may be combined with an eviction method and its budget:
-      `ctkvr/compactor@0.5` indexes the half that Compactor keeps,
-      `flat/keydiff@256` the 256 tokens that KeyDiff keeps.
+    name: name of an eviction method, as in `get_method`, possibly with prefixes
+      such as `pyramid/`, which spreads the budget over the layers (see
+      `kvjax.registry.names.get_recipe`); or of a retrieval method, as in
+      `get_retrieval`. A retrieval method may be combined with an eviction
+      method and its budget: `ctkvr/compactor@0.5` indexes the half that
+      Compactor keeps, `flat/keydiff@256` the 256 tokens that KeyDiff keeps.
     budget: tokens that an eviction method keeps, or keys that a retrieval
       method retrieves per token, unless its name sets them (`ctkvr.512`);
       `Calibrated` is for eviction methods only.
     schedule: when an eviction method evicts.
     per_query_head: see `Plan`.
     kv_dtype: see `Plan`; eviction methods only.
+    decoding: see `Plan`; eviction methods only.
 
   Raises:
     InputError: the name stands for no method, or the method is not defined for
@@ -191,17 +176,23 @@ def get_plan(
     recipe = get_recipe(name)
     return Plan(
       recipe.method,
-      budget,
+      _rounded(budget, recipe),
       schedule,
       per_query_head,
       kv_dtype=kv_dtype,
       allocation=recipe.allocation,
+      decoding=decoding,
     )
   retrieval = get_retrieval(first)
   if isinstance(budget, Calibrated):
     raise InputError(
       f"A calibration says what a context can lose; {first} loses nothing, so "
       "give it the number of keys to retrieve."
+    )
+  if isinstance(budget, PerLayer):
+    raise InputError(
+      f"{first} retrieves as many keys in all layers; give one budget for all "
+      "of them."
     )
   if retrieval.reads:
     budget = Tokens(retrieval.reads)
@@ -210,13 +201,34 @@ def get_plan(
   )
   return Plan(
     recipe.method,
-    kept_budget,
+    _rounded(kept_budget, recipe),
     schedule,
     per_query_head,
     SparseAttention(retrieval, budget),
     kv_dtype,
     recipe.allocation,
+    decoding,
   )
+
+
+def _rounded(
+  budget: Budget | PerLayer | Calibrated, recipe: Recipe
+) -> Budget | PerLayer | Calibrated:
+  """The budget, with its retentions rounded as the recipe says."""
+  rounding = recipe.rounding
+  if rounding is None:
+    return budget
+  if isinstance(budget, PerLayer):
+    return PerLayer([_rounded_layer(own, rounding) for own in budget.layers])
+  if isinstance(budget, Calibrated):
+    return dataclasses.replace(budget, rounding=rounding)
+  return _rounded_layer(budget, rounding)
+
+
+def _rounded_layer(budget: Budget, rounding: Rounding) -> Budget:
+  if isinstance(budget, Retention):
+    return dataclasses.replace(budget, rounding=rounding)
+  return budget
 
 
 def _raise_unknown(base: str) -> None:
@@ -230,6 +242,19 @@ def _raise_unknown(base: str) -> None:
 
 def _kept(text: str) -> tuple[Recipe, Budget]:
   """Parses the eviction method and the budget of a retrieval plan."""
+  name, budget = split_budget(text)
+  return get_recipe(name), budget
+
+
+def split_budget(text: str) -> tuple[str, Budget]:
+  """Splits a name with a budget, as in `compactor@0.5` or `keydiff@256`.
+
+  Returns:
+    The name, which may be of no method, and the budget.
+
+  Raises:
+    InputError: there is no budget, or it is out of range.
+  """
   name, _, amount = text.rpartition("@")
   try:
     share: Budget = (
@@ -240,4 +265,4 @@ def _kept(text: str) -> tuple[Recipe, Budget]:
       f"What is kept is written as compactor@0.5 or keydiff@256; {text!r} does "
       "not fit."
     ) from error
-  return get_recipe(name), share
+  return name, share

@@ -37,13 +37,16 @@ def make_named(name: str, names: Names) -> Any:
   return with_options(base, made, options)
 
 
-def with_options(base: str, made: Any, options: Iterable[str]) -> Any:
+def with_options(
+  base: str, made: Any, options: Iterable[str], nested: bool = True
+) -> Any:
   """Changes options of a method, or of a recipe of several parts.
 
   Args:
     base: its name, for messages.
     made: the method or the recipe.
     options: options of the form `name=value`.
+    nested: whether they may be options of its parts, too.
 
   Raises:
     InputError: no such option, one that is given twice, or a value out of
@@ -52,9 +55,9 @@ def with_options(base: str, made: Any, options: Iterable[str]) -> Any:
   given: set[str] = set()
   for text in options:
     name, equals, value = text.partition("=")
-    path = _find(made, name)
+    path = _find(made, name, nested)
     if path is None:
-      known = _all_options(made)
+      known = _all_options(made, nested)
       raise InputError(
         f"Method {base!r} has no option {name!r}{suggest(name, known)}; it has "
         f"{', '.join(known) or 'none'}."
@@ -72,13 +75,15 @@ def with_options(base: str, made: Any, options: Iterable[str]) -> Any:
 _Path = tuple[str, ...]
 
 
-def _parts(made: Any, path: _Path = ()) -> Iterable[tuple[_Path, Any]]:
-  """Parts with options: first the method, then its allocation."""
-  yield path, made
-  for field in dataclasses.fields(made):
+def _parts(
+  made: Any, nested: bool, path: _Path = ()
+) -> Iterable[tuple[_Path, Any]]:
+  """Parts with options: the method, what wraps it, and its allocation."""
+  for field in dataclasses.fields(made) if nested else ():
     value = getattr(made, field.name)
     if dataclasses.is_dataclass(value):
-      yield from _parts(value, (*path, field.name))
+      yield from _parts(value, nested, (*path, field.name))
+  yield path, made
 
 
 def _option_names(part: Any) -> list[str]:
@@ -91,15 +96,15 @@ def _option_names(part: Any) -> list[str]:
   ]
 
 
-def _all_options(made: Any) -> list[str]:
-  names = [name for _, part in _parts(made) for name in _option_names(part)]
-  return list(dict.fromkeys(names))
+def _all_options(made: Any, nested: bool) -> list[str]:
+  parts = [part for _, part in _parts(made, nested)]
+  return list(dict.fromkeys(n for part in parts for n in _option_names(part)))
 
 
-def _find(made: Any, name: str) -> _Path | None:
+def _find(made: Any, name: str, nested: bool) -> _Path | None:
   """Path of the first part that has the option."""
-  places = (path for path, part in _parts(made) if name in _option_names(part))
-  return next(places, None)
+  parts = _parts(made, nested)
+  return next((at for at, part in parts if name in _option_names(part)), None)
 
 
 def _change(made: Any, path: _Path, change: Callable[[Any], Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from kvjax.allocation.base import Allocation
 from kvjax.errors import InputError
 from kvjax.methods.base import Method
+from kvjax.options.budgets import Rounding
 from kvjax.retrieval.base import Retrieval
 
 # Group of the entry points by which packages register methods.
@@ -23,10 +24,14 @@ class Recipe:
   Attributes:
     method: the method.
     allocation: its allocation; None for the method's default.
+    rounding: how a retention is rounded; None as the budget says.
   """
 
   method: Method
   allocation: Allocation | None = None
+  rounding: Rounding | None = dataclasses.field(
+    default=None, metadata={"option": False}
+  )
 
 
 @dataclasses.dataclass(frozen=True)

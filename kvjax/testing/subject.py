@@ -73,8 +73,13 @@ class Subject:
     of = np.array(lengths or self.lengths)
     counts = self.spread.counts(budget, of, sizes)[self.layer]
     totals = self.spread.totals(budget, of, sizes)[self.layer]
+    slots = padded or self.padded
+    parts = self.spread.parts(budget, of, slots)
     return LayerBudget(
-      jnp.asarray(counts), padded or self.padded, total=jnp.asarray(totals)
+      jnp.asarray(counts),
+      slots,
+      total=jnp.asarray(totals),
+      parts=None if parts is None else jnp.asarray(parts),
     )
 
   def check_counts(

@@ -161,7 +161,8 @@ def sketch() -> np.ndarray:
 def sketches_of_kvpress() -> Any:
   """Makes Compactor use it too."""
   return mock.patch(
-    "kvjax.methods.compactor.draw_factors", return_value=jnp.asarray(sketch())
+    "kvjax.methods.leverage_scores.draw_factors",
+    return_value=jnp.asarray(sketch()),
   )
 
 

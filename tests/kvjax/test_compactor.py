@@ -320,7 +320,7 @@ def test_a_wide_sketch_and_the_solver_of_kvpress(seen, monkeypatch, preset):
     drawn.append(kind)
     return draw_factors(kind, *args)
 
-  monkeypatch.setattr("kvjax.methods.compactor.draw_factors", draw)
+  monkeypatch.setattr("kvjax.methods.leverage_scores.draw_factors", draw)
   method = kvjax.get_method(preset)
   jax.eval_shape(method.evaluate, LAYER, LayerCache.of(seen), seen)
   assert drawn == ["gaussian" if preset == "compactor.kvpress" else "none"]

@@ -64,6 +64,10 @@ FORMULAS = [
   "snapkv.keydiff",
   "h2o.kvpress",
   "protokv.chunk",
+  "leverage.kvpress",
+  "noncausal",
+  "pyramidkv.kvpress",
+  "adakv.kvpress",
 ]
 OPTIONS = [
   *FORMULAS,
@@ -85,6 +89,7 @@ SMALL = {
   "chunkkv": {"window": 5, "chunk": 4},
   "lagkv": {"sinks": 2, "lag": 6},
   "compactor": {"chunk": 16},
+  "noncausal": {"chunk": 16},
   "compactor.kvpress": {"chunk": 16, "first": 2, "last": 3},
   "compactor.vllm": {"chunk": 16, "leverage_chunk": 20, "first": 2, "last": 3},
   "protokv": {"window": 5, "prototypes": 20, "bits": 3},
@@ -103,7 +108,9 @@ def small(name):
   sizes = SMALL.get(preset, SMALL.get(base, {}))
   own = [text.partition("=")[0] for text in name.split(":")[1:]]
   given = [f"{k}={v}" for k, v in sizes.items() if k not in own]
-  return get_recipe(":".join([name, *given]))
+  recipe = get_recipe(":".join([name, *given]))
+  # What rounds a budget chooses no tokens.
+  return dataclasses.replace(recipe, rounding=None)
 
 
 # Names of one and the same recipe are tested once.

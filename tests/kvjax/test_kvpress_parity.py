@@ -4,8 +4,8 @@ Where kvpress differs from the specification, on purpose or by accident, the
 difference is stated here and taken out; no method imitates it.
 
 - Tokens kept: kvpress rounds n (1 - c) down in floating point, so that
-  c = 0.9 keeps 5 of 60; kvjax rounds the share kept up. The goldens' counts
-  are given to the methods.
+  c = 0.9 keeps 5 of 60; kvjax rounds the share kept up, but for presets. The
+  goldens' counts are given to the methods.
 - Protected tokens get the highest score or more there. Where they alone are
   too many, its choice among them is arbitrary; kvjax keeps the newest.
 - SnapKV averages over the window, LagKV over keys and values; kvjax sums.
@@ -172,7 +172,7 @@ def activations():
 def _sketches_of_kvpress(monkeypatch):
   sketches = stored("sketches")
   monkeypatch.setattr(
-    "kvjax.methods.compactor.draw_factors",
+    "kvjax.methods.leverage_scores.draw_factors",
     lambda *args: jnp.asarray(sketches[str(args[-1])]),
   )
 

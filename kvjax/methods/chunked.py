@@ -1,0 +1,140 @@
+"""Chunk-wise selection: every chunk of the prompt is compressed by itself."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree, Shaped
+
+from kvjax.activations import Activations
+from kvjax.allocation.per_chunk import PerChunk
+from kvjax.cache.layers import LayerCache
+from kvjax.errors import InputError
+from kvjax.kernels.select import slots_to_mask
+from kvjax.methods.base import LayerBudget, Method
+from kvjax.methods.traits import Traits
+from kvjax.options.bounds import check_least
+from kvjax.selection import mask_to_slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked(Method):
+  """Compresses each chunk of a prompt by another method, independently.
+
+  To the method, a chunk is a prompt of its own: its statistics, its last
+  queries and its first tokens are those of the chunk. All chunks keep the same
+  share, so that no part of the prompt is lost.
+
+  Source: kvpress's ChunkPress, after Corallo and Papotti, arXiv 2408.00167
+  (FINCH). kvpress rotates the queries of a chunk to the last positions of the
+  prompt; here they stay at their own, which matters to methods that score by
+  attention.
+
+  Attributes:
+    over: the method that selects.
+    length: tokens per chunk; the last one may be shorter.
+  """
+
+  over: Method
+  length: int = 1024
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_least(self, length=1)
+    allocation = self.over.allocation
+    if allocation.ragged:
+      raise InputError(
+        "Every head keeps the same share of each chunk; those of "
+        f"{type(self.over).__name__} share a budget."
+      )
+
+  @property
+  def traits(self) -> Traits:
+    """Those of the method, for whole prompts."""
+    return dataclasses.replace(
+      self.over.traits,
+      whole_prompts_only="its chunks are those of a whole prompt",
+      even="every chunk has its own share",
+      window=0,
+      protects=0,
+      accumulates=False,
+    )
+
+  @property
+  def allocation(self) -> PerChunk:
+    """A share of each chunk."""
+    return PerChunk(self.length)
+
+  def evaluate(
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
+  ) -> PyTree[Array]:
+    """Evaluates all chunks by the method, as rows of a batch."""
+    return self.over.evaluate(
+      layer, self._cache(cache), self._activations(activations)
+    )
+
+  def select(
+    self, scores: PyTree[Array], cache: LayerCache, budget: LayerBudget
+  ) -> Int[Array, "B K M"]:
+    """Selects in each chunk what the method selects of it."""
+    assert budget.parts is not None
+    chunks = self._cache(cache)
+    slots = self.over.select(
+      scores,
+      chunks,
+      LayerBudget(
+        budget.parts.reshape(-1),
+        self.length,
+        protected=None
+        if budget.protected is None
+        else self._split(budget.protected[:, None, : cache.capacity])[:, 0],
+        share=None
+        if budget.share is None
+        else jnp.repeat(budget.share, budget.parts.shape[1]),
+      ),
+    )
+    kept = slots_to_mask(slots, self.length) & chunks.valid
+    batch, kv_heads, width = cache.positions.shape
+    kept = kept.reshape(batch, -1, kv_heads, self.length)
+    kept = jnp.moveaxis(kept, 1, 2).reshape(batch, kv_heads, -1)
+    return mask_to_slots(kept[..., :width], budget.capacity)
+
+  def _cache(self, cache: LayerCache) -> LayerCache:
+    """The cache with a row for each chunk."""
+    return LayerCache(
+      self._split(cache.keys),
+      self._split(cache.values),
+      self._positions(cache.positions),
+      jnp.asarray(self.length, jnp.int32),
+    )
+
+  def _activations(self, activations: Activations) -> Activations:
+    """The activations with a row for each chunk."""
+    inputs = activations.inputs
+    parts: dict[str, Any] = {
+      name: self._split(part)
+      for name in ("keys_unrotated", "queries_unrotated")
+      if (part := getattr(activations, name)) is not None
+    }
+    if inputs is not None:
+      parts["inputs"] = self._split(inputs[:, None])[:, 0]
+    return dataclasses.replace(
+      activations,
+      queries=self._split(activations.queries),
+      keys=self._split(activations.keys),
+      values=self._split(activations.values),
+      positions=self._positions(activations.positions[:, None])[:, 0],
+      **parts,
+    )
+
+  def _positions(self, x: Int[Array, "B H T"]) -> Int[Array, "R H c"]:
+    """Positions in each chunk, -1 for empty slots."""
+    shifted = self._split(x + 1) - 1
+    return jnp.where(shifted >= 0, shifted % self.length, -1)
+
+  def _split(self, x: Shaped[Array, "B H T *D"]) -> Shaped[Array, "R H c *D"]:
+    """Cuts the slots of all rows into R = B C chunks, filled with zeros."""
+    batch, heads, slots, *rest = x.shape
+    padding = [(0, 0), (0, 0), (0, -slots % self.length), *[(0, 0)] * len(rest)]
+    chunks = jnp.pad(x, padding).reshape(batch, heads, -1, self.length, *rest)
+    return jnp.moveaxis(chunks, 2, 1).reshape(-1, heads, self.length, *rest)

@@ -1,0 +1,127 @@
+"""Names that are put before a method's name and a slash."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from kvjax.allocation.adaptive import Adaptive
+from kvjax.allocation.base import Allocation
+from kvjax.allocation.floored import Floored
+from kvjax.allocation.pyramid import Pyramid
+from kvjax.allocation.rounded_pyramid import RoundedPyramid
+from kvjax.errors import InputError
+from kvjax.methods.base import Method
+from kvjax.methods.chunked import Chunked
+from kvjax.methods.rerotated import Rerotated
+from kvjax.methods.whole_chunks import WholeChunks
+from kvjax.options.budgets import Rounding
+from kvjax.registry.naming import suggest, with_options
+from kvjax.registry.registry import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapper:
+  """What a name before a method does to its recipe.
+
+  One of `allocation` and `method` is given.
+
+  Attributes:
+    summary: a one-line description for tables.
+    allocation: makes an allocation around that of the method.
+    method: makes a method around the method.
+    rounding: how a retention is rounded; None as the recipe says.
+  """
+
+  summary: str
+  allocation: Callable[[Method, Allocation], Allocation] | None = None
+  method: Callable[[Method], Method] | None = None
+  rounding: Rounding | None = None
+
+
+WRAPPERS: Mapping[str, Wrapper] = {
+  "pyramid": Wrapper(
+    "lower layers keep more (PyramidKV)",
+    allocation=lambda method, over: Pyramid(over, method.traits.protects),
+  ),
+  "pyramid.kvpress": Wrapper(
+    "the same, as PyramidKVPress counts",
+    allocation=lambda method, over: RoundedPyramid(
+      over, method.traits.protects
+    ),
+    rounding="kvpress",
+  ),
+  "ada": Wrapper(
+    "heads compete for a layer's budget (AdaKV)",
+    allocation=lambda method, over: Adaptive(over),
+  ),
+  "ada.kvpress": Wrapper(
+    "the same above a floor per head (AdaKVPress)",
+    allocation=lambda method, over: Floored(over),
+    rounding="kvpress",
+  ),
+  "rerotate": Wrapper(
+    "kept tokens move to their places in the cache (KeyRerotationPress)",
+    method=Rerotated,
+  ),
+  "chunked": Wrapper(
+    "every chunk of the prompt is compressed by itself (ChunkPress)",
+    method=Chunked,
+  ),
+  "chunkkv.kvpress": Wrapper(
+    "whole chunks are kept by their tokens' scores (ChunkKVPress)",
+    method=WholeChunks,
+    rounding="kvpress",
+  ),
+}
+
+
+def wrap(text: str, inner: Recipe) -> Recipe:
+  """Puts a name before a recipe.
+
+  Args:
+    text: the name, with options of its own after colons.
+    inner: the recipe.
+
+  Raises:
+    InputError: there is no such name or option, or it does not fit the recipe.
+  """
+  name, *options = text.split(":")
+  if name not in WRAPPERS:
+    raise InputError(
+      f"There is no {name!r} to put before a method{suggest(name, WRAPPERS)}; "
+      f"there are {', '.join(WRAPPERS)}."
+    )
+  wrapper, method = WRAPPERS[name], inner.method
+  rounding = wrapper.rounding or inner.rounding
+  if wrapper.method is not None:
+    if inner.allocation is not None:
+      raise InputError(
+        f"{name}/ changes what a method keeps, before its budget is spread; "
+        f"write it behind pyramid/ and ada/, directly before a method's name."
+      )
+    wrapped: Method = with_options(
+      name, wrapper.method(method), options, nested=False
+    )
+    return Recipe(wrapped, None, rounding)
+  assert wrapper.allocation is not None
+  _check_spread(name.partition(".")[0], inner)
+  over = inner.allocation or method.allocation
+  allocation: Allocation = with_options(
+    name, wrapper.allocation(method, over), options, nested=False
+  )
+  return Recipe(method, allocation, rounding)
+
+
+def _check_spread(base: str, inner: Recipe) -> None:
+  """Refuses to spread a budget that cannot be spread, or is already."""
+  name = type(inner.method).__name__
+  over = inner.allocation or inner.method.allocation
+  if over.spreads_layers:
+    raise InputError(
+      f"The budget of {name} cannot be spread unevenly over layers or heads: "
+      "its layers have their shares; write pyramid/ada/NAME for both."
+    )
+  if base == "ada" and over.ragged:
+    raise InputError(
+      f"The heads of {name} have unequal shares already; give ada/ a method "
+      "whose heads keep as many."
+    )

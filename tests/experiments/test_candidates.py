@@ -1,0 +1,98 @@
+"""Methods and budgets as the command line names them."""
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.experiments import method_inputs
+from kvjax.experiments.candidates import candidates, parse_budgets
+from kvjax.registry.names import split_budget
+
+LATER = kvjax.get_plan("keydiff", kvjax.Tokens(64), kvjax.Schedule(every=16))
+
+
+def test_numbers_joined_by_plus_signs_are_those_of_layers():
+  half, quarter = kvjax.Retention(0.5), kvjax.Retention(0.25)
+  assert parse_budgets(["0.5", "0.5+0.25"], None) == [
+    half,
+    kvjax.PerLayer([half, quarter]),
+  ]
+  (budget,) = parse_budgets([], ["512+64"])
+  assert budget == kvjax.PerLayer([kvjax.Tokens(512), kvjax.Tokens(64)])
+  assert str(budget) == "512+64 tokens"
+  with pytest.raises(InputError, match="--retention takes numbers such as"):
+    parse_budgets(["0.5+"], None)
+
+
+def test_a_budget_per_layer_retains_its_mean():
+  budget = kvjax.PerLayer([kvjax.Retention(0.5), kvjax.Tokens(10)])
+  chosen = candidates(["snapkv"], [budget])[1]
+  assert chosen.budget == "0.5+10 tokens"
+  assert chosen.retention(100) == pytest.approx(0.3)
+
+
+def test_records_say_how_a_retention_was_rounded():
+  names = ["keydiff", "keydiff.kvpress"]
+  _, up, down = candidates(names, [kvjax.Retention(0.5)])
+  assert down.options == f"{up.options}, rounded as kvpress"
+
+
+def test_records_say_what_evicts_while_decoding():
+  """Also where nothing is evicted from the prompt."""
+  chosen = candidates(["compactor"], [kvjax.Retention(1.0)], decoding=LATER)
+  assert [c.method for c in chosen] == ["full", "compactor"]
+  assert chosen[1].plan.decoding == LATER
+  assert not chosen[1].full_at_one
+  assert chosen[1].options.endswith(
+    f", then {LATER.label} at 64 tokens, every 16 while decoding"
+  )
+
+
+@pytest.fixture
+def parsed():
+  """Marks the flags as parsed, as a program does."""
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS(["test"])
+
+
+def test_the_flags_name_another_method_while_decoding(parsed):
+  with flagsaver.as_parsed(
+    methods="snapkv", retention="0.5", every="16", decoding="keydiff@64"
+  ):
+    method_inputs.check_flags()
+    assert method_inputs.chosen()[1].plan.decoding == LATER
+    words = method_inputs._schedule_words()
+    assert words == "every 16 while decoding by keydiff@64"
+
+
+def test_all_methods_whose_heads_keep_as_many_may_come_first(parsed):
+  with flagsaver.as_parsed(every="16", decoding="keydiff@64", retention="0.5"):
+    names = {c.method for c in method_inputs.chosen()}
+  assert {"compactor", "chunkkv", "pyramidkv"} <= names
+  assert "adakv" not in names
+
+
+@pytest.mark.parametrize(
+  ("given", "said"),
+  [
+    ({"decoding": "keydiff@64"}, "give --every for when"),
+    (
+      {"decoding": "keydiff@64", "every": "1", "block": "8"},
+      "--decoding and --block do not go together",
+    ),
+  ],
+)
+def test_decoding_needs_every_and_no_blocks(parsed, given, said):
+  with (
+    flagsaver.as_parsed(**given),
+    pytest.raises(InputError, match=said),
+  ):
+    method_inputs.check_flags()
+
+
+def test_a_budget_follows_a_name():
+  assert split_budget("ctkvr@0.5") == ("ctkvr", kvjax.Retention(0.5))
+  with pytest.raises(InputError, match=r"compactor@0\.5 or keydiff@256"):
+    split_budget("keydiff")
