@@ -32,7 +32,7 @@ from kvjax.placement import DEVICE, HOST, is_on_host
 _DECODING = kvjax.Decoding(max_new_tokens=128)
 # The program that a prefill waits for in every layer; see
 # `kvjax.engine.prefill`.
-LAYER = "_forward_layer"
+LAYER = "forward_layer"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,8 +45,8 @@ class Plan:
     >>> import kvjax
     >>> method = kvjax.get_method("snapkv:window=4")
     >>> plan = kvjax.Plan(method, kvjax.Retention(0.25), kv_dtype="int8")
-    >>> plan.budget
-    Retention(share=0.25)
+    >>> plan.budget.share
+    0.25
   """
 
   method: Method

@@ -5,19 +5,19 @@ method for its scores and one per plan to keep what it selects. Layers of one
 kind share these programs, and so do sweeps with common methods or plans.
 """
 
-import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
-from kvjax.calibration.features import TAIL, Features
+from kvjax.calibration.features import Features
 from kvjax.calibration.record import Calibrated
+from kvjax.engine import prompt_programs
 from kvjax.engine.blocks import prefill_blocks
 from kvjax.engine.building import CacheBuilder
 from kvjax.engine.compress import Evaluation, score_concentration
@@ -28,13 +28,8 @@ from kvjax.engine.evaluate import (
   list_evaluations,
 )
 from kvjax.engine.forward import (
-  attach_spec,
-  attend_to_prompt,
-  block_positions,
-  index_layer,
   layer_stacks,
 )
-from kvjax.engine.likelihood import prompt_and_tail_nll
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import (
   max_span,
@@ -43,7 +38,7 @@ from kvjax.engine.prepared import (
 )
 from kvjax.engine.rerotation import check_rotary
 from kvjax.errors import InputError
-from kvjax.model import LayerSpec, Model, check_context
+from kvjax.model import Model, check_context
 from kvjax.prompts import Prompts
 
 
@@ -219,16 +214,16 @@ def _sweep(
   ]
   tokens = jnp.asarray(prompts.tokens)
   lengths = jnp.asarray(prompts.lengths, jnp.int32)
-  positions = _positions(lengths, tokens.shape[1])
-  hidden, shared = _embed(model, params, tokens, positions)
+  positions = prompt_programs.positions(lengths, tokens.shape[1])
+  hidden, shared = prompt_programs.embed(model, params, tokens, positions)
   weights, optional = layer_stacks(model, params), _optional_activations(plans)
   deferred: list[tuple[int, Activations, Evaluations]] = []
-  evaluations: Evaluations = {}
+  latest: Evaluations = {}
   concentrations: dict[Evaluation, list[Float[Array, " B"]]] = {
     evaluation: [] for evaluation in requested.concentrations
   }
   for layer, spec in enumerate(geometry.layers):
-    hidden, activations = _forward_layer(
+    hidden, activations = prompt_programs.forward_layer(
       weights[spec.weights],
       np.int32(geometry.weight_index[layer]),
       hidden,
@@ -242,7 +237,9 @@ def _sweep(
     requests = list_evaluations(
       layer, plans, prepared, geometry, requested.concentrations
     )
-    evaluations = evaluate_all(layer, activations, requests, evaluations)
+    evaluations = evaluate_all(layer, activations, requests, latest)
+    # A layer may copy a selection across layers that evict nothing.
+    latest = {**latest, **evaluations}
     for evaluation, found in concentrations.items():
       if requests.get(evaluation):
         found.append(
@@ -257,7 +254,7 @@ def _sweep(
     if None in prepared:
       # Scores are computed, so optional activations are no longer needed.
       deferred.append((layer, activations.only(()), evaluations))
-  logits, nll = _head(
+  logits, nll = prompt_programs.head(
     params, hidden, tokens, lengths, model=model, measured=requested.likelihood
   )
   features: tuple[Features, ...] = ()
@@ -326,87 +323,6 @@ def _wait_for(hidden: Float[Array, "B S E"]) -> None:
 def _optional_activations(plans: Sequence[Plan]) -> frozenset[str]:
   """Returns the optional activations that any plan depends on."""
   return frozenset[str]().union(*(plan.activations for plan in plans))
-
-
-@functools.partial(jax.jit, static_argnames=("length",))
-def _positions(lengths: Int[Array, " B"], length: int) -> Int[Array, "B S"]:
-  return block_positions(jnp.zeros_like(lengths), length, lengths)
-
-
-@functools.partial(jax.jit, static_argnames=("model",))
-def _embed(
-  model: Model,
-  params: PyTree,
-  tokens: Int[Array, "B S"],
-  positions: Int[Array, "B S"],
-) -> tuple[Float[Array, "B S E"], PyTree]:
-  return model.embed(params, tokens, positions)
-
-
-@functools.partial(
-  jax.jit, static_argnames=("model", "how"), donate_argnames=("hidden",)
-)
-def _forward_layer(
-  stack: PyTree,
-  index: Int[Array, ""],
-  hidden: Float[Array, "B S E"],
-  shared: PyTree,
-  positions: Int[Array, "B S"],
-  *,
-  model: Model,
-  how: tuple[LayerSpec, Collection[str]],
-) -> tuple[Float[Array, "B S E"], Activations | None]:
-  """Runs a layer over whole prompts.
-
-  Args:
-    stack: stack of weights that contains the layer.
-    index: index of the layer in the stack.
-    hidden: hidden states after the previous layer; donated.
-    shared: arrays that all layers share.
-    positions: positions of the tokens.
-    model: the functions.
-    how: the layer's spec, and the optional activations to return.
-
-  Returns:
-    The hidden states, and the activations; None if the layer has no cache.
-  """
-  spec, optional = how
-
-  def attend(
-    activations: Activations,
-  ) -> tuple[Float[Array, "B N S Dv"], Activations]:
-    activations = attach_spec(spec, activations)
-    return attend_to_prompt(activations), activations.only(optional)
-
-  hidden, activations = model.block(
-    index_layer(stack, jnp.asarray(index)),
-    spec,
-    hidden,
-    shared,
-    positions,
-    attend,
-  )
-  return hidden, activations if spec.cache else None
-
-
-@functools.partial(jax.jit, static_argnames=("model", "measured"))
-def _head(
-  params: PyTree,
-  hidden: Float[Array, "B S E"],
-  tokens: Int[Array, "B S"],
-  lengths: Int[Array, " B"],
-  *,
-  model: Model,
-  measured: bool,
-) -> tuple[Float[Array, "B V"], Float[Array, "2 B"]]:
-  """Logits after each row's last token; NLL(c) and tail NLL if requested."""
-  last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-  logits = model.logits(params, model.normalize(params, last)[:, 0])
-  if not measured:
-    return logits, jnp.full((2, *lengths.shape), jnp.nan)
-  hidden = model.normalize(params, hidden)
-  nll = prompt_and_tail_nll(model, params, hidden, tokens, lengths, TAIL)
-  return logits, nll
 
 
 def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:

@@ -34,23 +34,23 @@ class SnapKV(ScoringMethod):
 
   Attributes:
     window: W, number of last tokens, which are always kept.
-    sinks: number of first tokens that are always kept.
-    keep: the prefix tokens with the "most" votes or, to measure what they are
-      worth, those with the "least".
     kernel: odd width of the pooling, with stride 1; 1 for none.
     pooling: "avg" divides by the kernel at the borders too; "max".
     group: how the group's query heads are reduced.
     paper_postproc: first scale votes by |v_i| and pool with kernel 3, as
       Compactor's paper does for all attention scores.
+    sinks: number of first tokens that are always kept.
+    keep: the prefix tokens with the "most" votes or, to measure what they are
+      worth, those with the "least".
   """
 
   window: int = 32
-  sinks: int = 0
-  keep: Literal["most", "least"] = "most"
   kernel: int = 5
   pooling: Pooling = "avg"
   group: Group = "mean"
   paper_postproc: bool = False
+  sinks: int = 0
+  keep: Literal["most", "least"] = "most"
 
   def __post_init__(self) -> None:
     super().__post_init__()

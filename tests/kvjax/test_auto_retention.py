@@ -11,8 +11,7 @@ import kvjax
 from kvjax.allocation import Adaptive
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sharding import parse_mesh
-from kvjax.engine import building, compress, likelihood
-from kvjax.engine import prefill as prefilling
+from kvjax.engine import building, compress, likelihood, prompt_programs
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.prompts import bucket
@@ -138,8 +137,8 @@ def test_a_row_stands_alone(swept):
 
 
 PROGRAMS = [
-  prefilling._forward_layer,
-  prefilling._head,
+  prompt_programs.forward_layer,
+  prompt_programs.head,
   compress.evaluate_layer,
   compress.select_layer,
   compress.keep_layer,

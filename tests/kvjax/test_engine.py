@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.allocation import Sizes
-from kvjax.engine import compress, prefill
+from kvjax.engine import compress, prompt_programs
 from kvjax.engine import generate as generating
 from kvjax.engine.forward import hidden_states
 from kvjax.engine.sampling import Sampling, sample
@@ -300,9 +300,9 @@ def test_prompts_of_one_bucket_share_a_program():
 
   def count():
     programs = [
-      prefill._embed,
-      prefill._forward_layer,
-      prefill._head,
+      prompt_programs.embed,
+      prompt_programs.forward_layer,
+      prompt_programs.head,
       compress.evaluate_layer,
       compress.select_layer,
       compress.keep_layer,

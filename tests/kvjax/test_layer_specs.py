@@ -202,6 +202,19 @@ def test_a_row_stands_alone(name):
   assert answer == answers[1:2]
 
 
+def test_layers_share_a_selection_across_local_ones():
+  name = "chunkkv:window=4:chunk=3:layer_reuse=5"
+  cache, _ = prefilled(kvjax.get_plan(name, kvjax.Tokens(9)))
+  alone, _ = prefilled(
+    kvjax.get_plan(name.replace("=5", "=1"), kvjax.Tokens(9))
+  )
+  for row in range(len(ROWS)):
+    _, first, _, second, _ = kept_positions(cache, row)
+    assert first == second
+  _, first, _, second, _ = kept_positions(alone, 0)
+  assert first != second
+
+
 def test_evicting_goes_on_in_global_layers_alone():
   schedule = kvjax.Schedule(block=4, every=2)
   plan = kvjax.get_plan("keydiff", kvjax.Tokens(7), schedule)

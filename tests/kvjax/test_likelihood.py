@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine import likelihood, prefill
+from kvjax.engine import likelihood, prompt_programs
 from kvjax.engine.feed import feed
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
@@ -99,7 +99,9 @@ def test_memory_does_not_grow_with_the_logits_of_a_prompt():
   hidden = jax.ShapeDtypeStruct((1, length, model.width), "float32")
   alone = likelihood._nll.lower(model, params, *given)
   measured, plain = (
-    prefill._head.lower(params, hidden, *given, model=model, measured=measured)
+    prompt_programs.head.lower(
+      params, hidden, *given, model=model, measured=measured
+    )
     for measured in (True, False)
   )
   alone, measured, plain = (

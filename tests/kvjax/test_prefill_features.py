@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.calibration.features import TAIL
-from kvjax.engine import compress
+from kvjax.engine import compress, prompt_programs
 from kvjax.engine import prefill as prefilling
 from kvjax.testing import TinyModel
 
@@ -135,7 +135,7 @@ def test_other_prompts_run_the_same_programs():
   programs = [
     compress.score_concentration,
     compress.evaluate_layer,
-    prefilling._head,
+    prompt_programs.head,
   ]
   found = []
   for seed in range(2):

@@ -1,0 +1,102 @@
+"""The compiled parts of a forward pass over whole prompts."""
+
+import functools
+from collections.abc import Collection
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.activations import Activations
+from kvjax.calibration.features import TAIL
+from kvjax.engine.forward import (
+  attach_spec,
+  attend_to_prompt,
+  block_positions,
+  index_layer,
+)
+from kvjax.engine.likelihood import prompt_and_tail_nll
+from kvjax.model import LayerSpec, Model
+
+
+@functools.partial(jax.jit, static_argnames=("length",))
+def positions(lengths: Int[Array, " B"], length: int) -> Int[Array, "B S"]:
+  """Positions of right-padded rows; -1 for padding."""
+  return block_positions(jnp.zeros_like(lengths), length, lengths)
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def embed(
+  model: Model,
+  params: PyTree,
+  tokens: Int[Array, "B S"],
+  positions: Int[Array, "B S"],
+) -> tuple[Float[Array, "B S E"], PyTree]:
+  """Embeds tokens; see `Model.embed`."""
+  return model.embed(params, tokens, positions)
+
+
+@functools.partial(
+  jax.jit, static_argnames=("model", "how"), donate_argnames=("hidden",)
+)
+def forward_layer(
+  stack: PyTree,
+  index: Int[Array, ""],
+  hidden: Float[Array, "B S E"],
+  shared: PyTree,
+  positions: Int[Array, "B S"],
+  *,
+  model: Model,
+  how: tuple[LayerSpec, Collection[str]],
+) -> tuple[Float[Array, "B S E"], Activations | None]:
+  """Runs a layer over whole prompts.
+
+  Args:
+    stack: stack of weights that contains the layer.
+    index: index of the layer in the stack.
+    hidden: hidden states after the previous layer; donated.
+    shared: arrays that all layers share.
+    positions: positions of the tokens.
+    model: the functions.
+    how: the layer's spec, and the optional activations to return.
+
+  Returns:
+    The hidden states, and the activations; None if the layer has no cache.
+  """
+  spec, optional = how
+
+  def attend(
+    activations: Activations,
+  ) -> tuple[Float[Array, "B N S Dv"], Activations]:
+    activations = attach_spec(spec, activations)
+    return attend_to_prompt(activations), activations.only(optional)
+
+  hidden, activations = model.block(
+    index_layer(stack, jnp.asarray(index)),
+    spec,
+    hidden,
+    shared,
+    positions,
+    attend,
+  )
+  return hidden, activations if spec.cache else None
+
+
+@functools.partial(jax.jit, static_argnames=("model", "measured"))
+def head(
+  params: PyTree,
+  hidden: Float[Array, "B S E"],
+  tokens: Int[Array, "B S"],
+  lengths: Int[Array, " B"],
+  *,
+  model: Model,
+  measured: bool,
+) -> tuple[Float[Array, "B V"], Float[Array, "2 B"]]:
+  """Logits after each row's last token; NLL(c) and tail NLL if requested."""
+  last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+  logits = model.logits(params, model.normalize(params, last)[:, 0])
+  if not measured:
+    return logits, jnp.full((2, *lengths.shape), jnp.nan)
+  hidden = model.normalize(params, hidden)
+  nll = prompt_and_tail_nll(model, params, hidden, tokens, lengths, TAIL)
+  return logits, nll
