@@ -109,7 +109,6 @@ PRESSES = {
   "chunkkv_keydiff": lambda c: chunkkv(kvpress.KeyDiffPress(c)),
   "chunkkv_knorm": lambda c: chunkkv(kvpress.KnormPress(c), 33),
   "chunkkv_tova": lambda c: chunkkv(kvpress.TOVAPress(c)),
-  "chunkkv_lagkv": lambda c: chunkkv(kvpress.LagKVPress(c, lag_size=16)),
   "chunkkv_cross": lambda c: chunkkv(
     kvpress.LagKVPress(c, lag_size=16, cross_scoring=True)
   ),

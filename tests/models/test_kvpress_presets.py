@@ -36,7 +36,6 @@ COUNTERPARTS = {
   "chunkkv_keydiff": "chunkkv.kvpress/keydiff",
   "chunkkv_knorm": "chunkkv.kvpress:chunk=33/key_norm",
   "chunkkv_tova": "chunkkv.kvpress/tova.kvpress",
-  "chunkkv_lagkv": "chunkkv.kvpress/lagkv.kvpress:lag=16",
   "chunkkv_cross": ("chunkkv.kvpress/lagkv.kvpress:lag=16:cross_scoring=true"),
   "chunkkv_leverage": "chunkkv.kvpress/leverage.kvpress:sketch_dim=8",
   "chunkkv_long": "chunkkv.kvpress:chunk=1000/keydiff",
@@ -157,12 +156,21 @@ def compare(lm, name, plans, lengths=LENGTHS):
         assert_same(ours, theirs.astype(bool), rows[row], case)
 
 
+def percents_of(press):
+  """But for ratios at which LagKV's sinks and window do not all fit.
+
+  They have equal scores, and torch chooses among them.
+  """
+  ties = press in ("lagkv_cross", "chunk_lagkv")
+  return [percent for percent in PERCENTS if percent < 90 or not ties]
+
+
 def plans_of(press):
   return {
     (press, percent): kvjax.get_plan(
       COUNTERPARTS[press], kvjax.Retention(1 - percent / 100)
     )
-    for percent in PERCENTS
+    for percent in percents_of(press)
   }
 
 
