@@ -49,7 +49,7 @@ NAMES = [
     name
     for name, entry in METHODS.items()
     if type(recipe_of(entry.make()).method)
-    not in {type(kvjax.get_method(sized)) for sized in SIZED}
+    not in {type(kvjax.get_plan(sized, BUDGET).method) for sized in SIZED}
   ),
 ]
 
