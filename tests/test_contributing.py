@@ -42,25 +42,46 @@ def test_linked_files_exist():
   assert all((ROOT / link).exists() for link in links)
 
 
-def test_a_method_takes_a_file_and_a_line(tmp_path):
-  """In a copy of the tree; its name is then known to a sweep."""
-  for name in ("kvjax", "kernels", "models", "experiments"):
-    ignored = shutil.ignore_patterns("__pycache__", "paper_experiments", "tpu")
-    shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
+# The folders that the first two steps of the recipe change, and their imports.
+SOURCES = ("kvjax", "kernels", "models", "experiments")
+
+
+def follow(folder, *, without=()):
+  """Adds the recipe's method to a copy of the tree; returns its check."""
+  for name in SOURCES:
+    ignored = shutil.ignore_patterns("__pycache__", *without)
+    shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
   (file, method), (registry, entry), (_, check) = blocks(
     section("Add a method")
   )
-  assert not (tmp_path / file).exists()
-  (tmp_path / file).write_text(method)
-  path = tmp_path / registry
+  assert not (folder / file).exists()
+  (folder / file).write_text(method)
+  path = folder / registry
   imported, line = filter(None, entry.splitlines())
   source = path.read_text()
-  before, after = source.split("def register_methods() -> None:\n")
-  docstring, body = after.split('"""\n', 1)
-  path.write_text(
-    f"{imported}\n{before}def register_methods() -> None:\n"
-    f'{docstring}"""\n  {line}\n{body}'
+  path.write_text(f"{imported}\n{source}  {line}\n")
+  return check
+
+
+def methods_of(readme):
+  """The table of methods that evict."""
+  text = readme.read_text().split("These methods evict:")[1]
+  return text.split("\n\n")[1] + "\n"
+
+
+def run_in(folder, *arguments):
+  return subprocess.run(
+    [sys.executable, *map(str, arguments)],
+    env=os.environ | {"PYTHONPATH": str(folder)},
+    cwd=folder,
+    capture_output=True,
+    text=True,
   )
+
+
+def test_a_method_takes_a_file_and_a_line(tmp_path):
+  """In a copy of the tree; its name is then known to a sweep."""
+  check = follow(tmp_path, without=("paper_experiments", "tpu"))
   check += textwrap.dedent("""
     import pathlib, sys
     from kvjax.testing import TinyModel
@@ -74,15 +95,42 @@ def test_a_method_takes_a_file_and_a_line(tmp_path):
     caches, _ = kvjax.sweep(model, model.init(), prompts, plans)
     print(*(int(cache.lengths.sum()) for cache in caches))
   """)
-  done = subprocess.run(
-    [sys.executable, "-c", check, str(tmp_path)],
-    env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    cwd=tmp_path,
-    capture_output=True,
-    text=True,
-  )
+  done = run_in(tmp_path, "-c", check, tmp_path)
   assert done.returncode == 0, done.stderr
   assert done.stdout == "20 20\n"
+
+
+@pytest.mark.slow
+def test_the_tests_pass_with_one_more_method(tmp_path):
+  """Those that read the registry, and the new method's own cases."""
+  follow(tmp_path)
+  shutil.copytree(ROOT / "tests", tmp_path / "tests")
+  for path in ROOT.glob("*.*"):
+    if path.is_file():
+      shutil.copy(path, tmp_path)
+  for name in ("docs", "notebooks"):
+    shutil.copytree(ROOT / name, tmp_path / name)
+  readme = tmp_path / "README.md"
+  *_, last = re.findall(r"^\| `\w+` +\|.*\n", methods_of(readme), re.M)
+  row = "| `big_values` | large values | |\n"
+  readme.write_text(readme.read_text().replace(last, last + row))
+  files = [
+    *("tests/test_readme.py", "tests/test_examples.py"),
+    *("tests/kvjax/test_contract.py", "tests/kvjax/test_methods.py"),
+    *("tests/kvjax/test_contract_engine.py", "tests/kvjax/test_protected.py"),
+    "tests/kvjax/test_layer_specs.py",
+    "tests/experiments/test_shipped_calibrations.py",
+  ]
+  done = run_in(
+    tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files
+  )
+  assert done.returncode == 0, done.stdout
+  done = run_in(
+    tmp_path,
+    *("-m", "pytest", "-q", "-m", "", "-k", "big_values"),
+    *("-p", "no:cacheprovider", *files),
+  )
+  assert done.returncode == 0, done.stdout
 
 
 def test_the_entry_point_is_where_ours_look():
