@@ -1,14 +1,14 @@
 """The registry of methods, including those of other packages."""
 
 import dataclasses
-import functools
 import importlib.metadata
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvjax.allocation.base import Allocation
-from kvjax.errors import InputError
+from kvjax.errors import InputError, InputWarning
 from kvjax.methods.base import Method
 from kvjax.options.budgets import Rounding
 from kvjax.retrieval.base import Retrieval
@@ -86,6 +86,9 @@ class Names(Mapping[str, Entry]):
 METHODS = Names()
 RETRIEVALS = Names()
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+_PRESET = re.compile(r"[a-z0-9_]+")
+# Groups of entry points that are not loaded yet.
+_UNLOADED = {ENTRY_POINTS}
 
 
 def register(
@@ -106,8 +109,8 @@ def register(
     paper: number of its arXiv paper.
 
   Raises:
-    InputError: the name is taken or cannot be written on a command line, or
-      what is made, or a preset, is no method.
+    InputError: the name is taken, or it or a preset's name cannot be written
+      on a command line, or what is made, or a preset, is no method.
 
   Example:
     >>> import dataclasses, kvjax
@@ -129,7 +132,18 @@ def register(
       f"There is a method {name!r} already; register yours under another name."
     )
   presets = dict(presets or {})
-  made = [make(), *presets.values()]
+  for preset in presets:
+    if not _PRESET.fullmatch(preset):
+      raise InputError(
+        "A preset's name has lower-case letters, digits and underscores; "
+        f"{preset!r} does not fit."
+      )
+  try:
+    made = [make(), *presets.values()]
+  except TypeError as error:
+    raise InputError(
+      f"{name!r} cannot be made with its defaults: {error}."
+    ) from error
   names = RETRIEVALS if isinstance(made[0], Retrieval) else METHODS
   kinds = Retrieval if names is RETRIEVALS else (Method, Recipe)
   for each in made:
@@ -142,29 +156,37 @@ def register(
   names.add(name, Entry(make, presets, summary, paper))
 
 
-@functools.cache
 def load_plugins() -> None:
+  """Registers the methods of installed packages, the first time."""
+  # Emptied first: a package may ask for a method while it is imported.
+  if _UNLOADED:
+    _UNLOADED.clear()
+    register_plugins()
+
+
+def register_plugins() -> None:
   """Registers the methods of installed packages by their entry points.
 
   An entry point is a class, which is registered under the entry point's name,
-  or a function that calls `register` itself.
-
-  Raises:
-    InputError: one cannot be imported, or its name is taken.
+  or a function that calls `register` itself. One that fails is left out with an
+  `InputWarning`.
   """
   for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-    package = point.dist.name if point.dist else "a package"
     try:
       loaded = point.load()
+      if isinstance(loaded, type):
+        register(point.name, loaded)
+      else:
+        loaded()
     except Exception as error:
-      raise InputError(
-        f"The method {point.name!r} of {package} cannot be imported ({error}); "
-        "mend or uninstall that package."
-      ) from error
-    if isinstance(loaded, type):
-      register(point.name, loaded)
-    else:
-      loaded()
+      package = point.dist.name if point.dist else "a package"
+      said = " ".join(str(error).split()).removesuffix(".")
+      warnings.warn(
+        f"The method {point.name!r} of {package} is left out: "
+        f"{said or type(error).__name__}.",
+        InputWarning,
+        stacklevel=2,
+      )
 
 
 def recipe_of(made: Method | Recipe) -> Recipe:

@@ -99,25 +99,54 @@ def points(monkeypatch):
     monkeypatch.setattr(
       importlib.metadata, "entry_points", lambda group: list(found)
     )
-    registry.load_plugins.__wrapped__()
+    registry.register_plugins()
 
   return load
 
 
-def test_a_package_that_cannot_be_imported_is_named(points):
+def test_a_package_that_cannot_be_imported_is_left_out(points):
   def load():
     raise ImportError("No module named 'torch'")
 
-  with pytest.raises(
-    kvjax.InputError,
-    match=r"'odd' of some-package cannot be imported \(No module named 'torch'",
+  with pytest.warns(
+    kvjax.InputWarning,
+    match=r"'odd' of some-package is left out: No module named 'torch'\.$",
   ):
-    points(a_point("odd", load))
+    points(a_point("odd", load), a_point("even", lambda: kvjax.methods.Tova))
+  assert kvjax.get_method("even") == kvjax.methods.Tova()
+  with pytest.raises(kvjax.InputError, match="no method 'odd'"):
+    kvjax.get_method("odd")
 
 
-def test_a_package_that_takes_our_name_is_told_so(points):
-  with pytest.raises(kvjax.InputError, match="'snapkv' already"):
+def test_a_package_that_takes_our_name_is_left_out(points):
+  with pytest.warns(kvjax.InputWarning, match="is a method 'snapkv' already"):
     points(a_point("snapkv", lambda: kvjax.methods.Tova))
+  assert type(kvjax.get_method("snapkv")) is kvjax.methods.SnapKV
+
+
+@pytest.mark.parametrize(
+  ("loaded", "said"),
+  [
+    (kvjax.methods.Tova(), "'Tova' object is not callable"),
+    (pathlib, "'module' object is not callable"),
+    (kvjax.methods.Method, "'odd' cannot be made with its defaults"),
+  ],
+)
+def test_what_is_no_method_is_left_out(points, loaded, said):
+  with pytest.warns(kvjax.InputWarning, match=said):
+    points(a_point("odd", lambda: loaded))
+
+
+@pytest.mark.usefixtures("points")
+def test_a_package_may_ask_for_methods_while_it_is_imported(monkeypatch):
+  def load():
+    assert kvjax.get_method("keydiff") == kvjax.methods.KeyDiff()
+    return kvjax.methods.Tova
+
+  found = [a_point("asks", load)]
+  monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found)
+  monkeypatch.setattr(registry, "_UNLOADED", {"all"})
+  assert kvjax.get_method("asks") == kvjax.methods.Tova()
 
 
 def test_a_class_and_a_function_are_registered(points):
