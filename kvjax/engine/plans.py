@@ -9,6 +9,7 @@ from kvjax.cache.layers import KV_DTYPES
 from kvjax.calibration.record import Calibrated
 from kvjax.errors import InputError
 from kvjax.methods.base import Method
+from kvjax.methods.traits import Traits
 from kvjax.options.budgets import Budget, PerLayer, Retention
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.retrieval.sparse_attention import SparseAttention
@@ -139,6 +140,11 @@ class Plan:
         f"{method!r} is no such method: kvjax.get_plan takes names, those of "
         "retrieval methods too."
       )
+    if not isinstance(method.traits, Traits):
+      raise InputError(
+        f"The traits of {type(method).__name__} must be a "
+        f"kvjax.methods.Traits; they are {method.traits!r}."
+      )
     if not isinstance(budget, Budget | PerLayer | Calibrated):
       raise InputError(
         "A plan's budget is kvjax.Retention(0.25), kvjax.Tokens(512), a "
@@ -213,6 +219,12 @@ class Plan:
       raise InputError(
         f"{type(self.method).__name__} cannot evict block by block or while "
         f"decoding: {traits.whole_prompts_only}."
+      )
+    if traits.activations:
+      raise InputError(
+        f"{type(self.method).__name__} cannot evict block by block or while "
+        f"decoding: it reads {', '.join(sorted(traits.activations))}, which no "
+        "cache stores."
       )
     self.spread.check_recursive(self.fixed_budget)
 

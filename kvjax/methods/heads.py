@@ -48,12 +48,13 @@ def window_queries(
 
   Raises:
     InputError: the queries have gone, as the method's traits do not declare
-      that it reads them.
+      that it reads so many.
   """
-  if cache.window is not None:
-    return cache.window.queries, cache.window.positions
+  stored = cache.window
+  if stored is not None and stored.positions.shape[1] >= window:
+    return stored.queries, stored.positions
   length = activations.positions.shape[1]
-  if not length:
+  if stored is not None or not length:
     raise InputError(
       f"A method that reads the last {window} queries must declare them as "
       f"Traits(window={window}) to evict in blocks or while decoding."

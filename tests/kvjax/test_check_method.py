@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
+from kvjax.errors import InputError
 from kvjax.methods import HeadwiseMethod, Method, ScoringMethod, Traits
 from kvjax.methods.heads import window_mass
 from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.retrieval import Flat, Retrieval, Selection
-from kvjax.testing import check_method, check_retrieval, checks
+from kvjax.testing import TinyModel, check_method, check_retrieval, checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +162,7 @@ WRONG = {
   ),
   "asks for a larger window than it declares": (
     Undeclared(window=2),
-    r"traits\.window \(it is 2\)",
+    r"must declare them as Traits\(window=4\)",
   ),
   "reads what it does not declare": (
     Silent(),
@@ -318,3 +319,29 @@ def test_names_that_cannot_be_registered(registry, name, make, message):
     kvjax.register(name, make)
   with pytest.raises(kvjax.InputError, match="There is no method"):
     kvjax.get_plan("a_number", kvjax.Tokens(9))
+
+
+def test_plans_refuse_traits_that_cannot_be():
+  @dataclasses.dataclass(frozen=True)
+  class Listed(Norm):
+    @property
+    def traits(self):
+      return {"window": 3}
+
+  with pytest.raises(InputError, match="of Listed must be a"):
+    kvjax.Plan(Listed(), kvjax.Tokens(4))
+  schedule = kvjax.Schedule(block=8)
+  with pytest.raises(InputError, match="it reads inputs, which no cache"):
+    kvjax.Plan(HalfSilent(), kvjax.Tokens(4), schedule)
+
+
+def test_blocks_refuse_a_wider_window_than_is_declared():
+  model = TinyModel()
+  prompts = kvjax.Prompts.of([list(range(24))])
+  plan = kvjax.Plan(
+    Undeclared(window=2), kvjax.Tokens(8), kvjax.Schedule(block=8)
+  )
+  with pytest.raises(
+    InputError, match=r"must declare them as Traits\(window=4"
+  ):
+    kvjax.prefill(model, model.init(), prompts, plan)
