@@ -21,17 +21,20 @@ class LagLaw(Allocation):
   With retention r, each scored partition keeps floor(r L) tokens. A row of n
   tokens keeps S + floor(r L) (P - 1) + L + (n - S) mod L of them, where
   P = floor((n - S) / L), and all n if n < S + 2 L. A budget in tokens is met as
-  closely as that law allows.
+  closely as that law allows, and so is a retention of the row.
 
   Source: Liang et al., arXiv 2504.04704, equations 1, 2 and 13.
 
   Attributes:
     sinks: S.
     lag: L.
+    of_row: whether a retention is a share of the row instead of each scored
+      partition.
   """
 
   sinks: int
   lag: int
+  of_row: bool = False
 
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
@@ -42,7 +45,7 @@ class LagLaw(Allocation):
 
   def share(self, budget: Budget, length: int) -> int:
     """Number of tokens kept of each scored partition of a row."""
-    if isinstance(budget, Retention):
+    if isinstance(budget, Retention) and not self.of_row:
       return int(budget.share * self.lag + 1e-9)
     scored = (length - self.sinks) // self.lag - 1
     fixed = length - scored * self.lag
@@ -68,11 +71,16 @@ class LagLaw(Allocation):
     return jnp.any(Partitions.of(cache, self.sinks, self.lag).num_complete > 1)
 
   def check_recursive(self, budget: Budget) -> None:
-    """Refuses a budget in tokens.
+    """Refuses a budget in tokens, or of the row.
 
     Raises:
-      InputError: the budget is no retention.
+      InputError: the budget is no retention of the partitions.
     """
+    if self.of_row:
+      raise InputError(
+        "LagKV keeps a share of every partition, however many there will be: "
+        "retention_of=partition."
+      )
     if not isinstance(budget, Retention):
       raise InputError(
         "LagKV keeps a share of every partition, however many there will be: "
@@ -89,7 +97,7 @@ class LagLaw(Allocation):
     """
     super().check_protected(protected, budget, sizes)
     unscored = len(protected) < self.sinks + 2 * self.lag
-    if unscored and not isinstance(budget, Retention):
+    if unscored and (self.of_row or not isinstance(budget, Retention)):
       return
     per_partition = self.share(budget, len(protected))
     for start in range(self.sinks, len(protected), self.lag):

@@ -41,7 +41,8 @@ class LagKV(Method):
   With retention r, each scored partition keeps floor(r L) tokens. A row of n
   tokens keeps S + floor(r L) (P - 1) + L + (n - S) mod L of them, where
   P = floor((n - S) / L), and all n if n < S + 2 L. A budget in tokens is met as
-  closely as that law allows.
+  closely as that law allows, and so is a retention of the row
+  (`retention_of`).
 
   Repeated eviction, in blocks or while decoding, follows the same law: tokens
   that were kept once are always kept, and only complete partitions are scored.
@@ -60,6 +61,9 @@ class LagKV(Method):
     reference: "own" scales a partition to its own range (LocalKV).
     score: "key_norm" prefers keys of small norm instead (the paper's L2Norm).
     skip_layers: layers that keep everything.
+    retention_of: what a retention is a share of: each scored "partition", as in
+      the paper, or the "row", as for other methods, with which whole prompts
+      alone can be compressed.
   """
 
   sinks: int = 16
@@ -71,6 +75,7 @@ class LagKV(Method):
   reference: Reference = "next"
   score: Score = "lag"
   skip_layers: tuple[int, ...] = ()
+  retention_of: Literal["partition", "row"] = "partition"
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -100,7 +105,7 @@ class LagKV(Method):
     """The paper's law; in mode "kvpress", exactly the budget."""
     if self.mode == "kvpress":
       return Uniform()
-    return LagLaw(self.sinks, self.lag)
+    return LagLaw(self.sinks, self.lag, self.retention_of == "row")
 
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.allocation import Sizes
+from kvjax.allocation import LagLaw, Sizes
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods import LagKV, LayerBudget
@@ -132,6 +132,31 @@ def test_a_budget_in_tokens_is_met_to_half_a_token_per_partition():
     for budget in (400, 700):
       off = abs(length_after(method, kvjax.Tokens(budget), n) - budget)
       assert off <= ((n - 16) // 128 - 1) / 2
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25, 0.1])
+def test_a_retention_of_the_row_is_met_to_half_a_token_per_partition(share):
+  law = LagLaw(16, 32, of_row=True)
+  lengths = np.arange(500, 1100)
+  kept = law.counts(kvjax.Retention(share), lengths, Sizes((2,)))[0]
+  scored = (lengths - 16) // 32 - 1
+  # Sinks and the sliding window are never evicted.
+  wanted = np.maximum(np.ceil(share * lengths), lengths - scored * 32)
+  assert (np.abs(kept - wanted) <= scored / 2).all()
+  assert (
+    kept != LagLaw(16, 32).counts(kvjax.Retention(share), lengths, Sizes((2,)))
+  ).any()
+
+
+def test_a_retention_of_the_row_is_for_whole_prompts():
+  method = kvjax.get_method("lagkv:lag=8:retention_of=row")
+  with pytest.raises(kvjax.InputError, match="retention_of=partition"):
+    kvjax.Plan(method, kvjax.Retention(0.5), kvjax.Schedule(every=2))
+  model = kvjax.testing.TinyModel()
+  prompts = kvjax.Prompts.of([list(range(60)) * 2, list(range(64))])
+  plan = kvjax.Plan(method, kvjax.Retention(0.5))
+  cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
+  assert np.abs(cache.lengths[0] - np.array([[60], [32]])).max() <= 6
 
 
 def test_a_channel_without_range_stays_finite():
