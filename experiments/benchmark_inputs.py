@@ -13,6 +13,7 @@ from absl import flags
 from kvjax.errors import InputError
 from kvjax.experiments import (
   cli,
+  essay_inputs,
   inputs,
   method_inputs,
   results,
@@ -28,11 +29,11 @@ from kvjax.experiments.benchmarks import (
   longbench_files,
   longbench_sets,
   multiturn,
+  repetition,
   ruler,
   ruler_files,
 )
 from kvjax.experiments.metrics import registry
-from kvjax.experiments.tasks import prose
 from kvjax.experiments.tasks.sample import OnDraw
 from kvjax.models.pretrained import Pretrained
 
@@ -124,7 +125,9 @@ _OWNERS = {
   "chat": ("longbench", "passkey"),
   "strict_official": ("longbench",),
   "data": ("ruler", "longbench"),
-  **dict.fromkeys(text_inputs.NAMES, ("ruler",)),
+  "essay": ("ruler", "needle", "passkey", "multiturn"),
+  "words": ("ruler", "needle", "multiturn"),
+  **dict.fromkeys(text_inputs.CORPORA, ("ruler",)),
 }
 
 
@@ -202,24 +205,33 @@ def _longbench(lm: Pretrained) -> Drawn:
 
 
 def _needle(lm: Pretrained) -> Drawn:
-  return _grid(lm, grids.needle_samples)
+  texts = essay_inputs.texts()
+  draw = functools.partial(
+    grids.needle_samples, essay=texts.essay, words=texts.key_words
+  )
+  return _grid(lm, draw, texts)
 
 
 def _passkey(lm: Pretrained) -> Drawn:
-  return _grid(lm, grids.passkey_samples)
+  texts = essay_inputs.texts()
+  draw = functools.partial(grids.passkey_samples, essay=texts.essay)
+  return _grid(lm, draw, texts)
 
 
-def _grid(lm: Pretrained, draw: Callable[..., results.Samples]) -> Drawn:
+def _grid(
+  lm: Pretrained, draw: Callable[..., results.Samples], texts: ruler.Texts
+) -> Drawn:
   depths = grids.even_depths(_DEPTHS.value)
   number, seed = _numbers(3)
   with _drawing(len(lengths()) * len(depths) * number) as on_draw:
     samples = draw(lengths(), depths, number, seed, lm.text.count, on_draw)
-  return Drawn(samples, {"essay": prose.SOURCE})
+  return Drawn(samples, texts.needle_origins)
 
 
 def _multiturn(lm: Pretrained) -> Drawn:
   history = cast(multiturn.History, _HISTORY.value)
   number, seed = _numbers(10)
+  texts = essay_inputs.texts()
   with _drawing(len(lengths()) * number) as on_draw:
     samples = multiturn.samples(
       lengths(),
@@ -230,8 +242,10 @@ def _multiturn(lm: Pretrained) -> Drawn:
       history,
       on_draw,
       first_known=protocol() == FIRST_QUERY_AWARE,
+      essay=texts.essay,
+      words=texts.key_words,
     )
-  return Drawn(samples, {"essay": prose.SOURCE})
+  return Drawn(samples, texts.needle_origins)
 
 
 _DRAW: dict[str, Callable[[Pretrained], Drawn]] = {
@@ -276,8 +290,8 @@ def check_flags() -> None:
   for flag, owners in _OWNERS.items():
     if flags.FLAGS[flag].present and benchmark not in owners:
       raise InputError(
-        f"--{flag} belongs to --benchmark={' and '.join(owners)}, not to "
-        f"{benchmark}."
+        f"--{flag} belongs to --benchmark={', '.join(owners[:-1])}"
+        f"{' and ' if owners[1:] else ''}{owners[-1]}, not to {benchmark}."
       )
   if flags.FLAGS["data"].present and benchmark == "ruler":
     cli.refuse_together(
@@ -288,6 +302,8 @@ def check_flags() -> None:
     suite.check_tasks(_TASKS.value, known[benchmark])
   if benchmark == "ruler" and _DATA.value is None:
     _ruler_choice()
+  if benchmark in ("needle", "passkey", "multiturn"):
+    essay_inputs.texts()
   if benchmark == "longbench":
     _check_longbench()
   if protocol() == FIRST_QUERY_AWARE and _HISTORY.value == "shared":
@@ -336,6 +352,10 @@ def draw(lm: Pretrained) -> Drawn:
     inputs.check_lengths(lm, lengths())
   drawn = _DRAW[BENCHMARK.value](lm)
   registry.check({s.metric for part in drawn.samples.values() for s in part})
+  found = repetition.of(drawn.samples)
+  drawn = drawn._replace(
+    notes=[*drawn.notes, *found.notes], about={**drawn.about, **found.about}
+  )
   if BENCHMARK.value not in _OWNERS["chat"]:
     return drawn
   samples = drawn.samples

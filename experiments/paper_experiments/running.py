@@ -101,7 +101,10 @@ def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
     if not setup.in_words:
       return setup
     count = session.lm.text.count
-    tokens = tuple(passkey.length_of_words(n, count) for n in setup.lengths)
+    essay = session.sources.texts.essay
+    tokens = tuple(
+      passkey.length_of_words(n, count, essay) for n in setup.lengths
+    )
     return dataclasses.replace(setup, lengths=tokens, in_words=False)
   if isinstance(part, Comparison):
     places = [column.at(scale) for column in part.columns]
