@@ -21,7 +21,11 @@ from kvjax.experiments import (
   suite,
   text_inputs,
 )
-from kvjax.experiments.answering import FIRST_QUERY_AWARE, QUERY_AWARE, Protocol
+from kvjax.experiments.answering import (
+  FIRST_QUERY_AWARE,
+  QUERY_AGNOSTIC,
+  Protocol,
+)
 from kvjax.experiments.benchmarks import (
   grids,
   hub,
@@ -272,7 +276,7 @@ def _numbers(samples: int) -> tuple[int, int]:
 def protocol() -> Protocol:
   """Returns whether the question is known before compression."""
   chosen = method_inputs.protocol()
-  if BENCHMARK.value == "multiturn" and chosen == QUERY_AWARE:
+  if BENCHMARK.value == "multiturn" and chosen != QUERY_AGNOSTIC:
     return FIRST_QUERY_AWARE
   return chosen
 
@@ -308,7 +312,8 @@ def check_flags() -> None:
     _check_longbench()
   if protocol() == FIRST_QUERY_AWARE and _HISTORY.value == "shared":
     raise InputError(
-      f"With --protocol={QUERY_AWARE} a conversation's context ends with its "
+      f"With --protocol={method_inputs.protocol()} a conversation's context "
+      "ends with its "
       "first question, which the others follow; choose --history=conversation "
       "or own."
     )

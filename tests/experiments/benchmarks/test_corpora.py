@@ -249,7 +249,7 @@ def test_words_come_from_lines_a_json_or_the_package(tmp_path):
 
 
 def test_keys_of_needles_come_from_rulers_adjectives_and_nouns():
-  """All of wonderwords 3.0.1; two adjectives of its 912 end in a blank again."""
+  """All of wonderwords, where two of 912 adjectives occur twice."""
   adjectives, nouns = word_lists.key_words()
   assert (len(adjectives), len(nouns)) == (910, 6782)
   assert {*adjectives, *nouns} <= {*word_lists.read("wonderwords")}
