@@ -21,9 +21,15 @@ from kvjax.models.tokenizer import Tokenizer
 from kvjax.placement import HOST
 from kvjax.prompts import bucket
 
-Protocol = Literal["query-agnostic", "query-aware", "first-query-aware"]
+Protocol = Literal[
+  "query-agnostic", "query-aware", "query-aware-kvpress", "first-query-aware"
+]
 QUERY_AGNOSTIC: Protocol = "query-agnostic"
+# The whole prompt is compressed, to the start of the answer.
 QUERY_AWARE: Protocol = "query-aware"
+# As kvpress with `query_aware`: the context ends with the question and is
+# compressed; end of turn and start of the answer follow it uncompressed.
+QUERY_AWARE_KVPRESS: Protocol = "query-aware-kvpress"
 # For conversations: the context ends with the first question.
 FIRST_QUERY_AWARE: Protocol = "first-query-aware"
 

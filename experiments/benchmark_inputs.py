@@ -12,6 +12,7 @@ from absl import flags
 from kvjax.errors import InputError
 from kvjax.experiments import (
   cli,
+  essay_inputs,
   inputs,
   method_inputs,
   results,
@@ -19,7 +20,11 @@ from kvjax.experiments import (
   suite,
   text_inputs,
 )
-from kvjax.experiments.answering import FIRST_QUERY_AWARE, QUERY_AWARE, Protocol
+from kvjax.experiments.answering import (
+  FIRST_QUERY_AWARE,
+  QUERY_AGNOSTIC,
+  Protocol,
+)
 from kvjax.experiments.benchmarks import (
   grids,
   hub,
@@ -27,11 +32,11 @@ from kvjax.experiments.benchmarks import (
   longbench_files,
   longbench_sets,
   multiturn,
+  repetition,
   ruler,
   ruler_files,
 )
 from kvjax.experiments.metrics import registry
-from kvjax.experiments.tasks import prose
 from kvjax.experiments.tasks.sample import OnDraw
 from kvjax.models.pretrained import Pretrained
 
@@ -122,7 +127,9 @@ _OWNERS = {
   "chat": ("longbench", "passkey"),
   "strict_official": ("longbench",),
   "data": ("ruler", "longbench"),
-  **dict.fromkeys(text_inputs.NAMES, ("ruler",)),
+  "essay": ("ruler", "needle", "passkey", "multiturn"),
+  "words": ("ruler", "needle", "multiturn"),
+  **dict.fromkeys(text_inputs.CORPORA, ("ruler",)),
 }
 
 
@@ -200,24 +207,33 @@ def _longbench(lm: Pretrained) -> Drawn:
 
 
 def _needle(lm: Pretrained) -> Drawn:
-  return _grid(lm, grids.needle_samples)
+  texts = essay_inputs.texts()
+  draw = functools.partial(
+    grids.needle_samples, essay=texts.essay, words=texts.key_words
+  )
+  return _grid(lm, draw, texts)
 
 
 def _passkey(lm: Pretrained) -> Drawn:
-  return _grid(lm, grids.passkey_samples)
+  texts = essay_inputs.texts()
+  draw = functools.partial(grids.passkey_samples, essay=texts.essay)
+  return _grid(lm, draw, texts)
 
 
-def _grid(lm: Pretrained, draw: Callable[..., results.Samples]) -> Drawn:
+def _grid(
+  lm: Pretrained, draw: Callable[..., results.Samples], texts: ruler.Texts
+) -> Drawn:
   depths = grids.even_depths(_DEPTHS.value)
   number, seed = _numbers(3)
   with _drawing(len(lengths()) * len(depths) * number) as on_draw:
     samples = draw(lengths(), depths, number, seed, lm.text.count, on_draw)
-  return Drawn(samples, {"essay": prose.SOURCE})
+  return Drawn(samples, texts.needle_origins)
 
 
 def _multiturn(lm: Pretrained) -> Drawn:
   history = cast(multiturn.History, _HISTORY.value)
   number, seed = _numbers(10)
+  texts = essay_inputs.texts()
   with _drawing(len(lengths()) * number) as on_draw:
     samples = multiturn.samples(
       lengths(),
@@ -228,8 +244,10 @@ def _multiturn(lm: Pretrained) -> Drawn:
       history,
       on_draw,
       first_known=protocol() == FIRST_QUERY_AWARE,
+      essay=texts.essay,
+      words=texts.key_words,
     )
-  return Drawn(samples, {"essay": prose.SOURCE})
+  return Drawn(samples, texts.needle_origins)
 
 
 _DRAW: dict[str, Callable[[Pretrained], Drawn]] = {
@@ -256,7 +274,7 @@ def _numbers(samples: int) -> tuple[int, int]:
 def protocol() -> Protocol:
   """Returns whether the question is known before compression."""
   chosen = method_inputs.protocol()
-  if BENCHMARK.value == "multiturn" and chosen == QUERY_AWARE:
+  if BENCHMARK.value == "multiturn" and chosen != QUERY_AGNOSTIC:
     return FIRST_QUERY_AWARE
   return chosen
 
@@ -274,8 +292,8 @@ def check_flags() -> None:
   for flag, owners in _OWNERS.items():
     if flags.FLAGS[flag].present and benchmark not in owners:
       raise InputError(
-        f"--{flag} belongs to --benchmark={' and '.join(owners)}, not to "
-        f"{benchmark}."
+        f"--{flag} belongs to --benchmark={', '.join(owners[:-1])}"
+        f"{' and ' if owners[1:] else ''}{owners[-1]}, not to {benchmark}."
       )
   if flags.FLAGS["data"].present and benchmark == "ruler":
     cli.refuse_together(
@@ -286,11 +304,14 @@ def check_flags() -> None:
     suite.check_tasks(_TASKS.value, known[benchmark])
   if benchmark == "ruler" and _DATA.value is None:
     _ruler_choice()
+  if benchmark in ("needle", "passkey", "multiturn"):
+    essay_inputs.texts()
   if benchmark == "longbench":
     _check_longbench()
   if protocol() == FIRST_QUERY_AWARE and _HISTORY.value == "shared":
     raise InputError(
-      f"With --protocol={QUERY_AWARE} a conversation's context ends with its "
+      f"With --protocol={method_inputs.protocol()} a conversation's context "
+      "ends with its "
       "first question, which the others follow; choose --history=conversation "
       "or own."
     )
@@ -328,6 +349,10 @@ def draw(lm: Pretrained) -> Drawn:
     inputs.check_lengths(lm, lengths())
   drawn = _DRAW[BENCHMARK.value](lm)
   registry.check({s.metric for part in drawn.samples.values() for s in part})
+  found = repetition.of(drawn.samples)
+  drawn = drawn._replace(
+    notes=[*drawn.notes, *found.notes], about={**drawn.about, **found.about}
+  )
   if BENCHMARK.value not in _OWNERS["chat"]:
     return drawn
   samples = drawn.samples

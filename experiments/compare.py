@@ -32,6 +32,7 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import (
   cli,
+  essay_inputs,
   inputs,
   method_inputs,
   needle_inputs,
@@ -42,8 +43,8 @@ from kvjax.experiments import (
   suite,
   summaries,
 )
+from kvjax.experiments.benchmarks import repetition
 from kvjax.experiments.candidates import FULL, Candidate
-from kvjax.experiments.tasks import prose
 
 for module in (inputs, needle_inputs, method_inputs):
   flags.adopt_module_key_flags(module)
@@ -55,7 +56,10 @@ _OUTPUT = flags.DEFINE_string("output", "results/demo", "Output folder.")
 _TEXT = flags.DEFINE_string("text", None, "Text file to ask about.")
 _QUESTION = flags.DEFINE_string("question", None, "Question about --text.")
 
-_NEEDLES_ONLY = ("tasks", "samples", "length", "seed", "batch", "output")
+_NEEDLES_ONLY = (
+  *("tasks", "samples", "length", "seed", "batch", "output"),
+  *essay_inputs.NAMES,
+)
 
 
 def main() -> None:
@@ -82,20 +86,24 @@ def _compare(chosen: Sequence[Candidate]) -> None:
   suite.check_tasks(needle_inputs.TASKS.value)
   results.check_writable(folder)
   settings = method_inputs.settings(
-    "needles", {"essay": prose.SOURCE}, method_inputs.protocol()
+    "needles", essay_inputs.texts().needle_origins, method_inputs.protocol()
   )
+  console = rich.console.Console(highlight=False)
   with inputs.loaded() as (lm, devices):
     samples = needle_inputs.samples(lm)
+    repeated = repetition.of(samples)
+    for note in repeated.notes:
+      console.print(note)
     batch = inputs.BATCH.value
     run = runs.answer(
       lm, devices, chosen, samples, settings, folder, batch, began
     )
   summary = run.summary
+  summary["about"] = dict(repeated.about)
   if kvjax.Retention(1.0) in method_inputs.budgets():
     same = [c.method for c in chosen if c.method != FULL and c.full_at_one]
     names = list(dict.fromkeys(same))
     summary["rows"] += summaries.at_retention_one(summary["rows"], names)
-  console = rich.console.Console(highlight=False)
   console.print(reports.write_comparison(folder, summary))
   console.print(f"{run}; all in {folder}")
 

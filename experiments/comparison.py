@@ -1,11 +1,13 @@
 """Runs every candidate on every sample that has no answer yet."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from kvjax.experiments.answering import (
   QUERY_AGNOSTIC,
   QUERY_AWARE,
+  QUERY_AWARE_KVPRESS,
   Prompt,
   Prompted,
   Protocol,
@@ -115,13 +117,20 @@ def _contexts(
 ) -> Iterator[_Context]:
   for part, drawn in samples.items():
     groups: dict[object, list[int]] = {}
-    for number, sample in enumerate(drawn):
+    prompted = [_as_prompted(sample, protocol) for sample in drawn]
+    for number, sample in enumerate(prompted):
       key = number if protocol == QUERY_AWARE else sample.context
       groups.setdefault(key, []).append(number)
     for numbers in groups.values():
-      same = [drawn[number] for number in numbers]
-      prompts = [Prompt.of_sample(lm.text, sample) for sample in same]
-      yield _Context(part, numbers, same, prompts)
+      prompts = [Prompt.of_sample(lm.text, prompted[n]) for n in numbers]
+      yield _Context(part, numbers, [drawn[n] for n in numbers], prompts)
+
+
+def _as_prompted(sample: Sample, protocol: Protocol) -> Sample:
+  """Moves the question into the context, if kvpress compresses it there."""
+  if protocol == QUERY_AWARE_KVPRESS:
+    return sample.with_question_in_context()
+  return sample
 
 
 def _join_turns(prompts: Prompted) -> Prompted:
@@ -146,7 +155,10 @@ def _batches(
   reuses its compiled programs.
   """
   shapes: dict[int, Shape] = {}
-  for similar in _by_length(contexts):
+  # Nothing may follow a context that ends with its question.
+  asked = [context for context in contexts if context.prompts[0].question]
+  ended = [context for context in contexts if not context.prompts[0].question]
+  for similar in itertools.chain(_by_length(asked), _by_length(ended)):
     parts = [context.part for context in similar]
     rows = min(batch, max(parts.count(part) for part in set(parts)))
     prompts = [prompt for context in similar for prompt in context.prompts]

@@ -11,7 +11,12 @@ from kvjax import models
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.errors import InputError
 from kvjax.experiments import candidates, cli, inputs, results
-from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE, Protocol
+from kvjax.experiments.answering import (
+  QUERY_AGNOSTIC,
+  QUERY_AWARE,
+  QUERY_AWARE_KVPRESS,
+  Protocol,
+)
 from kvjax.experiments.calibration.records import AUTO, FOLDER, Auto
 from kvjax.experiments.candidates import Candidate, Given
 from kvjax.options.schedules import WHOLE
@@ -80,9 +85,11 @@ _KV_DTYPE = flags.DEFINE_enum(
 _PROTOCOL = flags.DEFINE_enum(
   "protocol",
   QUERY_AGNOSTIC,
-  [QUERY_AGNOSTIC, QUERY_AWARE],
-  "Whether the question follows the compressed context, or is prefilled with "
-  "the context; for conversations, the first question.",
+  [QUERY_AGNOSTIC, QUERY_AWARE, QUERY_AWARE_KVPRESS],
+  "Whether the question follows the compressed context or is compressed with "
+  f"it; for conversations, the first question. {QUERY_AWARE} compresses the "
+  f"whole prompt; {QUERY_AWARE_KVPRESS}, like query_aware in kvpress, does not "
+  "compress the end of the turn and the start of the answer.",
 )
 
 

@@ -3,7 +3,10 @@
 from absl import flags
 
 from kvjax import models
-from kvjax.experiments import inputs, results, suite
+from kvjax.experiments import essay_inputs, inputs, results, suite
+from kvjax.experiments.tasks.sample import Sample
+
+flags.adopt_module_key_flags(essay_inputs)
 
 TASKS = flags.DEFINE_list(
   "tasks", list(suite.DEFAULT), f"Any of {', '.join(suite.TASKS)}."
@@ -24,19 +27,30 @@ LENGTH = flags.DEFINE_integer(
 
 
 def samples(lm: models.Pretrained) -> results.Samples:
-  """Draws the samples for --tasks, --samples, --length and --seed.
+  """Draws the samples for --tasks, --samples, --length, --seed and --essay.
 
   Raises:
-    InputError: they are longer than the model's context.
+    InputError: they are longer than the model's context, or their texts cannot
+      be read.
   """
   inputs.check_lengths(lm, [LENGTH.value])
-  count = lm.text.count
+  count, texts = lm.text.count, essay_inputs.texts()
+
+  def draw(task: str, number: int) -> Sample:
+    sample = suite.draw(
+      task,
+      number,
+      inputs.SEED.value,
+      LENGTH.value,
+      count,
+      texts.essay,
+      texts.key_words,
+    )
+    return suite.bound_answer(sample, count)
+
   return {
     results.Part(task, LENGTH.value): [
-      suite.bound_answer(
-        suite.draw(task, number, inputs.SEED.value, LENGTH.value, count), count
-      )
-      for number in range(SAMPLES.value)
+      draw(task, number) for number in range(SAMPLES.value)
     ]
     for task in dict.fromkeys(TASKS.value)
   }

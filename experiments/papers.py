@@ -17,20 +17,23 @@ all answers for each run. An interrupted run resumes where it stopped.
 """
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import rich.console
 from absl import flags
 
+from kvjax.calibration.record import check_tau
 from kvjax.errors import InputError
 from kvjax.experiments import cli, inputs, results, text_inputs
-from kvjax.experiments.benchmarks import hub
+from kvjax.experiments.benchmarks import hub, ruler
 from kvjax.experiments.paper_experiments import (
   catalogue,
+  programs,
   registry,
   report,
   running,
 )
+from kvjax.experiments.paper_experiments.records import Experiment, Program
 from kvjax.experiments.paper_experiments.samples import Sources
 
 for module in (inputs, text_inputs):
@@ -92,6 +95,7 @@ def main(ids: Sequence[str]) -> None:
       "needle questions only."
     )
   sources = _sources()
+  _check_overrides(chosen, given, sources)
   output = pathlib.Path(_OUTPUT.value)
   results.check_writable(output)
   name = inputs.model_name().replace("/", "--")  # the hub's org/name
@@ -121,6 +125,28 @@ def main(ids: Sequence[str]) -> None:
     )
     for experiment in remaining:
       report.run(experiment, session, folders[experiment.id], console)
+
+
+def _check_overrides(
+  chosen: Sequence[Experiment], given: Mapping[str, str], sources: Sources
+) -> None:
+  """Rejects --tau, --tasks and --length before anything runs or is written.
+
+  Raises:
+    InputError: --tau is no share, an experiment or one of its programs lacks a
+      task or its texts, or it compares lengths.
+  """
+  if _TAU.value is not None:
+    check_tau(_TAU.value)
+  tasks = _TASKS.value
+  for experiment in chosen:
+    for part in experiment.parts:
+      if not isinstance(part, Program):
+        scale = running.scale_of(part, "model" in given, sources)
+        running.check(part, scale, tasks, _LENGTH.value)
+    called = programs.chosen(experiment.programs, given)
+    if tasks is not None and any("tasks" in each.takes for each in called):
+      ruler.choose(tasks, sources.texts)
 
 
 def _given() -> dict[str, str]:

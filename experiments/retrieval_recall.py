@@ -32,6 +32,7 @@ from kvjax import models
 from kvjax.errors import InputError
 from kvjax.experiments import (
   cli,
+  essay_inputs,
   inputs,
   needle_inputs,
   reports,
@@ -77,6 +78,7 @@ def main() -> None:
   """Checks all flags, then loads the model and measures."""
   cli.refuse_together("retention", ["budget"], "both say how much to retrieve")
   suite.check_tasks(needle_inputs.TASKS.value)
+  origins = essay_inputs.texts().needle_origins
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
   budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
@@ -93,6 +95,7 @@ def main() -> None:
       weights=results.digest(inputs.model_directory()),
       dtype=inputs.dtype(),
       seed=inputs.SEED.value,
+      data=origins,
       protocol=QUERY_AWARE,
     )
   summary = dataclasses.asdict(settings) | {

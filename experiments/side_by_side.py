@@ -12,6 +12,7 @@ from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.answering import (
   QUERY_AGNOSTIC,
+  QUERY_AWARE_KVPRESS,
   Prompt,
   Protocol,
   Reply,
@@ -53,6 +54,8 @@ def answer_question(
   Raises:
     InputError: text, question and answer are longer than the model's context.
   """
+  if protocol == QUERY_AWARE_KVPRESS:
+    text, question = text + question, ""
   prompt = Prompt.of(lm.text, text, question, "", _MAX_NEW_TOKENS)
   check_context_length(lm, [prompt])
   shape = Shape.of([prompt], 1, protocol)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from kvjax.errors import InputError
 from kvjax.experiments.tasks import needles, passkey, prose
 from kvjax.experiments.tasks.sample import Sample
+from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
 from kvjax.registry.naming import suggest
 
 # RULER's needle tasks in prose: one needle, four keys, four values, four
@@ -76,6 +77,7 @@ def draw(
   length: int,
   count: Callable[[str], int],
   essay: prose.Essay = "heldout",
+  words: KeyWords = BUILT_IN,
 ) -> Sample:
   """Draws a sample that depends only on these arguments.
 
@@ -86,11 +88,13 @@ def draw(
     length: maximum number of tokens of prompt and answer.
     count: counts the tokens of a text.
     essay: the prose in which needles are hidden.
+    words: the words of needles' keys.
 
   Raises:
     InputError: `length` is too short for the task.
   """
   rng = draws(task, number, seed)
   if task == PASSKEY:
-    return passkey.passkey(rng, length, count)
-  return needles.sample(needles.TASKS[task], rng, length, count, essay=essay)
+    return passkey.passkey(rng, length, count, essay=essay)
+  needle_task = dataclasses.replace(needles.TASKS[task], words=words)
+  return needles.sample(needle_task, rng, length, count, essay=essay)

@@ -5,16 +5,14 @@ import pathlib
 
 from absl import flags
 
+from kvjax.experiments import essay_inputs
 from kvjax.experiments.benchmarks import hub, ruler
 
-NAMES = ("essay", "words", "squad", "hotpotqa")
+flags.adopt_module_key_flags(essay_inputs)
 
-_ESSAY = flags.DEFINE_string(
-  "essay", None, "Text, or folder of texts, to hide RULER's needles in."
-)
-_WORDS = flags.DEFINE_string(
-  "words", None, "File of words for RULER's cwe, or wonderwords for its lists."
-)
+CORPORA = ("squad", "hotpotqa")
+NAMES = (*essay_inputs.NAMES, *CORPORA)
+
 _SQUAD = flags.DEFINE_string(
   "squad",
   None,
@@ -35,9 +33,10 @@ def texts() -> ruler.Texts:
   Raises:
     InputError: see `ruler.Texts.read`.
   """
-  essay = None if _ESSAY.value is None else pathlib.Path(_ESSAY.value)
   squad, hotpotqa = map(_questions, (_SQUAD, _HOTPOTQA))
-  return ruler.Texts.read(essay, _WORDS.value, squad, hotpotqa)
+  return ruler.Texts.read(
+    essay_inputs.essay_path(), essay_inputs.WORDS.value, squad, hotpotqa
+  )
 
 
 def _questions(flag: flags.FlagHolder[str | None]) -> pathlib.Path | None:

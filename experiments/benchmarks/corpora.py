@@ -10,8 +10,7 @@ from kvjax.experiments.benchmarks.row_files import (
   SUFFIXES,
   Row,
   RowFile,
-  below,
-  has_rows,
+  find,
 )
 from kvjax.experiments.tasks.question_answering import Corpus, Question
 from kvjax.models.json_files import read_text
@@ -136,13 +135,13 @@ def _rows(
     yield from entries(content, str(path))
     return
   for file in _files(path):
-    yield from RowFile(file).rows()
+    yield from file.rows()
 
 
-def _files(path: pathlib.Path) -> list[pathlib.Path]:
-  files = [file for file in below(path) if has_rows(file)]
+def _files(path: pathlib.Path) -> list[RowFile]:
+  files = find(path)
   for name in _WANTED:
-    chosen = [file for file in files if name in str(file.relative_to(path))]
+    chosen = [file for file in files if name in str(file.below(path))]
     files = chosen or files
   if not files:
     raise InputError(

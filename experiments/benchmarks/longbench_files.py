@@ -1,12 +1,11 @@
 """Finds LongBench's datasets in folders, zips and caches."""
 
 import pathlib
-import zipfile
 from collections.abc import Collection, Iterator
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks.row_files import RowFile, below, has_rows
-from kvjax.files import check_regular
+from kvjax.experiments.benchmarks import row_files
+from kvjax.experiments.benchmarks.row_files import RowFile
 
 
 def find(
@@ -17,7 +16,8 @@ def find(
   The name of a file, or else of the nearest parent folder, determines its
   dataset. This covers all published layouts:
 
-  - `data.zip` of the hub, and the extracted `<set>.jsonl`;
+  - `data.zip` of the hub or another zip, and the extracted `<set>.jsonl`, which
+    may be compressed, or CSV;
   - `<set>/test-00000-of-00001.parquet` and `<set>/test/0000.parquet` of the
     hub, kvpress's `Xnhyacinth/LongBench` among them, and its local cache;
   - `<set>/data-00000-of-00001.arrow`, which `save_to_disk` writes;
@@ -44,7 +44,7 @@ def find(
     )
   for name, files in files_of.items():
     places = {
-      (file.path.parent, file.path.suffix, file.name.parent) for file in files
+      (file.path.parent, file.name.suffix, file.name.parent) for file in files
     }
     if len(places) > 1:
       raise InputError(
@@ -56,25 +56,11 @@ def find(
 
 def _files(path: pathlib.Path) -> Iterator[tuple[RowFile, tuple[str, ...]]]:
   """Yields data files with candidate dataset names, the nearest last."""
-  is_file = path.is_file()
   # The names of the given folder and of a given file's folder count too.
-  above = path.absolute().parent.parent if is_file else path.absolute().parent
-  for file in below(path):
-    if file.suffix == ".zip" and (is_file or file.name == "data.zip"):
-      yield from _members(file)
-    elif has_rows(file):
-      folders = file.absolute().relative_to(above).parts[:-1]
-      yield RowFile(file), (*folders, file.stem)
-
-
-def _members(path: pathlib.Path) -> Iterator[tuple[RowFile, tuple[str, ...]]]:
-  check_regular(path)
-  try:
-    with zipfile.ZipFile(path) as archive:
-      names = sorted(archive.namelist())
-  except (OSError, zipfile.BadZipFile) as error:
-    raise InputError(f"{path} is no zip file: {error}.") from error
-  for name in names:
-    member = pathlib.PurePosixPath(name)
-    if member.suffix in (".jsonl", ".json"):
-      yield RowFile(path, name), (*member.parts[:-1], member.stem)
+  folder = path.absolute().parent if path.is_file() else path.absolute()
+  for file in row_files.find(path):
+    if file.member:
+      folders = file.name.parts[:-1]
+    else:
+      folders = file.path.absolute().relative_to(folder.parent).parts[:-1]
+    yield file, (*folders, file.stem)

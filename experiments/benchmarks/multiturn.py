@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 from kvjax.experiments.results import Part
-from kvjax.experiments.tasks import needles
+from kvjax.experiments.tasks import needles, prose
 from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
+from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
 from kvjax.models.tokenizer import Tokenizer
 
 History = Literal["shared", "conversation", "own"]
@@ -36,6 +37,8 @@ def samples(
   on_draw: OnDraw = ignore,
   *,
   first_known: bool = False,
+  essay: prose.Essay = "heldout",
+  words: KeyWords = BUILT_IN,
 ) -> dict[Part, list[Sample]]:
   """Draws conversations of several turns for each length.
 
@@ -49,6 +52,8 @@ def samples(
     on_draw: called for every conversation.
     first_known: whether the first question is part of the context and known
       before compression; not for `shared`.
+    essay: the prose around the needles.
+    words: the words of their keys.
 
   Returns:
     For each length, the turns of all conversations in order.
@@ -57,12 +62,18 @@ def samples(
     InputError: a length is too short.
   """
   task = needles.NeedleTask(
-    "niah_multiturn", "essay", key_count=turns, max_new_tokens=_ANSWER
+    "niah_multiturn",
+    "essay",
+    key_count=turns,
+    max_new_tokens=_ANSWER,
+    words=words,
   )
 
   def draw(length: int, number: int) -> tuple[Sample, ...]:
     rng = random.Random(f"{seed} {task.name} {turns} {number}")
-    drawn = needles.conversation(task, rng, length, tokenizer.count)
+    drawn = needles.conversation(
+      task, rng, length, tokenizer.count, essay=essay
+    )
     on_draw(task.name, 1)
     if first_known:
       drawn = _with_first_question(drawn)
@@ -81,10 +92,10 @@ def samples(
 def _with_first_question(turns: Sequence[Sample]) -> tuple[Sample, ...]:
   """Moves the question of the first turn to the end of the context."""
   first, *rest = turns
-  context = first.context + first.question
+  known = first.with_question_in_context()
   return (
-    dataclasses.replace(first, context=context, question=""),
-    *(dataclasses.replace(sample, context=context) for sample in rest),
+    known,
+    *(dataclasses.replace(sample, context=known.context) for sample in rest),
   )
 
 

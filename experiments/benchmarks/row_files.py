@@ -1,16 +1,22 @@
 """Reads rows of data files with the library `datasets`.
 
-The formats are JSON, JSON lines, Parquet and Arrow, and JSON also in a zip.
-Arrow files are those of `datasets` itself: its cache and the output of
-`save_to_disk`. Rows are streamed: nothing is converted, and only the requested
-rows are read.
+The formats are JSON, JSON lines, CSV, Parquet and Arrow. Each may be in a zip,
+and the first three may be compressed by gzip instead. Arrow files are those of
+`datasets` itself: its cache and the output of `save_to_disk`. Rows are
+streamed: nothing is converted, and only the requested rows are read.
 """
 
+import ast
+import csv
 import dataclasses
 import functools
 import glob
+import gzip
+import io
 import os
 import pathlib
+import sys
+import tokenize
 import types
 import zipfile
 import zlib
@@ -21,7 +27,9 @@ from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.metrics.libraries import library
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+_TEXT = (".jsonl", ".json", ".csv")
+_GZIP = ".gz"
+SUFFIXES = (*_TEXT, *(each + _GZIP for each in _TEXT), ".parquet", ".arrow")
 
 # Metadata files of `datasets` and the hub.
 _ABOUT = (
@@ -43,13 +51,51 @@ def below(path: pathlib.Path) -> list[pathlib.Path]:
   return sorted(path.rglob("*")) if path.is_dir() else [path]
 
 
-def has_rows(file: pathlib.Path) -> bool:
-  """Returns whether a file has rows; excludes caches of `datasets`."""
-  return (
-    file.suffix in SUFFIXES
-    and file.name not in _ABOUT
-    and not file.name.startswith("cache-")
-  )
+def find(path: pathlib.Path) -> "list[RowFile]":
+  """Lists the files of rows in a file, folder or zip, sorted by name.
+
+  In a folder, only a zip called `data.zip` counts, as on the hub.
+
+  Raises:
+    InputError: the path does not exist, or a zip cannot be read.
+  """
+  found: list[RowFile] = []
+  for file in below(path):
+    if file.suffix == ".zip" and (file == path or file.name == "data.zip"):
+      found += _members(file)
+    else:
+      found.append(RowFile(file))
+  return [file for file in found if file.has_rows]
+
+
+def _members(path: pathlib.Path) -> "Iterator[RowFile]":
+  files.check_regular(path)
+  try:
+    with zipfile.ZipFile(path) as archive:
+      names = sorted(archive.namelist())
+  except (OSError, zipfile.BadZipFile) as error:
+    raise InputError(f"{path} is no zip file: {error}.") from error
+  for name in names:
+    yield RowFile(path, name)
+
+
+def printed_list(text: str) -> tuple[str, ...] | None:
+  """Reads the items of a list that Python or NumPy has printed, as texts.
+
+  NumPy puts no commas between them.
+
+  Returns:
+    None if it is no such list.
+  """
+  if not (text.startswith("[") and text.endswith("]")):
+    return None
+  try:
+    items = ast.literal_eval(text)
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
+    return None
+  texts = [token.string for token in tokens if token.type == tokenize.STRING]
+  return tuple(map(str, map(ast.literal_eval, texts) if texts else items))
 
 
 class Row(NamedTuple):
@@ -58,10 +104,12 @@ class Row(NamedTuple):
   Attributes:
     place: its location, as in "Line 3 of a.jsonl".
     fields: values by name.
+    printed: whether lists and numbers are printed as texts, as in CSV.
   """
 
   place: str
   fields: Mapping[str, Any]
+  printed: bool = False
 
   def text(self, name: str) -> str:
     """Returns a text field.
@@ -81,6 +129,9 @@ class Row(NamedTuple):
       InputError: the field is missing or has another type.
     """
     value = self.fields.get(name)
+    if self.printed and isinstance(value, str):
+      items = printed_list(value)
+      value = value if items is None else list(items)
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not values:
       raise InputError(f"{self.place} needs a list of texts under {name!r}.")
@@ -95,6 +146,8 @@ class Row(NamedTuple):
       InputError: the field is missing or has another type.
     """
     value = self.fields.get(name)
+    if self.printed and isinstance(value, str) and value.isdecimal():
+      value = int(value)
     if type(value) is not int:
       raise InputError(f"{self.place} needs a whole number under {name!r}.")
     return value
@@ -121,6 +174,48 @@ class RowFile:
     """The path of the file, or its path in the zip."""
     return pathlib.PurePosixPath(self.member) if self.member else self.path
 
+  def below(self, root: pathlib.Path) -> pathlib.PurePath:
+    """Returns the path in a folder, in a zip with that of the member."""
+    return self.path.relative_to(root) / self.member
+
+  @property
+  def kind(self) -> str:
+    """The suffix of its format, such as `.jsonl`, without that of gzip."""
+    return self._plain.suffix
+
+  @property
+  def stem(self) -> str:
+    """The name without folders and suffixes."""
+    return self._plain.stem
+
+  @property
+  def is_text(self) -> bool:
+    """Whether its format is JSON, JSON lines or CSV."""
+    return self.kind in _TEXT
+
+  @property
+  def has_rows(self) -> bool:
+    """Whether it has rows; excludes caches of `datasets`."""
+    # `datasets` cannot read gzip in a zip.
+    packed_twice = self.member and self._is_packed_by_gzip
+    return (
+      self.kind in SUFFIXES
+      and not packed_twice
+      and self.name.name not in _ABOUT
+      and not self.name.name.startswith("cache-")
+    )
+
+  @property
+  def _is_packed_by_gzip(self) -> bool:
+    return self.name.suffix == _GZIP
+
+  @property
+  def _plain(self) -> pathlib.PurePath:
+    """The name without the suffix of gzip."""
+    name = self.name
+    plain = name.with_suffix("") if self._is_packed_by_gzip else name
+    return plain if plain.suffix in _TEXT else name
+
   def rows(self) -> Iterator[Row]:
     """Yields the rows, read lazily.
 
@@ -129,7 +224,9 @@ class RowFile:
     """
     files.check_regular(self.path)
     try:
-      match self.name.suffix:
+      match self.kind:
+        case ".csv":
+          yield from self._csv()
         case ".jsonl":
           yield from self._lines()
         case ".json":
@@ -163,25 +260,53 @@ class RowFile:
     for number, fields in enumerate(rows, start=1):
       yield _row(f"Row {number} of {self}", fields)
 
+  def _csv(self) -> Iterator[Row]:
+    """Yields rows whose fields are all texts."""
+    csv.field_size_limit(sys.maxsize)  # Contexts are long.
+    # Spreadsheets begin files with a mark of the byte order.
+    lines = (
+      line.decode("utf-8-sig" if number == 0 else "utf-8") + "\n"
+      for number, line in enumerate(self._texts("line"))
+    )
+    reader = csv.DictReader(lines, strict=True)
+    try:
+      for number, fields in enumerate(reader, start=1):
+        place = f"Row {number} of {self}"
+        if None in fields or None in fields.values():
+          raise InputError(
+            f"{place} must have {len(reader.fieldnames or ())} fields, as many "
+            "as the first line."
+          )
+        yield Row(place, fields, printed=True)
+    except (csv.Error, UnicodeDecodeError) as error:
+      raise InputError(
+        f"{self} is not valid CSV after line {reader.line_num}: {error}."
+      ) from error
+
   def _texts(self, sample_by: str) -> Iterator[bytes]:
     """Yields lines or the full document; the JSON reader would change types."""
     # Latin-1 preserves every byte, so that only lines with invalid UTF-8 are
-    # rejected. In a zip, `datasets` always reads UTF-8.
+    # rejected. In a zip or gzip, `datasets` always reads UTF-8.
+    is_packed = self.member or self._is_packed_by_gzip
+    encoding = "utf-8" if is_packed else "latin-1"
     lines = _datasets().IterableDataset.from_text(
       self._source, encoding="latin-1", sample_by=sample_by
     )
     try:
       for line in lines:
-        yield line["text"].encode("utf-8" if self.member else "latin-1")
+        yield line["text"].encode(encoding)
     except UnicodeDecodeError as error:
       raise InputError(
-        f"Line {self._first_undecodable()} of {self} is not valid JSON: it is "
-        "no UTF-8."
+        f"Line {self._first_undecodable()} of {self} is not valid "
+        f"{'CSV' if self.kind == '.csv' else 'JSON'}: it is no UTF-8."
       ) from error
 
   def _first_undecodable(self) -> int:
-    with zipfile.ZipFile(self.path) as archive:
-      lines = archive.read(self.member).split(b"\n")
+    if self.member:
+      with zipfile.ZipFile(self.path) as archive:
+        lines = archive.read(self.member).split(b"\n")
+    else:
+      lines = gzip.decompress(self.path.read_bytes()).split(b"\n")
     return next(
       n for n, line in enumerate(lines, start=1) if not _is_utf8(line)
     )
@@ -197,9 +322,13 @@ class RowFile:
 
   def _dataset(self) -> Any:
     table = _datasets().IterableDataset
-    if self.name.suffix == ".parquet":
+    if self.kind == ".parquet":
       return table.from_parquet(self._source)
-    return table.from_file(str(self.path))
+    if not self.member:
+      return table.from_file(str(self.path))
+    return _datasets().load_dataset(
+      "arrow", data_files=self._source, split="train", streaming=True
+    )
 
   @property
   def _source(self) -> str:
@@ -211,7 +340,7 @@ class RowFile:
   def _unlike(self, error: Exception) -> InputError:
     said = " ".join(str(error).split()).removesuffix(".")
     return InputError(
-      f"{self} is no {self.name.suffix[1:]} file, or is cut short: {said}."
+      f"{self} is no {self.kind[1:]} file, or is cut short: {said}."
     )
 
 

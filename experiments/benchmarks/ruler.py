@@ -25,6 +25,7 @@ from kvjax.experiments.tasks import (
 )
 from kvjax.experiments.tasks.fitting import Count, TooShortError
 from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
+from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
 
 SQUAD, HOTPOTQA = "qa_1", "qa_2"
 # In RULER's order.
@@ -47,6 +48,9 @@ _MADE_OF = {
     name for name, task in needles.TASKS.items() if task.haystack == "essay"
   ],
   "words": [common_words.NAME],
+  "keys": [
+    name for name, task in needles.TASKS.items() if task.keys == "words"
+  ],
   SQUAD: [SQUAD],
   HOTPOTQA: [HOTPOTQA],
 }
@@ -59,12 +63,15 @@ class Texts:
   Attributes:
     essay: the prose around needles.
     words: the word list of common words.
+    key_words: the words of needles' keys.
     corpora: questions and documents by task.
-    origins: sources of "essay", "words" and each of `corpora`.
+    origins: sources of "essay", "words", "keys" (unless they are built in) and
+      each of `corpora`.
   """
 
   essay: prose.Essay
   words: Sequence[str]
+  key_words: KeyWords
   corpora: Mapping[str, question_answering.Corpus]
   origins: Mapping[str, str]
 
@@ -81,7 +88,8 @@ class Texts:
     Args:
       essay: see `essays.read`; the default is CPython's documentation.
       words: see `word_lists.read`; the default is words of the same and of this
-        project.
+        project. Keys of needles are of this project's words unless it is
+        `word_lists.PACKAGE`.
       squad: see `corpora.squad`; no default.
       hotpotqa: see `corpora.hotpotqa`; no default.
 
@@ -93,7 +101,11 @@ class Texts:
     if essay is not None:
       sentences = essays.read(essay)
       origins["essay"] = _origin(essay, sentences)
-    pool = common_words.built_in_words()
+    pool, key_words = common_words.built_in_words(), BUILT_IN
+    if words == word_lists.PACKAGE:
+      key_words = word_lists.key_words()
+      pairs = (*key_words.adjectives, *key_words.nouns)
+      origins["keys"] = _origin(pathlib.Path(words), pairs)
     if words is not None:
       pool = word_lists.read(words)
       origins["words"] = _origin(pathlib.Path(words), pool)
@@ -106,7 +118,12 @@ class Texts:
       if path is not None:
         question_corpora[task] = read(path)
         origins[task] = _origin(path, question_corpora[task].documents)
-    return cls(sentences, pool, question_corpora, origins)
+    return cls(sentences, pool, key_words, question_corpora, origins)
+
+  @property
+  def needle_origins(self) -> dict[str, str]:
+    """Sources of the prose around needles and, if not built in, their keys."""
+    return {n: self.origins[n] for n in ("essay", "keys") if n in self.origins}
 
 
 class Choice(NamedTuple):
@@ -224,7 +241,9 @@ def draw(
     InputError: the texts are too short.
   """
   if task in needles.TASKS:
-    return suite.draw(task, number, seed, length, count, texts.essay)
+    return suite.draw(
+      task, number, seed, length, count, texts.essay, texts.key_words
+    )
   rng = suite.draws(task, number, seed)
   if task == variable_tracking.NAME:
     return variable_tracking.sample(rng, length, count)

@@ -10,18 +10,25 @@ Three layouts (`<len>` is a folder named after the length, such as 4096):
 - `<len>/<task>.jsonl`, the same in the bundles of KVCache-Factory and FastKV;
   both may also be `.json`.
 
+All may be in a zip, JSON lines may be compressed by gzip, and rows may be CSV
+whose lists are printed as by Python.
+
 Prompts are split as in kvpress
 (`evaluation/benchmarks/ruler/create_huggingface_dataset.py`).
 """
 
-import ast
 import pathlib
 import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks.row_files import Row, RowFile, below, has_rows
+from kvjax.experiments.benchmarks.row_files import (
+  Row,
+  RowFile,
+  find,
+  printed_list,
+)
 from kvjax.experiments.benchmarks.ruler import TASKS
 from kvjax.experiments.results import Part
 from kvjax.experiments.tasks import (
@@ -95,7 +102,7 @@ def load(
   """Loads the samples of a file or folder, in the order of their rows.
 
   Args:
-    path: a file, or a folder to search.
+    path: a file, or a folder or zip to search.
     tasks: tasks to read; the default is all.
     lengths: lengths to read; the default is all.
     number: maximum samples per task and length; the default is all.
@@ -108,13 +115,13 @@ def load(
       missing.
   """
   by_part: dict[Part, list[Sample]] = {}
-  places: dict[Part, pathlib.Path] = {}
+  places: dict[Part, str] = {}
   for file in _files(path):
     length = _length(path, file)
     if lengths is not None and length not in lengths:
       continue
-    place = file if file.suffix in (".jsonl", ".json") else file.parent
-    for row in RowFile(file).rows():
+    place = str(file if file.is_text else (file.path / file.member).parent)
+    for row in file.rows():
       part = Part(_task(row, file), length)
       wanted = tasks is None or part.task in tasks
       if wanted and places.setdefault(part, place) != place:
@@ -130,13 +137,12 @@ def load(
   return {part: by_part[part] for part in sorted(by_part, key=_order)}
 
 
-def _files(path: pathlib.Path) -> list[pathlib.Path]:
+def _files(path: pathlib.Path) -> list[RowFile]:
   files = [
     file
-    for file in below(path)
-    if has_rows(file)
-    and _ANSWERS not in file.relative_to(path).parts
-    and (file.suffix != ".json" or file == path or _named(file))
+    for file in find(path)
+    if _ANSWERS not in file.below(path).parts
+    and (file.kind != ".json" or file == RowFile(path) or _named(file))
   ]
   if not files:
     raise InputError(
@@ -146,18 +152,19 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
   return files
 
 
-def _named(file: pathlib.Path) -> bool:
+def _named(file: RowFile) -> bool:
   """Whether it is called as files of samples are: others may be anything."""
   return file.stem in (*TASKS, *_SPLITS)
 
 
-def _length(path: pathlib.Path, file: pathlib.Path) -> int:
+def _length(path: pathlib.Path, file: RowFile) -> int:
   """Returns the length from the nearest folder with a number as name.
 
   Only the closest parents of the user's path are searched.
   """
-  outer = path.absolute().parts[-_NEXT:]
-  for name in reversed([*outer, *file.relative_to(path).parts]):
+  given = path.with_suffix("") if path.suffix == ".zip" else path
+  outer = given.absolute().parts[-_NEXT:]
+  for name in reversed([*outer, *file.below(path).parts]):
     if name.isdecimal():
       return int(name)
   raise InputError(
@@ -166,11 +173,16 @@ def _length(path: pathlib.Path, file: pathlib.Path) -> int:
   )
 
 
-def _task(row: Row, file: pathlib.Path) -> str:
+def _task(row: Row, file: RowFile) -> str:
   if "task" in row.fields:
     task = row.text("task")
   else:
-    task = file.parent.name if file.stem in _SPLITS else file.stem
+    task = file.name.parent.name if file.stem in _SPLITS else file.stem
+    if task.split("_")[0] not in _FAMILIES:
+      raise InputError(
+        f"{row.place} lacks 'task', and neither its file nor its folder is "
+        "named after a task of RULER, as in vt.jsonl and vt/validation.jsonl."
+      )
   if task.split("_")[0] not in _FAMILIES:
     raise InputError(
       f"{row.place} is of {task!r}, which is no task of RULER; those are "
@@ -229,12 +241,9 @@ def _answers(row: Row) -> tuple[str, ...]:
   names = ("answer", "answers", "outputs")
   name = next((name for name in names if name in row.fields), "outputs")
   answers = row.texts(name)
-  if len(answers) == 1 and answers[0].startswith("["):
-    try:
-      read = ast.literal_eval(answers[0])
-    except (ValueError, SyntaxError):
-      return answers
-    answers = tuple(map(str, read))
+  if len(answers) == 1:
+    items = printed_list(answers[0])
+    answers = answers if items is None else items
   if not answers:
     raise InputError(f"{row.place} has no answer under {name!r}.")
   return answers

@@ -81,35 +81,62 @@ def scale_of(
   return "small" if missing or not own_model else "paper"
 
 
+def check(
+  part: Comparison | Analysis,
+  scale: Scale,
+  tasks: Sequence[str] | None,
+  length: int | None,
+) -> None:
+  """Rejects overrides that do not suit a part, before anything runs.
+
+  Args:
+    part: part of an experiment.
+    scale: its scale, of `scale_of`.
+    tasks: the only tasks to run, if not all.
+    length: prompt length, if not the setup's.
+
+  Raises:
+    InputError: the part lacks a task, or it compares lengths and has one.
+  """
+  setup = part.setup(scale)
+  if setup is None:
+    return
+  if tasks is not None and setup.tasks:
+    suite.check_tasks(tasks, setup.tasks)
+  if length is None or not isinstance(part, Comparison):
+    return
+  places = [column.at(scale) for column in part.columns]
+  if any(place is not None and place.length for place in places):
+    raise InputError(
+      "--length does not go with an experiment that compares lengths; leave it "
+      "out."
+    )
+
+
 def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
   """Returns the setup of a part, with the user's overrides.
 
   Raises:
-    InputError: the part compares lengths, and the user chose one, or it lacks
-      a task that the user chose.
+    InputError: see `check`.
   """
   scale = scale_of(part, session.own_model, session.sources)
+  check(part, scale, session.tasks, session.length)
   setup = part.setup(scale)
   if setup is None:
     return None
   if session.samples is not None:
     setup = dataclasses.replace(setup, samples=session.samples)
   if session.tasks is not None and setup.tasks:
-    suite.check_tasks(session.tasks, setup.tasks)
     setup = dataclasses.replace(setup, tasks=tuple(session.tasks))
   if session.length is None:
     if not setup.in_words:
       return setup
     count = session.lm.text.count
-    tokens = tuple(passkey.length_of_words(n, count) for n in setup.lengths)
+    essay = session.sources.texts.essay
+    tokens = tuple(
+      passkey.length_of_words(n, count, essay) for n in setup.lengths
+    )
     return dataclasses.replace(setup, lengths=tokens, in_words=False)
-  if isinstance(part, Comparison):
-    places = [column.at(scale) for column in part.columns]
-    if any(place is not None and place.length for place in places):
-      raise InputError(
-        "--length does not go with an experiment that compares lengths; leave "
-        "it out."
-      )
   lengths = (session.length,)
   return dataclasses.replace(setup, lengths=lengths, in_words=False)
 

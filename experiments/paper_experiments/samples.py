@@ -15,6 +15,7 @@ from kvjax.experiments.benchmarks import (
   longbench_files,
   longbench_sets,
   multiturn,
+  repetition,
   ruler,
   ruler_files,
 )
@@ -22,7 +23,6 @@ from kvjax.experiments.metrics import registry
 from kvjax.experiments.paper_experiments.findings import Scale
 from kvjax.experiments.paper_experiments.records import Setup
 from kvjax.experiments.results import Samples, data_name
-from kvjax.experiments.tasks import prose
 from kvjax.models.pretrained import Pretrained
 
 _TURNS = 8
@@ -79,6 +79,10 @@ def draw(
     inputs.check_lengths(lm, setup.lengths)
   drawn = _draw(setup, lm, sources, seed, protocol)
   registry.check({s.metric for part in drawn.samples.values() for s in part})
+  found = repetition.of(drawn.samples)
+  drawn = drawn._replace(
+    notes=[*drawn.notes, *found.notes], about={**drawn.about, **found.about}
+  )
   if scale == "paper":
     return drawn._replace(data={**drawn.data, "chat template": "official"})
   return drawn._replace(
@@ -110,6 +114,7 @@ def _draw(
   protocol: Protocol,
 ) -> Drawn:
   lengths, count = list(setup.lengths), lm.text.count
+  essay, words = sources.texts.essay, sources.texts.key_words
   number = setup.samples or 0
   match setup.benchmark:
     case "longbench":
@@ -118,16 +123,26 @@ def _draw(
       return _ruler(setup, lm, sources, seed)
     case "multiturn":
       drawn = multiturn.samples(
-        lengths, _TURNS, number, seed, lm.text, "conversation"
+        lengths,
+        _TURNS,
+        number,
+        seed,
+        lm.text,
+        "conversation",
+        essay=essay,
+        words=words,
       )
-    case "needle" | "passkey":
-      draw = {
-        "needle": grids.needle_samples,
-        "passkey": grids.passkey_samples,
-      }[setup.benchmark]
+    case "needle":
       depths = grids.even_depths(setup.depths)
-      drawn = draw(lengths, depths, number, seed, count)
-  return Drawn(drawn, {"essay": prose.SOURCE})
+      drawn = grids.needle_samples(
+        lengths, depths, number, seed, count, essay=essay, words=words
+      )
+    case "passkey":
+      depths = grids.even_depths(setup.depths)
+      drawn = grids.passkey_samples(
+        lengths, depths, number, seed, count, essay=essay
+      )
+  return Drawn(drawn, sources.texts.needle_origins)
 
 
 def _longbench(

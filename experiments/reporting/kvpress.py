@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvjax.experiments.answering import QUERY_AWARE
+from kvjax.experiments.answering import QUERY_AWARE, QUERY_AWARE_KVPRESS
 from kvjax.experiments.candidates import FULL
 from kvjax.experiments.reporting import formats
 from kvjax.experiments.reporting.means import (
@@ -114,12 +114,14 @@ def _folder(
     _optional("max_context", config["max_context_length"]),
     # kvpress does not compress the end of turn and the answer prefix.
     "whole_prompt" if summary["protocol"] == QUERY_AWARE else None,
+    "query_aware" if config["query_aware"] else None,
     _optional("needle_depth", config["needle_depth"]),
   ]
   name = "__".join(_plain(part) for part in parts if part)
   files = {
     "predictions.csv": formats.to_csv(
-      _prediction(summary["benchmark"], answer) for answer in answers
+      _prediction(summary["benchmark"], answer, config["query_aware"])
+      for answer in answers
     ),
     "metrics.json": _json(_metrics(summary["benchmark"], rows, answers)),
     _CONFIG: _json(config),
@@ -151,7 +153,7 @@ def _config(summary: Summary, mean: Mean, row: Row) -> dict[str, Any]:
     "fraction": 1.0,
     "max_new_tokens": None,
     "max_context_length": row["length"] if is_cut else None,
-    "query_aware": False,
+    "query_aware": summary["protocol"] == QUERY_AWARE_KVPRESS,
     "needle_depth": (
       round(100 * row["depth"]) if benchmark == "needle" else None
     ),
@@ -182,11 +184,14 @@ def _dataset(summary: Summary, bucket: str) -> str:
   return f"{name}-e" if bucket else name
 
 
-def _prediction(benchmark: str, answer: Answer) -> dict[str, object]:
+def _prediction(
+  benchmark: str, answer: Answer, query_aware: bool
+) -> dict[str, object]:
   removed = 1 - answer.kept_tokens / answer.context_tokens
   return {
     **_scored(benchmark, answer),
-    "question": answer.question,
+    # kvpress moves it into the context, which has no column.
+    "question": "" if query_aware else answer.question,
     "answer_prefix": answer.answer_prefix,
     "predicted_answer": answer.prediction,
     "compression_ratio": round(removed, 4),

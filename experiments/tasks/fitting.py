@@ -34,9 +34,7 @@ class ProseText:
 
   def __init__(self, rng: random.Random, essay: prose.Essay):
     """Draws the start of the prose, which wraps around at its end."""
-    self._sentences = (
-      prose.sentences(essay) if isinstance(essay, str) else essay
-    )
+    self._sentences = prose.sentences_of(essay)
     self._start = rng.randrange(len(self._sentences))
 
   def sentences(self, words: int) -> list[str]:

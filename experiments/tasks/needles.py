@@ -1,9 +1,9 @@
 """Needle-in-a-haystack tasks in RULER's form (NVIDIA/RULER, `niah.py`).
 
 Wording, key and value types, haystacks and the singular form follow RULER. Keys
-come from this project's word lists, essays from CPython's topics or a user's
-text. Unlike in RULER, keys are distinct, so that answers are unique, and essays
-start at a random sentence of their text.
+come from this project's word lists or from RULER's, essays from CPython's
+topics or another text. Unlike in RULER, keys are distinct, so that answers are
+unique, and essays start at a random sentence of their text.
 """
 
 import dataclasses
@@ -12,8 +12,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from kvjax.experiments.tasks import fitting, prose, words
+from kvjax.experiments.tasks import fitting, prose
 from kvjax.experiments.tasks.sample import Sample
+from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
 
 INTRO = (
   "Some special magic {kind} are hidden within the following text. "
@@ -65,7 +66,19 @@ _DEPTHS = tuple(index / 39 for index in range(40))
 
 @dataclasses.dataclass(frozen=True)
 class NeedleTask:
-  """One RULER NIAH task: haystack, types, keys, values per key, queries."""
+  """One RULER NIAH task.
+
+  Attributes:
+    name: name of the task.
+    haystack: text around the needles.
+    keys: type of the keys.
+    values: type of the values.
+    key_count: number of keys.
+    values_per_key: values of each key.
+    queries: number of keys in a question.
+    max_new_tokens: maximum tokens of the answer.
+    words: words of keys and values of the type "words".
+  """
 
   name: str
   haystack: Haystack
@@ -75,6 +88,7 @@ class NeedleTask:
   values_per_key: int = 1
   queries: int = 1
   max_new_tokens: int = 128
+  words: KeyWords = BUILT_IN
 
 
 TASKS: dict[str, NeedleTask] = {
@@ -92,10 +106,10 @@ TASKS: dict[str, NeedleTask] = {
 }
 
 
-def draw(rng: random.Random, kind: Kind) -> str:
+def draw(rng: random.Random, kind: Kind, words: KeyWords = BUILT_IN) -> str:
   """Draws a key or value of a kind, in RULER's form."""
   if kind == "words":
-    return f"{rng.choice(words.ADJECTIVES)}-{rng.choice(words.NOUNS)}"
+    return f"{rng.choice(words.adjectives)}-{rng.choice(words.nouns)}"
   if kind == "numbers":
     return str(rng.randint(1_000_000, 9_999_999))
   return str(uuid.UUID(int=rng.getrandbits(128), version=4))
@@ -161,11 +175,11 @@ def conversation(
 
 def _pairs(task: NeedleTask, rng: random.Random) -> tuple[list[str], _Pairs]:
   """Draws keys; returns them, and shuffled pairs with their values."""
-  keys = _distinct(rng, task.keys, task.key_count)
+  keys = _distinct(rng, task.keys, task.key_count, task.words)
   pairs = [
     (key, value)
     for key in keys
-    for value in _distinct(rng, task.values, task.values_per_key)
+    for value in _distinct(rng, task.values, task.values_per_key, task.words)
   ]
   rng.shuffle(pairs)
   return keys, pairs
@@ -220,10 +234,12 @@ def _samples(
   )
 
 
-def _distinct(rng: random.Random, kind: Kind, number: int) -> list[str]:
+def _distinct(
+  rng: random.Random, kind: Kind, number: int, words: KeyWords
+) -> list[str]:
   distinct: dict[str, None] = {}
   while len(distinct) < number:
-    distinct[draw(rng, kind)] = None
+    distinct[draw(rng, kind, words)] = None
   return list(distinct)
 
 
@@ -253,10 +269,11 @@ def _spread(
 
   def distractors(units: int) -> list[str]:
     while len(extra) < units:
-      key = draw(rng, task.keys)
+      key = draw(rng, task.keys, task.words)
       if key not in taken:
         taken.add(key)
-        extra.append(_needle(task, key, draw(rng, task.values)))
+        value = draw(rng, task.values, task.words)
+        extra.append(_needle(task, key, value))
     return extra[:units]
 
   return lambda units: "\n".join(_insert(distractors(units), needles, shares))

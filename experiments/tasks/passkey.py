@@ -25,7 +25,7 @@ def passkey(
   length: int,
   count: Callable[[str], int],
   *,
-  part: prose.Part = "heldout",
+  essay: prose.Essay = "heldout",
   depth: float | None = None,
   digits: int = 64,
   official: bool = False,
@@ -36,7 +36,7 @@ def passkey(
     rng: source of all draws.
     length: maximum tokens of prompt and answer.
     count: counts the tokens of a text.
-    part: part of the prose.
+    essay: the prose in which the key is hidden.
     depth: position of the needle from 0, the start, to 1, the end; random if
       None.
     digits: number of digits.
@@ -49,7 +49,7 @@ def passkey(
   """
   key = "".join(rng.choice("0123456789") for _ in range(digits))
   place = rng.random() if depth is None else depth
-  text = fitting.ProseText(rng, part)
+  text = fitting.ProseText(rng, essay)
   end, question, prefix = "\n", QUESTION, ANSWER_PREFIX
   max_new_tokens = MAX_NEW_TOKENS
   if official:
@@ -82,13 +82,15 @@ def passkey(
   )
 
 
-def length_of_words(words: int, count: Callable[[str], int]) -> int:
+def length_of_words(
+  words: int, count: Callable[[str], int], essay: prose.Essay = "heldout"
+) -> int:
   """Computes the tokens of an official sample with so many words of prose.
 
   `longctx_bench` counts words. The tokenizer determines how many tokens they
   are, here on average over all of the prose.
   """
-  text = " ".join(prose.sentences("heldout"))
+  text = " ".join(prose.sentences_of(essay))
   tokens_per_word = count(text) / len(text.split())
   needle = NEEDLE.format(key="0123456789" * 6 + "0123")
   around = f"{INTRO}{needle}\n{QUESTION}{ANSWER_PREFIX} "

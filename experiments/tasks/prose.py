@@ -78,6 +78,11 @@ def sentences(part: Part) -> tuple[str, ...]:
   return tuple(_topic_sentences(set(topics.topics) - HELDOUT))
 
 
+def sentences_of(essay: Essay) -> Sequence[str]:
+  """Returns the sentences of a haystack's source, in order."""
+  return sentences(essay) if isinstance(essay, str) else essay
+
+
 def _topic_sentences(names: Collection[str]) -> Iterator[str]:
   for name in sorted(names):
     for paragraph in _paragraphs(topics.topics[name]):

@@ -42,6 +42,12 @@ class Sample:
   chat: bool = True
   stays: bool = False
 
+  def with_question_in_context(self) -> "Sample":
+    """Moves the question to the end of the context, to compress both."""
+    return dataclasses.replace(
+      self, context=self.context + self.question, question=""
+    )
+
   @functools.cached_property
   def digest(self) -> str:
     """Identifies the sample: a hash of prompt and answers."""

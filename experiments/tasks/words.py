@@ -4,6 +4,8 @@ RULER draws from the `wonderwords` package. These lists are this project's, and
 short enough that every word is one token of the bundled tokenizer.
 """
 
+from typing import NamedTuple
+
 ADJECTIVES: tuple[str, ...] = tuple(
   """
   able absent active agile alert amber ample ancient angry ashen atomic
@@ -66,3 +68,18 @@ NOUNS: tuple[str, ...] = tuple(
   water whale wheat wheel willow window winter wizard wolf yard zebra
   """.split()
 )
+
+
+class KeyWords(NamedTuple):
+  """Lists of distinct words that keys combine.
+
+  Attributes:
+    adjectives: the first words of keys.
+    nouns: the second words.
+  """
+
+  adjectives: tuple[str, ...]
+  nouns: tuple[str, ...]
+
+
+BUILT_IN = KeyWords(ADJECTIVES, NOUNS)

@@ -49,10 +49,22 @@ def test_an_analysis_runs_and_what_cannot_be_says_why(
     (["E1.1", "--samples=0"], "--samples=0"),
     (["E4.1", "--length=512"], "--length does not go with an experiment that"),
     (["E1.1", "--output=/proc/x"], "/proc/x cannot be written"),
+    (["E3.7", "--tau=0"], "above 0 and at most 1; 0 is not."),
+    (["E3.5", "--tau=nan"], "above 0 and at most 1; nan is not."),
+    (["E3.7", "--tasks=nih"], "There is no task 'nih'"),
+    (["E3.6", "--tasks=qa_2"], "qa_2 cannot be asked: give HotpotQA's"),
+    (["E3.7", "E5.1", "--tasks=vt,niah_singl_2"], "'niah_singl_2' (did you"),
+    (["E5.1", "--tasks=qasper"], "There is no task 'qasper'"),
   ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(binary, arguments, sentence):
-  result = binary(*arguments)
+def test_what_is_wrong_is_said_in_one_sentence(
+  binary, arguments, sentence, tmp_path
+):
+  """Before anything runs or is written."""
+  output = tmp_path / "papers"
+  result = binary(f"--output={output}", *arguments)
   assert result.returncode == 2, result.stdout
   assert sentence in result.stderr
   assert len(result.stderr.splitlines()) == 1
+  assert not output.exists()
+  assert "python -m" not in result.stdout

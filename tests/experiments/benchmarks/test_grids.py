@@ -12,6 +12,7 @@ from kvjax.experiments.metrics import registry
 from kvjax.experiments.reference import vocabulary
 from kvjax.experiments.results import Part
 from kvjax.experiments.tasks import needles, passkey, prose
+from kvjax.experiments.tasks.words import KeyWords
 
 LENGTHS, DEPTHS = [640, 1500], [0.0, 0.3, 1.0]
 TOKENIZER = models.Tokenizer(vocabulary.build(), vocabulary.config(2048))
@@ -211,6 +212,21 @@ def test_a_first_question_that_is_known_is_prefilled_and_asked_once(history):
     else:
       assert aware.prefilled == plain.prefilled
     assert known.answers == later.answers
+
+
+def test_keys_are_of_the_words_that_are_given():
+  words = KeyWords(("ad hoc", "teeny-tiny"), ("zeppelin", "x-ray"))
+  part = Part("needle", 640)
+  found = grids.needle_samples([640], DEPTHS, 8, 0, count, words=words)[part]
+  pairs = {f"{first}-{second}" for first in words[0] for second in words[1]}
+  assert {key for s in found for key in s.metadata["keys"]} == pairs
+  for sample in found:
+    (key,) = sample.metadata["keys"]
+    assert f"for {key} is: {sample.answers[0]}." in sample.context
+  (turns,) = multiturn.samples(
+    [640], 4, 1, 0, TOKENIZER, "shared", words=words
+  ).values()
+  assert {key for s in turns for key in s.metadata["keys"]} == pairs
 
 
 def test_equal_seeds_give_equal_conversations():

@@ -1,5 +1,7 @@
 """Rows of every kind of file, and what reading them costs."""
 
+import csv
+import gzip
 import json
 import os
 import pathlib
@@ -8,10 +10,11 @@ import sys
 import zipfile
 
 import datasets
+import numpy as np
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks.row_files import RowFile, has_rows
+from kvjax.experiments.benchmarks.row_files import RowFile, find, printed_list
 
 ROOT = pathlib.Path(__file__).parents[3]
 ROWS = [{"a": f"x\u2028{number}", "b": [number]} for number in range(5)]
@@ -51,6 +54,28 @@ def as_zipped_json(folder):
   return zipped(folder, as_json(folder).path)
 
 
+def as_zipped_parquet(folder):
+  return zipped(folder, as_parquet(folder).path)
+
+
+def as_zipped_arrow(folder):
+  return zipped(folder, as_arrow(folder).path)
+
+
+def as_gzip(folder):
+  return compressed(as_lines(folder).path)
+
+
+def as_json_gzip(folder):
+  return compressed(as_json(folder).path)
+
+
+def compressed(path):
+  packed = path.with_name(f"{path.name}.gz")
+  packed.write_bytes(gzip.compress(path.read_bytes()))
+  return RowFile(packed)
+
+
 def zipped(folder, path):
   with zipfile.ZipFile(folder / "data.zip", "w") as archive:
     archive.write(path, f"data/{path.name}")
@@ -65,6 +90,10 @@ LAYOUTS = [
   as_arrow,
   as_zip,
   as_zipped_json,
+  as_zipped_parquet,
+  as_zipped_arrow,
+  as_gzip,
+  as_json_gzip,
 ]
 
 
@@ -76,7 +105,7 @@ def test_all_kinds_hold_the_same_rows(layout, folder, tmp_path):
   file = layout(place)
   rows = list(file.rows())
   assert [dict(row.fields) for row in rows] == ROWS
-  lines = layout in (as_lines, as_json_lines, as_zip)
+  lines = layout in (as_lines, as_json_lines, as_zip, as_gzip)
   word = "Line" if lines else "Row"
   assert [row.place for row in rows] == [
     f"{word} {number} of {file}" for number in range(1, 6)
@@ -85,7 +114,7 @@ def test_all_kinds_hold_the_same_rows(layout, folder, tmp_path):
 
 def test_what_a_set_says_of_itself_is_no_row(tmp_path):
   as_arrow(tmp_path)
-  files = sorted(path.name for path in tmp_path.iterdir() if has_rows(path))
+  files = [file.path.name for file in find(tmp_path)]
   assert files == ["data-00000-of-00001.arrow"]
   assert (tmp_path / "dataset_info.json").exists()
 
@@ -96,6 +125,10 @@ def test_what_a_set_says_of_itself_is_no_row(tmp_path):
     ("rows.json", b'[{"a": 1}, {"a": ', "is not valid JSON: Expecting value"),
     ("rows.parquet", b"PAR1 cut", "is no parquet file, or is cut short"),
     ("rows.arrow", b"", "is no arrow file, or is cut short"),
+    ("rows.csv", b'a,b\n1,2\n"x', "is not valid CSV after line 2"),
+    ("rows.csv", b"a,b\n\xff,2\n", "is not valid CSV after line 1"),
+    ("rows.jsonl.gz", b"text", "cannot be read: Not a gzipped file"),
+    ("rows.jsonl.gz", gzip.compress(b'{"a": 1}')[:-9], "cannot be read: Comp"),
     ("rows.arrow", b"text", "is no arrow file, or is cut short"),
   ],
 )
@@ -109,10 +142,11 @@ def test_a_broken_file_is_named_in_one_sentence(
   assert capfd.readouterr() == ("", "")
 
 
-def test_the_line_that_is_no_utf8_is_named_in_a_zip_too(tmp_path):
+def test_the_line_that_is_no_utf8_is_named_in_archives_too(tmp_path):
   (tmp_path / "rows.jsonl").write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
   plain = RowFile(tmp_path / "rows.jsonl")
-  for file in (plain, zipped(tmp_path, plain.path)):
+  packed = (zipped(tmp_path, plain.path), compressed(plain.path))
+  for file in (plain, *packed):
     with pytest.raises(InputError, match=r"^Line 2 of .* is not valid JSON"):
       list(file.rows())
 
@@ -145,6 +179,83 @@ def test_what_json_says_is_not_taken_for_something_else(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
   with pytest.raises(InputError, match=r"none\.jsonl cannot be read"):
     list(RowFile(tmp_path / "none.jsonl").rows())
+
+
+CSV_ROWS = [
+  {
+    "text": 'a "quoted",\ncell: Å\u2028',
+    "digits": "007",
+    "list": "['7', \"'\"]",
+  },
+  {"text": "", "digits": "12", "list": "one"},
+]
+
+
+@pytest.mark.parametrize("pack", [RowFile, compressed, None])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_cells_of_csv_are_texts_that_may_print_lists_and_numbers(
+  encoding, pack, tmp_path
+):
+  path = tmp_path / "rows.csv"
+  with path.open("w", encoding=encoding, newline="") as sink:
+    writer = csv.DictWriter(sink, list(CSV_ROWS[0]))
+    writer.writeheader()
+    writer.writerows(CSV_ROWS)
+  file = pack(path) if pack else zipped(tmp_path, path)
+  first, second = file.rows()
+  assert [first.fields, second.fields] == CSV_ROWS
+  assert first.place == f"Row 1 of {file}"
+  assert first.text("digits") == "007"
+  assert first.number("digits") == 7
+  assert first.texts("list") == ("7", "'")
+  assert second.texts("list") == ("one",)
+  with pytest.raises(InputError, match=r"^Row 2 of .* whole number under 'l"):
+    second.number("list")
+
+
+@pytest.mark.parametrize("line", ["1", "1,2,3"])
+def test_a_row_of_csv_with_other_fields_is_named(line, tmp_path):
+  (tmp_path / "rows.csv").write_text(f"a,b\n1,2\n{line}\n")
+  with pytest.raises(
+    InputError, match=r"^Row 2 of \S+rows\.csv must have 2 fi"
+  ):
+    list(RowFile(tmp_path / "rows.csv").rows())
+
+
+@pytest.mark.parametrize(
+  "items", [["a", "b"], ["it's", 'say "no"', "a, b"], ["7"], ["x" * 90, "y"]]
+)
+def test_lists_are_read_as_python_and_numpy_print_them(items):
+  assert printed_list(str(items)) == tuple(items)
+  assert printed_list(str(np.array(items, dtype=object))) == tuple(items)
+  assert printed_list(str(np.array(items))) == tuple(items)
+
+
+def test_what_no_list_is_remains_a_text():
+  assert printed_list("[1, 2]") == ("1", "2")
+  for text in ("", "[", "[a]", "[1] or [2]", "1, 2", "[f()]", "[1"):
+    assert printed_list(text) is None
+
+
+def test_files_of_rows_are_found_in_folders_and_zips(tmp_path):
+  as_gzip(tmp_path)
+  (tmp_path / "notes.txt.gz").touch()
+  (tmp_path / "notes.md").touch()
+  with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
+    archive.writestr("4096/b.parquet", b"")
+    archive.writestr("4096/a.csv", b"")
+    # `datasets` does not read these.
+    archive.writestr("4096/a.csv.gz", b"")
+    archive.writestr("readme.txt", b"")
+  names = ["rows.jsonl", "rows.jsonl.gz"]
+  assert [file.path.name for file in find(tmp_path)] == names
+  members = ["4096/a.csv", "4096/b.parquet"]
+  assert [f.member for f in find(tmp_path / "other.zip")] == members
+  (tmp_path / "other.zip").rename(tmp_path / "data.zip")
+  assert [f.member for f in find(tmp_path)] == [*members, "", ""]
+  (tmp_path / "data.zip").write_text("text")
+  with pytest.raises(InputError, match=r"data\.zip is no zip file"):
+    find(tmp_path)
 
 
 @pytest.mark.slow

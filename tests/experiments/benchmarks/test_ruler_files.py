@@ -1,7 +1,10 @@
 """RULER's published layouts, read back as what they were written from."""
 
 import dataclasses
+import gzip
 import json
+import pathlib
+import shutil
 
 import datasets
 import pytest
@@ -109,6 +112,65 @@ def test_new_output_gives_the_samples_that_were_written(samples, tmp_path):
   assert found == {
     Part(task, LENGTH): [core(sample)] for task, sample in samples.items()
   }
+
+
+def zipped(folder):
+  """A zip beside the folder, with its name."""
+  return pathlib.Path(shutil.make_archive(str(folder), "zip", folder))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_zip_gives_the_samples_of_its_folder(samples, inside, tmp_path):
+  """The zip has a folder for the length, or its name is the length."""
+  folder = tmp_path / ("data" if inside else "2048")
+  lengths = folder / "2048" if inside else folder
+  for task, sample in samples.items():
+    write(lengths / task / "validation.jsonl", [new(sample)])
+    write(folder / "pred" / f"{task}.jsonl", [{"pred": "no sample"}])
+  assert ruler_files.load(zipped(folder)) == ruler_files.load(folder)
+  rows = [published(sample) for sample in samples.values()]
+  (tmp_path / "tables" / "2048").mkdir(parents=True)
+  datasets.Dataset.from_list(rows).to_parquet(
+    str(tmp_path / "tables/2048/test-00000-of-00001.parquet")
+  )
+  assert ruler_files.load(zipped(tmp_path / "tables")) == {
+    Part(task, LENGTH): [core(sample)] for task, sample in samples.items()
+  }
+
+
+def test_compressed_lines_and_csv_give_the_samples_that_were_written(
+  samples, tmp_path
+):
+  wanted = {
+    Part(task, LENGTH): [core(sample)] for task, sample in samples.items()
+  }
+  (tmp_path / "lines" / "2048").mkdir(parents=True)
+  for task, sample in samples.items():
+    path = tmp_path / "lines" / "2048" / f"{task}.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(new(sample)).encode()))
+  assert ruler_files.load(tmp_path / "lines") == wanted
+  (tmp_path / "table" / "2048").mkdir(parents=True)
+  table = datasets.Dataset.from_list(
+    [published(sample) for sample in samples.values()]
+  )
+  # Lists are printed as NumPy prints them.
+  table.to_csv(str(tmp_path / "table" / "2048" / "test.csv"), index=False)
+  assert ruler_files.load(tmp_path / "table") == wanted
+
+
+def test_a_row_without_a_task_is_named(samples, tmp_path):
+  row = published(samples["vt"])
+  bare = {name: value for name, value in row.items() if name != "task"}
+  write(tmp_path / "4096" / "mine.jsonl", [row, bare])
+  with pytest.raises(
+    InputError, match=r"^Line 2 of \S+mine\.jsonl lacks 'task', and neither"
+  ):
+    ruler_files.load(tmp_path)
+  write(tmp_path / "4096" / "mine.jsonl", [{"text": "of another kind"}])
+  with pytest.raises(
+    InputError, match=r"^Line 1 of \S+mine\.jsonl lacks 'task"
+  ):
+    ruler_files.load(tmp_path)
 
 
 def test_tables_of_kvpress_give_the_samples_that_were_written(

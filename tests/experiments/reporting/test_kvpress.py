@@ -37,6 +37,11 @@ def exported(record):
       "kvjax_ruler__1024__tiny__a-b=1-2__0.75__whole_prompt",
     ),
     (
+      {"protocol": "query-aware-kvpress", "data": FILES},
+      {},
+      "ruler__1024__tiny__keydiff__0.75__query_aware",
+    ),
+    (
       {"benchmark": "longbench", "data": FILES},
       {"task": "qasper"},
       "longbench__qasper__tiny__keydiff__0.75__max_context1024",
@@ -104,6 +109,19 @@ def test_the_configuration_is_yaml_with_keys_of_its_own(answer, record):
   assert config["kvjax"]["schedule"] == "blocks of 128"
   assert config["kvjax"]["samples"] == 1
   assert config["kvjax"]["data"] == {"essay": "texts of Python"}
+
+
+def test_questions_that_are_compressed_are_in_the_context(answer, record):
+  """So evaluate.py with `query_aware` leaves their column empty."""
+  for protocol, query_aware in (
+    ("query-aware-kvpress", True),
+    ("query-aware", False),
+    ("query-agnostic", False),
+  ):
+    (files,) = exported(record([answer()], protocol=protocol)).values()
+    assert json.loads(files["config.yaml"])["query_aware"] is query_aware
+    (line,) = predictions(files)
+    assert (line["question"] == "") is query_aware
 
 
 def predictions(files):

@@ -1,0 +1,68 @@
+"""How much haystacks of prose repeat themselves.
+
+A haystack that is longer than its text starts over, which makes it easier to
+compress than a real document of its length.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvjax.experiments.benchmarks import essays
+from kvjax.experiments.results import Samples
+from kvjax.experiments.tasks import prose
+
+# A share of distinct sentences below which haystacks are said to repeat. Prose
+# has a few sentences twice.
+_FEW = 0.9
+
+
+class Repetition(NamedTuple):
+  """The repetition of a run's haystacks.
+
+  Attributes:
+    about: the share of distinct sentences in words, if any haystack is of
+      prose.
+    notes: one line for each length whose haystacks repeat themselves.
+  """
+
+  about: Mapping[str, str]
+  notes: Sequence[str]
+
+
+def of(samples: Samples) -> Repetition:
+  """Measures the repetition of haystacks of prose, by length."""
+  contexts: dict[int, dict[str, None]] = {}
+  for part, drawn in samples.items():
+    prose_contexts = [
+      sample.context
+      for sample in drawn
+      if sample.metadata.get("haystack") == "essay"
+    ]
+    if prose_contexts:
+      contexts.setdefault(part.length, {}).update(dict.fromkeys(prose_contexts))
+  shares = {length: distinct_share(texts) for length, texts in contexts.items()}
+  described = [
+    f"{100 * share:.0f} % at {length} tokens"
+    for length, share in shares.items()
+  ]
+  return Repetition(
+    {"distinct sentences in haystacks": ", ".join(described)}
+    if described
+    else {},
+    [
+      f"At {length} tokens the prose repeats itself: {100 * share:.0f} % of a "
+      "haystack's sentences are distinct. Give a longer text by --essay=FILE "
+      f"or --essay={essays.KING_JAMES}."
+      for length, share in shares.items()
+      if share < _FEW
+    ],
+  )
+
+
+def distinct_share(contexts: Iterable[str]) -> float:
+  """Computes the share of distinct sentences of a text, mean over texts."""
+  shares = []
+  for context in contexts:
+    sentences = prose.split_sentences(context)
+    shares.append(len(set(sentences)) / len(sentences))
+  return sum(shares) / len(shares)

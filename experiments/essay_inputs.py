@@ -1,0 +1,44 @@
+"""Flags for the prose around needles and the words of their keys."""
+
+import functools
+import pathlib
+
+from absl import flags
+
+from kvjax.errors import InputError
+from kvjax.experiments.benchmarks import essays, ruler, word_lists
+
+NAMES = ("essay", "words")
+
+ESSAY = flags.DEFINE_string(
+  "essay",
+  None,
+  "Text, or folder of texts, to hide needles in, or "
+  f"{' or '.join(essays.NAMED)}, which is fetched once.",
+)
+WORDS = flags.DEFINE_string(
+  "words",
+  None,
+  f"{word_lists.PACKAGE} for RULER's lists, in needles' keys and in cwe, or a "
+  "file of words for RULER's cwe.",
+)
+
+
+@functools.cache
+def texts() -> ruler.Texts:
+  """Reads the texts of needles that the flags name, once.
+
+  Raises:
+    InputError: --words names a file, or see `ruler.Texts.read`.
+  """
+  if WORDS.value not in (None, word_lists.PACKAGE):
+    raise InputError(
+      f"--words={WORDS.value[:200]} is a list for RULER's cwe; needles' keys "
+      f"are of --words={word_lists.PACKAGE} or, without it, of kvjax's words."
+    )
+  return ruler.Texts.read(essay_path(), WORDS.value)
+
+
+def essay_path() -> pathlib.Path | None:
+  """Returns the file, folder or name that --essay gives."""
+  return None if ESSAY.value is None else pathlib.Path(ESSAY.value)
