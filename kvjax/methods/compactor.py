@@ -143,8 +143,7 @@ class Compactor(Method):
     keys, size = activations.keys_unrotated[:, :, start:], self.leverage_chunk
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
     heads, dim = keys.shape[1], keys.shape[3]
-    kind = self._sketch_of(dim)
-    factors = draw_factors(kind, key, heads, dim, self.sketch_dim)
+    factors = draw_factors(self.sketch, key, heads, dim, self.sketch_dim)
     outlier = leverage(keys, valid, factors, self.solver, self.center, size)
     before = ((0, 0), (0, 0), (start, 0))
     attention, outlier = jnp.pad(attention, before), jnp.pad(outlier, before)
@@ -196,11 +195,6 @@ class Compactor(Method):
       value_norm=self.value_norm,
       width=self.pool,
     )
-
-  def _sketch_of(self, dim: int) -> Factor:
-    """The kind of sketch for keys of `dim` dimensions; see `sketch_dim`."""
-    wide = self.sketch_dim >= dim and self.solver != "chol"
-    return "none" if wide else self.sketch
 
   def _ends(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     """The first and last tokens, which are always kept."""
