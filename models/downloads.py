@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
+import rich.console
+
 from kvjax import files
 from kvjax.errors import InputError
 
@@ -107,7 +109,8 @@ def _fetch(source: Download, folder: pathlib.Path) -> None:
   ) as scratch:
     place = pathlib.Path(scratch)
     _check_room(source, place)
-    if not sys.stderr.isatty():  # There, no bar shows the progress.
+    if not rich.console.Console(stderr=True).is_interactive:
+      # Then no bar shows the progress.
       size = f"{source.nbytes / 1e6:.0f} MB"
       print(f"Fetching {source.label} ({size}).", file=sys.stderr, flush=True)
     source.download(place, folder)
@@ -128,7 +131,7 @@ def _is_whole(source: Download, folder: pathlib.Path) -> bool:
     path = folder / file.name
     try:
       status = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
       return False
     if not stat.S_ISREG(status.st_mode) or status.st_size != file.nbytes:
       return False

@@ -606,7 +606,9 @@ def test_a_model_that_is_something_else(
   program, monkeypatch, capsys, tmp_path, kind
 ):
   path = replace(tmp_path / "model", kind)
-  monkeypatch.setattr(inputs, "MODEL", types.SimpleNamespace(value=str(path)))
+  values = {"MODEL": str(path), "_KERNELS": "auto", "_MESH": None}
+  for name, value in (values | {"_DTYPE": None}).items():
+    monkeypatch.setattr(inputs, name, types.SimpleNamespace(value=value))
   said = r"has no config\.json|is not a GGUF file|cannot be read"
 
   def main():

@@ -12,7 +12,6 @@ import sys
 import types
 import zipfile
 
-import httpx
 import pytest
 from huggingface_hub import errors
 
@@ -350,7 +349,7 @@ def test_a_model_of_the_hub_is_fetched_once(hub, cache, capsys):
   [
     (errors.OfflineModeIsEnabled("x\ny"), r"\(the hub cannot be reached\)"),
     (errors.LocalEntryNotFoundError("x"), r"\(the hub cannot be reached\)"),
-    (httpx.ConnectError("x"), r"\(the hub cannot be reached\)"),
+    (RuntimeError("x"), r"\(the hub cannot be reached\)"),
     (errors.RepositoryNotFoundError, r"\(the hub does not give it to you\)"),
     (errors.RevisionNotFoundError, r"\(the hub does not give it to you\)"),
     (OSError(28, "No space left on device"), r"model \(No space left on devic"),
@@ -359,8 +358,8 @@ def test_a_model_of_the_hub_is_fetched_once(hub, cache, capsys):
 )
 def test_a_hub_that_has_it_not(hub, cache, monkeypatch, error, said):
   if isinstance(error, type):
-    request = httpx.Request("GET", "https://hub")
-    error = error("x", response=httpx.Response(404, request=request))
+    response = types.SimpleNamespace(headers={}, request=None, status_code=404)
+    error = error("x", response=response)
 
   def fail(*args, **kwargs):
     raise error
