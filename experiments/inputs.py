@@ -1,6 +1,7 @@
 """Flags for the model, its devices and its dtype, and their values."""
 
 import contextlib
+import os
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
@@ -111,7 +112,8 @@ def model_directory() -> pathlib.Path:
   Raises:
     InputError: a named model is missing and cannot be fetched.
   """
-  return catalog.locate(_model()).resolve()
+  # Path.resolve() raises an error at a loop of links; loading names it.
+  return pathlib.Path(os.path.realpath(catalog.locate(_model())))
 
 
 def _model() -> str:

@@ -206,11 +206,16 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
 
 def _check_supported(fields: Fields) -> None:
   """Checks the fields that have one supported value."""
-  activation = fields.take("hidden_act", "silu")
-  if activation not in ("silu", "swish"):
-    fields.faults.append(
-      f"has hidden_act {format_value(activation)}; only 'silu' is supported"
-    )
+  activations = {"hidden_act": fields.take("hidden_act", "silu")}
+  # Gemma's name of the same field, which some converters copy.
+  other = fields.take("hidden_activation")
+  if other is not None:
+    activations["hidden_activation"] = other
+  fields.faults += [
+    f"has {name} {format_value(activation)}; only 'silu' is supported"
+    for name, activation in activations.items()
+    if activation not in ("silu", "swish")
+  ]
   quantization = [fields.take(name) for name in _QUANTIZATION]
   if any(quantization):
     fields.faults.append(

@@ -16,10 +16,10 @@ _WITHOUT_EFFECT = frozenset(
   "architectures auto_map author base_model base_model_name_or_path bf16 "
   "chat_template custom_pipelines datasets device device_map dtype fp16 "
   "is_llama_config library_name license max_seq_len max_seq_length "
-  "max_sequence_length model_max_length model_name n_ctx n_positions "
+  "max_sequence_length metadata model_max_length model_name n_ctx n_positions "
   "name_or_path num_parameters onnx padding_side seed seq_len seq_length tags "
   "tokenizer_class tokenizer_model_max_length torch_dtype torchscript "
-  "trust_remote_code use_bfloat16 use_safetensors "
+  "trust_remote_code use_bfloat16 use_safetensors version "
   # Implementation options of transformers.
   "attn_implementation chunk_size_feed_forward device_mesh flash_attention "
   "gradient_checkpointing low_cpu_mem_usage pretraining_tp return_dict "

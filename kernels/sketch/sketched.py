@@ -30,11 +30,37 @@ class Sketch(NamedTuple):
     self, valid: Bool[Array, "B K T"], chunk: int
   ) -> Float[Array, "B K C S k"]:
     """Returns the sketched key of every slot, zero for invalid slots."""
+    return jnp.swapaxes(self._columns(valid, chunk), -1, -2)
+
+  def transformed(
+    self,
+    matrix: Float[Array, "B K C k k"],
+    valid: Bool[Array, "B K T"],
+    chunk: int,
+  ) -> "Sketch":
+    """Multiplies the centered columns by the matrix of their chunk.
+
+    The Gram matrix is summed again, over the products.
+    """
+    columns = jnp.einsum(
+      "bkcfe,bkcew->bkcfw",
+      matrix,
+      self._columns(valid, chunk),
+      precision="highest",
+    )
+    gram = jnp.einsum(
+      "bkcew,bkcfw->bkcef", columns, columns, precision="highest"
+    )
+    return Sketch(columns, jnp.zeros_like(self.mean), gram)
+
+  def _columns(
+    self, valid: Bool[Array, "B K T"], chunk: int
+  ) -> Float[Array, "B K C k S"]:
     valid_slots = by_chunk(valid, chunk)[..., None, :]
     columns = (
       self.projected[..., : valid_slots.shape[-1]] - self.mean[..., None]
     )
-    return jnp.swapaxes(jnp.where(valid_slots, columns, 0.0), -1, -2)
+    return jnp.where(valid_slots, columns, 0.0)
 
 
 def by_chunk(

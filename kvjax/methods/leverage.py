@@ -60,33 +60,50 @@ def leverage(
 ) -> Float[Array, "B K T"]:
   """Computes squared row norms of an orthonormal basis of the (sketched) keys.
 
-  A direction counts as rounding noise if its eigenvalue in the k x k Gram
-  matrix, or its singular value for "qr", is at most k float32 epsilons times
-  the largest. Scores of a chunk that differ only by rounding, as those of
-  linearly independent keys, which are all 1, are set to their mean.
+  Except for "chol", a direction counts as rounding noise if its singular value
+  is at most sqrt(k) float32 epsilons times the Frobenius norm of the sketched
+  keys. Scores of a chunk that differ only by rounding, as those of linearly
+  independent keys, which are all 1, are set to their mean.
+
+  "svd" and "eig" use a Gram matrix, whose condition is the square of the keys'.
+  They whiten the keys by its Cholesky factor first and take the eigenvalues of
+  the Gram matrix of the result, as shifted CholeskyQR does (Fukaya et al.,
+  arXiv 1809.11085). Errors are then proportional to the condition of the keys,
+  as in a QR decomposition, which is much slower.
 
   Args:
     keys: the keys; arbitrary in empty slots.
     valid: slots that contain a token.
-    factor: right factor of each head; None does not sketch. All factors of full
-      row rank give the same leverages up to rounding, except for "chol".
-    solver: "svd" drops directions of the Gram matrix that are rounding noise;
-      "eig" raises their eigenvalues to the noise threshold; "qr" orthogonalizes
-      the rows themselves and drops noise; "chol" adds 1e-2 to the diagonal of
-      the Gram matrix, and ten times more until it is positive definite.
+    factor: right factor of each head; None does not sketch. Factors of D
+      columns or more are ignored, since they do not change the leverage, except
+      by "chol".
+    solver: "svd" drops directions that are rounding noise; "eig" raises their
+      eigenvalues to the noise threshold; "qr" orthogonalizes the rows
+      themselves and drops noise; "chol" is that of kvpress: it adds 1e-2 to the
+      diagonal of the Gram matrix, whatever the scale of the keys, and ten times
+      more until it is positive definite.
     center: subtract the mean key first.
     chunk: keys per chunk, which are independent; 0 for a single chunk.
 
   Returns:
     Scores in [0, 1]. They sum to the numerical rank of a chunk, or to less with
-    "eig" and "chol"; zero in empty slots.
+    "chol"; zero in empty slots.
   """
+  if factor is not None and factor.shape[2] >= factor.shape[1]:
+    factor = factor if solver == "chol" else None
   sketched = sketch(keys, valid, factor, chunk, center)
   if solver == "qr":
     squares, rounding = _row_leverage(sketched.rows(valid, chunk))
     rows = from_chunks(squares, chunk, valid.shape[2])
   else:
-    whitener, rounding = _whitener(sketched.gram, solver)
+    if solver == "chol":
+      whitener, rounding = _cholesky_whitener(sketched.gram)
+    else:
+      factors, relative_shift = _shifted_cholesky(sketched.gram)
+      sketched = sketched.transformed(_invert(factors), valid, chunk)
+      whitener, rounding = _eigen_whitener(
+        sketched.gram, relative_shift, clamp=solver == "eig"
+      )
     rows = leverage_rows(sketched, whitener, valid, chunk)
   return _remove_rounding(rows, rounding, valid, chunk)
 
@@ -97,76 +114,111 @@ def _row_leverage(
   """Squared row norms of a basis of the rows, and their relative rounding."""
   basis, triangle = jnp.linalg.qr(rows)
   vectors, values, _ = jnp.linalg.svd(triangle, full_matrices=False)
-  real = values > _noise(values)
+  norm = jnp.linalg.norm(values, axis=-1, keepdims=True)
+  real = values > rows.shape[-1] ** 0.5 * _EPS * norm
   vectors = jnp.where(real[..., None, :], vectors, 0.0)
   basis = jnp.matmul(basis, vectors, precision="highest")
-  return jnp.sum(basis * basis, axis=-1), _rounding(values)
+  smallest = jnp.min(jnp.where(real, values, norm), axis=-1)
+  rounding = _EPS * norm[..., 0] / jnp.where(smallest > 0.0, smallest, 1.0)
+  return jnp.sum(basis * basis, axis=-1), rounding
 
 
-def _whitener(
-  gram: Float[Array, "*B k k"], solver: Solver
+def _shifted_cholesky(
+  gram: Float[Array, "*B k k"],
 ) -> tuple[Float[Array, "*B k k"], Float[Array, "*B"]]:
-  """Matrices whose transpose times themselves is the inverse of `gram`.
+  """Cholesky factors of Gram matrices, shifted by what may be rounding.
+
+  Returns:
+    The factors, and the shifts relative to the traces, above 0.
+  """
+  diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1)
+  largest = jnp.max(diagonal, axis=-1)
+  # Between one and k epsilons of the largest eigenvalue.
+  shift = gram.shape[-1] * _EPS * jnp.where(largest > 0.0, largest, 1.0)
+  factors, shift = _cholesky(gram, shift)
+  trace = jnp.sum(diagonal, axis=-1)
+  return factors, shift / jnp.where(trace > 0.0, trace, 1.0)
+
+
+def _eigen_whitener(
+  gram: Float[Array, "*B k k"], relative_shift: Float[Array, "*B"], clamp: bool
+) -> tuple[Float[Array, "*B k k"], Float[Array, "*B"]]:
+  """Whiteners of columns that `_shifted_cholesky` has whitened in part.
+
+  A singular value x of the sketched keys has become the eigenvalue
+  x^2 / (x^2 + shift).
+
+  Args:
+    gram: Gram matrix of these columns.
+    relative_shift: the shift over the sum of all x^2.
+    clamp: raise eigenvalues that are noise to the threshold, instead of
+      dropping their directions.
 
   Returns:
     The matrices, and the relative rounding of leverages from them.
   """
-  if solver == "chol":
-    eye = jnp.broadcast_to(jnp.eye(gram.shape[-1]), gram.shape)
-    factor = _cholesky(gram, eye)
-    inverse = jax.scipy.linalg.solve_triangular(factor, eye, lower=True)
-    values = jnp.linalg.eigvalsh(gram)
-    # Differences due to the jitter are real, unless rounding exceeds it.
-    hidden_by_rounding = _EPS * jnp.max(values, axis=-1) > _CHOL_JITTER
-    return inverse, jnp.where(hidden_by_rounding, _rounding(values), 0.0)
   values, vectors = jnp.linalg.eigh(gram)
-  noise = _noise(values)
-  if solver == "eig":
-    used, real = jnp.maximum(values, noise), noise > 0.0
-  else:
-    used, real = values, values > noise
-  scale = jnp.sqrt(jnp.where(real, 1.0 / jnp.where(real, used, 1.0), 0.0))
-  return scale[..., None] * jnp.swapaxes(vectors, -1, -2), _rounding(values)
+  noise = (gram.shape[-1] * _EPS**2 / relative_shift)[..., None]
+  real = values > noise
+  used = jnp.where(real, values, noise)
+  scale = jnp.where(real | clamp, used**-0.5, 0.0)
+  smallest = jnp.min(jnp.where(real, values, 1.0), axis=-1)
+  # The condition of the keys, from what the shift took from `smallest`.
+  lost = jnp.maximum((1.0 - smallest) / relative_shift, 1.0)
+  rounding = _EPS * jnp.sqrt(lost / smallest)
+  return scale[..., None] * jnp.swapaxes(vectors, -1, -2), rounding
+
+
+def _cholesky_whitener(
+  gram: Float[Array, "*B k k"],
+) -> tuple[Float[Array, "*B k k"], Float[Array, "*B"]]:
+  """Whiteners by kvpress's jitter, and the relative rounding of leverages."""
+  factors, _ = _cholesky(gram, jnp.full(gram.shape[:-2], _CHOL_JITTER))
+  values = jnp.linalg.eigvalsh(gram)
+  largest = jnp.max(values, axis=-1, keepdims=True)
+  real = values > gram.shape[-1] * _EPS * largest
+  smallest = jnp.min(jnp.where(real, values, largest), axis=-1)
+  rounding = _EPS * largest[..., 0] / jnp.where(smallest > 0.0, smallest, 1.0)
+  # Differences due to the jitter are real, unless rounding exceeds it.
+  hidden = _EPS * largest[..., 0] > _CHOL_JITTER
+  return _invert(factors), jnp.where(hidden, rounding, 0.0)
+
+
+def _invert(factors: Float[Array, "*B k k"]) -> Float[Array, "*B k k"]:
+  """Inverts lower triangular matrices."""
+  return jax.scipy.linalg.solve_triangular(factors, _eye(factors), lower=True)
+
+
+def _eye(like: Float[Array, "*B k k"]) -> Float[Array, "*B k k"]:
+  return jnp.broadcast_to(jnp.eye(like.shape[-1]), like.shape)
 
 
 def _cholesky(
-  gram: Float[Array, "*B k k"], eye: Float[Array, "*B k k"]
-) -> Float[Array, "*B k k"]:
-  """Cholesky factors, each with the smallest jitter that lets it exist."""
+  gram: Float[Array, "*B k k"], jitter: Float[Array, "*B"]
+) -> tuple[Float[Array, "*B k k"], Float[Array, "*B"]]:
+  """Cholesky factors with jitter on the diagonal, and the jitter of each.
 
-  def factorize(jitter: Float[Array, "*B 1 1"]) -> Float[Array, "*B k k"]:
-    return jnp.linalg.cholesky(gram + jitter * eye)
+  The jitter is multiplied by ten until the factor exists.
+  """
 
-  def failed(factor: Float[Array, "*B k k"]) -> Bool[Array, "*B 1 1"]:
-    return jnp.any(jnp.isnan(factor), axis=(-2, -1), keepdims=True)
+  def factorize(jitter: Float[Array, "*B"]) -> Float[Array, "*B k k"]:
+    return jnp.linalg.cholesky(gram + jitter[..., None, None] * _eye(gram))
+
+  def failed(factors: Float[Array, "*B k k"]) -> Bool[Array, "*B"]:
+    return jnp.any(jnp.isnan(factors), axis=(-2, -1))
 
   def raise_jitter(
-    state: tuple[Float[Array, "*B 1 1"], Float[Array, "*B k k"]],
-  ) -> tuple[Float[Array, "*B 1 1"], Float[Array, "*B k k"]]:
-    jitter, factor = state
-    jitter = jnp.where(failed(factor), 10 * jitter, jitter)
-    return jitter, factorize(jitter)
+    state: tuple[Float[Array, "*B k k"], Float[Array, "*B"]],
+  ) -> tuple[Float[Array, "*B k k"], Float[Array, "*B"]]:
+    factors, jitter = state
+    jitter = jnp.where(failed(factors), 10 * jitter, jitter)
+    return factorize(jitter), jitter
 
-  jitter = jnp.full((*gram.shape[:-2], 1, 1), _CHOL_JITTER)
   return jax.lax.while_loop(
-    lambda state: jnp.any(failed(state[1]) & (state[0] < jnp.inf)),
+    lambda state: jnp.any(failed(state[0]) & (state[1] < jnp.inf)),
     raise_jitter,
-    (jitter, factorize(jitter)),
-  )[1]
-
-
-def _noise(values: Float[Array, "*B k"]) -> Float[Array, "*B 1"]:
-  """The largest eigenvalue, or singular value, that may be rounding."""
-  largest = jnp.max(values, axis=-1, keepdims=True)
-  return values.shape[-1] * _EPS * largest
-
-
-def _rounding(values: Float[Array, "*B k"]) -> Float[Array, "*B"]:
-  """The relative rounding error of a leverage: at most 1 / k."""
-  largest = jnp.max(values, axis=-1)
-  real = values > _noise(values)
-  smallest = jnp.min(jnp.where(real, values, largest[..., None]), axis=-1)
-  return _EPS * largest / jnp.where(smallest > 0.0, smallest, 1.0)
+    (factorize(jitter), jitter),
+  )
 
 
 def _remove_rounding(

@@ -78,11 +78,5 @@ class LeverageScores(ScoringMethod):
     """
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
     heads, dim = keys.shape[1], keys.shape[3]
-    kind = self._sketch_of(dim)
-    factors = draw_factors(kind, key, heads, dim, self.sketch_dim)
+    factors = draw_factors(self.sketch, key, heads, dim, self.sketch_dim)
     return leverage(keys, valid, factors, self.solver, self.center, self.chunk)
-
-  def _sketch_of(self, dim: int) -> Factor:
-    """The kind of sketch for keys of `dim` dimensions; see `sketch_dim`."""
-    wide = self.sketch_dim >= dim and self.solver != "chol"
-    return "none" if wide else self.sketch

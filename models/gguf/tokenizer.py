@@ -83,6 +83,8 @@ def _make_backend(
       f"{file.path} has a tokenizer of the kind {model!r}; only "
       f"{_BYTE_PAIRS!r}, byte-level BPE, is supported."
     )
+  if isinstance(split, str):
+    split = _ALIASES.get(split, split)
   if not isinstance(split, str) or split not in _PRE_TOKENIZERS:
     raise InputError(
       f"{file.path} has the pre-tokenizer {split!r}, which is not supported; "
@@ -143,6 +145,10 @@ _PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
   _LLAMA: _by_pattern("{1,3}"),
   _QWEN: _by_pattern(""),
 }
+
+
+# Other names in llama.cpp for the same (src/llama-vocab.cpp).
+_ALIASES = {"llama3": _LLAMA, "llama-v3": _LLAMA, "deepseek-r1-qwen": _QWEN}
 
 
 def _select_tokens(

@@ -4,9 +4,11 @@ import dataclasses
 import gc
 import json
 import os
+import re
 import resource
 import signal
 import time
+import types
 
 import jax
 import numpy as np
@@ -17,7 +19,13 @@ import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.checkpoint import saving
 from kvjax.errors import InputError
-from kvjax.experiments import cli, side_by_side, summaries, typed_records
+from kvjax.experiments import (
+  cli,
+  inputs,
+  side_by_side,
+  summaries,
+  typed_records,
+)
 from kvjax.experiments.benchmarks import (
   corpora,
   essays,
@@ -593,6 +601,28 @@ def test_a_signal_ends_a_program_without_a_traceback(program, capsys, number):
   assert done
 
 
+@pytest.mark.parametrize("kind", ODD)
+def test_a_model_that_is_something_else(
+  program, monkeypatch, capsys, tmp_path, kind
+):
+  path = replace(tmp_path / "model", kind)
+  values = {"MODEL": str(path), "_KERNELS": "auto", "_MESH": None}
+  for name, value in (values | {"_DTYPE": None}).items():
+    monkeypatch.setattr(inputs, name, types.SimpleNamespace(value=value))
+  said = r"has no config\.json|is not a GGUF file|cannot be read"
+
+  def main():
+    inputs.model_name()
+    with inputs.loaded():
+      pytest.fail("the model has been loaded")
+
+  with pytest.raises(SystemExit) as stopped:
+    program(main)
+  assert stopped.value.code == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert re.search(said, line)
+
+
 @pytest.mark.parametrize(
   ("name", "arguments", "said"),
   [
@@ -606,6 +636,7 @@ def test_a_signal_ends_a_program_without_a_traceback(program, capsys, number):
     ("make_reports", ["--output=/dev/null"], "/dev/null is no folder"),
     ("show_kept", ["--output=/dev/null"], "no regular file"),
     ("compare", ["--mesh=data:2,data:2", "--output=new"], "'data' twice"),
+    ("compare", ["--output=new", "--model=loop"], "loop has no config.json"),
     ("compare", ["--seed=99999999999", "--output=new"], "--seed is 9999999999"),
     (
       "evaluate",
@@ -617,9 +648,13 @@ def test_a_signal_ends_a_program_without_a_traceback(program, capsys, number):
   ],
 )
 def test_programs_refuse_in_one_sentence(
-  run_binary, tiny_directory, tmp_path, name, arguments, said
+  run_binary, tiny_directory, tmp_path, tmp_path_factory, name, arguments, said
 ):
-  if name in ("compare", "show_kept"):
+  if "--model=loop" in arguments:
+    loop = tmp_path_factory.mktemp("model") / "loop"
+    loop.symlink_to(loop.name)
+    arguments = [a.replace("=loop", f"={loop}") for a in arguments]
+  elif name in ("compare", "show_kept"):
     arguments = [*arguments, f"--model={tiny_directory}"]
   arguments = [a.replace("=new", f"={tmp_path}/new") for a in arguments]
   done = run_binary(f"kvjax.experiments.{name}", *arguments)

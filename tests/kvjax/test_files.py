@@ -163,7 +163,7 @@ def test_whole_pairs_are_characters():
 
 
 # What may write by itself: the atomic functions; the lines that runs resume
-# from; downloads, which are moved when they are complete.
+# from; downloads, to a temporary folder of `kvjax.models.downloads`.
 OWN = {"kvjax/files.py", "experiments/line_files.py", "models/wheels.py"}
 
 

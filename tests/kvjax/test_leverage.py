@@ -16,7 +16,8 @@ from kvjax.methods.leverage import (
 from kvjax.methods.standardize import standardize
 
 D = 8
-SOLVERS = ("svd", "qr", "eig", "chol")
+EXACT = ("svd", "qr", "eig")
+SOLVERS = (*EXACT, "chol")
 EPS = float(np.finfo(np.float32).eps)
 
 
@@ -74,7 +75,7 @@ def exact(keys):
   return np.sum(u * u, axis=1)
 
 
-@pytest.mark.parametrize("solver", ["svd", "qr", "eig"])
+@pytest.mark.parametrize("solver", EXACT)
 def test_exact_leverage(solver):
   keys = keys_of(0, 50)
   np.testing.assert_allclose(lev(keys, solver=solver), exact(keys), atol=1e-5)
@@ -95,7 +96,7 @@ def test_without_its_jitter_cholesky_is_exact(monkeypatch):
   np.testing.assert_allclose(ours, exact(keys), atol=1e-4)
 
 
-@pytest.mark.parametrize("solver", ["svd", "qr", "eig"])
+@pytest.mark.parametrize("solver", EXACT)
 def test_sketch_as_wide_as_the_keys_is_exact(solver):
   keys = keys_of(1, 60)
   sketch = gaussian_sketch(jax.random.key(0), D, D)
@@ -123,23 +124,10 @@ def test_leverage_sums_to_the_rank(rank):
   np.testing.assert_allclose(lev(keys).sum(), rank, atol=1e-4)
 
 
-def numerical_rank(keys, solver, doubt):
-  """What leverages add up to in float32.
-
-  Args:
-    keys: sketched, in float64.
-    solver: as of `leverage`.
-    doubt: times as large as expected is the noise taken to be.
-  """
-  values = np.linalg.svd(keys, compute_uv=False)
-  noise = doubt * keys.shape[1] * EPS
-  if solver == "qr":
-    return np.sum(values > noise * values.max())
-  values = values**2
-  if solver == "chol":
-    return np.sum(values / (values + 1e-2))
-  shares = values / (noise * values.max())
-  return np.sum(np.minimum(shares, 1) if solver == "eig" else shares > 1)
+def numerical_rank(keys):
+  """The rank to the accuracy of float32, from float64 singular values."""
+  tolerance = keys.shape[1] ** 0.5 * EPS * np.linalg.norm(keys)
+  return np.linalg.matrix_rank(keys, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -152,20 +140,59 @@ def numerical_rank(keys, solver, doubt):
     ),
   ],
 )
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_leverage_of_any_condition_sums_to_the_numerical_rank(
-  solver, columns, tokens
-):
-  """Also after a sketch that is wider than the keys."""
+@pytest.mark.parametrize("solver", EXACT)
+def test_leverage_of_any_condition_is_that_of_float64(solver, columns, tokens):
+  """Each score, and their sum, which is the numerical rank.
+
+  The sketch may be wider than the keys.
+  """
   count = {"few": 3, "less": columns - 1, "many": 1000}[tokens]
   sketch = gaussian_sketch(jax.random.key(0), 32, columns)
   for condition in (1, 10, 1e2, 1e3, 1e4):
     keys = keys_of_condition(1, count, 32, condition)
     ours = lev(keys, sketch, solver)
     assert np.all((ours >= 0) & (ours <= 1))
+    sketched = np.float64(keys)
+    if columns < 32:
+      sketched = sketched @ np.float64(sketch)
+    rank = numerical_rank(sketched)
+    assert rank == min(count, columns, 32)
+    np.testing.assert_allclose(ours.sum(), rank, atol=5e-3)
+    atol = max(1e-6, EPS * condition)
+    np.testing.assert_allclose(ours, exact(sketched), atol=atol)
+
+
+@pytest.mark.parametrize("solver", EXACT)
+@pytest.mark.parametrize(("rank", "smallest"), [(1, 1), (3, 1e-3), (31, 1e-4)])
+def test_no_rounding_counts_as_rank(solver, rank, smallest):
+  """Rows of a matrix of fewer dimensions than they have, in float32."""
+  rng = np.random.default_rng(6)
+  left = rng.normal(size=(1000, rank)) * np.geomspace(1, smallest, rank)
+  keys = np.asarray(left @ rng.normal(size=(rank, 32)), np.float32)
+  assert numerical_rank(np.float64(keys)) == rank
+  np.testing.assert_allclose(lev(keys, None, solver).sum(), rank, atol=2e-2)
+
+
+@pytest.mark.parametrize("solver", EXACT)
+@pytest.mark.parametrize("weak", [1e-2, 1e-3, 1e-4])
+def test_one_weak_direction_counts_as_much_as_the_others(solver, weak):
+  keys = keys_of_condition(1, 1000, 32, 1)
+  keys[:, 7] *= np.float32(weak)
+  expected = exact(np.float64(keys))
+  np.testing.assert_allclose(lev(keys, None, solver), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [16, 32, 64])
+@pytest.mark.parametrize("count", [3, 1000])
+def test_cholesky_is_that_of_kvpress(columns, count):
+  """With 1e-2 on the diagonal of the Gram matrix, in float64."""
+  sketch = gaussian_sketch(jax.random.key(0), 32, columns)
+  for condition in (1, 10, 1e2, 1e3, 1e4):
+    keys = keys_of_condition(1, count, 32, condition)
     sketched = np.float64(keys) @ np.float64(sketch)
-    least, most = (numerical_rank(sketched, solver, d) for d in (2, 0.5))
-    assert least - 0.1 <= ours.sum() <= most + 0.1, condition
+    gram = sketched.T @ sketched + 1e-2 * np.eye(columns)
+    expected = np.sum(sketched @ np.linalg.inv(gram) * sketched, axis=1)
+    np.testing.assert_allclose(lev(keys, sketch, "chol"), expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -178,7 +205,7 @@ def test_a_sketch_wider_than_the_keys_changes_nothing(solver):
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e3, 1e8])
-@pytest.mark.parametrize("solver", ["svd", "qr", "eig"])
+@pytest.mark.parametrize("solver", EXACT)
 def test_guards_are_relative_to_the_keys(solver, scale):
   keys = keys_of_condition(3, 200, 32, 30)
   sketch = gaussian_sketch(jax.random.key(0), 32, 48)
@@ -239,7 +266,7 @@ def test_equal_rows_get_equal_scores_and_few_rows_get_one():
   np.testing.assert_allclose(lev(keys_of(6, 4)), np.ones(4), atol=1e-4)
 
 
-@pytest.mark.parametrize("solver", ["svd", "qr", "eig", "chol"])
+@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("count", [1, 4])
 def test_fewer_rows_than_columns_of_the_sketch(solver, count):
   keys = keys_of(6, count, 32) * 100
@@ -282,7 +309,7 @@ def test_heads_and_rows_stand_alone():
       np.testing.assert_allclose(ours[row, head, :length], alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("solver", ["svd", "qr", "eig", "chol"])
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_padding_and_scale_do_not_matter(solver):
   keys = keys_of(7, 40) * 50
   plain = lev(keys, solver=solver)

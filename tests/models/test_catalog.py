@@ -1,17 +1,25 @@
 """Models by name: fetched once, whole or not at all."""
 
+import contextlib
+import dataclasses
 import hashlib
 import os
 import pathlib
+import select
 import shutil
+import subprocess
+import sys
 import types
 import zipfile
 
 import pytest
+from huggingface_hub import errors
 
 from kvjax.errors import InputError
-from kvjax.models import catalog, wheels
+from kvjax.models import catalog, downloads, snapshots, wheels
+from kvjax.models.downloads import ModelFile
 from kvjax.models.pretrained import load
+from kvjax.models.snapshots import Snapshot
 from kvjax.models.wheels import Wheel
 
 NAME = "toy"
@@ -57,24 +65,166 @@ def wheel(monkeypatch, tmp_path, cache):
     path.stat().st_size,
     "toy/toy.gguf",
     len(CONTENT),
+    hashlib.sha256(CONTENT).hexdigest(),
   )
   monkeypatch.setattr(catalog, "NAMED", {NAME: wheel})
   return path
 
 
+RECORD = ".verified.json"
+
+
 def _left(cache):
-  return [path.name for path in cache.rglob("*")]
+  return sorted(path.name for path in cache.rglob("*"))
 
 
-def test_a_model_is_fetched_once(wheel, cache):
+def test_a_model_is_fetched_once(wheel, cache, capsys):
   folder = catalog.locate(NAME)
   assert folder == cache / NAME
   assert (folder / "toy.gguf").read_bytes() == CONTENT
-  assert _left(cache) == [NAME, "toy.gguf"]
+  assert _left(cache) == [RECORD, NAME, "toy.gguf"]
+  assert capsys.readouterr().err == "Fetching kvjax-toy-model 1.0 (0 MB).\n"
   wheel.unlink()
   assert catalog.locate(NAME) == folder
+  assert not capsys.readouterr().err
   with pytest.raises(InputError, match=r"toy\.gguf is not complete"):
     load(NAME)
+
+
+@pytest.mark.parametrize(
+  "damaged", [b"", CONTENT[:-1], CONTENT + b"0", bytes(len(CONTENT))], ids=str
+)
+def test_what_is_damaged_is_fetched_again(wheel, cache, damaged):
+  path = catalog.locate(NAME) / "toy.gguf"
+  path.write_bytes(damaged)
+  os.utime(path, ns=(0, 0))
+  catalog.locate(NAME)
+  assert path.read_bytes() == CONTENT
+  wheel.unlink()
+  path.write_bytes(damaged)
+  with pytest.raises(InputError, match="pip cannot fetch kvjax-toy-model"):
+    catalog.locate(NAME)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "loop"])
+def test_what_is_no_file_is_not_read(wheel, cache, kind):
+  (cache / NAME).mkdir(parents=True)
+  path = cache / NAME / "toy.gguf"
+  {
+    "folder": path.mkdir,
+    "pipe": lambda: os.mkfifo(path),
+    "loop": lambda: path.symlink_to(path.name),
+  }[kind]()
+  if kind == "folder":
+    with pytest.raises(InputError, match=r"take toy \(Is a directory\)"):
+      catalog.locate(NAME)
+  else:
+    catalog.locate(NAME)
+    assert path.read_bytes() == CONTENT
+
+
+def test_a_digest_is_computed_if_something_has_changed(
+  wheel, cache, monkeypatch
+):
+  computed = []
+
+  def digest(path):
+    computed.append(path.name)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+  catalog.locate(NAME)
+  monkeypatch.setattr(downloads, "digest", digest)
+  catalog.locate(NAME)
+  assert not computed
+  path = cache / NAME / "toy.gguf"
+  os.utime(path, ns=(0, 0))
+  catalog.locate(NAME)
+  catalog.locate(NAME)
+  assert computed == ["toy.gguf"]
+  # Somebody's own copy, or a record that nobody can read.
+  for record in (None, "", "[]", '{"toy.gguf": 1}'):
+    (cache / NAME / RECORD).unlink()
+    if record is not None:
+      (cache / NAME / RECORD).write_text(record)
+    catalog.locate(NAME)
+  assert computed == ["toy.gguf"] * 5
+
+
+_FETCH_SLOWLY = """
+import hashlib, pathlib, sys
+from kvjax.models import downloads
+
+content = b"content"
+sha256 = hashlib.sha256(content).hexdigest()
+file = downloads.ModelFile("a", len(content), sha256)
+
+class Slow:
+  label, files, nbytes, nbytes_needed = "slow", (file,), 7, 7
+
+  def download(self, place, folder):
+    print(place, flush=True)
+    sys.stdin.readline()
+    assert place.is_dir()
+    (place / "a").write_bytes(content)
+
+downloads.fetch(Slow(), pathlib.Path(sys.argv[1]))
+print("done", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def _fetching(folder):
+  """A program that fetches a model when it reads a line."""
+  with subprocess.Popen(
+    [sys.executable, "-c", _FETCH_SLOWLY, folder],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    text=True,
+  ) as process:
+    try:
+      yield process
+    finally:
+      process.kill()
+
+
+def test_what_a_killed_program_leaves_is_removed(tmp_path):
+  """By the next one, which waits for one that is alive."""
+  folder, other = tmp_path / "toy", tmp_path / "toy.bf16"
+  other.mkdir()
+  with _fetching(folder) as killed:
+    left = pathlib.Path(killed.stdout.readline().strip())
+    assert left.parent == tmp_path
+    killed.kill()
+    killed.wait()
+  assert left.is_dir()
+  with _fetching(folder) as alive:
+    mine = pathlib.Path(alive.stdout.readline().strip())
+    assert not left.exists()
+    with _fetching(folder) as waiting:
+      # It would say where it fetches to, if it did not wait.
+      assert not select.select([waiting.stdout], [], [], 3.0)[0]
+      assert mine.is_dir()
+      alive.communicate("go\n")
+      assert waiting.stdout.readline() == "done\n"
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["toy", "toy.bf16"]
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(
+  wheel, cache, monkeypatch
+):
+  seen = []
+  replace, sync = pathlib.Path.replace, downloads._sync
+  monkeypatch.setattr(
+    pathlib.Path,
+    "replace",
+    lambda path, other: (seen.append(path.name), replace(path, other)),
+  )
+  monkeypatch.setattr(
+    downloads, "_sync", lambda path: (seen.append("sync"), sync(path))
+  )
+  catalog.locate(NAME)
+  assert seen[:3] == ["sync", "toy.gguf", "sync"]
 
 
 def test_what_is_there_as_a_path_is_one(wheel, cache, tmp_path, monkeypatch):
@@ -119,7 +269,9 @@ def test_a_python_without_pip(wheel, cache, monkeypatch):
 def test_a_disk_without_room(wheel, cache, monkeypatch):
   usage = types.SimpleNamespace(free=10)
   monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-  with pytest.raises(InputError, match="has 0 MB of room where fetching toy"):
+  with pytest.raises(
+    InputError, match="has 0 MB of room where fetching kvjax-toy"
+  ):
     load(NAME)
   assert _left(cache) == []
 
@@ -130,9 +282,7 @@ def test_a_disk_that_is_full_before_long(wheel, cache, monkeypatch):
     raise OSError(28, "No space left on device")
 
   monkeypatch.setattr(shutil, "copyfileobj", full)
-  with pytest.raises(
-    InputError, match=r"take toy\.gguf \(No space left on devic"
-  ):
+  with pytest.raises(InputError, match=r"take toy \(No space left on devic"):
     load(NAME)
   assert _left(cache) == []
 
@@ -140,10 +290,106 @@ def test_a_disk_that_is_full_before_long(wheel, cache, monkeypatch):
 def test_a_cache_that_is_no_folder(wheel, cache):
   cache.parent.mkdir(parents=True)
   cache.write_text("a file")
-  with pytest.raises(
-    InputError, match=r"models cannot take toy\.gguf \(File exi"
-  ):
+  with pytest.raises(InputError, match=r"models cannot take toy \(File exi"):
     load(NAME)
+
+
+def test_a_wheel_with_another_file(wheel, cache, monkeypatch):
+  other = dataclasses.replace(catalog.NAMED[NAME], member_sha256="0" * 64)
+  monkeypatch.setattr(catalog, "NAMED", {NAME: other})
+  with pytest.raises(InputError, match=r"toy\.gguf has the sha256 [0-9a-f]+, "):
+    load(NAME)
+  assert _left(cache) == []
+
+
+SMALL = {"model.safetensors": b"weights", "config.json": b"{}"}
+
+
+@pytest.fixture
+def hub(monkeypatch, cache):
+  """A hub with one repository; returns what it is asked for."""
+  asked = []
+
+  def download(repository, *, revision, allow_patterns, local_dir):
+    asked.append((repository, revision))
+    for name, content in ({"pickle.bin": b"no"} | SMALL).items():
+      if name in allow_patterns:
+        (local_dir / name).write_bytes(content)
+    (local_dir / ".cache").mkdir()
+    return str(local_dir)
+
+  monkeypatch.setattr(snapshots.huggingface_hub, "snapshot_download", download)
+  model_files = tuple(
+    ModelFile(name, len(content), hashlib.sha256(content).hexdigest())
+    for name, content in SMALL.items()
+  )
+  snapshot = Snapshot("org/toy", "0123456789abcdef" * 2, model_files)
+  monkeypatch.setattr(catalog, "NAMED", {NAME: snapshot})
+  return asked
+
+
+def test_a_model_of_the_hub_is_fetched_once(hub, cache, capsys):
+  folder = catalog.locate(NAME)
+  assert {p.name: p.read_bytes() for p in folder.glob("[!.]*")} == SMALL
+  assert _left(cache) == sorted([RECORD, NAME, *SMALL])
+  said = "Fetching org/toy at 0123456789ab (0 MB).\n"
+  assert capsys.readouterr().err == said
+  catalog.locate(NAME)
+  assert hub == [("org/toy", "0123456789abcdef" * 2)]
+  (folder / "model.safetensors").write_bytes(b"halves!")
+  catalog.locate(NAME)
+  assert len(hub) == 2
+  assert (folder / "model.safetensors").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize(
+  ("error", "said"),
+  [
+    (errors.OfflineModeIsEnabled("x\ny"), r"\(the hub cannot be reached\)"),
+    (errors.LocalEntryNotFoundError("x"), r"\(the hub cannot be reached\)"),
+    (RuntimeError("x"), r"\(the hub cannot be reached\)"),
+    (errors.RepositoryNotFoundError, r"\(the hub does not give it to you\)"),
+    (errors.RevisionNotFoundError, r"\(the hub does not give it to you\)"),
+    (OSError(28, "No space left on device"), r"toy \(No space left on devic"),
+  ],
+  ids=range(6),
+)
+def test_a_hub_that_has_it_not(hub, cache, monkeypatch, error, said):
+  if isinstance(error, type):
+    response = types.SimpleNamespace(headers={}, request=None, status_code=404)
+    error = error("x", response=response)
+
+  def fail(*args, **kwargs):
+    raise error
+
+  monkeypatch.setattr(snapshots.huggingface_hub, "snapshot_download", fail)
+  with pytest.raises(InputError, match=said) as caught:
+    load(NAME)
+  assert "\n" not in str(caught.value)
+  assert _left(cache) == []
+
+
+def test_another_snapshot_than_that_which_is_wanted(hub, cache, monkeypatch):
+  for wrong, said in ((b"WEIGHTS", "has the sha256"), (None, "is missing")):
+    contents = {"config.json": b"{}"}
+    if wrong is not None:
+      contents["model.safetensors"] = wrong
+    monkeypatch.setattr(sys.modules[__name__], "SMALL", contents)
+    with pytest.raises(InputError, match=rf"model\.safetensors {said}"):
+      load(NAME)
+    assert _left(cache) == []
+
+
+def test_what_is_fetched_from_the_hub_runs_no_code():
+  named = catalog.NAMED.values()
+  found = [source for source in named if isinstance(source, Snapshot)]
+  assert found
+  for source in found:
+    assert len(source.revision) == 40
+    assert source.files[-1].name == "config.json"
+    for file in source.files:
+      assert file.name.endswith((".safetensors", ".json", ".txt"))
+      assert len(bytes.fromhex(file.sha256)) == 32
 
 
 def test_why_pip_has_failed():
@@ -157,5 +403,8 @@ def test_why_pip_has_failed():
 
 
 def test_names_are_told_where_nothing_is_found(tmp_path):
-  with pytest.raises(InputError, match=r"by name are smollm2-135m-instruct\.$"):
+  with pytest.raises(
+    InputError,
+    match=r"by name are smollm2-135m-instruct, smollm2-135m-instruct-bf16\.$",
+  ):
     load(tmp_path / "nowhere")

@@ -24,6 +24,8 @@ LLAMA3 = {
   "high_freq_factor": 4.0,
   "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,8 @@ LLAMA3 = {
     ({"vocab_size": 10**5000}, "thousands of digits for 'vocab_size'"),
     ({"num_hidden_layers": 10**6}, "which must be at most 10000"),
     ({"hidden_act": ["silu"]}, "only 'silu' is supported"),
+    ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'; only 'silu'"),
+    ({"hidden_activation": 0}, "hidden_activation 0; only 'silu'"),
     ({"layer_types": "full_attention"}, "'layer_types', which must be a list"),
     ({"layer_types": [1, 1]}, "'layer_types', which must be a list of names"),
     ({"layer_types": ["linear_attention"]}, "type 'linear_attention', which"),
@@ -101,6 +105,19 @@ LLAMA3 = {
     ),
     ({"rope_theta": float("inf")}, "a number above 0"),
     ({"rope_theta": 10**400}, "a number above 0"),
+    (
+      {"rope_scaling": YARN | {"attn_factor": 1.5}},
+      "has 1.5 for the rope field 'attn_factor', which is not supported",
+    ),
+    (
+      {"rope_scaling": YARN | {"attn_factor": "1"}},
+      "'1' for the rope field 'attn_factor', which must be a number",
+    ),
+    (
+      {"rope_scaling": DYNAMIC | {"original_max_position_embeddings": 64}},
+      "has 64 for the rope field 'original_max_position_embeddings', which rope"
+      " type 'dynamic' does not use; only 128, max_position_embeddings",
+    ),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "the smaller"),
     ({"rope_theta": 0}, "a number above 0"),
     (
@@ -186,6 +203,7 @@ INERT = {
   "id2label": {"0": "no", "1": "yes"},
   "is_decoder": True,
   "max_length": 20,
+  "metadata": {"format": "pt"},
   "model_max_length": 4096,
   "num_labels": 2,
   "pretraining_tp": 2,
@@ -201,12 +219,14 @@ INERT = {
   "unsloth_fixed": True,
   "unsloth_version": "2025.9.1",
   "use_flash_attn": True,
+  "version": "1.0",
 }
 NEUTRAL = {
   "attn_logit_softcapping": None,
   "attention_multiplier": 1.0,
   "bias": False,
   "embedding_multiplier": 1,
+  "hidden_activation": "silu",
   "is_causal": True,
   "mlp_only_layers": [],
   "never_heard_of": None,
@@ -285,6 +305,19 @@ def test_every_spelling_of_a_rotary_embedding_is_the_same(spelling):
   assert config.rope.original_context == 64
   same = {"rope_scaling": LLAMA3, "rope_theta": 5e5}
   assert config == DecoderConfig.from_hf(FIELDS | same)
+
+
+@pytest.mark.parametrize(
+  ("scaling", "neutral"),
+  [
+    (YARN, {"attn_factor": 1.0}),
+    (YARN, {"attn_factor": 1}),
+    (DYNAMIC, {"original_max_position_embeddings": 128}),
+  ],
+)
+def test_rope_fields_that_change_nothing(scaling, neutral):
+  config = DecoderConfig.from_hf(FIELDS | {"rope_scaling": scaling | neutral})
+  assert config == DecoderConfig.from_hf(FIELDS | {"rope_scaling": scaling})
 
 
 @pytest.mark.parametrize(

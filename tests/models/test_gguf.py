@@ -197,13 +197,20 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "smollm2"
 TEXTS = json.loads((GOLDEN / "texts.json").read_text())
 
 
-@pytest.mark.parametrize("split", ["smollm", "llama-bpe", "qwen2"])
-def test_texts_are_split_as_transformers_splits_them(split):
+@pytest.mark.parametrize(
+  ("name", "split"),
+  [
+    *[("smollm", "smollm"), ("llama-bpe", "llama-bpe"), ("qwen2", "qwen2")],
+    *[("llama3", "llama-bpe"), ("llama-v3", "llama-bpe")],
+    ("deepseek-r1-qwen", "qwen2"),
+  ],
+)
+def test_texts_are_split_as_transformers_splits_them(name, split):
   """By its converters; smollm as published (tests/golden/make_smollm2.py)."""
   small = TEXTS["small"]
   fields = {
     "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": split,
+    "tokenizer.ggml.pre": name,
     "tokenizer.ggml.tokens": small["tokens"],
     "tokenizer.ggml.merges": small["merges"],
   }

@@ -1,0 +1,75 @@
+"""Download of a model from the Hugging Face hub."""
+
+import dataclasses
+import errno
+import pathlib
+
+import huggingface_hub
+
+from kvjax.errors import InputError
+from kvjax.models.downloads import ModelFile
+
+# Of the disk; the hub's own errors have other numbers, or none.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+  """Files of a repository at one commit.
+
+  Attributes:
+    repository: its name, as in `org/name`.
+    revision: the commit, 40 hexadecimal digits.
+    files: those that are needed: safetensors, json and txt only.
+  """
+
+  repository: str
+  revision: str
+  files: tuple[ModelFile, ...]
+
+  @property
+  def label(self) -> str:
+    """Repository and commit."""
+    return f"{self.repository} at {self.revision[:12]}"
+
+  @property
+  def nbytes(self) -> int:
+    """Size of all files."""
+    return sum(file.nbytes for file in self.files)
+
+  @property
+  def nbytes_needed(self) -> int:
+    """Disk space; files are written once."""
+    return self.nbytes
+
+  def download(self, place: pathlib.Path, folder: pathlib.Path) -> None:
+    """Downloads the files with the hub's own progress bar.
+
+    Args:
+      place: an empty folder.
+      folder: where the model will be, for messages.
+
+    Raises:
+      InputError: the hub cannot be reached, or does not have the commit.
+    """
+    try:
+      huggingface_hub.snapshot_download(
+        self.repository,
+        revision=self.revision,
+        allow_patterns=[file.name for file in self.files],
+        local_dir=place,
+      )
+    except Exception as error:  # Also those of the libraries that it uses.
+      if isinstance(error, OSError) and error.errno in _DISK:
+        raise
+      errors = huggingface_hub.errors
+      absent = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
+      reason = "the hub cannot be reached"
+      if isinstance(error, absent):
+        reason = "the hub does not give it to you"
+      names = ", ".join(file.name for file in self.files)
+      raise InputError(
+        f"The model {self.label} cannot be fetched from the Hugging Face hub "
+        f"({reason}); run this once with access to the hub, or put {names} "
+        f"into {folder}."
+      ) from error
