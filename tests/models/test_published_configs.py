@@ -68,7 +68,7 @@ READ = {
   "vicuna-7b-v1.5": (6_738_415_616, 4_096, "default", 1e4),
 }
 REFUSED = {
-  "DeepSeek-R1-0528-Qwen3-8B": "rope field 'attn_factor', which is not",
+  "DeepSeek-R1-0528-Qwen3-8B": "for the rope field 'attn_factor', which is",
   "Llama-2-7B-Chat-GPTQ": "quantized weights; load the unquantized model",
   "Mistral-7B-v0.1": "sliding-window attention",
   "Qwen2.5-7B-Instruct-AWQ": "quantized weights; load the unquantized model",
