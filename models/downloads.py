@@ -204,8 +204,8 @@ def _check_room(source: Download, place: pathlib.Path) -> None:
   if free < source.nbytes_needed:
     raise InputError(
       f"{place.parent} has {free / 1e6:.0f} MB of room where fetching "
-      f"{source.label} takes {source.nbytes_needed / 1e6:.0f} MB; make room, or "
-      "set XDG_CACHE_HOME to another folder."
+      f"{source.label} takes {source.nbytes_needed / 1e6:.0f} MB; make room, "
+      "or set XDG_CACHE_HOME to another folder."
     )
 
 

@@ -195,14 +195,14 @@ class RowFile:
 
   @property
   def has_rows(self) -> bool:
-    """Whether it has rows; excludes caches of `datasets`."""
+    """Whether it has rows; excludes caches of `datasets` and macOS's notes."""
     # `datasets` cannot read gzip in a zip.
     packed_twice = self.member and self._is_packed_by_gzip
     return (
       self.kind in SUFFIXES
       and not packed_twice
       and self.name.name not in _ABOUT
-      and not self.name.name.startswith("cache-")
+      and not self.name.name.startswith(("cache-", "._"))
     )
 
   @property

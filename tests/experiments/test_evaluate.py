@@ -146,6 +146,46 @@ def test_longbench_is_asked_with_and_without_the_template(
   assert said["official"][1]["no chat template"] == "trec"
 
 
+@pytest.mark.slow
+def test_needles_of_the_users_texts_after_compressed_questions(
+  binary, run_binary, tiny_directory, tmp_path
+):
+  """The texts and their repetition are recorded, and kvpress's layout too."""
+  essay = tmp_path / "tales.txt"
+  essay.write_text("A tale is told. The sea is wide. " * 30)
+  output, exported = tmp_path / "run", tmp_path / "kvpress"
+  result = binary(
+    "--benchmark=needle",
+    f"--essay={essay}",
+    "--words=wonderwords",
+    "--protocol=query-aware-kvpress",
+    f"--model={tiny_directory}",
+    "--methods=keydiff",
+    "--retention=0.5",
+    "--length=400",
+    "--depths=2",
+    "--samples=1",
+    f"--output={output}",
+  )
+  assert result.returncode == 0, result.stderr
+  assert "At 400 tokens the prose repeats itself: " in result.stdout
+  (path,) = output.glob("*/summary.json")
+  summary = json.loads(path.read_text())
+  assert summary["protocol"] == "query-aware-kvpress"
+  assert summary["data"]["essay"].startswith("tales.txt (sha256 ")
+  assert summary["data"]["keys"].startswith("wonderwords (sha256 ")
+  share = summary["about"]["distinct sentences in haystacks"]
+  assert int(share.removesuffix(" % at 400 tokens")) < 50
+  assert share in path.with_name("report.html").read_text()
+  result = run_binary(
+    "kvjax.experiments.report", str(output), f"--kvpress={exported}"
+  )
+  assert result.returncode == 0, result.stderr
+  configs = [json.loads(p.read_text()) for p in exported.rglob("config.yaml")]
+  assert configs
+  assert all(config["query_aware"] is True for config in configs)
+
+
 @pytest.mark.parametrize(
   ("arguments", "sentence"),
   [
@@ -166,6 +206,19 @@ def test_longbench_is_asked_with_and_without_the_template(
     (
       ["--benchmark=needle", "--turns=3"],
       "--turns belongs to --benchmark=multiturn, not to needle",
+    ),
+    (
+      ["--benchmark=passkey", "--words=wonderwords"],
+      "--words belongs to --benchmark=ruler, needle and multiturn, not to pass",
+    ),
+    (
+      ["--benchmark=needle", "--words=words.txt"],
+      "is a list for RULER's cwe; needles' keys are of --words=wonderwords",
+    ),
+    (["--benchmark=multiturn", "--essay=none.txt"], "none.txt cannot be read"),
+    (
+      ["--benchmark=multiturn", "--protocol=query-aware-kvpress"],
+      "With --protocol=query-aware-kvpress a conversation's context ends with",
     ),
     (
       ["--benchmark=multiturn", "--protocol=query-aware"],

@@ -1,5 +1,6 @@
 """LongBench's files, in every layout that they are published in."""
 
+import gzip
 import json
 import zipfile
 
@@ -63,6 +64,25 @@ def as_parquet(folder, name):
     pq.write_table(pa.Table.from_pylist(part), path)
 
 
+def as_zipped_parquet(folder, name):
+  path = folder / f"{name}.parquet"
+  pq.write_table(pa.Table.from_pylist(rows(name)), path)
+  with zipfile.ZipFile(folder / "data.zip", "a") as archive:
+    archive.write(path, f"{name}/test-00000-of-00001.parquet")
+  path.unlink()
+
+
+def as_compressed_lines(folder, name):
+  folder.joinpath(f"{name}.jsonl.gz").write_bytes(
+    gzip.compress(lines(name).encode())
+  )
+
+
+def as_csv(folder, name):
+  table = datasets.Dataset.from_list(rows(name))
+  table.to_csv(folder / f"{name}.csv", index=False)
+
+
 def as_converted_parquet(folder, name):
   """As the hub's refs/convert/parquet has it."""
   folder.joinpath(name, "test").mkdir(parents=True)
@@ -94,6 +114,9 @@ def as_cache(folder, name):
     as_lines,
     as_json,
     as_zip,
+    as_zipped_parquet,
+    as_compressed_lines,
+    as_csv,
     as_parquet,
     as_converted_parquet,
     as_saved,

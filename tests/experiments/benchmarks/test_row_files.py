@@ -247,6 +247,7 @@ def test_files_of_rows_are_found_in_folders_and_zips(tmp_path):
     # `datasets` does not read these.
     archive.writestr("4096/a.csv.gz", b"")
     archive.writestr("readme.txt", b"")
+    archive.writestr("__MACOSX/4096/._a.csv", b"")
   names = ["rows.jsonl", "rows.jsonl.gz"]
   assert [file.path.name for file in find(tmp_path)] == names
   members = ["4096/a.csv", "4096/b.parquet"]

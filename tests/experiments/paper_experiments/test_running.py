@@ -7,6 +7,8 @@ import pytest
 import rich.console
 
 from kvjax.errors import InputError
+from kvjax.experiments import inputs
+from kvjax.experiments.benchmarks import ruler
 from kvjax.experiments.paper_experiments import report, running
 from kvjax.experiments.paper_experiments.analyses import prompt_lengths
 from kvjax.experiments.paper_experiments.records import (
@@ -17,6 +19,7 @@ from kvjax.experiments.paper_experiments.records import (
 )
 from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
 from kvjax.experiments.paper_experiments.samples import Sources, draw
+from kvjax.experiments.tasks import passkey
 
 
 def experiment(*parts, **fields):
@@ -130,6 +133,32 @@ def test_lengths_in_words_become_those_of_the_tokenizer(session, invented):
   assert 256 + 64 + 40 < short < long - 20
   asked = session._replace(length=700)
   assert running.setup_of(one, asked).lengths == (700,)
+
+
+@pytest.mark.parametrize("benchmark", ["needle", "passkey", "multiturn"])
+def test_needles_are_hidden_in_the_users_prose(
+  benchmark, tiny, session, monkeypatch
+):
+  # Eight turns are longer than the tiny model's context.
+  monkeypatch.setattr(inputs, "check_lengths", lambda lm, lengths: None)
+  essay = tuple(f"Tale {number} is of the sea." for number in range(50))
+  texts = dataclasses.replace(
+    ruler.Texts.read(), essay=essay, origins={"essay": "tales", "words": "own"}
+  )
+  turns = Setup(benchmark, (benchmark,), (700,), 1, depths=1)
+  drawn = draw(turns, "small", tiny, Sources(texts=texts), 0)
+  for samples in drawn.samples.values():
+    assert all(" is of the sea." in sample.context for sample in samples)
+  assert drawn.data == {"essay": "tales"}
+  assert list(drawn.about) == ["distinct sentences in haystacks"]
+  words = Setup("passkey", ("passkey",), (20,), 1, in_words=True)
+  own = session._replace(sources=Sources(texts=texts))
+  count, pieces = tiny.text.count, " ".join(essay)
+  per_word = count(pieces) / len(pieces.split())
+  part = Analysis("lengths", prompt_lengths.measure, words, words)
+  assert running.setup_of(part, own).lengths[0] == (
+    passkey.length_of_words(0, count) + round(20 * per_word)
+  )
 
 
 def test_lengths_beyond_the_models_context_are_left_out(session, invented):
