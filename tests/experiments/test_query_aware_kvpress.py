@@ -141,6 +141,7 @@ def test_questions_about_one_context_are_compressed_apart(tiny, tmp_path):
     assert length == len(known.context)
 
 
+@pytest.mark.slow
 def test_nothing_need_follow_the_question(tiny, tmp_path):
   """Then it is the whole prompt, as for LongBench's lsht without template."""
   chosen = candidates(["streaming:sinks=1"], [kvjax.Retention(0.5)])

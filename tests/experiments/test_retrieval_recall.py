@@ -47,6 +47,7 @@ def test_more_centroids_miss_less(measured):
   np.testing.assert_allclose(all_lists[1].error, found[0][1].error, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_without_an_index_are_left_out(measured):
   found, _ = measured
   assert found[2][0] is None

@@ -179,6 +179,7 @@ def test_triples_of_weight_zero_do_not_count():
   np.testing.assert_allclose(found[:2], (2, -9), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_context_is_predicted_by_others():
   data = wide_triples(noise=0.05, contexts=12)
   rule = Rule(("nll", "tail_nll"), powered=False, too_high=1.0)
@@ -309,6 +310,7 @@ def test_the_ratio_of_negative_log_likelihoods():
   )
 
 
+@pytest.mark.slow
 def test_promises_without_other_contexts_are_cross_validated():
   """Each context is tested on the curve that was fitted to the others."""
   data = wide_triples(noise=0.1, contexts=15)

@@ -145,6 +145,7 @@ def test_scores(seen, method):
     assert not np.any(ours[0, :, b:])
 
 
+@pytest.mark.slow
 def test_scores_that_include_the_ends_and_are_standardized_by_chunk(seen):
   method = Compactor(
     chunk=16,
@@ -287,6 +288,7 @@ def test_constant_leverage_leaves_the_choice_to_attention(solver):
   assert np.any(np.asarray(found.attention))
 
 
+@pytest.mark.slow
 def test_sketch_depends_on_layer_head_and_seed_only(seen):
   method = Compactor(sketch_dim=4)
   LayerCache.of(seen)

@@ -215,6 +215,7 @@ def test_layers_share_a_selection_across_local_ones():
   assert first != second
 
 
+@pytest.mark.slow
 def test_evicting_goes_on_in_global_layers_alone():
   schedule = kvjax.Schedule(block=4, every=2)
   plan = kvjax.get_plan("keydiff", kvjax.Tokens(7), schedule)

@@ -232,6 +232,7 @@ def test_cholesky_lifts_what_its_jitter_does_not(scale):
   np.testing.assert_allclose(ours, exact(np.float64(keys)), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_no_solver_finds_anything_in_zeros():
   sketch = gaussian_sketch(jax.random.key(0), D, 5)
   for solver in SOLVERS:
@@ -297,6 +298,7 @@ def test_leverage_of_chunks_is_that_of_each_chunk_alone(size, solver):
   assert not np.any(ours[40:])
 
 
+@pytest.mark.slow
 def test_heads_and_rows_stand_alone():
   """Each head has its factor; rows of unequal lengths share them."""
   keys = np.stack([keys_of(seed, 30) for seed in range(4)]).reshape(2, 2, 30, D)

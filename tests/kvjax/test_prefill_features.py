@@ -75,6 +75,7 @@ def test_concentration_is_that_of_the_scores(measured):
   )
 
 
+@pytest.mark.slow
 def test_a_row_stands_alone(measured):
   plans = [*map(plan_of, NAMES), plan_of("full")]
   alone = kvjax.measured_sweep(

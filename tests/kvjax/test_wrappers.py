@@ -243,6 +243,7 @@ def test_the_same_method_while_decoding_is_one_schedule():
     assert kept_positions(one.cache, row) == kept_positions(other.cache, row)
 
 
+@pytest.mark.slow
 def test_a_method_for_whole_prompts_may_precede_another(tmp_path):
   """In a batch as alone, also when the cache has been saved."""
   plan = kvjax.get_plan(

@@ -188,6 +188,7 @@ def _fetching(folder):
       process.kill()
 
 
+@pytest.mark.slow
 def test_what_a_killed_program_leaves_is_removed(tmp_path):
   """By the next one, which waits for one that is alive."""
   folder, other = tmp_path / "toy", tmp_path / "toy.bf16"

@@ -190,6 +190,7 @@ def test_presets_keep_what_kvpress_keeps(press, name, checkpoints):
   compare(checkpoints[name], name, plans_of(press))
 
 
+@pytest.mark.slow
 def test_a_row_alone_keeps_what_it_keeps_in_a_batch(checkpoints):
   """Without padding to speak of: as kvpress runs."""
   lm, names = checkpoints["held_out"], sorted(QUICK)
