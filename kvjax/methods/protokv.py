@@ -28,6 +28,7 @@ from kvjax.methods.ranking import (
   score_centers,
   score_clusters,
   select_fitting,
+  without,
 )
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.traits import Traits
@@ -164,7 +165,8 @@ class ProtoKV(Method):
     remaining = jnp.maximum(budget.per_head - taken, 0)
     prefix = valid & (age(valid) > self.window)
     select_head = functools.partial(select_fitting, cut=self.cut)
-    kept = jax.vmap(jax.vmap(select_head))(scores, remaining)
+    others = jax.vmap(jax.vmap(without))(scores, prefix & must_keep)
+    kept = jax.vmap(jax.vmap(select_head))(others, remaining)
     return mask_to_slots(window | must_keep | (prefix & kept), budget.capacity)
 
   def token_scores(

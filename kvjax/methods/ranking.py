@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.select import among_largest
 from kvjax.selection import finite
-from kvjax.struct import struct
+from kvjax.struct import replace, struct
 
 Cut = Literal["score", "position", "skip", "none"]
 
@@ -109,6 +109,18 @@ def rank_clusters(
     jnp.where(prefix, finite(inside), -jnp.inf),
     jnp.minimum(token_rank, len(scores) - 1),
     sizes,
+  )
+
+
+def without(ranking: Ranking, tokens: Bool[Array, " T"]) -> Ranking:
+  """Takes tokens that are kept anyway out of their clusters."""
+  count = jax.ops.segment_sum(
+    tokens.astype(jnp.int32), ranking.cluster, len(ranking.sizes)
+  )
+  return replace(
+    ranking,
+    sizes=ranking.sizes - count,
+    inside=jnp.where(tokens, -jnp.inf, ranking.inside),
   )
 
 
