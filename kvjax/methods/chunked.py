@@ -51,14 +51,8 @@ class Chunked(Method):
   @property
   def traits(self) -> Traits:
     """Those of the method, for whole prompts."""
-    return dataclasses.replace(
-      self.over.traits,
-      whole_prompts_only="its chunks are those of a whole prompt",
-      even="every chunk has its own share",
-      window=0,
-      protects=0,
-      accumulates=False,
-    )
+    traits = self.over.traits.once("its chunks are those of a whole prompt")
+    return dataclasses.replace(traits, even="every chunk has its own share")
 
   @property
   def allocation(self) -> PerChunk:
@@ -113,8 +107,11 @@ class Chunked(Method):
     inputs = activations.inputs
     parts: dict[str, Any] = {
       name: self._split(part)
-      for name in ("keys_unrotated", "queries_unrotated")
-      if (part := getattr(activations, name)) is not None
+      for name, part in (
+        ("keys_unrotated", activations.keys_unrotated),
+        ("queries_unrotated", activations.queries_unrotated),
+      )
+      if part is not None
     }
     if inputs is not None:
       parts["inputs"] = self._split(inputs[:, None])[:, 0]

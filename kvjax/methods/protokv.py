@@ -57,7 +57,7 @@ class ProtoKV(Method):
 
   Attributes:
     window: W, number of last tokens, which are always kept.
-    sinks: number of first tokens that are always kept.
+    sinks: number of first tokens that are kept, after the window.
     neighbors: kappa, radius of the neighborhood.
     include_self: whether a token is its own neighbor.
     sign: "literal" takes the tokens most similar to their neighbors as anchors.
@@ -155,9 +155,8 @@ class ProtoKV(Method):
   ) -> Int[Array, "B K M"]:
     """Selects clusters while they fit, the cut one, and the window."""
     valid = cache.valid
-    first = (
-      cache.positions < jnp.minimum(self.sinks, budget.per_head)[..., None]
-    )
+    spare = jnp.maximum(budget.per_head - self.window, 0)
+    first = cache.positions < jnp.minimum(self.sinks, spare)[..., None]
     must_keep = budget.must_keep(cache) | (valid & first)
     window = newest(valid, must_keep, budget.per_head, self.window)
     must_keep &= ~window

@@ -58,6 +58,16 @@ class Traits:
         f"values; its traits ask for {', '.join(unknown)}."
       )
 
+  def once(self, reason: str) -> "Traits":
+    """The traits of a method that selects from a whole prompt by this one.
+
+    Args:
+      reason: why it cannot evict repeatedly; see `whole_prompts_only`.
+    """
+    return dataclasses.replace(
+      self, whole_prompts_only=reason, window=0, protects=0, accumulates=False
+    )
+
   def keeps_layer(self, layer: int) -> bool:
     """Whether a layer is never compressed."""
     return self.keeps_all or layer in self.keeps_layers

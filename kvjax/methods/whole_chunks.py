@@ -72,14 +72,9 @@ class WholeChunks(Method):
   @property
   def traits(self) -> Traits:
     """Those of the method, for whole prompts."""
-    return dataclasses.replace(
-      self.over.traits,
-      whole_prompts_only="its chunks are those of a whole prompt",
-      coarse="its last chunk may be shorter than the others",
-      window=0,
-      protects=0,
-      accumulates=False,
-    )
+    traits = self.over.traits.once("its chunks are those of a whole prompt")
+    coarse = "its last chunk may be shorter than the others"
+    return dataclasses.replace(traits, coarse=coarse)
 
   @property
   def allocation(self) -> WholeChunkCounts:

@@ -93,6 +93,9 @@ SMALL = {
   "compactor.kvpress": {"chunk": 16, "first": 2, "last": 3},
   "compactor.vllm": {"chunk": 16, "leverage_chunk": 20, "first": 2, "last": 3},
   "protokv": {"window": 5, "prototypes": 20, "bits": 3},
+  "protokv.clusterkv": {
+    **{"sinks": 2, "window": 5, "prototypes": 20, "tokens_per_prototype": 4},
+  },
 }
 
 

@@ -291,10 +291,10 @@ def test_sat_ranks_tokens_by_deviation(seen, sign):
 
 @pytest.mark.parametrize("budget", [3, 12, 20])
 def test_sinks_are_kept_as_far_as_the_budget_goes(seen, budget):
-  """First the sinks, then the window, then the best of the others."""
+  """First the window, then the sinks, then the best of the others."""
   kept = select(seen, get_method("protokv.sat:sinks=5"), budget)
-  sinks = min(5, budget)
-  last = min(WINDOW, budget - sinks)
+  last = min(WINDOW, budget)
+  sinks = min(5, budget - last)
   for head in range(K):
     best = np.argsort(likeness_of(seen, head)[5:])[: budget - sinks - last] + 5
     assert kept[head] == [
