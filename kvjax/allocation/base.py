@@ -199,6 +199,19 @@ class Allocation(abc.ABC):
     """Whether any row exceeds its budget."""
     return jnp.any(cache.lengths > budget.per_head)
 
+  def refit(
+    self, old: "Allocation", new: "Allocation", window: int
+  ) -> "Allocation":
+    """Returns the same allocation for a method whose options have changed.
+
+    Args:
+      old: the method's default allocation before.
+      new: the method's default allocation now.
+      window: number of last tokens that the method always keeps now.
+    """
+    del window
+    return new if self == old else self
+
   def check_recursive(self, budget: Budget) -> None:
     """Refuses a budget that does not support repeated eviction.
 

@@ -57,6 +57,11 @@ class Pyramid(Allocation):
     """Whether heads compete in the inner allocation."""
     return self.over.votes
 
+  def refit(self, old: Allocation, new: Allocation, window: int) -> Allocation:
+    """Refits the inner allocation, and takes the new window."""
+    over = self.over.refit(old, new, window)
+    return dataclasses.replace(self, over=over, window=window)
+
   def evaluate(
     self,
     method: Chooser,

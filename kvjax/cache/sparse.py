@@ -67,7 +67,7 @@ class SparseLayer(Layer):
     activations: Activations,
     count: Int[Array, " B"],
     most: int,
-  ) -> Layer:
+  ) -> "SparseLayer | None":
     """Indexes a layer after the prefill of its prompt.
 
     Args:
@@ -79,12 +79,11 @@ class SparseLayer(Layer):
       most: maximum of `count`.
 
     Returns:
-      The indexed layer; `cache` itself if every token will always read all
-      keys.
+      The indexed layer; None if every token will always read all keys.
     """
     split = split_tokens(retrieval, cache, most)
     if split is None:
-      return cache
+      return None
     kv_heads = cache.positions.shape[1]
     budget = broadcast_budget(count, kv_heads, most)
     index = index_all(

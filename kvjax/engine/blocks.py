@@ -23,7 +23,7 @@ from kvjax.engine.forward import (
   layer_stacks,
 )
 from kvjax.engine.plans import Plan
-from kvjax.engine.prepared import Limits, compressed_layers, prepare_limits
+from kvjax.engine.prepared import PreparedPlan, prepare_repeated
 from kvjax.model import Geometry, LayerSpec, Model
 from kvjax.prompts import Prompts
 
@@ -37,14 +37,15 @@ def prefill_blocks(
   and results are those of `kvjax.prefill`.
   """
   lengths = np.asarray(prompts.lengths)
-  limits = prepare_limits(plan, lengths, prompts.tokens.shape[1])
+  longest = prompts.tokens.shape[1]
+  prepared = prepare_repeated(plan, lengths, longest, model.geometry)
   protected = prompts.protected
   return _prefill_blocks(
     model,
     params,
     jnp.asarray(prompts.tokens),
     jnp.asarray(lengths, jnp.int32),
-    limits,
+    prepared,
     None if protected is None else jnp.asarray(protected),
   )
 
@@ -55,10 +56,10 @@ def _prefill_blocks(
   params: PyTree,
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
-  limits: Limits,
+  prepared: PreparedPlan,
   protected: Bool[Array, "B S"] | None,
 ) -> tuple[Cache, Float[Array, "B V"]]:
-  plan, padded = limits.plan, tokens.shape[1]
+  plan, padded = prepared.plan, tokens.shape[1]
   schedule = plan.schedule
   assert schedule.block is not None
   block = min(schedule.block, padded)
@@ -71,10 +72,10 @@ def _prefill_blocks(
     """Runs a block; returns the hidden state of each row's last token."""
     part = jax.lax.dynamic_slice_in_dim(tokens, start, width, axis=1)
     real = jnp.clip(lengths - start, 0, width)
-    hidden, cache = append_block(model, params, cache, part, real, limits)
+    hidden, cache = append_block(model, params, cache, part, real, prepared)
     last = jnp.maximum(real - 1, 0)[:, None, None]
     last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-    return evict_all(model, limits, cache), last
+    return evict_all(model, prepared, cache), last
 
   def next_block(
     index: Int[Array, ""], carry: tuple[Cache, Float[Array, "B E"]]
@@ -84,8 +85,8 @@ def _prefill_blocks(
     cache, block_last = run(cache, start, block)
     return cache, jnp.where((lengths > start)[:, None], block_last, last)
 
-  capacity = max(limits.capacity + block, first)
-  kinds = _kinds(model.geometry, plan, (capacity, padded + block))
+  capacity = max(prepared.capacity + block, first)
+  kinds = _kinds(model.geometry, prepared, (capacity, padded + block))
   unique = [kind for kind in dict.fromkeys(kinds) if kind is not None]
   order = tuple(-1 if kind is None else unique.index(kind) for kind in kinds)
   rows = lengths.shape[0]
@@ -102,7 +103,7 @@ def _prefill_blocks(
   blocks = -((first - jnp.max(lengths)) // block)
   cache, last = jax.lax.fori_loop(0, jnp.maximum(blocks, 0), next_block, carry)
   stacks = tuple(
-    _finalize(model, plan, stack, limits.capacity if kind.evicts else padded)
+    _finalize(model, plan, stack, prepared.capacity if kind.evicts else padded)
     for stack, kind in zip(cache.stacks, unique, strict=True)
   )
   logits = model.logits(params, last)
@@ -124,21 +125,20 @@ class _Kind(NamedTuple):
 
 
 def _kinds(
-  geometry: Geometry, plan: Plan, capacities: tuple[int, int]
+  geometry: Geometry, prepared: PreparedPlan, capacities: tuple[int, int]
 ) -> list[_Kind | None]:
   """Returns the kind of each layer; None for a layer without a cache.
 
   Args:
     geometry: sizes of the model.
-    plan: the plan.
+    prepared: the plan.
     capacities: slots of layers that evict, and of those that do not.
   """
-  compressed = compressed_layers(plan, geometry)
   return [
     _Kind(spec, evicts, capacities[0] if evicts else capacities[1])
     if spec.cache
     else None
-    for spec, evicts in zip(geometry.layers, compressed, strict=True)
+    for spec, evicts in zip(geometry.layers, prepared.compressed, strict=True)
   ]
 
 

@@ -10,7 +10,7 @@ from kvjax.cache.cache import Cache
 from kvjax.engine.decode import (
   Decoding,
 )
-from kvjax.engine.prepared import Limits, max_span, prepare_limits
+from kvjax.engine.prepared import PreparedPlan, max_span, prepare_repeated
 from kvjax.errors import InputError
 from kvjax.model import Model, check_context
 from kvjax.prompts import Prompts, bucket
@@ -26,21 +26,33 @@ def wider_capacities(cache: Cache, tokens: int) -> list[int | None]:
   ]
 
 
-def find_limits(
-  cache: Cache, processed: Int[np.ndarray, " B"], width: int, decoding: Decoding
-) -> Limits | None:
-  """Limits of the layers during generation, if they evict then."""
+def prepare_decoding(
+  model: Model,
+  cache: Cache,
+  processed: Int[np.ndarray, " B"],
+  width: int,
+  decoding: Decoding,
+) -> PreparedPlan | None:
+  """Prepares the plan of a cache that evicts during generation, if it does.
+
+  Args:
+    model: the model.
+    cache: the cache.
+    processed: tokens of each row so far.
+    width: tokens of the block that is fed first; 0 for none.
+    decoding: how many tokens follow.
+  """
   plan = cache.plan
   if plan is None or plan.keeps_prompts:
     return None
   longest = bucket(int(processed.max()) + width + decoding.max_new_tokens)
-  return prepare_limits(plan, processed, longest)
+  return prepare_repeated(plan, processed, longest, model.geometry)
 
 
 def _slots_needed(
   cache: Cache,
   used: Sequence[int],
-  limits: Limits | None,
+  prepared: PreparedPlan | None,
   width: int,
   decoding: Decoding,
 ) -> list[int]:
@@ -49,34 +61,33 @@ def _slots_needed(
   Args:
     cache: the cache.
     used: used slots of each stack.
-    limits: limits of the layers after each eviction, if they evict.
+    prepared: the plan, if layers evict.
     width: tokens of the block that is fed first; 0 for none.
     decoding: how many tokens follow.
   """
   full = [slots + width + decoding.max_new_tokens for slots in used]
-  if limits is None:
+  if prepared is None:
     return full
-  plan = limits.plan
-  step = min(plan.schedule.every or 1, decoding.max_new_tokens)
+  step = min(prepared.plan.schedule.every or 1, decoding.max_new_tokens)
   first = [cache.order.index(number) for number in range(len(used))]
   return [
     # A layer that never evicts never closes the gaps between rows either.
-    total
-    if plan.method.traits.keeps_layer(layer)
-    else max(slots + (width or step), limits.capacity + step)
+    max(slots + (width or step), prepared.capacity + step)
+    if prepared.compressed[layer]
+    else total
     for layer, slots, total in zip(first, used, full, strict=True)
   ]
 
 
 def grow_for(
-  cache: Cache, limits: Limits | None, width: int, decoding: Decoding
+  cache: Cache, prepared: PreparedPlan | None, width: int, decoding: Decoding
 ) -> Cache:
   """Grows a cache for a block and the tokens decoded after it.
 
   Arguments are those of `check_room`.
   """
   used = [stack.capacity or 0 for stack in cache.stacks]
-  return cache.grow(_slots_needed(cache, used, limits, width, decoding))
+  return cache.grow(_slots_needed(cache, used, prepared, width, decoding))
 
 
 def _check_lengths(
@@ -124,13 +135,13 @@ def check_prompts(
 
 
 def check_room(
-  cache: Cache, limits: Limits | None, width: int, decoding: Decoding
+  cache: Cache, prepared: PreparedPlan | None, width: int, decoding: Decoding
 ) -> None:
   """Refuses a cache that lacks room for the tokens that will stay in it.
 
   Args:
     cache: the cache.
-    limits: limits of its layers, if they evict.
+    prepared: the plan, if layers evict.
     width: tokens of the block, padding included; 0 for none.
     decoding: how many tokens follow.
 
@@ -139,7 +150,7 @@ def check_room(
   """
   cursors = jax.device_get([stack.next_slot for stack in cache.stacks])
   used = [int(cursor.max()) for cursor in cursors]
-  needed = _slots_needed(cache, used, limits, width, decoding)
+  needed = _slots_needed(cache, used, prepared, width, decoding)
   for layers, start, total in zip(cache.stacks, used, needed, strict=True):
     if layers.capacity is not None and total > layers.capacity:
       raise InputError(

@@ -20,7 +20,7 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.cache.window import WindowLayer
 from kvjax.calibration.features import concentration
 from kvjax.engine.plans import Plan
-from kvjax.engine.prepared import LayerProgram, Limits
+from kvjax.engine.prepared import LayerProgram
 from kvjax.engine.rerotation import close_gaps, rerotate
 from kvjax.methods.base import Method
 from kvjax.model import LayerSpec, Model
@@ -200,7 +200,7 @@ def compress_layer(
       inputs.num_keys,
       program.max_keys,
     )
-    return shard_layer(sparse)
+    return shard_layer(cache if sparse is None else sparse)
   return shard_layer(
     finalize_layer(model, program.renumbers, program.kv_dtype, cache)
   )
@@ -276,26 +276,25 @@ def finalize_cache(
 
 
 def evict_layer(
-  limits: Limits,
+  plan: Plan,
   layer: Int[Array, ""],
   cache: LayerCache,
   activations: Activations,
   budget: LayerBudget,
 ) -> LayerCache:
-  """Evicts from a layer down to its limits.
+  """Evicts from a layer down to its budget.
 
   Args:
-    limits: limits of the layers.
+    plan: a plan that evicts more than once.
     layer: index of the layer in the model.
     cache: the layer's cache.
     activations: a block without tokens; the method remembers in the cache what
       it needs of earlier blocks.
-    budget: budget of one layer under `limits`.
+    budget: budget of the layer.
 
   Returns:
     A cache of the same capacity, with its tokens in the first slots.
   """
-  plan = limits.plan
   with jax.default_matmul_precision("highest"):
     scores = plan.method.evaluate(layer, cache, activations)
   slots = plan.spread.select(plan.method, scores, cache, budget)

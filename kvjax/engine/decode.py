@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.cache.cache import Cache
 from kvjax.engine.feed import evict_all, feed
-from kvjax.engine.prepared import Limits
+from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.sampling import GREEDY, Sampling, sample
 from kvjax.errors import InputError
 from kvjax.model import Model
@@ -87,14 +87,14 @@ class DecodingInputs:
   Attributes:
     seeds: seeds of each row's draws.
     listener: number of the callback that receives tokens, if there is one.
-    limits: limits of the layers, if they evict while decoding.
+    prepared: the plan, if layers evict while decoding.
     max_new_tokens: maximum number of tokens to generate per row; the program
       is compiled for a `Decoding` that may allow more.
   """
 
   seeds: Int[Array, " B"]
   listener: Int[Array, ""] | None
-  limits: Limits | None
+  prepared: PreparedPlan | None
   max_new_tokens: Int[Array, ""]
 
 
@@ -115,10 +115,10 @@ def decode(
   inputs: DecodingInputs,
 ) -> tuple[DecodedTokens, Cache]:
   """Decodes until every row has ended; the cache must have room."""
-  seeds, listener, limits = inputs.seeds, inputs.listener, inputs.limits
+  seeds, listener, prepared = inputs.seeds, inputs.listener, inputs.prepared
   rows = seeds.shape[0]
   # Tokens between evictions; all tokens if there are none.
-  every = (limits.plan.schedule.every if limits else None) or (
+  every = (prepared.plan.schedule.every if prepared else None) or (
     decoding.max_new_tokens
   )
 
@@ -147,7 +147,7 @@ def decode(
     tokens = emit(loop)
     active = (~loop.ended).astype(jnp.int32)
     logits, cache = feed(
-      model, params, loop.cache, loop.token[:, None], active, limits
+      model, params, loop.cache, loop.token[:, None], active, prepared
     )
     token, ended = draw(logits, cache.next_positions, loop.ended)
     return _Loop(loop.step + 1, token, ended, tokens, cache)
@@ -162,13 +162,13 @@ def decode(
     # Also after a last, shorter run of tokens: a row must end in the same state
     # whether it decodes alone or in a batch.
     loop = until_eviction(loop)
-    assert limits is not None
-    return loop._replace(cache=evict_all(model, limits, loop.cache))
+    assert prepared is not None
+    return loop._replace(cache=evict_all(model, prepared, loop.cache))
 
   token, ended = draw(logits, cache.next_positions, jnp.zeros(rows, bool))
   no_tokens = jnp.full((rows, decoding.max_new_tokens), -1, jnp.int32)
   loop = _Loop(jnp.zeros((), jnp.int32), token, ended, no_tokens, cache)
-  if limits is None:
+  if prepared is None:
     loop = until_eviction(loop)
   else:
     loop = jax.lax.while_loop(unfinished, with_eviction, loop)

@@ -13,7 +13,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
 from kvjax.engine.compress import arrange_for, empty_block, evict_layer
 from kvjax.engine.forward import States, block_positions, run_layers
-from kvjax.engine.prepared import Limits
+from kvjax.engine.prepared import PreparedPlan
 from kvjax.model import LayerSpec, Model
 
 
@@ -23,13 +23,13 @@ def feed(
   cache: Cache,
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
-  limits: Limits | None = None,
+  prepared: PreparedPlan | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
   """Appends a block and returns the logits after each row's last token.
 
   Arguments are those of `append_block`.
   """
-  hidden, cache = append_block(model, params, cache, tokens, lengths, limits)
+  hidden, cache = append_block(model, params, cache, tokens, lengths, prepared)
   last = jnp.maximum(lengths - 1, 0)[:, None, None]
   last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
   return model.logits(params, last), cache
@@ -41,7 +41,7 @@ def append_block(
   cache: Cache,
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
-  limits: Limits | None = None,
+  prepared: PreparedPlan | None = None,
 ) -> tuple[Float[Array, "B S E"], Cache]:
   """Appends a block of tokens, which attend to the cache and to each other.
 
@@ -51,13 +51,13 @@ def append_block(
     cache: has room for the block.
     tokens: right-padded rows.
     lengths: tokens of each row, 0 for none.
-    limits: limits of the layers, if they evict later; the method then remembers
-      what it needs of the block.
+    prepared: the plan, if layers evict later; the method then remembers what it
+      needs of the block.
 
   Returns:
     Hidden states of the block, and the cache.
   """
-  plan = None if limits is None else limits.plan
+  plan = None if prepared is None else prepared.plan
   arrange = arrange_for(model, plan)
 
   def step(
@@ -85,21 +85,18 @@ def append_block(
   )
 
 
-def evict_all(model: Model, limits: Limits, cache: Cache) -> Cache:
-  """Evicts from every layer that exceeds its limits.
+def evict_all(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
+  """Evicts from every layer that exceeds its budget.
 
   Args:
     model: the model.
-    limits: limits of the layers.
+    prepared: a plan that evicts more than once.
     cache: the cache; its capacity stays the same.
   """
-  traits = limits.plan.method.traits
-  budget = limits.budget(cache.protected)
   stacks = list(cache.stacks)
   for number, stack in enumerate(stacks):
     layers = [n for n, index in enumerate(cache.order) if index == number]
-    kept = {traits.keeps_layer(layer) for layer in layers}
-    if not stack.compressible or kept == {True}:
+    if not prepared.compressed[layers[0]]:
       continue
     spec = model.geometry.layers[layers[0]]
     numbers = jnp.asarray(layers, jnp.int32)
@@ -112,14 +109,13 @@ def evict_all(model: Model, limits: Limits, cache: Cache) -> Cache:
     ) -> Any:
       layer: LayerCache = stack.at(index)
       block = empty_block(layer, spec)
-      layer_budget = dataclasses.replace(
-        budget, capacity=min(budget.capacity, layer.capacity)
-      )
+      number, capacity = numbers[index], min(prepared.capacity, layer.capacity)
+      budget = prepared.budget(number, capacity, cache.protected)
 
       def evict(layer: LayerCache) -> LayerCache:
-        return evict_layer(limits, numbers[index], layer, block, layer_budget)
+        return evict_layer(prepared.plan, number, layer, block, budget)
 
-      due = limits.is_due(layer, layer_budget)
+      due = prepared.is_due(layer, budget)
       after = jax.lax.cond(due, evict, lambda same: same, layer)
       return stack.put(index, layer, after)
 

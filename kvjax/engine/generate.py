@@ -16,8 +16,8 @@ from kvjax.cache.cache import Cache, group_caches, stack
 from kvjax.engine.capacity import (
   check_prompts,
   check_room,
-  find_limits,
   grow_for,
+  prepare_decoding,
   wider_capacities,
 )
 from kvjax.engine.decode import (
@@ -212,12 +212,12 @@ def _generate(
     logits = prompts
   width = check_prompts(model, cache, prompts, decoding)
   lengths = np.asarray(cache.next_positions)
-  limits = find_limits(cache, lengths, width, decoding)
+  prepared = prepare_decoding(model, cache, lengths, width, decoding)
   if keep:
-    check_room(cache, limits, width, decoding)
+    check_room(cache, prepared, width, decoding)
   with listening(on_token) as listener:
     limit = jnp.asarray(decoding.max_new_tokens, jnp.int32)
-    inputs = DecodingInputs(_seeds(seeds, cache), listener, limits, limit)
+    inputs = DecodingInputs(_seeds(seeds, cache), listener, prepared, limit)
     program = _generate_and_keep if keep else _generate_and_discard
     decoded, new_cache = program(
       model, params, cache, logits, feeds, inputs, decoding=decoding.rounded
@@ -323,7 +323,7 @@ def _generate_and_discard(
   decoding: Decoding,
 ) -> tuple[DecodedTokens, None]:
   width = 0 if feeds is None else feeds[0].shape[1]
-  cache = grow_for(cache, inputs.limits, width, decoding)
+  cache = grow_for(cache, inputs.prepared, width, decoding)
   return _run(model, params, cache, logits, feeds, inputs, decoding)[0], None
 
 
@@ -354,8 +354,8 @@ def _run(
 ) -> tuple[DecodedTokens, Cache]:
   """Feeds the prompts, evicts if due, and decodes."""
   if feeds is not None:
-    logits, cache = feed(model, params, cache, *feeds, inputs.limits)
-    if inputs.limits is not None:
-      cache = evict_all(model, inputs.limits, cache)
+    logits, cache = feed(model, params, cache, *feeds, inputs.prepared)
+    if inputs.prepared is not None:
+      cache = evict_all(model, inputs.prepared, cache)
   assert logits is not None
   return decode(model, params, cache, logits, decoding, inputs)

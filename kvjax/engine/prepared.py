@@ -1,7 +1,7 @@
 """Preparation of a plan: the tokens and slots of each layer and row."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -55,11 +55,13 @@ class PreparedPlan:
   Attributes:
     counts: tokens that each head keeps, per layer of the model and row; the
       mean over the heads if they share the budget of a layer.
-    totals: tokens that all heads of a layer keep together.
+    totals: tokens that all heads of a layer keep together; None for the sum of
+      their counts.
     num_keys: keys that rows retrieve per token, for retrieval methods.
     parts: tokens that each head keeps of the parts of a row, if the allocation
       counts by parts.
-    shares: share of the tokens that rows are to keep, before rounding.
+    shares: share of the tokens that rows are to keep, before rounding; None for
+      that of the counts.
     plan: the plan.
     capacities: per layer, the maximum that any row keeps per head.
     keeps_all: per layer, whether no row has to evict anything.
@@ -68,10 +70,10 @@ class PreparedPlan:
   """
 
   counts: Int[Array, "L B"] | Int[np.ndarray, "L B"]
-  totals: Int[Array, "L B"] | Int[np.ndarray, "L B"]
+  totals: Int[Array, "L B"] | Int[np.ndarray, "L B"] | None
   num_keys: Int[Array, " B"] | Int[np.ndarray, " B"] | None
   parts: Int[Array, "B C"] | Int[np.ndarray, "B C"] | None
-  shares: Float[Array, "L B"] | Float[np.ndarray, "L B"]
+  shares: Float[Array, "L B"] | Float[np.ndarray, "L B"] | None
   plan: Plan = static()
   capacities: tuple[int, ...] = static()
   keeps_all: tuple[bool, ...] = static()
@@ -106,30 +108,50 @@ class PreparedPlan:
       program, retrieval=sparse.retrieval, max_keys=self.max_keys
     )
 
+  @property
+  def capacity(self) -> int:
+    """Maximum that any row keeps per head of any compressed layer."""
+    layers = zip(self.capacities, self.compressed, strict=True)
+    return max((size for size, evicts in layers if evicts), default=0)
+
   def budget(
-    self, layer: int, slots: int, protected: Bool[Array, "B P"] | None
+    self,
+    layer: int | Int[Array, ""],
+    slots: int,
+    protected: Bool[Array, "B P"] | None,
   ) -> LayerBudget:
     """Returns the budget of a layer.
 
     Args:
       layer: index of the layer in the model.
-      slots: T, slots of the prompt. It serves as the capacity, so that one
-        compiled program selects for all budgets.
+      slots: slots of the new cache. After a prompt, T serves as the capacity,
+        so that one compiled program selects for all budgets.
       protected: by position, tokens that must be kept, if there are any.
     """
+
+    def of_layer(x: Any) -> Any:
+      return None if x is None else jnp.asarray(x)[layer]
+
     plan = self.plan
     return LayerBudget(
-      jnp.asarray(self.counts[layer]),
+      of_layer(self.counts),
       slots,
-      plan.fixed_budget if plan.schedule.every is not None else None,
-      jnp.asarray(self.totals[layer]),
+      None if plan.schedule.is_whole_prompt else plan.fixed_budget,
+      of_layer(self.totals),
       protected,
       None if self.parts is None else jnp.asarray(self.parts),
-      jnp.asarray(self.shares[layer]),
+      of_layer(self.shares),
     )
 
+  def is_due(self, layer: LayerCache, budget: LayerBudget) -> Bool[Array, ""]:
+    """Whether a layer exceeds its budget while decoding or between blocks.
 
-_UNUSED = Retention(1.0)
+    Empty slots between tokens, of rows that had less to append, count as well.
+    """
+    due = self.plan.spread.is_due(layer, budget)
+    return due | (layer.cursor > budget.capacity)
+
+
 # Maximum number of different capacities of the layers of a model.
 _MOST_SIZES = 8
 
@@ -228,7 +250,7 @@ def prepare_calibrated(
   if not plan.spread.spreads_layers:
     shares = np.broadcast_to(retentions, kept.shape)
   return _assign_layers(
-    dataclasses.replace(plan, budget=_UNUSED),
+    plan,
     prompts,
     geometry,
     _Spread(
@@ -242,56 +264,39 @@ def prepare_calibrated(
   )
 
 
-@struct
-class Limits:
-  """The number of tokens that layers may have after an eviction.
+def prepare_repeated(
+  plan: Plan,
+  lengths: Int[np.ndarray, " B"],
+  longest: int,
+  geometry: Geometry,
+) -> PreparedPlan:
+  """Prepares a plan that evicts between blocks or while decoding.
 
-  Attributes:
-    counts: tokens per head, for each row.
-    plan: the method, its budget and schedule.
-    capacity: maximum over the rows.
-  """
-
-  counts: Int[Array, " B"]
-  plan: Plan = static()
-  capacity: int = static()
-
-  def budget(self, protected: Bool[Array, "B P"] | None) -> LayerBudget:
-    """Returns the budget of one layer; all layers have the same."""
-    return LayerBudget(
-      self.counts,
-      self.capacity,
-      self.plan.fixed_budget,
-      protected=protected,
-    )
-
-  def is_due(self, layer: LayerCache, budget: LayerBudget) -> Bool[Array, ""]:
-    """Whether a layer exceeds its limits.
-
-    Empty slots between tokens, of rows that had less to append, count as well.
-    """
-    due = self.plan.spread.is_due(layer, budget)
-    return due | (layer.cursor > budget.capacity)
-
-
-def prepare_limits(
-  plan: Plan, lengths: Int[np.ndarray, " B"], longest: int
-) -> Limits:
-  """Computes the limits of layers during block-wise prefill or decoding.
-
-  A budget in tokens does not depend on the current length of a row.
+  A budget in tokens does not depend on the current length of a row. All
+  compressed layers have the same budget.
 
   Args:
     plan: a plan that evicts more than once.
     lengths: lengths of the rows, of which a retention is a share.
     longest: upper bound of the final length of any row.
+    geometry: sizes of the model.
   """
-  budget, sizes = plan.fixed_budget, Sizes((1,))
-  counts = plan.spread.counts(budget, lengths, sizes)[0]
+  budget, layers = plan.fixed_budget, len(geometry.layers)
+  counts = plan.spread.counts(budget, lengths, Sizes((1,)))
   if isinstance(budget, Tokens):
     counts = np.full_like(counts, budget.limit(longest))
-  capacity = plan.spread.capacity_between(budget, longest)
-  return Limits(jnp.asarray(counts), plan, min(capacity, longest))
+  capacity = min(plan.spread.capacity_between(budget, longest), longest)
+  return PreparedPlan(
+    np.tile(counts, (layers, 1)),
+    totals=None,
+    num_keys=None,
+    parts=None,
+    shares=None,
+    plan=plan,
+    capacities=(capacity,) * layers,
+    keeps_all=(False,) * layers,
+    compressed=compressed_layers(plan, geometry),
+  )
 
 
 def check_protected(plan: Plan, prompts: Prompts, geometry: Geometry) -> None:

@@ -3,9 +3,7 @@
 import collections
 import dataclasses
 
-from kvjax.allocation.adaptive import Adaptive
 from kvjax.allocation.base import Allocation
-from kvjax.allocation.pyramid import Pyramid
 from kvjax.calibration.record import Calibrated
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
@@ -68,24 +66,12 @@ def _refit(recipe: Recipe, default: Allocation) -> Recipe:
     default: the method's default allocation without these options.
   """
   method = recipe.method
-
-  def refit_allocation(allocation: Allocation) -> Allocation:
-    if isinstance(allocation, Pyramid):
-      window = method.traits.protects
-      return dataclasses.replace(
-        allocation, over=refit_allocation(allocation.over), window=window
-      )
-    if isinstance(allocation, Adaptive):
-      return dataclasses.replace(
-        allocation, over=refit_allocation(allocation.over)
-      )
-    return method.allocation if allocation == default else allocation
-
   if recipe.allocation is None:
     return recipe
-  return dataclasses.replace(
-    recipe, allocation=refit_allocation(recipe.allocation)
+  allocation = recipe.allocation.refit(
+    default, method.allocation, method.traits.protects
   )
+  return dataclasses.replace(recipe, allocation=allocation)
 
 
 def get_method(name: str) -> Method:

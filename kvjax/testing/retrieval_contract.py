@@ -87,7 +87,7 @@ def _index(
   layer: Int[Array, ""],
   activations: Activations,
   lengths: Int[Array, " B"],
-) -> Any:
+) -> SparseLayer | None:
   cache = LayerCache.of(activations.only(()))
   counts = jnp.minimum(lengths, _READS)
   return SparseLayer.of(retrieval, layer, cache, activations, counts, _READS)
@@ -120,7 +120,7 @@ def _check_retrieval(retrieval: Retrieval, layer: int) -> None:
     with explain(f"{name} fails to index a prompt"):
       cache = index(retrieval, jnp.int32(layer), activations, row_lengths)
     require(
-      isinstance(cache, SparseLayer),
+      cache is not None,
       f"{name} leaves nothing to retrieve from {max(lengths)} tokens; check it "
       "with fewer sinks and local tokens.",
     )

@@ -11,7 +11,6 @@ import pytest
 import kvjax
 from kvjax.activations import Activations
 from kvjax.cache.layers import Slots
-from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sharding import parse_mesh
 from kvjax.calibration.record import Calibration
 from kvjax.checkpoint.saving import load_cache, save_cache
@@ -76,13 +75,15 @@ def caches():
 
 def parts(layer):
   """Keys, values, positions and heads: those of pages, then of the tail."""
-  if isinstance(layer, PackedLayer):
-    tail = parts(layer.tail)
-    pages = layer.pages
-    return [(pages.keys, pages.values, pages.positions, pages.heads), *tail]
-  heads = jnp.arange(layer.positions.shape[1])[None]
-  heads = jnp.broadcast_to(heads, layer.positions.shape[:2])
-  return [(layer.keys, layer.values, layer.positions, heads)]
+  found = []
+  layer.map_slots(lambda part: found.append(part) or part)
+  slots, *pages = found
+  heads = jnp.arange(slots.positions.shape[1])[None]
+  heads = jnp.broadcast_to(heads, slots.positions.shape[:2])
+  return [
+    *((part.keys, part.values, part.positions, part.heads) for part in pages),
+    (slots.keys, slots.values, slots.positions, heads),
+  ]
 
 
 def exact(x):

@@ -10,7 +10,7 @@ import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import blocks
 from kvjax.engine.plans import Plan
-from kvjax.engine.prepared import prepare_limits
+from kvjax.engine.prepared import prepare_repeated
 from kvjax.errors import InputError
 from kvjax.methods import FullKV
 from kvjax.registry.names import get_method
@@ -122,20 +122,20 @@ def test_memory_in_blocks_is_budget_and_block(name, budget, beside):
   plan = Plan(get_method(name), budget, kvjax.Schedule(block=block))
 
   def compiled(length):
-    limits = prepare_limits(plan, np.array([length]), length)
+    prepared = prepare_repeated(plan, np.array([length]), length, geometry)
     lowered = blocks._prefill_blocks.lower(
       model,
       params,
       jax.ShapeDtypeStruct((1, length), "int32"),
       jax.ShapeDtypeStruct((1,), "int32"),
-      limits,
+      prepared,
       None,
     )
     memory = lowered.compile().memory_analysis()
-    return memory.temp_size_in_bytes, memory.output_size_in_bytes, limits
+    return memory.temp_size_in_bytes, memory.output_size_in_bytes, prepared
 
-  used, output, limits = compiled(width)
-  most = limits.capacity
+  used, output, prepared = compiled(width)
+  most = prepared.capacity
   slot = spec.kv_heads * (2 * 4 * spec.key_dim + 4)
   assert output < 1.1 * layers * most * slot
   remembered = {
