@@ -110,6 +110,7 @@ def test_the_full_cache_comes_first_and_once():
     candidates([], budgets)
 
 
+@pytest.mark.slow
 def test_every_candidate_answers_every_sample(whole):
   assert set(whole.answers) == set(comparison.wanted(CHOSEN, SAMPLES))
   assert len(whole.answers) == 6 * len(CHOSEN)

@@ -54,6 +54,7 @@ def test_layers_without_an_index_are_left_out(measured):
   assert retrieval_quality.mean(found[2]) == found[2][1]
 
 
+@pytest.mark.slow
 def test_cosines_are_those_of_neighboring_queries(measured):
   """Decoded once more, token by token."""
   _, cosines = measured

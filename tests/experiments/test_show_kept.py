@@ -86,6 +86,7 @@ def test_retrieval_methods_show_what_the_last_token_reads(tiny, kept):
   assert len({one.heads[-1].sum() for one in found}) == 2
 
 
+@pytest.mark.slow
 def test_all_but_one_token_is_read(tiny, kept):
   # 2 sinks and 5 last tokens are read beside what is retrieved.
   length, found = len(_tokens(tiny)), kept[3]

@@ -236,6 +236,7 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(
   assert not output.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_stage_that_misses_its_gate_is_extended_by_half(tmp_path):
   hard = dataclasses.replace(STAGE, name="hard", gate={"gapped": 1.1})

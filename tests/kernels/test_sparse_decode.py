@@ -254,6 +254,7 @@ def test_kernels_at_heads_of_every_size(platform, dtype, head_sizes):
   close(found, by_hand(*inputs), 2e-2 if dtype == "bfloat16" else 1e-5)
 
 
+@pytest.mark.slow
 def test_gpu_kernel_reads_eight_bits():
   inputs = case((1, 2, 2, 20), "bfloat16", D=128)
   inputs = eighths(inputs, "int8")

@@ -92,6 +92,7 @@ def test_logits_and_answers_equal_recomputing_everything():
   assert ask(cache, model=DEEP).rows() == expected
 
 
+@pytest.mark.slow
 def test_a_cache_can_be_asked_again(full):
   cache, _ = full
   first = ask(cache).rows()
@@ -164,6 +165,7 @@ def test_conversation_without_room_is_refused(full):
     turn(cache)
 
 
+@pytest.mark.slow
 def test_sweep_equals_each_plan_alone():
   """Budgets, schedules and heads in one pass, where every method chooses."""
   rng = np.random.default_rng(0)

@@ -133,3 +133,38 @@ def test_answers_of_other_lengths_take_no_new_program():
   for most in (5, 1, 20):
     np.testing.assert_array_equal(tokens(most), longest[:, :most])
   assert generate._generate_and_discard._cache_size() == programs
+
+
+def test_a_deeper_model_compiles_no_more_programs():
+  """A sweep, an answer, and blocks that evict while decoding."""
+  programs = []
+
+  def count(event, _, **names):
+    if event.endswith("/backend_compile_duration"):
+      programs.append(names["fun_name"])
+
+  def compiled(layers):
+    model = TinyModel(Geometry.uniform(layers, 4, 2, 8, 256))
+    params = model.init()
+    prompts = kvjax.Prompts.of([list(range(20)), list(range(13))])
+    names = ("keydiff", "snapkv:window=4", "ada/keydiff")
+    plans = [kvjax.get_plan(name, kvjax.Tokens(8)) for name in names]
+    schedule = kvjax.Schedule(block=8, every=2)
+    jax.clear_caches()
+    programs.clear()
+    caches, logits = kvjax.sweep(model, params, prompts, plans)
+    cache, _ = kvjax.prefill(
+      model, params, prompts, kvjax.Plan(KeyDiff(), kvjax.Tokens(8), schedule)
+    )
+    decoding = kvjax.Decoding(4)
+    for each in (*caches, cache):
+      kvjax.generate(model, params, each, logits, decoding)
+    return sorted(programs)
+
+  jax.monitoring.register_event_duration_secs_listener(count)
+  try:
+    few = compiled(3)
+    assert len(few) > 10
+    assert compiled(6) == few
+  finally:
+    jax.monitoring.unregister_event_duration_listener(count)

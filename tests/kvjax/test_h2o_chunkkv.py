@@ -141,6 +141,7 @@ def test_chunkkv_layers_copy_the_first_of_their_group(prefix):
         assert set(above) <= set(below)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["", "ada/", "pyramid/"])
 def test_chunkkv_keeps_a_row_that_fits(prefix):
   """Whatever its padding: 25 tokens are no whole number of chunks."""

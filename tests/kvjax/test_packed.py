@@ -281,6 +281,7 @@ def prefilled():
   return params, kvjax.sweep(MODEL, params, kvjax.Prompts.of(rows), plans)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1], ids=["adakv", "compactor.vllm"])
 def test_a_models_bytes_follow_what_its_heads_hold(prefilled, index):
   cache = prefilled[1][index]
