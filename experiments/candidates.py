@@ -239,6 +239,9 @@ def _seeded(name: str, plan: kvjax.Plan, seed: int) -> kvjax.Plan:
   if sparse is not None:
     retrieval = _with_seed(sparse.retrieval, seed)
     sparse = dataclasses.replace(sparse, retrieval=retrieval)
+  if plan.decoding is not None:
+    decoding = _seeded("", plan.decoding, seed)
+    plan = dataclasses.replace(plan, decoding=decoding)
   if not isinstance(plan.budget, kvjax.Calibrated):
     return dataclasses.replace(plan, method=method, sparse=sparse)
   everything = kvjax.Retention(1.0)
@@ -251,6 +254,12 @@ def _seeded(name: str, plan: kvjax.Plan, seed: int) -> kvjax.Plan:
 
 
 def _with_seed[Drawn: Method | Retrieval](drawn: Drawn, seed: int) -> Drawn:
-  names = {field.name for field in dataclasses.fields(drawn)}
-  changes: dict[str, Any] = {"seed": seed} if "seed" in names else {}
+  """Sets the seeds of a method and of those that it wraps."""
+  changes: dict[str, Any] = {}
+  for field in dataclasses.fields(drawn):
+    value: Any = getattr(drawn, field.name)
+    if field.name == "seed":
+      changes["seed"] = seed
+    elif isinstance(value, Method):
+      changes[field.name] = _with_seed(value, seed)
   return dataclasses.replace(drawn, **changes)

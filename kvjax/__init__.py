@@ -10,6 +10,7 @@ from kvjax.activations import Activations as Activations
 from kvjax.cache.cache import Cache as Cache
 from kvjax.cache.cache import group_caches as group_caches
 from kvjax.cache.cache import stack as stack
+from kvjax.cache.cache import unstack as unstack
 from kvjax.cache.layers import LayerCache as LayerCache
 from kvjax.calibration.calibrating import calibrate as calibrate
 from kvjax.calibration.features import Features as Features
@@ -24,7 +25,6 @@ from kvjax.engine.decode import Decoding as Decoding
 from kvjax.engine.generate import Generated as Generated
 from kvjax.engine.generate import generate as generate
 from kvjax.engine.generate import reserve as reserve
-from kvjax.engine.generate import stream as stream
 from kvjax.engine.likelihood import answer_nll as answer_nll
 from kvjax.engine.likelihood import (
   negative_log_likelihood as negative_log_likelihood,
@@ -35,6 +35,8 @@ from kvjax.engine.prefill import measured_sweep as measured_sweep
 from kvjax.engine.prefill import prefill as prefill
 from kvjax.engine.prefill import sweep as sweep
 from kvjax.engine.sampling import Sampling as Sampling
+from kvjax.engine.stream import Stream as Stream
+from kvjax.engine.stream import stream as stream
 from kvjax.errors import InputError as InputError
 from kvjax.errors import InputWarning as InputWarning
 from kvjax.model import Geometry as Geometry

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.errors import InputError
 from kvjax.kernels.attention import AttentionOptions
+from kvjax.options.bounds import check_count
 
 # Maps the projections of a block of tokens to the attention output, before the
 # output projection, and the layer's new state.
@@ -62,14 +63,14 @@ class LayerSpec:
   weights: int = 0
 
   def __post_init__(self) -> None:
-    sizes = (self.heads, self.kv_heads, self.key_dim, self.value_dim)
-    for size in sizes:
-      if size is not None and size < 1:
-        raise InputError(f"Sizes of a layer must be 1 or more; {size} is not.")
-    if self.weights < 0:
-      raise InputError(
-        f"A layer's weights are the index of a stack; {self.weights} is none."
-      )
+    check_count("heads of a layer", self.heads)
+    check_count("kv_heads of a layer", self.kv_heads)
+    check_count("key_dim of a layer", self.key_dim)
+    check_count("weights of a layer", self.weights, 0)
+    if self.value_dim is not None:
+      check_count("value_dim of a layer", self.value_dim)
+    if self.window is not None:
+      check_count("window of a layer", self.window)
     try:
       _ = self.attention
     except ValueError as error:
@@ -118,7 +119,14 @@ class Geometry:
   max_positions: int
 
   def __post_init__(self) -> None:
-    object.__setattr__(self, "layers", tuple(self.layers))
+    layers: Any = self.layers
+    if not isinstance(layers, Sequence):
+      raise InputError(
+        "A geometry takes a tuple of one kvjax.LayerSpec per layer; "
+        f"{layers!r:.80} is none."
+      )
+    object.__setattr__(self, "layers", tuple(layers))
+    check_count("max_positions", self.max_positions)
     if not any(spec.cache for spec in self.layers):
       raise InputError(
         "A model's geometry needs at least one layer that has a cache."

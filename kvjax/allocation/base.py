@@ -213,12 +213,16 @@ class Allocation(abc.ABC):
     return new if self == old else self
 
   def check_recursive(self, budget: Budget) -> None:
-    """Refuses a budget that does not support repeated eviction.
+    """Refuses a budget that cannot be kept to by repeated evictions.
 
     Raises:
-      InputError: the allocation is not defined for it.
+      InputError: the allocation is not defined for it, as most are not.
     """
     del budget
+    raise InputError(
+      f"{type(self).__name__} cannot spread a budget block by block or while "
+      "decoding: it shares it out once, when the prompt is known."
+    )
 
   def check_protected(
     self, protected: Bool[np.ndarray, " n"], budget: Budget, sizes: Sizes
@@ -258,3 +262,7 @@ class Uniform(Allocation):
   ) -> Int[np.ndarray, " L"]:
     """The budget of the longest row."""
     return np.full(sizes.layers, budget.num_kept(padded), np.int32)
+
+  def check_recursive(self, budget: Budget) -> None:
+    """Accepts every budget."""
+    del budget

@@ -92,7 +92,10 @@ class Pyramid(Allocation):
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
     """Number of tokens that rows of these lengths keep in each layer."""
-    total = self.over.counts(budget, lengths, sizes)[0]
+    totals = self.over.counts(budget, lengths, sizes)
+    if not sizes.layers:
+      return totals
+    total = totals[0]
     # With a budget in tokens, a layer's share does not include the window.
     outside, inside = (
       (self.window, 0) if isinstance(budget, Tokens) else (0, self.window)

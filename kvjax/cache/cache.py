@@ -136,6 +136,7 @@ def _join_key(cache: Cache) -> Any:
 
   rows = (cache.next_positions, cache.protected)
   return (
+    cache.next_positions.shape,
     tuple(shape(leaf, 1) for leaf in jax.tree.leaves(cache.stacks)),
     tuple(shape(leaf, 0) for leaf in jax.tree.leaves(rows)),
     jax.tree.structure(cache),
@@ -205,3 +206,45 @@ def stack(caches: Sequence[Cache]) -> Cache:
       join_rows, first.protected, *(c.protected for c in rest)
     ),
   )
+
+
+def unstack(cache: Cache, count: int) -> tuple[Cache, ...]:
+  """Splits a cache into `count` caches of equally many rows; undoes `stack`.
+
+  Each is a copy. Rows of all of them continue at the slot after the fullest.
+
+  Raises:
+    InputError: the rows cannot be divided so.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> [one.next_positions.tolist() for one in kvjax.unstack(cache, 2)]
+    [[4], [2]]
+  """
+  rows = cache.next_positions.shape[0]
+  if count < 1 or rows % count:
+    raise InputError(
+      f"{rows} rows cannot be divided into {count} caches of equally many."
+    )
+
+  def part(number: int) -> Cache:
+    own = slice(number * rows // count, (number + 1) * rows // count)
+
+    def split(leaf: Array) -> Array:
+      # Each cache may be donated, so they must not share cursors.
+      return jnp.copy(leaf) if leaf.ndim == 1 else leaf[:, own]
+
+    return dataclasses.replace(
+      cache,
+      stacks=jax.tree.map(split, cache.stacks),
+      next_positions=cache.next_positions[own],
+      protected=jax.tree.map(lambda x: x[own], cache.protected),
+    )
+
+  return tuple(map(part, range(count)))

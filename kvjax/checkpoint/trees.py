@@ -73,9 +73,11 @@ def describe(value: Any, path: str, arrays: Arrays) -> Any:
 
 def _known() -> Mapping[str, type]:
   """Classes by their names in files, including registered methods."""
-  recipes = [recipe_of(entry.make()) for entry in METHODS.values()]
-  classes = [*_PARTS, *(type(recipe.method) for recipe in recipes)]
-  classes += [type(entry.make()) for entry in RETRIEVALS.values()]
+  classes = [
+    *_PARTS,
+    *(type(recipe_of(made).method) for made in METHODS.all_made()),
+    *(type(made) for made in RETRIEVALS.all_made()),
+  ]
   return STRUCTS | {class_name(cls): cls for cls in classes}
 
 

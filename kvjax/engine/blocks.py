@@ -16,12 +16,8 @@ from kvjax.cache.sharding import shard_stack
 from kvjax.cache.window import WindowLayer
 from kvjax.engine.compress import finalize_cache, finalize_layer
 from kvjax.engine.feed import append_block, evict_all
-from kvjax.engine.forward import (
-  attach_spec,
-  attend_to_prompt,
-  index_layer,
-  layer_stacks,
-)
+from kvjax.engine.forward import attend_to_prompt
+from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan, prepare_repeated
 from kvjax.model import Geometry, LayerSpec, Model
@@ -169,11 +165,10 @@ def _empty_stack(
     def attend(
       activations: Activations,
     ) -> tuple[Float[Array, "B N S Dv"], Activations]:
-      activations = attach_spec(kind.spec, activations)
       return attend_to_prompt(activations), activations
 
-    _, activations = model.block(
-      weights, kind.spec, hidden, shared, token, attend
+    _, activations = run_block(
+      model, weights, kind.spec, hidden, shared, token, attend
     )
     if kind.spec.window is not None:
       return WindowLayer.of(activations, kind.spec.window)

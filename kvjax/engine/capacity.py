@@ -101,6 +101,28 @@ def _check_lengths(
   check_context(model, lengths, _TOGETHER)
 
 
+def check_cache(model: Model, cache: Cache) -> None:
+  """Refuses a cache of a model with other layers.
+
+  Raises:
+    InputError: it has another number of layers or of heads.
+  """
+  layers = model.geometry.layers
+  if len(cache.order) != len(layers):
+    raise InputError(
+      f"The cache has {len(cache.order)} layers and the model {len(layers)}; "
+      "use the model that made it."
+    )
+  for layer, (spec, stack) in enumerate(zip(layers, cache.order, strict=True)):
+    heads = None if stack < 0 else cache.stacks[stack].lengths.shape[-1]
+    if heads not in ((spec.kv_heads, spec.heads) if spec.cache else (None,)):
+      raise InputError(
+        f"Layer {layer} of the cache has {heads or 'no'} heads, and that of "
+        f"the model {spec.kv_heads if spec.cache else 'no'} KV heads; use the "
+        "model that made it."
+      )
+
+
 def check_prompts(
   model: Model,
   cache: Cache,
@@ -108,9 +130,16 @@ def check_prompts(
   decoding: Decoding,
 ) -> int:
   """Refuses prompts that do not fit a cache; returns their padded width."""
+  check_cache(model, cache)
   processed = np.asarray(cache.next_positions)
   rows = len(processed)
   if not isinstance(prompts, Prompts):
+    if np.ndim(prompts) != 2 or isinstance(prompts, list | tuple):
+      raise InputError(
+        "What follows a cache is kvjax.Prompts, or the logits that its prefill "
+        f"returned; a {type(prompts).__name__} is neither: make prompts of "
+        "lists of tokens with kvjax.Prompts.of."
+      )
     if len(prompts) != rows:
       raise InputError(
         f"The cache has {rows} rows and the logits {len(prompts)}; give those "

@@ -18,6 +18,7 @@ from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.sampling import GREEDY, Sampling, sample
 from kvjax.errors import InputError
 from kvjax.model import Model
+from kvjax.options.bounds import check_count
 from kvjax.struct import struct
 
 # Called on the host with the step and every row's token at that step; -1 for
@@ -49,12 +50,12 @@ class Decoding:
   sampling: Sampling = GREEDY
 
   def __post_init__(self) -> None:
+    stops: Any = self.stop_ids
+    if isinstance(stops, int | str):
+      raise InputError(f"stop_ids is a list of tokens; {stops!r} is none.")
     # Lists are not hashable, and this is part of what is compiled.
-    object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
-    if self.max_new_tokens < 1:
-      raise InputError(
-        f"max_new_tokens must be 1 or more; {self.max_new_tokens} is not."
-      )
+    object.__setattr__(self, "stop_ids", tuple(stops))
+    check_count("max_new_tokens", self.max_new_tokens)
 
   @property
   def rounded(self) -> "Decoding":

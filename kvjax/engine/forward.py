@@ -1,7 +1,5 @@
 """The forward pass over the layers, compiled once per kind of layer."""
 
-import collections
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.errors import InputError
+from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
 from kvjax.kernels.prompt_attention import prompt_attention
 from kvjax.model import LayerSpec, Model, ranks
 
@@ -108,12 +106,11 @@ def run_layers(
         layer_weights = index_layer(stack, weight_index[layer])
 
       def attend(activations: Activations) -> Any:
-        activations = attach_spec(kind.spec, activations)
         state = states[kind.stack]
         return step(layer, state, state_index[layer], activations)
 
-      hidden, state = model.block(
-        layer_weights, kind.spec, hidden, shared, positions, attend
+      hidden, state = run_block(
+        model, layer_weights, kind.spec, hidden, shared, positions, attend
       )
       if kind.stack < 0:
         return (hidden, states), None
@@ -191,12 +188,11 @@ def hidden_states(
   places = zip(geometry.layers, geometry.weight_index, strict=True)
   for layer, (spec, index) in enumerate(places):
 
-    def attend_layer(
-      activations: Activations, layer: int = layer, spec: LayerSpec = spec
-    ) -> Any:
-      return attend(layer, states[layer], attach_spec(spec, activations))
+    def attend_layer(activations: Activations, layer: int = layer) -> Any:
+      return attend(layer, states[layer], activations)
 
-    hidden, state = model.block(
+    hidden, state = run_block(
+      model,
       index_layer(weights[spec.weights], index),
       spec,
       hidden,
@@ -242,59 +238,6 @@ def prompt_hidden(
   )[0]
 
 
-def layer_stacks(model: Model, params: PyTree) -> tuple[PyTree, ...]:
-  """Returns `Model.layer_weights` after checking them against the specs.
-
-  Raises:
-    InputError: a stack has another number of layers than its specs, or a spec
-      names a stack that does not exist.
-  """
-  stacks = model.layer_weights(params)
-  specs = collections.Counter(spec.weights for spec in model.geometry.layers)
-  for number, count in specs.items():
-    if not 0 <= number < len(stacks):
-      raise InputError(
-        f"A layer's spec has weights={number}; this model's layer_weights are "
-        f"{len(stacks)}, numbered from 0."
-      )
-    valid = {leaf.shape[:1] for leaf in jax.tree.leaves(stacks[number])}
-    if valid != {(count,)}:
-      raise InputError(
-        f"layer_weights {number} must hold the {count} layers whose specs name "
-        "them, along the leading axis of every leaf; the axes have "
-        f"{', '.join(str(*size) for size in sorted(valid)) or 'no'} layers."
-      )
-  return stacks
-
-
-def attach_spec(spec: LayerSpec, activations: Activations) -> Activations:
-  """Attaches the attention options of a layer after checking the shapes.
-
-  Raises:
-    InputError: the layer has no cache, or the sizes of its heads or the
-      presence of sinks contradict the spec.
-  """
-  if not spec.cache:
-    raise InputError(
-      "A layer whose spec says cache=False has nothing to attend to; its block "
-      "must not call attend."
-    )
-  queries, keys = activations.queries.shape, activations.keys.shape
-  sizes = (queries[1], keys[1], keys[3], activations.values.shape[3])
-  expected = (spec.heads, spec.kv_heads, spec.key_dim, spec.value_width)
-  if sizes != expected or queries[3] != keys[3]:
-    raise InputError(
-      "A layer projects what its spec says; this one has query heads, KV "
-      f"heads, key and value widths {sizes}, and its spec {expected}."
-    )
-  if (activations.sinks is not None) != spec.sinks:
-    raise InputError(
-      "A layer has sinks where its spec says so; this one "
-      f"{'has none' if spec.sinks else 'has some, and its spec says none'}."
-    )
-  return dataclasses.replace(activations, attention=spec.attention)
-
-
 def attend_to_prompt(activations: Activations) -> Float[Array, "B N S Dv"]:
   """Computes the attention of whole prompts, padded on the right."""
   return prompt_attention(
@@ -314,18 +257,6 @@ def block_positions(
   index = jnp.arange(length, dtype=jnp.int32)
   real = index[None] < lengths[:, None]
   return jnp.where(real, start[:, None] + index[None], -1)
-
-
-def index_layer(stack: PyTree, layer: Int[Array, ""] | int) -> PyTree:
-  """Returns one layer of a stack, without the leading axis."""
-  return jax.tree.map(
-    lambda x: (
-      jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
-      if isinstance(layer, jax.Array)
-      else x[layer]
-    ),
-    stack,
-  )
 
 
 def _runs(kinds: Sequence[_Kind]) -> list[_Run]:

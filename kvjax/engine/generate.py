@@ -1,10 +1,7 @@
 """Generation from caches: feed a prompt, then decode, all compiled."""
 
-import contextvars
 import functools
-import queue
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, overload
 
 import jax
@@ -12,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.cache.cache import Cache, group_caches, stack
+from kvjax.cache.cache import Cache, group_caches, stack, unstack
 from kvjax.engine.capacity import (
   check_prompts,
   check_room,
@@ -99,6 +96,7 @@ def generate(
   prompts: Prompts | Float[Array, "B V"],
   decoding: Decoding,
   *,
+  keep: bool = False,
   seeds: Seeds | None = None,
 ) -> tuple[Generated, ...]: ...
 
@@ -127,7 +125,8 @@ def generate(
 
   Given many caches of the same rows, such as those of a sweep, it generates
   from each of them with the same prompts. Caches of equal sizes are joined
-  (`kvjax.stack`) and decode together.
+  (`kvjax.stack`) and decode together; with `keep`, each has its own turn in it
+  afterwards, and the given caches are not donated.
 
   Args:
     model: the functions.
@@ -144,9 +143,9 @@ def generate(
     The generated tokens; a tuple of them for many caches.
 
   Raises:
-    InputError: rows, prompts and seeds differ in number, context, prompt and
-      answer together are longer than the model's context, the cache has too
-      little room, or the turns of many caches are to stay in them.
+    InputError: rows, prompts and seeds differ in number, the cache is of
+      another model, context, prompt and answer together are longer than the
+      model's context, or the cache has too little room.
 
   Example:
     >>> import kvjax
@@ -167,25 +166,21 @@ def generate(
     >>> [answer.tokens.shape for answer in answers]
     [(2, 2), (2, 2)]
   """
-  request = _Request(prompts, decoding, keep, seeds)
+  request = Request(prompts, decoding, keep, seeds)
   if isinstance(cache, Cache):
-    return _generate(model, params, cache, request)
-  if keep:
-    raise InputError(
-      "Turns stay in a single cache; join many with kvjax.stack first."
-    )
+    return generate_from(model, params, cache, request)
   return _generate_from_all(model, params, cache, request)
 
 
-class _Request(NamedTuple):
-  """Arguments of `generate`."""
+class Request(NamedTuple):
+  """Arguments of `generate` for each cache."""
 
   prompts: Prompts | Float[Array, "B V"]
   decoding: Decoding
   keep: bool = False
   seeds: Seeds | None = None
 
-  def repeat(self, times: int) -> "_Request":
+  def repeat(self, times: int) -> "Request":
     """The request for the rows of so many caches in turn."""
     prompts, seeds = self.prompts, self.seeds
     return self._replace(
@@ -196,11 +191,11 @@ class _Request(NamedTuple):
     )
 
 
-def _generate(
+def generate_from(
   model: Model,
   params: PyTree,
   cache: Cache,
-  request: _Request,
+  request: Request,
   on_token: OnToken | None = None,
 ) -> Generated:
   """Generates, and passes every token to `on_token` as it is made."""
@@ -227,84 +222,37 @@ def _generate(
 
 
 def _generate_from_all(
-  model: Model, params: PyTree, caches: Sequence[Cache], request: _Request
+  model: Model, params: PyTree, caches: Sequence[Cache], request: Request
 ) -> tuple[Generated, ...]:
   """Generates from many caches, those of equal sizes together."""
   results: dict[int, Generated] = {}
   for group in group_caches(caches):
     joined = stack([caches[index] for index in group])
+    if request.keep and len(group) == 1:
+      joined = jax.tree.map(jnp.copy, joined)
     rows = caches[group[0]].next_positions.shape[0]
-    answers = _generate(model, params, joined, request.repeat(len(group)))
+    answers = generate_from(model, params, joined, request.repeat(len(group)))
+    kept: Sequence[Cache | None] = [None] * len(group)
+    if answers.cache is not None:
+      kept = unstack(answers.cache, len(group))
     for place, index in enumerate(group):
       part = slice(place * rows, (place + 1) * rows)
-      results[index] = Generated(answers.tokens[part], answers.lengths[part])
-  return tuple(results[index] for index in range(len(caches)))
-
-
-def stream(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  prompts: Prompts | Float[Array, "B V"],
-  decoding: Decoding,
-  *,
-  seeds: Seeds | None = None,
-) -> Iterator[Int[np.ndarray, " B"]]:
-  """Yields every row's next token as soon as it is decoded; -1 after its end.
-
-  Arguments and errors are those of `generate` for a single cache. Decoding is
-  one compiled program nevertheless, which continues whether or not its tokens
-  are consumed.
-
-  Example:
-    >>> import kvjax
-    >>> from kvjax.testing import TinyModel
-    >>> model = TinyModel()
-    >>> params = model.init()
-    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
-    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
-    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
-    >>> questions = kvjax.Prompts.of([[7], [8, 9]])
-    >>> decoding = kvjax.Decoding(max_new_tokens=2)
-    >>> for tokens in kvjax.stream(model, params, cache, questions, decoding):
-    ...   print(tokens.shape)
-    (2,)
-    (2,)
-  """
-  request = _Request(prompts, decoding, seeds=seeds)
-  tokens: queue.SimpleQueue[Int[np.ndarray, " B"] | BaseException | None] = (
-    queue.SimpleQueue()
-  )
-
-  def run() -> None:
-    try:
-      _generate(
-        model, params, cache, request, lambda _, token: tokens.put(token)
+      results[index] = Generated(
+        answers.tokens[part], answers.lengths[part], kept[place]
       )
-      tokens.put(None)
-    except BaseException as error:  # raised again in the consumer's thread
-      tokens.put(error)
-
-  # The mesh and the selected kernels are context variables: pass them on.
-  context = contextvars.copy_context()
-  thread = threading.Thread(target=context.run, args=(run,), daemon=True)
-  thread.start()
-  while (token := tokens.get()) is not None:
-    if isinstance(token, BaseException):
-      raise token
-    yield token
-  thread.join()
+  return tuple(results[index] for index in range(len(caches)))
 
 
 def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
   rows = cache.next_positions.shape
   if seeds is None:
     return jnp.zeros(rows, jnp.int32)
+  seeds = jnp.asarray(seeds, jnp.int32)
   if seeds.shape != rows:
     raise InputError(
-      f"The cache has {rows[0]} rows and {len(seeds)} seeds; give one for each."
+      f"The cache has {rows[0]} rows and {seeds.size} seeds; give one for each."
     )
-  return jnp.asarray(seeds, jnp.int32)
+  return seeds
 
 
 # Tokens and lengths of the prompts to feed.

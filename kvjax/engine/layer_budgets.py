@@ -1,10 +1,12 @@
 """The budgets of the layers of a model."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.allocation.base import Allocation
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.model import Geometry
@@ -44,3 +46,21 @@ def by_layer(
   spread = {budget: law(budget) for budget in dict.fromkeys(budgets)}
   rows = [spread[budget][layer] for layer, budget in enumerate(budgets)]
   return np.array(rows, np.int32)
+
+
+def check_counts(
+  allocation: Allocation, counts: Any, layers: int, rows: int
+) -> None:
+  """Refuses counts of an allocation that no cache can keep.
+
+  Raises:
+    InputError: they are no integers by layer and row, or below zero.
+  """
+  counts = np.asarray(counts)
+  fits = counts.shape == (layers, rows) and counts.dtype.kind in "iu"
+  if not fits or np.any(counts < 0):
+    raise InputError(
+      f"{type(allocation).__name__}.counts gives each of {layers} layers and "
+      f"{rows} rows a number of tokens, 0 or more; it gave "
+      f"{counts.tolist()!r:.80}."
+    )

@@ -61,6 +61,7 @@ class Plan:
 
   def __post_init__(self) -> None:
     self._check_kinds(self.method, self.budget)
+    self._check_parts()
     if self.allocation is not None:
       self._check_allocation(self.allocation)
     if isinstance(self.budget, Calibrated):
@@ -151,6 +152,21 @@ class Plan:
         f"kvjax.PerLayer or a kvjax.Calibrated; {budget!r} is none of them."
       )
 
+  def _check_parts(self) -> None:
+    """Checks the types of optional parts, for the same callers."""
+    parts: tuple[tuple[str, Any, type, str], ...] = (
+      ("schedule", self.schedule, Schedule, "Schedule(block=128)"),
+      ("allocation", self.allocation, Allocation, "allocation.Uniform()"),
+      ("sparse", self.sparse, SparseAttention, "SparseAttention(...)"),
+      ("decoding", self.decoding, Plan, "Plan(...)"),
+    )
+    for name, given, kind, how in parts:
+      optional = kind is not Schedule
+      if not isinstance(given, kind) and not (optional and given is None):
+        raise InputError(
+          f"The {name} of a plan is a kvjax.{how}; {given!r} is not."
+        )
+
   def _check_allocation(self, allocation: Allocation) -> None:
     name, traits = type(self.method).__name__, self.method.traits
     if traits.even:
@@ -164,11 +180,8 @@ class Plan:
         "Heads compete by the scores of slots or the votes of an observation "
         f"window; {name} has neither."
       )
-    if not self.schedule.is_whole_prompt:
-      raise InputError(
-        f"{type(allocation).__name__} cannot spread a budget block by block or "
-        "while decoding: it shares it out once, when the prompt is known."
-      )
+    if not self.schedule.is_whole_prompt and isinstance(self.budget, Budget):
+      allocation.check_recursive(self.budget)
 
   def _check_per_layer(self) -> None:
     name, traits = type(self.method).__name__, self.method.traits

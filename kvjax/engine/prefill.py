@@ -6,7 +6,7 @@ kind share these programs, and so do sweeps with common methods or plans.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,7 @@ from kvjax.engine.evaluate import (
   find_evaluated,
   list_evaluations,
 )
-from kvjax.engine.forward import (
-  layer_stacks,
-)
+from kvjax.engine.model_layers import layer_stacks
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import (
   max_span,
@@ -84,7 +82,7 @@ def prefill(
     return cache, logits
   block = max(plan.schedule.block, plan.schedule.first or 0)
   check_context(model, max_span(plan, np.asarray(prompts.lengths), block))
-  _check_rotary(model, plan)
+  _check_plan(model, plan)
   return prefill_blocks(model, params, prompts, plan)
 
 
@@ -327,8 +325,7 @@ def _optional_activations(plans: Sequence[Plan]) -> frozenset[str]:
 
 def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:
   """Checks the arguments of `sweep`."""
-  if not plans:
-    raise InputError("There is nothing to keep; give at least one plan.")
+  _check_plans(plans)
   for plan in plans:
     if plan.schedule.block is not None:
       raise InputError(
@@ -337,9 +334,35 @@ def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:
       )
   check_context(model, np.asarray(prompts.lengths))
   for plan in plans:
-    _check_rotary(model, plan)
+    _check_plan(model, plan)
 
 
-def _check_rotary(model: Model, plan: Plan) -> None:
-  if plan.method.traits.renumbers:
+def _check_plans(plans: Any) -> None:
+  """Checks the type of plans, for callers without a static type checker."""
+  if isinstance(plans, Plan | str) or not all(
+    isinstance(plan, Plan) for plan in plans
+  ):
+    raise InputError(
+      "A sweep takes a list of plans, as kvjax.get_plan makes them of names; "
+      f"{plans!r:.80} is no such list."
+    )
+  if not plans:
+    raise InputError("There is nothing to keep; give at least one plan.")
+
+
+def _check_plan(model: Model, plan: Plan) -> None:
+  """Refuses a method that does not fit the model's layers."""
+  traits = plan.method.traits
+  if traits.renumbers:
     check_rotary(model)
+  heads: dict[int, int] = {}
+  for layer, spec in enumerate(model.geometry.layers):
+    source = traits.source_layer(layer)
+    if spec.compressible and heads.setdefault(source, spec.kv_heads) != (
+      spec.kv_heads
+    ):
+      raise InputError(
+        f"{type(plan.method).__name__} uses the selection of layer {source} in "
+        f"layer {layer}, which has another number of KV heads; give each layer "
+        "its own."
+      )

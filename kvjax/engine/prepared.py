@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.allocation.base import LayerBudget, Sizes
 from kvjax.cache.layers import LayerCache
 from kvjax.calibration.record import Calibrated
-from kvjax.engine.layer_budgets import by_layer, layer_budgets
+from kvjax.engine.layer_budgets import by_layer, check_counts, layer_budgets
 from kvjax.engine.plans import Plan
 from kvjax.model import Geometry, LayerSpec
 from kvjax.options.budgets import Retention, Tokens
@@ -169,6 +169,7 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
   spread, sizes = plan.spread, _sizes(plan, geometry)
   budgets = layer_budgets(plan, geometry)
   counts = by_layer(budgets, lambda b: spread.counts(b, lengths, sizes))
+  check_counts(spread, counts, sizes.layers, len(lengths))
   totals = by_layer(budgets, lambda b: spread.totals(b, lengths, sizes))
   slots = by_layer(budgets, lambda b: spread.capacities(b, padded, sizes))
   parts = spread.parts(budgets[0], lengths, padded)

@@ -9,13 +9,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.calibration.features import TAIL
-from kvjax.engine.forward import (
-  attach_spec,
-  attend_to_prompt,
-  block_positions,
-  index_layer,
-)
+from kvjax.engine.forward import attend_to_prompt, block_positions
 from kvjax.engine.likelihood import prompt_and_tail_nll
+from kvjax.engine.model_layers import index_layer, run_block
 from kvjax.model import LayerSpec, Model
 
 
@@ -68,10 +64,10 @@ def forward_layer(
   def attend(
     activations: Activations,
   ) -> tuple[Float[Array, "B N S Dv"], Activations]:
-    activations = attach_spec(spec, activations)
     return attend_to_prompt(activations), activations.only(optional)
 
-  hidden, activations = model.block(
+  hidden, activations = run_block(
+    model,
     index_layer(stack, jnp.asarray(index)),
     spec,
     hidden,

@@ -30,7 +30,8 @@ def check_rotary(model: Model) -> None:
   """Refuses a model that cannot rerotate keys.
 
   Raises:
-    InputError: it has no `rerotate`, or refuses itself.
+    InputError: it has no `rerotate`, or refuses itself, or has layers with a
+      window, whose tokens cannot follow the numbers of the others.
   """
   if not isinstance(model, RotaryModel):
     raise InputError(
@@ -38,7 +39,14 @@ def check_rotary(model: Model) -> None:
       f"{type(model).__name__} has no "
       "`rerotate` (see kvjax.engine.rerotation.RotaryModel)."
     )
-  spec = model.geometry.layers[0]
+  layers = model.geometry.layers
+  if any(spec.window is not None for spec in layers):
+    raise InputError(
+      "rerotate gives tokens the numbers of their places in the cache, and "
+      "layers with a window keep other tokens; use a method without it for "
+      "this model."
+    )
+  spec = next(spec for spec in layers if spec.cache)
   shape = (1, spec.kv_heads, 1)
   jax.eval_shape(
     model.rerotate,

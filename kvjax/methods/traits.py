@@ -4,6 +4,7 @@ import dataclasses
 
 from kvjax.activations import OPTIONAL
 from kvjax.errors import InputError
+from kvjax.options.bounds import check_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Traits:
     accumulates: whether the cache stores the attention each token receives.
     renumbers: whether kept tokens are renumbered by their place in the cache.
     stochastic: whether the selection depends on a seed.
+    positional: whether the selection depends on positions alone.
     keeps_all: whether nothing is ever evicted.
     keeps_layers: layers that keep everything.
     reuse: number of consecutive layers that share the selection of the first.
@@ -39,18 +41,17 @@ class Traits:
   accumulates: bool = False
   renumbers: bool = False
   stochastic: bool = False
+  positional: bool = False
   keeps_all: bool = False
   keeps_layers: tuple[int, ...] = ()
   reuse: int = 1
   activations: frozenset[str] = frozenset()
 
   def __post_init__(self) -> None:
-    for name, least in (("window", 0), ("protects", 0), ("reuse", 1)):
-      if getattr(self, name) < least:
-        raise InputError(
-          f"{name} of a method's traits must be {least} or more; "
-          f"{getattr(self, name)} is not."
-        )
+    check_count("window of a method's traits", self.window, 0)
+    check_count("protects of a method's traits", self.protects, 0)
+    check_count("reuse of a method's traits", self.reuse)
+    object.__setattr__(self, "activations", frozenset(self.activations))
     unknown = sorted(self.activations - {*OPTIONAL})
     if unknown:
       raise InputError(

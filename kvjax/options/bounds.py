@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -18,6 +19,22 @@ def check_least(method: Any, **least: float) -> None:
     value = getattr(method, name)
     if not value >= bound:
       raise InputError(f"{name} must be {bound:g} or more; {value} is not.")
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+  """Refuses what is not a whole number of at least `least`.
+
+  Raises:
+    InputError: it is not; the message names it.
+  """
+  try:
+    fits = operator.index(value) >= least  # type: ignore[arg-type]
+  except TypeError:
+    fits = False
+  if not fits:
+    raise InputError(
+      f"{name} must be a whole number, {least} or more; {value!r} is not."
+    )
 
 
 def check_odd(method: Any, name: str) -> None:

@@ -82,11 +82,19 @@ class Names(Mapping[str, Entry]):
       for preset, made in entry.presets.items()
     }
 
+  def all_made(self) -> Iterator[Any]:
+    """Yields what each name and each preset stands for."""
+    for entry in self.values():
+      yield entry.make()
+      yield from entry.presets.values()
+
 
 METHODS = Names()
 RETRIEVALS = Names()
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _PRESET = re.compile(r"[a-z0-9_]+")
+# Names that are written before a method's, which no method may have.
+PREFIXES: set[str] = set()
 # Groups of entry points that are not loaded yet.
 _UNLOADED = {ENTRY_POINTS}
 
@@ -101,6 +109,9 @@ def register(
 ) -> None:
   """Registers a method under a name, for the command line and saved caches.
 
+  A class or function of the same module and name replaces the one that was
+  registered before, so that a notebook's cell may run again.
+
   Args:
     name: lower-case letters, digits and underscores.
     make: makes the method with its defaults; usually its class.
@@ -110,7 +121,8 @@ def register(
 
   Raises:
     InputError: the name is taken, or it or a preset's name cannot be written
-      on a command line, or what is made, or a preset, is no method.
+      on a command line, or what is made, or a preset, is no method, or a class
+      with fields is no dataclass.
 
   Example:
     >>> import dataclasses, kvjax
@@ -122,15 +134,29 @@ def register(
     >>> kvjax.get_method("newest_example")
     Newest()
   """
-  if not _NAME.fullmatch(name):
+  if not isinstance(name, str) or not _NAME.fullmatch(name):
     raise InputError(
       "A method's name has lower-case letters, digits and underscores and "
       f"begins with a letter; {name!r} does not fit."
     )
-  if name in METHODS._entries or name in RETRIEVALS._entries:
+  if name in PREFIXES:
     raise InputError(
-      f"There is a method {name!r} already; register yours under another name."
+      f"{name!r} is written before a method's name, as in {name}/keydiff; "
+      "register yours under another name."
     )
+  for kind in (METHODS, RETRIEVALS):
+    taken = kind._entries.get(name)
+    if taken is not None and not _same_definition(taken.make, make):
+      raise InputError(
+        f"There is a method {name!r} already; register yours under another "
+        "name."
+      )
+  if not isinstance(presets or {}, Mapping):
+    raise InputError(
+      "Presets are given by the suffix of their name, as in "
+      f"presets={{'near': Mine(power=2)}}; {presets!r} is no such mapping."
+    )
+  _check_options(make)
   presets = dict(presets or {})
   for preset in presets:
     if not _PRESET.fullmatch(preset):
@@ -140,9 +166,10 @@ def register(
       )
   try:
     made = [make(), *presets.values()]
-  except TypeError as error:
+  except Exception as error:
+    said = str(error).removesuffix(".") or type(error).__name__
     raise InputError(
-      f"{name!r} cannot be made with its defaults: {error}."
+      f"{name!r} cannot be made with its defaults: {said}."
     ) from error
   names = RETRIEVALS if isinstance(made[0], Retrieval) else METHODS
   kinds = Retrieval if names is RETRIEVALS else (Method, Recipe)
@@ -154,6 +181,25 @@ def register(
         f"{name!r} is not."
       )
   names.add(name, Entry(make, presets, summary, paper))
+
+
+def _same_definition(one: Any, other: Any) -> bool:
+  """Whether two classes or functions are of the same place and name."""
+  places = [
+    (getattr(x, "__module__", None), getattr(x, "__qualname__", None))
+    for x in (one, other)
+  ]
+  return places[0] == places[1] and "<lambda>" not in str(places[0][1])
+
+
+def _check_options(make: Any) -> None:
+  """Refuses a class whose annotated fields are no options."""
+  own = vars(make) if isinstance(make, type) else {}
+  if own.get("__annotations__") and "__dataclass_fields__" not in own:
+    raise InputError(
+      f"{make.__name__} has fields that are no options; write "
+      "@dataclasses.dataclass(frozen=True) before the class."
+    )
 
 
 def load_plugins() -> None:

@@ -15,7 +15,7 @@ from kvjax.methods.rerotated import Rerotated
 from kvjax.methods.whole_chunks import WholeChunks
 from kvjax.options.budgets import Rounding
 from kvjax.registry.naming import suggest, with_options
-from kvjax.registry.registry import Recipe
+from kvjax.registry.registry import PREFIXES, Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,9 @@ WRAPPERS: Mapping[str, Wrapper] = {
     rounding="kvpress",
   ),
 }
+
+
+PREFIXES.update(name for name in WRAPPERS if "." not in name)
 
 
 def wrap(text: str, inner: Recipe) -> Recipe:

@@ -82,12 +82,12 @@ def check_value(given: Any, kind: type) -> None:
 
 
 def all_activations(
-  seed: int, lengths: Sequence[int], padded: int
+  seed: int, lengths: Sequence[int], padded: int, dtype: str = "float32"
 ) -> Activations:
   """Draws random activations with all optional ones; padding is NaN."""
   one, other = (
     random_activations(
-      draw_seed, lengths, padded, heads=_HEADS, kv_heads=KV_HEADS
+      draw_seed, lengths, padded, heads=_HEADS, kv_heads=KV_HEADS, dtype=dtype
     )
     for draw_seed in (seed, seed + 1000)
   )
@@ -99,7 +99,7 @@ def all_activations(
     one,
     queries_unrotated=other.queries,
     inputs=inputs,
-    output_projection=jax.numpy.asarray(projection, "float32"),
+    output_projection=jax.numpy.asarray(projection, dtype),
   )
 
 

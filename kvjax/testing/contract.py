@@ -27,7 +27,7 @@ _PROTECTED = (1, 2, 7)
 _Slots = list[list[list[int]]]
 
 
-def check_method(method: Method, *, exact: bool = True) -> None:
+def check_method(method: Method) -> None:
   """Checks that a method meets the engine's requirements and its traits.
 
   The method selects from random activations and from the prompts of a tiny
@@ -39,8 +39,6 @@ def check_method(method: Method, *, exact: bool = True) -> None:
   Args:
     method: a method whose options let it evict from a row of 56 tokens, or of
       three times its window.
-    exact: whether it always uses the whole budget; False for methods such as
-      those that keep whole chunks.
 
   Raises:
     InputError: a check fails; the message says what is wrong and how to fix it.
@@ -51,7 +49,7 @@ def check_method(method: Method, *, exact: bool = True) -> None:
     >>> check_method(kvjax.get_method("tova"))
   """
   checks.check_value(method, Method)
-  subject = Subject(method, exact)
+  subject = Subject(method)
   if subject.layer is not None:
     _check_evaluation(subject)
     _check_choice(subject)

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvjax.activations import Activations
 from kvjax.allocation.base import Allocation, LayerBudget, Sizes
-from kvjax.methods.base import Method, ScoringMethod
+from kvjax.methods.base import Method
 from kvjax.methods.traits import Traits
 from kvjax.options.budgets import Budget
 from kvjax.prompts import Prompts
@@ -36,9 +36,8 @@ class Subject:
     prompts: the rows.
   """
 
-  def __init__(self, method: Method, exact: bool) -> None:
+  def __init__(self, method: Method) -> None:
     self.method = method
-    self.exact = exact or isinstance(method, ScoringMethod)
     self.name = type(method).__name__
     self.traits, self.spread = method.traits, method.allocation
     require(
@@ -47,6 +46,7 @@ class Subject:
       "allocation a kvjax.allocation.Allocation; they are "
       f"{self.traits!r} and {self.spread!r}.",
     )
+    self.exact = not self.traits.coarse
     chosen = (n for n in range(_MOST_LAYERS) if not self.traits.keeps_layer(n))
     self.layer = next(chosen, None)
     longest = max(56, 3 * max(self.traits.window, self.traits.protects))
@@ -111,6 +111,6 @@ class Subject:
     require(
       min(valid) == most if self.exact else min(valid) >= 1,
       f"{self.name} keeps {min(valid)} tokens where {who} may keep {most} "
-      f"({where}); keep as many as that, or check with exact=False if it is "
-      "meant to leave room.",
+      f"({where}); keep as many as that, or let the traits say why not, as in "
+      "coarse='it keeps whole chunks'.",
     )

@@ -39,6 +39,16 @@ def test_records_say_how_a_retention_was_rounded():
   assert down.options == f"{up.options}, rounded as kvpress"
 
 
+def test_a_seed_reaches_what_is_wrapped_and_what_evicts_later():
+  later = kvjax.get_plan("random", kvjax.Tokens(64), kvjax.Schedule(every=16))
+  names = ["chunked/random", "random", "random:seed=3"]
+  budgets = [kvjax.Retention(0.5)]
+  chosen = candidates(names, budgets, decoding=later, seed=7)
+  for candidate, seed in zip(chosen[1:], (7, 7, 3), strict=True):
+    assert f"seed={seed}" in str(candidate.plan.method)
+  assert all(c.plan.decoding.method.seed == 7 for c in chosen[1:3])
+
+
 def test_records_say_what_evicts_while_decoding():
   """Also where nothing is evicted from the prompt."""
   chosen = candidates(["compactor"], [kvjax.Retention(1.0)], decoding=LATER)

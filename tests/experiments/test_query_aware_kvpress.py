@@ -85,6 +85,7 @@ def answered(lm, folder, samples, chosen, protocol):
   return {(a.sample, a.method): a for a in results.answers.values()}
 
 
+@pytest.mark.slow
 def test_the_prompt_is_split_as_by_the_pipeline_of_kvpress(smollm2):
   for number, golden in enumerate(GOLDEN):
     known = golden_sample(number).with_question_in_context()

@@ -254,6 +254,7 @@ def test_protected_tokens_stay_or_are_too_many():
     kvjax.prefill(MODEL, PARAMS, prompts, plan)
 
 
+@pytest.mark.slow
 def test_four_devices_equal_one(swept):
   plans = [PLANS[index] for index in PAIR]
   with jax.set_mesh(parse_mesh("data:2,model:2")):

@@ -19,7 +19,7 @@ from kvjax.methods import LayerBudget
 from kvjax.prompts import bucket_lengths
 from kvjax.registry.names import get_recipe
 from kvjax.registry.registry import METHODS
-from kvjax.testing import layer_positions, random_activations
+from kvjax.testing import checks, layer_positions
 
 # What scores by another formula than a case beside it, or spreads its budget
 # in another way, and does nothing else otherwise, takes its turn with the slow
@@ -128,18 +128,17 @@ PADDED = 96
 BUDGETS = (kvjax.Tokens(1), kvjax.Tokens(20), kvjax.Retention(0.5))
 # In the middle of a pyramid.
 LAYER, LAYERS = 2, 5
-# They look at positions alone.
-BLIND = ["full", "streaming"]
-# They keep whole chunks or clusters and may leave room.
-COARSE = ["chunkkv", "cut=skip", "cut=none"]
 
 
 def blind(name):
-  return base_of(name)[0] in BLIND
+  """Whether the choice is the same whatever the tokens are."""
+  traits = CASES[name].method.traits
+  return traits.keeps_all or traits.positional
 
 
 def coarse(name):
-  return any(part in name for part in COARSE)
+  """Whether it may leave room, as what keeps whole chunks or clusters."""
+  return bool(CASES[name].method.traits.coarse)
 
 
 def spread_of(recipe):
@@ -243,9 +242,8 @@ def kept(recipe, seen, lengths=LENGTHS, run=compiled):
 
 
 def activations(seed, **options):
-  return random_activations(
-    seed, LENGTHS, PADDED, heads=6, kv_heads=3, **options
-  )
+  """Of six query heads and three KV heads, with all that methods can read."""
+  return checks.all_activations(seed, LENGTHS, PADDED, **options)
 
 
 # Compiling takes nearly all the time: these need programs of their own.
@@ -257,12 +255,7 @@ DRAWING = [
 
 def rows_of(seen, rows, padded=PADDED):
   """Some of the rows, padded to another length."""
-
-  def cut(x):
-    x = np.asarray(x)[rows]
-    return jnp.asarray(x[:, :padded] if x.ndim == 2 else x[:, :, :padded])
-
-  return jax.tree.map(cut, seen)
+  return checks.rows_of([(seen, row) for row in rows], padded)
 
 
 @pytest.mark.parametrize(
@@ -313,11 +306,9 @@ class TestMethod:
   def test_a_row_stands_alone(self, name):
     """Whatever its batch mates and its place among them."""
     recipe, seen, others = CASES[name], activations(1), activations(11)
-    mixed = jax.tree.map(
-      lambda x, other: np.stack([x[2], other[1], x[0]]), seen, others
-    )
+    mixed = checks.rows_of([(seen, 2), (others, 1), (seen, 0)], PADDED)
     together = kept(recipe, seen)
-    apart = kept(recipe, jax.tree.map(jnp.asarray, mixed), LENGTHS[::-1])
+    apart = kept(recipe, mixed, LENGTHS[::-1])
     for rows, turned in zip(together, apart, strict=True):
       assert [turned[2], turned[0]] == [rows[0], rows[2]]
 
@@ -334,6 +325,8 @@ class TestMethod:
       keys=seen.keys[:, order],
       values=seen.values[:, order],
       keys_unrotated=seen.keys_unrotated[:, order],
+      queries_unrotated=seen.queries_unrotated[:, query_order],
+      output_projection=seen.output_projection[query_order],
     )
     plain, permuted = kept(recipe, seen), kept(recipe, turned)
     for rows, turned_rows in zip(plain, permuted, strict=True):

@@ -209,6 +209,7 @@ def test_many_caches_answer_as_each_alone():
   assert [answers.rows() for answers in together] == alone
 
 
+@pytest.mark.slow
 def test_many_caches_go_on_from_logits():
   plans = [kvjax.Plan(KeyDiff(), kvjax.Tokens(n)) for n in (4, 3, 4)]
   caches, logits = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plans)
@@ -227,6 +228,40 @@ def test_many_caches_go_on_from_logits():
   assert alone[0] == alone[2]
 
 
+def test_many_caches_keep_their_turns():
+  """As each alone, and the given ones are left as they were."""
+  plans = [kvjax.Plan(KeyDiff(), kvjax.Tokens(n)) for n in (4, 3, 4)]
+  caches, _ = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plans)
+  caches = [kvjax.reserve(cache, 128) for cache in caches]
+  questions, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
+  keep = functools.partial(
+    kvjax.generate, MODEL, PARAMS, decoding=decoding, keep=True
+  )
+  together = keep(caches, prompts=questions)
+  again = keep([turn.cache for turn in together], prompts=questions)
+  for cache, first, second in zip(caches, together, again, strict=True):
+    alone = keep(cache, prompts=questions)
+    assert alone.rows() == first.rows()
+    assert keep(alone.cache, prompts=questions).rows() == second.rows()
+
+
+def test_a_stream_keeps_its_turn(full):
+  cache, _ = full
+  prompts, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
+  expected = kvjax.generate(
+    MODEL, PARAMS, kvjax.reserve(cache, 64), prompts, decoding, keep=True
+  )
+  answer = kvjax.stream(
+    MODEL, PARAMS, kvjax.reserve(cache, 64), prompts, decoding, keep=True
+  )
+  assert answer.generated is None
+  tokens = np.stack(list(answer)).T
+  np.testing.assert_array_equal(tokens, expected.tokens)
+  np.testing.assert_array_equal(answer.generated.tokens, expected.tokens)
+  one, other = answer.generated.cache, expected.cache
+  jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
 def test_what_does_not_belong_to_a_cache_is_refused():
   plan = kvjax.Plan(KeyDiff(), kvjax.Tokens(4))
   cache, logits = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
@@ -237,8 +272,6 @@ def test_what_does_not_belong_to_a_cache_is_refused():
   questions = kvjax.Prompts.of(QUESTIONS)
   with pytest.raises(InputError, match="3 rows and 2 seeds; give one for each"):
     go_on(cache, questions, decoding, seeds=jnp.arange(2))
-  with pytest.raises(InputError, match="join many with kvjax"):
-    go_on([cache], logits, decoding, keep=True)
 
 
 def test_activations_that_a_model_lacks_are_named():

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kvjax
 from kvjax.cache.cache import Cache
@@ -135,6 +136,7 @@ def test_answers_of_other_lengths_take_no_new_program():
   assert generate._generate_and_discard._cache_size() == programs
 
 
+@pytest.mark.slow
 def test_a_deeper_model_compiles_no_more_programs():
   """A sweep, an answer, and blocks that evict while decoding."""
   programs = []

@@ -208,6 +208,7 @@ def test_a_conversation_that_evicts_says_how_much_room_it_needs():
   assert cache.layers[0].capacity == 12 + 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "every"),
   [("h2o", 2), ("snapkv:window=4", 1)],
@@ -308,6 +309,7 @@ def test_what_cannot_be_joined_is_refused():
       kvjax.stack(caches)
 
 
+@pytest.mark.slow
 def test_h2o_accumulates_across_blocks_and_steps():
   """With room for everything the sums are those of one dense pass."""
 

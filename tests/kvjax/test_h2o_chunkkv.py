@@ -117,6 +117,7 @@ def test_chunkkv_with_less_than_its_window_keeps_the_newest(seen):
   assert slots[0, 0].tolist() == list(range(LENGTH - 5, LENGTH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["", "ada/", "pyramid/"])
 def test_chunkkv_layers_copy_the_first_of_their_group(prefix):
   rng = np.random.default_rng(4)

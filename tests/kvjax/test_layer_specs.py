@@ -278,6 +278,7 @@ def test_a_saved_cache_answers_the_same(tmp_path):
     kvjax.load_cache(tmp_path / "c", model=other, model_id="tiny")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data:2,model:2", "data:2", "model:2"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mesh_changes_nothing(name, mesh):
@@ -298,12 +299,12 @@ def test_a_mesh_changes_nothing(name, mesh):
 def test_a_spec_that_does_not_fit_is_refused():
   with pytest.raises(kvjax.InputError, match="multiple of the KV heads"):
     LayerSpec(4, 3, 8)
-  with pytest.raises(kvjax.InputError, match="window must be at least 1"):
-    LayerSpec(4, 2, 8, window=0)
-  with pytest.raises(kvjax.InputError, match="must be 1 or more; 0 is not"):
-    LayerSpec(4, 2, 8, value_dim=0)
-  with pytest.raises(kvjax.InputError, match="index of a stack; -1 is none"):
-    LayerSpec(4, 2, 8, weights=-1)
+  wrong = {"window": 0, "value_dim": 0, "kv_heads": -1, "weights": -1}
+  for name, value in wrong.items():
+    with pytest.raises(
+      kvjax.InputError, match=f"{name} of a layer must be .*; {value} is not"
+    ):
+      LayerSpec(**{"heads": 4, "kv_heads": 2, "key_dim": 8, name: value})
   for none in ((), (DENSE,)):
     with pytest.raises(kvjax.InputError, match="one layer that has a cache"):
       kvjax.Geometry(none, 64)
@@ -323,6 +324,93 @@ def test_a_spec_that_does_not_fit_is_refused():
     kvjax.prefill(
       wrong, PARAMS, PROMPTS, kvjax.get_plan("full", kvjax.Retention(1.0))
     )
+
+
+class NeverAttends(TinyModel):
+  def block(self, weights, spec, hidden, *rest):
+    return hidden, None
+
+
+class AttendsTwice(TinyModel):
+  def block(self, *arguments):
+    super().block(*arguments)
+    return super().block(*arguments)
+
+
+class DropsState(TinyModel):
+  def block(self, *arguments):
+    return super().block(*arguments)[0], None
+
+
+class ReturnsOne(TinyModel):
+  def block(self, *arguments):
+    return super().block(*arguments)[0]
+
+
+@pytest.mark.parametrize("block", [None, 8])
+@pytest.mark.parametrize(
+  "kind", [NeverAttends, AttendsTwice, DropsState, ReturnsOne]
+)
+def test_a_block_attends_once_and_returns_its_state(kind, block):
+  model = kind(kvjax.Geometry.uniform(1, 4, 2, 8, 64))
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(4), kvjax.Schedule(block=block))
+  with pytest.raises(kvjax.InputError, match=f"once; that of {kind.__name__}"):
+    kvjax.prefill(model, model.init(), PROMPTS, plan)
+
+
+def test_weights_of_layers_are_a_tuple_of_stacks():
+  class Loose(TinyModel):
+    def layer_weights(self, params):
+      return params["layers"][0]
+
+  model = Loose(kvjax.Geometry.uniform(1, 4, 2, 8, 64))
+  plan = kvjax.get_plan("full", kvjax.Retention(1.0))
+  with pytest.raises(kvjax.InputError, match="Loose returns a dict"):
+    kvjax.prefill(model, model.init(), PROMPTS, plan)
+
+
+LOCAL = LayerSpec(4, 2, 8, window=6)
+
+
+def test_tokens_beside_those_of_windows_keep_their_numbers():
+  model = TinyModel(kvjax.Geometry((LOCAL, LayerSpec(4, 2, 8)), 64))
+  for name in ("rerotate/keydiff", "streaming:rerotate=true"):
+    with pytest.raises(
+      kvjax.InputError, match="layers with a window keep other"
+    ):
+      kvjax.prefill(
+        model, model.init(), PROMPTS, kvjax.get_plan(name, kvjax.Tokens(4))
+      )
+
+
+def test_a_selection_is_shared_by_layers_with_as_many_heads():
+  few = LayerSpec(4, 2, 8)
+  many = dataclasses.replace(few, kv_heads=4, weights=1)
+  model = TinyModel(kvjax.Geometry((few, many), 64))
+  plan = kvjax.get_plan("chunkkv:window=4:layer_reuse=2", kvjax.Tokens(8))
+  with pytest.raises(kvjax.InputError, match="layer 0 in layer 1"):
+    kvjax.prefill(model, model.init(), PROMPTS, plan)
+
+
+def test_a_model_of_windows_alone_has_no_budget_to_spread():
+  model = TinyModel(kvjax.Geometry((LOCAL, LOCAL), 64))
+  for name in ("pyramid/keydiff", "pyramidkv.kvpress", "ada/keydiff"):
+    plan = kvjax.get_plan(name, kvjax.Tokens(4))
+    cache, _ = kvjax.prefill(model, model.init(), PROMPTS, plan)
+    assert int(cache.lengths.max()) == 6
+
+
+def test_a_cache_is_of_the_model_that_made_it():
+  uniform = kvjax.Geometry.uniform
+  one, deeper, wider = (
+    TinyModel(uniform(layers, 4, kv_heads, 8, 64))
+    for layers, kv_heads in ((1, 2), (2, 2), (1, 1))
+  )
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(4))
+  cache, logits = kvjax.prefill(one, one.init(), PROMPTS, plan)
+  for other, said in ((deeper, "1 layers and the model 2"), (wider, "model 1")):
+    with pytest.raises(kvjax.InputError, match=said):
+      kvjax.generate(other, other.init(), cache, logits, DECODING)
 
 
 @pytest.mark.parametrize("block", [None, 8])

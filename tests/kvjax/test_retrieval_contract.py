@@ -192,6 +192,7 @@ def test_padding_changes_nothing(name):
   np.testing.assert_array_equal(after.looked_up[2:], left.looked_up)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   # C' = C, and lists of all stored keys.
@@ -224,6 +225,7 @@ def test_asked_for_as_much_as_there_is_it_finds_it_all(name):
     )
 
 
+@pytest.mark.slow
 # One that gathers what it looks at on the host, one that needs all of it.
 @pytest.mark.parametrize("name", ["ctkvr", "flat"])
 def test_what_the_host_holds_is_read_alike(name):

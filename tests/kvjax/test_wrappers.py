@@ -126,19 +126,20 @@ def test_presets_of_kvpress_round_as_it_does():
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  ("method", "exact"),
+  "method",
   [
-    (Rerotated(KeyDiff()), True),
-    pytest.param(Chunked(SnapKV(window=3), 16), True, marks=pytest.mark.slow),
-    (Chunked(KeyDiff(), 16), True),
-    (WholeChunks(SnapKV(window=5), 4), False),
-    pytest.param(WholeChunks(KeyDiff(), 64), False, marks=pytest.mark.slow),
+    Rerotated(KeyDiff()),
+    Chunked(SnapKV(window=3), 16),
+    Chunked(KeyDiff(), 16),
+    WholeChunks(SnapKV(window=5), 4),
+    WholeChunks(KeyDiff(), 64),
   ],
   ids=str,
 )
-def test_methods_around_methods_keep_the_contract(method, exact):
-  check_method(method, exact=exact)
+def test_methods_around_methods_keep_the_contract(method):
+  check_method(method)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.01, 0.2, 0.6, 1.0])

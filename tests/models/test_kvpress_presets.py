@@ -211,9 +211,8 @@ def test_layers_have_budgets_of_their_own(name, checkpoints):
   compare(checkpoints[name], name, {("per_layer", 0): plan})
 
 
-@pytest.mark.parametrize(
-  "name", ["small", pytest.param("held_out", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["small", "held_out"])
 def test_another_method_evicts_while_decoding(name, checkpoints):
   """PrefillDecodingPress: SnapKVPress, then KeyDiffPress to 48 tokens."""
   lm = checkpoints[name]

@@ -10,12 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine.forward import (
-  States,
-  hidden_states,
-  index_layer,
-  run_layers,
-)
+from kvjax.engine.forward import States, hidden_states, run_layers
+from kvjax.engine.model_layers import index_layer
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.pretrained import load, load_decoder

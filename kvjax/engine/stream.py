@@ -1,0 +1,102 @@
+"""Tokens as soon as they are decoded."""
+
+import contextvars
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.cache.cache import Cache
+from kvjax.engine.decode import Decoding
+from kvjax.engine.generate import Generated, Request, Seeds, generate_from
+from kvjax.errors import InputError
+from kvjax.model import Model
+from kvjax.prompts import Prompts
+
+
+class Stream(Iterator[Int[np.ndarray, " B"]]):
+  """Iterates over every row's next token; -1 after a row's end.
+
+  Attributes:
+    generated: all tokens, and the cache if the turn stays in it; None until the
+      iteration has ended.
+  """
+
+  def __init__(self) -> None:
+    self.generated: Generated | None = None
+    self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+  def __next__(self) -> Int[np.ndarray, " B"]:
+    if self.generated is not None:
+      raise StopIteration
+    item: Any = self._queue.get()
+    if isinstance(item, BaseException):
+      raise item
+    if isinstance(item, Generated):
+      self.generated = item
+      raise StopIteration
+    token: Int[np.ndarray, " B"] = item
+    return token
+
+
+def stream(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  prompts: Prompts | Float[Array, "B V"],
+  decoding: Decoding,
+  *,
+  keep: bool = False,
+  seeds: Seeds | None = None,
+) -> Stream:
+  """Yields every row's next token as soon as it is decoded; -1 after its end.
+
+  Arguments and errors are those of `kvjax.generate` for a single cache.
+  Decoding is one compiled program nevertheless, which continues whether or not
+  its tokens are consumed. What `generate` returns is in `Stream.generated` at
+  the end.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
+    >>> cache, logits = kvjax.prefill(model, params, prompts, plan)
+    >>> questions = kvjax.Prompts.of([[7], [8, 9]])
+    >>> decoding = kvjax.Decoding(max_new_tokens=2)
+    >>> answer = kvjax.stream(model, params, cache, questions, decoding)
+    >>> for tokens in answer:
+    ...   print(tokens.shape)
+    (2,)
+    (2,)
+    >>> answer.generated.tokens.shape
+    (2, 2)
+  """
+  if not isinstance(cache, Cache):
+    raise InputError(
+      "A stream is of a single cache; join caches of equal sizes with "
+      "kvjax.stack first."
+    )
+  request = Request(prompts, decoding, keep, seeds)
+  streamed = Stream()
+  put = streamed._queue.put
+
+  def run() -> None:
+    try:
+      put(
+        generate_from(
+          model, params, cache, request, lambda _, token: put(token)
+        )
+      )
+    except BaseException as error:  # raised again in the consumer's thread
+      put(error)
+
+  # The mesh and the selected kernels are context variables: pass them on.
+  context = contextvars.copy_context()
+  threading.Thread(target=context.run, args=(run,), daemon=True).start()
+  return streamed
