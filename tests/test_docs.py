@@ -122,7 +122,7 @@ def test_every_page_is_linked():
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_name_programs_and_flags_that_exist(page):
   text = TEXTS[page]
-  programs = re.findall(r"(?:^ +|`)kvjax ([a-z_]+)", text, re.MULTILINE)
+  programs = re.findall(r"(?:^ {4}|`)kvjax ([a-z_]+)", text, re.MULTILINE)
   modules = re.findall(r"python -m kvjax\.experiments\.(\w+)", text)
   assert {*programs} <= {*PROGRAMS}
   for module in modules:
@@ -135,7 +135,8 @@ def test_commands_name_programs_and_flags_that_exist(page):
   assert {*flags} <= known | others
 
 
-@pytest.mark.parametrize("page", PAGES)
+# The method of CONTRIBUTING.md is made there.
+@pytest.mark.parametrize("page", [p for p in PAGES if p != "CONTRIBUTING.md"])
 def test_methods_that_commands_name_exist(page):
   for names in re.findall(r"--methods?=([^\s`\"]+)", TEXTS[page]):
     for name in names.split(","):

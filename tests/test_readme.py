@@ -21,7 +21,9 @@ def table(header, text=README):
 def test_it_is_short():
   assert len(README.splitlines()) <= 120
   (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-  assert len([line for line in code.splitlines() if line]) == 10
+  lines = [line for line in code.splitlines() if line]
+  assert len(lines) == 1 + 10
+  assert lines[0] == "import kvjax.models"
 
 
 def test_its_scores_are_those_of_the_results():
