@@ -24,9 +24,14 @@ TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 
 # Their code continues that of the pages before; CONTRIBUTING.md has its own
 # test. Those of WITH_CODE that are not QUICK compile further programs.
-QUICK = ("README.md", "docs/methods/README.md", "docs/methods/ctkvr.md")
-WITH_CODE = ("README.md", "docs/getting_started.md", *QUICK[1:])
-WITH_CODE = (*WITH_CODE, "docs/sharding.md")
+QUICK = ("README.md", "docs/methods/README.md")
+WITH_CODE = (
+  "README.md",
+  "docs/getting_started.md",
+  "docs/methods/README.md",
+  "docs/methods/ctkvr.md",
+  "docs/sharding.md",
+)
 
 
 def python_of(page):
