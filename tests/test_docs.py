@@ -17,8 +17,10 @@ from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.registry.wrappers import WRAPPERS
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "WORKSPACE.md") + tuple(
-  sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("docs/**/*.md"))
+DOCS = sorted(ROOT.glob("docs/**/*.md"))
+PAGES = (
+  *("README.md", "CONTRIBUTING.md", "WORKSPACE.md"),
+  *(path.relative_to(ROOT).as_posix() for path in DOCS),
 )
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 
@@ -161,13 +163,14 @@ def option_tables():
   or else to the one of the page. "all" has those of all retrieval methods.
   """
   found = {}
-  for page in sorted(ROOT.glob("docs/methods/*.md")):
-    text = page.read_text(encoding="utf-8")
+  for page, text in TEXTS.items():
+    if "docs/methods/" not in page:
+      continue
     of_page = re.findall(r"`(\w+)`", text.splitlines()[0])
     for section in re.split(r"^##+ ", text, flags=re.MULTILINE):
       title, _, body = section.partition("\n")
       table = re.search(r"^\| option .*\n.*\n((?:\|.*\n)+)", body, re.MULTILINE)
-      if table is None or page.stem == "prefixes":
+      if table is None or "prefixes" in page:
         continue
       (name,) = re.findall(r"`(\w+)`", title) or (
         ["all"] if "all methods" in title else of_page

@@ -49,7 +49,8 @@ def may_be_ragged(name, entry):
   spread = [getattr(each, "allocation", None) for each in made]
   names = [name, *(f"{name}.{preset}" for preset in entry.presets)]
   by_ada = [supports(f"ada/{each}", kvjax.Schedule()) for each in names]
-  return "✓" if any(getattr(s, "ragged", False) for s in spread) else max(by_ada)
+  shared = any(getattr(each, "ragged", False) for each in spread)
+  return "✓" if shared else max(by_ada)
 
 
 def own(names):
