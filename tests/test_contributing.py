@@ -64,9 +64,8 @@ def follow(folder, *, without=()):
 
 
 def methods_of(readme):
-  """The table of methods that evict."""
-  text = readme.read_text().split("These methods evict:")[1]
-  return text.split("\n\n")[1] + "\n"
+  """The rows of the methods that evict."""
+  return readme.read_text().split("| Name | Method |")[1].split("| **")[0]
 
 
 def run_in(folder, *arguments):
@@ -111,8 +110,9 @@ def test_the_tests_pass_with_one_more_method(tmp_path):
   for name in ("docs", "notebooks"):
     shutil.copytree(ROOT / name, tmp_path / name)
   readme = tmp_path / "README.md"
-  *_, last = re.findall(r"^\| `\w+` +\|.*\n", methods_of(readme), re.M)
-  row = "| `big_values` | large values | |\n"
+  ((file, row),) = blocks(section("Add a method"), "markdown")
+  assert file == readme.name
+  *_, last = methods_of(readme).splitlines(keepends=True)
   readme.write_text(readme.read_text().replace(last, last + row))
   files = [
     *("tests/test_readme.py", "tests/test_examples.py"),

@@ -1,90 +1,101 @@
-"""What the README shows is so."""
+"""README is short, and its tables are those of the registry and the results."""
 
-import json
 import pathlib
 import re
-import shutil
 
 import pytest
-import safetensors.numpy
 
 import kvjax
-from kvjax.models import catalog
 from kvjax.registry.registry import METHODS, RETRIEVALS
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def table(header, text=README):
+  """The rows below a header, each a list of cells."""
+  rows = text.split(header)[1].split("\n\n")[0].splitlines()[2:]
+  return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
 
 
-def test_the_interface_takes_twelve_lines():
-  lines = [line for line in CODE[0].splitlines() if line]
-  assert len(lines) == 12
+def test_it_is_short():
+  assert len(README.splitlines()) <= 120
+  (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+  lines = [line for line in code.splitlines() if line]
+  assert len(lines) == 1 + 10
+  assert lines[0] == "import kvjax.models"
 
 
-def _keep_layers(folder, count):
-  """Leaves the first layers of a model; all of them compile alike."""
-  config = folder / "config.json"
-  fields = json.loads(config.read_text()) | {"num_hidden_layers": count}
-  config.write_text(json.dumps(fields))
-  path = folder / "model.safetensors"
-  kept = {
-    name: weight
-    for name, weight in safetensors.numpy.load_file(path).items()
-    if not (layer := re.search(r"layers\.(\d+)", name)) or int(layer[1]) < count
-  }
-  safetensors.numpy.save_file(kept, path, {"format": "pt"})
+def test_its_scores_are_those_of_the_results():
+  results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+  header = "| method, budget | 100 % |"
+  rows = table(header)
+  assert len(rows) > 5
+  everything = table(header, results)
+  assert all(row in everything for row in rows)
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-# The record was measured on longer contexts.
-@pytest.mark.filterwarnings("ignore::kvjax.InputWarning")
-def test_the_code_runs(tmp_path, monkeypatch, capsys):
-  monkeypatch.chdir(tmp_path)
-  (tmp_path / "notes.txt").write_text("The sky is blue. Ann called.\n" * 20)
-  shutil.copytree(ROOT / "models" / "reference", "models/reference")
-  # A small model stands in for the one that is fetched.
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-  name = "smollm2-135m-instruct"
-  fetched = tmp_path / "cache" / "kvjax" / "models" / name
-  shutil.copytree(ROOT / "models" / "reference", fetched)
-  assert name in catalog.NAMED
-  monkeypatch.setattr(catalog, "fetch", lambda source, folder: None)
-  _keep_layers(fetched, 2)
-  names = {}
-  for code in CODE:
-    exec(code, names)
-  printed = capsys.readouterr().out
-  assert printed.index("KeyDiff(") < printed.index("SnapKV(")
-  assert len(names["answers"].rows()) == 1
+def supports(name, schedule):
+  try:
+    kvjax.get_plan(name, kvjax.Retention(0.5), schedule)
+  except kvjax.InputError:
+    return ""
+  return "✓"
 
 
-def test_the_tables_list_every_method_as_it_is_registered():
+def may_be_ragged(name, entry):
+  """Heads share a budget by default, by a preset, or by ada/."""
+  made = [entry.make(), *entry.presets.values()]
+  spread = [getattr(each, "allocation", None) for each in made]
+  names = [name, *(f"{name}.{preset}" for preset in entry.presets)]
+  by_ada = [supports(f"ada/{each}", kvjax.Schedule()) for each in names]
+  shared = any(getattr(each, "ragged", False) for each in spread)
+  return "✓" if shared else max(by_ada)
+
+
+def own(names):
   """Those of this package: tests may have registered others."""
-  tables = re.findall(r"^\| Name .*\n.*\n((?:\|.*\n)+)", README, re.MULTILINE)
-  assert len(tables) == 2
-  for table, names in zip(tables, (METHODS, RETRIEVALS), strict=True):
-    rows = [
-      tuple(cell.strip() for cell in line.split("|")[1:-1])
-      for line in table.splitlines()
-    ]
-    own = ("kvjax.methods.", "kvjax.registry.eviction", "kvjax.retrieval.")
-    assert rows == [
-      (f"`{name}`", entry.summary, entry.paper)
-      for name, entry in names.items()
-      if entry.make.__module__.startswith(own)
-    ]
-    assert all(summary for _, summary, _ in rows)
+  packages = ("kvjax.methods.", "kvjax.registry.eviction", "kvjax.retrieval.")
+  return {
+    name: entry
+    for name, entry in names.items()
+    if entry.make.__module__.startswith(packages)
+  }
 
 
-def test_methods_that_commands_name_exist():
-  for names in re.findall(r"--methods=(\S+)", README):
-    for name in names.split(","):
-      kvjax.get_plan(name, kvjax.Retention(0.5))
+def test_the_table_lists_every_method_as_it_is_registered():
+  rows = table("| Name | Method |")
+  (divider,) = (i for i, row in enumerate(rows) if row[0].startswith("**"))
+  for names, part in (
+    (METHODS, rows[:divider]),
+    (RETRIEVALS, rows[divider + 1 :]),
+  ):
+    registered = own(names)
+    assert len(part) == len(registered)
+    for row, (name, entry) in zip(part, registered.items(), strict=True):
+      linked, method, idea, *marks = row
+      found = re.fullmatch(r"\[`(\w+)`\]\((docs/methods/\w+\.md)\)", linked)
+      assert found
+      assert found[1] == name
+      assert (ROOT / found[2]).is_file()
+      text, link = re.fullmatch(r"\[?([^]]+)\]?(?:\((.*)\))?", method).groups()
+      assert text == entry.summary
+      if entry.paper:
+        assert link == f"https://arxiv.org/abs/{entry.paper}"
+      assert idea
+      if names is METHODS:
+        assert marks == [
+          supports(name, kvjax.Schedule(block=128)),
+          supports(name, kvjax.Schedule(every=1)),
+          may_be_ragged(name, entry),
+        ], name
+      else:
+        assert marks == ["", "", ""]
 
 
-def test_linked_files_exist():
-  for target in re.findall(r"\]\(([^)]+)\)", README):
-    assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("build", re.findall(r'"jax\[(\w+)\]"', README))
+def test_jax_has_the_builds_that_it_names(build):
+  import importlib.metadata
+
+  extras = importlib.metadata.metadata("jax").get_all("Provides-Extra")
+  assert build in extras

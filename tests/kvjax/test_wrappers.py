@@ -28,7 +28,7 @@ from kvjax.testing import (
   random_activations,
 )
 
-README = pathlib.Path(__file__).parents[2] / "README.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/methods/prefixes.md"
 MODEL = TinyModel()
 PARAMS = MODEL.init()
 LAYERS = MODEL.geometry.num_layers
@@ -39,8 +39,8 @@ PROMPTS = kvjax.Prompts.of(ROWS)
 LATER = kvjax.get_plan("h2o", kvjax.Tokens(12), kvjax.Schedule(every=4))
 
 
-def test_the_readme_lists_all_prefixes():
-  text = README.read_text(encoding="utf-8")
+def test_the_page_lists_all_prefixes():
+  text = PAGE.read_text(encoding="utf-8")
   rows = re.findall(r"^\| `([a-z.]+)/` +\| (.*?) +\|$", text, re.MULTILINE)
   assert dict(rows) == {name: made.summary for name, made in WRAPPERS.items()}
 

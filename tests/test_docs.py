@@ -1,0 +1,242 @@
+"""What README and the pages in docs/ show is so."""
+
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+
+import pytest
+import safetensors.numpy
+
+import kvjax
+from kvjax.experiments.main import PROGRAMS
+from kvjax.models import catalog
+from kvjax.registry.names import get_recipe
+from kvjax.registry.registry import METHODS, RETRIEVALS
+from kvjax.registry.wrappers import WRAPPERS
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = sorted(ROOT.glob("docs/**/*.md"))
+PAGES = (
+  *("README.md", "CONTRIBUTING.md", "WORKSPACE.md"),
+  *(path.relative_to(ROOT).as_posix() for path in DOCS),
+)
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+
+# Their code continues that of the pages before; CONTRIBUTING.md has its own
+# test. Those of WITH_CODE that are not QUICK compile further programs.
+QUICK = ("README.md", "docs/methods/README.md")
+WITH_CODE = (
+  "README.md",
+  "docs/getting_started.md",
+  "docs/methods/README.md",
+  "docs/methods/ctkvr.md",
+  "docs/sharding.md",
+)
+
+
+def python_of(page):
+  return re.findall(r"```python\n(.*?)```", TEXTS[page], re.DOTALL)
+
+
+def test_all_pages_with_code_run():
+  assert {page for page in PAGES if python_of(page)} == {
+    "CONTRIBUTING.md",
+    *WITH_CODE,
+  }
+
+
+def keep_layers(folder, count):
+  """Leaves the first layers of a model; all of them compile alike."""
+  config = folder / "config.json"
+  fields = json.loads(config.read_text()) | {"num_hidden_layers": count}
+  config.write_text(json.dumps(fields))
+  path = folder / "model.safetensors"
+  kept = {
+    name: weight
+    for name, weight in safetensors.numpy.load_file(path).items()
+    if not (layer := re.search(r"layers\.(\d+)", name)) or int(layer[1]) < count
+  }
+  safetensors.numpy.save_file(kept, path, {"format": "pt"})
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+# The record was measured on longer contexts.
+@pytest.mark.filterwarnings("ignore::kvjax.InputWarning")
+@pytest.mark.parametrize(
+  "pages",
+  [
+    pytest.param(QUICK, id="quick"),
+    pytest.param(WITH_CODE, id="all", marks=pytest.mark.slow),
+  ],
+)
+def test_the_code_runs(pages, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "docs").mkdir()
+  shutil.copy(ROOT / "docs" / "notes.txt", "docs")
+  shutil.copytree(ROOT / "models" / "reference", "models/reference")
+  # A small model stands in for the one that is fetched.
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  name = "smollm2-135m-instruct"
+  fetched = tmp_path / "cache" / "kvjax" / "models" / name
+  shutil.copytree(ROOT / "models" / "reference", fetched)
+  assert name in catalog.NAMED
+  monkeypatch.setattr(catalog, "fetch", lambda source, folder: None)
+  keep_layers(fetched, 2)
+  names = {}
+  for page in pages:
+    for code in python_of(page):
+      exec(compile(code, page, "exec"), names)
+  printed = capsys.readouterr().out
+  assert printed.endswith("\n")
+  if "docs/getting_started.md" in pages:
+    assert printed.index("KeyDiff(") < printed.index("SnapKV(")
+  assert len(names["answers"].rows()) == 1
+
+
+def anchors(text):
+  """The anchors of headings, as GitHub makes them."""
+  text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+  titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+  plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+  return {title.replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+  for link in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
+    if link.startswith("https://"):
+      continue
+    path, _, anchor = link.partition("#")
+    target = (ROOT / page).parent / path if path else ROOT / page
+    assert target.exists(), link
+    if anchor:
+      assert anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_every_page_is_linked():
+  linked = {
+    ((ROOT / page).parent / link.partition("#")[0]).resolve()
+    for page, text in TEXTS.items()
+    for link in re.findall(r"\]\(([^)\s]+)\)", text)
+  }
+  assert {(ROOT / page).resolve() for page in PAGES} - linked <= {
+    ROOT / "README.md"
+  }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_name_programs_and_flags_that_exist(page):
+  text = TEXTS[page]
+  programs = re.findall(r"(?:^ {4}|`)kvjax ([a-z_]+)", text, re.MULTILINE)
+  modules = re.findall(r"python -m kvjax\.experiments\.(\w+)", text)
+  assert {*programs} <= {*PROGRAMS}
+  for module in modules:
+    assert (ROOT / "experiments" / f"{module}.py").exists(), module
+  sources = (path.read_text() for path in ROOT.glob("experiments/**/*.py"))
+  define = re.compile(r'DEFINE_\w+\(\s*"(\w+)"')
+  known = {name for source in sources for name in define.findall(source)}
+  others = {"sync", "help"}  # of jupytext, and of every program
+  flags = re.findall(r"(?<![\w-])--([a-z][a-z_]*)(?![\w-])", text)
+  assert {*flags} <= known | others
+
+
+# The method of CONTRIBUTING.md is made there.
+@pytest.mark.parametrize("page", [p for p in PAGES if p != "CONTRIBUTING.md"])
+def test_methods_that_commands_name_exist(page):
+  for names in re.findall(r"--methods?=([^\s`\"]+)", TEXTS[page]):
+    for name in names.split(","):
+      kvjax.get_plan(name, kvjax.Retention(0.5))
+
+
+def is_own(entry):
+  """Whether it is of this package: tests may have registered others."""
+  own = ("kvjax.methods.", "kvjax.registry.eviction", "kvjax.retrieval.")
+  return entry.make.__module__.startswith(own)
+
+
+def option_tables():
+  """The documented options of methods: pairs of a name and a default.
+
+  A table belongs to the method that the heading above it names in backticks,
+  or else to the one of the page. "all" has those of all retrieval methods.
+  """
+  found = {}
+  for page, text in TEXTS.items():
+    if "docs/methods/" not in page:
+      continue
+    of_page = re.findall(r"`(\w+)`", text.splitlines()[0])
+    for section in re.split(r"^##+ ", text, flags=re.MULTILINE):
+      title, _, body = section.partition("\n")
+      table = re.search(r"^\| option .*\n.*\n((?:\|.*\n)+)", body, re.MULTILINE)
+      if table is None or "prefixes" in page:
+        continue
+      (name,) = re.findall(r"`(\w+)`", title) or (
+        ["all"] if "all methods" in title else of_page
+      )
+      assert name not in found
+      found[name] = rows = {}
+      for line in table[1].splitlines():
+        option, default = (cell.strip() for cell in line.split("|")[1:3])
+        rows[option.strip("`")] = default.replace("none", "").strip("`")
+  return found
+
+
+OPTIONS = option_tables()
+
+
+def is_option(field):
+  return field.metadata.get("option", True) and field.name != "over"
+
+
+@pytest.mark.parametrize("name", [*METHODS, *RETRIEVALS])
+def test_the_pages_list_all_options_with_their_defaults(name):
+  kind = METHODS if name in METHODS else RETRIEVALS
+  if not is_own(kind[name]):
+    pytest.skip("registered by another test")
+  documented = OPTIONS.get(name, {})
+  make = get_recipe
+  if kind is RETRIEVALS:
+    documented, make = OPTIONS["all"] | documented, kvjax.get_retrieval
+  for option, default in documented.items():
+    assert make(f"{name}:{option}={default}") == make(name), option
+  made = make(name)
+  # Those of SnapKV are on its own page.
+  spread = getattr(made, "allocation", None)
+  described = spread or getattr(made, "method", made)
+  options = {f.name for f in dataclasses.fields(described) if is_option(f)}
+  assert options <= {*documented}
+  if spread is None:
+    assert options == {*documented}
+
+
+def test_the_pages_name_all_presets():
+  pages = "".join(TEXTS[page] for page in PAGES if "docs/methods" in page)
+  for names in (METHODS, RETRIEVALS):
+    for preset in names.presets:
+      if is_own(names[preset.partition(".")[0]]):
+        assert f"`{preset}`" in pages, preset
+
+
+def test_the_page_of_prefixes_lists_their_options():
+  text = TEXTS["docs/methods/prefixes.md"]
+  rows = re.findall(r"^\| `([\w.]+):(\w+)` \| `([\w.]+)`", text, re.MULTILINE)
+  assert {name for name, _, _ in rows} == {"pyramid", "ada", "chunked"} | {
+    "chunkkv.kvpress"
+  }
+  for name, option, default in rows:
+    assert get_recipe(f"{name}:{option}={default}/keydiff") == get_recipe(
+      f"{name}/keydiff"
+    )
+
+
+def test_every_press_has_the_name_that_its_page_gives():
+  text = TEXTS["docs/coming_from_kvpress.md"]
+  table = text.split("| press | kvjax |\n")[1].split("\n\n")[0]
+  cells = re.findall(r"`([^`]+)`", "".join(re.findall(r"\| (?=`).*", table)))
+  names = {cell.removesuffix("/NAME") for cell in cells}
+  presets = {name for name in METHODS.presets if name.endswith(".kvpress")}
+  assert presets | {*WRAPPERS} - {"pyramid", "ada"} <= names
+  for name in names & {*METHODS, *METHODS.presets}:
+    kvjax.get_plan(name, kvjax.Retention(0.5))
