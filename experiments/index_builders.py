@@ -122,10 +122,10 @@ def draw(
   )
   lookup = (positions >= start) & (positions < end)
   number = jnp.zeros((1, 1), jnp.int32)
-  count = jnp.full((1, 1), retrieval.reads, jnp.int32)
+  count = jnp.full((1, 1), retrieval.keys, jnp.int32)
   return Workload(
     Prompt(head, lookup, number, 0, start, end),
-    KeyBudget(count, retrieval.reads),
+    KeyBudget(count, retrieval.keys),
     jnp.swapaxes(queries[:, length:], 0, 1),
   )
 
@@ -143,7 +143,7 @@ def builders(
   """
   keys = np.asarray(workload.store.keys)
   group = workload.queries.shape[1]
-  recalled = retrieval.probes * int(retrieval.list_ratio * retrieval.reads)
+  recalled = retrieval.probes * int(retrieval.list_ratio * retrieval.keys)
   part = min(max(recalled // group, 1), len(keys))
   lists = jax.eval_shape(
     functools.partial(_index, retrieval), workload.prompt, workload.key_budget
@@ -160,7 +160,7 @@ def builders(
     Builder(
       QCIVF,
       _compiled(retrieval, workload),
-      lambda index: retrieve(retrieval, first(index), retrieval.reads),
+      lambda index: retrieve(retrieval, first(index), retrieval.keys),
     ),
     Builder("IVF", lambda: _ivf(faiss, keys, part), search),
     Builder("HNSW", lambda: _hnsw(faiss, keys, part), search),

@@ -75,7 +75,7 @@ _LONGEST = 2**24
 
 def main() -> None:
   """Checks all flags, then builds."""
-  retrieval = CTkvr(reads=_READS.value)
+  retrieval = CTkvr(keys=_READS.value)
   lengths = _lengths(retrieval)
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
@@ -216,12 +216,12 @@ def _lengths(retrieval: CTkvr) -> list[int]:
   if not lengths:
     raise InputError("--lengths is empty; 4096,8192 would be two.")
   resident = retrieval.sinks + retrieval.local
-  shortest = resident + retrieval.reads + 1
+  shortest = resident + retrieval.keys + 1
   for length in lengths:
     if length < shortest:
       raise InputError(
         f"--lengths must be {shortest} or more, as {resident} tokens are "
-        f"resident and --reads={retrieval.reads} of the others are read; "
+        f"resident and --reads={retrieval.keys} of the others are read; "
         f"{length} is not."
       )
     if length > _LONGEST:

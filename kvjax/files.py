@@ -111,7 +111,7 @@ def check_replaceable(path: Path, kept: str = "") -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, kept: str = "") -> Iterator[pathlib.Path]:
-  """Yields a path beside `path`; the file written there replaces it.
+  """Yields a path next to `path`; the file written there replaces it.
 
   The file is on the disk before it gets its name. A full disk or a kill leaves
   what was there before. A link stays a link.

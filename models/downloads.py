@@ -73,7 +73,7 @@ class Download(Protocol):
 def fetch(source: Download, folder: pathlib.Path) -> None:
   """Downloads a model to a folder, unless it is already there.
 
-  Files are checked and on the disk before they get their names. A record beside
+  Files are checked and on the disk before they get their names. A record with
   them keeps their sizes and times of modification. If these have changed, the
   digest is computed again, and what is damaged is downloaded again. Programs
   that need the same model at the same time wait for each other.
@@ -91,7 +91,7 @@ def fetch(source: Download, folder: pathlib.Path) -> None:
       return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock(folder.parent):
-      # Another program may have fetched it meanwhile.
+      # Another program may have fetched it in the meantime.
       if not _is_whole(source, folder):
         _remove_stale(folder)
         _fetch(source, folder)

@@ -133,6 +133,82 @@ def test_the_tests_pass_with_one_more_method(tmp_path):
   assert done.returncode == 0, done.stdout
 
 
+# A method that leaves room and one that reads what no cache stores.
+OTHERS = '''"""Two methods."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax.methods.base import Method, ScoringMethod
+from kvjax.methods.traits import Traits
+from kvjax.selection import top_slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs(Method):
+  """Keeps an even number of tokens, those of small keys, or a single one."""
+
+  @property
+  def traits(self):
+    return Traits(coarse="it keeps pairs")
+
+  def evaluate(self, layer, cache, activations):
+    norms = -jnp.sum(jnp.square(cache.keys.astype("float32")), axis=-1)
+    return jnp.nan_to_num(norms, nan=-jnp.inf)
+
+  def token_scores(self, scores, cache):
+    return scores
+
+  def select(self, scores, cache, budget):
+    must = budget.must_keep(cache)
+    most = budget.per_head
+    counts = jnp.where(most > 1, most // 2 * 2, 1)
+    counts = jnp.maximum(counts, jnp.sum(must, axis=-1, dtype=jnp.int32))
+    return top_slots(scores, cache.valid, must, counts, budget.capacity)
+
+
+@dataclasses.dataclass(frozen=True)
+class InputNorm(ScoringMethod):
+  """Keeps the tokens whose layer inputs are large."""
+
+  @property
+  def traits(self):
+    return Traits(
+      activations=frozenset({"inputs"}),
+      whole_prompts_only="it reads what no cache stores",
+    )
+
+  def scores(self, layer, cache, activations):
+    norms = jnp.sum(jnp.square(activations.inputs.astype("float32")), axis=-1)
+    spread = jnp.sum(jnp.abs(cache.keys.astype("float32")), axis=-1)
+    return norms[:, None] * spread
+'''
+
+
+@pytest.mark.slow
+def test_methods_of_every_kind_pass_the_tests(tmp_path):
+  """The contract reads their traits, whatever their names are."""
+  follow(tmp_path)
+  shutil.copytree(ROOT / "tests", tmp_path / "tests")
+  shutil.copy(ROOT / "pyproject.toml", tmp_path)
+  (tmp_path / "kvjax" / "methods" / "others.py").write_text(OTHERS)
+  registry = tmp_path / "kvjax" / "registry" / "eviction.py"
+  registry.write_text(
+    "from kvjax.methods.others import InputNorm, Pairs\n"
+    f"{registry.read_text()}"
+    '  register("pairs", Pairs)\n'
+    '  register("input_norm", InputNorm)\n'
+  )
+  done = run_in(
+    tmp_path,
+    *("-m", "pytest", "-q", "-m", "", "-k", "pairs or input_norm"),
+    *("-p", "no:cacheprovider", "tests/kvjax/test_contract.py"),
+    *("tests/kvjax/test_contract_engine.py", "tests/kvjax/test_layer_specs.py"),
+  )
+  assert done.returncode == 0, done.stdout
+
+
 def test_the_entry_point_is_where_ours_look():
   ((_, lines),) = blocks(section("Ship a method in your own package"), "toml")
   group = lines.splitlines()[0]

@@ -42,7 +42,7 @@ class SparseLayer(Layer):
     stored: the other tokens, which are retrieved.
     index: index of the method.
     count: keys to retrieve per token, for each row.
-    looked_up: keys that the prompt's last token retrieves for each KV head,
+    num_retrieved: keys that the prompt's last token retrieves for each KV head,
       counted once if several query heads read them.
     most: maximum of `count` over the batch.
     retrieval: the method.
@@ -53,7 +53,7 @@ class SparseLayer(Layer):
   stored: LayerCache
   index: PyTree[Array]
   count: Int[Array, " B"]
-  looked_up: Int[Array, "B K"]
+  num_retrieved: Int[Array, "B K"]
   most: int = static()
   retrieval: Retrieval = static()
   spare: int = static(default=0)
@@ -92,8 +92,8 @@ class SparseLayer(Layer):
     resident, stored = split.resident(retrieval), split.stored()
     zeros = jnp.zeros_like(cache.lengths)
     indexed = cls(resident, stored, index, count, zeros, most, retrieval)
-    looked_up = indexed._count_retrieved(activations)
-    return dataclasses.replace(indexed, looked_up=looked_up)
+    num_retrieved = indexed._count_retrieved(activations)
+    return dataclasses.replace(indexed, num_retrieved=num_retrieved)
 
   @property
   def capacity(self) -> int:
@@ -112,8 +112,8 @@ class SparseLayer(Layer):
 
   @property
   def num_attended(self) -> Int[Array, "*L B K"]:
-    """Tokens that a token attends to; see `looked_up`."""
-    return self.resident.lengths + self.looked_up
+    """Tokens that a token attends to; see `num_retrieved`."""
+    return self.resident.lengths + self.num_retrieved
 
   def offload(self) -> "SparseLayer":
     """Moves the stored tokens to the host, if requested and possible."""
@@ -165,7 +165,7 @@ class SparseLayer(Layer):
     if length > ring_size:
       raise InputError(
         f"A turn of {length} tokens, padding included, does not fit into the "
-        f"{ring_size} places that are resident beside the sinks; raise "
+        f"{ring_size} places that are resident besides the sinks; raise "
         "max_resident."
       )
     kv_heads = self.resident.positions.shape[-2]

@@ -28,7 +28,7 @@ def layer_budgets(plan: Plan, geometry: Geometry) -> list[Budget]:
       f"{len(layers)}; give one budget for each."
     )
   pairs = zip(budget.layers, layers, strict=True)
-  compressed = [own for own, spec in pairs if spec.compressible]
+  compressed = [budget for budget, spec in pairs if spec.compressible]
   return compressed or [budget.layers[0]]
 
 

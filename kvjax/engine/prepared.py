@@ -175,9 +175,11 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
   parts = spread.parts(budgets[0], lengths, padded)
   shares = counts / lengths
   if not spread.spreads_layers:
-    asked = [b.share if isinstance(b, Retention) else np.nan for b in budgets]
-    given = np.array(asked)[:, None]
-    shares = np.where(np.isnan(given), shares, given)
+    retentions = [
+      b.share if isinstance(b, Retention) else np.nan for b in budgets
+    ]
+    exact = np.array(retentions)[:, None]
+    shares = np.where(np.isnan(exact), shares, exact)
   keeps_all = (slots >= padded) & np.all(counts >= lengths, axis=1)
   slots = _round_capacities(np.maximum(slots, counts.max(axis=1)))
   slots = np.minimum(slots, padded)

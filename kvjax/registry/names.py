@@ -180,8 +180,8 @@ def get_plan(
       f"{first} retrieves as many keys in all layers; give one budget for all "
       "of them."
     )
-  if retrieval.reads:
-    budget = Tokens(retrieval.reads)
+  if retrieval.keys:
+    budget = Tokens(retrieval.keys)
   recipe, kept_budget = (
     _kept(kept_name) if slash else (Recipe(FullKV()), Retention(1.0))
   )
@@ -205,7 +205,9 @@ def _rounded(
   if rounding is None:
     return budget
   if isinstance(budget, PerLayer):
-    return PerLayer([_rounded_layer(own, rounding) for own in budget.layers])
+    return PerLayer(
+      [_rounded_layer(layer, rounding) for layer in budget.layers]
+    )
   if isinstance(budget, Calibrated):
     return dataclasses.replace(budget, rounding=rounding)
   return _rounded_layer(budget, rounding)

@@ -15,7 +15,7 @@ def register_retrievals() -> None:
   register(
     "ctkvr",
     CTkvr,
-    presets={"512": CTkvr(reads=512), "1024": CTkvr(reads=1024)},
+    presets={"512": CTkvr(keys=512), "1024": CTkvr(keys=1024)},
     summary="CTkvr",
   )
   register("flat", Flat, summary="exact search")

@@ -208,7 +208,7 @@ class Retrieval(abc.ABC):
     turn: "decode" retrieves for the tokens of a question one by one, as for
       decoded tokens; "dense" lets them attend to everything.
     dense_layers: layers without an index, which attend to everything.
-    reads: keys retrieved per token, whatever the budget; 0 uses the budget.
+    keys: keys retrieved per token, whatever the budget; 0 uses the budget.
     offload: keep stored keys and values in host memory, if the backend
       supports it; see `kvjax.placement`.
   """
@@ -221,18 +221,18 @@ class Retrieval(abc.ABC):
   local: int = 64
   turn: Turn = "decode"
   dense_layers: tuple[int, ...] = ()
-  reads: int = 0
+  keys: int = 0
   offload: bool = False
 
   def __post_init__(self) -> None:
     check_choices(self)
-    check_least(self, sinks=0, local=0, reads=0)
+    check_least(self, sinks=0, local=0, keys=0)
     if any(layer < 0 for layer in self.dense_layers):
       raise InputError("dense_layers are numbers of layers, 0 for the first.")
 
   def num_keys(self, budget: Budget, length: int) -> int:
     """Keys that a token retrieves in a row of `length` tokens."""
-    return min(self.reads, length) if self.reads else budget.num_kept(length)
+    return min(self.keys, length) if self.keys else budget.num_kept(length)
 
   def is_dense(self, layer: int) -> bool:
     """Whether a layer attends to everything."""

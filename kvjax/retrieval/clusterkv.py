@@ -19,7 +19,7 @@ class ClusterKV(ClusterRetrieval):
   only the first tokens of the cluster that overflows the budget.
 
   The budget counts retrieved keys only, as in all retrieval methods. The paper
-  counts the 16 sinks as part of the budget: its 1,024 is `reads=1008` here. It
+  counts the 16 sinks as part of the budget: its 1,024 is `keys=1008` here. It
   also clusters decoded tokens after a while; here they stay resident.
 
   Source: Liu et al., arXiv 2412.03213. Per-head selection and the number of

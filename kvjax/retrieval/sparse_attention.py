@@ -33,7 +33,7 @@ class SparseAttention:
   @property
   def fixed(self) -> bool:
     """Whether the method sets the number of keys itself."""
-    return self.retrieval.reads > 0
+    return self.retrieval.keys > 0
 
   def num_keys(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
     """Keys that rows of these lengths retrieve per token."""

@@ -52,7 +52,7 @@ def check_retrieval(retrieval: Retrieval) -> None:
     >>> check_retrieval(kvjax.get_retrieval("flat"))
   """
   checks.check_value(retrieval, Retrieval)
-  retrieval = dataclasses.replace(retrieval, reads=0)
+  retrieval = dataclasses.replace(retrieval, keys=0)
   dense = (n for n in range(_MOST_LAYERS) if not retrieval.is_dense(n))
   layer = next(dense, None)
   name = type(retrieval).__name__

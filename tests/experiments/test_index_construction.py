@@ -17,7 +17,7 @@ from kvjax.retrieval import CTkvr
 LENGTH, DIM, READS = 128, 8, 16
 START, END = 4, LENGTH - 64
 STORED = END - START
-RETRIEVAL = CTkvr(reads=READS)
+RETRIEVAL = CTkvr(keys=READS)
 
 
 @pytest.fixture(scope="module")

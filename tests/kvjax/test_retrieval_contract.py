@@ -119,12 +119,12 @@ class TestRetrieval:
       layer.lengths, np.repeat(np.asarray(LENGTHS)[:, None], 3, axis=1)
     )
     assert (layer.resident.cursor >= layer.resident.lengths).all()
-    assert (layer.looked_up[:3] > 0).all()
+    assert (layer.num_retrieved[:3] > 0).all()
     reads, lengths = np.asarray(layer.num_attended), np.asarray(layer.lengths)
     assert (reads[1] == lengths[1]).all()
     assert (reads[[0, 2]] < lengths[[0, 2]]).any(axis=1).all()
     leaves = jax.tree.leaves((layer.resident, layer.stored, layer.index))
-    own = [layer.count, layer.looked_up]
+    own = [layer.count, layer.num_retrieved]
     assert layer.nbytes == sum(leaf.nbytes for leaf in (*leaves, *own))
 
   def test_a_row_stands_alone(self, name):
@@ -138,7 +138,9 @@ class TestRetrieval:
     own, left = compiled_decode(roomy, block)
     for row, place in ((3, 0), (2, 1)):
       np.testing.assert_allclose(output[row], own[place], atol=2e-6)
-      np.testing.assert_array_equal(after.looked_up[row], left.looked_up[place])
+      np.testing.assert_array_equal(
+        after.num_retrieved[row], left.num_retrieved[place]
+      )
       everything = [*range(lengths[place] + STEPS)]
       assert layer_positions(left, place) == [everything] * 3
 
@@ -189,7 +191,7 @@ def test_padding_changes_nothing(name):
   block = padded_less(block_after(LENGTHS), STEPS)
   own, left = compiled_decode(roomy, block)
   np.testing.assert_allclose(output[2:], own, atol=2e-6)
-  np.testing.assert_array_equal(after.looked_up[2:], left.looked_up)
+  np.testing.assert_array_equal(after.num_retrieved[2:], left.num_retrieved)
 
 
 @pytest.mark.slow
