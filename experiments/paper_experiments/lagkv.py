@@ -131,7 +131,7 @@ _E5_3 = Comparison(
   (_PARTIAL, _EXACT),
   printed.PASSKEY,
   scaling=f"{_SCALING}Here nothing is evicted while decoding.",
-  size=Size("r L", _kept_of_a_lag),
+  size=Size("r L", _kept_of_a_lag, (64, 128)),
 )
 
 _SAME = plain("same first token", _PASSKEY, "same_first_token")

@@ -14,6 +14,7 @@ from kvjax.experiments.paper_experiments import (
   paper_tables,
   programs,
   running,
+  size_picture,
 )
 from kvjax.experiments.paper_experiments.findings import Findings, Scale
 from kvjax.experiments.paper_experiments.records import (
@@ -24,6 +25,7 @@ from kvjax.experiments.paper_experiments.records import (
 from kvjax.experiments.paper_experiments.running import Session
 from kvjax.experiments.reporting import formats, wording
 from kvjax.experiments.reporting.formats import Table
+from kvjax.experiments.reporting.pictures import png
 
 # A line per cell or table, for other programs.
 _Data = list[dict[str, Any]]
@@ -187,6 +189,10 @@ def _comparison(
   compared = result.comparison
   for table in paper_tables.tables(compared):
     report.show(table)
+  if compared.sizes:
+    name = f"{running.folder_name(part.name)}_by_size.png"
+    reports.write_bytes(folder / name, png(size_picture.draw(compared)))
+    report.picture(name)
   orders = compare_to_paper.orders(compared)
   for line in orders:
     report.say(line)
