@@ -27,7 +27,7 @@ class HeadMap(NamedTuple):
   """
 
   title: str
-  layers: Sequence[Float[np.ndarray, " H"]]
+  layers: Sequence[Float[np.ndarray, " _"]]
   cosine: bool = True
 
 
@@ -78,7 +78,7 @@ def head_maps(maps: Sequence[HeadMap]) -> Figure:
   return figure
 
 
-def grid(layers: Sequence[Float[np.ndarray, " H"]]) -> Float[np.ndarray, "L H"]:
+def grid(layers: Sequence[Float[np.ndarray, " _"]]) -> Float[np.ndarray, "L H"]:
   """Stacks layers that may have different numbers of heads; NaN for none."""
   most = max(len(heads) for heads in layers)
   cells = np.full((len(layers), most), np.nan)

@@ -33,12 +33,11 @@ _METHODS = {
   "KeyDiff": "keydiff",
 }
 _OURS = "KeyDiff"
-# Budget and block size of the paper, and those for prompts an eighth as long:
-# of the determinants, and of the components.
+# Budget and block size of the paper, and those for shorter prompts: of the
+# determinants, and of the components.
 _Sizes = Mapping[Scale, tuple[int, int]]
 _SIZES: _Sizes = {"paper": (2048, 128), "small": (256, 16)}
-_COMPONENTS: _Sizes = {"paper": (4096, 128), "small": (512, 16)}
-_BINS = 40
+_COMPONENTS: _Sizes = {"paper": (4096, 128), "small": (256, 16)}
 _RIDGE = 1e-6
 
 # Retained keys of each layer and KV head.
@@ -182,28 +181,20 @@ def _keys(subject: Subject, row: Sequence[int], plan: kvjax.Plan) -> _Heads:
 def _draw_distributions(
   by_method: Mapping[str, Sequence[Mapping[tuple[int, int], float]]],
 ) -> Figure:
-  """Plots how often each value occurs over layers, heads and prompts."""
-  values = {
-    name: [value for row in rows for value in row.values()]
-    for name, rows in by_method.items()
-  }
-  every = [value for one in values.values() for value in one]
-  bins = np.linspace(min(every), max(every), _BINS + 1).tolist()
+  """Plots the share of heads and prompts with at most each value."""
   figure = canvas(6.6, 3.6)
   axes = figure.add_subplot()
-  for index, (name, own) in enumerate(values.items()):
+  for index, (name, rows) in enumerate(by_method.items()):
     style = styled(name, [], index)
-    axes.hist(
-      own,
-      bins=bins,
-      histtype="step",
+    axes.ecdf(
+      [value for row in rows for value in row.values()],
       color=style.color,
-      linewidth=2.0 if name == _OURS else 1.2,
-      linestyle="-" if name == _OURS else (0, style.dashes or (4, 1)),
+      linewidth=2.2 if name == _OURS else 1.2,
+      linestyle=(0, style.dashes) if style.dashes else "-",
       label=name,
     )
   axes.set_xlabel("log det of the cosines of retained keys", fontsize=LABEL)
-  axes.set_ylabel("heads", fontsize=LABEL)
+  axes.set_ylabel("share of heads that have at most this", fontsize=LABEL)
   axes.tick_params(labelsize=TICK)
   axes.spines[["top", "right"]].set_visible(False)
   axes.legend(fontsize=LABEL)

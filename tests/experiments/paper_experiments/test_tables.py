@@ -97,7 +97,11 @@ def test_averages_follow_from_the_tasks_that_are_printed():
         checked[name] = checked.get(name, 0) + 1
   assert checked == {
     "E1.4 single tokens": 2,
-    "E2.1 blocks of 128": 16,
+    "E2.1 blocks of 128": 152,
+    "E2.2 no blocks": 44,
+    "E2.3 blocks of 256": 24,
+    "E2.3 blocks of 64": 24,
+    "E2.4 variants": 24,
     "E4.1 RULER": 3,
     "E4.2 LongBench": 12,
     "E4.7 sweeps": 12,
