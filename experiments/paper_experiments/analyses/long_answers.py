@@ -18,9 +18,9 @@ from kvjax.experiments.reporting import wording
 from kvjax.experiments.reporting.formats import Table
 from kvjax.experiments.reporting.lines import styled
 
-# The tokens of each row that are the prompt, past its instructions, and the
-# length of the text. Budgets are the paper's shares of it.
-_PROMPT, _TEXT = slice(128, 192), 256
+# Where the prompt begins in each row, past its instructions, its length, and
+# that of the text. Budgets are the paper's shares of the text.
+_START, _PROMPT, _TEXT = 128, 64, 256
 _BUDGETS = (_TEXT // 4, _TEXT // 2)
 _METHODS = {"KeyDiff": "keydiff:recent_frac=0.2", "SnapKV": "snapkv.keydiff"}
 
@@ -45,7 +45,7 @@ class _Written(NamedTuple):
 
 def measure(subject: Subject) -> Findings:
   """Continues the beginnings of prompts with each method at each budget."""
-  prompts = [list(row[_PROMPT]) for row in subject.rows]
+  prompts = [_beginning(row) for row in subject.rows]
   full = kvjax.get_plan("full", kvjax.Retention(1.0))
   expected = _texts(subject, prompts, full)
   lines = [
@@ -104,6 +104,12 @@ def same_until(
   """Counts the tokens before the first that differs."""
   equal = expected == texts
   return np.where(equal.all(axis=1), equal.shape[1], equal.argmin(axis=1))
+
+
+def _beginning(row: Sequence[int]) -> list[int]:
+  """Cuts a text to be continued out of a prompt."""
+  start = min(_START, max(len(row) - _PROMPT, 0))
+  return list(row[start : start + _PROMPT])
 
 
 def _texts(

@@ -202,7 +202,7 @@ def test_a_text_is_the_same_until_its_first_other_token():
 
 @pytest.mark.slow
 def test_budgets_beyond_the_text_change_nothing(subject, monkeypatch):
-  monkeypatch.setattr(long_answers, "_PROMPT", slice(4, 20))
+  monkeypatch.setattr(long_answers, "_PROMPT", 16)
   monkeypatch.setattr(long_answers, "_TEXT", 12)
   monkeypatch.setattr(long_answers, "_BUDGETS", (8, 64))
   monkeypatch.setattr(long_answers, "_METHODS", {"KeyDiff": "keydiff"})
