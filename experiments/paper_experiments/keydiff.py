@@ -199,9 +199,9 @@ EXPERIMENTS = (
     5,
     (_E2_4,),
     remarks=(
-      "The paper says that all of its results but these use the mean of raw "
-      "keys as the anchor (mean_raw here); its appendix G says that KeyDiff's "
-      "are those of unit keys. Its method is keydiff here, with unit keys.",
+      "Section 3.2 says that all results are with the mean of raw keys as the "
+      "anchor (mean_raw here); appendix G says that KeyDiff's row, which has "
+      "the same numbers, is with that of unit keys, as keydiff is here.",
     ),
   ),
   Experiment(

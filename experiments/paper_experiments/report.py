@@ -138,7 +138,7 @@ def run(
   data: _Data = []
   for part in experiment.parts:
     assert isinstance(part, Analysis | Comparison)
-    scale = running.scale_of(part, session.own_model, session.sources)
+    scale = running.scale_here(part, session)
     runs = isinstance(part, Comparison) or part.model
     model = session.settings.model if runs else None
     report.say(circumstances(experiment, model, session.own_model, scale))

@@ -4,8 +4,9 @@ import pytest
 
 from kvjax.experiments.benchmarks import longbench_sets, ruler
 from kvjax.experiments.paper_experiments import running
-from kvjax.experiments.paper_experiments.records import Comparison
+from kvjax.experiments.paper_experiments.records import Comparison, Key
 from kvjax.experiments.paper_experiments.registry import EXPERIMENTS
+from kvjax.experiments.paper_experiments.transcription import by_model
 
 IDS = [
   f"E{paper}.{number}"
@@ -64,6 +65,26 @@ def test_numbers_belong_to_lines_columns_and_tasks_that_there_are(name):
       assert key.column in columns
       assert key.what in whats
       assert 0 <= number <= 100
+
+
+def test_a_table_of_models_has_a_number_per_model_method_and_column():
+  text = """
+  trec | 70 1 2 3
+    4 80 5 - 7 8
+  lcc | 60 11 12 13 14 50 15 16 17 18
+  """
+  one, other = by_model(text, "Full", ("A", "B"), ("short", "long"))
+  assert one[Key("Full", "long", "trec")] == 70
+  assert [one[Key(*k, "trec")] for k in (("A", "long"), ("B", "short"))] == [
+    2,
+    3,
+  ]
+  assert other[Key("Full", "short", "lcc")] == 50
+  assert other[Key("B", "long", "lcc")] == 18
+  assert Key("A", "long", "trec") not in other
+  assert len(one) == len(other) + 1 == 12
+  with pytest.raises(ValueError, match="shorter"):
+    by_model("trec | 70 1 2", "Full", ("A", "B"), ("short", "long"))
 
 
 def _printed(part):
