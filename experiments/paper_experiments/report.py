@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import rich.console
+from matplotlib.figure import Figure
 
 from kvjax.experiments import reports
 from kvjax.experiments.paper_experiments import (
@@ -15,7 +16,9 @@ from kvjax.experiments.paper_experiments import (
   programs,
   running,
   size_picture,
+  sweep_picture,
 )
+from kvjax.experiments.paper_experiments.compare_to_paper import PaperComparison
 from kvjax.experiments.paper_experiments.findings import Findings, Scale
 from kvjax.experiments.paper_experiments.records import (
   Analysis,
@@ -189,10 +192,10 @@ def _comparison(
   compared = result.comparison
   for table in paper_tables.tables(compared):
     report.show(table)
-  if compared.sizes:
-    name = f"{running.folder_name(part.name)}_by_size.png"
-    reports.write_bytes(folder / name, png(size_picture.draw(compared)))
-    report.picture(name)
+  for name, figure in _pictures(compared).items():
+    file = f"{running.folder_name(part.name)}_{name}.png"
+    reports.write_bytes(folder / file, png(figure))
+    report.picture(file)
   orders = compare_to_paper.orders(compared)
   for line in orders:
     report.say(line)
@@ -211,6 +214,15 @@ def _comparison(
   return [
     {"part": part.name, **cell} for cell in compare_to_paper.as_data(compared)
   ]
+
+
+def _pictures(compared: PaperComparison) -> dict[str, Figure]:
+  """Draws the plots of a comparison that its run does not have, by name."""
+  if compared.sizes:
+    return {"by_size": size_picture.draw(compared)}
+  if sweep_picture.parameters(sweep_picture.ran(compared)):
+    return {"sweeps": sweep_picture.draw(compared)}
+  return {}
 
 
 def _analysis(

@@ -1,5 +1,6 @@
 """The analyses behind the papers' figures: brute force, or a case by hand."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -9,6 +10,7 @@ from kvjax.experiments.paper_experiments import (
   compare_to_paper,
   running,
   size_picture,
+  sweep_picture,
 )
 from kvjax.experiments.paper_experiments.analyses import (
   attention_weights,
@@ -20,7 +22,7 @@ from kvjax.experiments.paper_experiments.analyses import (
   unmasked_attention,
 )
 from kvjax.experiments.paper_experiments.findings import Subject
-from kvjax.experiments.paper_experiments.records import Key, Size
+from kvjax.experiments.paper_experiments.records import Key, Size, Targets
 from kvjax.testing import random_activations
 
 RNG = np.random.default_rng(0)
@@ -217,12 +219,8 @@ def test_budgets_beyond_the_text_change_nothing(subject, monkeypatch):
 @pytest.mark.parametrize("scale", ["small", "paper"])
 def test_scores_are_drawn_by_size(invented, scale):
   """At the paper's scale next to its numbers."""
-  sized = invented.__class__(
-    **{
-      **vars(invented),
-      "size": Size("kept", lambda c: len(c.method) or None, (3, 90)),
-    }
-  )
+  size = Size("kept", lambda candidate: len(candidate.method), (3, 90))
+  sized = dataclasses.replace(invented, size=size)
   cells = running.cells_of(sized, scale, sized.setup(scale))
   empty = compare_to_paper.compare_to_paper(sized, scale, cells, [])
   headline = invented.averages[0]
@@ -237,3 +235,48 @@ def test_scores_are_drawn_by_size(invented, scale):
   guides = [line.get_xdata()[0] for line in axes.lines if line.get_ls() == "-"]
   assert {3, 90} <= set(guides)
   assert axes.get_xlabel() == "kept"
+
+
+def test_lines_are_grouped_by_the_parameter_that_they_vary():
+  names = [
+    "Full",
+    "C = 320",
+    "C = 80",
+    "C' = 4",
+    "rho = 1 rho'",
+    "rho = 5 rho'",
+  ]
+  assert sweep_picture.parameters(names) == {
+    "C": [(80, "C = 80"), (320, "C = 320")],
+    "rho / rho'": [(1, "rho = 1 rho'"), (5, "rho = 5 rho'")],
+  }
+
+
+@pytest.mark.parametrize("scale", ["small", "paper"])
+def test_a_sweep_has_a_panel_per_parameter(invented, scale):
+  first, *others = invented.lines
+  lines = [
+    dataclasses.replace(first, name=name)
+    for name in ("C = 20", "C = 40", "p = 1", "p = 2")
+  ]
+  headline = invented.averages[0].name
+  printed = Targets("A model", {Key("C = 40", "short", headline): 70.0})
+  swept = dataclasses.replace(
+    invented, lines=(*lines, *others), targets=(printed,), quoted=()
+  )
+  cells = running.cells_of(swept, scale, swept.setup(scale))
+  empty = compare_to_paper.compare_to_paper(swept, scale, cells, [])
+  number = compare_to_paper.Number(40.0, (30.0, 55.0), 2)
+  ours = {Key(line.name, "short", headline): number for line in lines}
+  compared = empty._replace(
+    averages={headline: invented.averages[0]}, ours=ours
+  )
+  figure = sweep_picture.draw(compared)
+  assert [axes.get_xlabel() for axes in figure.axes] == ["C", "p"]
+  labels = figure.axes[0].get_legend_handles_labels()[1]
+  expected = ["ours, short"]
+  assert sorted(labels) == sorted(
+    expected if scale == "small" else [*expected, "A model, short"]
+  )
+  low, high = figure.axes[0].collections[0].get_segments()[0][:, 1]
+  assert (low, high) == (30.0, 55.0)
