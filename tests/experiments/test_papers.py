@@ -51,7 +51,7 @@ def test_every_analysis_writes_its_pictures(binary, tiny_directory, tmp_path):
     "E4.11": ["recalled"],
   }
   arguments = (f"--model={tiny_directory}", f"--output={tmp_path}")
-  result = binary(*pictures, *arguments, "--length=300", "--samples=1")
+  result = binary(*pictures, *arguments, "--length=360", "--samples=1")
   assert result.returncode == 0, result.stderr
   for name, expected in pictures.items():
     folder = tmp_path / name / "tiny"
