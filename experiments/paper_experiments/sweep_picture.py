@@ -17,7 +17,9 @@ _NAMED = re.compile(
   r"(?P<name>.+) = (?P<value>\d+(?:\.\d+)?)(?: (?P<unit>.+))?"
 )
 _LABEL, _TICK = 9, 8
-_PANEL = (3.1, 2.9)
+# In inches: a panel, the narrowest figure, a letter and a handle of the legend.
+_PANEL, _LEAST = (3.1, 2.9), 5.2
+_LETTER, _HANDLE = 0.065, 0.6
 _COLUMNS = 4
 
 
@@ -65,10 +67,8 @@ def draw(compared: PaperComparison) -> Figure:
   groups = parameters(ran(compared))
   columns = min(_COLUMNS, len(groups))
   rows = -(-len(groups) // columns)
-  figure = Figure(
-    figsize=(columns * _PANEL[0] + 0.4, rows * _PANEL[1] + 0.5),
-    layout="constrained",
-  )
+  width = max(columns * _PANEL[0] + 0.4, _LEAST)
+  figure = Figure(figsize=(width, rows * _PANEL[1] + 0.6), layout="constrained")
   FigureCanvasAgg(figure)
   panels = figure.subplots(rows, columns, squeeze=False).ravel()
   for axes in panels[len(groups) :]:
@@ -78,8 +78,13 @@ def draw(compared: PaperComparison) -> Figure:
   headline = next(iter(compared.averages))
   figure.supylabel(f"{compared.comparison.name}: {headline}", fontsize=_LABEL)
   handles, labels = panels[0].get_legend_handles_labels()
+  label_width = _LETTER * max(map(len, labels)) + _HANDLE
   figure.legend(
-    handles, labels, loc="outside lower center", ncols=4, fontsize=_TICK
+    handles,
+    labels,
+    loc="outside lower center",
+    ncols=max(1, int(width / label_width)),
+    fontsize=_TICK,
   )
   return figure
 
