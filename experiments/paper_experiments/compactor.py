@@ -168,9 +168,9 @@ EXPERIMENTS = (
       "from everywhere, next to a band along the diagonal; the mask hides it.",
     ),
     (
-      "Inferred: these are Figures 2 and 8 of the first version, which a "
-      "summary of the second calls 1 and 7. Model, layers, heads and text of "
-      "the pictures are not known here.",
+      "Inferred: these are Figures 2 and 8 of the first version. A summary of "
+      "the second calls them 1 and 7, and what they show is taken from it; "
+      "model, layers, heads and text of the pictures are not known here.",
     ),
   ),
 )

@@ -175,8 +175,8 @@ EXPERIMENTS = (
       ),
     ),
     (
-      "Keys with KeyDiff's highest scores lie on the side of the queries, away "
-      "from the anchor (Figures 4 and 11).",
+      "The keys that KeyDiff selects, unlike the anchor, are those most aligned "
+      "with the queries, in all layers and heads (Figures 4 and 11).",
     ),
   ),
   Experiment(
