@@ -175,8 +175,8 @@ EXPERIMENTS = (
       ),
     ),
     (
-      "The keys that KeyDiff selects, unlike the anchor, are those most aligned "
-      "with the queries, in all layers and heads (Figures 4 and 11).",
+      "The keys that KeyDiff selects, unlike the anchor, are those most "
+      "aligned with the queries, in all layers and heads (Figures 4 and 11).",
     ),
   ),
   Experiment(
