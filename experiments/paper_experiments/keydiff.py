@@ -3,15 +3,15 @@
 import dataclasses
 
 from kvjax.experiments.answering import QUERY_AWARE
+from kvjax.experiments.paper_experiments import keydiff_analyses
 from kvjax.experiments.paper_experiments import keydiff_numbers as printed
-from kvjax.experiments.paper_experiments.analyses import (
-  costs,
-  head_statistics,
-  prompt_lengths,
-  retained_keys,
+from kvjax.experiments.paper_experiments.keydiff_analyses import (
+  LIMIT,
+  MODELS,
+  PAPER,
+  SMALL_MODEL,
 )
 from kvjax.experiments.paper_experiments.records import (
-  Analysis,
   Comparison,
   Experiment,
   Setup,
@@ -19,24 +19,15 @@ from kvjax.experiments.paper_experiments.records import (
 from kvjax.experiments.paper_experiments.shared import (
   ALL_21,
   ENGLISH_16,
-  NEEDLES,
   ON_NEEDLES,
-  at_random,
   budgets,
   four_needles,
   lines,
   longbench,
   plain,
-  prose,
 )
 from kvjax.options.budgets import Retention, Tokens
 from kvjax.options.schedules import Schedule
-
-_PAPER = "KeyDiff"
-_MODELS = "Llama-3.1-8B, Llama-3.2-3B, Qwen2.5-7B and Qwen2.5-3B Instruct"
-_SMALL_MODEL = "Llama-3.2-3B-Instruct"
-# The paper does not state its truncation; this is usual for long models.
-_LIMIT = 31500
 
 _METHODS = {
   "Full": "full",
@@ -85,7 +76,7 @@ def _compared(name: str, block: int, methods: dict[str, str]) -> Comparison:
   """Defines LongBench in blocks; the small setup has blocks of an eighth."""
   return Comparison(
     name,
-    longbench(ALL_21, _LIMIT, _in_blocks(block)),
+    longbench(ALL_21, LIMIT, _in_blocks(block)),
     four_needles(_in_blocks(block // 8), samples=2),
     QUERY_AWARE,
     lines(methods),
@@ -106,7 +97,7 @@ _WHOLE = Schedule(every=1)
 _E2_2 = dataclasses.replace(
   _E2_1,
   name="no blocks",
-  paper=longbench(ALL_21, _LIMIT, _WHOLE),
+  paper=longbench(ALL_21, LIMIT, _WHOLE),
   small=four_needles(_WHOLE, samples=2),
   averages=(plain(printed.MEAN_20, _OVER_20), *_AVERAGES),
   targets=printed.NO_BLOCKS,
@@ -127,6 +118,7 @@ _VARIANTS = {
   "Full": "full",
   "mean_unit": "keydiff",
   "pairwise": "keydiff:anchor=pairwise",
+  "mean_raw": "keydiff:anchor=mean_raw",
   "median": "keydiff:anchor=median_unit",
   "dot": "keydiff:metric=dot",
   "euclid": "keydiff:metric=euclid",
@@ -138,28 +130,30 @@ _E2_4 = dataclasses.replace(
 )
 
 _NEEDLE = plain("needles found", ("needle",))
+_COMPARED = ("Full", "Sink", "TOVA", "SnapKV", "KeyDiff")
 _E2_5 = dataclasses.replace(
   _compared("heatmap", 128, _METHODS),
   paper=Setup(
     "needle",
     ("needle",),
-    tuple(range(2048, 32769, 2048)),
+    tuple(1000 + 29_000 * step // 9 for step in range(10)),
     1,
     schedule=_in_blocks(128),
   ),
   small=Setup(
     "needle", ("needle",), (512, 1024), 1, 5, schedule=_in_blocks(16)
   ),
-  lines=lines({n: _METHODS[n] for n in ("Full", "Sink", "TOVA", "KeyDiff")}),
+  lines=lines({name: _METHODS[name] for name in _COMPARED}),
+  columns=(_BUDGETS[2],),
   averages=(_NEEDLE,),
 )
 
 EXPERIMENTS = (
   Experiment(
     "E2.1",
-    _PAPER,
+    PAPER,
     "LongBench in blocks of 128, six methods",
-    _MODELS,
+    MODELS,
     "LongBench",
     f"{ON_NEEDLES}, two budgets, blocks of 16",
     8,
@@ -173,9 +167,9 @@ EXPERIMENTS = (
   ),
   Experiment(
     "E2.2",
-    _PAPER,
+    PAPER,
     "the same without blocks",
-    _MODELS,
+    MODELS,
     "LongBench",
     f"{ON_NEEDLES}, two budgets",
     6,
@@ -187,142 +181,45 @@ EXPERIMENTS = (
   ),
   Experiment(
     "E2.3",
-    _PAPER,
+    PAPER,
     "blocks of 64 and of 256",
-    _SMALL_MODEL,
+    SMALL_MODEL,
     "LongBench",
     f"{ON_NEEDLES}, one budget, blocks of 8 and 32",
     6,
     _E2_3,
-    remarks=(
-      "Inferred: the two tables have no label in our copy; which is which "
-      "follows from H2O and KeyDiff, which rise with the block.",
-    ),
   ),
   Experiment(
     "E2.4",
-    _PAPER,
+    PAPER,
     "anchors, metrics, recent tokens",
-    _SMALL_MODEL,
+    SMALL_MODEL,
     "LongBench",
     f"{ON_NEEDLES}, one budget, blocks of 16",
     5,
     (_E2_4,),
     remarks=(
-      "Inferred: the rows of the metrics have lost their names in our copy; "
-      "their order is that of the text.",
+      "Section 3.2 says that all results are with the mean of raw keys as the "
+      "anchor (mean_raw here); appendix G says that KeyDiff's row, which has "
+      "the same numbers, is with that of unit keys, as keydiff is here.",
     ),
   ),
   Experiment(
     "E2.5",
-    _PAPER,
-    "needle heatmaps of Sink, TOVA and KeyDiff",
-    _SMALL_MODEL,
+    PAPER,
+    "needle heatmaps of Sink, TOVA, SnapKV and KeyDiff",
+    SMALL_MODEL,
     "",
     "512 and 1,024 tokens, five depths, blocks of 16",
     4,
     (_E2_5,),
-    remarks=(
-      "Model and cache size of the picture are lost; all four sizes run, and "
-      "the paper prints no numbers.",
+    (
+      "All methods find as much in short documents, KeyDiff more in long ones.",
+    ),
+    (
+      "The pictures (Figures 6 and 19) have no numbers. Their lengths are "
+      "those of the paper's Table 18.",
     ),
   ),
-  Experiment(
-    "E2.6",
-    _PAPER,
-    "how far apart the retained keys are: log determinants",
-    _SMALL_MODEL,
-    "LongBench (qasper, 100 prompts)",
-    "two prompts of 1,024 tokens",
-    3,
-    (
-      Analysis(
-        "retained keys",
-        retained_keys.determinants,
-        longbench(("qasper",), _LIMIT, samples=100),
-        prose(1024, 2),
-      ),
-    ),
-    ("KeyDiff's are the highest.",),
-  ),
-  Experiment(
-    "E2.7",
-    _PAPER,
-    "retained keys among all keys: principal components",
-    _SMALL_MODEL,
-    "LongBench (narrativeqa, first sample)",
-    "one prompt of 1,024 tokens",
-    3,
-    (
-      Analysis(
-        "components",
-        retained_keys.components,
-        longbench(("narrativeqa",), _LIMIT, samples=1),
-        prose(1024, 1),
-      ),
-    ),
-    ("KeyDiff's spread over all of the keys.",),
-  ),
-  Experiment(
-    "E2.8",
-    _PAPER,
-    "why: keys unlike the mean key get the attention",
-    _SMALL_MODEL,
-    "LongBench (narrativeqa)",
-    "two prompts of 1,024 tokens",
-    1,
-    (
-      Analysis(
-        "heads",
-        head_statistics.measure,
-        longbench(("narrativeqa",), _LIMIT, samples=4),
-        prose(1024, 2),
-      ),
-    ),
-    (
-      "A key's cosine with the mean key and the attention it gets are "
-      "negatively correlated, mean key and mean query point apart, and the "
-      "norms of keys hardly differ.",
-    ),
-  ),
-  Experiment(
-    "E2.9",
-    _PAPER,
-    "prompt lengths, and what budgets keep of them",
-    _MODELS,
-    "LongBench",
-    "RULER's tasks of 2,048 tokens, budgets of an eighth",
-    1,
-    (
-      Analysis(
-        "lengths",
-        prompt_lengths.measure,
-        Setup("longbench", ALL_21, (), None),
-        Setup("ruler", (*NEEDLES, "vt", "cwe", "fwe"), (2048,), 2),
-      ),
-    ),
-    (
-      "N = 2K, 4K, 6K and 8K keep 0.31, 0.53, 0.67 and 0.77 of the prompts, "
-      "as means of min(1, N / length).",
-    ),
-  ),
-  Experiment(
-    "E2.10",
-    _PAPER,
-    "operations and memory of an eviction",
-    _MODELS,
-    "",
-    "the same: counts for random keys of one head",
-    1,
-    (
-      Analysis(
-        "costs",
-        costs.measure,
-        at_random(2048, 4096, 6144, 8192),
-        at_random(2048, 4096, 6144, 8192),
-        model=False,
-      ),
-    ),
-    ("Time and memory of an eviction grow with N plus the block.",),
-  ),
+  *keydiff_analyses.EXPERIMENTS,
 )

@@ -1,13 +1,16 @@
-"""The numbers of KeyDiff's tables (arXiv 2504.15364): averages and tasks.
+"""The numbers of KeyDiff's tables (arXiv 2504.15364).
 
 Budgets are N = 2K to 8K tokens. Means marked [21] in the paper's table are over
 all datasets of LongBench, others over the 16 English and code datasets; without
 blocks they are over all but narrativeqa.
 """
 
+from kvjax.experiments.paper_experiments import (
+  keydiff_tasks,
+  keydiff_variant_tasks,
+)
 from kvjax.experiments.paper_experiments.records import Key, Targets
-from kvjax.experiments.paper_experiments.shared import ENGLISH_16
-from kvjax.experiments.paper_experiments.transcription import across, by_task
+from kvjax.experiments.paper_experiments.transcription import across, by_model
 
 MEAN_16, MEAN_20, MEAN_21 = "mean of 16", "mean of 20", "mean of 21"
 COLUMNS = ("N = 2K", "N = 4K", "N = 6K", "N = 8K")
@@ -15,47 +18,30 @@ COLUMNS = ("N = 2K", "N = 4K", "N = 6K", "N = 8K")
 
 def _table(full: str, text: str, what: str) -> dict[Key, float]:
   """Parses a table, with the full cache's number in every column."""
-  numbers = across(text, COLUMNS, what)
-  if not full:
-    return numbers
-  return across(f"Full | {' '.join([full] * 4)}", COLUMNS, what) | numbers
+  full_line = f"Full | {' '.join([full] * 4)}"
+  return across(full_line, COLUMNS, what) | across(text, COLUMNS, what)
 
 
-def _tasks(full: str, text: str) -> dict[Key, float]:
-  """Parses the tasks' numbers for the full cache and KeyDiff."""
-  full_lines = "\n".join(f"{column} | {full}" for column in COLUMNS)
-  return by_task(full_lines, "Full", ENGLISH_16) | by_task(
-    text, "KeyDiff", ENGLISH_16
-  )
-
-
-_TASKS_8B = _tasks(
-  "30.05 47.00 56.12 57.33 47.81 32.25 34.86 25.32 27.02 73.00 91.61 43.37 "
-  "8.33 99.50 61.66 51.94",
-  """
-  N = 2K | 26.64 41.73 50.99 51.59 46.47 22.84 29.02 23.86
-    26.76 66.50 85.92 39.26 3.17 96.00 59.17 39.42
-  N = 4K | 28.70 45.62 56.06 54.58 49.31 28.25 32.30 25.03
-    27.07 70.00 90.85 42.84 4.21 99.00 60.80 48.00
-  N = 6K | 29.90 46.33 55.11 56.80 49.50 31.52 33.44 24.58
-    26.98 72.00 90.99 43.10 5.27 99.50 61.40 49.70
-  N = 8K | 33.57 46.77 55.48 56.87 49.37 30.88 34.17 25.12
-    27.01 72.50 92.28 42.81 5.83 99.50 61.48 50.90
-  """,
+_METHODS = ("H2O", "TOVA", "Sink", "SnapKV", "KeyDiff")
+_LLAMA_8B, _LLAMA_3B = by_model(
+  keydiff_tasks.LLAMA, "Full", (*_METHODS[:-1], "KeyL2Norm", "KeyDiff"), COLUMNS
 )
-_TASKS_3B = _tasks(
-  "23.76 40.23 50.09 50.69 42.29 26.84 33.09 24.30 25.21 72.50 90.11 42.58 "
-  "3.00 96.50 56.22 56.52",
-  """
-  N = 2K | 18.29 36.65 45.44 46.09 35.41 13.79 28.16 21.45
-    25.01 60.00 85.24 37.00 1.00 60.50 54.13 42.01
-  N = 4K | 22.34 40.60 49.15 50.14 40.30 21.65 31.38 23.44
-    25.06 66.50 87.92 41.41 2.50 88.50 55.55 52.24
-  N = 6K | 22.29 40.68 50.14 51.74 42.19 24.83 32.39 23.53
-    25.19 71.00 90.02 42.00 3.00 95.00 55.86 54.39
-  N = 8K | 22.41 40.77 50.10 49.83 43.58 28.09 32.78 23.60
-    25.17 72.00 90.17 42.46 3.50 96.50 55.85 55.65
-  """,
+_QWEN_7B, _QWEN_3B = by_model(keydiff_tasks.QWEN, "Full", _METHODS, COLUMNS)
+_OF_64, _OF_256 = by_model(
+  keydiff_variant_tasks.BLOCKS, "Full", _METHODS, COLUMNS
+)
+(_NO_BLOCKS_8B,) = by_model(
+  keydiff_variant_tasks.NO_BLOCKS_8B, "Full", _METHODS, COLUMNS
+)
+# Without SnapKV.
+(_NO_BLOCKS_3B,) = by_model(
+  keydiff_variant_tasks.NO_BLOCKS_3B,
+  "Full",
+  ("H2O", "TOVA", "Sink", "KeyDiff"),
+  COLUMNS,
+)
+_RECENT_8B, _RECENT_3B = by_model(
+  keydiff_variant_tasks.RECENT, "Full", ("+10 %", "+20 %"), COLUMNS
 )
 
 BLOCKS_OF_128 = (
@@ -84,7 +70,7 @@ BLOCKS_OF_128 = (
       """,
       MEAN_21,
     )
-    | _TASKS_8B,
+    | _LLAMA_8B,
   ),
   Targets(
     "Llama-3.2-3B",
@@ -111,7 +97,7 @@ BLOCKS_OF_128 = (
       """,
       MEAN_21,
     )
-    | _TASKS_3B,
+    | _LLAMA_3B,
   ),
   Targets(
     "Qwen2.5-7B",
@@ -125,7 +111,8 @@ BLOCKS_OF_128 = (
       KeyDiff | 23.75 30.15 32.96 33.96
       """,
       MEAN_21,
-    ),
+    )
+    | _QWEN_7B,
   ),
   Targets(
     "Qwen2.5-3B",
@@ -139,14 +126,15 @@ BLOCKS_OF_128 = (
       KeyDiff | 20.56 27.34 30.39 31.82
       """,
       MEAN_21,
-    ),
+    )
+    | _QWEN_3B,
   ),
 )
 
 BLOCKS_OF_64 = Targets(
   "Llama-3.2-3B",
   _table(
-    "",
+    "42.71",
     """
     H2O | 11.43 18.75 25.19 30.39
     TOVA | 29.27 34.35 37.64 40.39
@@ -155,12 +143,13 @@ BLOCKS_OF_64 = Targets(
     KeyDiff | 34.79 40.33 41.85 42.23
     """,
     MEAN_21,
-  ),
+  )
+  | _OF_64,
 )
 BLOCKS_OF_256 = Targets(
   "Llama-3.2-3B",
   _table(
-    "",
+    "42.71",
     """
     H2O | 13.36 20.87 27.34 31.59
     TOVA | 30.42 34.71 37.91 40.23
@@ -169,7 +158,8 @@ BLOCKS_OF_256 = Targets(
     KeyDiff | 35.52 40.20 41.77 42.35
     """,
     MEAN_21,
-  ),
+  )
+  | _OF_256,
 )
 
 _SINK = {
@@ -188,7 +178,8 @@ NO_BLOCKS = (
       KeyDiff | 47.81 49.07 49.62 49.21
       """,
       MEAN_20,
-    ),
+    )
+    | _NO_BLOCKS_8B,
     _SINK,
   ),
   Targets(
@@ -202,12 +193,12 @@ NO_BLOCKS = (
       KeyDiff | 40.65 42.46 42.76 43.07
       """,
       MEAN_20,
-    ),
+    )
+    | _NO_BLOCKS_3B,
     _SINK,
   ),
 )
 
-_LOST = "the names of the metrics' rows are lost; the order is the text's"
 VARIANTS = (
   Targets(
     "Llama-3.2-3B",
@@ -223,8 +214,8 @@ VARIANTS = (
       +20 % | 36.48 40.35 41.86 42.40
       """,
       MEAN_21,
-    ),
-    {"dot": _LOST, "euclid": _LOST},
+    )
+    | _RECENT_3B,
   ),
   Targets(
     "Llama-3.1-8B",
@@ -236,6 +227,7 @@ VARIANTS = (
       +20 % | 45.51 47.92 49.14 49.56
       """,
       MEAN_21,
-    ),
+    )
+    | _RECENT_8B,
   ),
 )

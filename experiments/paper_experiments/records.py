@@ -159,10 +159,17 @@ class Setup:
 
 
 class Size(NamedTuple):
-  """A quantity that candidates have; None for candidates without it."""
+  """A quantity that candidates have.
+
+  Attributes:
+    name: its name.
+    of: the quantity; None for candidates without it.
+    guides: values that the paper's picture marks.
+  """
 
   name: str
   of: Callable[[Candidate], int | None]
+  guides: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)

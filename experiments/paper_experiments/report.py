@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import rich.console
+from matplotlib.figure import Figure
 
 from kvjax.experiments import reports
 from kvjax.experiments.paper_experiments import (
@@ -14,7 +15,10 @@ from kvjax.experiments.paper_experiments import (
   paper_tables,
   programs,
   running,
+  size_picture,
+  sweep_picture,
 )
+from kvjax.experiments.paper_experiments.compare_to_paper import PaperComparison
 from kvjax.experiments.paper_experiments.findings import Findings, Scale
 from kvjax.experiments.paper_experiments.records import (
   Analysis,
@@ -24,6 +28,7 @@ from kvjax.experiments.paper_experiments.records import (
 from kvjax.experiments.paper_experiments.running import Session
 from kvjax.experiments.reporting import formats, wording
 from kvjax.experiments.reporting.formats import Table
+from kvjax.experiments.reporting.pictures import png
 
 # A line per cell or table, for other programs.
 _Data = list[dict[str, Any]]
@@ -136,7 +141,7 @@ def run(
   data: _Data = []
   for part in experiment.parts:
     assert isinstance(part, Analysis | Comparison)
-    scale = running.scale_of(part, session.own_model, session.sources)
+    scale = running.scale_here(part, session)
     runs = isinstance(part, Comparison) or part.model
     model = session.settings.model if runs else None
     report.say(circumstances(experiment, model, session.own_model, scale))
@@ -187,6 +192,10 @@ def _comparison(
   compared = result.comparison
   for table in paper_tables.tables(compared):
     report.show(table)
+  for name, figure in _pictures(compared).items():
+    file = f"{running.folder_name(part.name)}_{name}.png"
+    reports.write_bytes(folder / file, png(figure))
+    report.picture(file)
   orders = compare_to_paper.orders(compared)
   for line in orders:
     report.say(line)
@@ -205,6 +214,15 @@ def _comparison(
   return [
     {"part": part.name, **cell} for cell in compare_to_paper.as_data(compared)
   ]
+
+
+def _pictures(compared: PaperComparison) -> dict[str, Figure]:
+  """Draws the plots of a comparison that its run does not have, by name."""
+  if compared.sizes:
+    return {"by_size": size_picture.draw(compared)}
+  if sweep_picture.parameters(sweep_picture.ran(compared)):
+    return {"sweeps": sweep_picture.draw(compared)}
+  return {}
 
 
 def _analysis(

@@ -81,6 +81,19 @@ def scale_of(
   return "small" if missing or not own_model else "paper"
 
 
+def scale_here(part: Comparison | Analysis, session: Session) -> Scale:
+  """Returns `scale_of`, or the small scale for a model of a short context.
+
+  An analysis is small if none of its lengths fits into the model's context.
+  """
+  scale = scale_of(part, session.own_model, session.sources)
+  generated = part.paper.benchmark != "longbench" and part.paper.tasks
+  if isinstance(part, Comparison) or session.length or not generated:
+    return scale
+  fits = any(_fits_context(session.lm, n) for n in part.paper.lengths)
+  return scale if fits else "small"
+
+
 def check(
   part: Comparison | Analysis,
   scale: Scale,
@@ -119,7 +132,7 @@ def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
   Raises:
     InputError: see `check`.
   """
-  scale = scale_of(part, session.own_model, session.sources)
+  scale = scale_here(part, session)
   check(part, scale, session.tasks, session.length)
   setup = part.setup(scale)
   if setup is None:
@@ -223,7 +236,7 @@ def analyze(
   analysis: Analysis, session: Session, folder: pathlib.Path
 ) -> Findings:
   """Runs an analysis and writes its plots."""
-  scale = scale_of(analysis, session.own_model, session.sources)
+  scale = scale_here(analysis, session)
   setup = setup_of(analysis, session)
   assert setup is not None
   setup, notes = within_context(setup, session)

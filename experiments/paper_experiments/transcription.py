@@ -1,5 +1,6 @@
 """Parses tables of numbers as papers print them."""
 
+import itertools
 from collections.abc import Sequence
 
 from kvjax.experiments.paper_experiments.records import Key
@@ -27,6 +28,40 @@ def by_task(text: str, line: str, whats: Sequence[str]) -> dict[Key, float]:
     for column, numbers in _lines(text)
     for what, number in _paired(whats, numbers)
   }
+
+
+def by_model(
+  text: str, full: str, methods: Sequence[str], columns: Sequence[str]
+) -> list[dict[Key, float]]:
+  """Parses a table of several models with a line per task.
+
+  Args:
+    text: lines such as `trec | 73.00 44.00 55.00 72.50 41.00 53.00`: for each
+      model, the number of the full cache and then each method's of every
+      column.
+    full: name of the full cache.
+    methods: names of the methods.
+    columns: names of the columns.
+
+  Returns:
+    The numbers of each model; the full cache's are in every column.
+  """
+  places = [(full, column) for column in columns]
+  places += itertools.product(methods, columns)
+  width = 1 + len(methods) * len(columns)
+  models: list[dict[Key, float]] = []
+  for task, numbers in _lines(text):
+    for model, start in enumerate(range(0, len(numbers), width)):
+      first, *others = numbers[start : start + width]
+      if model == len(models):
+        models.append({})
+      cells = zip(places, [first] * len(columns) + others, strict=True)
+      models[model] |= {
+        Key(*place, task): float(number)
+        for place, number in cells
+        if number != "-"
+      }
+  return models
 
 
 def scaled(numbers: dict[Key, float], factor: float) -> dict[Key, float]:

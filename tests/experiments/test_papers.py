@@ -38,6 +38,29 @@ def test_an_analysis_runs_and_what_cannot_be_says_why(
   }
 
 
+@pytest.mark.slow
+def test_every_analysis_writes_its_pictures(binary, tiny_directory, tmp_path):
+  pictures = {
+    "E2.6": ["determinants"],
+    "E2.7": ["components"],
+    "E2.8": ["alike", "apart", "norms", "top"],
+    "E2.11": ["keys_and_attention"],
+    "E2.12": ["queries"],
+    "E2.13": ["long_answers"],
+    "E3.9": ["layers", "mask"],
+    "E4.11": ["recalled"],
+  }
+  arguments = (f"--model={tiny_directory}", f"--output={tmp_path}")
+  result = binary(*pictures, *arguments, "--length=360", "--samples=1")
+  assert result.returncode == 0, result.stderr
+  for name, expected in pictures.items():
+    folder = tmp_path / name / "tiny"
+    found = sorted(path.stem for path in folder.glob("*.png"))
+    assert found == expected
+    text = (folder / "paper.md").read_text()
+    assert all(f"![{picture}.png]" in text for picture in found)
+
+
 @pytest.mark.parametrize(
   ("arguments", "sentence"),
   [

@@ -75,8 +75,15 @@ def top_keys(
   queries: Float[np.ndarray, "Q D"], keys: Float[np.ndarray, "T D"], count: int
 ) -> Bool[np.ndarray, "Q T"]:
   """Computes the mask of the keys with the highest products with a query."""
-  best = np.argsort(-(queries @ keys.T), axis=1, kind="stable")[:, :count]
-  chosen = np.zeros((len(queries), len(keys)), bool)
+  return highest(queries @ keys.T, count)
+
+
+def highest(
+  scores: Float[np.ndarray, "Q T"], count: int
+) -> Bool[np.ndarray, "Q T"]:
+  """Computes the mask of each row's highest scores; of ties, the first."""
+  best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+  chosen = np.zeros(scores.shape, bool)
   np.put_along_axis(chosen, best, True, axis=1)
   return chosen
 

@@ -6,14 +6,23 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import kvjax
 from kvjax.cache.layers import LayerCache
-from kvjax.experiments.paper_experiments.findings import Findings, Subject
+from kvjax.experiments.paper_experiments.analyses.drawing import (
+  LABEL,
+  TICK,
+  canvas,
+)
+from kvjax.experiments.paper_experiments.findings import (
+  Findings,
+  Scale,
+  Subject,
+)
 from kvjax.experiments.reporting import wording
 from kvjax.experiments.reporting.formats import Table
+from kvjax.experiments.reporting.lines import styled
 
 _METHODS = {
   "H2O": "h2o.keydiff",
@@ -24,8 +33,11 @@ _METHODS = {
   "KeyDiff": "keydiff",
 }
 _OURS = "KeyDiff"
-# Budget and block size of the paper, and those for prompts an eighth as long.
-_SIZES = {"paper": (2048, 128), "small": (256, 16)}
+# Budget and block size of the paper, and those for shorter prompts: of the
+# determinants, and of the components.
+_Sizes = Mapping[Scale, tuple[int, int]]
+_SIZES: _Sizes = {"paper": (2048, 128), "small": (256, 16)}
+_COMPONENTS: _Sizes = {"paper": (4096, 128), "small": (256, 16)}
 _RIDGE = 1e-6
 
 # Retained keys of each layer and KV head.
@@ -36,7 +48,7 @@ def determinants(subject: Subject) -> Findings:
   """Measures log det of retained keys' cosines over layers, heads, prompts."""
   by_method: dict[str, list[dict[tuple[int, int], float]]] = {}
   for row in subject.rows:
-    for name, heads in _retained(subject, row).items():
+    for name, heads in _retained(subject, row, _SIZES).items():
       log_dets = {place: log_determinant(keys) for place, keys in heads.items()}
       by_method.setdefault(name, []).append(log_dets)
   lines = []
@@ -68,6 +80,7 @@ def determinants(subject: Subject) -> Findings:
       "A key retained more than head-dim others leaves only the 1e-6, so that "
       "logarithms are large and negative; all methods retain as many."
     ],
+    {"determinants.png": _draw_distributions(by_method)},
   )
 
 
@@ -79,7 +92,7 @@ def components(subject: Subject) -> Findings:
   kv_heads = geometry.layers[layer].kv_heads
   full = kvjax.get_plan("full", kvjax.Retention(1.0))
   everything = _keys(subject, row, full)
-  retained = _retained(subject, row)
+  retained = _retained(subject, row, _COMPONENTS)
   lines = []
   for name, heads in retained.items():
     shares = [
@@ -134,9 +147,13 @@ def plane(
   return mean, np.linalg.svd(keys - mean, full_matrices=False)[2][:2]
 
 
-def _retained(subject: Subject, row: Sequence[int]) -> dict[str, _Heads]:
+def _retained(
+  subject: Subject,
+  row: Sequence[int],
+  sizes: _Sizes,
+) -> dict[str, _Heads]:
   """Computes the keys that each method retains with block-wise prefill."""
-  budget, block = _SIZES[subject.scale]
+  budget, block = sizes[subject.scale]
   schedule = kvjax.Schedule(block=block)
   return {
     name: _keys(
@@ -161,14 +178,36 @@ def _keys(subject: Subject, row: Sequence[int], plan: kvjax.Plan) -> _Heads:
   return by_head
 
 
+def _draw_distributions(
+  by_method: Mapping[str, Sequence[Mapping[tuple[int, int], float]]],
+) -> Figure:
+  """Plots the share of heads and prompts with at most each value."""
+  figure = canvas(6.6, 3.6)
+  axes = figure.add_subplot()
+  for index, (name, rows) in enumerate(by_method.items()):
+    style = styled(name, [], index)
+    axes.ecdf(
+      [value for row in rows for value in row.values()],
+      color=style.color,
+      linewidth=2.2 if name == _OURS else 1.2,
+      linestyle=(0, style.dashes) if style.dashes else "-",
+      label=name,
+    )
+  axes.set_xlabel("log det of the cosines of retained keys", fontsize=LABEL)
+  axes.set_ylabel("share of heads that have at most this", fontsize=LABEL)
+  axes.tick_params(labelsize=TICK)
+  axes.spines[["top", "right"]].set_visible(False)
+  axes.legend(fontsize=LABEL)
+  return figure
+
+
 def _draw(
   everything: Float[np.ndarray, "T D"],
   retained: Mapping[str, Float[np.ndarray, "M D"]],
 ) -> Figure:
   """Plots a panel per method: all keys in gray, retained ones in color."""
   mean, axes = plane(everything)
-  figure = Figure(figsize=(9, 6.2), layout="constrained")
-  FigureCanvasAgg(figure)
+  figure = canvas(9, 6.2)
   panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
   for panel, (name, keys) in zip(panels, retained.items(), strict=True):
     panel.scatter(*((everything - mean) @ axes.T).T, s=5, color="#C8C8C8")

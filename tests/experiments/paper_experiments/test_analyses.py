@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 import kvjax
 from kvjax.experiments.paper_experiments.analyses import (
@@ -75,7 +76,8 @@ def test_methods_retain_as_many_keys_as_they_may(subject, monkeypatch):
   monkeypatch.setattr(retained_keys, "_METHODS", {"KeyDiff": "keydiff"})
   table = retained_keys.determinants(subject).tables[0]
   assert [line[0] for line in table.lines] == ["KeyDiff"]
-  found = retained_keys._retained(subject, subject.rows[0])
+  sizes = retained_keys._SIZES
+  found = retained_keys._retained(subject, subject.rows[0], sizes)
   assert {len(keys) for own in found.values() for keys in own.values()} == {12}
   assert len(found["KeyDiff"]) == 4  # 2 layers, 2 KV heads
 
@@ -93,11 +95,22 @@ def test_statistics_of_heads_are_those_of_the_whole_attention_matrix():
     alike = [cosine(key, keys.mean(axis=0)) for key in keys]
     expected = np.corrcoef(alike, received)[0, 1]
     assert found.correlation[0, head] == pytest.approx(expected, abs=1e-4)
+    pairs = [np.mean([cosine(key, other) for other in keys]) for key in keys]
+    ranked = scipy.stats.spearmanr(-np.array(pairs), received).statistic
+    assert found.rank_correlation[0, head] == pytest.approx(ranked, abs=1e-5)
     apart = cosine(keys.mean(axis=0), queries.mean(axis=0))
     assert found.apart[0, head] == pytest.approx(apart, abs=1e-5)
-    norms = np.linalg.norm(keys, axis=1)
-    variation = norms.std() / norms.mean()
-    assert found.variation[0, head] == pytest.approx(variation, abs=1e-5)
+    top = cosine(keys[np.argmin(pairs)], queries.mean(axis=0))
+    assert found.top[0, head] == pytest.approx(top, abs=1e-5)
+    same = np.mean([cosine(query, queries.mean(axis=0)) for query in queries])
+    assert found.queries_alike[0, head] == pytest.approx(same, abs=1e-5)
+    norms = np.linalg.norm(queries, axis=1)
+    assert found.query_norm[0, head] == pytest.approx(norms.mean(), abs=1e-5)
+  assert found.keys_alike[0, 0] == pytest.approx(np.mean(alike), abs=1e-5)
+  norms = np.linalg.norm(keys, axis=1)
+  assert found.key_norm[0, 0] == pytest.approx(norms.mean(), abs=1e-5)
+  variation = norms.std() / norms.mean()
+  assert found.variation[0, 0] == pytest.approx(variation, abs=1e-5)
 
 
 def test_likeness_is_the_mean_over_all_pairs():
@@ -201,21 +214,32 @@ def test_deviations_are_shown_for_every_layer(subject):
 
 
 def test_heads_are_shown_for_every_layer(subject):
-  (table,) = head_statistics.measure(subject).tables
+  findings = head_statistics.measure(subject)
+  (table,) = findings.tables
   assert [line[0] for line in table.lines] == ["0", "1"]
+  # Two layers, of two KV heads or four query heads.
+  keys, queries, *_ = findings.pictures["alike.png"].axes
+  assert keys.images[0].get_array().shape == (2, 2)
+  assert queries.images[0].get_array().shape == (2, 4)
 
 
 def test_operations_are_those_of_the_formula(subject, monkeypatch):
   for n, d in ((3, 2), (2176, 128)):
-    assert costs.operations(n, d) == 6 * n * d + d + 18 * n + 12
+    paper = costs.operations(n, d, costs._PAPER)
+    assert paper == 12 * n * d + 3 * d + 97 * n + 47
+    other = costs.operations(n, d, costs._OLDER)
+    assert other == 6 * n * d + d + 18 * n + 12
   monkeypatch.setattr(costs, "_BLOCK", 8)
   operations, memory = costs.measure(subject._replace(lengths=(56,))).tables
-  ((budget, formula, compiled, per_number),) = operations.lines
-  assert (budget, per_number) == ("56", "6.16")
-  assert int(formula.replace(",", "")) == costs.operations(64, 128)
+  ((budget, paper, other, compiled, per_number),) = operations.lines
+  # 12 + 3 / 64 + 97 / 128 and a little.
+  assert (budget, per_number) == ("56", "12.81")
+  paper, other, compiled = (
+    int(count.replace(",", "")) for count in (paper, other, compiled)
+  )
+  assert paper == costs.operations(64, 128, costs._PAPER)
   # XLA has no other weights for most of them.
-  ratio = int(compiled.replace(",", "")) / costs.operations(64, 128)
-  assert 0.3 < ratio < 3
+  assert 0.3 < compiled / other < 3
   assert list(memory.lines) == [["56", "64", "64", "56", "2,048", "512"]]
 
 

@@ -176,6 +176,23 @@ def test_lengths_beyond_the_models_context_are_left_out(session, invented):
   assert running.within_context(far, wanted) == (far, [])
 
 
+def test_an_analysis_is_small_where_no_length_fits(session):
+  """The tiny model's context is 512 tokens."""
+  own = session._replace(own_model=True)
+
+  def analysis(*lengths):
+    long = Setup("ruler", ("niah_single_2",), lengths, 1)
+    small = Setup("ruler", ("niah_single_2",), (256,), 1)
+    return Analysis("lengths", prompt_lengths.measure, long, small)
+
+  assert running.scale_here(analysis(300, 4096), own) == "paper"
+  assert running.scale_here(analysis(4096), own) == "small"
+  assert running.setup_of(analysis(4096), own).lengths == (256,)
+  # It is refused if it was asked for.
+  asked = own._replace(length=4096)
+  assert running.scale_here(analysis(300), asked) == "paper"
+
+
 def test_prompts_of_longbench_are_cut_to_the_models_context(session, invented):
   config = dataclasses.replace(session.lm.config, max_positions=4096)
   own = session._replace(lm=dataclasses.replace(session.lm, config=config))
