@@ -53,18 +53,6 @@ def to_host[Tree](tree: Tree) -> Tree:
   return moved
 
 
-def to_device[Tree](tree: Tree) -> Tree:
-  """Moves whole arrays to the device, wherever they are."""
-
-  def move(array: Array) -> Array:
-    # `device_put`, even without a move, commits a program to its devices.
-    if not is_on_host(array):
-      return array
-    return jax.device_put(array, jax.memory.Space.Device)
-
-  return jax.tree.map(move, tree)
-
-
 def gather_rows(
   rows: PyTree[Shaped[Array, "*L B K F D"]],
   slots: Int[Array, "B K M"],
