@@ -309,6 +309,7 @@ def test_a_question_may_be_prefilled_too(tiny, tmp_path):
       assert found[key].kept_tokens == len(prompt.prefilled)
 
 
+@pytest.mark.slow
 def test_questions_about_one_context_share_its_prefill(tiny, tmp_path, counted):
   """Each sees the cache as the context left it, whatever was asked before."""
   first = SAMPLES[Part("one", 128)][0]

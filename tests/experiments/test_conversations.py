@@ -45,6 +45,7 @@ def of(replies, method):
   return [[replies[method, row, n] for n in range(TURNS)] for row in range(2)]
 
 
+@pytest.mark.slow
 def test_a_turn_is_answered_after_all_that_was_said(tiny, talks, replies):
   """Each again from scratch, from one prompt with the answers before it."""
   decoding = kvjax.Decoding(ANSWER, tiny.tokenizer.eos_ids)

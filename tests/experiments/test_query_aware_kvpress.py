@@ -132,6 +132,7 @@ def test_it_is_the_question_at_the_end_of_the_context(tiny, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_questions_about_one_context_are_compressed_apart(tiny, tmp_path):
   chosen = candidates(["streaming:sinks=1"], [kvjax.Retention(0.5)])
   samples = [a_sample(0), a_sample(0, question="Why? Who is it?")]

@@ -263,6 +263,7 @@ def test_gpu_kernel_reads_eight_bits():
   close(found, by_hand(*inputs), 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_chunks")
 def test_every_device_of_a_mesh_reads_its_rows_and_heads():
   inputs = eighths(case((2, 2, 4, 10), bias=True, D=128), "int8")

@@ -206,6 +206,7 @@ def test_the_ring_replaces_the_oldest_first():
     )
 
 
+@pytest.mark.slow
 def test_all_lists_together_are_dense_attention():
   """C' = C and lists of all stored keys: nothing is left out."""
   method = dataclasses.replace(

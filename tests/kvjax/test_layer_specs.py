@@ -186,6 +186,7 @@ def test_blocks_attend_as_the_whole_prompt_does(block):
     assert kept_positions(cache, row) == kept_positions(whole, row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_stands_alone(name):
   plan = plan_of(name)

@@ -300,6 +300,7 @@ def test_a_models_bytes_follow_what_its_heads_hold(prefilled, index):
   assert cache.nbytes < 0.75 * padded
 
 
+@pytest.mark.slow
 def test_a_conversation_uses_the_buffers_of_pages(prefilled):
   params, (cache, _) = prefilled
   cache = kvjax.reserve(cache, 40)

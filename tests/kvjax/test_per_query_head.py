@@ -60,6 +60,7 @@ def test_whole_prompts_are_those_of_a_model_without_groups():
   )
 
 
+@pytest.mark.slow
 def test_four_devices_equal_one():
   prompts = kvjax.Prompts.of([*ROWS, ROWS[1][:30]])
   plan = kvjax.get_plan("snapkv:window=4", BUDGET, per_query_head=True)

@@ -47,10 +47,11 @@ def test_everything_works_with_them(run, tmp_path):
   assert done.returncode == 0, done.stderr
   assert done.stdout == "all done\n"
   # Here nothing is installed.
+  model = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 4096))
   with pytest.raises(
     kvjax.InputError, match=r"LastVotes, which is not known.*not registered"
   ):
-    kvjax.load_cache(tmp_path / "going_on", model=TinyModel(), model_id="tiny")
+    kvjax.load_cache(tmp_path / "going_on", model=model, model_id="tiny")
   with pytest.raises(kvjax.InputError, match="no method 'last_votes'"):
     kvjax.get_plan("last_votes", kvjax.Tokens(9))
 
@@ -93,6 +94,7 @@ def points(monkeypatch):
   """Loads plug-ins anew, which these are said to be."""
   names = (registry.METHODS, registry.RETRIEVALS)
   for each in names:
+    list(each)  # what is installed is loaded once
     monkeypatch.setattr(each, "_entries", dict(each._entries))
 
   def load(*found):

@@ -95,6 +95,7 @@ def test_a_row_stands_alone():
     assert ours.tail_nll[1] == pytest.approx(theirs.tail_nll[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_method_that_ranks_by_position_has_no_concentration():
   plan = plan_of("protokv:window=5:prototypes=20:cut=position")
   swept = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [plan])

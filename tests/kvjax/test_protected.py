@@ -129,6 +129,7 @@ def crowded(first):
   }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CROWDED)
 def test_protected_tokens_come_before_the_methods_own(name):
   method, first = get_method(name), CROWDED[name]

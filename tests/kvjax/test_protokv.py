@@ -219,6 +219,7 @@ def test_where_all_are_as_like_their_neighbors_the_first_are_anchors(seen):
       assert kept[head] == kept_by_hand(seen, method, head, first, budget)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 5, 8])
 def test_a_budget_within_the_window_keeps_the_newest(seen, budget):
   for name in ("protokv.paper", "protokv.sat"):

@@ -127,6 +127,7 @@ def test_a_stream_is_rotated_anew_at_every_step(block):
         last = stream.step([token])
 
 
+@pytest.mark.slow
 def test_what_is_renumbered_can_be_protected():
   method = get_method("streaming:rerotate=true")
   mask = [[place in (9, 10) for place in range(len(ids))] for ids in ROWS]

@@ -346,6 +346,7 @@ def buffers(cache):
   return [leaf for part in parts for leaf in (part.keys, part.values)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_caches_come_back(name, tmp_path):
   cache = swept(name)

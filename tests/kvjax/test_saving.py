@@ -85,6 +85,7 @@ def test_a_cache_comes_back_bit_by_bit(dtype, tmp_path):
   assert answers(again, model) == answers(cache, model)
 
 
+@pytest.mark.slow
 def test_heads_of_unequal_length_come_back(tmp_path):
   cache = poison_cache(prefilled(method="ada/keydiff"))
   assert {type(layer) for layer in cache.layers} == {PackedLayer}

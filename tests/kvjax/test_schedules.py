@@ -53,6 +53,7 @@ FEW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_one_block_is_the_whole_prompt(name):
   whole, logits = prefill(name, kvjax.Schedule())

@@ -116,6 +116,7 @@ def test_decoding_equals_the_loop(name, row):
       )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", range(len(LENGTHS)))
 def test_clusters_gather_directions(row):
   """A fixed point of spherical K-means, however long the keys are."""

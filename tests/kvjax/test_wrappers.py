@@ -142,6 +142,7 @@ def test_methods_around_methods_keep_the_contract(method):
   check_method(method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.01, 0.2, 0.6, 1.0])
 def test_a_floor_equals_a_loop(alpha):
   """As kvpress says it: the safe slots get the highest score of all."""

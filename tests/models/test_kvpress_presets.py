@@ -266,12 +266,10 @@ def test_rerotated_keys_are_those_of_kvpress(press, checkpoints):
     np.testing.assert_allclose(ours, theirs, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("press", "method"),
-  [
-    ("compactor", "compactor.kvpress"),
-    pytest.param("noncausal", "noncausal.kvpress", marks=pytest.mark.slow),
-  ],
+  [("compactor", "compactor.kvpress"), ("noncausal", "noncausal.kvpress")],
 )
 def test_padding_does_not_vote_in_a_last_chunk(press, method, checkpoints):
   """With a last chunk of 121 of 256 tokens, or of 133.

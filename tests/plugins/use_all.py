@@ -12,7 +12,7 @@ import numpy as np
 import kvjax
 from kvjax.testing import TinyModel, kept_positions
 
-MODEL = TinyModel()
+MODEL = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 4096))
 PARAMS = MODEL.init()
 DRAW = np.random.default_rng(0)
 PROMPTS = kvjax.Prompts.of(
