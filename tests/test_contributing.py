@@ -11,6 +11,7 @@ import textwrap
 import pytest
 
 import kvjax
+from kvjax.testing import TinyModel
 
 ROOT = pathlib.Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -214,6 +215,16 @@ def test_the_entry_point_is_where_ours_look():
   group = lines.splitlines()[0]
   example = (ROOT / "tests" / "plugins" / "pyproject.toml").read_text()
   assert group in example.splitlines()
+
+
+def test_an_allocation_counts_by_layer():
+  ((_, code),) = blocks(section("Spread a budget your own way"))
+  names = {}
+  exec(code, names)
+  model = TinyModel(kvjax.Geometry.uniform(2, 4, 2, 8, 64))
+  prompts = kvjax.Prompts.of([list(range(24)), list(range(11))])
+  cache, _ = kvjax.prefill(model, model.init(), prompts, names["plan"])
+  assert cache.lengths[:, :, 0].tolist() == [[8, 8], [4, 4]]
 
 
 def test_a_model_plugs_in(capsys):

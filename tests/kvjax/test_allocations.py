@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import kvjax
-from kvjax.allocation import Allocation, Uniform
+from kvjax.allocation import Uniform
 from kvjax.errors import InputError
 from kvjax.methods import KeyL2Norm
 from kvjax.testing import TinyModel
@@ -19,9 +19,6 @@ class Front(Uniform):
     found = super().counts(budget, lengths, sizes)
     found[0] += 1
     return found
-
-  def check_recursive(self, budget):
-    Allocation.check_recursive(self, budget)
 
 
 @dataclasses.dataclass(frozen=True)
