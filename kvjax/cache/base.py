@@ -101,6 +101,7 @@ class Layer(abc.ABC):
     stack = self.append(activations, index)
     layer = stack.at(index)
     if arrange is not None:
+      # The arranged keys are read only: what is stored stays as it was written.
       return arrange(layer).attend(activations)[0], stack
     output, updated = layer.attend(activations)
     return output, stack.put(index, layer, updated)
@@ -174,6 +175,7 @@ class Layer(abc.ABC):
       return new
 
     def write(x: Array, a: Array, b: Array) -> Array:
+      # `attend` returns the very arrays that it does not change.
       if a is b:
         return x
       update = jax.lax.dynamic_update_index_in_dim

@@ -63,6 +63,7 @@ class Cache:
     stack = self.order[number]
     if stack < 0:
       return None
+    # A layer's place in its stack is the number of layers before it there.
     return self.stacks[stack].at(ranks(self.order)[number])
 
   @property
@@ -136,9 +137,11 @@ def _join_key(cache: Cache) -> Any:
 
   rows = (cache.next_positions, cache.protected)
   return (
+    # Equally many rows, too: `unstack` splits into equal parts.
     cache.next_positions.shape,
     tuple(shape(leaf, 1) for leaf in jax.tree.leaves(cache.stacks)),
     tuple(shape(leaf, 0) for leaf in jax.tree.leaves(rows)),
+    # With the static fields: order, plan, and the retrieval methods.
     jax.tree.structure(cache),
   )
 

@@ -52,6 +52,7 @@ class LayerIndex:
       functools.partial(self._write, read),
       changes,
       self.arrays,
+      # JAX takes None for an empty tree; here it may stand for a whole branch.
       is_leaf=lambda x: x is None or isinstance(x, Entry),
     )
     return replace(self, arrays=arrays)
@@ -66,6 +67,8 @@ class LayerIndex:
       return old
     if isinstance(change, Entry):
       stack, layer = as_stack(old, self.layer)
+      # The entries have been read for these slots. Unless the write depends on
+      # that, XLA copies the stack.
       place = after(change.place, read)
       new: Array = scatter_entries(
         stack, layer, place, change.value, change.axis

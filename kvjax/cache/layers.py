@@ -82,6 +82,8 @@ class Slots(Layer):
     if arrange is not None:
       return super().step(index, activations, arrange)
     stack = self.append(activations, index)
+    # Attention reads keys and values inside the stack; only the positions,
+    # which are small, are sliced out.
     positions = stack.positions
     if index is not None:
       positions = index_stack(positions, index)
@@ -112,6 +114,7 @@ class Slots(Layer):
       padding[axis] = (0, extra)
       return jnp.pad(x, padding, constant_values=fill)
 
+    # Axis -2 is T in the scales of quantized keys, too.
     keys, values = jax.tree.map(lambda x: pad(x, -2), (self.keys, self.values))
     positions = pad(self.positions, -1, -1)
     return replace(self, keys=keys, values=values, positions=positions)
@@ -124,6 +127,7 @@ class Slots(Layer):
     moves a slice update to fit.
     """
     kv_heads = self.positions.shape[-2]
+    # The slots may be those of query heads (`Plan.per_query_head`).
     block = LayerCache.of(activations.with_kv_heads(kv_heads))
     # Without the barrier, XLA fuses the write into the reads of the slots and
     # copies all slots.
@@ -134,6 +138,7 @@ class Slots(Layer):
         self._write(self.positions, block.positions, index),
       )
     )
+    # Padding advances the cursor, too, and leaves empty slots.
     cursor = self.cursor + block.cursor
     if index is not None:
       cursor = self.cursor.at[index].add(block.cursor)
@@ -159,6 +164,7 @@ class Slots(Layer):
     assert not isinstance(self.values, Quantized)
     dtype = KV_DTYPES[kv_dtype]
     keys, values = quantize(self.keys, dtype), quantize(self.values, dtype)
+    # Not a LayerCache, as no method evicts from eight bits.
     return Slots(keys, values, self.positions, self.cursor)
 
   def _write(self, old: Any, new: Any, index: Index) -> Any:
@@ -172,6 +178,7 @@ class Slots(Layer):
 
     def write(x: Array, y: Array) -> Array:
       y = y.astype(x.dtype) if index is None else y.astype(x.dtype)[None]
+      # Positions lack the axis D that keys and values have.
       where = (*start, *(zero,) * (y.ndim - len(start)))
       return jax.lax.dynamic_update_slice(x, y, where)
 
@@ -254,6 +261,7 @@ class LayerCache(Slots):
   def take(self, slots: Int[Array, "B K M"]) -> "LayerCache":
     """Gathers the given slots, ascending, then -1 for empty slots."""
     kept = compact(self.keys, self.values, self.positions, self.received, slots)
+    # All rows and heads share the cursor, so it follows the fullest of them.
     counts = jnp.sum((kept.positions >= 0).astype(jnp.int32), axis=-1)
     return dataclasses.replace(self, cursor=jnp.max(counts), **kept._asdict())
 

@@ -102,6 +102,7 @@ class PackedLayer(Layer):
       total: maximum number of slots of a row over all its heads.
       page: P, slots per page.
     """
+    # Ragged budgets are spread once, so no later eviction needs a memory.
     empty = cache.without_memory().shrink(0)
     return cls(Pages.of(cache, slots, total, page), empty)
 
@@ -204,6 +205,7 @@ class PackedLayer(Layer):
       options=options,
       layer=layer,
     )
+    # A tail has no slots until the cache is first grown.
     if tail.capacity:
       new = partial_attention(
         queries,
@@ -214,6 +216,7 @@ class PackedLayer(Layer):
         options=options,
       )
       partial = merge(partial, new)
+    # Once, after the merge: each part would add the sinks' logits again.
     if activations.sinks is not None:
       partial = with_sinks(partial, activations.sinks)
     return partial.output
@@ -237,12 +240,16 @@ def _layout(
   ends = jnp.cumsum(needed, axis=-1)
   number = jnp.arange(page_count(total, kv_heads, page), dtype=jnp.int32)
   ended = ends[:, None] <= number[None, :, None]
+  # Page r is of the first head whose pages end after r, so heads without
+  # tokens get none. Past the last head, this is K.
   heads = jnp.sum(ended.astype(jnp.int32), axis=-1)
   used = heads < kv_heads
   heads = jnp.where(used, heads, 0)
 
   first = jnp.take_along_axis(ends - needed, heads, axis=1)
   inside = jnp.arange(page, dtype=jnp.int32)[None, None]
+  # The rank of each place of a page among the tokens of its head. A head's
+  # list ends in -1, which also fills up its last page.
   place = ((number[None] - first) * page)[..., None] + inside
   flat = heads[..., None] * length + jnp.minimum(place, length - 1)
   chosen = jnp.take_along_axis(

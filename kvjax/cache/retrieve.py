@@ -51,6 +51,8 @@ def index_all(
     split.start,
     split.end,
   )
+  # By default a TPU multiplies float32 in bfloat16, which would change the
+  # ranks of close scores.
   with jax.default_matmul_precision("highest"):
     index: PyTree[Array] = jax.vmap(jax.vmap(retrieval.index))(prompt, budget)
   return index
@@ -153,6 +155,7 @@ def _or_everything(
   fits = jnp.sum(store.valid.astype(jnp.int32)) <= budget.num_keys
   bias = selection.bias
   if bias is not None:
+    # MagicPIG's bias corrects for sampling; here every key is read.
     bias = jnp.where(fits, 0.0, bias)
   return Selection(jnp.where(fits, all_slots[None], selection.slots), bias)
 

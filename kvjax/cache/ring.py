@@ -65,6 +65,7 @@ class Ring:
   @property
   def num_arrived(self) -> Int[Array, "B K"]:
     """Number of tokens that have arrived in the ring so far."""
+    # Every arrived token is in the ring or, once replaced, in a spare slot.
     ring_valid = self.resident.valid[..., self.sinks :]
     valid = jnp.concatenate([ring_valid, self.spare_valid], axis=-1)
     return jnp.sum(valid.astype(jnp.int32), axis=-1)
@@ -74,12 +75,15 @@ class Ring:
     """Number of the token in each place of the ring; -1 for none."""
     last = self.num_arrived[..., None] - 1
     place = jnp.arange(self.width, dtype=jnp.int32)[None, None]
+    # The last number that is congruent to the place modulo W.
     number = last - (last - place) % self.width
     return jnp.where(self.resident.valid[..., self.sinks :], number, -1)
 
   @property
   def moved_tokens(self) -> Int[Array, "B K E"]:
     """Number of the token in each spare slot; arbitrary for empty slots."""
+    # Tokens leave in the order of their arrival, so the i-th filled spare slot
+    # holds token i.
     return jnp.maximum(
       jnp.cumsum(self.spare_valid.astype(jnp.int32), axis=-1) - 1, 0
     )
@@ -96,6 +100,8 @@ class Ring:
     num_arrived = self.num_arrived[..., None]
     real = jnp.sum(block.valid.astype(jnp.int32), axis=-1, keepdims=True)
     stored, moved = self._evict(block.capacity, num_arrived, real)
+    # The new tokens overwrite those that move. Unless the write depends on
+    # the reads of these, XLA copies the ring.
     real = after(real, moved.keys, moved.values)
     resident = self._write(block, num_arrived, real)
     return replace(self, resident=resident, stored=stored), moved
@@ -109,6 +115,8 @@ class Ring:
     """Writes new tokens over the oldest residents."""
     old = self.resident
     place = jnp.arange(old.capacity, dtype=jnp.int32)[None, None] - self.sinks
+    # Which token of the block falls on each place: token `num_arrived` + i of a
+    # head goes to that number modulo W.
     order = (place - num_arrived) % self.width
     new = (place >= 0) & (order < real)
     order = jnp.where(new, order, -1)
@@ -133,6 +141,8 @@ class Ring:
     self, size: int, num_arrived: Int[Array, "B K 1"], real: Int[Array, "B K 1"]
   ) -> tuple[LayerCache, "Moved"]:
     """Moves the tokens that `size` new ones replace to the stored ones."""
+    # The cursor counts padding, too, so no head is beyond it: the first `free`
+    # tokens of a block replace none. Only the rest needs spare slots.
     free = jnp.maximum(self.resident.capacity - self.resident.cursor, 0)
     step = jnp.arange(min(size, self.spare), dtype=jnp.int32)[None, None] + free
     evicted = (step < real) & (num_arrived + step >= self.width)
@@ -144,6 +154,9 @@ class Ring:
     positions = gather_rows(old.positions[..., None], slots)[..., 0]
     positions = jnp.where(evicted, positions, -1)
     first = self.stored.capacity - self.spare - old.capacity
+    # The cursor counts on beyond the ring, by the spare slots used so far.
+    # While places are free, none is used, so the update always fits: JAX would
+    # move one that does not.
     start = first + jnp.maximum(old.cursor, old.capacity)
     stored = replace(
       self.stored,

@@ -46,6 +46,7 @@ class Rows:
       queries: float32 queries.
     """
     keys, layer = as_stack(self.keys, self.layer)
+    # The gather does not check bounds, so -1 reads slot 0 and is masked below.
     operands = keys, layer, jnp.maximum(slots, 0), queries
     products: Array = (
       run_on_host(_products, *operands)

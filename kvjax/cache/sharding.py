@@ -72,6 +72,7 @@ def _constrain[Tree](tree: Tree, axes: Sequence[str], leading: int) -> Tree:
   def constrain(leaf: jax.Array) -> jax.Array:
     # Outside of programs a constraint would move a host array to the devices.
     stays = is_on_host(leaf) and not isinstance(leaf, jax.core.Tracer)
+    # Cursors and counts per row lack the axis of heads; they stay whole.
     if leaf.ndim < 2 + leading or stays:
       return leaf
     spec = PartitionSpec(

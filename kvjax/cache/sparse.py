@@ -170,6 +170,7 @@ class SparseLayer(Layer):
       )
     kv_heads = self.resident.positions.shape[-2]
     block = LayerCache.of(activations.with_kv_heads(kv_heads))
+    # Before `at`, which would copy the layer's stored keys out of the stack.
     layers, rows = self._split_rows(index)
     layer = layers.at(index)
     ring, moved = layer._ring.append(block)
@@ -187,6 +188,7 @@ class SparseLayer(Layer):
     assert arrange is None
     layers, rows = self.append(activations, index)._split_rows(index)
     layer_index = LayerIndex(layers.index, index)
+    # The index is large, too: it is read and written inside its stack.
     layer = replace(layers, index=None).at(index)
     output, layer_index = layer._attend(activations, rows, layer_index)
     layers = replace(layers, index=layer_index.arrays)
@@ -279,6 +281,7 @@ class SparseLayer(Layer):
       )
       return jax.lax.cond(any_real, attend, skip, index, *token)
 
+    # In order, since each token may change the index that the next one reads.
     tokens = (jnp.moveaxis(queries, 2, 0), activations.positions.T)
     index, partial = jax.lax.scan(scan_token, index, tokens)
     return index, Partial(*(jnp.moveaxis(x, 0, 2) for x in partial))
@@ -293,10 +296,13 @@ class SparseLayer(Layer):
     options: AttentionOptions,
   ) -> tuple[LayerIndex, Partial]:
     """Retrieves for a token and attends to the keys, without an axis S."""
+    # Methods scale logits by D^-1/2; `sparse_decode` applies the layer's own
+    # scale, so only the former get rescaled queries.
     index, selection = self._retrieve(
       index, options.rescale(queries), positions, rows
     )
     batch, kv_heads, lists, length = selection.slots.shape
+    # J is 1 or G, so this is one list per KV head or per query head.
     slots = selection.slots.reshape(batch, kv_heads * lists, length)
     bias = selection.bias
     if bias is not None:
@@ -313,6 +319,7 @@ class SparseLayer(Layer):
 
   def _count_retrieved(self, activations: Activations) -> Int[Array, "B K"]:
     """Number of slots that the last token of each prompt retrieves."""
+    # In a prompt, the position of a token is its index as well.
     last = jnp.max(activations.positions, axis=1)
     queries = jnp.take_along_axis(
       rescale_queries(activations).queries, last[:, None, None, None], axis=2
@@ -320,6 +327,7 @@ class SparseLayer(Layer):
     _, selection = self.retrieve(self.index, queries[:, :, 0], last)
     slots = selection.visible_slots
     slots = slots.reshape(*slots.shape[:2], -1)
+    # As a mask, slots that several query heads list count once.
     visible = slots_to_mask(slots, self.stored.capacity)
     return jnp.sum(visible.astype(jnp.int32), axis=-1)
 
@@ -375,6 +383,7 @@ class SparseLayer(Layer):
     if not self.retrieval.ring_size:
       return store
     ring = self._ring
+    # A late token is numbered after the prompt's slots; moving keeps its number.
     first = self.stored.capacity - self.spare
     ring_positions = self.resident.positions[..., ring.sinks :]
     visible = (ring_positions >= 0) & (

@@ -44,12 +44,15 @@ class Split(NamedTuple):
     first = jnp.arange(self.start, dtype=jnp.int32)[None, None]
     first = jnp.broadcast_to(first, (*lengths.shape[:2], self.start))
     local = jnp.arange(retrieval.local_range[1], dtype=jnp.int32)
+    # Rows differ in their number of local tokens: list the most there can be,
+    # and mask slots beyond the end of a row.
     last = jnp.maximum(self.border, self.start) + local[None, None]
     slots = jnp.concatenate([first, last], axis=-1)
     resident = self.cache.take(jnp.where(slots < lengths, slots, -1))
     if not retrieval.ring_size:
       return resident
     extra = self.start + retrieval.ring_size - resident.capacity
+    # Places begin after the sinks even if every row is shorter than these.
     cursor = jnp.maximum(resident.cursor, self.start)
     return dataclasses.replace(resident.grow(extra), cursor=cursor)
 
@@ -69,6 +72,8 @@ def split_tokens(
   """
   slots = cache.capacity
   start = min(retrieval.sinks, slots)
+  # Static, for all rows: a row that fills its slots and has the fewest local
+  # tokens sets the end.
   end = max(slots - retrieval.local_range[0], 0)
   if retrieval.ring_size:  # all sinks and at least one slot to retrieve from
     start, end = retrieval.sinks, max(end, retrieval.sinks + 1)

@@ -87,11 +87,14 @@ class WindowLayer(Layer):
     """
     layer = self.at(index)
     block_positions, window = activations.positions, layer.positions.shape[-1]
+    # A row without tokens in the block has first = last = -1: `count` masks it.
     count = jnp.sum((block_positions >= 0).astype(jnp.int32), axis=1)
     first, last = block_positions[:, 0], jnp.max(block_positions, axis=1)
     slot = jnp.arange(window, dtype=jnp.int32)[None]
     # The newest position that belongs in each slot.
     newest = last[:, None] - (last[:, None] - slot) % window
+    # A slot whose newest position precedes the block keeps its token. Of a
+    # block longer than W, only the last W tokens are written.
     written = (count[:, None] > 0) & (newest >= first[:, None])
     source = jnp.where(written, newest - first[:, None], 0)
 

@@ -60,6 +60,7 @@ def _prefill_blocks(
   assert schedule.block is not None
   block = min(schedule.block, padded)
   first = min(schedule.first or block, padded)
+  # Whole blocks: a slice at the end would otherwise be moved back to fit.
   tokens = jnp.pad(tokens, ((0, 0), (0, -(padded - first) % block)))
 
   def run(
@@ -69,6 +70,7 @@ def _prefill_blocks(
     part = jax.lax.dynamic_slice_in_dim(tokens, start, width, axis=1)
     real = jnp.clip(lengths - start, 0, width)
     hidden, cache = append_block(model, params, cache, part, real, prepared)
+    # Rows that have ended read an arbitrary state, which `next_block` drops.
     last = jnp.maximum(real - 1, 0)[:, None, None]
     last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
     return evict_all(model, prepared, cache), last
@@ -81,6 +83,8 @@ def _prefill_blocks(
     cache, block_last = run(cache, start, block)
     return cache, jnp.where((lengths > start)[:, None], block_last, last)
 
+  # Every block but the first meets a layer that was evicted to its budget.
+  # Layers that keep everything also hold the padding of the last block.
   capacity = max(prepared.capacity + block, first)
   kinds = _kinds(model.geometry, prepared, (capacity, padded + block))
   unique = [kind for kind in dict.fromkeys(kinds) if kind is not None]
@@ -96,6 +100,7 @@ def _prefill_blocks(
     order,
   )
   carry = run(empty, jnp.zeros((), jnp.int32), first)
+  # Rounded up. A traced number: all lengths of a bucket share the program.
   blocks = -((first - jnp.max(lengths)) // block)
   cache, last = jax.lax.fori_loop(0, jnp.maximum(blocks, 0), next_block, carry)
   stacks = tuple(
@@ -176,12 +181,14 @@ def _empty_stack(
     cache = LayerCache.of(activations)
     if kind.evicts:
       cache = plan.method.observe(jnp.int32(0), cache, activations)
+    # It holds one token already.
     return cache.grow(kind.capacity - 1)
 
   shapes = jax.eval_shape(first_token, params)
   stack: Layer = jax.tree.map(
     lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes
   )
+  # A position of zero would be a token, and not an empty slot.
   return shard_stack(stack.clear())
 
 

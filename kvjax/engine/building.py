@@ -81,6 +81,7 @@ class CacheBuilder:
     assert kind is not None
     program = kind[1]
     num_keys = self._prepared.num_keys
+    # Methods that had other activations or scores then share the programs.
     activations = activations.only(())
     inputs = LayerInputs(
       jnp.asarray(layer, jnp.int32),
@@ -110,6 +111,7 @@ class CacheBuilder:
       program=program,
     )
     self._order[layer] = stack
+    # Layers come in order, so places are those of `ranks(order)`.
     self._filled[kind] = stack, index + 1
 
   def _select(
@@ -164,6 +166,7 @@ def _empty_stack(*, shape: Any, count: int) -> Layer:
 
 def _shape(model: Any, program: LayerProgram, inputs: LayerInputs) -> Any:
   """Shapes of a layer after compression."""
+  # `eval_shape` would trace every layer; most have the same shapes.
   leaves, structure = jax.tree.flatten(inputs)
   shapes = tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves)
   return _compressed_shape(model, program, structure, shapes)

@@ -68,6 +68,8 @@ def _slots_needed(
   full = [slots + width + decoding.max_new_tokens for slots in used]
   if prepared is None:
     return full
+  # First the block, next to all that is there; after its eviction, at most
+  # `step` tokens between two evictions.
   step = min(prepared.plan.schedule.every or 1, decoding.max_new_tokens)
   first = [cache.order.index(number) for number in range(len(used))]
   return [
@@ -86,6 +88,7 @@ def grow_for(
 
   Arguments are those of `check_room`.
   """
+  # Within the program no cursor is known; the capacity bounds it.
   used = [stack.capacity or 0 for stack in cache.stacks]
   return cache.grow(_slots_needed(cache, used, prepared, width, decoding))
 
@@ -114,6 +117,7 @@ def check_cache(model: Model, cache: Cache) -> None:
       "use the model that made it."
     )
   for layer, (spec, stack) in enumerate(zip(layers, cache.order, strict=True)):
+    # A cache of `per_query_head` plans has a head for every query head.
     heads = None if stack < 0 else cache.stacks[stack].lengths.shape[-1]
     if heads not in ((spec.kv_heads, spec.heads) if spec.cache else (None,)):
       raise InputError(

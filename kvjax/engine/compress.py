@@ -49,6 +49,7 @@ class Evaluation(NamedTuple):
     spread, later = plan.spread, plan.while_decoding
     return cls(
       plan.method,
+      # Other allocations do not change scores, so their plans share them.
       spread if spread.votes else Uniform(),
       plan.per_query_head,
       None if later is None else later.method,
@@ -97,6 +98,7 @@ def evaluate_layer(
   with jax.default_matmul_precision("highest"):
     if evaluation.observer is not None:
       after = evaluation.observer.observe(layer, cache, activations)
+    # The method scores what it remembers, such as the attention received.
     if evaluation.observer == method:
       cache = after
     if scored:
@@ -120,6 +122,7 @@ def select_layer(
     budget: how many slots to keep; its capacity is T.
   """
   cache, _ = _candidates(evaluation.per_query_head, activations)
+  # The same candidates as in `evaluate_layer`.
   if evaluation.observer == evaluation.method:
     cache = _remember(cache, evaluated)
   allocation, method = evaluation.allocation, evaluation.method
@@ -183,11 +186,13 @@ def compress_layer(
     cache = _remember(cache, inputs.evaluated)
   if program.ragged:
     assert inputs.slots is not None
+    # The capacity of ragged heads is their mean, rounded up.
     heads = cache.positions.shape[1]
     packed = PackedLayer.of(cache, inputs.slots, heads * program.capacity)
     return shard_layer(_quantize(packed, program.kv_dtype))
   if inputs.slots is not None:
     cache = cache.take(inputs.slots[..., : program.capacity])
+  # Later evictions need keys in their own dtype and at their own positions.
   if program.recursive:
     return shard_layer(cache)
   if program.retrieval is not None:
@@ -299,6 +304,7 @@ def evict_layer(
     scores = plan.method.evaluate(layer, cache, activations)
   slots = plan.spread.select(plan.method, scores, cache, budget)
   kept = cache.take(slots[..., : budget.capacity])
+  # The loops of prefill and decoding carry layers of one shape.
   return kept.grow(cache.capacity - kept.capacity)
 
 
@@ -339,6 +345,7 @@ def empty_block(cache: LayerCache, spec: LayerSpec) -> Activations:
     keys=keys,
     values=jnp.zeros((batch, kv_heads, 0, width), cache.values.dtype),
     positions=jnp.zeros((batch, 0), jnp.int32),
+    # They are stored once per row.
     sinks=None if sinks is None else sinks[0],
     attention=spec.attention,
   )

@@ -134,22 +134,27 @@ def decode(
     return token, ended
 
   def emit(loop: _Loop) -> Int[Array, "B M"]:
+    # The step that draws a stop token ends the row, so it is never emitted.
     emitted = jnp.where(loop.ended, -1, loop.token)
     if listener is not None:
+      # Ordered, or the steps might arrive in another order.
       io_callback(_notify, None, listener, loop.step, emitted, ordered=True)
     return jax.lax.dynamic_update_slice_in_dim(
       loop.tokens, emitted[:, None], loop.step, axis=1
     )
 
   def unfinished(loop: _Loop) -> Bool[Array, ""]:
+    # The limit is an argument; `decoding` has it rounded up, for the shapes.
     return (loop.step < inputs.max_new_tokens) & ~jnp.all(loop.ended)
 
   def one_token(loop: _Loop) -> _Loop:
     tokens = emit(loop)
+    # An ended row feeds padding: its tokens and positions stay as they are.
     active = (~loop.ended).astype(jnp.int32)
     logits, cache = feed(
       model, params, loop.cache, loop.token[:, None], active, prepared
     )
+    # Ended rows go on drawing; `emit` replaces their tokens by -1.
     token, ended = draw(logits, cache.next_positions, loop.ended)
     return _Loop(loop.step + 1, token, ended, tokens, cache)
 
@@ -198,6 +203,7 @@ def listening(
   _LISTENERS[number] = on_token
   try:
     yield jnp.asarray(number, jnp.int32)
+    # Callbacks may still be running when the program's results are there.
     jax.effects_barrier()
   finally:
     del _LISTENERS[number]

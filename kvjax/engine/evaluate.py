@@ -55,6 +55,7 @@ def evaluate_all(
     traits = evaluation.method.traits
     source = traits.source_layer(layer)
     copies = evaluation in previous and previous[evaluation][0] == source
+    # With an observer, this layer must still be observed.
     if copies and evaluation.observer is None:
       evaluations[evaluation] = previous[evaluation]
       continue

@@ -30,6 +30,7 @@ def feed(
   Arguments are those of `append_block`.
   """
   hidden, cache = append_block(model, params, cache, tokens, lengths, prepared)
+  # A row without tokens reads an arbitrary state, which nobody uses.
   last = jnp.maximum(lengths - 1, 0)[:, None, None]
   last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
   return model.logits(params, last), cache
@@ -68,6 +69,7 @@ def append_block(
   ) -> tuple[Float[Array, "B N S Dv"], Layer]:
     output, stack = stack.step(index, activations, arrange)
     if plan is not None and stack.compressible:
+      # Methods see one layer; `put` writes only what the method changed.
       view: Any = stack.at(index)
       with jax.default_matmul_precision("highest"):
         after: Any = plan.method.observe(
@@ -104,6 +106,7 @@ def evict_all(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
     def one_layer(
       index: Int[Array, ""],
       stack: Any,
+      # Defaults bind the values of this pass of the loop.
       numbers: Array = numbers,
       spec: LayerSpec = spec,
     ) -> Any:
@@ -116,6 +119,7 @@ def evict_all(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
         return evict_layer(prepared.plan, number, layer, block, budget)
 
       due = prepared.is_due(layer, budget)
+      # Nothing is scored unless a row is due.
       after = jax.lax.cond(due, evict, lambda same: same, layer)
       return stack.put(index, layer, after)
 

@@ -106,6 +106,7 @@ def run_layers(
         layer_weights = index_layer(stack, weight_index[layer])
 
       def attend(activations: Activations) -> Any:
+        # The whole stack: XLA updates a carry of the loop in place.
         state = states[kind.stack]
         return step(layer, state, state_index[layer], activations)
 
@@ -147,6 +148,7 @@ def run_layers(
   if repeats > 1:
     pattern = runs[:period]
     size = sum(each.length for each in pattern)
+    # The number of a period's first layer; weights and states follow from it.
     starts = size * jnp.arange(repeats, dtype=jnp.int32)
     carry, _ = jax.lax.scan(
       lambda carry, at: (one_period(at, carry, pattern), None), carry, starts
@@ -277,6 +279,7 @@ def _repetition(runs: Sequence[_Run]) -> tuple[int, int]:
   covered = 0
   for period in range(1, len(runs) // 2 + 1):
     repeats = 1
+    # A shorter rest at the end never equals the pattern.
     while runs[repeats * period : (repeats + 1) * period] == runs[:period]:
       repeats += 1
     if repeats > 1 and repeats * period > covered:

@@ -214,6 +214,7 @@ def generate_from(
     limit = jnp.asarray(decoding.max_new_tokens, jnp.int32)
     inputs = DecodingInputs(_seeds(seeds, cache), listener, prepared, limit)
     program = _generate_and_keep if keep else _generate_and_discard
+    # Compiled for the rounded number of tokens; `limit` stops the loop.
     decoded, new_cache = program(
       model, params, cache, logits, feeds, inputs, decoding=decoding.rounded
     )
@@ -228,6 +229,7 @@ def _generate_from_all(
   results: dict[int, Generated] = {}
   for group in group_caches(caches):
     joined = stack([caches[index] for index in group])
+    # `stack` returns a single cache itself, and `keep` donates it.
     if request.keep and len(group) == 1:
       joined = jax.tree.map(jnp.copy, joined)
     rows = caches[group[0]].next_positions.shape[0]

@@ -96,6 +96,7 @@ def answer_nll(
     np.asarray(answers.lengths),
   )
   pairs = zip(questions.rows(), answers.rows(), strict=True)
+  # One block, in which the answer follows its question without padding.
   both = Prompts.of([question + answer for question, answer in pairs])
   context_lengths = np.asarray(cache.next_positions)
   check_context(
@@ -190,6 +191,7 @@ def _mean_nll(
     return jnp.sum(jnp.where(masks, losses[None], 0.0), axis=2)
 
   starts = jnp.arange(0, length, width, dtype=jnp.int32)
+  # One part after another: vmap would hold the logits of all of them.
   total = jnp.sum(jax.lax.map(part, starts), axis=0)
   count = jnp.sum(predicted.astype(jnp.float32), axis=2)
   return jnp.where(count > 0, total / jnp.maximum(count, 1.0), jnp.nan)
@@ -227,6 +229,7 @@ def _answer_nll(
   )
   # Logits are needed where the next token belongs to the answer.
   index = jnp.arange(answers.shape[1], dtype=jnp.int32)[None]
+  # The first is the question's last token, which predicts the answer's first.
   places = jnp.minimum(question_lengths[:, None] - 1 + index, width - 1)
   hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
   masks = (index < answer_lengths[:, None])[None]

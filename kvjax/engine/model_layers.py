@@ -72,6 +72,7 @@ def run_block(
   result: Any = model.block(
     weights, spec, hidden, shared, positions, attend_once
   )
+  # One call, whose state is what the block returned.
   structures = list(map(jax.tree.structure, states))
   if (
     not isinstance(result, tuple)

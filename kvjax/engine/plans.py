@@ -60,6 +60,7 @@ class Plan:
   decoding: "Plan | None" = None
 
   def __post_init__(self) -> None:
+    # Types first: all other checks read attributes of the parts.
     self._check_kinds(self.method, self.budget)
     self._check_parts()
     if self.allocation is not None:

@@ -171,6 +171,7 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
   counts = by_layer(budgets, lambda b: spread.counts(b, lengths, sizes))
   check_counts(spread, counts, sizes.layers, len(lengths))
   totals = by_layer(budgets, lambda b: spread.totals(b, lengths, sizes))
+  # By the bucket, not by the lengths: its prompts then share programs.
   slots = by_layer(budgets, lambda b: spread.capacities(b, padded, sizes))
   parts = spread.parts(budgets[0], lengths, padded)
   shares = counts / lengths

@@ -48,6 +48,7 @@ def check_rotary(model: Model) -> None:
     )
   spec = next(spec for spec in layers if spec.cache)
   shape = (1, spec.kv_heads, 1)
+  # A model may have `rerotate` and still refuse; tracing finds out.
   jax.eval_shape(
     model.rerotate,
     jax.ShapeDtypeStruct((*shape, spec.key_dim), "float32"),
@@ -67,6 +68,8 @@ def close_gaps(model: Model, layer: LayerCache) -> LayerCache:
   always rerotated from the stored ones, so that rounding does not accumulate.
   """
   order = _order(layer)
+  # RoPE depends on differences of positions, so the queries can stay as
+  # they are if the newest token keeps its position.
   last = jnp.max(layer.positions, axis=-1, keepdims=True)
   return _move_to(model, layer, last + 1 + order - layer.lengths[..., None])
 

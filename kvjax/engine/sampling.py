@@ -68,6 +68,7 @@ def sample(
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
   logits = logits / sampling.temperature
   if 0 < sampling.top_k < logits.shape[-1]:
+    # Tokens that tie with the last of them stay, too.
     least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
     logits = jnp.where(logits >= least, logits, -jnp.inf)
   if sampling.top_p < 1:
@@ -86,6 +87,7 @@ def _nucleus(logits: Float[Array, " V"], top_p: float) -> Float[Array, " V"]:
   """Masks all but the fewest most likely tokens that reach `top_p`."""
   order = jnp.argsort(logits, descending=True)
   share = jax.nn.softmax(logits[order])
+  # Without the token's own share, so that the most likely one always stays.
   before = jnp.cumsum(share) - share
   kept = jnp.zeros(logits.shape, bool).at[order].set(before < top_p)
   return jnp.where(kept, logits, -jnp.inf)

@@ -98,5 +98,6 @@ def stream(
 
   # The mesh and the selected kernels are context variables: pass them on.
   context = contextvars.copy_context()
+  # A daemon: Python does not wait for a stream that nobody reads at its exit.
   threading.Thread(target=context.run, args=(run,), daemon=True).start()
   return streamed
