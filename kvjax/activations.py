@@ -83,6 +83,7 @@ class Activations:
     unrotated = self.keys_unrotated
     return dataclasses.replace(
       self,
+      # Copies side by side, since query head j reads KV head j // G.
       keys=jnp.repeat(self.keys, times, axis=1),
       values=jnp.repeat(self.values, times, axis=1),
       keys_unrotated=None

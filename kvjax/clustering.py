@@ -36,15 +36,19 @@ def deviation(
   It is the negative mean cosine with the keys at most `reach` places away,
   standardized over the prefix. Deviations that may be rounding are set to 0.
   """
+  # Zero vectors have a cosine of 0 with every key: they add to no sum.
   units = unit(jnp.where(prefix[:, None], keys, 0.0))
   total = jnp.sum(units * units, axis=1) if include_self else 0.0
   count = prefix.astype(jnp.float32) if include_self else 0.0
+  # A product per offset takes O(T D) memory; all cosines would take O(T^2).
   for offset in range(1, min(reach, len(keys) - 1) + 1):
     cosine = jnp.sum(units[offset:] * units[:-offset], axis=1)
     pairs = (prefix[offset:] & prefix[:-offset]).astype(jnp.float32)
     after, before = (0, offset), (offset, 0)
     total = total + jnp.pad(cosine, after) + jnp.pad(cosine, before)
     count = count + jnp.pad(pairs, after) + jnp.pad(pairs, before)
+  # By the neighbors that exist: the paper's constant 2 kappa + 1 would make
+  # the keys at both ends look deviant.
   likeness = total / jnp.maximum(count, 1.0)
   size = jnp.maximum(jnp.sum(prefix.astype(jnp.float32)), 1.0)
   mean = jnp.sum(jnp.where(prefix, likeness, 0.0)) / size
@@ -54,6 +58,7 @@ def deviation(
   noise = _ROUNDING * jnp.max(jnp.abs(likeness), where=prefix, initial=0.0)
   centered = jnp.where(jnp.abs(centered) <= noise, 0.0, centered)
   spread = jnp.sqrt(jnp.sum(centered * centered) / size)
+  # The paper's outlier degree is low for outliers; here they come first.
   return -centered / jnp.maximum(spread, _EPSILON)
 
 
@@ -83,6 +88,8 @@ def buckets(
   dim = keys.shape[1]
   direction_key, phase_key = jax.random.split(rng)
   directions = jax.random.normal(direction_key, (bits, dim))
+  # Directions from N(0, 1 / sigma^2) are these divided by sigma, as below. The
+  # factor sqrt(2 / r) of the features is left out: only signs count.
   projected = keys @ directions.T
   if kind == "fourier":
     width = {
@@ -105,6 +112,7 @@ def _median_distance(
   """Median distance of all pairs; 1 if there is none or it is 0."""
   distances = jnp.linalg.norm(points[:, None] - points[None], axis=-1)
   pairs = jnp.triu(valid[:, None] & valid[None], 1)
+  # There is no median with a mask; NaN takes its part.
   median = jnp.nanmedian(jnp.where(pairs, distances, jnp.nan))
   return jnp.where(jnp.isfinite(median) & (median > 0), median, 1.0)
 
@@ -139,6 +147,7 @@ def prototypes(
     groups: group of every key, -1 for none.
     count: P, number of groups.
   """
+  # Keys without a group go to an extra one, which is cut off.
   target = jnp.where(groups >= 0, groups, count)
   sums = jax.ops.segment_sum(keys, target, count + 1)[:count]
   ones = jnp.ones(groups.shape, jnp.float32)
@@ -162,7 +171,10 @@ def nearest(
   padded = jnp.pad(keys, ((0, -length % tile), (0, 0)))
 
   def assign(part: Float[Array, "C D"]) -> Int[Array, " C"]:
+    # The length of a key does not change which center is nearest.
     cosines = part @ centers.T
+    # A group without members has the zero vector for its center, which would
+    # win over negative cosines.
     cosines = jnp.where(exists[None], cosines, -jnp.inf)
     return jnp.argmax(cosines, axis=1).astype(jnp.int32)
 
@@ -195,6 +207,7 @@ def kmeans(
   first_key, rest_key = jax.random.split(rng)
 
   def pick(rng: Array, weights: Float[Array, " T"]) -> Int[Array, ""]:
+    # The floor leaves something to draw where every key is a center already.
     logits = jnp.where(prefix, jnp.log(jnp.maximum(weights, 1e-30)), -jnp.inf)
     return jax.random.categorical(rng, logits)
 
@@ -212,6 +225,7 @@ def kmeans(
   centers = jnp.concatenate([start[None], rest])
   exists = jnp.ones(count, bool)
   if wanted is not None:
+    # The others are drawn as well, since P is static, but get no members.
     exists = jnp.arange(count) < wanted
 
   def unfinished(state: _Fit) -> Bool[Array, ""]:
@@ -220,6 +234,7 @@ def kmeans(
 
   def refine(state: _Fit) -> _Fit:
     step, _, before, centers = state
+    # A center that loses its members does not come back.
     groups = jnp.where(prefix, nearest(keys, *centers), -1)
     moved = jnp.any(groups != before)
     return step + 1, moved, groups, prototypes(keys, groups, count)

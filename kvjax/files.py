@@ -103,6 +103,7 @@ def check_replaceable(path: Path, kept: str = "") -> None:
     InputError: the path is a folder, a device, a pipe or a loop of links.
   """
   target = os.path.realpath(path)
+  # The real path of a loop of links is one of them, which does not exist.
   if os.path.lexists(target) and not os.path.isfile(target):
     folder = os.path.isdir(target)
     said = "Is a directory" if folder else "it is no regular file"
@@ -171,6 +172,7 @@ def append(path: Path, content: bytes) -> None:
       rest = memoryview(content)
       try:
         while rest:
+          # An unbuffered write may take a part only.
           rest = rest[file.write(rest) :]
       except BaseException:
         file.truncate(size)

@@ -32,6 +32,7 @@ class Head:
   @property
   def keys(self) -> Float[Array, "*B T D"]:
     """Float32 keys; zero in empty slots."""
+    # A product with the mask would keep the NaN of an empty slot.
     keys = self.cached_keys.astype(jnp.float32)
     return jnp.where(self.valid[..., None], keys, 0.0)
 

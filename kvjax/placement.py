@@ -28,6 +28,7 @@ def has_host_memory() -> bool:
   if HOST not in {memory.kind for memory in device.addressable_memories()}:
     return False
   try:
+    # A backend may list the memory and not compile programs that read it.
     jax.jit(_trial).lower().compile()
   except (NotImplementedError, jax.errors.JaxRuntimeError):
     return False
@@ -73,7 +74,9 @@ def gather_rows(
     Arrays [B, K, M, D] on the device; zeros for slot -1.
   """
   mask = (slots >= 0)[..., None]
+  # The gather does not check bounds.
   slots = jnp.maximum(slots, 0)
+  # Made here, because a function on the host must not create arrays.
   layer = jnp.zeros((), jnp.int32) if layer is None else layer
   if any(is_on_host(x) for x in jax.tree.leaves(rows)):
     gathered = run_on_host(_gather, rows, slots, layer)

@@ -21,12 +21,14 @@ def bucket(length: int) -> int:
   """
   size = _SMALLEST_BUCKET
   while size < length:
+    # From a power of two to 3/2 of it, and from there to the next power.
     size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
   return size
 
 
 def bucket_lengths(padded: int) -> range:
   """Lengths that are padded to `padded`, or a superset of them."""
+  # The bucket before is 2/3 or 3/4 of this one.
   return range(max(1, padded * 2 // 3), padded + 1)
 
 

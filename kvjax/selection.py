@@ -44,9 +44,12 @@ def top_slots(
     must_keep = jnp.zeros(valid.shape, bool)
   protected = protected & valid & ~must_keep
   num_must_keep = jnp.sum(must_keep.astype(jnp.int32), axis=-1, keepdims=True)
+  # The rest of a budget goes to the newest protected slots; those that do not
+  # fit are never reached.
   fits = age(protected) <= counts - num_must_keep
   scores = jnp.where(protected, jnp.where(fits, _HIGHEST, _LOWEST), scores)
   scores = jnp.where(must_keep, jnp.inf, scores)
+  # `largest` never selects -inf, which is why `finite` leaves it unused.
   scores = jnp.where(valid, scores, -jnp.inf)
   counts = jnp.broadcast_to(counts[..., 0], scores.shape[:-1])
   return largest(scores, counts, capacity)
@@ -69,6 +72,7 @@ def head_counts(
       there are fewer.
   """
   scores = jnp.where(candidates, finite(scores), -jnp.inf)
+  # Slots before heads, as ties prefer the first place of the flat row.
   by_slot = jnp.swapaxes(scores, 1, 2)
   rows = by_slot.reshape(scores.shape[0], -1)
   best = among_largest(rows, total).reshape(by_slot.shape)
@@ -99,6 +103,8 @@ def newest(
   """Mask of the last `window` tokens, or of as many as `counts` allows."""
   ages = age(valid)
   needed = must_keep.astype(jnp.int32)
+  # Tokens to keep inside the window need no room of their own. If the window
+  # does not fit besides the others, it gets what all of these leave.
   num_outside = jnp.sum(jnp.where(ages > window, needed, 0), axis=-1)
   remaining = counts - num_outside
   fallback = jnp.maximum(counts - jnp.sum(needed, axis=-1), 0)
@@ -113,7 +119,9 @@ def exact_share(share: float) -> Fraction:
 
 def floor_share(counts: Int[Array, "*B"], share: float) -> Int[Array, "*B"]:
   """floor(share * counts), exact for shares of up to three decimals."""
+  # In floating point, 0.29 * 100 is less than 29.
   exact = exact_share(share)
+  # counts * numerator could exceed 32 bits; these products do not.
   quotient, remainder = jnp.divmod(counts, exact.denominator)
   return (
     quotient * exact.numerator

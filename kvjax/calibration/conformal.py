@@ -46,6 +46,7 @@ def promises(
   Returns:
     Pairs of a target and its promise.
   """
+  # A context that never loses a token counts as lost, which is safe.
   kept = np.zeros(ratios.shape[1])
   kept_by_target = []
   for ratio, any_evicted in zip(ratios, evicts, strict=True):
@@ -79,6 +80,7 @@ def add_promises(
   ratios, evicts = zip(*(_test(*pair) for pair in tests), strict=True)
   tested = promises(TARGETS, np.hstack(ratios), np.hstack(evicts))
   # A target is of use only if it promises more than all lower ones.
+  # `initial` comes first, so each pair meets the best of the lower targets.
   best = itertools.accumulate((kept for _, kept in tested), max, initial=-1.0)
   useful = tuple(
     pair for pair, before in zip(tested, best, strict=False) if pair[1] > before
@@ -93,6 +95,7 @@ def _test(
   ratios, evicts = _by_retention(calibration, triples)
   first = np.unique(triples.contexts, return_index=True)[1]
   features = triples.select(first).features
+  # This preset's retentions are those of the grid: look up what was measured.
   grid = np.array([*calibration.grid, 1.0])
   contexts = np.arange(len(first))
   places = [

@@ -24,9 +24,12 @@ def quality(
     kc: curvature.
   """
   near_zero = jnp.abs(kc) < _NEAR_ZERO
+  # A gradient passes through both branches of `where`: the other one gets a
+  # harmless kc, or its infinite slope would make the gradient NaN.
   negative = jnp.where(near_zero | (kc > 0), -1.0, kc)
   positive = jnp.where(near_zero | (kc < 0), 1.0, kc)
   bent_up = jnp.expm1(retention * negative) / jnp.expm1(negative)
+  # The same quotient with exp(kc) divided out: expm1(kc) would overflow.
   bent_down = jnp.exp((retention - 1.0) * positive) * (
     jnp.expm1(-retention * positive) / jnp.expm1(-positive)
   )

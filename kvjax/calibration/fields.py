@@ -14,6 +14,7 @@ _LONGEST = 60
 
 def _is_number(value: Any) -> bool:
   """Whether a float can represent it; NaN and infinity are refused later."""
+  # `isinstance` would take true for an integer.
   return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
 
 

@@ -242,6 +242,7 @@ def fit(
   spread = np.sqrt(np.average((design - center) ** 2, axis=0, weights=weight))
   # Equal contexts do not determine a slope.
   spread = np.where(spread > 1e-9 * np.maximum(np.abs(center), 1), spread, 0.0)
+  # Dividing by infinity makes a column of zeros, and later a slope of 0.
   scale = np.where(spread > 0, spread, np.inf)
   starts = [_standardized(*pair, center, spread) for pair in _STARTS]
   cpu = jax.devices("cpu")[0]
@@ -266,6 +267,7 @@ def fit(
   named = dict(zip(NAMES, slopes.tolist(), strict=True))
   return Fit(
     named["nll"],
+    # Back from standardized features.
     float(weights[0] - slopes @ center),
     float(error),
     tuple((name, named[name]) for name in rule.features if name != "nll"),
@@ -318,6 +320,7 @@ def _fit(
 ) -> tuple[_Weights, Float[Array, ""]]:
   def predict(weights: _Weights) -> Float[Array, " M"]:
     kc = weights[0] + design @ weights[1:-1]
+    # `powered` is 0 or 1, an array: rules with and without a power share this.
     return quality(retention ** jnp.exp(powered * weights[-1]), kc)
 
   def loss(weights: _Weights) -> Float[Array, ""]:
@@ -330,6 +333,7 @@ def _fit(
   first = _regress(design, retention, ratio, weight)
   starts = jnp.concatenate([first[None], starts])
   found, losses = jax.lax.map(minimize, starts)
+  # argmin would prefer a NaN.
   best = jnp.argmin(jnp.where(jnp.isfinite(losses), losses, jnp.inf))
   square = asymmetric_loss(predict(found[best]), ratio, 1.0, weight)
   return found[best], jnp.sqrt(square)
@@ -367,6 +371,7 @@ def _minimize(
   loss: Callable[[_Weights], Float[Array, ""]], start: _Weights
 ) -> _Weights:
   solver = optax.lbfgs()
+  # The line search has computed both at the new weights already.
   evaluate = optax.value_and_grad_from_state(loss)
 
   def step(carry: _Carry) -> _Carry:

@@ -193,13 +193,16 @@ class Calibration:
     """
     kc = self.curvature(self._in_range(features))
     known = np.isfinite(kc)
+    # The curve is one of r^power, so its root is a power of the retention.
     least = least_retention(tau, np.where(known, kc, 0.0)) ** (1 / self.power)
     if self.preset == "prefill":
       grid = np.array([*self.grid, 1.0])
       least = np.minimum(least, 1.0)
+      # The least measured retention that is at least as high.
       least = grid[np.searchsorted(grid, least - _EQUAL)]
     elif tau < 1:
       self._warn_of_extrapolation(least[known])
+    # At least one token is kept.
     least = np.clip(least, 1 / np.asarray(features.length), 1.0)
     return np.where(known, least, 1.0)
 

@@ -95,6 +95,7 @@ def choose(triples: Triples) -> Rule:
   """
   if len(np.unique(triples.contexts)) < 2:
     return next(candidates(triples))
+  # Of equals, `max` takes the first: the rule with the fewest features.
   return max(
     candidates(triples),
     key=lambda rule: r2(cross_validate(triples, rule), triples.ratio),

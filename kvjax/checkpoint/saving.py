@@ -108,6 +108,7 @@ def save_cache(
     text = json.dumps(description, indent=2)
     files.write_text(directory / DESCRIPTION, text + "\n")
   except BaseException as error:
+    # With a star: orbax writes to a temporary folder beside it first.
     _remove(directory.glob(f"{name}*"))
     if isinstance(error, InputError) or not isinstance(error, _UNWRITTEN):
       raise
@@ -167,6 +168,7 @@ def _restored(
   directory: pathlib.Path, saved: dict[str, Any], identity: dict[str, Any]
 ) -> Cache:
   """Checks and loads what a description describes."""
+  # It was computed before it was added.
   if saved.pop("checksum", None) != _checksum(saved):
     raise _damaged(directory)
   _check_identity(directory, saved, identity)
@@ -188,6 +190,7 @@ def _damaged(directory: pathlib.Path) -> InputError:
 
 def _identity(model: Model, model_id: str) -> dict[str, Any]:
   description = {"id": model_id, **dataclasses.asdict(model.geometry)}
+  # As it will be read: with lists for tuples.
   identity: dict[str, Any] = json.loads(json.dumps(description))
   return identity
 

@@ -55,6 +55,7 @@ def describe(value: Any, path: str, arrays: Arrays) -> Any:
       "dtype": str(array.dtype),
       "shape": list(array.shape),
     }
+  # Before tuples, since `Quantized` is one.
   if class_name(type(value)) in _known():
     fields = {
       name: describe(getattr(value, name), f"{path}.{name}", arrays)
@@ -134,6 +135,7 @@ def _make(cls: type, fields: dict[str, Any]) -> Any:
   if class_name(cls) in STRUCTS:
     names = {field.name for field in dataclasses.fields(cls)}
     if names == fields.keys():
+      # Without the constructor, whose shapes are those of a single layer.
       return make(cls, fields)
   else:
     try:

@@ -223,6 +223,7 @@ def keep_layer(
   program: LayerProgram,
 ) -> Layer:
   """Compresses a layer and writes it into its stack, which is donated."""
+  # A stack on the host takes only updates that are there, too.
   layer = compress_layer(model, program, inputs).offload()
   write = jax.lax.dynamic_update_index_in_dim
   stack = jax.tree.map(lambda x, y: write(x, y, index, 0), stack, layer)

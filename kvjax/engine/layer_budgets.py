@@ -43,6 +43,7 @@ def by_layer(
   """
   if len(budgets) == 1:
     return law(budgets[0])
+  # A law counts for all layers at once; each layer takes its row of that.
   spread = {budget: law(budget) for budget in dict.fromkeys(budgets)}
   rows = [spread[budget][layer] for layer, budget in enumerate(budgets)]
   return np.array(rows, np.int32)

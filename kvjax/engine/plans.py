@@ -175,6 +175,7 @@ class Plan:
         f"The budget of {name} cannot be spread unevenly over layers or heads: "
         f"{traits.even}."
       )
+    # A method whose own allocation is ragged knows how to share without votes.
     shares = allocation.ragged and not self.method.allocation.ragged
     if (allocation.votes or shares) and self.method.votes is None:
       raise InputError(

@@ -221,6 +221,7 @@ def _sweep(
     evaluation: [] for evaluation in requested.concentrations
   }
   for layer, spec in enumerate(geometry.layers):
+    # `hidden` is donated: the states of the layer before are gone after this.
     hidden, activations = prompt_programs.forward_layer(
       weights[spec.weights],
       np.int32(geometry.weight_index[layer]),

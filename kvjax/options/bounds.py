@@ -17,6 +17,7 @@ def check_least(method: Any, **least: float) -> None:
   """
   for name, bound in least.items():
     value = getattr(method, name)
+    # Not `<`, which is false for NaN.
     if not value >= bound:
       raise InputError(f"{name} must be {bound:g} or more; {value} is not.")
 
@@ -28,6 +29,7 @@ def check_count(name: str, value: object, least: int = 1) -> None:
     InputError: it is not; the message names it.
   """
   try:
+    # NumPy's integers pass, floats do not.
     fits = operator.index(value) >= least  # type: ignore[arg-type]
   except TypeError:
     fits = False

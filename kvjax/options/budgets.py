@@ -83,6 +83,7 @@ class Retention:
   def num_kept(self, length: int) -> int:
     """Number of tokens kept of a row of `length` tokens."""
     if self.rounding == "kvpress":
+      # Not `length * share`: kvpress takes the ratio, and its rounding shows.
       return max(1, int(length * (1 - (1 - self.share))))
     # 0.1 * 70 is 7.000000000000001: that must not round up to 8.
     return max(1, math.ceil(self.share * length - 1e-9))

@@ -79,6 +79,7 @@ def _parts(
   made: Any, nested: bool, path: _Path = ()
 ) -> Iterable[tuple[_Path, Any]]:
   """Parts with options: the method, what wraps it, and its allocation."""
+  # Inner parts come first, so that an option is the method's if it has it.
   for field in dataclasses.fields(made) if nested else ():
     value = getattr(made, field.name)
     if dataclasses.is_dataclass(value):
@@ -92,6 +93,7 @@ def _option_names(part: Any) -> list[str]:
     for field in dataclasses.fields(part)
     if field.metadata.get("option", True)
     and not dataclasses.is_dataclass(getattr(part, field.name))
+    # A value is parsed as the type of the present one; None has none to tell.
     and getattr(part, field.name) is not None
   ]
 

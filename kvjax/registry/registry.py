@@ -145,6 +145,7 @@ def register(
       "register yours under another name."
     )
   for kind in (METHODS, RETRIEVALS):
+    # Not by `kind[name]`, which would load the plug-ins before kvjax itself.
     taken = kind._entries.get(name)
     if taken is not None and not _same_definition(taken.make, make):
       raise InputError(

@@ -253,7 +253,9 @@ def _check_choice(subject: Subject) -> None:
   one, other = subject.activations(), subject.activations(7)
   swapped = checks.rows_of([(one, 2), (other, 1), (one, 0)], subject.padded)
   short = subject.lengths[1]
+  # Without batch mates, and with other padding than in the batch.
   alone = checks.rows_of([(one, 1)], short + 3)
+  # `one` has NaN in its padding; finite numbers must change nothing either.
   spoiled = jax.tree.map(
     lambda x: jnp.nan_to_num(x, nan=7.0) if x.dtype == jnp.float32 else x, one
   )

@@ -139,6 +139,7 @@ def _check_recursive_plan(subject: Subject, plan: Plan) -> None:
   _check_protected(subject, after, f"while decoding at {budget}")
   assert plan.schedule.every is not None
   for row, limit in enumerate(limits):
+    # Between two evictions, rows grow by `every` tokens.
     most = limit and limit + plan.schedule.every
     _check_limit(subject, after, row, most, f"while decoding at {budget}")
   alone, _ = prefill(model, params, _protect(subject, slice(1, 2)), plan)

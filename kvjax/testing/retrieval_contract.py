@@ -52,6 +52,7 @@ def check_retrieval(retrieval: Retrieval) -> None:
     >>> check_retrieval(kvjax.get_retrieval("flat"))
   """
   checks.check_value(retrieval, Retrieval)
+  # With `keys`, the method would ignore the budget of these checks.
   retrieval = dataclasses.replace(retrieval, keys=0)
   dense = (n for n in range(_MOST_LAYERS) if not retrieval.is_dense(n))
   layer = next(dense, None)
@@ -255,6 +256,7 @@ def _check_caches(retrieval: Retrieval, layer: int) -> None:
     keep=True,
   ).cache
   assert after is not None
+  # There are no stop tokens, so every row has this many more.
   more = np.asarray(checks.QUESTIONS.lengths) + checks.DECODING.max_new_tokens
   _check_whole(name, after, [*map(int, lengths + more)])
 

@@ -49,6 +49,7 @@ class Subject:
     self.exact = not self.traits.coarse
     chosen = (n for n in range(_MOST_LAYERS) if not self.traits.keeps_layer(n))
     self.layer = next(chosen, None)
+    # Even the shortest row, half of it, is longer than the window.
     longest = max(56, 3 * max(self.traits.window, self.traits.protects))
     self.lengths = [longest, longest // 2, longest * 2 // 3]
     self.padded = longest + 8

@@ -212,6 +212,7 @@ def poison_layer[L: Layer](layer: L) -> L:
     valid = (part.positions >= 0)[..., None]
 
     def spoil(x: Array) -> Array:
+      # Eight-bit integers have no NaN; their scales get it.
       is_integer = jnp.issubdtype(x.dtype, jnp.integer)
       return jnp.where(
         valid, x, jnp.asarray(99 if is_integer else jnp.nan, x.dtype)
