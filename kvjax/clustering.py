@@ -129,7 +129,7 @@ def chunks(
   size = jnp.maximum(jnp.sum(members.astype(jnp.int32)), 1)
   num_chunks = jnp.maximum(num_chunks, 1)
   if split == "balanced":
-    # rank * num_chunks / size without overflowing 32 bits.
+    # rank * num_chunks // size; exact while size * num_chunks is below 2^31.
     quotient, remainder = num_chunks // size, num_chunks % size
     chunk = rank * quotient + rank * remainder // size
   else:

@@ -383,7 +383,7 @@ class SparseLayer(Layer):
     if not self.retrieval.ring_size:
       return store
     ring = self._ring
-    # A late token is numbered after the prompt's slots; moving keeps its number.
+    # Late tokens are numbered after the prompt's slots, also once they move.
     first = self.stored.capacity - self.spare
     ring_positions = self.resident.positions[..., ring.sinks :]
     visible = (ring_positions >= 0) & (

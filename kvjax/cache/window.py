@@ -147,6 +147,7 @@ class WindowLayer(Layer):
     block_positions = jnp.broadcast_to(
       activations.positions[:, None], (batch, kv_heads, length)
     )
+    # Stale tokens of the ring are masked by their positions.
     ring, block = (
       partial_attention(
         activations.queries,

@@ -87,6 +87,7 @@ def calibrate(
     data=data,
     seed=seed,
   )
+  # Promises need contexts that the curve was not fitted to.
   if preset == "paper" or (others is None and not several):
     return calibration
   if others is not None:

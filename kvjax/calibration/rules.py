@@ -60,6 +60,7 @@ def folds(
       "Held-out contexts need at least two contexts; the triples have one."
     )
   for part in range(min(_FOLDS, count)):
+    # Whole contexts, as the triples of one are alike.
     held_out = contexts % _FOLDS == part
     yield fit(triples, rule, (~held_out).astype(np.float64)), held_out
 

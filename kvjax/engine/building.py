@@ -95,6 +95,7 @@ class CacheBuilder:
     else:
       shape = _shape(self._model, program, inputs)
       count = self._kinds.count(kind)
+      # A layer alone is its own stack, without zeros to write it into.
       if count == 1:
         self._order[layer] = len(self._stacks)
         self._stacks.append(

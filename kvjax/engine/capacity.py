@@ -181,6 +181,7 @@ def check_room(
   Raises:
     InputError: there are too few free slots.
   """
+  # One transfer for all stacks.
   cursors = jax.device_get([stack.next_slot for stack in cache.stacks])
   used = [int(cursor.max()) for cursor in cursors]
   needed = _slots_needed(cache, used, prepared, width, decoding)

@@ -191,6 +191,8 @@ def compress_layer(
     packed = PackedLayer.of(cache, inputs.slots, heads * program.capacity)
     return shard_layer(_quantize(packed, program.kv_dtype))
   if inputs.slots is not None:
+    # Slots were selected with room for all T, so that budgets share a program;
+    # beyond the capacity they are -1.
     cache = cache.take(inputs.slots[..., : program.capacity])
   # Later evictions need keys in their own dtype and at their own positions.
   if program.recursive:
@@ -274,6 +276,7 @@ def finalize_cache(
   heads of all layers keep the same number of tokens then.
   """
   later = plan.while_decoding
+  # Tokens keep their true positions as long as a plan goes on evicting.
   if later is not None:
     return Cache(stacks, lengths, protected, order, later)
   if plan.method.traits.renumbers:
@@ -313,6 +316,7 @@ def arrange_for(model: Model, plan: Plan | None) -> Any:
   """Maps a layer to what attention reads instead; None for the layer itself."""
   if plan is None or not plan.method.traits.renumbers:
     return None
+  # Only what attention reads is renumbered; the cache keeps true positions.
   return functools.partial(close_gaps, model)
 
 

@@ -206,6 +206,7 @@ def generate_from(
   else:
     logits = prompts
   width = check_prompts(model, cache, prompts, decoding)
+  # With evicted tokens: a retention is a share of all of the row.
   lengths = np.asarray(cache.next_positions)
   prepared = prepare_decoding(model, cache, lengths, width, decoding)
   if keep:
@@ -272,6 +273,7 @@ def _generate_and_discard(
   *,
   decoding: Decoding,
 ) -> tuple[DecodedTokens, None]:
+  # With the padding, which takes slots, too.
   width = 0 if feeds is None else feeds[0].shape[1]
   cache = grow_for(cache, inputs.prepared, width, decoding)
   return _run(model, params, cache, logits, feeds, inputs, decoding)[0], None

@@ -148,6 +148,7 @@ def prompt_and_tail_nll(
 
 def _following(tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
   """The token after each position; the last one wraps around."""
+  # What wraps around is masked by `_predicted`.
   return jnp.roll(tokens, -1, axis=1)
 
 

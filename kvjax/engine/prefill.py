@@ -80,6 +80,7 @@ def prefill(
   if plan.schedule.block is None:
     (cache,), logits = sweep(model, params, prompts, [plan])
     return cache, logits
+  # Either may be the larger one.
   block = max(plan.schedule.block, plan.schedule.first or 0)
   check_context(model, max_span(plan, np.asarray(prompts.lengths), block))
   _check_plan(model, plan)
@@ -294,6 +295,7 @@ def _features(
 
   Concentrations are means over the layers that a method scores.
   """
+  # One transfer, after the whole pass.
   (of_prompts, of_tails), by_layer = jax.device_get(
     (nll, list(concentrations.values()))
   )
@@ -359,6 +361,8 @@ def _check_plan(model: Model, plan: Plan) -> None:
   heads: dict[int, int] = {}
   for layer, spec in enumerate(model.geometry.layers):
     source = traits.source_layer(layer)
+    # A selection lists slots for every KV head, so layers that share one need
+    # equally many.
     if spec.compressible and heads.setdefault(source, spec.kv_heads) != (
       spec.kv_heads
     ):

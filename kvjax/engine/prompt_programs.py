@@ -64,6 +64,7 @@ def forward_layer(
   def attend(
     activations: Activations,
   ) -> tuple[Float[Array, "B N S Dv"], Activations]:
+    # XLA drops the optional activations that are no outputs.
     return attend_to_prompt(activations), activations.only(optional)
 
   hidden, activations = run_block(

@@ -155,6 +155,7 @@ def get_plan(
   name = name.strip()
   first, slash, kept_name = name.partition("/")
   base = first.partition(":")[0]
+  # Prefixes of eviction methods end in a slash, too.
   is_retrieval = "@" in kept_name or base in {*RETRIEVALS, *RETRIEVALS.presets}
   if not is_retrieval:
     if not slash and base not in {*METHODS, *METHODS.presets}:
