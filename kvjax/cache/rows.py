@@ -80,6 +80,7 @@ class Rows:
         where, rows = [self.layer, *where], rows[None]
       return jax.lax.dynamic_update_slice(x, rows, where)
 
+    # Never on the host: a method with a ring, which alone writes, refuses it.
     return Rows(
       update(self.keys, keys), update(self.values, values), self.layer
     )
