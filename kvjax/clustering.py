@@ -129,9 +129,11 @@ def chunks(
   size = jnp.maximum(jnp.sum(members.astype(jnp.int32)), 1)
   num_chunks = jnp.maximum(num_chunks, 1)
   if split == "balanced":
-    # rank * num_chunks // size; exact while size * num_chunks is below 2^31.
-    quotient, remainder = num_chunks // size, num_chunks % size
-    chunk = rank * quotient + rank * remainder // size
+    # rank * num_chunks // size by two halves of num_chunks, as the product has
+    # more than 32 bits. These do not, up to 2^20 members and chunks.
+    high, low = num_chunks >> 10, num_chunks & 1023
+    quotient, remainder = jnp.divmod(rank * high, size)
+    chunk = (quotient << 10) + ((remainder << 10) + rank * low) // size
   else:
     chunk = rank // -(-size // num_chunks)
   return jnp.where(members, chunk, -1)

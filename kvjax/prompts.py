@@ -28,8 +28,10 @@ def bucket(length: int) -> int:
 
 def bucket_lengths(padded: int) -> range:
   """Lengths that are padded to `padded`, or a superset of them."""
+  if padded <= _SMALLEST_BUCKET:
+    return range(1, padded + 1)
   # The bucket before is 2/3 or 3/4 of this one.
-  return range(max(1, padded * 2 // 3), padded + 1)
+  return range(padded * 2 // 3, padded + 1)
 
 
 @struct

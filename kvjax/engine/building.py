@@ -93,7 +93,6 @@ class CacheBuilder:
     if kind in self._filled:
       stack, index = self._filled[kind]
     else:
-      shape = _shape(self._model, program, inputs)
       count = self._kinds.count(kind)
       # A layer alone is its own stack, without zeros to write it into.
       if count == 1:
@@ -102,6 +101,7 @@ class CacheBuilder:
           keep_single(inputs, model=self._model, program=program)
         )
         return
+      shape = _shape(self._model, program, inputs)
       stack, index = len(self._stacks), 0
       self._stacks.append(_empty_stack(shape=shape, count=count))
     self._stacks[stack] = keep_layer(

@@ -68,6 +68,15 @@ def test_balanced_chunks(count):
   assert lengths.max() - lengths.min() <= 1
 
 
+@pytest.mark.parametrize("size", [200_000, 2**20 - 1])
+@pytest.mark.parametrize("count", [500, 20_000, 2**17])
+def test_chunks_of_long_prompts_do_not_overflow(size, count):
+  members = jnp.ones(size, bool)
+  ours = proto.chunks(members, jnp.asarray(count), "balanced")
+  expected = np.arange(size, dtype=np.int64) * count // size
+  np.testing.assert_array_equal(ours, expected)
+
+
 def test_chunks_of_one_length():
   members = jnp.arange(PADDED) < 23
   ours = np.asarray(proto.chunks(members, jnp.asarray(5), "ceil_len"))
