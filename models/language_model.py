@@ -87,6 +87,7 @@ def from_decoder(decoder: Decoder) -> tuple[DecoderModel, nnx.State]:
   """
   config = decoder.config
   _check_layers(decoder.layers, config.geometry)
+  # The graph does not contain the axis of layers, so it is that of one layer.
   graphdef, params = nnx.split(decoder)
   layer = nnx.graphdef(decoder.layers)
   return DecoderModel(graphdef, layer, config.geometry, config.rope), params
