@@ -169,6 +169,7 @@ class Compactor(Method):
       total = budget.total
       if total is None:
         total = kv_heads * counts
+      # A share of the middle may be less than the ends, which are kept anyway.
       free = jnp.maximum(total - jnp.sum(protected, axis=-1), 0)
       counts = protected + head_counts(blended, valid & ~ends, free)
       # One head may win the budget of the whole layer.

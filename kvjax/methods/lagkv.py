@@ -132,6 +132,7 @@ class LagKV(Method):
     if self.mode == "kvpress":
       return self._best_of_row(parts, scores, cache, budget)
     must_keep = parts.collect(budget.must_keep(cache), cache, scores.shape[2])
+    # They fit: `LagLaw.check_protected` refuses rows in which they would not.
     scores = jnp.where(must_keep, jnp.inf, finite(scores))
     per_partition = self._per_partition(parts, budget)[..., None]
     per_partition = jnp.broadcast_to(per_partition, scores.shape[:-1])

@@ -167,6 +167,7 @@ class ProtoKV(Method):
     remaining = jnp.maximum(budget.per_head - taken, 0)
     prefix = valid & (age(valid) > self.window)
     select_head = functools.partial(select_fitting, cut=self.cut)
+    # A cluster costs only what it adds to the tokens that are kept anyway.
     others = jax.vmap(jax.vmap(without))(scores, prefix & must_keep)
     kept = jax.vmap(jax.vmap(select_head))(others, remaining)
     return mask_to_slots(window | must_keep | (prefix & kept), budget.capacity)
@@ -213,6 +214,7 @@ class ProtoKV(Method):
     rng: Array,
   ) -> tuple[Float[Array, "P D"], Bool[Array, " P"]]:
     if self.clusters == "kmeans":
+      # Shapes have the maximum; a shorter row uses the first `wanted` centers.
       wanted = self._limit(prefix)
       return proto.kmeans(
         keys, prefix, rng, self.prototypes, self.iterations, wanted

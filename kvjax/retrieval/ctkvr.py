@@ -290,6 +290,7 @@ class CTkvr(Retrieval):
       chosen = jnp.floor(share * tokens.astype(jnp.float32)).astype(jnp.int32)
     else:
       key = prompt.key(self.seed)
+      # A draw by the number of each token, which padding does not change.
       keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
       draws = jax.vmap(jax.random.uniform)(keys)
       lowest = jnp.where(number < tokens, -draws, -jnp.inf)
