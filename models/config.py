@@ -203,8 +203,8 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
   try:
     return Rope.from_hf(rope, head_dim, max_positions)
   except ConfigError as error:
-    # With a stand-in, so that the other fields are checked as well; the faults
-    # end `from_hf` before it is used.
+    # Go on with the default, so that one error names all faults;
+    # `refuse_faults` raises before it is used.
     fields.faults += error.faults
     return Rope.from_hf({}, head_dim, max_positions)
 

@@ -34,7 +34,7 @@ class RMSNorm(nnx.Module):
     wide = wide * jax.lax.rsqrt(mean_square + self.epsilon)
     # Strict rank promotion does not broadcast a vector.
     scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
-    # Rounded before the scale, as in transformers; bfloat16 shows the order.
+    # Round before scaling, as in transformers: in bfloat16 the order matters.
     return wide.astype(x.dtype) * scale
 
 

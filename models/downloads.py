@@ -121,7 +121,7 @@ def _fetch(source: Download, folder: pathlib.Path) -> None:
     for file in source.files:
       # A rename, as the scratch folder is on the same file system.
       (place / file.name).replace(folder / file.name)
-    # First the files: after a crash no record may vouch for what is not there.
+    # Before the record, which after a crash must not vouch for missing files.
     _sync(folder)
     _write_record(source, folder)
 

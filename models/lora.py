@@ -184,7 +184,7 @@ def _stack_adapters(base: nnx.Linear, rank: int, rngs: nnx.Rngs) -> nnx.LoRA:
     )
 
   lora: nnx.LoRA = nnx.vmap(adapter)(rngs.split(base.kernel.shape[0]))
-  # nnx takes the None of its constructor for a static attribute.
+  # It starts as None, which nnx takes for a static attribute.
   lora.base_module = nnx.data(base)
   return lora
 

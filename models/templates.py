@@ -153,8 +153,8 @@ class _Worker:
     finally:
       timer.cancel()
       if late.is_set():
-        # Until then, `poll` may not say that it is gone, and the next request
-        # would be sent to it.
+        # Before that, `poll` may still be None, and the next request would go
+        # to the killed process.
         process.wait()
     if content.endswith(b"\n"):
       return content

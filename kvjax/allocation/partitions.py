@@ -34,8 +34,8 @@ class Partitions:
     """Finds the partitions by positions, after any number of evictions."""
     valid = cache.valid
     index = jnp.cumsum(valid.astype(jnp.int32), axis=-1) - 1
-    # Evicted tokens before each kept one. The tokens with the most of them are
-    # the last run of the row that is whole.
+    # Number of tokens evicted before each kept one. No token is missing after
+    # the first one with the highest number.
     num_evicted = jnp.where(valid, cache.positions - index, -1)
     max_evicted = jnp.max(num_evicted, axis=-1, keepdims=True)
     total = jnp.max(cache.positions, axis=-1) + 1
@@ -67,7 +67,7 @@ class Partitions:
     """Slots of the first `count` partitions; arbitrary beyond the last."""
     order = mask_to_slots(cache.valid, cache.capacity)
     index = self.start[..., None] + jnp.arange(count * self.lag)[None, None]
-    # Beyond the last partition, only to stay in range.
+    # Slots beyond the last partition are arbitrary, but must be in range.
     index = jnp.minimum(index, cache.capacity - 1)
     slots = jnp.maximum(jnp.take_along_axis(order, index, axis=-1), 0)
     return slots.reshape(*self.count.shape, count, self.lag)

@@ -55,7 +55,7 @@ class H2O(ScoringMethod):
     """Computes the accumulated attention."""
     del layer
     scores = cache.received
-    # Not observed before, as a whole prompt: the block is all there is.
+    # A whole prompt is scored without `observe`: its block is all there is.
     if scores is None:
       scores = _received(cache, activations)
     if self.normalize:

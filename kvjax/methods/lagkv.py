@@ -113,7 +113,7 @@ class LagKV(Method):
     """Scores the tokens of every partition that another one follows."""
     del layer
     parts = Partitions.of(cache, self.sinks, self.lag)
-    # The most complete partitions that a head can have. The last of them is
+    # The maximum number of complete partitions of a head. The last of them is
     # only a reference, so that P is one less.
     count = max((cache.capacity - self.sinks) // self.lag, 1)
     slots = parts.slots(cache, count)
@@ -132,7 +132,7 @@ class LagKV(Method):
     if self.mode == "kvpress":
       return self._best_of_row(parts, scores, cache, budget)
     must_keep = parts.collect(budget.must_keep(cache), cache, scores.shape[2])
-    # They fit: `LagLaw.check_protected` refuses rows in which they would not.
+    # In whole prompts they fit, which `LagLaw.check_protected` makes sure of.
     scores = jnp.where(must_keep, jnp.inf, finite(scores))
     per_partition = self._per_partition(parts, budget)[..., None]
     per_partition = jnp.broadcast_to(per_partition, scores.shape[:-1])

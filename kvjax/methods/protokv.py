@@ -237,7 +237,7 @@ class ProtoKV(Method):
     plain = self.prototypes - self._anchor_prototypes
     num_chunks = jnp.minimum(plain, self._limit(rest))
     chunk = proto.chunks(rest, num_chunks, self.split)
-    # Chunks first: a tie between prototypes goes to the lower number.
+    # Chunk prototypes come first: ties go to the lower prototype.
     groups = jnp.where(anchor, plain + hashed, chunk)
     return proto.prototypes(keys, groups, self.prototypes)
 

@@ -110,7 +110,7 @@ class WholeChunks(Method):
     fits = jnp.sum(valid.astype(jnp.int32), axis=-1) <= budget.per_head
     kept = valid & (kept | fits[..., None])
     whole = mask_to_slots(kept, budget.capacity)
-    # Both, as it differs by row which of them applies.
+    # Rows differ in which of the two applies, so both are computed.
     single = self.over.select(scores, cache, budget)
     return jnp.where((budget.per_head < self.chunk)[..., None], single, whole)
 

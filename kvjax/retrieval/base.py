@@ -55,7 +55,7 @@ class Prompt:
 
   def key(self, seed: int) -> PRNGKeyArray:
     """A random key that differs between layers and KV heads."""
-    # Not the row: what is drawn must not depend on the batch.
+    # Without the row: what is drawn must not depend on the batch.
     layer = jax.random.fold_in(jax.random.key(seed), self.layer)
     return jax.random.fold_in(layer, self.number)
 

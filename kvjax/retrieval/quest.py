@@ -51,7 +51,7 @@ class Paged(Retrieval):
 
   def num_local(self, length: Int[Array, "*B"]) -> Int[Array, "*B"]:
     """The tokens after the last whole page, but at least `local`."""
-    # As in Python, % is not negative, also in rows shorter than both.
+    # % is never negative, even where the row is shorter than sinks + local.
     return self.local + (length - self.sinks - self.local) % self.page
 
   def to_pages(self, x: Shaped[Array, "F *A"]) -> Shaped[Array, "P C *A"]:
