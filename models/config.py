@@ -128,6 +128,9 @@ class DecoderConfig:
     layers = read.count("num_hidden_layers", limit=_MAX_LAYERS)
     max_positions = read.count("max_position_embeddings")
     rope = _rope(read, head_dim, max_positions)
+    # In transformers, Mistral has no biases and Qwen2 always those of queries,
+    # keys and values, whatever the field says. A field that is not read here is
+    # left to `classify_fields`, which refuses it unless it is neutral.
     bias = model_type != "mistral" and read.flag("attention_bias")
     values: dict[str, Any] = dict(
       vocab_size=read.count("vocab_size"),
@@ -200,6 +203,8 @@ def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
   try:
     return Rope.from_hf(rope, head_dim, max_positions)
   except ConfigError as error:
+    # Go on with the default, so that one error names all faults;
+    # `refuse_faults` raises before it is used.
     fields.faults += error.faults
     return Rope.from_hf({}, head_dim, max_positions)
 

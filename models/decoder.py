@@ -32,7 +32,9 @@ class RMSNorm(nnx.Module):
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(mean_square + self.epsilon)
+    # Strict rank promotion does not broadcast a vector.
     scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+    # Round before scaling, as in transformers: in bfloat16 the order matters.
     return wide.astype(x.dtype) * scale
 
 
@@ -50,6 +52,7 @@ def get_kernel(projection: nnx.Linear | nnx.LoRA) -> Float[Array, "*L I O"]:
     return projection.kernel[...]
   base = get_base(projection).kernel[...]
   update = projection.lora_a[...] @ projection.lora_b[...]
+  # Adapters are float32: one rounding, of the sum.
   return (base.astype(jnp.float32) + update).astype(base.dtype)
 
 
@@ -183,6 +186,7 @@ class Decoder(nnx.Module):
       param_dtype=dtype,
       rngs=rngs,
     )
+    # One stack, so that a loop over the layers compiles one layer.
     self.layers: Layer = nnx.vmap(layer)(rngs.split(config.num_layers))
     self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
     if not config.tie_embeddings:

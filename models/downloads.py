@@ -119,7 +119,9 @@ def _fetch(source: Download, folder: pathlib.Path) -> None:
       _sync(place / file.name)
     folder.mkdir(exist_ok=True)
     for file in source.files:
+      # A rename, as the scratch folder is on the same file system.
       (place / file.name).replace(folder / file.name)
+    # Before the record, which after a crash must not vouch for missing files.
     _sync(folder)
     _write_record(source, folder)
 
@@ -193,6 +195,7 @@ def _lock(folder: pathlib.Path) -> Iterator[None]:
 
 def _remove_stale(folder: pathlib.Path) -> None:
   """Removes what killed programs have left; nobody else is fetching now."""
+  # The random part of a name by `tempfile`.
   name = re.compile(re.escape(folder.name) + r"\.[a-z0-9_]{8}")
   for path in folder.parent.iterdir():
     if name.fullmatch(path.name):

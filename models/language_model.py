@@ -88,6 +88,7 @@ def from_decoder(decoder: Decoder) -> tuple[DecoderModel, nnx.State]:
   config = decoder.config
   _check_layers(decoder.layers, config.geometry)
   graphdef, params = nnx.split(decoder)
+  # The graph of the stack has no axis of layers: it also fits one layer.
   layer = nnx.graphdef(decoder.layers)
   return DecoderModel(graphdef, layer, config.geometry, config.rope), params
 

@@ -153,6 +153,7 @@ def write_adapter(
       "task_type": "CAUSAL_LM",
       "base_model_name_or_path": base,
       "r": rank,
+      # PEFT multiplies by alpha / r, which is 1 here.
       "lora_alpha": rank,
       "target_modules": sorted(modules),
       "inference_mode": True,
@@ -183,6 +184,7 @@ def _stack_adapters(base: nnx.Linear, rank: int, rngs: nnx.Rngs) -> nnx.LoRA:
     )
 
   lora: nnx.LoRA = nnx.vmap(adapter)(rngs.split(base.kernel.shape[0]))
+  # It starts as None, which nnx takes for a static attribute.
   lora.base_module = nnx.data(base)
   return lora
 

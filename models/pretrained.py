@@ -166,6 +166,7 @@ def _save(
   pretrained: Pretrained, directory: pathlib.Path, max_shard_bytes: int
 ) -> None:
   directory.mkdir(parents=True, exist_ok=True)
+  # On the same file system, where moving a file is a rename.
   with tempfile.TemporaryDirectory(
     prefix=f"{directory.name}.", dir=directory.parent
   ) as scratch:
@@ -179,9 +180,12 @@ def _save(
       dict(pretrained.generation) | _token_ids(pretrained),
     )
     new = {path.name for path in complete.iterdir()}
+    # An old config.json must not describe new weights.
     (directory / _CONFIG).unlink(missing_ok=True)
     for name in sorted(new, key=lambda name: name == _CONFIG):
       (complete / name).replace(directory / name)
+    # Readers prefer a single file to an index, and chat_template.jinja to the
+    # tokenizer's: what an earlier save has left would win.
     stale = {path.name for path in directory.glob("model*.safetensors*")}
     for name in (stale | {"chat_template.jinja"}) - new:
       (directory / name).unlink(missing_ok=True)

@@ -112,6 +112,7 @@ class Rope:
     # A factor of 1; see `_find_faults`.
     rest.pop("attn_factor", None)
     original = rest.get("original_max_position_embeddings", max_positions)
+    # Positions are int32.
     if original * rest.get("factor", 1.0) > LARGEST:
       raise ConfigError(
         [f"scales {original} positions by {rest['factor']}, which is too much"]
@@ -159,7 +160,10 @@ class Rope:
         "Keys of a dynamic rotary embedding cannot be moved to other places: "
         "their angles depend on the length of the row."
       )
+    # Tokens move by different amounts in each head, and a table is that of a
+    # row, so heads become rows.
     shift = by.reshape(-1, by.shape[2])
+    # Without the scale of yarn, which the keys have from their first rotation.
     frequencies, _ = _FREQUENCIES[self.kind](self, shift)
     angles = shift.astype(jnp.float32)[:, :, None] * frequencies[:, None, :]
     flat = keys.reshape(-1, 1, *keys.shape[2:])
@@ -245,6 +249,7 @@ def rotate(
 
 
 def _inverse_frequencies(theta: float, head_dim: int) -> np.ndarray:
+  # In float32, as in transformers: far positions multiply the rounding.
   exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
   return (1.0 / np.float32(theta) ** exponents).astype(np.float32)
 
@@ -270,6 +275,7 @@ def _dynamic(rope: Rope, place: Array) -> tuple[Array, float]:
   factor = dict(rope.scaling)["factor"]
   original = rope.original_context
   length = jnp.max(place, axis=1).astype(jnp.float32) + 1.0
+  # 1 up to the original context.
   stretch = jnp.maximum(length, original) * (factor / original) - (factor - 1)
   power = rope.head_dim / (rope.head_dim - 2)
   theta = rope.theta * stretch**power
@@ -286,6 +292,7 @@ def _llama3(rope: Rope, _: Array) -> tuple[Array, float]:
   base = _inverse_frequencies(rope.theta, rope.head_dim)
   wavelength = 2 * np.pi / base
   ramp = (rope.original_context / wavelength - low) / (high - low)
+  # Clipped, the ramp covers all three of transformers' cases.
   ramp = np.clip(ramp, 0.0, 1.0)
   scaled = (1 - ramp) * base / factor + ramp * base
   return jnp.asarray(scaled.astype(np.float32))[None, :], 1.0
@@ -298,6 +305,8 @@ def _yarn(rope: Rope, _: Array) -> tuple[Array, float]:
   half = rope.head_dim // 2
 
   def dimension(rotations: float) -> float:
+    # The pair of channels, as a real number, that makes so many rotations over
+    # the original context.
     turns = rope.original_context / (rotations * 2 * math.pi)
     return rope.head_dim * math.log(turns) / (2 * math.log(rope.theta))
 
@@ -307,6 +316,7 @@ def _yarn(rope: Rope, _: Array) -> tuple[Array, float]:
     low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, rope.head_dim - 1)
   if low == high:
+    # A step in place of a ramp, without dividing by zero; as in transformers.
     high += 0.001
   ramp = np.clip((np.arange(half) - low) / (high - low), 0.0, 1.0)
   base = _inverse_frequencies(rope.theta, rope.head_dim)

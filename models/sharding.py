@@ -68,6 +68,7 @@ def param_shardings(
     spec: list[str | None] = []
     for axis, size in zip(logical, leaf.shape, strict=True):
       target = RULES.get(axis or "")
+      # Heads must divide, not their channels, or one would be split.
       parts = units.get(axis or "", size)
       replicated = target is None or parts % mesh.shape[target]
       spec.append(None if replicated else target)

@@ -63,6 +63,7 @@ class Snapshot:
       if isinstance(error, OSError) and error.errno in _DISK:
         raise
       errors = huggingface_hub.errors
+      # The hub reports gated and private repositories as absent ones.
       absent = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
       reason = "the hub cannot be reached"
       if isinstance(error, absent):

@@ -68,6 +68,7 @@ def find(model: str | os.PathLike[str]) -> Source:
   if os.path.isfile(place):
     return _Gguf(GgufFile.open(place))
   if not is_present(place / _CONFIG):
+    # config.json comes first: a directory may have GGUF files besides.
     files = sorted(place.glob("*.gguf")) if os.path.isdir(place) else []
     if len(files) == 1:
       return _Gguf(GgufFile.open(files[0]))

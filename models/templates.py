@@ -107,6 +107,7 @@ class _Worker:
     }
     try:
       self._process = subprocess.Popen(
+        # -P: modules next to the worker must not hide others of their names.
         [sys.executable, "-S", "-P", "-W", "ignore", str(_WORKER)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -152,6 +153,8 @@ class _Worker:
     finally:
       timer.cancel()
       if late.is_set():
+        # Before that, `poll` may still be None, and the next request would go
+        # to the killed process.
         process.wait()
     if content.endswith(b"\n"):
       return content

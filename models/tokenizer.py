@@ -200,6 +200,7 @@ class Tokenizer:
     """
     if self._template is None:
       return self.bos + context, "\n"
+    # The template is a program: only rendering shows where the context ends.
     separator = "<context ends here>"
     while separator in context:
       separator += ">"

@@ -190,6 +190,7 @@ class _Part(NamedTuple):
 
 def _tensors(path: tuple[Any, ...], leaf: Any) -> list[_Tensor]:
   """Lists the tensors that store a parameter: one, or one per layer."""
+  # The last entry of a path is the attribute `value` of the variable.
   *modules, kind = [
     str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)
   ]
@@ -268,6 +269,7 @@ def _check(tensors: Tensors, wanted: Sequence[_Tensor]) -> None:
     if tensor.name not in files:
       raise InputError(f"The weights in {place} lack the tensor {name}.")
     source = files[tensor.name].get_slice(tensor.name)
+    # From the file's header; no data is read yet.
     shape = tuple(source.get_shape())
     if shape != tensor.file_shape:
       raise InputError(
@@ -312,6 +314,7 @@ def _check_finite(
 
 @jax.jit
 def _all_finite(array: jax.Array) -> jax.Array:
+  # Under jit, XLA fuses both steps and stores no mask.
   return jnp.isfinite(array).all()
 
 
@@ -331,12 +334,14 @@ def _read(
 
   def read_tensor(tensor: _Tensor, index: tuple[slice, ...]) -> np.ndarray:
     source = files[tensor.name].get_slice(tensor.name)
+    # A slice of the file, so that only this shard is read.
     return source[index[::-1]].T if tensor.transposed else source[index]
 
   # Devices with the same shard, along "data", share one read.
   @functools.cache
   def part(index: tuple[slice, ...]) -> np.ndarray:
     sizes = [len(range(n)[i]) for n, i in zip(shape, index, strict=True)]
+    # Assignment converts to the parameter's dtype, a layer at a time.
     values = np.empty(sizes, tensors[0].dtype)
     if tensors[0].layer is None:
       values[...] = read_tensor(tensors[0], index)

@@ -113,6 +113,7 @@ class Adaptive(Allocation):
     protected = votes.protected(cache, budget.per_head) & valid
     protected |= must_keep
     mean = budget.per_head
+    # At most B: of more protected slots, `top_slots` keeps the newest.
     num_protected = jnp.minimum(_count(protected), mean)
     counts = num_protected + self._shares(
       competing,
@@ -124,6 +125,7 @@ class Adaptive(Allocation):
     capacity = min(self._most(kv_heads, budget.capacity), slots)
     if votes is method:
       return top_slots(competing, valid, protected, counts, capacity, must_keep)
+    # Its own scores choose the slots; the votes have set the counts only.
     method_budget = dataclasses.replace(
       budget, counts=counts, capacity=capacity
     )
@@ -142,6 +144,7 @@ class Adaptive(Allocation):
   def _most(self, kv_heads: int, capacity: int) -> int:
     """Maximum slots of a head, which it has if it wins all slots."""
     alpha = exact_share(self.alpha)
+    # A float product may round to above a whole number; a fraction does not.
     return math.ceil(capacity * (alpha + (1 - alpha) * kv_heads))
 
   def _shares(
@@ -165,13 +168,18 @@ class Adaptive(Allocation):
     num_best = head_counts(scores, candidates, jnp.sum(even, axis=1))
     # In integers, so that equal remainders compare as equal.
     alpha = exact_share(self.alpha)
+    # n_j + alpha (B - W - n_j), rounded down. Whole multiples of the
+    # denominator are split off first, so that no product overflows 32 bits.
     quotients, remainders = jnp.divmod(even - num_best, alpha.denominator)
     floors, remainders = jnp.divmod(
       remainders * alpha.numerator, alpha.denominator
     )
     shares = num_best + quotients * alpha.numerator + floors
+    # The n_j add up to g (B - W), so fewer slots remain than there are heads.
     remaining = jnp.sum(even - shares, axis=1, keepdims=True)
     next_scores = _best_after(scores, candidates, shares)
+    # The last key counts first, and the sort is stable: equal heads in order.
+    # Its argsort is the place of each head.
     order = jnp.lexsort((-next_scores, -remainders))
     return shares + (jnp.argsort(order, axis=-1) < remaining).astype(jnp.int32)
 

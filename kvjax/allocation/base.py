@@ -100,6 +100,8 @@ class LayerBudget:
     mask = jnp.broadcast_to(
       self.protected[:, None], (batch, positions.shape[1], width)
     )
+    # By position, as slots change with every eviction. The mask covers the
+    # prompt; decoded tokens are beyond it and never protected.
     protected = jnp.take_along_axis(
       mask, jnp.clip(positions, 0, width - 1), axis=-1
     )
@@ -162,6 +164,7 @@ class Allocation(abc.ABC):
     self, budget: Budget, padded: int, sizes: Sizes
   ) -> Int[np.ndarray, " L"]:
     """Maximum tokens per head that rows of a bucket keep in each layer."""
+    # All lengths: a longer row need not keep more.
     lengths = np.array(bucket_lengths(padded))
     return self.counts(budget, lengths, sizes).max(axis=1)
 

@@ -38,6 +38,7 @@ class Floored(Adaptive):
     """Number of slots of each head besides its protected ones."""
     if self.normalize:
       scores = self._normalized(scores, candidates, even)
+    # even + protected is B; protected slots count toward the floor.
     floor = floor_share(even + protected, self.alpha)
     if self.alpha:
       floor = jnp.maximum(floor, 1)

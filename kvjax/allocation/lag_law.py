@@ -46,9 +46,11 @@ class LagLaw(Allocation):
   def share(self, budget: Budget, length: int) -> int:
     """Number of tokens kept of each scored partition of a row."""
     if isinstance(budget, Retention) and not self.of_row:
+      # 0.29 * 100 is 28.999999999999996: that must not round down to 28.
       return int(budget.share * self.lag + 1e-9)
     scored = (length - self.sinks) // self.lag - 1
     fixed = length - scored * self.lag
+    # The law, solved for the tokens per partition.
     per_partition = round((budget.num_kept(length) - fixed) / scored)
     return min(max(per_partition, 0), self.lag)
 
@@ -61,6 +63,8 @@ class LagLaw(Allocation):
 
   def capacity_between(self, budget: Budget, padded: int) -> int:
     """Maximum tokens of a row of up to `padded` after an eviction."""
+    # The maxima of successive periods of L tokens never fall, so that the last
+    # two periods suffice.
     before = min(padded, self.sinks + 2 * self.lag - 1)
     after = range(max(before, padded - 2 * self.lag), padded + 1)
     return max(self._kept(budget, n) for n in after)

@@ -48,6 +48,7 @@ class Middle(Allocation):
       [budget.nearest(h * int(n)) for n in middle] for h in sizes.heads
     ]
     heads = np.array(sizes.heads)[:, None]
+    # At least a token per head, as in `counts`, which are rounded up.
     return np.minimum(np.maximum(np.array(nearest), heads), upper)
 
   def capacities(

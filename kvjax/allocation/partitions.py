@@ -34,10 +34,14 @@ class Partitions:
     """Finds the partitions by positions, after any number of evictions."""
     valid = cache.valid
     index = jnp.cumsum(valid.astype(jnp.int32), axis=-1) - 1
+    # Number of tokens evicted before each kept one. No token is missing after
+    # the first one with the highest number.
     num_evicted = jnp.where(valid, cache.positions - index, -1)
     max_evicted = jnp.max(num_evicted, axis=-1, keepdims=True)
     total = jnp.max(cache.positions, axis=-1) + 1
     last_run = valid & (num_evicted == max_evicted)
+    # Partitions begin at S + k L in the text; the first such place in that run
+    # begins the first complete one.
     run = jnp.where(last_run, cache.positions, total[..., None])
     first = jnp.maximum(jnp.min(run, axis=-1) - sinks, 0)
     begin = sinks + (first + lag - 1) // lag * lag
@@ -45,6 +49,7 @@ class Partitions:
     return cls(
       index=index,
       count=count,
+      # Nothing is missing after `begin`: count from the end.
       start=count - (total - begin),
       num_complete=(total - begin) // lag,
       lag=lag,
@@ -62,6 +67,7 @@ class Partitions:
     """Slots of the first `count` partitions; arbitrary beyond the last."""
     order = mask_to_slots(cache.valid, cache.capacity)
     index = self.start[..., None] + jnp.arange(count * self.lag)[None, None]
+    # Slots beyond the last partition are arbitrary, but must be in range.
     index = jnp.minimum(index, cache.capacity - 1)
     slots = jnp.maximum(jnp.take_along_axis(order, index, axis=-1), 0)
     return slots.reshape(*self.count.shape, count, self.lag)

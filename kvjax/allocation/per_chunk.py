@@ -49,6 +49,7 @@ class PerChunk(Allocation):
         [budget.num_kept(int(n)) * int(end) // int(n) for end in row]
         for n, row in zip(lengths, ends, strict=True)
       ]
+      # Differences of rounded sums: the chunks add up to exactly the budget.
       return np.diff(np.array(kept_before, np.int32), axis=1, prepend=0)
     spans = np.diff(ends, axis=1, prepend=0)
     kept = [

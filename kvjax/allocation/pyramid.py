@@ -101,6 +101,8 @@ class Pyramid(Allocation):
       (self.window, 0) if isinstance(budget, Tokens) else (0, self.window)
     )
     base = total - outside
+    # Layer 0 is the bottom. The ends average `base`, also where the prompt
+    # limits the bottom.
     bottom = np.minimum(2 * base - base / self.beta, lengths - self.window)
     top = 2 * base - bottom
     step = (bottom - top) / max(sizes.layers - 1, 1)
@@ -108,6 +110,7 @@ class Pyramid(Allocation):
     shares = np.rint(bottom - depth * step).astype(int)
     # Rounding changes each layer by at most 1/2, so one token each corrects it.
     remaining = sizes.layers * base - shares.sum(axis=0)
+    # From layer 0 up; a layer that has the whole prompt already gets no more.
     adjustable = (shares + outside < lengths) | (remaining < 0)
     place = np.cumsum(adjustable, axis=0) - 1
     shares += (adjustable & (place < np.abs(remaining))) * np.sign(remaining)

@@ -33,6 +33,7 @@ class RoundedPyramid(Pyramid):
   def _row(self, budget: Budget, length: int, layers: int) -> list[int]:
     mean: float
     if isinstance(budget, Retention):
+      # kvpress is given the share to remove, which rounds differently from r.
       mean = length * (1 - (1 - budget.share))
     else:
       mean = budget.num_kept(length)

@@ -138,6 +138,7 @@ class ScoringMethod(Method):
     highest = jnp.max(
       scores, axis=(1, 2), keepdims=True, initial=-jnp.inf, where=free
     )
+    # -inf where every slot is protected, and so would be -inf + 1.
     highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
     return jnp.where(protected, highest + 1.0, scores)
 

@@ -77,6 +77,7 @@ class Chunked(Method):
       scores,
       chunks,
       LayerBudget(
+        # `_split` lays out (row, chunk) in the same row-major order.
         budget.parts.reshape(-1),
         self.length,
         protected=None
@@ -87,6 +88,7 @@ class Chunked(Method):
         else jnp.repeat(budget.share, budget.parts.shape[1]),
       ),
     )
+    # Slots of a chunk back to slots of the row.
     kept = slots_to_mask(slots, self.length) & chunks.valid
     batch, kv_heads, width = cache.positions.shape
     kept = kept.reshape(batch, -1, kv_heads, self.length)
@@ -95,6 +97,7 @@ class Chunked(Method):
 
   def _cache(self, cache: LayerCache) -> LayerCache:
     """The cache with a row for each chunk."""
+    # In a whole prompt slot i holds token i, so cutting slots cuts the text.
     return LayerCache(
       self._split(cache.keys),
       self._split(cache.values),
@@ -126,6 +129,7 @@ class Chunked(Method):
 
   def _positions(self, x: Int[Array, "B H T"]) -> Int[Array, "R H c"]:
     """Positions in each chunk, -1 for empty slots."""
+    # `_split` pads with zeros; the shift turns them into -1, empty slots.
     shifted = self._split(x + 1) - 1
     return jnp.where(shifted >= 0, shifted % self.length, -1)
 

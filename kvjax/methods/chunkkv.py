@@ -87,6 +87,8 @@ class ChunkKV(Method):
     must_keep = budget.must_keep(cache)
     window = newest(valid, must_keep, budget.per_head, self.window)
     must_keep &= ~window
+    # `newest` shortens the window only where no chunk fits, so W counts. A
+    # protected token may also be in a chosen chunk: this is an upper bound.
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
     num_chunks = jnp.maximum(budget.per_head - taken, 0) // self.chunk
     # A row that fits the budget also keeps its incomplete last chunk.

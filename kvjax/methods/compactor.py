@@ -135,6 +135,8 @@ class Compactor(Method):
       scored &= ~self._ends(cache)
       # Chunks begin after the first tokens, if there are any tokens then.
       start = self.first if self.first < cache.capacity else 0
+    # The first tokens are in the same slots of all rows and are cut off; the
+    # last ones are not, and are only masked.
     valid = scored[:, :, start:]
     attention = jnp.zeros(valid.shape, jnp.float32)
     if self.attention == "noncausal":
@@ -158,6 +160,7 @@ class Compactor(Method):
     valid, must_keep = cache.valid, budget.must_keep(cache)
     ends = self._ends(cache) | must_keep
     counts, capacity = budget.counts, budget.capacity
+    # Not in `evaluate`, as the weight of `blend_removed` depends on the budget.
     blended = self._blend(scores, valid, budget)
     if self.spread == "layer":
       protected = jnp.sum(ends.astype(jnp.int32), axis=-1)
@@ -166,8 +169,10 @@ class Compactor(Method):
       total = budget.total
       if total is None:
         total = kv_heads * counts
+      # A share of the middle may be less than the ends, which are kept anyway.
       free = jnp.maximum(total - jnp.sum(protected, axis=-1), 0)
       counts = protected + head_counts(blended, valid & ~ends, free)
+      # One head may win the budget of the whole layer.
       capacity = min(kv_heads * capacity, cache.capacity)
     return top_slots(blended, valid, ends, counts, capacity, must_keep)
 
@@ -197,6 +202,7 @@ class Compactor(Method):
   ) -> Float[Array, "B K T"]:
     """Adds both scores, with the weight that the options define."""
     counts = budget.counts
+    # Heads of a whole prompt have the same tokens; the first stands for all.
     length = jnp.sum(valid[:, 0].astype(jnp.int32), axis=-1)
     blend = jnp.full(counts.shape, self.blend, jnp.float32)
     if self.blend_removed:

@@ -55,6 +55,7 @@ class H2O(ScoringMethod):
     """Computes the accumulated attention."""
     del layer
     scores = cache.received
+    # A whole prompt is scored without `observe`: its block is all there is.
     if scores is None:
       scores = _received(cache, activations)
     if self.normalize:
@@ -62,6 +63,7 @@ class H2O(ScoringMethod):
         jnp.max(activations.positions, axis=-1)[:, None],
         jnp.max(cache.positions, axis=-1),
       )
+      # A token at p is visible to the queries p to newest, itself included.
       observers = jnp.maximum(newest[..., None] + 1 - cache.positions, 1)
       scores = scores / observers.astype(jnp.float32)
     if self.paper_postproc:

@@ -61,6 +61,7 @@ def window_queries(
     )
   size = min(window, length)
   real = jnp.sum((activations.positions >= 0).astype(jnp.int32), axis=1)
+  # Padding is at the end of a block; a row with few queries includes some.
   start = jnp.clip(real - size, 0, length - size)
   take = jax.lax.dynamic_slice_in_dim
   return (

@@ -84,4 +84,5 @@ class KeyDiff(HeadwiseMethod):
       # Empty slots are zero and add nothing to the sum.
       count = jnp.maximum(jnp.sum(valid.astype(jnp.float32)), 1.0)
       return jnp.sum(rows, axis=0) / count
+    # The zeros of empty slots would shift a median; NaN is left out of it.
     return jnp.nanmedian(jnp.where(valid[:, None], rows, jnp.nan), axis=0)

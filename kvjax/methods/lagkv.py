@@ -113,6 +113,8 @@ class LagKV(Method):
     """Scores the tokens of every partition that another one follows."""
     del layer
     parts = Partitions.of(cache, self.sinks, self.lag)
+    # The maximum number of complete partitions of a head. The last of them is
+    # only a reference, so that P is one less.
     count = max((cache.capacity - self.sinks) // self.lag, 1)
     slots = parts.slots(cache, count)
     return jax.vmap(jax.vmap(self._score_head))(
@@ -130,9 +132,12 @@ class LagKV(Method):
     if self.mode == "kvpress":
       return self._best_of_row(parts, scores, cache, budget)
     must_keep = parts.collect(budget.must_keep(cache), cache, scores.shape[2])
+    # In whole prompts they fit, which `LagLaw.check_protected` makes sure of.
     scores = jnp.where(must_keep, jnp.inf, finite(scores))
     per_partition = self._per_partition(parts, budget)[..., None]
     per_partition = jnp.broadcast_to(per_partition, scores.shape[:-1])
+    # Partitions after the last scored one have arbitrary scores. Their tokens
+    # are in the sliding window, which `fixed` keeps whatever is selected.
     best = parts.spread(among_largest(scores, per_partition))
     return mask_to_slots(cache.valid & (parts.fixed | best), budget.capacity)
 
@@ -148,11 +153,14 @@ class LagKV(Method):
     self, parts: Partitions, budget: LayerBudget
   ) -> Int[Array, "B K"]:
     """Number of tokens to keep of each partition."""
+    # Only repeated eviction sets `budget.budget`; `counts` are then of the
+    # row. A share of each partition does not depend on the length, here 0.
     if isinstance(budget.budget, Retention):
       return jnp.full_like(
         parts.num_complete, LagLaw(self.sinks, self.lag).share(budget.budget, 0)
       )
     scored = parts.num_complete - 1
+    # Inverts `LagLaw.counts`: what the fixed tokens leave, per partition.
     spare = budget.per_head - (parts.count - scored * self.lag)
     return spare // jnp.maximum(scored, 1)
 
@@ -171,6 +179,7 @@ class LagKV(Method):
     reference = x[1:] if self.reference == "next" else x[:-1]
     low = jnp.min(reference, axis=1, keepdims=True)
     high = jnp.max(reference, axis=1, keepdims=True)
+    # The authors' code has no floor: a channel without range gives inf or NaN.
     scaled = (x[:-1] - low) / jnp.maximum(high - low, _EPSILON)
     return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=self.ddof), axis=-1)
 
@@ -213,6 +222,7 @@ class LagKV(Method):
     """
     del budget
     parts = Partitions.of(cache, self.sinks, self.lag)
+    # kvpress averages the scores of keys and values, which are summed here.
     scale = 2.0 if self.cross_scoring else float(self.lag)
     compared = parts.spread(self._compared(scores)) / scale
     order = (parts.index - self.sinks).astype(jnp.float32)
@@ -228,5 +238,6 @@ class LagKV(Method):
     """What tokens compete by: their scores, or their ranks as floats."""
     if self.cross_scoring:
       return scores
+    # The second sort inverts the first: ranks, 0 for the lowest score.
     ranks = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1)
     return ranks.astype(jnp.float32)

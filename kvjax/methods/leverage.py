@@ -113,6 +113,8 @@ def _row_leverage(
 ) -> tuple[Float[Array, "*B S"], Float[Array, "*B"]]:
   """Squared row norms of a basis of the rows, and their relative rounding."""
   basis, triangle = jnp.linalg.qr(rows)
+  # With R = U S V^T, Q U is a basis whose directions have singular values S,
+  # so that those of noise can be dropped.
   vectors, values, _ = jnp.linalg.svd(triangle, full_matrices=False)
   norm = jnp.linalg.norm(values, axis=-1, keepdims=True)
   real = values > rows.shape[-1] ** 0.5 * _EPS * norm
@@ -158,12 +160,15 @@ def _eigen_whitener(
     The matrices, and the relative rounding of leverages from them.
   """
   values, vectors = jnp.linalg.eigh(gram)
+  # At the threshold, x^2 is k eps^2 times the sum of all x^2. That is far
+  # below the shift, so its eigenvalue is x^2 / shift.
   noise = (gram.shape[-1] * _EPS**2 / relative_shift)[..., None]
   real = values > noise
   used = jnp.where(real, values, noise)
   scale = jnp.where(real | clamp, used**-0.5, 0.0)
   smallest = jnp.min(jnp.where(real, values, 1.0), axis=-1)
   # The condition of the keys, from what the shift took from `smallest`.
+  # lost / smallest is the sum of all x^2 over the smallest x^2.
   lost = jnp.maximum((1.0 - smallest) / relative_shift, 1.0)
   rounding = _EPS * jnp.sqrt(lost / smallest)
   return scale[..., None] * jnp.swapaxes(vectors, -1, -2), rounding
@@ -211,10 +216,12 @@ def _cholesky(
     state: tuple[Float[Array, "*B k k"], Float[Array, "*B"]],
   ) -> tuple[Float[Array, "*B k k"], Float[Array, "*B"]]:
     factors, jitter = state
+    # All matrices are factorized again; those that have a factor keep theirs.
     jitter = jnp.where(failed(factors), 10 * jitter, jitter)
     return factorize(jitter), jitter
 
   return jax.lax.while_loop(
+    # Keys that are NaN never have a factor; an infinite jitter ends the loop.
     lambda state: jnp.any(failed(state[0]) & (state[1] < jnp.inf)),
     raise_jitter,
     (factorize(jitter), jitter),
@@ -241,6 +248,7 @@ def _remove_rounding(
   mean = (
     jnp.sum(jnp.where(valid_parts, parts, 0.0), axis=-1, keepdims=True) / count
   )
+  # Two passes, as the mean square minus the squared mean would cancel.
   deviations = jnp.where(valid_parts, parts - mean, 0.0)
   spread = jnp.sqrt(
     jnp.sum(deviations * deviations, axis=-1, keepdims=True) / count

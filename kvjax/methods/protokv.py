@@ -146,6 +146,7 @@ class ProtoKV(Method):
     token_scores = self._score_tokens(heads, cache, activations)
     queries = self._queries(cache, activations)
     per_head = jax.vmap(self._rank_head)
+    # Rows share the random keys: none may depend on its place in the batch.
     return jax.vmap(per_head, in_axes=(0, 0, 0, None))(
       heads, token_scores, queries, keys
     )
@@ -156,14 +157,17 @@ class ProtoKV(Method):
     """Selects clusters while they fit, the cut one, and the window."""
     valid = cache.valid
     spare = jnp.maximum(budget.per_head - self.window, 0)
+    # Sinks take only what the window leaves.
     first = cache.positions < jnp.minimum(self.sinks, spare)[..., None]
     must_keep = budget.must_keep(cache) | (valid & first)
     window = newest(valid, must_keep, budget.per_head, self.window)
     must_keep &= ~window
+    # `newest` shortens the window only where nothing else fits: W counts.
     taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
     remaining = jnp.maximum(budget.per_head - taken, 0)
     prefix = valid & (age(valid) > self.window)
     select_head = functools.partial(select_fitting, cut=self.cut)
+    # A cluster costs only what it adds to the tokens that are kept anyway.
     others = jax.vmap(jax.vmap(without))(scores, prefix & must_keep)
     kept = jax.vmap(jax.vmap(select_head))(others, remaining)
     return mask_to_slots(window | must_keep | (prefix & kept), budget.capacity)
@@ -185,8 +189,10 @@ class ProtoKV(Method):
     keys = head.keys
     prefix = head.valid & (age(head.valid) > self.window)
     dev = proto.deviation(keys, prefix, self.neighbors, self.include_self)
+    # `deviation` returns -Theta; the formula, read literally, ranks by Theta.
     dev = dev if self.sign == "deviation" else -dev
     if self.clusters == "none":
+      # One cluster of the whole prefix: its cut then ranks single tokens.
       alone = jnp.zeros_like(head.positions)
       return rank_clusters(alone, jnp.zeros(1), prefix, dev)
     centers, exists = self._centers(keys, prefix, dev, rng)
@@ -208,10 +214,13 @@ class ProtoKV(Method):
     rng: Array,
   ) -> tuple[Float[Array, "P D"], Bool[Array, " P"]]:
     if self.clusters == "kmeans":
+      # Shapes have the maximum; a shorter row uses the first `wanted` centers.
       wanted = self._limit(prefix)
       return proto.kmeans(
         keys, prefix, rng, self.prototypes, self.iterations, wanted
       )
+    # Not empty even without anchors, as shapes must not be; `lsh` takes the
+    # bandwidth of its features from these keys.
     most = min(max(self.anchors, 1), len(keys))
     masked = jnp.where(prefix, dev, -jnp.inf)
     slots = largest(masked, jnp.asarray(most), most)
@@ -228,6 +237,7 @@ class ProtoKV(Method):
     plain = self.prototypes - self._anchor_prototypes
     num_chunks = jnp.minimum(plain, self._limit(rest))
     chunk = proto.chunks(rest, num_chunks, self.split)
+    # Chunk prototypes come first: ties go to the lower prototype.
     groups = jnp.where(anchor, plain + hashed, chunk)
     return proto.prototypes(keys, groups, self.prototypes)
 
@@ -237,6 +247,7 @@ class ProtoKV(Method):
     """Scores each token by the window's queries of the whole group."""
     if self.score.startswith("attn"):
       return jnp.sum(window_mass(cache, activations, self.window), axis=2)
+    # Products are linear, so the sum of all queries scores a key at once.
     total = jnp.sum(self._queries(cache, activations), axis=2)
     return jnp.einsum("bktd,bkd->bkt", heads.keys, total)
 

@@ -43,6 +43,7 @@ class Random(ScoringMethod):
     dim = cache.keys.shape[-1]
     factors = jax.random.bits(key, (1, 1, 1, dim), jnp.uint32)
     signs = (cache.keys > 0).astype(jnp.uint32)
+    # A random word per dimension, added modulo 2^32 where the key is positive.
     hashes = jnp.sum(signs * factors, axis=-1, dtype=jnp.uint32)
 
     def score(

@@ -73,12 +73,14 @@ def score_centers(
     prefix: the tokens that count.
     count: P, number of clusters; empty ones get 0.
   """
+  # Tokens outside the prefix go to an extra segment, which is cut off.
   target = jnp.where(prefix, cluster, count)
   sums = jax.ops.segment_sum(keys, target, count + 1)[:-1]
   ones = jnp.ones(cluster.shape, jnp.float32)
   sizes = jax.ops.segment_sum(ones, target, count + 1)[:-1]
   means = sums / jnp.maximum(sizes, 1.0)[:, None]
   logits = queries @ means.T * queries.shape[-1] ** -0.5
+  # Weighted by N_j, so that empty clusters add nothing.
   total = jax.nn.logsumexp(logits, axis=-1, b=sizes[None], keepdims=True)
   real = jnp.any(queries != 0, axis=-1, keepdims=True)
   return jnp.sum(
@@ -97,6 +99,7 @@ def rank_clusters(
   Ties prefer the earlier cluster or token.
   """
   best_first = jnp.argsort(-scores, stable=True)
+  # Inverts the permutation: from a cluster to its place in the order.
   rank = (
     jnp.zeros_like(best_first)
     .at[best_first]
@@ -107,6 +110,7 @@ def rank_clusters(
   sizes = jax.ops.segment_sum(ones, token_rank, len(scores) + 1)[:-1]
   return Ranking(
     jnp.where(prefix, finite(inside), -jnp.inf),
+    # A valid index for every token; callers mask those outside the prefix.
     jnp.minimum(token_rank, len(scores) - 1),
     sizes,
   )
@@ -135,6 +139,7 @@ def select_fitting(
     cut: how the first cluster that does not fit is treated; see `ProtoKV`.
   """
   ends = jnp.cumsum(ranking.sizes)
+  # The ends never decrease, so clusters that fit are the first in the order.
   if cut == "none":
     return ends[ranking.cluster] <= budget
   if cut in ("score", "position"):
@@ -143,6 +148,8 @@ def select_fitting(
     of_cut = jnp.where(ranking.cluster == num_whole, ranking.inside, -jnp.inf)
     return (ranking.cluster < num_whole) | among_largest(of_cut, budget - full)
 
+  # With "skip", whether a cluster fits depends on all that were taken before
+  # it, so it takes a scan instead of a cumulative sum.
   def visit(
     remaining: Int[Array, ""], size: Int[Array, ""]
   ) -> tuple[Int[Array, ""], Bool[Array, ""]]:

@@ -71,6 +71,8 @@ class SnapKV(ScoringMethod):
     votes = window_mass(cache, activations, self.window)
     reduce = jnp.mean if self.group == "mean" else jnp.max
     prefix = valid & (age(valid) > self.window)
+    # Zero before pooling, which would spread the window's attention to itself
+    # to the last tokens of the prefix.
     votes = jnp.where(prefix, reduce(votes, axis=2), 0.0)
     if self.paper_postproc:
       votes = pool(votes * value_norms(cache), valid, 3, "avg")
@@ -82,6 +84,7 @@ class SnapKV(ScoringMethod):
     self, scores: Float[Array, "B K T"], cache: LayerCache, budget: LayerBudget
   ) -> Float[Array, "B K T"]:
     """The mean votes; the window has the highest of the row and 1 more."""
+    # kvpress averages over the window, and adds the 1 on that scale.
     return super().group_scores(scores / self.window, cache, budget)
 
   def protected(
@@ -116,15 +119,18 @@ def pool(
   """
   if kernel == 1:
     return votes
+  # Rows may have empty slots between tokens, so neighbors are found first.
   order = mask_to_slots(valid, valid.shape[-1])
   take = functools.partial(jnp.take_along_axis, axis=-1)
   in_order = jnp.where(order >= 0, take(votes, jnp.maximum(order, 0)), 0.0)
+  # Votes are not negative: a maximum ignores the zeros after the last token.
   start, operation = (
     (0.0, jax.lax.add) if pooling == "avg" else (-jnp.inf, jax.lax.max)
   )
   pooled = jax.lax.reduce_window(
     in_order, jnp.float32(start), operation, (1, 1, kernel), (1, 1, 1), "SAME"
   )
+  # Back from the place among the tokens to the slot.
   number = jnp.cumsum(valid.astype(jnp.int32), axis=-1) - 1
   pooled = take(pooled, jnp.maximum(number, 0))
   return pooled / kernel if pooling == "avg" else pooled

@@ -30,6 +30,7 @@ def standardize(
   if scope == "layer" or chunk == 0:
     return _standardize(scores, where, (1, 2))
   batch, heads, slots = scores.shape
+  # Padded in front, so that a chunk begins at `start`.
   before = -start % chunk
   padding = ((0, 0), (0, 0), (before, -(before + slots) % chunk))
 

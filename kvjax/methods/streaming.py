@@ -41,6 +41,7 @@ class StreamingLLM(HeadwiseMethod):
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Scores tokens by their position."""
+    # Exact in float32 up to 2^24 positions.
     return head.positions.astype(jnp.float32)
 
   def protected(

@@ -54,4 +54,5 @@ class Tova(ScoringMethod):
     """The last token, if `protect_last`."""
     del counts
     valid = cache.valid
+    # Ages of tokens begin at 1, so that 0 protects none.
     return valid & (age(valid) <= int(self.protect_last))

@@ -51,6 +51,7 @@ class Traits:
     check_count("window of a method's traits", self.window, 0)
     check_count("protects of a method's traits", self.protects, 0)
     check_count("reuse of a method's traits", self.reuse)
+    # A set or a list would make the traits unhashable.
     object.__setattr__(self, "activations", frozenset(self.activations))
     unknown = sorted(self.activations - {*OPTIONAL})
     if unknown:

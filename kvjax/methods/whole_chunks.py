@@ -97,6 +97,8 @@ class WholeChunks(Method):
     per_token = ranking.group_scores(scores, cache, budget)
     per_token = jnp.where(valid, per_token, 0.0)
     taken = jnp.sum(must_keep.astype(jnp.int32), axis=-1)
+    # What the user protects may also be in a chosen chunk: `taken` is an upper
+    # bound, so that the budget holds.
     num_chunks = jnp.maximum(budget.per_head - taken, 0) // self.chunk
     chosen = among_largest(
       self._chunk_scores(per_token, valid),
@@ -108,6 +110,7 @@ class WholeChunks(Method):
     fits = jnp.sum(valid.astype(jnp.int32), axis=-1) <= budget.per_head
     kept = valid & (kept | fits[..., None])
     whole = mask_to_slots(kept, budget.capacity)
+    # Rows differ in which of the two applies, so both are computed.
     single = self.over.select(scores, cache, budget)
     return jnp.where((budget.per_head < self.chunk)[..., None], single, whole)
 

@@ -55,6 +55,7 @@ class Prompt:
 
   def key(self, seed: int) -> PRNGKeyArray:
     """A random key that differs between layers and KV heads."""
+    # Without the row: what is drawn must not depend on the batch.
     layer = jax.random.fold_in(jax.random.key(seed), self.layer)
     return jax.random.fold_in(layer, self.number)
 
@@ -128,6 +129,7 @@ class Store:
     """Lists the first `size` slots that contain a token, then -1."""
     if self.late_numbers is not None:
       return mask_to_slots(self.valid, size)
+    # Without late slots, valid ones are the first, and no search is needed.
     count = jnp.sum(self.valid.astype(jnp.int32), axis=-1, keepdims=True)
     slots = jnp.arange(size, dtype=jnp.int32)
     return jnp.where(slots < count, slots, -1)
@@ -138,9 +140,12 @@ class Store:
     They are unique and ascending, then -1. U is min(M, F).
     """
     slots = self.valid.shape[0]
+    # The mask removes duplicates. Prompt tokens have their slots as numbers.
     named = slots_to_mask(numbers, slots)
     if self.late_numbers is not None:
       first = slots - self.late_numbers.shape[0]
+      # Empty late slots have arbitrary numbers. The late part of `named` is by
+      # number, and numbers of tokens that are still resident drop out here.
       late = named[self.late_numbers] & self.valid[first:]
       named = jnp.concatenate([named[:first], late])
     return mask_to_slots(named, min(numbers.shape[0], slots))
@@ -368,5 +373,6 @@ def max_weights(
 
   The weights are the softmax of the logits over the visible keys.
   """
+  # Before the maximum: heads are only comparable as weights, not as logits.
   weights = jax.nn.softmax(logits, axis=-1, where=visible)
   return jnp.where(visible, jnp.max(weights, axis=0), -jnp.inf)

@@ -95,6 +95,7 @@ class ClusterRetrieval(Retrieval):
     )
     if not self.clusters:
       valid = prompt.head.valid
+      # Shapes follow the padded length.
       max_clusters = valid.shape[0] // self.cluster_tokens
       num_clusters = jnp.sum(valid.astype(jnp.int32)) // self.cluster_tokens
     max_clusters = min(max(max_clusters, 1), slots)
@@ -109,6 +110,7 @@ class ClusterRetrieval(Retrieval):
       self.iterations,
       num_clusters,
     )
+    # An extra cluster for empty slots, which sorts them to the end.
     cluster = jnp.where(stored, nearest(points, centers, exists), max_clusters)
     counts = jnp.ones(slots, jnp.int32)
     sizes = jax.ops.segment_sum(counts, cluster, max_clusters + 1)[
@@ -117,6 +119,7 @@ class ClusterRetrieval(Retrieval):
     sums = jax.ops.segment_sum(prompt.stored_keys, cluster, max_clusters + 1)[
       :max_clusters
     ]
+    # The centers of K-means are directions; the centroid is the mean raw key.
     means = sums / jnp.maximum(sizes, 1).astype(jnp.float32)[:, None]
     return Clusters(
       means.astype(prompt.head.cached_keys.dtype),

@@ -157,6 +157,8 @@ class CTkvr(Retrieval):
     queries = head.queries[:, indices].astype(jnp.float32)
     queries = jnp.where(real[None, :, None], queries, 0.0)
     max_length = math.floor(exact_share(self.list_ratio) * budget.max_keys)
+    # With a ring, later lists also hold tokens that are not stored yet, so a
+    # short prompt does not limit their length.
     rho = (
       max_length
       if self.ring_size
@@ -177,6 +179,7 @@ class CTkvr(Retrieval):
       slots = largest(scores, list_length, rho)
       return jnp.where(slots >= 0, numbers[slots], -1)
 
+    # In tiles, as logits of all centroids and keys would not fit into memory.
     slots = jax.lax.map(
       rank_keys,
       (jnp.swapaxes(queries, 0, 1), indices),
@@ -211,6 +214,7 @@ class CTkvr(Retrieval):
     def select(
       candidates: Int[Array, " U"], count: Int[Array, ""], limit: int
     ) -> Int[Array, " R"]:
+      # Late binding: by the second call, `scores` include the pending keys.
       order = largest(scores, count, limit)
       return jnp.where(order >= 0, candidates[order], -1)
 
@@ -218,12 +222,15 @@ class CTkvr(Retrieval):
       slots = select(recalled, budget.num_keys, budget.max_keys)
     else:
       most = min(self._max_recalled(index), store.valid.shape[0])
+      # The caller may have cut candidates off; the shape must not depend on it.
       padding = (0, most - recalled.shape[0])
       slots = jnp.pad(recalled, padding, constant_values=-1)
     if store.pending is not None:
       others = scaled_logits(queries, store.pending.keys)
       logits = jnp.concatenate([logits, others], axis=-1)
       numbers = jnp.concatenate([numbers, store.pending.numbers])
+      # The new centroid also lists resident keys, which will be stored later.
+      # The slots above are read now and must not contain them.
       scores = max_weights(logits, numbers >= 0)
     update = select(numbers, self._list_length(budget), index.slots.shape[-1])
     return Selection(slots[None]), (
@@ -242,12 +249,14 @@ class CTkvr(Retrieval):
       return None
     direction, slots = update
     oldest = index.oldest
+    # Beyond the end, where nothing is written.
     place = jnp.where(real, oldest, index.slots.shape[0])
     return replace(
       index,
       centroids=Entry(place, direction, axis=1),
       slots=Entry(place, slots),
       size=None,
+      # By the row's own size: a short row leaves the places after it empty.
       oldest=jnp.where(real, (oldest + 1) % index.size, oldest),
     )
 
@@ -281,6 +290,7 @@ class CTkvr(Retrieval):
       chosen = jnp.floor(share * tokens.astype(jnp.float32)).astype(jnp.int32)
     else:
       key = prompt.key(self.seed)
+      # A draw by the number of each token, which padding does not change.
       keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
       draws = jax.vmap(jax.random.uniform)(keys)
       lowest = jnp.where(number < tokens, -draws, -jnp.inf)
@@ -306,6 +316,8 @@ class CTkvr(Retrieval):
     empty = (
       prompt.end - prompt.start - jnp.sum(prompt.retrievable.astype(jnp.int32))
     )
+    # Late slots begin at `end`, but a short row's retrievable slots end before
+    # it: numbers skip that gap.
     pending = prompt.head.valid & (number >= 0) & ~prompt.retrievable
     return jnp.where(pending, number + empty, stored)
 

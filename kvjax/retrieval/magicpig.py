@@ -110,6 +110,7 @@ class MagicPIG(Retrieval):
     keys = store.keys.astype(jnp.float32) - index.mean[None]
     keys = jnp.where(store.valid[:, None], keys, 0.0)
     share = sampled_share(unit(queries) @ unit(keys).T, self.bits, self.tables)
+    # Heads share one list: -inf hides a key from those that did not sample it.
     bias = jnp.where(sampled, -jnp.log(share + _FLOOR), -jnp.inf)
     slots = jnp.arange(store.valid.shape[0], dtype=jnp.int32)
     selected = jnp.where(jnp.any(sampled, axis=0), slots, -1)
@@ -122,6 +123,7 @@ class MagicPIG(Retrieval):
     powers = jnp.uint32(1) << jnp.arange(self.bits, dtype=jnp.uint32)
     sides = (x @ planes >= 0).astype(jnp.uint32)
     codes = jnp.sum(sides * powers[None], axis=1, dtype=jnp.uint32)
+    # The index stores L codes per key, so narrow ones halve it.
     return codes.astype(jnp.uint16 if self.bits <= 16 else jnp.uint32)
 
 
@@ -141,5 +143,6 @@ def sampled_share(
   # (1 - single)^(L-1) (1 + (L-1) single). Logarithms avoid cancellation where
   # the result is small.
   rest = tables - 1
+  # Equal vectors have single = 1 and log1p(-1) = -inf; the result is then 1.
   fewer = rest * jnp.log1p(-single) + jnp.log1p(rest * single)
   return jnp.maximum(-jnp.expm1(fewer), 0.0)

@@ -51,6 +51,7 @@ class Paged(Retrieval):
 
   def num_local(self, length: Int[Array, "*B"]) -> Int[Array, "*B"]:
     """The tokens after the last whole page, but at least `local`."""
+    # % is never negative, even where the row is shorter than sinks + local.
     return self.local + (length - self.sinks - self.local) % self.page
 
   def to_pages(self, x: Shaped[Array, "F *A"]) -> Shaped[Array, "P C *A"]:
@@ -84,6 +85,7 @@ class Paged(Retrieval):
 
     def select(scores: Float[Array, " P"]) -> Int[Array, " M"]:
       pages = largest(jnp.where(filled, scores, -jnp.inf), num_pages, max_pages)
+      # Index -1 reads the last page, which is then masked.
       return jnp.where((pages >= 0)[:, None], table[pages], -1).reshape(-1)
 
     return jax.vmap(select)(scores)
@@ -137,6 +139,8 @@ class Quest(Paged):
     valid = self.to_pages(prompt.stored)[..., None]
     keys = self.to_pages(prompt.stored_keys)
     filled = self.filled(prompt.stored)[:, None]
+    # A bound is a channel of some key, which the cache's dtype holds exactly.
+    # Empty pages get 0, as 0 times inf in `upper_bound` would be NaN.
     low = jnp.min(keys, axis=1, where=valid, initial=jnp.inf)
     high = jnp.max(keys, axis=1, where=valid, initial=-jnp.inf)
     dtype = prompt.head.cached_keys.dtype

@@ -71,6 +71,7 @@ class ShadowKV(Paged):
     means = jnp.sum(keys, axis=1) / sizes[:, None]
     cosine = jnp.einsum("pcd,pd->pc", unit(keys), unit(means))
     least = jnp.min(cosine, axis=1, where=valid, initial=jnp.inf)
+    # -inf is never selected: a short row has fewer outliers.
     dissimilarity = jnp.where(filled, -least, -jnp.inf)
     return Landmarks(
       means.astype(prompt.head.cached_keys.dtype),

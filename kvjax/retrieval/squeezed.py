@@ -92,6 +92,7 @@ class SqueezedAttention(ClusterRetrieval):
     budget: KeyBudget,
   ) -> tuple[Selection, Float[Array, "G D"]]:
     """Selects the keys of the best clusters; the update is the queries."""
+    # The current query counts already; `update_index` stores it for later ones.
     current = index.append_queries(queries)
     return Selection(
       current.clusters.select_best(_log_shares(current), budget)
@@ -105,6 +106,7 @@ class SqueezedAttention(ClusterRetrieval):
   ) -> Any:
     """Appends the queries to the ring."""
     window = index.queries.shape[1]
+    # Padding goes beyond the end, where nothing is written.
     place = jnp.where(real, index.tokens % window, window)
     return replace(
       index,
@@ -122,5 +124,6 @@ def _log_shares(index: Squeezed) -> Float[Array, "G C"]:
   logits = logits * queries.shape[-1] ** -0.5
   sizes = jnp.log(index.clusters.sizes.astype(jnp.float32))
   total = jax.nn.logsumexp(logits + sizes[None, None], axis=-1, keepdims=True)
+  # Places fill up in order. A sum ranks like the mean over these queries.
   filled = jnp.arange(queries.shape[1]) < index.tokens
   return jax.nn.logsumexp(logits - total, axis=1, where=filled[None, :, None])

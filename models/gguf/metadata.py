@@ -157,6 +157,7 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
   """Recovers the scaling of Llama 3 from its frequency divisors."""
   stored = file.tensors[ROPE_FACTORS]
   divisors = gguf.dequantize(stored.data, stored.kind).astype(np.float64)
+  # The lowest frequencies are divided by the whole factor.
   factor = _round_float32(
     np.max(divisors, initial=1.0, where=np.isfinite(divisors))
   )
@@ -165,6 +166,7 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
   turns = theta**-exponents / (2 * math.pi)
   turns *= _LLAMA3["original_max_position_embeddings"]
   ramp = np.clip((turns - low) / (high - low), 0.0, 1.0)
+  # As `_llama3` in `rope`, as a divisor of each frequency.
   expected = 1 / ((1 - ramp) / factor + ramp)
   if divisors.shape != expected.shape or not np.allclose(
     divisors, expected, rtol=1e-4

@@ -97,6 +97,8 @@ class GgufFile:
     alignment = fields.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1:
       raise header.broken(f"its {_ALIGNMENT} is {alignment!r}")
+    # Tensors begin at the next multiple of the alignment after the header, and
+    # their offsets count from there.
     begin = -(-header.place // alignment) * alignment
     tensors: dict[str, StoredTensor] = {}
     for entry in entries:
@@ -111,6 +113,7 @@ def can_dequantize(kind: gguf.GGMLQuantizationType) -> bool:
   """Whether the gguf library can dequantize this format."""
   _, size = gguf.GGML_QUANT_SIZES[kind]
   try:
+    # The library has no list of them; a block of zeros shows it.
     gguf.dequantize(np.zeros((1, size), np.uint8), kind)
   except NotImplementedError:
     return False
@@ -138,6 +141,7 @@ class _Header:
     """Reads the version, and the number of tensors and of fields."""
     version = self._number(_U32)
     if version not in _VERSIONS:
+      # A small number in the other byte order has its low bytes zero.
       swapped = version & 0xFFFF == 0
       what = "big-endian" if swapped else f"version {version}"
       raise InputError(
@@ -176,6 +180,7 @@ class _Header:
     if not shape or not all(shape):
       raise self.broken(f"the tensor {name} is empty")
     kind, offset = self._number(_U32), self._number(_U64)
+    # GGUF lists the fastest axis first.
     return _Entry(name, tuple(shape[::-1]), kind, offset)
 
   def stored(self, entry: _Entry, begin: int) -> StoredTensor:
@@ -193,6 +198,7 @@ class _Header:
         f"the tensor {entry.name} has rows of {width} numbers, which blocks of "
         f"{block} do not fill"
       )
+    # Bytes of a row, which blocks of `block` numbers and `size` bytes fill.
     rows = (*entry.shape[:-1], width // block * size)
     count = math.prod(rows)
     begin += entry.offset

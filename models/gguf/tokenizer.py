@@ -105,6 +105,8 @@ def _make_backend(
       f"Each of {_KEYS.MERGES} in {file.path} must be two tokens and a blank."
     )
   pairs = [(parts[0], parts[1]) for parts in merges]
+  # As in Llama 3's tokenizer.json: a word in the vocabulary is one token, even
+  # where the merges do not lead to it.
   ignore_merges = split == _LLAMA
   try:
     bpe = models.BPE(vocabulary, pairs, ignore_merges=ignore_merges)

@@ -114,6 +114,8 @@ class _Dequantized:
     if self.reordered_heads is not None:
       order = _restore_order(self.stored.shape[0], self.reordered_heads)[rows]
     kind, data = self.stored.kind, self.stored.data
+    # A vector is a single row of blocks and is dequantized as a whole. Of a
+    # matrix, rows are selected first, so that only these become float32.
     if not rest:
       return gguf.dequantize(data, kind)[order]
     return gguf.dequantize(data[order], kind)[:, *rest]
