@@ -228,7 +228,12 @@ class Allocation(abc.ABC):
     )
 
   def check_protected(
-    self, protected: Bool[np.ndarray, " n"], budget: Budget, sizes: Sizes
+    self,
+    protected: Bool[np.ndarray, " n"],
+    budget: Budget,
+    sizes: Sizes,
+    *,
+    repeated: bool = False,
   ) -> None:
     """Refuses a row that protects more tokens than it keeps.
 
@@ -236,10 +241,12 @@ class Allocation(abc.ABC):
       protected: for each token of the row.
       budget: budget of the row.
       sizes: layers and heads that it is spread over.
+      repeated: whether more evictions follow.
 
     Raises:
       InputError: they are too many.
     """
+    del repeated
     lengths = np.array([len(protected)])
     most = int(self.counts(budget, lengths, sizes).min())
     if protected.sum() > most:

@@ -92,7 +92,12 @@ class LagLaw(Allocation):
       )
 
   def check_protected(
-    self, protected: Bool[np.ndarray, " n"], budget: Budget, sizes: Sizes
+    self,
+    protected: Bool[np.ndarray, " n"],
+    budget: Budget,
+    sizes: Sizes,
+    *,
+    repeated: bool = False,
   ) -> None:
     """Refuses a partition that protects more tokens than it keeps.
 
@@ -100,11 +105,15 @@ class LagLaw(Allocation):
       InputError: they are too many.
     """
     super().check_protected(protected, budget, sizes)
-    unscored = len(protected) < self.sinks + 2 * self.lag
-    if unscored and (self.of_row or not isinstance(budget, Retention)):
+    length = len(protected)
+    # The last complete partition and what follows it are kept, until more
+    # tokens come.
+    scored = (length - self.sinks) // self.lag - 1
+    end = length if repeated else self.sinks + scored * self.lag
+    if end <= self.sinks:
       return
-    per_partition = self.share(budget, len(protected))
-    for start in range(self.sinks, len(protected), self.lag):
+    per_partition = self.share(budget, length)
+    for start in range(self.sinks, end, self.lag):
       count = protected[start : start + self.lag].sum()
       if count > per_partition:
         raise InputError(

@@ -59,14 +59,19 @@ class PerChunk(Allocation):
     return np.array(kept, np.int32)
 
   def check_protected(
-    self, protected: Bool[np.ndarray, " n"], budget: Budget, sizes: Sizes
+    self,
+    protected: Bool[np.ndarray, " n"],
+    budget: Budget,
+    sizes: Sizes,
+    *,
+    repeated: bool = False,
   ) -> None:
     """Refuses a chunk that protects more tokens than it keeps.
 
     Raises:
       InputError: they are too many.
     """
-    del sizes
+    del sizes, repeated
     length = len(protected)
     kept = self.parts(budget, np.array([length]), length)[0]
     for chunk, most in enumerate(kept):

@@ -7,8 +7,9 @@ import numpy as np
 
 from kvjax.activations import Activations
 from kvjax.engine.compress import Evaluated, Evaluation, evaluate_layer
+from kvjax.engine.layer_budgets import compressed_layers
 from kvjax.engine.plans import Plan
-from kvjax.engine.prepared import PreparedPlan, compressed_layers
+from kvjax.engine.prepared import PreparedPlan
 from kvjax.model import Geometry
 
 # Results of the evaluations of a layer, with the number of the layer that was

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.allocation.base import Allocation
+from kvjax.allocation.base import Allocation, Sizes
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
-from kvjax.model import Geometry
+from kvjax.model import Geometry, LayerSpec
 from kvjax.options.budgets import Budget, PerLayer
+from kvjax.prompts import Prompts
 
 
 def layer_budgets(plan: Plan, geometry: Geometry) -> list[Budget]:
@@ -65,3 +66,45 @@ def check_counts(
       f"{rows} rows a number of tokens, 0 or more; it gave "
       f"{counts.tolist()!r:.80}."
     )
+
+
+def kv_heads(plan: Plan, spec: LayerSpec) -> int:
+  """Number of heads that store keys and values in a plan's cache."""
+  return spec.heads if plan.per_query_head else spec.kv_heads
+
+
+def compressed_layers(plan: Plan, geometry: Geometry) -> tuple[bool, ...]:
+  """For each layer, whether the plan's method evicts from it."""
+  return tuple(
+    spec.compressible and not plan.method.traits.keeps_layer(layer)
+    for layer, spec in enumerate(geometry.layers)
+  )
+
+
+def budget_sizes(plan: Plan, geometry: Geometry) -> Sizes:
+  """The layers that share a budget, and their heads."""
+  return Sizes(
+    tuple(kv_heads(plan, s) for s in geometry.layers if s.compressible)
+  )
+
+
+def check_protected(plan: Plan, prompts: Prompts, geometry: Geometry) -> None:
+  """Refuses prompts that protect more tokens than are kept.
+
+  Raises:
+    InputError: see `Allocation.check_protected`.
+  """
+  if plan.decoding is not None:
+    check_protected(plan.decoding, prompts, geometry)
+  if prompts.protected is None or plan.method.traits.keeps_all:
+    return
+  budgets = dict.fromkeys(layer_budgets(plan, geometry))
+  rows = zip(prompts.protected, np.asarray(prompts.lengths), strict=True)
+  for protected, length in rows:
+    for budget in budgets:
+      plan.spread.check_protected(
+        protected[:length],
+        budget,
+        budget_sizes(plan, geometry),
+        repeated=not plan.schedule.is_whole_prompt,
+      )

@@ -27,6 +27,7 @@ from kvjax.engine.evaluate import (
   find_evaluated,
   list_evaluations,
 )
+from kvjax.engine.layer_budgets import check_protected
 from kvjax.engine.model_layers import layer_stacks
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import (
@@ -84,6 +85,7 @@ def prefill(
   block = max(plan.schedule.block, plan.schedule.first or 0)
   check_context(model, max_span(plan, np.asarray(prompts.lengths), block))
   _check_plan(model, plan)
+  check_protected(plan, prompts, model.geometry)
   return prefill_blocks(model, params, prompts, plan)
 
 

@@ -10,7 +10,15 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.allocation.base import LayerBudget, Sizes
 from kvjax.cache.layers import LayerCache
 from kvjax.calibration.record import Calibrated
-from kvjax.engine.layer_budgets import by_layer, check_counts, layer_budgets
+from kvjax.engine.layer_budgets import (
+  budget_sizes,
+  by_layer,
+  check_counts,
+  check_protected,
+  compressed_layers,
+  kv_heads,
+  layer_budgets,
+)
 from kvjax.engine.plans import Plan
 from kvjax.model import Geometry, LayerSpec
 from kvjax.options.budgets import Retention, Tokens
@@ -166,7 +174,7 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
   lengths = np.asarray(prompts.lengths)
   padded = prompts.tokens.shape[1]
   check_protected(plan, prompts, geometry)
-  spread, sizes = plan.spread, _sizes(plan, geometry)
+  spread, sizes = plan.spread, budget_sizes(plan, geometry)
   budgets = layer_budgets(plan, geometry)
   counts = by_layer(budgets, lambda b: spread.counts(b, lengths, sizes))
   check_counts(spread, counts, sizes.layers, len(lengths))
@@ -234,7 +242,7 @@ def prepare_calibrated(
   """
   lengths = np.asarray(prompts.lengths)
   padded = prompts.tokens.shape[1]
-  sizes = _sizes(plan, geometry)
+  sizes = budget_sizes(plan, geometry)
   assert isinstance(plan.budget, Calibrated)
   counts, totals = [], []
   parts: list[Int[np.ndarray, "1 P"]] = []
@@ -303,23 +311,6 @@ def prepare_repeated(
   )
 
 
-def check_protected(plan: Plan, prompts: Prompts, geometry: Geometry) -> None:
-  """Refuses prompts that protect more tokens than are kept.
-
-  Raises:
-    InputError: see `Allocation.check_protected`.
-  """
-  if prompts.protected is None or plan.method.traits.keeps_all:
-    return
-  budgets = dict.fromkeys(layer_budgets(plan, geometry))
-  rows = zip(prompts.protected, np.asarray(prompts.lengths), strict=True)
-  for protected, length in rows:
-    for budget in budgets:
-      plan.spread.check_protected(
-        protected[:length], budget, _sizes(plan, geometry)
-      )
-
-
 def max_span(
   plan: Plan, lengths: Int[np.ndarray, " B"], block: int
 ) -> Int[np.ndarray, " B"]:
@@ -332,26 +323,6 @@ def max_span(
     return lengths
   counts = plan.spread.counts(plan.fixed_budget, lengths, Sizes((1,)))[0]
   return np.minimum(lengths, counts + block)
-
-
-def kv_heads(plan: Plan, spec: LayerSpec) -> int:
-  """Number of heads that store keys and values in a plan's cache."""
-  return spec.heads if plan.per_query_head else spec.kv_heads
-
-
-def compressed_layers(plan: Plan, geometry: Geometry) -> tuple[bool, ...]:
-  """For each layer, whether the plan's method evicts from it."""
-  return tuple(
-    spec.compressible and not plan.method.traits.keeps_layer(layer)
-    for layer, spec in enumerate(geometry.layers)
-  )
-
-
-def _sizes(plan: Plan, geometry: Geometry) -> Sizes:
-  """The layers that share a budget, and their heads."""
-  return Sizes(
-    tuple(kv_heads(plan, s) for s in geometry.layers if s.compressible)
-  )
 
 
 def _round_capacities(slots: Int[np.ndarray, " C"]) -> Int[np.ndarray, " C"]:

@@ -60,7 +60,7 @@ class H2O(ScoringMethod):
       scores = _received(cache, activations)
     if self.normalize:
       newest = jnp.maximum(
-        jnp.max(activations.positions, axis=-1)[:, None],
+        jnp.max(activations.positions, axis=-1, initial=-1)[:, None],
         jnp.max(cache.positions, axis=-1),
       )
       # A token at p is visible to the queries p to newest, itself included.

@@ -97,6 +97,41 @@ def test_too_much_protection_is_refused():
   )
 
 
+@pytest.mark.parametrize(
+  "schedule", [kvjax.Schedule(block=8), kvjax.Schedule(block=8, every=1)]
+)
+def test_too_much_protection_is_refused_in_blocks(schedule):
+  prompts = kvjax.Prompts.of([ROWS[0]], protected=[[i < 30 for i in range(61)]])
+  for name, said in (
+    ("keydiff", "30 tokens of a prompt are protected and 20 may be kept"),
+    ("lagkv:sinks=2:lag=6", "6 tokens of a partition of 6 are protected"),
+  ):
+    plan = kvjax.get_plan(name, budget_of(name), schedule)
+    with pytest.raises(InputError, match=said):
+      kvjax.prefill(MODEL, PARAMS, prompts, plan)
+
+
+def test_too_much_protection_is_refused_while_decoding():
+  prompts = kvjax.Prompts.of([ROWS[0]], protected=[[i < 30 for i in range(61)]])
+  later = kvjax.get_plan("keydiff", kvjax.Tokens(20), kvjax.Schedule(every=4))
+  plan = kvjax.get_plan("snapkv", kvjax.Tokens(40), decoding=later)
+  with pytest.raises(InputError, match=r"30 tokens .* and 20 may be kept"):
+    kvjax.prefill(MODEL, PARAMS, prompts, plan)
+
+
+def test_the_last_partitions_of_a_whole_prompt_may_be_protected():
+  """LagKV keeps them, until more tokens follow."""
+  name = "lagkv:sinks=2:lag=6"
+  for length, protected in ((61, 8), (13, 9)):
+    mask = [i >= length - protected for i in range(length)]
+    prompts = kvjax.Prompts.of([ROWS[0][:length]], protected=[mask])
+    cache, _ = kvjax.prefill(
+      MODEL, PARAMS, prompts, kvjax.get_plan(name, kvjax.Retention(0.25))
+    )
+    for heads in kept_positions(cache, 0):
+      assert all(set(np.flatnonzero(mask)) <= set(kept) for kept in heads)
+
+
 def test_a_mask_says_something_of_every_token():
   with pytest.raises(InputError, match=r"as each row has tokens, \[61, 40\]"):
     kvjax.Prompts.of(ROWS, protected=[[True], [False] * 40])

@@ -96,6 +96,14 @@ def test_four_devices_equal_one(name):
   np.testing.assert_allclose(own, logits, rtol=0, atol=1e-5)
 
 
+def test_normalized_attention_evicts_repeatedly():
+  plan = kvjax.get_plan(
+    "h2o.kvpress", kvjax.Tokens(20), kvjax.Schedule(block=8, every=1)
+  )
+  cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+  assert int(cache.lengths.max()) == 20
+
+
 @pytest.mark.parametrize(
   ("name", "budget", "beside"),
   [
