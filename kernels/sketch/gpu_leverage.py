@@ -38,6 +38,7 @@ def leverage_tiles(
     lengths: shared memory to stage the output.
   """
   group, width, valid = share.group, tiles.shape[2], projected.shape[1]
+  # Copies never write the padding rows, and 0 * NaN is NaN.
   if valid < width:
     for stage in range(tiles.shape[1]):
       tiles[group, stage] = jnp.zeros(tiles.shape[2:], jnp.float32)

@@ -102,6 +102,7 @@ def _sketch_tile(
     for summed in (mean, gram, count):
       summed[...] = jnp.zeros(summed.shape, jnp.float32)
 
+  # NaN in an empty slot affects only its own column, which is masked below.
   rows = keys[0, 0, 0].astype(jnp.float32) - shift[0, 0, 0]
   columns = _product(factor[0], rows, 1, 1)
   tile = columns.shape[1]
@@ -153,6 +154,7 @@ def leverage_rows(
 def _leverage_tile(projected: Any, mean: Any, whitener: Any, rows: Any) -> None:
   """Whitens a tile of columns and sums their squares."""
   whitened = _product(whitener[0, 0, 0], projected[0, 0, 0], 1, 0)
+  # The product turns the row `mean` into a column, which can be subtracted.
   whitened -= _product(whitener[0, 0, 0], mean[0, 0, 0], 1, 1)
   rows[0, 0, 0] = jnp.sum(whitened * whitened, axis=0, keepdims=True)
 
@@ -172,6 +174,7 @@ def _product(
 
 def _tile(slots: int, numbers: int) -> int:
   """Returns the slots per step, a multiple of 128 or all."""
+  # Slots are lanes in the results, hence 128.
   return min(slots, max(_STEP // numbers // 128, 1) * 128)
 
 
