@@ -81,6 +81,7 @@ def _chunk(
   joined, size, dim = queries.shape
   tile = logits(queries[...].reshape(-1, dim), keys[...], scale)
   tile = jnp.where(valid[...] > 0, tile, MASKED)
+  # A valid query sees at least itself, so the maximum is a real logit.
   weights = jnp.exp(tile - jnp.max(tile, axis=1, keepdims=True))
   weights = weights / jnp.sum(weights, axis=1, keepdims=True)
   # An invalid query may be NaN.
