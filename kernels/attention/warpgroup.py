@@ -46,6 +46,7 @@ class PartialSums(NamedTuple):
   def none(cls, dim: int) -> "PartialSums":
     """Returns the state before the first key, in registers."""
 
+    # A loop's carry must begin in the layout that its body returns.
     def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
       return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
@@ -138,6 +139,7 @@ class Tiles(NamedTuple):
     vector = plgpu.SMEM((ROWS,), jnp.float32)
     return cls(
       tile,
+      # Rows and output share memory, which lets two blocks fit.
       plgpu.RefUnion((rows, rows), plgpu.SMEM((ROWS, dim), jnp.float32)),
       tile,
       square,
@@ -190,7 +192,7 @@ def attend(
   (key_rows, value_rows), _ = tiles.rows
 
   def rows(ref: Any) -> Array:
-    # By default Mosaic refuses a load that it cannot vectorize.
+    # By default, Mosaic refuses a load that is not fully optimized.
     read = plgpu.load(ref.at[buffer], layout=MATRIX, optimized=False)
     return read.astype(dtype)
 

@@ -168,6 +168,7 @@ def sweep(
         **options,
       )
 
+    # The range of tiles depends on the data, so the grid is one per block.
     carry = plgpu.emit_pipeline(
       step,
       grid=(stop - first,),

@@ -163,11 +163,13 @@ def causal_mass_tpu(
       scratch_shapes=[pltpu.VMEM((rows, 1), jnp.float32)] * 2,
     ),
     out_shape=jax.ShapeDtypeStruct(masses, jnp.float32),
+    # Tiles of queries add to the same masses, so their axis is not parallel.
     compiler_params=params(2, 3),
     name="causal_mass",
   )(
     last,
     first,
+    # Heads are joined only if there is one tile of queries.
     jnp.tile(row_positions, (1, plan.joined))[:, None],
     column_positions[:, :, None],
     queries,

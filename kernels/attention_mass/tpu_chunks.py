@@ -44,6 +44,7 @@ def chunk_mass_tpu(
   joined = joined_heads(group, _LOGITS // size**2)
   parts = heads // joined
   kv_head_of = functools.partial(kv_head, joined=joined, group=group)
+  # Queries and keys need no copy: beyond T they are undefined, but masked.
   padded_valid = pad_to_multiple(valid.astype(jnp.int32), 2, size, 0)[
     :, :, None
   ]

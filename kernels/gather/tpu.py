@@ -135,6 +135,7 @@ def _stream(
       grid=(batch, kv_heads, count),
       in_specs=[*scalars, lines, *[blocks(False, read, dim)] * 2, *old_numbers],
       out_specs=[*[blocks(True, write, dim)] * 2, *[lines] * len(numbers)],
+      # Scratch outlives a step: the words of a source tile.
       scratch_shapes=[pltpu.VMEM((read // packing, dim), jnp.uint32)] * 2,
     ),
     out_shape=results,

@@ -117,6 +117,7 @@ def paged_attention_gpu(
     rows(keys),
     rows(values),
   )
+  # One block per row would leave most multiprocessors idle.
   splits = max(1, min(chunks, warpgroup.WARPGROUPS // batch))
   chunks_per_split = -(-chunks // splits)
   # Rounding up may leave the last splits without chunks.

@@ -39,6 +39,7 @@ def largest_gpu(
     grid_names=("row",),
   )(padded, jnp.minimum(counts, size).reshape(rows))
   per_row = (*counts.shape, 1)
+  # `end` counts from the first slot, so that padding does not shift it.
   chosen = within_limits(scores, least.reshape(per_row), end.reshape(per_row))
   return mask_to_slots_xla(chosen, size)
 

@@ -54,6 +54,7 @@ def mask_to_slots_xla(
   if mask.shape[-1] <= _SHORT:
     slots = _slots(mask.shape)
     return _ascending(jnp.where(mask, slots, slots.shape[-1]), size)
+  # The lanes are a multiple of the bits of a word.
   mask = _pad_lanes(mask, False)
   *rows, width = mask.shape
   # Sums and scatters run over words of 32 slots, not over slots.

@@ -63,7 +63,7 @@ def sketch(
     shift = near_mean(by_chunk(keys, chunk), chunk_valid)
   else:
     shift = jnp.zeros((*lead, dim), jnp.float32)
-  # Shared memory has tiles of 8 rows of 128 bytes: only whole ones are copied.
+  # Mosaic copies tiles of 8 rows of 128 bytes, and only whole ones.
   keys = jnp.pad(keys, ((0, 0), (0, 0), (0, -keys.shape[2] % 8), (0, 0)))
   factor = jnp.pad(factor, ((0, 0), (0, 0), (0, width - columns)))
   tiles = ((0, 0),) * 3 + ((0, -slots % TILE),)

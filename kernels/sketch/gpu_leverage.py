@@ -60,6 +60,7 @@ def leverage_tiles(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.commit_smem()
 
+    # Slots are rows of the product: the matrix units multiply at least 64.
     def whiten(acc: Ref) -> Float[Array, "C k"]:
       for i, j in PAIRS:
         right = whiteners.at[pl.ds(j * width, width)].transpose((1, 0))

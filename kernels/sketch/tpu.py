@@ -54,6 +54,7 @@ def sketch(
       pl.BlockSpec((1, width, dim), lambda b, k, c, t: (k, 0, 0)),
       _chunk_block(1, dim),
     ],
+    # Sums keep their block over the tiles of a chunk and add up in VMEM.
     out_specs=[
       _slots_block(width, tile),
       _chunk_block(1, width),
@@ -121,6 +122,7 @@ def _sketch_tile(
     def _() -> None:
       final_mean = mean[0, 0, 0] / jnp.maximum(count[...], 1.0)
       mean[0, 0, 0] = final_mean
+      # sum (x - m)(x - m)' = sum x x' - n m m', as in `sketched.centered`.
       outer = _product(final_mean, final_mean, 0, 0)
       gram[0, 0, 0] -= count[...] * outer
 

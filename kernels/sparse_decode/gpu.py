@@ -87,6 +87,7 @@ def sparse_decode_gpu(
   # MAX_CHUNKS may need more splits, rounding up fewer.
   splits = -(-chunks // chunks_per_split)
   grouped = queries.reshape(batch, lists, group, dim)
+  # The matrix units multiply at least 64 rows.
   padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, ROWS - group), (0, 0)))
   operands = _Operands(
     layer[None],

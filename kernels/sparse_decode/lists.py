@@ -77,6 +77,7 @@ class Lists(NamedTuple):
     named = jnp.where(slots >= 0, numbers[None, None], 0)
     return cls(
       jnp.max(named, axis=-1, initial=0),
+      # Kernels fetch a slot for every entry, without a branch.
       to_chunks(jnp.clip(slots, 0, keys.shape[3] - 1)),
       to_chunks(slots, -1),
       None if bias is None else to_chunks(bias.astype(jnp.float32)),

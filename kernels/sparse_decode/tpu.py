@@ -122,6 +122,7 @@ def _call(operands: _Operands) -> tuple[Float[Array, "B H G _"], ...]:
       (1, 1, *rest), lambda b, h, *_: (b, h, *(0 for _ in rest))
     )
 
+  # The kernel itself copies rows: a BlockSpec would fetch whole tiles.
   everything = pl.BlockSpec(memory_space=pltpu.HBM)
   numbers = pl.BlockSpec(
     (1, *operands.numbers.shape[1:]),
@@ -150,6 +151,7 @@ def _call(operands: _Operands) -> tuple[Float[Array, "B H G _"], ...]:
       scratch_shapes=(rows, rows, pltpu.SemaphoreType.DMA((2,))),
     ),
     compiler_params=pltpu.CompilerParams(
+      # No prefetch crosses lists, so their order does not matter.
       dimension_semantics=("parallel", "parallel"),
       # Bounds checks take longer than starting a copy; all slots are valid.
       disable_bounds_checks=True,
