@@ -87,12 +87,14 @@ def dispatch(
   run = functools.partial(programs.xla, **options)
   if chosen == "xla" or (chosen is None and platform == "cpu"):
     return run(*operands)
+  # "pallas" on a CPU means the TPU kernels, which it can only interpret.
   kernel = programs.gpu if platform == "gpu" else programs.tpu
   kernel = functools.partial(kernel, **options)
   try:
     if platform == "gpu":
       _check_gpu()
     return _on_mesh(kernel, operands, spread, result)
+  # Kernels decline while they are traced, so nothing has run yet.
   except NotImplementedError:
     if chosen == "pallas":
       raise
@@ -108,6 +110,7 @@ def _check_gpu() -> None:
   Raises:
     NotImplementedError: the GPU lacks Hopper's instructions.
   """
+  # `platform` may name a GPU on a machine that has none.
   if jax.default_backend() != "gpu":
     return
   capability = jax.devices()[0].compute_capability
@@ -125,15 +128,19 @@ def _on_mesh(
 ) -> Any:
   """Runs a kernel on each device's shard of the operands."""
   mesh = jax.sharding.get_abstract_mesh()
+  # Inside an outer shard_map the axes are manual: operands are shards already.
   if mesh.size <= 1 or not set(AXES) <= set(mesh.auto_axes):
     return kernel(*operands)
   sizes = [
     (letter, size)
     for operand, letters in zip(operands, spread, strict=True)
     for array in jax.tree.leaves(operand)
+    # Only leading axes have letters, so the shapes are longer.
     for letter, size in zip(letters, array.shape, strict=False)
   ]
   # Shard an axis only if all operands divide evenly; replicate it otherwise.
+  # "K" covers both N and K: contiguous shards of both keep query head j on the
+  # device of its KV head, j // (N / K).
   axes = {
     letter: axis
     for letter, axis in zip("BK", AXES, strict=True)
@@ -141,6 +148,7 @@ def _on_mesh(
   }
 
   def spec(letters: str) -> PartitionSpec:
+    # Letters without a mesh axis, such as L, map to None: replicated.
     return PartitionSpec(*map(axes.get, letters))
 
   return jax.shard_map(
@@ -150,6 +158,7 @@ def _on_mesh(
       for operand, letters in zip(operands, spread, strict=True)
     ),
     out_specs=jax.tree.map(spec, result),
+    # A pallas_call does not say over which mesh axes its results vary.
     check_vma=False,
   )(*operands)
 

@@ -17,6 +17,7 @@ def as_stack(tree: PyTree, layer: Layer) -> tuple[PyTree, Int[Array, ""]]:
   """
   if layer is not None:
     return tree, jnp.asarray(layer, jnp.int32)
+  # Adding an axis of size 1 is a reshape, so nothing is copied.
   return jax.tree.map(lambda x: x[None], tree), jnp.zeros((), jnp.int32)
 
 
@@ -24,6 +25,7 @@ def index_stack(tree: PyTree, layer: Int[Array, ""]) -> PyTree:
   """Slices one layer out of stacks; XLA fuses the slices into their readers."""
 
   def index(x: Shaped[Array, "L *B"]) -> Shaped[Array, "*B"]:
+    # `layer` can only be 0 here. A static index costs nothing.
     if x.shape[0] == 1:
       return x[0]
     return jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
@@ -46,6 +48,8 @@ def gather_slots(
     stack,
     index,
     jax.lax.GatherDimensionNumbers(
+      # Layers (0) and slots (3) are indexed; rows and KV heads are batch axes
+      # of both operands, so that no index has to repeat them.
       offset_dims=(3,),
       collapsed_slice_dims=(0, 3),
       start_index_map=(0, 3),
@@ -66,11 +70,14 @@ def after(
   copies all layers of it. XLA sees the order only if what is written, or where,
   depends on what is read; it drops barriers before it decides.
   """
+  # Reads are slots or float vectors. Int8 entries would not do: every quantized
+  # vector has an entry of +-127, so that `never` would often be true.
   for read in reads:
     axes = tuple(range(2, read.ndim))
     # Never true, but the compiler cannot know.
     integer = jnp.issubdtype(read.dtype, jnp.integer)
     info = jnp.iinfo(read.dtype) if integer else jnp.finfo(read.dtype)
+    # An infinity is not finfo.max, so it does not set `never` either.
     never = jnp.max(read, axis=axes, initial=info.min) == info.max
     never = never.reshape(*never.shape, *[1] * (value.ndim - 2))
     value = jnp.where(never, -1, value)
@@ -99,12 +106,14 @@ def scatter_entries(
     index,
     entries.astype(stack.dtype),
     jax.lax.ScatterDimensionNumbers(
+      # The axes of `stack` are L, B, K and those of a head, hence axis + 3.
       update_window_dims=tuple(range(2, entries.ndim)),
       inserted_window_dims=(0, axis + 3),
       scatter_dims_to_operand_dims=(0, axis + 3),
       operand_batching_dims=(1, 2),
       scatter_indices_batching_dims=(0, 1),
     ),
+    # With B and K as batch axes, each scatter has a single index.
     indices_are_sorted=True,
     unique_indices=True,
     mode=jax.lax.GatherScatterMode.FILL_OR_DROP,

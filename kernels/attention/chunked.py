@@ -65,13 +65,16 @@ def _attend(
   layer: Int[Array, ""],
 ) -> Partial:
   slots = keys.shape[3]
+  # At least 512, since no more than QUERY_CHUNK queries arrive at a time.
   size = min(slots, LOGITS // queries.shape[3])
   if isinstance(keys, Quantized) or isinstance(values, Quantized):
     size = min(size, DEQUANTIZED)
   if keys.shape[0] > 1 and target_platform() == "cpu":
+    # Entries of one slot in all rows and KV heads, which are sliced together.
     slot = keys.shape[1] * keys.shape[2] * keys.shape[4]
     size = min(size, max(1, COPIED // slot))
   shape = queries.shape[:-1]
+  # All rows skip a chunk together, so that the latest query of any row counts.
   last_query = jnp.max(query_positions)
   before_window = None
   if options.window is not None:
@@ -151,17 +154,20 @@ def _update(
   visible: Array,
   options: AttentionOptions,
 ) -> _Running:
+  # NaN in empty keys needs no mask: the logits it reaches are replaced.
   logits = jnp.einsum(
     "bkgsd,bkcd->bkgsc", queries, keys, preferred_element_type=jnp.float32
   )
   logits = options.cap(logits * options.scale_of(queries.shape[-1]))
   logits = jnp.where(visible, logits, -jnp.inf)
   largest = jnp.maximum(running.largest, jnp.max(logits, axis=-1))
+  # Until a key is visible, all are -inf, and -inf - -inf is NaN.
   finite = jnp.where(jnp.isfinite(largest), largest, 0.0)
   weights = jnp.exp(logits - finite[..., None])
   rescale = jnp.exp(running.largest - finite)
   weighted = jnp.einsum(
     "bkgsc,bkcd->bkgsd",
+    # Products take the values' dtype; the sum of weights stays float32.
     weights.astype(values.dtype),
     values,
     preferred_element_type=jnp.float32,

@@ -92,6 +92,7 @@ def decline_unless_plain(
   scale = options.scale_of(dim)
   reasons = {
     "a window": options.window is not None,
+    # A configured scale may equal D^-1/2 only up to rounding.
     f"logits scaled by {scale:g}": not math.isclose(scale, dim**-0.5),
     "capped logits": options.softcap is not None,
     "sinks": sinks is not None,

@@ -34,6 +34,7 @@ class Partial(NamedTuple):
       weighted: sum of the values, weighted by the same exponentials.
       dtype: of the output.
     """
+    # Without visible keys: 0 / 1 = 0, and -inf + log 1 = -inf.
     positive = jnp.where(total > 0, total, 1.0)
     output = (weighted / positive[..., None]).astype(dtype)
     return cls(output, largest + jnp.log(positive))
@@ -41,6 +42,7 @@ class Partial(NamedTuple):
 
 def merge(one: Partial, other: Partial) -> Partial:
   """Combines attention to two disjoint sets of keys."""
+  # Outputs are normalized, so exp(lse) is the total that each one represents.
   largest = jnp.maximum(one.lse, other.lse)
   shift = jnp.where(jnp.isfinite(largest), largest, 0.0)
   first, second = jnp.exp(one.lse - shift), jnp.exp(other.lse - shift)
@@ -63,6 +65,7 @@ def with_sinks(partial: Partial, sinks: Float[Array, " N"]) -> Partial:
   other_axes = (0, *range(2, partial.lse.ndim))
   logits = jnp.expand_dims(sinks.astype(jnp.float32), other_axes)
   lse = jnp.logaddexp(partial.lse, logits)
+  # exp(-inf) = 0 leaves the zeros of a query that attends to nothing.
   share = jnp.exp(partial.lse - jnp.where(jnp.isfinite(lse), lse, 0.0))
   output = share[..., None] * partial.output.astype(jnp.float32)
   return Partial(output.astype(partial.output.dtype), lse)

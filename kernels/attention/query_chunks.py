@@ -40,6 +40,7 @@ def in_query_chunks(
   chunks = -(-length // size)
   extra = chunks * size - length
   grouped = jnp.pad(grouped, ((0, 0),) * 3 + ((0, extra), (0, 0)))
+  # Padding queries precede all keys, so they attend to none.
   positions = jnp.pad(query_positions, ((0, 0), (0, extra)), constant_values=-1)
 
   def one_chunk(index: Int[Array, ""]) -> Partial:
@@ -50,6 +51,7 @@ def in_query_chunks(
     )
 
   def join(chunked: Float[Array, "C B K G c *D"]) -> Float[Array, "B N S *D"]:
+    # The chunk axis belongs right before the queries of a chunk.
     chunked = jnp.moveaxis(chunked, 0, 3)
     joined = chunked.reshape(batch, heads, chunks * size, *chunked.shape[5:])
     return joined[:, :, :length]

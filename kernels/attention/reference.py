@@ -28,6 +28,7 @@ def attention_reference(
     batch, kv_heads, heads // kv_heads, length, dim
   )
   valid = key_positions >= 0
+  # Empty slots may contain NaN, and 0 * NaN is NaN.
   keys = jnp.where(valid[..., None], keys.astype(jnp.float32), 0.0)
   values = jnp.where(valid[..., None], values.astype(jnp.float32), 0.0)
   products = jnp.einsum("bkgsd,bktd->bkgst", grouped, keys)

@@ -60,8 +60,10 @@ class Running(NamedTuple):
       preferred_element_type=jnp.float32,
     )
     logits = product(queries.astype(keys.dtype), keys, (((1,), (1,)), ((), ())))
+    # Not the queries: scaled ones would be rounded to their dtype.
     logits = logits * queries.shape[-1] ** -0.5
     if key_scales is not None:
+      # A slot has one scale, so it factors out of the sum over D.
       logits = logits * key_scales
     if bias is not None:
       logits = logits + bias
@@ -70,12 +72,14 @@ class Running(NamedTuple):
     # Avoid -inf - -inf = NaN as long as no key is visible.
     shift = jnp.where(largest == -jnp.inf, 0.0, largest)
     weights = jnp.exp(logits - shift)
+    # Value scales belong to the values, so the denominator goes without them.
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if value_scales is not None:
       weights = jnp.where(visible, weights * value_scales, 0.0)
     added = product(
       weights.astype(values.dtype), values, (((1,), (0,)), ((), ()))
     )
+    # exp(-inf) = 0 in the first step, where there is nothing to rescale.
     rescale = jnp.exp(self.largest - shift)
     return Running(
       largest, self.total * rescale + total, self.weighted * rescale + added

@@ -46,6 +46,7 @@ class PartialSums(NamedTuple):
   def none(cls, dim: int) -> "PartialSums":
     """Returns the state before the first key, in registers."""
 
+    # A loop's carry must begin in the layout that its body returns.
     def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
       return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
@@ -62,6 +63,7 @@ class PartialSums(NamedTuple):
     """Returns the output shapes for a grid of `lead` thread blocks."""
     return cls(
       jax.ShapeDtypeStruct((*lead, queries, dim), jnp.float32),
+      # Vectors keep their padding, a whole tile; `joined` drops it.
       jax.ShapeDtypeStruct((*lead, ROWS), jnp.float32),
       jax.ShapeDtypeStruct((*lead, ROWS), jnp.float32),
     )
@@ -76,6 +78,7 @@ class PartialSums(NamedTuple):
     parts, total = self.largest[..., :queries], self.total[..., :queries]
     largest = jnp.max(parts, axis=-2, keepdims=True)
     shift = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    # A part of which nothing is visible has -inf and gets a share of 0.
     share = jnp.exp(parts - shift)
     return Partial.of(
       jnp.squeeze(largest, -2),
@@ -136,6 +139,7 @@ class Tiles(NamedTuple):
     vector = plgpu.SMEM((ROWS,), jnp.float32)
     return cls(
       tile,
+      # Rows and output share memory, which lets two blocks fit.
       plgpu.RefUnion((rows, rows), plgpu.SMEM((ROWS, dim), jnp.float32)),
       tile,
       square,
@@ -188,6 +192,7 @@ def attend(
   (key_rows, value_rows), _ = tiles.rows
 
   def rows(ref: Any) -> Array:
+    # By default, Mosaic refuses a load that is not fully optimized.
     read = plgpu.load(ref.at[buffer], layout=MATRIX, optimized=False)
     return read.astype(dtype)
 
@@ -196,8 +201,10 @@ def attend(
   plgpu.commit_smem()
 
   logits = adjust(_product(tiles.queries, tiles.tile.T, ROWS))
+  # `_product` has waited for the matrix units, so `tile` may be overwritten.
   values = rows(value_rows)
   if value_scales is None:
+    # Empty values may be NaN, and 0 * NaN is NaN; int8 entries never are.
     filled = jax.lax.broadcast_in_dim(valid(OF_ROWS), (ROWS, dim), (0,))
     values = jnp.where(filled, values, jnp.zeros_like(values))
   tiles.tile[...] = values
@@ -212,6 +219,8 @@ def attend(
     weights = jnp.where(along_columns(valid(OF_COLUMNS)), scaled, 0.0)
 
   tiles.weights[...] = weights.astype(dtype)
+  # One commit for the values and the weights. It also synchronizes the threads:
+  # all have read this buffer, so that the next fetch may overwrite it.
   plgpu.commit_smem()
 
   rescaled = state.weighted * jax.lax.broadcast_in_dim(
@@ -223,6 +232,7 @@ def attend(
 
 def _product(left: Any, right: Any, columns: int) -> Array:
   def run(accumulator: Any) -> Array:
+    # Runs in the background; reading the accumulator waits for it.
     plgpu.wgmma(accumulator, left, right)
     return accumulator[...]
 
@@ -232,13 +242,16 @@ def _product(left: Any, right: Any, columns: int) -> Array:
 
 def write(state: PartialSums, tiles: Tiles, to: PartialSums) -> None:
   """Writes the state to global memory, without the padding queries."""
+  # No fetch is under way after the last chunk, so the rows may be overwritten.
   _, weighted = tiles.rows
   staged = PartialSums(weighted, tiles.largest, tiles.total)
   for value, ref in zip(state, staged, strict=True):
     plgpu.store(ref, value, optimized=False)
   plgpu.commit_smem()
+  # Of the 64 rows, the output in global memory has only those of real queries.
   queries = pl.ds(0, to.weighted.shape[0])
   plgpu.copy_smem_to_gmem(weighted.at[queries], to.weighted)
   plgpu.copy_smem_to_gmem(tiles.largest, to.largest)
   plgpu.copy_smem_to_gmem(tiles.total, to.total)
+  # Shared memory is gone when the block ends.
   plgpu.wait_smem_to_gmem(0)

@@ -47,6 +47,7 @@ def chunk_mass_gpu(
     NotImplementedError: the chunks are not a multiple of 128 slots, or `_mass`
       declines.
   """
+  # A single chunk may have any length: padding is masked by its position.
   if valid.shape[2] <= chunk:
     chunk = 0
   if chunk % ROWS:
@@ -82,15 +83,19 @@ def _mass(
       or an array is empty.
   """
   dtype, dim = queries.dtype, queries.shape[-1]
+  # Tensor cores multiply float32 as TF32, with 10 bits of mantissa.
   if dtype != keys.dtype or dtype not in (jnp.bfloat16, jnp.float16):
     raise NotImplementedError(f"There is no kernel for {dtype}, {keys.dtype}.")
   if dim % 64 or dim > 256 or not (queries.size and keys.size):
     raise NotImplementedError(f"There is no kernel for {queries.shape}.")
   slots = keys.shape[2]
   query_positions = pad_to_multiple(query_positions, 2, ROWS, -1)
+  # At -1, empty slots would be visible to every query, even to padding.
   key_positions = jnp.where(key_positions >= 0, key_positions, NEVER)
   key_positions = pad_to_multiple(key_positions, 2, ROWS, NEVER)
   queries, keys = (pad_to_multiple(x, 2, ROWS, 0) for x in (queries, keys))
+  # Rows are queries here and keys below, so that each block alone writes the
+  # result of its rows, without atomic additions.
   partial = sweep(
     LSE, queries, keys, query_positions, key_positions, scale, chunk
   )

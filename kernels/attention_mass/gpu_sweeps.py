@@ -54,6 +54,8 @@ def _add_exponentials(
   largest: Float[Array, " R"],
   total: Float[Array, " R"],
 ) -> tuple[Float[Array, " R"], Float[Array, " R"]]:
+  # While all logits are MASKED, each counts as exp(0) = 1. The first visible
+  # one scales this count to 0; without any, `_log_sum_exp` ignores it.
   new_largest = jnp.maximum(largest, jnp.max(logits, axis=1))
   new_terms = jnp.sum(jnp.exp(logits - _across(new_largest)), axis=1)
   return new_largest, total * jnp.exp(largest - new_largest) + new_terms
@@ -71,6 +73,7 @@ def _add_weights(
   return (mass + jnp.sum(jnp.exp(logits - _down(lse)), axis=1),)
 
 
+# The last query and the first key of two tiles decide if any pair is visible.
 LSE = Pass(
   lambda query, key: key <= query,
   jnp.max,
@@ -107,6 +110,7 @@ def sweep(
   heads = max(rows.shape[1], columns.shape[1])
   tiles = length // ROWS
   begin, end = _ends(kind, row_positions, column_positions, chunk)
+  # Callers pad columns to ROWS, a multiple of COLUMNS.
   parts = max(1, min(_BLOCKS // tiles, columns.shape[2] // COLUMNS))
 
   def kernel(
@@ -123,6 +127,7 @@ def sweep(
     n = jax.lax.axis_index("head")
     i, part = jax.lax.axis_index("tile"), jax.lax.axis_index("part")
 
+    # Arrays have N or K heads; query head n reads KV head n // (N / K).
     def of(x: Any) -> Array:
       return jax.lax.div(n, jnp.int32(heads // x.shape[1]))
 
@@ -163,6 +168,7 @@ def sweep(
         **options,
       )
 
+    # The range of tiles depends on the data, so the grid is one per block.
     carry = plgpu.emit_pipeline(
       step,
       grid=(stop - first,),
@@ -213,8 +219,11 @@ def _ends(
     row_chunk = jnp.arange(rows.shape[2]) * ROWS // chunk
     theirs = index * COLUMNS // chunk
     needed &= (row_chunk[:, None] == theirs[None])[None, None]
+  # With positions out of order, needed tiles may have gaps: the range covers
+  # them, and masks exclude their logits.
   begin = jnp.min(jnp.where(needed, index, len(index)), axis=-1)
   end = jnp.max(jnp.where(needed, index + 1, 0), axis=-1)
+  # If no tile is needed, end is 0: the range is empty, from 0 to 0.
   return jnp.minimum(begin, end), end
 
 

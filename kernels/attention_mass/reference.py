@@ -64,6 +64,7 @@ def _mass(
     sink = sinks.astype(jnp.float32)[None, :, None, None]
     sink = jnp.broadcast_to(sink, (*logits.shape[:-1], 1))
     logits = jnp.concatenate([logits, sink], axis=-1)
+  # A query that sees nothing gets NaN, which the last `where` removes.
   weights = jax.nn.softmax(logits, axis=-1)
   if sinks is not None:
     weights = weights[..., :-1]

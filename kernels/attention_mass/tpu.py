@@ -69,7 +69,9 @@ class _Plan(NamedTuple):
     """Plans tiles; short queries share one with other heads of their group."""
     width = min(_SLOTS, pl.cdiv(slots, 128) * 128)
     key_tiles = pl.cdiv(slots, width)
+    # 16 rows are a tile of bfloat16.
     size = min(_ROWS, pl.cdiv(length, 16) * 16)
+    # Each joined head has masses of its own, for all slots.
     limit = min(_ROWS // size, _MASSES // (key_tiles * width))
     group = heads // kv_heads
     joined = joined_heads(group, limit) if length <= size else 1
@@ -118,11 +120,14 @@ def causal_mass_tpu(
   kv_heads, slots = keys.shape[1:3]
   plan = _Plan.of(heads, kv_heads, length, slots)
   if plan.tiles == 1:
+    # Joined heads are `size` rows apart. With several tiles, the last one may
+    # be undefined beyond the queries, where the positions are -1.
     queries = pad_to_multiple(queries, 2, plan.size, 0)
   parts = heads // plan.joined
   queries = queries.reshape(batch, parts, -1, dim)
   row_positions = pad_to_multiple(query_positions, 1, plan.size, -1)
   last = jnp.max(row_positions.reshape(-1, plan.size), axis=1)
+  # Beyond every query, so that `first` ignores empty slots.
   column_positions = jnp.where(key_positions >= 0, key_positions, NEVER)
   column_positions = pad_to_multiple(column_positions, 2, plan.width, NEVER)
   first = jnp.min(column_positions.reshape(-1, plan.width), axis=1)
@@ -134,6 +139,7 @@ def causal_mass_tpu(
 
   rows, width = plan.rows, plan.width
   masses = (batch, parts, plan.joined, plan.slots)
+  # The innermost axes: tiles of queries, the two phases, tiles of keys.
   mass = pl.pallas_call(
     functools.partial(_tile, plan=plan, scale=dim**-0.5),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -157,11 +163,13 @@ def causal_mass_tpu(
       scratch_shapes=[pltpu.VMEM((rows, 1), jnp.float32)] * 2,
     ),
     out_shape=jax.ShapeDtypeStruct(masses, jnp.float32),
+    # Tiles of queries add to the same masses, so their axis is not parallel.
     compiler_params=params(2, 3),
     name="causal_mass",
   )(
     last,
     first,
+    # Heads are joined only if there is one tile of queries.
     jnp.tile(row_positions, (1, plan.joined))[:, None],
     column_positions[:, :, None],
     queries,
@@ -191,6 +199,7 @@ def _tile(
   """
   b, p, i, phase, j = map(pl.program_id, range(5))
   needed = plan.needed(b, p, i, j, last, first)
+  # Scratch is reset and finished even if the tile itself is not needed.
   begins, ends = j == 0, j == plan.key_tiles - 1
 
   @pl.when((phase == 0) & (i == 0) & begins)
@@ -211,6 +220,8 @@ def _tile(
   def _() -> None:
     tile = masked_logits()
     previous = largest[...]
+    # Until a key is visible, each masked one counts as exp(0) = 1; the first
+    # visible one scales this count to 0.
     new_largest = jnp.maximum(previous, jnp.max(tile, axis=1, keepdims=True))
     new_terms = jnp.sum(jnp.exp(tile - new_largest), axis=1, keepdims=True)
     total[...] = total[...] * jnp.exp(previous - new_largest) + new_terms
@@ -227,6 +238,7 @@ def _tile(
   @pl.when((phase == 1) & needed)
   def _() -> None:
     weights = jnp.exp(masked_logits() - largest[...])
+    # Rows are ordered by joined head, then query.
     new_terms = jnp.sum(weights.reshape(plan.joined, -1, plan.width), axis=1)
     columns = pl.ds(pl.multiple_of(j * plan.width, plan.width), plan.width)
     mass[:, columns] = mass[:, columns] + new_terms

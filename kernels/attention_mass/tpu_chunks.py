@@ -44,6 +44,7 @@ def chunk_mass_tpu(
   joined = joined_heads(group, _LOGITS // size**2)
   parts = heads // joined
   kv_head_of = functools.partial(kv_head, joined=joined, group=group)
+  # Queries and keys need no copy: beyond T they are undefined, but masked.
   padded_valid = pad_to_multiple(valid.astype(jnp.int32), 2, size, 0)[
     :, :, None
   ]
@@ -81,6 +82,7 @@ def _chunk(
   joined, size, dim = queries.shape
   tile = logits(queries[...].reshape(-1, dim), keys[...], scale)
   tile = jnp.where(valid[...] > 0, tile, MASKED)
+  # A valid query sees at least itself, so the maximum is a real logit.
   weights = jnp.exp(tile - jnp.max(tile, axis=1, keepdims=True))
   weights = weights / jnp.sum(weights, axis=1, keepdims=True)
   # An invalid query may be NaN.

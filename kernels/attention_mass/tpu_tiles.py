@@ -40,6 +40,7 @@ def column(row: Int[Array, "1 R"]) -> Int[Array, "R 1"]:
 
 def joined_heads(group: int, most: int) -> int:
   """Returns the largest divisor of the group that is at most `most`."""
+  # A divisor, so that the heads of a part all read the same KV head.
   return max(d for d in range(1, max(1, most) + 1) if group % d == 0)
 
 

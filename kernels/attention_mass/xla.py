@@ -81,6 +81,7 @@ def _mass(
     sinks: logits that join the denominators.
   """
   size = min(queries.shape[3], max(_QUERIES, _LOGITS // keys.shape[2]))
+  # Once: otherwise each tile of queries would convert all keys again.
   keys = keys.astype(jnp.float32)
 
   def add(
@@ -100,6 +101,7 @@ def _mass(
     logits = jnp.where(visible[:, :, None], options.cap(logits), -jnp.inf)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     if sinks is not None:
+      # Keeps exp(sinks - shift) from overflowing.
       largest = jnp.maximum(largest, sinks)
     shift = jnp.where(largest > -jnp.inf, largest, 0.0)
     weights = jnp.exp(logits - shift)
@@ -114,6 +116,7 @@ def _mass(
     return add(zero, (queries, query_positions))[0]
   tiles = (
     _split_tiles(queries, 3, size, 0),
+    # Padding queries see nothing and add nothing.
     _split_tiles(query_positions, 2, size, -1),
   )
   total, _ = jax.lax.scan(add, zero, tiles)

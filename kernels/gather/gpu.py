@@ -58,6 +58,7 @@ def _kernel(size: int, slots: Any, *refs: Any) -> None:
   loaded = []
   for i in range(_ROWS):
     place = block * _ROWS + i
+    # Loads have no condition: places and slots are clamped to valid ones.
     slot = slots[row, head, jnp.minimum(place, size - 1)]
     at = (row, head, jnp.maximum(slot, 0))
     loaded.append((place, slot, [source[at] for source in inputs]))

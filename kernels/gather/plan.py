@@ -47,19 +47,25 @@ class Plan(NamedTuple):
     batch, kv_heads, size = slots.shape
     rows = jnp.arange(size, dtype=jnp.int32)[None, None, None]
     edges = jnp.arange(1, tiles, dtype=jnp.int32)[None, None, :, None] * read
+    # Slots ascend, and -1 is below every edge: the minimum is the first row
+    # that is read from the tile at the edge or from a later one.
     after = jnp.where(slots[:, :, None] >= edges, rows, size)
     source_starts = jnp.min(after, axis=-1)
     target_starts = jnp.arange(0, size, write, dtype=jnp.int32)[None, None]
     target_starts = jnp.broadcast_to(
       target_starts, (batch, kv_heads, size // write)
     )
+    # A step begins wherever the source or the target tile changes. Steps that
+    # begin at `size` copy nothing.
     first = jnp.sort(
       jnp.concatenate([source_starts, target_starts], axis=-1), axis=-1
     )
+    # Tiles without rows start together with the next one, so that none is read.
     has_started = source_starts[:, :, None] <= first[..., None]
     has_started &= (source_starts < size)[:, :, None]
     return cls(
       source=jnp.sum(has_started.astype(jnp.int32), axis=-1),
+      # Empty steps stay at the last tile, which is then not moved again.
       target=jnp.minimum(first, size - 1) // write,
       first=jnp.pad(first, ((0, 0), (0, 0), (0, 1)), constant_values=size),
     )
@@ -77,6 +83,8 @@ def codes(
   """
   inside = slots % read
   size = LINES * packing
+  # Rows 0 to 7 of a group are the lowest parts of its eight words, as
+  # `words.pack_words` packs them.
   shift = inside % size // LINES * (32 // packing)
   word = inside // size * LINES + inside % LINES
   code = (word << SHIFT_BITS) | shift

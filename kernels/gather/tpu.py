@@ -70,6 +70,7 @@ def compact_tpu(
     raise NotImplementedError("The keys are too wide for a core's memory.")
   numbers = [positions]
   if received is not None:
+    # As integers: `_copy_numbers` adds zeros, and -0.0 + 0.0 would be 0.0.
     numbers.append(jax.lax.bitcast_convert_type(received, jnp.int32))
   gathered = _stream(keys, values, numbers, slots, read, write)
   new_positions, *rest = (
@@ -93,6 +94,7 @@ def _stream(
   batch, kv_heads, size = slots.shape
   dim = keys.shape[-1]
   packing = 4 // keys.dtype.itemsize
+  # The plan needs whole tiles; Pallas drops rows beyond the result.
   slots = jnp.pad(
     slots, ((0, 0), (0, 0), (0, -size % write)), constant_values=-1
   )
@@ -103,11 +105,13 @@ def _stream(
 
   def blocks(written: bool, *shape: int, **options: Any) -> pl.BlockSpec:
     def block(row: Array, head: Array, step: Array, *scalars: Any) -> Any:
+      # The scalars are those of `Plan`: source tiles, target tiles, first rows.
       tile = scalars[written][(row * kv_heads + head) * count + step]
       return (row, head, tile, *[0] * (len(shape) - 1))
 
     return pl.BlockSpec((1, 1, *shape), block, **options)
 
+  # Row addresses and bits go to scalar memory, slots to vector registers.
   codes = _to_tiles(plan.codes(slots, read, packing), 1, write)
   listed_bits = _to_tiles(plan.listed_bits(slots), 1, write // plan.TURN)
   slots = _to_tiles(slots, write // _LINE, _LINE)
@@ -131,6 +135,7 @@ def _stream(
       grid=(batch, kv_heads, count),
       in_specs=[*scalars, lines, *[blocks(False, read, dim)] * 2, *old_numbers],
       out_specs=[*[blocks(True, write, dim)] * 2, *[lines] * len(numbers)],
+      # Scratch outlives a step: the words of a source tile.
       scratch_shapes=[pltpu.VMEM((read // packing, dim), jnp.uint32)] * 2,
     ),
     out_shape=results,
@@ -184,11 +189,13 @@ def _kernel(
   at = head * steps + step
   before = jnp.maximum(at - 1, 0)
 
+  # Pallas has just moved the previous tile out: this one is undefined.
   @pl.when((step == 0) | (target[at] != target[before]))
   def _() -> None:
     for result, fill in zip(results, (0, 0, -1, 0), strict=False):
       result[...] = jnp.full(result.shape, fill, result.dtype)
 
+  # Several steps may read one source tile, which is packed only once.
   @pl.when((step == 0) | (source[at] != source[before]))
   def _() -> None:
     key_words[...] = words.pack_words(keys[0, 0])
@@ -203,6 +210,7 @@ def _kernel(
     # Mask the rows of earlier steps. Later steps overwrite rows after the last.
     done = jnp.maximum(begin - first_row, 0)
     listed = listed_bits[0, 0, 0, 0, number].astype(jnp.uint32)
+    # `done` is below 32, since the loop starts at the word of row `begin`.
     listed &= jnp.uint32(0xFFFFFFFF) << done.astype(jnp.uint32)
     words.copy_rows(codes, first_row, listed, pairs)
 
@@ -228,6 +236,8 @@ def _copy_numbers(
     inside = slots[at] - tile * (shape[0] * _LINE)
     in_tile = (inside >= 0) & (inside < shape[0] * _LINE)
     place = jnp.broadcast_to(inside & (_LINE - 1), shape)
+    # A core gathers only within a line of 128 lanes. So each line gathers, and
+    # the line that has the slot is kept.
     gathered = jnp.take_along_axis(
       source_numbers[0, 0, 0], place, axis=1, mode="promise_in_bounds"
     )

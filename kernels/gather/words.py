@@ -20,7 +20,11 @@ def pack_words(rows: Shaped[Array, "M D"]) -> UInt[Array, "W D"]:
   bits = 32 // packing
   signed = pltpu.bitcast(rows, _SIGNED[rows.dtype.itemsize])
   words = signed.astype(jnp.int32).astype(jnp.uint32)
+  # Parts are groups of eight rows, whole registers, so that no row moves
+  # between sublanes.
   parts = words.reshape(-1, packing, plan.LINES, rows.shape[-1])
+  # Conversion extended the signs: the shift drops those of the top part, masks
+  # the others.
   words = parts[:, packing - 1] << jnp.uint32(32 - bits)
   for part in range(packing - 1):
     low = parts[:, part] & _ones(packing)
@@ -69,6 +73,7 @@ def copy_rows(
     mask = _mask(listed >> jnp.uint32(group * size), lines, packing)
     place = (0, 0, pl.ds(first_row, size), slice(None))
     for all_words, (_, target) in zip(gathered, pairs, strict=True):
+      # Rows that are not listed in this step keep what earlier steps wrote.
       merged = _stack(all_words, lines) & mask
       merged |= pack_words(target[place]) & ~mask
       target[place] = unpack_words(merged, target.dtype)

@@ -77,6 +77,7 @@ def paged_attention_gpu(
   if len(dtypes) > 1 or not dtypes < {queries.dtype, jnp.dtype("int8")}:
     raise NotImplementedError(f"No pages of {dtypes} are read.")
   (dtype,) = dtypes
+  # Swizzled shared memory consists of rows of 128 bytes.
   if dim not in (64, 128) or dim * dtype.itemsize % 128:
     raise NotImplementedError(f"No rows of {dim} {dtype} are read.")
 
@@ -102,6 +103,7 @@ def paged_attention_gpu(
 
   owners = to_chunks(owners_of(query_positions, key_positions, heads), -1)
   chunks = owners.shape[1]
+  # From 1, so that the maximum is a number of chunks, 0 if none is visible.
   numbers = jnp.arange(1, chunks + 1, dtype=jnp.int32)
   any_visible = jnp.any(owners >= 0, axis=-1)
   padding = ((0, 0), (0, ROWS - query_heads), (0, 0))
@@ -115,8 +117,10 @@ def paged_attention_gpu(
     rows(keys),
     rows(values),
   )
+  # One block per row would leave most multiprocessors idle.
   splits = max(1, min(chunks, warpgroup.WARPGROUPS // batch))
   chunks_per_split = -(-chunks // splits)
+  # Rounding up may leave the last splits without chunks.
   splits = -(-chunks // chunks_per_split)
   leaves, tree = jax.tree.flatten(operands)
   partial = plgpu.kernel(
@@ -129,6 +133,7 @@ def paged_attention_gpu(
     out_type=PartialSums.shapes((batch, splits), query_heads, dim),
     grid=(batch, splits),
     grid_names=("row", "split"),
+    # Two copies per chunk, keys and values; one before, the queries.
     scratch_types=Tiles.types(dim, queries.dtype, dtype, True, 2, 1),
     compiler_params=warpgroup.PARAMS,
   )(*leaves)
@@ -162,6 +167,8 @@ def _kernel(*refs: Any, tree: Any, chunks_per_split: int, group: int) -> None:
 
   def fetch(number: Array) -> None:
     buffer = number & 1
+    # The last chunk may exceed T: its copy fills up with zeros, which have no
+    # owner.
     slots = pl.ds((first + number) * ROWS, ROWS)
     for source, rows in (
       (read.keys, key_rows),
@@ -172,6 +179,8 @@ def _kernel(*refs: Any, tree: Any, chunks_per_split: int, group: int) -> None:
       )
 
   def attend(number: Array, partial: PartialSums) -> PartialSums:
+    # The other buffer was read by the previous iteration, which synchronized
+    # its threads after that.
     pl.when(number + 1 < used)(lambda: fetch(number + 1))
     plgpu.barrier_wait(tiles.arrived.at[number & 1])
     at = (row, first + number)
@@ -208,6 +217,7 @@ def _attend(
       jnp.int32, logits.shape, 0, layout=warpgroup.MATRIX
     )
     owner = along(vector(read.owners))
+    # An owner of -1 matches no query. Padding queries match no owner.
     reads_head = (owner * group <= query) & (query < (owner + 1) * group)
     return jnp.where(reads_head, logits, -jnp.inf)
 

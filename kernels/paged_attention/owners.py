@@ -18,4 +18,5 @@ def owners_of(
   """
   visible = (key_positions >= 0) & (heads >= 0)[..., None]
   visible = visible & (key_positions <= query_positions[..., None])
+  # One number per slot tells kernels both whose it is and whether it is masked.
   return jnp.where(visible, heads[..., None], -1)

@@ -22,6 +22,7 @@ def paged_attention_reference(
   """Reference of `kvjax.kernels.paged_attention`, in O(N S R P) time."""
   keys, values = (dequantize(x, jnp.float32) for x in (keys, values))
   batch, query_heads, _, dim = queries.shape
+  # Slots of all pages form one axis, and each has the owner of its page.
   owner = jnp.repeat(heads, keys.shape[2], axis=1)
   positions = key_positions.reshape(batch, -1)
   valid = (positions >= 0) & (owner >= 0)

@@ -100,6 +100,8 @@ def _operands(
 
   def flat(x: Shaped[Array, "B R P"], fill: float) -> Shaped[Array, "B 1 T"]:
     x = x.reshape(batch, 1, -1)
+    # Only owners and scales are padded. Keys and values in the last block are
+    # undefined beyond T, where the owner is -1.
     extra = -x.shape[-1] % block
     return jnp.pad(x, ((0, 0), (0, 0), (0, extra)), constant_values=fill)
 
@@ -137,12 +139,16 @@ def _call(
   visible = operands.owners.reshape(batch, blocks, block) >= 0
   counts = jnp.sum(visible.astype(jnp.int32), axis=-1)
   numbers = jnp.arange(blocks, dtype=jnp.int32)
+  # Index of a block, 0 if none is visible; then `counts` skips block 0.
   last = jnp.max(jnp.where(counts > 0, numbers[None], 0), axis=-1)
 
+  # Outputs keep their block over all slots of a row: the state of the softmax
+  # stays in VMEM.
   def of_row(x: Any) -> pl.BlockSpec:
     return pl.BlockSpec((1, *x.shape[1:]), lambda b, i, *_: (b, 0, 0))
 
   # Nothing is fetched after the last visible block.
+  # Pallas fetches a block only if its index differs from that of the last step.
   row = pl.BlockSpec(
     (1, 1, block), lambda b, i, last, *_: (b, 0, jnp.minimum(i, last[b]))
   )
@@ -231,10 +237,12 @@ def _attend(
   keys, values = read.keys[0], read.values[0]
   # Quantized rows are multiplied in the precision of the queries.
   dtype = queries.dtype if keys.dtype == jnp.int8 else keys.dtype
+  # Invisible values may be NaN, and 0 * NaN is NaN; int8 entries never are.
   if ragged and values.dtype != jnp.int8:
     visible = jnp.transpose(owners) >= 0
     values = jnp.where(visible, values, jnp.zeros((), values.dtype))
   head = jax.lax.broadcasted_iota(jnp.int32, (queries.shape[0], 1), 0)
+  # Bounds need no division. An owner of -1 gives none: its heads end below 0.
   first = owners * group
   return running.after(
     queries,

@@ -78,6 +78,7 @@ def _attend_in_parts(
     update = _attend(queries_f32, query_positions, part, options)
     return merge(partial, update), None
 
+  # `merge` rounds to this dtype, which must not happen after every part.
   queries_f32 = queries.astype(jnp.float32)
   empty = Partial(
     jnp.zeros((*queries_f32.shape[:-1], pages.values.shape[-1]), jnp.float32),
@@ -95,6 +96,7 @@ def _attend(
 ) -> Partial:
   keys, values = (dequantize(x, queries.dtype) for x in pages[:2])
   positions, heads = pages[2:]
+  # An unused page gathers the queries of some head; all its slots are masked.
   valid = (positions >= 0) & (heads >= 0)[..., None]
   # Empty slots may contain NaN, and 0 * NaN is NaN.
   values = jnp.where(valid[..., None], values, jnp.zeros((), values.dtype))
@@ -111,6 +113,7 @@ def _attend(
   logits = options.cap(logits * options.scale_of(queries.shape[-1]))
   logits = jnp.where(visible[:, :, None], logits, -jnp.inf)
 
+  # All pages of a head share one maximum, so that their sums just add up.
   owns = heads[..., None] == jnp.arange(queries.shape[1])[None, None]
   largest = jnp.where(
     owns[..., None, None], jnp.max(logits, axis=-1)[:, :, None], -jnp.inf
@@ -131,6 +134,7 @@ def _attend(
       "brk,brgs...->bkgs...",
       owns.astype(jnp.float32),
       x,
+      # By default, TPUs would round the float32 sums to bfloat16.
       precision=jax.lax.Precision.HIGHEST,
     )
 

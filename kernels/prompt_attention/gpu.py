@@ -35,6 +35,7 @@ def prompt_attention_gpu(
   # JAX's window counts the tokens before a query, ours counts the query too.
   local = None if window is None else (window - 1, 0)
   keys, values = (clear_padding(x, positions) for x in (keys, values))
+  # `dot_product_attention` expects [B, S, N, D].
   operands = (jnp.swapaxes(x, 1, 2) for x in (queries, keys, values))
   try:
     # Padding follows all tokens, so the causal mask hides it.

@@ -65,6 +65,7 @@ def prompt_attention_tpu(
     return padded.reshape(-1, *padded.shape[2:])
 
   attend = splash.SplashAttentionKernel(
+    # Positions are 0, 1, 2, ... in every row, so all share one static mask.
     causal_blocks(blocks, block, options.window),
     None,
     None,
@@ -84,6 +85,7 @@ def prompt_attention_tpu(
       rows_as_heads(scaled),
       rows_as_heads(clear_padding(keys, positions)),
       rows_as_heads(clear_padding(values, positions)),
+      # Rows were folded into heads, so every row needs its own copy.
       sinks=None if sinks is None else jnp.tile(sinks, batch),
     )
   output = output.reshape(batch, heads, -1, values.shape[-1])
@@ -107,8 +109,11 @@ def causal_blocks(
     window = blocks * block
   # Blocks before a query's block that its window may reach.
   reach = min(blocks - 1, -(-(window - 1) // block))
+  # The grid is as wide as the longest row: row r visits only the reach + 1 key
+  # blocks from max(r - reach, 0) on. A leading axis of 1 serves all heads.
   row, column = np.indices((1, blocks, reach + 1))[1:]
   column = column + np.maximum(row - reach, 0)
+  # The last query and the first key of two blocks are the farthest apart.
   inside = (row - column + 1) * block <= window
   below = np.where(column < row, np.where(inside, _ALL, _SOME), _NONE)
   return mask_info.MaskInfo(
@@ -117,6 +122,7 @@ def causal_blocks(
     mask_next=None,
     block_mask=np.where(column == row, _SOME, below).astype(np.int8),
     partial_mask_blocks=None,
+    # Splash attention computes the mask of `_SOME` blocks from these positions.
     q_sequence=np.arange(blocks * block, dtype=np.int32),
   )
 

@@ -100,6 +100,7 @@ def slots_to_mask(lists: Int[Array, "*B M"], slots: int) -> Bool[Array, "*B T"]:
 
 def _to_float32(scores: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
   # The selection is piecewise constant in the scores: its gradient is zero.
+  # Float32 represents all numbers of 16 bits, so no order is lost.
   return jax.lax.stop_gradient(scores).astype(jnp.float32)
 
 
@@ -109,6 +110,7 @@ def _list_slots(
   implementation: Implementation | None,
   *operands: Array,
 ) -> Int[Array, "*B M"]:
+  # Programs list at most T slots; places beyond are always empty.
   limit = min(size, operands[0].shape[-1])
   run = functools.partial(_dispatched, programs, limit, implementation)
   slots = _run_unmapped(run, *operands)
@@ -123,6 +125,7 @@ def _dispatched(
   *operands: Array,
 ) -> Int[Array, "*B M"]:
   # custom_vmap traces this once with fewer leading axes.
+  # Only [B, K, T] or wider arrays have the axes that a mesh shards.
   spread = "BK" if operands[0].ndim >= 3 else ""
   slots: Array = dispatch(
     programs,
@@ -146,10 +149,12 @@ def _run_unmapped(run: Callable[..., Array], *operands: Array) -> Array:
   def batched(
     size: int, in_batched: list[bool], *operands: Array
   ) -> tuple[Array, bool]:
+    # All operands need the same leading axes, which programs flatten to rows.
     mapped = (
       x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
       for x, has_axis in zip(operands, in_batched, strict=True)
     )
+    # A custom_vmap again, so that nested vmaps end up here as well.
     return _run_unmapped(run, *mapped), True
 
   result: Array = call(*operands)

@@ -35,11 +35,13 @@ def limits(count: Count, wanted: Rows, slots: int) -> tuple[Rows, Rows]:
     return count(lambda keys, at: is_chosen(keys, at, least, slots - excluded))
 
   eligible = count_from(jnp.full_like(wanted, NEVER + 1))
+  # Bisection needs a count at `low` that suffices.
   wanted = jnp.clip(wanted, 0, eligible)
   any_wanted = wanted > 0
   # First the key: how many slots have a key of at least x?
   least, low_count = _bisect(
     count_from,
+    # A row that wants nothing is closed from the start: no key reaches BEYOND.
     jnp.where(any_wanted, NEVER + 1, BEYOND),
     jnp.full_like(wanted, BEYOND),
     jnp.where(any_wanted, eligible, 0),
@@ -49,6 +51,7 @@ def limits(count: Count, wanted: Rows, slots: int) -> tuple[Rows, Rows]:
   excluded, _ = _bisect(
     count_chosen,
     jnp.zeros_like(least),
+    # Excluding every tie leaves too few, unless `low` already matches.
     jnp.full_like(least, slots),
     low_count,
     wanted,
@@ -79,11 +82,13 @@ def _bisect(
   def is_open(state: tuple[Rows, Rows, Rows]) -> Bool[Array, ""]:
     low, high, low_count = state
     is_open = (low_count != wanted) & (low < high - 1)
+    # The GPU kernel bisects one row per program, with scalars.
     return jnp.any(is_open) if is_open.ndim else is_open
 
   def halve(state: tuple[Rows, Rows, Rows]) -> tuple[Rows, Rows, Rows]:
     low, high, low_count = state
     middle = (low & high) + ((low ^ high) >> 1)  # low + high would overflow
+    # A closed row repeats its `low`, or moves to an x of equal count.
     middle_count = count(middle)
     enough = middle_count >= wanted
     return (

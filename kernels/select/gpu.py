@@ -26,6 +26,7 @@ def largest_gpu(
   slots = scores.shape[-1]
   rows = math.prod(counts.shape)
   step = min(_MAX_STEP, math.ceil(slots / _MIN_STEP) * _MIN_STEP)
+  # Slots of -inf are never selected, so padding needs no mask.
   padded = jnp.pad(
     scores.reshape(rows, slots),
     ((0, 0), (0, -slots % step)),
@@ -38,6 +39,7 @@ def largest_gpu(
     grid_names=("row",),
   )(padded, jnp.minimum(counts, size).reshape(rows))
   per_row = (*counts.shape, 1)
+  # `end` counts from the first slot, so that padding does not shift it.
   chosen = within_limits(scores, least.reshape(per_row), end.reshape(per_row))
   return mask_to_slots_xla(chosen, size)
 
@@ -69,6 +71,7 @@ def _kernel(
   """
   row = jax.lax.axis_index("row")
   slots = scores_ref.shape[1]
+  # Four float32 numbers, 16 bytes, are the widest load of a thread.
   layout = plgpu.Layout.WG_STRIDED((step,), vec_size=4)
   lanes = plgpu.broadcasted_iota(jnp.int32, (step,), 0, layout=layout)
 
@@ -81,6 +84,7 @@ def _kernel(
       start = i * step
       scores = plgpu.load(scores_ref.at[row, pl.ds(start, step)], layout=layout)
       chosen = predicate(ordered(scores), lanes + start)
+      # Every thread counts alone; only the end of a pass is a reduction.
       return total + jnp.where(chosen, 1, 0)
 
     zeros = jnp.zeros_like(lanes)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 # The key of -inf and NaN, below all other scores.
 NEVER = -(2**31) + 2**23 - 1
 # A key above that of inf.
+# Bits from here on, without the sign, are NaN.
 BEYOND = 0x7F800001
 
 
@@ -18,6 +19,7 @@ def ordered(scores: Float[Array, "*B T"]) -> Int[Array, "*B T"]:
   """
   bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
   bits = jnp.where(bits == -(2**31), 0, bits)  # -0.0 is 0.0
+  # The bits of negative numbers grow with the magnitude: reverse their order.
   keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
   nan = (bits & 0x7FFFFFFF) >= BEYOND
   return jnp.where(nan, NEVER, keys)

@@ -10,6 +10,7 @@ def largest_reference(
   """Computes `kvjax.kernels.select.largest`."""
   slots = scores.shape[-1]
   ranked = np.where(np.isnan(scores), -np.inf, scores)
+  # Stable: among equal scores, the lower slot comes first.
   order = np.argsort(-ranked, axis=-1, kind="stable")
   eligible = np.take_along_axis(ranked, order, axis=-1) > -np.inf
   wanted = np.arange(slots) < np.minimum(counts, size)[..., None]

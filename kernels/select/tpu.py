@@ -33,6 +33,7 @@ def largest_tpu(
       f"{_ROWS} rows of more than {_MAX_SLOTS:,} scores do not fit into VMEM."
     )
   rows = math.prod(counts.shape)
+  # Rows are sublanes; a block of fewer must be the whole axis.
   block = min(rows, _ROWS)
   width = pl.cdiv(slots, _LANES) * _LANES
   places = pl.cdiv(size, _LANES) * _LANES
@@ -63,6 +64,7 @@ def mask_to_slots_tpu(
   mask: Bool[Array, "*B T"], size: int
 ) -> Int[Array, "*B M"]:
   """Computes `kvjax.kernels.select.mask_to_slots`."""
+  # All true slots tie, and the lowest `size` of them win.
   return largest_tpu(
     jnp.where(mask, 0.0, -jnp.inf), jnp.full(mask.shape[:-1], size), size
   )
@@ -88,6 +90,7 @@ def _kernel(
   _each_tile(
     keys_ref, lambda tile: _write_keys(tile, scores_ref, keys_ref, slots)
   )
+  # The padded width serves as T: padding has the key NEVER, which never counts.
   count = functools.partial(_count, keys_ref)
   least, end = limits(count, counts_ref[...], keys_ref.shape[1])
   _pack_tiles(keys_ref, least, end)
@@ -95,6 +98,7 @@ def _kernel(
 
   def write(tile: Array) -> None:
     gap = keys_ref[:, _tile_slice(tile)]
+    # A slot is its new place plus the distance that it moved.
     slots_ref[:, _tile_slice(tile)] = jnp.where(
       gap < 0, -1, gap + _lanes(tile, gap)
     )
@@ -127,12 +131,15 @@ def _pack_tiles(
   lane = jax.lax.broadcasted_iota(jnp.int32, (rows, _LANES), 1)
   row_of = jax.lax.broadcasted_iota(jnp.int32, (_LANES, _LANES), 0)
   column = jax.lax.broadcasted_iota(jnp.int32, (_LANES, _LANES), 1)
+  # A product with this triangle is an exclusive prefix sum along lanes.
   earlier = (row_of < column).astype(jnp.float32)
   bits = range(_LANES.bit_length() - 1)
 
   def pack(
     step: Array, carry: tuple[Int[Array, "R 1"], list[Int[Array, "R 128"]]]
   ) -> tuple[Int[Array, "R 1"], list[Int[Array, "R 128"]]]:
+    # Last tile first: `following` has the rolls of the tile to the right, one
+    # per bit of the gap, with the slots that leave it to the left.
     gaps_before, following = carry
     tile = tiles - 1 - step
     keys = keys_ref[:, _tile_slice(tile)]
@@ -145,6 +152,8 @@ def _pack_tiles(
     gaps = jnp.where(chosen, gaps_before + within, -1)
     rolled = []
     for bit in bits:
+      # A roll to the left wraps: what leaves the tile is in its last lanes,
+      # where the tile before takes it from `following`.
       rolled_gaps = pltpu.roll(gaps, _LANES - (1 << bit), 1)
       arriving = jnp.where(
         lane < _LANES - (1 << bit), rolled_gaps, following[bit]
@@ -169,6 +178,7 @@ def _close_gaps(keys_ref: jax.Ref) -> None:
     def close(
       tile: Array, distance: int = distance, bit: int = lane_bits + tile_bit
     ) -> None:
+      # In place: tiles are visited from the left and read only from the right.
       gaps = keys_ref[:, _tile_slice(tile)]
       source = jnp.minimum(tile + distance, tiles - 1)
       arriving = jnp.where(
@@ -185,6 +195,7 @@ def _move(
   """Merges the slots that stay and those that arrive, by one bit of the gap."""
   mask = 1 << bit
   staying = jnp.where((gaps & mask) == 0, gaps, -1)
+  # Slots never collide, so at most one of the two is not -1.
   return jnp.maximum(staying, jnp.where((arriving & mask) != 0, arriving, -1))
 
 

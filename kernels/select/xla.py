@@ -54,15 +54,19 @@ def mask_to_slots_xla(
   if mask.shape[-1] <= _SHORT:
     slots = _slots(mask.shape)
     return _ascending(jnp.where(mask, slots, slots.shape[-1]), size)
+  # The lanes are a multiple of the bits of a word.
   mask = _pad_lanes(mask, False)
   *rows, width = mask.shape
+  # Sums and scatters run over words of 32 slots, not over slots.
   bits = mask.reshape(*rows, width // _WORD, _WORD).astype(jnp.uint32)
   bits <<= _slots(bits.shape).astype(jnp.uint32)
+  # Each slot has a bit of its own, so the sum is a bitwise or.
   words = jnp.sum(bits, axis=-1, dtype=jnp.uint32)
   ones = jax.lax.population_count(words).astype(jnp.int32)
   ends = jnp.cumsum(ones, axis=-1)
   starts = ends - ones
   # Each place of the list belongs to the last word that starts at or before it.
+  # An empty word starts where the next one does and must not compete with it.
   word_index = _scatter_words(jnp.where(ones > 0, starts, size), size)
   word_index = jax.lax.cummax(word_index, axis=word_index.ndim - 1)
   place = _slots(word_index.shape)
@@ -100,6 +104,7 @@ def _best_first(
   """Lists the selected slots by descending score, padded with T."""
   keys = ordered(scores)
   slots = _slots(keys.shape)
+  # `~` reverses the order; stable, so that the lower slot wins among equals.
   worst, best_first = jax.lax.sort((~keys, slots), num_keys=1, is_stable=True)
   chosen = (slots < wanted) & (~worst > NEVER)
   return jnp.where(chosen, best_first, slots.shape[-1])
@@ -115,6 +120,7 @@ def _counter(scores: Float[Array, "*B T"]) -> Count:
   keys = _pad_lanes(ordered(scores), NEVER)
   *rows, width = keys.shape
   slots = _slots(keys.shape)
+  # A lane counts width / 128 keys at most, which usually fits 16 bits.
   count_dtype = jnp.int16 if width < 2**15 * _LANES else jnp.int32
 
   def count(predicate: Callable[[Array, Array], Array]) -> Rows:
@@ -144,6 +150,7 @@ def _nth_bit(
   at = jnp.zeros_like(rank)
   half = _WORD // 2
   while half:
+    # The bit is in the upper half if the lower half has too few ones.
     lower = words & jnp.uint32((1 << half) - 1)
     ones = jax.lax.population_count(lower).astype(jnp.int32)
     beyond = rank >= ones

@@ -52,6 +52,8 @@ def sketch(
   width = _round_up(columns, 64)
   # Float32 keys, and centered keys of any dtype, need three pieces.
   in_pieces = center or keys.dtype == jnp.float32
+  # Bytes of the scratch below: prefetched keys and their validity, columns and
+  # their pieces, pieces of keys; and per block, the factor and the shift.
   slot_bytes = (
     STAGES * (dim * keys.dtype.itemsize + 4) + 12 * width + 6 * dim * in_pieces
   )
@@ -61,6 +63,7 @@ def sketch(
     shift = near_mean(by_chunk(keys, chunk), chunk_valid)
   else:
     shift = jnp.zeros((*lead, dim), jnp.float32)
+  # Mosaic copies tiles of 8 rows of 128 bytes, and only whole ones.
   keys = jnp.pad(keys, ((0, 0), (0, 0), (0, -keys.shape[2] % 8), (0, 0)))
   factor = jnp.pad(factor, ((0, 0), (0, 0), (0, width - columns)))
   tiles = ((0, 0),) * 3 + ((0, -slots % TILE),)
@@ -77,6 +80,7 @@ def sketch(
   if in_pieces:
     shared["origin"] = plgpu.SMEM((dim,), jnp.float32)
     shared["rests"] = plgpu.SMEM((groups, 3, TILE, dim), jnp.bfloat16)
+  # Every warpgroup writes its own sums: atomic additions have no fixed order.
   per_worker = (work.chunks * work.workers,)
   projected, total, moment = work.run(
     functools.partial(sketch_tiles, per_row=(*lead[1:], slots)),
@@ -97,6 +101,7 @@ def sketch(
   total = jnp.sum(total.reshape(*lead, -1, width), axis=3)
   moment = jnp.sum(moment.reshape(*lead, -1, width, width), axis=3)
   total, moment = total[..., :columns], moment[..., :columns, :columns]
+  # The kernel adds mixed products of pieces twice, not their transposes.
   moment = (moment + jnp.swapaxes(moment, -1, -2)) / 2
   if center:
     return centered(projected, total, moment, chunk_valid)
@@ -117,6 +122,8 @@ def leverage_rows(
   width = _round_up(columns, 64)
   padding = (0, width - columns)
   whitener = jnp.pad(whitener, ((0, 0),) * 3 + (padding, padding))
+  # Prefetched columns, their pieces and the output; per block, the whitener and
+  # the mean.
   slot_bytes = 4 * STAGES * width + 6 * width + 4
   block_bytes = 6 * width * width + 4 * width
   work = Work.of(math.prod(lead), slots, block_bytes, slot_bytes)

@@ -38,6 +38,7 @@ def leverage_tiles(
     lengths: shared memory to stage the output.
   """
   group, width, valid = share.group, tiles.shape[2], projected.shape[1]
+  # Copies never write the padding rows, and 0 * NaN is NaN.
   if valid < width:
     for stage in range(tiles.shape[1]):
       tiles[group, stage] = jnp.zeros(tiles.shape[2:], jnp.float32)
@@ -59,6 +60,7 @@ def leverage_tiles(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.commit_smem()
 
+    # Slots are rows of the product: the matrix units multiply at least 64.
     def whiten(acc: Ref) -> Float[Array, "C k"]:
       for i, j in PAIRS:
         right = whiteners.at[pl.ds(j * width, width)].transpose((1, 0))

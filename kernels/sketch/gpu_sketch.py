@@ -64,6 +64,8 @@ def sketch_tiles(
   share.load_once(*shared_copies)
 
   def copies(start: Scalar, stage: Scalar) -> list[tuple[Ref, Ref]]:
+    # The last tile of a chunk may read on into the next; `valid`, padded per
+    # chunk, excludes these slots.
     first = share.chunk % chunks * slots + start
     return [
       (keys.at[head, pl.ds(first, TILE)], tiles.at[group, stage]),
@@ -95,12 +97,14 @@ def sketch_tiles(
       project, plgpu.WGMMAAccumulatorRef((width, TILE), jnp.float32)
     )
     use = jax.lax.broadcast_in_dim(uses[group, stage], x.shape, (1,))
+    # An empty slot may contain NaN, which so far is in its own column only.
     x = jnp.where(use != 0, x, 0.0)
     # Wait until the previous copy has read `columns`.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     columns[group] = x
     near, middle, far = pieces(x)
     # Mixed products count twice, for the transposed ones that are left out.
+    # Powers of two are exact; half of `middle` times twice of it is its square.
     for i, piece in enumerate((near, 2 * middle, 2 * far, middle / 2)):
       cuts[group, i] = piece
     plgpu.commit_smem()
@@ -112,6 +116,7 @@ def sketch_tiles(
       right = cuts.at[group, j].transpose((1, 0))
       plgpu.wgmma(gram, cuts.at[group, i], right)
     summed = summed + jnp.sum(x, axis=1)
+    # The next tile overwrites `cuts`.
     plgpu.wgmma_wait(0)
     return summed
 
@@ -122,6 +127,7 @@ def sketch_tiles(
     sums[group] = summed
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(sums.at[group], total.at[share.index])
+    # Staged in `columns`, which holds TILE columns at a time.
     gram_values = gram[...]
     for first in range(0, width, TILE):
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -16,6 +16,7 @@ TILE, STAGES = 64, 2
 # Blocks that keep all multiprocessors busy.
 _BLOCKS = 256
 # Shared memory available to a block, without its barriers.
+# Hopper has 227 KiB; sums and barriers take the rest.
 _SHARED_BYTES = 225 * 1024
 
 # References to global or shared memory.
@@ -152,6 +153,7 @@ class Share:
     """
     workers = self._work.workers
     tiles = pl.cdiv(self._work.slots, TILE)
+    # Rounded up; not negative, since the worker's number is below `workers`.
     steps = (tiles - self.worker + workers - 1) // workers
 
     def barrier(stage: Scalar) -> Ref:
@@ -171,6 +173,7 @@ class Share:
       stage = number % STAGES
       plgpu.barrier_wait(barrier(stage))
       carry = body(start(number), stage, carry)
+      # Only now has the stage been read.
       load(number + STAGES)
       return carry
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 # The pairs of three pieces on either side whose products are not below float32
 # precision.
+# Piece i is about 2**(-8 i) of a number; float32 has 24 bits.
 PAIRS = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))
 
 
@@ -28,4 +29,5 @@ def nearest(x: Float[Array, "*A"]) -> Float[Array, "*A"]:
   It works on bits, since compilers may remove a pair of conversions.
   """
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  # Ties round away from zero; the next piece makes up for it.
   return jax.lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)

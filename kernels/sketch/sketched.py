@@ -100,6 +100,7 @@ def near_mean(
   the cancellation error of centering by sums.
   """
   slots = valid.shape[-1]
+  # Runs of short chunks overlap, which an estimate can afford.
   starts = [slots * run // _RUNS for run in range(_RUNS)]
 
   def sample(x: Shaped[Array, "B K C W *D"]) -> Shaped[Array, "B K C S *D"]:
@@ -130,5 +131,7 @@ def centered(
   """
   count = jnp.sum(valid.astype(jnp.float32), axis=-1)[..., None]
   mean = total / jnp.maximum(count, 1.0)
+  # The columns are written before their mean is known, so that only the Gram
+  # matrix is corrected: sum (x - m)(x - m)' = sum x x' - n m m'.
   outer = mean[..., :, None] * mean[..., None, :]
   return Sketch(projected, mean, moment - count[..., None] * outer)

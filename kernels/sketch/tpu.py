@@ -54,6 +54,7 @@ def sketch(
       pl.BlockSpec((1, width, dim), lambda b, k, c, t: (k, 0, 0)),
       _chunk_block(1, dim),
     ],
+    # Sums keep their block over the tiles of a chunk and add up in VMEM.
     out_specs=[
       _slots_block(width, tile),
       _chunk_block(1, width),
@@ -102,6 +103,7 @@ def _sketch_tile(
     for summed in (mean, gram, count):
       summed[...] = jnp.zeros(summed.shape, jnp.float32)
 
+  # NaN in an empty slot affects only its own column, which is masked below.
   rows = keys[0, 0, 0].astype(jnp.float32) - shift[0, 0, 0]
   columns = _product(factor[0], rows, 1, 1)
   tile = columns.shape[1]
@@ -120,6 +122,7 @@ def _sketch_tile(
     def _() -> None:
       final_mean = mean[0, 0, 0] / jnp.maximum(count[...], 1.0)
       mean[0, 0, 0] = final_mean
+      # sum (x - m)(x - m)' = sum x x' - n m m', as in `sketched.centered`.
       outer = _product(final_mean, final_mean, 0, 0)
       gram[0, 0, 0] -= count[...] * outer
 
@@ -153,6 +156,7 @@ def leverage_rows(
 def _leverage_tile(projected: Any, mean: Any, whitener: Any, rows: Any) -> None:
   """Whitens a tile of columns and sums their squares."""
   whitened = _product(whitener[0, 0, 0], projected[0, 0, 0], 1, 0)
+  # The product turns the row `mean` into a column, which can be subtracted.
   whitened -= _product(whitener[0, 0, 0], mean[0, 0, 0], 1, 1)
   rows[0, 0, 0] = jnp.sum(whitened * whitened, axis=0, keepdims=True)
 
@@ -172,6 +176,7 @@ def _product(
 
 def _tile(slots: int, numbers: int) -> int:
   """Returns the slots per step, a multiple of 128 or all."""
+  # Slots are lanes in the results, hence 128.
   return min(slots, max(_STEP // numbers // 128, 1) * 128)
 
 

@@ -21,6 +21,7 @@ def sketch(
   )
   x = parts.astype(jnp.float32)
   if center:
+    # A large common offset would dominate the rounding errors of the product.
     x = x - near_mean(parts, chunk_valid[..., 0, :])[..., None, :]
   if factor is None:
     x = jnp.swapaxes(x, -1, -2)
@@ -28,9 +29,11 @@ def sketch(
     # One factor per row, so that einsum does not transpose the keys.
     factor = jnp.broadcast_to(factor, (x.shape[0], *factor.shape))
     x = jnp.einsum("bkde,bkcwd->bkcew", factor, x, precision="highest")
+  # Until here, NaN in an empty slot affects only its own column.
   x = jnp.where(chunk_valid, x, 0.0)
   if center:
     count = jnp.sum(chunk_valid.astype(jnp.float32), axis=-1, keepdims=True)
+    # The product is linear, so the rest of the mean is subtracted after it.
     mean = jnp.sum(x, axis=-1, keepdims=True) / jnp.maximum(count, 1.0)
     x = jnp.where(chunk_valid, x - mean, 0.0)
   gram = jnp.einsum("bkcew,bkcfw->bkcef", x, x, precision="highest")

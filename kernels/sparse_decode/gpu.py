@@ -84,8 +84,10 @@ def sparse_decode_gpu(
   chunks = -(-most // ROWS)
   splits = max(1, min(chunks, warpgroup.WARPGROUPS // (batch * lists)))
   chunks_per_split = min(-(-chunks // splits), MAX_CHUNKS)
+  # MAX_CHUNKS may need more splits, rounding up fewer.
   splits = -(-chunks // chunks_per_split)
   grouped = queries.reshape(batch, lists, group, dim)
+  # The matrix units multiply at least 64 rows.
   padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, ROWS - group), (0, 0)))
   operands = _Operands(
     layer[None],
@@ -94,6 +96,7 @@ def sparse_decode_gpu(
     stored(keys),
     stored(values),
   )
+  # One copy per row of keys and of values; two before, queries and slots.
   types = Tiles.types(dim, queries.dtype, dtype, False, 2 * ROWS, 2)
   leaves, tree = jax.tree.flatten(operands)
   partial = plgpu.kernel(
@@ -157,9 +160,12 @@ def _kernel(*refs: Any, tree: Any, share: int) -> None:
           tiles.arrived.at[buffer],
         )
 
+    # The barrier counts all copies of a chunk, so empty entries fetch rows too.
     jax.lax.fori_loop(0, ROWS, fetch_row, None)
 
   def attend(number: Array, partial: PartialSums) -> PartialSums:
+    # The other buffer was read by the previous iteration, which synchronized
+    # its threads after that.
     pl.when(number + 1 < used)(lambda: fetch(number + 1))
     plgpu.barrier_wait(tiles.arrived.at[number & 1])
     at = (row, head, first + number)
@@ -194,6 +200,7 @@ def _attend(
       query = plgpu.broadcasted_iota(
         jnp.int32, logits.shape, 0, layout=warpgroup.MATRIX
       )
+      # Vectors have the layout of columns: the bias of one query at a time.
       for number in range(lists.bias.shape[3]):
         query_bias = along(vector(lists.bias.at[(*at, number)]))
         logits = jnp.where(query == number, logits + query_bias, logits)

@@ -37,5 +37,6 @@ def sparse_decode_host(
 
   empty = Empty.of(values.dtype)
   operands = queries, keys, values, slots, bias, layer, empty
+  # The division follows on the device: `Partial.of` creates arrays.
   sums: Sums = run_on_host(attend, *operands)
   return sums.finish(queries.dtype)

@@ -66,15 +66,18 @@ class Lists(NamedTuple):
       rows, kv_heads, length = x.shape[1:4]
       first = jnp.arange(rows * kv_heads, dtype=jnp.int32) * length
       first = first + layer * (rows * kv_heads * length)
+      # Lists of one KV head are adjacent: [B, H, M] is [B K, (H / K) M].
       index = jnp.clip(slots, 0, length - 1).reshape(rows * kv_heads, -1)
       index = (index + first[:, None]).reshape(slots.shape)
       # XLA gathers from one flat vector without copying it.
       return to_chunks(x.scale.reshape(-1)[index].astype(jnp.float32))
 
+    # From 1, so that the maximum is a count, 0 for a list without slots.
     numbers = jnp.arange(1, length + 1, dtype=jnp.int32)
     named = jnp.where(slots >= 0, numbers[None, None], 0)
     return cls(
       jnp.max(named, axis=-1, initial=0),
+      # Kernels fetch a slot for every entry, without a branch.
       to_chunks(jnp.clip(slots, 0, keys.shape[3] - 1)),
       to_chunks(slots, -1),
       None if bias is None else to_chunks(bias.astype(jnp.float32)),

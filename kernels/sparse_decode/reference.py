@@ -28,6 +28,7 @@ def sparse_decode_reference(
     listed = slots[row, head // (heads // lists)]
     extra = jnp.zeros(listed.shape) if bias is None else bias[row, head]
     logits = jnp.full(capacity + 1, -jnp.inf)
+    # One more place takes what is written for -1; then it is cut off.
     place = jnp.where(listed >= 0, listed, capacity)
     query = queries[row, head].astype(jnp.float32)
     products = keys[row, kv_head].astype(jnp.float32) @ query

@@ -122,6 +122,7 @@ def _call(operands: _Operands) -> tuple[Float[Array, "B H G _"], ...]:
       (1, 1, *rest), lambda b, h, *_: (b, h, *(0 for _ in rest))
     )
 
+  # The kernel itself copies rows: a BlockSpec would fetch whole tiles.
   everything = pl.BlockSpec(memory_space=pltpu.HBM)
   numbers = pl.BlockSpec(
     (1, *operands.numbers.shape[1:]),
@@ -150,6 +151,7 @@ def _call(operands: _Operands) -> tuple[Float[Array, "B H G _"], ...]:
       scratch_shapes=(rows, rows, pltpu.SemaphoreType.DMA((2,))),
     ),
     compiler_params=pltpu.CompilerParams(
+      # No prefetch crosses lists, so their order does not matter.
       dimension_semantics=("parallel", "parallel"),
       # Bounds checks take longer than starting a copy; all slots are valid.
       disable_bounds_checks=True,
@@ -199,6 +201,7 @@ def _kernel(*refs: Any, share: int) -> None:
   chunk = read.lists[0].shape[-1]
 
   def num_groups(number: Array) -> Array:
+    # 0 beyond the last chunk: then nothing is fetched or waited for.
     remaining = jnp.clip(count - number * chunk, 0, chunk)
     return jax.lax.div(remaining + UNROLL - 1, UNROLL)
 
@@ -210,6 +213,7 @@ def _kernel(*refs: Any, share: int) -> None:
     def start_copies(group: Array, _: None) -> None:
       for entry in range(UNROLL):
         slot = read.numbers[0, 0, number * chunk + group * UNROLL + entry]
+        # The rows that share words with the slot; `packed` is a power of two.
         source = pl.ds(pl.multiple_of(slot & -packed, packed), packed)
         target = pl.ds(entry * packed, packed)
         for source_rows, buffer in zip(
@@ -233,6 +237,7 @@ def _kernel(*refs: Any, share: int) -> None:
     jax.lax.fori_loop(0, num_groups(number), wait_for_copies, None)
 
   def attend(number: Array, running: Running) -> Running:
+    # The other buffer was used by the previous iteration, which is over.
     fetch(number + 1)
     wait(number)
     keys, values = (x[number & 1] for x in rows)
@@ -274,7 +279,9 @@ def _unpack_rows(
   """Unpacks the listed rows from words that several rows share."""
   slot = jnp.transpose(slots)
   if rows.dtype == jnp.float32:
+    # Rows that were not fetched may be NaN, and 0 * NaN is NaN.
     return jnp.where(slot >= 0, rows, 0.0)
+  # Now [c, D]: a row of words for every entry, lowest row in the lowest bits.
   words = pltpu.bitcast(rows, jnp.int32)
   rest = 32 - 8 * rows.dtype.itemsize
   before = (slot & (_packed(rows.dtype) - 1)) * (32 - rest)
@@ -282,4 +289,5 @@ def _unpack_rows(
   words = jnp.where(slot >= 0, words << (rest - before), 0) >> rest
   if rows.dtype == jnp.int8:
     return words.astype(jnp.float32).astype(dtype)
+  # A bfloat16 is the upper half of a float32.
   return jax.lax.bitcast_convert_type(words << rest, jnp.float32).astype(dtype)

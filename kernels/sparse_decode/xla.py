@@ -78,6 +78,7 @@ def take_listed(
 ) -> Shaped[Array, "B H M D"]:
   """Copies the slots of each list; slot 0 for -1, which may contain NaN."""
   batch, lists, num_slots = slots.shape
+  # Lists of one KV head are adjacent: [B, H, M] is [B, K, (H / K) M].
   index = jnp.maximum(slots, 0).reshape(batch, x.shape[2], -1)
   rows = gather_slots(x, layer, index)
   return rows.reshape(batch, lists, num_slots, x.shape[-1])
@@ -117,7 +118,10 @@ def sum_listed(
     logits = logits + bias.reshape(logits.shape)
   logits = jnp.where(valid[:, :, None], logits, empty.logit)
   largest = jax.lax.reduce_max(logits, (logits.ndim - 1,))
+  # Finite even without slots, since -inf - -inf is NaN. `where` with a constant
+  # would create an array, which the host must not do.
   weights = jnp.exp(logits - jnp.maximum(largest, _LOWEST)[..., None])
+  # Slot 0 stands in for -1 and may contain NaN, and 0 * NaN is NaN.
   values = jnp.where(valid[..., None], values, empty.value)
   weighted = jnp.einsum(
     "bhgm,bhmd->bhgd",
