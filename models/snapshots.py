@@ -4,8 +4,6 @@ import dataclasses
 import errno
 import pathlib
 
-import huggingface_hub
-
 from kvjax.errors import InputError
 from kvjax.models.downloads import ModelFile
 
@@ -52,6 +50,9 @@ class Snapshot:
     Raises:
       InputError: the hub cannot be reached, or does not have the commit.
     """
+    # Imported for downloads alone, as it takes a while.
+    import huggingface_hub
+
     try:
       huggingface_hub.snapshot_download(
         self.repository,

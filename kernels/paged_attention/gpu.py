@@ -64,8 +64,8 @@ def paged_attention_gpu(
   Raises:
     NotImplementedError: there is more than one token, more than 64 query heads
       or no page; queries do not have 16 bits, or keys and values have neither
-      their dtype nor int8; D is not 128, or 64 in 16 bits; attention is not
-      plain.
+      their dtype nor int8; D is not 128, or 64 in 16 bits; the slots of a row
+      are no multiple of 8; attention is not plain.
   """
   decline_unless_plain(options, keys.shape[-1], values.shape[-1])
   batch, query_heads, length, dim = queries.shape
@@ -80,6 +80,9 @@ def paged_attention_gpu(
   # Swizzled shared memory consists of rows of 128 bytes.
   if dim not in (64, 128) or dim * dtype.itemsize % 128:
     raise NotImplementedError(f"No rows of {dim} {dtype} are read.")
+  slots = key_positions[0].size
+  if slots > 8 and slots % 8:  # Mosaic copies whole tiles of 8 rows.
+    raise NotImplementedError(f"{slots} slots of a row are no multiple of 8.")
 
   def to_chunks(
     x: Shaped[Array, "B R P"], fill: float = 0

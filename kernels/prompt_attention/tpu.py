@@ -52,12 +52,9 @@ def prompt_attention_tpu(
       f"have {length}."
     )
   padding = blocks * block - length
-  if options.scale is None:
-    scaled = queries * dim**-0.5
-  else:
-    # Scale in float32: a scale rounded to 16 bits would bias all logits.
-    scaled = queries.astype(jnp.float32) * options.scale
-    scaled = scaled.astype(queries.dtype)
+  # In float32: a scale rounded to 16 bits would bias all logits.
+  scaled = queries.astype(jnp.float32) * options.scale_of(dim)
+  scaled = scaled.astype(queries.dtype)
 
   def rows_as_heads(x: Float[Array, "B H S D"]) -> Float[Array, "R P D"]:
     """Folds rows into heads; head j still reads KV head j // (N / K)."""

@@ -36,7 +36,8 @@ def sketch(
 
   Raises:
     NotImplementedError: keys are neither float32 nor bfloat16, D is not a
-      multiple of 64, or the factor has too many columns.
+      multiple of 64, chunks of bfloat16 keys that are not centered are no
+      multiple of 8, or the factor has too many columns.
   """
   if keys.dtype not in (jnp.float32, jnp.bfloat16):
     raise NotImplementedError(f"There is no sketch of {keys.dtype} on GPUs.")
@@ -52,6 +53,9 @@ def sketch(
   width = _round_up(columns, 64)
   # Float32 keys, and centered keys of any dtype, need three pieces.
   in_pieces = center or keys.dtype == jnp.float32
+  if not in_pieces and lead[2] > 1 and slots % 8:
+    # Mosaic finds no layout for a copy that starts within a tile of 8 rows.
+    raise NotImplementedError(f"GPUs copy tiles of 8, not chunks of {slots}.")
   # Bytes of the scratch below: prefetched keys and their validity, columns and
   # their pieces, pieces of keys; and per block, the factor and the shift.
   slot_bytes = (

@@ -369,6 +369,17 @@ def test_every_device_of_a_mesh_reads_its_rows():
   close(found, by_hand(q, k, v, places, kept), 1e-5)
 
 
+def test_gpus_read_whole_tiles_of_slots():
+  q, k, v, places, kept = block(10, 2, 2, 1, D=128)
+  run = functools.partial(paged_attention, kv_heads=2)
+  q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+  pages = paged(k, v, kept, PAGE=3)
+  given = q, *pages[:2], places, *pages[2:]
+  assert pages[2][0].size % 8
+  with on("gpu"), pytest.raises(NotImplementedError, match="multiple of 8"):
+    jax.eval_shape(run, *given)
+
+
 def test_kernels_decline():
   """Several queries; vectors that are too short, or pages."""
   for S, D, P in ((2, 128, 32), (1, 16, 16)):

@@ -216,6 +216,20 @@ def test_kernels_decline_what_they_do_not_serve(
   assert actual.gram.shape == (B, K, 1, columns, columns)
 
 
+def test_short_tiles_of_chunks_are_declined_on_gpus():
+  keys, valid, factor = inputs(100, 64, 32, "bfloat16")
+  for chunk, center in ((37, False), (37, True), (64, False), (0, False)):
+    run = functools.partial(sketch, chunk=chunk, center=center)
+    declined = chunk == 37 and not center
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(on("gpu"))
+      if declined:
+        stack.enter_context(
+          pytest.raises(NotImplementedError, match="not chunks of 37")
+        )
+      jax.eval_shape(run, keys, valid, factor)
+
+
 def test_pieces_add_up():
   x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
   x = np.concatenate([x, x * 1e20, [0.0, -1.0]]).astype(np.float32)

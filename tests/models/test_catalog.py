@@ -12,11 +12,12 @@ import sys
 import types
 import zipfile
 
+import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
 from kvjax.errors import InputError
-from kvjax.models import catalog, downloads, snapshots, wheels
+from kvjax.models import catalog, downloads, wheels
 from kvjax.models.downloads import ModelFile
 from kvjax.models.pretrained import load
 from kvjax.models.snapshots import Snapshot
@@ -319,7 +320,7 @@ def hub(monkeypatch, cache):
     (local_dir / ".cache").mkdir()
     return str(local_dir)
 
-  monkeypatch.setattr(snapshots.huggingface_hub, "snapshot_download", download)
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
   model_files = tuple(
     ModelFile(name, len(content), hashlib.sha256(content).hexdigest())
     for name, content in SMALL.items()
@@ -363,7 +364,7 @@ def test_a_hub_that_has_it_not(hub, cache, monkeypatch, error, said):
   def fail(*args, **kwargs):
     raise error
 
-  monkeypatch.setattr(snapshots.huggingface_hub, "snapshot_download", fail)
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
   with pytest.raises(InputError, match=said) as caught:
     load(NAME)
   assert "\n" not in str(caught.value)

@@ -98,8 +98,8 @@ def _at_equal_memory(
       [
         name,
         str(batch),
-        f"{on_device / 2**20:.1f}",
-        f"{on_host / 2**20:.1f}",
+        f"{on_device / 2**20:.2f}",
+        f"{on_host / 2**20:.2f}",
         f"{rate:,.0f}",
         f"{rate / full:.2f}",
       ]

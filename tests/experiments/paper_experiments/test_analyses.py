@@ -258,7 +258,7 @@ def test_throughput_fills_the_memory_of_the_full_cache(subject, monkeypatch):
   found = {line[0]: line[1:] for line in at_equal_memory.lines}
   assert list(found) == names
   batch, device, host, rate, ratio = found["full"]
-  assert (batch, host, rate, ratio) == ("3", "0.0", "96", "1.00")
+  assert (batch, host, rate, ratio) == ("3", "0.00", "96", "1.00")
   budget = 3 * float(device)
   for batch, device, _, rate, _ in found.values():
     assert int(rate) == int(batch) * throughput._STEPS / 0.5
