@@ -225,6 +225,7 @@ def test_an_allocation_counts_by_layer():
   prompts = kvjax.Prompts.of([list(range(24)), list(range(11))])
   cache, _ = kvjax.prefill(model, model.init(), prompts, names["plan"])
   assert cache.lengths[:, :, 0].tolist() == [[8, 8], [4, 4]]
+  assert [cache.layer(layer).capacity for layer in range(2)] == [8, 4]
 
 
 def test_a_model_plugs_in(capsys):

@@ -214,7 +214,8 @@ def stack(caches: Sequence[Cache]) -> Cache:
 def unstack(cache: Cache, count: int) -> tuple[Cache, ...]:
   """Splits a cache into `count` caches of equally many rows; undoes `stack`.
 
-  Each is a copy. Rows of all of them continue at the slot after the fullest.
+  Each is a copy. All continue at the slot after the fullest row, so that those
+  with shorter rows have less room left than alone.
 
   Raises:
     InputError: the rows cannot be divided so.
@@ -239,15 +240,22 @@ def unstack(cache: Cache, count: int) -> tuple[Cache, ...]:
   def part(number: int) -> Cache:
     own = slice(number * rows // count, (number + 1) * rows // count)
 
+    # Each cache may be donated, so they must not share arrays: cursors, and
+    # all leaves if there is one part, as a slice of everything is no copy.
     def split(leaf: Array) -> Array:
-      # Each cache may be donated, so they must not share cursors.
-      return jnp.copy(leaf) if leaf.ndim == 1 else leaf[:, own]
+      return jnp.copy(leaf if leaf.ndim == 1 else leaf[:, own])
+
+    def split_rows(leaf: Array) -> Array:
+      return jnp.copy(leaf[own])
 
     return dataclasses.replace(
       cache,
-      stacks=jax.tree.map(split, cache.stacks),
-      next_positions=cache.next_positions[own],
-      protected=jax.tree.map(lambda x: x[own], cache.protected),
+      # A slice of sharded rows is on every device; spread it again.
+      stacks=tuple(
+        shard_stack(jax.tree.map(split, stack)) for stack in cache.stacks
+      ),
+      next_positions=split_rows(cache.next_positions),
+      protected=jax.tree.map(split_rows, cache.protected),
     )
 
   return tuple(map(part, range(count)))

@@ -1,17 +1,20 @@
 """Number of slots that a prompt and its answer need, and checks of it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.engine.decode import (
   Decoding,
 )
 from kvjax.engine.prepared import PreparedPlan, max_span, prepare_repeated
 from kvjax.errors import InputError
+from kvjax.kernels.quantized import Quantized
 from kvjax.model import Model, check_context
 from kvjax.prompts import Prompts, bucket
 
@@ -108,7 +111,8 @@ def check_cache(model: Model, cache: Cache) -> None:
   """Refuses a cache of a model with other layers.
 
   Raises:
-    InputError: it has another number of layers or of heads.
+    InputError: it has another number of layers, heads of other numbers or
+      sizes, or other windows.
   """
   layers = model.geometry.layers
   if len(cache.order) != len(layers):
@@ -116,15 +120,45 @@ def check_cache(model: Model, cache: Cache) -> None:
       f"The cache has {len(cache.order)} layers and the model {len(layers)}; "
       "use the model that made it."
     )
+  # Shapes alone: counting the tokens would read all positions.
+  found = [_sizes_of(stack) for stack in cache.stacks]
   for layer, (spec, stack) in enumerate(zip(layers, cache.order, strict=True)):
-    # A cache of `per_query_head` plans has a head for every query head.
-    heads = None if stack < 0 else cache.stacks[stack].lengths.shape[-1]
-    if heads not in ((spec.kv_heads, spec.heads) if spec.cache else (None,)):
+    sizes = None if stack < 0 else found[stack]
+    expected = [
+      (heads, spec.key_dim, spec.value_width, spec.window is not None)
+      for heads in (spec.kv_heads, spec.heads)
+    ]
+    if sizes not in (expected if spec.cache else [None]):
+      in_model = expected[0] if spec.cache else None
       raise InputError(
-        f"Layer {layer} of the cache has {heads or 'no'} heads, and that of "
-        f"the model {spec.kv_heads if spec.cache else 'no'} KV heads; use the "
-        "model that made it."
+        f"Layer {layer} has {_describe(sizes)} in the cache and "
+        f"{_describe(in_model)} in the model; use the model that made it."
       )
+
+
+def _describe(sizes: tuple[int, int, int, bool] | None) -> str:
+  if sizes is None:
+    return "no keys"
+  heads, key_width, value_width, is_ring = sizes
+  window = ", in a window," if is_ring else ""
+  return f"{heads} KV heads of widths {key_width} and {value_width}{window}"
+
+
+def _sizes_of(stack: Layer) -> tuple[int, int, int, bool]:
+  """KV heads, widths of keys and values, and whether it is a ring."""
+  widths: list[tuple[int, int]] = []
+
+  def look(part: Any) -> Any:
+    keys, values = (
+      x.qvalue if isinstance(x, Quantized) else x
+      for x in (part.keys, part.values)
+    )
+    widths.append((keys.shape[-1], values.shape[-1]))
+    return part
+
+  stack.map_slots(look)
+  heads = jax.eval_shape(lambda stack: stack.lengths, stack).shape[-1]
+  return heads, *widths[0], stack.capacity is None
 
 
 def check_prompts(
@@ -138,7 +172,7 @@ def check_prompts(
   processed = np.asarray(cache.next_positions)
   rows = len(processed)
   if not isinstance(prompts, Prompts):
-    if np.ndim(prompts) != 2 or isinstance(prompts, list | tuple):
+    if isinstance(prompts, list | tuple | str) or np.ndim(prompts) != 2:
       raise InputError(
         "What follows a cache is kvjax.Prompts, or the logits that its prefill "
         f"returned; a {type(prompts).__name__} is neither: make prompts of "

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +51,7 @@ class Decoding:
 
   def __post_init__(self) -> None:
     stops: Any = self.stop_ids
-    if isinstance(stops, int | str):
+    if isinstance(stops, str) or not isinstance(stops, Iterable):
       raise InputError(f"stop_ids is a list of tokens; {stops!r} is none.")
     # Lists are not hashable, and this is part of what is compiled.
     object.__setattr__(self, "stop_ids", tuple(stops))

@@ -126,7 +126,8 @@ def generate(
   Given many caches of the same rows, such as those of a sweep, it generates
   from each of them with the same prompts. Caches of equal sizes are joined
   (`kvjax.stack`) and decode together; with `keep`, each has its own turn in it
-  afterwards, and the given caches are not donated.
+  afterwards, and the given caches are not donated. Joined caches continue at
+  the slot after the fullest, so they may need more room than alone.
 
   Args:
     model: the functions.
@@ -227,6 +228,10 @@ def _generate_from_all(
   model: Model, params: PyTree, caches: Sequence[Cache], request: Request
 ) -> tuple[Generated, ...]:
   """Generates from many caches, those of equal sizes together."""
+  # Before rows are repeated, so that messages count those that were given.
+  for cache in caches[:1]:
+    check_prompts(model, cache, request.prompts, request.decoding)
+    _seeds(request.seeds, cache)
   results: dict[int, Generated] = {}
   for group in group_caches(caches):
     joined = stack([caches[index] for index in group])

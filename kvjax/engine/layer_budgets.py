@@ -51,20 +51,35 @@ def by_layer(
 
 
 def check_counts(
-  allocation: Allocation, counts: Any, layers: int, rows: int
+  allocation: Allocation, counts: Any, layers: int, rows: int, *, even: bool
 ) -> None:
   """Refuses counts of an allocation that no cache can keep.
 
+  Args:
+    allocation: the allocation.
+    counts: what it counted.
+    layers: number of layers.
+    rows: number of rows.
+    even: whether it was given the same budget for all layers.
+
   Raises:
-    InputError: they are no integers by layer and row, or below zero.
+    InputError: they are no integers by layer and row, or below zero, or differ
+      between layers though the allocation does not say so.
   """
-  counts = np.asarray(counts)
-  fits = counts.shape == (layers, rows) and counts.dtype.kind in "iu"
-  if not fits or np.any(counts < 0):
+  try:
+    found = np.asarray(counts)
+  except ValueError:
+    found = np.asarray(None)
+  fits = found.shape == (layers, rows) and found.dtype.kind in "iu"
+  if not fits or np.any(found < 0):
     raise InputError(
       f"{type(allocation).__name__}.counts gives each of {layers} layers and "
-      f"{rows} rows a number of tokens, 0 or more; it gave "
-      f"{counts.tolist()!r:.80}."
+      f"{rows} rows a number of tokens, 0 or more; it gave {counts!r:.80}."
+    )
+  if even and not allocation.spreads_layers and np.any(found != found[:1]):
+    raise InputError(
+      f"{type(allocation).__name__} counts differently for different layers; "
+      "its property spreads_layers must be True."
     )
 
 

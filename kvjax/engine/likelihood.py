@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.cache.cache import Cache
+from kvjax.engine.capacity import check_cache
 from kvjax.engine.feed import append_block
 from kvjax.engine.forward import prompt_hidden
 from kvjax.errors import InputError
@@ -99,6 +100,7 @@ def answer_nll(
   # One block, in which the answer follows its question without padding.
   both = Prompts.of([question + answer for question, answer in pairs])
   context_lengths = np.asarray(cache.next_positions)
+  check_cache(model, cache)
   check_context(
     model,
     context_lengths + question_lengths + answer_lengths,

@@ -75,7 +75,7 @@ def run_block(
   # One call, whose state is what the block returned.
   structures = list(map(jax.tree.structure, states))
   if (
-    not isinstance(result, tuple)
+    not isinstance(result, tuple | list)
     or len(result) != 2
     or (spec.cache and structures != [jax.tree.structure(result[1])])
   ):
@@ -84,7 +84,8 @@ def run_block(
       "returned, after it has called attend once; that of "
       f"{type(model).__name__} does not."
     )
-  return result
+  hidden, state = result
+  return hidden, state
 
 
 def _attach_spec(spec: LayerSpec, activations: Activations) -> Activations:

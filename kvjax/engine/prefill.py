@@ -27,7 +27,11 @@ from kvjax.engine.evaluate import (
   find_evaluated,
   list_evaluations,
 )
-from kvjax.engine.layer_budgets import check_protected
+from kvjax.engine.layer_budgets import (
+  check_protected,
+  compressed_layers,
+  kv_heads,
+)
 from kvjax.engine.model_layers import layer_stacks
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import (
@@ -361,15 +365,14 @@ def _check_plan(model: Model, plan: Plan) -> None:
   if traits.renumbers:
     check_rotary(model)
   heads: dict[int, int] = {}
+  compressed = compressed_layers(plan, model.geometry)
   for layer, spec in enumerate(model.geometry.layers):
-    source = traits.source_layer(layer)
-    # A selection lists slots for every KV head, so layers that share one need
+    source, own = traits.source_layer(layer), kv_heads(plan, spec)
+    # A selection lists slots for every head, so layers that share one need
     # equally many.
-    if spec.compressible and heads.setdefault(source, spec.kv_heads) != (
-      spec.kv_heads
-    ):
+    if compressed[layer] and heads.setdefault(source, own) != own:
       raise InputError(
         f"{type(plan.method).__name__} uses the selection of layer {source} in "
-        f"layer {layer}, which has another number of KV heads; give each layer "
+        f"layer {layer}, which has another number of heads; give each layer "
         "its own."
       )

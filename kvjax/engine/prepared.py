@@ -177,7 +177,9 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
   spread, sizes = plan.spread, budget_sizes(plan, geometry)
   budgets = layer_budgets(plan, geometry)
   counts = by_layer(budgets, lambda b: spread.counts(b, lengths, sizes))
-  check_counts(spread, counts, sizes.layers, len(lengths))
+  check_counts(
+    spread, counts, sizes.layers, len(lengths), even=len(budgets) == 1
+  )
   totals = by_layer(budgets, lambda b: spread.totals(b, lengths, sizes))
   # By the bucket, not by the lengths: its prompts then share programs.
   slots = by_layer(budgets, lambda b: spread.capacities(b, padded, sizes))
@@ -252,6 +254,7 @@ def prepare_calibrated(
     check_protected(row_plan, prompts.row(row), geometry)
     length = lengths[row : row + 1]
     counts.append(row_plan.spread.counts(budget, length, sizes))
+    check_counts(plan.spread, counts[-1], sizes.layers, 1, even=True)
     totals.append(row_plan.spread.totals(budget, length, sizes))
     row_parts = row_plan.spread.parts(budget, length, padded)
     parts += [] if row_parts is None else [row_parts]
@@ -295,6 +298,7 @@ def prepare_repeated(
   """
   budget, layers = plan.fixed_budget, len(geometry.layers)
   counts = plan.spread.counts(budget, lengths, Sizes((1,)))
+  check_counts(plan.spread, counts, 1, len(lengths), even=True)
   if isinstance(budget, Tokens):
     counts = np.full_like(counts, budget.limit(longest))
   capacity = min(plan.spread.capacity_between(budget, longest), longest)

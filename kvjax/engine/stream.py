@@ -27,12 +27,15 @@ class Stream(Iterator[Int[np.ndarray, " B"]]):
 
   def __init__(self) -> None:
     self.generated: Generated | None = None
+    self._ended = False
     self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
   def __next__(self) -> Int[np.ndarray, " B"]:
-    if self.generated is not None:
+    # Nothing follows a result or an error: another wait would never end.
+    if self._ended:
       raise StopIteration
     item: Any = self._queue.get()
+    self._ended = isinstance(item, Generated | BaseException)
     if isinstance(item, BaseException):
       raise item
     if isinstance(item, Generated):
@@ -56,8 +59,8 @@ def stream(
 
   Arguments and errors are those of `kvjax.generate` for a single cache.
   Decoding is one compiled program nevertheless, which continues whether or not
-  its tokens are consumed. What `generate` returns is in `Stream.generated` at
-  the end.
+  its tokens are consumed; a program that leaves early ends once it has. What
+  `generate` returns is in `Stream.generated` at the end.
 
   Example:
     >>> import kvjax
@@ -99,5 +102,6 @@ def stream(
   # The mesh and the selected kernels are context variables: pass them on.
   context = contextvars.copy_context()
   # A daemon: Python does not wait for a stream that nobody reads at its exit.
-  threading.Thread(target=context.run, args=(run,), daemon=True).start()
+  # Not a daemon: the interpreter must not end while XLA calls back into it.
+  threading.Thread(target=context.run, args=(run,)).start()
   return streamed

@@ -1,6 +1,7 @@
 """Declarations of what a method requires and does not support."""
 
 import dataclasses
+from typing import Any
 
 from kvjax.activations import OPTIONAL
 from kvjax.errors import InputError
@@ -52,7 +53,11 @@ class Traits:
     check_count("protects of a method's traits", self.protects, 0)
     check_count("reuse of a method's traits", self.reuse)
     # A set or a list would make the traits unhashable.
-    object.__setattr__(self, "activations", frozenset(self.activations))
+    for name, make in (("activations", frozenset), ("keeps_layers", tuple)):
+      given: Any = getattr(self, name)
+      if isinstance(given, str):
+        raise InputError(f"{name} of a method's traits is a set of names.")
+      object.__setattr__(self, name, make(given))
     unknown = sorted(self.activations - {*OPTIONAL})
     if unknown:
       raise InputError(

@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib.metadata
+import inspect
 import re
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -181,22 +183,29 @@ def register(
         f"kvjax.retrieval.Retrieval, and so are its presets; {each!r} under "
         f"{name!r} is not."
       )
+  for kind in (METHODS, RETRIEVALS):
+    kind._entries.pop(name, None)
   names.add(name, Entry(make, presets, summary, paper))
 
 
 def _same_definition(one: Any, other: Any) -> bool:
   """Whether two classes or functions are of the same place and name."""
-  places = [
-    (getattr(x, "__module__", None), getattr(x, "__qualname__", None))
-    for x in (one, other)
-  ]
-  return places[0] == places[1] and "<lambda>" not in str(places[0][1])
+  if not all(isinstance(x, type | types.FunctionType) for x in (one, other)):
+    return False
+  return (
+    one.__module__ == other.__module__
+    and one.__qualname__ == other.__qualname__
+    and "<lambda>" not in one.__qualname__
+  )
 
 
 def _check_options(make: Any) -> None:
   """Refuses a class whose annotated fields are no options."""
-  own = vars(make) if isinstance(make, type) else {}
-  if own.get("__annotations__") and "__dataclass_fields__" not in own:
+  if not isinstance(make, type):
+    return
+  kinds = inspect.get_annotations(make).values()
+  fields = [kind for kind in kinds if "ClassVar" not in str(kind)]
+  if fields and "__dataclass_fields__" not in vars(make):
     raise InputError(
       f"{make.__name__} has fields that are no options; write "
       "@dataclasses.dataclass(frozen=True) before the class."

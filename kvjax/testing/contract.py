@@ -278,6 +278,11 @@ def _check_choice(subject: Subject) -> None:
       f"What empty slots and padding hold must not change what {name} keeps; "
       "it does: mask by cache.valid and by positions.",
     )
+    require(
+      not subject.traits.positional or choose(other) == kept,
+      f"The traits of {name} say that it selects by positions alone "
+      "(positional); other tokens change what it keeps.",
+    )
     backwards = subject.lengths[::-1]
     turned = choose(swapped, subject.budget(budget, backwards), backwards)
     require(

@@ -155,6 +155,13 @@ class Mutable(Norm):
     return self is other
 
 
+@dataclasses.dataclass(frozen=True)
+class Looking(Norm):
+  @property
+  def traits(self):
+    return Traits(positional=True)
+
+
 WRONG = {
   "asks for a window it does not declare": (
     Undeclared(),
@@ -187,6 +194,7 @@ WRONG = {
     TooFew(),
     "keeps 11 tokens where a head may keep 12.*let the traits say",
   ),
+  "looks at tokens": (Looking(), "positions alone .*; other tokens change"),
   "not equal": (Mutable(), "equal fields must be equal"),
 }
 

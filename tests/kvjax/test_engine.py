@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.allocation import Sizes
+from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import compress, prompt_programs
 from kvjax.engine import generate as generating
 from kvjax.engine.forward import hidden_states
@@ -260,6 +261,39 @@ def test_a_stream_keeps_its_turn(full):
   np.testing.assert_array_equal(answer.generated.tokens, expected.tokens)
   one, other = answer.generated.cache, expected.cache
   jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_a_stream_that_failed_has_ended(full):
+  cache, _ = full
+  answer = kvjax.stream(
+    MODEL, PARAMS, cache, kvjax.Prompts.of([[1]]), kvjax.Decoding(2)
+  )
+  with pytest.raises(InputError, match="3 rows and 1 questions"):
+    next(answer)
+  assert list(answer) == []
+
+
+def test_parts_of_a_cache_are_copies(full):
+  cache, _ = full
+  theirs = {id(leaf) for leaf in jax.tree.leaves(cache)}
+  for count in (1, 3):
+    parts = kvjax.unstack(cache, count)
+    assert not theirs & {id(leaf) for leaf in jax.tree.leaves(parts)}
+    jax.tree.map(np.testing.assert_array_equal, kvjax.stack(parts), cache)
+  with pytest.raises(InputError, match="3 rows cannot be divided into 2"):
+    kvjax.unstack(cache, 2)
+
+
+def test_parts_of_a_cache_on_a_mesh_stay_on_it():
+  plan = kvjax.Plan(KeyDiff(), kvjax.Tokens(4))
+  rows = [row for row in (*ROWS, ROWS[0]) for _ in range(2)]
+  with jax.set_mesh(parse_mesh("data:2,model:2")):
+    cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(rows), plan)
+    parts = kvjax.unstack(cache, 2)
+  for part in parts:
+    keys = part.stacks[0].keys
+    assert keys.sharding.spec == cache.stacks[0].keys.sharding.spec
+    assert keys.addressable_shards[0].data.shape[1:3] == (2, 1)
 
 
 def test_what_does_not_belong_to_a_cache_is_refused():

@@ -408,7 +408,10 @@ def test_a_cache_is_of_the_model_that_made_it():
   )
   plan = kvjax.get_plan("keydiff", kvjax.Tokens(4))
   cache, logits = kvjax.prefill(one, one.init(), PROMPTS, plan)
-  for other, said in ((deeper, "1 layers and the model 2"), (wider, "model 1")):
+  for other, said in (
+    (deeper, "1 layers and the model 2"),
+    (wider, "and 1 KV heads of"),
+  ):
     with pytest.raises(kvjax.InputError, match=said):
       kvjax.generate(other, other.init(), cache, logits, DECODING)
 
