@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvjax.allocation.base import Sizes, Uniform
+from kvjax.allocation.base import Sizes
 from kvjax.cache.cache import Cache
 from kvjax.engine.generate import generate, reserve
 from kvjax.engine.plans import Plan
@@ -127,8 +127,8 @@ def _check_recursive_plan(subject: Subject, plan: Plan) -> None:
   cache, _ = prefill(model, params, _protect(subject), plan)
   _check_protected(subject, cache, f"in blocks at {plan.budget}")
   budget = plan.fixed_budget
-  limits = _limits(subject, budget)
-  for row, limit in enumerate(limits):
+  for row, length in enumerate(subject.lengths):
+    limit = subject.spread.capacity_between(budget, length)
     _check_limit(subject, cache, row, limit, f"in blocks at {budget}")
   loaded = checks.check_saved(name, model, cache)
   roomy = reserve(loaded, _FREE)
@@ -138,9 +138,11 @@ def _check_recursive_plan(subject: Subject, plan: Plan) -> None:
   assert after is not None
   _check_protected(subject, after, f"while decoding at {budget}")
   assert plan.schedule.every is not None
-  for row, limit in enumerate(limits):
+  turn = checks.QUESTIONS.tokens.shape[1] + checks.DECODING.max_new_tokens
+  for row, length in enumerate(subject.lengths):
+    limit = subject.spread.capacity_between(budget, length + turn)
     # Between two evictions, rows grow by `every` tokens.
-    most = limit and limit + plan.schedule.every
+    most = limit + plan.schedule.every
     _check_limit(subject, after, row, most, f"while decoding at {budget}")
   alone, _ = prefill(model, params, _protect(subject, slice(1, 2)), plan)
   require(
@@ -150,18 +152,9 @@ def _check_recursive_plan(subject: Subject, plan: Plan) -> None:
   )
 
 
-def _limits(subject: Subject, budget: Budget) -> list[int | None]:
-  """Limits of the rows after a block; None for a special allocation."""
-  if not isinstance(subject.spread, Uniform):
-    return [None] * len(subject.lengths)
-  return [budget.num_kept(length) for length in subject.lengths]
-
-
 def _check_limit(
-  subject: Subject, cache: Cache, row: int, limit: int | None, where: str
+  subject: Subject, cache: Cache, row: int, limit: int, where: str
 ) -> None:
-  if limit is None:
-    return
   for layer, heads in enumerate(kept_positions(cache, row)):
     if subject.traits.keeps_layer(layer):
       continue

@@ -10,6 +10,7 @@ asserts the same.
 import functools
 import json
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,13 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.allocation.adaptive import Adaptive
 from kvjax.engine.compress import Evaluation, evaluate_layer
 from kvjax.engine.forward import attend_to_prompt, hidden_states
 from kvjax.experiments.metrics.string_match import string_match_all
-from kvjax.methods.chunkkv import ChunkKV
-from kvjax.methods.compactor import Compactor
-from kvjax.methods.lagkv import LagKV
 from kvjax.models.pretrained import Pretrained, load
 
 MODEL = "smollm2-135m-instruct"
@@ -133,6 +130,12 @@ def cases(names: Sequence[str] = tuple(COUNTERPARTS)) -> list[str]:
 def percent_of(case: str) -> int:
   """The share of a case, in percent."""
   return int(case.rsplit("_", 1)[1])
+
+
+def method_name(case: str) -> str:
+  """Name of the method of a case, without prefixes, preset and options."""
+  last = COUNTERPARTS[case.rsplit("_", 1)[0]].method.rpartition("/")[2]
+  return re.split("[.:]", last)[0]
 
 
 def plan_of(case: str) -> kvjax.Plan:
@@ -276,17 +279,17 @@ class Judge:
     self, case: str, prompt: int, ours: np.ndarray
   ) -> Iterator[Difference]:
     """Yields the layers where kvjax does not keep what kvpress keeps."""
-    differs, plan = ours != their_kept(prompt)[case], plan_of(case)
+    differs = ours != their_kept(prompt)[case]
     for layer in map(int, np.flatnonzero(differs.any(axis=(1, 2)))):
       activations = self._activations(prompt)[layer]
       scores, groups = scored(case, layer, activations)
       scores, groups = scores[differs[layer]], groups[differs[layer]]
-      least = 1.0 if isinstance(plan.method, Compactor) else 0.0
+      least = 1.0 if method_name(case) == "compactor" else 0.0
       gaps = []
       for group in np.unique(groups):
         own = scores[groups == group]
         gaps.append(float(np.ptp(own) / max(least, np.abs(own).max())))
-      rounding = rounding_of(plan, activations)
+      rounding = rounding_of(case, activations)
       yield Difference(layer, len(scores), max(gaps), rounding)
 
   def _activations(self, prompt: int) -> Sequence[Any]:
@@ -305,16 +308,16 @@ def scored(
   plan, length = plan_of(case), activations.keys.shape[2]
   evaluation, method = Evaluation.of(plan), plan.method
   found = evaluate_layer(evaluation, np.int32(layer), activations).scores
-  if isinstance(plan.allocation, Adaptive):
+  if plan.spread.votes:
     scores = np.asarray(found[0])[0]
     return scores, np.zeros(scores.shape, int)
-  if isinstance(method, Compactor):
+  if method_name(case) == "compactor":
     blend = method.blend
     if method.blend_removed:
       blend = percent_of(case) / 100
     # Of two standardized scores, their weighted mean.
     found = (found.attention + blend * found.outlier) / (1 + blend)
-  if isinstance(method, LagKV):
+  if method_name(case) == "lagkv":
     partitions = np.asarray(found)[0]
     heads, count, lag = partitions.shape
     scores = np.full((heads, length), np.inf)
@@ -323,23 +326,23 @@ def scored(
     if not method.cross_scoring:
       groups = groups + (np.arange(length) - method.sinks) // lag
     return scores, np.broadcast_to(groups, scores.shape)
-  if isinstance(method, ChunkKV):
+  if method_name(case) == "chunkkv":
     found = np.repeat(np.asarray(found), method.chunk, axis=-1)[..., :length]
   scores = np.asarray(found)[0]
   groups = np.arange(len(scores))[:, None]
   return scores, np.broadcast_to(groups, scores.shape)
 
 
-def rounding_of(plan: kvjax.Plan, activations: Any) -> float:
+def rounding_of(case: str, activations: Any) -> float:
   """What float32 explains of the difference of two scores.
 
   Leverage scores invert the Gram matrix of the sketched keys, which multiplies
   the rounding of its entries by its condition.
   """
-  method = plan.method
-  if (
-    not isinstance(method, Compactor) or not method.blend + method.blend_removed
-  ):
+  method: Any = plan_of(case).method
+  if method_name(case) != "compactor":
+    return TIE
+  if not method.blend + method.blend_removed:
     return TIE
   keys = np.asarray(activations.keys_unrotated[0], np.float64)
   rows = (keys - keys.mean(axis=1, keepdims=True)) @ sketch()
