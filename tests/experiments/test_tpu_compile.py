@@ -1,20 +1,17 @@
 """What a program is said to take of a chip, and when that is an error."""
 
-import functools
 import importlib.util
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import NamedSharding, PartitionSpec
+from made_up_chip import MIB, chip, program
 
 import kvjax
 from kvjax import kernels
 from kvjax.errors import InputError
 from kvjax.experiments.tpu import (
-  calls,
   chips,
   engine_programs,
   kernel_programs,
@@ -23,23 +20,13 @@ from kvjax.experiments.tpu import (
   tables,
 )
 from kvjax.experiments.tpu.footprints import Footprint
-from kvjax.experiments.tpu.hlo import Module
-from kvjax.experiments.tpu.host_arrays import copied_from_host
 from kvjax.experiments.tpu.programs import (
   Outcome,
-  Program,
   compiled,
   find_fault,
 )
 from kvjax.kernels.dispatch import Programs, dispatch
 from kvjax.kernels.specs import Spec
-
-MIB = 2**20
-
-
-def chip(devices=()):
-  """A v5e that is not there, or that stands on this machine's devices."""
-  return chips.Chip("v5e", tuple(devices), 100 * MIB, 10 * MIB, 10**9)
 
 
 def footprint(**changed):
@@ -55,14 +42,6 @@ def footprint(**changed):
     vmem=5 * MIB,
   )
   return Footprint(**(given | changed))
-
-
-def unused(chip):
-  raise AssertionError(chip)
-
-
-def program(kind="kernel", name="twice", shapes="8 x 8", **changed):
-  return Program(kind, name, shapes, **({"lower": unused} | changed))
 
 
 def twice(x):
@@ -241,71 +220,6 @@ def test_a_page_is_written_when_all_is_well(tmp_path, capsys):
   assert max(map(len, told.out.splitlines())) <= 80
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def move_on(state, weights):
-  """A layer: what it adds to the state in place, and what it leaves behind."""
-  return state + jnp.sum(weights), weights * 2
-
-
-@jax.jit
-def keep(left, lengths):
-  return left[:2] * lengths
-
-
-def layer_by_layer(weights, state):
-  """Three layers; the host makes up lengths that the programs are given."""
-  kept = []
-  for _ in range(3):
-    state, left = move_on(state, weights)
-    kept.append(keep(left, jnp.asarray(np.full(2, 7, np.float32))))
-  return state, kept
-
-
-@pytest.fixture(scope="module")
-def spread_calls():
-  """Weights in halves, the state whole, on two of this machine's devices."""
-  here = chip(jax.devices()[:2])
-  spread = NamedSharding(here.mesh, PartitionSpec("model"))
-  whole = NamedSharding(here.mesh, PartitionSpec())
-  given = [
-    jax.ShapeDtypeStruct((4096,), jnp.float32, sharding=spread),
-    jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=whole),
-  ]
-  jaxpr = jax.make_jaxpr(layer_by_layer)(*given)
-  return calls.compile_calls(jaxpr, given, whole), spread, whole
-
-
-def test_programs_that_are_called_are_compiled_once(spread_calls):
-  """Where one leaves its results, the next takes them."""
-  found, spread, whole = spread_calls
-  layers = [x for x in found.calls if x.name in ("move_on", "keep")]
-  assert [x.name for x in layers] == ["move_on", "keep"] * 3
-  assert len({id(x.footprint) for x in layers}) == 2
-  for move in layers[::2]:
-    state, left = move.results
-    assert move.reused == (move.arguments[0], None)
-    assert found.shapes[state].sharding.is_equivalent_to(whole, 1)
-    assert found.shapes[left].sharding.is_equivalent_to(spread, 1)
-  assert layers[0].results[0] == layers[2].arguments[0]
-  assert layers[0].footprint.arguments == 4096 * 4 // 2 + 1024 * 4
-
-
-def test_calls_hold_what_two_stretches_hold_at_most(spread_calls):
-  """Of three layers two leave halves of what is read; the state is reused."""
-  found, _, _ = spread_calls
-  weights, state, left, kept = 2048 * 4, 1024 * 4, 2048 * 4, 1 * 4
-  lengths = 3 * 2 * 4
-  temporary = max(x.footprint.temporary for x in found.calls)
-  measured = calls.measure_calls(found, awaited="move_on")
-  assert measured.arguments - lengths == weights + state
-  assert measured.results == state + 3 * kept
-  at_most = weights + 2 * left + state + 3 * kept + lengths + temporary
-  assert measured.hbm == at_most
-  # Nothing is awaited: what all layers leave behind may be there at once.
-  together = calls.measure_calls(found, awaited="nothing")
-  assert together.hbm == at_most + left
-
-
 def test_a_prefill_is_measured_layer_by_layer():
   """What is awaited is called once in each layer, and compiled once."""
   here = chip(jax.devices()[:2])
@@ -402,91 +316,3 @@ def test_a_kernel_is_measured():
   assert found.arguments == 2 * 4096
   assert found.results == 8 * 4096
   assert found.moved == outcome.ideal
-
-
-@pytest.mark.libtpu
-def test_a_token_moves_little_more_than_it_must():
-  """What it retrieves stays with the host, on each of eight chips."""
-  chips.prepare_libtpu()
-  use, v5e = engine_programs.CTKVR, chips.Chip.load("v5e")
-  lower = functools.partial(engine_programs.lower_decode, use, 1)
-  outcome = compiled(program("decode", use.name, lower=lower), v5e)
-  assert outcome.fault is None
-  found = outcome.footprint
-  stored = 2 * (65_536 - 4 - 64) * 128 * 2
-  assert stored <= found.host < 1.001 * stored  # tiles are whole
-  assert found.temporary < found.host
-  assert 0.8 < found.moved / outcome.ideal < 1.2
-  assert found.copied == 0
-  if not found.overlap:
-    pytest.xfail("XLA lets the device wait while the host attends")
-
-
-@pytest.mark.libtpu
-@pytest.mark.parametrize(
-  ("use", "layers", "most"),
-  [
-    (engine_programs.COMPACTOR, 4, 1.01),
-    (engine_programs.ADAKV_IN_INT8, 4, 1.01),
-  ],
-  ids=["stacked", "packed"],
-)
-def test_layers_are_read_where_they_stand_in_their_stacks(use, layers, most):
-  """Nothing is copied out of the weights or the cache, or into it."""
-  chips.prepare_libtpu()
-  v5e = chips.Chip.load("v5e")
-  lower = functools.partial(engine_programs.lower_decode, use, layers)
-  outcome = compiled(program("decode", use.name, lower=lower), v5e)
-  assert outcome.fault is None
-  _, params = llama.shapes(v5e.mesh, layers)
-  layer = engine_programs.share_bytes(params["layers"]) / layers
-  assert outcome.footprint.temporary < layer / 4
-  assert outcome.footprint.results < MIB
-  assert 0.9 < outcome.footprint.moved / outcome.ideal < most
-
-
-@pytest.mark.libtpu
-def test_a_prefill_holds_no_more_for_more_layers():
-  """Besides their weights, and what is kept of them.
-
-  All of them have stacks of weights that VMEM does not hold.
-  """
-  chips.prepare_libtpu()
-  plan = kvjax.get_plan("keydiff", kvjax.Retention(0.25))
-  use, v5e = (
-    engine_programs.Use("keydiff", "", plan, 2048),
-    chips.Chip.load("v5e"),
-  )
-  found = []
-  for layers in (16, 32):
-    lower = functools.partial(engine_programs.lower_prefill, use, layers)
-    outcome = compiled(program("prefill", use.name, lower=lower), v5e)
-    assert outcome.fault is None
-    found.append(outcome.footprint)
-  shallow, deep = found
-  assert deep.temporary < 1.01 * shallow.temporary
-  assert 1.8 < deep.results / shallow.results < 2
-  assert "splash_mha_fwd_no_residuals" in deep.kernels
-
-
-@pytest.mark.libtpu
-@pytest.mark.parametrize(("rows", "copied"), [(512, 512 * 128 * 4), (8, 0)])
-def test_an_array_that_comes_whole_from_the_host_is_found(rows, copied):
-  chips.prepare_libtpu()
-  lone = chips.Chip.load("v5e").lone
-  kinds = "pinned_host", "device"
-  stored, own = (
-    jax.ShapeDtypeStruct(
-      (size, 128),
-      jnp.float32,
-      sharding=NamedSharding(lone, PartitionSpec(), memory_kind=kind),
-    )
-    for kind, size in zip(kinds, (512, rows), strict=True)
-  )
-
-  def read(stored, own):
-    some = jax.device_put(stored[:rows], jax.memory.Space.Device)
-    return jnp.sort(some + own, axis=0)
-
-  text = jax.jit(read).lower(stored, own).compile().as_text()
-  assert copied_from_host(Module.of(text)) == copied

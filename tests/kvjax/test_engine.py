@@ -11,11 +11,10 @@ import pytest
 
 import kvjax
 from kvjax.allocation import Sizes
-from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import compress, prompt_programs
 from kvjax.engine import generate as generating
 from kvjax.engine.forward import hidden_states
-from kvjax.engine.sampling import Sampling, sample
+from kvjax.engine.sampling import Sampling
 from kvjax.errors import InputError
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.model import Geometry
@@ -190,112 +189,6 @@ def test_sweep_equals_each_plan_alone():
     jax.tree.map(np.testing.assert_array_equal, alone, cache)
 
 
-def test_many_caches_answer_as_each_alone():
-  """Those of equal sizes together, in the order that they were given in."""
-  prompts = kvjax.Prompts.of(ROWS)
-  plans = [
-    kvjax.get_plan(name, kvjax.Retention(share))
-    for name, share in [
-      ("keydiff", 0.4),
-      ("random", 0.8),
-      ("snapkv:window=2", 0.4),
-    ]
-  ]
-  caches, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans)
-  alone = [ask(cache).rows() for cache in caches]
-  joined = ask(kvjax.stack([caches[0], caches[2]]), QUESTIONS * 2).rows()
-  assert joined == alone[0] + alone[2]
-  questions, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
-  together = kvjax.generate(MODEL, PARAMS, caches, questions, decoding)
-  assert [answers.rows() for answers in together] == alone
-
-
-@pytest.mark.slow
-def test_many_caches_go_on_from_logits():
-  plans = [kvjax.Plan(KeyDiff(), kvjax.Tokens(n)) for n in (4, 3, 4)]
-  caches, logits = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plans)
-  seeds = jnp.arange(3)
-  decoding = kvjax.Decoding(5, sampling=Sampling(temperature=1.0))
-  go_on = functools.partial(
-    kvjax.generate,
-    MODEL,
-    PARAMS,
-    prompts=logits,
-    decoding=decoding,
-    seeds=seeds,
-  )
-  alone = [go_on(cache=cache).rows() for cache in caches]
-  assert [answers.rows() for answers in go_on(cache=caches)] == alone
-  assert alone[0] == alone[2]
-
-
-def test_many_caches_keep_their_turns():
-  """As each alone, and the given ones are left as they were."""
-  plans = [kvjax.Plan(KeyDiff(), kvjax.Tokens(n)) for n in (4, 3, 4)]
-  caches, _ = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plans)
-  caches = [kvjax.reserve(cache, 128) for cache in caches]
-  questions, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
-  keep = functools.partial(
-    kvjax.generate, MODEL, PARAMS, decoding=decoding, keep=True
-  )
-  together = keep(caches, prompts=questions)
-  again = keep([turn.cache for turn in together], prompts=questions)
-  for cache, first, second in zip(caches, together, again, strict=True):
-    alone = keep(cache, prompts=questions)
-    assert alone.rows() == first.rows()
-    assert keep(alone.cache, prompts=questions).rows() == second.rows()
-
-
-def test_a_stream_keeps_its_turn(full):
-  cache, _ = full
-  prompts, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
-  expected = kvjax.generate(
-    MODEL, PARAMS, kvjax.reserve(cache, 64), prompts, decoding, keep=True
-  )
-  answer = kvjax.stream(
-    MODEL, PARAMS, kvjax.reserve(cache, 64), prompts, decoding, keep=True
-  )
-  assert answer.generated is None
-  tokens = np.stack(list(answer)).T
-  np.testing.assert_array_equal(tokens, expected.tokens)
-  np.testing.assert_array_equal(answer.generated.tokens, expected.tokens)
-  one, other = answer.generated.cache, expected.cache
-  jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
-def test_a_stream_that_failed_has_ended(full):
-  cache, _ = full
-  answer = kvjax.stream(
-    MODEL, PARAMS, cache, kvjax.Prompts.of([[1]]), kvjax.Decoding(2)
-  )
-  with pytest.raises(InputError, match="3 rows and 1 questions"):
-    next(answer)
-  assert list(answer) == []
-
-
-def test_parts_of_a_cache_are_copies(full):
-  cache, _ = full
-  theirs = {id(leaf) for leaf in jax.tree.leaves(cache)}
-  for count in (1, 3):
-    parts = kvjax.unstack(cache, count)
-    assert not theirs & {id(leaf) for leaf in jax.tree.leaves(parts)}
-    jax.tree.map(np.testing.assert_array_equal, kvjax.stack(parts), cache)
-  with pytest.raises(InputError, match="3 rows cannot be divided into 2"):
-    kvjax.unstack(cache, 2)
-
-
-def test_parts_of_a_cache_on_a_mesh_stay_on_it():
-  plan = kvjax.Plan(KeyDiff(), kvjax.Tokens(4))
-  rows = [row for row in (*ROWS, ROWS[0]) for _ in range(2)]
-  with jax.set_mesh(parse_mesh("data:2,model:2")):
-    cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(rows), plan)
-    parts = kvjax.unstack(cache, 2)
-  for part in parts:
-    keys = part.stacks[0].keys
-    assert keys.sharding.spec == cache.stacks[0].keys.sharding.spec
-    assert keys.addressable_shards[0].data.shape[1:3] == (2, 1)
-
-
 def test_what_does_not_belong_to_a_cache_is_refused():
   plan = kvjax.Plan(KeyDiff(), kvjax.Tokens(4))
   cache, logits = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
@@ -397,29 +290,6 @@ def test_nan_in_empty_slots_changes_no_conversation():
   assert clean == dirty
 
 
-def test_a_stream_yields_every_token_and_passes_errors_on(full):
-  cache, _ = full
-  prompts, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
-  for _ in range(2):
-    tokens = list(kvjax.stream(MODEL, PARAMS, cache, prompts, decoding))
-    np.testing.assert_array_equal(np.stack(tokens).T, ask(cache).tokens)
-  with pytest.raises(InputError, match="3 rows and 1 questions"):
-    next(kvjax.stream(MODEL, PARAMS, cache, kvjax.Prompts.of([[1]]), decoding))
-
-
-def test_another_listener_needs_no_other_program(full):
-  cache, _ = full
-  prompts, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
-
-  def listen():
-    return len(list(kvjax.stream(MODEL, PARAMS, cache, prompts, decoding)))
-
-  assert listen() == 5
-  programs = generating._generate_and_discard._cache_size()
-  assert listen() == 5
-  assert generating._generate_and_discard._cache_size() == programs
-
-
 @pytest.mark.parametrize("padded", [61, 96])
 def test_padding_to_the_capacity_changes_nothing(padded):
   """Where the roomiest row's count is the padded length, others still lose."""
@@ -451,24 +321,6 @@ def test_sampling_depends_on_seed_and_position_only(full):
     MODEL, PARAMS, kvjax.Prompts.of([ROWS[1]]), kvjax.Plan(FULL, ALL)
   )
   assert run(alone, kvjax.Prompts.of([QUESTIONS[1]]), [2])[0] == rows[1]
-
-
-def test_sampling_follows_the_distribution():
-  logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
-  rows = jnp.broadcast_to(logits, (4000, 4))
-  seeds = jnp.arange(4000)
-  places = jnp.zeros(4000, jnp.int32)
-  drawn = sample(rows, Sampling(1.0), seeds, places)
-  shares = np.bincount(drawn, minlength=4) / 4000
-  np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.03)
-  # 0.5 + 0.3 reaches 0.6: two tokens stay, in their ratio.
-  drawn = sample(rows, Sampling(1.0, top_p=0.6), seeds, places)
-  shares = np.bincount(drawn, minlength=4) / 4000
-  np.testing.assert_allclose(shares, [0.625, 0.375, 0, 0], atol=0.03)
-  drawn = sample(rows, Sampling(1.0, top_k=2), seeds, places)
-  assert set(np.unique(drawn)) == set(np.argsort(rows[0])[-2:].tolist())
-  cold = sample(rows, Sampling(0.01), seeds, places)
-  assert np.all(np.asarray(cold) == 0)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Model directories of any contents get one sentence, and in bounded time."""
 
 import json
-import os
 import pathlib
 import shutil
 import struct
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
+from odd_files import ODD, UNDECODED, replace
 
 from kvjax.engine.sampling import GREEDY
 from kvjax.errors import InputError
@@ -161,49 +161,12 @@ def not_loaded(path, sentence):
   assert str(caught.value).endswith(".")
 
 
-# What stands in the place of a file, and what is said where JSON should be.
-ODD = {
-  "a folder": (lambda path: path.mkdir(), "cannot be read: Is a directory"),
-  "a loop": (
-    lambda path: path.symlink_to(path.name),
-    "cannot be read: Too man",
-  ),
-  "no target": (lambda path: path.symlink_to("no"), "cannot be read: No such"),
-  "a pipe": (os.mkfifo, "is a pipe or a device; give a regular file"),
-  "zeros": (lambda path: path.symlink_to("/dev/zero"), "a pipe or a device"),
-  "void": (lambda path: path.symlink_to("/dev/null"), "a pipe or a device"),
-  "memory": (lambda path: path.symlink_to("/proc/self/mem"), "cannot be read"),
-  "4 TiB": (
-    lambda path: (path.touch(), os.truncate(path, 2**42)),
-    "at most 2,147,483,648 are read at once",
-  ),
-  "nothing": (lambda path: path.touch(), "is not valid JSON"),
-  "NULs": (lambda path: path.write_bytes(bytes(64)), "is not valid JSON"),
-  "Latin-1": (lambda path: path.write_bytes(b'{"\xe9": 1}'), "not text in UTF"),
-  "a mark": (
-    lambda path: path.write_bytes(b"\xef\xbb\xbf{}"),
-    "not valid JSON",
-  ),
-  "a list": (lambda path: path.write_text("[]"), "must hold a JSON object"),
-  "a number": (
-    lambda path: path.write_text("1e999"),
-    "must hold a JSON object",
-  ),
-  "depth": (lambda path: path.write_text('{"a":' * 10**5), "nested too deeply"),
-  "digits": (lambda path: path.write_text(f'{{"a": {"9" * 5000}}}'), "4300"),
-  "half": (lambda path: path.write_text('{"a": "\\ud800"}'), "surrogates not"),
-}
 JSON = (
   "config.json",
   "generation_config.json",
   "tokenizer_config.json",
   "model.safetensors.index.json",
 )
-
-
-def replace(path, kind):
-  path.unlink(missing_ok=True)
-  ODD[kind][0](path)
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -218,17 +181,15 @@ def test_json_that_is_something_else(directory, name, kind):
   not_loaded(directory, sentence)
 
 
-# That cannot be read as a text of any kind.
-UNREAD = [*list(ODD)[:8], "Latin-1"]
-
-
 @pytest.mark.parametrize("kind", ODD)
 def test_a_tokenizer_that_is_something_else(directory, kind):
   replace(directory / "tokenizer.json", kind)
-  not_loaded(directory, ODD[kind][1] if kind in UNREAD else "no.* a tokenizer")
+  not_loaded(
+    directory, ODD[kind][1] if kind in UNDECODED else "no.* a tokenizer"
+  )
 
 
-@pytest.mark.parametrize("kind", UNREAD)
+@pytest.mark.parametrize("kind", UNDECODED)
 def test_a_template_that_is_something_else(directory, kind):
   replace(directory / "chat_template.jinja", kind)
   not_loaded(directory, ODD[kind][1])

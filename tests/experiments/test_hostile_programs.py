@@ -1,0 +1,222 @@
+"""Flags, models and signals of any kind get one sentence, or no traceback."""
+
+import gc
+import os
+import re
+import signal
+import time
+import types
+
+import pytest
+from absl import app, flags
+from odd_files import ODD, refused, replace
+
+import kvjax
+from kvjax.cache.sharding import parse_mesh
+from kvjax.errors import InputError
+from kvjax.experiments import (
+  cli,
+  inputs,
+)
+
+
+@pytest.mark.parametrize(
+  ("text", "said"),
+  [
+    ("", "'' does not fit"),
+    (",", "'' does not fit"),
+    ("data", "'data' does not fit"),
+    ("data:", "'data:' does not fit"),
+    ("data:-1", "'data:-1' does not fit"),
+    ("data:²", "'data:²' does not fit"),
+    ("data:٢", "does not fit"),
+    ("data: 2", "'data: 2' does not fit"),
+    ("data:2:2", "'data:2:2' does not fit"),
+    (f"data:{'9' * 5000}", "does not fit"),
+    ("data:999999999", "needs 999999999 devices; there are 4"),
+    ("data:2,data:2", "'data' twice"),
+    ("model:2,model:2", "'model' twice"),
+    ("data:1,model:2,data:1", "'data' twice"),
+  ],
+  ids=range(14),
+)
+def test_meshes_that_are_none(text, said):
+  refused(lambda: parse_mesh(text), said)
+
+
+def test_prefixes_without_end():
+  for name in ("pyramid/" * 5000 + "keydiff", "ada/" * 3 + "snapkv"):
+    with pytest.raises(InputError, match="times before a method"):
+      kvjax.get_method(name)
+
+
+@pytest.fixture
+def program(monkeypatch):
+  """Runs a function as a program, with what absl has parsed."""
+
+  def run(main, values=None):
+    given = flags.FlagValues()
+    flags.DEFINE_string("output", "results", "", flag_values=given)
+    flags.DEFINE_string("model", None, "", flag_values=given)
+    flags.DEFINE_integer("seed", 0, "", flag_values=given)
+    given(["program", *(values or [])])
+    with monkeypatch.context() as patched:
+      patched.setattr(cli.flags, "FLAGS", given)
+      patched.setattr(cli, "_cache_programs", lambda: None)
+      patched.setattr(
+        app, "run", lambda guarded, flags_parser: guarded(["program"])
+      )
+      cli.run(main)
+
+  return run
+
+
+@pytest.mark.parametrize(
+  ("value", "said"),
+  [
+    ("--output=", "--output is empty; give it a value, or leave it out."),
+    ("--output=  ", "--output is empty; give it a value, or leave it out."),
+    ("--model=", "--model is empty; give it a value, or leave it out."),
+    ("--seed=2147483648", "--seed is 2147483648; the largest number is 21474"),
+    (f"--seed={'9' * 4000}", "9; the largest number is 2147483647."),
+  ],
+  ids=range(5),
+)
+def test_values_that_no_flag_can_have(program, capsys, value, said):
+  with pytest.raises(SystemExit) as stopped:
+    program(lambda: pytest.fail("the program has begun"), [value])
+  assert stopped.value.code == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert said in line
+  assert len(line) < 400
+
+
+def test_what_the_system_refuses_is_a_sentence(program, tmp_path, capsys):
+  for path, said in (
+    (tmp_path / "none" / "a", "none/a cannot be used: No such file or dir"),
+    ("x" * 9999, "x cannot be used: File name too long."),
+  ):
+    with pytest.raises(SystemExit) as stopped:
+      program(lambda path=path: os.stat(path))
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert len(line) < 400
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_garbage_is_collected_is_not_lost(
+  program, capsys, number
+):
+  def collected(phase, info):
+    if phase == "start" and not sent:
+      sent.append(number)
+      os.kill(os.getpid(), number)
+      time.sleep(0)  # it is raised here, and dropped by Python
+
+  def main():
+    for _ in range(500):
+      gc.collect(0)
+      time.sleep(0.01)
+
+  sent = []
+  handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+  gc.callbacks.append(collected)
+  try:
+    with pytest.raises(SystemExit) as stopped:
+      program(main)
+  finally:
+    gc.callbacks.remove(collected)
+    signal.signal(signal.SIGTERM, handlers[0])
+    signal.signal(signal.SIGINT, handlers[1])
+  assert stopped.value.code == 130
+  assert capsys.readouterr().err == "Stopped.\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_program_without_a_traceback(program, capsys, number):
+  before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+  done = []
+
+  def main():
+    try:
+      os.kill(os.getpid(), number)
+    finally:
+      done.append("what was begun is finished")
+
+  try:
+    with pytest.raises(SystemExit) as stopped:
+      program(main)
+    # Another one, of somebody impatient, ends it at once.
+    assert signal.getsignal(number) == signal.SIG_DFL
+  finally:
+    for sort, handler in zip(
+      (signal.SIGTERM, signal.SIGINT), before, strict=True
+    ):
+      signal.signal(sort, handler)
+  assert stopped.value.code == 130
+  assert capsys.readouterr().err == "Stopped.\n"
+  assert done
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_a_model_that_is_something_else(
+  program, monkeypatch, capsys, tmp_path, kind
+):
+  path = replace(tmp_path / "model", kind)
+  values = {"MODEL": str(path), "_KERNELS": "auto", "_MESH": None}
+  for name, value in (values | {"_DTYPE": None}).items():
+    monkeypatch.setattr(inputs, name, types.SimpleNamespace(value=value))
+  said = r"has no config\.json|is not a GGUF file|cannot be read"
+
+  def main():
+    inputs.model_name()
+    with inputs.loaded():
+      pytest.fail("the model has been loaded")
+
+  with pytest.raises(SystemExit) as stopped:
+    program(main)
+  assert stopped.value.code == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert re.search(said, line)
+
+
+@pytest.mark.parametrize(
+  ("name", "arguments", "said"),
+  [
+    (
+      "train_reference",
+      ["--output=new", "--stages="],
+      "--stages is empty; nam",
+    ),
+    ("train_reference", ["--output="], "--output is empty"),
+    ("make_reports", ["--output="], "--output is empty"),
+    ("make_reports", ["--output=/dev/null"], "/dev/null is no folder"),
+    ("show_kept", ["--output=/dev/null"], "no regular file"),
+    ("compare", ["--mesh=data:2,data:2", "--output=new"], "'data' twice"),
+    ("compare", ["--output=new", "--model=loop"], "loop has no config.json"),
+    ("compare", ["--seed=99999999999", "--output=new"], "--seed is 9999999999"),
+    (
+      "evaluate",
+      [f"--length={'9' * 5000}"],
+      "--length takes numbers of tokens",
+    ),
+    ("benchmark_compile", ["--layers=x"], "--layers takes numbers of layers"),
+    ("benchmark_compile", ["--methods="], "--methods is empty"),
+  ],
+)
+def test_programs_refuse_in_one_sentence(
+  run_binary, tiny_directory, tmp_path, tmp_path_factory, name, arguments, said
+):
+  if "--model=loop" in arguments:
+    loop = tmp_path_factory.mktemp("model") / "loop"
+    loop.symlink_to(loop.name)
+    arguments = [a.replace("=loop", f"={loop}") for a in arguments]
+  elif name in ("compare", "show_kept"):
+    arguments = [*arguments, f"--model={tiny_directory}"]
+  arguments = [a.replace("=new", f"={tmp_path}/new") for a in arguments]
+  done = run_binary(f"kvjax.experiments.{name}", *arguments)
+  assert done.returncode == 2, done.stderr
+  assert len(done.stderr.splitlines()) == 1
+  assert said in done.stderr
+  assert not list(tmp_path.iterdir())

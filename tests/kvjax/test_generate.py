@@ -1,0 +1,180 @@
+"""Generation: from many caches, in parts, token by token, and sampled."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.sharding import parse_mesh
+from kvjax.engine import generate as generating
+from kvjax.engine.sampling import Sampling, sample
+from kvjax.errors import InputError
+from kvjax.methods import FullKV, KeyDiff
+from kvjax.model import Geometry
+from kvjax.testing import TinyModel
+
+MODEL = TinyModel(Geometry.uniform(1, 4, 2, 8, 4096))
+PARAMS = MODEL.init()
+ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2], list(range(30))]
+QUESTIONS = [[5, 3], [8], [9, 7, 9]]
+
+
+def ask(cache, questions=QUESTIONS):
+  prompts, decoding = kvjax.Prompts.of(questions), kvjax.Decoding(5)
+  return kvjax.generate(MODEL, PARAMS, cache, prompts, decoding)
+
+
+@pytest.fixture(scope="module")
+def full():
+  plan = kvjax.Plan(FullKV(), kvjax.Retention(1.0))
+  return kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
+
+
+def test_many_caches_answer_as_each_alone():
+  """Those of equal sizes together, in the order that they were given in."""
+  prompts = kvjax.Prompts.of(ROWS)
+  plans = [
+    kvjax.get_plan(name, kvjax.Retention(share))
+    for name, share in [
+      ("keydiff", 0.4),
+      ("random", 0.8),
+      ("snapkv:window=2", 0.4),
+    ]
+  ]
+  caches, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans)
+  alone = [ask(cache).rows() for cache in caches]
+  joined = ask(kvjax.stack([caches[0], caches[2]]), QUESTIONS * 2).rows()
+  assert joined == alone[0] + alone[2]
+  questions, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
+  together = kvjax.generate(MODEL, PARAMS, caches, questions, decoding)
+  assert [answers.rows() for answers in together] == alone
+
+
+@pytest.mark.slow
+def test_many_caches_go_on_from_logits():
+  plans = [kvjax.Plan(KeyDiff(), kvjax.Tokens(n)) for n in (4, 3, 4)]
+  caches, logits = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plans)
+  seeds = jnp.arange(3)
+  decoding = kvjax.Decoding(5, sampling=Sampling(temperature=1.0))
+  go_on = functools.partial(
+    kvjax.generate,
+    MODEL,
+    PARAMS,
+    prompts=logits,
+    decoding=decoding,
+    seeds=seeds,
+  )
+  alone = [go_on(cache=cache).rows() for cache in caches]
+  assert [answers.rows() for answers in go_on(cache=caches)] == alone
+  assert alone[0] == alone[2]
+
+
+def test_many_caches_keep_their_turns():
+  """As each alone, and the given ones are left as they were."""
+  plans = [kvjax.Plan(KeyDiff(), kvjax.Tokens(n)) for n in (4, 3, 4)]
+  caches, _ = kvjax.sweep(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plans)
+  caches = [kvjax.reserve(cache, 128) for cache in caches]
+  questions, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
+  keep = functools.partial(
+    kvjax.generate, MODEL, PARAMS, decoding=decoding, keep=True
+  )
+  together = keep(caches, prompts=questions)
+  again = keep([turn.cache for turn in together], prompts=questions)
+  for cache, first, second in zip(caches, together, again, strict=True):
+    alone = keep(cache, prompts=questions)
+    assert alone.rows() == first.rows()
+    assert keep(alone.cache, prompts=questions).rows() == second.rows()
+
+
+def test_a_stream_yields_every_token_and_passes_errors_on(full):
+  cache, _ = full
+  prompts, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
+  for _ in range(2):
+    tokens = list(kvjax.stream(MODEL, PARAMS, cache, prompts, decoding))
+    np.testing.assert_array_equal(np.stack(tokens).T, ask(cache).tokens)
+  with pytest.raises(InputError, match="3 rows and 1 questions"):
+    next(kvjax.stream(MODEL, PARAMS, cache, kvjax.Prompts.of([[1]]), decoding))
+
+
+def test_another_listener_needs_no_other_program(full):
+  cache, _ = full
+  prompts, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
+
+  def listen():
+    return len(list(kvjax.stream(MODEL, PARAMS, cache, prompts, decoding)))
+
+  assert listen() == 5
+  programs = generating._generate_and_discard._cache_size()
+  assert listen() == 5
+  assert generating._generate_and_discard._cache_size() == programs
+
+
+def test_a_stream_keeps_its_turn(full):
+  cache, _ = full
+  prompts, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
+  expected = kvjax.generate(
+    MODEL, PARAMS, kvjax.reserve(cache, 64), prompts, decoding, keep=True
+  )
+  answer = kvjax.stream(
+    MODEL, PARAMS, kvjax.reserve(cache, 64), prompts, decoding, keep=True
+  )
+  assert answer.generated is None
+  tokens = np.stack(list(answer)).T
+  np.testing.assert_array_equal(tokens, expected.tokens)
+  np.testing.assert_array_equal(answer.generated.tokens, expected.tokens)
+  one, other = answer.generated.cache, expected.cache
+  jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_a_stream_that_failed_has_ended(full):
+  cache, _ = full
+  answer = kvjax.stream(
+    MODEL, PARAMS, cache, kvjax.Prompts.of([[1]]), kvjax.Decoding(2)
+  )
+  with pytest.raises(InputError, match="3 rows and 1 questions"):
+    next(answer)
+  assert list(answer) == []
+
+
+def test_parts_of_a_cache_are_copies(full):
+  cache, _ = full
+  theirs = {id(leaf) for leaf in jax.tree.leaves(cache)}
+  for count in (1, 3):
+    parts = kvjax.unstack(cache, count)
+    assert not theirs & {id(leaf) for leaf in jax.tree.leaves(parts)}
+    jax.tree.map(np.testing.assert_array_equal, kvjax.stack(parts), cache)
+  with pytest.raises(InputError, match="3 rows cannot be divided into 2"):
+    kvjax.unstack(cache, 2)
+
+
+def test_parts_of_a_cache_on_a_mesh_stay_on_it():
+  plan = kvjax.Plan(KeyDiff(), kvjax.Tokens(4))
+  rows = [row for row in (*ROWS, ROWS[0]) for _ in range(2)]
+  with jax.set_mesh(parse_mesh("data:2,model:2")):
+    cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(rows), plan)
+    parts = kvjax.unstack(cache, 2)
+  for part in parts:
+    keys = part.stacks[0].keys
+    assert keys.sharding.spec == cache.stacks[0].keys.sharding.spec
+    assert keys.addressable_shards[0].data.shape[1:3] == (2, 1)
+
+
+def test_sampling_follows_the_distribution():
+  logits = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
+  rows = jnp.broadcast_to(logits, (4000, 4))
+  seeds = jnp.arange(4000)
+  places = jnp.zeros(4000, jnp.int32)
+  drawn = sample(rows, Sampling(1.0), seeds, places)
+  shares = np.bincount(drawn, minlength=4) / 4000
+  np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.03)
+  # 0.5 + 0.3 reaches 0.6: two tokens stay, in their ratio.
+  drawn = sample(rows, Sampling(1.0, top_p=0.6), seeds, places)
+  shares = np.bincount(drawn, minlength=4) / 4000
+  np.testing.assert_allclose(shares, [0.625, 0.375, 0, 0], atol=0.03)
+  drawn = sample(rows, Sampling(1.0, top_k=2), seeds, places)
+  assert set(np.unique(drawn)) == set(np.argsort(rows[0])[-2:].tolist())
+  cold = sample(rows, Sampling(0.01), seeds, places)
+  assert np.all(np.asarray(cold) == 0)
