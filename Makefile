@@ -5,6 +5,7 @@
 #   make format   format the code
 #   make tpu-compile  compile everything for TPUs, without one attached
 #   make test-tpu run the tests that compile for TPUs
+#   make peers    set up kvpress in .peers, for benchmark_peers
 #   make clean    remove .venv and the caches
 # ARGS is passed on: make demo ARGS="--samples=2", make test ARGS="-k cache".
 
@@ -20,7 +21,7 @@ MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
   as python3, python3.12, python3.13 or python3.14: install one, or name it \
   with PYTHON=/path/to/python
 
-.PHONY: demo test lint format tpu-compile test-tpu clean
+.PHONY: demo test lint format tpu-compile test-tpu peers clean
 
 demo: $(READY)
 	@$(BIN)/python -m kvjax.experiments.compare $(ARGS)
@@ -47,8 +48,10 @@ test-tpu: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
 	  $(BIN)/python -m pytest -m libtpu
 
+peers: .peers/.ready
+
 clean:
-	@rm -rf .venv .libtpu .mypy_cache .pytest_cache .ruff_cache \
+	@rm -rf .venv .libtpu .peers .mypy_cache .pytest_cache .ruff_cache \
 	  .import_linter_cache
 
 # If the Python of an existing environment works, it is only updated.
@@ -70,4 +73,14 @@ WANTED := from importlib.metadata import requires; \
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 	  --no-compile \
 	  --target .libtpu $$($(BIN)/python -c '$(WANTED)')
+	@touch $@
+
+# PyTorch first: of what kvpress asks for, pip would choose a newer one.
+.peers/.ready: $(READY)
+	@echo "Setting up .peers (a few minutes)"
+	@$(BIN)/python -m venv --clear .peers
+	@.peers/bin/python -m pip install -qq --disable-pip-version-check \
+	  --no-compile torch==2.13.0
+	@.peers/bin/python -m pip install -qq --disable-pip-version-check \
+	  --no-compile kvpress==0.5.5
 	@touch $@

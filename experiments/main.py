@@ -31,6 +31,7 @@ PROGRAMS = (
   "benchmark_decode",
   "benchmark_kernels",
   "benchmark_compile",
+  "benchmark_peers",
   "tpu_compile",
   "train_reference",
   "make_reports",

@@ -14,24 +14,28 @@ _SMALLEST_BUCKET = 32
 
 
 def bucket(length: int) -> int:
-  """Returns the padded length: the next of 32, 48, 64, 96, 128, 192, 256, ...
+  """Returns the padded length: 32, 48, 64, 96, ..., 256, 384, 512, 640, ...
 
-  Prompts of one bucket share a compiled program. Above 32, padding is at most
-  half of the length.
+  Prompts of one bucket share a compiled program. Buckets are half a power of
+  two apart up to 256, then 128 and at most an eighth of their size apart.
   """
-  size = _SMALLEST_BUCKET
-  while size < length:
-    # From a power of two to 3/2 of it, and from there to the next power.
-    size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
-  return size
+  if length <= _SMALLEST_BUCKET:
+    return _SMALLEST_BUCKET
+  step = _step(length)
+  return -(-length // step) * step
 
 
 def bucket_lengths(padded: int) -> range:
-  """Lengths that are padded to `padded`, or a superset of them."""
+  """Lengths that are padded to `padded`."""
   if padded <= _SMALLEST_BUCKET:
     return range(1, padded + 1)
-  # The bucket before is 2/3 or 3/4 of this one.
-  return range(padded * 2 // 3, padded + 1)
+  return range(padded - _step(padded) + 1, padded + 1)
+
+
+def _step(length: int) -> int:
+  """Distance between the buckets around a length."""
+  power = 1 << ((length - 1).bit_length() - 1)  # the one below the length
+  return max(power // 8, min(power // 2, 128))
 
 
 @struct

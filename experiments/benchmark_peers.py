@@ -1,0 +1,238 @@
+"""Times kvjax beside kvpress, on the same weights, in turns.
+
+  make peers
+  python -m kvjax.experiments.benchmark_peers --table=prefill
+
+Each library has a process of its own, kvpress in the environment that
+`make peers` sets up. For each line of the table both start anew, load the same
+weights, make a first call, and then take turns. The tables:
+
+- prefill: prompts whose caches are compressed;
+- decode: tokens after that;
+- compress: scoring and compaction of one layer at Llama-3.1-8B's shapes;
+- leaderboard: prompts answered by 10 methods at 4 retentions. kvpress answers
+  one prompt at a time, so that one is timed and multiplied.
+
+The columns:
+
+- s: median seconds of later calls;
+- ratio: kvpress's time over kvjax's, median and range over the rounds;
+- first: seconds of kvjax's first call, which compiles;
+- MiB: peak memory of the process in later calls;
+- % of limit: the least time that the work takes at the speed of this device's
+  matrix products and copies, relative to kvjax's.
+
+--model=random is a Llama of 4 layers, 8 query and 2 KV heads, width 512 and a
+context of 131,072 tokens. Without the environment, the table shows kvjax alone.
+--output keeps every measurement.
+"""
+
+import contextlib
+import pathlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import rich.box
+import rich.console
+import rich.progress
+import rich.table
+from absl import flags
+from flax import nnx
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.experiments import cli, inputs
+from kvjax.experiments.candidates import parse_budgets
+from kvjax.experiments.peers import cases, timing, workers
+from kvjax.experiments.reporting import wording
+from kvjax.experiments.reports import device, write_json
+from kvjax.models import pretrained
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import Decoder
+from kvjax.models.language_model import from_decoder
+
+_METHODS = ["full", "keydiff", "snapkv", "lagkv:lag=128", "compactor"]
+_SWEPT = [
+  *("random", "streaming", "key_norm", "keydiff", "lagkv:lag=128"),
+  *("compactor", "tova", "snapkv", "pyramidkv", "adakv"),
+]
+_RETENTIONS = ["0.5", "0.25", "0.1", "0.05"]
+_LENGTHS = {
+  "prefill": ["1024", "1100", "5000", "8000"],
+  "decode": ["1024", "4096"],
+  "compress": ["8192", "32768"],
+  "leaderboard": ["4096"],
+}
+
+# A model of this name is made here.
+_RANDOM = "random"
+
+flags.declare_key_flag("model")
+flags.set_default(inputs.MODEL, "smollm2-135m-instruct")
+_TABLE = flags.DEFINE_enum("table", "prefill", list(_LENGTHS), "What to time.")
+_NAMES = flags.DEFINE_list(
+  "methods", None, "Methods; the default depends on the table."
+)
+_RETENTION = flags.DEFINE_list(
+  "retention", None, "Shares to keep: one, or four for the leaderboard."
+)
+_LENGTH = flags.DEFINE_list(
+  "length", None, "Tokens of a prompt; the default depends on the table."
+)
+_ROWS = flags.DEFINE_integer(
+  "rows", None, "Prompts: 1, or 8 for the leaderboard.", lower_bound=1
+)
+_TOKENS = flags.DEFINE_integer(
+  "tokens", 32, "Tokens to decode per prompt.", lower_bound=1
+)
+_ROUNDS = flags.DEFINE_integer(
+  "rounds", 3, "Timings of each library.", lower_bound=1
+)
+_PEER = flags.DEFINE_string(
+  "peer", ".peers", "Virtual environment with kvpress."
+)
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file for all measurements.")
+
+
+def main() -> None:
+  """Times the lines of a table."""
+  peer: pathlib.Path | None = pathlib.Path(_PEER.value)
+  assert peer is not None
+  if not (peer / "bin" / "python").exists():
+    peer = None
+  lengths = _lengths()
+  console = rich.console.Console(highlight=False)
+  with _saved_model() as (path, sizes):
+    limit = sizes.geometry.max_positions
+    if _TABLE.value != "compress" and max(lengths) + _TOKENS.value > limit:
+      raise InputError(
+        f"--length={max(lengths)} and --tokens={_TOKENS.value} are more than "
+        f"this model's context of {limit} tokens; --model=random has a "
+        "longer one."
+      )
+    compared = []
+    for case in rich.progress.track(
+      list(_cases(sizes, lengths)),
+      "timing",
+      console=rich.console.Console(stderr=True),
+      transient=True,
+    ):
+      with workers.started(peer) as started:
+        compared.append(timing.compare(case, started, path, _ROUNDS.value))
+  table = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+  )
+  for number, name in enumerate(timing.HEADING):
+    justify: Literal["left", "right"] = "right" if number else "left"
+    # Only labels wrap.
+    table.add_column(name, justify=justify, no_wrap=number > 0)
+  for one in compared:
+    table.add_row(*timing.row(one))
+  libraries = ", ".join(f"{k} {v}" for k, v in compared[0].versions.items())
+  console.print(
+    table,
+    f"{_TABLE.value}, {inputs.MODEL.value}, float32 on {device()}, median of "
+    f"{wording.count(_ROUNDS.value, 'round')}; {libraries}.",
+  )
+  if peer is None:
+    console.print(
+      f"There is no kvpress in {_PEER.value}, so kvjax is alone; `make peers` "
+      "sets it up."
+    )
+  if _OUTPUT.value is not None:
+    records = [timing.record(one) for one in compared]
+    write_json(pathlib.Path(_OUTPUT.value), {"cases": records})
+
+
+def _cases(sizes: cases.Sizes, lengths: Sequence[int]) -> Iterator[cases.Case]:
+  """Yields the lines of the table."""
+  table = _TABLE.value
+  swept = table == "leaderboard"
+  methods = _NAMES.value or (_SWEPT if swept else _METHODS)
+  if table == "compress" and _NAMES.value is None:
+    methods = _METHODS[1:]
+  given = _RETENTION.value or (_RETENTIONS if swept else ["0.25"])
+  retentions = [_share(text) for text in given]
+  if swept:
+    for length in lengths:
+      yield cases.leaderboard_case(
+        methods, retentions, _ROWS.value or 8, length, _TOKENS.value
+      )
+    return
+  if len(retentions) > 1:
+    raise InputError(
+      f"--retention takes one share for the table {table}, such as 0.25."
+    )
+  share, rows = retentions[0], _ROWS.value or 1
+  if table == "prefill":
+    yield from cases.prefill_cases(sizes, methods, share, rows, lengths)
+  elif table == "decode":
+    yield from cases.decode_cases(
+      sizes, methods, share, rows, lengths, _TOKENS.value
+    )
+  else:
+    yield from cases.compress_cases(methods, share, lengths)
+
+
+def _share(text: str) -> float:
+  """Parses a value of --retention.
+
+  Raises:
+    InputError: it is not a share.
+  """
+  (budget,) = parse_budgets([text], None)
+  if not isinstance(budget, kvjax.Retention):
+    raise InputError(f"--retention takes shares such as 0.25; {text!r} is not.")
+  return budget.share
+
+
+def _lengths() -> list[int]:
+  return inputs.parse_lengths(_LENGTH.value or _LENGTHS[_TABLE.value])
+
+
+@contextlib.contextmanager
+def _saved_model() -> Iterator[tuple[pathlib.Path, cases.Sizes]]:
+  """Saves the model as both libraries read it, in float32."""
+  if inputs.MODEL.value == _RANDOM:
+    lm = _random_model()
+  else:
+    lm = pretrained.load(inputs.MODEL.value, "float32")
+  decoder = lm.params["layers"]
+  layer_weights = sum(x.size for x in jax.tree.leaves(decoder))
+  head = lm.config.vocab_size * lm.config.hidden_size
+  sizes = cases.Sizes(lm.config.geometry, layer_weights, head)
+  with tempfile.TemporaryDirectory(prefix="kvjax-peers-") as folder:
+    pretrained.save(lm, folder)
+    del lm
+    yield pathlib.Path(folder), sizes
+
+
+def _random_model() -> pretrained.Pretrained:
+  config = DecoderConfig.from_hf(
+    dict(
+      model_type="llama",
+      vocab_size=8192,
+      hidden_size=512,
+      intermediate_size=1536,
+      num_hidden_layers=4,
+      num_attention_heads=8,
+      num_key_value_heads=2,
+      max_position_embeddings=131_072,
+      rms_norm_eps=1e-5,
+      rope_theta=500_000.0,
+      tie_word_embeddings=True,
+      hidden_act="silu",
+      attention_bias=False,
+      bos_token_id=1,
+      eos_token_id=2,
+    )
+  )
+  decoder = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+  return pretrained.Pretrained(*from_decoder(decoder), config, None)
+
+
+if __name__ == "__main__":
+  cli.run(main)

@@ -1,0 +1,1 @@
+"""Other people's libraries, timed beside kvjax in processes of their own."""

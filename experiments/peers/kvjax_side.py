@@ -1,0 +1,176 @@
+"""kvjax's measurements, as another process asks for them.
+
+  python -m kvjax.experiments.peers.kvjax_side
+
+A first request of a kind compiles; callers repeat requests to leave that out.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from kvjax.activations import Activations
+from kvjax.engine.building import CacheBuilder
+from kvjax.engine.evaluate import (
+  evaluate_all,
+  find_evaluated,
+  list_evaluations,
+)
+from kvjax.engine.prepared import prepare
+from kvjax.experiments.peers.serving import serve
+from kvjax.model import Geometry
+from kvjax.models.pretrained import load_decoder
+from kvjax.testing import TinyModel
+
+# Any model has so many.
+_TOKEN_IDS = 1000
+# Rows that are swept together: the caches of 40 plans must fit in memory.
+_BATCH = 2
+
+
+class Side:
+  """What a library is asked to do; every time is in seconds."""
+
+  def operations(self) -> Mapping[str, Callable[..., Any]]:
+    """The operations by name."""
+    return {
+      "versions": self.versions,
+      "load": self.load,
+      "limits": self.limits,
+      "prefill": self.prefill,
+      "decode": self.decode,
+      "answer": self.answer,
+      "compress": self.compress,
+    }
+
+  def versions(self) -> dict[str, str]:
+    """Versions of the libraries."""
+    return {"kvjax": kvjax.__version__, "jax": jax.__version__}
+
+  def load(self, path: str) -> None:
+    """Loads the model that the other operations use, in float32."""
+    self._model, self._params = load_decoder(path, "float32")
+    jax.block_until_ready(self._params)
+
+  def limits(self) -> dict[str, float]:
+    """Measures bytes per second of copies and operations of products."""
+    size, copied = 2048, 2**27
+    matrix, array = jnp.ones((size, size)), jnp.ones(copied)
+    product = _fastest(jax.jit(lambda x: x @ x), matrix)
+    copy = _fastest(jax.jit(lambda x: x + 1), array)
+    return {"bytes": 8 * copied / copy, "operations": 2 * size**3 / product}
+
+  def prefill(
+    self, method: str, retention: float, rows: int, length: int
+  ) -> float:
+    """Prefills prompts and compresses their cache."""
+    prompts = self._prompts(rows, length)
+    begin = time.perf_counter()
+    jax.block_until_ready(self._prefill(method, retention, prompts))
+    return time.perf_counter() - begin
+
+  def decode(
+    self,
+    method: str,
+    retention: float,
+    rows: int,
+    length: int,
+    new_tokens: int,
+  ) -> float:
+    """Decodes after a prefill, which does not count."""
+    cache, logits = self._prefill(
+      method, retention, self._prompts(rows, length)
+    )
+    jax.block_until_ready(cache)
+    decoding = kvjax.Decoding(max_new_tokens=new_tokens)
+    begin = time.perf_counter()
+    jax.block_until_ready(
+      kvjax.generate(self._model, self._params, cache, logits, decoding)
+    )
+    return time.perf_counter() - begin
+
+  def answer(
+    self,
+    cells: Sequence[tuple[str, float]],
+    rows: int,
+    length: int,
+    new_tokens: int,
+  ) -> float:
+    """Prefills once for all methods and retentions, and decodes from all."""
+    plans = [
+      kvjax.get_plan(name, kvjax.Retention(share)) for name, share in cells
+    ]
+    prompts = self._prompts(rows, length)
+    decoding = kvjax.Decoding(max_new_tokens=new_tokens)
+    begin = time.perf_counter()
+    for start in range(0, rows, _BATCH):
+      part = slice(start, start + _BATCH)
+      batch = kvjax.Prompts(prompts.tokens[part], prompts.lengths[part])
+      caches, logits = kvjax.sweep(self._model, self._params, batch, plans)
+      jax.block_until_ready(
+        kvjax.generate(self._model, self._params, caches, logits, decoding)
+      )
+    return time.perf_counter() - begin
+
+  def compress(
+    self,
+    method: str,
+    retention: float,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+  ) -> float:
+    """Scores and compacts one layer, whose attention has been computed."""
+    geometry = Geometry.uniform(1, heads, kv_heads, dim, length)
+    draws = iter(jax.random.split(jax.random.key(0), 4))
+    small = (1, kv_heads, length, dim)
+    activations = Activations(
+      queries=jax.random.normal(next(draws), (1, heads, length, dim)),
+      keys=jax.random.normal(next(draws), small),
+      values=jax.random.normal(next(draws), small),
+      positions=jnp.arange(length, dtype=jnp.int32)[None],
+      keys_unrotated=jax.random.normal(next(draws), small),
+    )
+    prompts = kvjax.Prompts.of([[0] * length], padded=length)
+    plan = kvjax.get_plan(method, kvjax.Retention(retention))
+    jax.block_until_ready(activations)
+    begin = time.perf_counter()
+    prepared = prepare(plan, prompts, geometry)
+    requests = list_evaluations(0, [plan], [prepared], geometry)
+    evaluations = evaluate_all(0, activations, requests, {})
+    builder = CacheBuilder(TinyModel(geometry), prepared, None)
+    builder.keep(0, activations, find_evaluated(plan, evaluations))
+    lengths = jnp.asarray(prompts.lengths)
+    jax.block_until_ready(builder.cache(lengths))
+    return time.perf_counter() - begin
+
+  def _prompts(self, rows: int, length: int) -> kvjax.Prompts:
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, _TOKEN_IDS, (rows, length))
+    return kvjax.Prompts.of(tokens.tolist())
+
+  def _prefill(
+    self, method: str, retention: float, prompts: kvjax.Prompts
+  ) -> tuple[kvjax.Cache, Any]:
+    plan = kvjax.get_plan(method, kvjax.Retention(retention))
+    return kvjax.prefill(self._model, self._params, prompts, plan)
+
+
+def _fastest(call: Callable[[Any], Any], argument: Any) -> float:
+  """Seconds of the fastest of some calls, after one that compiles."""
+  seconds = []
+  for _ in range(6):
+    begin = time.perf_counter()
+    jax.block_until_ready(call(argument))
+    seconds.append(time.perf_counter() - begin)
+  return min(seconds[1:])
+
+
+if __name__ == "__main__":
+  serve(Side().operations())

@@ -1,0 +1,58 @@
+"""The loop of a worker: a request a line in, a measurement a line out.
+
+It imports nothing but the standard library, as a worker may run in another
+environment, where kvjax is not installed.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# Linux: writing 5 to the first resets the peak that the second contains.
+_RESET = pathlib.Path("/proc/self/clear_refs")
+_STATUS = pathlib.Path("/proc/self/status")
+
+
+def serve(operations: Mapping[str, Callable[..., Any]]) -> None:
+  """Answers requests until stdin ends.
+
+  A request is a JSON object with the name of an operation in "do", and its
+  arguments. The answer has what it returned in "result" (seconds, for most) and
+  the process's peak memory during it in "peak", in bytes; or in "error" the
+  last line of what went wrong.
+
+  Args:
+    operations: by name.
+  """
+  answers = os.fdopen(os.dup(1), "w")
+  # What libraries print must not get between the answers.
+  os.dup2(2, 1)
+  for line in sys.stdin:
+    request = json.loads(line)
+    _reset_peak()
+    try:
+      result = operations[request.pop("do")](**request)
+      answer = {"result": result, "peak": _peak()}
+    except Exception as error:
+      traceback.print_exc()
+      answer = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(answer), file=answers, flush=True)
+
+
+def _reset_peak() -> None:
+  with contextlib.suppress(OSError):
+    _RESET.write_text("5")
+
+
+def _peak() -> int | None:
+  """Returns the peak of resident memory in bytes; None where it is unknown."""
+  with contextlib.suppress(OSError):
+    for line in _STATUS.read_text().splitlines():
+      if line.startswith("VmHWM:"):
+        return 1024 * int(line.split()[1])
+  return None

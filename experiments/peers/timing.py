@@ -1,0 +1,151 @@
+"""Times a case in both libraries, in turns."""
+
+import dataclasses
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvjax.experiments.peers.cases import Case
+from kvjax.experiments.peers.workers import Worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+  """Measurements of one library.
+
+  Attributes:
+    first: seconds of the first call, which compiles what there is to compile.
+    seconds: of later calls, one per round.
+    peak: peak of the process's memory in later calls, in bytes; None where it
+      is unknown.
+  """
+
+  first: float
+  seconds: Sequence[float]
+  peak: int | None
+
+  @property
+  def median(self) -> float:
+    """The median of later calls."""
+    return statistics.median(self.seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+  """Measurements of a case.
+
+  Attributes:
+    case: the case.
+    ours: kvjax's.
+    theirs: kvpress's; None without its environment.
+    share: of the device's limits that kvjax reaches; None if the work is
+      unknown.
+    versions: of all libraries.
+  """
+
+  case: Case
+  ours: Times
+  theirs: Times | None
+  share: float | None
+  versions: Mapping[str, str]
+
+  def ratios(self) -> list[float]:
+    """For each round, kvpress's time over ours."""
+    assert self.theirs is not None
+    rounds = zip(self.theirs.seconds, self.ours.seconds, strict=True)
+    return [theirs / ours for theirs, ours in rounds]
+
+
+def compare(
+  case: Case, workers: Sequence[Worker], model: pathlib.Path, rounds: int
+) -> Compared:
+  """Times a case in processes that are new, so that memory is the case's own.
+
+  Args:
+    case: the case.
+    workers: kvjax's, and kvpress's if there is one.
+    model: directory of the model, in float32.
+    rounds: later calls of each.
+
+  Raises:
+    InputError: a library fails.
+  """
+  versions: dict[str, str] = {}
+  for worker in workers:
+    versions.update(worker.ask("versions").result)
+    worker.ask("load", path=str(model))
+  share, arguments = [1.0] * len(workers), [case.arguments] * len(workers)
+  if case.per_row and len(workers) > 1:
+    share[1] = float(case.arguments["rows"])
+    arguments[1] = {**case.arguments, "rows": 1}
+
+  def call(index: int) -> tuple[float, int | None]:
+    answer = workers[index].ask(case.operation, **arguments[index])
+    return share[index] * answer.result, answer.peak
+
+  first = [call(index)[0] for index in range(len(workers))]
+  calls: list[list[tuple[float, int | None]]] = [[] for _ in workers]
+  for _ in range(rounds):
+    for index, made in enumerate(calls):
+      made.append(call(index))
+  times = [_times(one, made) for one, made in zip(first, calls, strict=True)]
+  # Last, since it takes memory.
+  limits = workers[0].ask("limits").result
+  return Compared(
+    case,
+    times[0],
+    times[1] if len(times) > 1 else None,
+    None if case.work is None else case.work.seconds(limits) / times[0].median,
+    versions,
+  )
+
+
+def _times(first: float, calls: Sequence[tuple[float, int | None]]) -> Times:
+  peaks = [peak for _, peak in calls if peak is not None]
+  return Times(
+    first, [seconds for seconds, _ in calls], max(peaks) if peaks else None
+  )
+
+
+HEADING = (
+  "",
+  "kvjax\ns",
+  "kvpress\ns",
+  "ratio",
+  "range",
+  "first\ns",
+  "kvjax\nMiB",
+  "kvpress\nMiB",
+  "% of\nlimit",
+)
+
+
+def row(compared: Compared) -> tuple[str, ...]:
+  """Formats a line of the table of `HEADING`."""
+  ours, theirs = compared.ours, compared.theirs
+  ratio, spread = "", ""
+  if theirs is not None:
+    ratios = compared.ratios()
+    ratio = f"{statistics.median(ratios):.2f}"
+    spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
+  return (
+    compared.case.label,
+    f"{ours.median:.3f}",
+    "" if theirs is None else f"{theirs.median:.3f}",
+    ratio,
+    spread,
+    f"{ours.first:.1f}",
+    _mebibytes(ours.peak),
+    "" if theirs is None else _mebibytes(theirs.peak),
+    "" if compared.share is None else f"{100 * compared.share:.0f}",
+  )
+
+
+def record(compared: Compared) -> dict[str, Any]:
+  """Returns what was measured, for JSON."""
+  return dataclasses.asdict(compared)
+
+
+def _mebibytes(count: int | None) -> str:
+  return "" if count is None else f"{count / 2**20:,.0f}"

@@ -1,0 +1,209 @@
+"""kvjax beside kvpress: workers, turns, the least work, and the program."""
+
+import ast
+import contextlib
+import inspect
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax.engine.forward import prompt_hidden
+from kvjax.errors import InputError
+from kvjax.experiments.peers import cases, timing
+from kvjax.experiments.peers.kvjax_side import Side
+from kvjax.experiments.peers.workers import Worker
+
+ROOT = pathlib.Path(__file__).parents[2]
+KVPRESS_SIDE = ROOT / "experiments" / "peers" / "kvpress_side.py"
+SMALL = dict(method="keydiff", retention=0.25, rows=2, length=40)
+
+# Seconds that grow by one with every call, so that rounds can be told apart.
+STUB = """
+from peers.serving import serve
+calls = []
+def prefill(method, retention, rows, length):
+  print("a library prints this")
+  calls.append(1)
+  return float(SCALE * (len(calls) + rows))
+def fail():
+  raise ValueError("no such thing")
+serve({"versions": lambda: {"NAME": "1"}, "load": lambda path: None,
+       "prefill": prefill, "fail": fail, "end": lambda: exit(3),
+       "limits": lambda: {"operations": 1e3, "bytes": 1e3}})
+"""
+
+
+@contextlib.contextmanager
+def stub(name="one", scale=1):
+  code = STUB.replace("SCALE", str(scale)).replace("NAME", name)
+  worker = Worker(name, (sys.executable, "-c", code), ROOT / "experiments")
+  try:
+    yield worker
+  finally:
+    worker.stop()
+
+
+@pytest.fixture(scope="module")
+def side(tiny_directory):
+  side = Side()
+  side.load(str(tiny_directory))
+  return side
+
+
+def test_a_worker_answers_whatever_libraries_print():
+  with stub() as worker:
+    answer = worker.ask("prefill", **SMALL)
+    assert answer.result == 3.0
+    if sys.platform == "linux":
+      assert answer.peak > 2**20
+    with pytest.raises(InputError, match="one failed: ValueError: no such"):
+      worker.ask("fail")
+    with pytest.raises(InputError, match="one's process ended during end;"):
+      worker.ask("end")
+    with pytest.raises(InputError, match="one's process ended"):
+      worker.ask("prefill", **SMALL)
+
+
+def test_libraries_take_turns_and_first_calls_are_apart(tmp_path):
+  case = cases.Case("line", "prefill", SMALL, cases.Work(moved=2e3))
+  with stub() as ours, stub("other", 2) as theirs:
+    found = timing.compare(case, [ours, theirs], tmp_path, rounds=3)
+  assert found.ours.first == 3
+  assert found.ours.seconds == [4, 5, 6]
+  assert found.theirs.seconds == [8, 10, 12]
+  assert found.ratios() == [2, 2, 2]
+  assert found.share == 2 / 5
+  assert found.versions == {"one": "1", "other": "1"}
+  line = timing.row(found)
+  assert len(line) == len(timing.HEADING)
+  assert line[:6] == ("line", "5.000", "10.000", "2.00", "2.00-2.00", "3.0")
+  assert line[-1] == "40"
+
+
+def test_a_peer_that_takes_row_after_row_is_timed_on_one(tmp_path):
+  case = cases.Case("line", "prefill", SMALL, per_row=True)
+  with stub() as ours, stub("other") as theirs:
+    found = timing.compare(case, [ours, theirs], tmp_path, rounds=1)
+  assert found.ours.seconds == [4]  # the second call, with two rows
+  assert found.theirs.seconds == [6]  # twice the second call with one row
+
+
+def test_both_sides_do_the_same_operations():
+  (theirs,) = (
+    node
+    for node in ast.parse(KVPRESS_SIDE.read_text()).body
+    if isinstance(node, ast.ClassDef)
+  )
+  arguments = {
+    node.name: [each.arg for each in node.args.args]
+    for node in theirs.body
+    if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+  }
+  operations = Side().operations()
+  assert {*operations} - {"limits", "operations"} == {*arguments} - {
+    "operations"
+  }
+  for name, given in arguments.items():
+    assert given == [*inspect.signature(vars(Side)[name]).parameters]
+
+
+def test_our_operations_return_seconds(side):
+  assert side.prefill(**SMALL) > 0
+  assert side.decode(**SMALL, new_tokens=3) > 0
+  cells = [("keydiff", 0.25), ("full", 1.0)]
+  assert side.answer(cells, rows=3, length=40, new_tokens=3) > 0
+  # Compactor reads the most activations.
+  layer = dict(heads=4, kv_heads=2, dim=8)
+  assert side.compress("compactor", 0.25, 300, **layer) > 0
+
+
+def test_the_least_work_is_that_of_the_compiled_products(tiny):
+  """XLA counts the operations of a forward pass with the whole square."""
+  geometry, rows, length = tiny.config.geometry, 2, 96
+  layers = jax.tree.leaves(tiny.params["layers"])
+  sizes = cases.Sizes(geometry, sum(x.size for x in layers), 0)
+  program = jax.jit(
+    lambda params, tokens, lengths: prompt_hidden(
+      tiny.model, params, tokens, lengths
+    )
+  )
+  tokens = jnp.zeros((rows, length), jnp.int32)
+  lengths = jnp.full(rows, length)
+  with kvjax.kernels.use("xla"):
+    compiled = program.lower(tiny.params, tokens, lengths).compile()
+  # The loop over layers is counted once.
+  counted = compiled.cost_analysis()["flops"] * geometry.num_layers
+  least = sizes.prefill(rows, length).operations
+  square = least + sum(
+    2 * rows * layer.heads * (layer.key_dim + layer.value_width) * length**2 / 2
+    for layer in geometry.layers
+  )
+  # Besides products there are norms, rotations and the softmax.
+  assert 0.6 * counted < square < counted
+
+
+def test_decoding_reads_weights_and_caches_once_per_token(tiny):
+  leaves = jax.tree.leaves(tiny.params["layers"])
+  sizes = cases.Sizes(tiny.config.geometry, sum(x.size for x in leaves), 7)
+  plan = kvjax.get_plan("keydiff", kvjax.Retention(1.0))
+  prompts = kvjax.Prompts.of([[5] * 32] * 3)
+  cache, _ = kvjax.prefill(tiny.model, tiny.params, prompts, plan)
+  keys = sum(x.nbytes for s in cache.stacks for x in (s.keys, s.values))
+  weights = sum(x.nbytes for x in leaves) + 4 * 7
+  assert sizes.decode(3, 32, 10).moved == 10 * (weights + keys)
+
+
+def test_limits_bound_each_other():
+  limits = {"operations": 10.0, "bytes": 5.0}
+  assert cases.Work(operations=20.0, moved=5.0).seconds(limits) == 2.0
+  assert cases.Work(operations=20.0, moved=15.0).seconds(limits) == 3.0
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--length=9000"], "--length=9000 and --tokens=32 are more than this"),
+    (["--retention=0.5,0.25"], "--retention takes one share for the table"),
+    (["--retention=all"], "all"),
+  ],
+)
+def test_wrong_flags_are_refused(
+  run_binary, tiny_directory, arguments, message
+):
+  result = run_binary(
+    "kvjax.experiments.benchmark_peers",
+    f"--model={tiny_directory}",
+    "--length=64",
+    *arguments,
+  )
+  assert result.returncode == 2
+  assert message in result.stderr
+  assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "table", ["prefill", "decode", "compress", "leaderboard"]
+)
+def test_without_a_peer_we_are_alone(
+  run_binary, tiny_directory, tmp_path, table
+):
+  output = tmp_path / "measured.json"
+  result = run_binary(
+    "kvjax.experiments.benchmark_peers",
+    f"--model={tiny_directory}",
+    f"--table={table}",
+    "--length=64",
+    "--rounds=1",
+    "--tokens=2",
+    "--methods=keydiff",
+    f"--peer={tmp_path}",
+    f"--output={output}",
+  )
+  assert result.returncode == 0, result.stderr
+  assert "so kvjax is alone" in " ".join(result.stdout.split())
+  assert '"theirs": null' in output.read_text()
