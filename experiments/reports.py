@@ -16,10 +16,8 @@ from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.reporting import (
   compared,
-  curves,
   formats,
   page,
-  pictures,
   records,
   rows,
   run,
@@ -38,6 +36,9 @@ def write_comparison(
   Returns:
     The table for a terminal.
   """
+  # Here, as programs would otherwise start a second later, for matplotlib.
+  from kvjax.experiments.reporting import curves, pictures
+
   write_json(folder / records.SUMMARY, summary, ANSWERS)
   write_text(folder / "table.md", compared.markdown(summary), ANSWERS)
   plot = pictures.png(curves.score_vs_retention(summary))
@@ -58,6 +59,8 @@ def write_run(
   Raises:
     InputError: the folder's samples.jsonl cannot be read.
   """
+  from kvjax.experiments.reporting import pictures
+
   write_json(folder / records.SUMMARY, summary, ANSWERS)
   record = records.read(folder)
   plots = pictures.pictures(record)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +33,28 @@ class Programs(NamedTuple):
   xla: Callable[..., Any]
   tpu: Callable[..., Any]
   gpu: Callable[..., Any]
+
+  @classmethod
+  def of(cls, xla: Callable[..., Any]) -> "Programs":
+    """Finds the kernels by the name of XLA's program.
+
+    Those of `xla.select_xla` are `tpu.select_tpu` and `gpu.select_gpu`, in the
+    modules of the same package. They are imported when they are first used:
+    Pallas takes longer to import than the rest of kvjax.
+    """
+    return cls(xla, _kernel(xla, "tpu"), _kernel(xla, "gpu"))
+
+
+def _kernel(xla: Callable[..., Any], platform: Platform) -> Callable[..., Any]:
+  """Returns a platform's kernel, which is imported by its first call."""
+  package = xla.__module__.rpartition(".")[0]
+  name = xla.__name__.replace("_xla", f"_{platform}")
+
+  def kernel(*operands: Any, **options: Any) -> Any:
+    module = importlib.import_module(f"{package}.{platform}")
+    return vars(module)[name](*operands, **options)
+
+  return kernel
 
 
 @contextlib.contextmanager

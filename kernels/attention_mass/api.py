@@ -3,13 +3,11 @@
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
-from kvjax.kernels.attention_mass.gpu import causal_mass_gpu, chunk_mass_gpu
-from kvjax.kernels.attention_mass.tpu import causal_mass_tpu, chunk_mass_tpu
 from kvjax.kernels.attention_mass.xla import causal_mass_xla, chunk_mass_xla
 from kvjax.kernels.dispatch import Implementation, Programs, dispatch
 
-_CAUSAL = Programs(causal_mass_xla, causal_mass_tpu, causal_mass_gpu)
-_CHUNKS = Programs(chunk_mass_xla, chunk_mass_tpu, chunk_mass_gpu)
+_CAUSAL = Programs.of(causal_mass_xla)
+_CHUNKS = Programs.of(chunk_mass_xla)
 
 
 def causal_mass(

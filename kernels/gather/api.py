@@ -5,11 +5,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.kernels.dispatch import Implementation, Programs, dispatch
 from kvjax.kernels.gather.compacted import Compacted
-from kvjax.kernels.gather.gpu import compact_gpu
-from kvjax.kernels.gather.tpu import compact_tpu
 from kvjax.kernels.gather.xla import compact_xla
 
-_PROGRAMS = Programs(compact_xla, compact_tpu, compact_gpu)
+_PROGRAMS = Programs.of(compact_xla)
 
 
 def compact(

@@ -5,15 +5,11 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.attention import Partial
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.dispatch import Implementation, Programs, dispatch
-from kvjax.kernels.paged_attention.gpu import paged_attention_gpu
-from kvjax.kernels.paged_attention.tpu import paged_attention_tpu
 from kvjax.kernels.paged_attention.xla import paged_attention_xla
 from kvjax.kernels.quantized import Quantized
 from kvjax.kernels.stacks import Layer, as_stack
 
-_PROGRAMS = Programs(
-  paged_attention_xla, paged_attention_tpu, paged_attention_gpu
-)
+_PROGRAMS = Programs.of(paged_attention_xla)
 
 
 def paged_attention(

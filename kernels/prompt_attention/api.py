@@ -4,13 +4,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.dispatch import Implementation, Programs, dispatch
-from kvjax.kernels.prompt_attention.gpu import prompt_attention_gpu
-from kvjax.kernels.prompt_attention.tpu import prompt_attention_tpu
 from kvjax.kernels.prompt_attention.xla import prompt_attention_xla
 
-_PROGRAMS = Programs(
-  prompt_attention_xla, prompt_attention_tpu, prompt_attention_gpu
-)
+_PROGRAMS = Programs.of(prompt_attention_xla)
 
 
 def prompt_attention(

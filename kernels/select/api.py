@@ -14,12 +14,10 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.dispatch import Implementation, Programs, dispatch
-from kvjax.kernels.select import gpu, tpu, xla
+from kvjax.kernels.select import xla
 
-_LARGEST = Programs(xla.largest_xla, tpu.largest_tpu, gpu.largest_gpu)
-_TRUE = Programs(
-  xla.mask_to_slots_xla, tpu.mask_to_slots_tpu, gpu.mask_to_slots_gpu
-)
+_LARGEST = Programs.of(xla.largest_xla)
+_TRUE = Programs.of(xla.mask_to_slots_xla)
 
 
 def largest(

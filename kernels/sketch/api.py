@@ -4,11 +4,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.kernels.dispatch import Implementation, Programs, dispatch
-from kvjax.kernels.sketch import gpu, tpu, xla
+from kvjax.kernels.sketch import xla
 from kvjax.kernels.sketch.sketched import Sketch, from_chunks
 
-_SKETCH = Programs(xla.sketch, tpu.sketch, gpu.sketch)
-_ROWS = Programs(xla.leverage_rows, tpu.leverage_rows, gpu.leverage_rows)
+_SKETCH = Programs.of(xla.sketch)
+_ROWS = Programs.of(xla.leverage_rows)
 
 
 def sketch(

@@ -7,13 +7,11 @@ from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.dispatch import Implementation, Programs, dispatch
 from kvjax.kernels.host import is_on_host
 from kvjax.kernels.quantized import Quantized
-from kvjax.kernels.sparse_decode.gpu import sparse_decode_gpu
 from kvjax.kernels.sparse_decode.host import sparse_decode_host
-from kvjax.kernels.sparse_decode.tpu import sparse_decode_tpu
 from kvjax.kernels.sparse_decode.xla import sparse_decode_xla
 from kvjax.kernels.stacks import Layer, as_stack
 
-_PROGRAMS = Programs(sparse_decode_xla, sparse_decode_tpu, sparse_decode_gpu)
+_PROGRAMS = Programs.of(sparse_decode_xla)
 
 
 def sparse_decode(

@@ -1,3 +1,6 @@
+import importlib
+import subprocess
+import sys
 import types
 
 import jax
@@ -100,3 +103,35 @@ def test_on_a_mesh_a_kernel_sees_a_devices_share(rows, heads, share):
   assert seen == [((*share, 5), share[:1]), ((*share, 5), None)]
   np.testing.assert_array_equal(both, x + 2 + y[:, None, None])
   np.testing.assert_array_equal(alone, x + 2)
+
+
+OPERATIONS = [
+  "attention_mass",
+  "gather",
+  "paged_attention",
+  "prompt_attention",
+  "select",
+  "sketch",
+  "sparse_decode",
+]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_kernels_are_found_by_the_name_of_xlas_program(operation):
+  api = importlib.import_module(f"kvjax.kernels.{operation}.api")
+  found = [each for each in vars(api).values() if isinstance(each, Programs)]
+  assert found
+  for programs in found:
+    for platform in ("tpu", "gpu"):
+      # Nothing is passed: the kernel is found, and misses its operands.
+      with pytest.raises(TypeError, match="missing"):
+        getattr(programs, platform)()
+
+
+def test_pallas_and_matplotlib_are_imported_when_they_are_used():
+  code = (
+    "import sys, kvjax.experiments.compare; "
+    "print({'matplotlib', 'jax.experimental.pallas'} & {*sys.modules})"
+  )
+  printed = subprocess.check_output([sys.executable, "-c", code], text=True)
+  assert printed == "set()\n"
