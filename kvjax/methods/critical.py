@@ -53,7 +53,7 @@ class Critical(Method):
       decimals, and at least one token unless it is 0.
   """
 
-  over: ScoringMethod
+  over: Method
   epsilon: float = 1e-4
   first_stage: float = 0.5
 
@@ -87,6 +87,7 @@ class Critical(Method):
   @property
   def votes(self) -> ScoringMethod:
     """The inner method."""
+    assert isinstance(self.over, ScoringMethod)
     return self.over
 
   def check_model(self, geometry: Geometry) -> None:
@@ -97,9 +98,9 @@ class Critical(Method):
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> CriticalScores:
     """Computes the inner scores, and the norms of projected values."""
-    scores = self.over.scores(layer, cache, activations)
+    inner = self.votes
     # Epsilon is on the scale of one query's attention.
-    scores = self.over.as_weights(scores)
+    scores = inner.as_weights(inner.scores(layer, cache, activations))
     assert activations.output_projection is not None
     return CriticalScores(
       finite(scores), projected_norms(cache, activations.output_projection)
@@ -111,7 +112,7 @@ class Critical(Method):
     """Selects in two stages; protected tokens are part of the first."""
     valid, counts = cache.valid, budget.per_head
     counts = jnp.broadcast_to(counts, valid.shape[:2])
-    protected = self.over.protected(cache, counts)
+    protected = self.votes.protected(cache, counts)
     must_keep = budget.must_keep(cache)
     first = floor_share(counts, self.first_stage)
     if self.first_stage:

@@ -105,7 +105,7 @@ def main_directions(queries: Float[Array, "*B S D"]) -> Float[Array, "*B D"]:
   # In ascending order of eigenvalues.
   direction = jnp.linalg.eigh(products)[1][..., -1]
   along = jnp.einsum("...sd,...d->...s", queries, direction)
-  real = jnp.any(queries != 0, axis=-1)
-  positive = jnp.sum((along > 0).astype(jnp.int32), axis=-1)
-  most = 2 * positive > jnp.sum(real.astype(jnp.int32), axis=-1)
-  return jnp.where(most[..., None], direction, -direction)
+  # The sign of an eigenvector is arbitrary, also where half are on each side.
+  majority = jnp.sum(jnp.sign(along), axis=-1)
+  sign = jnp.where(majority == 0, jnp.sum(along, axis=-1), majority)
+  return jnp.where((sign > 0)[..., None], direction, -direction)
