@@ -5,6 +5,7 @@ from kvjax.allocation.base import Allocation, Uniform
 from kvjax.allocation.floored import Floored
 from kvjax.allocation.pyramid import Pyramid
 from kvjax.allocation.rounded_pyramid import RoundedPyramid
+from kvjax.allocation.streaming_heads import StreamingHeads
 from kvjax.methods.base import Method
 from kvjax.methods.chunk_attention import ChunkAttention
 from kvjax.methods.chunkkv import ChunkKV
@@ -13,6 +14,7 @@ from kvjax.methods.critical import Critical
 from kvjax.methods.cur import Cur
 from kvjax.methods.dropkv import DropKV
 from kvjax.methods.expected_attention import ExpectedAttention
+from kvjax.methods.finch import Finch
 from kvjax.methods.full import FullKV
 from kvjax.methods.h2o import H2O
 from kvjax.methods.key_norm import KeyL2Norm
@@ -22,6 +24,7 @@ from kvjax.methods.leverage_scores import LeverageScores
 from kvjax.methods.protokv import ProtoKV
 from kvjax.methods.q_filters import QFilters
 from kvjax.methods.random import Random
+from kvjax.methods.rerotated import Rerotated
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming import StreamingLLM
 from kvjax.methods.tova import Tova
@@ -46,6 +49,14 @@ def _criticalkv() -> Critical:
 
 def _criticaladakv() -> Recipe:
   return Recipe(_criticalkv(), Adaptive(Uniform()))
+
+
+def _finch() -> Rerotated:
+  return Rerotated(Finch())
+
+
+def _duoattention() -> Recipe:
+  return Recipe(StreamingLLM(sinks=128), StreamingHeads())
 
 
 def _kvpress(method: Method, allocation: Allocation | None = None) -> Recipe:
@@ -277,3 +288,16 @@ def register_methods() -> None:
     paper="2503.02812",
   )
   register("dropkv", DropKV, summary="DropKV")
+  register(
+    "finch",
+    _finch,
+    presets={"kvpress": _kvpress(_finch())},
+    summary="FINCH",
+    paper="2408.00167",
+  )
+  register(
+    "duoattention",
+    _duoattention,
+    summary="DuoAttention",
+    paper="2410.10819",
+  )

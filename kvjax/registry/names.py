@@ -19,7 +19,7 @@ from kvjax.options.budgets import (
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.registry.naming import make_named, suggest, with_options
 from kvjax.registry.registry import METHODS, RETRIEVALS, Recipe, recipe_of
-from kvjax.registry.wrappers import wrap
+from kvjax.registry.wrappers import WRAPPERS, wrap
 from kvjax.retrieval.base import Retrieval
 from kvjax.retrieval.sparse_attention import SparseAttention
 
@@ -68,7 +68,9 @@ def _split(name: str) -> tuple[list[str], str]:
   while "/" in name:
     first, _, rest = name.partition("/")
     base, colon, _ = first.partition(":")
-    if colon and base in {*METHODS, *METHODS.presets}:
+    # "chunkkv.kvpress" is the name of a method and of a prefix.
+    named = base in {*METHODS, *METHODS.presets} and base not in WRAPPERS
+    if colon and named:
       break
     before.append(first)
     name = rest

@@ -22,6 +22,7 @@ from kvjax.engine.forward import (
   block_positions,
   hidden_states,
 )
+from kvjax.methods import Finch
 from kvjax.models.pretrained import load
 from kvjax.registry.names import get_recipe
 from kvjax.testing import kept_positions
@@ -209,3 +210,84 @@ def test_every_golden_is_compared():
   for name in tiny_llama.SHAPES:
     with golden(name) as stored:
       assert {case.split("/")[0] for case in stored.files} == {*COUNTERPARTS}
+
+
+# FINCH's question in the goldens, and the length of its chunks.
+QUESTION = 9
+SHARE = kvjax.Retention(0.4, rounding="kvpress")
+FINCH = {
+  "finch": Finch(QUESTION),
+  "finch_chunks": Finch(QUESTION, chunk=40),
+  "finch_plain": Finch(QUESTION, normalize=False),
+}
+BOTH = [
+  "held_out",
+  pytest.param("small", marks=pytest.mark.slow),
+]
+
+
+def structured(name, case, length):
+  """The tokens that a press without a share keeps, bool [L, K, n]."""
+  with golden("structured") as stored:
+    bits = stored[f"{name}/{case}/{length}"]
+  return np.unpackbits(bits, axis=-1, count=length).astype(bool)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_finch_keeps_what_kvpress_keeps(name, checkpoint):
+  """Before the tokens are moved, which kvpress can leave out."""
+  lm, _ = checkpoint(name)
+  rows = [tiny_llama.prompt(name, n) for n in LENGTHS]
+  plans = [kvjax.Plan(method, SHARE) for method in FINCH.values()]
+  caches, _ = kvjax.sweep(lm.model, lm.params, kvjax.Prompts.of(rows), plans)
+  for case, cache in zip(FINCH, caches, strict=True):
+    for row, length in enumerate(LENGTHS):
+      ours = kept_bits(cache, row, length)
+      theirs = structured(name, case, length)
+      if case == "finch_chunks" and length == LENGTHS[1]:
+        # The last chunk of 21 tokens keeps 8, and the 9 of the question have
+        # equal scores: torch chooses among them.
+        np.testing.assert_array_equal(ours.sum(-1), theirs.sum(-1))
+        ours[..., -QUESTION:] = theirs[..., -QUESTION:] = False
+      assert_same(ours, theirs, rows[row], f"{case}/{length}/60")
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_finch_turns_keys_as_kvpress_does(name, checkpoint):
+  lm, _ = checkpoint(name)
+  rows = [tiny_llama.prompt(name, n) for n in LENGTHS]
+  plan = kvjax.get_plan(
+    f"finch.kvpress:window={QUESTION}", kvjax.Retention(0.4)
+  )
+  cache, _ = kvjax.prefill(lm.model, lm.params, kvjax.Prompts.of(rows), plan)
+  with golden("structured") as stored:
+    theirs = stored[f"{name}/finch_keys/{LENGTHS[0]}"]
+  count = theirs.shape[2]
+  assert int(cache.next_positions[0]) == count
+  ours = np.stack([layer.keys[0, :, :count] for layer in cache.layers])
+  np.testing.assert_allclose(ours, theirs, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_streaming_heads_are_those_of_kvpress(name, checkpoint, tmp_path):
+  lm, _ = checkpoint(name)
+  rows = [tiny_llama.prompt(name, n) for n in LENGTHS]
+  with golden("statistics") as stored:
+    gates = stored[f"{name}/pattern"]
+  path = tmp_path / "full_attention_heads.tsv"
+  np.savetxt(path, gates, delimiter="\t")
+  shares = (0, 30, 50, 100)
+  plans = [
+    kvjax.get_plan(
+      f"duoattention:pattern={path}:sinks=6:keep=17:share={percent / 100}",
+      kvjax.Retention(1.0 if percent == 0 else 0.5),
+    )
+    for percent in shares
+  ]
+  caches, _ = kvjax.sweep(lm.model, lm.params, kvjax.Prompts.of(rows), plans)
+  for percent, cache in zip(shares, caches, strict=True):
+    for row, length in enumerate(LENGTHS):
+      np.testing.assert_array_equal(
+        kept_bits(cache, row, length),
+        structured(name, f"duo_{percent}", length),
+      )
