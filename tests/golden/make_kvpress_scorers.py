@@ -14,8 +14,7 @@ The checkpoints and prompts are those of tiny_llama.py.
                     tokens of all layers and heads, bool [L, K, n], packed
                     along n
   structured.npz    <checkpoint>/<press>/<n>, for presses without a share: the
-                    kept tokens, packed; for ThinKPress the kept channels, bool
-                    [L, K, D]; for FinchPress also the turned keys
+                    kept tokens, packed; for FinchPress also the turned keys
   statistics.npz    what stands for the published statistics and filters
   versions.json     what made it all
 """
@@ -247,11 +246,6 @@ def make_layers(checkpoint, length, files):
     ):
       case = f"{checkpoint.name}/duo_{percent}/{length}"
       files[case] = np.packbits(checkpoint.kept(ids, press), axis=-1)
-  for percent in (25, 50):
-    cache = checkpoint.prefill(ids, kvpress.ThinKPress(percent / 100))
-    keys = torch.cat([layer.keys for layer in cache.layers])
-    case = f"{checkpoint.name}/think_{percent}/{length}"
-    files[case] = (keys != 0).any(dim=2).numpy()
 
 
 def pattern(name):

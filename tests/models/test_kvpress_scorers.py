@@ -22,7 +22,7 @@ from kvjax.engine.forward import (
   block_positions,
   hidden_states,
 )
-from kvjax.methods import Finch
+from kvjax.methods import Finch, SimLayer
 from kvjax.models.pretrained import load
 from kvjax.registry.names import get_recipe
 from kvjax.testing import kept_positions
@@ -291,3 +291,23 @@ def test_streaming_heads_are_those_of_kvpress(name, checkpoint, tmp_path):
         kept_bits(cache, row, length),
         structured(name, f"duo_{percent}", length),
       )
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_lazy_layers_are_those_of_kvpress(name, checkpoint):
+  """A layer that scores less than 1 less the threshold keeps its ends."""
+  lm, _ = checkpoint(name)
+  method = SimLayer(sinks=3, recent=17)
+  lazy = []
+  for length in LENGTHS:
+    ids = tiny_llama.prompt(name, length)
+    layers = range(lm.model.geometry.num_layers)
+    found = [scores_of(lm, method, ids, layer) for layer in layers]
+    for percent in (10, 25, 40, 60):
+      theirs = structured(name, f"simlayer_{percent}", length)
+      for (scores, free), kept in zip(found, theirs, strict=True):
+        ends = ~free | (scores >= 1 - percent / 100)
+        np.testing.assert_array_equal(ends, kept)
+        lazy.append(not kept.all())
+  assert any(lazy)
+  assert not all(lazy)
