@@ -197,25 +197,23 @@ def test_statistics_are_those_of_all_texts_together():
     np.testing.assert_allclose(
       found.query_cov[0, head], np.cov(queries[head].T), rtol=1e-4, atol=1e-4
     )
-  # All queries are drawn: the filters are those of the texts' own.
-  rotated = [
-    [
-      rotation(p + 4) @ each
-      for row in [r]
-      for p, each in enumerate(
-        (embedding[row[4:]] @ weights).reshape(-1, HEADS, DIM)[:, head]
-      )
-    ]
-    for head in range(HEADS)
-    for r in [ROWS[0]]
-  ]
-  alone = kvjax.calibrate_queries(MODEL, PARAMS, [ROWS[0]])
+
+
+def test_filters_of_a_text_are_those_of_its_rotated_queries():
+  """All of which are drawn, where they are fewer than 3,000."""
+  row, sinks = ROWS[0], 4
+  embedding = np.asarray(PARAMS["embedding"], np.float64)
+  weights = np.asarray(PARAMS["layers"][0]["query"][0], np.float64)
+  queries = (embedding[row] @ weights).reshape(len(row), HEADS, DIM)
+  rotated = np.stack([q @ rotation(p).T for p, q in enumerate(queries)])
   directions = []
-  for rows in rotated:
-    left, _, right = np.linalg.svd(np.array(rows), full_matrices=False)
+  for head in range(HEADS):
+    of_head = rotated[sinks:, head]
+    left, _, right = np.linalg.svd(of_head, full_matrices=False)
     directions.append(right[0] if (left[:, 0] > 0).mean() > 0.5 else -right[0])
   expected = -np.reshape(directions, (KV_HEADS, 2, DIM)).mean(axis=1)
-  np.testing.assert_allclose(alone.q_filters[0], expected, atol=1e-3)
+  found = kvjax.calibrate_queries(MODEL, PARAMS, [row], sinks=sinks)
+  np.testing.assert_allclose(found.q_filters[0], expected, atol=1e-3)
 
 
 def test_what_is_written_is_read(tmp_path):
