@@ -24,6 +24,7 @@ PROGRAMS = (
   "report",
   "show_kept",
   "calibrate",
+  "calibrate_queries",
   "finetune",
   "retrieval_recall",
   "index_construction",

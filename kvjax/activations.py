@@ -1,7 +1,7 @@
 """The projections of a block of tokens in one layer."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -13,14 +13,24 @@ from kvjax.struct import static, struct
 
 # Activations that a method can request besides queries, keys and values.
 Optional = Literal[
-  "keys_unrotated", "queries_unrotated", "inputs", "output_projection"
+  "keys_unrotated",
+  "queries_unrotated",
+  "inputs",
+  "output_projection",
+  "rerotate",
 ]
 OPTIONAL: tuple[Optional, ...] = (
   "keys_unrotated",
   "queries_unrotated",
   "inputs",
   "output_projection",
+  "rerotate",
 )
+# Moves vectors [B, K, T, D] that were rotated at positions p to p + `by`, where
+# `by` is [B, K, T].
+Rerotate = Callable[
+  [Float[Array, "B K T D"], Int[Array, "B K T"]], Float[Array, "B K T D"]
+]
 
 
 @struct
@@ -40,6 +50,8 @@ class Activations:
     inputs: the layer's normalized input, which all projections read.
     output_projection: W_O, from each head's attention output to the residual.
     sinks: a logit per query head that is added to the softmax's denominator.
+    rerotate: moves vectors of this layer to other positions; that of the model,
+      unless its block passes one of the layer's own.
     attention: window, scale and softcap of the layer; set by the engine.
   """
 
@@ -52,6 +64,7 @@ class Activations:
   inputs: Float[Array, "B S E"] | None = None
   output_projection: Float[Array, "N Dv E"] | None = None
   sinks: Float[Array, " N"] | None = None
+  rerotate: Rerotate | None = static(default=None)
   attention: AttentionOptions = static(default=PLAIN)
 
   def only(self, names: Collection[str]) -> "Activations":
@@ -65,8 +78,8 @@ class Activations:
     ]
     if missing:
       raise InputError(
-        f"A method reads {', '.join(missing)}, which this model's block does "
-        "not pass to attend."
+        f"A method reads {', '.join(missing)}, which this model does not "
+        "provide; see kvjax.Activations."
       )
     dropped: dict[str, Any] = dict.fromkeys({*OPTIONAL} - {*names})
     return dataclasses.replace(self, **dropped)

@@ -15,6 +15,7 @@ from kvjax.models import catalog
 from kvjax.registry.names import get_recipe
 from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.registry.wrappers import WRAPPERS
+from kvjax.testing import TinyModel
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = sorted(ROOT.glob("docs/**/*.md"))
@@ -144,7 +145,14 @@ def test_commands_name_programs_and_flags_that_exist(page):
 
 # The method of CONTRIBUTING.md is made there.
 @pytest.mark.parametrize("page", [p for p in PAGES if p != "CONTRIBUTING.md"])
-def test_methods_that_commands_name_exist(page):
+def test_methods_that_commands_name_exist(page, tmp_path, monkeypatch):
+  # Methods read the file that a command before has made.
+  monkeypatch.chdir(tmp_path)
+  model = TinyModel()
+  (tmp_path / "results").mkdir()
+  kvjax.calibrate_queries(model, model.init(), [[1, 2, 3, 4, 5, 6]]).save(
+    "results/queries.safetensors"
+  )
   for names in re.findall(r"--methods?=([^\s`\"]+)", TEXTS[page]):
     for name in names.split(","):
       kvjax.get_plan(name, kvjax.Retention(0.5))
@@ -205,6 +213,8 @@ def test_the_pages_list_all_options_with_their_defaults(name):
   # Those of SnapKV are on its own page.
   spread = getattr(made, "allocation", None)
   described = spread or getattr(made, "method", made)
+  if [field.name for field in dataclasses.fields(described)] == ["over"]:
+    described = described.over
   options = {f.name for f in dataclasses.fields(described) if is_option(f)}
   assert options <= {*documented}
   if spread is None:
@@ -222,12 +232,13 @@ def test_the_pages_name_all_presets():
 def test_the_page_of_prefixes_lists_their_options():
   text = TEXTS["docs/methods/prefixes.md"]
   rows = re.findall(r"^\| `([\w.]+):(\w+)` \| `([\w.]+)`", text, re.MULTILINE)
-  assert {name for name, _, _ in rows} == {"pyramid", "ada", "chunked"} | {
-    "chunkkv.kvpress"
+  assert {name for name, _, _ in rows} == {
+    *("pyramid", "ada", "critical", "chunked", "chunkkv.kvpress"),
   }
   for name, option, default in rows:
-    assert get_recipe(f"{name}:{option}={default}/keydiff") == get_recipe(
-      f"{name}/keydiff"
+    method = "h2o" if name == "critical" else "keydiff"
+    assert get_recipe(f"{name}:{option}={default}/{method}") == get_recipe(
+      f"{name}/{method}"
     )
 
 

@@ -19,7 +19,9 @@ def table(header, text=README):
 
 
 def test_it_is_short():
-  assert len(README.splitlines()) <= 120
+  # But for the table of methods, which has a line for each.
+  methods = table("| Name | Method |")
+  assert len(README.splitlines()) - len(methods) <= 95
   (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
   lines = [line for line in code.splitlines() if line]
   assert len(lines) == 1 + 10

@@ -11,4 +11,5 @@ from kvjax.allocation.middle import Middle as Middle
 from kvjax.allocation.per_chunk import PerChunk as PerChunk
 from kvjax.allocation.pyramid import Pyramid as Pyramid
 from kvjax.allocation.rounded_pyramid import RoundedPyramid as RoundedPyramid
+from kvjax.allocation.streaming_heads import StreamingHeads as StreamingHeads
 from kvjax.allocation.whole_chunks import WholeChunkCounts as WholeChunkCounts

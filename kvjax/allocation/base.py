@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
+from kvjax.model import Geometry
 from kvjax.options.budgets import Budget
 from kvjax.prompts import bucket_lengths
 from kvjax.struct import static, struct
@@ -130,6 +131,14 @@ class Allocation(abc.ABC):
   def votes(self) -> bool:
     """Whether heads compete for a layer's budget by `Method.votes`."""
     return False
+
+  def check_model(self, geometry: Geometry) -> None:
+    """Refuses a model that the allocation's file is not for; by default none.
+
+    Raises:
+      InputError: it is of other layers or heads.
+    """
+    del geometry
 
   @abc.abstractmethod
   def counts(

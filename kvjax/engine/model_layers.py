@@ -9,6 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.engine.rerotation import RotaryModel
 from kvjax.errors import InputError
 from kvjax.model import LayerSpec, Model
 
@@ -65,7 +66,8 @@ def run_block(
   def attend_once(
     activations: Activations,
   ) -> tuple[Float[Array, "B N S Dv"], Any]:
-    output, state = attend(_attach_spec(spec, activations))
+    activations = _attach_rotation(model, _attach_spec(spec, activations))
+    output, state = attend(activations)
     states.append(state)
     return output, state
 
@@ -114,6 +116,13 @@ def _attach_spec(spec: LayerSpec, activations: Activations) -> Activations:
       f"{'has none' if spec.sinks else 'has some, and its spec says none'}."
     )
   return dataclasses.replace(activations, attention=spec.attention)
+
+
+def _attach_rotation(model: Model, activations: Activations) -> Activations:
+  """Attaches the model's rotation, unless the layer has passed its own."""
+  if activations.rerotate is not None or not isinstance(model, RotaryModel):
+    return activations
+  return dataclasses.replace(activations, rerotate=model.rerotate)
 
 
 def index_layer(stack: PyTree, layer: Int[Array, ""] | int) -> PyTree:

@@ -362,6 +362,10 @@ def _check_plans(plans: Any) -> None:
 def _check_plan(model: Model, plan: Plan) -> None:
   """Refuses a method that does not fit the model's layers."""
   traits = plan.method.traits
+  plan.method.check_model(model.geometry)
+  plan.spread.check_model(model.geometry)
+  if plan.decoding is not None:
+    plan.decoding.method.check_model(model.geometry)
   if traits.renumbers:
     check_rotary(model)
   heads: dict[int, int] = {}

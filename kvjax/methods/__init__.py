@@ -7,6 +7,13 @@ from kvjax.methods.chunk_attention import ChunkAttention as ChunkAttention
 from kvjax.methods.chunked import Chunked as Chunked
 from kvjax.methods.chunkkv import ChunkKV as ChunkKV
 from kvjax.methods.compactor import Compactor as Compactor
+from kvjax.methods.critical import Critical as Critical
+from kvjax.methods.cur import Cur as Cur
+from kvjax.methods.dropkv import DropKV as DropKV
+from kvjax.methods.expected_attention import (
+  ExpectedAttention as ExpectedAttention,
+)
+from kvjax.methods.finch import Finch as Finch
 from kvjax.methods.full import FullKV as FullKV
 from kvjax.methods.h2o import H2O as H2O
 from kvjax.methods.heads import Head as Head
@@ -17,8 +24,10 @@ from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.lagkv import LagKV as LagKV
 from kvjax.methods.leverage_scores import LeverageScores as LeverageScores
 from kvjax.methods.protokv import ProtoKV as ProtoKV
+from kvjax.methods.q_filters import QFilters as QFilters
 from kvjax.methods.random import Random as Random
 from kvjax.methods.rerotated import Rerotated as Rerotated
+from kvjax.methods.simlayer import SimLayer as SimLayer
 from kvjax.methods.snapkv import SnapKV as SnapKV
 from kvjax.methods.streaming import StreamingLLM as StreamingLLM
 from kvjax.methods.tova import Tova as Tova

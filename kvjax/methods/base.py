@@ -14,6 +14,7 @@ from kvjax.allocation.base import Uniform
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.observation import ObservationWindow
 from kvjax.methods.traits import Traits
+from kvjax.model import Geometry
 from kvjax.options.bounds import check_choices
 from kvjax.selection import finite, top_slots
 
@@ -44,6 +45,14 @@ class Method(abc.ABC):
   def votes(self) -> "ScoringMethod | None":
     """Method whose scores heads compete by for a budget; None for no scores."""
     return None
+
+  def check_model(self, geometry: Geometry) -> None:
+    """Refuses a model that the method's files are not for; by default none.
+
+    Raises:
+      InputError: they are of other layers or heads.
+    """
+    del geometry
 
   def observe(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
@@ -124,6 +133,10 @@ class ScoringMethod(Method):
     """Computes the scores."""
     return self.scores(layer, cache, activations)
 
+  def as_weights(self, scores: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+    """Scores on the scale of one query's attention, if they are attention."""
+    return scores
+
   def group_scores(
     self, scores: Float[Array, "B K T"], cache: LayerCache, budget: LayerBudget
   ) -> Float[Array, "B K T"]:
@@ -132,7 +145,7 @@ class ScoringMethod(Method):
     This is how kvpress's scorers protect tokens. It is for methods that rank
     groups of tokens by these scores, such as `WholeChunks`.
     """
-    scores = finite(scores)
+    scores = finite(self.as_weights(scores))
     protected = self.protected(cache, budget.per_head)
     free = cache.valid & ~protected
     highest = jnp.max(

@@ -44,7 +44,9 @@ class ChunkAttention(ScoringMethod):
   @property
   def traits(self) -> Traits:
     """It needs the queries of the whole prompt."""
-    return Traits(whole_prompts_only="its attention is that of a whole prompt")
+    return Traits(
+      whole_prompts_only="its attention is that of a whole prompt", weighs=True
+    )
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

@@ -13,6 +13,7 @@ from kvjax.errors import InputError
 from kvjax.kernels.select import slots_to_mask
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.traits import Traits
+from kvjax.model import Geometry
 from kvjax.options.bounds import check_least
 from kvjax.selection import mask_to_slots
 
@@ -47,6 +48,12 @@ class Chunked(Method):
         "Every head keeps the same share of each chunk; those of "
         f"{type(self.over).__name__} share a budget."
       )
+    if "rerotate" in self.over.traits.activations:
+      raise InputError(
+        f"{type(self.over).__name__} moves queries by their positions in the "
+        "prompt, and those of a chunk are numbered from 0; use it without "
+        "chunked/."
+      )
 
   @property
   def traits(self) -> Traits:
@@ -58,6 +65,10 @@ class Chunked(Method):
   def allocation(self) -> PerChunk:
     """A share of each chunk."""
     return PerChunk(self.length)
+
+  def check_model(self, geometry: Geometry) -> None:
+    """Refuses what the method refuses."""
+    self.over.check_model(geometry)
 
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

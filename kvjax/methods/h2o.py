@@ -47,7 +47,7 @@ class H2O(ScoringMethod):
   @property
   def traits(self) -> Traits:
     """It accumulates attention from block to block."""
-    return Traits(accumulates=True)
+    return Traits(accumulates=True, weighs=True)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

@@ -89,3 +89,34 @@ def window_mass(
     sinks=activations.sinks,
   )
   return by_kv_head(mass, cache.keys.shape[1])
+
+
+def window_weights(
+  cache: LayerCache, activations: Activations, window: int
+) -> Float[Array, "B K G W T"]:
+  """Computes the attention weights of the last queries, in float32.
+
+  Queries that a row does not have get zeros. The memory of all weights is that
+  of W queries per head; see `window_mass` for their sum.
+
+  Args:
+    cache: the cache.
+    activations: activations of the block.
+    window: W, number of queries.
+  """
+  queries, positions = window_queries(cache, activations, window)
+  kv_heads, options = cache.keys.shape[1], activations.attention
+  queries = by_kv_head(queries.astype(jnp.float32), kv_heads)
+  at = positions[:, None, None, :, None]
+  slots = cache.positions[:, :, None, None]
+  visible = (at >= 0) & (slots >= 0) & options.visible(at, slots)
+  keys = cache.keys.astype(jnp.float32)
+  keys = jnp.where(cache.valid[..., None], keys, 0.0)
+  logits = jnp.einsum("bkgwd,bktd->bkgwt", queries, keys)
+  logits = options.cap(logits * options.scale_of(keys.shape[-1]))
+  logits = jnp.where(visible, logits, -jnp.inf)
+  total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  if activations.sinks is not None:
+    sinks = by_kv_head(activations.sinks.astype(jnp.float32)[None], kv_heads)
+    total = jnp.logaddexp(total, sinks[..., None, None])
+  return jnp.where(visible, jnp.exp(logits - total), 0.0)

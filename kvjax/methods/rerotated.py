@@ -9,6 +9,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.base import Allocation, LayerBudget, Method
 from kvjax.methods.traits import Traits
+from kvjax.model import Geometry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,10 @@ class Rerotated(Method):
   def allocation(self) -> Allocation:
     """The method's allocation."""
     return self.over.allocation
+
+  def check_model(self, geometry: Geometry) -> None:
+    """Refuses what the method refuses."""
+    self.over.check_model(geometry)
 
   def observe(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

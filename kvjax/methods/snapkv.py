@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.select import mask_to_slots
-from kvjax.methods.base import LayerBudget, ScoringMethod
+from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import window_mass
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
@@ -60,7 +60,11 @@ class SnapKV(ScoringMethod):
   @property
   def traits(self) -> Traits:
     """It reads the last W queries and keeps their tokens."""
-    return Traits(window=self.window, protects=self.window)
+    return Traits(
+      window=self.window,
+      protects=self.window,
+      weighs=self.keep == "most",
+    )
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
@@ -80,12 +84,9 @@ class SnapKV(ScoringMethod):
     votes = pool(votes, valid, self.kernel, self.pooling)
     return votes if self.keep == "most" else -votes
 
-  def group_scores(
-    self, scores: Float[Array, "B K T"], cache: LayerCache, budget: LayerBudget
-  ) -> Float[Array, "B K T"]:
-    """The mean votes; the window has the highest of the row and 1 more."""
-    # kvpress averages over the window, and adds the 1 on that scale.
-    return super().group_scores(scores / self.window, cache, budget)
+  def as_weights(self, scores: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
+    """The mean votes of the window."""
+    return scores / self.window
 
   def protected(
     self, cache: LayerCache, counts: Int[Array, "B #K"]

@@ -35,7 +35,7 @@ class Tova(ScoringMethod):
   @property
   def traits(self) -> Traits:
     """It needs the last query."""
-    return Traits(window=1)
+    return Traits(window=1, weighs=True)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

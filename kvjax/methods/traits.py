@@ -28,6 +28,8 @@ class Traits:
     renumbers: whether kept tokens are renumbered by their place in the cache.
     stochastic: whether the selection depends on a seed.
     positional: whether the selection depends on positions alone.
+    weighs: whether scores are weights that may be multiplied, such as
+      attention; none is below zero.
     keeps_all: whether nothing is ever evicted.
     keeps_layers: layers that keep everything.
     reuse: number of consecutive layers that share the selection of the first.
@@ -43,6 +45,7 @@ class Traits:
   renumbers: bool = False
   stochastic: bool = False
   positional: bool = False
+  weighs: bool = False
   keeps_all: bool = False
   keeps_layers: tuple[int, ...] = ()
   reuse: int = 1

@@ -13,6 +13,7 @@ from kvjax.errors import InputError
 from kvjax.kernels.select import among_largest
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.traits import Traits
+from kvjax.model import Geometry
 from kvjax.options.bounds import check_least
 from kvjax.selection import mask_to_slots
 
@@ -80,6 +81,10 @@ class WholeChunks(Method):
   def allocation(self) -> WholeChunkCounts:
     """A number of whole chunks."""
     return WholeChunkCounts(self.chunk)
+
+  def check_model(self, geometry: Geometry) -> None:
+    """Refuses what the method refuses."""
+    self.over.check_model(geometry)
 
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

@@ -5,10 +5,16 @@ from kvjax.allocation.base import Allocation, Uniform
 from kvjax.allocation.floored import Floored
 from kvjax.allocation.pyramid import Pyramid
 from kvjax.allocation.rounded_pyramid import RoundedPyramid
+from kvjax.allocation.streaming_heads import StreamingHeads
 from kvjax.methods.base import Method
 from kvjax.methods.chunk_attention import ChunkAttention
 from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.compactor import Compactor
+from kvjax.methods.critical import Critical
+from kvjax.methods.cur import Cur
+from kvjax.methods.dropkv import DropKV
+from kvjax.methods.expected_attention import ExpectedAttention
+from kvjax.methods.finch import Finch
 from kvjax.methods.full import FullKV
 from kvjax.methods.h2o import H2O
 from kvjax.methods.key_norm import KeyL2Norm
@@ -16,7 +22,9 @@ from kvjax.methods.keydiff import KeyDiff
 from kvjax.methods.lagkv import LagKV
 from kvjax.methods.leverage_scores import LeverageScores
 from kvjax.methods.protokv import ProtoKV
+from kvjax.methods.q_filters import QFilters
 from kvjax.methods.random import Random
+from kvjax.methods.rerotated import Rerotated
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming import StreamingLLM
 from kvjax.methods.tova import Tova
@@ -33,6 +41,22 @@ def _pyramidkv() -> Recipe:
 
 def _adakv() -> Recipe:
   return Recipe(SnapKV(window=32, kernel=7, pooling="max"), Adaptive(Uniform()))
+
+
+def _criticalkv() -> Critical:
+  return Critical(SnapKV(window=32, kernel=7, pooling="max"))
+
+
+def _criticaladakv() -> Recipe:
+  return Recipe(_criticalkv(), Adaptive(Uniform()))
+
+
+def _finch() -> Rerotated:
+  return Rerotated(Finch())
+
+
+def _duoattention() -> Recipe:
+  return Recipe(StreamingLLM(sinks=128), StreamingHeads())
 
 
 def _kvpress(method: Method, allocation: Allocation | None = None) -> Recipe:
@@ -227,4 +251,53 @@ def register_methods() -> None:
       ),
     },
     summary="ProtoKV",
+  )
+  register(
+    "expected_attention",
+    ExpectedAttention,
+    presets={"kvpress": _kvpress(ExpectedAttention())},
+    summary="Expected Attention",
+    paper="2510.00636",
+  )
+  register(
+    "criticalkv",
+    _criticalkv,
+    presets={"kvpress": _kvpress(Critical(_SNAPKV))},
+    summary="CriticalKV",
+    paper="2502.03805",
+  )
+  register(
+    "criticaladakv",
+    _criticaladakv,
+    presets={"kvpress": _kvpress(Critical(_SNAPKV), Floored(Uniform()))},
+    summary="CriticalAdaKV",
+    paper="2502.03805",
+  )
+  register(
+    "cur",
+    Cur,
+    presets={"kvpress": _kvpress(Cur())},
+    summary="CurDKV",
+    paper="2509.15038",
+  )
+  register(
+    "qfilters",
+    QFilters,
+    presets={"kvpress": _kvpress(QFilters())},
+    summary="Q-Filters",
+    paper="2503.02812",
+  )
+  register("dropkv", DropKV, summary="DropKV")
+  register(
+    "finch",
+    _finch,
+    presets={"kvpress": _kvpress(_finch())},
+    summary="FINCH",
+    paper="2408.00167",
+  )
+  register(
+    "duoattention",
+    _duoattention,
+    summary="DuoAttention",
+    paper="2410.10819",
   )

@@ -19,7 +19,7 @@ from kvjax.options.budgets import (
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.registry.naming import make_named, suggest, with_options
 from kvjax.registry.registry import METHODS, RETRIEVALS, Recipe, recipe_of
-from kvjax.registry.wrappers import wrap
+from kvjax.registry.wrappers import WRAPPERS, wrap
 from kvjax.retrieval.base import Retrieval
 from kvjax.retrieval.sparse_attention import SparseAttention
 
@@ -35,12 +35,13 @@ def get_recipe(name: str) -> Recipe:
   and `chunkkv.kvpress/` change what the method keeps. Their options follow
   their own name, or the last name: `pyramid:beta=10/keydiff` is
   `pyramid/keydiff:beta=10`. If several parts have an option of that name, it
-  is then the method's.
+  is then the method's. An option that names a file takes a path without colons:
+  `ada/qfilters:filters=models/filters.safetensors`.
 
   Raises:
     InputError: no such method, preset or option, or a value out of range.
   """
-  *before, last = name.strip().split("/")
+  before, last = _split(name.strip())
   names = [text.partition(":")[0] for text in before]
   kinds = collections.Counter(text.partition(".")[0] for text in names)
   for kind, count in kinds.items():
@@ -56,6 +57,24 @@ def get_recipe(name: str) -> Recipe:
   label = "/".join([*names, base])
   changed: Recipe = with_options(label, recipe, options)
   return _refit(changed, default)
+
+
+def _split(name: str) -> tuple[list[str], str]:
+  """Splits a name into its prefixes and the method with its options.
+
+  A slash after the options of a method is part of a path.
+  """
+  before: list[str] = []
+  while "/" in name:
+    first, _, rest = name.partition("/")
+    base, colon, _ = first.partition(":")
+    # "chunkkv.kvpress" is the name of a method and of a prefix.
+    named = base in {*METHODS, *METHODS.presets} and base not in WRAPPERS
+    if colon and named:
+      break
+    before.append(first)
+    name = rest
+  return before, name
 
 
 def _refit(recipe: Recipe, default: Allocation) -> Recipe:

@@ -11,6 +11,7 @@ from kvjax.allocation.rounded_pyramid import RoundedPyramid
 from kvjax.errors import InputError
 from kvjax.methods.base import Method
 from kvjax.methods.chunked import Chunked
+from kvjax.methods.critical import Critical
 from kvjax.methods.rerotated import Rerotated
 from kvjax.methods.whole_chunks import WholeChunks
 from kvjax.options.budgets import Rounding
@@ -57,6 +58,10 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "the same above a floor per head (AdaKVPress)",
     allocation=lambda method, over: Floored(over),
     rounding="kvpress",
+  ),
+  "critical": Wrapper(
+    "values count by what they add to the output (CriticalKV)",
+    method=Critical,
   ),
   "rerotate": Wrapper(
     "kept tokens move to their places in the cache (KeyRerotationPress)",

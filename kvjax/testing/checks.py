@@ -100,6 +100,7 @@ def all_activations(
     queries_unrotated=other.queries,
     inputs=inputs,
     output_projection=jax.numpy.asarray(projection, dtype),
+    rerotate=TinyModel().rerotate,
   )
 
 

@@ -68,6 +68,17 @@ FORMULAS = [
   "noncausal",
   "pyramidkv.kvpress",
   "adakv.kvpress",
+  "cur.kvpress",
+  "cur:leverage=mean:sketch=4",
+  "expected_attention.kvpress",
+  "expected_attention:covariance=false",
+  "qfilters.kvpress",
+  "criticalkv.kvpress",
+  "criticaladakv.kvpress",
+  "finch.kvpress",
+  "ada/expected_attention",
+  "ada/dropkv",
+  "duoattention:share=0.4",
 ]
 OPTIONS = [
   *FORMULAS,
@@ -79,6 +90,7 @@ OPTIONS = [
   "pyramid/ada/snapkv:window=4",
   "compactor:sketch=none",
   "protokv:cut=skip",
+  "finch:chunk=16",
 ]
 # On rows this short the papers' sizes keep the newest tokens, or all of them,
 # whatever the tokens are: names that say no sizes are given these.
@@ -87,6 +99,11 @@ SMALL = {
   "pyramidkv": {"window": 5},
   "adakv": {"window": 5},
   "chunkkv": {"window": 5, "chunk": 4},
+  "criticalkv": {"window": 5},
+  "criticaladakv": {"window": 5},
+  "dropkv": {"window": 5},
+  "finch": {"window": 5},
+  "duoattention": {"sinks": 3, "keep": 9},
   "lagkv": {"sinks": 2, "lag": 6},
   "compactor": {"chunk": 16},
   "noncausal": {"chunk": 16},
@@ -162,6 +179,10 @@ def first_and_last(name, n, count):
       return 0, 8
     case "h2o" if preset not in ("h2o.keydiff", "h2o.kvpress"):
       return 0, count // 2
+    case "cur" | "expected_attention":
+      return 4, 0
+    case "duoattention":
+      return 3, 0
     case "tova" if preset == "tova.kvpress":
       return 0, 1
     case "lagkv":

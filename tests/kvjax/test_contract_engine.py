@@ -42,6 +42,11 @@ SIZED = [
   "compactor.vllm:first=2:last=3:chunk=16:leverage_chunk=20",
   "protokv:window=5:prototypes=20",
   "protokv.sat:window=5",
+  "criticalkv:window=5",
+  "ada/critical/snapkv:window=5",
+  "dropkv:window=5",
+  "finch:window=5",
+  "duoattention:sinks=3:keep=9",
 ]
 # A method that is added later is checked as it is.
 NAMES = [
@@ -131,6 +136,8 @@ class TestMethodInTheEngine:
     """Else none of these tests could fail."""
     one, other = swept[name], swept_backwards[name]
     traits = plan_of(name).method.traits
+    if traits.renumbers:
+      pytest.skip("its positions are places in the cache")
     for row in range(4):
       same = kept_positions(one, row) == kept_positions(other, row)
       assert same == (traits.keeps_all or traits.positional)

@@ -29,7 +29,7 @@ PLAIN = kvjax.Prompts.of(ROWS, 64, [[False] * len(row) for row in ROWS])
 NAMES = [
   *("random", "h2o", "keydiff", "snapkv:window=16", "pyramidkv", "ada/keydiff"),
   *("chunkkv", "compactor", "lagkv:sinks=2:lag=6"),
-  "protokv:prototypes=20:window=4",
+  *("protokv:prototypes=20:window=4", "criticalkv:window=16"),
 ]
 
 
@@ -143,6 +143,7 @@ CROWDED = {
   "protokv:prototypes=20:window=16": 5,
   "compactor.vllm:sketch_dim=6:chunk=16:first=2:last=16": 0,
   "snapkv:window=16": 5,
+  "criticalkv:window=16": 5,
 }
 CROWDED_BUDGETS = (kvjax.Tokens(20), kvjax.Retention(0.4))
 

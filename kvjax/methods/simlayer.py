@@ -1,0 +1,77 @@
+"""SimLayerKV: layers whose attention is on the ends keep these alone."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.activations import Activations
+from kvjax.cache.layers import LayerCache
+from kvjax.methods.base import ScoringMethod
+from kvjax.methods.heads import window_queries, window_weights
+from kvjax.methods.traits import Traits
+from kvjax.options.bounds import check_least
+from kvjax.selection import age
+
+
+@dataclasses.dataclass(frozen=True)
+class SimLayer(ScoringMethod):
+  """Scores all tokens of a layer by the attention that is not on its ends.
+
+  A layer is lazy if the last queries attend to little but the first tokens and
+  the most recent ones. Its other tokens then score low, all of them alike, and
+  an allocation over the whole model evicts from the laziest layers first. The
+  paper evicts from layers whose score is below 1 less a threshold.
+
+  Source: Zhang et al., arXiv 2410.13846, with the constants of kvpress. Every
+  row of a batch decides for itself; kvpress takes the mean.
+
+  Attributes:
+    sinks: number of first tokens that are always kept.
+    recent: number of most recent tokens before the last queries that do not
+      make a layer lazy; with the last queries, as many less W are always kept.
+    window: W, number of last queries.
+  """
+
+  sinks: int = 4
+  recent: int = 1024
+  window: int = 1
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_least(self, sinks=0, window=1, recent=self.window + 1)
+
+  @property
+  def traits(self) -> Traits:
+    """It reads the last queries, and keeps the recent tokens."""
+    return Traits(
+      window=self.window, protects=self.recent - self.window, weighs=True
+    )
+
+  def scores(
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
+  ) -> Float[Array, "B K T"]:
+    """Computes one number for all tokens of a row, between 0 and 1."""
+    del layer
+    valid = cache.valid
+    weights = window_weights(cache, activations, self.window)
+    ages = age(valid)
+    at_ends = (cache.positions < self.sinks) | (
+      ages <= self.recent + self.window
+    )
+    at_ends &= ages > self.window
+    _, positions = window_queries(cache, activations, self.window)
+    queries = jnp.sum((positions >= 0).astype(jnp.float32), axis=1)
+    mass = jnp.where(at_ends[:, :, None, None], weights, 0.0)
+    heads = weights.shape[1] * weights.shape[2]
+    total = jnp.sum(mass, axis=(1, 2, 3, 4)) / jnp.maximum(queries, 1.0)
+    left = 1.0 - total / heads
+    return jnp.broadcast_to(left[:, None, None], valid.shape)
+
+  def protected(
+    self, cache: LayerCache, counts: Int[Array, "B #K"]
+  ) -> Bool[Array, "B K T"]:
+    """The ends."""
+    del counts
+    recent = age(cache.valid) <= self.recent - self.window
+    return cache.valid & (recent | (cache.positions < self.sinks))
