@@ -52,7 +52,7 @@ _NAMES = flags.DEFINE_list(
 )
 _SWEEP = flags.DEFINE_bool("sweep", False, "Also prefill for 40 plans.")
 
-# The methods of the README's table, without the full cache.
+# The methods of the demo, without the full cache.
 _METHODS = (
   *("random", "streaming", "key_norm", "h2o", "tova", "snapkv", "pyramidkv"),
   *("adakv", "chunkkv", "keydiff", "lagkv:lag=128", "compactor", "protokv"),
