@@ -291,6 +291,7 @@ FAMILIES = {
     model_type="cohere2",
     architectures=["Cohere2ForCausalLM"],
     num_hidden_layers=4,
+    rms_norm_eps=None,
     layer_norm_eps=1e-3,
     logit_scale=0.25,
     rope_theta=5e4,

@@ -173,8 +173,10 @@ def pad(rows, side: str):
   return ids, (positions >= 0).astype(np.int64), positions
 
 
-def in_four_bits(model, directory: pathlib.Path, quantization: dict):
-  """Stores the experts in MXFP4; returns the model as transformers reads it.
+def put_in_four_bits(
+  model, directory: pathlib.Path, quantization: dict
+) -> None:
+  """Stores the experts in MXFP4, and takes them as transformers reads them.
 
   Blocks are [experts, outputs, blocks, 16] with the first of two numbers in the
   lower bits, as in the files of gpt-oss.
@@ -198,12 +200,14 @@ def in_four_bits(model, directory: pathlib.Path, quantization: dict):
   path = directory / "config.json"
   fields = json.loads(path.read_text())
   _write_json(path, fields | {"quantization_config": quantization})
-  return transformers.AutoModelForCausalLM.from_pretrained(
-    directory,
-    attn_implementation="eager",
-    dtype=torch.float32,
-    quantization_config=transformers.Mxfp4Config(dequantize=True),
-  ).eval()
+  # It is in bfloat16, which holds these numbers, but no others.
+  read = transformers.AutoModelForCausalLM.from_pretrained(
+    directory, quantization_config=transformers.Mxfp4Config(dequantize=True)
+  )
+  with torch.no_grad():
+    for name, parameter in model.named_parameters():
+      if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        parameter.copy_(read.get_parameter(name))
 
 
 def make_family(name: str, published: dict, seed: int) -> None:
@@ -215,7 +219,7 @@ def make_family(name: str, published: dict, seed: int) -> None:
   shard = {"max_shard_size": "30KB"} if name == SHARDED else {}
   model.save_pretrained(OUTPUT / name, **shard)
   if quantization is not None:
-    model = in_four_bits(model, OUTPUT / name, quantization)
+    put_in_four_bits(model, OUTPUT / name, quantization)
 
   random = np.random.default_rng(1000 + seed)
   rows = [random.integers(3, VOCABULARY, length) for length in ROW_LENGTHS]

@@ -25,7 +25,14 @@ PUBLISHED = json.loads((GOLDEN / "published_configs.json").read_text())
 TOLERANCE = 1e-4
 # Families whose programs differ in numbers alone from those of the others,
 # which have tied weights, biases and every kind of rotary embedding too.
-ALIKE = {"llama3", "llama32", "qwen25", "qwen25_yarn"}
+ALIKE = {"llama3", "llama32", "qwen25", "qwen25_yarn", "gpt_oss_mxfp4"}
+# Families whose keys cannot be moved, and why.
+FIXED = {
+  "llama_dynamic": "depend on the length of the row",
+  "phi3": "depend on the length of the row",
+  "smollm3": "some of its layers have no rotary embedding",
+  "cohere2": "some of its layers have no rotary embedding",
+}
 
 
 def attend(seen):
@@ -180,8 +187,12 @@ def test_bfloat16_rounds_no_worse_than_in_pytorch(family):
     model, params, golden["right_ids"], golden["right_positions"]
   )
 
+  # Where two experts are nearly tied, rounding changes a token's expert, so
+  # that a few tokens say nothing about the others.
+  average = np.median if model.config.experts else np.mean
+
   def root_mean_square(logits):
-    return np.sqrt(np.mean((logits - exact)[tokens] ** 2))
+    return np.sqrt(average(np.mean((logits - exact)[tokens] ** 2, axis=1)))
 
   theirs = root_mean_square(golden["right_bfloat16"])
   assert theirs > 0
@@ -228,8 +239,8 @@ def test_keys_move_to_other_positions(family):
   places = np.broadcast_to(np.arange(20, dtype=np.int32), (2, 20))
   by = np.asarray([[[7], [3], [0]], [[1], [50], [2]]], np.int32)
   by = jnp.asarray(np.broadcast_to(by, (2, 3, 20)))
-  if name == "llama_dynamic":
-    with pytest.raises(InputError, match="depend on the length of the row"):
+  if name in FIXED:
+    with pytest.raises(InputError, match=FIXED[name]):
       model.rerotate(x, by)
     return
 

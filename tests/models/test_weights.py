@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
-from kvjax.models import weights
+from kvjax.models import tensor_files
 from kvjax.models.language_model import from_decoder
 from kvjax.models.pretrained import (
   Pretrained,
@@ -83,7 +83,7 @@ def _stored_tensors(directory):
 
 
 @pytest.mark.parametrize("shard", [5_000_000, 20_000])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"gpt_oss_mxfp4"}))
 def test_written_tensors_equal_those_read(family, shard, tmp_path):
   model, params = load_decoder(GOLDEN / family, "float32")
   write_weights(params, model.config, tmp_path, shard)
@@ -199,8 +199,8 @@ def test_devices_that_hold_the_same_part_share_what_is_read(monkeypatch):
       name: Counting(file) for name, file in open_files(directory).items()
     }
 
-  open_files = weights._open
-  monkeypatch.setattr(weights, "_open", opened)
+  open_files = tensor_files._open
+  monkeypatch.setattr(tensor_files, "_open", opened)
   load_decoder(GOLDEN / "qwen25", "float32", parse_mesh("data:2,model:2"))
   # Once to check it, then once for each part.
   assert read["model.layers.1.self_attn.q_proj.weight"] == 1 + 2
