@@ -178,11 +178,17 @@ class DecoderConfig:
         ]
       )
     family = FAMILIES[model_type]
-    read = Fields(family.absent | dict(fields))
+    read = Fields({**family.absent, **fields})
     read.faults += faults
-    kept = {k for k, v in family.fixed.items() if fields.get(k) == v}
-    for name in ("model_type", *named, *kept):
+    for name in ("model_type", *named):
       read.take(name)
+    for name, value in family.fixed.items():
+      found = read.take(name, value)
+      if found != value:
+        read.faults.append(
+          f"has {format_value(found)} for {name!r}, which is not supported for "
+          f"{model_type}; {value!r} is"
+        )
     heads = read.count("num_attention_heads")
     hidden = read.count("hidden_size")
     head_dim = read.count("head_dim", hidden // heads)

@@ -5,6 +5,8 @@ computes every expert for all tokens and masks, other platforms sort the tokens
 by expert and multiply groups of rows (`jax.lax.ragged_dot`).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -22,7 +24,7 @@ class Projections(nnx.Module):
     sizes: ExpertSizes,
     inputs: int,
     outputs: int,
-    dtype: jnp.dtype,
+    dtype: Any,
     rngs: nnx.Rngs,
   ) -> None:
     shape = (sizes.count, inputs, outputs)
@@ -63,7 +65,7 @@ class Experts(nnx.Module):
     sizes: ExpertSizes,
     width: int,
     gate: str,
-    dtype: jnp.dtype,
+    dtype: Any,
     rngs: nnx.Rngs,
   ) -> None:
     self.sizes, self.gate = sizes, gate
@@ -124,7 +126,7 @@ class SparseMlp(nnx.Module):
     sizes: ExpertSizes,
     width: int,
     gate: str,
-    dtype: jnp.dtype,
+    dtype: Any,
     rngs: nnx.Rngs,
   ) -> None:
     self.sizes = sizes

@@ -192,8 +192,7 @@ def _read_sliding(
       for turned in rotated
     ),
     "late": tuple(
-      bool(window) and layer >= (first or 0)
-      for layer in range(layers)
+      bool(window) and layer >= (first or 0) for layer in range(layers)
     ),
   }
   usual = (

@@ -112,7 +112,9 @@ class Piece:
     if self.part is not None:
       place[self.part.axis] = slice(
         self.part.start,
-        self.part.start + (value.shape[self._own_axis] - 1) * self.part.step + 1,
+        self.part.start
+        + (value.shape[self._own_axis] - 1) * self.part.step
+        + 1,
         self.part.step,
       )
     target[tuple(place)] = value.T if self.transposed else value
@@ -147,7 +149,9 @@ def find_pieces(
   numbers = config.layers_of(int(modules[1]))
   return [
     dataclasses.replace(
-      piece, name=f"model.layers.{layer}.{piece.name}", index=(place, *piece.index)
+      piece,
+      name=f"model.layers.{layer}.{piece.name}",
+      index=(place, *piece.index),
     )
     for place, layer in enumerate(numbers)
     for piece in _in_layer(config, module, kind, leaf.shape[1:], leaf.dtype)

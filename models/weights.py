@@ -1,4 +1,4 @@
-"""Reading and writing of decoder weights in Hugging Face's safetensors files."""
+"""Reading and writing of decoder weights as safetensors files."""
 
 import functools
 import pathlib

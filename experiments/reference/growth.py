@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from kvjax.models.decoder import Decoder, Layer
+from kvjax.models.decoder import Decoder, Layer, Mlp
 
 
 def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:
@@ -51,5 +51,6 @@ def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:
 
 def _silence(layers: Layer) -> None:
   """Zeroes the layers' projections to the residual stream."""
+  assert isinstance(layers.mlp, Mlp)
   for projection in (layers.self_attn.o_proj, layers.mlp.down_proj):
     projection.kernel[...] = jnp.zeros_like(projection.kernel[...])

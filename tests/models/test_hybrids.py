@@ -14,7 +14,11 @@ import safetensors.numpy
 import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.checkpoint.saving import load_cache, save_cache
-from kvjax.engine.forward import attend_to_prompt, hidden_states
+from kvjax.engine.forward import (
+  attend_to_prompt,
+  block_positions,
+  hidden_states,
+)
 from kvjax.errors import InputError
 from kvjax.kernels import dispatch
 from kvjax.models import lora
@@ -41,14 +45,14 @@ def prefilled(name, plan=PLAN, mesh=None):
   return model, params, *kvjax.prefill(model, params, PROMPTS, plan)
 
 
-def projected(model, params, row):
-  """What attention reads in each layer, of a prompt by itself."""
+@jax.jit(static_argnames="model")
+def projected_keys(model, params, tokens, lengths):
+  """The keys of each layer."""
 
   def attend(layer, state, seen):
-    return attend_to_prompt(seen), seen
+    return attend_to_prompt(seen), seen.keys
 
-  tokens = jnp.asarray([row], jnp.int32)
-  positions = jnp.arange(len(row), dtype=jnp.int32)[None]
+  positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
   none = (None,) * model.geometry.num_layers
   return hidden_states(model, params, tokens, positions, none, attend)[1]
 
@@ -59,16 +63,17 @@ def test_global_layers_keep_what_scores_best_and_the_others_their_window(name):
   model, params, cache, _ = prefilled(name)
   kinds = {spec.window for spec in model.geometry.layers}
   assert kinds == {None, WINDOW}
-  for row, tokens in enumerate(ROWS):
+  tokens, lengths = jnp.asarray(PROMPTS.tokens), jnp.asarray(PROMPTS.lengths)
+  projected = projected_keys(model, params, tokens, lengths)
+  for row, length in enumerate(LENGTHS):
     kept = kept_positions(cache, row)
-    seen = projected(model, params, tokens)
     for layer, spec in enumerate(model.geometry.layers):
-      newest = list(range(max(0, len(tokens) - WINDOW), len(tokens)))
+      newest = list(range(max(0, length - WINDOW), length))
       for head in range(spec.kv_heads):
         if spec.window is not None:
           assert kept[layer][head] == newest
           continue
-        keys = np.asarray(seen[layer].keys[0, head], np.float64)
+        keys = np.asarray(projected[layer][row, head, :length], np.float64)
         units = keys / np.linalg.norm(keys, axis=1, keepdims=True)
         best = np.argsort(units @ units.mean(axis=0), kind="stable")[:KEPT]
         assert kept[layer][head] == sorted(best.tolist())
@@ -253,6 +258,6 @@ def test_adapters_of_experts_and_of_fused_projections(tmp_path):
   }
   model, params = load_decoder(GOLDEN / "phi3", "float32")
   _, adapted = lora.add_adapters(model, params, 2, ("q",))
+  adapter = lora.split(adapted)[0]
   with pytest.raises(InputError, match="files store several projections"):
-    adapter = lora.split(adapted)[0]
     lora.write_adapter(adapter, model.config, tmp_path, "base")
