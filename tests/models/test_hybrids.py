@@ -20,6 +20,7 @@ from kvjax.engine.forward import (
   hidden_states,
 )
 from kvjax.errors import InputError
+from kvjax.experiments import answering
 from kvjax.kernels import dispatch
 from kvjax.models import lora
 from kvjax.models.pretrained import load, load_decoder, save
@@ -77,6 +78,21 @@ def test_global_layers_keep_what_scores_best_and_the_others_their_window(name):
         units = keys / np.linalg.norm(keys, axis=1, keepdims=True)
         best = np.argsort(units @ units.mean(axis=0), kind="stable")[:KEPT]
         assert kept[layer][head] == sorted(best.tolist())
+
+
+def test_a_run_counts_tokens_in_global_layers_and_in_all():
+  model, _, cache, _ = prefilled("gpt_oss")
+  counts = answering._TokenCounts.of(cache)
+  assert counts.tokens.tolist() == list(LENGTHS)
+  of_global = np.minimum(LENGTHS, KEPT)
+  np.testing.assert_allclose(counts.kept_globally, of_global)
+  # Every other layer has a window.
+  windows = [spec.window for spec in model.geometry.layers]
+  assert windows == [WINDOW, None] * 2
+  local = np.minimum(LENGTHS, WINDOW)
+  np.testing.assert_allclose(counts.kept, (of_global + local) / 2)
+  uniform = prefilled("qwen3_moe")[2]
+  assert answering._TokenCounts.of(uniform).kept_globally is None
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
