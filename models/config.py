@@ -11,8 +11,6 @@ from kvjax.models.families import FAMILIES, Family
 from kvjax.models.features import find_features, text_fields
 from kvjax.models.fields import ConfigError, Fields, format_value
 from kvjax.models.layer_fields import (
-  FULL,
-  SLIDING,
   read_experts,
   read_kinds,
   write_experts,
@@ -20,7 +18,7 @@ from kvjax.models.layer_fields import (
 )
 from kvjax.models.other_fields import classify_fields
 from kvjax.models.rope import Rope
-from kvjax.models.rope_fields import read_rope
+from kvjax.models.rope_fields import read_ropes
 from kvjax.models.structure import ExpertSizes, LayerKind, Style
 
 # A list of the tensors of all layers is made before any tensor is read.
@@ -194,7 +192,7 @@ class DecoderConfig:
     head_dim = read.count("head_dim", hidden // heads)
     layers = read.count("num_hidden_layers", limit=_MAX_LAYERS)
     max_positions = read.count("max_position_embeddings")
-    rope, local_rope = _ropes(read, family, head_dim, max_positions)
+    rope, local_rope = read_ropes(read, family, head_dim, max_positions)
     # Where it is not read, `classify_fields` refuses it unless it is neutral.
     said = family.attention_bias == "field" and read.flag("attention_bias")
     if family.attention_bias == "always":
@@ -285,7 +283,7 @@ class DecoderConfig:
     }
 
   def _ropes_to_hf(self) -> dict[str, Any]:
-    """The fields that `_ropes` reads."""
+    """The fields that `read_ropes` reads."""
     fields = self.rope.to_hf()
     if self.family.rope == "local" and self.local_rope is not None:
       fields["rope_local_base_freq"] = self.local_rope.theta
@@ -349,64 +347,6 @@ def _factors(
   if "logit_scale" in factors:
     values["logit_scale"] = factors["logit_scale"]
   return values
-
-
-def _ropes(
-  fields: Fields, family: Family, head_dim: int, max_positions: int
-) -> tuple[Rope, Rope | None]:
-  """Reads `rope_parameters`, or the older pair of fields, or both.
-
-  Returns:
-    The rotary embedding, and that of layers with a window if it is another.
-  """
-  theta = fields.take("rope_theta")
-  local: dict[str, Any] = {}
-  if family.rope == "local":
-    local["rope_theta"] = fields.take("rope_local_base_freq")
-  original = fields.take("original_max_position_embeddings")
-  older, rope = fields.object("rope_scaling"), fields.object("rope_parameters")
-  if family.rope in ("local", "unscaled") and set(rope) & {FULL, SLIDING}:
-    nested = Fields(rope)
-    rope = nested.object(FULL)
-    local |= nested.object(SLIDING)
-    fields.faults += nested.faults
-  rope = older | rope
-  for name, value in (
-    ("rope_theta", theta),
-    (
-      "partial_rotary_factor",
-      fields.take("partial_rotary_factor") if family.partial else None,
-    ),
-  ):
-    if value is not None:
-      rope.setdefault(name, value)
-  # As in transformers 5; other kinds do not use it.
-  kind = rope.get("rope_type") or rope.get("type")
-  if isinstance(kind, str) and kind in family.rope_names:
-    kind = family.rope_names[kind]
-    rope |= {"rope_type": kind}
-  if original is not None and kind in ("llama3", "yarn", "longrope"):
-    rope.setdefault("original_max_position_embeddings", original)
-
-  def read(found: Mapping[str, Any]) -> Rope:
-    try:
-      return read_rope(
-        found,
-        head_dim,
-        max_positions,
-        partial=family.partial,
-        interleaved=family.interleaved,
-      )
-    except ConfigError as error:
-      # Go on with the default, so that one error names all faults;
-      # `refuse_faults` raises before it is used.
-      fields.faults += error.faults
-      return read_rope({}, head_dim, max_positions)
-
-  whole = read(rope)
-  if family.rope == "unscaled":
-    local = {"rope_theta": whole.theta} | local
-  return whole, read(local) if local else None
 
 
 def _check_supported(fields: Fields, model_type: str, family: Family) -> None:

@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models.fields import LARGEST, ConfigError, format_value, is_number
+from kvjax.models.families import Family
+from kvjax.models.fields import (
+  LARGEST,
+  ConfigError,
+  Fields,
+  format_value,
+  is_number,
+)
+from kvjax.models.layer_fields import FULL, SLIDING
 from kvjax.models.rope import Rope
 from kvjax.models.rope_kinds import FREQUENCIES
 
@@ -52,6 +60,64 @@ _NUMBERS = {"rope_theta", "partial_rotary_factor"}.union(
 _TINY, _HUGE = 1e-6, 1e30
 # Fields about the origin of the file.
 _WITHOUT_EFFECT = ("finetuned",)
+
+
+def read_ropes(
+  fields: Fields, family: Family, head_dim: int, max_positions: int
+) -> tuple[Rope, Rope | None]:
+  """Reads `rope_parameters`, or the older pair of fields, or both.
+
+  Returns:
+    The rotary embedding, and that of layers with a window if it is another.
+  """
+  theta = fields.take("rope_theta")
+  local: dict[str, Any] = {}
+  if family.rope == "local":
+    local["rope_theta"] = fields.take("rope_local_base_freq")
+  original = fields.take("original_max_position_embeddings")
+  older, rope = fields.object("rope_scaling"), fields.object("rope_parameters")
+  if family.rope in ("local", "unscaled") and set(rope) & {FULL, SLIDING}:
+    nested = Fields(rope)
+    rope = nested.object(FULL)
+    local |= nested.object(SLIDING)
+    fields.faults += nested.faults
+  rope = older | rope
+  for name, value in (
+    ("rope_theta", theta),
+    (
+      "partial_rotary_factor",
+      fields.take("partial_rotary_factor") if family.partial else None,
+    ),
+  ):
+    if value is not None:
+      rope.setdefault(name, value)
+  # As in transformers 5; other kinds do not use it.
+  kind = rope.get("rope_type") or rope.get("type")
+  if isinstance(kind, str) and kind in family.rope_names:
+    kind = family.rope_names[kind]
+    rope |= {"rope_type": kind}
+  if original is not None and kind in ("llama3", "yarn", "longrope"):
+    rope.setdefault("original_max_position_embeddings", original)
+
+  def read(found: Mapping[str, Any]) -> Rope:
+    try:
+      return read_rope(
+        found,
+        head_dim,
+        max_positions,
+        partial=family.partial,
+        interleaved=family.interleaved,
+      )
+    except ConfigError as error:
+      # Go on with the default, so that one error names all faults;
+      # `refuse_faults` raises before it is used.
+      fields.faults += error.faults
+      return read_rope({}, head_dim, max_positions)
+
+  whole = read(rope)
+  if family.rope == "unscaled":
+    local = {"rope_theta": whole.theta} | local
+  return whole, read(local) if local else None
 
 
 def read_rope(
