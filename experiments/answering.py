@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
+from kvjax.cache.window import WindowLayer
 from kvjax.errors import InputError
 from kvjax.experiments import prefilling
 from kvjax.experiments.candidates import Candidate
@@ -151,21 +152,33 @@ class _TokenCounts(NamedTuple):
     tokens: tokens processed so far.
     kept: tokens in the cache, mean over layers and KV heads.
     read: tokens that the next token attends to, likewise.
+    kept_globally: tokens in layers without a window, which budgets are of,
+      likewise; None unless some layers have a window and others have none.
   """
 
   tokens: Int[np.ndarray, " R"]
   kept: Float[np.ndarray, " R"]
   read: Float[np.ndarray, " R"]
+  kept_globally: Float[np.ndarray, " R"] | None
 
   @classmethod
   def of(cls, cache: kvjax.Cache) -> "_TokenCounts":
     tokens, kept, read = jax.device_get(
       (cache.next_positions, cache.lengths, cache.num_attended)
     )
-    kept, read = (
-      np.mean(counts, axis=(0, 2), dtype=np.float64) for counts in (kept, read)
-    )
-    return cls(tokens, kept, read)
+    is_local = [
+      isinstance(cache.stacks[stack], WindowLayer)
+      for stack in cache.order
+      if stack >= 0
+    ]
+
+    def mean(counts: Int[np.ndarray, "L R K"]) -> Float[np.ndarray, " R"]:
+      return np.mean(counts, axis=(0, 2), dtype=np.float64)
+
+    of_global = None
+    if any(is_local) and not all(is_local):
+      of_global = mean(kept[np.logical_not(is_local)])
+    return cls(tokens, mean(kept), mean(read), of_global)
 
 
 class Reply(NamedTuple):
@@ -184,6 +197,8 @@ class Reply(NamedTuple):
     host_bytes: the part of these in host memory.
     tokens: ids of the answer.
     text: the answer.
+    global_tokens: tokens in layers without a window, mean over these and KV
+      heads; None unless some layers have a window and others have none.
   """
 
   candidate: Candidate
@@ -197,6 +212,7 @@ class Reply(NamedTuple):
   host_bytes: int
   tokens: list[int]
   text: str
+  global_tokens: float | None = None
 
 
 @dataclasses.dataclass
@@ -298,6 +314,9 @@ def replies(
           caches[index].nbytes_by_memory[HOST] // shape.rows,
           ids := answers[place + row],
           lm.text.decode(ids),
+          None
+          if counts.kept_globally is None
+          else float(counts.kept_globally[place + row]),
         )
         for place, index in zip(places, group, strict=True)
         for row, prompts in enumerate(contexts)

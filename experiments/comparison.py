@@ -210,6 +210,7 @@ def _answer(context: _Context, reply: Reply, tokenizer: Tokenizer) -> Answer:
     read_tokens=reply.read_tokens,
     cache_bytes=reply.cache_bytes,
     host_bytes=reply.host_bytes,
+    global_tokens=reply.global_tokens,
     question=sample.question,
     answer_prefix=sample.answer_prefix,
     answers=list(sample.answers),

@@ -142,7 +142,7 @@ def main() -> None:
     adapter = output / "adapter"
     adapter.mkdir(exist_ok=True)
     base = str(inputs.model_directory())
-    lora.write_adapter(tuner.state.params, adapter, base)
+    lora.write_adapter(tuner.state.params, lm.config, adapter, base)
     model, params = tuner.merged()
     models.save(dataclasses.replace(lm, model=model, params=params), output)
   print(f"The finetuned model is in {output}, its adapters in {adapter}.")

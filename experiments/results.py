@@ -93,6 +93,9 @@ class Answer(Line):
     depth: position of the answer in the context, 0 to 1, if it has one.
     turn: number of the question in its conversation, if it has one.
     scores: scores by the sample's metric, 0 to 100; the main one is "score".
+    global_tokens: tokens kept in layers without a window, which budgets are of,
+      mean over these and KV heads; None unless some layers have a window and
+      others have none.
     scored_by: what a metric needs besides prediction and references.
   """
 
@@ -117,6 +120,7 @@ class Answer(Line):
   depth: float | None
   turn: int | None
   scores: dict[str, float]
+  global_tokens: float | None = None
   scored_by: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self) -> None:

@@ -94,6 +94,8 @@ def _row(group: Sequence[Answer]) -> dict[str, Any]:
   def mean_score(name: str) -> float:
     return round(statistics.fmean(a.scores[name] for a in group), 2)
 
+  # Layers with a window and others are of one model, so of all answers or none.
+  hybrid = all(answer.global_tokens is not None for answer in group)
   shared = [n for n in first.scores if all(n in a.scores for a in group)]
   scores = {name: mean_score(name) for name in shared}
   return {
@@ -110,4 +112,5 @@ def _row(group: Sequence[Answer]) -> dict[str, Any]:
     "scores": scores,
     "samples": len(group),
     **{name: mean(name, digits) for name, digits in _MEANS.items()},
+    **({"global_tokens": mean("global_tokens", 2)} if hybrid else {}),
   }

@@ -6,40 +6,35 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.errors import InputError, InputWarning
-from kvjax.model import Geometry
+from kvjax.model import Geometry, LayerSpec
+from kvjax.models.families import FAMILIES, Family
+from kvjax.models.features import find_features, text_fields
 from kvjax.models.fields import ConfigError, Fields, format_value
+from kvjax.models.layer_fields import (
+  read_experts,
+  read_kinds,
+  write_experts,
+  write_kinds,
+)
 from kvjax.models.other_fields import classify_fields
 from kvjax.models.rope import Rope
-
-# The classes that `transformers` would load, by model type.
-ARCHITECTURES = {
-  "llama": "LlamaForCausalLM",
-  "mistral": "MistralForCausalLM",
-  "qwen2": "Qwen2ForCausalLM",
-  "qwen3": "Qwen3ForCausalLM",
-}
+from kvjax.models.rope_fields import read_ropes
+from kvjax.models.structure import ExpertSizes, LayerKind, Style
 
 # A list of the tensors of all layers is made before any tensor is read.
 _MAX_LAYERS = 10_000
 
 _QUANTIZATION = ("quantization_config", "quantization", "compression_config")
-
-# Defaults of transformers for absent fields. If a field is null, and for other
-# model types, sizes follow from the query heads.
-_ABSENT = {
-  ("mistral", "num_key_value_heads"): 8,
-  ("qwen2", "num_key_value_heads"): 32,
-  ("qwen3", "num_key_value_heads"): 32,
-  ("qwen3", "head_dim"): 128,
-}
+# Experts in this format are dequantized as they are read.
+_DEQUANTIZED = "mxfp4"
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-  """Configuration of a Llama-like decoder.
+  """Configuration of a decoder.
 
   Attributes:
-    model_type: the Hugging Face model type, one of `ARCHITECTURES`.
+    model_type: the Hugging Face model type, one of `FAMILIES`.
     vocab_size: V.
     hidden_size: E.
     intermediate_size: width of the gated MLP.
@@ -50,11 +45,19 @@ class DecoderConfig:
     max_positions: the field `max_position_embeddings`.
     rms_norm_eps: epsilon of all norms.
     rope: rotary position embedding.
+    local_rope: that of layers whose kind has a "local" one.
     tie_embeddings: whether the output matrix is the embedding matrix.
     qkv_bias: whether query, key and value projections have a bias.
     output_bias: whether the attention's output projection has a bias.
     mlp_bias: whether the MLP projections have a bias.
-    qk_norm: whether queries and keys are RMS-normalized per head before RoPE.
+    kinds: the kinds of layers, in the order of their first layers.
+    pattern: for each layer, the index of its kind; empty if there is one kind.
+    experts: sizes of the experts of sparse layers.
+    attention_scale: factor of the attention's logits; None for D^-1/2.
+    embedding_scale: factor of the embeddings, rounded to their dtype.
+    residual_scale: factor of what attention and MLP add to the residual.
+    logit_scale: factor of the next-token logits.
+    logit_softcap: c; next-token logits become c tanh(logits / c).
   """
 
   model_type: str
@@ -68,11 +71,19 @@ class DecoderConfig:
   max_positions: int
   rms_norm_eps: float
   rope: Rope
+  local_rope: Rope | None = None
   tie_embeddings: bool = False
   qkv_bias: bool = False
   output_bias: bool = False
   mlp_bias: bool = False
-  qk_norm: bool = False
+  kinds: tuple[LayerKind, ...] = (LayerKind(),)
+  pattern: tuple[int, ...] = ()
+  experts: ExpertSizes | None = None
+  attention_scale: float | None = None
+  embedding_scale: float = 1.0
+  residual_scale: float = 1.0
+  logit_scale: float = 1.0
+  logit_softcap: float | None = None
 
   def __post_init__(self) -> None:
     if self.head_dim % 2:
@@ -88,69 +99,130 @@ class DecoderConfig:
       )
 
   @property
+  def family(self) -> Family:
+    """What the model type fixes."""
+    return FAMILIES[self.model_type]
+
+  @property
+  def style(self) -> Style:
+    """Structure of the layers."""
+    return self.family.style
+
+  @property
+  def layer_kinds(self) -> tuple[int, ...]:
+    """For each layer, the index of its kind."""
+    return self.pattern or (0,) * self.num_layers
+
+  def layers_of(self, kind: int) -> list[int]:
+    """The layers of a kind, in order."""
+    return [n for n, own in enumerate(self.layer_kinds) if own == kind]
+
+  @property
+  def ropes(self) -> dict[str, Rope]:
+    """The rotary embeddings of the layers, by the names in `LayerKind`."""
+    named = {"global": self.rope, "local": self.local_rope}
+    used = {kind.rope for kind in self.kinds}
+    return {
+      name: rope
+      for name, rope in named.items()
+      if name in used and rope is not None
+    }
+
+  @property
   def geometry(self) -> Geometry:
-    """The sizes that a KV cache depends on."""
-    return Geometry.uniform(
-      layers=self.num_layers,
-      heads=self.num_heads,
-      kv_heads=self.num_kv_heads,
-      head_dim=self.head_dim,
-      max_positions=self.rope.max_context(self.max_positions),
+    """The sizes that a KV cache depends on.
+
+    The layers of a kind are one stack of weights.
+    """
+    specs = [
+      LayerSpec(
+        self.num_heads,
+        self.num_kv_heads,
+        self.head_dim,
+        window=kind.window,
+        scale=self.attention_scale,
+        sinks=self.style.sinks,
+        weights=number,
+      )
+      for number, kind in enumerate(self.kinds)
+    ]
+    return Geometry(
+      tuple(specs[number] for number in self.layer_kinds),
+      _context(self.family, self.rope, self.max_positions),
     )
 
   @classmethod
   def from_hf(cls, fields: Mapping[str, Any]) -> "DecoderConfig":
     """Reads the fields of a config.json.
 
-    Fields that cannot change a result are ignored. A warning lists unknown
-    fields.
+    Of a model with images, the text decoder is read. Fields that cannot change
+    a result are ignored. A warning lists unknown fields.
 
     Raises:
       ConfigError: the architecture is unknown, fields are missing, or fields
         require something that this decoder does not support.
     """
+    faults, named = find_features(fields)
+    fields = text_fields(fields)
+    if not faults:
+      faults, named = find_features(fields)
     model_type = fields.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
       raise ConfigError(
         [
+          *faults,
           f"has model_type {format_value(model_type)}, which is not supported; "
-          f"supported are {', '.join(sorted(ARCHITECTURES))}"
+          f"supported are {', '.join(sorted(FAMILIES))}",
         ]
       )
-    absent = {
-      name: size for (kind, name), size in _ABSENT.items() if kind == model_type
-    }
-    read = Fields(absent | dict(fields))
-    read.take("model_type")
+    family = FAMILIES[model_type]
+    read = Fields({**family.absent, **fields})
+    read.faults += faults
+    for name in ("model_type", *named):
+      read.take(name)
+    for name, value in family.fixed.items():
+      found = read.take(name, value)
+      if found != value:
+        read.faults.append(
+          f"has {format_value(found)} for {name!r}, which is not supported for "
+          f"{model_type}; {value!r} is"
+        )
     heads = read.count("num_attention_heads")
     hidden = read.count("hidden_size")
     head_dim = read.count("head_dim", hidden // heads)
     layers = read.count("num_hidden_layers", limit=_MAX_LAYERS)
     max_positions = read.count("max_position_embeddings")
-    rope = _rope(read, head_dim, max_positions)
-    # In transformers, Mistral has no biases and Qwen2 always those of queries,
-    # keys and values, whatever the field says. A field that is not read here is
-    # left to `classify_fields`, which refuses it unless it is neutral.
-    bias = model_type != "mistral" and read.flag("attention_bias")
+    rope, local_rope = read_ropes(read, family, head_dim, max_positions)
+    # Where it is not read, `classify_fields` refuses it unless it is neutral.
+    said = family.attention_bias == "field" and read.flag("attention_bias")
+    if family.attention_bias == "always":
+      read.take("attention_bias")
+    always = family.attention_bias == "always"
+    experts = read_experts(read, model_type)
+    kinds = read_kinds(
+      read, model_type, family, layers, _context(family, rope, max_positions)
+    )
     values: dict[str, Any] = dict(
       vocab_size=read.count("vocab_size"),
       hidden_size=hidden,
-      intermediate_size=read.count("intermediate_size"),
+      intermediate_size=_inner_width(read, experts),
       num_layers=layers,
       num_heads=heads,
       num_kv_heads=read.count("num_key_value_heads", heads),
       head_dim=head_dim,
       max_positions=max_positions,
-      rms_norm_eps=read.epsilon("rms_norm_eps", 1e-6),
+      rms_norm_eps=read.epsilon(family.epsilon, 1e-6),
       rope=rope,
+      local_rope=local_rope,
       tie_embeddings=read.flag("tie_word_embeddings"),
-      qkv_bias=bias or model_type == "qwen2",
-      output_bias=bias and model_type != "qwen2",
-      mlp_bias=model_type == "llama" and read.flag("mlp_bias"),
-      qk_norm=model_type == "qwen3",
+      qkv_bias=said or always or family.attention_bias == "qkv",
+      output_bias=said or always,
+      mlp_bias=family.mlp_bias and read.flag("mlp_bias"),
+      experts=experts,
+      **_distinct(kinds),
+      **_factors(read, family, hidden, head_dim),
     )
-    _check_supported(read)
-    _check_windows(read, model_type, layers, rope.max_context(max_positions))
+    _check_supported(read, model_type, family)
     other_fields = classify_fields(read.rest, model_type)
     read.faults += other_fields.faults
     read.refuse_faults()
@@ -165,8 +237,9 @@ class DecoderConfig:
 
   def to_hf(self) -> dict[str, Any]:
     """Returns the fields of a config.json that `from_hf` reads."""
+    family = self.family
     fields: dict[str, Any] = {
-      "architectures": [ARCHITECTURES[self.model_type]],
+      "architectures": [family.architecture],
       "model_type": self.model_type,
       "vocab_size": self.vocab_size,
       "hidden_size": self.hidden_size,
@@ -176,96 +249,130 @@ class DecoderConfig:
       "num_key_value_heads": self.num_kv_heads,
       "head_dim": self.head_dim,
       "max_position_embeddings": self.max_positions,
-      "rms_norm_eps": self.rms_norm_eps,
-      "hidden_act": "silu",
+      family.epsilon: self.rms_norm_eps,
+      family.activation_field: family.activation,
       "tie_word_embeddings": self.tie_embeddings,
-    } | self.rope.to_hf()
-    if self.model_type in ("llama", "qwen3"):
+    } | self._ropes_to_hf()
+    if family.attention_bias == "field":
       fields["attention_bias"] = self.output_bias
-    if self.model_type == "llama":
+    if family.mlp_bias:
       fields["mlp_bias"] = self.mlp_bias
-    if self.model_type == "mistral":
-      fields["sliding_window"] = None
+    kinds = tuple(self.kinds[number] for number in self.layer_kinds)
+    context = _context(family, self.rope, self.max_positions)
+    fields |= write_kinds(kinds, family, context)
+    if self.experts is not None:
+      fields |= write_experts(self.experts, kinds, self.model_type)
+    return fields | {
+      name: value
+      for name, value in self._multipliers().items()
+      if name in family.multipliers
+    }
+
+  def _multipliers(self) -> dict[str, float | None]:
+    """The fields that `_factors` reads."""
+    scale = self.attention_scale or self.head_dim**-0.5
+    return {
+      # Whole in all published files.
+      "query_pre_attn_scalar": round(scale**-2, 3),
+      "attention_multiplier": scale,
+      "embedding_multiplier": self.embedding_scale,
+      "residual_multiplier": self.residual_scale,
+      "logit_scale": self.logit_scale,
+      "logits_scaling": 1 / self.logit_scale,
+      "final_logit_softcapping": self.logit_softcap,
+    }
+
+  def _ropes_to_hf(self) -> dict[str, Any]:
+    """The fields that `read_ropes` reads."""
+    fields = self.rope.to_hf()
+    if self.family.rope == "local" and self.local_rope is not None:
+      fields["rope_local_base_freq"] = self.local_rope.theta
+    if self.family.partial:
+      fields["partial_rotary_factor"] = self.rope.dim / self.head_dim
+      fields["original_max_position_embeddings"] = self.rope.original_context
     return fields
 
 
-def _rope(fields: Fields, head_dim: int, max_positions: int) -> Rope:
-  """Reads `rope_parameters`, or the older pair of fields, or both."""
-  theta = fields.take("rope_theta")
-  original = fields.take("original_max_position_embeddings")
-  rope = fields.object("rope_scaling") | fields.object("rope_parameters")
-  if theta is not None:
-    rope.setdefault("rope_theta", theta)
-  # As in transformers 5; other kinds do not use it.
-  kind = rope.get("rope_type") or rope.get("type")
-  if original is not None and kind in ("llama3", "yarn"):
-    rope.setdefault("original_max_position_embeddings", original)
-  try:
-    return Rope.from_hf(rope, head_dim, max_positions)
-  except ConfigError as error:
-    # Go on with the default, so that one error names all faults;
-    # `refuse_faults` raises before it is used.
-    fields.faults += error.faults
-    return Rope.from_hf({}, head_dim, max_positions)
+def _context(family: Family, rope: Rope, max_positions: int) -> int:
+  """Number of tokens that a row can have."""
+  if family.scaled_positions:
+    return max_positions
+  return rope.max_context(max_positions)
 
 
-def _check_supported(fields: Fields) -> None:
+def _distinct(kinds: tuple[LayerKind, ...]) -> dict[str, Any]:
+  """The kinds of layers and their pattern."""
+  distinct = tuple(dict.fromkeys(kinds))
+  if len(distinct) == 1:
+    return {"kinds": distinct}
+  return {"kinds": distinct, "pattern": tuple(map(distinct.index, kinds))}
+
+
+def _inner_width(fields: Fields, experts: ExpertSizes | None) -> int:
+  """Reads the width of the MLP, which may be that of the experts."""
+  if experts is not None and "intermediate_size" not in fields.rest:
+    return experts.width
+  return fields.count("intermediate_size")
+
+
+def _factors(
+  fields: Fields, family: Family, hidden: int, head_dim: int
+) -> dict[str, Any]:
+  """Reads constant factors."""
+  factors = {
+    name: fields.factor(name)
+    for name in family.multipliers
+    if name != "final_logit_softcapping"
+  }
+  values: dict[str, Any] = {}
+  if "final_logit_softcapping" in family.multipliers:
+    cap = "final_logit_softcapping"
+    values["logit_softcap"] = (
+      None if fields.rest.get(cap) is None else fields.factor(cap)
+    )
+    fields.take(cap)
+  scale = None
+  if "query_pre_attn_scalar" in factors:
+    scale = factors["query_pre_attn_scalar"] ** -0.5
+    values["embedding_scale"] = hidden**0.5
+  scale = factors.get("attention_multiplier", scale)
+  if scale is not None and scale != head_dim**-0.5:
+    values["attention_scale"] = scale
+  if "embedding_multiplier" in factors:
+    values["embedding_scale"] = factors["embedding_multiplier"]
+  if "residual_multiplier" in factors:
+    values["residual_scale"] = factors["residual_multiplier"]
+  if "logits_scaling" in factors:
+    values["logit_scale"] = 1 / factors["logits_scaling"]
+  if "logit_scale" in factors:
+    values["logit_scale"] = factors["logit_scale"]
+  return values
+
+
+def _check_supported(fields: Fields, model_type: str, family: Family) -> None:
   """Checks the fields that have one supported value."""
-  activations = {"hidden_act": fields.take("hidden_act", "silu")}
-  # Gemma's name of the same field, which some converters copy.
-  other = fields.take("hidden_activation")
-  if other is not None:
-    activations["hidden_activation"] = other
+  names = ("hidden_act", "hidden_activation")
+  activations = {
+    name: fields.take(name) for name in names if name in fields.rest
+  }
+  # The other name is Gemma's, which some converters copy.
+  if activations.get("hidden_activation", "") is None:
+    del activations["hidden_activation"]
+  same = {"silu": ("silu", "swish")}
   fields.faults += [
-    f"has {name} {format_value(activation)}; only 'silu' is supported"
+    f"has {name} {format_value(activation)}; only {family.activation!r} is "
+    "supported"
     for name, activation in activations.items()
-    if activation not in ("silu", "swish")
+    if activation not in same.get(family.activation, (family.activation,))
   ]
   quantization = [fields.take(name) for name in _QUANTIZATION]
+  if model_type == "gpt_oss":
+    quantization = [
+      each
+      for each in quantization
+      if not isinstance(each, dict) or each.get("quant_method") != _DEQUANTIZED
+    ]
   if any(quantization):
     fields.faults.append(
       "describes quantized weights; load the unquantized model"
-    )
-
-
-def _check_windows(
-  fields: Fields, model_type: str, layers: int, context: int
-) -> None:
-  """Checks the fields that describe sliding-window attention."""
-  kinds = fields.names("layer_types")
-  mistral = model_type == "mistral"
-  # The default of transformers for Mistral.
-  window = fields.take("sliding_window", 4096 if mistral else None)
-  enabled = fields.flag("use_sliding_window") or mistral
-  first = fields.take("max_window_layers")
-  wrong = False
-  for name, value in (("sliding_window", window), ("max_window_layers", first)):
-    if value is not None and (type(value) is not int or value < 0):
-      fields.faults.append(
-        f"has {format_value(value)} for {name!r}, which must be a whole number "
-        "or null"
-      )
-      wrong = True
-  if wrong:
-    return
-  unsupported = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-  if unsupported:
-    fields.faults.append(
-      f"has layers of the type {unsupported[0]!r}, which is not supported; "
-      "'full_attention' is"
-    )
-  if kinds and len(kinds) != layers:
-    fields.faults.append(
-      f"has {len(kinds)} layer_types for {layers} layers; give one for each"
-    )
-  if kinds:
-    windows = "sliding_attention" in kinds
-  else:
-    # In Qwen models, layers from this one on have a window.
-    all_full = type(first) is int and first >= layers and not mistral
-    windows = enabled and bool(window) and not all_full
-  if windows and not (window and window >= context):
-    fields.faults.append(
-      "asks for sliding-window attention, which is not supported yet; use a "
-      "model whose layers all attend to the whole context"
     )

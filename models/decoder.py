@@ -1,6 +1,7 @@
-"""The decoder of Llama 3.x, Qwen2.5, Qwen3, Mistral and Yi."""
+"""The decoder: one for all families, as its config describes it."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,29 +12,35 @@ from jaxtyping import Array, Float, Int
 from kvjax.activations import Activations
 from kvjax.model import Attend
 from kvjax.models.config import DecoderConfig
-from kvjax.models.rope import rotate
+from kvjax.models.experts import SparseMlp
+from kvjax.models.rope import Rope, Tables
+from kvjax.models.structure import GATES, LayerKind, NormStyle
 
-# Cosines and sines of the rotary embedding.
-Tables = tuple[Float[Array, "B S R"], Float[Array, "B S R"]]
 
-
-class RMSNorm(nnx.Module):
-  """RMS norm, computed in float32.
+class Norm(nnx.Module):
+  """An RMS or layer norm, computed in float32.
 
   nnx.RMSNorm does not support bfloat16 under strict dtype promotion.
   """
 
-  def __init__(self, width: int, epsilon: float, dtype: Any) -> None:
-    self.epsilon = epsilon
-    self.scale = nnx.Param(jnp.ones((width,), dtype))
+  def __init__(
+    self, width: int, style: NormStyle, epsilon: float, dtype: Any
+  ) -> None:
+    self.style, self.epsilon = style, epsilon
+    self.scale = nnx.Param(jnp.full((width,), 1.0 - style.offset, dtype))
 
   def __call__(self, x: Float[Array, "*B W"]) -> Float[Array, "*B W"]:
     """Normalizes the last axis."""
     wide = x.astype(jnp.float32)
+    if self.style.centered:
+      wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(mean_square + self.epsilon)
     # Strict rank promotion does not broadcast a vector.
     scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+    if self.style.wide:
+      scale = scale.astype(jnp.float32) + self.style.offset
+      return (wide * scale).astype(x.dtype)
     # Round before scaling, as in transformers: in bfloat16 the order matters.
     return wide.astype(x.dtype) * scale
 
@@ -67,8 +74,14 @@ def get_base(projection: nnx.Linear | nnx.LoRA) -> nnx.Linear:
 class Attention(nnx.Module):
   """The projections of attention; the caller computes the attention itself."""
 
-  def __init__(self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs) -> None:
-    self.config = config
+  def __init__(
+    self,
+    config: DecoderConfig,
+    rope: Rope | None,
+    dtype: Any,
+    rngs: nnx.Rngs,
+  ) -> None:
+    self.config, self.rope = config, rope
     width = config.hidden_size
     query_width = config.num_heads * config.head_dim
     kv_width = config.num_kv_heads * config.head_dim
@@ -77,21 +90,40 @@ class Attention(nnx.Module):
     self.k_proj = _linear(width, kv_width, bias, dtype, rngs)
     self.v_proj = _linear(width, kv_width, bias, dtype, rngs)
     self.o_proj = _linear(query_width, width, config.output_bias, dtype, rngs)
-    if config.qk_norm:
-      self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
-      self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
+    style = config.style
+    if style.qk_norm:
+      widths = (query_width, kv_width)
+      if style.qk_norm == "head":
+        widths = (config.head_dim, config.head_dim)
+      norm = functools.partial(
+        Norm, style=style.norm, epsilon=config.rms_norm_eps, dtype=dtype
+      )
+      self.q_norm, self.k_norm = map(norm, widths)
+    if style.sinks:
+      self.sinks = nnx.Param(jnp.zeros((config.num_heads,), dtype))
 
   def activations(
-    self, x: Float[Array, "B S E"], positions: Int[Array, "B S"], rope: Tables
+    self,
+    x: Float[Array, "B S E"],
+    positions: Int[Array, "B S"],
+    tables: Tables | None,
   ) -> Activations:
-    """Computes the projections of a block from its normalized input."""
-    queries = self._heads(self.q_proj(x))
-    keys = self._heads(self.k_proj(x))
-    if self.config.qk_norm:
-      queries, keys = self.q_norm(queries), self.k_norm(keys)
+    """Computes the projections of a block from the layer's input.
+
+    Args:
+      x: the input, normalized if the layer has a norm before its attention.
+      positions: positions of the tokens.
+      tables: cosines and sines of the layer's rotary embedding; None if it has
+        none.
+    """
+    queries, keys = self._normalized(self.q_proj(x), self.k_proj(x))
+    rotated = [queries, keys]
+    if self.rope is not None:
+      assert tables is not None
+      rotated = [self.rope.rotate(y, tables) for y in rotated]
     return Activations(
-      queries=rotate(queries, *rope),
-      keys=rotate(keys, *rope),
+      queries=rotated[0],
+      keys=rotated[1],
       values=self._heads(self.v_proj(x)),
       positions=positions,
       keys_unrotated=keys,
@@ -100,6 +132,9 @@ class Attention(nnx.Module):
       output_projection=get_kernel(self.o_proj).reshape(
         self.config.num_heads, self.config.head_dim, self.config.hidden_size
       ),
+      sinks=self.sinks[...].astype(jnp.float32)
+      if self.config.style.sinks
+      else None,
     )
 
   def output(self, x: Float[Array, "B N S D"]) -> Float[Array, "B S E"]:
@@ -108,6 +143,18 @@ class Attention(nnx.Module):
     joined = jnp.swapaxes(x, 1, 2).reshape(batch, length, heads * dim)
     return self.o_proj(joined)
 
+  def _normalized(
+    self, queries: Float[Array, "B S Q"], keys: Float[Array, "B S W"]
+  ) -> tuple[Float[Array, "B N S D"], Float[Array, "B K S D"]]:
+    """Splits queries and keys into heads, with their norms."""
+    kind = self.config.style.qk_norm
+    if kind == "all":
+      queries, keys = self.q_norm(queries), self.k_norm(keys)
+    queries, keys = self._heads(queries), self._heads(keys)
+    if kind == "head":
+      queries, keys = self.q_norm(queries), self.k_norm(keys)
+    return queries, keys
+
   def _heads(self, x: Float[Array, "B S W"]) -> Float[Array, "B H S D"]:
     batch, length, _ = x.shape
     split = x.reshape(batch, length, -1, self.config.head_dim)
@@ -115,48 +162,89 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-  """The SwiGLU MLP."""
+  """A gated MLP."""
 
   def __init__(self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs) -> None:
     width, inner = config.hidden_size, config.intermediate_size
     bias = config.mlp_bias
+    self.gate = config.style.gate
     self.gate_proj = _linear(width, inner, bias, dtype, rngs)
     self.up_proj = _linear(width, inner, bias, dtype, rngs)
     self.down_proj = _linear(inner, width, bias, dtype, rngs)
 
   def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
     """Transforms every token independently."""
-    return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+    return self.down_proj(GATES[self.gate](self.gate_proj(x), self.up_proj(x)))
 
 
 class Layer(nnx.Module):
-  """Attention and MLP, each with a pre-norm and a residual connection."""
+  """Attention and MLP, with norms and residual connections.
 
-  def __init__(self, config: DecoderConfig, dtype: Any, rngs: nnx.Rngs) -> None:
-    width = config.hidden_size
-    self.input_layernorm = RMSNorm(width, config.rms_norm_eps, dtype)
-    self.self_attn = Attention(config, dtype, rngs)
-    self.post_attention_layernorm = RMSNorm(width, config.rms_norm_eps, dtype)
-    self.mlp = Mlp(config, dtype, rngs)
+  Its norms have the names that the family's checkpoints have, see `Norms`.
+  """
+
+  def __init__(
+    self, config: DecoderConfig, kind: LayerKind, dtype: Any, rngs: nnx.Rngs
+  ) -> None:
+    self.config, self.kind = config, kind
+    style = config.style
+    for name in style.norms:
+      if name is not None:
+        norm = Norm(config.hidden_size, style.norm, config.rms_norm_eps, dtype)
+        setattr(self, name, norm)
+    rope = None if kind.rope is None else config.ropes[kind.rope]
+    self.self_attn = Attention(config, rope, dtype, rngs)
+    self.mlp: Mlp | SparseMlp
+    if kind.sparse:
+      assert config.experts is not None
+      self.mlp = SparseMlp(
+        config.experts, config.hidden_size, style.gate, dtype, rngs
+      )
+    else:
+      self.mlp = Mlp(config, dtype, rngs)
 
   def __call__(
     self,
     x: Float[Array, "B S E"],
     positions: Int[Array, "B S"],
-    rope: Tables,
+    tables: Mapping[str, Tables],
     attend: Attend,
   ) -> tuple[Float[Array, "B S E"], Any]:
-    """Runs the layer; also returns the state that `attend` returned."""
-    block = self.self_attn.activations(self.input_layernorm(x), positions, rope)
+    """Runs the layer; also returns the state that `attend` returned.
+
+    Args:
+      x: the residual.
+      positions: positions of the tokens.
+      tables: cosines and sines, by the names in `LayerKind.rope`.
+      attend: the attention.
+    """
+    norms, scale = self.config.style.norms, self.config.residual_scale
+    inputs = self._norm(norms.before_attention, x)
+    own = None if self.kind.rope is None else tables[self.kind.rope]
+    block = self.self_attn.activations(inputs, positions, own)
     attended, state = attend(block)
-    x = x + self.self_attn.output(attended)
-    return x + self.mlp(self.post_attention_layernorm(x)), state
+    branch = self._norm(norms.after_attention, self.self_attn.output(attended))
+    x = x + _scaled(branch, scale)
+    if not self.config.style.parallel:
+      inputs = self._norm(norms.before_mlp, x)
+    branch = self._norm(norms.after_mlp, self.mlp(inputs))
+    return x + _scaled(branch, scale), state
+
+  def _norm(
+    self, name: str | None, x: Float[Array, "B S E"]
+  ) -> Float[Array, "B S E"]:
+    """Applies a norm if the layer has it."""
+    if name is None:
+      return x
+    norm: Norm = getattr(self, name)
+    return norm(x)
 
 
 class Decoder(nnx.Module):
   """A decoder-only transformer; parameter names are those of Hugging Face.
 
-  `layers` is one `Layer` whose parameters have a leading axis of L layers.
+  `layers` has a `Layer` for every kind of layer, whose parameters have a
+  leading axis of the layers of that kind.
   """
 
   def __init__(
@@ -175,8 +263,13 @@ class Decoder(nnx.Module):
       rngs: source of the random weights.
     """
 
-    def layer(rngs: nnx.Rngs) -> Layer:
-      return Layer(config, dtype, rngs)
+    def stack(number: int, kind: LayerKind) -> Layer:
+      def layer(rngs: nnx.Rngs) -> Layer:
+        return Layer(config, kind, dtype, rngs)
+
+      count = len(config.layers_of(number))
+      stacked: Layer = nnx.vmap(layer)(rngs.split(count))
+      return stacked
 
     self.config = config
     self.embed_tokens = nnx.Embed(
@@ -186,9 +279,13 @@ class Decoder(nnx.Module):
       param_dtype=dtype,
       rngs=rngs,
     )
-    # One stack, so that a loop over the layers compiles one layer.
-    self.layers: Layer = nnx.vmap(layer)(rngs.split(config.num_layers))
-    self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+    # Stacks, so that a loop over the layers compiles one layer.
+    self.layers: nnx.List[Layer] = nnx.List(
+      [stack(number, kind) for number, kind in enumerate(config.kinds)]
+    )
+    self.norm = Norm(
+      config.hidden_size, config.style.norm, config.rms_norm_eps, dtype
+    )
     if not config.tie_embeddings:
       self.lm_head = _linear(
         config.hidden_size, config.vocab_size, False, dtype, rngs
@@ -196,12 +293,24 @@ class Decoder(nnx.Module):
 
   def embed(
     self, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]
-  ) -> tuple[Float[Array, "B S E"], Tables]:
-    """Embeds tokens; also returns the RoPE tables that all layers share."""
-    return self.embed_tokens(tokens), self.config.rope.tables(positions)
+  ) -> tuple[Float[Array, "B S E"], dict[str, Tables]]:
+    """Embeds tokens; also returns the RoPE tables that layers share."""
+    embedded = self.embed_tokens(tokens)
+    # Gemma rounds the factor, too.
+    scale = jnp.asarray(self.config.embedding_scale, embedded.dtype)
+    tables = {
+      name: rope.tables(positions) for name, rope in self.config.ropes.items()
+    }
+    return embedded * scale, tables
 
   def logits(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
     """Computes next-token logits in float32."""
+    logits = self._products(hidden) * self.config.logit_scale
+    cap = self.config.logit_softcap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+  def _products(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
+    """Multiplies by the output matrix."""
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     if not self.config.tie_embeddings:
       return product(hidden, self.lm_head.kernel[...])
@@ -212,3 +321,10 @@ class Decoder(nnx.Module):
       logits = product(embedding, hidden.reshape(-1))
       return logits.reshape(*hidden.shape[:-1], -1)
     return product(hidden, embedding.T)
+
+
+def _scaled(x: Float[Array, "*B W"], factor: float) -> Float[Array, "*B W"]:
+  """Multiplies in float32, as a factor may have more digits than `x`."""
+  if factor == 1.0:
+    return x
+  return (x.astype(jnp.float32) * factor).astype(x.dtype)

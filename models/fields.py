@@ -68,6 +68,14 @@ class Fields:
       return float(value)
     return default
 
+  def factor(self, name: str) -> float:
+    """Reads a positive number."""
+    value = self.take(name)
+    if is_number(value) and 1e-30 < value < 1e30:
+      return float(value)
+    self._add_fault(name, value, "a number above 0, and no huge one")
+    return 1.0
+
   def flag(self, name: str) -> bool:
     """Reads a Boolean; absent or null is false."""
     value = self.take(name)

@@ -8,8 +8,9 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.errors import InputError
 from kvjax.model import Attend, Geometry, LayerSpec
-from kvjax.models.decoder import Decoder, Layer, Tables, get_base
-from kvjax.models.rope import Rope
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import Decoder, Layer, get_base
+from kvjax.models.rope import Rope, Tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,41 +19,46 @@ class DecoderModel:
 
   Attributes:
     graphdef: graph of the whole decoder, to merge with `params`.
-    layer: graph of one layer, to merge with the weights of one layer.
+    layers: for each kind of layer, the graph of one, to merge with the weights
+      of one layer.
     geometry: the sizes that a KV cache depends on.
-    rope: the rotary embedding.
+    config: sizes and options.
   """
 
   graphdef: nnx.GraphDef[Decoder]
-  layer: nnx.GraphDef[Layer]
+  layers: tuple[nnx.GraphDef[Layer], ...]
   geometry: Geometry
-  rope: Rope
+  config: DecoderConfig
+
+  @property
+  def rope(self) -> Rope:
+    """The rotary embedding of layers without a window."""
+    return self.config.rope
 
   def embed(
     self,
     params: PyTree,
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
-  ) -> tuple[Float[Array, "B S E"], Tables]:
+  ) -> tuple[Float[Array, "B S E"], dict[str, Tables]]:
     """Embeds tokens and computes the RoPE tables."""
     return nnx.merge(self.graphdef, params).embed(tokens, positions)
 
   def layer_weights(self, params: PyTree) -> tuple[PyTree, ...]:
-    """Returns the layers' weights, which are in one stack."""
-    return (params["layers"],)
+    """Returns the layers' weights, a stack for each kind of layer."""
+    return tuple(params["layers"][number] for number in range(len(self.layers)))
 
   def block(
     self,
     weights: PyTree,
     spec: LayerSpec,
     hidden: Float[Array, "B S E"],
-    shared: Tables,
+    shared: dict[str, Tables],
     positions: Int[Array, "B S"],
     attend: Attend,
   ) -> tuple[Float[Array, "B S E"], Any]:
     """Runs one layer over a block of tokens."""
-    del spec
-    layer = nnx.merge(self.layer, weights)
+    layer = nnx.merge(self.layers[spec.weights], weights)
     return layer(hidden, positions, shared, attend)
 
   def normalize(
@@ -73,8 +79,14 @@ class DecoderModel:
     """Moves keys that were rotated at positions p to p + `by`.
 
     Raises:
-      InputError: the rotary embedding depends on the length of the row.
+      InputError: the rotary embedding depends on the length of the row, or some
+        layers have none.
     """
+    if any(kind.rope is None for kind in self.config.kinds):
+      raise InputError(
+        "Keys of this model cannot be moved to other places: some of its "
+        "layers have no rotary embedding."
+      )
     return self.rope.rerotate(keys, by)
 
 
@@ -86,27 +98,33 @@ def from_decoder(decoder: Decoder) -> tuple[DecoderModel, nnx.State]:
       weights have.
   """
   config = decoder.config
-  _check_layers(decoder.layers, config.geometry)
+  for number, stack in enumerate(decoder.layers):
+    _check_layers(stack, number, config.geometry)
   graphdef, params = nnx.split(decoder)
-  # The graph of the stack has no axis of layers: it also fits one layer.
-  layer = nnx.graphdef(decoder.layers)
-  return DecoderModel(graphdef, layer, config.geometry, config.rope), params
+  # The graph of a stack has no axis of layers: it also fits one layer.
+  layers = tuple(nnx.graphdef(stack) for stack in decoder.layers)
+  return DecoderModel(graphdef, layers, config.geometry, config), params
 
 
-def _check_layers(layers: Layer, geometry: Geometry) -> None:
-  """Refuses stacked weights that do not match the layers' specs."""
+def _check_layers(layers: Layer, number: int, geometry: Geometry) -> None:
+  """Refuses stacked weights that do not match the specs of their layers."""
   attention = layers.self_attn
   stacked = {
     name: get_base(getattr(attention, f"{name}_proj")).kernel.shape
     for name in ("q", "k", "v")
   }
+  specs = {
+    layer: spec
+    for layer, spec in enumerate(geometry.layers)
+    if spec.weights == number
+  }
   for shape in stacked.values():
-    if shape[0] != geometry.num_layers:
+    if shape[0] != len(specs):
       raise InputError(
-        f"The config has {geometry.num_layers} layers, but the weights are of "
+        f"The config has {len(specs)} layers, but the weights are of "
         f"{shape[0]}."
       )
-  for layer, spec in enumerate(geometry.layers):
+  for layer, spec in specs.items():
     expected = {
       "q": spec.heads * spec.key_dim,
       "k": spec.kv_heads * spec.key_dim,

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax import files
 from kvjax.errors import InputError
+from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder, get_kernel
 from kvjax.models.json_files import write_json
 from kvjax.models.language_model import DecoderModel, from_decoder
@@ -80,9 +81,16 @@ def add_adapters(
     adapters in float32, sharded like the projections. `split` separates them.
 
   Raises:
-    InputError: see `check`.
+    InputError: see `check`; or a target is a projection of experts.
   """
   check(rank, targets)
+  if any(kind.sparse for kind in model.config.kinds):
+    experts = [name for name in targets if TARGETS[name][0] == "mlp"]
+    if experts:
+      raise InputError(
+        f"The projection {experts[0]!r} of experts cannot be adapted; adapt "
+        "those of the attention: q, k, v, o."
+      )
   decoder = nnx.merge(model.graphdef, params)
   rngs = nnx.Rngs(seed)
   for module, name in _find_modules(decoder, targets):
@@ -117,24 +125,36 @@ def merge_adapters(
 
 
 def write_adapter(
-  adapter: nnx.State, directory: pathlib.Path, base: str
+  adapter: nnx.State, config: DecoderConfig, directory: pathlib.Path, base: str
 ) -> None:
   """Saves adapters in the format of PEFT's `PeftModel.from_pretrained`.
 
   Args:
     adapter: the first result of `split`.
+    config: configuration of the base model.
     directory: an existing directory.
     base: name or directory of the base model.
+
+  Raises:
+    InputError: the base model's files store the projections of one input as one
+      tensor, for which PEFT has one adapter.
   """
+  if config.family.fused:
+    raise InputError(
+      f"Adapters of a model of the type {config.model_type!r} cannot be "
+      "written: its files store several projections as one. Write the merged "
+      "model instead."
+    )
   tensors = {}
   modules, rank = set(), 0
   for path, leaf in jax.tree_util.tree_flatten_with_path(adapter)[0]:
-    stack, *names, kind = [
+    layers, stack, *names, kind = [
       str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)
     ]
     name = {"lora_a": "lora_A", "lora_b": "lora_B"}[kind]
-    for layer, matrix in enumerate(np.asarray(leaf)):
-      place = ".".join([stack, str(layer), *names, name])
+    numbers = config.layers_of(int(stack))
+    for layer, matrix in zip(numbers, np.asarray(leaf), strict=True):
+      place = ".".join([layers, str(layer), *names, name])
       # PEFT stores matrices that multiply from the left.
       tensors[f"base_model.model.model.{place}.weight"] = np.ascontiguousarray(
         matrix.T
@@ -165,9 +185,11 @@ def _find_modules(
   decoder: Decoder, targets: Sequence[str]
 ) -> Iterator[tuple[nnx.Module, str]]:
   """Yields modules and attributes of targets, in a fixed order."""
-  for target, (module, name) in TARGETS.items():
-    if target in targets:
-      yield getattr(decoder.layers, module), name
+  for stack in decoder.layers:
+    for target, (part, name) in TARGETS.items():
+      module = getattr(stack, part)
+      if target in targets and hasattr(module, name):
+        yield module, name
 
 
 def _stack_adapters(base: nnx.Linear, rank: int, rngs: nnx.Rngs) -> nnx.LoRA:

@@ -15,20 +15,23 @@ _WITHOUT_EFFECT = frozenset(
   # The file and its origin.
   "architectures auto_map author base_model base_model_name_or_path bf16 "
   "chat_template custom_pipelines datasets device device_map dtype fp16 "
-  "is_llama_config library_name license max_seq_len max_seq_length "
-  "max_sequence_length metadata model_max_length model_name n_ctx n_positions "
+  "initial_context_length is_llama_config library_name license max_seq_len "
+  "max_seq_length max_sequence_length metadata model_max_length model_name "
+  "n_ctx n_positions "
   "name_or_path num_parameters onnx padding_side seed seq_len seq_length tags "
   "tokenizer_class tokenizer_model_max_length torch_dtype torchscript "
   "trust_remote_code use_bfloat16 use_safetensors version "
   # Implementation options of transformers.
-  "attn_implementation chunk_size_feed_forward device_mesh flash_attention "
-  "gradient_checkpointing low_cpu_mem_usage pretraining_tp return_dict "
+  "attn_implementation cache_implementation chunk_size_feed_forward "
+  "device_mesh flash_attention gradient_checkpointing low_cpu_mem_usage "
+  "pretraining_tp return_dict "
   "tensor_parallel_size tf_legacy_loss tp_plan use_cache use_flash_attention "
   "use_flash_attention_2 use_flash_attn use_kernels "
   # Training and other heads.
   "finetuning_task id2label initializer_range is_decoder is_encoder_decoder "
   "keys_to_ignore_at_inference label2id label_smoothing loss_type "
   "neftune_noise_alpha num_labels output_attentions output_hidden_states "
+  "output_router_logits "
   "problem_type std task_specific_params tie_encoder_decoder "
   # Generation.
   "bad_words_ids begin_suppress_tokens diversity_penalty do_sample "

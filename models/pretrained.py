@@ -171,7 +171,9 @@ def _save(
     prefix=f"{directory.name}.", dir=directory.parent
   ) as scratch:
     complete = pathlib.Path(scratch)
-    write_weights(pretrained.params, complete, max_shard_bytes)
+    write_weights(
+      pretrained.params, pretrained.config, complete, max_shard_bytes
+    )
     if pretrained.tokenizer is not None:
       pretrained.tokenizer.save(complete)
     write_json(complete / _CONFIG, _config_fields(pretrained))
@@ -208,7 +210,9 @@ def _read_decoder(
   shardings = None
   if mesh is not None:
     shardings = param_shardings(template, model.geometry, mesh)
-  return model, read_weights(source.tensors(config), template, shardings)
+  return model, read_weights(
+    source.tensors(config), config, template, shardings
+  )
 
 
 def _config_fields(pretrained: Pretrained) -> dict[str, Any]:

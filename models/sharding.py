@@ -10,7 +10,8 @@ from jaxtyping import PyTree
 from kvjax.model import Geometry
 
 # Logical axes of every parameter by the last two parts of its path. Parameters
-# of the layers also have a leading axis of layers, which is not sharded.
+# of the layers also have leading axes of layers and of experts, which are not
+# sharded: every device has a part of each expert.
 LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
   "embed_tokens.embedding": ("vocab", "embed"),
   "lm_head.kernel": ("embed", "vocab"),
@@ -28,10 +29,15 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
   "up_proj.bias": ("mlp",),
   "down_proj.kernel": ("mlp", "embed"),
   "down_proj.bias": ("embed",),
+  "self_attn.sinks": ("heads",),
+  "router.kernel": ("embed", None),
+  "router.bias": (None,),
   "q_norm.scale": (None,),
   "k_norm.scale": (None,),
   "input_layernorm.scale": ("embed",),
   "post_attention_layernorm.scale": ("embed",),
+  "pre_feedforward_layernorm.scale": ("embed",),
+  "post_feedforward_layernorm.scale": ("embed",),
   "norm.scale": ("embed",),
 }
 
@@ -56,15 +62,14 @@ def param_shardings(
     geometry: sizes of the model.
     mesh: a mesh with an axis "model".
   """
-  # All layers are in one stack, so they have the same number of heads.
+  # All layers have the same number of heads.
   layer = geometry.layers[0]
   units = {"heads": layer.heads, "kv_heads": layer.kv_heads}
 
   def shard(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
     names = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
     logical = LOGICAL_AXES[".".join(str(name) for name in names[-2:])]
-    if names[0] == "layers":
-      logical = (None, *logical)
+    logical = (None,) * (len(leaf.shape) - len(logical)) + logical
     spec: list[str | None] = []
     for axis, size in zip(logical, leaf.shape, strict=True):
       target = RULES.get(axis or "")

@@ -18,8 +18,8 @@ from kvjax.models.json_files import (
   read_json,
   read_json_if_present,
 )
+from kvjax.models.tensor_files import Tensors, open_tensors
 from kvjax.models.tokenizer import Tokenizer
-from kvjax.models.weights import Tensors, open_tensors
 
 _CONFIG = "config.json"
 # Special tokens, which both of a directory's configurations may name.

@@ -1,18 +1,8 @@
-"""Decoder weights in Hugging Face's safetensors files.
+"""Reading and writing of decoder weights as safetensors files."""
 
-A parameter's path in the decoder is its name in the file, with four exceptions.
-All names but that of the output matrix begin with `model.`. The last part is
-always `weight` or `bias`. Matrices are stored transposed ([out, in]). A
-parameter with an axis of layers is stored as one tensor per layer, under
-`model.layers.0` and so on.
-"""
-
-import dataclasses
 import functools
-import math
-import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,50 +15,17 @@ from jaxtyping import PyTree
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.models.json_files import read_json, write_json
+from kvjax.models.config import DecoderConfig
+from kvjax.models.json_files import write_json
+from kvjax.models.tensor_files import INDEX, SINGLE, Tensors
+from kvjax.models.tensor_names import EMBEDDING, OUTPUT, Piece, find_pieces
 
-# Of a name in a message.
-_LONGEST = 100
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _SOURCE_DTYPES = ("F32", "F16", "BF16")
-_OUTPUT = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensors:
-  """Tensors that a decoder's weights are read from.
-
-  Attributes:
-    files: the file of each tensor, by Hugging Face's names of tensors; an
-      object with `get_slice` and `get_tensor`, as in safetensors.
-    place: path of the file or directory, for messages.
-    described_by: what determines the expected shapes, for messages.
-    original_name: maps a tensor's name to its name in the file.
-  """
-
-  files: Mapping[str, Any]
-  place: pathlib.Path
-  described_by: str = "config.json"
-  original_name: Callable[[str], str] = str
-
-
-def open_tensors(directory: pathlib.Path) -> Tensors:
-  """Opens the tensors of a Hugging Face directory.
-
-  Args:
-    directory: a directory with model.safetensors, or with several files and
-      their index.
-
-  Raises:
-    InputError: a file is missing or broken.
-  """
-  return Tensors(_open(directory), directory)
 
 
 def read_weights(
   tensors: Tensors,
+  config: DecoderConfig,
   template: nnx.State,
   shardings: PyTree[jax.sharding.Sharding] | None = None,
 ) -> nnx.State:
@@ -80,6 +37,7 @@ def read_weights(
 
   Args:
     tensors: the tensors to read.
+    config: configuration of the decoder.
     template: the decoder's state with `jax.ShapeDtypeStruct` leaves, as
       `nnx.eval_shape` returns it; its dtypes are those of the result.
     shardings: a tree like `template` with each parameter's sharding; by default
@@ -93,8 +51,8 @@ def read_weights(
       the decoder, or contains values that are not finite.
   """
   leaves, structure = jax.tree_util.tree_flatten_with_path(template)
-  wanted = [_tensors(path, leaf) for path, leaf in leaves]
-  _check(tensors, [tensor for each in wanted for tensor in each])
+  wanted = [find_pieces(config, path, leaf) for path, leaf in leaves]
+  _check(tensors, [piece for each in wanted for piece in each])
   places = (
     [None] * len(wanted) if shardings is None else jax.tree.leaves(shardings)
   )
@@ -109,6 +67,7 @@ def read_weights(
 
 def write_weights(
   params: nnx.State,
+  config: DecoderConfig,
   directory: pathlib.Path,
   max_shard_bytes: int = 5_000_000_000,
 ) -> None:
@@ -116,149 +75,53 @@ def write_weights(
 
   Args:
     params: the decoder's state; dtypes are kept.
+    config: configuration of the decoder.
     directory: an existing directory.
     max_shard_bytes: larger weights are written as several files and an index;
       a single tensor is never split.
   """
   leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-  parts = [
-    _Part(tensor, leaf)
-    for path, leaf in leaves
-    for tensor in _tensors(path, leaf)
-  ]
+  whole: dict[str, list[_Part]] = {}
+  for path, leaf in leaves:
+    for piece in find_pieces(config, path, leaf):
+      whole.setdefault(piece.name, []).append(_Part(piece, leaf))
   # Sorted by layer, so that a layer is in as few files as possible.
-  parts.sort(
-    key=lambda part: -1 if part.tensor.layer is None else part.tensor.layer
-  )
+  parts = sorted(whole.values(), key=lambda parts: _layer(parts[0].piece))
   shards = list(_shards(parts, max_shard_bytes))
   if len(shards) == 1:
-    _write_shard(shards[0], directory / _SINGLE)
+    _write_shard(shards[0], directory / SINGLE)
     return
   weight_map: dict[str, str] = {}
   for number, shard in enumerate(shards, start=1):
     name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
     _write_shard(shard, directory / name)
-    weight_map |= {part.tensor.name: name for part in shard}
+    weight_map |= {parts[0].piece.name: name for parts in shard}
   total = sum(leaf.nbytes for _, leaf in leaves)
   index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-  write_json(directory / _INDEX, index)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-  """A tensor of a file: a parameter, or one layer of it.
-
-  Attributes:
-    name: name in the file.
-    layer: index of the layer; None for a parameter without an axis of layers.
-    shape: shape of the parameter, without the axis of layers.
-    dtype: dtype of the parameter.
-    transposed: whether the file contains the transpose.
-  """
-
-  name: str
-  layer: int | None
-  shape: tuple[int, ...]
-  dtype: np.dtype
-  transposed: bool
-
-  @property
-  def file_shape(self) -> tuple[int, ...]:
-    return self.shape[::-1] if self.transposed else self.shape
-
-  @property
-  def nbytes(self) -> int:
-    return math.prod(self.shape) * self.dtype.itemsize
+  write_json(directory / INDEX, index)
 
 
 class _Part(NamedTuple):
-  """A tensor and its parameter."""
+  """A piece and its parameter."""
 
-  tensor: _Tensor
+  piece: Piece
   parameter: Any
 
   def value(self) -> np.ndarray:
-    """Returns the tensor as it is stored in the file."""
-    layer = self.tensor.layer
+    """Copies the piece to the host."""
     parameter = self.parameter
-    if layer is not None:
-      parameter = jax.lax.dynamic_index_in_dim(parameter, layer, keepdims=False)
-    value = np.asarray(parameter)
-    # safetensors writes the buffer and ignores strides.
-    return np.ascontiguousarray(value.T if self.tensor.transposed else value)
+    for index in self.piece.index:
+      parameter = jax.lax.dynamic_index_in_dim(parameter, index, keepdims=False)
+    return np.asarray(parameter)
 
 
-def _tensors(path: tuple[Any, ...], leaf: Any) -> list[_Tensor]:
-  """Lists the tensors that store a parameter: one, or one per layer."""
-  # The last entry of a path is the attribute `value` of the variable.
-  *modules, kind = [
-    str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)
-  ]
-  last = "bias" if kind == "bias" else "weight"
-  transposed = kind == "kernel"
-  if modules[0] != "layers":
-    base = [] if modules[0] == "lm_head" else ["model"]
-    name = ".".join([*base, *modules, last])
-    return [_Tensor(name, None, leaf.shape, leaf.dtype, transposed)]
-  count, *shape = leaf.shape
-  rest = ".".join([*modules[1:], last])
-  return [
-    _Tensor(
-      f"model.layers.{layer}.{rest}",
-      layer,
-      tuple(shape),
-      leaf.dtype,
-      transposed,
-    )
-    for layer in range(count)
-  ]
+def _layer(piece: Piece) -> int:
+  """Number of the layer of a tensor, by its name; -1 outside of the layers."""
+  parts = piece.name.split(".")
+  return int(parts[2]) if parts[1] == "layers" else -1
 
 
-def _open(directory: pathlib.Path) -> dict[str, Any]:
-  """Opens the files; returns the file of each tensor."""
-  if (directory / _SINGLE).is_file():
-    names = [_SINGLE]
-  elif (directory / _INDEX).is_file():
-    names = _shard_names(directory / _INDEX)
-  else:
-    raise InputError(
-      f"{directory} has no weights; it should hold {_SINGLE}, or shards and "
-      f"{_INDEX}."
-    )
-  files: dict[str, Any] = {}
-  for name in names:
-    if not os.path.isfile(directory / name):
-      raise InputError(
-        f"{directory} lacks the shard {name[:_LONGEST]} that {_INDEX} names."
-      )
-    try:
-      file = safetensors.safe_open(directory / name, framework="numpy")
-    except (safetensors.SafetensorError, OSError, MemoryError) as error:
-      raise InputError(
-        f"{directory / name} is not a complete safetensors file ({error}); "
-        "fetch it again."
-      ) from error
-    files |= dict.fromkeys(file.keys(), file)
-  return files
-
-
-def _shard_names(index: pathlib.Path) -> list[str]:
-  weight_map = read_json(index).get("weight_map")
-  names = weight_map.values() if isinstance(weight_map, dict) else [None]
-  if not all(_is_name(name) for name in names):
-    raise InputError(
-      f"{index} must have a weight_map that gives each tensor the name of its "
-      "file."
-    )
-  return sorted(set(names))
-
-
-def _is_name(value: object) -> bool:
-  """Whether a value names a file in the folder of the index."""
-  return isinstance(value, str) and pathlib.PurePath(value).name == value
-
-
-def _check(tensors: Tensors, wanted: Sequence[_Tensor]) -> None:
+def _check(tensors: Tensors, wanted: Sequence[Piece]) -> None:
   files, place, original_name = (
     tensors.files,
     tensors.place,
@@ -285,8 +148,8 @@ def _check(tensors: Tensors, wanted: Sequence[_Tensor]) -> None:
   # Old checkpoints store RoPE frequencies, which config.json determines.
   unknown = {n for n in unknown if not n.endswith("rotary_emb.inv_freq")}
   # Some tied checkpoints store the embedding matrix a second time.
-  if _OUTPUT in unknown and _equal(files, _OUTPUT, _EMBEDDING):
-    unknown.remove(_OUTPUT)
+  if OUTPUT in unknown and _equal(files, OUTPUT, EMBEDDING):
+    unknown.remove(OUTPUT)
   if unknown:
     raise InputError(
       f"The weights in {place} hold the tensor {original_name(min(unknown))}, "
@@ -295,16 +158,13 @@ def _check(tensors: Tensors, wanted: Sequence[_Tensor]) -> None:
 
 
 def _check_finite(
-  tensors: Tensors, array: jax.Array, parts: Sequence[_Tensor]
+  tensors: Tensors, array: jax.Array, pieces: Sequence[Piece]
 ) -> None:
   """Refuses weights that are not finite, without a copy to the host."""
   if bool(_all_finite(array)):
     return
-  layered = parts[0].layer is not None
   broken = next(
-    tensor
-    for layer, tensor in enumerate(parts)
-    if not _all_finite(array[layer] if layered else array)
+    piece for piece in pieces if not _all_finite(array[piece.index])
   )
   raise InputError(
     f"The tensor {tensors.original_name(broken.name)} in {tensors.place} holds "
@@ -326,28 +186,26 @@ def _equal(files: Mapping[str, Any], first: str, second: str) -> bool:
 
 def _read(
   files: Mapping[str, Any],
-  tensors: Sequence[_Tensor],
+  pieces: Sequence[Piece],
   shape: tuple[int, ...],
   sharding: jax.sharding.Sharding | None,
 ) -> jax.Array:
   """Reads a parameter from the tensors that store it."""
-
-  def read_tensor(tensor: _Tensor, index: tuple[slice, ...]) -> np.ndarray:
-    source = files[tensor.name].get_slice(tensor.name)
-    # A slice of the file, so that only this shard is read.
-    return source[index[::-1]].T if tensor.transposed else source[index]
+  leading = len(pieces[0].index)
 
   # Devices with the same shard, along "data", share one read.
   @functools.cache
   def part(index: tuple[slice, ...]) -> np.ndarray:
-    sizes = [len(range(n)[i]) for n, i in zip(shape, index, strict=True)]
-    # Assignment converts to the parameter's dtype, a layer at a time.
-    values = np.empty(sizes, tensors[0].dtype)
-    if tensors[0].layer is None:
-      values[...] = read_tensor(tensors[0], index)
-    else:
-      for place, tensor in enumerate(tensors[index[0]]):
-        values[place] = read_tensor(tensor, index[1:])
+    ranges = [range(n)[i] for n, i in zip(shape, index, strict=True)]
+    # Assignment converts to the parameter's dtype, a piece at a time.
+    values = np.empty([len(each) for each in ranges], pieces[0].dtype)
+    for piece in pieces:
+      own = list(zip(piece.index, ranges[:leading], strict=True))
+      if all(number in each for number, each in own):
+        place = tuple(each.index(number) for number, each in own)
+        source = files[piece.name].get_slice(piece.name)
+        # A slice of the file, so that only this shard is read.
+        values[place] = piece.read(source, index[leading:])
     return values
 
   if sharding is None:
@@ -355,20 +213,33 @@ def _read(
   return jax.make_array_from_callback(shape, sharding, part)
 
 
-def _shards(parts: Iterable[_Part], max_bytes: int) -> Iterator[list[_Part]]:
-  shard: list[_Part] = []
+def _shards(
+  tensors: Iterable[list[_Part]], max_bytes: int
+) -> Iterator[list[list[_Part]]]:
+  shard: list[list[_Part]] = []
   size = 0
-  for part in parts:
-    if shard and size + part.tensor.nbytes > max_bytes:
+  for parts in tensors:
+    nbytes = sum(part.piece.nbytes for part in parts)
+    if shard and size + nbytes > max_bytes:
       yield shard
       shard, size = [], 0
-    shard.append(part)
-    size += part.tensor.nbytes
+    shard.append(parts)
+    size += nbytes
   yield shard
 
 
-def _write_shard(shard: Sequence[_Part], path: pathlib.Path) -> None:
-  tensors = {part.tensor.name: part.value() for part in shard}
+def _whole(parts: Sequence[_Part]) -> np.ndarray:
+  """Puts a tensor together from its pieces."""
+  piece = parts[0].piece
+  # A new array: safetensors writes the buffer and ignores strides.
+  tensor = np.empty(piece.file_shape, piece.dtype)
+  for part in parts:
+    part.piece.write(tensor, part.value())
+  return tensor
+
+
+def _write_shard(shard: Sequence[list[_Part]], path: pathlib.Path) -> None:
+  tensors = {parts[0].piece.name: _whole(parts) for parts in shard}
   with files.replacing(path) as unfinished:
     unfinished.touch()
     permissions = unfinished.stat().st_mode

@@ -12,6 +12,7 @@ import safetensors.numpy
 import kvjax
 from kvjax.experiments.main import PROGRAMS
 from kvjax.models import catalog
+from kvjax.models.families import FAMILIES
 from kvjax.registry.names import get_recipe
 from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.registry.wrappers import WRAPPERS
@@ -251,3 +252,9 @@ def test_every_press_has_the_name_that_its_page_gives():
   assert presets | {*WRAPPERS} - {"pyramid", "ada"} <= names
   for name in names & {*METHODS, *METHODS.presets}:
     kvjax.get_plan(name, kvjax.Retention(0.5))
+
+
+def test_the_page_of_models_has_every_model_type():
+  lines = TEXTS["docs/models.md"].splitlines()
+  table = "\n".join(line for line in lines if line.startswith("| `"))
+  assert set(FAMILIES) <= set(re.findall("`([a-z0-9_]+)`", table))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from kvjax.models.decoder import Decoder, Layer
+from kvjax.models.decoder import Decoder, Layer, Mlp
 
 
 def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:
@@ -34,21 +34,23 @@ def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:
   grown.embed_tokens, grown.norm = decoder.embed_tokens, decoder.norm
   if not config.tie_embeddings:
     grown.lm_head = decoder.lm_head
-  _silence(grown.layers)
+  # A plain Llama has one kind of layer.
+  (old,), (new,) = decoder.layers, grown.layers
+  _silence(new)
   # Pair old layers with new ones, which are stacked after all old ones.
-  pairs = [(old, depth + old) for old in range(extra)]
+  pairs = [(layer, depth + layer) for layer in range(extra)]
   paired = [layer for pair in pairs for layer in pair]
   order = jnp.asarray([*paired, *range(extra, depth)])
 
-  def merge(old: Array, new: Array) -> Array:
-    return jnp.concatenate([old, new[:extra]])[order]
+  def merge(before: Array, added: Array) -> Array:
+    return jnp.concatenate([before, added[:extra]])[order]
 
-  stacks = nnx.state(decoder.layers), nnx.state(grown.layers)
-  nnx.update(grown.layers, jax.tree.map(merge, *stacks))
+  nnx.update(new, jax.tree.map(merge, nnx.state(old), nnx.state(new)))
   return grown
 
 
 def _silence(layers: Layer) -> None:
   """Zeroes the layers' projections to the residual stream."""
+  assert isinstance(layers.mlp, Mlp)
   for projection in (layers.self_attn.o_proj, layers.mlp.down_proj):
     projection.kernel[...] = jnp.zeros_like(projection.kernel[...])

@@ -21,6 +21,7 @@ from kvjax.experiments.reporting.means import (
   Mean,
   Row,
   Summary,
+  evictable,
   grouped,
   mean_of,
   means,
@@ -187,7 +188,7 @@ def _dataset(summary: Summary, bucket: str) -> str:
 def _prediction(
   benchmark: str, answer: Answer, query_aware: bool
 ) -> dict[str, object]:
-  removed = 1 - answer.kept_tokens / answer.context_tokens
+  removed = 1 - evictable(vars(answer)) / answer.context_tokens
   return {
     **_scored(benchmark, answer),
     # kvpress moves it into the context, which has no column.

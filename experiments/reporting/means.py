@@ -39,6 +39,8 @@ class Mean:
     read_tokens: tokens that a token attends to.
     cache_bytes: bytes allocated per sample.
     host_bytes: the part of these in host memory.
+    global_tokens: tokens kept in layers without a window, which budgets are of;
+      None unless some layers have a window and others have none.
   """
 
   method: str
@@ -55,6 +57,7 @@ class Mean:
   read_tokens: float
   cache_bytes: float
   host_bytes: float
+  global_tokens: float | None = None
 
   @property
   def name(self) -> Name:
@@ -68,8 +71,11 @@ class Mean:
 
   @property
   def removed(self) -> float:
-    """Share of the context's keys and values that was evicted."""
-    return max(0.0, 1 - self.kept_tokens / self.context_tokens)
+    """Share of the context's keys and values that was evicted.
+
+    It is of the layers that methods evict from, as budgets are.
+    """
+    return max(0.0, 1 - evictable(vars(self)) / self.context_tokens)
 
 
 def grouped(rows: Iterable[Row]) -> dict[Name, list[Row]]:
@@ -127,6 +133,17 @@ def reads_less(averages: Iterable[Mean]) -> bool:
   return any(mean.read_tokens != mean.kept_tokens for mean in averages)
 
 
+def is_hybrid(averages: Iterable[Mean]) -> bool:
+  """Returns whether some layers have a window and others have none."""
+  return any(mean.global_tokens is not None for mean in averages)
+
+
+def evictable(row: Row) -> float:
+  """Returns the tokens that a row keeps in layers that methods evict from."""
+  of_global: float | None = row.get("global_tokens")
+  return row["kept_tokens"] if of_global is None else of_global
+
+
 def _by_task(
   rows: Sequence[Row], value: Callable[[Row], float]
 ) -> dict[str, float]:
@@ -169,4 +186,7 @@ def _mean(
     read_tokens=over_tasks("read_tokens"),
     cache_bytes=over_tasks("cache_bytes"),
     host_bytes=over_tasks("host_bytes"),
+    global_tokens=over_tasks("global_tokens")
+    if all("global_tokens" in row for row in rows)
+    else None,
   )

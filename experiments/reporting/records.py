@@ -36,6 +36,8 @@ _ROW: _Kinds = {
   "depth": float | None,
   "turn": int | None,
 }
+# Fields of models of which some layers have a window.
+_HYBRID: _Kinds = {"global_tokens": float}
 
 # The fields that a row shares with its answers.
 _KEY = ("method", "options", "budget", "task", "length", "depth", "turn")
@@ -134,6 +136,7 @@ def _summary(path: pathlib.Path) -> dict[str, Any]:
       raise ValueError("it has no rows")
     for row in summary["rows"]:
       typed_records.check(row, _ROW)
+      typed_records.check(row, {k: _HYBRID[k] for k in _HYBRID if k in row})
       low, high = row["interval"]
       if row["samples"] < 1 or row["context_tokens"] <= 0 or low > high:
         raise ValueError(f"the numbers of {row['task']} cannot be")

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvjax.experiments.candidates import FULL
 from kvjax.experiments.reporting import wording
-from kvjax.experiments.reporting.means import Row, Summary, grouped
+from kvjax.experiments.reporting.means import Row, Summary, evictable, grouped
 from kvjax.experiments.reporting.records import Record
 
 # Fields of a summary that comparable rows share.
@@ -36,7 +36,8 @@ _COUNTS = (
 def identified(record: Record) -> list[dict[str, Any]]:
   """Builds one record per row, the full cache first.
 
-  `compression_ratio` is the share of the context that was evicted, `delta` the
+  `compression_ratio` is the share of the context that was evicted, of layers
+  without a window if others have one (`global_tokens`), `delta` the
   difference from the full cache's score on the same samples.
   """
   groups = grouped(record.summary["rows"])
@@ -70,9 +71,7 @@ def _fields(
   return {
     **{name: row[name] for name in ("method", "options", "budget")},
     "retention": row["retention"],
-    "compression_ratio": round(
-      1 - row["kept_tokens"] / row["context_tokens"], 4
-    ),
+    "compression_ratio": round(1 - evictable(row) / row["context_tokens"], 4),
     **{name: row[name] for name in _PLACE},
     "score": row["score"],
     "interval_low": low,
@@ -81,4 +80,5 @@ def _fields(
     **row["scores"],
     "samples": row["samples"],
     **{name: row[name] for name in _COUNTS},
+    **{name: row[name] for name in ("global_tokens",) if name in row},
   }

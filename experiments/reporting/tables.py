@@ -6,7 +6,13 @@ from kvjax.experiments.benchmarks.longbench_averages import averages
 from kvjax.experiments.candidates import FULL
 from kvjax.experiments.reporting import series, wording
 from kvjax.experiments.reporting.formats import Table
-from kvjax.experiments.reporting.means import Mean, grouped, means, reads_less
+from kvjax.experiments.reporting.means import (
+  Mean,
+  grouped,
+  is_hybrid,
+  means,
+  reads_less,
+)
 from kvjax.experiments.reporting.records import Record
 
 # Letters of an average's label.
@@ -80,7 +86,10 @@ def by_budget(record: Record) -> Table:
   tasks = wording.averaged(record.values("task"))
   least = min(mean.samples for mean in summary_means)
   name = wording.score_name(record.summary)
-  return grid(summary_means, f"{name}, {tasks}, n = {least}, ± at 95 %")
+  title = f"{name}, {tasks}, n = {least}, ± at 95 %"
+  if is_hybrid(summary_means):
+    title += "; budgets are of the layers without a window"
+  return grid(summary_means, title)
 
 
 def grid(summary_means: Sequence[Mean], title: str) -> Table:
@@ -238,8 +247,17 @@ def _uncertainty(mean: Mean, name: str) -> dict[str, str]:
 
 
 def _tokens(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
-  """Builds columns of tokens kept and, if fewer, tokens read."""
+  """Builds columns of tokens kept and, if fewer, tokens read.
+
+  If some layers have a window, tokens are kept in the global ones, and in all.
+  """
   columns = {"kept": [f"{mean.kept_tokens:.0f}" for mean in summary_means]}
+  if is_hybrid(summary_means):
+    of_global = [
+      "" if mean.global_tokens is None else f"{mean.global_tokens:.0f}"
+      for mean in summary_means
+    ]
+    columns = {"kept, global": of_global, "kept, all": columns["kept"]}
   if reads_less(summary_means):
     columns["read"] = [f"{mean.read_tokens:.0f}" for mean in summary_means]
   return columns

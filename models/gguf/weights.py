@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from kvjax.models.config import DecoderConfig
 from kvjax.models.gguf.metadata import EMBEDDING, OUTPUT, ROPE_FACTORS
 from kvjax.models.gguf.reader import GgufFile, StoredTensor
-from kvjax.models.weights import Tensors
+from kvjax.models.tensor_files import Tensors
 
 _OUTSIDE = {
   EMBEDDING: "model.embed_tokens",

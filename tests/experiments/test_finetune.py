@@ -313,7 +313,7 @@ def test_a_mesh_learns_what_one_device_does(shallow):
     spread, adapter = learnt(jax.device_put(shallow.params, shardings))
   np.testing.assert_allclose(spread, losses, rtol=1e-5)
   assert losses[1] < losses[0]
-  up = adapter["layers"]["self_attn"]["q_proj"]["lora_b"][...]
+  up = adapter["layers"][0]["self_attn"]["q_proj"]["lora_b"][...]
   assert up.addressable_shards[0].data.shape == (1, 2, up.shape[2] // 2)
 
 

@@ -142,7 +142,7 @@ def test_a_deeper_decoder_computes_the_same_and_can_learn(monkeypatch):
   deeper = deepened(decoder, 5, 1)
   assert deeper.config.num_layers == 5
   np.testing.assert_array_equal(logits_of(decoder), logits_of(deeper))
-  attention = deeper.layers.self_attn
+  attention = deeper.layers[0].self_attn
   kernels = attention.o_proj.kernel[...]
   assert [bool(kernel.any()) for kernel in kernels] == [1, 0, 1, 0, 1]
   assert attention.v_proj.kernel[1].any()

@@ -21,6 +21,9 @@ the directory that kvjax has written: make it again after a training with
 
   python tests/golden/make_transformers.py reference
 
+and single families, whose seeds follow from their order, with their names, as
+in `make_transformers.py gemma3 olmo2`.
+
 `published_configs.json` holds each family's
 configuration in the form that the Hub's checkpoints have (rope_theta and
 rope_scaling; transformers 5 writes rope_parameters instead), and
@@ -39,6 +42,7 @@ import sys
 
 import numpy as np
 import safetensors
+import safetensors.numpy
 import tokenizers
 import torch
 import transformers
@@ -107,13 +111,17 @@ def build(config, seed: int):
     for name, parameter in sorted(model.named_parameters()):
       values = random.standard_normal(parameter.shape)
       if name.endswith("norm.weight"):
-        values = 1 + 0.3 * values
+        # Gemma adds 1 to the weights of its norms.
+        mean = 0 if config.model_type.startswith("gemma") else 1
+        values = mean + 0.3 * values
+      elif name.endswith("sinks"):
+        pass
       elif name.endswith("bias"):
         values = 0.5 * values
       elif config.tie_word_embeddings or "embed_tokens" not in name:
         # Queries and keys large enough for attention to be far from uniform,
         # a tied embedding large enough for the layers not to drown it.
-        large = ("q_proj", "k_proj", "embed_tokens")
+        large = ("q_proj", "k_proj", "qkv_proj", "embed_tokens")
         gain = 1.5 if any(part in name for part in large) else 1.0
         values = gain * values / np.sqrt(parameter.shape[1])
       parameter.copy_(torch.from_numpy(values.astype(np.float32)))
@@ -165,12 +173,53 @@ def pad(rows, side: str):
   return ids, (positions >= 0).astype(np.int64), positions
 
 
+def put_in_four_bits(
+  model, directory: pathlib.Path, quantization: dict
+) -> None:
+  """Stores the experts in MXFP4, and takes them as transformers reads them.
+
+  Blocks are [experts, outputs, blocks, 16] with the first of two numbers in the
+  lower bits, as in the files of gpt-oss.
+  """
+  path = directory / "model.safetensors"
+  tensors = safetensors.numpy.load_file(path)
+  for name in list(tensors):
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+      continue
+    rows = tensors.pop(name).swapaxes(1, 2)
+    blocks = rows.reshape(*rows.shape[:2], -1, 32)
+    # The largest number of a block becomes at most 6.
+    exponents = np.ceil(np.log2(np.abs(blocks).max(axis=-1) / 6))
+    scaled = blocks / 2.0 ** exponents[..., None]
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = np.abs(np.abs(scaled)[..., None] - numbers).argmin(axis=-1)
+    codes = (codes + 8 * (scaled < 0)).astype(np.uint8)
+    tensors[f"{name}_blocks"] = codes[..., ::2] | (codes[..., 1::2] << 4)
+    tensors[f"{name}_scales"] = (exponents + 127).astype(np.uint8)
+  safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+  path = directory / "config.json"
+  fields = json.loads(path.read_text())
+  _write_json(path, fields | {"quantization_config": quantization})
+  # It is in bfloat16, which holds these numbers, but no others.
+  read = transformers.AutoModelForCausalLM.from_pretrained(
+    directory, quantization_config=transformers.Mxfp4Config(dequantize=True)
+  )
+  with torch.no_grad():
+    for name, parameter in model.named_parameters():
+      if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        parameter.copy_(read.get_parameter(name))
+
+
 def make_family(name: str, published: dict, seed: int) -> None:
+  published = dict(published)
+  quantization = published.pop("quantization_config", None)
   config = transformers.AutoConfig.for_model(**published)
   config.architectures = published["architectures"]
   model = build(config, seed)
   shard = {"max_shard_size": "30KB"} if name == SHARDED else {}
   model.save_pretrained(OUTPUT / name, **shard)
+  if quantization is not None:
+    put_in_four_bits(model, OUTPUT / name, quantization)
 
   random = np.random.default_rng(1000 + seed)
   rows = [random.integers(3, VOCABULARY, length) for length in ROW_LENGTHS]
@@ -272,9 +321,16 @@ def main() -> None:
   if sys.argv[1:] == ["reference"]:
     make_reference()
     return
+  families = {name: SIZES | fields for name, fields in FAMILIES.items()}
+  chosen = sys.argv[1:]
+  if chosen:
+    for name in chosen:
+      shutil.rmtree(OUTPUT / name, ignore_errors=True)
+      make_family(name, families[name], list(families).index(name))
+    _write_json(OUTPUT / "published_configs.json", families)
+    return
   shutil.rmtree(OUTPUT, ignore_errors=True)
   OUTPUT.mkdir()
-  families = {name: SIZES | fields for name, fields in FAMILIES.items()}
   for seed, (name, published) in enumerate(families.items()):
     make_family(name, published, seed)
   make_chat()

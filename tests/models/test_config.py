@@ -1,7 +1,10 @@
 """Every field of a config.json is used, refused, named or without effect."""
 
+import math
 import warnings
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kvjax.errors import InputError, InputWarning
@@ -24,6 +27,12 @@ LLAMA3 = {
   "high_freq_factor": 4.0,
   "original_max_position_embeddings": 64,
 }
+LONG = {
+  "type": "longrope",
+  "short_factor": [1.0] * 8,
+  "long_factor": [2.0] * 8,
+}
+PHI3 = {"model_type": "phi3", "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 
@@ -64,17 +73,82 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
     ({"tie_word_embeddings": "false"}, "must be true or false"),
     ({"logit_softcapping": 30.0}, "'logit_softcapping', which is not"),
     (
-      {"model_type": "mistral", "max_position_embeddings": 8192},
-      "sliding-window attention",
+      {"sliding_window": 64, "use_sliding_window": True},
+      "sliding-window attention, which its model type does not have",
     ),
-    ({"model_type": "mistral", "sliding_window": 64}, "sliding-window"),
     (
-      {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True},
-      "sliding-window attention",
+      {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2},
+      "sliding-window attention in other layers than llama has it",
     ),
     (
       {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2},
-      "sliding-window attention",
+      "type 'sliding_attention', but no sliding_window",
+    ),
+    (
+      {"model_type": "mistral", "layer_types": ["full_attention"] * 2}
+      | {"sliding_window": 64},
+      "sliding-window attention in other layers than mistral has it",
+    ),
+    (
+      {"model_type": "smollm3", "no_rope_layers": [1]},
+      "'no_rope_layers', which must be a list of 2 numbers",
+    ),
+    (
+      {"model_type": "qwen3_moe", "mlp_only_layers": "all"},
+      "'mlp_only_layers', which must be a list of numbers",
+    ),
+    (
+      {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 5},
+      "5 experts per token where there are 4",
+    ),
+    ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "'swiglu_limit', which"),
+    (
+      {"model_type": "gpt_oss", "quantization_config": {"quant_method": "x"}},
+      "load the unquantized model",
+    ),
+    (
+      {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+      "'use_bidirectional_attention', which is not supported",
+    ),
+    (
+      {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+      "'attn_logit_softcapping', which is not supported",
+    ),
+    (
+      {"model_type": "granite", "residual_multiplier": 0},
+      "0 for 'residual_multiplier', which must be a number above 0",
+    ),
+    ({"model_type": "cohere2", "use_qk_norm": True}, "'use_qk_norm', which"),
+    (PHI3 | {"partial_rotary_factor": 0.45}, "rotates 7 of 16 dimensions"),
+    (
+      PHI3 | {"rope_scaling": LONG | {"short_factor": [1.0] * 7}},
+      "has 7 numbers for the rope field 'short_factor', where a head has 8",
+    ),
+    (
+      PHI3 | {"rope_scaling": LONG | {"long_factor": [1.0, "2"]}},
+      "'long_factor', which must be a list of numbers above 0",
+    ),
+    # What a model is, beside its model type, is said by its name.
+    (
+      {"model_type": "deepseek_v3", "kv_lora_rank": 512},
+      r"multi-head latent attention \(MLA\), as 'kv_lora_rank' says",
+    ),
+    (
+      {"model_type": "qwen3_next", "linear_conv_kernel_dim": 4},
+      "asks for linear attention, as 'linear_conv_kernel_dim' says",
+    ),
+    ({"model_type": "jamba", "mamba_d_state": 16}, r"state-space layers \(Mam"),
+    (
+      {"text_config": FIELDS, "audio_config": {"num_mel_bins": 128}},
+      "asks for an audio tower, as 'audio_config' says",
+    ),
+    (
+      {
+        "model_type": "some_vl",
+        "text_config": FIELDS | {"model_type": "x", "q_lora_rank": 64},
+        "vision_config": {"depth": 4},
+      },
+      r"multi-head latent attention \(MLA\), as 'q_lora_rank' says",
     ),
     (
       {
@@ -341,3 +415,75 @@ def test_rope_fields_that_change_nothing(scaling, neutral):
 def test_a_window_that_hides_nothing_is_none(changes):
   config = DecoderConfig.from_hf(FIELDS | changes)
   assert config.geometry.layers[0].window is None
+
+
+@pytest.mark.parametrize(
+  ("changes", "windows"),
+  [
+    ({"model_type": "mistral"}, [4096] * 6),
+    ({"model_type": "mistral", "sliding_window": 64}, [64] * 6),
+    ({"model_type": "phi3", "sliding_window": 2047}, [2047] * 6),
+    (
+      {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "max_window_layers": 4,
+      },
+      [None] * 4 + [64] * 2,
+    ),
+    (
+      {
+        "model_type": "qwen3_moe",
+        "use_sliding_window": True,
+        "sliding_window": 64,
+      },
+      [64] * 6,
+    ),
+    ({"model_type": "gemma3_text", "sliding_window": 64}, [64] * 5 + [None]),
+    ({"model_type": "gpt_oss"}, [128, None] * 3),
+    ({"model_type": "olmo3", "sliding_window": 64}, [64] * 3 + [None, 64, 64]),
+    (
+      {
+        "model_type": "cohere2",
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 5,
+      },
+      [None] + [4096] * 5,
+    ),
+    ({"model_type": "smollm3", "sliding_window": 64}, [None] * 6),
+  ],
+)
+def test_windows_are_where_the_family_has_them(changes, windows):
+  fields = FIELDS | {"num_hidden_layers": 6, "max_position_embeddings": 8192}
+  config = DecoderConfig.from_hf(fields | changes)
+  assert [spec.window for spec in config.geometry.layers] == windows
+  assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
+def test_layers_with_a_window_have_their_own_positions():
+  """No scaling there, but in global layers: of Gemma 3 and OLMo 3."""
+  linear = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+  gemma, olmo = (
+    DecoderConfig.from_hf(FIELDS | linear | {"model_type": kind})
+    for kind in ("gemma3_text", "olmo3")
+  )
+  assert (gemma.rope.kind, gemma.rope.theta) == ("linear", 1e6)
+  assert (gemma.local_rope.kind, gemma.local_rope.theta) == ("default", 1e4)
+  assert (olmo.rope.kind, olmo.rope.theta) == ("linear", 1e4)
+  assert (olmo.local_rope.kind, olmo.local_rope.theta) == ("default", 1e4)
+  # Gemma's context is the scaled one.
+  assert (gemma.geometry.max_positions, olmo.geometry.max_positions) == (
+    128,
+    8 * 128,
+  )
+
+
+def test_longrope_takes_the_long_divisors_from_the_first_token_beyond():
+  config = DecoderConfig.from_hf(FIELDS | PHI3 | {"rope_scaling": LONG})
+  places = jnp.asarray([range(62, 64), range(63, 65)], jnp.int32)
+  cos, _ = config.rope.tables(places)
+  scale = (1 + math.log(2) / math.log(64)) ** 0.5
+  slow = 1e4 ** (-np.arange(8) / 8)
+  for row, (divisor, position) in enumerate(((1, 63), (2, 64))):
+    expected = scale * np.cos(position * slow / divisor)
+    np.testing.assert_allclose(cos[row, 1], expected, atol=1e-5)

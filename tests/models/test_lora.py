@@ -96,8 +96,10 @@ def test_the_adapter_file_says_what_was_added_to_the_weights(tmp_path):
   model, params = load_decoder(QWEN, "float32")
   changed, with_adapters = lora.add_adapters(model, params, 3, ("k", "down"))
   with_adapters = drawn(with_adapters)
-  lora.write_adapter(lora.split(with_adapters)[0], tmp_path, "some/model")
-  write_weights(lora.merge_adapters(changed, with_adapters)[1], tmp_path)
+  adapter = lora.split(with_adapters)[0]
+  lora.write_adapter(adapter, model.config, tmp_path, "some/model")
+  merged = lora.merge_adapters(changed, with_adapters)[1]
+  write_weights(merged, model.config, tmp_path)
   config = json.loads((tmp_path / "adapter_config.json").read_text())
   assert config["target_modules"] == ["down_proj", "k_proj"]
   assert config["r"] == 3
@@ -148,10 +150,10 @@ def test_bfloat16_weights_are_rounded_once():
   changed, with_adapters = lora.add_adapters(model, params, 3, ("q",))
   with_adapters = drawn(with_adapters)
   _, merged = lora.merge_adapters(changed, with_adapters)
-  lora_q = nnx.merge(changed.graphdef, with_adapters).layers.self_attn.q_proj
+  lora_q = nnx.merge(changed.graphdef, with_adapters).layers[0].self_attn.q_proj
   kernel = lora_q.base_module.kernel[...].astype(jnp.float32)
   exact = kernel + lora_q.lora_a[...] @ lora_q.lora_b[...]
-  found = merged["layers"]["self_attn"]["q_proj"]["kernel"][...]
+  found = merged["layers"][0]["self_attn"]["q_proj"]["kernel"][...]
   np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16))
 
 
@@ -160,7 +162,7 @@ def test_on_a_mesh_adapters_are_split_as_their_weights():
   with jax.set_mesh(mesh):
     model, params = load_decoder(QWEN, "float32", mesh)
     changed, with_adapters = lora.add_adapters(model, params, 3, ("q", "down"))
-    layers = lora.split(with_adapters)[0]["layers"]
+    layers = lora.split(with_adapters)[0]["layers"][0]
     depth = model.geometry.num_layers
     valid = {
       name + matrix: layers[module][name][matrix][...].addressable_shards[0]

@@ -36,6 +36,7 @@ READ = {
   "Llama-3.3-70B-Instruct": (70_553_706_496, 131_072, "llama3", 5e5),
   "Meta-Llama-3-8B-Instruct": (8_030_261_248, 8_192, "default", 5e5),
   "Mistral-7B-Instruct-v0.3": (7_248_023_552, 32_768, "default", 1e6),
+  "Mistral-7B-v0.1": (7_241_732_096, 32_768, "default", 1e4),
   "Mistral-Nemo-Instruct-2407": (12_247_782_400, 1_024_000, "default", 1e6),
   "QwQ-32B": (32_763_876_352, 40_960, "default", 1e6),
   "Qwen1.5-7B-Chat": (7_721_324_544, 32_768, "default", 1e6),
@@ -45,6 +46,7 @@ READ = {
   "Qwen2.5-7B-Instruct-1M": (7_615_616_512, 1_010_000, "default", 1e7),
   "Qwen2.5-7B-Instruct": (7_615_616_512, 32_768, "default", 1e6),
   "Qwen3-0.6B": (596_049_920, 40_960, "default", 1e6),
+  "Qwen3-30B-A3B": (30_532_122_624, 40_960, "default", 1e6),
   "Qwen3-32B": (32_762_123_264, 40_960, "default", 1e6),
   "Qwen3-4B-Instruct-2507": (4_022_468_096, 262_144, "default", 5e6),
   "Qwen3-8B": (8_190_735_360, 40_960, "default", 1e6),
@@ -70,13 +72,13 @@ READ = {
 REFUSED = {
   "DeepSeek-R1-0528-Qwen3-8B": "for the rope field 'attn_factor', which is",
   "Llama-2-7B-Chat-GPTQ": "quantized weights; load the unquantized model",
-  "Mistral-7B-v0.1": "sliding-window attention",
   "Qwen2.5-7B-Instruct-AWQ": "quantized weights; load the unquantized model",
-  "Qwen3-30B-A3B": "model_type 'qwen3_moe', which is not supported",
   "gemma-2-2b-it": "model_type 'gemma2', which is not supported",
   "mlx-community--Qwen2.5-0.5B-Instruct-4bit": "quantized weights; load the",
   "unsloth--Llama-3.2-1B-Instruct-bnb-4bit": "quantized weights; load the",
 }
+# Layers with a window, and its size.
+WINDOWS = {"Mistral-7B-v0.1": (32, 4096)}
 # Fields that other programs read, and what they are named in.
 WARNED = {"Qwen2.5-7B-Instruct-1M": "passes over: dual_chunk_attention_config."}
 
@@ -107,6 +109,9 @@ def test_read_without_a_word(name):
   assert parameters(config) == count
   assert config.geometry.max_positions == context
   assert (config.rope.kind, config.rope.theta) == (kind, theta)
+  windows = [spec.window for spec in config.geometry.layers if spec.window]
+  number, size = WINDOWS.get(name, (0, 0))
+  assert windows == [size] * number
   assert [w.category for w in said] == [InputWarning] * (name in WARNED)
   assert all(WARNED[name] in str(w.message) for w in said)
   assert DecoderConfig.from_hf(config.to_hf()) == config

@@ -41,7 +41,7 @@ def test_a_sharded_model_answers_as_a_whole_one(alone, mesh):
   with jax.set_mesh(devices):
     _, params, spread, spread_logits, spread_answers = run(devices)
   # Each device holds its part of the weights and of the cache only.
-  up = params["layers"]["mlp"]["up_proj"]["kernel"][...]
+  up = params["layers"][0]["mlp"]["up_proj"]["kernel"][...]
   assert up.addressable_shards[0].data.shape[2] == (
     up.shape[2] // devices.shape["model"]
   )
@@ -64,7 +64,7 @@ def test_a_sharded_model_answers_as_a_whole_one(alone, mesh):
 def test_heads_that_do_not_divide_stay_whole():
   mesh = parse_mesh("model:4")
   model, params = load_decoder(GOLDEN / "qwen25", "float32", mesh)
-  kernel = params["layers"]["self_attn"]["k_proj"]["kernel"][...]
+  kernel = params["layers"][0]["self_attn"]["k_proj"]["kernel"][...]
   divides = model.geometry.layers[0].kv_heads % 4 == 0
   expected = PartitionSpec(None, None, "model" if divides else None)
   assert kernel.sharding.spec == expected

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
-from kvjax.models import weights
+from kvjax.models import tensor_files
 from kvjax.models.language_model import from_decoder
 from kvjax.models.pretrained import (
   Pretrained,
@@ -83,10 +83,10 @@ def _stored_tensors(directory):
 
 
 @pytest.mark.parametrize("shard", [5_000_000, 20_000])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"gpt_oss_mxfp4"}))
 def test_written_tensors_equal_those_read(family, shard, tmp_path):
-  _, params = load_decoder(GOLDEN / family, "float32")
-  write_weights(params, tmp_path, shard)
+  model, params = load_decoder(GOLDEN / family, "float32")
+  write_weights(params, model.config, tmp_path, shard)
   assert (tmp_path / INDEX).is_file() == (shard == 20_000)
   before, after = _stored_tensors(GOLDEN / family), _stored_tensors(tmp_path)
   assert before.keys() == after.keys()
@@ -95,8 +95,8 @@ def test_written_tensors_equal_those_read(family, shard, tmp_path):
 
 
 def test_shards_keep_to_their_size_and_the_index_names_all(tmp_path):
-  _, params = load_decoder(GOLDEN / "mistral", "float32")
-  write_weights(params, tmp_path, 20_000)
+  model, params = load_decoder(GOLDEN / "mistral", "float32")
+  write_weights(params, model.config, tmp_path, 20_000)
   index = json.loads((tmp_path / INDEX).read_text())
   files = {path.name for path in tmp_path.glob("*.safetensors")}
   assert set(index["weight_map"].values()) == files
@@ -173,7 +173,7 @@ def test_each_device_reads_its_part_of_a_sharded_parameter():
   other, split = load_decoder(GOLDEN / "qwen25", "float32", mesh)
   assert model == other
   _assert_equal_trees(alone, split)
-  kernel = split["layers"]["self_attn"]["q_proj"]["kernel"][...]
+  kernel = split["layers"][0]["self_attn"]["q_proj"]["kernel"][...]
   assert kernel.sharding.spec == PartitionSpec(None, None, "model")
   assert {shard.data.shape for shard in kernel.addressable_shards} == {
     (model.geometry.num_layers, 32, 16)
@@ -199,8 +199,8 @@ def test_devices_that_hold_the_same_part_share_what_is_read(monkeypatch):
       name: Counting(file) for name, file in open_files(directory).items()
     }
 
-  open_files = weights._open
-  monkeypatch.setattr(weights, "_open", opened)
+  open_files = tensor_files._open
+  monkeypatch.setattr(tensor_files, "_open", opened)
   load_decoder(GOLDEN / "qwen25", "float32", parse_mesh("data:2,model:2"))
   # Once to check it, then once for each part.
   assert read["model.layers.1.self_attn.q_proj.weight"] == 1 + 2
@@ -304,9 +304,9 @@ def _damage_truncated(directory):
 
 
 def _damage_shard(directory):
-  params = load_decoder(directory, "float32")[1]
+  model, params = load_decoder(directory, "float32")
   (directory / WHOLE).unlink()
-  write_weights(params, directory, 30_000)
+  write_weights(params, model.config, directory, 30_000)
   sorted(directory.glob("model-00002-of-*"))[0].unlink()
 
 
@@ -457,11 +457,11 @@ def test_only_the_two_dtypes_are_offered():
 
 def test_transposed_kernels_are_written_as_they_are_meant(tmp_path):
   """The pitfall: safetensors writes a transposed view's buffer untransposed."""
-  _, params = load_decoder(GOLDEN / "llama3", "float32")
-  kernel = params["layers"]["mlp"]["up_proj"]["kernel"]
+  model, params = load_decoder(GOLDEN / "llama3", "float32")
+  kernel = params["layers"][0]["mlp"]["up_proj"]["kernel"]
   numbers = jnp.arange(32 * 48, dtype=jnp.float32).reshape(32, 48)
   kernel[...] = kernel[...].at[1].set(numbers)
-  write_weights(params, tmp_path)
+  write_weights(params, model.config, tmp_path)
   stored = safetensors.numpy.load_file(tmp_path / WHOLE)
   np.testing.assert_array_equal(
     stored["model.layers.1.mlp.up_proj.weight"],

@@ -51,6 +51,27 @@ def test_thirteen_tasks_and_twelve_methods_fit_a_terminal(crowd):
   assert "50.0 ±" in text
 
 
+def test_tables_of_a_hybrid_say_which_layers_budgets_are_of(answer, record):
+  """Windows keep 100 tokens of 800 whatever the budget."""
+  full = answer("full", kept_tokens=450.0, global_tokens=800.0)
+  quarter = answer("keydiff", kept_tokens=150.0, global_tokens=200.0)
+  run_record = record([full, quarter])
+  overview = next(t for t in tables(run_record) if "removed" in t.header)
+  lines = [dict(zip(overview.header, x, strict=True)) for x in overview.lines]
+  assert [line["kept, global"] for line in lines] == ["800", "200"]
+  assert [line["kept, all"] for line in lines] == ["450", "150"]
+  assert [line["removed"] for line in lines] == ["0", "0.75"]
+  assert "kept" not in overview.header
+  note = "budgets are of the layers without a window"
+  assert sum(note in table.title for table in tables(run_record)) == 1
+  _, row = rows.identified(run_record)
+  assert (row["compression_ratio"], row["global_tokens"]) == (0.75, 200.0)
+  plain = record([answer("full"), answer("keydiff")])
+  assert not any(note in table.title for table in tables(plain))
+  assert all("kept, all" not in table.header for table in tables(plain))
+  assert all("global_tokens" not in row for row in plain.summary["rows"])
+
+
 def test_an_overview_says_how_sure_every_score_is(answer, record):
   answers = [
     *(answer("full", sample=number, host_bytes=2048) for number in range(4)),

@@ -1,0 +1,279 @@
+"""Models whose layers differ: what is kept, saved and sharded of them."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import kvjax
+from kvjax.cache.sharding import parse_mesh
+from kvjax.checkpoint.saving import load_cache, save_cache
+from kvjax.engine.forward import (
+  attend_to_prompt,
+  block_positions,
+  hidden_states,
+)
+from kvjax.errors import InputError
+from kvjax.experiments import answering
+from kvjax.kernels import dispatch
+from kvjax.models import lora
+from kvjax.models.pretrained import load, load_decoder, save
+from kvjax.testing import kept_positions
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
+WHOLE = "model.safetensors"
+# Of the golden models with windows.
+WINDOW = 12
+HYBRIDS = ("gemma3", "gpt_oss", "cohere2", "olmo3", "qwen3_window")
+SPARSE = ("gpt_oss", "qwen3_moe", "qwen3_moe_shares")
+DRAW = np.random.default_rng(0)
+LENGTHS = (41, 23, 33, 7)
+ROWS = [DRAW.integers(3, 80, length).tolist() for length in LENGTHS]
+PROMPTS = kvjax.Prompts.of(ROWS)
+QUESTIONS = kvjax.Prompts.of([[5, 6, 7], [8], [9, 10], [11, 12, 13]])
+KEPT = 9
+PLAN = kvjax.get_plan("keydiff", kvjax.Tokens(KEPT))
+
+
+def prefilled(name, plan=PLAN, mesh=None):
+  model, params = load_decoder(GOLDEN / name, "float32", mesh)
+  return model, params, *kvjax.prefill(model, params, PROMPTS, plan)
+
+
+@jax.jit(static_argnames="model")
+def projected_keys(model, params, tokens, lengths):
+  """The keys of each layer."""
+
+  def attend(layer, state, seen):
+    return attend_to_prompt(seen), seen.keys
+
+  positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
+  none = (None,) * model.geometry.num_layers
+  return hidden_states(model, params, tokens, positions, none, attend)[1]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_global_layers_keep_what_scores_best_and_the_others_their_window(name):
+  """KeyDiff written out: keys least like the mean of their directions."""
+  model, params, cache, _ = prefilled(name)
+  kinds = {spec.window for spec in model.geometry.layers}
+  assert kinds == {None, WINDOW}
+  tokens, lengths = jnp.asarray(PROMPTS.tokens), jnp.asarray(PROMPTS.lengths)
+  projected = projected_keys(model, params, tokens, lengths)
+  for row, length in enumerate(LENGTHS):
+    kept = kept_positions(cache, row)
+    for layer, spec in enumerate(model.geometry.layers):
+      newest = list(range(max(0, length - WINDOW), length))
+      for head in range(spec.kv_heads):
+        if spec.window is not None:
+          assert kept[layer][head] == newest
+          continue
+        keys = np.asarray(projected[layer][row, head, :length], np.float64)
+        units = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+        best = np.argsort(units @ units.mean(axis=0), kind="stable")[:KEPT]
+        assert kept[layer][head] == sorted(best.tolist())
+
+
+def test_a_run_counts_tokens_in_global_layers_and_in_all():
+  model, _, cache, _ = prefilled("gpt_oss")
+  counts = answering._TokenCounts.of(cache)
+  assert counts.tokens.tolist() == list(LENGTHS)
+  of_global = np.minimum(LENGTHS, KEPT)
+  np.testing.assert_allclose(counts.kept_globally, of_global)
+  # Every other layer has a window.
+  windows = [spec.window for spec in model.geometry.layers]
+  assert windows == [WINDOW, None] * 2
+  local = np.minimum(LENGTHS, WINDOW)
+  np.testing.assert_allclose(counts.kept, (of_global + local) / 2)
+  uniform = prefilled("qwen3_moe")[2]
+  assert answering._TokenCounts.of(uniform).kept_globally is None
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_windows_are_counted_in_the_memory(name):
+  model, _, cache, _ = prefilled(name)
+  token = 0
+  for spec in model.geometry.layers:
+    slots = WINDOW if spec.window else KEPT
+    # Keys and values in 4 bytes, and a position.
+    token += slots * spec.kv_heads * (2 * spec.key_dim * 4 + 4)
+  counters = cache.nbytes - len(ROWS) * token
+  # The next position of each row, and a cursor of each global layer.
+  assert 0 <= counters <= 4 * (len(ROWS) + model.geometry.num_layers)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_row_of_a_compressed_hybrid_answers_as_it_does_alone(name):
+  """Decoding goes past the window."""
+  model, params, cache, _ = prefilled(name)
+  decoding = kvjax.Decoding(2 * WINDOW)
+  together = kvjax.generate(model, params, cache, QUESTIONS, decoding).rows()
+  for row in range(2):
+    prompts = kvjax.Prompts.of(ROWS[row : row + 1])
+    alone, _ = kvjax.prefill(model, params, prompts, PLAN)
+    question = kvjax.Prompts.of([[5, 6, 7], [8]][row : row + 1])
+    answers = kvjax.generate(model, params, alone, question, decoding)
+    assert answers.rows()[0] == together[row]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_blocks_of_a_prompt_fill_the_rings_as_a_whole_prompt_does(name):
+  whole = kvjax.get_plan("full", kvjax.Retention(1.0))
+  blocks = dataclasses.replace(whole, schedule=kvjax.Schedule(block=16))
+  _, _, one, logits = prefilled(name, whole)
+  _, _, other, in_blocks = prefilled(name, blocks)
+  np.testing.assert_allclose(in_blocks, logits, atol=1e-4)
+  for row in range(len(ROWS)):
+    assert kept_positions(one, row) == kept_positions(other, row)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_cache_of_a_hybrid_comes_back(name, tmp_path):
+  model, params, cache, _ = prefilled(name)
+  save_cache(cache, tmp_path, model=model, model_id="tiny")
+  again = load_cache(tmp_path, model=model, model_id="tiny")
+  decoding = kvjax.Decoding(6)
+  one, other = (
+    kvjax.generate(model, params, each, QUESTIONS, decoding).rows()
+    for each in (cache, again)
+  )
+  assert one == other
+  assert again.nbytes == cache.nbytes
+
+
+@pytest.mark.parametrize("mesh", ["data:2,model:2", "model:4"])
+@pytest.mark.parametrize("name", [*HYBRIDS, "qwen3_moe", "phi3", "olmo2"])
+def test_a_mesh_changes_nothing(name, mesh):
+  _, _, cache, logits = prefilled(name)
+  devices = parse_mesh(mesh)
+  with jax.set_mesh(devices):
+    model, params, spread, others = prefilled(name, mesh=devices)
+    mlp = params["layers"][0]["mlp"]
+    if model.config.kinds[0].sparse:
+      mlp = mlp["experts"]
+    up = mlp["up_proj"]["kernel"][...]
+    share = up.shape[-1] // devices.shape["model"]
+    assert up.addressable_shards[0].data.shape[-1] == share
+  np.testing.assert_allclose(logits, others, rtol=0, atol=1e-4)
+  for row in range(len(ROWS)):
+    assert kept_positions(cache, row) == kept_positions(spread, row)
+
+
+@pytest.mark.parametrize("mesh", ["data:1,model:1", "model:4"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_grouped_experts_compute_what_masked_ones_do(name, mesh):
+  """The program of accelerators, by XLA and on CPUs."""
+  _, _, _, masked = prefilled(name)
+  devices = parse_mesh(mesh)
+  with jax.set_mesh(devices), dispatch.use("xla", "gpu"):
+    _, _, _, grouped = prefilled(name, mesh=devices)
+  np.testing.assert_allclose(grouped, masked, rtol=0, atol=1e-4)
+
+
+def test_experts_in_four_bits_are_saved_as_they_are_computed(tmp_path):
+  lm = load(GOLDEN / "gpt_oss_mxfp4", "float32")
+  save(lm, tmp_path)
+  again = load(tmp_path, "float32")
+  assert again.model == lm.model
+  jax.tree.map(np.testing.assert_array_equal, again.params, lm.params)
+  # Every device reads and restores its own part.
+  _, split = load_decoder(
+    GOLDEN / "gpt_oss_mxfp4", "float32", parse_mesh("model:4")
+  )
+  jax.tree.map(np.testing.assert_array_equal, split, lm.params)
+
+
+def damaged(folder, change):
+  """The model in four bits with other tensors."""
+  shutil.copytree(GOLDEN / "gpt_oss_mxfp4", folder / "model")
+  path = folder / "model" / "model.safetensors"
+  tensors = safetensors.numpy.load_file(path)
+  change(tensors, "model.layers.1.mlp.experts.down_proj")
+  safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+  return folder / "model"
+
+
+@pytest.mark.parametrize(
+  ("change", "sentence"),
+  [
+    (lambda t, n: t.pop(f"{n}_scales"), "lack the tensor .*down_proj_scales"),
+    (
+      lambda t, n: t.update({f"{n}_scales": t[f"{n}_scales"][:, 1:]}),
+      r"must have a scale for each block, in the shape \(4, 32, 1\)",
+    ),
+    (
+      lambda t, n: t.update({f"{n}_blocks": t[f"{n}_blocks"][..., :8]}),
+      "is not in MXFP4, which has unsigned bytes",
+    ),
+    (
+      lambda t, n: t.update({f"{n}_blocks": t[f"{n}_blocks"].astype("<u2")}),
+      "is not in MXFP4, which has unsigned bytes",
+    ),
+  ],
+  ids=["no scales", "few scales", "short blocks", "two bytes"],
+)
+def test_damaged_blocks_get_one_sentence(tmp_path, change, sentence):
+  with pytest.raises(InputError, match=sentence) as caught:
+    load_decoder(damaged(tmp_path, change), "float32")
+  assert "\n" not in str(caught.value)
+
+
+def test_a_vision_tower_is_skipped_and_said_so(tmp_path):
+  """As the files of Gemma 3 from 4B on have it, in both layouts."""
+  fields = json.loads((GOLDEN / "gemma3" / "config.json").read_text())
+  tensors = safetensors.numpy.load_file(GOLDEN / "gemma3" / WHOLE)
+  _, expected = load_decoder(GOLDEN / "gemma3", "float32")
+  picture = np.ones((2, 2), np.float32)
+  for number, (text, images) in enumerate(
+    [
+      ("language_model.model.", ""),
+      ("model.language_model.", "model."),
+    ]
+  ):
+    folder = tmp_path / str(number)
+    folder.mkdir()
+    whole = {
+      "model_type": "gemma3",
+      "architectures": ["Gemma3ForConditionalGeneration"],
+      "text_config": fields,
+      "vision_config": {"model_type": "siglip_vision_model"},
+      "mm_tokens_per_image": 256,
+    }
+    (folder / "config.json").write_text(json.dumps(whole))
+    renamed = {
+      name.replace("model.", text, 1): value for name, value in tensors.items()
+    }
+    renamed[f"{images}vision_tower.encoder.weight"] = picture
+    renamed[f"{images}multi_modal_projector.weight"] = picture
+    safetensors.numpy.save_file(renamed, folder / WHOLE)
+    with pytest.warns(kvjax.InputWarning, match="2 tensors of a vision tower"):
+      _, params = load_decoder(folder, "float32")
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_adapters_of_experts_and_of_fused_projections(tmp_path):
+  model, params = load_decoder(GOLDEN / "qwen3_moe", "float32")
+  with pytest.raises(InputError, match="'up' of experts cannot be adapted"):
+    lora.add_adapters(model, params, 2, ("q", "up"))
+  _, adapted = lora.add_adapters(model, params, 2, ("q", "v"))
+  lora.write_adapter(lora.split(adapted)[0], model.config, tmp_path, "base")
+  file = safetensors.numpy.load_file(tmp_path / "adapter_model.safetensors")
+  stem = "base_model.model.model.layers"
+  layers = range(model.geometry.num_layers)
+  assert file.keys() == {
+    f"{stem}.{layer}.self_attn.{name}_proj.lora_{matrix}.weight"
+    for layer in layers
+    for name in "qv"
+    for matrix in "AB"
+  }
+  model, params = load_decoder(GOLDEN / "phi3", "float32")
+  _, adapted = lora.add_adapters(model, params, 2, ("q",))
+  adapter = lora.split(adapted)[0]
+  with pytest.raises(InputError, match="files store several projections"):
+    lora.write_adapter(adapter, model.config, tmp_path, "base")
