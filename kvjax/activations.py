@@ -40,6 +40,8 @@ class Activations:
     inputs: the layer's normalized input, which all projections read.
     output_projection: W_O, from each head's attention output to the residual.
     sinks: a logit per query head that is added to the softmax's denominator.
+    replayed: score of each token by a replay of the prompt, -1 for tokens that
+      are not replayed; given to methods whose traits have a replay.
     attention: window, scale and softcap of the layer; set by the engine.
   """
 
@@ -52,6 +54,7 @@ class Activations:
   inputs: Float[Array, "B S E"] | None = None
   output_projection: Float[Array, "N Dv E"] | None = None
   sinks: Float[Array, " N"] | None = None
+  replayed: Float[Array, "B N S"] | None = None
   attention: AttentionOptions = static(default=PLAIN)
 
   def only(self, names: Collection[str]) -> "Activations":
@@ -74,6 +77,10 @@ class Activations:
   def has(self, name: Optional) -> bool:
     """Whether an activation of `OPTIONAL` is there."""
     return vars(self)[name] is not None
+
+  def without_queries(self) -> "Activations":
+    """Drops the queries, which are most of the memory."""
+    return dataclasses.replace(self, queries=self.queries[:, :, :0])
 
   def with_kv_heads(self, count: int) -> "Activations":
     """Repeats keys and values for `count` KV heads."""
