@@ -12,3 +12,4 @@ from kvjax.allocation.per_chunk import PerChunk as PerChunk
 from kvjax.allocation.pyramid import Pyramid as Pyramid
 from kvjax.allocation.rounded_pyramid import RoundedPyramid as RoundedPyramid
 from kvjax.allocation.whole_chunks import WholeChunkCounts as WholeChunkCounts
+from kvjax.allocation.whole_model import WholeModel as WholeModel

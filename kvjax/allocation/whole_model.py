@@ -40,20 +40,28 @@ class WholeModel(Allocation):
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
     """Mean number of tokens of all heads, rounded up."""
-    heads = sum(sizes.heads)
-    mean = -(-self.model_totals(budget, lengths, sizes) // heads)
+    mean = -(-self._total(budget, lengths, sizes) // sum(sizes.heads))
     return np.tile(mean.astype(np.int32), (sizes.layers, 1))
 
-  def model_totals(
+  def totals(
+    self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
+  ) -> Int[np.ndarray, "L n"]:
+    """An even share of each layer; they add up to what the model keeps."""
+    ends = np.cumsum(sizes.heads)[:, None]
+    shares = self._total(budget, lengths, sizes) * ends // ends[-1]
+    return np.diff(shares, axis=0, prepend=0).astype(np.int32)
+
+  def _total(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, " n"]:
     """Number of tokens that all heads of all layers keep together."""
     heads = sum(sizes.heads)
     if isinstance(budget, Retention) and budget.rounding == "kvpress":
-      # kvpress counts the pairs that it removes.
+      # kvpress counts the tokens that it removes.
       removed = [int(heads * int(n) * (1 - budget.share)) for n in lengths]
-      return heads * lengths - np.array(removed)
-    return np.array([heads * budget.num_kept(int(n)) for n in lengths])
+      return np.asarray(heads * lengths - np.array(removed), np.int64)
+    kept = [heads * budget.num_kept(int(n)) for n in lengths]
+    return np.array(kept, np.int64)
 
   def head_counts(
     self,

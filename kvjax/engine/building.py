@@ -1,5 +1,6 @@
 """Builds the cache of a plan layer by layer."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -68,7 +69,11 @@ class CacheBuilder:
     ] = {}
 
   def keep(
-    self, layer: int, activations: Activations, evaluated: Evaluated | None
+    self,
+    layer: int,
+    activations: Activations,
+    evaluated: Evaluated | None,
+    counts: Int[Array, "B K"] | None = None,
   ) -> None:
     """Compresses a layer and writes it into its stack.
 
@@ -76,6 +81,7 @@ class CacheBuilder:
       layer: index of the layer in the model.
       activations: activations of the prompt.
       evaluated: evaluation by the plan's method, if there is one.
+      counts: tokens that each head keeps; None for those of the plan.
     """
     kind = self._kinds[layer]
     assert kind is not None
@@ -87,7 +93,7 @@ class CacheBuilder:
       jnp.asarray(layer, jnp.int32),
       activations,
       evaluated and evaluated.drop_scores(),
-      self._select(layer, activations, evaluated),
+      self._select(layer, activations, evaluated, counts),
       None if program.retrieval is None else jnp.asarray(num_keys),
     )
     if kind in self._filled:
@@ -116,18 +122,22 @@ class CacheBuilder:
     self._filled[kind] = stack, index + 1
 
   def _select(
-    self, layer: int, activations: Activations, evaluated: Evaluated | None
+    self,
+    layer: int,
+    activations: Activations,
+    evaluated: Evaluated | None,
+    counts: Int[Array, "B K"] | None,
   ) -> Int[Array, "B K T"] | None:
     """Selects slots to keep; None if no row evicts anything."""
     if self._prepared.keeps_all[layer]:
       return None
     assert evaluated is not None
     slots = activations.positions.shape[1]
+    budget = self._prepared.budget(layer, slots, self._protected)
+    if counts is not None:
+      budget = dataclasses.replace(budget, counts=counts)
     return select_layer(
-      Evaluation.of(self._prepared.plan),
-      activations,
-      evaluated,
-      self._prepared.budget(layer, slots, self._protected),
+      Evaluation.of(self._prepared.plan), activations, evaluated, budget
     )
 
   def cache(self, lengths: Int[Array, " B"]) -> Cache:

@@ -70,6 +70,11 @@ class Evaluated:
   received: Float[Array, "B K T"] | None
   window: ObservationWindow | None
 
+  @property
+  def has_scores(self) -> bool:
+    """Whether scores were computed."""
+    return self.scores is not None
+
   def drop_scores(self) -> "Evaluated | None":
     """Keeps only what the method remembers; None if that is nothing."""
     if self.received is None and self.window is None:

@@ -88,6 +88,13 @@ class PreparedPlan:
   compressed: tuple[bool, ...] = static()
   max_keys: int = static(default=0)
 
+  @property
+  def waits(self) -> bool:
+    """Whether scores are known only after the whole forward pass."""
+    plan = self.plan
+    late = plan.spread.whole_model or plan.method.traits.replay is not None
+    return late and not all(self.keeps_all)
+
   def evicts(self, layer: int) -> tuple[bool, bool]:
     """Whether a layer evicts from the prompt, and while decoding."""
     later = self.plan.while_decoding

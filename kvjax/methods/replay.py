@@ -108,21 +108,21 @@ class Replay:
     kept = jnp.minimum(kept, seen.start)
     count = seen.first_keys.shape[2]
     is_sink = jnp.arange(count, dtype=jnp.int32)[None] < kept[:, None]
-    logits = _logits(seen, by_kv_head(seen.queries, seen.keys.shape[1]), True)
+    queries = by_kv_head(seen.queries, seen.keys.shape[1])
+    logits = _logits(seen, queries, seen.first_keys)
     logits = jnp.where(is_sink[:, None, None, None], logits, -jnp.inf)
-    of_sinks = jax.nn.logsumexp(logits, axis=-1, initial=-jnp.inf)
+    of_sinks = jax.nn.logsumexp(logits, axis=-1)
     return jnp.logaddexp(lse, of_sinks.reshape(lse.shape))
 
 
 def _logits(
-  seen: ReplayedChunk, queries: Float[Array, "B K G Q D"], first: bool
+  seen: ReplayedChunk,
+  queries: Float[Array, "B K G Q D"],
+  keys: Float[Array, "B K C D"],
 ) -> Float[Array, "B K G Q C"]:
-  """Logits of the chunk's keys, or of the first keys of the prompt."""
+  """Float32 logits of keys, scaled and capped as in the layer."""
   logits = jnp.einsum(
-    "bkgqd,bkcd->bkgqc",
-    queries,
-    seen.first_keys if first else seen.keys,
-    preferred_element_type=jnp.float32,
+    "bkgqd,bkcd->bkgqc", queries, keys, preferred_element_type=jnp.float32
   )
   options = seen.attention
   return options.cap(logits * options.scale_of(queries.shape[-1]))
@@ -135,32 +135,30 @@ def _largest(
   batch, heads, length, _ = seen.queries.shape
   kv_heads, width = seen.keys.shape[1:3]
   size = min(length, max(1, _LOGITS // width))
+  count = -(-length // size)
   real = jnp.broadcast_to(seen.positions[:, None] >= 0, lse.shape)
-  # Padding gets no weight, whatever its query is.
-  parts = (seen.queries, jnp.where(real, lse, jnp.inf), real)
 
-  def split(x: Array) -> Array:
-    padding = [(0, 0), (0, 0), (0, -length % size), *[(0, 0)] * (x.ndim - 3)]
-    return jnp.pad(x, padding).reshape(*x.shape[:2], -1, size, *x.shape[3:])
+  def grouped(x: Array) -> Array:
+    padding = [(0, 0)] * x.ndim
+    padding[2] = (0, count * size - length)
+    return by_kv_head(jnp.pad(x, padding), kv_heads)
+
+  tiles = [grouped(x) for x in (seen.queries, lse, real)]
 
   def visit(
     largest: Float[Array, "B K G C"], index: Int[Array, ""]
   ) -> tuple[Float[Array, "B K G C"], None]:
     queries, lse, real = (
-      by_kv_head(
-        jax.lax.dynamic_index_in_dim(x, index, 2, keepdims=False), kv_heads
-      )
-      for x in tiles
+      jax.lax.dynamic_slice_in_dim(x, index * size, size, 3) for x in tiles
     )
-    logits = _logits(seen, queries, False) - lse[..., None]
+    logits = _logits(seen, queries, seen.keys) - lse[..., None]
+    # Padding gives no weight, whatever its query is.
     logits = jnp.where(real[..., None], logits, -jnp.inf)
-    return jnp.maximum(largest, jnp.max(logits, axis=-2)), None
+    return jnp.maximum(largest, jnp.max(logits, axis=3)), None
 
-  tiles = [split(x) for x in parts]
   shape = (batch, kv_heads, heads // kv_heads, width)
   none = jnp.full(shape, -jnp.inf, jnp.float32)
-  count = jnp.arange(tiles[0].shape[2], dtype=jnp.int32)
-  largest, _ = jax.lax.scan(visit, none, count)
+  largest, _ = jax.lax.scan(visit, none, jnp.arange(count, dtype=jnp.int32))
   return largest.reshape(batch, heads, width)
 
 
