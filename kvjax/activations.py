@@ -31,7 +31,8 @@ class Activations:
   (`Traits.activations`). Otherwise they are None and are not computed.
 
   Attributes:
-    queries: rotated queries; query head j reads KV head j // G.
+    queries: rotated queries; query head j reads KV head j // G. Q is S, or 0
+      once they are dropped.
     keys: rotated keys, as the cache stores them.
     values: values.
     positions: position of each token in its row; -1 for padding.
@@ -45,7 +46,7 @@ class Activations:
     attention: window, scale and softcap of the layer; set by the engine.
   """
 
-  queries: Float[Array, "B N S D"]
+  queries: Float[Array, "B N Q D"]
   keys: Float[Array, "B K S D"]
   values: Float[Array, "B K S Dv"]
   positions: Int[Array, "B S"]

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.errors import InputError
+from kvjax.repeat_request import RepeatRequest
 from kvjax.struct import static, struct
 
 _SMALLEST_BUCKET = 32
@@ -33,26 +34,6 @@ def bucket_lengths(padded: int) -> range:
     return range(1, padded + 1)
   # The bucket before is 2/3 or 3/4 of this one.
   return range(padded * 2 // 3, padded + 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class RepeatRequest:
-  """The token ids that ask a model to repeat a part of its prompt.
-
-  Methods that replay the prompt, such as KVzip, put them before each chunk. A
-  tokenizer makes them (`kvjax.models.Tokenizer.repeat_request`).
-
-  Attributes:
-    prefix: ids of the chat template before a context; rows may begin with them.
-    first: ids that ask to repeat the first chunk.
-    later: ids that ask to repeat another chunk, before its first tokens.
-    suffix: ids that end a question and start an answer.
-  """
-
-  prefix: tuple[int, ...] = ()
-  first: tuple[int, ...] = ()
-  later: tuple[int, ...] = ()
-  suffix: tuple[int, ...] = ()
 
 
 @struct

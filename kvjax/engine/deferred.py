@@ -11,7 +11,7 @@ from kvjax.engine.compress import Evaluation
 from kvjax.engine.evaluate import Evaluations, evaluate_all, find_evaluated
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
-from kvjax.engine.replay import replay_prompts
+from kvjax.engine.replay import Replayed, replay_prompts
 from kvjax.engine.whole_model import HeadCounts, count_by_head
 from kvjax.methods.replay import Replay
 from kvjax.model import Model
@@ -83,22 +83,18 @@ class Deferred:
       for evaluation, scored in layer.requests.items()
       if scored and (replay := replay_of(evaluation))
     )
-    found = replay_prompts(
-      model,
-      params,
-      prompts,
-      {n: layer.activations.only(()) for n, layer in self._layers.items()},
-      tuple(replays),
-    )
+    layers = {n: x.activations.only(()) for n, x in self._layers.items()}
+    found: Mapping[int, Replayed] = {}
+    if replays:
+      found = replay_prompts(model, params, prompts, layers, tuple(replays))
     latest: Evaluations = {}
     for number, layer in self._layers.items():
       new: Evaluations = {}
       for evaluation, scored in layer.requests.items():
         replay = replay_of(evaluation)
         assert replay is not None
-        seen = dataclasses.replace(
-          layer.activations, replayed=found[number].get(replay)
-        )
+        replayed = found.get(number, {}).get(replay)
+        seen = dataclasses.replace(layer.activations, replayed=replayed)
         one = evaluate_all(number, seen, {evaluation: scored}, latest)
         new = {**new, **one}
       latest = {**latest, **new}

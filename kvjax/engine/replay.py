@@ -21,7 +21,8 @@ from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
 from kvjax.kernels.attention import merge, partial_attention, with_sinks
 from kvjax.methods.replay import Replay, ReplayedChunk
 from kvjax.model import LayerSpec, Model, check_context
-from kvjax.prompts import Prompts, RepeatRequest, bucket
+from kvjax.prompts import Prompts, bucket
+from kvjax.repeat_request import RepeatRequest
 from kvjax.struct import struct
 
 
@@ -66,7 +67,7 @@ def replay_prompts(
   prompts: Prompts,
   layers: Mapping[int, Activations],
   replays: Sequence[Replay],
-) -> list[Replayed]:
+) -> dict[int, Replayed]:
   """Replays prompts and scores their tokens in every layer.
 
   Args:
@@ -77,22 +78,23 @@ def replay_prompts(
     replays: what to compute; equal chunks share their passes.
 
   Returns:
-    For each layer of the model, `Activations.replayed` by replay.
+    `Activations.replayed` by replay, by the layers' numbers.
 
   Raises:
     InputError: a prompt and the replay of a chunk are longer than the model's
       context.
   """
-  found: list[dict[Replay, Float[Array, "B N S"]]] = [
-    {} for _ in model.geometry.layers
-  ]
+  found: dict[int, Replayed] = {}
   cuts = dict.fromkeys((replay.chunk, replay.overlap) for replay in replays)
   for chunk, overlap in cuts:
-    alike = tuple(r for r in replays if (r.chunk, r.overlap) == (chunk, overlap))
-    by_layer = _replay_alike(model, params, prompts, layers, alike)
-    for into, scores in zip(found, by_layer, strict=True):
-      into.update(scores)
-  return list(found)
+    alike = tuple(
+      replay
+      for replay in replays
+      if (replay.chunk, replay.overlap) == (chunk, overlap)
+    )
+    scores = _replay_alike(model, params, prompts, layers, alike)
+    found = {n: {**found.get(n, {}), **of} for n, of in scores.items()}
+  return found
 
 
 def _replay_alike(
@@ -101,7 +103,7 @@ def _replay_alike(
   prompts: Prompts,
   layers: Mapping[int, Activations],
   replays: tuple[Replay, ...],
-) -> list[Replayed]:
+) -> dict[int, Replayed]:
   """Replays in chunks of one size; see `replay_prompts`."""
   specs, weights = model.geometry.layers, layer_stacks(model, params)
   request, padded = prompts.repeat_request, prompts.tokens.shape[1]
@@ -132,8 +134,8 @@ def _replay_alike(
         how=_How(spec, replays, width, first),
       )
       parts[layer].append(scores)
-  return [
-    {
+  return {
+    layer: {
       replay: _join(
         tuple(scores[index] for scores in of_layer),
         chunk.prefix,
@@ -141,10 +143,10 @@ def _replay_alike(
         length=padded,
       )
       for index, replay in enumerate(replays)
-      if of_layer[0]
     }
-    for of_layer in parts
-  ]
+    for layer, of_layer in enumerate(parts)
+    if specs[layer].compressible
+  }
 
 
 def _widths(padded: int, chunk: int) -> list[int]:
@@ -328,7 +330,7 @@ def _attend(
 
 @functools.partial(jax.jit, static_argnames=("length",))
 def _join(
-  chunks: tuple[Float[Array, "B N C"], ...],
+  chunks: tuple[Float[Array, "B N _"], ...],
   prefix: Int[Array, " B"],
   lengths: Int[Array, " B"],
   length: int,

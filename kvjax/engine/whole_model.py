@@ -40,7 +40,8 @@ def count_by_head(
     head.
   """
   spread, method = prepared.plan.spread, prepared.plan.method
-  assert isinstance(spread, WholeModel) and isinstance(method, ScoringMethod)
+  assert isinstance(spread, WholeModel)
+  assert isinstance(method, ScoringMethod)
   padded = next(iter(activations.values())).positions.shape[1]
   budgets = [prepared.budget(layer, padded, protected) for layer in scores]
   counts = dict(

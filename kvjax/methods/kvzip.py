@@ -86,8 +86,8 @@ class KVzip(ScoringMethod):
     """The highest score over the group's query heads."""
     del layer
     assert activations.replayed is not None
-    scores = by_kv_head(activations.replayed, cache.keys.shape[1])
-    scores = jnp.max(scores, axis=2)
+    replayed = activations.replayed.astype(jnp.float32)
+    scores = jnp.max(by_kv_head(replayed, cache.keys.shape[1]), axis=2)
     return jnp.where(scores < 0, 0.0 if self.sinks else _HIGHEST, scores)
 
   def protected(

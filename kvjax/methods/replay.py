@@ -55,7 +55,7 @@ class Replay:
   """How a prompt is replayed, and how its tokens are scored then.
 
   The prompt is cut into chunks. For each, the model is asked to repeat it
-  (`kvjax.prompts.RepeatRequest`) and reads the chunk again, with the keys and
+  (`kvjax.RepeatRequest`) and reads the chunk again, with the keys and
   values of the whole prompt in its cache. With A(t, u) the softmax of query t
   over the sinks, the chunk and the replay itself, the score of token u is
 
@@ -136,24 +136,28 @@ def _largest(
   kv_heads, width = seen.keys.shape[1:3]
   size = min(length, max(1, _LOGITS // width))
   count = -(-length // size)
-  real = jnp.broadcast_to(seen.positions[:, None] >= 0, lse.shape)
+  real = seen.positions[:, None] >= 0
 
-  def grouped(x: Array) -> Array:
+  def grouped(x: Float[Array, "B N R *D"], fill: float) -> Array:
     padding = [(0, 0)] * x.ndim
     padding[2] = (0, count * size - length)
-    return by_kv_head(jnp.pad(x, padding), kv_heads)
+    return by_kv_head(jnp.pad(x, padding, constant_values=fill), kv_heads)
 
-  tiles = [grouped(x) for x in (seen.queries, lse, real)]
+  tiles = (
+    grouped(seen.queries, 0.0),
+    # Padding gives no weight, whatever its query is.
+    grouped(jnp.where(real, lse, jnp.inf), jnp.inf),
+  )
 
   def visit(
     largest: Float[Array, "B K G C"], index: Int[Array, ""]
   ) -> tuple[Float[Array, "B K G C"], None]:
-    queries, lse, real = (
+    queries, lse = (
       jax.lax.dynamic_slice_in_dim(x, index * size, size, 3) for x in tiles
     )
-    logits = _logits(seen, queries, seen.keys) - lse[..., None]
-    # Padding gives no weight, whatever its query is.
-    logits = jnp.where(real[..., None], logits, -jnp.inf)
+    lse = lse[..., None]
+    logits = _logits(seen, queries, seen.keys) - lse
+    logits = jnp.where(lse < jnp.inf, logits, -jnp.inf)
     return jnp.maximum(largest, jnp.max(logits, axis=3)), None
 
   shape = (batch, kv_heads, heads // kv_heads, width)

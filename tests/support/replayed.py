@@ -68,8 +68,9 @@ class Written:
       else:
         shares = softmax(logits)
       out = shares @ values.repeat(group, 0)
-      hidden = hidden + out.swapaxes(0, 1).reshape(len(tokens), -1) @ (
-        weights["output"]
+      hidden = (
+        hidden
+        + out.swapaxes(0, 1).reshape(len(tokens), -1) @ (weights["output"])
       )
       found.append(seen)
     return found
