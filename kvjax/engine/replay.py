@@ -49,12 +49,14 @@ class _How(NamedTuple):
     replays: the scores to compute.
     width: C, slots of the chunk.
     first: number of first tokens that may be sinks.
+    rest: number of first tokens that include all outside of the chunk.
   """
 
   spec: LayerSpec
   replays: tuple[Replay, ...]
   width: int
   first: int
+  rest: int
 
 
 # Scores of a layer by each replay.
@@ -111,7 +113,10 @@ def _replay_alike(
   tokens = jnp.asarray(prompts.tokens)
   lengths = jnp.asarray(prompts.lengths, jnp.int32)
   parts: list[list[tuple[Float[Array, "B N C"], ...]]] = [[] for _ in specs]
-  for number, width in enumerate(_widths(padded, replays[0].chunk)):
+  widths = _widths(padded, replays[0].chunk)
+  # Outside of the only chunk, there is the chat template alone.
+  rest = padded if len(widths) > 1 else min(len(request.prefix), padded)
+  for number, width in enumerate(widths):
     replayed, positions, chunk = _tokens_of_chunk(
       tokens,
       lengths,
@@ -131,7 +136,7 @@ def _replay_alike(
         layers.get(layer),
         chunk,
         model=model,
-        how=_How(spec, replays, width, first),
+        how=_How(spec, replays, width, first, rest),
       )
       parts[layer].append(scores)
   return {
@@ -282,7 +287,7 @@ def _attend(
   keys, values = (
     jnp.take_along_axis(x, gather, axis=2) for x in (prompt.keys, prompt.values)
   )
-  every = jnp.arange(padded, dtype=jnp.int32)[None]
+  every = jnp.arange(how.rest, dtype=jnp.int32)[None]
   inside = every >= chunk.start[:, None]
   inside &= every < (chunk.start + chunk.count)[:, None]
 
@@ -299,8 +304,13 @@ def _attend(
 
   of_chunk = partial(keys, values, jnp.where(valid, slots, -1))
   of_chunk = merge(of_chunk, partial(seen.keys, seen.values, seen.positions))
-  rest = jnp.where(inside, -1, prompt.positions)
-  attended = merge(of_chunk, partial(prompt.keys, prompt.values, rest))
+  attended = of_chunk
+  if how.rest:
+    keys_of_rest, values_of_rest = (
+      x[:, :, : how.rest] for x in (prompt.keys, prompt.values)
+    )
+    outside = jnp.where(inside, -1, prompt.positions[:, : how.rest])
+    attended = merge(attended, partial(keys_of_rest, values_of_rest, outside))
   if seen.sinks is not None:
     attended = with_sinks(attended, seen.sinks)
   if not how.spec.compressible:
