@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Int
 from kvjax.activations import Activations
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
+from kvjax.cache.packed import PackedLayer
+from kvjax.cache.pooled import PooledLayers
 from kvjax.cache.sharding import shard_stack
 from kvjax.engine.compress import (
   Evaluated,
@@ -172,6 +174,8 @@ def _empty_stack(*, shape: Any, count: int) -> Layer:
     return zeros_on_host
 
   stack: Layer = jax.tree.map(zeros, shape)
+  if isinstance(stack, PooledLayers):
+    stack = stack.clear()
   return shard_stack(stack)
 
 
@@ -192,5 +196,12 @@ def _compressed_shape(
 ) -> Any:
   leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
   inputs = jax.tree.unflatten(structure, leaves)
-  compress = functools.partial(compress_layer, model, program)
-  return jax.eval_shape(lambda inputs: compress(inputs).offload(), inputs)
+
+  def compress(inputs: LayerInputs) -> Layer:
+    layer = compress_layer(model, program, inputs)
+    if program.pool:
+      assert isinstance(layer, PackedLayer)
+      layer = PooledLayers.empty(layer, program.pool)
+    return layer.offload()
+
+  return jax.eval_shape(compress, inputs)

@@ -14,7 +14,7 @@ from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.replay import Replayed, replay_prompts
 from kvjax.engine.whole_model import HeadCounts, count_by_head
 from kvjax.methods.replay import Replay
-from kvjax.model import Model
+from kvjax.model import Geometry, Model
 from kvjax.prompts import Prompts
 
 
@@ -102,7 +102,10 @@ class Deferred:
       yield layer.activations, new
 
   def count_by_head(
-    self, prepared: PreparedPlan, protected: Bool[Array, "B P"] | None
+    self,
+    prepared: PreparedPlan,
+    protected: Bool[Array, "B P"] | None,
+    geometry: Geometry,
   ) -> tuple[PreparedPlan, HeadCounts]:
     """Shares out the budget of a plan over the layers that it compresses.
 
@@ -116,7 +119,7 @@ class Deferred:
       if prepared.compressed[number] and evaluated is not None:
         activations[number] = layer.activations.only(())
         scores[number] = evaluated.scores
-    return count_by_head(prepared, activations, scores, protected)
+    return count_by_head(prepared, activations, scores, protected, geometry)
 
   def keep(
     self, waiting: Sequence[tuple[Plan, CacheBuilder, HeadCounts]]

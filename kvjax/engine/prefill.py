@@ -281,7 +281,7 @@ def _sweep(
     if shares is not None:
       ready = prepare_calibrated(plan, shares, prompts, geometry)
     assert ready is not None
-    ready, counts = deferred.count_by_head(ready, protected)
+    ready, counts = deferred.count_by_head(ready, protected, geometry)
     builder = CacheBuilder(model, ready, protected)
     builders[index] = builder
     late.append((plan, builder, counts))

@@ -274,3 +274,70 @@ def test_nothing_retrieves_among_what_is_replayed():
 def test_blocks_are_refused_with_the_reason():
   with pytest.raises(InputError, match="it replays the whole prompt"):
     kvjax.get_plan("kvzip", kvjax.Tokens(9), kvjax.Schedule(block=8))
+
+
+def uneven(lengths):
+  """A model one of whose layers keeps nearly everything."""
+  model = TinyModel(kvjax.Geometry((SPEC,) * 8, 4096))
+  params = model.init()
+  stack = params["layers"][0]
+  # Sharp queries: one layer's attention is near 1, that of all others small.
+  sharp = jnp.ones((8, 1, 1)).at[5].set(40.0)
+  flat = jnp.full((8, 1, 1), 0.05).at[5].set(1.0)
+  params["layers"] = [{**stack, "query": stack["query"] * sharp * flat}]
+  draw = np.random.default_rng(1)
+  return model, params, [draw.integers(5, 64, n).tolist() for n in lengths]
+
+
+def test_the_memory_is_that_of_all_kept_tokens_together():
+  model, params, rows = uneven([640, 400])
+  prompts = prompts_of(rows)
+  plans = [
+    kvjax.get_plan(name, kvjax.Retention(0.2))
+    for name in ("kvzip", "ada/keydiff")
+  ]
+  (cache, even), _ = kvjax.sweep(model, params, prompts, plans)
+  lengths = np.asarray(cache.lengths)
+  assert lengths.sum(axis=(0, 2)).tolist() == [16 * 128, 16 * 80]
+  # The fullest layer has more than twice the mean, and there is no slot for it
+  # in the others.
+  assert lengths[:, 0].sum(axis=1).max() > 2 * 2 * 128
+  assert cache.nbytes <= 1.1 * even.nbytes
+
+
+def test_answers_from_a_pool_are_those_of_masked_attention():
+  """Each layer as it is copied out of the pool, attending by itself."""
+  model, params, rows = uneven([640, 400])
+  plan = kvjax.get_plan("kvzip", kvjax.Retention(0.2))
+  cache, _ = kvjax.prefill(model, params, prompts_of(rows), plan)
+  questions = kvjax.Prompts.of([[5, 6], [7, 9, 1]])
+  answer = kvjax.generate(
+    model,
+    params,
+    kvjax.reserve(cache, 64),
+    questions,
+    kvjax.Decoding(5),
+    keep=True,
+  )
+  # Every head's tokens, where `row_positions` and the layers say they are.
+  for row in range(2):
+    for layer, heads in enumerate(kept_positions(cache, row)):
+      packed = cache.layer(layer)
+      assert [sorted(h) for h in packed.row_positions(row)] == heads
+      assert np.asarray(packed.lengths)[row].tolist() == [*map(len, heads)]
+      after = kept_positions(answer.cache, row)[layer]
+      fed = len(questions.rows()[row])
+      for before, now in zip(heads, after, strict=True):
+        assert now[: len(before)] == before
+        assert len(now) >= len(before) + fed
+  alone = [
+    kvjax.generate(
+      model,
+      params,
+      kvjax.prefill(model, params, prompts_of(rows[n : n + 1]), plan)[0],
+      questions.row(n),
+      kvjax.Decoding(5),
+    ).rows()[0]
+    for n in range(2)
+  ]
+  assert answer.rows() == alone
