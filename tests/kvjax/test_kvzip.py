@@ -305,11 +305,11 @@ def test_the_memory_is_that_of_all_kept_tokens_together():
   assert cache.nbytes <= 1.1 * even.nbytes
 
 
-def test_answers_from_a_pool_are_those_of_masked_attention():
-  """Each layer as it is copied out of the pool, attending by itself."""
+def test_layers_of_a_pool_hold_what_was_kept_of_them():
   model, params, rows = uneven([640, 400])
   plan = kvjax.get_plan("kvzip", kvjax.Retention(0.2))
-  cache, _ = kvjax.prefill(model, params, prompts_of(rows), plan)
+  full = kvjax.get_plan("full", kvjax.Retention(1.0))
+  (cache, whole), _ = kvjax.sweep(model, params, prompts_of(rows), [plan, full])
   questions = kvjax.Prompts.of([[5, 6], [7, 9, 1]])
   answer = kvjax.generate(
     model,
@@ -325,6 +325,19 @@ def test_answers_from_a_pool_are_those_of_masked_attention():
       packed = cache.layer(layer)
       assert [sorted(h) for h in packed.row_positions(row)] == heads
       assert np.asarray(packed.lengths)[row].tolist() == [*map(len, heads)]
+      pages, dense = packed.pages, whole.layer(layer)
+      for page in np.flatnonzero(np.asarray(pages.heads)[row] >= 0):
+        head = int(pages.heads[row, page])
+        at = np.asarray(pages.positions)[row, page]
+        assert (at >= 0).any()
+        for ours, theirs in (
+          (pages.keys, dense.keys),
+          (pages.values, dense.values),
+        ):
+          np.testing.assert_array_equal(
+            np.asarray(ours)[row, page][at >= 0],
+            np.asarray(theirs)[row, head][at[at >= 0]],
+          )
       after = kept_positions(answer.cache, row)[layer]
       fed = len(questions.rows()[row])
       for before, now in zip(heads, after, strict=True):
