@@ -1,5 +1,6 @@
 """Prefills a batch of prompts for many plans, in as few passes as possible."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ def prefill_all(
 ) -> list[Prefilled]:
   """Prefills for every plan; plans for whole prompts share a pass."""
   model, params = lm.model, lm.params
+  contexts = with_request(lm, plans, contexts)
   shared = [plan for plan in plans if plan.schedule.block is None]
   shared_results = iter(_prefill_shared(lm, shared, contexts) if shared else ())
   return [
@@ -37,6 +39,16 @@ def prefill_all(
     else Prefilled(*kvjax.prefill(model, params, contexts, plan))
     for plan in plans
   ]
+
+
+def with_request(
+  lm: Pretrained, plans: Sequence[kvjax.Plan], contexts: kvjax.Prompts
+) -> kvjax.Prompts:
+  """Adds the request to repeat the contexts, if a method replays them."""
+  if all(plan.method.traits.replay is None for plan in plans):
+    return contexts
+  request = kvjax.RepeatRequest.of(lm.text)
+  return dataclasses.replace(contexts, repeat_request=request)
 
 
 def _prefill_shared(

@@ -41,7 +41,8 @@ class Activations:
   (`Traits.activations`). Otherwise they are None and are not computed.
 
   Attributes:
-    queries: rotated queries; query head j reads KV head j // G.
+    queries: rotated queries; query head j reads KV head j // G. Q is S, or 0
+      once they are dropped.
     keys: rotated keys, as the cache stores them.
     values: values.
     positions: position of each token in its row; -1 for padding.
@@ -52,10 +53,12 @@ class Activations:
     sinks: a logit per query head that is added to the softmax's denominator.
     rerotate: moves vectors of this layer to other positions; that of the model,
       unless its block passes one of the layer's own.
+    replayed: score of each token by a replay of the prompt, -1 for tokens that
+      are not replayed; given to methods whose traits have a replay.
     attention: window, scale and softcap of the layer; set by the engine.
   """
 
-  queries: Float[Array, "B N S D"]
+  queries: Float[Array, "B N Q D"]
   keys: Float[Array, "B K S D"]
   values: Float[Array, "B K S Dv"]
   positions: Int[Array, "B S"]
@@ -65,6 +68,7 @@ class Activations:
   output_projection: Float[Array, "N Dv E"] | None = None
   sinks: Float[Array, " N"] | None = None
   rerotate: Rerotate | None = static(default=None)
+  replayed: Float[Array, "B N S"] | None = None
   attention: AttentionOptions = static(default=PLAIN)
 
   def only(self, names: Collection[str]) -> "Activations":
@@ -87,6 +91,10 @@ class Activations:
   def has(self, name: Optional) -> bool:
     """Whether an activation of `OPTIONAL` is there."""
     return vars(self)[name] is not None
+
+  def without_queries(self) -> "Activations":
+    """Drops the queries, which are most of the memory."""
+    return dataclasses.replace(self, queries=self.queries[:, :, :0])
 
   def with_kv_heads(self, count: int) -> "Activations":
     """Repeats keys and values for `count` KV heads."""

@@ -1,5 +1,6 @@
 """Batches of prompts of unequal lengths, padded to few shapes."""
 
+import dataclasses
 import reprlib
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.errors import InputError
-from kvjax.struct import struct
+from kvjax.repeat_request import RepeatRequest
+from kvjax.struct import static, struct
 
 _SMALLEST_BUCKET = 32
 
@@ -46,6 +48,8 @@ class Prompts:
     tokens: token ids; arbitrary after the end of a row.
     lengths: number of tokens of each row.
     protected: mask of the tokens that no method may evict, if there are any.
+    repeat_request: what precedes the chunks of a prompt that a method replays;
+      by default nothing.
 
   Example:
     >>> import kvjax
@@ -59,6 +63,7 @@ class Prompts:
   tokens: Int[Array, "B S"] | Int[np.ndarray, "B S"]
   lengths: Int[Array, " B"] | Int[np.ndarray, " B"]
   protected: Bool[np.ndarray, "B S"] | None = None
+  repeat_request: RepeatRequest = static(default=RepeatRequest())
 
   def __post_init__(self) -> None:
     lengths, width = np.asarray(self.lengths), self.tokens.shape[1]
@@ -74,6 +79,7 @@ class Prompts:
     rows: Sequence[Sequence[int]],
     padded: int | None = None,
     protected: Sequence[Sequence[bool]] | None = None,
+    repeat_request: RepeatRequest | None = None,
   ) -> "Prompts":
     """Pads rows of token ids, by default to the bucket of the longest.
 
@@ -82,6 +88,8 @@ class Prompts:
       padded: width of the batch; at least the longest row.
       protected: for each token of each row, whether it must be kept, such as
         the tokens of a system prompt or of the last turn.
+      repeat_request: what precedes the chunks of a prompt that a method
+        replays.
 
     Raises:
       InputError: there is no row, one is empty or a text, or `protected` has
@@ -97,15 +105,17 @@ class Prompts:
         )
     lengths = np.array([len(row) for row in rows], np.int32)
     width = max(padded or bucket(int(lengths.max())), int(lengths.max()))
+    tokens, request = _pad(rows, width, np.int32), repeat_request
+    request = RepeatRequest() if request is None else request
     if protected is None:
-      return cls(_pad(rows, width, np.int32), lengths)
+      return cls(tokens, lengths, None, request)
     if [len(row) for row in protected] != lengths.tolist():
       raise InputError(
         "What is protected is said of every token: give as many values as each "
         f"row has tokens, {lengths.tolist()}."
       )
     mask = _pad(protected, width, np.bool_)
-    return cls(_pad(rows, width, np.int32), lengths, mask)
+    return cls(tokens, lengths, mask, request)
 
   def rows(self) -> list[list[int]]:
     """Returns the tokens as lists."""
@@ -119,13 +129,19 @@ class Prompts:
       np.tile(np.asarray(self.tokens), (times, 1)),
       np.tile(np.asarray(self.lengths), times),
       None if mask is None else np.tile(mask, (times, 1)),
+      self.repeat_request,
     )
 
   def row(self, index: int) -> "Prompts":
     """Returns a batch of one row, with the same padding."""
     rows = slice(index, index + 1)
     protected = None if self.protected is None else self.protected[rows]
-    return Prompts(self.tokens[rows], self.lengths[rows], protected)
+    return dataclasses.replace(
+      self,
+      tokens=self.tokens[rows],
+      lengths=self.lengths[rows],
+      protected=protected,
+    )
 
 
 def _check_rows(rows: Any) -> None:

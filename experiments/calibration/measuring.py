@@ -10,6 +10,7 @@ from jaxtyping import Float
 import kvjax
 from kvjax.engine.prepared import prepare
 from kvjax.errors import InputError
+from kvjax.experiments import prefilling
 from kvjax.experiments.answering import (
   Prompt,
   Shape,
@@ -190,11 +191,10 @@ def _measure_batch(
     FULL, kvjax.Retention(1.0), per_query_head=per_query_head
   )
   all_candidates = [Candidate(FULL, full), *chosen]
+  plans = [candidate.plan for candidate in all_candidates]
+  prompts = kvjax.Prompts.of(contexts, shape.context)
   swept = kvjax.measured_sweep(
-    lm.model,
-    lm.params,
-    kvjax.Prompts.of(contexts, shape.context),
-    [candidate.plan for candidate in all_candidates],
+    lm.model, lm.params, prefilling.with_request(lm, plans, prompts), plans
   )
   likelihoods = _likelihoods(lm, swept.caches, rows, shape)
   for index, candidate in enumerate(all_candidates[1:], start=1):

@@ -128,6 +128,14 @@ class Allocation(abc.ABC):
     return False
 
   @property
+  def whole_model(self) -> bool:
+    """Whether heads of all layers compete for one budget by their scores.
+
+    The allocation is a `WholeModel` then.
+    """
+    return False
+
+  @property
   def votes(self) -> bool:
     """Whether heads compete for a layer's budget by `Method.votes`."""
     return False

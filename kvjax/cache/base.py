@@ -30,6 +30,7 @@ class Layer(abc.ABC):
 
   `kvjax.cache.layers.Slots` has the same number of slots for every head,
   `kvjax.cache.packed.PackedLayer` as many as each head needs,
+  `kvjax.cache.pooled.PooledLayers` as many as each layer and head needs,
   `kvjax.cache.sparse.SparseLayer` reads only some of its slots, and
   `kvjax.cache.window.WindowLayer` is the ring of a sliding-window layer.
   """

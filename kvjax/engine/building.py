@@ -1,5 +1,6 @@
 """Builds the cache of a plan layer by layer."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from jaxtyping import Array, Bool, Int
 from kvjax.activations import Activations
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
+from kvjax.cache.packed import PackedLayer
+from kvjax.cache.pooled import PooledLayers
 from kvjax.cache.sharding import shard_stack
 from kvjax.engine.compress import (
   Evaluated,
@@ -68,7 +71,11 @@ class CacheBuilder:
     ] = {}
 
   def keep(
-    self, layer: int, activations: Activations, evaluated: Evaluated | None
+    self,
+    layer: int,
+    activations: Activations,
+    evaluated: Evaluated | None,
+    counts: Int[Array, "B K"] | None = None,
   ) -> None:
     """Compresses a layer and writes it into its stack.
 
@@ -76,6 +83,7 @@ class CacheBuilder:
       layer: index of the layer in the model.
       activations: activations of the prompt.
       evaluated: evaluation by the plan's method, if there is one.
+      counts: tokens that each head keeps; None for those of the plan.
     """
     kind = self._kinds[layer]
     assert kind is not None
@@ -87,7 +95,7 @@ class CacheBuilder:
       jnp.asarray(layer, jnp.int32),
       activations,
       evaluated and evaluated.drop_scores(),
-      self._select(layer, activations, evaluated),
+      self._select(layer, activations, evaluated, counts),
       None if program.retrieval is None else jnp.asarray(num_keys),
     )
     if kind in self._filled:
@@ -116,18 +124,22 @@ class CacheBuilder:
     self._filled[kind] = stack, index + 1
 
   def _select(
-    self, layer: int, activations: Activations, evaluated: Evaluated | None
+    self,
+    layer: int,
+    activations: Activations,
+    evaluated: Evaluated | None,
+    counts: Int[Array, "B K"] | None,
   ) -> Int[Array, "B K T"] | None:
     """Selects slots to keep; None if no row evicts anything."""
     if self._prepared.keeps_all[layer]:
       return None
     assert evaluated is not None
     slots = activations.positions.shape[1]
+    budget = self._prepared.budget(layer, slots, self._protected)
+    if counts is not None:
+      budget = dataclasses.replace(budget, counts=counts)
     return select_layer(
-      Evaluation.of(self._prepared.plan),
-      activations,
-      evaluated,
-      self._prepared.budget(layer, slots, self._protected),
+      Evaluation.of(self._prepared.plan), activations, evaluated, budget
     )
 
   def cache(self, lengths: Int[Array, " B"]) -> Cache:
@@ -162,6 +174,8 @@ def _empty_stack(*, shape: Any, count: int) -> Layer:
     return zeros_on_host
 
   stack: Layer = jax.tree.map(zeros, shape)
+  if isinstance(stack, PooledLayers):
+    stack = stack.clear()
   return shard_stack(stack)
 
 
@@ -182,5 +196,12 @@ def _compressed_shape(
 ) -> Any:
   leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
   inputs = jax.tree.unflatten(structure, leaves)
-  compress = functools.partial(compress_layer, model, program)
-  return jax.eval_shape(lambda inputs: compress(inputs).offload(), inputs)
+
+  def compress(inputs: LayerInputs) -> Layer:
+    layer = compress_layer(model, program, inputs)
+    if program.pool:
+      assert isinstance(layer, PackedLayer)
+      layer = PooledLayers.empty(layer, program.pool)
+    return layer.offload()
+
+  return jax.eval_shape(compress, inputs)

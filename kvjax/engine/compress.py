@@ -15,6 +15,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.observation import ObservationWindow
 from kvjax.cache.packed import PackedLayer
+from kvjax.cache.pooled import PooledLayers
 from kvjax.cache.sharding import shard_layer, shard_stack
 from kvjax.cache.sparse import SparseLayer
 from kvjax.cache.window import WindowLayer
@@ -69,6 +70,11 @@ class Evaluated:
   scores: PyTree[Array]
   received: Float[Array, "B K T"] | None
   window: ObservationWindow | None
+
+  @property
+  def has_scores(self) -> bool:
+    """Whether scores were computed."""
+    return self.scores is not None
 
   def drop_scores(self) -> "Evaluated | None":
     """Keeps only what the method remembers; None if that is nothing."""
@@ -227,6 +233,9 @@ def keep_layer(
   """Compresses a layer and writes it into its stack, which is donated."""
   # A stack on the host takes only updates that are there, too.
   layer = compress_layer(model, program, inputs).offload()
+  if isinstance(stack, PooledLayers):
+    assert isinstance(layer, PackedLayer)
+    return shard_stack(stack.write(index, layer))
   write = jax.lax.dynamic_update_index_in_dim
   stack = jax.tree.map(lambda x, y: write(x, y, index, 0), stack, layer)
   return shard_stack(stack)

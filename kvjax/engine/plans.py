@@ -182,6 +182,11 @@ class Plan:
         "Heads compete by the scores of slots or the votes of an observation "
         f"window; {name} has neither."
       )
+    if allocation.whole_model and self.method.votes is not self.method:
+      raise InputError(
+        "The heads of all layers compete by the scores of their slots; "
+        f"{name} does not score slots."
+      )
     if not self.schedule.is_whole_prompt and isinstance(self.budget, Budget):
       allocation.check_recursive(self.budget)
 
@@ -264,6 +269,11 @@ class Plan:
         f"{self.schedule}."
       )
     kept = type(self.method).__name__
+    if self.method.traits.replay is not None:
+      raise InputError(
+        f"{name} indexes a prompt by its queries, which {kept} does not keep "
+        "until it has replayed the prompt; give it a cache of another method."
+      )
     if self.spread.ragged:
       shared = type(self.allocation or self.method).__name__
       raise InputError(

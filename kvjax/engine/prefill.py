@@ -21,6 +21,7 @@ from kvjax.engine import prompt_programs
 from kvjax.engine.blocks import prefill_blocks
 from kvjax.engine.building import CacheBuilder
 from kvjax.engine.compress import Evaluation, score_concentration
+from kvjax.engine.deferred import Deferred, replay_of
 from kvjax.engine.evaluate import (
   Evaluations,
   evaluate_all,
@@ -40,6 +41,7 @@ from kvjax.engine.prepared import (
   prepare_calibrated,
 )
 from kvjax.engine.rerotation import check_rotary
+from kvjax.engine.whole_model import HeadCounts
 from kvjax.errors import InputError
 from kvjax.model import Model, check_context
 from kvjax.prompts import Prompts
@@ -213,8 +215,10 @@ def _sweep(
     else prepare(plan, prompts, geometry)
     for plan in plans
   ]
-  builders = [
-    None if ready is None else CacheBuilder(model, ready, protected)
+  builders: list[CacheBuilder | None] = [
+    None
+    if ready is None or ready.waits
+    else CacheBuilder(model, ready, protected)
     for ready in prepared
   ]
   tokens = jnp.asarray(prompts.tokens)
@@ -222,7 +226,8 @@ def _sweep(
   positions = prompt_programs.positions(lengths, tokens.shape[1])
   hidden, shared = prompt_programs.embed(model, params, tokens, positions)
   weights, optional = layer_stacks(model, params), _optional_activations(plans)
-  deferred: list[tuple[int, Activations, Evaluations]] = []
+  waiting = [index for index, builder in enumerate(builders) if not builder]
+  deferred = Deferred([plans[index] for index in waiting])
   latest: Evaluations = {}
   concentrations: dict[Evaluation, list[Float[Array, " B"]]] = {
     evaluation: [] for evaluation in requested.concentrations
@@ -243,26 +248,23 @@ def _sweep(
     requests = list_evaluations(
       layer, plans, prepared, geometry, requested.concentrations
     )
-    evaluations = evaluate_all(layer, activations, requests, latest)
+    later = {e: scored for e, scored in requests.items() if replay_of(e)}
+    now = {e: requests[e] for e in requests if e not in later}
+    evaluations = evaluate_all(layer, activations, now, latest)
     # A layer may copy a selection across layers that evict nothing.
     latest = {**latest, **evaluations}
-    for evaluation, found in concentrations.items():
-      if requests.get(evaluation):
-        found.append(
-          score_concentration(
-            evaluation, activations.only(()), evaluations[evaluation][1]
-          )
-        )
+    _concentrate(concentrations, activations, evaluations)
     for plan, builder in zip(plans, builders, strict=True):
       if builder is not None:
         builder.keep(layer, activations, find_evaluated(plan, evaluations))
     _wait_for(hidden)
-    if None in prepared:
-      # Scores are computed, so optional activations are no longer needed.
-      deferred.append((layer, activations.only(()), evaluations))
+    # Scores are computed, so optional activations are no longer needed.
+    deferred.add(layer, activations, later, evaluations)
   logits, nll = prompt_programs.head(
     params, hidden, tokens, lengths, model=model, measured=requested.likelihood
   )
+  for activations, evaluations in deferred.replay(model, params, prompts):
+    _concentrate(concentrations, activations, evaluations)
   features: tuple[Features, ...] = ()
   retentions: tuple[Float[np.ndarray, " B"] | None, ...] = (None,) * len(plans)
   if requested.likelihood:
@@ -273,22 +275,33 @@ def _sweep(
       else None
       for plan, of_plan in zip(plans, features, strict=True)
     )
-  for index, (plan, shares) in enumerate(zip(plans, retentions, strict=True)):
+  late: list[tuple[Plan, CacheBuilder, HeadCounts]] = []
+  for index in waiting:
+    plan, shares, ready = plans[index], retentions[index], prepared[index]
     if shares is not None:
       ready = prepare_calibrated(plan, shares, prompts, geometry)
-      builders[index] = CacheBuilder(model, ready, protected)
-  calibrated = [i for i, shares in enumerate(retentions) if shares is not None]
-  while deferred:
-    # Each layer is freed as soon as its cache is made.
-    layer, activations, evaluations = deferred.pop(0)
-    for index in calibrated:
-      builder = builders[index]
-      assert builder is not None
-      builder.keep(
-        layer, activations, find_evaluated(plans[index], evaluations)
-      )
+    assert ready is not None
+    ready, counts = deferred.count_by_head(ready, protected, geometry)
+    builder = CacheBuilder(model, ready, protected)
+    builders[index] = builder
+    late.append((plan, builder, counts))
+  deferred.keep(late)
   caches = tuple(builder.cache(lengths) for builder in builders if builder)
   return Measured(caches, logits, nll[0], features, retentions)
+
+
+def _concentrate(
+  concentrations: Mapping[Evaluation, list[Float[Array, " B"]]],
+  activations: Activations,
+  evaluations: Evaluations,
+) -> None:
+  """Adds the concentration of the scores of a layer."""
+  for evaluation, found in concentrations.items():
+    if evaluation in evaluations and evaluations[evaluation][1].has_scores:
+      evaluated = evaluations[evaluation][1]
+      found.append(
+        score_concentration(evaluation, activations.only(()), evaluated)
+      )
 
 
 def _features(

@@ -43,6 +43,7 @@ class LayerProgram:
     window: window of a sliding-window layer; None for a global layer.
     retrieval: retrieval method of the layer, if any.
     max_keys: maximum number of keys that any row retrieves.
+    pool: pages per layer, if all layers share a pool; else 0.
   """
 
   capacity: int
@@ -54,6 +55,7 @@ class LayerProgram:
   window: int | None = None
   retrieval: Retrieval | None = None
   max_keys: int = 0
+  pool: int = 0
 
 
 @struct
@@ -75,6 +77,7 @@ class PreparedPlan:
     keeps_all: per layer, whether no row has to evict anything.
     compressed: per layer, whether the method evicts there.
     max_keys: maximum number of keys that any row retrieves.
+    pool: pages per layer, if layers share a pool of them; else 0.
   """
 
   counts: Int[Array, "L B"] | Int[np.ndarray, "L B"]
@@ -87,6 +90,14 @@ class PreparedPlan:
   keeps_all: tuple[bool, ...] = static()
   compressed: tuple[bool, ...] = static()
   max_keys: int = static(default=0)
+  pool: int = static(default=0)
+
+  @property
+  def waits(self) -> bool:
+    """Whether scores are known only after the whole forward pass."""
+    plan = self.plan
+    late = plan.spread.whole_model or plan.method.traits.replay is not None
+    return late and not all(self.keeps_all)
 
   def evicts(self, layer: int) -> tuple[bool, bool]:
     """Whether a layer evicts from the prompt, and while decoding."""
@@ -108,6 +119,7 @@ class PreparedPlan:
       recursive=plan.while_decoding is not None,
       renumbers=plan.method.traits.renumbers,
       kv_dtype=plan.kv_dtype,
+      pool=0 if self.keeps_all[layer] else self.pool,
     )
     sparse = plan.sparse
     if sparse is None or sparse.retrieval.is_dense(layer):

@@ -124,6 +124,7 @@ class Chunked(Method):
       for name, part in (
         ("keys_unrotated", activations.keys_unrotated),
         ("queries_unrotated", activations.queries_unrotated),
+        ("replayed", activations.replayed),
       )
       if part is not None
     }

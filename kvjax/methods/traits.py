@@ -5,6 +5,7 @@ from typing import Any
 
 from kvjax.activations import OPTIONAL
 from kvjax.errors import InputError
+from kvjax.methods.replay import Replay
 from kvjax.options.bounds import check_count
 
 
@@ -34,6 +35,7 @@ class Traits:
     keeps_layers: layers that keep everything.
     reuse: number of consecutive layers that share the selection of the first.
     activations: those of `kvjax.activations.OPTIONAL` that scores depend on.
+    replay: how the prompt is replayed for `Activations.replayed`, if at all.
   """
 
   whole_prompts_only: str = ""
@@ -50,6 +52,7 @@ class Traits:
   keeps_layers: tuple[int, ...] = ()
   reuse: int = 1
   activations: frozenset[str] = frozenset()
+  replay: Replay | None = None
 
   def __post_init__(self) -> None:
     check_count("window of a method's traits", self.window, 0)

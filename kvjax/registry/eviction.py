@@ -19,6 +19,7 @@ from kvjax.methods.full import FullKV
 from kvjax.methods.h2o import H2O
 from kvjax.methods.key_norm import KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff
+from kvjax.methods.kvzip import KVzip
 from kvjax.methods.lagkv import LagKV
 from kvjax.methods.leverage_scores import LeverageScores
 from kvjax.methods.protokv import ProtoKV
@@ -300,4 +301,15 @@ def register_methods() -> None:
     _duoattention,
     summary="DuoAttention",
     paper="2410.10819",
+  )
+  register(
+    "kvzip",
+    KVzip,
+    presets={
+      "plus": KVzip(weight="output"),
+      "kvpress": _kvpress(KVzip(chunk=2048, sinks=4)),
+      "kvpress_plus": _kvpress(KVzip(weight="output", chunk=2048, sinks=4)),
+    },
+    summary="KVzip",
+    paper="2505.23416",
   )

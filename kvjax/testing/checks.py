@@ -95,12 +95,15 @@ def all_activations(
   inputs = other.values.swapaxes(1, 2).reshape(rows, padded, -1)
   draw = np.random.default_rng(seed + 2000)
   projection = draw.standard_normal((_HEADS, width, inputs.shape[-1]))
+  # Scores of a replay are not negative, and NaN as all padding is here.
+  replayed = abs(one.queries[..., 0].astype("float32"))
   return dataclasses.replace(
     one,
     queries_unrotated=other.queries,
     inputs=inputs,
     output_projection=jax.numpy.asarray(projection, dtype),
     rerotate=TinyModel().rerotate,
+    replayed=replayed,
   )
 
 
@@ -116,11 +119,12 @@ def rows_of(
     leaves = [getattr(source, name)[row] for source, row in places]
     return jax.numpy.stack([cut(leaf, axis) for leaf in leaves])
 
-  by_head = ("queries", "keys", "values", "keys_unrotated", "queries_unrotated")
+  by_head = ("queries", "keys", "values", "keys_unrotated")
+  others = ("queries_unrotated", "replayed")
   by_token = ("positions", "inputs")
   return dataclasses.replace(
     places[0][0],
-    **{name: join(name, 1) for name in by_head},
+    **{name: join(name, 1) for name in (*by_head, *others)},
     **{name: join(name, 0) for name in by_token},
   )
 

@@ -77,7 +77,12 @@ def _check_cache(subject: Subject, cache: Cache, budget: Budget) -> None:
   counts = subject.spread.counts(budget, lengths, sizes)
   totals = subject.spread.totals(budget, lengths, sizes)
   for row, length in enumerate(subject.lengths):
-    for layer, heads in enumerate(kept_positions(cache, row)):
+    by_layer = kept_positions(cache, row)
+    if subject.spread.whole_model:
+      all_heads = [places for heads in by_layer for places in heads]
+      total = int(totals[:, row].sum())
+      subject.check_counts(all_heads, length, total, total, f"at {budget}")
+    for layer, heads in enumerate(by_layer):
       where = f"layer {layer} at {budget} of {length}"
       for places in heads:
         require(
@@ -90,6 +95,8 @@ def _check_cache(subject: Subject, cache: Cache, budget: Budget) -> None:
           all(len(places) == length for places in heads),
           f"The traits of {subject.name} keep layer {layer} whole; it is not.",
         )
+        continue
+      if subject.spread.whole_model:
         continue
       count, total = int(counts[layer, row]), int(totals[layer, row])
       subject.check_counts(heads, length, count, total, where)

@@ -16,6 +16,14 @@ SHAPES = {
   "small": dict(num_hidden_layers=4, num_attention_heads=4, kv_heads=2),
   "held_out": dict(num_hidden_layers=3, num_attention_heads=6, kv_heads=3),
 }
+# The ids of a chat template, longer than kvpress's sinks, and of the requests
+# to repeat a prompt.
+REQUEST = {
+  "prefix": (1, 7, 8, 9, 10, 11, 12),
+  "first": (20, 21, 22, 23),
+  "later": (24, 25, 26, 27, 28, 29),
+  "suffix": (13, 14),
+}
 
 
 def config(name: str) -> dict:
@@ -94,6 +102,11 @@ def prompt(name: str, length: int) -> list[int]:
   random = np.random.default_rng([sorted(SHAPES).index(name), length])
   ids: list[int] = random.integers(3, VOCABULARY, length).tolist()
   return ids
+
+
+def chat(name: str, length: int) -> list[int]:
+  """A random prompt after the ids of a chat template."""
+  return [*REQUEST["prefix"], *prompt(name, length)][:length]
 
 
 def normals(heads: int, width: int) -> np.ndarray:

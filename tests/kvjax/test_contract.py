@@ -185,6 +185,8 @@ def first_and_last(name, n, count):
       return 3, 0
     case "tova" if preset == "tova.kvpress":
       return 0, 1
+    case "kvzip" if preset in ("kvzip.kvpress", "kvzip.kvpress_plus"):
+      return 4, 0
     case "lagkv":
       sinks, lag = 2, 5 if "lag=5" in name else 6
       if n >= sinks + 2 * lag:
@@ -204,7 +206,9 @@ def must_stay(name, n, count):
 
 def layer_total(name, budget, n, count, heads):
   """Tokens that heads which share a budget keep together."""
-  joint = not spread_of(CASES[name]).votes
+  spread = spread_of(CASES[name])
+  # The heads of a layer alone share nothing where all layers share a budget.
+  joint = not (spread.votes or spread.whole_model)
   if not (joint and isinstance(budget, kvjax.Retention)):
     return heads * count
   return int(heads * (n - sum(first_and_last(name, n, 0))) * budget.share + 0.5)
@@ -348,6 +352,7 @@ class TestMethod:
       keys_unrotated=seen.keys_unrotated[:, order],
       queries_unrotated=seen.queries_unrotated[:, query_order],
       output_projection=seen.output_projection[query_order],
+      replayed=seen.replayed[:, query_order],
     )
     plain, permuted = kept(recipe, seen), kept(recipe, turned)
     for rows, turned_rows in zip(plain, permuted, strict=True):

@@ -1,0 +1,141 @@
+"""Layers whose caches are made after the forward pass."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from jaxtyping import Array, Bool, PyTree
+
+from kvjax.activations import Activations
+from kvjax.engine.building import CacheBuilder
+from kvjax.engine.compress import Evaluation
+from kvjax.engine.evaluate import Evaluations, evaluate_all, find_evaluated
+from kvjax.engine.plans import Plan
+from kvjax.engine.prepared import PreparedPlan
+from kvjax.engine.replay import Replayed, replay_prompts
+from kvjax.engine.whole_model import HeadCounts, count_by_head
+from kvjax.methods.replay import Replay
+from kvjax.model import Geometry, Model
+from kvjax.prompts import Prompts
+
+
+@dataclasses.dataclass
+class DeferredLayer:
+  """A layer of the prompt that some plans wait for.
+
+  Attributes:
+    activations: keys, values and what methods read after a replay.
+    requests: evaluations that wait for the replay, and whether they need
+      scores.
+    evaluations: evaluations so far.
+  """
+
+  activations: Activations
+  requests: Mapping[Evaluation, bool]
+  evaluations: Evaluations
+
+
+class Deferred:
+  """The layers of a prompt, in order, for the plans that wait for all of them.
+
+  A plan waits if its budget is calibrated, if its method replays the prompt, or
+  if the heads of all layers share its budget.
+  """
+
+  def __init__(self, plans: Sequence[Plan]) -> None:
+    """Starts without any layer.
+
+    Args:
+      plans: the plans that wait.
+    """
+    self._waits = bool(plans)
+    replaying = [plan for plan in plans if plan.method.traits.replay]
+    self._names = frozenset[str]().union(*(p.activations for p in replaying))
+    # Queries are most of a layer; only what is remembered depends on them.
+    self._queries = any(plan.while_decoding for plan in replaying)
+    self._layers: dict[int, DeferredLayer] = {}
+
+  def add(
+    self,
+    layer: int,
+    activations: Activations,
+    requests: Mapping[Evaluation, bool],
+    evaluations: Evaluations,
+  ) -> None:
+    """Stores a layer, if any plan waits; see `DeferredLayer`."""
+    if not self._waits:
+      return
+    activations = activations.only(self._names)
+    if not self._queries:
+      activations = activations.without_queries()
+    self._layers[layer] = DeferredLayer(activations, requests, evaluations)
+
+  def replay(
+    self, model: Model, params: PyTree, prompts: Prompts
+  ) -> Iterator[tuple[Activations, Evaluations]]:
+    """Replays the prompts and evaluates all layers that wait for it.
+
+    Yields:
+      Each layer's activations and its new evaluations.
+    """
+    replays = dict.fromkeys(
+      replay
+      for layer in self._layers.values()
+      for evaluation, scored in layer.requests.items()
+      if scored and (replay := replay_of(evaluation))
+    )
+    layers = {n: x.activations.only(()) for n, x in self._layers.items()}
+    found: Mapping[int, Replayed] = {}
+    if replays:
+      found = replay_prompts(model, params, prompts, layers, tuple(replays))
+    latest: Evaluations = {}
+    for number, layer in self._layers.items():
+      new: Evaluations = {}
+      for evaluation, scored in layer.requests.items():
+        replay = replay_of(evaluation)
+        assert replay is not None
+        replayed = found.get(number, {}).get(replay)
+        seen = dataclasses.replace(layer.activations, replayed=replayed)
+        one = evaluate_all(number, seen, {evaluation: scored}, latest)
+        new = {**new, **one}
+      latest = {**latest, **new}
+      layer.evaluations = {**layer.evaluations, **new}
+      yield layer.activations, new
+
+  def count_by_head(
+    self,
+    prepared: PreparedPlan,
+    protected: Bool[Array, "B P"] | None,
+    geometry: Geometry,
+  ) -> tuple[PreparedPlan, HeadCounts]:
+    """Shares out the budget of a plan over the layers that it compresses.
+
+    If its heads have their counts already, there is nothing to do.
+    """
+    if not prepared.plan.spread.whole_model or all(prepared.keeps_all):
+      return prepared, {}
+    activations, scores = {}, {}
+    for number, layer in self._layers.items():
+      evaluated = find_evaluated(prepared.plan, layer.evaluations)
+      if prepared.compressed[number] and evaluated is not None:
+        activations[number] = layer.activations.only(())
+        scores[number] = evaluated.scores
+    return count_by_head(prepared, activations, scores, protected, geometry)
+
+  def keep(
+    self, waiting: Sequence[tuple[Plan, CacheBuilder, HeadCounts]]
+  ) -> None:
+    """Compresses all layers; each is freed as soon as its caches are made."""
+    for number in list(self._layers):
+      layer = self._layers.pop(number)
+      for plan, builder, counts in waiting:
+        builder.keep(
+          number,
+          layer.activations,
+          find_evaluated(plan, layer.evaluations),
+          counts.get(number),
+        )
+
+
+def replay_of(evaluation: Evaluation) -> Replay | None:
+  """The replay that a method needs, if any."""
+  return evaluation.method.traits.replay

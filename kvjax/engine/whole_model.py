@@ -1,0 +1,134 @@
+"""Budgets that the heads of all layers share by their scores."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.activations import Activations
+from kvjax.allocation.base import LayerBudget
+from kvjax.allocation.whole_model import WholeModel
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.packed import PAGE, page_count
+from kvjax.engine.prepared import PreparedPlan
+from kvjax.methods.base import ScoringMethod
+from kvjax.model import Geometry, LayerSpec
+from kvjax.prompts import bucket
+
+# Tokens that each head of a layer keeps, by the layer's number.
+HeadCounts = Mapping[int, Int[Array, "B K"]]
+
+
+def count_by_head(
+  prepared: PreparedPlan,
+  activations: Mapping[int, Activations],
+  scores: Mapping[int, Float[Array, "B K T"]],
+  protected: Bool[Array, "B P"] | None,
+  geometry: Geometry,
+) -> tuple[PreparedPlan, HeadCounts]:
+  """Shares a budget out over the heads of all layers.
+
+  Args:
+    prepared: a plan whose allocation is a `WholeModel`.
+    activations: those of the prompt, for each layer that the plan compresses.
+    scores: the method's scores in each of these layers.
+    protected: by position, tokens that must be kept, if there are any.
+    geometry: sizes of the model.
+
+  Returns:
+    The plan, with room for the tokens of each layer, and the tokens of each
+    head.
+  """
+  spread, method = prepared.plan.spread, prepared.plan.method
+  assert isinstance(spread, WholeModel)
+  assert isinstance(method, ScoringMethod)
+  padded = next(iter(activations.values())).positions.shape[1]
+  budgets = [prepared.budget(layer, padded, protected) for layer in scores]
+  counts = dict(
+    zip(
+      scores,
+      _count(
+        [activations[layer] for layer in scores],
+        list(scores.values()),
+        budgets,
+        spread=spread,
+        method=method,
+      ),
+      strict=True,
+    )
+  )
+  # One transfer, as the sizes of the caches depend on it.
+  on_host: dict[int, Int[np.ndarray, "B K"]] = jax.device_get(counts)
+  most = max(
+    -(-int(of.sum(axis=1).max()) // of.shape[1]) for of in on_host.values()
+  )
+  # The most that a layer may have, rounded up to a bucket: otherwise every
+  # prompt would need programs of its own.
+  room = min(bucket(most), padded)
+  capacities = tuple(
+    room if layer in counts else capacity
+    for layer, capacity in enumerate(prepared.capacities)
+  )
+  pool = _pages_per_layer(prepared.capacity, on_host, geometry)
+  sized = dataclasses.replace(prepared, capacities=capacities, pool=pool)
+  return sized, counts
+
+
+def _pages_per_layer(
+  capacity: int,
+  counts: Mapping[int, Int[np.ndarray, "B K"]],
+  geometry: Geometry,
+) -> int:
+  """Pages per layer, with which the pool of each kind of layer suffices.
+
+  Args:
+    capacity: mean of the tokens that the heads of any row keep.
+    counts: tokens that each head keeps, by the layer's number.
+    geometry: sizes of the model.
+  """
+  by_spec: dict[LayerSpec, list[Int[np.ndarray, "B K"]]] = {}
+  for layer, of_layer in counts.items():
+    by_spec.setdefault(geometry.layers[layer], []).append(of_layer)
+  if len(by_spec) == 1:
+    # By the budget alone: other prompts then share the programs.
+    heads = sum(of.shape[1] for of in counts.values())
+    return -(-page_count(heads * capacity, heads, PAGE) // len(counts))
+  # Layers of one kind may have more than their share.
+  needed = []
+  for alike in by_spec.values():
+    pages = [np.sum(-(-of_layer // PAGE), axis=1) for of_layer in alike]
+    needed.append((int(np.sum(pages, axis=0).max()), len(alike)))
+  return max(-(-bucket(pages) // layers) for pages, layers in needed)
+
+
+@functools.partial(jax.jit, static_argnames=("spread", "method"))
+def _count(
+  activations: list[Activations],
+  scores: list[Float[Array, "B _ T"]],
+  budgets: list[LayerBudget],
+  *,
+  spread: WholeModel,
+  method: ScoringMethod,
+) -> list[Int[Array, "B _"]]:
+  """Counts the tokens that each head of each layer keeps."""
+  caches = [
+    LayerCache.of(seen.with_kv_heads(of_layer.shape[1]))
+    for seen, of_layer in zip(activations, scores, strict=True)
+  ]
+  protected = [
+    method.protected(cache, budget.per_head) | budget.must_keep(cache)
+    for cache, budget in zip(caches, budgets, strict=True)
+  ]
+  totals = [budget.total for budget in budgets if budget.total is not None]
+  counts = spread.head_counts(
+    jnp.concatenate(scores, axis=1),
+    jnp.concatenate([cache.valid for cache in caches], axis=1),
+    jnp.concatenate(protected, axis=1),
+    functools.reduce(jnp.add, totals),
+  )
+  ends = np.cumsum([of_layer.shape[1] for of_layer in scores])
+  return jnp.split(counts, ends[:-1], axis=1)

@@ -1,0 +1,98 @@
+"""KVzip: keep what the model needs to repeat its prompt."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.activations import Activations
+from kvjax.allocation.adaptive import Adaptive
+from kvjax.allocation.base import Allocation, Uniform
+from kvjax.allocation.whole_model import WholeModel
+from kvjax.cache.layers import LayerCache
+from kvjax.methods.base import ScoringMethod
+from kvjax.methods.heads import by_kv_head
+from kvjax.methods.replay import Replay
+from kvjax.methods.traits import Traits
+from kvjax.options.bounds import check_least
+
+Level = Literal["model", "layer", "head"]
+Weight = Literal["attention", "output"]
+
+# Of tokens that are not replayed but kept: before all others.
+_HIGHEST = float(jnp.finfo(jnp.float32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class KVzip(ScoringMethod):
+  """Keeps the tokens that a replay of the prompt attends to.
+
+  The model is asked to repeat its prompt, chunk by chunk, and reads each chunk
+  again with its full cache. A token's score is the highest attention that any
+  query of this replay pays to it, over the query heads of a KV head; see
+  `kvjax.methods.replay.Replay`. By default, all heads of all layers compete for
+  one budget, without a minimum for any of them. The method is query-agnostic,
+  works on whole prompts only, and takes about one prefill more.
+
+  The tokens of the chat template before the context are kept. Unlike in the
+  authors' code, they count toward the budget, so that caches of all methods
+  have equal sizes.
+
+  Source: Kim et al., arXiv 2505.23416; KVzip+, which weighs attention by the
+  output, from arXiv 2601.07891.
+
+  Attributes:
+    weight: "attention", or "output" for KVzip+: attention times |v_u W_O|, over
+      the norm |x_t| of the replayed token's input.
+    level: heads that share a budget: those of the "model" or of a "layer", or
+      none, so that each "head" keeps as many tokens.
+    chunk: tokens that are replayed at a time.
+    overlap: tokens before a chunk that its request ends with.
+    sinks: number of first tokens that are kept, and that attention includes
+      beside the chunk; the rest of the chat template is evicted first, as in
+      kvpress. 0 for all of the chat template, as in the authors' code.
+  """
+
+  weight: Weight = "attention"
+  level: Level = "model"
+  chunk: int = 2000
+  overlap: int = 8
+  sinks: int = 0
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_least(self, chunk=1, overlap=0, sinks=0)
+
+  @property
+  def traits(self) -> Traits:
+    """It replays the prompt."""
+    by_output = self.weight == "output"
+    return Traits(
+      whole_prompts_only="it replays the whole prompt",
+      replay=Replay(self.chunk, self.overlap, self.sinks, by_output),
+    )
+
+  @property
+  def allocation(self) -> Allocation:
+    """The allocation that `level` defines."""
+    if self.level == "model":
+      return WholeModel()
+    return Uniform() if self.level == "head" else Adaptive(Uniform(), alpha=0.0)
+
+  def scores(
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
+  ) -> Float[Array, "B K T"]:
+    """The highest score over the group's query heads."""
+    del layer
+    assert activations.replayed is not None
+    replayed = activations.replayed.astype(jnp.float32)
+    scores = jnp.max(by_kv_head(replayed, cache.keys.shape[1]), axis=2)
+    return jnp.where(scores < 0, 0.0 if self.sinks else _HIGHEST, scores)
+
+  def protected(
+    self, cache: LayerCache, counts: Int[Array, "B #K"]
+  ) -> Bool[Array, "B K T"]:
+    """The first tokens, if `sinks` says how many."""
+    del counts
+    return cache.valid & (cache.positions < self.sinks)

@@ -1,0 +1,66 @@
+"""The request to repeat a part of a prompt."""
+
+import dataclasses
+from typing import Protocol, runtime_checkable
+
+_FIRST = "\n\nRepeat the previous context exactly."
+_LATER = "\n\nRepeat the part of the previous context exactly, starting with"
+
+
+@runtime_checkable
+class ChatTokenizer(Protocol):
+  """The part of a tokenizer that a request needs."""
+
+  def encode(self, text: str) -> list[int]:
+    """Encodes a text, without adding special tokens."""
+    ...
+
+  def split_chat(self, context: str) -> tuple[str, str]:
+    """Formats a chat with a context and splits it after the context."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatRequest:
+  """The token ids that ask a model to repeat a part of its prompt.
+
+  Methods that replay a prompt, such as KVzip, put them before each chunk.
+
+  Source: Kim et al., arXiv 2505.23416 (KVzip), Section 3.2. The authors end the
+  request for later chunks with a space; as in kvpress, there is none here.
+
+  Attributes:
+    prefix: ids of the chat template before a context. Rows may begin with them,
+      or with some of them; these tokens are not replayed.
+    first: ids that ask to repeat the first chunk.
+    later: ids that ask to repeat another chunk, before the tokens that it
+      follows.
+    suffix: ids that end a question and start an answer.
+
+  Example:
+    >>> import kvjax
+    >>> request = kvjax.RepeatRequest(first=(11, 12), suffix=(2,))
+    >>> prompts = kvjax.Prompts.of([[5, 6, 7]], repeat_request=request)
+    >>> prompts.repeat_request.suffix
+    (2,)
+  """
+
+  prefix: tuple[int, ...] = ()
+  first: tuple[int, ...] = ()
+  later: tuple[int, ...] = ()
+  suffix: tuple[int, ...] = ()
+
+  @classmethod
+  def of(cls, tokenizer: ChatTokenizer) -> "RepeatRequest":
+    """Encodes the request in English, with the chat template.
+
+    Args:
+      tokenizer: the tokenizer of a model that `kvjax.models.load` returns.
+
+    Raises:
+      InputError: the chat template refuses a single user message.
+    """
+    texts = tokenizer.split_chat("")
+    before, after = (tuple(tokenizer.encode(text)) for text in texts)
+    first, later = (tuple(tokenizer.encode(t)) for t in (_FIRST, _LATER))
+    return cls(before, first, later, after)
