@@ -39,6 +39,9 @@ NAMES = [
   "lagkv:sinks=2:lag=6",
   "compactor.vllm:sketch=none:first=2:last=3:chunk=16:leverage_chunk=20",
   "protokv.chunk:window=5:prototypes=20",
+  "critical/snapkv:window=5",
+  "finch:window=5",
+  "duoattention",
 ]
 # One that keeps as many of every head, and one that does not.
 PAIR = [NAMES.index(name) for name in ("keydiff", "pyramid/ada/keydiff")]
