@@ -25,6 +25,7 @@ from kvjax.methods.protokv import ProtoKV
 from kvjax.methods.q_filters import QFilters
 from kvjax.methods.random import Random
 from kvjax.methods.rerotated import Rerotated
+from kvjax.methods.rkv import RKV
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming import StreamingLLM
 from kvjax.methods.tova import Tova
@@ -300,4 +301,11 @@ def register_methods() -> None:
     _duoattention,
     summary="DuoAttention",
     paper="2410.10819",
+  )
+  register(
+    "rkv",
+    RKV,
+    presets={"code": RKV(importance=0.07)},
+    summary="R-KV",
+    paper="2505.24133",
   )
