@@ -235,11 +235,12 @@ class Plan:
         f"{type(self.method).__name__} cannot evict block by block or while "
         f"decoding: {traits.whole_prompts_only}."
       )
-    if traits.activations:
+    # What the model can do at any time is not lost with a block.
+    lost = sorted(traits.activations - {"rerotate"})
+    if lost:
       raise InputError(
         f"{type(self.method).__name__} cannot evict block by block or while "
-        f"decoding: it reads {', '.join(sorted(traits.activations))}, which no "
-        "cache stores."
+        f"decoding: it reads {', '.join(lost)}, which no cache stores."
       )
     self.spread.check_recursive(self.fixed_budget)
 

@@ -33,4 +33,5 @@ from kvjax.methods.snapkv import SnapKV as SnapKV
 from kvjax.methods.streaming import StreamingLLM as StreamingLLM
 from kvjax.methods.tova import Tova as Tova
 from kvjax.methods.traits import Traits as Traits
+from kvjax.methods.triattention import TriAttention as TriAttention
 from kvjax.methods.whole_chunks import WholeChunks as WholeChunks

@@ -29,6 +29,7 @@ from kvjax.methods.rkv import RKV
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming import StreamingLLM
 from kvjax.methods.tova import Tova
+from kvjax.methods.triattention import TriAttention
 from kvjax.methods.whole_chunks import WholeChunks
 from kvjax.registry.registry import Recipe, register
 
@@ -308,4 +309,10 @@ def register_methods() -> None:
     presets={"code": RKV(importance=0.07)},
     summary="R-KV",
     paper="2505.24133",
+  )
+  register(
+    "triattention",
+    TriAttention,
+    summary="TriAttention",
+    paper="2604.04921",
   )

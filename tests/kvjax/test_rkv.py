@@ -208,5 +208,5 @@ def test_memory_is_linear_in_the_tokens():
   "name", ["rkv:window=0", "rkv:kernel=4", "rkv:importance=1.5"]
 )
 def test_impossible_options_are_refused(name):
-  with pytest.raises(InputError, match="must be|between"):
+  with pytest.raises(InputError, match=r"must be|between"):
     kvjax.get_method(name)
