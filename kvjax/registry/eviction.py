@@ -1,5 +1,7 @@
 """Registration of the eviction methods of this package."""
 
+import dataclasses
+
 from kvjax.allocation.adaptive import Adaptive
 from kvjax.allocation.base import Allocation, Uniform
 from kvjax.allocation.floored import Floored
@@ -117,6 +119,9 @@ def register_methods() -> None:
       "factory": SnapKV(window=8, kernel=7, pooling="max"),
       "keydiff": SnapKV(window=32, kernel=7, pooling="avg"),
       "kvpress": _kvpress(_SNAPKV),
+      "kvpress_decoding": _kvpress(
+        dataclasses.replace(_SNAPKV, queries_at="last")
+      ),
       "compactor": SnapKV(window=32, kernel=1, paper_postproc=True),
     },
     summary="SnapKV",
