@@ -8,10 +8,12 @@ kvpress 0.5.5 and numpy:
 
 The checkpoints and prompts are those of tiny_llama.py.
 
-  <checkpoint>.npz  <press>/<n>/tokens, the tokens generated after a prompt of n
-                    tokens, int16; and for every compression <press>/<n>/<step>,
-                    the positions kept, int16 [L, K, m]
+  <checkpoint>.npz  for prompts of n tokens and every compression
+                    <press>/<n>/<step>, the positions kept, int16 [L, K, m]
   versions.json     what made it all
+
+The tokens of the answers are random: those that the checkpoints generate repeat
+themselves, and equal tokens tie.
 
 kvpress leaves the kept tokens in the order of their scores, so that neighbors,
 partitions and the first tokens are others at the next compression. With
@@ -41,6 +43,8 @@ INTERVAL, TARGET, STEPS = 16, 61, 48
 # The first is the target, so that every compression is from 77 tokens: the
 # ranks of LagKV's eight partitions then fill the budget without ties.
 LENGTHS = (61, 90)
+# Answers begin prompts of so many more tokens.
+ANSWER = 1000
 
 
 class OwnPositions:
@@ -112,7 +116,7 @@ class Followed:
 
 
 def decoded(model, name, press_name, length):
-  """The generated tokens, and the positions after every compression."""
+  """The positions after every compression, [L, K, m] each."""
   inner = {**PRESSES, **ORDERED, **MENDED}[press_name]()
   press = kvpress.DecodingPress(
     inner, compression_interval=INTERVAL, target_size=TARGET
@@ -121,24 +125,22 @@ def decoded(model, name, press_name, length):
   mended = None
   if press_name in MENDED:
     mended = OwnPositions(inner, model.model.rotary_emb)
-  cache, tokens = transformers.DynamicCache(), []
+  cache = transformers.DynamicCache()
   prompt = torch.tensor([tiny_llama.prompt(name, length)])
+  answer = tiny_llama.prompt(name, ANSWER + length)[:STEPS]
   with press(model):
-    logits = model(prompt, past_key_values=cache).logits
-    for step in range(STEPS):
-      tokens.append(int(logits[0, -1].argmax()))
+    model(prompt, past_key_values=cache)
+    for step, token in enumerate(answer):
       followed.seen = length + step + 1
       if mended is not None:
         mended.seen = followed.seen
-      logits = model(
-        torch.tensor([tokens[-1:]]),
+      model(
+        torch.tensor([[token]]),
         past_key_values=cache,
         position_ids=torch.tensor([[length + step]]),
-      ).logits
+      )
   layers = [followed.kept[n] for n in sorted(followed.kept)]
-  return tokens, [
-    np.sort(np.stack(parts)) for parts in zip(*layers, strict=True)
-  ]
+  return [np.sort(np.stack(parts)) for parts in zip(*layers, strict=True)]
 
 
 def main() -> None:
@@ -153,11 +155,11 @@ def main() -> None:
       model = load(folder, dtype=torch.float32).eval()
     arrays = {}
     for press in (*PRESSES, *ORDERED, *MENDED):
-      # At other lengths ranks tie, and torch chooses among them.
-      for length in LENGTHS[:1] if press.endswith("lagkv") else LENGTHS:
-        tokens, kept = decoded(model, name, press, length)
+      # After 90 tokens ranks tie, or norms of equal tokens, and torch chooses.
+      ties = press.endswith(("lagkv", "knorm"))
+      for length in LENGTHS[:1] if ties else LENGTHS:
+        kept = decoded(model, name, press, length)
         case = f"{press}/{length}"
-        arrays[f"{case}/tokens"] = np.array(tokens, np.int16)
         for number, positions in enumerate(kept):
           step = INTERVAL * (number + 1)
           arrays[f"{case}/{step}"] = positions.astype(np.int16)
