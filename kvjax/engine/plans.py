@@ -253,7 +253,10 @@ class Plan:
     if count < least:
       parts = [
         f"the {which} {number}"
-        for which, number in (("first", traits.sinks), ("last", traits.protects))
+        for which, number in (
+          ("first", traits.sinks),
+          ("last", traits.protects),
+        )
         if number
       ]
       raise InputError(

@@ -37,9 +37,7 @@ class StreamingLLM(HeadwiseMethod):
     if not self.rerotate:
       return Traits(positional=True, sinks=self.sinks)
     even = "with rerotate the next token follows the last that is kept"
-    return Traits(
-      renumbers=True, positional=True, sinks=self.sinks, even=even
-    )
+    return Traits(renumbers=True, positional=True, sinks=self.sinks, even=even)
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Scores tokens by their position."""
