@@ -1,13 +1,14 @@
-"""Measures the queries of a model, for expected_attention and qfilters.
+"""Measures the queries of a model, for methods that read them.
 
   python -m kvjax.experiments.calibrate_queries --documents=DIR
 
 reads the .txt and .md files of a folder in chunks and writes a file with the
-means and covariances of the model's queries and with its Q-Filters, which
+means, covariances and lengths of the model's queries and with its Q-Filters,
+which
 
   --methods=expected_attention:statistics=FILE,qfilters:filters=FILE
 
-of every program read.
+of every program read, and triattention:statistics=FILE.
 """
 
 import pathlib

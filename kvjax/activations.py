@@ -52,7 +52,8 @@ class Activations:
     output_projection: W_O, from each head's attention output to the residual.
     sinks: a logit per query head that is added to the softmax's denominator.
     rerotate: moves vectors of this layer to other positions; that of the model,
-      unless its block passes one of the layer's own.
+      unless its block passes one of the layer's own. Between blocks and while
+      decoding it is always that of the model.
     replayed: score of each token by a replay of the prompt, -1 for tokens that
       are not replayed; given to methods whose traits have a replay.
     attention: window, scale and softcap of the layer; set by the engine.

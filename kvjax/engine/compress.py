@@ -20,6 +20,7 @@ from kvjax.cache.sharding import shard_layer, shard_stack
 from kvjax.cache.sparse import SparseLayer
 from kvjax.cache.window import WindowLayer
 from kvjax.calibration.features import concentration
+from kvjax.engine.model_layers import attach_rotation
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import LayerProgram
 from kvjax.engine.rerotation import close_gaps, rerotate
@@ -348,13 +349,18 @@ def _remember(cache: LayerCache, evaluated: Evaluated) -> LayerCache:
   )
 
 
-def empty_block(cache: LayerCache, spec: LayerSpec) -> Activations:
-  """Makes activations of a layer for a block without tokens."""
+def empty_block(
+  model: Model, plan: Plan, cache: LayerCache, spec: LayerSpec
+) -> Activations:
+  """Makes activations of a layer for a block without tokens.
+
+  They have what the plan's method requests of the model.
+  """
   batch, kv_heads, _, dim = cache.keys.shape
   keys = jnp.zeros((batch, kv_heads, 0, dim), cache.keys.dtype)
   width = cache.values.shape[-1]
   sinks = None if cache.window is None else cache.window.sinks
-  return Activations(
+  block = Activations(
     queries=jnp.zeros((batch, spec.heads, 0, dim), cache.keys.dtype),
     keys=keys,
     values=jnp.zeros((batch, kv_heads, 0, width), cache.values.dtype),
@@ -363,3 +369,4 @@ def empty_block(cache: LayerCache, spec: LayerSpec) -> Activations:
     sinks=None if sinks is None else sinks[0],
     attention=spec.attention,
   )
+  return attach_rotation(model, block).only(plan.activations)

@@ -111,7 +111,7 @@ def evict_all(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
       spec: LayerSpec = spec,
     ) -> Any:
       layer: LayerCache = stack.at(index)
-      block = empty_block(layer, spec)
+      block = empty_block(model, prepared.plan, layer, spec)
       number, capacity = numbers[index], min(prepared.capacity, layer.capacity)
       budget = prepared.budget(number, capacity, cache.protected)
 

@@ -66,7 +66,7 @@ def run_block(
   def attend_once(
     activations: Activations,
   ) -> tuple[Float[Array, "B N S Dv"], Any]:
-    activations = _attach_rotation(model, _attach_spec(spec, activations))
+    activations = attach_rotation(model, _attach_spec(spec, activations))
     output, state = attend(activations)
     states.append(state)
     return output, state
@@ -118,7 +118,7 @@ def _attach_spec(spec: LayerSpec, activations: Activations) -> Activations:
   return dataclasses.replace(activations, attention=spec.attention)
 
 
-def _attach_rotation(model: Model, activations: Activations) -> Activations:
+def attach_rotation(model: Model, activations: Activations) -> Activations:
   """Attaches the model's rotation, unless the layer has passed its own."""
   if activations.rerotate is not None or not isinstance(model, RotaryModel):
     return activations

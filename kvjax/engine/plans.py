@@ -10,7 +10,7 @@ from kvjax.calibration.record import Calibrated
 from kvjax.errors import InputError
 from kvjax.methods.base import Method
 from kvjax.methods.traits import Traits
-from kvjax.options.budgets import Budget, PerLayer, Retention
+from kvjax.options.budgets import Budget, PerLayer, Retention, Tokens
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.retrieval.sparse_attention import SparseAttention
 
@@ -240,13 +240,35 @@ class Plan:
         f"{type(self.method).__name__} cannot evict block by block or while "
         f"decoding: {traits.whole_prompts_only}."
       )
-    if traits.activations:
+    # What the model can do at any time is not lost with a block.
+    lost = sorted(traits.activations - {"rerotate"})
+    if lost:
       raise InputError(
         f"{type(self.method).__name__} cannot evict block by block or while "
-        f"decoding: it reads {', '.join(sorted(traits.activations))}, which no "
-        "cache stores."
+        f"decoding: it reads {', '.join(lost)}, which no cache stores."
       )
     self.spread.check_recursive(self.fixed_budget)
+    if self.schedule.every is not None and isinstance(self.budget, Tokens):
+      self._check_target(self.budget.count)
+
+  def _check_target(self, count: int) -> None:
+    """Refuses a target while decoding that what always stays exceeds."""
+    traits = self.method.traits
+    least = traits.protects + traits.sinks
+    if count < least:
+      parts = [
+        f"the {which} {number}"
+        for which, number in (
+          ("first", traits.sinks),
+          ("last", traits.protects),
+        )
+        if number
+      ]
+      raise InputError(
+        f"{type(self.method).__name__} always keeps {' and '.join(parts)} "
+        f"tokens; evict to {least} tokens or more while decoding, not {count}, "
+        "or set its options lower."
+      )
 
   def _check_calibrated(self, budget: Calibrated) -> None:
     budget.calibration.check(self.prompt_label, self.per_query_head)

@@ -1,4 +1,4 @@
-"""Statistics of a model's queries: means, covariances and main directions."""
+"""Statistics of a model's queries: means, spreads and main directions."""
 
 import dataclasses
 import pathlib
@@ -18,6 +18,7 @@ from kvjax.errors import InputError
 from kvjax.heads import by_kv_head
 from kvjax.methods.expected_attention import moments
 from kvjax.methods.q_filters import main_directions
+from kvjax.methods.triattention import pair_lengths
 from kvjax.model import LayerSpec, Model, check_context
 from kvjax.prompts import Prompts
 
@@ -34,11 +35,14 @@ class QueryStatistics:
     query_cov: their covariances, over the count less one.
     q_filters: minus the main direction of rotated queries, averaged over each
       group, for `QFilters`.
+    query_abs: mean lengths of the pairs of channels that RoPE rotates, for each
+      of both channels, for `TriAttention`.
   """
 
   query_mean: Float[np.ndarray, "L N D"]
   query_cov: Float[np.ndarray, "L N D D"]
   q_filters: Float[np.ndarray, "L K D"]
+  query_abs: Float[np.ndarray, "L N D"]
 
   def save(self, path: str | pathlib.Path) -> None:
     """Writes a file of safetensors, which those methods read.
@@ -63,8 +67,8 @@ def calibrate_queries(
   Every text has the same share of the 3,000 queries of each head, drawn at
   random, whose main direction is computed. One text is in memory at a time.
 
-  Source: arXiv 2510.00636 (means and covariances) and arXiv 2503.02812,
-  Section 3 (filters), and the code of their authors.
+  Source: arXiv 2510.00636 (means and covariances), arXiv 2503.02812, Section 3
+  (filters), arXiv 2604.04921 (lengths of pairs), and the code of their authors.
 
   Args:
     model: the functions.
@@ -130,7 +134,10 @@ def _common_spec(model: Model) -> LayerSpec:
 
 
 _Found = tuple[
-  Float[Array, "1 N D"], Float[Array, "1 N D D"], Float[Array, "1 N R D"]
+  Float[Array, "1 N D"],
+  Float[Array, "1 N D D"],
+  Float[Array, "1 N D"],
+  Float[Array, "1 N R D"],
 ]
 
 
@@ -166,7 +173,7 @@ def _measure(
 def _of_layer(
   activations: Activations, places: Int[Array, " R"], sinks: Int[Array, ""]
 ) -> _Found:
-  """Mean and covariance at position 0, and the queries at some places."""
+  """Mean, covariance and lengths at position 0, and some of the queries."""
   with jax.default_matmul_precision("highest"):
     queries = activations.queries.astype(jnp.float32)
     counted = (activations.positions >= sinks)[:, None, :, None]
@@ -177,8 +184,10 @@ def _of_layer(
     back = jnp.broadcast_to(-activations.positions[:, None], queries.shape[:3])
     queries = activations.rerotate(queries, back)
     mean, covariance = moments(queries, counted, covariance=True)
+    lengths = pair_lengths(queries, activations.rerotate)
+    length, _ = moments(lengths, counted, covariance=False)
   assert covariance is not None
-  return mean, covariance, drawn
+  return mean, covariance, length, drawn
 
 
 class _Pooled:
@@ -190,11 +199,12 @@ class _Pooled:
     self._count = 0
     self._mean = np.zeros((heads, dim))
     self._products = np.zeros((heads, dim, dim))
+    self._lengths = np.zeros((heads, dim))
     self._drawn = [np.zeros((heads, 0, dim), np.float32)]
 
   def add(self, found: tuple[np.ndarray, ...], count: int, drawn: int) -> None:
     """Adds a text of `count` queries, `drawn` of which are given."""
-    mean, covariance, queries = (each[0] for each in found)
+    mean, covariance, lengths, queries = (each[0] for each in found)
     shift = mean.astype(np.float64) - self._mean
     total = self._count + count
     self._products += covariance.astype(np.float64) * count
@@ -202,11 +212,12 @@ class _Pooled:
       shift[:, :, None] * shift[:, None] * (self._count * count / total)
     )
     self._mean += shift * (count / total)
+    self._lengths += (lengths - self._lengths) * (count / total)
     self._count = total
     self._drawn.append(queries[:, :drawn])
 
-  def result(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean, covariance and filters; zeros for a layer without attention."""
+  def result(self) -> tuple[np.ndarray, ...]:
+    """The fields of `QueryStatistics`; zeros for a layer without attention."""
     queries = np.concatenate(self._drawn, axis=1)
     with jax.default_matmul_precision("highest"):
       directions = main_directions(jnp.asarray(queries))
@@ -214,4 +225,4 @@ class _Pooled:
     if not self._count:
       filters = jnp.zeros_like(filters)
     covariance = self._products / max(self._count - 1, 1)
-    return self._mean, covariance, np.asarray(filters)
+    return self._mean, covariance, np.asarray(filters), self._lengths

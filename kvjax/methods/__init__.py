@@ -27,9 +27,11 @@ from kvjax.methods.protokv import ProtoKV as ProtoKV
 from kvjax.methods.q_filters import QFilters as QFilters
 from kvjax.methods.random import Random as Random
 from kvjax.methods.rerotated import Rerotated as Rerotated
+from kvjax.methods.rkv import RKV as RKV
 from kvjax.methods.simlayer import SimLayer as SimLayer
 from kvjax.methods.snapkv import SnapKV as SnapKV
 from kvjax.methods.streaming import StreamingLLM as StreamingLLM
 from kvjax.methods.tova import Tova as Tova
 from kvjax.methods.traits import Traits as Traits
+from kvjax.methods.triattention import TriAttention as TriAttention
 from kvjax.methods.whole_chunks import WholeChunks as WholeChunks

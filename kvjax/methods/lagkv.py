@@ -46,6 +46,7 @@ class LagKV(Method):
 
   Repeated eviction, in blocks or while decoding, follows the same law: tokens
   that were kept once are always kept, and only complete partitions are scored.
+  In mode "kvpress", all tokens that are left are split and ranked anew.
 
   Source: Liang et al., arXiv 2504.04704, equations 1 to 8 and 13.
 
@@ -86,17 +87,13 @@ class LagKV(Method):
   @property
   def traits(self) -> Traits:
     """In mode "paper", a fixed law gives the length of every head."""
-    even, whole_prompts_only = "", ""
+    even = "it leaves layers whole" if self.skip_layers else ""
     if self.mode == "paper":
       even = 'it keeps the same share of every partition (mode="kvpress" ranks)'
-    else:
-      whole_prompts_only = (
-        'mode="kvpress" ranks a whole prompt at once; mode="paper" can'
-      )
-      even = "it leaves layers whole" if self.skip_layers else ""
     return Traits(
-      whole_prompts_only=whole_prompts_only,
       even=even,
+      # The law keeps them besides the budget.
+      sinks=self.sinks if self.mode == "kvpress" else 0,
       keeps_layers=self.skip_layers,
     )
 
@@ -112,7 +109,7 @@ class LagKV(Method):
   ) -> Float[Array, "B K P L"]:
     """Scores the tokens of every partition that another one follows."""
     del layer
-    parts = Partitions.of(cache, self.sinks, self.lag)
+    parts = self._partitions(cache)
     # The maximum number of complete partitions of a head. The last of them is
     # only a reference, so that P is one less.
     count = max((cache.capacity - self.sinks) // self.lag, 1)
@@ -128,7 +125,7 @@ class LagKV(Method):
     budget: LayerBudget,
   ) -> Int[Array, "B K M"]:
     """Selects the best of each partition, or of the row in mode "kvpress"."""
-    parts = Partitions.of(cache, self.sinks, self.lag)
+    parts = self._partitions(cache)
     if self.mode == "kvpress":
       return self._best_of_row(parts, scores, cache, budget)
     must_keep = parts.collect(budget.must_keep(cache), cache, scores.shape[2])
@@ -145,9 +142,17 @@ class LagKV(Method):
     self, scores: Float[Array, "B K P L"], cache: LayerCache
   ) -> Float[Array, "B K T"]:
     """Scatters the scores of the partitions to their slots."""
-    parts = Partitions.of(cache, self.sinks, self.lag)
+    parts = self._partitions(cache)
     scored = (parts.num_complete >= 2)[..., None] & ~parts.fixed
     return jnp.where(scored, parts.spread(scores), -jnp.inf)
+
+  def _partitions(self, cache: LayerCache) -> Partitions:
+    if self.mode == "kvpress":
+      # Split as if nothing had been evicted before.
+      index = jnp.cumsum(cache.valid.astype(jnp.int32), axis=-1) - 1
+      places = jnp.where(cache.valid, index, -1)
+      cache = dataclasses.replace(cache, positions=places)
+    return Partitions.of(cache, self.sinks, self.lag)
 
   def _per_partition(
     self, parts: Partitions, budget: LayerBudget
@@ -221,7 +226,7 @@ class LagKV(Method):
     higher after the sinks.
     """
     del budget
-    parts = Partitions.of(cache, self.sinks, self.lag)
+    parts = self._partitions(cache)
     # kvpress averages the scores of keys and values, which are summed here.
     scale = 2.0 if self.cross_scoring else float(self.lag)
     compared = parts.spread(self._compared(scores)) / scale

@@ -10,9 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
+from kvjax.cache.observation import ObservationWindow
 from kvjax.kernels.select import mask_to_slots
 from kvjax.methods.base import ScoringMethod
-from kvjax.methods.heads import window_mass
+from kvjax.methods.heads import window_mass, window_queries
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
 from kvjax.selection import age
@@ -42,6 +43,8 @@ class SnapKV(ScoringMethod):
     sinks: number of first tokens that are always kept.
     keep: the prefix tokens with the "most" votes or, to measure what they are
       worth, those with the "least".
+    queries_at: whether queries stay at their "own" positions or are all moved
+      to the "last" one, as kvpress does while decoding.
   """
 
   window: int = 32
@@ -51,6 +54,7 @@ class SnapKV(ScoringMethod):
   paper_postproc: bool = False
   sinks: int = 0
   keep: Literal["most", "least"] = "most"
+  queries_at: Literal["own", "last"] = "own"
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -60,10 +64,13 @@ class SnapKV(ScoringMethod):
   @property
   def traits(self) -> Traits:
     """It reads the last W queries and keeps their tokens."""
+    moves = self.queries_at == "last"
     return Traits(
       window=self.window,
       protects=self.window,
+      sinks=self.sinks,
       weighs=self.keep == "most",
+      activations=frozenset({"rerotate"} if moves else ()),
     )
 
   def scores(
@@ -72,6 +79,8 @@ class SnapKV(ScoringMethod):
     """Computes pooled votes; those of the window are zero."""
     del layer
     valid = cache.valid
+    if self.queries_at == "last":
+      cache = _move_queries(cache, activations, self.window)
     votes = window_mass(cache, activations, self.window)
     reduce = jnp.mean if self.group == "mean" else jnp.max
     prefix = valid & (age(valid) > self.window)
@@ -96,6 +105,18 @@ class SnapKV(ScoringMethod):
     valid = cache.valid
     kept = (age(valid) <= self.window) | (cache.positions < self.sinks)
     return valid & kept
+
+
+def _move_queries(
+  cache: LayerCache, activations: Activations, window: int
+) -> LayerCache:
+  """Moves the last queries to the last position; each sees what it saw."""
+  queries, positions = window_queries(cache, activations, window)
+  last = jnp.max(positions, axis=1, keepdims=True)
+  by = jnp.broadcast_to((last - positions)[:, None], queries.shape[:3])
+  assert activations.rerotate is not None
+  moved = activations.rerotate(queries, by)
+  return dataclasses.replace(cache, window=ObservationWindow(moved, positions))
 
 
 def value_norms(cache: LayerCache) -> Float[Array, "B K T"]:

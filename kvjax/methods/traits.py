@@ -25,6 +25,7 @@ class Traits:
     window: W, number of last queries that the method reads, which the engine
       carries from block to block; 0 for none.
     protects: number of last tokens that are kept whatever the budget.
+    sinks: number of first tokens that are kept besides these.
     accumulates: whether the cache stores the attention each token receives.
     renumbers: whether kept tokens are renumbered by their place in the cache.
     stochastic: whether the selection depends on a seed.
@@ -43,6 +44,7 @@ class Traits:
   coarse: str = ""
   window: int = 0
   protects: int = 0
+  sinks: int = 0
   accumulates: bool = False
   renumbers: bool = False
   stochastic: bool = False
@@ -57,6 +59,7 @@ class Traits:
   def __post_init__(self) -> None:
     check_count("window of a method's traits", self.window, 0)
     check_count("protects of a method's traits", self.protects, 0)
+    check_count("sinks of a method's traits", self.sinks, 0)
     check_count("reuse of a method's traits", self.reuse)
     # A set or a list would make the traits unhashable.
     for name, make in (("activations", frozenset), ("keeps_layers", tuple)):
@@ -78,7 +81,12 @@ class Traits:
       reason: why it cannot evict repeatedly; see `whole_prompts_only`.
     """
     return dataclasses.replace(
-      self, whole_prompts_only=reason, window=0, protects=0, accumulates=False
+      self,
+      whole_prompts_only=reason,
+      window=0,
+      protects=0,
+      sinks=0,
+      accumulates=False,
     )
 
   def keeps_layer(self, layer: int) -> bool:

@@ -1,5 +1,7 @@
 """Registration of the eviction methods of this package."""
 
+import dataclasses
+
 from kvjax.allocation.adaptive import Adaptive
 from kvjax.allocation.base import Allocation, Uniform
 from kvjax.allocation.floored import Floored
@@ -26,9 +28,11 @@ from kvjax.methods.protokv import ProtoKV
 from kvjax.methods.q_filters import QFilters
 from kvjax.methods.random import Random
 from kvjax.methods.rerotated import Rerotated
+from kvjax.methods.rkv import RKV
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming import StreamingLLM
 from kvjax.methods.tova import Tova
+from kvjax.methods.triattention import TriAttention
 from kvjax.methods.whole_chunks import WholeChunks
 from kvjax.registry.registry import Recipe, register
 
@@ -116,6 +120,9 @@ def register_methods() -> None:
       "factory": SnapKV(window=8, kernel=7, pooling="max"),
       "keydiff": SnapKV(window=32, kernel=7, pooling="avg"),
       "kvpress": _kvpress(_SNAPKV),
+      "kvpress_decoding": _kvpress(
+        dataclasses.replace(_SNAPKV, queries_at="last")
+      ),
       "compactor": SnapKV(window=32, kernel=1, paper_postproc=True),
     },
     summary="SnapKV",
@@ -312,4 +319,17 @@ def register_methods() -> None:
     },
     summary="KVzip",
     paper="2505.23416",
+  )
+  register(
+    "rkv",
+    RKV,
+    presets={"code": RKV(importance=0.07)},
+    summary="R-KV",
+    paper="2505.24133",
+  )
+  register(
+    "triattention",
+    TriAttention,
+    summary="TriAttention",
+    paper="2604.04921",
   )

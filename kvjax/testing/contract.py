@@ -84,12 +84,15 @@ def _choose_later(
   spread = method.allocation
   with jax.default_matmul_precision("highest"):
     cache = method.observe(layer, cache, activations)
-    scores = spread.evaluate(method, layer, cache, _empty_block(activations))
+    block = _empty_block(activations, method.traits.activations)
+    scores = spread.evaluate(method, layer, cache, block)
   return spread.select(method, scores, cache, budget)
 
 
-def _empty_block(activations: Activations) -> Activations:
-  """A block without tokens and optional activations."""
+def _empty_block(
+  activations: Activations, names: frozenset[str]
+) -> Activations:
+  """A block without tokens, with what of `names` the model can do."""
 
   def blank(x: Array) -> Array:
     return jnp.zeros((*x.shape[:2], 0, x.shape[-1]), x.dtype)
@@ -99,6 +102,7 @@ def _empty_block(activations: Activations) -> Activations:
     blank(activations.keys),
     blank(activations.values),
     jnp.zeros((activations.positions.shape[0], 0), jnp.int32),
+    rerotate=activations.rerotate if "rerotate" in names else None,
   )
 
 

@@ -41,10 +41,15 @@ def test_the_file_is_that_of_the_longest_chunks(
     "query_mean": (layers, spec.heads, spec.key_dim),
     "query_cov": (layers, spec.heads, spec.key_dim, spec.key_dim),
     "q_filters": (layers, spec.kv_heads, spec.key_dim),
+    "query_abs": (layers, spec.heads, spec.key_dim),
   }
   assert np.abs(arrays["query_cov"]).max() > 0
   prompts = kvjax.Prompts.of([list(range(3, 40))])
-  for name in ("qfilters:filters", "expected_attention:statistics"):
+  for name in (
+    "qfilters:filters",
+    "expected_attention:statistics",
+    "triattention:statistics",
+  ):
     plan = kvjax.get_plan(f"{name}={output}", kvjax.Tokens(9))
     cache, _ = kvjax.prefill(tiny.model, tiny.params, prompts, plan)
     assert cache.lengths.max() == 9

@@ -79,6 +79,10 @@ FORMULAS = [
   "ada/expected_attention",
   "ada/dropkv",
   "duoattention:share=0.4",
+  "rkv.code",
+  "triattention:ahead=max:group=mean:recent=5",
+  "rkv:importance=1.0:kernel=1",
+  "rkv:importance=0.0:spared=first:spared_share=0.2",
 ]
 OPTIONS = [
   *FORMULAS,
@@ -102,6 +106,7 @@ SMALL = {
   "criticalkv": {"window": 5},
   "criticaladakv": {"window": 5},
   "dropkv": {"window": 5},
+  "rkv": {"window": 5},
   "finch": {"window": 5},
   "duoattention": {"sinks": 3, "keep": 9},
   "lagkv": {"sinks": 2, "lag": 6},

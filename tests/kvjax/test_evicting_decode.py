@@ -118,7 +118,11 @@ def evicts(entry):
   return recipe.allocation is None and law == Uniform() and not stays
 
 
-EVICTING = [name for name, entry in METHODS.items() if evicts(entry)]
+# A target while decoding is no less than the window.
+SMALL = {"snapkv": "snapkv:window=5"}
+EVICTING = [
+  SMALL.get(name, name) for name, entry in METHODS.items() if evicts(entry)
+]
 SCHEDULES = [(3, 8), (1, None), (1, 8), (3, None)]
 # The rule is one for all methods: in the fast run each schedule is that of one.
 SHOWN = list(zip(EVICTING[-4:], SCHEDULES, strict=True))
@@ -195,6 +199,27 @@ def test_every_step_holds_what_the_budget_says(name, every, block, monkeypatch):
   assert [valid[0, :, 0].tolist() for valid in told] == history
   assert all(np.ptp(valid, axis=2).max() == 0 for valid in told)
   np.testing.assert_array_equal(cache.lengths, told[-1])
+
+
+@pytest.mark.parametrize(
+  ("name", "sentence"),
+  [
+    ("snapkv:window=16:sinks=4", "the first 4 and the last 16 tokens"),
+    ("rkv:window=20", "the last 20 tokens"),
+    ("streaming:sinks=20", "the first 20 tokens"),
+    ("lagkv.kvpress:sinks=20", "the first 20 tokens"),
+  ],
+)
+def test_a_target_below_what_always_stays_is_refused(name, sentence):
+  schedule = kvjax.Schedule(every=8)
+  kvjax.get_plan(name, kvjax.Tokens(20), schedule)
+  # It does no harm to a prompt, whose newest tokens stay.
+  kvjax.get_plan(name, kvjax.Tokens(19))
+  with pytest.raises(
+    InputError, match=f"{sentence}; .* 20 .*, not 19"
+  ) as error:
+    kvjax.get_plan(name, kvjax.Tokens(19), schedule)
+  assert str(error.value).count(". ") == 0
 
 
 def test_a_conversation_that_evicts_says_how_much_room_it_needs():

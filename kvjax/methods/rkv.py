@@ -1,0 +1,178 @@
+"""R-KV: keep important tokens that others do not repeat."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.activations import Activations
+from kvjax.cache.layers import LayerCache
+from kvjax.heads import by_kv_head
+from kvjax.methods.base import ScoringMethod
+from kvjax.methods.heads import window_queries
+from kvjax.methods.snapkv import pool
+from kvjax.methods.traits import Traits
+from kvjax.options.bounds import check_least, check_odd, check_share
+from kvjax.selection import age, floor_share
+
+# Rows of the matrix of cosines that are in memory at a time.
+_TILE = 64
+_TINY = 1e-8
+
+
+@dataclasses.dataclass(frozen=True)
+class RKV(ScoringMethod):
+  """Mixes the importance of tokens with their redundancy.
+
+  Importance I is the attention of the last W queries to the tokens before
+  them: the group's maximum of the logits, its softmax over these tokens, the
+  mean over the queries, and a maximum over neighbors. Redundancy R is the
+  softmax, over all tokens, of the mean cosine of a key with every key. For each
+  key, the newest of those that resemble it is left out of the mean, so that
+  the last of many repetitions is not redundant. The score is
+  lambda I - (1 - lambda) R.
+
+  R is close to one over the number of tokens, so that lambda depends on the
+  budget.
+
+  Source: Cai et al., arXiv 2505.24133, Section 3, and the authors' code, which
+  takes the redundancy of the first row for the whole batch; here every row has
+  its own.
+
+  Attributes:
+    window: W, number of last tokens, which are always kept.
+    kernel: odd width of the maximum over neighbors; 1 for none.
+    importance: lambda.
+    threshold: cosine above which two keys resemble each other.
+    spared: which of the keys that resemble a key is left out: the "last" or the
+      "first".
+    spared_share: leave out the one at this share of all tokens, counted among
+      those that resemble the key from that end; 0 for the end itself.
+    spares_first: whether, for a key that no other resembles, the first token is
+      left out, as in the authors' code.
+  """
+
+  window: int = 8
+  kernel: int = 7
+  importance: float = 0.1
+  threshold: float = 0.5
+  spared: Literal["last", "first"] = "last"
+  spared_share: float = 0.0
+  spares_first: bool = True
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_least(self, window=1, threshold=0)
+    check_odd(self, "kernel")
+    check_share(self, "importance")
+    check_share(self, "spared_share")
+
+  @property
+  def traits(self) -> Traits:
+    """It reads the last W queries and keeps their tokens."""
+    return Traits(window=self.window, protects=self.window)
+
+  def scores(
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
+  ) -> Float[Array, "B K T"]:
+    """Computes lambda I - (1 - lambda) R; of empty slots they are arbitrary."""
+    del layer
+    share = self.importance
+    # All or nothing, so that the other half need not be computed.
+    redundancy = self.redundancy(cache) if share < 1 else 0.0
+    importance = self.attention(cache, activations) if share > 0 else 0.0
+    scores = share * importance - (1 - share) * redundancy
+    return jnp.broadcast_to(scores, cache.positions.shape)
+
+  def protected(
+    self, cache: LayerCache, counts: Int[Array, "B #K"]
+  ) -> Bool[Array, "B K T"]:
+    """The last W tokens."""
+    del counts
+    valid = cache.valid
+    return valid & (age(valid) <= self.window)
+
+  def attention(
+    self, cache: LayerCache, activations: Activations
+  ) -> Float[Array, "B K T"]:
+    """Computes I; 0 for the window."""
+    queries, positions = window_queries(cache, activations, self.window)
+    options, kv_heads = activations.attention, cache.keys.shape[1]
+    prefix = cache.valid & (age(cache.valid) > self.window)
+    keys = _float_keys(cache)
+    queries = by_kv_head(queries.astype(jnp.float32), kv_heads)
+    logits = jnp.einsum("bkgwd,bktd->bkgwt", queries, keys)
+    logits = options.cap(logits * options.scale_of(keys.shape[-1]))
+    real = (positions >= 0)[:, None, :, None]
+    # Neither of the window nor of queries that the row does not have.
+    counted = real & prefix[:, :, None]
+    weights = _softmax(jnp.max(logits, axis=2), counted)
+    count = jnp.maximum(jnp.sum(real.astype(jnp.float32), axis=2), 1.0)
+    mean = jnp.sum(weights, axis=2) / count
+    return pool(mean, prefix, self.kernel, "max")
+
+  def redundancy(self, cache: LayerCache) -> Float[Array, "B K T"]:
+    """Computes R; 0 for empty slots. Memory is linear in T."""
+    valid, keys = cache.valid, _float_keys(cache)
+    norms = jnp.linalg.norm(keys, axis=-1, keepdims=True)
+    units = keys / (norms + _TINY)
+    places = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, valid.shape[-1]), 3)
+    first = jnp.argmax(valid, axis=-1)
+    tiles = -(-places.size // _TILE)
+    extra = tiles * _TILE - places.size
+    padded = jnp.pad(units, [(0, 0), (0, 0), (0, extra), (0, 0)])
+    tile = jax.lax.broadcasted_iota(jnp.int32, (1, 1, _TILE, 1), 2)
+
+    def add(
+      sums: Float[Array, "B K T"], start: Int[Array, ""]
+    ) -> tuple[Float[Array, "B K T"], None]:
+      rows = jax.lax.dynamic_slice_in_dim(padded, start, _TILE, axis=2)
+      cosines = jnp.einsum("bkrd,bktd->bkrt", rows, units)
+      cosines = jnp.where(start + tile == places, 0.0, cosines)
+      similar = (cosines > self.threshold) & valid[:, :, None]
+      spared = self._spared(similar, valid)
+      if self.spares_first:
+        spared = jnp.where(spared < 0, first[..., None], spared)
+      left_out = spared[..., None] == places
+      return sums + jnp.sum(jnp.where(left_out, 0.0, cosines), axis=2), None
+
+    starts = _TILE * jnp.arange(tiles, dtype=jnp.int32)
+    sums, _ = jax.lax.scan(add, jnp.zeros(valid.shape, jnp.float32), starts)
+    count = jnp.sum(valid.astype(jnp.float32), axis=-1, keepdims=True)
+    return _softmax(sums / jnp.maximum(count, 1.0), valid)
+
+  def _spared(
+    self, similar: Bool[Array, "B K R T"], valid: Bool[Array, "B K T"]
+  ) -> Int[Array, "B K R"]:
+    """The slot that is left out of each row; -1 for none."""
+    slots = jax.lax.broadcasted_iota(jnp.int32, similar.shape, 3)
+    newest = self.spared == "last"
+    if self.spared_share:
+      count = jnp.sum(valid.astype(jnp.int32), axis=-1)
+      rank = jnp.maximum(floor_share(count, self.spared_share), 1)
+      order = jax.lax.cumsum(
+        similar.astype(jnp.int32), axis=similar.ndim - 1, reverse=newest
+      )
+      similar &= order == rank[..., None, None]
+    if newest:
+      return jnp.max(jnp.where(similar, slots, -1), axis=-1)
+    any_similar = jnp.any(similar, axis=-1)
+    # The first of equals.
+    return jnp.where(any_similar, jnp.argmax(similar, axis=-1), -1)
+
+
+def _float_keys(cache: LayerCache) -> Float[Array, "B K T D"]:
+  keys = cache.keys.astype(jnp.float32)
+  return jnp.where(cache.valid[..., None], keys, 0.0)
+
+
+def _softmax(
+  logits: Float[Array, "*B T"], counted: Bool[Array, "*B T"]
+) -> Float[Array, "*B T"]:
+  """Softmax over some of the slots; 0 elsewhere."""
+  logits = jnp.where(counted, logits, -jnp.inf)
+  total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  # A row without any has a total of -inf.
+  return jnp.where(counted, jnp.exp(logits - total), 0.0)
