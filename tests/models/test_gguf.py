@@ -59,6 +59,8 @@ def _assert_equal_models(one, other):
     ("qwen25_tied", {}),
     ("qwen25_yarn", {}),
     ("qwen3", {}),
+    # Files cannot say another scale of attention.
+    ("gemma3", {"query_pre_attn_scalar": 16}),
   ],
 )
 def test_a_file_loads_as_the_directory_does(maker, family, config):

@@ -61,8 +61,12 @@ def _refused(path, sentence):
       r"shape \(80, 32\); its metadata asks for",
     ),
     (
+      {"tokenizer.ggml.model": "t5"},
+      "kind 't5'; only 'gpt2', byte-level BPE, and 'llama', BPE by scores",
+    ),
+    (
       {"tokenizer.ggml.model": "llama"},
-      "kind 'llama'; only 'gpt2', byte-level",
+      "must have a finite number in tokenizer.ggml.scores for each of tokeni",
     ),
     (
       {"tokenizer.ggml.pre": "tekken"},

@@ -31,15 +31,16 @@ def cached(monkeypatch, tmp_path):
   """A module in the cache, as if it had been fetched."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
   real = essays.NAMED[essays.KING_JAMES]
-  wheel = dataclasses.replace(
-    real.wheel,
-    member_nbytes=len(MODULE),
-    member_sha256=hashlib.sha256(MODULE.encode()).hexdigest(),
+  file = dataclasses.replace(
+    real.source.file,
+    nbytes=len(MODULE),
+    sha256=hashlib.sha256(MODULE.encode()).hexdigest(),
   )
+  source = dataclasses.replace(real.source, file=file)
   monkeypatch.setattr(
-    essays, "NAMED", {essays.KING_JAMES: real._replace(wheel=wheel)}
+    essays, "NAMED", {essays.KING_JAMES: real._replace(source=source)}
   )
-  path = user_cache.folder("texts") / essays.KING_JAMES / real.wheel.file_name
+  path = user_cache.folder("texts") / essays.KING_JAMES / file.name
   path.parent.mkdir(parents=True)
   path.write_text(MODULE)
   return path
