@@ -200,6 +200,7 @@ def measured(lm, folder, on_new=lambda task, new: None, chosen=CHOSEN):
   return measuring.measure(lm, chosen, SAMPLES, store, 2, on_new)
 
 
+@pytest.mark.slow
 def test_triples_are_those_of_a_context_alone(tiny, tmp_path):
   found = measured(tiny, tmp_path)
   assert len(found) == 2 * 3

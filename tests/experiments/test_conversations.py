@@ -62,6 +62,7 @@ def test_a_turn_is_answered_after_all_that_was_said(tiny, talks, replies):
       assert reply.context_tokens == reply.kept_tokens == len(said)
 
 
+@pytest.mark.slow
 def test_what_evicts_again_holds_its_budget_after_each_turn(talks, replies):
   for prompts, own in zip(talks, of(replies, METHOD), strict=True):
     seen = len(prompts[0].context) + np.cumsum(

@@ -111,6 +111,7 @@ def test_both_sides_do_the_same_operations():
     assert given == [*inspect.signature(vars(Side)[name]).parameters]
 
 
+@pytest.mark.slow
 def test_our_operations_return_seconds(side):
   assert side.prefill(**SMALL) > 0
   assert side.decode(**SMALL, new_tokens=3) > 0

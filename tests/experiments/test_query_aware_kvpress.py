@@ -112,6 +112,7 @@ def test_caches_answer_as_those_of_kvpress(smollm2, tmp_path):
       )
 
 
+@pytest.mark.slow
 def test_it_is_the_question_at_the_end_of_the_context(tiny, tmp_path):
   """The records keep the question, which identifies a sample in all runs."""
   chosen = candidates(["snapkv:window=4"], [kvjax.Retention(0.5)])

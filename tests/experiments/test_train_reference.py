@@ -250,6 +250,7 @@ def test_a_stage_that_misses_its_gate_is_extended_by_half(tmp_path):
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.slow
 def test_the_loss_is_read_now_and_then(tmp_path, monkeypatch):
   shown, losses = [], []
 

@@ -109,6 +109,7 @@ def test_every_way_to_choose_is_here():
   }
 
 
+@pytest.mark.slow
 def test_a_row_keeps_what_its_retention_asks_for(swept):
   """Exactly what a fixed plan of its retention keeps."""
   assert sorted(SHARES) == pytest.approx([0.143, 0.897], abs=0.01)
@@ -127,6 +128,7 @@ def test_a_row_keeps_what_its_retention_asks_for(swept):
       np.testing.assert_array_equal(valid(one, row), valid(other, row))
 
 
+@pytest.mark.slow
 def test_a_row_stands_alone(swept):
   _, plain = kvjax.prefill(MODEL, PARAMS, PROMPTS, PLAIN)
   np.testing.assert_allclose(swept.logits, plain, rtol=0, atol=1e-5)

@@ -91,6 +91,7 @@ def test_scores_equal_a_replay_written_out(name, monkeypatch):
         assert ((ours == -1) | (ours > 0)).all()
 
 
+@pytest.mark.slow
 def test_a_row_is_replayed_as_it_is_alone(monkeypatch):
   together = found_by(MODEL, ROWS, REPLAYS[:2], monkeypatch)
   for row, of_row in zip(ROWS, together, strict=True):
@@ -194,6 +195,7 @@ def test_protected_tokens_are_kept_first():
     assert total == 6 * -(-LENGTHS[row] // 4)
 
 
+@pytest.mark.slow
 def test_layers_without_a_full_cache_are_replayed_too():
   """A window and a layer without attention; answers tell that both ran."""
   local = dataclasses.replace(SPEC, window=16)
@@ -306,6 +308,7 @@ def test_the_memory_is_that_of_all_kept_tokens_together():
   assert cache.nbytes == 2 * pages * page + 2 * 4 + 8 * 4
 
 
+@pytest.mark.slow
 def test_layers_of_a_pool_hold_what_was_kept_of_them():
   model, params, rows = uneven([640, 400])
   plan = kvjax.get_plan("kvzip", kvjax.Retention(0.2))

@@ -55,7 +55,7 @@ COUNTERPARTS = {
   "q_filters": "qfilters.kvpress:filters=FILE",
 }
 # One of each kind, on one checkpoint.
-QUICK = {"expected", "expected_stats", "critical_ada", "cur", "q_filters"}
+QUICK = {"expected_stats", "critical_ada", "cur", "q_filters"}
 
 
 def _builder():
@@ -123,14 +123,19 @@ def layer_activations(model, params, tokens, length):
 
 
 def scores_of(lm, method, ids, layer):
-  found = layer_activations(lm.model, lm.params, jnp.asarray([ids]), len(ids))[
-    layer
-  ]
+  found = layer_activations(lm.model, lm.params, jnp.asarray([ids]), len(ids))
+  scores, free = evaluated(method, jnp.int32(layer), found[layer])
+  return np.asarray(scores)[0], np.asarray(free)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def evaluated(method, layer, found):
+  """Scores, and whether tokens may go."""
+  cache = LayerCache.of(found)
   with jax.default_matmul_precision("highest"):
-    cache = LayerCache.of(found)
-    scores = method.evaluate(jnp.int32(layer), cache, found)
-  free = ~method.protected(cache, jnp.full((1, 1), len(ids)))
-  return np.asarray(scores[0]), np.asarray(free[0])
+    scores = method.evaluate(layer, cache, found)
+  tokens = cache.keys.shape[2]
+  return scores, ~method.protected(cache, jnp.full((1, 1), tokens))
 
 
 def kept_bits(cache, row, length):
