@@ -23,7 +23,7 @@ _RUNNER = """
 import json, os, runpy, sys
 import absl.app, rich.progress
 import kvjax.experiments.reports, kvjax.experiments.side_by_side
-import kvjax.experiments.paper_experiments.catalogue
+import matplotlib.backends.backend_agg
 
 def run(module, arguments, out, err):
   child = os.fork()
