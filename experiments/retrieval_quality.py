@@ -35,14 +35,16 @@ class Quality(NamedTuple):
   read: Float[Array, ""] | float
 
 
-class _State(NamedTuple):
-  """A layer's full cache, its caches with indexes, and sums so far."""
+class _Token(NamedTuple):
+  """What a layer with a full cache computes for a decoded token.
 
-  full: Layer | None
-  sparse: tuple[Layer | None, ...]
-  sums: tuple[Quality, ...]
-  queries: Float[Array, "B N D"]
-  cosine: Float[Array, ""]
+  Attributes:
+    activations: of the token.
+    output: the attention output of each head.
+  """
+
+  activations: Activations
+  output: Float[Array, "B N S D"]
 
 
 def measure(
@@ -66,84 +68,86 @@ def measure(
     the mean cosine of neighboring queries for every layer.
   """
   full = kvjax.get_plan("full", kvjax.Retention(1.0))
-  caches, logits = kvjax.sweep(model, params, prompts, [full, *plans])
-  sums, cosines = _decode(model, params, caches, logits, steps=steps)
+  (cache, *indexed), logits = kvjax.sweep(
+    model, params, prompts, [full, *plans]
+  )
+  decoded = _decode(model, params, cache, logits, steps=steps)
   qualities = [
-    [
-      Quality(*map(float, sums[number][p]))
-      if isinstance(layer, SparseLayer)
-      else None
-      for number, layer in enumerate(cache.layers)
-    ]
-    for p, cache in enumerate(caches[1:])
+    [_quality_of(other.layer(n), tokens) for n, tokens in enumerate(decoded)]
+    for other in indexed
   ]
-  return qualities, [float(x) for x in cosines]
+  cosines = [
+    float(_neighbors(tokens.activations.queries[:, :, :, 0]))
+    for tokens in decoded
+  ]
+  return qualities, cosines
 
 
 @functools.partial(jax.jit, static_argnames=("model", "steps"))
 def _decode(
   model: Model,
   params: PyTree,
-  caches: tuple[Cache, ...],
+  cache: Cache,
   logits: Float[Array, "B V"],
   *,
   steps: int,
-) -> tuple[list[tuple[Quality, ...]], list[Float[Array, ""]]]:
-  full, *sparse = [
-    cache.grow([s.capacity and s.capacity + steps for s in cache.stacks])
-    for cache in caches
-  ]
-  zero = jnp.zeros(())
-  states = tuple(
-    _State(
-      full.layer(layer),
-      tuple(other.layer(layer) for other in sparse),
-      (Quality(zero, zero, zero),) * len(sparse),
-      jnp.zeros((logits.shape[0], spec.heads, spec.key_dim)),
-      zero,
-    )
-    for layer, spec in enumerate(model.geometry.layers)
-  )
+) -> tuple[_Token, ...]:
+  """Decodes greedily; returns for every layer its tokens, stacked."""
+  cache = cache.grow([s.capacity and s.capacity + steps for s in cache.stacks])
 
-  def step(carry: tuple, _: None) -> tuple[tuple, None]:
-    states, token, positions = carry
+  def attend(
+    layer: int, state: Layer, activations: Activations
+  ) -> tuple[Float[Array, "B N S D"], tuple[Layer, _Token]]:
+    del layer
+    state = state.append(activations)
+    output, state = state.attend(activations)
+    return output, (state, _Token(activations.only(()), output))
+
+  def step(carry: tuple, _: None) -> tuple[tuple, tuple[_Token, ...]]:
+    layers, token, positions = carry
     hidden, states = hidden_states(
-      model, params, token[:, None], positions[:, None], states, _attend
+      model, params, token[:, None], positions[:, None], layers, attend
     )
+    layers, tokens = zip(*states, strict=True)
     token = jnp.argmax(model.logits(params, hidden[:, 0]), axis=-1)
-    return (states, token.astype(jnp.int32), positions + 1), None
+    return (layers, token.astype(jnp.int32), positions + 1), tokens
 
   first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-  start = (states, first, full.next_positions)
-  (states, _, _), _ = jax.lax.scan(step, start, None, length=steps)
-  sums = [jax.tree.map(lambda x: x / steps, state.sums) for state in states]
-  # The query of the first token has no neighbor.
-  return sums, [state.cosine / max(steps - 1, 1) for state in states]
+  start = (cache.layers, first, cache.next_positions)
+  return jax.lax.scan(step, start, None, length=steps)[1]
 
 
-def _attend(
-  layer: int, state: _State, activations: Activations
-) -> tuple[Float[Array, "B N S D"], _State]:
-  """Computes dense attention, and the other caches' quality for its query."""
-  del layer
-  assert state.full is not None
-  full = state.full.append(activations)
-  dense, _ = full.attend(activations)
-  sparse, sums = [], []
-  for other, so_far in zip(state.sparse, state.sums, strict=True):
-    if isinstance(other, SparseLayer):
-      other = other.append(activations)
-      output, after = other.attend(activations)
-      quality = _quality(other, activations, output, dense)
-      so_far = Quality(*(a + b for a, b in zip(so_far, quality, strict=True)))
-      other = after
-    sparse.append(other)
-    sums.append(so_far)
-  queries = activations.queries[:, :, 0].astype(jnp.float32)
-  near = jnp.mean(_cosine(queries, state.queries))
-  return dense, _State(
-    full, tuple(sparse), tuple(sums), queries, state.cosine + near
-  )
+def _quality_of(layer: Layer | None, tokens: _Token) -> Quality | None:
+  if not isinstance(layer, SparseLayer):
+    return None
+  return Quality(*map(float, _retrieve(layer, tokens)))
+
+
+@jax.jit
+def _retrieve(layer: SparseLayer, tokens: _Token) -> Quality:
+  """Averages the quality of a layer over decoded tokens.
+
+  Compiled once for all layers of a plan, as they differ in their numbers alone.
+  """
+  steps = tokens.output.shape[0]
+  layer = layer.grow(steps)
+
+  def step(layer: SparseLayer, token: _Token) -> tuple[SparseLayer, Quality]:
+    layer = layer.append(token.activations)
+    output, after = layer.attend(token.activations)
+    return after, _quality(layer, token.activations, output, token.output)
+
+  qualities = jax.lax.scan(step, layer, tokens)[1]
+  return jax.tree.map(jnp.mean, qualities)
+
+
+@jax.jit
+def _neighbors(queries: Float[Array, "S B N D"]) -> Float[Array, ""]:
+  """Mean cosine of the queries of neighboring tokens, 0 for a lone token."""
+  queries = queries.astype(jnp.float32)
+  if len(queries) == 1:
+    return jnp.zeros(())
+  return jnp.mean(_cosine(queries[1:], queries[:-1]))
 
 
 def _quality(

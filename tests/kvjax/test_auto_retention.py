@@ -42,6 +42,7 @@ NAMES = [
   "critical/snapkv:window=5",
   "finch:window=5",
   "duoattention",
+  "triattention",
 ]
 # One that keeps as many of every head, and one that does not.
 PAIR = [NAMES.index(name) for name in ("keydiff", "pyramid/ada/keydiff")]

@@ -167,7 +167,6 @@ def test_memory_in_blocks_is_budget_and_block(name, budget, beside):
     ("chunkkv", BUDGET, "chunks are those of a whole prompt"),
     ("pyramidkv", BUDGET, "it shares it out once, when the prompt is known"),
     ("lagkv", BUDGET, "give a retention in place of 12 tokens"),
-    ("lagkv.kvpress", kvjax.Retention(0.5), "ranks a whole prompt at once"),
   ],
 )
 def test_what_a_paper_does_not_define_is_refused(name, budget, sentence):
