@@ -237,6 +237,7 @@ def test_triples_are_those_of_a_context_alone(tiny, tmp_path):
   assert own.concentration == pytest.approx(features.concentration[0], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_cut_line_is_measured_again_and_nothing_else(
   tiny, tmp_path, monkeypatch
 ):

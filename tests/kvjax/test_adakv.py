@@ -152,6 +152,7 @@ def test_equals_a_loop(inner, alpha, kv_heads):
     assert slots_of(recipe, seen, counts) == by_hand(recipe, seen, counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.2])
 def test_normalized_equals_a_loop(alpha):
   method = SnapKV(window=8, kernel=3)

@@ -239,6 +239,7 @@ def shuffled_contexts(data, seed, count):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", [0.5, 2.0])
 def test_a_calibration_keeps_tau_on_other_contexts(power):
   """With a curve that is too cautious, and one that promises too much."""

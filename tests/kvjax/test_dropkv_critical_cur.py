@@ -2,27 +2,19 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scoring
 
 import kvjax
-from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods import Critical, Cur, DropKV, LayerBudget, SnapKV, Tova
+from kvjax.methods import Critical, Cur, DropKV, SnapKV, Tova
 from kvjax.registry.names import get_recipe
 from kvjax.testing.checks import all_activations
 
 LENGTHS = [37, 21]
 PADDED = 40
-
-
-def scores(method, activations):
-  with jax.default_matmul_precision("highest"):
-    return method.evaluate(
-      jnp.int32(0), LayerCache.of(activations), activations
-    )
 
 
 def softmax(logits):
@@ -69,7 +61,7 @@ def test_dropkv_is_the_change_of_the_output_without_a_token(sinks):
     sinks=jnp.linspace(-1, 2, 6) if sinks else None,
   )
   method = DropKV(window=3, kernel=1, epsilon=0)
-  ours = np.asarray(scores(method, activations))
+  ours = np.asarray(scoring.evaluate(method, activations))
   for row, length in enumerate(LENGTHS):
     expected = changes(activations, row, length, 3)
     np.testing.assert_allclose(ours[row, :, :length], expected, rtol=2e-3)
@@ -80,9 +72,14 @@ def test_dropkv_of_equal_values_is_0_and_its_average_divides_by_the_kernel():
   equal = dataclasses.replace(
     activations, values=jnp.full_like(activations.values, 7.0)
   )
-  assert np.asarray(scores(DropKV(window=3), equal))[0, :, :37].max() < 1e-9
+  assert (
+    np.asarray(scoring.evaluate(DropKV(window=3), equal))[0, :, :37].max()
+    < 1e-9
+  )
   plain, pooled = (
-    np.asarray(scores(DropKV(window=3, kernel=kernel), activations))[0, 0, :37]
+    np.asarray(scoring.evaluate(DropKV(window=3, kernel=kernel), activations))[
+      0, 0, :37
+    ]
     for kernel in (1, 5)
   )
   expected = np.convolve(plain, np.ones(5), "same") / 5
@@ -91,19 +88,13 @@ def test_dropkv_of_equal_values_is_0_and_its_average_divides_by_the_kernel():
 
 def kept(recipe, activations, count):
   """The positions that rows keep, as sets by head."""
-  method, spread = recipe.method, recipe.allocation or recipe.method.allocation
-  cache = LayerCache.of(activations)
-  with jax.default_matmul_precision("highest"):
-    found = spread.evaluate(method, jnp.int32(0), cache, activations)
-  counts = jnp.full(len(LENGTHS), count)
-  budget = LayerBudget(counts, PADDED, total=counts * 3)
-  slots = np.asarray(spread.select(method, found, cache, budget))
+  slots = np.asarray(scoring.select(recipe, activations, count, PADDED))
   return [[{*head[head >= 0].tolist()} for head in row] for row in slots]
 
 
 def test_projected_norms_are_the_papers():
   activations = all_activations(4, LENGTHS, PADDED)
-  norms = np.asarray(scores(Critical(Tova()), activations).norms)
+  norms = np.asarray(scoring.evaluate(Critical(Tova()), activations).norms)
   values = np.asarray(activations.values, np.float64)[0, :, :37]
   projection = np.asarray(activations.output_projection, np.float64)
   by_group = projection.reshape(3, 2, *projection.shape[1:])
@@ -137,7 +128,7 @@ def test_the_first_stage_is_the_inner_methods(share):
   )
   inner = get_recipe("h2o:recent_frac=0")
   first = kept(inner, activations, max(1, int(12 * share)))
-  products = scores(Critical(inner.method), activations)
+  products = scoring.evaluate(Critical(inner.method), activations)
   products = np.asarray((products.scores + 1e-4) * products.norms)
   for row, length in enumerate(LENGTHS):
     for head in range(3):
@@ -175,7 +166,7 @@ def test_scores_that_are_no_weights_are_refused():
 def test_leverage_is_a_share_of_a_block(leverage):
   activations = all_activations(1, LENGTHS, PADDED)
   method = Cur(leverage=leverage, block=8)
-  ours = np.asarray(scores(method, activations), np.float64)
+  ours = np.asarray(scoring.evaluate(method, activations), np.float64)
   part = activations.keys if leverage == "key" else activations.values
   for row, length in enumerate(LENGTHS):
     squares = np.sum(np.asarray(part[row, :, :length], np.float64) ** 2, -1)
@@ -194,6 +185,6 @@ def test_a_block_of_zeros_has_no_leverage():
   empty = dataclasses.replace(
     activations, keys=activations.keys.at[:, :, 8:16].set(0.0)
   )
-  ours = np.asarray(scores(Cur(block=8), empty))
+  ours = np.asarray(scoring.evaluate(Cur(block=8), empty))
   np.testing.assert_array_equal(ours[:, :, 8:16], 0)
   assert np.isfinite(ours[0, :, :37]).all()

@@ -222,6 +222,7 @@ def test_a_target_below_what_always_stays_is_refused(name, sentence):
   assert str(error.value).count(". ") == 0
 
 
+@pytest.mark.slow
 def test_a_conversation_that_evicts_says_how_much_room_it_needs():
   schedule = kvjax.Schedule(block=8, every=4)
   cache, _ = prefill("keydiff", schedule)

@@ -72,6 +72,7 @@ def test_many_caches_go_on_from_logits():
   assert alone[0] == alone[2]
 
 
+@pytest.mark.slow
 def test_many_caches_keep_their_turns():
   """As each alone, and the given ones are left as they were."""
   plans = [kvjax.Plan(KeyDiff(), kvjax.Tokens(n)) for n in (4, 3, 4)]

@@ -279,6 +279,7 @@ def test_a_saved_cache_answers_the_same(tmp_path):
     kvjax.load_cache(tmp_path / "c", model=other, model_id="tiny")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data:2,model:2", "data:2", "model:2"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mesh_changes_nothing(name, mesh):

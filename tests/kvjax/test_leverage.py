@@ -86,6 +86,7 @@ def test_cholesky_differs_by_its_jitter_only():
   np.testing.assert_allclose(lev(keys, solver="chol"), exact(keys), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_without_its_jitter_cholesky_is_exact(monkeypatch):
   monkeypatch.setattr(leverage_module, "_CHOL_JITTER", 0.0)
   keys = keys_of(0, 50)
@@ -240,6 +241,7 @@ def test_no_solver_finds_anything_in_zeros():
       assert not np.any(lev(np.zeros((20, D)), factor, solver))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize(("count", "copies"), [(31, 1), (47, 1), (20, 30)])
 @pytest.mark.parametrize("center", [False, True])

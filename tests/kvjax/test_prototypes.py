@@ -24,6 +24,7 @@ def prefix_mask():
   return jnp.arange(PADDED) < PREFIX
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("reach", [1, 5, 100])
 def test_deviation(reach, include_self):

@@ -171,6 +171,7 @@ def assert_appended(cache, tokens, places, kv_dtype):
 fed = jax.jit(feed, static_argnames=("model",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("method", "kv_dtype"), [(DENSE, "int8"), (PACKED, "fp8")]
 )

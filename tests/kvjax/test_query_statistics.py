@@ -73,6 +73,7 @@ def softmax(logits):
   return weights / weights.sum(axis=-1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_expected_attention_is_that_of_normal_queries(path):
   """The mean of exp(q.k / sqrt(D)) over a million queries, to 2 percent."""
   method = ExpectedAttention(

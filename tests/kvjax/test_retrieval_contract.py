@@ -246,6 +246,7 @@ def test_what_the_host_holds_is_read_alike(name):
     np.testing.assert_array_equal(state.stored.keys, here.stored.keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ctkvr", "shadowkv"])
 def test_looking_up_takes_the_scale_of_the_layer(name):
   """As if the queries were so much longer."""

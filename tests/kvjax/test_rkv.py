@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scoring
 
 import kvjax
 from kvjax.cache.layers import LayerCache
@@ -21,11 +22,7 @@ PADDED = 90
 
 
 def scores(method, activations):
-  with jax.default_matmul_precision("highest"):
-    found = method.evaluate(
-      jnp.int32(0), LayerCache.of(activations), activations
-    )
-  return np.asarray(found)
+  return np.asarray(scoring.evaluate(method, activations))
 
 
 def softmax(logits):
@@ -126,20 +123,25 @@ def with_keys(keys):
   return dataclasses.replace(activations, keys=jnp.asarray(tiled))
 
 
+def redundancies(method, keys):
+  found = jax.jit(method.redundancy)(LayerCache.of(with_keys(keys)))
+  return np.asarray(found)[0, 0]
+
+
 def test_of_equal_keys_the_newest_is_the_least_redundant():
   rng = np.random.default_rng(0)
   # Two equal keys, and others that do not resemble them or each other.
   basis = np.linalg.qr(rng.standard_normal((8, 8)))[0]
   keys = basis[[0, 1, 2, 3, 2, 4, 5]]
   method = RKV(window=1, spares_first=False)
-  ours = np.asarray(method.redundancy(LayerCache.of(with_keys(keys))))[0, 0]
+  ours = redundancies(method, keys)
   lone = [0, 1, 3, 5, 6]
   np.testing.assert_allclose(ours[lone], ours[0], rtol=1e-6)
   # The last repetition leaves out the first, so that both are as the others;
   # three of them leave the first and the second redundant.
   np.testing.assert_allclose(ours[[2, 4]], [ours[0], ours[0]], rtol=1e-6)
   keys = basis[[0, 1, 2, 3, 2, 4, 2]]
-  ours = np.asarray(method.redundancy(LayerCache.of(with_keys(keys))))[0, 0]
+  ours = redundancies(method, keys)
   assert ours[2] > ours[4] > ours[6] - 1e-9
 
 
@@ -183,7 +185,7 @@ def test_a_row_no_longer_than_the_window_stays():
   cache, method = LayerCache.of(activations), RKV()
   found = jnp.asarray(scores(method, activations))
   budget = LayerBudget(jnp.asarray([8, 8]), 12)
-  slots = np.asarray(method.select(found, cache, budget))
+  slots = np.asarray(jax.jit(method.select)(found, cache, budget))
   np.testing.assert_array_equal(slots[0, :, :8], [list(range(8))] * 3)
   # The window alone fills the budget.
   np.testing.assert_array_equal(slots[1, :, :8], [list(range(1, 9))] * 3)

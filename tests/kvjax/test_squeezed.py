@@ -89,6 +89,7 @@ def both(name, row, head):
   return np.concatenate(whole).astype(np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", range(len(LENGTHS)))
 @pytest.mark.parametrize("name", CASES)
 def test_decoding_equals_the_loop(name, row):

@@ -2,11 +2,11 @@
 
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import scoring
 
 import kvjax
 from kvjax.cache.layers import LayerCache
@@ -62,10 +62,7 @@ def seen(shift=0, **changes):
 
 
 def scores(method, activations, layer=1):
-  with jax.default_matmul_precision("highest"):
-    found = method.evaluate(
-      jnp.int32(layer), LayerCache.of(activations), activations
-    )
+  found = scoring.evaluate(method, activations, layer)
   return np.asarray(found, np.float64)[0]
 
 
@@ -214,9 +211,8 @@ def test_it_evicts_while_decoding_and_keeps_the_prompt(tmp_path):
     for layer, heads in enumerate(kept_positions(after, row)):
       cache = everything.layers[layer]
       # Of 18 tokens, 10 stay and 4 of the others.
-      with jax.default_matmul_precision("highest"):
-        found = method.evaluate(jnp.int32(layer), cache, seen())[row, ..., :18]
-      free = np.asarray(found, np.float64)[..., 10:]
+      found = scoring.evaluate(method, seen(), layer, cache)
+      free = np.asarray(found, np.float64)[row, ..., 10:18]
       mean = free.mean(axis=-1, keepdims=True)
       mixed = ((free - mean) / free.std(axis=-1, keepdims=True)).max(axis=1)
       for head in range(KV_HEADS):

@@ -108,6 +108,7 @@ def test_windows_are_counted_in_the_memory(name):
   assert 0 <= counters <= 4 * (len(ROWS) + model.geometry.num_layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_row_of_a_compressed_hybrid_answers_as_it_does_alone(name):
   """Decoding goes past the window."""
@@ -122,6 +123,7 @@ def test_a_row_of_a_compressed_hybrid_answers_as_it_does_alone(name):
     assert answers.rows()[0] == together[row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_blocks_of_a_prompt_fill_the_rings_as_a_whole_prompt_does(name):
   whole = kvjax.get_plan("full", kvjax.Retention(1.0))

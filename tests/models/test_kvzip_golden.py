@@ -39,7 +39,9 @@ def _builder():
 tiny_llama = _builder()
 
 
-@pytest.mark.parametrize("name", tiny_llama.SHAPES)
+@pytest.mark.parametrize(
+  "name", ["small", pytest.param("held_out", marks=pytest.mark.slow)]
+)
 def test_scores_and_choices(name, tmp_path, monkeypatch):
   tiny_llama.write(name, tmp_path / name)
   lm = load(tmp_path / name, dtype="float32")

@@ -42,6 +42,7 @@ def drawn(params):
   return nnx.merge_state(jax.tree.unflatten(structure, new), frozen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_new_adapters_change_nothing_and_are_float32(dtype):
   model, params = load_decoder(QWEN, dtype)

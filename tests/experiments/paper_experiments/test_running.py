@@ -36,6 +36,7 @@ def experiment(*parts, **fields):
   )
 
 
+@pytest.mark.slow
 def test_an_experiment_runs_and_tells_what_it_is_not(
   session, invented, tmp_path
 ):
