@@ -8,6 +8,7 @@ from kvjax.allocation.floored import Floored
 from kvjax.allocation.pyramid import Pyramid
 from kvjax.allocation.rounded_pyramid import RoundedPyramid
 from kvjax.allocation.streaming_heads import StreamingHeads
+from kvjax.allocation.whole_model import WholeModel
 from kvjax.methods.base import Method
 from kvjax.methods.chunk_attention import ChunkAttention
 from kvjax.methods.chunkkv import ChunkKV
@@ -29,6 +30,7 @@ from kvjax.methods.q_filters import QFilters
 from kvjax.methods.random import Random
 from kvjax.methods.rerotated import Rerotated
 from kvjax.methods.rkv import RKV
+from kvjax.methods.simlayer import SimLayer
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming import StreamingLLM
 from kvjax.methods.tova import Tova
@@ -62,6 +64,10 @@ def _finch() -> Rerotated:
 
 def _duoattention() -> Recipe:
   return Recipe(StreamingLLM(sinks=128), StreamingHeads())
+
+
+def _simlayerkv() -> Recipe:
+  return Recipe(SimLayer(), WholeModel())
 
 
 def _kvpress(method: Method, allocation: Allocation | None = None) -> Recipe:
@@ -308,6 +314,12 @@ def register_methods() -> None:
     _duoattention,
     summary="DuoAttention",
     paper="2410.10819",
+  )
+  register(
+    "simlayerkv",
+    _simlayerkv,
+    summary="SimLayerKV",
+    paper="2410.13846",
   )
   register(
     "kvzip",

@@ -109,6 +109,7 @@ SMALL = {
   "rkv": {"window": 5},
   "finch": {"window": 5},
   "duoattention": {"sinks": 3, "keep": 9},
+  "simlayerkv": {"sinks": 3, "recent": 5},
   "lagkv": {"sinks": 2, "lag": 6},
   "compactor": {"chunk": 16},
   "noncausal": {"chunk": 16},
@@ -155,7 +156,9 @@ LAYER, LAYERS = 2, 5
 def blind(name):
   """Whether the choice is the same whatever the tokens are."""
   traits = CASES[name].method.traits
-  return traits.keeps_all or traits.positional
+  # SimLayerKV chooses among layers, and these tests have one.
+  by_layer = base_of(name)[0] == "simlayerkv"
+  return traits.keeps_all or traits.positional or by_layer
 
 
 def coarse(name):
@@ -186,7 +189,7 @@ def first_and_last(name, n, count):
       return 0, count // 2
     case "cur" | "expected_attention":
       return 4, 0
-    case "duoattention":
+    case "duoattention" | "simlayerkv":
       return 3, 0
     case "tova" if preset == "tova.kvpress":
       return 0, 1
