@@ -147,6 +147,8 @@ def _cache_programs() -> None:
     folder = str(user_cache.folder("programs"))
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
+    # By default only programs that compile for a second: half of the time.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def _formatted(

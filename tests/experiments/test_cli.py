@@ -27,6 +27,7 @@ def test_programs_are_kept_in_the_users_cache_folder(
   kept = tmp_path / "kvjax" / "programs"
   assert settings.jax_compilation_cache_dir == str(kept)
   assert settings.jax_compilation_cache_max_size == 2**31
+  assert settings.jax_persistent_cache_min_compile_time_secs == 0.1
   monkeypatch.delenv("XDG_CACHE_HOME")
   monkeypatch.setenv("HOME", "/home/ann")
   settings.jax_compilation_cache_dir = None
