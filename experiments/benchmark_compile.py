@@ -35,7 +35,7 @@ from flax import nnx
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.reports import device
+from kvjax.experiments.run.environment import device
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import from_decoder

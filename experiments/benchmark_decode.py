@@ -25,15 +25,17 @@ from absl import flags
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import cli, decode_timing, inputs
-from kvjax.experiments.answering import Prompt
+from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import grids
-from kvjax.experiments.candidates import FULL, candidates, parse_budgets
-from kvjax.experiments.reporting import wording
-from kvjax.experiments.reports import device
+from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.report import wording
+from kvjax.experiments.run.answering import Prompt
+from kvjax.experiments.run.candidates import FULL, candidates, parse_budgets
+from kvjax.experiments.run.environment import device
+from kvjax.experiments.timing import decode_timing
 from kvjax.models.pretrained import Pretrained
 
-flags.adopt_module_key_flags(inputs)
+flags.adopt_module_key_flags(run_inputs)
 
 _METHODS = flags.DEFINE_list(
   "methods",
@@ -61,7 +63,7 @@ def main() -> None:
     raise InputError("--methods is empty; keydiff,flat would be two.")
   budgets = parse_budgets(_RETENTION.value, None)
   chosen = candidates([FULL, *_METHODS.value], budgets)
-  with inputs.loaded() as (lm, devices):
+  with run_inputs.loaded() as (lm, devices):
     length, tokens = _LENGTH.value, _TOKENS.value
     limit = lm.config.geometry.max_positions
     if length + tokens > limit:
@@ -83,7 +85,7 @@ def main() -> None:
     table,
     f"{wording.count(_ROWS.value, 'context')} of up to "
     f"{contexts.lengths.max()} tokens, "
-    f"{wording.count(tokens, 'token')} each, {inputs.dtype()} on "
+    f"{wording.count(tokens, 'token')} each, {run_inputs.dtype()} on "
     f"{device(devices)}, median of {wording.count(_ROUNDS.value, 'round')}; "
     f"copies moved {copies.bytes_per_second / 1e9:.1f} GB/s.",
   )
@@ -92,7 +94,7 @@ def main() -> None:
 def _contexts(lm: Pretrained, length: int, rows: int) -> kvjax.Prompts:
   """Draws prose with a needle, different in each row."""
   (drawn,) = grids.needle_samples(
-    [length], [0.5], rows, inputs.SEED.value, lm.text.count
+    [length], [0.5], rows, run_inputs.SEED.value, lm.text.count
   ).values()
   prompts = [Prompt.of_sample(lm.text, sample) for sample in drawn]
   return kvjax.Prompts.of([prompt.context for prompt in prompts])

@@ -29,14 +29,10 @@ import rich.console
 import rich.progress
 from absl import flags
 
-from kvjax.experiments import (
-  cli,
-  inputs,
-  kernel_tables,
-  kernel_timing,
-  reports,
-  results,
-)
+from kvjax.experiments import cli
+from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.run import environment, outputs, results
+from kvjax.experiments.timing import kernel_tables, kernel_timing
 from kvjax.kernels.specs import Spec, named_specs
 
 _MEMORY_BOUND = [
@@ -64,16 +60,16 @@ def main() -> None:
   results.check_writable(folder)
   summary = {
     "rounds": _ROUNDS.value,
-    "seed": inputs.SEED.value,
+    "seed": run_inputs.SEED.value,
     "copied_bytes": kernel_timing.COPIED,
-    "device": reports.device(),
-    "versions": reports.versions(),
+    "device": environment.device(),
+    "versions": environment.versions(),
     "rows": _measure(wanted),
   }
   text = kernel_tables.to_markdown(summary)
   folder.mkdir(parents=True, exist_ok=True)
-  reports.write_json(folder / "summary.json", summary)
-  reports.write_text(folder / "table.md", text)
+  outputs.write_json(folder / "summary.json", summary)
+  outputs.write_text(folder / "table.md", text)
   console = rich.console.Console(highlight=False)
   console.print(text, markup=False, soft_wrap=True)
 
@@ -91,7 +87,7 @@ def _measure(wanted: Sequence[tuple[str, Spec]]) -> list[dict[str, Any]]:
     for name, spec in wanted:
       progress.update(bar, description=f"{name}, {spec.name}"[:60])
       measured = kernel_timing.measure(
-        spec, kernel_timing.COPIED, _ROUNDS.value, inputs.SEED.value
+        spec, kernel_timing.COPIED, _ROUNDS.value, run_inputs.SEED.value
       )
       rows += kernel_tables.rows(name, spec, *measured)
       progress.advance(bar)

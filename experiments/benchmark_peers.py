@@ -44,11 +44,13 @@ from flax import nnx
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import cli, inputs
-from kvjax.experiments.candidates import parse_budgets
+from kvjax.experiments import cli
+from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.peers import cases, timing, workers
-from kvjax.experiments.reporting import wording
-from kvjax.experiments.reports import device, write_json
+from kvjax.experiments.report import wording
+from kvjax.experiments.run.candidates import parse_budgets
+from kvjax.experiments.run.environment import device
+from kvjax.experiments.run.outputs import write_json
 from kvjax.models import pretrained
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
@@ -71,7 +73,7 @@ _LENGTHS = {
 _RANDOM = "random"
 
 flags.declare_key_flag("model")
-flags.set_default(inputs.MODEL, "smollm2-135m-instruct")
+flags.set_default(run_inputs.MODEL, "smollm2-135m-instruct")
 _TABLE = flags.DEFINE_enum("table", "prefill", list(_LENGTHS), "What to time.")
 _NAMES = flags.DEFINE_list(
   "methods", None, "Methods; the default depends on the table."
@@ -134,8 +136,8 @@ def main() -> None:
   libraries = ", ".join(f"{k} {v}" for k, v in compared[0].versions.items())
   console.print(
     table,
-    f"{_TABLE.value}, {inputs.MODEL.value}, float32 on {device()}, median of "
-    f"{wording.count(_ROUNDS.value, 'round')}; {libraries}.",
+    f"{_TABLE.value}, {run_inputs.MODEL.value}, float32 on {device()}, "
+    f"median of {wording.count(_ROUNDS.value, 'round')}; {libraries}.",
   )
   if peer is None:
     console.print(
@@ -190,16 +192,16 @@ def _share(text: str) -> float:
 
 
 def _lengths() -> list[int]:
-  return inputs.parse_lengths(_LENGTH.value or _LENGTHS[_TABLE.value])
+  return run_inputs.parse_lengths(_LENGTH.value or _LENGTHS[_TABLE.value])
 
 
 @contextlib.contextmanager
 def _saved_model() -> Iterator[tuple[pathlib.Path, cases.Sizes]]:
   """Saves the model as both libraries read it, in float32."""
-  if inputs.MODEL.value == _RANDOM:
+  if run_inputs.MODEL.value == _RANDOM:
     lm = _random_model()
   else:
-    lm = pretrained.load(inputs.MODEL.value, "float32")
+    lm = pretrained.load(run_inputs.MODEL.value, "float32")
   decoder = lm.params["layers"]
   layer_weights = sum(x.size for x in jax.tree.leaves(decoder))
   head = lm.config.vocab_size * lm.config.hidden_size

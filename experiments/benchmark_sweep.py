@@ -13,14 +13,16 @@ import rich.console
 from absl import flags
 
 from kvjax.errors import InputError
-from kvjax.experiments import cli, inputs, sweep_timing
-from kvjax.experiments.answering import Prompt
+from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import grids
-from kvjax.experiments.candidates import candidates, parse_budgets
-from kvjax.experiments.reporting import wording
-from kvjax.experiments.reports import device
+from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.report import wording
+from kvjax.experiments.run.answering import Prompt
+from kvjax.experiments.run.candidates import candidates, parse_budgets
+from kvjax.experiments.run.environment import device
+from kvjax.experiments.timing import sweep_timing
 
-flags.adopt_module_key_flags(inputs)
+flags.adopt_module_key_flags(run_inputs)
 
 _METHODS = flags.DEFINE_list(
   "methods",
@@ -55,18 +57,18 @@ def main() -> None:
   chosen = candidates(_METHODS.value, budgets)[1:]
   if not chosen:
     raise InputError("Only the full cache is left; name methods and budgets.")
-  with inputs.loaded() as (lm, devices):
-    inputs.check_lengths(lm, [_LENGTH.value])
+  with run_inputs.loaded() as (lm, devices):
+    run_inputs.check_lengths(lm, [_LENGTH.value])
     (drawn,) = grids.needle_samples(
-      [_LENGTH.value], [0.5], 1, inputs.SEED.value, lm.text.count
+      [_LENGTH.value], [0.5], 1, run_inputs.SEED.value, lm.text.count
     ).values()
     (sample,) = drawn
     prompt = Prompt.of_sample(lm.text, sample)
     timing = sweep_timing.measure(lm, chosen, prompt, _ROUNDS.value)
   console = rich.console.Console(highlight=False)
   console.print(
-    f"{len(chosen)} caches of {len(prompt.context)} tokens, {inputs.dtype()} "
-    f"on {device(devices)}, median of "
+    f"{len(chosen)} caches of {len(prompt.context)} tokens, "
+    f"{run_inputs.dtype()} on {device(devices)}, median of "
     f"{wording.count(_ROUNDS.value, 'round')}:\n{timing}"
   )
 

@@ -41,14 +41,7 @@ import kvjax
 from kvjax import models
 from kvjax.calibration.record import Preset, check_tau
 from kvjax.errors import InputError
-from kvjax.experiments import (
-  cli,
-  inputs,
-  reports,
-  results,
-  runs,
-  text_inputs,
-)
+from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import ruler
 from kvjax.experiments.calibration import (
   fits,
@@ -59,20 +52,22 @@ from kvjax.experiments.calibration import (
 )
 from kvjax.experiments.calibration.fits import PAPER, PREFILL
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
-from kvjax.experiments.candidates import (
+from kvjax.experiments.inputs import run_inputs, text_inputs
+from kvjax.experiments.report import wording
+from kvjax.experiments.report.pictures import png
+from kvjax.experiments.run import environment, outputs, results, runner
+from kvjax.experiments.run.candidates import (
   DEFAULT,
   FULL,
   Candidate,
   candidates,
   parse_budgets,
 )
-from kvjax.experiments.comparison import wanted
-from kvjax.experiments.line_files import check_writable
-from kvjax.experiments.reporting import wording
-from kvjax.experiments.reporting.pictures import png
+from kvjax.experiments.run.comparison import wanted
+from kvjax.experiments.run.line_files import check_writable
 from kvjax.experiments.tasks import prose
 
-for module in (inputs, text_inputs):
+for module in (run_inputs, text_inputs):
   flags.adopt_module_key_flags(module)
 
 _TASKS = flags.DEFINE_list(
@@ -93,7 +88,7 @@ _SAMPLES = flags.DEFINE_integer(
   12,
   "Samples per task and length to fit the curves to.",
   lower_bound=1,
-  upper_bound=inputs.MOST_SAMPLES,
+  upper_bound=run_inputs.MOST_SAMPLES,
 )
 _OTHERS = flags.DEFINE_integer(
   "others",
@@ -101,14 +96,14 @@ _OTHERS = flags.DEFINE_integer(
   "Other samples per task and length, to test what the curves of "
   "--rule=prefill keep; 0: test them by cross-validation.",
   lower_bound=0,
-  upper_bound=inputs.MOST_SAMPLES,
+  upper_bound=run_inputs.MOST_SAMPLES,
 )
 _HELD_OUT = flags.DEFINE_integer(
   "held_out",
   12,
   "Further samples per task and length, to evaluate the records.",
   lower_bound=1,
-  upper_bound=inputs.MOST_SAMPLES,
+  upper_bound=run_inputs.MOST_SAMPLES,
 )
 _LENGTH = flags.DEFINE_list(
   "length",
@@ -154,7 +149,7 @@ def main() -> None:
   """Checks all flags, then measures, fits, tests and evaluates."""
   began = time.monotonic()
   folder = pathlib.Path(_OUTPUT.value)
-  chosen, lengths = _chosen(), inputs.parse_lengths(_LENGTH.value)
+  chosen, lengths = _chosen(), run_inputs.parse_lengths(_LENGTH.value)
   check_tau(_TAU.value)
   texts = _texts()
   choice = ruler.choose(_TASKS.value, texts)
@@ -163,8 +158,8 @@ def main() -> None:
   for note in choice.notes:
     console.print(note)
   settings = _settings(choice.data)
-  with inputs.loaded() as (lm, devices):
-    inputs.check_lengths(lm, lengths)
+  with run_inputs.loaded() as (lm, devices):
+    run_inputs.check_lengths(lm, lengths)
     run = _Run(lm, choice.tasks, lengths, texts, settings, folder)
     samples = run.samples(_SAMPLES.value, 0)
     measuring.check(lm, chosen, samples)
@@ -193,8 +188,8 @@ def main() -> None:
     "others": _OTHERS.value if others else 0,
     "held_out": _HELD_OUT.value,
     "tau": _TAU.value,
-    "device": reports.device(devices),
-    "versions": reports.versions(),
+    "device": environment.device(devices),
+    "versions": environment.versions(),
     "seconds": round(time.monotonic() - began, 1),
     "rows": [method.row(_TAU.value) for method in fitted],
   }
@@ -209,10 +204,10 @@ def main() -> None:
     name = records.file_name(method.name, method.plan.per_query_head)
     method.calibration.save(records_folder / name)
   for name, figure in plots.items():
-    reports.write_bytes(folder / name, png(figure), _KEPT)
+    outputs.write_bytes(folder / name, png(figure), _KEPT)
   text = tables.markdown(summary, list(plots))
-  reports.write_json(folder / "summary.json", summary, _KEPT)
-  reports.write_text(folder / "calibration.md", text, _KEPT)
+  outputs.write_json(folder / "summary.json", summary, _KEPT)
+  outputs.write_text(folder / "calibration.md", text, _KEPT)
   console.print(rich.text.Text(title), *tables.tables(summary), sep="\n")
   console.print(rich.text.Text(tables.circumstances(summary), style="dim"))
   console.print(
@@ -265,9 +260,9 @@ class _Run(NamedTuple):
       self.folder / file, settings, Measurement, "measurement"
     )
     new = len(set(wanted(chosen, samples)) - store.records.keys())
-    with runs.progress_bar(new) as advance:
+    with runner.progress_bar(new) as advance:
       return measuring.measure(
-        self.lm, chosen, samples, store, inputs.BATCH.value, advance
+        self.lm, chosen, samples, store, run_inputs.BATCH.value, advance
       )
 
 
@@ -312,10 +307,10 @@ def _texts() -> ruler.Texts:
 
 def _settings(data: dict[str, str]) -> results.Settings:
   return results.Settings(
-    model=inputs.model_name(),
-    weights=results.digest(inputs.model_directory()),
-    dtype=inputs.dtype(),
-    seed=inputs.SEED.value,
+    model=run_inputs.model_name(),
+    weights=results.digest(run_inputs.model_directory()),
+    dtype=run_inputs.dtype(),
+    seed=run_inputs.SEED.value,
     benchmark="ruler",
     data=data,
     heads=f"{_HEADS.value} head",

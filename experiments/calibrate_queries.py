@@ -17,11 +17,13 @@ from absl import flags
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import cli, inputs, results
+from kvjax.experiments import cli
 from kvjax.experiments.finetuning import documents
-from kvjax.experiments.reporting import wording
+from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.report import wording
+from kvjax.experiments.run import results
 
-flags.adopt_module_key_flags(inputs)
+flags.adopt_module_key_flags(run_inputs)
 
 _DOCUMENTS = flags.DEFINE_string(
   "documents", None, "Folder of .txt and .md files to read."
@@ -55,7 +57,7 @@ def main() -> None:
     )
   results.check_writable(output.absolute().parent)
   texts = documents.read(pathlib.Path(_DOCUMENTS.value))
-  with inputs.loaded() as (lm, _):
+  with run_inputs.loaded() as (lm, _):
     limit = lm.config.geometry.max_positions
     if _LENGTH.value > limit:
       raise InputError(

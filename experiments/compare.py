@@ -30,25 +30,22 @@ from absl import flags
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import (
-  cli,
+from kvjax.experiments import cli
+from kvjax.experiments.benchmarks import repetition
+from kvjax.experiments.inputs import (
   essay_inputs,
-  inputs,
   method_inputs,
   needle_inputs,
-  reports,
-  results,
-  runs,
-  side_by_side,
-  suite,
-  summaries,
+  run_inputs,
 )
-from kvjax.experiments.benchmarks import repetition
-from kvjax.experiments.candidates import FULL, Candidate
+from kvjax.experiments.report import writing
+from kvjax.experiments.run import results, runner, side_by_side, summaries
+from kvjax.experiments.run.candidates import FULL, Candidate
+from kvjax.experiments.tasks import suite
 
-for module in (inputs, needle_inputs, method_inputs):
+for module in (run_inputs, needle_inputs, method_inputs):
   flags.adopt_module_key_flags(module)
-flags.set_default(inputs.MODEL, "smollm2-135m-instruct")
+flags.set_default(run_inputs.MODEL, "smollm2-135m-instruct")
 flags.set_default(needle_inputs.SAMPLES, 3)
 flags.set_default(needle_inputs.TASKS, ["niah_single_2", "niah_multikey_1"])
 
@@ -89,13 +86,13 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     "needles", essay_inputs.texts().needle_origins, method_inputs.protocol()
   )
   console = rich.console.Console(highlight=False)
-  with inputs.loaded() as (lm, devices):
+  with run_inputs.loaded() as (lm, devices):
     samples = needle_inputs.samples(lm)
     repeated = repetition.of(samples)
     for note in repeated.notes:
       console.print(note)
-    batch = inputs.BATCH.value
-    run = runs.answer(
+    batch = run_inputs.BATCH.value
+    run = runner.answer(
       lm, devices, chosen, samples, settings, folder, batch, began
     )
   summary = run.summary
@@ -104,7 +101,7 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     same = [c.method for c in chosen if c.method != FULL and c.full_at_one]
     names = list(dict.fromkeys(same))
     summary["rows"] += summaries.at_retention_one(summary["rows"], names)
-  console.print(reports.write_comparison(folder, summary))
+  console.print(writing.write_comparison(folder, summary))
   console.print(f"{run}; all in {folder}")
 
 
@@ -113,7 +110,7 @@ def _answer_question(
 ) -> None:
   protocol = method_inputs.protocol()
   with (
-    inputs.loaded() as (lm, _),
+    run_inputs.loaded() as (lm, _),
     rich.console.Console(stderr=True).status("generating answers"),
   ):
     prompt, replies = side_by_side.answer_question(

@@ -11,8 +11,8 @@ model that kvjax supports.
 All methods and budgets share one prefill per context. An interrupted run
 resumes where it stopped. Each combination of model, benchmark, protocol,
 schedule and seed has its own folder in --output, with answers, tables, plots
-and an HTML page. `python -m kvjax.experiments.report DIR...` merges runs into
-one leaderboard.
+and an HTML page. `python -m kvjax.experiments.leaderboard DIR...` merges runs
+into one leaderboard.
 """
 
 import hashlib
@@ -22,17 +22,12 @@ import time
 import rich.console
 from absl import flags
 
-from kvjax.experiments import (
-  benchmark_inputs,
-  cli,
-  inputs,
-  method_inputs,
-  reports,
-  results,
-  runs,
-)
+from kvjax.experiments import cli
+from kvjax.experiments.inputs import benchmark_inputs, method_inputs, run_inputs
+from kvjax.experiments.report import writing
+from kvjax.experiments.run import results, runner
 
-for module in (benchmark_inputs, inputs, method_inputs):
+for module in (benchmark_inputs, run_inputs, method_inputs):
   flags.adopt_module_key_flags(module)
 
 _OUTPUT = flags.DEFINE_string(
@@ -49,7 +44,7 @@ def main() -> None:
   output = pathlib.Path(_OUTPUT.value)
   results.check_writable(output)
   console = rich.console.Console(highlight=False)
-  with inputs.loaded() as (lm, devices):
+  with run_inputs.loaded() as (lm, devices):
     drawn = benchmark_inputs.draw(lm)
     for note in drawn.notes:
       console.print(note)
@@ -57,12 +52,12 @@ def main() -> None:
       benchmark_inputs.BENCHMARK.value, drawn.data, benchmark_inputs.protocol()
     )
     folder = output / folder_name(settings)
-    batch = inputs.BATCH.value
-    run = runs.answer(
+    batch = run_inputs.BATCH.value
+    run = runner.answer(
       lm, devices, chosen, drawn.samples, settings, folder, batch, began
     )
   run.summary["about"] = dict(drawn.about)
-  console.print(reports.write_run(folder, run.summary))
+  console.print(writing.write_run(folder, run.summary))
   console.print(f"{run}; all in {folder}")
 
 

@@ -19,14 +19,17 @@ from absl import flags
 
 from kvjax import models
 from kvjax.errors import InputError
-from kvjax.experiments import cli, inputs, results, suite
+from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import hub, longbench_sets
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.finetuning.tuner import Recipe, Tuner
-from kvjax.experiments.reporting import wording
+from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.report import wording
+from kvjax.experiments.run import results
+from kvjax.experiments.tasks import suite
 from kvjax.models import lora
 
-flags.adopt_module_key_flags(inputs)
+flags.adopt_module_key_flags(run_inputs)
 
 _DOCUMENTS = flags.DEFINE_string(
   "documents", None, "Folder of .txt and .md files to train on."
@@ -122,7 +125,7 @@ def main() -> None:
   output = pathlib.Path(_OUTPUT.value).absolute()
   results.check_writable(output)
   texts, recipe = _texts(), _recipe()
-  with inputs.loaded() as (lm, _):
+  with run_inputs.loaded() as (lm, _):
     _check_length(lm)
     parts = documents.chunks(texts, lm.text, _LENGTH.value, training.QUERIES)
     print(
@@ -131,9 +134,9 @@ def main() -> None:
     )
     output.mkdir(parents=True, exist_ok=True)
     source = {
-      "model": inputs.model_name(),
-      "weights": results.digest(inputs.model_directory()),
-      "dtype": inputs.dtype(),
+      "model": run_inputs.model_name(),
+      "weights": results.digest(run_inputs.model_directory()),
+      "dtype": run_inputs.dtype(),
       "documents": documents.digest(parts),
       "length": _LENGTH.value,
     }
@@ -141,7 +144,7 @@ def main() -> None:
     tuner.run()
     adapter = output / "adapter"
     adapter.mkdir(exist_ok=True)
-    base = str(inputs.model_directory())
+    base = str(run_inputs.model_directory())
     lora.write_adapter(tuner.state.params, lm.config, adapter, base)
     model, params = tuner.merged()
     models.save(dataclasses.replace(lm, model=model, params=params), output)

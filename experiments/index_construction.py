@@ -38,8 +38,11 @@ import rich.progress
 from absl import flags
 
 from kvjax.errors import InputError
-from kvjax.experiments import cli, index_builders, inputs, reports, results
-from kvjax.experiments.index_builders import (
+from kvjax.experiments import cli
+from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.run import environment, outputs, results
+from kvjax.experiments.timing import index_builders
+from kvjax.experiments.timing.index_builders import (
   KEY_CENTERS,
   QCIVF,
   QUERY_CENTERS,
@@ -85,17 +88,17 @@ def main() -> None:
     "group": _GROUP.value,
     "reads": _READS.value,
     "repeats": _REPEATS.value,
-    "seed": inputs.SEED.value,
-    "device": reports.device(),
+    "seed": run_inputs.SEED.value,
+    "device": environment.device(),
     "faiss_threads": faiss.omp_get_max_threads(),
     "cores": os.cpu_count(),
-    "versions": reports.versions() | {"faiss": faiss.__version__},
+    "versions": environment.versions() | {"faiss": faiss.__version__},
     "rows": _measure(faiss, retrieval, lengths),
   }
   text = to_markdown(summary)
   folder.mkdir(parents=True, exist_ok=True)
-  reports.write_json(folder / "summary.json", summary)
-  reports.write_text(folder / "table.md", text)
+  outputs.write_json(folder / "summary.json", summary)
+  outputs.write_text(folder / "table.md", text)
   rich.console.Console(highlight=False).print(text, markup=False)
 
 
@@ -191,7 +194,7 @@ def _measure(
     for length in lengths:
       progress.update(bar, description=f"{length:,} tokens")
       workload = index_builders.draw(
-        retrieval, inputs.SEED.value, length, _GROUP.value, _HEAD_DIM.value
+        retrieval, run_inputs.SEED.value, length, _GROUP.value, _HEAD_DIM.value
       )
       builders = index_builders.builders(faiss, retrieval, workload)
       advance = functools.partial(progress.advance, bar, length / len(builders))

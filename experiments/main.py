@@ -20,8 +20,8 @@ PROGRAMS = (
   "compare",
   "evaluate",
   "trials",
-  "papers",
-  "report",
+  "reproduce",
+  "leaderboard",
   "show_kept",
   "calibrate",
   "calibrate_queries",
@@ -35,7 +35,7 @@ PROGRAMS = (
   "benchmark_peers",
   "tpu_compile",
   "train_reference",
-  "make_reports",
+  "generate_documents",
 )
 _WRONG_INPUT = 2
 

@@ -30,27 +30,30 @@ from absl import flags
 import kvjax
 from kvjax import models
 from kvjax.errors import InputError
-from kvjax.experiments import (
-  cli,
-  essay_inputs,
-  inputs,
-  needle_inputs,
-  reports,
+from kvjax.experiments import cli
+from kvjax.experiments.inputs import essay_inputs, needle_inputs, run_inputs
+from kvjax.experiments.run import (
+  environment,
+  outputs,
   results,
   retrieval_quality,
-  suite,
 )
-from kvjax.experiments.answering import (
+from kvjax.experiments.run.answering import (
   QUERY_AWARE,
   Prompt,
   Shape,
   check_context_length,
 )
-from kvjax.experiments.candidates import Candidate, candidates, parse_budgets
-from kvjax.experiments.retrieval_quality import Quality
+from kvjax.experiments.run.candidates import (
+  Candidate,
+  candidates,
+  parse_budgets,
+)
+from kvjax.experiments.run.retrieval_quality import Quality
+from kvjax.experiments.tasks import suite
 from kvjax.registry.registry import RETRIEVALS
 
-flags.adopt_module_key_flags(inputs)
+flags.adopt_module_key_flags(run_inputs)
 flags.adopt_module_key_flags(needle_inputs)
 
 _METHODS = flags.DEFINE_list(
@@ -88,13 +91,13 @@ def main() -> None:
       f"None of --methods looks anything up; retrieval methods are "
       f"{', '.join(RETRIEVALS)}."
     )
-  with inputs.loaded() as (lm, devices):
+  with run_inputs.loaded() as (lm, devices):
     quality_of, cosines = _measure(lm, chosen)
     settings = results.Settings(
-      model=inputs.model_name(),
-      weights=results.digest(inputs.model_directory()),
-      dtype=inputs.dtype(),
-      seed=inputs.SEED.value,
+      model=run_inputs.model_name(),
+      weights=results.digest(run_inputs.model_directory()),
+      dtype=run_inputs.dtype(),
+      seed=run_inputs.SEED.value,
       data=origins,
       protocol=QUERY_AWARE,
     )
@@ -103,8 +106,8 @@ def main() -> None:
     "samples": needle_inputs.SAMPLES.value,
     "tasks": needle_inputs.TASKS.value,
     "steps": _STEPS.value,
-    "device": reports.device(devices),
-    "versions": reports.versions(),
+    "device": environment.device(devices),
+    "versions": environment.versions(),
     "cosine_of_neighboring_queries": cosines,
     "rows": [
       {"method": c.method, "budget": c.budget, **quality._asdict()}
@@ -113,8 +116,8 @@ def main() -> None:
   }
   text = to_markdown(summary)
   folder.mkdir(parents=True, exist_ok=True)
-  reports.write_json(folder / "summary.json", summary)
-  reports.write_text(folder / "table.md", text)
+  outputs.write_json(folder / "summary.json", summary)
+  outputs.write_text(folder / "table.md", text)
   print(text, end="")
 
 
@@ -158,7 +161,7 @@ def _measure(
     for sample in drawn
   ]
   check_context_length(lm, prompts)
-  shape = Shape.of(prompts, inputs.BATCH.value, QUERY_AWARE)
+  shape = Shape.of(prompts, run_inputs.BATCH.value, QUERY_AWARE)
   quality_of: list[list[Quality]] = [[] for _ in chosen]
   cosines, sizes = [], []
   starts = range(0, len(prompts), shape.rows)

@@ -16,10 +16,12 @@ from absl import flags
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.experiments import cli, inputs, reports, results, side_by_side, suite
-from kvjax.experiments.candidates import FULL, candidates, parse_budgets
+from kvjax.experiments import cli
+from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.kept import page
-from kvjax.experiments.tasks import prose
+from kvjax.experiments.run import outputs, results, side_by_side
+from kvjax.experiments.run.candidates import FULL, candidates, parse_budgets
+from kvjax.experiments.tasks import prose, suite
 
 for name in ("model", "mesh", "kernels", "dtype"):
   flags.declare_key_flag(name)
@@ -70,18 +72,18 @@ def main() -> None:
   text = _TEXT.value and side_by_side.read_text(pathlib.Path(_TEXT.value))
   console = rich.console.Console(highlight=False)
   with (
-    inputs.loaded() as (lm, _),
+    run_inputs.loaded() as (lm, _),
     rich.console.Console(stderr=True).status("reading the text"),
   ):
     about = {
-      "Model": f"{inputs.model_name()}, {inputs.dtype()}",
+      "Model": f"{run_inputs.model_name()}, {run_inputs.dtype()}",
       "Text": _TEXT.value or f"{_TASK} in {prose.SOURCE}",
     }
     if text is None:
       text = suite.draw(_TASK, 0, 0, _LENGTH, lm.text.count).context
     shown = page.of_text(lm, chosen, text, _QUESTION.value, about)
   output.parent.mkdir(parents=True, exist_ok=True)
-  reports.write_text(output, shown.html)
+  outputs.write_text(output, shown.html)
   names = ", ".join(f"{c.method} at {c.budget}" for c in chosen)
   console.print(f"{output} shows {names}.")
 

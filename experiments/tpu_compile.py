@@ -29,7 +29,8 @@ from absl import flags
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.experiments import cli, results
+from kvjax.experiments import cli
+from kvjax.experiments.run import results
 from kvjax.experiments.tpu import chips, llama, programs
 from kvjax.experiments.tpu.engine_programs import engine_programs
 from kvjax.experiments.tpu.kernel_programs import kernel_programs

@@ -9,9 +9,10 @@ from pathlib import Path
 from absl import flags
 
 from kvjax.errors import InputError
-from kvjax.experiments import cli, results
+from kvjax.experiments import cli
 from kvjax.experiments.reference import curriculum, export
 from kvjax.experiments.reference.trainer import Trainer
+from kvjax.experiments.run import results
 
 _OUTPUT = flags.DEFINE_string(
   "output",

@@ -26,9 +26,10 @@ import rich.console
 from absl import flags
 
 from kvjax.errors import InputError
-from kvjax.experiments import cli, reports, results
-from kvjax.experiments.reporting import formats, records
-from kvjax.experiments.reporting.anova import compare, scores_of
+from kvjax.experiments import cli
+from kvjax.experiments.report import formats, records
+from kvjax.experiments.report.anova import compare, scores_of
+from kvjax.experiments.run import outputs, results
 
 _TRIALS = flags.DEFINE_integer("trials", 20, "Number of trials.", lower_bound=2)
 _MARGIN = flags.DEFINE_float(
@@ -63,12 +64,12 @@ def main(arguments: Sequence[str]) -> None:
   table = compare(scores, _MARGIN.value)
   console = rich.console.Console(highlight=False)
   console.print(table)
-  reports.write_text(output / "trials.md", formats.to_markdown(table))
+  outputs.write_text(output / "trials.md", formats.to_markdown(table))
   data = [
     {"method": method, "budget": budget, "scores": trials}
     for (method, budget), trials in scores.items()
   ]
-  reports.write_json(output / "trials.json", {"trials": data})
+  outputs.write_json(output / "trials.json", {"trials": data})
   console.print(f"All in {output}")
 
 

@@ -2,9 +2,9 @@
 
 All files that kvjax writes go through `replacing` or `append`, except for
 caches and checkpoints, which orbax writes as atomically; for the records that
-runs resume from (`kvjax.experiments.line_files`), which keep whole lines; and
-for models that are fetched (`kvjax.models.downloads`), which are written to a
-temporary folder, checked, and on the disk before they get their names.
+runs resume from (`kvjax.experiments.run.line_files`), which keep whole lines;
+and for models that are fetched (`kvjax.models.downloads`), which are written to
+a temporary folder, checked, and on the disk before they get their names.
 """
 
 import contextlib

@@ -173,8 +173,8 @@ plt.show()
 # `python -m kvjax.experiments.show_kept` writes this page for your own text.
 
 # %%
-from kvjax.experiments.candidates import candidates
 from kvjax.experiments.kept import page
+from kvjax.experiments.run.candidates import candidates
 
 pair = candidates(["snapkv", "keydiff"], [kvjax.Retention(0.25)])[1:]
 shaded = page.of_text(lm, pair, text)

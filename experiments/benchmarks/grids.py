@@ -10,7 +10,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
-from kvjax.experiments.results import Part
+from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import needles, passkey, prose
 from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
 from kvjax.experiments.tasks.words import BUILT_IN, KeyWords

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from kvjax.errors import InputError
-from kvjax.experiments import suite
 from kvjax.experiments.benchmarks import longbench_files, longbench_prompts
 from kvjax.experiments.benchmarks.longbench_prompts import PromptTexts
 from kvjax.experiments.benchmarks.longbench_sets import BUCKETS, NAMES, SETS
 from kvjax.experiments.benchmarks.row_files import Row, RowFile
 from kvjax.experiments.metrics import registry
-from kvjax.experiments.results import Part, Samples
+from kvjax.experiments.run.results import Part, Samples
+from kvjax.experiments.tasks import suite
 from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
 from kvjax.models.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
-from kvjax.experiments.results import Part
+from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import needles, prose
 from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
 from kvjax.experiments.tasks.words import BUILT_IN, KeyWords

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvjax.experiments.benchmarks import essays
-from kvjax.experiments.results import Samples
+from kvjax.experiments.run.results import Samples
 from kvjax.experiments.tasks import prose
 
 # A share of distinct sentences below which haystacks are said to repeat. Prose

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvjax.errors import InputError
-from kvjax.experiments import suite
 from kvjax.experiments.benchmarks import corpora, essays, word_lists
-from kvjax.experiments.results import Part
+from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import (
   common_words,
   frequent_words,
   needles,
   prose,
   question_answering,
+  suite,
   variable_tracking,
 )
 from kvjax.experiments.tasks.fitting import Count, TooShortError

@@ -30,7 +30,7 @@ from kvjax.experiments.benchmarks.row_files import (
   printed_list,
 )
 from kvjax.experiments.benchmarks.ruler import TASKS
-from kvjax.experiments.results import Part
+from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import (
   common_words,
   frequent_words,

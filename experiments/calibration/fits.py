@@ -10,7 +10,7 @@ import numpy as np
 import kvjax
 from kvjax.calibration.record import Preset
 from kvjax.experiments.calibration.measuring import Measurement
-from kvjax.experiments.candidates import Candidate
+from kvjax.experiments.run.candidates import Candidate
 
 PAPER: Preset = "paper"
 PREFILL: Preset = "prefill"

@@ -10,16 +10,12 @@ from jaxtyping import Float
 import kvjax
 from kvjax.engine.prepared import prepare
 from kvjax.errors import InputError
-from kvjax.experiments import prefilling
-from kvjax.experiments.answering import (
-  Prompt,
-  Shape,
-  check_context_length,
-)
-from kvjax.experiments.candidates import FULL, Candidate
-from kvjax.experiments.comparison import wanted
-from kvjax.experiments.line_files import Line, LineFile
-from kvjax.experiments.results import Key, Part, Samples
+from kvjax.experiments.run import prefilling
+from kvjax.experiments.run.answering import Prompt, Shape, check_context_length
+from kvjax.experiments.run.candidates import FULL, Candidate
+from kvjax.experiments.run.comparison import wanted
+from kvjax.experiments.run.line_files import Line, LineFile
+from kvjax.experiments.run.results import Key, Part, Samples
 from kvjax.experiments.tasks import needles
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained

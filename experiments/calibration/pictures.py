@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from kvjax.calibration.curve import quality
 from kvjax.experiments.calibration.fits import Fitted, features
 from kvjax.experiments.calibration.measuring import Measurement
-from kvjax.experiments.reporting import formats
-from kvjax.experiments.reporting.lines import styled
+from kvjax.experiments.report import formats
+from kvjax.experiments.report.lines import styled
 
 _COLUMNS = 4
 _PANEL = (2.7, 2.3)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvjax.experiments.reporting import formats, wording
-from kvjax.experiments.reporting.formats import Table
+from kvjax.experiments.report import formats, wording
+from kvjax.experiments.report.formats import Table
 
 _Rows = Sequence[Mapping[str, Any]]
 

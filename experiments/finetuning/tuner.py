@@ -13,10 +13,10 @@ from jaxtyping import Array, Float
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.experiments import typed_records
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.reference.checkpoints import Checkpoints, Progress
-from kvjax.experiments.step_bar import step_bar
+from kvjax.experiments.run import typed_records
+from kvjax.experiments.run.step_bar import step_bar
 from kvjax.models import lora
 from kvjax.models.fields import format_value
 from kvjax.models.json_files import (

@@ -14,7 +14,7 @@ from kvjax.cache.base import Layer
 from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
-from kvjax.experiments.candidates import Candidate
+from kvjax.experiments.run.candidates import Candidate
 from kvjax.kernels.select import slots_to_mask
 from kvjax.model import Model
 

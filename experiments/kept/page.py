@@ -9,11 +9,11 @@ import markupsafe
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.experiments import reports
-from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
-from kvjax.experiments.candidates import Candidate
 from kvjax.experiments.kept.counts import Kept, kept
-from kvjax.experiments.reporting import page, wording
+from kvjax.experiments.report import page, wording
+from kvjax.experiments.run import environment
+from kvjax.experiments.run.answering import QUERY_AGNOSTIC, QUERY_AWARE
+from kvjax.experiments.run.candidates import Candidate
 from kvjax.models.pretrained import Pretrained
 
 _INVISIBLE = ("Cc", "Cf")
@@ -91,8 +91,8 @@ def of_text(
       if question is None
       else f"{QUERY_AWARE}: the question is prefilled with the text"
     ),
-    "Device": reports.device(),
-    "Versions": ", ".join(map(" ".join, reports.versions().items())),
+    "Device": environment.device(),
+    "Versions": ", ".join(map(" ".join, environment.versions().items())),
   }
   return Page(
     page.render(

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 import kvjax
-from kvjax.experiments import answering, suite
-from kvjax.experiments.candidates import FULL, candidates
 from kvjax.experiments.metrics.string_match import string_match_all
-from kvjax.experiments.tasks import needles
+from kvjax.experiments.run import answering
+from kvjax.experiments.run.candidates import FULL, candidates
+from kvjax.experiments.tasks import needles, suite
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained
 

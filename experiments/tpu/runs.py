@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import rich.console
 
 from kvjax.errors import InputError
-from kvjax.experiments import reports
+from kvjax.experiments.run import outputs
 from kvjax.experiments.tpu import tables
 from kvjax.experiments.tpu.programs import KINDS, Outcome, Program
 
@@ -28,7 +28,7 @@ def finish(
   if output is not None:
     text = tables.to_markdown(outcomes, COMMAND, versions)
     output.parent.mkdir(parents=True, exist_ok=True)
-    reports.write_text(output, text)
+    outputs.write_text(output, text)
 
 
 def chosen(

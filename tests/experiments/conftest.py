@@ -22,7 +22,7 @@ POSITIONS = 512
 _RUNNER = """
 import json, os, runpy, sys
 import absl.app, rich.progress
-import kvjax.experiments.reports, kvjax.experiments.side_by_side
+import kvjax.experiments.report.writing, kvjax.experiments.run.side_by_side
 import matplotlib.backends.backend_agg
 
 def run(module, arguments, out, err):

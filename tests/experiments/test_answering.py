@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
-from kvjax.experiments import answering, comparison
-from kvjax.experiments.candidates import candidates
-from kvjax.experiments.results import Part
+from kvjax.experiments.run import answering, comparison
+from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks.sample import Sample
 
 

@@ -10,12 +10,12 @@ import pytest
 import kvjax
 from kvjax.calibration.curve import least_retention
 from kvjax.errors import InputError
-from kvjax.experiments import comparison
 from kvjax.experiments.calibration import measuring
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
 from kvjax.experiments.calibration.records import Auto, file_name
-from kvjax.experiments.candidates import candidates, parse_budgets
-from kvjax.experiments.results import Part, Results, Settings
+from kvjax.experiments.run import comparison
+from kvjax.experiments.run.candidates import candidates, parse_budgets
+from kvjax.experiments.run.results import Part, Results, Settings
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.options.schedules import WHOLE
 

@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax.experiments.calibration import fits, pictures, tables
 from kvjax.experiments.calibration.measuring import Measurement
-from kvjax.experiments.candidates import candidates
+from kvjax.experiments.run.candidates import candidates
 
 METHODS = ["keydiff", "snapkv:window=4"]
 TAU = 0.9

@@ -6,8 +6,8 @@ from absl.testing import flagsaver
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import method_inputs
-from kvjax.experiments.candidates import candidates, parse_budgets
+from kvjax.experiments.inputs import method_inputs
+from kvjax.experiments.run.candidates import candidates, parse_budgets
 from kvjax.registry.names import split_budget
 
 LATER = kvjax.get_plan("keydiff", kvjax.Tokens(64), kvjax.Schedule(every=16))

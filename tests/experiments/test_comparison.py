@@ -10,10 +10,10 @@ import kvjax
 from kvjax import models
 from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
-from kvjax.experiments import answering, comparison
-from kvjax.experiments.candidates import candidates
 from kvjax.experiments.metrics.string_match import clean
-from kvjax.experiments.results import Part, Results, Settings
+from kvjax.experiments.run import answering, comparison
+from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.results import Part, Results, Settings
 from kvjax.experiments.tasks.sample import Sample
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)

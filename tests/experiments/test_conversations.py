@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.experiments import answering
-from kvjax.experiments.answering import Prompt, Seconds, Shape
 from kvjax.experiments.benchmarks import multiturn
-from kvjax.experiments.candidates import candidates
-from kvjax.experiments.results import Part
+from kvjax.experiments.run import answering
+from kvjax.experiments.run.answering import Prompt, Seconds, Shape
+from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.results import Part
 
 # Positions are those of the tiny model, its transcripts' width.
 TURNS, KEPT, ANSWER, POSITIONS = 3, 40, 16, 512

@@ -3,10 +3,10 @@
 import pytest
 
 import kvjax
-from kvjax.experiments import decode_timing, kernel_timing
-from kvjax.experiments.candidates import candidates
-from kvjax.experiments.decode_timing import Decoded
-from kvjax.experiments.kernel_timing import Copies
+from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.timing import decode_timing, kernel_timing
+from kvjax.experiments.timing.decode_timing import Decoded
+from kvjax.experiments.timing.kernel_timing import Copies
 
 FULL, KEYDIFF, FLAT = candidates(["keydiff", "flat"], [kvjax.Retention(0.25)])
 

@@ -178,7 +178,7 @@ def test_needles_of_the_users_texts_after_compressed_questions(
   assert int(share.removesuffix(" % at 400 tokens")) < 50
   assert share in path.with_name("report.html").read_text()
   result = run_binary(
-    "kvjax.experiments.report", str(output), f"--kvpress={exported}"
+    "kvjax.experiments.leaderboard", str(output), f"--kvpress={exported}"
   )
   assert result.returncode == 0, result.stderr
   configs = [json.loads(p.read_text()) for p in exported.rglob("config.yaml")]

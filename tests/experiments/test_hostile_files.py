@@ -8,11 +8,6 @@ from odd_files import ODD, UNDECODED, UNREAD, refused, replace
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import (
-  side_by_side,
-  summaries,
-  typed_records,
-)
 from kvjax.experiments.benchmarks import (
   corpora,
   essays,
@@ -22,11 +17,12 @@ from kvjax.experiments.benchmarks import (
   word_lists,
 )
 from kvjax.experiments.finetuning import documents, tuner
-from kvjax.experiments.processes import Process, Processes
 from kvjax.experiments.reference import curriculum, trainer
 from kvjax.experiments.reference.checkpoints import Progress
-from kvjax.experiments.reporting import kvpress, records
-from kvjax.experiments.results import Answer, Results, Settings, digest
+from kvjax.experiments.report import kvpress, records
+from kvjax.experiments.run import side_by_side, summaries, typed_records
+from kvjax.experiments.run.processes import Process, Processes
+from kvjax.experiments.run.results import Answer, Results, Settings, digest
 from kvjax.testing import TinyModel
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)

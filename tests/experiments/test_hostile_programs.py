@@ -14,10 +14,8 @@ from odd_files import ODD, refused, replace
 import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
-from kvjax.experiments import (
-  cli,
-  inputs,
-)
+from kvjax.experiments import cli
+from kvjax.experiments.inputs import run_inputs
 
 
 @pytest.mark.parametrize(
@@ -166,12 +164,12 @@ def test_a_model_that_is_something_else(
   path = replace(tmp_path / "model", kind)
   values = {"MODEL": str(path), "_KERNELS": "auto", "_MESH": None}
   for name, value in (values | {"_DTYPE": None}).items():
-    monkeypatch.setattr(inputs, name, types.SimpleNamespace(value=value))
+    monkeypatch.setattr(run_inputs, name, types.SimpleNamespace(value=value))
   said = r"has no config\.json|is not a GGUF file|cannot be read"
 
   def main():
-    inputs.model_name()
-    with inputs.loaded():
+    run_inputs.model_name()
+    with run_inputs.loaded():
       pytest.fail("the model has been loaded")
 
   with pytest.raises(SystemExit) as stopped:
@@ -190,8 +188,8 @@ def test_a_model_that_is_something_else(
       "--stages is empty; nam",
     ),
     ("train_reference", ["--output="], "--output is empty"),
-    ("make_reports", ["--output="], "--output is empty"),
-    ("make_reports", ["--output=/dev/null"], "/dev/null is no folder"),
+    ("generate_documents", ["--output="], "--output is empty"),
+    ("generate_documents", ["--output=/dev/null"], "/dev/null is no folder"),
     ("show_kept", ["--output=/dev/null"], "no regular file"),
     ("compare", ["--mesh=data:2,data:2", "--output=new"], "'data' twice"),
     ("compare", ["--output=new", "--model=loop"], "loop has no config.json"),

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments import index_builders, index_construction
-from kvjax.experiments.index_builders import Builder
+from kvjax.experiments import index_construction
+from kvjax.experiments.timing import index_builders
+from kvjax.experiments.timing.index_builders import Builder
 from kvjax.retrieval import CTkvr
 
 LENGTH, DIM, READS = 128, 8, 16

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from kvjax import InputError
-from kvjax.experiments import inputs
+from kvjax.experiments.inputs import run_inputs
 from kvjax.models import catalog
 
 
@@ -24,8 +24,8 @@ def test_a_model_of_the_hubs_cache_has_its_own_name(
   monkeypatch, directory, name
 ):
   place = pathlib.Path("/some/where") / directory
-  monkeypatch.setattr(inputs, "model_directory", lambda: place)
-  assert inputs.model_name() == name
+  monkeypatch.setattr(run_inputs, "model_directory", lambda: place)
+  assert run_inputs.model_name() == name
 
 
 def test_a_model_by_name_is_where_it_was_fetched_to(monkeypatch, tmp_path):
@@ -34,12 +34,12 @@ def test_a_model_by_name_is_where_it_was_fetched_to(monkeypatch, tmp_path):
   name = "smollm2-135m-instruct"
   assert name in catalog.NAMED
   folder = tmp_path / "kvjax" / "models" / name
-  monkeypatch.setattr(inputs, "MODEL", types.SimpleNamespace(value=name))
-  assert inputs.model_directory() == folder
-  assert inputs.model_name() == name
+  monkeypatch.setattr(run_inputs, "MODEL", types.SimpleNamespace(value=name))
+  assert run_inputs.model_directory() == folder
+  assert run_inputs.model_name() == name
 
 
 def test_what_works_on_text_needs_a_tokenizer(tiny):
   mute = dataclasses.replace(tiny, tokenizer=None)
   with pytest.raises(InputError, match="no tokenizer, which texts need"):
-    inputs.check_lengths(mute, [64])
+    run_inputs.check_lengths(mute, [64])

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments import kernel_tables, kernel_timing
-from kvjax.experiments.kernel_timing import LIBRARY, PALLAS, XLA, Copies, Timed
+from kvjax.experiments.timing import kernel_tables, kernel_timing
+from kvjax.experiments.timing.kernel_timing import (
+  LIBRARY,
+  PALLAS,
+  XLA,
+  Copies,
+  Timed,
+)
 from kvjax.kernels.specs import Spec
 
 COPIES = Copies(800, [8.0, 4.0, 2.0])  # 200 bytes a second

@@ -18,7 +18,7 @@ from kvjax.experiments.benchmarks.longbench_prompts import (
 )
 from kvjax.experiments.benchmarks.longbench_sets import LONGBENCH_E, NAMES, SETS
 from kvjax.experiments.metrics import registry
-from kvjax.experiments.results import Part
+from kvjax.experiments.run.results import Part
 from kvjax.models.tokenizer import Tokenizer
 
 # CRC-32 of the official prompts with {context} and {input}, as they stand in

@@ -44,10 +44,10 @@ def test_an_unknown_program_is_refused_with_a_guess(monkeypatch, capsys):
 
 
 def test_a_program_is_started_with_its_flags(run_binary):
-  done = run_binary("kvjax.experiments.main", "make_reports", "--output")
+  done = run_binary("kvjax.experiments.main", "generate_documents", "--output")
   assert done.returncode == 2
   assert "--help lists the flags" in done.stderr
-  done = run_binary("kvjax.experiments.main", "report", "--help")
+  done = run_binary("kvjax.experiments.main", "leaderboard", "--help")
   assert done.returncode == 0
   assert "Merges runs into one leaderboard" in done.stdout
   assert "--kvpress" in done.stdout

@@ -3,7 +3,7 @@
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments.processes import Process, Processes
+from kvjax.experiments.run.processes import Process, Processes
 
 ONE = Process("CPU, 2 cores", {"jax": "1.2"}, {"prefill": 2.0, "total": 10.0})
 OTHER = Process(

@@ -11,16 +11,16 @@ import pytest
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import comparison, side_by_side
-from kvjax.experiments.answering import (
+from kvjax.experiments.metrics.string_match import clean
+from kvjax.experiments.run import comparison, side_by_side
+from kvjax.experiments.run.answering import (
   QUERY_AGNOSTIC,
   QUERY_AWARE,
   QUERY_AWARE_KVPRESS,
   Prompt,
 )
-from kvjax.experiments.candidates import candidates
-from kvjax.experiments.metrics.string_match import clean
-from kvjax.experiments.results import Part, Results, Settings
+from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.results import Part, Results, Settings
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models import catalog
 from kvjax.models.pretrained import load

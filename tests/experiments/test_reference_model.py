@@ -7,11 +7,12 @@ import pytest
 
 import kvjax
 from kvjax import models
-from kvjax.experiments import comparison, suite
-from kvjax.experiments.candidates import candidates
 from kvjax.experiments.reference.validation import depth_grid, rounds, validate
-from kvjax.experiments.results import Part, Results, Settings
-from kvjax.experiments.summaries import summarize
+from kvjax.experiments.run import comparison
+from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.results import Part, Results, Settings
+from kvjax.experiments.run.summaries import summarize
+from kvjax.experiments.tasks import suite
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,12 @@ import scipy.stats
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import runs
-from kvjax.experiments.answering import QUERY_AGNOSTIC, QUERY_AWARE
-from kvjax.experiments.candidates import candidates
-from kvjax.experiments.intervals import count_samples, difference, interval
-from kvjax.experiments.results import (
-  Answer,
-  Results,
-  Settings,
-  digest,
-)
-from kvjax.experiments.summaries import summarize
+from kvjax.experiments.run import runner
+from kvjax.experiments.run.answering import QUERY_AGNOSTIC, QUERY_AWARE
+from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.intervals import count_samples, difference, interval
+from kvjax.experiments.run.results import Answer, Results, Settings, digest
+from kvjax.experiments.run.summaries import summarize
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)
 
@@ -221,7 +216,7 @@ def test_first_tokens_come_from_whole_prompts_that_hold_the_question():
     (QUERY_AGNOSTIC, kvjax.Schedule(), False),
   ):
     chosen = candidates(["streaming"], [kvjax.Tokens(8)], schedule)
-    assert runs.first_token_from_full_prompt(protocol, chosen) == expected
+    assert runner.first_token_from_full_prompt(protocol, chosen) == expected
 
 
 def test_scores_that_older_answers_are_without_are_left_out():

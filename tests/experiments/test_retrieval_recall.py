@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.engine.forward import hidden_states
-from kvjax.experiments import retrieval_quality
+from kvjax.experiments.run import retrieval_quality
 from kvjax.testing import TinyModel
 
 MODEL = TinyModel()

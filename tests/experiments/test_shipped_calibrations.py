@@ -12,8 +12,8 @@ from kvjax.experiments.benchmarks import ruler
 from kvjax.experiments.calibration import fits, measuring
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
 from kvjax.experiments.calibration.records import FOLDER, Auto, file_name
-from kvjax.experiments.candidates import candidates
-from kvjax.experiments.results import Settings, digest
+from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.results import Settings, digest
 from kvjax.models import catalog
 
 MODELS = pathlib.Path(models.__file__).parent

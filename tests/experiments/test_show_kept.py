@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.experiments.candidates import candidates
 from kvjax.experiments.kept import counts, page
+from kvjax.experiments.run.candidates import candidates
 from kvjax.testing import kept_positions
 
 # 3 bytes a character, markup, what cannot be seen, and a break.

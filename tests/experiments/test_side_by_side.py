@@ -5,8 +5,8 @@ import rich.console
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import side_by_side
-from kvjax.experiments.candidates import candidates
+from kvjax.experiments.run import side_by_side
+from kvjax.experiments.run.candidates import candidates
 
 CHOSEN = candidates(["full", "streaming"], [kvjax.Retention(0.5)])
 SENTENCE = " The grass is green and the sky is blue."

@@ -7,10 +7,16 @@ import numpy as np
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments import suite
 from kvjax.experiments.metrics.string_match import string_match_all
 from kvjax.experiments.reference import vocabulary
-from kvjax.experiments.tasks import fitting, needles, passkey, prose, words
+from kvjax.experiments.tasks import (
+  fitting,
+  needles,
+  passkey,
+  prose,
+  suite,
+  words,
+)
 
 TOKENIZER = vocabulary.build()
 

@@ -3,8 +3,8 @@
 import pytest
 import scipy.stats
 
-from kvjax.experiments.reporting import anova
-from kvjax.experiments.reporting.equivalence import equivalence
+from kvjax.experiments.report import anova
+from kvjax.experiments.report.equivalence import equivalence
 
 FULL, SAME, WORSE = [50.0, 52.0, 51.0], [51.0, 50.0, 52.5], [40.0, 42.0, 41.0]
 SCORES = {("full", "1"): FULL, ("a", "0.5"): SAME, ("b", "0.5"): WORSE}

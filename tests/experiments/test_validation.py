@@ -9,7 +9,6 @@ from flax import nnx
 
 import kvjax
 from kvjax.engine.forward import hidden_states
-from kvjax.experiments.answering import Prompt
 from kvjax.experiments.reference import (
   attention,
   card,
@@ -20,6 +19,7 @@ from kvjax.experiments.reference import (
 )
 from kvjax.experiments.reference.needle_mass import sample_mass
 from kvjax.experiments.reference.validation import Score
+from kvjax.experiments.run.answering import Prompt
 from kvjax.experiments.tasks import needles
 
 POSITIONS = 512

@@ -11,8 +11,8 @@ ids. Of each task they are the first samples whose context can be exactly
 import json
 import pathlib
 
-from kvjax.experiments import suite
-from kvjax.experiments.answering import Prompt
+from kvjax.experiments.run.answering import Prompt
+from kvjax.experiments.tasks import suite
 from kvjax.models.pretrained import Pretrained, load
 
 OUTPUT = pathlib.Path(__file__).parent / "kvpress_smollm2"

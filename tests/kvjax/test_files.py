@@ -165,7 +165,7 @@ def test_whole_pairs_are_characters():
 # What may write by itself: the atomic functions; the lines that runs resume
 # from; downloads, to a temporary folder of `kvjax.models.downloads`.
 OWN = {
-  *("kvjax/files.py", "experiments/line_files.py", "models/wheels.py"),
+  *("kvjax/files.py", "experiments/run/line_files.py", "models/wheels.py"),
   # It resets a counter of the operating system, without kvjax at hand.
   "experiments/peers/serving.py",
 }

@@ -20,7 +20,7 @@ from kvjax.engine.forward import (
   hidden_states,
 )
 from kvjax.errors import InputError
-from kvjax.experiments import answering
+from kvjax.experiments.run import answering
 from kvjax.kernels import dispatch
 from kvjax.models import lora
 from kvjax.models.pretrained import load, load_decoder, save

@@ -12,7 +12,7 @@ import pytest
 from kvjax import user_cache
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks import essays, grids, multiturn, repetition
-from kvjax.experiments.results import Part
+from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import needles, prose
 
 SENTENCES = tuple(f"Tale {number} tells of the sea." for number in range(900))

@@ -6,11 +6,11 @@ import re
 import pytest
 
 from kvjax import models
-from kvjax.experiments.answering import Prompt
 from kvjax.experiments.benchmarks import grids, multiturn
 from kvjax.experiments.metrics import registry
 from kvjax.experiments.reference import vocabulary
-from kvjax.experiments.results import Part
+from kvjax.experiments.run.answering import Prompt
+from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import needles, passkey, prose
 from kvjax.experiments.tasks.words import KeyWords
 

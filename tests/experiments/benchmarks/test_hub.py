@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks import hub, ruler_files
-from kvjax.experiments.results import Part, data_name
+from kvjax.experiments.run.results import Part, data_name
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 ROW = {

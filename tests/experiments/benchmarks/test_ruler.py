@@ -10,15 +10,15 @@ import pytest
 import scipy.special
 
 from kvjax.errors import InputError
-from kvjax.experiments import suite
 from kvjax.experiments.benchmarks import ruler
 from kvjax.experiments.metrics import registry
-from kvjax.experiments.results import Part
+from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import (
   common_words,
   fitting,
   frequent_words,
   needles,
+  suite,
   variable_tracking,
   words,
 )

@@ -12,7 +12,7 @@ import pytest
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks import ruler, ruler_files
 from kvjax.experiments.metrics import registry
-from kvjax.experiments.results import Part
+from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks.question_answering import Corpus, Question
 
 LENGTH = 2048

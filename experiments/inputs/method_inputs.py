@@ -1,0 +1,224 @@
+"""Flags for methods, budgets, schedule and protocol, and their values."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import cast
+
+from absl import flags
+
+import kvjax
+from kvjax import models
+from kvjax.cache.layers import KV_DTYPES
+from kvjax.errors import InputError
+from kvjax.experiments import cli
+from kvjax.experiments.calibration.records import AUTO, FOLDER, Auto
+from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.run import candidates, results
+from kvjax.experiments.run.answering import (
+  QUERY_AGNOSTIC,
+  QUERY_AWARE,
+  QUERY_AWARE_KVPRESS,
+  Protocol,
+)
+from kvjax.experiments.run.candidates import Candidate, Given
+from kvjax.options.schedules import WHOLE
+from kvjax.registry.names import get_recipe, split_budget
+
+_METHODS = flags.DEFINE_list(
+  "methods",
+  candidates.DEFAULT,
+  "Methods or presets, with options as in keydiff:anchor=median_unit, and "
+  "prefixes as in ada/snapkv; the default is all that support --block and "
+  "--every.",
+)
+_RETENTION = flags.DEFINE_list(
+  "retention",
+  ["1", "0.5", "0.25", "0.1"],
+  "Shares of the context to keep, or to retrieve per token; 0.5+0.25 is a "
+  "share for each of two layers; auto chooses the share of each context by "
+  "--tau.",
+)
+_TAU = flags.DEFINE_float(
+  "tau",
+  0.95,
+  "Share of quality that --retention=auto preserves; see "
+  "kvjax.experiments.calibrate.",
+)
+_CALIBRATIONS = flags.DEFINE_string(
+  "calibrations",
+  None,
+  "Folder of records written by kvjax.experiments.calibrate; the default is "
+  f"{FOLDER} in the model's directory, or those that come with kvjax.",
+)
+_BUDGET = flags.DEFINE_list(
+  "budget", None, "Tokens to keep or to retrieve, instead of --retention."
+)
+_BLOCK = flags.DEFINE_integer(
+  "block",
+  None,
+  "Tokens per prompt block, with eviction after each; default: one block.",
+  lower_bound=1,
+)
+_EVERY = flags.DEFINE_integer(
+  "every",
+  None,
+  "Also evict while decoding, after this many tokens each.",
+  lower_bound=1,
+)
+_DECODING = flags.DEFINE_string(
+  "decoding",
+  None,
+  "Method and budget of the evictions while decoding, as in keydiff@512, if "
+  "they are others than for the prompt; --every says when.",
+)
+_HEADS = flags.DEFINE_enum(
+  "heads",
+  "kv",
+  ["kv", "query"],
+  "Whether each KV head selects tokens, or each query head with its own copy "
+  "of keys and values.",
+)
+_KV_DTYPE = flags.DEFINE_enum(
+  "kv_dtype",
+  None,
+  list(KV_DTYPES),
+  "Stores the cache in eight bits; the default is the computed dtype.",
+)
+_PROTOCOL = flags.DEFINE_enum(
+  "protocol",
+  QUERY_AGNOSTIC,
+  [QUERY_AGNOSTIC, QUERY_AWARE, QUERY_AWARE_KVPRESS],
+  "Whether the question follows the compressed context or is compressed with "
+  f"it; for conversations, the first question. {QUERY_AWARE} compresses the "
+  f"whole prompt; {QUERY_AWARE_KVPRESS}, like query_aware in kvpress, does not "
+  "compress the end of the turn and the start of the answer.",
+)
+
+
+def check_flags() -> None:
+  """Rejects flags that contradict each other.
+
+  Raises:
+    InputError: --retention is combined with --budget, --every with --kv_dtype,
+      or --block with --decoding; or --tau or --calibrations is given without
+      --retention=auto, or --decoding without --every.
+  """
+  cli.refuse_together("retention", ["budget"], "both say how much to keep")
+  cli.refuse_together(
+    "every",
+    ["kv_dtype"],
+    "a method chooses among keys as they were computed, not as they are stored",
+  )
+  cli.refuse_together(
+    "decoding",
+    ["block"],
+    "another method evicts while decoding only from prompts read as a whole",
+  )
+  if _DECODING.present and not _EVERY.present:
+    raise InputError("--decoding says what evicts; give --every for when.")
+  for flag in (_TAU, _CALIBRATIONS):
+    if flag.present and not _automatic():
+      raise InputError(f"--{flag.name} is for --retention={AUTO}.")
+
+
+def chosen() -> tuple[Candidate, ...]:
+  """Returns the candidates; see `candidates.candidates`."""
+  per_query_head = _HEADS.value == "query"
+  return candidates.candidates(
+    _names(),
+    budgets(),
+    schedule() if _DECODING.value is None else WHOLE,
+    per_query_head,
+    _KV_DTYPE.value,
+    run_inputs.SEED.value,
+    _decoding(per_query_head),
+  )
+
+
+def _decoding(per_query_head: bool) -> kvjax.Plan | None:
+  """The plan of --decoding."""
+  if _DECODING.value is None:
+    return None
+  name, budget = split_budget(_DECODING.value)
+  return kvjax.get_plan(name, budget, schedule(), per_query_head)
+
+
+def _names() -> list[str]:
+  names: list[str] = _METHODS.value
+  if _METHODS.present or schedule().is_whole_prompt:
+    return names
+  return [name for name in names if _supports_repeated_eviction(name)]
+
+
+def _supports_repeated_eviction(name: str) -> bool:
+  """Returns whether a method supports repeated eviction as the flags say."""
+  recipe = get_recipe(name)
+  if _DECODING.value is not None:
+    return not (recipe.allocation or recipe.method.allocation).ragged
+  refused = recipe.allocation or recipe.method.traits.whole_prompts_only
+  return not refused
+
+
+def budgets() -> list[Given]:
+  """Returns the budgets of --retention, or of --budget in its place."""
+  auto = _auto() if _automatic() else None
+  return candidates.parse_budgets(_RETENTION.value, _BUDGET.value, auto)
+
+
+def _automatic() -> bool:
+  return AUTO in [text.strip() for text in _RETENTION.value]
+
+
+def _auto() -> Auto:
+  model = run_inputs.model_directory()
+  folder = pathlib.Path(_CALIBRATIONS.value or _records_of(model))
+  return Auto.read(_TAU.value, folder, results.digest(model))
+
+
+def _records_of(model: pathlib.Path) -> pathlib.Path:
+  """Returns the records in a model's directory, or else those of kvjax."""
+  beside = model.parent if model.is_file() else model
+  folder = beside / FOLDER
+  shipped = (
+    pathlib.Path(models.__file__).parent / FOLDER / run_inputs.model_name()
+  )
+  return shipped if shipped.is_dir() and not folder.is_dir() else folder
+
+
+def schedule() -> kvjax.Schedule:
+  """Returns the eviction schedule."""
+  return kvjax.Schedule(block=_BLOCK.value, every=_EVERY.value)
+
+
+def _schedule_words() -> str:
+  by = f" by {_DECODING.value}" if _DECODING.value is not None else ""
+  return f"{schedule()}{by}"
+
+
+def protocol() -> Protocol:
+  """Returns whether the question is known before compression."""
+  return cast(Protocol, _PROTOCOL.value)
+
+
+def settings(
+  benchmark: str, data: Mapping[str, str], protocol: Protocol
+) -> results.Settings:
+  """Returns the settings that all answers of the run share.
+
+  Args:
+    benchmark: name of the benchmark.
+    data: sources of its texts, and other choices in words.
+    protocol: whether the question is known before compression.
+  """
+  return results.Settings(
+    model=run_inputs.model_name(),
+    weights=results.digest(run_inputs.model_directory()),
+    dtype=run_inputs.dtype(),
+    seed=run_inputs.SEED.value,
+    benchmark=benchmark,
+    data=data,
+    protocol=protocol,
+    schedule=_schedule_words(),
+    heads=f"{_HEADS.value} head",
+    kv_dtype=_KV_DTYPE.value or "",
+  )

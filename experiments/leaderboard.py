@@ -1,0 +1,79 @@
+"""Merges runs into one leaderboard.
+
+  python -m kvjax.experiments.leaderboard results
+
+reads every run of `kvjax.experiments.evaluate` and `kvjax.experiments.compare`
+in and below the given folders, prints a table for each combination of settings
+and writes leaderboard.csv, leaderboard.md and leaderboard.html to --output.
+Runs with different models, protocols, schedules, seeds, texts or tasks have
+separate tables. Of two equal runs the newer one counts. Unfinished runs are
+listed and left out.
+
+`--kvpress=DIR` also writes folders in the layout of NVIDIA/kvpress's
+evaluation, so that both results can be compared.
+"""
+
+import pathlib
+from collections.abc import Sequence
+
+import rich.console
+from absl import flags
+
+from kvjax.errors import InputError
+from kvjax.experiments import cli
+from kvjax.experiments.report import kvpress, ranking, records, wording
+from kvjax.experiments.run import outputs, results
+
+_OUTPUT = flags.DEFINE_string("output", "results/leaderboard", "Output folder.")
+_KVPRESS = flags.DEFINE_string(
+  "kvpress", None, "Parent folder of output in kvpress's layout."
+)
+
+
+def main(directories: Sequence[str]) -> None:
+  """Reads all runs, then writes the leaderboard."""
+  if not directories:
+    raise InputError(
+      "Name the folders that hold runs, as in kvjax leaderboard results."
+    )
+  folder = pathlib.Path(_OUTPUT.value)
+  export_folder = (
+    None if _KVPRESS.value is None else pathlib.Path(_KVPRESS.value)
+  )
+  for target in (folder, export_folder):
+    if target is not None:
+      results.check_writable(target)
+  sources = [pathlib.Path(name) for name in directories]
+  runs = records.find(sources)
+  board = ranking.merge(runs, records.unfinished(sources))
+  console = rich.console.Console(highlight=False)
+  console.print(board.to_terminal())
+  folder.mkdir(parents=True, exist_ok=True)
+  outputs.write_text(folder / "leaderboard.csv", board.to_csv())
+  outputs.write_text(folder / "leaderboard.md", board.to_markdown())
+  outputs.write_text(folder / "leaderboard.html", board.to_html())
+  count = wording.count(len(runs), "run")
+  console.print(f"{count}; leaderboard.csv, .md and .html in {folder}")
+  if export_folder is not None:
+    _export(runs, export_folder, console)
+
+
+def _export(
+  runs: Sequence[records.Record],
+  root: pathlib.Path,
+  console: rich.console.Console,
+) -> None:
+  count = 0
+  for record in runs:
+    for folder in kvpress.folders(record):
+      target = folder.place(root)
+      target.mkdir(parents=True, exist_ok=True)
+      for name, text in folder.files.items():
+        outputs.write_text(target / name, text)
+      count += 1
+  folders = wording.count(count, "folder")
+  console.print(f"{folders} in kvpress's layout in {root}")
+
+
+if __name__ == "__main__":
+  cli.run_on_arguments(main)

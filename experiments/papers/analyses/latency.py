@@ -1,0 +1,84 @@
+"""E3.8: latency of scorers in one layer of Llama-3.1-8B."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+import kvjax
+from kvjax.activations import Activations
+from kvjax.cache.layers import LayerCache
+from kvjax.engine.forward import attend_to_prompt
+from kvjax.experiments.papers.analyses.timing import median_seconds
+from kvjax.experiments.papers.findings import Findings, Subject
+from kvjax.experiments.report.formats import Table
+from kvjax.methods.leverage import draw_factors, leverage
+from kvjax.testing import random_activations
+
+_HEADS, _KV_HEADS, _DIM, _SKETCH = 32, 8, 128, 64
+_BASELINE = "SnapKV"
+
+_Scorer = Callable[[LayerCache, Activations], PyTree[Array]]
+
+
+def scorers(subject: Subject) -> Findings:
+  """Measures median milliseconds, and ratios to SnapKV."""
+  lines = []
+  for length in subject.lengths:
+    activations = random_activations(
+      subject.seed,
+      [length],
+      length,
+      heads=_HEADS,
+      kv_heads=_KV_HEADS,
+      head_dim=_DIM,
+      dtype="float32" if jax.default_backend() == "cpu" else "bfloat16",
+    )
+    cache = LayerCache.of(activations)
+    seconds = {
+      name: _seconds(scorer, cache, activations)
+      for name, scorer in _SCORERS.items()
+    }
+    lines += [
+      [
+        f"{length:,}",
+        name,
+        f"{1000 * median:.1f}",
+        f"{median / seconds[_BASELINE]:.2f}",
+      ]
+      for name, median in seconds.items()
+    ]
+  title = f"{_HEADS} query heads, {_KV_HEADS} KV heads, D = {_DIM}, batch 1"
+  header = ["tokens", "scorer", "ms", f"× {_BASELINE}"]
+  return Findings([Table(title, header, lines, names=2)])
+
+
+def _seconds(
+  scorer: _Scorer, cache: LayerCache, activations: Activations
+) -> float:
+  compiled = jax.jit(scorer)
+  return median_seconds(lambda: compiled(cache, activations))
+
+
+def _method(name: str) -> _Scorer:
+  method, layer = kvjax.get_method(name), jnp.zeros((), jnp.int32)
+  return lambda cache, activations: method.evaluate(layer, cache, activations)
+
+
+def _leverage(cache: LayerCache, activations: Activations) -> PyTree[Array]:
+  key = jax.random.key(0)
+  factors = draw_factors("gaussian", key, _KV_HEADS, _DIM, _SKETCH)
+  assert activations.keys_unrotated is not None
+  return leverage(
+    activations.keys_unrotated, cache.valid, factors, "svd", False
+  )
+
+
+_SCORERS: dict[str, _Scorer] = {
+  "Compactor": _method("compactor"),
+  "Compactor without a": _leverage,
+  "SnapKV": _method("snapkv.compactor"),
+  "H2O": _method("h2o.compactor"),
+  "dense attention": lambda _, activations: attend_to_prompt(activations),
+}

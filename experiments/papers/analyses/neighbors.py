@@ -1,0 +1,155 @@
+"""E4.10: similarity of neighboring queries and of their top keys."""
+
+import itertools
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from kvjax.activations import Activations
+from kvjax.experiments.papers.analyses.observed import activations
+from kvjax.experiments.papers.findings import Findings, Subject
+from kvjax.experiments.report.formats import Table
+
+# Number of last queries of a prompt to compare in pairs, and the share of the
+# earlier keys that count as top keys of a query: 5K of 96K.
+_QUERIES, _TOP = 64, 0.05
+# CTkvr's centroids: one for so many tokens, at most so many.
+_TOKENS_PER_CENTROID, _MAX_CENTROIDS = 16, 2048
+_BINS = (-1.0, 0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
+
+
+def measure(subject: Subject) -> Findings:
+  """Measures cosines by distance, and overlaps of top keys by cosine."""
+  by_layer: list[list[dict[int, float]]] = []
+  nearest: list[list[float]] = []
+  pairs = []
+  for row in subject.rows:
+    for number, layer_activations in enumerate(
+      activations(subject.lm.model, subject.lm.params, row)
+    ):
+      if number == len(by_layer):
+        by_layer.append([])
+        nearest.append([])
+      queries = np.asarray(layer_activations.queries[0], np.float64)
+      by_layer[number].append(cosines_by_distance(queries))
+      nearest[number].append(cosine_of_nearest(queries))
+      pairs.append(_pairs(layer_activations))
+  all_pairs = np.concatenate(pairs, axis=1)
+  return Findings(
+    [_distances(by_layer), _nearest(nearest), _overlaps(all_pairs)]
+  )
+
+
+def cosine_of_nearest(queries: Float[np.ndarray, "N S D"]) -> float:
+  """Computes the mean cosine of a query with CTkvr's nearest centroid.
+
+  The last queries of the prompt stand for decoded tokens. The centroids of each
+  are the queries before it.
+  """
+  units = queries / np.linalg.norm(queries, axis=-1, keepdims=True)
+  length = units.shape[1]
+  centroids = min(max(length // _TOKENS_PER_CENTROID, 1), _MAX_CENTROIDS)
+  first = max(length - _QUERIES, centroids)
+  best = [
+    np.einsum("nd,ncd->nc", units[:, at], units[:, at - centroids : at]).max(1)
+    for at in range(first, length)
+  ]
+  return float(np.mean(best))
+
+
+def cosines_by_distance(
+  queries: Float[np.ndarray, "N S D"],
+) -> dict[int, float]:
+  """Computes the mean cosine of queries at distances 1, 2, 4 and so on."""
+  units = queries / np.linalg.norm(queries, axis=-1, keepdims=True)
+  cosines = {}
+  distance = 1
+  while distance < units.shape[1]:
+    products = units[:, distance:] * units[:, :-distance]
+    cosines[distance] = float(products.sum(axis=-1).mean())
+    distance *= 2
+  return cosines
+
+
+def top_keys(
+  queries: Float[np.ndarray, "Q D"], keys: Float[np.ndarray, "T D"], count: int
+) -> Bool[np.ndarray, "Q T"]:
+  """Computes the mask of the keys with the highest products with a query."""
+  return highest(queries @ keys.T, count)
+
+
+def highest(
+  scores: Float[np.ndarray, "Q T"], count: int
+) -> Bool[np.ndarray, "Q T"]:
+  """Computes the mask of each row's highest scores; of ties, the first."""
+  best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+  chosen = np.zeros(scores.shape, bool)
+  np.put_along_axis(chosen, best, True, axis=1)
+  return chosen
+
+
+def _pairs(layer_activations: Activations) -> Float[np.ndarray, "2 P"]:
+  """Computes cosine and overlap of all pairs of a head's last queries."""
+  queries = np.asarray(layer_activations.queries[0], np.float64)
+  keys = np.asarray(layer_activations.keys[0], np.float64)
+  last_queries = min(_QUERIES, keys.shape[1] // 2)
+  before = keys.shape[1] - last_queries
+  count = max(1, round(_TOP * before))
+  group = len(queries) // len(keys)
+  one, other = np.triu_indices(last_queries, 1)
+  pairs = []
+  for head, head_queries in enumerate(queries[:, before:]):
+    chosen = top_keys(head_queries, keys[head // group, :before], count)
+    chosen = chosen.astype(np.float64)
+    units = head_queries / np.linalg.norm(head_queries, axis=1, keepdims=True)
+    cosines, shared = units @ units.T, chosen @ chosen.T / count
+    pairs.append(np.stack([cosines[one, other], shared[one, other]]))
+  return np.concatenate(pairs, axis=1)
+
+
+def _distances(by_layer: list[list[dict[int, float]]]) -> Table:
+  distances = sorted(set.intersection(*(set(x) for x in by_layer[0])))
+  lines = []
+  for distance in distances:
+    layers = [
+      float(np.mean([cosines[distance] for cosines in layer]))
+      for layer in by_layer
+    ]
+    lines.append(
+      [
+        str(distance),
+        f"{np.mean(layers):.2f}",
+        f"{min(layers):.2f}",
+        f"{max(layers):.2f}",
+      ]
+    )
+  return Table(
+    "cosine of two queries of a head, by their distance",
+    ["tokens apart", "mean", "lowest layer", "highest layer"],
+    lines,
+  )
+
+
+def _nearest(by_layer: list[list[float]]) -> Table:
+  layers = [float(np.mean(layer)) for layer in by_layer]
+  numbers = [np.mean(layers), min(layers), max(layers)]
+  return Table(
+    "cosine of a query with the nearest of CTkvr's centroids",
+    ["", "mean", "lowest layer", "highest layer"],
+    [["nearest centroid", *(f"{number:.2f}" for number in numbers)]],
+  )
+
+
+def _overlaps(pairs: Float[np.ndarray, "2 P"]) -> Table:
+  cosines, shared = pairs
+  lines = []
+  for low, high in itertools.pairwise(_BINS):
+    in_bin = (cosines >= low) & ((cosines < high) | (high == _BINS[-1]))
+    if in_bin.any():
+      mean = f"{100 * shared[in_bin].mean():.1f}"
+      lines.append([f"{low:g} to {high:g}", f"{in_bin.sum():,}", mean])
+  return Table(
+    f"top {100 * _TOP:g} % of the keys that two queries share, by their cosine",
+    ["cosine", "pairs", "% shared"],
+    lines,
+  )

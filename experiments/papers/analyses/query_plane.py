@@ -1,0 +1,154 @@
+"""E2.12: keys, queries and KeyDiff's anchor in one plane."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvjax.activations import Activations
+from kvjax.experiments.papers.analyses.drawing import (
+  BLUE,
+  DARK,
+  GRAY,
+  LABEL,
+  ORANGE,
+  TICK,
+  TITLE,
+  canvas,
+  scaled_layer,
+)
+from kvjax.experiments.papers.analyses.observed import activations
+from kvjax.experiments.papers.analyses.retained_keys import plane
+from kvjax.experiments.papers.findings import Findings, Subject
+from kvjax.experiments.report.formats import Table
+
+# Layers and KV heads of the paper's other pictures of keys, and the number of
+# its model's layers.
+_PLACES, _OF = ((5, 3), (8, 1), (20, 0), (27, 4)), 28
+# The share of keys with the highest scores, and the most points to draw.
+_TOP, _POINTS = 0.05, 1500
+
+
+class _Head(NamedTuple):
+  """Keys of a KV head, queries of its group, and the keys that score most."""
+
+  layer: int
+  head: int
+  keys: Float[np.ndarray, "T D"]
+  queries: Float[np.ndarray, "Q D"]
+  top: Int[np.ndarray, " M"]
+
+
+def measure(subject: Subject) -> Findings:
+  """Shows four heads of the first prompt."""
+  seen = activations(subject.lm.model, subject.lm.params, subject.rows[0])
+  places = dict.fromkeys(
+    (layer, head % seen[layer].keys.shape[1])
+    for layer, head in (
+      (scaled_layer(number, _OF, len(seen)), head) for number, head in _PLACES
+    )
+  )
+  heads = [_head(seen[layer], layer, head) for layer, head in places]
+  lines = [
+    [
+      str(head.layer),
+      str(head.head),
+      *(f"{value:+.2f}" for value in cosines_with_mean_query(head)),
+    ]
+    for head in heads
+  ]
+  header = [
+    "layer",
+    "KV head",
+    "anchor",
+    f"top {100 * _TOP:g} % of keys",
+    "other keys",
+  ]
+  return Findings(
+    [Table(f"cosine with the mean query, {subject.described}", header, lines)],
+    [
+      "The plane is that of the first two principal components of keys and "
+      "queries together. Top keys have KeyDiff's highest scores. Heads are, as "
+      "deep in the model, those of the paper's other pictures of keys; "
+      "inferred: it does not name those of this one."
+    ],
+    {"queries.png": _draw(heads)},
+  )
+
+
+def cosines_with_mean_query(head: _Head) -> tuple[float, float, float]:
+  """Computes the cosines of the anchor, of top keys and of other keys.
+
+  The anchor is the mean of unit keys. Those of keys are means.
+  """
+  units, query = _unit(head.keys), _unit(head.queries.mean(axis=0))
+  products = units @ query
+  others = np.delete(products, head.top)
+  anchor = _unit(units.mean(axis=0))
+  return (
+    float(anchor @ query),
+    float(products[head.top].mean()),
+    float(others.mean()),
+  )
+
+
+def _head(layer: Activations, number: int, head: int) -> _Head:
+  """Collects a KV head, with its keys of the highest scores."""
+  group = layer.queries.shape[1] // layer.keys.shape[1]
+  keys = np.asarray(layer.keys[0, head], np.float64)
+  queries = np.asarray(
+    layer.queries[0, head * group : (head + 1) * group], np.float64
+  )
+  units = _unit(keys)
+  alike = units @ units.mean(axis=0)
+  count = max(1, round(_TOP * len(keys)))
+  top = np.argsort(alike, kind="stable")[:count]
+  return _Head(number, head, keys, queries.reshape(-1, keys.shape[1]), top)
+
+
+def _unit(x: Float[np.ndarray, "*A D"]) -> Float[np.ndarray, "*A D"]:
+  return x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
+def _draw(heads: Sequence[_Head]) -> Figure:
+  """Draws a panel per head."""
+  rows = -(-len(heads) // 2)
+  figure = canvas(8.4, 3.5 * rows + 0.4)
+  panels = figure.subplots(rows, 2, squeeze=False).ravel()
+  for axes in panels[len(heads) :]:
+    axes.set_axis_off()
+  for axes, head in zip(panels, heads, strict=False):
+    _draw_head(axes, head)
+  handles, labels = panels[0].get_legend_handles_labels()
+  figure.legend(
+    handles, labels, loc="outside lower center", ncols=5, fontsize=LABEL
+  )
+  return figure
+
+
+def _draw_head(axes: Axes, head: _Head) -> None:
+  mean, directions = plane(np.concatenate([head.keys, head.queries]))
+
+  # The anchor has a direction only; it is drawn as long as keys are.
+  anchor = _unit(_unit(head.keys).mean(axis=0, keepdims=True))
+  length = np.linalg.norm(head.keys, axis=1).mean()
+  others = np.delete(head.keys, head.top, axis=0)
+  mean_query = head.queries.mean(axis=0, keepdims=True)
+  for label, rows, size, color, marker in (
+    ("keys", others, 5, GRAY, "o"),
+    ("queries", head.queries, 5, ORANGE, "o"),
+    ("top keys", head.keys[head.top], 12, BLUE, "o"),
+    ("anchor", length * anchor, 90, DARK, "*"),
+    ("mean query", mean_query, 50, DARK, "X"),
+  ):
+    step = -(-len(rows) // _POINTS)
+    x, y = ((rows[::step] - mean) @ directions.T).T
+    axes.scatter(x, y, s=size, color=color, marker=marker, label=label)
+  axes.set_title(f"layer {head.layer}, KV head {head.head}", fontsize=TITLE)
+  axes.set_xlabel("first component", fontsize=LABEL)
+  axes.set_ylabel("second component", fontsize=LABEL)
+  axes.tick_params(labelsize=TICK)
+  axes.spines[["top", "right"]].set_visible(False)

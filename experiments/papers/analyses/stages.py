@@ -1,0 +1,134 @@
+"""E1.8: latency of ProtoKV's stages by number of prototypes."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+import kvjax
+from kvjax import clustering as proto
+from kvjax.activations import Activations
+from kvjax.cache.layers import LayerCache
+from kvjax.experiments.papers.analyses.timing import median_seconds
+from kvjax.experiments.papers.findings import Findings, Subject
+from kvjax.experiments.report.formats import Table
+from kvjax.methods.base import Method
+from kvjax.methods.ranking import rank_clusters, score_clusters
+from kvjax.testing import random_activations
+
+_PROTOTYPES = (100, 250, 500, 1000)
+# One KV head of Llama-3-8B.
+_GROUP, _DIM = 4, 128
+
+
+def measure(subject: Subject) -> Findings:
+  """Measures milliseconds of each stage and of full scorers, for a KV head."""
+  (length,) = subject.lengths
+  activations = random_activations(
+    subject.seed, [length], length, heads=_GROUP, kv_heads=1, head_dim=_DIM
+  )
+  cache = LayerCache.of(activations)
+  columns = {
+    count: _stages(activations, count) | {"ProtoKV": _scorer("protokv", count)}
+    for count in _PROTOTYPES
+  }
+  names = list(columns[_PROTOTYPES[0]])
+  lines_by_name = {
+    name: [
+      f"{1000 * _seconds(columns[count][name], cache, activations):.1f}"
+      for count in _PROTOTYPES
+    ]
+    for name in names
+  }
+  snapkv = kvjax.get_method("snapkv.factory")
+  alone = f"{1000 * _seconds(_evaluated(snapkv), cache, activations):.1f}"
+  lines = [[name, *times] for name, times in lines_by_name.items()]
+  lines.append(["SnapKV", *[alone] * len(_PROTOTYPES)])
+  header = ["ms of a KV head", *(f"P_tot = {count}" for count in _PROTOTYPES)]
+  return Findings(
+    [
+      Table(
+        f"{length:,} tokens, {_GROUP} query heads, D = {_DIM}", header, lines
+      )
+    ],
+    [
+      "Stages are compiled and timed apart; together they share work, so that "
+      "their sum is not ProtoKV's time."
+    ],
+  )
+
+
+_Centers = tuple[Float[Array, "P D"], Bool[Array, " P"]]
+_Timed = Callable[[LayerCache, Activations], PyTree[Array]]
+
+
+def _seconds(
+  stage: _Timed, cache: LayerCache, activations: Activations
+) -> float:
+  compiled = jax.jit(stage)
+  return median_seconds(lambda: compiled(cache, activations))
+
+
+def _evaluated(method: Method) -> _Timed:
+  layer = jnp.zeros((), jnp.int32)
+  return lambda cache, activations: method.evaluate(layer, cache, activations)
+
+
+def _scorer(name: str, count: int) -> _Timed:
+  return _evaluated(kvjax.get_method(f"{name}:prototypes={count}"))
+
+
+def _stages(activations: Activations, count: int) -> dict[str, _Timed]:
+  """Returns the stages of scoring a head, each with precomputed inputs."""
+  keys = activations.keys[0, 0]
+  length = len(keys)
+  prefix = jnp.arange(length) < length - 8
+  rng = jax.random.key(0)
+  slots = jnp.arange(32, dtype=jnp.int32)
+  centers, cluster = jax.jit(_clusters, static_argnums=2)(keys, prefix, count)
+  products = keys @ keys[-1]
+  valid = jnp.ones(len(slots), bool)
+
+  def keys_of(cache: LayerCache) -> Array:
+    return cache.keys[0, 0]
+
+  return {
+    "deviation": lambda cache, _: proto.deviation(
+      keys_of(cache), prefix, 5, True
+    ),
+    "hashing of anchors": lambda cache, _: proto.buckets(
+      keys_of(cache), slots, valid, rng, 2, "fourier", "median"
+    ),
+    "chunks and prototypes": lambda cache, _: _centers(
+      keys_of(cache), prefix, count
+    ),
+    "assignment": lambda cache, _: proto.nearest(keys_of(cache), *centers),
+    "worth and order": lambda cache, _: rank_clusters(
+      cluster,
+      score_clusters(
+        products + keys_of(cache)[:, 0], cluster, prefix, count, False
+      ),
+      prefix,
+      products,
+    ),
+    "K-means, 10 iterations": lambda cache, _: proto.kmeans(
+      keys_of(cache), prefix, rng, count, 10
+    ),
+  }
+
+
+def _centers(
+  keys: Float[Array, "T D"], prefix: Bool[Array, " T"], count: int
+) -> _Centers:
+  """Computes the prototypes of chunks, all but four."""
+  chunk = proto.chunks(prefix, jnp.asarray(count - 4), "balanced")
+  return proto.prototypes(keys, chunk, count)
+
+
+def _clusters(
+  keys: Float[Array, "T D"], prefix: Bool[Array, " T"], count: int
+) -> tuple[_Centers, Int[Array, " T"]]:
+  """Computes prototypes and the nearest one of every key."""
+  centers = _centers(keys, prefix, count)
+  return centers, proto.nearest(keys, *centers)

@@ -1,0 +1,223 @@
+"""The setups of CTkvr's comparisons."""
+
+import dataclasses
+
+from kvjax.experiments.benchmarks.ruler import TASKS as RULER
+from kvjax.experiments.papers import ctkvr_numbers as printed
+from kvjax.experiments.papers.records import (
+  Column,
+  Comparison,
+  Line,
+  Place,
+  Setup,
+  Way,
+)
+from kvjax.experiments.papers.shared import (
+  FOUR_NEEDLES,
+  fixed,
+  four_needles,
+  lengths,
+  longbench,
+  plain,
+  ruler,
+)
+from kvjax.experiments.run.answering import QUERY_AGNOSTIC, QUERY_AWARE
+from kvjax.options.budgets import Retention, Tokens
+
+_LIMIT = 31500
+
+_FULL = Line("Full", Way("full"), Way("full"))
+_512, _1024 = Tokens(512), Tokens(1024)
+_CTKVR = (
+  fixed("CTkvr 512", "ctkvr.512", None, Tokens(32), "ctkvr"),
+  fixed("CTkvr 1024", "ctkvr.1024", None, Tokens(64), "ctkvr"),
+)
+# Section 4.1.2: 1,024 tokens for every other method.
+_OTHERS = (
+  fixed("SnapKV", "snapkv", _1024, Tokens(64)),
+  fixed("Quest", "quest", _1024, Tokens(64)),
+  fixed("MagicPIG", "magicpig.8x75", _1024, Tokens(64)),
+  fixed("ShadowKV", "shadowkv", _1024, Tokens(64)),
+  fixed("Flat", "flat", _1024, Tokens(64)),
+)
+_SHARE = fixed("CTkvr, 4 % of n", "ctkvr", Retention(0.04), Retention(0.04))
+_SCALING = (
+  "Prompts and keys retrieved are a sixteenth of the paper's: 64 keys for "
+  "1,024. Resident tokens, pages and hashes are not scaled."
+)
+
+_LENGTHS = lengths(
+  {
+    "8K": (8192, None),
+    "16K": (16384, 1024),
+    "32K": (32768, 2048),
+    "64K": (65536, None),
+    "128K": (131072, None),
+  }
+)
+_EVERY = tuple(2**power for power in range(13, 18))
+_SMALL = Setup("ruler", FOUR_NEEDLES, (1024, 2048), 2)
+_MEAN_13 = plain(printed.MEAN_13, RULER)
+E4_1 = Comparison(
+  "RULER",
+  ruler(_EVERY, 96),
+  _SMALL,
+  QUERY_AWARE,
+  (
+    _FULL,
+    *_OTHERS,
+    *_CTKVR,
+    _SHARE,
+    fixed("SqueezedAttention 512", "squeezed", _512),
+  ),
+  _LENGTHS,
+  (_MEAN_13,),
+  printed.RULER_LENGTHS,
+  quoted=("RetrievalAttention 1024",),
+  scaling=_SCALING,
+)
+
+_ONE = (Column("score", Place(), Place()),)
+E4_2 = Comparison(
+  "LongBench",
+  longbench(printed.ENGLISH_13, _LIMIT),
+  four_needles(),
+  QUERY_AWARE,
+  (_FULL, *_OTHERS, *_CTKVR),
+  _ONE,
+  (printed.FIVE, plain(printed.OVER_13, printed.ENGLISH_13)),
+  printed.LONGBENCH,
+  scaling=_SCALING,
+)
+
+_NEEDLE = plain("needles found", ("needle",))
+
+
+def _heatmap(
+  name: str, least: int, most: int, small: Setup | None
+) -> Comparison:
+  """Defines a heatmap of fifteen lengths and ten depths."""
+  lengths_of_grid = tuple(least + (most - least) * i // 14 for i in range(15))
+  return Comparison(
+    name,
+    Setup("needle", ("needle",), lengths_of_grid, 1, 10),
+    small,
+    QUERY_AWARE,
+    (_FULL, *_CTKVR),
+    _ONE,
+    (_NEEDLE,),
+    scaling=_SCALING,
+  )
+
+
+E4_3 = (
+  _heatmap(
+    "16K to 200K",
+    16000,
+    200_000,
+    Setup("needle", ("needle",), (1024, 2048), 1, 5),
+  ),
+  _heatmap("200K to 1M", 200_000, 1_000_000, None),
+)
+
+_CHOICES = ("init", "random", "equi", "final")
+E4_7_PLACES = Comparison(
+  "places of centroids",
+  ruler((65536,), 96),
+  Setup("ruler", FOUR_NEEDLES, (2048,), 2),
+  QUERY_AWARE,
+  tuple(
+    fixed(choice, f"ctkvr:choice={choice}", _1024, Tokens(64))
+    for choice in _CHOICES
+  ),
+  _ONE,
+  (_MEAN_13,),
+  (printed.PLACES,),
+  scaling=_SCALING,
+)
+
+
+def _centroids(number: int) -> Line:
+  small = f"ctkvr:centroids={max(number // 16, 1)}"
+  return fixed(
+    f"C = {number}",
+    f"ctkvr:centroids={number}",
+    _512,
+    Tokens(32) if number in (80, 320, 1280, 1920) else None,
+    small,
+  )
+
+
+_KEY_3 = ("niah_multikey_3",)
+E4_7_SWEEPS = Comparison(
+  "sweeps",
+  ruler((98304,), 96, _KEY_3),
+  Setup("ruler", _KEY_3, (2048,), 4),
+  QUERY_AWARE,
+  (
+    _FULL,
+    *map(_centroids, printed.CENTROIDS),
+    *(
+      fixed(f"C' = {number}", f"ctkvr:probes={number}", _512, Tokens(32))
+      for number in (2, 4, 6, 8)
+    ),
+    *(
+      fixed(
+        f"rho = {ratio} rho'", f"ctkvr:list_ratio={ratio}", _512, Tokens(32)
+      )
+      for ratio in (1, 5)
+    ),
+    *(
+      fixed(f"rho' = {number}", "ctkvr", Tokens(number), Tokens(number // 16))
+      for number in (256, 1024, 2048)
+    ),
+  ),
+  _ONE,
+  (plain(*_KEY_3, _KEY_3),),
+  (printed.SWEEPS,),
+  scaling=f"{_SCALING} There are a sixteenth as many centroids.",
+)
+
+_TURNS = ("niah_multiturn_conversation",)
+
+
+def _updating(name: str, method: str) -> Line:
+  """Defines a line with as many centroids as the paper has at 8K."""
+  return fixed(name, method, _512, Tokens(32), f"{method}:centroids=512")
+
+
+E4_8 = Comparison(
+  "conversations",
+  Setup("multiturn", _TURNS, (65536,), 50),
+  Setup("multiturn", _TURNS, (2048,), 4),
+  QUERY_AGNOSTIC,
+  (
+    _FULL,
+    _updating("DCU off", "ctkvr:update=false"),
+    _updating("DCU on", "ctkvr"),
+  ),
+  tuple(
+    Column(f"round {turn}", Place(turn=turn - 1), Place(turn=turn - 1))
+    for turn in (1, 2, 4, 6, 8)
+  ),
+  (plain("needles found", _TURNS),),
+  (printed.ROUNDS,),
+  scaling="Prompts are a thirty-second of the paper's, keys retrieved a "
+  "sixteenth: 32 for 512. There are 512 centroids, not the 103 that are a "
+  "sixteenth of the tokens: questions are as long as the paper's, and two of "
+  "them would push all of these out.",
+)
+
+E4_9 = dataclasses.replace(
+  E4_1,
+  lines=(
+    _FULL,
+    _SHARE,
+    fixed("MagicPIG (8,75)", "magicpig.8x75", _1024, Tokens(64)),
+    fixed("MagicPIG (9,120)", "magicpig", _1024, Tokens(64)),
+    fixed("MagicPIG (10,150)", "magicpig.10x150", _1024, Tokens(64)),
+  ),
+  averages=(_MEAN_13,),
+  targets=printed.SETTINGS,
+  quoted=(),
+)

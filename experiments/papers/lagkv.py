@@ -1,0 +1,296 @@
+"""The experiments of LagKV (Liang et al., arXiv 2504.04704)."""
+
+from kvjax.experiments.benchmarks.ruler import TASKS as RULER
+from kvjax.experiments.papers import lagkv_numbers as printed
+from kvjax.experiments.papers.records import (
+  Comparison,
+  Experiment,
+  Line,
+  Setup,
+  Size,
+  Targets,
+  Way,
+)
+from kvjax.experiments.papers.shared import (
+  CODE_SCORES,
+  ENGLISH_16,
+  NEEDLES,
+  ON_NEEDLES,
+  budgets,
+  code_by_difflib,
+  four_needles,
+  lines,
+  longbench,
+  plain,
+  ruler,
+)
+from kvjax.experiments.papers.transcription import across
+from kvjax.experiments.run.answering import QUERY_AGNOSTIC, QUERY_AWARE
+from kvjax.experiments.run.candidates import Candidate
+from kvjax.methods.lagkv import LagKV
+from kvjax.options.budgets import Retention
+from kvjax.options.schedules import Schedule
+
+_PAPER = "LagKV"
+_MODELS = "Llama-3.1-8B-Instruct, Qwen2.5-7B-Instruct"
+_LIMIT = 31500
+# Compression continues while decoding.
+_RECURSIVE = Schedule(every=1)
+
+_REMOVED = budgets(
+  {
+    name: (Retention(share), Retention(share))
+    for name, share in zip(
+      printed.REMOVED, (0.75, 0.5, 0.25, 0.125), strict=True
+    )
+  }
+)
+_E5_1 = Comparison(
+  "RULER",
+  ruler((16384,), 100),
+  Setup("ruler", NEEDLES, (2048,), 1),
+  QUERY_AGNOSTIC,
+  lines(
+    {
+      "Full": "full",
+      "LagKV": ("lagkv.kvpress", "lagkv.kvpress:lag=16"),
+      "SnapKV": "snapkv.kvpress",
+      "StreamingLLM": "streaming",
+    }
+  ),
+  _REMOVED,
+  (plain(printed.MEAN_13, RULER),),
+  printed.RULER_16K,
+  scaling="Retentions are the paper's; LagKV's lag is 16 in place of 128, an "
+  "eighth, as prompts are. What SnapKV always keeps, 64 tokens, is not scaled.",
+)
+
+_TIMES = budgets(
+  {
+    name: (Retention(share), Retention(share))
+    for name, share in zip(
+      printed.TIMES, (0.5, 0.25, 0.167, 0.125), strict=True
+    )
+  }
+)
+# Only 4x, since every budget has its own prefill or decoder.
+_LAGS = {
+  f"L = {lag}": (f"lagkv:lag={lag}", f"lagkv:lag={lag // 8}")
+  for lag in (1024, 512, 128)
+}
+_SCALING = (
+  "Retentions are the paper's; lags are an eighth of its lags, 128, 64 and 16. "
+)
+_FIFTEEN = tuple(name for name in ENGLISH_16 if name != "passage_count")
+_E5_2 = Comparison(
+  "LongBench",
+  longbench(_FIFTEEN, _LIMIT, _RECURSIVE),
+  four_needles(),
+  QUERY_AWARE,
+  lines({"Full": "full", **_LAGS}),
+  _TIMES,
+  (
+    plain(printed.MEAN_15, _FIFTEEN),
+    *printed.CATEGORIES,
+    code_by_difflib(),
+  ),
+  printed.LONGBENCH,
+  scaling=f"{_SCALING}Here nothing is evicted while decoding.",
+)
+
+
+def _kept_of_a_lag(candidate: Candidate) -> int | None:
+  """Computes r L, by which the paper explains the scores."""
+  method, budget = candidate.plan.method, candidate.plan.budget
+  if not isinstance(method, LagKV) or not isinstance(budget, Retention):
+    return None
+  return int(budget.share * method.lag)
+
+
+_PASSKEY = ("passkey",)
+_WORDS = tuple(512 + (20480 - 512) * step // 9 for step in range(10))
+_PARTIAL = plain(printed.PARTIAL, _PASSKEY, "partial")
+_EXACT = plain(printed.EXACT, _PASSKEY)
+# Answers may have 256 tokens, so prompts have at most 416 and 928.
+_SHORT = (672, 1184)
+_ONCE = Setup("passkey", _PASSKEY, _SHORT, 1, 5)
+
+
+def _grid(schedule: Schedule) -> Setup:
+  """Defines the paper's 10 lengths and 10 depths, with three samples each."""
+  return Setup("passkey", _PASSKEY, _WORDS, 3, schedule=schedule, in_words=True)
+
+
+_E5_3 = Comparison(
+  "passkey",
+  _grid(_RECURSIVE),
+  _ONCE,
+  QUERY_AWARE,
+  lines({"Full": "full", **_LAGS}),
+  _TIMES,
+  (_PARTIAL, _EXACT),
+  printed.PASSKEY,
+  scaling=f"{_SCALING}Here nothing is evicted while decoding.",
+  size=Size("r L", _kept_of_a_lag, (64, 128)),
+)
+
+_SAME = plain("same first token", _PASSKEY, "same_first_token")
+_KEY = plain("first key token", _PASSKEY, "first_key_token")
+
+
+def _chunked(lag: int) -> Schedule:
+  """Defines chunks: the first has the sinks and two lags, others one lag."""
+  return Schedule(block=lag, first=16 + 2 * lag, every=1)
+
+
+_E5_4 = Comparison(
+  "chunked prefill",
+  _grid(_chunked(1024)),
+  Setup("passkey", _PASSKEY, _SHORT, 1, 5, schedule=_chunked(128)),
+  QUERY_AWARE,
+  lines({"Full, plain prefill": "full", "LagKV": _LAGS["L = 1024"]}),
+  _TIMES,
+  (_SAME, _KEY, _PARTIAL),
+  (
+    Targets(
+      "either, about", across("LagKV | 80", [printed.TIMES[3]], _SAME.name)
+    ),
+  ),
+  scaling="Retentions are the paper's; the lag is 128 in place of 1,024.",
+)
+# All first tokens are equal, since they are generated before any eviction.
+_E5_4_PLAIN = Comparison(
+  "plain prefill",
+  _grid(_RECURSIVE),
+  _ONCE,
+  QUERY_AWARE,
+  lines({"Full": "full", "LagKV": _LAGS["L = 1024"]}),
+  _TIMES,
+  (_KEY, _PARTIAL),
+  scaling="Retentions are the paper's; the lag is 128 in place of 1,024.",
+)
+
+_L2_NORM = "L2Norm | 27 27 27 27"
+_ABOUT = {
+  "L2Norm": "about 27 % at every ratio and for both models: the needles that "
+  "lie in the window"
+}
+_E5_5 = Comparison(
+  "scores",
+  _grid(_RECURSIVE),
+  _ONCE,
+  QUERY_AWARE,
+  (
+    *lines(
+      {
+        "Full": "full",
+        "LagKV": _LAGS["L = 1024"],
+        "LocalKV": (
+          "lagkv.local:lag=1024",
+          "lagkv.local:lag=128",
+        ),
+        "L2Norm": (
+          "lagkv.key_norm:lag=1024",
+          "lagkv.key_norm:lag=128",
+        ),
+      }
+    ),
+    Line("H2O", Way("h2o"), Way("h2o")),
+  ),
+  _TIMES,
+  (_EXACT, _PARTIAL),
+  (
+    Targets(
+      "Llama-3.1-8B",
+      across("LagKV | - 89 - -", printed.TIMES, _EXACT.name)
+      | across(_L2_NORM, printed.TIMES, _EXACT.name)
+      | across("LagKV | 99.27 96.57 91.77 86.26", printed.TIMES, _PARTIAL.name),
+      _ABOUT,
+    ),
+    Targets(
+      "Qwen2.5-7B",
+      across(_L2_NORM, printed.TIMES, _EXACT.name)
+      | across("LagKV | 99.75 96.98 77.47 66.88", printed.TIMES, _PARTIAL.name),
+      _ABOUT,
+    ),
+    Targets(
+      "Llama-3",
+      across("H2O | - 35 - -", printed.TIMES, _EXACT.name)
+      | across("H2O | - 70.8 - -", printed.TIMES, _PARTIAL.name),
+    ),
+  ),
+  scaling="Retentions are the paper's; the lag is 128 in place of 1,024. Here "
+  "nothing is evicted while decoding.",
+)
+
+EXPERIMENTS = (
+  Experiment(
+    "E5.1",
+    _PAPER,
+    "RULER at 16K tokens, three methods, four budgets",
+    _MODELS,
+    "SQuAD and HotpotQA for QA",
+    "eight needle tasks of 2,048 tokens",
+    4,
+    (_E5_1,),
+    remarks=(
+      "Inferred: the grid of the printed values shows 70 to 140 samples per "
+      "task, a random 15 to 20 % of the 6,500.",
+      "Inferred: LagKV's sinks were 4 in these runs, as in kvpress.",
+    ),
+  ),
+  Experiment(
+    "E5.2",
+    _PAPER,
+    "LongBench (15 sets), three lags, four budgets",
+    _MODELS,
+    "LongBench",
+    ON_NEEDLES,
+    4,
+    (_E5_2,),
+    remarks=(CODE_SCORES,),
+  ),
+  Experiment(
+    "E5.3",
+    _PAPER,
+    "64-digit passkey: partial and exact, heatmaps",
+    _MODELS,
+    "",
+    "672 and 1,184 tokens, five depths",
+    5,
+    (_E5_3,),
+    (
+      "Scores fall where fewer than 64 to 128 tokens of a lag (r L) are kept, "
+      "and sooner with Qwen, whose tokens are single digits, than with Llama, "
+      "whose tokens are up to three (Figure 2).",
+    ),
+  ),
+  Experiment(
+    "E5.4",
+    _PAPER,
+    "chunked against plain prefill: the first token, L = 1024",
+    _MODELS,
+    "",
+    "672 and 1,184 tokens, five depths, L = 128",
+    6,
+    (_E5_4, _E5_4_PLAIN),
+    (
+      "Chunked, 8x keeps about 80 % of the first tokens with both models, "
+      "whatever the length and the depth (Figures 3 and 4); Llama loses more.",
+    ),
+  ),
+  Experiment(
+    "E5.5",
+    _PAPER,
+    "LagKV against LocalKV and L2Norm",
+    _MODELS,
+    "",
+    "672 and 1,184 tokens, five depths, L = 128",
+    4,
+    (_E5_5,),
+    (
+      "LocalKV is near LagKV at 2x and worse later; L2Norm finds about 27 % at "
+      "every ratio, with both models (Figures 5 and 6).",
+    ),
+  ),
+)

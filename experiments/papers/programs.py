@@ -1,0 +1,80 @@
+"""Runs other programs as parts of experiments."""
+
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from kvjax.experiments.papers.records import Program
+
+
+def chosen(
+  programs: Sequence[Program], given: Mapping[str, str]
+) -> list[Program]:
+  """Selects the programs to run for the user's flags."""
+  return [
+    program
+    for program in programs
+    if all(flag in given for flag in program.needs)
+    and not any(flag in given for flag in program.unless)
+  ]
+
+
+def folder_of(program: Program, folder: pathlib.Path) -> pathlib.Path:
+  """Returns the output folder of a program in that of its experiment."""
+  return folder / program.name
+
+
+def tau_of(model: str) -> float:
+  """Returns the quality that Compactor preserves for a model.
+
+  It is 0.90 for Qwen and 0.95 for Llama, here for all others.
+  """
+  return 0.9 if "qwen" in model.lower() else 0.95
+
+
+def command(
+  program: Program, folder: pathlib.Path, given: Mapping[str, str]
+) -> list[str]:
+  """Builds module and flags; the user's flags override those set here."""
+  model = given.get("model")
+  scaled = program.small if model is None else program.paper
+  names = {"folder": folder, "tau": tau_of(model or "")}
+  user_flags = [
+    f"--{name}={given[flag]}"
+    for flag, name in program.takes.items()
+    if flag in given
+  ]
+  return [
+    f"kvjax.experiments.{program.module}",
+    f"--output={folder_of(program, folder)}",
+    *(argument.format(**names) for argument in (*program.arguments, *scaled)),
+    *user_flags,
+  ]
+
+
+def call(
+  program: Program, folder: pathlib.Path, given: Mapping[str, str]
+) -> None:
+  """Runs a program on the same terminal.
+
+  Raises:
+    SystemExit: the program failed, with its own message.
+  """
+  code = _run([sys.executable, "-m", *command(program, folder, given)])
+  if code:
+    raise SystemExit(code)
+
+
+def _run(command: Sequence[str]) -> int:
+  """Runs a command; returns its exit code.
+
+  An interrupt ends it as it ends this program. `subprocess.run` would kill it.
+  """
+  with subprocess.Popen(command) as process:
+    try:
+      return process.wait()
+    except KeyboardInterrupt:
+      process.terminate()
+      process.wait()
+      raise

@@ -1,0 +1,244 @@
+"""Runs an experiment and reports the results next to the paper's."""
+
+import json
+import pathlib
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import rich.console
+from matplotlib.figure import Figure
+
+from kvjax.experiments.papers import (
+  compare_to_paper,
+  paper_tables,
+  programs,
+  running,
+  size_picture,
+  sweep_picture,
+)
+from kvjax.experiments.papers.compare_to_paper import PaperComparison
+from kvjax.experiments.papers.findings import Findings, Scale
+from kvjax.experiments.papers.records import Analysis, Comparison, Experiment
+from kvjax.experiments.papers.running import Session
+from kvjax.experiments.report import formats, wording
+from kvjax.experiments.report.formats import Table
+from kvjax.experiments.report.pictures import png
+from kvjax.experiments.run import environment, outputs
+
+# A line per cell or table, for other programs.
+_Data = list[dict[str, Any]]
+
+
+class _Report:
+  """A report that goes to the terminal and, as Markdown, to a file."""
+
+  def __init__(self, experiment: Experiment, console: rich.console.Console):
+    self._console = console
+    text = f"{experiment.id} {experiment.paper}: {experiment.title}"
+    self._console.print(f"\n{text}", style="bold", markup=False)
+    self._parts = [f"# {formats.escaped(text)}"]
+
+  def say(self, text: str) -> None:
+    self._console.print(text, markup=False)
+    self._parts.append(formats.escaped(text))
+
+  def show(self, table: Table) -> None:
+    self._console.print(table)
+    self._parts.append(formats.to_markdown(table).rstrip())
+
+  def picture(self, name: str) -> None:
+    self._parts.append(f"![{name}]({name})")
+
+  def conclude(
+    self, experiment: Experiment, folder: pathlib.Path, data: _Data
+  ) -> None:
+    """Quotes the paper, and writes paper.md and paper.json."""
+    self.quote(experiment)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "\n\n".join(self._parts) + "\n"
+    outputs.write_text(folder / "paper.md", text)
+    content = json.dumps(data, indent=2, ensure_ascii=False)
+    outputs.write_text(folder / "paper.json", f"{content}\n")
+    self._console.print(
+      f"Written to {folder / 'paper.md'}", markup=False, soft_wrap=True
+    )
+
+  def quote(self, experiment: Experiment) -> None:
+    for claim in experiment.claims:
+      self.say(f"The paper: {claim}")
+    for remark in experiment.remarks:
+      self.say(remark)
+
+
+def refuse(experiment: Experiment, console: rich.console.Console) -> None:
+  """Reports why an experiment cannot run, and quotes the paper."""
+  report = _Report(experiment, console)
+  report.say(f"This cannot be run. {experiment.why_not}")
+  report.quote(experiment)
+
+
+def call(
+  experiment: Experiment,
+  model: str,
+  given: Mapping[str, str],
+  folder: pathlib.Path,
+  console: rich.console.Console,
+) -> None:
+  """Runs the programs of an experiment and records their commands.
+
+  Args:
+    experiment: an experiment whose parts are all programs.
+    model: name of the model.
+    given: the user's flags by name.
+    folder: output folder.
+    console: for progress output.
+
+  Raises:
+    SystemExit: a program failed, with its own message.
+  """
+  report = _Report(experiment, console)
+  own_model = "model" in given
+  complete = own_model and (
+    "LongBench" not in experiment.needs or "data" in given
+  )
+  runs = any("model" in program.takes for program in experiment.programs)
+  scale: Scale = "paper" if complete else "small"
+  report.say(
+    circumstances(experiment, model if runs else None, own_model, scale)
+  )
+  data: _Data = []
+  for program in programs.chosen(experiment.programs, given):
+    line = shlex.join(programs.command(program, folder, given))
+    report.say(f"python -m {line}")
+    programs.call(program, folder, given)
+    data.append({"part": program.name, "command": line})
+  report.conclude(experiment, folder, data)
+
+
+def run(
+  experiment: Experiment,
+  session: Session,
+  folder: pathlib.Path,
+  console: rich.console.Console,
+) -> None:
+  """Runs all parts, shows them, and writes paper.md and paper.json.
+
+  Args:
+    experiment: an experiment without programs.
+    session: model, data and settings.
+    folder: output folder.
+    console: for progress output.
+
+  Raises:
+    InputError: see `running`.
+  """
+  report = _Report(experiment, console)
+  data: _Data = []
+  for part in experiment.parts:
+    assert isinstance(part, Analysis | Comparison)
+    scale = running.scale_here(part, session)
+    runs = isinstance(part, Comparison) or part.model
+    model = session.settings.model if runs else None
+    report.say(circumstances(experiment, model, session.own_model, scale))
+    if isinstance(part, Comparison):
+      data += _comparison(part, session, folder, report)
+    else:
+      with console.status(f"Measuring {part.name}"):
+        findings = running.analyze(part, session, folder)
+      data += _analysis(part, findings, session, report)
+  report.conclude(experiment, folder, data)
+
+
+def circumstances(
+  experiment: Experiment, model: str | None, own_model: bool, scale: Scale
+) -> str:
+  """Describes the model and data, and what may be compared.
+
+  Args:
+    experiment: the experiment.
+    model: name of the model; None if no model runs.
+    own_model: whether the user chose the model.
+    scale: scale of the experiment.
+  """
+  ran = f"The paper ran {experiment.models}"
+  if experiment.needs:
+    ran += f" and used {experiment.needs}"
+  if model is None:
+    return f"No model runs: all is drawn at random and timed here. {ran}."
+  if scale == "paper":
+    return (
+      f"{model}. {ran}; numbers may be compared where model and data are the "
+      "same."
+    )
+  whose = "data" if own_model else "model"
+  return (
+    f"{model} on generated data: not the paper's {whose}; its numbers are not "
+    f"to be compared. {ran}."
+  )
+
+
+def _comparison(
+  part: Comparison, session: Session, folder: pathlib.Path, report: _Report
+) -> _Data:
+  result = running.compare(part, session, folder)
+  if result is None:
+    report.say(f"{part.name} is left out: only the paper's models reach it.")
+    return []
+  compared = result.comparison
+  for table in paper_tables.tables(compared):
+    report.show(table)
+  for name, figure in _pictures(compared).items():
+    file = f"{running.folder_name(part.name)}_{name}.png"
+    outputs.write_bytes(folder / file, png(figure))
+    report.picture(file)
+  orders = compare_to_paper.orders(compared)
+  for line in orders:
+    report.say(line)
+  if any(">" in line for line in orders):
+    report.say(compare_to_paper.MEANING)
+  report.say(compare_to_paper.methods(compared))
+  if compared.scale == "small" and part.scaling:
+    report.say(part.scaling)
+  doubts = {
+    f"{line}?: {why}."
+    for targets in part.targets
+    for line, why in targets.doubts.items()
+  }
+  for text in [*sorted(doubts), *result.notes]:
+    report.say(text)
+  return [
+    {"part": part.name, **cell} for cell in compare_to_paper.as_data(compared)
+  ]
+
+
+def _pictures(compared: PaperComparison) -> dict[str, Figure]:
+  """Draws the plots of a comparison that its run does not have, by name."""
+  if compared.sizes:
+    return {"by_size": size_picture.draw(compared)}
+  if sweep_picture.parameters(sweep_picture.ran(compared)):
+    return {"sweeps": sweep_picture.draw(compared)}
+  return {}
+
+
+def _analysis(
+  part: Analysis,
+  findings: Findings,
+  session: Session,
+  report: _Report,
+) -> _Data:
+  for table in findings.tables:
+    report.show(table)
+  for name in findings.pictures:
+    report.picture(name)
+  settings = session.settings
+  device = environment.device(session.devices)
+  versions = wording.versions({"versions": environment.versions()})
+  how = f"Seed {settings.seed}, {settings.dtype} on {device}; {versions}."
+  for note in [*findings.notes, how]:
+    report.say(note)
+  return [
+    {"part": part.name, "title": table.title}
+    | {"header": list(table.header), "lines": [list(x) for x in table.lines]}
+    for table in findings.tables
+  ]

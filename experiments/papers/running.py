@@ -1,0 +1,311 @@
+"""Runs the parts of an experiment."""
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.experiments.benchmarks import longbench
+from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.papers.compare_to_paper import (
+  Cells,
+  PaperComparison,
+  compare_to_paper,
+)
+from kvjax.experiments.papers.findings import Findings, Scale, Subject
+from kvjax.experiments.papers.records import (
+  Analysis,
+  Column,
+  Comparison,
+  Line,
+  Setup,
+)
+from kvjax.experiments.papers.samples import Sources, draw, prompts
+from kvjax.experiments.report import wording, writing
+from kvjax.experiments.report.pictures import png
+from kvjax.experiments.run import outputs, results, runner
+from kvjax.experiments.run.candidates import FULL, Candidate, candidates
+from kvjax.experiments.tasks import passkey, suite
+from kvjax.models.pretrained import Pretrained
+
+
+class Session(NamedTuple):
+  """The model, data and settings that all parts share.
+
+  Attributes:
+    lm: the model.
+    devices: number of its devices.
+    own_model: whether the user chose the model.
+    settings: model, dtype and seed, as all answers share them.
+    batch: contexts per prefill.
+    sources: the user's data.
+    samples: samples per task and length, instead of the setup's.
+    length: prompt length, instead of the setup's.
+    tasks: the only tasks to run, if not all of the setup.
+  """
+
+  lm: Pretrained
+  devices: int
+  own_model: bool
+  settings: results.Settings
+  batch: int
+  sources: Sources
+  samples: int | None = None
+  length: int | None = None
+  tasks: Sequence[str] | None = None
+
+
+class Compared(NamedTuple):
+  """The result of a comparison.
+
+  Attributes:
+    comparison: our numbers and the paper's.
+    notes: what was left out, settings, and how long it took.
+  """
+
+  comparison: PaperComparison
+  notes: Sequence[str]
+
+
+def scale_of(
+  part: Comparison | Analysis, own_model: bool, sources: Sources
+) -> Scale:
+  """Returns the paper's scale only if the user provides model and data."""
+  missing = part.paper.benchmark == "longbench" and sources.data is None
+  return "small" if missing or not own_model else "paper"
+
+
+def scale_here(part: Comparison | Analysis, session: Session) -> Scale:
+  """Returns `scale_of`, or the small scale for a model of a short context.
+
+  An analysis is small if none of its lengths fits into the model's context.
+  """
+  scale = scale_of(part, session.own_model, session.sources)
+  generated = part.paper.benchmark != "longbench" and part.paper.tasks
+  if isinstance(part, Comparison) or session.length or not generated:
+    return scale
+  fits = any(_fits_context(session.lm, n) for n in part.paper.lengths)
+  return scale if fits else "small"
+
+
+def check(
+  part: Comparison | Analysis,
+  scale: Scale,
+  tasks: Sequence[str] | None,
+  length: int | None,
+) -> None:
+  """Rejects overrides that do not suit a part, before anything runs.
+
+  Args:
+    part: part of an experiment.
+    scale: its scale, of `scale_of`.
+    tasks: the only tasks to run, if not all.
+    length: prompt length, if not the setup's.
+
+  Raises:
+    InputError: the part lacks a task, or it compares lengths and has one.
+  """
+  setup = part.setup(scale)
+  if setup is None:
+    return
+  if tasks is not None and setup.tasks:
+    suite.check_tasks(tasks, setup.tasks)
+  if length is None or not isinstance(part, Comparison):
+    return
+  places = [column.at(scale) for column in part.columns]
+  if any(place is not None and place.length for place in places):
+    raise InputError(
+      "--length does not go with an experiment that compares lengths; leave it "
+      "out."
+    )
+
+
+def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
+  """Returns the setup of a part, with the user's overrides.
+
+  Raises:
+    InputError: see `check`.
+  """
+  scale = scale_here(part, session)
+  check(part, scale, session.tasks, session.length)
+  setup = part.setup(scale)
+  if setup is None:
+    return None
+  if session.samples is not None:
+    setup = dataclasses.replace(setup, samples=session.samples)
+  if session.tasks is not None and setup.tasks:
+    setup = dataclasses.replace(setup, tasks=tuple(session.tasks))
+  if session.length is None:
+    if not setup.in_words:
+      return setup
+    count = session.lm.text.count
+    essay = session.sources.texts.essay
+    tokens = tuple(
+      passkey.length_of_words(n, count, essay) for n in setup.lengths
+    )
+    return dataclasses.replace(setup, lengths=tokens, in_words=False)
+  lengths = (session.length,)
+  return dataclasses.replace(setup, lengths=lengths, in_words=False)
+
+
+def compare(
+  comparison: Comparison, session: Session, folder: pathlib.Path
+) -> Compared | None:
+  """Runs the comparison's samples into a folder, or resumes there.
+
+  Returns:
+    None if there is no substitute for the paper's setup.
+
+  Raises:
+    InputError: see `draw` and `runs.answer`.
+  """
+  began = time.monotonic()
+  scale = scale_of(comparison, session.own_model, session.sources)
+  setup = setup_of(comparison, session)
+  if setup is None:
+    return None
+  seed = session.settings.seed
+  setup, notes = within_context(setup, session)
+  drawn = draw(
+    setup, scale, session.lm, session.sources, seed, comparison.protocol
+  )
+  cells = cells_of(comparison, scale, setup, seed)
+  settings = dataclasses.replace(
+    session.settings,
+    benchmark=setup.benchmark,
+    data=drawn.data,
+    protocol=comparison.protocol,
+    schedule=str(setup.schedule),
+    heads=f"{comparison.heads} head",
+  )
+  run_folder = folder / folder_name(f"{comparison.name} {setup.benchmark}")
+  run = runner.answer(
+    session.lm,
+    session.devices,
+    chosen(cells),
+    drawn.samples,
+    settings,
+    run_folder,
+    session.batch,
+    began,
+  )
+  run.summary["about"] = dict(drawn.about)
+  writing.write_run(run_folder, run.summary)
+  compared = compare_to_paper(comparison, scale, cells, run.answers)
+  notes += [
+    *drawn.notes,
+    f"{wording.title(run.summary)}. {wording.circumstances(run.summary)}",
+    f"{run}; all in {run_folder}.",
+  ]
+  return Compared(compared, notes)
+
+
+def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:
+  """Drops lengths that exceed the model's context, with a note.
+
+  LongBench's prompts are truncated instead. If no length fits, or the user
+  chose one, all remain and are rejected later. They also remain if there are no
+  tasks.
+  """
+  too_long = [n for n in setup.lengths if not _fits_context(session.lm, n)]
+  if not too_long or session.length is not None or not setup.tasks:
+    return setup, []
+  context = session.lm.config.geometry.max_positions
+  longer = f"longer than the context of this model, {context} tokens"
+  if setup.benchmark == "longbench":
+    limit = longbench.usual_limit(context)
+    note = f"Prompts are cut to {limit} tokens; the experiment's are {longer}."
+    return dataclasses.replace(setup, lengths=(limit,)), [note]
+  kept = tuple(n for n in setup.lengths if n not in too_long)
+  if not kept:
+    return setup, []
+  note = (
+    f"{', '.join(map(str, too_long))} tokens are left out: with the chat "
+    f"template they are {longer}."
+  )
+  return dataclasses.replace(setup, lengths=kept), [note]
+
+
+def analyze(
+  analysis: Analysis, session: Session, folder: pathlib.Path
+) -> Findings:
+  """Runs an analysis and writes its plots."""
+  scale = scale_here(analysis, session)
+  setup = setup_of(analysis, session)
+  assert setup is not None
+  setup, notes = within_context(setup, session)
+  seed, sources = session.settings.seed, session.sources
+  rows = prompts(setup, scale, session.lm, sources, seed)
+  findings = analysis.run(Subject(session.lm, rows, setup.lengths, scale, seed))
+  findings = findings._replace(notes=[*notes, *findings.notes])
+  for name, figure in findings.pictures.items():
+    outputs.write_bytes(folder / name, png(figure))
+  return findings
+
+
+def cells_of(
+  comparison: Comparison, scale: Scale, setup: Setup, seed: int = 0
+) -> Cells:
+  """Builds the candidate of every cell that the setup includes.
+
+  Args:
+    comparison: the comparison.
+    scale: the scale of the setup.
+    setup: the setup.
+    seed: seed of random methods and sketches.
+
+  Raises:
+    InputError: a method is not defined for the schedule or the budget.
+  """
+  per_query_head = comparison.heads == "query"
+  return {
+    (line, column): _candidate(line, column, scale, setup, per_query_head, seed)
+    for line in comparison.lines
+    for column in comparison.columns
+  }
+
+
+def chosen(cells: Cells) -> list[Candidate]:
+  """Lists the distinct candidates of all cells, the full cache first."""
+  distinct: dict[tuple[str, str], Candidate] = {}
+  for candidate in cells.values():
+    if candidate is not None:
+      distinct[candidate.method, candidate.budget] = candidate
+  return sorted(
+    distinct.values(), key=lambda candidate: candidate.method != FULL
+  )
+
+
+def folder_name(name: str) -> str:
+  """Converts the name of a part to a folder name."""
+  return name.lower().replace(",", "").replace(" ", "_")
+
+
+def _candidate(
+  line: Line,
+  column: Column,
+  scale: Scale,
+  setup: Setup,
+  per_query_head: bool,
+  seed: int,
+) -> Candidate | None:
+  way, place = line.at(scale), column.at(scale)
+  if way is None or place is None:
+    return None
+  if place.length not in (None, *setup.lengths):
+    return None
+  budget = way.budget or place.budget or kvjax.Retention(1.0)
+  return candidates(
+    [way.method], [budget], setup.schedule, per_query_head, seed=seed
+  )[-1]
+
+
+def _fits_context(lm: Pretrained, length: int) -> bool:
+  try:
+    run_inputs.check_lengths(lm, [length])
+  except InputError:
+    return False
+  return True

@@ -1,0 +1,195 @@
+"""The samples of an experiment's setup."""
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from kvjax.errors import InputError
+from kvjax.experiments.benchmarks import (
+  grids,
+  longbench,
+  longbench_files,
+  longbench_sets,
+  multiturn,
+  repetition,
+  ruler,
+  ruler_files,
+)
+from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.metrics import registry
+from kvjax.experiments.papers.findings import Scale
+from kvjax.experiments.papers.records import Setup
+from kvjax.experiments.run.answering import QUERY_AWARE, Prompt, Protocol
+from kvjax.experiments.run.results import Samples, data_name
+from kvjax.models.pretrained import Pretrained
+
+_TURNS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+  """The user's data.
+
+  Attributes:
+    data: files of LongBench or RULER.
+    texts: texts of RULER's tasks.
+  """
+
+  data: pathlib.Path | None = None
+  texts: ruler.Texts = dataclasses.field(default_factory=ruler.Texts.read)
+
+
+class Drawn(NamedTuple):
+  """The samples of a setup.
+
+  Attributes:
+    samples: samples of each task and length.
+    data: sources of their texts.
+    notes: one line for each omission.
+    about: more facts about the samples for reports.
+  """
+
+  samples: Samples
+  data: Mapping[str, str]
+  notes: Sequence[str] = ()
+  about: Mapping[str, str] = {}
+
+
+def draw(
+  setup: Setup,
+  scale: Scale,
+  lm: Pretrained,
+  sources: Sources,
+  seed: int,
+  protocol: Protocol = QUERY_AWARE,
+) -> Drawn:
+  """Draws the samples of a setup.
+
+  At the small scale every prompt has the chat template, which the bundled model
+  needs. Otherwise each benchmark's own rule applies. LongBench is scored as by
+  its own code; if questions are prefilled, prompts have its order as well.
+
+  Raises:
+    InputError: a length is too short for a task or longer than the model's
+      context, or a file cannot be read.
+  """
+  if setup.lengths:
+    run_inputs.check_lengths(lm, setup.lengths)
+  drawn = _draw(setup, lm, sources, seed, protocol)
+  registry.check({s.metric for part in drawn.samples.values() for s in part})
+  found = repetition.of(drawn.samples)
+  drawn = drawn._replace(
+    notes=[*drawn.notes, *found.notes], about={**drawn.about, **found.about}
+  )
+  if scale == "paper":
+    return drawn._replace(data={**drawn.data, "chat template": "official"})
+  return drawn._replace(
+    samples={
+      part: [dataclasses.replace(sample, chat=True) for sample in samples]
+      for part, samples in drawn.samples.items()
+    }
+  )
+
+
+def prompts(
+  setup: Setup, scale: Scale, lm: Pretrained, sources: Sources, seed: int
+) -> dict[str, list[list[int]]]:
+  """Encodes the prompts of a setup with their questions, by task."""
+  by_task: dict[str, list[list[int]]] = {}
+  if not setup.tasks:
+    return by_task
+  for part, drawn in draw(setup, scale, lm, sources, seed).samples.items():
+    rows = [Prompt.of_sample(lm.text, s).prefilled for s in drawn]
+    by_task.setdefault(part.task, []).extend(rows)
+  return by_task
+
+
+def _draw(
+  setup: Setup,
+  lm: Pretrained,
+  sources: Sources,
+  seed: int,
+  protocol: Protocol,
+) -> Drawn:
+  lengths, count = list(setup.lengths), lm.text.count
+  essay, words = sources.texts.essay, sources.texts.key_words
+  number = setup.samples or 0
+  match setup.benchmark:
+    case "longbench":
+      return _longbench(setup, lm, sources, protocol)
+    case "ruler":
+      return _ruler(setup, lm, sources, seed)
+    case "multiturn":
+      drawn = multiturn.samples(
+        lengths,
+        _TURNS,
+        number,
+        seed,
+        lm.text,
+        "conversation",
+        essay=essay,
+        words=words,
+      )
+    case "needle":
+      depths = grids.even_depths(setup.depths)
+      drawn = grids.needle_samples(
+        lengths, depths, number, seed, count, essay=essay, words=words
+      )
+    case "passkey":
+      depths = grids.even_depths(setup.depths)
+      drawn = grids.passkey_samples(
+        lengths, depths, number, seed, count, essay=essay
+      )
+  return Drawn(drawn, sources.texts.needle_origins)
+
+
+def _longbench(
+  setup: Setup, lm: Pretrained, sources: Sources, protocol: Protocol
+) -> Drawn:
+  """Draws the available datasets of LongBench.
+
+  Raises:
+    InputError: none is available, or see `longbench.samples`.
+  """
+  path = sources.data
+  assert path is not None
+  available = longbench_files.find(path, longbench_sets.NAMES)
+  chosen = [name for name in setup.tasks if name in available]
+  if not chosen:
+    raise InputError(
+      f"{path} has no {' or '.join(setup.tasks)}; it holds "
+      f"{', '.join(available)}."
+    )
+  limit = setup.lengths[0] if setup.lengths else sys.maxsize
+  drawn: Samples = longbench.samples(
+    path, chosen, limit, lm.text, setup.samples
+  )
+  missing = [name for name in setup.tasks if name not in chosen]
+  notes = [f"{path} has no {', '.join(missing)}; left out."] if missing else []
+  about = longbench.provenance(drawn)
+  data = {"files": data_name(path), "metrics": longbench.FAULTS_INCLUDED}
+  drawn = longbench.strictly_official(drawn)
+  if protocol == QUERY_AWARE:
+    data["start of the answer"] = "in the user's turn"
+    drawn = longbench.officially_ordered(drawn)
+  return Drawn(drawn, data, notes, about)
+
+
+def _ruler(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
+  if sources.data is not None:
+    drawn = ruler_files.load(
+      sources.data, list(setup.tasks), list(setup.lengths), setup.samples
+    )
+    return Drawn(drawn, {"files": data_name(sources.data)})
+  choice = ruler.choose(setup.tasks, sources.texts)
+  drawn = ruler.samples(
+    choice.tasks,
+    setup.lengths,
+    setup.samples or 0,
+    seed,
+    lm.text.count,
+    sources.texts,
+  )
+  return Drawn(drawn, choice.data, choice.notes)

@@ -1,0 +1,128 @@
+"""Tasks and setups that the experiments of several papers share."""
+
+from collections.abc import Mapping, Sequence
+
+from kvjax.experiments.benchmarks.longbench_sets import SETS, Category
+from kvjax.experiments.benchmarks.ruler import TASKS
+from kvjax.experiments.papers.records import (
+  Average,
+  Column,
+  Line,
+  Place,
+  Setup,
+  Way,
+)
+from kvjax.experiments.tasks import needles, suite
+from kvjax.options.budgets import Budget
+from kvjax.options.schedules import WHOLE, Schedule
+
+# In LongBench's order, like the papers' tables.
+ALL_21 = tuple(SETS)
+ENGLISH_16 = tuple(s for s in SETS if SETS[s].language == "English")
+
+# The tasks of RULER that the bundled model can answer.
+NEEDLES = tuple(needles.TASKS)
+# Needle tasks in prose, the substitute for LongBench.
+FOUR_NEEDLES = suite.DEFAULT
+
+CODE_SCORES = (
+  "Code is scored by Levenshtein's ratio and, in its own row, by difflib's: "
+  "LongBench's code uses either, and the paper does not say which."
+)
+ON_NEEDLES = "four needle tasks of 1,024 tokens"
+
+
+def of_category(*categories: Category) -> tuple[str, ...]:
+  """Lists the English datasets of LongBench in some categories."""
+  return tuple(s for s in ENGLISH_16 if SETS[s].category in categories)
+
+
+def plain(name: str, tasks: tuple[str, ...], score: str = "score") -> Average:
+  """Defines the mean of all tasks."""
+  return Average(name, (tasks,), score)
+
+
+def code_by_difflib() -> Average:
+  """Defines the code score of LongBench without python-Levenshtein."""
+  return plain("code by difflib", of_category("code"), "difflib")
+
+
+def longbench(
+  tasks: tuple[str, ...],
+  limit: int,
+  schedule: Schedule = WHOLE,
+  samples: int | None = None,
+) -> Setup:
+  """Defines LongBench as in a paper, with prompts of at most `limit` tokens."""
+  return Setup("longbench", tasks, (limit,), samples, schedule=schedule)
+
+
+def four_needles(
+  schedule: Schedule = WHOLE, samples: int = 4, length: int = 1024
+) -> Setup:
+  """Defines the substitute for LongBench."""
+  return Setup("ruler", FOUR_NEEDLES, (length,), samples, schedule=schedule)
+
+
+def ruler(
+  lengths: tuple[int, ...],
+  samples: int,
+  tasks: tuple[str, ...] = TASKS,
+) -> Setup:
+  """Defines RULER as in a paper, by default with all tasks."""
+  return Setup("ruler", tasks, lengths, samples)
+
+
+def prose(length: int, samples: int) -> Setup:
+  """Defines prompts of prose with a needle, for analyses."""
+  return Setup("ruler", ("niah_single_2",), (length,), samples)
+
+
+def at_random(*lengths: int) -> Setup:
+  """Defines lengths only, for analyses of random data."""
+  return Setup("ruler", (), lengths, 0)
+
+
+def lines(methods: Mapping[str, Sequence[str]]) -> tuple[Line, ...]:
+  """Defines lines by the paper's names; a second method is the small one."""
+  result = []
+  for name, method in methods.items():
+    paper, small = (method, method) if isinstance(method, str) else method
+    result.append(Line(name, Way(paper), Way(small)))
+  return tuple(result)
+
+
+def fixed(
+  name: str,
+  method: str,
+  budget: Budget | None,
+  small: Budget | None = None,
+  small_method: str | None = None,
+) -> Line:
+  """Defines a line with its own budget; without a small one it is left out."""
+  small_way = None if small is None else Way(small_method or method, small)
+  return Line(name, Way(method, budget), small_way)
+
+
+def budgets(
+  columns: Mapping[str, tuple[Budget, Budget | None]],
+) -> tuple[Column, ...]:
+  """Defines columns of budgets, the paper's and the small ones."""
+  return tuple(
+    Column(name, Place(paper), None if small is None else Place(small))
+    for name, (paper, small) in columns.items()
+  )
+
+
+def lengths(
+  columns: Mapping[str, tuple[int, int | None]],
+) -> tuple[Column, ...]:
+  """Defines columns of lengths, the paper's and the small ones."""
+  return tuple(
+    Column(
+      name,
+      Place(length=paper),
+      None if small is None else Place(length=small),
+    )
+    for name, (paper, small) in columns.items()
+  )

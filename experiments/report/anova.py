@@ -1,0 +1,101 @@
+"""Analysis of variance of repeated runs."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jax.scipy.special import betainc
+
+from kvjax.errors import InputError
+from kvjax.experiments.report import wording
+from kvjax.experiments.report.equivalence import equivalence
+from kvjax.experiments.report.formats import Table
+from kvjax.experiments.report.means import Name, means
+from kvjax.experiments.report.records import Record
+from kvjax.experiments.run.candidates import FULL
+
+
+class Anova(NamedTuple):
+  """A one-way analysis of variance; None if no group varies."""
+
+  f: float | None
+  p: float | None
+
+
+def scores_of(runs: Sequence[Record]) -> dict[Name, list[float]]:
+  """Lists the mean score of each method and budget in each run.
+
+  Raises:
+    InputError: the runs have other methods or budgets.
+  """
+  scores: dict[Name, list[float]] = {}
+  for run in runs:
+    for mean in means(run.summary["rows"]):
+      scores.setdefault(mean.name, []).append(mean.score)
+  if any(len(trials) != len(runs) for trials in scores.values()):
+    raise InputError(
+      "The trials do not have the same methods and budgets; choose another "
+      "--output for other flags."
+    )
+  return scores
+
+
+def compare(scores: Mapping[Name, Sequence[float]], margin: float) -> Table:
+  """Builds a table with a line per method, and one for all together.
+
+  Args:
+    scores: score of each method and budget in each trial.
+    margin: difference from the full cache that counts as none; see
+      `kvjax.experiments.report.equivalence.equivalence`.
+  """
+  full = next((x for name, x in scores.items() if name[0] == FULL), None)
+  lines = []
+  for name, trials in scores.items():
+    against, equal = Anova(None, None), wording.NOTHING
+    if full is not None and name[0] != FULL:
+      against = anova([full, trials])
+      equal = f"{equivalence(trials, full, margin):.3g}"
+    lines.append(
+      [
+        name[0],
+        wording.budget(*name),
+        f"{statistics.fmean(trials):.2f}",
+        f"{statistics.stdev(trials):.2f}",
+        *_formatted(against),
+        equal,
+      ]
+    )
+  together = anova(list(scores.values())) if len(scores) > 1 else against
+  nothing = [wording.NOTHING] * 3
+  lines.append(["all", *nothing, *_formatted(together), wording.NOTHING])
+  count = len(next(iter(scores.values())))
+  within = f"p of ±{margin:g}"
+  header = ["method", "budget", "mean", "deviation", "F", "p", within]
+  title = (
+    f"{wording.count(count, 'trial')}; ANOVA with the full cache, and p of "
+    f"equality within {margin:g} points"
+  )
+  return Table(title, header, lines, names=2)
+
+
+def anova(groups: Sequence[Sequence[float]]) -> Anova:
+  """Computes a one-way analysis of variance."""
+  if all(max(group) == min(group) for group in groups):
+    return Anova(None, None)
+  count = sum(map(len, groups))
+  mean = sum(map(sum, groups)) / count
+  between = sum(
+    len(group) * (statistics.fmean(group) - mean) ** 2 for group in groups
+  )
+  within = sum(statistics.variance(g) * (len(g) - 1) for g in groups)
+  above, below = len(groups) - 1, count - len(groups)
+  f = between / above / (within / below)
+  # The upper tail of the F distribution.
+  tail = betainc(below / 2, above / 2, below / (below + above * f))
+  return Anova(f, float(tail))
+
+
+def _formatted(found: Anova) -> list[str]:
+  if found.f is None or found.p is None:
+    return [wording.NOTHING] * 2
+  return [f"{found.f:.2f}", f"{found.p:.3g}"]

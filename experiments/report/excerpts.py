@@ -1,0 +1,69 @@
+"""A few samples of a run with the answers of each method."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvjax.experiments.report import wording
+from kvjax.experiments.report.records import Record
+from kvjax.experiments.run.results import Answer
+
+_SAMPLES = 12
+_QUESTION, _PREDICTION = 1000, 300
+
+
+class Excerpt(NamedTuple):
+  """One sample.
+
+  Attributes:
+    title: the title.
+    question: the question, with the start of the answer.
+    references: the correct answers.
+    replies: method, budget, prediction and score, the full cache first.
+  """
+
+  title: str
+  question: str
+  references: str
+  replies: Sequence[tuple[str, str, str, str]]
+
+
+def excerpts(record: Record) -> list[Excerpt]:
+  """Selects the first sample of each task and length, then the second, etc."""
+  samples: dict[tuple[str, int, int], list[Answer]] = {}
+  for answer in record.answers:
+    key = (answer.task, answer.length, answer.sample)
+    samples.setdefault(key, []).append(answer)
+  last_rank: dict[tuple[str, int], int] = {}
+  rank: dict[tuple[str, int, int], int] = {}
+  for key in sorted(samples):
+    rank[key] = last_rank[key[:2]] = last_rank.get(key[:2], -1) + 1
+  chosen = sorted(samples, key=lambda key: (rank[key], key))[:_SAMPLES]
+  return [_excerpt(samples[key]) for key in chosen]
+
+
+def _excerpt(answers: Sequence[Answer]) -> Excerpt:
+  first = answers[0]
+  title = f"{first.task}, {first.length} tokens, sample {first.sample}"
+  if first.depth is not None:
+    title += f", at {wording.share(first.depth)} of the context"
+  if first.turn is not None:
+    title += f", turn {first.turn + 1}"
+  question = first.question + first.answer_prefix
+  return Excerpt(
+    title,
+    _cut(question.strip(), _QUESTION),
+    " · ".join(first.answers),
+    [
+      (
+        answer.method,
+        wording.budget(answer.method, answer.budget),
+        _cut(answer.prediction.strip(), _PREDICTION) or "(nothing)",
+        f"{answer.score:.1f}",
+      )
+      for answer in answers
+    ],
+  )
+
+
+def _cut(text: str, limit: int) -> str:
+  return text if len(text) <= limit else f"{text[:limit]} …"

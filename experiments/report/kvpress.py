@@ -1,0 +1,274 @@
+"""Exports results in the layout of NVIDIA/kvpress's `evaluation/evaluate.py`.
+
+There is one folder per dataset, model, method and share removed, with three
+files of the same names and keys: `predictions.csv`, `metrics.json` and
+`config.yaml`, which is JSON and thereby YAML. Fields that kvpress does not have
+are in the last one under `kvjax`. The predictions have the columns that
+kvpress's scorers read. A benchmark has its official name only if its samples
+are published ones; those made here are `kvjax_ruler` and so on.
+"""
+
+import json
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvjax.experiments.report import formats
+from kvjax.experiments.report.means import (
+  Mean,
+  Row,
+  Summary,
+  evictable,
+  grouped,
+  mean_of,
+  means,
+  score,
+)
+from kvjax.experiments.report.records import Record
+from kvjax.experiments.report.rows import settings_of
+from kvjax.experiments.run.answering import QUERY_AWARE, QUERY_AWARE_KVPRESS
+from kvjax.experiments.run.candidates import FULL
+from kvjax.experiments.run.results import Answer
+
+_CONFIG = "config.yaml"
+# Fields with a folder for each value, besides method and budget.
+_APART = {"needle": ("length", "depth")}
+# The fields under `kvjax` that distinguish results of one folder name.
+_OWN = (
+  "method",
+  "options",
+  "budget",
+  *("weights", "dtype", "seed", "python", "protocol", "schedule", "heads"),
+  *("kv_dtype", "data", "decoding"),
+)
+
+
+class Folder(NamedTuple):
+  """Results of a method at a budget.
+
+  Attributes:
+    name: name of the folder in kvpress's scheme.
+    files: contents of the files by name.
+  """
+
+  name: str
+  files: Mapping[str, str]
+
+  def place(self, root: pathlib.Path) -> pathlib.Path:
+    """Returns its path; kvpress adds numbered subfolders to an existing one.
+
+    A folder with the same run's results is reused.
+    """
+    identity = _identity(self.files[_CONFIG])
+    place, number = root / self.name, 0
+    while place.exists() and _identity_of(place) != identity:
+      number += 1
+      place = root / self.name / str(number)
+    return place
+
+
+def folders(record: Record) -> Iterator[Folder]:
+  """Yields all folders of a run."""
+  for part in _parts(record):
+    groups = grouped(part.summary["rows"])
+    for mean in means(part.summary["rows"]):
+      method, budget = mean.name
+      answers = part.at(method=method, budget=budget).answers
+      yield _folder(part.summary, mean, groups[mean.name], answers)
+
+
+def _parts(record: Record) -> Iterator[Record]:
+  """Yields the parts of a run that have folders of their own."""
+  benchmark = record.summary["benchmark"]
+  names = _APART.get(benchmark, ("length",))
+  apart = dict.fromkeys(
+    tuple(row[name] for name in names) for row in record.summary["rows"]
+  )
+  for values in apart:
+    part = record.at(**dict(zip(names, values, strict=True)))
+    if benchmark != "longbench":
+      yield part
+      continue
+    data_sets: dict[str, list[str]] = {}
+    for task in part.values("task"):
+      data_sets.setdefault(_data_set(task)[0], []).append(task)
+    yield from map(part.of_tasks, data_sets.values())
+
+
+def _data_set(task: str) -> tuple[str, str]:
+  """Returns a dataset and, for LongBench-E, a bucket: `qasper_e`, `0-4k`."""
+  base, separator, bucket = task.rpartition("_e_")
+  return (f"{base}_e", bucket) if separator else (task, "")
+
+
+def _folder(
+  summary: Summary, mean: Mean, rows: Sequence[Row], answers: Sequence[Answer]
+) -> Folder:
+  config = _config(summary, mean, rows[0])
+  parts = [
+    config["dataset"],
+    config["data_dir"],
+    config["model"].replace("/", "--"),
+    config["press_name"],
+    f"{config['compression_ratio']:.2f}",
+    _optional("max_context", config["max_context_length"]),
+    # kvpress does not compress the end of turn and the answer prefix.
+    "whole_prompt" if summary["protocol"] == QUERY_AWARE else None,
+    "query_aware" if config["query_aware"] else None,
+    _optional("needle_depth", config["needle_depth"]),
+  ]
+  name = "__".join(_plain(part) for part in parts if part)
+  files = {
+    "predictions.csv": formats.to_csv(
+      _prediction(summary["benchmark"], answer, config["query_aware"])
+      for answer in answers
+    ),
+    "metrics.json": _json(_metrics(summary["benchmark"], rows, answers)),
+    _CONFIG: _json(config),
+  }
+  return Folder(name, files)
+
+
+def _config(summary: Summary, mean: Mean, row: Row) -> dict[str, Any]:
+  """Builds the corresponding arguments of kvpress."""
+  benchmark = summary["benchmark"]
+  data_set, bucket = _data_set(row["task"])
+  data_dir = {"needle": None, "longbench": data_set}
+  is_cut = benchmark in ("needle", "longbench")
+  press = "no_press" if mean.method == FULL else mean.method
+  removed = 1 - mean.retention
+  if mean.read_tokens < mean.kept_tokens:
+    # A retrieval method removes nothing, or not what it does not read.
+    press, removed = f"{press}-reads-{mean.budget}", mean.removed
+  return {
+    "dataset": _dataset(summary, bucket),
+    "data_dir": data_dir.get(benchmark, str(row["length"])),
+    "model": summary["model"],
+    "device": summary["device"],
+    "press_name": press,
+    "compression_ratio": round(removed, 4),
+    "key_channel_compression_ratio": None,
+    "threshold": None,
+    # Of the samples that there were, not of kvpress's own data.
+    "fraction": 1.0,
+    "max_new_tokens": None,
+    "max_context_length": row["length"] if is_cut else None,
+    "query_aware": summary["protocol"] == QUERY_AWARE_KVPRESS,
+    "needle_depth": (
+      round(100 * row["depth"]) if benchmark == "needle" else None
+    ),
+    "model_kwargs": {"dtype": summary["dtype"]},
+    "press_init_command": mean.options,
+    "seed": summary["seed"],
+    "kvjax": {
+      **settings_of(summary),
+      "method": mean.method,
+      "options": mean.options,
+      "budget": mean.budget,
+      "retention": round(mean.retention, 4),
+      "removed": round(mean.removed, 4),
+      "kept_tokens": round(mean.kept_tokens, 2),
+      "read_tokens": round(mean.read_tokens, 2),
+      "cache_bytes": round(mean.cache_bytes),
+      "samples": mean.samples,
+      "versions": summary["versions"],
+    },
+  }
+
+
+def _dataset(summary: Summary, bucket: str) -> str:
+  """Returns the name of the benchmark, with kvjax's if we make its samples."""
+  name = summary["benchmark"]
+  if "files" not in summary["data"]:
+    return f"kvjax_{name}"
+  return f"{name}-e" if bucket else name
+
+
+def _prediction(
+  benchmark: str, answer: Answer, query_aware: bool
+) -> dict[str, object]:
+  removed = 1 - evictable(vars(answer)) / answer.context_tokens
+  return {
+    **_scored(benchmark, answer),
+    # kvpress moves it into the context, which has no column.
+    "question": "" if query_aware else answer.question,
+    "answer_prefix": answer.answer_prefix,
+    "predicted_answer": answer.prediction,
+    "compression_ratio": round(removed, 4),
+  }
+
+
+def _scored(benchmark: str, answer: Answer) -> dict[str, object]:
+  """Returns the columns, besides the prediction, that a scorer reads."""
+  needed = answer.scored_by
+  references = str(answer.answers)
+  if benchmark == "needle":
+    needle = needed.get("needle", "")
+    return {"task": answer.task, "answer": references, "needle": needle}
+  if benchmark != "longbench":
+    return {"task": answer.task, "answer": references}
+  data_set, bucket = _data_set(answer.task)
+  return {
+    "task": f"{data_set.removesuffix('_e')}-e" if bucket else data_set,
+    "answers": references,
+    "all_classes": str(list(needed.get("all_classes", ()))),
+    "length": needed.get("words", ""),
+  }
+
+
+def _metrics(
+  benchmark: str, rows: Sequence[Row], answers: Sequence[Answer]
+) -> object:
+  """Returns LongBench's number, or one per bucket of LongBench-E.
+
+  It is a list for needles, and a dictionary of tasks for others.
+  """
+  if benchmark == "longbench":
+    buckets = {_data_set(row["task"])[1]: round(score(row), 2) for row in rows}
+    return buckets.get("", buckets)
+  if benchmark == "needle":
+    return [_needle(answer) for answer in answers]
+  tasks: dict[str, list[Row]] = {}
+  for row in rows:
+    tasks.setdefault(row["task"], []).append(row)
+  name = "string_match" if benchmark == "ruler" else "score"
+  return {
+    task: {name: round(mean_of(identity, score), 2)}
+    for task, identity in tasks.items()
+  }
+
+
+def _needle(answer: Answer) -> dict[str, object]:
+  shares = {name: score / 100 for name, score in answer.scores.items()}
+  rouge = (
+    {"rouge-1": {"f": shares.pop("rouge_1")}} if "rouge_1" in shares else {}
+  )
+  return {**rouge, **shares}
+
+
+def _identity_of(place: pathlib.Path) -> object:
+  """Returns None for folders that kvjax has not written."""
+  try:
+    return _identity((place / _CONFIG).read_text(encoding="utf-8"))
+  except (OSError, ValueError, KeyError, TypeError):
+    return None
+
+
+def _identity(config: str) -> object:
+  identity = json.loads(config)["kvjax"]
+  return [identity[name] for name in _OWN]
+
+
+def _optional(name: str, value: object) -> str | None:
+  return None if value is None else f"{name}{value}"
+
+
+def _plain(text: str) -> str:
+  """Replaces characters that some file systems reject in names."""
+  return re.sub(r"[^\w.+=-]+", "-", text).strip("-")
+
+
+def _json(value: object) -> str:
+  # YAML has no surrogate pairs, so non-ASCII letters are not escaped.
+  return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,192 @@
+"""Means over tasks and samples, and differences from the full cache."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from kvjax.experiments.calibration.records import AUTO
+from kvjax.experiments.run.candidates import FULL
+from kvjax.experiments.run.intervals import interval
+from kvjax.experiments.run.results import Answer
+
+Row = Mapping[str, Any]
+Summary = Mapping[str, Any]
+# Method and budget, which the rows of a table line share.
+Name = tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean:
+  """A method at a budget.
+
+  Scores are 0 to 100. A task's rows are weighted by their samples, and all
+  tasks have equal weight.
+
+  Attributes:
+    method: name of the method.
+    options: the method with all its hyperparameters.
+    budget: the budget in words.
+    retention: share of the context that the budget allows, mean over the tasks.
+    score: mean over the tasks.
+    tasks: the score of each task.
+    interval: confidence interval of the score, see `intervals.interval`; None
+      without answers.
+    delta: difference from the full cache's score, if known.
+    samples: number of answers.
+    context_tokens: tokens of the context.
+    kept_tokens: tokens kept of these, mean over layers and KV heads.
+    read_tokens: tokens that a token attends to.
+    cache_bytes: bytes allocated per sample.
+    host_bytes: the part of these in host memory.
+    global_tokens: tokens kept in layers without a window, which budgets are of;
+      None unless some layers have a window and others have none.
+  """
+
+  method: str
+  options: str
+  budget: str
+  retention: float
+  score: float
+  tasks: Mapping[str, float]
+  interval: tuple[float, float] | None
+  delta: float | None
+  samples: int
+  context_tokens: float
+  kept_tokens: float
+  read_tokens: float
+  cache_bytes: float
+  host_bytes: float
+  global_tokens: float | None = None
+
+  @property
+  def name(self) -> Name:
+    """The name of its table line."""
+    return self.method, self.budget
+
+  @property
+  def automatic(self) -> bool:
+    """Whether each context had its own retention."""
+    return self.budget.startswith(AUTO)
+
+  @property
+  def removed(self) -> float:
+    """Share of the context's keys and values that was evicted.
+
+    It is of the layers that methods evict from, as budgets are.
+    """
+    return max(0.0, 1 - evictable(vars(self)) / self.context_tokens)
+
+
+def grouped(rows: Iterable[Row]) -> dict[Name, list[Row]]:
+  """Groups rows by method and budget, the full cache first.
+
+  Copies of the full cache's rows under the names of methods at a retention of 1
+  are left out.
+  """
+  rows = list(rows)
+  full = {row["options"] for row in rows if row["method"] == FULL}
+  groups: dict[Name, list[Row]] = {}
+  for row in rows:
+    if row["method"] == FULL or row["options"] not in full:
+      groups.setdefault((row["method"], row["budget"]), []).append(row)
+  return dict(sorted(groups.items(), key=lambda item: item[0][0] != FULL))
+
+
+def means(rows: Iterable[Row], answers: Iterable[Answer] = ()) -> list[Mean]:
+  """Computes the mean of each method and budget, in order.
+
+  Args:
+    rows: rows of a summary.
+    answers: the answers behind the rows, for the intervals.
+  """
+  groups = grouped(rows)
+  answers_of: dict[Name, list[Answer]] = {}
+  for answer in answers:
+    answers_of.setdefault((answer.method, answer.budget), []).append(answer)
+  full = next((g for (name, _), g in groups.items() if name == FULL), None)
+  baseline = None if full is None else mean_of(full, score)
+  return [
+    _mean(group, answers_of.get(name, ()), baseline)
+    for name, group in groups.items()
+  ]
+
+
+def complete(averages: Sequence[Mean]) -> list[Mean]:
+  """Drops means over fewer tasks than others, which cannot be compared."""
+  most = max((len(mean.tasks) for mean in averages), default=0)
+  return [mean for mean in averages if len(mean.tasks) == most]
+
+
+def score(row: Row) -> float:
+  """Returns a row's main score, 0 to 100."""
+  return row["score"]
+
+
+def mean_of(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
+  """Averages over tasks; within a task, rows are weighted by samples."""
+  return statistics.fmean(_by_task(rows, value).values())
+
+
+def reads_less(averages: Iterable[Mean]) -> bool:
+  """Returns whether tokens attend to less than what is kept."""
+  return any(mean.read_tokens != mean.kept_tokens for mean in averages)
+
+
+def is_hybrid(averages: Iterable[Mean]) -> bool:
+  """Returns whether some layers have a window and others have none."""
+  return any(mean.global_tokens is not None for mean in averages)
+
+
+def evictable(row: Row) -> float:
+  """Returns the tokens that a row keeps in layers that methods evict from."""
+  of_global: float | None = row.get("global_tokens")
+  return row["kept_tokens"] if of_global is None else of_global
+
+
+def _by_task(
+  rows: Sequence[Row], value: Callable[[Row], float]
+) -> dict[str, float]:
+  tasks: dict[str, list[Row]] = {}
+  for row in rows:
+    tasks.setdefault(row["task"], []).append(row)
+  return {
+    task: statistics.fmean(
+      [value(row) for row in group], [row["samples"] for row in group]
+    )
+    for task, group in tasks.items()
+  }
+
+
+def _mean(
+  rows: Sequence[Row], answers: Sequence[Answer], baseline: float | None
+) -> Mean:
+  first = rows[0]
+  tasks = _by_task(rows, score)
+  mean = statistics.fmean(tasks.values())
+  delta = None
+  if baseline is not None and first["method"] != FULL:
+    delta = mean - baseline
+
+  def over_tasks(name: str) -> float:
+    return mean_of(rows, lambda row: row[name])
+
+  return Mean(
+    method=first["method"],
+    options=first["options"],
+    budget=first["budget"],
+    score=mean,
+    tasks=tasks,
+    interval=interval(answers) if answers else None,
+    delta=delta,
+    samples=sum(row["samples"] for row in rows),
+    retention=over_tasks("retention"),
+    context_tokens=over_tasks("context_tokens"),
+    kept_tokens=over_tasks("kept_tokens"),
+    read_tokens=over_tasks("read_tokens"),
+    cache_bytes=over_tasks("cache_bytes"),
+    host_bytes=over_tasks("host_bytes"),
+    global_tokens=over_tasks("global_tokens")
+    if all("global_tokens" in row for row in rows)
+    else None,
+  )

@@ -1,0 +1,46 @@
+"""The plots of a run, as PNG files."""
+
+import io
+import re
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
+
+from kvjax.experiments.report import curves
+from kvjax.experiments.report.heatmaps import heatmaps
+from kvjax.experiments.report.records import Record
+from kvjax.experiments.report.tables import has_depths, parts
+
+_DPI = 200
+_NAMES = re.compile(
+  r"(score_vs_retention|score_vs_bytes|score_by_turn|heatmap)(_\d+)?\.png"
+)
+
+
+def pictures(record: Record) -> Mapping[str, bytes]:
+  """Draws all plots; returns file contents by name."""
+  run_parts = parts(record)
+  figures: dict[str, Figure] = {}
+  for part in run_parts:
+    suffix = f"_{part.values('length')[0]}" if len(run_parts) > 1 else ""
+    figures[f"score_vs_retention{suffix}"] = curves.score_vs_retention(
+      part.summary
+    )
+    figures[f"score_vs_bytes{suffix}"] = curves.score_vs_bytes(part.summary)
+    if None not in part.values("turn"):
+      figures[f"score_by_turn{suffix}"] = curves.score_by_turn(part.summary)
+  if has_depths(record):
+    figures["heatmap"] = heatmaps(record.summary)
+  return {f"{name}.png": png(figure) for name, figure in figures.items()}
+
+
+def is_picture(name: str) -> bool:
+  """Returns whether `pictures` uses a file name."""
+  return _NAMES.fullmatch(name) is not None
+
+
+def png(figure: Figure) -> bytes:
+  """Encodes a figure as PNG."""
+  content = io.BytesIO()
+  figure.savefig(content, dpi=_DPI, format="png")
+  return content.getvalue()

@@ -1,0 +1,239 @@
+"""A leaderboard: one table of runs per combination of settings."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import rich.console
+import rich.text
+
+from kvjax.experiments.report import formats, page, wording
+from kvjax.experiments.report.formats import Table
+from kvjax.experiments.report.means import Mean, means
+from kvjax.experiments.report.records import SUMMARY, Record
+from kvjax.experiments.report.rows import settings_of
+from kvjax.experiments.report.tables import grid, overview, parts
+from kvjax.experiments.run.candidates import FULL
+
+# Method, options and budget.
+_Key = tuple[str, str, str]
+# Benchmark, model, lengths, and all other settings.
+_Identity = tuple[str, str, tuple[int, ...], str]
+_ASKED = ("task", "depth", "turn")
+_REST = ("weights", "dtype", "seed", "python", "decoding")
+
+
+class Entry(NamedTuple):
+  """A method at a budget.
+
+  Attributes:
+    mean: its result, compared with the full cache of the same run.
+    record: the run, or its part at one length.
+  """
+
+  mean: Mean
+  record: Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """Entries that answered the same questions under the same settings.
+
+  Attributes:
+    entries: by method, options and budget.
+  """
+
+  entries: dict[_Key, Entry]
+
+  @property
+  def first(self) -> Record:
+    """A run with the settings that all share."""
+    return next(iter(self.entries.values())).record
+
+  @property
+  def title(self) -> str:
+    """A summary of the common settings."""
+    summary = self.first.summary
+    return (
+      f"{summary['benchmark']}, {wording.lengths(summary)} tokens: "
+      f"{summary['model']}, {summary['protocol']}, {wording.keeping(summary)}"
+    )
+
+  @property
+  def notes(self) -> list[str]:
+    """The other common settings, and the circumstances of each run."""
+    summary = self.first.summary
+    about = (
+      f"{wording.score_name(summary)}: "
+      f"{wording.averaged(self.first.values('task'), every=True)}. "
+      f"Weights {summary['weights']}, Python {summary['python']}, "
+      f"data: {wording.data(summary)}."
+    )
+    runs = {
+      str(entry.record.folder): wording.circumstances(entry.record.summary)
+      for entry in self.entries.values()
+    }
+    return [about, *(f"{run}: {text}" for run, text in runs.items())]
+
+  @property
+  def scores(self) -> Table:
+    """A line per method and a column per budget."""
+    return grid(self._means, "")
+
+  @property
+  def table(self) -> Table:
+    """A line per method and budget."""
+    name = wording.score_name(self.first.summary)
+    return overview(self._means, self.title, name)
+
+  @property
+  def _means(self) -> list[Mean]:
+    """The full cache first; methods that share a name show their options."""
+    averages = [entry.mean for entry in self.entries.values()]
+    averages.sort(key=lambda mean: mean.method != FULL)
+    names = [mean.name for mean in averages]
+    return [
+      mean
+      if names.count(mean.name) == 1
+      else dataclasses.replace(mean, method=mean.options)
+      for mean in averages
+    ]
+
+
+class Leaderboard(NamedTuple):
+  """The results of several runs.
+
+  Attributes:
+    groups: groups of comparable entries.
+    remarks: sentences about omissions.
+  """
+
+  groups: Sequence[Group]
+  remarks: Sequence[str]
+
+  def to_csv(self) -> str:
+    """Formats a line per entry."""
+    return formats.to_csv(
+      _line(entry) for group in self.groups for entry in group.entries.values()
+    )
+
+  def to_markdown(self) -> str:
+    """Formats a section per group: scores by budget, then every number."""
+    sections = [
+      f"## {formats.escaped(group.title)}\n\n"
+      + formats.to_markdown(group.scores)
+      + "\n"
+      + formats.to_markdown(group.table._replace(title=""))
+      + "".join(f"\n{formats.escaped(note)}\n" for note in group.notes)
+      for group in self.groups
+    ]
+    remarks = [f"{formats.escaped(sentence)}\n" for sentence in self.remarks]
+    return "\n".join(["# Leaderboard\n", *sections, *remarks])
+
+  def to_html(self) -> str:
+    """Renders a self-contained page."""
+    return page.render(
+      "leaderboard",
+      title="Leaderboard",
+      groups=self.groups,
+      remarks=self.remarks,
+    )
+
+  def to_terminal(self) -> rich.console.Group:
+    """Formats the tables for a terminal of 80 columns."""
+    shown: list[rich.console.RenderableType] = []
+    for group in self.groups:
+      shown.append(group.table)
+      shown += [rich.text.Text(note, style="dim") for note in group.notes]
+      shown.append("")
+    return rich.console.Group(*shown, *map(rich.text.Text, self.remarks))
+
+
+def merge(
+  records: Sequence[Record], unfinished: Sequence[pathlib.Path] = ()
+) -> Leaderboard:
+  """Groups runs with the same settings; sample counts may differ.
+
+  If two runs have the same entry, the one with the newer summary counts.
+
+  Args:
+    records: the runs.
+    unfinished: folders of unfinished runs, which are left out.
+  """
+  groups: dict[_Identity, Group] = {}
+  replaced: dict[tuple[str, str], int] = {}
+  by_age = sorted(
+    records, key=lambda r: (r.folder / SUMMARY).stat().st_mtime_ns
+  )
+  for record in by_age:
+    for part in parts(record):
+      entries = groups.setdefault(_identity(part), Group({})).entries
+      for mean in means(part.summary["rows"], part.answers):
+        key = (mean.method, mean.options, mean.budget)
+        if key in entries:
+          pair = (str(entries[key].record.folder), str(record.folder))
+          replaced[pair] = replaced.get(pair, 0) + 1
+        entries[key] = Entry(mean, part)
+  sentences = [
+    f"{wording.count(number, 'line')} of {old} gave way to those of {new}, "
+    "which is newer."
+    for (old, new), number in replaced.items()
+  ]
+  sentences += [
+    f"{folder} is left out: its run is not finished; the command that began it "
+    "goes on."
+    for folder in unfinished
+  ]
+  return Leaderboard([groups[key] for key in sorted(groups)], sentences)
+
+
+def _identity(part: Record) -> _Identity:
+  summary = part.summary
+  samples = [sorted(map(str, part.values(name))) for name in _ASKED]
+  rest = [settings_of(summary), *samples]
+  lengths = tuple(part.values("length"))
+  return (
+    summary["benchmark"],
+    summary["model"],
+    lengths,
+    json.dumps(rest, sort_keys=True),
+  )
+
+
+def _line(entry: Entry) -> dict[str, Any]:
+  mean, summary = entry.mean, entry.record.summary
+  low, high = mean.interval or (None, None)
+  return {
+    "dataset": summary["benchmark"],
+    "length": wording.lengths(summary),
+    **{
+      name: summary[name]
+      for name in ("model", "protocol", "schedule", "heads", "kv_dtype")
+    },
+    **{name: getattr(mean, name) for name in ("method", "options", "budget")},
+    "retention": round(mean.retention, 4),
+    "compression_ratio": round(mean.removed, 4),
+    **{
+      name: round(getattr(mean, name), 2)
+      for name in ("context_tokens", "kept_tokens", "read_tokens")
+    },
+    "cache_bytes": round(mean.cache_bytes),
+    "host_bytes": round(mean.host_bytes),
+    "score": round(mean.score, 2),
+    "interval_low": _rounded(low),
+    "interval_high": _rounded(high),
+    "delta": _rounded(mean.delta),
+    "samples": mean.samples,
+    "tasks": " ".join(entry.record.values("task")),
+    **{name: summary[name] for name in _REST},
+    "data": wording.data(summary),
+    "device": summary["device"],
+    "versions": wording.versions(summary),
+    "run": str(entry.record.folder),
+  }
+
+
+def _rounded(value: float | None) -> float | None:
+  return None if value is None else round(value, 2)

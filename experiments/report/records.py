@@ -1,0 +1,175 @@
+"""Reads runs from disk: a summary and its answers."""
+
+import operator
+import pathlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvjax import files
+from kvjax.errors import InputError
+from kvjax.experiments.report.means import Row, Summary
+from kvjax.experiments.run import typed_records
+from kvjax.experiments.run.results import Answer
+from kvjax.models.json_files import read_text
+
+SUMMARY = "summary.json"
+SAMPLES = "samples.jsonl"
+
+_Kinds = Mapping[str, Any]
+_SETTINGS: _Kinds = {
+  **dict.fromkeys(
+    ("benchmark", "model", "weights", "dtype", "python", "protocol"), str
+  ),
+  **dict.fromkeys(("schedule", "heads", "kv_dtype", "decoding", "device"), str),
+  "seed": int,
+  **dict.fromkeys(("data", "versions"), dict[str, str]),
+  "seconds": dict[str, float],
+  "rows": list[Any],
+}
+_ROW: _Kinds = {
+  **dict.fromkeys(("method", "options", "budget", "task"), str),
+  **dict.fromkeys(("retention", "score", "kept_tokens", "read_tokens"), float),
+  **dict.fromkeys(("context_tokens", "cache_bytes", "host_bytes"), float),
+  **dict.fromkeys(("length", "samples"), int),
+  "interval": list[float],
+  "scores": dict[str, float],
+  "depth": float | None,
+  "turn": int | None,
+}
+# Fields of models of which some layers have a window.
+_HYBRID: _Kinds = {"global_tokens": float}
+
+# The fields that a row shares with its answers.
+_KEY = ("method", "options", "budget", "task", "length", "depth", "turn")
+
+
+class Record(NamedTuple):
+  """A run.
+
+  Attributes:
+    folder: folder of the run.
+    summary: content of `summary.json`.
+    answers: the answers of `samples.jsonl` that the summary averages.
+  """
+
+  folder: pathlib.Path
+  summary: Summary
+  answers: Sequence[Answer] = ()
+
+  def at(self, **fields: object) -> "Record":
+    """Selects rows and answers by field values, as in `length=1024`."""
+    rows = [
+      row
+      for row in self.summary["rows"]
+      if all(row[name] == value for name, value in fields.items())
+    ]
+    answers = [
+      answer
+      for answer in self.answers
+      if all(getattr(answer, name) == value for name, value in fields.items())
+    ]
+    return Record(self.folder, {**self.summary, "rows": rows}, answers)
+
+  def of_tasks(self, tasks: Collection[str]) -> "Record":
+    """Selects rows and answers of some tasks."""
+    rows = [row for row in self.summary["rows"] if row["task"] in tasks]
+    answers = [answer for answer in self.answers if answer.task in tasks]
+    return Record(self.folder, {**self.summary, "rows": rows}, answers)
+
+  def values(self, name: str) -> list[Any]:
+    """Returns the distinct values of a field of the rows, in order."""
+    return list(dict.fromkeys(row[name] for row in self.summary["rows"]))
+
+
+def find(directories: Sequence[pathlib.Path]) -> list[Record]:
+  """Finds the runs in and below directories, each once.
+
+  Raises:
+    InputError: a directory has no run or a malformed one.
+  """
+  folders: dict[pathlib.Path, pathlib.Path] = {}
+  for directory in directories:
+    folders_found = list(_folders(directory))
+    if not folders_found:
+      raise InputError(
+        f"{directory} holds no run; a run's folder has {SUMMARY} and {SAMPLES}."
+      )
+    folders |= {folder.resolve(): folder for folder in folders_found}
+  return [read(folder) for folder in folders.values()]
+
+
+def unfinished(directories: Sequence[pathlib.Path]) -> list[pathlib.Path]:
+  """Finds folders in and below directories with answers but no summary."""
+  without_summary = {
+    path.parent.resolve(): path.parent
+    for directory in directories
+    for path in sorted(directory.rglob(SAMPLES))
+    if not (path.parent / SUMMARY).is_file()
+  }
+  return list(without_summary.values())
+
+
+def read(folder: pathlib.Path) -> Record:
+  """Reads a run.
+
+  Raises:
+    InputError: a file cannot be read or is malformed.
+  """
+  summary = _summary(folder / SUMMARY)
+  answers = _answers(folder / SAMPLES)
+  return Record(folder, summary, _averaged(summary["rows"], answers))
+
+
+def _folders(directory: pathlib.Path) -> Iterator[pathlib.Path]:
+  for path in sorted(directory.rglob(SUMMARY)):
+    if (path.parent / SAMPLES).is_file():
+      yield path.parent
+
+
+def _summary(path: pathlib.Path) -> dict[str, Any]:
+  text = read_text(path)
+  try:
+    summary = files.parse_json(text)
+    typed_records.check(summary, _SETTINGS)
+    typed_records.check({"about": {}} | summary, {"about": dict[str, str]})
+    if not summary["rows"]:
+      raise ValueError("it has no rows")
+    for row in summary["rows"]:
+      typed_records.check(row, _ROW)
+      typed_records.check(row, {k: _HYBRID[k] for k in _HYBRID if k in row})
+      low, high = row["interval"]
+      if row["samples"] < 1 or row["context_tokens"] <= 0 or low > high:
+        raise ValueError(f"the numbers of {row['task']} cannot be")
+  except ValueError as error:
+    raise InputError(
+      f"{path} is not a run's summary: {error}; remove it or run it again."
+    ) from error
+  return dict(summary)
+
+
+def _answers(path: pathlib.Path) -> list[Answer]:
+  """Reads answers; skips an incomplete last line of a killed run."""
+  text = read_text(path)
+  answers = []
+  for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1]):
+    try:
+      answers.append(typed_records.make(Answer, files.parse_json(line)))
+    except ValueError as error:
+      raise InputError(
+        f"Line {number + 1} of {path} is not an answer; remove the file, or "
+        "the line."
+      ) from error
+  return answers
+
+
+def _averaged(rows: Sequence[Row], answers: Sequence[Answer]) -> list[Answer]:
+  """Selects the answers behind the rows; a folder may contain others."""
+  of_row, of_answer = operator.itemgetter(*_KEY), operator.attrgetter(*_KEY)
+  groups: dict[object, list[Answer]] = {}
+  for answer in answers:
+    groups.setdefault(of_answer(answer), []).append(answer)
+  chosen: list[Answer] = []
+  for row in rows:
+    group = sorted(groups.get(of_row(row), ()), key=lambda a: a.sample)
+    chosen += group[: row["samples"]]
+  return chosen

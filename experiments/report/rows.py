@@ -1,0 +1,84 @@
+"""The rows of a run with all identifying settings, for other programs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.experiments.report import wording
+from kvjax.experiments.report.means import Row, Summary, evictable, grouped
+from kvjax.experiments.report.records import Record
+from kvjax.experiments.run.candidates import FULL
+
+# Fields of a summary that comparable rows share.
+SETTINGS = (
+  "benchmark",
+  "model",
+  "weights",
+  "dtype",
+  "seed",
+  "python",
+  "protocol",
+  "schedule",
+  "heads",
+  "kv_dtype",
+  "data",
+  "decoding",
+)
+_PLACE = ("task", "length", "depth", "turn")
+_COUNTS = (
+  "context_tokens",
+  "kept_tokens",
+  "read_tokens",
+  "cache_bytes",
+  "host_bytes",
+)
+
+
+def identified(record: Record) -> list[dict[str, Any]]:
+  """Builds one record per row, the full cache first.
+
+  `compression_ratio` is the share of the context that was evicted, of layers
+  without a window if others have one (`global_tokens`), `delta` the
+  difference from the full cache's score on the same samples.
+  """
+  groups = grouped(record.summary["rows"])
+  full = {
+    _place(row): row["score"]
+    for row in record.summary["rows"]
+    if row["method"] == FULL
+  }
+  settings = settings_of(record.summary) | {
+    "data": wording.data(record.summary)
+  }
+  return [
+    settings | _fields(row, full) for rows in groups.values() for row in rows
+  ]
+
+
+def settings_of(summary: Summary) -> dict[str, Any]:
+  """Returns the settings of a run by name."""
+  return {name: summary[name] for name in SETTINGS}
+
+
+def _place(row: Row) -> tuple[object, ...]:
+  return tuple(row[name] for name in _PLACE)
+
+
+def _fields(
+  row: Row, full: Mapping[tuple[object, ...], float]
+) -> dict[str, Any]:
+  low, high = row["interval"]
+  baseline = full.get(_place(row))
+  return {
+    **{name: row[name] for name in ("method", "options", "budget")},
+    "retention": row["retention"],
+    "compression_ratio": round(1 - evictable(row) / row["context_tokens"], 4),
+    **{name: row[name] for name in _PLACE},
+    "score": row["score"],
+    "interval_low": low,
+    "interval_high": high,
+    "delta": None if baseline is None else round(row["score"] - baseline, 2),
+    **row["scores"],
+    "samples": row["samples"],
+    **{name: row[name] for name in _COUNTS},
+    **{name: row[name] for name in ("global_tokens",) if name in row},
+  }

@@ -1,0 +1,153 @@
+"""Tables of scores, or tokens kept, by length or turn."""
+
+import functools
+import statistics
+from collections.abc import Callable, Mapping
+
+from kvjax.experiments.benchmarks.ruler_averages import ENOUGH, averages
+from kvjax.experiments.report import wording
+from kvjax.experiments.report.formats import Table
+from kvjax.experiments.report.means import Name, Row, grouped, mean_of, score
+from kvjax.experiments.report.records import Record
+from kvjax.experiments.run.candidates import FULL
+
+_Value = Callable[[Row], float]
+# Runs with a full cache have this score besides those of the benchmark.
+_SAME = "same_first_token"
+
+
+def by_length(record: Record) -> list[Table]:
+  """Builds a table per score, with a column per length."""
+  return [
+    _across(record, "length", f"{name} by length", value)
+    for name, value in _scores(record).items()
+  ]
+
+
+def weighted_by_length(record: Record) -> list[Table]:
+  """Builds a table of RULER's two length-weighted means and effective length.
+
+  It covers tasks that ran at every length, and methods and budgets that ran all
+  of these. It is empty for other benchmarks and for a single length.
+  """
+  lengths = sorted(record.values("length"))
+  if record.summary["benchmark"] != "ruler" or len(lengths) == 1:
+    return []
+  at = {length: record.at(length=length) for length in lengths}
+  tasks = [
+    task
+    for task in record.values("task")
+    if all(task in part.values("task") for part in at.values())
+  ]
+  required = {(task, length) for task in tasks for length in lengths}
+  cells = {}
+  for name, rows in grouped(record.summary["rows"]).items():
+    rows = [row for row in rows if row["task"] in tasks]
+    if (
+      not required or {(row["task"], row["length"]) for row in rows} != required
+    ):
+      continue
+    weighted = averages(
+      {
+        length: mean_of([row for row in rows if row["length"] == length], score)
+        for length in lengths
+      }
+    )
+    longest = str(weighted.effective or f"< {lengths[0]}")
+    cells[name] = [number(weighted.rising), number(weighted.falling), longest]
+  if not cells:
+    return []
+  title = f"weighted by length, {wording.averaged(tasks)}"
+  header = ["rising", "falling", f"effective length (≥ {ENOUGH})"]
+  return [_table(title, header, cells)]
+
+
+def by_turn(record: Record) -> list[Table]:
+  """Builds tables with a column per turn: scores, and tokens kept if they vary.
+
+  All turns have equal weight in the mean. The result is empty without turns.
+  """
+  if len(record.values("turn")) == 1:
+    return []
+  tables = [_across(record, "turn", "score by turn", score)]
+  rows = record.summary["rows"]
+  kept = {(row["method"], row["budget"], _kept(row)) for row in rows}
+  if len(kept) > len(grouped(rows)):
+    tables.append(_across(record, "turn", "tokens kept by turn", _kept))
+  return tables
+
+
+def other_scores(record: Record) -> list[Table]:
+  """Builds a table with a line per method and budget, a column per score.
+
+  The result is empty if the benchmark has only its main score.
+  """
+  values = _scores(record)
+  if set(values) <= {wording.score_name(record.summary), _named(_SAME)}:
+    return []
+  cells = {
+    name: [number(mean_of(rows, value)) for value in values.values()]
+    for name, rows in grouped(record.summary["rows"]).items()
+  }
+  return [_table("all scores", list(values), cells)]
+
+
+def number(value: float | None) -> str:
+  """Formats a score for a table."""
+  return wording.NOTHING if value is None else f"{value:.1f}"
+
+
+def _scores(record: Record) -> dict[str, _Value]:
+  """Returns accessors for the scores that all rows have, the main one first."""
+  rows = record.summary["rows"]
+  accessors: dict[str, _Value] = {wording.score_name(record.summary): score}
+  for name in rows[0]["scores"]:
+    if all(name in row["scores"] for row in rows):
+      accessors[_named(name)] = functools.partial(_other, name)
+  return accessors
+
+
+def _named(name: str) -> str:
+  return name.replace("_", " ")
+
+
+def _other(name: str, row: Row) -> float:
+  return row["scores"][name]
+
+
+def _kept(row: Row) -> float:
+  return row["kept_tokens"]
+
+
+def _across(record: Record, field: str, title: str, value: _Value) -> Table:
+  """Builds a table with a column per value of a field, and their plain mean."""
+  columns = sorted(record.values(field))
+  cells: dict[Name, dict[object, float]] = {}
+  for column in columns:
+    groups = grouped(record.at(**{field: column}).summary["rows"])
+    for name, rows in groups.items():
+      cells.setdefault(name, {})[column] = mean_of(rows, value)
+  # Turns count from 0, their names from 1.
+  header = [str(column + (field == "turn")) for column in columns]
+  lines = {
+    name: [
+      *(number(by_column.get(column)) for column in columns),
+      number(statistics.fmean(by_column.values())),
+    ]
+    for name, by_column in cells.items()
+  }
+  return _table(title, [*header, "mean"], lines)
+
+
+def _table(
+  title: str, header: list[str], cells: Mapping[Name, list[str]]
+) -> Table:
+  """Builds a table; a budget that all lines share moves to the title."""
+  budgets = {wording.budget(*name) for name in cells if name[0] != FULL}
+  if len(budgets) == 1:
+    lines = [[method, *texts] for (method, _), texts in cells.items()]
+    return Table(f"{title} at {budgets.pop()}", ["method", *header], lines)
+  lines = [
+    [name[0], wording.budget(*name), *texts] for name, texts in cells.items()
+  ]
+  return Table(title, ["method", "budget", *header], lines, names=2)

@@ -1,0 +1,278 @@
+"""The tables of a run as data; `formats` formats them."""
+
+from collections.abc import Sequence
+
+from kvjax.experiments.benchmarks.longbench_averages import averages
+from kvjax.experiments.report import series, wording
+from kvjax.experiments.report.formats import Table
+from kvjax.experiments.report.means import (
+  Mean,
+  grouped,
+  is_hybrid,
+  means,
+  reads_less,
+)
+from kvjax.experiments.report.records import Record
+from kvjax.experiments.run.candidates import FULL
+
+# Letters of an average's label.
+_SET = 32
+
+
+def tables(record: Record, brief: bool = False) -> list[Table]:
+  """Builds all tables of a run, or in brief those that fit on a terminal."""
+  run_parts = parts(record)
+  result: list[Table] = []
+  for part in run_parts:
+    tokens = f"{wording.lengths(part.summary)} tokens: "
+    start = tokens if len(run_parts) > 1 else ""
+    result += [
+      table._replace(title=start + table.title)
+      for table in (_in_brief(part) if brief else _in_full(part))
+    ]
+  if len(record.values("length")) > 1:
+    shown = _at(record, _middle(record)) if brief else record
+    if not brief or len(run_parts) == 1:
+      result += series.by_length(shown)
+    result += series.weighted_by_length(shown)
+  return result
+
+
+def parts(record: Record) -> list[Record]:
+  """Splits a run into parts with their own tables and plots, one per length.
+
+  A run with depths is one part, since its heatmap covers all lengths.
+  """
+  if has_depths(record):
+    return [record]
+  return [record.at(length=length) for length in record.values("length")]
+
+
+def has_depths(record: Record) -> bool:
+  """Returns whether all samples have a depth."""
+  return None not in record.values("depth")
+
+
+def overview(
+  summary_means: Sequence[Mean], title: str, name: str = "score"
+) -> Table:
+  """Builds a table with a line per method and budget, with uncertainties.
+
+  Args:
+    summary_means: the lines.
+    title: title of the table.
+    name: name of the score.
+  """
+  columns: dict[str, list[str]] = {
+    "method": [mean.method for mean in summary_means],
+    "budget": [wording.budget(*mean.name) for mean in summary_means],
+    "removed": [f"{mean.removed:.3g}" for mean in summary_means],
+    **_tokens(summary_means),
+  }
+  for mean in summary_means:
+    for column, text in _uncertainty(mean, name).items():
+      columns.setdefault(column, []).append(text)
+  columns |= _bytes(summary_means)
+  lines = list(zip(*columns.values(), strict=True))
+  return Table(title, list(columns), lines, names=2)
+
+
+def by_budget(record: Record) -> Table:
+  """Builds a table of scores with half intervals, with a column per budget.
+
+  For automatic budgets, cells also show the mean retention.
+  """
+  summary_means = means(record.summary["rows"], record.answers)
+  tasks = wording.averaged(record.values("task"))
+  least = min(mean.samples for mean in summary_means)
+  name = wording.score_name(record.summary)
+  title = f"{name}, {tasks}, n = {least}, ± at 95 %"
+  if is_hybrid(summary_means):
+    title += "; budgets are of the layers without a window"
+  return grid(summary_means, title)
+
+
+def grid(summary_means: Sequence[Mean], title: str) -> Table:
+  """Builds a table with a line per method and a column per budget.
+
+  Args:
+    summary_means: the cells; a score has the longer half of its interval.
+    title: title of the table.
+  """
+  cells: dict[str, dict[str, str]] = {}
+  for mean in summary_means:
+    row = cells.setdefault(mean.method, {})
+    reached = f" at {wording.share(mean.retention)}" if mean.automatic else ""
+    score = wording.with_uncertainty(mean.score, mean.interval)
+    row[wording.budget(*mean.name)] = score + reached
+  names = list(dict.fromkeys(name for row in cells.values() for name in row))
+  lines = [
+    [method, *(row.get(name, "") for name in names)]
+    for method, row in cells.items()
+  ]
+  return Table(title, ["method", *names], lines)
+
+
+def by_task(record: Record) -> Table:
+  """Builds a table for one budget: a line per method, a column per task."""
+  summary_means = means(record.summary["rows"], record.answers)
+  tasks = record.values("task")
+  lines = [
+    [
+      mean.method,
+      *(series.number(mean.tasks.get(task)) for task in tasks),
+      f"{mean.score:.1f}",
+      wording.signed(mean.delta),
+    ]
+    for mean in summary_means
+  ]
+  names = [task.removeprefix("niah_") for task in tasks]
+  title = f"tasks at {wording.budget(*summary_means[-1].name)}"
+  return Table(title, ["method", *names, "mean", "Δ full"], lines)
+
+
+def by_set(record: Record) -> Table:
+  """Builds LongBench's table for one budget, with a column per method.
+
+  Lines are datasets and averages. The difference from the full cache is that of
+  the plain mean of all available datasets.
+  """
+  summary_means = means(record.summary["rows"], record.answers)
+  sets = record.values("task")
+  lines = [
+    [name, *(series.number(mean.tasks.get(name)) for mean in summary_means)]
+    for name in sets
+  ]
+  method_averages = [averages(mean.tasks) for mean in summary_means]
+  lines += [
+    [
+      name,
+      *(
+        series.number(averages_of_method.get(name))
+        for averages_of_method in method_averages
+      ),
+    ]
+    for name in dict.fromkeys(
+      name
+      for averages_of_method in method_averages
+      for name in averages_of_method
+    )
+  ]
+  lines += [
+    [
+      f"all {len(sets)} sets",
+      *(series.number(mean.score) for mean in summary_means),
+    ],
+    ["Δ full", *(wording.signed(mean.delta) for mean in summary_means)],
+  ]
+  title = f"sets at {wording.budget(*summary_means[-1].name)}"
+  # If columns are split over tables, each has the first method, the full cache.
+  header = ["set", *(mean.method for mean in summary_means)]
+  return Table(title, header, lines, names=2, least=_SET)
+
+
+def costs(record: Record) -> Table:
+  """Builds a table for one budget: tokens kept and read, and bytes."""
+  summary_means = means(record.summary["rows"])
+  columns = {
+    "method": [mean.method for mean in summary_means],
+    **_tokens(summary_means),
+    **_bytes(summary_means),
+  }
+  title = f"caches at {wording.budget(*summary_means[-1].name)}"
+  return Table(title, list(columns), list(zip(*columns.values(), strict=True)))
+
+
+def _in_full(part: Record) -> list[Table]:
+  name = wording.score_name(part.summary)
+  title = wording.averaged(part.values("task"))
+  summary_means = means(part.summary["rows"], part.answers)
+  shown = [by_budget(part), overview(summary_means, title, name)]
+  for budget in _budgets(part):
+    shown += _tasks(_at(part, budget))
+  return [*shown, *series.other_scores(part), *series.by_turn(part)]
+
+
+def _in_brief(part: Record) -> list[Table]:
+  """Builds a table of all budgets, and others for the middle one."""
+  at_middle = _at(part, _middle(part))
+  lookups = reads_less(means(at_middle.summary["rows"]))
+  return [
+    by_budget(part),
+    *([costs(at_middle)] if lookups else []),
+    *_tasks(at_middle),
+    *series.other_scores(at_middle),
+    *series.by_turn(at_middle),
+  ]
+
+
+def _tasks(part: Record) -> list[Table]:
+  if len(part.values("task")) == 1:
+    return []
+  if part.summary["benchmark"] == "longbench":
+    return [by_set(part)]
+  return [by_task(part)]
+
+
+def _at(record: Record, budget: str) -> Record:
+  """Selects the full cache and the rows of a budget."""
+  rows = [
+    row
+    for row in record.summary["rows"]
+    if row["method"] == FULL or row["budget"] == budget
+  ]
+  return record._replace(summary={**record.summary, "rows": rows})
+
+
+def _budgets(record: Record) -> list[str]:
+  """Returns the methods' budgets, or else the full cache's."""
+  names = grouped(record.summary["rows"])
+  budgets = dict.fromkeys(budget for method, budget in names if method != FULL)
+  return list(budgets) or [budget for _, budget in names]
+
+
+def _middle(record: Record) -> str:
+  budgets = _budgets(record)
+  return budgets[len(budgets) // 2]
+
+
+def _uncertainty(mean: Mean, name: str) -> dict[str, str]:
+  """Formats a score with its uncertainty, by column name."""
+  return {
+    name: f"{mean.score:.1f}",
+    "95 %": wording.interval(mean.interval),
+    "Δ full": wording.signed(mean.delta),
+    "n": str(mean.samples),
+  }
+
+
+def _tokens(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
+  """Builds columns of tokens kept and, if fewer, tokens read.
+
+  If some layers have a window, tokens are kept in the global ones, and in all.
+  """
+  columns = {"kept": [f"{mean.kept_tokens:.0f}" for mean in summary_means]}
+  if is_hybrid(summary_means):
+    of_global = [
+      "" if mean.global_tokens is None else f"{mean.global_tokens:.0f}"
+      for mean in summary_means
+    ]
+    columns = {"kept, global": of_global, "kept, all": columns["kept"]}
+  if reads_less(summary_means):
+    columns["read"] = [f"{mean.read_tokens:.0f}" for mean in summary_means]
+  return columns
+
+
+def _bytes(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
+  """Builds columns of allocated bytes and the part in host memory."""
+  unit, size = wording.unit(mean.cache_bytes for mean in summary_means)
+  columns = {unit: [_size(mean.cache_bytes / size) for mean in summary_means]}
+  if any(mean.host_bytes for mean in summary_means):
+    columns["on host"] = [
+      _size(mean.host_bytes / size) for mean in summary_means
+    ]
+  return columns
+
+
+def _size(value: float) -> str:
+  return f"{value:.0f}" if value >= 100 or value == 0 else f"{value:.1f}"

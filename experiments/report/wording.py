@@ -1,0 +1,150 @@
+"""Describes numbers and settings in words, for tables, plots and pages."""
+
+from collections.abc import Iterable, Sequence
+
+from kvjax.experiments.report.means import Mean, Summary
+from kvjax.experiments.run.candidates import FULL
+
+# Above these numbers, lengths are named by the first and last one, and tasks by
+# their count.
+_LENGTHS, _TASKS = 3, 4
+NOTHING = "–"
+
+
+def title(summary: Summary) -> str:
+  """Describes the run of a summary, as a title."""
+  return (
+    f"{summary['model']}, {lengths(summary)} tokens, {summary['protocol']}, "
+    f"{keeping(summary)}, {count(samples(summary), 'sample')} per task"
+  )
+
+
+def keeping(summary: Summary) -> str:
+  """Describes the schedule, the selecting heads and the dtype."""
+  kv_dtype = summary["kv_dtype"] and f", kept in {summary['kv_dtype']}"
+  return f"{summary['schedule']}, per {summary['heads']}{kv_dtype}"
+
+
+def lengths(summary: Summary) -> str:
+  """Describes the lengths of the contexts."""
+  distinct = sorted({row["length"] for row in summary["rows"]})
+  if len(distinct) > _LENGTHS:
+    return f"{distinct[0]} to {distinct[-1]}"
+  return ", ".join(str(length) for length in distinct)
+
+
+def samples(summary: Summary) -> int:
+  """Returns the minimum samples of a task and length; turns count."""
+  counts: dict[tuple[object, ...], int] = {}
+  for row in summary["rows"]:
+    key = (row["method"], row["budget"], row["task"], row["length"])
+    counts[key] = counts.get(key, 0) + row["samples"]
+  return min(counts.values())
+
+
+def data(summary: Summary) -> str:
+  """Describes the sources of the texts and other facts about the samples."""
+  facts = {**summary["data"], **summary.get("about", {})}
+  return "; ".join(f"{name}: {text}" for name, text in facts.items())
+
+
+def count(number: int, thing: str) -> str:
+  """Formats a count: `1 sample`, `2 samples`."""
+  return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def circumstances(summary: Summary) -> str:
+  """Describes seed, decoding, device and versions."""
+  return (
+    f"Seed {summary['seed']}, {summary['decoding']}, {summary['dtype']} on "
+    f"{summary['device']}; {versions(summary)}."
+  )
+
+
+def versions(summary: Summary) -> str:
+  """Lists the versions of Python and packages: `python 3.12.1, jax 0.12.0`."""
+  items = summary["versions"].items()
+  return ", ".join(f"{name} {version}" for name, version in items)
+
+
+def averaged(tasks: Sequence[str], every: bool = False) -> str:
+  """Describes what a mean is over; lists the tasks if few, or on request."""
+  if len(tasks) == 1:
+    return tasks[0]
+  names = f": {', '.join(tasks)}" if every or len(tasks) <= _TASKS else ""
+  return f"mean over {len(tasks)} tasks{names}"
+
+
+def share(value: float) -> str:
+  """Formats a share as a percentage: `12.5 %`."""
+  return f"{100 * value:.3g} %"
+
+
+def budget(method: str, words: str) -> str:
+  """Formats a budget: `25 %` or `128 tokens`."""
+  if method == FULL:
+    return share(1)
+  try:
+    return share(float(words))
+  except ValueError:
+    return words
+
+
+def reached(mean: Mean) -> str:
+  """Formats a retention: `25 %`, or `auto at 0.95: 38 %` if automatic."""
+  words = f"{mean.budget}: " if mean.automatic else ""
+  return f"{words}{share(mean.retention)}"
+
+
+def signed(delta: float | None) -> str:
+  """Formats a difference: `+1.2` or `−3.4`."""
+  if delta is None:
+    return NOTHING
+  text = f"{delta:+.1f}".replace("-", "−")
+  return "0.0" if text in ("+0.0", "−0.0") else text
+
+
+def interval(bounds: tuple[float, float] | None) -> str:
+  """Formats two bounds: `93.1–99.0`."""
+  if bounds is None:
+    return NOTHING
+  return "–".join(f"{bound:.1f}" for bound in bounds)
+
+
+def with_uncertainty(score: float, bounds: tuple[float, float] | None) -> str:
+  """Formats a score and the longer half of its interval: `97.4 ±1.2`.
+
+  If the score is an end of its interval, the sign shows the side: `100.0 −5.6`.
+  """
+  text = f"{score:.1f}"
+  if bounds is None:
+    return text
+  low, high = bounds
+  below, above = round(score - low, 1), round(high - score, 1)
+  sign = "±" if below and above else "−" if below else "+"
+  return f"{text} {sign}{max(below, above):.1f}"
+
+
+def score_name(summary: Summary) -> str:
+  """Returns the name of the main score."""
+  return {"passkey": "exact"}.get(summary["benchmark"], "score")
+
+
+def scored(summary: Summary) -> str:
+  """Returns what the main score is a share of."""
+  names = {"passkey": "exact answers", "longbench": "score"}
+  return names.get(summary["benchmark"], "answers found")
+
+
+def score_axis(summary: Summary) -> str:
+  """Returns the axis label of the main score."""
+  return f"{scored(summary)}, mean over tasks (%)"
+
+
+def unit(sizes: Iterable[float]) -> tuple[str, float]:
+  """Chooses the unit with the fewest digits; returns its name and bytes."""
+  largest = max(sizes, default=0)
+  for name, size in (("GiB", 2**30), ("MiB", 2**20)):
+    if largest >= 10 * size:
+      return name, size
+  return "KiB", 2**10

@@ -1,0 +1,182 @@
+"""Runs the experiments of five papers and compares our numbers with theirs.
+
+  python -m kvjax.experiments.reproduce
+
+lists them, and
+
+  python -m kvjax.experiments.reproduce E5.1 --model=DIR --data=DIR
+
+runs one or more of them on your model and data: LongBench's files, or RULER's
+if they should not be generated. Without model and data, the bundled model
+answers generated prompts at scaled-down budgets. It is not the papers' model:
+do not compare the numbers. Orders of methods are shown as far as the samples
+decide them.
+
+The output is results/papers/ID/MODEL/paper.md and paper.json, and a folder with
+all answers for each run. An interrupted run resumes where it stopped.
+"""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import rich.console
+from absl import flags
+
+from kvjax.calibration.record import check_tau
+from kvjax.errors import InputError
+from kvjax.experiments import cli
+from kvjax.experiments.benchmarks import hub, ruler
+from kvjax.experiments.inputs import run_inputs, text_inputs
+from kvjax.experiments.papers import (
+  catalogue,
+  programs,
+  registry,
+  report,
+  running,
+)
+from kvjax.experiments.papers.records import Experiment, Program
+from kvjax.experiments.papers.samples import Sources
+from kvjax.experiments.run import results
+
+for module in (run_inputs, text_inputs):
+  flags.adopt_module_key_flags(module)
+
+_DATA = flags.DEFINE_string(
+  "data",
+  None,
+  "File or folder with published samples of LongBench or RULER, or the name of "
+  "such a dataset on the Hugging Face hub.",
+)
+_SAMPLES = flags.DEFINE_integer(
+  "samples",
+  None,
+  "Samples per task and length, and depth or round; the default is the paper's "
+  "number, or a few without its model.",
+  lower_bound=1,
+  upper_bound=run_inputs.MOST_SAMPLES,
+)
+_TASKS = flags.DEFINE_list(
+  "tasks",
+  None,
+  "Only these of the experiment's tasks or datasets; for E3.5 to E3.7, tasks "
+  "of RULER to calibrate on.",
+)
+_TAU = flags.DEFINE_float(
+  "tau",
+  None,
+  "Share of quality that E3.5 to E3.7 preserve; the default is the paper's.",
+)
+flags.DEFINE_bool(
+  "trials",
+  False,
+  "Also repeats E3.6 and E3.7 on LongBench in 20 trials with other sketches.",
+)
+_LENGTH = flags.DEFINE_integer(
+  "length",
+  None,
+  "Tokens of prompt and answer instead of the experiment's; for LongBench, the "
+  "maximum prompt length.",
+  lower_bound=1,
+)
+_OUTPUT = flags.DEFINE_string(
+  "output", "results/papers", "Parent folder of the experiment folders."
+)
+
+
+def main(ids: Sequence[str]) -> None:
+  """Lists all experiments, or runs the given ones."""
+  console = rich.console.Console(highlight=False)
+  if not ids:
+    console.print(catalogue.terminal())
+    return
+  chosen = registry.find(ids)
+  given = _given()
+  if "data" in given and "model" not in given:
+    raise InputError(
+      "--data needs a --model that can answer it; the bundled one answers "
+      "needle questions only."
+    )
+  sources = _sources()
+  _check_overrides(chosen, given, sources)
+  output = pathlib.Path(_OUTPUT.value)
+  results.check_writable(output)
+  name = run_inputs.model_name().replace("/", "--")  # the hub's org/name
+  folders = {e.id: output / e.id / name for e in chosen}
+  for experiment in chosen:
+    if experiment.why_not:
+      report.refuse(experiment, console)
+  # Run programs before loading the model: a device rarely fits two models.
+  for experiment in chosen:
+    if experiment.programs:
+      target = folders[experiment.id]
+      report.call(experiment, run_inputs.model_name(), given, target, console)
+  remaining = [e for e in chosen if e.parts and not e.programs]
+  if not remaining:
+    return
+  with run_inputs.loaded() as (lm, devices):
+    session = running.Session(
+      lm,
+      devices,
+      "model" in given,
+      _settings(),
+      run_inputs.BATCH.value,
+      sources,
+      _SAMPLES.value,
+      _LENGTH.value,
+      _TASKS.value,
+    )
+    for experiment in remaining:
+      report.run(experiment, session, folders[experiment.id], console)
+
+
+def _check_overrides(
+  chosen: Sequence[Experiment], given: Mapping[str, str], sources: Sources
+) -> None:
+  """Rejects --tau, --tasks and --length before anything runs or is written.
+
+  Raises:
+    InputError: --tau is no share, an experiment or one of its programs lacks a
+      task or its texts, or it compares lengths.
+  """
+  if _TAU.value is not None:
+    check_tau(_TAU.value)
+  tasks = _TASKS.value
+  for experiment in chosen:
+    for part in experiment.parts:
+      if not isinstance(part, Program):
+        scale = running.scale_of(part, "model" in given, sources)
+        running.check(part, scale, tasks, _LENGTH.value)
+    called = programs.chosen(experiment.programs, given)
+    if tasks is not None and any("tasks" in each.takes for each in called):
+      ruler.choose(tasks, sources.texts)
+
+
+def _given() -> dict[str, str]:
+  """Returns the flags given on the command line."""
+  all_flags = flags.FLAGS
+  given = {
+    name: all_flags[name].value for name in all_flags if all_flags[name].present
+  }
+  return {
+    name: ",".join(value) if isinstance(value, list) else str(value)
+    for name, value in given.items()
+    if value is not False
+  }
+
+
+def _settings() -> results.Settings:
+  return results.Settings(
+    model=run_inputs.model_name(),
+    weights=results.digest(run_inputs.model_directory()),
+    dtype=run_inputs.dtype(),
+    seed=run_inputs.SEED.value,
+  )
+
+
+def _sources() -> Sources:
+  data = None if _DATA.value is None else hub.resolve(_DATA.value)
+  return Sources(data, text_inputs.texts())
+
+
+if __name__ == "__main__":
+  cli.run_on_arguments(main)

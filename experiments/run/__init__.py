@@ -1,0 +1,1 @@
+"""Running candidates on samples, and what runs write."""

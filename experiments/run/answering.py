@@ -1,0 +1,378 @@
+"""Generates answers from every candidate's cache, one prefill per batch."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import kvjax
+from kvjax.cache.window import WindowLayer
+from kvjax.errors import InputError
+from kvjax.experiments.metrics import passkey
+from kvjax.experiments.run import prefilling
+from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.tasks.sample import Sample
+from kvjax.models.pretrained import Pretrained
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.placement import HOST
+from kvjax.prompts import bucket
+
+Protocol = Literal[
+  "query-agnostic", "query-aware", "query-aware-kvpress", "first-query-aware"
+]
+QUERY_AGNOSTIC: Protocol = "query-agnostic"
+# The whole prompt is compressed, to the start of the answer.
+QUERY_AWARE: Protocol = "query-aware"
+# As kvpress with `query_aware`: the context ends with the question and is
+# compressed; end of turn and start of the answer follow it uncompressed.
+QUERY_AWARE_KVPRESS: Protocol = "query-aware-kvpress"
+# For conversations: the context ends with the first question.
+FIRST_QUERY_AWARE: Protocol = "first-query-aware"
+
+# Widths are multiples of these, so that other seeds reuse the compiled shapes.
+# A question is fed to the caches of all candidates, so that padding costs more.
+_CONTEXT_WIDTH, _QUESTION_WIDTH = 32, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+  """Token ids of a prompt, whose two parts are encoded separately.
+
+  Attributes:
+    context: the part to prefill and compress.
+    question: the rest: question, end of turn, start of the answer.
+    max_new_tokens: the maximum number of answer tokens.
+    stays: see `Sample`.
+    key_token: first token of the correct answer, if a metric needs it.
+  """
+
+  context: list[int]
+  question: list[int]
+  max_new_tokens: int
+  stays: bool = False
+  key_token: int | None = None
+
+  @classmethod
+  def of(
+    cls,
+    tokenizer: Tokenizer,
+    context: str,
+    question: str,
+    prefix: str,
+    max_new_tokens: int,
+    chat: bool = True,
+    key: str | None = None,
+  ) -> "Prompt":
+    """Encodes the texts, by default with the model's chat template."""
+    before, after = (
+      tokenizer.split_chat(context) if chat else (tokenizer.bos + context, "")
+    )
+    question = question + after + prefix
+    return cls(
+      tokenizer.encode(before),
+      tokenizer.encode(question),
+      max_new_tokens,
+      key_token=None
+      if key is None
+      else passkey.first_key_token(tokenizer, question, key),
+    )
+
+  @classmethod
+  def of_sample(cls, tokenizer: Tokenizer, sample: Sample) -> "Prompt":
+    """Encodes a sample of a task."""
+    prompt = cls.of(
+      tokenizer,
+      sample.context,
+      sample.question,
+      sample.answer_prefix,
+      sample.max_new_tokens,
+      sample.chat,
+      sample.answers[0] if sample.metric == "passkey" else None,
+    )
+    return dataclasses.replace(prompt, stays=sample.stays)
+
+  @property
+  def prefilled(self) -> list[int]:
+    """Context and question, to prefill them together."""
+    return self.context + self.question
+
+  @property
+  def total(self) -> int:
+    """Number of tokens of the prompt and the longest answer."""
+    return len(self.context) + len(self.question) + self.max_new_tokens
+
+
+# The prompts of one context, whose questions follow one another.
+Prompted = Sequence[Prompt]
+
+
+class Shape(NamedTuple):
+  """The padded shape of all batches, so that programs compile once.
+
+  Attributes:
+    rows: prompts per batch.
+    context: tokens to prefill.
+    question: tokens to feed after compression; 0 if the question is prefilled
+      with the context.
+  """
+
+  rows: int
+  context: int
+  question: int
+
+  @classmethod
+  def of(
+    cls,
+    prompts: Sequence[Prompt],
+    rows: int,
+    protocol: Protocol = QUERY_AGNOSTIC,
+  ) -> "Shape":
+    """Returns the smallest shape that fits all prompts."""
+    if protocol == QUERY_AWARE:
+      both = max(len(prompt.prefilled) for prompt in prompts)
+      return cls(rows, _round_up(both, _CONTEXT_WIDTH), 0)
+    contexts = max(len(prompt.context) for prompt in prompts)
+    questions = max(len(prompt.question) for prompt in prompts)
+    return cls(
+      rows,
+      _round_up(contexts, _CONTEXT_WIDTH),
+      _round_up(questions, _QUESTION_WIDTH),
+    )
+
+
+class _TokenCounts(NamedTuple):
+  """Token counts of each row of a cache.
+
+  Attributes:
+    tokens: tokens processed so far.
+    kept: tokens in the cache, mean over layers and KV heads.
+    read: tokens that the next token attends to, likewise.
+    kept_globally: tokens in layers without a window, which budgets are of,
+      likewise; None unless some layers have a window and others have none.
+  """
+
+  tokens: Int[np.ndarray, " R"]
+  kept: Float[np.ndarray, " R"]
+  read: Float[np.ndarray, " R"]
+  kept_globally: Float[np.ndarray, " R"] | None
+
+  @classmethod
+  def of(cls, cache: kvjax.Cache) -> "_TokenCounts":
+    tokens, kept, read = jax.device_get(
+      (cache.next_positions, cache.lengths, cache.num_attended)
+    )
+    is_local = [
+      isinstance(cache.stacks[stack], WindowLayer)
+      for stack in cache.order
+      if stack >= 0
+    ]
+
+    def mean(counts: Int[np.ndarray, "L R K"]) -> Float[np.ndarray, " R"]:
+      return np.mean(counts, axis=(0, 2), dtype=np.float64)
+
+    of_global = None
+    if any(is_local) and not all(is_local):
+      of_global = mean(kept[np.logical_not(is_local)])
+    return cls(tokens, mean(kept), mean(read), of_global)
+
+
+class Reply(NamedTuple):
+  """An answer generated from a candidate's cache.
+
+  Attributes:
+    candidate: the candidate.
+    row: number of the context in its batch.
+    turn: number of the question in its context.
+    context_tokens: prefilled tokens and, if turns stay in the cache, tokens of
+      all turns so far.
+    retention: share of these that the budget, or its calibration, allows.
+    kept_tokens: tokens in the cache, mean over layers and KV heads.
+    read_tokens: tokens that the next token attends to, likewise.
+    cache_bytes: bytes allocated for the row after the prefill.
+    host_bytes: the part of these in host memory.
+    tokens: ids of the answer.
+    text: the answer.
+    global_tokens: tokens in layers without a window, mean over these and KV
+      heads; None unless some layers have a window and others have none.
+  """
+
+  candidate: Candidate
+  row: int
+  turn: int
+  context_tokens: int
+  retention: float
+  kept_tokens: float
+  read_tokens: float
+  cache_bytes: int
+  host_bytes: int
+  tokens: list[int]
+  text: str
+  global_tokens: float | None = None
+
+
+@dataclasses.dataclass
+class Seconds:
+  """Time spent per phase, compilation included."""
+
+  prefill: float = 0.0
+  answer: float = 0.0
+
+
+def check_context_length(lm: Pretrained, prompts: Sequence[Prompt]) -> None:
+  """Rejects prompts that are longer than the model's context.
+
+  Raises:
+    InputError: prompt and answer together do not fit.
+  """
+  limit = lm.config.geometry.max_positions
+  longest = max(prompts, key=lambda prompt: prompt.total)
+  if longest.total > limit:
+    raise InputError(
+      f"Context ({len(longest.context)} tokens), question "
+      f"({len(longest.question)}) and answer (up to {longest.max_new_tokens}) "
+      f"come to {longest.total} tokens; the context of this model is {limit}."
+    )
+
+
+def replies(
+  lm: Pretrained,
+  candidates: Sequence[Candidate],
+  contexts: Sequence[Prompted],
+  shape: Shape,
+  seconds: Seconds,
+) -> Iterator[list[Reply]]:
+  """Prefills a batch once and generates answers from each candidate's cache.
+
+  Caches of equal sizes decode as one batch. A candidate that prefills in blocks
+  has its own prefill; one that evicts while decoding has its own batch. Each
+  question sees the compressed context or, if turns stay in the cache, the cache
+  after the previous turn.
+
+  Args:
+    lm: the model.
+    candidates: methods and budgets.
+    contexts: at most `shape.rows` contexts with their prompts, all with the
+      same `max_new_tokens`. If questions are prefilled, each context has one.
+    shape: see `Shape`.
+    seconds: the elapsed time is added to it.
+
+  Yields:
+    The replies of a batch to one question per context.
+  """
+  rows = [*contexts, *[contexts[-1]] * (shape.rows - len(contexts))]
+  began = time.monotonic()
+  texts = [
+    prompts[0].context if shape.question else prompts[0].prefilled
+    for prompts in rows
+  ]
+  prefilled = prefilling.prefill_all(
+    lm,
+    [candidate.plan for candidate in candidates],
+    kvjax.Prompts.of(texts, shape.context),
+  )
+  caches = [result.cache for result in prefilled]
+  jax.block_until_ready(prefilled)
+  seconds.prefill += time.monotonic() - began
+
+  turns = max(len(prompts) for prompts in contexts)
+  stays = contexts[0][0].stays
+  for group in kvjax.group_caches(caches):
+    cache = kvjax.stack([caches[i] for i in group])
+    logits = jnp.concatenate([prefilled[i].logits for i in group])
+    places = range(0, len(logits), shape.rows)
+    counts = _TokenCounts.of(cache)
+    if stays:
+      cache = _with_capacity(cache, rows[0], shape)
+    for turn in range(turns):
+      began = time.monotonic()
+      prompts_of_turn = [
+        prompts[min(turn, len(prompts) - 1)] for prompts in rows
+      ]
+      if stays:
+        answers, cache = _turn(lm, cache, prompts_of_turn, shape)
+        counts = _TokenCounts.of(cache)
+      else:
+        answers = _answers(lm, cache, logits, prompts_of_turn, shape)
+      seconds.answer += time.monotonic() - began
+      yield [
+        Reply(
+          candidates[index],
+          row,
+          turn,
+          tokens := int(counts.tokens[place + row]),
+          candidates[index].retention(tokens)
+          if (calibrated := prefilled[index].retentions) is None
+          else float(calibrated[row]),
+          float(counts.kept[place + row]),
+          float(counts.read[place + row]),
+          caches[index].nbytes // shape.rows,
+          caches[index].nbytes_by_memory[HOST] // shape.rows,
+          ids := answers[place + row],
+          lm.text.decode(ids),
+          None
+          if counts.kept_globally is None
+          else float(counts.kept_globally[place + row]),
+        )
+        for place, index in zip(places, group, strict=True)
+        for row, prompts in enumerate(contexts)
+        if turn < len(prompts)
+      ]
+
+
+def _answers(
+  lm: Pretrained,
+  cache: kvjax.Cache,
+  logits: Float[Array, "B V"],
+  prompts: Sequence[Prompt],
+  shape: Shape,
+) -> list[list[int]]:
+  """Generates answers from a cache whose rows repeat those of `prompts`."""
+  decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.text.eos_ids)
+  inputs = _questions(cache, prompts, shape) if shape.question else logits
+  return kvjax.generate(lm.model, lm.params, cache, inputs, decoding).rows()
+
+
+def _turn(
+  lm: Pretrained, cache: kvjax.Cache, prompts: Sequence[Prompt], shape: Shape
+) -> tuple[list[list[int]], kvjax.Cache]:
+  """Generates answers and keeps the turn in the cache, which is donated."""
+  decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.text.eos_ids)
+  questions = _questions(cache, prompts, shape)
+  turn = kvjax.generate(
+    lm.model, lm.params, cache, questions, decoding, keep=True
+  )
+  assert turn.cache is not None
+  return turn.rows(), turn.cache
+
+
+def _questions(
+  cache: kvjax.Cache, prompts: Sequence[Prompt], shape: Shape
+) -> kvjax.Prompts:
+  """Pads the questions and repeats them for each row of the cache."""
+  questions = kvjax.Prompts.of([p.question for p in prompts], shape.question)
+  return questions.repeat(cache.next_positions.shape[0] // len(prompts))
+
+
+def _with_capacity(
+  cache: kvjax.Cache, turns: Prompted, shape: Shape
+) -> kvjax.Cache:
+  """Copies the cache with capacity for the turns that stay in it."""
+  per_turn = shape.question + turns[0].max_new_tokens
+  all_turns = len(turns) * per_turn
+  cache = kvjax.reserve(cache, all_turns)
+  plan = cache.plan
+  if plan is None:
+    return cache
+  # A retention budget grows with the conversation.
+  padded = bucket(shape.context + all_turns)
+  kept = plan.spread.capacity_between(plan.fixed_budget, padded)
+  return cache.grow([kept + per_turn] * len(cache.stacks))
+
+
+def _round_up(length: int, width: int) -> int:
+  return -(-length // width) * width

@@ -1,0 +1,28 @@
+"""What a run ran on, for its records."""
+
+import contextlib
+import os
+import platform
+from importlib import metadata
+
+import jax
+
+_PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
+
+
+def versions() -> dict[str, str]:
+  """Returns the versions of Python and of relevant packages."""
+  by_name = {"python": platform.python_version()}
+  for name in _PACKAGES:
+    # kvjax need not be installed when it runs from a checkout.
+    with contextlib.suppress(metadata.PackageNotFoundError):
+      by_name[name] = metadata.version(name)
+  return by_name
+
+
+def device(count: int = 1) -> str:
+  """Describes the device, as `CPU, 2 cores` or `4 x NVIDIA H100`."""
+  kind = jax.devices()[0].device_kind
+  if jax.default_backend() == "cpu":
+    kind = f"CPU, {os.cpu_count()} cores"
+  return kind if count == 1 else f"{count} x {kind}"

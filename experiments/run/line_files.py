@@ -1,0 +1,182 @@
+"""A resumable file of records, one per line."""
+
+import abc
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+from kvjax import files
+from kvjax.errors import InputError
+from kvjax.experiments.run import typed_records
+
+
+@dataclasses.dataclass(frozen=True)
+class Line(abc.ABC):
+  """A record that JSON can represent."""
+
+  @property
+  @abc.abstractmethod
+  def key(self) -> Hashable:
+    """Identifies the record in its file."""
+
+
+class LineFile[Record: Line]:
+  """The records of a file, one per line with the fields that all share.
+
+  The first record creates file and folder. An incomplete last line of a killed
+  run is dropped and has to be computed again. Nothing else is dropped: a last
+  line that this run cannot have begun is refused.
+
+  Attributes:
+    folder: folder of the file.
+    records: the records by their keys.
+  """
+
+  def __init__(
+    self,
+    path: pathlib.Path,
+    shared: Any,
+    kind: type[Record],
+    name: str,
+  ):
+    """Reads the existing records.
+
+    Args:
+      path: the file.
+      shared: a dataclass of the fields that all records share.
+      kind: the class of the records.
+      name: name of a record in messages, such as "answer".
+
+    Raises:
+      InputError: the folder is not writable, or the file has records with other
+        shared fields or malformed lines.
+    """
+    check_writable(path.parent)
+    self.folder = path.parent
+    self.records: dict[Hashable, Record] = {}
+    self._shared = dataclasses.asdict(shared)
+    self._path = path
+    self._kind = kind
+    self._name = name
+    self._complete_bytes = self._bytes = 0
+    if os.path.lexists(self._path):
+      text = self._read()
+      self._bytes = len(text)
+      self._complete_bytes = text.rfind(b"\n") + 1
+      lines = text[: self._complete_bytes].splitlines()
+      for number, line in enumerate(lines, start=1):
+        record = self._parse(line, number)
+        self.records[record.key] = record
+      self._check_rest(text[self._complete_bytes :])
+
+  def _read(self) -> bytes:
+    files.check_whole(self._path)
+    try:
+      with self._path.open("r+b") as file:
+        return file.read()
+    except OSError as error:
+      raise InputError(
+        f"{self._path} cannot be written: {error.strerror}."
+      ) from error
+
+  def add(self, records: Iterable[Record]) -> None:
+    """Appends records, each as a line with the shared fields.
+
+    Raises:
+      InputError: the disk is full, the folder has become read-only, or another
+        run writes to it.
+    """
+    records = list(records)
+    lines = b"".join(self._line(record) for record in records)
+    try:
+      self.folder.mkdir(parents=True, exist_ok=True)
+      with self._path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if file.tell() != self._bytes:
+          raise InputError(
+            f"Another run writes to {self._path}; wait until it is done, or "
+            "choose another --output."
+          )
+        file.truncate(self._complete_bytes)
+        try:
+          file.write(lines)
+          file.flush()
+        finally:
+          self._bytes = self._path.stat().st_size
+    except OSError as error:
+      raise InputError(
+        f"{self._path} cannot be written: {error.strerror}; what it holds is "
+        "kept, and the same command goes on from there."
+      ) from error
+    self._complete_bytes += len(lines)
+    self.records |= {record.key: record for record in records}
+
+  def _check_rest(self, rest: bytes) -> None:
+    """Refuses an incomplete last line unless a run like this one began it."""
+    # All lines begin with the shared fields.
+    start = _encode(self._shared).removesuffix(b"}")
+    if not (start.startswith(rest) or rest.startswith(start)):
+      raise InputError(
+        f"The last line of {self._path} has no line break, and is not of a run "
+        "with these settings; remove the line or choose another --output."
+      )
+
+  def _line(self, record: Record) -> bytes:
+    return _encode(self._shared | dataclasses.asdict(record)) + b"\n"
+
+  def _parse(self, line: bytes, number: int) -> Record:
+    try:
+      fields = files.parse_json(line)
+      record = typed_records.make(self._kind, fields)
+    except ValueError as error:
+      raise InputError(
+        f"Line {number} of {self._path} is no {self._name}; remove the "
+        "file or choose another --output."
+      ) from error
+    for name, value in self._shared.items():
+      if fields.get(name) != value:
+        raise InputError(
+          f"{self._path} holds {self._name}s with {name} {fields.get(name)}, "
+          f"and this run has {name} {value}; remove it or choose another "
+          "--output."
+        )
+    return record
+
+
+def _encode(fields: dict[str, Any]) -> bytes:
+  return json.dumps(fields, ensure_ascii=False).encode()
+
+
+def check_writable(folder: pathlib.Path) -> None:
+  """Rejects a folder that cannot be created or written to; creates nothing.
+
+  Raises:
+    InputError: the nearest existing folder is not writable, or the name is too
+      long.
+  """
+  try:
+    os.lstat(folder)
+  except OSError as error:
+    if error.errno == errno.ENAMETOOLONG:
+      raise InputError(
+        f"{str(folder)[:40]}... is too long for the name of a folder; choose a "
+        "shorter one."
+      ) from error
+  nearest = folder.absolute()
+  while not os.path.lexists(nearest) and nearest != nearest.parent:
+    nearest = nearest.parent
+  if not os.path.isdir(nearest):
+    raise InputError(f"{folder} cannot be written: {nearest} is no folder.")
+  try:
+    with tempfile.TemporaryFile(dir=nearest):
+      pass
+  except OSError as error:
+    raise InputError(
+      f"{folder} cannot be written: {error.strerror}."
+    ) from error

@@ -1,0 +1,46 @@
+"""Writes the files of a run, each whole or not at all."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax import files
+from kvjax.errors import InputError
+
+# The records that survive if another file of the run cannot be written.
+ANSWERS = "answers"
+
+
+def write_json(
+  path: pathlib.Path, value: Mapping[str, Any], kept: str = ""
+) -> None:
+  """Writes a JSON file atomically; see `write_text`."""
+  text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+  write_text(path, text, kept)
+
+
+def write_text(path: pathlib.Path, text: str, kept: str = "") -> None:
+  """Writes a text file atomically.
+
+  Args:
+    path: the file.
+    text: its content.
+    kept: the records that are not lost on failure, such as `ANSWERS`.
+
+  Raises:
+    InputError: the file cannot be written.
+  """
+  write_bytes(path, text.encode(), kept)
+
+
+def write_bytes(path: pathlib.Path, content: bytes, kept: str = "") -> None:
+  """Writes a file atomically, and its folder if needed; see `write_text`."""
+  again = f"; the {kept} are kept, and the same command goes on from there"
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise InputError(
+      f"{path} cannot be written: {error.strerror}{again if kept else ''}."
+    ) from error
+  files.write_bytes(path, content, again if kept else "")

@@ -1,0 +1,226 @@
+"""A resumable folder of answers, written line by line."""
+
+import dataclasses
+import hashlib
+import pathlib
+import platform
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvjax.experiments.benchmarks import hub
+from kvjax.experiments.run.answering import QUERY_AGNOSTIC, Protocol
+from kvjax.experiments.run.line_files import Line, LineFile
+from kvjax.experiments.run.line_files import check_writable as check_writable
+from kvjax.experiments.tasks.sample import Sample
+from kvjax.options.schedules import WHOLE
+
+_BLOCKS = 64
+_BLOCK_BYTES = 2**16
+
+
+class Part(NamedTuple):
+  """The samples of one task at one length.
+
+  Attributes:
+    task: name of the task.
+    length: maximum number of prompt tokens, as the benchmark counts them.
+  """
+
+  task: str
+  length: int
+
+
+# A sample's number is its index in its part.
+Samples = Mapping[Part, Sequence[Sample]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """The settings that all answers of a folder share.
+
+  Attributes:
+    model: name of the model's directory.
+    weights: digest of the model's files, see `digest`.
+    dtype: dtype of weights and computation.
+    seed: seed of the samples.
+    benchmark: benchmark of the samples.
+    data: sources of their texts, and other choices in words.
+    python: Python version, whose documentation is the prose of the samples.
+    protocol: whether the question is known before compression.
+    schedule: when the cache is compressed.
+    heads: the heads that select tokens: each "kv head" or each "query head".
+    kv_dtype: dtype of quantized keys and values; empty if not quantized.
+  """
+
+  model: str
+  weights: str
+  dtype: str
+  seed: int
+  benchmark: str = "needles"
+  data: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  python: str = platform.python_version()
+  protocol: Protocol = QUERY_AGNOSTIC
+  schedule: str = str(WHOLE)
+  heads: str = "kv head"
+  kv_dtype: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer(Line):
+  """One sample answered from one cache.
+
+  Attributes:
+    task: name of the task.
+    length: of the sample's `Part`.
+    sample: number of the sample.
+    asked: digest of the sample.
+    method: name of the method.
+    options: the method with all its hyperparameters.
+    budget: the budget in words.
+    retention: share of the context that the budget allows.
+    context_tokens: tokens of the context; includes the question if it is
+      prefilled, and all turns so far if they stay in the cache.
+    kept_tokens: tokens kept of these, mean over layers and KV heads.
+    read_tokens: tokens that a token attends to, likewise; for retrieval, the
+      resident tokens and the keys that the last prompt token retrieved.
+    cache_bytes: bytes allocated for the compressed context.
+    host_bytes: the part of these in host memory.
+    question: the question.
+    answer_prefix: start of the model's turn.
+    answers: references.
+    prediction: the model's answer.
+    first_token: id of its first token; None if the answer is empty.
+    depth: position of the answer in the context, 0 to 1, if it has one.
+    turn: number of the question in its conversation, if it has one.
+    scores: scores by the sample's metric, 0 to 100; the main one is "score".
+    global_tokens: tokens kept in layers without a window, which budgets are of,
+      mean over these and KV heads; None unless some layers have a window and
+      others have none.
+    scored_by: what a metric needs besides prediction and references.
+  """
+
+  task: str
+  length: int
+  sample: int
+  asked: str
+  method: str
+  options: str
+  budget: str
+  retention: float
+  context_tokens: int
+  kept_tokens: float
+  read_tokens: float
+  cache_bytes: int
+  host_bytes: int
+  question: str
+  answer_prefix: str
+  answers: list[str]
+  prediction: str
+  first_token: int | None
+  depth: float | None
+  turn: int | None
+  scores: dict[str, float]
+  global_tokens: float | None = None
+  scored_by: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self) -> None:
+    if "score" not in self.scores:
+      raise ValueError("'scores' has no 'score'")
+    if self.context_tokens < 1:
+      raise ValueError("'context_tokens' is below 1")
+
+  @property
+  def score(self) -> float:
+    """The main score, 0 to 100."""
+    return self.scores["score"]
+
+  @property
+  def part(self) -> Part:
+    """The part of the sample."""
+    return Part(self.task, self.length)
+
+  @property
+  def key(self) -> "Key":
+    """The question and cache that the answer belongs to."""
+    return Key(self.part, self.asked, self.method, self.options, self.budget)
+
+
+class Key(NamedTuple):
+  """One question to one cache.
+
+  Digests identify samples, since a number may belong to another sample in a run
+  with more samples or other files.
+  """
+
+  part: Part
+  asked: str
+  method: str
+  options: str
+  budget: str
+
+
+class Results(LineFile[Answer]):
+  """The answers in `samples.jsonl` of a folder.
+
+  A question whose line is incomplete is answered again.
+
+  Attributes:
+    settings: the settings that the answers share.
+  """
+
+  def __init__(self, folder: pathlib.Path, settings: Settings):
+    """Reads the existing answers.
+
+    Raises:
+      InputError: see `LineFile`.
+    """
+    super().__init__(folder / "samples.jsonl", settings, Answer, "answer")
+    self.settings = settings
+
+  @property
+  def answers(self) -> dict[Hashable, Answer]:
+    """The answers by their keys."""
+    return self.records
+
+
+def digest(model: pathlib.Path) -> str:
+  """Hashes the files of a model that affect answers.
+
+  Args:
+    model: a directory, or a GGUF file.
+  """
+  if model.is_file():
+    return _digest([model])
+  names = ["*.safetensors", "*.json", "*.jinja"]
+  if not (model / "config.json").is_file():
+    names.append("*.gguf")
+  paths = sorted(path for name in names for path in model.glob(name))
+  # Loading says what is wrong with the others.
+  return _digest(path for path in paths if path.is_file())
+
+
+def data_name(path: pathlib.Path) -> str:
+  """Names a file or folder of samples, with a digest, for tables."""
+  published = hub.name_of(path)
+  if published is not None:
+    return published
+  files = [path] if path.is_file() else sorted(path.rglob("*"))
+  content = _digest([file for file in files if file.is_file()])
+  return f"{path.resolve().name} (sha256 {content})"
+
+
+def _digest(paths: Iterable[pathlib.Path]) -> str:
+  """Hashes the names and contents of files.
+
+  For files over 4 MiB, it reads evenly spaced blocks only, since hashing all of
+  a large model would take minutes.
+  """
+  digest = hashlib.sha256()
+  for path in paths:
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size} ".encode())
+    with path.open("rb") as file:
+      for block in range(_BLOCKS):
+        file.seek(max(size - _BLOCK_BYTES, 0) * block // (_BLOCKS - 1))
+        digest.update(file.read(_BLOCK_BYTES))
+  return digest.hexdigest()[:12]

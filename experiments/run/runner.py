@@ -1,0 +1,167 @@
+"""Runs candidates on samples into a folder, with a progress bar."""
+
+import contextlib
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import rich.console
+import rich.progress
+
+from kvjax.experiments.calibration.records import AUTO
+from kvjax.experiments.report import wording
+from kvjax.experiments.run import comparison, environment, results, summaries
+from kvjax.experiments.run.answering import QUERY_AWARE, Protocol, Seconds
+from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.run.processes import Process, Processes
+from kvjax.experiments.run.results import Answer, Key
+from kvjax.models.pretrained import Pretrained
+
+
+class Run(NamedTuple):
+  """The result of a run.
+
+  Attributes:
+    summary: content of summary.json.
+    answers: answers to the samples, without others in the folder.
+    new: number of new answers.
+    old: number of answers that the folder already had.
+    seconds: time of the new answers by phase.
+  """
+
+  summary: dict[str, Any]
+  answers: Sequence[Answer]
+  new: int
+  old: int
+  seconds: Mapping[str, float]
+
+  def __str__(self) -> str:
+    return (
+      f"{wording.count(self.new, 'answer')} in {self.seconds['total']:.0f} s "
+      f"(prefill {self.seconds['prefill']:.0f} s, answers "
+      f"{self.seconds['answer']:.0f} s), {self.old} from before"
+    )
+
+
+def answer(
+  lm: Pretrained,
+  devices: int,
+  chosen: Sequence[Candidate],
+  samples: results.Samples,
+  settings: results.Settings,
+  folder: pathlib.Path,
+  batch: int,
+  began: float,
+) -> Run:
+  """Generates the answers that the folder lacks, and summarizes all.
+
+  Args:
+    lm: the model.
+    devices: number of its devices.
+    chosen: methods and budgets.
+    samples: the samples.
+    settings: the settings that the answers share.
+    folder: folder of the run.
+    batch: contexts per prefill.
+    began: start of the program, by `time.monotonic`.
+
+  Raises:
+    InputError: see `Results`, `Processes` and `comparison.compare`.
+  """
+  store = results.Results(folder, settings)
+  processes = Processes(folder)
+  wanted = comparison.wanted(chosen, samples)
+  new = len(set(wanted) - store.answers.keys())
+  device, versions = environment.device(devices), environment.versions()
+  spent = Seconds()
+
+  def process() -> Process:
+    total = time.monotonic() - began
+    return Process(
+      device, versions, dataclasses.asdict(spent) | {"total": total}
+    )
+
+  doing = "compiling" if new else "nothing is new"
+  with progress_bar(new, doing) as advance:
+
+    def on_answers(task: str, count: int) -> None:
+      advance(task, count)
+      processes.note(process())
+
+    comparison.compare(
+      lm, chosen, samples, store, batch, on_answers, settings.protocol, spent
+    )
+  current = process()
+  first_from_full = first_token_from_full_prompt(settings.protocol, chosen)
+  summary = dataclasses.asdict(settings) | {
+    "decoding": "greedy",
+    **processes.summary(current, answered=new > 0),
+    "rows": summaries.summarize(_sort_answers(store, wanted), first_from_full),
+  }
+  answers = [store.answers[key] for key in dict.fromkeys(wanted)]
+  if not first_from_full:
+    answers = summaries.with_same_first_token(answers)
+  return Run(summary, answers, new, len(wanted) - new, current.seconds)
+
+
+def first_token_from_full_prompt(
+  protocol: Protocol, chosen: Sequence[Candidate]
+) -> bool:
+  """Returns whether first answer tokens come from the uncompressed prompt.
+
+  They do if the question is prefilled, unless a candidate prefills in blocks.
+  """
+  blocks = any(candidate.plan.schedule.block for candidate in chosen)
+  return protocol == QUERY_AWARE and not blocks
+
+
+@contextlib.contextmanager
+def progress_bar(
+  total: int | None, doing: str = "compiling", transient: bool = False
+) -> Iterator[Callable[[str, int], None]]:
+  """Shows a progress bar on stderr; yields a function that advances it.
+
+  Args:
+    total: number of steps, if known.
+    doing: description before the first task.
+    transient: remove the bar in the end, and show it on terminals only.
+  """
+  console = rich.console.Console(stderr=True)
+  with rich.progress.Progress(
+    rich.progress.TextColumn("{task.description:15}"),
+    rich.progress.BarColumn(),
+    rich.progress.MofNCompleteColumn(),
+    rich.progress.TimeElapsedColumn(),
+    rich.progress.TextColumn("left"),
+    rich.progress.TimeRemainingColumn(),
+    console=console,
+    transient=transient,
+    disable=transient and not console.is_interactive,
+  ) as progress:
+    bar = progress.add_task(doing, total=total)
+
+    def advance(task: str, count: int) -> None:
+      progress.update(bar, description=task, advance=count)
+
+    yield advance
+
+
+def _sort_answers(
+  store: results.Results, wanted: Sequence[Key]
+) -> list[Answer]:
+  """Sorts wanted answers first, followed by those of earlier runs.
+
+  Earlier runs may have other methods and samples. Answers of another
+  calibration are left out.
+  """
+  rank = {key: place for place, key in enumerate(wanted)}
+  return sorted(
+    (
+      answer
+      for answer in store.answers.values()
+      if answer.key in rank or not answer.budget.startswith(AUTO)
+    ),
+    key=lambda answer: rank.get(answer.key, len(rank)),
+  )

@@ -1,0 +1,85 @@
+"""Answers a question about a text from full and compressed caches."""
+
+import pathlib
+from collections.abc import Sequence
+
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+
+from kvjax import files
+from kvjax.errors import InputError
+from kvjax.experiments.metrics.string_match import clean
+from kvjax.experiments.run.answering import (
+  QUERY_AGNOSTIC,
+  QUERY_AWARE_KVPRESS,
+  Prompt,
+  Protocol,
+  Reply,
+  Seconds,
+  Shape,
+  check_context_length,
+)
+from kvjax.experiments.run.answering import replies as generate_replies
+from kvjax.experiments.run.candidates import Candidate
+from kvjax.models.pretrained import Pretrained
+
+_MAX_NEW_TOKENS = 128
+
+
+def read_text(path: pathlib.Path) -> str:
+  """Reads the text of a file, ending in one line break.
+
+  Raises:
+    InputError: the file does not exist or has no text.
+  """
+  text = files.read_text(path)
+  if not text.strip():
+    raise InputError(f"{path} is empty; give a file with some text.")
+  return text.rstrip("\n") + "\n"
+
+
+def answer_question(
+  lm: Pretrained,
+  candidates: Sequence[Candidate],
+  text: str,
+  question: str,
+  protocol: Protocol = QUERY_AGNOSTIC,
+) -> tuple[Prompt, list[Reply]]:
+  """Generates each candidate's answer to a question about a text.
+
+  Raises:
+    InputError: text, question and answer are longer than the model's context.
+  """
+  if protocol == QUERY_AWARE_KVPRESS:
+    text, question = text + question, ""
+  prompt = Prompt.of(lm.text, text, question, "", _MAX_NEW_TOKENS)
+  check_context_length(lm, [prompt])
+  shape = Shape.of([prompt], 1, protocol)
+  groups = generate_replies(lm, candidates, [[prompt]], shape, Seconds())
+  by_candidate = {r.candidate: r for group in groups for r in group}
+  return prompt, [by_candidate[candidate] for candidate in candidates]
+
+
+def to_terminal(
+  prompt: Prompt, question: str, replies: Sequence[Reply]
+) -> rich.console.Group:
+  """Formats the question and a line per reply."""
+  table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+  table.add_column("method", overflow="fold")
+  for name in ("budget", "kept", "read", "KiB"):
+    table.add_column(name, justify="right", no_wrap=True)
+  table.add_column("answer", overflow="fold")
+  for reply in replies:
+    table.add_row(
+      reply.candidate.method,
+      f"{100 * reply.retention:.3g} %",
+      f"{reply.kept_tokens:.0f}",
+      f"{reply.read_tokens:.0f}",
+      f"{reply.cache_bytes / 1024:.0f}",
+      rich.text.Text(clean(reply.text) or "(nothing)"),
+      end_section=True,
+    )
+  title = f"{question} ({len(prompt.context)} tokens of context, greedy)"
+  return rich.console.Group(rich.text.Text(title), table)

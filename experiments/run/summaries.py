@@ -1,0 +1,116 @@
+"""Summarizes the answers of a run: means over samples."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from kvjax.experiments.run.candidates import FULL
+from kvjax.experiments.run.intervals import interval
+from kvjax.experiments.run.results import Answer, Part
+
+_MEANS = {
+  "context_tokens": 2,
+  "kept_tokens": 2,
+  "read_tokens": 2,
+  "cache_bytes": 0,
+  "host_bytes": 0,
+}
+
+_Group = tuple[str, str, str, Part, float | None, int | None]
+
+
+def summarize(
+  answers: Sequence[Answer], first_token_from_full_prompt: bool = False
+) -> list[dict[str, Any]]:
+  """Builds one row per method, budget, task, length, depth and turn.
+
+  The fields of a row have the names of those of `Answer`. `score` and the other
+  `scores` are means over the samples; `interval` is the confidence interval of
+  `score`, see `intervals`. Scores that some older answers lack are left out. If
+  the full cache has answers to the same samples, the scores include the share
+  of equal first tokens.
+
+  Args:
+    answers: the answers of a run.
+    first_token_from_full_prompt: whether first tokens are generated before
+      compression; then they are not compared.
+  """
+  if not first_token_from_full_prompt:
+    answers = with_same_first_token(answers)
+  groups: dict[_Group, list[Answer]] = {}
+  for answer in answers:
+    key = (
+      answer.method,
+      answer.options,
+      answer.budget,
+      answer.part,
+      answer.depth,
+      answer.turn,
+    )
+    groups.setdefault(key, []).append(answer)
+  return [_row(group) for group in groups.values()]
+
+
+def with_same_first_token(answers: Sequence[Answer]) -> list[Answer]:
+  """Adds whether the first token equals the full cache's, where it is known."""
+  full = {
+    (answer.part, answer.asked): answer.first_token
+    for answer in answers
+    if answer.method == FULL
+  }
+
+  def compared(answer: Answer) -> Answer:
+    question = (answer.part, answer.asked)
+    if question not in full:
+      return answer
+    same = 100.0 * (answer.first_token == full[question])
+    scores = answer.scores | {"same_first_token": same}
+    return dataclasses.replace(answer, scores=scores)
+
+  return [compared(answer) for answer in answers]
+
+
+def at_retention_one(
+  rows: Sequence[dict[str, Any]], methods: Sequence[str]
+) -> list[dict[str, Any]]:
+  """Copies the full cache's rows for methods that equal it at retention 1.
+
+  Args:
+    rows: rows of `summarize`.
+    methods: names for the copies.
+  """
+  full = [row for row in rows if row["method"] == FULL]
+  return [row | {"method": method} for method in methods for row in full]
+
+
+def _row(group: Sequence[Answer]) -> dict[str, Any]:
+  first = group[0]
+
+  def mean(name: str, digits: int) -> float:
+    values = [getattr(answer, name) for answer in group]
+    return round(statistics.fmean(values), digits or None)
+
+  def mean_score(name: str) -> float:
+    return round(statistics.fmean(a.scores[name] for a in group), 2)
+
+  # Layers with a window and others are of one model, so of all answers or none.
+  hybrid = all(answer.global_tokens is not None for answer in group)
+  shared = [n for n in first.scores if all(n in a.scores for a in group)]
+  scores = {name: mean_score(name) for name in shared}
+  return {
+    "method": first.method,
+    "options": first.options,
+    "retention": mean("retention", 4),
+    "budget": first.budget,
+    "task": first.task,
+    "length": first.length,
+    "depth": first.depth,
+    "turn": first.turn,
+    "score": scores.pop("score"),
+    "interval": [round(bound, 2) for bound in interval(group)],
+    "scores": scores,
+    "samples": len(group),
+    **{name: mean(name, digits) for name, digits in _MEANS.items()},
+    **({"global_tokens": mean("global_tokens", 2)} if hybrid else {}),
+  }

@@ -1,0 +1,128 @@
+"""Times decoding from caches of several sizes."""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import rich.console
+import rich.progress
+
+import kvjax
+from kvjax.experiments.run import prefilling
+from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.timing import kernel_timing
+from kvjax.experiments.timing.kernel_timing import Copies
+from kvjax.models.pretrained import Pretrained
+from kvjax.struct import tree_bytes
+
+
+class Decoded(NamedTuple):
+  """Decoding from a candidate's cache.
+
+  Attributes:
+    candidate: the candidate.
+    cache_bytes: bytes allocated for all rows.
+    read_tokens: tokens that a token attends to, mean over rows, layers and KV
+      heads.
+    least_bytes: bytes that a step must move: weights, and the keys and values
+      that all rows read.
+    seconds: seconds per step (one token per row) in each round.
+  """
+
+  candidate: Candidate
+  cache_bytes: int
+  read_tokens: float
+  least_bytes: float
+  seconds: Sequence[float]
+
+  @property
+  def step(self) -> float:
+    """Seconds per step in the median round."""
+    return statistics.median(self.seconds)
+
+
+def measure(
+  lm: Pretrained,
+  chosen: Sequence[Candidate],
+  contexts: kvjax.Prompts,
+  tokens: int,
+  rounds: int,
+) -> tuple[Copies, list[Decoded]]:
+  """Decodes from every candidate's cache and copies an array, in turns.
+
+  Args:
+    lm: the model.
+    chosen: methods and budgets.
+    contexts: the prompts, which decode as one batch.
+    tokens: tokens that every row decodes per round, without stopping early.
+    rounds: number of timings of each, after compilation.
+  """
+  console = rich.console.Console(stderr=True)
+  with console.status("prefilling"):
+    results = prefilling.prefill_all(lm, [c.plan for c in chosen], contexts)
+    jax.block_until_ready(results)
+  decoding = kvjax.Decoding(tokens)
+
+  def decode(result: prefilling.Prefilled) -> float:
+    began = time.perf_counter()
+    jax.block_until_ready(
+      kvjax.generate(lm.model, lm.params, result.cache, result.logits, decoding)
+    )
+    return time.perf_counter() - began
+
+  for result in rich.progress.track(results, "compiling", console=console):
+    decode(result)
+  copy = kernel_timing.copies(kernel_timing.COPIED)
+  turns = rich.progress.track(range(rounds), "timing", console=console)
+  seconds = [(copy(), *map(decode, results)) for _ in turns]
+  copied, *times_of = zip(*seconds, strict=True)
+  return Copies(2 * kernel_timing.COPIED, copied), [
+    Decoded(
+      candidate,
+      result.cache.nbytes,
+      float(np.mean(result.cache.num_attended)),
+      tree_bytes(lm.params) + _read_bytes(lm, result.cache),
+      [each / tokens for each in times],
+    )
+    for candidate, result, times in zip(chosen, results, times_of, strict=True)
+  ]
+
+
+def table(
+  copies: Copies, results: Sequence[Decoded], rows: int
+) -> Iterator[tuple[str, ...]]:
+  """Yields table lines with a heading; the first candidate is the baseline."""
+  full = results[0].step
+  yield (
+    "method",
+    "budget",
+    "cache MiB",
+    "reads",
+    "ms a step",
+    "tokens/s",
+    "× full",
+    "% of copies",
+  )
+  for result in results:
+    speed = result.least_bytes / result.step
+    yield (
+      result.candidate.method,
+      result.candidate.budget,
+      f"{result.cache_bytes / rows / 2**20:,.2f}",
+      f"{result.read_tokens:,.0f}",
+      f"{1e3 * result.step:,.2f}",
+      f"{rows / result.step:,.0f}",
+      f"{full / result.step:.2f}",
+      f"{100 * speed / copies.bytes_per_second:.1f}",
+    )
+
+
+def _read_bytes(lm: Pretrained, cache: kvjax.Cache) -> float:
+  """Counts bytes of the keys and values read, in all layers and rows."""
+  dtype = jax.tree.leaves(lm.params)[0].dtype
+  layer = lm.config.geometry.layers[0]
+  each = (layer.key_dim + layer.value_width) * dtype.itemsize
+  return float(np.sum(cache.num_attended)) * each

@@ -1,0 +1,99 @@
+"""Selects the kernels to time and formats the results."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvjax.errors import InputError
+from kvjax.experiments.report import wording
+from kvjax.experiments.timing.kernel_timing import XLA, Copies, Timed
+from kvjax.kernels.specs import Spec
+
+_HEAD = (
+  "operation",
+  "program",
+  "ms",
+  "GB/s",
+  "% of copies",
+  f"× {XLA}",
+  "difference",
+)
+
+
+def chosen(
+  specs: Sequence[tuple[str, Spec]], only: Sequence[str]
+) -> list[tuple[str, Spec]]:
+  """Selects the specifications of operations by name.
+
+  Raises:
+    InputError: an operation is unknown, or there are no names.
+  """
+  known = list(dict.fromkeys(name for name, _ in specs))
+  for name in only:
+    if name not in known:
+      raise InputError(f"--only has {name!r}; there are {', '.join(known)}.")
+  if not only:
+    raise InputError(f"--only is empty; there are {', '.join(known)}.")
+  return [(name, spec) for name, spec in specs if name in only]
+
+
+def rows(
+  operation: str, spec: Spec, copies: Copies, timed: Sequence[Timed]
+) -> Iterator[dict[str, Any]]:
+  """Yields the rows of summary.json for a specification, one per program."""
+  by_xla = next(one.bytes_per_second for one in timed if one.program == XLA)
+  for one in timed:
+    row: dict[str, Any] = {
+      "operation": operation,
+      "shapes": spec.name,
+      "program": one.program,
+      "seconds": one.seconds,
+      "ideal_bytes": one.ideal_bytes,
+      "copies_per_second": copies.bytes_per_second,
+    }
+    speed = one.bytes_per_second
+    if speed is not None and by_xla is not None:
+      row |= {
+        "bytes_per_second": speed,
+        "share_of_copies": speed / copies.bytes_per_second,
+        "xla_over_this": speed / by_xla,
+        "difference": one.difference,
+      }
+    yield row
+
+
+def to_markdown(summary: Mapping[str, Any]) -> str:
+  """Formats the table with its settings."""
+  lines = [_HEAD, (":--", ":--", *["--:"] * (len(_HEAD) - 2))]
+  lines += [_cells(row) for row in summary["rows"]]
+  return (
+    "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    + f"\n\n{_settings(summary)}\n"
+  )
+
+
+def _settings(summary: Mapping[str, Any]) -> str:
+  speeds = [row["copies_per_second"] / 1e9 for row in summary["rows"]]
+  return "; ".join(
+    [
+      f"Median of {wording.count(summary['rounds'], 'round')}, seed "
+      f"{summary['seed']}, on {summary['device']}",
+      f"copies of {summary['copied_bytes'] >> 20} MiB beside them moved "
+      f"{min(speeds):,.1f} to {max(speeds):,.1f} GB/s",
+      ", ".join(" ".join(pair) for pair in summary["versions"].items()) + ".",
+    ]
+  )
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+  head = f"{row['operation']}, {row['shapes']}", row["program"]
+  if row["seconds"] is None:
+    return *head, "declines", *["–"] * (len(_HEAD) - 3)
+  return (
+    *head,
+    f"{1e3 * statistics.median(row['seconds']):,.3f}",
+    f"{row['bytes_per_second'] / 1e9:,.2f}",
+    f"{100 * row['share_of_copies']:.1f}",
+    f"{row['xla_over_this']:.2f}",
+    f"{row['difference']:.1g}",
+  )

@@ -1,0 +1,84 @@
+"""Times one shared prefill against a prefill per cache."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import rich.console
+import rich.progress
+
+from kvjax.errors import InputError
+from kvjax.experiments.run.answering import (
+  Prompt,
+  Reply,
+  Seconds,
+  Shape,
+  replies,
+)
+from kvjax.experiments.run.candidates import Candidate
+from kvjax.models.pretrained import Pretrained
+
+
+class Timing(NamedTuple):
+  """Seconds of each round.
+
+  Attributes:
+    together: seconds of a sweep.
+    apart: seconds of its parts in sequence.
+  """
+
+  together: Sequence[float]
+  apart: Sequence[float]
+
+  def __str__(self) -> str:
+    ratios = np.array(self.apart) / np.array(self.together)
+    return (
+      f"  one sweep            {statistics.median(self.together):8.3f} s\n"
+      f"  one after another    {statistics.median(self.apart):8.3f} s\n"
+      f"  ratio                {np.median(ratios):8.1f}   "
+      f"({ratios.min():.1f} to {ratios.max():.1f})"
+    )
+
+
+def measure(
+  lm: Pretrained, chosen: Sequence[Candidate], prompt: Prompt, rounds: int
+) -> Timing:
+  """Answers a prompt from all caches in both ways, in turns.
+
+  Args:
+    lm: the model.
+    chosen: methods and budgets.
+    prompt: the prompt.
+    rounds: number of timings of each way, after compilation.
+
+  Raises:
+    InputError: the answers of the two ways differ.
+  """
+  shape = Shape.of([prompt], 1)
+
+  def answer(candidates: Sequence[Candidate]) -> list[Reply]:
+    groups = replies(lm, candidates, [[prompt]], shape, Seconds())
+    return [reply for group in groups for reply in group]
+
+  def timed(groups: Sequence[Sequence[Candidate]]) -> float:
+    began = time.perf_counter()
+    for group in groups:
+      answer(group)
+    return time.perf_counter() - began
+
+  alone = [[candidate] for candidate in chosen]
+  console = rich.console.Console(stderr=True)
+  with console.status("compiling the sweep"):
+    swept = {(r.candidate, r.text) for r in answer(chosen)}
+  singly = rich.progress.track(alone, "compiling each alone", console=console)
+  same = {(r.candidate, r.text) for group in singly for r in answer(group)}
+  if swept != same:
+    raise InputError(
+      "A sweep answers otherwise than its methods alone: rounding decides "
+      "between tokens; compare with --dtype=float32."
+    )
+  turns = rich.progress.track(range(rounds), "timing", console=console)
+  seconds = [(timed([chosen]), timed(alone)) for _ in turns]
+  return Timing([one for one, _ in seconds], [other for _, other in seconds])

@@ -1,0 +1,171 @@
+"""Programs that make experiments are called as they want to be called."""
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import rich.console
+
+from kvjax.experiments.papers import programs, report
+from kvjax.experiments.papers.records import Experiment, Program
+from kvjax.experiments.papers.registry import EXPERIMENTS
+
+FIRST = Program(
+  "first", "nowhere", ["--x={folder}/y"], {"model": "model", "essay": "text"}
+)
+SECOND = Program("second", "elsewhere", takes={"data": "data"}, needs=("data",))
+THIRD = Program(
+  "third",
+  "wherever",
+  ["--tau={tau}"],
+  paper=["--length=4096"],
+  small=["--samples=6"],
+  unless=("essay", "data"),
+)
+OWN = Experiment(
+  *("E9.9", "A paper", "nothing", "A model", "LongBench", "needles", 1),
+  (FIRST, SECOND, THIRD),
+  ("Ours is best.",),
+)
+
+
+def called(monkeypatch, codes):
+  """Calls are noted, and come to these codes."""
+  lines = []
+
+  def run(command):
+    lines.append(command)
+    return codes.pop(0)
+
+  monkeypatch.setattr(programs, "_run", run)
+  return lines
+
+
+def test_the_users_flags_are_passed_on_under_their_names_there(
+  tmp_path, monkeypatch
+):
+  lines = called(monkeypatch, [0, 0])
+  console = rich.console.Console(width=200, record=True)
+  given = {"model": "dir", "essay": "a.txt", "data": "b.zip", "seed": "3"}
+  report.call(OWN, "dir", given, tmp_path, console)
+  python = [sys.executable, "-m"]
+  first = [f"--output={tmp_path}/first", f"--x={tmp_path}/y", "--model=dir"]
+  second = [f"--output={tmp_path}/second", "--data=b.zip"]
+  assert lines == [
+    [*python, "kvjax.experiments.nowhere", *first, "--text=a.txt"],
+    [*python, "kvjax.experiments.elsewhere", *second],
+  ]
+  text = (tmp_path / "paper.md").read_text()
+  assert "dir. The paper ran A model and used LongBench; numbers may " in text
+  assert "python -m kvjax.experiments.elsewhere --output=" in text
+  assert "The paper: Ours is best." in text
+
+
+def test_what_needs_a_flag_or_its_absence_is_left_out(tmp_path, monkeypatch):
+  lines = called(monkeypatch, [0, 0])
+  quiet = rich.console.Console(quiet=True)
+  report.call(OWN, "ref", {}, tmp_path, quiet)
+  modules = [line[2] for line in lines]
+  assert modules == ["kvjax.experiments.nowhere", "kvjax.experiments.wherever"]
+  assert (
+    "ref on generated data: not the paper's model; its numbers are not"
+    in (tmp_path / "paper.md").read_text()
+  )
+
+
+@pytest.mark.parametrize(
+  ("given", "flags"),
+  [
+    ({}, ["--tau=0.95", "--samples=6"]),
+    ({"model": "Llama-3.1-8B"}, ["--tau=0.95", "--length=4096"]),
+    ({"model": "Qwen2.5-14B"}, ["--tau=0.9", "--length=4096"]),
+  ],
+)
+def test_a_model_of_the_users_brings_the_papers_scale(tmp_path, given, flags):
+  assert programs.command(THIRD, tmp_path, given)[2:] == flags
+
+
+def commands(name, tmp_path, **given):
+  chosen = programs.chosen(EXPERIMENTS[name].programs, given)
+  return [programs.command(program, tmp_path, given) for program in chosen]
+
+
+def modules(lines):
+  return [line[0].rpartition(".")[2] for line in lines]
+
+
+def test_documents_are_those_of_longbench_if_they_are_given(tmp_path):
+  given = {"model": "Qwen2.5", "data": "b.zip", "tau": "0.8"}
+  zero_shot = commands("E3.6", tmp_path, **given)
+  assert modules(zero_shot) == ["calibrate", "evaluate"]
+  assert any(flag.endswith("qa_1,qa_2") for flag in zero_shot[0])
+  assert "--benchmark=longbench" in zero_shot[1]
+  # The last one counts.
+  assert [flag for flag in zero_shot[1] if "--tau" in flag][-1] == "--tau=0.8"
+  trials = commands("E3.6", tmp_path, trials="True", seed="3", **given)[-1]
+  assert trials[:4] == [
+    "kvjax.experiments.trials",
+    f"--output={tmp_path}/trials",
+    "--trials=20",
+    "--",
+  ]
+  assert "--data=b.zip" in trials[4:]
+  assert "--seed=3" not in trials
+  tuned = commands("E3.7", tmp_path, **given)
+  assert modules(tuned) == ["finetune", "calibrate", "evaluate"]
+  assert "--data=b.zip" in tuned[0]
+  assert {"--benchmark=longbench", f"--model={tmp_path}/tuned"} < {*tuned[2]}
+  assert not any("reports" in flag for line in tuned for flag in line)
+
+
+def test_documents_are_reports_otherwise(tmp_path):
+  expected = ["generate_documents", "calibrate", "evaluate"]
+  assert modules(commands("E3.6", tmp_path)) == expected
+  tuned = commands("E3.7", tmp_path)
+  assert modules(tuned) == ["generate_documents", "finetune", *expected[1:]]
+  (curves,) = commands("E3.5", tmp_path, tasks="vt,cwe")
+  assert "--tasks=vt,cwe" in curves
+  assert "--length=4096" not in curves
+
+
+def test_a_program_that_fails_ends_it_all(tmp_path, monkeypatch):
+  lines = called(monkeypatch, [5, 0])
+  with pytest.raises(SystemExit, match="5"):
+    report.call(
+      OWN, "ref", {"data": "x"}, tmp_path, rich.console.Console(quiet=True)
+    )
+  assert len(lines) == 1
+  assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_ends_the_program_that_runs():
+  sleep = "import time; print(flush=True); time.sleep(60)"
+  timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+  timer.start()
+  began = time.monotonic()
+  with pytest.raises(KeyboardInterrupt):
+    programs._run([sys.executable, "-S", "-c", sleep])
+  assert time.monotonic() - began < 30
+
+
+@pytest.mark.slow
+def test_programs_know_the_flags_that_they_are_called_with(
+  run_binary, tmp_path
+):
+  every = [p for e in EXPERIMENTS.values() for p in e.programs]
+  for module in {program.module for program in every}:
+    told = run_binary(f"kvjax.experiments.{module}", "--help")
+    known = set(
+      re.findall(r"^  --(?:\[no\])?(\w+):", told.stdout, re.MULTILINE)
+    )
+    for program in every:
+      given = dict.fromkeys(program.takes, "1")
+      if program.module == module:
+        for flag in programs.command(program, tmp_path, given)[1:]:
+          if flag == "--":
+            break  # The rest are flags of evaluate, as those of E3.6.
+          assert flag[2:].partition("=")[0] in known, (module, flag)

@@ -1,0 +1,168 @@
+"""The experiments as data: all there, runnable, as the papers print them."""
+
+import pytest
+
+from kvjax.experiments.benchmarks import longbench_sets, ruler
+from kvjax.experiments.papers import running
+from kvjax.experiments.papers.records import Comparison, Key
+from kvjax.experiments.papers.registry import EXPERIMENTS
+from kvjax.experiments.papers.transcription import by_model
+
+IDS = [
+  f"E{paper}.{number}"
+  for paper, last in ((1, 9), (2, 13), (3, 9), (4, 11), (5, 5))
+  for number in range(1, last + 1)
+]
+COMPARISONS = {
+  f"{experiment.id} {part.name}": part
+  for experiment in EXPERIMENTS.values()
+  for part in experiment.parts
+  if isinstance(part, Comparison)
+}
+TASKS = {*ruler.TASKS, *longbench_sets.SETS, "needle", "passkey"}
+TASKS.add("niah_multiturn_conversation")
+
+
+def test_every_experiment_of_the_papers_is_there():
+  assert list(EXPERIMENTS) == IDS
+  for experiment in EXPERIMENTS.values():
+    assert bool(experiment.parts) != bool(experiment.why_not)
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_methods_tasks_and_budgets_exist_at_both_scales(name):
+  part = COMPARISONS[name]
+  for scale in ("paper", "small"):
+    setup = part.setup(scale)
+    if setup is None:
+      continue
+    assert set(setup.tasks) <= TASKS
+    cells = running.cells_of(part, scale, setup)
+    columns = [column for column in part.columns if column.at(scale)]
+    lines = [line for line in part.lines if line.at(scale)]
+    found = [cell for cell in cells.values() if cell is not None]
+    assert len(found) == len(lines) * len(columns) > 0
+    for column in columns:
+      assert column.at(scale).length in (None, *setup.lengths)
+    # What a line means must not depend on the scale.
+    for line in lines:
+      before = line.paper.method.partition(":")[0].partition(".")[0]
+      assert line.at(scale).method.startswith(before)
+  assert {task for a in part.averages for task in a.tasks} <= TASKS
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_numbers_belong_to_lines_columns_and_tasks_that_there_are(name):
+  part = COMPARISONS[name]
+  lines = {line.name for line in part.lines} | set(part.quoted)
+  columns = {column.name for column in part.columns}
+  whats = {average.name for average in part.averages} | set(part.paper.tasks)
+  for targets in part.targets:
+    assert targets.numbers
+    assert set(targets.doubts) <= lines
+    for key, number in targets.numbers.items():
+      assert key.line in lines
+      assert key.column in columns
+      assert key.what in whats
+      assert 0 <= number <= 100
+
+
+def test_a_table_of_models_has_a_number_per_model_method_and_column():
+  text = """
+  trec | 70 1 2 3
+    4 80 5 - 7 8
+  lcc | 60 11 12 13 14 50 15 16 17 18
+  """
+  one, other = by_model(text, "Full", ("A", "B"), ("short", "long"))
+  assert one[Key("Full", "long", "trec")] == 70
+  assert [one[Key(*k, "trec")] for k in (("A", "long"), ("B", "short"))] == [
+    2,
+    3,
+  ]
+  assert other[Key("Full", "short", "lcc")] == 50
+  assert other[Key("B", "long", "lcc")] == 18
+  assert Key("A", "long", "trec") not in other
+  assert len(one) == len(other) + 1 == 12
+  with pytest.raises(ValueError, match="shorter"):
+    by_model("trec | 70 1 2", "Full", ("A", "B"), ("short", "long"))
+
+
+def _printed(part):
+  """Every average that is printed, with its place and the model's numbers."""
+  for targets in part.targets:
+    for average in part.averages:
+      for line, column, what in targets.numbers:
+        if what == average.name:
+          own = {
+            key.what: number
+            for key, number in targets.numbers.items()
+            if key[:2] == (line, column)
+          }
+          yield (targets.model, line, column, what), average, own
+
+
+# Printed to one decimal; else to two.
+COARSE = {"E5.1 RULER": 0.1}
+
+
+def test_averages_follow_from_the_tasks_that_are_printed():
+  checked = {}
+  for name, part in COMPARISONS.items():
+    for place, average, own in _printed(part):
+      if set(average.tasks) <= set(own):
+        # The tasks are rounded too.
+        bound = COARSE.get(name, 0.01)
+        assert average.mean(own) == pytest.approx(
+          own[average.name], abs=bound
+        ), (name, *place)
+        checked[name] = checked.get(name, 0) + 1
+  assert checked == {
+    "E1.4 single tokens": 2,
+    "E2.1 blocks of 128": 152,
+    "E2.2 no blocks": 44,
+    "E2.3 blocks of 256": 24,
+    "E2.3 blocks of 64": 24,
+    "E2.4 variants": 24,
+    "E4.1 RULER": 3,
+    "E4.2 LongBench": 12,
+    "E4.7 sweeps": 12,
+    "E5.1 RULER": 32,
+  }
+
+
+# Averages that do not follow from the categories beside them, and by how much.
+MISPRINTS = {("Qwen2.5-14B-1M", "Compactor", "50 %", "mean of 14"): 0.28}
+
+
+@pytest.mark.parametrize(
+  ("name", "bound", "count"),
+  [("E3.3 LongBench", 0.1, 16), ("E5.2 LongBench", 0.01, 32)],
+)
+def test_averages_follow_from_the_categories_that_are_printed(
+  name, bound, count
+):
+  part = COMPARISONS[name]
+  headline, *categories = part.averages
+  categories = [
+    category
+    for category in categories
+    if set(category.tasks) <= set(headline.tasks)
+    and category.score == headline.score
+  ]
+  assert {t for c in categories for t in c.tasks} == set(headline.tasks)
+  checked = 0
+  for place, average, own in _printed(part):
+    if average == headline and {c.name for c in categories} <= set(own):
+      total = sum(len(c.tasks) * own[c.name] for c in categories)
+      off = total / len(headline.tasks) - own[headline.name]
+      assert off == pytest.approx(MISPRINTS.get(place, 0), abs=bound), place
+      checked += 1
+  assert checked == count
+
+
+def test_the_rows_that_print_their_mean_first_are_put_right():
+  """The paper prints 73.34 and 81.55 before the five lengths."""
+  (targets,) = COMPARISONS["E4.9 RULER"].targets
+  for line, printed in (("(10,150)", 73.34), ("(9,120)", 81.55)):
+    own = [n for key, n in targets.numbers.items() if line in key.line]
+    assert sum(own) / 5 == pytest.approx(printed, abs=0.01)

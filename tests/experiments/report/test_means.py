@@ -1,0 +1,108 @@
+"""Means, deltas and intervals against values worked out otherwise."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from kvjax.errors import InputError
+from kvjax.experiments.report import anova, wording
+from kvjax.experiments.report.means import means
+
+
+def found_by(record):
+  found = means(record.summary["rows"], record.answers)
+  return {mean.method: mean for mean in found}
+
+
+def test_tasks_count_alike_and_cells_by_their_samples(answer, record):
+  def cell(task, depth, scores, first):
+    return [
+      answer(task=task, depth=depth, score=score, sample=first + number)
+      for number, score in enumerate(scores)
+    ]
+
+  answers = [
+    *cell("a", 0.0, [100.0, 0.0, 0.0], 0),
+    *cell("a", 0.5, [100.0], 3),
+    *cell("b", None, [100.0], 0),
+  ]
+  mean = found_by(record(answers))["keydiff"]
+  assert mean.tasks == {"a": pytest.approx(50, abs=0.01), "b": 100}
+  assert mean.score == pytest.approx(75, abs=0.01)
+  assert mean.samples == 5
+  assert mean.removed == 0.75
+  assert mean.delta is None
+
+
+def test_the_full_cache_comes_first_and_is_what_others_are_measured_by(
+  answer, record
+):
+  answers = [
+    answer("keydiff", score=25.0),
+    answer("full", score=75.0),
+    answer("snapkv", score=100.0),
+  ]
+  found = found_by(record(answers))
+  assert list(found) == ["full", "keydiff", "snapkv"]
+  assert [mean.delta for mean in found.values()] == [None, -50.0, 25.0]
+
+
+def test_full_caches_under_other_names_are_left_out(answer, record):
+  full = answer("full")
+  same = dataclasses.replace(full, method="keydiff")
+  other = dataclasses.replace(full, method="tova", options="TOVA()")
+  found = found_by(record([full, same, other], kv_dtype="int8"))
+  assert list(found) == ["full", "tova"]
+
+
+def test_the_interval_is_the_bootstrap_of_scipy_task_by_task(answer, record):
+  rng = np.random.default_rng(1)
+  scores = {"a": rng.uniform(0, 30, 20), "b": rng.uniform(60, 100, 9)}
+  answers = [
+    answer(task=task, sample=number, score=float(score))
+    for task, own in scores.items()
+    for number, score in enumerate(own)
+  ]
+  expected = scipy.stats.bootstrap(
+    tuple(scores.values()),
+    lambda a, b, axis: (a.mean(axis) + b.mean(axis)) / 2,
+    method="percentile",
+    n_resamples=20_000,
+    rng=0,
+  ).confidence_interval
+  found = found_by(record(answers))["keydiff"].interval
+  # 1,000 resamples have a standard error of about a tenth.
+  assert found == pytest.approx(tuple(expected), abs=0.5)
+
+
+def test_there_is_no_interval_without_answers(answer, record):
+  of_two = record([answer(sample=0), answer(sample=1)])
+  assert found_by(of_two)["keydiff"].interval[1] == 100
+  unknown = of_two._replace(answers=[])
+  assert found_by(unknown)["keydiff"].interval is None
+
+
+@pytest.mark.parametrize(
+  ("score", "bounds", "text"),
+  [
+    (97.4, (96.0, 98.0), "97.4 ±1.4"),
+    (100.0, (43.9, 100.0), "100.0 −56.1"),
+    (0.0, (0.0, 5.6), "0.0 +5.6"),
+    (50.0, None, "50.0"),
+  ],
+)
+def test_a_score_is_given_or_taken_where_there_is_room(score, bounds, text):
+  assert wording.with_uncertainty(score, bounds) == text
+
+
+def test_trials_are_the_means_of_runs(answer, record):
+  runs = [
+    record([answer(score=score), answer(task="b", score=0.0)], seed=seed)
+    for seed, score in enumerate((100.0, 50.0))
+  ]
+  assert anova.scores_of(runs) == {("keydiff", "0.25"): [50.0, 25.0]}
+  other = record([answer(method="tova")])
+  with pytest.raises(InputError, match="the same methods and budgets"):
+    anova.scores_of([*runs, other])

@@ -1,0 +1,173 @@
+"""Plots that can be read: no text on another, colors with an order."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kvjax.experiments.report import curves, heatmaps, lines, pictures, wording
+
+
+def texts(figure):
+  """Of all that is written, where it stands in pixels."""
+  figure.canvas.draw()
+  renderer = figure.canvas.get_renderer()
+  found = []
+  for text in figure.findobj(lambda a: hasattr(a, "get_text")):
+    box = text.get_window_extent(renderer)
+    if text.get_visible() and text.get_text() and box.width > 0:
+      found.append((text.get_text(), box))
+  return found
+
+
+def check_readable(figure):
+  width, height = figure.canvas.get_width_height()
+  found = texts(figure)
+  for text, box in found:
+    assert box.x0 >= 0, text
+    assert box.y0 >= 0, text
+    assert box.x1 <= width, text
+    assert box.y1 <= height, text
+  for (one, first), (other, second) in itertools.combinations(found, 2):
+    apart = (
+      first.x1 <= second.x0
+      or second.x1 <= first.x0
+      or first.y1 <= second.y0 + 1
+      or second.y1 <= first.y0 + 1
+    )
+    assert apart, (one, other)
+  return [text for text, _ in found]
+
+
+@pytest.mark.parametrize(
+  "draw", [curves.score_vs_retention, curves.score_vs_bytes]
+)
+def test_twelve_methods_are_named_apart(crowd, draw):
+  found = check_readable(draw(crowd.summary))
+  assert found.count("full cache") == 1
+  methods = {row["method"] for row in crowd.summary["rows"]} - {"full"}
+  assert methods <= set(found)
+
+
+def test_a_long_title_has_lines_that_fit(answer, record):
+  answers = [answer("full", turn=0), answer(turn=0)]
+  summary = record(
+    answers,
+    model="an-org/A-Model-of-$8B$-Instruct",
+    schedule="blocks of 128, every 16 while decoding",
+  ).summary
+  for draw in (
+    curves.score_vs_retention,
+    curves.score_vs_bytes,
+    curves.score_by_turn,
+  ):
+    found = " ".join(check_readable(draw(summary))).replace("\n", " ")
+    assert wording.title(summary) in found
+
+
+def test_points_stand_at_what_was_kept_or_read(answer, record):
+  answers = [
+    answer("full"),
+    answer("quest", score=60.0, retention=0.25, read_tokens=300.0),
+    answer("quest", "0.1", score=20.0, retention=0.1, read_tokens=100.0),
+  ]
+  summary = record(answers).summary
+  (axes,) = curves.score_vs_retention(summary).axes
+  assert axes.get_xlabel() == "keys and values read per token"
+  drawn = [
+    line.get_xydata() for line in axes.lines if len(line.get_xdata()) > 2
+  ]
+  np.testing.assert_allclose(drawn, [[(1, 100), (0.375, 60), (0.125, 20)]])
+  (axes,) = curves.score_vs_bytes(summary).axes
+  drawn = [
+    line.get_xydata() for line in axes.lines if len(line.get_xdata()) > 2
+  ]
+  np.testing.assert_allclose(drawn[0][0], (1024 * 800, 100))
+  left, right = axes.get_xlim()
+  assert left > 1024 * 800 > 1024 * 80 > right
+
+
+def test_turns_are_drawn_for_every_budget(answer, record):
+  answers = [
+    answer(
+      method, budget, score, retention=float(budget), sample=turn, turn=turn
+    )
+    for method in ("full", "keydiff", "a:b")
+    for budget in ("0.5", "0.25")
+    for turn, score in enumerate((100.0, 50.0))
+    if method != "full" or budget == "0.5"
+  ]
+  figure = curves.score_by_turn(record(answers).summary)
+  found = check_readable(figure)
+  assert len(figure.axes) == 2
+  for text in ("full cache", "keydiff", "a:b", "turn"):
+    assert found.count(text) == 2
+
+
+def test_heatmaps_print_each_cell_and_the_mean(answer, record):
+  answers = [
+    answer(method, length=length, depth=depth, sample=sample, score=score)
+    for method, short in (("full", 100.0), ("long:name=" + "x" * 30, 25.0))
+    for length, score in ((512, short), (131072, 0.0))
+    for sample, depth in enumerate((0.0, 1.0))
+    if (length, depth) != (512, 1.0)
+  ]
+  figure = heatmaps.heatmaps(record(answers).summary)
+  found = check_readable(figure)
+  assert [found.count(text) for text in ("1.00", "0.25", "0.00")] == [1, 1, 4]
+  assert any(text.endswith("100 %: mean 0.33") for text in found)
+  (image,) = figure.axes[0].images
+  assert image.get_array().shape == (2, 2)
+  assert np.isnan(image.get_array().filled(np.nan)[1, 0])
+
+
+def test_more_is_lighter_for_color_blind_readers():
+  def luminance(share):
+    red, green, blue = (
+      c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+      for c in heatmaps.COLORS(share)[:3]
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+  shares = np.linspace(0, 1, 21)
+  brightness = [luminance(share) for share in shares]
+  assert all(b - a > 0.005 for a, b in itertools.pairwise(brightness))
+  for share, behind in zip(shares, brightness, strict=True):
+    ink = luminance_of_ink(heatmaps.ink(share))
+    light, dark = max(behind, ink), min(behind, ink)
+    assert (light + 0.05) / (dark + 0.05) > 4.5, share
+
+
+def luminance_of_ink(name):
+  return {"white": 1.0, "black": 0.0}[name]
+
+
+def test_labels_stand_apart_and_near_their_lines():
+  assert lines.spread([10.0, 50.0]) == [10.0, 50.0]
+  spread = lines.spread([0.0, 0.0, 0.0, 40.0])
+  assert spread[0] >= 0
+  assert all(b - a > 5 for a, b in itertools.pairwise(spread))
+  assert spread[3] == 40
+  spread = lines.spread([80.0] + [100.0] * 4)
+  assert spread[-1] <= 100
+  assert all(b - a > 5 for a, b in itertools.pairwise(spread))
+
+
+def test_files_are_named_by_length_where_there_are_several(
+  answer, record, monkeypatch
+):
+  monkeypatch.setattr(pictures, "png", lambda figure: b"")
+  answers = [answer(length=512), answer(length=1024)]
+  found = pictures.pictures(record(answers))
+  assert list(found) == [
+    *("score_vs_retention_512.png", "score_vs_bytes_512.png"),
+    *("score_vs_retention_1024.png", "score_vs_bytes_1024.png"),
+  ]
+  assert all(map(pictures.is_picture, found))
+  answers = [answer(turn=0), answer(turn=1, sample=1)]
+  assert "score_by_turn.png" in pictures.pictures(record(answers))
+  answers = [answer(depth=0.0), answer(depth=1.0, length=2048)]
+  assert list(pictures.pictures(record(answers))) == [
+    *("score_vs_retention.png", "score_vs_bytes.png", "heatmap.png"),
+  ]
+  assert all(map(pictures.is_picture, ["score_by_turn.png", "heatmap.png"]))

@@ -1,0 +1,71 @@
+"""Runs read back from disk; what no run has written is refused."""
+
+import json
+
+import pytest
+
+from kvjax.errors import InputError
+from kvjax.experiments.report import records
+
+
+def test_runs_are_found_below_and_read_once(answer, record, tmp_path):
+  written = [
+    record([answer(score=score)], tmp_path / name, seed=seed)
+    for seed, (name, score) in enumerate([("a", 1.0), ("b/c", 2.0)])
+  ]
+  (tmp_path / "unfinished").mkdir()
+  (tmp_path / "unfinished" / "samples.jsonl").write_text("")
+  (tmp_path / "other").mkdir()
+  (tmp_path / "other" / "summary.json").write_text("{}")
+  assert records.find([tmp_path, tmp_path / "a"]) == written
+  left_out = records.unfinished([tmp_path, tmp_path / "unfinished"])
+  assert [path.name for path in left_out] == ["unfinished"]
+
+
+def test_only_answers_that_the_rows_are_means_of_are_read(
+  answer, record, tmp_path
+):
+  kept = [answer(sample=number, score=50.0) for number in (0, 1)]
+  others = [answer(sample=2), answer("snapkv"), answer(budget="0.5")]
+  folder = record([*kept, *others], tmp_path).folder
+  rows = record(kept).summary["rows"]
+  path = folder / "summary.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": rows}))
+  with (folder / "samples.jsonl").open("a") as file:
+    file.write('{"unfinished": ')
+  assert records.read(folder).answers == kept
+
+
+@pytest.mark.parametrize(
+  ("change", "fault"),
+  [
+    (lambda s: "nonsense", "Expecting value"),
+    (lambda s: json.dumps([]), "is no object"),
+    (lambda s: s.replace('"seed"', '"sead"'), "'seed' is missing"),
+    (lambda s: s.replace('"options"', '"option"'), "'options' is missing"),
+    (lambda s: s.replace('"score": 100.0', '"score": NaN'), "'score' is nan"),
+    (lambda s: s.replace('"score": 100.0', '"score": "1"'), "'score' is '1'"),
+    (lambda s: s.replace('"samples": 1', '"samples": 0'), "cannot be"),
+    (lambda s: json.dumps(json.loads(s) | {"rows": []}), "no rows"),
+    (lambda s: json.dumps(json.loads(s) | {"rows": [1]}), "1 is no object"),
+  ],
+)
+def test_a_malformed_summary_is_named(answer, record, tmp_path, change, fault):
+  path = record([answer()], tmp_path).folder / "summary.json"
+  path.write_text(change(path.read_text()))
+  with pytest.raises(InputError, match=rf"{path} is not a run's .*{fault}"):
+    records.find([tmp_path])
+
+
+def test_lines_that_are_no_answers_are_named(answer, record, tmp_path):
+  path = record([answer()], tmp_path).folder / "samples.jsonl"
+  with path.open("a") as file:
+    file.write('{"task": "a"}\n')
+  with pytest.raises(InputError, match=rf"Line 2 of {path} is not an answer"):
+    records.read(tmp_path)
+
+
+def test_a_folder_without_runs_is_refused(tmp_path):
+  for folder in (tmp_path, tmp_path / "missing"):
+    with pytest.raises(InputError, match=rf"{folder} holds no run"):
+      records.find([folder])

@@ -1,0 +1,187 @@
+"""What runs leave behind, and a comparison's table and plot."""
+
+import json
+import os
+
+import pytest
+import rich.console
+
+from kvjax.errors import InputError
+from kvjax.experiments.report import compared, curves, writing
+from kvjax.experiments.report.means import means
+from kvjax.experiments.run import environment, outputs, summaries
+from kvjax.experiments.run.results import Answer, Results, Settings
+
+TASKS = ("niah_single_2", "niah_multikey_1")
+
+
+def test_what_is_no_file_is_never_replaced(tmp_path):
+  """A device, which `root` may replace; a pipe stands for it here."""
+  pipe = tmp_path / "pipe"
+  os.mkfifo(pipe)
+  with pytest.raises(InputError, match="cannot be written: it is no regular"):
+    outputs.write_text(pipe, "text")
+  assert pipe.is_fifo()
+  assert [*tmp_path.iterdir()] == [pipe]
+
+
+def a_row(method, retention, task, score):
+  return {
+    "method": method,
+    "options": f"{method}()",
+    "retention": retention,
+    "budget": f"{retention:g}",
+    "task": task,
+    "length": 1024,
+    "depth": None,
+    "turn": None,
+    "score": score,
+    "interval": [score, score],
+    "scores": {},
+    "samples": 4,
+    "context_tokens": 800.0,
+    "kept_tokens": 800 * retention,
+    "read_tokens": 800 * retention,
+    "cache_bytes": round(2**20 * retention),
+    "host_bytes": 0,
+  }
+
+
+@pytest.fixture
+def summary():
+  rows = [a_row("full", 1.0, task, 100.0) for task in TASKS]
+  for method, scores in (("random", (50, 0)), ("snapkv.orig", (100, 0))):
+    for retention, score in zip((0.5, 0.1), scores, strict=True):
+      rows.append(a_row(method, retention, TASKS[0], float(score)))
+      rows.append(a_row(method, retention, TASKS[1], score / 4))
+  return {
+    "benchmark": "needles",
+    "model": "tiny",
+    "weights": "abc",
+    "dtype": "float32",
+    "seed": 7,
+    "python": "3.12.1",
+    "protocol": "query-agnostic",
+    "schedule": "whole prompt",
+    "heads": "kv head",
+    "kv_dtype": "",
+    "data": {"essay": "texts"},
+    "decoding": "greedy",
+    "device": "CPU, 2 cores",
+    "versions": {"jax": "1.2.3"},
+    "seconds": {"total": 1.0},
+    "rows": rows,
+  }
+
+
+def test_rows_at_retention_one_change_neither_table_nor_plot(summary):
+  before = means(summary["rows"])
+  rows = summaries.at_retention_one(summary["rows"], ["random", "snapkv.orig"])
+  assert [
+    (r["method"], r["retention"], r["task"], r["score"]) for r in rows
+  ] == [
+    (method, 1.0, task, 100.0)
+    for method in ("random", "snapkv.orig")
+    for task in TASKS
+  ]
+  assert means([*summary["rows"], *rows]) == before
+
+
+def test_a_comparison_has_a_line_per_method_and_budget(summary):
+  lines = compared.markdown(summary).splitlines()
+  assert lines[0] == (
+    "**tiny, 1024 tokens, query-agnostic, whole prompt, per kv head, "
+    "4 samples per task**"
+  )
+  assert lines[2].split(" | ")[2:5] == ["single_2", "multikey_1", "mean"]
+  assert lines[4] == ("| full | 100 % | 100.0 | 100.0 | 100.0 | 800 | 1024 |")
+  assert lines[5] == "| random | 50 % | 50.0 | 12.5 | 31.2 | 400 | 512 |"
+  assert len(lines) == 11
+  assert lines[-1] == ("Seed 7, greedy, float32 on CPU, 2 cores; jax 1.2.3.")
+
+
+def test_the_terminal_names_a_method_once(summary):
+  console = rich.console.Console(width=80)
+  with console.capture() as capture:
+    console.print(compared.terminal(summary))
+  shown = capture.get()
+  assert shown.count("snapkv.orig") == 1
+  assert all(part in shown for part in ("query-agnostic", "31.2", "Seed 7"))
+
+
+def test_means_without_a_full_cache_are_plotted_too(summary):
+  summary["rows"] = [r for r in summary["rows"] if r["method"] == "random"][:2]
+  (axes,) = curves.score_vs_retention(summary).axes
+  assert [text.get_text() for text in axes.texts if text.get_text()] == [
+    "random"
+  ]
+
+
+def test_all_files_of_a_comparison_are_written_whole(summary, tmp_path):
+  writing.write_comparison(tmp_path, summary)
+  assert {path.name for path in tmp_path.iterdir()} == {
+    "summary.json",
+    "table.md",
+    "score_vs_retention.png",
+  }
+  assert json.loads((tmp_path / "summary.json").read_text()) == summary
+  assert (tmp_path / "table.md").read_text() == compared.markdown(summary)
+  plot = (tmp_path / "score_vs_retention.png").read_bytes()
+  assert plot.startswith(b"\x89PNG")
+
+
+def test_a_run_is_reported_beside_its_answers(summary, tmp_path):
+  row = a_row("random", 0.5, TASKS[0], 100.0)
+  names = ("interval", "samples", "score")
+  fields = {name: row[name] for name in row if name not in names}
+  answer = Answer(
+    **fields | {"context_tokens": 800, "sample": 0, "scores": {"score": 100.0}},
+    asked="0",
+    question="Who?",
+    answer_prefix="",
+    answers=["I"],
+    prediction="I.",
+    first_token=1,
+  )
+  Results(tmp_path, Settings("tiny", "abc", "float32", 7)).add([answer])
+  summary["rows"] = [row | {"samples": 1}]
+  # Of the run before, and the user's own.
+  for name in ("score_vs_retention_512.png", "mine.png"):
+    (tmp_path / name).touch()
+  console = rich.console.Console(width=80)
+  with console.capture() as capture:
+    console.print(writing.write_run(tmp_path, summary))
+  assert "random" in capture.get()
+  assert {path.name for path in tmp_path.iterdir()} == {
+    *("samples.jsonl", "summary.json", "rows.csv", "report.md", "report.html"),
+    *("score_vs_retention.png", "score_vs_bytes.png", "mine.png"),
+  }
+  assert json.loads((tmp_path / "summary.json").read_text()) == summary
+  page = (tmp_path / "report.html").read_text()
+  assert page.count("data:image/png;base64,iVBORw0KGgo") == 2
+  assert "Who?" in page
+  assert "](score_vs_bytes.png)" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+  ("kept", "end"),
+  [
+    ("", "."),
+    ("answers", "; the answers are kept, and the same command goes on from"),
+  ],
+)
+def test_a_file_that_cannot_be_written_says_what_is_kept(tmp_path, kept, end):
+  path = tmp_path / "table.md"
+  path.mkdir()
+  with pytest.raises(InputError) as error:
+    outputs.write_text(path, "text", kept)
+  said = f"{path} cannot be written: Is a directory{end}"
+  assert str(error.value).startswith(said)
+  assert ("kept" in str(error.value)) == bool(kept)
+  assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_circumstances_are_those_of_this_machine():
+  assert {"python", "jax", "flax"} <= set(environment.versions())
+  assert "CPU" in environment.device()
+  assert environment.device(4).startswith("4 x CPU")

@@ -1,0 +1,100 @@
+"""The binary: a leaderboard of runs, and one sentence for what is wrong."""
+
+import json
+
+import pytest
+
+from kvjax.experiments.run.results import Answer, Results, Settings
+from kvjax.experiments.run.summaries import summarize
+
+ANSWER = Answer(
+  task="vt",
+  length=512,
+  sample=0,
+  asked="0",
+  method="full",
+  options="Full()",
+  budget="1",
+  retention=1.0,
+  context_tokens=400,
+  kept_tokens=400.0,
+  read_tokens=400.0,
+  cache_bytes=1000,
+  host_bytes=0,
+  question="Which?",
+  answer_prefix="",
+  answers=["ABCDE"],
+  prediction="ABCDE",
+  first_token=1,
+  depth=None,
+  turn=None,
+  scores={"score": 100.0},
+)
+
+
+def write_run(folder, **settings):
+  fields = {"model": "tiny", "weights": "abc", "dtype": "float32", "seed": 7}
+  fields |= {"benchmark": "ruler", **settings}
+  Results(folder, Settings(**fields)).add([ANSWER])
+  summary = json.loads((folder / "samples.jsonl").read_text())
+  summary |= {"decoding": "greedy", "device": "CPU", "versions": {}}
+  summary |= {"seconds": {}, "rows": summarize([ANSWER])}
+  (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def test_runs_become_one_leaderboard(run_binary, tmp_path):
+  write_run(tmp_path / "runs" / "a")
+  write_run(tmp_path / "runs" / "b", protocol="query-aware")
+  write_run(tmp_path / "runs" / "c")
+  (tmp_path / "runs" / "c" / "summary.json").unlink()
+  output, kvpress = tmp_path / "new" / "board", tmp_path / "kvpress"
+  result = run_binary(
+    "kvjax.experiments.leaderboard",
+    tmp_path / "runs" / "a",
+    f"--output={output}",
+    tmp_path / "runs",
+    f"--kvpress={kvpress}",
+  )
+  assert result.returncode == 0, result.stderr
+  assert "2 runs" in result.stdout
+  assert "query-aware" in result.stdout
+  assert "its run is not finished" in " ".join(result.stdout.split())
+  board = (output / "leaderboard.md").read_text()
+  assert "c is left out: its run is not finished; the command" in board
+  lines = (output / "leaderboard.csv").read_text().splitlines()
+  assert len(lines) == 3
+  # By budget, and every number, of both runs.
+  assert board.count("| full |") == 4
+  assert (output / "leaderboard.html").read_text().count("</table>") == 4
+  assert {path.name for path in kvpress.iterdir()} == {
+    "kvjax_ruler__512__tiny__no_press__0.00",
+    "kvjax_ruler__512__tiny__no_press__0.00__whole_prompt",
+  }
+  assert all(len(list(path.iterdir())) == 3 for path in kvpress.iterdir())
+
+
+@pytest.mark.parametrize(
+  ("arguments", "sentence"),
+  [
+    (
+      [],
+      "Name the folders that hold runs, as in kvjax leaderboard results.",
+    ),
+    (["{folder}"], "{folder} holds no run"),
+    (["{folder}", "--model=x"], "--help lists the flags."),
+    (["{folder}", "--kvpress=/proc/no"], "/proc/no cannot be written"),
+  ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(
+  run_binary, tmp_path, arguments, sentence
+):
+  given = [argument.format(folder=tmp_path) for argument in arguments]
+  output = tmp_path / "out"
+  result = run_binary(
+    "kvjax.experiments.leaderboard", *given, f"--output={output}"
+  )
+  assert result.returncode == 2
+  assert result.stdout == ""
+  assert sentence.format(folder=tmp_path) in result.stderr
+  assert len(result.stderr.splitlines()) == 1
+  assert not output.exists()
