@@ -42,7 +42,7 @@ from kvjax import models
 from kvjax.calibration.record import Preset, check_tau
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.benchmarks import ruler
+from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.calibration import (
   fits,
   measuring,
@@ -152,7 +152,7 @@ def main() -> None:
   chosen, lengths = _chosen(), run_inputs.parse_lengths(_LENGTH.value)
   check_tau(_TAU.value)
   texts = _texts()
-  choice = ruler.choose(_TASKS.value, texts)
+  choice = generator.choose(_TASKS.value, texts)
   check_writable(folder)
   console = rich.console.Console(highlight=False)
   for note in choice.notes:
@@ -223,13 +223,13 @@ class _Run(NamedTuple):
   lm: models.Pretrained
   tasks: Sequence[str]
   lengths: Sequence[int]
-  texts: ruler.Texts
+  texts: generator.Texts
   settings: results.Settings
   folder: pathlib.Path
 
   def samples(self, count: int, step: int) -> results.Samples:
     """Draws samples of each task, with the run's seed plus `step`."""
-    return ruler.samples(
+    return generator.samples(
       self.tasks,
       self.lengths,
       count,
@@ -292,7 +292,7 @@ def _chosen() -> list[Candidate]:
   return chosen
 
 
-def _texts() -> ruler.Texts:
+def _texts() -> generator.Texts:
   """Reads the user's texts, or the bundled model's training prose.
 
   A likelihood predicts how much a context can be compressed only if the model

@@ -49,7 +49,7 @@ def main() -> None:
     for note in drawn.notes:
       console.print(note)
     settings = method_inputs.settings(
-      benchmark_inputs.BENCHMARK.value, drawn.data, benchmark_inputs.protocol()
+      benchmark_inputs.chosen().name, drawn.data, benchmark_inputs.protocol()
     )
     folder = output / folder_name(settings)
     batch = run_inputs.BATCH.value

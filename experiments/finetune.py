@@ -20,7 +20,8 @@ from absl import flags
 from kvjax import models
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.benchmarks import hub, longbench_sets
+from kvjax.experiments.benchmarks import hub
+from kvjax.experiments.benchmarks.longbench import sets
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.finetuning.tuner import Recipe, Tuner
 from kvjax.experiments.inputs import run_inputs
@@ -41,7 +42,7 @@ _DATA = flags.DEFINE_string(
   "contexts are the documents.",
 )
 _TASKS = flags.DEFINE_list(
-  "tasks", list(longbench_sets.SETS), "Datasets of LongBench; default: all."
+  "tasks", list(sets.SETS), "Datasets of LongBench; default: all."
 )
 _SAMPLES = flags.DEFINE_integer(
   "samples", None, "Documents per dataset; default: all.", lower_bound=1
@@ -85,7 +86,7 @@ _SEED = flags.DEFINE_integer(
 def _texts() -> list[str]:
   cli.refuse_together("documents", ["data"], "both are what is learnt")
   if _DATA.value is not None:
-    suite.check_tasks(_TASKS.value, longbench_sets.NAMES)
+    suite.check_tasks(_TASKS.value, sets.NAMES)
     path = hub.resolve(_DATA.value)
     return documents.read_longbench(path, _TASKS.value, _SAMPLES.value)
   if _DOCUMENTS.value is None:

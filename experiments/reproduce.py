@@ -25,7 +25,8 @@ from absl import flags
 from kvjax.calibration.record import check_tau
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.benchmarks import hub, ruler
+from kvjax.experiments.benchmarks import hub
+from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import run_inputs, text_inputs
 from kvjax.experiments.papers import (
   catalogue,
@@ -148,7 +149,7 @@ def _check_overrides(
         running.check(part, scale, tasks, _LENGTH.value)
     called = programs.chosen(experiment.programs, given)
     if tasks is not None and any("tasks" in each.takes for each in called):
-      ruler.choose(tasks, sources.texts)
+      generator.choose(tasks, sources.texts)
 
 
 def _given() -> dict[str, str]:

@@ -17,6 +17,8 @@ from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
 
 NEEDLE = needles.NeedleTask("needle", "essay", max_new_tokens=30)
 PASSKEY = "passkey"
+# Default samples per length and depth.
+SAMPLES = 3
 
 _Draw = Callable[[random.Random, int, float], Sample]
 

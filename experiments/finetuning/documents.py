@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import longbench_files
+from kvjax.experiments.benchmarks.longbench import finder
 from kvjax.models.json_files import read_text
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.prompts import Prompts
@@ -60,7 +60,7 @@ def read_longbench(
   Raises:
     InputError: no dataset is there, or a file is malformed.
   """
-  files = longbench_files.find(path, names)
+  files = finder.find(path, names)
   rows = (
     itertools.islice(
       itertools.chain.from_iterable(file.rows() for file in of_set), count

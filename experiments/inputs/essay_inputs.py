@@ -6,7 +6,8 @@ import pathlib
 from absl import flags
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import essays, ruler, word_lists
+from kvjax.experiments.benchmarks import essays
+from kvjax.experiments.benchmarks.ruler import generator, word_lists
 
 NAMES = ("essay", "words")
 
@@ -25,7 +26,7 @@ WORDS = flags.DEFINE_string(
 
 
 @functools.cache
-def texts() -> ruler.Texts:
+def texts() -> generator.Texts:
   """Reads the texts of needles that the flags name, once.
 
   Raises:
@@ -36,7 +37,7 @@ def texts() -> ruler.Texts:
       f"--words={WORDS.value[:200]} is a list for RULER's cwe; needles' keys "
       f"are of --words={word_lists.PACKAGE} or, without it, of kvjax's words."
     )
-  return ruler.Texts.read(essay_path(), WORDS.value)
+  return generator.Texts.read(essay_path(), WORDS.value)
 
 
 def essay_path() -> pathlib.Path | None:

@@ -5,7 +5,8 @@ import pathlib
 
 from absl import flags
 
-from kvjax.experiments.benchmarks import hub, ruler
+from kvjax.experiments.benchmarks import hub
+from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import essay_inputs
 
 flags.adopt_module_key_flags(essay_inputs)
@@ -27,14 +28,14 @@ _HOTPOTQA = flags.DEFINE_string(
 
 
 @functools.cache
-def texts() -> ruler.Texts:
+def texts() -> generator.Texts:
   """Reads the texts that the flags name, once.
 
   Raises:
     InputError: see `ruler.Texts.read`.
   """
   squad, hotpotqa = map(_questions, (_SQUAD, _HOTPOTQA))
-  return ruler.Texts.read(
+  return generator.Texts.read(
     essay_inputs.essay_path(), essay_inputs.WORDS.value, squad, hotpotqa
   )
 

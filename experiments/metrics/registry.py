@@ -103,7 +103,7 @@ def _passkey(sample: Sample, prediction: str) -> dict[str, float]:
   }
 
 
-METRICS: Mapping[str, Metric] = {
+METRICS: dict[str, Metric] = {
   "string_match_all": _string_match_all,
   "string_match_part": _string_match_part,
   "qa_f1": _longbench(question_answering.qa_f1),

@@ -1,6 +1,6 @@
 """The setups of Compactor's comparisons, and its printed numbers."""
 
-from kvjax.experiments.benchmarks.ruler import TASKS as RULER
+from kvjax.experiments.benchmarks.ruler.generator import TASKS as RULER
 from kvjax.experiments.papers.records import (
   Average,
   Comparison,

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvjax.experiments.benchmarks.ruler import TASKS as RULER
+from kvjax.experiments.benchmarks.ruler.generator import TASKS as RULER
 from kvjax.experiments.papers import ctkvr_numbers as printed
 from kvjax.experiments.papers.records import (
   Column,

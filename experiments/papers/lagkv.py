@@ -1,6 +1,6 @@
 """The experiments of LagKV (Liang et al., arXiv 2504.04704)."""
 
-from kvjax.experiments.benchmarks.ruler import TASKS as RULER
+from kvjax.experiments.benchmarks.ruler.generator import TASKS as RULER
 from kvjax.experiments.papers import lagkv_numbers as printed
 from kvjax.experiments.papers.records import (
   Comparison,

@@ -1,6 +1,6 @@
 """The numbers of LagKV's tables (arXiv 2504.04704)."""
 
-from kvjax.experiments.benchmarks.ruler import TASKS as RULER
+from kvjax.experiments.benchmarks.ruler.generator import TASKS as RULER
 from kvjax.experiments.papers.records import Key, Targets
 from kvjax.experiments.papers.shared import of_category, plain
 from kvjax.experiments.papers.transcription import across, by_task

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import longbench
+from kvjax.experiments.benchmarks.longbench import reader
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.papers.compare_to_paper import (
   Cells,
@@ -216,7 +216,7 @@ def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:
   context = session.lm.config.geometry.max_positions
   longer = f"longer than the context of this model, {context} tokens"
   if setup.benchmark == "longbench":
-    limit = longbench.usual_limit(context)
+    limit = reader.usual_limit(context)
     note = f"Prompts are cut to {limit} tokens; the experiment's are {longer}."
     return dataclasses.replace(setup, lengths=(limit,)), [note]
   kept = tuple(n for n in setup.lengths if n not in too_long)

@@ -3,29 +3,25 @@
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import (
-  grids,
-  longbench,
-  longbench_files,
-  longbench_sets,
-  multiturn,
-  repetition,
-  ruler,
-  ruler_files,
+from kvjax.experiments.benchmarks.base import Drawn, Request
+from kvjax.experiments.benchmarks.longbench import finder, reader, sets
+from kvjax.experiments.benchmarks.multiturn.benchmark import HISTORY
+from kvjax.experiments.benchmarks.options import (
+  ALWAYS,
+  CHAT,
+  DEPTHS,
+  OFFICIAL,
 )
+from kvjax.experiments.benchmarks.registry import BENCHMARKS
+from kvjax.experiments.benchmarks.ruler import generator, published
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.metrics import registry
 from kvjax.experiments.papers.findings import Scale
 from kvjax.experiments.papers.records import Setup
 from kvjax.experiments.run.answering import QUERY_AWARE, Prompt, Protocol
 from kvjax.experiments.run.results import Samples, data_name
 from kvjax.models.pretrained import Pretrained
-
-_TURNS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,23 +34,9 @@ class Sources:
   """
 
   data: pathlib.Path | None = None
-  texts: ruler.Texts = dataclasses.field(default_factory=ruler.Texts.read)
-
-
-class Drawn(NamedTuple):
-  """The samples of a setup.
-
-  Attributes:
-    samples: samples of each task and length.
-    data: sources of their texts.
-    notes: one line for each omission.
-    about: more facts about the samples for reports.
-  """
-
-  samples: Samples
-  data: Mapping[str, str]
-  notes: Sequence[str] = ()
-  about: Mapping[str, str] = {}
+  texts: generator.Texts = dataclasses.field(
+    default_factory=generator.Texts.read
+  )
 
 
 def draw(
@@ -77,12 +59,7 @@ def draw(
   """
   if setup.lengths:
     run_inputs.check_lengths(lm, setup.lengths)
-  drawn = _draw(setup, lm, sources, seed, protocol)
-  registry.check({s.metric for part in drawn.samples.values() for s in part})
-  found = repetition.of(drawn.samples)
-  drawn = drawn._replace(
-    notes=[*drawn.notes, *found.notes], about={**drawn.about, **found.about}
-  )
+  drawn = _draw(setup, scale, lm, sources, seed, protocol).checked()
   if scale == "paper":
     return drawn._replace(data={**drawn.data, "chat template": "official"})
   return drawn._replace(
@@ -108,41 +85,30 @@ def prompts(
 
 def _draw(
   setup: Setup,
+  scale: Scale,
   lm: Pretrained,
   sources: Sources,
   seed: int,
   protocol: Protocol,
 ) -> Drawn:
-  lengths, count = list(setup.lengths), lm.text.count
-  essay, words = sources.texts.essay, sources.texts.key_words
-  number = setup.samples or 0
   match setup.benchmark:
     case "longbench":
       return _longbench(setup, lm, sources, protocol)
     case "ruler":
       return _ruler(setup, lm, sources, seed)
-    case "multiturn":
-      drawn = multiturn.samples(
-        lengths,
-        _TURNS,
-        number,
+    case name:
+      request = Request(
         seed,
-        lm.text,
-        "conversation",
-        essay=essay,
-        words=words,
+        lengths=setup.lengths,
+        samples=setup.samples,
+        texts=lambda: sources.texts,
+        options={
+          DEPTHS.name: setup.depths,
+          CHAT.name: OFFICIAL if scale == "paper" else ALWAYS,
+          HISTORY.name: "conversation",
+        },
       )
-    case "needle":
-      depths = grids.even_depths(setup.depths)
-      drawn = grids.needle_samples(
-        lengths, depths, number, seed, count, essay=essay, words=words
-      )
-    case "passkey":
-      depths = grids.even_depths(setup.depths)
-      drawn = grids.passkey_samples(
-        lengths, depths, number, seed, count, essay=essay
-      )
-  return Drawn(drawn, sources.texts.needle_origins)
+      return BENCHMARKS[name].draw(lm, request)
 
 
 def _longbench(
@@ -155,7 +121,7 @@ def _longbench(
   """
   path = sources.data
   assert path is not None
-  available = longbench_files.find(path, longbench_sets.NAMES)
+  available = finder.find(path, sets.NAMES)
   chosen = [name for name in setup.tasks if name in available]
   if not chosen:
     raise InputError(
@@ -163,28 +129,26 @@ def _longbench(
       f"{', '.join(available)}."
     )
   limit = setup.lengths[0] if setup.lengths else sys.maxsize
-  drawn: Samples = longbench.samples(
-    path, chosen, limit, lm.text, setup.samples
-  )
+  drawn: Samples = reader.samples(path, chosen, limit, lm.text, setup.samples)
   missing = [name for name in setup.tasks if name not in chosen]
   notes = [f"{path} has no {', '.join(missing)}; left out."] if missing else []
-  about = longbench.provenance(drawn)
-  data = {"files": data_name(path), "metrics": longbench.FAULTS_INCLUDED}
-  drawn = longbench.strictly_official(drawn)
+  about = reader.provenance(drawn)
+  data = {"files": data_name(path), "metrics": reader.FAULTS_INCLUDED}
+  drawn = reader.strictly_official(drawn)
   if protocol == QUERY_AWARE:
     data["start of the answer"] = "in the user's turn"
-    drawn = longbench.officially_ordered(drawn)
+    drawn = reader.officially_ordered(drawn)
   return Drawn(drawn, data, notes, about)
 
 
 def _ruler(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
   if sources.data is not None:
-    drawn = ruler_files.load(
+    drawn = published.load(
       sources.data, list(setup.tasks), list(setup.lengths), setup.samples
     )
     return Drawn(drawn, {"files": data_name(sources.data)})
-  choice = ruler.choose(setup.tasks, sources.texts)
-  drawn = ruler.samples(
+  choice = generator.choose(setup.tasks, sources.texts)
+  drawn = generator.samples(
     choice.tasks,
     setup.lengths,
     setup.samples or 0,

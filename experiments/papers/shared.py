@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from kvjax.experiments.benchmarks.longbench_sets import SETS, Category
-from kvjax.experiments.benchmarks.ruler import TASKS
+from kvjax.experiments.benchmarks.longbench.sets import SETS, Category
+from kvjax.experiments.benchmarks.ruler.generator import TASKS
 from kvjax.experiments.papers.records import (
   Average,
   Column,

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
+from kvjax.experiments.benchmarks.registry import presentation
 from kvjax.experiments.report import formats
 from kvjax.experiments.report.means import (
   Mean,
@@ -32,8 +34,6 @@ from kvjax.experiments.run.candidates import FULL
 from kvjax.experiments.run.results import Answer
 
 _CONFIG = "config.yaml"
-# Fields with a folder for each value, besides method and budget.
-_APART = {"needle": ("length", "depth")}
 # The fields under `kvjax` that distinguish results of one folder name.
 _OWN = (
   "method",
@@ -80,32 +80,20 @@ def folders(record: Record) -> Iterator[Folder]:
 
 def _parts(record: Record) -> Iterator[Record]:
   """Yields the parts of a run that have folders of their own."""
-  benchmark = record.summary["benchmark"]
-  names = _APART.get(benchmark, ("length",))
+  layout = presentation(record.summary["benchmark"]).kvpress
   apart = dict.fromkeys(
-    tuple(row[name] for name in names) for row in record.summary["rows"]
+    tuple(row[name] for name in layout.apart) for row in record.summary["rows"]
   )
   for values in apart:
-    part = record.at(**dict(zip(names, values, strict=True)))
-    if benchmark != "longbench":
-      yield part
-      continue
-    data_sets: dict[str, list[str]] = {}
-    for task in part.values("task"):
-      data_sets.setdefault(_data_set(task)[0], []).append(task)
-    yield from map(part.of_tasks, data_sets.values())
-
-
-def _data_set(task: str) -> tuple[str, str]:
-  """Returns a dataset and, for LongBench-E, a bucket: `qasper_e`, `0-4k`."""
-  base, separator, bucket = task.rpartition("_e_")
-  return (f"{base}_e", bucket) if separator else (task, "")
+    part = record.at(**dict(zip(layout.apart, values, strict=True)))
+    yield from map(part.of_tasks, layout.groups(part.values("task")))
 
 
 def _folder(
   summary: Summary, mean: Mean, rows: Sequence[Row], answers: Sequence[Answer]
 ) -> Folder:
-  config = _config(summary, mean, rows[0])
+  layout = presentation(summary["benchmark"]).kvpress
+  config = _config(layout, summary, mean, rows[0])
   parts = [
     config["dataset"],
     config["data_dir"],
@@ -121,21 +109,19 @@ def _folder(
   name = "__".join(_plain(part) for part in parts if part)
   files = {
     "predictions.csv": formats.to_csv(
-      _prediction(summary["benchmark"], answer, config["query_aware"])
-      for answer in answers
+      _prediction(layout, answer, config["query_aware"]) for answer in answers
     ),
-    "metrics.json": _json(_metrics(summary["benchmark"], rows, answers)),
+    "metrics.json": _json(layout.metrics(_by_task(rows), answers)),
     _CONFIG: _json(config),
   }
   return Folder(name, files)
 
 
-def _config(summary: Summary, mean: Mean, row: Row) -> dict[str, Any]:
+def _config(
+  layout: KvpressLayout, summary: Summary, mean: Mean, row: Row
+) -> dict[str, Any]:
   """Builds the corresponding arguments of kvpress."""
-  benchmark = summary["benchmark"]
-  data_set, bucket = _data_set(row["task"])
-  data_dir = {"needle": None, "longbench": data_set}
-  is_cut = benchmark in ("needle", "longbench")
+  _, bucket = layout.data_set(row["task"])
   press = "no_press" if mean.method == FULL else mean.method
   removed = 1 - mean.retention
   if mean.read_tokens < mean.kept_tokens:
@@ -143,7 +129,7 @@ def _config(summary: Summary, mean: Mean, row: Row) -> dict[str, Any]:
     press, removed = f"{press}-reads-{mean.budget}", mean.removed
   return {
     "dataset": _dataset(summary, bucket),
-    "data_dir": data_dir.get(benchmark, str(row["length"])),
+    "data_dir": layout.data_dir(row),
     "model": summary["model"],
     "device": summary["device"],
     "press_name": press,
@@ -153,11 +139,9 @@ def _config(summary: Summary, mean: Mean, row: Row) -> dict[str, Any]:
     # Of the samples that there were, not of kvpress's own data.
     "fraction": 1.0,
     "max_new_tokens": None,
-    "max_context_length": row["length"] if is_cut else None,
+    "max_context_length": row["length"] if layout.truncates else None,
     "query_aware": summary["protocol"] == QUERY_AWARE_KVPRESS,
-    "needle_depth": (
-      round(100 * row["depth"]) if benchmark == "needle" else None
-    ),
+    "needle_depth": layout.needle_depth(row),
     "model_kwargs": {"dtype": summary["dtype"]},
     "press_init_command": mean.options,
     "seed": summary["seed"],
@@ -186,11 +170,11 @@ def _dataset(summary: Summary, bucket: str) -> str:
 
 
 def _prediction(
-  benchmark: str, answer: Answer, query_aware: bool
+  layout: KvpressLayout, answer: Answer, query_aware: bool
 ) -> dict[str, object]:
   removed = 1 - evictable(vars(answer)) / answer.context_tokens
   return {
-    **_scored(benchmark, answer),
+    **layout.columns(answer),
     # kvpress moves it into the context, which has no column.
     "question": "" if query_aware else answer.question,
     "answer_prefix": answer.answer_prefix,
@@ -199,52 +183,12 @@ def _prediction(
   }
 
 
-def _scored(benchmark: str, answer: Answer) -> dict[str, object]:
-  """Returns the columns, besides the prediction, that a scorer reads."""
-  needed = answer.scored_by
-  references = str(answer.answers)
-  if benchmark == "needle":
-    needle = needed.get("needle", "")
-    return {"task": answer.task, "answer": references, "needle": needle}
-  if benchmark != "longbench":
-    return {"task": answer.task, "answer": references}
-  data_set, bucket = _data_set(answer.task)
-  return {
-    "task": f"{data_set.removesuffix('_e')}-e" if bucket else data_set,
-    "answers": references,
-    "all_classes": str(list(needed.get("all_classes", ()))),
-    "length": needed.get("words", ""),
-  }
-
-
-def _metrics(
-  benchmark: str, rows: Sequence[Row], answers: Sequence[Answer]
-) -> object:
-  """Returns LongBench's number, or one per bucket of LongBench-E.
-
-  It is a list for needles, and a dictionary of tasks for others.
-  """
-  if benchmark == "longbench":
-    buckets = {_data_set(row["task"])[1]: round(score(row), 2) for row in rows}
-    return buckets.get("", buckets)
-  if benchmark == "needle":
-    return [_needle(answer) for answer in answers]
+def _by_task(rows: Sequence[Row]) -> dict[str, float]:
+  """Averages the scores of each task."""
   tasks: dict[str, list[Row]] = {}
   for row in rows:
     tasks.setdefault(row["task"], []).append(row)
-  name = "string_match" if benchmark == "ruler" else "score"
-  return {
-    task: {name: round(mean_of(identity, score), 2)}
-    for task, identity in tasks.items()
-  }
-
-
-def _needle(answer: Answer) -> dict[str, object]:
-  shares = {name: score / 100 for name, score in answer.scores.items()}
-  rouge = (
-    {"rouge-1": {"f": shares.pop("rouge_1")}} if "rouge_1" in shares else {}
-  )
-  return {**rouge, **shares}
+  return {task: mean_of(same, score) for task, same in tasks.items()}
 
 
 def _identity_of(place: pathlib.Path) -> object:

@@ -4,7 +4,7 @@ import functools
 import statistics
 from collections.abc import Callable, Mapping
 
-from kvjax.experiments.benchmarks.ruler_averages import ENOUGH, averages
+from kvjax.experiments.benchmarks.registry import presentation
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import Name, Row, grouped, mean_of, score
@@ -25,13 +25,14 @@ def by_length(record: Record) -> list[Table]:
 
 
 def weighted_by_length(record: Record) -> list[Table]:
-  """Builds a table of RULER's two length-weighted means and effective length.
+  """Builds a table of the benchmark's averages over lengths, if it has any.
 
   It covers tasks that ran at every length, and methods and budgets that ran all
-  of these. It is empty for other benchmarks and for a single length.
+  of these. It is empty for a single length.
   """
   lengths = sorted(record.values("length"))
-  if record.summary["benchmark"] != "ruler" or len(lengths) == 1:
+  averages = presentation(record.summary["benchmark"]).averages_of_lengths
+  if averages is None or len(lengths) == 1:
     return []
   at = {length: record.at(length=length) for length in lengths}
   tasks = [
@@ -40,6 +41,7 @@ def weighted_by_length(record: Record) -> list[Table]:
     if all(task in part.values("task") for part in at.values())
   ]
   required = {(task, length) for task in tasks for length in lengths}
+  header: list[str] = []
   cells = {}
   for name, rows in grouped(record.summary["rows"]).items():
     rows = [row for row in rows if row["task"] in tasks]
@@ -53,12 +55,10 @@ def weighted_by_length(record: Record) -> list[Table]:
         for length in lengths
       }
     )
-    longest = str(weighted.effective or f"< {lengths[0]}")
-    cells[name] = [number(weighted.rising), number(weighted.falling), longest]
+    header, cells[name] = list(weighted), list(weighted.values())
   if not cells:
     return []
   title = f"weighted by length, {wording.averaged(tasks)}"
-  header = ["rising", "falling", f"effective length (≥ {ENOUGH})"]
   return [_table(title, header, cells)]
 
 

@@ -1,8 +1,8 @@
 """The tables of a run as data; `formats` formats them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from kvjax.experiments.benchmarks.longbench_averages import averages
+from kvjax.experiments.benchmarks.registry import presentation
 from kvjax.experiments.report import series, wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import (
@@ -131,11 +131,13 @@ def by_task(record: Record) -> Table:
   return Table(title, ["method", *names, "mean", "Δ full"], lines)
 
 
-def by_set(record: Record) -> Table:
-  """Builds LongBench's table for one budget, with a column per method.
+def by_set(
+  record: Record, averages: Callable[[Mapping[str, float]], Mapping[str, float]]
+) -> Table:
+  """Builds a table of many tasks for one budget, with a column per method.
 
-  Lines are datasets and averages. The difference from the full cache is that of
-  the plain mean of all available datasets.
+  Lines are tasks and their `averages`. The difference from the full cache is
+  that of the plain mean of all available tasks.
   """
   summary_means = means(record.summary["rows"], record.answers)
   sets = record.values("task")
@@ -209,9 +211,8 @@ def _in_brief(part: Record) -> list[Table]:
 def _tasks(part: Record) -> list[Table]:
   if len(part.values("task")) == 1:
     return []
-  if part.summary["benchmark"] == "longbench":
-    return [by_set(part)]
-  return [by_task(part)]
+  averages = presentation(part.summary["benchmark"]).averages_of_tasks
+  return [by_task(part) if averages is None else by_set(part, averages)]
 
 
 def _at(record: Record, budget: str) -> Record:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from kvjax.experiments.benchmarks.registry import presentation
 from kvjax.experiments.report.means import Mean, Summary
 from kvjax.experiments.run.candidates import FULL
 
@@ -127,13 +128,12 @@ def with_uncertainty(score: float, bounds: tuple[float, float] | None) -> str:
 
 def score_name(summary: Summary) -> str:
   """Returns the name of the main score."""
-  return {"passkey": "exact"}.get(summary["benchmark"], "score")
+  return presentation(summary["benchmark"]).score
 
 
 def scored(summary: Summary) -> str:
   """Returns what the main score is a share of."""
-  names = {"passkey": "exact answers", "longbench": "score"}
-  return names.get(summary["benchmark"], "answers found")
+  return presentation(summary["benchmark"]).scored
 
 
 def score_axis(summary: Summary) -> str:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.experiments.benchmarks import multiturn
+from kvjax.experiments.benchmarks.multiturn import conversations
 from kvjax.experiments.run import answering
 from kvjax.experiments.run.answering import Prompt, Seconds, Shape
 from kvjax.experiments.run.candidates import candidates
@@ -18,7 +18,7 @@ METHOD = "streaming:sinks=2"
 @pytest.fixture(scope="module")
 def talks(tiny):
   """The prompts of two conversations."""
-  drawn = multiturn.samples([320], TURNS, 2, 0, tiny.tokenizer, "own")
+  drawn = conversations.samples([320], TURNS, 2, 0, tiny.tokenizer, "own")
   prompts = [
     Prompt.of_sample(tiny.tokenizer, sample)
     for sample in drawn[Part("niah_multiturn_own", 320)]

@@ -8,14 +8,9 @@ from odd_files import ODD, UNDECODED, UNREAD, refused, replace
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import (
-  corpora,
-  essays,
-  hub,
-  longbench_files,
-  ruler_files,
-  word_lists,
-)
+from kvjax.experiments.benchmarks import essays, hub
+from kvjax.experiments.benchmarks.longbench import finder
+from kvjax.experiments.benchmarks.ruler import corpora, published, word_lists
 from kvjax.experiments.finetuning import documents, tuner
 from kvjax.experiments.reference import curriculum, trainer
 from kvjax.experiments.reference.checkpoints import Progress
@@ -301,16 +296,14 @@ def test_tables_that_are_endless(tmp_path, kind, suffix):
   path = replace(tmp_path / f"validation.{suffix}", kind)
   refused(lambda: corpora.squad(tmp_path), "a pipe or a device")
   path.rename(tmp_path / f"hotpotqa.{suffix}")
-  (file,) = longbench_files.find(tmp_path, ["hotpotqa"])["hotpotqa"]
+  (file,) = finder.find(tmp_path, ["hotpotqa"])["hotpotqa"]
   refused(lambda: next(file.rows()), "a pipe or a device")
   path = tmp_path / "4096"
   path.mkdir()
   (tmp_path / f"hotpotqa.{suffix}").rename(path / f"validation.{suffix}")
-  refused(lambda: ruler_files.load(path), "a pipe or a device")
+  refused(lambda: published.load(path), "a pipe or a device")
   replace(tmp_path / "data.zip", kind)
-  refused(
-    lambda: longbench_files.find(tmp_path, ["qasper"]), "a pipe or a device"
-  )
+  refused(lambda: finder.find(tmp_path, ["qasper"]), "a pipe or a device")
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a/" * 3000])

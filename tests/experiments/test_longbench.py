@@ -8,15 +8,15 @@ import pytest
 import tokenizers
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import longbench
-from kvjax.experiments.benchmarks.longbench_averages import averages
-from kvjax.experiments.benchmarks.longbench_prompts import (
+from kvjax.experiments.benchmarks.longbench import reader
+from kvjax.experiments.benchmarks.longbench.averages import averages
+from kvjax.experiments.benchmarks.longbench.sets import LONGBENCH_E, NAMES, SETS
+from kvjax.experiments.benchmarks.longbench.templates import (
   PROMPTS,
   PromptTexts,
   fill,
   truncate,
 )
-from kvjax.experiments.benchmarks.longbench_sets import LONGBENCH_E, NAMES, SETS
 from kvjax.experiments.metrics import registry
 from kvjax.experiments.run.results import Part
 from kvjax.models.tokenizer import Tokenizer
@@ -204,7 +204,7 @@ def test_a_limit_below_the_start_of_the_answer_is_refused():
 def test_what_is_said_as_it_stands_scores_100_on_every_set(tmp_path):
   for name in NAMES:
     write(tmp_path, name, [row(name)])
-  drawn = longbench.samples(tmp_path, NAMES, 3500, BYTES)
+  drawn = reader.samples(tmp_path, NAMES, 3500, BYTES)
   assert [part.task for part in drawn] == [
     name if name in SETS else f"{name}_4-8k" for name in NAMES
   ]
@@ -221,7 +221,7 @@ def test_what_is_said_as_it_stands_scores_100_on_every_set(tmp_path):
 def test_samples_are_the_first_rows_truncated(tmp_path):
   rows = [row("qasper", context=f"{n} " * 500 * n) for n in range(5)]
   write(tmp_path, "qasper", rows)
-  drawn = longbench.samples(tmp_path, ["qasper"], 1600, BYTES, count=3)
+  drawn = reader.samples(tmp_path, ["qasper"], 1600, BYTES, count=3)
   ((part, samples),) = drawn.items()
   assert part == Part("qasper", 1600)
   assert [s.metadata["truncated"] for s in samples] == [False, True, True]
@@ -230,7 +230,7 @@ def test_samples_are_the_first_rows_truncated(tmp_path):
     len(BYTES.encode(s.context + s.question + s.answer_prefix))
     for s in samples[1:]
   } == {1600}
-  assert longbench.provenance(drawn) == {
+  assert reader.provenance(drawn) == {
     "prompts": "3 official, 0 of kvpress",
     "truncated": "2 of 3 prompts, in the middle",
   }
@@ -240,8 +240,8 @@ def test_samples_are_scored_with_official_faults_on_demand(tmp_path):
   for name in ("trec", "multi_news", "qasper"):
     write(tmp_path, name, [row(name, answers=["a kind of b"])])
   names = ["trec", "multi_news", "qasper"]
-  drawn = longbench.samples(tmp_path, names, 3500, BYTES)
-  strict = longbench.strictly_official(drawn)
+  drawn = reader.samples(tmp_path, names, 3500, BYTES)
+  strict = reader.strictly_official(drawn)
   (trec,), (news,), (paper,) = strict.values()
   assert paper == drawn[Part("qasper", 3500)][0]
   assert (
@@ -263,9 +263,9 @@ def test_starts_of_answers_stand_in_the_users_turn_as_in_the_official_code(
   tmp_path,
 ):
   write(tmp_path, "qasper", [row("qasper")])
-  drawn = longbench.samples(tmp_path, ["qasper"], 3500, BYTES)
+  drawn = reader.samples(tmp_path, ["qasper"], 3500, BYTES)
   ((after,),) = drawn.values()
-  ((before,),) = longbench.officially_ordered(drawn).values()
+  ((before,),) = reader.officially_ordered(drawn).values()
   assert after.answer_prefix == "Answer:"
   assert (before.question, before.answer_prefix) == (
     f"{after.question}Answer:",
@@ -274,13 +274,13 @@ def test_starts_of_answers_stand_in_the_users_turn_as_in_the_official_code(
   assert before.context == after.context
   kvpress = dataclasses.replace(after, metadata={"layout": "kvpress"})
   part = Part("qasper", 3500)
-  assert longbench.officially_ordered({part: [kvpress]}) == {part: [kvpress]}
+  assert reader.officially_ordered({part: [kvpress]}) == {part: [kvpress]}
 
 
 def test_the_first_line_is_what_counts_after_examples(tmp_path):
   for name in ("trec", "narrativeqa"):
     write(tmp_path, name, [row(name, answers=["Color"])])
-  drawn = longbench.samples(tmp_path, ["trec", "narrativeqa"], 3500, BYTES)
+  drawn = reader.samples(tmp_path, ["trec", "narrativeqa"], 3500, BYTES)
   (trec,), (story,) = drawn.values()
   assert registry.score(trec, "Color\nFood") == {"score": 1}
   assert registry.score(story, "Color\nFood") == {"score": pytest.approx(2 / 3)}
@@ -292,7 +292,7 @@ def test_longbench_e_is_parted_by_length(tmp_path):
   write(tmp_path, "qasper_e", rows)
 
   def drawn(**options):
-    found = longbench.samples(tmp_path, ["qasper_e"], 3500, BYTES, **options)
+    found = reader.samples(tmp_path, ["qasper_e"], 3500, BYTES, **options)
     return {
       part.task: [sample.metadata["words"] for sample in samples]
       for part, samples in found.items()

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import longbench
+from kvjax.experiments.benchmarks.longbench import reader
 from kvjax.models.tokenizer import Tokenizer
 
 # No prompt of these tests is longer than any limit of tokens.
@@ -126,7 +126,7 @@ def as_cache(folder, name):
 def test_every_layout_gives_the_same_samples(layout, tmp_path):
   for name in ("hotpotqa", "lcc", "qasper_e"):
     layout(tmp_path, name)
-  found = longbench.samples(tmp_path, ["lcc", "hotpotqa"], 3500, TOKENIZER)
+  found = reader.samples(tmp_path, ["lcc", "hotpotqa"], 3500, TOKENIZER)
   assert [part.task for part in found] == ["lcc", "hotpotqa"]
   for part, samples in found.items():
     assert [sample.answers for sample in samples] == [
@@ -149,7 +149,7 @@ def test_every_layout_gives_the_same_samples(layout, tmp_path):
 )
 def test_a_path_may_be_the_file_itself(layout, path, tmp_path):
   layout(tmp_path, "lcc")
-  found = longbench.samples(tmp_path / path, ["lcc"], 3500, TOKENIZER, count=2)
+  found = reader.samples(tmp_path / path, ["lcc"], 3500, TOKENIZER, count=2)
   assert len(found["lcc", 3500]) == 2
 
 
@@ -167,7 +167,7 @@ def test_kvpress_has_built_the_prompts_already(tmp_path):
   tmp_path.joinpath("trec").mkdir()
   path = tmp_path / "trec" / "test-00000-of-00001.parquet"
   pq.write_table(pa.Table.from_pylist([built]), path)
-  drawn = longbench.samples(tmp_path, ["trec"], 3500, TOKENIZER)
+  drawn = reader.samples(tmp_path, ["trec"], 3500, TOKENIZER)
   ((sample,),) = drawn.values()
   assert sample.context == "examples"
   assert sample.question == "Question: who?\n"
@@ -175,22 +175,22 @@ def test_kvpress_has_built_the_prompts_already(tmp_path):
   assert sample.max_new_tokens == 84
   assert sample.chat
   assert sample.metadata["all_classes"] == ("Color", "Food")
-  assert longbench.provenance(drawn)["prompts"] == ("0 official, 1 of kvpress")
+  assert reader.provenance(drawn)["prompts"] == ("0 official, 1 of kvpress")
 
 
 def test_what_is_missing_is_named(tmp_path):
   with pytest.raises(InputError, match=r"no file or folder .*nowhere"):
-    longbench.samples(tmp_path / "nowhere", ["lcc"], 3500, TOKENIZER)
+    reader.samples(tmp_path / "nowhere", ["lcc"], 3500, TOKENIZER)
   with pytest.raises(InputError, match="holds no set of LongBench"):
-    longbench.samples(tmp_path, ["lcc"], 3500, TOKENIZER)
+    reader.samples(tmp_path, ["lcc"], 3500, TOKENIZER)
   as_lines(tmp_path, "lcc")
   as_lines(tmp_path, "trec_e")
   with pytest.raises(InputError, match="has no lsht; it holds lcc, trec_e"):
-    longbench.samples(tmp_path, ["lcc", "lsht"], 3500, TOKENIZER)
+    reader.samples(tmp_path, ["lcc", "lsht"], 3500, TOKENIZER)
   with pytest.raises(InputError, match="no task 'lccc'"):
-    longbench.samples(tmp_path, ["lccc"], 3500, TOKENIZER)
+    reader.samples(tmp_path, ["lccc"], 3500, TOKENIZER)
   with pytest.raises(InputError, match="Name a task"):
-    longbench.samples(tmp_path, [], 3500, TOKENIZER)
+    reader.samples(tmp_path, [], 3500, TOKENIZER)
 
 
 @pytest.mark.parametrize("other", [as_zip, as_parquet, as_cache])
@@ -198,8 +198,8 @@ def test_a_set_in_two_places_is_refused(other, tmp_path):
   as_lines(tmp_path, "lcc")
   other(tmp_path, "lcc")
   with pytest.raises(InputError, match=r"holds lcc more than once, in .*jsonl"):
-    longbench.samples(tmp_path, ["lcc"], 3500, TOKENIZER)
-  found = longbench.samples(tmp_path / "data", ["lcc"], 3500, TOKENIZER)
+    reader.samples(tmp_path, ["lcc"], 3500, TOKENIZER)
+  found = reader.samples(tmp_path / "data", ["lcc"], 3500, TOKENIZER)
   assert len(found["lcc", 3500]) == 3
 
 
@@ -209,7 +209,7 @@ def test_a_folder_of_another_sets_name_does_not_confuse(tmp_path):
   as_lines(folder, "hotpotqa")
   as_saved(folder, "qasper")
   for name in ("hotpotqa", "qasper"):
-    found = longbench.samples(folder, [name], 3500, TOKENIZER)
+    found = reader.samples(folder, [name], 3500, TOKENIZER)
     assert f"0 of {name}" in found[name, 3500][0].context
 
 
@@ -236,15 +236,15 @@ def test_a_malformed_line_is_named(bad, complaint, tmp_path):
   with pytest.raises(
     InputError, match=rf"^Line 2 of .*trec\.jsonl {complaint}"
   ):
-    longbench.samples(path, ["trec"], 3500, TOKENIZER)
+    reader.samples(path, ["trec"], 3500, TOKENIZER)
   # What is not asked for is not read.
-  longbench.samples(path, ["trec"], 3500, TOKENIZER, count=1)
+  reader.samples(path, ["trec"], 3500, TOKENIZER, count=1)
 
 
 def test_a_row_of_longbench_e_needs_a_length(tmp_path):
   (tmp_path / "lcc_e.jsonl").write_text(json.dumps(GOOD))
   with pytest.raises(InputError, match=r"Line 1 .*whole number under 'length'"):
-    longbench.samples(tmp_path, ["lcc_e"], 3500, TOKENIZER)
+    reader.samples(tmp_path, ["lcc_e"], 3500, TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -259,4 +259,4 @@ def test_a_row_of_longbench_e_needs_a_length(tmp_path):
 def test_a_broken_file_is_named(name, content, complaint, tmp_path):
   (tmp_path / name).write_bytes(content)
   with pytest.raises(InputError, match=rf"{name} {complaint}"):
-    longbench.samples(tmp_path, ["lcc"], 3500, TOKENIZER)
+    reader.samples(tmp_path, ["lcc"], 3500, TOKENIZER)

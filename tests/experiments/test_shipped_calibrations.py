@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax import models
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import ruler
+from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.calibration import fits, measuring
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
 from kvjax.experiments.calibration.records import FOLDER, Auto, file_name
@@ -120,8 +120,8 @@ def test_other_contexts_keep_their_quality(shipped, tmp_path):
     for n, _, high in record.ranges
     if n == "length"
   }
-  texts = ruler.Texts.read()
-  samples = ruler.samples(tasks, [int(length)], 4, 5, lm.text.count, texts)
+  texts = generator.Texts.read()
+  samples = generator.samples(tasks, [int(length)], 4, 5, lm.text.count, texts)
   settings = Settings(name, digest(located(name)), "float32", 5)
   store = Measurements(
     tmp_path / "held_out.jsonl", settings, Measurement, "measurement"

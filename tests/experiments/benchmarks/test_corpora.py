@@ -7,7 +7,8 @@ import datasets
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import corpora, essays, ruler, word_lists
+from kvjax.experiments.benchmarks import essays
+from kvjax.experiments.benchmarks.ruler import corpora, generator, word_lists
 from kvjax.experiments.tasks import prose
 from kvjax.experiments.tasks.question_answering import Question
 from kvjax.experiments.tasks.words import ADJECTIVES, NOUNS
@@ -253,10 +254,10 @@ def test_keys_of_needles_come_from_rulers_adjectives_and_nouns():
   adjectives, nouns = word_lists.key_words()
   assert (len(adjectives), len(nouns)) == (910, 6782)
   assert {*adjectives, *nouns} <= {*word_lists.read("wonderwords")}
-  texts = ruler.Texts.read(words="wonderwords")
-  choice = ruler.choose(["niah_single_1", "niah_multikey_2"], texts)
+  texts = generator.Texts.read(words="wonderwords")
+  choice = generator.choose(["niah_single_1", "niah_multikey_2"], texts)
   assert choice.data["keys"].startswith("wonderwords (sha256 ")
-  drawn = ruler.samples(
+  drawn = generator.samples(
     choice.tasks, [900], 6, 0, lambda text: len(text.split()), texts
   )
   told = [s.context for samples in drawn.values() for s in samples]
@@ -271,5 +272,5 @@ def test_keys_of_needles_come_from_rulers_adjectives_and_nouns():
       if key[at] == "-"
     )
   assert not all({*key.split("-")} <= built_in for key in keys)
-  assert "keys" not in ruler.choose(["niah_multikey_3", "cwe"], texts).data
-  assert "keys" not in ruler.Texts.read().origins
+  assert "keys" not in generator.choose(["niah_multikey_3", "cwe"], texts).data
+  assert "keys" not in generator.Texts.read().origins

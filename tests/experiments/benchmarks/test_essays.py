@@ -11,7 +11,8 @@ import pytest
 
 from kvjax import user_cache
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import essays, grids, multiturn, repetition
+from kvjax.experiments.benchmarks import essays, grids, repetition
+from kvjax.experiments.benchmarks.multiturn import conversations
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import needles, prose
 
@@ -103,7 +104,7 @@ def in_prose(draw, length, essay):
 
 
 def a_conversation(tokenizer):
-  return lambda length, essay: multiturn.samples(
+  return lambda length, essay: conversations.samples(
     [length], 3, 1, 0, tokenizer, "shared", essay=essay
   )
 

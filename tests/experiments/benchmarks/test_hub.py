@@ -7,7 +7,8 @@ import huggingface_hub
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import hub, ruler_files
+from kvjax.experiments.benchmarks import hub
+from kvjax.experiments.benchmarks.ruler import published
 from kvjax.experiments.run.results import Part, data_name
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -46,7 +47,7 @@ def test_a_set_in_the_cache_is_read_without_a_network(cache):
   kept = keep(cache, "someone", "ruler")
   path = hub.resolve("someone/ruler")
   assert path == kept
-  found = ruler_files.load(path)
+  found = published.load(path)
   assert list(found) == [Part("niah_single_1", 4096)]
   assert found["niah_single_1", 4096][0].answers == ("7",)
   assert data_name(path) == "someone/ruler (revision 0123456789ab)"

@@ -10,7 +10,7 @@ import pytest
 import scipy.special
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import ruler
+from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.metrics import registry
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import (
@@ -81,13 +81,13 @@ def texts(tmp_path_factory):
   folder = tmp_path_factory.mktemp("corpora")
   (folder / "squad.json").write_text(json.dumps(squad()))
   (folder / "hotpot.json").write_text(json.dumps(hotpotqa()))
-  return ruler.Texts.read(
+  return generator.Texts.read(
     squad=folder / "squad.json", hotpotqa=folder / "hotpot.json"
   )
 
 
 def draw(task, texts, number=0, seed=0, length=1500):
-  return ruler.draw(task, number, seed, length, count, texts)
+  return generator.draw(task, number, seed, length, count, texts)
 
 
 def answer(sample):
@@ -146,7 +146,7 @@ def _documents(context, question):
   return re.findall(rf"The capital of {country} is (\w+)\.", context)
 
 
-@pytest.mark.parametrize("task", ruler.TASKS)
+@pytest.mark.parametrize("task", generator.TASKS)
 @pytest.mark.parametrize("length", [1500, 4200])
 def test_an_oracle_that_reads_the_prompt_answers_everything(
   task, length, texts
@@ -248,7 +248,7 @@ def test_the_wording_is_the_one_of_ruler(task, texts):
 
 
 # What the largest unit of a task is; of essays a word with what follows it.
-UNITS = dict.fromkeys(ruler.TASKS, 4) | {
+UNITS = dict.fromkeys(generator.TASKS, 4) | {
   "niah_single_1": count(needles.NOISE) + 1,
   "niah_multikey_2": 18,
   "niah_multikey_3": 35,
@@ -260,7 +260,7 @@ UNITS = dict.fromkeys(ruler.TASKS, 4) | {
 }
 
 
-@pytest.mark.parametrize("task", ruler.TASKS)
+@pytest.mark.parametrize("task", generator.TASKS)
 @pytest.mark.parametrize("length", [1500, 4096, 5000])
 def test_a_prompt_fills_its_length_up_to_one_unit(task, length, texts):
   sample = draw(task, texts, length=length)
@@ -268,10 +268,10 @@ def test_a_prompt_fills_its_length_up_to_one_unit(task, length, texts):
   assert sample.metadata["length"] == length
 
 
-@pytest.mark.parametrize("task", ruler.TASKS)
+@pytest.mark.parametrize("task", generator.TASKS)
 def test_equal_seeds_give_equal_samples_and_others_do_not(task, texts):
   lengths = [1600, 1500]
-  found = ruler.samples([task], lengths, 2, 7, count, texts)
+  found = generator.samples([task], lengths, 2, 7, count, texts)
   assert list(found) == [Part(task, 1500), Part(task, 1600)]
   for part, (first, second) in found.items():
     assert first == draw(task, texts, 0, seed=7, length=part.length)
@@ -287,11 +287,11 @@ OWN_DOCUMENTS = {"qa_1": 1, "qa_2": 10}
 
 def test_lengths_that_are_too_short_are_refused_with_those_that_are_not(texts):
   with pytest.raises(InputError, match="100 tokens is too short") as refused:
-    ruler.samples(ruler.TASKS, [100], 3, 0, count, texts)
+    generator.samples(generator.TASKS, [100], 3, 0, count, texts)
   needed = dict(re.findall(r"(\w+) (\d+)", str(refused.value).split(":")[1]))
-  assert tuple(needed) == ruler.TASKS
+  assert tuple(needed) == generator.TASKS
   for task, least in needed.items():
-    found = ruler.samples([task], [int(least)], 3, 0, count, texts)
+    found = generator.samples([task], [int(least)], 3, 0, count, texts)
     (drawn,) = found.values()
     assert max(map(tokens, drawn)) == int(least)
     assert all(registry.score(s, answer(s))["score"] == 1.0 for s in drawn)
@@ -307,30 +307,30 @@ def test_frequent_words_stand_out_at_every_length(texts):
 
 
 def test_tasks_without_their_file_are_left_out_with_a_line_each(texts):
-  own = ruler.Texts.read()
-  chosen = ruler.choose(["qa_1", "vt", "cwe", "vt"], own)
+  own = generator.Texts.read()
+  chosen = generator.choose(["qa_1", "vt", "cwe", "vt"], own)
   assert chosen.tasks == ("vt", "cwe")
   assert chosen.notes == [
     "qa_1 is left out: give SQuAD's dev-v2.0.json by --squad=FILE."
   ]
   assert list(chosen.data) == ["words"]
-  everything = ruler.choose(ruler.TASKS, texts)
-  assert everything.tasks == ruler.TASKS
+  everything = generator.choose(generator.TASKS, texts)
+  assert everything.tasks == generator.TASKS
   assert everything.notes == []
   assert list(everything.data) == ["essay", "words", "qa_1", "qa_2"]
   with pytest.raises(InputError, match="qa_2 cannot be asked: give Hotpot"):
-    ruler.choose(["qa_2"], own)
+    generator.choose(["qa_2"], own)
   with pytest.raises(InputError, match=r"no task 'vtt' \(did you mean vt"):
-    ruler.choose(["vtt"], own)
+    generator.choose(["vtt"], own)
   with pytest.raises(InputError, match="Name a task"):
-    ruler.choose([], own)
+    generator.choose([], own)
 
 
 def test_what_is_left_out_is_named(texts):
   few = dataclasses.replace(texts, words=texts.words[:600])
-  found = ruler.samples(["vt", "cwe"], [1500, 9000], 1, 0, count, few)
+  found = generator.samples(["vt", "cwe"], [1500, 9000], 1, 0, count, few)
   assert list(found) == [("vt", 1500), ("cwe", 1500), ("vt", 9000)]
-  left_out = ruler.missing(["vt", "cwe", "qa_1"], [1500, 9000], found)
+  left_out = generator.missing(["vt", "cwe", "qa_1"], [1500, 9000], found)
   assert left_out == ["cwe at 9000 tokens", "qa_1"]
 
 
@@ -344,7 +344,7 @@ def test_essay_and_words_of_the_user_are_used_and_named(tmp_path):
   (tmp_path / "words.txt").write_text(
     "\n".join(f"zw{number}" for number in range(1000))
   )
-  texts = ruler.Texts.read(
+  texts = generator.Texts.read(
     essay=tmp_path / "essay.txt", words=str(tmp_path / "words.txt")
   )
   assert "Zebras graze at noon." in draw("niah_single_2", texts).context

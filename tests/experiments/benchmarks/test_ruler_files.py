@@ -10,7 +10,8 @@ import datasets
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import ruler, ruler_files
+from kvjax.experiments.benchmarks.ruler import generator
+from kvjax.experiments.benchmarks.ruler import published as ruler_files
 from kvjax.experiments.metrics import registry
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks.question_answering import Corpus, Question
@@ -29,9 +30,10 @@ def samples():
   asked = (Question("Where lies Town A?", ("at sea", "sea"), (0,)),)
   corpus = Corpus(documents, asked)
   texts = dataclasses.replace(
-    ruler.Texts.read(), corpora={ruler.SQUAD: corpus, ruler.HOTPOTQA: corpus}
+    generator.Texts.read(),
+    corpora={generator.SQUAD: corpus, generator.HOTPOTQA: corpus},
   )
-  found = ruler.samples(ruler.TASKS, [LENGTH], 1, 0, count, texts)
+  found = generator.samples(generator.TASKS, [LENGTH], 1, 0, count, texts)
   return {part.task: drawn[0] for part, drawn in found.items()}
 
 
@@ -95,7 +97,7 @@ def test_old_output_is_split_as_kvpress_splits_it(samples, place, tmp_path):
   for task, sample in samples.items():
     write(tmp_path / "2048" / place.format(task), [old(sample)])
   found = ruler_files.load(tmp_path)
-  assert list(found) == [Part(task, LENGTH) for task in ruler.TASKS]
+  assert list(found) == [Part(task, LENGTH) for task in generator.TASKS]
   for part, (sample,) in found.items():
     assert sample == core(as_kvpress(samples[part.task]))
     assert prompt(sample) == prompt(samples[part.task])

@@ -7,7 +7,7 @@ import pytest
 import rich.console
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import ruler
+from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.papers import report, running
 from kvjax.experiments.papers.analyses import prompt_lengths
@@ -139,13 +139,15 @@ def test_needles_are_hidden_in_the_users_prose(
   monkeypatch.setattr(run_inputs, "check_lengths", lambda lm, lengths: None)
   essay = tuple(f"Tale {number} is of the sea." for number in range(50))
   texts = dataclasses.replace(
-    ruler.Texts.read(), essay=essay, origins={"essay": "tales", "words": "own"}
+    generator.Texts.read(),
+    essay=essay,
+    origins={"essay": "tales", "words": "own"},
   )
   turns = Setup(benchmark, (benchmark,), (700,), 1, depths=1)
   drawn = draw(turns, "small", tiny, Sources(texts=texts), 0)
   for samples in drawn.samples.values():
     assert all(" is of the sea." in sample.context for sample in samples)
-  assert drawn.data == {"essay": "tales"}
+  assert drawn.data["essay"] == "tales"
   assert list(drawn.about) == ["distinct sentences in haystacks"]
   words = Setup("passkey", ("passkey",), (20,), 1, in_words=True)
   own = session._replace(sources=Sources(texts=texts))

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvjax.experiments.benchmarks import longbench_sets, ruler
+from kvjax.experiments.benchmarks.longbench import sets
+from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.papers import running
 from kvjax.experiments.papers.records import Comparison, Key
 from kvjax.experiments.papers.registry import EXPERIMENTS
@@ -19,7 +20,7 @@ COMPARISONS = {
   for part in experiment.parts
   if isinstance(part, Comparison)
 }
-TASKS = {*ruler.TASKS, *longbench_sets.SETS, "needle", "passkey"}
+TASKS = {*generator.TASKS, *sets.SETS, "needle", "passkey"}
 TASKS.add("niah_multiturn_conversation")
 
 

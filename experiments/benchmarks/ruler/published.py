@@ -29,7 +29,7 @@ from kvjax.experiments.benchmarks.row_files import (
   find,
   printed_list,
 )
-from kvjax.experiments.benchmarks.ruler import TASKS
+from kvjax.experiments.benchmarks.ruler.generator import TASKS
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import (
   common_words,

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import longbench_files, longbench_prompts
-from kvjax.experiments.benchmarks.longbench_prompts import PromptTexts
-from kvjax.experiments.benchmarks.longbench_sets import BUCKETS, NAMES, SETS
+from kvjax.experiments.benchmarks.longbench import finder, templates
+from kvjax.experiments.benchmarks.longbench.sets import BUCKETS, NAMES, SETS
+from kvjax.experiments.benchmarks.longbench.templates import PromptTexts
 from kvjax.experiments.benchmarks.row_files import Row, RowFile
 from kvjax.experiments.metrics import registry
 from kvjax.experiments.run.results import Part, Samples
@@ -69,7 +69,7 @@ def samples(
       missing, a file is malformed, or the limit is too short.
   """
   suite.check_tasks(names, NAMES)
-  files = longbench_files.find(path, NAMES)
+  files = finder.find(path, NAMES)
   missing = [name for name in names if name not in files]
   if missing:
     raise InputError(
@@ -182,11 +182,9 @@ def _sample(name: str, row: Row, limit: int, tokenizer: Tokenizer) -> Sample:
     )
     budget = row.number("max_new_tokens")
   else:
-    full_prompt = longbench_prompts.fill(
-      base, row.text("context"), row.text("input")
-    )
+    full_prompt = templates.fill(base, row.text("context"), row.text("input"))
     budget = data_set.max_new_tokens
-  prompt = longbench_prompts.truncate(full_prompt, limit, tokenizer)
+  prompt = templates.truncate(full_prompt, limit, tokenizer)
   metadata = {
     "layout": "kvpress" if kvpress else "official",
     "truncated": prompt != full_prompt,

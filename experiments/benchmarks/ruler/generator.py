@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import corpora, essays, word_lists
+from kvjax.experiments.benchmarks import essays
+from kvjax.experiments.benchmarks.ruler import corpora, word_lists
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import (
   common_words,

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from kvjax.experiments.benchmarks.longbench_sets import (
+from kvjax.experiments.benchmarks.longbench.sets import (
   BUCKETS,
   LONGBENCH_E,
   SETS,

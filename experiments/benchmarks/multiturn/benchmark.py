@@ -1,0 +1,72 @@
+"""Conversations about one context, as a benchmark of `evaluate`."""
+
+from typing import cast, override
+
+from kvjax.errors import InputError
+from kvjax.experiments.benchmarks.base import Benchmark, Drawn, Request
+from kvjax.experiments.benchmarks.multiturn import conversations
+from kvjax.experiments.benchmarks.options import Option
+from kvjax.experiments.run.answering import (
+  FIRST_QUERY_AWARE,
+  QUERY_AGNOSTIC,
+  Protocol,
+)
+from kvjax.models.pretrained import Pretrained
+
+_SAMPLES = 10
+_SHARED: conversations.History = "shared"
+_TURNS = Option(
+  "turns", 8, "Questions per conversation.", lowest=1, highest=1000
+)
+HISTORY = Option(
+  "history",
+  _SHARED,
+  "What a question of a conversation sees. shared: the compressed context "
+  "only; conversation: also the earlier questions and their correct answers; "
+  "own: the cache with the earlier questions and the model's own answers, "
+  "which --every compresses again in every turn, after question and answer.",
+  choices=conversations.HISTORIES,
+)
+
+
+class Multiturn(Benchmark):
+  """Several questions about one context, each about another needle."""
+
+  name = "multiturn"
+  options = (_TURNS, HISTORY)
+  inputs = ("essay", "words")
+
+  @override
+  def draw(self, lm: Pretrained, request: Request) -> Drawn:
+    texts = request.texts()
+    samples = conversations.samples(
+      self.lengths_of(request),
+      request.number(_TURNS),
+      request.samples or _SAMPLES,
+      request.seed,
+      lm.text,
+      cast(conversations.History, request.word(HISTORY)),
+      request.on_draw,
+      first_known=request.protocol == FIRST_QUERY_AWARE,
+      essay=texts.essay,
+      words=texts.key_words,
+    )
+    return Drawn(samples, texts.needle_origins)
+
+  @override
+  def total(self, request: Request) -> int:
+    return len(self.lengths_of(request)) * (request.samples or _SAMPLES)
+
+  @override
+  def protocol(self, chosen: Protocol) -> Protocol:
+    return chosen if chosen == QUERY_AGNOSTIC else FIRST_QUERY_AWARE
+
+  @override
+  def check(self, request: Request) -> None:
+    shared = request.word(HISTORY) == _SHARED
+    if request.protocol == FIRST_QUERY_AWARE and shared:
+      raise InputError(
+        "If the question is known, a conversation's context ends with its "
+        "first question, which the others follow; choose "
+        "--history=conversation or own."
+      )

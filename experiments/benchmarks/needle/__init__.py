@@ -1,0 +1,1 @@
+"""A number in prose, at every length and depth."""

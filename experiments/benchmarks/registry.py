@@ -1,0 +1,25 @@
+"""The benchmarks of `evaluate`, one line each."""
+
+from kvjax.experiments.benchmarks.base import Benchmark, Presentation
+from kvjax.experiments.benchmarks.longbench.benchmark import LongBench
+from kvjax.experiments.benchmarks.multiturn.benchmark import Multiturn
+from kvjax.experiments.benchmarks.needle.benchmark import Needle
+from kvjax.experiments.benchmarks.passkey.benchmark import Passkey
+from kvjax.experiments.benchmarks.ruler.benchmark import Ruler
+
+BENCHMARKS: dict[str, Benchmark] = {
+  benchmark.name: benchmark
+  for benchmark in (
+    Ruler(),
+    LongBench(),
+    Needle(),
+    Passkey(),
+    Multiturn(),
+  )
+}
+
+
+def presentation(name: str) -> Presentation:
+  """Returns how results are shown; `compare` has tasks, but no benchmark."""
+  benchmark = BENCHMARKS.get(name)
+  return Presentation() if benchmark is None else benchmark.presentation

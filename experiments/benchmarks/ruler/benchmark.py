@@ -1,0 +1,85 @@
+"""RULER as a benchmark of `evaluate`."""
+
+from collections.abc import Sequence
+from typing import override
+
+from kvjax.experiments.benchmarks import hub
+from kvjax.experiments.benchmarks.base import (
+  Benchmark,
+  Drawn,
+  Presentation,
+  Request,
+)
+from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
+from kvjax.experiments.benchmarks.ruler import averages, generator, published
+from kvjax.experiments.run.results import data_name
+from kvjax.models.pretrained import Pretrained
+
+_SAMPLES = 20
+
+
+class Ruler(Benchmark):
+  """RULER's 13 tasks, generated or from published files."""
+
+  name = "ruler"
+  inputs = ("tasks", "data", "essay", "words", "squad", "hotpotqa")
+  tasks = generator.TASKS
+  lengths = (2048,)
+  presentation = Presentation(
+    averages_of_lengths=averages.columns,
+    kvpress=KvpressLayout(metric="string_match"),
+  )
+
+  @override
+  def draw(self, lm: Pretrained, request: Request) -> Drawn:
+    if request.data is not None:
+      path = hub.resolve(request.data)
+      samples = published.load(
+        path, request.tasks, request.lengths, request.samples
+      )
+      return Drawn(samples, {"files": data_name(path)})
+    texts, choice = request.texts(), _choice(request)
+    lengths = self.lengths_of(request)
+    samples = generator.samples(
+      choice.tasks,
+      lengths,
+      request.samples or _SAMPLES,
+      request.seed,
+      lm.text.count,
+      texts,
+      request.on_draw,
+    )
+    notes = [
+      f"{task} is left out at {length} tokens: it needs more words, by --words."
+      for length in lengths
+      for task in choice.tasks
+      if (task, length) not in samples
+    ]
+    missing = generator.missing(_tasks(request), lengths, samples)
+    about = {"left out": ", ".join(missing)} if missing else {}
+    return Drawn(samples, texts.origins, [*choice.notes, *notes], about)
+
+  @override
+  def total(self, request: Request) -> int | None:
+    if request.data is not None:
+      return None
+    parts = len(_choice(request).tasks) * len(self.lengths_of(request))
+    return parts * (request.samples or _SAMPLES)
+
+  @override
+  def check(self, request: Request) -> None:
+    if request.data is None:
+      _choice(request)
+
+
+def _choice(request: Request) -> generator.Choice:
+  """Drops tasks whose file is missing.
+
+  Raises:
+    InputError: none remains, or a file cannot be read.
+  """
+  return generator.choose(_tasks(request), request.texts())
+
+
+def _tasks(request: Request) -> Sequence[str]:
+  return generator.TASKS if request.tasks is None else request.tasks
