@@ -137,7 +137,7 @@ def test_commands_name_programs_and_flags_that_exist(page):
   for module in modules:
     assert (ROOT / "experiments" / f"{module}.py").exists(), module
   sources = (path.read_text() for path in ROOT.glob("experiments/**/*.py"))
-  define = re.compile(r'DEFINE_\w+\(\s*"(\w+)"')
+  define = re.compile(r'(?:DEFINE_\w+|Option)\(\s*"(\w+)"')
   known = {name for source in sources for name in define.findall(source)}
   others = {"sync", "help"}  # of jupytext, and of every program
   flags = re.findall(r"(?<![\w-])--([a-z][a-z_]*)(?![\w-])", text)
