@@ -4,7 +4,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from kvjax.experiments.benchmarks import repetition
 from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
@@ -43,17 +43,15 @@ class Request:
   options: Mapping[str, Value] = MappingProxyType({})
   on_draw: OnDraw = ignore
 
-  def number(self, option: Option) -> int:
-    """Returns the value of an option that is an integer."""
-    value = self.options.get(option.name, option.default)
-    assert isinstance(value, int)
-    return value
+  def value(self, option: Option, otherwise: Value = None) -> Any:
+    """Returns the value of an option.
 
-  def word(self, option: Option) -> str:
-    """Returns the value of an option that is a word."""
+    Args:
+      option: the option.
+      otherwise: the benchmark's default, if the option has none.
+    """
     value = self.options.get(option.name, option.default)
-    assert isinstance(value, str)
-    return value
+    return otherwise if value is None else value
 
 
 class Drawn(NamedTuple):
@@ -73,7 +71,7 @@ class Drawn(NamedTuple):
 
   def with_chat(self, request: Request) -> "Drawn":
     """Gives all prompts the chat template, unless the official rule applies."""
-    choice = request.word(CHAT)
+    choice = request.value(CHAT)
     samples = self.samples
     if choice == ALWAYS:
       samples = {
@@ -105,6 +103,8 @@ class Presentation:
     scored: what it is a share of.
     averages_of_tasks: computes means by label from scores by task.
     averages_of_lengths: formats a table's columns from scores by length.
+    long_answers: whether tables have the length of answers, and the bytes that
+      caches take while they are decoded.
     kvpress: columns, numbers and folders in kvpress's layout.
   """
 
@@ -116,6 +116,7 @@ class Presentation:
   averages_of_lengths: (
     Callable[[Mapping[int, float]], Mapping[str, str]] | None
   ) = None
+  long_answers: bool = False
   kvpress: KvpressLayout = KvpressLayout()
 
 
@@ -125,8 +126,8 @@ class Benchmark(abc.ABC):
   Attributes:
     name: its name, as in --benchmark=NAME.
     options: options that not all benchmarks have.
-    inputs: names of the shared flags that it reads: tasks, data, and those of
-      texts.
+    inputs: names of the shared flags that it reads: tasks, length, data, and
+      those of texts.
     tasks: names that --tasks may give.
     lengths: default lengths; empty if `draw` chooses.
     presentation: how its results are shown.

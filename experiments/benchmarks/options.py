@@ -1,8 +1,9 @@
 """Options of benchmarks, from which `evaluate` makes its flags."""
 
 import dataclasses
+from typing import Any
 
-type Value = str | int | bool | None
+type Value = str | int | float | bool | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,19 +12,26 @@ class Option:
 
   Attributes:
     name: name of the flag.
-    default: its default, whose type is that of its values.
+    default: its default; None if it differs by benchmark.
     help: its description.
+    kind: type of its values, if the default does not tell.
     choices: the values that it may have, if these are words.
-    lowest: its least value, if it is an integer.
-    highest: its greatest value, if it is an integer.
+    lowest: its least value, if it is a number.
+    highest: its greatest value, if it is a number.
   """
 
   name: str
-  default: Value
+  default: Any
   help: str
+  kind: type[str | int | float] | None = None
   choices: tuple[str, ...] = ()
-  lowest: int | None = None
-  highest: int | None = None
+  lowest: float | None = None
+  highest: float | None = None
+
+  @property
+  def type(self) -> type:
+    """The type of its values."""
+    return self.kind or type(self.default)
 
 
 # A template is what the model needs; only papers need the official rule.

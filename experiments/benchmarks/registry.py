@@ -2,6 +2,11 @@
 
 from kvjax.experiments.benchmarks.base import Benchmark, Presentation
 from kvjax.experiments.benchmarks.longbench.benchmark import LongBench
+from kvjax.experiments.benchmarks.math.benchmark import (
+  Aime25,
+  Arithmetic,
+  Math500,
+)
 from kvjax.experiments.benchmarks.multiturn.benchmark import Multiturn
 from kvjax.experiments.benchmarks.needle.benchmark import Needle
 from kvjax.experiments.benchmarks.passkey.benchmark import Passkey
@@ -15,6 +20,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     Needle(),
     Passkey(),
     Multiturn(),
+    Math500(),
+    Aime25(),
+    Arithmetic(),
   )
 }
 

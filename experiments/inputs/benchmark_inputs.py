@@ -1,7 +1,7 @@
 """Flags for the benchmark, and the samples they select."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import flags
@@ -42,37 +42,40 @@ _SAMPLES = flags.DEFINE_integer(
   "samples",
   None,
   "Samples per task and length, or per length and depth, or conversations per "
-  "length; the defaults are 20, 3 and 10, and all samples of LongBench.",
+  "length, or problems; the defaults are 20, 3, 10 and 20, and all samples of "
+  "files.",
   lower_bound=1,
   upper_bound=run_inputs.MOST_SAMPLES,
 )
 _DATA = flags.DEFINE_string(
   "data",
   None,
-  "File or folder with published samples of RULER or LongBench, or the name of "
-  "such a dataset on the Hugging Face hub, such as simonjegou/ruler.",
+  "File or folder with published samples of RULER, LongBench, MATH-500 or AIME "
+  "2025, or the name of such a dataset on the Hugging Face hub, such as "
+  "simonjegou/ruler.",
 )
 
 
 def _define(option: Option) -> flags.FlagHolder[Any]:
   """Defines the flag of an option."""
-  match option.default:
-    case bool(default):
-      return flags.DEFINE_bool(option.name, default, option.help)
-    case int(default):
-      return flags.DEFINE_integer(
-        option.name,
-        default,
-        option.help,
-        lower_bound=option.lowest,
-        upper_bound=option.highest,
-      )
-    case str(default) if option.choices:
-      return flags.DEFINE_enum(
-        option.name, default, list(option.choices), option.help
-      )
-    case default:
-      return flags.DEFINE_string(option.name, default, option.help)
+  name, default, text = option.name, option.default, option.help
+  if option.choices:
+    return flags.DEFINE_enum(name, default, list(option.choices), text)
+  if option.type is bool:
+    return flags.DEFINE_bool(name, default, text)
+  define: dict[type, Callable[..., flags.FlagHolder[Any]]] = {
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+  }
+  if option.type in define:
+    return define[option.type](
+      name,
+      default,
+      text,
+      lower_bound=option.lowest,
+      upper_bound=option.highest,
+    )
+  return flags.DEFINE_string(name, default, text)
 
 
 _OPTIONS: Mapping[str, flags.FlagHolder[Any]] = {
@@ -136,8 +139,9 @@ def draw(lm: Pretrained) -> Drawn:
       context, a task does not exist, or a file cannot be read.
   """
   request, benchmark = _request(), chosen()
-  if request.data is None:
-    run_inputs.check_lengths(lm, benchmark.lengths_of(request))
+  lengths = benchmark.lengths_of(request)
+  if request.data is None and lengths:
+    run_inputs.check_lengths(lm, lengths)
   with runner.progress_bar(
     benchmark.total(request), "drawing", transient=True
   ) as on_draw:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kvjax.experiments.metrics import (
   classification,
   code,
+  math,
   passkey,
   question_answering,
   rouge,
@@ -103,6 +104,19 @@ def _passkey(sample: Sample, prediction: str) -> dict[str, float]:
   }
 
 
+def _math(sample: Sample, prediction: str) -> dict[str, float]:
+  """Computes whether the answer is right, and whether it is boxed."""
+  (answer,) = sample.answers
+  if "until" in sample.metadata:
+    prediction, _, _ = prediction.partition(sample.metadata["until"])
+  found = math.boxed(prediction)
+  return {
+    "score": float(math.is_right(prediction, answer)),
+    "same_text": float(found == answer),
+    "boxed": float(found is not None),
+  }
+
+
 METRICS: dict[str, Metric] = {
   "string_match_all": _string_match_all,
   "string_match_part": _string_match_part,
@@ -117,6 +131,7 @@ METRICS: dict[str, Metric] = {
   "code_sim": _code,
   "needle": _needle,
   "passkey": _passkey,
+  "math": _math,
   "rouge_official": _longbench(rouge.rouge_l_official, official=True),
   "rouge_zh_official": _longbench(rouge.rouge_l_zh_official, official=True),
   "classification_official": _named(classification.classification_official),
@@ -133,4 +148,5 @@ _LIBRARIES = {
   "rouge_zh_official": "jieba",
   "code_sim": "rapidfuzz.fuzz",
   "needle": "rouge_score.rouge_scorer",
+  "math": "math_verify",
 }

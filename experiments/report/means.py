@@ -41,6 +41,8 @@ class Mean:
     host_bytes: the part of these in host memory.
     global_tokens: tokens kept in layers without a window, which budgets are of;
       None unless some layers have a window and others have none.
+    answer_tokens: tokens of an answer, if known.
+    decoding_bytes: bytes allocated per sample while it is answered, if known.
   """
 
   method: str
@@ -58,6 +60,8 @@ class Mean:
   cache_bytes: float
   host_bytes: float
   global_tokens: float | None = None
+  answer_tokens: float | None = None
+  decoding_bytes: float | None = None
 
   @property
   def name(self) -> Name:
@@ -186,7 +190,8 @@ def _mean(
     read_tokens=over_tasks("read_tokens"),
     cache_bytes=over_tasks("cache_bytes"),
     host_bytes=over_tasks("host_bytes"),
-    global_tokens=over_tasks("global_tokens")
-    if all("global_tokens" in row for row in rows)
-    else None,
+    **{
+      name: over_tasks(name) if all(name in row for row in rows) else None
+      for name in ("global_tokens", "answer_tokens", "decoding_bytes")
+    },
   )

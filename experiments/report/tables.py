@@ -54,7 +54,10 @@ def has_depths(record: Record) -> bool:
 
 
 def overview(
-  summary_means: Sequence[Mean], title: str, name: str = "score"
+  summary_means: Sequence[Mean],
+  title: str,
+  name: str = "score",
+  long_answers: bool = False,
 ) -> Table:
   """Builds a table with a line per method and budget, with uncertainties.
 
@@ -62,6 +65,8 @@ def overview(
     summary_means: the lines.
     title: title of the table.
     name: name of the score.
+    long_answers: whether to show the answers' tokens and the bytes that the
+      caches take while answers are decoded.
   """
   columns: dict[str, list[str]] = {
     "method": [mean.method for mean in summary_means],
@@ -73,6 +78,8 @@ def overview(
     for column, text in _uncertainty(mean, name).items():
       columns.setdefault(column, []).append(text)
   columns |= _bytes(summary_means)
+  if long_answers:
+    columns |= _answers(summary_means)
   lines = list(zip(*columns.values(), strict=True))
   return Table(title, list(columns), lines, names=2)
 
@@ -189,7 +196,11 @@ def _in_full(part: Record) -> list[Table]:
   name = wording.score_name(part.summary)
   title = wording.averaged(part.values("task"))
   summary_means = means(part.summary["rows"], part.answers)
-  shown = [by_budget(part), overview(summary_means, title, name)]
+  long_answers = presentation(part.summary["benchmark"]).long_answers
+  shown = [
+    by_budget(part),
+    overview(summary_means, title, name, long_answers),
+  ]
   for budget in _budgets(part):
     shown += _tasks(_at(part, budget))
   return [*shown, *series.other_scores(part), *series.by_turn(part)]
@@ -273,6 +284,21 @@ def _bytes(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
       _size(mean.host_bytes / size) for mean in summary_means
     ]
   return columns
+
+
+def _answers(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
+  """Builds columns of answers' tokens, and of bytes while they are decoded."""
+  unit, size = wording.unit(mean.decoding_bytes or 0 for mean in summary_means)
+  return {
+    "answer": [_known(mean.answer_tokens, 1) for mean in summary_means],
+    f"{unit}, decoding": [
+      _known(mean.decoding_bytes, size) for mean in summary_means
+    ],
+  }
+
+
+def _known(value: float | None, unit: float) -> str:
+  return wording.NOTHING if value is None else _size(value / unit)
 
 
 def _size(value: float) -> str:

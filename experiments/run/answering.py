@@ -16,7 +16,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.metrics import passkey
 from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.candidates import Candidate
-from kvjax.experiments.tasks.sample import Sample
+from kvjax.experiments.tasks.sample import GREEDY, Sample
 from kvjax.models.pretrained import Pretrained
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.placement import HOST
@@ -49,6 +49,8 @@ class Prompt:
     max_new_tokens: the maximum number of answer tokens.
     stays: see `Sample`.
     key_token: first token of the correct answer, if a metric needs it.
+    sampling: how tokens of the answer are drawn.
+    seed: seed of the draws.
   """
 
   context: list[int]
@@ -56,6 +58,8 @@ class Prompt:
   max_new_tokens: int
   stays: bool = False
   key_token: int | None = None
+  sampling: kvjax.Sampling = GREEDY
+  seed: int = 0
 
   @classmethod
   def of(
@@ -94,7 +98,13 @@ class Prompt:
       sample.chat,
       sample.answers[0] if sample.metric == "passkey" else None,
     )
-    return dataclasses.replace(prompt, stays=sample.stays)
+    return dataclasses.replace(
+      prompt,
+      stays=sample.stays,
+      sampling=sample.sampling,
+      # Of 31 bits. A row's draws do not depend on the rows beside it.
+      seed=int(sample.digest[:8], 16) >> 1,
+    )
 
   @property
   def prefilled(self) -> list[int]:
@@ -197,6 +207,7 @@ class Reply(NamedTuple):
     host_bytes: the part of these in host memory.
     tokens: ids of the answer.
     text: the answer.
+    decoding_bytes: bytes allocated for the row while its answer is decoded.
     global_tokens: tokens in layers without a window, mean over these and KV
       heads; None unless some layers have a window and others have none.
   """
@@ -212,6 +223,7 @@ class Reply(NamedTuple):
   host_bytes: int
   tokens: list[int]
   text: str
+  decoding_bytes: int
   global_tokens: float | None = None
 
 
@@ -257,7 +269,8 @@ def replies(
     lm: the model.
     candidates: methods and budgets.
     contexts: at most `shape.rows` contexts with their prompts, all with the
-      same `max_new_tokens`. If questions are prefilled, each context has one.
+      same `max_new_tokens` and sampling. If questions are prefilled, each
+      context has one.
     shape: see `Shape`.
     seconds: the elapsed time is added to it.
 
@@ -299,6 +312,13 @@ def replies(
       else:
         answers = _answers(lm, cache, logits, prompts_of_turn, shape)
       seconds.answer += time.monotonic() - began
+      allocated = (
+        cache.nbytes
+        if stays
+        else kvjax.decoding_nbytes(
+          lm.model, cache, shape.question, _decoding(lm, prompts_of_turn)
+        )
+      )
       yield [
         Reply(
           candidates[index],
@@ -314,6 +334,7 @@ def replies(
           caches[index].nbytes_by_memory[HOST] // shape.rows,
           ids := answers[place + row],
           lm.text.decode(ids),
+          allocated // len(logits),
           None
           if counts.kept_globally is None
           else float(counts.kept_globally[place + row]),
@@ -332,19 +353,42 @@ def _answers(
   shape: Shape,
 ) -> list[list[int]]:
   """Generates answers from a cache whose rows repeat those of `prompts`."""
-  decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.text.eos_ids)
   inputs = _questions(cache, prompts, shape) if shape.question else logits
-  return kvjax.generate(lm.model, lm.params, cache, inputs, decoding).rows()
+  return kvjax.generate(
+    lm.model,
+    lm.params,
+    cache,
+    inputs,
+    _decoding(lm, prompts),
+    seeds=_seeds(cache, prompts),
+  ).rows()
+
+
+def _decoding(lm: Pretrained, prompts: Sequence[Prompt]) -> kvjax.Decoding:
+  first = prompts[0]
+  return kvjax.Decoding(first.max_new_tokens, lm.text.eos_ids, first.sampling)
+
+
+def _seeds(
+  cache: kvjax.Cache, prompts: Sequence[Prompt]
+) -> Int[np.ndarray, " R"]:
+  """Repeats the prompts' seeds for each row of the cache."""
+  seeds = np.array([prompt.seed for prompt in prompts], np.int32)
+  return np.tile(seeds, cache.next_positions.shape[0] // len(prompts))
 
 
 def _turn(
   lm: Pretrained, cache: kvjax.Cache, prompts: Sequence[Prompt], shape: Shape
 ) -> tuple[list[list[int]], kvjax.Cache]:
   """Generates answers and keeps the turn in the cache, which is donated."""
-  decoding = kvjax.Decoding(prompts[0].max_new_tokens, lm.text.eos_ids)
-  questions = _questions(cache, prompts, shape)
   turn = kvjax.generate(
-    lm.model, lm.params, cache, questions, decoding, keep=True
+    lm.model,
+    lm.params,
+    cache,
+    _questions(cache, prompts, shape),
+    _decoding(lm, prompts),
+    keep=True,
+    seeds=_seeds(cache, prompts),
   )
   assert turn.cache is not None
   return turn.rows(), turn.cache

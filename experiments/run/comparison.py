@@ -164,13 +164,14 @@ def _batches(
     prompts = [prompt for context in similar for prompt in context.prompts]
     shape = Shape.of(prompts, rows, protocol)
     shapes |= {id(context): shape for context in similar}
-  groups: dict[tuple[Part, Shape, int], list[_Context]] = {}
+  groups: dict[object, tuple[Shape, list[_Context]]] = {}
   for context in contexts:
     if any((context.part, s.digest) in unanswered for s in context.samples):
       most = max(prompt.max_new_tokens for prompt in context.prompts)
-      key = (context.part, shapes[id(context)], most)
-      groups.setdefault(key, []).append(context)
-  for (_, shape, _), group in groups.items():
+      shape, sampling = shapes[id(context)], context.prompts[0].sampling
+      key = (context.part, shape, most, sampling)
+      groups.setdefault(key, (shape, []))[1].append(context)
+  for shape, group in groups.values():
     for start in range(0, len(group), shape.rows):
       yield shape, group[start : start + shape.rows]
 
@@ -218,6 +219,9 @@ def _answer(context: _Context, reply: Reply, tokenizer: Tokenizer) -> Answer:
     first_token=reply.tokens[0] if reply.tokens else None,
     depth=sample.metadata.get("depth"),
     turn=sample.metadata.get("turn"),
+    draw=sample.draw,
+    answer_tokens=len(reply.tokens),
+    decoding_bytes=reply.decoding_bytes,
     scores={name: 100 * share for name, share in scores.items()},
     scored_by={
       name: sample.metadata[name]

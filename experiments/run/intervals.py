@@ -30,7 +30,8 @@ def interval(
 
   It is a deterministic percentile bootstrap. Each task is resampled separately,
   and answers that were drawn together stay together: the turns of a
-  conversation, and a sample's versions at several lengths.
+  conversation, the draws for a prompt, and a sample's versions at several
+  lengths.
 
   If no task has two different scores, or a task has only one sample, resampling
   would give an interval of width zero. Then the result is the Wilson interval
@@ -84,10 +85,8 @@ def _by_sample(
 ) -> dict[str, dict[int, list[float]]]:
   tasks: dict[str, dict[int, list[float]]] = {}
   for answer, score in scores:
-    # The turns of a conversation have consecutive sample numbers.
-    first = answer.sample - (answer.turn or 0)
     samples = tasks.setdefault(answer.task, {})
-    samples.setdefault(first, []).append(score)
+    samples.setdefault(answer.drawn_with, []).append(score)
   return tasks
 
 

@@ -97,6 +97,10 @@ class Answer(Line):
       mean over these and KV heads; None unless some layers have a window and
       others have none.
     scored_by: what a metric needs besides prediction and references.
+    draw: number of the answer, if several are drawn for a prompt.
+    answer_tokens: tokens of the answer; None in older records.
+    decoding_bytes: bytes allocated for cache and answer while it is decoded;
+      None in older records.
   """
 
   task: str
@@ -122,6 +126,9 @@ class Answer(Line):
   scores: dict[str, float]
   global_tokens: float | None = None
   scored_by: dict[str, Any] = dataclasses.field(default_factory=dict)
+  draw: int | None = None
+  answer_tokens: int | None = None
+  decoding_bytes: int | None = None
 
   def __post_init__(self) -> None:
     if "score" not in self.scores:
@@ -133,6 +140,15 @@ class Answer(Line):
   def score(self) -> float:
     """The main score, 0 to 100."""
     return self.scores["score"]
+
+  @property
+  def drawn_with(self) -> int:
+    """The first of the samples that were drawn together.
+
+    The turns of a conversation, and the draws for a prompt, have consecutive
+    numbers.
+    """
+    return self.sample - (self.turn or 0) - (self.draw or 0)
 
   @property
   def part(self) -> Part:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import rich.console
 import rich.progress
 
+import kvjax
 from kvjax.experiments.calibration.records import AUTO
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import comparison, environment, results, summaries
@@ -96,7 +97,7 @@ def answer(
   current = process()
   first_from_full = first_token_from_full_prompt(settings.protocol, chosen)
   summary = dataclasses.asdict(settings) | {
-    "decoding": "greedy",
+    "decoding": _decoding(samples),
     **processes.summary(current, answered=new > 0),
     "rows": summaries.summarize(_sort_answers(store, wanted), first_from_full),
   }
@@ -104,6 +105,20 @@ def answer(
   if not first_from_full:
     answers = summaries.with_same_first_token(answers)
   return Run(summary, answers, new, len(wanted) - new, current.seconds)
+
+
+def _decoding(samples: results.Samples) -> str:
+  """Says how answers are drawn, such as "greedy"."""
+  ways = {sample.sampling for drawn in samples.values() for sample in drawn}
+  return ", ".join(sorted(map(_in_words, ways)))
+
+
+def _in_words(sampling: kvjax.Sampling) -> str:
+  if sampling.temperature == 0:
+    return "greedy"
+  nucleus = f", top-p {sampling.top_p:g}" if sampling.top_p < 1 else ""
+  most = f", top-k {sampling.top_k}" if sampling.top_k else ""
+  return f"temperature {sampling.temperature:g}{nucleus}{most}"
 
 
 def first_token_from_full_prompt(

@@ -1,6 +1,7 @@
 """Summarizes the answers of a run: means over samples."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,9 @@ _MEANS = {
   "cache_bytes": 0,
   "host_bytes": 0,
 }
+_OPTIONAL_MEANS = {"global_tokens": 2, "answer_tokens": 2, "decoding_bytes": 0}
+# The score of a right answer.
+_RIGHT = 100.0
 
 _Group = tuple[str, str, str, Part, float | None, int | None]
 
@@ -94,8 +98,12 @@ def _row(group: Sequence[Answer]) -> dict[str, Any]:
   def mean_score(name: str) -> float:
     return round(statistics.fmean(a.scores[name] for a in group), 2)
 
-  # Layers with a window and others are of one model, so of all answers or none.
-  hybrid = all(answer.global_tokens is not None for answer in group)
+  # Of all answers or none, but for records of older versions.
+  known = {
+    name: mean(name, digits)
+    for name, digits in _OPTIONAL_MEANS.items()
+    if all(getattr(answer, name) is not None for answer in group)
+  }
   shared = [n for n in first.scores if all(n in a.scores for a in group)]
   scores = {name: mean_score(name) for name in shared}
   return {
@@ -109,8 +117,33 @@ def _row(group: Sequence[Answer]) -> dict[str, Any]:
     "turn": first.turn,
     "score": scores.pop("score"),
     "interval": [round(bound, 2) for bound in interval(group)],
-    "scores": scores,
+    "scores": scores | _passed(group),
     "samples": len(group),
     **{name: mean(name, digits) for name, digits in _MEANS.items()},
-    **({"global_tokens": mean("global_tokens", 2)} if hybrid else {}),
+    **known,
   }
+
+
+def _passed(group: Sequence[Answer]) -> dict[str, float]:
+  """Computes pass@k for the number k of draws, if there are several.
+
+  It is the share of prompts with a right answer among k draws, by the unbiased
+  estimator of Chen et al., arXiv 2107.03374, eq. 1, for k up to half of them.
+  """
+  draws: dict[int, list[bool]] = {}
+  for answer in group:
+    draws.setdefault(answer.drawn_with, []).append(answer.score == _RIGHT)
+  fewest = min(map(len, draws.values()))
+  if group[0].draw is None or fewest < 2:
+    return {}
+  return {
+    f"pass@{k}": round(
+      100 * statistics.fmean(_pass_at(k, right) for right in draws.values()), 2
+    )
+    for k in dict.fromkeys((max(fewest // 2, 2), fewest))
+  }
+
+
+def _pass_at(k: int, right: Sequence[bool]) -> float:
+  wrong = len(right) - sum(right)
+  return 1 - math.comb(wrong, k) / math.comb(len(right), k)

@@ -6,6 +6,10 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import kvjax
+
+GREEDY = kvjax.Sampling()
+
 # Called with a task and the number of newly drawn samples.
 OnDraw = Callable[[str, int], None]
 
@@ -29,6 +33,8 @@ class Sample:
     chat: whether the prompt has the model's chat template.
     stays: whether question and answer stay in the cache for the next sample of
       the same context.
+    sampling: how tokens of the answer are drawn.
+    draw: number of the answer, if several are drawn for a prompt.
   """
 
   context: str
@@ -41,6 +47,8 @@ class Sample:
   metric: str = "string_match_all"
   chat: bool = True
   stays: bool = False
+  sampling: kvjax.Sampling = GREEDY
+  draw: int | None = None
 
   def with_question_in_context(self) -> "Sample":
     """Moves the question to the end of the context, to compress both."""
@@ -50,8 +58,10 @@ class Sample:
 
   @functools.cached_property
   def digest(self) -> str:
-    """Identifies the sample: a hash of prompt and answers."""
-    texts = (self.context, self.question, self.answer_prefix, *self.answers)
+    """Identifies the sample: a hash of prompt, answers and draw."""
+    texts = [self.context, self.question, self.answer_prefix, *self.answers]
+    if self.draw is not None:
+      texts.append(f"draw {self.draw}")
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
 
 

@@ -56,6 +56,37 @@ def reserve(cache: Cache, tokens: int) -> Cache:
   return jax.tree.map(lambda x: jnp.copy(x) if id(x) in existing else x, larger)
 
 
+def decoding_nbytes(
+  model: Model, cache: Cache, width: int, decoding: Decoding
+) -> int:
+  """Computes the bytes that a cache takes while `generate` decodes from it.
+
+  Args:
+    model: the functions.
+    cache: the cache of each row's context.
+    width: tokens of the padded prompts; 0 if logits are continued.
+    decoding: options of decoding.
+
+  Example:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(2))
+    >>> cache, _ = kvjax.prefill(model, params, prompts, plan)
+    >>> decoding = kvjax.Decoding(max_new_tokens=30)
+    >>> cache.nbytes < kvjax.decoding_nbytes(model, cache, 0, decoding)
+    True
+  """
+  lengths = np.asarray(cache.next_positions)
+  prepared = prepare_decoding(model, cache, lengths, width, decoding)
+  grown = jax.eval_shape(
+    lambda cache: grow_for(cache, prepared, width, decoding.rounded), cache
+  )
+  return grown.nbytes
+
+
 class Generated(NamedTuple):
   """Generated tokens.
 

@@ -225,7 +225,7 @@ def test_only_what_is_new_is_asked(tiny, tmp_path, monkeypatch):
     asked.append(([c.method for c in chosen], len(prompts)))
     rows = range(len(prompts))
     yield [
-      answering.Reply(c, row, 0, 9, 0.5, 1.0, 1.0, 1, 0, [], "")
+      answering.Reply(c, row, 0, 9, 0.5, 1.0, 1.0, 1, 0, [], "", 1)
       for c in chosen
       for row in rows
     ]

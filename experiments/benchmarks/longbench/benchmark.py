@@ -30,7 +30,7 @@ class LongBench(Benchmark):
 
   name = "longbench"
   options = (CHAT, _STRICT)
-  inputs = ("tasks", "data")
+  inputs = ("tasks", "length", "data")
   tasks = sets.NAMES
   lengths = ()
   presentation = Presentation(

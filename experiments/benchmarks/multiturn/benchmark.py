@@ -34,18 +34,18 @@ class Multiturn(Benchmark):
 
   name = "multiturn"
   options = (_TURNS, HISTORY)
-  inputs = ("essay", "words")
+  inputs = ("length", "essay", "words")
 
   @override
   def draw(self, lm: Pretrained, request: Request) -> Drawn:
     texts = request.texts()
     samples = conversations.samples(
       self.lengths_of(request),
-      request.number(_TURNS),
+      request.value(_TURNS),
       request.samples or _SAMPLES,
       request.seed,
       lm.text,
-      cast(conversations.History, request.word(HISTORY)),
+      cast(conversations.History, request.value(HISTORY)),
       request.on_draw,
       first_known=request.protocol == FIRST_QUERY_AWARE,
       essay=texts.essay,
@@ -63,7 +63,7 @@ class Multiturn(Benchmark):
 
   @override
   def check(self, request: Request) -> None:
-    shared = request.word(HISTORY) == _SHARED
+    shared = request.value(HISTORY) == _SHARED
     if request.protocol == FIRST_QUERY_AWARE and shared:
       raise InputError(
         "If the question is known, a conversation's context ends with its "

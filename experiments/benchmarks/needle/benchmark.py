@@ -19,7 +19,7 @@ class Needle(Benchmark):
 
   name = "needle"
   options = (DEPTHS,)
-  inputs = ("essay", "words")
+  inputs = ("length", "essay", "words")
   presentation = Presentation(kvpress=NeedleLayout())
 
   @override
@@ -27,7 +27,7 @@ class Needle(Benchmark):
     texts = request.texts()
     samples = grids.needle_samples(
       self.lengths_of(request),
-      grids.even_depths(request.number(DEPTHS)),
+      grids.even_depths(request.value(DEPTHS)),
       request.samples or grids.SAMPLES,
       request.seed,
       lm.text.count,
@@ -40,5 +40,5 @@ class Needle(Benchmark):
   @override
   def total(self, request: Request) -> int:
     samples = request.samples or grids.SAMPLES
-    depths = request.number(DEPTHS)
+    depths = request.value(DEPTHS)
     return len(self.lengths_of(request)) * depths * samples

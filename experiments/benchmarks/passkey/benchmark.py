@@ -18,7 +18,7 @@ class Passkey(Benchmark):
 
   name = "passkey"
   options = (DEPTHS, CHAT)
-  inputs = ("essay",)
+  inputs = ("length", "essay")
   presentation = Presentation(score="exact", scored="exact answers")
 
   @override
@@ -26,7 +26,7 @@ class Passkey(Benchmark):
     texts = request.texts()
     samples = grids.passkey_samples(
       self.lengths_of(request),
-      grids.even_depths(request.number(DEPTHS)),
+      grids.even_depths(request.value(DEPTHS)),
       request.samples or grids.SAMPLES,
       request.seed,
       lm.text.count,
@@ -38,5 +38,5 @@ class Passkey(Benchmark):
   @override
   def total(self, request: Request) -> int:
     samples = request.samples or grids.SAMPLES
-    depths = request.number(DEPTHS)
+    depths = request.value(DEPTHS)
     return len(self.lengths_of(request)) * depths * samples

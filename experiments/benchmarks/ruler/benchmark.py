@@ -22,7 +22,7 @@ class Ruler(Benchmark):
   """RULER's 13 tasks, generated or from published files."""
 
   name = "ruler"
-  inputs = ("tasks", "data", "essay", "words", "squad", "hotpotqa")
+  inputs = ("tasks", "length", "data", "essay", "words", "squad", "hotpotqa")
   tasks = generator.TASKS
   lengths = (2048,)
   presentation = Presentation(

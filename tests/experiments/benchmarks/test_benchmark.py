@@ -32,7 +32,7 @@ _PROGRAM = textwrap.dedent("""\
       return request.samples
 
     def draw(self, lm, request):
-      shade = request.word(SHADE)
+      shade = request.value(SHADE)
       drawn = []
       for number in range(request.samples):
         drawn.append(Sample(
@@ -94,8 +94,8 @@ def test_options_and_inputs_are_of_the_benchmark_that_names_them(name):
 
 
 def test_requests_have_the_defaults_of_options():
-  assert Request().number(DEPTHS) == 10
-  assert Request(options={"depths": 3}).number(DEPTHS) == 3
+  assert Request().value(DEPTHS) == 10
+  assert Request(options={"depths": 3}).value(DEPTHS) == 3
 
 
 def test_results_without_a_benchmark_are_shown_plainly():

@@ -1,0 +1,78 @@
+"""Problems of MATH-500 and AIME 2025, from a user's files.
+
+Rows are those of the published sets (HuggingFaceH4/MATH-500, and AIME 2025 of
+math-ai and opencompass), or of kvpress's copies, whose prompts are taken as
+they are.
+"""
+
+import pathlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvjax.errors import InputError
+from kvjax.experiments.benchmarks import row_files
+from kvjax.experiments.benchmarks.row_files import Row
+
+REQUEST = (
+  "\n\nSolve this problem step by step. Write the final answer in \\boxed{}."
+)
+
+
+class Problem(NamedTuple):
+  """A problem.
+
+  Attributes:
+    statement: what is given and asked for.
+    request: what the answer should look like.
+    answer_prefix: start of the model's turn.
+    answer: the right answer.
+  """
+
+  statement: str
+  request: str
+  answer_prefix: str
+  answer: str
+
+
+def read(path: pathlib.Path, number: int | None) -> list[Problem]:
+  """Reads the first problems of a file or folder.
+
+  Raises:
+    InputError: there are none, or a row has neither layout.
+  """
+  found: list[Problem] = []
+  for problem in _problems(path):
+    found.append(problem)
+    if len(found) == number:
+      break
+  if not found:
+    raise InputError(f"{path} has no rows; give a file of problems by --data.")
+  return found
+
+
+def _problems(path: pathlib.Path) -> Iterator[Problem]:
+  for file in row_files.find(path):
+    yield from map(_problem, file.rows())
+
+
+def _problem(row: Row) -> Problem:
+  answer = _answer(row)
+  if "context" in row.fields:
+    return Problem(
+      row.text("context"),
+      row.text("question"),
+      row.fields.get("answer_prefix") or "",
+      answer,
+    )
+  name = "problem" if "problem" in row.fields else "question"
+  return Problem(row.text(name), REQUEST, "", answer)
+
+
+def _answer(row: Row) -> str:
+  """Returns the answer; AIME's are whole numbers in some files."""
+  value = row.fields.get("answer")
+  if type(value) is int:
+    return str(value)
+  if isinstance(value, list):
+    return row.texts("answer")[0]
+  return row.text("answer")
