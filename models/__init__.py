@@ -1,5 +1,6 @@
 """Llama-like decoders in Flax nnx, with weights and tokenizers."""
 
+from kvjax.models.chat import Chat as Chat
 from kvjax.models.pretrained import Pretrained as Pretrained
 from kvjax.models.pretrained import load as load
 from kvjax.models.pretrained import save as save

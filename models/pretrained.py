@@ -14,6 +14,7 @@ from flax import nnx
 from kvjax import files
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
+from kvjax.models.chat import Chat, as_budget
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.fields import format_value, is_number
@@ -23,6 +24,9 @@ from kvjax.models.sharding import param_shardings
 from kvjax.models.sources import TOKEN_IDS, Source, find
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.weights import read_weights, write_weights
+from kvjax.options.budgets import Budget
+from kvjax.options.schedules import WHOLE, Schedule
+from kvjax.registry.names import get_plan
 
 DTYPES = ("bfloat16", "float32")
 _CONFIG = "config.json"
@@ -60,6 +64,29 @@ class Pretrained:
         "into its directory."
       )
     return self.tokenizer
+
+  def compress(
+    self,
+    text: str,
+    method: str = "keydiff",
+    budget: float | Budget = 0.5,
+    schedule: Schedule = WHOLE,
+  ) -> Chat:
+    """Prefills a text and compresses its cache, to ask questions about it.
+
+    Args:
+      text: the text.
+      method: name of a method with its options, as in `kvjax.get_plan`.
+      budget: share of the text to keep (a float), tokens to keep (an integer),
+        or a budget.
+      schedule: when the method evicts.
+
+    Raises:
+      InputError: the name stands for no method, the budget is out of range, or
+        the text is longer than the model's context.
+    """
+    plan = get_plan(method, as_budget(budget), schedule)
+    return Chat(self, text, plan)
 
   @property
   def sampling(self) -> Sampling:

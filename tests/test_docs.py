@@ -28,7 +28,7 @@ TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 
 # Their code continues that of the pages before; CONTRIBUTING.md has its own
 # test. Those of WITH_CODE that are not QUICK compile further programs.
-QUICK = ("README.md", "docs/methods/README.md")
+QUICK = ("README.md", "docs/getting_started.md", "docs/methods/README.md")
 WITH_CODE = (
   "README.md",
   "docs/getting_started.md",
@@ -94,7 +94,8 @@ def test_the_code_runs(pages, tmp_path, monkeypatch, capsys):
   assert printed.endswith("\n")
   if "docs/getting_started.md" in pages:
     assert printed.index("KeyDiff(") < printed.index("SnapKV(")
-  assert len(names["answers"].rows()) == 1
+    assert len(names["answers"].rows()) == 1
+  assert names["chat"].cache.nbytes > 0
 
 
 def anchors(text):

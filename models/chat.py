@@ -1,0 +1,186 @@
+"""A conversation about a text whose KV cache is compressed."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, overload
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax.engine.sampling import Sampling
+from kvjax.errors import InputError
+
+if TYPE_CHECKING:
+  from kvjax.models.pretrained import Pretrained
+
+# Room for turns grows by doubling, so that few sizes are compiled.
+_FIRST_ROOM = 512
+# What a decoder of bytes shows for the first half of a character.
+_INCOMPLETE = "\ufffd"
+
+
+class Chat:
+  """Questions and answers about a text; made by `Pretrained.compress`.
+
+  Question and answer stay in the cache, so that later questions may refer to
+  them. A plan that evicts while decoding compresses the cache again in every
+  turn.
+  """
+
+  def __init__(self, lm: "Pretrained", text: str, plan: kvjax.Plan):
+    """Prefills the text and compresses it.
+
+    Raises:
+      InputError: the text is longer than the model's context, or the model has
+        no tokenizer.
+    """
+    self._lm = lm
+    before, self._suffix = lm.text.split_chat(text)
+    contexts = kvjax.Prompts.of([lm.text.encode(before)])
+    if plan.method.traits.replay is not None:
+      request = kvjax.RepeatRequest.of(lm.text)
+      contexts = dataclasses.replace(contexts, repeat_request=request)
+    self._cache, _ = kvjax.prefill(lm.model, lm.params, contexts, plan)
+    self._room = 0
+    self._between = ""
+    self._pending: Iterator[str] | None = None
+
+  @property
+  def cache(self) -> kvjax.Cache:
+    """The cache of the text and of all turns so far."""
+    self._finish()
+    return self._cache
+
+  @overload
+  def ask(
+    self,
+    question: str,
+    max_new_tokens: int = ...,
+    *,
+    stream: Literal[False] = ...,
+    keep: bool = ...,
+    sampling: Sampling | None = ...,
+    seed: int = ...,
+  ) -> str: ...
+
+  @overload
+  def ask(
+    self,
+    question: str,
+    max_new_tokens: int = ...,
+    *,
+    stream: Literal[True],
+    keep: bool = ...,
+    sampling: Sampling | None = ...,
+    seed: int = ...,
+  ) -> Iterator[str]: ...
+
+  def ask(
+    self,
+    question: str,
+    max_new_tokens: int = 256,
+    *,
+    stream: bool = False,
+    keep: bool = True,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+  ) -> str | Iterator[str]:
+    """Answers a question.
+
+    Args:
+      question: the question.
+      max_new_tokens: maximum number of tokens of the answer.
+      stream: whether to return an iterator over parts of the answer, each as
+        soon as it is decoded, instead of the whole.
+      keep: whether question and answer stay in the cache.
+      sampling: how tokens are drawn; the model's default if None.
+      seed: seed of the draws.
+
+    Raises:
+      InputError: text, turns and answer are longer than the model's context.
+    """
+    self._finish()
+    lm = self._lm
+    prompt = f"{self._between}{question}{self._suffix}"
+    prompts = kvjax.Prompts.of([lm.text.encode(prompt)])
+    decoding = kvjax.Decoding(
+      max_new_tokens,
+      lm.text.eos_ids,
+      lm.sampling if sampling is None else sampling,
+    )
+    if keep:
+      self._reserve(prompts.tokens.shape[1], decoding)
+    tokens = kvjax.stream(
+      lm.model,
+      lm.params,
+      self._cache,
+      prompts,
+      decoding,
+      keep=keep,
+      seeds=np.array([seed], np.int32),
+    )
+    pieces = self._pieces(tokens)
+    if not stream:
+      return "".join(pieces)
+    self._pending = pieces
+    return pieces
+
+  def _pieces(self, tokens: kvjax.Stream) -> Iterator[str]:
+    """Decodes tokens as they come, and keeps the cache with them."""
+    ids: list[int] = []
+    shown = ""
+    for (token,) in tokens:
+      if token < 0:
+        continue
+      ids.append(int(token))
+      text = self._lm.text.decode(ids)
+      if not text.endswith(_INCOMPLETE):
+        yield text[len(shown) :]
+        shown = text
+    yield self._lm.text.decode(ids)[len(shown) :]
+    assert tokens.generated is not None
+    if tokens.generated.cache is not None:
+      self._cache = tokens.generated.cache
+      self._between = self._lm.text.between_turns()
+
+  def _finish(self) -> None:
+    """Ends an answer that was not read to its end."""
+    pending, self._pending = self._pending, None
+    for _ in pending or ():
+      pass
+
+  def _reserve(self, width: int, decoding: kvjax.Decoding) -> None:
+    """Makes room for a turn."""
+    stacks = self._cache.stacks
+    used = jax.device_get([stack.next_slot for stack in stacks])
+    turn = width + decoding.rounded.max_new_tokens
+    missing = max(
+      (
+        int(slots.max()) + turn - stack.capacity
+        for slots, stack in zip(used, stacks, strict=True)
+        if stack.capacity is not None
+      ),
+      default=0,
+    )
+    room = self._room
+    while room - self._room < missing:
+      room = max(2 * room, _FIRST_ROOM)
+    if room > self._room:
+      self._cache = kvjax.reserve(self._cache, room - self._room)
+      self._room = room
+
+
+def as_budget(budget: float | kvjax.Budget) -> kvjax.Budget:
+  """Returns the budget of a share, which is a float, or of tokens.
+
+  Raises:
+    InputError: it is neither, or out of range.
+  """
+  if isinstance(budget, bool | str):
+    raise InputError(
+      f"A budget is a share such as 0.5 or tokens such as 512, not {budget!r}."
+    )
+  if isinstance(budget, int):
+    return kvjax.Tokens(budget)
+  return kvjax.Retention(budget) if isinstance(budget, float) else budget

@@ -1,0 +1,139 @@
+"""A conversation about a compressed text, against the engine's own calls."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import InputError
+from kvjax.engine import generate as generating
+from kvjax.models import chat as chats
+
+TEXT = "The door is red. The roof is blue. The gate is green. " * 4
+QUESTIONS = ("What is red?", "What is blue? Say it.", "And the gate?")
+
+
+def whole(lm, turns, question, tokens):
+  """Answers a question after the turns, from one prefill of everything."""
+  before, suffix = lm.text.split_chat(TEXT)
+  ids, between = lm.text.encode(before), ""
+  for asked, answer in turns:
+    ids += lm.text.encode(f"{between}{asked}{suffix}")
+    ids += answer
+    between = lm.text.between_turns()
+  ids += lm.text.encode(f"{between}{question}{suffix}")
+  plan = kvjax.get_plan("full", kvjax.Retention(1.0))
+  contexts = kvjax.Prompts.of([ids])
+  cache, logits = kvjax.prefill(lm.model, lm.params, contexts, plan)
+  decoding = kvjax.Decoding(tokens, lm.text.eos_ids)
+  (row,) = kvjax.generate(lm.model, lm.params, cache, logits, decoding).rows()
+  return row
+
+
+def test_turns_are_those_of_one_prompt(tiny):
+  chat = tiny.compress(TEXT, "full", 1.0)
+  turns = []
+  for question in QUESTIONS:
+    expected = whole(tiny, turns, question, 8)
+    assert chat.ask(question, 8) == tiny.text.decode(expected)
+    turns.append((question, expected))
+
+
+def test_a_stream_is_the_answer_in_pieces(tiny):
+  chat, other = (tiny.compress(TEXT, "keydiff", 0.5) for _ in range(2))
+  for question in QUESTIONS:
+    pieces = list(chat.ask(question, 8, stream=True))
+    assert len(pieces) > 2
+    assert "".join(pieces) == other.ask(question, 8)
+
+
+def test_a_stream_that_nobody_reads_ends_before_the_next_question(tiny):
+  chat, other = (tiny.compress(TEXT, "keydiff", 0.5) for _ in range(2))
+  pieces = chat.ask(QUESTIONS[0], 8, stream=True)
+  next(pieces)
+  other.ask(QUESTIONS[0], 8)
+  assert chat.ask(QUESTIONS[1], 8) == other.ask(QUESTIONS[1], 8)
+
+
+def test_what_does_not_stay_changes_nothing(tiny):
+  chat = tiny.compress(TEXT, "lagkv", 0.5)
+  first = chat.ask(QUESTIONS[0], 8, keep=False)
+  size = chat.cache.nbytes
+  assert chat.ask(QUESTIONS[1], 8, keep=False)
+  assert chat.ask(QUESTIONS[0], 8, keep=False) == first
+  assert chat.cache.nbytes == size
+
+
+def test_turns_of_one_size_compile_once(tiny):
+  chat = tiny.compress(TEXT, "keydiff", 0.5)
+  chat.ask(QUESTIONS[0], 8)
+  programs = generating._generate_and_keep._cache_size()
+  for question in QUESTIONS * 2:
+    chat.ask(question, 8)
+  assert generating._generate_and_keep._cache_size() == programs
+
+
+def test_room_is_doubled_when_it_is_full(tiny, monkeypatch):
+  monkeypatch.setattr(chats, "_FIRST_ROOM", 64)
+  chat = tiny.compress(TEXT, "full", 1.0)
+  start = chat.cache.layer(0).capacity
+  rooms = []
+  for question in QUESTIONS:
+    chat.ask(question, 8)
+    rooms.append(chat.cache.layer(0).capacity - start)
+  assert rooms[0] == 64
+  assert rooms[-1] in (128, 256)
+  turns = []
+  for question in QUESTIONS[:2]:
+    turns.append((question, whole(tiny, turns, question, 8)))
+  answer = tiny.text.decode(whole(tiny, turns, QUESTIONS[2], 8))
+  again = tiny.compress(TEXT, "full", 1.0)
+  assert [again.ask(question, 8) for question in QUESTIONS][-1] == answer
+
+
+@pytest.mark.parametrize(
+  "method", ["kvzip", "ada/snapkv", "ctkvr", "streaming"]
+)
+def test_methods_of_all_kinds_chat(tiny, method):
+  chat = tiny.compress(TEXT, method, 0.5)
+  first, size = chat.ask(QUESTIONS[0], 8, keep=False), chat.cache.nbytes
+  assert chat.ask(QUESTIONS[0], 8) == first
+  assert chat.cache.nbytes > size
+
+
+def test_answers_are_drawn_by_seed(tiny):
+  chat = tiny.compress(TEXT, "keydiff", 0.5)
+  warm = kvjax.Sampling(temperature=2.0)
+
+  def draw(seed):
+    return chat.ask(QUESTIONS[0], 8, keep=False, sampling=warm, seed=seed)
+
+  assert draw(1) == draw(1)
+  assert len({draw(seed) for seed in range(4)}) > 1
+
+
+def test_budgets_are_shares_tokens_or_budgets():
+  assert chats.as_budget(0.25) == kvjax.Retention(0.25)
+  assert chats.as_budget(64) == kvjax.Tokens(64)
+  assert chats.as_budget(np.float64(0.5)) == kvjax.Retention(0.5)
+  assert chats.as_budget(kvjax.Tokens(3)) == kvjax.Tokens(3)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "sentence"),
+  [
+    (("keydif", 0.5), "keydif"),
+    (("keydiff", 1.5), "1.5"),
+    (("keydiff", True), "A budget is a share such as 0.5 or tokens such as"),
+  ],
+)
+def test_what_is_wrong_is_said(tiny, arguments, sentence):
+  with pytest.raises(InputError, match=sentence):
+    tiny.compress(TEXT, *arguments)
+
+
+def test_a_model_without_a_tokenizer_cannot_chat(tiny):
+  mute = dataclasses.replace(tiny, tokenizer=None)
+  with pytest.raises(InputError, match="has no tokenizer"):
+    mute.compress(TEXT)
