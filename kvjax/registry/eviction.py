@@ -22,6 +22,7 @@ from kvjax.methods.full import FullKV
 from kvjax.methods.h2o import H2O
 from kvjax.methods.key_norm import KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff
+from kvjax.methods.kvzap import KVzap
 from kvjax.methods.kvzip import KVzip
 from kvjax.methods.lagkv import LagKV
 from kvjax.methods.leverage_scores import LeverageScores
@@ -331,6 +332,13 @@ def register_methods() -> None:
     },
     summary="KVzip",
     paper="2505.23416",
+  )
+  register(
+    "kvzap",
+    KVzap,
+    presets={"kvpress": _kvpress(KVzap())},
+    summary="KVzap",
+    paper="2601.07891",
   )
   register(
     "rkv",
