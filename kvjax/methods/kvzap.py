@@ -1,6 +1,7 @@
 """KVzap: keep what a small network of each layer predicts to be needed."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -12,6 +13,9 @@ from kvjax.methods.base import ScoringMethod
 from kvjax.methods.kvzap_gate import KVzapGate
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
+
+# Logarithms have no bounds.
+_ANY = (-math.inf, math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +48,7 @@ class KVzap(ScoringMethod):
     return Traits(
       whole_prompts_only="it reads the inputs of layers, which no cache stores",
       activations=frozenset({"inputs"}),
-      score_range=self._weights.score_range if self.gate else None,
+      score_range=self._weights.score_range if self.gate else _ANY,
     )
 
   def check_model(self, geometry: Geometry) -> None:

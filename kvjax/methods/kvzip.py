@@ -1,6 +1,7 @@
 """KVzip: keep what the model needs to repeat its prompt."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax.numpy as jnp
@@ -71,6 +72,7 @@ class KVzip(ScoringMethod):
     return Traits(
       whole_prompts_only="it replays the whole prompt",
       replay=Replay(self.chunk, self.overlap, self.sinks, by_output),
+      score_range=(0.0, math.inf if by_output else 1.0),
     )
 
   @property
