@@ -14,7 +14,7 @@ from kvjax.calibration.rules import r2
 
 Kind = Literal["mlp", "linear"]
 # Weights [out, in] and biases [out].
-Step = tuple[Float[np.ndarray, "O I"], Float[np.ndarray, " O"]]
+Step = tuple[Float[np.ndarray, "_ _"], Float[np.ndarray, " _"]]
 
 _MOST_NORM = 1.0
 # PyTorch's default.
@@ -191,7 +191,10 @@ def _epoch(
   ) -> tuple[tuple[_Weights, optax.OptState], None]:
     weights, moments = carry
     gradients = jax.grad(loss)(weights, batch)
-    updates, moments = _optimizer(schedule).update(gradients, moments, weights)
+    # Adam's bias correction raises a float to an integer power, a promotion.
+    with jax.numpy_dtype_promotion("standard"):
+      update = _optimizer(schedule).update(gradients, moments, weights)
+    updates, moments = update
     return (optax.apply_updates(weights, updates), moments), None
 
   (weights, moments), _ = jax.lax.scan(step, (weights, moments), order)
