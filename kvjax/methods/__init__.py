@@ -13,6 +13,7 @@ from kvjax.methods.dropkv import DropKV as DropKV
 from kvjax.methods.expected_attention import (
   ExpectedAttention as ExpectedAttention,
 )
+from kvjax.methods.fast_kvzip import FastKVzip as FastKVzip
 from kvjax.methods.finch import Finch as Finch
 from kvjax.methods.full import FullKV as FullKV
 from kvjax.methods.h2o import H2O as H2O

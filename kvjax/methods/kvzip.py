@@ -78,9 +78,7 @@ class KVzip(ScoringMethod):
   @property
   def allocation(self) -> Allocation:
     """The allocation that `level` defines."""
-    if self.level == "model":
-      return WholeModel()
-    return Uniform() if self.level == "head" else Adaptive(Uniform(), alpha=0.0)
+    return shared_by(self.level)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
@@ -98,3 +96,10 @@ class KVzip(ScoringMethod):
     """The first tokens, if `sinks` says how many."""
     del counts
     return cache.valid & (cache.positions < self.sinks)
+
+
+def shared_by(level: Level) -> Allocation:
+  """The allocation of a budget that the heads of a level share."""
+  if level == "model":
+    return WholeModel()
+  return Uniform() if level == "head" else Adaptive(Uniform(), alpha=0.0)

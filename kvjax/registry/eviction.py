@@ -17,6 +17,7 @@ from kvjax.methods.critical import Critical
 from kvjax.methods.cur import Cur
 from kvjax.methods.dropkv import DropKV
 from kvjax.methods.expected_attention import ExpectedAttention
+from kvjax.methods.fast_kvzip import FastKVzip
 from kvjax.methods.finch import Finch
 from kvjax.methods.full import FullKV
 from kvjax.methods.h2o import H2O
@@ -339,6 +340,13 @@ def register_methods() -> None:
     presets={"kvpress": _kvpress(KVzap())},
     summary="KVzap",
     paper="2601.07891",
+  )
+  register(
+    "fast_kvzip",
+    FastKVzip,
+    presets={"kvpress": _kvpress(FastKVzip())},
+    summary="Fast KVzip",
+    paper="2601.17668",
   )
   register(
     "rkv",

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from made_up_gates import made_up_kvzap
+from made_up_gates import made_up_fast_kvzip, made_up_kvzap
 
 import kvjax
 from kvjax.allocation import Adaptive, Middle, Pyramid, Sizes, Uniform
@@ -98,7 +98,7 @@ OPTIONS = [
   "finch:chunk=16",
 ]
 # Their weights, which are made up here, are those of each head.
-GATED = ("kvzap",)
+GATED = ("kvzap", "fast_kvzip")
 # On rows this short the papers' sizes keep the newest tokens, or all of them,
 # whatever the tokens are: names that say no sizes are given these.
 SMALL = {
@@ -119,6 +119,7 @@ SMALL = {
   "compactor.kvpress": {"chunk": 16, "first": 2, "last": 3},
   "compactor.vllm": {"chunk": 16, "leverage_chunk": 20, "first": 2, "last": 3},
   "kvzap": {"gate": made_up_kvzap(24, 3, 5)},
+  "fast_kvzip": {"gate": made_up_fast_kvzip(24, 3, 5), "recent": 0.05},
   "protokv": {"window": 5, "prototypes": 20, "bits": 3},
   "protokv.clusterkv": {
     **{"sinks": 2, "window": 5, "prototypes": 20, "tokens_per_prototype": 4},
@@ -193,6 +194,8 @@ def first_and_last(name, n, count):
       return 0, count // 2
     case "cur" | "expected_attention":
       return 4, 0
+    case "fast_kvzip":
+      return 4, n // 20
     case "duoattention" | "simlayerkv":
       return 3, 0
     case "tova" if preset == "tova.kvpress":

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from made_up_gates import made_up_kvzap
+from made_up_gates import made_up_fast_kvzip, made_up_kvzap
 
 import kvjax
 from kvjax.cache.sharding import parse_mesh
@@ -68,7 +68,10 @@ LESS = kvjax.Tokens(10)
 
 
 # Files that are of the model with two layers.
-FILES = {"kvzap": f"gate={made_up_kvzap(32, 2, 2)}"}
+FILES = {
+  "kvzap": f"gate={made_up_kvzap(32, 2, 2)}",
+  "fast_kvzip": f"gate={made_up_fast_kvzip(32, 2, 2)}",
+}
 
 
 def model_of(name):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from made_up_gates import made_up_kvzap
+from made_up_gates import made_up_fast_kvzip, made_up_kvzap
 
 import kvjax
 from kvjax.cache.sharding import parse_mesh
@@ -136,7 +136,11 @@ NAMES = [f"{name}{SIZES.get(name, '')}" for name in (*METHODS, *RETRIEVALS)]
 
 
 # Weights for all layers, of which two have heads that are scored.
-FILES = {"kvzap": f":gate={made_up_kvzap(MODEL.width, 3, len(LAYERS))}"}
+SCORED = (MODEL.width, 3, len(LAYERS))
+FILES = {
+  "kvzap": f":gate={made_up_kvzap(*SCORED)}",
+  "fast_kvzip": f":gate={made_up_fast_kvzip(*SCORED)}",
+}
 
 
 def plan_of(name):

@@ -1,11 +1,18 @@
 """Made-up weights of learned gates, written in their published layouts."""
 
 import atexit
+import collections
 import functools
+import io
 import json
 import pathlib
+import pickle
 import shutil
+import sys
 import tempfile
+import types
+import zipfile
+from unittest import mock
 
 import numpy as np
 import safetensors.numpy
@@ -59,3 +66,91 @@ def made_up_kvzap(inputs, heads, layers):
   return write_kvzap(
     _scratch() / f"kvzap-{inputs}-{heads}-{layers}", inputs, heads, layers, 8
   )
+
+
+def fast_kvzip_layers(inputs, heads, layers, group=2, size=4, sinks=3, seed=0):
+  """State dictionaries of all layers, as float32."""
+  draw = np.random.default_rng(seed)
+
+  def normal(*shape, scale=1.0):
+    return (draw.standard_normal(shape) * scale).astype(np.float32)
+
+  return [
+    collections.OrderedDict(
+      {
+        "k_base": normal(heads, 1, sinks, size),
+        "b": normal(heads, 1, group),
+        "q_proj.weight": normal(heads * group * size, inputs),
+        "q_proj.bias": normal(heads * group * size),
+        "k_proj.weight": normal(heads * size, inputs),
+        "q_norm.weight": 1 + normal(size, scale=0.1),
+        "k_norm.weight": 1 + normal(size, scale=0.1),
+      }
+    )
+    for _ in range(layers)
+  ]
+
+
+def torch_bytes(content):
+  """What torch.save would write of arrays in lists and dictionaries."""
+  torch, utils = types.ModuleType("torch"), types.ModuleType("torch._utils")
+
+  def _rebuild_tensor_v2(*arguments):
+    raise NotImplementedError
+
+  class FloatStorage:
+    pass
+
+  for module, owned in ((utils, _rebuild_tensor_v2), (torch, FloatStorage)):
+    owned.__module__, owned.__qualname__ = module.__name__, owned.__name__
+    setattr(module, owned.__name__, owned)
+  storages = []
+
+  class Storage:
+    def __init__(self, array):
+      storages.append(array)
+      self.number, self.size = len(storages) - 1, array.size
+
+  class Pickler(pickle.Pickler):
+    def persistent_id(self, value):
+      if not isinstance(value, Storage):
+        return None
+      return ("storage", FloatStorage, str(value.number), "cpu", value.size)
+
+    def reducer_override(self, value):
+      if not isinstance(value, np.ndarray) or value.dtype != np.float32:
+        return NotImplemented
+      strides = tuple(by // value.itemsize for by in value.strides)
+      storage = Storage(np.ascontiguousarray(value))
+      return _rebuild_tensor_v2, (
+        *(storage, 0, value.shape, strides, False),
+        collections.OrderedDict(),
+      )
+
+  data = io.BytesIO()
+  with mock.patch.dict(sys.modules, {"torch": torch, "torch._utils": utils}):
+    Pickler(data, 2).dump(content)
+  file = io.BytesIO()
+  with zipfile.ZipFile(file, "w") as archive:
+    archive.writestr("gate/data.pkl", data.getvalue())
+    for number, array in enumerate(storages):
+      archive.writestr(f"gate/data/{number}", array.tobytes())
+  return file.getvalue()
+
+
+def write_fast_kvzip(path, inputs, heads, layers, **sizes):
+  """Writes a file as Jang-Hyun/Fast-KVzip has it; returns its path."""
+  content = {
+    "module": fast_kvzip_layers(inputs, heads, layers, **sizes),
+    # Of the training; nobody reads it.
+    "loss": np.zeros(3),
+  }
+  pathlib.Path(path).write_bytes(torch_bytes(content))
+  return str(path)
+
+
+@functools.cache
+def made_up_fast_kvzip(inputs, heads, layers):
+  """The path of weights for a model of these sizes, for as long as it runs."""
+  path = _scratch() / f"fast-{inputs}-{heads}-{layers}.pt"
+  return write_fast_kvzip(path, inputs, heads, layers)
