@@ -121,7 +121,8 @@ def torch_bytes(content):
       if not isinstance(value, np.ndarray) or value.dtype != np.float32:
         return NotImplemented
       strides = tuple(by // value.itemsize for by in value.strides)
-      storage = Storage(np.ascontiguousarray(value))
+      turned = value.T if value.flags.f_contiguous else value
+      storage = Storage(np.ascontiguousarray(turned))
       return _rebuild_tensor_v2, (
         *(storage, 0, value.shape, strides, False),
         collections.OrderedDict(),
