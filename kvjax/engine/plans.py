@@ -332,7 +332,7 @@ class Plan:
       warnings.warn(
         f"The scores of {name} are from {low:g} to {high:g}, and the threshold "
         f"is {threshold.least:g}: it keeps "
-        f"{'everything' if threshold.least < low else 'the window alone'}.",
+        f"{'all tokens' if threshold.least < low else 'few but the last'}.",
         InputWarning,
         stacklevel=4,
       )

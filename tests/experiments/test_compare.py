@@ -121,6 +121,11 @@ def test_a_text_is_answered_side_by_side(binary, tiny_directory, tmp_path):
     (["--retention=half"], "--retention takes numbers such as 0.5,0.25"),
     (["--budget=0"], "A budget of 0 tokens keeps nothing"),
     (["--budget=64", "--retention=.5"], "--retention and --budget do not go"),
+    (["--budget=64", "--threshold=-4"], "--budget and --threshold do not go"),
+    (
+      ["--methods=keydiff", "--threshold=-4"],
+      "KeyDiff cannot have a threshold",
+    ),
     (["--kv_dtype=int8", "--every=4"], "--every and --kv_dtype do not go"),
     (["--kv_dtype=fp8", "--methods=flat"], "has flat: Flat retrieves keys as"),
     (["--tasks=niah"], "There is no task 'niah'; the tasks are niah_single_1"),

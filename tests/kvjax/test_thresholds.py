@@ -266,8 +266,8 @@ def test_a_threshold_outside_of_the_tested_scores_is_told(tmp_path):
   kvjax.get_plan(name, kvjax.Threshold(-9.5))
   kvjax.get_plan(name, kvjax.Threshold(-math.inf))
   for least, match in (
-    (-10.0, "from -9.5 to -0.5, and the threshold is -10: it keeps everything"),
-    (0.0, "the threshold is 0: it keeps the window alone"),
+    (-10.0, "from -9.5 to -0.5, and the threshold is -10: it keeps all tokens"),
+    (0.0, "the threshold is 0: it keeps few but the last"),
   ):
     with pytest.warns(InputWarning, match=re.escape(match)):
       kvjax.get_plan(name, kvjax.Threshold(least))
