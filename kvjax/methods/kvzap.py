@@ -7,10 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.allocation.base import Allocation
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.kvzap_gate import KVzapGate
+from kvjax.methods.kvzip import Level, shared_by
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
 
@@ -33,9 +35,12 @@ class KVzap(ScoringMethod):
   Attributes:
     gate: folder with the weights of the model's network, as they are published
       or as the program train_gate writes them; see `KVzapGate`.
+    level: heads that share a budget: those of the "model" or of a "layer", or
+      none, so that each "head" keeps as many tokens.
   """
 
   gate: str = ""
+  level: Level = "head"
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -50,6 +55,11 @@ class KVzap(ScoringMethod):
       activations=frozenset({"inputs"}),
       score_range=self._weights.score_range if self.gate else _ANY,
     )
+
+  @property
+  def allocation(self) -> Allocation:
+    """The allocation that `level` defines."""
+    return shared_by(self.level)
 
   def check_model(self, geometry: Geometry) -> None:
     """Refuses a model with other layers or KV heads than the weights."""

@@ -119,7 +119,8 @@ def best(values, count):
 def test_the_engine_keeps_the_best_by_the_layers_inputs(tmp_path):
   path = write_kvzap(tmp_path, WIDTH, KV_HEADS, LAYERS, 5)
   cache = prefill(f"kvzap:gate={path}", kvjax.Tokens(9))
-  shared = prefill(f"ada/kvzap:gate={path}:alpha=0", kvjax.Tokens(9))
+  names = (f"ada/kvzap:gate={path}:alpha=0", f"kvzap:gate={path}:level=layer")
+  shared, layered = (prefill(name, kvjax.Tokens(9)) for name in names)
   tensors = kvzap_tensors(WIDTH, KV_HEADS, LAYERS, 5)
   # The tiny model has no norm, so that layer 0 reads the embedding.
   embedding = wide(PARAMS["embedding"])
@@ -133,6 +134,7 @@ def test_the_engine_keeps_the_best_by_the_layers_inputs(tmp_path):
       for head in range(KV_HEADS)
     ]
     assert kept_positions(shared, row)[0] == expected
+    assert kept_positions(layered, row) == kept_positions(shared, row)
 
 
 def refused(name, match, budget=SEVEN, **options):
