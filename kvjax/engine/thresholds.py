@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.activations import Activations
 from kvjax.allocation.base import LayerBudget
 from kvjax.cache.layers import LayerCache
+from kvjax.cache.packed import PAGE
 from kvjax.engine.layer_budgets import compressed_layers, kv_heads
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
@@ -19,7 +20,7 @@ from kvjax.engine.whole_model import HeadCounts, fit_to_counts
 from kvjax.methods.base import ScoringMethod
 from kvjax.model import Geometry
 from kvjax.options.budgets import Threshold
-from kvjax.prompts import Prompts, bucket
+from kvjax.prompts import Prompts
 from kvjax.selection import finite
 
 
@@ -94,7 +95,7 @@ def prepare_threshold(
     plan=plan,
     # The mean of the heads, which the pages of all layers depend on.
     capacities=tuple(
-      min(bucket(mean), padded) if layer in on_host and not whole else padded
+      min(_rounded(mean), padded) if layer in on_host and not whole else padded
       for layer in range(geometry.num_layers)
     ),
     keeps_all=tuple(
@@ -105,6 +106,17 @@ def prepare_threshold(
   if whole:
     return prepared, {}
   return fit_to_counts(prepared, on_host, padded, geometry), found
+
+
+def _rounded(count: int) -> int:
+  """Rounds up to a page, or a sixteenth of its size.
+
+  Few sizes are compiled then. Buckets of prompts are further apart, and would
+  waste what a threshold frees.
+  """
+  power = 1 << max(count - 1, 1).bit_length() - 1
+  step = max(PAGE, power // 16)
+  return -(-count // step) * step
 
 
 @functools.partial(jax.jit, static_argnames=("method",))

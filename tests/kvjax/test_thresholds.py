@@ -14,11 +14,11 @@ import kvjax
 from kvjax.cache.packed import PAGE
 from kvjax.cache.pooled import PooledLayers
 from kvjax.cache.sharding import parse_mesh
+from kvjax.engine.thresholds import _rounded
 from kvjax.errors import InputError, InputWarning
 from kvjax.methods import ScoringMethod
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
-from kvjax.prompts import bucket
 from kvjax.testing import TinyModel, kept_positions, poison_cache
 
 LAYERS, KV_HEADS, WIDTH, VOCABULARY = 3, 2, 32, 512
@@ -174,9 +174,17 @@ def test_memory_follows_what_is_kept(name, scores):
     heads = LAYERS * KV_HEADS
     kept = int(np.asarray(cache.lengths).sum(axis=(0, 2)).max())
     slots = cache.stacks[0].pages.positions[:, 0].size
-    # Beyond the fullest row, a bucket, a page per head and one per layer.
-    bound = heads * bucket(-(-kept // heads)) + (heads + LAYERS) * PAGE
+    # Beyond the fullest row, a page to round up, one per head and layer.
+    bound = kept + heads * PAGE + (heads + LAYERS) * PAGE
     assert kept <= slots <= bound
+
+
+def test_sizes_are_few_and_waste_little():
+  sizes = {count: _rounded(count) for count in range(1, 20_000)}
+  for count, size in sizes.items():
+    assert count <= size < count + max(PAGE, count / 16 + 1)
+    assert size % PAGE == 0
+  assert len({*sizes.values()}) <= 100
 
 
 def test_empty_slots_may_hold_nan_and_eight_bits_keep_the_same(name, scores):
