@@ -86,7 +86,7 @@ class Stored:
 def read_once[Read](
   path: str, read: Callable[..., Read], *arguments: Any
 ) -> Read:
-  """Reads a file of safetensors once per process.
+  """Reads a file of arrays once per process.
 
   Compiled programs contain the arrays and know a method by the name of its file
   alone, so that the file must stay as it is.
