@@ -140,7 +140,6 @@ def main() -> None:
       f"{np.mean([len(row) for row in rows]):.0f} tokens",
       flush=True,
     )
-    output.mkdir(parents=True, exist_ok=True)
     recipe = Recipe(
       cast(Kind, _KIND.value),
       _HIDDEN.value or max(1, lm.config.hidden_size // 8),

@@ -63,7 +63,7 @@ class Trainer:
     """Claims a folder.
 
     Args:
-      output: an existing folder.
+      output: a folder, which is created if it does not exist.
       lm: the model; on a mesh, with the mesh in context.
       rows: tokens of at least two texts.
       tokens: maximum number of tokens that are learned of each.
@@ -86,6 +86,7 @@ class Trainer:
     self._output, self._lm, self._rows = output, lm, rows
     self._tokens, self._recipe = tokens, recipe
     settings = dict(source) | dataclasses.asdict(recipe) | {"tokens": tokens}
+    output.mkdir(parents=True, exist_ok=True)
     claim(output / "run.json", settings)
 
   def run(self) -> dict[str, Any]:

@@ -191,7 +191,6 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tiny, folder, tmp_path):
   def run(name, stops_at=None):
     calls.clear()
     output = tmp_path / name
-    output.mkdir(exist_ok=True)
     made = Trainer(output, tiny, rows, 30, recipe(epochs=3), {})
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(examples, "write", counted(examples.write, stops_at))
