@@ -25,6 +25,7 @@ PROGRAMS = (
   "show_kept",
   "calibrate",
   "calibrate_queries",
+  "train_gate",
   "finetune",
   "retrieval_recall",
   "index_construction",

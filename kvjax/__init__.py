@@ -48,6 +48,7 @@ from kvjax.model import Model as Model
 from kvjax.options.budgets import Budget as Budget
 from kvjax.options.budgets import PerLayer as PerLayer
 from kvjax.options.budgets import Retention as Retention
+from kvjax.options.budgets import Threshold as Threshold
 from kvjax.options.budgets import Tokens as Tokens
 from kvjax.options.schedules import Schedule as Schedule
 from kvjax.prompts import Prompts as Prompts

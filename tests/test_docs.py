@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import safetensors.numpy
+from made_up_gates import write_kvzap
 
 import kvjax
 from kvjax.experiments.main import PROGRAMS
@@ -155,6 +156,7 @@ def test_methods_that_commands_name_exist(page, tmp_path, monkeypatch):
   kvjax.calibrate_queries(model, model.init(), [[1, 2, 3, 4, 5, 6]]).save(
     "results/queries.safetensors"
   )
+  write_kvzap("results/gate", inputs=32, heads=2, layers=2)
   for names in re.findall(r"--methods?=([^\s`\"]+)", TEXTS[page]):
     for name in names.split(","):
       kvjax.get_plan(name, kvjax.Retention(0.5))

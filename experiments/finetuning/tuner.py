@@ -16,15 +16,10 @@ from kvjax.errors import InputError
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.reference.checkpoints import Checkpoints, Progress
 from kvjax.experiments.run import typed_records
+from kvjax.experiments.run.claiming import claim
 from kvjax.experiments.run.step_bar import step_bar
 from kvjax.models import lora
-from kvjax.models.fields import format_value
-from kvjax.models.json_files import (
-  is_present,
-  read_json,
-  read_text,
-  write_json,
-)
+from kvjax.models.json_files import is_present, read_text
 from kvjax.models.language_model import DecoderModel
 from kvjax.models.pretrained import Pretrained
 from kvjax.prompts import Prompts
@@ -92,7 +87,7 @@ class Tuner:
     self._epoch_steps = documents.steps_per_epoch(parts, recipe.batch)
     steps = recipe.epochs * self._epoch_steps
     self._schedule = training.Schedule(recipe.learning_rate, steps)
-    _claim(output / "run.json", dict(source) | dataclasses.asdict(recipe))
+    claim(output / "run.json", dict(source) | dataclasses.asdict(recipe))
     moments = training.optimizer(self._schedule).init(adapter)
     self._checkpoints = Checkpoints(output / "checkpoints")
     self.state = self._checkpoints.latest(Progress.fresh(adapter, moments))
@@ -203,29 +198,3 @@ class Tuner:
       ) from error
     steps: int = fields["steps"]
     return steps
-
-
-def _claim(path: Path, settings: Mapping[str, Any]) -> None:
-  """Claims a folder for a run, or rejects the folder of another run.
-
-  Raises:
-    InputError: the folder's run has other settings or cannot be read, or the
-      folder has a model without a run.
-  """
-  ours = json.loads(json.dumps(settings))
-  claimed = is_present(path)
-  if not claimed and is_present(path.parent / "config.json"):
-    raise InputError(
-      f"{path.parent} holds a model, which would be overwritten; choose "
-      "another --output."
-    )
-  if claimed:
-    theirs = read_json(path)
-    for name, value in ours.items():
-      if theirs.get(name) != value:
-        said = format_value(theirs.get(name))
-        raise InputError(
-          f"{path.parent} holds a run with {name} {said}, and this one has "
-          f"{name} {value}; choose another --output."
-        )
-  write_json(path, ours)

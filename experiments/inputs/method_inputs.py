@@ -53,6 +53,12 @@ _CALIBRATIONS = flags.DEFINE_string(
 _BUDGET = flags.DEFINE_list(
   "budget", None, "Tokens to keep or to retrieve, instead of --retention."
 )
+_THRESHOLD = flags.DEFINE_list(
+  "threshold",
+  None,
+  "Lowest scores to keep, instead of --retention; for methods whose scores "
+  "mean the same in all contexts, such as kvzap.",
+)
 _BLOCK = flags.DEFINE_integer(
   "block",
   None,
@@ -99,11 +105,16 @@ def check_flags() -> None:
   """Rejects flags that contradict each other.
 
   Raises:
-    InputError: --retention is combined with --budget, --every with --kv_dtype,
-      or --block with --decoding; or --tau or --calibrations is given without
-      --retention=auto, or --decoding without --every.
+    InputError: two of --retention, --budget and --threshold are combined,
+      --every with --kv_dtype, or --block with --decoding; or --tau or
+      --calibrations is given without --retention=auto, or --decoding without
+      --every.
   """
-  cli.refuse_together("retention", ["budget"], "both say how much to keep")
+  for name, others in (
+    ("retention", ["budget", "threshold"]),
+    ("budget", ["threshold"]),
+  ):
+    cli.refuse_together(name, others, "both say how much to keep")
   cli.refuse_together(
     "every",
     ["kv_dtype"],
@@ -160,7 +171,9 @@ def _supports_repeated_eviction(name: str) -> bool:
 
 
 def budgets() -> list[Given]:
-  """Returns the budgets of --retention, or of --budget in its place."""
+  """Returns those of --retention, or of --budget or --threshold instead."""
+  if _THRESHOLD.value is not None:
+    return candidates.parse_thresholds(_THRESHOLD.value)
   auto = _auto() if _automatic() else None
   return candidates.parse_budgets(_RETENTION.value, _BUDGET.value, auto)
 

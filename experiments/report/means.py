@@ -15,6 +15,9 @@ Summary = Mapping[str, Any]
 # Method and budget, which the rows of a table line share.
 Name = tuple[str, str]
 
+# As `kvjax.Threshold` writes itself.
+_THRESHOLD = "threshold "
+
 
 @dataclasses.dataclass(frozen=True)
 class Mean:
@@ -71,7 +74,7 @@ class Mean:
   @property
   def automatic(self) -> bool:
     """Whether each context had its own retention."""
-    return self.budget.startswith(AUTO)
+    return self.budget.startswith((AUTO, _THRESHOLD))
 
   @property
   def removed(self) -> float:

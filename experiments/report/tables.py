@@ -87,7 +87,7 @@ def overview(
 def by_budget(record: Record) -> Table:
   """Builds a table of scores with half intervals, with a column per budget.
 
-  For automatic budgets, cells also show the mean retention.
+  For automatic budgets and thresholds, cells also show the mean retention.
   """
   summary_means = means(record.summary["rows"], record.answers)
   tasks = wording.averaged(record.values("task"))

@@ -190,6 +190,11 @@ class _TokenCounts(NamedTuple):
       of_global = mean(kept[np.logical_not(is_local)])
     return cls(tokens, mean(kept), mean(read), of_global)
 
+  def share(self, row: int) -> float:
+    """The share that a row keeps of the layers that budgets are of."""
+    kept = self.kept if self.kept_globally is None else self.kept_globally
+    return float(kept[row] / self.tokens[row])
+
 
 class Reply(NamedTuple):
   """An answer generated from a candidate's cache.
@@ -200,7 +205,8 @@ class Reply(NamedTuple):
     turn: number of the question in its context.
     context_tokens: prefilled tokens and, if turns stay in the cache, tokens of
       all turns so far.
-    retention: share of these that the budget, or its calibration, allows.
+    retention: share of these that the budget, or its calibration, allows, or
+      that reaches its threshold.
     kept_tokens: tokens in the cache, mean over layers and KV heads.
     read_tokens: tokens that the next token attends to, likewise.
     cache_bytes: bytes allocated for the row after the prefill.
@@ -325,7 +331,9 @@ def replies(
           row,
           turn,
           tokens := int(counts.tokens[place + row]),
-          candidates[index].retention(tokens)
+          counts.share(place + row)
+          if isinstance(candidates[index].plan.budget, kvjax.Threshold)
+          else candidates[index].retention(tokens)
           if (calibrated := prefilled[index].retentions) is None
           else float(calibrated[row]),
           float(counts.kept[place + row]),

@@ -24,7 +24,9 @@ DEFAULT = [
 ]
 
 # Budgets of the command line.
-Given = kvjax.Budget | kvjax.PerLayer | Auto
+Given = kvjax.Budget | kvjax.PerLayer | kvjax.Threshold | Auto
+# Those of a plan.
+_Planned = kvjax.Budget | kvjax.PerLayer | kvjax.Calibrated | kvjax.Threshold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +72,14 @@ class Candidate:
 
   @property
   def budget(self) -> str:
-    """The budget in words: `0.25`, `0.5+0.1`, `128 tokens`, `auto at 0.95`."""
+    """The budget in words.
+
+    As in `0.25`, `0.5+0.1`, `128 tokens`, `auto at 0.95` or `threshold -4`.
+    """
     return str(self._budget)
 
   @property
-  def _budget(self) -> kvjax.Budget | kvjax.PerLayer | kvjax.Calibrated:
+  def _budget(self) -> _Planned:
     """The number of keys to keep, or to retrieve per token."""
     sparse = self.plan.sparse
     return self.plan.budget if sparse is None else sparse.budget
@@ -82,10 +87,11 @@ class Candidate:
   def retention(self, context_tokens: int) -> float:
     """Computes the share of a context that the budget keeps or retrieves.
 
-    A calibrated budget depends on the context's likelihood instead.
+    A calibrated budget depends on the context's likelihood instead, and a
+    threshold on its scores.
     """
     budget = self._budget
-    assert not isinstance(budget, kvjax.Calibrated)
+    assert not isinstance(budget, kvjax.Calibrated | kvjax.Threshold)
     layers = budget.layers if isinstance(budget, kvjax.PerLayer) else [budget]
     shares = [
       own.share
@@ -96,12 +102,14 @@ class Candidate:
     return sum(shares) / len(shares)
 
 
-def _rounding(budget: kvjax.Budget | kvjax.PerLayer | kvjax.Calibrated) -> str:
+def _rounding(budget: _Planned) -> str:
   """How a budget rounds its retention."""
   if isinstance(budget, kvjax.PerLayer):
     roundings = map(_rounding, budget.layers)
     return next((name for name in roundings if name != "up"), "up")
-  return "up" if isinstance(budget, kvjax.Tokens) else budget.rounding
+  if isinstance(budget, kvjax.Tokens | kvjax.Threshold):
+    return "up"
+  return budget.rounding
 
 
 def candidates(
@@ -162,6 +170,22 @@ def candidates(
     }
     result.extend(distinct.values())
   return tuple(result)
+
+
+def parse_thresholds(texts: Sequence[str]) -> list[Given]:
+  """Parses --threshold.
+
+  Raises:
+    InputError: a value is not a number.
+  """
+  try:
+    return [kvjax.Threshold(float(text)) for text in texts]
+  except InputError:
+    raise
+  except ValueError as error:
+    raise InputError(
+      f"--threshold takes scores such as -4,-6: {error}."
+    ) from error
 
 
 def parse_budgets(

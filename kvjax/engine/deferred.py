@@ -9,9 +9,11 @@ from kvjax.activations import Activations
 from kvjax.engine.building import CacheBuilder
 from kvjax.engine.compress import Evaluation
 from kvjax.engine.evaluate import Evaluations, evaluate_all, find_evaluated
+from kvjax.engine.layer_budgets import compressed_layers
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.replay import Replayed, replay_prompts
+from kvjax.engine.thresholds import prepare_threshold
 from kvjax.engine.whole_model import HeadCounts, count_by_head
 from kvjax.methods.replay import Replay
 from kvjax.model import Geometry, Model
@@ -37,8 +39,8 @@ class DeferredLayer:
 class Deferred:
   """The layers of a prompt, in order, for the plans that wait for all of them.
 
-  A plan waits if its budget is calibrated, if its method replays the prompt, or
-  if the heads of all layers share its budget.
+  A plan waits if its budget is calibrated or a threshold, if its method replays
+  the prompt, or if the heads of all layers share its budget.
   """
 
   def __init__(self, plans: Sequence[Plan]) -> None:
@@ -113,13 +115,27 @@ class Deferred:
     """
     if not prepared.plan.spread.whole_model or all(prepared.keeps_all):
       return prepared, {}
+    activations, scores = self._scored(prepared.plan, prepared.compressed)
+    return count_by_head(prepared, activations, scores, protected, geometry)
+
+  def prepare_threshold(
+    self, plan: Plan, prompts: Prompts, geometry: Geometry
+  ) -> tuple[PreparedPlan, HeadCounts]:
+    """Counts what reaches the threshold of a plan."""
+    scored = self._scored(plan, compressed_layers(plan, geometry))
+    return prepare_threshold(plan, prompts, geometry, *scored)
+
+  def _scored(
+    self, plan: Plan, compressed: Sequence[bool]
+  ) -> tuple[dict[int, Activations], dict[int, Array]]:
+    """Activations and scores of the layers that a plan compresses."""
     activations, scores = {}, {}
     for number, layer in self._layers.items():
-      evaluated = find_evaluated(prepared.plan, layer.evaluations)
-      if prepared.compressed[number] and evaluated is not None:
+      evaluated = find_evaluated(plan, layer.evaluations)
+      if compressed[number] and evaluated is not None:
         activations[number] = layer.activations.only(())
         scores[number] = evaluated.scores
-    return count_by_head(prepared, activations, scores, protected, geometry)
+    return activations, scores
 
   def keep(
     self, waiting: Sequence[tuple[Plan, CacheBuilder, HeadCounts]]

@@ -29,7 +29,7 @@ def list_evaluations(
   Args:
     layer: index of the layer in the model.
     plans: the plans.
-    prepared: the prepared plans; None for those with a calibrated budget.
+    prepared: the prepared plans; None for those whose budget is known later.
     geometry: sizes of the model.
     measured: evaluations whose scores are needed even if nothing is evicted.
   """

@@ -1,16 +1,25 @@
 """Plans: a method, its budget and its schedule."""
 
 import dataclasses
+import math
+import warnings
 from typing import Any
 
 from kvjax.activations import Activations
 from kvjax.allocation.base import Allocation
+from kvjax.allocation.by_threshold import ByThreshold
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.calibration.record import Calibrated
-from kvjax.errors import InputError
+from kvjax.errors import InputError, InputWarning
 from kvjax.methods.base import Method
 from kvjax.methods.traits import Traits
-from kvjax.options.budgets import Budget, PerLayer, Retention, Tokens
+from kvjax.options.budgets import (
+  Budget,
+  PerLayer,
+  Retention,
+  Threshold,
+  Tokens,
+)
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.retrieval.sparse_attention import SparseAttention
 
@@ -28,7 +37,7 @@ class Plan:
   Attributes:
     method: selects the tokens to keep.
     budget: how many tokens to keep; `PerLayer` gives each layer its own, and
-      `Calibrated` adapts to each prompt.
+      `Calibrated` and `Threshold` adapt to each prompt.
     schedule: when to evict.
     per_query_head: store keys and values once per query head. Each query head
       then selects its own tokens and has its own budget, as in the original
@@ -51,7 +60,7 @@ class Plan:
   """
 
   method: Method
-  budget: Budget | PerLayer | Calibrated
+  budget: Budget | PerLayer | Calibrated | Threshold
   schedule: Schedule = WHOLE
   per_query_head: bool = False
   sparse: SparseAttention | None = None
@@ -67,6 +76,8 @@ class Plan:
       self._check_allocation(self.allocation)
     if isinstance(self.budget, Calibrated):
       self._check_calibrated(self.budget)
+    elif isinstance(self.budget, Threshold):
+      self._check_threshold(self.budget)
     elif isinstance(self.budget, PerLayer):
       self._check_per_layer()
     elif not self.schedule.is_whole_prompt:
@@ -80,7 +91,12 @@ class Plan:
 
   @property
   def spread(self) -> Allocation:
-    """The allocation; the method's default if none is given."""
+    """The allocation; the method's default if none is given.
+
+    A threshold takes the place of any.
+    """
+    if isinstance(self.budget, Threshold):
+      return ByThreshold()
     return self.allocation or self.method.allocation
 
   @property
@@ -114,8 +130,13 @@ class Plan:
   @property
   def fixed_budget(self) -> Budget:
     """The budget, which must be the same for all layers and prompts."""
-    assert not isinstance(self.budget, Calibrated | PerLayer)
+    assert isinstance(self.budget, Budget)
     return self.budget
+
+  @property
+  def adapts(self) -> bool:
+    """Whether the budget is known only once the prompt has been read."""
+    return isinstance(self.budget, Calibrated | Threshold)
 
   @property
   def keeps_prompts(self) -> bool:
@@ -147,10 +168,11 @@ class Plan:
         f"The traits of {type(method).__name__} must be a "
         f"kvjax.methods.Traits; they are {method.traits!r}."
       )
-    if not isinstance(budget, Budget | PerLayer | Calibrated):
+    if not isinstance(budget, Budget | PerLayer | Calibrated | Threshold):
       raise InputError(
         "A plan's budget is kvjax.Retention(0.25), kvjax.Tokens(512), a "
-        f"kvjax.PerLayer or a kvjax.Calibrated; {budget!r} is none of them."
+        "kvjax.PerLayer, a kvjax.Calibrated or a kvjax.Threshold; "
+        f"{budget!r} is none of them."
       )
 
   def _check_parts(self) -> None:
@@ -282,6 +304,37 @@ class Plan:
         "A calibrated retention is known when the whole prompt has been read, "
         f"which is after {type(self.sparse.retrieval).__name__} has indexed "
         "it; give a fixed budget."
+      )
+
+  def _check_threshold(self, threshold: Threshold) -> None:
+    name, bounds = type(self.method).__name__, self.method.traits.score_range
+    reason = ""
+    if bounds is None or self.method.votes is not self.method:
+      reason = (
+        "its scores have no range that all prompts, layers and heads share, as "
+        "those of kvzap and fast_kvzip have; give a number of tokens or a share"
+      )
+    elif self.allocation is not None:
+      reason = (
+        f"{type(self.allocation).__name__} spreads a budget over heads, and a "
+        "threshold says what each head keeps; leave out one of the two"
+      )
+    elif not self.schedule.is_whole_prompt:
+      reason = (
+        f"tokens are judged once, after the whole prompt, not in "
+        f"{self.schedule}"
+      )
+    if reason:
+      raise InputError(f"{name} cannot have a threshold: {reason}.")
+    assert bounds is not None
+    low, high = bounds
+    if math.isfinite(threshold.least) and not low <= threshold.least <= high:
+      warnings.warn(
+        f"The scores of {name} are from {low:g} to {high:g}, and the threshold "
+        f"is {threshold.least:g}: it keeps "
+        f"{'all tokens' if threshold.least < low else 'few but the last'}.",
+        InputWarning,
+        stacklevel=4,
       )
 
   def _check_sparse(self, name: str) -> None:

@@ -41,9 +41,11 @@ from kvjax.engine.prepared import (
   prepare_calibrated,
 )
 from kvjax.engine.rerotation import check_rotary
+from kvjax.engine.thresholds import must_keep
 from kvjax.engine.whole_model import HeadCounts
 from kvjax.errors import InputError
 from kvjax.model import Model, check_context
+from kvjax.options.budgets import Threshold
 from kvjax.prompts import Prompts
 
 
@@ -53,9 +55,9 @@ def prefill(
   """Runs prompts and keeps the tokens of each layer that the method selects.
 
   With whole prompts, a layer's full keys and values exist only until the layer
-  is done; in blocks they never exist. With a `Calibrated` budget, those of all
-  layers and the method's scores exist until the end of the forward pass, when
-  the budget is known.
+  is done; in blocks they never exist. With a `Calibrated` budget or a
+  `Threshold`, those of all layers and the method's scores exist until the end
+  of the forward pass, when the budget is known.
 
   Args:
     model: the functions.
@@ -210,10 +212,7 @@ def _sweep(
   geometry, mask = model.geometry, prompts.protected
   protected = None if mask is None else jnp.asarray(mask)
   prepared = [
-    None
-    if isinstance(plan.budget, Calibrated)
-    else prepare(plan, prompts, geometry)
-    for plan in plans
+    None if plan.adapts else prepare(plan, prompts, geometry) for plan in plans
   ]
   builders: list[CacheBuilder | None] = [
     None
@@ -278,11 +277,16 @@ def _sweep(
   late: list[tuple[Plan, CacheBuilder, HeadCounts]] = []
   for index in waiting:
     plan, shares, ready = plans[index], retentions[index], prepared[index]
-    if shares is not None:
-      ready = prepare_calibrated(plan, shares, prompts, geometry)
-    assert ready is not None
-    ready, counts = deferred.count_by_head(ready, protected, geometry)
-    builder = CacheBuilder(model, ready, protected)
+    kept = protected
+    if isinstance(plan.budget, Threshold):
+      kept = jnp.asarray(must_keep(plan.budget, prompts))
+      ready, counts = deferred.prepare_threshold(plan, prompts, geometry)
+    else:
+      if shares is not None:
+        ready = prepare_calibrated(plan, shares, prompts, geometry)
+      assert ready is not None
+      ready, counts = deferred.count_by_head(ready, protected, geometry)
+    builder = CacheBuilder(model, ready, kept)
     builders[index] = builder
     late.append((plan, builder, counts))
   deferred.keep(late)

@@ -63,8 +63,25 @@ def count_by_head(
   )
   # One transfer, as the sizes of the caches depend on it.
   on_host: dict[int, Int[np.ndarray, "B K"]] = jax.device_get(counts)
+  return fit_to_counts(prepared, on_host, padded, geometry), counts
+
+
+def fit_to_counts(
+  prepared: PreparedPlan,
+  counts: Mapping[int, Int[np.ndarray, "B K"]],
+  padded: int,
+  geometry: Geometry,
+) -> PreparedPlan:
+  """Gives the layers of a plan room for the tokens that their heads keep.
+
+  Args:
+    prepared: the plan; its capacity is at least the mean of all heads.
+    counts: tokens that each head keeps, by the layer's number.
+    padded: slots of the prompt.
+    geometry: sizes of the model.
+  """
   most = max(
-    -(-int(of.sum(axis=1).max()) // of.shape[1]) for of in on_host.values()
+    -(-int(of.sum(axis=1).max()) // of.shape[1]) for of in counts.values()
   )
   # The most that a layer may have, rounded up to a bucket: otherwise every
   # prompt would need programs of its own.
@@ -73,9 +90,8 @@ def count_by_head(
     room if layer in counts else capacity
     for layer, capacity in enumerate(prepared.capacities)
   )
-  pool = _pages_per_layer(prepared.capacity, on_host, geometry)
-  sized = dataclasses.replace(prepared, capacities=capacities, pool=pool)
-  return sized, counts
+  pool = _pages_per_layer(prepared.capacity, counts, geometry)
+  return dataclasses.replace(prepared, capacities=capacities, pool=pool)
 
 
 def _pages_per_layer(

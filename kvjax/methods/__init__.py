@@ -13,6 +13,7 @@ from kvjax.methods.dropkv import DropKV as DropKV
 from kvjax.methods.expected_attention import (
   ExpectedAttention as ExpectedAttention,
 )
+from kvjax.methods.fast_kvzip import FastKVzip as FastKVzip
 from kvjax.methods.finch import Finch as Finch
 from kvjax.methods.full import FullKV as FullKV
 from kvjax.methods.h2o import H2O as H2O
@@ -21,6 +22,7 @@ from kvjax.methods.heads import HeadwiseMethod as HeadwiseMethod
 from kvjax.methods.heads import window_mass as window_mass
 from kvjax.methods.key_norm import KeyL2Norm as KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
+from kvjax.methods.kvzap import KVzap as KVzap
 from kvjax.methods.lagkv import LagKV as LagKV
 from kvjax.methods.leverage_scores import LeverageScores as LeverageScores
 from kvjax.methods.protokv import ProtoKV as ProtoKV

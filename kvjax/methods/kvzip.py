@@ -1,6 +1,7 @@
 """KVzip: keep what the model needs to repeat its prompt."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax.numpy as jnp
@@ -71,14 +72,13 @@ class KVzip(ScoringMethod):
     return Traits(
       whole_prompts_only="it replays the whole prompt",
       replay=Replay(self.chunk, self.overlap, self.sinks, by_output),
+      score_range=(0.0, math.inf if by_output else 1.0),
     )
 
   @property
   def allocation(self) -> Allocation:
     """The allocation that `level` defines."""
-    if self.level == "model":
-      return WholeModel()
-    return Uniform() if self.level == "head" else Adaptive(Uniform(), alpha=0.0)
+    return shared_by(self.level)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
@@ -96,3 +96,10 @@ class KVzip(ScoringMethod):
     """The first tokens, if `sinks` says how many."""
     del counts
     return cache.valid & (cache.positions < self.sinks)
+
+
+def shared_by(level: Level) -> Allocation:
+  """The allocation of a budget that the heads of a level share."""
+  if level == "model":
+    return WholeModel()
+  return Uniform() if level == "head" else Adaptive(Uniform(), alpha=0.0)

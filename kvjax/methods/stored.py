@@ -1,15 +1,16 @@
 """Arrays that methods read from files: statistics and filters of queries."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-import safetensors.numpy
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import InputError
@@ -24,41 +25,24 @@ class Stored:
   Attributes:
     path: the file.
     arrays: float32 arrays by name, with a leading axis of L layers.
-    stamp: time and size of the file when it was read.
   """
 
   path: pathlib.Path
   arrays: Mapping[str, np.ndarray]
-  stamp: tuple[int, int]
 
   @classmethod
   def read(cls, path: str, expected: Mapping[str, int]) -> "Stored":
     """Reads a file of safetensors once per process.
-
-    Compiled programs contain the arrays and know a method by the name of its
-    file alone, so that the file must stay as it is.
 
     Args:
       path: the file, or a folder with one named model.safetensors.
       expected: number of axes of every array, by name.
 
     Raises:
-      InputError: there is no such file, it lacks an array, an array has other
-        axes or numbers that are not finite, or it has changed since.
+      InputError: see `read_once`, or the file lacks an array, or an array has
+        other axes or numbers that are not finite.
     """
-    file = pathlib.Path(path)
-    file = file / "model.safetensors" if file.is_dir() else file
-    try:
-      status = file.stat()
-    except OSError as error:
-      raise InputError(f"{file} cannot be read: {reason(error)}.") from error
-    stored = _read(os.path.abspath(file), tuple(sorted(expected.items())))
-    if stored.stamp != (status.st_mtime_ns, status.st_size):
-      raise InputError(
-        f"{file} has changed since it was read; write changed arrays to a file "
-        "of another name."
-      )
-    return stored
+    return read_once(path, _read, tuple(sorted(expected.items())))
 
   def layer(self, name: str, layer: Int[Array, ""]) -> Float[Array, "*D"]:
     """Returns an array of one layer."""
@@ -99,28 +83,83 @@ class Stored:
       )
 
 
-@functools.cache
-def _read(path: str, expected: tuple[tuple[str, int], ...]) -> Stored:
+def read_once[Read](
+  path: str, read: Callable[..., Read], *arguments: Any
+) -> Read:
+  """Reads a file of arrays once per process.
+
+  Compiled programs contain the arrays and know a method by the name of its file
+  alone, so that the file must stay as it is.
+
+  Args:
+    path: the file, or a folder with one named model.safetensors.
+    read: reads the file, given its path and the arguments.
+    *arguments: hashable values.
+
+  Raises:
+    InputError: there is no such file, or it has changed since.
+  """
   file = pathlib.Path(path)
+  file = file / "model.safetensors" if file.is_dir() else file
+  try:
+    stamp = _stamp(file)
+  except OSError as error:
+    raise InputError(f"{file} cannot be read: {reason(error)}.") from error
+  found, read_at = _read_and_stamp(os.path.abspath(file), read, arguments)
+  if read_at != stamp:
+    raise InputError(
+      f"{file} has changed since it was read; write changed arrays to a file "
+      "of another name."
+    )
+  result: Read = found
+  return result
+
+
+@functools.cache
+def _read_and_stamp(
+  path: str, read: Callable[..., Any], arguments: tuple[Any, ...]
+) -> tuple[Any, tuple[int, int]]:
+  file = pathlib.Path(path)
+  stamp = _stamp(file)
+  return read(file, *arguments), stamp
+
+
+def _stamp(file: pathlib.Path) -> tuple[int, int]:
+  """Time and size of a file."""
+  status = file.stat()
+  return status.st_mtime_ns, status.st_size
+
+
+@contextlib.contextmanager
+def open_tensors(file: pathlib.Path) -> Iterator[Any]:
+  """Opens a file of safetensors.
+
+  Raises:
+    InputError: it is none.
+  """
   try:
     check_regular(file)
-    status = file.stat()
     with safetensors.safe_open(file, framework="numpy") as opened:
-      present = {*opened.keys()}
-      missing = [name for name, _ in expected if name not in present]
-      if missing:
-        raise InputError(
-          f"{file} has no {' and '.join(missing)}; kvjax calibrate_queries "
-          "writes such a file."
-        )
-      arrays = {
-        name: np.asarray(opened.get_tensor(name), np.float32)
-        for name, _ in expected
-      }
+      yield opened
   except (OSError, safetensors.SafetensorError, TypeError) as error:
     raise InputError(
       f"{file} is no file of safetensors: {reason(error)}."
     ) from error
+
+
+def _read(file: pathlib.Path, expected: tuple[tuple[str, int], ...]) -> Stored:
+  with open_tensors(file) as opened:
+    present = {*opened.keys()}
+    missing = [name for name, _ in expected if name not in present]
+    if missing:
+      raise InputError(
+        f"{file} has no {' and '.join(missing)}; kvjax calibrate_queries "
+        "writes such a file."
+      )
+    arrays = {
+      name: np.asarray(opened.get_tensor(name), np.float32)
+      for name, _ in expected
+    }
   for name, axes in expected:
     array = arrays[name]
     square = axes < 4 or array.shape[-2:] == array.shape[-1:] * 2
@@ -129,4 +168,4 @@ def _read(path: str, expected: tuple[tuple[str, int], ...]) -> Stored:
         f"{name} of {file} must be finite numbers with {axes} axes, for "
         f"layers, heads and dimensions; it is {array.dtype} {array.shape}."
       )
-  return Stored(file, arrays, (status.st_mtime_ns, status.st_size))
+  return Stored(file, arrays)

@@ -37,6 +37,8 @@ class Traits:
     reuse: number of consecutive layers that share the selection of the first.
     activations: those of `kvjax.activations.OPTIONAL` that scores depend on.
     replay: how the prompt is replayed for `Activations.replayed`, if at all.
+    score_range: lowest and highest score, if a score means the same in all
+      prompts, layers and heads, so that a threshold can be set; else None.
   """
 
   whole_prompts_only: str = ""
@@ -55,6 +57,7 @@ class Traits:
   reuse: int = 1
   activations: frozenset[str] = frozenset()
   replay: Replay | None = None
+  score_range: tuple[float, float] | None = None
 
   def __post_init__(self) -> None:
     check_count("window of a method's traits", self.window, 0)
@@ -87,6 +90,7 @@ class Traits:
       protects=0,
       sinks=0,
       accumulates=False,
+      score_range=None,
     )
 
   def keeps_layer(self, layer: int) -> bool:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvjax.errors import InputError
-from kvjax.options.bounds import check_choices
+from kvjax.options.bounds import check_choices, check_count
 
 Rounding = Literal["up", "kvpress"]
+# As in kvpress.
+_WINDOW = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,41 @@ class Retention:
 
 
 Budget = Tokens | Retention
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold:
+  """A budget of the tokens whose score reaches a threshold, and of the last.
+
+  Each KV head keeps as many tokens of a prompt as it needs. The method's scores
+  must mean the same in all prompts, layers and heads (`Traits.score_range`), as
+  those of learned gates do. A token is judged once, after the prompt; tokens of
+  questions and answers all stay.
+
+  Source: the inference of Dynamic Memory Sparsification, arXiv 2506.05345, as
+  arXiv 2601.07891 (KVzap) applies it.
+
+  Attributes:
+    least: the lowest score that is kept; -inf keeps everything.
+    window: number of last tokens that are kept whatever their score.
+
+  Example:
+    >>> import kvjax
+    >>> print(kvjax.Threshold(-4.0))
+    threshold -4
+  """
+
+  least: float
+  window: int = _WINDOW
+
+  def __post_init__(self) -> None:
+    if math.isnan(self.least):
+      raise InputError("A threshold is a score; nan is none.")
+    check_count("window of a threshold", self.window)
+
+  def __str__(self) -> str:
+    window = "" if self.window == _WINDOW else f", window {self.window}"
+    return f"threshold {self.least:g}{window}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,11 +17,13 @@ from kvjax.methods.critical import Critical
 from kvjax.methods.cur import Cur
 from kvjax.methods.dropkv import DropKV
 from kvjax.methods.expected_attention import ExpectedAttention
+from kvjax.methods.fast_kvzip import FastKVzip
 from kvjax.methods.finch import Finch
 from kvjax.methods.full import FullKV
 from kvjax.methods.h2o import H2O
 from kvjax.methods.key_norm import KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff
+from kvjax.methods.kvzap import KVzap
 from kvjax.methods.kvzip import KVzip
 from kvjax.methods.lagkv import LagKV
 from kvjax.methods.leverage_scores import LeverageScores
@@ -331,6 +333,20 @@ def register_methods() -> None:
     },
     summary="KVzip",
     paper="2505.23416",
+  )
+  register(
+    "kvzap",
+    KVzap,
+    presets={"kvpress": _kvpress(KVzap())},
+    summary="KVzap",
+    paper="2601.07891",
+  )
+  register(
+    "fast_kvzip",
+    FastKVzip,
+    presets={"kvpress": _kvpress(FastKVzip())},
+    summary="Fast KVzip",
+    paper="2601.17668",
   )
   register(
     "rkv",

@@ -14,6 +14,7 @@ from kvjax.options.budgets import (
   PerLayer,
   Retention,
   Rounding,
+  Threshold,
   Tokens,
 )
 from kvjax.options.schedules import WHOLE, Schedule
@@ -138,7 +139,7 @@ def get_retrieval(name: str) -> Retrieval:
 
 def get_plan(
   name: str,
-  budget: Budget | PerLayer | Calibrated,
+  budget: Budget | PerLayer | Calibrated | Threshold,
   schedule: Schedule = WHOLE,
   per_query_head: bool = False,
   kv_dtype: str | None = None,
@@ -155,7 +156,7 @@ def get_plan(
       Compactor keeps, `flat/keydiff@256` the 256 tokens that KeyDiff keeps.
     budget: tokens that an eviction method keeps, or keys that a retrieval
       method retrieves per token, unless its name sets them (`ctkvr.512`);
-      `Calibrated` is for eviction methods only.
+      `Calibrated` and `Threshold` are for eviction methods only.
     schedule: when an eviction method evicts.
     per_query_head: see `Plan`.
     kv_dtype: see `Plan`; eviction methods only.
@@ -195,6 +196,11 @@ def get_plan(
       f"A calibration says what a context can lose; {first} loses nothing, so "
       "give it the number of keys to retrieve."
     )
+  if isinstance(budget, Threshold):
+    raise InputError(
+      f"A threshold says what a method evicts; {first} evicts nothing, so give "
+      "it the number of keys to retrieve."
+    )
   if isinstance(budget, PerLayer):
     raise InputError(
       f"{first} retrieves as many keys in all layers; give one budget for all "
@@ -218,8 +224,8 @@ def get_plan(
 
 
 def _rounded(
-  budget: Budget | PerLayer | Calibrated, recipe: Recipe
-) -> Budget | PerLayer | Calibrated:
+  budget: Budget | PerLayer | Calibrated | Threshold, recipe: Recipe
+) -> Budget | PerLayer | Calibrated | Threshold:
   """The budget, with its retentions rounded as the recipe says."""
   rounding = recipe.rounding
   if rounding is None:
@@ -230,6 +236,8 @@ def _rounded(
     )
   if isinstance(budget, Calibrated):
     return dataclasses.replace(budget, rounding=rounding)
+  if isinstance(budget, Threshold):
+    return budget
   return _rounded_layer(budget, rounding)
 
 

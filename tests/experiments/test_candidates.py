@@ -7,7 +7,11 @@ from absl.testing import flagsaver
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.inputs import method_inputs
-from kvjax.experiments.run.candidates import candidates, parse_budgets
+from kvjax.experiments.run.candidates import (
+  candidates,
+  parse_budgets,
+  parse_thresholds,
+)
 from kvjax.registry.names import split_budget
 
 LATER = kvjax.get_plan("keydiff", kvjax.Tokens(64), kvjax.Schedule(every=16))
@@ -24,6 +28,19 @@ def test_numbers_joined_by_plus_signs_are_those_of_layers():
   assert str(budget) == "512+64 tokens"
   with pytest.raises(InputError, match="--retention takes numbers such as"):
     parse_budgets(["0.5+"], None)
+
+
+def test_thresholds_are_scores():
+  budgets = parse_thresholds(["0.1", "0.5"])
+  assert budgets == [kvjax.Threshold(0.1), kvjax.Threshold(0.5)]
+  chosen = candidates(["kvzip", "kvzip.kvpress"], budgets)
+  assert [c.budget for c in chosen[2::2]] == ["threshold 0.5"] * 2
+  assert "rounded" not in chosen[-1].options
+  for wrong, match in (("much", "takes scores such as -4,-6"), ("nan", "nan")):
+    with pytest.raises(InputError, match=match):
+      parse_thresholds([wrong])
+  with pytest.raises(InputError, match="--methods has keydiff: KeyDiff cannot"):
+    candidates(["keydiff"], budgets)
 
 
 def test_a_budget_per_layer_retains_its_mean():

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import safetensors.numpy
+from made_up_gates import write_kvzap
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,31 @@ def test_a_text_is_answered_side_by_side(binary, tiny_directory, tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_a_threshold_has_a_retention_of_its_own(
+  binary, tiny_directory, tmp_path
+):
+  gate = write_kvzap(tmp_path / "gate", 32, 2, 2)
+  result = binary(
+    f"--model={tiny_directory}",
+    f"--methods=kvzap:gate={gate}",
+    "--threshold=-99,9999",
+    "--tasks=niah_single_2",
+    "--samples=1",
+    "--length=384",
+    f"--output={tmp_path}/run",
+  )
+  assert result.returncode == 0, result.stderr
+  summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+  rows = {row["budget"]: row for row in summary["rows"]}
+  assert rows["threshold -99"]["retention"] == 1.0
+  most = rows["threshold 9999"]
+  assert most["context_tokens"] > 128
+  assert most["kept_tokens"] == 128
+  assert most["retention"] == pytest.approx(
+    128 / most["context_tokens"], abs=1e-4
+  )
+
+
 @pytest.mark.parametrize(
   ("arguments", "sentence"),
   [
@@ -121,6 +147,11 @@ def test_a_text_is_answered_side_by_side(binary, tiny_directory, tmp_path):
     (["--retention=half"], "--retention takes numbers such as 0.5,0.25"),
     (["--budget=0"], "A budget of 0 tokens keeps nothing"),
     (["--budget=64", "--retention=.5"], "--retention and --budget do not go"),
+    (["--budget=64", "--threshold=-4"], "--budget and --threshold do not go"),
+    (
+      ["--methods=keydiff", "--threshold=-4"],
+      "KeyDiff cannot have a threshold",
+    ),
     (["--kv_dtype=int8", "--every=4"], "--every and --kv_dtype do not go"),
     (["--kv_dtype=fp8", "--methods=flat"], "has flat: Flat retrieves keys as"),
     (["--tasks=niah"], "There is no task 'niah'; the tasks are niah_single_1"),

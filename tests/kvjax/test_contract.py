@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from made_up_gates import made_up_fast_kvzip, made_up_kvzap
 
 import kvjax
 from kvjax.allocation import Adaptive, Middle, Pyramid, Sizes, Uniform
@@ -96,6 +97,8 @@ OPTIONS = [
   "protokv:cut=skip",
   "finch:chunk=16",
 ]
+# Their weights, which are made up here, are those of each head.
+GATED = ("kvzap", "fast_kvzip")
 # On rows this short the papers' sizes keep the newest tokens, or all of them,
 # whatever the tokens are: names that say no sizes are given these.
 SMALL = {
@@ -115,6 +118,8 @@ SMALL = {
   "noncausal": {"chunk": 16},
   "compactor.kvpress": {"chunk": 16, "first": 2, "last": 3},
   "compactor.vllm": {"chunk": 16, "leverage_chunk": 20, "first": 2, "last": 3},
+  "kvzap": {"gate": made_up_kvzap(24, 3, 5)},
+  "fast_kvzip": {"gate": made_up_fast_kvzip(24, 3, 5), "recent": 0.05},
   "protokv": {"window": 5, "prototypes": 20, "bits": 3},
   "protokv.clusterkv": {
     **{"sinks": 2, "window": 5, "prototypes": 20, "tokens_per_prototype": 4},
@@ -189,6 +194,8 @@ def first_and_last(name, n, count):
       return 0, count // 2
     case "cur" | "expected_attention":
       return 4, 0
+    case "fast_kvzip":
+      return 4, n // 20
     case "duoattention" | "simlayerkv":
       return 3, 0
     case "tova" if preset == "tova.kvpress":
@@ -349,6 +356,8 @@ class TestMethod:
     recipe = CASES[name]
     if recipe.method.traits.stochastic:
       pytest.skip("it draws numbers per head")
+    if base_of(name)[0] in GATED:
+      pytest.skip("it has weights for every head")
     seen = activations(3)
     order = np.array([2, 0, 1])
     query_order = np.concatenate([[2 * k, 2 * k + 1] for k in order])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from made_up_gates import made_up_fast_kvzip, made_up_kvzap
 
 import kvjax
 from kvjax.cache.sharding import parse_mesh
@@ -66,9 +67,16 @@ TWICE = ["protokv.sat:window=5", "pyramid/ada/snapkv:window=5"]
 LESS = kvjax.Tokens(10)
 
 
+# Files that are of the model with two layers.
+FILES = {
+  "kvzap": f"gate={made_up_kvzap(32, 2, 2)}",
+  "fast_kvzip": f"gate={made_up_fast_kvzip(32, 2, 2)}",
+}
+
+
 def model_of(name):
   """Pyramids have more to say of two layers."""
-  return DEEP if name.startswith("pyramid/") else SHALLOW
+  return DEEP if name.startswith("pyramid/") or name in FILES else SHALLOW
 
 
 def sweep(model, rows, plans):
@@ -97,7 +105,8 @@ class Caches(dict):
 
 
 def plan_of(name, budget=BUDGET):
-  return kvjax.get_plan(name, budget)
+  named = f"{name}:{FILES[name]}" if name in FILES else name
+  return kvjax.get_plan(named, budget)
 
 
 def ask(name, cache):

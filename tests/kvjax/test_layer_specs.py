@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from made_up_gates import made_up_fast_kvzip, made_up_kvzap
 
 import kvjax
 from kvjax.cache.sharding import parse_mesh
@@ -134,8 +135,16 @@ SIZES = {
 NAMES = [f"{name}{SIZES.get(name, '')}" for name in (*METHODS, *RETRIEVALS)]
 
 
+# Weights for all layers, of which two have heads that are scored.
+SCORED = (MODEL.width, 3, len(LAYERS))
+FILES = {
+  "kvzap": f":gate={made_up_kvzap(*SCORED)}",
+  "fast_kvzip": f":gate={made_up_fast_kvzip(*SCORED)}",
+}
+
+
 def plan_of(name):
-  return kvjax.get_plan(name, kvjax.Retention(0.5))
+  return kvjax.get_plan(f"{name}{FILES.get(name, '')}", kvjax.Retention(0.5))
 
 
 def prefilled(plan, prompts=PROMPTS):

@@ -1,0 +1,1 @@
+"""The parts of `kvjax.experiments.train_gate`."""

@@ -1,0 +1,114 @@
+"""Pairs of layers' inputs and scores, one file per text."""
+
+import pathlib
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from kvjax import files
+from kvjax.engine.replay_targets import replay_targets
+from kvjax.errors import InputError
+from kvjax.experiments.finetuning import documents
+from kvjax.experiments.gate_training.fitting import Examples
+from kvjax.methods.replay import Replay
+from kvjax.models.pretrained import Pretrained
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.prompts import Prompts
+from kvjax.repeat_request import RepeatRequest
+
+# Scores of zero have no logarithm.
+_LEAST = float(np.finfo(np.float32).tiny)
+
+
+def rows_of(
+  texts: Sequence[str], tokenizer: Tokenizer, length: int, samples: int
+) -> list[list[int]]:
+  """Splits texts into parts of about equal length, behind the chat template.
+
+  Parts of less than half the length are left out, so that attention is spread
+  over as many tokens in all of them. If there are more than `samples`, they are
+  taken from all texts alike.
+
+  Args:
+    texts: the documents.
+    tokenizer: the model's tokenizer.
+    length: maximum tokens of a part.
+    samples: maximum number of parts.
+
+  Raises:
+    InputError: there are fewer than two parts.
+  """
+  prefix = list(RepeatRequest.of(tokenizer).prefix)
+  begins = 0 if tokenizer.bos_id is None else 1
+  parts = documents.chunks(texts, tokenizer, length + begins, 1).rows()
+  rows = [
+    [*prefix, *part[begins:]]
+    for part in parts
+    if 2 * (len(part) - begins) >= length
+  ]
+  if len(rows) < 2:
+    raise InputError(
+      f"The documents have {len(rows)} parts of {-(-length // 2)} tokens or "
+      "more, and two are needed, to learn and to test; give more of them or a "
+      "smaller --length."
+    )
+  places = np.linspace(0, len(rows) - 1, min(samples, len(rows)))
+  return [rows[int(place)] for place in places]
+
+
+def write(
+  path: pathlib.Path,
+  lm: Pretrained,
+  row: Sequence[int],
+  padded: int,
+  count: int,
+  seed: tuple[int, int],
+) -> None:
+  """Replays a text and writes the pairs of some of its tokens.
+
+  Args:
+    path: the file.
+    lm: the model.
+    row: the tokens, with the chat template before them.
+    padded: length that all texts are padded to.
+    count: maximum number of tokens.
+    seed: seed of the drawn tokens.
+  """
+  request = RepeatRequest.of(lm.text)
+  prompts = Prompts.of([list(row)], padded, repeat_request=request)
+  # One chunk, so that every query of the replay attends to the whole text.
+  width = prompts.tokens.shape[1]
+  targets = replay_targets(
+    lm.model, lm.params, prompts, Replay(chunk=width, by_output=True)
+  )
+  scores = np.stack([np.asarray(x.scores[0]) for x in targets.values()])
+  replayed = np.flatnonzero(scores[0, 0] >= 0)
+  drawn = np.random.default_rng(seed).permutation(replayed)[:count]
+  places = np.sort(drawn)
+  inputs = np.stack(
+    [np.asarray(x.inputs[0, places]) for x in targets.values()]
+  ).astype(jnp.bfloat16)
+  logs = np.log(np.maximum(scores[:, :, places], _LEAST))
+  arrays = {
+    "inputs": inputs,
+    "scores": np.ascontiguousarray(np.swapaxes(logs, 1, 2).astype(np.float32)),
+  }
+  files.write_bytes(path, safetensors.numpy.save(arrays))
+
+
+def read(paths: Sequence[pathlib.Path], index: int) -> Examples:
+  """Reads the pairs of one layer, of several texts.
+
+  Args:
+    paths: the files.
+    index: place of the layer among those that are scored.
+  """
+  inputs, scores = [], []
+  for path in paths:
+    with safetensors.safe_open(path, framework="numpy") as opened:
+      inputs.append(np.asarray(opened.get_slice("inputs")[index], np.float32))
+      scores.append(opened.get_slice("scores")[index])
+  return Examples(np.concatenate(inputs), np.concatenate(scores))

@@ -1,0 +1,34 @@
+"""The allocation of a threshold: as many tokens as reach it."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.allocation.base import Allocation, Sizes
+from kvjax.options.budgets import Budget
+
+
+@dataclasses.dataclass(frozen=True)
+class ByThreshold(Allocation):
+  """Lets every head keep what reaches a threshold.
+
+  The counts, which are known once all layers are scored, are at most these.
+  """
+
+  @property
+  def ragged(self) -> bool:
+    """True: heads keep different numbers of tokens."""
+    return True
+
+  @property
+  def spreads_layers(self) -> bool:
+    """True: layers keep different numbers of tokens."""
+    return True
+
+  def counts(
+    self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
+  ) -> Int[np.ndarray, "L n"]:
+    """All tokens of each row."""
+    del budget
+    return np.tile(lengths.astype(np.int32), (sizes.layers, 1))

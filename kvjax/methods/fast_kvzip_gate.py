@@ -1,0 +1,207 @@
+"""The weights of Fast KVzip: attention beside learned sinks, and its file."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.errors import InputError
+from kvjax.methods.stored import read_once
+from kvjax.methods.torch_files import read_torch
+from kvjax.model import Geometry
+
+# Axes of each weight in the file of a layer.
+_AXES = {
+  "q_proj.weight": 2,
+  "q_proj.bias": 1,
+  "k_proj.weight": 2,
+  "q_norm.weight": 1,
+  "k_norm.weight": 1,
+  "k_base": 4,
+  "b": 3,
+}
+_EPSILON = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FastKVzipGate:
+  """A gate for each layer, from the layer's input to a score per KV head.
+
+  A token has G queries q and a key k of P numbers in each of the K KV heads,
+  normalized by their root mean squares. With H learned keys h, its score is the
+  mean over the queries of
+
+    1 / (1 + sum_h exp(q.h / sqrt(P) - q.k / sqrt(P) - b)),
+
+  the attention that a query pays to its own token beside the learned keys.
+
+  Source: Kim et al., arXiv 2601.17668, Section 3.2, and their code. Their
+  training adds b twice; with the published weights, their inference adds it
+  once.
+
+  Attributes:
+    weights: float32 arrays by the names of the published file, with a leading
+      axis of L layers.
+    path: the file.
+  """
+
+  weights: Mapping[str, Float[np.ndarray, "L ..."]]
+  path: str
+
+  @classmethod
+  def read(cls, path: str) -> "FastKVzipGate":
+    """Reads a file once per process.
+
+    Args:
+      path: a file of https://huggingface.co/Jang-Hyun/Fast-KVzip, such as
+        qwen3-8b/q4_dim16_sink16.pt, or a folder with one such file.
+
+    Raises:
+      InputError: there is no such file, it has no such weights, or it has
+        changed since.
+    """
+    return read_once(str(_file(path)), _read)
+
+  @property
+  def layers(self) -> int:
+    """L, number of layers."""
+    return len(self.weights["b"])
+
+  @property
+  def heads(self) -> int:
+    """K, number of KV heads."""
+    return int(self.weights["b"].shape[1])
+
+  @property
+  def group(self) -> int:
+    """G, queries per KV head."""
+    return int(self.weights["b"].shape[3])
+
+  def check(self, geometry: Geometry) -> None:
+    """Refuses a model with other layers or heads.
+
+    Raises:
+      InputError: they differ.
+    """
+    heads = {spec.kv_heads for spec in geometry.layers if spec.compressible}
+    if self.layers != geometry.num_layers or not heads <= {self.heads}:
+      of_model = " and ".join(map(str, sorted(heads)))
+      raise InputError(
+        f"{self.path} is of another model: it scores {self.heads} KV heads in "
+        f"{self.layers} layers, and this model has {of_model} KV heads in "
+        f"{geometry.num_layers} layers."
+      )
+
+  def predict(
+    self, layer: Int[Array, ""], inputs: Float[Array, "B S E"]
+  ) -> Float[Array, "B K S"]:
+    """Computes the scores of tokens in a layer, in float32.
+
+    Args:
+      layer: index of the layer.
+      inputs: the layer's normalized inputs.
+
+    Raises:
+      InputError: the inputs have another width.
+    """
+    width = self.weights["q_proj.weight"].shape[2]
+    if inputs.shape[-1] != width:
+      raise InputError(
+        f"{self.path} is of another model: it reads inputs of {width} numbers, "
+        f"and this model's have {inputs.shape[-1]}."
+      )
+    of_layer = {n: jnp.asarray(w)[layer] for n, w in self.weights.items()}
+    inputs = inputs.astype(jnp.float32)
+    heads, group = self.heads, self.group
+    size = of_layer["q_norm.weight"].shape[0]
+    queries = jnp.einsum("bse,pe->bsp", inputs, of_layer["q_proj.weight"])
+    queries = queries + of_layer["q_proj.bias"][None, None]
+    queries = queries.reshape(*inputs.shape[:2], heads, group, size)
+    queries = _normalize(queries, of_layer["q_norm.weight"])
+    keys = jnp.einsum("bse,pe->bsp", inputs, of_layer["k_proj.weight"])
+    keys = keys.reshape(*inputs.shape[:2], heads, size)
+    keys = _normalize(keys, of_layer["k_norm.weight"])
+    own = jnp.einsum("bskgp,bskp->bkgs", queries, keys) * size**-0.5
+    own = own + of_layer["b"][:, 0][None, :, :, None]
+    others = jnp.einsum("bskgp,khp->bkgsh", queries, of_layer["k_base"][:, 0])
+    # 1 / (1 + e^x) is a sigmoid, which overflows nowhere.
+    beside = jax.nn.logsumexp(others * size**-0.5, axis=-1)
+    return jnp.mean(jax.nn.sigmoid(own - beside), axis=2)
+
+
+def _normalize(
+  x: Float[Array, "*B P"], gain: Float[Array, " P"]
+) -> Float[Array, "*B P"]:
+  """Divides by the root mean square."""
+  squares = jnp.mean(x**2, axis=-1, keepdims=True)
+  gain = gain.reshape((1,) * (x.ndim - 1) + (-1,))
+  return x * jax.lax.rsqrt(squares + _EPSILON) * gain
+
+
+def _file(path: str) -> pathlib.Path:
+  """The file, or the only one of its kind in a folder."""
+  folder = pathlib.Path(path)
+  if not folder.is_dir():
+    return folder
+  found = sorted(folder.glob("*.pt"))
+  if len(found) != 1:
+    raise InputError(
+      f"{folder} has {len(found)} files named *.pt; name one that is published "
+      "for Fast KVzip."
+    )
+  return found[0]
+
+
+def _read(file: pathlib.Path) -> FastKVzipGate:
+  """Reads the weights of all layers."""
+  content = read_torch(file)
+  layers = content.get("module") if isinstance(content, dict) else None
+  if not isinstance(layers, list) or not layers:
+    raise InputError(
+      f"{file} has no list of layers named module, as the files that are "
+      "published for Fast KVzip have."
+    )
+  weights = {name: _stack(file, layers, name) for name in _AXES}
+  heads, group = weights["b"].shape[1], weights["b"].shape[3]
+  size, width = (
+    weights["q_norm.weight"].shape[1],
+    weights["k_proj.weight"].shape[2],
+  )
+  count, sinks = len(layers), weights["k_base"].shape[3]
+  expected = {
+    "q_proj.weight": (count, heads * group * size, width),
+    "q_proj.bias": (count, heads * group * size),
+    "k_proj.weight": (count, heads * size, width),
+    "q_norm.weight": (count, size),
+    "k_norm.weight": (count, size),
+    "k_base": (count, heads, 1, sinks, size),
+    "b": (count, heads, 1, group),
+  }
+  for name, shape in expected.items():
+    if weights[name].shape != shape:
+      raise InputError(
+        f"{name} of {file} must have the shape {shape[1:]} in every layer, as "
+        f"its other weights say; it has {weights[name].shape[1:]}."
+      )
+  return FastKVzipGate(weights, str(file))
+
+
+def _stack(file: pathlib.Path, layers: list[Any], name: str) -> np.ndarray:
+  """Joins a weight of all layers."""
+  arrays = [x.get(name) if isinstance(x, dict) else None for x in layers]
+  fits = all(
+    isinstance(x, np.ndarray) and x.ndim == _AXES[name] for x in arrays
+  )
+  alike = fits and len({x.shape for x in arrays if x is not None}) == 1
+  stacked = np.stack(arrays).astype(np.float32) if alike else np.zeros(0)  # type: ignore[arg-type]
+  if not alike or not np.isfinite(stacked).all():
+    raise InputError(
+      f"{name} of {file} must be finite numbers with {_AXES[name]} axes, of "
+      "one shape in all layers."
+    )
+  return stacked

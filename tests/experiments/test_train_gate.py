@@ -1,0 +1,266 @@
+"""The program that trains gates: what it learns, resumes and refuses."""
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import kvjax
+from kvjax.engine.replay_targets import replay_targets
+from kvjax.errors import InputError
+from kvjax.experiments.finetuning import documents
+from kvjax.experiments.gate_training import examples, fitting
+from kvjax.experiments.gate_training.trainer import Trainer
+from kvjax.experiments.main import PROGRAMS
+from kvjax.methods.kvzap_gate import KVzapGate
+from kvjax.methods.replay import Replay
+from kvjax.testing import kept_positions
+
+MODULE = "kvjax.experiments.train_gate"
+WORDS = "the file has been read and so have others near a cellar door".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  inside = tmp_path_factory.mktemp("documents")
+  random = np.random.default_rng(0)
+  for name in ("a.txt", "b.md"):
+    text = " ".join(random.choice(WORDS, 90))
+    (inside / name).write_text(text, encoding="utf-8")
+  return inside
+
+
+def recipe(kind="mlp", **changes):
+  made = {
+    "hidden": 24,
+    "epochs": 40,
+    "learning_rate": 1e-2,
+    "batch": 64,
+    "seed": 0,
+  }
+  return fitting.Recipe(kind, **(made | changes))
+
+
+def drawn(count, seed=0):
+  """Inputs far from standard, and scores that are not linear in them."""
+  random = np.random.default_rng(seed)
+  x = random.standard_normal((count, 6))
+  y = np.stack([x[:, 0] * x[:, 1], np.abs(x[:, 2]) - x[:, 3]], axis=1) - 7
+  inputs = x * np.array([1, 30, 1, 0.1, 1, 5]) + np.arange(6)
+  return fitting.Examples(inputs.astype(np.float32), y.astype(np.float32))
+
+
+def test_ridge_regression_solves_its_equations():
+  found = drawn(50)
+  ((weights, biases),) = fitting.fit(found, recipe("linear"), 0)
+  x, y = (np.asarray(a, np.float64) for a in found)
+  # The gradient of |y - Wx - b|^2 + |W|^2 is zero.
+  left = y - x @ weights.T.astype(np.float64) - biases
+  np.testing.assert_allclose(left.sum(axis=0), 0, atol=2e-3)
+  np.testing.assert_allclose(left.T @ x, weights, atol=2e-2)
+
+
+def test_a_hidden_layer_learns_what_a_linear_map_cannot():
+  learned, tested = drawn(4000), drawn(500, seed=1)
+  found = {}
+  for kind in ("mlp", "linear"):
+    steps = fitting.fit(learned, recipe(kind), 3)
+    predicted = fitting.predict(steps, tested.inputs)
+    found[kind] = fitting.mean_r2(predicted, tested.scores)
+  assert found["mlp"] > 0.9
+  assert found["linear"] < 0.5
+
+
+def test_a_fit_is_that_of_its_seed_and_layer():
+  learned = drawn(200)
+  one, same, other, below = (
+    fitting.fit(learned, recipe(epochs=2, seed=seed), layer)[0][0]
+    for seed, layer in ((0, 1), (0, 1), (1, 1), (0, 0))
+  )
+  np.testing.assert_array_equal(one, same)
+  assert np.abs(one - other).max() > 1e-3
+  assert np.abs(one - below).max() > 1e-3
+
+
+def test_targets_are_what_kvzip_plus_scores(tiny):
+  """The tokens that KVzip+ keeps are those of the highest targets."""
+  rows = [[5, 6, 7, *range(20, 50)], [9, *range(30, 50)]]
+  request = kvjax.RepeatRequest((5, 6), (11, 12), (13,), (2,))
+  prompts = kvjax.Prompts.of(rows, repeat_request=request)
+  replay = Replay(chunk=prompts.tokens.shape[1], by_output=True)
+  found = replay_targets(tiny.model, tiny.params, prompts, replay)
+  name = f"kvzip.plus:level=head:chunk={replay.chunk}:sinks=0"
+  plan = kvjax.get_plan(name, kvjax.Tokens(9))
+  cache, _ = kvjax.prefill(tiny.model, tiny.params, prompts, plan)
+  assert list(found) == [0, 1]
+  for layer, targets in found.items():
+    scores = np.array(targets.scores)
+    assert (scores[0, :, :2] == -1).all()
+    assert (scores[0, :, 2 : len(rows[0])] > 0).all()
+    for row, tokens in enumerate(rows):
+      # What is not replayed is kept before all others.
+      kept = np.where(scores[row] < 0, np.inf, scores[row])[:, : len(tokens)]
+      best = np.sort(np.argsort(-kept, axis=1)[:, :9], axis=1).tolist()
+      assert kept_positions(cache, row)[layer] == best
+
+
+def test_parts_follow_the_template_and_are_of_about_equal_length(tiny):
+  prefix = kvjax.RepeatRequest.of(tiny.text).prefix
+  texts = ["".join(np.random.default_rng(n).choice(WORDS, 90)) for n in (1, 2)]
+  rows = examples.rows_of([*texts, "short"], tiny.text, 40, 100)
+  assert {tuple(row[: len(prefix)]) for row in rows} == {tuple(prefix)}
+  lengths = [len(row) - len(prefix) for row in rows]
+  assert max(lengths) <= 40
+  assert min(lengths) >= 20
+  joined = [token for row in rows for token in row[len(prefix) :]]
+  assert joined == [t for text in texts for t in tiny.text.encode(text)]
+  few = examples.rows_of(texts, tiny.text, 40, 3)
+  assert few == [rows[0], rows[(len(rows) - 1) // 2], rows[-1]]
+  with pytest.raises(InputError, match="have 0 parts of 20 tokens or more"):
+    examples.rows_of(["short"], tiny.text, 40, 100)
+
+
+@pytest.fixture(scope="module")
+def run(run_binary, tiny_directory, folder):
+  def start(output, *arguments):
+    return run_binary(
+      MODULE,
+      f"--model={tiny_directory}",
+      f"--documents={folder}",
+      f"--output={output}",
+      "--length=60",
+      "--tokens=30",
+      "--epochs=3",
+      *arguments,
+    )
+
+  return start
+
+
+@pytest.fixture(scope="module")
+def trained(run, tmp_path_factory):
+  output = tmp_path_factory.mktemp("trained") / "results" / "gate"
+  done = run(output)
+  assert done.returncode == 0, done.stderr
+  return output, done
+
+
+def test_what_is_trained_is_a_method(trained, tiny):
+  output, done = trained
+  names = {path.name for path in output.iterdir()}
+  assert names == {
+    *("config.json", "model.safetensors", "validation.json", "run.json"),
+  }
+  assert "layer 1: R2" in done.stdout
+  assert str(output) in done.stdout
+  config = json.loads((output / "config.json").read_text())
+  assert config["input_dim"] == 32
+  assert config["hidden_dim"] == 4
+  assert config["n_modules"] == 2
+  low, high = config["score_range"]
+  assert low < high
+  prompts = kvjax.Prompts.of([list(range(3, 200))])
+  name = f"kvzap:gate={output}"
+  threshold = kvjax.Threshold((low + high) / 2, 8)
+  for budget, most in ((kvjax.Tokens(9), 9), (threshold, 197)):
+    plan = kvjax.get_plan(name, budget)
+    cache, _ = kvjax.prefill(tiny.model, tiny.params, prompts, plan)
+    assert cache.lengths.max() <= most
+
+
+class StopError(Exception):
+  """Stands for a signal."""
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights(tiny, folder, tmp_path):
+  """It neither replays a text twice nor fits a layer again."""
+  texts = documents.read(folder)
+  rows = examples.rows_of(texts, tiny.text, 60, 100)
+  calls = []
+
+  def counted(function, stops_at):
+    def call(*arguments):
+      if len(calls) == stops_at:
+        raise StopError
+      calls.append(function.__name__)
+      return function(*arguments)
+
+    return call
+
+  def run(name, stops_at=None):
+    calls.clear()
+    output = tmp_path / name
+    made = Trainer(output, tiny, rows, 30, recipe(epochs=3), {})
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(examples, "write", counted(examples.write, stops_at))
+      patch.setattr(fitting, "fit", counted(fitting.fit, stops_at))
+      return made.run()
+
+  whole = run("whole")
+  everything = ["write"] * len(rows) + ["fit"] * 2
+  assert calls == everything
+  for stops_at in (2, len(rows), len(rows) + 1):
+    name = f"stopped at {stops_at}"
+    with pytest.raises(StopError):
+      run(name, stops_at)
+    assert calls == everything[:stops_at]
+    assert not (tmp_path / name / "config.json").exists()
+    found = run(name)
+    assert calls == everything[stops_at:]
+    assert found["r2"] == whole["r2"]
+    first, second = (
+      safetensors.numpy.load_file(tmp_path / n / "model.safetensors")
+      for n in ("whole", name)
+    )
+    assert first.keys() == second.keys()
+    for tensor, array in first.items():
+      np.testing.assert_array_equal(array, second[tensor])
+  assert run("whole") == whole
+  assert calls == []
+
+
+def test_a_folder_is_of_one_run(trained, run, tmp_path):
+  output, _ = trained
+  again = run(output)
+  assert again.returncode == 0, again.stderr
+  assert "layer 1" not in again.stdout
+  assert "R2 is" in again.stdout
+  other = run(output, "--seed=1")
+  assert other.returncode == 2
+  assert "holds a run with seed 0" in other.stderr
+
+
+def test_a_linear_map_is_trained_too(run, tmp_path):
+  done = run(tmp_path / "linear", "--kind=linear", "--samples=3")
+  assert done.returncode == 0, done.stderr
+  gate = KVzapGate.read(str(tmp_path / "linear"))
+  assert [w.shape for w, _ in gate.steps] == [(2, 2, 32)]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "sentence"),
+  [
+    ([], "Name a folder"),
+    (["--documents=nowhere"], "nowhere is no folder"),
+    (["--documents=.", "--data=."], "do not go together"),
+    (["--documents=.", "--output=a:b"], "without colons and commas"),
+    (["--documents=.", "--kind=linear", "--hidden=3"], "no hidden layer"),
+    (["--documents=.", "--learning_rate=2"], "above 0 and at most 1"),
+    (["--documents=docs", "--length=4000"], "is too long to be read twice"),
+  ],
+)
+def test_what_is_wrong_is_one_sentence(
+  run_binary, tiny_directory, arguments, sentence, tmp_path
+):
+  if "output" not in str(arguments):
+    arguments = [*arguments, f"--output={tmp_path / 'out'}"]
+  done = run_binary(MODULE, f"--model={tiny_directory}", *arguments)
+  assert done.returncode == 2
+  assert sentence in done.stderr
+  assert len(done.stderr.strip().splitlines()) == 1
+  assert not (tmp_path / "out").exists()
+
+
+def test_it_is_a_program():
+  assert MODULE.rpartition(".")[2] in PROGRAMS
