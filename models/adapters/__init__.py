@@ -1,0 +1,30 @@
+"""Models of other JAX libraries, as models of kvjax."""
+
+import dataclasses
+from collections.abc import Callable
+
+from kvjax.models.adapters.bonsai import from_bonsai as from_bonsai
+from kvjax.models.adapters.gemma import from_gemma as from_gemma
+from kvjax.models.adapters.maxtext import MODULES
+from kvjax.models.adapters.maxtext import from_maxtext as from_maxtext
+from kvjax.models.pretrained import Pretrained
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+  """Reads the models of a library.
+
+  Attributes:
+    function: makes a model of kvjax.
+    families: model types that it reads, of `kvjax.models.families.FAMILIES`.
+  """
+
+  function: Callable[..., Pretrained]
+  families: tuple[str, ...]
+
+
+ADAPTERS = {
+  "bonsai": Adapter(from_bonsai, ("qwen3",)),
+  "gemma": Adapter(from_gemma, ("gemma3_text",)),
+  "MaxText": Adapter(from_maxtext, tuple(MODULES)),
+}

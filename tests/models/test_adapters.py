@@ -1,0 +1,305 @@
+"""Models of other libraries: what kvjax makes of them computes the same."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+import kvjax
+from kvjax.cache.sharding import parse_mesh
+from kvjax.errors import InputError
+from kvjax.models.adapters import (
+  ADAPTERS,
+  from_bonsai,
+  from_gemma,
+  from_maxtext,
+)
+from kvjax.models.families import FAMILIES
+from kvjax.models.pretrained import load
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
+TOLERANCE = 1e-4
+# The layout of MaxText, by golden model: the period of its blocks of layers.
+MAXTEXT = {
+  "llama3": 0,
+  "llama31": 0,
+  "mistral": 0,
+  "qwen25": 0,
+  "qwen25_tied": 0,
+  "qwen3": 0,
+  "gpt_oss": 2,
+  "gemma3": 6,
+  "olmo3": 4,
+}
+
+
+def last_logits(lm, rows):
+  plan = kvjax.get_plan("full", kvjax.Retention(1.0))
+  return kvjax.prefill(lm.model, lm.params, kvjax.Prompts.of(rows), plan)[1]
+
+
+def rows_of(vocabulary):
+  """Longer than the windows of the golden models."""
+  draw = np.random.default_rng(0)
+  return [draw.integers(3, vocabulary, n).tolist() for n in (30, 17)]
+
+
+def assert_same(lm, other):
+  """The same decoder with the same weights, and the same logits."""
+  assert lm.model == other.model
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7),
+    lm.params,
+    other.params,
+  )
+  rows = rows_of(lm.config.vocab_size)
+  np.testing.assert_allclose(
+    last_logits(lm, rows), last_logits(other, rows), atol=TOLERANCE
+  )
+
+
+def tensors_of(folder):
+  """Matrices as [in, out], by the names in the files."""
+  return {
+    name: x.T if x.ndim == 2 and "embed_tokens" not in name else x
+    for path in folder.glob("*.safetensors")
+    for name, x in safetensors.numpy.load_file(path).items()
+  }
+
+
+def put(tree, path, value):
+  *folders, last = path.split("/")
+  for folder in folders:
+    tree = tree.setdefault(folder, {})
+  tree[last] = value
+
+
+# Names in a layer of MaxText and at Hugging Face.
+MAXTEXT_LAYER = {
+  "pre_self_attention_layer_norm/scale": "input_layernorm.weight",
+  "post_self_attention_layer_norm/scale": "post_attention_layernorm.weight",
+  "post_mlp_layer_norm/scale": "post_feedforward_layernorm.weight",
+  "{attention}/query/kernel": "self_attn.q_proj.weight",
+  "{attention}/key/kernel": "self_attn.k_proj.weight",
+  "{attention}/value/kernel": "self_attn.v_proj.weight",
+  "{attention}/out/kernel": "self_attn.o_proj.weight",
+  "{attention}/query/bias": "self_attn.q_proj.bias",
+  "{attention}/key/bias": "self_attn.k_proj.bias",
+  "{attention}/value/bias": "self_attn.v_proj.bias",
+  "{attention}/out/bias": "self_attn.o_proj.bias",
+  "{attention}/query_norm/scale": "self_attn.q_norm.weight",
+  "{attention}/key_norm/scale": "self_attn.k_norm.weight",
+  "{attention}/sinks": "self_attn.sinks",
+  "mlp/wi_0/kernel": "mlp.gate_proj.weight",
+  "mlp/wi_1/kernel": "mlp.up_proj.weight",
+  "mlp/wo/kernel": "mlp.down_proj.weight",
+  "GptOssMlp/gate/kernel": "mlp.router.weight",
+  "GptOssMlp/gate/bias": "mlp.router.bias",
+  "GptOssMlp/wo": "mlp.experts.down_proj",
+  "GptOssMlp/wo_bias": "mlp.experts.down_proj_bias",
+}
+GEMMA_NORMS = {
+  "pre_self_attention_norm/scale": "input_layernorm.weight",
+  "post_self_attention_norm/scale": "post_attention_layernorm.weight",
+  "pre_ffw_norm/scale": "pre_feedforward_layernorm.weight",
+  "post_ffw_norm/scale": "post_feedforward_layernorm.weight",
+}
+ATTENTION = {"gpt_oss": "GptOssAttention", "olmo3": "attention"}
+
+
+def maxtext_layer(config, tensors, layer):
+  """A layer in MaxText's layout, by path."""
+  kind = config.model_type
+  names = MAXTEXT_LAYER
+  if kind == "gemma3_text":
+    names = {k: v for k, v in names.items() if "layer_norm" not in k}
+    names |= GEMMA_NORMS
+  found = {}
+  for path, name in names.items():
+    value = tensors.get(f"model.layers.{layer}.{name}")
+    if value is None:
+      continue
+    path = path.format(attention=ATTENTION.get(kind, "self_attention"))
+    if "/out/kernel" in path:
+      value = value.reshape(-1, config.head_dim, config.hidden_size)
+    elif any(f"/{one}/" in path for one in ("query", "key", "value")):
+      value = value.reshape(*value.shape[:-1], -1, config.head_dim)
+    if kind == "llama" and "/query/kernel" in path:
+      value = value / np.sqrt(config.head_dim)
+    if config.rope.kind == "llama3" and (
+      "/query/" in path or "/key/" in path
+    ):
+      halves = np.split(value, 2, axis=-1)
+      value = np.stack(halves, axis=-1).reshape(value.shape)
+    if kind == "gemma3_text" and path.endswith("scale"):
+      value = value + 1
+    if kind == "mistral" and "/query/kernel" in path:
+      value = value / np.sqrt(config.head_dim)
+    found[path] = value.astype(np.float32)
+  both = tensors.get(f"model.layers.{layer}.mlp.experts.gate_up_proj")
+  if both is not None:
+    bias = tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj_bias"]
+    for number in range(2):
+      found[f"GptOssMlp/wi_{number}"] = both[..., number::2]
+      # `tensors_of` has transposed it: it is a matrix.
+      found[f"GptOssMlp/wi_{number}_bias"] = bias.T[..., number::2]
+    found["GptOssMlp/wo_bias"] = found["GptOssMlp/wo_bias"].T
+  return found
+
+
+def maxtext_tree(name, config, scanned):
+  """A golden model as MaxText stores it."""
+  tensors, tree = tensors_of(GOLDEN / name), {}
+  embedding = tensors["model.embed_tokens.weight"]
+  scale = np.float32(1)
+  if config.model_type == "gemma3_text":
+    scale = np.float32(jnp.bfloat16(np.sqrt(config.hidden_size)))
+  put(tree, "token_embedder/embedding", embedding * scale)
+  offset = config.model_type == "gemma3_text"
+  put(tree, "decoder/decoder_norm/scale", tensors["model.norm.weight"] + offset)
+  if "lm_head.weight" in tensors:
+    put(tree, "decoder/logits_dense/kernel", tensors["lm_head.weight"])
+  layers = [
+    maxtext_layer(config, tensors, n) for n in range(config.num_layers)
+  ]
+  period = MAXTEXT[name] or 1
+  whole = config.num_layers - config.num_layers % period
+  for number, layer in enumerate(layers):
+    for path, value in layer.items():
+      if not scanned:
+        put(tree, f"decoder/layers_{number}/{path}", value)
+      elif number >= whole:
+        rest = f"decoder/layers_remainder/layers_{number - whole}/{path}"
+        put(tree, rest, value)
+      elif number < period:
+        block = f"layers_{number}/" if MAXTEXT[name] else ""
+        stack = [own[path] for own in layers[number:whole:period]]
+        put(tree, f"decoder/layers/{block}{path}", np.stack(stack, axis=1))
+  return tree
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize("name", MAXTEXT)
+def test_trees_of_maxtext_are_the_models_that_they_were_made_of(name, scanned):
+  golden = load(GOLDEN / name, "float32")
+  tree = maxtext_tree(name, golden.config, scanned)
+  # As a state of training has it.
+  lm = from_maxtext({"params": {"params": tree}}, golden.config)
+  assert_same(lm, golden)
+
+
+def test_every_family_of_maxtext_is_tried():
+  tried = {load(GOLDEN / name).config.model_type for name in MAXTEXT}
+  # test_maxtext_experts does the last one.
+  assert {*tried, "qwen3_moe"} == set(ADAPTERS["MaxText"].families)
+
+
+def test_experts_of_maxtext(tmp_path):
+  """Of Qwen3, with experts in all layers, which are scanned after them."""
+  shutil.copytree(GOLDEN / "qwen3_moe_shares", tmp_path / "model")
+  golden = load(GOLDEN / "qwen3_moe_shares", "float32")
+  config = golden.config
+  sparse = [config.kinds[kind].sparse for kind in config.layer_kinds]
+  keep = sparse.index(True)
+  fields = json.loads((tmp_path / "model" / "config.json").read_text())
+  fields |= {"num_hidden_layers": 1, "decoder_sparse_step": 1}
+  (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+  path = tmp_path / "model" / "model.safetensors"
+  files = safetensors.numpy.load_file(path)
+  start = f"model.layers.{keep}."
+  kept = {
+    name.replace(start, "model.layers.0."): x
+    for name, x in files.items()
+    if not name.startswith("model.layers.") or name.startswith(start)
+  }
+  safetensors.numpy.save_file(kept, path, {"format": "pt"})
+  golden = load(tmp_path / "model", "float32")
+  tensors = tensors_of(tmp_path / "model")
+  tree = {}
+  put(tree, "token_embedder/embedding", tensors["model.embed_tokens.weight"])
+  put(tree, "decoder/decoder_norm/scale", tensors["model.norm.weight"])
+  put(tree, "decoder/logits_dense/kernel", tensors["lm_head.weight"])
+  layer = maxtext_layer(golden.config, tensors, 0)
+  layer["moe_block/gate/kernel"] = tensors["model.layers.0.mlp.gate.weight"]
+  for own, name in (("wi_0", "gate"), ("wi_1", "up"), ("wo", "down")):
+    layer[f"moe_block/{own}"] = np.stack(
+      [
+        tensors[f"model.layers.0.mlp.experts.{expert}.{name}_proj.weight"]
+        for expert in range(golden.config.experts.count)
+      ]
+    )
+  for path, value in layer.items():
+    put(tree, f"decoder/layers/{path}", value[:, None])
+  assert_same(from_maxtext(tree, golden.config), golden)
+
+
+def test_a_checkpoint_of_maxtext_is_read_from_its_folder(tmp_path):
+  """Parameters alone: the state of the optimizer stays on the disk."""
+  golden = load(GOLDEN / "qwen3", "float32")
+  tree = maxtext_tree("qwen3", golden.config, scanned=True)
+  # A padded vocabulary, and what training stores besides.
+  embedding = tree["token_embedder"]["embedding"]
+  tree["token_embedder"]["embedding"] = np.pad(embedding, ((0, 48), (0, 0)))
+  state = {
+    "params": {"params": tree},
+    "opt_state": {"mu": np.zeros(3, np.float32)},
+    "step": np.int32(7),
+  }
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "0" / "items", state)
+  for folder in (tmp_path / "0", tmp_path / "0" / "items"):
+    assert_same(from_maxtext(folder, golden.config), golden)
+  with pytest.raises(InputError, match="no checkpoint of MaxText that orbax"):
+    from_maxtext(tmp_path / "absent", golden.config)
+
+
+def test_a_mesh_has_shares_of_the_parameters():
+  golden = load(GOLDEN / "qwen3", "float32")
+  tree = maxtext_tree("qwen3", golden.config, scanned=True)
+  mesh = parse_mesh("model:4")
+  lm = from_maxtext(tree, golden.config, mesh=mesh)
+  up = lm.params["layers"][0]["mlp"]["up_proj"]["kernel"][...]
+  assert up.addressable_shards[0].data.shape[-1] == up.shape[-1] // 4
+  with jax.set_mesh(mesh):
+    assert_same(lm, golden)
+
+
+@pytest.mark.parametrize(
+  ("change", "sentence"),
+  [
+    (
+      lambda tree: tree["decoder"]["layers"]["mlp"].pop("wo"),
+      "lack decoder/layers/mlp/wo/kernel; give those of a whole model",
+    ),
+    (
+      lambda tree: put(tree, "decoder/layers/mlp/lora_a", np.ones(3)),
+      "hold decoder/layers/mlp/lora_a, which a model of this family does not",
+    ),
+    (
+      lambda tree: put(tree, "decoder/decoder_norm/scale", np.ones(3)),
+      r"norm.scale has the shape \(3,\), where the config asks for \(32,\)",
+    ),
+  ],
+  ids=["missing", "unknown", "size"],
+)
+def test_parameters_that_do_not_fit_are_named(change, sentence):
+  golden = load(GOLDEN / "qwen3", "float32")
+  tree = maxtext_tree("qwen3", golden.config, scanned=True)
+  change(tree)
+  with pytest.raises(InputError, match=sentence):
+    from_maxtext(tree, golden.config)
+
+
+def test_families_that_maxtext_lacks_are_refused():
+  golden = load(GOLDEN / "granite", "float32")
+  with pytest.raises(InputError, match="the config is of granite"):
+    from_maxtext({}, golden.config)
