@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from kvjax.models.adapters.bonsai import from_bonsai as from_bonsai
 from kvjax.models.adapters.gemma import from_gemma as from_gemma
-from kvjax.models.adapters.maxtext import MODULES
 from kvjax.models.adapters.maxtext import from_maxtext as from_maxtext
+from kvjax.models.adapters.maxtext_names import MODULES
 from kvjax.models.pretrained import Pretrained
 
 

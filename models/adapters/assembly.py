@@ -123,8 +123,12 @@ def assemble(
   if mesh is not None:
     places = jax.tree.leaves(param_shardings(template, model.geometry, mesh))
   arrays = [
-    _place(_find(config, find, path, leaf), place)
-    for (path, leaf), place in zip(leaves, places, strict=True)
+    array if place is None else jax.device_put(array, place)
+    for array, place in zip(
+      (_find(config, find, path, leaf) for path, leaf in leaves),
+      places,
+      strict=True,
+    )
   ]
   params = jax.tree_util.tree_unflatten(structure, arrays)
   return Pretrained(model, params, config, tokenizer)
@@ -148,7 +152,3 @@ def _find(
       f"asks for {leaf.shape}."
     )
   return array.reshape(leaf.shape).astype(leaf.dtype)
-
-
-def _place(array: Array, place: Any) -> Array:
-  return array if place is None else jax.device_put(array, place)

@@ -135,9 +135,7 @@ def maxtext_layer(config, tensors, layer):
       value = value.reshape(*value.shape[:-1], -1, config.head_dim)
     if kind == "llama" and "/query/kernel" in path:
       value = value / np.sqrt(config.head_dim)
-    if config.rope.kind == "llama3" and (
-      "/query/" in path or "/key/" in path
-    ):
+    if config.rope.kind == "llama3" and ("/query/" in path or "/key/" in path):
       halves = np.split(value, 2, axis=-1)
       value = np.stack(halves, axis=-1).reshape(value.shape)
     if kind == "gemma3_text" and path.endswith("scale"):
@@ -168,9 +166,7 @@ def maxtext_tree(name, config, scanned):
   put(tree, "decoder/decoder_norm/scale", tensors["model.norm.weight"] + offset)
   if "lm_head.weight" in tensors:
     put(tree, "decoder/logits_dense/kernel", tensors["lm_head.weight"])
-  layers = [
-    maxtext_layer(config, tensors, n) for n in range(config.num_layers)
-  ]
+  layers = [maxtext_layer(config, tensors, n) for n in range(config.num_layers)]
   period = MAXTEXT[name] or 1
   whole = config.num_layers - config.num_layers % period
   for number, layer in enumerate(layers):
@@ -303,3 +299,294 @@ def test_families_that_maxtext_lacks_are_refused():
   golden = load(GOLDEN / "granite", "float32")
   with pytest.raises(InputError, match="the config is of granite"):
     from_maxtext({}, golden.config)
+
+
+MAXTEXT_NAMES = {
+  "llama31": "llama3.1-8b",
+  "qwen25": "qwen2.5-7b",
+  "qwen3": "qwen3-8b",
+  "gemma3": "gemma3-4b",
+  "gpt_oss": "gpt-oss-20b",
+  "olmo3": "olmo3-7b",
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", MAXTEXT_NAMES)
+def test_what_maxtext_converts_is_read_back(name):
+  """By the package's own names and functions of its conversion."""
+  mapping = pytest.importorskip(
+    "maxtext.checkpoint_conversion.utils.param_mapping"
+  )
+  golden = load(GOLDEN / name, "float32")
+  config = golden.config
+  fields = json.loads((GOLDEN / name / "config.json").read_text())
+  fields["head_dim"] = config.head_dim
+  files = {
+    tensor: x
+    for path in (GOLDEN / name).glob("*.safetensors")
+    for tensor, x in safetensors.numpy.load_file(path).items()
+  }
+  if name == "gemma3":
+    fields = {"text_config": fields, "vision_config": {"num_hidden_layers": 0}}
+    files = {
+      tensor.replace("model.", "model.language_model.", 1): x
+      for tensor, x in files.items()
+    }
+  own = types.SimpleNamespace(inhomogeneous_layer_cycle_interval=MAXTEXT[name])
+  model = MAXTEXT_NAMES[name]
+  hooks = mapping.HOOK_FNS[model](fields, own, True, saving_to_hf=False)
+  heads = {"query": config.num_heads}
+  heads |= dict.fromkeys(("key", "value"), config.num_kv_heads)
+
+  def shape(path, x):
+    """The shape in MaxText of a tensor that is stored."""
+    *_, module, kind = path.split("-")
+    if module in heads:
+      split = (heads[module], config.head_dim)
+      return split if kind == "bias" else (config.hidden_size, *split)
+    if (module, kind) == ("out", "kernel"):
+      return config.num_heads, config.head_dim, config.hidden_size
+    return x.shape[::-1] if kind == "kernel" else x.shape
+
+  def converted(key, tensor):
+    x, functions = files[tensor], hooks.get(key, [])
+    path = key if isinstance(key, str) else key[0]
+    target = shape(path, x)
+    for convert in functions if isinstance(functions, list) else [functions]:
+      x = np.asarray(convert(x, target))
+    return x
+
+  tree = {}
+  for key, tensors in mapping.PARAM_MAPPING[model](fields, own, True).items():
+    stacked = isinstance(tensors, list)
+    tensors = tensors if stacked else [tensors]
+    if tensors[0] not in files:
+      continue
+    found = [converted(key, tensor) for tensor in tensors]
+    whole = np.stack(found, axis=1) if stacked else found[0]
+    if isinstance(key, str):
+      put(tree, key.replace("-", "/"), whole)
+      continue
+    # One tensor that MaxText has as two: along the last axis.
+    for number, path in enumerate(key):
+      put(tree, path.replace("-", "/"), whole[..., number])
+  assert_same(from_maxtext(tree, config), golden)
+
+
+def module(**parts):
+  """An nnx module with these parts."""
+  made = nnx.Module()
+  for name, part in parts.items():
+    setattr(made, name, part)
+  return made
+
+
+def bonsai_model(name):
+  """A golden Qwen3 with the names and shapes of bonsai's."""
+  config, tensors = load(GOLDEN / name).config, tensors_of(GOLDEN / name)
+  heads = {"q": config.num_heads}
+  heads |= dict.fromkeys("kv", config.num_kv_heads)
+
+  def param(kind, name):
+    return module(**{kind: nnx.Param(jnp.asarray(tensors[name]))})
+
+  def layer(number):
+    start = f"model.layers.{number}."
+    attention = {
+      f"{one}_norm": param("scale", f"{start}self_attn.{one}_norm.weight")
+      for one in "qk"
+    }
+    for one in "qkvo":
+      x = tensors[f"{start}self_attn.{one}_proj.weight"]
+      split = (
+        (-1, config.head_dim, config.hidden_size)
+        if one == "o"
+        else (config.hidden_size, heads[one], config.head_dim)
+      )
+      attention[f"{one}_proj"] = module(
+        kernel=nnx.Param(jnp.asarray(x.reshape(split)))
+      )
+    mlp = {
+      f"{one}_proj": param("kernel", f"{start}mlp.{one}_proj.weight")
+      for one in ("gate", "up", "down")
+    }
+    norms = {
+      one: param("scale", f"{start}{one}.weight")
+      for one in ("input_layernorm", "post_attention_layernorm")
+    }
+    return module(attn=module(**attention), mlp=module(**mlp), **norms)
+
+  return module(
+    config=types.SimpleNamespace(
+      num_layers=config.num_layers,
+      vocab_size=config.vocab_size,
+      emb_dim=config.hidden_size,
+      mlp_dim=config.intermediate_size,
+      num_heads=config.num_heads,
+      head_dim=config.head_dim,
+      num_kv_heads=config.num_kv_heads,
+      norm_eps=config.rms_norm_eps,
+    ),
+    embedder=param("embedding", "model.embed_tokens.weight"),
+    layers=nnx.List([layer(number) for number in range(config.num_layers)]),
+    final_norm=param("scale", "model.norm.weight"),
+    lm_head=param("kernel", "lm_head.weight"),
+  )
+
+
+def test_a_model_of_bonsai_is_the_model_that_it_was_made_of():
+  golden, model = load(GOLDEN / "qwen3", "float32"), bonsai_model("qwen3")
+  lm = from_bonsai(model, max_positions=golden.config.max_positions)
+  assert_same(lm, golden)
+  # What layers do not stack is no copy.
+  for own, one in (
+    (lm.params["embed_tokens"]["embedding"], model.embedder.embedding),
+    (lm.params["lm_head"]["kernel"], model.lm_head.kernel),
+  ):
+    assert own[...].unsafe_buffer_pointer() == one[...].unsafe_buffer_pointer()
+
+
+def test_bonsai_stores_tied_weights_twice():
+  model = bonsai_model("qwen3")
+  untied = from_bonsai(model)
+  model.lm_head.kernel = nnx.Param(model.embedder.embedding[...].T)
+  tied = from_bonsai(model)
+  assert tied.config.tie_embeddings
+  assert not untied.config.tie_embeddings
+  assert "lm_head" not in tied.params
+
+
+def gemma_config(config, factor):
+  """The config of gm for a golden Gemma 3."""
+  kinds = [config.kinds[kind].window for kind in config.layer_kinds]
+  return types.SimpleNamespace(
+    num_embed=config.vocab_size,
+    embed_dim=config.hidden_size,
+    hidden_dim=config.intermediate_size,
+    num_heads=config.num_heads,
+    head_dim=config.head_dim,
+    num_kv_heads=config.num_kv_heads,
+    final_logit_softcap=None,
+    use_post_attn_norm=True,
+    use_post_ffw_norm=True,
+    use_qk_norm=True,
+    attention_types=[
+      types.SimpleNamespace(name="LOCAL_SLIDING" if window else "GLOBAL")
+      for window in kinds
+    ],
+    query_pre_attn_scalar=lambda: config.attention_scale,
+    attn_logits_soft_cap=None,
+    sliding_window_size=max(window or 0 for window in kinds),
+    transpose_gating_einsum=True,
+    local_base_frequency=10_000,
+    global_base_frequency=1_000_000,
+    local_scale_factor=1.0,
+    global_scale_factor=factor,
+  )
+
+
+GEMMA_LAYER = {
+  "pre_attention_norm/scale": "input_layernorm",
+  "post_attention_norm/scale": "post_attention_layernorm",
+  "pre_ffw_norm/scale": "pre_feedforward_layernorm",
+  "post_ffw_norm/scale": "post_feedforward_layernorm",
+  "attn/_query_norm/scale": "self_attn.q_norm",
+  "attn/_key_norm/scale": "self_attn.k_norm",
+  "mlp/linear": "mlp.down_proj",
+}
+
+
+def gemma_tree(config, tensors):
+  """A golden model as gm stores it."""
+  tree = {}
+  put(tree, "embedder/input_embedding", tensors["model.embed_tokens.weight"])
+  put(tree, "final_norm/scale", tensors["model.norm.weight"])
+  # Of the vision encoder, which is left out.
+  put(tree, "embedder/mm_soft_embedding_norm/scale", np.ones(3))
+  put(tree, "vision_encoder/kernel", np.ones(3))
+  for number in range(config.num_layers):
+    start, own = f"model.layers.{number}.", f"layer_{number}/"
+    for path, name in GEMMA_LAYER.items():
+      put(tree, own + path, tensors[f"{start}{name}.weight"])
+    q, k, v, o = (
+      tensors[f"{start}self_attn.{one}_proj.weight"] for one in "qkvo"
+    )
+    q, k, v = (
+      x.reshape(config.hidden_size, -1, config.head_dim).swapaxes(0, 1)
+      for x in (q, k, v)
+    )
+    put(tree, f"{own}attn/q_einsum/w", q)
+    put(tree, f"{own}attn/kv_einsum/w", np.stack([k, v]))
+    o = o.reshape(-1, config.head_dim, config.hidden_size)
+    put(tree, f"{own}attn/attn_vec_einsum/w", o)
+    gate, up = (
+      tensors[f"{start}mlp.{one}_proj.weight"].T for one in ("gate", "up")
+    )
+    put(tree, f"{own}mlp/gating_einsum", np.stack([gate, up]))
+  return tree
+
+
+def test_parameters_of_gm_are_the_model_that_they_were_made_of(tmp_path):
+  """Its norms have an epsilon of 1e-6, and its context follows from RoPE."""
+  shutil.copytree(GOLDEN / "gemma3", tmp_path / "model")
+  path = tmp_path / "model" / "config.json"
+  fields = json.loads(path.read_text()) | {"rms_norm_eps": 1e-6}
+  path.write_text(json.dumps(fields | {"max_position_embeddings": 131_072}))
+  golden = load(tmp_path / "model", "float32")
+  tree = gemma_tree(golden.config, tensors_of(tmp_path / "model"))
+  model = types.SimpleNamespace(config=gemma_config(golden.config, 8.0))
+  assert_same(from_gemma(model, tree), golden)
+  model.config.use_qk_norm = False
+  with pytest.raises(InputError, match="this config is another's"):
+    from_gemma(model, tree)
+
+
+# The package and what it imports warn of their own.
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+  ("kv_heads", "transposed", "factor", "softcap"),
+  [(2, True, 8.0, None), (4, False, 1.0, None), (1, True, 1.0, 5.0)],
+)
+def test_gm_computes_the_same_logits(kv_heads, transposed, factor, softcap):
+  """Past the window, with random weights."""
+  pytest.importorskip("gemma")
+  from gemma.gm import nn
+
+  local, everywhere = nn.AttentionType.LOCAL_SLIDING, nn.AttentionType.GLOBAL
+  config = nn.config.TransformerConfig(
+    num_embed=80,
+    embed_dim=32,
+    hidden_dim=48,
+    num_heads=4,
+    head_dim=16,
+    num_kv_heads=kv_heads,
+    final_logit_softcap=softcap,
+    use_post_attn_norm=True,
+    use_post_ffw_norm=True,
+    attention_types=(local, local, everywhere) * 2 + (local,),
+    sliding_window_size=12,
+    transpose_gating_einsum=transposed,
+    use_qk_norm=True,
+    local_base_frequency=10_000,
+    global_base_frequency=1_000_000,
+    global_scale_factor=factor,
+  )
+  model = nn.Transformer(config=config, dtype=jnp.float32)
+  draw = np.random.default_rng(0)
+  tokens = draw.integers(3, 80, (2, 40)).astype(np.int32)
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    params = jax.tree.map(
+      lambda x: jnp.asarray(draw.normal(size=x.shape) * 0.3, jnp.float32),
+      model.init(jax.random.key(0), tokens)["params"],
+    )
+    expected = model.apply({"params": params}, tokens).logits
+  lm = from_gemma(model, params)
+  for length in (5, 12, 13, 40):
+    logits = last_logits(lm, [row[:length].tolist() for row in tokens])
+    np.testing.assert_allclose(logits, expected[:, length - 1], atol=TOLERANCE)
+
+
+def test_adapters_read_families_that_there_are():
+  for adapter in ADAPTERS.values():
+    assert set(adapter.families) <= set(FAMILIES)
