@@ -336,6 +336,7 @@ def arrange_for(activations: Activations, plan: Plan | None) -> Any:
   """Maps a layer to what attention reads instead; None for the layer itself."""
   if plan is None or not plan.method.traits.renumbers:
     return None
+  assert activations.rerotate is not None
   # Only what attention reads is renumbered; the cache keeps true positions.
   return functools.partial(close_gaps, activations.rerotate)
 

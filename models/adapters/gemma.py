@@ -63,7 +63,7 @@ def from_gemma(
   features_last = model.config.transpose_gating_einsum
 
   def in_layer(name: str, layer: int) -> Array:
-    """A parameter of a layer; heads and features of a projection are [E, N, D]."""
+    """A parameter of a layer; projections are [E, N, D]."""
     start = f"layer_{layer}/"
     if name in _LAYER:
       return found[start + _LAYER[name]]

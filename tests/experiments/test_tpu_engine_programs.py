@@ -12,13 +12,13 @@ import kvjax
 from kvjax.experiments.tpu import (
   chips,
   engine_programs,
-  llama,
 )
 from kvjax.experiments.tpu.hlo import Module
 from kvjax.experiments.tpu.host_arrays import copied_from_host
 from kvjax.experiments.tpu.programs import (
   compiled,
 )
+from kvjax.experiments.tpu.published import LLAMA
 
 
 @pytest.mark.libtpu
@@ -55,7 +55,7 @@ def test_layers_are_read_where_they_stand_in_their_stacks(use, layers, most):
   lower = functools.partial(engine_programs.lower_decode, use, layers)
   outcome = compiled(program("decode", use.name, lower=lower), v5e)
   assert outcome.fault is None
-  _, params = llama.shapes(v5e.mesh, layers)
+  _, params = LLAMA.shapes(v5e.mesh, layers)
   layer = engine_programs.share_bytes(params["layers"]) / layers
   assert outcome.footprint.temporary < layer / 4
   assert outcome.footprint.results < MIB

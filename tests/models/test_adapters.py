@@ -1,6 +1,5 @@
 """Models of other libraries: what kvjax makes of them computes the same."""
 
-import dataclasses
 import json
 import pathlib
 import shutil
