@@ -14,12 +14,14 @@ import safetensors.numpy
 from flax import nnx
 
 import kvjax
+import kvjax.testing
 from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
 from kvjax.models.adapters import (
   ADAPTERS,
   from_bonsai,
   from_gemma,
+  from_keras_hub,
   from_maxtext,
 )
 from kvjax.models.families import FAMILIES
@@ -584,6 +586,56 @@ def test_gm_computes_the_same_logits(kv_heads, transposed, factor, softcap):
   for length in (5, 12, 13, 40):
     logits = last_logits(lm, [row[:length].tolist() for row in tokens])
     np.testing.assert_allclose(logits, expected[:, length - 1], atol=TOLERANCE)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_llama_of_keras_hub_runs_by_its_own_functions(tied, monkeypatch):
+  monkeypatch.setenv("KERAS_BACKEND", "jax")
+  keras_hub = pytest.importorskip("keras_hub")
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    backbone = keras_hub.models.LlamaBackbone(
+      vocabulary_size=80,
+      num_layers=3,
+      num_query_heads=4,
+      hidden_dim=32,
+      intermediate_dim=48,
+      num_key_value_heads=2,
+      rope_frequency_adjustment_factor=8.0,
+      rope_low_freq_factor=1.0,
+      rope_high_freq_factor=4.0,
+      rope_pretraining_sequence_length=48,
+      tie_word_embeddings=tied,
+    )
+    draw = np.random.default_rng(0)
+    for weight in backbone.weights:
+      weight.assign(draw.normal(size=weight.shape) * 0.3)
+    rows = rows_of(80)
+    model, params = from_keras_hub(backbone, max_positions=128)
+    plan = kvjax.get_plan("full", kvjax.Retention(1.0))
+    prompts = kvjax.Prompts.of(rows)
+    cache, logits = kvjax.prefill(model, params, prompts, plan)
+    decoding = kvjax.Decoding(8)
+    answers = kvjax.generate(model, params, cache, logits, decoding).rows()
+    for row, ids in enumerate(rows):
+      tokens = np.array([ids + answers[row]])
+      hidden = backbone(
+        {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
+      )
+      expected = backbone.token_embedding(hidden, reverse=True)[0]
+      expected = expected[len(ids) - 1 : -1]
+      np.testing.assert_allclose(logits[row], expected[0], atol=TOLERANCE)
+      assert answers[row] == np.argmax(expected, axis=-1).tolist()
+    # Methods that rotate keys, and those that read everything else.
+    for name in ("rerotate/keydiff", "expected_attention", "criticalkv"):
+      plan = kvjax.get_plan(name, kvjax.Tokens(9))
+      cache, _ = kvjax.prefill(model, params, prompts, plan)
+      assert kvjax.testing.kept_positions(cache, 0)
+
+
+def test_other_models_of_keras_hub_are_refused():
+  with pytest.raises(InputError, match="this is a SimpleNamespace"):
+    from_keras_hub(types.SimpleNamespace(), 128)
 
 
 def test_adapters_read_families_that_there_are():
