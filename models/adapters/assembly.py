@@ -68,7 +68,7 @@ class Parameters:
     return list(self._arrays)
 
   def skip(self, start: str) -> None:
-    """Leaves out the parameters whose paths begin like this."""
+    """Leaves out parameters."""
     self._read |= {path for path in self._arrays if path.startswith(start)}
 
   def refuse_rest(self) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -15,19 +16,22 @@ from kvjax.activations import Activations
 from kvjax.errors import InputError
 from kvjax.model import Attend, Geometry, LayerSpec
 
+Tokens = Int[Array, "B S"]
+Hidden = Float[Array, "B S E"]
+Heads = Float[Array, "B S H D"]
+
 # The layers with weights within a decoder layer.
-_ATTENTION = "_self_attention_layer"
-_PARTS = (
-  "_self_attention_layernorm",
-  f"{_ATTENTION}._query_dense",
-  f"{_ATTENTION}._key_dense",
-  f"{_ATTENTION}._value_dense",
-  f"{_ATTENTION}._output_dense",
-  "_feedforward_layernorm",
-  "_feedforward_gate_dense",
-  "_feedforward_intermediate_dense",
-  "_feedforward_output_dense",
-)
+_PARTS = {
+  "norm": "_self_attention_layernorm",
+  "query": "_self_attention_layer._query_dense",
+  "key": "_self_attention_layer._key_dense",
+  "value": "_self_attention_layer._value_dense",
+  "output": "_self_attention_layer._output_dense",
+  "mlp_norm": "_feedforward_layernorm",
+  "gate": "_feedforward_gate_dense",
+  "up": "_feedforward_intermediate_dense",
+  "down": "_feedforward_output_dense",
+}
 _CLASSES = ("LlamaBackbone", "Llama3Backbone")
 
 
@@ -44,13 +48,9 @@ class KerasHubModel:
   geometry: Geometry
 
   def embed(
-    self,
-    params: PyTree,
-    tokens: Int[Array, "B S"],
-    positions: Int[Array, "B S"],
-  ) -> tuple[Float[Array, "B S E"], None]:
+    self, params: PyTree, tokens: Tokens, positions: Tokens
+  ) -> tuple[Hidden, None]:
     """Embeds tokens; layers share nothing."""
-    del positions
     return _call(self.backbone.token_embedding, params["embed"], tokens), None
 
   def layer_weights(self, params: PyTree) -> tuple[PyTree, ...]:
@@ -61,48 +61,37 @@ class KerasHubModel:
     self,
     weights: PyTree,
     spec: LayerSpec,
-    hidden: Float[Array, "B S E"],
+    hidden: Hidden,
     shared: None,
-    positions: Int[Array, "B S"],
+    positions: Tokens,
     attend: Attend,
-  ) -> tuple[Float[Array, "B S E"], Any]:
+  ) -> tuple[Hidden, Any]:
     """Runs one layer; Keras has heads after tokens, [B, S, N, D]."""
-    del spec, shared
+    layer = self.backbone.transformer_layers[0]
 
     def run(part: str, x: Array) -> Array:
-      layer = operator.attrgetter(part)(self.backbone.transformer_layers[0])
-      return _call(layer, weights[part], x)
+      own = operator.attrgetter(_PARTS[part])(layer)
+      return _call(own, weights[part], x)
 
-    x = run("_self_attention_layernorm", hidden)
-    queries, keys, values = (
-      run(f"{_ATTENTION}._{name}_dense", x)
-      for name in ("query", "key", "value")
+    x = run("norm", hidden)
+    queries, keys, values = (run(name, x) for name in ("query", "key", "value"))
+    activations = Activations(
+      queries=jnp.swapaxes(self._rotate(queries, positions), 1, 2),
+      keys=jnp.swapaxes(self._rotate(keys, positions), 1, 2),
+      values=jnp.swapaxes(values, 1, 2),
+      positions=positions,
+      keys_unrotated=jnp.swapaxes(keys, 1, 2),
+      queries_unrotated=jnp.swapaxes(queries, 1, 2),
+      inputs=x,
+      output_projection=weights["output"][0],
     )
-    attended, state = attend(
-      Activations(
-        queries=jnp.swapaxes(self._rotate(queries, positions), 1, 2),
-        keys=jnp.swapaxes(self._rotate(keys, positions), 1, 2),
-        values=jnp.swapaxes(values, 1, 2),
-        positions=positions,
-        keys_unrotated=jnp.swapaxes(keys, 1, 2),
-        queries_unrotated=jnp.swapaxes(queries, 1, 2),
-        inputs=x,
-        output_projection=weights[f"{_ATTENTION}._output_dense"][0],
-      )
-    )
-    hidden = hidden + run(
-      f"{_ATTENTION}._output_dense", jnp.swapaxes(attended, 1, 2)
-    )
-    x = run("_feedforward_layernorm", hidden)
-    gate = self.backbone.transformer_layers[0].activation(
-      run("_feedforward_gate_dense", x).astype(jnp.float32)
-    )
-    x = run("_feedforward_intermediate_dense", x) * gate.astype(x.dtype)
-    return hidden + run("_feedforward_output_dense", x), state
+    attended, state = attend(activations)
+    hidden = hidden + run("output", jnp.swapaxes(attended, 1, 2))
+    x = run("mlp_norm", hidden)
+    gate = layer.activation(run("gate", x).astype(jnp.float32))
+    return hidden + run("down", run("up", x) * gate.astype(x.dtype)), state
 
-  def normalize(
-    self, params: PyTree, hidden: Float[Array, "B S E"]
-  ) -> Float[Array, "B S E"]:
+  def normalize(self, params: PyTree, hidden: Hidden) -> Hidden:
     """Applies the final norm."""
     return _call(self.backbone.layer_norm, params["norm"], hidden)
 
@@ -110,8 +99,8 @@ class KerasHubModel:
     self, params: PyTree, hidden: Float[Array, "*B E"]
   ) -> Float[Array, "*B V"]:
     """Computes float32 logits."""
-    embedding = self.backbone.token_embedding
-    logits = _call(embedding, params["embed"], hidden, reverse=True)
+    output = self.backbone.token_embedding
+    logits = _call(output, params["embed"], hidden, reverse=True)
     return logits.astype(jnp.float32)
 
   def rerotate(
@@ -121,15 +110,12 @@ class KerasHubModel:
     spec: LayerSpec,
   ) -> Float[Array, "B K T D"]:
     """Moves keys that were rotated at positions p to p + `by`."""
-    del spec
     # Heads become rows.
     rows = keys.reshape(-1, keys.shape[2], 1, keys.shape[3])
     moved = self._rotate(rows, by.reshape(-1, by.shape[2]))
     return moved.reshape(keys.shape)
 
-  def _rotate(
-    self, x: Float[Array, "B S H D"], positions: Int[Array, "B S"]
-  ) -> Float[Array, "B S H D"]:
+  def _rotate(self, x: Heads, positions: Tokens) -> Heads:
     attention = self.backbone.transformer_layers[0]._self_attention_layer
     return _call(attention.rotary_embedding_layer, [], x, positions=positions)
 
@@ -159,22 +145,16 @@ def from_keras_hub(
     backbone.num_key_value_heads,
     backbone.hidden_dim // backbone.num_query_heads,
   )
-  layers = {
-    part: [
-      jnp.stack(list(same))
-      for same in zip(
-        *(
-          _weights(operator.attrgetter(part)(layer))
-          for layer in backbone.transformer_layers
-        ),
-        strict=True,
-      )
-    ]
-    for part in _PARTS
-  }
+  layers = [
+    {
+      part: _weights(operator.attrgetter(path)(layer))
+      for part, path in _PARTS.items()
+    }
+    for layer in backbone.transformer_layers
+  ]
   params = {
     "embed": _weights(backbone.token_embedding),
-    "layers": layers,
+    "layers": jax.tree.map(lambda *same: jnp.stack(same), *layers),
     "norm": _weights(backbone.layer_norm),
   }
   geometry = Geometry((spec,) * backbone.num_layers, max_positions)
