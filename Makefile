@@ -50,7 +50,8 @@ test-tpu: .libtpu/.ready
 	  $(BIN)/python -m pytest -m libtpu
 
 test-adapters: .adapters/.ready
-	@JAX_PLATFORMS=cpu .adapters/bin/python -m pytest tests/models/test_adapters.py
+	@JAX_PLATFORMS=cpu KERAS_BACKEND=jax \
+	  .adapters/bin/python -m pytest tests/models/test_adapters.py
 
 peers: .peers/.ready
 

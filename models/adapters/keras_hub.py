@@ -133,7 +133,7 @@ def from_keras_hub(
     max_positions: context in tokens, which Keras Hub does not state.
 
   Raises:
-    InputError: it is another backbone.
+    InputError: it is another backbone, or Keras runs with another backend.
   """
   name = type(backbone).__name__
   if name not in _CLASSES:
@@ -162,7 +162,13 @@ def from_keras_hub(
 
 
 def _weights(layer: Any) -> list[Array]:
-  return [variable.value for variable in layer.trainable_variables]
+  values = [variable.value for variable in layer.trainable_variables]
+  if not all(isinstance(value, jax.Array) for value in values):
+    raise InputError(
+      "The weights of this model are not arrays of JAX; set KERAS_BACKEND=jax "
+      "before Keras is imported."
+    )
+  return values
 
 
 def _call(layer: Any, weights: list[Array], *args: Any, **kwargs: Any) -> Array:

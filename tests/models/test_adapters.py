@@ -590,8 +590,7 @@ def test_gm_computes_the_same_logits(kv_heads, transposed, factor, softcap):
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_llama_of_keras_hub_runs_by_its_own_functions(tied, monkeypatch):
-  monkeypatch.setenv("KERAS_BACKEND", "jax")
+def test_a_llama_of_keras_hub_runs_by_its_own_functions(tied):
   keras_hub = pytest.importorskip("keras_hub")
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
     backbone = keras_hub.models.LlamaBackbone(
@@ -636,6 +635,23 @@ def test_a_llama_of_keras_hub_runs_by_its_own_functions(tied, monkeypatch):
 def test_other_models_of_keras_hub_are_refused():
   with pytest.raises(InputError, match="this is a SimpleNamespace"):
     from_keras_hub(types.SimpleNamespace(), 128)
+
+
+def test_another_backend_of_keras_is_refused():
+  class Layer:
+    """Any layer: all parts are layers, whose weights are no arrays of JAX."""
+
+    trainable_variables = (types.SimpleNamespace(value=np.ones(3)),)
+
+    def __getattr__(self, name):
+      return self
+
+  class LlamaBackbone:
+    num_query_heads, num_key_value_heads, hidden_dim, num_layers = 4, 2, 32, 1
+    transformer_layers = (Layer(),)
+
+  with pytest.raises(InputError, match="set KERAS_BACKEND=jax before Keras"):
+    from_keras_hub(LlamaBackbone(), 128)
 
 
 def test_adapters_read_families_that_there_are():
