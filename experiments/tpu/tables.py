@@ -71,7 +71,8 @@ _LEGEND = f"""\
   embedding. Attention of whole prompts, and its mass, read keys once per tile
   of queries: they are compute-bound. `sparse_decode` copies words, which are
   two rows of bfloat16 or four of int8. Of experts, a token needs the few that
-  it is sent to; of a layer with a window, its ring.
+  it is sent to, but XLA's program for groups of rows (`ragged_dot`) reads them
+  all, on some chips several times; of a layer with a window, it needs the ring.
 - at best µs: the ideal at the full bandwidth of HBM.
 """
 
