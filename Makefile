@@ -5,6 +5,7 @@
 #   make format   format the code
 #   make tpu-compile  compile everything for TPUs, without one attached
 #   make test-tpu run the tests that compile for TPUs
+#   make test-adapters  run the tests with packages of other models
 #   make peers    set up kvpress in .peers, for benchmark_peers
 #   make clean    remove .venv and the caches
 # ARGS is passed on: make demo ARGS="--samples=2", make test ARGS="-k cache".
@@ -21,7 +22,7 @@ MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
   as python3, python3.12, python3.13 or python3.14: install one, or name it \
   with PYTHON=/path/to/python
 
-.PHONY: demo test lint format tpu-compile test-tpu peers clean
+.PHONY: demo test lint format tpu-compile test-tpu test-adapters peers clean
 
 demo: $(READY)
 	@$(BIN)/python -m kvjax.experiments.compare $(ARGS)
@@ -48,11 +49,15 @@ test-tpu: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
 	  $(BIN)/python -m pytest -m libtpu
 
+test-adapters: .adapters/.ready
+	@JAX_PLATFORMS=cpu KERAS_BACKEND=jax \
+	  .adapters/bin/python -m pytest tests/models/test_adapters.py
+
 peers: .peers/.ready
 
 clean:
-	@rm -rf .venv .libtpu .peers .mypy_cache .pytest_cache .ruff_cache \
-	  .import_linter_cache
+	@rm -rf .venv .libtpu .adapters .peers .mypy_cache .pytest_cache \
+	  .ruff_cache .import_linter_cache
 
 # If the Python of an existing environment works, it is only updated.
 $(READY): pyproject.toml
@@ -73,6 +78,16 @@ WANTED := from importlib.metadata import requires; \
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 	  --no-compile \
 	  --target .libtpu $$($(BIN)/python -c '$(WANTED)')
+	@touch $@
+
+# Without what they ask for: pip takes too long to choose among its versions.
+.adapters/.ready: $(READY) tests/adapters.txt
+	@echo "Setting up .adapters (a few minutes)"
+	@$(BIN)/python -m venv --clear .adapters
+	@.adapters/bin/python -m pip install -qq --disable-pip-version-check \
+	  --no-compile --editable '.[dev]'
+	@.adapters/bin/python -m pip install -qq --disable-pip-version-check \
+	  --no-compile --no-deps --requirement tests/adapters.txt
 	@touch $@
 
 # PyTorch first: of what kvpress asks for, pip would choose a newer one.

@@ -3,8 +3,9 @@
   make tpu-compile
 
 fetches libtpu into .libtpu and compiles for chips that need not be attached:
-every kernel at the sizes of its specs.py, and for Llama-3.1-8B the prefill of a
-long prompt and the decoding loop over the compressed cache. The program prints
+every kernel at the sizes of its specs.py, for Llama-3.1-8B the prefill of a
+long prompt and the decoding loop over the compressed cache, and that loop for
+Gemma 3 27B and gpt-oss-20b, where most layers are rings. The program prints
 the VMEM, HBM and memory traffic of every compiled program per chip, and writes
 docs/tpu_compile.md if all succeed. It takes half an hour on an idle core, and
 6 GB.
@@ -31,10 +32,11 @@ from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.run import results
-from kvjax.experiments.tpu import chips, llama, programs
+from kvjax.experiments.tpu import chips, programs
 from kvjax.experiments.tpu.engine_programs import engine_programs
 from kvjax.experiments.tpu.kernel_programs import kernel_programs
 from kvjax.experiments.tpu.programs import Outcome, Program
+from kvjax.experiments.tpu.published import LLAMA
 from kvjax.experiments.tpu.runs import chosen, finish, quick
 
 # From the root of the checkout, where make runs.
@@ -52,7 +54,10 @@ _ONLY = flags.DEFINE_list(
   "by name; the default is everything.",
 )
 _LAYERS = flags.DEFINE_integer(
-  "layers", llama.LAYERS, "Layers of the model.", lower_bound=1
+  "layers",
+  None,
+  f"Layers of {LLAMA.name}, then the only model; the default is whole models.",
+  lower_bound=1,
 )
 _QUICK = flags.DEFINE_bool(
   "quick", False, "One use of each function and shallow decoding, for v5e."

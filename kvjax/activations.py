@@ -51,9 +51,9 @@ class Activations:
     inputs: the layer's normalized input, which all projections read.
     output_projection: W_O, from each head's attention output to the residual.
     sinks: a logit per query head that is added to the softmax's denominator.
-    rerotate: moves vectors of this layer to other positions; that of the model,
-      unless its block passes one of the layer's own. Between blocks and while
-      decoding it is always that of the model.
+    rerotate: moves vectors of this layer to other positions; the model's,
+      unless the layer's block passes its own. Evictions between blocks and
+      while decoding always use the model's.
     replayed: score of each token by a replay of the prompt, -1 for tokens that
       are not replayed; given to methods whose traits have a replay.
     attention: window, scale and softcap of the layer; set by the engine.

@@ -42,6 +42,7 @@ class Family:
 
   Attributes:
     architecture: the class that `transformers` would load.
+    models: the models of the type, for people.
     style: structure of the layers.
     absent: what `transformers` takes for fields that config.json lacks.
     attention_bias: biases of the attention's projections: as the "field" says,
@@ -71,6 +72,7 @@ class Family:
   """
 
   architecture: str
+  models: str
   style: Style = Style()
   absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   attention_bias: Literal["field", "never", "always", "qkv"] = "field"
@@ -99,9 +101,12 @@ _QWEN_ABSENT = {
 }
 
 FAMILIES: dict[str, Family] = {
-  "llama": Family("LlamaForCausalLM", mlp_bias=True),
+  "llama": Family(
+    "LlamaForCausalLM", "Llama 2 to 3.3, Yi, SmolLM2", mlp_bias=True
+  ),
   "mistral": Family(
     "MistralForCausalLM",
+    "Mistral, Nemo",
     absent={"num_key_value_heads": 8, "sliding_window": 4096},
     # The class has none, whatever the field says.
     attention_bias="never",
@@ -109,6 +114,7 @@ FAMILIES: dict[str, Family] = {
   ),
   "qwen2": Family(
     "Qwen2ForCausalLM",
+    "Qwen1.5 to 2.5",
     absent=_QWEN_ABSENT,
     attention_bias="qkv",
     windows="late",
@@ -116,6 +122,7 @@ FAMILIES: dict[str, Family] = {
   ),
   "qwen3": Family(
     "Qwen3ForCausalLM",
+    "Qwen3",
     Style(qk_norm="head"),
     absent=_QWEN_ABSENT | {"head_dim": 128},
     windows="late",
@@ -123,6 +130,7 @@ FAMILIES: dict[str, Family] = {
   ),
   "qwen3_moe": Family(
     "Qwen3MoeForCausalLM",
+    "Qwen3 with experts",
     Style(qk_norm="head"),
     absent={
       "num_key_value_heads": 4,
@@ -136,6 +144,7 @@ FAMILIES: dict[str, Family] = {
   ),
   "gemma3_text": Family(
     "Gemma3ForCausalLM",
+    "Gemma 3",
     _GEMMA,
     absent={
       "vocab_size": 262_208,
@@ -162,6 +171,7 @@ FAMILIES: dict[str, Family] = {
   ),
   "gpt_oss": Family(
     "GptOssForCausalLM",
+    "gpt-oss",
     Style(norm=_WIDE, gate="clipped", sinks=True),
     absent={
       "num_key_value_heads": 8,
@@ -180,6 +190,7 @@ FAMILIES: dict[str, Family] = {
   ),
   "smollm3": Family(
     "SmolLM3ForCausalLM",
+    "SmolLM3",
     absent={
       "num_key_value_heads": 4,
       "rope_theta": 2e6,
@@ -193,6 +204,7 @@ FAMILIES: dict[str, Family] = {
   ),
   "phi3": Family(
     "Phi3ForCausalLM",
+    "Phi-3, Phi-4",
     absent={
       "original_max_position_embeddings": 4096,
       "rms_norm_eps": 1e-5,
@@ -203,9 +215,12 @@ FAMILIES: dict[str, Family] = {
     partial=True,
     fused=True,
   ),
-  "olmo2": Family("Olmo2ForCausalLM", _OLMO, absent={"rms_norm_eps": 1e-5}),
+  "olmo2": Family(
+    "Olmo2ForCausalLM", "OLMo 2", _OLMO, absent={"rms_norm_eps": 1e-5}
+  ),
   "olmo3": Family(
     "Olmo3ForCausalLM",
+    "OLMo 3",
     _OLMO,
     absent={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     windows=4,
@@ -214,6 +229,7 @@ FAMILIES: dict[str, Family] = {
   ),
   "granite": Family(
     "GraniteForCausalLM",
+    "Granite 3",
     absent=dict.fromkeys(
       (
         "embedding_multiplier",
@@ -233,6 +249,7 @@ FAMILIES: dict[str, Family] = {
   ),
   "cohere2": Family(
     "Cohere2ForCausalLM",
+    "Command R7B",
     _COHERE,
     absent={
       "logit_scale": 0.0625,

@@ -74,20 +74,20 @@ class DecoderModel:
     return nnx.merge(self.graphdef, params).logits(hidden)
 
   def rerotate(
-    self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
+    self,
+    keys: Float[Array, "B K T D"],
+    by: Int[Array, "B K T"],
+    spec: LayerSpec,
   ) -> Float[Array, "B K T D"]:
-    """Moves keys that were rotated at positions p to p + `by`.
+    """Moves keys that a layer rotated at positions p to p + `by`.
+
+    Keys of a layer without a rotary embedding are the same everywhere.
 
     Raises:
-      InputError: the rotary embedding depends on the length of the row, or some
-        layers have none.
+      InputError: the rotary embedding depends on the length of the row.
     """
-    if any(kind.rope is None for kind in self.config.kinds):
-      raise InputError(
-        "Keys of this model cannot be moved to other places: some of its "
-        "layers have no rotary embedding."
-      )
-    return self.rope.rerotate(keys, by)
+    name = self.config.kinds[spec.weights].rope
+    return keys if name is None else self.config.ropes[name].rerotate(keys, by)
 
 
 def from_decoder(decoder: Decoder) -> tuple[DecoderModel, nnx.State]:

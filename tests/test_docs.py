@@ -12,7 +12,8 @@ from made_up_gates import write_kvzap
 
 import kvjax
 from kvjax.experiments.main import PROGRAMS
-from kvjax.models import catalog
+from kvjax.models import catalog, family_table
+from kvjax.models.adapters import ADAPTERS
 from kvjax.models.families import FAMILIES
 from kvjax.registry.names import get_recipe
 from kvjax.registry.registry import METHODS, RETRIEVALS
@@ -257,7 +258,18 @@ def test_every_press_has_the_name_that_its_page_gives():
     kvjax.get_plan(name, kvjax.Retention(0.5))
 
 
-def test_the_page_of_models_has_every_model_type():
-  lines = TEXTS["docs/models.md"].splitlines()
-  table = "\n".join(line for line in lines if line.startswith("| `"))
-  assert set(FAMILIES) <= set(re.findall("`([a-z0-9_]+)`", table))
+def test_the_table_of_families_is_what_the_code_reads():
+  """`python -m kvjax.models.family_table` writes it."""
+  page = TEXTS["docs/models.md"]
+  assert family_table.replace_table(page) == page
+  assert page.count(family_table.family_table()) == 1
+  for model_type in FAMILIES:
+    assert f"\n| `{model_type}` | " in family_table.family_table()
+  stale = page.replace("| gpt-oss |", "| |")
+  assert family_table.replace_table(stale) == page != stale
+
+
+def test_the_page_of_models_has_every_adapter():
+  page = TEXTS["docs/models.md"]
+  for adapter in ADAPTERS.values():
+    assert f"\n| `{adapter.function.__name__}(" in page

@@ -14,12 +14,12 @@ from jax.sharding import AxisType, Mesh
 from kvjax.cache.base import AXES
 from kvjax.errors import InputError
 
-# The smallest topologies, by libtpu's names, that fit an 8B model in bfloat16
-# with memory to spare. A tpu7x chip is two devices.
+# By libtpu's names: eight chips of a host, or the smallest topologies that fit
+# the models in bfloat16 with memory to spare. A tpu7x chip is two devices.
 TOPOLOGIES = {
   "v5e": "v5e:2x4",
   "v5p": "v5p:2x2x1",
-  "v6e": "v6e:2x2",
+  "v6e": "v6e:2x4",
   "tpu7x": "tpu7x:1x1x1",
 }
 

@@ -1,4 +1,4 @@
-"""The engine's prefill and decoding loop for an 8B model on several chips."""
+"""The engine's prefills and decoding loops for models on several chips."""
 
 import contextlib
 import dataclasses
@@ -21,11 +21,11 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.sharding import shard_stack
 from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.decode import DecodedTokens, DecodingInputs, decode
-from kvjax.experiments.tpu import llama
 from kvjax.experiments.tpu.calls import compile_calls, measure_calls
 from kvjax.experiments.tpu.chips import Chip
 from kvjax.experiments.tpu.footprints import Footprint
 from kvjax.experiments.tpu.programs import Lowered, Program
+from kvjax.experiments.tpu.published import GEMMA, GPT_OSS, LLAMA, Published
 from kvjax.models.language_model import DecoderModel
 from kvjax.placement import DEVICE, HOST, is_on_host
 
@@ -44,12 +44,14 @@ class Use:
     shapes: how many of how many tokens it keeps or reads, in words.
     plan: the plan.
     tokens: length of the single prompt.
+    model: the model.
   """
 
   name: str
   shapes: str
   plan: kvjax.Plan
   tokens: int
+  model: Published = LLAMA
 
 
 COMPACTOR = Use(
@@ -83,18 +85,34 @@ CTKVR = Use(
   kvjax.get_plan("ctkvr.512:offload=true", kvjax.Retention(1.0)),
   65_536,
 )
+# Most of their layers are rings of a window, which no method compresses.
+HYBRIDS = tuple(
+  Use(
+    "keydiff",
+    f"25 % of 131,072 tokens, {model.name}",
+    kvjax.get_plan("keydiff", kvjax.Retention(0.25)),
+    131_072 - _DECODING.max_new_tokens,
+    model,
+  )
+  for model in (GEMMA, GPT_OSS)
+)
 
 
-def engine_programs(layers: int) -> Iterator[Program]:
+def engine_programs(layers: int | None = None) -> Iterator[Program]:
   """Yields prefills, and decoding from their caches.
 
   Args:
-    layers: number of layers of the model.
+    layers: number of layers of Llama, which is then the only model; None for
+      all models as they are.
   """
+  hybrids = HYBRIDS if layers is None else ()
+  layers = LLAMA.layers if layers is None else layers
   for use in (COMPACTOR, KEYDIFF):
     yield _program("prefill", use, lower_prefill, layers)
   for use in (COMPACTOR, KEYDIFF_IN_INT8, ADAKV_IN_INT8, CTKVR):
     yield _program("decode", use, lower_decode, layers)
+  for use in hybrids:
+    yield _program("decode", use, lower_decode, use.model.layers)
 
 
 def _program(
@@ -114,7 +132,7 @@ def lower_prefill(use: Use, layers: int, chip: Chip) -> Lowered:
   They are lowered when they are measured, since the sharding of one program's
   results, which the next one takes, is known only after its compilation.
   """
-  model, params = llama.shapes(chip.mesh, layers)
+  model, params = use.model.shapes(chip.mesh, layers)
   jaxpr, given = trace_prefill(model, params, use, chip)
 
   def measure() -> Footprint:
@@ -138,7 +156,7 @@ def trace_prefill(
 
 def lower_decode(use: Use, layers: int, chip: Chip) -> Lowered:
   """Lowers the decoding loop for a cache of `kvjax.prefill`."""
-  model, params = llama.shapes(chip.mesh, layers)
+  model, params = use.model.shapes(chip.mesh, layers)
   with _compiling_for(chip):
     cache = cache_shapes(model, params, use, chip)
 
@@ -155,14 +173,30 @@ def lower_decode(use: Use, layers: int, chip: Chip) -> Lowered:
     traced = jax.jit(loop, donate_argnames="cache").trace(
       params,
       cache,
-      _replicated(chip, (1, llama.VOCABULARY), jnp.float32),
+      _replicated(chip, (1, model.config.vocab_size), jnp.float32),
       _replicated(chip, (1,), jnp.int32),
     )
-    # A token reads every weight and every slot, but one row of the embedding.
     read = [x for x in jax.tree.leaves((params, cache)) if not is_on_host(x)]
-    ideal = share_bytes(read) - share_bytes(params["embed_tokens"])
+    ideal = share_bytes(read) - _unread(model, params)
     host = share_bytes(offloaded(cache))
     return Lowered.of(traced, ideal, host, turn=True)
+
+
+def _unread(model: DecoderModel, params: nnx.State) -> int:
+  """Counts the bytes of weights that one token does not need."""
+  # Of the embedding, it reads one row, or all as the output matrix.
+  tied = model.config.tie_embeddings
+  unread = 0 if tied else share_bytes(params["embed_tokens"])
+  sizes = model.config.experts
+  if sizes is not None:
+    experts = [
+      stack["mlp"]["experts"]
+      for stack in params["layers"].values()
+      if "experts" in stack["mlp"]
+    ]
+    idle = sizes.count - sizes.per_token
+    unread += share_bytes(experts) * idle // sizes.count
+  return unread
 
 
 @contextlib.contextmanager

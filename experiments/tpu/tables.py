@@ -8,9 +8,9 @@ import rich.console
 import rich.table
 import rich.text
 
-from kvjax.experiments.tpu import llama
 from kvjax.experiments.tpu.chips import Chip
 from kvjax.experiments.tpu.programs import Outcome
+from kvjax.experiments.tpu.published import LLAMA
 
 _HEAD = (
   "program",
@@ -38,8 +38,9 @@ _SHORT = {
 _NONE = "–"
 
 _MEANING = f"""\
-MiB per device. The model is {llama.NAME} in bfloat16 with one prompt, all
-devices along the mesh axis "model"; a kernel runs on one device."""
+MiB per device. The model is {LLAMA.name}, if no other is named, in bfloat16
+with one prompt, all devices along the mesh axis "model"; a kernel runs on one
+device."""
 
 _LEGEND = f"""\
 {_MEANING}
@@ -69,7 +70,9 @@ _LEGEND = f"""\
   token reads every weight and every slot once, but only one row of the
   embedding. Attention of whole prompts, and its mass, read keys once per tile
   of queries: they are compute-bound. `sparse_decode` copies words, which are
-  two rows of bfloat16 or four of int8.
+  two rows of bfloat16 or four of int8. Of experts, a token needs the few that
+  it is sent to, but XLA's program for groups of rows (`ragged_dot`) reads them
+  all, on some chips several times; of a layer with a window, it needs the ring.
 - at best µs: the ideal at the full bandwidth of HBM.
 """
 

@@ -104,7 +104,13 @@ def _prefill_blocks(
   blocks = -((first - jnp.max(lengths)) // block)
   cache, last = jax.lax.fori_loop(0, jnp.maximum(blocks, 0), next_block, carry)
   stacks = tuple(
-    _finalize(model, plan, stack, prepared.capacity if kind.evicts else padded)
+    _finalize(
+      model,
+      plan,
+      kind.spec,
+      stack,
+      prepared.capacity if kind.evicts else padded,
+    )
     for stack, kind in zip(cache.stacks, unique, strict=True)
   )
   logits = model.logits(params, last)
@@ -192,14 +198,16 @@ def _empty_stack(
   return shard_stack(stack.clear())
 
 
-def _finalize(model: Model, plan: Plan, stack: Any, capacity: int) -> Layer:
+def _finalize(
+  model: Model, plan: Plan, spec: LayerSpec, stack: Any, capacity: int
+) -> Layer:
   """Cuts off the room for a block, and what the method no longer needs."""
   if not stack.compressible:
     return shard_stack(stack)
   stack = stack.shrink(capacity)
   if plan.schedule.every is not None:
     return shard_stack(stack)
-  renumbers = plan.method.traits.renumbers
+  renumbers = spec if plan.method.traits.renumbers else None
   finalize = functools.partial(finalize_layer, model, renumbers, plan.kv_dtype)
   layers: Layer = jax.vmap(finalize)(stack.without_memory())
   return shard_stack(layers)

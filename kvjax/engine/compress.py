@@ -23,7 +23,12 @@ from kvjax.calibration.features import concentration
 from kvjax.engine.model_layers import attach_rotation
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import LayerProgram
-from kvjax.engine.rerotation import close_gaps, rerotate
+from kvjax.engine.rerotation import (
+  LayerRotation,
+  RotaryModel,
+  close_gaps,
+  rerotate,
+)
 from kvjax.methods.base import Method
 from kvjax.model import LayerSpec, Model
 from kvjax.struct import struct
@@ -253,18 +258,23 @@ def keep_single(
 
 
 def finalize_layer(
-  model: Model, renumbers: bool, kv_dtype: str | None, layer: LayerCache
+  model: Model,
+  renumbers: LayerSpec | None,
+  kv_dtype: str | None,
+  layer: LayerCache,
 ) -> Layer:
   """Finalizes a layer after its method has evicted for the last time.
 
   Args:
     model: the model.
-    renumbers: whether to number and rotate tokens by their place in the cache.
+    renumbers: spec of the layer, to number and rotate its tokens by their place
+      in the cache; None to leave them where they are.
     kv_dtype: dtype to quantize keys and values to, if any.
     layer: the layer after eviction.
   """
-  if renumbers:
-    layer = rerotate(model, layer)
+  if renumbers is not None:
+    assert isinstance(model, RotaryModel)
+    layer = rerotate(LayerRotation(model, renumbers), layer)
   return _quantize(layer, kv_dtype)
 
 
@@ -322,12 +332,13 @@ def evict_layer(
   return kept.grow(cache.capacity - kept.capacity)
 
 
-def arrange_for(model: Model, plan: Plan | None) -> Any:
+def arrange_for(activations: Activations, plan: Plan | None) -> Any:
   """Maps a layer to what attention reads instead; None for the layer itself."""
   if plan is None or not plan.method.traits.renumbers:
     return None
+  assert activations.rerotate is not None
   # Only what attention reads is renumbered; the cache keeps true positions.
-  return functools.partial(close_gaps, model)
+  return functools.partial(close_gaps, activations.rerotate)
 
 
 def _candidates(
@@ -369,4 +380,4 @@ def empty_block(
     sinks=None if sinks is None else sinks[0],
     attention=spec.attention,
   )
-  return attach_rotation(model, block).only(plan.activations)
+  return attach_rotation(model, spec, block).only(plan.activations)

@@ -59,7 +59,6 @@ def append_block(
     Hidden states of the block, and the cache.
   """
   plan = None if prepared is None else prepared.plan
-  arrange = arrange_for(model, plan)
 
   def step(
     layer: Int[Array, ""],
@@ -67,6 +66,7 @@ def append_block(
     index: Int[Array, ""],
     activations: Activations,
   ) -> tuple[Float[Array, "B N S Dv"], Layer]:
+    arrange = arrange_for(activations, plan)
     output, stack = stack.step(index, activations, arrange)
     if plan is not None and stack.compressible:
       # Methods see one layer; `put` writes only what the method changed.

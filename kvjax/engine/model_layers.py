@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.engine.rerotation import RotaryModel
+from kvjax.engine.rerotation import LayerRotation, RotaryModel
 from kvjax.errors import InputError
 from kvjax.model import LayerSpec, Model
 
@@ -66,7 +66,8 @@ def run_block(
   def attend_once(
     activations: Activations,
   ) -> tuple[Float[Array, "B N S Dv"], Any]:
-    activations = attach_rotation(model, _attach_spec(spec, activations))
+    activations = _attach_spec(spec, activations)
+    activations = attach_rotation(model, spec, activations)
     output, state = attend(activations)
     states.append(state)
     return output, state
@@ -118,11 +119,13 @@ def _attach_spec(spec: LayerSpec, activations: Activations) -> Activations:
   return dataclasses.replace(activations, attention=spec.attention)
 
 
-def attach_rotation(model: Model, activations: Activations) -> Activations:
-  """Attaches the model's rotation, unless the layer has passed its own."""
+def attach_rotation(
+  model: Model, spec: LayerSpec, activations: Activations
+) -> Activations:
+  """Attaches the layer's rotation, unless its block has passed its own."""
   if activations.rerotate is not None or not isinstance(model, RotaryModel):
     return activations
-  return dataclasses.replace(activations, rerotate=model.rerotate)
+  return dataclasses.replace(activations, rerotate=LayerRotation(model, spec))
 
 
 def index_layer(stack: PyTree, layer: Int[Array, ""] | int) -> PyTree:

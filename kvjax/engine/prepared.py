@@ -38,7 +38,8 @@ class LayerProgram:
     ragged: whether heads keep different numbers of tokens.
     per_query_head: whether every query head stores its own keys.
     recursive: whether the method evicts while decoding.
-    renumbers: whether tokens are renumbered by their place in the cache.
+    renumbers: spec of the layer, if its tokens are renumbered by their place in
+      the cache.
     kv_dtype: dtype to quantize keys and values to, if any.
     window: window of a sliding-window layer; None for a global layer.
     retrieval: retrieval method of the layer, if any.
@@ -50,7 +51,7 @@ class LayerProgram:
   ragged: bool = False
   per_query_head: bool = False
   recursive: bool = False
-  renumbers: bool = False
+  renumbers: LayerSpec | None = None
   kv_dtype: str | None = None
   window: int | None = None
   retrieval: Retrieval | None = None
@@ -117,7 +118,7 @@ class PreparedPlan:
       ragged=plan.spread.ragged and not self.keeps_all[layer],
       per_query_head=plan.per_query_head,
       recursive=plan.while_decoding is not None,
-      renumbers=plan.method.traits.renumbers,
+      renumbers=spec if plan.method.traits.renumbers else None,
       kv_dtype=plan.kv_dtype,
       pool=0 if self.keeps_all[layer] else self.pool,
     )

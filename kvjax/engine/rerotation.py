@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.activations import Rerotate
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.model import Model
+from kvjax.model import LayerSpec, Model
 
 
 @runtime_checkable
@@ -20,10 +21,40 @@ class RotaryModel(Protocol):
   """
 
   def rerotate(
+    self,
+    keys: Float[Array, "B K T D"],
+    by: Int[Array, "B K T"],
+    spec: LayerSpec,
+  ) -> Float[Array, "B K T D"]:
+    """Moves keys that a layer rotated at positions p to p + `by`.
+
+    A layer without a rotary embedding returns its keys as they are.
+
+    Args:
+      keys: rotated keys.
+      by: how far each moves.
+      spec: spec of the layer.
+    """
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRotation:
+  """The rotation of a layer, hashable, for `Activations.rerotate`.
+
+  Attributes:
+    model: the model.
+    spec: spec of the layer.
+  """
+
+  model: RotaryModel
+  spec: LayerSpec
+
+  def __call__(
     self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
   ) -> Float[Array, "B K T D"]:
     """Moves keys that were rotated at positions p to p + `by`."""
-    ...
+    return self.model.rerotate(keys, by, self.spec)
 
 
 def check_rotary(model: Model) -> None:
@@ -46,22 +77,22 @@ def check_rotary(model: Model) -> None:
       "layers with a window keep other tokens; use a method without it for "
       "this model."
     )
-  spec = next(spec for spec in layers if spec.cache)
-  shape = (1, spec.kv_heads, 1)
-  # A model may have `rerotate` and still refuse; tracing finds out.
-  jax.eval_shape(
-    model.rerotate,
-    jax.ShapeDtypeStruct((*shape, spec.key_dim), "float32"),
-    jax.ShapeDtypeStruct(shape, "int32"),
-  )
+  for spec in dict.fromkeys(spec for spec in layers if spec.cache):
+    shape = (1, spec.kv_heads, 1)
+    # A model may have `rerotate` and still refuse; tracing finds out.
+    jax.eval_shape(
+      LayerRotation(model, spec),
+      jax.ShapeDtypeStruct((*shape, spec.key_dim), "float32"),
+      jax.ShapeDtypeStruct(shape, "int32"),
+    )
 
 
-def rerotate(model: Model, layer: LayerCache) -> LayerCache:
+def rerotate(rotation: Rerotate, layer: LayerCache) -> LayerCache:
   """Numbers and rotates tokens by their order in the cache."""
-  return _move_to(model, layer, _order(layer))
+  return _move_to(rotation, layer, _order(layer))
 
 
-def close_gaps(model: Model, layer: LayerCache) -> LayerCache:
+def close_gaps(rotation: Rerotate, layer: LayerCache) -> LayerCache:
   """Moves the tokens of a layer such that their positions have no gaps.
 
   The last token stays in place and those before it move up to it. Keys are
@@ -71,7 +102,7 @@ def close_gaps(model: Model, layer: LayerCache) -> LayerCache:
   # RoPE depends on differences of positions, so the queries can stay as
   # they are if the newest token keeps its position.
   last = jnp.max(layer.positions, axis=-1, keepdims=True)
-  return _move_to(model, layer, last + 1 + order - layer.lengths[..., None])
+  return _move_to(rotation, layer, last + 1 + order - layer.lengths[..., None])
 
 
 def _order(layer: LayerCache) -> Int[Array, "B K T"]:
@@ -80,14 +111,13 @@ def _order(layer: LayerCache) -> Int[Array, "B K T"]:
 
 
 def _move_to(
-  model: Model, layer: LayerCache, positions: Int[Array, "B K T"]
+  rotation: Rerotate, layer: LayerCache, positions: Int[Array, "B K T"]
 ) -> LayerCache:
   """Rerotates tokens to the given positions."""
-  assert isinstance(model, RotaryModel)
   valid = layer.valid
   by = jnp.where(valid, positions - layer.positions, 0)
   return dataclasses.replace(
     layer,
-    keys=model.rerotate(layer.keys, by),
+    keys=rotation(layer.keys, by),
     positions=jnp.where(valid, positions, -1),
   )

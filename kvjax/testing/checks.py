@@ -16,6 +16,7 @@ from kvjax.cache.cache import Cache
 from kvjax.checkpoint.saving import load_cache, save_cache
 from kvjax.engine.decode import Decoding
 from kvjax.engine.generate import generate
+from kvjax.engine.rerotation import LayerRotation
 from kvjax.errors import InputError
 from kvjax.model import Geometry, Model
 from kvjax.prompts import Prompts
@@ -97,12 +98,13 @@ def all_activations(
   projection = draw.standard_normal((_HEADS, width, inputs.shape[-1]))
   # Scores of a replay are not negative, and NaN as all padding is here.
   replayed = abs(one.queries[..., 0].astype("float32"))
+  model = TinyModel()
   return dataclasses.replace(
     one,
     queries_unrotated=other.queries,
     inputs=inputs,
     output_projection=jax.numpy.asarray(projection, dtype),
-    rerotate=TinyModel().rerotate,
+    rerotate=LayerRotation(model, model.geometry.layers[0]),
     replayed=replayed,
   )
 

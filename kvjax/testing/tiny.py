@@ -134,9 +134,13 @@ class TinyModel:
     return jnp.matmul(hidden, embedding, preferred_element_type=jnp.float32)
 
   def rerotate(
-    self, keys: Float[Array, "B K T D"], by: Int[Array, "B K T"]
+    self,
+    keys: Float[Array, "B K T D"],
+    by: Int[Array, "B K T"],
+    spec: LayerSpec,
   ) -> Float[Array, "B K T D"]:
     """Moves keys that were rotated at positions p to p + `by`."""
+    del spec  # All layers rotate in the same way.
     rotated = _rotate(
       keys.reshape(-1, 1, *keys.shape[2:]), by.reshape(-1, by.shape[2])
     )

@@ -14,7 +14,7 @@ from kvjax.models.gguf.reader import GgufFile
 from kvjax.models.layer_fields import FULL, SLIDING
 
 # llama.cpp's architectures, and the model types of `DecoderConfig` for them.
-_MODEL_TYPES = {
+MODEL_TYPES = {
   "llama": "llama",
   "qwen2": "qwen2",
   "qwen3": "qwen3",
@@ -79,10 +79,10 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     InputError: as for `read_config`.
   """
   architecture = file.fields.get(gguf.Keys.General.ARCHITECTURE)
-  if not isinstance(architecture, str) or architecture not in _MODEL_TYPES:
+  if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
     raise InputError(
       f"{file.path} is of the architecture {architecture!r}, which is not "
-      f"supported; supported are {', '.join(_MODEL_TYPES)}."
+      f"supported; supported are {', '.join(MODEL_TYPES)}."
     )
   parts = file.fields.get(gguf.Keys.Split.LLM_KV_SPLIT_COUNT, 1)
   if parts != 1:
@@ -108,7 +108,7 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
   if EMBEDDING not in file.tensors:
     raise InputError(f"The weights in {file.path} lack the tensor {EMBEDDING}.")
   config = {
-    "model_type": _MODEL_TYPES[architecture],
+    "model_type": MODEL_TYPES[architecture],
     "vocab_size": file.tensors[EMBEDDING].shape[0],
     "hidden_size": width,
     "intermediate_size": fields.count("feed_forward_length"),

@@ -15,7 +15,6 @@ from kvjax.experiments.tpu import (
   chips,
   engine_programs,
   kernel_programs,
-  llama,
   runs,
   tables,
 )
@@ -25,6 +24,7 @@ from kvjax.experiments.tpu.programs import (
   compiled,
   find_fault,
 )
+from kvjax.experiments.tpu.published import LLAMA
 from kvjax.kernels.dispatch import Programs, dispatch
 from kvjax.kernels.specs import Spec
 
@@ -223,7 +223,7 @@ def test_a_page_is_written_when_all_is_well(tmp_path, capsys):
 def test_a_prefill_is_measured_layer_by_layer():
   """What is awaited is called once in each layer, and compiled once."""
   here = chip(jax.devices()[:2])
-  model, params = llama.shapes(here.mesh, 3)
+  model, params = LLAMA.shapes(here.mesh, 3)
   use = engine_programs.Use(
     "keydiff", "", kvjax.get_plan("keydiff", kvjax.Tokens(8)), 16
   )
@@ -243,7 +243,7 @@ def test_a_prefill_is_measured_layer_by_layer():
 def test_what_is_looked_up_has_to_be_with_the_host():
   """Of 65,536 tokens all but the first 4 and last 64, of 2 of 8 heads."""
   here = chip(jax.devices()[:4])
-  model, params = llama.shapes(here.mesh, 1)
+  model, params = LLAMA.shapes(here.mesh, 1)
   use = engine_programs.CTKVR
   with jax.set_mesh(here.mesh), kernels.use(platform="tpu"):
     cache = engine_programs.cache_shapes(model, params, use, here)

@@ -9,16 +9,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from made_up_chip import MIB, program
 
 import kvjax
+from kvjax import kernels
 from kvjax.experiments.tpu import (
   chips,
   engine_programs,
-  llama,
 )
 from kvjax.experiments.tpu.hlo import Module
 from kvjax.experiments.tpu.host_arrays import copied_from_host
 from kvjax.experiments.tpu.programs import (
   compiled,
 )
+from kvjax.experiments.tpu.published import LLAMA
 
 
 @pytest.mark.libtpu
@@ -55,10 +56,45 @@ def test_layers_are_read_where_they_stand_in_their_stacks(use, layers, most):
   lower = functools.partial(engine_programs.lower_decode, use, layers)
   outcome = compiled(program("decode", use.name, lower=lower), v5e)
   assert outcome.fault is None
-  _, params = llama.shapes(v5e.mesh, layers)
+  _, params = LLAMA.shapes(v5e.mesh, layers)
   layer = engine_programs.share_bytes(params["layers"]) / layers
   assert outcome.footprint.temporary < layer / 4
   assert outcome.footprint.results < MIB
+  assert 0.9 < outcome.footprint.moved / outcome.ideal < most
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize(
+  ("use", "layers", "most"),
+  [
+    (engine_programs.HYBRIDS[0], 6, 1.1),
+    # XLA reads all experts, wherever a token is sent.
+    (engine_programs.HYBRIDS[1], 2, 8),
+  ],
+  ids=["gemma", "gpt-oss"],
+)
+def test_layers_with_a_window_are_rings(chip, use, layers, most):
+  """Of 131,072 tokens they hold a window, and global layers a quarter."""
+  chips.prepare_libtpu()
+  eight = chips.Chip.load(chip)
+  assert len(eight.devices) == 8
+  model, params = use.model.shapes(eight.mesh, layers)
+  with jax.set_mesh(eight.mesh), kernels.use(platform="tpu"):
+    cache = engine_programs.cache_shapes(model, params, use, eight)
+  window = use.model.fields["sliding_window"]
+  # Heads are divided, or each device would hold all of them.
+  spec = model.geometry.layers[0]
+  token = 2 * spec.kv_heads // 8 * spec.key_dim * 2 + 4 * spec.kv_heads // 8
+  kept = use.tokens // 4 + 128
+  expected = token * ((layers - 1) * window + kept)
+  found = engine_programs.share_bytes(cache.stacks)
+  assert expected <= found < 1.01 * expected
+  lower = functools.partial(engine_programs.lower_decode, use, layers)
+  outcome = compiled(program("decode", use.name, lower=lower), eight)
+  assert outcome.fault is None
+  given = engine_programs.share_bytes((params, cache))
+  assert given <= outcome.footprint.arguments < 1.1 * given
   assert 0.9 < outcome.footprint.moved / outcome.ideal < most
 
 

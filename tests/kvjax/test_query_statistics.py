@@ -11,6 +11,7 @@ import safetensors.numpy
 
 import kvjax
 from kvjax.cache.layers import LayerCache
+from kvjax.engine.rerotation import LayerRotation
 from kvjax.errors import InputError
 from kvjax.methods import ExpectedAttention, QFilters
 from kvjax.methods.q_filters import main_directions
@@ -19,6 +20,7 @@ from kvjax.testing.checks import all_activations
 
 MODEL = TinyModel()
 PARAMS = MODEL.init()
+ROTATION = LayerRotation(MODEL, MODEL.geometry.layers[0])
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 LENGTH = 23
 ROWS = [
@@ -48,7 +50,7 @@ def path(tmp_path):
 def seen(**changes):
   activations = random_activations(3, [LENGTH], LENGTH)
   return activations.__class__(
-    **{**vars(activations), "rerotate": MODEL.rerotate, **changes}
+    **{**vars(activations), "rerotate": ROTATION, **changes}
   )
 
 

@@ -198,7 +198,7 @@ def test_a_stream_has_no_end(schedule):
 
 def test_a_model_that_refuses_to_turn_keys_is_refused_at_once():
   class Dynamic(type(MODEL)):
-    def rerotate(self, keys, by):
+    def rerotate(self, keys, by, spec):
       raise InputError("It depends on the length.")
 
   method = get_method("streaming:rerotate=true")

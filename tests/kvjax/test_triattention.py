@@ -10,6 +10,7 @@ import scoring
 
 import kvjax
 from kvjax.cache.layers import LayerCache
+from kvjax.engine.rerotation import LayerRotation
 from kvjax.errors import InputError
 from kvjax.methods import LayerBudget, TriAttention
 from kvjax.methods.triattention import pair_lengths
@@ -18,6 +19,7 @@ from kvjax.testing import TinyModel, kept_positions, random_activations
 
 MODEL = TinyModel()
 PARAMS = MODEL.init()
+ROTATION = LayerRotation(MODEL, MODEL.geometry.layers[0])
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 HALF = DIM // 2
 LENGTH = 23
@@ -53,10 +55,10 @@ def path(tmp_path):
 
 def seen(shift=0, **changes):
   activations = random_activations(3, [LENGTH], LENGTH)
-  fields = {**vars(activations), "rerotate": MODEL.rerotate}
+  fields = {**vars(activations), "rerotate": ROTATION}
   if shift:
     by = jnp.full((1, KV_HEADS, LENGTH), shift)
-    fields["keys"] = MODEL.rerotate(activations.keys, by)
+    fields["keys"] = ROTATION(activations.keys, by)
     fields["positions"] = activations.positions + shift
   return activations.__class__(**{**fields, **changes})
 

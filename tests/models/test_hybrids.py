@@ -178,6 +178,56 @@ def test_grouped_experts_compute_what_masked_ones_do(name, mesh):
   np.testing.assert_allclose(grouped, masked, rtol=0, atol=1e-4)
 
 
+def test_keys_without_rope_are_the_same_in_all_places():
+  """SmolLM3: one layer of four has no rotary embedding."""
+  model, _, before, _ = prefilled("smollm3")
+  moving = kvjax.get_plan("rerotate/keydiff", kvjax.Tokens(KEPT))
+  after = prefilled("smollm3", moving)[2]
+  rope = model.config.rope
+  kinds = [
+    model.config.kinds[spec.weights].rope for spec in model.geometry.layers
+  ]
+  assert kinds == ["global"] * 3 + [None]
+  # The shortest row is padded.
+  rows = slice(0, len(LENGTHS) - 1)
+  places = jnp.tile(jnp.arange(KEPT, dtype=jnp.int32), (len(LENGTHS) - 1, 1))
+  for layer, kind in enumerate(kinds):
+    one, other = before.layers[layer], after.layers[layer]
+    np.testing.assert_array_equal(other.positions[rows, 0], places)
+    expected = one.keys[rows]
+    if kind is not None:
+      # Each head by itself: it keeps other tokens.
+      turned = []
+      for head in range(expected.shape[1]):
+        cos, sin = rope.tables(one.positions[rows, head])
+        keys = rope.rotate(expected[:, head, None], (cos, -sin))
+        turned.append(rope.rotate(keys, rope.tables(places)))
+      expected = jnp.concatenate(turned, axis=1)
+    np.testing.assert_allclose(other.keys[rows], expected, atol=1e-5)
+  np.testing.assert_array_equal(before.layers[3].keys, after.layers[3].keys)
+
+
+def test_places_do_not_matter_to_a_model_without_rope(tmp_path):
+  """In blocks and while decoding, where every step moves the keys."""
+  fields = json.loads((GOLDEN / "smollm3" / "config.json").read_text())
+  shutil.copy(GOLDEN / "smollm3" / WHOLE, tmp_path)
+  for rotated in (0, 1):
+    fields["no_rope_layers"] = [rotated] * fields["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    logits, rows = [], []
+    for name in ("streaming", "rerotate/streaming"):
+      schedule = kvjax.Schedule(block=8, every=1)
+      plan = kvjax.get_plan(name, kvjax.Tokens(KEPT), schedule)
+      model, params, cache, last = prefilled(tmp_path, plan)
+      logits.append(last)
+      decoding = kvjax.Decoding(10)
+      answers = kvjax.generate(model, params, cache, QUESTIONS, decoding)
+      rows.append(answers.rows())
+    same = np.abs(logits[0] - logits[1]).max() < 1e-5
+    assert same == (not rotated)
+    assert (rows[0] == rows[1]) or rotated
+
+
 def test_experts_in_four_bits_are_saved_as_they_are_computed(tmp_path):
   lm = load(GOLDEN / "gpt_oss_mxfp4", "float32")
   save(lm, tmp_path)

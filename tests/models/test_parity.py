@@ -16,7 +16,6 @@ from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.families import FAMILIES as MODEL_TYPES
 from kvjax.models.pretrained import load, load_decoder
-from kvjax.models.rope import rotate
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "transformers"
@@ -30,8 +29,6 @@ ALIKE = {"llama3", "llama32", "qwen25", "qwen25_yarn", "gpt_oss_mxfp4"}
 FIXED = {
   "llama_dynamic": "depend on the length of the row",
   "phi3": "depend on the length of the row",
-  "smollm3": "some of its layers have no rotary embedding",
-  "cohere2": "some of its layers have no rotary embedding",
 }
 
 
@@ -241,18 +238,25 @@ def test_keys_move_to_other_positions(family):
   by = jnp.asarray(np.broadcast_to(by, (2, 3, 20)))
   if name in FIXED:
     with pytest.raises(InputError, match=FIXED[name]):
-      model.rerotate(x, by)
+      model.rerotate(x, by, model.geometry.layers[0])
     return
+  move = jax.jit(model.rerotate, static_argnums=2)
+  for spec in dict.fromkeys(model.geometry.layers):
+    name = model.config.kinds[spec.weights].rope
+    if name is None:
+      np.testing.assert_array_equal(move(x, by, spec), x)
+      continue
+    rope = model.config.ropes[name]
 
-  @jax.jit
-  def rotated(x, places):
-    return rotate(x, *model.rope.tables(places))
+    @jax.jit
+    def rotated(x, places, rope=rope):
+      return rope.rotate(x, rope.tables(places))
 
-  got = jax.jit(model.rerotate)(rotated(x, places), by)
-  for head in range(3):
-    # All heads by as much: those of others are not looked at.
-    there = rotated(x, places + np.asarray(by)[:, head])
-    np.testing.assert_allclose(got[:, head], there[:, head], atol=2e-5)
+    got = move(rotated(x, places), by, spec)
+    for head in range(3):
+      # All heads by as much: those of others are not looked at.
+      there = rotated(x, places + np.asarray(by)[:, head])
+      np.testing.assert_allclose(got[:, head], there[:, head], atol=2e-5)
 
 
 def test_transformers_reads_the_bundled_model_as_we_do():

@@ -1,0 +1,134 @@
+"""Checkpoints of MaxText."""
+
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import Array, PyTree
+
+from kvjax import files
+from kvjax.errors import InputError
+from kvjax.models.adapters.assembly import Parameters, assemble
+from kvjax.models.adapters.maxtext_names import (
+  MODULES,
+  TOP,
+  convert,
+  find_path,
+)
+from kvjax.models.config import DecoderConfig
+from kvjax.models.pretrained import Pretrained
+from kvjax.models.tokenizer import Tokenizer
+
+
+def from_maxtext(
+  checkpoint: str | os.PathLike[str] | PyTree,
+  config: DecoderConfig,
+  *,
+  scan_axis: int = 1,
+  dtype: str | None = None,
+  mesh: jax.sharding.Mesh | None = None,
+  tokenizer: Tokenizer | None = None,
+) -> Pretrained:
+  """Makes a model of a checkpoint of MaxText, with scanned layers or without.
+
+  Of a state of training, the parameters alone are read, to the host; they are
+  converted one at a time.
+
+  Written against maxtext 0.2.5, which is not imported. The checkpoint must be
+  as its scripts convert models of Hugging Face; they scale the queries of Llama
+  and Mistral and the embedding of Gemma, which is undone.
+
+  Args:
+    checkpoint: the folder of a step, or its folder `items`, as orbax writes it;
+      or the tree of parameters that it holds.
+    config: `kvjax.models.config.DecoderConfig.from_hf` of the config.json of
+      the same model; a checkpoint of MaxText does not say what it holds.
+    scan_axis: axis of scanned layers, MaxText's `param_scan_axis`.
+    dtype: dtype of the weights; by default that of the embedding.
+    mesh: as for `kvjax.models.load`.
+    tokenizer: the tokenizer, if there is one.
+
+  Raises:
+    InputError: the checkpoint cannot be read, MaxText has no such family, or
+      parameters are missing, unknown, or of other sizes than the config says.
+  """
+  if config.model_type not in MODULES:
+    raise InputError(
+      f"Of MaxText, kvjax reads {', '.join(MODULES)}; the config is of "
+      f"{config.model_type}."
+    )
+  tree: Any = checkpoint
+  if isinstance(tree, str | os.PathLike):
+    tree = _restore(pathlib.Path(tree))
+  while isinstance(tree, dict) and "params" in tree:
+    tree = tree["params"]
+  params = Parameters(tree, "MaxText")
+  # Gemma and gpt-oss scan over blocks of layers.
+  blocks = {
+    path.split("/")[2]
+    for path in params.paths()
+    if path.startswith("decoder/layers/layers_")
+  }
+
+  def in_layer(path: str, layer: int) -> Array:
+    if f"decoder/layers_{layer}/{path}" in params:
+      return params[f"decoder/layers_{layer}/{path}"]
+    period = max(len(blocks), 1)
+    block = f"layers_{layer % period}/" if blocks else ""
+    scanned = params[f"decoder/layers/{block}{path}"]
+    index, count = layer // period, scanned.shape[scan_axis]
+    if index < count:
+      return jax.lax.index_in_dim(scanned, index, scan_axis, keepdims=False)
+    # Layers that fill no block.
+    rest = layer - period * count
+    return params[f"decoder/layers_remainder/layers_{rest}/{path}"]
+
+  def find(name: str, layers: Sequence[int]) -> Array:
+    if layers:
+      path = find_path(config, name)
+      found = jnp.stack([in_layer(path, layer) for layer in layers])
+    else:
+      found = params[TOP[name]]
+    if name == "embed_tokens.embedding":
+      # MaxText may pad the vocabulary.
+      found = found[: config.vocab_size]
+    return convert(config, name, found)
+
+  lm = assemble(config, find, dtype, mesh, tokenizer)
+  params.skip("vision_encoder/")
+  params.refuse_rest()
+  return lm
+
+
+def _restore(directory: pathlib.Path) -> PyTree:
+  """Reads the parameters of a checkpoint to the host.
+
+  Raises:
+    InputError: there is none, or it cannot be read.
+  """
+  folder = (directory / "items").resolve()
+  folder = folder if folder.is_dir() else directory.resolve()
+  try:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+      tree = checkpointer.metadata(folder).item_metadata.tree
+      wanted = {"params": tree["params"]}
+      to_host = ocp.RestoreArgs(restore_type=np.ndarray)
+      restored: PyTree = checkpointer.restore(
+        folder,
+        ocp.args.PyTreeRestore(
+          wanted,
+          jax.tree.map(lambda _: to_host, wanted),
+          partial_restore=True,
+        ),
+      )
+      return restored
+  except (OSError, KeyError, ValueError, AttributeError, TypeError) as error:
+    raise InputError(
+      f"{directory} is no checkpoint of MaxText that orbax can read "
+      f"({files.reason(error)}); give the folder of a step."
+    ) from error
