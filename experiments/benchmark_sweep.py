@@ -17,9 +17,9 @@ from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import grids
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.report import wording
-from kvjax.experiments.run.answering import Prompt
 from kvjax.experiments.run.candidates import candidates, parse_budgets
 from kvjax.experiments.run.environment import device
+from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.timing import sweep_timing
 
 flags.adopt_module_key_flags(run_inputs)

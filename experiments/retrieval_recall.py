@@ -38,16 +38,16 @@ from kvjax.experiments.run import (
   results,
   retrieval_quality,
 )
-from kvjax.experiments.run.answering import (
-  QUERY_AWARE,
-  Prompt,
-  Shape,
-  check_context_length,
-)
 from kvjax.experiments.run.candidates import (
   Candidate,
   candidates,
   parse_budgets,
+)
+from kvjax.experiments.run.prompting import (
+  QUERY_AWARE,
+  Prompt,
+  Shape,
+  check_context_length,
 )
 from kvjax.experiments.run.retrieval_quality import Quality
 from kvjax.experiments.tasks import suite

@@ -11,7 +11,7 @@ from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
 from kvjax.experiments.benchmarks.options import ALWAYS, CHAT, Option, Value
 from kvjax.experiments.benchmarks.ruler.generator import Texts
 from kvjax.experiments.metrics import registry
-from kvjax.experiments.run.answering import Protocol
+from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, Protocol
 from kvjax.experiments.run.results import Samples
 from kvjax.experiments.tasks.sample import OnDraw, ignore
 from kvjax.models.pretrained import Pretrained
@@ -39,7 +39,7 @@ class Request:
   samples: int | None = None
   data: str | None = None
   texts: Callable[[], Texts] = Texts.read
-  protocol: Protocol = "query-agnostic"
+  protocol: Protocol = QUERY_AGNOSTIC
   options: Mapping[str, Value] = MappingProxyType({})
   on_draw: OnDraw = ignore
 

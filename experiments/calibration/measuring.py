@@ -11,10 +11,10 @@ import kvjax
 from kvjax.engine.prepared import prepare
 from kvjax.errors import InputError
 from kvjax.experiments.run import prefilling
-from kvjax.experiments.run.answering import Prompt, Shape, check_context_length
 from kvjax.experiments.run.candidates import FULL, Candidate
 from kvjax.experiments.run.comparison import wanted
 from kvjax.experiments.run.line_files import Line, LineFile
+from kvjax.experiments.run.prompting import Prompt, Shape, check_context_length
 from kvjax.experiments.run.results import Key, Part, Samples
 from kvjax.experiments.tasks import needles
 from kvjax.experiments.tasks.sample import Sample

@@ -18,7 +18,7 @@ from kvjax.experiments.inputs import (
   text_inputs,
 )
 from kvjax.experiments.run import runner
-from kvjax.experiments.run.answering import Protocol
+from kvjax.experiments.run.prompting import Protocol
 from kvjax.experiments.tasks import suite
 from kvjax.models.pretrained import Pretrained
 

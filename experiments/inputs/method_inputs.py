@@ -14,13 +14,13 @@ from kvjax.experiments import cli
 from kvjax.experiments.calibration.records import AUTO, FOLDER, Auto
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.run import candidates, results
-from kvjax.experiments.run.answering import (
+from kvjax.experiments.run.candidates import Candidate, Given
+from kvjax.experiments.run.prompting import (
   QUERY_AGNOSTIC,
   QUERY_AWARE,
   QUERY_AWARE_KVPRESS,
   Protocol,
 )
-from kvjax.experiments.run.candidates import Candidate, Given
 from kvjax.options.schedules import WHOLE
 from kvjax.registry.names import get_recipe, split_budget
 

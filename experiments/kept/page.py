@@ -12,8 +12,8 @@ from jaxtyping import Int
 from kvjax.experiments.kept.counts import Kept, kept
 from kvjax.experiments.report import page, wording
 from kvjax.experiments.run import environment
-from kvjax.experiments.run.answering import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.models.pretrained import Pretrained
 
 _INVISIBLE = ("Cc", "Cf")

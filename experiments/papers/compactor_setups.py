@@ -21,7 +21,7 @@ from kvjax.experiments.papers.shared import (
   ruler,
 )
 from kvjax.experiments.papers.transcription import across, scaled
-from kvjax.experiments.run.answering import QUERY_AGNOSTIC
+from kvjax.experiments.run.prompting import QUERY_AGNOSTIC
 from kvjax.options.budgets import Retention
 
 _LLAMA, _QWEN = "Llama-3.1-8B", "Qwen2.5-14B-1M"

@@ -21,7 +21,7 @@ from kvjax.experiments.papers.shared import (
   plain,
   ruler,
 )
-from kvjax.experiments.run.answering import QUERY_AGNOSTIC, QUERY_AWARE
+from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.options.budgets import Retention, Tokens
 
 _LIMIT = 31500

@@ -21,7 +21,7 @@ from kvjax.experiments.papers.shared import (
   longbench,
   plain,
 )
-from kvjax.experiments.run.answering import QUERY_AWARE
+from kvjax.experiments.run.prompting import QUERY_AWARE
 from kvjax.options.budgets import Retention, Tokens
 from kvjax.options.schedules import Schedule
 

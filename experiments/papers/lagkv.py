@@ -25,8 +25,8 @@ from kvjax.experiments.papers.shared import (
   ruler,
 )
 from kvjax.experiments.papers.transcription import across
-from kvjax.experiments.run.answering import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.methods.lagkv import LagKV
 from kvjax.options.budgets import Retention
 from kvjax.options.schedules import Schedule

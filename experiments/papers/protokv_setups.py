@@ -14,7 +14,7 @@ from kvjax.experiments.papers.shared import (
   ruler,
 )
 from kvjax.experiments.papers.transcription import across
-from kvjax.experiments.run.answering import QUERY_AWARE
+from kvjax.experiments.run.prompting import QUERY_AWARE
 from kvjax.options.budgets import Retention, Tokens
 
 LLAMA = "LLaMA-3-8B-Instruct"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from kvjax.experiments.papers.findings import Findings, Scale, Subject
-from kvjax.experiments.run.answering import Protocol
 from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.run.prompting import Protocol
 from kvjax.options.budgets import Budget
 from kvjax.options.schedules import WHOLE, Schedule
 

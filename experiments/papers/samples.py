@@ -19,7 +19,7 @@ from kvjax.experiments.benchmarks.ruler import generator, published
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.papers.findings import Scale
 from kvjax.experiments.papers.records import Setup
-from kvjax.experiments.run.answering import QUERY_AWARE, Prompt, Protocol
+from kvjax.experiments.run.prompting import QUERY_AWARE, Prompt, Protocol
 from kvjax.experiments.run.results import Samples, data_name
 from kvjax.models.pretrained import Pretrained
 

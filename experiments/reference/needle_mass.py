@@ -16,7 +16,7 @@ from kvjax.engine.forward import (
   block_positions,
   hidden_states,
 )
-from kvjax.experiments.run.answering import Prompt
+from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.tasks import needles
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained

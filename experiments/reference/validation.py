@@ -12,7 +12,7 @@ import numpy as np
 
 import kvjax
 from kvjax.experiments.metrics.string_match import string_match_all
-from kvjax.experiments.run import answering
+from kvjax.experiments.run import answering, prompting
 from kvjax.experiments.run.candidates import FULL, candidates
 from kvjax.experiments.tasks import needles, suite
 from kvjax.experiments.tasks.sample import Sample
@@ -143,7 +143,7 @@ def generate_rounds(
   tokenizer = lm.text
   most = conversations[0][0].max_new_tokens
   prompts = [
-    [answering.Prompt.of_sample(tokenizer, sample) for sample in turns]
+    [prompting.Prompt.of_sample(tokenizer, sample) for sample in turns]
     for turns in conversations
   ]
   # As in training, a turn starts with the token that ended the last answer,
@@ -179,11 +179,11 @@ def _scores(
 ) -> Iterator[Score]:
   """Yields a score per group of samples, all padded to one shape."""
   prompts = {
-    name: [answering.Prompt.of_sample(lm.text, s) for s in samples]
+    name: [prompting.Prompt.of_sample(lm.text, s) for s in samples]
     for name, samples in drawn.items()
   }
   everything = [prompt for group in prompts.values() for prompt in group]
-  shape = answering.Shape.of(everything, min(_ROWS, len(everything)))
+  shape = prompting.Shape.of(everything, min(_ROWS, len(everything)))
   for name, samples in drawn.items():
     texts = _answers(lm, prompts[name], shape)
     shares = [
@@ -195,8 +195,8 @@ def _scores(
 
 def _answers(
   lm: Pretrained,
-  prompts: Sequence[answering.Prompt],
-  shape: answering.Shape,
+  prompts: Sequence[prompting.Prompt],
+  shape: prompting.Shape,
 ) -> Iterator[str]:
   """Generates answers from the full cache, in the order of the prompts."""
   full = candidates([FULL], [kvjax.Retention(1.0)])

@@ -29,8 +29,8 @@ from kvjax.experiments.report.means import (
 )
 from kvjax.experiments.report.records import Record
 from kvjax.experiments.report.rows import settings_of
-from kvjax.experiments.run.answering import QUERY_AWARE, QUERY_AWARE_KVPRESS
 from kvjax.experiments.run.candidates import FULL
+from kvjax.experiments.run.prompting import QUERY_AWARE, QUERY_AWARE_KVPRESS
 from kvjax.experiments.run.results import Answer
 
 _CONFIG = "config.yaml"

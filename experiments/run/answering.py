@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,147 +12,12 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax.cache.window import WindowLayer
-from kvjax.errors import InputError
-from kvjax.experiments.metrics import passkey
 from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.candidates import Candidate
-from kvjax.experiments.tasks.sample import GREEDY, Sample
+from kvjax.experiments.run.prompting import Prompt, Prompted, Shape
 from kvjax.models.pretrained import Pretrained
-from kvjax.models.tokenizer import Tokenizer
 from kvjax.placement import HOST
 from kvjax.prompts import bucket
-
-Protocol = Literal[
-  "query-agnostic", "query-aware", "query-aware-kvpress", "first-query-aware"
-]
-QUERY_AGNOSTIC: Protocol = "query-agnostic"
-# The whole prompt is compressed, to the start of the answer.
-QUERY_AWARE: Protocol = "query-aware"
-# As kvpress with `query_aware`: the context ends with the question and is
-# compressed; end of turn and start of the answer follow it uncompressed.
-QUERY_AWARE_KVPRESS: Protocol = "query-aware-kvpress"
-# For conversations: the context ends with the first question.
-FIRST_QUERY_AWARE: Protocol = "first-query-aware"
-
-# Widths are multiples of these, so that other seeds reuse the compiled shapes.
-# A question is fed to the caches of all candidates, so that padding costs more.
-_CONTEXT_WIDTH, _QUESTION_WIDTH = 32, 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-  """Token ids of a prompt, whose two parts are encoded separately.
-
-  Attributes:
-    context: the part to prefill and compress.
-    question: the rest: question, end of turn, start of the answer.
-    max_new_tokens: the maximum number of answer tokens.
-    stays: see `Sample`.
-    key_token: first token of the correct answer, if a metric needs it.
-    sampling: how tokens of the answer are drawn.
-    seed: seed of the draws.
-  """
-
-  context: list[int]
-  question: list[int]
-  max_new_tokens: int
-  stays: bool = False
-  key_token: int | None = None
-  sampling: kvjax.Sampling = GREEDY
-  seed: int = 0
-
-  @classmethod
-  def of(
-    cls,
-    tokenizer: Tokenizer,
-    context: str,
-    question: str,
-    prefix: str,
-    max_new_tokens: int,
-    chat: bool = True,
-    key: str | None = None,
-  ) -> "Prompt":
-    """Encodes the texts, by default with the model's chat template."""
-    before, after = (
-      tokenizer.split_chat(context) if chat else (tokenizer.bos + context, "")
-    )
-    question = question + after + prefix
-    return cls(
-      tokenizer.encode(before),
-      tokenizer.encode(question),
-      max_new_tokens,
-      key_token=None
-      if key is None
-      else passkey.first_key_token(tokenizer, question, key),
-    )
-
-  @classmethod
-  def of_sample(cls, tokenizer: Tokenizer, sample: Sample) -> "Prompt":
-    """Encodes a sample of a task."""
-    prompt = cls.of(
-      tokenizer,
-      sample.context,
-      sample.question,
-      sample.answer_prefix,
-      sample.max_new_tokens,
-      sample.chat,
-      sample.answers[0] if sample.metric == "passkey" else None,
-    )
-    return dataclasses.replace(
-      prompt,
-      stays=sample.stays,
-      sampling=sample.sampling,
-      # Of 31 bits. A row's draws do not depend on the rows beside it.
-      seed=int(sample.digest[:8], 16) >> 1,
-    )
-
-  @property
-  def prefilled(self) -> list[int]:
-    """Context and question, to prefill them together."""
-    return self.context + self.question
-
-  @property
-  def total(self) -> int:
-    """Number of tokens of the prompt and the longest answer."""
-    return len(self.context) + len(self.question) + self.max_new_tokens
-
-
-# The prompts of one context, whose questions follow one another.
-Prompted = Sequence[Prompt]
-
-
-class Shape(NamedTuple):
-  """The padded shape of all batches, so that programs compile once.
-
-  Attributes:
-    rows: prompts per batch.
-    context: tokens to prefill.
-    question: tokens to feed after compression; 0 if the question is prefilled
-      with the context.
-  """
-
-  rows: int
-  context: int
-  question: int
-
-  @classmethod
-  def of(
-    cls,
-    prompts: Sequence[Prompt],
-    rows: int,
-    protocol: Protocol = QUERY_AGNOSTIC,
-  ) -> "Shape":
-    """Returns the smallest shape that fits all prompts."""
-    if protocol == QUERY_AWARE:
-      both = max(len(prompt.prefilled) for prompt in prompts)
-      return cls(rows, _round_up(both, _CONTEXT_WIDTH), 0)
-    contexts = max(len(prompt.context) for prompt in prompts)
-    questions = max(len(prompt.question) for prompt in prompts)
-    return cls(
-      rows,
-      _round_up(contexts, _CONTEXT_WIDTH),
-      _round_up(questions, _QUESTION_WIDTH),
-    )
 
 
 class _TokenCounts(NamedTuple):
@@ -239,22 +104,6 @@ class Seconds:
 
   prefill: float = 0.0
   answer: float = 0.0
-
-
-def check_context_length(lm: Pretrained, prompts: Sequence[Prompt]) -> None:
-  """Rejects prompts that are longer than the model's context.
-
-  Raises:
-    InputError: prompt and answer together do not fit.
-  """
-  limit = lm.config.geometry.max_positions
-  longest = max(prompts, key=lambda prompt: prompt.total)
-  if longest.total > limit:
-    raise InputError(
-      f"Context ({len(longest.context)} tokens), question "
-      f"({len(longest.question)}) and answer (up to {longest.max_new_tokens}) "
-      f"come to {longest.total} tokens; the context of this model is {limit}."
-    )
 
 
 def replies(
@@ -424,7 +273,3 @@ def _with_capacity(
   padded = bucket(shape.context + all_turns)
   kept = plan.spread.capacity_between(plan.fixed_budget, padded)
   return cache.grow([kept + per_turn] * len(cache.stacks))
-
-
-def _round_up(length: int, width: int) -> int:
-  return -(-length // width) * width

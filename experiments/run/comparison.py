@@ -5,20 +5,18 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from kvjax.experiments.metrics import passkey, registry
-from kvjax.experiments.run.answering import (
+from kvjax.experiments.run.answering import Reply, Seconds, replies
+from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.run.prompting import (
   QUERY_AGNOSTIC,
   QUERY_AWARE,
   QUERY_AWARE_KVPRESS,
   Prompt,
   Prompted,
   Protocol,
-  Reply,
-  Seconds,
   Shape,
   check_context_length,
-  replies,
 )
-from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.results import Answer, Key, Part, Results, Samples
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained

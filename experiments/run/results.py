@@ -8,9 +8,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.experiments.benchmarks import hub
-from kvjax.experiments.run.answering import QUERY_AGNOSTIC, Protocol
 from kvjax.experiments.run.line_files import Line, LineFile
 from kvjax.experiments.run.line_files import check_writable as check_writable
+from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, Protocol
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.options.schedules import WHOLE
 

@@ -14,9 +14,10 @@ import kvjax
 from kvjax.experiments.calibration.records import AUTO
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import comparison, environment, results, summaries
-from kvjax.experiments.run.answering import QUERY_AWARE, Protocol, Seconds
+from kvjax.experiments.run.answering import Seconds
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.processes import Process, Processes
+from kvjax.experiments.run.prompting import QUERY_AWARE, Protocol
 from kvjax.experiments.run.results import Answer, Key
 from kvjax.models.pretrained import Pretrained
 

@@ -11,18 +11,17 @@ import rich.text
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.metrics.string_match import clean
-from kvjax.experiments.run.answering import (
+from kvjax.experiments.run.answering import Reply, Seconds
+from kvjax.experiments.run.answering import replies as generate_replies
+from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.run.prompting import (
   QUERY_AGNOSTIC,
   QUERY_AWARE_KVPRESS,
   Prompt,
   Protocol,
-  Reply,
-  Seconds,
   Shape,
   check_context_length,
 )
-from kvjax.experiments.run.answering import replies as generate_replies
-from kvjax.experiments.run.candidates import Candidate
 from kvjax.models.pretrained import Pretrained
 
 _MAX_NEW_TOKENS = 128

@@ -10,14 +10,9 @@ import rich.console
 import rich.progress
 
 from kvjax.errors import InputError
-from kvjax.experiments.run.answering import (
-  Prompt,
-  Reply,
-  Seconds,
-  Shape,
-  replies,
-)
+from kvjax.experiments.run.answering import Reply, Seconds, replies
 from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.run.prompting import Prompt, Shape
 from kvjax.models.pretrained import Pretrained
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
-from kvjax.experiments.run import answering, comparison
+from kvjax.experiments.run import answering, comparison, prompting
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks.sample import Sample
@@ -54,8 +54,8 @@ def test_who_evicts_while_decoding_is_asked_alone():
 
 
 def test_widths_are_shared_by_neighboring_lengths():
-  prompts = [answering.Prompt([0] * n, [0] * 5, 1) for n in (33, 60)]
-  assert answering.Shape.of(prompts, 4) == (4, 64, 8)
+  prompts = [prompting.Prompt([0] * n, [0] * 5, 1) for n in (33, 60)]
+  assert prompting.Shape.of(prompts, 4) == (4, 64, 8)
 
 
 def test_a_conversation_has_room_for_a_retention_of_all_that_is_said():
@@ -66,8 +66,8 @@ def test_a_conversation_has_room_for_a_retention_of_all_that_is_said():
   """
   going_on = kvjax.Schedule(every=4)
   (one,) = candidates(["streaming"], [kvjax.Retention(0.75)], going_on)[1:]
-  turns = [answering.Prompt([0] * 64, [0] * 32, 4, stays=True)] * 2
-  shape = answering.Shape(1, 64, 32)
+  turns = [prompting.Prompt([0] * 64, [0] * 32, 4, stays=True)] * 2
+  shape = prompting.Shape(1, 64, 32)
   cache = answering._with_capacity(a_cache(48, plan=one.plan), turns, shape)
   assert [layer.capacity for layer in cache.layers] == [144 + 32 + 4]
   tokens = candidates(["streaming"], [kvjax.Tokens(48)], going_on)[1].plan
@@ -87,7 +87,7 @@ def test_the_first_token_of_a_passkey_is_scored(tiny):
     metadata={},
     metric="passkey",
   )
-  prompt = answering.Prompt.of_sample(tiny.tokenizer, sample)
+  prompt = prompting.Prompt.of_sample(tiny.tokenizer, sample)
   part = Part("passkey", 128)
   context = comparison._Context(part, [0], [sample], [prompt])
   (full, *_) = candidates(["full"], [kvjax.Retention(1.0)])
@@ -99,5 +99,5 @@ def test_the_first_token_of_a_passkey_is_scored(tiny):
     found.append(answer.scores["first_key_token"])
   assert found == [100, 100, 0, 0]
   other = dataclasses.replace(sample, metric="string_match_all")
-  prompt = answering.Prompt.of_sample(tiny.tokenizer, other)
+  prompt = prompting.Prompt.of_sample(tiny.tokenizer, other)
   assert prompt.key_token is None

@@ -11,7 +11,7 @@ from kvjax import models
 from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
 from kvjax.experiments.metrics.string_match import clean
-from kvjax.experiments.run import answering, comparison
+from kvjax.experiments.run import answering, comparison, prompting
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.results import Part, Results, Settings
 from kvjax.experiments.tasks.sample import Sample
@@ -169,8 +169,8 @@ def test_a_sweep_answers_as_each_of_its_methods_does_alone(
   among = whole.answers[first.key]
   assert dataclasses.replace(among, cache_bytes=first.cache_bytes) == first
 
-  prompt = answering.Prompt.of_sample(tiny.tokenizer, sample)
-  shape = answering.Shape.of([prompt], 1)
+  prompt = prompting.Prompt.of_sample(tiny.tokenizer, sample)
+  shape = prompting.Shape.of([prompt], 1)
   (cache,), _ = kvjax.sweep(
     tiny.model,
     tiny.params,
@@ -288,9 +288,9 @@ def test_a_question_may_be_prefilled_too(tiny, tmp_path):
   ).answers
   decoding = kvjax.Decoding(5, tiny.tokenizer.eos_ids)
   for sample in samples[Part("one", 128)]:
-    prompt = answering.Prompt.of_sample(tiny.tokenizer, sample)
+    prompt = prompting.Prompt.of_sample(tiny.tokenizer, sample)
     # As wide as there, for the same compiled programs.
-    width = answering.Shape.of([prompt], 1, "query-aware").context
+    width = prompting.Shape.of([prompt], 1, "query-aware").context
     rows = kvjax.Prompts.of([prompt.prefilled], width)
     plans = [candidate.plan for candidate in chosen]
     caches, logits = kvjax.sweep(tiny.model, tiny.params, rows, plans)
@@ -346,7 +346,7 @@ def test_questions_about_one_context_share_its_prefill(tiny, tmp_path, counted):
 
 def test_contexts_of_unlike_lengths_are_padded_apart():
   def context(tokens):
-    prompt = answering.Prompt([5] * tokens, [5] * 4, 2)
+    prompt = prompting.Prompt([5] * tokens, [5] * 4, 2)
     sample = a_sample("t", 0)
     return comparison._Context(Part("t", 0), [0], [sample], [prompt])
 
@@ -360,7 +360,7 @@ def test_contexts_of_unlike_lengths_are_padded_apart():
 def test_a_prompt_may_go_without_the_chat_template(tiny):
   sample = dataclasses.replace(a_sample("one", 0), chat=False)
   tokenizer = tiny.tokenizer
-  prompt = answering.Prompt.of_sample(tokenizer, sample)
+  prompt = prompting.Prompt.of_sample(tokenizer, sample)
   assert prompt.context == tokenizer.encode(tokenizer.bos + sample.context)
   assert prompt.question == tokenizer.encode("What is green? It is")
 

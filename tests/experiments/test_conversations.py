@@ -6,8 +6,9 @@ import pytest
 import kvjax
 from kvjax.experiments.benchmarks.multiturn import conversations
 from kvjax.experiments.run import answering
-from kvjax.experiments.run.answering import Prompt, Seconds, Shape
+from kvjax.experiments.run.answering import Seconds
 from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.prompting import Prompt, Shape
 from kvjax.experiments.run.results import Part
 
 # Positions are those of the tiny model, its transcripts' width.

@@ -13,13 +13,13 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.metrics.string_match import clean
 from kvjax.experiments.run import comparison, side_by_side
-from kvjax.experiments.run.answering import (
+from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.prompting import (
   QUERY_AGNOSTIC,
   QUERY_AWARE,
   QUERY_AWARE_KVPRESS,
   Prompt,
 )
-from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.results import Part, Results, Settings
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models import catalog

@@ -12,9 +12,9 @@ import scipy.stats
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.run import runner
-from kvjax.experiments.run.answering import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.intervals import count_samples, difference, interval
+from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.experiments.run.results import Answer, Results, Settings, digest
 from kvjax.experiments.run.summaries import summarize
 

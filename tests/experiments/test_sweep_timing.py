@@ -6,8 +6,9 @@ import pytest
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments.run.answering import Prompt, Reply
+from kvjax.experiments.run.answering import Reply
 from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.timing import sweep_timing
 
 CHOSEN = candidates(["keydiff"], [kvjax.Tokens(n) for n in (8, 4, 2)])[1:]

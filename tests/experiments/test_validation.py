@@ -19,7 +19,7 @@ from kvjax.experiments.reference import (
 )
 from kvjax.experiments.reference.needle_mass import sample_mass
 from kvjax.experiments.reference.validation import Score
-from kvjax.experiments.run.answering import Prompt
+from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.tasks import needles
 
 POSITIONS = 512

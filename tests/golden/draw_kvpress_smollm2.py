@@ -11,7 +11,7 @@ ids. Of each task they are the first samples whose context can be exactly
 import json
 import pathlib
 
-from kvjax.experiments.run.answering import Prompt
+from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.tasks import suite
 from kvjax.models.pretrained import Pretrained, load
 

@@ -6,7 +6,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.base import Benchmark, Drawn, Request
 from kvjax.experiments.benchmarks.multiturn import conversations
 from kvjax.experiments.benchmarks.options import Option
-from kvjax.experiments.run.answering import (
+from kvjax.experiments.run.prompting import (
   FIRST_QUERY_AWARE,
   QUERY_AGNOSTIC,
   Protocol,

@@ -10,7 +10,7 @@ from kvjax.experiments.benchmarks import grids
 from kvjax.experiments.benchmarks.multiturn import conversations
 from kvjax.experiments.metrics import registry
 from kvjax.experiments.reference import vocabulary
-from kvjax.experiments.run.answering import Prompt
+from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import needles, passkey, prose
 from kvjax.experiments.tasks.words import KeyWords

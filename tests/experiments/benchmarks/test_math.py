@@ -15,8 +15,8 @@ from kvjax.experiments.benchmarks.math import arithmetic, problems
 from kvjax.experiments.benchmarks.registry import BENCHMARKS
 from kvjax.experiments.metrics import math, registry
 from kvjax.experiments.run import comparison, summaries
-from kvjax.experiments.run.answering import Prompt
 from kvjax.experiments.run.candidates import candidates, parse_budgets
+from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.run.results import Results, Settings
 
 SAMPLED = Request(
