@@ -38,7 +38,10 @@ SEED = flags.DEFINE_integer(
   lower_bound=0,
 )
 BATCH = flags.DEFINE_integer(
-  "batch", 12, "Contexts per prefill; fewer need less memory.", lower_bound=1
+  "batch",
+  12,
+  "Contexts per prefill; fewer are used if their caches do not fit in memory.",
+  lower_bound=1,
 )
 _MESH = flags.DEFINE_string("mesh", None, "Device mesh, as in data:2,model:2.")
 _KERNELS = flags.DEFINE_enum(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvjax.experiments.metrics import passkey, registry
 from kvjax.experiments.run.answering import Reply, Seconds, replies
 from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.run.memory import rows_that_fit
 from kvjax.experiments.run.prompting import (
   QUERY_AGNOSTIC,
   QUERY_AWARE,
@@ -54,7 +55,7 @@ def compare(
     samples: samples of each task and length, in the order of their numbers;
       those with the same context have the same `max_new_tokens`.
     results: previous answers; new ones are written as they come.
-    batch: contexts per prefill.
+    batch: contexts per prefill, or fewer if their caches do not fit in memory.
     on_answers: called on progress.
     protocol: whether the question is known before compression.
     seconds: the elapsed time is added to it.
@@ -72,6 +73,9 @@ def compare(
   )
   unanswered = {(key.part, key.asked) for key in missing}
   spent = Seconds() if seconds is None else seconds
+  if contexts:
+    longest = max(len(c.prompts[0].prefilled) for c in contexts)
+    batch = rows_that_fit(lm, candidates, longest, batch)
   for shape, rows in _batches(contexts, unanswered, batch, protocol):
     prompts = [context.prompts for context in rows]
     for group in replies(lm, candidates, prompts, shape, spent):

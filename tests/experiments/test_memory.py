@@ -1,0 +1,58 @@
+"""Contexts per prefill by the memory that their caches take."""
+
+import dataclasses
+
+import pytest
+
+import kvjax
+from kvjax import InputWarning
+from kvjax.experiments.run import memory
+from kvjax.experiments.run.candidates import Candidate, candidates
+
+HALF = [kvjax.Retention(0.5)]
+
+
+@pytest.fixture
+def chosen():
+  return candidates(["full", "keydiff", "streaming"], HALF)
+
+
+def bytes_of(lm, plan, tokens):
+  """What the engine allocates for a context of a bucket's length."""
+  prompts = kvjax.Prompts.of([[1] * tokens])
+  cache, _ = kvjax.prefill(lm.model, lm.params, prompts, plan)
+  return sum(
+    leaf.nbytes for layer in cache.stacks for leaf in (layer.keys, layer.values)
+  )
+
+
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_estimates_are_what_is_allocated(tiny, per_query_head):
+  names = ["full", "keydiff"]
+  for made in candidates(names, HALF, per_query_head=per_query_head):
+    estimate = memory._cache_bytes(tiny, made, 128)
+    assert estimate == bytes_of(tiny, made.plan, 128)
+    eight_bits = dataclasses.replace(made.plan, kv_dtype="int8")
+    narrow = memory._cache_bytes(tiny, Candidate(made.method, eight_bits), 128)
+    assert 4 * narrow == estimate
+
+
+def test_fewer_rows_are_taken_where_they_do_not_fit(tiny, chosen, monkeypatch):
+  row = sum(bytes_of(tiny, candidate.plan, 128) for candidate in chosen)
+  monkeypatch.setattr(memory, "_memory", lambda: 3 * 5 * row)
+  assert memory.rows_that_fit(tiny, chosen, 128, 5) == 5
+  with pytest.warns(InputWarning, match="3 caches of 6 .* --batch=5 "):
+    assert memory.rows_that_fit(tiny, chosen, 128, 6) == 5
+  monkeypatch.setattr(memory, "_memory", lambda: 1)
+  with pytest.warns(InputWarning, match="--batch=1 is used"):
+    assert memory.rows_that_fit(tiny, chosen, 128, 6) == 1
+
+
+def test_retrieval_keeps_everything(tiny, chosen):
+  retrieval, *_ = candidates(["ctkvr"], HALF)
+  full = memory._cache_bytes(tiny, chosen[0], 128)
+  assert memory._cache_bytes(tiny, retrieval, 128) == full
+
+
+def test_a_machine_has_memory():
+  assert memory._memory() > 2**28
