@@ -4,10 +4,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, overload
 
-import jax
 import numpy as np
 
 import kvjax
+from kvjax.engine.capacity import (
+  check_prompts,
+  missing_slots,
+  prepare_decoding,
+)
 from kvjax.engine.sampling import Sampling
 from kvjax.errors import InputError
 
@@ -43,8 +47,9 @@ class Chat:
       contexts = dataclasses.replace(contexts, repeat_request=request)
     self._cache, _ = kvjax.prefill(lm.model, lm.params, contexts, plan)
     self._room = 0
-    self._between = ""
-    self._pending: Iterator[str] | None = None
+    self._has_turns = False
+    # The stream of the last question, which has the cache until it ends.
+    self._pending: kvjax.Stream | None = None
 
   @property
   def cache(self) -> kvjax.Cache:
@@ -102,16 +107,19 @@ class Chat:
     """
     self._finish()
     lm = self._lm
-    prompt = f"{self._between}{question}{self._suffix}"
-    prompts = kvjax.Prompts.of([lm.text.encode(prompt)])
+    between = lm.text.between_turns() if self._has_turns else ""
+    ids = lm.text.encode(f"{between}{question}{self._suffix}")
+    prompts = kvjax.Prompts.of([ids])
     decoding = kvjax.Decoding(
       max_new_tokens,
       lm.text.eos_ids,
       lm.sampling if sampling is None else sampling,
     )
+    width = check_prompts(lm.model, self._cache, prompts, decoding)
     if keep:
-      self._reserve(prompts.tokens.shape[1], decoding)
-    tokens = kvjax.stream(
+      self._reserve(width, decoding)
+    # The thread of the stream goes on if this one is interrupted.
+    self._pending = kvjax.stream(
       lm.model,
       lm.params,
       self._cache,
@@ -120,14 +128,11 @@ class Chat:
       keep=keep,
       seeds=np.array([seed], np.int32),
     )
-    pieces = self._pieces(tokens)
-    if not stream:
-      return "".join(pieces)
-    self._pending = pieces
-    return pieces
+    pieces = self._pieces(self._pending)
+    return pieces if stream else "".join(pieces)
 
   def _pieces(self, tokens: kvjax.Stream) -> Iterator[str]:
-    """Decodes tokens as they come, and keeps the cache with them."""
+    """Decodes tokens as they come."""
     ids: list[int] = []
     shown = ""
     for (token,) in tokens:
@@ -138,36 +143,41 @@ class Chat:
       if not text.endswith(_INCOMPLETE):
         yield text[len(shown) :]
         shown = text
+    self._finish()
     yield self._lm.text.decode(ids)[len(shown) :]
-    assert tokens.generated is not None
-    if tokens.generated.cache is not None:
-      self._cache = tokens.generated.cache
-      self._between = self._lm.text.between_turns()
 
   def _finish(self) -> None:
-    """Ends an answer that was not read to its end."""
-    pending, self._pending = self._pending, None
-    for _ in pending or ():
+    """Waits for the last answer, read or not, and takes over its cache.
+
+    Raises:
+      InputError: the answer failed, and its cache with it.
+    """
+    stream = self._pending
+    if stream is None:
+      return
+    for _ in stream:
       pass
+    if stream.generated is None:
+      raise InputError(
+        "The last answer ended with an error, and its cache is lost; compress "
+        "the text again."
+      )
+    self._pending = None
+    if stream.generated.cache is not None:
+      self._cache = stream.generated.cache
+      self._has_turns = True
 
   def _reserve(self, width: int, decoding: kvjax.Decoding) -> None:
     """Makes room for a turn."""
-    stacks = self._cache.stacks
-    used = jax.device_get([stack.next_slot for stack in stacks])
-    turn = width + decoding.rounded.max_new_tokens
-    missing = max(
-      (
-        int(slots.max()) + turn - stack.capacity
-        for slots, stack in zip(used, stacks, strict=True)
-        if stack.capacity is not None
-      ),
-      default=0,
-    )
+    model, cache = self._lm.model, self._cache
+    processed = np.asarray(cache.next_positions)
+    prepared = prepare_decoding(model, cache, processed, width, decoding)
+    missing = missing_slots(cache, prepared, width, decoding.rounded)
     room = self._room
     while room - self._room < missing:
       room = max(2 * room, _FIRST_ROOM)
     if room > self._room:
-      self._cache = kvjax.reserve(self._cache, room - self._room)
+      self._cache = kvjax.reserve(cache, room - self._room)
       self._room = room
 
 

@@ -1,6 +1,10 @@
 """Whether the answer to a mathematical problem is right."""
 
+import re
+
 from kvjax.experiments.metrics.libraries import library
+
+_BOX = re.compile(r"\\boxed\s*\{")
 
 
 def is_right(prediction: str, answer: str) -> bool:
@@ -20,11 +24,13 @@ def is_right(prediction: str, answer: str) -> bool:
 
 
 def boxed(prediction: str) -> str | None:
-  r"""Returns what the last \\boxed{} of a text holds, if there is one."""
-  _, found, rest = prediction.rpartition("\\boxed{")
-  depth = 1
-  for end, letter in enumerate(rest):
-    depth += (letter == "{") - (letter == "}")
-    if depth == 0:
-      return rest[:end].strip() if found else None
+  r"""Returns what the last \boxed{} of a text holds, empty ones left out."""
+  for start in reversed(list(_BOX.finditer(prediction))):
+    depth, end = 1, start.end()
+    while depth and end < len(prediction):
+      depth += (prediction[end] == "{") - (prediction[end] == "}")
+      end += 1
+    held = prediction[start.end() : end - 1].strip()
+    if not depth and held:
+      return held
   return None

@@ -20,8 +20,15 @@ Metric = Callable[[Sample, str], dict[str, float]]
 _Measure = Callable[[str, str], float]
 
 
-def score(sample: Sample, prediction: str) -> dict[str, float]:
+def score(
+  sample: Sample, prediction: str, is_cut: bool = False
+) -> dict[str, float]:
   """Scores a prediction by the sample's metric.
+
+  Args:
+    sample: the sample.
+    prediction: the model's answer.
+    is_cut: whether it has as many tokens as it may have.
 
   Returns:
     Shares from 0 to 1, the main one under "score"; an empty prediction has 0.
@@ -29,7 +36,10 @@ def score(sample: Sample, prediction: str) -> dict[str, float]:
   Raises:
     InputError: the metric needs a library that is not installed; see `check`.
   """
-  return METRICS[sample.metric](sample, prediction)
+  scores = METRICS[sample.metric](sample, prediction)
+  if sample.metric == "math":
+    return _of_cut(sample, prediction, is_cut, scores)
+  return scores
 
 
 def check(metrics: Iterable[str]) -> None:
@@ -107,13 +117,31 @@ def _passkey(sample: Sample, prediction: str) -> dict[str, float]:
 def _math(sample: Sample, prediction: str) -> dict[str, float]:
   """Computes whether the answer is right, and whether it is boxed."""
   (answer,) = sample.answers
-  if "until" in sample.metadata:
-    prediction, _, _ = prediction.partition(sample.metadata["until"])
+  prediction = _own_answer(sample, prediction)
   found = math.boxed(prediction)
   return {
     "score": float(math.is_right(prediction, answer)),
     "same_text": float(found == answer),
     "boxed": float(found is not None),
+  }
+
+
+def _own_answer(sample: Sample, prediction: str) -> str:
+  """Leaves out what a model adds after the end of its answer."""
+  end = sample.metadata.get("until")
+  return prediction if end is None else prediction.lstrip("\n").split(end)[0]
+
+
+def _of_cut(
+  sample: Sample, prediction: str, is_cut: bool, scores: dict[str, float]
+) -> dict[str, float]:
+  """Counts an answer as wrong if it is cut off before it is given."""
+  ended = _own_answer(sample, prediction) != prediction.lstrip("\n")
+  lost = is_cut and not ended and not scores["boxed"]
+  return {
+    **scores,
+    "score": 0.0 if lost else scores["score"],
+    "cut": float(lost),
   }
 
 

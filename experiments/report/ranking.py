@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import rich.console
 import rich.text
 
+from kvjax.experiments.benchmarks.registry import presentation
 from kvjax.experiments.report import formats, page, wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import Mean, means
@@ -86,7 +87,8 @@ class Group:
   def table(self) -> Table:
     """A line per method and budget."""
     name = wording.score_name(self.first.summary)
-    return overview(self._means, self.title, name)
+    shown = presentation(self.first.summary["benchmark"])
+    return overview(self._means, self.title, name, shown.long_answers)
 
   @property
   def _means(self) -> list[Mean]:
@@ -221,6 +223,8 @@ def _line(entry: Entry) -> dict[str, Any]:
     },
     "cache_bytes": round(mean.cache_bytes),
     "host_bytes": round(mean.host_bytes),
+    "decoding_bytes": _rounded(mean.decoding_bytes),
+    "answer_tokens": _rounded(mean.answer_tokens),
     "score": round(mean.score, 2),
     "interval_low": _rounded(low),
     "interval_high": _rounded(high),

@@ -80,5 +80,9 @@ def _fields(
     **row["scores"],
     "samples": row["samples"],
     **{name: row[name] for name in _COUNTS},
-    **{name: row[name] for name in ("global_tokens",) if name in row},
+    **{
+      name: row[name]
+      for name in ("global_tokens", "answer_tokens", "decoding_bytes")
+      if name in row
+    },
   }

@@ -180,13 +180,17 @@ def by_set(
   return Table(title, header, lines, names=2, least=_SET)
 
 
-def costs(record: Record) -> Table:
-  """Builds a table for one budget: tokens kept and read, and bytes."""
+def costs(record: Record, long_answers: bool = False) -> Table:
+  """Builds a table for one budget: tokens kept and read, and bytes.
+
+  See `overview` for `long_answers`.
+  """
   summary_means = means(record.summary["rows"])
   columns = {
     "method": [mean.method for mean in summary_means],
     **_tokens(summary_means),
     **_bytes(summary_means),
+    **(_answers(summary_means) if long_answers else {}),
   }
   title = f"caches at {wording.budget(*summary_means[-1].name)}"
   return Table(title, list(columns), list(zip(*columns.values(), strict=True)))
@@ -210,9 +214,10 @@ def _in_brief(part: Record) -> list[Table]:
   """Builds a table of all budgets, and others for the middle one."""
   at_middle = _at(part, _middle(part))
   lookups = reads_less(means(at_middle.summary["rows"]))
+  long_answers = presentation(part.summary["benchmark"]).long_answers
   return [
     by_budget(part),
-    *([costs(at_middle)] if lookups else []),
+    *([costs(at_middle, long_answers)] if lookups or long_answers else []),
     *_tasks(at_middle),
     *series.other_scores(at_middle),
     *series.by_turn(at_middle),

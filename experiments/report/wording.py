@@ -27,8 +27,10 @@ def keeping(summary: Summary) -> str:
 
 
 def lengths(summary: Summary) -> str:
-  """Describes the lengths of the contexts."""
+  """Describes the lengths of the contexts, or of long answers."""
   distinct = sorted({row["length"] for row in summary["rows"]})
+  if presentation(summary["benchmark"]).long_answers:
+    return f"answers of up to {distinct[-1]}"
   if len(distinct) > _LENGTHS:
     return f"{distinct[0]} to {distinct[-1]}"
   return ", ".join(str(length) for length in distinct)

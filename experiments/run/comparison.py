@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from kvjax.experiments.metrics import passkey, registry
 from kvjax.experiments.run.answering import Reply, Seconds, replies
@@ -74,27 +74,30 @@ def compare(
   unanswered = {(key.part, key.asked) for key in missing}
   spent = Seconds() if seconds is None else seconds
   if contexts:
-    longest = max(len(c.prompts[0].prefilled) for c in contexts)
+    longest = max(prompt.total for c in contexts for prompt in c.prompts)
     batch = rows_that_fit(lm, candidates, longest, batch)
   for shape, rows in _batches(contexts, unanswered, batch, protocol):
     prompts = [context.prompts for context in rows]
     for group in replies(lm, candidates, prompts, shape, spent):
       answers = [_answer(rows[reply.row], reply, lm.text) for reply in group]
-      new = [answer for answer in answers if answer.key in missing]
-      results.add(new)
+      # Equal samples are one.
+      new = {each.key: each for each in answers if each.key in missing}
+      missing -= new.keys()
+      results.add(list(new.values()))
       on_answers(rows[0].part.task, len(new))
 
 
 def wanted(candidates: Sequence[Candidate], samples: Samples) -> list[Key]:
   """Lists the keys of a comparison: every sample of every candidate."""
-  return [
+  keys = (
     Key(
       part, sample.digest, candidate.method, candidate.options, candidate.budget
     )
     for candidate in candidates
     for part, drawn in samples.items()
     for sample in drawn
-  ]
+  )
+  return list(dict.fromkeys(keys))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +115,22 @@ class _Context:
   numbers: Sequence[int]
   samples: Sequence[Sample]
   prompts: Sequence[Prompt]
+
+  def of_samples(self, asked: Container[tuple[Part, str]]) -> "_Context":
+    """Leaves out samples that are not asked, unless they stay in the cache."""
+    chosen = [
+      index
+      for index, sample in enumerate(self.samples)
+      if (self.part, sample.digest) in asked
+    ]
+    if chosen and self.prompts[0].stays:
+      return self
+    return _Context(
+      self.part,
+      [self.numbers[index] for index in chosen],
+      [self.samples[index] for index in chosen],
+      [self.prompts[index] for index in chosen],
+    )
 
 
 def _contexts(
@@ -168,9 +187,11 @@ def _batches(
     shapes |= {id(context): shape for context in similar}
   groups: dict[object, tuple[Shape, list[_Context]]] = {}
   for context in contexts:
-    if any((context.part, s.digest) in unanswered for s in context.samples):
+    shape = shapes[id(context)]
+    context = context.of_samples(unanswered)
+    if context.samples:
       most = max(prompt.max_new_tokens for prompt in context.prompts)
-      shape, sampling = shapes[id(context)], context.prompts[0].sampling
+      sampling = context.prompts[0].sampling
       key = (context.part, shape, most, sampling)
       groups.setdefault(key, (shape, []))[1].append(context)
   for shape, group in groups.values():
@@ -194,7 +215,8 @@ def _by_length(contexts: Sequence[_Context]) -> Iterator[list[_Context]]:
 
 def _answer(context: _Context, reply: Reply, tokenizer: Tokenizer) -> Answer:
   sample = context.samples[reply.turn]
-  scores = registry.score(sample, reply.text)
+  is_cut = len(reply.tokens) >= sample.max_new_tokens
+  scores = registry.score(sample, reply.text, is_cut)
   key_token = context.prompts[reply.turn].key_token
   if key_token is not None:
     first = passkey.first_nonblank_token(tokenizer, reply.tokens)
@@ -222,6 +244,7 @@ def _answer(context: _Context, reply: Reply, tokenizer: Tokenizer) -> Answer:
     depth=sample.metadata.get("depth"),
     turn=sample.metadata.get("turn"),
     draw=sample.draw,
+    first_draw=None if sample.draw is None else sample.first_draw,
     answer_tokens=len(reply.tokens),
     decoding_bytes=reply.decoding_bytes,
     scores={name: 100 * share for name, share in scores.items()},

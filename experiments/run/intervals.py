@@ -18,7 +18,7 @@ _EQUAL = 1e-6
 _ENOUGH_PAIRS = 10
 
 # Scores of each task by sample. Those of a sample were drawn together.
-_Scores = Mapping[str, Mapping[int, Sequence[float]]]
+_Scores = Mapping[str, Mapping[str | int, Sequence[float]]]
 
 
 def interval(
@@ -82,8 +82,8 @@ def count_samples(answers: Sequence[Answer]) -> int:
 
 def _by_sample(
   scores: Iterable[tuple[Answer, float]],
-) -> dict[str, dict[int, list[float]]]:
-  tasks: dict[str, dict[int, list[float]]] = {}
+) -> dict[str, dict[str | int, list[float]]]:
+  tasks: dict[str, dict[str | int, list[float]]] = {}
   for answer, score in scores:
     samples = tasks.setdefault(answer.task, {})
     samples.setdefault(answer.drawn_with, []).append(score)

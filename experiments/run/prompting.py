@@ -91,8 +91,7 @@ class Prompt:
       prompt,
       stays=sample.stays,
       sampling=sample.sampling,
-      # Of 31 bits. A row's draws do not depend on the rows beside it.
-      seed=int(sample.digest[:8], 16) >> 1,
+      seed=sample.draw_seed,
     )
 
   @property

@@ -97,7 +97,8 @@ class Answer(Line):
       mean over these and KV heads; None unless some layers have a window and
       others have none.
     scored_by: what a metric needs besides prediction and references.
-    draw: number of the answer, if several are drawn for a prompt.
+    draw: number of the answer, if answers are drawn at random.
+    first_draw: digest of the first sample of the same prompt, likewise.
     answer_tokens: tokens of the answer; None in older records.
     decoding_bytes: bytes allocated for cache and answer while it is decoded;
       None in older records.
@@ -127,6 +128,7 @@ class Answer(Line):
   global_tokens: float | None = None
   scored_by: dict[str, Any] = dataclasses.field(default_factory=dict)
   draw: int | None = None
+  first_draw: str | None = None
   answer_tokens: int | None = None
   decoding_bytes: int | None = None
 
@@ -142,13 +144,15 @@ class Answer(Line):
     return self.scores["score"]
 
   @property
-  def drawn_with(self) -> int:
-    """The first of the samples that were drawn together.
+  def drawn_with(self) -> str | int:
+    """Identifies what was drawn together.
 
-    The turns of a conversation, and the draws for a prompt, have consecutive
-    numbers.
+    These are the answers that are drawn for a prompt, or the turns of a
+    conversation, which have consecutive numbers.
     """
-    return self.sample - (self.turn or 0) - (self.draw or 0)
+    if self.first_draw is not None:
+      return self.first_draw
+    return self.sample - (self.turn or 0)
 
   @property
   def part(self) -> Part:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import rich.console
 import rich.progress
 
-import kvjax
 from kvjax.experiments.calibration.records import AUTO
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import comparison, environment, results, summaries
@@ -19,6 +18,7 @@ from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.processes import Process, Processes
 from kvjax.experiments.run.prompting import QUERY_AWARE, Protocol
 from kvjax.experiments.run.results import Answer, Key
+from kvjax.experiments.tasks.sample import in_words
 from kvjax.models.pretrained import Pretrained
 
 
@@ -111,15 +111,7 @@ def answer(
 def _decoding(samples: results.Samples) -> str:
   """Says how answers are drawn, such as "greedy"."""
   ways = {sample.sampling for drawn in samples.values() for sample in drawn}
-  return ", ".join(sorted(map(_in_words, ways)))
-
-
-def _in_words(sampling: kvjax.Sampling) -> str:
-  if sampling.temperature == 0:
-    return "greedy"
-  nucleus = f", top-p {sampling.top_p:g}" if sampling.top_p < 1 else ""
-  most = f", top-k {sampling.top_k}" if sampling.top_k else ""
-  return f"temperature {sampling.temperature:g}{nucleus}{most}"
+  return ", ".join(sorted(map(in_words, ways)))
 
 
 def first_token_from_full_prompt(

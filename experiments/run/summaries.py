@@ -125,12 +125,13 @@ def _row(group: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _passed(group: Sequence[Answer]) -> dict[str, float]:
-  """Computes pass@k for the number k of draws, if there are several.
+  """Computes pass@k, if several answers are drawn for a prompt.
 
   It is the share of prompts with a right answer among k draws, by the unbiased
-  estimator of Chen et al., arXiv 2107.03374, eq. 1, for k up to half of them.
+  estimator of Chen et al., arXiv 2107.03374, eq. 1, for all draws and for half
+  of them.
   """
-  draws: dict[int, list[bool]] = {}
+  draws: dict[str | int, list[bool]] = {}
   for answer in group:
     draws.setdefault(answer.drawn_with, []).append(answer.score == _RIGHT)
   fewest = min(map(len, draws.values()))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import kvjax
@@ -34,7 +34,8 @@ class Sample:
     stays: whether question and answer stay in the cache for the next sample of
       the same context.
     sampling: how tokens of the answer are drawn.
-    draw: number of the answer, if several are drawn for a prompt.
+    draw: number of the answer, if answers to a prompt are drawn at random.
+    seed: seed of all draws of a run.
   """
 
   context: str
@@ -49,6 +50,7 @@ class Sample:
   stays: bool = False
   sampling: kvjax.Sampling = GREEDY
   draw: int | None = None
+  seed: int = 0
 
   def with_question_in_context(self) -> "Sample":
     """Moves the question to the end of the context, to compress both."""
@@ -60,9 +62,30 @@ class Sample:
   def digest(self) -> str:
     """Identifies the sample: a hash of prompt, answers and draw."""
     texts = [self.context, self.question, self.answer_prefix, *self.answers]
-    if self.draw is not None:
-      texts.append(f"draw {self.draw}")
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
+    return _digest(texts + ([f"draw {self.draw}"] if self.draw else []))
+
+  @property
+  def first_draw(self) -> str:
+    """The digest of the first answer that is drawn for the prompt."""
+    return dataclasses.replace(self, draw=None).digest
+
+  @property
+  def draw_seed(self) -> int:
+    """The seed of the answer, of 31 bits; independent of other samples."""
+    return int(_digest([str(self.seed), self.digest])[:8], 16) >> 1
+
+
+def _digest(texts: Sequence[str]) -> str:
+  return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
+
+
+def in_words(sampling: kvjax.Sampling) -> str:
+  """Says how answers are drawn: "greedy", or "temperature 0.6, top-p 0.95"."""
+  if sampling.temperature == 0:
+    return "greedy"
+  nucleus = f", top-p {sampling.top_p:g}" if sampling.top_p < 1 else ""
+  most = f", top-k {sampling.top_k}" if sampling.top_k else ""
+  return f"temperature {sampling.temperature:g}{nucleus}{most}"
 
 
 def ignore(task: str, count: int) -> None:

@@ -201,6 +201,20 @@ def check_prompts(
   return width
 
 
+def missing_slots(
+  cache: Cache, prepared: PreparedPlan | None, width: int, decoding: Decoding
+) -> int:
+  """Slots that a layer lacks at most for a turn; arguments of `check_room`."""
+  spare = [
+    layers.capacity - total
+    for layers, (_, total) in zip(
+      cache.stacks, _turns(cache, prepared, width, decoding), strict=True
+    )
+    if layers.capacity is not None
+  ]
+  return max(-min(spare, default=0), 0)
+
+
 def check_room(
   cache: Cache, prepared: PreparedPlan | None, width: int, decoding: Decoding
 ) -> None:
@@ -215,13 +229,21 @@ def check_room(
   Raises:
     InputError: there are too few free slots.
   """
-  # One transfer for all stacks.
-  cursors = jax.device_get([stack.next_slot for stack in cache.stacks])
-  used = [int(cursor.max()) for cursor in cursors]
-  needed = _slots_needed(cache, used, prepared, width, decoding)
-  for layers, start, total in zip(cache.stacks, used, needed, strict=True):
+  turns = _turns(cache, prepared, width, decoding)
+  for layers, (start, total) in zip(cache.stacks, turns, strict=True):
     if layers.capacity is not None and total > layers.capacity:
       raise InputError(
         f"Turn and answer need {total - start} free slots and the cache has "
         f"{layers.capacity - start}; give it more with kvjax.reserve."
       )
+
+
+def _turns(
+  cache: Cache, prepared: PreparedPlan | None, width: int, decoding: Decoding
+) -> list[tuple[int, int]]:
+  """Used slots of each stack, and those that it needs for a turn."""
+  # One transfer for all stacks.
+  cursors = jax.device_get([stack.next_slot for stack in cache.stacks])
+  used = [int(cursor.max()) for cursor in cursors]
+  needed = _slots_needed(cache, used, prepared, width, decoding)
+  return list(zip(used, needed, strict=True))

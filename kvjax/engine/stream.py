@@ -101,7 +101,6 @@ def stream(
 
   # The mesh and the selected kernels are context variables: pass them on.
   context = contextvars.copy_context()
-  # A daemon: Python does not wait for a stream that nobody reads at its exit.
   # Not a daemon: the interpreter must not end while XLA calls back into it.
   threading.Thread(target=context.run, args=(run,)).start()
   return streamed

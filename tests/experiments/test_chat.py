@@ -56,6 +56,65 @@ def test_a_stream_that_nobody_reads_ends_before_the_next_question(tiny):
   assert chat.ask(QUESTIONS[1], 8) == other.ask(QUESTIONS[1], 8)
 
 
+@pytest.mark.parametrize("how", ["closed", "interrupted"])
+def test_an_answer_that_is_broken_off_stays_whole(tiny, how):
+  chat, other = (tiny.compress(TEXT, "keydiff", 0.5) for _ in range(2))
+  pieces = chat.ask(QUESTIONS[0], 8, stream=True)
+  next(pieces)
+  if how == "closed":
+    pieces.close()
+  else:
+    with pytest.raises(KeyboardInterrupt):
+      pieces.throw(KeyboardInterrupt())
+  other.ask(QUESTIONS[0], 8)
+  assert chat.ask(QUESTIONS[1], 8) == other.ask(QUESTIONS[1], 8)
+
+
+def test_a_chat_whose_answer_failed_says_so(tiny, monkeypatch):
+  chat = tiny.compress(TEXT, "keydiff", 0.5)
+
+  def fail(*arguments):
+    raise RuntimeError("out of memory")
+
+  monkeypatch.setattr("kvjax.engine.stream.generate_from", fail)
+  with pytest.raises(RuntimeError, match="out of memory"):
+    chat.ask(QUESTIONS[0], 8)
+  monkeypatch.undo()
+  for _ in range(2):
+    with pytest.raises(InputError, match="ended with an error, and its cache"):
+      chat.ask(QUESTIONS[0], 8)
+
+
+@pytest.mark.parametrize("method", ["keydiff", "streaming"])
+def test_a_share_is_evicted_in_every_turn(tiny, method):
+  """Shares grow with the conversation, and so does the room."""
+  chat = tiny.compress(TEXT, method, 0.9, kvjax.Schedule(every=8))
+  for question in QUESTIONS * 2:
+    chat.ask(question, 8)
+  assert chat.cache.nbytes > 0
+
+
+def test_too_much_is_refused_before_anything_is_allocated(tiny):
+  chat = tiny.compress(TEXT, "full", 1.0)
+  size = chat.cache.nbytes
+  for stream in (False, True):
+    with pytest.raises(InputError, match="this model's context is 512"):
+      chat.ask(QUESTIONS[0], 300_000, stream=stream)
+  assert chat.cache.nbytes == size
+  assert chat.ask(QUESTIONS[0], 8)
+
+
+def test_a_template_of_one_message_answers_one_question(tiny, monkeypatch):
+  def refuse(tokenizer):
+    raise InputError("The template takes one message.")
+
+  monkeypatch.setattr(type(tiny.tokenizer), "between_turns", refuse)
+  chat = tiny.compress(TEXT, "keydiff", 0.5)
+  assert chat.ask(QUESTIONS[0], 8)
+  with pytest.raises(InputError, match="takes one message"):
+    chat.ask(QUESTIONS[1], 8)
+
+
 def test_what_does_not_stay_changes_nothing(tiny):
   chat = tiny.compress(TEXT, "lagkv", 0.5)
   first = chat.ask(QUESTIONS[0], 8, keep=False)

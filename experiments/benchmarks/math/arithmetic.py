@@ -1,8 +1,7 @@
 """Chains of additions and subtractions, worked out a step per line.
 
 Four solved chains precede each problem, in plain text without a chat template,
-so that models of any size know the form. Half of the prompt is evicted without
-harm; what counts are the chain itself and the last line.
+so that models of any size know the form.
 """
 
 import random
@@ -24,7 +23,7 @@ def problem(rng: random.Random, steps: int) -> Problem:
     for chain, lines, answer in examples
   )
   chain, _, answer = last
-  return Problem(f"{statement}{chain}", "", "", str(answer))
+  return Problem(statement, chain, "", str(answer))
 
 
 def _chain(rng: random.Random, steps: int) -> tuple[str, str, int]:

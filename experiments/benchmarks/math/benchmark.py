@@ -4,6 +4,7 @@ Prompts are short and answers are long, so what matters is what is evicted while
 decoding: `--every` and `--budget`.
 """
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -19,17 +20,20 @@ from kvjax.experiments.benchmarks.base import (
   Request,
 )
 from kvjax.experiments.benchmarks.math import arithmetic, problems
+from kvjax.experiments.benchmarks.math.layout import MathLayout
 from kvjax.experiments.benchmarks.math.problems import Problem
 from kvjax.experiments.benchmarks.options import Option
+from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.run.results import Part, data_name
-from kvjax.experiments.tasks.sample import Sample
+from kvjax.experiments.tasks.sample import Sample, in_words
 from kvjax.models.pretrained import Pretrained
 
 _NEW_TOKENS = Option(
   "max_new_tokens",
   None,
   "Maximum tokens of an answer to a mathematical problem; the default is "
-  "32,768 for aime25, 8,192 for math500 and 128 for arithmetic.",
+  "32,768 for aime25, 8,192 for math500 and 128 for arithmetic, what the file "
+  "says, or less if the model's context is shorter.",
   kind=int,
   lowest=1,
 )
@@ -52,15 +56,18 @@ _TEMPERATURE = Option(
 )
 _TOP_P = Option(
   "top_p",
-  0.95,
-  "Draws among the most likely tokens that together have this probability.",
+  None,
+  "Draws among the most likely tokens that together have this probability; the "
+  "default is 0.95.",
+  kind=float,
   lowest=0.0,
   highest=1.0,
 )
 _TOP_K = Option(
   "top_k",
-  0,
-  "Draws among this many most likely tokens; 0 for all.",
+  None,
+  "Draws among this many most likely tokens; the default is 0, for all.",
+  kind=int,
   lowest=0,
 )
 _STEPS = Option(
@@ -87,7 +94,9 @@ class _Problems(Benchmark):
     _TOP_K,
   )
   lengths = ()
-  presentation = Presentation(scored="answers right", long_answers=True)
+  presentation = Presentation(
+    scored="answers right", long_answers=True, kvpress=MathLayout()
+  )
   new_tokens: ClassVar[int]
   draws: ClassVar[int] = 1
   temperature: ClassVar[float] = 0.6
@@ -95,38 +104,67 @@ class _Problems(Benchmark):
   metadata: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
   def samples_of(
-    self, found: Sequence[Problem], request: Request
+    self, lm: Pretrained, found: Sequence[Problem], request: Request
   ) -> list[Sample]:
-    """Builds a sample for every problem and draw."""
-    new_tokens = request.value(_NEW_TOKENS, self.new_tokens)
-    temperature = request.value(_TEMPERATURE, self.temperature)
-    sampling = kvjax.Sampling()
-    if temperature > 0:
-      top_p, top_k = request.value(_TOP_P), request.value(_TOP_K)
-      sampling = kvjax.Sampling(temperature, top_p, top_k)
-    draws = request.value(_DRAWS, self.draws)
-    return [
+    """Builds a sample for every problem and draw.
+
+    Answers of files without a length are as long as the model's context allows
+    for the longest problem.
+    """
+    sampling = self._sampling(request)
+    draws = range(request.value(_DRAWS, self.draws))
+    samples = [
       Sample(
         context=problem.statement,
         question=problem.request,
         answer_prefix=problem.answer_prefix,
         answers=(problem.answer,),
         task=self.name,
-        max_new_tokens=new_tokens,
+        max_new_tokens=request.value(
+          _NEW_TOKENS, problem.new_tokens or self.new_tokens
+        ),
         metadata=self.metadata,
         metric="math",
         chat=self.chat,
         sampling=sampling,
-        draw=draw if draws > 1 else None,
+        draw=draw if sampling.temperature else None,
+        seed=request.seed,
       )
       for problem in found
-      for draw in range(draws)
+      for draw in draws
     ]
+    if request.value(_NEW_TOKENS) is not None:
+      return samples
+    prompts = [Prompt.of_sample(lm.text, s) for s in samples[:: len(draws)]]
+    longest = max(len(prompt.prefilled) for prompt in prompts)
+    room = max(lm.config.geometry.max_positions - longest, 1)
+    return [
+      dataclasses.replace(s, max_new_tokens=min(s.max_new_tokens, room))
+      for s in samples
+    ]
+
+  def _sampling(self, request: Request) -> kvjax.Sampling:
+    """Returns how answers are drawn.
+
+    Raises:
+      InputError: an option is out of range, or has no effect.
+    """
+    temperature = request.value(_TEMPERATURE, self.temperature)
+    if temperature != 0:
+      top_p, top_k = request.value(_TOP_P, 0.95), request.value(_TOP_K, 0)
+      return kvjax.Sampling(temperature, top_p, top_k)
+    for option in (_TOP_P, _TOP_K):
+      if request.value(option) is not None:
+        raise InputError(
+          f"--{option.name} needs a --temperature above 0: otherwise the most "
+          "likely token is taken."
+        )
+    return kvjax.Sampling()
 
   @override
   def check(self, request: Request) -> None:
     draws = request.value(_DRAWS, self.draws)
-    if draws > 1 and request.value(_TEMPERATURE, self.temperature) == 0:
+    if draws > 1 and self._sampling(request).temperature == 0:
       raise InputError(
         f"--draws={draws} needs a --temperature above 0: the most likely "
         "tokens are always the same."
@@ -141,7 +179,7 @@ class _Published(_Problems):
   @override
   def draw(self, lm: Pretrained, request: Request) -> Drawn:
     path = hub.resolve(request.data or "")
-    samples = self.samples_of(problems.read(path, request.samples), request)
+    samples = self.samples_of(lm, problems.read(path, request.samples), request)
     part = Part(self.name, samples[0].max_new_tokens)
     return Drawn({part: samples}, {"files": data_name(path)} | _how(samples))
 
@@ -189,7 +227,7 @@ class Arithmetic(_Problems):
       )
       for number in range(request.samples or 20)
     ]
-    samples = self.samples_of(found, request)
+    samples = self.samples_of(lm, found, request)
     part = Part(self.name, samples[0].max_new_tokens)
     return Drawn({part: samples}, {"steps": str(steps)} | _how(samples))
 
@@ -198,6 +236,6 @@ def _how(samples: Sequence[Sample]) -> dict[str, str]:
   """Says how answers are drawn, which all answers of a run share."""
   first = samples[0]
   return {
-    "sampling": str(first.sampling),
-    "most tokens": str(first.max_new_tokens),
+    "answers": in_words(first.sampling),
+    "tokens of an answer": f"at most {first.max_new_tokens}",
   }

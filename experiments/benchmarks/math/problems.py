@@ -26,12 +26,14 @@ class Problem(NamedTuple):
     request: what the answer should look like.
     answer_prefix: start of the model's turn.
     answer: the right answer.
+    new_tokens: maximum tokens of an answer, if the file says so.
   """
 
   statement: str
   request: str
   answer_prefix: str
   answer: str
+  new_tokens: int | None = None
 
 
 def read(path: pathlib.Path, number: int | None) -> list[Problem]:
@@ -61,8 +63,9 @@ def _problem(row: Row) -> Problem:
     return Problem(
       row.text("context"),
       row.text("question"),
-      row.fields.get("answer_prefix") or "",
+      row.text("answer_prefix") if row.fields.get("answer_prefix") else "",
       answer,
+      row.number("max_new_tokens") if "max_new_tokens" in row.fields else None,
     )
   name = "problem" if "problem" in row.fields else "question"
   return Problem(row.text(name), REQUEST, "", answer)

@@ -63,12 +63,14 @@ def test_the_last_box_counts_with_its_braces():
   assert math.boxed(r"\boxed{1} and \boxed{\frac{1}{2}} end") == r"\frac{1}{2}"
   assert math.boxed(r"\boxed{never closed") is None
   assert math.boxed("} none {") is None
+  assert math.boxed(r"\boxed {42}, that is \boxed{}") == "42"
 
 
 def test_chains_are_solved_by_their_own_lines():
   for seed, steps in itertools.product(range(30), (1, 5)):
     drawn = arithmetic.problem(random.Random(seed), steps)
-    *examples, last = drawn.statement.split("Problem: ")[1:]
+    examples = drawn.statement.split("Problem: ")[1:]
+    last = drawn.request.removeprefix("Problem: ")
     assert eval(last) == int(drawn.answer) > 0
     for example in examples:
       chain, *lines, said = example.strip().split("\n")
@@ -94,9 +96,9 @@ def test_published_layouts_and_those_of_kvpress_are_read(tmp_path):
   path = tmp_path / "problems.jsonl"
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
   assert problems.read(path, None) == [
-    ("1 + 1?", problems.REQUEST, "", "2"),
-    ("2 + 2?", problems.REQUEST, "", "4"),
-    ("Find 3 + 3.", "Box it.", "It is", "6"),
+    ("1 + 1?", problems.REQUEST, "", "2", None),
+    ("2 + 2?", problems.REQUEST, "", "4", None),
+    ("Find 3 + 3.", "Box it.", "It is", "6", 9),
   ]
   assert len(problems.read(path, 2)) == 2
   path.write_text('{"problem": "1 + 1?"}\n')
@@ -115,7 +117,96 @@ def test_draws_differ_and_do_not_depend_on_the_batch(solved):
   full = [answer for answer in alone if answer.method == "full"]
   assert [answer.draw for answer in full] == [0, 1, 2] * 2
   assert len({answer.prediction for answer in full}) == 6
-  assert {answer.drawn_with for answer in full} == {0, 3}
+  first = {answer.asked for answer in full if answer.draw == 0}
+  assert {answer.drawn_with for answer in full} == first
+  assert len(first) == 2
+
+
+def test_more_draws_in_a_finished_folder_are_as_if_from_the_start(
+  tiny, tmp_path
+):
+  chosen = candidates(["full"], parse_budgets(["1"], None))
+
+  def summary(name, *numbers):
+    new = []
+    store = Results(tmp_path / name, Settings("tiny", "0", "float32", 0))
+    for number in numbers:
+      options = {**SAMPLED.options, "draws": number}
+      request = dataclasses.replace(SAMPLED, options=options)
+      drawn = BENCHMARKS["arithmetic"].draw(tiny, request)
+      new.append([])
+      comparison.compare(
+        tiny, chosen, drawn.samples, store, 2, lambda _, n: new[-1].append(n)
+      )
+    graded = [
+      dataclasses.replace(
+        answer, scores={"score": 100.0 * (int(answer.asked, 16) % 2)}
+      )
+      for answer in store.answers.values()
+    ]
+    return summaries.summarize(graded), sum(new[-1])
+
+  grown, new = summary("grown", 1, 4)
+  assert new == 2 * 3
+  assert grown == summary("fresh", 4)[0]
+
+
+def test_seeds_draw_other_answers(tiny):
+  first, second = (
+    Prompt.of_sample(tiny.text, sample)
+    for seed in (0, 1)
+    for drawn in BENCHMARKS["arithmetic"]
+    .draw(tiny, dataclasses.replace(SAMPLED, samples=1))
+    .samples.values()
+    for sample in [dataclasses.replace(drawn[0], seed=seed)]
+  )
+  assert first.context == second.context
+  assert first.seed != second.seed
+
+
+def test_equal_problems_of_a_file_are_one(tiny, tmp_path):
+  rows = [{"problem": "1 + 1?", "answer": "2"}] * 2
+  path = tmp_path / "problems.json"
+  path.write_text(json.dumps(rows))
+  request = Request(
+    data=str(path), options={"max_new_tokens": 4, "temperature": 0.0}
+  )
+  drawn = BENCHMARKS["math500"].draw(tiny, request)
+  store = Results(tmp_path / "out", Settings("tiny", "0", "float32", 0))
+  counts = []
+  comparison.compare(
+    tiny,
+    candidates(["full"], parse_budgets(["1"], None)),
+    drawn.samples,
+    store,
+    2,
+    lambda task, number: counts.append(number),
+  )
+  assert sum(counts) == 1
+  lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+  assert len(lines) == 1
+
+
+def test_answers_fit_the_context_unless_their_length_is_given(tiny, tmp_path):
+  path = tmp_path / "problems.json"
+  path.write_text(json.dumps([{"problem": "1 + 1?", "answer": "2"}]))
+  (part,) = BENCHMARKS["aime25"].draw(tiny, Request(data=str(path))).samples
+  assert 300 < part.length < 512
+
+
+def test_answers_that_are_cut_off_are_wrong_unless_boxed(tiny):
+  drawn = BENCHMARKS["arithmetic"].draw(tiny, Request(samples=1))
+  ((sample,),) = drawn.samples.values()
+  sample = dataclasses.replace(sample, metadata={})
+  (answer,) = sample.answers
+
+  def graded(text, is_cut):
+    scores = registry.score(sample, text, is_cut)
+    return scores["score"], scores["cut"]
+
+  assert graded(f"It may be {answer}", False) == (1.0, 0.0)
+  assert graded(f"It may be {answer}", True) == (0.0, 1.0)
+  assert graded(rf"\boxed{{{answer}}} or", True) == (1.0, 0.0)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(solved):
@@ -125,8 +216,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(solved):
     dataclasses.replace(
       answer,
       scores={"score": 100.0 * int(rng.integers(2))},
-      sample=3 * problem + draw,
       draw=draw,
+      first_draw=f"problem {problem}",
     )
     for problem in range(5)
     for draw, answer in enumerate(answers[:3])
@@ -153,10 +244,12 @@ def test_bytes_while_decoding_are_those_that_generate_allocates(tiny, solved):
     kvjax.get_plan("full", kvjax.Retention(1.0)),
   )
   decoding = kvjax.Decoding(12).rounded
-  larger = kvjax.reserve(cache, decoding.max_new_tokens)
+  width = -(-len(prompt.question) // 8) * 8
+  larger = kvjax.reserve(cache, width + decoding.max_new_tokens)
   assert answer.decoding_bytes == larger.nbytes
   assert answer.cache_bytes == cache.nbytes
-  assert kvjax.decoding_nbytes(tiny.model, cache, 0, decoding) == larger.nbytes
+  found = kvjax.decoding_nbytes(tiny.model, cache, width, decoding)
+  assert found == larger.nbytes
 
 
 @pytest.mark.parametrize(
@@ -171,6 +264,16 @@ def test_bytes_while_decoding_are_those_that_generate_allocates(tiny, solved):
       "arithmetic",
       Request(options={"draws": 2}),
       "--draws=2 needs a --temperature above 0",
+    ),
+    (
+      "arithmetic",
+      Request(options={"draws": 2, "top_k": 5}),
+      "--top_k needs a --temperature above 0",
+    ),
+    (
+      "aime25",
+      Request(data="file", options={"temperature": float("nan")}),
+      "temperature must be a finite number",
     ),
   ],
 )

@@ -117,6 +117,8 @@ def test_a_line_says_all_about_itself(answer, record, tmp_path):
     "read_tokens": "100.0",
     "cache_bytes": "204800",
     "host_bytes": "0",
+    "decoding_bytes": "",
+    "answer_tokens": "",
     "score": "50.0",
     "delta": "",
     "samples": "4",
