@@ -9,8 +9,8 @@ from odd_files import refused
 
 import kvjax
 from kvjax.checkpoint import saving
-from kvjax.experiments.finetuning import tuner
 from kvjax.experiments.reference.checkpoints import Checkpoints, Progress
+from kvjax.experiments.run.claiming import claim
 from kvjax.testing import TinyModel
 
 
@@ -25,17 +25,17 @@ def test_a_full_disk_leaves_a_claim_that_can_be_resumed(tmp_path):
   path = tmp_path / "run.json"
   free = limited(5)
   try:
-    refused(lambda: tuner._claim(path, {"a": 1}), "run.json cannot be written")
+    refused(lambda: claim(path, {"a": 1}), "run.json cannot be written")
   finally:
     free()
   assert not list(tmp_path.iterdir())
-  tuner._claim(path, {"a": 1})
+  claim(path, {"a": 1})
   free = limited(5)
   try:
-    refused(lambda: tuner._claim(path, {"a": 1}), "run.json cannot be written")
+    refused(lambda: claim(path, {"a": 1}), "run.json cannot be written")
   finally:
     free()
-  tuner._claim(path, {"a": 1})
+  claim(path, {"a": 1})
 
 
 # What orbax raises if a disk is full; its own threads make noise of it.

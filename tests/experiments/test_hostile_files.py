@@ -16,6 +16,7 @@ from kvjax.experiments.reference import curriculum, trainer
 from kvjax.experiments.reference.checkpoints import Progress
 from kvjax.experiments.report import kvpress, records
 from kvjax.experiments.run import side_by_side, summaries, typed_records
+from kvjax.experiments.run.claiming import claim
 from kvjax.experiments.run.processes import Process, Processes
 from kvjax.experiments.run.results import Answer, Results, Settings, digest
 from kvjax.testing import TinyModel
@@ -62,7 +63,7 @@ VALUES = (None, "x", -1, 0, 1.5, NAN, INFINITE, HUGE, True, [], {}, [[]], [1])
 def test_records_that_are_something_else(tmp_path, kind):
   sentence = ODD[kind][1]
   run = replace(tmp_path / "run.json", kind)
-  refused(lambda: tuner._claim(run, {"a": 1}), sentence)
+  refused(lambda: claim(run, {"a": 1}), sentence)
   refused(lambda: trainer._read_claim(run), sentence)
   replace(tmp_path / "processes.json", kind)
   refused(lambda: Processes(tmp_path), sentence)

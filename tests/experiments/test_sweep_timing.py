@@ -32,7 +32,7 @@ def watch(monkeypatch, unequal):
     calls.append(len(some))
     for one in some:
       text = f"{one.budget} after {len(some) if unequal else 1}"
-      yield [Reply(one, 0, 0, 20, 0.5, 1.0, 1.0, 1, 0, [5], text)]
+      yield [Reply(one, 0, 0, 20, 0.5, 1.0, 1.0, 1, 0, [5], text, 1)]
 
   monkeypatch.setattr(sweep_timing, "replies", replies)
   return calls

@@ -189,7 +189,7 @@ def writes(tree):
     of = getattr(getattr(node.func, "value", None), "id", "")
     direct = isinstance(node.func, ast.Attribute) and of not in (
       "files",
-      "reports",
+      "outputs",
     )
     if opened or (direct and name in ("write_text", "write_bytes", "touch")):
       yield node.lineno
