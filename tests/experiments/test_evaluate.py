@@ -218,7 +218,7 @@ def test_needles_of_the_users_texts_after_compressed_questions(
     (["--benchmark=multiturn", "--essay=none.txt"], "none.txt cannot be read"),
     (
       ["--benchmark=multiturn", "--protocol=query-aware-kvpress"],
-      "With --protocol=query-aware-kvpress a conversation's context ends with",
+      "If the question is known, a conversation's context ends with",
     ),
     (
       ["--benchmark=multiturn", "--protocol=query-aware"],
