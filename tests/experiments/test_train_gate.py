@@ -231,6 +231,52 @@ def test_a_folder_is_of_one_run(trained, run, tmp_path):
   assert "holds a run with seed 0" in other.stderr
 
 
+@pytest.fixture(scope="module")
+def rows(tiny, folder):
+  return examples.rows_of(documents.read(folder), tiny.text, 60, 100)[:2]
+
+
+def test_a_users_own_files_stay(tiny, rows, tmp_path):
+  def train():
+    return Trainer(tmp_path, tiny, rows, 30, recipe(epochs=1), {})
+
+  own = [tmp_path / name for name in ("examples", "layers", ".train_gate")]
+  for inside in own:
+    inside.mkdir()
+    (inside / "mine.txt").write_text("mine")
+  with pytest.raises(InputError, match="is of no run"):
+    train()
+  assert {*tmp_path.iterdir()} == {*own}
+  (own[2] / "mine.txt").unlink()
+  own[2].rmdir()
+  made = train()
+  # In the run's own folder, too.
+  own[2].mkdir()
+  (own[2] / "mine.txt").write_text("mine")
+  made.run()
+  for inside in own:
+    assert [path.name for path in inside.iterdir()] == ["mine.txt"]
+
+
+def test_a_run_is_done_once_all_of_its_files_are_there(tiny, rows, tmp_path):
+  def run():
+    return Trainer(tmp_path, tiny, rows, 30, recipe(epochs=1), {}).run()
+
+  first = run()
+  written = {path.name for path in tmp_path.iterdir()}
+  for name in ("config.json", "model.safetensors"):
+    (tmp_path / name).unlink()
+    assert run()["r2"] == first["r2"]
+    assert {path.name for path in tmp_path.iterdir()} == written
+  # A signal may come before the folder is removed.
+  work = tmp_path / ".train_gate"
+  work.mkdir()
+  for name in ("text-000001.safetensors", ".layer-0000.safetensors.part"):
+    (work / name).write_text("")
+  run()
+  assert not work.exists()
+
+
 def test_a_linear_map_is_trained_too(run, tmp_path):
   done = run(tmp_path / "linear", "--kind=linear", "--samples=3")
   assert done.returncode == 0, done.stderr
