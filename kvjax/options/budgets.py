@@ -111,8 +111,9 @@ class Threshold:
 
   Each KV head keeps as many tokens of a prompt as it needs. The method's scores
   must mean the same in all prompts, layers and heads (`Traits.score_range`), as
-  those of learned gates do. A token is judged once, after the prompt; tokens of
-  questions and answers all stay.
+  those of learned gates do. What the method protects stays too, such as the
+  first tokens with `FastKVzip`; `KVzap` protects nothing. A token is judged
+  once, after the prompt; tokens of questions and answers all stay.
 
   Source: the inference of Dynamic Memory Sparsification, arXiv 2506.05345, as
   arXiv 2601.07891 (KVzap) applies it.

@@ -8,7 +8,13 @@ import jax
 import numpy as np
 import pytest
 import replayed
-from made_up_gates import kvzap_tensors, write_kvzap
+import safetensors.numpy
+from made_up_gates import (
+  kvzap_tensors,
+  made_up_fast_kvzip,
+  made_up_kvzap,
+  write_kvzap,
+)
 
 import kvjax
 from kvjax.cache.packed import PAGE
@@ -139,6 +145,48 @@ def test_the_extremes_are_everything_and_the_window(name):
     for c in (rest, window)
   ]
   assert both[0] == both[1]
+
+
+def test_a_score_that_equals_the_threshold_is_kept(tmp_path):
+  """A token is evicted if its score is less."""
+  path = write_kvzap(tmp_path, WIDTH, KV_HEADS, LAYERS)
+  tensors = kvzap_tensors(WIDTH, KV_HEADS, LAYERS)
+  equal = {
+    tensor: np.full_like(array, -4 if tensor.endswith("bias") else 0)
+    for tensor, array in tensors.items()
+  }
+  safetensors.numpy.save_file(equal, tmp_path / "model.safetensors")
+  above = float(np.nextafter(np.float32(-4), np.float32(0)))
+  every, window = caches(
+    f"kvzap:gate={path}", kvjax.Threshold(-4.0, 9), kvjax.Threshold(above, 9)
+  )
+  for row, length in enumerate(LENGTHS):
+    assert kept_positions(every, row) == [EVERYTHING[row]] * LAYERS
+    last = [*range(length - 9, length)]
+    assert kept_positions(window, row) == [[last] * KV_HEADS] * LAYERS
+
+
+def test_what_a_method_protects_stays_below_a_threshold():
+  gate = made_up_kvzap(WIDTH, KV_HEADS, LAYERS)
+  fast = made_up_fast_kvzip(WIDTH, KV_HEADS, LAYERS)
+  # No score reaches these thresholds.
+  first = {
+    (f"kvzap:gate={gate}", math.inf): (0, 0),
+    (f"fast_kvzip:gate={fast}:recent=0.1", 1.0): (4, 4),
+    ("kvzip:sinks=2", 1.0): (2, 2),
+    # As many as are of the chat template.
+    ("kvzip", 1.0): (0, 3),
+  }
+  rows = [ROWS[1], [7, 8, 9, *ROWS[2]]]
+  request = kvjax.RepeatRequest(prefix=(7, 8, 9), first=(3, 4), suffix=(5,))
+  prompts = kvjax.Prompts.of(rows, repeat_request=request)
+  for (name, least), count in first.items():
+    plan = kvjax.get_plan(name, kvjax.Threshold(least, 1))
+    cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+    for row, tokens in enumerate(rows):
+      last = max(1, len(tokens) // 10) if name.startswith("fast") else 1
+      stays = [*range(count[row]), *range(len(tokens) - last, len(tokens))]
+      assert kept_positions(cache, row) == [[stays] * KV_HEADS] * LAYERS, name
 
 
 def test_short_rows_are_kept_whole_beside_others(name, scores):
