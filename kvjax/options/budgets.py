@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Literal
 
@@ -132,8 +133,10 @@ class Threshold:
   window: int = _WINDOW
 
   def __post_init__(self) -> None:
-    if math.isnan(self.least):
-      raise InputError("A threshold is a score; nan is none.")
+    if not isinstance(self.least, numbers.Real) or math.isnan(self.least):
+      raise InputError(
+        f"A threshold is a score, such as -4.0; {self.least!r:.80} is none."
+      )
     check_count("window of a threshold", self.window)
 
   def __str__(self) -> str:

@@ -164,6 +164,13 @@ def test_files_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
     ("other", {"hidden_dim": 4}, "has no layers.0.0.weight, which"),
     ("shape", {"output_dim": 3}, "must be finite numbers (3, 32), as"),
     ("range", {"score_range": [1]}, "must be the lowest and the highest"),
+    ("turned", {"score_range": [5, -5]}, "must be the lowest and the highest"),
+    ("nan", {"score_range": [math.nan, 0]}, "must be the lowest and the"),
+    (
+      "inf",
+      {"score_range": [0, math.inf]},
+      "the highest score, finite numbers",
+    ),
   ):
     refused(f"kvzap:gate={folder(name, *fit, **fields)}", match)
   broken = folder("broken", *fit)
@@ -184,6 +191,20 @@ def test_files_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
       "reads the inputs of layers, which no cache stores",
       schedule=schedule,
     )
+
+
+@pytest.mark.parametrize("changed", ["config.json", "model.safetensors"])
+def test_a_folder_that_has_changed_is_refused(changed, tmp_path):
+  sizes = (WIDTH, KV_HEADS, LAYERS)
+  path = write_kvzap(tmp_path, *sizes, score_range=[-9, -1])
+  assert KVzapGate.read(path).score_range == (-9, -1)
+  if changed == "config.json":
+    config = (tmp_path / changed).read_text()
+    (tmp_path / changed).write_text(config.replace("-9", "-19"))
+  else:
+    safetensors.numpy.save_file(kvzap_tensors(*sizes, 5), tmp_path / changed)
+  with pytest.raises(InputError, match=f"{changed} has changed since it was"):
+    KVzapGate.read(path)
 
 
 def fast_in_float64(weights, inputs):

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -293,6 +295,26 @@ def test_the_scores_of_a_replay_have_a_threshold_too():
     assert kept_positions(cache, row) == expected
 
 
+def test_a_sweep_waits_for_all_of_its_thresholds_at_once(
+  name, scores, monkeypatch
+):
+  transfers = []
+
+  def counted(tree):
+    transfers.append(tree)
+    return original(tree)
+
+  original = jax.device_get
+  thresholds = [kvjax.Threshold(reached_by(scores, s), 8) for s in (0.2, 0.5)]
+  with monkeypatch.context() as patch:
+    patch.setattr(jax, "device_get", counted)
+    together = caches(name, *thresholds)
+  assert len(transfers) == 1
+  for cache, threshold in zip(together, thresholds, strict=True):
+    (alone,) = caches(name, threshold)
+    jax.tree.map(np.testing.assert_array_equal, cache, alone)
+
+
 def refused(match, name, threshold=kvjax.Threshold(-4.0), **options):  # noqa: B008
   with pytest.raises(InputError, match=re.escape(match)) as error:
     kvjax.get_plan(name, threshold, **options)
@@ -322,8 +344,36 @@ def test_a_threshold_outside_of_the_tested_scores_is_told(tmp_path):
   kvjax.get_plan(name, kvjax.Threshold(-9.5))
   kvjax.get_plan(name, kvjax.Threshold(-math.inf))
   for least, match in (
-    (-10.0, "from -9.5 to -0.5, and the threshold is -10: it keeps all tokens"),
-    (0.0, "the threshold is 0: it keeps few but the last"),
+    (-10.0, "the threshold is -10: it is likely to keep all tokens"),
+    (0.0, "the threshold is 0: it is likely to keep few but the last"),
   ):
-    with pytest.warns(InputWarning, match=re.escape(match)):
+    with pytest.warns(InputWarning, match=re.escape(match)) as warned:
       kvjax.get_plan(name, kvjax.Threshold(least))
+    said = str(warned[0].message)
+    assert "from -9.5 to -0.5" in said
+    assert "the texts it was tested with" in said
+
+
+def test_users_without_type_checks_are_told_their_line(tmp_path):
+  path = write_kvzap(tmp_path, WIDTH, KV_HEADS, LAYERS, score_range=[-9, -1])
+  program = tmp_path / "program.py"
+  program.write_text(f"""
+import kvjax
+name = "kvzap:gate={path}"
+kvjax.get_plan(name, kvjax.Threshold(-10))
+kvjax.Plan(kvjax.get_method(name), kvjax.Threshold(-10))
+for wrong in ("-4", None):
+  try:
+    kvjax.Threshold(wrong)
+  except kvjax.InputError as error:
+    print(error)
+""")
+  done = subprocess.run(
+    [sys.executable, program], capture_output=True, text=True, check=True
+  )
+  lines = re.findall(r"program.py:(\d+): InputWarning", done.stderr)
+  assert lines == ["4", "5"]
+  assert done.stdout.splitlines() == [
+    "A threshold is a score, such as -4.0; '-4' is none.",
+    "A threshold is a score, such as -4.0; None is none.",
+  ]
