@@ -1,9 +1,9 @@
 """Trains the networks of all layers, in steps that resume."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,13 @@ from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.gate_training import examples, fitting
 from kvjax.experiments.run.claiming import claim
-from kvjax.methods.kvzap_gate import KVzapGate
+from kvjax.methods.kvzap_gate import CONFIG, WEIGHTS, KVzapGate
 from kvjax.models.json_files import is_present, write_json
 from kvjax.models.pretrained import Pretrained
 from kvjax.prompts import bucket
 
 VALIDATION = "validation.json"
+_RUN = "run.json"
 # One text of so many is for the test.
 _TESTED = 10
 
@@ -47,8 +48,8 @@ class Fitted:
 class Trainer:
   """A run, which resumes from its folder.
 
-  Every text that has been replayed is a file in `examples`, every layer that
-  has been fitted one in `layers`. Both folders are removed at the end.
+  Every text that has been replayed and every layer that has been fitted is a
+  file in `.train_gate`. These files are removed at the end.
   """
 
   def __init__(
@@ -71,8 +72,8 @@ class Trainer:
       source: identifies the model and the texts.
 
     Raises:
-      InputError: the folder has another run or another model, or the layers of
-        the model differ in their KV heads.
+      InputError: the folder has another run, another model or somebody else's
+        `.train_gate`, or the layers of the model differ in their KV heads.
     """
     layers = lm.model.geometry.layers
     self._scored = [n for n, spec in enumerate(layers) if spec.compressible]
@@ -86,14 +87,21 @@ class Trainer:
     self._output, self._lm, self._rows = output, lm, rows
     self._tokens, self._recipe = tokens, recipe
     settings = dict(source) | dataclasses.asdict(recipe) | {"tokens": tokens}
+    self._work = output / ".train_gate"
+    if self._work.exists() and not is_present(output / _RUN):
+      raise InputError(
+        f"{self._work} is of no run, and a run would write to it; choose "
+        "another --output."
+      )
     output.mkdir(parents=True, exist_ok=True)
-    claim(output / "run.json", settings)
+    claim(output / _RUN, settings)
 
   def run(self) -> dict[str, Any]:
     """Does what is left; returns what validation.json says."""
     began = time.monotonic()
     done = self._output / VALIDATION
-    if is_present(done):
+    if all(is_present(self._output / n) for n in (CONFIG, WEIGHTS, VALIDATION)):
+      self._clean()
       result: dict[str, Any] = files.parse_json(files.read_text(done))
       return result
     paths = self._replay()
@@ -112,22 +120,35 @@ class Trainer:
     }
     self._gate(fitted).save(self._output)
     write_json(done, summary)
-    for name in ("examples", "layers"):
-      shutil.rmtree(self._output / name)
+    self._clean()
     return summary
+
+  def _text_files(self) -> list[pathlib.Path]:
+    """The file of each text."""
+    names = (f"text-{n:06}.safetensors" for n in range(len(self._rows)))
+    return [self._work / name for name in names]
+
+  def _layer_file(self, layer: int) -> pathlib.Path:
+    return self._work / f"layer-{layer:04}.safetensors"
+
+  def _clean(self) -> None:
+    """Removes what the run has written on the way, and nothing else."""
+    for path in (*self._text_files(), *map(self._layer_file, self._scored)):
+      path.unlink(missing_ok=True)
+      files.part_of(path).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+      # It may have a file of the user's.
+      self._work.rmdir()
 
   def _replay(self) -> list[pathlib.Path]:
     """Replays the texts that are left; returns the files of all."""
-    folder = self._output / "examples"
-    folder.mkdir(exist_ok=True)
+    self._work.mkdir(exist_ok=True)
     padded = bucket(max(map(len, self._rows)))
-    paths = []
+    paths = self._text_files()
     for number, row in _shown(list(enumerate(self._rows)), "replaying"):
-      path = folder / f"{number:06}.safetensors"
-      if not is_present(path):
+      if not is_present(paths[number]):
         seed = (self._recipe.seed, number)
-        examples.write(path, self._lm, row, padded, self._tokens, seed)
-      paths.append(path)
+        examples.write(paths[number], self._lm, row, padded, self._tokens, seed)
     return paths
 
   def _layer(
@@ -138,9 +159,7 @@ class Trainer:
     tested: Sequence[pathlib.Path],
   ) -> Fitted:
     """Fits a layer and tests it, unless its file is there."""
-    folder = self._output / "layers"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{layer:04}.safetensors"
+    path = self._layer_file(layer)
     if not is_present(path):
       steps = fitting.fit(examples.read(learned, index), self._recipe, layer)
       held_out = examples.read(tested, index)

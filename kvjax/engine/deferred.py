@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+import jax
 from jaxtyping import Array, Bool, PyTree
 
 from kvjax.activations import Activations
@@ -13,10 +14,11 @@ from kvjax.engine.layer_budgets import compressed_layers
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.replay import Replayed, replay_prompts
-from kvjax.engine.thresholds import prepare_threshold
+from kvjax.engine.thresholds import count_reaching, prepare_threshold
 from kvjax.engine.whole_model import HeadCounts, count_by_head
 from kvjax.methods.replay import Replay
 from kvjax.model import Geometry, Model
+from kvjax.options.budgets import Threshold
 from kvjax.prompts import Prompts
 
 
@@ -118,12 +120,27 @@ class Deferred:
     activations, scores = self._scored(prepared.plan, prepared.compressed)
     return count_by_head(prepared, activations, scores, protected, geometry)
 
-  def prepare_threshold(
-    self, plan: Plan, prompts: Prompts, geometry: Geometry
-  ) -> tuple[PreparedPlan, HeadCounts]:
-    """Counts what reaches the threshold of a plan."""
-    scored = self._scored(plan, compressed_layers(plan, geometry))
-    return prepare_threshold(plan, prompts, geometry, *scored)
+  def prepare_thresholds(
+    self, plans: Sequence[Plan], prompts: Prompts, geometry: Geometry
+  ) -> dict[int, tuple[PreparedPlan, HeadCounts]]:
+    """Counts what reaches the thresholds of plans, by the plans' indices."""
+    counts = {
+      index: count_reaching(
+        plan, prompts, *self._scored(plan, compressed_layers(plan, geometry))
+      )
+      for index, plan in enumerate(plans)
+      if isinstance(plan.budget, Threshold)
+    }
+    # One transfer, as the sizes of the caches depend on it.
+    on_host = jax.device_get(counts)
+    ready = {
+      index: prepare_threshold(plans[index], prompts, geometry, of_plan)
+      for index, of_plan in on_host.items()
+    }
+    return {
+      index: (prepared, {} if all(prepared.keeps_all) else counts[index])
+      for index, prepared in ready.items()
+    }
 
   def _scored(
     self, plan: Plan, compressed: Sequence[bool]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import os
+import pathlib
 import warnings
 from typing import Any
 
@@ -22,6 +24,9 @@ from kvjax.options.budgets import (
 )
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.retrieval.sparse_attention import SparseAttention
+
+# Warnings name the user's line; the constructors of dataclasses have no file.
+_OWN_FRAMES = (f"{pathlib.Path(__file__).parents[1]}{os.sep}", "<string")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,11 +335,12 @@ class Plan:
     low, high = bounds
     if math.isfinite(threshold.least) and not low <= threshold.least <= high:
       warnings.warn(
-        f"The scores of {name} are from {low:g} to {high:g}, and the threshold "
-        f"is {threshold.least:g}: it keeps "
+        f"The scores of {name} are from {low:g} to {high:g}, by definition or "
+        "of the texts it was tested with, and the threshold is "
+        f"{threshold.least:g}: it is likely to keep "
         f"{'all tokens' if threshold.least < low else 'few but the last'}.",
         InputWarning,
-        stacklevel=4,
+        skip_file_prefixes=_OWN_FRAMES,
       )
 
   def _check_sparse(self, name: str) -> None:

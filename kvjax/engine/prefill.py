@@ -274,13 +274,14 @@ def _sweep(
       else None
       for plan, of_plan in zip(plans, features, strict=True)
     )
+  by_threshold = deferred.prepare_thresholds(plans, prompts, geometry)
   late: list[tuple[Plan, CacheBuilder, HeadCounts]] = []
   for index in waiting:
     plan, shares, ready = plans[index], retentions[index], prepared[index]
     kept = protected
     if isinstance(plan.budget, Threshold):
       kept = jnp.asarray(must_keep(plan.budget, prompts))
-      ready, counts = deferred.prepare_threshold(plan, prompts, geometry)
+      ready, counts = by_threshold[index]
     else:
       if shares is not None:
         ready = prepare_calibrated(plan, shares, prompts, geometry)

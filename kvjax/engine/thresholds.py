@@ -33,30 +33,24 @@ def must_keep(
   return last if prompts.protected is None else last | prompts.protected
 
 
-def prepare_threshold(
+def count_reaching(
   plan: Plan,
   prompts: Prompts,
-  geometry: Geometry,
   activations: Mapping[int, Activations],
   scores: Mapping[int, Float[Array, "B K T"]],
-) -> tuple[PreparedPlan, HeadCounts]:
-  """Counts the tokens that reach a plan's threshold.
+) -> HeadCounts:
+  """Counts the tokens that reach a plan's threshold, without waiting for it.
 
   Args:
     plan: a plan whose budget is a `Threshold`.
     prompts: the prompts.
-    geometry: sizes of the model.
     activations: those of the prompt, for each layer that the plan compresses.
     scores: the method's scores in each of these layers.
-
-  Returns:
-    The plan, with room for the tokens of each layer, and the tokens of each
-    head.
   """
   threshold, method = plan.budget, plan.method
   assert isinstance(threshold, Threshold)
   assert isinstance(method, ScoringMethod)
-  found = dict(
+  return dict(
     zip(
       scores,
       _count(
@@ -69,8 +63,25 @@ def prepare_threshold(
       strict=True,
     )
   )
-  # One transfer, as the sizes of the caches depend on it.
-  on_host: dict[int, Int[np.ndarray, "B K"]] = jax.device_get(found)
+
+
+def prepare_threshold(
+  plan: Plan,
+  prompts: Prompts,
+  geometry: Geometry,
+  on_host: Mapping[int, Int[np.ndarray, "B K"]],
+) -> PreparedPlan:
+  """Gives the layers of a plan room for the tokens that reach its threshold.
+
+  Args:
+    plan: a plan whose budget is a `Threshold`.
+    prompts: the prompts.
+    geometry: sizes of the model.
+    on_host: what `count_reaching` has counted.
+
+  Returns:
+    The plan; it keeps all if nothing is evicted from any layer.
+  """
   lengths = np.asarray(prompts.lengths, np.int32)
   padded = prompts.tokens.shape[1]
   # Nothing is packed where nothing is evicted.
@@ -104,8 +115,8 @@ def prepare_threshold(
     compressed=compressed_layers(plan, geometry),
   )
   if whole:
-    return prepared, {}
-  return fit_to_counts(prepared, on_host, padded, geometry), found
+    return prepared
+  return fit_to_counts(prepared, on_host, padded, geometry)
 
 
 def _rounded(count: int) -> int:

@@ -28,7 +28,7 @@ class FastKVzip(ScoringMethod):
   The gate predicts the score that `KVzip` gives a token, between 0 and 1,
   without replaying the prompt; see `FastKVzipGate`. The first and the last
   tokens are kept. By default, all heads of all layers compete for one budget.
-  It may be a `kvjax.Threshold`, too.
+  In place of a budget, a plan may have a `kvjax.Threshold`.
 
   Source: Kim et al., arXiv 2601.17668.
 

@@ -198,6 +198,12 @@ def _stack(file: pathlib.Path, layers: list[Any], name: str) -> np.ndarray:
     isinstance(x, np.ndarray) and x.ndim == _AXES[name] for x in arrays
   )
   alike = fits and len({x.shape for x in arrays if x is not None}) == 1
+  # A list may name one array many times.
+  if (
+    alike
+    and sum(x.nbytes for x in arrays if x is not None) > file.stat().st_size
+  ):
+    raise InputError(f"{name} of {file} has more numbers than the file holds.")
   stacked = np.stack(arrays).astype(np.float32) if alike else np.zeros(0)  # type: ignore[arg-type]
   if not alike or not np.isfinite(stacked).all():
     raise InputError(

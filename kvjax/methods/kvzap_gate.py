@@ -56,7 +56,7 @@ class KVzapGate:
       InputError: there are no such files, they do not fit each other, or they
         have changed since.
     """
-    return read_once(path, _read)
+    return read_once(path, _read, beside=(CONFIG,))
 
   @property
   def layers(self) -> int:
@@ -194,9 +194,11 @@ def _config(path: pathlib.Path) -> Mapping[str, Any]:
       f"{path} must have {', '.join(_SIZES)} and hidden_dim, whole numbers "
       "above 0 or null for the last, as the files of KVzap have."
     )
-  ordered = isinstance(found, list) and len(found) == 2
-  if not ordered or not all(type(x) in (int, float) for x in found):
+  two = isinstance(found, list) and len(found) == 2
+  numbers = two and all(type(x) in (int, float) for x in found)
+  if not numbers or not -math.inf < found[0] <= found[1] < math.inf:
     raise InputError(
-      f"score_range of {path} must be the lowest and the highest score."
+      f"score_range of {path} must be the lowest and the highest score, finite "
+      "numbers."
     )
   return config

@@ -72,12 +72,15 @@ class Replay:
     sinks: number of first tokens that every softmax includes; 0 for those of
       the chat template.
     by_output: weigh by the values' outputs and the inputs' norms.
+    of_text: t is a token of the repeated text, not of the request before it, as
+      for the targets of arXiv 2601.07891 (KVzap).
   """
 
   chunk: int = 2000
   overlap: int = 8
   sinks: int = 0
   by_output: bool = False
+  of_text: bool = False
 
   @property
   def activations(self) -> frozenset[str]:
@@ -93,6 +96,10 @@ class Replay:
       # Dividing a weight by |x_t| adds log |x_t| to its denominator's.
       norms = jnp.linalg.norm(seen.inputs.astype(jnp.float32), axis=-1)
       lse = lse + jnp.log(norms)[:, None]
+    if self.of_text:
+      length = lse.shape[2]
+      index = jnp.arange(length, dtype=jnp.int32)[None, None]
+      lse = jnp.where(index >= length - seen.keys.shape[2], lse, jnp.inf)
     scores = jnp.exp(_largest(seen, lse))
     if self.by_output:
       scores = scores * _output_norms(seen)

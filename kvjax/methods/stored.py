@@ -84,7 +84,10 @@ class Stored:
 
 
 def read_once[Read](
-  path: str, read: Callable[..., Read], *arguments: Any
+  path: str,
+  read: Callable[..., Read],
+  *arguments: Any,
+  beside: tuple[str, ...] = (),
 ) -> Read:
   """Reads a file of arrays once per process.
 
@@ -95,38 +98,45 @@ def read_once[Read](
     path: the file, or a folder with one named model.safetensors.
     read: reads the file, given its path and the arguments.
     *arguments: hashable values.
+    beside: names of the other files of its folder that it reads.
 
   Raises:
-    InputError: there is no such file, or it has changed since.
+    InputError: there is no such file, or one has changed since.
   """
   file = pathlib.Path(path)
   file = file / "model.safetensors" if file.is_dir() else file
-  try:
-    stamp = _stamp(file)
-  except OSError as error:
-    raise InputError(f"{file} cannot be read: {reason(error)}.") from error
-  found, read_at = _read_and_stamp(os.path.abspath(file), read, arguments)
-  if read_at != stamp:
-    raise InputError(
-      f"{file} has changed since it was read; write changed arrays to a file "
-      "of another name."
-    )
+  paths = (file, *map(file.with_name, beside))
+  stamps = tuple(map(_stamp, paths))
+  absolute = tuple(map(os.path.abspath, paths))
+  found, read_at = _read_and_stamp(absolute, read, arguments)
+  for changed, before, now in zip(paths, read_at, stamps, strict=True):
+    if before != now:
+      raise InputError(
+        f"{changed} has changed since it was read; write what is changed to a "
+        "file of another name or in another folder."
+      )
   result: Read = found
   return result
 
 
 @functools.cache
 def _read_and_stamp(
-  path: str, read: Callable[..., Any], arguments: tuple[Any, ...]
-) -> tuple[Any, tuple[int, int]]:
-  file = pathlib.Path(path)
-  stamp = _stamp(file)
-  return read(file, *arguments), stamp
+  paths: tuple[str, ...], read: Callable[..., Any], arguments: tuple[Any, ...]
+) -> tuple[Any, tuple[tuple[int, int], ...]]:
+  stamps = tuple(_stamp(pathlib.Path(path)) for path in paths)
+  return read(pathlib.Path(paths[0]), *arguments), stamps
 
 
 def _stamp(file: pathlib.Path) -> tuple[int, int]:
-  """Time and size of a file."""
-  status = file.stat()
+  """Time and size of a file.
+
+  Raises:
+    InputError: there is none.
+  """
+  try:
+    status = file.stat()
+  except OSError as error:
+    raise InputError(f"{file} cannot be read: {reason(error)}.") from error
   return status.st_mtime_ns, status.st_size
 
 

@@ -1,13 +1,13 @@
 """Reads tensors of PyTorch's files without PyTorch."""
 
-import collections
+import dataclasses
 import io
 import math
 import pathlib
 import pickle
 import zipfile
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,13 +22,28 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
   "HalfStorage": np.dtype(np.float16),
   "BFloat16Storage": np.dtype(jnp.bfloat16),
 }
+_KEYS = (str, int)
+# The pickle of a file lists tensors, whose numbers are beside it.
+_MOST_PICKLE = 2**22
+# The instructions of pickle's protocol 2, as torch.save writes them. All but
+# those of `_Reader` make numbers, texts, tuples and lists.
+_OPCODES = (
+  *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.REDUCE),
+  *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINUNICODE),
+  *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+  *(pickle.BINFLOAT, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1),
+  *(pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST, pickle.APPEND),
+  *(pickle.APPENDS, pickle.EMPTY_DICT, pickle.BINPERSID, pickle.BINPUT),
+  *(pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+)
 
 
 def read_torch(path: pathlib.Path) -> Any:
   """Reads a file that torch.save has written, with tensors as NumPy arrays.
 
-  Nothing of the file is executed. Lists, dictionaries, numbers and texts are
-  themselves; objects other than tensors are left empty.
+  Nothing of the file is executed, and its tensors take no more memory than the
+  file. Lists, dictionaries, numbers and texts are themselves; objects other
+  than tensors are left empty.
 
   Raises:
     InputError: it is no such file.
@@ -37,6 +52,7 @@ def read_torch(path: pathlib.Path) -> Any:
     check_whole(path)
     with zipfile.ZipFile(path) as archive:
       (data,) = (n for n in archive.namelist() if n.endswith("/data.pkl"))
+      _check_sizes(archive, data, path.stat().st_size)
       root = data.removesuffix("data.pkl")
       return _Reader(archive, root, archive.read(data)).load()
   except InputError:
@@ -48,23 +64,48 @@ def read_torch(path: pathlib.Path) -> Any:
     ) from error
 
 
+def _check_sizes(archive: zipfile.ZipFile, data: str, size: int) -> None:
+  """Refuses what would take more memory than the file has bytes.
+
+  Args:
+    archive: the file.
+    data: name of its pickle.
+    size: its bytes.
+  """
+  entries = archive.infolist()
+  if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+    raise ValueError("it is compressed")
+  # Entries may overlap.
+  if sum(entry.file_size for entry in entries) > size:
+    raise ValueError("its entries are larger than the file")
+  if archive.getinfo(data).file_size > _MOST_PICKLE:
+    raise ValueError(f"{data} is larger than {_MOST_PICKLE:,} bytes")
+
+
 class _Ignored:
   """Stands for an object of any other class."""
 
   def __init__(self, *arguments: Any, **named: Any) -> None:
     del arguments, named
 
-  def __setstate__(self, state: Any) -> None:
-    del state
 
-
-class _Storage(NamedTuple):
-  """Stands for a class of storages; pickles name the storage's kind by it."""
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+  """Stands for a class of storages, by which pickles name their numbers."""
 
   dtype: np.dtype[Any]
 
 
-class _Reader(pickle.Unpickler):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Storage:
+  """The numbers that tensors are parts of; no pickle can make one up."""
+
+  numbers: Shaped[np.ndarray, " n"]
+
+
+# The unpickler in C reserves memory for every number of an object up to the
+# highest one that a file names.
+class _Reader(pickle._Unpickler):
   """Unpickles lists, dictionaries and tensors; it calls nothing else."""
 
   def __init__(
@@ -72,48 +113,104 @@ class _Reader(pickle.Unpickler):
   ) -> None:
     super().__init__(io.BytesIO(content))
     self._archive, self._root = archive, root
+    self._read: dict[str, bytes] = {}
 
   def find_class(self, module: str, name: str) -> Any:
     """Names what may be called."""
     if module == "torch" and name in _DTYPES:
-      return _Storage(_DTYPES[name])
+      return _Kind(_DTYPES[name])
     return {
       ("torch._utils", "_rebuild_tensor_v2"): _tensor,
       ("torch._utils", "_rebuild_parameter"): _parameter,
-      ("collections", "OrderedDict"): collections.OrderedDict,
+      ("collections", "OrderedDict"): _dictionary,
     }.get((module, name), _Ignored)
 
   def persistent_load(self, pid: Any) -> Any:
     """Reads a storage."""
-    _, storage, key, _, _ = pid
-    if not isinstance(storage, _Storage):
+    _, kind, key, _, _ = pid
+    if not isinstance(kind, _Kind):
       return _Ignored()
-    content = self._archive.read(f"{self._root}data/{key}")
-    return np.frombuffer(content, storage.dtype)
+    if type(key) is not str:
+      raise ValueError("a storage has no name")
+    if key not in self._read:
+      self._read[key] = self._archive.read(f"{self._root}data/{key}")
+    return _Storage(np.frombuffer(self._read[key], kind.dtype))
+
+  def _drop_state(self) -> None:
+    """Leaves an object without its attributes; BUILD would set any."""
+    self._stack.pop()
+
+  def _ignore_object(self) -> None:
+    """Makes no object of another class."""
+    self._stack[-2:] = [_Ignored()]
+
+  def _set_item(self) -> None:
+    value = self._stack.pop()
+    key = self._stack.pop()
+    self._set([(key, value)])
+
+  def _set_items(self) -> None:
+    # Since the last MARK.
+    items = self.pop_mark()  # type: ignore[attr-defined]
+    self._set(list(zip(items[::2], items[1::2], strict=True)))
+
+  def _set(self, items: list[tuple[Any, Any]]) -> None:
+    target = self._stack[-1]
+    # The hash of a tuple within many others overflows the stack.
+    if type(target) is not dict or any(type(k) not in _KEYS for k, _ in items):
+      raise ValueError("a dictionary has other keys than texts and numbers")
+    target.update(items)
+
+  def _refuse(self) -> None:
+    raise ValueError("its pickle has an instruction that torch.save never uses")
+
+  @property
+  def _stack(self) -> list[Any]:
+    return cast(list[Any], self.stack)  # type: ignore[attr-defined]
+
+  dispatch: ClassVar[dict[int, Callable[[Any], None]]] = (
+    dict.fromkeys(range(256), _refuse)
+    | {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES}
+    | {
+      pickle.BUILD[0]: _drop_state,
+      pickle.NEWOBJ[0]: _ignore_object,
+      pickle.SETITEM[0]: _set_item,
+      pickle.SETITEMS[0]: _set_items,
+    }
+  )
 
 
 def _tensor(
-  storage: Any,
-  offset: int,
-  size: tuple[int, ...],
-  stride: tuple[int, ...],
-  *others: Any,
+  storage: Any, offset: Any, size: Any, stride: Any, *others: Any
 ) -> Shaped[np.ndarray, "..."] | _Ignored:
   """Makes an array of a part of a storage."""
   del others
-  if not isinstance(storage, np.ndarray):
+  if not isinstance(storage, _Storage):
     return _Ignored()
-  if not math.prod(size):
-    return np.zeros(size, storage.dtype)
+  numbers = storage.numbers
+  given = (offset, *size, *stride)
+  tuples = type(size) is type(stride) is tuple and len(size) == len(stride)
+  if not tuples or not all(type(n) is int and n >= 0 for n in given):
+    raise ValueError("a tensor has no whole numbers as its sizes")
+  count = math.prod(size)
+  if not count:
+    return np.zeros(size, numbers.dtype)
   last = offset + sum((n - 1) * by for n, by in zip(size, stride, strict=True))
-  if min(offset, *size, *stride) < 0 or last >= len(storage):
+  # Without strides of zero, the second follows from the first.
+  if last >= numbers.size or count > numbers.size:
     raise ValueError("a tensor is larger than its storage")
-  steps = tuple(by * storage.itemsize for by in stride)
-  view = np.lib.stride_tricks.as_strided(storage[offset:], size, steps)
-  return np.array(view)
+  steps = tuple(by * numbers.itemsize for by in stride)
+  return np.lib.stride_tricks.as_strided(
+    numbers[offset:], size, steps, writeable=False
+  )
 
 
 def _parameter(tensor: Any, *others: Any) -> Any:
   """Makes the array of a parameter."""
   del others
   return tensor
+
+
+def _dictionary() -> dict[Any, Any]:
+  """Makes what the instructions that follow fill."""
+  return {}

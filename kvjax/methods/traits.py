@@ -38,7 +38,8 @@ class Traits:
     activations: those of `kvjax.activations.OPTIONAL` that scores depend on.
     replay: how the prompt is replayed for `Activations.replayed`, if at all.
     score_range: lowest and highest score, if a score means the same in all
-      prompts, layers and heads, so that a threshold can be set; else None.
+      prompts, layers and heads, so that a threshold can be set; else None. By
+      definition, or of the texts that a learned method was tested with.
   """
 
   whole_prompts_only: str = ""

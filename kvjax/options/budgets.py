@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Literal
 
@@ -111,8 +112,9 @@ class Threshold:
 
   Each KV head keeps as many tokens of a prompt as it needs. The method's scores
   must mean the same in all prompts, layers and heads (`Traits.score_range`), as
-  those of learned gates do. A token is judged once, after the prompt; tokens of
-  questions and answers all stay.
+  those of learned gates do. What the method protects stays too, such as the
+  first tokens with `FastKVzip`; `KVzap` protects nothing. A token is judged
+  once, after the prompt; tokens of questions and answers all stay.
 
   Source: the inference of Dynamic Memory Sparsification, arXiv 2506.05345, as
   arXiv 2601.07891 (KVzap) applies it.
@@ -131,8 +133,10 @@ class Threshold:
   window: int = _WINDOW
 
   def __post_init__(self) -> None:
-    if math.isnan(self.least):
-      raise InputError("A threshold is a score; nan is none.")
+    if not isinstance(self.least, numbers.Real) or math.isnan(self.least):
+      raise InputError(
+        f"A threshold is a score, such as -4.0; {self.least!r:.80} is none."
+      )
     check_count("window of a threshold", self.window)
 
   def __str__(self) -> str:

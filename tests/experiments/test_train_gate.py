@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import replayed
 import safetensors.numpy
 
 import kvjax
@@ -15,7 +16,7 @@ from kvjax.experiments.gate_training.trainer import Trainer
 from kvjax.experiments.main import PROGRAMS
 from kvjax.methods.kvzap_gate import KVzapGate
 from kvjax.methods.replay import Replay
-from kvjax.testing import kept_positions
+from kvjax.testing import TinyModel
 
 MODULE = "kvjax.experiments.train_gate"
 WORDS = "the file has been read and so have others near a cellar door".split()
@@ -83,26 +84,58 @@ def test_a_fit_is_that_of_its_seed_and_layer():
   assert np.abs(one - below).max() > 1e-3
 
 
-def test_targets_are_what_kvzip_plus_scores(tiny):
-  """The tokens that KVzip+ keeps are those of the highest targets."""
+def test_targets_are_the_most_that_the_repeated_text_pays():
+  """Of a softmax over the text, the request and the text again, in float64."""
+  model = TinyModel()
+  params = model.init()
+  written = replayed.Written(model, params)
   rows = [[5, 6, 7, *range(20, 50)], [9, *range(30, 50)]]
   request = kvjax.RepeatRequest((5, 6), (11, 12), (13,), (2,))
   prompts = kvjax.Prompts.of(rows, repeat_request=request)
-  replay = Replay(chunk=prompts.tokens.shape[1], by_output=True)
+  width = prompts.tokens.shape[1]
+  replay = Replay(chunk=width, by_output=True, of_text=True)
+  found = replay_targets(model, params, prompts, replay)
+  assert [*found] == [0, 1]
+  differing = 0
+  for row, (tokens, prefix) in enumerate(zip(rows, (2, 0), strict=True)):
+    end = len(tokens)
+    read_twice = [*tokens, *request.first, *request.suffix, *tokens[prefix:]]
+    seen_by_layer = written.run(read_twice)
+    for layer, spec in enumerate(model.geometry.layers):
+      seen = seen_by_layer[layer]
+      group = spec.heads // spec.kv_heads
+      values = seen["values"][:, prefix:end].repeat(group, 0)
+      out = values @ seen["output"].reshape(spec.heads, -1, model.width)
+      paid = replayed.softmax(seen["logits"])[:, end:, prefix:end]
+      paid = paid * np.linalg.norm(out, axis=-1)[:, None]
+      norms = np.linalg.norm(seen["inputs"][end:], axis=-1)
+      paid = (paid / norms[:, None]).reshape(
+        spec.kv_heads, group, *paid.shape[1:]
+      )
+      asked = len(request.first) + len(request.suffix)
+      expected = paid[:, :, asked:].max(axis=(1, 2))
+      # What the request pays more of makes a difference.
+      differing += (paid.max(axis=(1, 2)) > 1.01 * expected).sum()
+      ours = np.asarray(found[layer].scores)[row]
+      assert (ours[:, :prefix] == -1).all()
+      np.testing.assert_allclose(ours[:, prefix:end], expected, rtol=1e-4)
+      inputs = np.asarray(found[layer].inputs)[row, :end]
+      np.testing.assert_allclose(inputs, seen["inputs"][:end], atol=1e-4)
+  assert differing > 3
+
+
+def test_the_logarithms_of_these_targets_are_written(tiny, tmp_path):
+  request = kvjax.RepeatRequest.of(tiny.text)
+  row = [*request.prefix, *range(20, 50)]
+  path = tmp_path / "text.safetensors"
+  examples.write(path, tiny, row, 64, 100, (0, 0))
+  prompts = kvjax.Prompts.of([row], 64, repeat_request=request)
+  replay = Replay(chunk=64, by_output=True, of_text=True)
   found = replay_targets(tiny.model, tiny.params, prompts, replay)
-  name = f"kvzip.plus:level=head:chunk={replay.chunk}:sinks=0"
-  plan = kvjax.get_plan(name, kvjax.Tokens(9))
-  cache, _ = kvjax.prefill(tiny.model, tiny.params, prompts, plan)
-  assert list(found) == [0, 1]
-  for layer, targets in found.items():
-    scores = np.array(targets.scores)
-    assert (scores[0, :, :2] == -1).all()
-    assert (scores[0, :, 2 : len(rows[0])] > 0).all()
-    for row, tokens in enumerate(rows):
-      # What is not replayed is kept before all others.
-      kept = np.where(scores[row] < 0, np.inf, scores[row])[:, : len(tokens)]
-      best = np.sort(np.argsort(-kept, axis=1)[:, :9], axis=1).tolist()
-      assert kept_positions(cache, row)[layer] == best
+  for index, targets in enumerate(found.values()):
+    scores = np.asarray(targets.scores)[0, :, len(request.prefix) : len(row)]
+    written = examples.read([path], index).scores
+    np.testing.assert_allclose(written, np.log(scores).T, rtol=1e-5)
 
 
 def test_parts_follow_the_template_and_are_of_about_equal_length(tiny):
@@ -229,6 +262,52 @@ def test_a_folder_is_of_one_run(trained, run, tmp_path):
   other = run(output, "--seed=1")
   assert other.returncode == 2
   assert "holds a run with seed 0" in other.stderr
+
+
+@pytest.fixture(scope="module")
+def rows(tiny, folder):
+  return examples.rows_of(documents.read(folder), tiny.text, 60, 100)[:2]
+
+
+def test_a_users_own_files_stay(tiny, rows, tmp_path):
+  def train():
+    return Trainer(tmp_path, tiny, rows, 30, recipe(epochs=1), {})
+
+  own = [tmp_path / name for name in ("examples", "layers", ".train_gate")]
+  for inside in own:
+    inside.mkdir()
+    (inside / "mine.txt").write_text("mine")
+  with pytest.raises(InputError, match="is of no run"):
+    train()
+  assert {*tmp_path.iterdir()} == {*own}
+  (own[2] / "mine.txt").unlink()
+  own[2].rmdir()
+  made = train()
+  # In the run's own folder, too.
+  own[2].mkdir()
+  (own[2] / "mine.txt").write_text("mine")
+  made.run()
+  for inside in own:
+    assert [path.name for path in inside.iterdir()] == ["mine.txt"]
+
+
+def test_a_run_is_done_once_all_of_its_files_are_there(tiny, rows, tmp_path):
+  def run():
+    return Trainer(tmp_path, tiny, rows, 30, recipe(epochs=1), {}).run()
+
+  first = run()
+  written = {path.name for path in tmp_path.iterdir()}
+  for name in ("config.json", "model.safetensors"):
+    (tmp_path / name).unlink()
+    assert run()["r2"] == first["r2"]
+    assert {path.name for path in tmp_path.iterdir()} == written
+  # A signal may come before the folder is removed.
+  work = tmp_path / ".train_gate"
+  work.mkdir()
+  for name in ("text-000001.safetensors", ".layer-0000.safetensors.part"):
+    (work / name).write_text("")
+  run()
+  assert not work.exists()
 
 
 def test_a_linear_map_is_trained_too(run, tmp_path):

@@ -23,7 +23,6 @@ from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods import FastKVzip
 from kvjax.methods.kvzap_gate import KVzapGate
-from kvjax.methods.torch_files import read_torch
 from kvjax.testing import TinyModel, kept_positions
 from kvjax.testing.checks import all_activations
 
@@ -165,6 +164,13 @@ def test_files_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
     ("other", {"hidden_dim": 4}, "has no layers.0.0.weight, which"),
     ("shape", {"output_dim": 3}, "must be finite numbers (3, 32), as"),
     ("range", {"score_range": [1]}, "must be the lowest and the highest"),
+    ("turned", {"score_range": [5, -5]}, "must be the lowest and the highest"),
+    ("nan", {"score_range": [math.nan, 0]}, "must be the lowest and the"),
+    (
+      "inf",
+      {"score_range": [0, math.inf]},
+      "the highest score, finite numbers",
+    ),
   ):
     refused(f"kvzap:gate={folder(name, *fit, **fields)}", match)
   broken = folder("broken", *fit)
@@ -185,6 +191,20 @@ def test_files_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
       "reads the inputs of layers, which no cache stores",
       schedule=schedule,
     )
+
+
+@pytest.mark.parametrize("changed", ["config.json", "model.safetensors"])
+def test_a_folder_that_has_changed_is_refused(changed, tmp_path):
+  sizes = (WIDTH, KV_HEADS, LAYERS)
+  path = write_kvzap(tmp_path, *sizes, score_range=[-9, -1])
+  assert KVzapGate.read(path).score_range == (-9, -1)
+  if changed == "config.json":
+    config = (tmp_path / changed).read_text()
+    (tmp_path / changed).write_text(config.replace("-9", "-19"))
+  else:
+    safetensors.numpy.save_file(kvzap_tensors(*sizes, 5), tmp_path / changed)
+  with pytest.raises(InputError, match=f"{changed} has changed since it was"):
+    KVzapGate.read(path)
 
 
 def fast_in_float64(weights, inputs):
@@ -281,31 +301,6 @@ def test_a_long_prompt_keeps_a_window():
     np.testing.assert_array_equal(np.flatnonzero(found[0, 0]), expected)
 
 
-class Dangerous:
-  """What would run a command if it were unpickled."""
-
-  def __reduce__(self):
-    import os
-
-    return os.mkdir, ("made by a pickle",)
-
-
-def test_a_file_of_torch_calls_nothing(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  array = np.arange(12, dtype=np.float32).reshape(3, 4)
-  content = {
-    "module": [array.T, array[1:]],
-    "more": (1, 2.5, "text", None),
-    "dangerous": Dangerous(),
-  }
-  (tmp_path / "file.pt").write_bytes(torch_bytes(content))
-  found = read_torch(tmp_path / "file.pt")
-  assert found["more"] == content["more"]
-  for read, written in zip(found["module"], content["module"], strict=True):
-    np.testing.assert_array_equal(read, written)
-  assert not (tmp_path / "made by a pickle").exists()
-
-
 def test_files_of_fast_kvzip_that_do_not_fit_are_refused(tmp_path):
   refused("fast_kvzip", "give their file, as in fast_kvzip:gate=FILE")
   refused(f"fast_kvzip:gate={tmp_path}", "has 0 files named *.pt")
@@ -338,5 +333,7 @@ def test_files_of_fast_kvzip_that_do_not_fit_are_refused(tmp_path):
     changed(b=np.ones((2, 1, 3), np.float32)),
     "q_proj.weight of",
   )
+  many = fast_kvzip_layers(WIDTH, KV_HEADS, LAYERS)[:1] * 10_000
+  refused(written(torch_bytes({"module": many})), "than the file holds")
   good = torch_bytes({"module": fast_kvzip_layers(WIDTH, KV_HEADS, LAYERS)})
   refused(written(good[: len(good) // 2]), "is no file that torch.save")

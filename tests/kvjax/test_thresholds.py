@@ -3,12 +3,20 @@
 import dataclasses
 import math
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 import replayed
-from made_up_gates import kvzap_tensors, write_kvzap
+import safetensors.numpy
+from made_up_gates import (
+  kvzap_tensors,
+  made_up_fast_kvzip,
+  made_up_kvzap,
+  write_kvzap,
+)
 
 import kvjax
 from kvjax.cache.packed import PAGE
@@ -141,6 +149,48 @@ def test_the_extremes_are_everything_and_the_window(name):
   assert both[0] == both[1]
 
 
+def test_a_score_that_equals_the_threshold_is_kept(tmp_path):
+  """A token is evicted if its score is less."""
+  path = write_kvzap(tmp_path, WIDTH, KV_HEADS, LAYERS)
+  tensors = kvzap_tensors(WIDTH, KV_HEADS, LAYERS)
+  equal = {
+    tensor: np.full_like(array, -4 if tensor.endswith("bias") else 0)
+    for tensor, array in tensors.items()
+  }
+  safetensors.numpy.save_file(equal, tmp_path / "model.safetensors")
+  above = float(np.nextafter(np.float32(-4), np.float32(0)))
+  every, window = caches(
+    f"kvzap:gate={path}", kvjax.Threshold(-4.0, 9), kvjax.Threshold(above, 9)
+  )
+  for row, length in enumerate(LENGTHS):
+    assert kept_positions(every, row) == [EVERYTHING[row]] * LAYERS
+    last = [*range(length - 9, length)]
+    assert kept_positions(window, row) == [[last] * KV_HEADS] * LAYERS
+
+
+def test_what_a_method_protects_stays_below_a_threshold():
+  gate = made_up_kvzap(WIDTH, KV_HEADS, LAYERS)
+  fast = made_up_fast_kvzip(WIDTH, KV_HEADS, LAYERS)
+  # No score reaches these thresholds.
+  first = {
+    (f"kvzap:gate={gate}", math.inf): (0, 0),
+    (f"fast_kvzip:gate={fast}:recent=0.1", 1.0): (4, 4),
+    ("kvzip:sinks=2", 1.0): (2, 2),
+    # As many as are of the chat template.
+    ("kvzip", 1.0): (0, 3),
+  }
+  rows = [ROWS[1], [7, 8, 9, *ROWS[2]]]
+  request = kvjax.RepeatRequest(prefix=(7, 8, 9), first=(3, 4), suffix=(5,))
+  prompts = kvjax.Prompts.of(rows, repeat_request=request)
+  for (name, least), count in first.items():
+    plan = kvjax.get_plan(name, kvjax.Threshold(least, 1))
+    cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+    for row, tokens in enumerate(rows):
+      last = max(1, len(tokens) // 10) if name.startswith("fast") else 1
+      stays = [*range(count[row]), *range(len(tokens) - last, len(tokens))]
+      assert kept_positions(cache, row) == [[stays] * KV_HEADS] * LAYERS, name
+
+
 def test_short_rows_are_kept_whole_beside_others(name, scores):
   (cache,) = caches(name, kvjax.Threshold(reached_by(scores, 0.2), 100))
   assert len(kept_positions(cache, 0)[0][0]) < LENGTHS[0]
@@ -245,6 +295,26 @@ def test_the_scores_of_a_replay_have_a_threshold_too():
     assert kept_positions(cache, row) == expected
 
 
+def test_a_sweep_waits_for_all_of_its_thresholds_at_once(
+  name, scores, monkeypatch
+):
+  transfers = []
+
+  def counted(tree):
+    transfers.append(tree)
+    return original(tree)
+
+  original = jax.device_get
+  thresholds = [kvjax.Threshold(reached_by(scores, s), 8) for s in (0.2, 0.5)]
+  with monkeypatch.context() as patch:
+    patch.setattr(jax, "device_get", counted)
+    together = caches(name, *thresholds)
+  assert len(transfers) == 1
+  for cache, threshold in zip(together, thresholds, strict=True):
+    (alone,) = caches(name, threshold)
+    jax.tree.map(np.testing.assert_array_equal, cache, alone)
+
+
 def refused(match, name, threshold=kvjax.Threshold(-4.0), **options):  # noqa: B008
   with pytest.raises(InputError, match=re.escape(match)) as error:
     kvjax.get_plan(name, threshold, **options)
@@ -274,8 +344,36 @@ def test_a_threshold_outside_of_the_tested_scores_is_told(tmp_path):
   kvjax.get_plan(name, kvjax.Threshold(-9.5))
   kvjax.get_plan(name, kvjax.Threshold(-math.inf))
   for least, match in (
-    (-10.0, "from -9.5 to -0.5, and the threshold is -10: it keeps all tokens"),
-    (0.0, "the threshold is 0: it keeps few but the last"),
+    (-10.0, "the threshold is -10: it is likely to keep all tokens"),
+    (0.0, "the threshold is 0: it is likely to keep few but the last"),
   ):
-    with pytest.warns(InputWarning, match=re.escape(match)):
+    with pytest.warns(InputWarning, match=re.escape(match)) as warned:
       kvjax.get_plan(name, kvjax.Threshold(least))
+    said = str(warned[0].message)
+    assert "from -9.5 to -0.5" in said
+    assert "the texts it was tested with" in said
+
+
+def test_users_without_type_checks_are_told_their_line(tmp_path):
+  path = write_kvzap(tmp_path, WIDTH, KV_HEADS, LAYERS, score_range=[-9, -1])
+  program = tmp_path / "program.py"
+  program.write_text(f"""
+import kvjax
+name = "kvzap:gate={path}"
+kvjax.get_plan(name, kvjax.Threshold(-10))
+kvjax.Plan(kvjax.get_method(name), kvjax.Threshold(-10))
+for wrong in ("-4", None):
+  try:
+    kvjax.Threshold(wrong)
+  except kvjax.InputError as error:
+    print(error)
+""")
+  done = subprocess.run(
+    [sys.executable, program], capture_output=True, text=True, check=True
+  )
+  lines = re.findall(r"program.py:(\d+): InputWarning", done.stderr)
+  assert lines == ["4", "5"]
+  assert done.stdout.splitlines() == [
+    "A threshold is a score, such as -4.0; '-4' is none.",
+    "A threshold is a score, such as -4.0; None is none.",
+  ]

@@ -134,7 +134,7 @@ def test_gates_keep_what_kvpress_keeps(press, lm, stored):
 
 @pytest.mark.parametrize("press", ["kvzap_linear", "kvzap_mlp"])
 def test_thresholds_keep_what_dms_keeps(press, lm, stored):
-  """A token of the same number in layer 0 has the same score, so none ties."""
+  """Equal tokens have equal scores in layer 0; all or none of them are kept."""
   compared = 0
   for ids in ROWS:
     start = f"{press}/{len(ids)}/"

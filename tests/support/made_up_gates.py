@@ -131,11 +131,16 @@ def torch_bytes(content):
   data = io.BytesIO()
   with mock.patch.dict(sys.modules, {"torch": torch, "torch._utils": utils}):
     Pickler(data, 2).dump(content)
+  return torch_archive(data.getvalue(), [x.tobytes() for x in storages])
+
+
+def torch_archive(data, storages, compression=zipfile.ZIP_STORED):
+  """A file as torch.save lays it out, of a pickle and its storages."""
   file = io.BytesIO()
-  with zipfile.ZipFile(file, "w") as archive:
-    archive.writestr("gate/data.pkl", data.getvalue())
-    for number, array in enumerate(storages):
-      archive.writestr(f"gate/data/{number}", array.tobytes())
+  with zipfile.ZipFile(file, "w", compression) as archive:
+    archive.writestr("gate/data.pkl", data)
+    for number, content in enumerate(storages):
+      archive.writestr(f"gate/data/{number}", content)
   return file.getvalue()
 
 
