@@ -13,7 +13,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import from_decoder
 from kvjax.models.pretrained import DTYPES, Pretrained
-from kvjax.models.sharding import param_shardings
+from kvjax.models.sharding import LOGICAL_AXES, param_shardings
 from kvjax.models.tokenizer import Tokenizer
 
 # Finds a parameter by its name in `kvjax.models.decoder`, such as `norm.scale`;
@@ -107,7 +107,7 @@ def assemble(
     tokenizer: the tokenizer, if there is one.
 
   Raises:
-    InputError: a parameter is missing or of another size than the config says.
+    InputError: a parameter is missing or of another shape than the config says.
   """
   if dtype is None:
     dtype = str(find("embed_tokens.embedding", ()).dtype)
@@ -145,10 +145,21 @@ def _find(
     parts = parts[2:]
   name = ".".join(parts)
   array = find(name, layers)
-  # Heads are joined; otherwise the axes are the same.
-  if array.size != leaf.size or (not layers and array.shape != leaf.shape):
+  if array.shape not in (leaf.shape, _split_heads(config, name, leaf.shape)):
     raise InputError(
       f"The parameter {name} has the shape {array.shape}, where the config "
       f"asks for {leaf.shape}."
     )
   return array.reshape(leaf.shape).astype(leaf.dtype)
+
+
+def _split_heads(
+  config: DecoderConfig, name: str, shape: tuple[int, ...]
+) -> tuple[int, ...]:
+  """The shape of a projection with heads and their channels as two axes."""
+  axes = LOGICAL_AXES[".".join(name.split(".")[-2:])]
+  for number, axis in enumerate(reversed(axes), 1):
+    if axis in ("heads", "kv_heads"):
+      before, after = shape[:-number], shape[len(shape) - number + 1 :]
+      return *before, shape[-number] // config.head_dim, config.head_dim, *after
+  return shape

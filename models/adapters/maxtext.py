@@ -55,13 +55,16 @@ def from_maxtext(
 
   Raises:
     InputError: the checkpoint cannot be read, MaxText has no such family, or
-      parameters are missing, unknown, or of other sizes than the config says.
+      parameters are missing, unknown, or of other shapes or for another number
+      of layers than the config says.
   """
   if config.model_type not in MODULES:
     raise InputError(
       f"Of MaxText, kvjax reads {', '.join(MODULES)}; the config is of "
       f"{config.model_type}."
     )
+  if scan_axis < 0:
+    raise InputError(f"scan_axis is {scan_axis}; it must be 0 or more.")
   tree: Any = checkpoint
   if isinstance(tree, str | os.PathLike):
     tree = _restore(pathlib.Path(tree))
@@ -75,15 +78,32 @@ def from_maxtext(
     if path.startswith("decoder/layers/layers_")
   }
 
+  period = max(len(blocks), 1)
+  remainder = len(
+    {
+      path.split("/")[2]
+      for path in params.paths()
+      if path.startswith("decoder/layers_remainder/")
+    }
+  )
+  scanned = any(path.startswith("decoder/layers/") for path in params.paths())
+
   def in_layer(path: str, layer: int) -> Array:
-    if f"decoder/layers_{layer}/{path}" in params:
+    if not scanned:
       return params[f"decoder/layers_{layer}/{path}"]
-    period = max(len(blocks), 1)
     block = f"layers_{layer % period}/" if blocks else ""
-    scanned = params[f"decoder/layers/{block}{path}"]
-    index, count = layer // period, scanned.shape[scan_axis]
-    if index < count:
-      return jax.lax.index_in_dim(scanned, index, scan_axis, keepdims=False)
+    whole = f"decoder/layers/{block}{path}"
+    stack = params[whole]
+    count = stack.shape[scan_axis] if scan_axis < stack.ndim else 0
+    if period * count + remainder != config.num_layers:
+      raise InputError(
+        f"The parameter {whole} has the shape {stack.shape}, which with "
+        f"layers along axis {scan_axis} makes {period * count + remainder} "
+        f"layers, where the config asks for {config.num_layers}."
+      )
+    if layer < period * count:
+      index = layer // period
+      return jax.lax.index_in_dim(stack, index, scan_axis, keepdims=False)
     # Layers that fill no block.
     rest = layer - period * count
     return params[f"decoder/layers_remainder/layers_{rest}/{path}"]
