@@ -114,9 +114,11 @@ def from_maxtext(
       found = jnp.stack([in_layer(path, layer) for layer in layers])
     else:
       found = params[TOP[name]]
+    # MaxText may pad the vocabulary.
     if name == "embed_tokens.embedding":
-      # MaxText may pad the vocabulary.
       found = found[: config.vocab_size]
+    if name == "lm_head.kernel":
+      found = found[:, : config.vocab_size]
     return convert(config, name, found)
 
   lm = assemble(config, find, dtype, mesh, tokenizer)

@@ -244,9 +244,7 @@ def test_a_checkpoint_of_maxtext_is_read_from_its_folder(tmp_path):
   """Parameters alone: the state of the optimizer stays on the disk."""
   golden = load(GOLDEN / "qwen3", "float32")
   tree = maxtext_tree("qwen3", golden.config, scanned=True)
-  # A padded vocabulary, and what training stores besides.
-  embedding = tree["token_embedder"]["embedding"]
-  tree["token_embedder"]["embedding"] = np.pad(embedding, ((0, 48), (0, 0)))
+  # And what training stores besides.
   state = {
     "params": {"params": tree},
     "opt_state": {"mu": np.zeros(3, np.float32)},
@@ -258,6 +256,21 @@ def test_a_checkpoint_of_maxtext_is_read_from_its_folder(tmp_path):
     assert_same(from_maxtext(folder, golden.config), golden)
   with pytest.raises(InputError, match="no checkpoint of MaxText that orbax"):
     from_maxtext(tmp_path / "absent", golden.config)
+
+
+@pytest.mark.parametrize("name", ["qwen25_tied", "qwen3"])
+def test_a_padded_vocabulary_is_cut(name):
+  """That of the embedding, and of an output matrix of its own."""
+  golden = load(GOLDEN / name, "float32")
+  tree = maxtext_tree(name, golden.config, scanned=True)
+  embedder, decoder = tree["token_embedder"], tree["decoder"]
+  padding = ((0, 48), (0, 0))
+  embedder["embedding"] = np.pad(embedder["embedding"], padding)
+  if not golden.config.tie_embeddings:
+    output = decoder["logits_dense"]
+    output["kernel"] = np.pad(output["kernel"], padding[::-1])
+  assert ("logits_dense" in decoder) == (name == "qwen3")
+  assert_same(from_maxtext(tree, golden.config), golden)
 
 
 def test_a_mesh_has_shares_of_the_parameters():
