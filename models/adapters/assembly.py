@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, PyTree, Shaped
 
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
@@ -16,9 +17,11 @@ from kvjax.models.pretrained import DTYPES, Pretrained
 from kvjax.models.sharding import LOGICAL_AXES, param_shardings
 from kvjax.models.tokenizer import Tokenizer
 
+# Of NumPy, if it is on the host, or of JAX.
+Stored = Shaped[Array | np.ndarray, "..."]
 # Finds a parameter by its name in `kvjax.models.decoder`, such as `norm.scale`;
 # or one of layers, such as `mlp.up_proj.kernel`, stacked along the first axis.
-Find = Callable[[str, Sequence[int]], Any]
+Find = Callable[[str, Sequence[int]], Stored]
 
 
 class Parameters:
@@ -49,8 +52,8 @@ class Parameters:
     """Whether there is a parameter of this path."""
     return path in self._arrays
 
-  def __getitem__(self, path: str) -> Array:
-    """Reads a parameter.
+  def __getitem__(self, path: str) -> Stored:
+    """Reads a parameter, where it is.
 
     Raises:
       InputError: there is none.
@@ -61,7 +64,8 @@ class Parameters:
         "model."
       )
     self._read.add(path)
-    return jnp.asarray(self._arrays[path])
+    array = self._arrays[path]
+    return array if isinstance(array, jax.Array) else np.asarray(array)
 
   def paths(self) -> list[str]:
     """The paths of all parameters."""
@@ -86,6 +90,12 @@ class Parameters:
       )
 
 
+def stack(arrays: Sequence[Stored]) -> Stored:
+  """Stacks arrays along a new first axis, where the first of them is."""
+  stacked: Stored = arrays[0].__array_namespace__().stack(arrays)
+  return stacked
+
+
 def assemble(
   config: DecoderConfig,
   find: Find,
@@ -95,7 +105,8 @@ def assemble(
 ) -> Pretrained:
   """Makes a model of arrays, one parameter at a time.
 
-  An array that has the shape and the dtype of a parameter is not copied.
+  An array that has the shape and the dtype of a parameter is not copied. Those
+  on the host go to their devices once.
 
   Args:
     config: configuration of the decoder.
@@ -110,7 +121,7 @@ def assemble(
     InputError: a parameter is missing or of another shape than the config says.
   """
   if dtype is None:
-    dtype = str(find("embed_tokens.embedding", ()).dtype)
+    dtype = jnp.result_type(find("embed_tokens.embedding", ())).name
   if dtype not in DTYPES:
     raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
   model, template = from_decoder(
@@ -123,12 +134,8 @@ def assemble(
   if mesh is not None:
     places = jax.tree.leaves(param_shardings(template, model.geometry, mesh))
   arrays = [
-    array if place is None else jax.device_put(array, place)
-    for array, place in zip(
-      (_find(config, find, path, leaf) for path, leaf in leaves),
-      places,
-      strict=True,
-    )
+    jax.device_put(_find(config, find, path, leaf), place)
+    for (path, leaf), place in zip(leaves, places, strict=True)
   ]
   params = jax.tree_util.tree_unflatten(structure, arrays)
   return Pretrained(model, params, config, tokenizer)
@@ -136,7 +143,7 @@ def assemble(
 
 def _find(
   config: DecoderConfig, find: Find, path: tuple[Any, ...], leaf: Any
-) -> Array:
+) -> Stored:
   """Finds the array of a parameter, in its shape and dtype."""
   parts = [str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)]
   layers: Sequence[int] = ()
@@ -150,7 +157,7 @@ def _find(
       f"The parameter {name} has the shape {array.shape}, where the config "
       f"asks for {leaf.shape}."
     )
-  return array.reshape(leaf.shape).astype(leaf.dtype)
+  return array.reshape(leaf.shape).astype(leaf.dtype, copy=False)
 
 
 def _split_heads(

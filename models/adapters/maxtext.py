@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.models.adapters.assembly import Parameters, assemble
+from kvjax.models.adapters.assembly import Parameters, Stored, assemble, stack
 from kvjax.models.adapters.maxtext_names import (
   MODULES,
   TOP,
@@ -37,7 +36,7 @@ def from_maxtext(
   """Makes a model of a checkpoint of MaxText, with scanned layers or without.
 
   Of a state of training, the parameters alone are read, to the host; they are
-  converted one at a time.
+  converted there one at a time, and go to their devices once.
 
   Written against maxtext 0.2.5, which is not imported. The checkpoint must be
   as its scripts convert models of Hugging Face; they scale the queries of Llama
@@ -88,30 +87,30 @@ def from_maxtext(
   )
   scanned = any(path.startswith("decoder/layers/") for path in params.paths())
 
-  def in_layer(path: str, layer: int) -> Array:
+  def in_layer(path: str, layer: int) -> Stored:
     if not scanned:
       return params[f"decoder/layers_{layer}/{path}"]
     block = f"layers_{layer % period}/" if blocks else ""
     whole = f"decoder/layers/{block}{path}"
-    stack = params[whole]
-    count = stack.shape[scan_axis] if scan_axis < stack.ndim else 0
+    scan = params[whole]
+    count = scan.shape[scan_axis] if scan_axis < scan.ndim else 0
     if period * count + remainder != config.num_layers:
       raise InputError(
-        f"The parameter {whole} has the shape {stack.shape}, which with "
+        f"The parameter {whole} has the shape {scan.shape}, which with "
         f"layers along axis {scan_axis} makes {period * count + remainder} "
         f"layers, where the config asks for {config.num_layers}."
       )
     if layer < period * count:
-      index = layer // period
-      return jax.lax.index_in_dim(stack, index, scan_axis, keepdims=False)
+      # Of an array on the host, this is a view.
+      return scan[(slice(None),) * scan_axis + (layer // period,)]
     # Layers that fill no block.
     rest = layer - period * count
     return params[f"decoder/layers_remainder/layers_{rest}/{path}"]
 
-  def find(name: str, layers: Sequence[int]) -> Array:
+  def find(name: str, layers: Sequence[int]) -> Stored:
     if layers:
       path = find_path(config, name)
-      found = jnp.stack([in_layer(path, layer) for layer in layers])
+      found = stack([in_layer(path, layer) for layer in layers])
     else:
       found = params[TOP[name]]
     # MaxText may pad the vocabulary.

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import tracemalloc
 import types
 
 import jax
@@ -25,6 +26,7 @@ from kvjax.models.adapters import (
   from_keras_hub,
   from_maxtext,
 )
+from kvjax.models.adapters.maxtext_names import convert
 from kvjax.models.families import FAMILIES
 from kvjax.models.pretrained import load
 
@@ -284,6 +286,47 @@ def test_a_mesh_has_shares_of_the_parameters():
     assert_same(lm, golden)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", ["llama31", "gemma3"])
+def test_parameters_go_to_devices_once(monkeypatch, name, sharded):
+  """From the host, whole, and to where they belong."""
+  golden = load(GOLDEN / name, "float32")
+  tree = maxtext_tree(name, golden.config, scanned=True)
+  put_there, sent = jax.device_put, []
+
+  def device_put(array, place):
+    assert isinstance(array, np.ndarray)
+    sent.append(array.size)
+    return put_there(array, place)
+
+  monkeypatch.setattr(jax, "device_put", device_put)
+  # What else makes arrays of JAX of arrays of the host.
+  for function in ("asarray", "array", "stack"):
+    monkeypatch.delattr(jnp, function)
+  mesh = parse_mesh("model:4") if sharded else None
+  lm = from_maxtext(tree, golden.config, mesh=mesh)
+  assert sorted(sent) == sorted(x.size for x in jax.tree.leaves(lm.params))
+
+
+@pytest.mark.parametrize("name", ["llama31", "gemma3"])
+def test_parameters_on_devices_stay_there(name):
+  golden = load(GOLDEN / name, "float32")
+  tree = maxtext_tree(name, golden.config, scanned=True)
+  lm = from_maxtext(jax.tree.map(jnp.asarray, tree), golden.config)
+  assert_same(lm, golden)
+
+
+def test_what_maxtext_does_not_change_is_not_copied():
+  config = load(GOLDEN / "gemma3", "float32").config
+  kernel = np.ones((64, 1024), jnp.bfloat16)
+  tracemalloc.start()
+  converted = convert(config, "mlp.up_proj.kernel", kernel)
+  _, peak = tracemalloc.get_traced_memory()
+  tracemalloc.stop()
+  assert converted is kernel
+  assert peak < kernel.nbytes
+
+
 @pytest.mark.parametrize(
   ("change", "sentence"),
   [
@@ -414,8 +457,8 @@ def test_what_maxtext_converts_is_read_back(name):
     x, functions = files[tensor], hooks.get(key, [])
     path = key if isinstance(key, str) else key[0]
     target = shape(path, x)
-    for convert in functions if isinstance(functions, list) else [functions]:
-      x = np.asarray(convert(x, target))
+    for change in functions if isinstance(functions, list) else [functions]:
+      x = np.asarray(change(x, target))
     return x
 
   tree = {}
