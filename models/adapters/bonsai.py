@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kvjax.models.adapters.assembly import Parameters, Stored, assemble, stack
+from kvjax.models.adapters.assembly import assemble
+from kvjax.models.adapters.parameters import Parameters, Stored, stack
 from kvjax.models.config import DecoderConfig
 from kvjax.models.pretrained import Pretrained
 from kvjax.models.tokenizer import Tokenizer

@@ -7,7 +7,8 @@ import jax
 from jaxtyping import PyTree
 
 from kvjax.errors import InputError
-from kvjax.models.adapters.assembly import Parameters, Stored, assemble, stack
+from kvjax.models.adapters.assembly import assemble
+from kvjax.models.adapters.parameters import Parameters, Stored, stack
 from kvjax.models.config import DecoderConfig
 from kvjax.models.layer_fields import FULL, SLIDING
 from kvjax.models.pretrained import Pretrained

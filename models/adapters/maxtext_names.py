@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.models.adapters.assembly import Stored
+from kvjax.models.adapters.parameters import Stored
 from kvjax.models.config import DecoderConfig
 
 # Parameters outside of the layers, by their names in `kvjax.models.decoder`.
