@@ -51,7 +51,7 @@ test-tpu: .libtpu/.ready
 
 test-adapters: .adapters/.ready
 	@JAX_PLATFORMS=cpu KERAS_BACKEND=jax \
-	  .adapters/bin/python -m pytest tests/models/test_adapters.py
+	  .adapters/bin/python -m pytest tests/models/test_adapters*.py
 
 peers: .peers/.ready
 

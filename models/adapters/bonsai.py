@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
 
-from kvjax.models.adapters.assembly import Parameters, assemble
+from kvjax.models.adapters.assembly import assemble
+from kvjax.models.adapters.parameters import Parameters, Stored, stack
 from kvjax.models.config import DecoderConfig
 from kvjax.models.pretrained import Pretrained
 from kvjax.models.tokenizer import Tokenizer
@@ -59,11 +59,11 @@ def from_bonsai(
   )
   config = _config(own.config, params, max_positions, tied)
 
-  def find(name: str, layers: Sequence[int]) -> Array:
+  def find(name: str, layers: Sequence[int]) -> Stored:
     if not layers:
       return params[_TOP[name]]
     path = name.replace("self_attn", "attn").replace(".", "/")
-    return jnp.stack([params[f"layers/{layer}/{path}"] for layer in layers])
+    return stack([params[f"layers/{layer}/{path}"] for layer in layers])
 
   lm = assemble(config, find, dtype, mesh, tokenizer)
   params.refuse_rest()

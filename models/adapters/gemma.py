@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from kvjax.errors import InputError
-from kvjax.models.adapters.assembly import Parameters, assemble
+from kvjax.models.adapters.assembly import assemble
+from kvjax.models.adapters.parameters import Parameters, Stored, stack
 from kvjax.models.config import DecoderConfig
 from kvjax.models.layer_fields import FULL, SLIDING
 from kvjax.models.pretrained import Pretrained
@@ -62,7 +62,7 @@ def from_gemma(
   config = _config(model.config)
   features_last = model.config.transpose_gating_einsum
 
-  def in_layer(name: str, layer: int) -> Array:
+  def in_layer(name: str, layer: int) -> Stored:
     """A parameter of a layer; projections are [E, N, D]."""
     start = f"layer_{layer}/"
     if name in _LAYER:
@@ -79,12 +79,12 @@ def from_gemma(
       heads = found[f"{start}attn/q_einsum/w"]
     else:
       heads = found[f"{start}attn/kv_einsum/w"][number - 1]
-    return jnp.swapaxes(heads, 0, 1)
+    return heads.swapaxes(0, 1)
 
-  def find(name: str, layers: Sequence[int]) -> Array:
+  def find(name: str, layers: Sequence[int]) -> Stored:
     if not layers:
       return found[_TOP[name]]
-    return jnp.stack([in_layer(name, layer) for layer in layers])
+    return stack([in_layer(name, layer) for layer in layers])
 
   lm = assemble(config, find, dtype, mesh, tokenizer)
   for start in ("vision_encoder/", "embedder/mm_"):

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.errors import InputError
 from kvjax.model import Attend, Geometry, LayerSpec
+from kvjax.models.adapters.keras_layers import call, weights_of
 
 Tokens = Int[Array, "B S"]
 Hidden = Float[Array, "B S E"]
@@ -51,7 +52,7 @@ class KerasHubModel:
     self, params: PyTree, tokens: Tokens, positions: Tokens
   ) -> tuple[Hidden, None]:
     """Embeds tokens; layers share nothing."""
-    return _call(self.backbone.token_embedding, params["embed"], tokens), None
+    return call(self.backbone.token_embedding, params["embed"], tokens), None
 
   def layer_weights(self, params: PyTree) -> tuple[PyTree, ...]:
     """Returns the only stack of the layers' weights."""
@@ -71,7 +72,7 @@ class KerasHubModel:
 
     def run(part: str, x: Array) -> Array:
       own = operator.attrgetter(_PARTS[part])(layer)
-      return _call(own, weights[part], x)
+      return call(own, weights[part], x)
 
     x = run("norm", hidden)
     queries, keys, values = (run(name, x) for name in ("query", "key", "value"))
@@ -93,14 +94,14 @@ class KerasHubModel:
 
   def normalize(self, params: PyTree, hidden: Hidden) -> Hidden:
     """Applies the final norm."""
-    return _call(self.backbone.layer_norm, params["norm"], hidden)
+    return call(self.backbone.layer_norm, params["norm"], hidden)
 
   def logits(
     self, params: PyTree, hidden: Float[Array, "*B E"]
   ) -> Float[Array, "*B V"]:
     """Computes float32 logits."""
     output = self.backbone.token_embedding
-    logits = _call(output, params["embed"], hidden, reverse=True)
+    logits = call(output, params["embed"], hidden, reverse=True)
     return logits.astype(jnp.float32)
 
   def rerotate(
@@ -117,7 +118,7 @@ class KerasHubModel:
 
   def _rotate(self, x: Heads, positions: Tokens) -> Heads:
     attention = self.backbone.transformer_layers[0]._self_attention_layer
-    return _call(attention.rotary_embedding_layer, [], x, positions=positions)
+    return call(attention.rotary_embedding_layer, [], x, positions=positions)
 
 
 def from_keras_hub(
@@ -133,7 +134,8 @@ def from_keras_hub(
     max_positions: context in tokens, which Keras Hub does not state.
 
   Raises:
-    InputError: it is another backbone, or Keras runs with another backend.
+    InputError: it is another backbone, has adapters of LoRA or is quantized, or
+      Keras runs with another backend.
   """
   name = type(backbone).__name__
   if name not in _CLASSES:
@@ -147,31 +149,15 @@ def from_keras_hub(
   )
   layers = [
     {
-      part: _weights(operator.attrgetter(path)(layer))
+      part: weights_of(operator.attrgetter(path)(layer))
       for part, path in _PARTS.items()
     }
     for layer in backbone.transformer_layers
   ]
   params = {
-    "embed": _weights(backbone.token_embedding),
+    "embed": weights_of(backbone.token_embedding),
     "layers": jax.tree.map(lambda *same: jnp.stack(same), *layers),
-    "norm": _weights(backbone.layer_norm),
+    "norm": weights_of(backbone.layer_norm),
   }
   geometry = Geometry((spec,) * backbone.num_layers, max_positions)
   return KerasHubModel(backbone, geometry), params
-
-
-def _weights(layer: Any) -> list[Array]:
-  values = [variable.value for variable in layer.trainable_variables]
-  if not all(isinstance(value, jax.Array) for value in values):
-    raise InputError(
-      "The weights of this model are not arrays of JAX; set KERAS_BACKEND=jax "
-      "before Keras is imported."
-    )
-  return values
-
-
-def _call(layer: Any, weights: list[Array], *args: Any, **kwargs: Any) -> Array:
-  """Calls a layer of Keras as a pure function of its weights."""
-  output: Array = layer.stateless_call(weights, [], *args, **kwargs)[0]
-  return output

@@ -1,8 +1,9 @@
 """Names and layouts of the parameters of MaxText."""
 
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
 
+from kvjax.models.adapters.parameters import Stored
 from kvjax.models.config import DecoderConfig
 
 # Parameters outside of the layers, by their names in `kvjax.models.decoder`.
@@ -63,20 +64,22 @@ def find_path(config: DecoderConfig, name: str) -> str:
   return f"{mlp}/{_MLP[rest[0]]}/{kind}"
 
 
-def convert(config: DecoderConfig, name: str, found: Array) -> Array:
+def convert(config: DecoderConfig, name: str, found: Stored) -> Stored:
   """Undoes what MaxText changes in parameters."""
-  dtype, wide = found.dtype, found.astype(jnp.float32)
+  dtype = found.dtype
   if config.model_type == "gemma3_text":
     if name.endswith(".scale"):
-      return (wide - 1.0).astype(dtype)
+      return (found.astype(np.float32) - 1.0).astype(dtype)
     if name == "embed_tokens.embedding":
-      factor = jnp.asarray(config.hidden_size**0.5, jnp.bfloat16)
-      return (wide / factor.astype(jnp.float32)).astype(dtype)
+      factor = float(np.asarray(config.hidden_size**0.5, jnp.bfloat16))
+      return (found.astype(np.float32) / factor).astype(dtype)
   if config.model_type in ("llama", "mistral"):
     is_query = name == "self_attn.q_proj.kernel"
     if is_query:
+      wide = found.astype(np.float32)
       found = (wide * config.head_dim**0.5).astype(dtype)
     if config.rope.kind == "llama3" and (is_query or ".k_proj." in name):
       # With this scaling, MaxText rotates neighboring channels.
-      return jnp.concatenate([found[..., ::2], found[..., 1::2]], axis=-1)
+      channels = (*range(0, config.head_dim, 2), *range(1, config.head_dim, 2))
+      return found[..., np.array(channels)]
   return found
