@@ -1,12 +1,11 @@
-"""The setups of Compactor's comparisons, and its printed numbers."""
+"""The setups of Compactor's comparisons."""
 
 from kvjax.experiments.benchmarks.ruler.generator import TASKS as RULER
+from kvjax.experiments.papers import printed
 from kvjax.experiments.papers.records import (
   Average,
   Comparison,
-  Key,
   Setup,
-  Targets,
 )
 from kvjax.experiments.papers.shared import (
   ENGLISH_16,
@@ -20,11 +19,9 @@ from kvjax.experiments.papers.shared import (
   plain,
   ruler,
 )
-from kvjax.experiments.papers.transcription import across, scaled
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC
 from kvjax.options.budgets import Retention
 
-_LLAMA, _QWEN = "Llama-3.1-8B", "Qwen2.5-14B-1M"
 _LIMIT = 31500
 
 _COLUMNS = budgets(
@@ -33,7 +30,6 @@ _COLUMNS = budgets(
     for share in (75, 50, 25, 10, 5)
   }
 )
-_NAMES = [column.name for column in _COLUMNS]
 _MEAN_13 = plain("mean of 13", RULER)
 _NIAH = plain("NIAH", NEEDLES)
 _QA = plain("QA", ("qa_1", "qa_2"))
@@ -60,24 +56,7 @@ E3_1 = Comparison(
   ),
   _COLUMNS,
   (_MEAN_13,),
-  (
-    Targets(
-      _LLAMA,
-      across(
-        """
-        Compactor | 93.8 87.4 77.5 59.5 43.1
-        kvpress port | 94.0 87.7 77.8 - 63.5
-        compactor-vllm | 95.63 94.75 83.07 - 64.79
-        """,
-        _NAMES,
-        _MEAN_13.name,
-      ),
-      {
-        "compactor-vllm": "the question was inside the prompt and protected: "
-        "another protocol"
-      },
-    ),
-  ),
+  printed.read("E3.1"),
   scaling=_SAME,
 )
 
@@ -106,21 +85,6 @@ _CODE = plain("code", of_category("code"))
 _MEAN_14 = Average("mean of 14", (_FOURTEEN,))
 
 
-def _by_category(text: str) -> dict[Key, float]:
-  """Parses Compactor's lines by category; 100 % is the full cache."""
-  numbers_by_key: dict[Key, float] = {}
-  for number, category in enumerate(_CATEGORIES):
-    rows = [row.split() for row in text.strip().splitlines()]
-    full, *compressed = [row[number] for row in rows]
-    names = _NAMES[1:]
-    numbers_by_key |= across(
-      f"Compactor | {' '.join(compressed)}", names, category.name
-    )
-    full_line = " ".join([full] * len(names))
-    numbers_by_key |= across(f"Full | {full_line}", names, category.name)
-  return numbers_by_key
-
-
 E3_3 = Comparison(
   "LongBench",
   longbench(ENGLISH_16, _LIMIT),
@@ -137,67 +101,7 @@ E3_3 = Comparison(
   ),
   _COLUMNS[1:],
   (_MEAN_14, *_CATEGORIES, _CODE, code_by_difflib()),
-  (
-    Targets(
-      _LLAMA,
-      scaled(
-        across(
-          """
-          Full | .455 .455 .455 .455
-          Compactor | .458 .425 .302 .225
-          SnapKV | .417 .344 .196 .153
-          PyramidKV | .413 .337 .201 .146
-          """,
-          _NAMES[1:],
-          _MEAN_14.name,
-        )
-        | _by_category(
-          """
-          .484 .476 .286 .490 .580
-          .485 .465 .283 .509 .594
-          .434 .448 .265 .492 .520
-          .279 .389 .238 .400 .153
-          .172 .254 .206 .364 .081
-          """
-        )
-        | across(
-          """
-          Full | .253 .253 .253 .253
-          Compactor | .250 .248 .231 .229
-          SnapKV | .255 .249 .256 .223
-          """,
-          _NAMES[1:],
-          _CODE.name,
-        ),
-        100,
-      ),
-    ),
-    Targets(
-      _QWEN,
-      scaled(
-        across(
-          """
-          Full | .489 .489 .489 .489
-          Compactor | .485 .438 .331 .261
-          SnapKV | .445 .360 .267 .202
-          PyramidKV | .444 .353 .264 .198
-          """,
-          _NAMES[1:],
-          _MEAN_14.name,
-        )
-        | _by_category(
-          """
-          .438 .563 .258 .617 .607
-          .433 .572 .253 .623 .593
-          .369 .549 .238 .588 .447
-          .277 .455 .214 .497 .153
-          .174 .419 .196 .377 .073
-          """
-        ),
-        100,
-      ),
-    ),
-  ),
+  printed.read("E3.3"),
   scaling="Retentions are the paper's.",
 )
 
@@ -230,26 +134,7 @@ E3_4 = Comparison(
   ),
   _COLUMNS,
   (_MEAN_13,),
-  (
-    Targets(
-      _LLAMA,
-      across(
-        """
-        svd, lambda .35 | 93.8 87.4 77.5 59.5 43.1
-        exact leverage | 93.9 88.1 77.5 59.4 43.0
-        lambda .15 | - 87.8 - 60.1 -
-        lambda .2 | - 86.4 - 58.6 -
-        lambda .4 | - 88.2 - 58.8 -
-        no a | 93.1 81.7 60.2 34.7 24.8
-        qr | 93.9 87.2 76.9 59.8 42.9
-        eig | 92.1 86.8 76.3 58.2 40.8
-        srht | 93.7 87.8 77.4 59.9 42.4
-        """,
-        _NAMES,
-        _MEAN_13.name,
-      ),
-    ),
-  ),
+  printed.read("E3.4"),
   scaling=f"{_SAME} Sketches have 16 columns in place of 64, half a head's "
   "dimensions.",
 )

@@ -1,14 +1,15 @@
 """The experiments of LagKV (Liang et al., arXiv 2504.04704)."""
 
+from kvjax.experiments.benchmarks.longbench.sets import Category
 from kvjax.experiments.benchmarks.ruler.generator import TASKS as RULER
-from kvjax.experiments.papers import lagkv_numbers as printed
+from kvjax.experiments.papers import printed
 from kvjax.experiments.papers.records import (
+  Average,
   Comparison,
   Experiment,
   Line,
   Setup,
   Size,
-  Targets,
   Way,
 )
 from kvjax.experiments.papers.shared import (
@@ -21,10 +22,10 @@ from kvjax.experiments.papers.shared import (
   four_needles,
   lines,
   longbench,
+  of_category,
   plain,
   ruler,
 )
-from kvjax.experiments.papers.transcription import across
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.methods.lagkv import LagKV
@@ -40,9 +41,12 @@ _RECURSIVE = Schedule(every=1)
 _REMOVED = budgets(
   {
     name: (Retention(share), Retention(share))
-    for name, share in zip(
-      printed.REMOVED, (0.75, 0.5, 0.25, 0.125), strict=True
-    )
+    for name, share in {
+      "25 % removed": 0.75,
+      "50 % removed": 0.5,
+      "75 % removed": 0.25,
+      "87.5 % removed": 0.125,
+    }.items()
   }
 )
 _E5_1 = Comparison(
@@ -59,8 +63,8 @@ _E5_1 = Comparison(
     }
   ),
   _REMOVED,
-  (plain(printed.MEAN_13, RULER),),
-  printed.RULER_16K,
+  (plain("mean of 13", RULER),),
+  printed.read("E5.1"),
   scaling="Retentions are the paper's; LagKV's lag is 16 in place of 128, an "
   "eighth, as prompts are. What SnapKV always keeps, 64 tokens, is not scaled.",
 )
@@ -68,9 +72,7 @@ _E5_1 = Comparison(
 _TIMES = budgets(
   {
     name: (Retention(share), Retention(share))
-    for name, share in zip(
-      printed.TIMES, (0.5, 0.25, 0.167, 0.125), strict=True
-    )
+    for name, share in {"2x": 0.5, "4x": 0.25, "6x": 0.167, "8x": 0.125}.items()
   }
 )
 # Only 4x, since every budget has its own prefill or decoder.
@@ -82,6 +84,16 @@ _SCALING = (
   "Retentions are the paper's; lags are an eighth of its lags, 128, 64 and 16. "
 )
 _FIFTEEN = tuple(name for name in ENGLISH_16 if name != "passage_count")
+_CATEGORIES: tuple[Category, ...] = (
+  *("single-document", "multi-document", "summaries", "few-shot"),
+  *("synthetic", "code"),
+)
+
+
+def _category(name: Category) -> Average:
+  return plain(name, of_category(name)).over(_FIFTEEN)
+
+
 _E5_2 = Comparison(
   "LongBench",
   longbench(_FIFTEEN, _LIMIT, _RECURSIVE),
@@ -90,11 +102,11 @@ _E5_2 = Comparison(
   lines({"Full": "full", **_LAGS}),
   _TIMES,
   (
-    plain(printed.MEAN_15, _FIFTEEN),
-    *printed.CATEGORIES,
+    plain("mean of 15", _FIFTEEN),
+    *map(_category, _CATEGORIES),
     code_by_difflib(),
   ),
-  printed.LONGBENCH,
+  printed.read("E5.2"),
   scaling=f"{_SCALING}Here nothing is evicted while decoding.",
 )
 
@@ -109,8 +121,8 @@ def _kept_of_a_lag(candidate: Candidate) -> int | None:
 
 _PASSKEY = ("passkey",)
 _WORDS = tuple(512 + (20480 - 512) * step // 9 for step in range(10))
-_PARTIAL = plain(printed.PARTIAL, _PASSKEY, "partial")
-_EXACT = plain(printed.EXACT, _PASSKEY)
+_PARTIAL = plain("partial", _PASSKEY, "partial")
+_EXACT = plain("exact", _PASSKEY)
 # Answers may have 256 tokens, so prompts have at most 416 and 928.
 _SHORT = (672, 1184)
 _ONCE = Setup("passkey", _PASSKEY, _SHORT, 1, 5)
@@ -129,7 +141,7 @@ _E5_3 = Comparison(
   lines({"Full": "full", **_LAGS}),
   _TIMES,
   (_PARTIAL, _EXACT),
-  printed.PASSKEY,
+  printed.read("E5.3"),
   scaling=f"{_SCALING}Here nothing is evicted while decoding.",
   size=Size("r L", _kept_of_a_lag, (64, 128)),
 )
@@ -151,11 +163,7 @@ _E5_4 = Comparison(
   lines({"Full, plain prefill": "full", "LagKV": _LAGS["L = 1024"]}),
   _TIMES,
   (_SAME, _KEY, _PARTIAL),
-  (
-    Targets(
-      "either, about", across("LagKV | 80", [printed.TIMES[3]], _SAME.name)
-    ),
-  ),
+  printed.read("E5.4"),
   scaling="Retentions are the paper's; the lag is 128 in place of 1,024.",
 )
 # All first tokens are equal, since they are generated before any eviction.
@@ -170,11 +178,6 @@ _E5_4_PLAIN = Comparison(
   scaling="Retentions are the paper's; the lag is 128 in place of 1,024.",
 )
 
-_L2_NORM = "L2Norm | 27 27 27 27"
-_ABOUT = {
-  "L2Norm": "about 27 % at every ratio and for both models: the needles that "
-  "lie in the window"
-}
 _E5_5 = Comparison(
   "scores",
   _grid(_RECURSIVE),
@@ -199,26 +202,7 @@ _E5_5 = Comparison(
   ),
   _TIMES,
   (_EXACT, _PARTIAL),
-  (
-    Targets(
-      "Llama-3.1-8B",
-      across("LagKV | - 89 - -", printed.TIMES, _EXACT.name)
-      | across(_L2_NORM, printed.TIMES, _EXACT.name)
-      | across("LagKV | 99.27 96.57 91.77 86.26", printed.TIMES, _PARTIAL.name),
-      _ABOUT,
-    ),
-    Targets(
-      "Qwen2.5-7B",
-      across(_L2_NORM, printed.TIMES, _EXACT.name)
-      | across("LagKV | 99.75 96.98 77.47 66.88", printed.TIMES, _PARTIAL.name),
-      _ABOUT,
-    ),
-    Targets(
-      "Llama-3",
-      across("H2O | - 35 - -", printed.TIMES, _EXACT.name)
-      | across("H2O | - 70.8 - -", printed.TIMES, _PARTIAL.name),
-    ),
-  ),
+  printed.read("E5.5"),
   scaling="Retentions are the paper's; the lag is 128 in place of 1,024. Here "
   "nothing is evicted while decoding.",
 )

@@ -1,8 +1,9 @@
-"""The setups of ProtoKV's comparisons, and its known numbers."""
+"""The setups of ProtoKV's comparisons."""
 
 import dataclasses
 
-from kvjax.experiments.papers.records import Comparison, Setup, Targets
+from kvjax.experiments.papers import printed
+from kvjax.experiments.papers.records import Comparison, Setup
 from kvjax.experiments.papers.shared import (
   ENGLISH_16,
   NEEDLES,
@@ -13,7 +14,6 @@ from kvjax.experiments.papers.shared import (
   plain,
   ruler,
 )
-from kvjax.experiments.papers.transcription import across
 from kvjax.experiments.run.prompting import QUERY_AWARE
 from kvjax.options.budgets import Retention, Tokens
 
@@ -85,21 +85,7 @@ E1_1 = Comparison(
     _B512,
   ),
   (_OVER_16,),
-  (
-    Targets(
-      LLAMA,
-      across(
-        """
-        ProtoKV | 40.76
-        ClusterKV | 40.45
-        SqueezeAtt | 40.42
-        SentenceKV | 40.21
-        """,
-        ["B = 512"],
-        _OVER_16.name,
-      ),
-    ),
-  ),
+  printed.read("E1.1"),
   quoted=("SentenceKV",),
   scaling=_SCALING,
 )
@@ -116,21 +102,7 @@ E1_2 = Comparison(
   lines({"FullKV": "full", "SnapKV": "snapkv.factory", **_SCORES}),
   (_B128, _B512),
   _GROUPS,
-  (
-    Targets(
-      LLAMA,
-      across(
-        "ProtoKV | 98.2 99.6\nSnapKV | 97.2 99.6",
-        [_B128.name, _B512.name],
-        "NIAH",
-      )
-      | across(
-        "ProtoKV | 42.8 43.6\nSnapKV | 42.0 43.8",
-        [_B128.name, _B512.name],
-        "QA",
-      ),
-    ),
-  ),
+  printed.read("E1.2"),
   scaling=_SCALING,
 )
 
@@ -151,21 +123,7 @@ E1_3 = Comparison(
   ),
   (_B128,),
   (_NEEDLE,),
-  (
-    Targets(
-      "a model of 8K, not named",
-      across(
-        """
-        ProtoKV | 97.3
-        SnapKV | 94.2
-        H2O | 54.8
-        StreamingLLM | 31.1
-        """,
-        [_B128.name],
-        _NEEDLE.name,
-      ),
-    ),
-  ),
+  printed.read("E1.3"),
   scaling=_SCALING,
 )
 
@@ -178,12 +136,7 @@ E1_4 = Comparison(
   lines({"FullKV": "full", "SnapKV": "snapkv.factory", "SATKV": "protokv.sat"}),
   (_B256,),
   (_NARRATIVE,),
-  (
-    Targets(
-      LLAMA,
-      across("SATKV | 21.12\nSnapKV | 23.32", [_B256.name], _NARRATIVE.name),
-    ),
-  ),
+  printed.read("E1.4"),
   scaling=_SCALING,
 )
 
