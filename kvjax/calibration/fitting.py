@@ -103,11 +103,14 @@ class Rule(NamedTuple):
     powered: whether the power of the retention is fitted, otherwise 1.
     too_high: weight of the squared error where the curve is too high; 1 is the
       least-squares fit.
+    ridge: weight of the squared slopes of standardized features, which keeps
+      few contexts from determining steep ones.
   """
 
   features: tuple[str, ...]
   powered: bool
   too_high: float
+  ridge: float = 0.0
 
 
 # The paper requires an asymmetry and does not specify it. Overestimated quality
@@ -259,6 +262,7 @@ def fit(
       np.array(starts),
       rule.too_high,
       float(rule.powered),
+      rule.ridge,
     )
     weights, error = jax.device_get(
       _fit(*(jnp.asarray(x, jnp.float64) for x in data))
@@ -317,6 +321,7 @@ def _fit(
   starts: Float[Array, "S W"],
   too_high: Float[Array, ""],
   powered: Float[Array, ""],
+  ridge: Float[Array, ""],
 ) -> tuple[_Weights, Float[Array, ""]]:
   def predict(weights: _Weights) -> Float[Array, " M"]:
     kc = weights[0] + design @ weights[1:-1]
@@ -324,7 +329,8 @@ def _fit(
     return quality(retention ** jnp.exp(powered * weights[-1]), kc)
 
   def loss(weights: _Weights) -> Float[Array, ""]:
-    return asymmetric_loss(predict(weights), ratio, too_high, weight)
+    fitted = asymmetric_loss(predict(weights), ratio, too_high, weight)
+    return fitted + ridge * jnp.sum(weights[1:-1] ** 2)
 
   def minimize(start: _Weights) -> tuple[_Weights, Float[Array, ""]]:
     weights = _minimize(loss, start)
