@@ -1,11 +1,13 @@
 """Starts programs and reports user errors."""
 
 import contextlib
+import os
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import jax
 from absl import app, flags, logging
@@ -13,8 +15,8 @@ from absl import app, flags, logging
 from kvjax import user_cache
 from kvjax.errors import InputError, InputWarning
 
-_WRONG_INPUT = 2
-_INTERRUPTED = 130
+WRONG_INPUT = 2
+INTERRUPTED = 130
 _AGAIN_SECONDS = 0.02
 _CACHE_BYTES = 2**31
 # Of numbers, and of texts in messages.
@@ -66,7 +68,7 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
       for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
       print("Stopped.", file=sys.stderr)
-      sys.exit(_INTERRUPTED)
+      leave(INTERRUPTED)
 
   app.run(guarded, flags_parser=_parse)
 
@@ -184,4 +186,14 @@ def _shorten(text: str, longest: int = _LONGEST) -> str:
 
 def _refuse(sentence: str) -> None:
   print(_shorten(sentence, _LONGEST_SENTENCE), file=sys.stderr)
-  sys.exit(_WRONG_INPUT)
+  leave(WRONG_INPUT)
+
+
+def leave(code: int) -> NoReturn:
+  """Exits before the work is done."""
+  if jax.distributed.is_initialized():
+    # Python's exit would wait for the other hosts, which wait for this one.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+  sys.exit(code)

@@ -34,16 +34,23 @@ from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import repetition
 from kvjax.experiments.inputs import (
   essay_inputs,
+  host_inputs,
   method_inputs,
   needle_inputs,
   run_inputs,
 )
 from kvjax.experiments.report import writing
-from kvjax.experiments.run import results, runner, side_by_side, summaries
+from kvjax.experiments.run import (
+  hosts,
+  results,
+  runner,
+  side_by_side,
+  summaries,
+)
 from kvjax.experiments.run.candidates import FULL, Candidate
 from kvjax.experiments.tasks import suite
 
-for module in (run_inputs, needle_inputs, method_inputs):
+for module in (run_inputs, needle_inputs, method_inputs, host_inputs):
   flags.adopt_module_key_flags(module)
 flags.set_default(run_inputs.MODEL, "smollm2-135m-instruct")
 flags.set_default(needle_inputs.SAMPLES, 3)
@@ -54,13 +61,14 @@ _TEXT = flags.DEFINE_string("text", None, "Text file to ask about.")
 _QUESTION = flags.DEFINE_string("question", None, "Question about --text.")
 
 _NEEDLES_ONLY = (
-  *("tasks", "samples", "length", "seed", "batch", "output"),
+  *("tasks", "samples", "length", "seed", "batch", "output", "multihost"),
   *essay_inputs.NAMES,
 )
 
 
 def main() -> None:
   """Checks all flags, then loads the model and runs it."""
+  host_inputs.start()
   method_inputs.check_flags()
   cli.refuse_together(
     "text", _NEEDLES_ONLY, "a text is asked one question and nothing is written"
@@ -85,7 +93,7 @@ def _compare(chosen: Sequence[Candidate]) -> None:
   settings = method_inputs.settings(
     "needles", essay_inputs.texts().needle_origins, method_inputs.protocol()
   )
-  console = rich.console.Console(highlight=False)
+  console = host_inputs.console()
   with run_inputs.loaded() as (lm, devices):
     samples = needle_inputs.samples(lm)
     repeated = repetition.of(samples)
@@ -95,6 +103,8 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     run = runner.answer(
       lm, devices, chosen, samples, settings, folder, batch, began
     )
+  if not hosts.is_first():
+    return
   summary = run.summary
   summary["about"] = dict(repeated.about)
   if kvjax.Retention(1.0) in method_inputs.budgets():

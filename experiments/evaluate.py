@@ -10,7 +10,8 @@ and `longbench --data=DIR` reads LongBench from disk. `math500`, `aime25` and
 `--model=DIR` loads any model that kvjax supports.
 
 All methods and budgets share one prefill per context. An interrupted run
-resumes where it stopped. Each combination of model, benchmark, protocol,
+resumes where it stopped. With `--multihost`, hosts that run the same command
+share the contexts. Each combination of model, benchmark, protocol,
 schedule and seed has its own folder in --output, with answers, tables, plots
 and an HTML page. `python -m kvjax.experiments.leaderboard DIR...` merges runs
 into one leaderboard.
@@ -20,15 +21,19 @@ import hashlib
 import pathlib
 import time
 
-import rich.console
 from absl import flags
 
 from kvjax.experiments import cli
-from kvjax.experiments.inputs import benchmark_inputs, method_inputs, run_inputs
+from kvjax.experiments.inputs import (
+  benchmark_inputs,
+  host_inputs,
+  method_inputs,
+  run_inputs,
+)
 from kvjax.experiments.report import writing
-from kvjax.experiments.run import results, runner
+from kvjax.experiments.run import hosts, results, runner
 
-for module in (benchmark_inputs, run_inputs, method_inputs):
+for module in (benchmark_inputs, run_inputs, method_inputs, host_inputs):
   flags.adopt_module_key_flags(module)
 
 _OUTPUT = flags.DEFINE_string(
@@ -39,12 +44,13 @@ _OUTPUT = flags.DEFINE_string(
 def main() -> None:
   """Checks all flags, then loads the model and runs it."""
   began = time.monotonic()
+  host_inputs.start()
   method_inputs.check_flags()
   chosen = method_inputs.chosen()
   benchmark_inputs.check_flags()
   output = pathlib.Path(_OUTPUT.value)
   results.check_writable(output)
-  console = rich.console.Console(highlight=False)
+  console = host_inputs.console()
   with run_inputs.loaded() as (lm, devices):
     drawn = benchmark_inputs.draw(lm)
     for note in drawn.notes:
@@ -57,6 +63,8 @@ def main() -> None:
     run = runner.answer(
       lm, devices, chosen, drawn.samples, settings, folder, batch, began
     )
+  if not hosts.is_first():
+    return
   run.summary["about"] = dict(drawn.about)
   console.print(writing.write_run(folder, run.summary))
   console.print(f"{run}; all in {folder}")

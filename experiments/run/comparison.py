@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Container, Iterator, Sequence
 
 from kvjax.experiments.metrics import passkey, registry
+from kvjax.experiments.run import hosts
 from kvjax.experiments.run.answering import Reply, Seconds, replies
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.memory import rows_that_fit
@@ -18,7 +19,15 @@ from kvjax.experiments.run.prompting import (
   Shape,
   check_context_length,
 )
-from kvjax.experiments.run.results import Answer, Key, Part, Results, Samples
+from kvjax.experiments.run.results import (
+  Answer,
+  Key,
+  Part,
+  Results,
+  Samples,
+  decode,
+  encode,
+)
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained
 from kvjax.models.tokenizer import Tokenizer
@@ -76,15 +85,20 @@ def compare(
   if contexts:
     longest = max(prompt.total for c in contexts for prompt in c.prompts)
     batch = rows_that_fit(lm, candidates, longest, batch)
-  for shape, rows in _batches(contexts, unanswered, batch, protocol):
+
+  def answer(batch: tuple[Shape, list[_Context]]) -> Iterator[list[Answer]]:
+    shape, rows = batch
     prompts = [context.prompts for context in rows]
     for group in replies(lm, candidates, prompts, shape, spent):
-      answers = [_answer(rows[reply.row], reply, lm.text) for reply in group]
-      # Equal samples are one.
-      new = {each.key: each for each in answers if each.key in missing}
-      missing -= new.keys()
-      results.add(list(new.values()))
-      on_answers(rows[0].part.task, len(new))
+      yield [_answer(rows[reply.row], reply, lm.text) for reply in group]
+
+  batches = list(_batches(contexts, unanswered, batch, protocol))
+  for answers in hosts.share(batches, answer, encode, decode):
+    # Equal samples are one.
+    new = {each.key: each for each in answers if each.key in missing}
+    missing -= new.keys()
+    results.add(list(new.values()))
+    on_answers(answers[0].task, len(new))
 
 
 def wanted(candidates: Sequence[Candidate], samples: Samples) -> list[Key]:

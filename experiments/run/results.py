@@ -2,12 +2,14 @@
 
 import dataclasses
 import hashlib
+import json
 import pathlib
 import platform
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.experiments.benchmarks import hub
+from kvjax.experiments.run import hosts, typed_records
 from kvjax.experiments.run.line_files import Line, LineFile
 from kvjax.experiments.run.line_files import check_writable as check_writable
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, Protocol
@@ -179,13 +181,16 @@ class Key(NamedTuple):
   budget: str
 
 
-class Results(LineFile[Answer]):
+class Results:
   """The answers in `samples.jsonl` of a folder.
 
-  A question whose line is incomplete is answered again.
+  A question whose line is incomplete is answered again. Of many hosts, the
+  first one reads and writes the file, and all know its answers.
 
   Attributes:
+    folder: the folder.
     settings: the settings that the answers share.
+    answers: the answers by their keys.
   """
 
   def __init__(self, folder: pathlib.Path, settings: Settings):
@@ -194,13 +199,32 @@ class Results(LineFile[Answer]):
     Raises:
       InputError: see `LineFile`.
     """
-    super().__init__(folder / "samples.jsonl", settings, Answer, "answer")
-    self.settings = settings
+    self.folder, self.settings = folder, settings
+    self._file: LineFile[Answer] | None = None
+    existing = decode(hosts.from_first(self._open))
+    self.answers: dict[Hashable, Answer] = {a.key: a for a in existing}
 
-  @property
-  def answers(self) -> dict[Hashable, Answer]:
-    """The answers by their keys."""
-    return self.records
+  def _open(self) -> bytes:
+    path = self.folder / "samples.jsonl"
+    self._file = LineFile(path, self.settings, Answer, "answer")
+    return encode(list(self._file.records.values()))
+
+  def add(self, answers: Sequence[Answer]) -> None:
+    """Appends answers; see `LineFile.add`."""
+    if self._file is not None:
+      self._file.add(answers)
+    self.answers |= {answer.key: answer for answer in answers}
+
+
+def encode(answers: Sequence[Answer]) -> bytes:
+  """Converts answers to bytes that `decode` converts back."""
+  return json.dumps([dataclasses.asdict(each) for each in answers]).encode()
+
+
+def decode(payload: bytes) -> list[Answer]:
+  """See `encode`."""
+  records = json.loads(payload)
+  return [typed_records.make(Answer, fields) for fields in records]
 
 
 def digest(model: pathlib.Path) -> str:

@@ -12,7 +12,13 @@ import rich.progress
 
 from kvjax.experiments.calibration.records import AUTO
 from kvjax.experiments.report import wording
-from kvjax.experiments.run import comparison, environment, results, summaries
+from kvjax.experiments.run import (
+  comparison,
+  environment,
+  hosts,
+  results,
+  summaries,
+)
 from kvjax.experiments.run.answering import Seconds
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.processes import Process, Processes
@@ -90,7 +96,8 @@ def answer(
 
     def on_answers(task: str, count: int) -> None:
       advance(task, count)
-      processes.note(process())
+      if hosts.is_first():
+        processes.note(process())
 
     comparison.compare(
       lm, chosen, samples, store, batch, on_answers, settings.protocol, spent
@@ -146,7 +153,7 @@ def progress_bar(
     rich.progress.TimeRemainingColumn(),
     console=console,
     transient=transient,
-    disable=transient and not console.is_interactive,
+    disable=not hosts.is_first() or (transient and not console.is_interactive),
   ) as progress:
     bar = progress.add_task(doing, total=total)
 

@@ -21,7 +21,7 @@ def parse_mesh(text: str) -> jax.sharding.Mesh:
 
   Raises:
     InputError: an unknown axis or one that is given twice, a size that is no
-      number, or more devices than there are.
+      number, or more devices than this host has.
   """
   given: dict[str, int] = {}
   for part in text.split(","):
@@ -37,10 +37,12 @@ def parse_mesh(text: str) -> jax.sharding.Mesh:
     given[axis] = int(size)
   sizes = {axis: given.get(axis, 1) for axis in AXES}
   count = sizes["data"] * sizes["model"]
-  devices = jax.devices()
+  # Those of other hosts cannot be read from here.
+  devices = jax.local_devices()
   if count > len(devices):
+    found = "there are" if jax.process_count() == 1 else "a host has"
     raise InputError(
-      f"The mesh {text} needs {count} devices; there are {len(devices)}."
+      f"The mesh {text} needs {count} devices; {found} {len(devices)}."
     )
   return jax.make_mesh(
     tuple(sizes.values()),

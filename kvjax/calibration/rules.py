@@ -79,7 +79,7 @@ def cross_validate(triples: Triples, rule: Rule) -> Float[np.ndarray, " M"]:
 def candidates(triples: Triples) -> Iterator[Rule]:
   """Lists the rules with NLL(c) and any further measured features.
 
-  Each is fitted by least squares and a small ridge, with a power of 1 and with a
+  Each is fitted by least squares and a ridge, with a power of 1 and with a
   fitted one: the caution that the paper's loss builds in is left to the
   promises.
   """

@@ -1,0 +1,133 @@
+"""Flags for the hosts that a program runs on."""
+
+import json
+import os
+import re
+import sys
+import threading
+from typing import Any
+
+import jax
+import rich.console
+from absl import flags
+
+from kvjax.errors import InputError
+from kvjax.experiments import cli
+from kvjax.experiments.run import hosts
+
+_MULTIHOST = flags.DEFINE_bool(
+  "multihost",
+  False,
+  "Share the work with other hosts that run the same command, such as those of "
+  "a TPU slice or a Slurm job; the first one writes the files.",
+)
+_COORDINATOR = flags.DEFINE_string(
+  "coordinator",
+  None,
+  "Address and port of the first host, as in 10.0.0.1:8476, where --multihost "
+  "does not find the other hosts by itself.",
+)
+_HOSTS = flags.DEFINE_integer(
+  "hosts", None, "Number of hosts, with --coordinator.", lower_bound=1
+)
+_HOST = flags.DEFINE_integer(
+  "host", None, "Number of this host, from 0, likewise.", lower_bound=0
+)
+_WAIT = flags.DEFINE_integer(
+  "host_timeout", 300, "Seconds to wait for the other hosts.", lower_bound=1
+)
+_ADDRESS = re.compile(r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:]+\]:[0-9]{1,5}")
+# Seconds between our message and JAX's.
+_SPARE = 60
+# They differ between hosts.
+_OWN = {"coordinator", "host"}
+
+
+def start() -> None:
+  """Connects the hosts; must run before anything touches a device.
+
+  Raises:
+    InputError: the flags contradict each other, other hosts cannot be reached,
+      or they were started with other flags.
+  """
+  address, number, own = _COORDINATOR.value, _HOSTS.value, _HOST.value
+  given = [value is not None for value in (address, number, own)]
+  if not _MULTIHOST.value:
+    if any(given):
+      raise InputError(
+        "--coordinator, --hosts and --host are for --multihost; add it."
+      )
+    return
+  if any(given) and not all(given):
+    raise InputError(
+      "--coordinator, --hosts and --host need each other: the address of host "
+      "0, the number of hosts, and the number of this one."
+    )
+  if number is not None and own is not None and own >= number:
+    raise InputError(
+      f"--host={own} is not below --hosts={number}; hosts are numbered from 0."
+    )
+  if address is not None and not _ADDRESS.fullmatch(address):
+    raise InputError(
+      f"--coordinator is an address and a port, as in 10.0.0.1:8476; "
+      f"{address!r} is not."
+    )
+  # When JAX gives up waiting, it aborts the process; this comes first.
+  timer = threading.Timer(_WAIT.value, _give_up)
+  timer.daemon = True
+  timer.start()
+  try:
+    jax.distributed.initialize(
+      address, number, own, initialization_timeout=_WAIT.value + _SPARE
+    )
+  except (ValueError, RuntimeError) as error:
+    raise InputError(_not_found()) from error
+  finally:
+    timer.cancel()
+  _check_flags()
+
+
+def console() -> rich.console.Console:
+  """Returns a console that only the first host writes to."""
+  return rich.console.Console(highlight=False, quiet=not hosts.is_first())
+
+
+def _give_up() -> None:
+  print(_not_found(), file=sys.stderr, flush=True)
+  os._exit(cli.WRONG_INPUT)
+
+
+def _not_found() -> str:
+  if _COORDINATOR.value is None:
+    return (
+      "--multihost finds the other hosts by itself on TPU slices and in Slurm "
+      "and MPI jobs; elsewhere, give --coordinator=ADDRESS:PORT, --hosts and "
+      "--host."
+    )
+  return (
+    f"The hosts have not met at --coordinator={_COORDINATOR.value} within "
+    f"{_WAIT.value} s; start all {_HOSTS.value}, with the address of host 0."
+  )
+
+
+def _check_flags() -> None:
+  """Refuses hosts whose flags differ.
+
+  Raises:
+    InputError: some do; only the first host says so.
+  """
+  own: dict[str, Any] = {
+    name: str(flags.FLAGS[name].value)
+    for name in flags.FLAGS
+    if flags.FLAGS[name].present and name not in _OWN
+  }
+  first, *others = map(json.loads, hosts.gather(json.dumps(own).encode()))
+  for number, other in enumerate(others, start=1):
+    names = [n for n in {**first, **other} if first.get(n) != other.get(n)]
+    if names and hosts.is_first():
+      raise InputError(
+        f"Host {number} was started with another --{names[0]} than host 0; "
+        "start all hosts with the same flags."
+      )
+    if names:
+      cli.leave(cli.WRONG_INPUT)

@@ -1,0 +1,147 @@
+"""Two hosts share a run; one is lost; flags that do not fit together."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvjax.experiments.run import hosts
+
+HOST_FLAGS = ("--coordinator=127.0.0.1:9", "--hosts=2", "--host=1")
+
+
+def start(*arguments, host, port, output):
+  """Starts a host of two, with the CPU devices of a process each."""
+  return subprocess.Popen(
+    [
+      *(sys.executable, "-m", "kvjax.experiments.evaluate", *arguments),
+      *("--multihost", f"--coordinator=127.0.0.1:{port}"),
+      *("--hosts=2", f"--host={host}", f"--output={output}"),
+    ],
+    env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+@pytest.fixture
+def port():
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    return free.getsockname()[1]
+
+
+def answers(output):
+  """Answers by sample and candidate; all but what depends on the machine."""
+  (path,) = output.glob("*/samples.jsonl")
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  found = {(r["task"], r["sample"], r["method"]): r for r in lines}
+  assert len(found) == len(lines)
+  return found
+
+
+def arguments(tiny_directory, samples):
+  return (
+    *("--benchmark=ruler", f"--model={tiny_directory}", "--length=320"),
+    *("--tasks=niah_single_1,niah_single_2", f"--samples={samples}"),
+    *("--methods=full,keydiff", "--retention=0.5", "--batch=1"),
+  )
+
+
+def test_two_hosts_answer_what_one_answers(
+  run_binary, tiny_directory, tmp_path, port
+):
+  given = arguments(tiny_directory, samples=3)
+  one, two = tmp_path / "one", tmp_path / "two"
+  both = [start(*given, host=h, port=port, output=two) for h in range(2)]
+  ended = [process.communicate(timeout=300) for process in both]
+  assert [process.returncode for process in both] == [0, 0], ended
+  run_binary("kvjax.experiments.evaluate", *given, f"--output={one}")
+  assert answers(two) == answers(one)
+  assert len(answers(one)) == 12
+  # The first one alone prints, and its reports are those of all answers.
+  assert "12 answers in" in ended[0][0]
+  assert "answers" not in ended[1][0]
+  (summary,) = two.glob("*/summary.json")
+  (expected,) = one.glob("*/summary.json")
+  rows = [json.loads(path.read_text())["rows"] for path in (summary, expected)]
+  assert rows[0] == rows[1]
+
+
+@pytest.mark.slow
+def test_a_run_that_has_lost_a_host_goes_on(tiny_directory, tmp_path, port):
+  given = arguments(tiny_directory, samples=40)
+  both = [start(*given, host=h, port=port, output=tmp_path) for h in range(2)]
+  while not list(tmp_path.glob("*/samples.jsonl")):
+    time.sleep(0.01)
+    assert both[0].poll() is None, both[0].communicate()
+  os.kill(both[1].pid, signal.SIGKILL)
+  _, said = both[0].communicate(timeout=300)
+  both[1].communicate()
+  assert both[0].returncode == 130
+  assert said.endswith(
+    "Another host has stopped; what is done is kept, and the same command on "
+    "all hosts goes on from there.\n"
+  )
+  before = answers(tmp_path)
+  assert 0 < len(before) < 160
+  both = [start(*given, host=h, port=port, output=tmp_path) for h in range(2)]
+  ended = [process.communicate(timeout=300) for process in both]
+  assert [process.returncode for process in both] == [0, 0], ended
+  after = answers(tmp_path)
+  assert len(after) == 160
+  assert before.items() <= after.items()
+  assert f"{len(before)} from before" in " ".join(ended[0][0].split())
+
+
+@pytest.mark.slow
+def test_hosts_with_other_flags_are_refused_by_the_first(tmp_path, port):
+  both = [
+    start(f"--seed={h}", host=h, port=port, output=tmp_path) for h in range(2)
+  ]
+  said = [process.communicate(timeout=300)[1] for process in both]
+  assert [process.returncode for process in both] == [2, 2]
+  assert said[0].endswith(
+    "Host 1 was started with another --seed than host 0; start all hosts with "
+    "the same flags.\n"
+  )
+  assert "--seed" not in said[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["evaluate", "compare"])
+@pytest.mark.parametrize(
+  ("flags", "said"),
+  [
+    (HOST_FLAGS, "are for --multihost; add it"),
+    (("--multihost", *HOST_FLAGS[:2]), "need each other"),
+    (("--multihost", *HOST_FLAGS[:2], "--host=2"), "not below --hosts=2"),
+    (
+      ("--multihost", "--coordinator=here", *HOST_FLAGS[1:]),
+      "an address and a port",
+    ),
+    (("--multihost",), "finds the other hosts by itself on TPU slices"),
+    (
+      ("--multihost", "--host_timeout=1", *HOST_FLAGS),
+      "have not met at --coordinator=127.0.0.1:9 within 1 s; start all 2",
+    ),
+  ],
+)
+def test_hosts_that_cannot_meet_are_told_why(run_binary, program, flags, said):
+  ended = run_binary(f"kvjax.experiments.{program}", *flags)
+  assert ended.returncode == 2
+  assert said in ended.stderr
+  assert ended.stderr.count("\n") == 1
+
+
+def test_one_host_shares_with_nobody():
+  assert (hosts.count(), hosts.is_first()) == (1, True)
+  assert hosts.gather(b"alone") == [b"alone"]
+  worked = hosts.share([2, 0, 1], lambda n: iter([[n] * n, [n]]), bytes, list)
+  assert list(worked) == [[2, 2], [2], [], [0], [1], [1]]
