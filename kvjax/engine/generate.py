@@ -26,6 +26,12 @@ from kvjax.engine.decode import (
   listening,
 )
 from kvjax.engine.feed import evict_all, feed
+from kvjax.engine.unrolled import (
+  UnrolledModel,
+  pays_off,
+  roll_cache,
+  unroll_cache,
+)
 from kvjax.errors import InputError
 from kvjax.model import Model
 from kvjax.prompts import Prompts
@@ -246,11 +252,13 @@ def generate_from(
   with listening(on_token) as listener:
     limit = jnp.asarray(decoding.max_new_tokens, jnp.int32)
     inputs = DecodingInputs(_seeds(seeds, cache), listener, prepared, limit)
-    program = _generate_and_keep if keep else _generate_and_discard
-    # Compiled for the rounded number of tokens; `limit` stops the loop.
-    decoded, new_cache = program(
-      model, params, cache, logits, feeds, inputs, decoding=decoding.rounded
-    )
+    arguments = (model, params, cache, logits, feeds, inputs)
+    if pays_off(decoding.max_new_tokens):
+      decoded, new_cache = _generate_unrolled(*arguments, decoding, keep)
+    else:
+      program = _generate_and_keep if keep else _generate_and_discard
+      # Compiled for the rounded number of tokens; `limit` stops the loop.
+      decoded, new_cache = program(*arguments, decoding=decoding.rounded)
   tokens = decoded.tokens[:, : decoding.max_new_tokens]
   return Generated(tokens, decoded.lengths, new_cache)
 
@@ -331,6 +339,57 @@ def _generate_and_keep(
   return _run(model, params, cache, logits, feeds, inputs, decoding)
 
 
+def _generate_unrolled(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  logits: Float[Array, "B V"] | None,
+  feeds: _Feeds | None,
+  inputs: DecodingInputs,
+  decoding: Decoding,
+  keep: bool,
+) -> tuple[DecodedTokens, Cache | None]:
+  """Feeds the prompts as always, and decodes without a loop over layers."""
+  decoding = decoding.rounded
+  if feeds is not None or not keep:
+    logits, cache = _feed_first(
+      model, params, cache, logits, feeds, inputs, decoding=decoding, keep=keep
+    )
+  unrolled = UnrolledModel(model)
+  decoded, apart = _generate_and_keep(
+    unrolled,
+    unrolled.unroll(params),
+    unroll_cache(cache),
+    logits,
+    None,
+    inputs,
+    decoding=decoding,
+  )
+  return decoded, roll_cache(apart, cache.order) if keep else None
+
+
+@functools.partial(jax.jit, static_argnames=("model", "decoding", "keep"))
+def _feed_first(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  logits: Float[Array, "B V"] | None,
+  feeds: _Feeds | None,
+  inputs: DecodingInputs,
+  *,
+  decoding: Decoding,
+  keep: bool,
+) -> tuple[Float[Array, "B V"], Cache]:
+  """Makes room, unless the cache has it, and feeds the prompts."""
+  width = 0 if feeds is None else feeds[0].shape[1]
+  if not keep:
+    cache = grow_for(cache, inputs.prepared, width, decoding)
+  if feeds is None:
+    assert logits is not None
+    return logits, cache
+  return _feed(model, params, cache, feeds, inputs)
+
+
 def _run(
   model: Model,
   params: PyTree,
@@ -342,8 +401,19 @@ def _run(
 ) -> tuple[DecodedTokens, Cache]:
   """Feeds the prompts, evicts if due, and decodes."""
   if feeds is not None:
-    logits, cache = feed(model, params, cache, *feeds, inputs.prepared)
-    if inputs.prepared is not None:
-      cache = evict_all(model, inputs.prepared, cache)
+    logits, cache = _feed(model, params, cache, feeds, inputs)
   assert logits is not None
   return decode(model, params, cache, logits, decoding, inputs)
+
+
+def _feed(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  feeds: _Feeds,
+  inputs: DecodingInputs,
+) -> tuple[Float[Array, "B V"], Cache]:
+  logits, cache = feed(model, params, cache, *feeds, inputs.prepared)
+  if inputs.prepared is not None:
+    cache = evict_all(model, inputs.prepared, cache)
+  return logits, cache
