@@ -355,7 +355,7 @@ def _generate_unrolled(
     logits, cache = _feed_first(
       model, params, cache, logits, feeds, inputs, decoding=decoding, keep=keep
     )
-  unrolled = UnrolledModel(model)
+  unrolled = UnrolledModel.of(model)
   decoded, apart = _generate_and_keep(
     unrolled,
     unrolled.unroll(params),

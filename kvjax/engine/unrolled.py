@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.cache.cache import Cache
 from kvjax.engine.model_layers import layer_stacks
+from kvjax.engine.rerotation import RotaryModel
 from kvjax.model import Attend, Geometry, LayerSpec, Model, ranks
 
 # Tokens of an answer from which on faster steps make up for compilation.
@@ -49,9 +50,11 @@ class UnrolledModel:
 
   model: Model
 
-  def __getattr__(self, name: str) -> Any:
-    # What only some models have, such as `rerotate`.
-    return getattr(self.model, name)
+  @classmethod
+  def of(cls, model: Model) -> "UnrolledModel":
+    """Wraps a model; the result is a `RotaryModel` if the model is."""
+    kind = _UnrolledRotaryModel if isinstance(model, RotaryModel) else cls
+    return kind(model)
 
   @property
   def geometry(self) -> Geometry:
@@ -95,8 +98,12 @@ class UnrolledModel:
     attend: Attend,
   ) -> tuple[Float[Array, "B S E"], Any]:
     """See `kvjax.Model`."""
-    own = self.model.geometry.layers[spec.weights]
+    own = self._own(spec)
     return self.model.block(weights, own, hidden, shared, positions, attend)
+
+  def _own(self, spec: LayerSpec) -> LayerSpec:
+    """The model's spec of a layer."""
+    return self.model.geometry.layers[spec.weights]
 
   def normalize(
     self, params: Unrolled, hidden: Float[Array, "B S E"]
@@ -109,6 +116,20 @@ class UnrolledModel:
   ) -> Float[Array, "*B V"]:
     """See `kvjax.Model`."""
     return self.model.logits(params.params, hidden)
+
+
+class _UnrolledRotaryModel(UnrolledModel):
+  """One whose keys can be rotated."""
+
+  def rerotate(
+    self,
+    keys: Float[Array, "B K T D"],
+    by: Int[Array, "B K T"],
+    spec: LayerSpec,
+  ) -> Float[Array, "B K T D"]:
+    """See `RotaryModel`."""
+    assert isinstance(self.model, RotaryModel)
+    return self.model.rerotate(keys, by, self._own(spec))
 
 
 def unroll_cache(cache: Cache) -> Cache:

@@ -100,7 +100,7 @@ def test_weights_are_not_copied():
   model = TinyModel(geometry=kvjax.Geometry.uniform(3, 4, 2, 16, 64), width=64)
   params = jax.tree.map(jax.device_put, model.init())
   (stack,) = model.layer_weights(params)
-  layers = unrolled.UnrolledModel(model).unroll(params).layers
+  layers = unrolled.UnrolledModel.of(model).unroll(params).layers
   for layer, weights in enumerate(layers):
     pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(stack), strict=True)
     for one, whole in pairs:
