@@ -21,11 +21,9 @@
 # method still finds, and shows the tokens it kept. It runs on CPU, GPU and TPU
 # runtimes; a CPU takes about a minute.
 #
-# The first cell installs kvjax if it is missing, as on Colab. Set `REPOSITORY`
-# to the address to clone from.
+# The first cell installs kvjax if it is missing, as on Colab.
 
 # %%
-import glob
 import importlib
 import importlib.metadata
 import importlib.util
@@ -34,19 +32,17 @@ import shutil
 import subprocess
 import sys
 
-REPOSITORY = ""  # The address, or a folder, that `git clone` takes kvjax from.
-
 if importlib.util.find_spec("kvjax") is None:
-  if not REPOSITORY:
-    raise RuntimeError("Set REPOSITORY to where kvjax can be cloned from.")
-  source = pathlib.Path("kvjax-source").resolve()
-  if not source.exists():
-    subprocess.run(
-      ["git", "clone", "--depth=1", REPOSITORY, source], check=True
-    )
+  # From the checkout that this notebook stands in, else from the package index.
+  here = pathlib.Path.cwd()
+  checkouts = [
+    p for p in (here, *here.parents) if (p / "WORKSPACE.md").exists()
+  ]
+  source = str(checkouts[0]) if checkouts else "kvjax"
   # JAX has a build for each kind of device.
-  tpu = glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*")
-  build = "cuda12" if shutil.which("nvidia-smi") else "tpu" if tpu else "cpu"
+  tpu = any(pathlib.Path("/dev").glob("accel[0-9]*"))
+  tpu = tpu or any(pathlib.Path("/dev").glob("vfio/[0-9]*"))
+  build = "cuda13" if shutil.which("nvidia-smi") else "tpu" if tpu else "cpu"
   subprocess.run(
     [sys.executable, "-m", "pip", "install", "-q", f"jax[{build}]", source],
     check=True,

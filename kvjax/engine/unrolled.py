@@ -21,7 +21,7 @@ from kvjax.engine.rerotation import RotaryModel
 from kvjax.model import Attend, Geometry, LayerSpec, Model, ranks
 
 # Tokens of an answer from which on faster steps make up for compilation.
-TOKENS = 256
+TOKENS = 512
 
 
 def pays_off(tokens: int) -> bool:

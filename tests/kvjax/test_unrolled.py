@@ -113,7 +113,7 @@ def test_weights_are_not_copied():
 
 @pytest.mark.parametrize(
   ("tokens", "on_mesh", "pays"),
-  [(256, False, True), (255, False, False), (256, True, False)],
+  [(512, False, True), (511, False, False), (512, True, False)],
 )
 def test_long_answers_on_one_cpu_are_decoded_so(tokens, on_mesh, pays):
   if jax.default_backend() != "cpu":
