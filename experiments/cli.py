@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
@@ -24,6 +25,10 @@ _LARGEST = 2**31 - 1
 _LONGEST = 300
 _LONGEST_SENTENCE = 3000
 _FORMATTED = warnings.formatwarning
+
+
+class StoppedError(Exception):
+  """A run that ends early, and that the same command resumes."""
 
 
 def run(main: Callable[[], None]) -> None:
@@ -63,6 +68,15 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
         raise
       path = _shorten(str(error.filename or "A file"))
       _refuse(f"{path} cannot be used: {error.strerror}.")
+    except StoppedError as stopped:
+      if str(stopped):
+        print(stopped, file=sys.stderr)
+      leave(INTERRUPTED)
+    except Exception:
+      if jax.distributed.is_initialized():
+        traceback.print_exc()
+        leave(1)
+      raise
     except KeyboardInterrupt:
       # A second one ends the program at once, without a traceback either.
       for number in (signal.SIGINT, signal.SIGTERM):

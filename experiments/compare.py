@@ -68,11 +68,11 @@ _NEEDLES_ONLY = (
 
 def main() -> None:
   """Checks all flags, then loads the model and runs it."""
-  host_inputs.start()
-  method_inputs.check_flags()
   cli.refuse_together(
     "text", _NEEDLES_ONLY, "a text is asked one question and nothing is written"
   )
+  host_inputs.start()
+  method_inputs.check_flags()
   chosen = method_inputs.chosen()
   text, question = _TEXT.value, _QUESTION.value
   if text is None and question is None:

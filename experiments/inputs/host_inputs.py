@@ -1,11 +1,9 @@
 """Flags for the hosts that a program runs on."""
 
-import json
 import os
 import re
 import sys
 import threading
-from typing import Any
 
 import jax
 import rich.console
@@ -53,9 +51,10 @@ def start() -> None:
   address, number, own = _COORDINATOR.value, _HOSTS.value, _HOST.value
   given = [value is not None for value in (address, number, own)]
   if not _MULTIHOST.value:
-    if any(given):
+    if any(given) or flags.FLAGS["host_timeout"].present:
       raise InputError(
-        "--coordinator, --hosts and --host are for --multihost; add it."
+        "--coordinator, --hosts, --host and --host_timeout are for "
+        "--multihost; add it."
       )
     return
   if any(given) and not all(given):
@@ -116,18 +115,18 @@ def _check_flags() -> None:
   Raises:
     InputError: some do; only the first host says so.
   """
-  own: dict[str, Any] = {
+  own = {
     name: str(flags.FLAGS[name].value)
     for name in flags.FLAGS
     if flags.FLAGS[name].present and name not in _OWN
   }
-  first, *others = map(json.loads, hosts.gather(json.dumps(own).encode()))
-  for number, other in enumerate(others, start=1):
-    names = [n for n in {**first, **other} if first.get(n) != other.get(n)]
-    if names and hosts.is_first():
-      raise InputError(
-        f"Host {number} was started with another --{names[0]} than host 0; "
-        "start all hosts with the same flags."
-      )
-    if names:
-      cli.leave(cli.WRONG_INPUT)
+  found = hosts.difference(own)
+  if found is None:
+    return
+  if not hosts.is_first():
+    cli.leave(cli.WRONG_INPUT)
+  number, name = found
+  raise InputError(
+    f"Host {number} was started with another --{name} than host 0; start all "
+    "hosts with the same flags."
+  )

@@ -84,7 +84,9 @@ def compare(
   spent = Seconds() if seconds is None else seconds
   if contexts:
     longest = max(prompt.total for c in contexts for prompt in c.prompts)
-    batch = rows_that_fit(lm, candidates, longest, batch)
+    fitting = rows_that_fit(lm, candidates, longest, batch)
+    # Hosts, whose memory may differ, must have the same batches.
+    batch = min(map(int, hosts.gather(str(fitting).encode())))
 
   def answer(batch: tuple[Shape, list[_Context]]) -> Iterator[list[Answer]]:
     shape, rows = batch

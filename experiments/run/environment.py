@@ -7,6 +7,8 @@ from importlib import metadata
 
 import jax
 
+from kvjax.experiments.run import hosts
+
 _PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 
 
@@ -21,8 +23,12 @@ def versions() -> dict[str, str]:
 
 
 def device(count: int = 1) -> str:
-  """Describes the device, as `CPU, 2 cores` or `4 x NVIDIA H100`."""
-  kind = jax.devices()[0].device_kind
+  """Describes the device, as `CPU, 2 cores` or `4 x NVIDIA H100`.
+
+  Of many hosts, each has it: `2 hosts with 4 x TPU v5e`.
+  """
+  kind = jax.local_devices()[0].device_kind
   if jax.default_backend() == "cpu":
     kind = f"CPU, {os.cpu_count()} cores"
-  return kind if count == 1 else f"{count} x {kind}"
+  kind = kind if count == 1 else f"{count} x {kind}"
+  return kind if hosts.count() == 1 else f"{hosts.count()} hosts with {kind}"

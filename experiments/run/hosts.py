@@ -1,12 +1,12 @@
 """Programs that run on many hosts, each of which does a part of the work.
 
 Every host runs the same program with the same flags and has a model of its own.
-They exchange bytes through a collective of one device per host, so that nothing
-but the accelerators' network, or that of the CPUs, has to connect them.
+They exchange bytes through a collective of their devices, so that nothing but
+the accelerators' network, or that of the CPUs, has to connect them.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli
+from kvjax.prompts import bucket
 
 _FINE, _REFUSED = b"+", b"-"
 
@@ -32,28 +33,46 @@ def is_first() -> bool:
 def gather(payload: bytes) -> list[bytes]:
   """Returns the bytes of every host, in order; all hosts must call it.
 
-  If another host has stopped, this one exits with code 130, and the first one
-  says so.
+  Raises:
+    cli.StoppedError: another host has stopped, or takes longer than
+      collectives wait for, which is 30 minutes on CPUs.
   """
   if count() == 1:
     return [payload]
   try:
     sizes = multihost_utils.process_allgather(np.array([len(payload)]))
-    padded = np.zeros(int(np.max(sizes)), np.uint8)
+    # Few lengths, as each is a program.
+    padded = np.zeros(bucket(int(np.max(sizes))), np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
     rows = multihost_utils.process_allgather(padded)
   # What it raises depends on the kind of device.
-  except (RuntimeError, ValueError):
-    if is_first():
-      print(
-        "Another host has stopped; what is done is kept, and the same command "
-        "on all hosts goes on from there.",
-        file=sys.stderr,
-      )
-    cli.leave(cli.INTERRUPTED)
+  except (RuntimeError, ValueError) as error:
+    raise cli.StoppedError(
+      "Another host has stopped; what is done is kept, and the same command on "
+      "all hosts goes on from there."
+      if is_first()
+      else ""
+    ) from error
   return [
     row[:size].tobytes() for row, size in zip(rows, sizes.flat, strict=True)
   ]
+
+
+def difference(own: Mapping[str, str]) -> tuple[int, str] | None:
+  """Finds the first host that differs from host 0, and in what.
+
+  All hosts must call it, and get the same result.
+
+  Args:
+    own: what must be the same on all hosts, by name.
+  """
+  everyone = map(json.loads, gather(json.dumps(dict(own)).encode()))
+  first, *others = everyone
+  for number, other in enumerate(others, start=1):
+    for name in {**first, **other}:
+      if first.get(name) != other.get(name):
+        return number, name
+  return None
 
 
 def from_first(make: Callable[[], bytes]) -> bytes:

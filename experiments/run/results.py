@@ -201,13 +201,20 @@ class Results:
     """
     self.folder, self.settings = folder, settings
     self._file: LineFile[Answer] | None = None
-    existing = decode(hosts.from_first(self._open))
-    self.answers: dict[Hashable, Answer] = {a.key: a for a in existing}
+    existing = hosts.from_first(self._open)
+    self.answers: dict[Hashable, Answer]
+    if self._file is None:
+      self.answers = {answer.key: answer for answer in decode(existing)}
+    else:
+      self.answers = dict(self._file.records)
 
   def _open(self) -> bytes:
     path = self.folder / "samples.jsonl"
     self._file = LineFile(path, self.settings, Answer, "answer")
-    return encode(list(self._file.records.values()))
+    # For the other hosts.
+    return (
+      encode(list(self._file.records.values())) if hosts.count() > 1 else b""
+    )
 
   def add(self, answers: Sequence[Answer]) -> None:
     """Appends answers; see `LineFile.add`."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 import rich.console
 import rich.progress
 
+from kvjax.errors import InputError
+from kvjax.experiments import cli
 from kvjax.experiments.calibration.records import AUTO
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import (
@@ -76,11 +79,13 @@ def answer(
     began: start of the program, by `time.monotonic`.
 
   Raises:
-    InputError: see `Results`, `Processes` and `comparison.compare`.
+    InputError: hosts have other files, or see `Results`, `Processes` and
+      `comparison.compare`.
   """
+  wanted = comparison.wanted(chosen, samples)
+  _check_hosts(settings, wanted)
   store = results.Results(folder, settings)
   processes = Processes(folder)
-  wanted = comparison.wanted(chosen, samples)
   new = len(set(wanted) - store.answers.keys())
   device, versions = environment.device(devices), environment.versions()
   spent = Seconds()
@@ -113,6 +118,28 @@ def answer(
   if not first_from_full:
     answers = summaries.with_same_first_token(answers)
   return Run(summary, answers, new, len(wanted) - new, current.seconds)
+
+
+def _check_hosts(settings: results.Settings, wanted: Sequence[Key]) -> None:
+  """Refuses hosts whose files or versions differ.
+
+  Raises:
+    InputError: some do; only the first host says so.
+  """
+  own = {k: str(v) for k, v in dataclasses.asdict(settings).items()}
+  own["samples or calibrations"] = hashlib.sha256(
+    repr(wanted).encode()
+  ).hexdigest()
+  found = hosts.difference(own)
+  if found is None:
+    return
+  if not hosts.is_first():
+    cli.leave(cli.WRONG_INPUT)
+  number, name = found
+  raise InputError(
+    f"Host {number} has other {name} than host 0; give all hosts the same "
+    "files and versions."
+  )
 
 
 def _decoding(samples: results.Samples) -> str:

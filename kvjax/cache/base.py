@@ -37,6 +37,8 @@ class Layer(abc.ABC):
 
   # Whether methods may evict from its slots.
   compressible: ClassVar[bool] = False
+  # Whether a slice of a stack has all of the layers that it is of.
+  separable: ClassVar[bool] = True
 
   @property
   @abc.abstractmethod

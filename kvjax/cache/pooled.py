@@ -33,6 +33,8 @@ class PooledLayers(Layer):
     most: the maximum number of pages of a layer in a row.
   """
 
+  separable = False
+
   pages: Pages
   tail: Slots
   most: int = static()

@@ -27,8 +27,9 @@ from kvjax.engine.decode import (
 )
 from kvjax.engine.feed import evict_all, feed
 from kvjax.engine.unrolled import (
+  Unrolled,
   UnrolledModel,
-  pays_off,
+  layers_apart,
   roll_cache,
   unroll_cache,
 )
@@ -252,13 +253,19 @@ def generate_from(
   with listening(on_token) as listener:
     limit = jnp.asarray(decoding.max_new_tokens, jnp.int32)
     inputs = DecodingInputs(_seeds(seeds, cache), listener, prepared, limit)
-    arguments = (model, params, cache, logits, feeds, inputs)
-    if pays_off(decoding.max_new_tokens):
-      decoded, new_cache = _generate_unrolled(*arguments, decoding, keep)
-    else:
-      program = _generate_and_keep if keep else _generate_and_discard
-      # Compiled for the rounded number of tokens; `limit` stops the loop.
-      decoded, new_cache = program(*arguments, decoding=decoding.rounded)
+    program = _generate_and_keep if keep else _generate_and_discard
+    layers = layers_apart(model, params, decoding.max_new_tokens)
+    # Compiled for the rounded number of tokens; `limit` stops the loop.
+    decoded, new_cache = program(
+      model,
+      params,
+      layers,
+      cache,
+      logits,
+      feeds,
+      inputs,
+      decoding=decoding.rounded,
+    )
   tokens = decoded.tokens[:, : decoding.max_new_tokens]
   return Generated(tokens, decoded.lengths, new_cache)
 
@@ -310,6 +317,7 @@ _Feeds = tuple[Int[Array, "B S"], Int[Array, " B"]]
 def _generate_and_discard(
   model: Model,
   params: PyTree,
+  layers: tuple[PyTree, ...] | None,
   cache: Cache,
   logits: Float[Array, "B V"] | None,
   feeds: _Feeds | None,
@@ -320,7 +328,9 @@ def _generate_and_discard(
   # With the padding, which takes slots, too.
   width = 0 if feeds is None else feeds[0].shape[1]
   cache = grow_for(cache, inputs.prepared, width, decoding)
-  return _run(model, params, cache, logits, feeds, inputs, decoding)[0], None
+  return _run(model, params, layers, cache, logits, feeds, inputs, decoding)[
+    0
+  ], None
 
 
 @functools.partial(
@@ -329,6 +339,7 @@ def _generate_and_discard(
 def _generate_and_keep(
   model: Model,
   params: PyTree,
+  layers: tuple[PyTree, ...] | None,
   cache: Cache,
   logits: Float[Array, "B V"] | None,
   feeds: _Feeds | None,
@@ -336,84 +347,31 @@ def _generate_and_keep(
   *,
   decoding: Decoding,
 ) -> tuple[DecodedTokens, Cache]:
-  return _run(model, params, cache, logits, feeds, inputs, decoding)
-
-
-def _generate_unrolled(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  logits: Float[Array, "B V"] | None,
-  feeds: _Feeds | None,
-  inputs: DecodingInputs,
-  decoding: Decoding,
-  keep: bool,
-) -> tuple[DecodedTokens, Cache | None]:
-  """Feeds the prompts as always, and decodes without a loop over layers."""
-  decoding = decoding.rounded
-  if feeds is not None or not keep:
-    logits, cache = _feed_first(
-      model, params, cache, logits, feeds, inputs, decoding=decoding, keep=keep
-    )
-  unrolled = UnrolledModel.of(model)
-  decoded, apart = _generate_and_keep(
-    unrolled,
-    unrolled.unroll(params),
-    unroll_cache(cache),
-    logits,
-    None,
-    inputs,
-    decoding=decoding,
-  )
-  return decoded, roll_cache(apart, cache.order) if keep else None
-
-
-@functools.partial(jax.jit, static_argnames=("model", "decoding", "keep"))
-def _feed_first(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  logits: Float[Array, "B V"] | None,
-  feeds: _Feeds | None,
-  inputs: DecodingInputs,
-  *,
-  decoding: Decoding,
-  keep: bool,
-) -> tuple[Float[Array, "B V"], Cache]:
-  """Makes room, unless the cache has it, and feeds the prompts."""
-  width = 0 if feeds is None else feeds[0].shape[1]
-  if not keep:
-    cache = grow_for(cache, inputs.prepared, width, decoding)
-  if feeds is None:
-    assert logits is not None
-    return logits, cache
-  return _feed(model, params, cache, feeds, inputs)
+  return _run(model, params, layers, cache, logits, feeds, inputs, decoding)
 
 
 def _run(
   model: Model,
   params: PyTree,
+  layers: tuple[PyTree, ...] | None,
   cache: Cache,
   logits: Float[Array, "B V"] | None,
   feeds: _Feeds | None,
   inputs: DecodingInputs,
   decoding: Decoding,
 ) -> tuple[DecodedTokens, Cache]:
-  """Feeds the prompts, evicts if due, and decodes."""
+  """Feeds the prompts, evicts if due, and decodes.
+
+  With the weights of `layers`, the layers are decoded without a loop.
+  """
   if feeds is not None:
-    logits, cache = _feed(model, params, cache, feeds, inputs)
+    logits, cache = feed(model, params, cache, *feeds, inputs.prepared)
+    if inputs.prepared is not None:
+      cache = evict_all(model, inputs.prepared, cache)
   assert logits is not None
-  return decode(model, params, cache, logits, decoding, inputs)
-
-
-def _feed(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  feeds: _Feeds,
-  inputs: DecodingInputs,
-) -> tuple[Float[Array, "B V"], Cache]:
-  logits, cache = feed(model, params, cache, *feeds, inputs.prepared)
-  if inputs.prepared is not None:
-    cache = evict_all(model, inputs.prepared, cache)
-  return logits, cache
+  if layers is None:
+    return decode(model, params, cache, logits, decoding, inputs)
+  unrolled, weights = UnrolledModel.of(model), Unrolled(params, layers)
+  order, cache = cache.order, unroll_cache(cache)
+  decoded, cache = decode(unrolled, weights, cache, logits, decoding, inputs)
+  return decoded, roll_cache(cache, order)

@@ -7,7 +7,6 @@ to compile, as it has each layer.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,12 +23,48 @@ from kvjax.model import Attend, Geometry, LayerSpec, Model, ranks
 TOKENS = 512
 
 
-def pays_off(tokens: int) -> bool:
-  """Whether answers of up to so many tokens are decoded without a loop."""
-  one_cpu = (
-    jax.default_backend() == "cpu" and jax.sharding.get_abstract_mesh().empty
+def layers_apart(
+  model: Model, params: PyTree, tokens: int
+) -> tuple[PyTree, ...] | None:
+  """Takes the weights of every layer out of their stacks, if that pays off.
+
+  They are parts of the stacks in memory, and no copies, where a layer begins at
+  an aligned address.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    tokens: most tokens of an answer.
+
+  Returns:
+    Weights of every layer, with a leading axis of 1; None where a loop is
+    better: for short answers, and for weights that are not on a single CPU.
+  """
+  if tokens < TOKENS or not _is_on_one_cpu(params):
+    return None
+  stacks = layer_stacks(model, params)
+  geometry = model.geometry
+  places = zip(geometry.layers, geometry.weight_index, strict=True)
+  return tuple(_view(stacks[spec.weights], place) for spec, place in places)
+
+
+def _is_on_one_cpu(params: PyTree) -> bool:
+  return jax.sharding.get_abstract_mesh().empty and all(
+    isinstance(leaf, jax.Array)
+    and len(leaf.devices()) == 1
+    and next(iter(leaf.devices())).platform == "cpu"
+    for leaf in jax.tree.leaves(params)
   )
-  return one_cpu and tokens >= TOKENS
+
+
+def _view(stack: PyTree, place: int) -> PyTree:
+  def view(leaf: jax.Array) -> jax.Array:
+    # NumPy does not copy what is in the memory of a CPU, nor does JAX.
+    part = np.asarray(leaf)[place : place + 1]
+    # As the leaf is: a commitment to a device would be another program.
+    return jax.device_put(part, leaf.sharding if leaf.committed else None)
+
+  return jax.tree.map(view, stack)
 
 
 class Unrolled(NamedTuple):
@@ -37,7 +72,7 @@ class Unrolled(NamedTuple):
 
   Attributes:
     params: those of the model.
-    layers: those of each layer, with a leading axis of 1.
+    layers: those of `layers_apart`.
   """
 
   params: PyTree
@@ -65,15 +100,6 @@ class UnrolledModel:
       for number, spec in enumerate(geometry.layers)
     )
     return Geometry(layers, geometry.max_positions)
-
-  def unroll(self, params: PyTree) -> Unrolled:
-    """Takes the weights of every layer out of their stacks."""
-    stacks = layer_stacks(self.model, params)
-    geometry = self.model.geometry
-    places = zip(geometry.layers, geometry.weight_index, strict=True)
-    return Unrolled(
-      params, tuple(_take(stacks[spec.weights], at) for spec, at in places)
-    )
 
   def embed(
     self,
@@ -133,39 +159,37 @@ class _UnrolledRotaryModel(UnrolledModel):
 
 
 def unroll_cache(cache: Cache) -> Cache:
-  """Gives every layer a stack of its own."""
+  """Gives every layer a stack of its own, unless its stack is one pool."""
   stacks: list[Any] = []
   order = []
+  pools: dict[int, int] = {}
   for stack, place in zip(cache.order, ranks(cache.order), strict=True):
     if stack < 0:
       order.append(stack)
-      continue
-    order.append(len(stacks))
-    stacks.append(_take(cache.stacks[stack], place))
+    elif cache.stacks[stack].separable:
+      order.append(len(stacks))
+      stacks.append(_take(cache.stacks[stack], place))
+    else:
+      if stack not in pools:
+        pools[stack] = len(stacks)
+        stacks.append(cache.stacks[stack])
+      order.append(pools[stack])
   return dataclasses.replace(cache, stacks=tuple(stacks), order=tuple(order))
 
 
-@functools.partial(jax.jit, static_argnames=("order",))
 def roll_cache(cache: Cache, order: tuple[int, ...]) -> Cache:
   """Joins the layers of an unrolled cache to the stacks that it came from."""
-  parts: dict[int, list[Any]] = {}
+  # Without repetitions, as all layers of a pool have one stack.
+  parts: dict[int, dict[int, Any]] = {}
   for stack, own in zip(order, cache.order, strict=True):
     if stack >= 0:
-      parts.setdefault(stack, []).append(cache.stacks[own])
+      parts.setdefault(stack, {})[own] = cache.stacks[own]
   stacks = tuple(
-    jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts[stack])
-    for stack in range(len(parts))
+    jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts[s].values())
+    for s in range(len(parts))
   )
   return dataclasses.replace(cache, stacks=stacks, order=order)
 
 
-def _take(stack: PyTree, place: int) -> PyTree:
-  """Takes a layer out of a stack, without a copy where memory is aligned."""
-
-  def take(leaf: Array) -> Array:
-    view = np.asarray(leaf)[place : place + 1]
-    # With the kind of memory, which may be the host's.
-    taken: Array = jax.device_put(view, leaf.sharding)
-    return taken
-
-  return jax.tree.map(take, stack)
+def _take(stack: Any, place: int) -> Any:
+  return jax.tree.map(lambda leaf: leaf[place : place + 1], stack)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from kvjax.experiments.run import hosts
 HOST_FLAGS = ("--coordinator=127.0.0.1:9", "--hosts=2", "--host=1")
 
 
-def start(*arguments, host, port, output):
+def start(*arguments, host, port, output, cwd=None):
   """Starts a host of two, with the CPU devices of a process each."""
   return subprocess.Popen(
     [
@@ -23,6 +24,7 @@ def start(*arguments, host, port, output):
       *("--multihost", f"--coordinator=127.0.0.1:{port}"),
       *("--hosts=2", f"--host={host}", f"--output={output}"),
     ],
+    cwd=cwd,
     env=os.environ | {"JAX_PLATFORMS": "cpu"},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
@@ -46,10 +48,10 @@ def answers(output):
   return found
 
 
-def arguments(tiny_directory, samples):
+def arguments(tiny_directory, samples, tasks="niah_single_1,niah_single_2"):
   return (
     *("--benchmark=ruler", f"--model={tiny_directory}", "--length=320"),
-    *("--tasks=niah_single_1,niah_single_2", f"--samples={samples}"),
+    *(f"--tasks={tasks}", f"--samples={samples}"),
     *("--methods=full,keydiff", "--retention=0.5", "--batch=1"),
   )
 
@@ -57,16 +59,17 @@ def arguments(tiny_directory, samples):
 def test_two_hosts_answer_what_one_answers(
   run_binary, tiny_directory, tmp_path, port
 ):
-  given = arguments(tiny_directory, samples=3)
+  given = arguments(tiny_directory, samples=3, tasks="niah_single_1")
   one, two = tmp_path / "one", tmp_path / "two"
   both = [start(*given, host=h, port=port, output=two) for h in range(2)]
   ended = [process.communicate(timeout=300) for process in both]
   assert [process.returncode for process in both] == [0, 0], ended
   run_binary("kvjax.experiments.evaluate", *given, f"--output={one}")
   assert answers(two) == answers(one)
-  assert len(answers(one)) == 12
+  # Three contexts: the second host has one in the first round alone.
+  assert len(answers(one)) == 6
   # The first one alone prints, and its reports are those of all answers.
-  assert "12 answers in" in ended[0][0]
+  assert "6 answers in" in ended[0][0]
   assert "answers" not in ended[1][0]
   (summary,) = two.glob("*/summary.json")
   (expected,) = one.glob("*/summary.json")
@@ -101,6 +104,28 @@ def test_a_run_that_has_lost_a_host_goes_on(tiny_directory, tmp_path, port):
 
 
 @pytest.mark.slow
+def test_hosts_with_other_weights_are_refused_by_the_first(
+  tiny_directory, tmp_path, port
+):
+  folders = [tmp_path / str(host) / "tiny" for host in range(2)]
+  for folder in folders:
+    shutil.copytree(tiny_directory, folder)
+  config = folders[1] / "config.json"
+  config.write_text(config.read_text() + "\n")
+  both = []
+  for host, folder in enumerate(folders):
+    given = arguments("tiny", samples=1)
+    both.append(
+      start(*given, host=host, port=port, output="out", cwd=folder.parent)
+    )
+  said = [process.communicate(timeout=300)[1] for process in both]
+  assert [process.returncode for process in both] == [2, 2], said
+  assert "Host 1 has other weights than host 0; give all hosts" in said[0]
+  assert "Host 1" not in said[1]
+  assert not list(tmp_path.glob("*/out"))
+
+
+@pytest.mark.slow
 def test_hosts_with_other_flags_are_refused_by_the_first(tmp_path, port):
   both = [
     start(f"--seed={h}", host=h, port=port, output=tmp_path) for h in range(2)
@@ -119,7 +144,7 @@ def test_hosts_with_other_flags_are_refused_by_the_first(tmp_path, port):
 @pytest.mark.parametrize(
   ("flags", "said"),
   [
-    (HOST_FLAGS, "are for --multihost; add it"),
+    (HOST_FLAGS, "--multihost; add it"),
     (("--multihost", *HOST_FLAGS[:2]), "need each other"),
     (("--multihost", *HOST_FLAGS[:2], "--host=2"), "not below --hosts=2"),
     (
