@@ -47,6 +47,16 @@ SAMPLES = {
 }
 
 
+def assert_same(answer, expected):
+  """Answers are equal, but for their shares of what a batch has once.
+
+  That is a few numbers, such as the step of its loop.
+  """
+  assert answer.decoding_bytes == pytest.approx(expected.decoding_bytes, abs=8)
+  bytes_of = {"decoding_bytes": expected.decoding_bytes}
+  assert dataclasses.replace(answer, **bytes_of) == expected
+
+
 @pytest.fixture
 def counted(monkeypatch):
   """How often prompts are prefilled and caches asked."""
@@ -164,10 +174,13 @@ def test_a_sweep_answers_as_each_of_its_methods_does_alone(
   for number in (2, 3, 4):
     alone |= asked(str(number), swept[number : number + 1])
   assert len(together) == 5
-  assert {key: together[key] for key in alone} == alone
+  for key, answer in alone.items():
+    assert_same(together[key], answer)
   (first,) = (a for a in together.values() if a.key in whole.answers)
   among = whole.answers[first.key]
-  assert dataclasses.replace(among, cache_bytes=first.cache_bytes) == first
+  assert_same(
+    dataclasses.replace(among, cache_bytes=first.cache_bytes), first
+  )
 
   prompt = prompting.Prompt.of_sample(tiny.tokenizer, sample)
   shape = prompting.Shape.of([prompt], 1)
@@ -270,7 +283,7 @@ def test_a_mesh_changes_no_answer(tiny_directory, tmp_path, whole):
     results = compared(sharded, tmp_path, chosen=CHOSEN[:2])
   assert len(results.answers) == 12
   for key, answer in results.answers.items():
-    assert answer == whole.answers[key]
+    assert_same(answer, whole.answers[key])
 
 
 @pytest.mark.slow

@@ -69,6 +69,19 @@ def test_a_method_of_ones_own_is_on_the_leaderboard(
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_a_conversation_finds_with_ctkvr_what_the_full_cache_finds(
+  monkeypatch, tmp_path, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  left = runpy.run_path(str(NOTEBOOKS / "conversation.py"))
+  found = {name: sum(of_turns) for name, of_turns in left["found"].items()}
+  assert found["full"] > found["keydiff"]
+  assert found["ctkvr"] > found["keydiff"]
+  assert capsys.readouterr().out.rstrip()
+  assert not list(tmp_path.iterdir())
+
+
 def _install(path):
   """The first cell of code, which installs kvjax where it is missing."""
   return next(text for kind, text in _cells(path) if kind == "code")
