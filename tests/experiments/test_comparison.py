@@ -178,9 +178,7 @@ def test_a_sweep_answers_as_each_of_its_methods_does_alone(
     assert_same(together[key], answer)
   (first,) = (a for a in together.values() if a.key in whole.answers)
   among = whole.answers[first.key]
-  assert_same(
-    dataclasses.replace(among, cache_bytes=first.cache_bytes), first
-  )
+  assert_same(dataclasses.replace(among, cache_bytes=first.cache_bytes), first)
 
   prompt = prompting.Prompt.of_sample(tiny.tokenizer, sample)
   shape = prompting.Shape.of([prompt], 1)
