@@ -97,6 +97,7 @@ def test_tokens_are_written_into_the_cache_that_is_given():
     program = generate._generate_and_keep.lower(
       model,
       jax.eval_shape(model.init),
+      None,
       cache,
       None,
       (numbers((rows, width)), numbers((rows,))),

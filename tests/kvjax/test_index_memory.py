@@ -54,6 +54,7 @@ def compiled(layers, name, width):
   program = generate._generate_and_keep.lower(
     model,
     jax.eval_shape(model.init),
+    None,
     cache,
     None,
     (numbers((1, width)), numbers((1,))),
