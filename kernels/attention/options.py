@@ -46,6 +46,20 @@ class AttentionOptions:
       return queries
     return queries * (self.scale_of(dim) * dim**0.5)
 
+  def prescale(
+    self, queries: Float[Array, "*B D"]
+  ) -> tuple[Float[Array, "*B D"], "AttentionOptions"]:
+    """Scales queries rather than their many products, if nothing is rounded.
+
+    Returns:
+      The queries, and options without another scale; both unchanged if the
+      queries are not float32.
+    """
+    if queries.dtype != jnp.float32:
+      return queries, self
+    scale = self.scale_of(queries.shape[-1])
+    return queries * scale, dataclasses.replace(self, scale=1.0)
+
   def cap(self, logits: Float[Array, "*B"]) -> Float[Array, "*B"]:
     """Applies the softcap, if there is one, to scaled logits."""
     if self.softcap is None:

@@ -190,13 +190,13 @@ def test_a_sink_of_nothing_changes_nothing(S):
 def test_chunks_outside_the_window_are_skipped(monkeypatch, window, visits):
   monkeypatch.setattr(chunked, "QUERY_CHUNK", 8)
   monkeypatch.setattr(chunked, "LOGITS", 64)
-  count, update = [], chunked._update
+  count, after = [], chunked.Online.after
 
   def counted(*operands):
     jax.debug.callback(lambda: count.append(None))
-    return update(*operands)
+    return after(*operands)
 
-  monkeypatch.setattr(chunked, "_update", counted)
+  monkeypatch.setattr(chunked.Online, "after", counted)
   options = AttentionOptions(window=window)
   rng = np.random.default_rng(0)
   q, k, v = rng.normal(size=(3, 2, 1, 64, 4)).astype("float32")
