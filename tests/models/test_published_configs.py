@@ -15,6 +15,7 @@ from flax import nnx
 from kvjax.errors import InputError, InputWarning
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
+from kvjax.models.families import FAMILIES
 
 FOLDER = pathlib.Path(__file__).parent / "configs"
 
@@ -38,6 +39,9 @@ READ = {
   "Mistral-7B-Instruct-v0.3": (7_248_023_552, 32_768, "default", 1e6),
   "Mistral-7B-v0.1": (7_241_732_096, 32_768, "default", 1e4),
   "Mistral-Nemo-Instruct-2407": (12_247_782_400, 1_024_000, "default", 1e6),
+  "OLMo-2-1124-7B": (7_298_617_344, 4_096, "default", 5e5),
+  "Olmo-3-1025-7B": (7_298_011_136, 65_536, "yarn", 5e5),
+  "Phi-3-mini-4k-instruct": (3_821_079_552, 4_096, "default", 1e4),
   "QwQ-32B": (32_763_876_352, 40_960, "default", 1e6),
   "Qwen1.5-7B-Chat": (7_721_324_544, 32_768, "default", 1e6),
   "Qwen2-7B-Instruct": (7_615_616_512, 32_768, "default", 1e6),
@@ -53,13 +57,19 @@ READ = {
   "SmolLM-135M": (134_515_008, 2_048, "default", 1e4),
   "SmolLM2-1.7B-Instruct": (1_711_376_384, 8_192, "default", 1.3e5),
   "SmolLM2-135M": (134_515_008, 8_192, "default", 1e5),
+  "SmolLM3-3B": (3_075_098_624, 65_536, "default", 5e6),
   "TinyLlama-1.1B-Chat-v1.0": (1_100_048_384, 2_048, "default", 1e4),
   "Yarn-Llama-2-7b-64k": (6_738_415_616, 65_536, "yarn", 1e4),
   "Yi-34B-200K": (34_388_917_248, 200_000, "default", 1e7),
   "Yi-6B": (6_061_035_520, 4_096, "default", 5e6),
+  "c4ai-command-r7b-12-2024": (8_028_033_024, 132_096, "default", 5e4),
   "deepseek-coder-6.7b-instruct": (6_740_512_768, 65_536, "linear", 1e5),
   "deepseek-llm-7b-chat": (6_910_365_696, 4_096, "default", 1e4),
+  "gemma-3-1b-it": (999_885_952, 32_768, "default", 1e6),
+  "gpt-oss-20b": (20_914_757_184, 131_072, "yarn", 1.5e5),
+  "granite-3.1-2b-instruct": (2_533_531_648, 131_072, "default", 5e6),
   "llama-7b": (6_738_415_616, 2_048, "default", 1e4),
+  "phi-4": (14_659_507_200, 16_384, "default", 2.5e5),
   "transformers-5--Llama-2-7b": (6_738_415_616, 4_096, "default", 1e4),
   "transformers-5--Llama-3.2-1B": (1_235_814_400, 131_072, "llama3", 5e5),
   "transformers-5--Qwen2.5-0.5B": (494_032_768, 32_768, "default", 1e6),
@@ -78,7 +88,14 @@ REFUSED = {
   "unsloth--Llama-3.2-1B-Instruct-bnb-4bit": "quantized weights; load the",
 }
 # Layers with a window, and its size.
-WINDOWS = {"Mistral-7B-v0.1": (32, 4096)}
+WINDOWS = {
+  "Mistral-7B-v0.1": (32, 4096),
+  "Olmo-3-1025-7B": (24, 4096),
+  "Phi-3-mini-4k-instruct": (32, 2047),
+  "c4ai-command-r7b-12-2024": (24, 4096),
+  "gemma-3-1b-it": (22, 512),
+  "gpt-oss-20b": (12, 128),
+}
 # Fields that other programs read, and what they are named in.
 WARNED = {"Qwen2.5-7B-Instruct-1M": "passes over: dual_chunk_attention_config."}
 
@@ -98,6 +115,8 @@ def test_every_file_is_expected():
   files = sorted(path.stem for path in FOLDER.glob("*.json"))
   assert files == sorted([*READ, *REFUSED])
   assert len(files) >= 50
+  kinds = {fields(name)["model_type"] for name in READ}
+  assert kinds == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", READ)
