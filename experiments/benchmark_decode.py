@@ -36,6 +36,7 @@ from kvjax.experiments.timing import decode_timing
 from kvjax.models.pretrained import Pretrained
 
 flags.adopt_module_key_flags(run_inputs)
+flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
 
 _METHODS = flags.DEFINE_list(
   "methods",

@@ -73,7 +73,6 @@ _LENGTHS = {
 _RANDOM = "random"
 
 flags.declare_key_flag("model")
-flags.set_default(run_inputs.MODEL, "smollm2-135m-instruct")
 _TABLE = flags.DEFINE_enum("table", "prefill", list(_LENGTHS), "What to time.")
 _NAMES = flags.DEFINE_list(
   "methods", None, "Methods; the default depends on the table."

@@ -23,6 +23,7 @@ from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.timing import sweep_timing
 
 flags.adopt_module_key_flags(run_inputs)
+flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
 
 _METHODS = flags.DEFINE_list(
   "methods",

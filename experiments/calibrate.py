@@ -2,7 +2,7 @@
 
   python -m kvjax.experiments.calibrate
 
-measures with the bundled model how likely correct answers remain when each
+measures with SmolLM2-135M-Instruct how likely correct answers remain when each
 method compresses RULER's contexts to 13 retentions from 5 to 98 %, all from one
 prefill. For every method it fits a curve of the remaining quality against the
 retention and what the prefill tells about the context. As many other samples,
@@ -21,8 +21,8 @@ others.jsonl. An interrupted run resumes where it stopped.
 compare and evaluate read the records by --calibrations=DIR, or from the folder
 `calibrations` in the model's directory if copied there.
 
-Without --essay, needles are hidden in prose that the bundled model was trained
-on. Tasks whose texts are missing are left out.
+Without --essay, needles are hidden in prose that comes with kvjax. Tasks whose
+texts are missing are left out.
 
 Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
 """
@@ -81,7 +81,7 @@ _TASKS = flags.DEFINE_list(
     "niah_multikey_3",
     "niah_multivalue",
   ],
-  "Tasks of RULER; the default is those that the bundled model can do.",
+  "Tasks of RULER; the default is those that small models can do.",
 )
 _SAMPLES = flags.DEFINE_integer(
   "samples",

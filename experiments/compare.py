@@ -52,7 +52,6 @@ from kvjax.experiments.tasks import suite
 
 for module in (run_inputs, needle_inputs, method_inputs, host_inputs):
   flags.adopt_module_key_flags(module)
-flags.set_default(run_inputs.MODEL, "smollm2-135m-instruct")
 flags.set_default(needle_inputs.SAMPLES, 3)
 flags.set_default(needle_inputs.TASKS, ["niah_single_2", "niah_multikey_1"])
 

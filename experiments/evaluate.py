@@ -2,11 +2,12 @@
 
   python -m kvjax.experiments.evaluate --benchmark=ruler --length=2048,3072
 
-runs RULER's tasks, generated locally, on the bundled model with the full cache
-and with each method at each retention. `--benchmark=needle` and `passkey` cover
-every length and depth, `multiturn` asks several questions about one context,
-and `longbench --data=DIR` reads LongBench from disk. `math500`, `aime25` and
-`arithmetic` have short prompts and long answers, for --every and --budget.
+runs RULER's tasks, generated locally, on SmolLM2-135M-Instruct, which is
+fetched once, with the full cache and with each method at each retention.
+`--benchmark=needle` and `passkey` cover every length and depth, `multiturn`
+asks several questions about one context, and `longbench --data=DIR` reads
+LongBench from disk. `math500`, `aime25` and `arithmetic` have short prompts and
+long answers, for --every and --budget.
 `--model=DIR` loads any model that kvjax supports.
 
 All methods and budgets share one prefill per context. An interrupted run

@@ -39,6 +39,7 @@ from kvjax.experiments.papers.records import Experiment, Program
 from kvjax.experiments.papers.samples import Sources
 from kvjax.experiments.run import results
 
+flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
 for module in (run_inputs, text_inputs):
   flags.adopt_module_key_flags(module)
 

@@ -15,6 +15,7 @@ from kvjax.errors import InputError
 from kvjax.models import catalog
 from kvjax.models.pretrained import DTYPES
 
+DEFAULT = "smollm2-135m-instruct"
 REFERENCE = "reference"
 _BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
 
@@ -23,7 +24,7 @@ _NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 MODEL = flags.DEFINE_string(
   "model",
-  REFERENCE,
+  DEFAULT,
   "Hugging Face directory or GGUF file of a model, or a name, which is fetched "
   f"once: {', '.join(catalog.NAMED)}; {REFERENCE} is the small one that comes "
   "with kvjax.",

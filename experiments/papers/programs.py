@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.papers.records import Program
 
 
@@ -36,20 +37,24 @@ def tau_of(model: str) -> float:
 def command(
   program: Program, folder: pathlib.Path, given: Mapping[str, str]
 ) -> list[str]:
-  """Builds module and flags; the user's flags override those set here."""
+  """Builds module and flags; the user's flags override those set here.
+
+  Without a model of the user's, the programs ask the reference model.
+  """
   model = given.get("model")
   scaled = program.small if model is None else program.paper
   names = {"folder": folder, "tau": tau_of(model or "")}
-  user_flags = [
-    f"--{name}={given[flag]}"
+  values = {"model": run_inputs.REFERENCE, **given}
+  model_and_user_flags = [
+    f"--{name}={values[flag]}"
     for flag, name in program.takes.items()
-    if flag in given
+    if flag in values
   ]
   return [
     f"kvjax.experiments.{program.module}",
     f"--output={folder_of(program, folder)}",
     *(argument.format(**names) for argument in (*program.arguments, *scaled)),
-    *user_flags,
+    *model_and_user_flags,
   ]
 
 

@@ -123,6 +123,8 @@ def test_documents_are_those_of_longbench_if_they_are_given(tmp_path):
 
 
 def test_documents_are_reports_otherwise(tmp_path):
+  tasks = commands("E3.6", tmp_path)[1:]
+  assert all("--model=reference" in line for line in tasks)
   expected = ["generate_documents", "calibrate", "evaluate"]
   assert modules(commands("E3.6", tmp_path)) == expected
   tuned = commands("E3.7", tmp_path)
