@@ -31,6 +31,7 @@ WHOLE = "model.safetensors"
 # Of the golden models with windows.
 WINDOW = 12
 HYBRIDS = ("gemma3", "gpt_oss", "cohere2", "olmo3", "qwen3_window")
+UNIFORM = ("qwen3_moe", "smollm3", "phi3", "olmo2", "granite")
 SPARSE = ("gpt_oss", "qwen3_moe", "qwen3_moe_shares")
 DRAW = np.random.default_rng(0)
 LENGTHS = (41, 23, 33, 7)
@@ -47,25 +48,30 @@ def prefilled(name, plan=PLAN, mesh=None):
 
 
 @jax.jit(static_argnames="model")
-def projected_keys(model, params, tokens, lengths):
-  """The keys of each layer."""
+def projections(model, params, tokens, lengths):
+  """The queries and keys of each layer, rotated."""
 
   def attend(layer, state, seen):
-    return attend_to_prompt(seen), seen.keys
+    return attend_to_prompt(seen), (seen.queries, seen.keys)
 
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
   none = (None,) * model.geometry.num_layers
   return hidden_states(model, params, tokens, positions, none, attend)[1]
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+def projected(model, params):
+  tokens, lengths = jnp.asarray(PROMPTS.tokens), jnp.asarray(PROMPTS.lengths)
+  layers = projections(model, params, tokens, lengths)
+  return jax.tree.map(lambda x: np.asarray(x, np.float64), layers)
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *UNIFORM])
 def test_global_layers_keep_what_scores_best_and_the_others_their_window(name):
   """KeyDiff written out: keys least like the mean of their directions."""
   model, params, cache, _ = prefilled(name)
   kinds = {spec.window for spec in model.geometry.layers}
-  assert kinds == {None, WINDOW}
-  tokens, lengths = jnp.asarray(PROMPTS.tokens), jnp.asarray(PROMPTS.lengths)
-  projected = projected_keys(model, params, tokens, lengths)
+  assert kinds == ({None, WINDOW} if name in HYBRIDS else {None})
+  layers = projected(model, params)
   for row, length in enumerate(LENGTHS):
     kept = kept_positions(cache, row)
     for layer, spec in enumerate(model.geometry.layers):
@@ -74,9 +80,69 @@ def test_global_layers_keep_what_scores_best_and_the_others_their_window(name):
         if spec.window is not None:
           assert kept[layer][head] == newest
           continue
-        keys = np.asarray(projected[layer][row, head, :length], np.float64)
+        keys = layers[layer][1][row, head, :length]
         units = keys / np.linalg.norm(keys, axis=1, keepdims=True)
         best = np.argsort(units @ units.mean(axis=0), kind="stable")[:KEPT]
+        assert kept[layer][head] == sorted(best.tolist())
+
+
+# The scale of the logits, as the configuration of each family states it.
+SCALES = {
+  "gpt_oss": lambda config: config["head_dim"] ** -0.5,
+  "gemma3": lambda config: config["query_pre_attn_scalar"] ** -0.5,
+  "granite": lambda config: config["attention_multiplier"],
+}
+OBSERVED = 4
+
+
+def votes_of(queries, keys, scale, sinks):
+  """SnapKV written out, for the query heads of one KV head.
+
+  Args:
+    queries: [heads, tokens, width].
+    keys: [tokens, width].
+    scale: of the logits.
+    sinks: a logit of each head, or None.
+  """
+  length = len(keys)
+  votes = np.zeros(length)
+  for head, own in enumerate(queries):
+    for place in range(max(0, length - OBSERVED), length):
+      weights = np.exp(keys[: place + 1] @ own[place] * scale)
+      total = weights.sum()
+      if sinks is not None:
+        total += np.exp(np.float64(sinks[head]))
+      votes[: place + 1] += weights / total / len(queries)
+  votes[length - OBSERVED :] = 0
+  pooled = np.convolve(votes, np.full(3, 1 / 3), "same")
+  pooled[length - OBSERVED :] = np.inf
+  return pooled
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_attention_that_methods_read_has_the_scale_and_the_sinks(name):
+  plan = kvjax.get_plan(f"snapkv:window={OBSERVED}:kernel=3", PLAN.budget)
+  model, params, cache, _ = prefilled(name, plan)
+  scale = SCALES[name](json.loads((GOLDEN / name / "config.json").read_text()))
+  tensors = safetensors.numpy.load_file(GOLDEN / name / WHOLE)
+  layers = projected(model, params)
+  for row, length in enumerate(LENGTHS):
+    kept = kept_positions(cache, row)
+    for layer, spec in enumerate(model.geometry.layers):
+      if spec.window is not None:
+        continue
+      group = spec.heads // spec.kv_heads
+      sinks = tensors.get(f"model.layers.{layer}.self_attn.sinks")
+      queries, keys = layers[layer]
+      for head in range(spec.kv_heads):
+        own = slice(head * group, (head + 1) * group)
+        votes = votes_of(
+          queries[row, own, :length],
+          keys[row, head, :length],
+          scale,
+          None if sinks is None else sinks[own],
+        )
+        best = np.argsort(-votes, kind="stable")[:KEPT]
         assert kept[layer][head] == sorted(best.tolist())
 
 
