@@ -195,7 +195,6 @@ def test_blocks_attend_as_the_whole_prompt_does(block):
     assert kept_positions(cache, row) == kept_positions(whole, row)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_stands_alone(name):
   plan = plan_of(name)
@@ -288,7 +287,6 @@ def test_a_saved_cache_answers_the_same(tmp_path):
     kvjax.load_cache(tmp_path / "c", model=other, model_id="tiny")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data:2,model:2", "data:2", "model:2"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mesh_changes_nothing(name, mesh):

@@ -343,15 +343,18 @@ def test_damaged_blocks_get_one_sentence(tmp_path, change, sentence):
 
 
 def test_a_vision_tower_is_skipped_and_said_so(tmp_path):
-  """As the files of Gemma 3 from 4B on have it, in both layouts."""
+  """As the files of Gemma 3 from 4B on have it, and those of other models."""
   fields = json.loads((GOLDEN / "gemma3" / "config.json").read_text())
   tensors = safetensors.numpy.load_file(GOLDEN / "gemma3" / WHOLE)
   _, expected = load_decoder(GOLDEN / "gemma3", "float32")
   picture = np.ones((2, 2), np.float32)
-  for number, (text, images) in enumerate(
+  for number, (text, tower) in enumerate(
     [
-      ("language_model.model.", ""),
-      ("model.language_model.", "model."),
+      ("language_model.model.", "vision_tower"),
+      ("model.language_model.", "model.vision_tower"),
+      ("model.language_model.", "model.visual"),
+      ("model.", "visual"),
+      ("model.", "vision_encoder"),
     ]
   ):
     folder = tmp_path / str(number)
@@ -367,8 +370,9 @@ def test_a_vision_tower_is_skipped_and_said_so(tmp_path):
     renamed = {
       name.replace("model.", text, 1): value for name, value in tensors.items()
     }
-    renamed[f"{images}vision_tower.encoder.weight"] = picture
-    renamed[f"{images}multi_modal_projector.weight"] = picture
+    renamed[f"{tower}.encoder.weight"] = picture
+    projector = "model." if tower.startswith("model.") else ""
+    renamed[f"{projector}multi_modal_projector.weight"] = picture
     safetensors.numpy.save_file(renamed, folder / WHOLE)
     with pytest.warns(kvjax.InputWarning, match="2 tensors of a vision tower"):
       _, params = load_decoder(folder, "float32")
