@@ -32,6 +32,7 @@ WHOLE = "model.safetensors"
 WINDOW = 12
 HYBRIDS = ("gemma3", "gpt_oss", "cohere2", "olmo3", "qwen3_window")
 UNIFORM = ("qwen3_moe", "smollm3", "phi3", "olmo2", "granite")
+LOCAL = ("mistral_window", "phi3_window")
 SPARSE = ("gpt_oss", "qwen3_moe", "qwen3_moe_shares")
 DRAW = np.random.default_rng(0)
 LENGTHS = (41, 23, 33, 7)
@@ -40,6 +41,7 @@ PROMPTS = kvjax.Prompts.of(ROWS)
 QUESTIONS = kvjax.Prompts.of([[5, 6, 7], [8], [9, 10], [11, 12, 13]])
 KEPT = 9
 PLAN = kvjax.get_plan("keydiff", kvjax.Tokens(KEPT))
+WHOLE_PLAN = kvjax.get_plan("full", kvjax.Retention(1.0))
 
 
 def prefilled(name, plan=PLAN, mesh=None):
@@ -146,9 +148,19 @@ def test_attention_that_methods_read_has_the_scale_and_the_sinks(name):
         assert kept[layer][head] == sorted(best.tolist())
 
 
+def test_a_model_with_windows_alone_is_said_not_to_be_compressed():
+  with pytest.warns(kvjax.InputWarning, match="KeyDiff compresses nothing"):
+    _, _, cache, _ = prefilled("mistral_window")
+  for row, length in enumerate(LENGTHS):
+    newest = list(range(max(0, length - WINDOW), length))
+    assert kept_positions(cache, row) == [[newest] * 2] * 2
+  # Without a warning, which would be an error here.
+  prefilled("mistral_window", WHOLE_PLAN)
+
+
 def test_a_run_counts_tokens_in_global_layers_and_in_all():
   model, _, cache, _ = prefilled("gpt_oss")
-  counts = answering._TokenCounts.of(cache)
+  counts = answering.TokenCounts.of(cache)
   assert counts.tokens.tolist() == list(LENGTHS)
   of_global = np.minimum(LENGTHS, KEPT)
   np.testing.assert_allclose(counts.kept_globally, of_global)
@@ -158,7 +170,7 @@ def test_a_run_counts_tokens_in_global_layers_and_in_all():
   local = np.minimum(LENGTHS, WINDOW)
   np.testing.assert_allclose(counts.kept, (of_global + local) / 2)
   uniform = prefilled("qwen3_moe")[2]
-  assert answering._TokenCounts.of(uniform).kept_globally is None
+  assert answering.TokenCounts.of(uniform).kept_globally is None
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -192,7 +204,7 @@ def test_a_row_of_a_compressed_hybrid_answers_as_it_does_alone(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_blocks_of_a_prompt_fill_the_rings_as_a_whole_prompt_does(name):
-  whole = kvjax.get_plan("full", kvjax.Retention(1.0))
+  whole = WHOLE_PLAN
   blocks = dataclasses.replace(whole, schedule=kvjax.Schedule(block=16))
   _, _, one, logits = prefilled(name, whole)
   _, _, other, in_blocks = prefilled(name, blocks)
@@ -201,8 +213,8 @@ def test_blocks_of_a_prompt_fill_the_rings_as_a_whole_prompt_does(name):
     assert kept_positions(one, row) == kept_positions(other, row)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_a_cache_of_a_hybrid_comes_back(name, tmp_path):
+@pytest.mark.parametrize("name", [*HYBRIDS, *UNIFORM])
+def test_a_cache_comes_back(name, tmp_path):
   model, params, cache, _ = prefilled(name)
   save_cache(cache, tmp_path, model=model, model_id="tiny")
   again = load_cache(tmp_path, model=model, model_id="tiny")
@@ -216,12 +228,14 @@ def test_a_cache_of_a_hybrid_comes_back(name, tmp_path):
 
 
 @pytest.mark.parametrize("mesh", ["data:2,model:2", "model:4"])
-@pytest.mark.parametrize("name", [*HYBRIDS, "qwen3_moe", "phi3", "olmo2"])
+@pytest.mark.parametrize("name", [*HYBRIDS, *UNIFORM, *LOCAL])
 def test_a_mesh_changes_nothing(name, mesh):
-  _, _, cache, logits = prefilled(name)
+  # Of models with windows alone, methods leave all layers as they are.
+  plan = WHOLE_PLAN if name in LOCAL else PLAN
+  _, _, cache, logits = prefilled(name, plan)
   devices = parse_mesh(mesh)
   with jax.set_mesh(devices):
-    model, params, spread, others = prefilled(name, mesh=devices)
+    model, params, spread, others = prefilled(name, plan, devices)
     mlp = params["layers"][0]["mlp"]
     if model.config.kinds[0].sparse:
       mlp = mlp["experts"]
@@ -242,6 +256,21 @@ def test_grouped_experts_compute_what_masked_ones_do(name, mesh):
   with jax.set_mesh(devices), dispatch.use("xla", "gpu"):
     _, _, _, grouped = prefilled(name, mesh=devices)
   np.testing.assert_allclose(grouped, masked, rtol=0, atol=1e-4)
+
+
+def test_the_order_of_experts_does_not_matter(tmp_path):
+  _, _, _, expected = prefilled("gpt_oss")
+  shutil.copy(GOLDEN / "gpt_oss" / "config.json", tmp_path)
+  tensors = safetensors.numpy.load_file(GOLDEN / "gpt_oss" / WHOLE)
+  order = [2, 0, 3, 1]
+  moved = {
+    name: np.ascontiguousarray(x[order]) if ".mlp." in name else x
+    for name, x in tensors.items()
+  }
+  assert any(np.any(moved[name] != tensors[name]) for name in tensors)
+  safetensors.numpy.save_file(moved, tmp_path / WHOLE)
+  _, _, _, logits = prefilled(tmp_path)
+  np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
 
 
 def test_keys_without_rope_are_the_same_in_all_places():
