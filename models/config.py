@@ -164,8 +164,6 @@ class DecoderConfig:
     """
     faults, named = find_features(fields)
     fields = text_fields(fields)
-    if not faults:
-      faults, named = find_features(fields)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
       raise ConfigError(

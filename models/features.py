@@ -1,11 +1,12 @@
 """Models that this decoder is no part of, and the text decoders in others."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+_MLA = "multi-head latent attention (MLA)"
 # Fields that only models with a feature have, by the feature.
 _FEATURES = {
-  "multi-head latent attention (MLA)": ("kv_lora_rank", "q_lora_rank"),
+  _MLA: ("kv_lora_rank", "q_lora_rank"),
   "linear attention": (
     "linear_attn_config",
     "linear_conv_kernel_dim",
@@ -22,25 +23,70 @@ _FEATURES = {
   "an audio tower": ("audio_config", "audio_tower", "audio_encoder_config"),
   "an encoder (cross-attention)": ("encoder_config", "encoder_layers"),
 }
+# In the metadata of GGUF files, how such fields start after the architecture.
+_OF_GGUF = {
+  _MLA: ("attention.kv_lora_rank", "attention.q_lora_rank"),
+  "linear attention or state-space layers (Mamba)": ("ssm.", "wkv."),
+}
+_IMAGES = "vision_config"
+# How deep configurations are searched, as thinker_config.text_config is.
+_DEPTH = 3
 
 
 def find_features(fields: Mapping[str, Any]) -> tuple[list[str], set[str]]:
-  """Finds features that are not supported.
+  """Finds features that are not supported, wherever they are nested.
+
+  The configuration of images is not searched, as it is not read.
 
   Returns:
     The errors, see `kvjax.models.fields.ConfigError`, and the names of the
-    fields behind them.
+    fields behind them, without those that they are nested in.
   """
   faults: list[str] = []
   names: set[str] = set()
+  paths = list(_paths(fields))
   for feature, of_feature in _FEATURES.items():
-    found = [name for name in of_feature if fields.get(name)]
+    found = [
+      path
+      for name in of_feature
+      for path in paths
+      if path.rpartition(".")[2] == name
+    ]
     if found:
       faults.append(
         f"asks for {feature}, as {found[0]!r} says, which is not supported"
       )
-      names.update(found)
+      names.update(path.rpartition(".")[2] for path in found)
   return faults, names
+
+
+def _paths(fields: Mapping[str, Any], depth: int = _DEPTH) -> Iterator[str]:
+  """The fields that are set, and those of configurations within after a dot."""
+  for name, value in fields.items():
+    if value:
+      yield name
+    if isinstance(value, dict) and name != _IMAGES and depth:
+      yield from (f"{name}.{inner}" for inner in _paths(value, depth - 1))
+
+
+def find_gguf_feature(
+  fields: Mapping[str, Any], architecture: str
+) -> tuple[str, str] | None:
+  """Finds a feature that is not supported in the metadata of a GGUF file.
+
+  Args:
+    fields: the metadata.
+    architecture: the name that its fields start with.
+
+  Returns:
+    The feature and the name of the field behind it, or None.
+  """
+  for feature, starts in _OF_GGUF.items():
+    of_feature = tuple(f"{architecture}.{start}" for start in starts)
+    for name in fields:
+      if name.startswith(of_feature):
+        return feature, name
+  return None
 
 
 def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -49,7 +95,7 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
   Other models are returned as they are.
   """
   text = fields.get("text_config")
-  if not isinstance(text, dict) or fields.get("vision_config") is None:
+  if not isinstance(text, dict) or fields.get(_IMAGES) is None:
     return fields
   # In these files, the whole model may say that embeddings are tied.
   shared = {k: fields[k] for k in ("tie_word_embeddings",) if k in fields}

@@ -23,7 +23,13 @@ _TEXT = {
   "language_model.model.": "model.",
   "language_model.lm_head.": "lm_head.",
 }
-_IMAGES = ("vision_tower.", "multi_modal_projector.", "vision_model.")
+_IMAGES = (
+  "vision_tower.",
+  "multi_modal_projector.",
+  "vision_model.",
+  "vision_encoder.",
+  "visual.",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import kvjax
 from kvjax.engine.prepared import prepare
 from kvjax.errors import InputError
 from kvjax.experiments.run import prefilling
+from kvjax.experiments.run.answering import TokenCounts
 from kvjax.experiments.run.candidates import FULL, Candidate
 from kvjax.experiments.run.comparison import wanted
 from kvjax.experiments.run.line_files import Line, LineFile
@@ -38,7 +39,8 @@ class Measurement(Line):
     budget: the budget in words.
     retention: share of the context that the budget allows.
     context_tokens: tokens of the context.
-    kept_tokens: tokens kept, mean over layers and KV heads.
+    kept_tokens: tokens kept in the layers that the budget is of, those without
+      a window, mean over these and KV heads.
     nll: NLL(c) of the context, in nats per token.
     tail_nll: the same of its last tokens; see `kvjax.Features`.
     concentration: of the method's scores, likewise; None without scores.
@@ -197,7 +199,7 @@ def _measure_batch(
     nll, _, tail_nll, concentration = swept.features[index]
     assert tail_nll is not None
     calibrated = swept.retentions[index]
-    kept = np.asarray(swept.caches[index].lengths)
+    kept = TokenCounts.of(swept.caches[index]).evictable
     for row, one in enumerate(questions):
       tokens = len(contexts[row])
       share = (
@@ -213,7 +215,7 @@ def _measure_batch(
         budget=candidate.budget,
         retention=float(share),
         context_tokens=tokens,
-        kept_tokens=float(np.mean(kept[:, row], dtype=np.float64)),
+        kept_tokens=float(kept[row]),
         nll=float(nll[row]),
         tail_nll=float(tail_nll[row]),
         concentration=_finite(concentration, row),

@@ -145,6 +145,10 @@ def is_hybrid(averages: Iterable[Mean]) -> bool:
   return any(mean.global_tokens is not None for mean in averages)
 
 
+# Of tables of such models.
+OF_GLOBAL_LAYERS = "budgets are of the layers without a window"
+
+
 def evictable(row: Row) -> float:
   """Returns the tokens that a row keeps in layers that methods evict from."""
   of_global: float | None = row.get("global_tokens")

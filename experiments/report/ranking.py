@@ -12,7 +12,12 @@ import rich.text
 from kvjax.experiments.benchmarks.registry import presentation
 from kvjax.experiments.report import formats, page, wording
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.report.means import Mean, means
+from kvjax.experiments.report.means import (
+  OF_GLOBAL_LAYERS,
+  Mean,
+  is_hybrid,
+  means,
+)
 from kvjax.experiments.report.records import SUMMARY, Record
 from kvjax.experiments.report.rows import settings_of
 from kvjax.experiments.report.tables import grid, overview, parts
@@ -72,11 +77,16 @@ class Group:
       f"Weights {summary['weights']}, Python {summary['python']}, "
       f"data: {wording.data(summary)}."
     )
+    budgets = f"B{OF_GLOBAL_LAYERS[1:]}." if is_hybrid(self._means) else ""
     runs = {
       str(entry.record.folder): wording.circumstances(entry.record.summary)
       for entry in self.entries.values()
     }
-    return [about, *(f"{run}: {text}" for run, text in runs.items())]
+    return [
+      about,
+      *filter(None, [budgets]),
+      *(f"{run}: {text}" for run, text in runs.items()),
+    ]
 
   @property
   def scores(self) -> Table:

@@ -6,6 +6,7 @@ from kvjax.experiments.benchmarks.registry import presentation
 from kvjax.experiments.report import series, wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import (
+  OF_GLOBAL_LAYERS,
   Mean,
   grouped,
   is_hybrid,
@@ -95,7 +96,7 @@ def by_budget(record: Record) -> Table:
   name = wording.score_name(record.summary)
   title = f"{name}, {tasks}, n = {least}, ± at 95 %"
   if is_hybrid(summary_means):
-    title += "; budgets are of the layers without a window"
+    title += f"; {OF_GLOBAL_LAYERS}"
   return grid(summary_means, title)
 
 

@@ -20,7 +20,7 @@ from kvjax.placement import HOST
 from kvjax.prompts import bucket
 
 
-class _TokenCounts(NamedTuple):
+class TokenCounts(NamedTuple):
   """Token counts of each row of a cache.
 
   Attributes:
@@ -37,7 +37,8 @@ class _TokenCounts(NamedTuple):
   kept_globally: Float[np.ndarray, " R"] | None
 
   @classmethod
-  def of(cls, cache: kvjax.Cache) -> "_TokenCounts":
+  def of(cls, cache: kvjax.Cache) -> "TokenCounts":
+    """Counts the tokens of a cache."""
     tokens, kept, read = jax.device_get(
       (cache.next_positions, cache.lengths, cache.num_attended)
     )
@@ -55,10 +56,17 @@ class _TokenCounts(NamedTuple):
       of_global = mean(kept[np.logical_not(is_local)])
     return cls(tokens, mean(kept), mean(read), of_global)
 
+  @property
+  def evictable(self) -> Float[np.ndarray, " R"]:
+    """Tokens in the layers that budgets are of, mean over these and KV heads.
+
+    If all layers have a window, those in all.
+    """
+    return self.kept if self.kept_globally is None else self.kept_globally
+
   def share(self, row: int) -> float:
     """The share that a row keeps of the layers that budgets are of."""
-    kept = self.kept if self.kept_globally is None else self.kept_globally
-    return float(kept[row] / self.tokens[row])
+    return float(self.evictable[row] / self.tokens[row])
 
 
 class Reply(NamedTuple):
@@ -153,7 +161,7 @@ def replies(
     cache = kvjax.stack([caches[i] for i in group])
     logits = jnp.concatenate([prefilled[i].logits for i in group])
     places = range(0, len(logits), shape.rows)
-    counts = _TokenCounts.of(cache)
+    counts = TokenCounts.of(cache)
     if stays:
       cache = _with_capacity(cache, rows[0], shape)
     for turn in range(turns):
@@ -163,7 +171,7 @@ def replies(
       ]
       if stays:
         answers, cache = _turn(lm, cache, prompts_of_turn, shape)
-        counts = _TokenCounts.of(cache)
+        counts = TokenCounts.of(cache)
       else:
         answers = _answers(lm, cache, logits, prompts_of_turn, shape)
       seconds.answer += time.monotonic() - began

@@ -64,16 +64,22 @@ def answer_question(
 def to_terminal(
   prompt: Prompt, question: str, replies: Sequence[Reply]
 ) -> rich.console.Group:
-  """Formats the question and a line per reply."""
+  """Formats the question and a line per reply.
+
+  If some layers have a window, tokens are kept in the global ones, and in all.
+  """
   table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
   table.add_column("method", overflow="fold")
-  for name in ("budget", "kept", "read", "KiB"):
+  hybrid = any(reply.global_tokens is not None for reply in replies)
+  kept = ("kept, global", "kept, all") if hybrid else ("kept",)
+  for name in ("budget", *kept, "read", "KiB"):
     table.add_column(name, justify="right", no_wrap=True)
   table.add_column("answer", overflow="fold")
   for reply in replies:
     table.add_row(
       reply.candidate.method,
       f"{100 * reply.retention:.3g} %",
+      *([] if reply.global_tokens is None else [f"{reply.global_tokens:.0f}"]),
       f"{reply.kept_tokens:.0f}",
       f"{reply.read_tokens:.0f}",
       f"{reply.cache_bytes / 1024:.0f}",

@@ -26,7 +26,7 @@ from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.retrieval.sparse_attention import SparseAttention
 
 # Warnings name the user's line; the constructors of dataclasses have no file.
-_OWN_FRAMES = (f"{pathlib.Path(__file__).parents[1]}{os.sep}", "<string")
+OWN_FRAMES = (f"{pathlib.Path(__file__).parents[1]}{os.sep}", "<string")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,7 +340,7 @@ class Plan:
         f"{threshold.least:g}: it is likely to keep "
         f"{'all tokens' if threshold.least < low else 'few but the last'}.",
         InputWarning,
-        skip_file_prefixes=_OWN_FRAMES,
+        skip_file_prefixes=OWN_FRAMES,
       )
 
   def _check_sparse(self, name: str) -> None:

@@ -32,6 +32,7 @@ from kvjax.engine.layer_budgets import (
   check_protected,
   compressed_layers,
   kv_heads,
+  warn_of_windows,
 )
 from kvjax.engine.model_layers import layer_stacks
 from kvjax.engine.plans import Plan
@@ -378,7 +379,11 @@ def _check_plans(plans: Any) -> None:
 
 
 def _check_plan(model: Model, plan: Plan) -> None:
-  """Refuses a method that does not fit the model's layers."""
+  """Refuses a method that does not fit the model's layers.
+
+  A warning says if there is no layer to compress.
+  """
+  warn_of_windows(plan, model.geometry)
   traits = plan.method.traits
   plan.method.check_model(model.geometry)
   plan.spread.check_model(model.geometry)

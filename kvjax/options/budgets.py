@@ -18,6 +18,8 @@ _WINDOW = 128
 class Tokens:
   """A budget of at most `count` tokens per KV head and layer.
 
+  Layers with a window keep theirs, whatever the budget.
+
   Attributes:
     count: number of tokens.
 
@@ -56,6 +58,8 @@ class Tokens:
 @dataclasses.dataclass(frozen=True)
 class Retention:
   """A budget of a share of the row's tokens per KV head and layer.
+
+  Layers with a window keep theirs, whatever the budget.
 
   Attributes:
     share: above 0, at most 1.

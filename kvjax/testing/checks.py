@@ -18,15 +18,21 @@ from kvjax.engine.decode import Decoding
 from kvjax.engine.generate import generate
 from kvjax.engine.rerotation import LayerRotation
 from kvjax.errors import InputError
-from kvjax.model import Geometry, Model
+from kvjax.model import Geometry, LayerSpec, Model
 from kvjax.prompts import Prompts
-from kvjax.testing.tiny import TinyModel, poison_cache, random_activations
+from kvjax.testing.tiny import (
+  TinyModel,
+  kept_positions,
+  poison_cache,
+  random_activations,
+)
 
 KV_HEADS = 3
 DECODING = Decoding(8)
 # Not padded further: some methods bound the tokens of a turn.
 QUESTIONS = Prompts.of([[5, 6], [7], [1, 2, 3]], padded=3)
 _HEADS = 6
+_WINDOW = 12
 
 
 def require(holds: bool, sentence: str) -> None:
@@ -141,11 +147,39 @@ def tokens(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 
 def model_for(layers: int, longest: int) -> TinyModel:
-  """Makes a tiny model with at least `longest` different tokens."""
-  geometry = Geometry.uniform(
-    layers=layers, heads=4, kv_heads=2, head_dim=8, max_positions=longest + 512
-  )
+  """Makes a tiny hybrid model with at least `longest` different tokens.
+
+  Args:
+    layers: number of layers that attend to everything. The second of all
+      layers is one more, which has a window.
+    longest: length of the longest row.
+  """
+  everywhere = LayerSpec(heads=4, kv_heads=2, key_dim=8)
+  local = dataclasses.replace(everywhere, window=_WINDOW)
+  specs = (everywhere, local, *(everywhere,) * (layers - 1))
+  geometry = Geometry(specs, max_positions=longest + 512)
   return TinyModel(geometry, vocab_size=max(64, longest))
+
+
+def global_positions(
+  model: TinyModel, cache: Cache, row: int
+) -> dict[int, list[list[int]]]:
+  """Returns the positions of a row's tokens in the layers without a window.
+
+  Args:
+    model: the model, all of whose layers have a cache.
+    cache: its cache.
+    row: the row.
+
+  Returns:
+    By the number of the layer, the positions of each KV head.
+  """
+  specs = model.geometry.layers
+  return {
+    layer: heads
+    for layer, heads in enumerate(kept_positions(cache, row))
+    if specs[layer].compressible
+  }
 
 
 def same(one: PyTree, other: PyTree) -> bool:

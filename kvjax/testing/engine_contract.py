@@ -59,7 +59,8 @@ def _check_protected(subject: Subject, cache: Cache, where: str) -> None:
   if subject.traits.renumbers:
     return
   for row in range(len(subject.rows)):
-    for heads in kept_positions(cache, row):
+    by_layer = checks.global_positions(subject.model, cache, row)
+    for heads in by_layer.values():
       for places in heads:
         lost = sorted({*_PROTECTED} - {*places})
         require(
@@ -71,18 +72,18 @@ def _check_protected(subject: Subject, cache: Cache, where: str) -> None:
 
 def _check_cache(subject: Subject, cache: Cache, budget: Budget) -> None:
   """Refuses a cache with more or fewer tokens than its budget."""
-  layers = subject.model.geometry.num_layers
-  sizes = Sizes((2,) * layers)
+  specs = subject.model.geometry.layers
+  sizes = Sizes(tuple(s.kv_heads for s in specs if s.compressible))
   lengths = np.array(subject.lengths)
   counts = subject.spread.counts(budget, lengths, sizes)
   totals = subject.spread.totals(budget, lengths, sizes)
   for row, length in enumerate(subject.lengths):
-    by_layer = kept_positions(cache, row)
+    by_layer = checks.global_positions(subject.model, cache, row)
     if subject.spread.whole_model:
-      all_heads = [places for heads in by_layer for places in heads]
+      all_heads = [places for heads in by_layer.values() for places in heads]
       total = int(totals[:, row].sum())
       subject.check_counts(all_heads, length, total, total, f"at {budget}")
-    for layer, heads in enumerate(by_layer):
+    for share, (layer, heads) in enumerate(by_layer.items()):
       where = f"layer {layer} at {budget} of {length}"
       for places in heads:
         require(
@@ -98,7 +99,7 @@ def _check_cache(subject: Subject, cache: Cache, budget: Budget) -> None:
         continue
       if subject.spread.whole_model:
         continue
-      count, total = int(counts[layer, row]), int(totals[layer, row])
+      count, total = int(counts[share, row]), int(totals[share, row])
       subject.check_counts(heads, length, count, total, where)
 
 
@@ -162,7 +163,8 @@ def _check_recursive_plan(subject: Subject, plan: Plan) -> None:
 def _check_limit(
   subject: Subject, cache: Cache, row: int, limit: int, where: str
 ) -> None:
-  for layer, heads in enumerate(kept_positions(cache, row)):
+  by_layer = checks.global_positions(subject.model, cache, row)
+  for layer, heads in by_layer.items():
     if subject.traits.keeps_layer(layer):
       continue
     valid = max(map(len, heads))

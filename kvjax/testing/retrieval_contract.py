@@ -23,7 +23,7 @@ from kvjax.retrieval.base import Retrieval
 from kvjax.retrieval.sparse_attention import SparseAttention
 from kvjax.testing import checks
 from kvjax.testing.checks import explain, require
-from kvjax.testing.tiny import kept_positions, poison_layer
+from kvjax.testing.tiny import TinyModel, poison_layer
 
 _READS = 10
 _STORED = 60
@@ -36,9 +36,10 @@ def check_retrieval(retrieval: Retrieval) -> None:
   """Checks that a retrieval method meets the engine's requirements.
 
   The method indexes and retrieves from random activations and from the prompts
-  of a tiny model: single rows and batches, NaN in all empty slots, and
-  decoding. Its caches, which keep everything, are saved and loaded, for which
-  its class must be registered (`kvjax.register`). This takes seconds on a CPU.
+  of a tiny model, one of whose layers has a window: single rows and batches,
+  NaN in all empty slots, and decoding. Its caches, which keep everything, are
+  saved and loaded, for which its class must be registered (`kvjax.register`).
+  This takes seconds on a CPU.
 
   Args:
     retrieval: the method; it retrieves ten keys, whatever its `reads`.
@@ -243,7 +244,7 @@ def _check_caches(retrieval: Retrieval, layer: int) -> None:
     checks.same(alone, cache),
     f"A sweep must index with {name} as a prefill does; it does not.",
   )
-  _check_whole(name, cache, lengths)
+  _check_whole(name, model, cache, lengths)
   with explain(f"Asking a cache of {name} fails"):
     checks.check_repeatable(name, model, cache)
   loaded = checks.check_saved(name, model, cache)
@@ -258,12 +259,14 @@ def _check_caches(retrieval: Retrieval, layer: int) -> None:
   assert after is not None
   # There are no stop tokens, so every row has this many more.
   more = np.asarray(checks.QUESTIONS.lengths) + checks.DECODING.max_new_tokens
-  _check_whole(name, after, [*map(int, lengths + more)])
+  _check_whole(name, model, after, [*map(int, lengths + more)])
 
 
-def _check_whole(name: str, cache: Cache, lengths: Sequence[int]) -> None:
+def _check_whole(
+  name: str, model: TinyModel, cache: Cache, lengths: Sequence[int]
+) -> None:
   for row, length in enumerate(lengths):
-    for heads in kept_positions(cache, row):
+    for heads in checks.global_positions(model, cache, row).values():
       for places in heads:
         require(
           places == [*range(length)],

@@ -31,7 +31,7 @@ class Subject:
     layer: the first layer from which it evicts; None if there is none.
     lengths: lengths of the rows.
     padded: width of the batch.
-    model: a model with enough layers.
+    model: a model with enough layers, one of which has a window.
     params: the weights.
     prompts: the rows.
   """

@@ -8,14 +8,13 @@ import dataclasses
 import operator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.errors import InputError
 from kvjax.model import Attend, Geometry, LayerSpec
-from kvjax.models.adapters.keras_layers import call, weights_of
+from kvjax.models.adapters.keras_layers import backbone_weights, call
 
 Tokens = Int[Array, "B S"]
 Hidden = Float[Array, "B S E"]
@@ -147,17 +146,5 @@ def from_keras_hub(
     backbone.num_key_value_heads,
     backbone.hidden_dim // backbone.num_query_heads,
   )
-  layers = [
-    {
-      part: weights_of(operator.attrgetter(path)(layer))
-      for part, path in _PARTS.items()
-    }
-    for layer in backbone.transformer_layers
-  ]
-  params = {
-    "embed": weights_of(backbone.token_embedding),
-    "layers": jax.tree.map(lambda *same: jnp.stack(same), *layers),
-    "norm": weights_of(backbone.layer_norm),
-  }
   geometry = Geometry((spec,) * backbone.num_layers, max_positions)
-  return KerasHubModel(backbone, geometry), params
+  return KerasHubModel(backbone, geometry), backbone_weights(backbone, _PARTS)

@@ -1,9 +1,12 @@
 """Layers of Keras as pure functions of their weights."""
 
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
 
 from kvjax.errors import InputError
 
@@ -33,6 +36,37 @@ def weights_of(layer: Any) -> list[Array]:
       "before Keras is imported."
     )
   return values
+
+
+def backbone_weights(
+  backbone: Any, parts: Mapping[str, str]
+) -> dict[str, PyTree[Array]]:
+  """The weights of a backbone, those of its equal layers stacked.
+
+  Args:
+    backbone: the backbone.
+    parts: names for what has weights within a decoder layer, and the attributes
+      that hold it, with dots between.
+
+  Returns:
+    Lists of arrays, as `weights_of` gives them: "embed", "norm" and, by part,
+    "layers", with a leading axis.
+
+  Raises:
+    InputError: see `weights_of`.
+  """
+  layers = [
+    {
+      part: weights_of(operator.attrgetter(path)(layer))
+      for part, path in parts.items()
+    }
+    for layer in backbone.transformer_layers
+  ]
+  return {
+    "embed": weights_of(backbone.token_embedding),
+    "layers": jax.tree.map(lambda *same: jnp.stack(same), *layers),
+    "norm": weights_of(backbone.layer_norm),
+  }
 
 
 def call(layer: Any, weights: list[Array], *args: Any, **kwargs: Any) -> Array:

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from kvjax import files
 from kvjax.errors import InputError
 from kvjax.models.adapters.assembly import assemble
+from kvjax.models.adapters.maxtext_checkpoint import restore
 from kvjax.models.adapters.maxtext_names import (
   MODULES,
   TOP,
@@ -67,7 +65,7 @@ def from_maxtext(
     raise InputError(f"scan_axis is {scan_axis}; it must be 0 or more.")
   tree: Any = checkpoint
   if isinstance(tree, str | os.PathLike):
-    tree = _restore(pathlib.Path(tree))
+    tree = restore(pathlib.Path(tree))
   while isinstance(tree, dict) and "params" in tree:
     tree = tree["params"]
   params = Parameters(tree, "MaxText")
@@ -125,32 +123,3 @@ def from_maxtext(
   params.skip("vision_encoder/")
   params.refuse_rest()
   return lm
-
-
-def _restore(directory: pathlib.Path) -> PyTree:
-  """Reads the parameters of a checkpoint to the host.
-
-  Raises:
-    InputError: there is none, or it cannot be read.
-  """
-  folder = (directory / "items").resolve()
-  folder = folder if folder.is_dir() else directory.resolve()
-  try:
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-      tree = checkpointer.metadata(folder).item_metadata.tree
-      wanted = {"params": tree["params"]}
-      to_host = ocp.RestoreArgs(restore_type=np.ndarray)
-      restored: PyTree = checkpointer.restore(
-        folder,
-        ocp.args.PyTreeRestore(
-          wanted,
-          jax.tree.map(lambda _: to_host, wanted),
-          partial_restore=True,
-        ),
-      )
-      return restored
-  except (OSError, KeyError, ValueError, AttributeError, TypeError) as error:
-    raise InputError(
-      f"{directory} is no checkpoint of MaxText that orbax can read "
-      f"({files.reason(error)}); give the folder of a step."
-    ) from error

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
+from kvjax.models.features import find_gguf_feature
 from kvjax.models.gguf.reader import GgufFile
 from kvjax.models.layer_fields import FULL, SLIDING
 
@@ -80,6 +81,12 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
   """
   architecture = file.fields.get(gguf.Keys.General.ARCHITECTURE)
   if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
+    feature = find_gguf_feature(file.fields, str(architecture))
+    if feature is not None:
+      raise InputError(
+        f"{file.path} asks for {feature[0]}, as {feature[1]!r} says, which is "
+        "not supported."
+      )
     raise InputError(
       f"{file.path} is of the architecture {architecture!r}, which is not "
       f"supported; supported are {', '.join(MODEL_TYPES)}."

@@ -79,8 +79,8 @@ def run_binary(tmp_path_factory):
   runner.stdout.close()
 
 
-@pytest.fixture(scope="session")
-def tiny_directory(tmp_path_factory):
+def pretrained(**fields):
+  """A tiny random model with the vocabulary of the samples."""
   config = DecoderConfig.from_hf(
     {
       "model_type": "llama",
@@ -93,13 +93,30 @@ def tiny_directory(tmp_path_factory):
       "head_dim": 8,
       "max_position_embeddings": POSITIONS,
       "tie_word_embeddings": True,
+      **fields,
     }
   )
   model, params = from_decoder(Decoder(config, rngs=nnx.Rngs(0)))
   tokenizer = models.Tokenizer(vocabulary.build(), vocabulary.config(POSITIONS))
+  return models.Pretrained(model, params, config, tokenizer)
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory):
   directory = tmp_path_factory.mktemp("models") / "tiny"
-  models.save(models.Pretrained(model, params, config, tokenizer), directory)
+  models.save(pretrained(), directory)
   return directory
+
+
+@pytest.fixture(scope="session")
+def hybrid():
+  """Its second layer has a window of 6."""
+  return pretrained(
+    model_type="qwen3",
+    use_sliding_window=True,
+    sliding_window=6,
+    max_window_layers=1,
+  )
 
 
 @pytest.fixture(scope="session")

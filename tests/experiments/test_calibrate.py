@@ -200,6 +200,13 @@ def measured(lm, folder, on_new=lambda task, new: None, chosen=CHOSEN):
   return measuring.measure(lm, chosen, SAMPLES, store, 2, on_new)
 
 
+def test_tokens_of_a_hybrid_are_those_of_the_layers_that_budgets_are_of(
+  hybrid, tmp_path
+):
+  for own in measured(hybrid, tmp_path):
+    assert own.kept_tokens == math.ceil(own.retention * own.context_tokens)
+
+
 @pytest.mark.slow
 def test_triples_are_those_of_a_context_alone(tiny, tmp_path):
   found = measured(tiny, tmp_path)

@@ -30,6 +30,23 @@ def test_a_text_is_answered_side_by_side(tiny, tmp_path):
   assert all(name in shown for name in ("full", "streaming", "50 %"))
 
 
+def test_of_a_hybrid_it_says_which_layers_keep_how_much(hybrid):
+  text = "Ann called." + SENTENCE * 3
+  prompt, found = side_by_side.answer_question(hybrid, CHOSEN, text, "Who?")
+  tokens = len(prompt.context)
+  kept = [tokens, -(-tokens // 2)]
+  assert [reply.global_tokens for reply in found] == kept
+  console = rich.console.Console(width=100)
+  with console.capture() as capture:
+    console.print(side_by_side.to_terminal(prompt, "Who?", found))
+  shown = capture.get()
+  assert "kept, global" in shown
+  assert "kept, all" in shown
+  for count in kept:
+    assert f" {count} " in shown
+    assert f" {(count + 6) / 2:.0f} " in shown
+
+
 @pytest.mark.parametrize(
   ("content", "sentence"),
   [

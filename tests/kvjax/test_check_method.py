@@ -3,15 +3,25 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvjax
+from kvjax.allocation.base import Allocation
 from kvjax.errors import InputError
 from kvjax.methods import HeadwiseMethod, Method, ScoringMethod, Traits
 from kvjax.methods.heads import window_mass
 from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.retrieval import Flat, Retrieval, Selection
-from kvjax.testing import TinyModel, check_method, check_retrieval, checks
+from kvjax.testing import (
+  TinyModel,
+  check_method,
+  check_retrieval,
+  checks,
+  kept_positions,
+)
+from kvjax.testing.engine_contract import check_whole_prompts
+from kvjax.testing.subject import Subject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,10 +246,67 @@ def test_what_the_user_protects_is_watched():
     check_method(Last())
 
 
-# One that remembers, and one that works on whole prompts alone.
-@pytest.mark.parametrize("name", ["h2o", "compactor:chunk=16"])
+# One that remembers, one that works on whole prompts alone, and one that keeps
+# the first layers, of which one has a window.
+@pytest.mark.parametrize(
+  "name",
+  [
+    "h2o",
+    "compactor:chunk=16",
+    "compactor.vllm:first=2:last=3:chunk=16:leverage_chunk=20",
+  ],
+)
 def test_methods_of_ours_pass(name):
   check_method(kvjax.get_method(name))
+
+
+def test_the_model_of_the_checks_has_a_window_between_other_layers():
+  subject = Subject(kvjax.get_method("keydiff"))
+  specs = subject.model.geometry.layers
+  assert [spec.compressible for spec in specs] == [True, False, True, True]
+  plan = kvjax.Plan(subject.method, kvjax.Tokens(20))
+  cache, _ = kvjax.prefill(subject.model, subject.params, subject.prompts, plan)
+  for row, length in enumerate(subject.lengths):
+    by_layer = checks.global_positions(subject.model, cache, row)
+    assert {n: [*map(len, heads)] for n, heads in by_layer.items()} == {
+      layer: [20, 20] for layer in (0, 2, 3)
+    }
+    newest = [*range(length - specs[1].window, length)]
+    assert kept_positions(cache, row)[1] == [newest] * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Falling(Allocation):
+  """Every layer that is compressed keeps less than the one before."""
+
+  every: bool = False
+
+  @property
+  def spreads_layers(self):
+    return True
+
+  def counts(self, budget, lengths, sizes):
+    kept = np.array([budget.num_kept(int(n)) for n in lengths], np.int32)
+    # As many as there are layers, or as there are without windows.
+    layers = np.arange(sizes.layers + self.every, dtype=np.int32)
+    return np.maximum(kept - layers[:, None], 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class FallingNorm(Norm):
+  every: bool = False
+
+  @property
+  def allocation(self):
+    return Falling(self.every)
+
+
+@pytest.mark.slow
+def test_an_allocation_counts_the_layers_without_windows(registry):
+  kvjax.register("falling_norm_of_a_test", FallingNorm)
+  check_whole_prompts(Subject(FallingNorm()))
+  with pytest.raises(InputError, match="counts gives each of 3 layers"):
+    check_whole_prompts(Subject(FallingNorm(every=True)))
 
 
 @dataclasses.dataclass(frozen=True)

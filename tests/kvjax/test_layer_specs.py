@@ -195,7 +195,6 @@ def test_blocks_attend_as_the_whole_prompt_does(block):
     assert kept_positions(cache, row) == kept_positions(whole, row)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_stands_alone(name):
   plan = plan_of(name)
@@ -288,7 +287,6 @@ def test_a_saved_cache_answers_the_same(tmp_path):
     kvjax.load_cache(tmp_path / "c", model=other, model_id="tiny")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data:2,model:2", "data:2", "model:2"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_mesh_changes_nothing(name, mesh):
@@ -329,3 +327,57 @@ def test_layers_of_one_kind_are_compiled_once():
     jax.eval_shape(functools.partial(hidden, model), model.init())
     # Local layers in an inner loop, global ones in the outer.
     assert len(traced) <= 4
+
+
+def one_layer(**spec):
+  """A model with a single layer, and its weights."""
+  layer = LayerSpec(4, 2, 8, **spec)
+  model = TinyModel(geometry=kvjax.Geometry((layer,), 512))
+  return model, model.init(seed=1)
+
+
+def last_logits(model, params, tokens, asked):
+  """Of a prompt's last token, or of one that comes after the prompt."""
+  plan = kvjax.get_plan("full", FULL)
+  context = kvjax.Prompts.of([tokens[: len(tokens) - asked]])
+  cache, logits = kvjax.prefill(model, params, context, plan)
+  if not asked:
+    return logits[0]
+  question = jnp.asarray([tokens[-asked:]], jnp.int32)
+  cache = cache.grow([s.capacity and s.capacity + 64 for s in cache.stacks])
+  count = jnp.asarray([asked], jnp.int32)
+  return feed(model, params, cache, question, count)[0][0]
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_window_ends_where_it_is_said_to(asked):
+  """Query i sees keys i - W + 1 to i; one layer, so nothing is passed on."""
+  model, params = one_layer(window=WINDOW)
+  tokens = ROWS[0]
+  before = last_logits(model, params, tokens, asked)
+  for distance, matters in ((WINDOW, False), (WINDOW - 1, True)):
+    changed = list(tokens)
+    place = len(tokens) - 1 - distance
+    changed[place] = (tokens[place] + 1) % 64
+    after = last_logits(model, params, changed, asked)
+    assert bool(jnp.any(after != before)) == matters
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_sink_of_no_weight_is_none(asked):
+  model, params = one_layer(sinks=True)
+  plain, _ = one_layer()
+  (layer,) = params["layers"]
+  without = {name: x for name, x in layer.items() if name != "sinks"}
+  expected = last_logits(plain, {**params, "layers": [without]}, ROWS[0], asked)
+  found = {
+    sink: last_logits(
+      model,
+      {**params, "layers": [{**layer, "sinks": layer["sinks"] * 0 + sink}]},
+      ROWS[0],
+      asked,
+    )
+    for sink in (0.0, -1e4)
+  }
+  np.testing.assert_allclose(found[-1e4], expected, rtol=0, atol=1e-5)
+  assert jnp.abs(found[0.0] - expected).max() > 1e-3

@@ -148,7 +148,18 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
         "text_config": FIELDS | {"model_type": "x", "q_lora_rank": 64},
         "vision_config": {"depth": 4},
       },
-      r"multi-head latent attention \(MLA\), as 'q_lora_rank' says",
+      r"multi-head latent attention \(MLA\), as 'text_config.q_lora_rank' says",
+    ),
+    (
+      {"model_type": "some_lm", "text_config": {"kv_lora_rank": 512}},
+      r"multi-head latent attention \(MLA\), as 'text_config.kv_lora_rank' sa",
+    ),
+    (
+      {
+        "model_type": "qwen2_5_omni",
+        "thinker_config": {"audio_config": {"num_mel_bins": 128}},
+      },
+      "asks for an audio tower, as 'thinker_config.audio_config' says",
     ),
     (
       {

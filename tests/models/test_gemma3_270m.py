@@ -1,4 +1,4 @@
-"""Gemma 3 270M, if it has been fetched by name before.
+"""Gemma 3 270M, which is fetched at the first run of these tests.
 
 What transformers and SentencePiece answer is in tests/golden/gemma3_270m.
 """
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import user_cache
+from kvjax.errors import InputError
 from kvjax.models import catalog
 from kvjax.models.pretrained import load
 
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def lm():
-  (file,) = catalog.NAMED[NAME].files
-  path = user_cache.folder("models") / NAME / file.name
-  if not path.is_file():
-    pytest.skip(f"{path} is not there; kvjax.models.load({NAME!r}) fetches it")
+  try:
+    catalog.locate(NAME)
+  except InputError as error:
+    pytest.skip(str(error))
   return load(NAME)
 
 

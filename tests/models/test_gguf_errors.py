@@ -25,6 +25,17 @@ def _refused(path, sentence):
   ("fields", "sentence"),
   [
     ({"general.architecture": "gpt2"}, "'gpt2', which is not supported; suppo"),
+    (
+      {
+        "general.architecture": "deepseek2",
+        "deepseek2.attention.kv_lora_rank": 512,
+      },
+      r"latent attention \(MLA\), as 'deepseek2.attention.kv_lora_rank' says",
+    ),
+    (
+      {"general.architecture": "qwen3next", "qwen3next.ssm.conv_kernel": 4},
+      r"linear attention or state-space layers \(Mamba\), as 'qwen3next.ssm",
+    ),
     ({"split.count": 3}, "one of 3 parts of a model; merge them"),
     ({"llama.block_count": None}, r"lacks the field llama\.block_count"),
     (

@@ -31,6 +31,8 @@ WHOLE = "model.safetensors"
 # Of the golden models with windows.
 WINDOW = 12
 HYBRIDS = ("gemma3", "gpt_oss", "cohere2", "olmo3", "qwen3_window")
+UNIFORM = ("qwen3_moe", "smollm3", "phi3", "olmo2", "granite")
+LOCAL = ("mistral_window", "phi3_window")
 SPARSE = ("gpt_oss", "qwen3_moe", "qwen3_moe_shares")
 DRAW = np.random.default_rng(0)
 LENGTHS = (41, 23, 33, 7)
@@ -39,6 +41,7 @@ PROMPTS = kvjax.Prompts.of(ROWS)
 QUESTIONS = kvjax.Prompts.of([[5, 6, 7], [8], [9, 10], [11, 12, 13]])
 KEPT = 9
 PLAN = kvjax.get_plan("keydiff", kvjax.Tokens(KEPT))
+WHOLE_PLAN = kvjax.get_plan("full", kvjax.Retention(1.0))
 
 
 def prefilled(name, plan=PLAN, mesh=None):
@@ -47,25 +50,30 @@ def prefilled(name, plan=PLAN, mesh=None):
 
 
 @jax.jit(static_argnames="model")
-def projected_keys(model, params, tokens, lengths):
-  """The keys of each layer."""
+def projections(model, params, tokens, lengths):
+  """The queries and keys of each layer, rotated."""
 
   def attend(layer, state, seen):
-    return attend_to_prompt(seen), seen.keys
+    return attend_to_prompt(seen), (seen.queries, seen.keys)
 
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
   none = (None,) * model.geometry.num_layers
   return hidden_states(model, params, tokens, positions, none, attend)[1]
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+def projected(model, params):
+  tokens, lengths = jnp.asarray(PROMPTS.tokens), jnp.asarray(PROMPTS.lengths)
+  layers = projections(model, params, tokens, lengths)
+  return jax.tree.map(lambda x: np.asarray(x, np.float64), layers)
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *UNIFORM])
 def test_global_layers_keep_what_scores_best_and_the_others_their_window(name):
   """KeyDiff written out: keys least like the mean of their directions."""
   model, params, cache, _ = prefilled(name)
   kinds = {spec.window for spec in model.geometry.layers}
-  assert kinds == {None, WINDOW}
-  tokens, lengths = jnp.asarray(PROMPTS.tokens), jnp.asarray(PROMPTS.lengths)
-  projected = projected_keys(model, params, tokens, lengths)
+  assert kinds == ({None, WINDOW} if name in HYBRIDS else {None})
+  layers = projected(model, params)
   for row, length in enumerate(LENGTHS):
     kept = kept_positions(cache, row)
     for layer, spec in enumerate(model.geometry.layers):
@@ -74,15 +82,85 @@ def test_global_layers_keep_what_scores_best_and_the_others_their_window(name):
         if spec.window is not None:
           assert kept[layer][head] == newest
           continue
-        keys = np.asarray(projected[layer][row, head, :length], np.float64)
+        keys = layers[layer][1][row, head, :length]
         units = keys / np.linalg.norm(keys, axis=1, keepdims=True)
         best = np.argsort(units @ units.mean(axis=0), kind="stable")[:KEPT]
         assert kept[layer][head] == sorted(best.tolist())
 
 
+# The scale of the logits, as the configuration of each family states it.
+SCALES = {
+  "gpt_oss": lambda config: config["head_dim"] ** -0.5,
+  "gemma3": lambda config: config["query_pre_attn_scalar"] ** -0.5,
+  "granite": lambda config: config["attention_multiplier"],
+}
+OBSERVED = 4
+
+
+def votes_of(queries, keys, scale, sinks):
+  """SnapKV written out, for the query heads of one KV head.
+
+  Args:
+    queries: [heads, tokens, width].
+    keys: [tokens, width].
+    scale: of the logits.
+    sinks: a logit of each head, or None.
+  """
+  length = len(keys)
+  votes = np.zeros(length)
+  for head, own in enumerate(queries):
+    for place in range(max(0, length - OBSERVED), length):
+      weights = np.exp(keys[: place + 1] @ own[place] * scale)
+      total = weights.sum()
+      if sinks is not None:
+        total += np.exp(np.float64(sinks[head]))
+      votes[: place + 1] += weights / total / len(queries)
+  votes[length - OBSERVED :] = 0
+  pooled = np.convolve(votes, np.full(3, 1 / 3), "same")
+  pooled[length - OBSERVED :] = np.inf
+  return pooled
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_attention_that_methods_read_has_the_scale_and_the_sinks(name):
+  plan = kvjax.get_plan(f"snapkv:window={OBSERVED}:kernel=3", PLAN.budget)
+  model, params, cache, _ = prefilled(name, plan)
+  scale = SCALES[name](json.loads((GOLDEN / name / "config.json").read_text()))
+  tensors = safetensors.numpy.load_file(GOLDEN / name / WHOLE)
+  layers = projected(model, params)
+  for row, length in enumerate(LENGTHS):
+    kept = kept_positions(cache, row)
+    for layer, spec in enumerate(model.geometry.layers):
+      if spec.window is not None:
+        continue
+      group = spec.heads // spec.kv_heads
+      sinks = tensors.get(f"model.layers.{layer}.self_attn.sinks")
+      queries, keys = layers[layer]
+      for head in range(spec.kv_heads):
+        own = slice(head * group, (head + 1) * group)
+        votes = votes_of(
+          queries[row, own, :length],
+          keys[row, head, :length],
+          scale,
+          None if sinks is None else sinks[own],
+        )
+        best = np.argsort(-votes, kind="stable")[:KEPT]
+        assert kept[layer][head] == sorted(best.tolist())
+
+
+def test_a_model_with_windows_alone_is_said_not_to_be_compressed():
+  with pytest.warns(kvjax.InputWarning, match="KeyDiff compresses nothing"):
+    _, _, cache, _ = prefilled("mistral_window")
+  for row, length in enumerate(LENGTHS):
+    newest = list(range(max(0, length - WINDOW), length))
+    assert kept_positions(cache, row) == [[newest] * 2] * 2
+  # Without a warning, which would be an error here.
+  prefilled("mistral_window", WHOLE_PLAN)
+
+
 def test_a_run_counts_tokens_in_global_layers_and_in_all():
   model, _, cache, _ = prefilled("gpt_oss")
-  counts = answering._TokenCounts.of(cache)
+  counts = answering.TokenCounts.of(cache)
   assert counts.tokens.tolist() == list(LENGTHS)
   of_global = np.minimum(LENGTHS, KEPT)
   np.testing.assert_allclose(counts.kept_globally, of_global)
@@ -92,7 +170,7 @@ def test_a_run_counts_tokens_in_global_layers_and_in_all():
   local = np.minimum(LENGTHS, WINDOW)
   np.testing.assert_allclose(counts.kept, (of_global + local) / 2)
   uniform = prefilled("qwen3_moe")[2]
-  assert answering._TokenCounts.of(uniform).kept_globally is None
+  assert answering.TokenCounts.of(uniform).kept_globally is None
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -126,7 +204,7 @@ def test_a_row_of_a_compressed_hybrid_answers_as_it_does_alone(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_blocks_of_a_prompt_fill_the_rings_as_a_whole_prompt_does(name):
-  whole = kvjax.get_plan("full", kvjax.Retention(1.0))
+  whole = WHOLE_PLAN
   blocks = dataclasses.replace(whole, schedule=kvjax.Schedule(block=16))
   _, _, one, logits = prefilled(name, whole)
   _, _, other, in_blocks = prefilled(name, blocks)
@@ -135,8 +213,8 @@ def test_blocks_of_a_prompt_fill_the_rings_as_a_whole_prompt_does(name):
     assert kept_positions(one, row) == kept_positions(other, row)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_a_cache_of_a_hybrid_comes_back(name, tmp_path):
+@pytest.mark.parametrize("name", [*HYBRIDS, *UNIFORM])
+def test_a_cache_comes_back(name, tmp_path):
   model, params, cache, _ = prefilled(name)
   save_cache(cache, tmp_path, model=model, model_id="tiny")
   again = load_cache(tmp_path, model=model, model_id="tiny")
@@ -150,12 +228,14 @@ def test_a_cache_of_a_hybrid_comes_back(name, tmp_path):
 
 
 @pytest.mark.parametrize("mesh", ["data:2,model:2", "model:4"])
-@pytest.mark.parametrize("name", [*HYBRIDS, "qwen3_moe", "phi3", "olmo2"])
+@pytest.mark.parametrize("name", [*HYBRIDS, *UNIFORM, *LOCAL])
 def test_a_mesh_changes_nothing(name, mesh):
-  _, _, cache, logits = prefilled(name)
+  # Of models with windows alone, methods leave all layers as they are.
+  plan = WHOLE_PLAN if name in LOCAL else PLAN
+  _, _, cache, logits = prefilled(name, plan)
   devices = parse_mesh(mesh)
   with jax.set_mesh(devices):
-    model, params, spread, others = prefilled(name, mesh=devices)
+    model, params, spread, others = prefilled(name, plan, devices)
     mlp = params["layers"][0]["mlp"]
     if model.config.kinds[0].sparse:
       mlp = mlp["experts"]
@@ -176,6 +256,21 @@ def test_grouped_experts_compute_what_masked_ones_do(name, mesh):
   with jax.set_mesh(devices), dispatch.use("xla", "gpu"):
     _, _, _, grouped = prefilled(name, mesh=devices)
   np.testing.assert_allclose(grouped, masked, rtol=0, atol=1e-4)
+
+
+def test_the_order_of_experts_does_not_matter(tmp_path):
+  _, _, _, expected = prefilled("gpt_oss")
+  shutil.copy(GOLDEN / "gpt_oss" / "config.json", tmp_path)
+  tensors = safetensors.numpy.load_file(GOLDEN / "gpt_oss" / WHOLE)
+  order = [2, 0, 3, 1]
+  moved = {
+    name: np.ascontiguousarray(x[order]) if ".mlp." in name else x
+    for name, x in tensors.items()
+  }
+  assert any(np.any(moved[name] != tensors[name]) for name in tensors)
+  safetensors.numpy.save_file(moved, tmp_path / WHOLE)
+  _, _, _, logits = prefilled(tmp_path)
+  np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
 
 
 def test_keys_without_rope_are_the_same_in_all_places():
@@ -277,15 +372,18 @@ def test_damaged_blocks_get_one_sentence(tmp_path, change, sentence):
 
 
 def test_a_vision_tower_is_skipped_and_said_so(tmp_path):
-  """As the files of Gemma 3 from 4B on have it, in both layouts."""
+  """As the files of Gemma 3 from 4B on have it, and those of other models."""
   fields = json.loads((GOLDEN / "gemma3" / "config.json").read_text())
   tensors = safetensors.numpy.load_file(GOLDEN / "gemma3" / WHOLE)
   _, expected = load_decoder(GOLDEN / "gemma3", "float32")
   picture = np.ones((2, 2), np.float32)
-  for number, (text, images) in enumerate(
+  for number, (text, tower) in enumerate(
     [
-      ("language_model.model.", ""),
-      ("model.language_model.", "model."),
+      ("language_model.model.", "vision_tower"),
+      ("model.language_model.", "model.vision_tower"),
+      ("model.language_model.", "model.visual"),
+      ("model.", "visual"),
+      ("model.", "vision_encoder"),
     ]
   ):
     folder = tmp_path / str(number)
@@ -301,8 +399,9 @@ def test_a_vision_tower_is_skipped_and_said_so(tmp_path):
     renamed = {
       name.replace("model.", text, 1): value for name, value in tensors.items()
     }
-    renamed[f"{images}vision_tower.encoder.weight"] = picture
-    renamed[f"{images}multi_modal_projector.weight"] = picture
+    renamed[f"{tower}.encoder.weight"] = picture
+    projector = "model." if tower.startswith("model.") else ""
+    renamed[f"{projector}multi_modal_projector.weight"] = picture
     safetensors.numpy.save_file(renamed, folder / WHOLE)
     with pytest.warns(kvjax.InputWarning, match="2 tensors of a vision tower"):
       _, params = load_decoder(folder, "float32")

@@ -164,3 +164,14 @@ def test_scores_have_a_column_per_budget(answer, record, tmp_path):
     ["keydiff", "", "60.0", "60.0"],
     ["snapkv", "", "40.0", "40.0"],
   ]
+
+
+def test_scores_of_a_hybrid_say_which_layers_budgets_are_of(
+  answer, record, tmp_path
+):
+  note = "Budgets are of the layers without a window."
+  hybrid = record([answer(global_tokens=200.0)], tmp_path / "a")
+  assert ranking.merge([hybrid]).to_markdown().count(note) == 1
+  assert note in ranking.merge([hybrid]).to_html()
+  plain = record([answer()], tmp_path / "b")
+  assert note not in ranking.merge([plain]).to_markdown()
