@@ -22,27 +22,38 @@ AXES = ("data", "model")
 _implementation = jax.make_user_context(default_value=None)
 _platform = jax.make_user_context(default_value=None)
 
+# Compute capabilities, without the digit after the point. Our kernels for GPUs
+# use instructions that only Hopper has.
+HOPPER = range(9, 10)
+
 
 class Programs(NamedTuple):
   """The interchangeable programs of one operation.
 
   A kernel raises NotImplementedError during tracing for inputs that it does
   not support. XLA's program supports all inputs.
+
+  Attributes:
+    xla: the program that runs everywhere.
+    tpu: the kernel for TPUs.
+    gpu: the kernel for GPUs.
+    gpus: major compute capabilities of the GPUs that have its instructions.
   """
 
   xla: Callable[..., Any]
   tpu: Callable[..., Any]
   gpu: Callable[..., Any]
+  gpus: range = HOPPER
 
   @classmethod
-  def of(cls, xla: Callable[..., Any]) -> "Programs":
+  def of(cls, xla: Callable[..., Any], gpus: range = HOPPER) -> "Programs":
     """Finds the kernels by the name of XLA's program.
 
     Those of `xla.select_xla` are `tpu.select_tpu` and `gpu.select_gpu`, in the
     modules of the same package. They are imported when they are first used:
     Pallas takes longer to import than the rest of kvjax.
     """
-    return cls(xla, _kernel(xla, "tpu"), _kernel(xla, "gpu"))
+    return cls(xla, _kernel(xla, "tpu"), _kernel(xla, "gpu"), gpus)
 
 
 def _kernel(xla: Callable[..., Any], platform: Platform) -> Callable[..., Any]:
@@ -115,7 +126,7 @@ def dispatch(
   kernel = functools.partial(kernel, **options)
   try:
     if platform == "gpu":
-      _check_gpu()
+      _check_gpu(programs.gpus)
     return _on_mesh(kernel, operands, spread, result)
   # Kernels decline while they are traced, so nothing has run yet.
   except NotImplementedError:
@@ -124,22 +135,27 @@ def dispatch(
     return run(*operands)
 
 
-def _check_gpu() -> None:
-  """Declines GPUs other than Hopper.
+def _check_gpu(gpus: range) -> None:
+  """Declines GPUs without a kernel's instructions.
 
   Compiling for a GPU that is not attached is always allowed, since there is
   nothing to check.
 
+  Args:
+    gpus: see `Programs`.
+
   Raises:
-    NotImplementedError: the GPU lacks Hopper's instructions.
+    NotImplementedError: the attached GPU is of another kind.
   """
   # `platform` may name a GPU on a machine that has none.
   if jax.default_backend() != "gpu":
     return
   capability = jax.devices()[0].compute_capability
-  if not capability.startswith("9."):
+  if int(capability.partition(".")[0]) not in gpus:
+    oldest = "at least " if len(gpus) > 1 else ""
     raise NotImplementedError(
-      f"The GPU kernels need compute capability 9; this GPU has {capability}."
+      f"The kernel needs compute capability {oldest}{gpus[0]}; this GPU has "
+      f"{capability}."
     )
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from kvjax import kernels
 from kvjax.kernels.dispatch import Programs, dispatch
+from kvjax.kernels.prompt_attention import api as prompt_attention_api
 
 
 def declining(*_, **__):
@@ -71,15 +72,29 @@ def test_where_a_kernel_declines_xla_serves_unless_pallas_was_asked(platform):
       run(UNWILLING, "pallas")
 
 
-@pytest.mark.parametrize(("capability", "expected"), [("9.0", 200), ("8.0", 2)])
+@pytest.mark.parametrize(
+  ("capability", "hopper", "library"),
+  [
+    ("7.5", 2, 2),
+    ("8.0", 2, 200),
+    ("8.9", 2, 200),
+    ("9.0", 200, 200),
+    ("10.0", 2, 200),
+  ],
+)
 def test_kernels_for_one_kind_of_gpu_decline_another(
-  monkeypatch, capability, expected
+  monkeypatch, capability, hopper, library
 ):
   gpu = types.SimpleNamespace(compute_capability=capability)
   x = jnp.zeros((2, 4, 3))
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   monkeypatch.setattr(jax, "devices", lambda: [gpu])
-  assert run(WILLING, x=x).max() == expected
+  assert run(WILLING, x=x).max() == hopper
+  cudnn = WILLING._replace(gpus=prompt_attention_api._PROGRAMS.gpus)
+  assert run(cudnn, x=x).max() == library
+  if hopper == 2:
+    with pytest.raises(NotImplementedError, match=f"has {capability}"):
+      run(WILLING, "pallas", x=x)
 
 
 @pytest.mark.parametrize(
