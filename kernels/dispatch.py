@@ -110,7 +110,8 @@ def dispatch(
       absent operands.
     spread: the leading axes of each operand: "BK" for rows and heads, "B" for
       rows, "K" for heads, "" for neither. Query heads count as heads.
-    result: the leading axes of each output, in the structure of the result.
+    result: the leading axes of each output, in the structure of the result; a
+      text stands for all outputs of a tree.
     **options: static options.
 
   Raises:
@@ -127,7 +128,7 @@ def dispatch(
   try:
     if platform == "gpu":
       _check_gpu(programs.gpus)
-    return _on_mesh(kernel, operands, spread, result)
+    return on_mesh(kernel, operands, spread, result)
   # Kernels decline while they are traced, so nothing has run yet.
   except NotImplementedError:
     if chosen == "pallas":
@@ -159,13 +160,23 @@ def _check_gpu(gpus: range) -> None:
     )
 
 
-def _on_mesh(
+def on_mesh(
   kernel: Callable[..., Any],
   operands: Sequence[PyTree[Array]],
   spread: Sequence[str],
   result: PyTree[str],
 ) -> Any:
-  """Runs a kernel on each device's shard of the operands."""
+  """Runs a program on each device's shard of the operands.
+
+  Devices do not wait for each other, so that conditions in the program are
+  each device's own.
+
+  Args:
+    kernel: the program, which treats rows and KV heads independently.
+    operands: see `dispatch`.
+    spread: see `dispatch`.
+    result: see `dispatch`.
+  """
   mesh = jax.sharding.get_abstract_mesh()
   # Inside an outer shard_map the axes are manual: operands are shards already.
   if mesh.size <= 1 or not set(AXES) <= set(mesh.auto_axes):
@@ -174,7 +185,7 @@ def _on_mesh(
     (letter, size)
     for operand, letters in zip(operands, spread, strict=True)
     for array in jax.tree.leaves(operand)
-    # Only leading axes have letters, so the shapes are longer.
+    # Only leading axes have letters, and some arrays lack even these.
     for letter, size in zip(letters, array.shape, strict=False)
   ]
   # Shard an axis only if all operands divide evenly; replicate it otherwise.
@@ -190,17 +201,14 @@ def _on_mesh(
     # Letters without a mesh axis, such as L, map to None: replicated.
     return PartitionSpec(*map(axes.get, letters))
 
+  def specs(operand: PyTree[Array], letters: str) -> PyTree[PartitionSpec]:
+    # Some arrays of a tree, such as cursors, lack its leading axes.
+    return jax.tree.map(lambda x: spec(letters[: x.ndim]), operand)
+
   return jax.shard_map(
     kernel,
-    in_specs=tuple(
-      jax.tree.map(functools.partial(_constant, spec(letters)), operand)
-      for operand, letters in zip(operands, spread, strict=True)
-    ),
+    in_specs=tuple(map(specs, operands, spread)),
     out_specs=jax.tree.map(spec, result),
     # A pallas_call does not say over which mesh axes its results vary.
     check_vma=False,
   )(*operands)
-
-
-def _constant(spec: PartitionSpec, _: Array) -> PartitionSpec:
-  return spec
