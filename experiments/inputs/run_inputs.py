@@ -65,7 +65,37 @@ def loaded() -> Iterator[tuple[models.Pretrained, int]]:
       return
     mesh = parse_mesh(_MESH.value)
     with jax.set_mesh(mesh):
+      if BATCH.present:
+        check_batch()
       yield models.load(_model(), dtype(), mesh), mesh.size
+
+
+def check_batch() -> None:
+  """Rejects a batch that every device would compute as a whole.
+
+  Raises:
+    InputError: the axis "data" does not divide --batch.
+  """
+  rows = _data_size()
+  if BATCH.value % rows:
+    raise InputError(
+      f"--batch={BATCH.value} is no multiple of {rows}, the size of the axis "
+      "'data' of --mesh, which shares out the rows of a batch; choose another "
+      "size of one of them."
+    )
+
+
+def batch() -> int:
+  """Returns the contexts per prefill; the default fits the mesh in context."""
+  if BATCH.present:
+    return int(BATCH.value)
+  rows = _data_size()
+  return int(-(-BATCH.value // rows) * rows)
+
+
+def _data_size() -> int:
+  """Size of the axis "data" of the mesh in context."""
+  return int(jax.sharding.get_abstract_mesh().shape.get("data", 1))
 
 
 def check_lengths(lm: models.Pretrained, lengths: Sequence[int]) -> None:

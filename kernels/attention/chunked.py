@@ -34,7 +34,6 @@ def attention_chunked(
   layer: Int[Array, ""],
 ) -> Partial:
   """Computes `api.partial_attention` in O(S + T) memory."""
-
   # Each device skips the chunks that its own rows and heads do not need.
   partial: Partial = on_mesh(
     functools.partial(_attend_in_chunks, options),

@@ -127,7 +127,7 @@ def test_a_signal_while_garbage_is_collected_is_not_lost(
     gc.callbacks.remove(collected)
     signal.signal(signal.SIGTERM, handlers[0])
     signal.signal(signal.SIGINT, handlers[1])
-  assert stopped.value.code == 130
+  assert stopped.value.code == 128 + number
   assert capsys.readouterr().err == "Stopped.\n"
 
 
@@ -152,7 +152,7 @@ def test_a_signal_ends_a_program_without_a_traceback(program, capsys, number):
       (signal.SIGTERM, signal.SIGINT), before, strict=True
     ):
       signal.signal(sort, handler)
-  assert stopped.value.code == 130
+  assert stopped.value.code == 128 + number
   assert capsys.readouterr().err == "Stopped.\n"
   assert done
 
@@ -192,6 +192,7 @@ def test_a_model_that_is_something_else(
     ("generate_documents", ["--output=/dev/null"], "/dev/null is no folder"),
     ("show_kept", ["--output=/dev/null"], "no regular file"),
     ("compare", ["--mesh=data:2,data:2", "--output=new"], "'data' twice"),
+    ("compare", ["--mesh=data:2", "--batch=3"], "no multiple of 2, the size"),
     ("compare", ["--output=new", "--model=loop"], "loop has no config.json"),
     ("compare", ["--seed=99999999999", "--output=new"], "--seed is 9999999999"),
     (
