@@ -13,7 +13,7 @@ from typing import NoReturn
 import jax
 from absl import app, flags, logging
 
-from kvjax import user_cache
+from kvjax import files, user_cache
 from kvjax.errors import InputError, InputWarning
 from kvjax.experiments import exits
 from kvjax.experiments.run import hosts
@@ -56,7 +56,7 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
   def guarded(argv: Sequence[str]) -> None:
     try:
       with _interruptible():
-        _check_values()
+        _check_values(argv[1:])
         main(argv[1:])
     except InputError as error:
       _refuse(str(error))
@@ -132,19 +132,23 @@ def _raising(
   return handle
 
 
-def _check_values() -> None:
-  """Refuses values that no flag of any program can mean.
+def _check_values(arguments: Sequence[str]) -> None:
+  """Refuses values that no flag or argument of any program can mean.
 
   Raises:
-    InputError: a text is given as an empty one, or a number does not fit into
-      32 bits.
+    InputError: a text is given as an empty one, or is an address of another
+      machine, or a number does not fit into 32 bits.
   """
+  for argument in arguments:
+    files.check_local(argument)
   for flag in (flags.FLAGS[name] for name in flags.FLAGS):
     value = flag.value
     if flag.present and isinstance(value, str) and not value.strip():
       raise InputError(
         f"--{flag.name} is empty; give it a value, or leave it out."
       )
+    if isinstance(value, str):
+      files.check_local(value)
     if type(value) is int and abs(value) > _LARGEST:
       raise InputError(
         f"--{flag.name} is {_shorten(str(value))}; the largest number is "
