@@ -16,7 +16,7 @@ from absl import app, flags, logging
 from kvjax import files, user_cache
 from kvjax.errors import InputError, InputWarning
 from kvjax.experiments import exits
-from kvjax.experiments.run import hosts
+from kvjax.experiments.run import hosts, kernel_failures
 
 _AGAIN_SECONDS = 0.02
 _CACHE_BYTES = 2**31
@@ -71,7 +71,9 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
       if str(stopped):
         print(stopped, file=sys.stderr)
       exits.leave(exits.PREEMPTED)
-    except Exception:
+    except Exception as error:
+      if said := kernel_failures.sentence(error):
+        _refuse(said)
       if jax.distributed.is_initialized():
         traceback.print_exc()
         exits.leave(1)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,6 +13,17 @@ from jaxtyping import Array, PyTree
 Implementation = Literal["xla", "pallas"]
 Platform = Literal["cpu", "gpu", "tpu"]
 
+# The operations that have kernels, which are packages of this one.
+OPERATIONS = (
+  "attention_mass",
+  "gather",
+  "paged_attention",
+  "prompt_attention",
+  "select",
+  "sketch",
+  "sparse_decode",
+)
+
 # The mesh axes: batch rows are sharded over the first, KV heads and the query
 # heads that read them over the second.
 AXES = ("data", "model")
@@ -21,6 +32,7 @@ AXES = ("data", "model")
 # compiled under one choice is never reused under another.
 _implementation = jax.make_user_context(default_value=None)
 _platform = jax.make_user_context(default_value=None)
+_overrides = jax.make_user_context(default_value=())
 
 # Compute capabilities, without the digit after the point. Our kernels for GPUs
 # use instructions that only Hopper has.
@@ -44,6 +56,11 @@ class Programs(NamedTuple):
   tpu: Callable[..., Any]
   gpu: Callable[..., Any]
   gpus: range = HOPPER
+
+  @property
+  def operation(self) -> str:
+    """Name of the operation: the package of XLA's program."""
+    return self.xla.__module__.rpartition(".")[0].rpartition(".")[2]
 
   @classmethod
   def of(cls, xla: Callable[..., Any], gpus: range = HOPPER) -> "Programs":
@@ -72,6 +89,7 @@ def _kernel(xla: Callable[..., Any], platform: Platform) -> Callable[..., Any]:
 def use(
   implementation: Implementation | None = None,
   platform: Platform | None = None,
+  overrides: Mapping[str, Implementation] | None = None,
 ) -> Iterator[None]:
   """Chooses the programs for everything that is traced within the context.
 
@@ -79,8 +97,30 @@ def use(
     implementation: "xla"; "pallas", which raises where a kernel declines; None
       uses the platform's kernels and falls back to XLA.
     platform: the target to compile for; None is JAX's default backend.
+    overrides: implementations of some of `OPERATIONS` by name, in place of
+      `implementation`.
+
+  Raises:
+    ValueError: there is no operation of a name.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from kvjax.kernels.select import largest
+    >>> with use("pallas", overrides={"select": "xla"}):
+    ...   slots = largest(jnp.array([[0.5, 2.0, 1.0]]), jnp.array([2]), 2)
+    >>> slots.tolist()
+    [[1, 2]]
   """
-  with _implementation(implementation), _platform(platform):
+  chosen = tuple(sorted((overrides or {}).items()))
+  unknown = [name for name, _ in chosen if name not in OPERATIONS]
+  if unknown:
+    raise ValueError(f"{unknown[0]!r} is none of {', '.join(OPERATIONS)}.")
+  # Pairs rather than a mapping: what is in use must not change, and is hashed.
+  with (
+    _implementation(implementation),
+    _platform(platform),
+    _overrides(chosen),
+  ):
     yield
 
 
@@ -117,7 +157,11 @@ def dispatch(
   Raises:
     NotImplementedError: the implementation is "pallas" and the kernel declines.
   """
-  chosen = implementation or _implementation.value
+  chosen = (
+    implementation
+    or dict(_overrides.value).get(programs.operation)
+    or _implementation.value
+  )
   platform = target_platform()
   run = functools.partial(programs.xla, **options)
   if chosen == "xla" or (chosen is None and platform == "cpu"):

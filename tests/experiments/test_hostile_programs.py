@@ -104,6 +104,17 @@ def test_what_the_system_refuses_is_a_sentence(program, tmp_path, capsys):
     assert len(line) < 400
 
 
+def test_a_kernel_that_does_not_compile_is_a_sentence(program, capsys):
+  def main():
+    raise RuntimeError("Mosaic failed to compile: kvjax/kernels/select/tpu.py")
+
+  with pytest.raises(SystemExit) as stopped:
+    program(main)
+  assert stopped.value.code == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert "; --kernels=select:xla runs XLA's program instead" in line
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_garbage_is_collected_is_not_lost(
   program, capsys, number
