@@ -25,8 +25,9 @@ OPERATIONS = (
 )
 
 # The mesh axes: batch rows are sharded over the first, KV heads and the query
-# heads that read them over the second.
+# heads that read them over the second, or else pages of any heads.
 AXES = ("data", "model")
+_AXIS_OF = {"B": "data", "K": "model", "R": "model"}
 
 # A user context is part of JAX's compilation cache key, so a program that was
 # compiled under one choice is never reused under another.
@@ -209,6 +210,7 @@ def on_mesh(
   operands: Sequence[PyTree[Array]],
   spread: Sequence[str],
   result: PyTree[str],
+  combine: Callable[[Any, str], Any] | None = None,
 ) -> Any:
   """Runs a program on each device's shard of the operands.
 
@@ -220,6 +222,8 @@ def on_mesh(
     operands: see `dispatch`.
     spread: see `dispatch`.
     result: see `dispatch`.
+    combine: joins the results of devices along a mesh axis, if the letter "R"
+      in `spread`, for pages, shares out what all heads read.
   """
   mesh = jax.sharding.get_abstract_mesh()
   # Inside an outer shard_map the axes are manual: operands are shards already.
@@ -237,7 +241,7 @@ def on_mesh(
   # device of its KV head, j // (N / K).
   axes = {
     letter: axis
-    for letter, axis in zip("BK", AXES, strict=True)
+    for letter, axis in _AXIS_OF.items()
     if all(size % mesh.shape[axis] == 0 for of, size in sizes if of == letter)
   }
 
@@ -249,8 +253,12 @@ def on_mesh(
     # Some arrays of a tree, such as cursors, lack its leading axes.
     return jax.tree.map(lambda x: spec(letters[: x.ndim]), operand)
 
+  def run(*shards: Any) -> Any:
+    found = kernel(*shards)
+    return combine(found, axes["R"]) if combine and "R" in axes else found
+
   return jax.shard_map(
-    kernel,
+    run,
     in_specs=tuple(map(specs, operands, spread)),
     out_specs=jax.tree.map(spec, result),
     # A pallas_call does not say over which mesh axes its results vary.
