@@ -253,9 +253,13 @@ def on_mesh(
     # Some arrays of a tree, such as cursors, lack its leading axes.
     return jax.tree.map(lambda x: spec(letters[: x.ndim]), operand)
 
+  shared = axes.get("R")
+
   def run(*shards: Any) -> Any:
     found = kernel(*shards)
-    return combine(found, axes["R"]) if combine and "R" in axes else found
+    if combine is None or shared is None or mesh.shape[shared] == 1:
+      return found
+    return combine(found, shared)
 
   return jax.shard_map(
     run,

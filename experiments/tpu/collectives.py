@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from kvjax.experiments.tpu.hlo import Instruction, Module
+from kvjax.experiments.tpu.hlo import CALLS, Instruction, Module
 from kvjax.experiments.tpu.loops import turns
 
 OPCODES = (
@@ -13,16 +13,6 @@ OPCODES = (
   "collective-permute",
   "reduce-scatter",
 )
-# Instructions that run other computations, and the attributes with their names.
-_CALLS = {
-  "while": ("condition", "body"),
-  "conditional": (
-    "branch_computations",
-    "true_computation",
-    "false_computation",
-  ),
-  "call": ("to_apply",),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +46,11 @@ def collectives(module: Module, *, turn: bool = False) -> list[Collective]:
   if not turn:
     return list(_within(module, module.entry, 1))
   bodies = [
-    [found for name in each.called("body") for found in _within(module, name, 1)]
+    [
+      found
+      for name in each.called("body")
+      for found in _within(module, name, 1)
+    ]
     for each in module.computations[module.entry].values()
     if each.opcode == "while"
   ]
@@ -86,7 +80,7 @@ def _within(module: Module, name: str, times: int) -> Iterator[Collective]:
     repeated = times
     if each.opcode == "while":
       repeated *= turns(module, computation, each) or 1
-    for kind in _CALLS.get(each.opcode, ()):
+    for kind in CALLS.get(each.opcode, ()):
       for called in each.called(kind):
         yield from _within(module, called, repeated)
 
