@@ -87,8 +87,8 @@ TOKENS = 512
 # A device's share of a layer's kept keys, of a quarter of the tokens: on each
 # mesh it has a quarter or half of 4 rows with 4 KV heads.
 KEPT_KEYS = 4 * (TOKENS // 4) * 16 * 2
-# Without methods that are made with a file, which is of another model, and those
-# whose prefill reads numbers that shapes do not have.
+# Without methods that are made with a file, which is of another model, and
+# those whose prefill reads numbers that shapes do not have.
 _NOT_BY_SHAPES = {"kvzap", "fast_kvzip", "kvzip", "simlayerkv", "full"}
 METHOD_NAMES = sorted({"ada/snapkv", *METHODS} - _NOT_BY_SHAPES)
 
