@@ -4,6 +4,7 @@
 #   make lint     check style, types and the layering of imports
 #   make format   format the code
 #   make tpu-compile  compile everything for TPUs, without one attached
+#   make device-check  compare the kernels with XLA on the TPU or GPU at hand
 #   make test-tpu run the tests that compile for TPUs
 #   make test-adapters  run the tests with packages of other models
 #   make peers    set up kvpress in .peers, for benchmark_peers
@@ -22,7 +23,8 @@ MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
   as python3, python3.12, python3.13 or python3.14: install one, or name it \
   with PYTHON=/path/to/python
 
-.PHONY: demo test lint format tpu-compile test-tpu test-adapters peers clean
+.PHONY: demo test lint format tpu-compile device-check test-tpu \
+  test-adapters peers clean
 
 demo: $(READY)
 	@$(BIN)/python -m kvjax.experiments.compare $(ARGS)
@@ -39,6 +41,9 @@ lint: $(READY)
 format: $(READY)
 	@$(BIN)/ruff check --quiet --fix
 	@$(BIN)/ruff format --quiet
+
+device-check: $(READY)
+	@$(BIN)/python -m kvjax.experiments.device_check $(ARGS)
 
 # libtpu has its own folder: in .venv, every program would look for a TPU.
 tpu-compile: .libtpu/.ready

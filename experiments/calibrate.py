@@ -262,7 +262,7 @@ class _Run(NamedTuple):
     new = len(set(wanted(chosen, samples)) - store.records.keys())
     with runner.progress_bar(new) as advance:
       return measuring.measure(
-        self.lm, chosen, samples, store, run_inputs.BATCH.value, advance
+        self.lm, chosen, samples, store, run_inputs.batch(), advance
       )
 
 

@@ -1,11 +1,11 @@
 """Starts programs and reports user errors."""
 
 import contextlib
-import os
 import signal
 import sys
 import threading
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
@@ -13,11 +13,11 @@ from typing import NoReturn
 import jax
 from absl import app, flags, logging
 
-from kvjax import user_cache
+from kvjax import files, user_cache
 from kvjax.errors import InputError, InputWarning
+from kvjax.experiments import exits
+from kvjax.experiments.run import hosts, kernel_failures
 
-WRONG_INPUT = 2
-INTERRUPTED = 130
 _AGAIN_SECONDS = 0.02
 _CACHE_BYTES = 2**31
 # Of numbers, and of texts in messages.
@@ -27,16 +27,13 @@ _LONGEST_SENTENCE = 3000
 _FORMATTED = warnings.formatwarning
 
 
-class StoppedError(Exception):
-  """A run that ends early, and that the same command resumes."""
-
-
 def run(main: Callable[[], None]) -> None:
   """Parses the flags and calls `main`.
 
   A user error, such as a wrong flag, prints one sentence to stderr and exits
-  with code 2. So does a full disk or a path that cannot be used. SIGINT and
-  SIGTERM end the program with code 130.
+  with code 2; of several hosts, the first one prints. So does a full disk or a
+  path that cannot be used. SIGINT ends the program with code 130, and SIGTERM,
+  which schedulers send before they take a machine away, with code 143.
   """
 
   def without_arguments(arguments: Sequence[str]) -> None:
@@ -59,7 +56,7 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
   def guarded(argv: Sequence[str]) -> None:
     try:
       with _interruptible():
-        _check_values()
+        _check_values(argv[1:])
         main(argv[1:])
     except InputError as error:
       _refuse(str(error))
@@ -68,28 +65,33 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
         raise
       path = _shorten(str(error.filename or "A file"))
       _refuse(f"{path} cannot be used: {error.strerror}.")
-    except StoppedError as stopped:
+    except exits.RefusedError as refused:
+      _say_refused(str(refused))
+    except exits.StoppedError as stopped:
       if str(stopped):
         print(stopped, file=sys.stderr)
-      leave(INTERRUPTED)
-    except Exception:
+      exits.leave(exits.PREEMPTED)
+    except Exception as error:
+      if said := kernel_failures.sentence(error):
+        _refuse(said)
       if jax.distributed.is_initialized():
         traceback.print_exc()
-        leave(1)
+        exits.leave(1)
       raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
       # A second one ends the program at once, without a traceback either.
       for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
       print("Stopped.", file=sys.stderr)
-      leave(INTERRUPTED)
+      preempted = isinstance(stop, exits.Preempted)
+      exits.leave(exits.PREEMPTED if preempted else exits.INTERRUPTED)
 
   app.run(guarded, flags_parser=_parse)
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-  """Lets SIGTERM raise KeyboardInterrupt, as SIGINT does, and neither get lost.
+  """Lets SIGTERM raise an interrupt, as SIGINT does, and neither get lost.
 
   Schedulers of batch systems send SIGTERM before they kill. Python drops what
   is raised while it collects garbage, where JAX has a callback, so that an
@@ -102,38 +104,53 @@ def _interruptible() -> Iterator[None]:
   report = sys.unraisablehook
 
   def repeat(dropped: "sys.UnraisableHookArgs") -> None:
-    if dropped.exc_type is KeyboardInterrupt:
+    if issubclass(dropped.exc_type, KeyboardInterrupt):
+      signal.signal(signal.SIGALRM, _raising(dropped.exc_type))
       signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
     else:
       report(dropped)
 
   numbers = (signal.SIGTERM, signal.SIGALRM)
-  before = [
-    signal.signal(number, signal.default_int_handler) for number in numbers
-  ]
+  handler = _raising(exits.Preempted)
+  before = [(number, signal.signal(number, handler)) for number in numbers]
   sys.unraisablehook = repeat
   try:
     yield
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0)
     sys.unraisablehook = report
-    for number, handler in zip(numbers, before, strict=True):
-      signal.signal(number, handler)
+    for number, earlier in before:
+      signal.signal(number, earlier)
 
 
-def _check_values() -> None:
-  """Refuses values that no flag of any program can mean.
+def _raising(
+  interrupt: type[KeyboardInterrupt],
+) -> Callable[[int, types.FrameType | None], None]:
+  """Returns a handler of signals that raises an interrupt."""
+
+  def handle(number: int, frame: types.FrameType | None) -> None:
+    raise interrupt
+
+  return handle
+
+
+def _check_values(arguments: Sequence[str]) -> None:
+  """Refuses values that no flag or argument of any program can mean.
 
   Raises:
-    InputError: a text is given as an empty one, or a number does not fit into
-      32 bits.
+    InputError: a text is given as an empty one, or is an address of another
+      machine, or a number does not fit into 32 bits.
   """
+  for argument in arguments:
+    files.check_local(argument)
   for flag in (flags.FLAGS[name] for name in flags.FLAGS):
     value = flag.value
     if flag.present and isinstance(value, str) and not value.strip():
       raise InputError(
         f"--{flag.name} is empty; give it a value, or leave it out."
       )
+    if isinstance(value, str):
+      files.check_local(value)
     if type(value) is int and abs(value) > _LARGEST:
       raise InputError(
         f"--{flag.name} is {_shorten(str(value))}; the largest number is "
@@ -198,16 +215,12 @@ def _shorten(text: str, longest: int = _LONGEST) -> str:
   return f"{text[: longest // 2]} ... {text[-longest // 4 :]}"
 
 
-def _refuse(sentence: str) -> None:
-  print(_shorten(sentence, _LONGEST_SENTENCE), file=sys.stderr)
-  leave(WRONG_INPUT)
+def _refuse(sentence: str) -> NoReturn:
+  """Ends the program on all hosts, with a sentence from the first one."""
+  _say_refused(hosts.refuse(_shorten(sentence, _LONGEST_SENTENCE)))
 
 
-def leave(code: int) -> NoReturn:
-  """Exits before the work is done."""
-  if jax.distributed.is_initialized():
-    # Python's exit would wait for the other hosts, which wait for this one.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-  sys.exit(code)
+def _say_refused(sentence: str) -> NoReturn:
+  if hosts.is_first():
+    print(sentence, file=sys.stderr)
+  exits.leave(exits.WRONG_INPUT)

@@ -98,7 +98,7 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     repeated = repetition.of(samples)
     for note in repeated.notes:
       console.print(note)
-    batch = run_inputs.BATCH.value
+    batch = run_inputs.batch()
     run = runner.answer(
       lm, devices, chosen, samples, settings, folder, batch, began
     )

@@ -60,7 +60,7 @@ def main() -> None:
       benchmark_inputs.chosen().name, drawn.data, benchmark_inputs.protocol()
     )
     folder = output / folder_name(settings)
-    batch = run_inputs.BATCH.value
+    batch = run_inputs.batch()
     run = runner.answer(
       lm, devices, chosen, drawn.samples, settings, folder, batch, began
     )

@@ -127,6 +127,7 @@ def main() -> None:
   results.check_writable(output)
   texts, recipe = _texts(), _recipe()
   with run_inputs.loaded() as (lm, _):
+    run_inputs.check_batch()
     _check_length(lm)
     parts = documents.chunks(texts, lm.text, _LENGTH.value, training.QUERIES)
     print(

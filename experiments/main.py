@@ -34,6 +34,7 @@ PROGRAMS = (
   "benchmark_kernels",
   "benchmark_compile",
   "benchmark_peers",
+  "device_check",
   "tpu_compile",
   "train_reference",
   "generate_documents",

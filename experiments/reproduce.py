@@ -121,7 +121,7 @@ def main(ids: Sequence[str]) -> None:
       devices,
       "model" in given,
       _settings(),
-      run_inputs.BATCH.value,
+      run_inputs.batch(),
       sources,
       _SAMPLES.value,
       _LENGTH.value,

@@ -161,7 +161,7 @@ def _measure(
     for sample in drawn
   ]
   check_context_length(lm, prompts)
-  shape = Shape.of(prompts, run_inputs.BATCH.value, QUERY_AWARE)
+  shape = Shape.of(prompts, run_inputs.batch(), QUERY_AWARE)
   quality_of: list[list[Quality]] = [[] for _ in chosen]
   cosines, sizes = [], []
   starts = range(0, len(prompts), shape.rows)

@@ -4,5 +4,6 @@ XLA runs all of them on any device. Pallas kernels replace it on TPUs and GPUs
 for the shapes and dtypes they support. `use` chooses between the two.
 """
 
+from kvjax.kernels.dispatch import OPERATIONS as OPERATIONS
 from kvjax.kernels.dispatch import Implementation as Implementation
 from kvjax.kernels.dispatch import use as use

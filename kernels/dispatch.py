@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,14 +13,31 @@ from jaxtyping import Array, PyTree
 Implementation = Literal["xla", "pallas"]
 Platform = Literal["cpu", "gpu", "tpu"]
 
+# The operations that have kernels, which are packages of this one.
+OPERATIONS = (
+  "attention_mass",
+  "gather",
+  "paged_attention",
+  "prompt_attention",
+  "select",
+  "sketch",
+  "sparse_decode",
+)
+
 # The mesh axes: batch rows are sharded over the first, KV heads and the query
-# heads that read them over the second.
+# heads that read them over the second, or else pages of any heads.
 AXES = ("data", "model")
+_AXIS_OF = {"B": "data", "K": "model", "R": "model"}
 
 # A user context is part of JAX's compilation cache key, so a program that was
 # compiled under one choice is never reused under another.
 _implementation = jax.make_user_context(default_value=None)
 _platform = jax.make_user_context(default_value=None)
+_overrides = jax.make_user_context(default_value=())
+
+# Compute capabilities, without the digit after the point. Our kernels for GPUs
+# use instructions that only Hopper has.
+HOPPER = range(9, 10)
 
 
 class Programs(NamedTuple):
@@ -28,21 +45,33 @@ class Programs(NamedTuple):
 
   A kernel raises NotImplementedError during tracing for inputs that it does
   not support. XLA's program supports all inputs.
+
+  Attributes:
+    xla: the program that runs everywhere.
+    tpu: the kernel for TPUs.
+    gpu: the kernel for GPUs.
+    gpus: major compute capabilities of the GPUs that have its instructions.
   """
 
   xla: Callable[..., Any]
   tpu: Callable[..., Any]
   gpu: Callable[..., Any]
+  gpus: range = HOPPER
+
+  @property
+  def operation(self) -> str:
+    """Name of the operation: the package of XLA's program."""
+    return self.xla.__module__.rpartition(".")[0].rpartition(".")[2]
 
   @classmethod
-  def of(cls, xla: Callable[..., Any]) -> "Programs":
+  def of(cls, xla: Callable[..., Any], gpus: range = HOPPER) -> "Programs":
     """Finds the kernels by the name of XLA's program.
 
     Those of `xla.select_xla` are `tpu.select_tpu` and `gpu.select_gpu`, in the
     modules of the same package. They are imported when they are first used:
     Pallas takes longer to import than the rest of kvjax.
     """
-    return cls(xla, _kernel(xla, "tpu"), _kernel(xla, "gpu"))
+    return cls(xla, _kernel(xla, "tpu"), _kernel(xla, "gpu"), gpus)
 
 
 def _kernel(xla: Callable[..., Any], platform: Platform) -> Callable[..., Any]:
@@ -61,6 +90,7 @@ def _kernel(xla: Callable[..., Any], platform: Platform) -> Callable[..., Any]:
 def use(
   implementation: Implementation | None = None,
   platform: Platform | None = None,
+  overrides: Mapping[str, Implementation] | None = None,
 ) -> Iterator[None]:
   """Chooses the programs for everything that is traced within the context.
 
@@ -68,8 +98,30 @@ def use(
     implementation: "xla"; "pallas", which raises where a kernel declines; None
       uses the platform's kernels and falls back to XLA.
     platform: the target to compile for; None is JAX's default backend.
+    overrides: implementations of some of `OPERATIONS` by name, in place of
+      `implementation`.
+
+  Raises:
+    ValueError: there is no operation of a name.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from kvjax.kernels.select import largest
+    >>> with use("pallas", overrides={"select": "xla"}):
+    ...   slots = largest(jnp.array([[0.5, 2.0, 1.0]]), jnp.array([2]), 2)
+    >>> slots.tolist()
+    [[1, 2]]
   """
-  with _implementation(implementation), _platform(platform):
+  chosen = tuple(sorted((overrides or {}).items()))
+  unknown = [name for name, _ in chosen if name not in OPERATIONS]
+  if unknown:
+    raise ValueError(f"{unknown[0]!r} is none of {', '.join(OPERATIONS)}.")
+  # Pairs rather than a mapping: what is in use must not change, and is hashed.
+  with (
+    _implementation(implementation),
+    _platform(platform),
+    _overrides(chosen),
+  ):
     yield
 
 
@@ -99,13 +151,18 @@ def dispatch(
       absent operands.
     spread: the leading axes of each operand: "BK" for rows and heads, "B" for
       rows, "K" for heads, "" for neither. Query heads count as heads.
-    result: the leading axes of each output, in the structure of the result.
+    result: the leading axes of each output, in the structure of the result; a
+      text stands for all outputs of a tree.
     **options: static options.
 
   Raises:
     NotImplementedError: the implementation is "pallas" and the kernel declines.
   """
-  chosen = implementation or _implementation.value
+  chosen = (
+    implementation
+    or dict(_overrides.value).get(programs.operation)
+    or _implementation.value
+  )
   platform = target_platform()
   run = functools.partial(programs.xla, **options)
   if chosen == "xla" or (chosen is None and platform == "cpu"):
@@ -115,8 +172,8 @@ def dispatch(
   kernel = functools.partial(kernel, **options)
   try:
     if platform == "gpu":
-      _check_gpu()
-    return _on_mesh(kernel, operands, spread, result)
+      _check_gpu(programs.gpus)
+    return on_mesh(kernel, operands, spread, result)
   # Kernels decline while they are traced, so nothing has run yet.
   except NotImplementedError:
     if chosen == "pallas":
@@ -124,32 +181,50 @@ def dispatch(
     return run(*operands)
 
 
-def _check_gpu() -> None:
-  """Declines GPUs other than Hopper.
+def _check_gpu(gpus: range) -> None:
+  """Declines GPUs without a kernel's instructions.
 
   Compiling for a GPU that is not attached is always allowed, since there is
   nothing to check.
 
+  Args:
+    gpus: see `Programs`.
+
   Raises:
-    NotImplementedError: the GPU lacks Hopper's instructions.
+    NotImplementedError: the attached GPU is of another kind.
   """
   # `platform` may name a GPU on a machine that has none.
   if jax.default_backend() != "gpu":
     return
   capability = jax.devices()[0].compute_capability
-  if not capability.startswith("9."):
+  if int(capability.partition(".")[0]) not in gpus:
+    oldest = "at least " if len(gpus) > 1 else ""
     raise NotImplementedError(
-      f"The GPU kernels need compute capability 9; this GPU has {capability}."
+      f"The kernel needs compute capability {oldest}{gpus[0]}; this GPU has "
+      f"{capability}."
     )
 
 
-def _on_mesh(
+def on_mesh(
   kernel: Callable[..., Any],
   operands: Sequence[PyTree[Array]],
   spread: Sequence[str],
   result: PyTree[str],
+  combine: Callable[[Any, str], Any] | None = None,
 ) -> Any:
-  """Runs a kernel on each device's shard of the operands."""
+  """Runs a program on each device's shard of the operands.
+
+  Devices do not wait for each other, so that conditions in the program are
+  each device's own.
+
+  Args:
+    kernel: the program, which treats rows and KV heads independently.
+    operands: see `dispatch`.
+    spread: see `dispatch`.
+    result: see `dispatch`.
+    combine: joins the results of devices along a mesh axis, if the letter "R"
+      in `spread`, for pages, shares out what all heads read.
+  """
   mesh = jax.sharding.get_abstract_mesh()
   # Inside an outer shard_map the axes are manual: operands are shards already.
   if mesh.size <= 1 or not set(AXES) <= set(mesh.auto_axes):
@@ -158,7 +233,7 @@ def _on_mesh(
     (letter, size)
     for operand, letters in zip(operands, spread, strict=True)
     for array in jax.tree.leaves(operand)
-    # Only leading axes have letters, so the shapes are longer.
+    # Only leading axes have letters, and some arrays lack even these.
     for letter, size in zip(letters, array.shape, strict=False)
   ]
   # Shard an axis only if all operands divide evenly; replicate it otherwise.
@@ -166,7 +241,7 @@ def _on_mesh(
   # device of its KV head, j // (N / K).
   axes = {
     letter: axis
-    for letter, axis in zip("BK", AXES, strict=True)
+    for letter, axis in _AXIS_OF.items()
     if all(size % mesh.shape[axis] == 0 for of, size in sizes if of == letter)
   }
 
@@ -174,17 +249,22 @@ def _on_mesh(
     # Letters without a mesh axis, such as L, map to None: replicated.
     return PartitionSpec(*map(axes.get, letters))
 
+  def specs(operand: PyTree[Array], letters: str) -> PyTree[PartitionSpec]:
+    # Some arrays of a tree, such as cursors, lack its leading axes.
+    return jax.tree.map(lambda x: spec(letters[: x.ndim]), operand)
+
+  shared = axes.get("R")
+
+  def run(*shards: Any) -> Any:
+    found = kernel(*shards)
+    if combine is None or shared is None or mesh.shape[shared] == 1:
+      return found
+    return combine(found, shared)
+
   return jax.shard_map(
-    kernel,
-    in_specs=tuple(
-      jax.tree.map(functools.partial(_constant, spec(letters)), operand)
-      for operand, letters in zip(operands, spread, strict=True)
-    ),
+    run,
+    in_specs=tuple(map(specs, operands, spread)),
     out_specs=jax.tree.map(spec, result),
     # A pallas_call does not say over which mesh axes its results vary.
     check_vma=False,
   )(*operands)
-
-
-def _constant(spec: PartitionSpec, _: Array) -> PartitionSpec:
-  return spec

@@ -180,6 +180,7 @@ def save(
   Raises:
     InputError: a file cannot be written.
   """
+  files.check_local(directory)
   directory = pathlib.Path(directory)
   try:
     _save(pretrained, directory, max_shard_bytes)

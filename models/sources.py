@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from kvjax.errors import InputError
+from kvjax.files import check_local
 from kvjax.models import catalog
 from kvjax.models.config import DecoderConfig
 from kvjax.models.gguf.metadata import read_config
@@ -61,9 +62,10 @@ def find(model: str | os.PathLike[str]) -> Source:
     model: a path or a name, as for `kvjax.models.load`.
 
   Raises:
-    InputError: the path does not exist, a GGUF file cannot be read, or a named
-      model cannot be fetched.
+    InputError: the path does not exist or is an address, a GGUF file cannot be
+      read, or a named model cannot be fetched.
   """
+  check_local(model)
   place = catalog.locate(pathlib.Path(model))
   if os.path.isfile(place):
     return _Gguf(GgufFile.open(place))

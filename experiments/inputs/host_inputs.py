@@ -10,7 +10,7 @@ import rich.console
 from absl import flags
 
 from kvjax.errors import InputError
-from kvjax.experiments import cli
+from kvjax.experiments import exits
 from kvjax.experiments.run import hosts
 
 _MULTIHOST = flags.DEFINE_bool(
@@ -71,6 +71,8 @@ def start() -> None:
       f"--coordinator is an address and a port, as in 10.0.0.1:8476; "
       f"{address!r} is not."
     )
+  # JAX would take SIGTERM for itself, and only make a note of it.
+  jax.config.update("jax_enable_preemption_service", False)
   # When JAX gives up waiting, it aborts the process; this comes first.
   timer = threading.Timer(_WAIT.value, _give_up)
   timer.daemon = True
@@ -93,7 +95,7 @@ def console() -> rich.console.Console:
 
 def _give_up() -> None:
   print(_not_found(), file=sys.stderr, flush=True)
-  os._exit(cli.WRONG_INPUT)
+  os._exit(exits.WRONG_INPUT)
 
 
 def _not_found() -> str:
@@ -113,7 +115,7 @@ def _check_flags() -> None:
   """Refuses hosts whose flags differ.
 
   Raises:
-    InputError: some do; only the first host says so.
+    InputError: some do.
   """
   own = {
     name: str(flags.FLAGS[name].value)
@@ -123,8 +125,6 @@ def _check_flags() -> None:
   found = hosts.difference(own)
   if found is None:
     return
-  if not hosts.is_first():
-    cli.leave(cli.WRONG_INPUT)
   number, name = found
   raise InputError(
     f"Host {number} was started with another --{name} than host 0; start all "

@@ -45,12 +45,12 @@ BATCH = flags.DEFINE_integer(
   lower_bound=1,
 )
 _MESH = flags.DEFINE_string("mesh", None, "Device mesh, as in data:2,model:2.")
-_KERNELS = flags.DEFINE_enum(
+_KERNELS = flags.DEFINE_string(
   "kernels",
   "auto",
-  ["auto", "xla"],
   "auto: Pallas kernels where the device supports them; xla: XLA's programs "
-  "only.",
+  "only; select:xla,gather:xla: these for some operations, of "
+  f"{', '.join(kernels.OPERATIONS)}.",
 )
 _DTYPE = flags.DEFINE_enum(
   "dtype", None, DTYPES, "Default: float32 on CPU, otherwise bfloat16."
@@ -60,13 +60,66 @@ _DTYPE = flags.DEFINE_enum(
 @contextlib.contextmanager
 def loaded() -> Iterator[tuple[models.Pretrained, int]]:
   """Loads the model, on the mesh if given; yields it and the device count."""
-  with kernels.use("xla" if _KERNELS.value == "xla" else None):
+  implementation, overrides = _kernels(_KERNELS.value)
+  with kernels.use(implementation, overrides=overrides):
     if _MESH.value is None:
       yield models.load(_model(), dtype()), 1
       return
     mesh = parse_mesh(_MESH.value)
     with jax.set_mesh(mesh):
+      if BATCH.present:
+        check_batch()
       yield models.load(_model(), dtype(), mesh), mesh.size
+
+
+def _kernels(
+  text: str,
+) -> tuple[kernels.Implementation | None, dict[str, kernels.Implementation]]:
+  """Parses --kernels: what computes all operations, and some of them.
+
+  Raises:
+    InputError: it is neither auto, xla, nor a list such as select:xla.
+  """
+  if text in ("auto", "xla"):
+    return ("xla" if text == "xla" else None), {}
+  overrides: dict[str, kernels.Implementation] = {}
+  for part in text.split(","):
+    name, _, program = part.strip().partition(":")
+    if name not in kernels.OPERATIONS or program != "xla":
+      raise InputError(
+        f"--kernels is auto, xla, or a list such as select:xla,gather:xla of "
+        f"{', '.join(kernels.OPERATIONS)}; {part[:60]!r} does not fit."
+      )
+    overrides[name] = "xla"
+  return None, overrides
+
+
+def check_batch() -> None:
+  """Rejects a batch that every device would compute as a whole.
+
+  Raises:
+    InputError: the axis "data" does not divide --batch.
+  """
+  rows = _data_size()
+  if BATCH.value % rows:
+    raise InputError(
+      f"--batch={BATCH.value} is no multiple of {rows}, the size of the axis "
+      "'data' of --mesh, which shares out the rows of a batch; choose another "
+      "size of one of them."
+    )
+
+
+def batch() -> int:
+  """Returns the contexts per prefill; the default fits the mesh in context."""
+  if BATCH.present:
+    return int(BATCH.value)
+  rows = _data_size()
+  return int(-(-BATCH.value // rows) * rows)
+
+
+def _data_size() -> int:
+  """Size of the axis "data" of the mesh in context."""
+  return int(jax.sharding.get_abstract_mesh().shape.get("data", 1))
 
 
 def check_lengths(lm: models.Pretrained, lengths: Sequence[int]) -> None:

@@ -12,11 +12,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from kvjax.errors import InputError
-from kvjax.experiments import cli
+from kvjax.experiments import exits
 from kvjax.prompts import bucket
-
-_FINE, _REFUSED = b"+", b"-"
 
 
 def count() -> int:
@@ -34,28 +31,70 @@ def gather(payload: bytes) -> list[bytes]:
   """Returns the bytes of every host, in order; all hosts must call it.
 
   Raises:
-    cli.StoppedError: another host has stopped, or takes longer than
+    exits.RefusedError: another host refuses to go on; see `refuse`.
+    exits.StoppedError: another host has stopped, or takes longer than
       collectives wait for, which is 30 minutes on CPUs.
   """
   if count() == 1:
     return [payload]
+  payloads, refusing = _exchange(payload, refuses=False)
+  if refusing:
+    raise exits.RefusedError(_refusal(payloads, refusing))
+  return payloads
+
+
+def refuse(sentence: str) -> str:
+  """Tells the other hosts about a user's mistake, whatever they are about.
+
+  Every call of `gather` is an occasion: the others' next one raises an error.
+
+  Args:
+    sentence: what is wrong.
+
+  Returns:
+    What to say of all hosts' mistakes; the sentence if this host is alone.
+  """
+  if count() == 1:
+    return sentence
   try:
-    sizes = multihost_utils.process_allgather(np.array([len(payload)]))
+    return _refusal(*_exchange(sentence.encode(), refuses=True))
+  except exits.StoppedError:  # the others are done, or have stopped
+    return sentence
+
+
+def _refusal(payloads: Sequence[bytes], refusing: Sequence[int]) -> str:
+  """Returns the sentence of the first host that refuses."""
+  number = refusing[0]
+  sentence = payloads[number].decode()
+  # Host 0 speaks for itself, and for hosts that all say the same.
+  return sentence if number == 0 else f"Host {number}: {sentence}"
+
+
+def _exchange(payload: bytes, refuses: bool) -> tuple[list[bytes], list[int]]:
+  """Returns the bytes of every host, and the numbers of hosts that refuse."""
+  # One more, as zero has no sign.
+  size = len(payload) + 1
+  try:
+    sizes = multihost_utils.process_allgather(
+      np.array([-size if refuses else size])
+    ).ravel()
     # Few lengths, as each is a program.
-    padded = np.zeros(bucket(int(np.max(sizes))), np.uint8)
+    padded = np.zeros(bucket(int(np.max(np.abs(sizes)))), np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
     rows = multihost_utils.process_allgather(padded)
   # What it raises depends on the kind of device.
   except (RuntimeError, ValueError) as error:
-    raise cli.StoppedError(
+    raise exits.StoppedError(
       "Another host has stopped; what is done is kept, and the same command on "
       "all hosts goes on from there."
       if is_first()
       else ""
     ) from error
-  return [
-    row[:size].tobytes() for row, size in zip(rows, sizes.flat, strict=True)
+  lengths = np.abs(sizes) - 1
+  payloads = [
+    row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)
   ]
+  return payloads, np.flatnonzero(sizes < 0).tolist()
 
 
 def difference(own: Mapping[str, str]) -> tuple[int, str] | None:
@@ -76,26 +115,8 @@ def difference(own: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def from_first(make: Callable[[], bytes]) -> bytes:
-  """Calls a function on the first host and returns the result on all.
-
-  Raises:
-    InputError: the function raises it; the other hosts exit without a word.
-  """
-  if count() == 1:
-    return make()
-  refusal: InputError | None = None
-  message = b""
-  if is_first():
-    try:
-      message = _FINE + make()
-    except InputError as error:
-      refusal, message = error, _REFUSED
-  message = gather(message)[0]
-  if refusal is not None:
-    raise refusal
-  if message[:1] == _REFUSED:
-    cli.leave(cli.WRONG_INPUT)
-  return message[1:]
+  """Calls a function on the first host and returns the result on all."""
+  return gather(make() if is_first() else b"")[0]
 
 
 def share[Item, Result](

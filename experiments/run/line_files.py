@@ -13,7 +13,7 @@ from typing import Any
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.experiments.run import typed_records
+from kvjax.experiments.run import hosts, typed_records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,10 +156,14 @@ def _encode(fields: dict[str, Any]) -> bytes:
 def check_writable(folder: pathlib.Path) -> None:
   """Rejects a folder that cannot be created or written to; creates nothing.
 
+  Of several hosts, only the first one writes.
+
   Raises:
     InputError: the nearest existing folder is not writable, or the name is too
       long.
   """
+  if not hosts.is_first():
+    return
   try:
     os.lstat(folder)
   except OSError as error:

@@ -28,11 +28,14 @@ def rows_that_fit(
     batch: the contexts that are wanted.
 
   Returns:
-    At least 1, with a warning if it is less than `batch`.
+    At least one per device of the mesh axis "data", which divides it if it
+    divides `batch`; with a warning if it is less than `batch`.
   """
   row = sum(_cache_bytes(lm, each, tokens) for each in candidates)
   memory = _memory()
   fitting = max(int(_SHARE * memory / row), 1) if row else batch
+  rows = jax.sharding.get_abstract_mesh().shape.get("data", 1)
+  fitting = max(fitting // rows, 1) * rows
   if fitting >= batch:
     return batch
   warnings.warn(

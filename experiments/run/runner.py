@@ -12,7 +12,6 @@ import rich.console
 import rich.progress
 
 from kvjax.errors import InputError
-from kvjax.experiments import cli
 from kvjax.experiments.calibration.records import AUTO
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import (
@@ -124,7 +123,7 @@ def _check_hosts(settings: results.Settings, wanted: Sequence[Key]) -> None:
   """Refuses hosts whose files or versions differ.
 
   Raises:
-    InputError: some do; only the first host says so.
+    InputError: some do.
   """
   own = {k: str(v) for k, v in dataclasses.asdict(settings).items()}
   own["samples or calibrations"] = hashlib.sha256(
@@ -133,8 +132,6 @@ def _check_hosts(settings: results.Settings, wanted: Sequence[Key]) -> None:
   found = hosts.difference(own)
   if found is None:
     return
-  if not hosts.is_first():
-    cli.leave(cli.WRONG_INPUT)
   number, name = found
   raise InputError(
     f"Host {number} has other {name} than host 0; give all hosts the same "

@@ -88,7 +88,7 @@ def measure(
     seed: seed of the operands.
   """
   operands = jax.jit(spec.arrays)(jax.random.key(seed))
-  results_of = {name: _results(run, operands) for name, run in _programs(spec)}
+  results_of = {name: results(run, operands) for name, run in _programs(spec)}
   served = {
     name: _timer(run, operands)
     for name, run in _programs(spec)
@@ -103,23 +103,25 @@ def measure(
       name,
       taken.get(name),
       spec.ideal_bytes,
-      0.0 if results is None else _difference(results, results_of[XLA]),
+      0.0 if found is None else difference(found, results_of[XLA]),
     )
-    for name, results in results_of.items()
+    for name, found in results_of.items()
   ]
 
 
 def _programs(spec: Spec) -> Iterator[tuple[str, Callable[..., Any]]]:
-  yield XLA, _by(spec, XLA)
+  yield XLA, by(spec, XLA)
   if jax.default_backend() != "cpu":
-    yield PALLAS, _by(spec, PALLAS)
+    yield PALLAS, by(spec, PALLAS)
   if spec.library is not None:
     yield LIBRARY, spec.library
 
 
-def _by(
+def by(
   spec: Spec, implementation: kernels.Implementation
 ) -> Callable[..., Any]:
+  """Returns a spec's operation, computed by one kind of program."""
+
   def run(*operands: Any) -> Any:
     with kernels.use(implementation):
       return spec.run(*operands)
@@ -127,7 +129,7 @@ def _by(
   return run
 
 
-def _results(
+def results(
   run: Callable[..., Any], operands: Sequence[Any]
 ) -> PyTree[np.ndarray] | None:
   """Runs a program; returns None if it declines."""
@@ -137,9 +139,7 @@ def _results(
     return None
 
 
-def _difference(
-  actual: PyTree[np.ndarray], wanted: PyTree[np.ndarray]
-) -> float:
+def difference(actual: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> float:
   """Computes the difference; NaN if only one side has NaN or inf."""
   largest = np.float64(0)
   for one, other in zip(*map(jax.tree.leaves, (actual, wanted)), strict=True):

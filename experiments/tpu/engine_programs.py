@@ -241,7 +241,15 @@ def cache_shapes(
     cache, _ = _prefill(model, use)(params, tokens)
     return kvjax.reserve(cache, _DECODING.max_new_tokens)
 
-  cache = jax.eval_shape(prefilled, params, _tokens(chip, use))
+  return placed_shapes(jax.eval_shape(prefilled, params, _tokens(chip, use)))
+
+
+def placed_shapes(cache: Cache) -> Cache:
+  """Gives the shapes of a cache the places that they have on a mesh.
+
+  Args:
+    cache: shapes of a cache; the mesh is in context.
+  """
 
   def sharded(cache: Cache) -> Cache:
     stacks = tuple(map(shard_stack, cache.stacks))

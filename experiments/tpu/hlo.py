@@ -14,6 +14,17 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 _ELSEWHERE = re.compile(r"S\((\d+)\)")
 _VMEM = "1"
 
+# Instructions that run other computations, and the attributes with their names.
+CALLS = {
+  "while": ("condition", "body"),
+  "conditional": (
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+  ),
+  "call": ("to_apply",),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:

@@ -6,7 +6,13 @@ times.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from kvjax.experiments.tpu.hlo import Buffer, Computation, Instruction, Module
+from kvjax.experiments.tpu.hlo import (
+  CALLS,
+  Buffer,
+  Computation,
+  Instruction,
+  Module,
+)
 from kvjax.experiments.tpu.kernel_traffic import KernelTraffic
 from kvjax.experiments.tpu.loops import turns
 
@@ -54,7 +60,7 @@ def _computation(module: Module, kernels: _Kernels, name: str) -> int:
   def moved(each: Instruction) -> int:
     called = [
       _computation(module, kernels, name)
-      for kind in _CALLS.get(each.opcode, ())
+      for kind in CALLS.get(each.opcode, ())
       for name in each.called(kind)
     ]
     if each.opcode == "conditional":
@@ -70,18 +76,6 @@ def _computation(module: Module, kernels: _Kernels, name: str) -> int:
     return _plain(computation, each)
 
   return sum(map(moved, computation.values()))
-
-
-# Instructions that run other computations, and the attributes with their names.
-_CALLS = {
-  "while": ("condition", "body"),
-  "conditional": (
-    "branch_computations",
-    "true_computation",
-    "false_computation",
-  ),
-  "call": ("to_apply",),
-}
 
 
 def _plain(computation: Computation, each: Instruction) -> int:

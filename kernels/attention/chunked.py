@@ -10,7 +10,7 @@ from kvjax.kernels.attention.online import Online
 from kvjax.kernels.attention.options import AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.attention.query_chunks import in_query_chunks
-from kvjax.kernels.dispatch import target_platform
+from kvjax.kernels.dispatch import on_mesh, target_platform
 from kvjax.kernels.quantized import Quantized, dequantize
 
 QUERY_CHUNK = 256
@@ -34,7 +34,25 @@ def attention_chunked(
   layer: Int[Array, ""],
 ) -> Partial:
   """Computes `api.partial_attention` in O(S + T) memory."""
+  # Each device skips the chunks that its own rows and heads do not need.
+  partial: Partial = on_mesh(
+    functools.partial(_attend_in_chunks, options),
+    (queries, keys, values, query_positions, key_positions, layer),
+    ("BK", "LBK", "LBK", "B", "BK", ""),
+    "BK",
+  )
+  return partial
 
+
+def _attend_in_chunks(
+  options: AttentionOptions,
+  queries: Float[Array, "B N S D"],
+  keys: Float[Array, "L B K T D"] | Quantized,
+  values: Float[Array, "L B K T Dv"] | Quantized,
+  query_positions: Int[Array, "B S"],
+  key_positions: Int[Array, "B K T"],
+  layer: Int[Array, ""],
+) -> Partial:
   def attend(
     queries: Float[Array, "B K G C D"], query_positions: Int[Array, "B C"]
   ) -> Partial:
@@ -69,7 +87,8 @@ def _attend(
     # Entries of one slot in all rows and KV heads, which are sliced together.
     slot = keys.shape[1] * keys.shape[2] * keys.shape[4]
     size = min(size, max(1, COPIED // slot))
-  # All rows skip a chunk together, so that the latest query of any row counts.
+  # The rows of a device skip a chunk together, so that the latest query of any
+  # of them counts.
   last_query = jnp.max(query_positions)
   before_window = None
   if options.window is not None:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -49,6 +50,24 @@ def merge(one: Partial, other: Partial) -> Partial:
   weighted = first[..., None] * one.output.astype(jnp.float32)
   weighted += second[..., None] * other.output.astype(jnp.float32)
   return Partial.of(largest, first + second, weighted, one.output.dtype)
+
+
+def merge_devices(partial: Partial, axis: str) -> Partial:
+  """Combines attention to the disjoint keys of the devices of a mesh axis.
+
+  Args:
+    partial: this device's, inside `jax.shard_map`.
+    axis: the mesh axis.
+
+  Returns:
+    The same on all of these devices.
+  """
+  largest = jax.lax.pmax(partial.lse, axis)
+  shift = jnp.where(jnp.isfinite(largest), largest, 0.0)
+  share = jnp.exp(partial.lse - shift)
+  weighted = share[..., None] * partial.output.astype(jnp.float32)
+  total, weighted = jax.lax.psum((share, weighted), axis)
+  return Partial.of(largest, total, weighted, partial.output.dtype)
 
 
 def with_sinks(partial: Partial, sinks: Float[Array, " N"]) -> Partial:

@@ -1,10 +1,17 @@
 """Attention over a packed cache, as the engine calls it."""
 
+import functools
+
 from jaxtyping import Array, Float, Int
 
-from kvjax.kernels.attention import Partial
+from kvjax.kernels.attention import Partial, merge_devices
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
-from kvjax.kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.dispatch import (
+  Implementation,
+  Programs,
+  dispatch,
+  on_mesh,
+)
 from kvjax.kernels.paged_attention.xla import paged_attention_xla
 from kvjax.kernels.quantized import Quantized
 from kvjax.kernels.stacks import Layer, as_stack
@@ -27,7 +34,8 @@ def paged_attention(
   """Softmax attention to R pages of P slots per row, causal by positions.
 
   A KV head may have any number of the pages, in any order. Time and memory are
-  proportional to R P, whatever the heads' shares of the pages are.
+  proportional to R P, whatever the heads' shares of the pages are. On a mesh,
+  each device attends to its share of the pages; only queries and outputs move.
 
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
@@ -46,12 +54,21 @@ def paged_attention(
     The attention output in the dtype of the queries, and its log-sum-exp.
   """
   (keys, values), layer = as_stack((keys, values), layer)
-  return dispatch(
+  attend = functools.partial(
+    dispatch,
     _PROGRAMS,
     implementation,
-    (queries, keys, values, query_positions, key_positions, heads, layer),
-    ("B", "LB", "LB", "B", "B", "B", ""),
-    "B",
+    spread=("B", "LB", "LB", "B", "B", "B", ""),
+    result="B",
     kv_heads=kv_heads,
     options=options,
   )
+  partial: Partial = on_mesh(
+    lambda *operands: attend(operands),
+    (queries, keys, values, query_positions, key_positions, heads, layer),
+    # All heads, each of which has pages on any device.
+    ("B", "LBR", "LBR", "B", "BR", "BR", ""),
+    "B",
+    merge_devices,
+  )
+  return partial

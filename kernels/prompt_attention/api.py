@@ -6,7 +6,8 @@ from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.dispatch import Implementation, Programs, dispatch
 from kvjax.kernels.prompt_attention.xla import prompt_attention_xla
 
-_PROGRAMS = Programs.of(prompt_attention_xla)
+# cuDNN has it from Ampere on: A100, L4, H100, B200.
+_PROGRAMS = Programs.of(prompt_attention_xla, gpus=range(8, 100))
 
 
 def prompt_attention(

@@ -26,8 +26,8 @@ def prompt_attention_gpu(
 
   Raises:
     NotImplementedError: cuDNN is missing or does not support the inputs:
-      32-bit numbers, a head dim above 256 or no multiple of 8, capped logits,
-      sinks, or values that are not as wide as keys.
+      32-bit numbers, a head dim above 256 (before Hopper 128) or no multiple of
+      8, capped logits, sinks, or values that are not as wide as keys.
   """
   window, scale = options.window, options.scale
   rest = dataclasses.replace(options, window=None, scale=None)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -26,8 +27,8 @@ class Pages:
 
   A row has the pages of head 0, then those of head 1, and so on, then unused
   pages. A head's tokens fill its pages in the order of their positions; only
-  its last page has empty slots. R is the same for all rows. Only the axis B can
-  be sharded over a mesh.
+  its last page has empty slots. R is the same for all rows. On a mesh, B is
+  sharded over "data", and R over "model".
 
   Attributes:
     keys: rotated keys; arbitrary in empty slots and unused pages.
@@ -125,8 +126,8 @@ class PackedLayer(Layer):
   def place(
     self, place_tree: Callable[[Any, Sequence[str]], Any]
   ) -> "PackedLayer":
-    """Places the arrays on a mesh; pages have no axis of heads."""
-    pages = place_tree(self.pages, AXES[:1])
+    """Places the arrays on a mesh, pages in the place of heads."""
+    pages = place_tree(self.pages, AXES)
     return replace(self, pages=pages, tail=self.tail.place(place_tree))
 
   def grow(self, extra: int) -> "PackedLayer":
@@ -225,9 +226,12 @@ class PackedLayer(Layer):
 def page_count(total: int, kv_heads: int, page: int) -> int:
   """R, the number of pages that `total` tokens need at most.
 
-  The n_j tokens of head j take ceil(n_j / P) <= (n_j + P - 1) / P pages.
+  The n_j tokens of head j take ceil(n_j / P) <= (n_j + P - 1) / P pages. The
+  mesh in context has as many of them on each device.
   """
-  return (total + kv_heads * (page - 1)) // page
+  needed = (total + kv_heads * (page - 1)) // page
+  devices = jax.sharding.get_abstract_mesh().shape.get(AXES[1], 1)
+  return -(-needed // devices) * devices
 
 
 def _layout(

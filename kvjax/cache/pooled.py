@@ -160,7 +160,7 @@ class PooledLayers(Layer):
   def place(
     self, place_tree: Callable[[Any, Sequence[str]], Any]
   ) -> "PooledLayers":
-    """Places the arrays on a mesh; pages have no axis of heads."""
+    """Places the arrays on a mesh; a layer may have any pages of the pool."""
     pages = place_tree(self.pages, AXES[:1])
     return replace(self, pages=pages, tail=self.tail.place(place_tree))
 

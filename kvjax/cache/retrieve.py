@@ -13,7 +13,8 @@ from kvjax.cache.heads import heads_of
 from kvjax.cache.index import LayerIndex
 from kvjax.cache.rows import Rows
 from kvjax.cache.splitting import Split
-from kvjax.kernels.dispatch import target_platform
+from kvjax.kernels.attention import Partial
+from kvjax.kernels.dispatch import on_mesh, target_platform
 from kvjax.retrieval.base import (
   Candidates,
   KeyBudget,
@@ -56,6 +57,49 @@ def index_all(
   with jax.default_matmul_precision("highest"):
     index: PyTree[Array] = jax.vmap(jax.vmap(retrieval.index))(prompt, budget)
   return index
+
+
+def retrieve_on_mesh[Sparse](
+  retrieve: Callable[..., tuple[LayerIndex, Partial]],
+  layer: Sparse,
+  queries: Float[Array, "B N S D"],
+  positions: Int[Array, "B S"],
+  rows: Rows,
+  index: LayerIndex,
+) -> tuple[LayerIndex, Partial]:
+  """Lets each device retrieve for its own rows and heads.
+
+  Which padding is skipped, and which branches are taken, devices decide alone.
+
+  Args:
+    retrieve: takes the other arguments, or a device's share of them.
+    layer: the layer, without its index and without stored keys and values.
+    queries: queries of the tokens that retrieve.
+    positions: their positions, -1 for padding.
+    rows: the stored keys and values.
+    index: the index before the tokens.
+
+  Returns:
+    The index after the tokens, and the attention to what they retrieve.
+  """
+  if rows.on_host:  # the host works for all devices
+    return retrieve(layer, queries, positions, rows, index)
+
+  def run(
+    layer: Sparse, count: Int[Array, " B"], *rest: Any
+  ) -> tuple[PyTree[Array], Partial]:
+    after, partial = retrieve(replace(layer, count=count), *rest)
+    return after.arrays, partial
+
+  count: Any = vars(layer)["count"]  # the only array without an axis of heads
+  kept, indexed = ("BK" if x.layer is None else "LBK" for x in (rows, index))
+  arrays, partial = on_mesh(
+    run,
+    (replace(layer, count=None), count, queries, positions, rows, index),
+    ("BK", "B", "BK", "B", kept, indexed),
+    (indexed, "BK"),
+  )
+  return replace(index, arrays=arrays), partial
 
 
 def retrieve_all(

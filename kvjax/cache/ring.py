@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.stacks import after
 from kvjax.placement import gather_rows
+from kvjax.retrieval.base import PendingKeys
 from kvjax.struct import replace, static, struct
 
 
@@ -86,6 +87,23 @@ class Ring:
     # holds token i.
     return jnp.maximum(
       jnp.cumsum(self.spare_valid.astype(jnp.int32), axis=-1) - 1, 0
+    )
+
+  def pending(self, positions: Int[Array, " B"], first: int) -> PendingKeys:
+    """Returns the tokens of the ring, which will be stored later.
+
+    Args:
+      positions: of the token that retrieves; it sees no later token.
+      first: slot in which token 0 of the ring will be stored.
+    """
+    ring_positions = self.resident.positions[..., self.sinks :]
+    visible = (ring_positions >= 0) & (
+      ring_positions <= positions[:, None, None]
+    )
+    keys = self.resident.keys[:, :, self.sinks :].astype(jnp.float32)
+    return PendingKeys(
+      jnp.where(visible[..., None], keys, 0.0),
+      jnp.where(visible, first + self.ring_tokens, -1),
     )
 
   def append(self, block: LayerCache) -> tuple["Ring", "Moved"]:

@@ -18,6 +18,7 @@ from kvjax.cache.retrieve import (
   index_all,
   rescale_queries,
   retrieve_all,
+  retrieve_on_mesh,
 )
 from kvjax.cache.ring import Ring
 from kvjax.cache.rows import Rows
@@ -27,7 +28,7 @@ from kvjax.kernels.attention import AttentionOptions, Partial, merge, with_sinks
 from kvjax.kernels.select import slots_to_mask
 from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.placement import to_host
-from kvjax.retrieval.base import PendingKeys, Retrieval, Selection, Store
+from kvjax.retrieval.base import Retrieval, Selection, Store
 from kvjax.struct import replace, static, struct
 
 
@@ -223,22 +224,30 @@ class SparseLayer(Layer):
     self, activations: Activations, rows: Rows, index: LayerIndex
   ) -> tuple[Float[Array, "B N S Dv"], LayerIndex]:
     resident = attend_partially(self.resident, activations)
-    single = activations.queries.shape[2] == 1
+    queries = activations.queries
+    single = queries.shape[2] == 1
     if not single and self.retrieval.turn == "dense":
       keys, values = rows.copy()
       stored = replace(self.stored, keys=keys, values=values)
       retrieved = attend_partially(stored, activations)
-    elif single:
-      index, retrieved = self._retrieve_once(activations, rows, index)
     else:
-      index, retrieved = self._retrieve_each(activations, rows, index)
+      run = SparseLayer._retrieve_once if single else SparseLayer._retrieve_each
+      run = functools.partial(run, options=activations.attention)
+      index, retrieved = retrieve_on_mesh(
+        run, self, queries, activations.positions, rows, index
+      )
     partial = merge(resident, retrieved)
     if activations.sinks is not None:
       partial = with_sinks(partial, activations.sinks)
     return partial.output, index
 
   def _retrieve_once(
-    self, activations: Activations, rows: Rows, index: LayerIndex
+    self,
+    queries: Float[Array, "B N 1 D"],
+    positions: Int[Array, "B 1"],
+    rows: Rows,
+    index: LayerIndex,
+    options: AttentionOptions,
   ) -> tuple[LayerIndex, Partial]:
     """Retrieves for one token per row and attends to the retrieved keys.
 
@@ -249,19 +258,19 @@ class SparseLayer(Layer):
       The index after the tokens, and the attention.
     """
     index, partial = self._attend_to_retrieved(
-      index,
-      activations.queries[:, :, 0],
-      activations.positions[:, 0],
-      rows=rows,
-      options=activations.attention,
+      index, queries[:, :, 0], positions[:, 0], rows=rows, options=options
     )
     return index, Partial(partial.output[:, :, None], partial.lse[:, :, None])
 
   def _retrieve_each(
-    self, activations: Activations, rows: Rows, index: LayerIndex
+    self,
+    queries: Float[Array, "B N S D"],
+    positions: Int[Array, "B S"],
+    rows: Rows,
+    index: LayerIndex,
+    options: AttentionOptions,
   ) -> tuple[LayerIndex, Partial]:
     """Retrieves for several tokens per row, one after another."""
-    queries = activations.queries
     width = rows.values.shape[-1]
 
     def skip(
@@ -277,12 +286,12 @@ class SparseLayer(Layer):
     ) -> tuple[LayerIndex, Partial]:
       any_real = jnp.any(token[1] >= 0)  # skip padding of all rows
       attend = functools.partial(
-        self._attend_to_retrieved, rows=rows, options=activations.attention
+        self._attend_to_retrieved, rows=rows, options=options
       )
       return jax.lax.cond(any_real, attend, skip, index, *token)
 
     # In order, since each token may change the index that the next one reads.
-    tokens = (jnp.moveaxis(queries, 2, 0), activations.positions.T)
+    tokens = (jnp.moveaxis(queries, 2, 0), positions.T)
     index, partial = jax.lax.scan(scan_token, index, tokens)
     return index, Partial(*(jnp.moveaxis(x, 0, 2) for x in partial))
 
@@ -382,19 +391,10 @@ class SparseLayer(Layer):
     store = Store(None, self.stored.valid)
     if not self.retrieval.ring_size:
       return store
-    ring = self._ring
     # Late tokens are numbered after the prompt's slots, also once they move.
     first = self.stored.capacity - self.spare
-    ring_positions = self.resident.positions[..., ring.sinks :]
-    visible = (ring_positions >= 0) & (
-      ring_positions <= positions[:, None, None]
-    )
-    keys = self.resident.keys[:, :, ring.sinks :].astype(jnp.float32)
     return dataclasses.replace(
       store,
-      late_numbers=first + ring.moved_tokens if self.spare else None,
-      pending=PendingKeys(
-        jnp.where(visible[..., None], keys, 0.0),
-        jnp.where(visible, first + ring.ring_tokens, -1),
-      ),
+      late_numbers=first + self._ring.moved_tokens if self.spare else None,
+      pending=self._ring.pending(positions, first),
     )

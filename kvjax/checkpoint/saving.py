@@ -81,6 +81,7 @@ def save_cache(
     >>> bool((loaded.lengths == cache.lengths).all())
     True
   """
+  files.check_local(directory)
   directory = pathlib.Path(directory).absolute()
   layers = model.geometry.num_layers
   if len(cache.order) != layers:
@@ -149,6 +150,7 @@ def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
     >>> loaded.next_positions.tolist()
     [4, 2]
   """
+  files.check_local(directory)
   directory = pathlib.Path(directory).absolute()
   saved = _read_description(directory)
   if saved.get("layout") != LAYOUT:

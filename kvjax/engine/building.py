@@ -184,7 +184,9 @@ def _shape(model: Any, program: LayerProgram, inputs: LayerInputs) -> Any:
   # `eval_shape` would trace every layer; most have the same shapes.
   leaves, structure = jax.tree.flatten(inputs)
   shapes = tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves)
-  return _compressed_shape(model, program, structure, shapes)
+  # Pages are as many as the mesh can share out.
+  mesh = jax.sharding.get_abstract_mesh()
+  return _compressed_shape(model, program, structure, shapes, mesh)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,7 +195,9 @@ def _compressed_shape(
   program: LayerProgram,
   structure: Any,
   shapes: Sequence[tuple[Any, Any]],
+  mesh: jax.sharding.AbstractMesh,
 ) -> Any:
+  del mesh  # in context
   leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
   inputs = jax.tree.unflatten(structure, leaves)
 

@@ -56,7 +56,7 @@ def test_a_killed_run_loses_and_doubles_nothing_and_others_join_it(
   assert killed.returncode == -signal.SIGKILL, killed.stderr
   terminate = functools.partial(send, signal.SIGTERM)
   ended = run("streaming:sinks=2", 8, meanwhile=terminate)
-  assert ended.returncode == 130, ended.stderr
+  assert ended.returncode == 143, ended.stderr
   assert ended.stderr.endswith("Stopped.\n")
   assert "Traceback" not in ended.stderr
   path = samples_file(tmp_path)

@@ -77,8 +77,10 @@ def program(monkeypatch):
     ("--model=", "--model is empty; give it a value, or leave it out."),
     ("--seed=2147483648", "--seed is 2147483648; the largest number is 21474"),
     (f"--seed={'9' * 4000}", "9; the largest number is 2147483647."),
+    ("--output=gs://bucket/runs", "gs://bucket/runs is an address; give a"),
+    ("--model=s3://bucket/m", "s3://bucket/m is an address; give a file or"),
   ],
-  ids=range(5),
+  ids=range(7),
 )
 def test_values_that_no_flag_can_have(program, capsys, value, said):
   with pytest.raises(SystemExit) as stopped:
@@ -100,6 +102,17 @@ def test_what_the_system_refuses_is_a_sentence(program, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
     assert len(line) < 400
+
+
+def test_a_kernel_that_does_not_compile_is_a_sentence(program, capsys):
+  def main():
+    raise RuntimeError("Mosaic failed to compile: kvjax/kernels/select/tpu.py")
+
+  with pytest.raises(SystemExit) as stopped:
+    program(main)
+  assert stopped.value.code == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert "; --kernels=select:xla runs XLA's program instead" in line
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -127,7 +140,7 @@ def test_a_signal_while_garbage_is_collected_is_not_lost(
     gc.callbacks.remove(collected)
     signal.signal(signal.SIGTERM, handlers[0])
     signal.signal(signal.SIGINT, handlers[1])
-  assert stopped.value.code == 130
+  assert stopped.value.code == 128 + number
   assert capsys.readouterr().err == "Stopped.\n"
 
 
@@ -152,7 +165,7 @@ def test_a_signal_ends_a_program_without_a_traceback(program, capsys, number):
       (signal.SIGTERM, signal.SIGINT), before, strict=True
     ):
       signal.signal(sort, handler)
-  assert stopped.value.code == 130
+  assert stopped.value.code == 128 + number
   assert capsys.readouterr().err == "Stopped.\n"
   assert done
 
@@ -192,6 +205,7 @@ def test_a_model_that_is_something_else(
     ("generate_documents", ["--output=/dev/null"], "/dev/null is no folder"),
     ("show_kept", ["--output=/dev/null"], "no regular file"),
     ("compare", ["--mesh=data:2,data:2", "--output=new"], "'data' twice"),
+    ("compare", ["--mesh=data:2", "--batch=3"], "no multiple of 2, the size"),
     ("compare", ["--output=new", "--model=loop"], "loop has no config.json"),
     ("compare", ["--seed=99999999999", "--output=new"], "--seed is 9999999999"),
     (

@@ -87,7 +87,7 @@ def test_a_run_that_has_lost_a_host_goes_on(tiny_directory, tmp_path, port):
   os.kill(both[1].pid, signal.SIGKILL)
   _, said = both[0].communicate(timeout=300)
   both[1].communicate()
-  assert both[0].returncode == 130
+  assert both[0].returncode == 143
   assert said.endswith(
     "Another host has stopped; what is done is kept, and the same command on "
     "all hosts goes on from there.\n"
@@ -101,6 +101,75 @@ def test_a_run_that_has_lost_a_host_goes_on(tiny_directory, tmp_path, port):
   assert len(after) == 160
   assert before.items() <= after.items()
   assert f"{len(before)} from before" in " ".join(ended[0][0].split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preempted", [0, 1])
+def test_a_preempted_host_ends_all_with_the_code_of_a_restart(
+  tiny_directory, tmp_path, port, preempted
+):
+  given = arguments(tiny_directory, samples=40)
+  both = [start(*given, host=h, port=port, output=tmp_path) for h in range(2)]
+  while not list(tmp_path.glob("*/samples.jsonl")):
+    time.sleep(0.01)
+    assert both[0].poll() is None, both[0].communicate()
+  both[preempted].terminate()
+  ended = [process.communicate(timeout=300) for process in both]
+  assert both[preempted].returncode == 143, ended
+  assert ended[preempted][1].endswith("Stopped.\n")
+  if preempted == 1:
+    assert both[0].returncode == 143, ended
+  # JAX aborts those who have lost the coordinator, which is host 0.
+  assert both[1].returncode in (143, -signal.SIGABRT), ended
+  assert 0 < len(answers(tmp_path)) < 160
+
+
+def test_what_one_host_refuses_ends_all_with_a_sentence_of_the_first(
+  tiny_directory, tmp_path, port
+):
+  shutil.copytree(tiny_directory, tmp_path / "0" / "tiny")
+  (tmp_path / "1").mkdir()
+  given = arguments("tiny", samples=1)
+  both = [
+    start(*given, host=h, port=port, output="out", cwd=tmp_path / str(h))
+    for h in range(2)
+  ]
+  said = [process.communicate(timeout=300)[1] for process in both]
+  assert [process.returncode for process in both] == [2, 2], said
+  assert "Host 1: " in said[0]
+  assert "tiny" in said[0]
+  assert "tiny" not in said[1]
+  assert not list(tmp_path.glob("*/out"))
+
+
+@pytest.mark.slow
+def test_what_all_hosts_refuse_is_said_once(tmp_path, port):
+  both = [
+    start("--methods=nonsense", host=h, port=port, output=tmp_path)
+    for h in range(2)
+  ]
+  said = [process.communicate(timeout=300)[1] for process in both]
+  assert [process.returncode for process in both] == [2, 2], said
+  assert "nonsense" in said[0]
+  assert "Host" not in said[0]
+  assert "nonsense" not in said[1]
+
+
+@pytest.mark.slow
+def test_only_the_first_host_must_be_able_to_write(
+  tiny_directory, tmp_path, port
+):
+  for host in range(2):
+    (tmp_path / str(host)).mkdir()
+  (tmp_path / "1" / "out").write_text("no folder")
+  given = arguments(tiny_directory, samples=1, tasks="niah_single_1")
+  both = [
+    start(*given, host=h, port=port, output="out", cwd=tmp_path / str(h))
+    for h in range(2)
+  ]
+  said = [process.communicate(timeout=300)[1] for process in both]
+  assert [process.returncode for process in both] == [0, 0], said
+  assert len(answers(tmp_path / "0" / "out")) == 2
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 import kvjax
 from kvjax import InputWarning
+from kvjax.cache.sharding import parse_mesh
 from kvjax.experiments.run import memory
 from kvjax.experiments.run.candidates import Candidate, candidates
 
@@ -46,6 +48,15 @@ def test_fewer_rows_are_taken_where_they_do_not_fit(tiny, chosen, monkeypatch):
   monkeypatch.setattr(memory, "_memory", lambda: 1)
   with pytest.warns(InputWarning, match="--batch=1 is used"):
     assert memory.rows_that_fit(tiny, chosen, 128, 6) == 1
+
+
+def test_the_rows_that_fit_divide_over_the_mesh(tiny, chosen, monkeypatch):
+  row = sum(bytes_of(tiny, candidate.plan, 128) for candidate in chosen)
+  monkeypatch.setattr(memory, "_memory", lambda: 3 * 5 * row)
+  with jax.set_mesh(parse_mesh("data:2")):
+    with pytest.warns(InputWarning, match="--batch=4 is used"):
+      assert memory.rows_that_fit(tiny, chosen, 128, 6) == 4
+    assert memory.rows_that_fit(tiny, chosen, 128, 4) == 4
 
 
 def test_retrieval_keeps_everything(tiny, chosen):

@@ -11,6 +11,8 @@ from jax.sharding import AxisType
 
 from kvjax import kernels
 from kvjax.kernels.dispatch import Programs, dispatch
+from kvjax.kernels.prompt_attention import api as prompt_attention_api
+from kvjax.kernels.specs import named_specs
 
 
 def declining(*_, **__):
@@ -54,6 +56,29 @@ def test_a_call_overrides_what_is_in_use():
     assert run(WILLING, "pallas").max() == 20
 
 
+def test_one_operation_has_another_program(monkeypatch):
+  monkeypatch.setattr(Programs, "operation", "select")
+  x = jnp.zeros((2, 4, 3))
+  compiled = jax.jit(lambda x: run(WILLING, x=x).max())
+  with kernels.use(platform="tpu"):
+    assert compiled(x) == 20
+  given = {"select": "xla"}
+  with kernels.use(platform="tpu", overrides=given):
+    given.clear()
+    # Also a key of what is compiled.
+    assert compiled(x) == 2
+    assert run(WILLING, "pallas").max() == 20
+    with kernels.use("pallas", "tpu"):
+      assert compiled(x) == 20
+  with kernels.use("pallas", "tpu", overrides={"gather": "xla"}):
+    assert compiled(x) == 20
+  with (
+    pytest.raises(ValueError, match="'sele' is none of attention_mass, "),
+    kernels.use(overrides={"sele": "xla"}),
+  ):
+    pass
+
+
 def test_another_choice_compiles_another_program():
   compiled = jax.jit(lambda x: run(WILLING, x=x))
   x = jnp.zeros((2, 4, 3))
@@ -71,15 +96,29 @@ def test_where_a_kernel_declines_xla_serves_unless_pallas_was_asked(platform):
       run(UNWILLING, "pallas")
 
 
-@pytest.mark.parametrize(("capability", "expected"), [("9.0", 200), ("8.0", 2)])
+@pytest.mark.parametrize(
+  ("capability", "hopper", "library"),
+  [
+    ("7.5", 2, 2),
+    ("8.0", 2, 200),
+    ("8.9", 2, 200),
+    ("9.0", 200, 200),
+    ("10.0", 2, 200),
+  ],
+)
 def test_kernels_for_one_kind_of_gpu_decline_another(
-  monkeypatch, capability, expected
+  monkeypatch, capability, hopper, library
 ):
   gpu = types.SimpleNamespace(compute_capability=capability)
   x = jnp.zeros((2, 4, 3))
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   monkeypatch.setattr(jax, "devices", lambda: [gpu])
-  assert run(WILLING, x=x).max() == expected
+  assert run(WILLING, x=x).max() == hopper
+  cudnn = WILLING._replace(gpus=prompt_attention_api._PROGRAMS.gpus)
+  assert run(cudnn, x=x).max() == library
+  if hopper == 2:
+    with pytest.raises(NotImplementedError, match=f"has {capability}"):
+      run(WILLING, "pallas", x=x)
 
 
 @pytest.mark.parametrize(
@@ -105,23 +144,18 @@ def test_on_a_mesh_a_kernel_sees_a_devices_share(rows, heads, share):
   np.testing.assert_array_equal(alone, x + 2)
 
 
-OPERATIONS = [
-  "attention_mass",
-  "gather",
-  "paged_attention",
-  "prompt_attention",
-  "select",
-  "sketch",
-  "sparse_decode",
-]
+def test_each_operation_with_kernels_has_a_name():
+  named = {operation for operation, _ in named_specs()}
+  assert set(kernels.OPERATIONS) == named
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", kernels.OPERATIONS)
 def test_kernels_are_found_by_the_name_of_xlas_program(operation):
   api = importlib.import_module(f"kvjax.kernels.{operation}.api")
   found = [each for each in vars(api).values() if isinstance(each, Programs)]
   assert found
   for programs in found:
+    assert programs.operation == operation
     for platform in ("tpu", "gpu"):
       # Nothing is passed: the kernel is found, and misses its operands.
       with pytest.raises(TypeError, match="missing"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax import kernels
+from kvjax.cache.sharding import parse_mesh
 from kvjax.kernels.attention import (
   Partial,
   attention,
@@ -367,6 +369,40 @@ def test_every_device_of_a_mesh_reads_its_rows():
     run = jax.jit(read_layer, static_argnums=6)
     found = run(q, *pages[:2], places, *pages[2:], 2)
   close(found, by_hand(q, k, v, places, kept), 1e-5)
+
+
+@pytest.mark.parametrize("S", [1, 3])
+def test_every_device_of_a_mesh_reads_its_pages(S):
+  q, k, v, places, kept = block(9, 2, 2, S)
+  pages = paged(k, v, kept, PAGE=4)
+  keys, values, positions, heads = pages
+  missing = -keys.shape[1] % 4
+  keys, values, positions, heads = (
+    jnp.pad(
+      x,
+      ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)),
+      # Of no head, and never to be read.
+      constant_values=jnp.nan if x.dtype == jnp.float32 else -1,
+    )
+    for x in (keys, values, positions, heads)
+  )
+  mesh = parse_mesh("model:4")
+  place = jax.NamedSharding(mesh, jax.P(None, "model"))
+  given = (q, keys, values, places, positions, heads)
+  shapes = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    if x.shape[1] == heads.shape[1] and x.ndim > 1 and x is not q
+    else x
+    for x in given
+  ]
+  with jax.set_mesh(mesh):
+    run = jax.jit(functools.partial(paged_attention, kv_heads=2))
+    text = run.lower(*shapes).compile().as_text()
+    found = run(*given)
+  close(found, by_hand(q, k, v, places, kept), 1e-5)
+  # Outputs, their weights and maxima are summed up; no page moves.
+  assert "all-reduce" in text
+  assert not re.search("all-gather|all-to-all|collective-permute", text)
 
 
 def test_gpus_read_whole_tiles_of_slots():

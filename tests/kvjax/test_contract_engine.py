@@ -9,6 +9,7 @@ import pytest
 from made_up_gates import made_up_fast_kvzip, made_up_kvzap
 
 import kvjax
+from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sharding import parse_mesh
 from kvjax.methods import FullKV
 from kvjax.model import Geometry
@@ -172,8 +173,11 @@ class TestMethodInTheEngine:
       if not plan_of(name).spread.ragged:
         assert len(stack.keys.sharding.device_set) == 4
         assert stack.keys.addressable_shards[0].data.shape[1:3] == (2, 1)
-      else:  # pages belong to heads as they come
-        assert stack.pages.keys.addressable_shards[0].data.shape[1] == 2
+      else:
+        shared = isinstance(stack, PackedLayer)  # no pool of all layers
+        total = stack.pages.keys.shape[2]
+        shard = stack.pages.keys.addressable_shards[0].data.shape
+        assert shard[1:3] == (2, total // 2 if shared else total)
     for row in range(4):
       assert kept_positions(cache, row) == kept_positions(sharded, row)
 

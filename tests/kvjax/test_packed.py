@@ -262,6 +262,28 @@ MODEL = TinyModel(
 )
 
 
+def test_devices_share_the_pages_of_a_model():
+  params = MODEL.init()
+  prompts = kvjax.Prompts.of([list(range(60)), list(range(50))])
+  plan = kvjax.get_plan("ada/snapkv:window=8", kvjax.Tokens(48))
+  question = kvjax.Prompts.of([[1, 2, 3], [4]])
+
+  def ask():
+    cache, _ = kvjax.prefill(MODEL, params, prompts, plan)
+    answers = kvjax.generate(MODEL, params, cache, question, kvjax.Decoding(4))
+    return cache.stacks[0].pages.keys, answers.rows()
+
+  one, expected = ask()
+  with jax.set_mesh(parse_mesh("model:4")):
+    four, found = ask()
+  assert found == expected
+  # Rounded up, so that each device has as many.
+  assert one.shape[2] % 4
+  assert four.shape[2] == -(-one.shape[2] // 4) * 4
+  shard = four.sharding.shard_shape(four.shape)
+  assert shard == (*four.shape[:2], four.shape[2] // 4, *four.shape[3:])
+
+
 @pytest.fixture(scope="module")
 def prefilled():
   """Caches of two methods whose heads differ: one of them attends sharply."""

@@ -1,0 +1,70 @@
+"""Checks the kernels on the device at hand.
+
+  python -m kvjax.experiments.device_check
+
+runs every kernel at the sizes of its specs.py on a TPU or GPU and compares its
+results with those of XLA's program. It prints a line for each, and exits with
+code 1 if a kernel does not compile or has other results: slots and other
+integers must be equal, other numbers within 1 % of the largest one.
+`--kernels=NAME:xla` replaces such a kernel in all programs.
+--only=select,gather checks some operations.
+"""
+
+import sys
+
+import jax
+import rich.console
+import rich.progress
+from absl import flags
+
+from kvjax.errors import InputError
+from kvjax.experiments import cli
+from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.run import environment
+from kvjax.experiments.timing import kernel_checks, kernel_tables
+from kvjax.kernels import OPERATIONS
+from kvjax.kernels.specs import named_specs
+
+_ONLY = flags.DEFINE_list(
+  "only", list(OPERATIONS), "Names of the operations to check."
+)
+flags.declare_key_flag("seed")
+
+DIFFERENT = 1
+
+
+def main() -> None:
+  """Checks all flags, then the kernels."""
+  wanted = kernel_tables.chosen(list(named_specs()), _ONLY.value)
+  if jax.default_backend() == "cpu":
+    raise InputError(
+      "JAX finds no TPU or GPU here, and on a CPU kernels are not used; "
+      "install jax[tpu] or jax[cuda13] on a machine that has one."
+    )
+  console = rich.console.Console(highlight=False)
+  console.print(f"kernels on {environment.device()}:")
+  different = 0
+  with rich.progress.Progress(
+    rich.progress.TextColumn("{task.description:60}"),
+    rich.progress.MofNCompleteColumn(),
+    rich.progress.TimeElapsedColumn(),
+    console=rich.console.Console(stderr=True),
+  ) as progress:
+    bar = progress.add_task("", total=len(wanted))
+    for name, spec in wanted:
+      label = f"{name}, {spec.name}"
+      progress.update(bar, description=label[:60])
+      checked = kernel_checks.check(spec, run_inputs.SEED.value)
+      different += not checked.fine
+      mark = " " if checked.fine else "!"
+      line = f"{mark} {label}: {checked.said}"
+      console.print(line, markup=False, soft_wrap=True)
+      progress.advance(bar)
+  if different:
+    console.print(f"{different} of {len(wanted)} are not as they should be.")
+    sys.exit(DIFFERENT)
+  console.print(f"All {len(wanted)} are as they should be.")
+
+
+if __name__ == "__main__":
+  cli.run(main)

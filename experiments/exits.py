@@ -1,0 +1,35 @@
+"""How programs end early: exit codes, and what stands for them."""
+
+import os
+import signal
+import sys
+from typing import NoReturn
+
+import jax
+
+WRONG_INPUT = 2
+INTERRUPTED = 130
+# Of programs that the machine's owner ends; launchers start them again.
+PREEMPTED = 128 + signal.SIGTERM
+
+
+class StoppedError(Exception):
+  """A run that ends early, and that the same command resumes."""
+
+
+class RefusedError(Exception):
+  """A user's mistake that another host has found, or that all have."""
+
+
+class Preempted(KeyboardInterrupt):
+  """SIGTERM, which is handled as an interrupt is."""
+
+
+def leave(code: int) -> NoReturn:
+  """Exits before the work is done."""
+  if jax.distributed.is_initialized():
+    # Python's exit would wait for the other hosts, which wait for this one.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+  sys.exit(code)

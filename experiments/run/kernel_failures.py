@@ -1,0 +1,49 @@
+"""Kernels that a compiler refuses, in a sentence that says what to do."""
+
+import re
+import traceback
+from collections.abc import Iterator
+
+from kvjax.kernels import OPERATIONS
+
+# Compilers of kernels, and the memory that only kernels ask for.
+_COMPILER = re.compile(r"Mosaic|Triton|memory space vmem")
+_PLACE = re.compile(rf"kernels/({'|'.join(OPERATIONS)})/")
+_SAID = 200
+
+
+def sentence(error: BaseException) -> str | None:
+  """Explains an error that a kernel's compilation raises; None for others.
+
+  Args:
+    error: what ended the program.
+  """
+  errors = list(_chain(error))
+  said = next((str(e) for e in errors if _is_compilers(e)), None)
+  if said is None:
+    return None
+  found = _PLACE.search("".join(map(_places, errors)))
+  flag = f"--kernels={found[1]}:xla" if found else "--kernels=xla"
+  kernel = f"The kernel of {found[1]}" if found else "A kernel"
+  first = " ".join(said.split())[:_SAID].removesuffix(".")
+  return (
+    f"{kernel} does not compile for this device; {flag} runs XLA's program "
+    f"instead ({first})."
+  )
+
+
+def _is_compilers(error: BaseException) -> bool:
+  text = f"{type(error).__name__}: {error}"
+  return _COMPILER.search(text) is not None
+
+
+def _places(error: BaseException) -> str:
+  """What an error says of the source: its text, and the files it has passed."""
+  frames = traceback.extract_tb(error.__traceback__)
+  return "\n".join([str(error), *(frame.filename for frame in frames)])
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+  while error is not None:
+    yield error
+    error = error.__cause__ or error.__context__

@@ -1,0 +1,218 @@
+"""What devices say to each other while they run a program together."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.sharding import parse_mesh
+from kvjax.engine import blocks
+from kvjax.engine.decode import DecodingInputs, decode
+from kvjax.engine.prepared import prepare_repeated
+from kvjax.experiments.tpu.collectives import (
+  Collective,
+  collectives,
+  counts,
+  total_bytes,
+)
+from kvjax.experiments.tpu.engine_programs import placed_shapes, share_bytes
+from kvjax.experiments.tpu.hlo import Module
+from kvjax.experiments.tpu.published import LLAMA, Published
+from kvjax.kernels.attention import chunked
+from kvjax.model import Geometry
+from kvjax.registry.registry import METHODS, RETRIEVALS
+from kvjax.testing import TinyModel
+
+_ROWS, _LENGTH, _BLOCK = 4, 96, 16
+_ALL_REDUCE = re.compile(r" = (\S+) all-reduce\(")
+
+
+def all_reduced(plan, model):
+  """Shapes of what all devices sum up in a prefill in blocks."""
+  lengths = np.full(_ROWS, _LENGTH)
+  tokens = jax.ShapeDtypeStruct((_ROWS, _LENGTH), jnp.int32)
+  prepared = prepare_repeated(plan, lengths, _LENGTH, model.geometry)
+  program = blocks._prefill_blocks.lower(
+    model,
+    jax.eval_shape(model.init),
+    tokens,
+    jnp.asarray(lengths, jnp.int32),
+    prepared,
+    None,
+  )
+  return _ALL_REDUCE.findall(program.compile().as_text())
+
+
+@pytest.mark.parametrize("method", ["full", "keydiff"])
+def test_blocks_are_attended_to_without_asking_other_devices(
+  monkeypatch, method
+):
+  # A block attends to the cache in chunks of a few slots.
+  monkeypatch.setattr(chunked, "LOGITS", 2**8)
+  model = TinyModel(Geometry.uniform(2, 4, 2, 8, 4096))
+  plan = kvjax.get_plan(
+    method, kvjax.Tokens(24), schedule=kvjax.Schedule(block=_BLOCK)
+  )
+  with jax.set_mesh(parse_mesh("data:4")):
+    found = all_reduced(plan, model)
+  # The first block and the loop over the others each ask whether any layer has
+  # too many tokens, and for the length of the longest row that an eviction
+  # leaves.
+  evicting = ["pred[]", "s32[]"] * 2 if method == "keydiff" else []
+  assert sorted(found) == sorted(evicting)
+
+
+# Small but for its keys.
+TINY = Published(
+  "tiny",
+  {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+  },
+)
+MESHES = ("data:4", "model:2", "data:2,model:2")
+TOKENS = 512
+# A device's share of a layer's kept keys, of a quarter of the tokens: on each
+# mesh it has a quarter or half of 4 rows with 4 KV heads.
+KEPT_KEYS = 4 * (TOKENS // 4) * 16 * 2
+# Without methods that are made with a file, which is of another model, and
+# those whose prefill reads numbers that shapes do not have.
+_NOT_BY_SHAPES = {"kvzap", "fast_kvzip", "kvzip", "simlayerkv", "full"}
+METHOD_NAMES = sorted({"ada/snapkv", *METHODS} - _NOT_BY_SHAPES)
+
+
+def printed():
+  """Counts and bytes by method and mesh in the table of docs/sharding.md."""
+  page = pathlib.Path(__file__).parents[2] / "docs" / "sharding.md"
+  rows = re.findall(
+    r"^\| (.*) \| `(.*)` \| (\d+) \| (\d+) \| ([\d,]+) \|$",
+    page.read_text(),
+    re.MULTILINE,
+  )
+  return {
+    (name, mesh): [int(n.replace(",", "")) for n in numbers]
+    for names, mesh, *numbers in rows
+    for name in names.replace("`", "").split(", ")
+  }
+
+
+TABLE = printed()
+
+
+def test_the_page_has_methods_of_each_class_on_each_mesh():
+  classes = ("full", "keydiff", "ctkvr", "ada/snapkv")
+  assert TABLE.keys() == {(name, mesh) for name in classes for mesh in MESHES}
+
+
+def cache_of(name, model, params, tokens=TOKENS, rows=4):
+  """Shapes of a cache of a quarter of a prompt, on the mesh in context."""
+  plan = kvjax.get_plan(name, kvjax.Retention(0.25 if name != "full" else 1.0))
+  lengths = np.full(rows, tokens, np.int32)
+
+  def prefilled(params, given):
+    prompts = kvjax.Prompts(given, lengths)
+    cache, _ = kvjax.prefill(model, params, prompts, plan)
+    return kvjax.reserve(cache, 32)
+
+  given = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+  return placed_shapes(jax.eval_shape(prefilled, params, given))
+
+
+def decoding_step(name, mesh, rows=4):
+  """The collectives of one step that decodes a token of each row."""
+  model, params = TINY.shapes(mesh, 2)
+  decoding = kvjax.Decoding(32)
+
+  def loop(params, cache, logits, seeds):
+    run = DecodingInputs(seeds, None, None, jnp.int32(32))
+    return decode(model, params, cache, logits, decoding, run)
+
+  with jax.set_mesh(mesh):
+    compiled = jax.jit(loop, donate_argnums=1).lower(
+      params,
+      cache_of(name, model, params),
+      jax.ShapeDtypeStruct((rows, model.config.vocab_size), jnp.float32),
+      jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+    module = Module.of(compiled.compile().as_text())
+  return collectives(module, turn=True)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ["full", *METHOD_NAMES, *sorted(RETRIEVALS)])
+def test_decoding_moves_no_cached_keys(name, mesh):
+  found = decoding_step(name, parse_mesh(mesh))
+  largest = max((each.largest for each in found), default=0)
+  assert 4 * largest < KEPT_KEYS
+  if mesh == "data:4":
+    assert not found
+  numbers = counts(found)
+  row = TABLE.get((name, mesh))
+  if row is not None:
+    assert row == [
+      *(numbers.get(opcode, 0) for opcode in ("all-gather", "all-reduce")),
+      total_bytes(found),
+    ]
+
+
+@pytest.mark.parametrize("name", METHOD_NAMES)
+def test_a_compressed_cache_takes_less_of_a_device_than_a_full_one(name):
+  mesh = parse_mesh("model:4")
+  model, params = LLAMA.shapes(mesh, 2)
+  with jax.set_mesh(mesh):
+    full, kept = (
+      share_bytes(cache_of(each, model, params, 4096, 1))
+      for each in ("full", name)
+    )
+  assert kept < full
+
+
+def test_collectives_in_loops_and_branches_are_counted():
+  text = """
+%body (x: f32[4]) -> f32[4] {
+  %x = (s32[], f32[4]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%x), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%n, %one)
+  %part = f32[4]{0} get-tuple-element(%x), index=1
+  %sum = f32[4]{0} all-reduce(%part), to_apply=%add
+  ROOT %out = (s32[], f32[4]{0}) tuple(%next, %sum)
+}
+
+%condition (x: f32[4]) -> pred[] {
+  %x = (s32[], f32[4]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%x), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%n, %three), direction=LT
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (f32[4]{0}, f32[8]{0}) all-gather-start(%x), dimensions={0}
+  %both = (s32[], f32[4]{0}) tuple(%zero, %x)
+  %loop = (s32[], f32[4]{0}) while(%both), condition=%condition, body=%body
+  ROOT %end = f32[4]{0} get-tuple-element(%loop), index=1
+}
+"""
+  module = Module.of(text)
+  found = collectives(module)
+  assert found == [
+    Collective("all-gather", 32, 32, 1),
+    Collective("all-reduce", 16, 16, 3),
+  ]
+  assert counts(found) == {"all-gather": 1, "all-reduce": 3}
+  assert total_bytes(found) == 80
+  assert collectives(module, turn=True) == [Collective("all-reduce", 16, 16, 1)]
