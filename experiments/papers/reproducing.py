@@ -146,11 +146,15 @@ def _titled(experiment: Experiment) -> str:
 
 def _places(experiment: Experiment) -> str:
   """The paper's tables and figures, as far as they are known."""
-  text = " ".join((*experiment.claims, *experiment.remarks))
-  found = [(kind, numbers) for kind, numbers in _PLACES.findall(text)]
-  found += [tuple(place.split()) for place in printed.places(experiment.id)]
+  text = " ".join(
+    (
+      *experiment.claims,
+      *experiment.remarks,
+      *printed.places(experiment.id),
+    )
+  )
   by_kind: dict[str, set[int]] = {}
-  for kind, numbers in found:
+  for kind, numbers in _PLACES.findall(text):
     by_kind.setdefault(kind, set()).update(
       map(int, re.findall(r"\d+", numbers))
     )
