@@ -166,10 +166,11 @@ def test_every_page_is_linked():
 def test_commands_name_programs_and_flags_that_exist(page):
   text = TEXTS[page]
   programs = re.findall(r"(?:^ {4}|`)kvjax ([a-z_]+)", text, re.MULTILINE)
-  modules = re.findall(r"python -m kvjax\.experiments\.(\w+)", text)
+  modules = re.findall(r"python -m kvjax\.experiments\.([\w.]*\w)", text)
   assert {*programs} <= {*PROGRAMS}
   for module in modules:
-    assert (ROOT / "experiments" / f"{module}.py").exists(), module
+    path = f"{module.replace('.', '/')}.py"
+    assert (ROOT / "experiments" / path).exists(), module
   sources = (path.read_text() for path in ROOT.glob("experiments/**/*.py"))
   define = re.compile(r'(?:DEFINE_\w+|Option)\(\s*"(\w+)"')
   known = {name for source in sources for name in define.findall(source)}
