@@ -131,7 +131,7 @@ def _row(experiment: Experiment, usual: str) -> tuple[str, ...]:
   cells = (
     f"**{experiment.id}** {_titled(experiment)}",
     needs,
-    f"`{' '.join(_arguments(experiment))}`" if runs else "",
+    " ".join(f"`{each}`" for each in _arguments(experiment)) if runs else "",
     str(experiment.minutes) if runs else "",
     " ".join(_of_paper(experiment)),
     _ours(experiment),
