@@ -23,7 +23,8 @@ MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
   as python3, python3.12, python3.13 or python3.14: install one, or name it \
   with PYTHON=/path/to/python
 
-.PHONY: demo test lint format docs tpu-compile test-tpu test-adapters peers clean
+.PHONY: demo test lint format docs tpu-compile test-tpu test-adapters peers \
+  clean
 
 demo: $(READY)
 	@$(BIN)/python -m kvjax.experiments.compare $(ARGS)
@@ -41,9 +42,10 @@ format: $(READY)
 	@$(BIN)/ruff check --quiet --fix
 	@$(BIN)/ruff format --quiet
 
-# Its tools say that they need a successor within years: a line of noise here.
+# Not --quiet, with which mkdocs counts no warnings. The variable silences an
+# advertisement of its successor.
 docs: .docs/.ready
-	@NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict
 
 # libtpu has its own folder: in .venv, every program would look for a TPU.
 tpu-compile: .libtpu/.ready

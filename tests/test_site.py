@@ -75,6 +75,14 @@ def test_links_to_folders_become_text_and_code_stays():
   assert HOOK["rewrite"](text, "CONTRIBUTING.md") == plain
 
 
+def test_warnings_stop_the_build():
+  """With --quiet, mkdocs counts none, and --strict does nothing."""
+  (command,) = re.findall(
+    r"mkdocs build (.*)", (ROOT / "Makefile").read_text(encoding="utf-8")
+  )
+  assert command == "--strict"
+
+
 def test_examples_have_the_heading_that_the_site_knows():
   """It would show those below `Example:` as quotes."""
   for name in ("kvjax", "kernels", "models", "experiments"):
