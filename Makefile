@@ -3,6 +3,7 @@
 #   make test     run the tests
 #   make lint     check style, types and the layering of imports
 #   make format   format the code
+#   make docs     build the documentation site in .docs/site
 #   make tpu-compile  compile everything for TPUs, without one attached
 #   make device-check  compare the kernels with XLA on the TPU or GPU at hand
 #   make test-tpu run the tests that compile for TPUs
@@ -23,7 +24,7 @@ MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
   as python3, python3.12, python3.13 or python3.14: install one, or name it \
   with PYTHON=/path/to/python
 
-.PHONY: demo test lint format tpu-compile device-check test-tpu \
+.PHONY: demo test lint format docs tpu-compile device-check test-tpu \
   test-adapters peers clean
 
 demo: $(READY)
@@ -45,6 +46,11 @@ format: $(READY)
 device-check: $(READY)
 	@$(BIN)/python -m kvjax.experiments.device_check $(ARGS)
 
+# Not --quiet, with which mkdocs counts no warnings. The variable silences an
+# advertisement of its successor.
+docs: .docs/.ready
+	@NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict
+
 # libtpu has its own folder: in .venv, every program would look for a TPU.
 tpu-compile: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
@@ -61,7 +67,7 @@ test-adapters: .adapters/.ready
 peers: .peers/.ready
 
 clean:
-	@rm -rf .venv .libtpu .adapters .peers .mypy_cache .pytest_cache \
+	@rm -rf .venv .docs .libtpu .adapters .peers .mypy_cache .pytest_cache \
 	  .ruff_cache .import_linter_cache
 
 # If the Python of an existing environment works, it is only updated.
@@ -72,6 +78,17 @@ $(READY): pyproject.toml
 	@test "$(python)" = $(BIN)/python || "$(python)" -m venv --clear .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
 	  --no-compile --editable '.[dev]'
+	@touch $@
+
+# The extra alone: the site is made from the text of the code, without JAX.
+EXTRA := import tomllib; \
+  project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  print(*project["optional-dependencies"]["docs"])
+.docs/.ready: $(READY)
+	@echo "Setting up .docs (a minute)"
+	@$(BIN)/python -m venv --clear .docs
+	@.docs/bin/python -m pip install -qq --disable-pip-version-check \
+	  --no-compile $$($(BIN)/python -c '$(EXTRA)')
 	@touch $@
 
 # The libtpu version that the installed JAX requires.

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import types
+import typing
 
 from kvjax import allocation as allocation
 from kvjax import methods as methods
@@ -62,6 +63,9 @@ from kvjax.registry.retrieval import register_retrievals as _register_retrievals
 from kvjax.repeat_request import RepeatRequest as RepeatRequest
 from kvjax.retrieval.sparse_attention import SparseAttention as SparseAttention
 
+if typing.TYPE_CHECKING:
+  from kvjax.models import load as load
+
 __version__ = importlib.metadata.version("kvjax")
 
 _register_methods()
@@ -70,13 +74,27 @@ _register_retrievals()
 # Importing a submodule makes it an attribute too; these are meant.
 _MODULES = (allocation, methods, retrieval)
 __all__ = sorted(
-  name
-  for name, value in globals().items()
-  if name == "__version__"
-  or not (name.startswith("_") or isinstance(value, types.ModuleType))
-  or value in _MODULES
+  [
+    name
+    for name, value in globals().items()
+    if name == "__version__"
+    or not (name.startswith("_") or isinstance(value, types.ModuleType))
+    or value in _MODULES
+  ]
+  + ["load"]
 )
 
 
 def __dir__() -> list[str]:
   return __all__
+
+
+if not typing.TYPE_CHECKING:
+
+  def __getattr__(name: str) -> object:
+    """Imports `load` when it is first used: most of kvjax needs no models."""
+    if name == "load":
+      from kvjax.models import load
+
+      return load
+    raise AttributeError(f"module 'kvjax' has no attribute {name!r}")

@@ -43,7 +43,7 @@ class LayerSpec:
     weights: index of the stack in `Model.layer_weights` with the layer's
       weights.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> kvjax.LayerSpec(
     ...   heads=8, kv_heads=2, key_dim=64, window=128
@@ -107,7 +107,7 @@ class Geometry:
     layers: one spec per layer, in order.
     max_positions: maximum context length in tokens.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> local = kvjax.LayerSpec(heads=8, kv_heads=2, key_dim=64, window=128)
     >>> full = kvjax.LayerSpec(heads=8, kv_heads=2, key_dim=64)
@@ -166,7 +166,7 @@ class Geometry:
 def ranks(ids: Sequence[int]) -> tuple[int, ...]:
   """Counts the equal ids before each id.
 
-  Example:
+  Examples:
     >>> from kvjax.model import ranks
     >>> ranks([0, 0, 1, 0, 1])
     (0, 1, 0, 2, 1)

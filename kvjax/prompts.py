@@ -51,7 +51,7 @@ class Prompts:
     repeat_request: what precedes the chunks of a prompt that a method replays;
       by default nothing.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
     >>> prompts.lengths.tolist()

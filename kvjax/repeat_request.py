@@ -37,7 +37,7 @@ class RepeatRequest:
       follows.
     suffix: ids that end a question and start an answer.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> request = kvjax.RepeatRequest(first=(11, 12), suffix=(2,))
     >>> prompts = kvjax.Prompts.of([[5, 6, 7]], repeat_request=request)

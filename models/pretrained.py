@@ -138,6 +138,12 @@ def load(
   Raises:
     InputError: a file is missing, broken or not supported, or a named model
       cannot be fetched.
+
+  Examples:
+    >>> import kvjax.models
+    >>> lm = kvjax.load(kvjax.models.__path__[0] + "/reference")
+    >>> lm.config.num_layers
+    6
   """
   source = find(model)
   config = source.config()

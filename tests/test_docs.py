@@ -6,14 +6,18 @@ import pathlib
 import re
 import shutil
 
+import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
+from adapted import GOLDEN
 from made_up_gates import write_kvzap
+from maxtext_trees import maxtext_tree
 
 import kvjax
 from kvjax.experiments.main import PROGRAMS
 from kvjax.models import catalog, family_table
 from kvjax.models.adapters import ADAPTERS
+from kvjax.models.config import DecoderConfig
 from kvjax.models.families import FAMILIES
 from kvjax.registry.names import get_recipe
 from kvjax.registry.registry import METHODS, RETRIEVALS
@@ -36,6 +40,9 @@ WITH_CODE = (
   "docs/getting_started.md",
   "docs/methods/README.md",
   "docs/methods/ctkvr.md",
+  "docs/methods/kvzip.md",
+  "docs/methods/gates.md",
+  "docs/models.md",
   "docs/sharding.md",
 )
 
@@ -51,6 +58,14 @@ def test_all_pages_with_code_run():
   }
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_python_is_fenced(page):
+  """It would not be run otherwise."""
+  text = re.sub(r"^ *```.*?^ *```$", "", TEXTS[page], flags=re.M | re.S)
+  python = r"^ {4}(?:[\w, ]+ = [\w.]+\(|import \w|from [\w.]+ import|def \w)"
+  assert not re.findall(python, text, re.MULTILINE)
+
+
 def keep_layers(folder, count):
   """Leaves the first layers of a model; all of them compile alike."""
   config = folder / "config.json"
@@ -63,6 +78,19 @@ def keep_layers(folder, count):
     if not (layer := re.search(r"layers\.(\d+)", name)) or int(layer[1]) < count
   }
   safetensors.numpy.save_file(kept, path, {"format": "pt"})
+
+
+def write_maxtext(folder):
+  """Writes a checkpoint of MaxText and its config."""
+  golden = GOLDEN / "qwen3"
+  (folder / "qwen").mkdir()
+  shutil.copy(golden / "config.json", folder / "qwen")
+  config = DecoderConfig.from_hf(
+    json.loads((golden / "config.json").read_text())
+  )
+  state = {"params": {"params": maxtext_tree("qwen3", config, scanned=True)}}
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    checkpointer.save(folder / "checkpoints" / "0" / "items", state)
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -88,6 +116,9 @@ def test_the_code_runs(pages, tmp_path, monkeypatch, capsys):
   assert name in catalog.NAMED
   monkeypatch.setattr(catalog, "fetch", lambda source, folder: None)
   keep_layers(fetched, 2)
+  # What the commands on the pages of gates and models leave.
+  write_kvzap("results/gate", inputs=128, heads=2, layers=2)
+  write_maxtext(tmp_path)
   names = {}
   for page in pages:
     for code in python_of(page):
@@ -135,10 +166,11 @@ def test_every_page_is_linked():
 def test_commands_name_programs_and_flags_that_exist(page):
   text = TEXTS[page]
   programs = re.findall(r"(?:^ {4}|`)kvjax ([a-z_]+)", text, re.MULTILINE)
-  modules = re.findall(r"python -m kvjax\.experiments\.(\w+)", text)
+  modules = re.findall(r"python -m kvjax\.experiments\.([\w.]*\w)", text)
   assert {*programs} <= {*PROGRAMS}
   for module in modules:
-    assert (ROOT / "experiments" / f"{module}.py").exists(), module
+    path = f"{module.replace('.', '/')}.py"
+    assert (ROOT / "experiments" / path).exists(), module
   sources = (path.read_text() for path in ROOT.glob("experiments/**/*.py"))
   define = re.compile(r'(?:DEFINE_\w+|Option)\(\s*"(\w+)"')
   known = {name for source in sources for name in define.findall(source)}

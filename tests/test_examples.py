@@ -36,6 +36,8 @@ def modules():
   for module in pkgutil.walk_packages(kvjax.__path__, "kvjax."):
     if not module.name.startswith(SKIPPED):
       yield importlib.import_module(module.name)
+  # kvjax passes its `load` on.
+  yield importlib.import_module("kvjax.models.pretrained")
 
 
 def documented(module):

@@ -61,6 +61,28 @@ def test_a_source_archive_holds_folders_in_place_of_links(archives):
   assert {"CONTRIBUTING.md", "README.md", "LICENSE", "Makefile"} <= {*names}
 
 
+_LOAD = """
+import sys
+import kvjax
+assert "kvjax.models" not in sys.modules
+load = kvjax.load
+import kvjax.models
+assert load is kvjax.models.load
+try:
+  kvjax.lode
+except AttributeError as error:
+  print(error)
+"""
+
+
+def test_models_are_imported_when_one_is_loaded():
+  done = subprocess.run(
+    [sys.executable, "-c", _LOAD], capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == "module 'kvjax' has no attribute 'lode'\n"
+
+
 _TRY = """
 import kernels, models, sys
 assert kernels.get_kernel and kernels.__file__.startswith(sys.argv[1])

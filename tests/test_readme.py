@@ -24,7 +24,7 @@ def test_it_is_short():
   (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
   lines = [line for line in code.splitlines() if line]
   assert len(lines) == 4
-  assert lines[0] == "import kvjax.models"
+  assert lines[0] == "import kvjax"
 
 
 def test_its_scores_are_those_of_the_results():

@@ -194,6 +194,9 @@ EXPERIMENTS = (
       ".512 with N = 1,024 and .749 .570 with 2,048; SnapKV .692 .533 and .749 "
       ".566.",
     ),
-    ("kvjax neither asks Math-500 nor checks its answers.",),
+    (
+      "This measures texts that the model writes. kvjax evaluate "
+      "--benchmark=math500 asks Math-500 and checks the answers.",
+    ),
   ),
 )

@@ -15,6 +15,16 @@ _FOLDER = pathlib.Path(__file__).parent / "tables"
 _MISSING = "-"
 
 
+def places(experiment: str) -> list[str]:
+  """Lists the paper's tables that an experiment's numbers are from."""
+  found: dict[str, None] = {}
+  for path in sorted(_FOLDER.glob(f"{experiment}[._]*")):
+    with open(path, encoding="utf-8", newline="") as file:
+      for row in csv.DictReader(file, dialect="excel-tab", restval=""):
+        found |= dict.fromkeys(filter(None, [row.get("table", "")]))
+  return list(found)
+
+
 def read(name: str) -> tuple[Targets, ...]:
   """Reads the numbers of a comparison, a record per model."""
   numbers: dict[str, dict[Key, float]] = {}

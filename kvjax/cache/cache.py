@@ -33,7 +33,7 @@ class Cache:
     plan: the `kvjax.Plan` that made the cache if it evicts while decoding, else
       None.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()
@@ -149,7 +149,7 @@ def _join_key(cache: Cache) -> Any:
 def group_caches(caches: Sequence[Cache]) -> list[list[int]]:
   """Groups caches that `stack` can join, and returns their indices.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()
@@ -172,7 +172,7 @@ def stack(caches: Sequence[Cache]) -> Cache:
   Raises:
     InputError: there is none, or their layers differ in kind or size.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()
@@ -220,7 +220,7 @@ def unstack(cache: Cache, count: int) -> tuple[Cache, ...]:
   Raises:
     InputError: the rows cannot be divided so.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()

@@ -44,7 +44,7 @@ def calibrate(
   Raises:
     InputError: see `fit`, `choose` and `add_promises`.
 
-  Example:
+  Examples:
     >>> import numpy as np
     >>> import kvjax
     >>> triples = kvjax.Triples(

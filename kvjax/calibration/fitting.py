@@ -162,7 +162,7 @@ def nll_ratio(
     full: NLL per token of an answer, in nats, given the full context.
     kept: NLL per token of the same answer, given the compressed context.
 
-  Example:
+  Examples:
     >>> import numpy as np
     >>> import kvjax
     >>> full, kept = np.array([1.0, 1.0]), np.array([1.0, 2.0])
@@ -186,7 +186,7 @@ def likelihood_ratio(
     full: NLL per token of an answer, in nats, given the full context.
     kept: NLL per token of the same answer, given the compressed context.
 
-  Example:
+  Examples:
     >>> import numpy as np
     >>> import kvjax
     >>> full, kept = np.array([1e-5, 1.0]), np.array([1e-2, 2.0])

@@ -73,7 +73,7 @@ class Calibration:
     data: the measured tasks and texts in words.
     seed: seed of the measured samples.
 
-  Example:
+  Examples:
     >>> import numpy as np
     >>> import kvjax
     >>> calibration = kvjax.Calibration(
@@ -317,7 +317,7 @@ class Calibrated:
       everything.
     rounding: how r* of a prompt's tokens are rounded; see `Retention`.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> calibration = kvjax.Calibration(
     ...   alpha=0.5,

@@ -65,7 +65,7 @@ def save_cache(
     InputError: the directory contains something else or cannot be written, or
       the cache does not fit the model.
 
-  Example:
+  Examples:
     >>> import tempfile
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
@@ -134,7 +134,7 @@ def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
     InputError: there is no such cache, it belongs to another model or has
       another layout, or it is damaged.
 
-  Example:
+  Examples:
     >>> import tempfile
     >>> import kvjax
     >>> from kvjax.testing import TinyModel

@@ -39,7 +39,7 @@ class Decoding:
     stop_ids: a row ends before the first of these tokens.
     sampling: how a token is drawn.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> kvjax.Decoding(max_new_tokens=8, stop_ids=[2]).stop_ids
     (2,)

@@ -44,7 +44,7 @@ Seeds = Int[Array, " B"] | Int[np.ndarray, " B"]
 def reserve(cache: Cache, tokens: int) -> Cache:
   """Grows a cache by room for `tokens` more tokens in every layer.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()
@@ -74,7 +74,7 @@ def decoding_nbytes(
     width: tokens of the padded prompts; 0 if logits are continued.
     decoding: options of decoding.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()
@@ -186,7 +186,7 @@ def generate(
       another model, context, prompt and answer together are longer than the
       model's context, or the cache has too little room.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()

@@ -31,7 +31,7 @@ def negative_log_likelihood(
   Raises:
     InputError: a prompt is longer than the model's context.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()
@@ -68,7 +68,7 @@ def answer_nll(
     InputError: rows, questions and answers differ in number, the cache evicts
       while decoding, or all together are longer than the model's context.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()

@@ -56,7 +56,7 @@ class Plan:
     decoding: plan of the evictions while decoding, if their method or budget is
       another; its schedule says when. None if the schedule of this plan does.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> method = kvjax.get_method("snapkv:window=4")
     >>> plan = kvjax.Plan(method, kvjax.Retention(0.25), kv_dtype="int8")

@@ -76,7 +76,7 @@ def prefill(
     InputError: a prompt is longer than the model's context or protects more
       tokens than are kept, or the method rerotates keys and the model cannot.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()
@@ -118,7 +118,7 @@ def sweep(
     InputError: a prompt is longer than the model's context, there is no plan,
       or one works in blocks, which needs its own forward pass.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()
@@ -159,7 +159,7 @@ def measured_sweep(
 
   Arguments and errors are those of `sweep`.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()

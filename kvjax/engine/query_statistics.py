@@ -81,7 +81,7 @@ def calibrate_queries(
     InputError: there are too few tokens, or more than the model's context, or
       its layers differ in their heads, or its queries cannot be moved.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()

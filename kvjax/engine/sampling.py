@@ -21,7 +21,7 @@ class Sampling:
       probability.
     top_k: draws among this many most likely tokens, before `top_p`; 0 for all.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> kvjax.Sampling(temperature=0.7, top_p=0.9)
     Sampling(temperature=0.7, top_p=0.9, top_k=0)

@@ -62,7 +62,7 @@ def stream(
   its tokens are consumed; a program that leaves early ends once it has. What
   `generate` returns is in `Stream.generated` at the end.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
     >>> model = TinyModel()

@@ -23,7 +23,7 @@ class Tokens:
   Attributes:
     count: number of tokens.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> kvjax.Tokens(512).num_kept(100)
     100
@@ -68,7 +68,7 @@ class Retention:
       at least 1: at a ratio of 0.9, 5 of 60 tokens. Presets named after
       kvpress use the latter.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> kvjax.Retention(0.25).num_kept(10)
     3
@@ -127,7 +127,7 @@ class Threshold:
     least: the lowest score that is kept; -inf keeps everything.
     window: number of last tokens that are kept whatever their score.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> print(kvjax.Threshold(-4.0))
     threshold -4
@@ -156,7 +156,7 @@ class PerLayer:
     layers: the budget of each layer of the model, the lowest first; those of
       layers that methods do not compress are not used.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> print(kvjax.PerLayer([kvjax.Retention(0.5), kvjax.Retention(0.25)]))
     0.5+0.25

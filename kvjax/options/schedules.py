@@ -25,7 +25,7 @@ class Schedule:
     every: decoded tokens between evictions; None for no eviction while
       decoding.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> print(kvjax.Schedule(block=256, every=16))
     blocks of 256, every 16 while decoding

@@ -105,7 +105,7 @@ def get_method(name: str) -> Method:
     InputError: no such method, preset or option, a value out of range, or a
       name that spreads a budget over layers or heads too.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> kvjax.get_method("streaming:sinks=8")
     StreamingLLM(sinks=8, rerotate=False)
@@ -128,7 +128,7 @@ def get_retrieval(name: str) -> Retrieval:
   Raises:
     InputError: no such method, preset or option, or a value out of range.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> kvjax.get_retrieval("ctkvr:probes=8").probes
     8
@@ -166,7 +166,7 @@ def get_plan(
     InputError: the name stands for no method, or the method is not defined for
       the schedule, the budget or the dtype.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> plan = kvjax.get_plan("keydiff", kvjax.Retention(0.25))
     >>> plan.method.anchor

@@ -126,7 +126,7 @@ def register(
       on a command line, or what is made, or a preset, is no method, or a class
       with fields is no dataclass.
 
-  Example:
+  Examples:
     >>> import dataclasses, kvjax
     >>> @dataclasses.dataclass(frozen=True)
     ... class Newest(kvjax.methods.HeadwiseMethod):

@@ -18,7 +18,7 @@ class SparseAttention:
     budget: keys that each KV head retrieves per token, in addition to the
       resident tokens; a retention is a share of the prompt.
 
-  Example:
+  Examples:
     >>> import numpy as np
     >>> import kvjax
     >>> retrieval = kvjax.get_retrieval("quest")

@@ -43,7 +43,7 @@ def check_method(method: Method) -> None:
   Raises:
     InputError: a check fails; the message says what is wrong and how to fix it.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import check_method
     >>> check_method(kvjax.get_method("tova"))

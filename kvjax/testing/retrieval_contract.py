@@ -47,7 +47,7 @@ def check_retrieval(retrieval: Retrieval) -> None:
   Raises:
     InputError: a check fails; the message says what is wrong and how to fix it.
 
-  Example:
+  Examples:
     >>> import kvjax
     >>> from kvjax.testing import check_retrieval
     >>> check_retrieval(kvjax.get_retrieval("flat"))

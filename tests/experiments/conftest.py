@@ -34,6 +34,7 @@ def run(module, arguments, out, err):
     code = 1
     try:
       runpy.run_module(module, run_name="__main__")
+      code = 0
     except SystemExit as stop:
       code = stop.code or 0
     finally:

@@ -53,6 +53,12 @@ def test_a_program_is_started_with_its_flags(run_binary):
   assert "--kvpress" in done.stdout
 
 
+def test_the_package_of_the_programs_lists_them_too(run_binary):
+  done = run_binary("kvjax.experiments")
+  assert done.returncode == 0
+  assert done.stdout == f"{command.listing()}\n"
+
+
 def test_the_package_installs_it():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   module, _, function = project["scripts"]["kvjax"].partition(":")

@@ -1,0 +1,90 @@
+"""The site has every page and every public name, and its links lead there."""
+
+import importlib
+import pathlib
+import re
+import runpy
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+HOOK = runpy.run_path(str(ROOT / "docs" / "site_links.py"))
+API = {path.stem: path.read_text() for path in ROOT.glob("docs/api/*.md")}
+REFERRED = [
+  name
+  for text in API.values()
+  for name in re.findall(r"^::: (.*)$", text, re.M)
+]
+MODULES = ("models", "methods", "allocation", "retrieval", "testing")
+
+
+def public(module):
+  """The names that a package passes on."""
+  source = pathlib.Path(importlib.import_module(module).__file__).read_text()
+  names = re.findall(r"\bas (\w+)", source)
+  return {f"{module}.{name}" for name in names if not name.startswith("_")}
+
+
+def test_the_reference_has_every_public_name_once():
+  top = public("kvjax") - {f"kvjax.{name}" for name in MODULES}
+  expected = top.union(*(public(f"kvjax.{name}") for name in MODULES))
+  assert len(REFERRED) == len({*REFERRED})
+  assert {*REFERRED} == expected
+
+
+def test_the_hook_finds_what_pages_link_to_outside_docs():
+  found = HOOK["outside"]()
+  assert found[0] == "README.md"
+  assert len(found) == len({*found})
+  assert {
+    *("CONTRIBUTING.md", "WORKSPACE.md", "CHANGELOG.md"),
+    *("models/reference/README.md", "models/adapters/keras_hub.py"),
+    "notebooks/quickstart.ipynb",
+  } <= {*found}
+  assert not [path for path in found if path.startswith("docs/")]
+  assert all((ROOT / path).is_file() for path in found)
+
+
+@pytest.mark.parametrize(
+  ("page", "link", "on_site"),
+  [
+    ("README.md", "(docs/models.md)", "(models.md)"),
+    ("README.md", "(docs/methods/README.md)", "(methods/README.md)"),
+    ("docs/models.md", "(benchmarks.md#data)", "(benchmarks.md#data)"),
+    ("docs/models.md", "(#dtypes)", "(#dtypes)"),
+    (
+      "docs/methods/README.md",
+      "(../../CONTRIBUTING.md#add-a-method)",
+      "(../CONTRIBUTING.md#add-a-method)",
+    ),
+    ("CONTRIBUTING.md", "(docs/design.md)", "(design.md)"),
+    ("docs/design.md", "(../README.md)", "(index.md)"),
+    ("docs/models.md", "(https://arxiv.org)", "(https://arxiv.org)"),
+    ("docs/models.md", "(no_such_page.md)", "(no_such_page.md)"),
+  ],
+)
+def test_links_become_those_of_the_site(page, link, on_site):
+  text = f"See [the `page`]{link}, and ![a picture]{link}."
+  changed = f"See [the `page`]{on_site}, and ![a picture]{on_site}."
+  assert HOOK["rewrite"](text, page) == changed
+
+
+def test_links_to_folders_become_text_and_code_stays():
+  text = "[tests/plugins](tests/plugins)\n\n```markdown\n[a](docs/a.md)\n```\n"
+  plain = text.replace("[tests/plugins](tests/plugins)", "tests/plugins")
+  assert HOOK["rewrite"](text, "CONTRIBUTING.md") == plain
+
+
+def test_warnings_stop_the_build():
+  """With --quiet, mkdocs counts none, and --strict does nothing."""
+  (command,) = re.findall(
+    r"mkdocs build (.*)", (ROOT / "Makefile").read_text(encoding="utf-8")
+  )
+  assert command == "--strict"
+
+
+def test_examples_have_the_heading_that_the_site_knows():
+  """It would show those below `Example:` as quotes."""
+  for name in ("kvjax", "kernels", "models", "experiments"):
+    for path in ROOT.glob(f"{name}/**/*.py"):
+      assert not re.search(r"^ *Example:$", path.read_text(), re.M), path
