@@ -111,7 +111,7 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     same = [c.method for c in chosen if c.method != FULL and c.full_at_one]
     names = list(dict.fromkeys(same))
     summary["rows"] += summaries.at_retention_one(summary["rows"], names)
-  console.print(writing.write_comparison(folder, summary))
+  console.print(writing.write_comparison(folder, summary, run.answers))
   console.print(f"{run}; all in {folder}")
 
 
