@@ -91,9 +91,13 @@ def test_the_newer_of_two_counts_and_keeps_its_own_delta(
 
 
 def test_a_leaderboard_is_ranked_and_plotted(answer, record, tmp_path):
+  half = {"retention": 0.5}
   runs = [
     record([answer("full"), answer("b", score=20.0)], tmp_path / "a"),
-    record([answer("a", score=60.0), answer("a", "0.5", 70.0)], tmp_path / "b"),
+    record(
+      [answer("a", score=60.0), answer("a", "0.5", 70.0, **half)],
+      tmp_path / "b",
+    ),
   ]
   board = ranking.merge(runs)
   (group,) = board.groups
