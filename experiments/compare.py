@@ -33,6 +33,7 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import repetition
 from kvjax.experiments.inputs import (
+  dry_run_inputs,
   essay_inputs,
   host_inputs,
   method_inputs,
@@ -50,7 +51,13 @@ from kvjax.experiments.run import (
 from kvjax.experiments.run.candidates import FULL, Candidate
 from kvjax.experiments.tasks import suite
 
-for module in (run_inputs, needle_inputs, method_inputs, host_inputs):
+for module in (
+  run_inputs,
+  needle_inputs,
+  method_inputs,
+  host_inputs,
+  dry_run_inputs,
+):
   flags.adopt_module_key_flags(module)
 flags.set_default(run_inputs.MODEL, "smollm2-135m-instruct")
 flags.set_default(needle_inputs.SAMPLES, 3)
@@ -62,6 +69,7 @@ _QUESTION = flags.DEFINE_string("question", None, "Question about --text.")
 
 _NEEDLES_ONLY = (
   *("tasks", "samples", "length", "seed", "batch", "output", "multihost"),
+  "dry_run",
   *essay_inputs.NAMES,
 )
 
@@ -100,6 +108,10 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     for note in repeated.notes:
       console.print(note)
     batch = run_inputs.BATCH.value
+    if dry_run_inputs.DRY_RUN.value:
+      foreseen = runner.foresee(lm, chosen, samples, settings, folder, batch)
+      console.print(foreseen)
+      return
     run = runner.answer(
       lm, devices, chosen, samples, settings, folder, batch, began
     )

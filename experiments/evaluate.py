@@ -26,6 +26,7 @@ from absl import flags
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import (
   benchmark_inputs,
+  dry_run_inputs,
   host_inputs,
   method_inputs,
   run_inputs,
@@ -33,7 +34,13 @@ from kvjax.experiments.inputs import (
 from kvjax.experiments.report import writing
 from kvjax.experiments.run import hosts, results, runner
 
-for module in (benchmark_inputs, run_inputs, method_inputs, host_inputs):
+for module in (
+  benchmark_inputs,
+  run_inputs,
+  method_inputs,
+  host_inputs,
+  dry_run_inputs,
+):
   flags.adopt_module_key_flags(module)
 
 _OUTPUT = flags.DEFINE_string(
@@ -60,6 +67,12 @@ def main() -> None:
     )
     folder = output / folder_name(settings)
     batch = run_inputs.BATCH.value
+    if dry_run_inputs.DRY_RUN.value:
+      foreseen = runner.foresee(
+        lm, chosen, drawn.samples, settings, folder, batch
+      )
+      console.print(foreseen)
+      return
     run = runner.answer(
       lm, devices, chosen, drawn.samples, settings, folder, batch, began
     )

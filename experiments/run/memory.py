@@ -30,7 +30,7 @@ def rows_that_fit(
   Returns:
     At least 1, with a warning if it is less than `batch`.
   """
-  row = sum(_cache_bytes(lm, each, tokens) for each in candidates)
+  row = sum(cache_bytes(lm, each, tokens) for each in candidates)
   memory = _memory()
   fitting = max(int(_SHARE * memory / row), 1) if row else batch
   if fitting >= batch:
@@ -45,8 +45,15 @@ def rows_that_fit(
   return fitting
 
 
-def _cache_bytes(lm: Pretrained, candidate: Candidate, tokens: int) -> float:
-  """Estimates the bytes of a context's cache."""
+def cache_bytes(lm: Pretrained, candidate: Candidate, tokens: int) -> float:
+  """Estimates the bytes of a context's cache.
+
+  Args:
+    lm: the model.
+    candidate: method and budget; calibrated budgets and thresholds, which
+      depend on the context, count as if everything was kept.
+    tokens: tokens of the context.
+  """
   plan = candidate.plan
   width = 1 if plan.kv_dtype else jax.tree.leaves(lm.params)[0].dtype.itemsize
   share = 1.0

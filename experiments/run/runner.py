@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from kvjax.experiments.report import wording
 from kvjax.experiments.run import (
   comparison,
   environment,
+  forecast,
   hosts,
   results,
   summaries,
@@ -85,8 +87,11 @@ def answer(
   wanted = comparison.wanted(chosen, samples)
   _check_hosts(settings, wanted)
   store = results.Results(folder, settings)
+  work = comparison.pending(
+    lm, chosen, samples, store, batch, settings.protocol
+  )
   processes = Processes(folder)
-  new = len(set(wanted) - store.answers.keys())
+  new = len(work.missing)
   device, versions = environment.device(devices), environment.versions()
   spent = Seconds()
 
@@ -97,6 +102,8 @@ def answer(
     )
 
   doing = "compiling" if new else "nothing is new"
+  if new and hosts.is_first():
+    print(forecast.cost_of(work), file=sys.stderr)
   with progress_bar(new, doing) as advance:
 
     def on_answers(task: str, count: int) -> None:
@@ -104,9 +111,7 @@ def answer(
       if hosts.is_first():
         processes.note(process())
 
-    comparison.compare(
-      lm, chosen, samples, store, batch, on_answers, settings.protocol, spent
-    )
+    comparison.answer_all(lm, work, store, on_answers, spent)
   current = process()
   first_from_full = first_token_from_full_prompt(settings.protocol, chosen)
   summary = dataclasses.asdict(settings) | {
@@ -118,6 +123,23 @@ def answer(
   if not first_from_full:
     answers = summaries.with_same_first_token(answers)
   return Run(summary, answers, new, len(wanted) - new, current.seconds)
+
+
+def foresee(
+  lm: Pretrained,
+  chosen: Sequence[Candidate],
+  samples: results.Samples,
+  settings: results.Settings,
+  folder: pathlib.Path,
+  batch: int,
+) -> forecast.Forecast:
+  """Says what `answer` would cost, and writes nothing; see there."""
+  store = results.Results(folder, settings)
+  with progress_bar(None, transient=True):
+    return forecast.forecast(
+      lm,
+      comparison.pending(lm, chosen, samples, store, batch, settings.protocol),
+    )
 
 
 def _check_hosts(settings: results.Settings, wanted: Sequence[Key]) -> None:
