@@ -18,7 +18,7 @@ and less again the next time, as compiled programs are cached.
   python -m kvjax.experiments.compare --text=notes.txt --question="Who called?"
 
 answers a question about a text with every cache side by side and writes no
-files.
+files. `--dry_run` says what a run would cost, and stops.
 """
 
 import pathlib
@@ -49,6 +49,7 @@ from kvjax.experiments.run import (
   summaries,
 )
 from kvjax.experiments.run.candidates import FULL, Candidate
+from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tasks import suite
 
 for module in (
@@ -133,10 +134,10 @@ def _answer_question(
   protocol = method_inputs.protocol()
   with (
     run_inputs.loaded() as (lm, _),
-    rich.console.Console(stderr=True).status("generating answers"),
+    progress_bar(len(chosen), transient=True) as on_answers,
   ):
     prompt, replies = side_by_side.answer_question(
-      lm, chosen, text, question, protocol
+      lm, chosen, text, question, protocol, on_answers
     )
   table = side_by_side.to_terminal(prompt, question, replies)
   rich.console.Console().print(table)

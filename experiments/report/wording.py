@@ -152,7 +152,7 @@ def with_uncertainty(score: float, bounds: tuple[float, float] | None) -> str:
   below, above = round(score - low, 1), round(high - score, 1)
   if below and above:
     return f"{text} ±{max(below, above):.1f}"
-  return f"{text} ({low:.3g}–{high:.3g})"
+  return f"{text} ({round(low, 1):g}–{round(high, 1):g})"
 
 
 def score_name(summary: Summary) -> str:
