@@ -242,9 +242,14 @@ def _refuse(sentence: str) -> None:
 
 def leave(code: int) -> NoReturn:
   """Exits before the work is done."""
-  if jax.distributed.is_initialized():
-    # Python's exit would wait for the other hosts, which wait for this one.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+  if code == INTERRUPTED or jax.distributed.is_initialized():
+    # Python's exit takes JAX seconds, and would wait for the other hosts, which
+    # wait for this one.
+    _end(code)
   sys.exit(code)
+
+
+def _end(code: int) -> NoReturn:
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)
