@@ -26,12 +26,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import rich.console
-import rich.progress
 from absl import flags
 
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.run import environment, outputs, results
+from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.timing import kernel_tables, kernel_timing
 from kvjax.kernels.specs import Spec, named_specs
 
@@ -77,20 +77,15 @@ def main() -> None:
 def _measure(wanted: Sequence[tuple[str, Spec]]) -> list[dict[str, Any]]:
   """Measures the rows of the table, with a progress bar."""
   rows: list[dict[str, Any]] = []
-  with rich.progress.Progress(
-    rich.progress.TextColumn("{task.description:60}"),
-    rich.progress.MofNCompleteColumn(),
-    rich.progress.TimeElapsedColumn(),
-    console=rich.console.Console(stderr=True),
-  ) as progress:
-    bar = progress.add_task("", total=len(wanted))
+  with progress_bar(len(wanted)) as advance:
     for name, spec in wanted:
-      progress.update(bar, description=f"{name}, {spec.name}"[:60])
+      about = f"{name}, {spec.name}"[:40]
+      advance(about, 0)
       measured = kernel_timing.measure(
         spec, kernel_timing.COPIED, _ROUNDS.value, run_inputs.SEED.value
       )
       rows += kernel_tables.rows(name, spec, *measured)
-      progress.advance(bar)
+      advance(about, 1)
   return rows
 
 

@@ -8,7 +8,8 @@ which
 
   --methods=expected_attention:statistics=FILE,qfilters:filters=FILE
 
-of every program read, and triattention:statistics=FILE.
+of every program read, and triattention:statistics=FILE. With the bundled model,
+11,000 tokens take about half a minute on two cores.
 """
 
 import pathlib
@@ -22,6 +23,7 @@ from kvjax.experiments.finetuning import documents
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import results
+from kvjax.experiments.run.progress_bar import progress_bar
 
 flags.adopt_module_key_flags(run_inputs)
 
@@ -71,7 +73,14 @@ def main() -> None:
     ]
     # The longest, as short ones say little.
     chosen = sorted(rows, key=len, reverse=True)[: _SAMPLES.value]
-    found = kvjax.calibrate_queries(lm.model, lm.params, chosen, sinks=_SINKS)
+    with progress_bar(len(chosen)) as advance:
+      found = kvjax.calibrate_queries(
+        lm.model,
+        lm.params,
+        chosen,
+        sinks=_SINKS,
+        on_text=lambda: advance("measuring", 1),
+      )
   output.parent.mkdir(parents=True, exist_ok=True)
   found.save(output)
   print(

@@ -1,6 +1,7 @@
 """Starts programs and reports user errors."""
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from kvjax.experiments import exits
 from kvjax.experiments.run import hosts, kernel_failures
 
 _AGAIN_SECONDS = 0.02
+_GRACE_SECONDS = 1.0
 _CACHE_BYTES = 2**31
 # Of numbers, and of texts in messages.
 _LARGEST = 2**31 - 1
@@ -33,7 +35,8 @@ def run(main: Callable[[], None]) -> None:
   A user error, such as a wrong flag, prints one sentence to stderr and exits
   with code 2; of several hosts, the first one prints. So does a full disk or a
   path that cannot be used. SIGINT ends the program with code 130, and SIGTERM,
-  which schedulers send before they take a machine away, with code 143.
+  which schedulers send before they take a machine away, with code 143, both
+  within two seconds.
   """
 
   def without_arguments(arguments: Sequence[str]) -> None:
@@ -115,7 +118,8 @@ def _interruptible() -> Iterator[None]:
   before = [(number, signal.signal(number, handler)) for number in numbers]
   sys.unraisablehook = repeat
   try:
-    yield
+    with _at_once():
+      yield
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0)
     sys.unraisablehook = report
@@ -132,6 +136,42 @@ def _raising(
     raise interrupt
 
   return handle
+
+
+@contextlib.contextmanager
+def _at_once() -> Iterator[None]:
+  """Ends the process if a signal is not acted on within a second.
+
+  Python's handlers wait for the main thread, which may be compiling. The number
+  of a signal is written to a pipe in any case, where another thread reads it.
+  All files are written so that a process may end at any time.
+  """
+  reader, writer = os.pipe()
+  os.set_blocking(writer, False)
+  acted = threading.Event()
+
+  def watch() -> None:
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+      while number := pipe.read(1):
+        if number[0] in (signal.SIGINT, signal.SIGTERM):
+          break
+      if number and not acted.wait(_GRACE_SECONDS):
+        # A progress bar may have hidden the cursor, and is in mid-line.
+        shown = "\x1b[?25h\n" if sys.stderr.isatty() else ""
+        os.write(sys.stderr.fileno(), f"{shown}Stopped.\n".encode())
+        preempted = number[0] == signal.SIGTERM
+        os._exit(exits.PREEMPTED if preempted else exits.INTERRUPTED)
+
+  before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+  watcher = threading.Thread(target=watch, daemon=True)
+  watcher.start()
+  try:
+    yield
+  finally:
+    acted.set()
+    signal.set_wakeup_fd(before)
+    os.close(writer)
+    watcher.join()
 
 
 def _check_values(arguments: Sequence[str]) -> None:

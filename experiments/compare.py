@@ -18,7 +18,7 @@ and less again the next time, as compiled programs are cached.
   python -m kvjax.experiments.compare --text=notes.txt --question="Who called?"
 
 answers a question about a text with every cache side by side and writes no
-files.
+files. `--dry_run` says what a run would cost, and stops.
 """
 
 import pathlib
@@ -33,6 +33,7 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import repetition
 from kvjax.experiments.inputs import (
+  dry_run_inputs,
   essay_inputs,
   host_inputs,
   method_inputs,
@@ -48,9 +49,16 @@ from kvjax.experiments.run import (
   summaries,
 )
 from kvjax.experiments.run.candidates import FULL, Candidate
+from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tasks import suite
 
-for module in (run_inputs, needle_inputs, method_inputs, host_inputs):
+for module in (
+  run_inputs,
+  needle_inputs,
+  method_inputs,
+  host_inputs,
+  dry_run_inputs,
+):
   flags.adopt_module_key_flags(module)
 flags.set_default(needle_inputs.SAMPLES, 3)
 flags.set_default(needle_inputs.TASKS, ["niah_single_2", "niah_multikey_1"])
@@ -61,6 +69,7 @@ _QUESTION = flags.DEFINE_string("question", None, "Question about --text.")
 
 _NEEDLES_ONLY = (
   *("tasks", "samples", "length", "seed", "batch", "output", "multihost"),
+  "dry_run",
   *essay_inputs.NAMES,
 )
 
@@ -99,6 +108,10 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     for note in repeated.notes:
       console.print(note)
     batch = run_inputs.batch()
+    if dry_run_inputs.DRY_RUN.value:
+      foreseen = runner.foresee(lm, chosen, samples, settings, folder, batch)
+      console.print(foreseen)
+      return
     run = runner.answer(
       lm, devices, chosen, samples, settings, folder, batch, began
     )
@@ -110,7 +123,7 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     same = [c.method for c in chosen if c.method != FULL and c.full_at_one]
     names = list(dict.fromkeys(same))
     summary["rows"] += summaries.at_retention_one(summary["rows"], names)
-  console.print(writing.write_comparison(folder, summary))
+  console.print(writing.write_comparison(folder, summary, run.answers))
   console.print(f"{run}; all in {folder}")
 
 
@@ -120,10 +133,10 @@ def _answer_question(
   protocol = method_inputs.protocol()
   with (
     run_inputs.loaded() as (lm, _),
-    rich.console.Console(stderr=True).status("generating answers"),
+    progress_bar(len(chosen), transient=True) as on_answers,
   ):
     prompt, replies = side_by_side.answer_question(
-      lm, chosen, text, question, protocol
+      lm, chosen, text, question, protocol, on_answers
     )
   table = side_by_side.to_terminal(prompt, question, replies)
   rich.console.Console().print(table)

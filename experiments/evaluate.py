@@ -10,6 +10,9 @@ LongBench from disk. `math500`, `aime25` and `arithmetic` have short prompts and
 long answers, for --every and --budget.
 `--model=DIR` loads any model that kvjax supports.
 
+A run takes minutes to hours. It says how many answers it will generate, and
+`--dry_run` says how long it takes here, and stops.
+
 All methods and budgets share one prefill per context. An interrupted run
 resumes where it stopped. With `--multihost`, hosts that run the same command
 share the contexts. Each combination of model, benchmark, protocol,
@@ -27,6 +30,7 @@ from absl import flags
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import (
   benchmark_inputs,
+  dry_run_inputs,
   host_inputs,
   method_inputs,
   run_inputs,
@@ -34,7 +38,13 @@ from kvjax.experiments.inputs import (
 from kvjax.experiments.report import writing
 from kvjax.experiments.run import hosts, results, runner
 
-for module in (benchmark_inputs, run_inputs, method_inputs, host_inputs):
+for module in (
+  benchmark_inputs,
+  run_inputs,
+  method_inputs,
+  host_inputs,
+  dry_run_inputs,
+):
   flags.adopt_module_key_flags(module)
 
 _OUTPUT = flags.DEFINE_string(
@@ -61,6 +71,12 @@ def main() -> None:
     )
     folder = output / folder_name(settings)
     batch = run_inputs.batch()
+    if dry_run_inputs.DRY_RUN.value:
+      foreseen = runner.foresee(
+        lm, chosen, drawn.samples, settings, folder, batch
+      )
+      console.print(foreseen)
+      return
     run = runner.answer(
       lm, devices, chosen, drawn.samples, settings, folder, batch, began
     )

@@ -27,8 +27,10 @@ class Preempted(KeyboardInterrupt):
 
 def leave(code: int) -> NoReturn:
   """Exits before the work is done."""
-  if jax.distributed.is_initialized():
-    # Python's exit would wait for the other hosts, which wait for this one.
+  early = code in (INTERRUPTED, PREEMPTED)
+  if early or jax.distributed.is_initialized():
+    # Python's exit takes JAX seconds, and would wait for the other hosts, which
+    # wait for this one.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

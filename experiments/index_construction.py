@@ -34,13 +34,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.progress
 from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.run import environment, outputs, results
+from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.timing import index_builders
 from kvjax.experiments.timing.index_builders import (
   KEY_CENTERS,
@@ -181,26 +181,18 @@ def _measure(
 ) -> list[dict[str, Any]]:
   """Measures the rows of the table, with a progress bar."""
   rows = []
-  with rich.progress.Progress(
-    rich.progress.TextColumn("{task.description:15}"),
-    rich.progress.BarColumn(),
-    rich.progress.TimeElapsedColumn(),
-    rich.progress.TextColumn("left"),
-    rich.progress.TimeRemainingColumn(),
-    console=rich.console.Console(stderr=True),
-  ) as progress:
-    total = sum(lengths) * _REPEATS.value
-    bar = progress.add_task("", total=total)
+  total = sum(lengths) * _REPEATS.value
+  with progress_bar(total) as advance:
     for length in lengths:
-      progress.update(bar, description=f"{length:,} tokens")
+      name = f"{length:,} tokens"
+      advance(name, 0)
       workload = index_builders.draw(
         retrieval, run_inputs.SEED.value, length, _GROUP.value, _HEAD_DIM.value
       )
       builders = index_builders.builders(faiss, retrieval, workload)
-      advance = functools.partial(progress.advance, bar, length / len(builders))
-      measured = measure(builders, workload, _REPEATS.value, advance)
+      step = functools.partial(advance, name, length / len(builders))
+      measured = measure(builders, workload, _REPEATS.value, step)
       rows += [{"length": length} | row for row in measured]
-    progress.update(bar, completed=total)  # fractions lost to rounding
   return rows
 
 

@@ -6,7 +6,8 @@ writes results/kept.html: the text for each method, side by side, with tokens
 shaded by the number of heads that keep them, in one layer or in all. A
 retrieval method keeps everything; for it the page shows the tokens that the
 last token of the text reads. Without --text the page shows prose with a needle.
-With --question, methods know the question.
+With --question, methods know the question. It takes less than a minute on two
+cores.
 """
 
 import pathlib

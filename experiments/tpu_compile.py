@@ -25,13 +25,13 @@ from collections.abc import Sequence
 from importlib import metadata
 
 import jax
-import rich.progress
 from absl import flags
 
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.run import results
+from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tpu import chips, programs
 from kvjax.experiments.tpu.engine_programs import engine_programs
 from kvjax.experiments.tpu.kernel_programs import kernel_programs
@@ -121,21 +121,15 @@ def _output() -> pathlib.Path | None:
 def _compiled(wanted: Sequence[Program], names: Sequence[str]) -> list[Outcome]:
   """Compiles everything for every chip, under a progress bar."""
   outcomes = []
-  with rich.progress.Progress(
-    rich.progress.TextColumn("{task.description:40}"),
-    rich.progress.MofNCompleteColumn(),
-    rich.progress.TimeElapsedColumn(),
-    console=rich.console.Console(stderr=True),
-  ) as progress:
-    bar = progress.add_task("", total=len(wanted) * len(names))
+  with progress_bar(len(wanted) * len(names)) as advance:
     for name in names:
       chip = chips.Chip.load(name)
       for program in wanted:
         about = f"{name}, {program.kind} {program.name}"
-        progress.update(bar, description=about)
+        advance(about, 0)
         outcomes.append(programs.compiled(program, chip))
         jax.clear_caches()  # traced programs are large and not needed again
-        progress.advance(bar)
+        advance(about, 1)
   return outcomes
 
 

@@ -12,6 +12,9 @@ small: it is the p-value of two one-sided tests that the mean difference from
 the full cache is --margin points or more. The program writes DIR/trials.md and
 DIR/trials.json.
 
+It takes as long as that many evaluations: `kvjax.experiments.evaluate` with
+--dry_run and the same flags says how long one takes.
+
 An observation is the mean score of a trial over its tasks. This is an
 inference: Chari and Van Durme (arXiv 2507.08143) report a p-value of 20 trials
 without saying more.

@@ -13,7 +13,7 @@ from kvjax.calibration.curve import quality
 from kvjax.experiments.calibration.fits import Fitted, features
 from kvjax.experiments.calibration.measuring import Measurement
 from kvjax.experiments.report import formats
-from kvjax.experiments.report.lines import styled
+from kvjax.experiments.report.lines import Point, styled
 
 _COLUMNS = 4
 _PANEL = (2.7, 2.3)
@@ -101,7 +101,7 @@ def _draw_curves(axes: Axes, method: Fitted) -> None:
     powers = jnp.asarray(shares) ** np.float32(line.power)
     fitted = quality(powers, jnp.full(shares.shape, kc))
     places = method.mean_ratios(of_task)
-    style = styled(task, places, index)
+    style = styled(task, [Point(*place) for place in places], index)
     axes.plot(shares, np.asarray(fitted), color=style.color, linewidth=1)
     axes.plot(
       *zip(*places, strict=True),

@@ -17,7 +17,7 @@ from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.reference.checkpoints import Checkpoints, Progress
 from kvjax.experiments.run import typed_records
 from kvjax.experiments.run.claiming import claim
-from kvjax.experiments.run.step_bar import step_bar
+from kvjax.experiments.run.progress_bar import step_bar
 from kvjax.models import lora
 from kvjax.models.json_files import is_present, read_text
 from kvjax.models.language_model import DecoderModel

@@ -17,7 +17,7 @@ from kvjax.experiments.inputs import (
   run_inputs,
   text_inputs,
 )
-from kvjax.experiments.run import runner
+from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.run.prompting import Protocol
 from kvjax.experiments.tasks import suite
 from kvjax.models.pretrained import Pretrained
@@ -142,7 +142,7 @@ def draw(lm: Pretrained) -> Drawn:
   lengths = benchmark.lengths_of(request)
   if request.data is None and lengths:
     run_inputs.check_lengths(lm, lengths)
-  with runner.progress_bar(
+  with progress_bar(
     benchmark.total(request), "drawing", transient=True
   ) as on_draw:
     drawn = benchmark.draw(lm, dataclasses.replace(request, on_draw=on_draw))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 import jax
-from absl import flags
+from absl import flags, logging
 
 from kvjax import kernels, models
 from kvjax.cache.sharding import parse_mesh
@@ -60,6 +60,7 @@ _DTYPE = flags.DEFINE_enum(
 @contextlib.contextmanager
 def loaded() -> Iterator[tuple[models.Pretrained, int]]:
   """Loads the model, on the mesh if given; yields it and the device count."""
+  logging.info("Loading %s in %s", _model(), dtype())
   implementation, overrides = _kernels(_KERNELS.value)
   with kernels.use(implementation, overrides=overrides):
     if _MESH.value is None:

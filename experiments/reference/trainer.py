@@ -20,7 +20,7 @@ from kvjax.experiments.reference.checkpoints import Checkpoints, Progress
 from kvjax.experiments.reference.curriculum import Stage
 from kvjax.experiments.reference.growth import deepened
 from kvjax.experiments.run import typed_records
-from kvjax.experiments.run.step_bar import step_bar
+from kvjax.experiments.run.progress_bar import step_bar
 from kvjax.models.decoder import Decoder
 from kvjax.models.json_files import is_present, read_json, write_json
 from kvjax.models.language_model import from_decoder

@@ -3,27 +3,36 @@
 import rich.console
 import rich.text
 
-from kvjax.experiments.report import wording
-from kvjax.experiments.report.formats import Table, to_markdown
-from kvjax.experiments.report.means import Summary, complete, means, reads_less
+from kvjax.experiments.report import formats, wording
+from kvjax.experiments.report.formats import Table
+from kvjax.experiments.report.means import (
+  Summary,
+  complete,
+  means,
+  ranked,
+  reads_less,
+)
 
 
 def markdown(summary: Summary) -> str:
   """Formats the table with its title and settings."""
-  table = to_markdown(_table(summary))
+  table = formats.to_markdown(_table(summary))
   about = wording.circumstances(summary)
-  return f"**{wording.title(summary)}**\n\n{table}\n{about}\n"
+  best = formats.escaped(wording.headline(summary))
+  parts = (f"**{wording.title(summary)}**", best, table.rstrip(), about)
+  return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def terminal(summary: Summary) -> rich.console.Group:
   """Formats the table for a terminal of 80 columns."""
   about = rich.text.Text(wording.circumstances(summary), style="dim")
   title = rich.text.Text(wording.title(summary))
-  return rich.console.Group(title, _table(summary), about)
+  best = rich.text.Text(wording.headline(summary))
+  return rich.console.Group(title, best, _table(summary), about)
 
 
 def _table(summary: Summary) -> Table:
-  averages = means(summary["rows"])
+  averages = ranked(means(summary["rows"]))
   comparable = complete(averages)
   tasks = list(dict.fromkeys(row["task"] for row in summary["rows"]))
   columns = {

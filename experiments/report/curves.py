@@ -10,97 +10,111 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from kvjax.experiments.report import lines, wording
-from kvjax.experiments.report.lines import Line
-from kvjax.experiments.report.means import (
-  Mean,
-  Summary,
-  complete,
-  means,
-  reads_less,
-)
+from kvjax.experiments.report.lines import Line, Point
+from kvjax.experiments.report.means import Mean, complete, means, reads_less
+from kvjax.experiments.report.records import Record
 from kvjax.experiments.run.candidates import FULL
 
-# Lines are shifted sideways so that points do not overlap: the shift of the
-# natural logarithm of the cost between two lines, and its maximum in total.
-_SHIFT, _SHIFTS = 0.022, 0.16
 # Minimum distance of two ticks, as a share of the axis.
 _TICKS = 0.09
 # Font size of the title in points, and its letters per inch.
 _TITLE, _LETTERS = 9, 15
 
 
-def score_vs_retention(summary: Summary) -> Figure:
+def score_vs_retention(record: Record) -> Figure:
   """Plots the mean score over the tasks; retention decreases to the right.
 
   The position of a point is the share that the method actually keeps, or reads,
-  since some methods keep more or less than their budget.
+  since some methods keep more or less than their budget. Vertical bars are the
+  95 % intervals of the scores.
   """
-  averages = complete(means(summary["rows"]))
+  summary = record.summary
+  averages = means(summary["rows"], record.answers)
+  return means_vs_retention(
+    averages, wording.title(summary), wording.score_axis(summary)
+  )
+
+
+def means_vs_retention(
+  averages: Sequence[Mean], title: str, axis: str
+) -> Figure:
+  """Plots means as `score_vs_retention` does.
+
+  Args:
+    averages: the means; those over fewer tasks than others are left out.
+    title: title of the plot.
+    axis: label of the scores' axis.
+  """
+  averages = complete(averages)
   kept = "read per token" if reads_less(averages) else "kept"
   fixed = [mean for mean in averages if not mean.automatic]
   named = fixed if any(mean.method != FULL for mean in fixed) else averages
   return _draw(
-    summary,
     _lines(averages, lambda mean: mean.read_tokens / mean.context_tokens),
-    f"keys and values {kept}",
     {mean.retention: wording.share(mean.retention) for mean in named},
+    title,
+    f"keys and values {kept}",
+    axis,
   )
 
 
-def score_vs_bytes(summary: Summary) -> Figure:
+def score_vs_bytes(record: Record) -> Figure:
   """Plots the mean score over the tasks; cache bytes decrease to the right.
 
   All allocated bytes count, including those in host memory.
   """
-  averages = means(summary["rows"])
+  summary = record.summary
+  averages = means(summary["rows"], record.answers)
   sizes = [mean.cache_bytes for mean in averages]
   unit, size = wording.unit(sizes)
   low, high = (math.log2(bound) for bound in (min(sizes), max(sizes)))
   powers = range(math.floor(low), math.ceil(high) + 1)
   return _draw(
-    summary,
     _lines(averages, lambda mean: mean.cache_bytes),
-    f"cache per sample ({unit})",
     {2.0**power: f"{2.0**power / size:g}" for power in powers},
+    wording.title(summary),
+    f"cache per sample ({unit})",
+    wording.score_axis(summary),
   )
 
 
-def score_by_turn(summary: Summary) -> Figure:
+def score_by_turn(record: Record) -> Figure:
   """Plots the score of every turn of a conversation, for each budget."""
-  rows = summary["rows"]
-  turns = sorted({row["turn"] for row in rows})
+  turns = sorted(record.values("turn"))
+  parts = {turn: record.at(turn=turn) for turn in turns}
   averages = {
-    turn: means(r for r in rows if r["turn"] == turn) for turn in turns
+    turn: means(part.summary["rows"], part.answers)
+    for turn, part in parts.items()
   }
-  every = means(rows)
+  every = means(record.summary["rows"])
   methods = _methods(every)
   budgets = list(dict.fromkeys(m.budget for m in every if m.method != FULL))
   pictures = {}
   for budget in budgets or ["1"]:
-    points: dict[str, list[tuple[float, float]]] = {}
+    points: dict[str, list[Point]] = {}
     for turn in turns:
       for mean in averages[turn]:
         if mean.method == FULL or mean.budget == budget:
-          place = (float(turn + 1), mean.score)
-          points.setdefault(mean.method, []).append(place)
+          point = Point(float(turn + 1), mean.score, mean.interval)
+          points.setdefault(mean.method, []).append(point)
     pictures[budget] = [
-      Line("full cache", places)
+      Line("full cache", own)
       if method == FULL
-      else lines.styled(method, places, methods.index(method))
-      for method, places in points.items()
+      else lines.styled(method, own, methods.index(method))
+      for method, own in points.items()
     ]
   sizes = [lines.size(drawn) for drawn in pictures.values()]
   figure = _figure(
-    summary,
+    wording.title(record.summary),
     max(width for width, _ in sizes),
     sum(height for _, height in sizes),
   )
   several = figure.subplots(len(pictures), squeeze=False)[:, 0]
   for axes, (budget, drawn) in zip(several, pictures.items(), strict=True):
     axes.set_title(wording.budget("", budget), fontsize=_TITLE, loc="left")
-    axes.set_xlabel("turn")
+    axes.set_xlabel(f"turn{_explained(drawn)}")
     axes.xaxis.set_major_locator(FixedLocator([turn + 1 for turn in turns]))
-    _draw_lines(axes, drawn, wording.score_axis(summary))
+    _draw_lines(axes, drawn, wording.score_axis(record.summary))
   return figure
 
 
@@ -108,18 +122,18 @@ def _lines(
   averages: Sequence[Mean], cost: Callable[[Mean], float]
 ) -> list[Line]:
   """Builds a line per method, which starts at the full cache, and its level."""
-  full = [(cost(m), m.score) for m in averages if m.method == FULL]
-  most = full[0][0] if full else math.inf
-  methods = _methods(averages)
-  step = min(_SHIFT, _SHIFTS / max(len(methods), 1))
-  drawn = []
-  for index, method in enumerate(methods):
-    shift = math.exp(-step * (index - (len(methods) - 1) / 2))
-    points = [(cost(m), m.score) for m in averages if m.method == method]
-    points.sort(key=lambda place: -place[0])
-    places = [(x * shift if x < most else x, score) for x, score in points]
-    drawn.append(lines.styled(method, [*full, *places], index, len(full)))
-  return [*drawn, *(Line("full cache", [place], level=True) for place in full)]
+
+  def points(method: str) -> list[Point]:
+    own = [mean for mean in averages if mean.method == method]
+    own.sort(key=lambda mean: -cost(mean))
+    return [Point(cost(mean), mean.score, mean.interval) for mean in own]
+
+  full = points(FULL)
+  drawn = [
+    lines.styled(method, [*full, *points(method)], index, len(full))
+    for index, method in enumerate(_methods(averages))
+  ]
+  return [*drawn, *(Line("full cache", [point], level=True) for point in full)]
 
 
 def _methods(averages: Sequence[Mean]) -> list[str]:
@@ -127,17 +141,26 @@ def _methods(averages: Sequence[Mean]) -> list[str]:
 
 
 def _draw(
-  summary: Summary,
   drawn: Sequence[Line],
-  label: str,
   ticks: Mapping[float, str],
+  title: str,
+  cost: str,
+  score: str,
 ) -> Figure:
-  """Plots lines over a logarithmic axis that decreases to the right."""
-  figure = _figure(summary, *lines.size(drawn))
+  """Plots lines over a logarithmic axis that decreases to the right.
+
+  Args:
+    drawn: the lines.
+    ticks: labels of positions.
+    title: title of the plot.
+    cost: label of the horizontal axis.
+    score: label of the vertical axis.
+  """
+  figure = _figure(title, *lines.size(drawn))
   axes = figure.add_subplot()
   axes.set_xscale("log")
   least, most = min(ticks), max(ticks)
-  reached = [x for line in drawn for x, _ in line.places]
+  reached = [point.x for line in drawn for point in line.points]
   axes.set_xlim(
     max(most * 1.1, *reached),
     min(least / 1.1, *reached),
@@ -146,8 +169,8 @@ def _draw(
   axes.xaxis.set_major_locator(FixedLocator(shown))
   axes.xaxis.set_major_formatter(FixedFormatter([ticks[x] for x in shown]))
   axes.xaxis.set_minor_locator(NullLocator())
-  axes.set_xlabel(label)
-  _draw_lines(axes, drawn, wording.score_axis(summary))
+  axes.set_xlabel(f"{cost}{_explained(drawn)}")
+  _draw_lines(axes, drawn, score)
   return figure
 
 
@@ -162,6 +185,13 @@ def _draw_lines(axes: Axes, drawn: Sequence[Line], label: str) -> None:
   lines.draw_labels(axes, drawn)
 
 
+def _explained(drawn: Sequence[Line]) -> str:
+  """Explains bars, if there are any."""
+  points = (point for line in drawn for point in line.points)
+  is_known = any(point.interval is not None for point in points)
+  return "; bars are 95 % intervals" if is_known else ""
+
+
 def _apart(ticks: Sequence[float], gap: float) -> list[float]:
   """Selects ticks whose labels do not touch, including the last one."""
   shown = [ticks[-1]]
@@ -171,10 +201,10 @@ def _apart(ticks: Sequence[float], gap: float) -> list[float]:
   return shown
 
 
-def _figure(summary: Summary, width: float, height: float) -> Figure:
+def _figure(title: str, width: float, height: float) -> Figure:
   """Creates a figure with a wrapped title, without pyplot's global state."""
   figure = Figure(figsize=(width, height), layout="constrained")
   FigureCanvasAgg(figure)
-  heading = textwrap.fill(wording.title(summary), int(width * _LETTERS))
+  heading = textwrap.fill(title, int(width * _LETTERS))
   figure.suptitle(heading, fontsize=_TITLE, x=0.02, ha="left", parse_math=False)
   return figure

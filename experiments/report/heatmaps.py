@@ -1,6 +1,5 @@
 """Heatmaps of scores by length and depth."""
 
-import itertools
 import textwrap
 from collections.abc import Sequence
 
@@ -8,7 +7,8 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 
 from kvjax.experiments.report import formats, wording
@@ -27,54 +27,99 @@ COLORS = LinearSegmentedColormap.from_list(
 )
 _MISSING = "#E4E4E4"
 _DARK = 0.32
-# Sizes in inches: a cell with and without its number, the margins of a map, a
-# title line; the minimum widths of a map and of the figure.
-_CELL, _PLAIN = (0.36, 0.24), (0.14, 0.12)
-_AROUND, _LINE = (0.6, 0.6), 0.13
-_LEAST, _LEAST_ALL = 1.9, 3.6
+_COLUMNS = 4
+# Sizes in inches: a cell with and without its number, the space between maps, a
+# title line; the margins of the figure with its color bar, and of its heading;
+# the least and most that cells of a map take in width.
+_CELL, _PLAIN = (0.36, 0.18), (0.14, 0.12)
+_BETWEEN, _LINE = (0.15, 0.1), 0.13
+_MARGINS, _HEADING = (1.6, 0.7), 0.25
+_LEAST, _MOST = 1.5, 2.9
+# Maximum height of the color bar.
+_BAR = 4.0
 # With more lengths or depths, cells have no numbers.
-_NUMBERED = 16
+_NUMBERED = (8, 16)
 _SMALL, _TITLE = 6, 7.5
 
 
 def heatmaps(summary: Summary) -> Figure:
-  """Plots a map per method and budget: a row per method, the full cache first.
+  """Plots a map per method and budget in one grid, the full cache first.
 
-  A cell shows the mean score of all tasks, 0 to 1.
+  A cell shows the mean score of all tasks, 0 to 1. Up to four budgets of a
+  method stand side by side.
   """
   groups = grouped(summary["rows"])
   lengths = sorted({row["length"] for row in summary["rows"]})
   depths = sorted({row["depth"] for row in summary["rows"]})
-  methods: dict[str, list[Name]] = {}
-  for name in groups:
-    methods.setdefault(name[0], []).append(name)
-  numbered = max(len(lengths), len(depths)) <= _NUMBERED
+  numbered = len(lengths) <= _NUMBERED[0] and len(depths) <= _NUMBERED[1]
   cell = _CELL if numbered else _PLAIN
-  width = max(_LEAST, cell[0] * len(lengths) + _AROUND[0])
+  width = min(max(_LEAST, cell[0] * len(lengths)), _MOST)
   titles = {name: _title(name, groups[name], width) for name in groups}
-  extra = max(title.count("\n") for title in titles.values()) * _LINE
-  height = cell[1] * len(depths) + _AROUND[1] + extra
-  columns = max(map(len, methods.values()))
+  slots, columns = _arranged(list(groups))
+  figure = _figure(
+    wording.title(summary),
+    width=columns * (width + _BETWEEN[0]) + _MARGINS[0],
+    height=len(slots)
+    // columns
+    * (
+      cell[1] * len(depths)
+      + _BETWEEN[1]
+      + _LINE * (1 + max(title.count("\n") for title in titles.values()))
+    )
+    + _MARGINS[1],
+  )
+  panels = figure.subplots(-(-len(slots) // columns), columns, squeeze=False)
+  for place, (axes, name) in enumerate(zip(panels.flat, slots, strict=True)):
+    if name is None:
+      axes.set_axis_off()
+      continue
+    axes.set_title(titles[name], fontsize=_TITLE, loc="left", parse_math=False)
+    _draw(axes, _grid(groups[name], lengths, depths), numbered)
+    _name_cells(axes, lengths, depths, numbered)
+    is_last = not any(slots[place + columns :: columns])
+    axes.tick_params(labelleft=place % columns == 0, labelbottom=is_last)
+  figure.supxlabel("tokens", fontsize=_TITLE)
+  figure.supylabel("depth (%)", fontsize=_TITLE)
+  bar = figure.colorbar(
+    ScalarMappable(Normalize(0, 1), COLORS),
+    ax=panels,
+    shrink=min(1.0, _BAR / figure.get_figheight()),
+    anchor=(0.0, 1.0),
+    aspect=30,
+    pad=0.01,
+  )
+  bar.set_label(f"share of {wording.scored(summary)}", fontsize=_TITLE)
+  bar.ax.tick_params(labelsize=_SMALL)
+  bar.outline.set_visible(False)
+  return figure
+
+
+def _arranged(names: Sequence[Name]) -> tuple[list[Name | None], int]:
+  """Arranges maps in the slots of a grid, row by row; returns its columns too.
+
+  The budgets of a method stand in one row if they fit; then slots of methods
+  with fewer budgets are left empty.
+  """
+  methods: dict[str, list[Name | None]] = {}
+  for name in names:
+    methods.setdefault(name[0], []).append(name)
+  most = max(map(len, methods.values()))
+  width = most if most <= _COLUMNS else 1
+  slots: list[Name | None] = []
+  for own in methods.values():
+    slots += own + [None] * (-len(own) % width)
+  columns = min(_COLUMNS // width * width, len(slots))
+  return slots + [None] * (-len(slots) % columns), columns
+
+
+def _figure(title: str, width: float, height: float) -> Figure:
+  heading = textwrap.fill(title, int(width * 16))
   figure = Figure(
-    figsize=(max(columns * width, _LEAST_ALL), len(methods) * height + 0.4),
+    figsize=(width, height + _HEADING * (1 + heading.count("\n"))),
     layout="constrained",
   )
   FigureCanvasAgg(figure)
-  heading = textwrap.fill(
-    wording.title(summary), int(figure.get_figwidth() * 16)
-  )
   figure.suptitle(heading, fontsize=8, x=0.02, ha="left", parse_math=False)
-  panels = figure.subplots(len(methods), columns, squeeze=False)
-  for row, names in zip(panels, methods.values(), strict=True):
-    for axes, name in itertools.zip_longest(row, names):
-      if name is None:
-        axes.set_axis_off()
-        continue
-      axes.set_title(
-        titles[name], fontsize=_TITLE, loc="left", parse_math=False
-      )
-      _draw(axes, _grid(groups[name], lengths, depths), numbered)
-      _name_cells(axes, lengths, depths, numbered)
   return figure
 
 
@@ -129,13 +174,11 @@ def _name_cells(
   axes.set_xticks(
     range(0, len(lengths), every),
     [str(length) for length in lengths[::every]],
-    rotation=90 if lengths[-1] >= 100_000 or not numbered else 0,
+    rotation=90 if lengths[-1] >= 10_000 or not numbered else 0,
   )
   axes.set_yticks(
     range(0, len(depths), every),
     [f"{100 * depth:.0f}" for depth in depths[::every]],
   )
   axes.tick_params(labelsize=_SMALL, length=0)
-  axes.set_xlabel("tokens", fontsize=_SMALL)
-  axes.set_ylabel("depth (%)", fontsize=_SMALL)
   axes.spines[:].set_visible(False)

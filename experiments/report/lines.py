@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,10 +26,26 @@ _COLORS = (
 )
 _MARKERS = "osD^vXp*<>h"
 _DASHES = ((), (7, 1.5), (3, 1), (5, 1, 1.5, 1), (1.5, 0.8))
+# Width in points and opacity of the bars of intervals, which may overlap.
+_BAR, _FAINT, _CAP = 1.2, 0.6, 4.5
 _GREY = "#666666"
 # Minimum distance of two labels in score points, at the default height.
 _LABEL_GAP = 5.4
 _LABELS = 18
+
+
+class Point(NamedTuple):
+  """A mean score.
+
+  Attributes:
+    x: the position.
+    score: the score.
+    interval: its confidence interval, if known.
+  """
+
+  x: float
+  score: float
+  interval: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +54,7 @@ class Line:
 
   Attributes:
     name: label of the line.
-    places: x and score of each point.
+    points: its points.
     color: color of line and markers.
     marker: marker of the points.
     dashes: lengths in points; empty for a solid line.
@@ -46,7 +63,7 @@ class Line:
   """
 
   name: str
-  places: Sequence[tuple[float, float]]
+  points: Sequence[Point]
   color: str = _GREY
   marker: str = "_"
   dashes: tuple[float, ...] = ()
@@ -55,12 +72,12 @@ class Line:
 
 
 def styled(
-  name: str, places: Sequence[tuple[float, float]], index: int, shared: int = 0
+  name: str, points: Sequence[Point], index: int, shared: int = 0
 ) -> Line:
   """Creates the line of a method with the style of its index."""
   return Line(
     name,
-    places,
+    points,
     _COLORS[index % len(_COLORS)],
     _MARKERS[index % len(_MARKERS)],
     _DASHES[index % len(_DASHES)],
@@ -77,11 +94,12 @@ def size(lines: Sequence[Line]) -> tuple[float, float]:
 def draw(axes: Axes, lines: Sequence[Line]) -> None:
   """Draws the lines, and reference levels over the full width."""
   for line in lines:
+    _draw_intervals(axes, line)
     if line.level:
-      y = line.places[-1][1]
+      y = line.points[-1].score
       axes.axhline(y, color=line.color, linewidth=0.8, zorder=1)
       continue
-    x, scores = np.array(line.places).T
+    x, scores = np.array([point[:2] for point in line.points]).T
     axes.plot(
       x,
       scores,
@@ -97,14 +115,31 @@ def draw(axes: Axes, lines: Sequence[Line]) -> None:
     )
 
 
+def _draw_intervals(axes: Axes, line: Line) -> None:
+  """Draws bars with caps behind the points that all lines do not share."""
+  for point in line.points[line.shared :]:
+    if point.interval is not None:
+      axes.plot(
+        [point.x, point.x],
+        point.interval,
+        color=line.color,
+        linewidth=_BAR,
+        marker="_",
+        markersize=_CAP,
+        alpha=_FAINT,
+        zorder=1.5,
+        clip_on=False,
+      )
+
+
 def draw_labels(axes: Axes, lines: Sequence[Line]) -> None:
   """Labels the lines at the right, each as close to its end as possible."""
-  lines = sorted(lines, key=lambda line: [y for _, y in line.places[::-1]])
-  heights = spread([line.places[-1][1] for line in lines])
+  lines = sorted(lines, key=lambda line: [p.score for p in line.points[::-1]])
+  heights = spread([line.points[-1].score for line in lines])
   for height, line in zip(heights, lines, strict=True):
     axes.annotate(
       "",
-      xy=(1.0, line.places[-1][1]),
+      xy=(1.0, line.points[-1].score),
       xytext=(1.05, height),
       xycoords=("axes fraction", "data"),
       textcoords=("axes fraction", "data"),

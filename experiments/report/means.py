@@ -1,6 +1,7 @@
 """Means over tasks and samples, and differences from the full cache."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -123,6 +124,33 @@ def complete(averages: Sequence[Mean]) -> list[Mean]:
   """Drops means over fewer tasks than others, which cannot be compared."""
   most = max((len(mean.tasks) for mean in averages), default=0)
   return [mean for mean in averages if len(mean.tasks) == most]
+
+
+def ranked(averages: Sequence[Mean]) -> list[Mean]:
+  """Sorts by method, the best first, after the full cache.
+
+  A method counts with its mean over the budgets that all methods have or, if
+  there are none, over its own. Methods without a mean over all tasks come last.
+  The budgets of a method keep their order.
+  """
+  scores: dict[str, dict[str, float]] = {}
+  for mean in complete(averages):
+    if mean.method != FULL:
+      scores.setdefault(mean.method, {})[mean.budget] = mean.score
+  shared = set.intersection(*map(set, scores.values())) if scores else set()
+  merit = {
+    method: statistics.fmean(of[budget] for budget in shared or of)
+    for method, of in scores.items()
+  }
+  places = list(dict.fromkeys(mean.method for mean in averages))
+  return sorted(
+    averages,
+    key=lambda mean: (
+      mean.method != FULL,
+      -merit.get(mean.method, -math.inf),
+      places.index(mean.method),
+    ),
+  )
 
 
 def score(row: Row) -> float:

@@ -38,13 +38,16 @@ def of_run(record: Record, pictures: Mapping[str, bytes]) -> str:
     record: the run.
     pictures: contents of PNG files by name.
   """
+  first, *others = tables(record)
   return render(
     "run",
     title=f"{record.summary['benchmark']}: {record.summary['model']}",
+    headline=wording.headline(record.summary),
+    first=first,
     facts=facts(record.summary),
-    tables=tables(record),
+    tables=others,
     pictures=[
-      (_caption(name, record), _source(png), name.startswith("heatmap"))
+      (_caption(name, record), source(png), name.startswith("heatmap"))
       for name, png in pictures.items()
     ],
     excerpts=excerpts(record),
@@ -69,8 +72,8 @@ def facts(summary: Summary) -> dict[str, str]:
   }
 
 
-def _source(png: bytes) -> str:
-  """Encodes a picture as a data URL."""
+def source(png: bytes) -> str:
+  """Encodes a PNG as a data URL."""
   return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 

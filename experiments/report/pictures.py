@@ -23,12 +23,10 @@ def pictures(record: Record) -> Mapping[str, bytes]:
   figures: dict[str, Figure] = {}
   for part in run_parts:
     suffix = f"_{part.values('length')[0]}" if len(run_parts) > 1 else ""
-    figures[f"score_vs_retention{suffix}"] = curves.score_vs_retention(
-      part.summary
-    )
-    figures[f"score_vs_bytes{suffix}"] = curves.score_vs_bytes(part.summary)
+    figures[f"score_vs_retention{suffix}"] = curves.score_vs_retention(part)
+    figures[f"score_vs_bytes{suffix}"] = curves.score_vs_bytes(part)
     if None not in part.values("turn"):
-      figures[f"score_by_turn{suffix}"] = curves.score_by_turn(part.summary)
+      figures[f"score_by_turn{suffix}"] = curves.score_by_turn(part)
   if has_depths(record):
     figures["heatmap"] = heatmaps(record.summary)
   return {f"{name}.png": png(figure) for name, figure in figures.items()}

@@ -10,18 +10,18 @@ import rich.console
 import rich.text
 
 from kvjax.experiments.benchmarks.registry import presentation
-from kvjax.experiments.report import formats, page, wording
+from kvjax.experiments.report import curves, formats, page, pictures, wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import (
   OF_GLOBAL_LAYERS,
   Mean,
   is_hybrid,
   means,
+  ranked,
 )
 from kvjax.experiments.report.records import SUMMARY, Record
 from kvjax.experiments.report.rows import settings_of
 from kvjax.experiments.report.tables import grid, overview, parts
-from kvjax.experiments.run.candidates import FULL
 
 # Method, options and budget.
 _Key = tuple[str, str, str]
@@ -91,7 +91,8 @@ class Group:
   @property
   def scores(self) -> Table:
     """A line per method and a column per budget."""
-    return grid(self._means, "")
+    by_retention = sorted(self._means, key=lambda mean: -mean.retention)
+    return grid(by_retention, "")
 
   @property
   def table(self) -> Table:
@@ -101,17 +102,26 @@ class Group:
     return overview(self._means, self.title, name, shown.long_answers)
 
   @property
+  def plot(self) -> bytes:
+    """A PNG of scores against retention."""
+    axis = wording.score_axis(self.first.summary)
+    figure = curves.means_vs_retention(self._means, self.title, axis)
+    return pictures.png(figure)
+
+  @property
   def _means(self) -> list[Mean]:
-    """The full cache first; methods that share a name show their options."""
+    """Ranked; methods that share a name show their options."""
     averages = [entry.mean for entry in self.entries.values()]
-    averages.sort(key=lambda mean: mean.method != FULL)
+    averages.sort(key=lambda mean: -mean.retention)
     names = [mean.name for mean in averages]
-    return [
-      mean
-      if names.count(mean.name) == 1
-      else dataclasses.replace(mean, method=mean.options)
-      for mean in averages
-    ]
+    return ranked(
+      [
+        mean
+        if names.count(mean.name) == 1
+        else dataclasses.replace(mean, method=mean.options)
+        for mean in averages
+      ]
+    )
 
 
 class Leaderboard(NamedTuple):
@@ -125,31 +135,46 @@ class Leaderboard(NamedTuple):
   groups: Sequence[Group]
   remarks: Sequence[str]
 
+  def plots(self) -> dict[str, bytes]:
+    """Draws the plot of each group; returns PNG files by name."""
+    return {
+      f"leaderboard_{number}.png": group.plot
+      for number, group in enumerate(self.groups, start=1)
+    }
+
   def to_csv(self) -> str:
     """Formats a line per entry."""
     return formats.to_csv(
       _line(entry) for group in self.groups for entry in group.entries.values()
     )
 
-  def to_markdown(self) -> str:
-    """Formats a section per group: scores by budget, then every number."""
+  def to_markdown(self, plots: Sequence[str]) -> str:
+    """Formats a section per group: scores by budget, plot, then every number.
+
+    Args:
+      plots: file names of the groups' plots.
+    """
     sections = [
       f"## {formats.escaped(group.title)}\n\n"
       + formats.to_markdown(group.scores)
-      + "\n"
+      + f"\n![Score against retention]({plot})\n\n"
       + formats.to_markdown(group.table._replace(title=""))
       + "".join(f"\n{formats.escaped(note)}\n" for note in group.notes)
-      for group in self.groups
+      for group, plot in zip(self.groups, plots, strict=True)
     ]
     remarks = [f"{formats.escaped(sentence)}\n" for sentence in self.remarks]
     return "\n".join(["# Leaderboard\n", *sections, *remarks])
 
-  def to_html(self) -> str:
-    """Renders a self-contained page."""
+  def to_html(self, plots: Sequence[bytes]) -> str:
+    """Renders a self-contained page.
+
+    Args:
+      plots: PNGs of the groups' plots.
+    """
     return page.render(
       "leaderboard",
       title="Leaderboard",
-      groups=self.groups,
+      groups=list(zip(self.groups, map(page.source, plots), strict=True)),
       remarks=self.remarks,
     )
 

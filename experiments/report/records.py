@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.experiments.report.means import Row, Summary
+from kvjax.experiments.report.means import Row, Summary, means, ranked
 from kvjax.experiments.run import typed_records
 from kvjax.experiments.run.results import Answer
 from kvjax.models.json_files import read_text
@@ -75,6 +75,17 @@ class Record(NamedTuple):
     rows = [row for row in self.summary["rows"] if row["task"] in tasks]
     answers = [answer for answer in self.answers if answer.task in tasks]
     return Record(self.folder, {**self.summary, "rows": rows}, answers)
+
+  @property
+  def ranked(self) -> "Record":
+    """The same run with its rows sorted by method; see `means.ranked`."""
+    rows = self.summary["rows"]
+    order = [mean.method for mean in ranked(means(rows))]
+    # Rows that repeat the full cache under a method's name have no mean.
+    places = {row["method"]: len(order) for row in rows}
+    places |= {method: order.index(method) for method in order}
+    rows = sorted(rows, key=lambda row: places[row["method"]])
+    return self._replace(summary={**self.summary, "rows": rows})
 
   def values(self, name: str) -> list[Any]:
     """Returns the distinct values of a field of the rows, in order."""

@@ -17,10 +17,12 @@ def markdown(record: Record, plots: Sequence[str]) -> str:
     record: the run.
     plots: file names of the plots.
   """
+  best = wording.headline(record.summary)
   lines = [
     f"# {formats.escaped(wording.title(record.summary))}",
     formats.escaped(wording.circumstances(record.summary)),
     f"Data: {formats.escaped(wording.data(record.summary))}.",
+    *([formats.escaped(best)] if best else []),
     *(formats.to_markdown(table).rstrip() for table in tables(record)),
     *(f"![{name}]({name})" for name in plots),
   ]
@@ -31,6 +33,7 @@ def terminal(record: Record) -> rich.console.Group:
   """Formats settings and the tables that fit in 80 columns."""
   return rich.console.Group(
     rich.text.Text(wording.title(record.summary)),
+    rich.text.Text(wording.headline(record.summary)),
     *tables(record, brief=True),
     rich.text.Text(wording.circumstances(record.summary), style="dim"),
   )

@@ -11,6 +11,7 @@ from kvjax.experiments.report.means import (
   grouped,
   is_hybrid,
   means,
+  ranked,
   reads_less,
 )
 from kvjax.experiments.report.records import Record
@@ -101,19 +102,20 @@ def by_budget(record: Record) -> Table:
 
 
 def grid(summary_means: Sequence[Mean], title: str) -> Table:
-  """Builds a table with a line per method and a column per budget.
+  """Builds a table with a line per method, ranked, and a column per budget.
 
   Args:
-    summary_means: the cells; a score has the longer half of its interval.
+    summary_means: the cells, in the order of the columns; a score has the
+      longer half of its interval.
     title: title of the table.
   """
   cells: dict[str, dict[str, str]] = {}
-  for mean in summary_means:
+  for mean in ranked(summary_means):
     row = cells.setdefault(mean.method, {})
     reached = f" at {wording.share(mean.retention)}" if mean.automatic else ""
     score = wording.with_uncertainty(mean.score, mean.interval)
     row[wording.budget(*mean.name)] = score + reached
-  names = list(dict.fromkeys(name for row in cells.values() for name in row))
+  names = list(dict.fromkeys(wording.budget(*m.name) for m in summary_means))
   lines = [
     [method, *(row.get(name, "") for name in names)]
     for method, row in cells.items()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from kvjax.experiments.benchmarks.registry import presentation
-from kvjax.experiments.report.means import Mean, Summary
+from kvjax.experiments.report.means import Mean, Summary, means, ranked
 from kvjax.experiments.run.candidates import FULL
 
 # Above these numbers, lengths are named by the first and last one, and tasks by
@@ -99,6 +99,28 @@ def reached(mean: Mean) -> str:
   return f"{words}{share(mean.retention)}"
 
 
+def headline(summary: Summary) -> str:
+  """Names the best method and its scores; empty without methods to compare.
+
+  As in `Best of 3 methods: keydiff (50 %: 60.4, 25 %: 31.2); full cache 87.5.`
+  """
+  averages = means(summary["rows"])
+  full = [f"{mean.score:.1f}" for mean in averages if mean.method == FULL]
+  methods = [mean for mean in ranked(averages) if mean.method != FULL]
+  if not methods:
+    return ""
+  best = methods[0].method
+  scores = ", ".join(
+    f"{budget(*mean.name)}: {mean.score:.1f}"
+    for mean in methods
+    if mean.method == best
+  )
+  others = len({mean.method for mean in methods})
+  of = f"Best of {others} methods: " if others > 1 else ""
+  end = f"; full cache {full[0]}." if full else "."
+  return f"{of}{best} ({scores}){end}"
+
+
 def signed(delta: float | None) -> str:
   """Formats a difference: `+1.2` or `−3.4`."""
   if delta is None:
@@ -117,15 +139,20 @@ def interval(bounds: tuple[float, float] | None) -> str:
 def with_uncertainty(score: float, bounds: tuple[float, float] | None) -> str:
   """Formats a score and the longer half of its interval: `97.4 ±1.2`.
 
-  If the score is an end of its interval, the sign shows the side: `100.0 −5.6`.
+  If the score is an end of its interval, the interval is shown instead:
+  `100.0 (94.4–100)`.
+
+  >>> with_uncertainty(0.0, (0.0, 7.4))
+  '0.0 (0–7.4)'
   """
   text = f"{score:.1f}"
   if bounds is None:
     return text
   low, high = bounds
   below, above = round(score - low, 1), round(high - score, 1)
-  sign = "±" if below and above else "−" if below else "+"
-  return f"{text} {sign}{max(below, above):.1f}"
+  if below and above:
+    return f"{text} ±{max(below, above):.1f}"
+  return f"{text} ({round(low, 1):g}–{round(high, 1):g})"
 
 
 def score_name(summary: Summary) -> str:

@@ -1,7 +1,7 @@
 """Writes the reports of a finished run."""
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -15,12 +15,18 @@ from kvjax.experiments.report import (
   run_tables,
 )
 from kvjax.experiments.run import outputs
+from kvjax.experiments.run.results import Answer
 
 
 def write_comparison(
-  folder: pathlib.Path, summary: Mapping[str, Any]
+  folder: pathlib.Path, summary: Mapping[str, Any], answers: Sequence[Answer]
 ) -> rich.console.Group:
   """Writes summary.json, table.md and score_vs_retention.png atomically.
+
+  Args:
+    folder: folder of the run.
+    summary: content of summary.json.
+    answers: the answers that it averages.
 
   Returns:
     The table for a terminal.
@@ -32,7 +38,8 @@ def write_comparison(
   outputs.write_text(
     folder / "table.md", compared.markdown(summary), outputs.ANSWERS
   )
-  plot = pictures.png(curves.score_vs_retention(summary))
+  record = records.Record(folder, summary, answers).ranked
+  plot = pictures.png(curves.score_vs_retention(record))
   outputs.write_bytes(folder / "score_vs_retention.png", plot, outputs.ANSWERS)
   return compared.terminal(summary)
 
@@ -53,7 +60,7 @@ def write_run(
   from kvjax.experiments.report import pictures
 
   outputs.write_json(folder / records.SUMMARY, summary, outputs.ANSWERS)
-  record = records.read(folder)
+  record = records.read(folder).ranked
   plots = pictures.pictures(record)
   for name, png in plots.items():
     outputs.write_bytes(folder / name, png, outputs.ANSWERS)

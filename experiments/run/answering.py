@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jaxtyping import Array, Float, Int
 
 import kvjax
@@ -153,7 +154,12 @@ def replies(
   )
   caches = [result.cache for result in prefilled]
   jax.block_until_ready(prefilled)
-  seconds.prefill += time.monotonic() - began
+  elapsed = time.monotonic() - began
+  seconds.prefill += elapsed
+  logging.info(
+    "Prefilled %d contexts of up to %d tokens for %d caches in %.1f s",
+    *(len(contexts), shape.context, len(caches), elapsed),
+  )
 
   turns = max(len(prompts) for prompts in contexts)
   stays = contexts[0][0].stays
@@ -174,7 +180,9 @@ def replies(
         counts = TokenCounts.of(cache)
       else:
         answers = _answers(lm, cache, logits, prompts_of_turn, shape)
-      seconds.answer += time.monotonic() - began
+      elapsed = time.monotonic() - began
+      seconds.answer += elapsed
+      logging.info("Answered from %d caches in %.1f s", len(group), elapsed)
       allocated = (
         cache.nbytes
         if stays

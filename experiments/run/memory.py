@@ -31,7 +31,7 @@ def rows_that_fit(
     At least one per device of the mesh axis "data", which divides it if it
     divides `batch`; with a warning if it is less than `batch`.
   """
-  row = sum(_cache_bytes(lm, each, tokens) for each in candidates)
+  row = sum(cache_bytes(lm, each, tokens) for each in candidates)
   memory = _memory()
   fitting = max(int(_SHARE * memory / row), 1) if row else batch
   rows = jax.sharding.get_abstract_mesh().shape.get("data", 1)
@@ -48,8 +48,15 @@ def rows_that_fit(
   return fitting
 
 
-def _cache_bytes(lm: Pretrained, candidate: Candidate, tokens: int) -> float:
-  """Estimates the bytes of a context's cache."""
+def cache_bytes(lm: Pretrained, candidate: Candidate, tokens: int) -> float:
+  """Estimates the bytes of a context's cache.
+
+  Args:
+    lm: the model.
+    candidate: method and budget; calibrated budgets and thresholds, which
+      depend on the context, count as if everything was kept.
+    tokens: tokens of the context.
+  """
   plan = candidate.plan
   width = 1 if plan.kv_dtype else jax.tree.leaves(lm.params)[0].dtype.itemsize
   share = 1.0

@@ -1,15 +1,14 @@
 """Runs candidates on samples into a folder, with a progress bar."""
 
-import contextlib
 import dataclasses
 import hashlib
 import pathlib
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import rich.console
-import rich.progress
+from absl import logging
 
 from kvjax.errors import InputError
 from kvjax.experiments.calibration.records import AUTO
@@ -17,6 +16,7 @@ from kvjax.experiments.report import wording
 from kvjax.experiments.run import (
   comparison,
   environment,
+  forecast,
   hosts,
   results,
   summaries,
@@ -24,6 +24,7 @@ from kvjax.experiments.run import (
 from kvjax.experiments.run.answering import Seconds
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.processes import Process, Processes
+from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.run.prompting import QUERY_AWARE, Protocol
 from kvjax.experiments.run.results import Answer, Key
 from kvjax.experiments.tasks.sample import in_words
@@ -84,8 +85,11 @@ def answer(
   wanted = comparison.wanted(chosen, samples)
   _check_hosts(settings, wanted)
   store = results.Results(folder, settings)
+  work = comparison.pending(
+    lm, chosen, samples, store, batch, settings.protocol
+  )
   processes = Processes(folder)
-  new = len(set(wanted) - store.answers.keys())
+  new = len(work.missing)
   device, versions = environment.device(devices), environment.versions()
   spent = Seconds()
 
@@ -96,6 +100,9 @@ def answer(
     )
 
   doing = "compiling" if new else "nothing is new"
+  logging.info("%s has %d answers already", folder, len(store.answers))
+  if new and hosts.is_first():
+    print(forecast.cost_of(work), file=sys.stderr)
   with progress_bar(new, doing) as advance:
 
     def on_answers(task: str, count: int) -> None:
@@ -103,9 +110,7 @@ def answer(
       if hosts.is_first():
         processes.note(process())
 
-    comparison.compare(
-      lm, chosen, samples, store, batch, on_answers, settings.protocol, spent
-    )
+    comparison.answer_all(lm, work, store, on_answers, spent)
   current = process()
   first_from_full = first_token_from_full_prompt(settings.protocol, chosen)
   summary = dataclasses.asdict(settings) | {
@@ -117,6 +122,23 @@ def answer(
   if not first_from_full:
     answers = summaries.with_same_first_token(answers)
   return Run(summary, answers, new, len(wanted) - new, current.seconds)
+
+
+def foresee(
+  lm: Pretrained,
+  chosen: Sequence[Candidate],
+  samples: results.Samples,
+  settings: results.Settings,
+  folder: pathlib.Path,
+  batch: int,
+) -> forecast.Forecast:
+  """Says what `answer` would cost, and writes nothing; see there."""
+  store = results.Results(folder, settings)
+  with progress_bar(None, transient=True):
+    return forecast.forecast(
+      lm,
+      comparison.pending(lm, chosen, samples, store, batch, settings.protocol),
+    )
 
 
 def _check_hosts(settings: results.Settings, wanted: Sequence[Key]) -> None:
@@ -154,37 +176,6 @@ def first_token_from_full_prompt(
   """
   blocks = any(candidate.plan.schedule.block for candidate in chosen)
   return protocol == QUERY_AWARE and not blocks
-
-
-@contextlib.contextmanager
-def progress_bar(
-  total: int | None, doing: str = "compiling", transient: bool = False
-) -> Iterator[Callable[[str, int], None]]:
-  """Shows a progress bar on stderr; yields a function that advances it.
-
-  Args:
-    total: number of steps, if known.
-    doing: description before the first task.
-    transient: remove the bar in the end, and show it on terminals only.
-  """
-  console = rich.console.Console(stderr=True)
-  with rich.progress.Progress(
-    rich.progress.TextColumn("{task.description:15}"),
-    rich.progress.BarColumn(),
-    rich.progress.MofNCompleteColumn(),
-    rich.progress.TimeElapsedColumn(),
-    rich.progress.TextColumn("left"),
-    rich.progress.TimeRemainingColumn(),
-    console=console,
-    transient=transient,
-    disable=not hosts.is_first() or (transient and not console.is_interactive),
-  ) as progress:
-    bar = progress.add_task(doing, total=total)
-
-    def advance(task: str, count: int) -> None:
-      progress.update(bar, description=task, advance=count)
-
-    yield advance
 
 
 def _sort_answers(

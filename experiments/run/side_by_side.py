@@ -14,6 +14,7 @@ from kvjax.experiments.metrics.string_match import clean
 from kvjax.experiments.run.answering import Reply, Seconds
 from kvjax.experiments.run.answering import replies as generate_replies
 from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.run.comparison import OnAnswers
 from kvjax.experiments.run.prompting import (
   QUERY_AGNOSTIC,
   QUERY_AWARE_KVPRESS,
@@ -45,8 +46,17 @@ def answer_question(
   text: str,
   question: str,
   protocol: Protocol = QUERY_AGNOSTIC,
+  on_answers: OnAnswers = lambda task, new: None,
 ) -> tuple[Prompt, list[Reply]]:
   """Generates each candidate's answer to a question about a text.
+
+  Args:
+    lm: the model.
+    candidates: methods and budgets.
+    text: the text.
+    question: the question.
+    protocol: whether the question is known before compression.
+    on_answers: called on progress.
 
   Raises:
     InputError: text, question and answer are longer than the model's context.
@@ -56,8 +66,10 @@ def answer_question(
   prompt = Prompt.of(lm.text, text, question, "", _MAX_NEW_TOKENS)
   check_context_length(lm, [prompt])
   shape = Shape.of([prompt], 1, protocol)
-  groups = generate_replies(lm, candidates, [[prompt]], shape, Seconds())
-  by_candidate = {r.candidate: r for group in groups for r in group}
+  by_candidate: dict[Candidate, Reply] = {}
+  for group in generate_replies(lm, candidates, [[prompt]], shape, Seconds()):
+    by_candidate |= {reply.candidate: reply for reply in group}
+    on_answers("answering", len(group))
   return prompt, [by_candidate[candidate] for candidate in candidates]
 
 

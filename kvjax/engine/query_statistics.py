@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,7 @@ def calibrate_queries(
   *,
   sinks: int = 4,
   seed: int = 0,
+  on_text: Callable[[], None] = lambda: None,
 ) -> QueryStatistics:
   """Measures the statistics of a model's queries over some texts.
 
@@ -76,6 +77,7 @@ def calibrate_queries(
     rows: token ids of the texts; some twenty of 2,048 tokens are enough.
     sinks: number of first tokens of each text whose queries do not count.
     seed: seed of the drawn queries.
+    on_text: called after each text.
 
   Raises:
     InputError: there are too few tokens, or more than the model's context, or
@@ -109,6 +111,7 @@ def calibrate_queries(
     places[: len(drawn)] = np.sort(drawn)
     for layer, found in _measure(model, params, row, places, sinks):
       pooled[layer].add(jax.device_get(found), len(row) - sinks, len(drawn))
+    on_text()
   return QueryStatistics(
     *(
       np.stack(parts).astype(np.float32)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
-from kvjax.experiments.run import answering, comparison, prompting
+from kvjax.experiments.run import answering, batching, comparison, prompting
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks.sample import Sample
@@ -89,7 +89,7 @@ def test_the_first_token_of_a_passkey_is_scored(tiny):
   )
   prompt = prompting.Prompt.of_sample(tiny.tokenizer, sample)
   part = Part("passkey", 128)
-  context = comparison._Context(part, [0], [sample], [prompt])
+  context = batching.Context(part, [0], [sample], [prompt])
   (full, *_) = candidates(["full"], [kvjax.Retention(1.0)])
   found = []
   for text in (" 8712", " 8999", " 9712", ""):

@@ -11,7 +11,7 @@ from kvjax import models
 from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
 from kvjax.experiments.metrics.string_match import clean
-from kvjax.experiments.run import answering, comparison, prompting
+from kvjax.experiments.run import answering, batching, comparison, prompting
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.results import Part, Results, Settings
 from kvjax.experiments.tasks.sample import Sample
@@ -359,10 +359,10 @@ def test_contexts_of_unlike_lengths_are_padded_apart():
   def context(tokens):
     prompt = prompting.Prompt([5] * tokens, [5] * 4, 2)
     sample = a_sample("t", 0)
-    return comparison._Context(Part("t", 0), [0], [sample], [prompt])
+    return batching.Context(Part("t", 0), [0], [sample], [prompt])
 
   lengths = [4000, 3100, 2900, 1500, 1300, 900]
-  groups = comparison._by_length([context(n) for n in lengths])
+  groups = batching._by_length([context(n) for n in lengths])
   found = [[len(c.prompts[0].context) for c in group] for group in groups]
   # A quarter shorter at most, or 256 tokens.
   assert found == [[4000, 3100], [2900], [1500, 1300], [900]]

@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import signal
+import sys
 import time
 import types
 
@@ -61,6 +62,7 @@ def program(monkeypatch):
     with monkeypatch.context() as patched:
       patched.setattr(cli.flags, "FLAGS", given)
       patched.setattr(cli, "_cache_programs", lambda: None)
+      patched.setattr(cli, "_end", sys.exit)
       patched.setattr(
         app, "run", lambda guarded, flags_parser: guarded(["program"])
       )

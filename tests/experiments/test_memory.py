@@ -32,10 +32,10 @@ def bytes_of(lm, plan, tokens):
 def test_estimates_are_what_is_allocated(tiny, per_query_head):
   names = ["full", "keydiff"]
   for made in candidates(names, HALF, per_query_head=per_query_head):
-    estimate = memory._cache_bytes(tiny, made, 128)
+    estimate = memory.cache_bytes(tiny, made, 128)
     assert estimate == bytes_of(tiny, made.plan, 128)
     eight_bits = dataclasses.replace(made.plan, kv_dtype="int8")
-    narrow = memory._cache_bytes(tiny, Candidate(made.method, eight_bits), 128)
+    narrow = memory.cache_bytes(tiny, Candidate(made.method, eight_bits), 128)
     assert 4 * narrow == estimate
 
 
@@ -61,8 +61,8 @@ def test_the_rows_that_fit_divide_over_the_mesh(tiny, chosen, monkeypatch):
 
 def test_retrieval_keeps_everything(tiny, chosen):
   retrieval, *_ = candidates(["ctkvr"], HALF)
-  full = memory._cache_bytes(tiny, chosen[0], 128)
-  assert memory._cache_bytes(tiny, retrieval, 128) == full
+  full = memory.cache_bytes(tiny, chosen[0], 128)
+  assert memory.cache_bytes(tiny, retrieval, 128) == full
 
 
 def test_a_machine_has_memory():

@@ -181,7 +181,11 @@ def test_the_sign_of_a_direction_is_that_of_most_queries():
 
 def test_statistics_are_those_of_all_texts_together():
   """Against float64; texts that are too short do not count."""
-  found = kvjax.calibrate_queries(MODEL, PARAMS, ROWS, sinks=4)
+  done = []
+  found = kvjax.calibrate_queries(
+    MODEL, PARAMS, ROWS, sinks=4, on_text=lambda: done.append(1)
+  )
+  assert len(done) == len(ROWS)
   shorter = kvjax.calibrate_queries(
     MODEL, PARAMS, [r for r in ROWS if len(r) > 4]
   )

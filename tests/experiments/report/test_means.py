@@ -88,13 +88,61 @@ def test_there_is_no_interval_without_answers(answer, record):
   ("score", "bounds", "text"),
   [
     (97.4, (96.0, 98.0), "97.4 ±1.4"),
-    (100.0, (43.9, 100.0), "100.0 −56.1"),
-    (0.0, (0.0, 5.6), "0.0 +5.6"),
+    (100.0, (43.9, 100.0), "100.0 (43.9–100)"),
+    (0.0, (0.0, 5.6), "0.0 (0–5.6)"),
+    (0.0, (0.0, 7.41), "0.0 (0–7.4)"),
     (50.0, None, "50.0"),
   ],
 )
 def test_a_score_is_given_or_taken_where_there_is_room(score, bounds, text):
   assert wording.with_uncertainty(score, bounds) == text
+
+
+def test_the_best_method_comes_first_after_the_full_cache(answer, record):
+  def order(*scores):
+    """Names methods in order; a score is (method, budget, score, *tasks)."""
+    answers = [
+      answer(method, budget, score, retention=float(budget), task=task)
+      for method, budget, score, *tasks in scores
+      for task in tasks or ["a"]
+    ]
+    ordered = record(answers).ranked.summary["rows"]
+    assert len(ordered) == len(answers)
+    return [f"{row['method']} {row['budget']}" for row in ordered]
+
+  # By the mean over budgets, whose order stays.
+  assert order(
+    ("b", "0.5", 60.0), ("b", "0.1", 0.0), ("full", "1", 50.0),
+    ("a", "0.5", 40.0), ("a", "0.1", 40.0),
+  ) == ["full 1", "a 0.5", "a 0.1", "b 0.5", "b 0.1"]  # fmt: skip
+  # By the budgets that all have: an easy one more is no merit.
+  assert order(("b", "0.9", 90.0), ("b", "0.1", 10.0), ("a", "0.1", 20.0)) == [
+    "a 0.1",
+    "b 0.9",
+    "b 0.1",
+  ]
+  # By their own where they share none.
+  assert order(("b", "0.5", 10.0), ("a", "0.1", 20.0)) == ["a 0.1", "b 0.5"]
+  # Means over fewer tasks come last.
+  assert order(("b", "0.5", 90.0), ("a", "0.5", 20.0, "a", "b")) == [
+    *("a 0.5", "a 0.5", "b 0.5")
+  ]
+  # Equal ones stay in their order and together.
+  assert order(
+    ("b", "0.5", 10.0),
+    ("a", "0.5", 10.0),
+    ("b", "0.1", 10.0),
+    ("a", "0.1", 10.0),
+  ) == ["b 0.5", "b 0.1", "a 0.5", "a 0.1"]
+
+
+def test_a_headline_names_the_best_method(answer, record):
+  answers = [answer("full"), answer("b", score=20.0), answer("a", score=60.0)]
+  assert wording.headline(record(answers).summary) == (
+    "Best of 2 methods: a (25 %: 60.0); full cache 100.0."
+  )
+  assert wording.headline(record(answers[1:2]).summary) == "b (25 %: 20.0)."
+  assert wording.headline(record(answers[:1]).summary) == ""
 
 
 def test_trials_are_the_means_of_runs(answer, record):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.experiments.report import curves, heatmaps, lines, pictures, wording
+from kvjax.experiments.run import intervals
 
 
 def texts(figure):
@@ -43,7 +44,7 @@ def check_readable(figure):
   "draw", [curves.score_vs_retention, curves.score_vs_bytes]
 )
 def test_twelve_methods_are_named_apart(crowd, draw):
-  found = check_readable(draw(crowd.summary))
+  found = check_readable(draw(crowd))
   assert found.count("full cache") == 1
   methods = {row["method"] for row in crowd.summary["rows"]} - {"full"}
   assert methods <= set(found)
@@ -51,18 +52,18 @@ def test_twelve_methods_are_named_apart(crowd, draw):
 
 def test_a_long_title_has_lines_that_fit(answer, record):
   answers = [answer("full", turn=0), answer(turn=0)]
-  summary = record(
+  found = record(
     answers,
     model="an-org/A-Model-of-$8B$-Instruct",
     schedule="blocks of 128, every 16 while decoding",
-  ).summary
+  )
   for draw in (
     curves.score_vs_retention,
     curves.score_vs_bytes,
     curves.score_by_turn,
   ):
-    found = " ".join(check_readable(draw(summary))).replace("\n", " ")
-    assert wording.title(summary) in found
+    words = " ".join(check_readable(draw(found))).replace("\n", " ")
+    assert wording.title(found.summary) in words
 
 
 def test_points_stand_at_what_was_kept_or_read(answer, record):
@@ -71,20 +72,49 @@ def test_points_stand_at_what_was_kept_or_read(answer, record):
     answer("quest", score=60.0, retention=0.25, read_tokens=300.0),
     answer("quest", "0.1", score=20.0, retention=0.1, read_tokens=100.0),
   ]
-  summary = record(answers).summary
-  (axes,) = curves.score_vs_retention(summary).axes
-  assert axes.get_xlabel() == "keys and values read per token"
+  found = record(answers)
+  (axes,) = curves.score_vs_retention(found).axes
+  label = "keys and values read per token; bars are 95 % intervals"
+  assert axes.get_xlabel() == label
   drawn = [
     line.get_xydata() for line in axes.lines if len(line.get_xdata()) > 2
   ]
   np.testing.assert_allclose(drawn, [[(1, 100), (0.375, 60), (0.125, 20)]])
-  (axes,) = curves.score_vs_bytes(summary).axes
+  (axes,) = curves.score_vs_bytes(found).axes
   drawn = [
     line.get_xydata() for line in axes.lines if len(line.get_xdata()) > 2
   ]
   np.testing.assert_allclose(drawn[0][0], (1024 * 800, 100))
   left, right = axes.get_xlim()
   assert left > 1024 * 800 > 1024 * 80 > right
+
+
+def test_points_of_one_retention_stand_at_one_place_with_their_intervals(
+  answer, record
+):
+  answers = [
+    answer(method, sample=sample, score=score)
+    for method in ("full", "a", "b", "c")
+    for sample, score in enumerate((100.0, 0.0, 100.0, 100.0))
+  ]
+  found = record(answers)
+  for draw, x in (
+    (curves.score_vs_retention, 0.25),
+    (curves.score_vs_bytes, 1024 * 200),
+  ):
+    (axes,) = draw(found).axes
+    low, high = intervals.interval([a for a in answers if a.method == "a"])
+    drawn = [line.get_xydata().tolist() for line in axes.lines]
+    # The line of each method starts at the full cache.
+    ends = [line[-1] for line in drawn if len({at for at, _ in line}) == 2]
+    assert ends.count([x, 75]) == 3
+    assert drawn.count([[x, low], [x, high]]) == 3
+    assert low < 75 < high
+    assert axes.get_xlabel().endswith("; bars are 95 % intervals")
+  (axes,) = curves.score_vs_retention(found._replace(answers=[])).axes
+  drawn = [line.get_xydata().tolist() for line in axes.lines]
+  assert [[0.25, low], [0.25, high]] not in drawn
+  assert "bars" not in axes.get_xlabel()
 
 
 def test_turns_are_drawn_for_every_budget(answer, record):
@@ -97,10 +127,11 @@ def test_turns_are_drawn_for_every_budget(answer, record):
     for turn, score in enumerate((100.0, 50.0))
     if method != "full" or budget == "0.5"
   ]
-  figure = curves.score_by_turn(record(answers).summary)
+  figure = curves.score_by_turn(record(answers))
   found = check_readable(figure)
   assert len(figure.axes) == 2
-  for text in ("full cache", "keydiff", "a:b", "turn"):
+  label = "turn; bars are 95 % intervals"
+  for text in ("full cache", "keydiff", "a:b", label):
     assert found.count(text) == 2
 
 
@@ -119,6 +150,35 @@ def test_heatmaps_print_each_cell_and_the_mean(answer, record):
   (image,) = figure.axes[0].images
   assert image.get_array().shape == (2, 2)
   assert np.isnan(image.get_array().filled(np.nan)[1, 0])
+
+
+def test_heatmaps_stand_four_in_a_row_beside_one_color_bar(answer, record):
+  def panels(methods, budgets):
+    answers = [
+      answer(method, budget, depth=depth, sample=sample)
+      for method in ("full", *methods)
+      for budget in budgets
+      for sample, depth in enumerate((0.0, 1.0))
+    ]
+    found = record(answers)
+    figure = heatmaps.heatmaps(found.summary)
+    check_readable(figure)
+    *maps, bar = figure.axes
+    assert bar.get_ylabel() == "share of answers found"
+    rows = {round(axes.get_position().y0, 3) for axes in maps}
+    return len(rows), len(maps) // len(rows), figure.get_size_inches()
+
+  names = [f"method_{number}" for number in range(9)]
+  rows, columns, (width, height) = panels(names, ["0.25"])
+  assert (rows, columns) == (3, 4)
+  assert height < width
+  # The budgets of a method stay together.
+  assert panels(names[:3], ["0.5", "0.25"])[:2] == (2, 4)
+  assert panels(names[:2], ["0.5", "0.25", "0.1"])[:2] == (3, 3)
+  assert panels(names[:1], [f"0.{number}" for number in range(1, 7)])[:2] == (
+    2,
+    4,
+  )
 
 
 def test_more_is_lighter_for_color_blind_readers():

@@ -79,7 +79,7 @@ def test_the_newer_of_two_counts_and_keeps_its_own_delta(
     "newer."
   )
   assert group.table.lines[0][0] == "full"
-  text = board.to_markdown()
+  text = board.to_markdown(list(board.plots()))
   for part in (
     "## ruler, 1024 tokens: tiny, query-agnostic, whole prompt, per kv head",
     "| snapkv | 25 % | 0.75 | 200 | 40.0 | 3.6–92.3 | −60.0 | 1 | 200 |",
@@ -88,6 +88,28 @@ def test_the_newer_of_two_counts_and_keeps_its_own_delta(
     sentence,
   ):
     assert part in text
+
+
+def test_a_leaderboard_is_ranked_and_plotted(answer, record, tmp_path):
+  half = {"retention": 0.5}
+  runs = [
+    record([answer("full"), answer("b", score=20.0)], tmp_path / "a"),
+    record(
+      [answer("a", score=60.0), answer("a", "0.5", 70.0, **half)],
+      tmp_path / "b",
+    ),
+  ]
+  board = ranking.merge(runs)
+  (group,) = board.groups
+  assert [line[0] for line in group.scores.lines] == ["full", "a", "b"]
+  assert group.scores.header == ["method", "100 %", "50 %", "25 %"]
+  assert [line[:2] for line in group.table.lines] == [
+    ("full", "100 %"), ("a", "50 %"), ("a", "25 %"), ("b", "25 %")
+  ]  # fmt: skip
+  ((name, png),) = board.plots().items()
+  assert png.startswith(b"\x89PNG")
+  assert f"]({name})" in board.to_markdown([name])
+  assert board.to_html([png]).count("data:image/png;base64,") == 1
 
 
 def test_a_line_says_all_about_itself(answer, record, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 
 import pytest
 import rich.console
@@ -9,6 +10,7 @@ import rich.console
 from kvjax.errors import InputError
 from kvjax.experiments.report import compared, curves, writing
 from kvjax.experiments.report.means import means
+from kvjax.experiments.report.records import Record
 from kvjax.experiments.run import environment, outputs, summaries
 from kvjax.experiments.run.results import Answer, Results, Settings
 
@@ -93,9 +95,14 @@ def test_a_comparison_has_a_line_per_method_and_budget(summary):
     "**tiny, 1024 tokens, query-agnostic, whole prompt, per kv head, "
     "4 samples per task**"
   )
+  assert lines[2] == (
+    "Best of 2 methods: snapkv.orig (50 %: 62.5, 10 %: 0.0); full cache 100.0."
+  )
+  lines = lines[:2] + lines[4:]
   assert lines[2].split(" | ")[2:5] == ["single_2", "multikey_1", "mean"]
   assert lines[4] == ("| full | 100 % | 100.0 | 100.0 | 100.0 | 800 | 1024 |")
-  assert lines[5] == "| random | 50 % | 50.0 | 12.5 | 31.2 | 400 | 512 |"
+  assert lines[5].startswith("| snapkv.orig | 50 % | 100.0 | 25.0 | 62.5 |")
+  assert lines[7] == "| random | 50 % | 50.0 | 12.5 | 31.2 | 400 | 512 |"
   assert len(lines) == 11
   assert lines[-1] == ("Seed 7, greedy, float32 on CPU, 2 cores; jax 1.2.3.")
 
@@ -105,20 +112,20 @@ def test_the_terminal_names_a_method_once(summary):
   with console.capture() as capture:
     console.print(compared.terminal(summary))
   shown = capture.get()
-  assert shown.count("snapkv.orig") == 1
+  assert shown.count("snapkv.orig ") == 2  # in the headline, in the table
   assert all(part in shown for part in ("query-agnostic", "31.2", "Seed 7"))
 
 
 def test_means_without_a_full_cache_are_plotted_too(summary):
   summary["rows"] = [r for r in summary["rows"] if r["method"] == "random"][:2]
-  (axes,) = curves.score_vs_retention(summary).axes
+  (axes,) = curves.score_vs_retention(Record(pathlib.Path(), summary)).axes
   assert [text.get_text() for text in axes.texts if text.get_text()] == [
     "random"
   ]
 
 
 def test_all_files_of_a_comparison_are_written_whole(summary, tmp_path):
-  writing.write_comparison(tmp_path, summary)
+  writing.write_comparison(tmp_path, summary, [])
   assert {path.name for path in tmp_path.iterdir()} == {
     "summary.json",
     "table.md",

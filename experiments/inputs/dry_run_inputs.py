@@ -1,0 +1,10 @@
+"""The flag for programs that can say what they would do."""
+
+from absl import flags
+
+DRY_RUN = flags.DEFINE_bool(
+  "dry_run",
+  False,
+  "Say what the run would cost, in tokens, bytes and, from one batch, minutes; "
+  "write nothing.",
+)

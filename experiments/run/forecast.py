@@ -1,0 +1,158 @@
+"""Says what a run costs before it starts."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import rich.console
+import rich.text
+
+from kvjax.experiments.report import wording
+from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run import hosts
+from kvjax.experiments.run.answering import Seconds, replies
+from kvjax.experiments.run.batching import Context
+from kvjax.experiments.run.comparison import Work
+from kvjax.experiments.run.memory import cache_bytes
+from kvjax.experiments.run.prompting import Shape
+from kvjax.models.pretrained import Pretrained
+
+_MINUTE = 60.0
+
+
+class Cost(NamedTuple):
+  """What a run processes.
+
+  Attributes:
+    contexts: contexts to prefill.
+    answers: answers to generate.
+    context_tokens: tokens of the contexts.
+    question_tokens: tokens of the questions, once for every cache.
+    answer_tokens: tokens of the answers if each is as long as allowed.
+  """
+
+  contexts: int
+  answers: int
+  context_tokens: int
+  question_tokens: int
+  answer_tokens: int
+
+  def __str__(self) -> str:
+    return (
+      f"{_counted(self.contexts, 'context')} of "
+      f"{_counted(self.context_tokens, 'token')}, "
+      f"{_counted(self.answers, 'answer')} to questions of "
+      f"{_counted(self.question_tokens, 'token')}, with up to "
+      f"{_counted(self.answer_tokens, 'new token')}."
+    )
+
+
+def cost_of(work: Work) -> Cost:
+  """Counts what is left to do."""
+  prompts = [prompt for several in work.prompts for prompt in several]
+  caches = len(work.candidates)
+  return Cost(
+    contexts=len(work.prompts),
+    answers=len(work.missing),
+    context_tokens=sum(len(several[0].context) for several in work.prompts),
+    question_tokens=caches * sum(len(prompt.question) for prompt in prompts),
+    answer_tokens=caches * sum(prompt.max_new_tokens for prompt in prompts),
+  )
+
+
+class Forecast(NamedTuple):
+  """What a run will cost.
+
+  Attributes:
+    cost: what it processes.
+    caches: a line for each method and budget: bytes of a context's cache.
+    first: seconds of the first batch, with compilation; 0 without a batch.
+    again: seconds of the same batch once more.
+    total: estimated seconds of all batches.
+  """
+
+  cost: Cost
+  caches: Table
+  first: float
+  again: float
+  total: float
+
+  def __rich_console__(
+    self, console: rich.console.Console, options: rich.console.ConsoleOptions
+  ) -> Iterator[rich.console.RenderableType]:
+    """Yields the parts."""
+    yield rich.text.Text(str(self.cost))
+    if not self.cost.answers:
+      return
+    yield self.caches
+    yield rich.text.Text(
+      f"A first batch took {self.first:.1f} s, and {self.again:.1f} s once it "
+      f"was compiled: expect up to {_duration(self.total)} for all on this "
+      "machine. Nothing was written."
+    )
+
+
+def forecast(lm: Pretrained, work: Work) -> Forecast:
+  """Counts what is left to do, and generates the answers of a batch twice.
+
+  Other batches count by their padded tokens; those of other shapes compile once
+  more, as the first does.
+  """
+  cost = cost_of(work)
+  table = _caches(lm, work)
+  if not work.batches:
+    return Forecast(cost, table, 0.0, 0.0, 0.0)
+  first, again = _time(lm, work), _time(lm, work)
+  steps = [_size(batch) for batch in work.batches]
+  shapes = len({shape for shape, _ in work.batches})
+  share = sum(steps) / steps[0] / hosts.count()
+  total = again * max(share, 1.0) + shapes * max(first - again, 0.0)
+  return Forecast(cost, table, first, again, total)
+
+
+def _time(lm: Pretrained, work: Work) -> float:
+  """Returns the seconds that the first batch takes."""
+  shape, contexts = work.batches[0]
+  began = time.monotonic()
+  prompts = [context.prompts for context in contexts]
+  for _ in replies(lm, work.candidates, prompts, shape, Seconds()):
+    pass
+  return time.monotonic() - began
+
+
+def _size(batch: tuple[Shape, list[Context]]) -> int:
+  """Returns the padded tokens that a batch processes."""
+  shape, contexts = batch
+  turns = max(len(context.prompts) for context in contexts)
+  new = contexts[0].prompts[0].max_new_tokens
+  return shape.rows * (shape.context + turns * (shape.question + new))
+
+
+def _caches(lm: Pretrained, work: Work) -> Table:
+  """Builds a table of the bytes of a cache, for a context of mean length."""
+  lengths = [len(prompts[0].context) for prompts in work.prompts]
+  tokens = round(statistics.fmean(lengths)) if lengths else 0
+  sizes = [cache_bytes(lm, each, tokens) for each in work.candidates]
+  name, size = wording.unit(sizes)
+  lines = [
+    [
+      each.method,
+      wording.budget(each.method, each.budget),
+      f"{own / size:.1f}",
+    ]
+    for each, own in zip(work.candidates, sizes, strict=True)
+  ]
+  title = f"about the size of a cache, for a context of {tokens} tokens"
+  return Table(title, ["method", "budget", name], lines, names=2)
+
+
+def _duration(seconds: float) -> str:
+  """Formats a duration: `40 s` or `3 min`."""
+  if seconds < 2 * _MINUTE:
+    return f"{seconds:.0f} s"
+  return f"{seconds / _MINUTE:.0f} min"
+
+
+def _counted(number: int, thing: str) -> str:
+  return f"{number:,} {thing}{'' if number == 1 else 's'}"

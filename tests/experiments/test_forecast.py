@@ -1,0 +1,77 @@
+"""What a run says of its cost, beside what it then does."""
+
+import pytest
+import rich.console
+
+import kvjax
+from kvjax.experiments.run import comparison, forecast
+from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.results import Part, Results, Settings
+from kvjax.experiments.tasks.sample import Sample
+
+SAMPLES = {
+  Part(task, 64): [
+    Sample(
+      context=f"{task} one two three {number // 2}",
+      question=f" ask {number}?",
+      answer_prefix="",
+      answers=("1",),
+      task=task,
+      max_new_tokens=4,
+      metadata={},
+    )
+    for number in range(4)
+  ]
+  for task in ("a", "b")
+}
+CHOSEN = candidates(["streaming:sinks=1"], [kvjax.Retention(0.5)])
+
+
+def shown(found):
+  console = rich.console.Console(width=80)
+  with console.capture() as capture:
+    console.print(found)
+  return " ".join(capture.get().split())
+
+
+@pytest.fixture
+def results(tmp_path):
+  return Results(tmp_path / "run", Settings("tiny", "abc", "float32", 0))
+
+
+def test_a_forecast_is_what_the_run_does(tiny, results):
+  work = comparison.pending(tiny, CHOSEN, SAMPLES, results, 2)
+  found = forecast.forecast(tiny, work)
+  assert not results.folder.exists()
+  cost = found.cost
+  # Two questions to each of two contexts of each task.
+  assert (cost.contexts, cost.answers) == (4, 16)
+  assert found.first > found.again > 0
+  assert found.again <= found.total < 10 * found.first
+  text = shown(found)
+  assert "4 contexts of " in text
+  assert "16 answers to questions of " in text
+  assert "with up to 64 new tokens." in text
+  assert "streaming:sinks=1 50 %" in text
+  assert "Nothing was written." in text
+
+  comparison.answer_all(tiny, work, results, lambda task, new: None)
+  answers = list(results.answers.values())
+  assert len(answers) == cost.answers
+  # Both questions to a context, by each cache, see the same context.
+  per_context = 2 * len(CHOSEN)
+  total = sum(answer.context_tokens for answer in answers)
+  assert total == per_context * cost.context_tokens
+
+  left = comparison.pending(tiny, CHOSEN, SAMPLES, results, 2)
+  nothing = forecast.forecast(tiny, left)
+  assert nothing.cost == (0, 0, 0, 0, 0)
+  assert shown(nothing).startswith("0 contexts of 0 tokens, 0 answers")
+  assert "batch" not in shown(nothing)
+
+
+@pytest.mark.parametrize(
+  ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (150, "2 min")]
+)
+def test_durations_have_a_unit_to_think_in(seconds, text):
+  assert forecast._duration(seconds) == text
