@@ -98,6 +98,9 @@ class Pass:
 
   def replay(self, press, cache):
     """The tokens that KVzipPress hides after a prefill of this cache."""
+    for layer in self.model.model.layers:
+      # The replay attends to all tokens.
+      layer.self_attn.masked_key_indices = None
     with press(self.model):
       press._context_ids, press._cache = self.context, cache
     return masked(self.model)

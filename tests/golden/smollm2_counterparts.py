@@ -178,7 +178,7 @@ def plan_of(case: str) -> kvjax.Plan:
     half = counterpart.by_layer / 2
     lower = kvjax.Retention(1 - (ratio - half))
     upper = kvjax.Retention(1 - (ratio + half))
-    layers = len(their_kept(stored_prompts()[0])[case])
+    layers = len(statistics()["q_filters"])
     budgets = [lower] * (layers // 2) + [upper] * (layers // 2)
     return kvjax.get_plan(name, kvjax.PerLayer(budgets))
   return kvjax.get_plan(name, kvjax.Retention(1 - ratio))
