@@ -127,7 +127,7 @@ class Adaptive(Allocation):
       return top_slots(competing, valid, protected, counts, capacity, must_keep)
     # Its own scores choose the slots; the votes have set the counts only.
     method_budget = dataclasses.replace(
-      budget, counts=counts, capacity=capacity
+      budget, counts=counts, capacity=capacity, safe=self._safe(mean)
     )
     return method.select(method_scores, cache, method_budget)
 
@@ -146,6 +146,11 @@ class Adaptive(Allocation):
     alpha = exact_share(self.alpha)
     # A float product may round to above a whole number; a fraction does not.
     return math.ceil(capacity * (alpha + (1 - alpha) * kv_heads))
+
+  def _safe(self, mean: Int[Array, "B #K"]) -> Int[Array, "B #K"] | None:
+    """Slots that the best votes of each head have for sure, if any."""
+    del mean
+    return None
 
   def _shares(
     self,

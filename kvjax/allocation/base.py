@@ -77,6 +77,8 @@ class LayerBudget:
       allocation counts by parts.
     share: share of its tokens that a row is to keep, before rounding; None for
       that of its counts.
+    safe: slots of each head that its best votes have for sure, if the heads
+      compete above a floor; part of `counts`.
   """
 
   counts: Int[Array, " B"] | Int[Array, "B K"]
@@ -86,6 +88,7 @@ class LayerBudget:
   protected: Bool[Array, "B P"] | None = None
   parts: Int[Array, "B C"] | None = None
   share: Float[Array, " B"] | None = None
+  safe: Int[Array, "B #K"] | None = None
 
   @property
   def per_head(self) -> Int[Array, "B #K"]:

@@ -28,6 +28,11 @@ class Floored(Adaptive):
     least = math.floor(exact_share(self.alpha) * capacity)
     return kv_heads * capacity - (kv_heads - 1) * least
 
+  def _safe(self, mean: Int[Array, "B #K"]) -> Int[Array, "B #K"]:
+    """The floor of B slots."""
+    floor = floor_share(mean, self.alpha)
+    return jnp.maximum(floor, 1) if self.alpha else floor
+
   def _shares(
     self,
     scores: Float[Array, "B K T"],
@@ -39,10 +44,7 @@ class Floored(Adaptive):
     if self.normalize:
       scores = self._normalized(scores, candidates, even)
     # even + protected is B; protected slots count toward the floor.
-    floor = floor_share(even + protected, self.alpha)
-    if self.alpha:
-      floor = jnp.maximum(floor, 1)
-    floor = jnp.clip(floor - protected, 0, even)
+    floor = jnp.clip(self._safe(even + protected) - protected, 0, even)
     ranked = jnp.where(candidates, finite(scores), -jnp.inf)
     free = candidates & ~among_largest(ranked, floor)
     return floor + head_counts(scores, free, jnp.sum(even - floor, axis=1))

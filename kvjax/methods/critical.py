@@ -42,7 +42,8 @@ class Critical(Method):
   head's part of the output projection W_O, averaged over the group.
 
   If the heads of a layer compete for its budget (`ada/`), they do by s alone,
-  and the two stages share the budget of each head. This is CriticalAdaKV.
+  and the two stages share the budget of each head. This is CriticalAdaKV. The
+  first stage is no less than the floor of a head (`ada.kvpress/`).
 
   Source: Feng et al., arXiv 2502.03805, Algorithms 1 and 2.
 
@@ -117,6 +118,8 @@ class Critical(Method):
     first = floor_share(counts, self.first_stage)
     if self.first_stage:
       first = jnp.clip(first, 1, counts)
+    if budget.safe is not None:
+      first = jnp.maximum(first, jnp.minimum(budget.safe, counts))
     by_score = top_slots(
       scores.scores, valid, protected, first, cache.capacity, must_keep
     )

@@ -2,15 +2,25 @@
 
   python tests/golden/draw_kvpress_smollm2.py
 
-writes prompts.json: RULER's needles in prose, as kvjax draws them, encoded by
-the model's tokenizer with its chat template. kvpress and kvjax both read these
-ids. Of each task they are the first samples whose context can be exactly
-`LENGTH` tokens long: a context ends after a word, so not every one can.
+writes what kvpress and kvjax both read:
+
+  prompts.json    RULER's needles in prose, as kvjax draws them, encoded by the
+                  model's tokenizer with its chat template. Of each task they
+                  are the first samples whose context can be exactly `LENGTH`
+                  tokens long: a context ends after a word, so not every one can
+  statistics.npz  what methods read from files, by `kvjax.calibrate_queries`
+                  over four of the contexts: query_mean [L, N, D], query_var
+                  [L, N, D], the diagonals of the covariances, and q_filters
+                  [L, K, D], float32; and full_attention_heads [L, K], the gates
+                  of heads, which are random
 """
 
 import json
 import pathlib
 
+import numpy as np
+
+import kvjax
 from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.tasks import suite
 from kvjax.models.pretrained import Pretrained, load
@@ -25,6 +35,8 @@ SEED = 0
 LENGTH = 1036
 # What `suite.draw` counts beside the context, in tokens.
 _MARGINS = range(110, 190)
+# Numbers of the contexts whose queries are measured: the last of each task.
+_MEASURED = (2, 3, 6, 7)
 
 
 def drawn(lm: Pretrained, task: str, number: int):
@@ -45,6 +57,19 @@ def drawn(lm: Pretrained, task: str, number: int):
   raise AssertionError(f"{task} {number} is always shorter")
 
 
+def statistics(lm: Pretrained, samples) -> dict[str, np.ndarray]:
+  """What methods read from files."""
+  rows = [samples[number]["context"] for number in _MEASURED]
+  found = kvjax.calibrate_queries(lm.model, lm.params, rows, seed=SEED)
+  gates = np.random.default_rng(SEED).uniform(size=found.q_filters.shape[:2])
+  return {
+    "query_mean": found.query_mean,
+    "query_var": np.diagonal(found.query_cov, axis1=2, axis2=3),
+    "q_filters": found.q_filters,
+    "full_attention_heads": gates,
+  }
+
+
 def main() -> None:
   lm = load(MODEL)
   samples, numbers = [], dict.fromkeys(TASKS, 0)
@@ -59,6 +84,7 @@ def main() -> None:
   lines = ",\n".join(json.dumps(sample) for sample in samples)
   text = f'{{"seed": {SEED}, "samples": [\n{lines}\n]}}\n'
   (OUTPUT / "prompts.json").write_text(text, encoding="utf-8")
+  np.savez_compressed(OUTPUT / "statistics.npz", **statistics(lm, samples))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ kvpress 0.5.5, gguf and numpy, with the file that
 
   python tests/golden/make_kvpress_smollm2.py SmolLM2-135M-Instruct.Q4_1.gguf
 
-The prompts are those of prompts.json, which draw_kvpress_smollm2.py makes. The
+Names of presses may follow; the other presses then keep what is stored of them.
+
+The prompts and statistics are those that draw_kvpress_smollm2.py makes. The
 context is prefilled and compressed, then the question is appended at the
 positions after the whole context and answered greedily, by the code of
 kvpress's pipeline.
@@ -25,8 +27,10 @@ kvpress's pipeline.
 
 What a press does follows the attention of a layer, so one forward pass serves
 many: each press gets the layer's keys and values in a cache of its own, through
-its own hook. For the first prompt every press also runs as users run it, and
-must keep the same. Everything runs with scaled-dot-product attention, but for
+its own hook. KVzipPress gets those of all layers, and replays the context. For
+the first prompt every press also runs as users run it, and must keep the same.
+Presses that turn keys run again without that, for the tokens that they keep.
+Everything runs with scaled-dot-product attention, but for
 ObservedAttentionPress, which takes the model's own attention weights.
 transformers masks a block of tokens in all layers alike, which fails after
 PyramidKVPress: there the question is fed token by token.
@@ -35,9 +39,7 @@ Contexts have 1,036 tokens. Both shares of them are whole, so that nothing is
 rounded, and so are both shares of the seven partitions of LagKV, so that no
 equal ranks compete; less Compactor's 12 protected tokens they are four of its
 chunks: kvpress lets the padding of a shorter one into its scores. For the same
-reason the chunks of NonCausalAttnPress have 259 tokens here. ChunkKVPress
-scores with SnapKV without pooling and with a window of 36 tokens, which is its
-last two chunks.
+reason the chunks of NonCausalAttnPress have 259 tokens here.
 """
 
 import importlib.metadata
@@ -45,56 +47,23 @@ import json
 import pathlib
 import sys
 import types
-from unittest import mock
+from collections.abc import Sequence
 
 import kvpress
 import numpy as np
 import torch
 import transformers
 
-OUTPUT = pathlib.Path(__file__).parent / "kvpress_smollm2"
+HERE = pathlib.Path(__file__).parent
+sys.path.append(str(HERE))
+import smollm2_presses  # noqa: E402
+from smollm2_presses import EAGER, PRESSES, STILL, TURNING  # noqa: E402
+
+OUTPUT = HERE / "kvpress_smollm2"
 PERCENTS = (50, 75)
 SETS = 2
 MOST_TOKENS = 12
-SKETCH_DIM = 48
-HEADS, DIM = 3, 64
 FULL = "full_0"
-
-
-def snapkv_in_chunks(compression_ratio: float):
-  press = kvpress.SnapKVPress(compression_ratio, window_size=36, kernel_size=1)
-  return kvpress.ChunkKVPress(press, chunk_length=20)
-
-
-# By name, from the share removed to the press.
-PRESSES = {
-  "knorm": kvpress.KnormPress,
-  "keydiff": kvpress.KeyDiffPress,
-  "snapkv": kvpress.SnapKVPress,
-  "tova": kvpress.TOVAPress,
-  "observed": kvpress.ObservedAttentionPress,
-  "streaming": kvpress.StreamingLLMPress,
-  "rerotated": lambda c: kvpress.KeyRerotationPress(
-    kvpress.StreamingLLMPress(c)
-  ),
-  "lagkv": kvpress.LagKVPress,
-  "lagkv_cross": lambda c: kvpress.LagKVPress(c, cross_scoring=True),
-  "pyramidkv": kvpress.PyramidKVPress,
-  "pyramidkv_2": lambda c: kvpress.PyramidKVPress(c, beta=2),
-  "adakv": lambda c: kvpress.AdaKVPress(
-    kvpress.SnapKVPress(c), alpha_safeguard=0.0
-  ),
-  "adakv_keydiff": lambda c: kvpress.AdaKVPress(
-    kvpress.KeyDiffPress(c), alpha_safeguard=0.0
-  ),
-  "chunkkv": snapkv_in_chunks,
-  "leverage": kvpress.LeverageScorePress,
-  "noncausal": lambda c: kvpress.NonCausalAttnPress(c, chunk_size=259),
-  "compactor": kvpress.CompactorPress,
-}
-EAGER = ("observed",)
-# It turns keys, by which the kept tokens are found; they are StreamingLLM's.
-REROTATED = "rerotated"
 
 
 class Pass:
@@ -105,7 +74,7 @@ class Pass:
     presses: by case.
     full: the cache without compression.
     caches: by case.
-    masked: by case, for AdaKVPress, the tokens hidden in each layer.
+    masked: by case, for presses that hide tokens, those of each layer.
   """
 
   def __init__(self, model, context, presses):
@@ -114,6 +83,8 @@ class Pass:
     self.caches = {case: transformers.DynamicCache() for case in presses}
     self.masked = {case: [] for case in presses}
     hooks = []
+    for press in presses.values():
+      press.post_init_from_model(model)
     for layer in model.model.layers:
       layer.self_attn.rotary_emb = model.model.rotary_emb
       hook = layer.self_attn.register_forward_hook(self.hook, with_kwargs=True)
@@ -121,12 +92,26 @@ class Pass:
     model.model(input_ids=context, past_key_values=self.full)
     for hook in hooks:
       hook.remove()
+    for case, press in presses.items():
+      if isinstance(press, kvpress.KVzipPress):
+        self.masked[case] = self.replay(press, self.caches[case])
+
+  def replay(self, press, cache):
+    """The tokens that KVzipPress hides after a prefill of this cache."""
+    for layer in self.model.model.layers:
+      # The replay attends to all tokens.
+      layer.self_attn.masked_key_indices = None
+    with press(self.model):
+      press._context_ids, press._cache = self.context, cache
+    return masked(self.model)
 
   def hook(self, module, inputs, kwargs, output):
     layer = self.full.layers[module.layer_idx]
     for case, press in self.presses.items():
       cache = self.caches[case]
       cache.update(layer.keys, layer.values, module.layer_idx)
+      if isinstance(press, kvpress.KVzipPress):
+        continue
       module.masked_key_indices = None
       own = {**kwargs, "past_key_values": cache}
       press.forward_hook(module, inputs, own, output)
@@ -141,11 +126,11 @@ class Pass:
     """The ids that kvpress's pipeline answers with; the cache is used up."""
     cache = self.full if case == FULL else self.caches[case]
     length = self.context.shape[1]
-    if isinstance(self.presses.get(case), kvpress.KeyRerotationPress):
+    if isinstance(self.presses.get(case), TURNING):
       length = cache.get_seq_length()
     for index, layer in enumerate(self.model.model.layers):
-      masked = None if case == FULL else self.masked[case][index]
-      layer.self_attn.masked_key_indices = masked
+      hidden = None if case == FULL else self.masked[case][index]
+      layer.self_attn.masked_key_indices = hidden
     if len({layer.keys.shape[2] for layer in cache.layers}) > 1:
       for token in question[:, :-1].T:
         self.model(
@@ -165,6 +150,11 @@ class Pass:
     )
     end = self.model.generation_config.eos_token_id
     return found[:-1] if found[-1] == end else found
+
+
+def masked(model):
+  """The tokens that each layer hides, or None."""
+  return [layer.self_attn.masked_key_indices for layer in model.model.layers]
 
 
 def kept(full, cache, masked):
@@ -189,31 +179,40 @@ def check(made: Pass) -> None:
   """Every press, as users run it, keeps what it kept beside the others."""
   model = made.model
   for case, press in made.presses.items():
-    if case.startswith(REROTATED):
+    if isinstance(press, TURNING):
       continue
     cache = transformers.DynamicCache()
+    for layer in model.model.layers:
+      layer.self_attn.masked_key_indices = None
     with press(model):
       model.model(input_ids=made.context, past_key_values=cache)
-    hidden = [
-      layer.self_attn.masked_key_indices for layer in model.model.layers
-    ]
-    again = kept(made.full, cache, hidden)
+    again = kept(made.full, cache, masked(model))
     np.testing.assert_array_equal(again, made.kept(case), err_msg=case)
 
 
-def sketch():
-  """Stands for the normal numbers that kvpress draws, [K, D, k]."""
-  random = np.random.default_rng(SKETCH_DIM)
-  drawn = random.standard_normal((HEADS, DIM, SKETCH_DIM))
-  return drawn.astype(np.float32)
+def make_presses(makers) -> dict:
+  """The presses of all shares, by case."""
+  return {
+    f"{name}_{percent}": make_press(percent / 100)
+    for name, make_press in makers.items()
+    for percent in PERCENTS
+  }
 
 
-def drawn(*size, **options):
-  return torch.from_numpy(sketch())[None].reshape(size)
+def kept_sets(made: Pass) -> dict[str, np.ndarray]:
+  """The kept tokens of all presses, as bits."""
+  names = {case.rpartition("_")[0] for case in made.presses}
+  still = {name: STILL[name] for name in STILL if name in names}
+  again = Pass(made.model, made.context, make_presses(still)) if still else None
+  found = {}
+  for case in made.presses:
+    turned = again is not None and case in again.presses
+    found[case] = np.packbits((again if turned else made).kept(case), axis=-1)
+  return found
 
 
-def make(model, samples) -> dict:
-  """Writes the kept tokens and returns the answers."""
+def make(model, samples, names: Sequence[str]) -> dict:
+  """Writes the kept tokens of some presses and returns their answers."""
   answers: dict = {}
   seen: dict = {}
   for number, sample in enumerate(samples):
@@ -224,46 +223,61 @@ def make(model, samples) -> dict:
     sets = {}
     for eager in (False, True):
       model.set_attn_implementation("eager" if eager else "sdpa")
-      presses = {
-        f"{name}_{percent}": make_press(percent / 100)
-        for name, make_press in PRESSES.items()
-        for percent in PERCENTS
-        if (name in EAGER) == eager
-      }
-      made = Pass(model, context, presses)
+      chosen = [name for name in names if (name in EAGER) == eager]
+      if not chosen:
+        continue
+      made = Pass(
+        model, context, make_presses({name: PRESSES[name] for name in chosen})
+      )
       if number == 0:
         check(made)
-      for case in presses:
-        if stored and not case.startswith(REROTATED):
-          sets[case] = np.packbits(made.kept(case), axis=-1)
+      if stored:
+        sets |= kept_sets(made)
+      for case in made.presses:
         answers.setdefault(case, []).append(made.answer(case, question))
       if not eager:
         answers.setdefault(FULL, []).append(made.answer(FULL, question))
     if stored:
-      np.savez_compressed(OUTPUT / f"kept_{number}.npz", **sets)
+      store(OUTPUT / f"kept_{number}.npz", sets)
     print(f"{number + 1} of {len(samples)} prompts", flush=True)
   return answers
 
 
+def store(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
+  """Replaces arrays of a file, and leaves its others as they are."""
+  before = {}
+  if path.exists():
+    with np.load(path) as stored:
+      before = dict(stored)
+  np.savez_compressed(path, **(before | arrays))
+
+
 def main() -> None:
-  if len(sys.argv) != 2:
+  if len(sys.argv) < 2:
     sys.exit("make_kvpress_smollm2.py needs the GGUF file")
+  names = sys.argv[2:] or list(PRESSES)
   torch.set_num_threads(1)
   path = pathlib.Path(sys.argv[1]).resolve()
   model = transformers.AutoModelForCausalLM.from_pretrained(
     path.parent, gguf_file=path.name, dtype=torch.float32
   ).eval()
   prompts = json.loads((OUTPUT / "prompts.json").read_text(encoding="utf-8"))
-  with torch.no_grad(), mock.patch.object(torch, "randn", drawn):
-    answers = make(model, prompts["samples"])
+  tokenizer = transformers.AutoTokenizer.from_pretrained(
+    path.parent, gguf_file=path.name
+  )
+  with torch.no_grad(), smollm2_presses.given(tokenizer):
+    answers = make(model, prompts["samples"], names)
+  target = OUTPUT / "answers.json"
+  if target.exists():
+    answers = json.loads(target.read_text(encoding="utf-8")) | answers
   lines = ",\n".join(
     f"{json.dumps(case)}: {json.dumps(ids)}" for case, ids in answers.items()
   )
   text = f"{{\n{lines}\n}}\n"
-  (OUTPUT / "answers.json").write_text(text, encoding="utf-8")
+  target.write_text(text, encoding="utf-8")
   np.savez_compressed(
     OUTPUT / "sketches.npz",
-    **{str(SKETCH_DIM): sketch() / np.float32(np.sqrt(SKETCH_DIM))},
+    **{str(smollm2_presses.SKETCH_DIM): smollm2_presses.scaled_sketch()},
   )
   versions = {
     name: importlib.metadata.version(name)

@@ -1,5 +1,6 @@
 """Names before names, budgets per layer, and another method while decoding."""
 
+import dataclasses
 import pathlib
 import re
 
@@ -13,6 +14,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods import (
   Chunked,
+  Critical,
   KeyDiff,
   LayerBudget,
   Rerotated,
@@ -170,6 +172,42 @@ def test_a_floor_equals_a_loop(alpha):
         if slot >= 0
       ]
       assert found == expected
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.9])
+def test_the_first_stage_of_a_head_has_its_floor(alpha):
+  """As CriticalAdaKVPress says it: safe slots get the highest score of all."""
+  length, window, count = 61, 4, 20
+  seen = random_activations(1, [length], length, heads=6, kv_heads=3)
+  width = seen.values.shape[-1]
+  projection = np.random.default_rng(2).standard_normal((6, width, 24))
+  seen = dataclasses.replace(
+    seen, output_projection=jnp.asarray(projection, jnp.float32)
+  )
+  method = Critical(SnapKV(window=window))
+  allocation, cache = Floored(Uniform(), alpha), LayerCache.of(seen)
+  votes, own = allocation.evaluate(method, jnp.int32(0), cache, seen)
+  # One head wins nearly all: its votes are far above those of the others.
+  votes = votes * jnp.array([[[100.0], [1.0], [1.0]]])
+  budget = LayerBudget(jnp.array([count]), count)
+  found = allocation.select(method, (votes, own), cache, budget)
+  ranked = np.array(votes[0], np.float64)
+  ranked[:, -window:] = ranked.max() + 1
+  best = np.argsort(-ranked, axis=-1, kind="stable")
+  safe = int(count * alpha + 1e-9)
+  np.put_along_axis(ranked, best[:, :safe], np.inf, axis=-1)
+  winners = np.argsort(-ranked.ravel(), kind="stable")[: 3 * count]
+  budgets = np.bincount(winners // length, minlength=3)
+  assert budgets.max() > 1.05 * budgets.min()
+  second = np.asarray((own.scores + method.epsilon) * own.norms)[0]
+  for head, share in enumerate(budgets):
+    first = max(safe, share // 2)
+    scores = second[head].astype(np.float64)
+    scores[best[head, :first]] = np.inf
+    scores[-window:] = np.inf
+    expected = np.argsort(-scores, kind="stable")[:share]
+    listed = np.asarray(found)[0, head]
+    assert listed[listed >= 0].tolist() == sorted(expected.tolist())
 
 
 def test_a_rounded_pyramid_is_within_half_a_token():

@@ -31,15 +31,16 @@ def loaded_script():
 
 
 compare = loaded_script()
+goldens = compare.goldens
 
 
 @pytest.fixture(scope="module")
 def lm():
   try:
-    catalog.locate(compare.MODEL)
+    catalog.locate(goldens.MODEL)
   except InputError as error:
     pytest.skip(str(error))
-  return load(compare.MODEL)
+  return load(goldens.MODEL)
 
 
 def assert_ties(differences):
@@ -47,11 +48,9 @@ def assert_ties(differences):
 
 
 def test_every_golden_has_a_counterpart():
-  cases = {compare.FULL, *compare.cases()}
-  assert set(compare.their_answers()) == cases
-  unknown = {compare.FULL, *compare.cases(compare.RENUMBERED)}
-  for prompt in compare.stored_prompts():
-    assert set(compare.their_kept(prompt)) == cases - unknown
+  assert set(goldens.their_answers()) == {goldens.FULL, *goldens.cases()}
+  for prompt in goldens.stored_prompts():
+    assert set(goldens.their_kept(prompt)) == set(goldens.cases())
 
 
 @pytest.mark.slow

@@ -1,0 +1,150 @@
+"""The presses of make_kvpress_smollm2.py, and the numbers that they read.
+
+ChunkKVPress scores with SnapKV without pooling and with a window of 36 tokens,
+which is its last two chunks, but for `chunkkv_default`. FinchPress takes the
+last 32 tokens of the context for the question, and reads no delimiter.
+QFilterPress, ExpectedAttentionStatsPress and DuoAttentionPress read
+statistics.npz; the covariances have its variances on their diagonals, and 0
+elsewhere.
+"""
+
+import contextlib
+import pathlib
+from unittest import mock
+
+import kvpress
+import numpy as np
+import torch
+
+STORED = pathlib.Path(__file__).parent / "kvpress_smollm2"
+SKETCH_DIM = 48
+HEADS, DIM = 3, 64
+QUESTION = 32
+# Tokens that streaming heads keep at both ends, as the authors' patterns say.
+SINK, RECENT = 128, 256
+
+
+def snapkv_in_chunks(compression_ratio: float):
+  press = kvpress.SnapKVPress(compression_ratio, window_size=36, kernel_size=1)
+  return kvpress.ChunkKVPress(press, chunk_length=20)
+
+
+def finch(compression_ratio: float, **options):
+  press = kvpress.FinchPress(compression_ratio, **options)
+  press.window_size, press.delimiter_token_id = QUESTION, -1
+  return press
+
+
+def by_layer(compression_ratio: float):
+  """Half of the layers keep more; the least is more than SnapKV's window."""
+  ratios = [compression_ratio - 0.15] * 15 + [compression_ratio + 0.15] * 15
+  return kvpress.PerLayerCompressionPress(kvpress.SnapKVPress(), ratios)
+
+
+def statistics() -> dict[str, np.ndarray]:
+  with np.load(STORED / "statistics.npz") as stored:
+    return dict(stored)
+
+
+def with_statistics(compression_ratio: float):
+  press = kvpress.ExpectedAttentionStatsPress(compression_ratio)
+  press.mu = torch.from_numpy(statistics()["query_mean"])
+  press.cov = torch.diag_embed(torch.from_numpy(statistics()["query_var"]))
+  return press
+
+
+def q_filters(compression_ratio: float):
+  press = kvpress.QFilterPress(compression_ratio)
+  press.q_filters = torch.from_numpy(statistics()["q_filters"])
+  # It would load those of the model's name.
+  press.post_init_from_model = lambda model: None
+  return press
+
+
+# By name, from the share removed to the press.
+PRESSES = {
+  "knorm": kvpress.KnormPress,
+  "keydiff": kvpress.KeyDiffPress,
+  "snapkv": kvpress.SnapKVPress,
+  "tova": kvpress.TOVAPress,
+  "observed": kvpress.ObservedAttentionPress,
+  "streaming": kvpress.StreamingLLMPress,
+  "rerotated": lambda c: kvpress.KeyRerotationPress(
+    kvpress.StreamingLLMPress(c)
+  ),
+  "lagkv": kvpress.LagKVPress,
+  "lagkv_cross": lambda c: kvpress.LagKVPress(c, cross_scoring=True),
+  "pyramidkv": kvpress.PyramidKVPress,
+  "pyramidkv_2": lambda c: kvpress.PyramidKVPress(c, beta=2),
+  "adakv": lambda c: kvpress.AdaKVPress(
+    kvpress.SnapKVPress(c), alpha_safeguard=0.0
+  ),
+  "adakv_keydiff": lambda c: kvpress.AdaKVPress(
+    kvpress.KeyDiffPress(c), alpha_safeguard=0.0
+  ),
+  "chunkkv": snapkv_in_chunks,
+  "leverage": kvpress.LeverageScorePress,
+  "noncausal": lambda c: kvpress.NonCausalAttnPress(c, chunk_size=259),
+  "compactor": kvpress.CompactorPress,
+  "adakv_default": lambda c: kvpress.AdaKVPress(kvpress.SnapKVPress(c)),
+  "adakv_keydiff_default": lambda c: kvpress.AdaKVPress(
+    kvpress.KeyDiffPress(c)
+  ),
+  "chunkkv_default": lambda c: kvpress.ChunkKVPress(kvpress.SnapKVPress(c)),
+  "chunkkv_keydiff": lambda c: kvpress.ChunkKVPress(kvpress.KeyDiffPress(c)),
+  "chunk": lambda c: kvpress.ChunkPress(kvpress.KeyDiffPress(c), 256),
+  "by_layer": by_layer,
+  "expected": kvpress.ExpectedAttentionPress,
+  "expected_stats": with_statistics,
+  "q_filters": q_filters,
+  "cur": kvpress.CURPress,
+  "critical": lambda c: kvpress.CriticalKVPress(kvpress.SnapKVPress(c)),
+  "critical_ada": lambda c: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(c)),
+  "finch": finch,
+  "duo": kvpress.DuoAttentionPress,
+  "kvzip": kvpress.KVzipPress,
+  "kvzip_plus": lambda c: kvpress.KVzipPress(c, kvzip_plus_normalization=True),
+}
+EAGER = ("observed",)
+# These turn keys, by which kept tokens are found: the same without that.
+STILL = {
+  "rerotated": kvpress.StreamingLLMPress,
+  "finch": lambda c: finch(c, rerotate_keys=False),
+}
+TURNING = (kvpress.KeyRerotationPress, kvpress.FinchPress)
+
+
+def sketch():
+  """Stands for the normal numbers that kvpress draws, [K, D, k]."""
+  random = np.random.default_rng(SKETCH_DIM)
+  drawn = random.standard_normal((HEADS, DIM, SKETCH_DIM))
+  return drawn.astype(np.float32)
+
+
+def scaled_sketch():
+  """What keeps norms on average, as it is stored."""
+  return sketch() / np.float32(np.sqrt(SKETCH_DIM))
+
+
+def drawn(*size, **options):
+  return torch.from_numpy(sketch())[None].reshape(size)
+
+
+@contextlib.contextmanager
+def given(tokenizer):
+  """Presses read these numbers and this tokenizer, where they would load."""
+  pattern = statistics()["full_attention_heads"]
+  with (
+    mock.patch.object(torch, "randn", drawn),
+    mock.patch.object(
+      kvpress.DuoAttentionPress,
+      "load_attention_pattern",
+      staticmethod(lambda model: (SINK, RECENT, pattern)),
+    ),
+    mock.patch.object(
+      kvpress.presses.kvzip_press.AutoTokenizer,
+      "from_pretrained",
+      return_value=tokenizer,
+    ),
+  ):
+    yield
