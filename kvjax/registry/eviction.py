@@ -328,8 +328,10 @@ def register_methods() -> None:
     KVzip,
     presets={
       "plus": KVzip(weight="output"),
+      "grad": KVzip(weight="gradient", chunk=512),
       "kvpress": _kvpress(KVzip(chunk=2048, sinks=4)),
       "kvpress_plus": _kvpress(KVzip(weight="output", chunk=2048, sinks=4)),
+      "kvpress_grad": _kvpress(KVzip(weight="gradient", chunk=512, sinks=4)),
     },
     summary="KVzip",
     paper="2505.23416",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.activations import Activations
-from kvjax.engine import prompt_programs, replay
+from kvjax.engine import prompt_programs, replay_layers
 from kvjax.methods.replay import Replay
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
@@ -48,7 +48,7 @@ def prompt_and_chunk(spec, kv):
   row = positions[:, 0]
   return (
     Activations(queries, kv, kv, positions, attention=spec.attention),
-    replay._Chunk(row, row, row),
+    replay_layers.Chunk(row, row, row),
   )
 
 
@@ -75,20 +75,22 @@ def test_it_is_at_most_a_fifth_above_a_prefill():
     how=(spec, frozenset()),
   )
   seen, chunk = jax.eval_shape(functools.partial(prompt_and_chunk, spec), kv)
-  replays = (Replay(CHUNK), Replay(CHUNK, by_output=True))
+  replays = (Replay(CHUNK), Replay(CHUNK, weight="output"))
   width = CHUNK + 40
   embed_again = jax.eval_shape(
     model.embed, params, shape(1, width), shape(1, width)
   )
-  again = replay._replay_layer.lower(
+  hidden, shared = embed_again
+  again = replay_layers._replay_layer_once.lower(
+    hidden,
     stack,
     shape(),
-    *embed_again,
+    shared,
     shape(1, width),
     seen,
     chunk,
     model=model,
-    how=replay._How(spec, replays, CHUNK, 30, LENGTH),
+    how=replay_layers.How(spec, replays, CHUNK, 30, LENGTH),
   )
   scores = len(replays) * LAYERS * spec.heads * LENGTH * 4
   before = peak(prefill, cache + tree_bytes(embed))
