@@ -12,6 +12,7 @@ from kvjax.allocation.base import Allocation
 from kvjax.allocation.by_threshold import ByThreshold
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.calibration.record import Calibrated
+from kvjax.engine.plan_conflicts import check_channels
 from kvjax.errors import InputError, InputWarning
 from kvjax.methods.base import Method
 from kvjax.methods.traits import Traits
@@ -93,6 +94,7 @@ class Plan:
       self._check_kv_dtype(self.kv_dtype)
     if self.decoding is not None:
       self._check_decoding(self.decoding)
+    check_channels(self)
 
   @property
   def spread(self) -> Allocation:
