@@ -262,9 +262,12 @@ def make_channels(checkpoint, length, files):
       cache = checkpoint.prefill(ids, press)
       channels, tokens = [], []
       for before, after in zip(full.layers, cache.layers, strict=True):
-        channels.append((after.keys[0] != 0).any(dim=1).numpy())
-        same = after.values[0][:, :, None] == before.values[0][:, None]
-        tokens.append(same.all(-1).any(dim=1).numpy())
+        here = (after.keys[0] != 0).any(dim=1)
+        same = after.keys[0][:, :, None] == before.keys[0][:, None]
+        same = (same | ~here[:, None, None]).all(-1)
+        assert (same.sum(-1) == 1).all()
+        channels.append(here.numpy())
+        tokens.append(same.any(dim=1).numpy())
       files[f"{case}/channels"] = np.packbits(np.stack(channels), axis=-1)
       files[case] = np.packbits(np.stack(tokens), axis=-1)
 

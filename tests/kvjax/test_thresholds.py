@@ -322,7 +322,7 @@ def refused(match, name, threshold=kvjax.Threshold(-4.0), **options):  # noqa: B
 
 
 def test_what_has_no_threshold_is_refused_in_one_sentence(name):
-  for method in ("keydiff", "snapkv", "simlayerkv", "chunked/" + name):
+  for method in ("keydiff", "snapkv", "chunked/" + name):
     refused("its scores have no range that all prompts", method)
   refused("leave out one of the two", f"ada/{name}")
   for schedule in (kvjax.Schedule(block=8), kvjax.Schedule(every=8)):

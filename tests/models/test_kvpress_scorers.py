@@ -357,3 +357,24 @@ def test_lazy_layers_are_those_of_kvpress(name, checkpoint):
         lazy.append(not kept.all())
   assert any(lazy)
   assert not all(lazy)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_threshold_makes_the_layers_lazy_that_kvpress_does(name, checkpoint):
+  lm, _ = checkpoint(name)
+  prompts = kvjax.Prompts.of([tiny_llama.prompt(name, n) for n in LENGTHS])
+  percents = (10, 25, 40, 60)
+  plans = [
+    kvjax.get_plan(
+      "simlayerkv:sinks=3:recent=17",
+      kvjax.Threshold(1 - percent / 100, window=1),
+    )
+    for percent in percents
+  ]
+  caches, _ = kvjax.sweep(lm.model, lm.params, prompts, plans)
+  for percent, cache in zip(percents, caches, strict=True):
+    for row, length in enumerate(LENGTHS):
+      np.testing.assert_array_equal(
+        kept_bits(cache, row, length),
+        structured(name, f"simlayer_{percent}", length),
+      )
