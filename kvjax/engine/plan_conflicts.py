@@ -1,11 +1,19 @@
-"""Parts of plans that exclude each other."""
+"""Parts of plans that exclude each other, or may not do what users expect."""
 
+import math
+import os
+import pathlib
+import warnings
 from typing import TYPE_CHECKING
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, InputWarning
+from kvjax.options.budgets import Threshold
 
 if TYPE_CHECKING:
   from kvjax.engine.plans import Plan
+
+# Warnings name the user's line; the constructors of dataclasses have no file.
+_OWN_FRAMES = (f"{pathlib.Path(__file__).parents[1]}{os.sep}", "<string")
 
 
 def check_channels(plan: "Plan") -> None:
@@ -34,3 +42,32 @@ def check_channels(plan: "Plan") -> None:
       "layer, once the layer has read the prompt; it cannot work with "
       f"{' and '.join(found)}."
     )
+
+
+def warn_of_threshold(
+  name: str, bounds: tuple[float, float], threshold: Threshold
+) -> None:
+  """Warns of a threshold that may keep all tokens or few but the last.
+
+  Args:
+    name: name of the method.
+    bounds: its lowest and highest score; infinite if not known.
+    threshold: the threshold; infinite ones are meant so.
+  """
+  low, high = bounds
+  said, least = "", threshold.least
+  if low == -math.inf and high == math.inf:
+    said = (
+      f"Nothing says which scores {name} gives, so that the threshold "
+      f"{least:g} may keep all tokens or few but the last; kvjax train_gate "
+      "writes their range to a gate's config.json, as score_range."
+    )
+  elif not low <= least <= high:
+    said = (
+      f"The scores of {name} are from {low:g} to {high:g}, by definition or "
+      "of the texts it was tested with, and the threshold is "
+      f"{least:g}: it is likely to keep "
+      f"{'all tokens' if least < low else 'few but the last'}."
+    )
+  if said and math.isfinite(least):
+    warnings.warn(said, InputWarning, skip_file_prefixes=_OWN_FRAMES)
