@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from llama_8b import FIELDS
 
 from kvjax.activations import Activations
 from kvjax.engine import prompt_programs, replay_layers
@@ -14,21 +15,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import from_decoder
 from kvjax.struct import tree_bytes
 
-LENGTH, CHUNK, LAYERS = 8192, 2000, 32
-# Of Llama-3.1-8B.
-FIELDS = dict(
-  model_type="llama",
-  vocab_size=128256,
-  hidden_size=4096,
-  intermediate_size=14336,
-  num_hidden_layers=LAYERS,
-  num_attention_heads=32,
-  num_key_value_heads=8,
-  head_dim=128,
-  rope_theta=5e5,
-  rms_norm_eps=1e-5,
-  max_position_embeddings=131072,
-)
+LENGTH, CHUNK, LAYERS = 8192, 2000, FIELDS["num_hidden_layers"]
 
 
 def shape(*sizes, dtype=jnp.int32):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_replay_memory import FIELDS
+from llama_8b import FIELDS
 
 import kvjax
 from kvjax.engine import replay
