@@ -46,9 +46,9 @@ class SimLayer(ScoringMethod):
 
   @property
   def traits(self) -> Traits:
-    """It reads the last queries, and keeps the recent tokens."""
+    """Its layers share a budget once, and it keeps the recent tokens."""
     return Traits(
-      window=self.window,
+      whole_prompts_only="its layers share a budget once, after the prompt",
       protects=self.recent - self.window,
       score_range=(0.0, 1.0),
     )
