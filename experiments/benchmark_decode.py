@@ -16,7 +16,15 @@ caches take turns in one process. It prints a table:
   write as much as they read, so a step may exceed 100.
 
 It takes three minutes on two cores, half of it for compilation.
+
+  python -m kvjax.experiments.benchmark_decode --every=128 \
+    --methods=rkv,snapkv,keydiff,lagkv,tova
+
+times evictions while decoding instead, from --target plus --every tokens to
+--target, as a percentage of the steps between them.
 """
+
+from collections.abc import Iterable, Mapping
 
 import rich.box
 import rich.console
@@ -32,7 +40,7 @@ from kvjax.experiments.report import wording
 from kvjax.experiments.run.candidates import FULL, candidates, parse_budgets
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.run.prompting import Prompt
-from kvjax.experiments.timing import decode_timing
+from kvjax.experiments.timing import decode_timing, eviction_timing
 from kvjax.models.pretrained import Pretrained
 
 flags.adopt_module_key_flags(run_inputs)
@@ -45,6 +53,15 @@ _METHODS = flags.DEFINE_list(
 )
 _RETENTION = flags.DEFINE_list(
   "retention", ["0.25", "0.0625"], "Shares of the context to keep or retrieve."
+)
+_EVERY = flags.DEFINE_integer(
+  "every",
+  None,
+  "Time evictions while decoding, one after so many tokens.",
+  lower_bound=1,
+)
+_TARGET = flags.DEFINE_integer(
+  "target", 1024, "With --every, tokens that evictions keep.", lower_bound=1
 )
 _LENGTH = flags.DEFINE_integer(
   "length", 3584, "Tokens of prompt and answer.", lower_bound=1
@@ -62,34 +79,70 @@ def main() -> None:
   """Times decoding from each cache in turns."""
   if not _METHODS.value:
     raise InputError("--methods is empty; keydiff,flat would be two.")
+  if _EVERY.value is not None:
+    _time_evictions(_EVERY.value)
+    return
   budgets = parse_budgets(_RETENTION.value, None)
   chosen = candidates([FULL, *_METHODS.value], budgets)
   with run_inputs.loaded() as (lm, devices):
     length, tokens = _LENGTH.value, _TOKENS.value
-    limit = lm.config.geometry.max_positions
-    if length + tokens > limit:
-      raise InputError(
-        f"--length={length} and --tokens={tokens} come to {length + tokens} "
-        f"tokens; the context of this model is {limit}."
-      )
+    _check_room(lm, {"length": length, "tokens": tokens})
     contexts = _contexts(lm, length, _ROWS.value)
     copies, decoded = decode_timing.measure(
       lm, chosen, contexts, tokens, _ROUNDS.value
     )
-  heading, *lines = decode_timing.table(copies, decoded, _ROWS.value)
-  table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-  for number, name in enumerate(heading):
-    table.add_column(name, justify="right" if number else "left")
-  for line in lines:
-    table.add_row(*line)
-  rich.console.Console(highlight=False).print(
-    table,
+  _print(
+    decode_timing.table(copies, decoded, _ROWS.value),
     f"{wording.count(_ROWS.value, 'context')} of up to "
     f"{contexts.lengths.max()} tokens, "
     f"{wording.count(tokens, 'token')} each, {run_inputs.dtype()} on "
     f"{device(devices)}, median of {wording.count(_ROUNDS.value, 'round')}; "
     f"copies moved {copies.bytes_per_second / 1e9:.1f} GB/s.",
   )
+
+
+def _time_evictions(every: int) -> None:
+  """Times evictions by each method, and the steps between them."""
+  target = _TARGET.value
+  with run_inputs.loaded() as (lm, devices):
+    _check_room(lm, {"target": target, "every": every})
+    steps, evicted = eviction_timing.measure(
+      lm,
+      _METHODS.value,
+      # Prose has a few tokens less than it is asked for.
+      _contexts(lm, 2 * (target + every), _ROWS.value),
+      (target, every),
+      _ROUNDS.value,
+    )
+  _print(
+    eviction_timing.table(steps, evicted, every),
+    f"From {target + every} to {target} tokens every "
+    f"{wording.count(every, 'token')}, {wording.count(_ROWS.value, 'row')}, "
+    f"{run_inputs.dtype()} on {device(devices)}, median of "
+    f"{wording.count(_ROUNDS.value, 'round')}.",
+  )
+
+
+def _check_room(lm: Pretrained, given: Mapping[str, int]) -> None:
+  """Refuses flags whose tokens together exceed the model's context."""
+  total, limit = sum(given.values()), lm.config.geometry.max_positions
+  if total > limit:
+    flags_of = " and ".join(f"--{name}={n}" for name, n in given.items())
+    raise InputError(
+      f"{flags_of} come to {total} tokens; the context of this model is "
+      f"{limit}."
+    )
+
+
+def _print(lines: Iterable[tuple[str, ...]], note: str) -> None:
+  """Prints a table, whose first line is its heading, and a note."""
+  heading, *rows = lines
+  table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+  for number, name in enumerate(heading):
+    table.add_column(name, justify="right" if number else "left")
+  for row in rows:
+    table.add_row(*row)
+  rich.console.Console(highlight=False).print(table, note)
 
 
 def _contexts(lm: Pretrained, length: int, rows: int) -> kvjax.Prompts:

@@ -42,6 +42,8 @@ class LayerSpec:
       one with an MLP alone, must not call `attend`.
     weights: index of the stack in `Model.layer_weights` with the layer's
       weights.
+    parallel: whether attention adds to the layer's output directly, beside the
+      rest of the layer, which reads the same input.
 
   Examples:
     >>> import kvjax
@@ -61,6 +63,7 @@ class LayerSpec:
   sinks: bool = False
   cache: bool = True
   weights: int = 0
+  parallel: bool = False
 
   def __post_init__(self) -> None:
     check_count("heads of a layer", self.heads)

@@ -143,6 +143,7 @@ class DecoderConfig:
         scale=self.attention_scale,
         sinks=self.style.sinks,
         weights=number,
+        parallel=self.style.parallel,
       )
       for number, kind in enumerate(self.kinds)
     ]

@@ -81,7 +81,7 @@ def write(
   prompts = Prompts.of([list(row)], padded, repeat_request=request)
   # One chunk, so that every query of the replay attends to the whole text.
   width = prompts.tokens.shape[1]
-  replay = Replay(chunk=width, by_output=True, of_text=True)
+  replay = Replay(chunk=width, weight="output", of_text=True)
   targets = replay_targets(lm.model, lm.params, prompts, replay)
   scores = np.stack([np.asarray(x.scores[0]) for x in targets.values()])
   replayed = np.flatnonzero(scores[0, 0] >= 0)

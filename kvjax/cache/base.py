@@ -29,6 +29,7 @@ class Layer(abc.ABC):
   of layers.
 
   `kvjax.cache.layers.Slots` has the same number of slots for every head,
+  `kvjax.cache.narrow.NarrowLayer` stores some channels of its keys,
   `kvjax.cache.packed.PackedLayer` as many as each head needs,
   `kvjax.cache.pooled.PooledLayers` as many as each layer and head needs,
   `kvjax.cache.sparse.SparseLayer` reads only some of its slots, and

@@ -192,6 +192,9 @@ def _damaged(directory: pathlib.Path) -> InputError:
 
 def _identity(model: Model, model_id: str) -> dict[str, Any]:
   description = {"id": model_id, **dataclasses.asdict(model.geometry)}
+  for layer in description["layers"]:
+    # It says nothing about the cache.
+    del layer["parallel"]
   # As it will be read: with lists for tuples.
   identity: dict[str, Any] = json.loads(json.dumps(description))
   return identity

@@ -13,6 +13,7 @@ from kvjax.allocation.base import Allocation, LayerBudget, Uniform
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
+from kvjax.cache.narrow import NarrowLayer
 from kvjax.cache.observation import ObservationWindow
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.pooled import PooledLayers
@@ -30,6 +31,7 @@ from kvjax.engine.rerotation import (
   rerotate,
 )
 from kvjax.methods.base import Method
+from kvjax.methods.think import keep_channels
 from kvjax.model import LayerSpec, Model
 from kvjax.struct import struct
 
@@ -206,6 +208,9 @@ def compress_layer(
     # Slots were selected with room for all T, so that budgets share a program;
     # beyond the capacity they are -1.
     cache = cache.take(inputs.slots[..., : program.capacity])
+  if program.channels is not None:
+    channels = keep_channels(program.channels, cache, activations)
+    return shard_layer(NarrowLayer.of(cache, channels))
   # Later evictions need keys in their own dtype and at their own positions.
   if program.recursive:
     return shard_layer(cache)

@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.allocation.base import Allocation, Sizes
-from kvjax.engine.plans import OWN_FRAMES, Plan
+from kvjax.engine.plan_conflicts import OWN_FRAMES
+from kvjax.engine.plans import Plan
 from kvjax.errors import InputError, InputWarning
 from kvjax.model import Geometry, LayerSpec
 from kvjax.options.budgets import Budget, PerLayer

@@ -1,10 +1,6 @@
 """Plans: a method, its budget and its schedule."""
 
 import dataclasses
-import math
-import os
-import pathlib
-import warnings
 from typing import Any
 
 from kvjax.activations import Activations
@@ -12,7 +8,8 @@ from kvjax.allocation.base import Allocation
 from kvjax.allocation.by_threshold import ByThreshold
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.calibration.record import Calibrated
-from kvjax.errors import InputError, InputWarning
+from kvjax.engine.plan_conflicts import check_channels, warn_of_threshold
+from kvjax.errors import InputError
 from kvjax.methods.base import Method
 from kvjax.methods.traits import Traits
 from kvjax.options.budgets import (
@@ -24,9 +21,6 @@ from kvjax.options.budgets import (
 )
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.retrieval.sparse_attention import SparseAttention
-
-# Warnings name the user's line; the constructors of dataclasses have no file.
-OWN_FRAMES = (f"{pathlib.Path(__file__).parents[1]}{os.sep}", "<string")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +87,7 @@ class Plan:
       self._check_kv_dtype(self.kv_dtype)
     if self.decoding is not None:
       self._check_decoding(self.decoding)
+    check_channels(self)
 
   @property
   def spread(self) -> Allocation:
@@ -332,16 +327,7 @@ class Plan:
     if reason:
       raise InputError(f"{name} cannot have a threshold: {reason}.")
     assert bounds is not None
-    low, high = bounds
-    if math.isfinite(threshold.least) and not low <= threshold.least <= high:
-      warnings.warn(
-        f"The scores of {name} are from {low:g} to {high:g}, by definition or "
-        "of the texts it was tested with, and the threshold is "
-        f"{threshold.least:g}: it is likely to keep "
-        f"{'all tokens' if threshold.least < low else 'few but the last'}.",
-        InputWarning,
-        skip_file_prefixes=OWN_FRAMES,
-      )
+    warn_of_threshold(name, bounds, threshold)
 
   def _check_sparse(self, name: str) -> None:
     if not self.schedule.is_whole_prompt:

@@ -20,6 +20,7 @@ from kvjax.engine.layer_budgets import (
   layer_budgets,
 )
 from kvjax.engine.plans import Plan
+from kvjax.methods.channels import Channels
 from kvjax.model import Geometry, LayerSpec
 from kvjax.options.budgets import Retention, Tokens
 from kvjax.prompts import Prompts, bucket
@@ -45,6 +46,7 @@ class LayerProgram:
     retrieval: retrieval method of the layer, if any.
     max_keys: maximum number of keys that any row retrieves.
     pool: pages per layer, if all layers share a pool; else 0.
+    channels: which channels of the keys are stored; None for all.
   """
 
   capacity: int
@@ -57,6 +59,7 @@ class LayerProgram:
   retrieval: Retrieval | None = None
   max_keys: int = 0
   pool: int = 0
+  channels: Channels | None = None
 
 
 @struct
@@ -121,6 +124,7 @@ class PreparedPlan:
       renumbers=spec if plan.method.traits.renumbers else None,
       kv_dtype=plan.kv_dtype,
       pool=0 if self.keeps_all[layer] else self.pool,
+      channels=plan.method.traits.channels,
     )
     sparse = plan.sparse
     if sparse is None or sparse.retrieval.is_dense(layer):

@@ -33,6 +33,7 @@ from kvjax.methods.rkv import RKV as RKV
 from kvjax.methods.simlayer import SimLayer as SimLayer
 from kvjax.methods.snapkv import SnapKV as SnapKV
 from kvjax.methods.streaming import StreamingLLM as StreamingLLM
+from kvjax.methods.think import Think as Think
 from kvjax.methods.tova import Tova as Tova
 from kvjax.methods.traits import Traits as Traits
 from kvjax.methods.triattention import TriAttention as TriAttention

@@ -14,12 +14,11 @@ from kvjax.allocation.whole_model import WholeModel
 from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import by_kv_head
-from kvjax.methods.replay import Replay
+from kvjax.methods.replay import Replay, Weight
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
 
 Level = Literal["model", "layer", "head"]
-Weight = Literal["attention", "output"]
 
 # Of tokens that are not replayed but kept: before all others.
 _HIGHEST = float(jnp.finfo(jnp.float32).max)
@@ -41,11 +40,14 @@ class KVzip(ScoringMethod):
   have equal sizes.
 
   Source: Kim et al., arXiv 2505.23416; KVzip+, which weighs attention by the
-  output, from arXiv 2601.07891.
+  output, from arXiv 2601.07891; KVgrad, which weighs it by gradients as well,
+  from openreview.net/forum?id=cg1wTCJjjk.
 
   Attributes:
     weight: "attention", or "output" for KVzip+: attention times |v_u W_O|, over
-      the norm |x_t| of the replayed token's input.
+      the norm |x_t| of the replayed token's input; or "gradient" for KVgrad:
+      attention times |v_u W_O| and how much the hidden states after the last
+      layer depend on what attention gives to the replayed token.
     level: heads that share a budget: those of the "model" or of a "layer", or
       none, so that each "head" keeps as many tokens.
     chunk: tokens that are replayed at a time.
@@ -68,11 +70,11 @@ class KVzip(ScoringMethod):
   @property
   def traits(self) -> Traits:
     """It replays the prompt."""
-    by_output = self.weight == "output"
+    bounded = self.weight == "attention"
     return Traits(
       whole_prompts_only="it replays the whole prompt",
-      replay=Replay(self.chunk, self.overlap, self.sinks, by_output),
-      score_range=(0.0, math.inf if by_output else 1.0),
+      replay=Replay(self.chunk, self.overlap, self.sinks, self.weight),
+      score_range=(0.0, 1.0 if bounded else math.inf),
     )
 
   @property

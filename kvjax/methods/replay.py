@@ -1,6 +1,7 @@
 """Scores of a prompt's tokens by a replay of the prompt."""
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.heads import by_kv_head
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.struct import static, struct
+
+Weight = Literal["attention", "output", "gradient"]
 
 # Logits per query head in memory at once.
 _LOGITS = 2**17
@@ -31,6 +34,9 @@ class ReplayedChunk:
     prefix: number of tokens of the chat template that each row begins with.
     inputs: the layer's normalized input of the replay.
     output_projection: W_O of each query head.
+    gradients: |g_t|, norms of the gradient of Phi, the sum of the squared
+      hidden states after the last layer, with respect to what the layer's
+      attention adds to the residual.
     sinks: learned logits of attention sinks, if the layer has them.
     attention: scale and softcap of the layer.
   """
@@ -46,6 +52,7 @@ class ReplayedChunk:
   prefix: Int[Array, " B"]
   inputs: Float[Array, "B R E"] | None = None
   output_projection: Float[Array, "N Dv E"] | None = None
+  gradients: Float[Array, "B R"] | None = None
   sinks: Float[Array, " N"] | None = None
   attention: AttentionOptions = static(default=PLAIN)
 
@@ -59,19 +66,22 @@ class Replay:
   values of the whole prompt in its cache. With A(t, u) the softmax of query t
   over the sinks, the chunk and the replay itself, the score of token u is
 
-    max_t A(t, u)  or, by output,  max_t A(t, u) |v_u O| / |x_t|.
+    max_t A(t, u)                  by attention,
+    max_t A(t, u) |v_u O| / |x_t|  by output, with the layer's input x,
+    max_t A(t, u) |v_u O| |g_t|    by gradient; see `ReplayedChunk`.
 
-  Methods with equal replays share one, and the passes are shared in any case.
+  Methods with equal replays share one. The passes are shared in any case, but
+  gradients have passes of their own, forward and backward.
 
   Source: Kim et al., arXiv 2505.23416 (KVzip), Section 3; by output: KVzip+ of
-  arXiv 2601.07891.
+  arXiv 2601.07891; by gradient: KVgrad of openreview.net/forum?id=cg1wTCJjjk.
 
   Attributes:
     chunk: C, tokens of a chunk; the last one may be shorter.
     overlap: tokens before a chunk that its request ends with.
     sinks: number of first tokens that every softmax includes; 0 for those of
       the chat template.
-    by_output: weigh by the values' outputs and the inputs' norms.
+    weight: what attention is multiplied by.
     of_text: t is a token of the repeated text, not of the request before it, as
       for the targets of arXiv 2601.07891 (KVzap).
   """
@@ -79,29 +89,36 @@ class Replay:
   chunk: int = 2000
   overlap: int = 8
   sinks: int = 0
-  by_output: bool = False
+  weight: Weight = "attention"
   of_text: bool = False
 
   @property
   def activations(self) -> frozenset[str]:
     """Optional activations of the replay that the score depends on."""
-    names = ("inputs", "output_projection") if self.by_output else ()
-    return frozenset(names)
+    names: dict[Weight, set[str]] = {
+      "attention": set(),
+      "output": {"inputs", "output_projection"},
+      "gradient": {"output_projection"},
+    }
+    return frozenset(names[self.weight])
 
   def score(self, seen: ReplayedChunk) -> Float[Array, "B N C"]:
     """Scores the tokens of a chunk, for every query head, in float32."""
     lse = self._with_sinks(seen)
-    if self.by_output:
+    # What divides a weight adds its logarithm to that of the denominator.
+    if self.weight == "output":
       assert seen.inputs is not None
-      # Dividing a weight by |x_t| adds log |x_t| to its denominator's.
       norms = jnp.linalg.norm(seen.inputs.astype(jnp.float32), axis=-1)
       lse = lse + jnp.log(norms)[:, None]
+    elif self.weight == "gradient":
+      assert seen.gradients is not None
+      lse = lse - jnp.log(seen.gradients)[:, None]
     if self.of_text:
       length = lse.shape[2]
       index = jnp.arange(length, dtype=jnp.int32)[None, None]
       lse = jnp.where(index >= length - seen.keys.shape[2], lse, jnp.inf)
     scores = jnp.exp(_largest(seen, lse))
-    if self.by_output:
+    if self.weight != "attention":
       scores = scores * _output_norms(seen)
     return jnp.where(seen.valid[:, None], scores, 0.0)
 

@@ -2,18 +2,13 @@
 
 import dataclasses
 
-from jaxtyping import Array, Int, PyTree
-
-from kvjax.activations import Activations
-from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods.base import Allocation, LayerBudget, Method
+from kvjax.methods.around import Around
 from kvjax.methods.traits import Traits
-from kvjax.model import Geometry
 
 
 @dataclasses.dataclass(frozen=True)
-class Rerotated(Method):
+class Rerotated(Around):
   """Renumbers and rerotates the tokens that another method keeps.
 
   The kept tokens get the positions 0, 1, 2, ... in every head, and the next
@@ -27,8 +22,6 @@ class Rerotated(Method):
   Attributes:
     over: the method that selects.
   """
-
-  over: Method
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -50,30 +43,3 @@ class Rerotated(Method):
     """Those of the method; all heads must keep the same number of tokens."""
     even = "rerotated, all heads must keep the same number of tokens"
     return dataclasses.replace(self.over.traits, renumbers=True, even=even)
-
-  @property
-  def allocation(self) -> Allocation:
-    """The method's allocation."""
-    return self.over.allocation
-
-  def check_model(self, geometry: Geometry) -> None:
-    """Refuses what the method refuses."""
-    self.over.check_model(geometry)
-
-  def observe(
-    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
-  ) -> LayerCache:
-    """Stores what the method needs of a block."""
-    return self.over.observe(layer, cache, activations)
-
-  def evaluate(
-    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
-  ) -> PyTree[Array]:
-    """Computes what the method's selection depends on."""
-    return self.over.evaluate(layer, cache, activations)
-
-  def select(
-    self, scores: PyTree[Array], cache: LayerCache, budget: LayerBudget
-  ) -> Int[Array, "B K M"]:
-    """Selects what the method selects."""
-    return self.over.select(scores, cache, budget)

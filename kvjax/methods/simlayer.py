@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.allocation.base import Allocation
+from kvjax.allocation.whole_model import WholeModel
 from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import window_queries, window_weights
@@ -20,8 +22,9 @@ class SimLayer(ScoringMethod):
 
   A layer is lazy if the last queries attend to little but the first tokens and
   the most recent ones. Its other tokens then score low, all of them alike, and
-  an allocation over the whole model evicts from the laziest layers first. The
-  paper evicts from layers whose score is below 1 less a threshold.
+  a budget, which all layers share, evicts from the laziest layers first. The
+  paper evicts from layers whose score is below 1 less its threshold, as
+  `kvjax.Threshold` does.
 
   Source: Zhang et al., arXiv 2410.13846, with the constants of kvpress. Every
   row of a batch decides for itself; kvpress takes the mean.
@@ -43,10 +46,17 @@ class SimLayer(ScoringMethod):
 
   @property
   def traits(self) -> Traits:
-    """It reads the last queries, and keeps the recent tokens."""
+    """Its layers share a budget once, and it keeps the recent tokens."""
     return Traits(
-      window=self.window, protects=self.recent - self.window, weighs=True
+      whole_prompts_only="its layers share a budget once, after the prompt",
+      protects=self.recent - self.window,
+      score_range=(0.0, 1.0),
     )
+
+  @property
+  def allocation(self) -> Allocation:
+    """All layers share a budget."""
+    return WholeModel()
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

@@ -5,6 +5,7 @@ from typing import Any
 
 from kvjax.activations import OPTIONAL
 from kvjax.errors import InputError
+from kvjax.methods.channels import Channels
 from kvjax.methods.replay import Replay
 from kvjax.options.bounds import check_count
 
@@ -37,6 +38,7 @@ class Traits:
     reuse: number of consecutive layers that share the selection of the first.
     activations: those of `kvjax.activations.OPTIONAL` that scores depend on.
     replay: how the prompt is replayed for `Activations.replayed`, if at all.
+    channels: which channels of the kept keys are stored, if not all.
     score_range: lowest and highest score, if a score means the same in all
       prompts, layers and heads, so that a threshold can be set; else None. By
       definition, or of the texts that a learned method was tested with.
@@ -58,6 +60,7 @@ class Traits:
   reuse: int = 1
   activations: frozenset[str] = frozenset()
   replay: Replay | None = None
+  channels: Channels | None = None
   score_range: tuple[float, float] | None = None
 
   def __post_init__(self) -> None:

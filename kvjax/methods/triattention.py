@@ -14,13 +14,12 @@ from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.expected_attention import moments
 from kvjax.methods.stored import Stored
 from kvjax.methods.traits import Traits
+from kvjax.methods.triattention_file import CENTER, LENGTHS, read_statistics
 from kvjax.model import Geometry
 from kvjax.options.bounds import check_least
 from kvjax.selection import age, top_slots
 
 _LEAST_DEVIATION = 1e-6
-# The center of a head's queries, and the mean length of each of their pairs.
-_CENTER, _LENGTHS = "query_mean", "query_abs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +43,8 @@ class TriAttention(Method):
 
   Attributes:
     statistics: file or folder with the statistics of the model's queries, as
-      `kvjax.calibrate_queries` writes them; empty for those of the prompt's own
-      queries.
+      `kvjax.calibrate_queries` writes them, or the authors' code in a file
+      named *.pt; empty for those of the prompt's own queries.
     farthest: the largest d.
     ahead: how the scores of all d are reduced.
     group: how those of the group's query heads are reduced.
@@ -81,7 +80,7 @@ class TriAttention(Method):
   def check_model(self, geometry: Geometry) -> None:
     """Refuses a model with other heads than the statistics."""
     if self.statistics:
-      for name in (_CENTER, _LENGTHS):
+      for name in (CENTER, LENGTHS):
         self._stored.check(geometry, name, per_query_head=True)
 
   def evaluate(
@@ -134,7 +133,7 @@ class TriAttention(Method):
 
   @property
   def _stored(self) -> Stored:
-    return Stored.read(self.statistics, {_CENTER: 3, _LENGTHS: 3})
+    return read_statistics(self.statistics)
 
   def _queries(
     self, layer: Int[Array, ""], activations: Activations
@@ -142,7 +141,7 @@ class TriAttention(Method):
     """Centers of the queries at position 0, and the lengths of their pairs."""
     if self.statistics:
       stored = self._stored
-      return stored.layer(_CENTER, layer)[None], stored.layer(_LENGTHS, layer)[
+      return stored.layer(CENTER, layer)[None], stored.layer(LENGTHS, layer)[
         None
       ]
     positions = activations.positions[:, None]

@@ -8,7 +8,6 @@ from kvjax.allocation.floored import Floored
 from kvjax.allocation.pyramid import Pyramid
 from kvjax.allocation.rounded_pyramid import RoundedPyramid
 from kvjax.allocation.streaming_heads import StreamingHeads
-from kvjax.allocation.whole_model import WholeModel
 from kvjax.methods.base import Method
 from kvjax.methods.chunk_attention import ChunkAttention
 from kvjax.methods.chunkkv import ChunkKV
@@ -66,10 +65,6 @@ def _finch() -> Rerotated:
 
 def _duoattention() -> Recipe:
   return Recipe(StreamingLLM(sinks=128), StreamingHeads())
-
-
-def _simlayerkv() -> Recipe:
-  return Recipe(SimLayer(), WholeModel())
 
 
 def _kvpress(method: Method, allocation: Allocation | None = None) -> Recipe:
@@ -319,7 +314,7 @@ def register_methods() -> None:
   )
   register(
     "simlayerkv",
-    _simlayerkv,
+    SimLayer,
     summary="SimLayerKV",
     paper="2410.13846",
   )
@@ -328,8 +323,10 @@ def register_methods() -> None:
     KVzip,
     presets={
       "plus": KVzip(weight="output"),
+      "grad": KVzip(weight="gradient", chunk=512),
       "kvpress": _kvpress(KVzip(chunk=2048, sinks=4)),
       "kvpress_plus": _kvpress(KVzip(weight="output", chunk=2048, sinks=4)),
+      "kvpress_grad": _kvpress(KVzip(weight="gradient", chunk=512, sinks=4)),
     },
     summary="KVzip",
     paper="2505.23416",

@@ -13,6 +13,7 @@ from kvjax.methods.base import Method
 from kvjax.methods.chunked import Chunked
 from kvjax.methods.critical import Critical
 from kvjax.methods.rerotated import Rerotated
+from kvjax.methods.think import Think
 from kvjax.methods.whole_chunks import WholeChunks
 from kvjax.options.budgets import Rounding
 from kvjax.registry.naming import suggest, with_options
@@ -70,6 +71,10 @@ WRAPPERS: Mapping[str, Wrapper] = {
   "chunked": Wrapper(
     "every chunk of the prompt is compressed by itself (ChunkPress)",
     method=Chunked,
+  ),
+  "think": Wrapper(
+    "keys lose channels that hardly matter (ThinK)",
+    method=Think,
   ),
   "chunkkv.kvpress": Wrapper(
     "whole chunks are kept by their tokens' scores (ChunkKVPress)",

@@ -21,7 +21,8 @@ from kvjax.struct import replace
 class TinyModel:
   """A random model of the `kvjax.Model` protocol.
 
-  Layers attend, or add a nonlinear projection if their spec has no cache.
+  Layers attend, or add a nonlinear projection if their spec has no cache, or
+  do both in parallel if it says so.
 
   Attributes:
     geometry: sizes of the layers.
@@ -60,6 +61,8 @@ class TinyModel:
       }
       if spec.sinks:
         weights["sinks"] = draw.standard_normal(spec.heads)
+      if spec.parallel:
+        weights["square"] = matrix(self.width, self.width)
       stacks.setdefault(spec.weights, []).append(weights)
 
     def stack(*leaves: np.ndarray) -> Array:
@@ -117,7 +120,10 @@ class TinyModel:
     )
     attended, state = attend(activations)
     joined = jnp.swapaxes(attended, 1, 2).reshape(*hidden.shape[:2], -1)
-    return hidden + joined @ weights["output"], state
+    output = hidden + joined @ weights["output"]
+    if spec.parallel:
+      output += jnp.tanh(hidden @ weights["square"])
+    return output, state
 
   def normalize(
     self, params: PyTree, hidden: Float[Array, "B S E"]

@@ -114,7 +114,7 @@ def test_a_text_is_answered_side_by_side(binary, tiny_directory, tmp_path):
 def test_a_threshold_has_a_retention_of_its_own(
   binary, tiny_directory, tmp_path
 ):
-  gate = write_kvzap(tmp_path / "gate", 32, 2, 2)
+  gate = write_kvzap(tmp_path / "gate", 32, 2, 2, score_range=[-99, 9999])
   result = binary(
     f"--model={tiny_directory}",
     f"--methods=kvzap:gate={gate}",

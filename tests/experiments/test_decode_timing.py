@@ -4,7 +4,11 @@ import pytest
 
 import kvjax
 from kvjax.experiments.run.candidates import candidates
-from kvjax.experiments.timing import decode_timing, kernel_timing
+from kvjax.experiments.timing import (
+  decode_timing,
+  eviction_timing,
+  kernel_timing,
+)
 from kvjax.experiments.timing.decode_timing import Decoded
 from kvjax.experiments.timing.kernel_timing import Copies
 
@@ -44,6 +48,26 @@ def test_steps_are_compared_with_the_first_and_with_copies():
     ("full", "1", "2.00", "100", "200.00", "20", "1.00", "50.0"),
     ("keydiff", "0.25", "0.50", "25", "50.00", "80", "4.00", "100.0"),
   ]
+
+
+@pytest.mark.slow
+def test_evictions_are_timed_that_evict(tiny):
+  contexts = kvjax.Prompts.of([[5] * 60, [6, 7] * 40])
+  methods = ["keydiff", "rkv:window=4", "tova"]
+  steps, found = eviction_timing.measure(
+    tiny, methods, contexts, schedule=(32, 8), rounds=2
+  )
+  assert [one.method for one in found] == methods
+  # Of the 40 tokens of every row, layer and head.
+  assert [one.kept for one in found] == [32] * 3
+  assert all(len(one.seconds) == len(steps) == 2 for one in found)
+
+
+def test_evictions_are_compared_with_the_steps_between_them():
+  found = [eviction_timing.Evicted("keydiff", 1024.0, [0.9, 0.04, 0.05])]
+  _, line = eviction_timing.table([0.01, 0.5, 0.002], found, every=100)
+  # 50 ms after 100 steps of 10 ms.
+  assert line == ("keydiff", "1,024", "50.00", "10.00", "5.0")
 
 
 def test_what_the_context_has_no_room_for_is_refused(run_binary):

@@ -55,6 +55,29 @@ def test_it_shows_methods_falling_apart(bundled, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_replay_finds_more_than_keys_alone_at_a_tenth(bundled, tmp_path):
+  """The samples of docs/methods/kvzip.md: KVzip and KVzip+ beat KeyDiff."""
+  chosen = candidates(
+    ["keydiff", "kvzip", "kvzip.plus"], [kvjax.Retention(0.1)]
+  )
+  samples = {
+    Part(task, 1024): [
+      suite.draw(task, number, 0, 1024, bundled.tokenizer.count)
+      for number in range(12)
+    ]
+    for task in ("niah_single_2", "niah_multikey_1")
+  }
+  results = Results(tmp_path, Settings("kvjax-ref", "", "float32", 0))
+  comparison.compare(bundled, chosen, samples, results, 4, lambda *_: None)
+  scores: dict[str, list[float]] = {}
+  for row in summarize(list(results.answers.values())):
+    scores.setdefault(row["method"], []).append(row["score"])
+  found = {method: np.mean(of) for method, of in scores.items()}
+  assert found["kvzip"] > found["keydiff"]
+  assert found["kvzip.plus"] > found["keydiff"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1024, 2048])
 def test_it_is_right_without_compression(bundled, length):
   """What the comparison of methods rests on, on seeds of its own."""

@@ -93,7 +93,7 @@ def test_targets_are_the_most_that_the_repeated_text_pays():
   request = kvjax.RepeatRequest((5, 6), (11, 12), (13,), (2,))
   prompts = kvjax.Prompts.of(rows, repeat_request=request)
   width = prompts.tokens.shape[1]
-  replay = Replay(chunk=width, by_output=True, of_text=True)
+  replay = Replay(chunk=width, weight="output", of_text=True)
   found = replay_targets(model, params, prompts, replay)
   assert [*found] == [0, 1]
   differing = 0
@@ -130,7 +130,7 @@ def test_the_logarithms_of_these_targets_are_written(tiny, tmp_path):
   path = tmp_path / "text.safetensors"
   examples.write(path, tiny, row, 64, 100, (0, 0))
   prompts = kvjax.Prompts.of([row], 64, repeat_request=request)
-  replay = Replay(chunk=64, by_output=True, of_text=True)
+  replay = Replay(chunk=64, weight="output", of_text=True)
   found = replay_targets(tiny.model, tiny.params, prompts, replay)
   for index, targets in enumerate(found.values()):
     scores = np.asarray(targets.scores)[0, :, len(request.prefix) : len(row)]

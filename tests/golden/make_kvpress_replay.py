@@ -1,4 +1,4 @@
-"""Makes tests/golden/kvpress_replay/: what kvpress's KVzip scores and keeps.
+"""Makes tests/golden/kvpress_replay/: what KVzipPress and KVgradPress keep.
 
 The files are stored in the repository, so no test needs torch. To make them
 again, in an environment of their own with torch 2.13 (CPU), transformers 5.2,
@@ -38,9 +38,13 @@ OUTPUT = HERE / "kvpress_replay"
 LENGTHS = (61, 173)
 PERCENTS = (25, 50, 90)
 PRESSES = {
-  "plain": {"chunk_size": 64},
-  "plus": {"chunk_size": 64, "kvzip_plus_normalization": True},
-  "sinks": {"chunk_size": 50, "n_sink": 2},
+  "plain": (kvpress.KVzipPress, {"chunk_size": 64}),
+  "plus": (
+    kvpress.KVzipPress,
+    {"chunk_size": 64, "kvzip_plus_normalization": True},
+  ),
+  "sinks": (kvpress.KVzipPress, {"chunk_size": 50, "n_sink": 2}),
+  "grad": (kvpress.KVgradPress, {"chunk_size": 64}),
 }
 PREFIX, SUFFIX = "<user>", "<assistant>"
 
@@ -105,9 +109,9 @@ def main() -> None:
     model, arrays = load(name), {}
     for length in LENGTHS:
       ids = tiny_llama.chat(name, length)
-      for press, options in PRESSES.items():
+      for press, (kind, options) in PRESSES.items():
         for percent in PERCENTS:
-          made = kvpress.KVzipPress(percent / 100, **options)
+          made = kind(percent / 100, **options)
           with torch.no_grad(), patch:
             scores, kept = run(model, ids, made)
           arrays[f"{press}/{length}/scores"] = scores

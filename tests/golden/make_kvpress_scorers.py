@@ -14,7 +14,8 @@ The checkpoints and prompts are those of tiny_llama.py.
                     tokens of all layers and heads, bool [L, K, n], packed
                     along n
   structured.npz    <checkpoint>/<press>/<n>, for presses without a share: the
-                    kept tokens, packed; for FinchPress also the turned keys
+                    kept tokens, packed; for FinchPress also the turned keys,
+                    and for ThinKPress the kept channels, bool [L, K, D], packed
   statistics.npz    what stands for the published statistics and filters
   versions.json     what made it all
 """
@@ -248,6 +249,29 @@ def make_layers(checkpoint, length, files):
       files[case] = np.packbits(checkpoint.kept(ids, press), axis=-1)
 
 
+def make_channels(checkpoint, length, files):
+  ids = tiny_llama.prompt(checkpoint.name, length)
+  full = checkpoint.prefill(ids)
+  for percent in (30, 75):
+    think = kvpress.ThinKPress(percent / 100, window_size=9)
+    for name, press in (
+      ("think", think),
+      ("snapkv_think", kvpress.ComposedPress([snapkv(0.4), think])),
+    ):
+      case = f"{checkpoint.name}/{name}_{percent}/{length}"
+      cache = checkpoint.prefill(ids, press)
+      channels, tokens = [], []
+      for before, after in zip(full.layers, cache.layers, strict=True):
+        here = (after.keys[0] != 0).any(dim=1)
+        same = after.keys[0][:, :, None] == before.keys[0][:, None]
+        same = (same | ~here[:, None, None]).all(-1)
+        assert (same.sum(-1) == 1).all()
+        channels.append(here.numpy())
+        tokens.append(same.any(dim=1).numpy())
+      files[f"{case}/channels"] = np.packbits(np.stack(channels), axis=-1)
+      files[case] = np.packbits(np.stack(tokens), axis=-1)
+
+
 def pattern(name):
   """The gates of DuoAttention's heads, [L, K]."""
   shape = tiny_llama.SHAPES[name]
@@ -269,6 +293,7 @@ def main() -> None:
       for length in LENGTHS:
         make_finch(checkpoint, length, files["structured"])
         make_layers(checkpoint, length, files["structured"])
+        make_channels(checkpoint, length, files["structured"])
   shutil.rmtree(OUTPUT, ignore_errors=True)
   OUTPUT.mkdir()
   for name, arrays in files.items():

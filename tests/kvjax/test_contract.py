@@ -200,7 +200,7 @@ def first_and_last(name, n, count):
       return 3, 0
     case "tova" if preset == "tova.kvpress":
       return 0, 1
-    case "kvzip" if preset in ("kvzip.kvpress", "kvzip.kvpress_plus"):
+    case "kvzip" if preset.startswith("kvzip.kvpress"):
       return 4, 0
     case "lagkv":
       sinks, lag = 2, 5 if "lag=5" in name else 6

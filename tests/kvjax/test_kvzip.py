@@ -22,9 +22,9 @@ LENGTHS = (45, 7, 33, 2)
 REQUEST = kvjax.RepeatRequest((3, 1, 4), (11, 12), (13, 14, 15), (9, 2))
 REPLAYS = (
   Replay(chunk=16, overlap=8),
-  Replay(chunk=16, overlap=8, by_output=True),
+  Replay(chunk=16, overlap=8, weight="output"),
   Replay(chunk=16, overlap=8, sinks=4),
-  Replay(chunk=100, overlap=3, sinks=2, by_output=True),
+  Replay(chunk=100, overlap=3, sinks=2, weight="output"),
 )
 SPEC = kvjax.LayerSpec(heads=4, kv_heads=2, key_dim=8)
 MODELS = {

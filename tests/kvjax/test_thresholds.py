@@ -45,7 +45,8 @@ EVERYTHING = [[list(range(n))] * KV_HEADS for n in LENGTHS]
 @pytest.fixture(scope="module")
 def name(tmp_path_factory):
   folder = tmp_path_factory.mktemp("gate")
-  return f"kvzap:gate={write_kvzap(folder, WIDTH, KV_HEADS, LAYERS)}"
+  path = write_kvzap(folder, WIDTH, KV_HEADS, LAYERS, score_range=[-99, 99])
+  return f"kvzap:gate={path}"
 
 
 def caches(name, *thresholds, model=MODEL, prompts=PROMPTS, **options):
@@ -151,7 +152,7 @@ def test_the_extremes_are_everything_and_the_window(name):
 
 def test_a_score_that_equals_the_threshold_is_kept(tmp_path):
   """A token is evicted if its score is less."""
-  path = write_kvzap(tmp_path, WIDTH, KV_HEADS, LAYERS)
+  path = write_kvzap(tmp_path, WIDTH, KV_HEADS, LAYERS, score_range=[-9, -1])
   tensors = kvzap_tensors(WIDTH, KV_HEADS, LAYERS)
   equal = {
     tensor: np.full_like(array, -4 if tensor.endswith("bias") else 0)
@@ -322,7 +323,7 @@ def refused(match, name, threshold=kvjax.Threshold(-4.0), **options):  # noqa: B
 
 
 def test_what_has_no_threshold_is_refused_in_one_sentence(name):
-  for method in ("keydiff", "snapkv", "simlayerkv", "chunked/" + name):
+  for method in ("keydiff", "snapkv", "chunked/" + name):
     refused("its scores have no range that all prompts", method)
   refused("leave out one of the two", f"ada/{name}")
   for schedule in (kvjax.Schedule(block=8), kvjax.Schedule(every=8)):
@@ -352,6 +353,17 @@ def test_a_threshold_outside_of_the_tested_scores_is_told(tmp_path):
     said = str(warned[0].message)
     assert "from -9.5 to -0.5" in said
     assert "the texts it was tested with" in said
+
+
+def test_a_threshold_of_scores_without_a_known_range_is_told(tmp_path):
+  path = write_kvzap(tmp_path, WIDTH, KV_HEADS, LAYERS)
+  for name in ("kvzap", f"kvzap:gate={path}"):
+    with pytest.warns(InputWarning, match="may keep all tokens or few") as told:
+      kvjax.get_plan(name, kvjax.Threshold(-4.0))
+    assert "the threshold -4 " in str(told[0].message)
+    # What they keep is known.
+    for least in (-math.inf, math.inf):
+      kvjax.get_plan(name, kvjax.Threshold(least))
 
 
 def test_users_without_type_checks_are_told_their_line(tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import scoring
+from made_up_gates import torch_bytes
 
 import kvjax
 from kvjax.cache.layers import LayerCache
@@ -14,6 +15,7 @@ from kvjax.engine.rerotation import LayerRotation
 from kvjax.errors import InputError
 from kvjax.methods import LayerBudget, TriAttention
 from kvjax.methods.triattention import pair_lengths
+from kvjax.methods.triattention_file import read_statistics
 from kvjax.models.rope import Rope
 from kvjax.testing import TinyModel, kept_positions, random_activations
 
@@ -234,6 +236,66 @@ def refused(name, match, model=MODEL):
   with pytest.raises(InputError, match=re.escape(match)) as error:
     use(name, model)
   assert str(error.value).count(". ") == 0
+
+
+def published(changes=(), **metadata):
+  """The content of the authors' file, with the statistics of `drawn`."""
+  arrays = drawn()
+  center, lengths = as_complex(arrays["query_mean"]), arrays["query_abs"]
+  stats = {
+    f"layer{layer:02d}_head{head:02d}": {
+      "q_mean_real": center.real[layer, head].astype(np.float32),
+      "q_mean_imag": center.imag[layer, head].astype(np.float32),
+      "q_abs_mean": lengths[layer, head, :HALF],
+    }
+    for layer in range(LAYERS)
+    for head in range(HEADS)
+  }
+  return {"metadata": metadata, "stats": stats | dict(changes)}
+
+
+def written(tmp_path, content):
+  file = tmp_path / f"{len([*tmp_path.iterdir()])}.pt"
+  file.write_bytes(torch_bytes(content))
+  return str(file)
+
+
+def test_the_authors_file_gives_the_same_scores(tmp_path, path):
+  ours = scores(TriAttention(statistics=path), seen())
+  for style in ({}, {"rope_style": "half"}):
+    file = written(tmp_path, published(**style))
+    np.testing.assert_array_equal(
+      scores(TriAttention(statistics=file), seen()), ours
+    )
+  turned = written(tmp_path, published(rope_style="interleaved"))
+  stored = read_statistics(turned).arrays
+  for name, array in drawn().items():
+    np.testing.assert_array_equal(stored[name][..., ::2], array[..., :HALF])
+    np.testing.assert_array_equal(stored[name][..., 1::2], array[..., HALF:])
+
+
+def test_other_files_of_torch_are_refused_in_one_sentence(tmp_path):
+  whole = published()["stats"]["layer01_head03"]
+  nan = {**whole, "q_abs_mean": np.full(HALF, np.nan, np.float32)}
+  short = {name: x[:-1] for name, x in whole.items()}
+  uneven = {
+    head: {**of, "q_mean_real": of["q_mean_real"][:-1]}
+    for head, of in published()["stats"].items()
+  }
+  for content, match in (
+    ({"module": []}, "it has those of 0 heads"),
+    ([1], "it has those of 0 heads"),
+    (published({"layer02_head00": whole}), "it has those of 9 heads"),
+    (published({"layer01_head03": nan}), "q_abs_mean"),
+    (published({"layer01_head03": short}), "as many in all heads"),
+    (published({"layer01_head03": {}}), "q_mean_real"),
+    (published(uneven), "differ in size"),
+    (published(rope_style="spiral"), "must be half or interleaved"),
+  ):
+    refused(f"triattention:statistics={written(tmp_path, content)}", match)
+  wide = TinyModel(kvjax.Geometry.uniform(2, 4, 2, 16, 4096))
+  file = written(tmp_path, published())
+  refused(f"triattention:statistics={file}", "is of another model", wide)
 
 
 def test_what_does_not_fit_is_refused_in_one_sentence(tmp_path, path):

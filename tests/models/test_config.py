@@ -468,6 +468,8 @@ def test_windows_are_where_the_family_has_them(changes, windows):
   fields = FIELDS | {"num_hidden_layers": 6, "max_position_embeddings": 8192}
   config = DecoderConfig.from_hf(fields | changes)
   assert [spec.window for spec in config.geometry.layers] == windows
+  parallel = changes.get("model_type") == "cohere2"
+  assert {spec.parallel for spec in config.geometry.layers} == {parallel}
   assert DecoderConfig.from_hf(config.to_hf()) == config
 
 

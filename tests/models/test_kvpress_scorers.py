@@ -299,6 +299,47 @@ def test_streaming_heads_are_those_of_kvpress(name, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("name", BOTH)
+def test_channels_are_those_of_kvpress(name, checkpoint):
+  """ThinKPress alone, and composed with SnapKVPress."""
+  lm, _ = checkpoint(name)
+  prompts = kvjax.Prompts.of([tiny_llama.prompt(name, n) for n in LENGTHS])
+  cases = [
+    (f"{case}_{percent}", f"think:share={percent / 100}:window=9/{inner}", kept)
+    for percent in PERCENTS
+    for case, inner, kept in (
+      ("think", "full", 1.0),
+      ("snapkv_think", _SNAPKV, 0.6),
+    )
+  ]
+  plans = [
+    kvjax.get_plan(text, kvjax.Retention(kept)) for _, text, kept in cases
+  ]
+  caches, _ = kvjax.sweep(lm.model, lm.params, prompts, plans)
+  full, _ = kvjax.prefill(
+    lm.model, lm.params, prompts, kvjax.get_plan("full", kvjax.Retention(1.0))
+  )
+  size = tiny_llama.HEAD_DIM
+  for (case, _, _), cache in zip(cases, caches, strict=True):
+    for row, length in enumerate(LENGTHS):
+      np.testing.assert_array_equal(
+        kept_bits(cache, row, length), structured(name, case, length)
+      )
+      with golden("structured") as stored:
+        bits = stored[f"{name}/{case}/{length}/channels"]
+      theirs = np.unpackbits(bits, axis=-1, count=size).astype(bool)
+      for number, of_layer in enumerate(theirs):
+        layer, whole = cache.layer(number), full.layer(number)
+        for head, expected in enumerate(of_layer):
+          channels = np.asarray(layer.channels)[row, head]
+          assert channels.tolist() == np.flatnonzero(expected).tolist()
+          at = np.asarray(layer.kept.positions)[row, head]
+          np.testing.assert_array_equal(
+            np.asarray(layer.kept.keys)[row, head][at >= 0],
+            np.asarray(whole.keys)[row, head][at[at >= 0]][:, channels],
+          )
+
+
+@pytest.mark.parametrize("name", BOTH)
 def test_lazy_layers_are_those_of_kvpress(name, checkpoint):
   """A layer that scores less than 1 less the threshold keeps its ends."""
   lm, _ = checkpoint(name)
@@ -316,3 +357,24 @@ def test_lazy_layers_are_those_of_kvpress(name, checkpoint):
         lazy.append(not kept.all())
   assert any(lazy)
   assert not all(lazy)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_threshold_makes_the_layers_lazy_that_kvpress_does(name, checkpoint):
+  lm, _ = checkpoint(name)
+  prompts = kvjax.Prompts.of([tiny_llama.prompt(name, n) for n in LENGTHS])
+  percents = (10, 25, 40, 60)
+  plans = [
+    kvjax.get_plan(
+      "simlayerkv:sinks=3:recent=17",
+      kvjax.Threshold(1 - percent / 100, window=1),
+    )
+    for percent in percents
+  ]
+  caches, _ = kvjax.sweep(lm.model, lm.params, prompts, plans)
+  for percent, cache in zip(percents, caches, strict=True):
+    for row, length in enumerate(LENGTHS):
+      np.testing.assert_array_equal(
+        kept_bits(cache, row, length),
+        structured(name, f"simlayer_{percent}", length),
+      )

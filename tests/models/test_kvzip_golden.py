@@ -1,7 +1,8 @@
-"""KVzip and KVzip+ score and keep what kvpress 0.5.5 does (tests/golden).
+"""KVzip, KVzip+ and KVgrad score and keep what kvpress 0.5.5 does.
 
-On random checkpoints, which are built here as they were for kvpress. Rows of
-unequal lengths are padded in one batch; kvpress ran each of them alone.
+tests/golden has what it does on random checkpoints, which are built here as
+they were for kvpress. Rows of unequal lengths are padded in one batch; kvpress
+ran each of them alone.
 """
 
 import importlib.util
@@ -23,6 +24,7 @@ COUNTERPARTS = {
   "plain": "kvzip.kvpress:chunk=64",
   "plus": "kvzip.kvpress_plus:chunk=64",
   "sinks": "kvzip.kvpress:chunk=50:sinks=2",
+  "grad": "kvzip.kvpress_grad:chunk=64",
 }
 TIE = 1e-6
 

@@ -5,30 +5,17 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from llama_8b import FIELDS
 
 from kvjax.activations import Activations
-from kvjax.engine import prompt_programs, replay
+from kvjax.engine import prompt_programs, replay_layers
 from kvjax.methods.replay import Replay
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import from_decoder
 from kvjax.struct import tree_bytes
 
-LENGTH, CHUNK, LAYERS = 8192, 2000, 32
-# Of Llama-3.1-8B.
-FIELDS = dict(
-  model_type="llama",
-  vocab_size=128256,
-  hidden_size=4096,
-  intermediate_size=14336,
-  num_hidden_layers=LAYERS,
-  num_attention_heads=32,
-  num_key_value_heads=8,
-  head_dim=128,
-  rope_theta=5e5,
-  rms_norm_eps=1e-5,
-  max_position_embeddings=131072,
-)
+LENGTH, CHUNK, LAYERS = 8192, 2000, FIELDS["num_hidden_layers"]
 
 
 def shape(*sizes, dtype=jnp.int32):
@@ -48,7 +35,7 @@ def prompt_and_chunk(spec, kv):
   row = positions[:, 0]
   return (
     Activations(queries, kv, kv, positions, attention=spec.attention),
-    replay._Chunk(row, row, row),
+    replay_layers.Chunk(row, row, row),
   )
 
 
@@ -75,20 +62,22 @@ def test_it_is_at_most_a_fifth_above_a_prefill():
     how=(spec, frozenset()),
   )
   seen, chunk = jax.eval_shape(functools.partial(prompt_and_chunk, spec), kv)
-  replays = (Replay(CHUNK), Replay(CHUNK, by_output=True))
+  replays = (Replay(CHUNK), Replay(CHUNK, weight="output"))
   width = CHUNK + 40
   embed_again = jax.eval_shape(
     model.embed, params, shape(1, width), shape(1, width)
   )
-  again = replay._replay_layer.lower(
+  hidden, shared = embed_again
+  again = replay_layers._replay_layer_once.lower(
+    hidden,
     stack,
     shape(),
-    *embed_again,
+    shared,
     shape(1, width),
     seen,
     chunk,
     model=model,
-    how=replay._How(spec, replays, CHUNK, 30, LENGTH),
+    how=replay_layers.How(spec, replays, CHUNK, 30, LENGTH),
   )
   scores = len(replays) * LAYERS * spec.heads * LENGTH * 4
   before = peak(prefill, cache + tree_bytes(embed))

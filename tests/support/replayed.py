@@ -17,7 +17,7 @@ def softmax(logits, axis=-1):
 
 
 class Written:
-  """The layers of a `TinyModel` without windows, one row at a time."""
+  """The layers of a `TinyModel`, one row at a time."""
 
   def __init__(self, model, params):
     def wide(x):
@@ -25,20 +25,26 @@ class Written:
 
     self.specs = model.geometry.layers
     self.embedding = wide(params["embedding"])
-    (stack,) = params["layers"]
     self.layers = [
-      {name: wide(x[n]) for name, x in stack.items()}
-      for n in range(len(self.specs))
+      {name: wide(x[n]) for name, x in params["layers"][spec.weights].items()}
+      for spec, n in zip(self.specs, model.geometry.weight_index, strict=True)
     ]
 
-  def run(self, tokens, start=0, past=None):
-    """Runs tokens after `past`; what each layer sees."""
+  def run(self, tokens, start=0, past=None, added=None):
+    """Runs tokens after `past`; what each layer sees.
+
+    `added` [L, n, E] joins what attention adds to the residual.
+    """
     hidden = self.embedding[np.asarray(tokens, int)]
     positions = start + np.arange(len(tokens))
     found = []
     for number, (spec, weights) in enumerate(
       zip(self.specs, self.layers, strict=True)
     ):
+      if not spec.cache:
+        hidden = hidden + np.tanh(hidden @ weights["square"])
+        found.append({"outputs": hidden})
+        continue
 
       def project(name, heads, hidden=hidden, weights=weights):
         x = hidden @ weights[name]
@@ -57,7 +63,10 @@ class Written:
       logits = queries @ keys.repeat(group, 0).swapaxes(1, 2) * scale
       if spec.softcap is not None:
         logits = spec.softcap * np.tanh(logits / spec.softcap)
-      before = np.arange(keys.shape[1])[None] <= positions[:, None]
+      apart = positions[:, None] - np.arange(keys.shape[1])[None]
+      before = apart >= 0
+      if spec.window is not None:
+        before &= apart < spec.window
       logits = np.where(before[None], logits, -np.inf)
       seen["logits"] = logits
       if spec.sinks:
@@ -68,16 +77,36 @@ class Written:
       else:
         shares = softmax(logits)
       out = shares @ values.repeat(group, 0)
-      hidden = (
-        hidden
-        + out.swapaxes(0, 1).reshape(len(tokens), -1) @ (weights["output"])
-      )
-      found.append(seen)
+      joined = out.swapaxes(0, 1).reshape(len(tokens), -1)
+      branch = joined @ weights["output"]
+      if added is not None:
+        branch = branch + added[number]
+      if spec.parallel:
+        branch = branch + np.tanh(hidden @ weights["square"])
+      hidden = hidden + branch
+      found.append(seen | {"outputs": hidden})
     return found
 
 
+def gradients(written, tokens, start, past, step=1e-5):
+  """Norms [L, n] of the gradient of Phi, by central differences."""
+  width = written.embedding.shape[1]
+  shape = (len(written.specs), len(tokens), width)
+
+  def phi(added):
+    return (written.run(tokens, start, past, added)[-1]["outputs"] ** 2).sum()
+
+  def slope(index):
+    added = np.zeros(shape)
+    added[index] = step
+    return (phi(added) - phi(-added)) / (2 * step)
+
+  slopes = [slope(index) for index in np.ndindex(*shape)]
+  return np.linalg.norm(np.reshape(slopes, shape), axis=-1)
+
+
 def scores(model, params, row, request, replay):
-  """Scores [N, n] of each layer; -1 for tokens that are not replayed."""
+  """Scores [N, n] of each layer; -1 where nothing is replayed or evicted."""
   written = Written(model, params)
   past = written.run(row)
   prefix = 0
@@ -95,6 +124,8 @@ def scores(model, params, row, request, replay):
       asked = [*request.later, *row[start - replay.overlap : start]]
     asked = [*asked, *request.suffix, *chunk]
     seen = written.run(asked, len(row), past)
+    if replay.weight == "gradient":
+      slopes = gradients(written, asked, len(row), past)
     sinks = min(replay.sinks or prefix, start)
     columns = [
       *range(sinks),
@@ -102,19 +133,24 @@ def scores(model, params, row, request, replay):
       *range(len(row), len(row) + len(asked)),
     ]
     for layer, of_layer in enumerate(seen):
+      if not model.geometry.layers[layer].compressible:
+        continue
       logits = of_layer["logits"][:, :, columns]
       if "sinks" in written.layers[layer]:
         own = written.layers[layer]["sinks"][:, None, None]
         own = np.broadcast_to(own, (*logits.shape[:2], 1))
         logits = np.concatenate([logits, own], axis=-1)
       weights = softmax(logits)[:, :, sinks : sinks + len(chunk)]
-      if replay.by_output:
+      if replay.weight != "attention":
         spec = model.geometry.layers[layer]
         values = of_layer["values"][:, start : start + len(chunk)]
         values = values.repeat(spec.heads // spec.kv_heads, 0)
         out = values @ of_layer["output"].reshape(spec.heads, -1, model.width)
-        norms = np.linalg.norm(of_layer["inputs"], axis=-1)
         weights = weights * np.linalg.norm(out, axis=-1)[:, None]
+      if replay.weight == "output":
+        norms = np.linalg.norm(of_layer["inputs"], axis=-1)
         weights = weights / norms[None, :, None]
+      if replay.weight == "gradient":
+        weights = weights * slopes[layer][None, :, None]
       result[layer][:, start : start + len(chunk)] = weights.max(axis=1)
   return result

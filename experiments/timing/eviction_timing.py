@@ -1,0 +1,151 @@
+"""Times evictions while decoding, beside the steps between them."""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.progress
+
+import kvjax
+from kvjax.engine.capacity import prepare_decoding
+from kvjax.engine.feed import evict_all
+from kvjax.engine.prepared import PreparedPlan
+from kvjax.models.pretrained import Pretrained
+
+_evict = jax.jit(
+  evict_all, static_argnames=("model",), donate_argnames=("cache",)
+)
+
+
+class Evicted(NamedTuple):
+  """Evictions from the caches of all layers and rows.
+
+  Attributes:
+    method: the method.
+    kept: tokens after an eviction, mean over rows, layers and KV heads.
+    seconds: seconds of an eviction in each round.
+  """
+
+  method: str
+  kept: float
+  seconds: Sequence[float]
+
+
+class _Full(NamedTuple):
+  """A cache from which a method evicts."""
+
+  cache: kvjax.Cache
+  prepared: PreparedPlan
+
+
+def measure(
+  lm: Pretrained,
+  methods: Sequence[str],
+  contexts: kvjax.Prompts,
+  schedule: tuple[int, int],
+  rounds: int,
+) -> tuple[list[float], list[Evicted]]:
+  """Decodes without evictions, and evicts by each method, in turns.
+
+  Args:
+    lm: the model.
+    methods: names of the methods.
+    contexts: the prompts, each of at least as many tokens as a cache has when a
+      method evicts.
+    schedule: tokens that stay, and tokens that are decoded before the next
+      eviction.
+    rounds: number of timings of each, after compilation.
+
+  Returns:
+    Seconds per step from a cache of as many tokens as stay, in each round; and
+    the evictions of each method.
+  """
+  target, every = schedule
+  console = rich.console.Console(stderr=True)
+  with console.status("prefilling"):
+    plan = kvjax.get_plan("full", kvjax.Retention(1.0))
+    few = _cut(contexts, target)
+    cache, logits = kvjax.prefill(lm.model, lm.params, few, plan)
+    full = [
+      _prefill(lm, name, _cut(contexts, target + every), schedule)
+      for name in methods
+    ]
+
+  def step() -> float:
+    began = time.perf_counter()
+    decoding = kvjax.Decoding(every)
+    jax.block_until_ready(
+      kvjax.generate(lm.model, lm.params, cache, logits, decoding)
+    )
+    return (time.perf_counter() - began) / every
+
+  def evict(one: _Full) -> tuple[float, kvjax.Cache]:
+    # As in the loop of decoding, the cache is changed in place.
+    copy = jax.block_until_ready(jax.tree.map(jnp.copy, one.cache))
+    began = time.perf_counter()
+    after = jax.block_until_ready(_evict(lm.model, one.prepared, copy))
+    return time.perf_counter() - began, after
+
+  step()
+  kept = []
+  for one in rich.progress.track(full, "compiling", console=console):
+    kept.append(float(np.mean(evict(one)[1].lengths)))
+  turns = rich.progress.track(range(rounds), "timing", console=console)
+  seconds = [(step(), *(evict(one)[0] for one in full)) for _ in turns]
+  steps, *times_of = map(list, zip(*seconds, strict=True))
+  return steps, [
+    Evicted(name, mean, times)
+    for name, mean, times in zip(methods, kept, times_of, strict=True)
+  ]
+
+
+def _cut(contexts: kvjax.Prompts, length: int) -> kvjax.Prompts:
+  """The first tokens of each context."""
+  return kvjax.Prompts.of([row[:length] for row in contexts.rows()])
+
+
+def _prefill(
+  lm: Pretrained,
+  name: str,
+  contexts: kvjax.Prompts,
+  schedule: tuple[int, int],
+) -> _Full:
+  """A cache that is due, with what the method remembers of its tokens."""
+  target, every = schedule
+  later = kvjax.get_plan(
+    name, kvjax.Tokens(target), kvjax.Schedule(every=every)
+  )
+  plan = kvjax.get_plan("full", kvjax.Retention(1.0), decoding=later)
+  cache, _ = kvjax.prefill(lm.model, lm.params, contexts, plan)
+  lengths = np.asarray(cache.next_positions)
+  prepared = prepare_decoding(
+    lm.model, cache, lengths, 0, kvjax.Decoding(every)
+  )
+  assert prepared is not None
+  return _Full(cache, prepared)
+
+
+def table(
+  steps: Sequence[float], evicted: Sequence[Evicted], every: int
+) -> Iterator[tuple[str, ...]]:
+  """Yields table lines with a heading.
+
+  The last column is the time of an eviction over the `every` steps before it,
+  as a percentage of a step.
+  """
+  step = statistics.median(steps)
+  yield "method", "keeps", "ms an eviction", "ms a step", "% of a step"
+  for one in evicted:
+    seconds = statistics.median(one.seconds)
+    yield (
+      one.method,
+      f"{one.kept:,.0f}",
+      f"{1e3 * seconds:,.2f}",
+      f"{1e3 * step:,.2f}",
+      f"{100 * seconds / every / step:.1f}",
+    )

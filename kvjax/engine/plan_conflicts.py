@@ -1,0 +1,73 @@
+"""Parts of plans that exclude each other, or may not do what users expect."""
+
+import math
+import os
+import pathlib
+import warnings
+from typing import TYPE_CHECKING
+
+from kvjax.errors import InputError, InputWarning
+from kvjax.options.budgets import Threshold
+
+if TYPE_CHECKING:
+  from kvjax.engine.plans import Plan
+
+# Warnings name the user's line; the constructors of dataclasses have no file.
+OWN_FRAMES = (f"{pathlib.Path(__file__).parents[1]}{os.sep}", "<string")
+
+
+def check_channels(plan: "Plan") -> None:
+  """Refuses to drop channels where that cannot be done.
+
+  Raises:
+    InputError: a part of the plan needs whole keys, or other tokens than all
+      heads have.
+  """
+  traits = plan.method.traits
+  if traits.channels is None:
+    return
+  conflicts = {
+    "heads that keep different numbers of tokens": plan.spread.ragged,
+    "a replay of the prompt": traits.replay is not None,
+    "a budget that is known after the prompt": plan.adapts,
+    "kept tokens that move": traits.renumbers,
+    "keys of eight bits": plan.kv_dtype is not None,
+    "retrieval": plan.sparse is not None,
+    "evictions while decoding": plan.while_decoding is not None,
+  }
+  found = [what for what, given in conflicts.items() if given]
+  if found:
+    raise InputError(
+      f"{type(plan.method).__name__} drops channels of the kept keys of each "
+      "layer, once the layer has read the prompt; it cannot work with "
+      f"{' and '.join(found)}."
+    )
+
+
+def warn_of_threshold(
+  name: str, bounds: tuple[float, float], threshold: Threshold
+) -> None:
+  """Warns of a threshold that may keep all tokens or few but the last.
+
+  Args:
+    name: name of the method.
+    bounds: its lowest and highest score; infinite if not known.
+    threshold: the threshold; infinite ones are meant so.
+  """
+  low, high = bounds
+  said, least = "", threshold.least
+  if low == -math.inf and high == math.inf:
+    said = (
+      f"Nothing says which scores {name} gives, so that the threshold "
+      f"{least:g} may keep all tokens or few but the last; kvjax train_gate "
+      "writes their range to a gate's config.json, as score_range."
+    )
+  elif not low <= least <= high:
+    said = (
+      f"The scores of {name} are from {low:g} to {high:g}, by definition or "
+      "of the texts it was tested with, and the threshold is "
+      f"{least:g}: it is likely to keep "
+      f"{'all tokens' if least < low else 'few but the last'}."
+    )
+  if said and math.isfinite(least):
+    warnings.warn(said, InputWarning, skip_file_prefixes=OWN_FRAMES)

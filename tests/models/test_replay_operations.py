@@ -1,0 +1,126 @@
+"""The operations of a replay, as docs/methods/kvzip.md counts them."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from llama_8b import FIELDS
+
+import kvjax
+from kvjax.engine import replay
+from kvjax.models.config import DecoderConfig
+from kvjax.models.decoder import Decoder
+from kvjax.models.language_model import from_decoder
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "methods" / "kvzip.md"
+SMOLLM2 = FIELDS | dict(
+  vocab_size=49152,
+  hidden_size=576,
+  intermediate_size=1536,
+  num_hidden_layers=30,
+  num_attention_heads=9,
+  num_key_value_heads=3,
+  head_dim=64,
+)
+# About as long as the requests of chat templates.
+REQUEST = kvjax.RepeatRequest(tuple(range(25)), (1,) * 10, (1,) * 16, (1,) * 10)
+CHUNK, OVERLAP = 2000, 8
+
+
+def sizes(fields):
+  """Weights of a layer, and the width N D of its queries."""
+  config = DecoderConfig.from_hf(fields)
+  model, params = from_decoder(
+    nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+  )
+  (stack,) = model.layer_weights(params)
+  weights = sum(
+    x.size // x.shape[0] for x in jax.tree.leaves(stack) if x.ndim == 3
+  )
+  (spec,) = {*model.geometry.layers}
+  return weights, spec.heads * spec.key_dim
+
+
+def replayed(length):
+  """Tokens of the replay of each chunk, and slots of the chunk."""
+  found = []
+  for number, width in enumerate(replay._widths(length, CHUNK)):
+    tokens, _, _ = jax.eval_shape(
+      lambda tokens, lengths, number=number, width=width: (
+        replay._tokens_of_chunk(
+          tokens,
+          lengths,
+          np.int32(number * CHUNK),
+          request=REQUEST,
+          sizes=(width, OVERLAP if number else None),
+        )
+      ),
+      jax.ShapeDtypeStruct((1, length), jnp.int32),
+      jax.ShapeDtypeStruct((1,), jnp.int32),
+    )
+    found.append((tokens.shape[1], width))
+  return found
+
+
+def prefills(fields, length):
+  """The multiplications of a replay over those of a prefill, in a layer.
+
+  Every pair of a query and a key that it sees is counted, one by one.
+  """
+  weights, width = sizes(fields)
+  pairs = sum(range(1, length + 1))
+  prefill = length * weights + 2 * width * pairs
+  again = 0
+  for count, slots in replayed(length):
+    seen = sum(length + own for own in range(1, count + 1))
+    # Logits of the chunk and of the sinks once more, for the scores.
+    scored = count * (slots + len(REQUEST.prefix))
+    again += count * weights + 2 * width * seen + width * scored
+  return again / prefill
+
+
+def closed(fields, length):
+  """The formula of the page."""
+  weights, width = sizes(fields)
+  found = replayed(length)
+  tokens = sum(count for count, _ in found)
+  own = sum(count**2 for count, _ in found) / 2
+  scored = sum(count * slots for count, slots in found)
+  again = (
+    tokens * weights + 2 * width * (tokens * length + own) + width * scored
+  )
+  return again / (length * weights + width * length**2)
+
+
+@pytest.mark.parametrize(
+  ("fields", "length"), [(FIELDS, 4096), (SMOLLM2, 1024)]
+)
+def test_the_closed_form_counts_every_pair(fields, length):
+  assert closed(fields, length) == pytest.approx(
+    prefills(fields, length), rel=0.01
+  )
+
+
+def test_a_replay_is_at_most_a_fifth_more_than_a_prefill_of_llama():
+  assert prefills(FIELDS, 4096) <= 1.2
+
+
+def test_narrow_models_attend_for_a_larger_part_of_their_time():
+  assert prefills(SMOLLM2, 1024) > 1.2
+
+
+@pytest.mark.parametrize(
+  ("name", "fields", "length"),
+  [
+    ("Llama-3.1-8B, 4,096 tokens", FIELDS, 4096),
+    ("SmolLM2-135M, 1,024 tokens", SMOLLM2, 1024),
+  ],
+)
+def test_the_page_has_these_numbers(name, fields, length):
+  weights, width = sizes(fields)
+  attention = width * length / (weights + width * length)
+  row = f"| {name} | {attention:.0%} | {prefills(fields, length):.2f} |"
+  assert row.replace("%", " %") in PAGE.read_text(encoding="utf-8")
