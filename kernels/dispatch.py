@@ -104,10 +104,11 @@ def use(
   Raises:
     ValueError: there is no operation of a name.
 
-  Example:
+  Examples:
     >>> import jax.numpy as jnp
+    >>> from kvjax import kernels
     >>> from kvjax.kernels.select import largest
-    >>> with use("pallas", overrides={"select": "xla"}):
+    >>> with kernels.use("pallas", overrides={"select": "xla"}):
     ...   slots = largest(jnp.array([[0.5, 2.0, 1.0]]), jnp.array([2]), 2)
     >>> slots.tolist()
     [[1, 2]]

@@ -77,7 +77,7 @@ def calibrate_queries(
     rows: token ids of the texts; some twenty of 2,048 tokens are enough.
     sinks: number of first tokens of each text whose queries do not count.
     seed: seed of the drawn queries.
-    on_text: called after each text.
+    on_text: called after each text of more than `sinks` tokens.
 
   Raises:
     InputError: there are too few tokens, or more than the model's context, or

@@ -15,7 +15,7 @@ from odd_files import ODD, refused, replace
 import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
-from kvjax.experiments import cli
+from kvjax.experiments import cli, exits
 from kvjax.experiments.inputs import run_inputs
 
 
@@ -62,7 +62,7 @@ def program(monkeypatch):
     with monkeypatch.context() as patched:
       patched.setattr(cli.flags, "FLAGS", given)
       patched.setattr(cli, "_cache_programs", lambda: None)
-      patched.setattr(cli, "_end", sys.exit)
+      patched.setattr(exits, "_end", sys.exit)
       patched.setattr(
         app, "run", lambda guarded, flags_parser: guarded(["program"])
       )

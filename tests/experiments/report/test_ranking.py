@@ -193,7 +193,7 @@ def test_scores_of_a_hybrid_say_which_layers_budgets_are_of(
 ):
   note = "Budgets are of the layers without a window."
   hybrid = record([answer(global_tokens=200.0)], tmp_path / "a")
-  assert ranking.merge([hybrid]).to_markdown().count(note) == 1
-  assert note in ranking.merge([hybrid]).to_html()
+  assert ranking.merge([hybrid]).to_markdown(["a.png"]).count(note) == 1
+  assert note in ranking.merge([hybrid]).to_html([b""])
   plain = record([answer()], tmp_path / "b")
-  assert note not in ranking.merge([plain]).to_markdown()
+  assert note not in ranking.merge([plain]).to_markdown(["a.png"])
