@@ -13,6 +13,7 @@ import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine.feed import feed
 from kvjax.engine.forward import States, run_layers
+from kvjax.errors import InputError
 from kvjax.model import LayerSpec
 from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.testing import TinyModel, kept_positions, poison_cache
@@ -132,7 +133,13 @@ SIZES = {
   "compactor": ":chunk=8",
   "protokv": ":window=4:prototypes=5",
 }
-NAMES = [f"{name}{SIZES.get(name, '')}" for name in (*METHODS, *RETRIEVALS)]
+# It gives tokens new positions, which layers with a window cannot follow.
+REFUSED = "finch"
+NAMES = [
+  f"{name}{SIZES.get(name, '')}"
+  for name in (*METHODS, *RETRIEVALS)
+  if name != REFUSED
+]
 
 
 # Weights for all layers, of which two have heads that are scored.
@@ -193,6 +200,11 @@ def test_blocks_attend_as_the_whole_prompt_does(block):
   np.testing.assert_allclose(last, logits, atol=2e-4)
   for row in range(len(ROWS)):
     assert kept_positions(cache, row) == kept_positions(whole, row)
+
+
+def test_new_positions_are_refused_beside_windows():
+  with pytest.raises(InputError, match="layers with a window keep other tok"):
+    prefilled(plan_of(REFUSED))
 
 
 @pytest.mark.parametrize("name", NAMES)
