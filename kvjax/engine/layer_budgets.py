@@ -1,6 +1,5 @@
 """The budgets of the layers of a model."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,9 +7,8 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.allocation.base import Allocation, Sizes
-from kvjax.engine.plan_conflicts import OWN_FRAMES
 from kvjax.engine.plans import Plan
-from kvjax.errors import InputError, InputWarning
+from kvjax.errors import InputError
 from kvjax.model import Geometry, LayerSpec
 from kvjax.options.budgets import Budget, PerLayer
 from kvjax.prompts import Prompts
@@ -96,22 +94,6 @@ def compressed_layers(plan: Plan, geometry: Geometry) -> tuple[bool, ...]:
     spec.compressible and not plan.method.traits.keeps_layer(layer)
     for layer, spec in enumerate(geometry.layers)
   )
-
-
-def warn_of_windows(plan: Plan, geometry: Geometry) -> None:
-  """Warns if a method is to evict from a model with windows in all layers.
-
-  Its layers keep their windows, whatever the plan says.
-  """
-  if plan.method.traits.keeps_all:
-    return
-  if not any(spec.compressible for spec in geometry.layers):
-    warnings.warn(
-      f"All layers of this model have a window, which methods leave alone: "
-      f"{type(plan.method).__name__} compresses nothing.",
-      InputWarning,
-      skip_file_prefixes=OWN_FRAMES,
-    )
 
 
 def budget_sizes(plan: Plan, geometry: Geometry) -> Sizes:

@@ -4,42 +4,32 @@ import math
 import os
 import pathlib
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from kvjax.errors import InputError, InputWarning
+from kvjax.methods.base import Method
 from kvjax.options.budgets import Threshold
-
-if TYPE_CHECKING:
-  from kvjax.engine.plans import Plan
 
 # Warnings name the user's line; the constructors of dataclasses have no file.
 OWN_FRAMES = (f"{pathlib.Path(__file__).parents[1]}{os.sep}", "<string")
 
 
-def check_channels(plan: "Plan") -> None:
+def check_channels(method: Method, parts: Mapping[str, bool]) -> None:
   """Refuses to drop channels where that cannot be done.
 
+  Args:
+    method: the method of a plan.
+    parts: by what needs whole keys, or other tokens than all heads have,
+      whether the plan has it.
+
   Raises:
-    InputError: a part of the plan needs whole keys, or other tokens than all
-      heads have.
+    InputError: the method drops channels, and the plan has such a part.
   """
-  traits = plan.method.traits
-  if traits.channels is None:
-    return
-  conflicts = {
-    "heads that keep different numbers of tokens": plan.spread.ragged,
-    "a replay of the prompt": traits.replay is not None,
-    "a budget that is known after the prompt": plan.adapts,
-    "kept tokens that move": traits.renumbers,
-    "keys of eight bits": plan.kv_dtype is not None,
-    "retrieval": plan.sparse is not None,
-    "evictions while decoding": plan.while_decoding is not None,
-  }
-  found = [what for what, given in conflicts.items() if given]
-  if found:
+  found = [what for what, given in parts.items() if given]
+  if method.traits.channels is not None and found:
     raise InputError(
-      f"{type(plan.method).__name__} drops channels of the kept keys of each "
-      "layer, once the layer has read the prompt; it cannot work with "
+      f"{type(method).__name__} drops channels of the kept keys of each layer, "
+      "once the layer has read the prompt; it cannot work with "
       f"{' and '.join(found)}."
     )
 

@@ -87,7 +87,18 @@ class Plan:
       self._check_kv_dtype(self.kv_dtype)
     if self.decoding is not None:
       self._check_decoding(self.decoding)
-    check_channels(self)
+    check_channels(
+      self.method,
+      {
+        "heads that keep different numbers of tokens": self.spread.ragged,
+        "a replay of the prompt": self.method.traits.replay is not None,
+        "a budget that is known after the prompt": self.adapts,
+        "kept tokens that move": self.method.traits.renumbers,
+        "keys of eight bits": self.kv_dtype is not None,
+        "retrieval": self.sparse is not None,
+        "evictions while decoding": self.while_decoding is not None,
+      },
+    )
 
   @property
   def spread(self) -> Allocation:

@@ -30,18 +30,15 @@ from kvjax.engine.evaluate import (
 )
 from kvjax.engine.layer_budgets import (
   check_protected,
-  compressed_layers,
-  kv_heads,
-  warn_of_windows,
 )
 from kvjax.engine.model_layers import layer_stacks
+from kvjax.engine.plan_fit import check_plan
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import (
   max_span,
   prepare,
   prepare_calibrated,
 )
-from kvjax.engine.rerotation import check_rotary
 from kvjax.engine.thresholds import must_keep
 from kvjax.engine.whole_model import HeadCounts
 from kvjax.errors import InputError
@@ -93,7 +90,7 @@ def prefill(
   # Either may be the larger one.
   block = max(plan.schedule.block, plan.schedule.first or 0)
   check_context(model, max_span(plan, np.asarray(prompts.lengths), block))
-  _check_plan(model, plan)
+  check_plan(model, plan)
   check_protected(plan, prompts, model.geometry)
   return prefill_blocks(model, params, prompts, plan)
 
@@ -362,7 +359,7 @@ def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:
       )
   check_context(model, np.asarray(prompts.lengths))
   for plan in plans:
-    _check_plan(model, plan)
+    check_plan(model, plan)
 
 
 def _check_plans(plans: Any) -> None:
@@ -376,30 +373,3 @@ def _check_plans(plans: Any) -> None:
     )
   if not plans:
     raise InputError("There is nothing to keep; give at least one plan.")
-
-
-def _check_plan(model: Model, plan: Plan) -> None:
-  """Refuses a method that does not fit the model's layers.
-
-  A warning says if there is no layer to compress.
-  """
-  warn_of_windows(plan, model.geometry)
-  traits = plan.method.traits
-  plan.method.check_model(model.geometry)
-  plan.spread.check_model(model.geometry)
-  if plan.decoding is not None:
-    plan.decoding.method.check_model(model.geometry)
-  if traits.renumbers:
-    check_rotary(model)
-  heads: dict[int, int] = {}
-  compressed = compressed_layers(plan, model.geometry)
-  for layer, spec in enumerate(model.geometry.layers):
-    source, own = traits.source_layer(layer), kv_heads(plan, spec)
-    # A selection lists slots for every head, so layers that share one need
-    # equally many.
-    if compressed[layer] and heads.setdefault(source, own) != own:
-      raise InputError(
-        f"{type(plan.method).__name__} uses the selection of layer {source} in "
-        f"layer {layer}, which has another number of heads; give each layer "
-        "its own."
-      )

@@ -1,0 +1,57 @@
+"""Whether a plan fits a model."""
+
+import warnings
+
+from kvjax.engine.layer_budgets import compressed_layers, kv_heads
+from kvjax.engine.plan_conflicts import OWN_FRAMES
+from kvjax.engine.plans import Plan
+from kvjax.engine.rerotation import check_rotary
+from kvjax.errors import InputError, InputWarning
+from kvjax.model import Geometry, Model
+
+
+def check_plan(model: Model, plan: Plan) -> None:
+  """Refuses a method that does not fit the model's layers.
+
+  A warning says if there is no layer to compress.
+
+  Raises:
+    InputError: the method or its allocation refuses the model, keys cannot be
+      rotated again, or layers that share a selection differ in their heads.
+  """
+  _warn_of_windows(plan, model.geometry)
+  traits = plan.method.traits
+  plan.method.check_model(model.geometry)
+  plan.spread.check_model(model.geometry)
+  if plan.decoding is not None:
+    plan.decoding.method.check_model(model.geometry)
+  if traits.renumbers:
+    check_rotary(model)
+  heads: dict[int, int] = {}
+  compressed = compressed_layers(plan, model.geometry)
+  for layer, spec in enumerate(model.geometry.layers):
+    source, own = traits.source_layer(layer), kv_heads(plan, spec)
+    # A selection lists slots for every head, so layers that share one need
+    # equally many.
+    if compressed[layer] and heads.setdefault(source, own) != own:
+      raise InputError(
+        f"{type(plan.method).__name__} uses the selection of layer {source} in "
+        f"layer {layer}, which has another number of heads; give each layer "
+        "its own."
+      )
+
+
+def _warn_of_windows(plan: Plan, geometry: Geometry) -> None:
+  """Warns if a method is to evict from a model with windows in all layers.
+
+  Its layers keep their windows, whatever the plan says.
+  """
+  if plan.method.traits.keeps_all:
+    return
+  if not any(spec.compressible for spec in geometry.layers):
+    warnings.warn(
+      f"All layers of this model have a window, which methods leave alone: "
+      f"{type(plan.method).__name__} compresses nothing.",
+      InputWarning,
+      skip_file_prefixes=OWN_FRAMES,
+    )
