@@ -42,7 +42,7 @@ from kvjax.experiments.inputs import (
 )
 from kvjax.experiments.report import writing
 from kvjax.experiments.run import (
-  hosts,
+  multihost,
   results,
   runner,
   side_by_side,
@@ -115,7 +115,7 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     run = runner.answer(
       lm, devices, chosen, samples, settings, folder, batch, began
     )
-  if not hosts.is_first():
+  if not multihost.is_first():
     return
   summary = run.summary
   summary["about"] = dict(repeated.about)

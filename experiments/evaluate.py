@@ -36,7 +36,7 @@ from kvjax.experiments.inputs import (
   run_inputs,
 )
 from kvjax.experiments.report import writing
-from kvjax.experiments.run import hosts, results, runner
+from kvjax.experiments.run import multihost, results, runner
 
 for module in (
   benchmark_inputs,
@@ -80,7 +80,7 @@ def main() -> None:
     run = runner.answer(
       lm, devices, chosen, drawn.samples, settings, folder, batch, began
     )
-  if not hosts.is_first():
+  if not multihost.is_first():
     return
   run.summary["about"] = dict(drawn.about)
   console.print(writing.write_run(folder, run.summary))

@@ -65,12 +65,12 @@ import random
 import jax
 
 import kvjax
-from kvjax.experiments.tasks import needles
+from kvjax.experiments.tasks import niah
 
 lm = kvjax.load("smollm2-135m-instruct", dtype="float32")
 
-task = needles.NeedleTask("numbers", "essay", key_count=8, max_new_tokens=16)
-turns = needles.conversation(task, random.Random(4), 1024, lm.text.count)
+task = niah.NeedleTask("numbers", "essay", key_count=8, max_new_tokens=16)
+turns = niah.conversation(task, random.Random(4), 1024, lm.text.count)
 text = turns[0].context
 
 print(jax.devices()[0].device_kind)

@@ -11,11 +11,11 @@ import random
 from collections.abc import Callable, Sequence
 
 from kvjax.experiments.run.results import Part
-from kvjax.experiments.tasks import needles, passkey, prose
+from kvjax.experiments.tasks import niah, passkey, prose
 from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
 from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
 
-NEEDLE = needles.NeedleTask("needle", "essay", max_new_tokens=30)
+NEEDLE = niah.NeedleTask("needle", "essay", max_new_tokens=30)
 PASSKEY = "passkey"
 # Default samples per length and depth.
 SAMPLES = 3
@@ -57,11 +57,9 @@ def needle_samples(
   task = dataclasses.replace(NEEDLE, words=words)
 
   def draw(rng: random.Random, length: int, depth: float) -> Sample:
-    sample = needles.sample(
-      task, rng, length, count, essay=essay, depths=[depth]
-    )
+    sample = niah.sample(task, rng, length, count, essay=essay, depths=[depth])
     (key,) = sample.metadata["keys"]
-    needle = needles.NEEDLE.format(
+    needle = niah.NEEDLE.format(
       kind=NEEDLE.values, key=key, value=sample.answers[0]
     )
     about = {**sample.metadata, "depth": depth, "needle": needle}

@@ -11,7 +11,7 @@ from kvjax import models
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.calibration.records import AUTO, FOLDER, Auto
+from kvjax.experiments.calibration.record_files import AUTO, FOLDER, Auto
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.run import candidates, results
 from kvjax.experiments.run.candidates import Candidate, Given

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.means import Row, Summary, evictable, grouped
-from kvjax.experiments.report.records import Record
+from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
 
 # Fields of a summary that comparable rows share.

@@ -10,7 +10,7 @@ import rich.text
 
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.run import hosts
+from kvjax.experiments.run import multihost
 from kvjax.experiments.run.answering import Seconds, replies
 from kvjax.experiments.run.batching import Context
 from kvjax.experiments.run.comparison import Work
@@ -40,11 +40,11 @@ class Cost(NamedTuple):
 
   def __str__(self) -> str:
     return (
-      f"{_counted(self.contexts, 'context')} of "
-      f"{_counted(self.context_tokens, 'token')}, "
-      f"{_counted(self.answers, 'answer')} to questions of "
-      f"{_counted(self.question_tokens, 'token')}, with up to "
-      f"{_counted(self.answer_tokens, 'new token')}."
+      f"{wording.count(self.contexts, 'context')} of "
+      f"{wording.count(self.context_tokens, 'token')}, "
+      f"{wording.count(self.answers, 'answer')} to questions of "
+      f"{wording.count(self.question_tokens, 'token')}, with up to "
+      f"{wording.count(self.answer_tokens, 'new token')}."
     )
 
 
@@ -88,7 +88,7 @@ class Forecast(NamedTuple):
     yield self.caches
     yield rich.text.Text(
       f"A first batch took {self.first:.1f} s, and {self.again:.1f} s once it "
-      f"was compiled: expect up to {_duration(self.total)} for all on this "
+      f"was compiled: expect up to {duration(self.total)} for all on this "
       "machine. Nothing was written."
     )
 
@@ -106,7 +106,7 @@ def forecast(lm: Pretrained, work: Work) -> Forecast:
   first, again = _time(lm, work), _time(lm, work)
   steps = [_size(batch) for batch in work.batches]
   shapes = len({shape for shape, _ in work.batches})
-  share = sum(steps) / steps[0] / hosts.count()
+  share = sum(steps) / steps[0] / multihost.count()
   total = again * max(share, 1.0) + shapes * max(first - again, 0.0)
   return Forecast(cost, table, first, again, total)
 
@@ -147,12 +147,8 @@ def _caches(lm: Pretrained, work: Work) -> Table:
   return Table(title, ["method", "budget", name], lines, names=2)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
   """Formats a duration: `40 s` or `3 min`."""
   if seconds < 2 * _MINUTE:
     return f"{seconds:.0f} s"
   return f"{seconds / _MINUTE:.0f} min"
-
-
-def _counted(number: int, thing: str) -> str:
-  return f"{number:,} {thing}{'' if number == 1 else 's'}"

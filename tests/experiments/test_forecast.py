@@ -74,4 +74,4 @@ def test_a_forecast_is_what_the_run_does(tiny, results):
   ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (150, "2 min")]
 )
 def test_durations_have_a_unit_to_think_in(seconds, text):
-  assert forecast._duration(seconds) == text
+  assert forecast.duration(seconds) == text

@@ -13,6 +13,7 @@ from kvjax.engine.forward import attend_to_prompt
 from kvjax.experiments.papers.analyses.timing import median_seconds
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run.progress_bar import track
 from kvjax.methods.leverage import draw_factors, leverage
 from kvjax.testing import random_activations
 
@@ -25,7 +26,7 @@ _Scorer = Callable[[LayerCache, Activations], PyTree[Array]]
 def scorers(subject: Subject) -> Findings:
   """Measures median milliseconds, and ratios to SnapKV."""
   lines = []
-  for length in subject.lengths:
+  for length in track(subject.lengths):
     activations = random_activations(
       subject.seed,
       [length],

@@ -13,6 +13,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.experiments.papers.analyses.timing import median_seconds
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run.progress_bar import track
 from kvjax.methods.base import Method
 from kvjax.methods.ranking import rank_clusters, score_clusters
 from kvjax.testing import random_activations
@@ -39,7 +40,7 @@ def measure(subject: Subject) -> Findings:
       f"{1000 * _seconds(columns[count][name], cache, activations):.1f}"
       for count in _PROTOTYPES
     ]
-    for name in names
+    for name in track(names)
   }
   snapkv = kvjax.get_method("snapkv.factory")
   alone = f"{1000 * _seconds(_evaluated(snapkv), cache, activations):.1f}"
