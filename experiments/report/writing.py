@@ -39,7 +39,7 @@ def write_comparison(
     folder / "table.md", compared.markdown(summary), outputs.ANSWERS
   )
   record = run_files.Record(folder, summary, answers).ranked
-  plot = pictures.png(curves.score_vs_retention(record))
+  plot = pictures.png(score_plots.score_vs_retention(record))
   outputs.write_bytes(folder / "score_vs_retention.png", plot, outputs.ANSWERS)
   return compared.terminal(summary)
 
