@@ -339,11 +339,8 @@ def _texts() -> generator.Texts:
 
 
 def _settings(data: dict[str, str]) -> results.Settings:
-  return results.Settings(
-    model=run_inputs.model_name(),
-    weights=results.digest(run_inputs.model_directory()),
-    dtype=run_inputs.dtype(),
-    seed=run_inputs.SEED.value,
+  return dataclasses.replace(
+    run_inputs.settings(),
     benchmark="ruler",
     data=data,
     heads=f"{_HEADS.value} head",

@@ -127,7 +127,7 @@ def main(ids: Sequence[str]) -> None:
       lm,
       devices,
       "model" in given,
-      _settings(),
+      run_inputs.settings(),
       run_inputs.batch(),
       sources,
       _SAMPLES.value,
@@ -172,15 +172,6 @@ def _given() -> dict[str, str]:
     for name, value in given.items()
     if value is not False
   }
-
-
-def _settings() -> results.Settings:
-  return results.Settings(
-    model=run_inputs.model_name(),
-    weights=results.digest(run_inputs.model_directory()),
-    dtype=run_inputs.dtype(),
-    seed=run_inputs.SEED.value,
-  )
 
 
 def _sources() -> Sources:

@@ -10,6 +10,8 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
+from kvjax.experiments.benchmarks.base import Request
+from kvjax.experiments.benchmarks.options import DEPTHS
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import niah, passkey, prose
 from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
@@ -26,6 +28,11 @@ _Draw = Callable[[random.Random, int, float], Sample]
 def even_depths(count: int) -> list[float]:
   """Returns `count` even depths from the start, 0, to the end, 1."""
   return [index / max(count - 1, 1) for index in range(count)]
+
+
+def total(lengths: Sequence[int], request: Request) -> int:
+  """Counts the samples of a grid."""
+  return len(lengths) * request.value(DEPTHS) * (request.samples or SAMPLES)
 
 
 def needle_samples(

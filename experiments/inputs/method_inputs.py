@@ -223,11 +223,8 @@ def settings(
     data: sources of its texts, and other choices in words.
     protocol: whether the question is known before compression.
   """
-  return results.Settings(
-    model=run_inputs.model_name(),
-    weights=results.digest(run_inputs.model_directory()),
-    dtype=run_inputs.dtype(),
-    seed=run_inputs.SEED.value,
+  return dataclasses.replace(
+    run_inputs.settings(),
     benchmark=benchmark,
     data=data,
     protocol=protocol,

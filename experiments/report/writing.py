@@ -32,7 +32,7 @@ def write_comparison(
     The table for a terminal.
   """
   # Here, as programs would otherwise start a second later, for matplotlib.
-  from kvjax.experiments.report import pictures
+  from kvjax.experiments.report import pictures, score_plots
 
   outputs.write_json(folder / run_files.SUMMARY, summary, outputs.ANSWERS)
   outputs.write_text(
@@ -57,7 +57,7 @@ def write_run(
   Raises:
     InputError: the folder's samples.jsonl cannot be read.
   """
-  from kvjax.experiments.report import pictures
+  from kvjax.experiments.report import pictures, score_plots
 
   outputs.write_json(folder / run_files.SUMMARY, summary, outputs.ANSWERS)
   record = run_files.read(folder).ranked
