@@ -1,5 +1,6 @@
 """Flags for methods, budgets, schedule and protocol, and their values."""
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping
 from typing import cast

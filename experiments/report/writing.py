@@ -57,7 +57,7 @@ def write_run(
   Raises:
     InputError: the folder's samples.jsonl cannot be read.
   """
-  from kvjax.experiments.report import pictures, score_plots
+  from kvjax.experiments.report import pictures
 
   outputs.write_json(folder / run_files.SUMMARY, summary, outputs.ANSWERS)
   record = run_files.read(folder).ranked
