@@ -46,7 +46,7 @@ _COLORS = LinearSegmentedColormap.from_list("kept", ["#FFFFFF", "#0B3C6F"])
 _NEEDLE = "#C2410C"
 # Words before and after the needle, and the share from which text is white.
 _AROUND, _DARK = 10, 0.4
-_LINE_WIDTH = 92
+_LINE_WIDTH = 66
 _DPI = 110
 
 
@@ -94,9 +94,9 @@ def draw(
     needle: numbers of the tokens to mark.
     title: the title.
   """
-  figure = Figure(figsize=(8, 3.4), layout="constrained")
+  figure = Figure(figsize=(6.4, 3.8), layout="constrained")
   FigureCanvasAgg(figure)
-  above, below = figure.subplots(2, height_ratios=(3, 1))
+  above, below = figure.subplots(2, height_ratios=(5, 2))
   image = above.imshow(
     shares, aspect="auto", cmap=_COLORS, vmin=0, vmax=1, interpolation="none"
   )
@@ -137,7 +137,7 @@ def _write_words(
       line + 0.45,
       word,
       family="monospace",
-      fontsize=7.5,
+      fontsize=8,
       va="center",
       color="white" if share > _DARK else _NEEDLE if is_needle else "black",
       weight="bold" if is_needle else "normal",
