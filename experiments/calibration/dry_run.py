@@ -1,12 +1,11 @@
 """Says what a calibration costs before it starts."""
 
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvjax.experiments.calibration.measuring import Batch, Work
+from kvjax.experiments.calibration.measuring import Work
 from kvjax.experiments.report import wording
-from kvjax.experiments.run.forecast import duration
+from kvjax.experiments.run.forecast import Pace
 from kvjax.models.pretrained import Pretrained
 
 
@@ -17,17 +16,13 @@ class Foreseen(NamedTuple):
     contexts: contexts to prefill.
     tokens: tokens of the contexts.
     measurements: likelihoods of answers to measure.
-    first: seconds of the first batch, with compilation; 0 without a batch.
-    again: seconds of the same batch once more.
-    total: estimated seconds of all batches.
+    pace: how long it takes; None without a batch.
   """
 
   contexts: int
   tokens: int
   measurements: int
-  first: float
-  again: float
-  total: float
+  pace: Pace | None
 
   def __str__(self) -> str:
     counted = (
@@ -35,41 +30,21 @@ class Foreseen(NamedTuple):
       f"{wording.count(self.tokens, 'token')}, "
       f"{wording.count(self.measurements, 'measurement')}."
     )
-    if not self.contexts:
-      return counted
-    return (
-      f"{counted} A first batch took {self.first:.1f} s, and "
-      f"{self.again:.1f} s once it was compiled: expect up to "
-      f"{duration(self.total)} for all on this machine. Nothing was written."
-    )
+    return counted if self.pace is None else f"{counted} {self.pace}"
 
 
 def foresee(lm: Pretrained, works: Sequence[Work]) -> Foreseen:
-  """Counts what is left to do, and measures a batch twice.
-
-  Other batches count by their padded tokens; those of other shapes compile once
-  more, as the first does.
-  """
+  """Counts what is left to do, and measures a batch twice."""
   batches = [one for work in works for one in work.batches]
   contexts = [q.prompt.context for one in batches for q in one.questions]
-  tokens = sum(map(len, contexts))
   measurements = sum(len(work.missing) for work in works)
-  if not batches:
-    return Foreseen(0, 0, measurements, 0.0, 0.0, 0.0)
-  work = next(work for work in works if work.batches)
-  first, again = _time(lm, work), _time(lm, work)
-  steps = list(map(_padded_tokens, batches))
-  shapes = len({one.shape for one in batches})
-  total = again * sum(steps) / steps[0] + shapes * max(first - again, 0.0)
-  return Foreseen(len(contexts), tokens, measurements, first, again, total)
-
-
-def _time(lm: Pretrained, work: Work) -> float:
-  """Returns the seconds that the first batch takes."""
-  began = time.monotonic()
-  list(work.batches[0].measure(lm, work.candidates))
-  return time.monotonic() - began
-
-
-def _padded_tokens(batch: Batch) -> int:
-  return batch.shape.rows * batch.shape.context
+  pace = None
+  if batches:
+    work = next(work for work in works if work.batches)
+    sizes = [one.shape.rows * one.shape.context for one in batches]
+    pace = Pace.measure(
+      lambda: work.measure_first(lm),
+      sizes,
+      shapes=len({one.shape for one in batches}),
+    )
+  return Foreseen(len(contexts), sum(map(len, contexts)), measurements, pace)

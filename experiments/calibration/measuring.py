@@ -136,6 +136,11 @@ class Work(NamedTuple):
   missing: Set[Key]
   batches: Sequence["Batch"]
 
+  def measure_first(self, lm: Pretrained) -> None:
+    """Measures the first batch, and drops the measurements."""
+    for _ in self.batches[0].measure(lm, self.candidates):
+      pass
+
 
 def pending(
   lm: Pretrained,

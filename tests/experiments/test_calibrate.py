@@ -280,8 +280,8 @@ def test_a_dry_run_counts_what_is_then_measured(tiny, tmp_path):
   found = dry_run.foresee(tiny, [work])
   assert not list(tmp_path.iterdir())
   assert found.contexts == 3
-  assert found.first > found.again > 0
-  assert found.again <= found.total < 10 * found.first
+  assert found.pace.first > found.pace.again > 0
+  assert found.pace.again <= found.pace.total < 10 * found.pace.first
   made = measuring.measure(
     tiny, chosen, SAMPLES, store, 2, lambda task, new: None
   )
