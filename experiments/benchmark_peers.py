@@ -117,6 +117,7 @@ def main() -> None:
         f"this model's context of {limit} tokens; --model=random has a "
         "longer one."
       )
+    chosen = list(_cases(sizes, lengths))
     print(
       f"With default flags, the {_TABLE.value} table takes about "
       f"{_MINUTES[_TABLE.value]} minutes on two cores.",
@@ -124,7 +125,7 @@ def main() -> None:
     )
     compared = []
     for case in rich.progress.track(
-      list(_cases(sizes, lengths)),
+      chosen,
       "timing",
       console=rich.console.Console(stderr=True),
       transient=True,
