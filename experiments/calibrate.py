@@ -167,7 +167,7 @@ def main() -> None:
     samples = run.samples(_SAMPLES.value, 0)
     measuring.check(lm, chosen, samples)
     if dry_run_inputs.DRY_RUN.value:
-      console.print(run.foresee(chosen))
+      console.print(str(run.foresee(chosen)))
       return
     triples = run.measure("triples.jsonl", chosen, samples, 0)
     others = []
