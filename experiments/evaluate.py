@@ -18,7 +18,8 @@ resumes where it stopped. With `--multihost`, hosts that run the same command
 share the contexts. Each combination of model, benchmark, protocol,
 schedule and seed has its own folder in --output, with answers, tables, plots
 and an HTML page. `python -m kvjax.experiments.leaderboard DIR...` merges runs
-into one leaderboard.
+into one leaderboard. With --timed_rounds, tables also say how long each method
+and budget takes for one prompt alone, and for a decoded token.
 """
 
 import hashlib
@@ -27,6 +28,7 @@ import time
 
 from absl import flags
 
+from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import (
   benchmark_inputs,
@@ -36,7 +38,7 @@ from kvjax.experiments.inputs import (
   run_inputs,
 )
 from kvjax.experiments.report import writing
-from kvjax.experiments.run import hosts, results, runner
+from kvjax.experiments.run import hosts, results, runner, speed
 
 for module in (
   benchmark_inputs,
@@ -50,12 +52,23 @@ for module in (
 _OUTPUT = flags.DEFINE_string(
   "output", "results", "Parent folder of the run folders."
 )
+_TIMED_ROUNDS = flags.DEFINE_integer(
+  "timed_rounds",
+  0,
+  "Also time each method and budget alone, on one prompt of each length, in so "
+  "many rounds.",
+  lower_bound=0,
+)
 
 
 def main() -> None:
   """Checks all flags, then loads the model and runs it."""
   began = time.monotonic()
   host_inputs.start()
+  if _TIMED_ROUNDS.value and hosts.count() > 1:
+    raise InputError(
+      "--timed_rounds times one host alone; leave out --multihost."
+    )
   method_inputs.check_flags()
   chosen = method_inputs.chosen()
   benchmark_inputs.check_flags()
@@ -80,6 +93,11 @@ def main() -> None:
     run = runner.answer(
       lm, devices, chosen, drawn.samples, settings, folder, batch, began
     )
+    if hosts.is_first():
+      speeds = speed.measure(
+        lm, chosen, drawn.samples, settings, folder, _TIMED_ROUNDS.value
+      )
+      run.summary["rows"] = speed.add_to(run.summary["rows"], speeds)
   if not hosts.is_first():
     return
   run.summary["about"] = dict(drawn.about)
