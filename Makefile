@@ -36,13 +36,17 @@ RANKED := full,random,streaming,key_norm,h2o,tova,snapkv,snapkv:kernel=15,$\
   leverage,noncausal,protokv,kvzip,kvzip.plus,expected_attention,qfilters,rkv,$\
   criticalkv,criticaladakv,cur,dropkv,duoattention,simlayerkv
 
-# An interrupted run goes on where it stopped, and ARGS may have other lengths.
+# LENGTHS=1024 for one length. An interrupted run goes on where it stopped.
+LENGTHS := 1024 2048 4096
 leaderboard: $(READY)
-	@$(BIN)/python -m kvjax.experiments.evaluate --benchmark=ruler \
-	  --tasks=niah_single_2,niah_multikey_1 --length=1024,2048,4096 \
-	  --samples=24 --retention=0.75,0.5,0.25,0.1,0.0625,0.03125 \
-	  --methods=$(RANKED) --timed_rounds=1 --output=results/leaderboard $(ARGS)
-	@$(BIN)/python -m kvjax.experiments.leaderboard results/leaderboard
+	@for length in $(LENGTHS); do \
+	  $(BIN)/python -m kvjax.experiments.compare --length=$$length \
+	    --samples=24 --retention=0.75,0.5,0.25,0.1,0.0625,0.03125 \
+	    --methods=$(RANKED) --timed_rounds=1 \
+	    --output=results/leaderboard/$$length $(ARGS) || exit; \
+	done
+	@$(BIN)/python -m kvjax.experiments.leaderboard results/leaderboard \
+	  --output=results/leaderboard
 
 test: $(READY)
 	@$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -28,7 +28,6 @@ import time
 
 from absl import flags
 
-from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import (
   benchmark_inputs,
@@ -36,9 +35,10 @@ from kvjax.experiments.inputs import (
   host_inputs,
   method_inputs,
   run_inputs,
+  speed_inputs,
 )
 from kvjax.experiments.report import writing
-from kvjax.experiments.run import hosts, results, runner, speed
+from kvjax.experiments.run import hosts, results, runner
 
 for module in (
   benchmark_inputs,
@@ -46,18 +46,12 @@ for module in (
   method_inputs,
   host_inputs,
   dry_run_inputs,
+  speed_inputs,
 ):
   flags.adopt_module_key_flags(module)
 
 _OUTPUT = flags.DEFINE_string(
   "output", "results", "Parent folder of the run folders."
-)
-_TIMED_ROUNDS = flags.DEFINE_integer(
-  "timed_rounds",
-  0,
-  "Also time each method and budget alone, on one prompt of each length, in so "
-  "many rounds.",
-  lower_bound=0,
 )
 
 
@@ -65,10 +59,7 @@ def main() -> None:
   """Checks all flags, then loads the model and runs it."""
   began = time.monotonic()
   host_inputs.start()
-  if _TIMED_ROUNDS.value and hosts.count() > 1:
-    raise InputError(
-      "--timed_rounds times one host alone; leave out --multihost."
-    )
+  speed_inputs.check()
   method_inputs.check_flags()
   chosen = method_inputs.chosen()
   benchmark_inputs.check_flags()
@@ -93,11 +84,9 @@ def main() -> None:
     run = runner.answer(
       lm, devices, chosen, drawn.samples, settings, folder, batch, began
     )
-    if hosts.is_first():
-      speeds = speed.measure(
-        lm, chosen, drawn.samples, settings, folder, _TIMED_ROUNDS.value
-      )
-      run.summary["rows"] = speed.add_to(run.summary["rows"], speeds)
+    speed_inputs.add_speeds(
+      run.summary, lm, chosen, drawn.samples, settings, folder
+    )
   if not hosts.is_first():
     return
   run.summary["about"] = dict(drawn.about)
