@@ -18,7 +18,7 @@ caches take turns in one process. It prints a table:
 It takes three minutes on two cores, half of it for compilation.
 
   python -m kvjax.experiments.benchmark_decode --every=128 \
-    --methods=rkv,snapkv,keydiff,lagkv,tova
+    --methods=rkv,snapkv,keydiff,lagkv.kvpress,tova
 
 times evictions while decoding instead, from --target plus --every tokens to
 --target, as a percentage of the steps between them.
@@ -48,11 +48,11 @@ flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
 
 _METHODS = flags.DEFINE_list(
   "methods",
-  ["keydiff", "adakv", "ctkvr", "flat"],
+  ["keydiff", "adakv", "ctkvr.512"],
   "Methods to compare with the full cache.",
 )
 _RETENTION = flags.DEFINE_list(
-  "retention", ["0.25", "0.0625"], "Shares of the context to keep or retrieve."
+  "retention", ["0.25", "0.0625"], "Shares of the context to keep."
 )
 _EVERY = flags.DEFINE_integer(
   "every",
@@ -104,11 +104,15 @@ def main() -> None:
 def _time_evictions(every: int) -> None:
   """Times evictions by each method, and the steps between them."""
   target = _TARGET.value
+  plans = {
+    name: eviction_timing.plan_of(name, target, every)
+    for name in _METHODS.value
+  }
   with run_inputs.loaded() as (lm, devices):
     _check_room(lm, {"target": target, "every": every})
     steps, evicted = eviction_timing.measure(
       lm,
-      _METHODS.value,
+      plans,
       # Prose has a few tokens less than it is asked for.
       _contexts(lm, 2 * (target + every), _ROWS.value),
       (target, every),
