@@ -23,7 +23,7 @@ from kvjax.experiments.peers.cases import LAYER
 from kvjax.experiments.report import formats, pictures, wording
 from kvjax.experiments.run import outputs, results
 from kvjax.experiments.run.environment import device
-from kvjax.experiments.timing import scaling
+from kvjax.experiments.timing import layer_compression, scaling
 
 _METHODS = flags.DEFINE_list(
   "methods",
@@ -56,10 +56,7 @@ def main() -> None:
   budget = kvjax.Retention(_RETENTION.value)
   plans = {name: kvjax.get_plan(name, budget) for name in _METHODS.value}
   for name, plan in plans.items():
-    if plan.method.traits.replay or plan.spread.whole_model or plan.sparse:
-      raise InputError(
-        f"{name} needs more than one layer, or keeps all; it has no time here."
-      )
+    layer_compression.check(name, plan)
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
   heads = (LAYER["heads"], LAYER["kv_heads"], LAYER["dim"])

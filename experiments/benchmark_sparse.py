@@ -42,12 +42,13 @@ def main() -> None:
   retrievals = {name: get_retrieval(name) for name in _METHODS.value}
   lengths = run_inputs.parse_lengths(_LENGTH.value)
   console = rich.console.Console(highlight=False)
+  heads = sparse_timing.Heads()
   for length in lengths:
     copies, results = sparse_timing.measure(
       retrievals,
       _KEYS.value,
       length,
-      sparse_timing.Heads(),
+      heads,
       _ROUNDS.value,
       run_inputs.SEED.value,
     )
@@ -55,8 +56,9 @@ def main() -> None:
     title = f"{length:,} tokens, {_KEYS.value:,} keys retrieved"
     console.print(formats.Table(title, heading, lines))
   console.print(
-    "One layer with 32 query and 8 KV heads of 128 channels, one row, float32 "
-    f"on {device(1)}, median of {wording.count(_ROUNDS.value, 'round')}, seed "
+    f"One layer with {heads.heads} query and {heads.kv_heads} KV heads of "
+    f"{heads.head_dim} channels, one row, float32 on {device(1)}, median of "
+    f"{wording.count(_ROUNDS.value, 'round')}, seed "
     f"{run_inputs.SEED.value}."
   )
 

@@ -115,10 +115,11 @@ def _compare(chosen: Sequence[Candidate]) -> None:
       foreseen = runner.foresee(lm, chosen, samples, settings, folder, batch)
       console.print(foreseen)
       return
+    speeds = speed_inputs.opened(folder, settings, devices)
     run = runner.answer(
       lm, devices, chosen, samples, settings, folder, batch, began
     )
-    speed_inputs.add_speeds(run.summary, lm, chosen, samples, settings, folder)
+    speed_inputs.add_speeds(speeds, run.summary, lm, chosen, samples)
   if not multihost.is_first():
     return
   summary = run.summary

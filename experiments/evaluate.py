@@ -81,12 +81,11 @@ def main() -> None:
       )
       console.print(foreseen)
       return
+    speeds = speed_inputs.opened(folder, settings, devices)
     run = runner.answer(
       lm, devices, chosen, drawn.samples, settings, folder, batch, began
     )
-    speed_inputs.add_speeds(
-      run.summary, lm, chosen, drawn.samples, settings, folder
-    )
+    speed_inputs.add_speeds(speeds, run.summary, lm, chosen, drawn.samples)
   if not multihost.is_first():
     return
   run.summary["about"] = dict(drawn.about)

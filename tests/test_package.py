@@ -192,3 +192,22 @@ def test_the_public_interface_is_all_that_shows():
   assert not private
   for hidden in ("checkpoint", "engine", "testing", "importlib", "types"):
     assert hidden not in shown
+
+
+def test_programs_do_not_wait_for_what_few_of_them_need():
+  """Orbax saves caches, Matplotlib draws, and SciPy factorizes matrices.
+
+  SciPy's OpenBLAS reads how many threads it may have when it is loaded, which
+  must be after programs have said so.
+  """
+  code = "import sys, kvjax.experiments.compare; print(*sys.modules)"
+  modules = subprocess.run(
+    [sys.executable, "-c", code],
+    cwd=ROOT,
+    check=True,
+    capture_output=True,
+    text=True,
+  ).stdout.split()
+  assert "jax" in modules
+  late = {"orbax", "matplotlib", "scipy.linalg", "pandas", "datasets"}
+  assert not late & {*modules}

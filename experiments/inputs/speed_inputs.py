@@ -7,7 +7,7 @@ from typing import Any
 from absl import flags
 
 from kvjax.errors import InputError
-from kvjax.experiments.run import multihost, speed
+from kvjax.experiments.run import environment, multihost, speed
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.results import Samples, Settings
 from kvjax.models.pretrained import Pretrained
@@ -16,7 +16,7 @@ TIMED_ROUNDS = flags.DEFINE_integer(
   "timed_rounds",
   0,
   "Also time each method and budget alone, on one prompt of each length, in so "
-  "many rounds.",
+  "many rounds. --dry_run does not count them.",
   lower_bound=0,
 )
 
@@ -33,17 +33,37 @@ def check() -> None:
     )
 
 
+def opened(
+  folder: pathlib.Path, settings: Settings, devices: int
+) -> speed.Speeds | None:
+  """Opens the times of a run, before its answers are generated.
+
+  Args:
+    folder: folder of the run.
+    settings: settings of the run.
+    devices: number of the model's devices.
+
+  Returns:
+    The times; None on hosts that write no files.
+
+  Raises:
+    InputError: see `speed.Speeds`.
+  """
+  if not multihost.is_first():
+    return None
+  return speed.Speeds(folder, settings, environment.device(devices))
+
+
 def add_speeds(
+  speeds: speed.Speeds | None,
   summary: dict[str, Any],
   lm: Pretrained,
   chosen: Sequence[Candidate],
   samples: Samples,
-  settings: Settings,
-  folder: pathlib.Path,
 ) -> None:
-  """Adds times to the rows of a summary; see `speed.measure`."""
-  if multihost.is_first():
-    speeds = speed.measure(
-      lm, chosen, samples, settings, folder, TIMED_ROUNDS.value
-    )
-    summary["rows"] = speed.add_to(summary["rows"], speeds)
+  """Times what --timed_rounds asks for, and adds all times to the rows."""
+  if speeds is None:
+    return
+  if TIMED_ROUNDS.value:
+    speeds.measure(lm, chosen, samples, TIMED_ROUNDS.value)
+  summary["rows"] = speeds.add_to(summary["rows"])

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.experiments import cli
 from kvjax.experiments.peers.serving import serve
 from kvjax.experiments.timing import layer_compression
 from kvjax.model import Geometry
@@ -147,4 +148,5 @@ def _fastest(call: Callable[[Any], Any], argument: Any) -> float:
 
 
 if __name__ == "__main__":
+  cli.limit_threads()
   serve(Side().operations())

@@ -40,8 +40,11 @@ class Worker:
       folder: where it starts.
     """
     self._name = name
-    # Threads that wait in a loop would take a core from the other worker.
+    # Threads that wait in a loop would take a core from the other worker. The
+    # peer may use OpenBLAS for products, so that our limit is not for it; our
+    # worker sets its own.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    environment.pop("OPENBLAS_NUM_THREADS", None)
     self._process = subprocess.Popen(
       command,
       cwd=folder,

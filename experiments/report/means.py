@@ -10,7 +10,6 @@ from kvjax.experiments.calibration.record_files import AUTO
 from kvjax.experiments.run.candidates import FULL
 from kvjax.experiments.run.intervals import interval
 from kvjax.experiments.run.results import Answer
-from kvjax.experiments.run.speed import SECONDS
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]
@@ -18,7 +17,10 @@ Summary = Mapping[str, Any]
 Name = tuple[str, str]
 
 # Fields that not all rows have.
-OPTIONAL = ("global_tokens", "answer_tokens", "decoding_bytes", *SECONDS)
+OPTIONAL = (
+  *("global_tokens", "answer_tokens", "decoding_bytes"),
+  *("prefill_seconds", "token_seconds"),
+)
 # As `kvjax.Threshold` writes itself.
 _THRESHOLD = "threshold "
 

@@ -10,7 +10,6 @@ from kvjax.errors import InputError
 from kvjax.experiments.report.means import Row, Summary, means, ranked
 from kvjax.experiments.run import typed_records
 from kvjax.experiments.run.results import Answer
-from kvjax.experiments.run.speed import SECONDS
 from kvjax.models.json_files import read_text
 
 SUMMARY = "summary.json"
@@ -38,7 +37,9 @@ _ROW: _Kinds = {
   "turn": int | None,
 }
 # Fields that not all rows have.
-_OPTIONAL: _Kinds = dict.fromkeys(("global_tokens", *SECONDS), float)
+_OPTIONAL: _Kinds = dict.fromkeys(
+  ("global_tokens", "prefill_seconds", "token_seconds"), float
+)
 
 # The fields that a row shares with its answers.
 _KEY = ("method", "options", "budget", "task", "length", "depth", "turn")

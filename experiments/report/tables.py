@@ -299,7 +299,9 @@ def _seconds(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
   if all(mean.prefill_seconds is None for mean in summary_means):
     return {}
   return {
-    "prefill, s": [_known(mean.prefill_seconds, 1) for mean in summary_means],
+    "prefill, ms": [
+      _known(mean.prefill_seconds, 1e-3) for mean in summary_means
+    ],
     "token, ms": [_known(mean.token_seconds, 1e-3) for mean in summary_means],
   }
 

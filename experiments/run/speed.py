@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 import statistics
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +19,28 @@ from kvjax.experiments.run.prompting import Prompt, Protocol, Shape
 from kvjax.experiments.run.results import Samples, Settings
 from kvjax.models.pretrained import Pretrained
 
-# What the rows of a summary show of a `Speed`.
-SECONDS = ("prefill_seconds", "token_seconds")
-# Decoded tokens per measurement.
+# Least decoded tokens per measurement.
 _TOKENS = 32
+# Candidates that take turns. What they took is written before the next ones.
+_TURNS = 10
+
+
+class Timed(NamedTuple):
+  """What a time is of.
+
+  Attributes:
+    device: see `environment.device`.
+    length: of the prompt's `Part`.
+    method: name of the method.
+    options: the method with all its hyperparameters.
+    budget: the budget in words.
+  """
+
+  device: str
+  length: int
+  method: str
+  options: str
+  budget: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +48,17 @@ class Speed(Line):
   """The time that a method and budget takes for one prompt, alone.
 
   Attributes:
-    length: of the prompt's `Part`.
-    method: name of the method.
-    options: the method with all its hyperparameters.
-    budget: the budget in words.
+    device: see `Timed`, as for the next four.
+    length: see there.
+    method: see there.
+    options: see there.
+    budget: see there.
     rounds: measurements, of which the other fields are medians.
     prefill_seconds: from the prompt to its compressed cache.
-    token_seconds: of a decoded token.
+    token_seconds: of a decoded token, with its share of an eviction.
   """
 
+  device: str
   length: int
   method: str
   options: str
@@ -48,80 +68,119 @@ class Speed(Line):
   token_seconds: float
 
   @property
-  def key(self) -> Hashable:
+  def key(self) -> Timed:
     """What the time is of."""
-    return self.length, self.method, self.options, self.budget
+    return Timed(
+      self.device, self.length, self.method, self.options, self.budget
+    )
+
+
+class Speeds:
+  """The times in `speeds.jsonl` of a run's folder.
+
+  Those of other devices stay there and are not shown.
+  """
+
+  def __init__(
+    self, folder: pathlib.Path, settings: Settings, device: str
+  ) -> None:
+    """Reads the times that are there.
+
+    Raises:
+      InputError: see `LineFile`.
+    """
+    self._file = LineFile(folder / "speeds.jsonl", settings, Speed, "speed")
+    self._protocol = settings.protocol
+    self._device = device
+
+  def measure(
+    self,
+    lm: Pretrained,
+    candidates: Sequence[Candidate],
+    samples: Samples,
+    rounds: int,
+  ) -> None:
+    """Adds the times that are missing, or of fewer rounds.
+
+    Candidates take turns, in one more round than given, since the first
+    compiles.
+
+    Args:
+      lm: the model.
+      candidates: methods and budgets.
+      samples: samples of each task; the first one of each length is timed.
+      rounds: measurements per candidate.
+
+    Raises:
+      InputError: see `LineFile.add`.
+    """
+    missing = {
+      length: [c for c in candidates if self._rounds(length, c) < rounds]
+      for length in dict.fromkeys(part.length for part in samples)
+    }
+    steps = (1 + rounds) * sum(map(len, missing.values()))
+    if not steps:
+      return
+    with progress_bar(steps, "timing") as advance:
+      for length, left in missing.items():
+        prompt = _first_prompt(lm, samples, length, self._protocol)
+        shape = Shape.of([prompt], 1, self._protocol)
+        for start in range(0, len(left), _TURNS):
+          turns = left[start : start + _TURNS]
+          seconds: list[list[_Seconds]] = [[] for _ in turns]
+          for _ in range(1 + rounds):
+            for candidate, measured in zip(turns, seconds, strict=True):
+              measured.append(_time(lm, candidate, prompt, shape))
+              advance(candidate.method, 1)
+          self._file.add(
+            self._speed(length, candidate, measured[1:])
+            for candidate, measured in zip(turns, seconds, strict=True)
+          )
+
+  def add_to(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds what is known of this device to the rows of a summary."""
+
+    def seconds(row: dict[str, Any]) -> dict[str, float]:
+      names = ("length", "method", "options", "budget")
+      key = Timed(self._device, *(row[name] for name in names))
+      speed = self._file.records.get(key)
+      if speed is None:
+        return {}
+      return {
+        "prefill_seconds": speed.prefill_seconds,
+        "token_seconds": speed.token_seconds,
+      }
+
+    return [row | seconds(row) for row in rows]
+
+  def _key(self, length: int, candidate: Candidate) -> Timed:
+    return Timed(
+      self._device,
+      length,
+      candidate.method,
+      candidate.options,
+      candidate.budget,
+    )
+
+  def _rounds(self, length: int, candidate: Candidate) -> int:
+    """Rounds that a candidate was timed in; 0 for none."""
+    known = self._file.records.get(self._key(length, candidate))
+    return 0 if known is None else known.rounds
+
+  def _speed(
+    self, length: int, candidate: Candidate, measured: "Sequence[_Seconds]"
+  ) -> Speed:
+    return Speed(
+      *self._key(length, candidate),
+      len(measured),
+      statistics.median(each.prefill for each in measured),
+      statistics.median(each.token for each in measured),
+    )
 
 
 class _Seconds(NamedTuple):
   prefill: float
   token: float
-
-
-def measure(
-  lm: Pretrained,
-  candidates: Sequence[Candidate],
-  samples: Samples,
-  settings: Settings,
-  folder: pathlib.Path,
-  rounds: int,
-) -> Mapping[Hashable, Speed]:
-  """Times what `speeds.jsonl` lacks, and adds it there.
-
-  Candidates take turns, in one more round than given, since the first compiles.
-
-  Args:
-    lm: the model.
-    candidates: methods and budgets.
-    samples: samples of each task; the first one of each length is timed.
-    settings: the settings of the run.
-    folder: folder of the run.
-    rounds: measurements per candidate; 0 for what the file has.
-
-  Returns:
-    The speeds by `Speed.key`.
-
-  Raises:
-    InputError: see `LineFile`.
-  """
-  file = LineFile(folder / "speeds.jsonl", settings, Speed, "speed")
-  lengths = dict.fromkeys(part.length for part in samples)
-  missing = {
-    length: [c for c in candidates if _key(length, c) not in file.records]
-    for length in lengths
-  }
-  steps = (1 + rounds) * sum(map(len, missing.values()))
-  if not rounds or not steps:
-    return file.records
-  with progress_bar(steps, "timing") as advance:
-    for length, left in missing.items():
-      prompt = _first_prompt(lm, samples, length, settings.protocol)
-      shape = Shape.of([prompt], 1, settings.protocol)
-      seconds: list[list[_Seconds]] = [[] for _ in left]
-      for _ in range(1 + rounds):
-        for candidate, measured in zip(left, seconds, strict=True):
-          measured.append(_time(lm, candidate, prompt, shape))
-          advance(candidate.method[:15], 1)
-      file.add(
-        _speed(length, candidate, measured[1:])
-        for candidate, measured in zip(left, seconds, strict=True)
-      )
-  return file.records
-
-
-def add_to(
-  rows: Sequence[dict[str, Any]], speeds: Mapping[Hashable, Speed]
-) -> list[dict[str, Any]]:
-  """Adds to the rows of a summary the seconds that are known."""
-  result = []
-  for row in rows:
-    key = row["length"], row["method"], row["options"], row["budget"]
-    speed = speeds.get(key)
-    seconds = (
-      {} if speed is None else {name: getattr(speed, name) for name in SECONDS}
-    )
-    result.append(row | seconds)
-  return result
 
 
 def _first_prompt(
@@ -137,32 +196,20 @@ def _time(
 ) -> _Seconds:
   tokens = prompt.context if shape.question else prompt.prefilled
   contexts = kvjax.Prompts.of([tokens], shape.context)
-  began = time.monotonic()
+  later = candidate.plan.while_decoding
+  every = None if later is None else later.schedule.every
+  count = max(_TOKENS, every or 0)
+  began = _now()
   (result,) = jax.block_until_ready(
     prefilling.prefill_all(lm, [candidate.plan], contexts)
   )
-  prefilled = time.monotonic()
+  prefilled = _now()
   answer = kvjax.generate(
-    lm.model, lm.params, result.cache, result.logits, kvjax.Decoding(_TOKENS)
+    lm.model, lm.params, result.cache, result.logits, kvjax.Decoding(count)
   )
   jax.block_until_ready(answer.tokens)
-  decoded = time.monotonic()
-  return _Seconds(prefilled - began, (decoded - prefilled) / _TOKENS)
+  return _Seconds(prefilled - began, (_now() - prefilled) / count)
 
 
-def _speed(
-  length: int, candidate: Candidate, measured: Sequence[_Seconds]
-) -> Speed:
-  return Speed(
-    length,
-    candidate.method,
-    candidate.options,
-    candidate.budget,
-    len(measured),
-    statistics.median(each.prefill for each in measured),
-    statistics.median(each.token for each in measured),
-  )
-
-
-def _key(length: int, candidate: Candidate) -> Hashable:
-  return length, candidate.method, candidate.options, candidate.budget
+def _now() -> float:
+  return time.monotonic()

@@ -16,8 +16,36 @@ from kvjax.engine.evaluate import (
   list_evaluations,
 )
 from kvjax.engine.prepared import prepare
+from kvjax.errors import InputError
 from kvjax.model import Geometry
 from kvjax.testing import TinyModel
+
+
+def check(name: str, plan: kvjax.Plan) -> None:
+  """Rejects plans that one layer, drawn at random, cannot compress.
+
+  Args:
+    name: name of the method.
+    plan: the plan.
+
+  Raises:
+    InputError: it keeps all keys, waits for other layers, or reads what only a
+      model has.
+  """
+  traits = plan.method.traits
+  if plan.sparse is not None or traits.keeps_all:
+    raise InputError(f"{name} keeps all keys, so there is nothing to time.")
+  if traits.replay is not None or plan.spread.whole_model:
+    raise InputError(
+      f"{name} needs more than one layer, and this times one alone."
+    )
+  drawn = draw(Geometry.uniform(1, 1, 1, 2, 1), 1)
+  lacking = [n for n in traits.activations if getattr(drawn, n) is None]
+  if lacking:
+    raise InputError(
+      f"{name} reads {', '.join(sorted(lacking))}, which only a model has; "
+      "this times a layer alone."
+    )
 
 
 def draw(geometry: Geometry, length: int) -> Activations:

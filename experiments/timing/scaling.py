@@ -96,7 +96,7 @@ def measure(
       taken[name].append(layer_compression.seconds(plan, geometry, activations))
     for name, times in taken.items():
       # The first one compiles.
-      seconds[name][length] = statistics.median(times[1:] or times)
+      seconds[name][length] = statistics.median(times[1:])
   return [Scaled(name, seconds[name], temporary[name]) for name in plans]
 
 
@@ -141,7 +141,9 @@ def picture(results: Sequence[Scaled]) -> Figure:
     taken = [n for n in lengths if one.temporary[n]]
     axes[1].plot(taken, [one.temporary[n] / 2**20 for n in taken], **style)
   for axis, label in zip(axes, ("ms", "temporary MiB"), strict=True):
-    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+    axis.set(xscale="log", xlabel="tokens", ylabel=label)
+    if any(line.get_xdata().size for line in axis.get_lines()):
+      axis.set_yscale("log")
     axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=45)
     axis.minorticks_off()
     axis.grid(alpha=0.3)

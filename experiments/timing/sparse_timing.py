@@ -92,6 +92,7 @@ def measure(
   drawn = _draw(seed, length + (1 + rounds) * _TOKENS, heads)
   prompt = _part(drawn, 0, length)
   stacks: dict[str, Layer] = {}
+  sizes: dict[str, int] = {}
   names = [FULL, *retrievals]
   for name in rich.progress.track(names, "indexing", console=console):
     layer = _layer(retrievals.get(name), prompt, keys)
@@ -100,14 +101,15 @@ def measure(
         f"{name} reads all of {length} tokens; give a longer --length or fewer "
         "--keys."
       )
+    sizes[name] = layer.nbytes
     grown = layer.grow((1 + rounds) * _TOKENS)
     stacks[name] = jax.tree.map(lambda x: x[None], grown)
-  sizes = {name: stack.nbytes for name, stack in stacks.items()}
   reads = {name: float(np.mean(s.num_attended)) for name, s in stacks.items()}
   del prompt
 
   def attend(name: str, turn: int) -> float:
-    tokens = _tokens(drawn, length + turn * _TOKENS)
+    start = length + turn * _TOKENS
+    tokens = jax.block_until_ready(_tokens(drawn, start))
     began = time.perf_counter()
     stacks[name], _ = jax.block_until_ready(_decode(stacks[name], tokens))
     return (time.perf_counter() - began) / _TOKENS

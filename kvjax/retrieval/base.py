@@ -286,9 +286,7 @@ class Retrieval(abc.ABC):
       store: the stored tokens, without keys.
 
     Returns:
-      Slots, unique, then -1. Trailing ones that are -1 for all heads may be cut
-      off before `retrieve`, whose results must have the same shapes without
-      them.
+      Slots, unique, then -1.
     """
     raise NotImplementedError(f"{type(self).__name__} names no candidates.")
 

@@ -218,13 +218,11 @@ class CTkvr(Retrieval):
       order = largest(scores, count, limit)
       return jnp.where(order >= 0, candidates[order], -1)
 
-    if self.rerank:
-      slots = select(recalled, budget.num_keys, budget.max_keys)
-    else:
-      most = min(self._max_recalled(index), store.valid.shape[0])
-      # The caller may have cut candidates off; the shape must not depend on it.
-      padding = (0, most - recalled.shape[0])
-      slots = jnp.pad(recalled, padding, constant_values=-1)
+    slots = (
+      select(recalled, budget.num_keys, budget.max_keys)
+      if self.rerank
+      else recalled
+    )
     if store.pending is not None:
       others = scaled_logits(queries, store.pending.keys)
       logits = jnp.concatenate([logits, others], axis=-1)
@@ -324,10 +322,6 @@ class CTkvr(Retrieval):
   def _num_probed(self, index: Lists) -> int:
     """Number of lists that a token recalls."""
     return min(self.probes, index.slots.shape[0])
-
-  def _max_recalled(self, index: Lists) -> int:
-    """Length of the lists that a token recalls, with duplicates."""
-    return self._num_probed(index) * index.slots.shape[1]
 
   def _recall(
     self, index: Lists, direction: Float[Array, "G D"]

@@ -5,13 +5,14 @@ import math
 import pytest
 
 import kvjax
+from kvjax.errors import InputError
+from kvjax.experiments.report import pictures
 from kvjax.experiments.timing import layer_compression, scaling
 from kvjax.experiments.timing.scaling import Scaled
 from kvjax.model import Geometry
 
 HEADS = (4, 2, 16)
-# All whole-prompt methods that need no model; methods.md calls none of their
-# memory more than linear in the prompt.
+# Whole-prompt methods that need no model.
 METHODS = (
   *("random", "streaming", "key_norm", "h2o", "tova", "snapkv", "adakv"),
   *("chunkkv", "keydiff", "lagkv:lag=128", "compactor", "leverage"),
@@ -70,11 +71,34 @@ def test_methods_take_turns_at_each_length():
 def test_what_is_wrong_is_one_sentence(run_binary):
   for argument, sentence in {
     "--methods=": "--methods is empty",
-    "--methods=kvzip": "kvzip needs more than one layer",
-    "--methods=quest": "quest",
+    "--methods=full": "full keeps all keys",
     "--length=64": "needs two lengths or more",
   }.items():
     result = run_binary("kvjax.experiments.benchmark_scaling", argument)
     assert result.returncode == 2, result.stderr
     assert sentence in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+  ("name", "sentence"),
+  [
+    ("quest", "quest keeps all keys"),
+    ("kvzip", "kvzip needs more than one layer"),
+    ("expected_attention", "reads .*, which only a model has"),
+    ("criticalkv", "reads .*, which only a model has"),
+  ],
+)
+def test_what_a_layer_alone_cannot_do_is_refused(name, sentence):
+  with pytest.raises(InputError, match=sentence):
+    layer_compression.check(name, plan_of(name))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_other_methods_are_timed(name):
+  layer_compression.check(name, plan_of(name))
+
+
+def test_a_picture_has_room_for_nothing():
+  nothing = Scaled("a", {1024: 0.002, 2048: 0.008}, {1024: 0, 2048: 0})
+  assert pictures.png(scaling.picture([nothing]))

@@ -36,8 +36,18 @@ SAMPLES = {
 }
 
 
-def measure(tiny, folder, chosen=CHOSEN, settings=SETTINGS, rounds=2):
-  return speed.measure(tiny, chosen, SAMPLES, settings, folder, rounds)
+def measure(
+  tiny, folder, chosen=CHOSEN, settings=SETTINGS, rounds=2, device="CPU"
+):
+  """Measures, and returns what the folder then knows, of all devices."""
+  speeds = speed.Speeds(folder, settings, device)
+  speeds.measure(tiny, chosen, SAMPLES, rounds)
+  lines = (folder / "speeds.jsonl").read_text().splitlines()
+  latest = {}
+  for line in map(json.loads, lines):
+    names = ("device", "length", "method", "budget")
+    latest[tuple(line[name] for name in names)] = line
+  return latest
 
 
 @pytest.fixture
@@ -65,7 +75,7 @@ def seconds(monkeypatch):
 
   monkeypatch.setattr(prefilling, "prefill_all", prefill)
   monkeypatch.setattr(kvjax, "generate", answer)
-  monkeypatch.setattr(speed.time, "monotonic", lambda: now[0])
+  monkeypatch.setattr(speed, "_now", lambda: now[0])
   return seen
 
 
@@ -74,24 +84,67 @@ def test_each_length_is_timed_and_the_first_round_compiles(
 ):
   speeds = measure(tiny, tmp_path)
   assert len(speeds) == 4
-  for (length, method, _, _), each in speeds.items():
+  for (device, length, method, _), each in speeds.items():
+    assert device == "CPU"
     assert length in (64, 128)
-    assert each.rounds == 2
-    assert each.prefill_seconds == pytest.approx(
+    assert each["rounds"] == 2
+    assert each["prefill_seconds"] == pytest.approx(
       {"full": 1.0, "keydiff": 0.5}[method]
     )
-    assert each.token_seconds == pytest.approx(2.0)
+    assert each["token_seconds"] == pytest.approx(2.0)
   # Candidates take turns.
   assert [share for share, _ in seconds] == [1.0, 0.5] * 6
 
 
-def test_what_is_known_is_not_timed_again(tiny, tmp_path, seconds):
-  first = dict(measure(tiny, tmp_path, CHOSEN[:1]))
-  assert measure(tiny, tmp_path, rounds=0) == first
+def test_only_what_is_missing_is_timed(tiny, tmp_path, seconds):
+  first = measure(tiny, tmp_path, CHOSEN[:1])
   del seconds[:]
   both = measure(tiny, tmp_path, rounds=1)
   assert {share for share, _ in seconds} == {0.5}
   assert first.items() < both.items()
+  del seconds[:]
+  more = measure(tiny, tmp_path)
+  assert {share for share, _ in seconds} == {0.5}
+  assert more.keys() == both.keys()
+  assert {each["rounds"] for each in more.values()} == {2}
+  del seconds[:]
+  measure(tiny, tmp_path, CHOSEN[:1], device="GPU")
+  assert {share for share, _ in seconds} == {1.0}
+
+
+def test_what_is_timed_is_written_before_the_next_ones(
+  tiny, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(speed, "_TURNS", 1)
+  time = speed._time
+
+  def fail(lm, candidate, prompt, shape):
+    if candidate.method != "full":
+      raise KeyboardInterrupt
+    return time(lm, candidate, prompt, shape)
+
+  monkeypatch.setattr(speed, "_time", fail)
+  with pytest.raises(KeyboardInterrupt):
+    measure(tiny, tmp_path, rounds=1)
+  (line,) = (tmp_path / "speeds.jsonl").read_text().splitlines()
+  assert json.loads(line)["method"] == "full"
+
+
+def test_evictions_while_decoding_are_part_of_a_tokens_time(
+  tiny, tmp_path, monkeypatch
+):
+  counts = []
+  generate = kvjax.generate
+
+  def spy(model, params, cache, logits, decoding):
+    counts.append(decoding.max_new_tokens)
+    return generate(model, params, cache, logits, decoding)
+
+  monkeypatch.setattr(kvjax, "generate", spy)
+  schedule = kvjax.Schedule(every=40)
+  chosen = candidates(["full", "keydiff"], [kvjax.Tokens(8)], schedule)
+  measure(tiny, tmp_path, chosen, rounds=1)
+  assert counts == [32, 40] * 4
 
 
 def test_a_known_question_is_timed_with_its_context(tiny, tmp_path, seconds):
@@ -105,13 +158,31 @@ def test_a_known_question_is_timed_with_its_context(tiny, tmp_path, seconds):
   assert min(aware) > min(agnostic)
 
 
-def test_a_row_without_a_time_stays_as_it_is():
-  known = speed.Speed(64, "keydiff", "KeyDiff()", "0.5", 1, 1.5, 0.25)
-  row = {"length": 64, "method": "keydiff", "options": "KeyDiff()"}
-  rows = [row | {"budget": "0.5"}, row | {"budget": "0.25"}]
-  timed, same = speed.add_to(rows, {known.key: known})
-  assert timed == rows[0] | {"prefill_seconds": 1.5, "token_seconds": 0.25}
+def test_rows_have_the_times_of_their_device(tiny, tmp_path, seconds):
+  measure(tiny, tmp_path, rounds=1)
+  full = CHOSEN[0]
+  row = {"length": 64, "method": full.method, "options": full.options}
+  rows = [row | {"budget": full.budget}, row | {"budget": "0.25"}]
+  timed, same = speed.Speeds(tmp_path, SETTINGS, "CPU").add_to(rows)
+  assert timed == rows[0] | {"prefill_seconds": 1.0, "token_seconds": 2.0}
   assert same == rows[1]
+  assert speed.Speeds(tmp_path, SETTINGS, "GPU").add_to(rows) == rows
+
+
+def test_times_that_cannot_be_read_are_refused_before_any_answer(
+  run_binary, tiny_directory, tmp_path
+):
+  (tmp_path / "speeds.jsonl").write_text("{}\n")
+  result = run_binary(
+    "kvjax.experiments.compare",
+    f"--model={tiny_directory}",
+    *("--tasks=niah_single_1", "--samples=1", "--length=288"),
+    *("--methods=full", f"--output={tmp_path}"),
+  )
+  assert result.returncode == 2
+  assert "Line 1 of" in result.stderr
+  assert "is no speed; remove the file" in result.stderr
+  assert not (tmp_path / "samples.jsonl").exists()
 
 
 @pytest.mark.slow
@@ -125,7 +196,7 @@ def test_tables_show_the_seconds(run_binary, tiny_directory, tmp_path):
   result = run_binary("kvjax.experiments.evaluate", *flags, "--timed_rounds=1")
   assert result.returncode == 0, result.stderr
   (folder,) = (tmp_path / "runs").iterdir()
-  assert "| prefill, s | token, ms |" in (folder / "report.md").read_text()
+  assert "| prefill, ms | token, ms |" in (folder / "report.md").read_text()
   summary = json.loads((folder / "summary.json").read_text())
   assert all(row["prefill_seconds"] > 0 for row in summary["rows"])
   lines = (folder / "speeds.jsonl").read_bytes()
@@ -133,7 +204,7 @@ def test_tables_show_the_seconds(run_binary, tiny_directory, tmp_path):
   again = run_binary("kvjax.experiments.evaluate", *flags)
   assert again.returncode == 0, again.stderr
   assert (folder / "speeds.jsonl").read_bytes() == lines
-  assert "| prefill, s |" in (folder / "report.md").read_text()
+  assert "| prefill, ms |" in (folder / "report.md").read_text()
   board = run_binary(
     "kvjax.experiments.leaderboard",
     tmp_path / "runs",

@@ -66,14 +66,35 @@ def test_products_are_those_of_the_listed_keys(places, listed, stacked):
   np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-6)
 
 
-def test_tiles_after_the_last_listed_key_are_not_read():
-  """The trip count of the loop follows the fullest list."""
-  _, queries, slots = draw((17, 1, 1, 1, 1, 1), 64)
-  # All keys but slot 0 are large: what is read shows in the products.
-  keys = jnp.ones((1, BATCH, KV_HEADS, SLOTS, DIM))
-  last = jnp.max(jnp.where(slots >= 0, jnp.arange(1, 65), 0))
-  products = rows._products_in_tiles(
-    keys, jnp.int32(0), jnp.maximum(slots, 0), jnp.asarray(queries), last
-  )
-  read = np.any(np.asarray(products) != 0, axis=(0, 1, 2))
-  assert read.tolist() == [True] * 32 + [False] * 32
+@pytest.fixture
+def starts(monkeypatch):
+  """First places of the tiles that are read."""
+  found = []
+  products = rows._products
+
+  def spy(keys, layer, slots, queries):
+    result = products(keys, layer, slots, queries)
+    jax.debug.callback(lambda _: found.append(slots.shape[-1]), slots[0, 0, 0])
+    return result
+
+  monkeypatch.setattr(rows, "_products", spy)
+  return found
+
+
+@pytest.mark.parametrize(
+  ("listed", "tiles"), [((17, 1, 1, 1, 1, 1), 2), ((0,) * 6, 0), ((64,) * 6, 4)]
+)
+def test_tiles_after_the_last_listed_key_are_not_read(starts, listed, tiles):
+  keys, queries, slots = map(jnp.asarray, draw(listed, 64))
+  jax.block_until_ready(Rows(keys, keys).logits(slots, queries))
+  jax.effects_barrier()
+  assert starts == [16] * tiles
+
+
+def test_a_gpu_reads_all_at_once(starts, monkeypatch):
+  """The host would have to read the condition of a loop."""
+  monkeypatch.setattr(rows, "target_platform", lambda: "gpu")
+  keys, queries, slots = map(jnp.asarray, draw((17, 1, 1, 1, 1, 1), 64))
+  jax.block_until_ready(Rows(keys, keys).logits(slots, queries))
+  jax.effects_barrier()
+  assert starts == [64]
