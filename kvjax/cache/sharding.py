@@ -16,12 +16,14 @@ _SIZE = re.compile("[1-9][0-9]{0,8}")
 _SHOWN = 60
 
 
-def parse_mesh(text: str) -> jax.sharding.Mesh:
-  """Makes the mesh that a flag such as `data:2,model:2` describes.
+def parse_sizes(text: str) -> dict[str, int]:
+  """Reads the sizes of the axes of a mesh from `data:2,model:2`.
+
+  An axis that is left out has size 1.
 
   Raises:
-    InputError: an unknown axis or one that is given twice, a size that is no
-      number, or more devices than this host has.
+    InputError: an unknown axis or one that is given twice, or a size that is no
+      number.
   """
   given: dict[str, int] = {}
   for part in text.split(","):
@@ -35,7 +37,16 @@ def parse_mesh(text: str) -> jax.sharding.Mesh:
         f"The mesh {text[:_SHOWN]} has the axis {axis!r} twice; give it once."
       )
     given[axis] = int(size)
-  sizes = {axis: given.get(axis, 1) for axis in AXES}
+  return {axis: given.get(axis, 1) for axis in AXES}
+
+
+def parse_mesh(text: str) -> jax.sharding.Mesh:
+  """Makes the mesh that a flag such as `data:2,model:2` describes.
+
+  Raises:
+    InputError: see `parse_sizes`, or more devices than this host has.
+  """
+  sizes = parse_sizes(text)
   count = sizes["data"] * sizes["model"]
   # Those of other hosts cannot be read from here.
   devices = jax.local_devices()
