@@ -155,7 +155,7 @@ def _plan(use: Use) -> None:
       "'data' of --mesh, which shares out the rows of a batch."
     )
   _prepare()
-  chip = slice_.load(rows)
+  chip = slice_.load(rows, use.model.kv_heads)
   twice = dataclasses.replace(use, rows=2 * use.rows)
   with progress_bar(_COMPILED) as advance:
     planned = compiling.compile_use(use, chip, advance)
@@ -203,7 +203,8 @@ def _search(use: Use) -> None:
     )
   if not drawn:
     exits.leave(_DOES_NOT_FIT)
-  figure = picture.draw(tables.describe(use), drawn)
+  title = f"{use.model.name}, {use.tokens:,} tokens each, {use.name}"
+  figure = picture.draw(title, drawn)
   outputs.write_bytes(output, pictures.png(figure))
   _say(tables.sources(kinds), f"The picture is {output}.")
 

@@ -51,9 +51,9 @@ def param_shardings(
 ) -> PyTree[NamedSharding]:
   """Shards heads, MLP and vocabulary of every parameter over "model".
 
-  With an axis "group", it shards them too where they divide, which KV heads do
-  not; see `kvjax.cache.sharding.split_mesh`. An axis that does not divide evenly
-  is replicated. A head is never split.
+  They are also sharded over "group", if the mesh has it, except KV heads; see
+  `kvjax.cache.sharding.split_mesh`. An axis that does not divide evenly is
+  replicated. A head is never split.
 
   Args:
     template: the decoder's state; only paths and shapes are read.

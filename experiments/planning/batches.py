@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from kvjax.experiments.planning.compiling import Planned
+from kvjax.experiments.tpu.chips import Chip
 
 
 class Line(NamedTuple):
@@ -19,9 +20,18 @@ class Line(NamedTuple):
 
   @classmethod
   def through(cls, rows: tuple[int, int], nbytes: tuple[int, int]) -> "Line":
-    """Returns the line through two points."""
-    row = (nbytes[1] - nbytes[0]) / (rows[1] - rows[0])
-    return cls(nbytes[0] - row * rows[0], row)
+    """Returns the line through two points, or one that is level above them.
+
+    Args:
+      rows: two numbers of rows, ascending.
+      nbytes: bytes for each.
+    """
+    row = max(0, (nbytes[1] - nbytes[0]) / (rows[1] - rows[0]))
+    return cls(nbytes[1] - row * rows[1] if row else max(nbytes), row)
+
+  def plus(self, other: "Line") -> "Line":
+    """Returns the line of both together."""
+    return Line(self.fixed + other.fixed, self.row + other.row)
 
   def most(self, hbm: int, step: int) -> int:
     """Returns the most rows that fit, a multiple of `step`."""
@@ -50,14 +60,38 @@ def largest(small: Planned, large: Planned) -> Batches:
     small: what some rows need.
     large: what more rows need.
   """
+  stored = Line.through(
+    (small.use.rows, large.use.rows),
+    (
+      small.sizes.weights + small.sizes.cache,
+      large.sizes.weights + large.sizes.cache,
+    ),
+  )
+  return batches_of(stored, temporaries(small, large), small.chip)
+
+
+def temporaries(small: Planned, large: Planned) -> tuple[Line, Line]:
+  """Returns the lines of what prefill and decoding need besides.
+
+  Args:
+    small: what some rows need.
+    large: what more rows need.
+  """
   rows = small.use.rows, large.use.rows
-  hbm, step = small.chip.hbm_bytes, small.chip.rows
+  prefill = small.prefill.temporary, large.prefill.temporary
+  decode = small.decode.temporary, large.decode.temporary
+  return Line.through(rows, prefill), Line.through(rows, decode)
 
-  def most(program: str) -> int:
-    nbytes = (
-      small.hbm(getattr(small, program)),
-      large.hbm(getattr(large, program)),
-    )
-    return Line.through(rows, nbytes).most(hbm, step)
 
-  return Batches(most("prefill"), most("decode"))
+def batches_of(stored: Line, lines: tuple[Line, Line], chip: Chip) -> Batches:
+  """Computes the largest batches of a device.
+
+  Args:
+    stored: weights and cache.
+    lines: what prefill and decoding need besides.
+    chip: the device, and how many of them share out rows.
+  """
+  prefill, decode = (
+    stored.plus(line).most(chip.hbm_bytes, chip.rows) for line in lines
+  )
+  return Batches(prefill, decode)

@@ -36,7 +36,7 @@ def step_bound(planned: Planned, slice_: Slice) -> Bound:
   if planned.sizes.retrieves:
     # The program reads what it retrieves of the cache.
     read = min(read, planned.decode.moved)
-  along = planned.chip.mesh.shape["model"]
+  along = len(planned.chip.devices) // planned.chip.rows
   # Of a result, a device has its own part; sums are scattered, then gathered.
   others = (along - 1) / along
   received = sum(

@@ -4,7 +4,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import kvjax
-from kvjax.experiments.planning.batches import Batches, Line, largest
+from kvjax.experiments.planning.batches import (
+  Batches,
+  Line,
+  batches_of,
+  largest,
+  temporaries,
+)
 from kvjax.experiments.planning.compiling import (
   Advance,
   Planned,
@@ -65,8 +71,8 @@ def search(use: Use, kind: str, advance: Advance) -> Found | None:
 
 def batches_by_retention(
   found: Found, shares: Sequence[float]
-) -> Mapping[float, int]:
-  """Computes the largest batch for other retentions, by shapes.
+) -> Mapping[float, Batches]:
+  """Computes the largest batches for other retentions, by shapes.
 
   What programs need besides weights and cache is that of the plan.
 
@@ -74,69 +80,65 @@ def batches_by_retention(
     found: the slice, and its plan.
     shares: retentions.
   """
-  chip = found.most.chip
-  step = chip.rows
-  batches = {}
+  chip, batches = found.most.chip, {}
   for share in shares:
     plan = dataclasses.replace(
       found.most.use.plan, budget=kvjax.Retention(share)
     )
     use = dataclasses.replace(found.most.use, plan=plan)
-    stored = _line(use, chip)
-    batches[share] = min(
-      Line(stored.fixed + own.fixed, stored.row + own.row).most(
-        chip.hbm_bytes, step
-      )
-      for own in found.lines
-    )
+    batches[share] = batches_of(_line(use, chip), found.lines, chip)
   return batches
 
 
 def _least(use: Use, slice_: Slice) -> tuple[Chip, Sizes]:
   """Returns the mesh whose weights and cache take the least of a device."""
-  chips = [slice_.load(rows) for rows in _rows(slice_) if use.rows % rows == 0]
+  chips = [chip for chip in _meshes(use, slice_) if use.rows % chip.rows == 0]
   shares = [(chip, sizes(use, chip)) for chip in chips]
   return min(shares, key=lambda each: each[1].weights + each[1].cache)
 
 
 def _largest(asked: Planned, slice_: Slice, advance: Advance) -> Found:
-  """Finds the mesh and the batch that use the memory of a slice best."""
+  """Finds the largest batch of a slice, on the mesh with the most room for it.
+
+  By shapes, which do not tell what programs need besides: if that is too much,
+  the mesh is the one that is known to fit.
+  """
   advance(f"{slice_.name}, shapes", 0)
-  chips = [slice_.load(rows) for rows in _rows(slice_)]
   chip = max(
-    chips,
+    _meshes(asked.use, slice_),
     key=lambda chip: _line(asked.use, chip).most(chip.hbm_bytes, chip.rows),
   )
+  found = _largest_on(chip, asked, slice_, advance)
+  if found.most.fits and found.most.use.rows >= asked.use.rows:
+    return found
+  return _largest_on(asked.chip, asked, slice_, advance)
+
+
+def _largest_on(
+  chip: Chip, asked: Planned, slice_: Slice, advance: Advance
+) -> Found:
+  """Finds the largest batch on a mesh; see `_largest`."""
+  known = {}
+  if chip == asked.chip:
+    known[asked.use.rows] = asked
 
   def compiled(rows: int) -> Planned:
-    if (rows, chip.rows) == (asked.use.rows, asked.chip.rows):
-      return asked
-    use = dataclasses.replace(asked.use, rows=rows)
-    return compile_use(use, chip, advance)
+    if rows not in known:
+      use = dataclasses.replace(asked.use, rows=rows)
+      known[rows] = compile_use(use, chip, advance)
+    return known[rows]
 
   small, large = compiled(chip.rows), compiled(2 * chip.rows)
   batches = largest(small, large)
-  most = asked
   for _ in range(_TRIALS):
     rows = min(batches)
-    if rows <= max(most.use.rows, large.use.rows):
-      break
-    most = compiled(rows)
-    if most.fits:
+    if rows <= chip.rows or compiled(rows).fits:
       break
     # The line through what did not fit is closer.
-    batches = largest(small, most)
-  lines = tuple(
-    Line.through(
-      (small.use.rows, large.use.rows),
-      (
-        getattr(small, program).temporary,
-        getattr(large, program).temporary,
-      ),
-    )
-    for program in ("prefill", "decode")
-  )
-  return Found(slice_, asked, most, batches, (lines[0], lines[1]))
+    batches = largest(small, compiled(rows))
+  fitting = [each for each in known.values() if each.fits]
+  most = max(fitting, key=lambda each: each.use.rows, default=small)
+  return Found(slice_, asked, most, batches, temporaries(small, large))
 
 
 def _line(use: Use, chip: Chip) -> Line:
@@ -150,9 +152,14 @@ def _line(use: Use, chip: Chip) -> Line:
   )
 
 
-def _rows(slice_: Slice) -> Iterator[int]:
-  """Yields the sizes of "data" of all meshes of a slice."""
+def _meshes(use: Use, slice_: Slice) -> Iterator[Chip]:
+  """Yields the devices of a slice on all meshes; their numbers are powers of 2.
+
+  Args:
+    use: the method and the model.
+    slice_: the slice.
+  """
   rows = 1
   while rows <= slice_.devices:
-    yield rows
+    yield slice_.load(rows, use.model.kv_heads)
     rows *= 2

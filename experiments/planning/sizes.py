@@ -30,8 +30,8 @@ class Sizes(NamedTuple):
     weights: bytes of the weights.
     cache: bytes of the cache, with room for the answer, in device memory.
     host: bytes of the cache in the host's memory, of this device.
-    copies: bytes of weights and cache that another device along "model" has,
-      too.
+    copies: bytes of weights and cache that another device for the same rows
+      has, too.
     read: bytes that a step of decoding reads: weights but for rows of the
       embedding and idle experts, and the cache.
     flops: operations of products in a step of decoding.
@@ -75,8 +75,8 @@ def sizes(use: Use, chip: Chip, layers: int | None = None) -> Sizes:
 
 
 def _copied(tree: PyTree, chip: Chip) -> int:
-  """Counts the bytes of a device that others along "model" have, too."""
-  along = chip.mesh.shape["model"]
+  """Counts the bytes of a device that others for its rows have, too."""
+  along = len(chip.devices) // chip.rows
 
   def copied(x: Any) -> int:
     share = share_bytes(x)

@@ -100,14 +100,17 @@ class Slice:
     kind = KINDS[self.kind]
     return kind.link_bytes_per_second / kind.devices
 
-  def load(self, rows: int = 1) -> Chip:
+  def load(self, rows: int, kv_heads: int) -> Chip:
     """Loads its devices, on a mesh.
 
     Args:
-      rows: size of the axis "data"; the others are along "model".
+      rows: size of the axis "data".
+      kv_heads: KV heads of a layer, which the other devices share out.
     """
     chip = Chip.load(self.kind, self.topology)
-    return dataclasses.replace(chip, name=self.name, rows=rows)
+    return dataclasses.replace(
+      chip, name=self.name, rows=rows, kv_heads=kv_heads
+    )
 
 
 def slices_of(kind: str) -> Iterator[Slice]:

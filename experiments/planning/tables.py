@@ -12,15 +12,6 @@ from kvjax.experiments.tpu.engine_programs import Use
 _MIB = 2**20
 _NONE = "–"
 
-LEGEND = """\
-MiB of each device; of tpu7x, a chip is two. Temporaries: intermediate results,
-the programs themselves, and other arguments and results. Copies: the part of
-weights and cache that another device along "model" has, too. Host: the part of
-the cache in the host's memory. Collectives: how often, and MiB that they leave
-on a device; for decoding, in a step, which is a token of each row. At least:
-reading weights and cache from HBM, matrix products at their peak, and receiving
-from other devices, each at full speed; a step takes at least the longest."""
-
 
 def describe(use: Use) -> str:
   """Says in words what is planned."""

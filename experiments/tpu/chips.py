@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh
 
 from kvjax.cache.base import AXES
+from kvjax.cache.sharding import split_mesh
 from kvjax.errors import InputError
 
 # By libtpu's names: eight chips of a host, or the smallest topologies that fit
@@ -49,6 +50,7 @@ class Chip:
     bytes_per_second: bandwidth between a device and its memory.
     flops_per_second: peak of a device's products of bfloat16.
     rows: size of the axis "data" of the mesh.
+    kv_heads: KV heads that the axis "model" is split for, if it is.
   """
 
   name: str
@@ -59,6 +61,7 @@ class Chip:
   bytes_per_second: int
   flops_per_second: int
   rows: int = 1
+  kv_heads: int | None = None
 
   @classmethod
   def load(cls, name: str, topology: str | None = None) -> "Chip":
@@ -88,7 +91,8 @@ class Chip:
   @property
   def mesh(self) -> Mesh:
     """A mesh of all devices: `rows` along "data", the others along "model"."""
-    return _mesh(self.devices, self.rows)
+    mesh = _mesh(self.devices, self.rows)
+    return mesh if self.kv_heads is None else split_mesh(mesh, self.kv_heads)
 
   @property
   def lone(self) -> Mesh:

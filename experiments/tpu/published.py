@@ -81,6 +81,11 @@ class Published:
     layers: int = self.fields["num_hidden_layers"]
     return layers
 
+  @property
+  def kv_heads(self) -> int:
+    """KV heads of a layer."""
+    return self.config(self.layers).num_kv_heads
+
   def shapes(self, mesh: Mesh, layers: int) -> tuple[DecoderModel, nnx.State]:
     """Returns the model's functions, and its bfloat16 weights as shapes.
 
