@@ -187,10 +187,10 @@ def _search(use: Use) -> None:
   _say(f"{tables.describe(use)}\n")
   with progress_bar(None) as advance:
     found = {kind: searching.search(use, kind, advance) for kind in kinds}
-    for each in filter(None, found.values()):
-      advance(f"{each.slice.name}, picture", 0)
-      drawn[each.slice.name] = searching.batches_by_retention(
-        each, picture.SHARES
+    for named in filter(None, found.values()):
+      advance(f"{named.slice.name}, picture", 0)
+      drawn[named.slice.name] = searching.batches_by_retention(
+        named, picture.SHARES
       )
   for kind, each in found.items():
     if each is None:

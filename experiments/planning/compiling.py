@@ -18,11 +18,10 @@ from kvjax.experiments.tpu.engine_programs import (
 from kvjax.experiments.tpu.footprints import Footprint
 from kvjax.model import LayerSpec
 
-# Layers of one kind are a loop, which compiles once. Of caches with more kinds
-# than this, such as those with a budget for each layer, these numbers of layers
-# are compiled.
+# Layers of one kind are a loop. Of caches with more kinds than this, such as
+# those with a budget for each layer, at most so many layers are compiled.
 MOST_KINDS = 8
-SHALLOW = (2, 4)
+SHALLOW = 4
 
 # Called with what is being compiled, and the number of programs compiled.
 Advance = Callable[[str, float], None]
@@ -105,45 +104,90 @@ def compile_use(use: Use, chip: Chip, advance: Advance) -> Planned:
       even a few layers do not compile.
   """
   whole = _sizes(use, chip)
-  shallow = _shallow(use)
-  fits = whole.weights + whole.cache <= chip.hbm_bytes
-  if shallow is None or (fits and whole.kinds <= MOST_KINDS):
+  *first, last = _depths(use, chip, whole)
+  for depths in first:
     try:
-      prefill, decode = _compile(use, chip, use.model.layers, whole, advance)
+      found = _compile_depths(use, chip, depths, advance)
     except jax.errors.JaxRuntimeError as error:
-      if shallow is None or not _too_large(error):
+      if "RESOURCE_EXHAUSTED" not in str(error):
         raise _refusal(use, chip, error) from error
     else:
-      return Planned(use, chip, whole, prefill, decode)
-  assert shallow is not None
+      return Planned(use, chip, whole, *found)
   try:
-    found = [
-      _compile(use, chip, depth, _sizes(use, chip, depth), advance)
-      for depth in shallow
-    ]
+    found = _compile_depths(use, chip, last, advance)
   except jax.errors.JaxRuntimeError as error:
     raise _refusal(use, chip, error) from error
+  return Planned(use, chip, whole, *found)
+
+
+def _depths(use: Use, chip: Chip, whole: Sizes) -> list[tuple[int, ...]]:
+  """Lists what to compile until it fits: all layers, or two numbers of some.
+
+  A loop compiles as fast for many layers as for few. Of many, a compiler does
+  not keep in VMEM what it could not for all.
+
+  Args:
+    use: the method and the model.
+    chip: the devices.
+    whole: what the whole model takes.
+  """
+  layers = use.model.layers
+  period = _period(use.model.config(layers).geometry.layers)
+
+  def some(most: int) -> tuple[int, ...]:
+    half = max(1, most // (2 * period)) * period
+    return (half, 2 * half)
+
+  pairs = [some(layers // 2)] if whole.kinds <= MOST_KINDS else []
+  pairs.append(some(period * SHALLOW))
+  known = [pair for pair in pairs if pair[-1] < layers]
+  fits = whole.weights + whole.cache <= chip.hbm_bytes
+  if not known or (fits and whole.kinds <= MOST_KINDS):
+    return [(layers,), *known]
+  return list(known)
+
+
+def _compile_depths(
+  use: Use, chip: Chip, depths: Sequence[int], advance: Advance
+) -> tuple[Needs, Needs]:
+  """Compiles all layers, or continues a line through two numbers of some.
+
+  Returns:
+    The needs of prefill and of decoding.
+  """
+  found = [_compile(use, chip, depth, len(depths), advance) for depth in depths]
   prefills, decodes = zip(*found, strict=True)
-  prefill = extrapolate(shallow, prefills, use.model.layers)
-  # A prefill frees what a layer needed once the next one is done, however many
-  # follow.
-  held = max(each.temporary for each in prefills)
-  prefill = dataclasses.replace(prefill, temporary=held)
-  decode = extrapolate(shallow, decodes, use.model.layers)
-  return Planned(use, chip, whole, prefill, decode)
+  if len(depths) == 1:
+    return found[0]
+  prefill = extrapolate(depths, prefills, use.model.layers)
+  if use.plan.schedule.block is None:
+    # A prefill of whole prompts frees what a layer needed once the next one is
+    # done, however many follow.
+    held = max(each.temporary for each in prefills)
+    prefill = dataclasses.replace(prefill, temporary=held)
+  return prefill, extrapolate(depths, decodes, use.model.layers)
 
 
 def _compile(
-  use: Use, chip: Chip, layers: int, given: Sizes, advance: Advance
+  use: Use, chip: Chip, layers: int, parts: int, advance: Advance
 ) -> tuple[Needs, Needs]:
-  """Compiles the first layers; returns the needs of prefill and decoding."""
+  """Compiles the first layers; returns the needs of prefill and decoding.
+
+  Args:
+    use: the method and the model.
+    chip: the devices.
+    layers: number of layers.
+    parts: how many numbers of layers stand for the whole model.
+    advance: shows progress.
+  """
+  given = _sizes(use, chip, layers)
   found = []
   for kind, lower in (("prefill", lower_prefill), ("decode", lower_decode)):
     about = f"{chip.name}, {kind}, batch {use.rows}, {layers} layers"
     advance(about, 0)
     footprint = lower(use, layers, chip).measure()
     jax.clear_caches()  # traced programs are large and not needed again
-    advance(about, 0.5)
+    advance(about, 1 / parts)
     found.append(_needs(footprint, given))
   return found[0], found[1]
 
@@ -161,17 +205,6 @@ def _sizes(use: Use, chip: Chip, layers: int | None = None) -> Sizes:
       f"What {use.name} keeps depends on numbers, which a plan does not have; "
       "plan another method with the same budget."
     ) from error
-
-
-def _shallow(use: Use) -> tuple[int, ...] | None:
-  """Returns two numbers of layers to compile; None for models with no more."""
-  period = _period(use.model.config(use.model.layers).geometry.layers)
-  depths = tuple(period * depth for depth in SHALLOW)
-  return depths if depths[-1] < use.model.layers else None
-
-
-def _too_large(error: Exception) -> bool:
-  return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _refusal(use: Use, chip: Chip, error: Exception) -> InputError:

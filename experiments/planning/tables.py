@@ -63,7 +63,10 @@ def to_markdown(
     ("collectives", [_sent(needs.sent) for needs in both]),
     ("at least", [_NONE, _bound(step_bound(planned, slice_))]),
   ]
-  lines = [("", "prefill", "decoding"), (":--", "--:", "--:")]
+  lines: list[tuple[str, ...]] = [
+    ("", "prefill", "decoding"),
+    (":--", "--:", "--:"),
+  ]
   lines += [(name, *cells) for name, cells in rows if cells]
   return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -289,6 +289,7 @@ def small_slices(monkeypatch, for_this_machine):
   monkeypatch.setattr(slices, "KINDS", {"v5e": kind})
 
 
+@pytest.mark.slow
 def test_a_search_names_the_smallest_slice_and_the_largest_batch(small_slices):
   asked = dataclasses.replace(USE, rows=4)
   found = searching.search(asked, "v5e", silent)
@@ -325,6 +326,35 @@ def test_what_depends_on_numbers_is_refused(monkeypatch):
   monkeypatch.setattr(compiling, "sizes", of_numbers)
   with pytest.raises(InputError, match="What keydiff keeps depends on"):
     compiling.compile_use(USE, here(), silent)
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize(
+  ("use", "kinds"),
+  [
+    (engine_programs.COMPACTOR, ("prefill", "decode")),
+    (engine_programs.KEYDIFF, ("prefill",)),
+    (engine_programs.ADAKV_IN_INT8, ("decode",)),
+  ],
+  ids=["stacked", "blocks", "packed"],
+)
+def test_a_few_layers_tell_what_whole_models_take(use, kinds):
+  """Within 5 % of the programs of `make tpu-compile`, whole and from a few."""
+  chips.prepare_libtpu()
+  chip = slices.find_slice("v5e-8").load(1, use.model.kv_heads)
+  whole = compiling.compile_use(use, chip, silent)
+  # Too little memory for the whole model, and so for more than a half.
+  too_small = whole.sizes.weights + whole.sizes.cache - 1
+  small = dataclasses.replace(chip, hbm_bytes=too_small)
+  few = compiling.compile_use(use, small, silent)
+  for kind in kinds:
+    lower = getattr(engine_programs, f"lower_{kind}")
+    v5e = chips.Chip.load("v5e")
+    expected = lower(use, use.model.layers, v5e).measure().hbm
+    for found in (whole, few):
+      assert found.hbm(getattr(found, kind)) == pytest.approx(
+        expected, rel=0.05
+      )
 
 
 @pytest.mark.parametrize(
