@@ -35,6 +35,7 @@ def facts(planned: Planned, slice_: Slice) -> str:
   axes = ",".join(f"{axis}:{size}" for axis, size in chip.mesh.shape.items())
   return (
     f"{slice_.name}: {slice_.chips} chips ({chip.topology}), mesh {axes}, "
+    f"batch {planned.use.rows}, "
     f"{_mib(chip.hbm_bytes)} MiB of HBM each"
   )
 
