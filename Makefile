@@ -1,5 +1,6 @@
 # Every target sets itself up and needs only git, make and Python >= 3.12.
 #   make demo     compare the methods on SmolLM2, which is fetched once
+#   make leaderboard  rank all methods at 1K, 2K and 4K tokens; takes hours
 #   make test     run the tests
 #   make lint     check style, types and the layering of imports
 #   make format   format the code
@@ -25,11 +26,28 @@ MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
   as python3, python3.12, python3.13 or python3.14: install one, or name it \
   with PYTHON=/path/to/python
 
-.PHONY: demo test lint format docs tpu-compile plan device-check test-tpu \
-  test-adapters peers clean
+.PHONY: demo leaderboard test lint format docs tpu-compile plan device-check \
+  test-tpu test-adapters peers clean
 
 demo: $(READY)
 	@$(BIN)/python -m kvjax.experiments.compare $(ARGS)
+
+RANKED := full,random,streaming,key_norm,h2o,tova,snapkv,snapkv:kernel=15,$\
+  pyramidkv,adakv,chunkkv,keydiff,lagkv:lag=32:retention_of=row,compactor,$\
+  leverage,noncausal,protokv,kvzip,kvzip.plus,expected_attention,qfilters,rkv,$\
+  criticalkv,criticaladakv,cur,dropkv,duoattention,simlayerkv
+
+# LENGTHS=1024 for one length. An interrupted run goes on where it stopped.
+LENGTHS := 1024 2048 4096
+leaderboard: $(READY)
+	@for length in $(LENGTHS); do \
+	  $(BIN)/python -m kvjax.experiments.compare --length=$$length \
+	    --samples=24 --retention=0.75,0.5,0.25,0.1,0.0625,0.03125 \
+	    --methods=$(RANKED) --timed_rounds=1 \
+	    --output=results/leaderboard/$$length $(ARGS) || exit; \
+	done
+	@$(BIN)/python -m kvjax.experiments.leaderboard results/leaderboard \
+	  --output=results/leaderboard
 
 test: $(READY)
 	@$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -104,11 +104,15 @@ def main() -> None:
 def _time_evictions(every: int) -> None:
   """Times evictions by each method, and the steps between them."""
   target = _TARGET.value
+  plans = {
+    name: eviction_timing.plan_of(name, target, every)
+    for name in _METHODS.value
+  }
   with run_inputs.loaded() as (lm, devices):
     _check_room(lm, {"target": target, "every": every})
     steps, evicted = eviction_timing.measure(
       lm,
-      _METHODS.value,
+      plans,
       # Prose has a few tokens less than it is asked for.
       _contexts(lm, 2 * (target + every), _ROWS.value),
       (target, every),

@@ -54,6 +54,10 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
   # Hide JAX's messages about the machine; --verbosity=0 shows them.
   logging.set_verbosity(logging.WARNING)
   warnings.formatwarning = _formatted
+  # OpenBLAS, which factorizes matrices on CPUs, reads it when it is first used.
+  # Its threads wait for each other in matrices as small as a head's: with two
+  # of them, leverage scores took 50 times as long on two busy cores.
+  os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
   _cache_programs()
 
   def guarded(argv: Sequence[str]) -> None:

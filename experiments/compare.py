@@ -39,6 +39,7 @@ from kvjax.experiments.inputs import (
   method_inputs,
   needle_inputs,
   run_inputs,
+  speed_inputs,
 )
 from kvjax.experiments.report import writing
 from kvjax.experiments.run import (
@@ -58,6 +59,7 @@ for module in (
   method_inputs,
   host_inputs,
   dry_run_inputs,
+  speed_inputs,
 ):
   flags.adopt_module_key_flags(module)
 flags.set_default(needle_inputs.SAMPLES, 3)
@@ -69,7 +71,7 @@ _QUESTION = flags.DEFINE_string("question", None, "Question about --text.")
 
 _NEEDLES_ONLY = (
   *("tasks", "samples", "length", "seed", "batch", "output", "multihost"),
-  "dry_run",
+  *("dry_run", "timed_rounds"),
   *essay_inputs.NAMES,
 )
 
@@ -80,6 +82,7 @@ def main() -> None:
     "text", _NEEDLES_ONLY, "a text is asked one question and nothing is written"
   )
   host_inputs.start()
+  speed_inputs.check()
   method_inputs.check_flags()
   chosen = method_inputs.chosen()
   text, question = _TEXT.value, _QUESTION.value
@@ -115,6 +118,7 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     run = runner.answer(
       lm, devices, chosen, samples, settings, folder, batch, began
     )
+    speed_inputs.add_speeds(run.summary, lm, chosen, samples, settings, folder)
   if not hosts.is_first():
     return
   summary = run.summary

@@ -18,7 +18,8 @@ resumes where it stopped. With `--multihost`, hosts that run the same command
 share the contexts. Each combination of model, benchmark, protocol,
 schedule and seed has its own folder in --output, with answers, tables, plots
 and an HTML page. `python -m kvjax.experiments.leaderboard DIR...` merges runs
-into one leaderboard.
+into one leaderboard. With --timed_rounds, tables also say how long each method
+and budget takes for one prompt alone, and for a decoded token.
 """
 
 import hashlib
@@ -34,6 +35,7 @@ from kvjax.experiments.inputs import (
   host_inputs,
   method_inputs,
   run_inputs,
+  speed_inputs,
 )
 from kvjax.experiments.report import writing
 from kvjax.experiments.run import hosts, results, runner
@@ -44,6 +46,7 @@ for module in (
   method_inputs,
   host_inputs,
   dry_run_inputs,
+  speed_inputs,
 ):
   flags.adopt_module_key_flags(module)
 
@@ -56,6 +59,7 @@ def main() -> None:
   """Checks all flags, then loads the model and runs it."""
   began = time.monotonic()
   host_inputs.start()
+  speed_inputs.check()
   method_inputs.check_flags()
   chosen = method_inputs.chosen()
   benchmark_inputs.check_flags()
@@ -79,6 +83,9 @@ def main() -> None:
       return
     run = runner.answer(
       lm, devices, chosen, drawn.samples, settings, folder, batch, began
+    )
+    speed_inputs.add_speeds(
+      run.summary, lm, chosen, drawn.samples, settings, folder
     )
   if not hosts.is_first():
     return

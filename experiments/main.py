@@ -31,6 +31,8 @@ PROGRAMS = (
   "index_construction",
   "benchmark_sweep",
   "benchmark_decode",
+  "benchmark_sparse",
+  "benchmark_scaling",
   "benchmark_kernels",
   "benchmark_compile",
   "benchmark_peers",

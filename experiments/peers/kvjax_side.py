@@ -14,18 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.activations import Activations
-from kvjax.engine.building import CacheBuilder
-from kvjax.engine.evaluate import (
-  evaluate_all,
-  find_evaluated,
-  list_evaluations,
-)
-from kvjax.engine.prepared import prepare
 from kvjax.experiments.peers.serving import serve
+from kvjax.experiments.timing import layer_compression
 from kvjax.model import Geometry
 from kvjax.models.pretrained import load_decoder
-from kvjax.testing import TinyModel
 
 # Any model has so many.
 _TOKEN_IDS = 1000
@@ -128,27 +120,9 @@ class Side:
   ) -> float:
     """Scores and compacts one layer, whose attention has been computed."""
     geometry = Geometry.uniform(1, heads, kv_heads, dim, length)
-    draws = iter(jax.random.split(jax.random.key(0), 4))
-    small = (1, kv_heads, length, dim)
-    activations = Activations(
-      queries=jax.random.normal(next(draws), (1, heads, length, dim)),
-      keys=jax.random.normal(next(draws), small),
-      values=jax.random.normal(next(draws), small),
-      positions=jnp.arange(length, dtype=jnp.int32)[None],
-      keys_unrotated=jax.random.normal(next(draws), small),
-    )
-    prompts = kvjax.Prompts.of([[0] * length], padded=length)
     plan = kvjax.get_plan(method, kvjax.Retention(retention))
-    jax.block_until_ready(activations)
-    begin = time.perf_counter()
-    prepared = prepare(plan, prompts, geometry)
-    requests = list_evaluations(0, [plan], [prepared], geometry)
-    evaluations = evaluate_all(0, activations, requests, {})
-    builder = CacheBuilder(TinyModel(geometry), prepared, None)
-    builder.keep(0, activations, find_evaluated(plan, evaluations))
-    lengths = jnp.asarray(prompts.lengths)
-    jax.block_until_ready(builder.cache(lengths))
-    return time.perf_counter() - begin
+    activations = layer_compression.draw(geometry, length)
+    return layer_compression.seconds(plan, geometry, activations)
 
   def _prompts(self, rows: int, length: int) -> kvjax.Prompts:
     draw = np.random.default_rng(0)

@@ -10,12 +10,15 @@ from kvjax.experiments.calibration.records import AUTO
 from kvjax.experiments.run.candidates import FULL
 from kvjax.experiments.run.intervals import interval
 from kvjax.experiments.run.results import Answer
+from kvjax.experiments.run.speed import SECONDS
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]
 # Method and budget, which the rows of a table line share.
 Name = tuple[str, str]
 
+# Fields that not all rows have.
+OPTIONAL = ("global_tokens", "answer_tokens", "decoding_bytes", *SECONDS)
 # As `kvjax.Threshold` writes itself.
 _THRESHOLD = "threshold "
 
@@ -47,6 +50,8 @@ class Mean:
       None unless some layers have a window and others have none.
     answer_tokens: tokens of an answer, if known.
     decoding_bytes: bytes allocated per sample while it is answered, if known.
+    prefill_seconds: time of one prompt alone until it is compressed, if known.
+    token_seconds: time of a decoded token of one prompt alone, if known.
   """
 
   method: str
@@ -66,6 +71,8 @@ class Mean:
   global_tokens: float | None = None
   answer_tokens: float | None = None
   decoding_bytes: float | None = None
+  prefill_seconds: float | None = None
+  token_seconds: float | None = None
 
   @property
   def name(self) -> Name:
@@ -227,6 +234,6 @@ def _mean(
     host_bytes=over_tasks("host_bytes"),
     **{
       name: over_tasks(name) if all(name in row for row in rows) else None
-      for name in ("global_tokens", "answer_tokens", "decoding_bytes")
+      for name in OPTIONAL
     },
   )

@@ -22,6 +22,7 @@ from kvjax.experiments.report.means import (
 from kvjax.experiments.report.records import SUMMARY, Record
 from kvjax.experiments.report.rows import settings_of
 from kvjax.experiments.report.tables import grid, overview, parts
+from kvjax.experiments.run.speed import SECONDS
 
 # Method, options and budget.
 _Key = tuple[str, str, str]
@@ -260,6 +261,7 @@ def _line(entry: Entry) -> dict[str, Any]:
     "host_bytes": round(mean.host_bytes),
     "decoding_bytes": _rounded(mean.decoding_bytes),
     "answer_tokens": _rounded(mean.answer_tokens),
+    **{name: _rounded(getattr(mean, name), 4) for name in SECONDS},
     "score": round(mean.score, 2),
     "interval_low": _rounded(low),
     "interval_high": _rounded(high),
@@ -274,5 +276,5 @@ def _line(entry: Entry) -> dict[str, Any]:
   }
 
 
-def _rounded(value: float | None) -> float | None:
-  return None if value is None else round(value, 2)
+def _rounded(value: float | None, digits: int = 2) -> float | None:
+  return None if value is None else round(value, digits)

@@ -10,6 +10,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.report.means import Row, Summary, means, ranked
 from kvjax.experiments.run import typed_records
 from kvjax.experiments.run.results import Answer
+from kvjax.experiments.run.speed import SECONDS
 from kvjax.models.json_files import read_text
 
 SUMMARY = "summary.json"
@@ -36,8 +37,8 @@ _ROW: _Kinds = {
   "depth": float | None,
   "turn": int | None,
 }
-# Fields of models of which some layers have a window.
-_HYBRID: _Kinds = {"global_tokens": float}
+# Fields that not all rows have.
+_OPTIONAL: _Kinds = dict.fromkeys(("global_tokens", *SECONDS), float)
 
 # The fields that a row shares with its answers.
 _KEY = ("method", "options", "budget", "task", "length", "depth", "turn")
@@ -147,7 +148,7 @@ def _summary(path: pathlib.Path) -> dict[str, Any]:
       raise ValueError("it has no rows")
     for row in summary["rows"]:
       typed_records.check(row, _ROW)
-      typed_records.check(row, {k: _HYBRID[k] for k in _HYBRID if k in row})
+      typed_records.check(row, {k: _OPTIONAL[k] for k in _OPTIONAL if k in row})
       low, high = row["interval"]
       if row["samples"] < 1 or row["context_tokens"] <= 0 or low > high:
         raise ValueError(f"the numbers of {row['task']} cannot be")

@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.experiments.report import wording
-from kvjax.experiments.report.means import Row, Summary, evictable, grouped
+from kvjax.experiments.report.means import (
+  OPTIONAL,
+  Row,
+  Summary,
+  evictable,
+  grouped,
+)
 from kvjax.experiments.report.records import Record
 from kvjax.experiments.run.candidates import FULL
 
@@ -80,9 +86,5 @@ def _fields(
     **row["scores"],
     "samples": row["samples"],
     **{name: row[name] for name in _COUNTS},
-    **{
-      name: row[name]
-      for name in ("global_tokens", "answer_tokens", "decoding_bytes")
-      if name in row
-    },
+    **{name: row[name] for name in OPTIONAL if name in row},
   }

@@ -79,7 +79,7 @@ def overview(
   for mean in summary_means:
     for column, text in _uncertainty(mean, name).items():
       columns.setdefault(column, []).append(text)
-  columns |= _bytes(summary_means)
+  columns |= _bytes(summary_means) | _seconds(summary_means)
   if long_answers:
     columns |= _answers(summary_means)
   lines = list(zip(*columns.values(), strict=True))
@@ -292,6 +292,16 @@ def _bytes(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
       _size(mean.host_bytes / size) for mean in summary_means
     ]
   return columns
+
+
+def _seconds(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
+  """Builds columns of the times of one prompt alone, if any is known."""
+  if all(mean.prefill_seconds is None for mean in summary_means):
+    return {}
+  return {
+    "prefill, s": [_known(mean.prefill_seconds, 1) for mean in summary_means],
+    "token, ms": [_known(mean.token_seconds, 1e-3) for mean in summary_means],
+  }
 
 
 def _answers(summary_means: Sequence[Mean]) -> dict[str, list[str]]:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -43,9 +43,26 @@ class _Full(NamedTuple):
   prepared: PreparedPlan
 
 
+def plan_of(method: str, target: int, every: int) -> kvjax.Plan:
+  """Keeps the whole prompt, and later `target` tokens by a method.
+
+  Args:
+    method: name of the method.
+    target: tokens that stay.
+    every: tokens that are decoded before the next eviction.
+
+  Raises:
+    InputError: there is no such method, or it cannot evict so.
+  """
+  later = kvjax.get_plan(
+    method, kvjax.Tokens(target), kvjax.Schedule(every=every)
+  )
+  return kvjax.get_plan("full", kvjax.Retention(1.0), decoding=later)
+
+
 def measure(
   lm: Pretrained,
-  methods: Sequence[str],
+  plans: Mapping[str, kvjax.Plan],
   contexts: kvjax.Prompts,
   schedule: tuple[int, int],
   rounds: int,
@@ -54,11 +71,10 @@ def measure(
 
   Args:
     lm: the model.
-    methods: names of the methods.
+    plans: those of `plan_of` by the names of their methods.
     contexts: the prompts, each of at least as many tokens as a cache has when a
       method evicts.
-    schedule: tokens that stay, and tokens that are decoded before the next
-      eviction.
+    schedule: `target` and `every` of the plans.
     rounds: number of timings of each, after compilation.
 
   Returns:
@@ -72,8 +88,8 @@ def measure(
     few = _cut(contexts, target)
     cache, logits = kvjax.prefill(lm.model, lm.params, few, plan)
     full = [
-      _prefill(lm, name, _cut(contexts, target + every), schedule)
-      for name in methods
+      _prefill(lm, of_method, _cut(contexts, target + every), every)
+      for of_method in plans.values()
     ]
 
   def step() -> float:
@@ -100,7 +116,7 @@ def measure(
   steps, *times_of = map(list, zip(*seconds, strict=True))
   return steps, [
     Evicted(name, mean, times)
-    for name, mean, times in zip(methods, kept, times_of, strict=True)
+    for name, mean, times in zip(plans, kept, times_of, strict=True)
   ]
 
 
@@ -110,17 +126,9 @@ def _cut(contexts: kvjax.Prompts, length: int) -> kvjax.Prompts:
 
 
 def _prefill(
-  lm: Pretrained,
-  name: str,
-  contexts: kvjax.Prompts,
-  schedule: tuple[int, int],
+  lm: Pretrained, plan: kvjax.Plan, contexts: kvjax.Prompts, every: int
 ) -> _Full:
   """A cache that is due, with what the method remembers of its tokens."""
-  target, every = schedule
-  later = kvjax.get_plan(
-    name, kvjax.Tokens(target), kvjax.Schedule(every=every)
-  )
-  plan = kvjax.get_plan("full", kvjax.Retention(1.0), decoding=later)
   cache, _ = kvjax.prefill(lm.model, lm.params, contexts, plan)
   lengths = np.asarray(cache.next_positions)
   prepared = prepare_decoding(

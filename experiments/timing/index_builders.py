@@ -104,11 +104,11 @@ def draw(
   """
   rng = np.random.default_rng(seed)
   topics = rng.integers(KEY_CENTERS, size=length)
-  keys = jnp.asarray(_around(rng, KEY_CENTERS, topics, head_dim))[None, None]
+  keys = jnp.asarray(around(rng, KEY_CENTERS, topics, head_dim))[None, None]
   topics = rng.integers(QUERY_CENTERS, size=length + TOKENS)
   queries = jnp.asarray(
     np.stack(
-      [_around(rng, QUERY_CENTERS, topics, head_dim) for _ in range(group)]
+      [around(rng, QUERY_CENTERS, topics, head_dim) for _ in range(group)]
     )
   )
   positions = jnp.arange(length, dtype=jnp.int32)[None, None]
@@ -128,6 +128,18 @@ def draw(
     KeyBudget(count, retrieval.keys),
     jnp.swapaxes(queries[:, length:], 0, 1),
   )
+
+
+def around(
+  rng: np.random.Generator,
+  centers: int,
+  topics: Int[np.ndarray, " T"],
+  head_dim: int,
+) -> Float[np.ndarray, "T D"]:
+  """Draws vectors around random centers; topics assign the centers."""
+  means = rng.standard_normal((centers, head_dim), np.float32)
+  noise = rng.standard_normal((len(topics), head_dim), np.float32)
+  return means[topics] + np.float32(SPREAD) * noise
 
 
 def builders(
@@ -205,18 +217,6 @@ def recall(
     return jnp.mean(hits.astype(jnp.float32))
 
   return jnp.mean(jax.vmap(of_token)(workload.queries, candidates))
-
-
-def _around(
-  rng: np.random.Generator,
-  centers: int,
-  topics: Int[np.ndarray, " T"],
-  head_dim: int,
-) -> Float[np.ndarray, "T D"]:
-  """Draws vectors around random centers; topics assign the centers."""
-  means = rng.standard_normal((centers, head_dim), np.float32)
-  noise = rng.standard_normal((len(topics), head_dim), np.float32)
-  return means[topics] + np.float32(SPREAD) * noise
 
 
 def _index(

@@ -88,7 +88,8 @@ class LagLaw(Allocation):
     if not isinstance(budget, Retention):
       raise InputError(
         "LagKV keeps a share of every partition, however many there will be: "
-        f"give a retention in place of {budget}."
+        f"give a retention in place of {budget}, or choose mode=kvpress, "
+        "which keeps exactly so many."
       )
 
   def check_protected(

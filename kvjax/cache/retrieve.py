@@ -14,7 +14,7 @@ from kvjax.cache.index import LayerIndex
 from kvjax.cache.rows import Rows
 from kvjax.cache.splitting import Split
 from kvjax.kernels.attention import Partial
-from kvjax.kernels.dispatch import on_mesh, target_platform
+from kvjax.kernels.dispatch import on_mesh
 from kvjax.retrieval.base import (
   Candidates,
   KeyBudget,
@@ -135,46 +135,19 @@ def retrieve_all(
       arrays, queries, store, budget
     )
 
-  def retrieve_among(
-    slots: Int[Array, "B K U"],
-  ) -> tuple[Selection, PyTree[Array]]:
-    candidates = Candidates(slots, rows.logits(slots, queries))
-    return retrieve_with(replace(store, candidates=candidates))
-
   arrays = index.read()
   with jax.default_matmul_precision("highest"):
     if retrieval.key_access == "all":
       retrieved = retrieve_with(replace(store, keys=rows.copy_keys()))
     elif retrieval.key_access == "candidates":
       slots = jax.vmap(jax.vmap(retrieval.candidates))(arrays, queries, store)
-      retrieved = _among_few(retrieve_among, slots, rows)
+      candidates = Candidates(slots, rows.logits(slots, queries))
+      retrieved = retrieve_with(replace(store, candidates=candidates))
     else:
       retrieved = retrieve_with(store)
     selection, update = retrieved
     changes = jax.vmap(jax.vmap(retrieval.update_index))(arrays, update, real)
   return index.write(changes, selection.slots), selection
-
-
-def _among_few(
-  retrieve_among: Callable[[Int[Array, "B K U"]], Any],
-  slots: Int[Array, "B K U"],
-  rows: Rows,
-) -> Any:
-  """Retrieves among the first half of the candidates if there are no others.
-
-  Lists of neighboring queries overlap: CTkvr's paper finds that at most half of
-  the recalled keys are different ones. The result is the same either way.
-  """
-  half = slots.shape[-1] // 2
-  # A branch would make the device wait: for the host's work to end where the
-  # rows are on the host, and for the host to read the condition on a GPU.
-  if not half or rows.on_host or target_platform() == "gpu":
-    return retrieve_among(slots)
-  return jax.lax.cond(
-    jnp.all(slots[..., half:] < 0),
-    lambda: retrieve_among(slots[..., :half]),
-    lambda: retrieve_among(slots),
-  )
 
 
 def _retrieve_head(

@@ -4,11 +4,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.kernels.dispatch import target_platform
 from kvjax.kernels.host import is_on_host, run_on_host
 from kvjax.kernels.stacks import Layer, as_stack, gather_slots, index_stack
 from kvjax.placement import gather_rows
 from kvjax.retrieval.base import scaled_logits
 from kvjax.struct import struct
+
+# Keys of a list that are multiplied at once.
+_TILE = 512
 
 
 @struct
@@ -39,7 +43,8 @@ class Rows:
   ) -> Float[Array, "B K G U"]:
     """Computes products of queries and listed keys, times D^-1/2.
 
-    Keys that are in host memory stay there: the host multiplies.
+    Keys that are in host memory stay there: the host multiplies. Elsewhere,
+    keys are read up to the last slot that any list has, a tile at a time.
 
     Args:
       slots: slots of the keys; -1 for none, whose logits are -inf.
@@ -48,11 +53,15 @@ class Rows:
     keys, layer = as_stack(self.keys, self.layer)
     # The gather does not check bounds, so -1 reads slot 0 and is masked below.
     operands = keys, layer, jnp.maximum(slots, 0), queries
-    products: Array = (
-      run_on_host(_products, *operands)
-      if self.on_host
-      else _products(*operands)
-    )
+    if self.on_host:
+      products: Array = run_on_host(_products, *operands)
+    # With a loop, the host would have to read its condition on a GPU.
+    elif slots.shape[-1] <= _TILE or target_platform() == "gpu":
+      products = _products(*operands)
+    else:
+      places = jnp.arange(1, slots.shape[-1] + 1, dtype=jnp.int32)
+      last = jnp.max(jnp.where(slots >= 0, places, 0))
+      products = _products_in_tiles(*operands, last)
     return jnp.where(slots[:, :, None] >= 0, products, -jnp.inf)
 
   def copy_keys(self) -> Float[Array, "B K F D"]:
@@ -108,3 +117,39 @@ def _products(
   """Products of queries and keys of listed slots, times D^-1/2."""
   listed = gather_slots(keys, layer, slots).astype(jnp.float32)
   return scaled_logits(queries, listed)
+
+
+def _products_in_tiles(
+  keys: Float[Array, "L B K F D"],
+  layer: Int[Array, ""],
+  slots: Int[Array, "B K U"],
+  queries: Float[Array, "B K G D"],
+  last: Int[Array, ""],
+) -> Float[Array, "B K G U"]:
+  """Products of the first `last` listed slots; zeros for tiles after them.
+
+  A tile of keys is small enough to be multiplied before it leaves the cache of
+  a processor. Lists of neighboring queries overlap: CTkvr's paper finds that at
+  most half of the recalled keys are different ones, so that about half of the
+  places are empty.
+  """
+  count = slots.shape[-1]
+  padding = -count % _TILE
+  padded = jnp.pad(slots, ((0, 0), (0, 0), (0, padding)))
+  shape = (*queries.shape[:-1], count + padding)
+
+  def one_tile(
+    carry: tuple[Int[Array, ""], Float[Array, "B K G P"]],
+  ) -> tuple[Int[Array, ""], Float[Array, "B K G P"]]:
+    start, products = carry
+    tile = jax.lax.dynamic_slice_in_dim(padded, start, _TILE, axis=2)
+    of_tile = _products(keys, layer, tile, queries)
+    return start + _TILE, jax.lax.dynamic_update_slice_in_dim(
+      products, of_tile, start, axis=3
+    )
+
+  carry = jnp.zeros((), jnp.int32), jnp.zeros(shape, jnp.float32)
+  _, products = jax.lax.while_loop(
+    lambda carry: carry[0] < last, one_tile, carry
+  )
+  return products[..., :count]

@@ -10,8 +10,6 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
-from orbax.checkpoint import v1 as ocp
-
 from kvjax import files
 from kvjax.cache.cache import Cache
 from kvjax.checkpoint.trees import Arrays, describe, empty_arrays, restore
@@ -103,7 +101,7 @@ def save_cache(
     directory.mkdir(parents=True, exist_ok=True)
     # Orbax refuses arrays without elements, which the description restores.
     filled = {path: array for path, array in arrays.items() if array.size}
-    ocp.save(directory / name, filled)
+    _orbax().save(directory / name, filled)
     description["files"] = _checksums(directory / name)
     description["checksum"] = _checksum(description)
     text = json.dumps(description, indent=2)
@@ -179,9 +177,16 @@ def _restored(
     raise _damaged(directory)
   arrays = empty_arrays(saved["cache"])
   filled = {path: array for path, array in arrays.items() if array.size}
-  arrays |= ocp.load(directory / saved["arrays"], filled)
+  arrays |= _orbax().load(directory / saved["arrays"], filled)
   cache: Cache = restore(saved["cache"], arrays)
   return cache
+
+
+def _orbax() -> Any:
+  """Imports orbax, for which a program that saves nothing need not wait."""
+  from orbax.checkpoint import v1
+
+  return v1
 
 
 def _damaged(directory: pathlib.Path) -> InputError:

@@ -155,7 +155,12 @@ class PreparedPlan:
     """
 
     def of_layer(x: Any) -> Any:
-      return None if x is None else jnp.asarray(x)[layer]
+      if x is None:
+        return None
+      # Sliced on the host if possible: a sweep has thousands of these slices.
+      if isinstance(layer, int) and isinstance(x, np.ndarray):
+        return jnp.asarray(x[layer])
+      return jnp.asarray(x)[layer]
 
     plan = self.plan
     return LayerBudget(

@@ -54,8 +54,9 @@ def test_steps_are_compared_with_the_first_and_with_copies():
 def test_evictions_are_timed_that_evict(tiny):
   contexts = kvjax.Prompts.of([[5] * 60, [6, 7] * 40])
   methods = ["keydiff", "rkv:window=4", "tova"]
+  plans = {name: eviction_timing.plan_of(name, 32, 8) for name in methods}
   steps, found = eviction_timing.measure(
-    tiny, methods, contexts, schedule=(32, 8), rounds=2
+    tiny, plans, contexts, schedule=(32, 8), rounds=2
   )
   assert [one.method for one in found] == methods
   # Of the 40 tokens of every row, layer and head.
@@ -68,6 +69,18 @@ def test_evictions_are_compared_with_the_steps_between_them():
   _, line = eviction_timing.table([0.01, 0.5, 0.002], found, every=100)
   # 50 ms after 100 steps of 10 ms.
   assert line == ("keydiff", "1,024", "50.00", "10.00", "5.0")
+
+
+def test_a_method_without_a_target_is_refused_before_the_model_is_loaded(
+  run_binary,
+):
+  result = run_binary(
+    "kvjax.experiments.benchmark_decode",
+    *("--every=8", "--methods=keydiff,lagkv", "--model=no-such-model"),
+  )
+  assert result.returncode == 2
+  assert "mode=kvpress, which keeps exactly so many" in result.stderr
+  assert result.stderr.count("\n") == 1
 
 
 def test_what_the_context_has_no_room_for_is_refused(run_binary):

@@ -299,4 +299,25 @@ FAMILIES = {
     tie_word_embeddings=True,
     max_position_embeddings=128,
   ),
+  # Heads of 256 channels, as all Gemma 3 models have them: wider than the
+  # hidden states.
+  "gemma3_wide": dict(
+    model_type="gemma3_text",
+    architectures=["Gemma3ForCausalLM"],
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    query_pre_attn_scalar=256,
+    rope_theta=1e6,
+    rope_local_base_freq=1e4,
+    rope_scaling=None,
+    sliding_window=WINDOW,
+    # The second layer is global.
+    sliding_window_pattern=2,
+    attn_logit_softcapping=None,
+    final_logit_softcapping=None,
+    tie_word_embeddings=True,
+    max_position_embeddings=128,
+  ),
 }

@@ -194,14 +194,20 @@ def test_one_weak_direction_counts_as_much_as_the_others(solver, weak):
   ],
 )
 def test_cholesky_is_that_of_kvpress(columns, count):
-  """With 1e-2 on the diagonal of the Gram matrix, in float64."""
+  """With 1e-2 on the diagonal of the Gram matrix, in float64.
+
+  The scores are in [0, 1] and sum to less than the rank.
+  """
   sketch = gaussian_sketch(jax.random.key(0), 32, columns)
   for condition in (1, 10, 1e2, 1e3, 1e4):
     keys = keys_of_condition(1, count, 32, condition)
     sketched = np.float64(keys) @ np.float64(sketch)
     gram = sketched.T @ sketched + 1e-2 * np.eye(columns)
     expected = np.sum(sketched @ np.linalg.inv(gram) * sketched, axis=1)
-    np.testing.assert_allclose(lev(keys, sketch, "chol"), expected, atol=1e-3)
+    ours = lev(keys, sketch, "chol")
+    np.testing.assert_allclose(ours, expected, atol=1e-3)
+    assert np.all((ours >= 0) & (ours <= 1))
+    assert ours.sum() <= min(count, columns, 32) + 1e-3
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -351,7 +351,10 @@ def test_a_save_that_fails_leaves_what_was_there(cache, tmp_path, monkeypatch):
   def interrupted(*_):
     raise KeyboardInterrupt
 
-  for place, name in ((saving.ocp, "save"), (saving.pathlib.Path, "replace")):
+  for place, name in (
+    (saving._orbax(), "save"),
+    (saving.pathlib.Path, "replace"),
+  ):
     with monkeypatch.context() as patch:
       patch.setattr(place, name, interrupted)
       with pytest.raises(KeyboardInterrupt):

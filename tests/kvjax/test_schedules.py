@@ -166,7 +166,11 @@ def test_memory_in_blocks_is_budget_and_block(name, budget, beside):
     ("protokv", BUDGET, "ProtoKV cannot evict block by block or while"),
     ("chunkkv", BUDGET, "chunks are those of a whole prompt"),
     ("pyramidkv", BUDGET, "it shares it out once, when the prompt is known"),
-    ("lagkv", BUDGET, "give a retention in place of 12 tokens"),
+    (
+      "lagkv",
+      BUDGET,
+      "give a retention in place of 12 tokens, or choose mode=kvpress",
+    ),
   ],
 )
 def test_what_a_paper_does_not_define_is_refused(name, budget, sentence):

@@ -141,6 +141,8 @@ def test_a_line_says_all_about_itself(answer, record, tmp_path):
     "host_bytes": "0",
     "decoding_bytes": "",
     "answer_tokens": "",
+    "prefill_seconds": "",
+    "token_seconds": "",
     "score": "50.0",
     "delta": "",
     "samples": "4",

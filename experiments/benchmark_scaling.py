@@ -1,0 +1,83 @@
+"""Measures how methods scale with the length of a prompt.
+
+  python -m kvjax.experiments.benchmark_scaling
+
+scores and compacts one layer with the heads of Llama-3.1-8B by every method
+that needs no second pass, at 1,024 to 16,384 tokens, and keeps a quarter. It
+prints milliseconds at each length, their exponent in the length, and what
+scoring allocates besides its arrays, from compiled programs, and writes
+scaling.png to --output. It takes five minutes on two cores;
+`--length=32768,131072` takes 12 GB of memory.
+"""
+
+import pathlib
+
+import rich.console
+from absl import flags
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.experiments import cli
+from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.peers.cases import LAYER
+from kvjax.experiments.report import formats, pictures, wording
+from kvjax.experiments.run import outputs, results
+from kvjax.experiments.run.environment import device
+from kvjax.experiments.timing import scaling
+
+_METHODS = flags.DEFINE_list(
+  "methods",
+  [
+    *("random", "streaming", "key_norm", "h2o", "tova", "snapkv", "adakv"),
+    *("chunkkv", "keydiff", "lagkv:lag=128", "compactor", "leverage"),
+    *("noncausal", "protokv", "cur"),
+  ],
+  "Methods to measure.",
+)
+_LENGTH = flags.DEFINE_list(
+  "length", ["1024", "2048", "4096", "8192", "16384"], "Tokens of the prompt."
+)
+_RETENTION = flags.DEFINE_float(
+  "retention", 0.25, "Share to keep.", lower_bound=0.0, upper_bound=1.0
+)
+_ROUNDS = flags.DEFINE_integer(
+  "rounds", 3, "Number of timings of each.", lower_bound=1
+)
+_OUTPUT = flags.DEFINE_string("output", "results/scaling", "Output folder.")
+
+
+def main() -> None:
+  """Measures, prints a table and writes the picture."""
+  if not _METHODS.value:
+    raise InputError("--methods is empty; keydiff,snapkv would be two.")
+  lengths = sorted(run_inputs.parse_lengths(_LENGTH.value))
+  if len(lengths) < 2:
+    raise InputError("--length needs two lengths or more, to see what grows.")
+  budget = kvjax.Retention(_RETENTION.value)
+  plans = {name: kvjax.get_plan(name, budget) for name in _METHODS.value}
+  for name, plan in plans.items():
+    if plan.method.traits.replay or plan.spread.whole_model or plan.sparse:
+      raise InputError(
+        f"{name} needs more than one layer, or keeps all; it has no time here."
+      )
+  folder = pathlib.Path(_OUTPUT.value)
+  results.check_writable(folder)
+  heads = (LAYER["heads"], LAYER["kv_heads"], LAYER["dim"])
+  measured = scaling.measure(plans, heads, lengths, _ROUNDS.value)
+  heading, *lines = scaling.table(measured)
+  console = rich.console.Console(highlight=False)
+  console.print(formats.Table("", heading, lines))
+  folder.mkdir(parents=True, exist_ok=True)
+  outputs.write_bytes(
+    folder / "scaling.png", pictures.png(scaling.picture(measured))
+  )
+  console.print(
+    f"One layer with {heads[0]} query and {heads[1]} KV heads of {heads[2]} "
+    f"channels, one row, {_RETENTION.value:g} kept, float32 on {device(1)}, "
+    f"median of {wording.count(_ROUNDS.value, 'round')}. The picture is "
+    f"{folder / 'scaling.png'}."
+  )
+
+
+if __name__ == "__main__":
+  cli.run(main)

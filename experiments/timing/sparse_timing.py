@@ -1,0 +1,228 @@
+"""Times the attention of a layer to all keys, and to what is retrieved."""
+
+import functools
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.progress
+from jaxtyping import Array, Float
+
+from kvjax.activations import Activations
+from kvjax.cache.base import Layer
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.sparse import SparseLayer
+from kvjax.errors import InputError
+from kvjax.experiments.timing import kernel_timing
+from kvjax.experiments.timing.index_builders import (
+  KEY_CENTERS,
+  QUERY_CENTERS,
+  around,
+)
+from kvjax.experiments.timing.kernel_timing import Copies
+from kvjax.retrieval.base import Retrieval
+
+FULL = "full"
+# Tokens that a layer decodes per round.
+_TOKENS = 8
+
+
+class Heads(NamedTuple):
+  """Heads of a layer; the defaults are those of Llama-3.1-8B."""
+
+  heads: int = 32
+  kv_heads: int = 8
+  head_dim: int = 128
+
+
+class Attended(NamedTuple):
+  """Attention of a layer to its cache, for one token of one row.
+
+  Attributes:
+    name: name of the method.
+    cache_bytes: bytes of keys, values and index.
+    read_tokens: tokens that a token attends to, mean over KV heads.
+    seconds: seconds per token in each round.
+  """
+
+  name: str
+  cache_bytes: int
+  read_tokens: float
+  seconds: Sequence[float]
+
+  @property
+  def token(self) -> float:
+    """Seconds per token in the median round."""
+    return statistics.median(self.seconds)
+
+
+def measure(
+  retrievals: Mapping[str, Retrieval],
+  keys: int,
+  length: int,
+  heads: Heads,
+  rounds: int,
+  seed: int,
+) -> tuple[Copies, list[Attended]]:
+  """Attends to every cache, and copies an array, in turns.
+
+  Keys and queries are Gaussians around Gaussian centers, so that neighboring
+  queries are as similar as CTkvr's paper finds them, with a cosine of 0.8.
+
+  Args:
+    retrievals: methods by their names.
+    keys: keys that a token retrieves.
+    length: tokens of the prompt.
+    heads: heads of the layer.
+    rounds: number of timings of each, after compilation.
+    seed: seed of keys, values and queries.
+
+  Returns:
+    The copies; and the attention to the full cache and to those of the methods.
+
+  Raises:
+    InputError: a method reads all keys at this length.
+  """
+  console = rich.console.Console(stderr=True)
+  drawn = _draw(seed, length + (1 + rounds) * _TOKENS, heads)
+  prompt = _part(drawn, 0, length)
+  stacks: dict[str, Layer] = {}
+  names = [FULL, *retrievals]
+  for name in rich.progress.track(names, "indexing", console=console):
+    layer = _layer(retrievals.get(name), prompt, keys)
+    if layer is None:
+      raise InputError(
+        f"{name} reads all of {length} tokens; give a longer --length or fewer "
+        "--keys."
+      )
+    grown = layer.grow((1 + rounds) * _TOKENS)
+    stacks[name] = jax.tree.map(lambda x: x[None], grown)
+  sizes = {name: stack.nbytes for name, stack in stacks.items()}
+  reads = {name: float(np.mean(s.num_attended)) for name, s in stacks.items()}
+  del prompt
+
+  def attend(name: str, turn: int) -> float:
+    tokens = _tokens(drawn, length + turn * _TOKENS)
+    began = time.perf_counter()
+    stacks[name], _ = jax.block_until_ready(_decode(stacks[name], tokens))
+    return (time.perf_counter() - began) / _TOKENS
+
+  for name in rich.progress.track(names, "compiling", console=console):
+    attend(name, 0)
+  copy = kernel_timing.copies(kernel_timing.COPIED)
+  copied: list[float] = []
+  seconds: dict[str, list[float]] = {name: [] for name in names}
+  turns = range(1, 1 + rounds)
+  for turn in rich.progress.track(turns, "timing", console=console):
+    copied.append(copy())
+    for name in names:
+      seconds[name].append(attend(name, turn))
+  return Copies(2 * kernel_timing.COPIED, copied), [
+    Attended(
+      name,
+      sizes[name],
+      reads[name],
+      seconds[name],
+    )
+    for name in names
+  ]
+
+
+def table(copies: Copies, results: Sequence[Attended]) -> Iterator[list[str]]:
+  """Yields table lines with a heading; the full cache is the baseline."""
+  full = results[0]
+  yield [
+    *("method", "MiB", "reads", "ms a token", "× full"),
+    "% of copies",
+  ]
+  for result in results:
+    # Of keys and values that are read; indexes are not counted.
+    least = full.cache_bytes * result.read_tokens / full.read_tokens
+    share = least / result.token / copies.bytes_per_second
+    yield [
+      result.name,
+      f"{result.cache_bytes / 2**20:,.1f}",
+      f"{result.read_tokens:,.0f}",
+      f"{1e3 * result.token:,.2f}",
+      f"{full.token / result.token:.2f}",
+      f"{100 * share:.0f}",
+    ]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _decode(
+  stack: Layer, tokens: Activations
+) -> tuple[Layer, Float[Array, "J B N S D"]]:
+  """Appends tokens to the only layer of a stack, and attends from each."""
+
+  def one(
+    stack: Layer, token: Activations
+  ) -> tuple[Layer, Float[Array, "B N S D"]]:
+    output, stack = stack.step(jnp.zeros((), jnp.int32), token)
+    return stack, output
+
+  return jax.lax.scan(one, stack, tokens)
+
+
+def _layer(
+  retrieval: Retrieval | None, prompt: Activations, keys: int
+) -> Layer | None:
+  cache = LayerCache.of(prompt)
+  if retrieval is None:
+    return cache
+  index = jax.jit(SparseLayer.of, static_argnums=(0, 5))
+  count = jnp.full(1, keys, jnp.int32)
+  sparse: SparseLayer | None = index(
+    retrieval, jnp.zeros((), jnp.int32), cache, prompt, count, keys
+  )
+  return sparse
+
+
+def _draw(seed: int, length: int, heads: Heads) -> Activations:
+  """Draws the activations of one row."""
+  rng = np.random.default_rng(seed)
+  kv, group = heads.kv_heads, heads.heads // heads.kv_heads
+
+  def per_head(centers: int, repeats: int) -> Float[Array, "1 H T D"]:
+    # Heads of a group are about the same topics.
+    topics = [rng.integers(centers, size=length) for _ in range(kv)]
+    drawn = [
+      around(rng, centers, topic, heads.head_dim)
+      for topic in topics
+      for _ in range(repeats)
+    ]
+    return jnp.asarray(np.stack(drawn))[None]
+
+  keys = per_head(KEY_CENTERS, 1)
+  return Activations(
+    queries=per_head(QUERY_CENTERS, group),
+    keys=keys,
+    values=per_head(KEY_CENTERS, 1),
+    keys_unrotated=keys,
+    positions=jnp.arange(length, dtype=jnp.int32)[None],
+  )
+
+
+def _part(drawn: Activations, start: int, end: int) -> Activations:
+  """The activations of some of the tokens."""
+  queries, keys, values = (
+    x[:, :, start:end] for x in (drawn.queries, drawn.keys, drawn.values)
+  )
+  return Activations(
+    queries=queries,
+    keys=keys,
+    values=values,
+    keys_unrotated=keys,
+    positions=drawn.positions[:, start:end],
+  )
+
+
+def _tokens(drawn: Activations, start: int) -> Activations:
+  """The activations of the tokens of a round, with a leading axis of tokens."""
+  parts = [_part(drawn, at, at + 1) for at in range(start, start + _TOKENS)]
+  return jax.tree.map(lambda *x: jnp.stack(x), *parts)

@@ -1,0 +1,80 @@
+"""How methods scale: exponents, tables, and memory of compiled programs."""
+
+import math
+
+import pytest
+
+import kvjax
+from kvjax.experiments.timing import layer_compression, scaling
+from kvjax.experiments.timing.scaling import Scaled
+from kvjax.model import Geometry
+
+HEADS = (4, 2, 16)
+# All whole-prompt methods that need no model; methods.md calls none of their
+# memory more than linear in the prompt.
+METHODS = (
+  *("random", "streaming", "key_norm", "h2o", "tova", "snapkv", "adakv"),
+  *("chunkkv", "keydiff", "lagkv:lag=128", "compactor", "leverage"),
+  *("noncausal", "protokv", "cur", "qfilters", "rkv"),
+)
+
+
+def plan_of(name):
+  return kvjax.get_plan(name, kvjax.Retention(0.25))
+
+
+def test_an_exponent_is_that_of_the_longer_half():
+  assert scaling.slope({1: 9.0, 2: 9.0, 4: 3.0, 8: 12.0}) == pytest.approx(2.0)
+  assert scaling.slope({8: 12.0, 4: 12.0}) == pytest.approx(0.0)
+  assert math.isnan(scaling.slope({1: 1.0, 2: 0.0}))
+
+
+def test_a_table_has_the_fastest_first():
+  results = [
+    Scaled("a", {1024: 0.002, 2048: 0.008}, {1024: 2**20, 2048: 2**21}),
+    Scaled("b", {1024: 0.004, 2048: 0.004}, {1024: 0, 2048: 0}),
+  ]
+  _, *lines = scaling.table(results)
+  assert lines == [
+    ["b", "4.0", "4.0", "0.00", "0.0", "–"],
+    ["a", "2.0", "8.0", "2.00", "2.0", "1.00"],
+  ]
+  assert len(scaling.picture(results).axes) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_scoring_takes_memory_linear_in_the_prompt(name):
+  """From compiled programs: no method makes an array of n x n."""
+  plan = plan_of(name)
+  shorter, longer = (
+    layer_compression.temporary_bytes(
+      plan, Geometry.uniform(1, *HEADS, length), length
+    )
+    for length in (8192, 16384)
+  )
+  # Tiles have a fixed size or are linear.
+  assert longer <= 2.1 * shorter + 2**16
+
+
+@pytest.mark.slow
+def test_methods_take_turns_at_each_length():
+  plans = {name: plan_of(name) for name in ("keydiff", "snapkv:window=8")}
+  results = scaling.measure(plans, HEADS, [64, 128], rounds=1)
+  assert [one.method for one in results] == list(plans)
+  for one in results:
+    assert list(one.seconds) == list(one.temporary) == [64, 128]
+    assert min(one.seconds.values()) > 0
+
+
+def test_what_is_wrong_is_one_sentence(run_binary):
+  for argument, sentence in {
+    "--methods=": "--methods is empty",
+    "--methods=kvzip": "kvzip needs more than one layer",
+    "--methods=quest": "quest",
+    "--length=64": "needs two lengths or more",
+  }.items():
+    result = run_binary("kvjax.experiments.benchmark_scaling", argument)
+    assert result.returncode == 2, result.stderr
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
