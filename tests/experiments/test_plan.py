@@ -2,15 +2,14 @@
 
 import dataclasses
 import importlib.util
-import json
 import math
 
 import jax
 import numpy as np
 import pytest
+from tiny_published import TINY
 
 import kvjax
-from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
 from kvjax.experiments.planning import (
   batches,
@@ -26,31 +25,8 @@ from kvjax.experiments.planning.compiling import Needs, Planned, Sent
 from kvjax.experiments.planning.sizes import Sizes, sizes
 from kvjax.experiments.tpu import chips, engine_programs
 from kvjax.experiments.tpu.engine_programs import Use
-from kvjax.experiments.tpu.published import LLAMA, SHIPPED, Published
+from kvjax.experiments.tpu.published import LLAMA
 
-# Parameters as their pages at huggingface.co count them.
-PARAMETERS = {
-  "llama-3.1-8b": 8_030_261_248,
-  "llama-3.1-70b": 70_553_706_496,
-  "qwen2.5-7b": 7_615_616_512,
-  "qwen2.5-14b": 14_770_033_664,
-  "qwen2.5-32b": 32_763_876_352,
-  "qwen3-8b": 8_190_735_360,
-  "qwen3-32b": 32_762_123_264,
-}
-TINY = Published(
-  "tiny",
-  {
-    "model_type": "llama",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-  },
-)
 HALF = kvjax.get_plan("keydiff", kvjax.Retention(0.5))
 USE = Use("keydiff", "", HALF, 96, TINY, rows=2, answer=32)
 HBM = 10**7
@@ -80,50 +56,6 @@ def here(rows=1, **changed):
     kv_heads=2,
     **changed,
   )
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_the_models_that_ship_have_their_published_sizes(name):
-  published = Published.shipped(name)
-  mesh = parse_mesh("model:1")
-  _, params = published.shapes(mesh, published.layers)
-  counted = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-  assert counted == PARAMETERS[name]
-  assert {*PARAMETERS} < {*SHIPPED}
-
-
-def test_a_model_is_found_by_name_or_by_its_file(tmp_path):
-  assert Published.find("Llama-3.1-8B").fields == LLAMA.fields
-  folder = tmp_path / "mine"
-  folder.mkdir()
-  (folder / "config.json").write_text(json.dumps(dict(TINY.fields)))
-  for path in (folder, folder / "config.json"):
-    found = Published.find(str(path))
-    assert (found.name, found.layers, found.kv_heads) == ("mine", 6, 2)
-  with pytest.raises(InputError, match="did you mean qwen3-8b"):
-    Published.find("qwen3-8")
-  (folder / "config.json").write_text('{"model_type": "llama"}')
-  with pytest.raises(InputError, match="lacks the field"):
-    Published.find(str(folder))
-
-
-def test_fields_of_layers_are_those_of_the_first_ones():
-  names = ["full_attention", "sliding_attention"] * 3
-  fields = {
-    **TINY.fields,
-    "model_type": "qwen3",
-    "head_dim": 8,
-    "layer_types": names,
-    "use_sliding_window": True,
-    "sliding_window": 16,
-  }
-  config = Published("mixed", fields).config(4)
-  assert [layer.window for layer in config.geometry.layers] == [
-    None,
-    16,
-    None,
-    16,
-  ]
 
 
 def test_slices_have_the_devices_that_their_names_say():
@@ -189,6 +121,24 @@ def test_a_plan_is_what_its_programs_take(for_this_machine):
   assert not shallow.fits
   assert shallow.most == pytest.approx(whole.most, rel=0.05)
   assert shallow.decode.sent == whole.decode.sent
+
+
+@pytest.mark.parametrize(
+  ("kinds", "hbm", "depths"),
+  [
+    (1, 10**11, [(32,), (8, 16), (2, 4)]),
+    (1, 10**9, [(8, 16), (2, 4)]),
+    # A budget for each layer: each would be compiled.
+    (32, 10**11, [(2, 4)]),
+  ],
+)
+def test_loops_are_compiled_whole_and_many_kinds_of_layers_are_not(
+  kinds, hbm, depths
+):
+  use = dataclasses.replace(USE, model=LLAMA)
+  taken = planned(1).sizes._replace(weights=2 * 10**9, kinds=kinds)
+  chip = dataclasses.replace(here(), hbm_bytes=hbm)
+  assert compiling._depths(use, chip, taken) == depths
 
 
 def test_a_line_goes_through_two_depths():
