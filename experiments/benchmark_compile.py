@@ -23,22 +23,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import rich.box
 import rich.console
 import rich.progress
 import rich.table
 from absl import flags
-from flax import nnx
 
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.run.environment import device
-from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import Decoder
-from kvjax.models.language_model import from_decoder
+from kvjax.experiments.timing.random_models import random_llama
 
 _LAYERS = flags.DEFINE_list("layers", ["4", "32"], "Numbers of layers.")
 _ROWS = flags.DEFINE_integer("rows", 4, "Prompts per batch.", lower_bound=1)
@@ -142,27 +138,15 @@ def _row(timing: Timed, timed: Sequence[Timed]) -> tuple[str, ...]:
 
 def _model(layers: int) -> tuple[kvjax.Model, Any]:
   """Creates a decoder of SmolLM2-135M's sizes."""
-  config = DecoderConfig.from_hf(
-    dict(
-      model_type="llama",
-      vocab_size=49_152,
-      hidden_size=576,
-      intermediate_size=1536,
-      num_hidden_layers=layers,
-      num_attention_heads=9,
-      num_key_value_heads=3,
-      max_position_embeddings=8192,
-      rms_norm_eps=1e-5,
-      rope_theta=100_000.0,
-      tie_word_embeddings=True,
-      hidden_act="silu",
-      attention_bias=False,
-      bos_token_id=1,
-      eos_token_id=2,
-    )
-  )
-  model, params = from_decoder(
-    Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+  _, model, params = random_llama(
+    vocab_size=49_152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=layers,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    max_position_embeddings=8192,
+    rope_theta=100_000.0,
   )
   return model, jax.block_until_ready(params)
 

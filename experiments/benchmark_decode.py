@@ -18,7 +18,7 @@ caches take turns in one process. It prints a table:
 It takes three minutes on two cores, half of it for compilation.
 
   python -m kvjax.experiments.benchmark_decode --every=128 \
-    --methods=rkv,snapkv,keydiff,lagkv,tova
+    --methods=rkv,snapkv,keydiff,lagkv.kvpress,tova
 
 times evictions while decoding instead, from --target plus --every tokens to
 --target, as a percentage of the steps between them.
@@ -48,11 +48,11 @@ flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
 
 _METHODS = flags.DEFINE_list(
   "methods",
-  ["keydiff", "adakv", "ctkvr", "flat"],
+  ["keydiff", "adakv", "ctkvr.512"],
   "Methods to compare with the full cache.",
 )
 _RETENTION = flags.DEFINE_list(
-  "retention", ["0.25", "0.0625"], "Shares of the context to keep or retrieve."
+  "retention", ["0.25", "0.0625"], "Shares of the context to keep."
 )
 _EVERY = flags.DEFINE_integer(
   "every",

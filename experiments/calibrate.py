@@ -17,7 +17,8 @@ of the method's scores, and length by how well they predict other contexts.
 The output is triples.jsonl, others.jsonl, held_out.jsonl, summary.json,
 calibration.md, ratio_curves.png, retention_bars.png and a record for each
 method in the folder records; --rule=paper writes reached.jsonl instead of
-others.jsonl. An interrupted run resumes where it stopped.
+others.jsonl. An interrupted run resumes where it stopped. --dry_run says what
+is left to measure and, from a first batch, how long that takes; it stops there.
 compare and evaluate read the records by --calibrations=DIR, or from the folder
 `calibrations` in the model's directory if copied there.
 
@@ -44,15 +45,16 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.calibration import (
+  dry_run,
   fits,
   measuring,
   pictures,
-  records,
+  record_files,
   tables,
 )
 from kvjax.experiments.calibration.fits import PAPER, PREFILL
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
-from kvjax.experiments.inputs import run_inputs, text_inputs
+from kvjax.experiments.inputs import dry_run_inputs, run_inputs, text_inputs
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.pictures import png
 from kvjax.experiments.run import environment, outputs, results
@@ -68,7 +70,7 @@ from kvjax.experiments.run.line_files import check_writable
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tasks import prose
 
-for module in (run_inputs, text_inputs):
+for module in (dry_run_inputs, run_inputs, text_inputs):
   flags.adopt_module_key_flags(module)
 
 _TASKS = flags.DEFINE_list(
@@ -164,9 +166,12 @@ def main() -> None:
     run = _Run(lm, choice.tasks, lengths, texts, settings, folder)
     samples = run.samples(_SAMPLES.value, 0)
     measuring.check(lm, chosen, samples)
+    if dry_run_inputs.DRY_RUN.value:
+      console.print(str(run.foresee(chosen)))
+      return
     triples = run.measure("triples.jsonl", chosen, samples, 0)
     others = []
-    if _RULE.value == PREFILL and _OTHERS.value:
+    if _wants_others():
       samples = run.samples(_OTHERS.value, 1)
       others = run.measure("others.jsonl", chosen, samples, 1)
     held_out_samples = run.samples(_HELD_OUT.value, 2)
@@ -202,7 +207,7 @@ def main() -> None:
   records_folder = folder / _RECORDS
   records_folder.mkdir(exist_ok=True)
   for method in fitted:
-    name = records.file_name(method.name, method.plan.per_query_head)
+    name = record_files.file_name(method.name, method.plan.per_query_head)
     method.calibration.save(records_folder / name)
   for name, figure in plots.items():
     outputs.write_bytes(folder / name, png(figure), _KEPT)
@@ -254,17 +259,44 @@ class _Run(NamedTuple):
     step: int,
   ) -> list[Measurement]:
     """Measures the samples of a step, with a progress bar."""
-    settings = dataclasses.replace(
-      self.settings, seed=self.settings.seed + step
-    )
-    store = Measurements(
-      self.folder / file, settings, Measurement, "measurement"
-    )
+    store = self._store(file, step)
     new = len(set(wanted(chosen, samples)) - store.records.keys())
     with progress_bar(new) as advance:
       return measuring.measure(
         self.lm, chosen, samples, store, run_inputs.batch(), advance
       )
+
+  def foresee(self, chosen: Sequence[Candidate]) -> dry_run.Foreseen:
+    """Says what all steps but that of --rule=paper cost; writes nothing."""
+    steps = [("triples.jsonl", _SAMPLES.value, 0)]
+    if _wants_others():
+      steps.append(("others.jsonl", _OTHERS.value, 1))
+    steps.append(("held_out.jsonl", _HELD_OUT.value, 2))
+    works = [
+      measuring.pending(
+        self.lm,
+        chosen,
+        self.samples(count, step),
+        self._store(file, step),
+        run_inputs.batch(),
+      )
+      for file, count, step in steps
+    ]
+    with progress_bar(None, transient=True):
+      return dry_run.foresee(self.lm, works)
+
+  def _store(self, file: str, step: int) -> Measurements:
+    """Opens the measurements of a step."""
+    settings = dataclasses.replace(
+      self.settings, seed=self.settings.seed + step
+    )
+    return Measurements(
+      self.folder / file, settings, Measurement, "measurement"
+    )
+
+
+def _wants_others() -> bool:
+  return _RULE.value == PREFILL and _OTHERS.value > 0
 
 
 def _chosen() -> list[Candidate]:
@@ -307,11 +339,8 @@ def _texts() -> generator.Texts:
 
 
 def _settings(data: dict[str, str]) -> results.Settings:
-  return results.Settings(
-    model=run_inputs.model_name(),
-    weights=results.digest(run_inputs.model_directory()),
-    dtype=run_inputs.dtype(),
-    seed=run_inputs.SEED.value,
+  return dataclasses.replace(
+    run_inputs.settings(),
     benchmark="ruler",
     data=data,
     heads=f"{_HEADS.value} head",

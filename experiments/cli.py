@@ -17,7 +17,7 @@ from absl import app, flags, logging
 from kvjax import files, user_cache
 from kvjax.errors import InputError, InputWarning
 from kvjax.experiments import exits
-from kvjax.experiments.run import hosts, kernel_failures
+from kvjax.experiments.run import kernel_failures, multihost
 
 _AGAIN_SECONDS = 0.02
 _GRACE_SECONDS = 1.0
@@ -67,6 +67,8 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
         main(argv[1:])
     except InputError as error:
       _refuse(str(error))
+    except BrokenPipeError:
+      raise
     except OSError as error:
       if error.strerror is None:
         raise
@@ -93,7 +95,8 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
       preempted = isinstance(stop, exits.Preempted)
       exits.leave(exits.PREEMPTED if preempted else exits.INTERRUPTED)
 
-  app.run(guarded, flags_parser=_parse)
+  with exits.quiet_when_unread():
+    app.run(guarded, flags_parser=_parse)
 
 
 @contextlib.contextmanager
@@ -261,10 +264,10 @@ def _shorten(text: str, longest: int = _LONGEST) -> str:
 
 def _refuse(sentence: str) -> NoReturn:
   """Ends the program on all hosts, with a sentence from the first one."""
-  _say_refused(hosts.refuse(_shorten(sentence, _LONGEST_SENTENCE)))
+  _say_refused(multihost.refuse(_shorten(sentence, _LONGEST_SENTENCE)))
 
 
 def _say_refused(sentence: str) -> NoReturn:
-  if hosts.is_first():
+  if multihost.is_first():
     print(sentence, file=sys.stderr)
   exits.leave(exits.WRONG_INPUT)

@@ -43,7 +43,7 @@ from kvjax.experiments.inputs import (
 )
 from kvjax.experiments.report import writing
 from kvjax.experiments.run import (
-  hosts,
+  multihost,
   results,
   runner,
   side_by_side,
@@ -119,7 +119,7 @@ def _compare(chosen: Sequence[Candidate]) -> None:
       lm, devices, chosen, samples, settings, folder, batch, began
     )
     speed_inputs.add_speeds(run.summary, lm, chosen, samples, settings, folder)
-  if not hosts.is_first():
+  if not multihost.is_first():
     return
   summary = run.summary
   summary["about"] = dict(repeated.about)

@@ -38,7 +38,7 @@ from kvjax.experiments.inputs import (
   speed_inputs,
 )
 from kvjax.experiments.report import writing
-from kvjax.experiments.run import hosts, results, runner
+from kvjax.experiments.run import multihost, results, runner
 
 for module in (
   benchmark_inputs,
@@ -87,7 +87,7 @@ def main() -> None:
     speed_inputs.add_speeds(
       run.summary, lm, chosen, drawn.samples, settings, folder
     )
-  if not hosts.is_first():
+  if not multihost.is_first():
     return
   run.summary["about"] = dict(drawn.about)
   console.print(writing.write_run(folder, run.summary))

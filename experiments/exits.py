@@ -1,8 +1,10 @@
 """How programs end early: exit codes, and what stands for them."""
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from typing import NoReturn
 
 import jax
@@ -11,6 +13,8 @@ WRONG_INPUT = 2
 INTERRUPTED = 130
 # Of programs that the machine's owner ends; launchers start them again.
 PREEMPTED = 128 + signal.SIGTERM
+# Of programs whose output nobody reads any more; shells show it as SIGPIPE's.
+UNREAD = 128 + signal.SIGPIPE
 
 
 class StoppedError(Exception):
@@ -23,6 +27,25 @@ class RefusedError(Exception):
 
 class Preempted(KeyboardInterrupt):
   """SIGTERM, which is handled as an interrupt is."""
+
+
+@contextlib.contextmanager
+def quiet_when_unread() -> Iterator[None]:
+  """Ends the program without a word once the reader of its output is gone.
+
+  Python ignores SIGPIPE, which ends other programs, as in `kvjax | head -1`.
+  """
+  try:
+    try:
+      yield
+    finally:
+      sys.stdout.flush()
+  except BrokenPipeError:
+    # Python writes the rest of its buffers at exit.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+      os.dup2(nowhere, stream.fileno())
+    leave(UNREAD)
 
 
 def leave(code: int) -> NoReturn:

@@ -21,30 +21,16 @@ from absl import flags
 from kvjax import models
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.benchmarks import hub
-from kvjax.experiments.benchmarks.longbench import sets
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.finetuning.tuner import Recipe, Tuner
-from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.inputs import document_inputs, run_inputs
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import results
-from kvjax.experiments.tasks import suite
 from kvjax.models import lora
 
-flags.adopt_module_key_flags(run_inputs)
+for module in (document_inputs, run_inputs):
+  flags.adopt_module_key_flags(module)
 
-_DOCUMENTS = flags.DEFINE_string(
-  "documents", None, "Folder of .txt and .md files to train on."
-)
-_DATA = flags.DEFINE_string(
-  "data",
-  None,
-  "File or folder with LongBench, or its name on the Hugging Face hub, whose "
-  "contexts are the documents.",
-)
-_TASKS = flags.DEFINE_list(
-  "tasks", list(sets.SETS), "Datasets of LongBench; default: all."
-)
 _SAMPLES = flags.DEFINE_integer(
   "samples", None, "Documents per dataset; default: all.", lower_bound=1
 )
@@ -84,19 +70,6 @@ _SEED = flags.DEFINE_integer(
 )
 
 
-def _texts() -> list[str]:
-  cli.refuse_together("documents", ["data"], "both are what is learnt")
-  if _DATA.value is not None:
-    suite.check_tasks(_TASKS.value, sets.NAMES)
-    path = hub.resolve(_DATA.value)
-    return documents.read_longbench(path, _TASKS.value, _SAMPLES.value)
-  if _DOCUMENTS.value is None:
-    raise InputError(
-      "Name a folder of .txt and .md files to learn: --documents=DIR."
-    )
-  return documents.read(pathlib.Path(_DOCUMENTS.value))
-
-
 def _recipe() -> Recipe:
   if not 0 < _RATE.value <= 1:
     raise InputError(
@@ -126,7 +99,7 @@ def main() -> None:
   """Fine-tunes, then writes adapters and model."""
   output = pathlib.Path(_OUTPUT.value).absolute()
   results.check_writable(output)
-  texts, recipe = _texts(), _recipe()
+  texts, recipe = document_inputs.read(_SAMPLES.value), _recipe()
   with run_inputs.loaded() as (lm, _):
     run_inputs.check_batch()
     _check_length(lm)

@@ -22,7 +22,7 @@ from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.report import kvpress, ranking, records, wording
+from kvjax.experiments.report import kvpress, ranking, run_files, wording
 from kvjax.experiments.run import outputs, results
 
 _OUTPUT = flags.DEFINE_string("output", "results/leaderboard", "Output folder.")
@@ -45,8 +45,8 @@ def main(directories: Sequence[str]) -> None:
     if target is not None:
       results.check_writable(target)
   sources = [pathlib.Path(name) for name in directories]
-  runs = records.find(sources)
-  board = ranking.merge(runs, records.unfinished(sources))
+  runs = run_files.find(sources)
+  board = ranking.merge(runs, run_files.unfinished(sources))
   console = rich.console.Console(highlight=False)
   console.print(board.to_terminal())
   folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def main(directories: Sequence[str]) -> None:
 
 
 def _export(
-  runs: Sequence[records.Record],
+  runs: Sequence[run_files.Record],
   root: pathlib.Path,
   console: rich.console.Console,
 ) -> None:

@@ -14,6 +14,7 @@ import runpy
 import sys
 
 import kvjax
+from kvjax.experiments import exits
 from kvjax.registry.naming import suggest
 
 PROGRAMS = (
@@ -47,6 +48,11 @@ _WRONG_INPUT = 2
 
 def main() -> None:
   """Starts the program in the first argument, or lists all programs."""
+  with exits.quiet_when_unread():
+    _start()
+
+
+def _start() -> None:
   name, *arguments = sys.argv[1:] or ["--help"]
   if name in ("--help", "-h", "help"):
     print(listing())

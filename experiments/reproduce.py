@@ -12,6 +12,10 @@ answers generated prompts at scaled-down budgets. It is not the papers' model:
 do not compare the numbers. Orders of methods are shown as far as the samples
 decide them.
 
+--dry_run says what the experiments would cost: contexts, tokens, bytes, and
+minutes from a first batch. With the bundled model, an experiment takes 1 to 15
+minutes on two cores; the list has those of each.
+
 The output is results/papers/ID/MODEL/paper.md and paper.json, and a folder with
 all answers for each run. An interrupted run resumes where it stopped.
 """
@@ -27,7 +31,7 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.benchmarks.ruler import generator
-from kvjax.experiments.inputs import run_inputs, text_inputs
+from kvjax.experiments.inputs import dry_run_inputs, run_inputs, text_inputs
 from kvjax.experiments.papers import (
   catalogue,
   programs,
@@ -35,12 +39,12 @@ from kvjax.experiments.papers import (
   report,
   running,
 )
-from kvjax.experiments.papers.records import Experiment, Program
-from kvjax.experiments.papers.samples import Sources
+from kvjax.experiments.papers.data_model import Experiment, Program
+from kvjax.experiments.papers.setup_samples import Sources
 from kvjax.experiments.run import results
 
 flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
-for module in (run_inputs, text_inputs):
+for module in (dry_run_inputs, run_inputs, text_inputs):
   flags.adopt_module_key_flags(module)
 
 _DATA = flags.DEFINE_string(
@@ -108,9 +112,12 @@ def main(ids: Sequence[str]) -> None:
     if experiment.why_not:
       report.refuse(experiment, console)
   # Run programs before loading the model: a device rarely fits two models.
+  dry = dry_run_inputs.DRY_RUN.value
   for experiment in chosen:
-    if experiment.programs:
-      target = folders[experiment.id]
+    target = folders[experiment.id]
+    if experiment.programs and dry:
+      report.foresee_call(experiment, given, target, console)
+    elif experiment.programs:
       report.call(experiment, run_inputs.model_name(), given, target, console)
   remaining = [e for e in chosen if e.parts and not e.programs]
   if not remaining:
@@ -120,15 +127,16 @@ def main(ids: Sequence[str]) -> None:
       lm,
       devices,
       "model" in given,
-      _settings(),
+      run_inputs.settings(),
       run_inputs.batch(),
       sources,
       _SAMPLES.value,
       _LENGTH.value,
       _TASKS.value,
     )
+    run = report.foresee if dry else report.run
     for experiment in remaining:
-      report.run(experiment, session, folders[experiment.id], console)
+      run(experiment, session, folders[experiment.id], console)
 
 
 def _check_overrides(
@@ -164,15 +172,6 @@ def _given() -> dict[str, str]:
     for name, value in given.items()
     if value is not False
   }
-
-
-def _settings() -> results.Settings:
-  return results.Settings(
-    model=run_inputs.model_name(),
-    weights=results.digest(run_inputs.model_directory()),
-    dtype=run_inputs.dtype(),
-    seed=run_inputs.SEED.value,
-  )
 
 
 def _sources() -> Sources:

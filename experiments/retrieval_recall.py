@@ -93,13 +93,8 @@ def main() -> None:
     )
   with run_inputs.loaded() as (lm, devices):
     quality_of, cosines = _measure(lm, chosen)
-    settings = results.Settings(
-      model=run_inputs.model_name(),
-      weights=results.digest(run_inputs.model_directory()),
-      dtype=run_inputs.dtype(),
-      seed=run_inputs.SEED.value,
-      data=origins,
-      protocol=QUERY_AWARE,
+    settings = dataclasses.replace(
+      run_inputs.settings(), data=origins, protocol=QUERY_AWARE
     )
   summary = dataclasses.asdict(settings) | {
     "length": needle_inputs.LENGTH.value,

@@ -22,6 +22,7 @@ from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.kept import page
 from kvjax.experiments.run import outputs, results, side_by_side
 from kvjax.experiments.run.candidates import FULL, candidates, parse_budgets
+from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tasks import prose, suite
 
 for name in ("model", "mesh", "kernels", "dtype"):
@@ -74,7 +75,7 @@ def main() -> None:
   console = rich.console.Console(highlight=False)
   with (
     run_inputs.loaded() as (lm, _),
-    rich.console.Console(stderr=True).status("reading the text"),
+    progress_bar(None, "reading the text", transient=True),
   ):
     about = {
       "Model": f"{run_inputs.model_name()}, {run_inputs.dtype()}",

@@ -35,9 +35,9 @@ from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tpu import chips, programs
 from kvjax.experiments.tpu.engine_programs import engine_programs
 from kvjax.experiments.tpu.kernel_programs import kernel_programs
+from kvjax.experiments.tpu.outcomes import chosen, finish, quick
 from kvjax.experiments.tpu.programs import Outcome, Program
 from kvjax.experiments.tpu.published import LLAMA
-from kvjax.experiments.tpu.runs import chosen, finish, quick
 
 # From the root of the checkout, where make runs.
 _PAGE = pathlib.Path("docs", "tpu_compile.md")

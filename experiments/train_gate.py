@@ -24,33 +24,19 @@ from absl import flags
 from kvjax import models
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.benchmarks import hub
-from kvjax.experiments.benchmarks.longbench import sets
 from kvjax.experiments.finetuning import documents
 from kvjax.experiments.gate_training import examples
 from kvjax.experiments.gate_training.fitting import Kind, Recipe
 from kvjax.experiments.gate_training.trainer import Trainer
-from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.inputs import document_inputs, run_inputs
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import results
-from kvjax.experiments.tasks import suite
 from kvjax.prompts import Prompts, bucket
 from kvjax.repeat_request import RepeatRequest
 
-flags.adopt_module_key_flags(run_inputs)
+for module in (document_inputs, run_inputs):
+  flags.adopt_module_key_flags(module)
 
-_DOCUMENTS = flags.DEFINE_string(
-  "documents", None, "Folder of .txt and .md files to learn from."
-)
-_DATA = flags.DEFINE_string(
-  "data",
-  None,
-  "File or folder with LongBench, or its name on the Hugging Face hub, whose "
-  "contexts are the documents.",
-)
-_TASKS = flags.DEFINE_list(
-  "tasks", list(sets.SETS), "Datasets of LongBench; default: all."
-)
 _OUTPUT = flags.DEFINE_string(
   "output",
   "results/gate",
@@ -84,19 +70,6 @@ _RATE = flags.DEFINE_float("learning_rate", 5e-3, "Maximum learning rate.")
 _STEP = flags.DEFINE_integer(
   "step", 512, "Tokens per step of the optimizer.", lower_bound=1
 )
-
-
-def _texts() -> list[str]:
-  cli.refuse_together("documents", ["data"], "both are what is learned")
-  if _DATA.value is not None:
-    suite.check_tasks(_TASKS.value, sets.NAMES)
-    path = hub.resolve(_DATA.value)
-    return documents.read_longbench(path, _TASKS.value)
-  if _DOCUMENTS.value is None:
-    raise InputError(
-      "Name a folder of .txt and .md files to learn from: --documents=DIR."
-    )
-  return documents.read(pathlib.Path(_DOCUMENTS.value))
 
 
 def _check_flags() -> None:
@@ -136,7 +109,7 @@ def main() -> None:
   _check_flags()
   output = pathlib.Path(_OUTPUT.value).absolute()
   results.check_writable(output)
-  texts = _texts()
+  texts = document_inputs.read()
   with run_inputs.loaded() as (lm, _):
     _check_length(lm)
     rows = examples.rows_of(texts, lm.text, _LENGTH.value, _SAMPLES.value)

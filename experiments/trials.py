@@ -30,7 +30,7 @@ from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.report import formats, records
+from kvjax.experiments.report import formats, run_files
 from kvjax.experiments.report.anova import compare, scores_of
 from kvjax.experiments.run import outputs, results
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
   folders = [output / f"seed_{seed}" for seed in range(_TRIALS.value)]
   for seed, folder in enumerate(folders):
     _evaluate([*arguments, f"--seed={seed}", f"--output={folder}"])
-  scores = scores_of(records.find(folders))
+  scores = scores_of(run_files.find(folders))
   table = compare(scores, _MARGIN.value)
   console = rich.console.Console(highlight=False)
   console.print(table)

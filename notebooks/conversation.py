@@ -63,11 +63,11 @@ if importlib.util.find_spec("kvjax") is None:
 import random
 
 from kvjax import models
-from kvjax.experiments.tasks import needles
+from kvjax.experiments.tasks import niah
 
 lm = models.load("smollm2-135m-instruct", dtype="float32")
-task = needles.NeedleTask("numbers", "essay", key_count=3, max_new_tokens=32)
-turns = needles.conversation(task, random.Random(2), 1024, lm.text.count)
+task = niah.NeedleTask("numbers", "essay", key_count=3, max_new_tokens=32)
+turns = niah.conversation(task, random.Random(2), 1024, lm.text.count)
 text = turns[0].context
 print(lm.text.count(text), "tokens:", text[:300], "...")
 

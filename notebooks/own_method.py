@@ -117,17 +117,15 @@ print("The contract holds.")
 import random
 
 from kvjax import models
-from kvjax.experiments.tasks import needles, suite
+from kvjax.experiments.tasks import niah, suite
 
 lm = models.load("smollm2-135m-instruct", dtype="float32")
 METHODS = ("valued_keys", "valued_keys:power=0", "keydiff", "snapkv", "random")
 SHARES = (0.5, 0.25)
 
-task, rng = needles.TASKS["niah_single_2"], random.Random(0)
+task, rng = niah.TASKS["niah_single_2"], random.Random(0)
 samples = [
-  suite.bound_answer(
-    needles.sample(task, rng, 512, lm.text.count), lm.text.count
-  )
+  suite.bound_answer(niah.sample(task, rng, 512, lm.text.count), lm.text.count)
   for _ in range(8)
 ]
 pairs = [("full", 1.0)] + [(m, s) for m in METHODS for s in SHARES]

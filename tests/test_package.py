@@ -4,6 +4,8 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -137,6 +139,31 @@ def test_what_is_installed_leaves_other_names_alone(archives, tmp_path, real):
   )
   assert done.returncode == 0, done.stderr
   assert done.stdout.strip() == kvjax.__version__
+
+
+@pytest.mark.slow
+def test_the_readme_runs_where_only_the_wheel_is_installed(archives, tmp_path):
+  """In an environment of its own, outside of the checkout."""
+  environment, work = tmp_path / "environment", tmp_path / "work"
+  subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+  python = environment / "bin" / "python"
+  pip = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
+  subprocess.run([*pip, archives[0]], check=True)
+  (code,) = re.findall(
+    r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+  )
+  (work / "docs").mkdir(parents=True)
+  shutil.copy(ROOT / "docs" / "notes.txt", work / "docs")
+  done = subprocess.run(
+    [python, "-c", code], cwd=work, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  assert "4817" in done.stdout
+  listed = subprocess.run(
+    [environment / "bin" / "kvjax"], cwd=work, capture_output=True, text=True
+  )
+  assert listed.returncode == 0, listed.stderr
+  assert "show_kept" in listed.stdout
 
 
 def test_links_work_where_the_tree_itself_is_installed():

@@ -10,12 +10,14 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 
+from kvjax.experiments.benchmarks.base import Request
+from kvjax.experiments.benchmarks.options import DEPTHS
 from kvjax.experiments.run.results import Part
-from kvjax.experiments.tasks import needles, passkey, prose
+from kvjax.experiments.tasks import niah, passkey, prose
 from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
 from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
 
-NEEDLE = needles.NeedleTask("needle", "essay", max_new_tokens=30)
+NEEDLE = niah.NeedleTask("needle", "essay", max_new_tokens=30)
 PASSKEY = "passkey"
 # Default samples per length and depth.
 SAMPLES = 3
@@ -26,6 +28,11 @@ _Draw = Callable[[random.Random, int, float], Sample]
 def even_depths(count: int) -> list[float]:
   """Returns `count` even depths from the start, 0, to the end, 1."""
   return [index / max(count - 1, 1) for index in range(count)]
+
+
+def total(lengths: Sequence[int], request: Request) -> int:
+  """Counts the samples of a grid."""
+  return len(lengths) * request.value(DEPTHS) * (request.samples or SAMPLES)
 
 
 def needle_samples(
@@ -57,11 +64,9 @@ def needle_samples(
   task = dataclasses.replace(NEEDLE, words=words)
 
   def draw(rng: random.Random, length: int, depth: float) -> Sample:
-    sample = needles.sample(
-      task, rng, length, count, essay=essay, depths=[depth]
-    )
+    sample = niah.sample(task, rng, length, count, essay=essay, depths=[depth])
     (key,) = sample.metadata["keys"]
-    needle = needles.NEEDLE.format(
+    needle = niah.NEEDLE.format(
       kind=NEEDLE.values, key=key, value=sample.answers[0]
     )
     about = {**sample.metadata, "depth": depth, "needle": needle}

@@ -1,16 +1,16 @@
 """The benchmarks of `evaluate`, one line each."""
 
 from kvjax.experiments.benchmarks.base import Benchmark, Presentation
-from kvjax.experiments.benchmarks.longbench.benchmark import LongBench
-from kvjax.experiments.benchmarks.math.benchmark import (
+from kvjax.experiments.benchmarks.longbench.definition import LongBench
+from kvjax.experiments.benchmarks.math.definition import (
   Aime25,
   Arithmetic,
   Math500,
 )
-from kvjax.experiments.benchmarks.multiturn.benchmark import Multiturn
-from kvjax.experiments.benchmarks.needle.benchmark import Needle
-from kvjax.experiments.benchmarks.passkey.benchmark import Passkey
-from kvjax.experiments.benchmarks.ruler.benchmark import Ruler
+from kvjax.experiments.benchmarks.multiturn.definition import Multiturn
+from kvjax.experiments.benchmarks.needle.definition import Needle
+from kvjax.experiments.benchmarks.passkey.definition import Passkey
+from kvjax.experiments.benchmarks.ruler.definition import Ruler
 
 BENCHMARKS: dict[str, Benchmark] = {
   benchmark.name: benchmark

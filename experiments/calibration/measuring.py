@@ -1,7 +1,8 @@
 """Measures the likelihood of correct answers after compression."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvjax.experiments.run.comparison import wanted
 from kvjax.experiments.run.line_files import Line, LineFile
 from kvjax.experiments.run.prompting import Prompt, Shape, check_context_length
 from kvjax.experiments.run.results import Key, Part, Samples
-from kvjax.experiments.tasks import needles
+from kvjax.experiments.tasks import niah
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained
 
@@ -113,6 +114,42 @@ def measure(
     InputError: a sample is longer than the model's context, or the
       measurements cannot be written.
   """
+  work = pending(lm, chosen, samples, store, batch)
+  for one in work.batches:
+    measurements = one.measure(lm, work.candidates)
+    new = [each for each in measurements if each.key in work.missing]
+    store.add(new)
+    on_new(one.questions[0].part.task, len(new))
+  return [store.records[key] for key in wanted(chosen, samples)]
+
+
+class Work(NamedTuple):
+  """What is left to measure.
+
+  Attributes:
+    candidates: methods and budgets that lack measurements.
+    missing: keys of the measurements.
+    batches: contexts to prefill together.
+  """
+
+  candidates: Sequence[Candidate]
+  missing: Set[Key]
+  batches: Sequence["Batch"]
+
+  def measure_first(self, lm: Pretrained) -> None:
+    """Measures the first batch, and drops the measurements."""
+    for _ in self.batches[0].measure(lm, self.candidates):
+      pass
+
+
+def pending(
+  lm: Pretrained,
+  chosen: Sequence[Candidate],
+  samples: Samples,
+  store: Measurements,
+  batch: int,
+) -> Work:
+  """Finds the measurements that `store` lacks; see `measure`."""
   keys = wanted(chosen, samples)
   missing = set(keys) - store.records.keys()
   unfinished = {(key.method, key.options, key.budget) for key in missing}
@@ -121,7 +158,7 @@ def measure(
   ]
   unmeasured = {(key.part, key.asked) for key in missing}
   questions = [
-    _Question.of(lm, part, number, sample)
+    Question.of(lm, part, number, sample)
     for part, drawn in samples.items()
     for number, sample in enumerate(drawn)
   ]
@@ -134,6 +171,7 @@ def measure(
     )
     for length in {part.length for part in samples}
   }
+  batches = []
   for part in samples:
     shape = shapes[part.length]
     due = [
@@ -141,20 +179,13 @@ def measure(
       for one in questions
       if one.part == part and (part, one.digest) in unmeasured
     ]
-    for start in range(0, len(due), shape.rows):
-      rows = due[start : start + shape.rows]
-      measurements = _measure_batch(lm, remaining, rows, shape)
-      new = [
-        measurement
-        for measurement in measurements
-        if measurement.key in missing
-      ]
-      store.add(new)
-      on_new(part.task, len(new))
-  return [store.records[key] for key in keys]
+    batches += [
+      Batch(shape, rows) for rows in itertools.batched(due, shape.rows)
+    ]
+  return Work(remaining, missing, batches)
 
 
-class _Question(NamedTuple):
+class Question(NamedTuple):
   """A sample, its prompt, and its correct answer as token ids."""
 
   part: Part
@@ -166,19 +197,38 @@ class _Question(NamedTuple):
   @classmethod
   def of(
     cls, lm: Pretrained, part: Part, number: int, sample: Sample
-  ) -> "_Question":
+  ) -> "Question":
+    """Encodes a sample."""
     prompt = Prompt.of_sample(lm.text, sample)
     # Of alternatives, such as those of several annotators, the first counts.
     alternatives = sample.metric == "string_match_part"
     answers = sample.answers[:1] if alternatives else sample.answers
-    answer = lm.text.encode(f" {needles.listing(answers)}")
+    answer = lm.text.encode(f" {niah.listing(answers)}")
     return cls(part, number, sample.digest, prompt, answer)
+
+
+class Batch(NamedTuple):
+  """Contexts of a task that are prefilled together.
+
+  Attributes:
+    shape: their padded shape.
+    questions: at most as many as the shape has rows.
+  """
+
+  shape: Shape
+  questions: Sequence[Question]
+
+  def measure(
+    self, lm: Pretrained, chosen: Sequence[Candidate]
+  ) -> Iterator[Measurement]:
+    """Yields the measurements, by candidate and row."""
+    return _measure_batch(lm, chosen, self.questions, self.shape)
 
 
 def _measure_batch(
   lm: Pretrained,
   chosen: Sequence[Candidate],
-  questions: Sequence[_Question],
+  questions: Sequence[Question],
   shape: Shape,
 ) -> Iterator[Measurement]:
   """Yields the measurements of a batch, by candidate and row."""
@@ -234,7 +284,7 @@ def _finite(values: Float[np.ndarray, " B"] | None, row: int) -> float | None:
 def _likelihoods(
   lm: Pretrained,
   caches: Sequence[kvjax.Cache],
-  rows: Sequence[_Question],
+  rows: Sequence[Question],
   shape: Shape,
 ) -> Float[np.ndarray, "P B"]:
   """Computes the NLL of the answers per cache, in groups of equal sizes."""

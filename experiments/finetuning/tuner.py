@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.finetuning import documents, training
-from kvjax.experiments.reference.checkpoints import Checkpoints, Progress
+from kvjax.experiments.reference.progress import Checkpoints, Progress
 from kvjax.experiments.run import typed_records
 from kvjax.experiments.run.claiming import claim
 from kvjax.experiments.run.progress_bar import step_bar

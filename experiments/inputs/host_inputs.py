@@ -11,7 +11,7 @@ from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import exits
-from kvjax.experiments.run import hosts
+from kvjax.experiments.run import multihost
 
 _MULTIHOST = flags.DEFINE_bool(
   "multihost",
@@ -90,7 +90,7 @@ def start() -> None:
 
 def console() -> rich.console.Console:
   """Returns a console that only the first host writes to."""
-  return rich.console.Console(highlight=False, quiet=not hosts.is_first())
+  return rich.console.Console(highlight=False, quiet=not multihost.is_first())
 
 
 def _give_up() -> None:
@@ -122,7 +122,7 @@ def _check_flags() -> None:
     for name in flags.FLAGS
     if flags.FLAGS[name].present and name not in _OWN
   }
-  found = hosts.difference(own)
+  found = multihost.difference(own)
   if found is None:
     return
   number, name = found

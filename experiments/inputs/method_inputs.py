@@ -1,5 +1,6 @@
 """Flags for methods, budgets, schedule and protocol, and their values."""
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping
 from typing import cast
@@ -11,7 +12,7 @@ from kvjax import models
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.calibration.records import AUTO, FOLDER, Auto
+from kvjax.experiments.calibration.record_files import AUTO, FOLDER, Auto
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.run import candidates, results
 from kvjax.experiments.run.candidates import Candidate, Given
@@ -223,11 +224,8 @@ def settings(
     data: sources of its texts, and other choices in words.
     protocol: whether the question is known before compression.
   """
-  return results.Settings(
-    model=run_inputs.model_name(),
-    weights=results.digest(run_inputs.model_directory()),
-    dtype=run_inputs.dtype(),
-    seed=run_inputs.SEED.value,
+  return dataclasses.replace(
+    run_inputs.settings(),
     benchmark=benchmark,
     data=data,
     protocol=protocol,

@@ -14,6 +14,7 @@ from absl import flags, logging
 from kvjax import kernels, models
 from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.errors import InputError, InputWarning
+from kvjax.experiments.run import results
 from kvjax.models import catalog
 from kvjax.models.pretrained import DTYPES
 from kvjax.models.sources import find
@@ -58,6 +59,16 @@ _KERNELS = flags.DEFINE_string(
 _DTYPE = flags.DEFINE_enum(
   "dtype", None, DTYPES, "Default: float32 on CPU, otherwise bfloat16."
 )
+
+
+def settings() -> results.Settings:
+  """Returns what these flags say of a run, for all of its answers."""
+  return results.Settings(
+    model=model_name(),
+    weights=results.digest(model_directory()),
+    dtype=dtype(),
+    seed=SEED.value,
+  )
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 from absl import flags
 
 from kvjax.errors import InputError
-from kvjax.experiments.run import hosts, speed
+from kvjax.experiments.run import multihost, speed
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.results import Samples, Settings
 from kvjax.models.pretrained import Pretrained
@@ -27,7 +27,7 @@ def check() -> None:
   Raises:
     InputError: there is more than one.
   """
-  if TIMED_ROUNDS.value and hosts.count() > 1:
+  if TIMED_ROUNDS.value and multihost.count() > 1:
     raise InputError(
       "--timed_rounds times one host alone; leave out --multihost."
     )
@@ -42,7 +42,7 @@ def add_speeds(
   folder: pathlib.Path,
 ) -> None:
   """Adds times to the rows of a summary; see `speed.measure`."""
-  if hosts.is_first():
+  if multihost.is_first():
     speeds = speed.measure(
       lm, chosen, samples, settings, folder, TIMED_ROUNDS.value
     )

@@ -48,6 +48,7 @@ def kept(
   params: PyTree,
   tokens: Sequence[int],
   candidates: Sequence[Candidate],
+  repeat_request: kvjax.RepeatRequest | None = None,
 ) -> list[Kept]:
   """Counts the tokens that each candidate keeps, from one forward pass.
 
@@ -56,6 +57,7 @@ def kept(
     params: its weights.
     tokens: ids of the text.
     candidates: methods at budgets, for whole prompts.
+    repeat_request: for methods that let the model repeat the text.
 
   Raises:
     InputError: the text is longer than the model's context, or a method
@@ -67,7 +69,9 @@ def kept(
         f"{candidate.method} renumbers what it keeps, which then names no "
         "tokens of the text; without rerotate it keeps the same."
       )
-  prompts = kvjax.Prompts.of([tokens], len(tokens))
+  prompts = kvjax.Prompts.of(
+    [tokens], len(tokens), repeat_request=repeat_request
+  )
   everything = kvjax.get_plan("full", kvjax.Retention(1.0))
   plans = [candidate.plan for candidate in candidates]
   (full, *caches), _ = kvjax.sweep(model, params, prompts, [everything, *plans])

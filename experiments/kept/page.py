@@ -9,6 +9,7 @@ import markupsafe
 import numpy as np
 from jaxtyping import Int
 
+import kvjax
 from kvjax.experiments.kept.counts import Kept, kept
 from kvjax.experiments.report import page, wording
 from kvjax.experiments.run import environment
@@ -80,7 +81,8 @@ def of_text(
   before, after = lm.text.split_chat(text)
   parts = [before] if question is None else [before, question + after]
   tokens = [token for part in parts for token in lm.text.encode(part)]
-  results = kept(lm.model, lm.params, tokens, chosen)
+  request = kvjax.RepeatRequest.of(lm.text)
+  results = kept(lm.model, lm.params, tokens, chosen, request)
   geometry = lm.model.geometry
   layers, heads = geometry.num_layers, geometry.layers[0].kv_heads
   facts = dict(about or {}) | {

@@ -3,7 +3,7 @@
 from kvjax.experiments.papers import compactor_programs as programs
 from kvjax.experiments.papers.analyses import latency, unmasked_attention
 from kvjax.experiments.papers.compactor_setups import E3_1, E3_2, E3_3, E3_4
-from kvjax.experiments.papers.records import Analysis, Experiment
+from kvjax.experiments.papers.data_model import Analysis, Experiment
 from kvjax.experiments.papers.shared import (
   CODE_SCORES,
   ON_NEEDLES,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from kvjax.experiments.benchmarks.longbench.sets import SETS
 from kvjax.experiments.benchmarks.ruler.generator import TASKS
-from kvjax.experiments.papers.records import Program
+from kvjax.experiments.papers.data_model import Program
 from kvjax.experiments.papers.shared import ENGLISH_16, FOUR_NEEDLES
 
 

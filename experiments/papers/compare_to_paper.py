@@ -4,8 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvjax.experiments.papers.findings import Scale
-from kvjax.experiments.papers.records import (
+from kvjax.experiments.papers.data_model import (
   Average,
   Column,
   Comparison,
@@ -13,6 +12,7 @@ from kvjax.experiments.papers.records import (
   Line,
   Place,
 )
+from kvjax.experiments.papers.findings import Scale
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import intervals
 from kvjax.experiments.run.candidates import FULL, Candidate

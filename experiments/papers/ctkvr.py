@@ -14,7 +14,7 @@ from kvjax.experiments.papers.ctkvr_setups import (
   E4_8,
   E4_9,
 )
-from kvjax.experiments.papers.records import Analysis, Experiment, Program
+from kvjax.experiments.papers.data_model import Analysis, Experiment, Program
 from kvjax.experiments.papers.shared import (
   FOUR_NEEDLES,
   ON_NEEDLES,

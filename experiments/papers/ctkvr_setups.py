@@ -4,7 +4,7 @@ import dataclasses
 
 from kvjax.experiments.benchmarks.ruler.generator import TASKS as RULER
 from kvjax.experiments.papers import printed
-from kvjax.experiments.papers.records import (
+from kvjax.experiments.papers.data_model import (
   Average,
   Column,
   Comparison,

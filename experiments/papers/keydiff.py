@@ -3,13 +3,13 @@
 import dataclasses
 
 from kvjax.experiments.papers import keydiff_analyses, printed
+from kvjax.experiments.papers.data_model import Comparison, Experiment, Setup
 from kvjax.experiments.papers.keydiff_analyses import (
   LIMIT,
   MODELS,
   PAPER,
   SMALL_MODEL,
 )
-from kvjax.experiments.papers.records import Comparison, Experiment, Setup
 from kvjax.experiments.papers.shared import (
   ALL_21,
   ENGLISH_16,

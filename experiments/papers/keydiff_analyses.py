@@ -12,7 +12,7 @@ from kvjax.experiments.papers.analyses import (
   query_plane,
   retained_keys,
 )
-from kvjax.experiments.papers.records import Analysis, Experiment, Setup
+from kvjax.experiments.papers.data_model import Analysis, Experiment, Setup
 from kvjax.experiments.papers.shared import (
   ALL_21,
   NEEDLES,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvjax.experiments.papers.compare_to_paper import PaperComparison
-from kvjax.experiments.papers.records import Comparison, Key, Targets
+from kvjax.experiments.papers.data_model import Comparison, Key, Targets
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.wording import NOTHING

@@ -9,7 +9,7 @@ these numbers are misprints or no targets.
 import csv
 import pathlib
 
-from kvjax.experiments.papers.records import Key, Targets
+from kvjax.experiments.papers.data_model import Key, Targets
 
 _FOLDER = pathlib.Path(__file__).parent / "tables"
 _MISSING = "-"

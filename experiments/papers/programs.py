@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.papers.records import Program
+from kvjax.experiments.papers.data_model import Program
 
 
 def chosen(

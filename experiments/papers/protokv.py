@@ -6,6 +6,7 @@ choices, and all four forms of a cluster's score are reported.
 """
 
 from kvjax.experiments.papers.analyses import deviations, stages
+from kvjax.experiments.papers.data_model import Analysis, Experiment
 from kvjax.experiments.papers.protokv_setups import (
   E1_1,
   E1_2,
@@ -19,7 +20,6 @@ from kvjax.experiments.papers.protokv_setups import (
   LLAMA,
   per_query_head,
 )
-from kvjax.experiments.papers.records import Analysis, Experiment
 from kvjax.experiments.papers.shared import (
   ON_NEEDLES,
   at_random,

@@ -3,7 +3,7 @@
 import dataclasses
 
 from kvjax.experiments.papers import printed
-from kvjax.experiments.papers.records import Comparison, Setup
+from kvjax.experiments.papers.data_model import Comparison, Setup
 from kvjax.experiments.papers.shared import (
   ENGLISH_16,
   NEEDLES,

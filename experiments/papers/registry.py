@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from kvjax.errors import InputError
 from kvjax.experiments.papers import compactor, ctkvr, keydiff, lagkv, protokv
-from kvjax.experiments.papers.records import Experiment
+from kvjax.experiments.papers.data_model import Experiment
 from kvjax.registry.naming import suggest
 
 EXPERIMENTS: Mapping[str, Experiment] = {

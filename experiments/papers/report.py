@@ -18,13 +18,14 @@ from kvjax.experiments.papers import (
   sweep_picture,
 )
 from kvjax.experiments.papers.compare_to_paper import PaperComparison
+from kvjax.experiments.papers.data_model import Analysis, Comparison, Experiment
 from kvjax.experiments.papers.findings import Findings, Scale
-from kvjax.experiments.papers.records import Analysis, Comparison, Experiment
 from kvjax.experiments.papers.running import Session
 from kvjax.experiments.report import formats, wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.pictures import png
 from kvjax.experiments.run import environment, outputs
+from kvjax.experiments.run.progress_bar import progress_bar
 
 # A line per cell or table, for other programs.
 _Data = list[dict[str, Any]]
@@ -63,6 +64,10 @@ class _Report:
     self._console.print(
       f"Written to {folder / 'paper.md'}", markup=False, soft_wrap=True
     )
+
+  def say_minutes(self, experiment: Experiment) -> None:
+    minutes = wording.count(experiment.minutes, "minute")
+    self.say(f"With the bundled model: about {minutes} on two cores.")
 
   def quote(self, experiment: Experiment) -> None:
     for claim in experiment.claims:
@@ -116,6 +121,47 @@ def call(
   report.conclude(experiment, folder, data)
 
 
+def foresee_call(
+  experiment: Experiment,
+  given: Mapping[str, str],
+  folder: pathlib.Path,
+  console: rich.console.Console,
+) -> None:
+  """Says which programs an experiment would run; arguments as for `call`."""
+  report = _Report(experiment, console)
+  report.say_minutes(experiment)
+  for program in programs.chosen(experiment.programs, given):
+    line = shlex.join(programs.command(program, folder, given))
+    report.say(f"It would run python -m {line}")
+
+
+def foresee(
+  experiment: Experiment,
+  session: Session,
+  folder: pathlib.Path,
+  console: rich.console.Console,
+) -> None:
+  """Says what `run` would cost, and writes nothing; arguments as there."""
+  report = _Report(experiment, console)
+  report.say_minutes(experiment)
+  for part in experiment.parts:
+    if isinstance(part, Analysis):
+      subject, _ = running.subject_of(part, session)
+      about = subject.described if subject.rows else "random data"
+      report.say(f"{part.name}: {about}")
+      continue
+    assert isinstance(part, Comparison)
+    forecast = running.foresee(part, session, folder)
+    report.say(f"{part.name}:" if forecast else left_out(part))
+    if forecast:
+      console.print(forecast)
+
+
+def left_out(part: Comparison) -> str:
+  """Says why a comparison without a small setup does not run."""
+  return f"{part.name} is left out: only the paper's models reach it."
+
+
 def run(
   experiment: Experiment,
   session: Session,
@@ -144,7 +190,7 @@ def run(
     if isinstance(part, Comparison):
       data += _comparison(part, session, folder, report)
     else:
-      with console.status(f"Measuring {part.name}"):
+      with progress_bar(None, f"measuring {part.name}", transient=True):
         findings = running.analyze(part, session, folder)
       data += _analysis(part, findings, session, report)
   report.conclude(experiment, folder, data)
@@ -183,7 +229,7 @@ def _comparison(
 ) -> _Data:
   result = running.compare(part, session, folder)
   if result is None:
-    report.say(f"{part.name} is left out: only the paper's models reach it.")
+    report.say(left_out(part))
     return []
   compared = result.comparison
   for table in paper_tables.tables(compared):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvjax import files
 from kvjax.experiments.papers import printed
-from kvjax.experiments.papers.records import (
+from kvjax.experiments.papers.data_model import (
   Analysis,
   Comparison,
   Experiment,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import kvjax
 from kvjax.errors import InputError
+from kvjax.experiments.benchmarks.base import Drawn
 from kvjax.experiments.benchmarks.longbench import reader
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.papers.compare_to_paper import (
@@ -15,19 +16,20 @@ from kvjax.experiments.papers.compare_to_paper import (
   PaperComparison,
   compare_to_paper,
 )
-from kvjax.experiments.papers.findings import Findings, Scale, Subject
-from kvjax.experiments.papers.records import (
+from kvjax.experiments.papers.data_model import (
   Analysis,
   Column,
   Comparison,
   Line,
   Setup,
 )
-from kvjax.experiments.papers.samples import Sources, draw, prompts
+from kvjax.experiments.papers.findings import Findings, Scale, Subject
+from kvjax.experiments.papers.setup_samples import Sources, draw, prompts
 from kvjax.experiments.report import wording, writing
 from kvjax.experiments.report.pictures import png
 from kvjax.experiments.run import outputs, results, runner
 from kvjax.experiments.run.candidates import FULL, Candidate, candidates
+from kvjax.experiments.run.forecast import Forecast
 from kvjax.experiments.tasks import passkey, suite
 from kvjax.models.pretrained import Pretrained
 
@@ -56,6 +58,26 @@ class Session(NamedTuple):
   samples: int | None = None
   length: int | None = None
   tasks: Sequence[str] | None = None
+
+
+class _Planned(NamedTuple):
+  """A comparison that is ready to run.
+
+  Attributes:
+    scale: its scale.
+    cells: the candidate of every cell.
+    drawn: its samples.
+    settings: the settings that its answers share.
+    folder: folder of its answers.
+    notes: what was left out.
+  """
+
+  scale: Scale
+  cells: Cells
+  drawn: Drawn
+  settings: results.Settings
+  folder: pathlib.Path
+  notes: list[str]
 
 
 class Compared(NamedTuple):
@@ -163,6 +185,53 @@ def compare(
     InputError: see `draw` and `runs.answer`.
   """
   began = time.monotonic()
+  planned = _plan(comparison, session, folder)
+  if planned is None:
+    return None
+  run = runner.answer(
+    session.lm,
+    session.devices,
+    chosen(planned.cells),
+    planned.drawn.samples,
+    planned.settings,
+    planned.folder,
+    session.batch,
+    began,
+  )
+  run.summary["about"] = dict(planned.drawn.about)
+  writing.write_run(planned.folder, run.summary)
+  compared = compare_to_paper(
+    comparison, planned.scale, planned.cells, run.answers
+  )
+  notes = [
+    *planned.notes,
+    f"{wording.title(run.summary)}. {wording.circumstances(run.summary)}",
+    f"{run}; all in {planned.folder}.",
+  ]
+  return Compared(compared, notes)
+
+
+def foresee(
+  comparison: Comparison, session: Session, folder: pathlib.Path
+) -> Forecast | None:
+  """Says what `compare` would cost, and writes nothing; see there."""
+  planned = _plan(comparison, session, folder)
+  if planned is None:
+    return None
+  return runner.foresee(
+    session.lm,
+    chosen(planned.cells),
+    planned.drawn.samples,
+    planned.settings,
+    planned.folder,
+    session.batch,
+  )
+
+
+def _plan(
+  comparison: Comparison, session: Session, folder: pathlib.Path
+) -> _Planned | None:
+  """Draws the samples of a comparison; see `compare`."""
   scale = scale_of(comparison, session.own_model, session.sources)
   setup = setup_of(comparison, session)
   if setup is None:
@@ -172,7 +241,6 @@ def compare(
   drawn = draw(
     setup, scale, session.lm, session.sources, seed, comparison.protocol
   )
-  cells = cells_of(comparison, scale, setup, seed)
   settings = dataclasses.replace(
     session.settings,
     benchmark=setup.benchmark,
@@ -181,26 +249,14 @@ def compare(
     schedule=str(setup.schedule),
     heads=f"{comparison.heads} head",
   )
-  run_folder = folder / folder_name(f"{comparison.name} {setup.benchmark}")
-  run = runner.answer(
-    session.lm,
-    session.devices,
-    chosen(cells),
-    drawn.samples,
+  return _Planned(
+    scale,
+    cells_of(comparison, scale, setup, seed),
+    drawn,
     settings,
-    run_folder,
-    session.batch,
-    began,
+    folder / folder_name(f"{comparison.name} {setup.benchmark}"),
+    [*notes, *drawn.notes],
   )
-  run.summary["about"] = dict(drawn.about)
-  writing.write_run(run_folder, run.summary)
-  compared = compare_to_paper(comparison, scale, cells, run.answers)
-  notes += [
-    *drawn.notes,
-    f"{wording.title(run.summary)}. {wording.circumstances(run.summary)}",
-    f"{run}; all in {run_folder}.",
-  ]
-  return Compared(compared, notes)
 
 
 def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:
@@ -233,17 +289,25 @@ def analyze(
   analysis: Analysis, session: Session, folder: pathlib.Path
 ) -> Findings:
   """Runs an analysis and writes its plots."""
+  subject, notes = subject_of(analysis, session)
+  findings = analysis.run(subject)
+  findings = findings._replace(notes=[*notes, *findings.notes])
+  for name, figure in findings.pictures.items():
+    outputs.write_bytes(folder / name, png(figure))
+  return findings
+
+
+def subject_of(
+  analysis: Analysis, session: Session
+) -> tuple[Subject, list[str]]:
+  """Draws the prompts of an analysis; returns notes on what is left out."""
   scale = scale_here(analysis, session)
   setup = setup_of(analysis, session)
   assert setup is not None
   setup, notes = within_context(setup, session)
   seed, sources = session.settings.seed, session.sources
   rows = prompts(setup, scale, session.lm, sources, seed)
-  findings = analysis.run(Subject(session.lm, rows, setup.lengths, scale, seed))
-  findings = findings._replace(notes=[*notes, *findings.notes])
-  for name, figure in findings.pictures.items():
-    outputs.write_bytes(folder / name, png(figure))
-  return findings
+  return Subject(session.lm, rows, setup.lengths, scale, seed), notes
 
 
 def cells_of(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from kvjax.experiments.benchmarks.longbench.sets import SETS, Category
 from kvjax.experiments.benchmarks.ruler.generator import TASKS
-from kvjax.experiments.papers.records import (
+from kvjax.experiments.papers.data_model import (
   Average,
   Column,
   Line,
@@ -12,7 +12,7 @@ from kvjax.experiments.papers.records import (
   Setup,
   Way,
 )
-from kvjax.experiments.tasks import needles, suite
+from kvjax.experiments.tasks import niah, suite
 from kvjax.options.budgets import Budget
 from kvjax.options.schedules import WHOLE, Schedule
 
@@ -21,7 +21,7 @@ ALL_21 = tuple(SETS)
 ENGLISH_16 = tuple(s for s in SETS if SETS[s].language == "English")
 
 # The tasks of RULER that the bundled model can answer.
-NEEDLES = tuple(needles.TASKS)
+NEEDLES = tuple(niah.TASKS)
 # Needle tasks in prose, the substitute for LongBench.
 FOUR_NEEDLES = suite.DEFAULT
 

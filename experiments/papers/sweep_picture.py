@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvjax.experiments.papers.compare_to_paper import PaperComparison
-from kvjax.experiments.papers.records import Key
+from kvjax.experiments.papers.data_model import Key
 from kvjax.experiments.report.lines import styled
 
 # A line such as "C' = 4", or "rho = 2.5 rho'", in units of rho'.

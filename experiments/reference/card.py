@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.experiments.reference import needle_mass, training, validation
-from kvjax.experiments.reference.checkpoints import Progress
 from kvjax.experiments.reference.curriculum import Stage
 from kvjax.experiments.reference.pieces import SPELLED_SHARE
+from kvjax.experiments.reference.progress import Progress
 from kvjax.experiments.reference.prompts import VARIED_SHARE
 from kvjax.experiments.reference.rows import BACKGROUND_WEIGHT, FIRST_WEIGHT
 from kvjax.experiments.reference.validation import Score

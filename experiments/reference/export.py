@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from kvjax import files
 from kvjax.experiments.reference import training, validation, vocabulary
 from kvjax.experiments.reference.card import Findings, card, cell
-from kvjax.experiments.reference.checkpoints import Progress
 from kvjax.experiments.reference.curriculum import Stage
 from kvjax.experiments.reference.needle_mass import needle_mass
+from kvjax.experiments.reference.progress import Progress
 from kvjax.experiments.reference.validation import Score
 from kvjax.models import pretrained
 from kvjax.models.decoder import Decoder

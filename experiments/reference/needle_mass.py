@@ -17,7 +17,7 @@ from kvjax.engine.forward import (
   hidden_states,
 )
 from kvjax.experiments.run.prompting import Prompt
-from kvjax.experiments.tasks import needles
+from kvjax.experiments.tasks import niah
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained
 
@@ -35,7 +35,7 @@ def needle_mass(
   masses = []
   for number in range(samples):
     rng = random.Random(f"{seed} needle mass {number}")
-    sample = needles.sample(needles.TASKS[TASK], rng, length, lm.text.count)
+    sample = niah.sample(niah.TASKS[TASK], rng, length, lm.text.count)
     masses.append(sample_mass(lm, sample))
   return np.mean(masses, axis=0)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvjax.experiments.reference.pieces import Pieces
 from kvjax.experiments.reference.rows import Row
-from kvjax.experiments.tasks import needles
+from kvjax.experiments.tasks import niah
 
 # Share of rows with wording other than RULER's, against overfitting.
 VARIED_SHARE = 0.3
@@ -58,9 +58,9 @@ class Prompt:
     one = answers == 1
     self._plural = pieces.encode(f" {values}")
     self._kind = pieces.encode(f" {values[:-1] if one else values}")
-    needle = needles.NEEDLE
-    question = needles.QUESTION_ONE if one else needles.QUESTION
-    prefix = needles.ANSWER_PREFIX_ONE if one else needles.ANSWER_PREFIX
+    needle = niah.NEEDLE
+    question = niah.QUESTION_ONE if one else niah.QUESTION
+    prefix = niah.ANSWER_PREFIX_ONE if one else niah.ANSWER_PREFIX
     if form == "short":
       needle, question, prefix = _SHORT_NEEDLE, "", _SHORT_PREFIX
     elif rng.random() < VARIED_SHARE:
@@ -81,7 +81,7 @@ class Prompt:
     self._prefix = prefix
     self.intro: list[int] = []
     if form == "full" and rng.random() > VARIED_SHARE:
-      text = needles.INTRO_ONE if one else needles.INTRO
+      text = niah.INTRO_ONE if one else niah.INTRO
       self.intro = pieces.fill(text, {"kind": self._kind})
     self.overhead = len(self.intro) + 2
 
@@ -201,7 +201,7 @@ def _units(
       left -= len(unit)
       at = int(rng.integers(total)) if shuffled else (at + 1) % total
     return units
-  noise = pieces.encode(needles.NOISE) if hay == "noise" else []
+  noise = pieces.encode(niah.NOISE) if hay == "noise" else []
   while True:
     unit = noise or distractor()
     left -= len(unit) + 1

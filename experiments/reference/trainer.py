@@ -16,9 +16,9 @@ from jaxtyping import Array, Float
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.reference import batches, pieces, training, vocabulary
-from kvjax.experiments.reference.checkpoints import Checkpoints, Progress
 from kvjax.experiments.reference.curriculum import Stage
 from kvjax.experiments.reference.growth import deepened
+from kvjax.experiments.reference.progress import Checkpoints, Progress
 from kvjax.experiments.run import typed_records
 from kvjax.experiments.run.progress_bar import step_bar
 from kvjax.models.decoder import Decoder

@@ -14,7 +14,7 @@ import kvjax
 from kvjax.experiments.metrics.string_match import string_match_all
 from kvjax.experiments.run import answering, prompting
 from kvjax.experiments.run.candidates import FULL, candidates
-from kvjax.experiments.tasks import needles, suite
+from kvjax.experiments.tasks import niah, suite
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained
 
@@ -81,11 +81,11 @@ def depth_grid(
   depths: Sequence[float] = DEPTHS,
 ) -> Iterator[Score]:
   """Scores a single needle at every depth from 0, the start, to 1, the end."""
-  task = needles.TASKS[DEPTH_TASK]
+  task = niah.TASKS[DEPTH_TASK]
   for length in lengths:
     drawn = {
       f"{100 * depth:.0f} %": [
-        needles.sample(
+        niah.sample(
           task,
           random.Random(f"{seed} depth {depth} {number}"),
           length,
@@ -110,12 +110,12 @@ def rounds(
 
   Questions and the model's own answers stay in the cache.
   """
-  task = needles.NeedleTask(
+  task = niah.NeedleTask(
     "niah_multiturn", "essay", key_count=count, max_new_tokens=_ROUND_TOKENS
   )
   for length in lengths:
     drawn = [
-      needles.conversation(
+      niah.conversation(
         task,
         random.Random(f"{seed} {task.name} {number}"),
         length,

@@ -19,7 +19,7 @@ from tokenizers import (
   processors,
 )
 
-from kvjax.experiments.tasks import needles, passkey, prose, words
+from kvjax.experiments.tasks import niah, passkey, prose, words
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SIZE = 3328
@@ -37,7 +37,7 @@ def _bytes_as_characters() -> list[str]:
 
 
 def _template_pieces() -> list[str]:
-  text = " ".join((*needles.TEMPLATE_TEXT, *passkey.TEMPLATE_TEXT))
+  text = " ".join((*niah.TEMPLATE_TEXT, *passkey.TEMPLATE_TEXT))
   return re.findall(_PIECE_RE, text)
 
 

@@ -11,7 +11,7 @@ from kvjax.experiments.report import wording
 from kvjax.experiments.report.equivalence import equivalence
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import Name, means
-from kvjax.experiments.report.records import Record
+from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
 
 

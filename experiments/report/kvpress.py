@@ -27,8 +27,8 @@ from kvjax.experiments.report.means import (
   means,
   score,
 )
-from kvjax.experiments.report.records import Record
 from kvjax.experiments.report.rows import settings_of
+from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
 from kvjax.experiments.run.prompting import QUERY_AWARE, QUERY_AWARE_KVPRESS
 from kvjax.experiments.run.results import Answer

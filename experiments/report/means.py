@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvjax.experiments.calibration.records import AUTO
+from kvjax.experiments.calibration.record_files import AUTO
 from kvjax.experiments.run.candidates import FULL
 from kvjax.experiments.run.intervals import interval
 from kvjax.experiments.run.results import Answer

@@ -8,7 +8,7 @@ import jinja2
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.excerpts import excerpts
 from kvjax.experiments.report.means import Summary
-from kvjax.experiments.report.records import Record
+from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.report.tables import tables
 
 _TEMPLATES = jinja2.Environment(

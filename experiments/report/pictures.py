@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from kvjax.experiments.report import curves
+from kvjax.experiments.report import score_plots
 from kvjax.experiments.report.heatmaps import heatmaps
-from kvjax.experiments.report.records import Record
+from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.report.tables import has_depths, parts
 
 _DPI = 200
@@ -23,10 +23,12 @@ def pictures(record: Record) -> Mapping[str, bytes]:
   figures: dict[str, Figure] = {}
   for part in run_parts:
     suffix = f"_{part.values('length')[0]}" if len(run_parts) > 1 else ""
-    figures[f"score_vs_retention{suffix}"] = curves.score_vs_retention(part)
-    figures[f"score_vs_bytes{suffix}"] = curves.score_vs_bytes(part)
+    figures[f"score_vs_retention{suffix}"] = score_plots.score_vs_retention(
+      part
+    )
+    figures[f"score_vs_bytes{suffix}"] = score_plots.score_vs_bytes(part)
     if None not in part.values("turn"):
-      figures[f"score_by_turn{suffix}"] = curves.score_by_turn(part)
+      figures[f"score_by_turn{suffix}"] = score_plots.score_by_turn(part)
   if has_depths(record):
     figures["heatmap"] = heatmaps(record.summary)
   return {f"{name}.png": png(figure) for name, figure in figures.items()}
@@ -37,8 +39,8 @@ def is_picture(name: str) -> bool:
   return _NAMES.fullmatch(name) is not None
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: Figure, dpi: int = _DPI) -> bytes:
   """Encodes a figure as PNG."""
   content = io.BytesIO()
-  figure.savefig(content, dpi=_DPI, format="png")
+  figure.savefig(content, dpi=dpi, format="png")
   return content.getvalue()

@@ -10,7 +10,13 @@ import rich.console
 import rich.text
 
 from kvjax.experiments.benchmarks.registry import presentation
-from kvjax.experiments.report import curves, formats, page, pictures, wording
+from kvjax.experiments.report import (
+  formats,
+  page,
+  pictures,
+  score_plots,
+  wording,
+)
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import (
   OF_GLOBAL_LAYERS,
@@ -19,8 +25,8 @@ from kvjax.experiments.report.means import (
   means,
   ranked,
 )
-from kvjax.experiments.report.records import SUMMARY, Record
 from kvjax.experiments.report.rows import settings_of
+from kvjax.experiments.report.run_files import SUMMARY, Record
 from kvjax.experiments.report.tables import grid, overview, parts
 from kvjax.experiments.run.speed import SECONDS
 
@@ -106,7 +112,7 @@ class Group:
   def plot(self) -> bytes:
     """A PNG of scores against retention."""
     axis = wording.score_axis(self.first.summary)
-    figure = curves.means_vs_retention(self._means, self.title, axis)
+    figure = score_plots.means_vs_retention(self._means, self.title, axis)
     return pictures.png(figure)
 
   @property

@@ -11,7 +11,7 @@ from kvjax.experiments.report.means import (
   evictable,
   grouped,
 )
-from kvjax.experiments.report.records import Record
+from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
 
 # Fields of a summary that comparable rows share.

@@ -6,7 +6,7 @@ import rich.console
 import rich.text
 
 from kvjax.experiments.report import formats, wording
-from kvjax.experiments.report.records import Record
+from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.report.tables import tables
 
 

@@ -8,7 +8,7 @@ from kvjax.experiments.benchmarks.registry import presentation
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import Name, Row, grouped, mean_of, score
-from kvjax.experiments.report.records import Record
+from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
 
 _Value = Callable[[Row], float]

@@ -14,7 +14,7 @@ from kvjax.experiments.report.means import (
   ranked,
   reads_less,
 )
-from kvjax.experiments.report.records import Record
+from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
 
 # Letters of an average's label.

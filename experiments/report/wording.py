@@ -52,8 +52,8 @@ def data(summary: Summary) -> str:
 
 
 def count(number: int, thing: str) -> str:
-  """Formats a count: `1 sample`, `2 samples`."""
-  return f"{number} {thing}{'' if number == 1 else 's'}"
+  """Formats a count: `1 sample`, `2,000 samples`."""
+  return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def circumstances(summary: Summary) -> str:

@@ -10,8 +10,8 @@ from kvjax.experiments.report import (
   compared,
   formats,
   page,
-  records,
   rows,
+  run_files,
   run_tables,
 )
 from kvjax.experiments.run import outputs
@@ -32,14 +32,14 @@ def write_comparison(
     The table for a terminal.
   """
   # Here, as programs would otherwise start a second later, for matplotlib.
-  from kvjax.experiments.report import curves, pictures
+  from kvjax.experiments.report import pictures, score_plots
 
-  outputs.write_json(folder / records.SUMMARY, summary, outputs.ANSWERS)
+  outputs.write_json(folder / run_files.SUMMARY, summary, outputs.ANSWERS)
   outputs.write_text(
     folder / "table.md", compared.markdown(summary), outputs.ANSWERS
   )
-  record = records.Record(folder, summary, answers).ranked
-  plot = pictures.png(curves.score_vs_retention(record))
+  record = run_files.Record(folder, summary, answers).ranked
+  plot = pictures.png(score_plots.score_vs_retention(record))
   outputs.write_bytes(folder / "score_vs_retention.png", plot, outputs.ANSWERS)
   return compared.terminal(summary)
 
@@ -59,8 +59,8 @@ def write_run(
   """
   from kvjax.experiments.report import pictures
 
-  outputs.write_json(folder / records.SUMMARY, summary, outputs.ANSWERS)
-  record = records.read(folder).ranked
+  outputs.write_json(folder / run_files.SUMMARY, summary, outputs.ANSWERS)
+  record = run_files.read(folder).ranked
   plots = pictures.pictures(record)
   for name, png in plots.items():
     outputs.write_bytes(folder / name, png, outputs.ANSWERS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments.calibration.records import AUTO, Auto
+from kvjax.experiments.calibration.record_files import AUTO, Auto
 from kvjax.methods.base import Method
 from kvjax.options.schedules import WHOLE
 from kvjax.retrieval.base import Retrieval

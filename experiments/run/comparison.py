@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence, Set
 
 from kvjax.experiments.metrics import passkey, registry
-from kvjax.experiments.run import hosts
+from kvjax.experiments.run import multihost
 from kvjax.experiments.run.answering import Reply, Seconds, replies
 from kvjax.experiments.run.batching import (
   Context,
@@ -115,7 +115,7 @@ def pending(
     longest = max(prompt.total for c in contexts for prompt in c.prompts)
     fitting = rows_that_fit(lm, candidates, longest, batch)
     # Hosts, whose memory may differ, must have the same batches.
-    batch = min(map(int, hosts.gather(str(fitting).encode())))
+    batch = min(map(int, multihost.gather(str(fitting).encode())))
   batches = list(batches_of(contexts, unanswered, batch, protocol))
   return Work(candidates, missing, batches)
 
@@ -137,7 +137,7 @@ def answer_all(
     for group in replies(lm, work.candidates, prompts, shape, spent):
       yield [_answer(rows[reply.row], reply, lm.text) for reply in group]
 
-  for answers in hosts.share(work.batches, answer, encode, decode):
+  for answers in multihost.share(work.batches, answer, encode, decode):
     # Equal samples are one.
     new = {each.key: each for each in answers if each.key in missing}
     missing -= new.keys()

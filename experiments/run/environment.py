@@ -7,7 +7,7 @@ from importlib import metadata
 
 import jax
 
-from kvjax.experiments.run import hosts
+from kvjax.experiments.run import multihost
 
 _PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 
@@ -31,4 +31,6 @@ def device(count: int = 1) -> str:
   if jax.default_backend() == "cpu":
     kind = f"CPU, {os.cpu_count()} cores"
   kind = kind if count == 1 else f"{count} x {kind}"
-  return kind if hosts.count() == 1 else f"{hosts.count()} hosts with {kind}"
+  return (
+    kind if multihost.count() == 1 else f"{multihost.count()} hosts with {kind}"
+  )

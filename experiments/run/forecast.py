@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import rich.console
@@ -10,7 +10,7 @@ import rich.text
 
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.run import hosts
+from kvjax.experiments.run import multihost
 from kvjax.experiments.run.answering import Seconds, replies
 from kvjax.experiments.run.batching import Context
 from kvjax.experiments.run.comparison import Work
@@ -40,11 +40,11 @@ class Cost(NamedTuple):
 
   def __str__(self) -> str:
     return (
-      f"{_counted(self.contexts, 'context')} of "
-      f"{_counted(self.context_tokens, 'token')}, "
-      f"{_counted(self.answers, 'answer')} to questions of "
-      f"{_counted(self.question_tokens, 'token')}, with up to "
-      f"{_counted(self.answer_tokens, 'new token')}."
+      f"{wording.count(self.contexts, 'context')} of "
+      f"{wording.count(self.context_tokens, 'token')}, "
+      f"{wording.count(self.answers, 'answer')} to questions of "
+      f"{wording.count(self.question_tokens, 'token')}, with up to "
+      f"{wording.count(self.answer_tokens, 'new token')}."
     )
 
 
@@ -61,63 +61,86 @@ def cost_of(work: Work) -> Cost:
   )
 
 
-class Forecast(NamedTuple):
-  """What a run will cost.
+class Pace(NamedTuple):
+  """How long batches take.
 
   Attributes:
-    cost: what it processes.
-    caches: a line for each method and budget: bytes of a context's cache.
-    first: seconds of the first batch, with compilation; 0 without a batch.
+    first: seconds of the first batch, with compilation.
     again: seconds of the same batch once more.
     total: estimated seconds of all batches.
   """
 
-  cost: Cost
-  caches: Table
   first: float
   again: float
   total: float
 
-  def __rich_console__(
-    self, console: rich.console.Console, options: rich.console.ConsoleOptions
-  ) -> Iterator[rich.console.RenderableType]:
-    """Yields the parts."""
-    yield rich.text.Text(str(self.cost))
-    if not self.cost.answers:
-      return
-    yield self.caches
-    yield rich.text.Text(
+  @classmethod
+  def measure(
+    cls, run_first: Callable[[], None], sizes: Sequence[int], shapes: int
+  ) -> "Pace":
+    """Runs the first batch twice.
+
+    Args:
+      run_first: runs it.
+      sizes: padded tokens of each batch, by which the others count.
+      shapes: number of their shapes, each of which compiles as the first does.
+    """
+    first, again = _time(run_first), _time(run_first)
+    share = sum(sizes) / sizes[0] / multihost.count()
+    total = again * max(share, 1.0) + shapes * max(first - again, 0.0)
+    return cls(first, again, total)
+
+  def __str__(self) -> str:
+    return (
       f"A first batch took {self.first:.1f} s, and {self.again:.1f} s once it "
       f"was compiled: expect up to {_duration(self.total)} for all on this "
       "machine. Nothing was written."
     )
 
 
-def forecast(lm: Pretrained, work: Work) -> Forecast:
-  """Counts what is left to do, and generates the answers of a batch twice.
+class Forecast(NamedTuple):
+  """What a run will cost.
 
-  Other batches count by their padded tokens; those of other shapes compile once
-  more, as the first does.
+  Attributes:
+    cost: what it processes.
+    caches: a line for each method and budget: bytes of a context's cache.
+    pace: how long it takes; None without a batch.
   """
-  cost = cost_of(work)
-  table = _caches(lm, work)
-  if not work.batches:
-    return Forecast(cost, table, 0.0, 0.0, 0.0)
-  first, again = _time(lm, work), _time(lm, work)
-  steps = [_size(batch) for batch in work.batches]
-  shapes = len({shape for shape, _ in work.batches})
-  share = sum(steps) / steps[0] / hosts.count()
-  total = again * max(share, 1.0) + shapes * max(first - again, 0.0)
-  return Forecast(cost, table, first, again, total)
+
+  cost: Cost
+  caches: Table
+  pace: Pace | None
+
+  def __rich_console__(
+    self, console: rich.console.Console, options: rich.console.ConsoleOptions
+  ) -> Iterator[rich.console.RenderableType]:
+    """Yields the parts."""
+    yield rich.text.Text(str(self.cost))
+    if self.pace is not None:
+      yield self.caches
+      yield rich.text.Text(str(self.pace))
 
 
-def _time(lm: Pretrained, work: Work) -> float:
-  """Returns the seconds that the first batch takes."""
-  shape, contexts = work.batches[0]
+def forecast(lm: Pretrained, work: Work) -> Forecast:
+  """Counts what is left to do, and generates the answers of a batch twice."""
+  table, pace = _caches(lm, work), None
+  if work.batches:
+    shape, contexts = work.batches[0]
+    prompts = [context.prompts for context in contexts]
+
+    def answer() -> None:
+      for _ in replies(lm, work.candidates, prompts, shape, Seconds()):
+        pass
+
+    sizes = list(map(_size, work.batches))
+    shapes = len({shape for shape, _ in work.batches})
+    pace = Pace.measure(answer, sizes, shapes)
+  return Forecast(cost_of(work), table, pace)
+
+
+def _time(run: Callable[[], None]) -> float:
   began = time.monotonic()
-  prompts = [context.prompts for context in contexts]
-  for _ in replies(lm, work.candidates, prompts, shape, Seconds()):
-    pass
+  run()
   return time.monotonic() - began
 
 
@@ -152,7 +175,3 @@ def _duration(seconds: float) -> str:
   if seconds < 2 * _MINUTE:
     return f"{seconds:.0f} s"
   return f"{seconds / _MINUTE:.0f} min"
-
-
-def _counted(number: int, thing: str) -> str:
-  return f"{number:,} {thing}{'' if number == 1 else 's'}"

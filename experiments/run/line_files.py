@@ -13,7 +13,7 @@ from typing import Any
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.experiments.run import hosts, typed_records
+from kvjax.experiments.run import multihost, typed_records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ def check_writable(folder: pathlib.Path) -> None:
     InputError: the nearest existing folder is not writable, or the name is too
       long.
   """
-  if not hosts.is_first():
+  if not multihost.is_first():
     return
   try:
     os.lstat(folder)

@@ -1,15 +1,18 @@
 """Progress bars on stderr."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import rich.console
 import rich.progress
 
-from kvjax.experiments.run import hosts
+from kvjax.experiments.run import multihost
 
 # Called with what is done or in progress, and the number of new steps.
 Advance = Callable[[str, float], None]
+
+# The same for all bars: rich then shows one within another below it.
+_CONSOLE = rich.console.Console(stderr=True)
 
 
 @contextlib.contextmanager
@@ -27,7 +30,6 @@ def progress_bar(
     transient: remove the bar in the end, and show it on terminals only.
     done: number of steps that are done before.
   """
-  console = rich.console.Console(stderr=True)
   with rich.progress.Progress(
     rich.progress.TextColumn("{task.description:15}", markup=False),
     rich.progress.BarColumn(),
@@ -35,9 +37,10 @@ def progress_bar(
     rich.progress.TimeElapsedColumn(),
     rich.progress.TextColumn("left"),
     rich.progress.TimeRemainingColumn(),
-    console=console,
+    console=_CONSOLE,
     transient=transient,
-    disable=not hosts.is_first() or (transient and not console.is_interactive),
+    disable=not multihost.is_first()
+    or (transient and not _CONSOLE.is_interactive),
   ) as progress:
     bar = progress.add_task(doing, total=total, completed=done)
 
@@ -45,6 +48,25 @@ def progress_bar(
       progress.update(bar, description=task, advance=count)
 
     yield advance
+
+
+def track[Step](
+  steps: Sequence[Step], doing: str = "measuring"
+) -> Iterator[Step]:
+  """Yields steps under a progress bar, on terminals only.
+
+  Args:
+    steps: what the caller works on.
+    doing: description of the bar.
+
+  Examples:
+    >>> list(track(["a", "b"]))
+    ['a', 'b']
+  """
+  with progress_bar(len(steps), doing, transient=True) as advance:
+    for step in steps:
+      yield step
+      advance(doing, 1)
 
 
 @contextlib.contextmanager

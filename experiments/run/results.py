@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.experiments.benchmarks import hub
-from kvjax.experiments.run import hosts, typed_records
+from kvjax.experiments.run import multihost, typed_records
 from kvjax.experiments.run.line_files import Line, LineFile
 from kvjax.experiments.run.line_files import check_writable as check_writable
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, Protocol
@@ -201,7 +201,7 @@ class Results:
     """
     self.folder, self.settings = folder, settings
     self._file: LineFile[Answer] | None = None
-    existing = hosts.from_first(self._open)
+    existing = multihost.from_first(self._open)
     self.answers: dict[Hashable, Answer]
     if self._file is None:
       self.answers = {answer.key: answer for answer in decode(existing)}
@@ -213,7 +213,9 @@ class Results:
     self._file = LineFile(path, self.settings, Answer, "answer")
     # For the other hosts.
     return (
-      encode(list(self._file.records.values())) if hosts.count() > 1 else b""
+      encode(list(self._file.records.values()))
+      if multihost.count() > 1
+      else b""
     )
 
   def add(self, answers: Sequence[Answer]) -> None:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from absl import logging
 
 from kvjax.errors import InputError
-from kvjax.experiments.calibration.records import AUTO
+from kvjax.experiments.calibration.record_files import AUTO
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import (
   comparison,
   environment,
   forecast,
-  hosts,
+  multihost,
   results,
   summaries,
 )
@@ -101,13 +101,13 @@ def answer(
 
   doing = "compiling" if new else "nothing is new"
   logging.info("%s has %d answers already", folder, len(store.answers))
-  if new and hosts.is_first():
+  if new and multihost.is_first():
     print(forecast.cost_of(work), file=sys.stderr)
   with progress_bar(new, doing) as advance:
 
     def on_answers(task: str, count: int) -> None:
       advance(task, count)
-      if hosts.is_first():
+      if multihost.is_first():
         processes.note(process())
 
     comparison.answer_all(lm, work, store, on_answers, spent)
@@ -151,7 +151,7 @@ def _check_hosts(settings: results.Settings, wanted: Sequence[Key]) -> None:
   own["samples or calibrations"] = hashlib.sha256(
     repr(wanted).encode()
   ).hexdigest()
-  found = hosts.difference(own)
+  found = multihost.difference(own)
   if found is None:
     return
   number, name = found

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from kvjax.errors import InputError
-from kvjax.experiments.tasks import needles, passkey, prose
+from kvjax.experiments.tasks import niah, passkey, prose
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
 from kvjax.registry.naming import suggest
@@ -22,7 +22,7 @@ PASSKEY = "passkey"
 # Tokens of an answer beside what it lists. Lengths are multiples, as samples of
 # a task decode together.
 _MARGIN, _MULTIPLE = 4, 4
-TASKS = (*needles.TASKS, PASSKEY)
+TASKS = (*niah.TASKS, PASSKEY)
 
 
 def check_tasks(names: Sequence[str], tasks: Sequence[str] = TASKS) -> None:
@@ -96,5 +96,5 @@ def draw(
   rng = draws(task, number, seed)
   if task == PASSKEY:
     return passkey.passkey(rng, length, count, essay=essay)
-  needle_task = dataclasses.replace(needles.TASKS[task], words=words)
-  return needles.sample(needle_task, rng, length, count, essay=essay)
+  needle_task = dataclasses.replace(niah.TASKS[task], words=words)
+  return niah.sample(needle_task, rng, length, count, essay=essay)

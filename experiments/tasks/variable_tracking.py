@@ -11,7 +11,7 @@ import string
 from collections.abc import Callable, Sequence
 
 from kvjax.experiments.tasks import fitting
-from kvjax.experiments.tasks.needles import NOISE
+from kvjax.experiments.tasks.niah import NOISE
 from kvjax.experiments.tasks.sample import Sample
 
 NAME = "vt"

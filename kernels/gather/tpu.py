@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.kernels.gather import plan, words
+from kvjax.kernels.gather import tile_order, words
 from kvjax.kernels.gather.compacted import Compacted
 
 # Numbers per register lane row, and per register.
@@ -98,7 +98,7 @@ def _stream(
   slots = jnp.pad(
     slots, ((0, 0), (0, 0), (0, -size % write)), constant_values=-1
   )
-  steps = plan.Plan.of(slots, pl.cdiv(keys.shape[2], read), read, write)
+  steps = tile_order.Plan.of(slots, pl.cdiv(keys.shape[2], read), read, write)
   if 4 * sum(x.size for x in steps) > _PLAN:
     raise NotImplementedError("There are too many heads for one plan.")
   count = steps.source.shape[-1]
@@ -112,8 +112,10 @@ def _stream(
     return pl.BlockSpec((1, 1, *shape), block, **options)
 
   # Row addresses and bits go to scalar memory, slots to vector registers.
-  codes = _to_tiles(plan.codes(slots, read, packing), 1, write)
-  listed_bits = _to_tiles(plan.listed_bits(slots), 1, write // plan.TURN)
+  codes = _to_tiles(tile_order.codes(slots, read, packing), 1, write)
+  listed_bits = _to_tiles(
+    tile_order.listed_bits(slots), 1, write // tile_order.TURN
+  )
   slots = _to_tiles(slots, write // _LINE, _LINE)
   numbers = [_to_tiles(x, read // _LINE, _LINE) for x in numbers]
   scalars = [
@@ -206,7 +208,7 @@ def _kernel(
   pairs = [(key_words, results[0]), (value_words, results[1])]
 
   def copy_rows(number: Array, _: None) -> None:
-    first_row = number * plan.TURN
+    first_row = number * tile_order.TURN
     # Mask the rows of earlier steps. Later steps overwrite rows after the last.
     done = jnp.maximum(begin - first_row, 0)
     listed = listed_bits[0, 0, 0, 0, number].astype(jnp.uint32)
@@ -217,8 +219,10 @@ def _kernel(
   @pl.when(begin < end)
   def _() -> None:
     # Unlike `lax.div`, `//` looks up the chip while it is lowered.
-    last = jax.lax.div(end + (plan.TURN - 1), plan.TURN)
-    jax.lax.fori_loop(jax.lax.div(begin, plan.TURN), last, copy_rows, None)
+    last = jax.lax.div(end + (tile_order.TURN - 1), tile_order.TURN)
+    jax.lax.fori_loop(
+      jax.lax.div(begin, tile_order.TURN), last, copy_rows, None
+    )
     for source_numbers, target_numbers in zip(
       numbers, results[2:], strict=True
     ):

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Shaped, UInt
 
-from kvjax.kernels.gather import plan
+from kvjax.kernels.gather import tile_order
 
 _SIGNED = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32}
 
@@ -22,7 +22,7 @@ def pack_words(rows: Shaped[Array, "M D"]) -> UInt[Array, "W D"]:
   words = signed.astype(jnp.int32).astype(jnp.uint32)
   # Parts are groups of eight rows, whole registers, so that no row moves
   # between sublanes.
-  parts = words.reshape(-1, packing, plan.LINES, rows.shape[-1])
+  parts = words.reshape(-1, packing, tile_order.LINES, rows.shape[-1])
   # Conversion extended the signs: the shift drops those of the top part, masks
   # the others.
   words = parts[:, packing - 1] << jnp.uint32(32 - bits)
@@ -54,19 +54,19 @@ def copy_rows(
   """
   packing = 4 // pairs[0][1].dtype.itemsize
   bits = 32 // packing
-  size = plan.LINES * packing
-  shape = (plan.LINES, pairs[0][0].shape[-1])
+  size = tile_order.LINES * packing
+  shape = (tile_order.LINES, pairs[0][0].shape[-1])
   lines = jax.lax.broadcasted_iota(jnp.uint32, shape, 0)
-  for group in range(plan.TURN // size):
+  for group in range(tile_order.TURN // size):
     first_row = pl.multiple_of(start + group * size, size)
     gathered: list[list[Array]] = [[] for _ in pairs]
-    for line in range(plan.LINES):
+    for line in range(tile_order.LINES):
       for all_words, (source, _) in zip(gathered, pairs, strict=True):
         word = jnp.zeros((1, shape[1]), jnp.uint32)
         for part in range(packing):
-          code = codes[0, 0, 0, 0, first_row + part * plan.LINES + line]
-          row = source[pl.ds(code >> plan.SHIFT_BITS, 1), :]
-          shift = code & ((1 << plan.SHIFT_BITS) - 1)
+          code = codes[0, 0, 0, 0, first_row + part * tile_order.LINES + line]
+          row = source[pl.ds(code >> tile_order.SHIFT_BITS, 1), :]
+          shift = code & ((1 << tile_order.SHIFT_BITS) - 1)
           row = (row >> shift.astype(jnp.uint32)) & _ones(packing)
           word |= row << jnp.uint32(part * bits)
         all_words.append(word)
@@ -85,7 +85,9 @@ def _mask(
   """Computes a bit mask of the listed rows that share eight words."""
   mask = jnp.zeros_like(lines)
   for part in range(packing):
-    bit = (listed >> (lines + jnp.uint32(part * plan.LINES))) & jnp.uint32(1)
+    bit = (
+      listed >> (lines + jnp.uint32(part * tile_order.LINES))
+    ) & jnp.uint32(1)
     mask |= (bit * _ones(packing)) << jnp.uint32(part * 32 // packing)
   return mask
 

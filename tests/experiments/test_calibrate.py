@@ -10,9 +10,9 @@ import pytest
 import kvjax
 from kvjax.calibration.curve import least_retention
 from kvjax.errors import InputError
-from kvjax.experiments.calibration import measuring
+from kvjax.experiments.calibration import dry_run, measuring
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
-from kvjax.experiments.calibration.records import Auto, file_name
+from kvjax.experiments.calibration.record_files import Auto, file_name
 from kvjax.experiments.run import comparison
 from kvjax.experiments.run.candidates import candidates, parse_budgets
 from kvjax.experiments.run.results import Part, Results, Settings
@@ -273,6 +273,26 @@ def test_a_cut_line_is_measured_again_and_nothing_else(
   assert sweeps == [2]
 
 
+def test_a_dry_run_counts_what_is_then_measured(tiny, tmp_path):
+  chosen = candidates(METHODS, [kvjax.Retention(0.5)])[1:]
+  store = Measurements(tmp_path / "t", SETTINGS, Measurement, "measurement")
+  work = measuring.pending(tiny, chosen, SAMPLES, store, 2)
+  found = dry_run.foresee(tiny, [work])
+  assert not list(tmp_path.iterdir())
+  assert found.contexts == 3
+  assert found.pace.first > found.pace.again > 0
+  assert found.pace.again <= found.pace.total < 10 * found.pace.first
+  made = measuring.measure(
+    tiny, chosen, SAMPLES, store, 2, lambda task, new: None
+  )
+  assert found.measurements == len(made)
+  assert found.tokens == sum(one.context_tokens for one in made) / len(chosen)
+  assert "3 contexts of" in str(found)
+  left = measuring.pending(tiny, chosen, SAMPLES, store, 2)
+  nothing = dry_run.foresee(tiny, [left])
+  assert str(nothing) == "0 contexts of 0 tokens, 0 measurements."
+
+
 def test_a_method_that_keeps_all_teaches_nothing(tiny):
   chosen = candidates(["keydiff", "lagkv"], [kvjax.Retention(0.2)])[1:]
   with pytest.raises(InputError, match="has lagkv, which keeps all of"):
@@ -287,15 +307,13 @@ def test_the_program_writes_records_that_compare_reads(
   folder = tmp_path / "new" / "calibration"
   asked = ["--methods=streaming", "--length=256", "--samples=1"]
   asked += ["--tasks=niah_single_1"]
-  done = run_binary(
-    "kvjax.experiments.calibrate",
-    model,
-    *asked,
-    "--others=1",
-    "--held_out=1",
-    "--retention=0.5",
-    f"--output={folder}",
-  )
+  flags = ["--others=1", "--held_out=1", "--retention=0.5"]
+  command = ["kvjax.experiments.calibrate", model, *asked, *flags]
+  dry = run_binary(*command, f"--output={folder}", "--dry_run")
+  assert dry.returncode == 0, dry.stderr
+  assert dry.stdout.startswith("3 contexts of")
+  assert not folder.exists()
+  done = run_binary(*command, f"--output={folder}")
   assert done.returncode == 0, done.stderr
   assert {path.name for path in folder.iterdir()} == {
     *("triples.jsonl", "others.jsonl", "held_out.jsonl", "summary.json"),

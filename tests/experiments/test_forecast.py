@@ -46,8 +46,8 @@ def test_a_forecast_is_what_the_run_does(tiny, results):
   cost = found.cost
   # Two questions to each of two contexts of each task.
   assert (cost.contexts, cost.answers) == (4, 16)
-  assert found.first > found.again > 0
-  assert found.again <= found.total < 10 * found.first
+  assert found.pace.first > found.pace.again > 0
+  assert found.pace.again <= found.pace.total < 10 * found.pace.first
   text = shown(found)
   assert "4 contexts of " in text
   assert "16 answers to questions of " in text

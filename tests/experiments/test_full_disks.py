@@ -9,7 +9,7 @@ from odd_files import refused
 
 import kvjax
 from kvjax.checkpoint import saving
-from kvjax.experiments.reference.checkpoints import Checkpoints, Progress
+from kvjax.experiments.reference.progress import Checkpoints, Progress
 from kvjax.experiments.run.claiming import claim
 from kvjax.testing import TinyModel
 

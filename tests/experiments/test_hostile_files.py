@@ -13,8 +13,8 @@ from kvjax.experiments.benchmarks.longbench import finder
 from kvjax.experiments.benchmarks.ruler import corpora, published, word_lists
 from kvjax.experiments.finetuning import documents, tuner
 from kvjax.experiments.reference import curriculum, trainer
-from kvjax.experiments.reference.checkpoints import Progress
-from kvjax.experiments.report import kvpress, records
+from kvjax.experiments.reference.progress import Progress
+from kvjax.experiments.report import kvpress, run_files
 from kvjax.experiments.run import side_by_side, summaries, typed_records
 from kvjax.experiments.run.claiming import claim
 from kvjax.experiments.run.processes import Process, Processes
@@ -73,7 +73,7 @@ def test_records_that_are_something_else(tmp_path, kind):
   (tmp_path / "samples.jsonl").write_text(LINE)
   path = replace(tmp_path / "summary.json", kind)
   said = sentence if kind in UNDECODED else "is not a run's summary"
-  refused(lambda: records.read(tmp_path), said)
+  refused(lambda: run_files.read(tmp_path), said)
   model = TinyModel()
   path = replace(tmp_path / "cache.json", kind)
   refused(
@@ -157,7 +157,7 @@ def test_answers_of_wrong_values(tmp_path, name):
   for value in values:
     path.write_text(json.dumps(FIELDS | {name: value}) + "\n")
     refused(lambda: Results(tmp_path, SETTINGS), "Line 1 of .* is no answer")
-    refused(lambda: records._answers(path), "Line 1 of .* is not an answer")
+    refused(lambda: run_files._answers(path), "Line 1 of .* is not an answer")
 
 
 @pytest.mark.parametrize("value", [{}, {"other": 1.0}, {"score": "1"}])
@@ -198,7 +198,7 @@ def summary():
 def read_run(folder, content):
   (folder / "samples.jsonl").write_text(LINE)
   (folder / "summary.json").write_text(json.dumps(content))
-  record = records.read(folder)
+  record = run_files.read(folder)
   return [kvpress_folder.files for kvpress_folder in kvpress.folders(record)]
 
 

@@ -1,8 +1,11 @@
 """The command that lists the programs and starts them."""
 
 import importlib
+import os
 import pathlib
 import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -57,6 +60,26 @@ def test_the_package_of_the_programs_lists_them_too(run_binary):
   done = run_binary("kvjax.experiments")
   assert done.returncode == 0
   assert done.stdout == f"{command.listing()}\n"
+
+
+@pytest.mark.parametrize(
+  "command",
+  [
+    ["kvjax.experiments"],
+    ["kvjax.experiments.leaderboard", "--help"],
+  ],
+  ids=lambda command: command[0],
+)
+def test_a_reader_that_has_gone_ends_it_without_a_word(command):
+  """As `kvjax | head -1` does, once the line is read."""
+  reader, writer = os.pipe()
+  os.close(reader)
+  done = subprocess.run(
+    [sys.executable, "-m", *command], stdout=writer, stderr=subprocess.PIPE
+  )
+  os.close(writer)
+  assert done.returncode != 0
+  assert done.stderr == b""
 
 
 def test_the_package_installs_it():

@@ -206,5 +206,6 @@ def test_without_a_peer_we_are_alone(
     f"--output={output}",
   )
   assert result.returncode == 0, result.stderr
+  assert f"the {table} table takes about" in result.stderr
   assert "so kvjax is alone" in " ".join(result.stdout.split())
   assert '"theirs": null' in output.read_text()

@@ -11,7 +11,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.calibration import fits, measuring
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
-from kvjax.experiments.calibration.records import FOLDER, Auto, file_name
+from kvjax.experiments.calibration.record_files import FOLDER, Auto, file_name
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.results import Settings, digest
 from kvjax.models import catalog

@@ -3,12 +3,13 @@
 import collections
 import html
 import html.parser
+import pathlib
 
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax.experiments.kept import counts, page
+from kvjax.experiments.kept import counts, page, pictures
 from kvjax.experiments.run.candidates import candidates
 from kvjax.testing import kept_positions
 
@@ -18,6 +19,7 @@ TEXT = (
   "Then nobody called, and nobody came.\n"
 )
 HEADS, LAYERS = 2, 2
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def _tokens(tiny):
@@ -209,3 +211,25 @@ def test_what_is_wrong_is_said_in_one_sentence(
   assert sentence in result.stderr
   assert len(result.stderr.splitlines()) == 1
   assert not output.parent.exists()
+
+
+def test_a_picture_shows_the_shares_and_marks_the_needle():
+  pieces = ["It is", " 4", "2", ".", "\n"]
+  needle = pictures.find(pieces, "42")
+  assert needle.tolist() == [1, 2]
+  shares = np.linspace(0, 0.3, 10).reshape(2, 5)
+  figure = pictures.draw(shares, pieces, needle, "a $method$")
+  above, below, _ = figure.axes
+  np.testing.assert_array_equal(above.images[0].get_array(), shares)
+  words = {text.get_text(): text.get_color() for text in below.texts}
+  assert [*words] == [piece.replace("\n", "↵") for piece in pieces]
+  assert words[" 4"] == words["2"] != words["It is"]
+  assert above.get_title(loc="left") == "a $method$"
+
+
+@pytest.mark.parametrize("name", pictures.METHODS)
+def test_the_page_of_a_method_shows_a_small_picture(name):
+  page_of_method = ROOT / "docs" / "methods" / f"{name}.md"
+  assert f"(../images/kept_{name}.png)" in page_of_method.read_text()
+  picture = ROOT / "docs" / "images" / f"kept_{name}.png"
+  assert picture.stat().st_size < 60_000

@@ -11,7 +11,7 @@ from kvjax.experiments.metrics.string_match import string_match_all
 from kvjax.experiments.reference import vocabulary
 from kvjax.experiments.tasks import (
   fitting,
-  needles,
+  niah,
   passkey,
   prose,
   suite,
@@ -60,7 +60,7 @@ def test_equal_seeds_give_equal_samples(task):
   assert draw(task, seed=5).context != draw(task, seed=6).context
 
 
-@pytest.mark.parametrize("task", needles.TASKS)
+@pytest.mark.parametrize("task", niah.TASKS)
 def test_a_search_of_the_context_finds_every_answer(task):
   sample = draw(task)
   found = [
@@ -72,7 +72,7 @@ def test_a_search_of_the_context_finds_every_answer(task):
   ]
   assert found == list(sample.answers)
   assert all(key in sample.question for key in sample.metadata["keys"])
-  assert string_match_all(needles.listing(found), sample.answers) == 1
+  assert string_match_all(niah.listing(found), sample.answers) == 1
 
 
 def test_the_wording_is_the_one_of_ruler():
@@ -88,7 +88,7 @@ def test_the_wording_is_the_one_of_ruler():
     "text is"
   )
   many = draw("niah_multiquery")
-  query = needles.listing(many.metadata["keys"])
+  query = niah.listing(many.metadata["keys"])
   assert many.question.startswith("What are all the special magic numbers")
   assert f"for {query} mentioned" in many.question
   assert ", and " in query
@@ -106,9 +106,9 @@ def test_a_passkey_stands_where_it_was_asked_to():
 
 def test_a_needle_stands_where_it_was_asked_to():
   def at(depth):
-    task = needles.TASKS["niah_single_2"]
-    sample = needles.sample(task, random.Random(0), 640, count, depths=[depth])
-    haystack = sample.context[len(needles.INTRO_ONE.format(kind="number")) :]
+    task = niah.TASKS["niah_single_2"]
+    sample = niah.sample(task, random.Random(0), 640, count, depths=[depth])
+    haystack = sample.context[len(niah.INTRO_ONE.format(kind="number")) :]
     before, after = haystack.split(sample.answers[0])
     return before.count(" "), after.strip(". \n")
 
@@ -119,8 +119,8 @@ def test_a_needle_stands_where_it_was_asked_to():
 
 @pytest.mark.parametrize("length", [640, 1024])
 def test_a_conversation_asks_for_every_key_of_one_context(length):
-  task = needles.NeedleTask("talk", "essay", key_count=6, max_new_tokens=16)
-  turns = needles.conversation(task, random.Random(2), length, count)
+  task = niah.NeedleTask("talk", "essay", key_count=6, max_new_tokens=16)
+  turns = niah.conversation(task, random.Random(2), length, count)
   assert len(turns) == 6
   assert len({turn.context for turn in turns}) == 1
   context = turns[0].context

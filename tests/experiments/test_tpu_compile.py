@@ -15,7 +15,7 @@ from kvjax.experiments.tpu import (
   chips,
   engine_programs,
   kernel_programs,
-  runs,
+  outcomes,
   tables,
 )
 from kvjax.experiments.tpu.footprints import Footprint
@@ -158,18 +158,18 @@ PROGRAMS = [
   ],
 )
 def test_kinds_and_names_are_chosen(only, left):
-  assert runs.chosen(PROGRAMS, only) == [PROGRAMS[i] for i in left]
+  assert outcomes.chosen(PROGRAMS, only) == [PROGRAMS[i] for i in left]
 
 
 def test_what_there_is_not_is_refused():
   with pytest.raises(InputError, match="--only has 'sel'; there are kernel, "):
-    runs.chosen(PROGRAMS, ["select", "sel"])
+    outcomes.chosen(PROGRAMS, ["select", "sel"])
 
 
 def test_a_quick_run_takes_one_of_each():
-  assert runs.quick(PROGRAMS) == [PROGRAMS[i] for i in (0, 2, 4, 5)]
+  assert outcomes.quick(PROGRAMS) == [PROGRAMS[i] for i in (0, 2, 4, 5)]
   several = [program(function=name) for name in ("one", "two", "one")]
-  assert runs.quick(several) == several[:2]
+  assert outcomes.quick(several) == several[:2]
 
 
 def test_tables_say_what_fits_and_what_does_not():
@@ -205,13 +205,13 @@ def test_a_page_is_written_when_all_is_well(tmp_path, capsys):
   good = Outcome(program(), chip(), footprint(), 4 * MIB)
   bad = Outcome(program("decode", "ctkvr"), chip(), fault="Too large.")
   with pytest.raises(SystemExit) as stop:
-    runs.finish([bad, good], page, {"jax": "1.2"})
+    outcomes.finish([bad, good], page, {"jax": "1.2"})
   assert stop.value.code == 1
   assert not page.exists()
   told = capsys.readouterr()
   assert told.err == "v5e, decode, ctkvr, 8 x 8: Too large.\n"
   assert "twice, 8 x 8" in told.out
-  runs.finish([good], page, {"jax": "1.2"})
+  outcomes.finish([good], page, {"jax": "1.2"})
   written = page.read_text()
   assert written == tables.to_markdown(
     [good], "make tpu-compile", {"jax": "1.2"}

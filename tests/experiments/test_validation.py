@@ -12,18 +12,18 @@ from kvjax.engine.forward import hidden_states
 from kvjax.experiments.reference import (
   attention,
   card,
-  checkpoints,
   curriculum,
+  progress,
   training,
   validation,
 )
 from kvjax.experiments.reference.needle_mass import sample_mass
 from kvjax.experiments.reference.validation import Score
 from kvjax.experiments.run.prompting import Prompt
-from kvjax.experiments.tasks import needles
+from kvjax.experiments.tasks import niah
 
 POSITIONS = 512
-PAIR = needles.NeedleTask("two", "essay", key_count=2, max_new_tokens=9)
+PAIR = niah.NeedleTask("two", "essay", key_count=2, max_new_tokens=9)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_rounds_are_scored_one_by_one(tiny, monkeypatch):
 def test_a_conversation_answers_as_its_transcript_does(tiny):
   """Each round again from scratch, from one prompt with all that was said."""
   rows = [
-    needles.conversation(PAIR, random.Random(n), 280, tiny.tokenizer.count)
+    niah.conversation(PAIR, random.Random(n), 280, tiny.tokenizer.count)
     for n in range(2)
   ]
   decoding = kvjax.Decoding(9, tiny.tokenizer.eos_ids)
@@ -100,8 +100,8 @@ def test_a_conversation_answers_as_its_transcript_does(tiny):
 
 
 def test_the_mass_on_the_needle_is_that_of_the_whole_matrix(tiny):
-  task = needles.TASKS["niah_single_2"]
-  sample = needles.sample(task, random.Random(1), 300, tiny.tokenizer.count)
+  task = niah.TASKS["niah_single_2"]
+  sample = niah.sample(task, random.Random(1), 300, tiny.tokenizer.count)
   prompt = Prompt.of_sample(tiny.tokenizer, sample)
   blank = tiny.tokenizer.encode(" ")
   row = prompt.context + prompt.question + blank
@@ -175,7 +175,7 @@ def test_only_weak_cells_are_among_the_limits():
 @pytest.mark.parametrize("tasks", [FINE, POOR])
 def test_the_card_says_what_the_run_was(tasks):
   _, params = nnx.split(training.initial_decoder(0))
-  state = checkpoints.Progress(params, None, 2, 0, 1, 1234, 5_600_000, 7200.0)
+  state = progress.Progress(params, None, 2, 0, 1, 1234, 5_600_000, 7200.0)
   found = card.Findings(
     tasks,
     depths=[Score("44 %", 512, 5, 0.8, 0.8)],

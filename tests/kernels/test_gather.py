@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 from kvjax.kernels import use
 from kvjax.kernels.gather import Compacted, compact
 from kvjax.kernels.gather.gpu import compact_gpu
-from kvjax.kernels.gather.plan import Plan
 from kvjax.kernels.gather.reference import compact_reference
+from kvjax.kernels.gather.tile_order import Plan
 from kvjax.kernels.gather.tpu import compact_tpu
 
 TPU = functools.partial(

@@ -1,19 +1,22 @@
 """Notebooks: two forms are one, they install what they need, and run."""
 
 import importlib.util
+import json
+import os
 import pathlib
-import runpy
 import shutil
 import subprocess
 import sys
 
 import jupytext
+import nbformat
 import numpy as np
 import pytest
 
 NOTEBOOKS = pathlib.Path(__file__).parents[2] / "notebooks"
 SCRIPTS = sorted(NOTEBOOKS.glob("*.py"))
 SCRIPT = NOTEBOOKS / "quickstart.py"
+TPU_PLAN = NOTEBOOKS / "tpu_plan.py"
 
 
 def _cells(path):
@@ -29,57 +32,126 @@ def test_both_forms_hold_the_same_cells_and_no_outputs(script):
     assert cell.get("execution_count") is None
 
 
-@pytest.mark.slow
-def test_it_answers_plots_and_shows(monkeypatch, tmp_path):
-  """All methods at one budget: each budget compiles programs of its own."""
-  script, folder = tmp_path / "script.py", tmp_path / "empty"
-  source, shares = SCRIPT.read_text(), "SHARES = (0.5, 0.25, 0.1)\n"
-  assert shares in source
-  script.write_text(source.replace(shares, "SHARES = (0.25,)\n"))
-  folder.mkdir()
-  monkeypatch.chdir(folder)
-  left = runpy.run_path(str(script))
-  scores = left["scores"]
-  assert len(scores) == 1 + 3
-  assert scores["full", 1.0] == 100
-  assert scores["keydiff", 0.25] > scores["snapkv", 0.25]
-  (axes,) = left["figure"].axes
-  for name, line in zip(left["METHODS"], axes.lines, strict=True):
-    assert line.get_ydata().tolist() == [100, scores[name, 0.25]]
-    assert np.all(np.diff(line.get_xdata()) < 0)
-  assert "keydiff, 25 %" in left["shaded"].html
-  assert not list(folder.iterdir())
+@pytest.fixture
+def execute(monkeypatch, tmp_path):
+  """Runs a notebook in a Jupyter kernel; returns the value of an expression.
+
+  The kernel has a folder of its own, and a user's settings of JAX.
+  """
+  for name in ("XLA_FLAGS", "MPLBACKEND"):
+    monkeypatch.delenv(name)
+  for name in [name for name in os.environ if name.startswith("JAX_NUMPY_")]:
+    monkeypatch.delenv(name)
+
+  def run(name, expression):
+    copy = tmp_path / f"{name}.ipynb"
+    notebook = jupytext.read(NOTEBOOKS / copy.name)
+    print_value = f"import json\nprint(json.dumps({expression}))"
+    notebook.cells.append(nbformat.v4.new_code_cell(print_value))
+    nbformat.write(notebook, copy)
+    # Beside the Python of the tests.
+    command = pathlib.Path(sys.executable).with_name("jupyter-execute")
+    done = subprocess.run(
+      [command, "--inplace", copy], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert list(tmp_path.iterdir()) == [copy]
+    *_, last = nbformat.read(copy, as_version=4).cells
+    return json.loads("".join(part.text for part in last.outputs))
+
+  return run
 
 
 @pytest.mark.slow
-def test_a_method_of_ones_own_is_on_the_leaderboard(
-  monkeypatch, tmp_path, capsys
-):
-  monkeypatch.chdir(tmp_path)
-  left = runpy.run_path(str(NOTEBOOKS / "own_method.py"))
-  found = {(method, share): score for share, score, method, _ in left["board"]}
+def test_the_quickstart_answers_plots_and_shows(execute):
+  scores, plotted, html = execute(
+    "quickstart",
+    "[[[*key, score] for key, score in scores.items()], "
+    "[line.get_ydata().tolist() for line in figure.axes[0].lines], "
+    "shaded.html]",
+  )
+  found = {(method, share): score for method, share, score in scores}
+  assert len(found) == 1 + 4 * 3
+  full = found["full", 1.0]
+  assert full > 50
+  assert found["kvzip", 0.25] > found["snapkv", 0.25]
+  assert plotted == [
+    [full, *(found[method, share] for share in (0.75, 0.5, 0.25))]
+    for method in ("snapkv", "compactor", "keydiff", "kvzip")
+  ]
+  assert "keydiff, 25 %" in html
+
+
+@pytest.mark.slow
+def test_a_method_of_ones_own_is_on_the_leaderboard(execute):
+  board, shares = execute("own_method", "[board, SHARES]")
+  found = {(method, share): score for share, score, method, _ in board}
   assert len(found) == 11
-  for share in left["SHARES"]:
+  for share in shares:
     # Without the values it is KeyDiff.
     assert found["valued_keys:power=0", share] == found["keydiff", share]
     assert found["valued_keys", share] > found["random", share]
-  lines = capsys.readouterr().out.splitlines()
-  assert lines[-12].split() == ["method", "kept", "MiB", "found"]
-  assert lines[-11].split()[0] == "full"
-  assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_a_conversation_finds_with_ctkvr_what_the_full_cache_finds(
-  monkeypatch, tmp_path, capsys
-):
-  monkeypatch.chdir(tmp_path)
-  left = runpy.run_path(str(NOTEBOOKS / "conversation.py"))
-  found = {name: sum(of_turns) for name, of_turns in left["found"].items()}
+def test_a_conversation_finds_with_ctkvr_what_the_full_cache_finds(execute):
+  found = execute("conversation", "{k: sum(v) for k, v in found.items()}")
   assert found["full"] > found["keydiff"]
   assert found["ctkvr"] > found["keydiff"]
-  assert capsys.readouterr().out.rstrip()
-  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_calibration_keeps_the_quality_that_it_promises(execute):
+  kept, qualities, tau = execute(
+    "calibrated",
+    "[{k: v.tolist() for k, v in kept.items()}, "
+    "[q.tolist() for q in qualities], TAU]",
+  )
+  assert {*kept} == {"keydiff", "compactor"}
+  assert all(0 < share <= 1 for shares in kept.values() for share in shares)
+  assert np.mean(kept["keydiff"]) < 1
+  assert np.mean(qualities[0]) > tau - 0.1
+
+
+@pytest.mark.slow
+def test_it_shows_what_methods_keep(execute):
+  shares, agreement, needle, html = execute(
+    "what_methods_keep",
+    "[shares.mean(axis=(1, 2)).tolist(), agreement.tolist(), kept_needle, "
+    "known.html]",
+  )
+  np.testing.assert_allclose(shares, 0.25, atol=0.02)
+  np.testing.assert_allclose(np.diag(agreement), 1)
+  assert needle["keydiff"] > needle["snapkv"]
+  assert "the question is prefilled with the text" in html
+
+
+@pytest.mark.slow
+def test_a_plan_counts_the_bytes_of_weights_and_caches(execute):
+  weights, caches, fitting = execute("tpu_plan", "[weights, caches, fitting]")
+  # What its card says: 8.03 billion weights.
+  assert round(weights / 2e9, 2) == 8.03
+  # Keys and values of 32 layers, 8 heads of 128 times 16 bits; and positions.
+  full = 2 * 32 * 8 * 128 * 2 * 131_072
+  assert full < caches["full"] < 1.02 * full
+  assert 0.24 < caches["keydiff, 25 %"] / caches["full"] < 0.27
+  assert 0.5 < caches["keydiff, 25 %, int8"] / caches["keydiff, 25 %"] < 0.55
+  for of_chip in fitting.values():
+    assert of_chip["full"] < of_chip["keydiff, 25 %"]
+
+
+@pytest.mark.libtpu
+def test_a_plan_names_the_memory_of_chips():
+  from kvjax.experiments.tpu import chips
+
+  (cell,) = (text for _, text in _cells(TPU_PLAN) if "CHIPS = {" in text)
+  names = {}
+  exec(cell.partition("SLICE")[0], names)
+  chips.prepare_libtpu()
+  for name, (hbm, bandwidth) in names["CHIPS"].items():
+    chip = chips.Chip.load(name)
+    assert round(chip.hbm_bytes / 2**20) == round(hbm / 2**20)
+    assert chip.bytes_per_second == bandwidth
 
 
 def _install(path):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 from kvjax.experiments.run.results import Part
-from kvjax.experiments.tasks import needles, prose
+from kvjax.experiments.tasks import niah, prose
 from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
 from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
 from kvjax.models.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ def samples(
   Raises:
     InputError: a length is too short.
   """
-  task = needles.NeedleTask(
+  task = niah.NeedleTask(
     "niah_multiturn",
     "essay",
     key_count=turns,
@@ -71,9 +71,7 @@ def samples(
 
   def draw(length: int, number: int) -> tuple[Sample, ...]:
     rng = random.Random(f"{seed} {task.name} {turns} {number}")
-    drawn = needles.conversation(
-      task, rng, length, tokenizer.count, essay=essay
-    )
+    drawn = niah.conversation(task, rng, length, tokenizer.count, essay=essay)
     on_draw(task.name, 1)
     if first_known:
       drawn = _with_first_question(drawn)

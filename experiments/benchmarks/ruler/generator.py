@@ -18,7 +18,7 @@ from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import (
   common_words,
   frequent_words,
-  needles,
+  niah,
   prose,
   question_answering,
   suite,
@@ -31,7 +31,7 @@ from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
 SQUAD, HOTPOTQA = "qa_1", "qa_2"
 # In RULER's order.
 TASKS = (
-  *needles.TASKS,
+  *niah.TASKS,
   variable_tracking.NAME,
   common_words.NAME,
   frequent_words.NAME,
@@ -46,12 +46,10 @@ _FILES = {
 # The tasks that use each of `Texts.origins`.
 _MADE_OF = {
   "essay": [
-    name for name, task in needles.TASKS.items() if task.haystack == "essay"
+    name for name, task in niah.TASKS.items() if task.haystack == "essay"
   ],
   "words": [common_words.NAME],
-  "keys": [
-    name for name, task in needles.TASKS.items() if task.keys == "words"
-  ],
+  "keys": [name for name, task in niah.TASKS.items() if task.keys == "words"],
   SQUAD: [SQUAD],
   HOTPOTQA: [HOTPOTQA],
 }
@@ -241,7 +239,7 @@ def draw(
     TooShortError: `length` is too short for the sample.
     InputError: the texts are too short.
   """
-  if task in needles.TASKS:
+  if task in niah.TASKS:
     return suite.draw(
       task, number, seed, length, count, texts.essay, texts.key_words
     )

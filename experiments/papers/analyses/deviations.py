@@ -14,6 +14,7 @@ from kvjax.clustering import deviation, unit
 from kvjax.experiments.papers.analyses.observed import activations
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run.progress_bar import track
 from kvjax.methods.heads import window_mass
 
 _BETAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -34,7 +35,7 @@ class _Head(NamedTuple):
 def measure(subject: Subject) -> Findings:
   """Measures gamma by beta over heads, and attention by decile per layer."""
   layers: list[list[_Head]] = []
-  for row in subject.rows:
+  for row in track(subject.rows):
     for number, heads in enumerate(_heads(subject, row)):
       if number == len(layers):
         layers.append([])

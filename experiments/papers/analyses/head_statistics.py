@@ -16,6 +16,7 @@ from kvjax.experiments.papers.analyses.drawing import HeadMap, head_maps
 from kvjax.experiments.papers.analyses.observed import activations
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run.progress_bar import track
 from kvjax.kernels.attention_mass import causal_mass
 
 
@@ -50,7 +51,7 @@ class Statistics(NamedTuple):
 def measure(subject: Subject) -> Findings:
   """Measures a line per layer, and draws maps of means over prompts."""
   prompts = []
-  for row in subject.rows:
+  for row in track(subject.rows):
     layer_activations = activations(subject.lm.model, subject.lm.params, row)
     prompts.append([statistics(layer) for layer in layer_activations])
   layers = [

@@ -1,31 +1,31 @@
 """E3.8: latency of scorers in one layer of Llama-3.1-8B."""
 
-from collections.abc import Callable
-
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 import kvjax
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.engine.forward import attend_to_prompt
-from kvjax.experiments.papers.analyses.timing import median_seconds
+from kvjax.experiments.papers.analyses.timing import (
+  Scorer,
+  scorer_of,
+  seconds_of,
+)
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run.progress_bar import track
 from kvjax.methods.leverage import draw_factors, leverage
 from kvjax.testing import random_activations
 
 _HEADS, _KV_HEADS, _DIM, _SKETCH = 32, 8, 128, 64
 _BASELINE = "SnapKV"
 
-_Scorer = Callable[[LayerCache, Activations], PyTree[Array]]
-
 
 def scorers(subject: Subject) -> Findings:
   """Measures median milliseconds, and ratios to SnapKV."""
   lines = []
-  for length in subject.lengths:
+  for length in track(subject.lengths):
     activations = random_activations(
       subject.seed,
       [length],
@@ -37,7 +37,7 @@ def scorers(subject: Subject) -> Findings:
     )
     cache = LayerCache.of(activations)
     seconds = {
-      name: _seconds(scorer, cache, activations)
+      name: seconds_of(scorer, cache, activations)
       for name, scorer in _SCORERS.items()
     }
     lines += [
@@ -54,18 +54,6 @@ def scorers(subject: Subject) -> Findings:
   return Findings([Table(title, header, lines, names=2)])
 
 
-def _seconds(
-  scorer: _Scorer, cache: LayerCache, activations: Activations
-) -> float:
-  compiled = jax.jit(scorer)
-  return median_seconds(lambda: compiled(cache, activations))
-
-
-def _method(name: str) -> _Scorer:
-  method, layer = kvjax.get_method(name), jnp.zeros((), jnp.int32)
-  return lambda cache, activations: method.evaluate(layer, cache, activations)
-
-
 def _leverage(cache: LayerCache, activations: Activations) -> PyTree[Array]:
   key = jax.random.key(0)
   factors = draw_factors("gaussian", key, _KV_HEADS, _DIM, _SKETCH)
@@ -75,10 +63,10 @@ def _leverage(cache: LayerCache, activations: Activations) -> PyTree[Array]:
   )
 
 
-_SCORERS: dict[str, _Scorer] = {
-  "Compactor": _method("compactor"),
+_SCORERS: dict[str, Scorer] = {
+  "Compactor": scorer_of(kvjax.get_method("compactor")),
   "Compactor without a": _leverage,
-  "SnapKV": _method("snapkv.compactor"),
-  "H2O": _method("h2o.compactor"),
+  "SnapKV": scorer_of(kvjax.get_method("snapkv.compactor")),
+  "H2O": scorer_of(kvjax.get_method("h2o.compactor")),
   "dense attention": lambda _, activations: attend_to_prompt(activations),
 }

@@ -13,6 +13,7 @@ from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.lines import styled
+from kvjax.experiments.run.progress_bar import track
 
 # Where the prompt begins in each row, past its instructions, its length, and
 # that of the text. Budgets are the paper's shares of the text.
@@ -48,7 +49,7 @@ def measure(subject: Subject) -> Findings:
     ["Full", "", str(_TEXT), "", _mean(_nll(subject, prompts, expected))]
   ]
   written = []
-  for name, method in _METHODS.items():
+  for name, method in track(list(_METHODS.items())):
     for budget in _BUDGETS:
       plan = kvjax.get_plan(
         method, kvjax.Tokens(budget), kvjax.Schedule(every=1)

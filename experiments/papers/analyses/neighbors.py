@@ -9,6 +9,7 @@ from kvjax.activations import Activations
 from kvjax.experiments.papers.analyses.observed import activations
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run.progress_bar import track
 
 # Number of last queries of a prompt to compare in pairs, and the share of the
 # earlier keys that count as top keys of a query: 5K of 96K.
@@ -23,7 +24,7 @@ def measure(subject: Subject) -> Findings:
   by_layer: list[list[dict[int, float]]] = []
   nearest: list[list[float]] = []
   pairs = []
-  for row in subject.rows:
+  for row in track(subject.rows):
     for number, layer_activations in enumerate(
       activations(subject.lm.model, subject.lm.params, row)
     ):

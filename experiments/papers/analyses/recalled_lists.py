@@ -13,6 +13,7 @@ from kvjax.experiments.papers.analyses.neighbors import highest
 from kvjax.experiments.papers.analyses.observed import activations
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run.progress_bar import track
 
 # Lists that a query recalls; the paper's number is 4.
 _PROBES = (1, 2, 4, 8, 16)
@@ -43,7 +44,7 @@ def measure(subject: Subject) -> Findings:
   """Measures a line per number of lists, and the spread over layers."""
   read = _READ[subject.scale]
   layers: list[list[Mapping[int, Recalled]]] = []
-  for row in subject.rows:
+  for row in track(subject.rows):
     seen = activations(subject.lm.model, subject.lm.params, row)
     layers.append([recall(layer, read) for layer in seen])
   by_probes = {

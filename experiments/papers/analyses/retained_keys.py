@@ -15,6 +15,7 @@ from kvjax.experiments.papers.findings import Findings, Scale, Subject
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.lines import styled
+from kvjax.experiments.run.progress_bar import track
 
 _METHODS = {
   "H2O": "h2o.keydiff",
@@ -39,7 +40,7 @@ _Heads = Mapping[tuple[int, int], Float[np.ndarray, "T D"]]
 def determinants(subject: Subject) -> Findings:
   """Measures log det of retained keys' cosines over layers, heads, prompts."""
   by_method: dict[str, list[dict[tuple[int, int], float]]] = {}
-  for row in subject.rows:
+  for row in track(subject.rows):
     for name, heads in _retained(subject, row, _SIZES).items():
       log_dets = {place: log_determinant(keys) for place, keys in heads.items()}
       by_method.setdefault(name, []).append(log_dets)

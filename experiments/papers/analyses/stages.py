@@ -1,19 +1,21 @@
 """E1.8: latency of ProtoKV's stages by number of prototypes."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 from kvjax import clustering as proto
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
-from kvjax.experiments.papers.analyses.timing import median_seconds
+from kvjax.experiments.papers.analyses.timing import (
+  Scorer,
+  scorer_of,
+  seconds_of,
+)
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
-from kvjax.methods.base import Method
+from kvjax.experiments.run.progress_bar import track
 from kvjax.methods.ranking import rank_clusters, score_clusters
 from kvjax.testing import random_activations
 
@@ -36,13 +38,13 @@ def measure(subject: Subject) -> Findings:
   names = list(columns[_PROTOTYPES[0]])
   lines_by_name = {
     name: [
-      f"{1000 * _seconds(columns[count][name], cache, activations):.1f}"
+      f"{1000 * seconds_of(columns[count][name], cache, activations):.1f}"
       for count in _PROTOTYPES
     ]
-    for name in names
+    for name in track(names)
   }
   snapkv = kvjax.get_method("snapkv.factory")
-  alone = f"{1000 * _seconds(_evaluated(snapkv), cache, activations):.1f}"
+  alone = f"{1000 * seconds_of(scorer_of(snapkv), cache, activations):.1f}"
   lines = [[name, *times] for name, times in lines_by_name.items()]
   lines.append(["SnapKV", *[alone] * len(_PROTOTYPES)])
   header = ["ms of a KV head", *(f"P_tot = {count}" for count in _PROTOTYPES)]
@@ -60,26 +62,13 @@ def measure(subject: Subject) -> Findings:
 
 
 _Centers = tuple[Float[Array, "P D"], Bool[Array, " P"]]
-_Timed = Callable[[LayerCache, Activations], PyTree[Array]]
 
 
-def _seconds(
-  stage: _Timed, cache: LayerCache, activations: Activations
-) -> float:
-  compiled = jax.jit(stage)
-  return median_seconds(lambda: compiled(cache, activations))
+def _scorer(name: str, count: int) -> Scorer:
+  return scorer_of(kvjax.get_method(f"{name}:prototypes={count}"))
 
 
-def _evaluated(method: Method) -> _Timed:
-  layer = jnp.zeros((), jnp.int32)
-  return lambda cache, activations: method.evaluate(layer, cache, activations)
-
-
-def _scorer(name: str, count: int) -> _Timed:
-  return _evaluated(kvjax.get_method(f"{name}:prototypes={count}"))
-
-
-def _stages(activations: Activations, count: int) -> dict[str, _Timed]:
+def _stages(activations: Activations, count: int) -> dict[str, Scorer]:
   """Returns the stages of scoring a head, each with precomputed inputs."""
   keys = activations.keys[0, 0]
   length = len(keys)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 import kvjax
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run.progress_bar import track
 from kvjax.models.pretrained import Pretrained
 from kvjax.placement import DEVICE, HOST
 
@@ -56,7 +57,7 @@ def _by_batch(
   subject: Subject, plans: Mapping[str, kvjax.Plan], title: str
 ) -> Table:
   lines = []
-  for batch in _BATCHES:
+  for batch in track(_BATCHES):
     caches, logits = _prefilled(subject, list(plans.values()), batch)
     rates = {
       name: batch * _STEPS / _seconds(subject.lm, cache, logits)
@@ -88,7 +89,7 @@ def _at_equal_memory(
   budget = _FULL_ROWS * of_row[_FULL][DEVICE]
   lines = []
   full = 0.0
-  for name, plan in plans.items():
+  for name, plan in track(list(plans.items())):
     batch = largest_batch(of_row[name][DEVICE], budget)
     (cache,), logits = _prefilled(subject, [plan], batch)
     rate = batch * _STEPS / _seconds(subject.lm, cache, logits)

@@ -5,7 +5,28 @@ import time
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, PyTree
+
+from kvjax.activations import Activations
+from kvjax.cache.layers import LayerCache
+from kvjax.methods.base import Method
+
+Scorer = Callable[[LayerCache, Activations], PyTree[Array]]
+
+
+def scorer_of(method: Method) -> Scorer:
+  """Returns the scores of a method as a function of a layer's cache."""
+  layer = jnp.zeros((), jnp.int32)
+  return lambda cache, activations: method.evaluate(layer, cache, activations)
+
+
+def seconds_of(
+  scorer: Scorer, cache: LayerCache, activations: Activations
+) -> float:
+  """Compiles a scorer and measures the median wall time of its calls."""
+  compiled = jax.jit(scorer)
+  return median_seconds(lambda: compiled(cache, activations))
 
 
 def median_seconds(run: Callable[[], PyTree[Array]], rounds: int = 5) -> float:

@@ -14,7 +14,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.benchmarks import essays, grids, repetition
 from kvjax.experiments.benchmarks.multiturn import conversations
 from kvjax.experiments.run.results import Part
-from kvjax.experiments.tasks import needles, prose
+from kvjax.experiments.tasks import niah, prose
 
 SENTENCES = tuple(f"Tale {number} tells of the sea." for number in range(900))
 MODULE = f'import elsewhere\n\nbible = Bible(\n    """\n{" ".join(SENTENCES)}\n'
@@ -148,7 +148,7 @@ def test_the_share_of_distinct_sentences_is_what_a_set_counts(task):
 
 
 def test_haystacks_without_prose_have_no_share():
-  task = needles.TASKS["niah_multikey_2"]
+  task = niah.TASKS["niah_multikey_2"]
   assert task.haystack == "needle"
-  sample = needles.sample(task, random.Random(0), 600, count)
+  sample = niah.sample(task, random.Random(0), 600, count)
   assert repetition.of({Part("niah_multikey_2", 600): [sample]}) == ({}, [])

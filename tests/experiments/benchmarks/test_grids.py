@@ -12,14 +12,14 @@ from kvjax.experiments.metrics import registry
 from kvjax.experiments.reference import vocabulary
 from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.run.results import Part
-from kvjax.experiments.tasks import needles, passkey, prose
+from kvjax.experiments.tasks import niah, passkey, prose
 from kvjax.experiments.tasks.words import KeyWords
 
 LENGTHS, DEPTHS = [640, 1500], [0.0, 0.3, 1.0]
 TOKENIZER = models.Tokenizer(vocabulary.build(), vocabulary.config(2048))
 DRAW = {"needle": grids.needle_samples, "passkey": grids.passkey_samples}
 INTRO = {
-  "needle": needles.INTRO_ONE.format(kind="number"),
+  "needle": niah.INTRO_ONE.format(kind="number"),
   "passkey": passkey.INTRO,
 }
 LONGEST = max(map(len, prose.sentences("heldout")))

@@ -17,7 +17,7 @@ from kvjax.experiments.tasks import (
   common_words,
   fitting,
   frequent_words,
-  needles,
+  niah,
   suite,
   variable_tracking,
   words,
@@ -249,10 +249,10 @@ def test_the_wording_is_the_one_of_ruler(task, texts):
 
 # What the largest unit of a task is; of essays a word with what follows it.
 UNITS = dict.fromkeys(generator.TASKS, 4) | {
-  "niah_single_1": count(needles.NOISE) + 1,
+  "niah_single_1": count(niah.NOISE) + 1,
   "niah_multikey_2": 18,
   "niah_multikey_3": 35,
-  "vt": count(needles.NOISE) + 1,
+  "vt": count(niah.NOISE) + 1,
   "cwe": 9,
   "fwe": 12,
   "qa_1": count(paragraph("xx")) + 5,
@@ -362,8 +362,8 @@ def test_the_example_of_variables_is_whole_where_tokens_are_short():
 
   sample = variable_tracking.sample(random.Random(0), 5000, characters)
   example, prompt = sample.context.split("\n\nMemorize")
-  assert example.count(needles.NOISE) == 5
-  assert prompt.count(needles.NOISE) > 5
+  assert example.count(niah.NOISE) == 5
+  assert prompt.count(niah.NOISE) > 5
 
 
 def test_words_built_in_are_words():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvjax.experiments.papers.records import (
+from kvjax.experiments.papers.data_model import (
   Average,
   Column,
   Comparison,
@@ -12,7 +12,7 @@ from kvjax.experiments.papers.records import (
   Targets,
 )
 from kvjax.experiments.papers.running import Session
-from kvjax.experiments.papers.samples import Sources
+from kvjax.experiments.papers.setup_samples import Sources
 from kvjax.experiments.papers.shared import fixed, lines
 from kvjax.experiments.run.results import Settings
 from kvjax.options.budgets import Retention, Tokens

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from kvjax.experiments.papers import compare_to_paper, paper_tables, running
-from kvjax.experiments.papers.records import Average, Key, Size
+from kvjax.experiments.papers.data_model import Average, Key, Size
 from kvjax.experiments.papers.registry import EXPERIMENTS
 from kvjax.experiments.run.results import Answer
 

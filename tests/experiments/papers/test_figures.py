@@ -21,8 +21,8 @@ from kvjax.experiments.papers.analyses import (
   recalled_lists,
   unmasked_attention,
 )
+from kvjax.experiments.papers.data_model import Key, Size, Targets
 from kvjax.experiments.papers.findings import Subject
-from kvjax.experiments.papers.records import Key, Size, Targets
 from kvjax.testing import random_activations
 
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ import pytest
 import rich.console
 
 from kvjax.experiments.papers import programs, report
-from kvjax.experiments.papers.records import Experiment, Program
+from kvjax.experiments.papers.data_model import Experiment, Program
 from kvjax.experiments.papers.registry import EXPERIMENTS
 
 FIRST = Program(

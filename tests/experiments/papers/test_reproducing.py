@@ -6,7 +6,7 @@ import re
 import pytest
 
 from kvjax.experiments.papers import printed, reproducing
-from kvjax.experiments.papers.records import Program
+from kvjax.experiments.papers.data_model import Program
 from kvjax.experiments.papers.registry import EXPERIMENTS
 
 ROOT = pathlib.Path(__file__).parents[3]

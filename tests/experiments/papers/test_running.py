@@ -9,11 +9,11 @@ import rich.console
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.papers import report, running
+from kvjax.experiments.papers import programs, report, running
 from kvjax.experiments.papers.analyses import prompt_lengths
-from kvjax.experiments.papers.records import Analysis, Experiment, Key, Setup
+from kvjax.experiments.papers.data_model import Analysis, Experiment, Key, Setup
 from kvjax.experiments.papers.registry import EXPERIMENTS
-from kvjax.experiments.papers.samples import Sources, draw
+from kvjax.experiments.papers.setup_samples import Sources, draw
 from kvjax.experiments.tasks import passkey
 
 
@@ -49,6 +49,13 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
     remarks=("Nobody knows.",),
   )
   console = rich.console.Console(width=120, record=True)
+  report.foresee(own, session, tmp_path, console)
+  assert not list(tmp_path.iterdir())
+  foreseen = " ".join(console.export_text().split())
+  assert "Invented: 2 contexts of" in foreseen
+  assert "4 answers to questions of" in foreseen
+  assert "Nothing was written. lengths: 2 prompts of" in foreseen
+
   report.run(own, session, tmp_path, console)
   lines = (tmp_path / "invented_ruler" / "samples.jsonl").read_text()
   answers = [json.loads(line) for line in lines.splitlines()]
@@ -253,8 +260,21 @@ def test_what_cannot_be_run_says_why():
   assert "The paper: All is well." in text
 
 
-def test_without_a_stand_in_a_part_is_left_out(session, invented, tmp_path):
+@pytest.mark.parametrize("run", [report.run, report.foresee])
+def test_without_a_stand_in_a_part_is_left_out(
+  session, invented, tmp_path, run
+):
   none = dataclasses.replace(invented, small=None)
   console = rich.console.Console(width=120, record=True)
-  report.run(experiment(none), session, tmp_path, console)
+  run(experiment(none), session, tmp_path, console)
   assert "Invented is left out" in console.export_text()
+
+
+def test_a_dry_run_says_which_programs_would_run(tmp_path, monkeypatch):
+  monkeypatch.setattr(programs, "_run", lambda command: pytest.fail("it ran"))
+  console = rich.console.Console(width=200, record=True)
+  report.foresee_call(EXPERIMENTS["E3.5"], {}, tmp_path, console)
+  text = " ".join(console.export_text().split())
+  assert "about 5 minutes on two cores" in text
+  assert "It would run python -m kvjax.experiments.calibrate" in text
+  assert not list(tmp_path.iterdir())

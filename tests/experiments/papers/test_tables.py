@@ -7,7 +7,7 @@ import pytest
 from kvjax.experiments.benchmarks.longbench import sets
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.papers import printed, running
-from kvjax.experiments.papers.records import Comparison
+from kvjax.experiments.papers.data_model import Comparison
 from kvjax.experiments.papers.registry import EXPERIMENTS
 
 IDS = [

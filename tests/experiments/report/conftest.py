@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from kvjax.experiments.report import records
+from kvjax.experiments.report import run_files
 from kvjax.experiments.run import outputs
 from kvjax.experiments.run.results import Answer, Results, Settings
 from kvjax.experiments.run.summaries import summarize
@@ -58,10 +58,10 @@ def make_record(answers, folder=None, **settings):
     "rows": summarize(answers),
   }
   if folder is None:
-    return records.Record(pathlib.Path("somewhere"), summary, answers)
+    return run_files.Record(pathlib.Path("somewhere"), summary, answers)
   Results(folder, own).add(answers)
   outputs.write_json(folder / "summary.json", summary)
-  return records.read(folder)
+  return run_files.read(folder)
 
 
 def let_age(record, seconds):

@@ -5,7 +5,13 @@ import itertools
 import numpy as np
 import pytest
 
-from kvjax.experiments.report import curves, heatmaps, lines, pictures, wording
+from kvjax.experiments.report import (
+  heatmaps,
+  lines,
+  pictures,
+  score_plots,
+  wording,
+)
 from kvjax.experiments.run import intervals
 
 
@@ -41,7 +47,7 @@ def check_readable(figure):
 
 
 @pytest.mark.parametrize(
-  "draw", [curves.score_vs_retention, curves.score_vs_bytes]
+  "draw", [score_plots.score_vs_retention, score_plots.score_vs_bytes]
 )
 def test_twelve_methods_are_named_apart(crowd, draw):
   found = check_readable(draw(crowd))
@@ -58,9 +64,9 @@ def test_a_long_title_has_lines_that_fit(answer, record):
     schedule="blocks of 128, every 16 while decoding",
   )
   for draw in (
-    curves.score_vs_retention,
-    curves.score_vs_bytes,
-    curves.score_by_turn,
+    score_plots.score_vs_retention,
+    score_plots.score_vs_bytes,
+    score_plots.score_by_turn,
   ):
     words = " ".join(check_readable(draw(found))).replace("\n", " ")
     assert wording.title(found.summary) in words
@@ -73,14 +79,14 @@ def test_points_stand_at_what_was_kept_or_read(answer, record):
     answer("quest", "0.1", score=20.0, retention=0.1, read_tokens=100.0),
   ]
   found = record(answers)
-  (axes,) = curves.score_vs_retention(found).axes
+  (axes,) = score_plots.score_vs_retention(found).axes
   label = "keys and values read per token; bars are 95 % intervals"
   assert axes.get_xlabel() == label
   drawn = [
     line.get_xydata() for line in axes.lines if len(line.get_xdata()) > 2
   ]
   np.testing.assert_allclose(drawn, [[(1, 100), (0.375, 60), (0.125, 20)]])
-  (axes,) = curves.score_vs_bytes(found).axes
+  (axes,) = score_plots.score_vs_bytes(found).axes
   drawn = [
     line.get_xydata() for line in axes.lines if len(line.get_xdata()) > 2
   ]
@@ -99,8 +105,8 @@ def test_points_of_one_retention_stand_at_one_place_with_their_intervals(
   ]
   found = record(answers)
   for draw, x in (
-    (curves.score_vs_retention, 0.25),
-    (curves.score_vs_bytes, 1024 * 200),
+    (score_plots.score_vs_retention, 0.25),
+    (score_plots.score_vs_bytes, 1024 * 200),
   ):
     (axes,) = draw(found).axes
     low, high = intervals.interval([a for a in answers if a.method == "a"])
@@ -111,7 +117,7 @@ def test_points_of_one_retention_stand_at_one_place_with_their_intervals(
     assert drawn.count([[x, low], [x, high]]) == 3
     assert low < 75 < high
     assert axes.get_xlabel().endswith("; bars are 95 % intervals")
-  (axes,) = curves.score_vs_retention(found._replace(answers=[])).axes
+  (axes,) = score_plots.score_vs_retention(found._replace(answers=[])).axes
   drawn = [line.get_xydata().tolist() for line in axes.lines]
   assert [[0.25, low], [0.25, high]] not in drawn
   assert "bars" not in axes.get_xlabel()
@@ -127,7 +133,7 @@ def test_turns_are_drawn_for_every_budget(answer, record):
     for turn, score in enumerate((100.0, 50.0))
     if method != "full" or budget == "0.5"
   ]
-  figure = curves.score_by_turn(record(answers))
+  figure = score_plots.score_by_turn(record(answers))
   found = check_readable(figure)
   assert len(figure.axes) == 2
   label = "turn; bars are 95 % intervals"

@@ -8,10 +8,10 @@ import rich.console
 
 from kvjax.experiments.report import (
   compared,
-  curves,
   formats,
   rows,
   run_tables,
+  score_plots,
   series,
 )
 from kvjax.experiments.report.formats import Table
@@ -277,6 +277,6 @@ def test_the_mean_retention_reached_is_told(answer, record):
   assert [line[-1][-8:] for line in table.lines] == ["", " at 30 %", " at 80 %"]
   budgets = [line[1] for line in compared._table(found.summary).lines]
   assert budgets[1:3] == ["50 %", "auto at 0.95: 30 %"]
-  axes = curves.score_vs_retention(found).axes[0]
+  axes = score_plots.score_vs_retention(found).axes[0]
   ticks = [label.get_text() for label in axes.get_xticklabels()]
   assert set(ticks) == {"50 %", "100 %"}

@@ -8,9 +8,9 @@ import pytest
 import rich.console
 
 from kvjax.errors import InputError
-from kvjax.experiments.report import compared, curves, writing
+from kvjax.experiments.report import compared, score_plots, writing
 from kvjax.experiments.report.means import means
-from kvjax.experiments.report.records import Record
+from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run import environment, outputs, summaries
 from kvjax.experiments.run.results import Answer, Results, Settings
 
@@ -118,7 +118,7 @@ def test_the_terminal_names_a_method_once(summary):
 
 def test_means_without_a_full_cache_are_plotted_too(summary):
   summary["rows"] = [r for r in summary["rows"] if r["method"] == "random"][:2]
-  (axes,) = curves.score_vs_retention(Record(pathlib.Path(), summary)).axes
+  (axes,) = score_plots.score_vs_retention(Record(pathlib.Path(), summary)).axes
   assert [text.get_text() for text in axes.texts if text.get_text()] == [
     "random"
   ]

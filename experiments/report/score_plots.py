@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 from kvjax.experiments.report import lines, wording
 from kvjax.experiments.report.lines import Line, Point
 from kvjax.experiments.report.means import Mean, complete, means, reads_less
-from kvjax.experiments.report.records import Record
+from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
 
 # Minimum distance of two ticks, as a share of the axis.

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from kvjax.experiments.run import hosts
+from kvjax.experiments.run import multihost
 
 HOST_FLAGS = ("--coordinator=127.0.0.1:9", "--hosts=2", "--host=1")
 
@@ -235,7 +235,9 @@ def test_hosts_that_cannot_meet_are_told_why(run_binary, program, flags, said):
 
 
 def test_one_host_shares_with_nobody():
-  assert (hosts.count(), hosts.is_first()) == (1, True)
-  assert hosts.gather(b"alone") == [b"alone"]
-  worked = hosts.share([2, 0, 1], lambda n: iter([[n] * n, [n]]), bytes, list)
+  assert (multihost.count(), multihost.is_first()) == (1, True)
+  assert multihost.gather(b"alone") == [b"alone"]
+  worked = multihost.share(
+    [2, 0, 1], lambda n: iter([[n] * n, [n]]), bytes, list
+  )
   assert list(worked) == [[2, 2], [2], [], [0], [1], [1]]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments.report import records
+from kvjax.experiments.report import run_files
 
 
 def test_runs_are_found_below_and_read_once(answer, record, tmp_path):
@@ -17,8 +17,8 @@ def test_runs_are_found_below_and_read_once(answer, record, tmp_path):
   (tmp_path / "unfinished" / "samples.jsonl").write_text("")
   (tmp_path / "other").mkdir()
   (tmp_path / "other" / "summary.json").write_text("{}")
-  assert records.find([tmp_path, tmp_path / "a"]) == written
-  left_out = records.unfinished([tmp_path, tmp_path / "unfinished"])
+  assert run_files.find([tmp_path, tmp_path / "a"]) == written
+  left_out = run_files.unfinished([tmp_path, tmp_path / "unfinished"])
   assert [path.name for path in left_out] == ["unfinished"]
 
 
@@ -33,7 +33,7 @@ def test_only_answers_that_the_rows_are_means_of_are_read(
   path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": rows}))
   with (folder / "samples.jsonl").open("a") as file:
     file.write('{"unfinished": ')
-  assert records.read(folder).answers == kept
+  assert run_files.read(folder).answers == kept
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_malformed_summary_is_named(answer, record, tmp_path, change, fault):
   path = record([answer()], tmp_path).folder / "summary.json"
   path.write_text(change(path.read_text()))
   with pytest.raises(InputError, match=rf"{path} is not a run's .*{fault}"):
-    records.find([tmp_path])
+    run_files.find([tmp_path])
 
 
 def test_lines_that_are_no_answers_are_named(answer, record, tmp_path):
@@ -62,10 +62,10 @@ def test_lines_that_are_no_answers_are_named(answer, record, tmp_path):
   with path.open("a") as file:
     file.write('{"task": "a"}\n')
   with pytest.raises(InputError, match=rf"Line 2 of {path} is not an answer"):
-    records.read(tmp_path)
+    run_files.read(tmp_path)
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
   for folder in (tmp_path, tmp_path / "missing"):
     with pytest.raises(InputError, match=rf"{folder} holds no run"):
-      records.find([folder])
+      run_files.find([folder])

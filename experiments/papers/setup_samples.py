@@ -7,7 +7,7 @@ import sys
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.base import Drawn, Request
 from kvjax.experiments.benchmarks.longbench import finder, reader, sets
-from kvjax.experiments.benchmarks.multiturn.benchmark import HISTORY
+from kvjax.experiments.benchmarks.multiturn.definition import HISTORY
 from kvjax.experiments.benchmarks.options import (
   ALWAYS,
   CHAT,
@@ -17,8 +17,8 @@ from kvjax.experiments.benchmarks.options import (
 from kvjax.experiments.benchmarks.registry import BENCHMARKS
 from kvjax.experiments.benchmarks.ruler import generator, published
 from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.papers.data_model import Setup
 from kvjax.experiments.papers.findings import Scale
-from kvjax.experiments.papers.records import Setup
 from kvjax.experiments.run.prompting import QUERY_AWARE, Prompt, Protocol
 from kvjax.experiments.run.results import Samples, data_name
 from kvjax.models.pretrained import Pretrained

@@ -39,6 +39,4 @@ class Needle(Benchmark):
 
   @override
   def total(self, request: Request) -> int:
-    samples = request.samples or grids.SAMPLES
-    depths = request.value(DEPTHS)
-    return len(self.lengths_of(request)) * depths * samples
+    return grids.total(self.lengths_of(request), request)

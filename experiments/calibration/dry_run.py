@@ -1,0 +1,50 @@
+"""Says what a calibration costs before it starts."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvjax.experiments.calibration.measuring import Work
+from kvjax.experiments.report import wording
+from kvjax.experiments.run.forecast import Pace
+from kvjax.models.pretrained import Pretrained
+
+
+class Foreseen(NamedTuple):
+  """What a calibration will cost.
+
+  Attributes:
+    contexts: contexts to prefill.
+    tokens: tokens of the contexts.
+    measurements: likelihoods of answers to measure.
+    pace: how long it takes; None without a batch.
+  """
+
+  contexts: int
+  tokens: int
+  measurements: int
+  pace: Pace | None
+
+  def __str__(self) -> str:
+    counted = (
+      f"{wording.count(self.contexts, 'context')} of "
+      f"{wording.count(self.tokens, 'token')}, "
+      f"{wording.count(self.measurements, 'measurement')}."
+    )
+    return counted if self.pace is None else f"{counted} {self.pace}"
+
+
+def foresee(lm: Pretrained, works: Sequence[Work]) -> Foreseen:
+  """Counts what is left to do, and measures a batch twice."""
+  batches = [one for work in works for one in work.batches]
+  contexts = [q.prompt.context for one in batches for q in one.questions]
+  measurements = sum(len(work.missing) for work in works)
+  pace = None
+  if batches:
+    work = next(work for work in works if work.batches)
+    sizes = [one.shape.rows * one.shape.context for one in batches]
+    pace = Pace.measure(
+      lambda: work.measure_first(lm),
+      sizes,
+      shapes=len({one.shape for one in batches}),
+    )
+  return Foreseen(len(contexts), sum(map(len, contexts)), measurements, pace)
