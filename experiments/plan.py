@@ -30,7 +30,7 @@ from kvjax.cache.layers import KV_DTYPES
 from kvjax.cache.sharding import parse_sizes
 from kvjax.errors import InputError
 from kvjax.experiments import cli, exits
-from kvjax.experiments.calibration.records import Auto
+from kvjax.experiments.calibration.record_files import Auto
 from kvjax.experiments.planning import (
   batches,
   compiling,
