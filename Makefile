@@ -6,6 +6,7 @@
 #   make format   format the code
 #   make docs     build the documentation site in .docs/site
 #   make tpu-compile  compile everything for TPUs, without one attached
+#   make plan     say what a model needs on a slice of TPUs, without one
 #   make device-check  compare the kernels with XLA on the TPU or GPU at hand
 #   make test-tpu run the tests that compile for TPUs
 #   make test-adapters  run the tests with packages of other models
@@ -25,8 +26,8 @@ MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
   as python3, python3.12, python3.13 or python3.14: install one, or name it \
   with PYTHON=/path/to/python
 
-.PHONY: demo leaderboard test lint format docs tpu-compile device-check test-tpu \
-  test-adapters peers clean
+.PHONY: demo leaderboard test lint format docs tpu-compile plan device-check \
+  test-tpu test-adapters peers clean
 
 demo: $(READY)
 	@$(BIN)/python -m kvjax.experiments.compare $(ARGS)
@@ -73,6 +74,10 @@ docs: .docs/.ready
 tpu-compile: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
 	  $(BIN)/python -m kvjax.experiments.tpu_compile $(ARGS)
+
+plan: .libtpu/.ready
+	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
+	  $(BIN)/python -m kvjax.experiments.plan $(ARGS)
 
 test-tpu: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \

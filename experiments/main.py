@@ -39,6 +39,7 @@ PROGRAMS = (
   "benchmark_peers",
   "device_check",
   "tpu_compile",
+  "plan",
   "train_reference",
   "generate_documents",
 )

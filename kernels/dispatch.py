@@ -10,6 +10,16 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
+from kvjax.kernels.mesh_axes import (
+  AXES,
+  DATA,
+  GROUP,
+  MODEL,
+  Spread,
+  axis_size,
+  spread_over,
+)
+
 Implementation = Literal["xla", "pallas"]
 Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -24,10 +34,6 @@ OPERATIONS = (
   "sparse_decode",
 )
 
-# The mesh axes: batch rows are sharded over the first, KV heads and the query
-# heads that read them over the second, or else pages of any heads.
-AXES = ("data", "model")
-_AXIS_OF = {"B": "data", "K": "model", "R": "model"}
 
 # A user context is part of JAX's compilation cache key, so a program that was
 # compiled under one choice is never reused under another.
@@ -150,8 +156,8 @@ def dispatch(
     implementation: see `use`, which decides if this is None.
     operands: arrays, trees of arrays with the same leading axes, or None for
       absent operands.
-    spread: the leading axes of each operand: "BK" for rows and heads, "B" for
-      rows, "K" for heads, "" for neither. Query heads count as heads.
+    spread: the leading axes of each operand: "BK" for rows and KV heads, "BN"
+      for rows and query heads, "B" for rows, "K" or "N" for heads, "" for none.
     result: the leading axes of each output, in the structure of the result; a
       text stands for all outputs of a tree.
     **options: static options.
@@ -211,7 +217,7 @@ def on_mesh(
   operands: Sequence[PyTree[Array]],
   spread: Sequence[str],
   result: PyTree[str],
-  combine: Callable[[Any, str], Any] | None = None,
+  combine: Callable[[Any, Spread], Any] | None = None,
 ) -> Any:
   """Runs a program on each device's shard of the operands.
 
@@ -237,18 +243,15 @@ def on_mesh(
     # Only leading axes have letters, and some arrays lack even these.
     for letter, size in zip(letters, array.shape, strict=False)
   ]
-  # Shard an axis only if all operands divide evenly; replicate it otherwise.
-  # "K" covers both N and K: contiguous shards of both keep query head j on the
-  # device of its KV head, j // (N / K).
-  axes = {
-    letter: axis
-    for letter, axis in _AXIS_OF.items()
-    if all(size % mesh.shape[axis] == 0 for of, size in sizes if of == letter)
-  }
+  axes, split = _axes(sizes, mesh.shape)
 
   def spec(letters: str) -> PartitionSpec:
     # Letters without a mesh axis, such as L, map to None: replicated.
-    return PartitionSpec(*map(axes.get, letters))
+    names = [axes.get(letter) for letter in letters]
+    if split and "N" in letters:
+      place = letters.index("N")
+      names[place : place + 1] = [MODEL, GROUP]
+    return PartitionSpec(*names)
 
   def specs(operand: PyTree[Array], letters: str) -> PyTree[PartitionSpec]:
     # Some arrays of a tree, such as cursors, lack its leading axes.
@@ -257,15 +260,87 @@ def on_mesh(
   shared = axes.get("R")
 
   def run(*shards: Any) -> Any:
-    found = kernel(*shards)
-    if combine is None or shared is None or mesh.shape[shared] == 1:
-      return found
-    return combine(found, shared)
+    found = kernel(*map(_join_heads, shards, spread, splits))
+    if combine is not None and axis_size(shared, mesh.shape) > 1:
+      found = combine(found, shared)
+    own = split // mesh.shape[MODEL]
+    return jax.tree.map(
+      lambda letters, made: _split_heads(made, letters, own), result, found
+    )
 
-  return jax.shard_map(
+  splits = [split] * len(operands)
+  made = jax.shard_map(
     run,
     in_specs=tuple(map(specs, operands, spread)),
     out_specs=jax.tree.map(spec, result),
     # A pallas_call does not say over which mesh axes its results vary.
     check_vma=False,
-  )(*operands)
+  )(*map(_split_heads, operands, spread, splits))
+  return jax.tree.map(
+    lambda letters, each: _join_heads(each, letters, split), result, made
+  )
+
+
+def _split_heads(
+  tree: PyTree[Array], letters: str, kv_heads: int
+) -> PyTree[Array]:
+  """Splits the axis of query heads by KV heads; by 0, arrays stay as they are.
+
+  Args:
+    tree: arrays with the same leading axes.
+    letters: the leading axes.
+    kv_heads: number of KV heads.
+  """
+
+  def split(x: Array) -> Array:
+    return x.reshape(*x.shape[:place], kv_heads, -1, *x.shape[place + 1 :])
+
+  place = letters.find("N")
+  return jax.tree.map(split, tree) if kv_heads and place >= 0 else tree
+
+
+def _join_heads(
+  tree: PyTree[Array], letters: str, kv_heads: int
+) -> PyTree[Array]:
+  """Joins what `_split_heads` has split."""
+
+  def join(x: Array) -> Array:
+    return x.reshape(*x.shape[:place], -1, *x.shape[place + 2 :])
+
+  place = letters.find("N")
+  return jax.tree.map(join, tree) if kv_heads and place >= 0 else tree
+
+
+def _axes(
+  sizes: Sequence[tuple[str, int]], mesh: Mapping[str, int]
+) -> tuple[dict[str, Spread], int]:
+  """Chooses the mesh axes of all letters.
+
+  A letter is spread only if all operands divide evenly, and is replicated
+  otherwise. Contiguous shards of KV heads and of query heads keep query head j
+  on the device of its KV head, j // (N / K).
+
+  Args:
+    sizes: letters, and lengths of the axes of operands that they stand for.
+    mesh: sizes of the mesh's axes.
+
+  Returns:
+    The axes of each letter. Then K if query heads are also spread over "group",
+    each device having the same share of every KV head's; otherwise 0.
+  """
+
+  def lengths(*letters: str) -> list[int]:
+    return [size for letter, size in sizes if letter in letters]
+
+  kv_heads, queries = lengths("K"), lengths("N")
+  axes = {
+    "B": spread_over(DATA, lengths("B"), mesh),
+    "R": spread_over(MODEL, lengths("R"), mesh),
+    "K": spread_over(MODEL, [*kv_heads, *queries], mesh),
+  }
+  axes["N"] = axes["K"]
+  if axes["K"] != MODEL or not queries or len({*kv_heads}) != 1:
+    return axes, 0
+  groups = mesh.get(GROUP, 1)
+  splits = all(n // kv_heads[0] % groups == 0 for n in queries)
+  return axes, kv_heads[0] if groups > 1 and splits else 0

@@ -7,6 +7,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from kvjax.kernels.mesh_axes import MODEL, Spread, spread_over
 from kvjax.model import Geometry
 
 # Logical axes of every parameter by the last two parts of its path. Parameters
@@ -41,13 +42,8 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
   "norm.scale": ("embed",),
 }
 
-# The mesh axis of each logical axis; the others are replicated.
-RULES = {
-  "vocab": "model",
-  "heads": "model",
-  "kv_heads": "model",
-  "mlp": "model",
-}
+# The logical axes that the mesh axis "model" shards; others are replicated.
+SHARDED = frozenset(["vocab", "heads", "kv_heads", "mlp"])
 
 
 def param_shardings(
@@ -55,7 +51,9 @@ def param_shardings(
 ) -> PyTree[NamedSharding]:
   """Shards heads, MLP and vocabulary of every parameter over "model".
 
-  An axis that does not divide evenly is replicated. A head is never split.
+  They are also sharded over "group", if the mesh has it, except KV heads; see
+  `kvjax.cache.sharding.split_mesh`. An axis that does not divide evenly is
+  replicated. A head is never split.
 
   Args:
     template: the decoder's state; only paths and shapes are read.
@@ -70,13 +68,12 @@ def param_shardings(
     names = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
     logical = LOGICAL_AXES[".".join(str(name) for name in names[-2:])]
     logical = (None,) * (len(leaf.shape) - len(logical)) + logical
-    spec: list[str | None] = []
+    spec: list[Spread] = []
     for axis, size in zip(logical, leaf.shape, strict=True):
-      target = RULES.get(axis or "")
       # Heads must divide, not their channels, or one would be split.
       parts = units.get(axis or "", size)
-      replicated = target is None or parts % mesh.shape[target]
-      spec.append(None if replicated else target)
+      is_whole = axis not in SHARDED
+      spec.append(None if is_whole else spread_over(MODEL, [parts], mesh.shape))
     return NamedSharding(mesh, PartitionSpec(*spec))
 
   return jax.tree_util.tree_map_with_path(shard, template)

@@ -4,17 +4,20 @@ import contextlib
 import os
 import pathlib
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 from absl import flags, logging
 
 from kvjax import kernels, models
-from kvjax.cache.sharding import parse_mesh
-from kvjax.errors import InputError
+from kvjax.cache.sharding import parse_mesh, split_mesh
+from kvjax.errors import InputError, InputWarning
 from kvjax.experiments.run import results
 from kvjax.models import catalog
 from kvjax.models.pretrained import DTYPES
+from kvjax.models.sources import find
 
 DEFAULT = "smollm2-135m-instruct"
 REFERENCE = "reference"
@@ -77,11 +80,33 @@ def loaded() -> Iterator[tuple[models.Pretrained, int]]:
     if _MESH.value is None:
       yield models.load(_model(), dtype()), 1
       return
-    mesh = parse_mesh(_MESH.value)
+    mesh = _split(parse_mesh(_MESH.value))
     with jax.set_mesh(mesh):
       if BATCH.present:
         check_batch()
       yield models.load(_model(), dtype(), mesh), mesh.size
+
+
+def _split(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+  """Splits the axis "model" for the model's KV heads, and warns of copies."""
+  config = find(_model()).config()
+  kv_heads = config.num_kv_heads
+  split = split_mesh(mesh, kv_heads)
+  if split is mesh:
+    return mesh
+  size, parts = mesh.shape["model"], split.shape["model"]
+  # Of a token: keys and values of the heads that others have, too.
+  head = 2 * config.num_layers * config.head_dim * jnp.dtype(dtype()).itemsize
+  more = round(head * kv_heads * (1 / parts - 1 / size))
+  warnings.warn(
+    f"The axis 'model' of --mesh has {size} devices, which {kv_heads} KV heads "
+    f"cannot be shared out over: groups of {size // parts} devices have the "
+    f"same {kv_heads // parts}, so that each device takes {more:,} bytes more "
+    "per cached token.",
+    InputWarning,
+    stacklevel=2,
+  )
+  return split
 
 
 def _kernels(

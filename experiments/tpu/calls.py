@@ -143,6 +143,7 @@ def measure_calls(calls: Calls, awaited: str) -> Footprint:
     overlap=sum(x.footprint.overlap for x in calls.calls),
     kernels=tuple(sorted({name for x in footprints for name in x.kernels})),
     vmem=max(x.vmem for x in footprints),
+    sent=tuple(each for x in calls.calls for each in x.footprint.sent),
   )
 
 

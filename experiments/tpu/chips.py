@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh
 
 from kvjax.cache.base import AXES
+from kvjax.cache.sharding import split_mesh
 from kvjax.errors import InputError
 
 # By libtpu's names: eight chips of a host, or the smallest topologies that fit
@@ -41,45 +42,57 @@ class Chip:
   tpu7x are two.
 
   Attributes:
-    name: one of `TOPOLOGIES`.
+    name: name of the kind of chip, or of a slice.
+    topology: libtpu's name of the topology.
     devices: devices of the topology, which can only be compiled for.
     hbm_bytes: memory of a device.
     vmem_bytes: fast memory of a core.
     bytes_per_second: bandwidth between a device and its memory.
+    flops_per_second: peak of a device's products of bfloat16.
+    rows: size of the axis "data" of the mesh.
+    kv_heads: KV heads that the axis "model" is split for, if it is.
   """
 
   name: str
+  topology: str
   devices: tuple[Any, ...]
   hbm_bytes: int
   vmem_bytes: int
   bytes_per_second: int
+  flops_per_second: int
+  rows: int = 1
+  kv_heads: int | None = None
 
   @classmethod
-  def load(cls, name: str) -> "Chip":
-    """Loads the chip of a name with JAX's facts about it."""
-    topology = topologies.get_topology_desc(
-      platform="tpu", topology_name=TOPOLOGIES[name]
+  def load(cls, name: str, topology: str | None = None) -> "Chip":
+    """Loads devices with JAX's facts about them.
+
+    Args:
+      name: one of `TOPOLOGIES`, or any name if there is a topology.
+      topology: libtpu's name of it; None for that in `TOPOLOGIES`.
+    """
+    topology = topology or TOPOLOGIES[name]
+    described = topologies.get_topology_desc(
+      platform="tpu", topology_name=topology
     )
-    devices = tuple(topology.devices)
+    devices = tuple(described.devices)
     with jax.set_mesh(_mesh(devices[:1])):
       core = pltpu.get_tpu_info()
     return cls(
       name,
+      topology,
       devices,
       core.hbm_capacity_bytes * core.num_cores,
       core.vmem_capacity_bytes,
       core.mem_bw_bytes_per_second * core.num_cores,
+      core.bf16_ops_per_second * core.num_cores,
     )
 
   @property
-  def topology(self) -> str:
-    """Libtpu's name of the topology."""
-    return TOPOLOGIES[self.name]
-
-  @property
   def mesh(self) -> Mesh:
-    """A mesh of all devices along "model"."""
-    return _mesh(self.devices)
+    """A mesh of all devices: `rows` along "data", the others along "model"."""
+    mesh = _mesh(self.devices, self.rows)
+    return mesh if self.kv_heads is None else split_mesh(mesh, self.kv_heads)
 
   @property
   def lone(self) -> Mesh:
@@ -102,9 +115,9 @@ def prepare_libtpu() -> None:
     os.environ.setdefault(name, value)
 
 
-def _mesh(devices: tuple[Any, ...]) -> Mesh:
+def _mesh(devices: tuple[Any, ...], rows: int = 1) -> Mesh:
   return Mesh(
-    np.asarray(devices).reshape(1, -1),
+    np.asarray(devices).reshape(rows, -1),
     AXES,
     axis_types=(AxisType.Auto,) * len(AXES),
   )

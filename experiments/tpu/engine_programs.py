@@ -29,7 +29,7 @@ from kvjax.experiments.tpu.published import GEMMA, GPT_OSS, LLAMA, Published
 from kvjax.models.language_model import DecoderModel
 from kvjax.placement import DEVICE, HOST, is_on_host
 
-_DECODING = kvjax.Decoding(max_new_tokens=128)
+_ANSWER = 128
 # The program that a prefill waits for in every layer; see
 # `kvjax.engine.prefill`.
 LAYER = "forward_layer"
@@ -43,8 +43,10 @@ class Use:
     name: name of the method.
     shapes: how many of how many tokens it keeps or reads, in words.
     plan: the plan.
-    tokens: length of the single prompt.
+    tokens: length of the prompts.
     model: the model.
+    rows: number of prompts.
+    answer: tokens that are decoded for each.
   """
 
   name: str
@@ -52,6 +54,13 @@ class Use:
   plan: kvjax.Plan
   tokens: int
   model: Published = LLAMA
+  rows: int = 1
+  answer: int = _ANSWER
+
+  @property
+  def decoding(self) -> kvjax.Decoding:
+    """How it decodes."""
+    return kvjax.Decoding(max_new_tokens=self.answer)
 
 
 COMPACTOR = Use(
@@ -91,7 +100,7 @@ HYBRIDS = tuple(
     "keydiff",
     f"25 % of 131,072 tokens, {model.name}",
     kvjax.get_plan("keydiff", kvjax.Retention(0.25)),
-    131_072 - _DECODING.max_new_tokens,
+    131_072 - _ANSWER,
     model,
   )
   for model in (GEMMA, GPT_OSS)
@@ -137,7 +146,7 @@ def lower_prefill(use: Use, layers: int, chip: Chip) -> Lowered:
 
   def measure() -> Footprint:
     replicated = NamedSharding(chip.mesh, PartitionSpec())
-    within = functools.partial(_compiling_for, chip)
+    within = functools.partial(compiling_for, chip)
     calls = compile_calls(jaxpr, given, replicated, within)
     return measure_calls(calls, awaited=LAYER)
 
@@ -149,7 +158,7 @@ def trace_prefill(
 ) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
   """Traces `kvjax.prefill`; returns its jaxpr and argument shapes."""
   given = params, _tokens(chip, use)
-  with _compiling_for(chip):
+  with compiling_for(chip):
     jaxpr = jax.make_jaxpr(_prefill(model, use))(*given)
   return jaxpr, jax.tree.leaves(given)
 
@@ -157,7 +166,7 @@ def trace_prefill(
 def lower_decode(use: Use, layers: int, chip: Chip) -> Lowered:
   """Lowers the decoding loop for a cache of `kvjax.prefill`."""
   model, params = use.model.shapes(chip.mesh, layers)
-  with _compiling_for(chip):
+  with compiling_for(chip):
     cache = cache_shapes(model, params, use, chip)
 
     def loop(
@@ -166,27 +175,32 @@ def lower_decode(use: Use, layers: int, chip: Chip) -> Lowered:
       logits: Float[Array, "B V"],
       seeds: Int[Array, " B"],
     ) -> tuple[DecodedTokens, Cache]:
-      most = jnp.int32(_DECODING.max_new_tokens)
+      most = jnp.int32(use.answer)
       run = DecodingInputs(seeds, None, None, most)
-      return decode(model, params, cache, logits, _DECODING, run)
+      return decode(model, params, cache, logits, use.decoding, run)
 
     traced = jax.jit(loop, donate_argnames="cache").trace(
       params,
       cache,
-      _replicated(chip, (1, model.config.vocab_size), jnp.float32),
-      _replicated(chip, (1,), jnp.int32),
+      _replicated(chip, (use.rows, model.config.vocab_size), jnp.float32),
+      _replicated(chip, (use.rows,), jnp.int32),
     )
-    read = [x for x in jax.tree.leaves((params, cache)) if not is_on_host(x)]
-    ideal = share_bytes(read) - _unread(model, params)
+    read = share_bytes(on_device((params, cache)))
+    ideal = read - unread(model, params)
     host = share_bytes(offloaded(cache))
     return Lowered.of(traced, ideal, host, turn=True)
 
 
-def _unread(model: DecoderModel, params: nnx.State) -> int:
+def on_device(tree: PyTree) -> list[jax.ShapeDtypeStruct]:
+  """Returns the arrays that are not in host memory."""
+  return [x for x in jax.tree.leaves(tree) if not is_on_host(x)]
+
+
+def unread(model: DecoderModel, params: nnx.State) -> int:
   """Counts the bytes of weights that one token does not need."""
   # Of the embedding, it reads one row, or all as the output matrix.
   tied = model.config.tie_embeddings
-  unread = 0 if tied else share_bytes(params["embed_tokens"])
+  spared = 0 if tied else share_bytes(params["embed_tokens"])
   sizes = model.config.experts
   if sizes is not None:
     experts = [
@@ -195,12 +209,13 @@ def _unread(model: DecoderModel, params: nnx.State) -> int:
       if "experts" in stack["mlp"]
     ]
     idle = sizes.count - sizes.per_token
-    unread += share_bytes(experts) * idle // sizes.count
-  return unread
+    spared += share_bytes(experts) * idle // sizes.count
+  return spared
 
 
 @contextlib.contextmanager
-def _compiling_for(chip: Chip) -> Iterator[None]:
+def compiling_for(chip: Chip) -> Iterator[None]:
+  """Traces for a chip and its mesh what is traced within."""
   with jax.set_mesh(chip.mesh), kernels.use(platform="tpu"):
     yield
 
@@ -214,13 +229,13 @@ def _replicated(
 
 
 def _tokens(chip: Chip, use: Use) -> jax.ShapeDtypeStruct:
-  return _replicated(chip, (1, use.tokens), jnp.int32)
+  return _replicated(chip, (use.rows, use.tokens), jnp.int32)
 
 
 def _prefill(
   model: DecoderModel, use: Use
 ) -> Callable[..., tuple[Cache, Float[Array, "B V"]]]:
-  """Builds a prefill of a row without padding."""
+  """Builds a prefill of rows without padding."""
 
   def run(
     params: nnx.State, tokens: Int[Array, "B S"]
@@ -239,7 +254,7 @@ def cache_shapes(
 
   def prefilled(params: nnx.State, tokens: Int[Array, "B S"]) -> Cache:
     cache, _ = _prefill(model, use)(params, tokens)
-    return kvjax.reserve(cache, _DECODING.max_new_tokens)
+    return kvjax.reserve(cache, use.answer)
 
   return placed_shapes(jax.eval_shape(prefilled, params, _tokens(chip, use)))
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from kvjax.experiments.tpu.collectives import Collective, collectives
 from kvjax.experiments.tpu.hlo import Module
 from kvjax.experiments.tpu.host_arrays import copied_from_host
 from kvjax.experiments.tpu.kernel_traffic import kernels_in
@@ -27,6 +28,7 @@ class Footprint:
     overlap: fusions and kernels (not bytes) that run while the host works.
     kernels: names of the program's Pallas kernels.
     vmem: the largest VMEM size of a kernel; 0 without kernels.
+    sent: what the devices send each other; see `of`.
   """
 
   arguments: int
@@ -38,6 +40,7 @@ class Footprint:
   overlap: int
   kernels: tuple[str, ...]
   vmem: int
+  sent: tuple[Collective, ...]
 
   @classmethod
   def of(
@@ -48,7 +51,7 @@ class Footprint:
     Args:
       compiled: the program.
       jaxpr: the jaxpr it was compiled from.
-      turn: count only the traffic of one turn of its loop.
+      turn: count only what one turn of its loop moves and sends.
     """
     memory: Any = compiled.memory_analysis()
     module = Module.of(compiled.as_text() or "")
@@ -66,6 +69,7 @@ class Footprint:
       overlap=overlap(module),
       kernels=tuple(sorted({each.kernel for each in kernels})),
       vmem=max((each.vmem for each in kernels), default=0),
+      sent=tuple(collectives(module, turn=turn)),
     )
 
   @property

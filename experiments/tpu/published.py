@@ -1,6 +1,7 @@
 """Published models without their weights, which take up to 54 GB."""
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +10,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
+from kvjax.models.features import text_fields
+from kvjax.models.json_files import read_json
 from kvjax.models.language_model import DecoderModel, from_decoder
 from kvjax.models.sharding import param_shardings
+from kvjax.registry.naming import suggest
+
+# The sizes of published models, as fields of their config.json; see its page at
+# https://huggingface.co. Fields that no size depends on are left out.
+_FOLDER = pathlib.Path(__file__).parent / "configs"
+SHIPPED = tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,11 +37,54 @@ class Published:
   name: str
   fields: Mapping[str, Any]
 
+  @classmethod
+  def shipped(cls, name: str) -> "Published":
+    """Returns a model whose sizes come with kvjax, one of `SHIPPED`."""
+    return cls(name, read_json(_FOLDER / f"{name}.json"))
+
+  @classmethod
+  def find(cls, text: str) -> "Published":
+    """Finds a model by the name of a shipped one or by its config.json.
+
+    Args:
+      text: a name in upper or lower case, or the path of a config.json or of
+        its folder.
+
+    Raises:
+      InputError: it is neither, or no decoder is made from the fields.
+    """
+    path = pathlib.Path(text)
+    if text.lower() in SHIPPED and not path.exists():
+      return cls.shipped(text.lower())
+    if not path.exists():
+      raise InputError(
+        f"There is no model {text!r}{suggest(text.lower(), SHIPPED)}; --model "
+        f"is the path of a config.json, or one of {', '.join(SHIPPED)}."
+      )
+    path = path / "config.json" if path.is_dir() else path
+    fields = text_fields(read_json(path))
+    DecoderConfig.from_hf(fields)
+    return cls(path.resolve().parent.name, fields)
+
+  def config(self, layers: int) -> DecoderConfig:
+    """Returns the configuration of the first layers."""
+    fields = dict(self.fields)
+    # Fields with a value for each layer.
+    for name, value in self.fields.items():
+      if isinstance(value, list) and len(value) == self.layers:
+        fields[name] = value[:layers]
+    return DecoderConfig.from_hf({**fields, "num_hidden_layers": layers})
+
   @property
   def layers(self) -> int:
     """Number of its layers."""
     layers: int = self.fields["num_hidden_layers"]
     return layers
+
+  @property
+  def kv_heads(self) -> int:
+    """KV heads of a layer."""
+    return self.config(self.layers).num_kv_heads
 
   def shapes(self, mesh: Mesh, layers: int) -> tuple[DecoderModel, nnx.State]:
     """Returns the model's functions, and its bfloat16 weights as shapes.
@@ -40,7 +93,7 @@ class Published:
       mesh: a mesh with an axis "model".
       layers: number of layers, the first ones.
     """
-    config = DecoderConfig.from_hf({**self.fields, "num_hidden_layers": layers})
+    config = self.config(layers)
     model, params = from_decoder(
       nnx.eval_shape(
         lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
@@ -54,71 +107,10 @@ class Published:
     )
 
 
-# https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json
-LLAMA = Published(
-  "Llama-3.1-8B",
-  {
-    "model_type": "llama",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500_000.0,
-    "rope_scaling": {
-      "rope_type": "llama3",
-      "factor": 8.0,
-      "low_freq_factor": 1.0,
-      "high_freq_factor": 4.0,
-      "original_max_position_embeddings": 8192,
-    },
-  },
+LLAMA = dataclasses.replace(
+  Published.shipped("llama-3.1-8b"), name="Llama-3.1-8B"
 )
-# https://huggingface.co/google/gemma-3-27b-it/blob/main/config.json
-GEMMA = Published(
-  "Gemma 3 27B",
-  {
-    "model_type": "gemma3_text",
-    "vocab_size": 262_208,
-    "hidden_size": 5376,
-    "intermediate_size": 21504,
-    "num_hidden_layers": 62,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "max_position_embeddings": 131_072,
-    "query_pre_attn_scalar": 168,
-    "sliding_window": 1024,
-    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-  },
+GEMMA = dataclasses.replace(
+  Published.shipped("gemma-3-27b"), name="Gemma 3 27B"
 )
-# https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json
-GPT_OSS = Published(
-  "gpt-oss-20b",
-  {
-    "model_type": "gpt_oss",
-    "vocab_size": 201_088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131_072,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "rope_theta": 150_000.0,
-    "rope_scaling": {
-      "rope_type": "yarn",
-      "factor": 32.0,
-      "beta_fast": 32.0,
-      "beta_slow": 1.0,
-      "truncate": False,
-      "original_max_position_embeddings": 4096,
-    },
-  },
-)
+GPT_OSS = Published.shipped("gpt-oss-20b")

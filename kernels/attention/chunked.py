@@ -38,8 +38,8 @@ def attention_chunked(
   partial: Partial = on_mesh(
     functools.partial(_attend_in_chunks, options),
     (queries, keys, values, query_positions, key_positions, layer),
-    ("BK", "LBK", "LBK", "B", "BK", ""),
-    "BK",
+    ("BN", "LBK", "LBK", "B", "BK", ""),
+    "BN",
   )
   return partial
 

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kvjax.kernels.mesh_axes import Spread
+
 
 class Partial(NamedTuple):
   """Attention to a set of keys.
@@ -52,12 +54,12 @@ def merge(one: Partial, other: Partial) -> Partial:
   return Partial.of(largest, first + second, weighted, one.output.dtype)
 
 
-def merge_devices(partial: Partial, axis: str) -> Partial:
-  """Combines attention to the disjoint keys of the devices of a mesh axis.
+def merge_devices(partial: Partial, axis: Spread) -> Partial:
+  """Combines attention to the disjoint keys of the devices of mesh axes.
 
   Args:
     partial: this device's, inside `jax.shard_map`.
-    axis: the mesh axis.
+    axis: the mesh axes.
 
   Returns:
     The same on all of these devices.

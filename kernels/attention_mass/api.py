@@ -48,8 +48,8 @@ def causal_mass(
     _CAUSAL,
     implementation,
     (queries, keys, query_positions, key_positions, sinks),
-    ("BK", "BK", "B", "BK", "K"),
-    "BK",
+    ("BN", "BK", "B", "BK", "N"),
+    "BN",
     options=options,
   )
 
@@ -83,8 +83,8 @@ def chunk_mass(
     _CHUNKS,
     implementation,
     (queries, keys, valid),
-    ("BK", "BK", "BK"),
-    "BK",
+    ("BN", "BK", "BK"),
+    "BN",
     chunk=chunk,
     scale=scale,
   )

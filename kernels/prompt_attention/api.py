@@ -41,7 +41,7 @@ def prompt_attention(
     _PROGRAMS,
     implementation,
     (queries, keys, values, positions, sinks),
-    ("BK", "BK", "BK", "B", "K"),
-    "BK",
+    ("BN", "BK", "BK", "B", "N"),
+    "BN",
     options=options,
   )

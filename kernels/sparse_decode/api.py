@@ -64,11 +64,13 @@ def sparse_decode(
     return sparse_decode_host(
       queries, keys, values, slots, bias, layer, options
     )
+  # Lists of groups of query heads go where these go.
+  lists = "BK" if slots.shape[1] == keys.shape[2] else "BN"
   return dispatch(
     _PROGRAMS,
     implementation,
     (queries, keys, values, slots, bias, layer),
-    ("BK", "LBK", "LBK", "BK", "BK", ""),
-    "BK",
+    ("BN", "LBK", "LBK", lists, "BN", ""),
+    "BN",
     options=options,
   )

@@ -10,12 +10,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.kernels.mesh_axes import AXES as AXES
 from kvjax.struct import replace, tree_bytes
 
 # An index into the leading axis of a stack; None where there is no such axis.
 Index = Int[Array, ""] | None
-# The axes of a mesh that rows and KV heads are spread over.
-AXES = ("data", "model")
 # Maps a layer to what attention reads in its place: rerotated keys, say.
 Arrange = Callable[[Any], Any]
 

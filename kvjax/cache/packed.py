@@ -12,6 +12,7 @@ from kvjax.cache.base import AXES, Arrange, Index, Layer, host_copy
 from kvjax.cache.layers import KV_DTYPES, LayerCache, Slots
 from kvjax.kernels.attention import merge, partial_attention, with_sinks
 from kvjax.kernels.gather import compact
+from kvjax.kernels.mesh_axes import MODEL, axis_size, whole
 from kvjax.kernels.paged_attention import paged_attention
 from kvjax.kernels.quantized import Quantized, quantize
 from kvjax.struct import replace, struct
@@ -28,7 +29,7 @@ class Pages:
   A row has the pages of head 0, then those of head 1, and so on, then unused
   pages. A head's tokens fill its pages in the order of their positions; only
   its last page has empty slots. R is the same for all rows. On a mesh, B is
-  sharded over "data", and R over "model".
+  sharded over "data", and R over "model" and "group".
 
   Attributes:
     keys: rotated keys; arbitrary in empty slots and unused pages.
@@ -230,7 +231,8 @@ def page_count(total: int, kv_heads: int, page: int) -> int:
   mesh in context has as many of them on each device.
   """
   needed = (total + kv_heads * (page - 1)) // page
-  devices = jax.sharding.get_abstract_mesh().shape.get(AXES[1], 1)
+  mesh = jax.sharding.get_abstract_mesh().shape
+  devices = axis_size(whole(MODEL, mesh), mesh)
   return -(-needed // devices) * devices
 
 

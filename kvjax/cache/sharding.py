@@ -1,6 +1,7 @@
-"""Sharding of caches over a mesh with the axes "data" and "model"."""
+"""Sharding of caches over a mesh; see `kvjax.kernels.mesh_axes`."""
 
 import functools
+import math
 import re
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from kvjax.cache.base import AXES, Layer
 from kvjax.errors import InputError
+from kvjax.kernels.mesh_axes import GROUP, MODEL, spread_over
 from kvjax.placement import is_on_host
 
 _SIZE = re.compile("[1-9][0-9]{0,8}")
@@ -16,12 +18,14 @@ _SIZE = re.compile("[1-9][0-9]{0,8}")
 _SHOWN = 60
 
 
-def parse_mesh(text: str) -> jax.sharding.Mesh:
-  """Makes the mesh that a flag such as `data:2,model:2` describes.
+def parse_sizes(text: str) -> dict[str, int]:
+  """Reads the sizes of the axes of a mesh from `data:2,model:2`.
+
+  An axis that is left out has size 1.
 
   Raises:
-    InputError: an unknown axis or one that is given twice, a size that is no
-      number, or more devices than this host has.
+    InputError: an unknown axis or one that is given twice, or a size that is no
+      number.
   """
   given: dict[str, int] = {}
   for part in text.split(","):
@@ -35,7 +39,16 @@ def parse_mesh(text: str) -> jax.sharding.Mesh:
         f"The mesh {text[:_SHOWN]} has the axis {axis!r} twice; give it once."
       )
     given[axis] = int(size)
-  sizes = {axis: given.get(axis, 1) for axis in AXES}
+  return {axis: given.get(axis, 1) for axis in AXES}
+
+
+def parse_mesh(text: str) -> jax.sharding.Mesh:
+  """Makes the mesh that a flag such as `data:2,model:2` describes.
+
+  Raises:
+    InputError: see `parse_sizes`, or more devices than this host has.
+  """
+  sizes = parse_sizes(text)
   count = sizes["data"] * sizes["model"]
   # Those of other hosts cannot be read from here.
   devices = jax.local_devices()
@@ -52,8 +65,43 @@ def parse_mesh(text: str) -> jax.sharding.Mesh:
   )
 
 
+def split_mesh(mesh: jax.sharding.Mesh, kv_heads: int) -> jax.sharding.Mesh:
+  """Splits the axis "model" of a mesh so that KV heads divide evenly.
+
+  The new "model" has as many devices as divide both the old one and the number
+  of KV heads; the rest become the axis "group", whose devices have the same KV
+  heads. Query heads, MLP, vocabulary and pages are still shared out over all.
+
+  Args:
+    mesh: a mesh with an axis "model".
+    kv_heads: number of KV heads of a layer.
+
+  Returns:
+    The mesh with a third axis; the same one if the axis divides the KV heads.
+
+  Examples:
+    >>> from kvjax.cache.sharding import parse_mesh, split_mesh
+    >>> split_mesh(parse_mesh("model:1"), kv_heads=3).shape["model"]
+    1
+  """
+  size = mesh.shape[MODEL]
+  parts = math.gcd(kv_heads, size)
+  if parts == size:
+    return mesh
+  place = mesh.axis_names.index(MODEL)
+  shape = mesh.devices.shape
+  devices = mesh.devices.reshape(
+    *shape[:place], parts, size // parts, *shape[place + 1 :]
+  )
+  names = mesh.axis_names
+  names = (*names[: place + 1], GROUP, *names[place + 1 :])
+  return jax.sharding.Mesh(
+    devices, names, axis_types=(AxisType.Auto,) * len(names)
+  )
+
+
 def shard_layer[L: Layer](layer: L) -> L:
-  """Shards the batch over "data" and the KV heads over "model".
+  """Shards the batch over "data", KV heads over "model" and pages over both.
 
   Without a mesh in context (`jax.set_mesh`) nothing happens. An axis that does
   not divide evenly is not sharded.
@@ -80,7 +128,7 @@ def _constrain[Tree](tree: Tree, axes: Sequence[str], leading: int) -> Tree:
     spec = PartitionSpec(
       *(None,) * leading,
       *(
-        axis if leaf.shape[leading + i] % mesh.shape[axis] == 0 else None
+        spread_over(axis, [leaf.shape[leading + i]], mesh.shape)
         for i, axis in enumerate(axes)
       ),
     )

@@ -1,12 +1,14 @@
 """What tables call a model, and what programs need of one."""
 
 import dataclasses
+import json
 import pathlib
 import types
 
 import pytest
 
-from kvjax import InputError
+from kvjax import InputError, InputWarning
+from kvjax.cache.sharding import parse_mesh
 from kvjax.experiments.inputs import run_inputs
 from kvjax.models import catalog
 
@@ -43,3 +45,23 @@ def test_what_works_on_text_needs_a_tokenizer(tiny):
   mute = dataclasses.replace(tiny, tokenizer=None)
   with pytest.raises(InputError, match="no tokenizer, which texts need"):
     run_inputs.check_lengths(mute, [64])
+
+
+def test_copies_of_kv_heads_are_warned_of_in_bytes(monkeypatch):
+  """Of two heads on four devices; a cached token has each of them twice."""
+  golden = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
+  folder = golden / "qwen25"
+  monkeypatch.setattr(
+    run_inputs, "MODEL", types.SimpleNamespace(value=str(folder))
+  )
+  monkeypatch.setattr(run_inputs, "dtype", lambda: "bfloat16")
+  fields = json.loads((folder / "config.json").read_text())
+  assert fields["num_key_value_heads"] == 2
+  width = fields["hidden_size"] // fields["num_attention_heads"]
+  token = 2 * fields["num_hidden_layers"] * width * 2
+  more = f"{token * 2 // 2 - token * 2 // 4} bytes more per cached token"
+  with pytest.warns(InputWarning, match=f"groups of 2 devices .* {more}"):
+    mesh = run_inputs._split(parse_mesh("model:4"))
+  assert dict(mesh.shape) == {"data": 1, "model": 2, "group": 2}
+  whole = parse_mesh("data:2,model:2")
+  assert run_inputs._split(whole) is whole

@@ -40,6 +40,7 @@ def footprint(**changed):
     overlap=3,
     kernels=("twice",),
     vmem=5 * MIB,
+    sent=(),
   )
   return Footprint(**(given | changed))
 

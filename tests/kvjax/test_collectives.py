@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.sharding import parse_mesh
+from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.engine import blocks
 from kvjax.engine.decode import DecodingInputs, decode
 from kvjax.engine.prepared import prepare_repeated
@@ -130,9 +130,9 @@ def cache_of(name, model, params, tokens=TOKENS, rows=4):
   return placed_shapes(jax.eval_shape(prefilled, params, given))
 
 
-def decoding_step(name, mesh, rows=4):
+def decoding_step(name, mesh, rows=4, published=TINY):
   """The collectives of one step that decodes a token of each row."""
-  model, params = TINY.shapes(mesh, 2)
+  model, params = published.shapes(mesh, 2)
   decoding = kvjax.Decoding(32)
 
   def loop(params, cache, logits, seeds):
@@ -165,6 +165,17 @@ def test_decoding_moves_no_cached_keys(name, mesh):
       *(numbers.get(opcode, 0) for opcode in ("all-gather", "all-reduce")),
       total_bytes(found),
     ]
+
+
+@pytest.mark.parametrize("name", ["full", "keydiff", "ctkvr", "ada/snapkv"])
+def test_devices_with_the_same_heads_move_no_cached_keys_either(name):
+  """Four for two KV heads; each has one of them, and half of its queries."""
+  fields = {**TINY.fields, "num_key_value_heads": 2}
+  mesh = split_mesh(parse_mesh("model:4"), 2)
+  found = decoding_step(name, mesh, published=Published("two", fields))
+  assert found
+  # Of 4 rows and one head.
+  assert 4 * max(each.largest for each in found) < KEPT_KEYS
 
 
 @pytest.mark.parametrize("name", METHOD_NAMES)

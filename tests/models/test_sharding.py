@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import kvjax
-from kvjax.cache.sharding import parse_mesh
+from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.errors import InputError
 from kvjax.models.pretrained import load_decoder
 
@@ -57,6 +57,28 @@ def test_a_sharded_model_answers_as_a_whole_one(alone, mesh):
   )
   for one, other in zip(cache.layers, spread.layers, strict=True):
     np.testing.assert_array_equal(one.positions, other.positions)
+  np.testing.assert_allclose(logits, spread_logits, rtol=0, atol=1e-4)
+  assert answers == spread_answers
+
+
+def test_a_split_axis_shares_out_all_weights_but_those_of_kv_heads(alone):
+  """Four devices, of which two have the same of two KV heads."""
+  _, _, cache, logits, answers = alone
+  devices = split_mesh(parse_mesh("model:4"), 2)
+  with jax.set_mesh(devices):
+    _, params, spread, spread_logits, spread_answers = run(devices)
+  layer = params["layers"][0]
+  for name, parts in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2)):
+    kernel = layer["self_attn"][name]["kernel"][...]
+    here = kernel.addressable_shards[0].data.shape
+    assert here[-1] == kernel.shape[-1] // parts
+  rows = layer["self_attn"]["o_proj"]["kernel"][...]
+  assert rows.addressable_shards[0].data.shape[1] == rows.shape[1] // 4
+  up = layer["mlp"]["up_proj"]["kernel"][...]
+  assert up.addressable_shards[0].data.shape[2] == up.shape[2] // 4
+  for one, other in zip(cache.layers, spread.layers, strict=True):
+    np.testing.assert_array_equal(one.positions, other.positions)
+    assert other.keys.addressable_shards[0].data.shape[1] == 1
   np.testing.assert_allclose(logits, spread_logits, rtol=0, atol=1e-4)
   assert answers == spread_answers
 

@@ -12,7 +12,9 @@ MIB = 2**20
 
 def chip(devices=()):
   """A v5e that is not there, or that stands on this machine's devices."""
-  return chips.Chip("v5e", tuple(devices), 100 * MIB, 10 * MIB, 10**9)
+  return chips.Chip(
+    "v5e", "v5e:2x4", tuple(devices), 100 * MIB, 10 * MIB, 10**9, 10**12
+  )
 
 
 def unused(chip):

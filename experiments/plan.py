@@ -1,0 +1,224 @@
+"""Says what a model and its cache take on a slice of TPUs, without a TPU.
+
+  make plan ARGS="--model=llama-3.1-8b --slice=v5e-8 --context=32768"
+
+compiles prefill and decoding for the chips of the slice, by libtpu, and prints
+for each device: weights, cache, temporaries and their share of HBM, memory on
+the host, the largest batch, what devices send each other, and what a token
+takes at least. It takes a minute or two. If it does not fit, the program exits
+with code 1.
+
+--model is a config.json or one of the models whose sizes come with kvjax;
+nothing is fetched. --method, --retention or --budget, --block, --every and
+--kv_dtype say how the cache is compressed, as for the other programs.
+
+  make plan ARGS="--model=llama-3.1-8b --search --chips=v5e,v6e"
+
+names the smallest slice of each kind of chip and the largest batch on it, and
+draws the largest batch against retention into results/plan.png.
+"""
+
+import dataclasses
+import pathlib
+
+import jax
+from absl import flags
+
+import kvjax
+from kvjax import files
+from kvjax.cache.layers import KV_DTYPES
+from kvjax.cache.sharding import parse_sizes
+from kvjax.errors import InputError
+from kvjax.experiments import cli, exits
+from kvjax.experiments.calibration.record_files import Auto
+from kvjax.experiments.planning import (
+  batches,
+  compiling,
+  picture,
+  searching,
+  slices,
+  tables,
+)
+from kvjax.experiments.report import pictures
+from kvjax.experiments.run import outputs, results
+from kvjax.experiments.run.candidates import parse_budgets
+from kvjax.experiments.run.progress_bar import progress_bar
+from kvjax.experiments.tpu import chips
+from kvjax.experiments.tpu.engine_programs import Use
+from kvjax.experiments.tpu.published import SHIPPED, Published
+
+_MODEL = flags.DEFINE_string(
+  "model",
+  "llama-3.1-8b",
+  "A config.json, its folder, or the name of a model whose sizes come with "
+  f"kvjax: {', '.join(SHIPPED)}.",
+)
+_SLICE = flags.DEFINE_string(
+  "slice",
+  "v5e-8",
+  "Slice of chips, such as v5e-8, v5p-128, v6e-256 or tpu7x-16; the numbers "
+  "of v5p and tpu7x count cores, two of a chip.",
+)
+_MESH = flags.DEFINE_string(
+  "mesh",
+  None,
+  "Mesh of all devices of the slice, as in data:2,model:4; the default is all "
+  "along 'model'.",
+)
+_CONTEXT = flags.DEFINE_integer(
+  "context", 32_768, "Tokens of each context.", lower_bound=1
+)
+_ANSWER = flags.DEFINE_integer(
+  "answer", 128, "Tokens that are decoded for each.", lower_bound=1
+)
+_BATCH = flags.DEFINE_integer(
+  "batch", 1, "Contexts that are read and answered together.", lower_bound=1
+)
+_METHOD = flags.DEFINE_string(
+  "method", "keydiff", "Method or preset, with options and prefixes."
+)
+_RETENTION = flags.DEFINE_string(
+  "retention", "0.25", "Share of the context to keep, or to retrieve per token."
+)
+_BUDGET = flags.DEFINE_string(
+  "budget", None, "Tokens to keep or to retrieve, instead of --retention."
+)
+_BLOCK = flags.DEFINE_integer(
+  "block", None, "Tokens per prompt block; default: one block.", lower_bound=1
+)
+_EVERY = flags.DEFINE_integer(
+  "every", None, "Tokens between evictions while decoding.", lower_bound=1
+)
+_KV_DTYPE = flags.DEFINE_enum(
+  "kv_dtype", None, list(KV_DTYPES), "Stores the cache in eight bits."
+)
+_SEARCH = flags.DEFINE_bool(
+  "search", False, "Find the smallest slice and the largest batch."
+)
+_CHIPS = flags.DEFINE_list(
+  "chips", list(slices.KINDS), "Kinds of chips that --search tries."
+)
+_OUTPUT = flags.DEFINE_string(
+  "output", "results/plan.png", "Picture that --search draws."
+)
+
+_DOES_NOT_FIT = 1
+# Programs that a plan compiles: for the batch and for twice as many rows.
+_COMPILED = 4
+
+
+def main() -> None:
+  """Checks all flags, then compiles."""
+  cli.refuse_together("search", ["slice", "mesh"], "it chooses among slices")
+  cli.refuse_together("budget", ["retention"], "both say how much to keep")
+  for name in ("chips", "output"):
+    if flags.FLAGS[name].present and not _SEARCH.value:
+      raise InputError(f"--{name} is for --search.")
+  use = _use()
+  if _SEARCH.value:
+    _search(use)
+  else:
+    _plan(use)
+
+
+def _use() -> Use:
+  """Reads what is planned from the flags."""
+  (budget,) = parse_budgets(
+    [_RETENTION.value], None if _BUDGET.value is None else [_BUDGET.value]
+  )
+  assert not isinstance(budget, Auto)
+  schedule = kvjax.Schedule(block=_BLOCK.value, every=_EVERY.value)
+  plan = kvjax.get_plan(
+    _METHOD.value, budget, schedule, kv_dtype=_KV_DTYPE.value
+  )
+  model = Published.find(_MODEL.value)
+  return Use(
+    _METHOD.value,
+    "",
+    plan,
+    _CONTEXT.value,
+    model,
+    _BATCH.value,
+    _ANSWER.value,
+  )
+
+
+def _plan(use: Use) -> None:
+  """Plans a slice; exits with code 1 if it is too small."""
+  slice_ = slices.find_slice(_SLICE.value)
+  rows = 1
+  if _MESH.value is not None:
+    rows = slices.rows_of(slice_, parse_sizes(_MESH.value))
+  if use.rows % rows:
+    raise InputError(
+      f"--batch={use.rows} is no multiple of {rows}, the size of the axis "
+      "'data' of --mesh, which shares out the rows of a batch."
+    )
+  _prepare()
+  chip = slice_.load(rows, use.model.kv_heads)
+  twice = dataclasses.replace(use, rows=2 * use.rows)
+  with progress_bar(_COMPILED) as advance:
+    planned = compiling.compile_use(use, chip, advance)
+    larger = compiling.compile_use(twice, chip, advance)
+  most = batches.largest(planned, larger)
+  _say(
+    f"{tables.describe(use)}\n{tables.facts(planned, slice_)}\n",
+    tables.to_markdown(planned, slice_, most),
+    tables.verdict(planned, slice_),
+    tables.sources([slice_.kind]),
+  )
+  if not planned.fits:
+    exits.leave(_DOES_NOT_FIT)
+
+
+def _search(use: Use) -> None:
+  """Finds slices; exits with code 1 if there is none."""
+  for name in _CHIPS.value:
+    if name not in slices.KINDS:
+      raise InputError(
+        f"--chips has {name!r}; there are {', '.join(slices.KINDS)}."
+      )
+  output = pathlib.Path(_OUTPUT.value)
+  files.check_replaceable(output)
+  results.check_writable(output.parent)
+  _prepare()
+  kinds = list(dict.fromkeys(_CHIPS.value))
+  drawn = {}
+  _say(f"{tables.describe(use)}\n")
+  with progress_bar(None) as advance:
+    found = {kind: searching.search(use, kind, advance) for kind in kinds}
+    for named in filter(None, found.values()):
+      advance(f"{named.slice.name}, picture", 0)
+      drawn[named.slice.name] = searching.batches_by_retention(
+        named, picture.SHARES
+      )
+  for kind, each in found.items():
+    if each is None:
+      _say(f"No slice of {kind} is large enough.\n")
+      continue
+    _say(
+      f"{tables.facts(each.most, each.slice)}\n",
+      tables.to_markdown(each.most, each.slice, each.batches),
+      tables.finding(each) + "\n",
+    )
+  if not drawn:
+    exits.leave(_DOES_NOT_FIT)
+  title = f"{use.model.name}, {use.tokens:,} tokens each, {use.name}"
+  figure = picture.draw(title, drawn)
+  outputs.write_bytes(output, pictures.png(figure))
+  _say(tables.sources(kinds), f"The picture is {output}.")
+
+
+def _prepare() -> None:
+  """Makes libtpu compile without a TPU."""
+  chips.prepare_libtpu()
+  # Without a TPU, programs for one can be written to the cache but not read.
+  jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _say(*texts: str) -> None:
+  print(*texts, sep="\n")
+
+
+if __name__ == "__main__":
+  cli.run(main)

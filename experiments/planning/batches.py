@@ -1,0 +1,97 @@
+"""The largest batch of a slice, along a line through two batches."""
+
+import math
+from typing import NamedTuple
+
+from kvjax.experiments.planning.compiling import Planned
+from kvjax.experiments.tpu.chips import Chip
+
+
+class Line(NamedTuple):
+  """Bytes of a device's memory by the number of rows.
+
+  Attributes:
+    fixed: bytes without rows.
+    row: bytes of each row.
+  """
+
+  fixed: float
+  row: float
+
+  @classmethod
+  def through(cls, rows: tuple[int, int], nbytes: tuple[int, int]) -> "Line":
+    """Returns the line through two points, or one that is level above them.
+
+    Args:
+      rows: two numbers of rows, ascending.
+      nbytes: bytes for each.
+    """
+    row = max(0, (nbytes[1] - nbytes[0]) / (rows[1] - rows[0]))
+    return cls(nbytes[1] - row * rows[1] if row else max(nbytes), row)
+
+  def plus(self, other: "Line") -> "Line":
+    """Returns the line of both together."""
+    return Line(self.fixed + other.fixed, self.row + other.row)
+
+  def most(self, hbm: int, step: int) -> int:
+    """Returns the most rows that fit, a multiple of `step`."""
+    if self.fixed > hbm:
+      return 0
+    rows = (hbm - self.fixed) / max(self.row, 1.0)
+    return math.floor(rows / step) * step
+
+
+class Batches(NamedTuple):
+  """The largest batch of each program.
+
+  Attributes:
+    prefill: contexts of a prefill.
+    decode: rows that are decoded together.
+  """
+
+  prefill: int
+  decode: int
+
+
+def largest(small: Planned, large: Planned) -> Batches:
+  """Computes the largest batches from what two of them need.
+
+  Args:
+    small: what some rows need.
+    large: what more rows need.
+  """
+  stored = Line.through(
+    (small.use.rows, large.use.rows),
+    (
+      small.sizes.weights + small.sizes.cache,
+      large.sizes.weights + large.sizes.cache,
+    ),
+  )
+  return batches_of(stored, temporaries(small, large), small.chip)
+
+
+def temporaries(small: Planned, large: Planned) -> tuple[Line, Line]:
+  """Returns the lines of what prefill and decoding need besides.
+
+  Args:
+    small: what some rows need.
+    large: what more rows need.
+  """
+  rows = small.use.rows, large.use.rows
+  prefill = small.prefill.temporary, large.prefill.temporary
+  decode = small.decode.temporary, large.decode.temporary
+  return Line.through(rows, prefill), Line.through(rows, decode)
+
+
+def batches_of(stored: Line, lines: tuple[Line, Line], chip: Chip) -> Batches:
+  """Computes the largest batches of a device.
+
+  Args:
+    stored: weights and cache.
+    lines: what prefill and decoding need besides.
+    chip: the device, and how many of them share out rows.
+  """
+  prefill, decode = (
+    stored.plus(line).most(chip.hbm_bytes, chip.rows) for line in lines
+  )
+  return Batches(prefill, decode)

@@ -1,0 +1,163 @@
+"""Slices of TPUs by their names, as Google Cloud and xpk give them."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+from kvjax.errors import InputError
+from kvjax.experiments.tpu.chips import Chip
+from kvjax.registry.naming import suggest
+
+# Topologies by their numbers of chips.
+_FLAT = {
+  1: "1x1",
+  4: "2x2",
+  8: "2x4",
+  16: "4x4",
+  32: "4x8",
+  64: "8x8",
+  128: "8x16",
+  256: "16x16",
+}
+_DEEP = {
+  4: "2x2x1",
+  8: "2x2x2",
+  16: "2x2x4",
+  32: "2x4x4",
+  64: "4x4x4",
+  128: "4x4x8",
+  256: "4x8x8",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """A kind of chip. JAX knows its memory and products; this is the rest.
+
+  Attributes:
+    shapes: libtpu's topologies by their numbers of chips.
+    named: what the number in a slice's name counts, per chip: chips or cores.
+    devices: JAX devices of a chip.
+    link_bytes_per_second: what a chip receives from others at most: half of the
+      bidirectional bandwidth of all its links.
+    source: page with the bandwidth.
+  """
+
+  shapes: Mapping[int, str]
+  named: int
+  devices: int
+  link_bytes_per_second: int
+  source: str
+
+
+KINDS: Mapping[str, Kind] = {
+  "v5e": Kind(
+    _FLAT, 1, 1, 200 * 10**9, "https://docs.cloud.google.com/tpu/docs/v5e"
+  ),
+  "v5p": Kind(
+    _DEEP, 2, 1, 600 * 10**9, "https://docs.cloud.google.com/tpu/docs/v5p"
+  ),
+  "v6e": Kind(
+    _FLAT, 1, 1, 400 * 10**9, "https://docs.cloud.google.com/tpu/docs/v6e"
+  ),
+  "tpu7x": Kind(
+    {1: "1x1x1", **_DEEP},
+    2,
+    2,
+    600 * 10**9,
+    "https://docs.cloud.google.com/tpu/docs/tpu7x",
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+  """A number of connected chips.
+
+  Attributes:
+    name: such as v5e-8; the number counts cores of v5p and tpu7x.
+    kind: one of `KINDS`.
+    chips: number of chips.
+  """
+
+  name: str
+  kind: str
+  chips: int
+
+  @property
+  def topology(self) -> str:
+    """Libtpu's name of the topology."""
+    return f"{self.kind}:{KINDS[self.kind].shapes[self.chips]}"
+
+  @property
+  def devices(self) -> int:
+    """Number of JAX devices."""
+    return self.chips * KINDS[self.kind].devices
+
+  @property
+  def link_bytes_per_second(self) -> float:
+    """What a device receives from others at most."""
+    kind = KINDS[self.kind]
+    return kind.link_bytes_per_second / kind.devices
+
+  def load(self, rows: int, kv_heads: int) -> Chip:
+    """Loads its devices, on a mesh.
+
+    Args:
+      rows: size of the axis "data".
+      kv_heads: KV heads of a layer, which the other devices share out.
+    """
+    chip = Chip.load(self.kind, self.topology)
+    return dataclasses.replace(
+      chip, name=self.name, rows=rows, kv_heads=kv_heads
+    )
+
+
+def slices_of(kind: str) -> Iterator[Slice]:
+  """Yields the slices of a kind of chip, the smallest first."""
+  for chips in KINDS[kind].shapes:
+    yield Slice(f"{kind}-{chips * KINDS[kind].named}", kind, chips)
+
+
+SLICES = {each.name: each for kind in KINDS for each in slices_of(kind)}
+
+
+def find_slice(name: str) -> Slice:
+  """Finds a slice by its name.
+
+  Raises:
+    InputError: there is none.
+
+  Examples:
+    >>> from kvjax.experiments.planning.slices import find_slice
+    >>> find_slice("v5p-32").topology
+    'v5p:2x2x4'
+  """
+  if name not in SLICES:
+    ends = [
+      f"{first.name} to {last.name}"
+      for first, *_, last in (tuple(slices_of(kind)) for kind in KINDS)
+    ]
+    raise InputError(
+      f"There is no slice {name[:60]!r}{suggest(name, SLICES)}; there are "
+      f"{', '.join(ends)}, by powers of two."
+    )
+  return SLICES[name]
+
+
+def rows_of(slice_: Slice, sizes: Mapping[str, int]) -> int:
+  """Returns the size of the axis "data" of a mesh of a whole slice.
+
+  Args:
+    slice_: the slice.
+    sizes: sizes of the mesh's axes.
+
+  Raises:
+    InputError: the mesh has another number of devices.
+  """
+  count = math.prod(sizes.values())
+  if count != slice_.devices:
+    raise InputError(
+      f"--mesh has {count} devices; {slice_.name} has {slice_.devices}."
+    )
+  return sizes["data"]

@@ -1,0 +1,64 @@
+"""The axes of meshes, and which of them an axis of an array is spread over.
+
+Rows are spread over "data", KV heads over "model". Where "model" is as large as
+their number allows, a third axis "group" may hold further devices: they have
+the same KV heads, and other query heads that read them. Weights without KV
+heads, and pages of any heads, are spread over both.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+DATA, MODEL, GROUP = "data", "model", "group"
+AXES = (DATA, MODEL)
+
+# Names of mesh axes in a `PartitionSpec`.
+Spread = str | tuple[str, ...] | None
+
+
+def axis_size(axis: Spread, sizes: Mapping[str, int]) -> int:
+  """Number of devices along some axes of a mesh; those it lacks count as 1.
+
+  Args:
+    axis: the axes.
+    sizes: sizes of the mesh's axes.
+
+  Examples:
+    >>> from kvjax.kernels.mesh_axes import axis_size
+    >>> axis_size(("model", "group"), {"data": 2, "model": 3, "group": 4})
+    12
+  """
+  names = (axis,) if isinstance(axis, str) else axis or ()
+  return math.prod(sizes.get(name, 1) for name in names)
+
+
+def whole(axis: str, sizes: Mapping[str, int]) -> Spread:
+  """Returns the axis, and for "model" also "group" if the mesh has it."""
+  return (MODEL, GROUP) if axis == MODEL and GROUP in sizes else axis
+
+
+def spread_over(
+  axis: str, lengths: Iterable[int], sizes: Mapping[str, int]
+) -> Spread:
+  """Chooses the mesh axes that divide axes of arrays evenly.
+
+  Args:
+    axis: "data" or "model".
+    lengths: lengths of the arrays' axes.
+    sizes: sizes of the mesh's axes.
+
+  Returns:
+    "model" with "group" if these divide all lengths, else the axis alone, or
+    None if it does not divide them either.
+
+  Examples:
+    >>> from kvjax.kernels.mesh_axes import spread_over
+    >>> sizes = {"data": 1, "model": 2, "group": 2}
+    >>> [spread_over("model", [heads], sizes) for heads in (8, 2, 3)]
+    [('model', 'group'), 'model', None]
+  """
+  known = list(lengths)
+  for names in (whole(axis, sizes), axis):
+    if all(length % axis_size(names, sizes) == 0 for length in known):
+      return names
+  return None

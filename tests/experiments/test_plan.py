@@ -1,0 +1,336 @@
+"""Plans: what weights, caches and programs take, by shapes and by compiling."""
+
+import dataclasses
+import importlib.util
+import math
+
+import jax
+import numpy as np
+import pytest
+from tiny_published import TINY
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.experiments.planning import (
+  batches,
+  bounds,
+  compiling,
+  picture,
+  searching,
+  slices,
+  tables,
+)
+from kvjax.experiments.planning import sizes as sizes_module
+from kvjax.experiments.planning.compiling import Needs, Planned, Sent
+from kvjax.experiments.planning.sizes import Sizes, sizes
+from kvjax.experiments.tpu import chips, engine_programs
+from kvjax.experiments.tpu.engine_programs import Use
+from kvjax.experiments.tpu.published import LLAMA
+
+HALF = kvjax.get_plan("keydiff", kvjax.Retention(0.5))
+USE = Use("keydiff", "", HALF, 96, TINY, rows=2, answer=32)
+HBM = 10**7
+
+
+@pytest.fixture
+def for_this_machine(monkeypatch):
+  """Programs are compiled for CPUs, which TPUs' kernels are not for."""
+
+  def within(chip):
+    return jax.set_mesh(chip.mesh)
+
+  for module in (engine_programs, sizes_module):
+    monkeypatch.setattr(module, "compiling_for", within)
+
+
+def silent(about, count):
+  del about, count
+
+
+def here(rows=1, **changed):
+  """This machine's four devices in place of a slice's."""
+  devices = tuple(jax.devices()[:4])
+  return chips.Chip(
+    *("v5e-4", "v5e:2x2", devices, HBM, 2**20, 10**9, 10**12),
+    rows=rows,
+    kv_heads=2,
+    **changed,
+  )
+
+
+def test_slices_have_the_devices_that_their_names_say():
+  assert slices.find_slice("v5e-256").topology == "v5e:16x16"
+  for each in slices.SLICES.values():
+    kind = slices.KINDS[each.kind]
+    shape = kind.shapes[each.chips]
+    assert math.prod(map(int, shape.split("x"))) == each.chips
+    cores = 2 if each.kind in ("v5p", "tpu7x") else 1
+    assert each.name == f"{each.kind}-{each.chips * cores}"
+  assert slices.find_slice("tpu7x-16").devices == 16
+  assert slices.find_slice("v5p-16").devices == 8
+  with pytest.raises(InputError, match="v5e-1 to v5e-256, v5p-8 to v5p-512"):
+    slices.find_slice("v5e-12")
+  eight = slices.find_slice("v5e-8")
+  assert slices.rows_of(eight, {"data": 2, "model": 4}) == 2
+  with pytest.raises(InputError, match="--mesh has 4 devices; v5e-8 has 8"):
+    slices.rows_of(eight, {"data": 2, "model": 2})
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_sizes_are_what_devices_hold(rows, for_this_machine):
+  """Of a real prefill: its cache with room for the answer, and the weights."""
+  chip = here(rows)
+  with jax.set_mesh(chip.mesh):
+    model, shapes = TINY.shapes(chip.mesh, TINY.layers)
+    params = jax.tree.map(
+      lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), shapes
+    )
+    prompts = kvjax.Prompts(
+      np.zeros((USE.rows, USE.tokens), np.int32), np.full(USE.rows, USE.tokens)
+    )
+    cache, _ = kvjax.prefill(model, params, prompts, HALF)
+    cache = kvjax.reserve(cache, USE.answer)
+  held = [
+    sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+    for tree in (params, cache.stacks)
+  ]
+  found = sizes(USE, chip)
+  assert found.weights == held[0]
+  # Besides, a cache counts the tokens of its rows.
+  assert held[1] <= found.cache < held[1] + 100
+  # Four devices along "model" are two for each of two KV heads.
+  projections = TINY.layers * 2 * 64 * 8 * 2
+  norms = (2 * TINY.layers + 1) * 64 * 2
+  copies = (projections + found.cache) / 2 if rows == 1 else 0
+  assert copies <= found.copies < copies + norms
+
+
+def test_a_plan_is_what_its_programs_take(for_this_machine):
+  """Compiled for this machine: whole, and by the first layers."""
+  chip = here()
+  whole = compiling.compile_use(USE, chip, silent)
+  prefill = engine_programs.lower_prefill(USE, 6, chip).measure()
+  assert whole.hbm(whole.prefill) == prefill.hbm
+  decode = engine_programs.lower_decode(USE, 6, chip).measure()
+  assert whole.hbm(whole.decode) == decode.hbm
+  assert whole.fits
+  assert whole.most == max(prefill.hbm, decode.hbm)
+  # Too little memory, and the first layers stand for all.
+  small = dataclasses.replace(chip, hbm_bytes=1000)
+  shallow = compiling.compile_use(USE, small, silent)
+  assert not shallow.fits
+  assert shallow.most == pytest.approx(whole.most, rel=0.05)
+  assert shallow.decode.sent == whole.decode.sent
+
+
+@pytest.mark.parametrize(
+  ("kinds", "hbm", "depths"),
+  [
+    (1, 10**11, [(32,), (8, 16), (2, 4)]),
+    (1, 10**9, [(8, 16), (2, 4)]),
+    # A budget for each layer: each would be compiled.
+    (32, 10**11, [(2, 4)]),
+  ],
+)
+def test_loops_are_compiled_whole_and_many_kinds_of_layers_are_not(
+  kinds, hbm, depths
+):
+  use = dataclasses.replace(USE, model=LLAMA)
+  taken = planned(1).sizes._replace(weights=2 * 10**9, kinds=kinds)
+  chip = dataclasses.replace(here(), hbm_bytes=hbm)
+  assert compiling._depths(use, chip, taken) == depths
+
+
+def test_a_line_goes_through_two_depths():
+  two = Needs(10, 100, {"all-reduce": Sent(5, 50)})
+  four = Needs(14, 140, {"all-reduce": Sent(9, 90), "all-gather": Sent(2, 8)})
+  assert compiling.extrapolate((2, 4), (two, four), 10) == Needs(
+    26, 260, {"all-reduce": Sent(21, 210), "all-gather": Sent(8, 32)}
+  )
+
+
+def planned(rows, temporary=(400, 100), hbm=10_000, weights=2_000, **changed):
+  """A plan whose cache takes 500 bytes a row."""
+  taken = Sizes(
+    weights=weights,
+    cache=500 * rows,
+    host=0,
+    copies=0,
+    read=3_000,
+    flops=2e6,
+    kinds=1,
+    retrieves=False,
+  )
+  sent = {"all-reduce": Sent(2, 4_000), "all-gather": Sent(1, 1_000)}
+  prefill, decode = (
+    Needs(each * rows, 1_000, sent if number else {})
+    for number, each in enumerate(temporary)
+  )
+  return Planned(
+    dataclasses.replace(USE, rows=rows),
+    dataclasses.replace(here(), hbm_bytes=hbm),
+    taken._replace(**changed),
+    prefill,
+    decode,
+  )
+
+
+def test_the_largest_batch_is_on_the_line_through_two():
+  found = batches.largest(planned(1), planned(2))
+  assert found == ((10_000 - 2_000) // 900, (10_000 - 2_000) // 600)
+  # In multiples of the devices that share out rows.
+  line = batches.Line.through((2, 4), (3_000, 4_000))
+  assert line == (2_000, 500)
+  assert line.most(10_000, 4) == 16
+  assert line.most(1_999, 4) == 0
+  # What does not grow does not shrink either.
+  assert batches.Line.through((2, 4), (4_000, 3_000)) == (4_000, 0)
+
+
+def test_a_step_takes_as_long_as_the_slowest_of_three():
+  four = slices.find_slice("v5e-4")
+  bound = bounds.step_bound(planned(1), four)
+  received = 2 * 4_000 * 3 / 4 + 1_000 * 3 / 4
+  expected = (3_000 / 10**9, 2e6 / 10**12, received / 200e9)
+  assert bound == pytest.approx(expected)
+  assert bound.seconds == bound.memory
+  # What is retrieved is less than what is stored.
+  retrieving = bounds.step_bound(planned(1, retrieves=True), four)
+  assert retrieving.memory == pytest.approx(1_000 / 10**9)
+
+
+def test_a_plan_is_a_table_and_a_sentence():
+  four = slices.find_slice("v5e-4")
+  mib = 2**20
+  one = planned(1, (400 * mib, 100 * mib), 1000 * mib, 200 * mib)
+  text = tables.to_markdown(one, four, batches.Batches(3, 40))
+  rows = [line.split(" | ") for line in text.splitlines()]
+  cells = {row[0].strip("| "): row[1:] for row in rows}
+  assert cells["weights"] == ["200", "200 |"]
+  assert cells["together"] == ["600", "300 |"]
+  assert cells["% of HBM"] == ["60.0", "30.0 |"]
+  assert cells["largest batch"] == ["3", "40 |"]
+  assert cells["collectives"][1].startswith("1 all-gather of 0.0, 2 all-reduce")
+  assert cells["at least"][1].startswith("3 µs a step (HBM 3 µs, ")
+  assert tables.verdict(one, four) == "It fits on v5e-4, in 60 % of HBM."
+  large = planned(3, (400 * mib, 100 * mib), 1000 * mib, 200 * mib)
+  assert tables.verdict(large, four) == (
+    "It does not fit on v5e-4: prefill takes 140 % of HBM."
+  )
+  assert tables.describe(one.use) == (
+    "tiny, 1 context of 96 tokens, keydiff at 0.5"
+  )
+  assert "mesh data:1,model:2,group:2" in tables.facts(one, four)
+  assert "200 GB/s of v5e (https://" in tables.sources(["v5e"])
+
+
+@pytest.fixture
+def small_slices(monkeypatch, for_this_machine):
+  """Slices whose chips are this machine's devices."""
+
+  def load(self, rows, kv_heads):
+    devices = tuple(jax.devices()[: self.devices])
+    chip = dataclasses.replace(here(rows), name=self.name, devices=devices)
+    return dataclasses.replace(chip, hbm_bytes=1_200_000)
+
+  shapes = {1: "1x1", 2: "1x2", 4: "2x2"}
+  kind = dataclasses.replace(slices.KINDS["v5e"], shapes=shapes)
+  monkeypatch.setattr(slices.Slice, "load", load)
+  monkeypatch.setattr(slices, "KINDS", {"v5e": kind})
+
+
+@pytest.mark.slow
+def test_a_search_names_the_smallest_slice_and_the_largest_batch(small_slices):
+  asked = dataclasses.replace(USE, rows=4)
+  found = searching.search(asked, "v5e", silent)
+  assert found.slice.name == "v5e-4"
+  assert found.asked.fits
+  assert found.most.fits
+  assert found.most.use.rows == min(found.batches) >= asked.rows
+  assert found.most.use.rows % found.most.chip.rows == 0
+  smaller = slices.Slice("v5e-2", "v5e", 2)
+  for rows in (1, 2):
+    chip = smaller.load(rows, 2)
+    assert not compiling.compile_use(asked, chip, silent).fits
+  more = dataclasses.replace(found.most.use, rows=2 * found.most.use.rows)
+  assert not compiling.compile_use(more, found.most.chip, silent).fits
+  by_share = searching.batches_by_retention(found, (1.0, 0.5, 0.1))
+  least, middle, most = by_share.values()
+  assert least.prefill <= middle.prefill <= most.prefill
+  assert least.decode < middle.decode < most.decode
+  assert middle == found.batches
+  figure = picture.draw("toy", {"v5e-4": by_share})
+  decoded, prefilled = figure.axes[0].lines
+  assert [*decoded.get_ydata()] == [least.decode, middle.decode, most.decode]
+  assert prefilled.get_ydata()[1] == middle.prefill
+  huge = dataclasses.replace(USE, rows=512)
+  assert searching.search(huge, "v5e", silent) is None
+
+
+def test_what_depends_on_numbers_is_refused(monkeypatch):
+  def of_numbers(*given):
+    del given
+    return jax.eval_shape(int, 1.0)
+
+  # As SimLayerKV does, which reads on the host what a prompt keeps.
+  monkeypatch.setattr(compiling, "sizes", of_numbers)
+  with pytest.raises(InputError, match="What keydiff keeps depends on"):
+    compiling.compile_use(USE, here(), silent)
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize(
+  ("use", "kinds"),
+  [
+    (engine_programs.COMPACTOR, ("prefill", "decode")),
+    (engine_programs.KEYDIFF, ("prefill",)),
+    (engine_programs.ADAKV_IN_INT8, ("decode",)),
+  ],
+  ids=["stacked", "blocks", "packed"],
+)
+def test_a_few_layers_tell_what_whole_models_take(use, kinds):
+  """Within 5 % of the programs of `make tpu-compile`, whole and from a few."""
+  chips.prepare_libtpu()
+  chip = slices.find_slice("v5e-8").load(1, use.model.kv_heads)
+  whole = compiling.compile_use(use, chip, silent)
+  # Too little memory for the whole model, and so for more than a half.
+  too_small = whole.sizes.weights + whole.sizes.cache - 1
+  small = dataclasses.replace(chip, hbm_bytes=too_small)
+  few = compiling.compile_use(use, small, silent)
+  for kind in kinds:
+    lower = getattr(engine_programs, f"lower_{kind}")
+    v5e = chips.Chip.load("v5e")
+    expected = lower(use, use.model.layers, v5e).measure().hbm
+    for found in (whole, few):
+      assert found.hbm(getattr(found, kind)) == pytest.approx(
+        expected, rel=0.05
+      )
+
+
+@pytest.mark.parametrize(
+  ("arguments", "sentence"),
+  [
+    (["--slice=v5e-12"], "There is no slice 'v5e-12'"),
+    (["--model=gpt-5"], "There is no model 'gpt-5'"),
+    (["--search", "--slice=v5e-8"], "--search and --slice do not go together"),
+    (["--chips=v5e"], "--chips is for --search."),
+    (["--search", "--chips=v3"], "--chips has 'v3'; there are v5e, v5p, "),
+    (["--mesh=data:2,model:4"], "--batch=1 is no multiple of 2, the size"),
+    (["--budget=8", "--retention=1"], "--budget and --retention do not go"),
+    (["--context=0"], "flag --context=0: 0 is not a positive integer"),
+    pytest.param(
+      [],
+      "Compiling for TPUs takes libtpu",
+      marks=pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is not None,
+        reason="libtpu is there",
+      ),
+    ),
+  ],
+)
+def test_mistakes_get_one_sentence(run_binary, arguments, sentence):
+  result = run_binary("kvjax.experiments.plan", *arguments)
+  assert result.returncode == 2
+  assert result.stdout == ""
+  assert len(result.stderr.splitlines()) == 1
+  assert result.stderr.startswith(sentence)

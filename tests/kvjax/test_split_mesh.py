@@ -1,0 +1,125 @@
+"""KV heads that the axis "model" does not divide: devices in groups."""
+
+import contextlib
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.sharding import parse_mesh, split_mesh
+from kvjax.kernels.attention import attention
+from kvjax.model import Geometry
+from kvjax.testing import TinyModel, kept_positions
+
+RNG = np.random.default_rng(0)
+# No token twice: equal keys would tie, and ties fall as rounding falls.
+ROWS = [RNG.permutation(64)[:n].tolist() for n in (50, 41)]
+QUESTIONS = kvjax.Prompts.of([[5, 6], [1, 2, 3]])
+# Query heads and KV heads, and devices of "model" and "group", of four.
+HEADS = {
+  "3": (12, 3, 1, 4),
+  "2": (8, 2, 2, 2),
+  "1": (4, 1, 1, 4),
+  "6": (12, 6, 2, 2),
+  # Query heads that four devices cannot share out.
+  "3x2": (6, 3, 1, 4),
+}
+PLANS = {
+  "dense": kvjax.get_plan("full", kvjax.Retention(1.0)),
+  "evicting": kvjax.get_plan("snapkv:window=5", kvjax.Retention(0.5)),
+  "blocks": kvjax.get_plan(
+    "keydiff", kvjax.Tokens(24), kvjax.Schedule(block=16, every=4)
+  ),
+  "masses": kvjax.get_plan("compactor:chunk=16", kvjax.Retention(0.5)),
+  "packed": kvjax.get_plan("ada/snapkv:window=5", kvjax.Retention(0.5)),
+  "sparse": kvjax.get_plan("ctkvr:sinks=2:local=5:probes=2", kvjax.Tokens(8)),
+  "lists": kvjax.get_plan("quest:dense_layers=", kvjax.Tokens(16)),
+}
+
+
+def model_of(heads):
+  queries, kv_heads, *_ = HEADS[heads]
+  return TinyModel(Geometry.uniform(2, queries, kv_heads, 8, 512))
+
+
+@functools.cache
+def answers(heads, name, mesh=None):
+  """The cache of the prompts, its logits, and the answers."""
+  model = model_of(heads)
+  devices = contextlib.nullcontext()
+  if mesh is not None:
+    devices = jax.set_mesh(split_mesh(parse_mesh(mesh), HEADS[heads][1]))
+  with devices:
+    params = model.init()
+    prompts = kvjax.Prompts.of(ROWS)
+    cache, logits = kvjax.prefill(model, params, prompts, PLANS[name])
+    given = kvjax.generate(model, params, cache, QUESTIONS, kvjax.Decoding(6))
+  return cache, np.asarray(logits), given.rows()
+
+
+@pytest.mark.parametrize("mesh", ["model:4", "data:2,model:2"])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name", PLANS)
+def test_devices_in_groups_answer_as_one(name, heads, mesh):
+  one, logits, expected = answers(heads, name)
+  four, spread_logits, found = answers(heads, name, mesh)
+  for row in range(len(ROWS)):
+    assert kept_positions(four, row) == kept_positions(one, row)
+  np.testing.assert_allclose(logits, spread_logits, rtol=0, atol=1e-4)
+  assert found == expected
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_axis_is_split_by_what_divides_the_heads(heads):
+  _, kv_heads, model, group = HEADS[heads]
+  mesh = split_mesh(parse_mesh("model:4"), kv_heads)
+  assert dict(mesh.shape) == {"data": 1, "model": model, "group": group}
+  assert model == math.gcd(kv_heads, 4)
+  assert mesh.devices.ravel().tolist() == jax.devices()
+  whole = parse_mesh("data:2,model:2")
+  assert split_mesh(whole, 2 * kv_heads) is whole
+
+
+def shares(tree):
+  """Shapes of what a device has of the arrays of a tree."""
+  return [x.addressable_shards[0].data.shape for x in jax.tree.leaves(tree)]
+
+
+def test_a_device_has_its_part_of_the_heads():
+  (stack,) = answers("2", "dense", "model:4")[0].stacks
+  (keys,) = shares(stack.keys)
+  assert keys[2] == 1  # of two
+  (stack,) = answers("6", "evicting", "model:4")[0].stacks
+  (keys,) = shares(stack.keys)
+  assert keys[2] == 3  # of six
+  (stack,) = answers("3", "packed", "model:4")[0].stacks
+  whole = stack.pages.heads.shape[2]
+  assert shares(stack.pages.heads) == [(2, 2, whole // 4)]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_queries_are_shared_out_over_all_devices(heads):
+  """Each attends with a part of every KV head's, as the reference does."""
+  queries, kv_heads, model, group = HEADS[heads]
+  rng = np.random.default_rng(1)
+  draw = functools.partial(rng.standard_normal, dtype=np.float32)
+  q = jnp.asarray(draw((2, queries, 3, 8)))
+  k, v = (jnp.asarray(draw((2, kv_heads, 16, 8))) for _ in range(2))
+  sinks = jnp.asarray(draw((queries,)))
+  asked = jnp.broadcast_to(jnp.arange(13, 16), (2, 3))
+  places = jnp.broadcast_to(jnp.arange(16), (2, kv_heads, 16))
+  run = jax.jit(lambda *given: attention(*given, sinks=sinks))
+  expected = attention(q, k, v, asked, places, "reference", sinks=sinks)
+  with jax.set_mesh(split_mesh(parse_mesh("model:4"), kv_heads)):
+    found = run(q, k, v, asked, places)
+    text = run.lower(q, k, v, asked, places).compile().as_text()
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+  own = queries // model
+  if queries % 4 == 0:
+    own //= group
+  # The logits of a device: of its queries to all slots.
+  assert f"f32[2,{kv_heads // model},{3 * own * model // kv_heads},16]" in text
