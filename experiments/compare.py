@@ -18,7 +18,8 @@ and less again the next time, as compiled programs are cached.
   python -m kvjax.experiments.compare --text=notes.txt --question="Who called?"
 
 answers a question about a text with every cache side by side and writes no
-files. `--dry_run` says what a run would cost, and stops.
+files. `--dry_run` says what a run would cost, and stops. `--timed_rounds` also
+times each method and budget alone, and writes speeds.jsonl.
 """
 
 import pathlib
