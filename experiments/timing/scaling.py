@@ -94,9 +94,10 @@ def measure(
           plan, geometry, length
         )
       taken[name].append(layer_compression.seconds(plan, geometry, activations))
-    for name, times in taken.items():
-      # The first one compiles.
-      seconds[name][length] = statistics.median(times[1:])
+    if turn == rounds:
+      for name, times in taken.items():
+        # The first one compiles.
+        seconds[name][length] = statistics.median(times[1:])
   return [Scaled(name, seconds[name], temporary[name]) for name in plans]
 
 
