@@ -18,6 +18,7 @@ names the smallest slice of each kind of chip and the largest batch on it, and
 draws the largest batch against retention into results/plan.png.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 
@@ -157,10 +158,17 @@ def _plan(use: Use) -> None:
   _prepare()
   chip = slice_.load(rows, use.model.kv_heads)
   twice = dataclasses.replace(use, rows=2 * use.rows)
+  most = None
   with progress_bar(_COMPILED) as advance:
-    planned = compiling.compile_use(use, chip, advance)
-    larger = compiling.compile_use(twice, chip, advance)
-  most = batches.largest(planned, larger)
+    try:
+      planned = compiling.compile_use(use, chip, advance)
+    except compiling.TooLargeError as error:
+      _say(str(error))
+      exits.leave(_DOES_NOT_FIT)
+    # If twice as many are too many for a few layers, there is no line.
+    with contextlib.suppress(compiling.TooLargeError):
+      larger = compiling.compile_use(twice, chip, advance)
+      most = batches.largest(planned, larger)
   _say(
     f"{tables.describe(use)}\n{tables.facts(planned, slice_)}\n",
     tables.to_markdown(planned, slice_, most),

@@ -27,6 +27,10 @@ SHALLOW = 4
 Advance = Callable[[str, float], None]
 
 
+class TooLargeError(InputError):
+  """Even a few layers of a model take more memory than a device has."""
+
+
 class Sent(NamedTuple):
   """What a device receives by collectives of one kind.
 
@@ -65,6 +69,7 @@ class Planned:
     sizes: what weights and cache take.
     prefill: what `kvjax.prefill` needs.
     decode: what decoding needs.
+    refused: whether the compiler refused the whole model, as it takes too much.
   """
 
   use: Use
@@ -72,6 +77,7 @@ class Planned:
   sizes: Sizes
   prefill: Needs
   decode: Needs
+  refused: bool = False
 
   def hbm(self, needs: Needs) -> int:
     """Bytes of device memory while a program runs."""
@@ -85,7 +91,7 @@ class Planned:
   @property
   def fits(self) -> bool:
     """Whether a device has as much memory."""
-    return self.most <= self.chip.hbm_bytes
+    return not self.refused and self.most <= self.chip.hbm_bytes
 
 
 def compile_use(use: Use, chip: Chip, advance: Advance) -> Planned:
@@ -100,24 +106,25 @@ def compile_use(use: Use, chip: Chip, advance: Advance) -> Planned:
     advance: shows progress.
 
   Raises:
+    TooLargeError: even a few layers do not fit.
     InputError: the prefill depends on numbers, which shapes do not have, or
-      even a few layers do not compile.
+      the compiler refuses a program for another reason.
   """
   whole = _sizes(use, chip)
-  *first, last = _depths(use, chip, whole)
-  for depths in first:
+  refused = False
+  for depths in _depths(use, chip, whole):
     try:
       found = _compile_depths(use, chip, depths, advance)
     except jax.errors.JaxRuntimeError as error:
       if "RESOURCE_EXHAUSTED" not in str(error):
         raise _refusal(use, chip, error) from error
+      refused |= depths == (use.model.layers,)
     else:
-      return Planned(use, chip, whole, *found)
-  try:
-    found = _compile_depths(use, chip, last, advance)
-  except jax.errors.JaxRuntimeError as error:
-    raise _refusal(use, chip, error) from error
-  return Planned(use, chip, whole, *found)
+      return Planned(use, chip, whole, *found, refused)
+  raise TooLargeError(
+    f"A batch of {use.rows} does not fit on {chip.name}: even {depths[0]} of "
+    f"{use.model.layers} layers take more memory than a device has."
+  )
 
 
 def _depths(use: Use, chip: Chip, whole: Sizes) -> list[tuple[int, ...]]:

@@ -14,6 +14,7 @@ from kvjax.experiments.planning.batches import (
 from kvjax.experiments.planning.compiling import (
   Advance,
   Planned,
+  TooLargeError,
   compile_use,
 )
 from kvjax.experiments.planning.sizes import Sizes, sizes
@@ -63,8 +64,8 @@ def search(use: Use, kind: str, advance: Advance) -> Found | None:
     chip, shares = _least(use, slice_)
     if shares.weights + shares.cache > chip.hbm_bytes:
       continue
-    asked = compile_use(use, chip, advance)
-    if asked.fits:
+    asked = _compiled(use, chip, advance)
+    if asked is not None and asked.fits:
       return _largest(asked, slice_, advance)
   return None
 
@@ -109,36 +110,63 @@ def _largest(asked: Planned, slice_: Slice, advance: Advance) -> Found:
     key=lambda chip: _line(asked.use, chip).most(chip.hbm_bytes, chip.rows),
   )
   found = _largest_on(chip, asked, slice_, advance)
-  if found.most.fits and found.most.use.rows >= asked.use.rows:
+  if found is not None and found.most.use.rows >= asked.use.rows:
     return found
-  return _largest_on(asked.chip, asked, slice_, advance)
+  # What was asked for fits on its own mesh.
+  found = _largest_on(asked.chip, asked, slice_, advance)
+  assert found is not None
+  return found
 
 
 def _largest_on(
   chip: Chip, asked: Planned, slice_: Slice, advance: Advance
-) -> Found:
-  """Finds the largest batch on a mesh; see `_largest`."""
-  known = {}
+) -> Found | None:
+  """Finds the largest batch on a mesh; see `_largest`. None if none fits."""
+  known: dict[int, Planned | None] = {}
   if chip == asked.chip:
     known[asked.use.rows] = asked
 
-  def compiled(rows: int) -> Planned:
+  def compiled(rows: int) -> Planned | None:
     if rows not in known:
       use = dataclasses.replace(asked.use, rows=rows)
-      known[rows] = compile_use(use, chip, advance)
+      known[rows] = _compiled(use, chip, advance)
     return known[rows]
 
   small, large = compiled(chip.rows), compiled(2 * chip.rows)
-  batches = largest(small, large)
+  if small is None:
+    return None
   for _ in range(_TRIALS):
-    rows = min(batches)
-    if rows <= chip.rows or compiled(rows).fits:
+    if large is None:
+      break
+    rows = min(largest(small, large))
+    trial = compiled(rows) if rows > chip.rows else None
+    if trial is None or trial.fits:
       break
     # The line through what did not fit is closer.
-    batches = largest(small, compiled(rows))
-  fitting = [each for each in known.values() if each.fits]
-  most = max(fitting, key=lambda each: each.use.rows, default=small)
-  return Found(slice_, asked, most, batches, temporaries(small, large))
+    large = trial
+  fitting = [each for each in known.values() if each is not None and each.fits]
+  if not fitting:
+    return None
+  most = max(fitting, key=lambda each: each.use.rows)
+  confirmed_only = Batches(most.use.rows, most.use.rows)
+  if large is None:
+    level = [
+      Line(each.temporary, 0.0) for each in (small.prefill, small.decode)
+    ]
+    return Found(slice_, asked, most, confirmed_only, (level[0], level[1]))
+  batches = largest(small, large)
+  if min(batches) > most.use.rows:  # all trials failed
+    batches = confirmed_only
+  lines = temporaries(small, large)
+  return Found(slice_, asked, most, batches, lines)
+
+
+def _compiled(use: Use, chip: Chip, advance: Advance) -> Planned | None:
+  """Compiles for a slice; None if not even a few layers fit."""
+  try:
+    return compile_use(use, chip, advance)
+  except TooLargeError:
+    return None
 
 
 def _line(use: Use, chip: Chip) -> Line:

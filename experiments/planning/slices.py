@@ -1,4 +1,4 @@
-"""Slices of TPUs by their names, as Google Cloud and xpk give them."""
+"""Slices of TPUs by the names that tools give them."""
 
 import dataclasses
 import math
@@ -32,12 +32,14 @@ _DEEP = {
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """A kind of chip. JAX knows its memory and products; this is the rest.
+  """A kind of chip. JAX knows its bandwidth and products; this is the rest.
 
   Attributes:
     shapes: libtpu's topologies by their numbers of chips.
     named: what the number in a slice's name counts, per chip: chips or cores.
     devices: JAX devices of a chip.
+    programs_gib: GiB of a device's memory that the compiler lets programs use;
+      it refuses what takes more, and says so.
     link_bytes_per_second: what a chip receives from others at most: half of the
       bidirectional bandwidth of all its links.
     source: page with the bandwidth.
@@ -46,24 +48,41 @@ class Kind:
   shapes: Mapping[int, str]
   named: int
   devices: int
+  programs_gib: float
   link_bytes_per_second: int
   source: str
 
 
 KINDS: Mapping[str, Kind] = {
   "v5e": Kind(
-    _FLAT, 1, 1, 200 * 10**9, "https://docs.cloud.google.com/tpu/docs/v5e"
+    _FLAT,
+    1,
+    1,
+    15.75,
+    200 * 10**9,
+    "https://docs.cloud.google.com/tpu/docs/v5e",
   ),
   "v5p": Kind(
-    _DEEP, 2, 1, 600 * 10**9, "https://docs.cloud.google.com/tpu/docs/v5p"
+    _DEEP,
+    2,
+    1,
+    95.73,
+    600 * 10**9,
+    "https://docs.cloud.google.com/tpu/docs/v5p",
   ),
   "v6e": Kind(
-    _FLAT, 1, 1, 400 * 10**9, "https://docs.cloud.google.com/tpu/docs/v6e"
+    _FLAT,
+    1,
+    1,
+    31.24,
+    400 * 10**9,
+    "https://docs.cloud.google.com/tpu/docs/v6e",
   ),
   "tpu7x": Kind(
     {1: "1x1x1", **_DEEP},
     2,
     2,
+    94.74,
     600 * 10**9,
     "https://docs.cloud.google.com/tpu/docs/tpu7x",
   ),
@@ -109,7 +128,11 @@ class Slice:
     """
     chip = Chip.load(self.kind, self.topology)
     return dataclasses.replace(
-      chip, name=self.name, rows=rows, kv_heads=kv_heads
+      chip,
+      name=self.name,
+      hbm_bytes=int(KINDS[self.kind].programs_gib * 2**30),
+      rows=rows,
+      kv_heads=kv_heads,
     )
 
 
@@ -120,6 +143,8 @@ def slices_of(kind: str) -> Iterator[Slice]:
 
 
 SLICES = {each.name: each for kind in KINDS for each in slices_of(kind)}
+# Cloud tools call a v5e so.
+_LITE = "v5litepod-"
 
 
 def find_slice(name: str) -> Slice:
@@ -133,14 +158,16 @@ def find_slice(name: str) -> Slice:
     >>> find_slice("v5p-32").topology
     'v5p:2x2x4'
   """
+  if name.startswith(_LITE):
+    name = f"v5e-{name.removeprefix(_LITE)}"
   if name not in SLICES:
-    ends = [
-      f"{first.name} to {last.name}"
-      for first, *_, last in (tuple(slices_of(kind)) for kind in KINDS)
+    kinds = [
+      f"{kind}-" + "/".join(x.name.partition("-")[2] for x in slices_of(kind))
+      for kind in KINDS
     ]
     raise InputError(
       f"There is no slice {name[:60]!r}{suggest(name, SLICES)}; there are "
-      f"{', '.join(ends)}, by powers of two."
+      f"{', '.join(kinds)}."
     )
   return SLICES[name]
 

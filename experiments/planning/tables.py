@@ -82,6 +82,11 @@ def verdict(planned: Planned, slice_: Slice) -> str:
     ("decoding", planned.decode),
     key=lambda each: each[1].temporary,
   )
+  if planned.most <= planned.chip.hbm_bytes:
+    return (
+      f"It does not fit on {slice_.name}: the compiler refuses it, although "
+      f"{which[0]} seems to take {share}."
+    )
   return f"It does not fit on {slice_.name}: {which[0]} takes {share}."
 
 

@@ -109,7 +109,7 @@ def prepare_libtpu() -> None:
   if importlib.util.find_spec("libtpu") is None:
     raise InputError(
       "Compiling for TPUs takes libtpu, which is not installed; "
-      "`make tpu-compile` fetches it."
+      "`make tpu-compile` and `make plan` fetch it, or `pip install libtpu`."
     )
   for name, value in _ENVIRONMENT.items():
     os.environ.setdefault(name, value)

@@ -68,12 +68,35 @@ def test_slices_have_the_devices_that_their_names_say():
     assert each.name == f"{each.kind}-{each.chips * cores}"
   assert slices.find_slice("tpu7x-16").devices == 16
   assert slices.find_slice("v5p-16").devices == 8
-  with pytest.raises(InputError, match="v5e-1 to v5e-256, v5p-8 to v5p-512"):
+  with pytest.raises(InputError, match="v5e-1/4/8/16/32/64/128/256, v5p-8/16/"):
     slices.find_slice("v5e-12")
   eight = slices.find_slice("v5e-8")
   assert slices.rows_of(eight, {"data": 2, "model": 4}) == 2
   with pytest.raises(InputError, match="--mesh has 4 devices; v5e-8 has 8"):
     slices.rows_of(eight, {"data": 2, "model": 2})
+
+
+def test_a_slice_has_the_name_of_cloud_tools_too():
+  assert slices.find_slice("v5litepod-16") == slices.find_slice("v5e-16")
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize("name", ["v5e-1", "v5p-8", "v6e-1", "tpu7x-2"])
+def test_programs_may_use_as_much_memory_as_a_slice_says(name):
+  """The compiler takes a little less, and refuses a little more."""
+  chips.prepare_libtpu()
+  chip = slices.find_slice(name).load(1, 1)
+  device = jax.sharding.SingleDeviceSharding(chip.devices[0])
+  increment = jax.jit(lambda x: x + 1, donate_argnums=0)
+
+  def compile_for(nbytes):
+    shape = (nbytes // 4 // 1024, 1024)
+    array = jax.ShapeDtypeStruct(shape, "float32", sharding=device)
+    increment.lower(array).compile()
+
+  compile_for(chip.hbm_bytes - 2**27)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+    compile_for(chip.hbm_bytes + 2**27)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -121,6 +144,51 @@ def test_a_plan_is_what_its_programs_take(for_this_machine):
   assert not shallow.fits
   assert shallow.most == pytest.approx(whole.most, rel=0.05)
   assert shallow.decode.sent == whole.decode.sent
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+  """Lets the compiler refuse more than some layers, or rows."""
+
+  def refuse(layers, rows=10**9):
+    compile_some = compiling._compile_depths
+
+    def within(use, chip, depths, advance):
+      if depths[-1] > layers or use.rows > rows:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too much HBM")
+      return compile_some(use, chip, depths, advance)
+
+    monkeypatch.setattr(compiling, "_compile_depths", within)
+
+  return refuse
+
+
+def test_what_the_compiler_refuses_does_not_fit(refusing, for_this_machine):
+  """Whatever a few layers seem to say."""
+  refusing(layers=4)
+  found = compiling.compile_use(USE, here(), silent)
+  assert found.most <= found.chip.hbm_bytes
+  assert not found.fits
+  said = tables.verdict(found, slices.find_slice("v5e-8"))
+  assert said.startswith("It does not fit on v5e-8: the compiler refuses it")
+
+
+def test_a_batch_too_large_for_a_few_layers_does_not_fit(
+  refusing, for_this_machine
+):
+  refusing(layers=1)
+  with pytest.raises(compiling.TooLargeError, match="even 2 of 6 layers take"):
+    compiling.compile_use(USE, here(), silent)
+
+
+@pytest.mark.slow
+def test_a_search_goes_on_after_what_does_not_fit(refusing, small_slices):
+  refusing(layers=6, rows=3)
+  found = searching.search(USE, "v5e", silent)
+  assert found.most.fits
+  assert found.most.use.rows == min(found.batches) <= 3
+  four = dataclasses.replace(USE, rows=4)
+  assert searching.search(four, "v5e", silent) is None
 
 
 @pytest.mark.parametrize(
