@@ -19,6 +19,18 @@ def table(header, text=README):
   return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
 
 
+def scores(text):
+  """The first table of scores, by method and budget."""
+  start = "| method, budget | 100 % |"
+  budgets = (start + text.split(start)[1].splitlines()[0]).split("|")[2:-1]
+  return {
+    (name, budget.strip()): cell
+    for name, *cells in table(start, text)
+    for budget, cell in zip(budgets, cells, strict=True)
+    if cell
+  }
+
+
 def test_it_is_short():
   assert len(README.splitlines()) <= 120
   (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -29,11 +41,9 @@ def test_it_is_short():
 
 def test_its_scores_are_those_of_the_results():
   results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-  header = "| method, budget | 100 % |"
-  rows = table(header)
-  assert len(rows) > 5
-  everything = table(header, results)
-  assert all(row in everything for row in rows)
+  shown, everything = scores(README), scores(results)
+  assert len(shown) > 5 * 3
+  assert shown.items() <= everything.items()
 
 
 def supports(name, schedule):
