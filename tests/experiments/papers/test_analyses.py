@@ -293,8 +293,7 @@ def test_timings_name_all_that_they_time(subject, monkeypatch):
     timed.append(jax.eval_shape(run))
     return 0.5
 
-  monkeypatch.setattr(latency, "median_seconds", once)
-  monkeypatch.setattr(stages, "median_seconds", once)
+  monkeypatch.setattr(timing, "median_seconds", once)
   monkeypatch.setattr(stages, "_PROTOTYPES", (20,))
   monkeypatch.setattr(latency, "_HEADS", 2)
   monkeypatch.setattr(latency, "_KV_HEADS", 1)
