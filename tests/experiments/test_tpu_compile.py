@@ -265,7 +265,8 @@ def test_what_is_looked_up_has_to_be_with_the_host():
 
 def test_without_libtpu_the_user_is_told(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-  with pytest.raises(InputError, match="`make tpu-compile` and `make plan` fetch it"):
+  told = "`make tpu-compile` and `make plan` fetch it"
+  with pytest.raises(InputError, match=told):
     chips.prepare_libtpu()
 
 
