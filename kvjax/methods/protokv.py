@@ -234,12 +234,16 @@ class ProtoKV(Method):
     if self.anchors:
       anchor = slots_to_mask(slots, len(keys))
     rest = prefix & ~anchor
-    plain = self.prototypes - self._anchor_prototypes
+    # Shapes need no more prototypes than the longest row has.
+    plain = min(
+      self.prototypes - self._anchor_prototypes,
+      -(-len(keys) // self.tokens_per_prototype),
+    )
     num_chunks = jnp.minimum(plain, self._limit(rest))
     chunk = proto.chunks(rest, num_chunks, self.split)
     # Chunk prototypes come first: ties go to the lower prototype.
     groups = jnp.where(anchor, plain + hashed, chunk)
-    return proto.prototypes(keys, groups, self.prototypes)
+    return proto.prototypes(keys, groups, plain + self._anchor_prototypes)
 
   def _score_tokens(
     self, heads: Head, cache: LayerCache, activations: Activations

@@ -190,3 +190,15 @@ def test_kmeans_finds_clear_clusters():
   ours = np.asarray(proto.nearest(keys, centers, exists))[:PREFIX]
   pairs = {(int(a), int(b)) for a, b in zip(ours, truth[:PREFIX], strict=True)}
   assert len(pairs) == 4
+
+
+def test_deviations_take_no_more_memory_than_two_copies_of_the_keys():
+  keys = jax.ShapeDtypeStruct((8, 4096, 128), jnp.float32)
+  prefix = jax.ShapeDtypeStruct((8, 4096), bool)
+
+  def deviations(keys, prefix):
+    return jax.vmap(lambda k, p: deviation(k, p, 5, True))(keys, prefix)
+
+  compiled = jax.jit(deviations).lower(keys, prefix).compile()
+  used = compiled.memory_analysis().temp_size_in_bytes
+  assert used < 2.1 * 8 * 4096 * 128 * 4
