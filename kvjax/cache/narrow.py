@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import Arrange, Index, Layer
+from kvjax.cache.base import Arrange, Index
 from kvjax.cache.layers import LayerCache, Slots
-from kvjax.kernels.attention import merge, partial_attention, with_sinks
+from kvjax.cache.tailed import TailedLayer
+from kvjax.kernels.attention import partial_attention
 from kvjax.struct import replace, struct
 
 
 @struct
-class NarrowLayer(Layer):
+class NarrowLayer(TailedLayer):
   """The kept tokens of a layer, with some channels of their keys, and the rest.
 
   Attributes:
@@ -39,29 +40,9 @@ class NarrowLayer(Layer):
     return cls(kept, channels, cache.shrink(0))
 
   @property
-  def capacity(self) -> int:
-    """Slots of the tail, where new tokens are written."""
-    return self.tail.capacity
-
-  @property
-  def next_slot(self) -> Int[Array, "*L"]:
-    """The next slot of the tail to write."""
-    return self.tail.cursor
-
-  @property
   def lengths(self) -> Int[Array, "*L B K"]:
     """Number of tokens per row and KV head."""
     return self.kept.lengths + self.tail.lengths
-
-  def grow(self, extra: int) -> "NarrowLayer":
-    """Adds `extra` empty slots to the tail."""
-    return replace(self, tail=self.tail.grow(extra))
-
-  def append(
-    self, activations: Activations, index: Index = None
-  ) -> "NarrowLayer":
-    """Writes a block to the tail; there must be room for it."""
-    return replace(self, tail=self.tail.append(activations, index))
 
   def map_slots(self, change: Callable[[Any], Any]) -> "NarrowLayer":
     """Changes the tail, whose keys are whole, and the kept tokens."""
@@ -101,8 +82,7 @@ class NarrowLayer(Layer):
     self, activations: Activations, kept: Slots, layer: Index
   ) -> Float[Array, "B N S Dv"]:
     """Attends to kept tokens, maybe those of a stack, and to the tail."""
-    queries, tail = activations.queries, self.tail
-    options = activations.attention
+    queries, options = activations.queries, activations.attention
     group = queries.shape[1] // self.channels.shape[1]
     own = jnp.repeat(self.channels, group, axis=1)[:, :, None]
     partial = partial_attention(
@@ -117,18 +97,4 @@ class NarrowLayer(Layer):
       ),
       layer=layer,
     )
-    # A tail has no slots until the cache is first grown.
-    if tail.capacity:
-      new = partial_attention(
-        queries,
-        tail.keys,
-        tail.values,
-        activations.positions,
-        tail.positions,
-        options=options,
-      )
-      partial = merge(partial, new)
-    # Once, after the merge: each part would add the sinks' logits again.
-    if activations.sinks is not None:
-      partial = with_sinks(partial, activations.sinks)
-    return partial.output
+    return self._attend_with_tail(activations, partial)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import AXES, Arrange, Index, Layer, host_copy
+from kvjax.cache.base import AXES, Arrange, Index, host_copy
 from kvjax.cache.layers import KV_DTYPES, LayerCache, Slots
-from kvjax.kernels.attention import merge, partial_attention, with_sinks
+from kvjax.cache.tailed import TailedLayer
 from kvjax.kernels.gather import compact
 from kvjax.kernels.mesh_axes import MODEL, axis_size, whole
 from kvjax.kernels.paged_attention import paged_attention
@@ -74,7 +74,7 @@ class Pages:
 
 
 @struct
-class PackedLayer(Layer):
+class PackedLayer(TailedLayer):
   """The kept tokens of a layer in pages, and the tokens appended since.
 
   The memory of the pages is proportional to the number of tokens that all heads
@@ -109,16 +109,6 @@ class PackedLayer(Layer):
     return cls(Pages.of(cache, slots, total, page), empty)
 
   @property
-  def capacity(self) -> int:
-    """Slots of the tail, where new tokens are written."""
-    return self.tail.capacity
-
-  @property
-  def next_slot(self) -> Int[Array, "*L"]:
-    """The next slot of the tail to write."""
-    return self.tail.cursor
-
-  @property
   def lengths(self) -> Int[Array, "*L B K"]:
     """Number of tokens per row and KV head."""
     kept = self.pages.lengths(self.tail.positions.shape[-2])
@@ -130,16 +120,6 @@ class PackedLayer(Layer):
     """Places the arrays on a mesh, pages in the place of heads."""
     pages = place_tree(self.pages, AXES)
     return replace(self, pages=pages, tail=self.tail.place(place_tree))
-
-  def grow(self, extra: int) -> "PackedLayer":
-    """Adds `extra` empty slots to the tail."""
-    return replace(self, tail=self.tail.grow(extra))
-
-  def append(
-    self, activations: Activations, index: Index = None
-  ) -> "PackedLayer":
-    """Writes a block to the tail; there must be room for it."""
-    return replace(self, tail=self.tail.append(activations, index))
 
   def map_slots(self, change: Callable[[Any], Any]) -> "PackedLayer":
     """Changes every part that has keys, values and positions."""
@@ -194,34 +174,18 @@ class PackedLayer(Layer):
     self, activations: Activations, pages: Pages, layer: Index
   ) -> Float[Array, "B N S Dv"]:
     """Attends to pages, which may be those of a stack, and to the tail."""
-    tail, options = self.tail, activations.attention
-    queries, query_positions = activations.queries, activations.positions
     partial = paged_attention(
-      queries,
+      activations.queries,
       pages.keys,
       pages.values,
-      query_positions,
+      activations.positions,
       pages.positions,
       pages.heads,
-      tail.positions.shape[1],
-      options=options,
+      self.tail.positions.shape[1],
+      options=activations.attention,
       layer=layer,
     )
-    # A tail has no slots until the cache is first grown.
-    if tail.capacity:
-      new = partial_attention(
-        queries,
-        tail.keys,
-        tail.values,
-        query_positions,
-        tail.positions,
-        options=options,
-      )
-      partial = merge(partial, new)
-    # Once, after the merge: each part would add the sinks' logits again.
-    if activations.sinks is not None:
-      partial = with_sinks(partial, activations.sinks)
-    return partial.output
+    return self._attend_with_tail(activations, partial)
 
 
 def page_count(total: int, kv_heads: int, page: int) -> int:

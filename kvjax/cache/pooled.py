@@ -9,14 +9,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import AXES, Arrange, Index, Layer
+from kvjax.cache.base import AXES, Arrange, Index
 from kvjax.cache.layers import Slots
 from kvjax.cache.packed import PackedLayer, Pages
+from kvjax.cache.tailed import TailedLayer
 from kvjax.struct import replace, static, struct
 
 
 @struct
-class PooledLayers(Layer):
+class PooledLayers(TailedLayer):
   """A stack of layers, each with as many pages as its heads need.
 
   The memory is proportional to the tokens that all layers keep together,
@@ -53,16 +54,6 @@ class PooledLayers(Layer):
 
     pool = jax.tree.map(resize, packed.pages)
     return cls(pool, packed.tail, packed.pages.heads.shape[1]).clear()
-
-  @property
-  def capacity(self) -> int:
-    """Slots of the tail, where new tokens are written."""
-    return self.tail.capacity
-
-  @property
-  def next_slot(self) -> Int[Array, "*L"]:
-    """The next slot of the tail to write."""
-    return self.tail.cursor
 
   @property
   def lengths(self) -> Int[Array, "L B K"]:
@@ -118,16 +109,6 @@ class PooledLayers(Layer):
     own &= jnp.diff(place, axis=1, prepend=-1) > 0
     heads = jnp.where(own, pages.heads - first, -1)
     return PackedLayer(replace(pages, heads=heads), self.tail.at(index))
-
-  def grow(self, extra: int) -> "PooledLayers":
-    """Adds `extra` empty slots to the tails."""
-    return replace(self, tail=self.tail.grow(extra))
-
-  def append(
-    self, activations: Activations, index: Index = None
-  ) -> "PooledLayers":
-    """Writes a block to the tail of a layer; there must be room for it."""
-    return replace(self, tail=self.tail.append(activations, index))
 
   def attend(
     self, activations: Activations

@@ -1,0 +1,66 @@
+"""Layers of kept tokens, which stay as they are, and of those that follow."""
+
+from typing import Self
+
+from jaxtyping import Array, Float, Int
+
+from kvjax.activations import Activations
+from kvjax.cache.base import Index, Layer
+from kvjax.cache.layers import Slots
+from kvjax.kernels.attention import (
+  Partial,
+  merge,
+  partial_attention,
+  with_sinks,
+)
+from kvjax.struct import replace
+
+
+class TailedLayer(Layer):
+  """Base class of layers that append tokens to a part of its own, the tail.
+
+  Attributes:
+    tail: tokens appended since the others were kept, in the same slots for all
+      heads of a layer.
+  """
+
+  tail: Slots
+
+  @property
+  def capacity(self) -> int:
+    """Slots of the tail, where new tokens are written."""
+    return self.tail.capacity
+
+  @property
+  def next_slot(self) -> Int[Array, "*L"]:
+    """The next slot of the tail to write."""
+    return self.tail.cursor
+
+  def grow(self, extra: int) -> Self:
+    """Adds `extra` empty slots to the tail."""
+    return replace(self, tail=self.tail.grow(extra))
+
+  def append(self, activations: Activations, index: Index = None) -> Self:
+    """Writes a block to the tail; there must be room for it."""
+    return replace(self, tail=self.tail.append(activations, index))
+
+  def _attend_with_tail(
+    self, activations: Activations, kept: Partial
+  ) -> Float[Array, "B N S Dv"]:
+    """Attends to the tail, and merges it with the attention of the rest."""
+    tail = self.tail
+    # A tail has no slots until the cache is first grown.
+    if tail.capacity:
+      appended = partial_attention(
+        activations.queries,
+        tail.keys,
+        tail.values,
+        activations.positions,
+        tail.positions,
+        options=activations.attention,
+      )
+      kept = merge(kept, appended)
+    # Once, after the merge: each part would add the sinks' logits again.
+    if activations.sinks is not None:
+      kept = with_sinks(kept, activations.sinks)
+    return kept.output
