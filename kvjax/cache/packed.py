@@ -29,7 +29,8 @@ class Pages:
   A row has the pages of head 0, then those of head 1, and so on, then unused
   pages. A head's tokens fill its pages in the order of their positions; only
   its last page has empty slots. R is the same for all rows. On a mesh, B is
-  sharded over "data", and R over "model" and "group".
+  sharded over "data", and R over "model" and "group": the n devices along them
+  take turns, so that each one has an n-th of the used pages, in their order.
 
   Attributes:
     keys: rotated keys; arbitrary in empty slots and unused pages.
@@ -194,10 +195,19 @@ def page_count(total: int, kv_heads: int, page: int) -> int:
   The n_j tokens of head j take ceil(n_j / P) <= (n_j + P - 1) / P pages. The
   mesh in context has as many of them on each device.
   """
-  needed = (total + kv_heads * (page - 1)) // page
+  devices = page_devices()
+  return -(-most_pages(total, kv_heads, page) // devices) * devices
+
+
+def most_pages(total: int, kv_heads: int, page: int) -> int:
+  """The number of pages that `total` tokens need at most, on one device."""
+  return (total + kv_heads * (page - 1)) // page
+
+
+def page_devices() -> int:
+  """The number of devices that the mesh in context shares pages out over."""
   mesh = jax.sharding.get_abstract_mesh().shape
-  devices = axis_size(whole(MODEL, mesh), mesh)
-  return -(-needed // devices) * devices
+  return axis_size(whole(MODEL, mesh), mesh)
 
 
 def _layout(
@@ -208,7 +218,10 @@ def _layout(
   counts = jnp.sum((slots >= 0).astype(jnp.int32), axis=-1)
   needed = (counts + page - 1) // page
   ends = jnp.cumsum(needed, axis=-1)
-  number = jnp.arange(page_count(total, kv_heads, page), dtype=jnp.int32)
+  count = page_count(total, kv_heads, page)
+  # Device d of n, which has the d-th part of the array, has every n-th page.
+  number = jnp.arange(count, dtype=jnp.int32)
+  number = number.reshape(-1, page_devices()).T.ravel()
   ended = ends[:, None] <= number[None, :, None]
   # Page r is of the first head whose pages end after r, so heads without
   # tokens get none. Past the last head, this is K.

@@ -1,18 +1,20 @@
 """Layers whose heads share the pages of one pool."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache.base import AXES, Arrange, Index
 from kvjax.cache.layers import Slots
-from kvjax.cache.packed import PackedLayer, Pages
+from kvjax.cache.packed import PackedLayer, Pages, page_devices
 from kvjax.cache.tailed import TailedLayer
+from kvjax.kernels.dispatch import on_mesh
 from kvjax.struct import replace, static, struct
 
 
@@ -27,11 +29,15 @@ class PooledLayers(TailedLayer):
   so a layer's pages need not be in the slab of its index. It is always a stack:
   `at` returns a layer as a `PackedLayer`, with its pages copied out.
 
+  On a mesh each device has a pool of its own, for its pages of every layer:
+  slabs have `devices` equal parts, one each.
+
   Attributes:
     pages: the pool; `heads` has KV head + K x layer for each page, -1 for an
       unused one.
     tail: tokens appended since, in the same slots for all heads of a layer.
-    most: the maximum number of pages of a layer in a row.
+    most: the maximum number of pages of a layer in a row, on a device.
+    devices: n, the number of devices that pages were shared out over.
   """
 
   separable = False
@@ -39,6 +45,7 @@ class PooledLayers(TailedLayer):
   pages: Pages
   tail: Slots
   most: int = static()
+  devices: int = static(default=1)
 
   @classmethod
   def empty(cls, packed: PackedLayer, pages: int) -> "PooledLayers":
@@ -53,7 +60,9 @@ class PooledLayers(TailedLayer):
       return jnp.zeros((x.shape[0], pages, *x.shape[2:]), x.dtype)
 
     pool = jax.tree.map(resize, packed.pages)
-    return cls(pool, packed.tail, packed.pages.heads.shape[1]).clear()
+    devices = page_devices()
+    most = packed.pages.heads.shape[1] // devices
+    return cls(pool, packed.tail, most, devices).clear()
 
   @property
   def lengths(self) -> Int[Array, "L B K"]:
@@ -71,44 +80,50 @@ class PooledLayers(TailedLayer):
 
   def write(self, index: Int[Array, ""], packed: PackedLayer) -> "PooledLayers":
     """Writes a layer after those before it; layers come in order."""
-    slabs, batch, slab = self.pages.heads.shape
-    heads = packed.pages.heads
-    used = jnp.sum((self.pages.heads >= 0).astype(jnp.int32), axis=(0, 2))
-    place = used[:, None] + jnp.arange(heads.shape[1], dtype=jnp.int32)[None]
-    # Unused pages go beyond the pool, where they are dropped.
-    place = jnp.where(heads >= 0, place, slabs * slab)
-    where = (place // slab, jnp.arange(batch)[:, None], place % slab)
-    owned = heads + index * self.tail.positions.shape[2]
+    owned = packed.pages.heads + index * self.tail.positions.shape[2]
+    # Unused pages stay unused.
+    owned = jnp.where(packed.pages.heads >= 0, owned, -1)
     tail = jax.tree.map(
       lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0),
       self.tail,
       packed.tail,
     )
-    pages = jax.tree.map(
-      lambda x, y: x.at[where].set(y, mode="drop"),
-      self.pages,
-      replace(packed.pages, heads=owned),
-    )
+    write = functools.partial(_write, self._part)
+    packed_pages = replace(packed.pages, heads=owned)
+    operands = (self.pages, packed_pages)
+    pages = self._on_devices(write, operands, ("LBR", "BR"), "LBR")
     return replace(self, pages=pages, tail=tail)
 
   def at(self, index: Index | int) -> Any:
     """Returns one layer, as a `PackedLayer`."""
     assert index is not None
-    _, batch, slab = self.pages.heads.shape
     kv_heads = self.tail.positions.shape[2]
     first = jnp.asarray(index, jnp.int32) * kv_heads
-    owners = self.pages.heads
-    before = (owners >= 0) & (owners < first)
-    start = jnp.sum(before.astype(jnp.int32), axis=(0, 2))
-    place = start[:, None] + jnp.arange(self.most, dtype=jnp.int32)[None]
-    place = jnp.minimum(place, owners.shape[0] * slab - 1)
-    where = (place // slab, jnp.arange(batch)[:, None], place % slab)
-    pages: Pages = jax.tree.map(lambda x: x[where], self.pages)
-    own = (pages.heads >= first) & (pages.heads < first + kv_heads)
-    # At the end of the pool, the last page stands in for those that follow.
-    own &= jnp.diff(place, axis=1, prepend=-1) > 0
-    heads = jnp.where(own, pages.heads - first, -1)
-    return PackedLayer(replace(pages, heads=heads), self.tail.at(index))
+    take = functools.partial(_take, self._part, kv_heads, self.most)
+    operands = (self.pages, first)
+    pages = self._on_devices(take, operands, ("LBR", ""), "BR")
+    return PackedLayer(pages, self.tail.at(index))
+
+  @property
+  def _part(self) -> int:
+    """Pages of a slab that are of one device."""
+    return self.pages.heads.shape[2] // self.devices
+
+  def _on_devices(
+    self,
+    change: Callable[..., Pages],
+    operands: Sequence[Any],
+    spread: Sequence[str],
+    result: str,
+  ) -> Pages:
+    """Changes the pool of each device there, where the mesh has these devices.
+
+    A pool that was saved under another mesh is changed as a whole.
+    """
+    if self.devices % page_devices():
+      return change(*operands)
+    pages: Pages = on_mesh(change, operands, spread, result)
+    return pages
 
   def attend(
     self, activations: Activations
@@ -141,8 +156,8 @@ class PooledLayers(TailedLayer):
   def place(
     self, place_tree: Callable[[Any, Sequence[str]], Any]
   ) -> "PooledLayers":
-    """Places the arrays on a mesh; a layer may have any pages of the pool."""
-    pages = place_tree(self.pages, AXES[:1])
+    """Places the arrays on a mesh, pages in the place of heads."""
+    pages = place_tree(self.pages, AXES)
     return replace(self, pages=pages, tail=self.tail.place(place_tree))
 
   def row_positions(
@@ -162,3 +177,58 @@ class PooledLayers(TailedLayer):
       if layer == index:
         positions[head] += [int(p) for p in page if p >= 0]
     return positions
+
+
+def _write(part: int, pool: Pages, pages: Pages) -> Pages:
+  """Writes a layer's pages after those that the pools already have.
+
+  Args:
+    part: pages of a slab that are of one device.
+    pool: the pools of some devices, or of one.
+    pages: those of the layer on the same devices, used ones first on each.
+  """
+  devices = pool.heads.shape[2] // part
+  owners = pages.heads.reshape(len(pages.heads), devices, -1)
+  number = jnp.arange(owners.shape[2], dtype=jnp.int32)[None, None]
+  place = _first_place(pool.heads >= 0, part)[..., None] + number
+  # Unused pages go beyond the pool, where they are dropped.
+  place = jnp.where(owners >= 0, place, len(pool.heads) * part)
+  where = _index(place, part)
+  return jax.tree.map(lambda x, y: x.at[where].set(y, mode="drop"), pool, pages)
+
+
+def _take(
+  part: int, kv_heads: int, most: int, pool: Pages, first: Int[Array, ""]
+) -> Pages:
+  """Takes the pages of a layer, whose heads count from `first` in the pool."""
+  before = (pool.heads >= 0) & (pool.heads < first)
+  number = jnp.arange(most, dtype=jnp.int32)[None, None]
+  place = _first_place(before, part)[..., None] + number
+  place = jnp.minimum(place, len(pool.heads) * part - 1)
+  # At the end of a pool, the last page stands in for those that follow.
+  distinct = jnp.diff(place, axis=2, prepend=-1) > 0
+  where = _index(place, part)
+  pages: Pages = jax.tree.map(lambda x: x[where], pool)
+  own = (pages.heads >= first) & (pages.heads < first + kv_heads)
+  own &= distinct.reshape(own.shape)
+  return replace(pages, heads=jnp.where(own, pages.heads - first, -1))
+
+
+def _first_place(before: Bool[Array, "L B R"], part: int) -> Int[Array, "B n"]:
+  """Counts the pages of each device's pool that come before others."""
+  slabs, batch, _ = before.shape
+  by_device = before.astype(jnp.int32).reshape(slabs, batch, -1, part)
+  return jnp.sum(by_device, axis=(0, 3))
+
+
+def _index(
+  place: Int[Array, "B n M"], part: int
+) -> tuple[Int[Array, "B nM"], ...]:
+  """Finds places of each device's pool in the axes of slabs, rows and pages."""
+  batch, devices, _ = place.shape
+  device = jnp.arange(devices, dtype=jnp.int32)[None, :, None]
+  # Beyond the last slab, where nothing is written, whatever the page.
+  page = device * part + place % part
+  flat = (batch, -1)
+  row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+  return (place // part).reshape(flat), row, page.reshape(flat)

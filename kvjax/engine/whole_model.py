@@ -13,7 +13,7 @@ from kvjax.activations import Activations
 from kvjax.allocation.base import LayerBudget
 from kvjax.allocation.whole_model import WholeModel
 from kvjax.cache.layers import LayerCache
-from kvjax.cache.packed import PAGE, page_count
+from kvjax.cache.packed import PAGE, most_pages, page_devices
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.methods.base import ScoringMethod
 from kvjax.model import Geometry, LayerSpec
@@ -112,13 +112,23 @@ def _pages_per_layer(
   if len(by_spec) == 1:
     # By the budget alone: other prompts then share the programs.
     heads = sum(of.shape[1] for of in counts.values())
-    return -(-page_count(heads * capacity, heads, PAGE) // len(counts))
+    return _per_layer(most_pages(heads * capacity, heads, PAGE), len(counts))
   # Layers of one kind may have more than their share.
   needed = []
   for alike in by_spec.values():
     pages = [np.sum(-(-of_layer // PAGE), axis=1) for of_layer in alike]
     needed.append((int(np.sum(pages, axis=0).max()), len(alike)))
-  return max(-(-bucket(pages) // layers) for pages, layers in needed)
+  return max(_per_layer(bucket(pages), layers) for pages, layers in needed)
+
+
+def _per_layer(pages: int, layers: int) -> int:
+  """Pages per layer, so that each device has room for its share of them all.
+
+  Of u pages of a layer, a device has at most (u + n - 1) / n.
+  """
+  devices = page_devices()
+  per_layer = -(-pages // layers) + devices - 1
+  return -(-per_layer // devices) * devices
 
 
 @functools.partial(jax.jit, static_argnames=("spread", "method"))
