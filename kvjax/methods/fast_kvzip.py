@@ -1,19 +1,14 @@
 """Fast KVzip: keep what a gate of each layer lets through."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from kvjax.activations import Activations
-from kvjax.allocation.base import Allocation
 from kvjax.cache.layers import LayerCache
-from kvjax.errors import InputError
-from kvjax.methods.base import ScoringMethod
 from kvjax.methods.fast_kvzip_gate import FastKVzipGate
-from kvjax.methods.kvzip import Level, shared_by
-from kvjax.methods.traits import Traits
-from kvjax.model import Geometry
+from kvjax.methods.gated import GatedMethod
 from kvjax.options.bounds import check_least, check_share
 from kvjax.selection import age, floor_share
 
@@ -22,7 +17,7 @@ _LONG = 32_000
 
 
 @dataclasses.dataclass(frozen=True)
-class FastKVzip(ScoringMethod):
+class FastKVzip(GatedMethod):
   """Scores a token by a learned gate of the layer's input.
 
   The gate predicts the score that `KVzip` gives a token, between 0 and 1,
@@ -43,46 +38,28 @@ class FastKVzip(ScoringMethod):
       more, in place of a share.
   """
 
-  gate: str = ""
-  level: Level = "model"
   sinks: int = 4
   recent: float = 0.02
   window: int = 4096
+
+  missing: ClassVar[str] = (
+    "Fast KVzip scores tokens by learned gates; give their file, as in "
+    "fast_kvzip:gate=FILE, which its authors publish."
+  )
 
   def __post_init__(self) -> None:
     super().__post_init__()
     check_least(self, sinks=0, window=1)
     check_share(self, "recent")
-    if self.gate:
-      _ = self._weights
+
+  def read(self) -> FastKVzipGate:
+    """Reads the file."""
+    return FastKVzipGate.read(self.gate)
 
   @property
-  def traits(self) -> Traits:
-    """It reads the layers' inputs."""
-    return Traits(
-      whole_prompts_only="it reads the inputs of layers, which no cache stores",
-      activations=frozenset({"inputs"}),
-      score_range=(0.0, 1.0),
-    )
-
-  @property
-  def allocation(self) -> Allocation:
-    """The allocation that `level` defines."""
-    return shared_by(self.level)
-
-  def check_model(self, geometry: Geometry) -> None:
-    """Refuses a model with other layers or KV heads than the weights."""
-    self._weights.check(geometry)
-
-  def scores(
-    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
-  ) -> Float[Array, "B K T"]:
-    """Computes what the gates let through."""
-    assert activations.inputs is not None
-    scores = self._weights.predict(layer, activations.inputs)
-    # Query heads that store keys of their own have the score of their group.
-    groups = cache.keys.shape[1] // scores.shape[1]
-    return jnp.repeat(scores, groups, axis=1)
+  def score_range(self) -> tuple[float, float]:
+    """That of a sigmoid."""
+    return 0.0, 1.0
 
   def protected(
     self, cache: LayerCache, counts: Int[Array, "B #K"]
@@ -94,12 +71,3 @@ class FastKVzip(ScoringMethod):
     last = jnp.where(lengths < _LONG, share, self.window)
     is_last = age(valid) <= last[..., None]
     return valid & (is_last | (cache.positions < self.sinks))
-
-  @property
-  def _weights(self) -> FastKVzipGate:
-    if not self.gate:
-      raise InputError(
-        "Fast KVzip scores tokens by learned gates; give their file, as in "
-        "fast_kvzip:gate=FILE, which its authors publish."
-      )
-    return FastKVzipGate.read(self.gate)

@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import InputError
+from kvjax.methods.gated import Gate
 from kvjax.methods.stored import read_once
 from kvjax.methods.torch_files import read_torch
-from kvjax.model import Geometry
 
 # Axes of each weight in the file of a layer.
 _AXES = {
@@ -29,7 +29,7 @@ _EPSILON = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FastKVzipGate:
+class FastKVzipGate(Gate):
   """A gate for each layer, from the layer's input to a score per KV head.
 
   A token has G queries q and a key k of P numbers in each of the K KV heads,
@@ -82,20 +82,10 @@ class FastKVzipGate:
     """G, queries per KV head."""
     return int(self.weights["b"].shape[3])
 
-  def check(self, geometry: Geometry) -> None:
-    """Refuses a model with other layers or heads.
-
-    Raises:
-      InputError: they differ.
-    """
-    heads = {spec.kv_heads for spec in geometry.layers if spec.compressible}
-    if self.layers != geometry.num_layers or not heads <= {self.heads}:
-      of_model = " and ".join(map(str, sorted(heads)))
-      raise InputError(
-        f"{self.path} is of another model: it scores {self.heads} KV heads in "
-        f"{self.layers} layers, and this model has {of_model} KV heads in "
-        f"{geometry.num_layers} layers."
-      )
+  @property
+  def width(self) -> int:
+    """E, width of the layers' inputs."""
+    return int(self.weights["q_proj.weight"].shape[2])
 
   def predict(
     self, layer: Int[Array, ""], inputs: Float[Array, "B S E"]
@@ -109,12 +99,7 @@ class FastKVzipGate:
     Raises:
       InputError: the inputs have another width.
     """
-    width = self.weights["q_proj.weight"].shape[2]
-    if inputs.shape[-1] != width:
-      raise InputError(
-        f"{self.path} is of another model: it reads inputs of {width} numbers, "
-        f"and this model's have {inputs.shape[-1]}."
-      )
+    self.check_width(inputs)
     of_layer = {n: jnp.asarray(w)[layer] for n, w in self.weights.items()}
     inputs = inputs.astype(jnp.float32)
     heads, group = self.heads, self.group

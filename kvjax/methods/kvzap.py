@@ -2,26 +2,18 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
-
-from kvjax.activations import Activations
-from kvjax.allocation.base import Allocation
-from kvjax.cache.layers import LayerCache
-from kvjax.errors import InputError
-from kvjax.methods.base import ScoringMethod
+from kvjax.methods.gated import GatedMethod
 from kvjax.methods.kvzap_gate import KVzapGate
-from kvjax.methods.kvzip import Level, shared_by
-from kvjax.methods.traits import Traits
-from kvjax.model import Geometry
+from kvjax.methods.kvzip import Level
 
 # Logarithms have no bounds.
 _ANY = (-math.inf, math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
-class KVzap(ScoringMethod):
+class KVzap(GatedMethod):
   """Scores a token by what a learned network makes of the layer's input.
 
   The network, a linear map or one with a hidden layer, predicts the logarithm
@@ -39,47 +31,18 @@ class KVzap(ScoringMethod):
       none, so that each "head" keeps as many tokens.
   """
 
-  gate: str = ""
   level: Level = "head"
 
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    if self.gate:
-      _ = self._weights
+  missing: ClassVar[str] = (
+    "KVzap scores tokens by learned weights; give their folder, as in "
+    "kvzap:gate=DIR, which kvjax train_gate writes."
+  )
 
-  @property
-  def traits(self) -> Traits:
-    """It reads the layers' inputs."""
-    return Traits(
-      whole_prompts_only="it reads the inputs of layers, which no cache stores",
-      activations=frozenset({"inputs"}),
-      score_range=self._weights.score_range if self.gate else _ANY,
-    )
-
-  @property
-  def allocation(self) -> Allocation:
-    """The allocation that `level` defines."""
-    return shared_by(self.level)
-
-  def check_model(self, geometry: Geometry) -> None:
-    """Refuses a model with other layers or KV heads than the weights."""
-    self._weights.check(geometry)
-
-  def scores(
-    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
-  ) -> Float[Array, "B K T"]:
-    """Predicts the scores of the tokens."""
-    assert activations.inputs is not None
-    scores = self._weights.predict(layer, activations.inputs)
-    # Query heads that store keys of their own have the score of their group.
-    groups = cache.keys.shape[1] // scores.shape[1]
-    return jnp.repeat(scores, groups, axis=1)
-
-  @property
-  def _weights(self) -> KVzapGate:
-    if not self.gate:
-      raise InputError(
-        "KVzap scores tokens by learned weights; give their folder, as in "
-        "kvzap:gate=DIR, which kvjax train_gate writes."
-      )
+  def read(self) -> KVzapGate:
+    """Reads the folder."""
     return KVzapGate.read(self.gate)
+
+  @property
+  def score_range(self) -> tuple[float, float]:
+    """That of the texts which the weights were tested with, if it is known."""
+    return self.read().score_range if self.gate else _ANY

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import files
 from kvjax.errors import InputError
+from kvjax.methods.gated import Gate
 from kvjax.methods.stored import open_tensors, read_once
-from kvjax.model import Geometry
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -24,7 +24,7 @@ _SIZES = ("input_dim", "output_dim", "n_modules")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class KVzapGate:
+class KVzapGate(Gate):
   """A network for each layer, from the layer's input to a score per KV head.
 
   The scores are W x + b, or W' gelu(W x + b) + b' with the exact GELU. They are
@@ -64,7 +64,7 @@ class KVzapGate:
     return len(self.steps[0][0])
 
   @property
-  def inputs(self) -> int:
+  def width(self) -> int:
     """E, width of the layers' inputs."""
     return int(self.steps[0][0].shape[2])
 
@@ -72,21 +72,6 @@ class KVzapGate:
   def heads(self) -> int:
     """K, number of KV heads."""
     return int(self.steps[-1][0].shape[1])
-
-  def check(self, geometry: Geometry) -> None:
-    """Refuses a model with other layers or KV heads.
-
-    Raises:
-      InputError: they differ.
-    """
-    heads = {spec.kv_heads for spec in geometry.layers if spec.compressible}
-    if self.layers != geometry.num_layers or not heads <= {self.heads}:
-      of_model = " and ".join(map(str, sorted(heads)))
-      raise InputError(
-        f"{self.path} is of another model: it scores {self.heads} KV heads in "
-        f"{self.layers} layers, and this model has {of_model} KV heads in "
-        f"{geometry.num_layers} layers."
-      )
 
   def predict(
     self, layer: Int[Array, ""], inputs: Float[Array, "B S E"]
@@ -96,11 +81,7 @@ class KVzapGate:
     Raises:
       InputError: the inputs have another width.
     """
-    if inputs.shape[-1] != self.inputs:
-      raise InputError(
-        f"{self.path} is of another model: it reads inputs of {self.inputs} "
-        f"numbers, and this model's have {inputs.shape[-1]}."
-      )
+    self.check_width(inputs)
     found = inputs.astype(jnp.float32)
     for number, (weights, biases) in enumerate(self.steps):
       found = found if number == 0 else jax.nn.gelu(found, approximate=False)
@@ -124,7 +105,7 @@ class KVzapGate:
     config: dict[str, Any] = {
       "architectures": ["KVzapModel"],
       "model_type": "kvzap",
-      "input_dim": self.inputs,
+      "input_dim": self.width,
       "output_dim": self.heads,
       "hidden_dim": None
       if len(self.steps) == 1

@@ -1,0 +1,152 @@
+"""Methods whose scores learned gates predict from the inputs of layers."""
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.activations import Activations
+from kvjax.allocation.base import Allocation
+from kvjax.cache.layers import LayerCache
+from kvjax.errors import InputError
+from kvjax.methods.base import ScoringMethod
+from kvjax.methods.kvzip import Level, shared_by
+from kvjax.methods.traits import Traits
+from kvjax.model import Geometry
+
+
+class Gate(abc.ABC):
+  """The weights of a network for each layer of a model.
+
+  Attributes:
+    path: where they were read from.
+  """
+
+  path: str
+
+  @property
+  @abc.abstractmethod
+  def layers(self) -> int:
+    """L, number of layers."""
+
+  @property
+  @abc.abstractmethod
+  def heads(self) -> int:
+    """K, number of KV heads."""
+
+  @property
+  @abc.abstractmethod
+  def width(self) -> int:
+    """E, width of the layers' inputs."""
+
+  @abc.abstractmethod
+  def predict(
+    self, layer: Int[Array, ""], inputs: Float[Array, "B S E"]
+  ) -> Float[Array, "B K S"]:
+    """Predicts the scores of tokens in a layer, in float32.
+
+    Args:
+      layer: index of the layer.
+      inputs: the layer's normalized inputs.
+
+    Raises:
+      InputError: the inputs have another width.
+    """
+
+  def check(self, geometry: Geometry) -> None:
+    """Refuses a model with other layers or KV heads.
+
+    Raises:
+      InputError: they differ.
+    """
+    heads = {spec.kv_heads for spec in geometry.layers if spec.compressible}
+    if self.layers != geometry.num_layers or not heads <= {self.heads}:
+      of_model = " and ".join(map(str, sorted(heads)))
+      raise InputError(
+        f"{self.path} is of another model: it scores {self.heads} KV heads in "
+        f"{self.layers} layers, and this model has {of_model} KV heads in "
+        f"{geometry.num_layers} layers."
+      )
+
+  def check_width(self, inputs: Float[Array, "B S E"]) -> None:
+    """Refuses inputs of another width.
+
+    Raises:
+      InputError: it differs.
+    """
+    if inputs.shape[-1] != self.width:
+      raise InputError(
+        f"{self.path} is of another model: it reads inputs of {self.width} "
+        f"numbers, and this model's have {inputs.shape[-1]}."
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedMethod(ScoringMethod):
+  """Scores a token by what a gate makes of its input to the layer.
+
+  Attributes:
+    gate: where the weights of the model's gates are.
+    level: heads that share a budget; see `KVzip`.
+  """
+
+  gate: str = ""
+  level: Level = "model"
+
+  # What is said where no weights are named.
+  missing: ClassVar[str]
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.gate:
+      _ = self.weights
+
+  @abc.abstractmethod
+  def read(self) -> Gate:
+    """Reads the weights, once per process."""
+
+  @property
+  def weights(self) -> Gate:
+    """The weights.
+
+    Raises:
+      InputError: none are named, or they cannot be read.
+    """
+    if not self.gate:
+      raise InputError(self.missing)
+    return self.read()
+
+  @property
+  def traits(self) -> Traits:
+    """It reads the layers' inputs."""
+    return Traits(
+      whole_prompts_only="it reads the inputs of layers, which no cache stores",
+      activations=frozenset({"inputs"}),
+      score_range=self.score_range,
+    )
+
+  @property
+  @abc.abstractmethod
+  def score_range(self) -> tuple[float, float]:
+    """The lowest and the highest score that a gate may give."""
+
+  @property
+  def allocation(self) -> Allocation:
+    """The allocation that `level` defines."""
+    return shared_by(self.level)
+
+  def check_model(self, geometry: Geometry) -> None:
+    """Refuses a model with other layers or KV heads than the weights."""
+    self.weights.check(geometry)
+
+  def scores(
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
+  ) -> Float[Array, "B K T"]:
+    """Predicts the scores of the tokens."""
+    assert activations.inputs is not None
+    scores = self.weights.predict(layer, activations.inputs)
+    # Query heads that store keys of their own have the score of their group.
+    groups = cache.keys.shape[1] // scores.shape[1]
+    return jnp.repeat(scores, groups, axis=1)
