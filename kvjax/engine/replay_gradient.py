@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.engine.model_layers import index_layer, run_block
+from kvjax.engine.model_layers import run_block
 from kvjax.engine.replay_layers import (
-  Chunk,
+  Given,
   How,
   Pass,
   Scores,
@@ -44,18 +44,21 @@ def run_with_gradients(
     one: the replay of a chunk.
     hidden: embedded tokens of the replay.
   """
-  states = []
+  states, model = [], one.model
   for layer, how in enumerate(one.hows):
-    arrays, static = one.of(layer)
     states.append(hidden)
-    static = {**static, "how": how._replace(replays=())}
-    hidden, _ = _forward_layer(hidden, *arrays, **static)
+    unscored = how._replace(replays=())
+    given = one.given(layer)
+    hidden, _ = _forward_layer(hidden, given, model=model, how=unscored)
   cotangent = _last_cotangent(hidden, one.positions)
   scores = []
   for layer in reversed(range(len(one.hows))):
-    arrays, static = one.of(layer)
     cotangent, found = _backward_layer(
-      cotangent, states.pop(), *arrays, **static
+      cotangent,
+      states.pop(),
+      one.given(layer),
+      model=model,
+      how=one.hows[layer],
     )
     scores.append(found)
   return scores[::-1]
@@ -75,12 +78,7 @@ def _last_cotangent(
 def _backward_layer(
   cotangent: Float[Array, "B R E"],
   hidden: Float[Array, "B R E"],
-  stack: PyTree,
-  index: Int[Array, ""],
-  shared: PyTree,
-  positions: Int[Array, "B R"],
-  prompt: Activations | None,
-  chunk: Chunk,
+  given: Given,
   *,
   model: Model,
   how: How,
@@ -90,25 +88,23 @@ def _backward_layer(
   Args:
     cotangent: gradient with respect to the layer's output; donated.
     hidden: the layer's input.
-    stack: stack of weights that contains the layer.
-    index: index of the layer in the stack.
-    shared: arrays that all layers share.
-    positions: positions of the replay.
-    prompt: keys and values of the prompt; None if the layer has no cache.
-    chunk: the chunk.
+    given: the layer, the prompt and the chunk.
     model: the functions.
     how: see `How`.
 
   Returns:
     The gradient with respect to the layer's input, and the scores.
   """
-  weights, dtype = index_layer(stack, jnp.asarray(index)), hidden.dtype
+  weights, dtype = given.weights, hidden.dtype
+  prompt, positions = given.prompt, given.positions
   # Gradients between layers are float32, whatever the layers compute with.
   wide = hidden.astype(jnp.float32)
 
   def block(hidden: Float[Array, "B R E"], read: Any) -> Any:
     hidden = hidden.astype(dtype)
-    return run_block(model, weights, how.spec, hidden, shared, positions, read)
+    return run_block(
+      model, weights, how.spec, hidden, given.shared, positions, read
+    )
 
   def output(
     hidden: Float[Array, "B R E"], attended: Float[Array, "B N R Dv"] | None
@@ -135,13 +131,13 @@ def _backward_layer(
     return tuple(x.astype(jnp.float32) for x in parts), seen
 
   _, pull_projections, seen = jax.vjp(project, wide, has_aux=True)
-  found = attend(seen, prompt, chunk, how)
+  found = attend(seen, prompt, given.chunk, how)
   _, pull = jax.vjp(output, wide, found.whole.output)
   before, of_attended = pull(cotangent)
   # In sequence, the residual after attention passes on what the input does.
   gradient = cotangent if how.spec.parallel else before
   norms = jnp.linalg.norm(_of_tokens(gradient, positions), axis=-1)
-  scores = score(seen, prompt, chunk, how, found, norms)
+  scores = score(seen, prompt, given.chunk, how, found, norms)
   projected = _through_attention(seen, prompt, found.whole, of_attended)
   (through,) = pull_projections(projected)
   return _of_tokens(before + through, positions), scores

@@ -57,6 +57,31 @@ class How(NamedTuple):
   rest: int
 
 
+class Given(NamedTuple):
+  """What the program of a layer is given beside its hidden states.
+
+  Attributes:
+    stack: stack of weights that contains the layer.
+    place: index of the layer in the stack.
+    shared: arrays that all layers share.
+    positions: positions of the replay.
+    prompt: keys and values of the prompt; None if the layer has no cache.
+    chunk: the chunk.
+  """
+
+  stack: PyTree
+  place: Int[Array | np.ndarray, ""]
+  shared: PyTree
+  positions: Int[Array, "B R"]
+  prompt: Activations | None
+  chunk: Chunk
+
+  @property
+  def weights(self) -> PyTree:
+    """The layer's own weights."""
+    return index_layer(self.stack, jnp.asarray(self.place))
+
+
 class Attended(NamedTuple):
   """Attention of a replay, and the chunk that it reads.
 
@@ -99,49 +124,35 @@ class Pass(NamedTuple):
   def run(self, hidden: Float[Array, "B R E"]) -> list[Scores]:
     """Runs all layers, and scores the chunk in each; donates the states."""
     scores = []
-    for layer in range(len(self.hows)):
-      arguments, static = self.of(layer)
-      hidden, found = _replay_layer_once(hidden, *arguments, **static)
+    for layer, how in enumerate(self.hows):
+      given = self.given(layer)
+      hidden, found = _replay_layer_once(
+        hidden, given, model=self.model, how=how
+      )
       scores.append(found)
     return scores
 
-  def of(self, layer: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the program of a layer, after its hidden states."""
-    how = self.hows[layer]
+  def given(self, layer: int) -> Given:
+    """What the program of a layer is given."""
     index = self.model.geometry.weight_index[layer]
-    arrays = (
-      self.stacks[how.spec.weights],
-      np.int32(index),
+    return Given(
+      self.stacks[self.hows[layer].spec.weights],
+      np.asarray(index, np.int32),
       self.shared,
       self.positions,
       self.prompt.get(layer),
       self.chunk,
     )
-    return arrays, {"model": self.model, "how": how}
 
 
 def replay_layer(
-  hidden: Float[Array, "B R E"],
-  stack: PyTree,
-  index: Int[Array, ""],
-  shared: PyTree,
-  positions: Int[Array, "B R"],
-  prompt: Activations | None,
-  chunk: Chunk,
-  *,
-  model: Model,
-  how: How,
+  hidden: Float[Array, "B R E"], given: Given, *, model: Model, how: How
 ) -> tuple[Float[Array, "B R E"], Scores]:
   """Runs a layer over the replay of a chunk, and scores the chunk.
 
   Args:
     hidden: hidden states after the previous layer.
-    stack: stack of weights that contains the layer.
-    index: index of the layer in the stack.
-    shared: arrays that all layers share.
-    positions: positions of the replay.
-    prompt: keys and values of the prompt; None if the layer has no cache.
-    chunk: the chunk.
+    given: the layer, the prompt and the chunk.
     model: the functions.
     how: see `How`.
 
@@ -149,6 +160,7 @@ def replay_layer(
     The hidden states, and the scores by each replay; none if no method evicts
     from the layer.
   """
+  prompt, chunk = given.prompt, given.chunk
 
   def read(seen: Activations) -> tuple[Float[Array, "B N R Dv"], Any]:
     assert prompt is not None
@@ -157,11 +169,11 @@ def replay_layer(
 
   hidden, scores = run_block(
     model,
-    index_layer(stack, jnp.asarray(index)),
+    given.weights,
     how.spec,
     hidden,
-    shared,
-    positions,
+    given.shared,
+    given.positions,
     read,
   )
   return hidden, scores if how.spec.cache else ()

@@ -70,12 +70,7 @@ def test_it_is_at_most_a_fifth_above_a_prefill():
   hidden, shared = embed_again
   again = replay_layers._replay_layer_once.lower(
     hidden,
-    stack,
-    shape(),
-    shared,
-    shape(1, width),
-    seen,
-    chunk,
+    replay_layers.Given(stack, shape(), shared, shape(1, width), seen, chunk),
     model=model,
     how=replay_layers.How(spec, replays, CHUNK, 30, LENGTH),
   )
