@@ -88,7 +88,7 @@ def styled(
 def size(lines: Sequence[Line]) -> tuple[float, float]:
   """Computes a width and height in inches that fit all labels."""
   longest = max(len(line.name) for line in lines)
-  return 6.6 + 0.085 * max(0, longest - _LABELS), 4.2 * _crowd(len(lines))
+  return 5.4 + 0.085 * max(0, longest - _LABELS), 4.2 * _crowd(len(lines))
 
 
 def draw(axes: Axes, lines: Sequence[Line]) -> None:
