@@ -1,4 +1,4 @@
-"""Sharding of caches over a mesh; see `kvjax.kernels.mesh_axes`."""
+"""Sharding of prompts and caches over a mesh; see `kernels.mesh_axes`."""
 
 import functools
 import math
@@ -7,12 +7,23 @@ from collections.abc import Sequence
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import PyTree
 
+from kvjax.activations import Activations
 from kvjax.cache.base import AXES, Layer
 from kvjax.errors import InputError
-from kvjax.kernels.mesh_axes import GROUP, MODEL, spread_over
+from kvjax.kernels.mesh_axes import (
+  CONTEXT,
+  DATA,
+  GROUP,
+  MODEL,
+  spread_over,
+  without_context,
+)
 from kvjax.placement import is_on_host
 
+# Those that a flag may give, in the order of a mesh's devices.
+MESH_AXES = (DATA, CONTEXT, MODEL)
 _SIZE = re.compile("[1-9][0-9]{0,8}")
 # Characters of a flag that a message repeats.
 _SHOWN = 60
@@ -30,26 +41,31 @@ def parse_sizes(text: str) -> dict[str, int]:
   given: dict[str, int] = {}
   for part in text.split(","):
     axis, _, size = part.partition(":")
-    if axis not in AXES or not _SIZE.fullmatch(size):
+    if axis not in MESH_AXES or not _SIZE.fullmatch(size):
       raise InputError(
-        f"A mesh is written as data:2,model:2; {part[:_SHOWN]!r} does not fit."
+        "A mesh is written as data:2,model:2, or with context:2 too; "
+        f"{part[:_SHOWN]!r} does not fit."
       )
     if axis in given:
       raise InputError(
         f"The mesh {text[:_SHOWN]} has the axis {axis!r} twice; give it once."
       )
     given[axis] = int(size)
-  return {axis: given.get(axis, 1) for axis in AXES}
+  return {axis: given.get(axis, 1) for axis in MESH_AXES}
 
 
 def parse_mesh(text: str) -> jax.sharding.Mesh:
   """Makes the mesh that a flag such as `data:2,model:2` describes.
 
+  It has the axis "context" if that has several devices.
+
   Raises:
     InputError: see `parse_sizes`, or more devices than this host has.
   """
   sizes = parse_sizes(text)
-  count = sizes["data"] * sizes["model"]
+  count = math.prod(sizes.values())
+  if sizes[CONTEXT] == 1:
+    sizes.pop(CONTEXT)
   # Those of other hosts cannot be read from here.
   devices = jax.local_devices()
   if count > len(devices):
@@ -59,8 +75,8 @@ def parse_mesh(text: str) -> jax.sharding.Mesh:
     )
   return jax.make_mesh(
     tuple(sizes.values()),
-    AXES,
-    axis_types=(AxisType.Auto,) * len(AXES),
+    tuple(sizes),
+    axis_types=(AxisType.Auto,) * len(sizes),
     devices=devices[:count],
   )
 
@@ -77,7 +93,7 @@ def split_mesh(mesh: jax.sharding.Mesh, kv_heads: int) -> jax.sharding.Mesh:
     kv_heads: number of KV heads of a layer.
 
   Returns:
-    The mesh with a third axis; the same one if the axis divides the KV heads.
+    The mesh with one more axis; the same one if the axis divides the KV heads.
 
   Examples:
     >>> from kvjax.cache.sharding import parse_mesh, split_mesh
@@ -98,6 +114,62 @@ def split_mesh(mesh: jax.sharding.Mesh, kv_heads: int) -> jax.sharding.Mesh:
   return jax.sharding.Mesh(
     devices, names, axis_types=(AxisType.Auto,) * len(names)
   )
+
+
+def context_size() -> int:
+  """Devices that share out the tokens of a prompt, on the mesh in context."""
+  return int(jax.sharding.get_abstract_mesh().shape.get(CONTEXT, 1))
+
+
+def shard_tokens[Tree: PyTree](tree: Tree, shape: tuple[int, int]) -> Tree:
+  """Shards arrays of a prompt's tokens over "data" and "context".
+
+  Args:
+    tree: arrays, of which those with leading axes B and S, and others, are
+      sharded.
+    shape: B and S.
+  """
+  if context_size() == 1:
+    return tree
+
+  def shard(leaf: jax.Array) -> jax.Array:
+    # Numbers of tokens are small; all devices have them.
+    own = leaf.ndim > 2 and leaf.shape[:2] == shape
+    return _constrain_axes(leaf, (DATA, CONTEXT)) if own else leaf
+
+  return jax.tree.map(shard, tree)
+
+
+def shard_activations(activations: Activations) -> Activations:
+  """Shards the activations of prompts: their tokens over "context", too."""
+  if context_size() == 1:
+    return activations
+  shape = activations.positions.shape
+
+  def shard(leaf: jax.Array) -> jax.Array:
+    if leaf.ndim == 4 and (leaf.shape[0], leaf.shape[2]) == shape:
+      return _constrain_axes(leaf, (DATA, MODEL, CONTEXT))
+    return _constrain_axes(leaf, (DATA,)) if leaf.shape == shape else leaf
+
+  return shard_tokens(jax.tree.map(shard, activations), shape)
+
+
+def gather_tokens[Tree: PyTree](scores: Tree) -> Tree:
+  """Shards scores like caches, with all tokens of a head on one device."""
+  if context_size() == 1:
+    return scores
+  return _constrain(scores, AXES, leading=0)
+
+
+def _constrain_axes(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+  """Shards leading axes over one mesh axis each, where it divides them."""
+  sizes = jax.sharding.get_abstract_mesh().shape
+  heads = without_context(sizes)
+  spec = (
+    spread_over(axis, [length], heads if axis == MODEL else sizes)
+    for axis, length in zip(axes, x.shape, strict=False)
+  )
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def shard_layer[L: Layer](layer: L) -> L:

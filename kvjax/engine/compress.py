@@ -17,7 +17,7 @@ from kvjax.cache.narrow import NarrowLayer
 from kvjax.cache.observation import ObservationWindow
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.pooled import PooledLayers
-from kvjax.cache.sharding import shard_layer, shard_stack
+from kvjax.cache.sharding import gather_tokens, shard_layer, shard_stack
 from kvjax.cache.sparse import SparseLayer
 from kvjax.cache.window import WindowLayer
 from kvjax.calibration.features import concentration
@@ -117,7 +117,9 @@ def evaluate_layer(
       cache = after
     if scored:
       scores = evaluation.allocation.evaluate(method, layer, cache, activations)
-  return Evaluated(scores, after.received, after.window)
+  # Heads select from all of their tokens.
+  scores, received = gather_tokens((scores, after.received))
+  return Evaluated(scores, received, after.window)
 
 
 @functools.partial(jax.jit, static_argnames=("evaluation",))

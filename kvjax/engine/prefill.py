@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
+from kvjax.cache.sharding import context_size
 from kvjax.calibration.features import Features
 from kvjax.calibration.record import Calibrated
 from kvjax.engine import prompt_programs
@@ -358,6 +359,14 @@ def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:
         f"{plan.schedule} to kvjax.prefill."
       )
   check_context(model, np.asarray(prompts.lengths))
+  devices, padded = context_size(), prompts.tokens.shape[1]
+  if padded % devices:
+    raise InputError(
+      f"The axis 'context' of the mesh has {devices} devices, which do not "
+      f"divide the {padded} tokens that prompts are padded to; pad them to a "
+      "multiple, as kvjax.Prompts.of(rows, padded=...) does, or choose another "
+      "size of the axis."
+    )
   for plan in plans:
     check_plan(model, plan)
 
