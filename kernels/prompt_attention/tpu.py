@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.prompt_attention.padding import clear_padding
 
-# Queries and keys per block: the maximum, and the number they are a multiple of.
+# Tokens per block: the maximum of queries, and what all are a multiple of.
 BLOCK = 512
 LANES = 128
 # Maximum number of pairs of blocks: their table is in scalar memory. Keys that
@@ -130,7 +130,7 @@ def causal_blocks(
   last = first + size - 1
   start = np.maximum(first - (window - 1), 0) // key_size
   end = last // key_size
-  # The grid is as wide as the longest row. A leading axis of 1 serves all heads.
+  # As wide as the longest row; the leading axis of 1 is for all heads.
   column = start + np.arange(np.max(end - start) + 1)[None, None]
   first_key = column * key_size
   unmasked = first_key + key_size - 1 <= first

@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -18,6 +18,7 @@ from kvjax.kernels.mesh_axes import (
   GROUP,
   MODEL,
   spread_over,
+  whole,
   without_context,
 )
 from kvjax.placement import is_on_host
@@ -57,15 +58,11 @@ def parse_sizes(text: str) -> dict[str, int]:
 def parse_mesh(text: str) -> jax.sharding.Mesh:
   """Makes the mesh that a flag such as `data:2,model:2` describes.
 
-  It has the axis "context" if that has several devices.
-
   Raises:
     InputError: see `parse_sizes`, or more devices than this host has.
   """
   sizes = parse_sizes(text)
   count = math.prod(sizes.values())
-  if sizes[CONTEXT] == 1:
-    sizes.pop(CONTEXT)
   # Those of other hosts cannot be read from here.
   devices = jax.local_devices()
   if count > len(devices):
@@ -73,12 +70,26 @@ def parse_mesh(text: str) -> jax.sharding.Mesh:
     raise InputError(
       f"The mesh {text} needs {count} devices; {found} {len(devices)}."
     )
+  shape = mesh_shape(sizes)
   return jax.make_mesh(
-    tuple(sizes.values()),
-    tuple(sizes),
-    axis_types=(AxisType.Auto,) * len(sizes),
+    tuple(shape.values()),
+    tuple(shape),
+    axis_types=(AxisType.Auto,) * len(shape),
     devices=devices[:count],
   )
+
+
+def mesh_shape(sizes: Mapping[str, int]) -> dict[str, int]:
+  """Sizes of the axes that a mesh has: "context" only with several devices.
+
+  Args:
+    sizes: sizes of all axes of `MESH_AXES`.
+  """
+  return {
+    axis: sizes[axis]
+    for axis in MESH_AXES
+    if axis != CONTEXT or sizes[axis] > 1
+  }
 
 
 def split_mesh(mesh: jax.sharding.Mesh, kv_heads: int) -> jax.sharding.Mesh:
@@ -121,6 +132,17 @@ def context_size() -> int:
   return int(jax.sharding.get_abstract_mesh().shape.get(CONTEXT, 1))
 
 
+def heads_fill_mesh(kv_heads: int) -> bool:
+  """Whether all devices for a row can have KV heads of their own.
+
+  Without the axis "context" this is not asked, and true.
+  """
+  if context_size() == 1:
+    return True
+  sizes = jax.sharding.get_abstract_mesh().shape
+  return spread_over(MODEL, [kv_heads], sizes) == whole(MODEL, sizes)
+
+
 def shard_tokens[Tree: PyTree](tree: Tree, shape: tuple[int, int]) -> Tree:
   """Shards arrays of a prompt's tokens over "data" and "context".
 
@@ -155,10 +177,19 @@ def shard_activations(activations: Activations) -> Activations:
 
 
 def gather_tokens[Tree: PyTree](scores: Tree) -> Tree:
-  """Shards scores like caches, with all tokens of a head on one device."""
+  """Gathers the scores of each head's tokens, which then select on one device.
+
+  Args:
+    scores: arrays [B, K, T] or the like.
+  """
   if context_size() == 1:
     return scores
-  return _constrain(scores, AXES, leading=0)
+
+  # Two constraints: with the last one alone, keys would move, not scores.
+  def split(leaf: jax.Array) -> jax.Array:
+    return _constrain_axes(leaf, (DATA, MODEL, CONTEXT))
+
+  return _constrain(jax.tree.map(split, scores), AXES, leading=0)
 
 
 def _constrain_axes(x: jax.Array, axes: Sequence[str]) -> jax.Array:

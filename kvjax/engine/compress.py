@@ -210,6 +210,8 @@ def compress_layer(
     # Slots were selected with room for all T, so that budgets share a program;
     # beyond the capacity they are -1.
     cache = cache.take(inputs.slots[..., : program.capacity])
+  if program.paged:
+    return shard_layer(_quantize(PackedLayer.even(cache), program.kv_dtype))
   if program.channels is not None:
     channels = keep_channels(program.channels, cache, activations)
     return shard_layer(NarrowLayer.of(cache, channels))

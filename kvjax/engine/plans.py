@@ -155,6 +155,15 @@ class Plan:
     return isinstance(self.budget, Retention) and self.budget.share == 1
 
   @property
+  def pageable(self) -> bool:
+    """Whether pages can hold its caches, since nothing moves tokens later."""
+    traits = self.method.traits
+    moves = self.while_decoding is not None or traits.renumbers
+    # A pool is of pages, but whole on every device.
+    apart = self.sparse is not None or self.spread.whole_model
+    return not (moves or apart or traits.channels)
+
+  @property
   def activations(self) -> frozenset[str]:
     """Optional activations that the plan depends on."""
     return self.method.traits.activations

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
-from kvjax.cache.sharding import context_size
 from kvjax.calibration.features import Features
 from kvjax.calibration.record import Calibrated
 from kvjax.engine import prompt_programs
@@ -33,7 +32,7 @@ from kvjax.engine.layer_budgets import (
   check_protected,
 )
 from kvjax.engine.model_layers import layer_stacks
-from kvjax.engine.plan_fit import check_plan
+from kvjax.engine.plan_fit import check_context_axis, check_plan
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import (
   max_span,
@@ -92,6 +91,7 @@ def prefill(
   block = max(plan.schedule.block, plan.schedule.first or 0)
   check_context(model, max_span(plan, np.asarray(prompts.lengths), block))
   check_plan(model, plan)
+  check_context_axis(model, plan, prompts.tokens.shape[1])
   check_protected(plan, prompts, model.geometry)
   return prefill_blocks(model, params, prompts, plan)
 
@@ -359,16 +359,9 @@ def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:
         f"{plan.schedule} to kvjax.prefill."
       )
   check_context(model, np.asarray(prompts.lengths))
-  devices, padded = context_size(), prompts.tokens.shape[1]
-  if padded % devices:
-    raise InputError(
-      f"The axis 'context' of the mesh has {devices} devices, which do not "
-      f"divide the {padded} tokens that prompts are padded to; pad them to a "
-      "multiple, as kvjax.Prompts.of(rows, padded=...) does, or choose another "
-      "size of the axis."
-    )
   for plan in plans:
     check_plan(model, plan)
+    check_context_axis(model, plan, prompts.tokens.shape[1])
 
 
 def _check_plans(plans: Any) -> None:
