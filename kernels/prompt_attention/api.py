@@ -11,6 +11,7 @@ from kvjax.kernels.dispatch import (
   on_mesh,
 )
 from kvjax.kernels.mesh_axes import CONTEXT
+from kvjax.kernels.prompt_attention.halves import attend_in_halves
 from kvjax.kernels.prompt_attention.xla import prompt_attention_xla
 
 # cuDNN has it from Ampere on: A100, L4, H100, B200.
@@ -30,8 +31,8 @@ def prompt_attention(
 
   Slot t is token t of its row. The contents of padding, NaN included, have no
   effect on tokens. The outputs of padding are unspecified. On a mesh with the
-  axis "context", each device attends with its part of the queries to all keys,
-  which it receives from the others.
+  axis "context", each device attends with a part of the queries to all keys,
+  which it receives from the others; see `halves`.
 
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
@@ -47,26 +48,37 @@ def prompt_attention(
     The attention output in the dtype of the queries.
   """
 
-  def attend(*operands: Array | None) -> Array:
-    queries, keys, *_ = operands
-    assert queries is not None
-    assert keys is not None
-    start, length = None, queries.shape[2]
-    if length < keys.shape[2]:
-      start = jax.lax.axis_index(CONTEXT) * length
+  def attend(
+    queries: Float[Array, "B N Q D"],
+    *others: Array | None,
+    start: Int[Array, ""] | None = None,
+  ) -> Float[Array, "B N Q Dv"]:
     attended: Array = dispatch(
       _PROGRAMS,
       implementation,
-      (*operands, start),
+      (queries, *others, start),
       ("BN", "BK", "BK", "B", "N", ""),
       "BN",
       options=options,
     )
     return attended
 
-  operands = (queries, keys, values, positions, sinks)
+  def attend_own(
+    queries: Float[Array, "B N Q D"], *others: Array | None
+  ) -> Float[Array, "B N Q Dv"]:
+    own = queries.shape[2]
+    if own == length:
+      return attend(queries, *others)
+    if own % 2:
+      start = jax.lax.axis_index(CONTEXT) * own
+      return attend(queries, *others, start=start)
+    return attend_in_halves(
+      lambda half, start: attend(half, *others, start=start), queries
+    )
+
+  length, operands = queries.shape[2], (queries, keys, values, positions, sinks)
   if CONTEXT not in jax.sharding.get_abstract_mesh().auto_axes:
     return attend(*operands)
   spread = ("BNS", "BK", "BK", "B", "N")
-  attended: Array = on_mesh(attend, operands, spread, "BNS")
+  attended: Array = on_mesh(attend_own, operands, spread, "BNS")
   return attended

@@ -23,9 +23,9 @@ from kvjax.kernels.prompt_attention.padding import clear_padding
 BLOCK = 512
 LANES = 128
 # Maximum number of pairs of blocks: their table is in scalar memory. Keys that
-# are many are in longer blocks, up to this many times as long.
+# are many are in longer blocks, whose keys and values take up to so many bytes.
 PAIRS = 2**16
-LONGER = 4
+KEY_BYTES = 2**22
 # State of a pair of blocks: fully masked, partly masked, unmasked.
 _NONE, _SOME, _ALL = range(3)
 
@@ -42,9 +42,10 @@ def prompt_attention_tpu(
   """Computes `kvjax.kernels.prompt_attention.xla.prompt_attention_xla`.
 
   Raises:
-    NotImplementedError: the prompts have too many tokens, which are 262,144 if
-      all of them have a query, or their dtype is neither bfloat16 nor float32,
-      or queries of some of the tokens do not fill their blocks.
+    NotImplementedError: the prompts have too many tokens (of 16-bit numbers
+      and heads of 128, more than 524,288 if all have a query), their dtype is
+      neither bfloat16 nor float32, or queries of some of the tokens do not fill
+      their blocks.
   """
   if queries.dtype not in (jnp.bfloat16, jnp.float32):
     raise NotImplementedError(f"No prompts of {queries.dtype} on TPUs.")
@@ -55,16 +56,16 @@ def prompt_attention_tpu(
     block = math.gcd(length, block)
     if block % LANES:
       raise NotImplementedError(f"{length} queries do not fill their blocks.")
-  rows, padded = -(-length // block), _round_up(tokens, block)
-  sizes = [block * 2**power for power in range(LONGER.bit_length())]
-  fitting = [size for size in sizes if rows * (-(-padded // size)) <= PAIRS]
-  if not fitting:
-    raise NotImplementedError(
-      f"Splash attention takes {PAIRS} pairs of blocks; {length} queries and "
-      f"{tokens} keys have more."
-    )
-  key_block = fitting[0]
-  padded = _round_up(padded, key_block)
+  rows, key_block = -(-length // block), block
+  slot = (dim + values.shape[-1]) * keys.dtype.itemsize
+  while rows * -(-tokens // key_block) > PAIRS:
+    key_block *= 2
+    if key_block * slot > KEY_BYTES:
+      raise NotImplementedError(
+        f"Splash attention takes {PAIRS} pairs of blocks; {length} queries and "
+        f"{tokens} keys have more."
+      )
+  padded = _round_up(tokens, key_block)
   # In float32: a scale rounded to 16 bits would bias all logits.
   scaled = queries.astype(jnp.float32) * options.scale_of(dim)
   scaled = scaled.astype(queries.dtype)

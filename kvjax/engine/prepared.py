@@ -41,7 +41,7 @@ class LayerProgram:
     paged: whether pages are shared out over more devices than heads can be.
     per_query_head: whether every query head stores its own keys.
     recursive: whether the method evicts while decoding.
-    renumbers: spec of the layer, if its tokens move to their place in the cache.
+    renumbers: spec of the layer, if its tokens are numbered anew.
     kv_dtype: dtype to quantize keys and values to, if any.
     window: window of a sliding-window layer; None for a global layer.
     retrieval: retrieval method of the layer, if any.
