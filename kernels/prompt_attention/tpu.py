@@ -79,9 +79,12 @@ def prompt_attention_tpu(
     return x.reshape(-1, *x.shape[2:])
 
   # Positions are 0, 1, 2, ... in every row, so all share one static mask.
-  mask = causal_blocks(padded, (block, key_block), options.window)
+  queried = _round_up(tokens, block)
+  mask = causal_blocks(queried, (block, key_block), options.window)
+  if start is not None:
+    mask = _rows_from(start, rows, block, mask)
   attend = splash.SplashAttentionKernel(
-    _rows_of(mask, rows, block, start),
+    mask,
     None,
     None,
     block_sizes=splash.BlockSizes(
@@ -118,7 +121,7 @@ def causal_blocks(
   visits every pair of tokens for it. That takes minutes for long prompts.
 
   Args:
-    tokens: number of tokens, a multiple of the larger size.
+    tokens: number of tokens, a multiple of the queries per block.
     sizes: queries per block, and keys per block.
     window: tokens that a query attends to, itself included; None for all.
   """
@@ -151,30 +154,29 @@ def causal_blocks(
   )
 
 
-def _rows_of(
-  mask: mask_info.MaskInfo, rows: int, size: int, start: Int[Array, ""] | None
+def _rows_from(
+  start: Int[Array, ""], rows: int, size: int, mask: mask_info.MaskInfo
 ) -> mask_info.MaskInfo:
   """Returns the rows of a mask from the block of a query on.
 
   Args:
-    mask: the mask of all tokens.
+    start: the query.
     rows: number of rows.
     size: queries per row.
-    start: the first query; None for the first of all.
+    mask: the mask of all tokens.
   """
-  if start is None:
-    return mask._replace(
-      data_next=mask.data_next[:, :rows],
-      block_mask=mask.block_mask[:, :rows],
-      q_sequence=mask.q_sequence[: rows * size],
-    )
-  take = jax.lax.dynamic_slice_in_dim
-  row = start // size
-  return mask._replace(
-    data_next=take(jnp.asarray(mask.data_next), row, rows, 1),
-    block_mask=take(jnp.asarray(mask.block_mask), row, rows, 1),
-    q_sequence=take(jnp.asarray(mask.q_sequence), start, rows * size, 0),
+  tables: Any = mask
+
+  def take(table: Int[np.ndarray, "1 R C"]) -> Int[Array, "1 r C"]:
+    first = start // size
+    return jax.lax.dynamic_slice_in_dim(jnp.asarray(table), first, rows, 1)
+
+  own: mask_info.MaskInfo = tables._replace(
+    data_next=take(tables.data_next),
+    block_mask=take(tables.block_mask),
+    q_sequence=start + jnp.arange(rows * size, dtype=jnp.int32),
   )
+  return own
 
 
 def _visible(

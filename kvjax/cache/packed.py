@@ -87,7 +87,7 @@ class Pages:
 
     heads = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
     heads = cut(jnp.broadcast_to(heads, cache.positions.shape))[..., 0]
-    return cls(*map(cut, (cache.keys, cache.values, cache.positions)), heads)
+    return cls(cut(cache.keys), cut(cache.values), cut(cache.positions), heads)
 
   def lengths(self, kv_heads: int) -> Int[Array, "*L B K"]:
     """Number of tokens per row and KV head."""

@@ -143,7 +143,7 @@ def heads_fill_mesh(kv_heads: int) -> bool:
   return spread_over(MODEL, [kv_heads], sizes) == whole(MODEL, sizes)
 
 
-def shard_tokens[Tree: PyTree](tree: Tree, shape: tuple[int, int]) -> Tree:
+def shard_tokens[Tree: PyTree](tree: Tree, shape: tuple[int, ...]) -> Tree:
   """Shards arrays of a prompt's tokens over "data" and "context".
 
   Args:
