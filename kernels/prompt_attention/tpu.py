@@ -25,7 +25,7 @@ LANES = 128
 # Maximum number of pairs of blocks: their table is in scalar memory. Keys that
 # are many are in longer blocks, whose keys and values take up to so many bytes.
 PAIRS = 2**16
-KEY_BYTES = 2**22
+KEY_BYTES = 2**21
 # State of a pair of blocks: fully masked, partly masked, unmasked.
 _NONE, _SOME, _ALL = range(3)
 
@@ -42,10 +42,10 @@ def prompt_attention_tpu(
   """Computes `kvjax.kernels.prompt_attention.xla.prompt_attention_xla`.
 
   Raises:
-    NotImplementedError: the prompts have too many tokens (of 16-bit numbers
-      and heads of 128, more than 524,288 if all have a query), their dtype is
-      neither bfloat16 nor float32, or queries of some of the tokens do not fill
-      their blocks.
+    NotImplementedError: the prompts have too many tokens (with 16-bit heads of
+      128, more than 368,640 if all have a query), their dtype is neither
+      bfloat16 nor float32, or queries of some of the tokens do not fill their
+      blocks.
   """
   if queries.dtype not in (jnp.bfloat16, jnp.float32):
     raise NotImplementedError(f"No prompts of {queries.dtype} on TPUs.")

@@ -147,8 +147,7 @@ def shard_tokens[Tree: PyTree](tree: Tree, shape: tuple[int, ...]) -> Tree:
   """Shards arrays of a prompt's tokens over "data" and "context".
 
   Args:
-    tree: arrays, of which those with leading axes B and S, and others, are
-      sharded.
+    tree: arrays; those [B, S, ...] are sharded.
     shape: B and S.
   """
   if context_size() == 1:
@@ -204,9 +203,9 @@ def _constrain_axes(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def shard_layer[L: Layer](layer: L) -> L:
-  """Shards the batch over "data", KV heads over "model" and pages over both.
+  """Shards the batch over "data", and KV heads or pages over "model".
 
-  Without a mesh in context (`jax.set_mesh`) nothing happens. An axis that does
+  The devices of "context" count as further ones of "model". Without a mesh in context (`jax.set_mesh`) nothing happens. An axis that does
   not divide evenly is not sharded.
   """
   return layer.place(functools.partial(_constrain, leading=0))
