@@ -205,8 +205,9 @@ def _constrain_axes(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def shard_layer[L: Layer](layer: L) -> L:
   """Shards the batch over "data", and KV heads or pages over "model".
 
-  The devices of "context" count as further ones of "model". Without a mesh in context (`jax.set_mesh`) nothing happens. An axis that does
-  not divide evenly is not sharded.
+  The devices of "context" count as further ones of "model". Without a mesh in
+  context (`jax.set_mesh`) nothing happens. An axis that does not divide evenly
+  is not sharded.
   """
   return layer.place(functools.partial(_constrain, leading=0))
 
