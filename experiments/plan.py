@@ -147,16 +147,18 @@ def _use() -> Use:
 def _plan(use: Use) -> None:
   """Plans a slice; exits with code 1 if it is too small."""
   slice_ = slices.find_slice(_SLICE.value)
-  rows = 1
+  rows, tokens = 1, 1
   if _MESH.value is not None:
-    rows = slices.rows_of(slice_, parse_sizes(_MESH.value))
+    sizes = parse_sizes(_MESH.value)
+    slices.check_devices(slice_, sizes)
+    rows, tokens = sizes["data"], sizes["context"]
   if use.rows % rows:
     raise InputError(
       f"--batch={use.rows} is no multiple of {rows}, the size of the axis "
       "'data' of --mesh, which shares out the rows of a batch."
     )
   _prepare()
-  chip = slice_.load(rows, use.model.kv_heads)
+  chip = slice_.load(rows, use.model.kv_heads, tokens)
   twice = dataclasses.replace(use, rows=2 * use.rows)
   most = None
   with progress_bar(_COMPILED) as advance:

@@ -12,12 +12,14 @@ from jaxtyping import Array, PyTree
 
 from kvjax.kernels.mesh_axes import (
   AXES,
+  CONTEXT,
   DATA,
   GROUP,
   MODEL,
   Spread,
   axis_size,
   spread_over,
+  without_context,
 )
 
 Implementation = Literal["xla", "pallas"]
@@ -227,7 +229,7 @@ def on_mesh(
   Args:
     kernel: the program, which treats rows and KV heads independently.
     operands: see `dispatch`.
-    spread: see `dispatch`.
+    spread: see `dispatch`; the letter "S" stands for tokens of prompts.
     result: see `dispatch`.
     combine: joins the results of devices along a mesh axis, if the letter "R"
       in `spread`, for pages, shares out what all heads read.
@@ -333,7 +335,15 @@ def _axes(
     return [size for letter, size in sizes if letter in letters]
 
   kv_heads, queries = lengths("K"), lengths("N")
+  tokens = lengths("S")
+  split_tokens = None
+  if tokens and CONTEXT in mesh:
+    split_tokens = spread_over(CONTEXT, tokens, mesh)
+  if split_tokens is not None:
+    # Its devices have the same heads then.
+    mesh = without_context(mesh)
   axes = {
+    "S": split_tokens,
     "B": spread_over(DATA, lengths("B"), mesh),
     "R": spread_over(MODEL, lengths("R"), mesh),
     "K": spread_over(MODEL, [*kv_heads, *queries], mesh),

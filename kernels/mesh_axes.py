@@ -1,15 +1,18 @@
 """The axes of meshes, and which of them an axis of an array is spread over.
 
 Rows are spread over "data", KV heads over "model". Where "model" is as large as
-their number allows, a third axis "group" may hold further devices: they have
-the same KV heads, and other query heads that read them. Weights without KV
-heads, and pages of any heads, are spread over both.
+their number allows, an axis "group" may hold further devices: they have the
+same KV heads, and other query heads that read them. Weights without KV heads,
+and pages of any heads, are spread over both. An axis "context" shares out the
+tokens of prompts; in what is cached of them, its devices count as further ones
+of "model".
 """
 
 import math
 from collections.abc import Iterable, Mapping
 
-DATA, MODEL, GROUP = "data", "model", "group"
+DATA, MODEL, GROUP, CONTEXT = "data", "model", "group", "context"
+# Those that every mesh has: of rows and of heads.
 AXES = (DATA, MODEL)
 
 # Names of mesh axes in a `PartitionSpec`.
@@ -33,8 +36,11 @@ def axis_size(axis: Spread, sizes: Mapping[str, int]) -> int:
 
 
 def whole(axis: str, sizes: Mapping[str, int]) -> Spread:
-  """Returns the axis, and for "model" also "group" if the mesh has it."""
-  return (MODEL, GROUP) if axis == MODEL and GROUP in sizes else axis
+  """Returns the axis, and for "model" also "group" and "context"."""
+  if axis != MODEL:
+    return axis
+  more = tuple(name for name in (GROUP, CONTEXT) if name in sizes)
+  return (MODEL, *more) if more else MODEL
 
 
 def spread_over(
@@ -43,22 +49,33 @@ def spread_over(
   """Chooses the mesh axes that divide axes of arrays evenly.
 
   Args:
-    axis: "data" or "model".
+    axis: "data", "model" or "context".
     lengths: lengths of the arrays' axes.
     sizes: sizes of the mesh's axes.
 
   Returns:
-    "model" with "group" if these divide all lengths, else the axis alone, or
-    None if it does not divide them either.
+    "model" with "group" and "context", or with one of them, if these divide all
+    lengths, else the axis alone, or None if it does not divide them either.
 
   Examples:
     >>> from kvjax.kernels.mesh_axes import spread_over
     >>> sizes = {"data": 1, "model": 2, "group": 2}
     >>> [spread_over("model", [heads], sizes) for heads in (8, 2, 3)]
     [('model', 'group'), 'model', None]
+    >>> spread_over("model", [8], {"data": 1, "context": 4, "model": 2})
+    ('model', 'context')
   """
   known = list(lengths)
-  for names in (whole(axis, sizes), axis):
+  all_of = whole(axis, sizes)
+  choices = [all_of, axis]
+  if isinstance(all_of, tuple) and len(all_of) > 2:
+    choices[1:1] = [(axis, name) for name in all_of[1:]]
+  for names in choices:
     if all(length % axis_size(names, sizes) == 0 for length in known):
       return names
   return None
+
+
+def without_context(sizes: Mapping[str, int]) -> Mapping[str, int]:
+  """Sizes of the axes for weights, and for tokens that "context" shares out."""
+  return {name: size for name, size in sizes.items() if name != CONTEXT}

@@ -1,4 +1,4 @@
-"""Sharding of weights over a mesh with the axes "data" and "model"."""
+"""Sharding of weights over the axis "model" of a mesh."""
 
 from typing import Any
 
@@ -7,7 +7,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from kvjax.kernels.mesh_axes import MODEL, Spread, spread_over
+from kvjax.kernels.mesh_axes import (
+  MODEL,
+  Spread,
+  spread_over,
+  without_context,
+)
 from kvjax.model import Geometry
 
 # Logical axes of every parameter by the last two parts of its path. Parameters
@@ -63,6 +68,7 @@ def param_shardings(
   # All layers have the same number of heads.
   layer = geometry.layers[0]
   units = {"heads": layer.heads, "kv_heads": layer.kv_heads}
+  sizes = without_context(mesh.shape)
 
   def shard(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
     names = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
@@ -73,7 +79,7 @@ def param_shardings(
       # Heads must divide, not their channels, or one would be split.
       parts = units.get(axis or "", size)
       is_whole = axis not in SHARDED
-      spec.append(None if is_whole else spread_over(MODEL, [parts], mesh.shape))
+      spec.append(None if is_whole else spread_over(MODEL, [parts], sizes))
     return NamedSharding(mesh, PartitionSpec(*spec))
 
   return jax.tree_util.tree_map_with_path(shard, template)

@@ -15,6 +15,7 @@ from kvjax import kernels, models
 from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.errors import InputError, InputWarning
 from kvjax.experiments.run import results
+from kvjax.kernels.mesh_axes import CONTEXT
 from kvjax.models import catalog
 from kvjax.models.pretrained import DTYPES
 from kvjax.models.sources import find
@@ -48,7 +49,12 @@ BATCH = flags.DEFINE_integer(
   "Contexts per prefill; fewer are used if their caches do not fit in memory.",
   lower_bound=1,
 )
-_MESH = flags.DEFINE_string("mesh", None, "Device mesh, as in data:2,model:2.")
+_MESH = flags.DEFINE_string(
+  "mesh",
+  None,
+  "Device mesh, as in data:2,model:2; context:2 shares out the tokens of whole "
+  "prompts.",
+)
 _KERNELS = flags.DEFINE_string(
   "kernels",
   "auto",
@@ -92,8 +98,10 @@ def _split(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
   config = find(_model()).config()
   kv_heads = config.num_kv_heads
   split = split_mesh(mesh, kv_heads)
-  if split is mesh:
-    return mesh
+  # With "context", pages of any heads are shared out, or a plan's warning says
+  # that they cannot be.
+  if split is mesh or CONTEXT in mesh.shape:
+    return split
   size, parts = mesh.shape["model"], split.shape["model"]
   # Of a token: keys and values of the heads that others have, too.
   head = 2 * config.num_layers * config.head_dim * jnp.dtype(dtype()).itemsize

@@ -119,12 +119,13 @@ class Slice:
     kind = KINDS[self.kind]
     return kind.link_bytes_per_second / kind.devices
 
-  def load(self, rows: int, kv_heads: int) -> Chip:
+  def load(self, rows: int, kv_heads: int, tokens: int = 1) -> Chip:
     """Loads its devices, on a mesh.
 
     Args:
       rows: size of the axis "data".
       kv_heads: KV heads of a layer, which the other devices share out.
+      tokens: size of the axis "context".
     """
     chip = Chip.load(self.kind, self.topology)
     return dataclasses.replace(
@@ -133,6 +134,7 @@ class Slice:
       hbm_bytes=int(KINDS[self.kind].programs_gib * 2**30),
       rows=rows,
       kv_heads=kv_heads,
+      tokens=tokens,
     )
 
 
@@ -172,8 +174,8 @@ def find_slice(name: str) -> Slice:
   return SLICES[name]
 
 
-def rows_of(slice_: Slice, sizes: Mapping[str, int]) -> int:
-  """Returns the size of the axis "data" of a mesh of a whole slice.
+def check_devices(slice_: Slice, sizes: Mapping[str, int]) -> None:
+  """Refuses a mesh that is not of a whole slice.
 
   Args:
     slice_: the slice.
@@ -187,4 +189,3 @@ def rows_of(slice_: Slice, sizes: Mapping[str, int]) -> int:
     raise InputError(
       f"--mesh has {count} devices; {slice_.name} has {slice_.devices}."
     )
-  return sizes["data"]

@@ -11,8 +11,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh
 
-from kvjax.cache.base import AXES
-from kvjax.cache.sharding import split_mesh
+from kvjax.cache.sharding import mesh_shape, split_mesh
 from kvjax.errors import InputError
 
 # By libtpu's names: eight chips of a host, or the smallest topologies that fit
@@ -51,6 +50,7 @@ class Chip:
     flops_per_second: peak of a device's products of bfloat16.
     rows: size of the axis "data" of the mesh.
     kv_heads: KV heads that the axis "model" is split for, if it is.
+    tokens: size of the axis "context" of the mesh.
   """
 
   name: str
@@ -62,6 +62,7 @@ class Chip:
   flops_per_second: int
   rows: int = 1
   kv_heads: int | None = None
+  tokens: int = 1
 
   @classmethod
   def load(cls, name: str, topology: str | None = None) -> "Chip":
@@ -90,8 +91,8 @@ class Chip:
 
   @property
   def mesh(self) -> Mesh:
-    """A mesh of all devices: `rows` along "data", the others along "model"."""
-    mesh = _mesh(self.devices, self.rows)
+    """A mesh of all devices: those that are left are along "model"."""
+    mesh = _mesh(self.devices, self.rows, self.tokens)
     return mesh if self.kv_heads is None else split_mesh(mesh, self.kv_heads)
 
   @property
@@ -115,9 +116,11 @@ def prepare_libtpu() -> None:
     os.environ.setdefault(name, value)
 
 
-def _mesh(devices: tuple[Any, ...], rows: int = 1) -> Mesh:
+def _mesh(devices: tuple[Any, ...], rows: int = 1, tokens: int = 1) -> Mesh:
+  others = len(devices) // (rows * tokens)
+  shape = mesh_shape({"data": rows, "context": tokens, "model": others})
   return Mesh(
-    np.asarray(devices).reshape(rows, -1),
-    AXES,
-    axis_types=(AxisType.Auto,) * len(AXES),
+    np.asarray(devices).reshape(tuple(shape.values())),
+    tuple(shape),
+    axis_types=(AxisType.Auto,) * len(shape),
   )

@@ -1,10 +1,19 @@
 """The attention mass of each key, without materializing all weights."""
 
+import functools
+
+import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention_mass.xla import causal_mass_xla, chunk_mass_xla
-from kvjax.kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.dispatch import (
+  Implementation,
+  Programs,
+  dispatch,
+  on_mesh,
+)
+from kvjax.kernels.mesh_axes import CONTEXT
 
 _CAUSAL = Programs.of(causal_mass_xla)
 _CHUNKS = Programs.of(chunk_mass_xla)
@@ -44,14 +53,31 @@ def causal_mass(
     The mass of every slot, 0 if it is empty. Without sinks, the masses of a
     head sum to the number of queries that attend to at least one slot.
   """
-  return dispatch(
-    _CAUSAL,
-    implementation,
-    (queries, keys, query_positions, key_positions, sinks),
-    ("BN", "BK", "B", "BK", "N"),
-    "BN",
-    options=options,
-  )
+  length, slots = queries.shape[2], keys.shape[2]
+
+  def add(*operands: Array | None) -> Float[Array, "B N T"]:
+    mass: Array = dispatch(
+      _CAUSAL,
+      implementation,
+      operands,
+      ("BN", "BK", "B", "BK", "N"),
+      "BN",
+      options=options,
+    )
+    own = operands[0]
+    assert own is not None
+    return mass if own.shape[2] == length else jax.lax.psum(mass, CONTEXT)
+
+  operands = (queries, keys, query_positions, key_positions, sinks)
+  devices = jax.sharding.get_abstract_mesh()
+  if CONTEXT not in devices.auto_axes:
+    return add(*operands)
+  if length < slots:
+    # The keys of a prompt stay where they are.
+    implementation = "xla"
+    return add(*operands)
+  mass: Array = on_mesh(add, operands, ("BNS", "BK", "BS", "BK", "N"), "BN")
+  return mass
 
 
 def chunk_mass(
@@ -79,12 +105,21 @@ def chunk_mass(
     The mass of every slot, in float32 throughout as in `causal_mass`. Its mean
     over the valid slots of a chunk is 1.
   """
-  return dispatch(
+  add = functools.partial(
+    dispatch,
     _CHUNKS,
     implementation,
-    (queries, keys, valid),
-    ("BN", "BK", "BK"),
-    "BN",
+    spread=("BN", "BK", "BK"),
+    result="BN",
     chunk=chunk,
     scale=scale,
   )
+  operands = (queries, keys, valid)
+  devices = jax.sharding.get_abstract_mesh()
+  whole = devices.shape.get(CONTEXT, 1) * chunk
+  if CONTEXT not in devices.auto_axes or keys.shape[2] % whole:
+    return add(operands)
+  # Each device has whole chunks.
+  spread = ("BNS", "BKS", "BKS")
+  mass: Array = on_mesh(lambda *own: add(own), operands, spread, "BNS")
+  return mass

@@ -1,9 +1,17 @@
 """The prompt attention that the engine calls."""
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
-from kvjax.kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.dispatch import (
+  Implementation,
+  Programs,
+  dispatch,
+  on_mesh,
+)
+from kvjax.kernels.mesh_axes import CONTEXT
+from kvjax.kernels.prompt_attention.halves import attend_in_halves
 from kvjax.kernels.prompt_attention.xla import prompt_attention_xla
 
 # cuDNN has it from Ampere on: A100, L4, H100, B200.
@@ -22,7 +30,9 @@ def prompt_attention(
   """Computes causal self-attention of whole prompts, scaled by D^-1/2.
 
   Slot t is token t of its row. The contents of padding, NaN included, have no
-  effect on tokens. The outputs of padding are unspecified.
+  effect on tokens. The outputs of padding are unspecified. On a mesh with the
+  axis "context", each device attends with a part of the queries to all keys,
+  which it receives from the others; see `halves`.
 
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
@@ -37,11 +47,38 @@ def prompt_attention(
   Returns:
     The attention output in the dtype of the queries.
   """
-  return dispatch(
-    _PROGRAMS,
-    implementation,
-    (queries, keys, values, positions, sinks),
-    ("BN", "BK", "BK", "B", "N"),
-    "BN",
-    options=options,
-  )
+
+  def attend(
+    queries: Float[Array, "B N Q D"],
+    *others: Array | None,
+    start: Int[Array, ""] | None = None,
+  ) -> Float[Array, "B N Q Dv"]:
+    attended: Array = dispatch(
+      _PROGRAMS,
+      implementation,
+      (queries, *others, start),
+      ("BN", "BK", "BK", "B", "N", ""),
+      "BN",
+      options=options,
+    )
+    return attended
+
+  def attend_own(
+    queries: Float[Array, "B N Q D"], *others: Array | None
+  ) -> Float[Array, "B N Q Dv"]:
+    own = queries.shape[2]
+    if own == length:
+      return attend(queries, *others)
+    if own % 2:
+      start = jax.lax.axis_index(CONTEXT) * own
+      return attend(queries, *others, start=start)
+    return attend_in_halves(
+      lambda half, start: attend(half, *others, start=start), queries
+    )
+
+  length, operands = queries.shape[2], (queries, keys, values, positions, sinks)
+  if CONTEXT not in jax.sharding.get_abstract_mesh().auto_axes:
+    return attend(*operands)
+  spread = ("BNS", "BK", "BK", "B", "N")
+  attended: Array = on_mesh(attend_own, operands, spread, "BNS")
+  return attended

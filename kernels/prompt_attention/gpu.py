@@ -15,20 +15,24 @@ from kvjax.kernels.prompt_attention.padding import clear_padding
 
 
 def prompt_attention_gpu(
-  queries: Float[Array, "B N S D"],
+  queries: Float[Array, "B N Q D"],
   keys: Float[Array, "B K S D"],
   values: Float[Array, "B K S Dv"],
   positions: Int[Array, "B S"],
   sinks: Float[Array, " N"] | None = None,
+  start: Int[Array, ""] | None = None,
   options: AttentionOptions = PLAIN,
-) -> Float[Array, "B N S Dv"]:
+) -> Float[Array, "B N Q Dv"]:
   """Computes `kvjax.kernels.prompt_attention.api.prompt_attention`.
 
   Raises:
     NotImplementedError: cuDNN is missing or does not support the inputs:
       32-bit numbers, a head dim above 256 (before Hopper 128) or no multiple of
-      8, capped logits, sinks, or values that are not as wide as keys.
+      8, capped logits, sinks, values that are not as wide as keys, or queries
+      of some of the tokens.
   """
+  if start is not None:
+    raise NotImplementedError("cuDNN's causal mask starts at the first token.")
   window, scale = options.window, options.scale
   rest = dataclasses.replace(options, window=None, scale=None)
   decline_unless_plain(rest, keys.shape[-1], values.shape[-1], sinks)

@@ -1,6 +1,7 @@
 """Prompt attention by splash attention, JAX's TPU kernel."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,55 +19,77 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.prompt_attention.padding import clear_padding
 
-# Tokens per block: the maximum, and the number they are a multiple of.
+# Tokens per block: the maximum of queries, and what all are a multiple of.
 BLOCK = 512
 LANES = 128
-# Maximum number of blocks; the table of their pairs is in scalar memory.
-BLOCKS = 256
+# Maximum number of pairs of blocks: their table is in scalar memory. Keys that
+# are many are in longer blocks, whose keys and values take up to so many bytes.
+PAIRS = 2**16
+KEY_BYTES = 2**21
 # State of a pair of blocks: fully masked, partly masked, unmasked.
 _NONE, _SOME, _ALL = range(3)
 
 
 def prompt_attention_tpu(
-  queries: Float[Array, "B N S D"],
+  queries: Float[Array, "B N Q D"],
   keys: Float[Array, "B K S D"],
   values: Float[Array, "B K S Dv"],
   positions: Int[Array, "B S"],
   sinks: Float[Array, " N"] | None = None,
+  start: Int[Array, ""] | None = None,
   options: AttentionOptions = PLAIN,
-) -> Float[Array, "B N S Dv"]:
-  """Computes `kvjax.kernels.prompt_attention.api.prompt_attention`.
+) -> Float[Array, "B N Q Dv"]:
+  """Computes `kvjax.kernels.prompt_attention.xla.prompt_attention_xla`.
 
   Raises:
-    NotImplementedError: the prompts are longer than 131,072 tokens, or their
-      dtype is neither bfloat16 nor float32.
+    NotImplementedError: the prompts have too many tokens (with 16-bit heads of
+      128, more than 368,640 if all have a query), their dtype is neither
+      bfloat16 nor float32, or queries of some of the tokens do not fill their
+      blocks.
   """
   if queries.dtype not in (jnp.bfloat16, jnp.float32):
     raise NotImplementedError(f"No prompts of {queries.dtype} on TPUs.")
   batch, heads, length, dim = queries.shape
+  tokens = keys.shape[2]
   block = min(BLOCK, _round_up(length, LANES))
-  blocks = -(-length // block)
-  if blocks > BLOCKS:
-    raise NotImplementedError(
-      f"Splash attention takes prompts of up to {BLOCK * BLOCKS} tokens; these "
-      f"have {length}."
-    )
-  padding = blocks * block - length
+  if start is not None:
+    block = math.gcd(length, block)
+    if block % LANES:
+      raise NotImplementedError(f"{length} queries do not fill their blocks.")
+  rows, key_block = -(-length // block), block
+  slot = (dim + values.shape[-1]) * keys.dtype.itemsize
+  while rows * -(-tokens // key_block) > PAIRS:
+    key_block *= 2
+    if key_block * slot > KEY_BYTES:
+      raise NotImplementedError(
+        f"Splash attention takes {PAIRS} pairs of blocks; {length} queries and "
+        f"{tokens} keys have more."
+      )
+  padded = _round_up(tokens, key_block)
   # In float32: a scale rounded to 16 bits would bias all logits.
   scaled = queries.astype(jnp.float32) * options.scale_of(dim)
   scaled = scaled.astype(queries.dtype)
 
-  def rows_as_heads(x: Float[Array, "B H S D"]) -> Float[Array, "R P D"]:
+  def rows_as_heads(
+    x: Float[Array, "B H S D"], padded: int
+  ) -> Float[Array, "R P D"]:
     """Folds rows into heads; head j still reads KV head j // (N / K)."""
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    return padded.reshape(-1, *padded.shape[2:])
+    more = padded - x.shape[2]
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0)))
+    return x.reshape(-1, *x.shape[2:])
 
+  # Positions are 0, 1, 2, ... in every row, so all share one static mask.
+  queried = _round_up(tokens, block)
+  mask = causal_blocks(queried, (block, key_block), options.window)
+  if start is not None:
+    mask = _rows_from(start, rows, block, mask)
   attend = splash.SplashAttentionKernel(
-    # Positions are 0, 1, 2, ... in every row, so all share one static mask.
-    causal_blocks(blocks, block, options.window),
+    mask,
     None,
     None,
-    block_sizes=splash.BlockSizes(block_q=block, block_kv=block),
+    block_sizes=splash.BlockSizes(
+      block_q=block, block_kv=key_block, block_kv_compute=block
+    ),
     is_mqa=False,
     save_residuals=False,
     mask_value=splash.DEFAULT_MASK_VALUE,
@@ -79,9 +102,9 @@ def prompt_attention_tpu(
   precision = "highest" if queries.dtype == jnp.float32 else "default"
   with jax.default_matmul_precision(precision):
     output: Any = attend(
-      rows_as_heads(scaled),
-      rows_as_heads(clear_padding(keys, positions)),
-      rows_as_heads(clear_padding(values, positions)),
+      rows_as_heads(scaled, rows * block),
+      rows_as_heads(clear_padding(keys, positions), padded),
+      rows_as_heads(clear_padding(values, positions), padded),
       # Rows were folded into heads, so every row needs its own copy.
       sinks=None if sinks is None else jnp.tile(sinks, batch),
     )
@@ -90,7 +113,7 @@ def prompt_attention_tpu(
 
 
 def causal_blocks(
-  blocks: int, block: int, window: int | None = None
+  tokens: int, sizes: tuple[int, int], window: int | None = None
 ) -> mask_info.MaskInfo:
   """Builds splash attention's block mask for a causal or sliding-window mask.
 
@@ -98,30 +121,62 @@ def causal_blocks(
   visits every pair of tokens for it. That takes minutes for long prompts.
 
   Args:
-    blocks: number of blocks of queries, and of keys.
-    block: tokens per block.
+    tokens: number of tokens, a multiple of the queries per block.
+    sizes: queries per block, and keys per block.
     window: tokens that a query attends to, itself included; None for all.
   """
   if window is None:
-    window = blocks * block
-  # Blocks before a query's block that its window may reach.
-  reach = min(blocks - 1, -(-(window - 1) // block))
-  # The grid is as wide as the longest row: row r visits only the reach + 1 key
-  # blocks from max(r - reach, 0) on. A leading axis of 1 serves all heads.
-  row, column = np.indices((1, blocks, reach + 1))[1:]
-  column = column + np.maximum(row - reach, 0)
+    window = tokens
+  size, key_size = sizes
+  # Of each block of queries, as a column: its first and its last query, and the
+  # first and the last block of keys that it sees.
+  first = np.arange(0, tokens, size)[None, :, None]
+  last = first + size - 1
+  start = np.maximum(first - (window - 1), 0) // key_size
+  end = last // key_size
+  # As wide as the longest row; the leading axis of 1 is for all heads.
+  column = start + np.arange(np.max(end - start) + 1)[None, None]
+  first_key = column * key_size
+  unmasked = first_key + key_size - 1 <= first
   # The last query and the first key of two blocks are the farthest apart.
-  inside = (row - column + 1) * block <= window
-  below = np.where(column < row, np.where(inside, _ALL, _SOME), _NONE)
+  unmasked &= last - first_key < window
+  seen = column <= end
   return mask_info.MaskInfo(
     # Fully masked pairs prefetch the first block of the next row.
-    data_next=np.where(column <= row, column, 0).astype(np.int16),
+    data_next=np.where(seen, column, 0).astype(np.int16),
     mask_next=None,
-    block_mask=np.where(column == row, _SOME, below).astype(np.int8),
+    block_mask=np.select([~seen, unmasked], [_NONE, _ALL], _SOME).astype(
+      np.int8
+    ),
     partial_mask_blocks=None,
     # Splash attention computes the mask of `_SOME` blocks from these positions.
-    q_sequence=np.arange(blocks * block, dtype=np.int32),
+    q_sequence=np.arange(tokens, dtype=np.int32),
   )
+
+
+def _rows_from(
+  start: Int[Array, ""], rows: int, size: int, mask: mask_info.MaskInfo
+) -> mask_info.MaskInfo:
+  """Returns the rows of a mask from the block of a query on.
+
+  Args:
+    start: the query.
+    rows: number of rows.
+    size: queries per row.
+    mask: the mask of all tokens.
+  """
+  tables: Any = mask
+
+  def take(table: Int[np.ndarray, "1 R C"]) -> Int[Array, "1 r C"]:
+    first = start // size
+    return jax.lax.dynamic_slice_in_dim(jnp.asarray(table), first, rows, 1)
+
+  own: mask_info.MaskInfo = tables._replace(
+    data_next=take(tables.data_next),
+    block_mask=take(tables.block_mask),
+    q_sequence=start + jnp.arange(rows * size, dtype=jnp.int32),
+  )
+  return own
 
 
 def _visible(

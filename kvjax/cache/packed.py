@@ -5,14 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.activations import Activations
 from kvjax.cache.base import AXES, Arrange, Index, host_copy
 from kvjax.cache.layers import KV_DTYPES, LayerCache, Slots
 from kvjax.cache.tailed import TailedLayer
 from kvjax.kernels.gather import compact
-from kvjax.kernels.mesh_axes import MODEL, axis_size, whole
+from kvjax.kernels.mesh_axes import CONTEXT, MODEL, axis_size, whole
 from kvjax.kernels.paged_attention import paged_attention
 from kvjax.kernels.quantized import Quantized, quantize
 from kvjax.struct import replace, struct
@@ -29,8 +29,10 @@ class Pages:
   A row has the pages of head 0, then those of head 1, and so on, then unused
   pages. A head's tokens fill its pages in the order of their positions; only
   its last page has empty slots. R is the same for all rows. On a mesh, B is
-  sharded over "data", and R over "model" and "group": the n devices along them
-  take turns, so that each one has an n-th of the used pages, in their order.
+  sharded over "data", and R over all other axes: the n devices along them take
+  turns, so that each one has an n-th of the used pages, in their order. Where
+  heads have equally many slots, each device has pages of its heads, of which
+  several may be empty.
 
   Attributes:
     keys: rotated keys; arbitrary in empty slots and unused pages.
@@ -65,6 +67,29 @@ class Pages:
       kept.positions.reshape(chosen.shape),
       heads,
     )
+
+  @classmethod
+  def even(cls, cache: LayerCache, page: int) -> "Pages":
+    """Cuts slots into pages where they are, as `PackedLayer.even` says."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    kv_heads = cache.positions.shape[1]
+    context, model = sizes.get(CONTEXT, 1), sizes.get(MODEL, 1)
+    # Heads that no device has alone are whole on all.
+    parts = model if kv_heads % model == 0 else 1
+    rest = axis_size(whole(MODEL, sizes), sizes) // parts // context
+    per_head = -(-cache.capacity // (page * context * rest)) * context * rest
+    cache = cache.grow(per_head * page - cache.capacity)
+
+    def cut(x: Shaped[Array, "B K T *D"]) -> Shaped[Array, "B R P *D"]:
+      split = (parts, kv_heads // parts, context, rest, -1, page)
+      x = x.reshape(x.shape[0], *split, *x.shape[3:])
+      # Pages of any heads are in the order of the devices that have them.
+      x = jnp.moveaxis(x, (4, 3), (2, 3))
+      return x.reshape(x.shape[0], -1, *x.shape[6:])
+
+    heads = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+    heads = cut(jnp.broadcast_to(heads, cache.positions.shape))[..., 0]
+    return cls(cut(cache.keys), cut(cache.values), cut(cache.positions), heads)
 
   def lengths(self, kv_heads: int) -> Int[Array, "*L B K"]:
     """Number of tokens per row and KV head."""
@@ -108,6 +133,21 @@ class PackedLayer(TailedLayer):
     # Ragged budgets are spread once, so no later eviction needs a memory.
     empty = cache.without_memory().shrink(0)
     return cls(Pages.of(cache, slots, total, page), empty)
+
+  @classmethod
+  def even(cls, cache: LayerCache, page: int = PAGE) -> "PackedLayer":
+    """Makes pages of heads with equally many slots; the tail has no room yet.
+
+    On a mesh, devices that have different tokens of a head, or the same heads,
+    then have pages of their own. Tokens stay on their devices if the page and
+    the devices divide them.
+
+    Args:
+      cache: the cache, with the tokens of each head in its first slots.
+      page: P, slots per page.
+    """
+    cache = cache.without_memory()
+    return cls(Pages.even(cache, page), cache.shrink(0))
 
   @property
   def lengths(self) -> Int[Array, "*L B K"]:

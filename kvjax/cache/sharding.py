@@ -1,18 +1,30 @@
-"""Sharding of caches over a mesh; see `kvjax.kernels.mesh_axes`."""
+"""Sharding of prompts and caches over a mesh; see `kernels.mesh_axes`."""
 
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import PyTree
 
+from kvjax.activations import Activations
 from kvjax.cache.base import AXES, Layer
 from kvjax.errors import InputError
-from kvjax.kernels.mesh_axes import GROUP, MODEL, spread_over
+from kvjax.kernels.mesh_axes import (
+  CONTEXT,
+  DATA,
+  GROUP,
+  MODEL,
+  spread_over,
+  whole,
+  without_context,
+)
 from kvjax.placement import is_on_host
 
+# Those that a flag may give, in the order of a mesh's devices.
+MESH_AXES = (DATA, CONTEXT, MODEL)
 _SIZE = re.compile("[1-9][0-9]{0,8}")
 # Characters of a flag that a message repeats.
 _SHOWN = 60
@@ -30,16 +42,17 @@ def parse_sizes(text: str) -> dict[str, int]:
   given: dict[str, int] = {}
   for part in text.split(","):
     axis, _, size = part.partition(":")
-    if axis not in AXES or not _SIZE.fullmatch(size):
+    if axis not in MESH_AXES or not _SIZE.fullmatch(size):
       raise InputError(
-        f"A mesh is written as data:2,model:2; {part[:_SHOWN]!r} does not fit."
+        "A mesh is written as data:2,model:2, or with context:2 too; "
+        f"{part[:_SHOWN]!r} does not fit."
       )
     if axis in given:
       raise InputError(
         f"The mesh {text[:_SHOWN]} has the axis {axis!r} twice; give it once."
       )
     given[axis] = int(size)
-  return {axis: given.get(axis, 1) for axis in AXES}
+  return {axis: given.get(axis, 1) for axis in MESH_AXES}
 
 
 def parse_mesh(text: str) -> jax.sharding.Mesh:
@@ -49,7 +62,7 @@ def parse_mesh(text: str) -> jax.sharding.Mesh:
     InputError: see `parse_sizes`, or more devices than this host has.
   """
   sizes = parse_sizes(text)
-  count = sizes["data"] * sizes["model"]
+  count = math.prod(sizes.values())
   # Those of other hosts cannot be read from here.
   devices = jax.local_devices()
   if count > len(devices):
@@ -57,12 +70,26 @@ def parse_mesh(text: str) -> jax.sharding.Mesh:
     raise InputError(
       f"The mesh {text} needs {count} devices; {found} {len(devices)}."
     )
+  shape = mesh_shape(sizes)
   return jax.make_mesh(
-    tuple(sizes.values()),
-    AXES,
-    axis_types=(AxisType.Auto,) * len(AXES),
+    tuple(shape.values()),
+    tuple(shape),
+    axis_types=(AxisType.Auto,) * len(shape),
     devices=devices[:count],
   )
+
+
+def mesh_shape(sizes: Mapping[str, int]) -> dict[str, int]:
+  """Sizes of the axes that a mesh has: "context" only with several devices.
+
+  Args:
+    sizes: sizes of all axes of `MESH_AXES`.
+  """
+  return {
+    axis: sizes[axis]
+    for axis in MESH_AXES
+    if axis != CONTEXT or sizes[axis] > 1
+  }
 
 
 def split_mesh(mesh: jax.sharding.Mesh, kv_heads: int) -> jax.sharding.Mesh:
@@ -77,7 +104,7 @@ def split_mesh(mesh: jax.sharding.Mesh, kv_heads: int) -> jax.sharding.Mesh:
     kv_heads: number of KV heads of a layer.
 
   Returns:
-    The mesh with a third axis; the same one if the axis divides the KV heads.
+    The mesh with one more axis; the same one if the axis divides the KV heads.
 
   Examples:
     >>> from kvjax.cache.sharding import parse_mesh, split_mesh
@@ -100,11 +127,87 @@ def split_mesh(mesh: jax.sharding.Mesh, kv_heads: int) -> jax.sharding.Mesh:
   )
 
 
-def shard_layer[L: Layer](layer: L) -> L:
-  """Shards the batch over "data", KV heads over "model" and pages over both.
+def context_size() -> int:
+  """Devices that share out the tokens of a prompt, on the mesh in context."""
+  return int(jax.sharding.get_abstract_mesh().shape.get(CONTEXT, 1))
 
-  Without a mesh in context (`jax.set_mesh`) nothing happens. An axis that does
-  not divide evenly is not sharded.
+
+def heads_fill_mesh(kv_heads: int) -> bool:
+  """Whether all devices for a row can have KV heads of their own.
+
+  Without the axis "context" this is not asked, and true.
+  """
+  if context_size() == 1:
+    return True
+  sizes = jax.sharding.get_abstract_mesh().shape
+  return spread_over(MODEL, [kv_heads], sizes) == whole(MODEL, sizes)
+
+
+def shard_tokens[Tree: PyTree](tree: Tree, shape: tuple[int, ...]) -> Tree:
+  """Shards arrays of a prompt's tokens over "data" and "context".
+
+  Args:
+    tree: arrays; those [B, S, ...] are sharded.
+    shape: B and S.
+  """
+  if context_size() == 1:
+    return tree
+
+  def shard(leaf: jax.Array) -> jax.Array:
+    # Numbers of tokens are small; all devices have them.
+    own = leaf.ndim > 2 and leaf.shape[:2] == shape
+    return _constrain_axes(leaf, (DATA, CONTEXT)) if own else leaf
+
+  return jax.tree.map(shard, tree)
+
+
+def shard_activations(activations: Activations) -> Activations:
+  """Shards the activations of prompts: their tokens over "context", too."""
+  if context_size() == 1:
+    return activations
+  shape = activations.positions.shape
+
+  def shard(leaf: jax.Array) -> jax.Array:
+    if leaf.ndim == 4 and (leaf.shape[0], leaf.shape[2]) == shape:
+      return _constrain_axes(leaf, (DATA, MODEL, CONTEXT))
+    return _constrain_axes(leaf, (DATA,)) if leaf.shape == shape else leaf
+
+  return shard_tokens(jax.tree.map(shard, activations), shape)
+
+
+def gather_tokens[Tree: PyTree](scores: Tree) -> Tree:
+  """Gathers the scores of each head's tokens, which then select on one device.
+
+  Args:
+    scores: arrays [B, K, T] or the like.
+  """
+  if context_size() == 1:
+    return scores
+
+  # Two constraints: with the last one alone, keys would move, not scores.
+  def split(leaf: jax.Array) -> jax.Array:
+    return _constrain_axes(leaf, (DATA, MODEL, CONTEXT))
+
+  return _constrain(jax.tree.map(split, scores), AXES, leading=0)
+
+
+def _constrain_axes(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+  """Shards leading axes over one mesh axis each, where it divides them."""
+  sizes = jax.sharding.get_abstract_mesh().shape
+  heads = without_context(sizes)
+  spec = (
+    spread_over(axis, [length], heads if axis == MODEL else sizes)
+    for axis, length in zip(axes, x.shape, strict=False)
+  )
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def shard_layer[L: Layer](layer: L) -> L:
+  """Shards the batch over "data", and KV heads or pages over "model".
+
+  The devices of "context" count as further ones of "model". Without a mesh in
+  context (`jax.set_mesh`) nothing happens. An axis that does not divide evenly
+  is not sharded.
   """
   return layer.place(functools.partial(_constrain, leading=0))
 

@@ -17,7 +17,7 @@ from kvjax.cache.narrow import NarrowLayer
 from kvjax.cache.observation import ObservationWindow
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.pooled import PooledLayers
-from kvjax.cache.sharding import shard_layer, shard_stack
+from kvjax.cache.sharding import gather_tokens, shard_layer, shard_stack
 from kvjax.cache.sparse import SparseLayer
 from kvjax.cache.window import WindowLayer
 from kvjax.calibration.features import concentration
@@ -117,7 +117,9 @@ def evaluate_layer(
       cache = after
     if scored:
       scores = evaluation.allocation.evaluate(method, layer, cache, activations)
-  return Evaluated(scores, after.received, after.window)
+  # Heads select from all of their tokens.
+  scores, received = gather_tokens((scores, after.received))
+  return Evaluated(scores, received, after.window)
 
 
 @functools.partial(jax.jit, static_argnames=("evaluation",))
@@ -208,6 +210,8 @@ def compress_layer(
     # Slots were selected with room for all T, so that budgets share a program;
     # beyond the capacity they are -1.
     cache = cache.take(inputs.slots[..., : program.capacity])
+  if program.paged:
+    return shard_layer(_quantize(PackedLayer.even(cache), program.kv_dtype))
   if program.channels is not None:
     channels = keep_channels(program.channels, cache, activations)
     return shard_layer(NarrowLayer.of(cache, channels))

@@ -2,6 +2,7 @@
 
 import warnings
 
+from kvjax.cache.sharding import context_size, heads_fill_mesh
 from kvjax.engine.layer_budgets import compressed_layers, kv_heads
 from kvjax.engine.plan_conflicts import OWN_FRAMES
 from kvjax.engine.plans import Plan
@@ -39,6 +40,48 @@ def check_plan(model: Model, plan: Plan) -> None:
         f"layer {layer}, which has another number of heads; give each layer "
         "its own."
       )
+
+
+def check_context_axis(model: Model, plan: Plan, padded: int) -> None:
+  """Checks what the axis "context" of the mesh shares out.
+
+  A warning says if its devices will all have the same cache.
+
+  Args:
+    model: the model.
+    plan: the plan.
+    padded: tokens that prompts are padded to.
+
+  Raises:
+    InputError: the axis does not divide the tokens, or they come in blocks.
+  """
+  devices = context_size()
+  if devices == 1:
+    return
+  if plan.schedule.block is not None:
+    raise InputError(
+      "The axis 'context' of the mesh shares out the tokens of whole prompts, "
+      f"and these come in blocks of {plan.schedule.block}; give its devices to "
+      "'data' or 'model'."
+    )
+  if padded % devices:
+    raise InputError(
+      f"The axis 'context' of the mesh has {devices} devices, which do not "
+      f"divide the {padded} tokens that prompts are padded to; pad them to a "
+      "multiple, as kvjax.Prompts.of(rows, padded=...) does, or choose another "
+      "size of the axis."
+    )
+  heads = {
+    kv_heads(plan, spec) for spec in model.geometry.layers if spec.compressible
+  }
+  if not plan.pageable and not all(map(heads_fill_mesh, heads)):
+    warnings.warn(
+      f"The {devices} devices of the axis 'context' will all have the same "
+      f"cache: {max(heads)} KV heads cannot be shared out over 'model' and "
+      "'context' together, and this plan's cache is not in pages.",
+      InputWarning,
+      skip_file_prefixes=OWN_FRAMES,
+    )
 
 
 def _warn_of_windows(plan: Plan, geometry: Geometry) -> None:

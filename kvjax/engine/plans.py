@@ -155,6 +155,13 @@ class Plan:
     return isinstance(self.budget, Retention) and self.budget.share == 1
 
   @property
+  def pageable(self) -> bool:
+    """Whether pages can hold its caches, since nothing moves tokens later."""
+    traits = self.method.traits
+    moves = self.while_decoding is not None or traits.renumbers
+    return not (moves or self.sparse is not None or traits.channels)
+
+  @property
   def activations(self) -> frozenset[str]:
     """Optional activations that the plan depends on."""
     return self.method.traits.activations

@@ -32,7 +32,7 @@ from kvjax.engine.layer_budgets import (
   check_protected,
 )
 from kvjax.engine.model_layers import layer_stacks
-from kvjax.engine.plan_fit import check_plan
+from kvjax.engine.plan_fit import check_context_axis, check_plan
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import (
   max_span,
@@ -91,6 +91,7 @@ def prefill(
   block = max(plan.schedule.block, plan.schedule.first or 0)
   check_context(model, max_span(plan, np.asarray(prompts.lengths), block))
   check_plan(model, plan)
+  check_context_axis(model, plan, prompts.tokens.shape[1])
   check_protected(plan, prompts, model.geometry)
   return prefill_blocks(model, params, prompts, plan)
 
@@ -360,6 +361,7 @@ def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:
   check_context(model, np.asarray(prompts.lengths))
   for plan in plans:
     check_plan(model, plan)
+    check_context_axis(model, plan, prompts.tokens.shape[1])
 
 
 def _check_plans(plans: Any) -> None:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.allocation.base import LayerBudget, Sizes
 from kvjax.cache.layers import LayerCache
+from kvjax.cache.sharding import heads_fill_mesh
 from kvjax.calibration.record import Calibrated
 from kvjax.engine.layer_budgets import (
   budget_sizes,
@@ -37,20 +38,21 @@ class LayerProgram:
   Attributes:
     capacity: slots of the new cache per head.
     ragged: whether heads keep different numbers of tokens.
+    paged: whether pages are shared out over more devices than heads can be.
     per_query_head: whether every query head stores its own keys.
     recursive: whether the method evicts while decoding.
-    renumbers: spec of the layer, if its tokens are renumbered by their place in
-      the cache.
+    renumbers: spec of the layer, if its tokens are numbered anew.
     kv_dtype: dtype to quantize keys and values to, if any.
     window: window of a sliding-window layer; None for a global layer.
     retrieval: retrieval method of the layer, if any.
     max_keys: maximum number of keys that any row retrieves.
     pool: pages per layer, if all layers share a pool; else 0.
-    channels: which channels of the keys are stored; None for all.
+    channels: channels of the keys that are stored; None for all.
   """
 
   capacity: int
   ragged: bool = False
+  paged: bool = False
   per_query_head: bool = False
   recursive: bool = False
   renumbers: LayerSpec | None = None
@@ -113,12 +115,13 @@ class PreparedPlan:
 
   def program(self, layer: int, spec: LayerSpec) -> LayerProgram:
     """Returns the static arguments of a layer's program."""
-    plan, capacity = self.plan, self.capacities[layer]
+    plan = self.plan
     if spec.window is not None:
       return LayerProgram(spec.window, window=spec.window)
     program = LayerProgram(
-      capacity,
+      self.capacities[layer],
       ragged=plan.spread.ragged and not self.keeps_all[layer],
+      paged=plan.pageable and not heads_fill_mesh(kv_heads(plan, spec)),
       per_query_head=plan.per_query_head,
       recursive=plan.while_decoding is not None,
       renumbers=spec if plan.method.traits.renumbers else None,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.cache.sharding import shard_activations, shard_tokens
 from kvjax.calibration.features import TAIL
 from kvjax.engine.forward import attend_to_prompt, block_positions
 from kvjax.engine.likelihood import prompt_and_tail_nll
@@ -29,7 +30,7 @@ def embed(
   positions: Int[Array, "B S"],
 ) -> tuple[Float[Array, "B S E"], PyTree]:
   """Embeds tokens; see `Model.embed`."""
-  return model.embed(params, tokens, positions)
+  return shard_tokens(model.embed(params, tokens, positions), tokens.shape)
 
 
 @functools.partial(
@@ -64,6 +65,7 @@ def forward_layer(
   def attend(
     activations: Activations,
   ) -> tuple[Float[Array, "B N S Dv"], Activations]:
+    activations = shard_activations(activations)
     # XLA drops the optional activations that are no outputs.
     return attend_to_prompt(activations), activations.only(optional)
 
@@ -76,6 +78,7 @@ def forward_layer(
     positions,
     attend,
   )
+  hidden = shard_tokens(hidden, positions.shape)
   return hidden, activations if spec.cache else None
 
 

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from typing import final
 
 import jax
@@ -63,12 +64,12 @@ def window_queries(
   real = jnp.sum((activations.positions >= 0).astype(jnp.int32), axis=1)
   # Padding is at the end of a block; a row with few queries includes some.
   start = jnp.clip(real - size, 0, length - size)
-  take = jax.lax.dynamic_slice_in_dim
+  # By index, as devices that share out the tokens gather what they have.
+  places = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+  take = functools.partial(jnp.take_along_axis, mode="clip")
   return (
-    jax.vmap(lambda x, at: take(x, at, size, axis=1))(
-      activations.queries, start
-    ),
-    jax.vmap(lambda x, at: take(x, at, size))(activations.positions, start),
+    take(activations.queries, places[:, None, :, None], axis=2),
+    take(activations.positions, places, axis=1),
   )
 
 

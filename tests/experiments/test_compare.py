@@ -92,6 +92,30 @@ def test_a_run_answers_and_a_second_run_has_nothing_to_do(
   assert "holds answers with seed 3, and this run has seed 4" in other.stderr
 
 
+def test_devices_that_share_out_tokens_answer_as_one(
+  binary, tiny_directory, tmp_path
+):
+  answers = []
+  for mesh in ("model:1", "context:2,model:2"):
+    folder = tmp_path / mesh.replace(":", "-")
+    run = binary(
+      f"--model={tiny_directory}",
+      "--methods=full,keydiff",
+      "--retention=0.5",
+      "--tasks=niah_single_2",
+      "--samples=2",
+      "--length=256",
+      f"--mesh={mesh}",
+      f"--output={folder}",
+    )
+    assert run.returncode == 0, run.stderr
+    text = (folder / "samples.jsonl").read_text()
+    lines = map(json.loads, text.splitlines())
+    answers.append([(line["method"], line["prediction"]) for line in lines])
+  assert answers[0] == answers[1]
+  assert len(answers[0]) == 4
+
+
 def test_a_text_is_answered_side_by_side(binary, tiny_directory, tmp_path):
   text = tmp_path / "notes.txt"
   text.write_text("The grass is green. The sky is blue. Ann called.\n")
@@ -160,6 +184,10 @@ def test_a_threshold_has_a_retention_of_its_own(
     (["extra"], "There is no argument 'extra'"),
     (["--dtype=int8"], "--dtype=int8"),
     (["--mesh=data:64"], "needs 64 devices; there are 4."),
+    (
+      ["--mesh=context:3", "--length=256"],
+      "'context' of the mesh has 3 devices, which do not divide the 256 tokens",
+    ),
     (["--length=4096"], "--length=4096 and 2 tokens of chat template are"),
     (["--length=32"], "A length of 32 tokens is too short for this task"),
     (["--text=no.txt", "--question=Why?"], "no.txt cannot be read: No such"),

@@ -71,9 +71,9 @@ def test_slices_have_the_devices_that_their_names_say():
   with pytest.raises(InputError, match="v5e-1/4/8/16/32/64/128/256, v5p-8/16/"):
     slices.find_slice("v5e-12")
   eight = slices.find_slice("v5e-8")
-  assert slices.rows_of(eight, {"data": 2, "model": 4}) == 2
+  slices.check_devices(eight, {"data": 2, "model": 4})
   with pytest.raises(InputError, match="--mesh has 4 devices; v5e-8 has 8"):
-    slices.rows_of(eight, {"data": 2, "model": 2})
+    slices.check_devices(eight, {"data": 2, "model": 2})
 
 
 def test_a_slice_has_the_name_of_cloud_tools_too():

@@ -16,7 +16,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from kvjax import kernels
+from kvjax.cache.sharding import parse_mesh
 from kvjax.kernels.prompt_attention import prompt_attention, tpu
+from kvjax.kernels.prompt_attention.halves import places
 from kvjax.kernels.prompt_attention.specs import SPECS
 
 LENGTHS = (101, 147)
@@ -92,15 +94,69 @@ def test_splash_attention_at_heads_of_every_size(
   assert_splash_attends(*prompts(2 * G, 2, 139, D, dtype, (0, 1, 139)))
 
 
-@pytest.mark.parametrize("blocks", [1, 5])
-def test_blocks_are_what_splash_attention_finds(blocks):
+@pytest.mark.parametrize(("blocks", "longer"), [(1, 1), (5, 1), (8, 2), (8, 4)])
+def test_blocks_are_what_splash_attention_finds(blocks, longer):
+  sizes = (128, 128 * longer)
   mask = masks.MultiHeadMask([masks.CausalMask((blocks * 128,) * 2)] * 2)
-  wanted, _ = mask_info.process_mask(mask, (128, 128))
-  actual = tpu.causal_blocks(blocks, 128)
+  wanted, _ = mask_info.process_mask(mask, sizes)
+  actual = tpu.causal_blocks(blocks * 128, sizes)
   for ours, theirs in zip(actual, wanted, strict=True):
     assert (ours is None) == (theirs is None)
     if ours is not None:
       np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("pairs", [2**16, 2])
+def test_devices_attend_with_their_queries_to_all_keys(monkeypatch, pairs):
+  """In blocks of 128 queries, two on a device, and of twice as many keys."""
+  monkeypatch.setattr(tpu, "BLOCK", 128)
+  monkeypatch.setattr(tpu, "PAIRS", pairs)
+  mesh = parse_mesh("context:2,model:2")
+  with jax.set_mesh(mesh):
+    assert_splash_attends(*prompts(4, 2, 512, 64, "float32", (470, 201)))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 7, 8])
+def test_devices_have_equal_work_of_their_own(devices):
+  seen = {}
+  for odd in range(2):
+    pairs = places(devices, odd)
+    owners, attending = zip(*pairs, strict=True)
+    assert sorted(owners) == sorted(attending) == list(range(devices))
+    for owner, device in pairs:
+      seen.setdefault(device, []).append(2 * owner + odd)
+  # Half h sees h halves before it and itself.
+  assert {sum(halves) for halves in seen.values()} == {2 * devices - 1}
+
+
+def test_an_odd_number_of_queries_stays_where_it_is():
+  arrays, real = prompts(4, 2, 150, 8, "float32", (150, 101))
+  with jax.set_mesh(parse_mesh("context:2,model:2")):
+    actual = jax.jit(prompt_attention)(*arrays)
+  for row, length in enumerate(real.sum(axis=1)):
+    wanted = expected(*arrays[:3], row, length)
+    np.testing.assert_allclose(actual[row, :, :length], wanted, atol=1e-5)
+
+
+def test_more_pairs_of_blocks_than_a_table_has_are_declined(monkeypatch):
+  monkeypatch.setattr(tpu, "BLOCK", 128)
+  monkeypatch.setattr(tpu, "PAIRS", 7)
+  arrays, _ = prompts(2, 1, 1024, 64, "float32")
+  with (
+    kernels.use("pallas", "tpu"),
+    pytest.raises(NotImplementedError, match="1024 queries and 1024 keys have"),
+  ):
+    jax.eval_shape(prompt_attention, *arrays)
+
+
+def test_queries_that_fill_no_block_are_declined():
+  arrays, _ = prompts(4, 2, 320, 64, "float32")
+  with (
+    jax.set_mesh(parse_mesh("context:2")),
+    kernels.use("pallas", "tpu"),
+    pytest.raises(NotImplementedError, match="80 queries do not fill"),
+  ):
+    jax.eval_shape(prompt_attention, *arrays)
 
 
 @pytest.mark.parametrize(

@@ -76,13 +76,13 @@ def test_every_device_of_a_mesh_has_the_sinks_of_its_heads():
   assert_prompts(actual, operands, options, sinks)
 
 
+@pytest.mark.parametrize("longer", [1, 2])
 @pytest.mark.parametrize("window", [1, 2, 128, 129, 130, 257, 600, 5000])
-def test_blocks_of_windows_are_what_splash_attention_finds(window):
-  mask = masks.LocalMask((5 * 128,) * 2, (window - 1, 0), 0)
-  wanted, _ = mask_info.process_mask(
-    masks.MultiHeadMask([mask] * 2), (128, 128)
-  )
-  actual = tpu.causal_blocks(5, 128, window)
+def test_blocks_of_windows_are_what_splash_attention_finds(window, longer):
+  tokens, sizes = 6 * 128, (128, 128 * longer)
+  mask = masks.LocalMask((tokens, tokens), (window - 1, 0), 0)
+  wanted, _ = mask_info.process_mask(masks.MultiHeadMask([mask] * 2), sizes)
+  actual = tpu.causal_blocks(tokens, sizes, window)
   for ours, theirs in zip(actual, wanted, strict=True):
     assert (ours is None) == (theirs is None)
     if ours is not None:

@@ -178,6 +178,17 @@ def test_devices_with_the_same_heads_move_no_cached_keys_either(name):
   assert 4 * max(each.largest for each in found) < KEPT_KEYS
 
 
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("name", ["full", "keydiff", "ada/snapkv"])
+def test_devices_that_shared_out_a_prompt_move_no_cached_keys(name, kv_heads):
+  """They have heads of their own, or pages if there are too few heads."""
+  fields = {**TINY.fields, "num_key_value_heads": kv_heads}
+  mesh = parse_mesh("context:2,model:2")
+  found = decoding_step(name, mesh, published=Published("any", fields))
+  assert found
+  assert 4 * max(each.largest for each in found) < KEPT_KEYS
+
+
 @pytest.mark.parametrize("name", METHOD_NAMES)
 def test_a_compressed_cache_takes_less_of_a_device_than_a_full_one(name):
   mesh = parse_mesh("model:4")

@@ -60,7 +60,9 @@ def mesh_of(axes):
   return split_mesh(parse_mesh(axes), SPEC.kv_heads)
 
 
-@pytest.mark.parametrize("axes", ["model:4", "data:2,model:2", "model:3"])
+@pytest.mark.parametrize(
+  "axes", ["model:4", "data:2,model:2", "model:3", "context:2,model:2"]
+)
 def test_each_device_has_its_share_of_the_pages_of_every_layer(axes):
   expected, said = alone()
   with jax.set_mesh(mesh_of(axes)):
@@ -70,7 +72,7 @@ def test_each_device_has_its_share_of_the_pages_of_every_layer(axes):
     assert kept_positions(cache, row) == kept_positions(expected, row)
   (pool,) = cache.stacks
   devices = pool.devices
-  assert devices == int(axes[-1])
+  assert devices == {"data:2,model:2": 2, "model:3": 3}.get(axes, 4)
   keys = pool.pages.keys
   share = keys.sharding.shard_shape(keys.shape)[2]
   assert share * devices == keys.shape[2]

@@ -1,0 +1,277 @@
+"""Prompts whose tokens are shared out over the axis "context" of a mesh."""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import kvjax
+from kvjax.cache.packed import PackedLayer
+from kvjax.cache.sharding import parse_mesh, split_mesh
+from kvjax.engine import prompt_programs
+from kvjax.engine.compress import Evaluation, evaluate_layer
+from kvjax.errors import InputError, InputWarning
+from kvjax.experiments.tpu.collectives import collectives
+from kvjax.experiments.tpu.hlo import Module
+from kvjax.kernels.attention import chunked
+from kvjax.model import Geometry, LayerSpec
+from kvjax.testing import TinyModel, kept_positions
+
+RNG = np.random.default_rng(0)
+# No token twice: equal keys would tie, and ties fall as rounding falls.
+ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 43)]
+QUESTIONS = kvjax.Prompts.of([[5, 6], [1, 2, 3]])
+# Of two KV heads, the devices of the last mesh have one each; on the others,
+# there are more devices for a row than heads.
+MESHES = ("context:4", "context:2,model:2", "data:2,context:2")
+HALF = kvjax.Retention(0.5)
+PLANS = {
+  "full": kvjax.get_plan("full", kvjax.Retention(1.0)),
+  "keydiff": kvjax.get_plan("keydiff", HALF),
+  "snapkv": kvjax.get_plan("snapkv:window=5", HALF),
+  "lagkv": kvjax.get_plan("lagkv:sinks=2:lag=10", HALF),
+  "compactor": kvjax.get_plan("compactor:chunk=16", HALF),
+  "straddling": kvjax.get_plan("compactor:chunk=13", HALF),
+  "tova": kvjax.get_plan("tova", HALF),
+  "ada/snapkv": kvjax.get_plan("ada/snapkv:window=5", HALF),
+  "h2o": kvjax.get_plan("h2o", HALF),
+  "int8": kvjax.get_plan("keydiff", HALF, kv_dtype="int8"),
+  "per query head": kvjax.get_plan("keydiff", HALF, per_query_head=True),
+}
+# What is not kept in pages, or is not compressed while the prompt is read.
+WHOLE = {
+  "kvzip": kvjax.get_plan("kvzip:chunk=32", HALF),
+  "gradients": kvjax.get_plan("kvzip.grad:chunk=32:level=head", HALF),
+  "evicting": kvjax.get_plan(
+    "snapkv:window=5", kvjax.Tokens(24), kvjax.Schedule(every=4)
+  ),
+  "renumbered": kvjax.get_plan("streaming:rerotate=true", kvjax.Tokens(24)),
+  "channels": kvjax.get_plan("think:window=5/snapkv:window=4", HALF),
+  "ctkvr": kvjax.get_plan("ctkvr:sinks=2:local=5:probes=2", kvjax.Tokens(8)),
+  "quest": kvjax.get_plan("quest:dense_layers=", kvjax.Tokens(16)),
+}
+LOCAL = LayerSpec(4, 2, 8, window=6, sinks=True, weights=0)
+GLOBAL = LayerSpec(
+  6, 3, 4, value_dim=10, scale=0.4, softcap=2.0, sinks=True, weights=1
+)
+MODELS = {
+  "uniform": TinyModel(),
+  "hybrid": TinyModel(Geometry((LOCAL, GLOBAL, LOCAL, GLOBAL), 512)),
+}
+
+
+@functools.cache
+def answers(name, mesh=None, kind="uniform"):
+  """The cache of the prompts, its logits, and the answers."""
+  model, devices = MODELS[kind], contextlib.nullcontext()
+  if mesh is not None:
+    kv_heads = model.geometry.layers[0].kv_heads
+    devices = jax.set_mesh(split_mesh(parse_mesh(mesh), kv_heads))
+  plan = {**PLANS, **WHOLE}[name]
+  with devices:
+    params, prompts = model.init(), kvjax.Prompts.of(ROWS)
+    cache, logits = kvjax.prefill(model, params, prompts, plan)
+    given = kvjax.generate(model, params, cache, QUESTIONS, kvjax.Decoding(6))
+  return cache, np.asarray(logits), given.rows()
+
+
+def assert_answers(name, mesh, kind="uniform"):
+  one, logits, expected = answers(name, None, kind)
+  spread, spread_logits, found = answers(name, mesh, kind)
+  for row in range(len(ROWS)):
+    assert kept_positions(spread, row) == kept_positions(one, row)
+  np.testing.assert_allclose(logits, spread_logits, rtol=0, atol=1e-4)
+  assert found == expected
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", PLANS)
+def test_a_shared_out_prompt_answers_as_on_one_device(name, mesh):
+  assert_answers(name, mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ["full", "snapkv"])
+def test_windows_sinks_and_softcaps_know_their_neighbors(name, mesh):
+  assert_answers(name, mesh, "hybrid")
+
+
+@pytest.mark.filterwarnings("ignore:The .* devices of the axis 'context'")
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_pages_cannot_hold_answers_as_on_one_device(name, mesh):
+  assert_answers(name, mesh)
+
+
+def share(array):
+  return array.addressable_shards[0].data.nbytes / array.nbytes
+
+
+@pytest.mark.parametrize("name", ["full", "keydiff"])
+def test_devices_share_out_heads_or_pages_of_any_heads(name):
+  for mesh in MESHES:
+    (stack,) = answers(name, mesh)[0].stacks
+    in_pages = isinstance(stack, PackedLayer)
+    assert in_pages == (mesh != "data:2,context:2")
+    kept = stack.pages if in_pages else stack
+    assert share(kept.keys) == share(kept.values) == 1 / 4
+
+
+def test_a_warning_says_that_devices_have_the_same_cache():
+  with (
+    jax.set_mesh(parse_mesh("context:4")),
+    pytest.warns(InputWarning, match="2 KV heads cannot be shared out over"),
+  ):
+    answers.__wrapped__("quest")
+
+
+def test_blocks_are_refused():
+  plan = kvjax.get_plan("keydiff", HALF, kvjax.Schedule(block=16))
+  model, prompts = TinyModel(), kvjax.Prompts.of(ROWS)
+  with (
+    jax.set_mesh(parse_mesh("context:4")),
+    pytest.raises(InputError, match="whole prompts, and these come in blocks"),
+  ):
+    kvjax.prefill(model, model.init(), prompts, plan)
+
+
+def test_a_prompt_that_the_axis_does_not_divide_is_refused():
+  model, prompts = TinyModel(), kvjax.Prompts.of(ROWS, padded=62)
+  with (
+    jax.set_mesh(parse_mesh("context:4")),
+    pytest.raises(InputError, match="4 devices, which do not divide the 62 to"),
+  ):
+    kvjax.prefill(model, model.init(), prompts, PLANS["keydiff"])
+
+
+def test_the_axis_is_between_those_of_rows_and_heads():
+  mesh = parse_mesh("model:2,context:2")
+  assert dict(mesh.shape) == {"data": 1, "context": 2, "model": 2}
+  assert mesh.axis_names == ("data", "context", "model")
+  assert parse_mesh("model:4,context:1").axis_names == ("data", "model")
+
+
+# A prompt whose keys are much larger than one number for each of them.
+LONG, WIDE = 4096, TinyModel(Geometry.uniform(2, 8, 4, 16, 8192))
+NUMBERS = 2 * 4 * LONG  # of two rows with four KV heads
+
+
+def placed(shapes, shardings):
+  return jax.tree.map(
+    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    shapes,
+    shardings,
+  )
+
+
+def compiled_layer(mesh, plan):
+  """The forward pass and the scores of a layer of a long prompt, compiled."""
+  model, devices = WIDE, parse_mesh(mesh)
+  whole = NamedSharding(devices, PartitionSpec())
+  spec = model.geometry.layers[0]
+  how = (spec, frozenset(plan.activations))
+
+  def shape(dtype, *sizes):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=whole)
+
+  with jax.set_mesh(devices):
+    params = jax.eval_shape(model.init)
+    params = placed(params, jax.tree.map(lambda _: whole, params))
+    tokens, index = shape(jnp.int32, 2, LONG), shape(jnp.int32)
+    lowered = prompt_programs.embed.lower(model, params, tokens, tokens)
+    embedded = placed(lowered.out_info, lowered.compile().output_shardings)
+    lowered = prompt_programs.forward_layer.lower(
+      model.layer_weights(params)[0],
+      index,
+      *embedded,
+      tokens,
+      model=model,
+      how=how,
+    )
+    forward = lowered.compile()
+    (_, activations) = placed(lowered.out_info, forward.output_shardings)
+    evaluation = Evaluation.of(plan)
+
+    def score(layer, activations):
+      needed = activations.only(evaluation.method.traits.activations)
+      return evaluate_layer(evaluation, layer, needed)
+
+    scoring = jax.jit(score).lower(index, activations).compile()
+  return forward, scoring
+
+
+@pytest.mark.parametrize("name", ["keydiff", "snapkv", "tova"])
+def test_scores_are_computed_where_the_keys_are(name):
+  """Devices tell each other numbers of tokens and sums, but no keys."""
+  _, scoring = compiled_layer("context:2,model:2", PLANS[name])
+  found = collectives(Module.of(scoring.as_text()))
+  assert found
+  # A float for each token of the KV heads of a device.
+  assert max(each.largest for each in found) <= 4 * NUMBERS // 2
+
+
+def test_each_device_attends_with_its_queries_alone(monkeypatch):
+  monkeypatch.setattr(chunked, "LOGITS", 2**12)
+  forward, _ = compiled_layer("context:4", PLANS["keydiff"])
+  moved = {
+    (each.opcode, each.largest)
+    for each in collectives(Module.of(forward.as_text()))
+  }
+  # Keys and values of the layer, which all devices attend to.
+  assert moved == {("all-gather", 4 * NUMBERS * 16)}
+  alone, _ = compiled_layer("context:1", PLANS["keydiff"])
+  sizes = [
+    each.memory_analysis().temp_size_in_bytes for each in (forward, alone)
+  ]
+  gathered = 2 * 4 * NUMBERS * 16
+  assert sizes[0] - gathered < 0.3 * sizes[1]
+
+
+SCRIPT = """
+import json, sys
+import jax
+import kvjax
+from test_context_axis import MESHES_OF_EIGHT, PLANS, answers
+from kvjax.testing import kept_positions
+
+assert len(jax.devices()) == 8
+found = {}
+for mesh in (None, *MESHES_OF_EIGHT):
+  for name in ("full", "keydiff", "ada/snapkv"):
+    cache, logits, rows = answers(name, mesh)
+    kept = [kept_positions(cache, row) for row in range(2)]
+    found[f"{name} {mesh}"] = [kept, logits.tolist(), rows]
+print(json.dumps(found))
+"""
+MESHES_OF_EIGHT = ("context:8", "data:2,context:2,model:2", "context:4,model:2")
+
+
+@pytest.mark.slow
+def test_eight_devices_answer_as_one():
+  flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=8")
+  folder = pathlib.Path(__file__).parent
+  run = subprocess.run(
+    [sys.executable, "-c", SCRIPT],
+    env={**os.environ, "XLA_FLAGS": flags},
+    cwd=folder,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert run.returncode == 0, run.stderr
+  found = json.loads(run.stdout.splitlines()[-1])
+  for name in ("full", "keydiff", "ada/snapkv"):
+    kept, logits, rows = found[f"{name} None"]
+    for mesh in MESHES_OF_EIGHT:
+      spread, spread_logits, spread_rows = found[f"{name} {mesh}"]
+      assert (spread, spread_rows) == (kept, rows)
+      np.testing.assert_allclose(logits, spread_logits, rtol=0, atol=1e-4)
