@@ -184,10 +184,6 @@ def test_a_threshold_has_a_retention_of_its_own(
     (["extra"], "There is no argument 'extra'"),
     (["--dtype=int8"], "--dtype=int8"),
     (["--mesh=data:64"], "needs 64 devices; there are 4."),
-    (
-      ["--mesh=context:3", "--length=256"],
-      "'context' of the mesh has 3 devices, which do not divide the 256 tokens",
-    ),
     (["--length=4096"], "--length=4096 and 2 tokens of chat template are"),
     (["--length=32"], "A length of 32 tokens is too short for this task"),
     (["--text=no.txt", "--question=Why?"], "no.txt cannot be read: No such"),
