@@ -88,13 +88,12 @@ def _rules(rows: _Rows) -> Table:
       [
         row["method"],
         " ".join(f"{_signed(slope)}{name}" for name, slope in terms),
-        f"{row['power']:.2f}",
         f"{row['error']:.3f}",
         *(_r2(r2.get(task)) for task in tasks),
       ]
     )
   names = [task.removeprefix("niah_") for task in tasks]
-  header = ["method", "kc", "power", "error", *names]
+  header = ["method", "kc", "error", *names]
   return Table("rules, and R2 by task", header, lines)
 
 
