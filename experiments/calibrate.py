@@ -10,8 +10,8 @@ measured at the same retentions, tell what quality the curve's retentions leave
 on average. A third set of samples evaluates the records at --tau, next to the
 least retention that each context needs. It takes about 15 minutes on two cores.
 
---rule=prefill chooses among NLL of the context and of its tail, concentration
-of the method's scores, and length by how well they predict other contexts.
+--rule=prefill chooses among NLL of the context and of its tail, the shape of
+the method's scores, and length by how well they predict other contexts.
 --rule=paper is Compactor's rule of two parameters.
 
 The output is triples.jsonl, others.jsonl, held_out.jsonl, summary.json,

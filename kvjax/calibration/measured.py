@@ -26,6 +26,8 @@ class Triples(NamedTuple):
       None if every triple is one of its own.
     task: name of the task of the context; None for one task.
     evicts: whether at least one token was evicted; None for all.
+    skewness: see `Features`; None if not measured.
+    kurtosis: likewise.
   """
 
   retention: Float[np.ndarray, " M"]
@@ -37,6 +39,8 @@ class Triples(NamedTuple):
   context: Int[np.ndarray, " M"] | None = None
   task: Sequence[str] | np.ndarray | None = None
   evicts: Bool[np.ndarray, " M"] | None = None
+  skewness: Float[np.ndarray, " M"] | None = None
+  kurtosis: Float[np.ndarray, " M"] | None = None
 
   def select(
     self, chosen: Bool[np.ndarray, " M"] | Int[np.ndarray, " Z"]
@@ -69,7 +73,14 @@ class Triples(NamedTuple):
     if length is None:
       # So long that no retention is less than a token.
       length = np.full(len(self.nll), np.iinfo(np.int64).max)
-    return Features(self.nll, length, self.tail_nll, self.concentration)
+    return Features(
+      self.nll,
+      length,
+      self.tail_nll,
+      self.concentration,
+      self.skewness,
+      self.kurtosis,
+    )
 
   @property
   def known_features(self) -> tuple[str, ...]:

@@ -16,6 +16,13 @@ _FOLDS = 5
 # the weaker one, a slope of 10 per standard deviation counts as an error of
 # 0.1. With the stronger one, a slope of 1 does, so that curves hardly differ.
 _RIDGES = (1e-2, 1e-4)
+# Features besides NLL(c) that a rule has or has not, those of a line together.
+_GROUPS = (
+  ("tail_nll",),
+  ("concentration",),
+  ("skewness", "kurtosis"),
+  ("log_length",),
+)
 
 
 def r2(
@@ -87,11 +94,13 @@ def candidates(triples: Triples) -> Iterator[Rule]:
   one of two neighboring retentions, chosen by NLL(c), since a single retention
   could meet a promise only by far more than is needed.
   """
-  further = [name for name in triples.known_features if name != "nll"]
-  for count in range(len(further) + 1):
-    for names in itertools.combinations(further, count):
+  known = {*triples.known_features}
+  groups = [group for group in _GROUPS if known.issuperset(group)]
+  for count in range(len(groups) + 1):
+    for chosen in itertools.combinations(groups, count):
+      names = ("nll", *itertools.chain(*chosen))
       for ridge in _RIDGES:
-        yield Rule(("nll", *names), shaped=True, too_high=1.0, ridge=ridge)
+        yield Rule(names, shaped=True, too_high=1.0, ridge=ridge)
 
 
 def choose(triples: Triples) -> Rule:

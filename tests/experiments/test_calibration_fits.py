@@ -32,6 +32,8 @@ def made(task, sample, share, nll, kc, name="keydiff"):
     nll=nll,
     tail_nll=nll,
     concentration=None,
+    skewness=None,
+    kurtosis=None,
     full=1.0,
     kept=1.0 - float(np.log(ratio)),
   )

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 import kvjax
 from kvjax.calibration.curve import least_retention, quality
-from kvjax.calibration.features import Features, concentration
+from kvjax.calibration.features import Features, score_shape
 from kvjax.calibration.fields import to_json
 from kvjax.calibration.record import Calibration
 from kvjax.errors import InputError
@@ -242,7 +243,7 @@ def test_a_rule_on_more_features():
   assert record.retentions(missing, 0.8).tolist() == [1, 1, 1]
 
 
-def test_concentration_equals_the_participation_ratio():
+def test_the_shape_of_scores_is_that_of_a_loop_over_heads():
   rng = np.random.default_rng(0)
   scores = rng.gamma(0.3, size=(3, 2, 50)).astype(np.float32)
   scored = rng.random(scores.shape) < 0.7
@@ -253,22 +254,36 @@ def test_concentration_equals_the_participation_ratio():
     for head, part in zip(row, mask, strict=True):
       x = head[part & np.isfinite(head)].astype(float)
       w = (x - x.min()) / (x - x.min()).sum()
-      heads.append(np.log(len(w) * np.sum(w**2)))
-    expected.append(np.mean(heads))
+      z = (x - x.mean()) / x.std()
+      heads.append((np.log(len(w) * np.sum(w**2)), *scipy_moments(x)))
+      np.testing.assert_allclose(heads[-1][1:], (np.mean(z**3), np.mean(z**4)))
+    expected.append(np.mean(heads, axis=0))
   scores, scored = jnp.asarray(scores), jnp.asarray(scored)
-  np.testing.assert_allclose(concentration(scores, scored), expected, rtol=1e-5)
+  found = score_shape(scores, scored)
+  np.testing.assert_allclose(found.T, expected, rtol=1e-4)
   finite = jnp.where(jnp.isfinite(scores), scores, 0.5)
-  moved = concentration(1e4 * finite - 3e3, scored)
-  np.testing.assert_allclose(moved, concentration(finite, scored), rtol=1e-3)
+  moved = score_shape(1e4 * finite - 3e3, scored)
+  np.testing.assert_allclose(moved, score_shape(finite, scored), rtol=1e-2)
 
 
-def test_concentration_from_none_to_all():
+def scipy_moments(x):
+  return scipy.stats.skew(x), scipy.stats.kurtosis(x, fisher=False)
+
+
+def test_scores_from_none_to_all():
   one = jnp.zeros((1, 1, 64))
   every = jnp.ones(one.shape, bool)
-  assert concentration(one, every).tolist() == [0]
-  assert concentration(one, ~every).tolist() == [0]
+  equal = jnp.full(one.shape, 0.1)
+  for scores, scored in ((one, every), (one, ~every), (equal, every)):
+    assert score_shape(scores, scored).tolist() == [[0]] * 3
   one = one.at[..., 5].set(3.0)
-  np.testing.assert_allclose(concentration(one, every), [np.log(64)], rtol=1e-6)
+  # A single one of n: z is (n - 1)^0.5 for it, -(n - 1)^-0.5 for the others.
+  root = 63**0.5
+  third = (root**3 - 63 / root**3) / 64
+  fourth = (root**4 + 63 / root**4) / 64
+  np.testing.assert_allclose(
+    score_shape(one, every)[:, 0], [np.log(64), third, fourth], rtol=1e-5
+  )
 
 
 @pytest.mark.parametrize(

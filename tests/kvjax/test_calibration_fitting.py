@@ -14,7 +14,7 @@ from kvjax.calibration.features import Features
 from kvjax.calibration.fitting import PAPER, Rule, asymmetric_loss, fit
 from kvjax.calibration.measured import Triples
 from kvjax.calibration.record import Calibration
-from kvjax.calibration.rules import choose, cross_validate, r2
+from kvjax.calibration.rules import candidates, choose, cross_validate, r2
 from kvjax.calibration.shape import mean_quality, shaped
 from kvjax.errors import InputError
 from kvjax.methods import KeyDiff, SnapKV
@@ -286,6 +286,19 @@ def test_the_rule_is_chosen_that_predicts_other_contexts_best():
   assert choose(one) == (("nll",), True, 1.0, 1e-2)
 
 
+def test_rules_have_features_that_were_measured():
+  known = triples(2, -9)
+  assert [rule.features for rule in candidates(known)] == [("nll",)] * 2
+  measured = wide_triples()
+  assert len({rule.features for rule in candidates(measured)}) == 2**3
+  shapes = measured._replace(skewness=measured.nll, kurtosis=measured.nll)
+  rules = [rule.features for rule in candidates(shapes)]
+  assert len(set(rules)) == 2**4
+  assert [len(rule) for rule in rules[:4]] == [1, 1, 2, 2]
+  for rule in rules:
+    assert ("skewness" in rule) == ("kurtosis" in rule)
+
+
 def lossy(contexts, seed=0):
   """Triples of a method that loses contexts at random, whatever they are.
 
@@ -408,7 +421,8 @@ def test_a_calibration_tells_r2_by_task_and_where_it_comes_from():
   }
   assert dict(record.r2) == pytest.approx(expected)
   assert (record.data, record.seed) == ("two tasks", 5)
-  assert [name for name, *_ in record.ranges] == [*Features._fields]
+  names = [name for name, *_ in record.ranges]
+  assert names == [*Features._fields[:4]]
   assert record.ranges[1][1:] == (data.length.min(), data.length.max())
 
 
