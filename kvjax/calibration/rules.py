@@ -14,8 +14,9 @@ from kvjax.errors import InputError
 _FOLDS = 5
 # Without a ridge, contexts of quality 0 or 1 determine slopes of any size. With
 # the weaker one, a slope of 10 per standard deviation counts as an error of
-# 0.1. With the stronger one, a slope of 1 does, so that curves hardly differ.
-_RIDGES = (1e-2, 1e-4)
+# 0.03. With the stronger one, a slope of 1 counts as one of 0.1, so that curves
+# hardly differ.
+_RIDGES = (1e-2, 1e-5)
 # Features besides NLL(c) that a rule has or has not, those of a line together.
 _GROUPS = (
   ("tail_nll",),
@@ -90,9 +91,9 @@ def candidates(triples: Triples) -> Iterator[Rule]:
 
   Each is fitted by least squares, with a strong and with a weak ridge: the
   caution that the paper's loss builds in is left to the promises. The first is
-  for contexts that nothing tells apart. All of them then keep nearly the same:
-  one of two neighboring retentions, chosen by NLL(c), since a single retention
-  could meet a promise only by far more than is needed.
+  for contexts that nothing tells apart. These keep nearly the same, and NLL(c)
+  decides which of them keep a little more: a single retention for all could
+  meet a promise only by much more than is needed.
   """
   known = {*triples.known_features}
   groups = [group for group in _GROUPS if known.issuperset(group)]
@@ -121,7 +122,8 @@ def choose(triples: Triples) -> Rule:
   means = errors.mean(axis=1)
   excess = errors - errors[np.argmin(means)]
   spread = excess.std(axis=1, ddof=1) / np.sqrt(excess.shape[1])
-  good = np.flatnonzero(excess.mean(axis=1) <= spread)
+  # Rounding does not tell rules apart.
+  good = np.flatnonzero(excess.mean(axis=1) <= spread + 1e-12)
   # Of equals, `min` takes the first.
   return rules[min(good, key=lambda i: (len(rules[i].features), means[i]))]
 
