@@ -8,6 +8,9 @@ from kvjax.experiments.report.formats import Table
 
 _Rows = Sequence[Mapping[str, Any]]
 
+# Said before the command that compares scores.
+TRIALS = "Whether scores of tasks stay equal over seeds, within 5 points:"
+
 
 def tables(summary: Mapping[str, Any]) -> list[Table]:
   """Builds all tables: overview, measurements, results by task."""
@@ -49,6 +52,7 @@ def markdown(summary: Mapping[str, Any], plots: Sequence[str]) -> str:
     f"Data: {formats.escaped(wording.data(summary))}.",
     *(formats.to_markdown(table).rstrip() for table in tables(summary)),
     *(f"![{name}]({name})" for name in plots),
+    f"{TRIALS}\n\n    {summary['trials']}",
   ]
   return "\n\n".join(lines) + "\n"
 

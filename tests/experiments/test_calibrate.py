@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 
 import matplotlib.image
 import numpy as np
@@ -335,6 +336,26 @@ def test_the_program_writes_records_that_compare_reads(
   # One context cannot promise more than half.
   assert max(kept for _, kept in record["promises"]) <= 0.5
   assert "niah_single_1 of 256 tokens" in record["data"]
+
+  told = done.stdout.splitlines()[-1]
+  report = (folder / "calibration.md").read_text()
+  assert told.partition(": ")[2] in report
+  said, _, arguments = told.partition(" -- ")
+  assert said.endswith("within 5 points: kvjax trials")
+  asked_there = run_binary(
+    "kvjax.experiments.evaluate",
+    *shlex.split(arguments),
+    "--samples=1",
+    "--dry_run",
+  )
+  assert asked_there.returncode == 0, asked_there.stderr
+
+  measured = (folder / "triples.jsonl").read_bytes()
+  again = run_binary(*command, f"--output={folder}", "--tau=0.5", "--others=0")
+  assert again.returncode == 0, again.stderr
+  assert (folder / "triples.jsonl").read_bytes() == measured
+  refitted = json.loads((folder / "summary.json").read_text())
+  assert (refitted["tau"], refitted["others"]) == (0.5, 0)
 
   auto = ["--retention=auto", "--tau=0.9"]
   missing = run_binary("kvjax.experiments.evaluate", model, *asked, *auto)
