@@ -10,8 +10,8 @@ measured at the same retentions, tell what quality the curve's retentions leave
 on average. A third set of samples evaluates the records at --tau, next to the
 least retention that each context needs. It takes about 15 minutes on two cores.
 
---rule=prefill chooses among NLL of the context and of its tail, concentration
-of the method's scores, and length by how well they predict other contexts.
+--rule=prefill chooses among NLL of the context and of its tail, the shape of
+the method's scores, and length by how well they predict other contexts.
 --rule=paper is Compactor's rule of two parameters.
 
 The output is triples.jsonl, others.jsonl, held_out.jsonl, summary.json,
@@ -19,6 +19,12 @@ calibration.md, ratio_curves.png, retention_bars.png and a record for each
 method in the folder records; --rule=paper writes reached.jsonl instead of
 others.jsonl. An interrupted run resumes where it stopped. --dry_run says what
 is left to measure and, from a first batch, how long that takes; it stops there.
+The same command with another --rule or --tau, or with fewer samples, methods or
+retentions, fits anew to the measurements that are there.
+
+Likelihoods are not scores: the last line, also in calibration.md, is a command
+that tests whether scores of tasks stay equal over seeds.
+
 compare and evaluate read the records by --calibrations=DIR, or from the folder
 `calibrations` in the model's directory if copied there.
 
@@ -30,6 +36,7 @@ Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
 
 import dataclasses
 import pathlib
+import shlex
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -197,6 +204,7 @@ def main() -> None:
     "device": environment.device(devices),
     "versions": environment.versions(),
     "seconds": round(time.monotonic() - began, 1),
+    "trials": _trials(folder / _RECORDS),
     "rows": [method.row(_TAU.value) for method in fitted],
   }
   title = tables.title(summary)
@@ -221,6 +229,7 @@ def main() -> None:
     f"{folder}",
     soft_wrap=True,
   )
+  console.print(f"{tables.TRIALS} {summary['trials']}", soft_wrap=True)
 
 
 class _Run(NamedTuple):
@@ -293,6 +302,25 @@ class _Run(NamedTuple):
     return Measurements(
       self.folder / file, settings, Measurement, "measurement"
     )
+
+
+def _trials(records: pathlib.Path) -> str:
+  """The command that compares scores at the calibrated retentions."""
+  methods = list(dict.fromkeys(_METHODS.value))
+  values = {
+    "model": run_inputs.MODEL.value,
+    "methods": ",".join(methods),
+    "tasks": ",".join(_TASKS.value),
+    "length": ",".join(_LENGTH.value),
+    "heads": _HEADS.value,
+    "retention": "auto",
+    "tau": f"{_TAU.value:g}",
+    "calibrations": str(records),
+  }
+  if flags.FLAGS["essay"].present:
+    values["essay"] = flags.FLAGS["essay"].value
+  flags_of_evaluate = [f"--{name}={value}" for name, value in values.items()]
+  return shlex.join(["kvjax", "trials", "--", *flags_of_evaluate])
 
 
 def _wants_others() -> bool:

@@ -15,9 +15,9 @@ from kvjax.cache.cache import unstack as unstack
 from kvjax.cache.layers import LayerCache as LayerCache
 from kvjax.calibration.calibrating import calibrate as calibrate
 from kvjax.calibration.features import Features as Features
-from kvjax.calibration.fitting import Triples as Triples
-from kvjax.calibration.fitting import likelihood_ratio as likelihood_ratio
-from kvjax.calibration.fitting import nll_ratio as nll_ratio
+from kvjax.calibration.measured import Triples as Triples
+from kvjax.calibration.measured import likelihood_ratio as likelihood_ratio
+from kvjax.calibration.measured import nll_ratio as nll_ratio
 from kvjax.calibration.record import Calibrated as Calibrated
 from kvjax.calibration.record import Calibration as Calibration
 from kvjax.checkpoint.saving import load_cache as load_cache

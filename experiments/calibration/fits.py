@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 import kvjax
+from kvjax.calibration.features import OF_SCORES
 from kvjax.calibration.record import Preset
 from kvjax.experiments.calibration.measuring import Measurement
 from kvjax.experiments.run.candidates import Candidate
@@ -213,18 +215,16 @@ def triples(
 ) -> kvjax.Triples:
   """Converts the measurements of a method to triples."""
   numbers = {key: n for n, key in enumerate(_groups(measurements))}
-  concentrations = [m.concentration for m in measurements]
-  known = [value for value in concentrations if value is not None]
   return kvjax.Triples(
     np.array([m.retention for m in measurements]),
     np.array([m.nll for m in measurements]),
     np.array([ratio(preset, m) for m in measurements]),
     np.array([m.context_tokens for m in measurements]),
     np.array([m.tail_nll for m in measurements]),
-    np.array(known) if len(known) == len(measurements) else None,
-    np.array([numbers[_context(m)] for m in measurements]),
-    [m.task for m in measurements],
-    np.array([m.kept_tokens < m.context_tokens for m in measurements]),
+    context=np.array([numbers[_context(m)] for m in measurements]),
+    task=[m.task for m in measurements],
+    evicts=np.array([m.kept_tokens < m.context_tokens for m in measurements]),
+    **{name: _column(measurements, name) for name in OF_SCORES},
   )
 
 
@@ -234,8 +234,19 @@ def features(measurements: Sequence[Measurement]) -> kvjax.Features:
     np.array([m.nll for m in measurements]),
     np.array([m.context_tokens for m in measurements]),
     np.array([m.tail_nll for m in measurements]),
-    np.array([m.concentration for m in measurements], np.float64),
+    *(
+      np.array([getattr(m, name) for m in measurements], np.float64)
+      for name in OF_SCORES
+    ),
   )
+
+
+def _column(
+  measurements: Sequence[Measurement], name: str
+) -> Float[np.ndarray, " M"] | None:
+  """Returns a feature of all measurements; None if one lacks it."""
+  known = [getattr(m, name) for m in measurements]
+  return None if None in known else np.array(known)
 
 
 def by_context(

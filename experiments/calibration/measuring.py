@@ -45,6 +45,8 @@ class Measurement(Line):
     nll: NLL(c) of the context, in nats per token.
     tail_nll: the same of its last tokens; see `kvjax.Features`.
     concentration: of the method's scores, likewise; None without scores.
+    skewness: likewise.
+    kurtosis: likewise.
     full: NLL of the correct answer given the full cache, likewise.
     kept: the same given the compressed cache.
   """
@@ -62,6 +64,8 @@ class Measurement(Line):
   nll: float
   tail_nll: float
   concentration: float | None
+  skewness: float | None
+  kurtosis: float | None
   full: float
   kept: float
 
@@ -246,8 +250,8 @@ def _measure_batch(
   )
   likelihoods = _likelihoods(lm, swept.caches, rows, shape)
   for index, candidate in enumerate(all_candidates[1:], start=1):
-    nll, _, tail_nll, concentration = swept.features[index]
-    assert tail_nll is not None
+    features = swept.features[index]
+    assert features.tail_nll is not None
     calibrated = swept.retentions[index]
     kept = TokenCounts.of(swept.caches[index]).evictable
     for row, one in enumerate(questions):
@@ -266,9 +270,11 @@ def _measure_batch(
         retention=float(share),
         context_tokens=tokens,
         kept_tokens=float(kept[row]),
-        nll=float(nll[row]),
-        tail_nll=float(tail_nll[row]),
-        concentration=_finite(concentration, row),
+        nll=float(features.nll[row]),
+        tail_nll=float(features.tail_nll[row]),
+        concentration=_finite(features.concentration, row),
+        skewness=_finite(features.skewness, row),
+        kurtosis=_finite(features.kurtosis, row),
         full=float(likelihoods[0][row]),
         kept=float(likelihoods[index][row]),
       )

@@ -10,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvjax.calibration.curve import quality
+from kvjax.calibration.shape import shaped
 from kvjax.experiments.calibration.fits import Fitted, features
 from kvjax.experiments.calibration.measuring import Measurement
 from kvjax.experiments.report import formats
@@ -98,8 +99,9 @@ def _draw_curves(axes: Axes, method: Fitted) -> None:
   for index, task in enumerate(_tasks(method.sets.triples)):
     of_task = [m for m in method.sets.triples if m.task == task]
     kc = np.float32(np.mean(line.curvature(features(of_task))))
-    powers = jnp.asarray(shares) ** np.float32(line.power)
-    fitted = quality(powers, jnp.full(shares.shape, kc))
+    shape = tuple(zip(line.grid, line.shape, strict=True)) if line.shape else ()
+    bent = jnp.asarray(shaped(shares, shape), jnp.float32)
+    fitted = quality(bent, jnp.full(shares.shape, kc))
     places = method.mean_ratios(of_task)
     style = styled(task, [Point(*place) for place in places], index)
     axes.plot(shares, np.asarray(fitted), color=style.color, linewidth=1)

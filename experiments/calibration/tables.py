@@ -8,6 +8,9 @@ from kvjax.experiments.report.formats import Table
 
 _Rows = Sequence[Mapping[str, Any]]
 
+# Said before the command that compares scores.
+TRIALS = "Whether scores of tasks stay equal over seeds, within 5 points:"
+
 
 def tables(summary: Mapping[str, Any]) -> list[Table]:
   """Builds all tables: overview, measurements, results by task."""
@@ -49,6 +52,7 @@ def markdown(summary: Mapping[str, Any], plots: Sequence[str]) -> str:
     f"Data: {formats.escaped(wording.data(summary))}.",
     *(formats.to_markdown(table).rstrip() for table in tables(summary)),
     *(f"![{name}]({name})" for name in plots),
+    f"{TRIALS}\n\n    {summary['trials']}",
   ]
   return "\n\n".join(lines) + "\n"
 
@@ -88,13 +92,12 @@ def _rules(rows: _Rows) -> Table:
       [
         row["method"],
         " ".join(f"{_signed(slope)}{name}" for name, slope in terms),
-        f"{row['power']:.2f}",
         f"{row['error']:.3f}",
         *(_r2(r2.get(task)) for task in tasks),
       ]
     )
   names = [task.removeprefix("niah_") for task in tasks]
-  header = ["method", "kc", "power", "error", *names]
+  header = ["method", "kc", "error", *names]
   return Table("rules, and R2 by task", header, lines)
 
 

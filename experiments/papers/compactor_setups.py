@@ -11,7 +11,7 @@ from kvjax.experiments.papers.shared import (
   ENGLISH_16,
   NEEDLES,
   budgets,
-  code_by_difflib,
+  code_scores,
   four_needles,
   lines,
   longbench,
@@ -81,7 +81,6 @@ _CATEGORIES = (
   plain("few-shot", of_category("few-shot")),
   plain("synthetic", of_category("synthetic")),
 )
-_CODE = plain("code", of_category("code"))
 _MEAN_14 = Average("mean of 14", (_FOURTEEN,))
 
 
@@ -100,7 +99,7 @@ E3_3 = Comparison(
     }
   ),
   _COLUMNS[1:],
-  (_MEAN_14, *_CATEGORIES, _CODE, code_by_difflib()),
+  (_MEAN_14, *_CATEGORIES, *code_scores()),
   printed.read("E3.3"),
   scaling="Retentions are the paper's.",
 )

@@ -16,6 +16,7 @@ from kvjax.experiments.papers.ctkvr_setups import (
 )
 from kvjax.experiments.papers.data_model import Analysis, Experiment, Program
 from kvjax.experiments.papers.shared import (
+  CODE_SCORES,
   FOUR_NEEDLES,
   ON_NEEDLES,
   at_random,
@@ -59,6 +60,7 @@ EXPERIMENTS = (
       "Inferred: the second block of the paper's table per task is Yi-9B. "
       "Methods are printed as differences from the full cache, here added to "
       "it.",
+      CODE_SCORES,
     ),
   ),
   Experiment(

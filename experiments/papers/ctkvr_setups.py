@@ -15,6 +15,7 @@ from kvjax.experiments.papers.data_model import (
 )
 from kvjax.experiments.papers.shared import (
   FOUR_NEEDLES,
+  code_scores,
   fixed,
   four_needles,
   lengths,
@@ -96,7 +97,7 @@ E4_2 = Comparison(
   QUERY_AWARE,
   (_FULL, *_OTHERS, *_CTKVR),
   _ONE,
-  (_FIVE, plain("plain mean of 13", _ENGLISH_13)),
+  (_FIVE, plain("plain mean of 13", _ENGLISH_13), *code_scores()),
   printed.read("E4.2"),
   scaling=_SCALING,
 )

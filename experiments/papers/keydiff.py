@@ -12,9 +12,11 @@ from kvjax.experiments.papers.keydiff_analyses import (
 )
 from kvjax.experiments.papers.shared import (
   ALL_21,
+  CODE_SCORES,
   ENGLISH_16,
   ON_NEEDLES,
   budgets,
+  code_scores,
   four_needles,
   lines,
   longbench,
@@ -63,6 +65,7 @@ _BLOCKS = f"{_SCALING}; blocks are an eighth as long, as prompts are."
 _AVERAGES = (
   plain("mean of 21", ALL_21),
   plain("mean of 16", ENGLISH_16),
+  *code_scores(),
 )
 
 
@@ -161,6 +164,7 @@ EXPERIMENTS = (
       'The abstract\'s "0.04 % gap at 8K" does not follow from the printed '
       "averages (49.03 against 49.20).",
       "The full cache's NarrQA on Llama-3.1-8B carries a footnote.",
+      CODE_SCORES,
     ),
   ),
   Experiment(
@@ -175,6 +179,7 @@ EXPERIMENTS = (
     remarks=(
       "Inferred: the rows of Llama-3.1-8B cover only prompts that fitted in "
       "memory (musique is 0.00 and 11.11): loose targets.",
+      CODE_SCORES,
     ),
   ),
   Experiment(
@@ -186,6 +191,7 @@ EXPERIMENTS = (
     f"{ON_NEEDLES}, one budget, blocks of 8 and 32",
     6,
     _E2_3,
+    remarks=(CODE_SCORES,),
   ),
   Experiment(
     "E2.4",
@@ -200,6 +206,7 @@ EXPERIMENTS = (
       "Section 3.2 says that all results are with the mean of raw keys as the "
       "anchor (mean_raw here); appendix G says that KeyDiff's row, which has "
       "the same numbers, is with that of unit keys, as keydiff is here.",
+      CODE_SCORES,
     ),
   ),
   Experiment(

@@ -18,7 +18,7 @@ from kvjax.experiments.papers.shared import (
   NEEDLES,
   ON_NEEDLES,
   budgets,
-  code_by_difflib,
+  code_scores,
   four_needles,
   lines,
   longbench,
@@ -86,7 +86,7 @@ _SCALING = (
 _FIFTEEN = tuple(name for name in ENGLISH_16 if name != "passage_count")
 _CATEGORIES: tuple[Category, ...] = (
   *("single-document", "multi-document", "summaries", "few-shot"),
-  *("synthetic", "code"),
+  "synthetic",
 )
 
 
@@ -104,7 +104,7 @@ _E5_2 = Comparison(
   (
     plain("mean of 15", _FIFTEEN),
     *map(_category, _CATEGORIES),
-    code_by_difflib(),
+    *code_scores(),
   ),
   printed.read("E5.2"),
   scaling=f"{_SCALING}Here nothing is evicted while decoding.",

@@ -21,6 +21,7 @@ from kvjax.experiments.papers.protokv_setups import (
   per_query_head,
 )
 from kvjax.experiments.papers.shared import (
+  CODE_SCORES,
   ON_NEEDLES,
   at_random,
   longbench,
@@ -51,6 +52,7 @@ EXPERIMENTS = (
       "token's. Inferred: these forms are not described.",
       "Prompts are cut to 7,950 tokens, as for LLaMA-3; --length=3950 is "
       "LLaMA-2's limit and 31500 Mistral's.",
+      CODE_SCORES,
     ),
   ),
   Experiment(

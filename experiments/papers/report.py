@@ -44,6 +44,10 @@ class _Report:
     self._console.print(text, markup=False)
     self._parts.append(formats.escaped(text))
 
+  def say_once(self, text: str) -> None:
+    if formats.escaped(text) not in self._parts:
+      self.say(text)
+
   def show(self, table: Table) -> None:
     self._console.print(table)
     self._parts.append(formats.to_markdown(table).rstrip())
@@ -186,7 +190,7 @@ def run(
     scale = running.scale_here(part, session)
     runs = isinstance(part, Comparison) or part.model
     model = session.settings.model if runs else None
-    report.say(circumstances(experiment, model, session.own_model, scale))
+    report.say_once(circumstances(experiment, model, session.own_model, scale))
     if isinstance(part, Comparison):
       data += _comparison(part, session, folder, report)
     else:
@@ -211,7 +215,7 @@ def circumstances(
   if experiment.needs:
     ran += f" and used {experiment.needs}"
   if model is None:
-    return f"No model runs: all is drawn at random and timed here. {ran}."
+    return f"No model runs; the data are drawn at random. {ran}."
   if scale == "paper":
     return (
       f"{model}. {ran}; numbers may be compared where model and data are the "

@@ -4,12 +4,15 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from jaxtyping import Float
 
 from kvjax.calibration.conformal import add_promises
 from kvjax.calibration.features import Features
-from kvjax.calibration.fitting import PAPER, Rule, Triples, fit
+from kvjax.calibration.fitting import PAPER, Fit, Rule, fit
+from kvjax.calibration.measured import Triples
 from kvjax.calibration.record import Calibration, Preset
 from kvjax.calibration.rules import choose, cross_validate, folds, r2_by_task
+from kvjax.calibration.shape import shaped
 
 
 def calibrate(
@@ -26,8 +29,9 @@ def calibrate(
   """Fits a calibration.
 
   Preset "paper" fits Compactor's two parameters with its asymmetric loss.
-  Preset "prefill" chooses the features, and whether to fit a power, by R2 on
-  held-out contexts, and fits by least squares.
+  Preset "prefill" chooses the features, and how far they tell contexts apart,
+  by R2 on held-out contexts, and fits by least squares. There, qualities above
+  1 count as 1.
 
   Args:
     triples: measured with the model and the method.
@@ -57,8 +61,12 @@ def calibrate(
     >>> calibration.triples
     4
   """
+  if preset == "prefill":
+    triples = triples.capped
+    others = None if others is None else others.capped
   rule = PAPER if preset == "paper" else choose(triples)
   fitted = fit(triples, rule)
+  grid = np.unique(triples.retention)
   r2: tuple[tuple[str, float], ...] = ()
   several = len(np.unique(triples.contexts)) > 1
   if others is not None:
@@ -80,9 +88,9 @@ def calibrate(
     triples=len(triples.ratio),
     preset=preset,
     slopes=fitted.slopes,
-    power=fitted.power,
     ranges=_ranges(measured),
-    grid=tuple(np.unique(triples.retention).tolist()),
+    grid=tuple(grid.tolist()),
+    shape=_at(fitted, grid),
     r2=r2,
     data=data,
     seed=seed,
@@ -105,9 +113,16 @@ def _folds(
       alpha=fitted.alpha,
       beta=fitted.beta,
       slopes=fitted.slopes,
-      power=fitted.power,
+      shape=_at(fitted, np.array(calibration.grid)),
     )
     yield curve, triples.select(held_out)
+
+
+def _at(fitted: Fit, grid: Float[np.ndarray, " R"]) -> tuple[float, ...]:
+  """The shape of a curve at retentions; empty if it has none."""
+  if not fitted.shape:
+    return ()
+  return tuple(shaped(grid, fitted.shape).tolist())
 
 
 def _ranges(

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvjax.calibration.fitting import Triples
+from kvjax.calibration.measured import Triples
 from kvjax.calibration.record import Calibration
 from kvjax.errors import InputError
 
-# Targets of a curve that are tested, from 0.001 to 0.999, denser at the ends.
+# Targets of a curve that are tested, from 1e-3 to 1 - 1e-6, denser at the ends:
+# contexts that are easy to compress reach the highest retention only there.
 TARGETS: tuple[float, ...] = tuple(
-  (1 / (1 + np.exp(-np.linspace(-7.0, 7.0, 281)))).tolist()
+  (1 / (1 + np.exp(-np.linspace(-7.0, 14.0, 841)))).tolist()
 )
 
 

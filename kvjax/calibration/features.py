@@ -8,8 +8,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 # Number of last tokens of the tail NLL.
 TAIL = 64
+# Features of the scores of a method, as `score_shape` returns them.
+OF_SCORES = ("concentration", "skewness", "kurtosis")
 # Features that a rule may depend on.
-NAMES = ("nll", "tail_nll", "concentration", "log_length")
+NAMES = ("nll", "tail_nll", *OF_SCORES, "log_length")
 
 
 class Features(NamedTuple):
@@ -21,14 +23,18 @@ class Features(NamedTuple):
     length: number of tokens.
     tail_nll: the same mean over the last `TAIL` tokens, or over fewer if the
       prompt is shorter; None if not measured.
-    concentration: of the method's scores, see `concentration`; NaN if the
-      method does not score tokens, None if not measured.
+    concentration: of the method's scores, see `score_shape`; NaN if the method
+      does not score tokens, None if not measured.
+    skewness: likewise.
+    kurtosis: likewise.
   """
 
   nll: Float[np.ndarray, " B"]
   length: Int[np.ndarray, " B"]
   tail_nll: Float[np.ndarray, " B"] | None = None
   concentration: Float[np.ndarray, " B"] | None = None
+  skewness: Float[np.ndarray, " B"] | None = None
+  kurtosis: Float[np.ndarray, " B"] | None = None
 
   def column(self, name: str) -> Float[np.ndarray, " B"]:
     """Returns one of `NAMES` in float64; NaN where it was not measured."""
@@ -40,16 +46,21 @@ class Features(NamedTuple):
     return np.asarray(values, np.float64)
 
 
-def concentration(
+def score_shape(
   scores: Float[Array, "B K T"], scored: Bool[Array, "B K T"]
-) -> Float[Array, " B"]:
-  """Computes how few tokens the scores of a layer prefer, mean over heads.
+) -> Float[Array, "3 B"]:
+  """Computes how the scores of a layer are distributed, mean over heads.
 
-  With w = s - min s over the n scored tokens of a head, it is
-  ln(n sum w^2 / (sum w)^2): 0 if all tokens but the least weigh the same, up to
-  ln n if a single token has all the weight. The argument of the logarithm is n
-  over the participation ratio of the weights. It does not depend on the scale
-  or the offset of the scores, so that methods compare.
+  None of the three depends on the scale or the offset of the scores, so that
+  methods compare. They are 0 where all scores are equal.
+
+  - Concentration: with w = s - min s over the n scored tokens of a head,
+    ln(n sum w^2 / (sum w)^2), from 0 if all tokens but the least weigh the same
+    to ln n if a single token has all the weight. The argument of the logarithm
+    is n over the participation ratio of the weights.
+  - Skewness and kurtosis: the means of z^3 and z^4 with z = (s - mean) /
+    deviation. A few tokens of much higher scores than the others, such as
+    those of needles, raise both.
 
   Args:
     scores: one per slot, in float32.
@@ -66,4 +77,18 @@ def concentration(
   squares = jnp.sum(weights**2, axis=-1)
   uneven = total > 0
   ratio = count * squares / jnp.where(uneven, total, 1.0) ** 2
-  return jnp.mean(jnp.log(jnp.where(uneven, ratio, 1.0)), axis=1)
+  concentration = jnp.log(jnp.where(uneven, ratio, 1.0))
+
+  def mean(values: Float[Array, "B K T"]) -> Float[Array, "B K 1"]:
+    sums = jnp.sum(jnp.where(scored, values, 0.0), axis=-1, keepdims=True)
+    return sums / jnp.maximum(count, 1.0)[..., None]
+
+  distance = weights - mean(weights)
+  variance = mean(distance**2)
+  # Rounding leaves a variance where there is none.
+  varies = uneven[..., None] & (variance > 1e-12)
+  z = jnp.where(varies, distance, 0.0) / jnp.sqrt(
+    jnp.where(varies, variance, 1.0)
+  )
+  moments = [mean(z**power)[..., 0] for power in (3, 4)]
+  return jnp.mean(jnp.stack([concentration, *moments]), axis=2)

@@ -56,9 +56,9 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
   "promises": _is_list(_is_pair),
   "preset": lambda value: value in PRESETS,
   "slopes": _is_object(_is_number),
-  "power": _is_number,
   "ranges": _is_object(_is_pair),
   "grid": _is_list(_is_number),
+  "shape": _is_list(_is_number),
   "r2": _is_object(_is_number),
   "data": _is_string,
   "seed": _is_integer,
@@ -102,5 +102,6 @@ def checked(saved: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
     "slopes": tuple(saved["slopes"].items()),
     "ranges": tuple((name, *pair) for name, pair in saved["ranges"].items()),
     "grid": tuple(saved["grid"]),
+    "shape": tuple(saved["shape"]),
     "r2": tuple(saved["r2"].items()),
   }

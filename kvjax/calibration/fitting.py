@@ -1,6 +1,6 @@
 """Fitting of curves to measurements of quality and retention."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,89 +10,23 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.calibration.curve import quality
-from kvjax.calibration.features import NAMES, Features
+from kvjax.calibration.features import NAMES
+from kvjax.calibration.measured import Triples
+from kvjax.calibration.shape import Shape, mean_quality, shaped
 from kvjax.errors import InputError
 
-_FLOOR = 1e-3
-_MOST = 1.5
 # Range of the bisection for kc: beyond it the curves are step functions.
 _BEND = 60.0
 _HALVINGS = 50
 _STEPS = 300
 _FLAT = 1e-9
 # Initial alpha and beta, in addition to those of the regression.
-_STARTS = ((0.0, -3.0), (1.0, -5.0))
+_STARTS = ((0.0, 0.0), (0.0, -3.0), (1.0, -5.0))
 
-# The intercept, a slope for each of `NAMES`, and the logarithm of the power.
+# The intercept, and a slope for each of `NAMES`.
 _Weights = Float[Array, " W"]
 # Number of steps, weights, the solver's state, and whether it is still steep.
 _Carry = tuple[Int[Array, ""], _Weights, Any, Bool[Array, ""]]
-
-
-class Triples(NamedTuple):
-  """Measurements, one element per context and retention.
-
-  Attributes:
-    retention: r, above 0 and below 1.
-    nll: NLL(c) of the whole context, in nats.
-    ratio: y, the remaining quality; see `nll_ratio` and `likelihood_ratio`.
-    length: tokens of the context; None if unknown.
-    tail_nll: see `Features`; None if not measured.
-    concentration: see `Features`; None if not measured.
-    context: number of the context, so that those of one context can be told;
-      None if every triple is one of its own.
-    task: name of the task of the context; None for one task.
-    evicts: whether at least one token was evicted; None for all.
-  """
-
-  retention: Float[np.ndarray, " M"]
-  nll: Float[np.ndarray, " M"]
-  ratio: Float[np.ndarray, " M"]
-  length: Int[np.ndarray, " M"] | None = None
-  tail_nll: Float[np.ndarray, " M"] | None = None
-  concentration: Float[np.ndarray, " M"] | None = None
-  context: Int[np.ndarray, " M"] | None = None
-  task: Sequence[str] | np.ndarray | None = None
-  evicts: Bool[np.ndarray, " M"] | None = None
-
-  def select(
-    self, chosen: Bool[np.ndarray, " M"] | Int[np.ndarray, " Z"]
-  ) -> "Triples":
-    """Returns some of the triples."""
-    return self._replace(
-      **{
-        name: np.array(field)[chosen]
-        for name, field in self._asdict().items()
-        if field is not None
-      }
-    )
-
-  @property
-  def contexts(self) -> Int[np.ndarray, " M"]:
-    """Number of the context of each triple."""
-    if self.context is None:
-      return np.arange(len(self.ratio))
-    return np.asarray(self.context)
-
-  @property
-  def features(self) -> Features:
-    """Features of the context of each triple."""
-    length = self.length
-    if length is None:
-      # So long that no retention is less than a token.
-      length = np.full(len(self.nll), np.iinfo(np.int64).max)
-    return Features(self.nll, length, self.tail_nll, self.concentration)
-
-  @property
-  def known_features(self) -> tuple[str, ...]:
-    """Those of `NAMES` that were measured for all triples."""
-    features = self.features
-    measured = {name: features.column(name) for name in NAMES}
-    if self.length is None:
-      del measured["log_length"]
-    return tuple(
-      name for name, column in measured.items() if np.all(np.isfinite(column))
-    )
 
 
 class Rule(NamedTuple):
@@ -100,40 +34,43 @@ class Rule(NamedTuple):
 
   Attributes:
     features: names of the features that kc is linear in; see `NAMES`.
-    powered: whether the power of the retention is fitted, otherwise 1.
+    shaped: whether the curve bends the mean quality of all contexts at a
+      retention, otherwise the retention itself.
     too_high: weight of the squared error where the curve is too high; 1 is the
       least-squares fit.
-    ridge: weight of the squared slopes of standardized features, which keeps
-      few contexts from determining steep ones.
+    ridge: weight of the squared intercept and of the squared slopes of
+      standardized features, which keeps few contexts from determining large
+      ones.
   """
 
   features: tuple[str, ...]
-  powered: bool
+  shaped: bool
   too_high: float
   ridge: float = 0.0
 
 
 # The paper requires an asymmetry and does not specify it. Overestimated quality
 # costs answers; underestimated quality only memory.
-PAPER = Rule(("nll",), powered=False, too_high=4.0)
+PAPER = Rule(("nll",), shaped=False, too_high=4.0)
 
 
 class Fit(NamedTuple):
-  """The curve f(r^power, kc), kc = alpha NLL(c) + beta + slopes, and its error.
+  """The curve f(g(r), kc), kc = alpha NLL(c) + beta + slopes, and its error.
 
   Attributes:
     alpha: slope of NLL(c), per nat.
     beta: intercept.
     error: root mean square of f - y.
     slopes: pairs of a further feature and its slope.
-    power: exponent of the retention.
+    shape: g at measured retentions, see `kvjax.calibration.shape`; empty if
+      g(r) is r.
   """
 
   alpha: float
   beta: float
   error: float
   slopes: tuple[tuple[str, float], ...] = ()
-  power: float = 1.0
+  shape: Shape = ()
 
   def predict(self, triples: Triples) -> Float[np.ndarray, " M"]:
     """Computes f at the retentions and features of triples, in float64."""
@@ -142,59 +79,8 @@ class Fit(NamedTuple):
     for name, slope in self.slopes:
       kc = kc + slope * features.column(name)
     with jax.enable_x64(True):
-      retention = jnp.asarray(triples.retention, jnp.float64) ** self.power
+      retention = jnp.asarray(shaped(triples.retention, self.shape))
       return np.asarray(quality(retention, jnp.asarray(kc, jnp.float64)))
-
-
-def nll_ratio(
-  full: Float[np.ndarray, "*M"], kept: Float[np.ndarray, "*M"]
-) -> Float[np.ndarray, "*M"]:
-  """Computes the ratio of an answer's NLL with full and compressed context.
-
-  It is 1 if compression does not change the likelihood, and smaller if the
-  answer becomes less likely. This is the paper's quality; 0.001 nats are added
-  to both, and the ratio is at most 1.5. For answers that a model is sure of
-  (NLL below 0.001), these 0.001 nats decide the ratio.
-
-  Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
-
-  Args:
-    full: NLL per token of an answer, in nats, given the full context.
-    kept: NLL per token of the same answer, given the compressed context.
-
-  Examples:
-    >>> import numpy as np
-    >>> import kvjax
-    >>> full, kept = np.array([1.0, 1.0]), np.array([1.0, 2.0])
-    >>> kvjax.nll_ratio(full, kept).round(2).tolist()
-    [1.0, 0.5]
-  """
-  full, kept = np.asarray(full, np.float64), np.asarray(kept, np.float64)
-  return np.clip((full + _FLOOR) / (kept + _FLOOR), 0.0, _MOST)
-
-
-def likelihood_ratio(
-  full: Float[np.ndarray, "*M"], kept: Float[np.ndarray, "*M"]
-) -> Float[np.ndarray, "*M"]:
-  """Computes how likely an answer's tokens remain with a compressed context.
-
-  It is exp(full - kept), the ratio of the geometric means of the likelihoods of
-  the answer's tokens, at most 1.5. Unlike `nll_ratio`, it needs no floor, and
-  an answer that a model is sure of stays near 1 while the model is sure of it.
-
-  Args:
-    full: NLL per token of an answer, in nats, given the full context.
-    kept: NLL per token of the same answer, given the compressed context.
-
-  Examples:
-    >>> import numpy as np
-    >>> import kvjax
-    >>> full, kept = np.array([1e-5, 1.0]), np.array([1e-2, 2.0])
-    >>> kvjax.likelihood_ratio(full, kept).round(2).tolist()
-    [0.99, 0.37]
-  """
-  full, kept = np.asarray(full, np.float64), np.asarray(kept, np.float64)
-  return np.minimum(np.exp(full - kept), _MOST)
 
 
 def asymmetric_loss(
@@ -214,9 +100,9 @@ def fit(
   rule: Rule = PAPER,
   weight: Float[np.ndarray, " M"] | None = None,
 ) -> Fit:
-  """Fits the curve of minimum loss by L-BFGS from three starts.
+  """Fits the curve of minimum loss by L-BFGS from four starts.
 
-  The starts have alpha and beta (0, -3) and (1, -5), or come from the
+  The starts have alpha and beta (0, 0), (0, -3) and (1, -5), or come from the
   regression on the kc of each single triple. The fit runs in float64 on the
   CPU, because most accelerators lack float64 and the line search stops early in
   float32 where the loss is flat.
@@ -231,6 +117,8 @@ def fit(
       and 1 or is not finite, or lacks a feature of the rule.
   """
   _check(triples, rule)
+  weight = np.ones(len(triples.ratio)) if weight is None else weight
+  shape = mean_quality(triples, weight) if rule.shaped else ()
   features = triples.features
   # The columns of other features are zero, so that all rules share a program.
   columns = [
@@ -240,7 +128,6 @@ def fit(
     for name in NAMES
   ]
   design = np.stack(columns, axis=1)
-  weight = np.ones(len(design)) if weight is None else weight
   center = np.average(design, axis=0, weights=weight)
   spread = np.sqrt(np.average((design - center) ** 2, axis=0, weights=weight))
   # Equal contexts do not determine a slope.
@@ -256,18 +143,17 @@ def fit(
   ):
     data = (
       (design - center) / scale,
-      triples.retention,
+      shaped(triples.retention, shape),
       triples.ratio,
       weight,
       np.array(starts),
       rule.too_high,
-      float(rule.powered),
       rule.ridge,
     )
     weights, error = jax.device_get(
       _fit(*(jnp.asarray(x, jnp.float64) for x in data))
     )
-  slopes = weights[1:-1] / scale
+  slopes = weights[1:] / scale
   named = dict(zip(NAMES, slopes.tolist(), strict=True))
   return Fit(
     named["nll"],
@@ -275,7 +161,7 @@ def fit(
     float(weights[0] - slopes @ center),
     float(error),
     tuple((name, named[name]) for name in rule.features if name != "nll"),
-    float(np.exp(weights[-1])) if rule.powered else 1.0,
+    shape,
   )
 
 
@@ -309,7 +195,7 @@ def _standardized(
   slopes = np.zeros(len(NAMES))
   place = NAMES.index("nll")
   slopes[place] = alpha * spread[place]
-  return np.array([beta + alpha * center[place], *slopes, 0.0])
+  return np.array([beta + alpha * center[place], *slopes])
 
 
 @jax.jit
@@ -320,17 +206,14 @@ def _fit(
   weight: Float[Array, " M"],
   starts: Float[Array, "S W"],
   too_high: Float[Array, ""],
-  powered: Float[Array, ""],
   ridge: Float[Array, ""],
 ) -> tuple[_Weights, Float[Array, ""]]:
   def predict(weights: _Weights) -> Float[Array, " M"]:
-    kc = weights[0] + design @ weights[1:-1]
-    # `powered` is 0 or 1, an array: rules with and without a power share this.
-    return quality(retention ** jnp.exp(powered * weights[-1]), kc)
+    return quality(retention, weights[0] + design @ weights[1:])
 
   def loss(weights: _Weights) -> Float[Array, ""]:
     fitted = asymmetric_loss(predict(weights), ratio, too_high, weight)
-    return fitted + ridge * jnp.sum(weights[1:-1] ** 2)
+    return fitted + ridge * jnp.sum(weights**2)
 
   def minimize(start: _Weights) -> tuple[_Weights, Float[Array, ""]]:
     weights = _minimize(loss, start)
@@ -369,8 +252,7 @@ def _regress(
   columns = jnp.concatenate([jnp.ones_like(kc)[:, None], design], axis=1)
   root = jnp.sqrt(weight)
   # The solution of minimum norm has no slope where a column is zero.
-  line = jnp.linalg.lstsq(columns * root[:, None], kc * root)[0]
-  return jnp.append(line, 0.0)
+  return jnp.linalg.lstsq(columns * root[:, None], kc * root)[0]
 
 
 def _minimize(

@@ -32,21 +32,23 @@ _EQUAL = 1e-9
 class Calibration:
   """A fitted relation between what a prefill tells and the retention.
 
-  For a context c, the curve of `quality` at r^power has kc = alpha NLL(c) +
-  beta + the sum of the slopes times their features. A predictable context can
-  be compressed more.
+  For a context c, the curve of `quality` has kc = alpha NLL(c) + beta + the sum
+  of the slopes times their features. A predictable context can be compressed
+  more.
 
-  Preset "paper" is the rule of Compactor: kc = alpha NLL(c) + beta, a power of
-  1, and the retention at which the curve meets tau. A warning says if that is
-  outside the measured retentions. Preset "prefill" rounds the retention up to
-  a measured one, and keeps everything above the highest: it neither
-  interpolates nor extrapolates.
+  Preset "paper" is the rule of Compactor: kc = alpha NLL(c) + beta, and the
+  retention at which the curve meets tau. A warning says if that is outside the
+  measured retentions. Preset "prefill" bends `shape`, the mean quality at each
+  measured retention: the retention is the least measured one at which the curve
+  of the shape reaches tau, and everything above the highest. It neither
+  interpolates nor extrapolates. Where kc is 0 for all contexts, all keep the
+  same.
 
   Features outside their measured ranges are replaced by the nearest value in
   range; a warning says so if they are outside by more than a tenth.
 
-  Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4; the power, the
-  further features and the rounding are ours.
+  Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4; the shape, the
+  further features and the choice among measured retentions are ours.
 
   Attributes:
     alpha: slope of NLL(c), per nat.
@@ -64,10 +66,11 @@ class Calibration:
     preset: the rule, "paper" or "prefill".
     slopes: pairs of a further feature of `kvjax.calibration.features.NAMES` and
       its slope.
-    power: exponent of the retention.
     ranges: minimum and maximum of measured features, as triples of a field of
       `Features` and two numbers.
     grid: measured retentions, ascending.
+    shape: for preset "prefill", the mean quality at each of them, from
+      `kvjax.calibration.shape`, never falling; else empty.
     r2: R2 of the curves on contexts that they were not fitted to: pairs of a
       task and its R2, and "all" for all tasks together.
     data: the measured tasks and texts in words.
@@ -102,15 +105,15 @@ class Calibration:
   promises: tuple[tuple[float, float], ...] = ()
   preset: Preset = "paper"
   slopes: tuple[tuple[str, float], ...] = ()
-  power: float = 1.0
   ranges: tuple[tuple[str, float, float], ...] = ()
   grid: tuple[float, ...] = ()
+  shape: tuple[float, ...] = ()
   r2: tuple[tuple[str, float], ...] = ()
   data: str = ""
   seed: int = 0
 
   def __post_init__(self) -> None:
-    numbers = (self.alpha, self.beta, *self.tau_range, self.error, self.power)
+    numbers = (self.alpha, self.beta, *self.tau_range, self.error)
     further = [value for _, value in (*self.slopes, *self.r2)]
     low, high = self.tau_range
     targets = [0.0, *(pair[0] for pair in self.promises), 1.0]
@@ -118,29 +121,31 @@ class Calibration:
       not all(map(math.isfinite, (*numbers, *further)))
       or not 0 <= low <= high <= 1
       or self.error < 0
-      or self.power <= 0
       or self.triples < 1
       or not all(0 <= kept <= 1 for _, kept in self.promises)
       or not all(a < b for a, b in itertools.pairwise(targets))
     ):
       raise InputError(
         "A calibration has finite numbers, a tau_range and promises within 0 "
-        "and 1, the latter ascending, a power above 0 and at least one triple; "
+        "and 1, the latter ascending, and at least one triple; "
         f"{self} has not."
       )
-    grid = [0.0, *self.grid, 1.0]
+    grid, shape = [0.0, *self.grid, 1.0], [0.0, *self.shape, 1.0]
     if (
       self.preset not in PRESETS
       or not {name for name, _ in self.slopes} <= {*NAMES}
       or not {name for name, *_ in self.ranges} <= {*Features._fields}
       or not all(low <= high for _, low, high in self.ranges)
       or not all(a < b for a, b in itertools.pairwise(grid))
+      or not all(a <= b for a, b in itertools.pairwise(shape))
       or (self.preset == "prefill" and not self.grid)
+      or len(self.shape) != len(self.grid) * (self.preset == "prefill")
     ):
       raise InputError(
         'A calibration has preset "paper" or "prefill", slopes of '
-        f"{', '.join(NAMES)}, ranges of {', '.join(Features._fields)}, and the "
-        f"measured retentions ascending within 0 and 1; {self} has not."
+        f"{', '.join(NAMES)}, ranges of {', '.join(Features._fields)}, the "
+        "measured retentions ascending within 0 and 1 and, for preset "
+        f'"prefill", a shape that never falls; {self} has not.'
       )
 
   def check(self, method: object, per_query_head: bool) -> None:
@@ -165,15 +170,14 @@ class Calibration:
 
   @property
   def formula(self) -> str:
-    """The rule in words, as `kc = 2 NLL - 6 + 0.5 tail_nll, power 0.8`."""
+    """The rule in words, as `kc = 2 NLL - 6 + 0.5 tail_nll`."""
     terms = [(self.alpha, " NLL"), (self.beta, "")]
     terms += [(slope, f" {name}") for name, slope in self.slopes]
     text = "".join(
       f" {'-' if value < 0 else '+'} {abs(value):g}{name}"
       for value, name in terms
     )
-    power = "" if self.power == 1 else f", power {self.power:g}"
-    return f"kc ={text.removeprefix(' +')}{power}"
+    return f"kc ={text.removeprefix(' +')}"
 
   def curvature(self, features: Features) -> Float[np.ndarray, " B"]:
     """Computes kc of contexts; NaN if a feature is unknown."""
@@ -193,13 +197,11 @@ class Calibration:
     """
     kc = self.curvature(self._in_range(features))
     known = np.isfinite(kc)
-    # The curve is one of r^power, so its root is a power of the retention.
-    least = least_retention(tau, np.where(known, kc, 0.0)) ** (1 / self.power)
+    least = least_retention(tau, np.where(known, kc, 0.0))
     if self.preset == "prefill":
-      grid = np.array([*self.grid, 1.0])
-      least = np.minimum(least, 1.0)
-      # The least measured retention that is at least as high.
-      least = grid[np.searchsorted(grid, least - _EQUAL)]
+      # The curve is one of the shape: find the first value that is as high.
+      place = np.searchsorted(self.shape, least - _EQUAL)
+      least = np.array([*self.grid, 1.0])[place]
     elif tau < 1:
       self._warn_of_extrapolation(least[known])
     # At least one token is kept.

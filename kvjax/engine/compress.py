@@ -20,7 +20,7 @@ from kvjax.cache.pooled import PooledLayers
 from kvjax.cache.sharding import gather_tokens, shard_layer, shard_stack
 from kvjax.cache.sparse import SparseLayer
 from kvjax.cache.window import WindowLayer
-from kvjax.calibration.features import concentration
+from kvjax.calibration.features import score_shape
 from kvjax.engine.model_layers import attach_rotation
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import LayerProgram
@@ -146,12 +146,12 @@ def select_layer(
 
 
 @functools.partial(jax.jit, static_argnames=("evaluation",))
-def score_concentration(
+def shape_of_scores(
   evaluation: Evaluation, activations: Activations, evaluated: Evaluated
-) -> Float[Array, " B"]:
-  """Computes how few tokens of a layer the scores prefer; NaN without scores.
+) -> Float[Array, "3 B"]:
+  """Computes how the scores of a layer are distributed; NaN without scores.
 
-  See `kvjax.calibration.features.concentration`.
+  See `kvjax.calibration.features.score_shape`.
 
   Args:
     evaluation: the method.
@@ -163,8 +163,8 @@ def score_concentration(
     evaluation.method, evaluated.scores, cache
   )
   if scores is None:
-    return jnp.full(cache.positions.shape[:1], jnp.nan)
-  return concentration(scores.astype(jnp.float32), cache.valid)
+    return jnp.full((3, cache.positions.shape[0]), jnp.nan)
+  return score_shape(scores.astype(jnp.float32), cache.valid)
 
 
 class LayerInputs(NamedTuple):

@@ -15,12 +15,12 @@ from jaxtyping import Array, Float, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
-from kvjax.calibration.features import Features
+from kvjax.calibration.features import OF_SCORES, Features
 from kvjax.calibration.record import Calibrated
 from kvjax.engine import prompt_programs
 from kvjax.engine.blocks import prefill_blocks
 from kvjax.engine.building import CacheBuilder
-from kvjax.engine.compress import Evaluation, score_concentration
+from kvjax.engine.compress import Evaluation, shape_of_scores
 from kvjax.engine.deferred import Deferred, replay_of
 from kvjax.engine.evaluate import (
   Evaluations,
@@ -169,7 +169,7 @@ def measured_sweep(
     (2,)
   """
   evaluations = frozenset(map(Evaluation.of, plans))
-  requested = _Requested(likelihood=True, concentrations=evaluations)
+  requested = _Requested(likelihood=True, scores=evaluations)
   return _sweep(model, params, prompts, plans, requested)
 
 
@@ -178,11 +178,11 @@ class _Requested(NamedTuple):
 
   Attributes:
     likelihood: whether to compute likelihoods; if not, they are NaN.
-    concentrations: evaluations whose scores' concentration is computed.
+    scores: evaluations the shape of whose scores is computed.
   """
 
   likelihood: bool
-  concentrations: frozenset[Evaluation]
+  scores: frozenset[Evaluation]
 
 
 def _required(plans: Sequence[Plan]) -> _Requested:
@@ -194,7 +194,7 @@ def _required(plans: Sequence[Plan]) -> _Requested:
       Evaluation.of(plan)
       for plan in calibrated
       if isinstance(plan.budget, Calibrated)
-      and "concentration" in plan.budget.calibration.depends_on
+      and not plan.budget.calibration.depends_on.isdisjoint(OF_SCORES)
     ),
   )
 
@@ -227,8 +227,8 @@ def _sweep(
   waiting = [index for index, builder in enumerate(builders) if not builder]
   deferred = Deferred([plans[index] for index in waiting])
   latest: Evaluations = {}
-  concentrations: dict[Evaluation, list[Float[Array, " B"]]] = {
-    evaluation: [] for evaluation in requested.concentrations
+  shapes: dict[Evaluation, list[Float[Array, "3 B"]]] = {
+    evaluation: [] for evaluation in requested.scores
   }
   for layer, spec in enumerate(geometry.layers):
     # `hidden` is donated: the states of the layer before are gone after this.
@@ -244,14 +244,14 @@ def _sweep(
     if activations is None:
       continue
     requests = list_evaluations(
-      layer, plans, prepared, geometry, requested.concentrations
+      layer, plans, prepared, geometry, requested.scores
     )
     later = {e: scored for e, scored in requests.items() if replay_of(e)}
     now = {e: requests[e] for e in requests if e not in later}
     evaluations = evaluate_all(layer, activations, now, latest)
     # A layer may copy a selection across layers that evict nothing.
     latest = {**latest, **evaluations}
-    _concentrate(concentrations, activations, evaluations)
+    _add_shapes(shapes, activations, evaluations)
     for plan, builder in zip(plans, builders, strict=True):
       if builder is not None:
         builder.keep(layer, activations, find_evaluated(plan, evaluations))
@@ -262,11 +262,11 @@ def _sweep(
     params, hidden, tokens, lengths, model=model, measured=requested.likelihood
   )
   for activations, evaluations in deferred.replay(model, params, prompts):
-    _concentrate(concentrations, activations, evaluations)
+    _add_shapes(shapes, activations, evaluations)
   features: tuple[Features, ...] = ()
   retentions: tuple[Float[np.ndarray, " B"] | None, ...] = (None,) * len(plans)
   if requested.likelihood:
-    features = _features(prompts, plans, nll, concentrations)
+    features = _features(prompts, plans, nll, shapes)
     retentions = tuple(
       plan.budget.retentions(of_plan)
       if isinstance(plan.budget, Calibrated)
@@ -294,42 +294,40 @@ def _sweep(
   return Measured(caches, logits, nll[0], features, retentions)
 
 
-def _concentrate(
-  concentrations: Mapping[Evaluation, list[Float[Array, " B"]]],
+def _add_shapes(
+  shapes: Mapping[Evaluation, list[Float[Array, "3 B"]]],
   activations: Activations,
   evaluations: Evaluations,
 ) -> None:
-  """Adds the concentration of the scores of a layer."""
-  for evaluation, found in concentrations.items():
+  """Adds the shape of the scores of a layer."""
+  for evaluation, found in shapes.items():
     if evaluation in evaluations and evaluations[evaluation][1].has_scores:
       evaluated = evaluations[evaluation][1]
-      found.append(
-        score_concentration(evaluation, activations.only(()), evaluated)
-      )
+      found.append(shape_of_scores(evaluation, activations.only(()), evaluated))
 
 
 def _features(
   prompts: Prompts,
   plans: Sequence[Plan],
   nll: Float[Array, "2 B"],
-  concentrations: Mapping[Evaluation, Sequence[Float[Array, " B"]]],
+  shapes: Mapping[Evaluation, Sequence[Float[Array, "3 B"]]],
 ) -> tuple[Features, ...]:
   """Collects the features for each plan, on the host.
 
-  Concentrations are means over the layers that a method scores.
+  Those of scores are means over the layers that a method scores.
   """
   # One transfer, after the whole pass.
   (of_prompts, of_tails), by_layer = jax.device_get(
-    (nll, list(concentrations.values()))
+    (nll, list(shapes.values()))
   )
   means = {
     evaluation: np.mean(values, axis=0)
-    for evaluation, values in zip(concentrations, by_layer, strict=True)
+    for evaluation, values in zip(shapes, by_layer, strict=True)
     if values
   }
   lengths = np.asarray(prompts.lengths)
   return tuple(
-    Features(of_prompts, lengths, of_tails, means.get(Evaluation.of(plan)))
+    Features(of_prompts, lengths, of_tails, *means.get(Evaluation.of(plan), ()))
     for plan in plans
   )
 

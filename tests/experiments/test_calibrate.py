@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 
 import matplotlib.image
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.calibration.curve import least_retention
+from kvjax.calibration.features import OF_SCORES
 from kvjax.errors import InputError
 from kvjax.experiments.calibration import dry_run, measuring
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
@@ -236,12 +238,14 @@ def test_triples_are_those_of_a_context_alone(tiny, tmp_path):
   assert own.kept_tokens == -(-own.context_tokens // 2)
   expected = (own.full + 1e-3) / (own.kept + 1e-3)
   assert own.nll_ratio == pytest.approx(expected)
-  expected = min(math.exp(own.full - own.kept), 1.5)
+  expected = min(math.exp(own.full - own.kept), 1)
   assert own.likelihood_ratio == pytest.approx(expected)
   swept = kvjax.measured_sweep(tiny.model, tiny.params, context, [plan])
   (features,) = swept.features
   assert own.tail_nll == pytest.approx(features.tail_nll[0], rel=1e-4)
-  assert own.concentration == pytest.approx(features.concentration[0], rel=1e-3)
+  for name in OF_SCORES:
+    expected = getattr(features, name)[0]
+    assert getattr(own, name) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -332,6 +336,26 @@ def test_the_program_writes_records_that_compare_reads(
   # One context cannot promise more than half.
   assert max(kept for _, kept in record["promises"]) <= 0.5
   assert "niah_single_1 of 256 tokens" in record["data"]
+
+  told = done.stdout.splitlines()[-1]
+  report = (folder / "calibration.md").read_text()
+  assert told.partition(": ")[2] in report
+  said, _, arguments = told.partition(" -- ")
+  assert said.endswith("within 5 points: kvjax trials")
+  asked_there = run_binary(
+    "kvjax.experiments.evaluate",
+    *shlex.split(arguments),
+    "--samples=1",
+    "--dry_run",
+  )
+  assert asked_there.returncode == 0, asked_there.stderr
+
+  measured = (folder / "triples.jsonl").read_bytes()
+  again = run_binary(*command, f"--output={folder}", "--tau=0.5", "--others=0")
+  assert again.returncode == 0, again.stderr
+  assert (folder / "triples.jsonl").read_bytes() == measured
+  refitted = json.loads((folder / "summary.json").read_text())
+  assert (refitted["tau"], refitted["others"]) == (0.5, 0)
 
   auto = ["--retention=auto", "--tau=0.9"]
   missing = run_binary("kvjax.experiments.evaluate", model, *asked, *auto)

@@ -32,6 +32,8 @@ def made(task, sample, share, nll, kc, name="keydiff"):
     nll=nll,
     tail_nll=nll,
     concentration=None,
+    skewness=None,
+    kurtosis=None,
     full=1.0,
     kept=1.0 - float(np.log(ratio)),
   )
@@ -72,13 +74,17 @@ def test_a_record_reloads_and_says_the_same(fitted, tmp_path):
   for method, alpha in zip(fitted, ALPHAS.values(), strict=True):
     line = method.calibration
     kc = alpha * np.array([0.5, 2.5]) - 6
-    np.testing.assert_allclose(line.curvature(features), kc, atol=0.05)
+    # These curves bend the means, those that made the triples the retention.
+    bent = line.curvature(features)[:, None]
+    found = np.expm1(np.array(line.shape) * bent) / np.expm1(bent)
+    made = np.expm1(np.array(SHARES) * kc[:, None]) / np.expm1(kc)[:, None]
+    np.testing.assert_allclose(found, made, atol=0.05)
     assert line.method == str(kvjax.get_method(method.name))
     assert line.triples == 2 * 10 * 3
     assert line.grid == SHARES
     assert (line.model_id, line.data, line.seed) == ORIGIN
     assert dict(line.r2) == pytest.approx(
-      {"all": 1, "easy": 1, "hard": 1}, abs=1e-2
+      {"all": 1, "easy": 1, "hard": 1}, abs=0.03
     )
     line.save(path)
     again = kvjax.Calibration.load(path, model_id="abc")
@@ -124,7 +130,8 @@ def test_pictures_show_the_curves_and_the_means(fitted):
   line = fitted[1].calibration
   hard = [m for m in fitted[1].sets.triples if m.task == "hard"]
   kc = np.mean(line.curvature(fits.features(hard)))
-  expected = np.expm1(x**line.power * kc) / np.expm1(kc)
+  bent = np.interp(x, (0, *SHARES, 1), (0, *line.shape, 1))
+  expected = np.expm1(bent * kc) / np.expm1(kc)
   np.testing.assert_allclose(y, expected, atol=1e-5)
   means = [
     np.mean([m.likelihood_ratio for m in hard if m.retention == share])

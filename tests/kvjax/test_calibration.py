@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 import kvjax
 from kvjax.calibration.curve import least_retention, quality
-from kvjax.calibration.features import Features, concentration
+from kvjax.calibration.features import Features, score_shape
 from kvjax.calibration.fields import to_json
 from kvjax.calibration.record import Calibration
 from kvjax.errors import InputError
@@ -149,23 +150,42 @@ def test_a_curve_is_asked_for_as_much_as_it_takes():
 
 
 PREFILL = dataclasses.replace(
-  RECORD, preset="prefill", power=0.5, grid=(0.1, 0.25, 0.5, 0.9)
+  RECORD,
+  preset="prefill",
+  grid=(0.1, 0.25, 0.5, 0.6, 0.9),
+  shape=(0.3, 0.5, 0.7, 0.7, 0.95),
 )
 
 
-def test_a_retention_is_rounded_up_to_a_measured_one():
+def test_a_retention_is_the_least_measured_one_of_enough_quality():
+  """The curve bends the mean quality of all contexts at each retention."""
   nll = np.linspace(0, 9, 200)
   features = Features(nll, np.full(200, 1000))
   for target in (0.05, 0.5, 0.9):
-    exact = least_retention(target, 1.5 * nll - 7) ** 2
-    expected = [
-      min((r for r in (*PREFILL.grid, 1.0) if r >= x - 1e-9), default=1.0)
-      for x in exact
-    ]
+    expected = []
+    for kc in 1.5 * nll - 7:
+      curve = [exact(mean, kc) for mean in PREFILL.shape]
+      enough = [
+        r
+        for r, quality in zip(PREFILL.grid, curve, strict=True)
+        if quality >= target - 1e-9
+      ]
+      expected.append(min(enough, default=1.0))
     found = PREFILL.retentions(features, target)
     assert found.tolist() == expected
-    assert len(set(found)) > 1
+    assert len(set(found)) > 2
+    assert 0.6 not in found  # No better than less.
   assert PREFILL.retentions(features, 1.0).tolist() == [1] * 200
+
+
+def test_without_a_slope_all_contexts_keep_the_same():
+  same = dataclasses.replace(PREFILL, alpha=0.0, beta=0.0)
+  features = Features(np.linspace(0, 9, 20), np.full(20, 1000))
+  targets = (0.3, 0.31, 0.5, 0.7, 0.71, 0.951)
+  for target, share in zip(
+    targets, (0.1, 0.25, 0.25, 0.5, 0.9, 1), strict=True
+  ):
+    assert same.retentions(features, target).tolist() == [share] * 20
 
 
 def test_the_curve_of_the_paper_warns_where_it_extrapolates():
@@ -218,12 +238,12 @@ def test_a_rule_on_more_features():
   assert record.formula == (
     "kc = 1.5 NLL - 7 + 0.5 tail_nll - 2 concentration + 0.25 log_length"
   )
-  assert PREFILL.formula == "kc = 1.5 NLL - 7, power 0.5"
+  assert PREFILL.formula == "kc = 1.5 NLL - 7"
   missing = features._replace(concentration=None)
   assert record.retentions(missing, 0.8).tolist() == [1, 1, 1]
 
 
-def test_concentration_equals_the_participation_ratio():
+def test_the_shape_of_scores_is_that_of_a_loop_over_heads():
   rng = np.random.default_rng(0)
   scores = rng.gamma(0.3, size=(3, 2, 50)).astype(np.float32)
   scored = rng.random(scores.shape) < 0.7
@@ -234,22 +254,36 @@ def test_concentration_equals_the_participation_ratio():
     for head, part in zip(row, mask, strict=True):
       x = head[part & np.isfinite(head)].astype(float)
       w = (x - x.min()) / (x - x.min()).sum()
-      heads.append(np.log(len(w) * np.sum(w**2)))
-    expected.append(np.mean(heads))
+      z = (x - x.mean()) / x.std()
+      heads.append((np.log(len(w) * np.sum(w**2)), *scipy_moments(x)))
+      np.testing.assert_allclose(heads[-1][1:], (np.mean(z**3), np.mean(z**4)))
+    expected.append(np.mean(heads, axis=0))
   scores, scored = jnp.asarray(scores), jnp.asarray(scored)
-  np.testing.assert_allclose(concentration(scores, scored), expected, rtol=1e-5)
+  found = score_shape(scores, scored)
+  np.testing.assert_allclose(found.T, expected, rtol=1e-4)
   finite = jnp.where(jnp.isfinite(scores), scores, 0.5)
-  moved = concentration(1e4 * finite - 3e3, scored)
-  np.testing.assert_allclose(moved, concentration(finite, scored), rtol=1e-3)
+  moved = score_shape(1e4 * finite - 3e3, scored)
+  np.testing.assert_allclose(moved, score_shape(finite, scored), rtol=1e-2)
 
 
-def test_concentration_from_none_to_all():
+def scipy_moments(x):
+  return scipy.stats.skew(x), scipy.stats.kurtosis(x, fisher=False)
+
+
+def test_scores_from_none_to_all():
   one = jnp.zeros((1, 1, 64))
   every = jnp.ones(one.shape, bool)
-  assert concentration(one, every).tolist() == [0]
-  assert concentration(one, ~every).tolist() == [0]
+  equal = jnp.full(one.shape, 0.1)
+  for scores, scored in ((one, every), (one, ~every), (equal, every)):
+    assert score_shape(scores, scored).tolist() == [[0]] * 3
   one = one.at[..., 5].set(3.0)
-  np.testing.assert_allclose(concentration(one, every), [np.log(64)], rtol=1e-6)
+  # A single one of n: z is (n - 1)^0.5 for it, -(n - 1)^-0.5 for the others.
+  root = 63**0.5
+  third = (root**3 - 63 / root**3) / 64
+  fourth = (root**4 + 63 / root**4) / 64
+  np.testing.assert_allclose(
+    score_shape(one, every)[:, 0], [np.log(64), third, fourth], rtol=1e-5
+  )
 
 
 @pytest.mark.parametrize(
@@ -267,7 +301,13 @@ def test_concentration_from_none_to_all():
     ({"slopes": {"other": 1.0}}, "slopes of nll, tail_nll"),
     ({"ranges": {"nll": [2.0, 1.0]}}, "ranges of nll, length"),
     ({"ranges": {"nll": 2.0}}, "ranges is"),
-    ({"power": 0.0}, "a power above 0"),
+    ({"shape": [0.5]}, "a shape that never falls"),
+    (
+      {"preset": "prefill", "grid": [0.2, 0.5], "shape": [0.8, 0.7]},
+      "a shape that never falls",
+    ),
+    ({"preset": "prefill", "grid": [0.2], "shape": []}, "a shape that never"),
+    ({"shape": [True]}, r"shape is \[True\]"),
     ({"r2": {"all": float("nan")}}, "finite numbers"),
     ({"seed": 0.5}, "seed is 0.5"),
     ({"alpha": "1"}, "alpha is '1'"),

@@ -11,9 +11,11 @@ import scipy.optimize
 import kvjax
 from kvjax.calibration.conformal import TARGETS, add_promises, promises
 from kvjax.calibration.features import Features
-from kvjax.calibration.fitting import PAPER, Rule, Triples, asymmetric_loss, fit
+from kvjax.calibration.fitting import PAPER, Rule, asymmetric_loss, fit
+from kvjax.calibration.measured import Triples
 from kvjax.calibration.record import Calibration
-from kvjax.calibration.rules import choose, cross_validate, r2
+from kvjax.calibration.rules import candidates, choose, cross_validate, r2
+from kvjax.calibration.shape import mean_quality, shaped
 from kvjax.errors import InputError
 from kvjax.methods import KeyDiff, SnapKV
 
@@ -68,7 +70,7 @@ def triples(alpha, beta, noise=0.0, contexts=80):
 def test_a_fit_recovers_what_made_the_triples(alpha, beta):
   found = fit(triples(alpha, beta))
   np.testing.assert_allclose(found[:3], (alpha, beta, 0), atol=1e-6)
-  assert found[3:] == ((), 1.0)
+  assert found[3:] == ((), ())
 
 
 def test_a_fit_sees_through_noise():
@@ -134,7 +136,7 @@ def test_what_cannot_be_fitted_is_refused(data, said):
 FEATURES = ("nll", "tail_nll", "concentration", "log_length")
 
 
-def wide_triples(power=0.5, noise=0.0, contexts=60):
+def wide_triples(power=1.0, noise=0.0, contexts=60):
   """Triples of two tasks whose curves depend on all features."""
   rng = np.random.default_rng(2)
   context = np.repeat(np.arange(contexts), len(RETENTIONS))
@@ -162,27 +164,76 @@ def wide_triples(power=0.5, noise=0.0, contexts=60):
 
 def test_a_fit_of_all_features_recovers_what_made_the_triples():
   data = wide_triples()
-  found = fit(data, Rule(FEATURES, powered=True, too_high=1.0))
+  found = fit(data, Rule(FEATURES, shaped=False, too_high=1.0))
   assert [name for name, _ in found.slopes] == [*FEATURES[1:]]
   slopes = [slope for _, slope in found.slopes]
   np.testing.assert_allclose(slopes, (-0.5, 2, 0.25), atol=1e-5)
-  np.testing.assert_allclose(
-    (found.alpha, found.beta, found.power), (1, -6, 0.5), atol=1e-5
-  )
+  np.testing.assert_allclose((found.alpha, found.beta), (1, -6), atol=1e-5)
   np.testing.assert_allclose(found.predict(data), data.ratio, atol=1e-6)
 
 
-def test_a_ridge_is_the_weight_of_squared_slopes():
+def test_a_shaped_fit_is_one_of_the_means():
+  """The same as an unshaped one, of triples whose retentions are the means."""
+  data = wide_triples(power=3.0, noise=0.05)
+  found = fit(data, Rule(FEATURES, shaped=True, too_high=1.0))
+  means = [np.mean(data.ratio[data.retention == share]) for share in RETENTIONS]
+  assert np.all(np.diff(means) > 0)
+  expected = (60 * np.array(means) + RETENTIONS) / 61
+  grid, values = zip(*found.shape, strict=True)
+  assert grid == (*RETENTIONS,)
+  np.testing.assert_allclose(values, expected)
+  moved = data._replace(retention=np.tile(expected, 60))
+  plain_fit = fit(moved, Rule(FEATURES, shaped=False, too_high=1.0))
+  np.testing.assert_allclose(found.alpha, plain_fit.alpha, rtol=1e-6)
+  np.testing.assert_allclose(
+    found.predict(data), plain_fit.predict(moved), atol=1e-8
+  )
+
+
+def test_means_never_fall_and_are_the_nearest_such():
+  rng = np.random.default_rng(4)
+  for _ in range(20):
+    contexts = 3
+    ratio = rng.random((contexts, len(RETENTIONS)))
+    weight = rng.integers(0, 3, ratio.shape).astype(float)
+    weight[0] = 1
+    data = Triples(
+      np.tile(RETENTIONS, contexts), np.ones(ratio.size), ratio.ravel()
+    )
+    found = mean_quality(data, weight.ravel())
+    count = weight.sum(axis=0)
+    means = (weight * ratio).sum(axis=0) / count
+    nearest = scipy.optimize.isotonic_regression(means, weights=count).x
+    grid, values = zip(*found, strict=True)
+    assert grid == (*RETENTIONS,)
+    # One more triple is as good as its retention.
+    number = count.mean()
+    expected = (number * nearest + RETENTIONS) / (number + 1)
+    np.testing.assert_allclose(values, expected, atol=1e-12)
+    assert np.all(np.diff(values) > 0)
+
+
+def test_means_are_interpolated_from_nothing_to_all():
+  shape = ((0.2, 0.6), (0.5, 0.9))
+  found = shaped(np.array([0, 0.1, 0.2, 0.35, 0.5, 0.75, 1]), shape)
+  np.testing.assert_allclose(found, [0, 0.3, 0.6, 0.75, 0.9, 0.95, 1])
+  some = np.array([0.1, 0.7])
+  assert shaped(some, ()).tolist() == some.tolist()
+
+
+def test_a_ridge_is_the_weight_of_squared_numbers():
   data = triples(2, -9, noise=0.02)
   nll = (data.nll - data.nll.mean()) / data.nll.std()
 
   def objective(weights):
     found = plain(data.retention, weights[0] + weights[1] * nll)
-    return np.mean((found - data.ratio) ** 2) + 1e-2 * weights[1] ** 2
+    return np.mean((found - data.ratio) ** 2) + 1e-2 * np.sum(weights**2)
 
   best = scipy.optimize.minimize(objective, (-3.0, 0.5), tol=1e-12).x
   found = fit(data, Rule(("nll",), False, 1.0, ridge=1e-2))
   assert found.alpha * data.nll.std() == pytest.approx(best[1], abs=1e-4)
+  center = found.beta + found.alpha * data.nll.mean()
+  assert center == pytest.approx(best[0], abs=1e-4)
   assert best[1] < 0.9 * fit(data, Rule(("nll",), False, 1.0)).alpha * (
     data.nll.std()
   )
@@ -214,7 +265,7 @@ def test_triples_of_weight_zero_do_not_count():
 @pytest.mark.slow
 def test_a_context_is_predicted_by_others():
   data = wide_triples(noise=0.05, contexts=12)
-  rule = Rule(("nll", "tail_nll"), powered=False, too_high=1.0)
+  rule = Rule(("nll", "tail_nll"), shaped=True, too_high=1.0)
   found = cross_validate(data, rule)
   fifth = data.context % 5 == 2
   rest = data.select(~fifth)
@@ -232,7 +283,61 @@ def test_the_rule_is_chosen_that_predicts_other_contexts_best():
   assert chosen.features == ("nll",)
   assert chosen.too_high == 1
   one = wide_triples().select(np.arange(len(RETENTIONS)))
-  assert choose(one)[:3] == (("nll",), False, 1.0)
+  assert choose(one) == (("nll",), True, 1.0, 1e-2)
+
+
+def test_rules_have_features_that_were_measured():
+  known = triples(2, -9)
+  assert [rule.features for rule in candidates(known)] == [("nll",)] * 2
+  measured = wide_triples()
+  assert len({rule.features for rule in candidates(measured)}) == 2**3
+  shapes = measured._replace(skewness=measured.nll, kurtosis=measured.nll)
+  rules = [rule.features for rule in candidates(shapes)]
+  assert len(set(rules)) == 2**4
+  assert [len(rule) for rule in rules[:4]] == [1, 1, 2, 2]
+  for rule in rules:
+    assert ("skewness" in rule) == ("kurtosis" in rule)
+
+
+def lossy(contexts, seed=0):
+  """Triples of a method that loses contexts at random, whatever they are.
+
+  As with LagKV's on short contexts: most survive even the least retention, and
+  a few are lost up to the highest but one.
+  """
+  rng = np.random.default_rng(seed)
+  lost = np.array([0.07, 0.07, 0.07, 0.07, 0.06, 0.03, 0.0])
+  ratio = (rng.random(contexts)[:, None] >= lost).astype(float)
+  index = np.repeat(np.arange(contexts), len(RETENTIONS))
+  return Triples(
+    np.tile(RETENTIONS, contexts),
+    rng.uniform(0.3, 4, contexts)[index],
+    ratio.ravel(),
+    rng.integers(400, 500, contexts)[index],
+    rng.uniform(0.3, 4, contexts)[index],
+    rng.uniform(0, 2, contexts)[index],
+    index,
+  )
+
+
+@pytest.mark.parametrize("seed", [10, 20])
+def test_where_nothing_predicts_a_context_all_keep_nearly_the_same(seed):
+  """What the promise needs, which is less than everything.
+
+  Also if none of the fitted contexts lost anything, as with the first seed.
+  """
+  data, others = lossy(60, seed), lossy(200, seed + 1)
+  assert bool(np.all(data.ratio == 1)) == (seed == 10)
+  record = calibrated(data, others)
+  assert dict(record.r2)["all"] < 0
+  tested = lossy(4000, seed + 2)
+  shares = kvjax.Calibrated(record, 0.95).retentions(tested.features)
+  kept = np.unique(shares)
+  places = np.searchsorted(RETENTIONS, kept)
+  # Neighbors among the measured ones, and never the whole context.
+  assert np.all(np.diff(places) == 1)
+  assert np.all(places < len(RETENTIONS))
+  assert 0.95 <= quality_at(tested, shares) < 0.995
 
 
 def test_a_rule_needs_its_features():
@@ -305,7 +410,7 @@ def quality_at(data, shares):
 
 
 def test_a_calibration_tells_r2_by_task_and_where_it_comes_from():
-  data = wide_triples(noise=0.05)
+  data = wide_triples(noise=0.05).capped
   others = shuffled_contexts(data, 1, 40)
   record = calibrated(data, others, data="two tasks", seed=5)
   predicted = fit(data, choose(data)).predict(others)
@@ -316,7 +421,8 @@ def test_a_calibration_tells_r2_by_task_and_where_it_comes_from():
   }
   assert dict(record.r2) == pytest.approx(expected)
   assert (record.data, record.seed) == ("two tasks", 5)
-  assert [name for name, *_ in record.ranges] == [*Features._fields]
+  names = [name for name, *_ in record.ranges]
+  assert names == [*Features._fields[:4]]
   assert record.ranges[1][1:] == (data.length.min(), data.length.max())
 
 
@@ -333,7 +439,7 @@ def test_the_ratio_of_likelihoods():
     np.array([1e-5, 1.7, 1.0, np.inf]),
   )
   np.testing.assert_allclose(
-    kvjax.likelihood_ratio(full, kept), [1, np.exp(-0.7), 1.5, 0]
+    kvjax.likelihood_ratio(full, kept), [1, np.exp(-0.7), 1, 0]
   )
 
 
@@ -360,7 +466,7 @@ def test_promises_without_other_contexts_are_cross_validated():
       alpha=found.alpha,
       beta=found.beta,
       slopes=found.slopes,
-      power=found.power,
+      shape=tuple(mean for _, mean in found.shape),
       promises=(),
     )
     first = Features(*(None if x is None else x[:1] for x in own.features))
@@ -392,7 +498,7 @@ def test_a_record_is_saved_and_loaded(tmp_path):
     promises=((0.5, 0.25), (0.9, 0.75)),
     preset="prefill",
     slopes=(("tail_nll", 0.5), ("concentration", -1.0)),
-    power=0.75,
+    shape=tuple(np.linspace(0.2, 0.8, 7).tolist()),
     r2=(("all", 0.5), ("one", -0.25)),
     data="RULER",
     seed=3,

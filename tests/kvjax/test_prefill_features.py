@@ -5,9 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import scipy.stats
 
 import kvjax
-from kvjax.calibration.features import TAIL
+from kvjax.calibration.features import OF_SCORES, TAIL
 from kvjax.engine import compress, prompt_programs
 from kvjax.engine import prefill as prefilling
 from kvjax.testing import TinyModel
@@ -45,7 +46,7 @@ def test_the_tail_is_what_a_shorter_prompt_lacks(measured):
   """Sums of -ln p: that of a prompt less that of its beginning."""
   beginnings = kvjax.Prompts.of([row[:-TAIL] for row in ROWS[:2]])
   before = kvjax.negative_log_likelihood(MODEL, PARAMS, beginnings)
-  nll, length, tail_nll, _ = measured.features[0]
+  nll, length, tail_nll, *_ = measured.features[0]
   assert length.tolist() == [150, 97, 40]
   whole = np.float64(nll[:2]) * (length[:2] - 1)
   rest = np.float64(before) * (length[:2] - TAIL - 1)
@@ -56,7 +57,7 @@ def test_the_tail_is_what_a_shorter_prompt_lacks(measured):
   np.testing.assert_array_equal(nll, measured.nll)
 
 
-def test_concentration_is_that_of_the_scores(measured):
+def test_shapes_are_those_of_the_scores(measured):
   """Written out for key norms, which the full cache holds."""
   cache = measured.caches[-1]
   expected = []
@@ -68,11 +69,16 @@ def test_concentration_is_that_of_the_scores(measured):
       )
       w = norms.max(axis=-1, keepdims=True) - norms
       shares = w / w.sum(axis=-1, keepdims=True)
-      heads.append(np.log(len(tokens) * np.sum(shares**2, axis=-1)))
-    expected.append(np.mean(heads))
-  np.testing.assert_allclose(
-    measured.features[0].concentration, expected, rtol=1e-4
-  )
+      heads.append(
+        (
+          np.log(len(tokens) * np.sum(shares**2, axis=-1)),
+          scipy.stats.skew(-norms, axis=-1),
+          scipy.stats.kurtosis(-norms, axis=-1, fisher=False),
+        )
+      )
+    expected.append(np.mean(heads, axis=(0, 2)))
+  found = [getattr(measured.features[0], name) for name in OF_SCORES]
+  np.testing.assert_allclose(np.transpose(found), expected, rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -89,17 +95,18 @@ def test_a_row_stands_alone():
       assert ours.concentration is None
       continue
     assert np.all(ours.concentration > 0), name
-    np.testing.assert_allclose(
-      ours.concentration[1:2], theirs.concentration, rtol=1e-4, err_msg=name
-    )
+    for feature in OF_SCORES:
+      one, other = getattr(ours, feature), getattr(theirs, feature)
+      np.testing.assert_allclose(one[1:2], other, rtol=1e-3, err_msg=name)
     assert ours.tail_nll[1] == pytest.approx(theirs.tail_nll[0], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_a_method_that_ranks_by_position_has_no_concentration():
+def test_a_method_that_ranks_by_position_has_no_scores_to_shape():
   plan = plan_of("protokv:window=5:prototypes=20:cut=position")
   swept = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [plan])
-  assert np.all(np.isnan(swept.features[0].concentration))
+  for name in OF_SCORES:
+    assert np.all(np.isnan(getattr(swept.features[0], name)))
 
 
 def test_every_budget_of_a_method_has_the_same_features():
@@ -127,7 +134,10 @@ def automatic(name, **fields):
   ],
 )
 def test_a_rule_on_all_features_sets_the_retention_of_each_row(name):
-  slopes = (("tail_nll", 0.4), ("concentration", -2.0), ("log_length", 0.1))
+  slopes = (
+    *(("tail_nll", 0.4), ("concentration", -2.0), ("log_length", 0.1)),
+    *(("skewness", 0.1), ("kurtosis", -0.01)),
+  )
   measured = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [plan_of(name)])
   plan = automatic(name, slopes=slopes)
   swept = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [plan])
@@ -142,7 +152,7 @@ def test_a_rule_on_all_features_sets_the_retention_of_each_row(name):
 def test_other_prompts_run_the_same_programs():
   plan = automatic("snapkv:window=4", slopes=(("concentration", -2.0),))
   programs = [
-    compress.score_concentration,
+    compress.shape_of_scores,
     compress.evaluate_layer,
     prompt_programs.head,
   ]
@@ -157,8 +167,8 @@ def test_other_prompts_run_the_same_programs():
   assert found[0][1] == found[1][1]
 
 
-def test_scores_are_concentrated_on_demand(monkeypatch):
-  monkeypatch.setattr(prefilling, "score_concentration", None)
+def test_scores_are_shaped_on_demand(monkeypatch):
+  monkeypatch.setattr(prefilling, "shape_of_scores", None)
   plans = [automatic("keydiff", slopes=(("tail_nll", 0.1),)), plan_of("tova")]
   caches, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
   assert len(caches) == 2

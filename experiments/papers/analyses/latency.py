@@ -44,7 +44,7 @@ def scorers(subject: Subject) -> Findings:
       [
         f"{length:,}",
         name,
-        f"{1000 * median:.1f}",
+        f"{1000 * median:,.1f}",
         f"{median / seconds[_BASELINE]:.2f}",
       ]
       for name, median in seconds.items()

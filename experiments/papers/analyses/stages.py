@@ -38,13 +38,13 @@ def measure(subject: Subject) -> Findings:
   names = list(columns[_PROTOTYPES[0]])
   lines_by_name = {
     name: [
-      f"{1000 * seconds_of(columns[count][name], cache, activations):.1f}"
+      f"{1000 * seconds_of(columns[count][name], cache, activations):,.1f}"
       for count in _PROTOTYPES
     ]
     for name in track(names)
   }
   snapkv = kvjax.get_method("snapkv.factory")
-  alone = f"{1000 * seconds_of(scorer_of(snapkv), cache, activations):.1f}"
+  alone = f"{1000 * seconds_of(scorer_of(snapkv), cache, activations):,.1f}"
   lines = [[name, *times] for name, times in lines_by_name.items()]
   lines.append(["SnapKV", *[alone] * len(_PROTOTYPES)])
   header = ["ms of a KV head", *(f"P_tot = {count}" for count in _PROTOTYPES)]

@@ -64,6 +64,8 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
   assert {answer["protocol"] for answer in answers} == {"query-aware"}
   assert {answer["seed"] for answer in answers} == {3}
   text = (tmp_path / "paper.md").read_text()
+  # Both parts ran under the same circumstances.
+  assert text.count("tiny on generated data") == 1
   for part in (
     "# E9.9 A paper: nothing",
     "tiny on generated data: not the paper's model; its numbers are not ",

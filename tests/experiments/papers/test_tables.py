@@ -69,6 +69,25 @@ def test_numbers_belong_to_lines_columns_and_tasks_that_there_are(name):
       assert 0 <= number <= 100
 
 
+def test_code_has_both_scores_wherever_it_is_asked():
+  """LongBench's code uses either library, and no paper says which."""
+  asked = {
+    name: part
+    for name, part in COMPARISONS.items()
+    if {"lcc", "repobench-p"} <= set(part.paper.tasks)
+  }
+  assert len(asked) == 13
+  for part in asked.values():
+    scores = {
+      average.score
+      for average in part.averages
+      if set(average.tasks) == {"lcc", "repobench-p"}
+    }
+    assert scores == {"score", "difflib"}
+    # A stand-in without code is averaged by the headline.
+    assert part.averages[0].score == "score"
+
+
 def test_every_file_of_numbers_belongs_to_a_comparison():
   files = pathlib.Path(printed.__file__).parent.glob("tables/*.tsv")
   read = [printed.read(file.stem) for file in files]
