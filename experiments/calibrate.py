@@ -318,7 +318,7 @@ def _trials(records: pathlib.Path) -> str:
     "calibrations": str(records),
   }
   if flags.FLAGS["essay"].present:
-    values["essay"] = flags.FLAGS["essay"].value
+    values["essay"] = str(flags.FLAGS["essay"].value)
   flags_of_evaluate = [f"--{name}={value}" for name, value in values.items()]
   return shlex.join(["kvjax", "trials", "--", *flags_of_evaluate])
 
