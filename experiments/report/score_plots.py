@@ -18,7 +18,7 @@ from kvjax.experiments.run.candidates import FULL
 # Minimum distance of two ticks, as a share of the axis.
 _TICKS = 0.09
 # Font size of the title in points, and its letters per inch.
-_TITLE, _LETTERS = 9, 15
+_TITLE, _LETTERS = 9, 14
 
 
 def score_vs_retention(record: Record) -> Figure:
