@@ -45,7 +45,9 @@ class Calibration:
   same.
 
   Features outside their measured ranges are replaced by the nearest value in
-  range; a warning says so if they are outside by more than a tenth.
+  range. A warning says if they are outside by more than a tenth. With preset
+  "prefill", such contexts keep everything: the nearest values together may be
+  those of no context at all, and slopes of opposite signs do not cancel then.
 
   Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4; the shape, the
   further features and the choice among measured retentions are ours.
@@ -220,25 +222,40 @@ class Calibration:
     return next((t for t, kept in self.promises if kept >= tau), 1.0)
 
   def _in_range(self, features: Features) -> Features:
-    """Replaces features outside of their ranges by the nearest in range."""
+    """Replaces features outside of their ranges by the nearest in range.
+
+    With preset "prefill", the NLL of contexts that are far outside is NaN.
+    """
     clamped, outside = {}, []
+    far = np.zeros(np.shape(features.nll), bool)
     for name, low, high in self.ranges:
       values = getattr(features, name)
       if values is None:
         continue
       clamped[name] = np.clip(values, low, high)  # NaN stays NaN.
       slack = _SLACK * max(abs(low), abs(high))
-      if np.any((values < low - slack) | (values > high + slack)):
+      beyond = (values < low - slack) | (values > high + slack)
+      if np.any(beyond):
         outside.append(f"{name} of {low:g} to {high:g}")
+        far |= beyond
     if outside:
       warnings.warn(
         f"The calibration of {self.method} was measured on contexts with "
-        f"{' and '.join(outside)}; others are taken for the nearest of these, "
-        "so calibrate on contexts like them.",
+        f"{' and '.join(outside)}; others {self._treated}, so calibrate on "
+        "contexts like them.",
         InputWarning,
         stacklevel=3,
       )
+    if self.preset == "prefill":
+      clamped["nll"] = np.where(far, np.nan, clamped.get("nll", features.nll))
     return features._replace(**clamped)
+
+  @property
+  def _treated(self) -> str:
+    """What happens to contexts that are far outside of the ranges."""
+    if self.preset == "prefill":
+      return "keep everything"
+    return "are taken for the nearest of these"
 
   def _warn_of_extrapolation(self, found: Float[np.ndarray, " M"]) -> None:
     if not self.grid:

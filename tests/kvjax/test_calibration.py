@@ -218,6 +218,24 @@ def test_features_out_of_range_are_clamped_with_a_warning():
   np.testing.assert_array_equal(found, free.retentions(clamped, 0.7))
 
 
+def test_by_the_rule_of_the_prefill_contexts_far_out_of_range_keep_everything():
+  """Each feature alone is enough, also one that the curve does not read."""
+  record = dataclasses.replace(
+    RECORD,
+    preset="prefill",
+    grid=(0.1, 0.5, 0.9),
+    shape=(0.1, 0.5, 0.9),
+    ranges=(("nll", 1.0, 4.0), ("length", 500.0, 1000.0)),
+  )
+  nll = np.array([2.0, 0.2, 9.0, 2.0, 2.0, 4.3])
+  length = np.array([700, 700, 700, 90, 2000, 1050])
+  with pytest.warns(kvjax.InputWarning, match="others keep everything"):
+    found = record.retentions(Features(nll, length), 0.5)
+  assert found[0] < 1
+  assert found[1:5].tolist() == [1, 1, 1, 1]
+  assert found[5] < 1
+
+
 def test_a_rule_on_more_features():
   slopes = (("tail_nll", 0.5), ("concentration", -2.0), ("log_length", 0.25))
   record = dataclasses.replace(RECORD, slopes=slopes)
