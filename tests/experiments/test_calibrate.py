@@ -158,7 +158,7 @@ def test_what_cannot_be_automatic_is_refused_in_a_sentence(tmp_path):
 
   sentence = refused("snapkv")
   assert f"{tmp_path / 'own'} has no calibration of it" in sentence
-  assert "kvjax.experiments.calibrate --methods=snapkv," in sentence
+  assert "make one with kvjax calibrate --methods=snapkv," in sentence
   assert "--heads=query" in refused("keydiff", per_query_head=True)
   assert "keeps everything" in refused("quest")
   assert "blocks of 64" in refused("keydiff", kvjax.Schedule(block=64))
