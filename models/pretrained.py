@@ -142,6 +142,7 @@ def load(
       cannot be fetched.
 
   Examples:
+    >>> import kvjax
     >>> lm = kvjax.load("reference")
     >>> lm.config.num_layers
     6
