@@ -1,6 +1,6 @@
 """Measures the engine's compilation time by model depth.
 
-  python -m kvjax.experiments.benchmark_compile
+  kvjax benchmark_compile
 
 creates a Llama of SmolLM2-135M's sizes with random weights, with 4 and with 32
 layers, and calls prefill and decode twice each for every method. The first call

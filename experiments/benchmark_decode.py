@@ -1,6 +1,6 @@
 """Measures how much faster decoding is from a compressed cache.
 
-  python -m kvjax.experiments.benchmark_decode
+  kvjax benchmark_decode
 
 prefills prompts, compresses their caches and decodes the same number of tokens
 from each and from the full cache. All programs are compiled first, and the
@@ -17,7 +17,7 @@ caches take turns in one process. It prints a table:
 
 It takes three minutes on two cores, half of it for compilation.
 
-  python -m kvjax.experiments.benchmark_decode --every=128 \
+  kvjax benchmark_decode --every=128 \
     --methods=rkv,snapkv,keydiff,lagkv.kvpress,tova
 
 times evictions while decoding instead, from --target plus --every tokens to

@@ -1,6 +1,6 @@
 """Times the kernels on the current device, relative to copies.
 
-  python -m kvjax.experiments.benchmark_kernels
+  kvjax benchmark_kernels
 
 runs the memory-bound operations of kernels/ at the sizes of their specs.py:
 with our kernel on TPUs and Hopper GPUs, with XLA's program, and `select` also

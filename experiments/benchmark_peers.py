@@ -1,7 +1,7 @@
 """Times kvjax beside kvpress, on the same weights, in turns.
 
   make peers
-  python -m kvjax.experiments.benchmark_peers --table=prefill
+  kvjax benchmark_peers --table=prefill
 
 Each library has a process of its own, kvpress in the environment that
 `make peers` sets up. For each line of the table both start anew, load the same

@@ -1,6 +1,6 @@
 """Measures how methods scale with the length of a prompt.
 
-  python -m kvjax.experiments.benchmark_scaling
+  kvjax benchmark_scaling
 
 scores and compacts one layer with the heads of Llama-3.1-8B by every method
 that needs no second pass, at 1,024 to 16,384 tokens, and keeps a quarter. It

@@ -1,6 +1,6 @@
 """Times retrieval against attention to the full cache, one layer at a time.
 
-  python -m kvjax.experiments.benchmark_sparse
+  kvjax benchmark_sparse
 
 decodes tokens from the cache of one layer, with the heads of Llama-3.1-8B and
 random keys, at 8,192 and 32,768 tokens: once with all keys, and with those that

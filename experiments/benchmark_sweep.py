@@ -1,6 +1,6 @@
 """Measures the time that a sweep saves by sharing one prefill.
 
-  python -m kvjax.experiments.benchmark_sweep
+  kvjax benchmark_sweep
 
 answers one needle question from the caches of 10 methods at 4 retentions, first
 with one shared prefill and then with a prefill for each of the 40 caches. Both

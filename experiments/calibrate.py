@@ -1,6 +1,6 @@
 """Calibrates how much contexts can be compressed, for --retention=auto.
 
-  python -m kvjax.experiments.calibrate
+  kvjax calibrate
 
 measures with SmolLM2-135M-Instruct how likely correct answers remain when each
 method compresses RULER's contexts to 13 retentions from 5 to 98 %, all from one

@@ -1,6 +1,6 @@
 """Measures the queries of a model, for methods that read them.
 
-  python -m kvjax.experiments.calibrate_queries --documents=DIR
+  kvjax calibrate_queries --documents=DIR
 
 reads the .txt and .md files of a folder in chunks and writes a file with the
 means, covariances and lengths of the model's queries and with its Q-Filters,

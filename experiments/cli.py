@@ -16,8 +16,9 @@ from absl import app, flags, logging
 
 from kvjax import files, user_cache
 from kvjax.errors import InputError, InputWarning
-from kvjax.experiments import exits
+from kvjax.experiments import exits, help_pages
 from kvjax.experiments.run import kernel_failures, multihost
+from kvjax.registry.naming import suggest
 
 _AGAIN_SECONDS = 0.02
 _GRACE_SECONDS = 1.0
@@ -253,10 +254,18 @@ def _formatted(
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
+  if help_pages.asked(argv[1:]):
+    print(help_pages.own_page())
+    sys.exit(0)
   try:
     rest = flags.FLAGS(argv)
-  except SystemExit:  # absl exits with 1 after printing --help
+  except SystemExit:  # absl exits with 1 after printing --helpfull
     sys.exit(0)
+  except flags.UnrecognizedFlagError as error:
+    name = error.flagname
+    guess = suggest(name, flags.FLAGS)
+    said = f"There is no flag --{_shorten(name)}{guess}"
+    _refuse(f"{said}; --help lists the flags.")
   except flags.Error as error:
     sentence = " ".join(str(error).split()).removesuffix(".").removesuffix(" ?")
     _refuse(f"{_shorten(sentence)}; --help lists the flags.")

@@ -1,6 +1,6 @@
 """Compares KV-cache compression methods on needle tasks, or on a text.
 
-  python -m kvjax.experiments.compare
+  kvjax compare
 
 asks SmolLM2-135M-Instruct, which is fetched once, about needles hidden in
 English prose (RULER's single and multi-key tasks at 1,024 tokens), with the
@@ -15,7 +15,7 @@ with SnapKV and none at random. It takes less than three minutes on two cores,
 and less again the next time, as compiled programs are cached.
 --model=reference asks the small model that comes with kvjax.
 
-  python -m kvjax.experiments.compare --text=notes.txt --question="Who called?"
+  kvjax compare --text=notes.txt --question="Who called?"
 
 answers a question about a text with every cache side by side and writes no
 files. `--dry_run` says what a run would cost, and stops. `--timed_rounds` also

@@ -1,6 +1,6 @@
 """Checks the kernels on the device at hand.
 
-  python -m kvjax.experiments.device_check
+  kvjax device_check
 
 runs every kernel at the sizes of its specs.py on a TPU or GPU and compares its
 results with those of XLA's program. It prints a line for each, and exits with

@@ -1,6 +1,6 @@
 """Evaluates KV-cache compression on the papers' benchmarks.
 
-  python -m kvjax.experiments.evaluate --benchmark=ruler --length=2048,3072
+  kvjax evaluate --benchmark=ruler --length=2048,3072
 
 runs RULER's tasks, generated locally, on SmolLM2-135M-Instruct, which is
 fetched once, with the full cache and with each method at each retention.
@@ -15,11 +15,11 @@ A run takes minutes to hours. It says how many answers it will generate, and
 
 All methods and budgets share one prefill per context. An interrupted run
 resumes where it stopped. With `--multihost`, hosts that run the same command
-share the contexts. Each combination of model, benchmark, protocol,
-schedule and seed has its own folder in --output, with answers, tables, plots
-and an HTML page. `python -m kvjax.experiments.leaderboard DIR...` merges runs
-into one leaderboard. With --timed_rounds, tables also say how long each method
-and budget takes for one prompt alone, and for a decoded token.
+share the contexts. Each combination of model, benchmark, protocol, schedule and
+seed has its own folder in --output, with answers, tables, plots and an HTML
+page. `kvjax leaderboard DIR...` merges runs into one leaderboard. With
+--timed_rounds, tables also say how long each method and budget takes for one
+prompt alone, and for a decoded token.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Fine-tunes a model on documents with low-rank adapters (LoRA).
 
-  python -m kvjax.experiments.finetune --documents=DIR --output=OUT
+  kvjax finetune --documents=DIR --output=OUT
 
 trains on the .txt and .md files of a folder and writes a model directory OUT
 with the adapters merged into its weights, for --model=OUT in every program.

@@ -1,6 +1,6 @@
 """Writes generated documents to fine-tune a model on.
 
-  python -m kvjax.experiments.generate_documents
+  kvjax generate_documents
 
 writes lists of findings in a few fixed phrases, like those of inspections and
 logs. OUTPUT/learnt has the documents to fine-tune on, OUTPUT/other as many of

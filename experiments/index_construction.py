@@ -1,6 +1,6 @@
 """Compares the construction time of CTkvr's index with other indexes.
 
-  python -m kvjax.experiments.index_construction
+  kvjax index_construction
 
 builds qcIVF, the index of CTkvr, for one KV head of random prompts, and from
 the same keys IVF, HNSW and K-means by faiss, and the K-means of kvjax's

@@ -1,14 +1,14 @@
 """Merges runs into one leaderboard.
 
-  python -m kvjax.experiments.leaderboard results
+  kvjax leaderboard results
 
-reads every run of `kvjax.experiments.evaluate` and `kvjax.experiments.compare`
-in and below the given folders, prints a table for each combination of settings
-and writes leaderboard.csv, leaderboard.md, leaderboard.html and a plot for each
-table to --output. The best method comes first, after the full cache.
-Runs with different models, protocols, schedules, seeds, texts or tasks have
-separate tables. Of two equal runs the newer one counts. Unfinished runs are
-listed and left out. It takes a few seconds, and about a second for each table.
+reads every run of `kvjax evaluate` and `kvjax compare` in and below the given
+folders, prints a table for each combination of settings and writes
+leaderboard.csv, leaderboard.md, leaderboard.html and a plot for each table to
+--output. The best method comes first, after the full cache. Runs with different
+models, protocols, schedules, seeds, texts or tasks have separate tables. Of two
+equal runs the newer one counts. Unfinished runs are listed and left out. It
+takes a few seconds, and about a second for each table.
 
 `--kvpress=DIR` also writes folders in the layout of NVIDIA/kvpress's
 evaluation, so that both results can be compared.

@@ -3,7 +3,7 @@
   kvjax
   kvjax compare --methods=keydiff,snapkv --retention=0.25
 
-`kvjax compare` runs `python -m kvjax.experiments.compare`; `--help` lists its
+`kvjax compare` runs the module `kvjax.experiments.compare`; `--help` lists its
 flags.
 """
 
@@ -17,32 +17,37 @@ import kvjax
 from kvjax.experiments import exits
 from kvjax.registry.naming import suggest
 
-PROGRAMS = (
-  "compare",
-  "evaluate",
-  "trials",
-  "reproduce",
-  "leaderboard",
-  "show_kept",
-  "calibrate",
-  "calibrate_queries",
-  "train_gate",
-  "finetune",
-  "retrieval_recall",
-  "index_construction",
-  "benchmark_sweep",
-  "benchmark_decode",
-  "benchmark_sparse",
-  "benchmark_scaling",
-  "benchmark_kernels",
-  "benchmark_compile",
-  "benchmark_peers",
-  "device_check",
-  "tpu_compile",
-  "plan",
-  "train_reference",
-  "generate_documents",
-)
+GROUPS = {
+  "Compare methods": (
+    "compare",
+    "evaluate",
+    "trials",
+    "leaderboard",
+    "reproduce",
+    "show_kept",
+    "retrieval_recall",
+  ),
+  "Calibrate and train": (
+    "calibrate",
+    "calibrate_queries",
+    "train_gate",
+    "finetune",
+    "generate_documents",
+    "train_reference",
+  ),
+  "Measure speed": (
+    "benchmark_sweep",
+    "benchmark_decode",
+    "benchmark_sparse",
+    "benchmark_scaling",
+    "benchmark_kernels",
+    "benchmark_compile",
+    "benchmark_peers",
+    "index_construction",
+  ),
+  "Prepare TPUs and GPUs": ("plan", "tpu_compile", "device_check"),
+}
+PROGRAMS = tuple(name for names in GROUPS.values() for name in names)
 _WRONG_INPUT = 2
 
 
@@ -71,13 +76,15 @@ def _start() -> None:
 
 
 def listing() -> str:
-  """Lists the programs, one per line."""
+  """Lists the programs by subject, one per line."""
   width = max(map(len, PROGRAMS))
-  lines = [f"  {name:{width}}  {_summary(name)}" for name in PROGRAMS]
-  head = (
+  parts = [
     "kvjax PROGRAM [--flag=value ...]; kvjax PROGRAM --help lists its flags"
-  )
-  return "\n".join([head, "", *lines])
+  ]
+  for subject, names in GROUPS.items():
+    lines = [f"  {name:{width}}  {_summary(name)}" for name in names]
+    parts.append("\n".join([f"{subject}:", *lines]))
+  return "\n\n".join(parts)
 
 
 def _module(name: str) -> str:

@@ -1,10 +1,10 @@
 """Runs the experiments of five papers and compares our numbers with theirs.
 
-  python -m kvjax.experiments.reproduce
+  kvjax reproduce
 
 lists them, and
 
-  python -m kvjax.experiments.reproduce E5.1 --model=DIR --data=DIR
+  kvjax reproduce E5.1 --model=DIR --data=DIR
 
 runs one or more of them on your model and data: LongBench's files, or RULER's
 if they should not be generated. Without model and data, the bundled model

@@ -1,6 +1,6 @@
 """Measures the recall of retrieval methods.
 
-  python -m kvjax.experiments.retrieval_recall
+  kvjax retrieval_recall
 
 prefills needle prompts with their questions, decodes with the full cache, and
 lets each retrieval method retrieve keys for the model's real queries. It prints

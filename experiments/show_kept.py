@@ -1,6 +1,6 @@
 """Shows which tokens of a text the heads keep, on one HTML page.
 
-  python -m kvjax.experiments.show_kept --text=notes.txt --method=snapkv,keydiff
+  kvjax show_kept --text=notes.txt --method=snapkv,keydiff
 
 writes results/kept.html: the text for each method, side by side, with tokens
 shaded by the number of heads that keep them, in one layer or in all. A

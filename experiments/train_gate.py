@@ -1,6 +1,6 @@
 """Trains the networks of KVzap for a model.
 
-  python -m kvjax.experiments.train_gate --documents=DIR --output=OUT
+  kvjax train_gate --documents=DIR --output=OUT
 
 reads the .txt and .md files of a folder in parts, replays each as KVzip+ does,
 and learns the logarithm of its scores from the input of every layer. OUT gets

@@ -1,6 +1,8 @@
-"""Trains the bundled model: `python -m kvjax.experiments.train_reference`.
+"""Trains the bundled reference model.
 
-It takes about five hours on two cores. An interrupted run resumes from its last
+  kvjax train_reference --output=OUT
+
+takes about five hours on two cores. An interrupted run resumes from its last
 checkpoint, bit for bit, with the same flags.
 """
 

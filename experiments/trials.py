@@ -1,23 +1,23 @@
 """Repeats an evaluation with other seeds and tests whether methods differ.
 
-  python -m kvjax.experiments.trials --trials=20 -- --methods=compactor
+  kvjax trials --trials=20 -- --methods=compactor
 
-runs `kvjax.experiments.evaluate` with the flags after `--` and a seed for each
-trial, from 0 on. Sketches and random choices differ between trials; of
-generated benchmarks, the samples do as well. Then it prints the mean score of
-each method and budget over the trials and a one-way analysis of variance of
-their means (ANOVA): of all methods, and of each with the full cache. A large
-p-value of it does not show that scores are equal; the last column does if it is
-small: it is the p-value of two one-sided tests that the mean difference from
-the full cache is --margin points or more. The program writes DIR/trials.md and
-DIR/trials.json.
+runs `kvjax evaluate` with the flags after `--` and a seed for each trial, from
+0 on. Sketches and random choices differ between trials, and so do the samples
+of generated benchmarks. Then it prints the mean score of each method and budget
+over the trials and one-way analyses of variance (ANOVA) of all methods, and of
+each method with the full cache. A large p-value there does not show that scores
+are equal. A small one in the last column does: it is the p-value of two
+one-sided tests (TOST), whose null hypothesis is that the mean differs from that
+of the full cache by --margin points or more. The program writes DIR/trials.md
+and DIR/trials.json.
 
-It takes as long as that many evaluations: `kvjax.experiments.evaluate` with
---dry_run and the same flags says how long one takes.
+It takes as long as that many evaluations: `kvjax evaluate` with --dry_run and
+the same flags says how long one takes.
 
-An observation is the mean score of a trial over its tasks. This is an
-inference: Chari and Van Durme (arXiv 2507.08143) report a p-value of 20 trials
-without saying more.
+An observation is the mean score of a trial over its tasks. That is our reading:
+Chari and Van Durme (arXiv 2507.08143) report a p-value of 20 trials without
+saying more.
 """
 
 import pathlib

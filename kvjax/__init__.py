@@ -1,4 +1,15 @@
-"""KV-cache compression for long-context language models, in JAX."""
+"""KV-cache compression for long-context language models, in JAX.
+
+  lm = kvjax.load("smollm2-135m-instruct")
+  chat = lm.compress(open("notes.txt").read(), "keydiff", 0.5)
+  print(chat.ask("Who called?"))
+
+`load` reads a model, and `get_plan` makes a plan from the name of a method and
+a budget. `prefill` compresses prompts by one plan, `sweep` by many at once;
+`generate` and `stream` answer from the compressed caches. `kvjax.methods`,
+`kvjax.allocation` and `kvjax.retrieval` hold the classes, and `kvjax.testing`
+checks for your own.
+"""
 
 import importlib.metadata
 import types

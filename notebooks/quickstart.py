@@ -163,7 +163,7 @@ plt.show()
 #
 # A token is darker (on a dark page, brighter) the more heads kept it. The
 # slider selects a layer; hover over a token for its counts.
-# `python -m kvjax.experiments.show_kept` writes this page for your own text.
+# `kvjax show_kept` writes this page for your own text.
 
 # %%
 from kvjax.experiments.kept import page

@@ -27,7 +27,7 @@ class Foreseen(NamedTuple):
   def __str__(self) -> str:
     counted = (
       f"{wording.count(self.contexts, 'context')} of "
-      f"{wording.count(self.tokens, 'token')}, "
+      f"{wording.count(self.tokens, 'token')} in all, "
       f"{wording.count(self.measurements, 'measurement')}."
     )
     return counted if self.pace is None else f"{counted} {self.pace}"

@@ -59,9 +59,9 @@ class Auto:
     if record is None:
       heads = " --heads=query" if plan.per_query_head else ""
       raise InputError(
-        f"{self.folder} has no calibration of it; make one by python -m "
-        f"kvjax.experiments.calibrate --methods={name}{heads}, and name its "
-        "folder by --calibrations."
+        f"{self.folder} has no calibration of it; make one with kvjax "
+        f"calibrate --methods={name}{heads}, and give its folder as "
+        "--calibrations."
       )
     return kvjax.Calibrated(record, self.tau)
 

@@ -29,7 +29,10 @@ _HOSTS = flags.DEFINE_integer(
   "hosts", None, "Number of hosts, with --coordinator.", lower_bound=1
 )
 _HOST = flags.DEFINE_integer(
-  "host", None, "Number of this host, from 0, likewise.", lower_bound=0
+  "host",
+  None,
+  "Number of this host, from 0, with --coordinator.",
+  lower_bound=0,
 )
 _WAIT = flags.DEFINE_integer(
   "host_timeout", 300, "Seconds to wait for the other hosts.", lower_bound=1

@@ -29,8 +29,8 @@ _METHODS = flags.DEFINE_list(
   "methods",
   candidates.DEFAULT,
   "Methods or presets, with options as in keydiff:anchor=median_unit, and "
-  "prefixes as in ada/snapkv; the default is all that support --block and "
-  "--every.",
+  "prefixes as in ada/snapkv; by default, those of this list that support "
+  "--block and --every.",
 )
 _RETENTION = flags.DEFINE_list(
   "retention",
@@ -42,13 +42,12 @@ _RETENTION = flags.DEFINE_list(
 _TAU = flags.DEFINE_float(
   "tau",
   0.95,
-  "Share of quality that --retention=auto preserves; see "
-  "kvjax.experiments.calibrate.",
+  "Share of quality that --retention=auto preserves; see kvjax calibrate.",
 )
 _CALIBRATIONS = flags.DEFINE_string(
   "calibrations",
   None,
-  "Folder of records written by kvjax.experiments.calibrate; the default is "
+  "Folder of records that kvjax calibrate has written; by default "
   f"{FOLDER} in the model's directory, or those that come with kvjax.",
 )
 _BUDGET = flags.DEFINE_list(
@@ -63,20 +62,21 @@ _THRESHOLD = flags.DEFINE_list(
 _BLOCK = flags.DEFINE_integer(
   "block",
   None,
-  "Tokens per prompt block, with eviction after each; default: one block.",
+  "Prefill in blocks of this many tokens and evict after each; without it, the "
+  "prompt is one block.",
   lower_bound=1,
 )
 _EVERY = flags.DEFINE_integer(
   "every",
   None,
-  "Also evict while decoding, after this many tokens each.",
+  "Also evict while decoding, each time this many tokens have been added.",
   lower_bound=1,
 )
 _DECODING = flags.DEFINE_string(
   "decoding",
   None,
-  "Method and budget of the evictions while decoding, as in keydiff@512, if "
-  "they are others than for the prompt; --every says when.",
+  "Method and budget of the evictions while decoding, as in keydiff@512, where "
+  "they differ from the prompt's; --every says when.",
 )
 _HEADS = flags.DEFINE_enum(
   "heads",
@@ -89,7 +89,7 @@ _KV_DTYPE = flags.DEFINE_enum(
   "kv_dtype",
   None,
   list(KV_DTYPES),
-  "Stores the cache in eight bits; the default is the computed dtype.",
+  "Store the cache in eight bits instead of the dtype of the computation.",
 )
 _PROTOCOL = flags.DEFINE_enum(
   "protocol",

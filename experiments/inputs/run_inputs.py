@@ -21,8 +21,7 @@ from kvjax.models.pretrained import DTYPES
 from kvjax.models.sources import find
 
 DEFAULT = "smollm2-135m-instruct"
-REFERENCE = "reference"
-_BUNDLED = pathlib.Path(models.__file__).resolve().parent / "reference"
+REFERENCE = catalog.REFERENCE
 
 _HUB = "models--"
 _NUMBER = re.compile("[1-9][0-9]{0,8}")
@@ -30,9 +29,9 @@ _NUMBER = re.compile("[1-9][0-9]{0,8}")
 MODEL = flags.DEFINE_string(
   "model",
   DEFAULT,
-  "Hugging Face directory or GGUF file of a model, or a name, which is fetched "
-  f"once: {', '.join(catalog.NAMED)}; {REFERENCE} is the small one that comes "
-  "with kvjax.",
+  f"A model that is fetched once, {', '.join(catalog.NAMED)}; the small one "
+  f"that comes with kvjax, {REFERENCE}; a Hugging Face directory; or a GGUF "
+  "file.",
 )
 # More than this are never answered, and do not fit into memory.
 MOST_SAMPLES = 100_000
@@ -59,11 +58,14 @@ _KERNELS = flags.DEFINE_string(
   "kernels",
   "auto",
   "auto: Pallas kernels where the device supports them; xla: XLA's programs "
-  "only; select:xla,gather:xla: these for some operations, of "
+  "only; select:xla,gather:xla: XLA's for these operations, which are among "
   f"{', '.join(kernels.OPERATIONS)}.",
 )
 _DTYPE = flags.DEFINE_enum(
-  "dtype", None, DTYPES, "Default: float32 on CPU, otherwise bfloat16."
+  "dtype",
+  None,
+  DTYPES,
+  "Dtype of the computation; by default float32 on CPUs, bfloat16 elsewhere.",
 )
 
 
@@ -80,22 +82,22 @@ def settings() -> results.Settings:
 @contextlib.contextmanager
 def loaded() -> Iterator[tuple[models.Pretrained, int]]:
   """Loads the model, on the mesh if given; yields it and the device count."""
-  logging.info("Loading %s in %s", _model(), dtype())
+  logging.info("Loading %s in %s", MODEL.value, dtype())
   implementation, overrides = _kernels(_KERNELS.value)
   with kernels.use(implementation, overrides=overrides):
     if _MESH.value is None:
-      yield models.load(_model(), dtype()), 1
+      yield models.load(MODEL.value, dtype()), 1
       return
     mesh = _split(parse_mesh(_MESH.value))
     with jax.set_mesh(mesh):
       if BATCH.present:
         check_batch()
-      yield models.load(_model(), dtype(), mesh), mesh.size
+      yield models.load(MODEL.value, dtype(), mesh), mesh.size
 
 
 def _split(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
   """Splits the axis "model" for the model's KV heads, and warns of copies."""
-  config = find(_model()).config()
+  config = find(MODEL.value).config()
   kv_heads = config.num_kv_heads
   split = split_mesh(mesh, kv_heads)
   # With "context", pages of any heads are shared out, or a plan's warning says
@@ -215,20 +217,13 @@ def model_directory() -> pathlib.Path:
     InputError: a named model is missing and cannot be fetched.
   """
   # Path.resolve() raises an error at a loop of links; loading names it.
-  return pathlib.Path(os.path.realpath(catalog.locate(_model())))
-
-
-def _model() -> str:
-  """What --model names; a path that exists is taken as one."""
-  if MODEL.value == REFERENCE and not pathlib.Path(REFERENCE).exists():
-    return str(_BUNDLED)
-  return str(MODEL.value)
+  return pathlib.Path(os.path.realpath(catalog.locate(MODEL.value)))
 
 
 def model_name() -> str:
   """Returns the model's name in tables."""
   directory = model_directory()
-  if directory == _BUNDLED:
+  if directory == catalog.BUNDLED:
     return "kvjax-ref"
   # In the Hugging Face hub's cache: models--ORG--NAME/snapshots/COMMIT.
   hub = directory.parent.parent.name

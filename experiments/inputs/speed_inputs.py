@@ -15,8 +15,8 @@ from kvjax.models.pretrained import Pretrained
 TIMED_ROUNDS = flags.DEFINE_integer(
   "timed_rounds",
   0,
-  "Also time each method and budget alone, on one prompt of each length, in so "
-  "many rounds. --dry_run does not count them.",
+  "Also time each method and budget alone, on one prompt of each length, "
+  "in this many rounds, which --dry_run does not count.",
   lower_bound=0,
 )
 

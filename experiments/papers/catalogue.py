@@ -12,10 +12,9 @@ def terminal() -> rich.console.Group:
   papers = dict.fromkeys(e.paper for e in EXPERIMENTS.values())
   return rich.console.Group(
     *map(_table, papers),
-    "python -m kvjax.experiments.reproduce ID runs one, with --model=DIR on a "
-    "model of "
-    "yours and with --data=DIR on LongBench's files. Minutes are those that it "
-    "takes without, on two cores.",
+    "kvjax reproduce ID runs one; --model=DIR takes your model and --data=DIR "
+    "LongBench's files. The minutes are for the bundled model and generated "
+    "prompts on two cores.",
   )
 
 

@@ -24,6 +24,6 @@ def find(ids: Sequence[str]) -> list[Experiment]:
     if name not in EXPERIMENTS:
       raise InputError(
         f"There is no experiment {name!r}{suggest(name, EXPERIMENTS)}; "
-        "python -m kvjax.experiments.reproduce lists them."
+        "kvjax reproduce lists them."
       )
   return [EXPERIMENTS[name] for name in dict.fromkeys(ids)]

@@ -41,9 +41,9 @@ class Cost(NamedTuple):
   def __str__(self) -> str:
     return (
       f"{wording.count(self.contexts, 'context')} of "
-      f"{wording.count(self.context_tokens, 'token')}, "
+      f"{wording.count(self.context_tokens, 'token')} in all, "
       f"{wording.count(self.answers, 'answer')} to questions of "
-      f"{wording.count(self.question_tokens, 'token')}, with up to "
+      f"{wording.count(self.question_tokens, 'token')} in all, with up to "
       f"{wording.count(self.answer_tokens, 'new token')}."
     )
 

@@ -13,6 +13,8 @@ Advance = Callable[[str, float], None]
 
 # The same for all bars: rich then shows one within another below it.
 _CONSOLE = rich.console.Console(stderr=True)
+# A line of 80 columns also holds counts and times.
+_BAR_WIDTH = 28
 
 
 @contextlib.contextmanager
@@ -32,11 +34,13 @@ def progress_bar(
   """
   with rich.progress.Progress(
     rich.progress.TextColumn("{task.description:15}", markup=False),
-    rich.progress.BarColumn(),
+    rich.progress.BarColumn(_BAR_WIDTH),
     rich.progress.MofNCompleteColumn(),
+    rich.progress.TextColumn("in"),
     rich.progress.TimeElapsedColumn(),
-    rich.progress.TextColumn("left"),
+    rich.progress.TextColumn("and"),
     rich.progress.TimeRemainingColumn(),
+    rich.progress.TextColumn("left"),
     console=_CONSOLE,
     transient=transient,
     disable=not multihost.is_first()

@@ -26,6 +26,7 @@ from kvjax.experiments.run.prompting import (
 from kvjax.models.pretrained import Pretrained
 
 _MAX_NEW_TOKENS = 128
+_FEWEST_REPEATS = 2
 
 
 def read_text(path: pathlib.Path) -> str:
@@ -95,8 +96,31 @@ def to_terminal(
       f"{reply.kept_tokens:.0f}",
       f"{reply.read_tokens:.0f}",
       f"{reply.cache_bytes / 1024:.0f}",
-      rich.text.Text(clean(reply.text) or "(nothing)"),
+      rich.text.Text(without_repeats(clean(reply.text)) or "(nothing)"),
       end_section=True,
     )
-  title = f"{question} ({len(prompt.context)} tokens of context, greedy)"
+  title = (
+    f"{question} ({len(prompt.context)} tokens of context, greedy decoding)"
+  )
   return rich.console.Group(rich.text.Text(title), table)
+
+
+def without_repeats(answer: str) -> str:
+  """Cuts an answer where it only repeats its own lines, as small models do.
+
+  The last line may be the beginning of an earlier one, where tokens ran out.
+  One repeated line may be meant; it stays.
+  """
+  lines = answer.splitlines()
+  last_new = max(
+    (
+      index
+      for index, line in enumerate(lines)
+      if not any(earlier.startswith(line) for earlier in lines[:index])
+    ),
+    default=0,
+  )
+  repeated = len(lines) - last_new - 1
+  if repeated < _FEWEST_REPEATS:
+    return answer
+  return "\n".join([*lines[: last_new + 1], "(and so on)"])

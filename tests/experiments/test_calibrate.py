@@ -158,7 +158,7 @@ def test_what_cannot_be_automatic_is_refused_in_a_sentence(tmp_path):
 
   sentence = refused("snapkv")
   assert f"{tmp_path / 'own'} has no calibration of it" in sentence
-  assert "kvjax.experiments.calibrate --methods=snapkv," in sentence
+  assert "make one with kvjax calibrate --methods=snapkv," in sentence
   assert "--heads=query" in refused("keydiff", per_query_head=True)
   assert "keeps everything" in refused("quest")
   assert "blocks of 64" in refused("keydiff", kvjax.Schedule(block=64))
@@ -294,7 +294,7 @@ def test_a_dry_run_counts_what_is_then_measured(tiny, tmp_path):
   assert "3 contexts of" in str(found)
   left = measuring.pending(tiny, chosen, SAMPLES, store, 2)
   nothing = dry_run.foresee(tiny, [left])
-  assert str(nothing) == "0 contexts of 0 tokens, 0 measurements."
+  assert str(nothing) == "0 contexts of 0 tokens in all, 0 measurements."
 
 
 def test_a_method_that_keeps_all_teaches_nothing(tiny):

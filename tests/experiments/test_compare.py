@@ -180,7 +180,7 @@ def test_a_threshold_has_a_retention_of_its_own(
     (["--kv_dtype=fp8", "--methods=flat"], "has flat: Flat retrieves keys as"),
     (["--tasks=niah"], "There is no task 'niah'; the tasks are niah_single_1"),
     (["--samples=0"], "--samples=0"),
-    (["--lenght=512"], "flag 'lenght'. Did you mean: length; --help"),
+    (["--lenght=512"], "no flag --lenght (did you mean length"),
     (["extra"], "There is no argument 'extra'"),
     (["--dtype=int8"], "--dtype=int8"),
     (["--mesh=data:64"], "needs 64 devices; there are 4."),
@@ -189,7 +189,7 @@ def test_a_threshold_has_a_retention_of_its_own(
     (["--text=no.txt", "--question=Why?"], "no.txt cannot be read: No such"),
     (["--question=Why?"], "--text=FILE and --question=... need each other."),
     (["--text=a", "--samples=2"], "--text and --samples do not go together"),
-    (["--model=/nowhere"], "/nowhere has no config.json"),
+    (["--model=/nowhere"], "There is no model '/nowhere'; give the path"),
   ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(refused, arguments, sentence):
@@ -267,5 +267,17 @@ def test_a_model_that_cannot_be_loaded_is_refused(
 def test_help_lists_the_flags_and_succeeds(binary):
   result = binary("--help")
   assert result.returncode == 0
-  assert "--methods" in result.stdout
   assert result.stderr == ""
+  lines = result.stdout.splitlines()
+  assert lines[0].startswith("Compares KV-cache compression methods")
+  assert "  kvjax compare" in lines
+  assert max(map(len, lines)) <= 80
+  own, methods = lines.index("Flags:"), lines.index("Methods and budgets:")
+  assert own < lines.index(
+    "  --output=TEXT: Output folder. Default: results/demo."
+  )
+  assert any(line.startswith("  --methods=A,B: ") for line in lines[methods:])
+  assert "  --[no]dry_run: " in result.stdout
+  assert "  --heads=kv|query: " in result.stdout
+  # The program's default, not that of the module that defines the flag.
+  assert "  --samples=N: Samples per task. Default: 3." in lines

@@ -49,8 +49,8 @@ def test_a_forecast_is_what_the_run_does(tiny, results):
   assert found.pace.first > found.pace.again > 0
   assert found.pace.again <= found.pace.total < 10 * found.pace.first
   text = shown(found)
-  assert "4 contexts of " in text
-  assert "16 answers to questions of " in text
+  assert f"4 contexts of {cost.context_tokens:,} tokens in all, " in text
+  assert f"questions of {cost.question_tokens:,} tokens in all, " in text
   assert "with up to 64 new tokens." in text
   assert "streaming:sinks=1 50 %" in text
   assert "Nothing was written." in text
@@ -66,7 +66,7 @@ def test_a_forecast_is_what_the_run_does(tiny, results):
   left = comparison.pending(tiny, CHOSEN, SAMPLES, results, 2)
   nothing = forecast.forecast(tiny, left)
   assert nothing.cost == (0, 0, 0, 0, 0)
-  assert shown(nothing).startswith("0 contexts of 0 tokens, 0 answers")
+  assert shown(nothing).startswith("0 contexts of 0 tokens in all, 0 answ")
   assert "batch" not in shown(nothing)
 
 

