@@ -22,10 +22,18 @@ It takes three minutes on two cores, half of it for compilation.
 
 times evictions while decoding instead, from --target plus --every tokens to
 --target, as a percentage of the steps between them.
+
+  python -m kvjax.experiments.benchmark_decode --sizes=llama-3.1-8b \
+    --length=32768 --rows=4
+
+times a model with the sizes of a published one, random weights and random
+prompts.
 """
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 
+import numpy as np
 import rich.box
 import rich.console
 import rich.table
@@ -40,7 +48,12 @@ from kvjax.experiments.report import wording
 from kvjax.experiments.run.candidates import FULL, candidates, parse_budgets
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.run.prompting import Prompt
-from kvjax.experiments.timing import decode_timing, eviction_timing
+from kvjax.experiments.timing import (
+  decode_timing,
+  eviction_timing,
+  random_models,
+)
+from kvjax.experiments.tpu.published import SHIPPED
 from kvjax.models.pretrained import Pretrained
 
 flags.adopt_module_key_flags(run_inputs)
@@ -53,6 +66,15 @@ _METHODS = flags.DEFINE_list(
 )
 _RETENTION = flags.DEFINE_list(
   "retention", ["0.25", "0.0625"], "Shares of the context to keep."
+)
+_BUDGET = flags.DEFINE_list(
+  "budget", None, "Tokens to keep, instead of --retention."
+)
+_SIZES = flags.DEFINE_string(
+  "sizes",
+  None,
+  "Random weights with the sizes of a published model, instead of --model: a "
+  f"config.json, or one of {', '.join(SHIPPED)}.",
 )
 _EVERY = flags.DEFINE_integer(
   "every",
@@ -82,9 +104,9 @@ def main() -> None:
   if _EVERY.value is not None:
     _time_evictions(_EVERY.value)
     return
-  budgets = parse_budgets(_RETENTION.value, None)
+  budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
   chosen = candidates([FULL, *_METHODS.value], budgets)
-  with run_inputs.loaded() as (lm, devices):
+  with _loaded() as (lm, devices):
     length, tokens = _LENGTH.value, _TOKENS.value
     _check_room(lm, {"length": length, "tokens": tokens})
     contexts = _contexts(lm, length, _ROWS.value)
@@ -108,7 +130,7 @@ def _time_evictions(every: int) -> None:
     name: eviction_timing.plan_of(name, target, every)
     for name in _METHODS.value
   }
-  with run_inputs.loaded() as (lm, devices):
+  with _loaded() as (lm, devices):
     _check_room(lm, {"target": target, "every": every})
     steps, evicted = eviction_timing.measure(
       lm,
@@ -125,6 +147,22 @@ def _time_evictions(every: int) -> None:
     f"{run_inputs.dtype()} on {device(devices)}, median of "
     f"{wording.count(_ROUNDS.value, 'round')}.",
   )
+
+
+@contextlib.contextmanager
+def _loaded() -> Iterator[tuple[Pretrained, int]]:
+  """Loads or draws the model; yields it and the number of devices."""
+  if _SIZES.value is None:
+    with run_inputs.loaded() as loaded:
+      yield loaded
+    return
+  for name in ("model", "mesh"):
+    if flags.FLAGS[name].present:
+      raise InputError(
+        f"--sizes draws weights of its own on one device; leave out --{name}."
+      )
+  with run_inputs.chosen_kernels():
+    yield random_models.with_sizes(_SIZES.value, run_inputs.dtype()), 1
 
 
 def _check_room(lm: Pretrained, given: Mapping[str, int]) -> None:
@@ -150,7 +188,11 @@ def _print(lines: Iterable[tuple[str, ...]], note: str) -> None:
 
 
 def _contexts(lm: Pretrained, length: int, rows: int) -> kvjax.Prompts:
-  """Draws prose with a needle, different in each row."""
+  """Draws prose with a needle, different in each row, or tokens at random."""
+  if lm.tokenizer is None:
+    rng = np.random.default_rng(run_inputs.SEED.value)
+    ids = rng.integers(lm.config.vocab_size, size=(rows, length))
+    return kvjax.Prompts.of(ids.tolist())
   (drawn,) = grids.needle_samples(
     [length], [0.5], rows, run_inputs.SEED.value, lm.text.count
   ).values()

@@ -37,6 +37,7 @@ PROGRAMS = (
   "benchmark_kernels",
   "benchmark_compile",
   "benchmark_peers",
+  "benchmark_device",
   "device_check",
   "tpu_compile",
   "plan",
