@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 import kvjax
 from kvjax.experiments.report import wording
+from kvjax.experiments.report.formats import Table
 from kvjax.experiments.timing import layer_compression
 from kvjax.model import Geometry
 
@@ -101,19 +102,21 @@ def measure(
   return [Scaled(name, seconds[name], temporary[name]) for name in plans]
 
 
-def table(results: Sequence[Scaled]) -> Iterator[list[str]]:
-  """Yields table lines with a heading, the fastest at the end first."""
+def table(results: Sequence[Scaled]) -> Table:
+  """Builds the table, the fastest at the end first."""
   lengths = sorted(results[0].seconds)
-  names = [f"{n:,}" for n in lengths]
-  yield ["method", *(f"ms, {n}" for n in names), "slope", "MiB", "slope, MiB"]
-  for one in sorted(results, key=lambda one: one.seconds[lengths[-1]]):
-    yield [
+  lines = [
+    (
       one.method,
       *(f"{1e3 * one.seconds[n]:,.1f}" for n in lengths),
       _exponent(one.time_slope),
       f"{one.temporary[lengths[-1]] / 2**20:,.1f}",
       _exponent(one.memory_slope),
-    ]
+    )
+    for one in sorted(results, key=lambda one: one.seconds[lengths[-1]])
+  ]
+  names = (f"{n:,}" for n in lengths)
+  return Table("", ["method", *names, "exponent", "MiB", "exponent"], lines)
 
 
 def _exponent(slope: float) -> str:

@@ -3,7 +3,7 @@
 import functools
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from kvjax.cache.base import Layer
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
+from kvjax.experiments.report.formats import Table
 from kvjax.experiments.timing import kernel_timing
 from kvjax.experiments.timing.index_builders import (
   KEY_CENTERS,
@@ -135,25 +136,24 @@ def measure(
   ]
 
 
-def table(copies: Copies, results: Sequence[Attended]) -> Iterator[list[str]]:
-  """Yields table lines with a heading; the full cache is the baseline."""
-  full = results[0]
-  yield [
-    *("method", "MiB", "reads", "ms a token", "× full"),
-    "% of copies",
-  ]
-  for result in results:
-    # Of keys and values that are read; indexes are not counted.
-    least = full.cache_bytes * result.read_tokens / full.read_tokens
-    share = least / result.token / copies.bytes_per_second
-    yield [
+HEADING = ("method", "tokens", "MiB", "reads", "ms a token", "× full")
+
+
+def table(results: Mapping[int, Sequence[Attended]]) -> Table:
+  """Builds the table of all lengths; the full caches, first, are baselines."""
+  lines = [
+    (
       result.name,
+      f"{length:,}",
       f"{result.cache_bytes / 2**20:,.1f}",
       f"{result.read_tokens:,.0f}",
       f"{1e3 * result.token:,.2f}",
       f"{full.token / result.token:.2f}",
-      f"{100 * share:.0f}",
-    ]
+    )
+    for length, (full, *others) in results.items()
+    for result in (full, *others)
+  ]
+  return Table("", HEADING, lines)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -35,10 +35,9 @@ def test_a_table_has_the_fastest_first():
     Scaled("a", {1024: 0.002, 2048: 0.008}, {1024: 2**20, 2048: 2**21}),
     Scaled("b", {1024: 0.004, 2048: 0.004}, {1024: 0, 2048: 0}),
   ]
-  _, *lines = scaling.table(results)
-  assert lines == [
-    ["b", "4.0", "4.0", "0.00", "0.0", "–"],
-    ["a", "2.0", "8.0", "2.00", "2.0", "1.00"],
+  assert scaling.table(results).lines == [
+    ("b", "4.0", "4.0", "0.00", "0.0", "–"),
+    ("a", "2.0", "8.0", "2.00", "2.0", "1.00"),
   ]
   assert len(scaling.picture(results).axes) == 2
 
