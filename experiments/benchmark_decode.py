@@ -15,7 +15,8 @@ caches take turns in one process. It prints a table:
   the keys and values it reads), relative to that of interleaved copies. Copies
   write as much as they read, so a step may exceed 100.
 
-It takes three minutes on two cores, half of it for compilation.
+It writes table.md to --output, and takes three minutes on two cores, half of it
+for compilation.
 
   python -m kvjax.experiments.benchmark_decode --every=128 \
     --methods=rkv,snapkv,keydiff,lagkv.kvpress,tova
@@ -31,12 +32,11 @@ prompts.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import pathlib
+import statistics
+from collections.abc import Iterator, Mapping
 
 import numpy as np
-import rich.box
-import rich.console
-import rich.table
 from absl import flags
 
 import kvjax
@@ -44,7 +44,8 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import grids
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.report import wording
+from kvjax.experiments.report import benchmark_tables, wording
+from kvjax.experiments.run import results
 from kvjax.experiments.run.candidates import FULL, candidates, parse_budgets
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.run.prompting import Prompt
@@ -95,14 +96,17 @@ _TOKENS = flags.DEFINE_integer(
 _ROUNDS = flags.DEFINE_integer(
   "rounds", 5, "Number of timings per cache.", lower_bound=1
 )
+_OUTPUT = flags.DEFINE_string("output", "results/decode", "Output folder.")
 
 
 def main() -> None:
   """Times decoding from each cache in turns."""
   if not _METHODS.value:
     raise InputError("--methods is empty; keydiff,flat would be two.")
+  folder = pathlib.Path(_OUTPUT.value)
+  results.check_writable(folder)
   if _EVERY.value is not None:
-    _time_evictions(_EVERY.value)
+    _time_evictions(_EVERY.value, folder)
     return
   budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
   chosen = candidates([FULL, *_METHODS.value], budgets)
@@ -113,17 +117,19 @@ def main() -> None:
     copies, decoded = decode_timing.measure(
       lm, chosen, contexts, tokens, _ROUNDS.value
     )
-  _print(
+  benchmark_tables.show(
+    folder,
     decode_timing.table(copies, decoded, _ROWS.value),
     f"{wording.count(_ROWS.value, 'context')} of up to "
-    f"{contexts.lengths.max()} tokens, "
+    f"{contexts.lengths.max():,} tokens, "
     f"{wording.count(tokens, 'token')} each, {run_inputs.dtype()} on "
     f"{device(devices)}, median of {wording.count(_ROUNDS.value, 'round')}; "
-    f"copies moved {copies.bytes_per_second / 1e9:.1f} GB/s.",
+    f"copies moved {benchmark_tables.speeds([copies.bytes_per_second])}",
+    code=True,
   )
 
 
-def _time_evictions(every: int) -> None:
+def _time_evictions(every: int, folder: pathlib.Path) -> None:
   """Times evictions by each method, and the steps between them."""
   target = _TARGET.value
   plans = {
@@ -140,12 +146,16 @@ def _time_evictions(every: int) -> None:
       (target, every),
       _ROUNDS.value,
     )
-  _print(
-    eviction_timing.table(steps, evicted, every),
-    f"From {target + every} to {target} tokens every "
-    f"{wording.count(every, 'token')}, {wording.count(_ROWS.value, 'row')}, "
-    f"{run_inputs.dtype()} on {device(devices)}, median of "
-    f"{wording.count(_ROUNDS.value, 'round')}.",
+  step = statistics.median(steps)
+  benchmark_tables.show(
+    folder,
+    eviction_timing.table(step, evicted, every),
+    f"From {target + every:,} to {target:,} tokens, every "
+    f"{wording.count(every, 'token')} of {1e3 * step:,.1f} ms each; "
+    f"{run_inputs.model_name()}, "
+    f"{wording.count(_ROWS.value, 'row')}, {run_inputs.dtype()} on "
+    f"{device(devices)}, median of {wording.count(_ROUNDS.value, 'round')}",
+    code=True,
   )
 
 
@@ -174,17 +184,6 @@ def _check_room(lm: Pretrained, given: Mapping[str, int]) -> None:
       f"{flags_of} come to {total} tokens; the context of this model is "
       f"{limit}."
     )
-
-
-def _print(lines: Iterable[tuple[str, ...]], note: str) -> None:
-  """Prints a table, whose first line is its heading, and a note."""
-  heading, *rows = lines
-  table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-  for number, name in enumerate(heading):
-    table.add_column(name, justify="right" if number else "left")
-  for row in rows:
-    table.add_row(*row)
-  rich.console.Console(highlight=False).print(table, note)
 
 
 def _contexts(lm: Pretrained, length: int, rows: int) -> kvjax.Prompts:
