@@ -12,8 +12,9 @@ its command; steps whose file is there are not run again. The steps:
 - decode_LENGTH: tokens per second from the full cache, from a quarter and a
   sixteenth, and with CTkvr, and the share of the memory's bandwidth;
 - batch: 32 prompts of 8,192 tokens, of which 2,048 are kept;
-- sparse: one layer's retrieval beside attention to the full cache;
-- scoring: one layer's scores by several methods.
+- sparse: one layer's retrieval beside attention to the full cache, and the
+  time to index;
+- scoring: one layer's scores by several methods, and its attention.
 
 It has run on CPUs with small numbers only. --only=decode,sparse runs some.
 """
