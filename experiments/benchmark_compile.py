@@ -6,7 +6,8 @@ creates a Llama of SmolLM2-135M's sizes with random weights, with 4 and with 32
 layers, and calls prefill and decode twice each for every method. The first call
 compiles, the second only computes. With --sweep it also prefills for 40 plans
 at once (13 methods at 3 retentions and the full cache) with SmolLM2's 30
-layers. It prints a table:
+layers, or only that with an empty --methods. It prints a table and writes it to
+table.md in --output:
 
 - first call, later call: seconds;
 - compiling: their difference;
@@ -17,23 +18,25 @@ cores, five with --sweep.
 """
 
 import functools
+import pathlib
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
-import rich.box
 import rich.console
 import rich.progress
-import rich.table
 from absl import flags
 
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli
+from kvjax.experiments.report import benchmark_tables, wording
+from kvjax.experiments.run import results
 from kvjax.experiments.run.environment import device
+from kvjax.experiments.timing import compile_timing
+from kvjax.experiments.timing.compile_timing import Timed, twice
 from kvjax.experiments.timing.random_models import random_llama
 
 _LAYERS = flags.DEFINE_list("layers", ["4", "32"], "Numbers of layers.")
@@ -47,6 +50,7 @@ _NAMES = flags.DEFINE_list(
   "Methods, at a quarter of the tokens.",
 )
 _SWEEP = flags.DEFINE_bool("sweep", False, "Also prefill for 40 plans.")
+_OUTPUT = flags.DEFINE_string("output", "results/compile", "Output folder.")
 
 # The methods of the demo, without the full cache.
 _METHODS = (
@@ -59,52 +63,34 @@ _SWEEP_LAYERS = 30
 _TOKENS = 128
 
 
-class Timed(NamedTuple):
-  """Two calls of the same program.
-
-  Attributes:
-    name: name of the program.
-    layers: L.
-    first: seconds of the first call, which compiles.
-    later: seconds of the second call.
-  """
-
-  name: str
-  layers: int
-  first: float
-  later: float
-
-  @property
-  def compiling(self) -> float:
-    """Extra seconds of the first call."""
-    return self.first - self.later
-
-
 def main() -> None:
   """Times first and later calls."""
   jax.config.update("jax_enable_compilation_cache", False)
   depths = _depths()
-  if not _NAMES.value:
+  if not _NAMES.value and not _SWEEP.value:
     raise InputError("--methods is empty; keydiff,adakv would be two.")
-  jobs = [*depths, *([_SWEEP_LAYERS] if _SWEEP.value else [])]
+  folder = pathlib.Path(_OUTPUT.value)
+  results.check_writable(folder)
+  jobs = [
+    *(functools.partial(_prefill_and_decode, depth) for depth in depths),
+    *([functools.partial(_sweep, _SWEEP_LAYERS)] if _SWEEP.value else []),
+  ]
   timed: list[Timed] = []
   console = rich.console.Console(highlight=False)
-  for number, depth in enumerate(
-    rich.progress.track(jobs, "Compiling", console=console, transient=True)
+  for job in rich.progress.track(
+    jobs if _NAMES.value else jobs[len(depths) :],
+    "Compiling",
+    console=console,
+    transient=True,
   ):
     jax.clear_caches()
-    swept = number == len(depths)
-    timed += list(_sweep(depth) if swept else _prefill_and_decode(depth))
-  table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-  heading = ("program", "layers", "first call", "later call", "compiling")
-  for name in (*heading, f"× {depths[0]} layers"):
-    table.add_column(name, justify="left" if name == "program" else "right")
-  for timing in timed:
-    table.add_row(*_row(timing, timed))
-  console.print(
-    table,
-    f"Seconds; {_ROWS.value} prompts of {_LENGTH.value} tokens, random weights "
-    f"of SmolLM2-135M's sizes, float32 on {device(1)}, jax {jax.__version__}.",
+    timed += list(job())
+  benchmark_tables.show(
+    folder,
+    compile_timing.table(timed),
+    f"Seconds; {wording.count(_ROWS.value, 'prompt')} of "
+    f"{wording.count(_LENGTH.value, 'token')}, random weights of "
+    f"SmolLM2-135M's sizes, float32 on {device(1)}",
   )
 
 
@@ -120,20 +106,6 @@ def _depths() -> list[int]:
       f"{','.join(_LAYERS.value)[:60]!r} is not."
     )
   return sorted({int(depth) for depth in _LAYERS.value})
-
-
-def _row(timing: Timed, timed: Sequence[Timed]) -> tuple[str, ...]:
-  smallest = next(one for one in timed if one.name == timing.name)
-  return (
-    timing.name,
-    str(timing.layers),
-    f"{timing.first:.2f}",
-    f"{timing.later:.2f}",
-    f"{timing.compiling:.2f}",
-    ""
-    if timing is smallest
-    else f"{timing.compiling / smallest.compiling:.2f}",
-  )
 
 
 def _model(layers: int) -> tuple[kvjax.Model, Any]:
@@ -165,13 +137,13 @@ def _prefill_and_decode(layers: int) -> Iterator[Timed]:
     # Methods share some programs: time each from an empty cache.
     jax.clear_caches()
     plan = kvjax.get_plan(name, kvjax.Retention(0.25))
-    prefilled, timed = _twice(
+    prefilled, timed = twice(
       f"{name}: prefill",
       layers,
       functools.partial(kvjax.prefill, model, params, prompts, plan),
     )
     yield timed
-    yield _twice(
+    yield twice(
       f"{name}: question and {_TOKENS} tokens",
       layers,
       functools.partial(
@@ -191,23 +163,11 @@ def _sweep(layers: int) -> Iterator[Timed]:
       for share in _RETENTIONS
     ),
   ]
-  yield _twice(
+  yield twice(
     f"sweep of {len(plans)} plans",
     layers,
     lambda: kvjax.sweep(model, params, prompts, plans)[1],
   )[1]
-
-
-def _twice(
-  name: str, layers: int, call: Callable[[], Any]
-) -> tuple[Any, Timed]:
-  seconds = []
-  for _ in range(2):
-    begin = time.perf_counter()
-    result = call()
-    jax.block_until_ready(jax.tree.leaves(result))
-    seconds.append(time.perf_counter() - begin)
-  return result, Timed(name, layers, *seconds)
 
 
 if __name__ == "__main__":

@@ -15,20 +15,28 @@ caches take turns in one process. It prints a table:
   the keys and values it reads), relative to that of interleaved copies. Copies
   write as much as they read, so a step may exceed 100.
 
-It takes three minutes on two cores, half of it for compilation.
+It writes table.md to --output, and takes three minutes on two cores, half of it
+for compilation.
 
   kvjax benchmark_decode --every=128 \
     --methods=rkv,snapkv,keydiff,lagkv.kvpress,tova
 
 times evictions while decoding instead, from --target plus --every tokens to
 --target, as a percentage of the steps between them.
+
+  python -m kvjax.experiments.benchmark_decode --sizes=llama-3.1-8b \
+    --length=32768 --rows=4
+
+times a model with the sizes of a published one, random weights and random
+prompts.
 """
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import pathlib
+import statistics
+from collections.abc import Iterator, Mapping
 
-import rich.box
-import rich.console
-import rich.table
+import numpy as np
 from absl import flags
 
 import kvjax
@@ -36,11 +44,17 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import grids
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.report import wording
+from kvjax.experiments.report import benchmark_tables, wording
+from kvjax.experiments.run import results
 from kvjax.experiments.run.candidates import FULL, candidates, parse_budgets
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.run.prompting import Prompt
-from kvjax.experiments.timing import decode_timing, eviction_timing
+from kvjax.experiments.timing import (
+  decode_timing,
+  eviction_timing,
+  random_models,
+)
+from kvjax.experiments.tpu.published import SHIPPED
 from kvjax.models.pretrained import Pretrained
 
 flags.adopt_module_key_flags(run_inputs)
@@ -53,6 +67,15 @@ _METHODS = flags.DEFINE_list(
 )
 _RETENTION = flags.DEFINE_list(
   "retention", ["0.25", "0.0625"], "Shares of the context to keep."
+)
+_BUDGET = flags.DEFINE_list(
+  "budget", None, "Tokens to keep, instead of --retention."
+)
+_SIZES = flags.DEFINE_string(
+  "sizes",
+  None,
+  "Random weights with the sizes of a published model, instead of --model: a "
+  f"config.json, or one of {', '.join(SHIPPED)}.",
 )
 _EVERY = flags.DEFINE_integer(
   "every",
@@ -73,42 +96,47 @@ _TOKENS = flags.DEFINE_integer(
 _ROUNDS = flags.DEFINE_integer(
   "rounds", 5, "Number of timings per cache.", lower_bound=1
 )
+_OUTPUT = flags.DEFINE_string("output", "results/decode", "Output folder.")
 
 
 def main() -> None:
   """Times decoding from each cache in turns."""
   if not _METHODS.value:
     raise InputError("--methods is empty; keydiff,flat would be two.")
+  folder = pathlib.Path(_OUTPUT.value)
+  results.check_writable(folder)
   if _EVERY.value is not None:
-    _time_evictions(_EVERY.value)
+    _time_evictions(_EVERY.value, folder)
     return
-  budgets = parse_budgets(_RETENTION.value, None)
+  budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
   chosen = candidates([FULL, *_METHODS.value], budgets)
-  with run_inputs.loaded() as (lm, devices):
+  with _loaded() as (lm, devices):
     length, tokens = _LENGTH.value, _TOKENS.value
     _check_room(lm, {"length": length, "tokens": tokens})
     contexts = _contexts(lm, length, _ROWS.value)
     copies, decoded = decode_timing.measure(
       lm, chosen, contexts, tokens, _ROUNDS.value
     )
-  _print(
+  benchmark_tables.show(
+    folder,
     decode_timing.table(copies, decoded, _ROWS.value),
     f"{wording.count(_ROWS.value, 'context')} of up to "
-    f"{contexts.lengths.max()} tokens, "
+    f"{contexts.lengths.max():,} tokens, "
     f"{wording.count(tokens, 'token')} each, {run_inputs.dtype()} on "
     f"{device(devices)}, median of {wording.count(_ROUNDS.value, 'round')}; "
-    f"copies moved {copies.bytes_per_second / 1e9:.1f} GB/s.",
+    f"copies moved {benchmark_tables.speeds([copies.bytes_per_second])}",
+    code=True,
   )
 
 
-def _time_evictions(every: int) -> None:
+def _time_evictions(every: int, folder: pathlib.Path) -> None:
   """Times evictions by each method, and the steps between them."""
   target = _TARGET.value
   plans = {
     name: eviction_timing.plan_of(name, target, every)
     for name in _METHODS.value
   }
-  with run_inputs.loaded() as (lm, devices):
+  with _loaded() as (lm, devices):
     _check_room(lm, {"target": target, "every": every})
     steps, evicted = eviction_timing.measure(
       lm,
@@ -118,13 +146,33 @@ def _time_evictions(every: int) -> None:
       (target, every),
       _ROUNDS.value,
     )
-  _print(
-    eviction_timing.table(steps, evicted, every),
-    f"From {target + every} to {target} tokens every "
-    f"{wording.count(every, 'token')}, {wording.count(_ROWS.value, 'row')}, "
-    f"{run_inputs.dtype()} on {device(devices)}, median of "
-    f"{wording.count(_ROUNDS.value, 'round')}.",
+  step = statistics.median(steps)
+  benchmark_tables.show(
+    folder,
+    eviction_timing.table(step, evicted, every),
+    f"From {target + every:,} to {target:,} tokens, every "
+    f"{wording.count(every, 'token')} of {1e3 * step:,.1f} ms each; "
+    f"{run_inputs.model_name()}, "
+    f"{wording.count(_ROWS.value, 'row')}, {run_inputs.dtype()} on "
+    f"{device(devices)}, median of {wording.count(_ROUNDS.value, 'round')}",
+    code=True,
   )
+
+
+@contextlib.contextmanager
+def _loaded() -> Iterator[tuple[Pretrained, int]]:
+  """Loads or draws the model; yields it and the number of devices."""
+  if _SIZES.value is None:
+    with run_inputs.loaded() as loaded:
+      yield loaded
+    return
+  for name in ("model", "mesh"):
+    if flags.FLAGS[name].present:
+      raise InputError(
+        f"--sizes draws weights of its own on one device; leave out --{name}."
+      )
+  with run_inputs.chosen_kernels():
+    yield random_models.with_sizes(_SIZES.value, run_inputs.dtype()), 1
 
 
 def _check_room(lm: Pretrained, given: Mapping[str, int]) -> None:
@@ -138,19 +186,12 @@ def _check_room(lm: Pretrained, given: Mapping[str, int]) -> None:
     )
 
 
-def _print(lines: Iterable[tuple[str, ...]], note: str) -> None:
-  """Prints a table, whose first line is its heading, and a note."""
-  heading, *rows = lines
-  table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-  for number, name in enumerate(heading):
-    table.add_column(name, justify="right" if number else "left")
-  for row in rows:
-    table.add_row(*row)
-  rich.console.Console(highlight=False).print(table, note)
-
-
 def _contexts(lm: Pretrained, length: int, rows: int) -> kvjax.Prompts:
-  """Draws prose with a needle, different in each row."""
+  """Draws prose with a needle, different in each row, or tokens at random."""
+  if lm.tokenizer is None:
+    rng = np.random.default_rng(run_inputs.SEED.value)
+    ids = rng.integers(lm.config.vocab_size, size=(rows, length))
+    return kvjax.Prompts.of(ids.tolist())
   (drawn,) = grids.needle_samples(
     [length], [0.5], rows, run_inputs.SEED.value, lm.text.count
   ).values()

@@ -24,7 +24,7 @@ The columns:
 
 --model=random is a Llama of 4 layers, 8 query and 2 KV heads, width 512 and a
 context of 131,072 tokens. Without the environment, the table shows kvjax alone.
---output keeps every measurement.
+measured.json in --output keeps every measurement, beside table.md.
 
 On two cores, SmolLM2's prefill table takes about 30 minutes, the leaderboard 50
 with three rounds and 25 with --rounds=1, decode 10, and compress 5.
@@ -35,13 +35,10 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import jax
-import rich.box
 import rich.console
 import rich.progress
-import rich.table
 from absl import flags
 
 import kvjax
@@ -49,10 +46,10 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.peers import cases, timing, workers
-from kvjax.experiments.report import wording
+from kvjax.experiments.report import benchmark_tables, wording
+from kvjax.experiments.run import outputs, results
 from kvjax.experiments.run.candidates import parse_budgets
 from kvjax.experiments.run.environment import device
-from kvjax.experiments.run.outputs import write_json
 from kvjax.experiments.timing.random_models import random_llama
 from kvjax.models import pretrained
 
@@ -98,7 +95,7 @@ _ROUNDS = flags.DEFINE_integer(
 _PEER = flags.DEFINE_string(
   "peer", ".peers", "Virtual environment with kvpress."
 )
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file for all measurements.")
+_OUTPUT = flags.DEFINE_string("output", "results/peers", "Output folder.")
 
 
 def main() -> None:
@@ -108,7 +105,8 @@ def main() -> None:
   if not (peer / "bin" / "python").exists():
     peer = None
   lengths = _lengths()
-  console = rich.console.Console(highlight=False)
+  folder = pathlib.Path(_OUTPUT.value)
+  results.check_writable(folder)
   with _saved_model() as (path, sizes):
     limit = sizes.geometry.max_positions
     if _TABLE.value != "compress" and max(lengths) + _TOKENS.value > limit:
@@ -132,29 +130,20 @@ def main() -> None:
     ):
       with workers.started(peer) as started:
         compared.append(timing.compare(case, started, path, _ROUNDS.value))
-  table = rich.table.Table(
-    box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-  )
-  for number, name in enumerate(timing.HEADING):
-    justify: Literal["left", "right"] = "right" if number else "left"
-    # Only labels wrap.
-    table.add_column(name, justify=justify, no_wrap=number > 0)
-  for one in compared:
-    table.add_row(*timing.row(one))
-  libraries = ", ".join(f"{k} {v}" for k, v in compared[0].versions.items())
-  console.print(
-    table,
-    f"{_TABLE.value}, {run_inputs.MODEL.value}, float32 on {device()}, "
-    f"median of {wording.count(_ROUNDS.value, 'round')}; {libraries}.",
+  records = [timing.record(one) for one in compared]
+  outputs.write_json(folder / "measured.json", {"cases": records})
+  benchmark_tables.show(
+    folder,
+    timing.table(_TABLE.value, compared),
+    f"{run_inputs.MODEL.value}, float32 on {device()}, median of "
+    f"{wording.count(_ROUNDS.value, 'round')}",
+    peers=compared[0].versions,
   )
   if peer is None:
-    console.print(
+    print(
       f"There is no kvpress in {_PEER.value}, so kvjax is alone; `make peers` "
       "sets it up."
     )
-  if _OUTPUT.value is not None:
-    records = [timing.record(one) for one in compared]
-    write_json(pathlib.Path(_OUTPUT.value), {"cases": records})
 
 
 def _cases(sizes: cases.Sizes, lengths: Sequence[int]) -> Iterator[cases.Case]:

@@ -6,13 +6,14 @@ scores and compacts one layer with the heads of Llama-3.1-8B by every method
 that needs no second pass, at 1,024 to 16,384 tokens, and keeps a quarter. It
 prints milliseconds at each length, their exponent in the length, and what
 scoring allocates besides its arrays, from compiled programs, and writes
-scaling.png to --output. It takes five minutes on two cores;
-`--length=32768,131072` takes 12 GB of memory.
+table.md and scaling.png to --output. The row `attention` is the layer's
+attention to its own prompt, which comes before all scores. It takes six minutes
+on two cores; `--length=32768,131072` takes 12 GB of memory, and hours without
+`--noattention`.
 """
 
 import pathlib
 
-import rich.console
 from absl import flags
 
 import kvjax
@@ -20,7 +21,7 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.peers.cases import LAYER
-from kvjax.experiments.report import formats, pictures, wording
+from kvjax.experiments.report import benchmark_tables, pictures, wording
 from kvjax.experiments.run import outputs, results
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.timing import layer_compression, scaling
@@ -43,6 +44,10 @@ _RETENTION = flags.DEFINE_float(
 _ROUNDS = flags.DEFINE_integer(
   "rounds", 3, "Number of timings of each.", lower_bound=1
 )
+_ATTENTION = flags.DEFINE_bool(
+  "attention", True, "Also time the layer's attention to its own prompt."
+)
+flags.declare_key_flag("dtype")
 _OUTPUT = flags.DEFINE_string("output", "results/scaling", "Output folder.")
 
 
@@ -60,20 +65,26 @@ def main() -> None:
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
   heads = (LAYER["heads"], LAYER["kv_heads"], LAYER["dim"])
-  measured = scaling.measure(plans, heads, lengths, _ROUNDS.value)
-  heading, *lines = scaling.table(measured)
-  console = rich.console.Console(highlight=False)
-  console.print(formats.Table("", heading, lines))
-  folder.mkdir(parents=True, exist_ok=True)
-  outputs.write_bytes(
-    folder / "scaling.png", pictures.png(scaling.picture(measured))
+  dtype = run_inputs.dtype()
+  operations: dict[str, layer_compression.Operation] = {
+    name: layer_compression.Compression(plan) for name, plan in plans.items()
+  }
+  if _ATTENTION.value:
+    operations[scaling.ATTENTION] = layer_compression.Attention()
+  measured = scaling.measure(operations, heads, lengths, _ROUNDS.value, dtype)
+  benchmark_tables.show(
+    folder,
+    scaling.table(measured),
+    "Milliseconds at each length, MiB at the longest, and exponents over the "
+    f"longer half of the lengths; one layer with {heads[0]} query and "
+    f"{heads[1]} KV heads of {heads[2]} channels, one row, "
+    f"{_RETENTION.value:g} kept, {dtype} on {device(1)}, median of "
+    f"{wording.count(_ROUNDS.value, 'round')}",
+    code=True,
   )
-  console.print(
-    f"One layer with {heads[0]} query and {heads[1]} KV heads of {heads[2]} "
-    f"channels, one row, {_RETENTION.value:g} kept, float32 on {device(1)}, "
-    f"median of {wording.count(_ROUNDS.value, 'round')}. The picture is "
-    f"{folder / 'scaling.png'}."
-  )
+  picture = folder / "scaling.png"
+  outputs.write_bytes(picture, pictures.png(scaling.picture(measured)))
+  print(f"The picture is {picture}.")
 
 
 if __name__ == "__main__":

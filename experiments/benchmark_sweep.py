@@ -5,18 +5,20 @@
 answers one needle question from the caches of 10 methods at 4 retentions, first
 with one shared prefill and then with a prefill for each of the 40 caches. Both
 are compiled first and take turns in one process. It prints the ratio of their
-times and checks that the answers agree. It takes three minutes on two cores,
-most of it for compilation.
+times, checks that the answers agree, and writes table.md to --output. It takes
+three minutes on two cores, most of it for compilation.
 """
 
-import rich.console
+import pathlib
+
 from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import grids
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.report import wording
+from kvjax.experiments.report import benchmark_tables, wording
+from kvjax.experiments.run import results
 from kvjax.experiments.run.candidates import candidates, parse_budgets
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.run.prompting import Prompt
@@ -50,6 +52,7 @@ _LENGTH = flags.DEFINE_integer(
 _ROUNDS = flags.DEFINE_integer(
   "rounds", 5, "Number of timings per variant.", lower_bound=1
 )
+_OUTPUT = flags.DEFINE_string("output", "results/sweep", "Output folder.")
 
 
 def main() -> None:
@@ -58,6 +61,8 @@ def main() -> None:
   chosen = candidates(_METHODS.value, budgets)[1:]
   if not chosen:
     raise InputError("Only the full cache is left; name methods and budgets.")
+  folder = pathlib.Path(_OUTPUT.value)
+  results.check_writable(folder)
   with run_inputs.loaded() as (lm, devices):
     run_inputs.check_lengths(lm, [_LENGTH.value])
     (drawn,) = grids.needle_samples(
@@ -66,11 +71,13 @@ def main() -> None:
     (sample,) = drawn
     prompt = Prompt.of_sample(lm.text, sample)
     timing = sweep_timing.measure(lm, chosen, prompt, _ROUNDS.value)
-  console = rich.console.Console(highlight=False)
-  console.print(
-    f"{len(chosen)} caches of {len(prompt.context)} tokens, "
-    f"{run_inputs.dtype()} on {device(devices)}, median of "
-    f"{wording.count(_ROUNDS.value, 'round')}:\n{timing}"
+  benchmark_tables.show(
+    folder,
+    sweep_timing.table(
+      f"{len(chosen)} of {len(prompt.context):,} tokens", timing
+    ),
+    f"{run_inputs.model_name()}, {run_inputs.dtype()} on {device(devices)}, "
+    f"median of {wording.count(_ROUNDS.value, 'round')}",
   )
 
 

@@ -45,7 +45,12 @@ GROUPS = {
     "benchmark_peers",
     "index_construction",
   ),
-  "Prepare TPUs and GPUs": ("plan", "tpu_compile", "device_check"),
+  "Prepare TPUs and GPUs": (
+    "plan",
+    "tpu_compile",
+    "device_check",
+    "benchmark_device",
+  ),
 }
 PROGRAMS = tuple(name for names in GROUPS.values() for name in names)
 _WRONG_INPUT = 2

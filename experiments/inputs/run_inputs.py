@@ -83,8 +83,7 @@ def settings() -> results.Settings:
 def loaded() -> Iterator[tuple[models.Pretrained, int]]:
   """Loads the model, on the mesh if given; yields it and the device count."""
   logging.info("Loading %s in %s", MODEL.value, dtype())
-  implementation, overrides = _kernels(_KERNELS.value)
-  with kernels.use(implementation, overrides=overrides):
+  with chosen_kernels():
     if _MESH.value is None:
       yield models.load(MODEL.value, dtype()), 1
       return
@@ -93,6 +92,14 @@ def loaded() -> Iterator[tuple[models.Pretrained, int]]:
       if BATCH.present:
         check_batch()
       yield models.load(MODEL.value, dtype(), mesh), mesh.size
+
+
+@contextlib.contextmanager
+def chosen_kernels() -> Iterator[None]:
+  """Runs the kernels that --kernels asks for."""
+  implementation, overrides = _kernels(_KERNELS.value)
+  with kernels.use(implementation, overrides=overrides):
+    yield
 
 
 def _split(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:

@@ -22,9 +22,10 @@ from kvjax.experiments.papers.data_model import (
   Targets,
 )
 from kvjax.experiments.papers.registry import EXPERIMENTS
+from kvjax.experiments.report import page_parts
 
 PAGE = pathlib.Path("docs", "reproducing.md")
-_START, _END = "<!-- experiments -->\n", "<!-- end -->\n"
+_PART = "experiments"
 _HEAD = ("experiment", "needs", "arguments", "min", "the paper", "ours")
 _ALIGNED = (":--", ":--", ":--", "--:", ":--", ":--")
 _NOT_RUN = "not run"
@@ -105,8 +106,7 @@ def replace_tables(page: str) -> str:
   Args:
     page: text of the page, with the marks before and after the tables.
   """
-  start, end = page.index(_START) + len(_START), page.index(_END)
-  return f"{page[:start]}\n{tables()}\n{page[end:]}"
+  return page_parts.replace(page, _PART, f"\n{tables()}\n")
 
 
 def _section(paper: str) -> str:

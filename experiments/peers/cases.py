@@ -99,7 +99,7 @@ def prefill_cases(
   for length in lengths:
     for method in methods:
       yield Case(
-        f"{method} {length:,}",
+        f"{method}, {length:,} tokens",
         "prefill",
         dict(method=method, retention=retention, rows=rows, length=length),
         sizes.prefill(rows, length),
@@ -119,7 +119,7 @@ def decode_cases(
     for method in methods:
       kept = length * (1.0 if method == "full" else retention)
       yield Case(
-        f"{method} {rows} x {length:,}",
+        f"{method}, {new_tokens:,} tokens after {rows} x {length:,}",
         "decode",
         dict(
           method=method,
@@ -140,7 +140,7 @@ def compress_cases(
   for length in lengths:
     for method in methods:
       yield Case(
-        f"{method} {length:,}",
+        f"{method}, {length:,} tokens",
         "compress",
         dict(method=method, retention=retention, length=length, **LAYER),
         # Keys or values that are not kept need not both be read.
@@ -158,7 +158,8 @@ def leaderboard_case(
   """Answers to some prompts by all methods at all retentions."""
   cells = [(method, share) for method in methods for share in retentions]
   return Case(
-    f"{len(cells)} caches {rows} x {length:,}",
+    f"{len(cells)} caches of {rows} prompts of {length:,} tokens, "
+    f"{new_tokens} tokens each",
     "answer",
     dict(cells=cells, rows=rows, length=length, new_tokens=new_tokens),
     per_row=True,

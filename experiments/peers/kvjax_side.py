@@ -123,7 +123,7 @@ class Side:
     geometry = Geometry.uniform(1, heads, kv_heads, dim, length)
     plan = kvjax.get_plan(method, kvjax.Retention(retention))
     activations = layer_compression.draw(geometry, length)
-    return layer_compression.seconds(plan, geometry, activations)
+    return layer_compression.Compression(plan).seconds(geometry, activations)
 
   def _prompts(self, rows: int, length: int) -> kvjax.Prompts:
     draw = np.random.default_rng(0)

@@ -1,6 +1,7 @@
 """Times a case in both libraries, in turns."""
 
 import dataclasses
+import itertools
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 from kvjax.experiments.peers.cases import Case
 from kvjax.experiments.peers.workers import Worker
+from kvjax.experiments.report.formats import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,37 +111,54 @@ def _times(first: float, calls: Sequence[tuple[float, int | None]]) -> Times:
 
 
 HEADING = (
-  "",
-  "kvjax\ns",
-  "kvpress\ns",
-  "ratio",
-  "range",
-  "first\ns",
-  "kvjax\nMiB",
-  "kvpress\nMiB",
-  "% of\nlimit",
+  *("kvjax, s", "kvpress, s", "ratio", "range", "kvjax, first call, s"),
+  *("kvjax, MiB", "kvpress, MiB", "% of limit"),
 )
 
 
-def row(compared: Compared) -> tuple[str, ...]:
-  """Formats a line of the table of `HEADING`."""
+def table(name: str, found: Sequence[Compared]) -> Table:
+  """Builds the table, without columns of which nothing is known.
+
+  Args:
+    name: name of the table, above its labels.
+    found: what was measured, line by line.
+  """
+  lines = [(one.case.label, *_cells(one)) for one in found]
+  known = [any(column) for column in zip(*lines, strict=True)]
+  header, *lines = (
+    tuple(itertools.compress(line, known))
+    for line in ((name, *HEADING), *lines)
+  )
+  return Table("", header, lines)
+
+
+def _cells(compared: Compared) -> tuple[str, ...]:
   ours, theirs = compared.ours, compared.theirs
   ratio, spread = "", ""
   if theirs is not None:
     ratios = compared.ratios()
-    ratio = f"{statistics.median(ratios):.2f}"
-    spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
+    ratio = _ratio(statistics.median(ratios))
+    if len(ratios) > 1:
+      spread = f"{_ratio(min(ratios))}–{_ratio(max(ratios))}"
   return (
-    compared.case.label,
-    f"{ours.median:.3f}",
-    "" if theirs is None else f"{theirs.median:.3f}",
+    _seconds(ours.median),
+    "" if theirs is None else _seconds(theirs.median),
     ratio,
     spread,
-    f"{ours.first:.1f}",
+    _seconds(ours.first, 1),
     _mebibytes(ours.peak),
     "" if theirs is None else _mebibytes(theirs.peak),
     "" if compared.share is None else f"{100 * compared.share:.0f}",
   )
+
+
+def _seconds(value: float, most: int = 3) -> str:
+  digits = most if value < 10 else 1 if value < 100 else 0
+  return f"{value:,.{digits}f}"
+
+
+def _ratio(value: float) -> str:
+  return f"{value:.{2 if value < 10 else 1}f}"
 
 
 def record(compared: Compared) -> dict[str, Any]:

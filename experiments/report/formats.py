@@ -58,11 +58,18 @@ class Table(NamedTuple):
       yield _terminal(self, header, names, columns)
 
 
-def to_markdown(table: Table) -> str:
-  """Formats the table below its title, which is bold."""
+def to_markdown(table: Table, code: bool = False) -> str:
+  """Formats the table below its title, which is bold.
+
+  Args:
+    table: the table.
+    code: whether the first column is code, as names of methods are.
+  """
   rule = [":--"] + ["--:"] * (len(table.header) - 1)
   cells = [table.header, *table.lines]
   header, *lines = [[escaped(cell) for cell in line] for line in cells]
+  if code:
+    lines = [[f"`{cells[0]}`", *cells[1:]] for cells in lines]
   text = "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
   return f"**{escaped(table.title)}**\n\n{text}" if table.title else text
 

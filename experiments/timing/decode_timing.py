@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import rich.console
 import rich.progress
 
 import kvjax
+from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.timing import kernel_timing
@@ -91,24 +92,17 @@ def measure(
   ]
 
 
-def table(
-  copies: Copies, results: Sequence[Decoded], rows: int
-) -> Iterator[tuple[str, ...]]:
-  """Yields table lines with a heading; the first candidate is the baseline."""
+HEADING = (
+  *("method", "budget", "cache MiB", "reads", "ms a step", "tokens/s"),
+  *("× full", "% of copies"),
+)
+
+
+def table(copies: Copies, results: Sequence[Decoded], rows: int) -> Table:
+  """Builds the table; the first candidate is the baseline."""
   full = results[0].step
-  yield (
-    "method",
-    "budget",
-    "cache MiB",
-    "reads",
-    "ms a step",
-    "tokens/s",
-    "× full",
-    "% of copies",
-  )
-  for result in results:
-    speed = result.least_bytes / result.step
-    yield (
+  lines = [
+    (
       result.candidate.method,
       result.candidate.budget,
       f"{result.cache_bytes / rows / 2**20:,.2f}",
@@ -116,8 +110,11 @@ def table(
       f"{1e3 * result.step:,.2f}",
       f"{rows / result.step:,.0f}",
       f"{full / result.step:.2f}",
-      f"{100 * speed / copies.bytes_per_second:.1f}",
+      f"{100 * result.least_bytes / result.step / copies.bytes_per_second:.1f}",
     )
+    for result in results
+  ]
+  return Table("", HEADING, lines, names=2)
 
 
 def _read_bytes(lm: Pretrained, cache: kvjax.Cache) -> float:

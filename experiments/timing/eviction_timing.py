@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import kvjax
 from kvjax.engine.capacity import prepare_decoding
 from kvjax.engine.feed import evict_all
 from kvjax.engine.prepared import PreparedPlan
+from kvjax.experiments.report.formats import Table
 from kvjax.models.pretrained import Pretrained
 
 _evict = jax.jit(
@@ -138,22 +139,20 @@ def _prefill(
   return _Full(cache, prepared)
 
 
-def table(
-  steps: Sequence[float], evicted: Sequence[Evicted], every: int
-) -> Iterator[tuple[str, ...]]:
-  """Yields table lines with a heading.
+HEADING = ("method", "keeps", "ms an eviction", "% of the steps between two")
 
-  The last column is the time of an eviction over the `every` steps before it,
-  as a percentage of a step.
-  """
-  step = statistics.median(steps)
-  yield "method", "keeps", "ms an eviction", "ms a step", "% of a step"
+
+def table(step: float, evicted: Sequence[Evicted], every: int) -> Table:
+  """Builds the table, given the seconds of each of the `every` steps."""
+  lines = []
   for one in evicted:
     seconds = statistics.median(one.seconds)
-    yield (
-      one.method,
-      f"{one.kept:,.0f}",
-      f"{1e3 * seconds:,.2f}",
-      f"{1e3 * step:,.2f}",
-      f"{100 * seconds / every / step:.1f}",
+    lines.append(
+      (
+        one.method,
+        f"{one.kept:,.0f}",
+        f"{1e3 * seconds:,.1f}",
+        f"{100 * seconds / every / step:.1f}",
+      )
     )
+  return Table("", HEADING, lines)

@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvjax.errors import InputError
-from kvjax.experiments.report import wording
+from kvjax.experiments.report import benchmark_tables, wording
+from kvjax.experiments.report.formats import Table
 from kvjax.experiments.timing.kernel_timing import XLA, Copies, Timed
 from kvjax.kernels.specs import Spec
 
-_HEAD = (
+HEADING = (
   "operation",
   "program",
   "ms",
@@ -64,31 +65,21 @@ def rows(
 
 def to_markdown(summary: Mapping[str, Any]) -> str:
   """Formats the table with its settings."""
-  lines = [_HEAD, (":--", ":--", *["--:"] * (len(_HEAD) - 2))]
-  lines += [_cells(row) for row in summary["rows"]]
-  return (
-    "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    + f"\n\n{_settings(summary)}\n"
+  table = Table("", HEADING, [_cells(row) for row in summary["rows"]])
+  speeds = [row["copies_per_second"] for row in summary["rows"]]
+  about = (
+    f"Median of {wording.count(summary['rounds'], 'round')}, seed "
+    f"{summary['seed']}, on {summary['device']}; interleaved copies of "
+    f"{summary['copied_bytes'] >> 20} MiB moved "
+    f"{benchmark_tables.speeds(speeds)}; {wording.versions(summary)}."
   )
-
-
-def _settings(summary: Mapping[str, Any]) -> str:
-  speeds = [row["copies_per_second"] / 1e9 for row in summary["rows"]]
-  return "; ".join(
-    [
-      f"Median of {wording.count(summary['rounds'], 'round')}, seed "
-      f"{summary['seed']}, on {summary['device']}",
-      f"copies of {summary['copied_bytes'] >> 20} MiB beside them moved "
-      f"{min(speeds):,.1f} to {max(speeds):,.1f} GB/s",
-      ", ".join(" ".join(pair) for pair in summary["versions"].items()) + ".",
-    ]
-  )
+  return benchmark_tables.markdown(table, about)
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
   head = f"{row['operation']}, {row['shapes']}", row["program"]
   if row["seconds"] is None:
-    return *head, "declines", *["–"] * (len(_HEAD) - 3)
+    return *head, "declines", *["–"] * (len(HEADING) - 3)
   return (
     *head,
     f"{1e3 * statistics.median(row['seconds']):,.3f}",

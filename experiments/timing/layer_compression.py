@@ -1,7 +1,9 @@
-"""Scoring and compaction of one layer whose attention has been computed."""
+"""A layer of a prompt: its attention, and how its cache is compressed."""
 
+import dataclasses
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from kvjax.engine.evaluate import (
 )
 from kvjax.engine.prepared import prepare
 from kvjax.errors import InputError
+from kvjax.kernels.prompt_attention.api import prompt_attention
 from kvjax.model import Geometry
 from kvjax.testing import TinyModel
 
@@ -48,13 +51,16 @@ def check(name: str, plan: kvjax.Plan) -> None:
     )
 
 
-def draw(geometry: Geometry, length: int) -> Activations:
+def draw(
+  geometry: Geometry, length: int, dtype: str = "float32"
+) -> Activations:
   """Draws Gaussian activations of one row in the first layer."""
   spec = geometry.layers[0]
   draws = iter(jax.random.split(jax.random.key(0), 4))
 
   def normal(heads: int) -> jax.Array:
-    return jax.random.normal(next(draws), (1, heads, length, spec.key_dim))
+    shape = (1, heads, length, spec.key_dim)
+    return jax.random.normal(next(draws), shape, dtype)
 
   return Activations(
     queries=normal(spec.heads),
@@ -65,48 +71,105 @@ def draw(geometry: Geometry, length: int) -> Activations:
   )
 
 
-def seconds(
-  plan: kvjax.Plan, geometry: Geometry, activations: Activations
-) -> float:
-  """Scores and compacts the layer; a first call compiles.
+@runtime_checkable
+class Operation(Protocol):
+  """What can be timed at several lengths."""
 
-  Args:
+  def seconds(self, geometry: Geometry, activations: Activations) -> float:
+    """Runs it once; a first call compiles.
+
+    Args:
+      geometry: of a model of one layer.
+      activations: those of `draw`.
+    """
+
+  def temporary_bytes(
+    self, geometry: Geometry, length: int, dtype: str = "float32"
+  ) -> int:
+    """Bytes that its program allocates besides its arguments and results."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compression:
+  """Scoring and compaction of the layer, whose attention has been computed.
+
+  Attributes:
     plan: a plan for whole prompts that does not wait for other layers.
-    geometry: of a model of one layer.
-    activations: those of `draw`.
   """
-  length = activations.positions.shape[1]
-  prompts = kvjax.Prompts.of([[0] * length], padded=length)
-  jax.block_until_ready(activations)
-  begin = time.perf_counter()
-  prepared = prepare(plan, prompts, geometry)
-  requests = list_evaluations(0, [plan], [prepared], geometry)
-  evaluations = evaluate_all(0, activations, requests, {})
-  builder = CacheBuilder(TinyModel(geometry), prepared, None)
-  builder.keep(0, activations, find_evaluated(plan, evaluations))
-  lengths = jnp.asarray(prompts.lengths)
-  jax.block_until_ready(builder.cache(lengths))
-  return time.perf_counter() - begin
+
+  plan: kvjax.Plan
+
+  def seconds(self, geometry: Geometry, activations: Activations) -> float:
+    """Scores and compacts the layer; see `Operation`."""
+    plan, length = self.plan, activations.positions.shape[1]
+    prompts = kvjax.Prompts.of([[0] * length], padded=length)
+    jax.block_until_ready(activations)
+    begin = time.perf_counter()
+    prepared = prepare(plan, prompts, geometry)
+    requests = list_evaluations(0, [plan], [prepared], geometry)
+    evaluations = evaluate_all(0, activations, requests, {})
+    builder = CacheBuilder(TinyModel(geometry), prepared, None)
+    builder.keep(0, activations, find_evaluated(plan, evaluations))
+    lengths = jnp.asarray(prompts.lengths)
+    jax.block_until_ready(builder.cache(lengths))
+    return time.perf_counter() - begin
+
+  def temporary_bytes(
+    self, geometry: Geometry, length: int, dtype: str = "float32"
+  ) -> int:
+    """Of scoring alone; see `Operation`."""
+    evaluation = Evaluation.of(self.plan)
+    return _temporary_bytes(
+      lambda activations: evaluate_layer(evaluation, jnp.int32(0), activations),
+      lambda: draw(geometry, length, dtype).only(
+        self.plan.method.traits.activations
+      ),
+    )
 
 
-def temporary_bytes(plan: kvjax.Plan, geometry: Geometry, length: int) -> int:
-  """Bytes that the program that scores the layer allocates besides arrays.
+class Attention:
+  """The layer's attention to its own prompt, which comes before its scores."""
 
-  These are all but its arguments and results; nothing is run.
-  """
-  names = plan.method.traits.activations
+  def seconds(self, geometry: Geometry, activations: Activations) -> float:
+    """Attends from every token; see `Operation`."""
+    jax.block_until_ready(activations)
+    begin = time.perf_counter()
+    jax.block_until_ready(_attend(activations))
+    return time.perf_counter() - begin
+
+  def temporary_bytes(
+    self, geometry: Geometry, length: int, dtype: str = "float32"
+  ) -> int:
+    """See `Operation`."""
+    return _temporary_bytes(_attend, lambda: draw(geometry, length, dtype))
+
+
+@jax.jit
+def _attend(activations: Activations) -> jax.Array:
+  attended: jax.Array = prompt_attention(
+    activations.queries,
+    activations.keys,
+    activations.values,
+    activations.positions,
+  )
+  return attended
+
+
+def _temporary_bytes(
+  run: Callable[[Activations], Any], make: Callable[[], Activations]
+) -> int:
+  """Compiles an operation on what is made, of which nothing is run."""
   structures = []
 
   def flat() -> list[jax.Array]:
-    leaves, structure = jax.tree.flatten(draw(geometry, length).only(names))
+    leaves, structure = jax.tree.flatten(make())
     structures.append(structure)
     return leaves
 
-  def evaluate(leaves: list[jax.Array]) -> Any:
-    activations = jax.tree.unflatten(structures[0], leaves)
-    return evaluate_layer(Evaluation.of(plan), jnp.int32(0), activations)
+  def program(leaves: list[jax.Array]) -> Any:
+    return run(jax.tree.unflatten(structures[0], leaves))
 
   shapes = jax.eval_shape(flat)
-  memory = jax.jit(evaluate).lower(shapes).compile().memory_analysis()
+  memory = jax.jit(program).lower(shapes).compile().memory_analysis()
   assert memory is not None
   return int(memory.temp_size_in_bytes)

@@ -1,13 +1,15 @@
-"""Llamas with random weights, to be timed."""
+"""Models with random weights, to be timed."""
 
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
+from kvjax.experiments.tpu.published import Published
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import DecoderModel, from_decoder
+from kvjax.models.pretrained import Pretrained
 
 
 def random_llama(
@@ -32,3 +34,19 @@ def random_llama(
   )
   decoder = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
   return config, *from_decoder(decoder)
+
+
+def with_sizes(name: str, dtype: str) -> Pretrained:
+  """Creates a model of the sizes of a published one, without a tokenizer.
+
+  Args:
+    name: name of a model whose sizes come with kvjax, or a config.json.
+    dtype: dtype of the weights.
+
+  Raises:
+    InputError: there are no such sizes.
+  """
+  published = Published.find(name)
+  config = published.config(published.layers)
+  decoder = Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+  return Pretrained(*from_decoder(decoder), config, None)

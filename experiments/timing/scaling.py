@@ -1,9 +1,9 @@
-"""How time and memory of a method grow with the length of a prompt."""
+"""How time and memory grow with the length of a prompt."""
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -12,26 +12,29 @@ import rich.progress
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-import kvjax
 from kvjax.experiments.report import wording
+from kvjax.experiments.report.formats import Table
 from kvjax.experiments.timing import layer_compression
+from kvjax.experiments.timing.layer_compression import Operation
 from kvjax.model import Geometry
 
 # Of the picture, in inches and points.
 _SIZE, _FONT = (8.0, 4.2), 7
+# The layer's attention to its own prompt, beside methods.
+ATTENTION = "attention"
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-  """A method at several lengths.
+  """An operation at several lengths.
 
   Attributes:
-    method: name of the method.
-    seconds: median seconds of scoring and compaction, by length.
-    temporary: bytes that scoring allocates besides its arrays, by length.
+    name: name of the method, or `ATTENTION`.
+    seconds: median seconds, by length.
+    temporary: bytes that it allocates besides its arrays, by length.
   """
 
-  method: str
+  name: str
   seconds: Mapping[int, float]
   temporary: Mapping[int, int]
 
@@ -60,21 +63,23 @@ def slope(values: Mapping[int, float]) -> float:
 
 
 def measure(
-  plans: Mapping[str, kvjax.Plan],
+  operations: Mapping[str, Operation],
   heads: tuple[int, int, int],
   lengths: Sequence[int],
   rounds: int,
+  dtype: str = "float32",
 ) -> list[Scaled]:
-  """Times a layer by every method, which take turns at each length.
+  """Times operations on a layer, which take turns at each length.
 
   Args:
-    plans: plans for whole prompts by the names of their methods.
+    operations: what to time, by name.
     heads: query heads, KV heads and channels.
     lengths: tokens of the prompt.
     rounds: timings of each, after compilation.
+    dtype: dtype of the activations.
   """
-  seconds: dict[str, dict[int, float]] = {name: {} for name in plans}
-  temporary: dict[str, dict[int, int]] = {name: {} for name in plans}
+  seconds: dict[str, dict[int, float]] = {name: {} for name in operations}
+  temporary: dict[str, dict[int, int]] = {name: {} for name in operations}
   steps = rich.progress.track(
     [(length, turn) for length in lengths for turn in range(rounds + 1)],
     "timing",
@@ -84,36 +89,52 @@ def measure(
   for length, turn in steps:
     geometry = Geometry.uniform(1, *heads, length)
     if turn == 0:
-      taken = {name: [] for name in plans}
+      taken = {name: [] for name in operations}
       activations = jax.block_until_ready(
-        layer_compression.draw(geometry, length)
+        layer_compression.draw(geometry, length, dtype)
       )
-    for name, plan in plans.items():
+    for name, operation in operations.items():
       if turn == 0:
-        temporary[name][length] = layer_compression.temporary_bytes(
-          plan, geometry, length
+        temporary[name][length] = operation.temporary_bytes(
+          geometry, length, dtype
         )
-      taken[name].append(layer_compression.seconds(plan, geometry, activations))
+      taken[name].append(operation.seconds(geometry, activations))
     if turn == rounds:
       for name, times in taken.items():
         # The first one compiles.
         seconds[name][length] = statistics.median(times[1:])
-  return [Scaled(name, seconds[name], temporary[name]) for name in plans]
+  return [Scaled(name, seconds[name], temporary[name]) for name in operations]
 
 
-def table(results: Sequence[Scaled]) -> Iterator[list[str]]:
-  """Yields table lines with a heading, the fastest at the end first."""
+def table(results: Sequence[Scaled]) -> Table:
+  """Builds the table, the fastest at the end first.
+
+  If attention has been timed, a column relates the others to it.
+  """
   lengths = sorted(results[0].seconds)
-  names = [f"{n:,}" for n in lengths]
-  yield ["method", *(f"ms, {n}" for n in names), "slope", "MiB", "slope, MiB"]
-  for one in sorted(results, key=lambda one: one.seconds[lengths[-1]]):
-    yield [
-      one.method,
+  longest = lengths[-1]
+  attention = next((one for one in results if one.name == ATTENTION), None)
+
+  def of_attention(one: Scaled) -> list[str]:
+    if attention is None:
+      return []
+    share = one.seconds[longest] / attention.seconds[longest]
+    return [f"{100 * share:,.1f}"]
+
+  lines = [
+    (
+      one.name,
       *(f"{1e3 * one.seconds[n]:,.1f}" for n in lengths),
+      *of_attention(one),
       _exponent(one.time_slope),
-      f"{one.temporary[lengths[-1]] / 2**20:,.1f}",
+      f"{one.temporary[longest] / 2**20:,.1f}",
       _exponent(one.memory_slope),
-    ]
+    )
+    for one in sorted(results, key=lambda one: one.seconds[longest])
+  ]
+  head = ["method", *(f"{n:,}" for n in lengths)]
+  share = [] if attention is None else ["% of attention"]
+  return Table("", [*head, *share, "exponent", "MiB", "exponent"], lines)
 
 
 def _exponent(slope: float) -> str:
@@ -135,7 +156,7 @@ def picture(results: Sequence[Scaled]) -> Figure:
       color=f"C{number % 10}",
       markersize=3,
       linewidth=1,
-      label=one.method,
+      label=one.name,
     )
     axes[0].plot(lengths, [1e3 * one.seconds[n] for n in lengths], **style)
     # A logarithmic axis has no place for nothing.

@@ -3,7 +3,7 @@
 import functools
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,6 +18,8 @@ from kvjax.cache.base import Layer
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
+from kvjax.experiments.report import wording
+from kvjax.experiments.report.formats import Table
 from kvjax.experiments.timing import kernel_timing
 from kvjax.experiments.timing.index_builders import (
   KEY_CENTERS,
@@ -48,12 +50,14 @@ class Attended(NamedTuple):
     cache_bytes: bytes of keys, values and index.
     read_tokens: tokens that a token attends to, mean over KV heads.
     seconds: seconds per token in each round.
+    index_seconds: seconds to build the index, without compilation.
   """
 
   name: str
   cache_bytes: int
   read_tokens: float
   seconds: Sequence[float]
+  index_seconds: float = 0.0
 
   @property
   def token(self) -> float:
@@ -93,9 +97,10 @@ def measure(
   prompt = _part(drawn, 0, length)
   stacks: dict[str, Layer] = {}
   sizes: dict[str, int] = {}
+  indexing: dict[str, float] = {}
   names = [FULL, *retrievals]
   for name in rich.progress.track(names, "indexing", console=console):
-    layer = _layer(retrievals.get(name), prompt, keys)
+    layer, indexing[name] = _layer(retrievals.get(name), prompt, keys)
     if layer is None:
       raise InputError(
         f"{name} reads all of {length} tokens; give a longer --length or fewer "
@@ -130,30 +135,35 @@ def measure(
       sizes[name],
       reads[name],
       seconds[name],
+      indexing[name],
     )
     for name in names
   ]
 
 
-def table(copies: Copies, results: Sequence[Attended]) -> Iterator[list[str]]:
-  """Yields table lines with a heading; the full cache is the baseline."""
-  full = results[0]
-  yield [
-    *("method", "MiB", "reads", "ms a token", "× full"),
-    "% of copies",
-  ]
-  for result in results:
-    # Of keys and values that are read; indexes are not counted.
-    least = full.cache_bytes * result.read_tokens / full.read_tokens
-    share = least / result.token / copies.bytes_per_second
-    yield [
+HEADING = (
+  *("method", "tokens", "MiB", "reads", "index, ms", "ms a token", "× full"),
+)
+
+
+def table(results: Mapping[int, Sequence[Attended]]) -> Table:
+  """Builds the table of all lengths; the full caches, first, are baselines."""
+  lines = [
+    (
       result.name,
+      f"{length:,}",
       f"{result.cache_bytes / 2**20:,.1f}",
       f"{result.read_tokens:,.0f}",
+      f"{1e3 * result.index_seconds:,.1f}"
+      if result is not full
+      else wording.NOTHING,
       f"{1e3 * result.token:,.2f}",
       f"{full.token / result.token:.2f}",
-      f"{100 * share:.0f}",
-    ]
+    )
+    for length, (full, *others) in results.items()
+    for result in (full, *others)
+  ]
+  return Table("", HEADING, lines)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -173,16 +183,23 @@ def _decode(
 
 def _layer(
   retrieval: Retrieval | None, prompt: Activations, keys: int
-) -> Layer | None:
+) -> tuple[Layer | None, float]:
+  """Makes the cache of a layer; returns the seconds of its index, too."""
   cache = LayerCache.of(prompt)
   if retrieval is None:
-    return cache
-  index = jax.jit(SparseLayer.of, static_argnums=(0, 5))
-  count = jnp.full(1, keys, jnp.int32)
-  sparse: SparseLayer | None = index(
-    retrieval, jnp.zeros((), jnp.int32), cache, prompt, count, keys
+    return cache, 0.0
+  count, layer = jnp.full(1, keys, jnp.int32), jnp.zeros((), jnp.int32)
+  index = (
+    jax.jit(SparseLayer.of, static_argnums=(0, 5))
+    .lower(retrieval, layer, cache, prompt, count, keys)
+    .compile()
   )
-  return sparse
+  jax.block_until_ready(prompt)
+  began = time.perf_counter()
+  sparse: SparseLayer | None = jax.block_until_ready(
+    index(layer, cache, prompt, count)
+  )
+  return sparse, time.perf_counter() - began
 
 
 def _draw(seed: int, length: int, heads: Heads) -> Activations:

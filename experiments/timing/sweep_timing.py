@@ -10,6 +10,7 @@ import rich.console
 import rich.progress
 
 from kvjax.errors import InputError
+from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run.answering import Reply, Seconds, replies
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.prompting import Prompt, Shape
@@ -26,15 +27,6 @@ class Timing(NamedTuple):
 
   together: Sequence[float]
   apart: Sequence[float]
-
-  def __str__(self) -> str:
-    ratios = np.array(self.apart) / np.array(self.together)
-    return (
-      f"  one sweep            {statistics.median(self.together):8.3f} s\n"
-      f"  one after another    {statistics.median(self.apart):8.3f} s\n"
-      f"  ratio                {np.median(ratios):8.1f}   "
-      f"({ratios.min():.1f} to {ratios.max():.1f})"
-    )
 
 
 def measure(
@@ -77,3 +69,19 @@ def measure(
   turns = rich.progress.track(range(rounds), "timing", console=console)
   seconds = [(timed([chosen]), timed(alone)) for _ in turns]
   return Timing([one for one, _ in seconds], [other for _, other in seconds])
+
+
+HEADING = ("caches", "one sweep, s", "one after another, s", "ratio", "range")
+
+
+def table(caches: str, timing: Timing) -> Table:
+  """Builds the table, given a description of the caches."""
+  ratios = np.array(timing.apart) / np.array(timing.together)
+  line = (
+    caches,
+    f"{statistics.median(timing.together):.3f}",
+    f"{statistics.median(timing.apart):.3f}",
+    f"{np.median(ratios):.1f}",
+    f"{ratios.min():.1f}–{ratios.max():.1f}",
+  )
+  return Table("", HEADING, [line])

@@ -43,8 +43,8 @@ def test_steps_are_compared_with_the_first_and_with_copies():
     Decoded(KEYDIFF, 2 * 2**20, 25.0, 300.0, [0.05] * 3),
   ]
   # 6,000 bytes a second.
-  _, *lines = decode_timing.table(Copies(600, [0.1] * 3), found, rows=4)
-  assert lines == [
+  table = decode_timing.table(Copies(600, [0.1] * 3), found, rows=4)
+  assert table.lines == [
     ("full", "1", "2.00", "100", "200.00", "20", "1.00", "50.0"),
     ("keydiff", "0.25", "0.50", "25", "50.00", "80", "4.00", "100.0"),
   ]
@@ -66,9 +66,9 @@ def test_evictions_are_timed_that_evict(tiny):
 
 def test_evictions_are_compared_with_the_steps_between_them():
   found = [eviction_timing.Evicted("keydiff", 1024.0, [0.9, 0.04, 0.05])]
-  _, line = eviction_timing.table([0.01, 0.5, 0.002], found, every=100)
   # 50 ms after 100 steps of 10 ms.
-  assert line == ("keydiff", "1,024", "50.00", "10.00", "5.0")
+  table = eviction_timing.table(0.01, found, every=100)
+  assert table.lines == [("keydiff", "1,024", "50.0", "5.0")]
 
 
 def test_a_method_without_a_target_is_refused_before_the_model_is_loaded(

@@ -78,9 +78,10 @@ def test_libraries_take_turns_and_first_calls_are_apart(tmp_path):
   assert found.ratios() == [2, 2, 2]
   assert found.share == 2 / 5
   assert found.versions == {"one": "1", "other": "1"}
-  line = timing.row(found)
-  assert len(line) == len(timing.HEADING)
-  assert line[:6] == ("line", "5.000", "10.000", "2.00", "2.00-2.00", "3.0")
+  table = timing.table("prefill", [found])
+  assert table.header == ("prefill", *timing.HEADING)
+  (line,) = table.lines
+  assert line[:6] == ("line", "5.000", "10.000", "2.00", "2.00–2.00", "3.0")
   assert line[-1] == "40"
 
 
@@ -88,6 +89,10 @@ def test_a_peer_that_takes_row_after_row_is_timed_on_one(tmp_path):
   case = cases.Case("line", "prefill", SMALL, per_row=True)
   with stub() as ours, stub("other") as theirs:
     found = timing.compare(case, [ours, theirs], tmp_path, rounds=1)
+  # Of one round there is no range, and of no counted work no limit.
+  assert timing.table("prefill", [found]).header[3:5] == (
+    *("ratio", "kvjax, first call, s"),
+  )
   assert found.ours.seconds == [4]  # the second call, with two rows
   assert found.theirs.seconds == [6]  # twice the second call with one row
 
@@ -193,7 +198,6 @@ def test_wrong_flags_are_refused(
 def test_without_a_peer_we_are_alone(
   run_binary, tiny_directory, tmp_path, table
 ):
-  output = tmp_path / "measured.json"
   result = run_binary(
     "kvjax.experiments.benchmark_peers",
     f"--model={tiny_directory}",
@@ -203,9 +207,11 @@ def test_without_a_peer_we_are_alone(
     "--tokens=2",
     "--methods=keydiff",
     f"--peer={tmp_path}",
-    f"--output={output}",
+    f"--output={tmp_path}",
   )
   assert result.returncode == 0, result.stderr
   assert f"the {table} table takes about" in result.stderr
   assert "so kvjax is alone" in " ".join(result.stdout.split())
-  assert '"theirs": null' in output.read_text()
+  assert '"theirs": null' in (tmp_path / "measured.json").read_text()
+  written = (tmp_path / "table.md").read_text()
+  assert written.startswith(f"| {table} | kvjax, s | kvjax, first call, s |")

@@ -35,23 +35,30 @@ def test_a_table_has_the_fastest_first():
     Scaled("a", {1024: 0.002, 2048: 0.008}, {1024: 2**20, 2048: 2**21}),
     Scaled("b", {1024: 0.004, 2048: 0.004}, {1024: 0, 2048: 0}),
   ]
-  _, *lines = scaling.table(results)
-  assert lines == [
-    ["b", "4.0", "4.0", "0.00", "0.0", "–"],
-    ["a", "2.0", "8.0", "2.00", "2.0", "1.00"],
+  assert scaling.table(results).lines == [
+    ("b", "4.0", "4.0", "0.00", "0.0", "–"),
+    ("a", "2.0", "8.0", "2.00", "2.0", "1.00"),
   ]
   assert len(scaling.picture(results).axes) == 2
+
+
+def test_attention_is_what_the_others_are_shares_of():
+  results = [
+    Scaled("a", {64: 0.001, 128: 0.002}, {64: 1, 128: 2}),
+    Scaled(scaling.ATTENTION, {64: 0.01, 128: 0.04}, {64: 1, 128: 2}),
+  ]
+  found = scaling.table(results)
+  assert list(found.header)[3] == "% of attention"
+  assert [line[3] for line in found.lines] == ["5.0", "100.0"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_scoring_takes_memory_linear_in_the_prompt(name):
   """From compiled programs: no method makes an array of n x n."""
-  plan = plan_of(name)
+  compression = layer_compression.Compression(plan_of(name))
   shorter, longer = (
-    layer_compression.temporary_bytes(
-      plan, Geometry.uniform(1, *HEADS, length), length
-    )
+    compression.temporary_bytes(Geometry.uniform(1, *HEADS, length), length)
     for length in (8192, 16384)
   )
   # Tiles have a fixed size or are linear.
@@ -60,9 +67,13 @@ def test_scoring_takes_memory_linear_in_the_prompt(name):
 
 @pytest.mark.slow
 def test_methods_take_turns_at_each_length():
-  plans = {name: plan_of(name) for name in ("keydiff", "snapkv:window=8")}
-  results = scaling.measure(plans, HEADS, [64, 128], rounds=1)
-  assert [one.method for one in results] == list(plans)
+  operations = {
+    name: layer_compression.Compression(plan_of(name))
+    for name in ("keydiff", "snapkv:window=8")
+  }
+  operations[scaling.ATTENTION] = layer_compression.Attention()
+  results = scaling.measure(operations, HEADS, [64, 128], 1, "bfloat16")
+  assert [one.name for one in results] == list(operations)
   for one in results:
     assert list(one.seconds) == list(one.temporary) == [64, 128]
     assert min(one.seconds.values()) > 0

@@ -55,8 +55,6 @@ def test_other_answers_are_refused(monkeypatch, tiny):
 
 def test_medians_and_the_range_of_the_ratios_are_shown():
   timing = sweep_timing.Timing([1.0, 2.0, 4.0], [10.0, 18.0, 28.0])
-  assert [line.split() for line in str(timing).splitlines()] == [
-    ["one", "sweep", "2.000", "s"],
-    ["one", "after", "another", "18.000", "s"],
-    ["ratio", "9.0", "(7.0", "to", "10.0)"],
+  assert sweep_timing.table("3 of 20 tokens", timing).lines == [
+    ("3 of 20 tokens", "2.000", "18.000", "9.0", "7.0–10.0")
   ]

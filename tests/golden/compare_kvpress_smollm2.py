@@ -23,6 +23,7 @@ import kvjax  # noqa: E402
 from kvjax.experiments.metrics.string_match import (  # noqa: E402
   string_match_all,
 )
+from kvjax.experiments.report import page_parts  # noqa: E402
 from kvjax.models.pretrained import Pretrained, load  # noqa: E402
 
 PAGE = HERE.parents[1] / "docs" / "kvpress.md"
@@ -222,9 +223,7 @@ def main() -> None:
     for difference in row.differences:
       print(row.case, difference)
   text = PAGE.read_text(encoding="utf-8")
-  before, _, rest = text.partition("<!-- table -->\n")
-  after = rest.partition("<!-- end -->")[2]
-  page = f"{before}<!-- table -->\n{table(rows)}\n<!-- end -->{after}"
+  page = page_parts.replace(text, "table", f"{table(rows)}\n")
   PAGE.write_text(page, encoding="utf-8")
   print(table(rows))
 

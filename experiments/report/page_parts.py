@@ -1,0 +1,73 @@
+"""Parts of the pages in docs/ that programs write, between marks.
+
+  python -m kvjax.experiments.report.page_parts results/scaling results/sparse
+
+puts table.md of each folder, which a benchmark has written, between the marks
+`<!-- scaling -->` and `<!-- /scaling -->` of its name, in the page that has
+them. It is run from the root of the repository.
+"""
+
+import pathlib
+from collections.abc import Sequence
+
+from kvjax import files
+from kvjax.errors import InputError
+from kvjax.experiments import cli
+
+# From the root of the checkout.
+DOCS = pathlib.Path("docs")
+
+
+def has(page: str, name: str) -> bool:
+  """Returns whether a page has both marks of a name, in order."""
+  before, _, after = page.partition(_first(name))
+  return len(before) < len(page) and _last(name) in after
+
+
+def replace(page: str, name: str, part: str) -> str:
+  """Returns a page with another part.
+
+  Args:
+    page: text of the page, with both marks.
+    name: the name in the marks.
+    part: lines of Markdown.
+  """
+  before, first, rest = page.partition(_first(name))
+  _, last, after = rest.partition(_last(name))
+  return f"{before}{first}{part}{last}{after}"
+
+
+def main(folders: Sequence[str]) -> None:
+  """Reads all tables, then writes them into their pages."""
+  if not folders:
+    raise InputError("Name the folders of the tables, such as results/scaling.")
+  changed: dict[pathlib.Path, str] = {}
+  for folder in map(pathlib.Path, folders):
+    table = files.read_text(folder / "table.md")
+    page = _page_with(folder.name)
+    text = changed.get(page) or files.read_text(page)
+    changed[page] = replace(text, folder.name, table)
+  for page, text in changed.items():
+    files.write_text(page, text)
+
+
+def _page_with(name: str) -> pathlib.Path:
+  for page in sorted(DOCS.rglob("*.md")):
+    if has(files.read_text(page), name):
+      return page
+  raise InputError(
+    f"No page in {DOCS} has the marks {_first(name).strip()} and "
+    f"{_last(name).strip()}."
+  )
+
+
+def _first(name: str) -> str:
+  return f"<!-- {name} -->\n"
+
+
+def _last(name: str) -> str:
+  return f"<!-- /{name} -->\n"
+
+
+if __name__ == "__main__":
+  cli.run_on_arguments(main)

@@ -1,0 +1,165 @@
+"""Tables of benchmarks, and the pages that show them as they are written."""
+
+import pathlib
+import re
+
+import pytest
+
+from kvjax.errors import InputError
+from kvjax.experiments.peers import timing as peers_timing
+from kvjax.experiments.report import benchmark_tables, formats, page_parts
+from kvjax.experiments.report.formats import Table
+from kvjax.experiments.timing import (
+  compile_timing,
+  decode_timing,
+  eviction_timing,
+  kernel_tables,
+  scaling,
+  sparse_timing,
+  sweep_timing,
+)
+
+ROOT = pathlib.Path(__file__).parents[3]
+TABLE = Table("", ("method", "ms"), [("keydiff", "1.0"), ("a:b=1", "20.0")])
+PAGE = "# A\n\n<!-- new -->\nold\n<!-- /new -->\n\n<!-- b -->\n<!-- /b -->\n"
+
+
+def of_lengths(*lengths):
+  """The columns of the scaling table."""
+  values = dict.fromkeys(lengths, 1)
+  return scaling.table([scaling.Scaled("a", values, values)]).header
+
+
+def of_depths(*layers):
+  """The columns of the compile table."""
+  timed = [compile_timing.Timed("a", n, 2.0, 1.0) for n in layers]
+  return compile_timing.table(timed).header
+
+
+# What the programs write; those of peers may lack some columns.
+COLUMNS = {
+  "kernels": kernel_tables.HEADING,
+  "decode": decode_timing.HEADING,
+  "evictions": eviction_timing.HEADING,
+  "sparse": sparse_timing.HEADING,
+  "scaling": of_lengths(1024, 2048, 4096, 8192, 16384),
+  "compile": of_depths(4, 32),
+  "compile_sweep": of_depths(30),
+  "sweep": sweep_timing.HEADING,
+  "peers_leaderboard": ("leaderboard", *peers_timing.HEADING),
+  "peers_prefill": ("prefill", *peers_timing.HEADING),
+  "peers_decode": ("decode", *peers_timing.HEADING),
+}
+PAGES = {
+  name: (ROOT / "docs" / page).read_text(encoding="utf-8")
+  for name in COLUMNS
+  for page in (
+    "methods/decoding.md" if name == "evictions" else "performance.md",
+  )
+}
+
+
+def part(name):
+  """What a page has between its marks."""
+  (found,) = re.findall(
+    rf"^<!-- {name} -->\n(.*?)^<!-- /{name} -->$", PAGES[name], re.M | re.S
+  )
+  return found
+
+
+def test_all_tables_of_the_page_are_known():
+  page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+  found = re.findall(r"^<!-- (\w+) -->$", page, re.MULTILINE)
+  assert {*found, "evictions"} == {*COLUMNS}
+  # Another one says where kernels apply.
+  shown = [line for line in page.splitlines() if line.startswith("| :--")]
+  assert len(shown) == len(found) + 1
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_pages_have_what_programs_write(name):
+  """The table and the sentence below it, written again, are the same."""
+  table, _, about = part(name).partition("\n\n")
+  header, _, *lines = (
+    line.removeprefix("| ").removesuffix(" |").split(" | ")
+    for line in table.splitlines()
+  )
+  columns = COLUMNS[name]
+  if name.startswith("peers_"):
+    columns = [column for column in columns if column in header]
+  assert header == list(columns)
+  code = lines[0][0].startswith("`")
+  cells = [[line[0].strip("`"), *line[1:]] for line in lines]
+  written = benchmark_tables.markdown(
+    Table("", header, cells), " ".join(about.split()), code
+  )
+  assert written == part(name)
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_the_command_before_a_table_writes_it(name):
+  before = PAGES[name].partition(f"<!-- {name} -->")[0]
+  *_, (program, flags) = re.findall(
+    r"^ {4}(?:python -m kvjax\.experiments\.|kvjax )(\w+)(.*)$",
+    before,
+    re.MULTILINE,
+  )
+  source = (ROOT / "experiments" / f"{program}.py").read_text(encoding="utf-8")
+  (usual,) = re.findall(r'DEFINE_string\(\s*"output", "([\w/]+)"', source)
+  output = re.findall(r"--output=(\S+)", flags) or [usual]
+  assert output == [f"results/{name}"]
+
+
+def test_a_table_is_printed_and_put_into_its_page(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "docs" / "methods").mkdir(parents=True)
+  (tmp_path / "docs" / "a.md").write_text("<!-- new -->\nof no end\n")
+  page = tmp_path / "docs" / "methods" / "b.md"
+  page.write_text(PAGE)
+  folder = tmp_path / "results" / "new"
+  benchmark_tables.show(folder, TABLE, "Median of 3 rounds", code=True)
+  assert "a:b=1" in capsys.readouterr().out
+  page_parts.main([str(folder)])
+  table, about = page.read_text().split("<!-- /new -->")[0].split("\n\n")[1:]
+  assert table.splitlines() == [
+    *("<!-- new -->", "| method | ms |", "| :-- | --: |"),
+    *("| `keydiff` | 1.0 |", "| `a:b=1` | 20.0 |"),
+  ]
+  assert re.fullmatch(r"Median of 3 rounds; python 3\.[^;]*\.\n", about)
+  assert "jax 0." in " ".join(about.split())
+  assert page.read_text().endswith("\n<!-- b -->\n<!-- /b -->\n")
+  assert (tmp_path / "docs" / "a.md").read_text().endswith("of no end\n")
+
+
+def test_tables_without_a_place_are_refused_before_a_page_is_changed(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "docs").mkdir()
+  (tmp_path / "docs" / "b.md").write_text(PAGE)
+  for name in ("new", "c"):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "table.md").write_text("x\n")
+  for folders, said in {
+    (): "Name the folders",
+    ("new", "c"): "No page in docs has the marks <!-- c --> and <!-- /c -->",
+    ("new", "d"): "d/table.md cannot be read",
+  }.items():
+    with pytest.raises(InputError, match=said):
+      page_parts.main(folders)
+  assert (tmp_path / "docs" / "b.md").read_text() == PAGE
+  page_parts.main(["new"])
+  changed = (tmp_path / "docs" / "b.md").read_text()
+  assert changed == PAGE.replace("old", "x")
+
+
+def test_names_of_methods_are_code_in_a_page():
+  assert "| `a:b=1` |" in formats.to_markdown(TABLE, code=True)
+  assert "| a:b=1 |" in formats.to_markdown(TABLE)
+
+
+def test_speeds_have_one_number_where_they_round_to_it():
+  assert benchmark_tables.speeds([4.41e9, 4.4e9]) == "4.4 GB/s"
+  assert benchmark_tables.speeds([7.4e9, 5.2e9, 6e9]) == "5.2 to 7.4 GB/s"
