@@ -24,7 +24,7 @@ for compilation.
 times evictions while decoding instead, from --target plus --every tokens to
 --target, as a percentage of the steps between them.
 
-  python -m kvjax.experiments.benchmark_decode --sizes=llama-3.1-8b \
+  kvjax benchmark_decode --sizes=llama-3.1-8b \
     --length=32768 --rows=4
 
 times a model with the sizes of a published one, random weights and random

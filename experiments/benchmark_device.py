@@ -1,6 +1,6 @@
 """Runs the benchmarks of a GPU or TPU, one after another.
 
-  python -m kvjax.experiments.benchmark_device
+  kvjax benchmark_device
 
 checks and times every kernel, decodes with random weights of a published
 model's sizes, and times retrieval and scoring. Every
