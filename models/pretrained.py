@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -20,15 +21,18 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.fields import format_value, is_number
 from kvjax.models.json_files import write_json
 from kvjax.models.language_model import DecoderModel, from_decoder
+from kvjax.models.orbax_files import write_checkpoint
 from kvjax.models.sharding import param_shardings
 from kvjax.models.sources import TOKEN_IDS, Source, find
+from kvjax.models.tensor_files import CHECKPOINT
 from kvjax.models.tokenizer import Tokenizer
-from kvjax.models.weights import read_weights, write_weights
+from kvjax.models.weights import write_weights
 from kvjax.options.budgets import Budget
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.registry.names import get_plan
 
 DTYPES = ("bfloat16", "float32")
+FORMATS = ("safetensors", "orbax")
 _CONFIG = "config.json"
 
 
@@ -130,8 +134,8 @@ def load(
     model: a name: "reference" is a small model that comes with kvjax, and
       "smollm2-135m-instruct", "smollm2-135m-instruct-bf16" and "gemma3-270m"
       are fetched once. Or a path: a Hugging Face directory (with config.json,
-      safetensors weights and tokenizer.json), a GGUF file, or a directory with
-      one.
+      safetensors weights and tokenizer.json), one that `save` has written, a
+      GGUF file, or a directory with one.
     dtype: one of `DTYPES`, for the weights and the computation; by default
       bfloat16, and float32 for GGUF files.
     mesh: a mesh with an axis "model" over which the weights are sharded (see
@@ -173,25 +177,45 @@ def save(
   pretrained: Pretrained,
   directory: str | os.PathLike[str],
   max_shard_bytes: int = 5_000_000_000,
+  *,
+  format: str = "safetensors",
 ) -> None:
-  """Saves a model to a directory that `load` and transformers can read.
+  """Saves a model to a directory that `load` can read.
 
   All files are written to a temporary directory first and then moved,
   config.json last, so that what is half moved is no model. Existing files with
-  these names, and old weights, are replaced; other files stay.
+  these names, and old weights in any format, are replaced; other files stay.
 
   Args:
     pretrained: the model; weights keep their dtype.
     directory: the directory, which is created if it does not exist.
-    max_shard_bytes: maximum size of a file of weights.
+    max_shard_bytes: maximum size of a file of safetensors.
+    format: one of `FORMATS`. transformers, too, reads safetensors. Of a
+      checkpoint of orbax, devices read and write their own parts of sharded
+      weights; it can be loaded under any mesh.
 
   Raises:
-    InputError: a file cannot be written.
+    InputError: a file cannot be written, there is no such format, or orbax is
+      asked to save a model of a program that runs on several hosts.
+
+  Examples:
+    >>> import tempfile
+    >>> import kvjax.models
+    >>> lm = kvjax.load(kvjax.models.__path__[0] + "/reference")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...   kvjax.models.save(lm, folder, format="orbax")
+    ...   kvjax.load(folder).model == lm.model
+    True
   """
   files.check_local(directory)
+  if format not in FORMATS:
+    raise InputError(
+      f"There is no format {format!r} of weights; formats are "
+      f"{', '.join(FORMATS)}."
+    )
   directory = pathlib.Path(directory)
   try:
-    _save(pretrained, directory, max_shard_bytes)
+    _save(pretrained, directory, max_shard_bytes, format)
   except OSError as error:
     raise InputError(
       f"The model cannot be written to {directory}: {files.reason(error)}."
@@ -199,7 +223,10 @@ def save(
 
 
 def _save(
-  pretrained: Pretrained, directory: pathlib.Path, max_shard_bytes: int
+  pretrained: Pretrained,
+  directory: pathlib.Path,
+  max_shard_bytes: int,
+  format: str,
 ) -> None:
   directory.mkdir(parents=True, exist_ok=True)
   # On the same file system, where moving a file is a rename.
@@ -207,9 +234,12 @@ def _save(
     prefix=f"{directory.name}.", dir=directory.parent
   ) as scratch:
     complete = pathlib.Path(scratch)
-    write_weights(
-      pretrained.params, pretrained.config, complete, max_shard_bytes
-    )
+    if format == "orbax":
+      write_checkpoint(pretrained.params, complete)
+    else:
+      write_weights(
+        pretrained.params, pretrained.config, complete, max_shard_bytes
+      )
     if pretrained.tokenizer is not None:
       pretrained.tokenizer.save(complete)
     write_json(complete / _CONFIG, _config_fields(pretrained))
@@ -217,16 +247,25 @@ def _save(
       complete / "generation_config.json",
       dict(pretrained.generation) | _token_ids(pretrained),
     )
-    new = {path.name for path in complete.iterdir()}
     # An old config.json must not describe new weights.
     (directory / _CONFIG).unlink(missing_ok=True)
+    # Readers prefer a single file to an index, both to a checkpoint, and
+    # chat_template.jinja to the tokenizer's: what an earlier save has left
+    # would win.
+    old = [path.name for path in directory.glob("model*.safetensors*")]
+    for name in (*old, CHECKPOINT, "chat_template.jinja"):
+      _remove(directory / name)
+    new = {path.name for path in complete.iterdir()}
     for name in sorted(new, key=lambda name: name == _CONFIG):
       (complete / name).replace(directory / name)
-    # Readers prefer a single file to an index, and chat_template.jinja to the
-    # tokenizer's: what an earlier save has left would win.
-    stale = {path.name for path in directory.glob("model*.safetensors*")}
-    for name in (stale | {"chat_template.jinja"}) - new:
-      (directory / name).unlink(missing_ok=True)
+
+
+def _remove(path: pathlib.Path) -> None:
+  """Removes a file or a folder, if there is one."""
+  if path.is_dir() and not path.is_symlink():
+    shutil.rmtree(path)
+  else:
+    path.unlink(missing_ok=True)
 
 
 def _read_decoder(
@@ -246,9 +285,7 @@ def _read_decoder(
   shardings = None
   if mesh is not None:
     shardings = param_shardings(template, model.geometry, mesh)
-  return model, read_weights(
-    source.tensors(config), config, template, shardings
-  )
+  return model, source.weights(config, template, shardings)
 
 
 def _config_fields(pretrained: Pretrained) -> dict[str, Any]:

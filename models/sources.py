@@ -6,6 +6,10 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import jax
+from flax import nnx
+from jaxtyping import PyTree
+
 from kvjax.errors import InputError
 from kvjax.files import check_local
 from kvjax.models import catalog
@@ -19,8 +23,10 @@ from kvjax.models.json_files import (
   read_json,
   read_json_if_present,
 )
-from kvjax.models.tensor_files import Tensors, open_tensors
+from kvjax.models.orbax_files import read_checkpoint
+from kvjax.models.tensor_files import has_checkpoint, open_tensors
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.weights import read_weights
 from kvjax.registry.naming import suggest
 
 _CONFIG = "config.json"
@@ -49,8 +55,13 @@ class Source(Protocol):
   def tokenizer(self, config: DecoderConfig) -> Tokenizer | None:
     """Reads the tokenizer, if there is one."""
 
-  def tensors(self, config: DecoderConfig) -> Tensors:
-    """Opens the weights without reading them."""
+  def weights(
+    self,
+    config: DecoderConfig,
+    template: nnx.State,
+    shardings: PyTree[jax.sharding.Sharding] | None = None,
+  ) -> nnx.State:
+    """Reads the weights; see `kvjax.models.weights.read_weights`."""
 
   def generation(self) -> Mapping[str, Any]:
     """Reads generation_config.json, and the token ids of config.json."""
@@ -108,9 +119,15 @@ class _HuggingFace:
     _check_ids(tokenizer, self.place, config)
     return tokenizer
 
-  def tensors(self, config: DecoderConfig) -> Tensors:
-    del config
-    return open_tensors(self.place)
+  def weights(
+    self,
+    config: DecoderConfig,
+    template: nnx.State,
+    shardings: PyTree[jax.sharding.Sharding] | None = None,
+  ) -> nnx.State:
+    if has_checkpoint(self.place):
+      return read_checkpoint(self.place, template, shardings)
+    return read_weights(open_tensors(self.place), config, template, shardings)
 
   def generation(self) -> Mapping[str, Any]:
     fields = read_json(self.place / _CONFIG)
@@ -135,8 +152,14 @@ class _Gguf:
     _check_ids(tokenizer, self.place, config)
     return tokenizer
 
-  def tensors(self, config: DecoderConfig) -> Tensors:
-    return open_gguf_tensors(self.file, config)
+  def weights(
+    self,
+    config: DecoderConfig,
+    template: nnx.State,
+    shardings: PyTree[jax.sharding.Sharding] | None = None,
+  ) -> nnx.State:
+    tensors = open_gguf_tensors(self.file, config)
+    return read_weights(tensors, config, template, shardings)
 
   def generation(self) -> Mapping[str, Any]:
     return {}

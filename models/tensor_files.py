@@ -17,6 +17,8 @@ from kvjax.models.mxfp4 import join_blocks
 _LONGEST = 100
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# The folder of a checkpoint of orbax, see `kvjax.models.orbax_files`.
+CHECKPOINT = "model.orbax"
 # Where files of models with images have the text decoder, and the rest.
 _TEXT = {
   "model.language_model.": "model.",
@@ -67,6 +69,12 @@ def open_tensors(directory: pathlib.Path) -> Tensors:
   return Tensors(join_blocks(files, directory), directory)
 
 
+def has_checkpoint(directory: pathlib.Path) -> bool:
+  """Says whether the weights are a checkpoint of orbax, not safetensors."""
+  has_tensors = any((directory / name).is_file() for name in (SINGLE, INDEX))
+  return not has_tensors and os.path.isdir(directory / CHECKPOINT)
+
+
 def _open(directory: pathlib.Path) -> dict[str, Any]:
   """Opens the files; returns the file of each tensor."""
   if (directory / SINGLE).is_file():
@@ -75,8 +83,8 @@ def _open(directory: pathlib.Path) -> dict[str, Any]:
     names = _shard_names(directory / INDEX)
   else:
     raise InputError(
-      f"{directory} has no weights; it should hold {SINGLE}, or shards and "
-      f"{INDEX}."
+      f"{directory} has no weights; it should hold {SINGLE}, shards and "
+      f"{INDEX}, or {CHECKPOINT}."
     )
   files: dict[str, Any] = {}
   for name in names:

@@ -1,6 +1,7 @@
 """Reading and writing of decoder weights as safetensors files."""
 
 import functools
+import math
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 from flax import nnx
-from jaxtyping import PyTree
+from jaxtyping import PyTree, Shaped
 
 from kvjax import files
 from kvjax.errors import InputError
@@ -22,6 +23,7 @@ from kvjax.models.tensor_files import INDEX, SINGLE, Tensors
 from kvjax.models.tensor_names import EMBEDDING, OUTPUT, Piece, find_pieces
 
 _SOURCE_DTYPES = ("F32", "F16", "BF16")
+_ALIGNMENT = 64
 
 
 def read_weights(
@@ -32,9 +34,11 @@ def read_weights(
 ) -> nnx.State:
   """Reads the weights of a decoder.
 
-  Names, shapes and dtypes are checked first. Parameters are then read one at a
-  time, so that at most one parameter, of all layers, is in host memory. With
-  shardings, a process reads only the shards of its devices.
+  Names, shapes and dtypes are checked first. Parameters, of all layers, are
+  then read one at a time, tensor by tensor. With shardings, a process reads
+  only the shards of its devices. The host needs memory for the shards of one
+  parameter and for one tensor; if its CPU is the device, for the shards of all
+  parameters and for one tensor.
 
   Args:
     tensors: the tensors to read.
@@ -162,15 +166,18 @@ def _check_finite(
   tensors: Tensors, array: jax.Array, pieces: Sequence[Piece]
 ) -> None:
   """Refuses weights that are not finite, without a copy to the host."""
-  if bool(_all_finite(array)):
+  if is_finite(array):
     return
-  broken = next(
-    piece for piece in pieces if not _all_finite(array[piece.index])
-  )
+  broken = next(piece for piece in pieces if not is_finite(array[piece.index]))
   raise InputError(
     f"The tensor {tensors.original_name(broken.name)} in {tensors.place} holds "
     "NaN or infinite values; fetch it or save it again."
   )
+
+
+def is_finite(array: jax.Array) -> bool:
+  """Says whether all elements of an array are finite."""
+  return bool(_all_finite(array))
 
 
 @jax.jit
@@ -199,7 +206,7 @@ def _read(
   def part(index: tuple[slice, ...]) -> np.ndarray:
     ranges = [range(n)[i] for n, i in zip(shape, index, strict=True)]
     # Assignment converts to the parameter's dtype, a piece at a time.
-    values = np.empty([len(each) for each in ranges], pieces[0].dtype)
+    values = _empty(tuple(len(each) for each in ranges), pieces[0].dtype)
     for piece in pieces:
       own = list(zip(piece.index, ranges[:leading], strict=True))
       if all(number in each for number, each in own):
@@ -212,6 +219,19 @@ def _read(
   if sharding is None:
     return jax.device_put(part((slice(None),) * len(shape)))
   return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _empty(
+  shape: tuple[int, ...], dtype: np.dtype
+) -> Shaped[np.ndarray, "..."]:
+  """Allocates an array at a multiple of 64 bytes.
+
+  A CPU device uses such an array as it is, and copies others.
+  """
+  nbytes = math.prod(shape) * dtype.itemsize
+  memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+  start = -memory.ctypes.data % _ALIGNMENT
+  return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def _shards(

@@ -1,19 +1,17 @@
 """The progress of a training run, and its checkpoints."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from absl import logging
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from kvjax import files
 from kvjax.errors import InputError
+from kvjax.models.orbax_files import without_log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Checkpoints:
       InputError: it cannot be written; the one before is kept.
     """
     try:
-      with _without_tracebacks():
+      with without_log():
         self._checkpointer.save(
           _number(state), _as_tree(state), force=True, overwrite=True
         )
@@ -122,7 +120,7 @@ class Checkpoints:
     if newest is None:
       return fresh
     try:
-      with _without_tracebacks():
+      with without_log():
         tree = self._checkpointer.load(newest, _as_tree(fresh))
     except (KeyError, OSError, ValueError) as error:
       raise InputError(
@@ -142,17 +140,6 @@ class Checkpoints:
         for name in _COUNTERS
       },
     )
-
-
-@contextlib.contextmanager
-def _without_tracebacks() -> Iterator[None]:
-  """Hides orbax's log of errors, which it raises as well."""
-  before = logging.get_verbosity()
-  logging.set_verbosity(logging.FATAL)
-  try:
-    yield
-  finally:
-    logging.set_verbosity(before)
 
 
 def _number(state: Progress) -> int:

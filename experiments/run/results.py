@@ -13,6 +13,7 @@ from kvjax.experiments.run.line_files import check_writable as check_writable
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, Protocol
 from kvjax.experiments.run.shared_lines import SharedLines
 from kvjax.experiments.tasks.sample import Sample
+from kvjax.models.tensor_files import CHECKPOINT, has_checkpoint
 from kvjax.options.schedules import WHOLE
 
 _BLOCKS = 64
@@ -224,6 +225,8 @@ def digest(model: pathlib.Path) -> str:
   names = ["*.safetensors", "*.json", "*.jinja"]
   if not (model / "config.json").is_file():
     names.append("*.gguf")
+  if has_checkpoint(model):
+    names.append(f"{CHECKPOINT}/**/*")
   paths = sorted(path for name in names for path in model.glob(name))
   # Loading says what is wrong with the others.
   return _digest(path for path in paths if path.is_file())

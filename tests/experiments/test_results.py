@@ -134,6 +134,22 @@ def test_a_digest_tells_models_apart(tmp_path):
     (tmp_path / name).write_text(name)
 
 
+def test_a_digest_sees_the_files_of_a_checkpoint(tmp_path):
+  (tmp_path / "config.json").write_text("{}")
+  path = tmp_path / "model.orbax" / "state" / "d" / "0123"
+  path.parent.mkdir(parents=True)
+  path.write_text("weights")
+  first = digest(tmp_path)
+  path.write_text("others!")
+  second = digest(tmp_path)
+  assert second != first
+  # Beside safetensors it is not what is loaded.
+  (tmp_path / "model.safetensors").write_text("weights")
+  before = digest(tmp_path)
+  path.unlink()
+  assert digest(tmp_path) == before
+
+
 def test_a_digest_of_a_gguf_file_is_that_of_its_folder(tmp_path):
   path = tmp_path / "model.gguf"
   path.write_text("GGUF")
