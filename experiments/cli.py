@@ -1,6 +1,7 @@
 """Starts programs and reports user errors."""
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ _CACHE_BYTES = 2**31
 _LARGEST = 2**31 - 1
 _LONGEST = 300
 _LONGEST_SENTENCE = 3000
+_FLAG_FILES = ("--flagfile", "-flagfile")
 _FORMATTED = warnings.formatwarning
 
 
@@ -258,7 +260,14 @@ def _parse(argv: Sequence[str]) -> list[str]:
     print(help_pages.own_page())
     sys.exit(0)
   try:
+    # absl reads files of flags, of which one may have no end.
+    for name, value in itertools.pairwise(_flags_and_values(argv)):
+      if name in _FLAG_FILES:
+        files.check_whole(value)
     rest = flags.FLAGS(argv)
+  except (InputError, OSError) as error:
+    said = error.strerror if isinstance(error, OSError) else None
+    _refuse(f"The --flagfile cannot be read: {said}." if said else str(error))
   except SystemExit:  # absl exits with 1 after printing --helpfull
     sys.exit(0)
   except flags.UnrecognizedFlagError as error:
@@ -270,6 +279,12 @@ def _parse(argv: Sequence[str]) -> list[str]:
     sentence = " ".join(str(error).split()).removesuffix(".").removesuffix(" ?")
     _refuse(f"{_shorten(sentence)}; --help lists the flags.")
   return rest
+
+
+def _flags_and_values(arguments: Sequence[str]) -> Iterator[str]:
+  """Splits arguments at their first equals signs."""
+  for argument in arguments:
+    yield from argument.split("=", 1)
 
 
 def _shorten(text: str, longest: int = _LONGEST) -> str:

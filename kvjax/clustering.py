@@ -63,6 +63,7 @@ def deviation(
 
 def _sum_around(x: Float[Array, "T D"], reach: int) -> Float[Array, "T D"]:
   """Sums, for each row, the rows at most `reach` places away, and itself."""
+  reach = min(reach, len(x))
   return jax.lax.reduce_window(
     x, 0.0, jax.lax.add, (2 * reach + 1, 1), (1, 1), ((reach, reach), (0, 0))
   )

@@ -8,6 +8,15 @@ class InputError(ValueError):
   command line prints it and exits with code 2.
   """
 
+  def __init__(self, sentence: str) -> None:
+    # Names in files may break lines, and move a terminal's cursor.
+    super().__init__(
+      "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in sentence
+      )
+    )
+
 
 class InputWarning(UserWarning):
   """A possible mistake in what the caller passed.

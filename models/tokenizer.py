@@ -1,8 +1,9 @@
 """Tokenization, with the model's chat template."""
 
+import contextlib
 import itertools
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -18,6 +19,7 @@ from kvjax.models.json_files import (
 )
 from kvjax.models.templates import ChatTemplate, ChatTemplateError
 
+_PANIC = "PanicException"
 _READ = ("bos_token", "eos_token", "pad_token")
 
 _CHATS = {
@@ -101,10 +103,8 @@ class Tokenizer:
         "tokenizer."
       )
     text = read_text(path)
-    try:
+    with _refused(f"{path} is not a tokenizer"):
       backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # The only type that `tokenizers` raises.
-      raise InputError(f"{path} is not a tokenizer: {error}.") from error
     template = directory / "chat_template.jinja"
     return cls(
       backend,
@@ -138,8 +138,8 @@ class Tokenizer:
     """Encodes a text, without adding special tokens.
 
     Raises:
-      InputError: the model does not embed one of them, or the text has half of
-        a surrogate pair.
+      InputError: the model does not embed one of them, the text has half of a
+        surrogate pair, or the tokenizer fails.
     """
     ids = self._encode(text).ids
     if max(ids, default=-1) >= self._num_embedded:
@@ -235,7 +235,8 @@ class Tokenizer:
 
   def _encode(self, text: str) -> tokenizers.Encoding:
     try:
-      return self._backend.encode(text, add_special_tokens=False)
+      with _refused("The tokenizer does not encode the text"):
+        return self._backend.encode(text, add_special_tokens=False)
     except TypeError as error:  # What `tokenizers` says of it is misleading.
       half = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
       if half is None:
@@ -274,10 +275,29 @@ class Tokenizer:
     token_id = self._backend.token_to_id(token)
     if token_id is None:
       raise InputError(
-        f"tokenizer_config.json has {name} {token!r}, which tokenizer.json "
-        "does not know."
+        f"tokenizer_config.json has {name} {format_value(token)}, which "
+        "tokenizer.json does not know."
       )
     return token_id
+
+
+@contextlib.contextmanager
+def _refused(what: str) -> Iterator[None]:
+  """Makes a sentence of what `tokenizers` raises.
+
+  It has one type only, besides those of Python, and a panic of its Rust code,
+  such as that a pattern goes back too often, is no `Exception`.
+
+  Raises:
+    InputError: it has raised something.
+  """
+  try:
+    yield
+  except BaseException as error:
+    if type(error) is Exception or type(error).__name__ == _PANIC:
+      said = str(error).removesuffix(".")
+      raise InputError(f"{what}: {said}; mend the tokenizer.") from error
+    raise
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

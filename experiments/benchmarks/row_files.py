@@ -1,12 +1,14 @@
-"""Reads rows of data files with the library `datasets`.
+"""Reads rows of data files.
 
 The formats are JSON, JSON lines, CSV, Parquet and Arrow. Each may be in a zip,
-and the first three may be compressed by gzip instead. Arrow files are those of
-`datasets` itself: its cache and the output of `save_to_disk`. Rows are
-streamed: nothing is converted, and only the requested rows are read.
+and the first three may be compressed by gzip instead. The last two are read
+with the library `datasets`; Arrow files are its own: its cache and the output
+of `save_to_disk`. Rows are streamed: nothing is converted, and only the
+requested rows are read.
 """
 
 import ast
+import contextlib
 import csv
 import dataclasses
 import functools
@@ -15,13 +17,14 @@ import gzip
 import io
 import os
 import pathlib
+import re
 import sys
 import tokenize
 import types
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from kvjax import files
 from kvjax.errors import InputError
@@ -30,6 +33,12 @@ from kvjax.experiments.metrics.libraries import library
 _TEXT = (".jsonl", ".json", ".csv")
 _GZIP = ".gz"
 SUFFIXES = (*_TEXT, *(each + _GZIP for each in _TEXT), ".parquet", ".arrow")
+
+_LARGEST = 2**31 - 1
+_DIGITS = re.compile("[0-9]{1,10}")
+# A row takes about a millionth of it.
+_LONGEST_LINE = 2**28
+_MOST_BYTES = 2**31
 
 # Metadata files of `datasets` and the hub.
 _ABOUT = (
@@ -92,10 +101,11 @@ def printed_list(text: str) -> tuple[str, ...] | None:
   try:
     items = ast.literal_eval(text)
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    texts = [token.string for token in tokens if token.type == tokenize.STRING]
+    # Numbers of thousands of digits, in hexadecimal, cannot be printed.
+    return tuple(map(str, map(ast.literal_eval, texts) if texts else items))
   except (ValueError, SyntaxError, MemoryError, RecursionError):
     return None
-  texts = [token.string for token in tokens if token.type == tokenize.STRING]
-  return tuple(map(str, map(ast.literal_eval, texts) if texts else items))
 
 
 class Row(NamedTuple):
@@ -139,17 +149,21 @@ class Row(NamedTuple):
       raise InputError(f"{self.place} has under {name!r} what is no text.")
     return tuple(values)
 
-  def number(self, name: str) -> int:
+  def number(self, name: str, least: int = 0) -> int:
     """Returns an integer field.
 
     Raises:
-      InputError: the field is missing or has another type.
+      InputError: the field is missing, has another type, or is below `least`
+        or more than a count of tokens or words can be.
     """
     value = self.fields.get(name)
-    if self.printed and isinstance(value, str) and value.isdecimal():
+    if self.printed and isinstance(value, str) and _DIGITS.fullmatch(value):
       value = int(value)
-    if type(value) is not int:
-      raise InputError(f"{self.place} needs a whole number under {name!r}.")
+    if type(value) is not int or not least <= value <= _LARGEST:
+      raise InputError(
+        f"{self.place} needs a whole number under {name!r}, from {least} to "
+        f"{_LARGEST}."
+      )
     return value
 
 
@@ -196,7 +210,7 @@ class RowFile:
   @property
   def has_rows(self) -> bool:
     """Whether it has rows; excludes caches of `datasets` and macOS's notes."""
-    # `datasets` cannot read gzip in a zip.
+    # Gzip within a zip is not read.
     packed_twice = self.member and self._is_packed_by_gzip
     return (
       self.kind in SUFFIXES
@@ -237,7 +251,7 @@ class RowFile:
       raise InputError(f"{self} cannot be read: {error}.") from error
 
   def _lines(self) -> Iterator[Row]:
-    for number, text in enumerate(self._texts("line"), start=1):
+    for number, text in enumerate(self._bytes(), start=1):
       if not text.strip():
         continue
       place = f"Line {number} of {self}"
@@ -249,10 +263,20 @@ class RowFile:
 
   def _json(self) -> Iterator[Row]:
     """Yields rows of a JSON array, or else of JSON lines."""
-    document = b"".join(self._texts("document"))
-    if not document.lstrip().startswith(b"["):
+    with self._opened() as file:
+      begins = file.readline(_LONGEST_LINE)
+      while begins and not begins.strip():
+        begins = file.readline(_LONGEST_LINE)
+      is_array = begins.lstrip().startswith(b"[")
+      document = begins + file.read(_MOST_BYTES) if is_array else b""
+    if not is_array:
       yield from self._lines()
       return
+    if len(document) >= _MOST_BYTES:
+      raise InputError(
+        f"{self} has more than {_MOST_BYTES:,} bytes, which are too many for "
+        "an array; give one row a line."
+      )
     try:
       rows = files.parse_json(document)
     except ValueError as error:
@@ -266,7 +290,7 @@ class RowFile:
     # Spreadsheets begin files with a mark of the byte order.
     lines = (
       line.decode("utf-8-sig" if number == 0 else "utf-8") + "\n"
-      for number, line in enumerate(self._texts("line"))
+      for number, line in enumerate(self._bytes())
     )
     reader = csv.DictReader(lines, strict=True)
     try:
@@ -283,33 +307,41 @@ class RowFile:
         f"{self} is not valid CSV after line {reader.line_num}: {error}."
       ) from error
 
-  def _texts(self, sample_by: str) -> Iterator[bytes]:
-    """Yields lines or the full document; the JSON reader would change types."""
-    # Latin-1 preserves every byte, so that only lines with invalid UTF-8 are
-    # rejected. In a zip or gzip, `datasets` always reads UTF-8.
-    is_packed = self.member or self._is_packed_by_gzip
-    encoding = "utf-8" if is_packed else "latin-1"
-    lines = _datasets().IterableDataset.from_text(
-      self._source, encoding="latin-1", sample_by=sample_by
-    )
-    try:
-      for line in lines:
-        yield line["text"].encode(encoding)
-    except UnicodeDecodeError as error:
-      raise InputError(
-        f"Line {self._first_undecodable()} of {self} is not valid "
-        f"{'CSV' if self.kind == '.csv' else 'JSON'}: it is no UTF-8."
-      ) from error
+  def _bytes(self) -> Iterator[bytes]:
+    """Yields lines without their breaks.
 
-  def _first_undecodable(self) -> int:
+    Raises:
+      InputError: a line is too long for memory, as those of a file of zeros.
+    """
+    with self._opened() as file:
+      number = 0
+      while line := file.readline(_LONGEST_LINE + 1):
+        number += 1
+        if len(line) > _LONGEST_LINE:
+          raise InputError(
+            f"Line {number} of {self} has more than {_LONGEST_LINE:,} bytes; "
+            "give one row a line."
+          )
+        yield line.removesuffix(b"\n").removesuffix(b"\r")
+
+  @contextlib.contextmanager
+  def _opened(self) -> Iterator[IO[bytes]]:
+    """Opens what a text holds, unpacked."""
     if self.member:
       with zipfile.ZipFile(self.path) as archive:
-        lines = archive.read(self.member).split(b"\n")
+        try:
+          file = archive.open(self.member)
+        except (RuntimeError, NotImplementedError) as error:
+          # It is encrypted, or compressed in another way.
+          raise InputError(
+            f"{self} cannot be read: {str(error).removesuffix('.')}."
+          ) from error
+        with file:
+          yield file
     else:
-      lines = gzip.decompress(self.path.read_bytes()).split(b"\n")
-    return next(
-      n for n, line in enumerate(lines, start=1) if not _is_utf8(line)
-    )
+      opener = gzip.open if self._is_packed_by_gzip else open
+      with opener(self.path, "rb") as file:
+        yield file
 
   def _table(self) -> Iterator[Row]:
     try:
@@ -348,14 +380,6 @@ def _row(place: str, fields: Any) -> Row:
   if not isinstance(fields, dict):
     raise InputError(f"{place} must hold a JSON object.")
   return Row(place, fields)
-
-
-def _is_utf8(line: bytes) -> bool:
-  try:
-    line.decode()
-  except UnicodeDecodeError:
-    return False
-  return True
 
 
 @functools.cache

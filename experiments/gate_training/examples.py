@@ -1,7 +1,9 @@
 """Pairs of layers' inputs and scores, one file per text."""
 
+import contextlib
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,14 @@ from kvjax.models.tokenizer import Tokenizer
 from kvjax.prompts import Prompts
 from kvjax.repeat_request import RepeatRequest
 
+# What reading raises where something else has been written.
+_UNLIKE = (
+  OSError,
+  TypeError,
+  ValueError,
+  LookupError,
+  safetensors.SafetensorError,
+)
 # Scores of zero have no logarithm.
 _LEAST = float(np.finfo(np.float32).tiny)
 
@@ -98,16 +108,39 @@ def write(
   files.write_bytes(path, safetensors.numpy.save(arrays))
 
 
+@contextlib.contextmanager
+def opened(path: pathlib.Path) -> Iterator[Any]:
+  """Opens a file of safetensors that a run has written.
+
+  Raises:
+    InputError: it is none, or what is read of it is not there.
+  """
+  try:
+    files.check_regular(path)
+    with safetensors.safe_open(path, framework="numpy") as file:
+      yield file
+  except InputError:
+    raise
+  except _UNLIKE as error:
+    raise InputError(
+      f"{path} is not what a run writes; remove it, and the same command "
+      "writes it anew."
+    ) from error
+
+
 def read(paths: Sequence[pathlib.Path], index: int) -> Examples:
   """Reads the pairs of one layer, of several texts.
 
   Args:
     paths: the files.
     index: place of the layer among those that are scored.
+
+  Raises:
+    InputError: see `opened`.
   """
   inputs, scores = [], []
   for path in paths:
-    with safetensors.safe_open(path, framework="numpy") as opened:
-      inputs.append(np.asarray(opened.get_slice("inputs")[index], np.float32))
-      scores.append(opened.get_slice("scores")[index])
+    with opened(path) as file:
+      inputs.append(np.asarray(file.get_slice("inputs")[index], np.float32))
+      scores.append(file.get_slice("scores")[index])
   return Examples(np.concatenate(inputs), np.concatenate(scores))

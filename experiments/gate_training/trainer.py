@@ -18,7 +18,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.gate_training import examples, fitting
 from kvjax.experiments.run.claiming import claim
 from kvjax.methods.kvzap_gate import CONFIG, WEIGHTS, KVzapGate
-from kvjax.models.json_files import is_present, write_json
+from kvjax.models.json_files import is_present, read_json, write_json
 from kvjax.models.pretrained import Pretrained
 from kvjax.prompts import bucket
 
@@ -102,8 +102,7 @@ class Trainer:
     done = self._output / VALIDATION
     if all(is_present(self._output / n) for n in (CONFIG, WEIGHTS, VALIDATION)):
       self._clean()
-      result: dict[str, Any] = files.parse_json(files.read_text(done))
-      return result
+      return read_json(done)
     paths = self._replay()
     # Spread over the documents, and never all of them.
     tested = [p for n, p in enumerate(paths) if n % _TESTED == 1]
@@ -176,14 +175,14 @@ class Trainer:
       }
       content = safetensors.numpy.save(arrays, {"numbers": json.dumps(numbers)})
       files.write_bytes(path, content)
-    with safetensors.safe_open(path, framework="numpy") as opened:
-      found = json.loads(opened.metadata()["numbers"])
+    with examples.opened(path) as file:
+      found = files.parse_json(file.metadata()["numbers"])
       steps = tuple(
-        (opened.get_tensor(f"weight{n}"), opened.get_tensor(f"bias{n}"))
-        for n in range(len([*opened.keys()]) // 2)
+        (file.get_tensor(f"weight{n}"), file.get_tensor(f"bias{n}"))
+        for n in range(len([*file.keys()]) // 2)
       )
-    print(f"layer {layer}: R2 {found['r2']:.3f}", flush=True)
-    return Fitted(steps, **found)
+      print(f"layer {layer}: R2 {found['r2']:.3f}", flush=True)
+      return Fitted(steps, **found)
 
   def _gate(self, fitted: Mapping[int, Fitted]) -> KVzapGate:
     """Joins the layers; those that are not scored have zeros."""

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvjax import files
 from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
 from kvjax.experiments.benchmarks.registry import presentation
 from kvjax.experiments.report import formats
@@ -107,14 +108,14 @@ def _folder(
     _optional("needle_depth", config["needle_depth"]),
   ]
   name = "__".join(_plain(part) for part in parts if part)
-  files = {
+  contents = {
     "predictions.csv": formats.to_csv(
       _prediction(layout, answer, config["query_aware"]) for answer in answers
     ),
     "metrics.json": _json(layout.metrics(_by_task(rows), answers)),
     _CONFIG: _json(config),
   }
-  return Folder(name, files)
+  return Folder(name, contents)
 
 
 def _config(
@@ -194,13 +195,13 @@ def _by_task(rows: Sequence[Row]) -> dict[str, float]:
 def _identity_of(place: pathlib.Path) -> object:
   """Returns None for folders that kvjax has not written."""
   try:
-    return _identity((place / _CONFIG).read_text(encoding="utf-8"))
+    return _identity(files.read_text(place / _CONFIG))
   except (OSError, ValueError, KeyError, TypeError):
     return None
 
 
 def _identity(config: str) -> object:
-  identity = json.loads(config)["kvjax"]
+  identity = files.parse_json(config)["kvjax"]
   return [identity[name] for name in _OWN]
 
 

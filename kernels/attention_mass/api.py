@@ -16,6 +16,8 @@ from kvjax.kernels.dispatch import (
 from kvjax.kernels.mesh_axes import CONTEXT
 
 _CAUSAL = Programs.of(causal_mass_xla)
+# A multiple of all tiles of the programs.
+_ROUND = 256
 _CHUNKS = Programs.of(chunk_mass_xla)
 
 
@@ -105,6 +107,9 @@ def chunk_mass(
     The mass of every slot, in float32 throughout as in `causal_mass`. Its mean
     over the valid slots of a chunk is 1.
   """
+  # One chunk may be longer than the prompt, by which its padding would grow.
+  slots = keys.shape[2]
+  chunk = min(chunk, -(-slots // _ROUND) * _ROUND)
   add = functools.partial(
     dispatch,
     _CHUNKS,
@@ -117,7 +122,7 @@ def chunk_mass(
   operands = (queries, keys, valid)
   devices = jax.sharding.get_abstract_mesh()
   whole = devices.shape.get(CONTEXT, 1) * chunk
-  if CONTEXT not in devices.auto_axes or keys.shape[2] % whole:
+  if CONTEXT not in devices.auto_axes or slots % whole:
     return add(operands)
   # Each device has whole chunks.
   spread = ("BNS", "BKS", "BKS")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import math
+import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -214,7 +215,9 @@ def read_pattern(path: str) -> Float[np.ndarray, "L K"]:
   """
   text = files.read_text(path)
   try:
-    gates = np.loadtxt(io.StringIO(text), ndmin=2)
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")  # That there are no numbers.
+      gates = np.loadtxt(io.StringIO(text), ndmin=2)
   except ValueError:
     gates = np.zeros((0, 0))
   if not gates.size or not np.isfinite(gates).all():

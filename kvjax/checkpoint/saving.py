@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import uuid
 import zlib
@@ -19,6 +20,7 @@ from kvjax.model import Model
 LAYOUT = 3
 DESCRIPTION = "cache.json"
 _ARRAYS = "arrays-"
+_NAME = re.compile(f"{_ARRAYS}[0-9a-f]+")
 _BLOCK = 2**20
 # What orbax raises if a disk is full.
 _UNWRITTEN = (OSError, ValueError)
@@ -26,6 +28,7 @@ _UNWRITTEN = (OSError, ValueError)
 _UNLIKE = (
   AttributeError,
   KeyError,
+  MemoryError,
   OSError,
   RecursionError,
   TypeError,
@@ -153,8 +156,8 @@ def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
   saved = _read_description(directory)
   if saved.get("layout") != LAYOUT:
     raise InputError(
-      f"{directory} was saved in layout {saved.get('layout')!r}; this version "
-      f"of kvjax reads layout {LAYOUT}."
+      f"{directory} was saved in layout {saved.get('layout')!r:.40}; this "
+      f"version of kvjax reads layout {LAYOUT}."
     )
   try:
     return _restored(directory, saved, _identity(model, model_id))
@@ -172,6 +175,9 @@ def _restored(
   if saved.pop("checksum", None) != _checksum(saved):
     raise _damaged(directory)
   _check_identity(directory, saved, identity)
+  # Another path could lead anywhere, and hold the files of a whole disk.
+  if not _NAME.fullmatch(saved["arrays"]):
+    raise _damaged(directory)
   # Orbax does not notice elements whose bits have changed.
   if _checksums(directory / saved["arrays"]) != saved["files"]:
     raise _damaged(directory)
@@ -214,7 +220,7 @@ def _check_identity(
     if saved_sizes.get(name) != expected_size:
       raise InputError(
         f"The cache in {directory} is of another model: its {name} is "
-        f"{saved_sizes.get(name)!r}, not {expected_size!r}."
+        f"{saved_sizes.get(name)!r:.80}, not {expected_size!r}."
       )
 
 

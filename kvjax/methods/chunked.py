@@ -90,7 +90,7 @@ class Chunked(Method):
       LayerBudget(
         # `_split` lays out (row, chunk) in the same row-major order.
         budget.parts.reshape(-1),
-        self.length,
+        self._width(cache.capacity),
         protected=None
         if budget.protected is None
         else self._split(budget.protected[:, None, : cache.capacity])[:, 0],
@@ -100,11 +100,16 @@ class Chunked(Method):
       ),
     )
     # Slots of a chunk back to slots of the row.
-    kept = slots_to_mask(slots, self.length) & chunks.valid
-    batch, kv_heads, width = cache.positions.shape
-    kept = kept.reshape(batch, -1, kv_heads, self.length)
+    width = self._width(cache.capacity)
+    kept = slots_to_mask(slots, width) & chunks.valid
+    batch, kv_heads, capacity = cache.positions.shape
+    kept = kept.reshape(batch, -1, kv_heads, width)
     kept = jnp.moveaxis(kept, 1, 2).reshape(batch, kv_heads, -1)
-    return mask_to_slots(kept[..., :width], budget.capacity)
+    return mask_to_slots(kept[..., :capacity], budget.capacity)
+
+  def _width(self, slots: int) -> int:
+    """Slots of a chunk: no more than there are."""
+    return min(self.length, slots)
 
   def _cache(self, cache: LayerCache) -> LayerCache:
     """The cache with a row for each chunk."""
@@ -148,6 +153,7 @@ class Chunked(Method):
   def _split(self, x: Shaped[Array, "B H T *D"]) -> Shaped[Array, "R H c *D"]:
     """Cuts the slots of all rows into R = B C chunks, filled with zeros."""
     batch, heads, slots, *rest = x.shape
-    padding = [(0, 0), (0, 0), (0, -slots % self.length), *[(0, 0)] * len(rest)]
-    chunks = jnp.pad(x, padding).reshape(batch, heads, -1, self.length, *rest)
-    return jnp.moveaxis(chunks, 2, 1).reshape(-1, heads, self.length, *rest)
+    width = self._width(slots)
+    padding = [(0, 0), (0, 0), (0, -slots % width), *[(0, 0)] * len(rest)]
+    chunks = jnp.pad(x, padding).reshape(batch, heads, -1, width, *rest)
+    return jnp.moveaxis(chunks, 2, 1).reshape(-1, heads, width, *rest)

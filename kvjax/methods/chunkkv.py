@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
@@ -95,7 +95,7 @@ class ChunkKV(Method):
     fits = jnp.sum(valid.astype(jnp.int32), axis=-1) <= budget.per_head
     chosen = among_largest(scores, num_chunks) | fits[..., None]
     slots = cache.capacity
-    per_token = jnp.repeat(chosen, self.chunk, axis=-1)[..., :slots]
+    per_token = self._tokens(chosen, slots)
     kept = window | must_keep | (per_token & self._prefix(cache))
     return mask_to_slots(kept, budget.capacity)
 
@@ -103,10 +103,8 @@ class ChunkKV(Method):
     self, scores: Float[Array, "B K C"], cache: LayerCache
   ) -> Float[Array, "B K T"]:
     """Gives each token the score of its chunk."""
-    per_token = jnp.repeat(scores, self.chunk, axis=-1)
-    return jnp.where(
-      self._prefix(cache), per_token[..., : cache.capacity], -jnp.inf
-    )
+    per_token = self._tokens(scores, cache.capacity)
+    return jnp.where(self._prefix(cache), per_token, -jnp.inf)
 
   def _prefix(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     valid = cache.valid
@@ -114,5 +112,12 @@ class ChunkKV(Method):
 
   def _chunks(self, x: Float[Array, "B K T"]) -> Float[Array, "B K C c"]:
     batch, kv_heads, slots = x.shape
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -slots % self.chunk)))
-    return padded.reshape(batch, kv_heads, -1, self.chunk)
+    width = min(self.chunk, slots)
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -slots % width)))
+    return padded.reshape(batch, kv_heads, -1, width)
+
+  def _tokens(
+    self, x: Shaped[Array, "B K C"], slots: int
+  ) -> Shaped[Array, "B K T"]:
+    """Gives each token what its chunk has."""
+    return jnp.repeat(x, min(self.chunk, slots), axis=-1)[..., :slots]

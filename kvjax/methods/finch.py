@@ -97,10 +97,11 @@ class Finch(Method):
       self._split(cache.valid),
       self._split(protected),
       counts.reshape(batch, -1),
-      self.chunk,
+      min(self.chunk, slots),
       self._split(must_keep),
     )
-    mask = slots_to_mask(kept, self.chunk).reshape(batch, kv_heads, -1)
+    mask = slots_to_mask(kept, min(self.chunk, slots))
+    mask = mask.reshape(batch, kv_heads, -1)
     return mask_to_slots(mask[..., :slots] & cache.valid, budget.capacity)
 
   def token_scores(
@@ -117,5 +118,6 @@ class Finch(Method):
   def _split(self, x: Shaped[Array, "B K T"]) -> Shaped[Array, "B H c"]:
     """Cuts the slots of every head into chunks, H = K C in all."""
     batch, _, slots = x.shape
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -slots % self.chunk)))
-    return padded.reshape(batch, -1, self.chunk)
+    width = min(self.chunk, slots)
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -slots % width)))
+    return padded.reshape(batch, -1, width)

@@ -20,6 +20,7 @@ from kvjax.methods.stored import open_tensors, read_once
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+_LARGEST = 2**63
 _SIZES = ("input_dim", "output_dim", "n_modules")
 
 
@@ -139,7 +140,8 @@ def _read(file: pathlib.Path) -> KVzapGate:
             f"{file} has no {name}, which {config_path} promises; "
             "kvjax train_gate writes such files."
           )
-        array = np.asarray(opened.get_tensor(name), np.float32)
+        with np.errstate(over="ignore"):  # It is not finite then.
+          array = np.asarray(opened.get_tensor(name), np.float32)
         if array.shape != shape or not np.isfinite(array).all():
           raise InputError(
             f"{name} of {file} must be finite numbers {shape}, as "
@@ -176,7 +178,10 @@ def _config(path: pathlib.Path) -> Mapping[str, Any]:
       "above 0 or null for the last, as the files of KVzap have."
     )
   two = isinstance(found, list) and len(found) == 2
-  numbers = two and all(type(x) in (int, float) for x in found)
+  # No float can represent a whole number of thousands of digits.
+  numbers = two and all(
+    type(x) is float or (type(x) is int and abs(x) < _LARGEST) for x in found
+  )
   if not numbers or not -math.inf < found[0] <= found[1] < math.inf:
     raise InputError(
       f"score_range of {path} must be the lowest and the highest score, finite "

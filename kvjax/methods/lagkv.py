@@ -112,7 +112,9 @@ class LagKV(Method):
     parts = self._partitions(cache)
     # The maximum number of complete partitions of a head. The last of them is
     # only a reference, so that P is one less.
-    count = max((cache.capacity - self.sinks) // self.lag, 1)
+    count = (cache.capacity - self.sinks) // self.lag
+    if count < 2:
+      return jnp.zeros((*parts.count.shape, 0, self.lag), jnp.float32)
     slots = parts.slots(cache, count)
     return jax.vmap(jax.vmap(self._score_head))(
       heads_of(cache, activations), slots

@@ -89,6 +89,8 @@ def leverage(
     Scores in [0, 1]. They sum to the numerical rank of a chunk, or to less with
     "chol"; zero in empty slots.
   """
+  # A longer chunk would only be padded.
+  chunk = chunk if chunk < keys.shape[2] else 0
   if factor is not None and factor.shape[2] >= factor.shape[1]:
     factor = factor if solver == "chol" else None
   sketched = sketch(keys, valid, factor, chunk, center)

@@ -149,8 +149,10 @@ def pool(
   start, operation = (
     (0.0, jax.lax.add) if pooling == "avg" else (-jnp.inf, jax.lax.max)
   )
+  # A wider one reaches beyond both ends from every token.
+  width = min(kernel, 2 * valid.shape[-1] - 1)
   pooled = jax.lax.reduce_window(
-    in_order, jnp.float32(start), operation, (1, 1, kernel), (1, 1, 1), "SAME"
+    in_order, jnp.float32(start), operation, (1, 1, width), (1, 1, 1), "SAME"
   )
   # Back from the place among the tokens to the slot.
   number = jnp.cumsum(valid.astype(jnp.int32), axis=-1) - 1

@@ -27,7 +27,7 @@ def standardize(
   """
   if scope == "head":
     return _standardize(scores, where, -1)
-  if scope == "layer" or chunk == 0:
+  if scope == "layer" or chunk == 0 or chunk >= scores.shape[2]:
     return _standardize(scores, where, (1, 2))
   batch, heads, slots = scores.shape
   # Padded in front, so that a chunk begins at `start`.

@@ -166,10 +166,11 @@ def _read(file: pathlib.Path, expected: tuple[tuple[str, int], ...]) -> Stored:
         f"{file} has no {' and '.join(missing)}; kvjax calibrate_queries "
         "writes such a file."
       )
-    arrays = {
-      name: np.asarray(opened.get_tensor(name), np.float32)
-      for name, _ in expected
-    }
+    with np.errstate(over="ignore"):  # They are not finite then.
+      arrays = {
+        name: np.asarray(opened.get_tensor(name), np.float32)
+        for name, _ in expected
+      }
   for name, axes in expected:
     array = arrays[name]
     square = axes < 4 or array.shape[-2:] == array.shape[-1:] * 2

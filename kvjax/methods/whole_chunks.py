@@ -110,7 +110,8 @@ class WholeChunks(Method):
       jnp.broadcast_to(num_chunks, valid.shape[:2]),
     )
     slots = cache.capacity
-    kept = jnp.repeat(chosen, self.chunk, axis=-1)[..., :slots] | must_keep
+    width = min(self.chunk, slots)
+    kept = jnp.repeat(chosen, width, axis=-1)[..., :slots] | must_keep
     # A row that fits the budget also keeps an incomplete last chunk.
     fits = jnp.sum(valid.astype(jnp.int32), axis=-1) <= budget.per_head
     kept = valid & (kept | fits[..., None])
@@ -131,5 +132,6 @@ class WholeChunks(Method):
 
   def _sum(self, x: Float[Array, "B #K T"]) -> Float[Array, "B #K C"]:
     batch, heads, slots = x.shape
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -slots % self.chunk)))
-    return padded.reshape(batch, heads, -1, self.chunk).sum(axis=-1)
+    width = min(self.chunk, slots)
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -slots % width)))
+    return padded.reshape(batch, heads, -1, width).sum(axis=-1)

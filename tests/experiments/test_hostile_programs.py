@@ -217,6 +217,18 @@ def test_a_model_that_is_something_else(
     ),
     ("benchmark_compile", ["--layers=x"], "--layers takes numbers of layers"),
     ("benchmark_compile", ["--methods="], "--methods is empty"),
+    ("benchmark_peers", ["--methods="], "--methods is empty"),
+    ("compare", ["--flagfile=/dev/zero"], "a pipe or a device; give a"),
+    ("compare", ["-flagfile", "/dev/zero"], "a pipe or a device; give a"),
+    ("compare", ["--flagfile=/proc/self/mem"], "The --flagfile cannot be read"),
+    ("compare", ["--flagfile=/proc"], "flagfile"),
+    ("compare", ["--text=/dev/zero", "--question=a"], "a pipe or a device; g"),
+    ("compare", ["--tasks=", "--output=new"], "Name a task; the tasks are"),
+    ("compare", ["--retention=0.5+", "--output=new"], "could not convert stri"),
+    ("compare", ["--kernels=x\x1b[2J", "--output=new"], "'x\\x1b[2J' does not"),
+    ("evaluate", ["--benchmark=ruler", "--tasks="], "Name a task; the tasks"),
+    ("evaluate", ["--data=/dev/zero", "--output=new"], "holds no samples of R"),
+    ("show_kept", ["--method=", "--output=new/a.html"], "nothing to compare"),
   ],
 )
 def test_programs_refuse_in_one_sentence(
@@ -226,7 +238,7 @@ def test_programs_refuse_in_one_sentence(
     loop = tmp_path_factory.mktemp("model") / "loop"
     loop.symlink_to(loop.name)
     arguments = [a.replace("=loop", f"={loop}") for a in arguments]
-  elif name in ("compare", "show_kept"):
+  elif name in ("compare", "evaluate", "show_kept"):
     arguments = [*arguments, f"--model={tiny_directory}"]
   arguments = [a.replace("=new", f"={tmp_path}/new") for a in arguments]
   done = run_binary(f"kvjax.experiments.{name}", *arguments)

@@ -180,7 +180,7 @@ def _sample(name: str, row: Row, limit: int, tokenizer: Tokenizer) -> Sample:
     full_prompt = PromptTexts(
       *(row.text(field) for field in PromptTexts._fields)
     )
-    budget = row.number("max_new_tokens")
+    budget = row.number("max_new_tokens", 1)
   else:
     full_prompt = templates.fill(base, row.text("context"), row.text("input"))
     budget = data_set.max_new_tokens

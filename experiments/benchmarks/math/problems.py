@@ -65,7 +65,9 @@ def _problem(row: Row) -> Problem:
       row.text("question"),
       row.text("answer_prefix") if row.fields.get("answer_prefix") else "",
       answer,
-      row.number("max_new_tokens") if "max_new_tokens" in row.fields else None,
+      row.number("max_new_tokens", 1)
+      if "max_new_tokens" in row.fields
+      else None,
     )
   name = "problem" if "problem" in row.fields else "question"
   return Problem(row.text(name), REQUEST, "", answer)

@@ -80,7 +80,7 @@ def hotpotqa(path: pathlib.Path) -> Corpus:
     try:
       context = row.fields["context"]
       documents = [
-        f"{title}\n{''.join(sentences)}"
+        _document(title, sentences)
         for title, sentences in zip(
           context["title"], context["sentences"], strict=True
         )
@@ -97,9 +97,27 @@ def hotpotqa(path: pathlib.Path) -> Corpus:
   return _corpus(path, questions)
 
 
+def _document(title: Any, sentences: Any) -> str:
+  """Joins a title and the sentences below it.
+
+  Raises:
+    TypeError: they are no text and no list of texts.
+  """
+  if not isinstance(title, str) or isinstance(sentences, str):
+    raise TypeError("a title is a text, and sentences are a list")
+  return f"{title}\n{''.join(sentences)}"
+
+
 def _corpus(path: pathlib.Path, questions: Sequence[_QuestionTexts]) -> Corpus:
   if not questions:
     raise InputError(f"{path} holds no question that has an answer.")
+  # Every text holds an empty one, so that it would score 100.
+  for asked in questions:
+    if not all(answer.strip() for answer in asked.answers):
+      raise InputError(
+        f"{path} has an empty answer to {asked.question!r:.80}; leave the "
+        "question out."
+      )
   documents = sorted(
     {
       text

@@ -199,7 +199,7 @@ def _sample(row: Row, part: Part) -> Sample:
   else:
     context, question = row.text("context"), row.text("question")
     prefix = row.text("answer_prefix")
-    max_new_tokens = row.number("max_new_tokens")
+    max_new_tokens = row.number("max_new_tokens", 1)
   return Sample(
     context=context,
     question=question,
@@ -244,7 +244,8 @@ def _answers(row: Row) -> tuple[str, ...]:
   if len(answers) == 1:
     items = printed_list(answers[0])
     answers = answers if items is None else items
-  if not answers:
+  # Every text holds an empty one, so that it would score 100.
+  if not answers or not all(answer.strip() for answer in answers):
     raise InputError(f"{row.place} has no answer under {name!r}.")
   return answers
 

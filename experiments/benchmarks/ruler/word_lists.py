@@ -38,7 +38,9 @@ def read(source: str) -> tuple[str, ...]:
       word for name in (_NOUNS, _ADJECTIVES, _VERBS) for word in _listed(name)
     ]
   elif source.endswith(".json"):
-    entries = list(map(str, read_json(pathlib.Path(source)).values()))
+    entries = list(read_json(pathlib.Path(source)).values())
+    if not all(isinstance(entry, str) for entry in entries):
+      raise InputError(f"{source} must hold a JSON object of words only.")
   else:
     entries = read_text(pathlib.Path(source)).splitlines()
   distinct = _distinct(entries)

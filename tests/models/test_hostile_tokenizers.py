@@ -1,0 +1,127 @@
+"""Tokenizers that break off get one sentence, when they are loaded or used."""
+
+import json
+
+import pytest
+import tokenizers
+from odd_files import refused
+
+from kvjax.errors import InputError
+from kvjax.models.tokenizer import Tokenizer
+
+WORDS = {"<u>": 0, "w1": 1, "</s>": 2}
+
+
+def _split(pattern):
+  return {
+    "type": "Split",
+    "pattern": {"Regex": pattern},
+    "behavior": "Isolated",
+    "invert": False,
+  }
+
+
+def _charsmap(text):
+  return {"type": "Precompiled", "precompiled_charsmap": text}
+
+
+# Those that cannot be loaded.
+BROKEN = {
+  "no charsmap": {"normalizer": _charsmap("")},
+  "a short charsmap": {"normalizer": _charsmap("AAAA")},
+  "a charsmap of nothing": {"normalizer": _charsmap("CAAAAAAA")},
+  "a pattern": {"pre_tokenizer": _split("(")},
+  "no unknown": {"model": {"type": "Unigram", "unk_id": 0, "vocab": []}},
+  "far unknown": {
+    "model": {"type": "Unigram", "unk_id": 9, "vocab": [["a", 0.0]]}
+  },
+  "dropout": {
+    "model": {"type": "BPE", "dropout": 5.0, "vocab": WORDS, "merges": []}
+  },
+  "a merge": {"model": {"type": "BPE", "vocab": WORDS, "merges": [["a", "b"]]}},
+  "no character": {
+    "pre_tokenizer": {
+      "type": "Metaspace",
+      "replacement": "",
+      "add_prefix_space": True,
+      "prepend_scheme": "first",
+    }
+  },
+  "no decoder": {"decoder": {"type": "Nothing"}},
+  "an id": {"model": {"type": "WordLevel", "vocab": {"a": 2**32}}},
+  "an id below": {"model": {"type": "WordLevel", "vocab": {"a": -1}}},
+  "depth": {
+    "normalizer": json.loads(
+      '{"type":"Sequence","normalizers":[' * 90 + '{"type":"NFC"}' + "]}" * 90
+    )
+  },
+}
+# Those that fail for a text.
+FAILING = {
+  "no unknown word": ({"model": {"type": "WordLevel", "vocab": WORDS}}, "a"),
+  "no unknown piece": (
+    {
+      "model": {
+        "type": "Unigram",
+        "unk_id": None,
+        "vocab": [[word, 0.0] for word in WORDS],
+      }
+    },
+    "a",
+  ),
+  "a lost word": (
+    {
+      "model": {
+        "type": "WordPiece",
+        "unk_token": "[UNK]",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 0,
+        "vocab": WORDS,
+      }
+    },
+    "a",
+  ),
+  "no length": ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "a"),
+  "a pattern without end": ({"pre_tokenizer": _split("(x+x+)+y")}, "x" * 3000),
+}
+
+
+def write(folder, fields):
+  backend = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(WORDS, unk_token="<u>")
+  )
+  content = json.loads(backend.to_str())
+  if "model" in fields and fields["model"]["type"] == "WordLevel":
+    fields = fields | {"model": fields["model"] | {"unk_token": "[UNK]"}}
+  (folder / "tokenizer.json").write_text(json.dumps(content | fields))
+  return folder
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_tokenizer_that_cannot_be_loaded(tmp_path, kind):
+  folder = write(tmp_path, BROKEN[kind])
+  refused(lambda: Tokenizer.load(folder), "is not a tokenizer: .*; mend the")
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_tokenizer_that_fails_for_a_text(tmp_path, kind):
+  fields, text = FAILING[kind]
+  tokenizer = Tokenizer.load(write(tmp_path, fields))
+  for function in (tokenizer.encode, tokenizer.count, tokenizer.pieces):
+    refused(
+      lambda function=function: function(text),
+      "The tokenizer does not encode the text: .*; mend the tokenizer",
+    )
+
+
+@pytest.mark.parametrize(
+  "token", ["", "a\nb", "\x1b[2J", "<s>" * 9999], ids=range(4)
+)
+def test_special_tokens_that_are_not_there(tmp_path, token):
+  folder = write(tmp_path, {})
+  path = folder / "tokenizer_config.json"
+  path.write_text(json.dumps({"bos_token": token}))
+  refused(lambda: Tokenizer.load(folder), "bos_token .*, which tokenizer.json")
+  with pytest.raises(InputError) as caught:
+    Tokenizer.load(folder)
+  assert len(str(caught.value)) < 200
