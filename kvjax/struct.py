@@ -19,9 +19,11 @@ def struct[T](cls: type[T]) -> type[T]:
   """Makes `cls` a frozen dataclass registered as a pytree.
 
   Unflattening bypasses `__init__`: JAX fills trees with tracers, `None` and
-  sentinels, which a runtime type checker on the constructor would refuse.
+  sentinels, which a runtime type checker on the constructor would refuse. Its
+  `repr` shows arrays by dtype and shape, as a cache has millions of numbers.
   """
-  cls = dataclasses.dataclass(frozen=True)(cls)
+  cls = dataclasses.dataclass(frozen=True, repr=False)(cls)
+  cls.__repr__ = _repr  # type: ignore[method-assign, assignment]
   fields = dataclasses.fields(cls)  # type: ignore[arg-type]
   children = tuple(f.name for f in fields if not f.metadata.get("static"))
   aux = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -49,6 +51,21 @@ def struct[T](cls: type[T]) -> type[T]:
   )
   STRUCTS[class_name(cls)] = cls
   return cls
+
+
+def _repr(tree: Any) -> str:
+  names = [field.name for field in dataclasses.fields(tree)]
+  shown = ", ".join(f"{name}={_shown(getattr(tree, name))}" for name in names)
+  return f"{type(tree).__qualname__}({shown})"
+
+
+def _shown(value: Any) -> str:
+  if type(value) is tuple:
+    comma = "," if len(value) == 1 else ""
+    return f"({', '.join(map(_shown, value))}{comma})"
+  if hasattr(value, "shape") and hasattr(value, "dtype"):
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+  return repr(value)
 
 
 # All structs by name: the classes that a saved cache may contain.

@@ -25,9 +25,10 @@ class DecoderModel:
     config: sizes and options.
   """
 
-  graphdef: nnx.GraphDef[Decoder]
-  layers: tuple[nnx.GraphDef[Layer], ...]
-  geometry: Geometry
+  # `repr` leaves out what follows from the configuration.
+  graphdef: nnx.GraphDef[Decoder] = dataclasses.field(repr=False)
+  layers: tuple[nnx.GraphDef[Layer], ...] = dataclasses.field(repr=False)
+  geometry: Geometry = dataclasses.field(repr=False)
   config: DecoderConfig
 
   @property

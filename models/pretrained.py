@@ -49,8 +49,9 @@ class Pretrained:
       from config.json, preserved for `save`.
   """
 
-  model: DecoderModel
-  params: nnx.State
+  # `repr` leaves out the weights, and what follows from the configuration.
+  model: DecoderModel = dataclasses.field(repr=False)
+  params: nnx.State = dataclasses.field(repr=False)
   config: DecoderConfig
   tokenizer: Tokenizer | None
   generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -264,7 +264,12 @@ def test_what_is_there_as_a_path_is_one(wheel, cache, tmp_path, monkeypatch):
 def test_the_reference_model_has_a_name(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert catalog.locate("reference") == catalog.BUNDLED
-  assert load("reference").config.num_layers == 6
+  lm = load("reference")
+  assert lm.config.num_layers == 6
+  # On the screen of a notebook: no weights and no graph.
+  assert repr(lm).startswith("Pretrained(config=DecoderConfig(model_type='")
+  assert repr(lm.model).startswith("DecoderModel(config=DecoderConfig(")
+  assert len(repr(lm)) < 3000
   pathlib.Path("reference").mkdir()
   assert catalog.locate("reference") == pathlib.Path("reference")
 
