@@ -40,7 +40,7 @@ def page(program: str, text: str) -> str:
   groups: dict[str, list[flags.Flag[Any]]] = {}
   for flag in flags.FLAGS.get_key_flags_for_module(program):
     module = flags.FLAGS.find_module_defining_flag(flag.name, program)
-    subject = SUBJECTS.get(module.rpartition(".")[2], "Flags")
+    subject = SUBJECTS.get(str(module).rpartition(".")[2], "Flags")
     groups.setdefault(subject, []).append(flag)
   parts = [text.strip()]
   for subject in ("Flags", *SUBJECTS.values()):

@@ -1,44 +1,39 @@
-"""Reads rows of data files.
+"""Reads rows of data files with the library `datasets`.
 
 The formats are JSON, JSON lines, CSV, Parquet and Arrow. Each may be in a zip,
-and the first three may be compressed by gzip instead. The last two are read
-with the library `datasets`; Arrow files are its own: its cache and the output
-of `save_to_disk`. Rows are streamed: nothing is converted, and only the
-requested rows are read.
+and the first three may be compressed by gzip instead. Arrow files are those of
+`datasets` itself: its cache and the output of `save_to_disk`. Rows are
+streamed: nothing is converted, and only the requested rows are read.
 """
 
-import ast
 import contextlib
 import csv
 import dataclasses
 import functools
 import glob
 import gzip
-import io
 import os
 import pathlib
-import re
 import sys
-import tokenize
 import types
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
-from typing import IO, Any, NamedTuple
+from collections.abc import Iterator
+from typing import IO, Any
 
 from kvjax import files
 from kvjax.errors import InputError
+from kvjax.experiments.benchmarks.rows import Row
 from kvjax.experiments.metrics.libraries import library
 
 _TEXT = (".jsonl", ".json", ".csv")
 _GZIP = ".gz"
 SUFFIXES = (*_TEXT, *(each + _GZIP for each in _TEXT), ".parquet", ".arrow")
 
-_LARGEST = 2**31 - 1
-_DIGITS = re.compile("[0-9]{1,10}")
 # A row takes about a millionth of it.
 _LONGEST_LINE = 2**28
 _MOST_BYTES = 2**31
+_BEGINNING = 2**16
 
 # Metadata files of `datasets` and the hub.
 _ABOUT = (
@@ -86,85 +81,6 @@ def _members(path: pathlib.Path) -> "Iterator[RowFile]":
     raise InputError(f"{path} is no zip file: {error}.") from error
   for name in names:
     yield RowFile(path, name)
-
-
-def printed_list(text: str) -> tuple[str, ...] | None:
-  """Reads the items of a list that Python or NumPy has printed, as texts.
-
-  NumPy puts no commas between them.
-
-  Returns:
-    None if it is no such list.
-  """
-  if not (text.startswith("[") and text.endswith("]")):
-    return None
-  try:
-    items = ast.literal_eval(text)
-    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-    texts = [token.string for token in tokens if token.type == tokenize.STRING]
-    # Numbers of thousands of digits, in hexadecimal, cannot be printed.
-    return tuple(map(str, map(ast.literal_eval, texts) if texts else items))
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
-    return None
-
-
-class Row(NamedTuple):
-  """A row of a file.
-
-  Attributes:
-    place: its location, as in "Line 3 of a.jsonl".
-    fields: values by name.
-    printed: whether lists and numbers are printed as texts, as in CSV.
-  """
-
-  place: str
-  fields: Mapping[str, Any]
-  printed: bool = False
-
-  def text(self, name: str) -> str:
-    """Returns a text field.
-
-    Raises:
-      InputError: the field is missing or has another type.
-    """
-    value = self.fields.get(name)
-    if not isinstance(value, str):
-      raise InputError(f"{self.place} needs a text under {name!r}.")
-    return value
-
-  def texts(self, name: str) -> tuple[str, ...]:
-    """Returns a field with a nonempty list of texts, or a single text.
-
-    Raises:
-      InputError: the field is missing or has another type.
-    """
-    value = self.fields.get(name)
-    if self.printed and isinstance(value, str):
-      items = printed_list(value)
-      value = value if items is None else list(items)
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not values:
-      raise InputError(f"{self.place} needs a list of texts under {name!r}.")
-    if not all(isinstance(item, str) for item in values):
-      raise InputError(f"{self.place} has under {name!r} what is no text.")
-    return tuple(values)
-
-  def number(self, name: str, least: int = 0) -> int:
-    """Returns an integer field.
-
-    Raises:
-      InputError: the field is missing, has another type, or is below `least`
-        or more than a count of tokens or words can be.
-    """
-    value = self.fields.get(name)
-    if self.printed and isinstance(value, str) and _DIGITS.fullmatch(value):
-      value = int(value)
-    if type(value) is not int or not least <= value <= _LARGEST:
-      raise InputError(
-        f"{self.place} needs a whole number under {name!r}, from {least} to "
-        f"{_LARGEST}."
-      )
-    return value
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -251,7 +167,7 @@ class RowFile:
       raise InputError(f"{self} cannot be read: {error}.") from error
 
   def _lines(self) -> Iterator[Row]:
-    for number, text in enumerate(self._bytes(), start=1):
+    for number, text in enumerate(self._texts("line"), start=1):
       if not text.strip():
         continue
       place = f"Line {number} of {self}"
@@ -259,30 +175,22 @@ class RowFile:
         fields = files.parse_json(text)
       except ValueError as error:
         raise InputError(f"{place} is not valid JSON: {error}.") from error
-      yield _row(place, fields)
+      yield Row.of(place, fields)
 
   def _json(self) -> Iterator[Row]:
     """Yields rows of a JSON array, or else of JSON lines."""
     with self._opened() as file:
-      begins = file.readline(_LONGEST_LINE)
-      while begins and not begins.strip():
-        begins = file.readline(_LONGEST_LINE)
-      is_array = begins.lstrip().startswith(b"[")
-      document = begins + file.read(_MOST_BYTES) if is_array else b""
+      is_array = file.read(_BEGINNING).lstrip().startswith(b"[")
     if not is_array:
       yield from self._lines()
       return
-    if len(document) >= _MOST_BYTES:
-      raise InputError(
-        f"{self} has more than {_MOST_BYTES:,} bytes, which are too many for "
-        "an array; give one row a line."
-      )
+    document = b"".join(self._texts("document"))
     try:
       rows = files.parse_json(document)
     except ValueError as error:
       raise InputError(f"{self} is not valid JSON: {error}.") from error
     for number, fields in enumerate(rows, start=1):
-      yield _row(f"Row {number} of {self}", fields)
+      yield Row.of(f"Row {number} of {self}", fields)
 
   def _csv(self) -> Iterator[Row]:
     """Yields rows whose fields are all texts."""
@@ -290,7 +198,7 @@ class RowFile:
     # Spreadsheets begin files with a mark of the byte order.
     lines = (
       line.decode("utf-8-sig" if number == 0 else "utf-8") + "\n"
-      for number, line in enumerate(self._bytes())
+      for number, line in enumerate(self._texts("line"))
     )
     reader = csv.DictReader(lines, strict=True)
     try:
@@ -307,25 +215,48 @@ class RowFile:
         f"{self} is not valid CSV after line {reader.line_num}: {error}."
       ) from error
 
-  def _bytes(self) -> Iterator[bytes]:
-    """Yields lines without their breaks.
+  def _texts(self, sample_by: str) -> Iterator[bytes]:
+    """Yields lines or the full document; the JSON reader would change types.
 
     Raises:
-      InputError: a line is too long for memory, as those of a file of zeros.
+      InputError: one is not valid UTF-8, or takes more memory than there is.
     """
+    self._check_end(by_line=sample_by == "line")
+    # Latin-1 preserves every byte, so that only lines with invalid UTF-8 are
+    # rejected. In a zip or gzip, `datasets` always reads UTF-8.
+    is_packed = self.member or self._is_packed_by_gzip
+    encoding = "utf-8" if is_packed else "latin-1"
+    lines = _datasets().IterableDataset.from_text(
+      self._source, encoding="latin-1", sample_by=sample_by
+    )
+    try:
+      for line in lines:
+        yield line["text"].encode(encoding)
+    except UnicodeDecodeError as error:
+      raise InputError(
+        f"Line {self._first_undecodable()} of {self} is not valid "
+        f"{'CSV' if self.kind == '.csv' else 'JSON'}: it is no UTF-8."
+      ) from error
+
+  def _check_end(self, by_line: bool) -> None:
+    """Refuses files of zeros, and small ones that unpack to them."""
+    most = _LONGEST_LINE if by_line else _MOST_BYTES
     with self._opened() as file:
-      number = 0
-      while line := file.readline(_LONGEST_LINE + 1):
-        number += 1
-        if len(line) > _LONGEST_LINE:
-          raise InputError(
-            f"Line {number} of {self} has more than {_LONGEST_LINE:,} bytes; "
-            "give one row a line."
-          )
-        yield line.removesuffix(b"\n").removesuffix(b"\r")
+      begin = file.readline(most + 1) if by_line else file.read(most + 1)
+    if len(begin) > most:
+      what = f"The first line of {self}" if by_line else str(self)
+      raise InputError(
+        f"{what} has more than {most:,} bytes; give one row a line."
+      )
+
+  def _first_undecodable(self) -> int:
+    with self._opened() as file:
+      return next(
+        n for n, line in enumerate(file, start=1) if not _is_utf8(line)
+      )
 
   @contextlib.contextmanager
-  def _opened(self) -> Iterator[IO[bytes]]:
+  def _opened(self) -> Iterator[IO[bytes] | gzip.GzipFile]:
     """Opens what a text holds, unpacked."""
     if self.member:
       with zipfile.ZipFile(self.path) as archive:
@@ -340,8 +271,8 @@ class RowFile:
           yield file
     else:
       opener = gzip.open if self._is_packed_by_gzip else open
-      with opener(self.path, "rb") as file:
-        yield file
+      with opener(self.path, "rb") as unpacked:
+        yield unpacked
 
   def _table(self) -> Iterator[Row]:
     try:
@@ -376,10 +307,12 @@ class RowFile:
     )
 
 
-def _row(place: str, fields: Any) -> Row:
-  if not isinstance(fields, dict):
-    raise InputError(f"{place} must hold a JSON object.")
-  return Row(place, fields)
+def _is_utf8(line: bytes) -> bool:
+  try:
+    line.decode()
+  except UnicodeDecodeError:
+    return False
+  return True
 
 
 @functools.cache

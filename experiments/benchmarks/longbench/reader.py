@@ -14,7 +14,8 @@ from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.longbench import finder, templates
 from kvjax.experiments.benchmarks.longbench.sets import BUCKETS, NAMES, SETS
 from kvjax.experiments.benchmarks.longbench.templates import PromptTexts
-from kvjax.experiments.benchmarks.row_files import Row, RowFile
+from kvjax.experiments.benchmarks.row_files import RowFile
+from kvjax.experiments.benchmarks.rows import Row
 from kvjax.experiments.metrics import registry
 from kvjax.experiments.run.results import Part, Samples
 from kvjax.experiments.tasks import suite

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks import row_files
-from kvjax.experiments.benchmarks.row_files import Row
+from kvjax.experiments.benchmarks.rows import Row
 
 REQUEST = (
   "\n\nSolve this problem step by step. Write the final answer in \\boxed{}."

@@ -8,10 +8,10 @@ from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.row_files import (
   SUFFIXES,
-  Row,
   RowFile,
   find,
 )
+from kvjax.experiments.benchmarks.rows import Row
 from kvjax.experiments.tasks.question_answering import Corpus, Question
 from kvjax.models.json_files import read_text
 

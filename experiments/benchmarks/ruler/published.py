@@ -24,11 +24,10 @@ from typing import NamedTuple
 
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.row_files import (
-  Row,
   RowFile,
   find,
-  printed_list,
 )
+from kvjax.experiments.benchmarks.rows import Row, printed_list
 from kvjax.experiments.benchmarks.ruler.generator import TASKS
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import (

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks.row_files import RowFile, find, printed_list
+from kvjax.experiments.benchmarks.row_files import RowFile, find
+from kvjax.experiments.benchmarks.rows import printed_list
 
 ROOT = pathlib.Path(__file__).parents[3]
 ROWS = [{"a": f"x\u2028{number}", "b": [number]} for number in range(5)]
