@@ -81,7 +81,7 @@ def test_libraries_take_turns_and_first_calls_are_apart(tmp_path):
   table = timing.table("prefill", [found])
   assert table.header == ("prefill", *timing.HEADING)
   (line,) = table.lines
-  assert line[:6] == ("line", "5.000", "10.000", "2.00", "2.00–2.00", "3.0")
+  assert line[:6] == ("line", "5.000", "10.0", "2.00", "2.00–2.00", "3.0")
   assert line[-1] == "40"
 
 
