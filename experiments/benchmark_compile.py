@@ -25,15 +25,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import rich.console
-import rich.progress
 from absl import flags
 
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.report import benchmark_tables, wording
-from kvjax.experiments.run import results
+from kvjax.experiments.run import progress_bar, results
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.timing import compile_timing
 from kvjax.experiments.timing.compile_timing import Timed, twice
@@ -71,18 +69,13 @@ def main() -> None:
     raise InputError("--methods is empty; keydiff,adakv would be two.")
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
-  jobs = [
-    *(functools.partial(_prefill_and_decode, depth) for depth in depths),
-    *([functools.partial(_sweep, _SWEEP_LAYERS)] if _SWEEP.value else []),
-  ]
+  jobs = []
+  if _NAMES.value:
+    jobs += [functools.partial(_prefill_and_decode, depth) for depth in depths]
+  if _SWEEP.value:
+    jobs.append(functools.partial(_sweep, _SWEEP_LAYERS))
   timed: list[Timed] = []
-  console = rich.console.Console(highlight=False)
-  for job in rich.progress.track(
-    jobs if _NAMES.value else jobs[len(depths) :],
-    "Compiling",
-    console=console,
-    transient=True,
-  ):
+  for job in progress_bar.track(jobs, "compiling"):
     jax.clear_caches()
     timed += list(job())
   benchmark_tables.show(

@@ -37,8 +37,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 
 import jax
-import rich.console
-import rich.progress
 from absl import flags
 
 import kvjax
@@ -47,7 +45,7 @@ from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.peers import cases, timing, workers
 from kvjax.experiments.report import benchmark_tables, wording
-from kvjax.experiments.run import outputs, results
+from kvjax.experiments.run import outputs, progress_bar, results
 from kvjax.experiments.run.candidates import parse_budgets
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.timing.random_models import random_llama
@@ -104,7 +102,7 @@ def main() -> None:
   assert peer is not None
   if not (peer / "bin" / "python").exists():
     peer = None
-  lengths = _lengths()
+  lengths = run_inputs.parse_lengths(_LENGTH.value or _LENGTHS[_TABLE.value])
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
   with _saved_model() as (path, sizes):
@@ -122,12 +120,7 @@ def main() -> None:
       file=sys.stderr,
     )
     compared = []
-    for case in rich.progress.track(
-      chosen,
-      "timing",
-      console=rich.console.Console(stderr=True),
-      transient=True,
-    ):
+    for case in progress_bar.track(chosen, "timing"):
       with workers.started(peer) as started:
         compared.append(timing.compare(case, started, path, _ROUNDS.value))
   records = [timing.record(one) for one in compared]
@@ -188,10 +181,6 @@ def _share(text: str) -> float:
   if not isinstance(budget, kvjax.Retention):
     raise InputError(f"--retention takes shares such as 0.25; {text!r} is not.")
   return budget.share
-
-
-def _lengths() -> list[int]:
-  return run_inputs.parse_lengths(_LENGTH.value or _LENGTHS[_TABLE.value])
 
 
 @contextlib.contextmanager

@@ -14,13 +14,13 @@ import sys
 
 import jax
 import rich.console
-import rich.progress
 from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.run import environment
+from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.timing import kernel_checks, kernel_tables
 from kvjax.kernels import OPERATIONS
 from kvjax.kernels.specs import named_specs
@@ -44,22 +44,16 @@ def main() -> None:
   console = rich.console.Console(highlight=False)
   console.print(f"kernels on {environment.device()}:")
   different = 0
-  with rich.progress.Progress(
-    rich.progress.TextColumn("{task.description:60}"),
-    rich.progress.MofNCompleteColumn(),
-    rich.progress.TimeElapsedColumn(),
-    console=rich.console.Console(stderr=True),
-  ) as progress:
-    bar = progress.add_task("", total=len(wanted))
+  with progress_bar(len(wanted)) as advance:
     for name, spec in wanted:
       label = f"{name}, {spec.name}"
-      progress.update(bar, description=label[:60])
+      advance(label[:60], 0)
       checked = kernel_checks.check(spec, run_inputs.SEED.value)
       different += not checked.fine
       mark = " " if checked.fine else "!"
       line = f"{mark} {label}: {checked.said}"
       console.print(line, markup=False, soft_wrap=True)
-      progress.advance(bar)
+      advance(label[:60], 1)
   if different:
     console.print(f"{different} of {len(wanted)} are not as they should be.")
     sys.exit(DIFFERENT)

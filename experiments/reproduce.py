@@ -102,7 +102,8 @@ def main(ids: Sequence[str]) -> None:
       "--data needs a --model that can answer it; the bundled one answers "
       "needle questions only."
     )
-  sources = _sources()
+  data = None if _DATA.value is None else hub.resolve(_DATA.value)
+  sources = Sources(data, text_inputs.texts())
   _check_overrides(chosen, given, sources)
   output = pathlib.Path(_OUTPUT.value)
   results.check_writable(output)
@@ -172,11 +173,6 @@ def _given() -> dict[str, str]:
     for name, value in given.items()
     if value is not False
   }
-
-
-def _sources() -> Sources:
-  data = None if _DATA.value is None else hub.resolve(_DATA.value)
-  return Sources(data, text_inputs.texts())
 
 
 if __name__ == "__main__":

@@ -23,8 +23,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import rich.console
-import rich.progress
 from absl import flags
 
 import kvjax
@@ -32,9 +30,11 @@ from kvjax import models
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import essay_inputs, needle_inputs, run_inputs
+from kvjax.experiments.report import formats, wording
 from kvjax.experiments.run import (
   environment,
   outputs,
+  progress_bar,
   results,
   retrieval_quality,
 )
@@ -129,20 +129,15 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
     for row in summary["rows"]
   ]
   head = ("method", "retrieves", "recall %", "output error %", "read")
-  lines = [head, (":--", *["--:"] * (len(head) - 1)), *cells]
   cosines = summary["cosine_of_neighboring_queries"]
   layers = ", ".join(f"{cosine:.2f}" for cosine in cosines)
-  versions = summary["versions"].items()
   return (
     f"**{summary['model']}, {summary['length']} tokens, {summary['protocol']}, "
     f"{summary['samples']} samples per task, {summary['steps']} tokens each**"
-    "\n\n"
-    + "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    + f"\n\nCosine of neighboring queries, layer by layer: {layers}.\n"
+    f"\n\n{formats.grid(head, cells)}"
+    f"\nCosine of neighboring queries, layer by layer: {layers}.\n"
     f"Seed {summary['seed']}, greedy, {summary['dtype']} on "
-    f"{summary['device']}; "
-    + ", ".join(f"{name} {version}" for name, version in versions)
-    + ".\n"
+    f"{summary['device']}; {wording.versions(summary)}.\n"
   )
 
 
@@ -160,8 +155,7 @@ def _measure(
   quality_of: list[list[Quality]] = [[] for _ in chosen]
   cosines, sizes = [], []
   starts = range(0, len(prompts), shape.rows)
-  console = rich.console.Console(stderr=True)
-  for start in rich.progress.track(starts, "measuring", console=console):
+  for start in progress_bar.track(starts):
     rows = prompts[start : start + shape.rows]
     contexts = kvjax.Prompts.of([p.prefilled for p in rows], shape.context)
     plans = [candidate.plan for candidate in chosen]

@@ -11,6 +11,7 @@ as starting it takes longer than rendering.
 """
 
 import atexit
+import importlib.util
 import json
 import os
 import pathlib
@@ -20,9 +21,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
-
-import jinja2
-import markupsafe
 
 # Of computing; a chat takes a thousandth of this.
 SECONDS = 2.0
@@ -100,10 +98,11 @@ class _Worker:
   def _start(self) -> None:
     self.stop()
     # Only what Jinja needs: without the site's packages it starts faster.
+    found = map(importlib.util.find_spec, ("jinja2", "markupsafe"))
     folders = {
-      str(pathlib.Path(module.__file__).parents[1])
-      for module in (jinja2, markupsafe)
-      if module.__file__ is not None
+      str(pathlib.Path(spec.origin).parents[1])
+      for spec in found
+      if spec is not None and spec.origin is not None
     }
     try:
       self._process = subprocess.Popen(

@@ -66,7 +66,8 @@ def test_a_source_archive_holds_folders_in_place_of_links(archives):
 _LOAD = """
 import sys
 import kvjax
-assert "kvjax.models" not in sys.modules
+late = {"kvjax.models", "flax", "optax", "tokenizers", "rich", "jinja2"}
+assert not late & {*sys.modules}
 load = kvjax.load
 import kvjax.models
 assert load is kvjax.models.load
@@ -197,6 +198,8 @@ def test_the_public_interface_is_all_that_shows():
 def test_programs_do_not_wait_for_what_few_of_them_need():
   """Orbax saves caches, Matplotlib draws, and SciPy factorizes matrices.
 
+  Jinja writes HTML, and renders the chats of models in a process of its own.
+
   SciPy's OpenBLAS reads how many threads it may have when it is loaded, which
   must be after programs have said so.
   """
@@ -209,5 +212,5 @@ def test_programs_do_not_wait_for_what_few_of_them_need():
     text=True,
   ).stdout.split()
   assert "jax" in modules
-  late = {"orbax", "matplotlib", "scipy.linalg", "pandas", "datasets"}
+  late = {"orbax", "matplotlib", "scipy.linalg", "pandas", "datasets", "jinja2"}
   assert not late & {*modules}

@@ -1,6 +1,6 @@
 """A plot of scores by a quantity that candidates have."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -82,7 +82,7 @@ def _draw_series(
     axes.annotate(
       line, points[-1], xytext=(4, 2), textcoords="offset points", fontsize=7
     )
-  level = _first(scores[place] for place in scores if place[0] in full)
+  level = next((scores[at] for at in scores if at[0] in full), None)
   if level is not None:
     axes.axhline(level, color=style.color, linestyle="-.", linewidth=0.8)
 
@@ -96,7 +96,3 @@ def _of(
     for key, number in numbers.items()
     if key.what == name
   }
-
-
-def _first(values: Iterable[float]) -> float | None:
-  return next(iter(values), None)

@@ -6,7 +6,6 @@ one token; any other piece is its UTF-8 bytes.
 """
 
 import collections
-import itertools
 import re
 from typing import Any
 
@@ -36,16 +35,6 @@ def _bytes_as_characters() -> list[str]:
   return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def _template_pieces() -> list[str]:
-  text = " ".join((*niah.TEMPLATE_TEXT, *passkey.TEMPLATE_TEXT))
-  return re.findall(_PIECE_RE, text)
-
-
-def _key_pieces() -> list[str]:
-  spelled = [f" {word}" for word in words.ADJECTIVES]
-  return [*spelled, *words.NOUNS]
-
-
 def _prose_pieces() -> list[str]:
   """Lists pieces of the training topics, the most frequent first."""
   counts = collections.Counter(
@@ -58,15 +47,16 @@ def _prose_pieces() -> list[str]:
 
 def _known_pieces() -> list[str]:
   """Lists pieces that are one token, in the order of their ids."""
-  known = dict.fromkeys(
-    piece
-    for piece in itertools.chain(
-      _template_pieces(), _key_pieces(), _prose_pieces()
-    )
-    # Hex letters inside a UUID must remain single symbols.
-    if len(piece) > 1 and not set(piece.lower()) <= _HEX
-  )
-  return list(known)
+  templates = " ".join((*niah.TEMPLATE_TEXT, *passkey.TEMPLATE_TEXT))
+  pieces = [
+    *re.findall(_PIECE_RE, templates),
+    *(f" {word}" for word in words.ADJECTIVES),
+    *words.NOUNS,
+    *_prose_pieces(),
+  ]
+  # Hex letters inside a UUID must remain single symbols.
+  known = (p for p in pieces if len(p) > 1 and not set(p.lower()) <= _HEX)
+  return list(dict.fromkeys(known))
 
 
 def build() -> tokenizers.Tokenizer:

@@ -30,7 +30,7 @@ def show(
     code: see `formats.to_markdown`.
     peers: versions of other libraries that were measured.
   """
-  versions = environment.versions() | dict(peers or {})
+  versions = {**environment.versions(), **(peers or {})}
   about = f"{about}; {wording.versions({'versions': versions})}."
   outputs.write_text(folder / "table.md", markdown(table, about, code))
   console = rich.console.Console(highlight=False)

@@ -65,13 +65,29 @@ def to_markdown(table: Table, code: bool = False) -> str:
     table: the table.
     code: whether the first column is code, as names of methods are.
   """
-  rule = [":--"] + ["--:"] * (len(table.header) - 1)
   cells = [table.header, *table.lines]
   header, *lines = [[escaped(cell) for cell in line] for line in cells]
   if code:
     lines = [[f"`{cells[0]}`", *cells[1:]] for cells in lines]
-  text = "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
+  text = grid(header, lines)
   return f"**{escaped(table.title)}**\n\n{text}" if table.title else text
+
+
+def grid(
+  header: Sequence[str],
+  lines: Iterable[Sequence[str]],
+  left: Sequence[int] = (0,),
+) -> str:
+  """Formats cells of Markdown as a table.
+
+  Args:
+    header: names of the columns.
+    lines: the cells.
+    left: numbers of the columns that are aligned at the left.
+  """
+  rule = [":--" if n in left else "--:" for n in range(len(header))]
+  rows = (" | ".join(row) for row in (header, rule, *lines))
+  return "".join(f"| {row} |\n" for row in rows)
 
 
 def to_csv(lines: Iterable[Mapping[str, object]]) -> str:

@@ -9,7 +9,6 @@ import rich.console
 from kvjax.experiments.report import (
   compared,
   formats,
-  page,
   rows,
   run_files,
   run_tables,
@@ -57,7 +56,7 @@ def write_run(
   Raises:
     InputError: the folder's samples.jsonl cannot be read.
   """
-  from kvjax.experiments.report import pictures
+  from kvjax.experiments.report import page, pictures
 
   outputs.write_json(folder / run_files.SUMMARY, summary, outputs.ANSWERS)
   record = run_files.read(folder).ranked

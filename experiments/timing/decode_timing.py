@@ -8,11 +8,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import rich.console
-import rich.progress
 
 import kvjax
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.run import prefilling
+from kvjax.experiments.run import prefilling, progress_bar
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.timing import kernel_timing
 from kvjax.experiments.timing.kernel_timing import Copies
@@ -61,8 +60,7 @@ def measure(
     tokens: tokens that every row decodes per round, without stopping early.
     rounds: number of timings of each, after compilation.
   """
-  console = rich.console.Console(stderr=True)
-  with console.status("prefilling"):
+  with rich.console.Console(stderr=True).status("prefilling"):
     results = prefilling.prefill_all(lm, [c.plan for c in chosen], contexts)
     jax.block_until_ready(results)
   decoding = kvjax.Decoding(tokens)
@@ -74,10 +72,10 @@ def measure(
     )
     return time.perf_counter() - began
 
-  for result in rich.progress.track(results, "compiling", console=console):
+  for result in progress_bar.track(results, "compiling"):
     decode(result)
   copy = kernel_timing.copies(kernel_timing.COPIED)
-  turns = rich.progress.track(range(rounds), "timing", console=console)
+  turns = progress_bar.track(range(rounds), "timing")
   seconds = [(copy(), *map(decode, results)) for _ in turns]
   copied, *times_of = zip(*seconds, strict=True)
   return Copies(2 * kernel_timing.COPIED, copied), [

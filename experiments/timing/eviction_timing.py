@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
-import rich.progress
 
 import kvjax
 from kvjax.engine.capacity import prepare_decoding
 from kvjax.engine.feed import evict_all
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run import progress_bar
 from kvjax.models.pretrained import Pretrained
 
 _evict = jax.jit(
@@ -83,8 +83,7 @@ def measure(
     the evictions of each method.
   """
   target, every = schedule
-  console = rich.console.Console(stderr=True)
-  with console.status("prefilling"):
+  with rich.console.Console(stderr=True).status("prefilling"):
     plan = kvjax.get_plan("full", kvjax.Retention(1.0))
     few = _cut(contexts, target)
     cache, logits = kvjax.prefill(lm.model, lm.params, few, plan)
@@ -110,9 +109,9 @@ def measure(
 
   step()
   kept = []
-  for one in rich.progress.track(full, "compiling", console=console):
+  for one in progress_bar.track(full, "compiling"):
     kept.append(float(np.mean(evict(one)[1].lengths)))
-  turns = rich.progress.track(range(rounds), "timing", console=console)
+  turns = progress_bar.track(range(rounds), "timing")
   seconds = [(step(), *(evict(one)[0] for one in full)) for _ in turns]
   steps, *times_of = map(list, zip(*seconds, strict=True))
   return steps, [

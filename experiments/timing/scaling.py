@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-import rich.console
-import rich.progress
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run import progress_bar
 from kvjax.experiments.timing import layer_compression
 from kvjax.experiments.timing.layer_compression import Operation
 from kvjax.model import Geometry
@@ -80,13 +79,9 @@ def measure(
   """
   seconds: dict[str, dict[int, float]] = {name: {} for name in operations}
   temporary: dict[str, dict[int, int]] = {name: {} for name in operations}
-  steps = rich.progress.track(
-    [(length, turn) for length in lengths for turn in range(rounds + 1)],
-    "timing",
-    console=rich.console.Console(stderr=True),
-  )
+  steps = [(length, turn) for length in lengths for turn in range(rounds + 1)]
   taken: dict[str, list[float]] = {}
-  for length, turn in steps:
+  for length, turn in progress_bar.track(steps, "timing"):
     geometry = Geometry.uniform(1, *heads, length)
     if turn == 0:
       taken = {name: [] for name in operations}

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
-import rich.progress
 from jaxtyping import Array, Float
 
 from kvjax.activations import Activations
@@ -20,6 +18,7 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run import progress_bar
 from kvjax.experiments.timing import kernel_timing
 from kvjax.experiments.timing.index_builders import (
   KEY_CENTERS,
@@ -92,14 +91,13 @@ def measure(
   Raises:
     InputError: a method reads all keys at this length.
   """
-  console = rich.console.Console(stderr=True)
   drawn = _draw(seed, length + (1 + rounds) * _TOKENS, heads)
   prompt = _part(drawn, 0, length)
   stacks: dict[str, Layer] = {}
   sizes: dict[str, int] = {}
   indexing: dict[str, float] = {}
   names = [FULL, *retrievals]
-  for name in rich.progress.track(names, "indexing", console=console):
+  for name in progress_bar.track(names, "indexing"):
     layer, indexing[name] = _layer(retrievals.get(name), prompt, keys)
     if layer is None:
       raise InputError(
@@ -119,13 +117,12 @@ def measure(
     stacks[name], _ = jax.block_until_ready(_decode(stacks[name], tokens))
     return (time.perf_counter() - began) / _TOKENS
 
-  for name in rich.progress.track(names, "compiling", console=console):
+  for name in progress_bar.track(names, "compiling"):
     attend(name, 0)
   copy = kernel_timing.copies(kernel_timing.COPIED)
   copied: list[float] = []
   seconds: dict[str, list[float]] = {name: [] for name in names}
-  turns = range(1, 1 + rounds)
-  for turn in rich.progress.track(turns, "timing", console=console):
+  for turn in progress_bar.track(range(1, 1 + rounds), "timing"):
     copied.append(copy())
     for name in names:
       seconds[name].append(attend(name, turn))

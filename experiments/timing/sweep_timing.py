@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 import rich.console
-import rich.progress
 
 from kvjax.errors import InputError
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run import progress_bar
 from kvjax.experiments.run.answering import Reply, Seconds, replies
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.prompting import Prompt, Shape
@@ -56,17 +56,16 @@ def measure(
     return time.perf_counter() - began
 
   alone = [[candidate] for candidate in chosen]
-  console = rich.console.Console(stderr=True)
-  with console.status("compiling the sweep"):
+  with rich.console.Console(stderr=True).status("compiling the sweep"):
     swept = {(r.candidate, r.text) for r in answer(chosen)}
-  singly = rich.progress.track(alone, "compiling each alone", console=console)
+  singly = progress_bar.track(alone, "compiling each alone")
   same = {(r.candidate, r.text) for group in singly for r in answer(group)}
   if swept != same:
     raise InputError(
       "A sweep answers otherwise than its methods alone: rounding decides "
       "between tokens; compare with --dtype=float32."
     )
-  turns = rich.progress.track(range(rounds), "timing", console=console)
+  turns = progress_bar.track(range(rounds), "timing")
   seconds = [(timed([chosen]), timed(alone)) for _ in turns]
   return Timing([one for one, _ in seconds], [other for _, other in seconds])
 

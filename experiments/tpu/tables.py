@@ -8,6 +8,7 @@ import rich.console
 import rich.table
 import rich.text
 
+from kvjax.experiments.report import formats
 from kvjax.experiments.tpu.chips import Chip
 from kvjax.experiments.tpu.programs import Outcome
 from kvjax.experiments.tpu.published import LLAMA
@@ -90,9 +91,8 @@ def to_markdown(
     _LEGEND,
   ]
   for chip, group in _by_chip(outcomes):
-    lines = [_HEAD, (":--", *["--:"] * (len(_HEAD) - 1)), *map(_cells, group)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    parts.append(f"## {chip.name}\n\n{_facts(chip)}\n\n{table}\n")
+    table = formats.grid(_HEAD, map(_cells, group))
+    parts.append(f"## {chip.name}\n\n{_facts(chip)}\n\n{table}")
   parts.append(_contents(outcomes))
   return "\n".join(parts)
 
@@ -179,13 +179,9 @@ def _contents(outcomes: Sequence[Outcome]) -> str:
       listed[title(outcome)] = program.operands()
     elif footprint is not None and footprint.kernels:
       listed[title(outcome)] = ", ".join(footprint.kernels)
-  lines = [
-    ("program", "operands, or the kernels in it"),
-    (":--", ":--"),
-    *((name, f"`{text}`") for name, text in listed.items()),
-  ]
-  table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-  return f"## Operands and kernels\n\n{table}\n"
+  header = ("program", "operands, or the kernels in it")
+  lines = [(name, f"`{text}`") for name, text in listed.items()]
+  return f"## Operands and kernels\n\n{formats.grid(header, lines, [0, 1])}"
 
 
 def _mib(size: int) -> str:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.calibration.curve import quality
@@ -258,6 +257,8 @@ def _regress(
 def _minimize(
   loss: Callable[[_Weights], Float[Array, ""]], start: _Weights
 ) -> _Weights:
+  import optax
+
   solver = optax.lbfgs()
   # The line search has computed both at the new weights already.
   evaluate = optax.value_and_grad_from_state(loss)

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.cache.cache import Cache
@@ -176,6 +175,8 @@ def _mean_nll(
   take V / E times the memory of the hidden states. Therefore they are computed
   for a few positions at a time, and again for the gradient.
   """
+  import optax
+
   rows, length, _ = hidden.shape
   width = min(max(_AT_ONCE // rows, 1), length)
 

@@ -92,10 +92,6 @@ class FastKVzipGate(Gate):
   ) -> Float[Array, "B K S"]:
     """Computes the scores of tokens in a layer, in float32.
 
-    Args:
-      layer: index of the layer.
-      inputs: the layer's normalized inputs.
-
     Raises:
       InputError: the inputs have another width.
     """

@@ -1,6 +1,5 @@
 """Prompts whose tokens are shared out over the axis "context" of a mesh."""
 
-import contextlib
 import functools
 import json
 import os
@@ -13,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from mesh_answers import answered, assert_same
 
 import kvjax
 from kvjax.cache.packed import PackedLayer
-from kvjax.cache.sharding import parse_mesh, split_mesh
+from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import prompt_programs
 from kvjax.engine.compress import Evaluation, evaluate_layer
 from kvjax.errors import InputError, InputWarning
@@ -24,12 +24,11 @@ from kvjax.experiments.tpu.collectives import collectives
 from kvjax.experiments.tpu.hlo import Module
 from kvjax.kernels.attention import chunked
 from kvjax.model import Geometry, LayerSpec
-from kvjax.testing import TinyModel, kept_positions
+from kvjax.testing import TinyModel
 
 RNG = np.random.default_rng(0)
 # No token twice: equal keys would tie, and ties fall as rounding falls.
 ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 43)]
-QUESTIONS = kvjax.Prompts.of([[5, 6], [1, 2, 3]])
 # Of two KV heads, the devices of the last mesh have one each; on the others,
 # there are more devices for a row than heads.
 MESHES = ("context:4", "context:2,model:2", "data:2,context:2")
@@ -71,26 +70,11 @@ MODELS = {
 
 @functools.cache
 def answers(name, mesh=None, kind="uniform"):
-  """The cache of the prompts, its logits, and the answers."""
-  model, devices = MODELS[kind], contextlib.nullcontext()
-  if mesh is not None:
-    kv_heads = model.geometry.layers[0].kv_heads
-    devices = jax.set_mesh(split_mesh(parse_mesh(mesh), kv_heads))
-  plan = {**PLANS, **WHOLE}[name]
-  with devices:
-    params, prompts = model.init(), kvjax.Prompts.of(ROWS)
-    cache, logits = kvjax.prefill(model, params, prompts, plan)
-    given = kvjax.generate(model, params, cache, QUESTIONS, kvjax.Decoding(6))
-  return cache, np.asarray(logits), given.rows()
+  return answered(MODELS[kind], {**PLANS, **WHOLE}[name], ROWS, mesh)
 
 
 def assert_answers(name, mesh, kind="uniform"):
-  one, logits, expected = answers(name, None, kind)
-  spread, spread_logits, found = answers(name, mesh, kind)
-  for row in range(len(ROWS)):
-    assert kept_positions(spread, row) == kept_positions(one, row)
-  np.testing.assert_allclose(logits, spread_logits, rtol=0, atol=1e-4)
-  assert found == expected
+  assert_same(answers(name, None, kind), answers(name, mesh, kind))
 
 
 @pytest.mark.parametrize("mesh", MESHES)

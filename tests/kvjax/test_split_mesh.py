@@ -1,6 +1,5 @@
 """KV heads that the axis "model" does not divide: devices in groups."""
 
-import contextlib
 import functools
 import math
 
@@ -8,17 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mesh_answers import answered, assert_same
 
 import kvjax
 from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.kernels.attention import attention
 from kvjax.model import Geometry
-from kvjax.testing import TinyModel, kept_positions
+from kvjax.testing import TinyModel
 
 RNG = np.random.default_rng(0)
 # No token twice: equal keys would tie, and ties fall as rounding falls.
 ROWS = [RNG.permutation(64)[:n].tolist() for n in (50, 41)]
-QUESTIONS = kvjax.Prompts.of([[5, 6], [1, 2, 3]])
 # Query heads and KV heads, and devices of "model" and "group", of four.
 HEADS = {
   "3": (12, 3, 1, 4),
@@ -48,29 +47,14 @@ def model_of(heads):
 
 @functools.cache
 def answers(heads, name, mesh=None):
-  """The cache of the prompts, its logits, and the answers."""
-  model = model_of(heads)
-  devices = contextlib.nullcontext()
-  if mesh is not None:
-    devices = jax.set_mesh(split_mesh(parse_mesh(mesh), HEADS[heads][1]))
-  with devices:
-    params = model.init()
-    prompts = kvjax.Prompts.of(ROWS)
-    cache, logits = kvjax.prefill(model, params, prompts, PLANS[name])
-    given = kvjax.generate(model, params, cache, QUESTIONS, kvjax.Decoding(6))
-  return cache, np.asarray(logits), given.rows()
+  return answered(model_of(heads), PLANS[name], ROWS, mesh)
 
 
 @pytest.mark.parametrize("mesh", ["model:4", "data:2,model:2"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name", PLANS)
 def test_devices_in_groups_answer_as_one(name, heads, mesh):
-  one, logits, expected = answers(heads, name)
-  four, spread_logits, found = answers(heads, name, mesh)
-  for row in range(len(ROWS)):
-    assert kept_positions(four, row) == kept_positions(one, row)
-  np.testing.assert_allclose(logits, spread_logits, rtol=0, atol=1e-4)
-  assert found == expected
+  assert_same(answers(heads, name), answers(heads, name, mesh))
 
 
 @pytest.mark.parametrize("heads", HEADS)

@@ -5,8 +5,8 @@ math-ai and opencompass), or of kvpress's copies, whose prompts are taken as
 they are.
 """
 
+import itertools
 import pathlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvjax.errors import InputError
@@ -42,19 +42,11 @@ def read(path: pathlib.Path, number: int | None) -> list[Problem]:
   Raises:
     InputError: there are none, or a row has neither layout.
   """
-  found: list[Problem] = []
-  for problem in _problems(path):
-    found.append(problem)
-    if len(found) == number:
-      break
+  rows = (row for file in row_files.find(path) for row in file.rows())
+  found = [*map(_problem, itertools.islice(rows, number))]
   if not found:
     raise InputError(f"{path} has no rows; give a file of problems by --data.")
   return found
-
-
-def _problems(path: pathlib.Path) -> Iterator[Problem]:
-  for file in row_files.find(path):
-    yield from map(_problem, file.rows())
 
 
 def _problem(row: Row) -> Problem:
