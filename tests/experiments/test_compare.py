@@ -185,7 +185,7 @@ def test_a_threshold_has_a_retention_of_its_own(
     (["--dtype=int8"], "--dtype=int8"),
     (["--mesh=data:64"], "needs 64 devices; there are 4."),
     (["--length=4096"], "--length=4096 and 2 tokens of chat template are"),
-    (["--length=32"], "A length of 32 tokens is too short for this task"),
+    (["--length=32"], "A length of 32 tokens is too short for niah_s"),
     (["--text=no.txt", "--question=Why?"], "no.txt cannot be read: No such"),
     (["--question=Why?"], "--text=FILE and --question=... need each other."),
     (["--text=a", "--samples=2"], "--text and --samples do not go together"),
