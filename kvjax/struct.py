@@ -23,7 +23,7 @@ def struct[T](cls: type[T]) -> type[T]:
   `repr` shows arrays by dtype and shape, as a cache has millions of numbers.
   """
   cls = dataclasses.dataclass(frozen=True, repr=False)(cls)
-  cls.__repr__ = _repr  # type: ignore[method-assign, assignment]
+  cls.__repr__ = _repr  # type: ignore[method-assign]
   fields = dataclasses.fields(cls)  # type: ignore[arg-type]
   children = tuple(f.name for f in fields if not f.metadata.get("static"))
   aux = tuple(f.name for f in fields if f.metadata.get("static"))

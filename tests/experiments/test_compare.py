@@ -264,8 +264,8 @@ def test_a_model_that_cannot_be_loaded_is_refused(
   assert sentence in refused(f"--model={folder}")
 
 
-def test_help_lists_the_flags_and_succeeds(binary):
-  result = binary("--help")
+def test_help_lists_the_flags_and_succeeds(run_binary):
+  result = run_binary("kvjax.experiments.main", "compare", "--help")
   assert result.returncode == 0
   assert result.stderr == ""
   lines = result.stdout.splitlines()
@@ -277,6 +277,7 @@ def test_help_lists_the_flags_and_succeeds(binary):
     "  --output=TEXT: Output folder. Default: results/demo."
   )
   assert any(line.startswith("  --methods=A,B: ") for line in lines[methods:])
+  assert any("lagkv:lag=32:retention_of=row," in line for line in lines)
   assert "  --[no]dry_run: " in result.stdout
   assert "  --heads=kv|query: " in result.stdout
   # The program's default, not that of the module that defines the flag.
