@@ -39,8 +39,8 @@ def page(program: str, text: str) -> str:
   """
   groups: dict[str, list[flags.Flag[Any]]] = {}
   for flag in flags.FLAGS.get_key_flags_for_module(program):
-    module = flags.FLAGS.find_module_defining_flag(flag.name, program)
-    subject = SUBJECTS.get(str(module).rpartition(".")[2], "Flags")
+    module = flags.FLAGS.find_module_defining_flag(flag.name) or program
+    subject = SUBJECTS.get(module.rpartition(".")[2], "Flags")
     groups.setdefault(subject, []).append(flag)
   parts = [text.strip()]
   for subject in ("Flags", *SUBJECTS.values()):
@@ -61,7 +61,10 @@ def _entry(flag: flags.Flag[Any]) -> str:
     text = text.partition(">: ")[2]
   default = flag.default_as_str
   if default is not None and default != "'false'":
-    text += f" Default: {default.strip(chr(39))}."
+    default = default.strip("'")
+    if len(default) > _WIDTH // 2:
+      default = default.replace(",", ", ")  # Lines end between names.
+    text += f" Default: {default}."
   wrapped = textwrap.wrap(
     f"{_form(flag)}: {text}",
     _WIDTH,

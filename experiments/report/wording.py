@@ -103,22 +103,22 @@ def headline(summary: Summary) -> str:
   """Names the best method and its scores; empty without methods to compare.
 
   As in `Best of 3 methods: keydiff (50 %: 60.4, 25 %: 31.2); full cache 87.5.`
+  Methods with the same scores at all budgets are named together.
   """
   averages = means(summary["rows"])
   full = [f"{mean.score:.1f}" for mean in averages if mean.method == FULL]
   methods = [mean for mean in ranked(averages) if mean.method != FULL]
   if not methods:
     return ""
-  best = methods[0].method
-  scores = ", ".join(
-    f"{budget(*mean.name)}: {mean.score:.1f}"
-    for mean in methods
-    if mean.method == best
-  )
-  others = len({mean.method for mean in methods})
-  of = f"Best of {others} methods: " if others > 1 else ""
+  scores: dict[str, list[str]] = {}
+  for mean in methods:
+    text = f"{budget(*mean.name)}: {mean.score:.1f}"
+    scores.setdefault(mean.method, []).append(text)
+  best = scores[methods[0].method]
+  names = " and ".join(name for name in scores if scores[name] == best)
+  of = f"Best of {len(scores)} methods: " if len(scores) > 1 else ""
   end = f"; full cache {full[0]}." if full else "."
-  return f"{of}{best} ({scores}){end}"
+  return f"{of}{names} ({', '.join(best)}){end}"
 
 
 def signed(delta: float | None) -> str:

@@ -20,10 +20,10 @@ class TooShortError(InputError):
     least: the minimum length of the sample in tokens.
   """
 
-  def __init__(self, length: int, least: int):
-    """Creates a message with both lengths."""
+  def __init__(self, length: int, least: int, task: str = "this task"):
+    """Creates a message with both lengths, and the task if it is known."""
     super().__init__(
-      f"A length of {length} tokens is too short for this task; "
+      f"A length of {length} tokens is too short for {task}; "
       f"it needs at least {least}."
     )
     self.least = least

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from kvjax.errors import InputError
-from kvjax.experiments.tasks import niah, passkey, prose
+from kvjax.experiments.tasks import fitting, niah, passkey, prose
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
 from kvjax.registry.naming import suggest
@@ -91,10 +91,13 @@ def draw(
     words: the words of needles' keys.
 
   Raises:
-    InputError: `length` is too short for the task.
+    TooShortError: `length` is too short for the task.
   """
   rng = draws(task, number, seed)
-  if task == PASSKEY:
-    return passkey.passkey(rng, length, count, essay=essay)
-  needle_task = dataclasses.replace(niah.TASKS[task], words=words)
-  return niah.sample(needle_task, rng, length, count, essay=essay)
+  try:
+    if task == PASSKEY:
+      return passkey.passkey(rng, length, count, essay=essay)
+    needle_task = dataclasses.replace(niah.TASKS[task], words=words)
+    return niah.sample(needle_task, rng, length, count, essay=essay)
+  except fitting.TooShortError as error:
+    raise fitting.TooShortError(length, error.least, task) from None

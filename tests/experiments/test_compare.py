@@ -185,7 +185,7 @@ def test_a_threshold_has_a_retention_of_its_own(
     (["--dtype=int8"], "--dtype=int8"),
     (["--mesh=data:64"], "needs 64 devices; there are 4."),
     (["--length=4096"], "--length=4096 and 2 tokens of chat template are"),
-    (["--length=32"], "A length of 32 tokens is too short for this task"),
+    (["--length=32"], "A length of 32 tokens is too short for niah_s"),
     (["--text=no.txt", "--question=Why?"], "no.txt cannot be read: No such"),
     (["--question=Why?"], "--text=FILE and --question=... need each other."),
     (["--text=a", "--samples=2"], "--text and --samples do not go together"),
@@ -264,8 +264,8 @@ def test_a_model_that_cannot_be_loaded_is_refused(
   assert sentence in refused(f"--model={folder}")
 
 
-def test_help_lists_the_flags_and_succeeds(binary):
-  result = binary("--help")
+def test_help_lists_the_flags_and_succeeds(run_binary):
+  result = run_binary("kvjax.experiments.main", "compare", "--help")
   assert result.returncode == 0
   assert result.stderr == ""
   lines = result.stdout.splitlines()
@@ -277,6 +277,7 @@ def test_help_lists_the_flags_and_succeeds(binary):
     "  --output=TEXT: Output folder. Default: results/demo."
   )
   assert any(line.startswith("  --methods=A,B: ") for line in lines[methods:])
+  assert any("lagkv:lag=32:retention_of=row," in line for line in lines)
   assert "  --[no]dry_run: " in result.stdout
   assert "  --heads=kv|query: " in result.stdout
   # The program's default, not that of the module that defines the flag.

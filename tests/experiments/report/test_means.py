@@ -141,6 +141,10 @@ def test_a_headline_names_the_best_method(answer, record):
   assert wording.headline(record(answers).summary) == (
     "Best of 2 methods: a (25 %: 60.0); full cache 100.0."
   )
+  tie = [*answers, answer("c", score=60.0)]
+  assert wording.headline(record(tie).summary) == (
+    "Best of 3 methods: a and c (25 %: 60.0); full cache 100.0."
+  )
   assert wording.headline(record(answers[1:2]).summary) == "b (25 %: 20.0)."
   assert wording.headline(record(answers[:1]).summary) == ""
 
