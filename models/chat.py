@@ -14,6 +14,7 @@ from kvjax.engine.capacity import (
 )
 from kvjax.engine.sampling import Sampling
 from kvjax.errors import InputError
+from kvjax.hosts import read
 
 if TYPE_CHECKING:
   from kvjax.models.pretrained import Pretrained
@@ -170,7 +171,7 @@ class Chat:
   def _reserve(self, width: int, decoding: kvjax.Decoding) -> None:
     """Makes room for a turn."""
     model, cache = self._lm.model, self._cache
-    processed = np.asarray(cache.next_positions)
+    processed = read(cache.next_positions)
     prepared = prepare_decoding(model, cache, processed, width, decoding)
     missing = missing_slots(cache, prepared, width, decoding.rounded)
     room = self._room

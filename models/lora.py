@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax import files
 from kvjax.errors import InputError
+from kvjax.hosts import read
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder, get_kernel
 from kvjax.models.json_files import write_json
@@ -153,7 +154,7 @@ def write_adapter(
     ]
     name = {"lora_a": "lora_A", "lora_b": "lora_B"}[kind]
     numbers = config.layers_of(int(stack))
-    for layer, matrix in zip(numbers, np.asarray(leaf), strict=True):
+    for layer, matrix in zip(numbers, read(leaf), strict=True):
       place = ".".join([layers, str(layer), *names, name])
       # PEFT stores matrices that multiply from the left.
       tensors[f"base_model.model.model.{place}.weight"] = np.ascontiguousarray(

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 
 from kvjax import files
 from kvjax.errors import InputError
+from kvjax.hosts import read
 from kvjax.models.config import DecoderConfig
 from kvjax.models.json_files import write_json
 from kvjax.models.tensor_files import INDEX, SINGLE, Tensors
@@ -112,7 +113,7 @@ class _Part(NamedTuple):
     parameter = self.parameter
     for index in self.piece.index:
       parameter = jax.lax.dynamic_index_in_dim(parameter, index, keepdims=False)
-    return np.asarray(parameter)
+    return read(parameter)
 
 
 def _layer(piece: Piece) -> int:

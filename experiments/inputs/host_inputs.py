@@ -4,12 +4,13 @@ import os
 import re
 import sys
 import threading
+import warnings
 
 import jax
 import rich.console
 from absl import flags
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, InputWarning
 from kvjax.experiments import exits
 from kvjax.experiments.run import multihost
 
@@ -85,6 +86,9 @@ def start() -> None:
     raise InputError(_not_found()) from error
   finally:
     timer.cancel()
+  if not multihost.is_first():
+    # The first one says them.
+    warnings.simplefilter("ignore", InputWarning)
   _check_flags()
 
 

@@ -1,6 +1,7 @@
 """Flags for the model, its devices and its dtype, and their values."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import re
@@ -11,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from absl import flags, logging
 
-from kvjax import kernels, models
+from kvjax import hosts, kernels, models
 from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.errors import InputError, InputWarning
-from kvjax.experiments.run import results
+from kvjax.experiments.run import multihost, results
 from kvjax.kernels.mesh_axes import CONTEXT
 from kvjax.models import catalog
 from kvjax.models.pretrained import DTYPES
@@ -71,10 +72,16 @@ def settings() -> results.Settings:
   """Returns what these flags say of a run, for all of its answers."""
   return results.Settings(
     model=model_name(),
-    weights=results.digest(model_directory()),
+    weights=_digest(model_directory()),
     dtype=dtype(),
     seed=SEED.value,
   )
+
+
+@functools.cache
+def _digest(directory: pathlib.Path) -> str:
+  """Hashes the model's files, which takes seconds per GiB, once."""
+  return results.digest(directory)
 
 
 @contextlib.contextmanager
@@ -87,7 +94,10 @@ def loaded() -> Iterator[tuple[models.Pretrained, int]]:
       yield models.load(_model(), dtype()), 1
       return
     mesh = _split(parse_mesh(_MESH.value))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), multihost.together():
+      if hosts.spanned():
+        # Loading is a program of all hosts already.
+        multihost.check_same({"weights": _digest(model_directory())})
       if BATCH.present:
         check_batch()
       yield models.load(_model(), dtype(), mesh), mesh.size

@@ -12,6 +12,7 @@ from absl import logging
 from jaxtyping import Array, Float, Int
 
 import kvjax
+from kvjax import hosts
 from kvjax.cache.window import WindowLayer
 from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.candidates import Candidate
@@ -40,7 +41,7 @@ class TokenCounts(NamedTuple):
   @classmethod
   def of(cls, cache: kvjax.Cache) -> "TokenCounts":
     """Counts the tokens of a cache."""
-    tokens, kept, read = jax.device_get(
+    tokens, kept, read = hosts.read(
       (cache.next_positions, cache.lengths, cache.num_attended)
     )
     is_local = [

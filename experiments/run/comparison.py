@@ -1,6 +1,7 @@
 """Runs every candidate on every sample that has no answer yet."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator, Sequence, Set
 
 from kvjax.experiments.metrics import passkey, registry
@@ -26,8 +27,7 @@ from kvjax.experiments.run.results import (
   Key,
   Results,
   Samples,
-  decode,
-  encode,
+  Settings,
 )
 from kvjax.models.pretrained import Pretrained
 from kvjax.models.tokenizer import Tokenizer
@@ -137,7 +137,7 @@ def answer_all(
     for group in replies(lm, work.candidates, prompts, shape, spent):
       yield [_answer(rows[reply.row], reply, lm.text) for reply in group]
 
-  for answers in multihost.share(work.batches, answer, encode, decode):
+  for answers in results.lines.share(work.batches, answer):
     # Equal samples are one.
     new = {each.key: each for each in answers if each.key in missing}
     missing -= new.keys()
@@ -156,6 +156,23 @@ def wanted(candidates: Sequence[Candidate], samples: Samples) -> list[Key]:
     for sample in drawn
   )
   return list(dict.fromkeys(keys))
+
+
+def check_hosts(settings: Settings, keys: Sequence[Key]) -> None:
+  """Refuses hosts whose files or versions differ.
+
+  Args:
+    settings: settings of the run.
+    keys: those of `wanted`.
+
+  Raises:
+    InputError: some do.
+  """
+  own = {k: str(v) for k, v in dataclasses.asdict(settings).items()}
+  own["samples or calibrations"] = hashlib.sha256(
+    repr(keys).encode()
+  ).hexdigest()
+  multihost.check_same(own)
 
 
 def _answer(context: Context, reply: Reply, tokenizer: Tokenizer) -> Answer:

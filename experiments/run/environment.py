@@ -25,12 +25,15 @@ def versions() -> dict[str, str]:
 def device(count: int = 1) -> str:
   """Describes the device, as `CPU, 2 cores` or `4 x NVIDIA H100`.
 
-  Of many hosts, each has it: `2 hosts with 4 x TPU v5e`.
+  Of many hosts, each has it, as in `2 hosts with 4 x TPU v5e`, unless the mesh
+  spans them, as in `8 x TPU v5e on 2 hosts`.
   """
   kind = jax.local_devices()[0].device_kind
   if jax.default_backend() == "cpu":
     kind = f"CPU, {os.cpu_count()} cores"
   kind = kind if count == 1 else f"{count} x {kind}"
-  return (
-    kind if multihost.count() == 1 else f"{multihost.count()} hosts with {kind}"
-  )
+  if multihost.count() == 1:
+    return kind
+  if multihost.sharing() == 1:
+    return f"{kind} on {multihost.count()} hosts"
+  return f"{multihost.count()} hosts with {kind}"

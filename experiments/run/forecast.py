@@ -86,7 +86,7 @@ class Pace(NamedTuple):
       shapes: number of their shapes, each of which compiles as the first does.
     """
     first, again = _time(run_first), _time(run_first)
-    share = sum(sizes) / sizes[0] / multihost.count()
+    share = sum(sizes) / sizes[0] / multihost.sharing()
     total = again * max(share, 1.0) + shapes * max(first - again, 0.0)
     return cls(first, again, total)
 

@@ -1,10 +1,13 @@
 """Programs that run on many hosts, each of which does a part of the work.
 
-Every host runs the same program with the same flags and has a model of its own.
-They exchange bytes through a collective of their devices, so that nothing but
-the accelerators' network, or that of the CPUs, has to connect them.
+Every host runs the same program with the same flags. Each has a model of its
+own and works on some of the items, unless a mesh spans the hosts: then all work
+on every item together. They exchange bytes through a collective of their
+devices, so that nothing but the accelerators' network, or that of the CPUs, has
+to connect them.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -12,6 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from kvjax import hosts
+from kvjax.errors import InputError
 from kvjax.experiments import exits
 from kvjax.prompts import bucket
 
@@ -20,6 +25,11 @@ def count() -> int:
   """Number of hosts."""
   # Asking JAX would set up the devices, which takes seconds on a TPU.
   return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
+def sharing() -> int:
+  """Number of hosts that share out the work: 1 if the mesh spans all."""
+  return 1 if hosts.spanned() else count()
 
 
 def is_first() -> bool:
@@ -114,6 +124,36 @@ def difference(own: Mapping[str, str]) -> tuple[int, str] | None:
   return None
 
 
+def check_same(own: Mapping[str, str]) -> None:
+  """Refuses hosts whose files or versions differ; see `difference`.
+
+  Raises:
+    InputError: some do.
+  """
+  found = difference(own)
+  if found is not None:
+    number, name = found
+    raise InputError(
+      f"Host {number} has other {name} than host 0; give all hosts the same "
+      "files and versions."
+    )
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+  """Tells a host that stops from a mistake in programs that span hosts.
+
+  Raises:
+    exits.StoppedError: a program has failed, and another host is gone.
+  """
+  try:
+    yield
+  except jax.errors.JaxRuntimeError:
+    if hosts.spanned():
+      gather(b"")
+    raise
+
+
 def from_first(make: Callable[[], bytes]) -> bytes:
   """Calls a function on the first host and returns the result on all."""
   return gather(make() if is_first() else b"")[0]
@@ -128,7 +168,8 @@ def share[Item, Result](
   """Yields the results of all items, of which each host works on some.
 
   Hosts take turns in the items and wait for each other after every item, so
-  that all of them know all results.
+  that all of them know all results. If the mesh spans them, they work on each
+  item together and have its results anyway.
 
   Args:
     items: the items, the same on all hosts.
@@ -136,9 +177,13 @@ def share[Item, Result](
     encode: converts results to bytes.
     decode: converts them back.
   """
-  if count() == 1:
+  if sharing() == 1:
     for item in items:
-      yield from work(item)
+      for results in work(item):
+        yield results
+        # Where the first one cannot write them, the others must not go on: they
+        # would wait for it within a program.
+        gather(b"")
     return
   for first in range(0, len(items), count()):
     own = items[first : first + count()][jax.process_index() :][:1]

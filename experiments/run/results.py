@@ -2,17 +2,16 @@
 
 import dataclasses
 import hashlib
-import json
 import pathlib
 import platform
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.experiments.benchmarks import hub
-from kvjax.experiments.run import multihost, typed_records
-from kvjax.experiments.run.line_files import Line, LineFile
+from kvjax.experiments.run.line_files import Line
 from kvjax.experiments.run.line_files import check_writable as check_writable
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, Protocol
+from kvjax.experiments.run.shared_lines import SharedLines
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.options.schedules import WHOLE
 
@@ -190,7 +189,7 @@ class Results:
   Attributes:
     folder: the folder.
     settings: the settings that the answers share.
-    answers: the answers by their keys.
+    lines: the file.
   """
 
   def __init__(self, folder: pathlib.Path, settings: Settings):
@@ -200,40 +199,18 @@ class Results:
       InputError: see `LineFile`.
     """
     self.folder, self.settings = folder, settings
-    self._file: LineFile[Answer] | None = None
-    existing = multihost.from_first(self._open)
-    self.answers: dict[Hashable, Answer]
-    if self._file is None:
-      self.answers = {answer.key: answer for answer in decode(existing)}
-    else:
-      self.answers = dict(self._file.records)
-
-  def _open(self) -> bytes:
-    path = self.folder / "samples.jsonl"
-    self._file = LineFile(path, self.settings, Answer, "answer")
-    # For the other hosts.
-    return (
-      encode(list(self._file.records.values()))
-      if multihost.count() > 1
-      else b""
+    self.lines = SharedLines(
+      folder / "samples.jsonl", settings, Answer, "answer"
     )
+
+  @property
+  def answers(self) -> Mapping[Hashable, Answer]:
+    """The answers by their keys."""
+    return self.lines.records
 
   def add(self, answers: Sequence[Answer]) -> None:
     """Appends answers; see `LineFile.add`."""
-    if self._file is not None:
-      self._file.add(answers)
-    self.answers |= {answer.key: answer for answer in answers}
-
-
-def encode(answers: Sequence[Answer]) -> bytes:
-  """Converts answers to bytes that `decode` converts back."""
-  return json.dumps([dataclasses.asdict(each) for each in answers]).encode()
-
-
-def decode(payload: bytes) -> list[Answer]:
-  """See `encode`."""
-  records = json.loads(payload)
-  return [typed_records.make(Answer, fields) for fields in records]
+    self.lines.add(answers)
 
 
 def digest(model: pathlib.Path) -> str:

@@ -1,7 +1,6 @@
 """Runs candidates on samples into a folder, with a progress bar."""
 
 import dataclasses
-import hashlib
 import pathlib
 import sys
 import time
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 
 from absl import logging
 
-from kvjax.errors import InputError
 from kvjax.experiments.calibration.record_files import AUTO
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import (
@@ -83,7 +81,7 @@ def answer(
       `comparison.compare`.
   """
   wanted = comparison.wanted(chosen, samples)
-  _check_hosts(settings, wanted)
+  comparison.check_hosts(settings, wanted)
   store = results.Results(folder, settings)
   work = comparison.pending(
     lm, chosen, samples, store, batch, settings.protocol
@@ -133,32 +131,13 @@ def foresee(
   batch: int,
 ) -> forecast.Forecast:
   """Says what `answer` would cost, and writes nothing; see there."""
+  comparison.check_hosts(settings, comparison.wanted(chosen, samples))
   store = results.Results(folder, settings)
   with progress_bar(None, transient=True):
     return forecast.forecast(
       lm,
       comparison.pending(lm, chosen, samples, store, batch, settings.protocol),
     )
-
-
-def _check_hosts(settings: results.Settings, wanted: Sequence[Key]) -> None:
-  """Refuses hosts whose files or versions differ.
-
-  Raises:
-    InputError: some do.
-  """
-  own = {k: str(v) for k, v in dataclasses.asdict(settings).items()}
-  own["samples or calibrations"] = hashlib.sha256(
-    repr(wanted).encode()
-  ).hexdigest()
-  found = multihost.difference(own)
-  if found is None:
-    return
-  number, name = found
-  raise InputError(
-    f"Host {number} has other {name} than host 0; give all hosts the same "
-    "files and versions."
-  )
 
 
 def _decoding(samples: results.Samples) -> str:

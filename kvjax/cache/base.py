@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.hosts import read
 from kvjax.kernels.mesh_axes import AXES as AXES
 from kvjax.struct import replace, tree_bytes
 
@@ -192,5 +193,5 @@ def host_copy(
   x: Int[Array, "..."], index: int | None
 ) -> Int[np.ndarray, "..."]:
   """Copies an array to the host; of a stack's array, only the given layer."""
-  host = np.asarray(x)
+  host = read(x)
   return host if index is None else host[index]

@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import AXES, Arrange, Index
+from kvjax.cache.base import AXES, Arrange, Index, host_copy
 from kvjax.cache.layers import Slots
 from kvjax.cache.packed import PackedLayer, Pages, page_devices
 from kvjax.cache.tailed import TailedLayer
@@ -167,9 +166,9 @@ class PooledLayers(TailedLayer):
     assert index is not None
     positions = self.tail.row_positions(row, index)
     kv_heads = len(positions)
-    pages = np.asarray(self.pages.positions)[:, row]
+    pages = host_copy(self.pages.positions, None)[:, row]
     for owner, page in zip(
-      np.asarray(self.pages.heads)[:, row].ravel(),
+      host_copy(self.pages.heads, None)[:, row].ravel(),
       pages.reshape(-1, pages.shape[-1]),
       strict=True,
     ):

@@ -58,18 +58,23 @@ def parse_sizes(text: str) -> dict[str, int]:
 def parse_mesh(text: str) -> jax.sharding.Mesh:
   """Makes the mesh that a flag such as `data:2,model:2` describes.
 
+  It has devices of this host, or those of all hosts, which then run the same
+  programs; see `kvjax.hosts`.
+
   Raises:
-    InputError: see `parse_sizes`, or more devices than this host has.
+    InputError: see `parse_sizes`, or more devices than this host has, and not
+      as many as all hosts.
   """
   sizes = parse_sizes(text)
   count = math.prod(sizes.values())
-  # Those of other hosts cannot be read from here.
-  devices = jax.local_devices()
+  # A mesh of some hosts would leave the others without work.
+  total = jax.device_count()
+  devices = jax.devices() if count == total else jax.local_devices()
   if count > len(devices):
-    found = "there are" if jax.process_count() == 1 else "a host has"
-    raise InputError(
-      f"The mesh {text} needs {count} devices; {found} {len(devices)}."
-    )
+    found = f"there are {total}"
+    if jax.process_count() > 1:
+      found = f"a host has {len(devices)}, and all hosts have {total}"
+    raise InputError(f"The mesh {text} needs {count} devices; {found}.")
   shape = mesh_shape(sizes)
   return jax.make_mesh(
     tuple(shape.values()),

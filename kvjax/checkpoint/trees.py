@@ -13,6 +13,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.sharding import shard_stack
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
+from kvjax.hosts import read
 from kvjax.kernels.quantized import Quantized
 from kvjax.methods.rerotated import Rerotated
 from kvjax.options.budgets import Retention, Tokens
@@ -49,7 +50,7 @@ def describe(value: Any, path: str, arrays: Arrays) -> Any:
     InputError: the tree contains something of an unknown class.
   """
   if isinstance(value, jax.Array):
-    arrays[path] = array = np.asarray(value)
+    arrays[path] = array = read(value)
     return {
       "array": path,
       "dtype": str(array.dtype),

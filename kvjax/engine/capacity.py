@@ -14,6 +14,7 @@ from kvjax.engine.decode import (
 )
 from kvjax.engine.prepared import PreparedPlan, max_span, prepare_repeated
 from kvjax.errors import InputError
+from kvjax.hosts import read
 from kvjax.kernels.quantized import Quantized
 from kvjax.model import Model, check_context
 from kvjax.prompts import Prompts, bucket
@@ -169,7 +170,7 @@ def check_prompts(
 ) -> int:
   """Refuses prompts that do not fit a cache; returns their padded width."""
   check_cache(model, cache)
-  processed = np.asarray(cache.next_positions)
+  processed = read(cache.next_positions)
   rows = len(processed)
   if not isinstance(prompts, Prompts):
     if isinstance(prompts, list | tuple | str) or np.ndim(prompts) != 2:
@@ -243,7 +244,7 @@ def _turns(
 ) -> list[tuple[int, int]]:
   """Used slots of each stack, and those that it needs for a turn."""
   # One transfer for all stacks.
-  cursors = jax.device_get([stack.next_slot for stack in cache.stacks])
+  cursors = read([stack.next_slot for stack in cache.stacks])
   used = [int(cursor.max()) for cursor in cursors]
   needed = _slots_needed(cache, used, prepared, width, decoding)
   return list(zip(used, needed, strict=True))

@@ -17,6 +17,7 @@ from kvjax.engine.feed import evict_all, feed
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.sampling import GREEDY, Sampling, sample
 from kvjax.errors import InputError
+from kvjax.hosts import read
 from kvjax.model import Model
 from kvjax.options.bounds import check_count
 from kvjax.struct import struct
@@ -77,7 +78,7 @@ class DecodedTokens(NamedTuple):
 
   def rows(self) -> list[list[int]]:
     """The tokens as lists."""
-    tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
+    tokens, lengths = read((self.tokens, self.lengths))
     return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
 

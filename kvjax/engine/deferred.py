@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-import jax
 from jaxtyping import Array, Bool, PyTree
 
 from kvjax.activations import Activations
@@ -16,6 +15,7 @@ from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.replay import Replayed, replay_prompts
 from kvjax.engine.thresholds import count_reaching, prepare_threshold
 from kvjax.engine.whole_model import HeadCounts, count_by_head
+from kvjax.hosts import read
 from kvjax.methods.replay import Replay
 from kvjax.model import Geometry, Model
 from kvjax.options.budgets import Threshold
@@ -132,7 +132,7 @@ class Deferred:
       if isinstance(plan.budget, Threshold)
     }
     # One transfer, as the sizes of the caches depend on it.
-    on_host = jax.device_get(counts)
+    on_host = read(counts)
     ready = {
       index: prepare_threshold(plans[index], prompts, geometry, of_plan)
       for index, of_plan in on_host.items()

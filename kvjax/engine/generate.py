@@ -34,6 +34,7 @@ from kvjax.engine.unrolled import (
   unroll_cache,
 )
 from kvjax.errors import InputError
+from kvjax.hosts import read
 from kvjax.model import Model
 from kvjax.prompts import Prompts
 
@@ -86,7 +87,7 @@ def decoding_nbytes(
     >>> cache.nbytes < kvjax.decoding_nbytes(model, cache, 0, decoding)
     True
   """
-  lengths = np.asarray(cache.next_positions)
+  lengths = read(cache.next_positions)
   prepared = prepare_decoding(model, cache, lengths, width, decoding)
   grown = jax.eval_shape(
     lambda cache: grow_for(cache, prepared, width, decoding.rounded), cache
@@ -109,7 +110,7 @@ class Generated(NamedTuple):
 
   def rows(self) -> list[list[int]]:
     """The tokens as lists."""
-    tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
+    tokens, lengths = read((self.tokens, self.lengths))
     return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
 
@@ -246,7 +247,7 @@ def generate_from(
     logits = prompts
   width = check_prompts(model, cache, prompts, decoding)
   # With evicted tokens: a retention is a share of all of the row.
-  lengths = np.asarray(cache.next_positions)
+  lengths = read(cache.next_positions)
   prepared = prepare_decoding(model, cache, lengths, width, decoding)
   if keep:
     check_room(cache, prepared, width, decoding)

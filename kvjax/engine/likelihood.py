@@ -13,6 +13,7 @@ from kvjax.engine.capacity import check_cache
 from kvjax.engine.feed import append_block
 from kvjax.engine.forward import prompt_hidden
 from kvjax.errors import InputError
+from kvjax.hosts import read
 from kvjax.model import Model, check_context
 from kvjax.prompts import Prompts
 
@@ -99,7 +100,7 @@ def answer_nll(
   pairs = zip(questions.rows(), answers.rows(), strict=True)
   # One block, in which the answer follows its question without padding.
   both = Prompts.of([question + answer for question, answer in pairs])
-  context_lengths = np.asarray(cache.next_positions)
+  context_lengths = read(cache.next_positions)
   check_cache(model, cache)
   check_context(
     model,

@@ -42,6 +42,7 @@ from kvjax.engine.prepared import (
 from kvjax.engine.thresholds import must_keep
 from kvjax.engine.whole_model import HeadCounts
 from kvjax.errors import InputError
+from kvjax.hosts import read
 from kvjax.model import Model, check_context
 from kvjax.options.budgets import Threshold
 from kvjax.prompts import Prompts
@@ -168,8 +169,8 @@ def measured_sweep(
     >>> measured.nll.shape
     (2,)
   """
-  evaluations = frozenset(map(Evaluation.of, plans))
-  requested = _Requested(likelihood=True, scores=evaluations)
+  evaluations = dict.fromkeys(map(Evaluation.of, plans))
+  requested = _Requested(likelihood=True, scores=tuple(evaluations))
   return _sweep(model, params, prompts, plans, requested)
 
 
@@ -178,11 +179,12 @@ class _Requested(NamedTuple):
 
   Attributes:
     likelihood: whether to compute likelihoods; if not, they are NaN.
-    scores: evaluations the shape of whose scores is computed.
+    scores: evaluations the shape of whose scores is computed, in an order that
+      all hosts of a mesh share.
   """
 
   likelihood: bool
-  scores: frozenset[Evaluation]
+  scores: tuple[Evaluation, ...]
 
 
 def _required(plans: Sequence[Plan]) -> _Requested:
@@ -190,11 +192,13 @@ def _required(plans: Sequence[Plan]) -> _Requested:
   calibrated = [p for p in plans if isinstance(p.budget, Calibrated)]
   return _Requested(
     bool(calibrated),
-    frozenset(
-      Evaluation.of(plan)
-      for plan in calibrated
-      if isinstance(plan.budget, Calibrated)
-      and not plan.budget.calibration.depends_on.isdisjoint(OF_SCORES)
+    tuple(
+      dict.fromkeys(
+        Evaluation.of(plan)
+        for plan in calibrated
+        if isinstance(plan.budget, Calibrated)
+        and not plan.budget.calibration.depends_on.isdisjoint(OF_SCORES)
+      )
     ),
   )
 
@@ -317,9 +321,7 @@ def _features(
   Those of scores are means over the layers that a method scores.
   """
   # One transfer, after the whole pass.
-  (of_prompts, of_tails), by_layer = jax.device_get(
-    (nll, list(shapes.values()))
-  )
+  (of_prompts, of_tails), by_layer = read((nll, list(shapes.values())))
   means = {
     evaluation: np.mean(values, axis=0)
     for evaluation, values in zip(shapes, by_layer, strict=True)

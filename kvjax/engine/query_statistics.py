@@ -16,6 +16,7 @@ from kvjax.engine import prompt_programs
 from kvjax.engine.model_layers import layer_stacks
 from kvjax.errors import InputError
 from kvjax.heads import by_kv_head
+from kvjax.hosts import read
 from kvjax.methods.expected_attention import moments
 from kvjax.methods.q_filters import main_directions
 from kvjax.methods.triattention import pair_lengths
@@ -110,7 +111,7 @@ def calibrate_queries(
     places = np.full(share, -1, np.int32)
     places[: len(drawn)] = np.sort(drawn)
     for layer, found in _measure(model, params, row, places, sinks):
-      pooled[layer].add(jax.device_get(found), len(row) - sinks, len(drawn))
+      pooled[layer].add(read(found), len(row) - sinks, len(drawn))
     on_text()
   return QueryStatistics(
     *(

@@ -15,6 +15,7 @@ from kvjax.allocation.whole_model import WholeModel
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.packed import PAGE, most_pages, page_devices
 from kvjax.engine.prepared import PreparedPlan
+from kvjax.hosts import read
 from kvjax.methods.base import ScoringMethod
 from kvjax.model import Geometry, LayerSpec
 from kvjax.prompts import bucket
@@ -62,7 +63,7 @@ def count_by_head(
     )
   )
   # One transfer, as the sizes of the caches depend on it.
-  on_host: dict[int, Int[np.ndarray, "B K"]] = jax.device_get(counts)
+  on_host: dict[int, Int[np.ndarray, "B K"]] = read(counts)
   return fit_to_counts(prepared, on_host, padded, geometry), counts
 
 

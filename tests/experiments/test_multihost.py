@@ -1,7 +1,8 @@
-"""Two hosts share a run; one is lost; flags that do not fit together."""
+"""Two hosts share a run or a mesh; one is lost; flags do not fit together."""
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,7 +18,10 @@ HOST_FLAGS = ("--coordinator=127.0.0.1:9", "--hosts=2", "--host=1")
 
 
 def start(*arguments, host, port, output, cwd=None):
-  """Starts a host of two, with the CPU devices of a process each."""
+  """Starts a host of two, with two CPU devices each."""
+  devices = re.sub(
+    "device_count=[0-9]+", "device_count=2", os.environ["XLA_FLAGS"]
+  )
   return subprocess.Popen(
     [
       *(sys.executable, "-m", "kvjax.experiments.evaluate", *arguments),
@@ -25,7 +29,7 @@ def start(*arguments, host, port, output, cwd=None):
       *("--hosts=2", f"--host={host}", f"--output={output}"),
     ],
     cwd=cwd,
-    env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
@@ -46,6 +50,14 @@ def answers(output):
   found = {(r["task"], r["sample"], r["method"]): r for r in lines}
   assert len(found) == len(lines)
   return found
+
+
+def decided(output):
+  """The same without sizes, as devices have whole pages of packed layers."""
+  return {
+    key: {name: value for name, value in answer.items() if "bytes" not in name}
+    for key, answer in answers(output).items()
+  }
 
 
 def arguments(tiny_directory, samples, tasks="niah_single_1,niah_single_2"):
@@ -77,9 +89,44 @@ def test_two_hosts_answer_what_one_answers(
   assert rows[0] == rows[1]
 
 
+@pytest.mark.parametrize(
+  "mesh", ["data:2,model:2", "data:4", "model:4", "context:2,model:2"]
+)
+def test_a_mesh_of_both_hosts_answers_what_one_device_answers(
+  run_binary, tiny_directory, tmp_path, port, mesh
+):
+  given = (
+    *arguments(tiny_directory, samples=4, tasks="niah_single_1"),
+    *("--methods=full,keydiff,snapkv,ada/snapkv,quest", "--batch=4"),
+  )
+  one, two = tmp_path / "one", tmp_path / "two"
+  both = [
+    start(*given, f"--mesh={mesh}", host=h, port=port, output=two)
+    for h in range(2)
+  ]
+  ended = [process.communicate(timeout=600) for process in both]
+  assert [process.returncode for process in both] == [0, 0], ended
+  run_binary("kvjax.experiments.evaluate", *given, f"--output={one}")
+  assert decided(two) == decided(one)
+  assert len(answers(one)) == 20
+  assert "20 answers in" in ended[0][0]
+  assert "answers" not in ended[1][0]
+  # Of KV heads that do not divide.
+  assert "KV heads" not in ended[1][1]
+  (summary,) = two.glob("*/summary.json")
+  device = json.loads(summary.read_text())["device"]
+  assert device.startswith("4 x CPU")
+  assert device.endswith("on 2 hosts")
+
+
 @pytest.mark.slow
-def test_a_run_that_has_lost_a_host_goes_on(tiny_directory, tmp_path, port):
-  given = arguments(tiny_directory, samples=40)
+@pytest.mark.parametrize(
+  ("mesh", "samples"), [((), 40), (("--mesh=model:4",), 8)]
+)
+def test_a_run_that_has_lost_a_host_goes_on(
+  tiny_directory, tmp_path, port, mesh, samples
+):
+  given = (*arguments(tiny_directory, samples), *mesh)
   both = [start(*given, host=h, port=port, output=tmp_path) for h in range(2)]
   while not list(tmp_path.glob("*/samples.jsonl")):
     time.sleep(0.01)
@@ -93,12 +140,12 @@ def test_a_run_that_has_lost_a_host_goes_on(tiny_directory, tmp_path, port):
     "all hosts goes on from there.\n"
   )
   before = answers(tmp_path)
-  assert 0 < len(before) < 160
+  assert 0 < len(before) < 4 * samples
   both = [start(*given, host=h, port=port, output=tmp_path) for h in range(2)]
   ended = [process.communicate(timeout=300) for process in both]
   assert [process.returncode for process in both] == [0, 0], ended
   after = answers(tmp_path)
-  assert len(after) == 160
+  assert len(after) == 4 * samples
   assert before.items() <= after.items()
   assert f"{len(before)} from before" in " ".join(ended[0][0].split())
 
@@ -173,8 +220,9 @@ def test_only_the_first_host_must_be_able_to_write(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(), ("--mesh=model:4",)])
 def test_hosts_with_other_weights_are_refused_by_the_first(
-  tiny_directory, tmp_path, port
+  tiny_directory, tmp_path, port, mesh
 ):
   folders = [tmp_path / str(host) / "tiny" for host in range(2)]
   for folder in folders:
@@ -183,7 +231,7 @@ def test_hosts_with_other_weights_are_refused_by_the_first(
   config.write_text(config.read_text() + "\n")
   both = []
   for host, folder in enumerate(folders):
-    given = arguments("tiny", samples=1)
+    given = (*arguments("tiny", samples=1), *mesh)
     both.append(
       start(*given, host=host, port=port, output="out", cwd=folder.parent)
     )
@@ -192,6 +240,20 @@ def test_hosts_with_other_weights_are_refused_by_the_first(
   assert "Host 1 has other weights than host 0; give all hosts" in said[0]
   assert "Host 1" not in said[1]
   assert not list(tmp_path.glob("*/out"))
+
+
+@pytest.mark.slow
+def test_a_mesh_of_some_of_the_devices_of_both_is_refused_once(
+  tiny_directory, tmp_path, port
+):
+  given = (*arguments(tiny_directory, samples=1), "--mesh=data:3")
+  both = [start(*given, host=h, port=port, output=tmp_path) for h in range(2)]
+  said = [process.communicate(timeout=300)[1] for process in both]
+  assert [process.returncode for process in both] == [2, 2], said
+  assert said[0].endswith(
+    "The mesh data:3 needs 3 devices; a host has 2, and all hosts have 4.\n"
+  )
+  assert "data:3" not in said[1]
 
 
 @pytest.mark.slow
@@ -228,7 +290,7 @@ def test_hosts_with_other_flags_are_refused_by_the_first(tmp_path, port):
   ],
 )
 def test_hosts_that_cannot_meet_are_told_why(run_binary, program, flags, said):
-  ended = run_binary(f"kvjax.experiments.{program}", *flags)
+  ended = run_binary("kvjax.experiments.evaluate", *flags)
   assert ended.returncode == 2
   assert said in ended.stderr
   assert ended.stderr.count("\n") == 1

@@ -1,0 +1,43 @@
+"""Meshes whose devices belong to several hosts, which run one program.
+
+Every host calls the same functions with the same values, and has its part of
+the arrays. What a host decides by must be whole on all of them.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+
+def spanned() -> bool:
+  """Whether the mesh in context (`jax.set_mesh`) has other hosts' devices."""
+  mesh = jax.sharding.get_mesh()
+  return not mesh.empty and mesh.is_multi_process
+
+
+def read(tree: PyTree) -> Any:
+  """Copies arrays to this host, as arrays of NumPy.
+
+  Those that are spread over the devices of several hosts are gathered by a
+  program of theirs, so that all of them must call this, in the same order.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from kvjax.hosts import read
+    >>> read({"counts": jnp.ones(2)})
+    {'counts': array([1., 1.], dtype=float32)}
+  """
+  return jax.device_get(jax.tree.map(_whole, tree))
+
+
+def _whole(leaf: Any) -> Any:
+  if not isinstance(leaf, jax.Array) or (
+    leaf.is_fully_addressable or leaf.is_fully_replicated
+  ):
+    return leaf
+  assert isinstance(leaf.sharding, NamedSharding)
+  return jax.device_put(
+    leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec())
+  )
