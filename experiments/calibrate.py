@@ -20,7 +20,8 @@ method in the folder records; --rule=paper writes reached.jsonl instead of
 others.jsonl. An interrupted run resumes where it stopped. --dry_run says what
 is left to measure and, from a first batch, how long that takes; it stops there.
 The same command with another --rule or --tau, or with fewer samples, methods or
-retentions, fits anew to the measurements that are there.
+retentions, fits anew to the measurements that are there. With --multihost,
+hosts that run the same command share the contexts.
 
 Likelihoods are not scores: the last line, also in calibration.md, is a command
 that tests whether scores of tasks stay equal over seeds.
@@ -41,7 +42,6 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-import rich.console
 import rich.text
 from absl import flags
 
@@ -61,10 +61,15 @@ from kvjax.experiments.calibration import (
 )
 from kvjax.experiments.calibration.fits import PAPER, PREFILL
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
-from kvjax.experiments.inputs import dry_run_inputs, run_inputs, text_inputs
+from kvjax.experiments.inputs import (
+  dry_run_inputs,
+  host_inputs,
+  run_inputs,
+  text_inputs,
+)
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.pictures import png
-from kvjax.experiments.run import environment, outputs, results
+from kvjax.experiments.run import environment, multihost, outputs, results
 from kvjax.experiments.run.candidates import (
   DEFAULT,
   FULL,
@@ -72,12 +77,12 @@ from kvjax.experiments.run.candidates import (
   candidates,
   parse_budgets,
 )
-from kvjax.experiments.run.comparison import wanted
+from kvjax.experiments.run.comparison import check_hosts, wanted
 from kvjax.experiments.run.line_files import check_writable
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tasks import prose
 
-for module in (dry_run_inputs, run_inputs, text_inputs):
+for module in (dry_run_inputs, run_inputs, text_inputs, host_inputs):
   flags.adopt_module_key_flags(module)
 
 _TASKS = flags.DEFINE_list(
@@ -158,13 +163,14 @@ _KEPT = "measurements"
 def main() -> None:
   """Checks all flags, then measures, fits, tests and evaluates."""
   began = time.monotonic()
+  host_inputs.start()
   folder = pathlib.Path(_OUTPUT.value)
   chosen, lengths = _chosen(), run_inputs.parse_lengths(_LENGTH.value)
   check_tau(_TAU.value)
   texts = _texts()
   choice = generator.choose(_TASKS.value, texts)
   check_writable(folder)
-  console = rich.console.Console(highlight=False)
+  console = host_inputs.console()
   for note in choice.notes:
     console.print(note)
   settings = _settings(choice.data)
@@ -194,6 +200,9 @@ def main() -> None:
       automatic = [method.automatic(_TAU.value) for method in fitted]
       reached = run.measure("reached.jsonl", automatic, held_out_samples, 2)
       fitted = fits.add_reached(fitted, reached)
+    device = environment.device(devices)
+  if not multihost.is_first():
+    return
   summary = dataclasses.asdict(settings) | {
     "length": lengths,
     "rule": _RULE.value,
@@ -201,7 +210,7 @@ def main() -> None:
     "others": _OTHERS.value if others else 0,
     "held_out": _HELD_OUT.value,
     "tau": _TAU.value,
-    "device": environment.device(devices),
+    "device": device,
     "versions": environment.versions(),
     "seconds": round(time.monotonic() - began, 1),
     "trials": _trials(folder / _RECORDS),
@@ -268,7 +277,7 @@ class _Run(NamedTuple):
     step: int,
   ) -> list[Measurement]:
     """Measures the samples of a step, with a progress bar."""
-    store = self._store(file, step)
+    store = self._store(file, step, wanted(chosen, samples))
     new = len(set(wanted(chosen, samples)) - store.records.keys())
     with progress_bar(new) as advance:
       return measuring.measure(
@@ -281,24 +290,24 @@ class _Run(NamedTuple):
     if _wants_others():
       steps.append(("others.jsonl", _OTHERS.value, 1))
     steps.append(("held_out.jsonl", _HELD_OUT.value, 2))
-    works = [
-      measuring.pending(
-        self.lm,
-        chosen,
-        self.samples(count, step),
-        self._store(file, step),
-        run_inputs.batch(),
+    works = []
+    for file, count, step in steps:
+      samples = self.samples(count, step)
+      store = self._store(file, step, wanted(chosen, samples))
+      works.append(
+        measuring.pending(self.lm, chosen, samples, store, run_inputs.batch())
       )
-      for file, count, step in steps
-    ]
     with progress_bar(None, transient=True):
       return dry_run.foresee(self.lm, works)
 
-  def _store(self, file: str, step: int) -> Measurements:
-    """Opens the measurements of a step."""
+  def _store(
+    self, file: str, step: int, keys: Sequence[results.Key]
+  ) -> Measurements:
+    """Opens the measurements of a step, which must be the same on all hosts."""
     settings = dataclasses.replace(
       self.settings, seed=self.settings.seed + step
     )
+    check_hosts(settings, keys)
     return Measurements(
       self.folder / file, settings, Measurement, "measurement"
     )

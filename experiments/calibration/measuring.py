@@ -15,11 +15,13 @@ from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.answering import TokenCounts
 from kvjax.experiments.run.candidates import FULL, Candidate
 from kvjax.experiments.run.comparison import wanted
-from kvjax.experiments.run.line_files import Line, LineFile
+from kvjax.experiments.run.line_files import Line
 from kvjax.experiments.run.prompting import Prompt, Shape, check_context_length
 from kvjax.experiments.run.results import Key, Part, Samples
+from kvjax.experiments.run.shared_lines import SharedLines
 from kvjax.experiments.tasks import niah
 from kvjax.experiments.tasks.sample import Sample
+from kvjax.hosts import read
 from kvjax.models.pretrained import Pretrained
 
 # Called with the task and the number of new measurements.
@@ -88,7 +90,7 @@ class Measurement(Line):
     return float(kvjax.likelihood_ratio(full, kept)[0])
 
 
-Measurements = LineFile[Measurement]
+Measurements = SharedLines[Measurement]
 
 
 def measure(
@@ -101,7 +103,8 @@ def measure(
 ) -> list[Measurement]:
   """Takes the measurements that `store` lacks and adds them.
 
-  Every batch of contexts is prefilled once for all methods and budgets.
+  Every batch of contexts is prefilled once for all methods and budgets. Hosts
+  share out the batches.
 
   Args:
     lm: the model.
@@ -119,11 +122,14 @@ def measure(
       measurements cannot be written.
   """
   work = pending(lm, chosen, samples, store, batch)
-  for one in work.batches:
-    measurements = one.measure(lm, work.candidates)
+
+  def measured(one: Batch) -> Iterator[list[Measurement]]:
+    yield list(one.measure(lm, work.candidates))
+
+  for measurements in store.share(work.batches, measured):
     new = [each for each in measurements if each.key in work.missing]
     store.add(new)
-    on_new(one.questions[0].part.task, len(new))
+    on_new(measurements[0].task, len(new))
   return [store.records[key] for key in wanted(chosen, samples)]
 
 
@@ -307,7 +313,7 @@ def _likelihoods(
       questions.repeat(times),
       answers.repeat(times),
     )
-    measurements[group] = np.asarray(values).reshape(times, len(rows))
+    measurements[group] = read(values).reshape(times, len(rows))
   return measurements
 
 

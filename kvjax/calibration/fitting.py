@@ -134,7 +134,7 @@ def fit(
   # Dividing by infinity makes a column of zeros, and later a slope of 0.
   scale = np.where(spread > 0, spread, np.inf)
   starts = [_standardized(*pair, center, spread) for pair in _STARTS]
-  cpu = jax.devices("cpu")[0]
+  cpu = jax.local_devices(backend="cpu")[0]
   with (
     jax.enable_x64(True),
     jax.default_device(cpu),

@@ -17,14 +17,14 @@ from kvjax.experiments.run import multihost
 HOST_FLAGS = ("--coordinator=127.0.0.1:9", "--hosts=2", "--host=1")
 
 
-def start(*arguments, host, port, output, cwd=None):
+def start(*arguments, host, port, output, cwd=None, program="evaluate"):
   """Starts a host of two, with two CPU devices each."""
   devices = re.sub(
     "device_count=[0-9]+", "device_count=2", os.environ["XLA_FLAGS"]
   )
   return subprocess.Popen(
     [
-      *(sys.executable, "-m", "kvjax.experiments.evaluate", *arguments),
+      *(sys.executable, "-m", f"kvjax.experiments.{program}", *arguments),
       *("--multihost", f"--coordinator=127.0.0.1:{port}"),
       *("--hosts=2", f"--host={host}", f"--output={output}"),
     ],
@@ -120,11 +120,13 @@ def test_a_mesh_of_both_hosts_answers_what_one_device_answers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(), ("--mesh=model:4",)])
+@pytest.mark.parametrize(
+  ("mesh", "samples"), [((), 40), (("--mesh=model:4",), 8)]
+)
 def test_a_run_that_has_lost_a_host_goes_on(
-  tiny_directory, tmp_path, port, mesh
+  tiny_directory, tmp_path, port, mesh, samples
 ):
-  given = (*arguments(tiny_directory, samples=40), *mesh)
+  given = (*arguments(tiny_directory, samples), *mesh)
   both = [start(*given, host=h, port=port, output=tmp_path) for h in range(2)]
   while not list(tmp_path.glob("*/samples.jsonl")):
     time.sleep(0.01)
@@ -138,12 +140,12 @@ def test_a_run_that_has_lost_a_host_goes_on(
     "all hosts goes on from there.\n"
   )
   before = answers(tmp_path)
-  assert 0 < len(before) < 160
+  assert 0 < len(before) < 4 * samples
   both = [start(*given, host=h, port=port, output=tmp_path) for h in range(2)]
   ended = [process.communicate(timeout=300) for process in both]
   assert [process.returncode for process in both] == [0, 0], ended
   after = answers(tmp_path)
-  assert len(after) == 160
+  assert len(after) == 4 * samples
   assert before.items() <= after.items()
   assert f"{len(before)} from before" in " ".join(ended[0][0].split())
 
@@ -255,6 +257,32 @@ def test_a_mesh_of_some_of_the_devices_of_both_is_refused_once(
 
 
 @pytest.mark.slow
+def test_two_hosts_calibrate_as_one(run_binary, tiny_directory, tmp_path, port):
+  given = (
+    *(f"--model={tiny_directory}", "--length=320", "--tasks=niah_single_1"),
+    *("--methods=keydiff,snapkv", "--retention=0.3,0.6", "--batch=1"),
+    *("--samples=3", "--others=1", "--held_out=1"),
+  )
+  one, two = tmp_path / "one", tmp_path / "two"
+  both = [
+    start(*given, host=h, port=port, output=two, program="calibrate")
+    for h in range(2)
+  ]
+  ended = [process.communicate(timeout=600) for process in both]
+  assert [process.returncode for process in both] == [0, 0], ended
+  run_binary("kvjax.experiments.calibrate", *given, f"--output={one}")
+  written = sorted(path.name for path in one.glob("records/*"))
+  assert len(written) == 2
+  for name in (
+    *("triples.jsonl", "others.jsonl", "held_out.jsonl"),
+    *(f"records/{name}" for name in written),
+  ):
+    assert (two / name).read_text() == (one / name).read_text()
+  assert "2 records in" in ended[0][0]
+  assert "records" not in ended[1][0]
+
+
+@pytest.mark.slow
 def test_hosts_with_other_flags_are_refused_by_the_first(tmp_path, port):
   both = [
     start(f"--seed={h}", host=h, port=port, output=tmp_path) for h in range(2)
@@ -269,7 +297,7 @@ def test_hosts_with_other_flags_are_refused_by_the_first(tmp_path, port):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["evaluate", "compare"])
+@pytest.mark.parametrize("program", ["evaluate", "compare", "calibrate"])
 @pytest.mark.parametrize(
   ("flags", "said"),
   [
@@ -288,7 +316,7 @@ def test_hosts_with_other_flags_are_refused_by_the_first(tmp_path, port):
   ],
 )
 def test_hosts_that_cannot_meet_are_told_why(run_binary, program, flags, said):
-  ended = run_binary("kvjax.experiments.evaluate", *flags)
+  ended = run_binary(f"kvjax.experiments.{program}", *flags)
   assert ended.returncode == 2
   assert said in ended.stderr
   assert ended.stderr.count("\n") == 1
