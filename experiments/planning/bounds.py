@@ -39,8 +39,14 @@ def step_bound(planned: Planned, slice_: Slice) -> Bound:
   along = len(planned.chip.devices) // planned.chip.rows
   # Of a result, a device has its own part; sums are scattered, then gathered.
   others = (along - 1) / along
+  # Parts received, in results: that of a scattered sum is a part.
+  parts = {
+    "all-reduce": 2 * others,
+    "reduce-scatter": along - 1,
+    "collective-permute": 1,
+  }
   received = sum(
-    sent.nbytes * others * (2 if opcode == "all-reduce" else 1)
+    sent.nbytes * parts.get(opcode, others)
     for opcode, sent in planned.decode.sent.items()
   )
   return Bound(

@@ -13,6 +13,10 @@ OPCODES = (
   "collective-permute",
   "reduce-scatter",
 )
+# In the fusion that starts a collective.
+_STARTS = 'custom_call_target="AsyncCollectiveStart"'
+# Of a collective that several fusions share.
+_CHAINED = "chain_id="
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +81,11 @@ def _within(module: Module, name: str, times: int) -> Iterator[Collective]:
     opcode = each.opcode.removesuffix("-start")
     if opcode in OPCODES:
       yield _collective(each, opcode, times)
+    if each.opcode == "fusion":
+      yield from _fused(module, each, times)
+    if each.opcode == "async-start":
+      for called in each.called("calls"):
+        yield from _within(module, called, times)
     repeated = times
     if each.opcode == "while":
       repeated *= turns(module, computation, each) or 1
@@ -85,9 +94,32 @@ def _within(module: Module, name: str, times: int) -> Iterator[Collective]:
         yield from _within(module, called, repeated)
 
 
+def _fused(
+  module: Module, fusion: Instruction, times: int
+) -> Iterator[Collective]:
+  """Lists the collectives that a fusion of TPUs runs.
+
+  One that runs beside products is in the fusion that starts it, in those of the
+  products, and in the one that awaits it; the first of them counts.
+  """
+  for name in fusion.called("calls"):
+    computation = module.computations[name]
+    starts = any(_STARTS in each.attributes for each in computation.values())
+    for each in computation.values():
+      if each.opcode not in OPCODES:
+        continue
+      if name.startswith("all-reduce-scatter"):
+        # The sum is padded, and each device takes its part.
+        yield _collective(fusion, "reduce-scatter", times)
+      elif starts or _CHAINED not in each.attributes:
+        yield _collective(each, each.opcode, times)
+
+
 def _collective(each: Instruction, opcode: str, times: int) -> Collective:
   sizes = [x.nbytes for x in each.results]
-  # One that is started returns its operands, too.
-  if each.opcode != opcode and len(sizes) > 1:
-    sizes = sizes[len(sizes) // 2 :]
+  # One that is started returns operands, results and counters; sums return
+  # results only.
+  if each.opcode == f"{opcode}-start" and opcode != "all-reduce":
+    count = len(each.operands)
+    sizes = sizes[count : 2 * count]
   return Collective(opcode, sum(sizes), max(sizes, default=0), times)

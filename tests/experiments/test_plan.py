@@ -262,6 +262,18 @@ def test_a_step_takes_as_long_as_the_slowest_of_three():
   expected = (3_000 / 10**9, 2e6 / 10**12, received / 200e9)
   assert bound == pytest.approx(expected)
   assert bound.seconds == bound.memory
+  # Of a scattered sum, three parts as large as the result; of what is passed
+  # on, all of it.
+  parts = {
+    "reduce-scatter": Sent(1, 1_000),
+    "collective-permute": Sent(1, 1_000),
+  }
+  plan = planned(1)
+  scattered = dataclasses.replace(
+    plan, decode=dataclasses.replace(plan.decode, sent=parts)
+  )
+  links = bounds.step_bound(scattered, four).links
+  assert links == pytest.approx((3 * 1_000 + 1_000) / 200e9)
   # What is retrieved is less than what is stored.
   retrieving = bounds.step_bound(planned(1, retrieves=True), four)
   assert retrieving.memory == pytest.approx(1_000 / 10**9)

@@ -238,3 +238,81 @@ ENTRY %main (x: f32[4]) -> f32[4] {
   assert counts(found) == {"all-gather": 1, "all-reduce": 3}
   assert total_bytes(found) == 80
   assert collectives(module, turn=True) == [Collective("all-reduce", 16, 16, 1)]
+
+
+# As libtpu 0.0.50 compiles for v5e and v5p, with shorter lists of operands.
+COMPILED = """
+%fused_computation.9 (param_0.16: bf16[4096,1024]) -> (bf16[4096,1024], bf16[32768,1024], s32[2]) {
+  %param_0.16 = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %all-gather.5 = bf16[32768,1024]{1,0:T(8,128)(2,1)} all-gather(%param_0.16), channel_id=1, dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %custom-call.1 = (bf16[4096,1024]{1,0:T(8,128)(2,1)}, bf16[32768,1024]{1,0:T(8,128)(2,1)S(1)}, s32[2]{0:S(4)}) custom-call(%all-gather.5), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.8 (param_0.19: bf16[4096,1024]) -> (bf16[4096,4096], bf16[32768,1024]) {
+  %param_0.19 = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %product = bf16[4096,4096]{1,0:T(8,128)(2,1)} convolution(%param_0.19, %param_0.19), dim_labels=bf_io->bf
+  %all-gather.7 = bf16[32768,1024]{1,0:T(8,128)(2,1)S(1)} all-gather(%param_0.19), channel_id=1, dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %tuple.11 = (bf16[4096,4096]{1,0:T(8,128)(2,1)}, bf16[32768,1024]{1,0:T(8,128)(2,1)S(1)}) tuple(%product, %all-gather.7)
+}
+
+%fused_computation.13 (param_0.26: bf16[4096,1024]) -> bf16[32768,1024] {
+  %param_0.26 = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %all-gather.13 = bf16[32768,1024]{1,0:T(8,128)(2,1)} all-gather(%param_0.26), channel_id=1, dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %custom-call.3 = bf16[32768,1024]{1,0:T(8,128)(2,1)S(1)} custom-call(%param_0.26, %all-gather.13), custom_call_target="AsyncCollectiveDone"
+}
+
+%all-reduce-scatter (input: bf16[4096,1024]) -> bf16[1056,1024] {
+  %input = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %zero = bf16[] constant(0)
+  %pad = bf16[4224,1024]{1,0:T(8,128)(2,1)} pad(%input, %zero), padding=0_128x0_0
+  %all-reduce.1 = bf16[4224,1024]{1,0:T(8,128)(2,1)} all-reduce(%pad), channel_id=2, to_apply=%add
+  %own = u32[] partition-id()
+  ROOT %dynamic-slice.1 = bf16[1056,1024]{1,0:T(8,128)(2,1)} dynamic-slice(%all-reduce.1, %own), dynamic_slice_sizes={1056,1024}
+}
+
+ENTRY %main.0_spmd (param: bf16[4096,1024]) -> bf16[1056,1024] {
+  %param = bf16[4096,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %async-collective-start = (bf16[4096,1024]{1,0:T(8,128)(2,1)}, bf16[32768,1024]{1,0:T(8,128)(2,1)S(1)}, s32[2]{0:S(4)}) fusion(%param), kind=kCustom, calls=%fused_computation.9
+  %fusion.8 = (bf16[4096,4096]{1,0:T(8,128)(2,1)}, bf16[32768,1024]{1,0:T(8,128)(2,1)S(1)}) fusion(%param), kind=kOutput, calls=%async_collective_fusion.8
+  %async-collective-done = bf16[32768,1024]{1,0:T(8,128)(2,1)S(1)} fusion(%param), kind=kCustom, calls=%fused_computation.13
+  %fusion = bf16[1056,1024]{1,0:T(8,128)(2,1)} fusion(%param), kind=kCustom, calls=%all-reduce-scatter
+  %slice = bf16[96,1024]{1,0:T(8,128)(2,1)} slice(%param), slice={[0:96], [0:1024]}
+  %collective-permute-start = (bf16[96,1024]{1,0:T(8,128)(2,1)}, bf16[96,1024]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%slice), channel_id=1, source_target_pairs={{0,1},{1,2},{2,3}}
+  %collective-permute-done = bf16[96,1024]{1,0:T(8,128)(2,1)} collective-permute-done(%collective-permute-start)
+  ROOT %result = bf16[1056,1024]{1,0:T(8,128)(2,1)} copy(%fusion)
+}
+"""  # noqa: E501
+
+
+def test_collectives_that_run_beside_products_count_once():
+  gathered, scattered = 32768 * 1024 * 2, 1056 * 1024 * 2
+  passed = 96 * 1024 * 2
+  assert collectives(Module.of(COMPILED)) == [
+    Collective("all-gather", gathered, gathered, 1),
+    Collective("reduce-scatter", scattered, scattered, 1),
+    Collective("collective-permute", passed, passed, 1),
+  ]
+
+
+def test_collectives_that_are_started_count_their_results_alone():
+  """As XLA writes them for other devices."""
+  text = """
+%wrapped (x: f32[8]) -> f32[2] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %sum = f32[2]{0} reduce-scatter(%x), dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: f32[8], y: f32[4]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %y = f32[4]{0} parameter(1)
+  %sums = (f32[8]{0}, f32[4]{0}) all-reduce-start(%x, %y), to_apply=%add
+  %all = ((f32[8]{0}, f32[4]{0}), (f32[32]{0}, f32[16]{0})) all-gather-start(%x, %y), dimensions={0}
+  %part = ((f32[8]{0}), f32[2]{0}, u32[]) async-start(%x), calls=%wrapped
+  ROOT %x.1 = f32[8]{0} copy(%x)
+}
+"""  # noqa: E501
+  assert collectives(Module.of(text)) == [
+    Collective("all-reduce", 48, 32, 1),
+    Collective("all-gather", 192, 128, 1),
+    Collective("reduce-scatter", 8, 8, 1),
+  ]
