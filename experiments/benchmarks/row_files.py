@@ -325,7 +325,7 @@ class RowFile:
         yield line.removesuffix(b"\n").removesuffix(b"\r")
 
   @contextlib.contextmanager
-  def _opened(self) -> Iterator[IO[bytes]]:
+  def _opened(self) -> Iterator[IO[bytes] | gzip.GzipFile]:
     """Opens what a text holds, unpacked."""
     if self.member:
       with zipfile.ZipFile(self.path) as archive:
@@ -338,10 +338,12 @@ class RowFile:
           ) from error
         with file:
           yield file
+    elif self._is_packed_by_gzip:
+      with gzip.open(self.path, "rb") as unpacked:
+        yield unpacked
     else:
-      opener = gzip.open if self._is_packed_by_gzip else open
-      with opener(self.path, "rb") as file:
-        yield file
+      with self.path.open("rb") as plain:
+        yield plain
 
   def _table(self) -> Iterator[Row]:
     try:
