@@ -95,12 +95,14 @@ def _folder(
 ) -> Folder:
   layout = presentation(summary["benchmark"]).kvpress
   config = _config(layout, summary, mean, rows[0])
+  share = config["compression_ratio"]
   parts = [
     config["dataset"],
     config["data_dir"],
     config["model"].replace("/", "--"),
     config["press_name"],
-    f"{config['compression_ratio']:.2f}",
+    # A threshold stands in its place, as what it removes depends on the texts.
+    f"{share if mean.threshold is None else mean.threshold:.2f}",
     _optional("max_context", config["max_context_length"]),
     # kvpress does not compress the end of turn and the answer prefix.
     "whole_prompt" if summary["protocol"] == QUERY_AWARE else None,
@@ -136,7 +138,7 @@ def _config(
     "press_name": press,
     "compression_ratio": round(removed, 4),
     "key_channel_compression_ratio": None,
-    "threshold": None,
+    "threshold": mean.threshold,
     # Of the samples that there were, not of kvpress's own data.
     "fraction": 1.0,
     "max_new_tokens": None,
@@ -211,7 +213,8 @@ def _optional(name: str, value: object) -> str | None:
 
 def _plain(text: str) -> str:
   """Replaces characters that some file systems reject in names."""
-  return re.sub(r"[^\w.+=-]+", "-", text).strip("-")
+  inside = re.sub(r"^[^\w.+=-]+|[^\w.+=-]+$", "", text)
+  return re.sub(r"[^\w.+=-]+", "-", inside)
 
 
 def _json(value: object) -> str:

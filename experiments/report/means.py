@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,9 @@ OPTIONAL = (
 )
 # As `kvjax.Threshold` writes itself.
 _THRESHOLD = "threshold "
+_NUMBER = re.compile(
+  rf"{_THRESHOLD}(-?[0-9]+(?:[.][0-9]+)?(?:e[-+]?[0-9]+)?)(?:, .*)?"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,13 @@ class Mean:
   def automatic(self) -> bool:
     """Whether each context had its own retention."""
     return self.budget.startswith((AUTO, _THRESHOLD))
+
+  @property
+  def threshold(self) -> float | None:
+    """The lowest score that is kept, if the budget is a finite threshold."""
+    found = _NUMBER.fullmatch(self.budget)
+    value = math.inf if found is None else float(found[1])
+    return value if math.isfinite(value) else None
 
   @property
   def removed(self) -> float:

@@ -22,8 +22,9 @@ from kvjax.retrieval import (
   Retrieval,
   Store,
 )
+from kvjax.retrieval.base import Candidates, scaled_logits
 from kvjax.retrieval.clusters import Clusters
-from kvjax.struct import struct
+from kvjax.struct import replace, struct
 
 KEY_CENTERS = 64
 QUERY_CENTERS = 16
@@ -124,7 +125,7 @@ def draw(
   number = jnp.zeros((1, 1), jnp.int32)
   count = jnp.full((1, 1), retrieval.keys, jnp.int32)
   return Workload(
-    Prompt(head, lookup, number, 0, start, end),
+    Prompt(head, lookup, number, number, start, end),
     KeyBudget(count, retrieval.keys),
     jnp.swapaxes(queries[:, length:], 0, 1),
   )
@@ -280,10 +281,18 @@ def _retrieve(
 ) -> Int[Array, "J X"]:
   """Retrieves keys by a retrieval method for each token, `most` per list."""
   key_budget = KeyBudget(jnp.asarray(most, jnp.int32), most)
-  result, _ = jax.vmap(retrieval.retrieve, (None, 0, None, None))(
-    index, workload.queries, workload.store, key_budget
-  )
-  return result.slots.reshape(len(workload.queries), -1)
+
+  def of_token(queries: Float[Array, "G D"]) -> Int[Array, "H R"]:
+    store = workload.store
+    if retrieval.key_access == "candidates":
+      assert store.keys is not None
+      slots = retrieval.candidates(index, queries, store)
+      logits = scaled_logits(queries, store.keys[jnp.maximum(slots, 0)])
+      logits = jnp.where(slots >= 0, logits, -jnp.inf)
+      store = replace(store, candidates=Candidates(slots, logits))
+    return retrieval.retrieve(index, queries, store, key_budget)[0].slots
+
+  return jax.vmap(of_token)(workload.queries).reshape(len(workload.queries), -1)
 
 
 def _search(workload: Workload, index: Any) -> Int[Array, "J X"]:

@@ -5,6 +5,7 @@ import json
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -71,6 +72,22 @@ def test_recall_is_what_a_loop_over_tokens_counts(workload):
   found = index_builders.recall(workload, jnp.asarray(slots, jnp.int32))
   assert 0.1 < np.mean(hits) < 0.9
   np.testing.assert_allclose(found, np.mean(hits), rtol=1e-6)
+
+
+def test_jax_builds_and_reads_its_indexes_without_faiss(workload):
+  """The other tests of builders are skipped where faiss is not installed."""
+  queries = np.asarray(workload.queries)
+  keys = np.asarray(workload.prompt.head.cached_keys)[0, 0, START:END]
+  index = index_builders._compiled(RETRIEVAL, workload)()
+  slots = index_builders._retrieve(
+    workload, RETRIEVAL, jax.tree.map(lambda x: x[0, 0], index), READS
+  )
+  for own, read in zip(queries, np.asarray(slots), strict=True):
+    read = read[read >= 0]
+    assert len({*read.tolist()}) == len(read) <= READS
+    assert read.max() < STORED
+    weights = worth(own, keys)
+    assert weights[read].mean() > 1.2 * weights.mean()
 
 
 def test_queries_of_a_center_are_as_alike_as_said():

@@ -310,6 +310,27 @@ def test_a_run_is_done_once_all_of_its_files_are_there(tiny, rows, tmp_path):
   assert not work.exists()
 
 
+@pytest.mark.parametrize(
+  "content", [b"", b"x" * 99, b"\x02" + bytes(7) + b"{}"]
+)
+@pytest.mark.parametrize("name", ["text-000000", "layer-0000"])
+def test_files_that_no_run_has_written(tiny, rows, tmp_path, name, content):
+  made = Trainer(tmp_path, tiny, rows, 30, recipe(epochs=1), {})
+  work = tmp_path / ".train_gate"
+  work.mkdir()
+  path = work / f"{name}.safetensors"
+  path.write_bytes(content)
+  with pytest.raises(InputError, match=f"{name}.* is not what a run writes"):
+    made.run()
+  assert path.read_bytes() == content
+  assert not (tmp_path / "config.json").exists()
+  path.unlink()
+  made.run()
+  (tmp_path / "validation.json").write_text("[")
+  with pytest.raises(InputError, match=r"validation\.json is not valid JSON"):
+    made.run()
+
+
 def test_a_linear_map_is_trained_too(run, tmp_path):
   done = run(tmp_path / "linear", "--kind=linear", "--samples=3")
   assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ import json
 
 import pytest
 import yaml
+from odd_files import replace
 
 from kvjax.experiments.report import kvpress
 
@@ -55,6 +56,17 @@ def exported(record):
       {"benchmark": "needle"},
       {"depth": 1 / 9},
       "kvjax_needle__tiny__keydiff__0.75__max_context1024__needle_depth11",
+    ),
+    # What a threshold removes depends on the texts.
+    (
+      {"data": FILES},
+      {"budget": "threshold -4, window 64", "method": "kvzap"},
+      "ruler__1024__tiny__kvzap__-4.00",
+    ),
+    (
+      {"data": FILES},
+      {"budget": "threshold -inf", "method": "kvzap"},
+      "ruler__1024__tiny__kvzap__0.75",
     ),
     # What reads less than it keeps removes nothing.
     (
@@ -185,3 +197,19 @@ def test_taken_folders_are_numbered_and_own_ones_written_again(
     (second / name).write_text(text)
   assert place()[1] == second
   assert place(seed=8)[1] == first / "2"
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "zeros", "depth", "half", "digits"])
+def test_folders_of_anything_are_taken(answer, record, tmp_path, kind):
+  (folder,) = kvpress.folders(record([answer()]))
+  first = tmp_path / folder.name
+  first.mkdir()
+  replace(first / "config.yaml", kind)
+  assert folder.place(tmp_path) == first / "1"
+
+
+def test_the_configuration_has_the_threshold(answer, record):
+  for budget, threshold in (("threshold -4", -4.0), ("threshold -inf", None)):
+    run = record([answer(budget=budget)])
+    (files,) = exported(run).values()
+    assert json.loads(files["config.yaml"])["threshold"] == threshold
