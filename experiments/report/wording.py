@@ -103,7 +103,8 @@ def headline(summary: Summary) -> str:
   """Names the best method and its scores; empty without methods to compare.
 
   As in `Best of 3 methods: keydiff (50 %: 60.4, 25 %: 31.2); full cache 87.5.`
-  Methods with the same scores at all budgets are named together.
+  Two methods with the same scores at all budgets are both named; of more, the
+  others are counted.
   """
   averages = means(summary["rows"])
   full = [f"{mean.score:.1f}" for mean in averages if mean.method == FULL]
@@ -115,7 +116,10 @@ def headline(summary: Summary) -> str:
     text = f"{budget(*mean.name)}: {mean.score:.1f}"
     scores.setdefault(mean.method, []).append(text)
   best = scores[methods[0].method]
-  names = " and ".join(name for name in scores if scores[name] == best)
+  first, *others = [name for name in scores if scores[name] == best]
+  if len(others) > 1:
+    others = [f"{len(others)} others"]
+  names = " and ".join([first, *others])
   of = f"Best of {len(scores)} methods: " if len(scores) > 1 else ""
   end = f"; full cache {full[0]}." if full else "."
   return f"{of}{names} ({', '.join(best)}){end}"

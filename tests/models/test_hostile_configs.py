@@ -212,7 +212,7 @@ def test_a_model_that_is_something_else(tmp_path, kind):
   "path", ["x" * 5000, "a/" * 3000, "", "a\0b"], ids=range(4)
 )
 def test_paths_that_are_none(path):
-  not_loaded(path, r"has no config\.json|has 0 GGUF|no config")
+  not_loaded(path, r"has no config\.json|has 0 GGUF|There is no model")
 
 
 def _edit(path, **fields):

@@ -378,7 +378,7 @@ def _damage_tokenizer_is_a_directory(directory):
 @pytest.mark.parametrize(
   ("damage", "sentence"),
   [
-    (_damage_no_directory, r"model has no config\.json; a model directory"),
+    (_damage_no_directory, r"There is no model .*model.; give the path of a"),
     (_damage_no_config, r"model has no config\.json; a model directory"),
     (_damage_config_not_json, r"config\.json is not valid JSON"),
     (_damage_config_not_an_object, r"config\.json must hold a JSON object"),
