@@ -27,7 +27,9 @@ PAGE = "# A\n\n<!-- new -->\nold\n<!-- /new -->\n\n<!-- b -->\n<!-- /b -->\n"
 def of_lengths(*lengths):
   """The columns of the scaling table."""
   values = dict.fromkeys(lengths, 1)
-  return scaling.table([scaling.Scaled("a", values, values)]).header
+  names = ("a", scaling.ATTENTION)
+  results = [scaling.Scaled(name, values, values) for name in names]
+  return scaling.table(results).header
 
 
 def of_depths(*layers):
