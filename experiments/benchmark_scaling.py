@@ -7,9 +7,9 @@ that needs no second pass, at 1,024 to 16,384 tokens, and keeps a quarter. It
 prints milliseconds at each length, their exponent in the length, and what
 scoring allocates besides its arrays, from compiled programs, and writes
 table.md and scaling.png to --output. The row `attention` is the layer's
-attention to its own prompt, which comes before all scores. It takes eight minutes
-on two cores; `--length=32768,131072` takes 12 GB of memory, and hours without
-`--noattention`.
+attention to its own prompt, which comes before all scores. It takes eight
+minutes on two cores; `--length=32768,131072` takes 12 GB of memory, and hours
+without `--noattention`.
 """
 
 import pathlib
