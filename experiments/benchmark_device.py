@@ -3,9 +3,9 @@
   kvjax benchmark_device
 
 checks and times every kernel, decodes with random weights of a published
-model's sizes, and times retrieval and scoring. Every
-step is a program of its own. What it prints goes to STEP.txt in --output, below
-its command; steps whose file is there are not run again. The steps:
+model's sizes, and times retrieval and scoring. Every step is a program of its
+own. What it prints goes to STEP.txt in --output, below its command; steps whose
+file is there are not run again. The steps:
 
 - check: every kernel beside XLA's program, equal results;
 - kernels: their times, and XLA's;
@@ -20,6 +20,7 @@ It has run on CPUs with small numbers only. --only=decode,sparse runs some.
 """
 
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
@@ -31,7 +32,6 @@ from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.run import outputs, results
 from kvjax.experiments.tpu.published import SHIPPED, Published
 
@@ -40,32 +40,29 @@ _SIZES = flags.DEFINE_string(
   "llama-3.1-8b",
   f"Sizes of the model: a config.json, or one of {', '.join(SHIPPED)}.",
 )
-_LENGTH = flags.DEFINE_list(
-  "length", ["32768", "131072"], "Tokens of prompt and answer."
-)
-_ROWS = flags.DEFINE_list(
-  "rows", ["4", "1"], "Prompts per batch at each of these lengths."
+_SHAPES = flags.DEFINE_list(
+  "shapes",
+  ["4x32768", "1x131072"],
+  "Batches to decode: prompts, and the tokens that prompt and answer have.",
 )
 _KINDS = ("check", "kernels", "decode", "batch", "sparse", "scoring")
 _ONLY = flags.DEFINE_list("only", list(_KINDS), "Steps to run.")
 _OUTPUT = flags.DEFINE_string("output", "results/device", "Output folder.")
 
 _FAILED = 1
-_METHODS = "--methods=keydiff,adakv,ctkvr.512"
-_SCORED = "--methods=keydiff,lagkv:lag=128,compactor,snapkv,protokv"
-# A prompt and what is decoded after it have --length tokens together.
+_SHAPE = re.compile("([1-9][0-9]{0,5})x([1-9][0-9]{2,8})")
+# Tokens of an answer.
 _DECODED = 64
-_TOKENS = (f"--tokens={_DECODED}",)
 
 
 def main() -> None:
   """Checks all flags, then runs the steps that have no file yet."""
-  lengths = run_inputs.parse_lengths(_LENGTH.value)
-  rows = run_inputs.parse_lengths(_ROWS.value)
-  if len(rows) != len(lengths):
+  shapes = [_SHAPE.fullmatch(text.strip()) for text in _SHAPES.value]
+  rows = {int(found[2]): int(found[1]) for found in shapes if found}
+  if not rows or len(rows) < len(shapes):
     raise InputError(
-      f"--rows has {len(rows)} numbers and --length {len(lengths)}; every "
-      "length has a batch of its own."
+      "--shapes takes batches of different lengths from 100 tokens on, such as "
+      f"4x32768,1x131072; {','.join(_SHAPES.value)[:60]!r} does not fit."
     )
   unknown = [kind for kind in _ONLY.value if kind not in _KINDS]
   if unknown or not _ONLY.value:
@@ -78,7 +75,7 @@ def main() -> None:
   results.check_writable(folder)
   console = rich.console.Console(highlight=False)
   failed = []
-  for name, arguments in _steps(dict(zip(lengths, rows, strict=True))):
+  for name, arguments in steps(rows, _SIZES.value, folder):
     if name.partition("_")[0] not in _ONLY.value:
       continue
     path = folder / f"{name}.txt"
@@ -91,32 +88,49 @@ def main() -> None:
     sys.exit(_FAILED)
 
 
-def _steps(rows: dict[int, int]) -> Iterator[tuple[str, list[str]]]:
+def steps(
+  rows: dict[int, int], sizes: str, folder: pathlib.Path
+) -> Iterator[tuple[str, list[str]]]:
   """Yields names and commands.
 
   Args:
     rows: prompts per batch by length.
+    sizes: the model's, as for --sizes.
+    folder: where each program has a folder for its own files.
   """
-  lengths = f"--length={','.join(map(str, rows))}"
-  decode = ["benchmark_decode", f"--sizes={_SIZES.value}"]
-  yield "check", ["device_check"]
-  yield "kernels", ["benchmark_kernels"]
-  for length, batch in rows.items():
-    prompt = f"--length={length - _DECODED}"
-    yield (
-      f"decode_{length}",
-      [*decode, _METHODS, prompt, f"--rows={batch}", *_TOKENS],
+
+  def step(name: str, program: str, *options: str) -> tuple[str, list[str]]:
+    return name, [program, *options, f"--output={folder / name}"]
+
+  def decode(
+    name: str, length: int, batch: int, *options: str
+  ) -> tuple[str, list[str]]:
+    return step(
+      name,
+      "benchmark_decode",
+      f"--sizes={sizes}",
+      *options,
+      f"--length={length - _DECODED}",
+      f"--rows={batch}",
+      f"--tokens={_DECODED}",
     )
-  yield (
-    "batch",
-    [
-      *(*decode, "--methods=keydiff,lagkv.kvpress,snapkv", "--budget=2048"),
-      *("--length=8192", "--rows=32", *_TOKENS),
-    ],
+
+  yield "check", ["device_check"]
+  yield step("kernels", "benchmark_kernels")
+  for length, batch in rows.items():
+    methods = "--methods=keydiff,adakv,ctkvr.512"
+    yield decode(f"decode_{length}", length, batch, methods)
+  evicting = "--methods=keydiff,lagkv.kvpress,snapkv"
+  yield decode("batch", 8192 + _DECODED, 32, evicting, "--budget=2048")
+  lengths = ",".join(map(str, rows))
+  yield step("sparse", "benchmark_sparse", f"--length={lengths}")
+  # Two lengths at least, to see what grows.
+  yield step(
+    "scoring",
+    "benchmark_scaling",
+    f"--length={min(rows) // 2},{lengths}",
+    "--methods=keydiff,lagkv:lag=128,compactor,snapkv,protokv",
   )
-  yield "sparse", ["benchmark_sparse", lengths]
-  if len(rows) > 1:
-    yield "scoring", ["benchmark_scaling", lengths, _SCORED]
 
 
 def _run(

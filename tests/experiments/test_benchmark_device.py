@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from kvjax.experiments import benchmark_device
+
 SIZES = {
   **{"model_type": "llama", "vocab_size": 512, "hidden_size": 32},
   **{"intermediate_size": 64, "num_hidden_layers": 2, "hidden_act": "silu"},
@@ -18,20 +20,21 @@ def test_a_step_keeps_what_it_prints_and_runs_once(tmp_path, run_binary):
   sizes = tmp_path / "config.json"
   sizes.write_text(json.dumps(SIZES))
   arguments = [
-    *(f"--sizes={sizes}", "--length=640", "--rows=2", "--only=decode"),
+    *(f"--sizes={sizes}", "--shapes=2x640", "--only=decode"),
     f"--output={tmp_path / 'out'}",
   ]
   first = run_binary(PROGRAM, *arguments)
   assert first.returncode == 0, first.stderr
-  (kept,) = (tmp_path / "out").iterdir()
-  assert kept.name == "decode_640.txt"
+  kept, folder = (tmp_path / "out" / f"decode_640{s}" for s in (".txt", ""))
   command, _, printed = kept.read_text().partition("\n")
   assert command == (
     f"kvjax benchmark_decode --sizes={sizes} "
-    "--methods=keydiff,adakv,ctkvr.512 --length=576 --rows=2 --tokens=64"
+    "--methods=keydiff,adakv,ctkvr.512 --length=576 --rows=2 --tokens=64 "
+    f"--output={folder}"
   )
   assert "2 contexts of up to 576 tokens, 64 tokens each" in printed
   assert printed.count("\n full ") == 1
+  assert "2 contexts of up to 576" in (folder / "table.md").read_text()
   again = run_binary(PROGRAM, *arguments)
   assert again.returncode == 0
   assert "decode_640.txt is there." in again.stdout
@@ -40,10 +43,11 @@ def test_a_step_keeps_what_it_prints_and_runs_once(tmp_path, run_binary):
 @pytest.mark.parametrize(
   ("arguments", "sentence"),
   [
-    (["--rows=4"], "--rows has 1 numbers and --length 2"),
+    (["--shapes=4x32768,2x32768"], "--shapes takes batches of different len"),
+    (["--shapes=32768"], "'32768' does not fit"),
+    (["--shapes="], "--shapes takes batches"),
     (["--only=decoding"], "--only takes some of check, kernels"),
     (["--sizes=llama-9"], "There is no model 'llama-9'"),
-    (["--length=many"], "--length takes numbers of tokens"),
   ],
 )
 def test_what_is_wrong_is_one_sentence(run_binary, arguments, sentence):
@@ -51,6 +55,20 @@ def test_what_is_wrong_is_one_sentence(run_binary, arguments, sentence):
   assert result.returncode == 2
   assert sentence in result.stderr
   assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_steps_are_programs_with_flags_that_they_have(tmp_path, run_binary):
+  rows = {32768: 4, 1024: 1}
+  steps = dict(benchmark_device.steps(rows, "llama-3.1-8b", tmp_path))
+  assert [*steps] == [
+    *("check", "kernels", "decode_32768", "decode_1024", "batch", "sparse"),
+    "scoring",
+  ]
+  for program, *options in steps.values():
+    page = run_binary(f"kvjax.experiments.{program}", "--help").stdout
+    for option in options:
+      assert f"{option.partition('=')[0]}=" in page, (program, option)
 
 
 @pytest.mark.parametrize("flag", ["--model=reference", "--mesh=data:2"])
