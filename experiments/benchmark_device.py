@@ -25,7 +25,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import rich.console
 from absl import flags
@@ -33,6 +33,7 @@ from absl import flags
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.run import outputs, results
+from kvjax.experiments.timing import device_steps
 from kvjax.experiments.tpu.published import SHIPPED, Published
 
 _SIZES = flags.DEFINE_string(
@@ -45,14 +46,11 @@ _SHAPES = flags.DEFINE_list(
   ["4x32768", "1x131072"],
   "Batches to decode: prompts, and the tokens that prompt and answer have.",
 )
-_KINDS = ("check", "kernels", "decode", "batch", "sparse", "scoring")
-_ONLY = flags.DEFINE_list("only", list(_KINDS), "Steps to run.")
+_ONLY = flags.DEFINE_list("only", list(device_steps.KINDS), "Steps to run.")
 _OUTPUT = flags.DEFINE_string("output", "results/device", "Output folder.")
 
 _FAILED = 1
 _SHAPE = re.compile("([1-9][0-9]{0,5})x([1-9][0-9]{2,8})")
-# Tokens of an answer.
-_DECODED = 64
 
 
 def main() -> None:
@@ -64,10 +62,10 @@ def main() -> None:
       "--shapes takes batches of different lengths from 100 tokens on, such as "
       f"4x32768,1x131072; {','.join(_SHAPES.value)[:60]!r} does not fit."
     )
-  unknown = [kind for kind in _ONLY.value if kind not in _KINDS]
+  unknown = [kind for kind in _ONLY.value if kind not in device_steps.KINDS]
   if unknown or not _ONLY.value:
     raise InputError(
-      f"--only takes some of {', '.join(_KINDS)}; "
+      f"--only takes some of {', '.join(device_steps.KINDS)}; "
       f"{','.join(_ONLY.value)!r} does not fit."
     )
   Published.find(_SIZES.value)
@@ -75,7 +73,7 @@ def main() -> None:
   results.check_writable(folder)
   console = rich.console.Console(highlight=False)
   failed = []
-  for name, arguments in steps(rows, _SIZES.value, folder):
+  for name, arguments in device_steps.steps(rows, _SIZES.value, folder):
     if name.partition("_")[0] not in _ONLY.value:
       continue
     path = folder / f"{name}.txt"
@@ -86,51 +84,6 @@ def main() -> None:
   if failed:
     console.print(f"These steps failed: {', '.join(failed)}.")
     sys.exit(_FAILED)
-
-
-def steps(
-  rows: dict[int, int], sizes: str, folder: pathlib.Path
-) -> Iterator[tuple[str, list[str]]]:
-  """Yields names and commands.
-
-  Args:
-    rows: prompts per batch by length.
-    sizes: the model's, as for --sizes.
-    folder: where each program has a folder for its own files.
-  """
-
-  def step(name: str, program: str, *options: str) -> tuple[str, list[str]]:
-    return name, [program, *options, f"--output={folder / name}"]
-
-  def decode(
-    name: str, length: int, batch: int, *options: str
-  ) -> tuple[str, list[str]]:
-    return step(
-      name,
-      "benchmark_decode",
-      f"--sizes={sizes}",
-      *options,
-      f"--length={length - _DECODED}",
-      f"--rows={batch}",
-      f"--tokens={_DECODED}",
-    )
-
-  yield "check", ["device_check"]
-  yield step("kernels", "benchmark_kernels")
-  for length, batch in rows.items():
-    methods = "--methods=keydiff,adakv,ctkvr.512"
-    yield decode(f"decode_{length}", length, batch, methods)
-  evicting = "--methods=keydiff,lagkv.kvpress,snapkv"
-  yield decode("batch", 8192 + _DECODED, 32, evicting, "--budget=2048")
-  lengths = ",".join(map(str, rows))
-  yield step("sparse", "benchmark_sparse", f"--length={lengths}")
-  # Two lengths at least, to see what grows.
-  yield step(
-    "scoring",
-    "benchmark_scaling",
-    f"--length={min(rows) // 2},{lengths}",
-    "--methods=keydiff,lagkv:lag=128,compactor,snapkv,protokv",
-  )
 
 
 def _run(

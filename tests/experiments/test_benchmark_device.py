@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvjax.experiments import benchmark_device
+from kvjax.experiments.timing import device_steps
 
 SIZES = {
   **{"model_type": "llama", "vocab_size": 512, "hidden_size": 32},
@@ -60,7 +60,8 @@ def test_what_is_wrong_is_one_sentence(run_binary, arguments, sentence):
 @pytest.mark.slow
 def test_steps_are_programs_with_flags_that_they_have(tmp_path, run_binary):
   rows = {32768: 4, 1024: 1}
-  steps = dict(benchmark_device.steps(rows, "llama-3.1-8b", tmp_path))
+  steps = dict(device_steps.steps(rows, "llama-3.1-8b", tmp_path))
+  assert {name.partition("_")[0] for name in steps} == {*device_steps.KINDS}
   assert [*steps] == [
     *("check", "kernels", "decode_32768", "decode_1024", "batch", "sparse"),
     "scoring",
