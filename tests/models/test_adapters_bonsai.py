@@ -1,11 +1,11 @@
 """What kvjax makes of models of bonsai computes the same."""
 
-import types
-
 import jax.numpy as jnp
+import pytest
 from adapted import GOLDEN, assert_same, tensors_of
 from flax import nnx
 
+from kvjax.errors import InputError
 from kvjax.models.adapters import from_bonsai
 from kvjax.models.pretrained import load
 
@@ -18,8 +18,13 @@ def module(**parts):
   return made
 
 
-def bonsai_model(name):
-  """A golden Qwen3 with the names and shapes of bonsai's."""
+def bonsai_model(name, kernel="kernel"):
+  """A golden Qwen3 with the names and shapes of bonsai's.
+
+  Args:
+    name: of the golden model.
+    kernel: what the matrices of heads and of the output are called.
+  """
   config, tensors = load(GOLDEN / name).config, tensors_of(GOLDEN / name)
   heads = {"q": config.num_heads}
   heads |= dict.fromkeys("kv", config.num_kv_heads)
@@ -41,7 +46,7 @@ def bonsai_model(name):
         else (config.hidden_size, heads[one], config.head_dim)
       )
       attention[f"{one}_proj"] = module(
-        kernel=nnx.Param(jnp.asarray(x.reshape(split)))
+        **{kernel: nnx.Param(jnp.asarray(x.reshape(split)))}
       )
     mlp = {
       f"{one}_proj": param("kernel", f"{start}mlp.{one}_proj.weight")
@@ -53,21 +58,13 @@ def bonsai_model(name):
     }
     return module(attn=module(**attention), mlp=module(**mlp), **norms)
 
+  final_norm = param("scale", "model.norm.weight")
+  final_norm.norm_eps = config.rms_norm_eps
   return module(
-    config=types.SimpleNamespace(
-      num_layers=config.num_layers,
-      vocab_size=config.vocab_size,
-      emb_dim=config.hidden_size,
-      mlp_dim=config.intermediate_size,
-      num_heads=config.num_heads,
-      head_dim=config.head_dim,
-      num_kv_heads=config.num_kv_heads,
-      norm_eps=config.rms_norm_eps,
-    ),
     embedder=param("embedding", "model.embed_tokens.weight"),
     layers=nnx.List([layer(number) for number in range(config.num_layers)]),
-    final_norm=param("scale", "model.norm.weight"),
-    lm_head=param("kernel", "lm_head.weight"),
+    final_norm=final_norm,
+    lm_head=param(kernel, "lm_head.weight"),
   )
 
 
@@ -91,3 +88,24 @@ def test_bonsai_stores_tied_weights_twice():
   assert tied.config.tie_embeddings
   assert not untied.config.tie_embeddings
   assert "lm_head" not in tied.params
+
+
+def test_matrices_of_older_models_are_called_w():
+  golden, model = load(GOLDEN / "qwen3", "float32"), bonsai_model("qwen3", "w")
+  assert_same(
+    from_bonsai(model, max_positions=golden.config.max_positions), golden
+  )
+
+
+def test_other_modules_are_refused():
+  model = bonsai_model("qwen3")
+  flat = nnx.Param(model.layers[0].attn.q_proj.kernel[...].reshape(-1))
+  model.layers[0].attn.q_proj.kernel = flat
+  with pytest.raises(InputError, match="q_proj/kernel has the shape"):
+    from_bonsai(model)
+  with pytest.raises(InputError, match="Module without it"):
+    from_bonsai(
+      module(
+        embedder=model.embedder, lm_head=model.lm_head, final_norm=module()
+      )
+    )
