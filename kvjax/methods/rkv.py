@@ -116,32 +116,49 @@ class RKV(ScoringMethod):
   def redundancy(self, cache: LayerCache) -> Float[Array, "B K T"]:
     """Computes R; 0 for empty slots. Memory is linear in T."""
     valid, keys = cache.valid, _float_keys(cache)
-    norms = jnp.linalg.norm(keys, axis=-1, keepdims=True)
-    units = keys / (norms + _TINY)
-    places = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, valid.shape[-1]), 3)
-    first = jnp.argmax(valid, axis=-1)
-    tiles = -(-places.size // _TILE)
-    extra = tiles * _TILE - places.size
-    padded = jnp.pad(units, [(0, 0), (0, 0), (0, extra), (0, 0)])
-    tile = jax.lax.broadcasted_iota(jnp.int32, (1, 1, _TILE, 1), 2)
-
-    def add(
-      sums: Float[Array, "B K T"], start: Int[Array, ""]
-    ) -> tuple[Float[Array, "B K T"], None]:
-      rows = jax.lax.dynamic_slice_in_dim(padded, start, _TILE, axis=2)
-      cosines = jnp.einsum("bkrd,bktd->bkrt", rows, units)
-      cosines = jnp.where(start + tile == places, 0.0, cosines)
-      similar = (cosines > self.threshold) & valid[:, :, None]
-      spared = self._spared(similar, valid)
-      if self.spares_first:
-        spared = jnp.where(spared < 0, first[..., None], spared)
-      left_out = spared[..., None] == places
-      return sums + jnp.sum(jnp.where(left_out, 0.0, cosines), axis=2), None
-
-    starts = _TILE * jnp.arange(tiles, dtype=jnp.int32)
-    sums, _ = jax.lax.scan(add, jnp.zeros(valid.shape, jnp.float32), starts)
+    units = keys / (jnp.linalg.norm(keys, axis=-1, keepdims=True) + _TINY)
+    spared = self._all_spared(units, valid)
+    others = jnp.sum(units, axis=2, keepdims=True) - units
+    # Sums over all keys at once: the matrix of cosines is only searched.
+    sums = jnp.sum(units * others, axis=-1)
+    left_out = jnp.take_along_axis(units, spared[..., None], axis=2)
+    itself = spared == jnp.arange(valid.shape[-1])
+    cosines = jnp.where(itself, 0.0, jnp.sum(units * left_out, axis=-1))
+    add = jax.vmap(jax.vmap(lambda row, at, x: row.at[at].add(x)))
+    sums = add(sums, spared, -cosines)
     count = jnp.sum(valid.astype(jnp.float32), axis=-1, keepdims=True)
     return _softmax(sums / jnp.maximum(count, 1.0), valid)
+
+  def _all_spared(
+    self, units: Float[Array, "B K T D"], valid: Bool[Array, "B K T"]
+  ) -> Int[Array, "B K T"]:
+    """For each key, the slot of the one that is left out of its row.
+
+    It is the key's own slot if none is.
+    """
+    capacity = valid.shape[-1]
+    slots = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, capacity), 3)
+    tile = jax.lax.broadcasted_iota(jnp.int32, (1, 1, _TILE, 1), 2)
+    tiles = -(-capacity // _TILE)
+    extra = tiles * _TILE - capacity
+    padded = jnp.pad(units, [(0, 0), (0, 0), (0, extra), (0, 0)])
+
+    def search(
+      carry: None, start: Int[Array, ""]
+    ) -> tuple[None, Int[Array, "B K R"]]:
+      rows = jax.lax.dynamic_slice_in_dim(padded, start, _TILE, axis=2)
+      cosines = jnp.einsum("bkrd,bktd->bkrt", rows, units)
+      # Empty slots have a cosine of 0, which is not above any threshold.
+      similar = (cosines > self.threshold) & (start + tile != slots)
+      return carry, self._spared(similar, valid)
+
+    starts = _TILE * jnp.arange(tiles, dtype=jnp.int32)
+    _, found = jax.lax.scan(search, None, starts)
+    spared = jnp.moveaxis(found, 0, 2).reshape(*valid.shape[:2], -1)
+    spared = spared[..., :capacity]
+    first = jnp.argmax(valid, axis=-1)[..., None]
+    default = first if self.spares_first else slots[:, :, 0]
+    return jnp.where(spared < 0, default, spared)
 
   def _spared(
     self, similar: Bool[Array, "B K R T"], valid: Bool[Array, "B K T"]
