@@ -122,7 +122,7 @@ class RKV(ScoringMethod):
     # Sums over all keys at once: the matrix of cosines is only searched.
     sums = jnp.sum(units * others, axis=-1)
     left_out = jnp.take_along_axis(units, spared[..., None], axis=2)
-    itself = spared == jnp.arange(valid.shape[-1])
+    itself = spared == jax.lax.broadcasted_iota(jnp.int32, spared.shape, 2)
     cosines = jnp.where(itself, 0.0, jnp.sum(units * left_out, axis=-1))
     add = jax.vmap(jax.vmap(lambda row, at, x: row.at[at].add(x)))
     sums = add(sums, spared, -cosines)
